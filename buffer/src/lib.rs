@@ -1,0 +1,1 @@
+//! The forward edge: admission, staleness, leases and a durable journal of groups.

@@ -1,0 +1,1 @@
+//! One decoder for sampling, training and scoring, with its Hugging Face files.

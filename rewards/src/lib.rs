@@ -1,0 +1,1 @@
+//! What a trajectory is worth: built-in reward functions and their weighted sum.

@@ -1,0 +1,1 @@
+//! From tasks to scored groups: datasets, continuous batching, reward dispatch.

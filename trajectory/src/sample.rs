@@ -1,0 +1,288 @@
+//! A trainable token stream: ids with, per token, loss mask, behavior log-probability and policy version.
+//!
+//! Invariant: all streams of a [`Sample`] describe the same tokens. The only way to make one checks it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::PolicyVersion;
+
+/// Consecutive tokens sampled by one policy version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VersionRun {
+    /// The version that sampled (or, for prompt tokens, first read) the tokens.
+    pub version: PolicyVersion,
+    /// Number of tokens, at least 1.
+    pub len: u32,
+}
+
+/// The tokens that truncation (top-k, top-p, min-p) left to choose from, for every token of the loss mask in order.
+///
+/// The trainer renormalises over exactly these, so that its log-probabilities are of the distribution sampled from.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeptTokens {
+    /// `[masked + 1]` start of each set in `ids`; the first is 0, the last `ids.len()`.
+    pub offsets: Vec<u32>,
+    /// Token ids, ascending within a set.
+    pub ids: Vec<u32>,
+}
+
+impl KeptTokens {
+    /// The set of the `n`-th token of the loss mask.
+    #[must_use]
+    pub fn set(&self, n: usize) -> &[u32] {
+        &self.ids[self.offsets[n] as usize..self.offsets[n + 1] as usize]
+    }
+}
+
+/// The streams of a [`Sample`] before they are checked; `T` tokens.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SampleStreams {
+    /// `[T]` prompt and completion.
+    pub token_ids: Vec<u32>,
+    /// `[T]` true where the policy chose the token and is trained on it. The first token is never trained on.
+    pub loss_mask: Vec<bool>,
+    /// `[T]` nats, under the distribution that really sampled the token; 0.0 where the mask is false.
+    pub behavior_logprobs: Vec<f32>,
+    /// Runs that cover all `T` tokens in order.
+    pub versions: Vec<VersionRun>,
+    /// What truncation kept; `None` if nothing was cut off.
+    pub kept: Option<KeptTokens>,
+    /// The temperature that the tokens were sampled at, above 0.
+    pub temperature: f32,
+}
+
+/// A trainable token stream cut from a trajectory. Its streams agree in length.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "SampleStreams", into = "SampleStreams")]
+pub struct Sample {
+    streams: SampleStreams,
+}
+
+/// Why streams do not make a sample.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SampleError {
+    /// A stream is not as long as the token ids.
+    #[error("stream `{stream}` has {actual} entries for {tokens} tokens")]
+    Length {
+        /// Name of the stream.
+        stream: &'static str,
+        /// Its length.
+        actual: usize,
+        /// Number of token ids.
+        tokens: usize,
+    },
+    /// There is no token.
+    #[error("a sample needs at least one token")]
+    Empty,
+    /// The first token has nothing before it that could predict it.
+    #[error("token 0 is in the loss mask, but nothing precedes it that could predict it")]
+    FirstTokenTrained,
+    /// A log-probability is not a finite number at most 0.
+    #[error("behavior log-probability of token {index} is {value}; it must be finite and at most 0")]
+    Logprob {
+        /// Position of the token.
+        index: usize,
+        /// What it was.
+        value: f32,
+    },
+    /// The temperature cannot have sampled anything.
+    #[error("temperature {0} cannot have sampled a trainable token; it must be finite and above 0")]
+    Temperature(f32),
+    /// The kept sets do not fit the loss mask, or one does not contain the token it was made for.
+    #[error("kept tokens are broken at trained token {index}: {reason}")]
+    Kept {
+        /// Index among the tokens of the loss mask.
+        index: usize,
+        /// What is wrong.
+        reason: &'static str,
+    },
+}
+
+impl Sample {
+    /// Checks the streams against each other.
+    ///
+    /// # Errors
+    /// Streams of different lengths, an empty stream, a trained first token, log-probabilities that are not finite
+    /// and non-positive, kept sets that do not fit the mask or miss the token that was sampled.
+    pub fn new(streams: SampleStreams) -> Result<Self, SampleError> {
+        let tokens = streams.token_ids.len();
+        if tokens == 0 {
+            return Err(SampleError::Empty);
+        }
+        let covered = streams.versions.iter().map(|run| run.len as usize).sum();
+        for (stream, actual) in [
+            ("loss_mask", streams.loss_mask.len()),
+            ("behavior_logprobs", streams.behavior_logprobs.len()),
+            ("versions", covered),
+        ] {
+            if actual != tokens {
+                return Err(SampleError::Length { stream, actual, tokens });
+            }
+        }
+        if streams.loss_mask[0] {
+            return Err(SampleError::FirstTokenTrained);
+        }
+        if let Some((index, &value)) =
+            streams.behavior_logprobs.iter().enumerate().find(|(_, p)| !(p.is_finite() && **p <= 0.0))
+        {
+            return Err(SampleError::Logprob { index, value });
+        }
+        if !(streams.temperature.is_finite() && streams.temperature > 0.0) {
+            return Err(SampleError::Temperature(streams.temperature));
+        }
+        check_kept(&streams)?;
+        Ok(Self { streams })
+    }
+
+    /// `[T]` prompt and completion.
+    #[must_use]
+    pub fn token_ids(&self) -> &[u32] {
+        &self.streams.token_ids
+    }
+
+    /// `[T]` true where the token is trained on.
+    #[must_use]
+    pub fn loss_mask(&self) -> &[bool] {
+        &self.streams.loss_mask
+    }
+
+    /// `[T]` nats; 0.0 where the mask is false.
+    #[must_use]
+    pub fn behavior_logprobs(&self) -> &[f32] {
+        &self.streams.behavior_logprobs
+    }
+
+    /// Runs of policy versions over all tokens.
+    #[must_use]
+    pub fn versions(&self) -> &[VersionRun] {
+        &self.streams.versions
+    }
+
+    /// What truncation kept, if anything was cut off.
+    #[must_use]
+    pub fn kept(&self) -> Option<&KeptTokens> {
+        self.streams.kept.as_ref()
+    }
+
+    /// The temperature that the tokens were sampled at.
+    #[must_use]
+    pub fn temperature(&self) -> f32 {
+        self.streams.temperature
+    }
+
+    /// Number of tokens that are trained on.
+    #[must_use]
+    pub fn trained_tokens(&self) -> usize {
+        self.streams.loss_mask.iter().filter(|m| **m).count()
+    }
+
+    /// The oldest version in the sample: staleness is measured against it.
+    #[must_use]
+    pub fn oldest_version(&self) -> PolicyVersion {
+        self.streams.versions.iter().map(|run| run.version).min().expect("a sample has at least one token")
+    }
+}
+
+fn check_kept(streams: &SampleStreams) -> Result<(), SampleError> {
+    let Some(kept) = &streams.kept else { return Ok(()) };
+    let trained = streams.token_ids.iter().zip(&streams.loss_mask).filter(|(_, m)| **m);
+    let count = trained.clone().count();
+    let broken = |index, reason| Err(SampleError::Kept { index, reason });
+    if kept.offsets.len() != count + 1
+        || kept.offsets[0] != 0
+        || kept.offsets[count] as usize != kept.ids.len()
+    {
+        return broken(count, "the offsets do not cover the trained tokens");
+    }
+    if let Some(index) = kept.offsets.windows(2).position(|w| w[0] > w[1]) {
+        return broken(index, "the offsets go back");
+    }
+    for (index, (token, _)) in trained.enumerate() {
+        let set = kept.set(index);
+        if !set.is_sorted_by(|a, b| a < b) {
+            return broken(index, "the ids are not ascending");
+        }
+        if set.binary_search(token).is_err() {
+            return broken(index, "the sampled token is not among the kept");
+        }
+    }
+    Ok(())
+}
+
+impl TryFrom<SampleStreams> for Sample {
+    type Error = SampleError;
+
+    fn try_from(streams: SampleStreams) -> Result<Self, SampleError> {
+        Self::new(streams)
+    }
+}
+
+impl From<Sample> for SampleStreams {
+    fn from(sample: Sample) -> Self {
+        sample.streams
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn streams(tokens: usize, mask: usize, logprobs: usize, covered: u32) -> SampleStreams {
+        let mut loss_mask = vec![true; mask];
+        loss_mask.iter_mut().take(1).for_each(|m| *m = false);
+        SampleStreams {
+            token_ids: vec![1; tokens],
+            loss_mask,
+            behavior_logprobs: vec![-1.0; logprobs],
+            versions: (0..covered)
+                .map(|v| VersionRun { version: PolicyVersion(9 - u64::from(v)), len: 1 })
+                .collect(),
+            kept: None,
+            temperature: 1.0,
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn only_equal_lengths_make_a_sample(t in 1..5usize, m in 1..5usize, l in 1..5usize, c in 1..5u32) {
+            let equal = t == m && t == l && t == c as usize;
+            prop_assert_eq!(Sample::new(streams(t, m, l, c)).is_ok(), equal);
+        }
+    }
+
+    #[test]
+    fn the_oldest_version_counts() {
+        assert_eq!(Sample::new(streams(4, 4, 4, 4)).unwrap().oldest_version(), PolicyVersion(6));
+    }
+
+    #[test]
+    fn a_broken_sample_cannot_be_deserialised() {
+        let json = serde_json::to_string(&streams(4, 4, 3, 4)).unwrap();
+        let error = serde_json::from_str::<Sample>(&json).unwrap_err().to_string();
+        assert!(error.contains("`behavior_logprobs` has 3 entries for 4 tokens"), "{error}");
+    }
+
+    #[test]
+    fn a_kept_set_holds_the_sampled_token() {
+        let with = |ids: Vec<u32>| {
+            let kept = Some(KeptTokens { offsets: vec![0, ids.len() as u32], ids });
+            Sample::new(SampleStreams { kept, ..streams(2, 2, 2, 2) })
+        };
+        assert_eq!(with(vec![0, 1]).unwrap().kept().unwrap().set(0), [0, 1]);
+        assert!(with(vec![0, 2]).is_err());
+        assert!(with(vec![1, 0]).is_err());
+    }
+
+    #[test]
+    fn numbers_that_no_sampler_produces_are_refused() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.5] {
+            let mut wrong = streams(3, 3, 3, 3);
+            wrong.behavior_logprobs[1] = bad;
+            assert!(matches!(Sample::new(wrong), Err(SampleError::Logprob { index: 1, .. })));
+        }
+        assert!(Sample::new(SampleStreams { temperature: 0.0, ..streams(2, 2, 2, 2) }).is_err());
+    }
+}

@@ -1,0 +1,1 @@
+//! The backward edge: publish, subscribe, apply, receipts.
