@@ -1,1 +1,1 @@
-//! From batches to new policy versions: advantages, losses, packing, optimizer, checkpoints.
+//! From batches to new policy versions.

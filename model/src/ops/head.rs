@@ -1,0 +1,218 @@
+//! The language-model head fused with log-softmax, target log-probability and entropy.
+//!
+//! Invariant: logits exist for a few rows at a time only; the batch's are never in memory together.
+
+use candle_core::{Result, Tensor};
+
+use super::gemm::{Left, Panels, multiply_add};
+use super::linear::Linear;
+use super::softmax::{probabilities, scale_and_normalizer};
+use super::{matrix, values};
+
+/// Rows whose logits are in memory at a time.
+const ROWS: usize = 32;
+
+/// What a row of the head predicts, and under which distribution.
+#[derive(Clone, Copy, Debug)]
+pub struct Target<'a> {
+    /// The token whose log-probability is wanted.
+    pub token: u32,
+    /// Temperature of the distribution, above 0.
+    pub temperature: f32,
+    /// The tokens that truncation left, ascending; `None` for all.
+    pub kept: Option<&'a [u32]>,
+}
+
+/// Verdict of the head on one target.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Prediction {
+    /// Log-probability of the target token, nats.
+    pub logprob: f32,
+    /// Entropy of the distribution, nats.
+    pub entropy: f32,
+}
+
+/// Derivative of a loss by a [`Prediction`].
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PredictionGradient {
+    /// By the log-probability.
+    pub logprob: f32,
+    /// By the entropy.
+    pub entropy: f32,
+}
+
+/// Predictions for `hidden [M, d]`, one per target.
+pub(crate) fn predict(hidden: &Tensor, head: &Linear, targets: &[Target<'_>]) -> Result<Vec<Prediction>> {
+    let (_, width) = hidden.dims2()?;
+    let mut predictions = Vec::with_capacity(targets.len());
+    for_each_row(&values(hidden)?, width, head, targets, |row, target| {
+        let distribution = Distribution::new(row, target);
+        predictions.push(distribution.prediction());
+    });
+    Ok(predictions)
+}
+
+/// Gradient of `hidden [M, d]`; adds that of the head's weight to `weight_gradient [V, d]`.
+pub(crate) fn predict_backward(
+    hidden: &Tensor,
+    head: &Linear,
+    targets: &[Target<'_>],
+    gradients: &[PredictionGradient],
+    weight_gradient: &mut [f32],
+) -> Result<Tensor> {
+    let (_, width) = hidden.dims2()?;
+    let (hidden, vocabulary) = (values(hidden)?, head.output());
+    let mut d_hidden = vec![0.0; hidden.len()];
+    let mut chunks = targets.chunks(ROWS).zip(gradients.chunks(ROWS));
+    for (hidden, d_hidden) in hidden.chunks(ROWS * width).zip(d_hidden.chunks_mut(ROWS * width)) {
+        let Some((targets, gradients)) = chunks.next() else { break };
+        let mut d_logits = vec![0.0; targets.len() * vocabulary];
+        let mut rows = d_logits.chunks_exact_mut(vocabulary).zip(gradients);
+        for_each_row(hidden, width, head, targets, |row, target| {
+            if let Some((out, gradient)) = rows.next() {
+                Distribution::new(row, target).backward(*gradient, out);
+            }
+        });
+        multiply_add(
+            Left::transposed(&d_logits, vocabulary),
+            &Panels::straight(hidden, width),
+            weight_gradient,
+        );
+        head.backward_slice(&d_logits, d_hidden);
+    }
+    matrix(d_hidden, width)
+}
+
+/// Hands each row of logits to `visit`, with its target.
+fn for_each_row(
+    hidden: &[f32],
+    width: usize,
+    head: &Linear,
+    targets: &[Target<'_>],
+    mut visit: impl FnMut(&mut [f32], &Target<'_>),
+) {
+    let vocabulary = head.output();
+    let mut logits = vec![0.0; ROWS.min(targets.len()) * vocabulary];
+    for (hidden, targets) in hidden.chunks(ROWS * width).zip(targets.chunks(ROWS)) {
+        let logits = &mut logits[..targets.len() * vocabulary];
+        head.apply_slice(hidden, logits);
+        for (row, target) in logits.chunks_exact_mut(vocabulary).zip(targets) {
+            visit(row, target);
+        }
+    }
+}
+
+/// One row of logits as the distribution that a target was, or would have been, sampled from.
+struct Distribution<'a> {
+    target: &'a Target<'a>,
+    /// Scaled logits of the kept tokens first; all tokens if nothing was cut off.
+    scaled: &'a mut [f32],
+    log_normalizer: f32,
+}
+
+impl<'a> Distribution<'a> {
+    fn new(row: &'a mut [f32], target: &'a Target<'a>) -> Self {
+        let scaled = match target.kept {
+            None => row,
+            Some(kept) => {
+                // Ascending ids: slot i is read at an index of at least i, so compacting in place is safe.
+                for (slot, id) in kept.iter().enumerate() {
+                    row[slot] = row[*id as usize];
+                }
+                &mut row[..kept.len()]
+            }
+        };
+        let log_normalizer = scale_and_normalizer(scaled, 1.0 / target.temperature);
+        Self { target, scaled, log_normalizer }
+    }
+
+    /// Where the target token stands among the scaled logits.
+    fn slot(&self) -> usize {
+        match self.target.kept {
+            None => self.target.token as usize,
+            Some(kept) => kept.partition_point(|id| *id < self.target.token),
+        }
+    }
+
+    fn prediction(self) -> Prediction {
+        let logprob = (self.scaled[self.slot()] - self.log_normalizer).min(0.0);
+        Prediction { logprob, entropy: probabilities(self.scaled, self.log_normalizer) }
+    }
+
+    /// `d log p_t / d z_i = [i = t] - p_i` and `d H / d z_i = -p_i (log p_i + H)`, both times `1 / temperature`.
+    fn backward(self, gradient: PredictionGradient, out: &mut [f32]) {
+        let slot = self.slot();
+        let inv = 1.0 / self.target.temperature;
+        let log_p = (gradient.entropy != 0.0)
+            .then(|| self.scaled.iter().map(|z| z - self.log_normalizer).collect::<Vec<_>>());
+        let entropy = probabilities(self.scaled, self.log_normalizer);
+        let at = |i: usize| self.target.kept.map_or(i, |kept| kept[i] as usize);
+        for (i, p) in self.scaled.iter().enumerate() {
+            let mut d = -gradient.logprob * p;
+            if let Some(log_p) = &log_p {
+                d -= gradient.entropy * p * (log_p[i] + entropy);
+            }
+            out[at(i)] = d * inv;
+        }
+        out[at(slot)] += gradient.logprob * inv;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::super::check::{gradient, noise};
+    use super::*;
+
+    const WIDTH: usize = 6;
+    const VOCABULARY: usize = 37;
+
+    fn loss(hidden: &[f32], weight: &[f32], targets: &[Target<'_>], c: &[PredictionGradient]) -> f64 {
+        let hidden = Tensor::from_vec(hidden.to_vec(), (targets.len(), WIDTH), &Device::Cpu).unwrap();
+        let predictions = predict(&hidden, &Linear::new(weight, WIDTH, None, false), targets).unwrap();
+        let term = |(p, c): (&Prediction, &PredictionGradient)| {
+            f64::from(p.logprob) * f64::from(c.logprob) + f64::from(p.entropy) * f64::from(c.entropy)
+        };
+        predictions.iter().zip(c).map(term).sum()
+    }
+
+    #[test]
+    fn backward_is_the_derivative() {
+        let kept = [3, 9, 20, 36];
+        let rows = 2 * ROWS + 3;
+        let target = |i: usize| match i % 3 {
+            0 => Target { token: (i * 5 % VOCABULARY) as u32, temperature: 1.0, kept: None },
+            1 => Target { token: (i % VOCABULARY) as u32, temperature: 0.6, kept: None },
+            _ => Target { token: kept[i % 4], temperature: 1.3, kept: Some(&kept) },
+        };
+        let targets: Vec<_> = (0..rows).map(target).collect();
+        let (hidden, weight) = (noise(rows * WIDTH, 1), noise(VOCABULARY * WIDTH, 2));
+        let c: Vec<_> = noise(2 * rows, 3)
+            .chunks(2)
+            .map(|c| PredictionGradient { logprob: c[0], entropy: c[1] })
+            .collect();
+        let tensor = Tensor::from_vec(hidden.clone(), (rows, WIDTH), &Device::Cpu).unwrap();
+        let mut dw = vec![0.0; weight.len()];
+        let layer = Linear::new(&weight, WIDTH, None, true);
+        let dh = predict_backward(&tensor, &layer, &targets, &c, &mut dw).unwrap();
+        gradient(|h| loss(h, &weight, &targets, &c), &hidden, &values(&dh).unwrap(), 2e-3);
+        gradient(|w| loss(&hidden, w, &targets, &c), &weight, &dw, 2e-3);
+    }
+
+    #[test]
+    fn truncation_renormalises_over_what_was_kept() {
+        let weight = noise(VOCABULARY * WIDTH, 2);
+        let hidden = Tensor::from_vec(noise(WIDTH, 1), (1, WIDTH), &Device::Cpu).unwrap();
+        let head = Linear::new(&weight, WIDTH, None, false);
+        let kept = [4, 17, 30];
+        let total: f32 = kept
+            .iter()
+            .map(|t| {
+                let target = Target { token: *t, temperature: 0.8, kept: Some(&kept) };
+                predict(&hidden, &head, &[target]).unwrap()[0].logprob.exp()
+            })
+            .sum();
+        assert!((total - 1.0).abs() < 1e-6, "{total}");
+    }
+}

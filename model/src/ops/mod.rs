@@ -1,0 +1,115 @@
+//! The hot operations of the decoder, each with its backward beside it.
+//!
+//! Every operation takes and returns tensors on one device; what runs on the CPU is a loop over slices, compiled for
+//! each instruction set by [`simd`]. Backward operations are explicit functions, not nodes of an autograd graph:
+//! nothing can cut a gradient silently, and a layer can be reversed alone.
+//!
+//! # Invariants
+//! - A row of any result depends on its own inputs only, bit for bit, never on what it is batched with.
+//! - Sampling and training call the same functions, so equal weights give equal log-probabilities.
+//! - Nothing here starts a thread.
+//!
+//! # Layout
+//! [`linear`] over [`gemm`] · [`norm`] · [`heads`]: per-head norm and rotary embedding · [`attention`]: packed and
+//! paged · [`swiglu`] · [`embedding`] · [`head`]: logits fused with log-probability and entropy · [`softmax`]
+
+pub(crate) mod attention;
+pub(crate) mod embedding;
+pub(crate) mod gemm;
+pub(crate) mod head;
+pub(crate) mod heads;
+pub(crate) mod linear;
+pub(crate) mod norm;
+pub(crate) mod simd;
+pub(crate) mod softmax;
+pub(crate) mod swiglu;
+
+use std::ops::{Deref, Range};
+
+use candle_core::{CpuStorage, Device, Result, Storage, Tensor, bail};
+
+/// The f32 values of a contiguous CPU tensor, borrowed for as long as this lives.
+struct Values<S> {
+    storage: S,
+    range: Range<usize>,
+}
+
+/// Borrows the values of `tensor`.
+///
+/// # Errors
+/// If the tensor is not contiguous, not f32 or not on the CPU.
+pub(crate) fn values(tensor: &Tensor) -> Result<impl Deref<Target = [f32]>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        bail!(
+            "the operation needs a contiguous tensor, not shape {:?} with strides {:?}",
+            layout.shape(),
+            layout.stride()
+        )
+    };
+    match &*storage {
+        Storage::Cpu(CpuStorage::F32(_)) => Ok(Values { storage, range: start..end }),
+        other => bail!("no kernel for {:?} on {:?}", other.dtype(), other.device().location()),
+    }
+}
+
+impl<S: Deref<Target = Storage>> Deref for Values<S> {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        match &*self.storage {
+            Storage::Cpu(CpuStorage::F32(values)) => &values[self.range.clone()],
+            _ => unreachable!("checked when the values were borrowed"),
+        }
+    }
+}
+
+/// Wraps the `[rows, columns]` result of a CPU loop.
+pub(crate) fn matrix(result: Vec<f32>, columns: usize) -> Result<Tensor> {
+    let rows = result.len().checked_div(columns).unwrap_or(0);
+    Tensor::from_vec(result, (rows, columns), &Device::Cpu)
+}
+
+#[cfg(test)]
+pub(crate) mod check {
+    //! Finite differences against the backward of an operation.
+
+    /// Deterministic values in about [-1, 1].
+    pub(crate) fn noise(n: usize, seed: u32) -> Vec<f32> {
+        let mut state = seed.wrapping_mul(0x9e37_79b9) | 1;
+        (0..n)
+            .map(|_| {
+                state ^= state << 13;
+                state ^= state >> 17;
+                state ^= state << 5;
+                (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+            })
+            .collect()
+    }
+
+    /// Asserts that `gradient` is the derivative of `f` at `x`, along random directions, to `tolerance` relative.
+    pub(crate) fn gradient(f: impl Fn(&[f32]) -> f64, x: &[f32], gradient: &[f32], tolerance: f64) {
+        assert_eq!(x.len(), gradient.len());
+        for seed in 1..6 {
+            let direction = noise(x.len(), 1000 + seed);
+            let step = 1e-2_f32;
+            let at = |sign: f32| -> f64 {
+                f(&x.iter().zip(&direction).map(|(x, d)| x + sign * step * d).collect::<Vec<_>>())
+            };
+            let numeric = (at(1.0) - at(-1.0)) / (2.0 * f64::from(step));
+            let exact: f64 =
+                gradient.iter().zip(&direction).map(|(g, d)| f64::from(*g) * f64::from(*d)).sum();
+            let scale = gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt().max(1e-3);
+            assert!(
+                (numeric - exact).abs() <= tolerance * scale,
+                "finite difference {numeric}, backward {exact}"
+            );
+        }
+    }
+
+    /// `sum(coefficients * values)` in f64.
+    pub(crate) fn weighted(values: &[f32], coefficients: &[f32]) -> f64 {
+        assert_eq!(values.len(), coefficients.len());
+        values.iter().zip(coefficients).map(|(v, c)| f64::from(*v) * f64::from(*c)).sum()
+    }
+}

@@ -1,0 +1,104 @@
+//! Root-mean-square normalisation over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467):
+//! `y = w * x / sqrt(mean(x^2) + eps)`.
+
+use candle_core::{Result, Tensor};
+
+use super::simd::{dot, vectorized};
+use super::{matrix, values};
+
+/// Normalises each row of `x [T, d]` and scales it by `weight [d]`.
+pub(crate) fn rms_norm(x: &Tensor, weight: &[f32], eps: f32) -> Result<Tensor> {
+    let (_, width) = x.dims2()?;
+    let mut out = vec![0.0; x.elem_count()];
+    forward(&values(x)?, weight, eps, &mut out);
+    matrix(out, width)
+}
+
+/// `dx [T, d]` for the gradient `g [T, d]` of the result; adds the gradient of the weight to `weight_gradient [d]`.
+pub(crate) fn rms_norm_backward(
+    x: &Tensor,
+    weight: &[f32],
+    eps: f32,
+    g: &Tensor,
+    weight_gradient: &mut [f32],
+) -> Result<Tensor> {
+    let (_, width) = x.dims2()?;
+    let mut dx = vec![0.0; x.elem_count()];
+    backward(&values(x)?, weight, eps, &values(g)?, &mut dx, weight_gradient);
+    matrix(dx, width)
+}
+
+vectorized! {
+    fn forward(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+        for (x, out) in x.chunks_exact(weight.len()).zip(out.chunks_exact_mut(weight.len())) {
+            out.copy_from_slice(x);
+            norm_row(out, weight, eps);
+        }
+    }
+}
+
+vectorized! {
+    fn backward(x: &[f32], weight: &[f32], eps: f32, g: &[f32], dx: &mut [f32], weight_gradient: &mut [f32]) {
+        let width = weight.len();
+        for ((x, g), dx) in x.chunks_exact(width).zip(g.chunks_exact(width)).zip(dx.chunks_exact_mut(width)) {
+            dx.copy_from_slice(g);
+            norm_row_backward(x, weight, eps, dx, weight_gradient);
+        }
+    }
+}
+
+/// Normalises one row in place.
+#[inline(always)]
+pub(crate) fn norm_row(x: &mut [f32], weight: &[f32], eps: f32) {
+    let inv = inverse_rms(x, eps);
+    for (x, w) in x.iter_mut().zip(weight) {
+        *x = *x * inv * w;
+    }
+}
+
+/// Turns the gradient `g` of a normalised row into the gradient of the row `x`, in place.
+#[inline(always)]
+pub(crate) fn norm_row_backward(
+    x: &[f32],
+    weight: &[f32],
+    eps: f32,
+    g: &mut [f32],
+    weight_gradient: &mut [f32],
+) {
+    let inv = inverse_rms(x, eps);
+    for (((g, x), w), dw) in g.iter_mut().zip(x).zip(weight).zip(weight_gradient) {
+        *dw += *g * x * inv;
+        *g *= w;
+    }
+    let pull = dot(g, x) * inv * inv * inv / x.len() as f32;
+    for (g, x) in g.iter_mut().zip(x) {
+        *g = *g * inv - x * pull;
+    }
+}
+
+#[inline(always)]
+fn inverse_rms(x: &[f32], eps: f32) -> f32 {
+    1.0 / (dot(x, x) / x.len() as f32 + eps).sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::check::{gradient, noise, weighted};
+    use super::*;
+
+    #[test]
+    fn backward_is_the_derivative() {
+        for width in [1, 7, 16, 33] {
+            let (x, w, c) = (noise(3 * width, 1), noise(width, 2), noise(3 * width, 3));
+            let loss = |x: &[f32], w: &[f32]| {
+                let mut out = vec![0.0; x.len()];
+                forward(x, w, 1e-2, &mut out);
+                weighted(&out, &c)
+            };
+            let (mut dx, mut dw) = (vec![0.0; x.len()], vec![0.0; width]);
+            backward(&x, &w, 1e-2, &c, &mut dx, &mut dw);
+            gradient(|x| loss(x, &w), &x, &dx, 2e-2);
+            gradient(|w| loss(&x, w), &w, &dw, 1e-3);
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! The normaliser of a row of logits, shared by the sampler and the trainer: their log-probabilities are equal because
+//! this is the only place that computes one.
+
+use super::simd::{LANES, exp, max, sum, vectorized};
+
+vectorized! {
+    /// Scales `logits [V]` by `scale` in place and returns `ln(sum(exp(logits)))` of the scaled row.
+    pub(crate) fn scale_and_normalizer(logits: &mut [f32], scale: f32) -> f32 {
+        for z in logits.iter_mut() {
+            *z *= scale;
+        }
+        normalizer(logits)
+    }
+}
+
+vectorized! {
+    /// Turns scaled `logits [V]` into probabilities in place and returns their entropy in nats.
+    pub(crate) fn probabilities(logits: &mut [f32], log_normalizer: f32) -> f32 {
+        let mut expected = [0.0_f32; LANES];
+        for chunk in logits.chunks_mut(LANES) {
+            for (z, e) in chunk.iter_mut().zip(&mut expected) {
+                let p = exp(*z - log_normalizer);
+                *e = p.mul_add(*z, *e);
+                *z = p;
+            }
+        }
+        log_normalizer - sum(&expected)
+    }
+}
+
+/// `ln(sum(exp(z)))`.
+#[inline(always)]
+fn normalizer(z: &[f32]) -> f32 {
+    let top = max(z);
+    let mut lanes = [0.0_f32; LANES];
+    for chunk in z.chunks(LANES) {
+        for (z, lane) in chunk.iter().zip(&mut lanes) {
+            *lane += exp(z - top);
+        }
+    }
+    top + sum(&lanes).ln()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::check::noise;
+    use super::*;
+
+    #[test]
+    fn agrees_with_f64() {
+        for n in [1, 3, 16, 100, 1001] {
+            let mut z: Vec<f32> = noise(n, 7).iter().map(|z| z * 20.0).collect();
+            let exact: Vec<f64> = z.iter().map(|z| f64::from(*z) * 0.7).collect();
+            let log_sum = exact.iter().map(|z| z.exp()).sum::<f64>().ln();
+            let entropy: f64 = exact.iter().map(|z| (z - log_sum).exp() * (log_sum - z)).sum();
+            let ours = scale_and_normalizer(&mut z, 0.7);
+            assert!((f64::from(ours) - log_sum).abs() < 1e-5, "{ours} {log_sum}");
+            assert!((f64::from(probabilities(&mut z, ours)) - entropy).abs() < 1e-4);
+            assert!((z.iter().map(|p| f64::from(*p)).sum::<f64>() - 1.0).abs() < 1e-5);
+        }
+    }
+}

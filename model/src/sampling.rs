@@ -1,0 +1,188 @@
+//! From logits to a token, with its log-probability under the distribution that it was really drawn from.
+//!
+//! Invariant: the log-probability is computed by the same function that the trainer uses, so that equal weights give
+//! equal bits. The random number comes from the caller: nothing here holds a generator.
+
+use crate::ops::simd::exp;
+use crate::ops::softmax::scale_and_normalizer;
+
+/// How the next token is chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// Divides the logits; 0 takes the most likely token.
+    pub temperature: f32,
+    /// Keeps the smallest set of tokens that holds this much probability; 1 keeps all.
+    pub top_p: f32,
+    /// Keeps this many of the most likely tokens; 0 keeps all.
+    pub top_k: usize,
+    /// Keeps tokens at least this likely relative to the most likely one; 0 keeps all.
+    pub min_p: f32,
+}
+
+impl Sampling {
+    /// The most likely token, always.
+    pub const GREEDY: Self = Self { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0 };
+
+    /// The policy's own distribution.
+    pub const PLAIN: Self = Self { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0 };
+
+    /// Whether some tokens may be cut off.
+    #[must_use]
+    pub fn truncates(&self) -> bool {
+        self.top_p < 1.0 || self.top_k > 0 || self.min_p > 0.0
+    }
+}
+
+/// A token as it was drawn.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Draw {
+    /// The token.
+    pub token: u32,
+    /// Its log-probability under the distribution drawn from, nats; 0 for a greedy choice.
+    pub logprob: f32,
+    /// The tokens that truncation left, ascending; `None` if nothing was cut off.
+    pub kept: Option<Vec<u32>>,
+}
+
+impl Draw {
+    /// Draws from `logits [V]`, which are overwritten, by the uniform number `uniform` in [0, 1).
+    ///
+    /// # Panics
+    /// If there are no logits.
+    #[must_use]
+    pub fn new(logits: &mut [f32], sampling: Sampling, uniform: f32) -> Self {
+        if sampling.temperature == 0.0 {
+            return Self { token: argmax(logits), logprob: 0.0, kept: None };
+        }
+        let scale = 1.0 / sampling.temperature;
+        let kept = sampling.truncates().then(|| kept_tokens(logits, sampling, scale));
+        let candidates = match &kept {
+            None => logits,
+            Some(kept) => {
+                for (slot, id) in kept.iter().enumerate() {
+                    logits[slot] = logits[*id as usize];
+                }
+                &mut logits[..kept.len()]
+            }
+        };
+        let log_normalizer = scale_and_normalizer(candidates, scale);
+        let slot = inverse_cdf(candidates, log_normalizer, uniform);
+        let logprob = (candidates[slot] - log_normalizer).min(0.0);
+        let token = kept.as_ref().map_or(slot as u32, |kept| kept[slot]);
+        Self { token, logprob, kept }
+    }
+}
+
+/// The first of the most likely tokens.
+fn argmax(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (i, z) in logits.iter().enumerate() {
+        if *z > logits[best] {
+            best = i;
+        }
+    }
+    best as u32
+}
+
+/// First slot at which the running sum of probabilities passes `uniform` of their total.
+fn inverse_cdf(scaled: &[f32], log_normalizer: f32, uniform: f32) -> usize {
+    let total: f32 = scaled.iter().map(|z| exp(z - log_normalizer)).sum();
+    let mut left = uniform * total;
+    let mut last = 0;
+    for (slot, z) in scaled.iter().enumerate() {
+        let p = exp(z - log_normalizer);
+        if p > 0.0 {
+            last = slot;
+            if left < p {
+                return slot;
+            }
+            left -= p;
+        }
+    }
+    last // rounding left a crumb of the total: the last token that can be drawn
+}
+
+/// Top-k, then top-p within it, then min-p, ascending by id. The most likely token is always kept.
+fn kept_tokens(logits: &[f32], sampling: Sampling, scale: f32) -> Vec<u32> {
+    let mut ids: Vec<u32> = (0..logits.len() as u32).collect();
+    let by_logit = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+    if sampling.top_k > 0 && sampling.top_k < ids.len() {
+        ids.select_nth_unstable_by(sampling.top_k - 1, by_logit);
+        ids.truncate(sampling.top_k);
+    }
+    ids.sort_unstable_by(by_logit);
+    let top = logits[ids[0] as usize];
+    let weight = |id: u32| exp((logits[id as usize] - top) * scale);
+    if sampling.top_p < 1.0 {
+        let limit = sampling.top_p * ids.iter().map(|id| weight(*id)).sum::<f32>();
+        let mut reached = 0.0;
+        let enough = ids.iter().position(|id| {
+            reached += weight(*id);
+            reached >= limit
+        });
+        ids.truncate(enough.map_or(ids.len(), |last| last + 1));
+    }
+    if sampling.min_p > 0.0 {
+        let enough = ids.partition_point(|id| weight(*id) >= sampling.min_p);
+        ids.truncate(enough.max(1));
+    }
+    ids.sort_unstable();
+    ids
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::ops::check::noise;
+
+    /// Draws at evenly spaced uniform numbers hit each token as often as its probability says.
+    #[test]
+    fn the_log_probability_is_that_of_the_drawing() {
+        let base: Vec<f32> = noise(20, 3).iter().map(|z| 3.0 * z).collect();
+        let draws = 20_000;
+        for sampling in [
+            Sampling::PLAIN,
+            Sampling { temperature: 0.7, ..Sampling::PLAIN },
+            Sampling { top_k: 5, ..Sampling::PLAIN },
+            Sampling { top_p: 0.8, ..Sampling::PLAIN },
+            Sampling { min_p: 0.2, temperature: 1.4, ..Sampling::PLAIN },
+        ] {
+            let mut hits = vec![(0_u32, 0.0_f32); base.len()];
+            for i in 0..draws {
+                let draw = Draw::new(&mut base.clone(), sampling, (i as f32 + 0.5) / draws as f32);
+                hits[draw.token as usize].0 += 1;
+                hits[draw.token as usize].1 = draw.logprob;
+            }
+            for (count, logprob) in hits.into_iter().filter(|(count, _)| *count > 0) {
+                let expected = f64::from(logprob.exp()) * f64::from(draws);
+                assert!((f64::from(count) - expected).abs() < 2.5, "{sampling:?}: {count} of {expected}");
+            }
+        }
+    }
+
+    #[test]
+    fn truncation_keeps_what_it_says() {
+        let logits: Vec<f32> = [0.5_f32, 0.25, 0.125, 0.0625, 0.0625].iter().map(|p| p.ln()).collect();
+        let kept = |s: Sampling| Draw::new(&mut logits.clone(), s, 0.0).kept;
+        assert_eq!(kept(Sampling::PLAIN), None);
+        assert_eq!(kept(Sampling { top_k: 2, ..Sampling::PLAIN }), Some(vec![0, 1]));
+        assert_eq!(kept(Sampling { top_p: 0.7, ..Sampling::PLAIN }), Some(vec![0, 1]));
+        assert_eq!(kept(Sampling { min_p: 0.2, ..Sampling::PLAIN }), Some(vec![0, 1, 2]));
+        assert_eq!(kept(Sampling { min_p: 1.0, ..Sampling::PLAIN }), Some(vec![0]));
+    }
+
+    proptest! {
+        #[test]
+        fn every_draw_is_possible(n in 1..60usize, seed in 1..500u32, u in 0.0..1.0f32, top_k in 0..9usize, top_p in 0.05..1.0f32) {
+            let mut logits: Vec<f32> = noise(n, seed).iter().map(|z| 30.0 * z).collect();
+            let draw = Draw::new(&mut logits, Sampling { temperature: 0.9, top_p, top_k, min_p: 0.0 }, u);
+            prop_assert!((draw.token as usize) < n);
+            prop_assert!(draw.logprob <= 0.0 && draw.logprob.is_finite());
+            if let Some(kept) = draw.kept {
+                prop_assert!(kept.binary_search(&draw.token).is_ok());
+            }
+        }
+    }
+}

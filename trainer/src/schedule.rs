@@ -1,0 +1,60 @@
+//! The learning rate at every step.
+
+use serde::{Deserialize, Serialize};
+
+/// Shape of the learning rate after its warm-up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Shape {
+    /// Stays.
+    Constant,
+    /// Falls to 0 in a line.
+    Linear,
+    /// Falls to 0 along half a cosine.
+    Cosine,
+}
+
+/// A learning rate over a run: a linear rise over `warmup_steps`, then its shape until `steps`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Schedule {
+    /// Highest value.
+    pub peak: f32,
+    /// Shape after the rise.
+    pub shape: Shape,
+    /// Steps of the rise.
+    pub warmup_steps: u64,
+    /// Steps in all.
+    pub steps: u64,
+}
+
+impl Schedule {
+    /// The learning rate of the step with index `step`, from 0. The first step of a rise is not 0.
+    #[must_use]
+    pub fn at(&self, step: u64) -> f32 {
+        if step < self.warmup_steps {
+            return self.peak * (step + 1) as f32 / self.warmup_steps as f32;
+        }
+        let span = self.steps.saturating_sub(self.warmup_steps).max(1);
+        let progress = ((step - self.warmup_steps) as f32 / span as f32).min(1.0);
+        self.peak
+            * match self.shape {
+                Shape::Constant => 1.0,
+                Shape::Linear => 1.0 - progress,
+                Shape::Cosine => 0.5 * (1.0 + (std::f32::consts::PI * progress).cos()),
+            }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rises_then_falls() {
+        let at = |shape, step| Schedule { peak: 2.0, shape, warmup_steps: 4, steps: 12 }.at(step);
+        assert_eq!([0, 1, 3, 4, 11].map(|s| at(Shape::Constant, s)), [0.5, 1.0, 2.0, 2.0, 2.0]);
+        assert_eq!([4, 8, 12, 99].map(|s| at(Shape::Linear, s)), [2.0, 1.0, 0.0, 0.0]);
+        assert!((at(Shape::Cosine, 8) - 1.0).abs() < 1e-6);
+        assert_eq!(Schedule { peak: 1.0, shape: Shape::Linear, warmup_steps: 0, steps: 0 }.at(0), 1.0);
+    }
+}
