@@ -1,1 +1,120 @@
-//! The forward edge: admission, staleness, leases and a durable journal of groups.
+//! The forward edge: a staleness-bounded, leased buffer of groups between samplers and trainer.
+//!
+//! ```text
+//!            admit          claim           finalize         lease v           ack > v
+//!   in line ------> admitted ------> claimed ------> finalized ------> leased ------> forgotten
+//!     ^                |                |                |                |
+//!     |<-- abort(retry)+----------------+                |                |
+//!     |<-- over the bound at a lease (counted) ----------+<-- release ----+
+//!                      |                |
+//!                      +-> evicted <----+   abort(no retry)
+//!
+//!   slot  [ ============================================================ ] until a sampler serves v + 1
+//!   entry                              [ durable ========================================= ] until ack
+//! ```
+//!
+//! Two lifetimes, on purpose. A *slot* paces: there are `(max_staleness + 1) * batch_groups`, and one is taken from
+//! admission until the asking sampler serves the version that the group's batch produced, so what starts now is never
+//! born too old. An *entry* protects: a finalized group is kept from `finalize` until the checkpoint that contains it is
+//! acknowledged, and a crash in between hands the same batches out again, in the same order.
+//!
+//! Everything is bounded: groups that are not leased by the slots (a batch that is released after a crash comes on
+//! top, until its step is done), leased ones by the steps between two calls of [`Consumer::ack`], the queue of the journal's writer by a constant, every wait by a deadline.
+//!
+//! # Layout
+//! - `contract`: [`Producer`] and [`Consumer`], what the two sides may ask, here or over a wire
+//! - `ledger`: ids, slots, order and staleness as a pure state machine, and why they keep the bound
+//! - `buffer`: the ledger behind a lock and a store behind the ledger
+//! - `memory`, `journal`: the stores; [`Memory`] forgets with its process, [`Journal`] survives kill -9
+//!
+//! # Invariants
+//! - No group is leased for a step that starts more than `max_staleness` versions after its oldest token's.
+//! - Every admitted id is in one place: in line, in flight, finalized, leased, forgotten or evicted.
+//! - What is handed to a lease is durable, and so is what a `finalize` accepted.
+//!
+//! ```
+//! use std::time::Duration;
+//! use buffer::{BufferConfig, Consumer, Finalized, Memory, OnStale, Producer};
+//! use trajectory::{Group, GroupId, PolicyVersion};
+//! # use trajectory::{Prompt, Sample, SampleStreams, Score, Task, TaskId, Trajectory, VersionRun};
+//! # fn generate(id: GroupId, version: PolicyVersion) -> Group {
+//! #     let sample = Sample::new(SampleStreams {
+//! #         token_ids: vec![1, 2], loss_mask: vec![false, true], behavior_logprobs: vec![0.0, -0.5],
+//! #         versions: vec![VersionRun { version, len: 2 }], kept: None, temperature: 1.0,
+//! #     }).unwrap();
+//! #     let task = Task { id: TaskId(id.0), prompt: Prompt::Text("?".into()), answer: None, columns: Default::default() };
+//! #     let score = Score::default();
+//! #     let trajectory = Trajectory { index: 0, sample, turns: vec![], text: "!".into(), score };
+//! #     Group { id, task, trajectories: vec![trajectory] }
+//! # }
+//! let buffer = Memory::new(BufferConfig { batch_groups: 1, max_staleness: 1, on_stale: OnStale::Wait })?;
+//! let (v0, v1, now) = (PolicyVersion(0), PolicyVersion(1), Duration::ZERO);
+//!
+//! // Two slots: (1 + 1) * 1.
+//! let ids = buffer.admit(v0, 9, now)?;
+//! assert_eq!(ids, [GroupId(0), GroupId(1)]);
+//! for id in ids {
+//!     buffer.claim(id, v0)?;
+//!     assert_eq!(buffer.finalize(generate(id, v0))?, Finalized::Accepted);
+//! }
+//! let lease = buffer.lease(v0, now)?;
+//! assert_eq!(lease.groups[0].id, GroupId(0));
+//!
+//! // The batch is being trained on, but this sampler does not serve its version yet: no slot.
+//! assert!(buffer.admit(v0, 9, now)?.is_empty());
+//! assert_eq!(buffer.admit(v1, 9, now)?, [GroupId(2)]);
+//!
+//! // Asked again before the checkpoint, the step gets the same groups; afterwards they are gone.
+//! assert_eq!(buffer.lease(v0, now)?, lease);
+//! buffer.ack(v1)?;
+//! assert!(buffer.lease(v0, now).is_err());
+//! # Ok::<(), buffer::BufferError>(())
+//! ```
+
+mod buffer;
+mod contract;
+mod error;
+mod journal;
+mod ledger;
+mod memory;
+mod store;
+
+pub use buffer::Buffer;
+pub use contract::{Consumer, Finalized, Lease, Producer, Stats};
+pub use error::BufferError;
+pub use journal::{Journal, JournalStore};
+pub use memory::{Memory, MemoryStore};
+
+/// How much may be in the buffer and how old it may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BufferConfig {
+    /// Groups per training step, at least 1.
+    pub batch_groups: usize,
+    /// How many versions the oldest token of a group may be behind the version that a step starts from; 0 is
+    /// synchronous training.
+    pub max_staleness: u64,
+    /// What becomes of groups that are too slow.
+    pub on_stale: OnStale,
+}
+
+impl BufferConfig {
+    /// Most slots that a buffer can have.
+    pub const MAX_SLOTS: usize = 1 << 24;
+
+    /// Groups that can be outstanding.
+    #[must_use]
+    pub fn slots(&self) -> usize {
+        let versions = usize::try_from(self.max_staleness).unwrap_or(usize::MAX).saturating_add(1);
+        versions.saturating_mul(self.batch_groups)
+    }
+}
+
+/// What becomes of groups that are too slow for the bound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnStale {
+    /// The trainer does not wait for them: over the bound they are dropped, counted and generated afresh.
+    Drop,
+    /// The trainer waits for them in time, so that none is ever over the bound. Only after a crash or a change of the
+    /// configuration can there be groups that no waiting saves; those are dropped and counted.
+    Wait,
+}

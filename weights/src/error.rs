@@ -1,0 +1,87 @@
+//! What can go wrong between trainer and samplers. Every message says who is where and what to do about it.
+
+use std::time::Duration;
+
+use trajectory::PolicyVersion;
+
+use crate::Digest;
+
+/// Why weights did not get where they should.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WeightsError {
+    /// The published version is not newer than the last.
+    #[error(
+        "{version} cannot be published after {newest}: versions only go up; a run that goes back needs a new hub"
+    )]
+    NotNewer {
+        /// The version that was to be published.
+        version: PolicyVersion,
+        /// The newest published.
+        newest: PolicyVersion,
+    },
+    /// A sampler holds other weights than it says.
+    #[error(
+        "{subscriber} serves weights {served} as {version}, which was published as {published}: its samples would be of \
+         another policy; stop the run and check its transport and memory"
+    )]
+    Mismatch {
+        /// Who.
+        subscriber: String,
+        /// What it says it serves.
+        version: PolicyVersion,
+        /// What it serves.
+        served: Digest,
+        /// What it should serve.
+        published: Digest,
+    },
+    /// A sampler reports a version that does not exist.
+    #[error(
+        "{subscriber} says that it serves {version}, which was never published: is it part of another run?"
+    )]
+    NeverPublished {
+        /// Who.
+        subscriber: String,
+        /// What it says it serves.
+        version: PolicyVersion,
+    },
+    /// A sampler reports an older version than before.
+    #[error("{subscriber} went back from {from} to {version}: weights must only be applied in order")]
+    WentBack {
+        /// Who.
+        subscriber: String,
+        /// What it served.
+        from: PolicyVersion,
+        /// What it says it serves.
+        version: PolicyVersion,
+    },
+    /// Somebody did not apply a version in time.
+    #[error("{version} was not applied by all within {:.1} s: {behind}; see why they do not swap weights", .waited.as_secs_f64())]
+    NotApplied {
+        /// The version.
+        version: PolicyVersion,
+        /// How long the publisher waited.
+        waited: Duration,
+        /// Who is behind, and where.
+        behind: String,
+    },
+    /// Two subscribers would be indistinguishable.
+    #[error("there already is a subscriber named {name}: give every sampler its own name")]
+    NameTaken {
+        /// The name.
+        name: String,
+    },
+    /// Nothing newer will ever be published.
+    #[error("the publisher is gone; the newest version is {}: the trainer has ended, see its messages", newest_or_none(*.newest))]
+    PublisherGone {
+        /// The newest published, if any.
+        newest: Option<PolicyVersion>,
+    },
+    /// A thread panicked in the middle of a change.
+    #[error("a thread panicked while it changed the hub: see its message, then resume the run")]
+    Poisoned,
+}
+
+fn newest_or_none(newest: Option<PolicyVersion>) -> String {
+    newest.map_or_else(|| "none".to_owned(), |version| version.to_string())
+}
