@@ -1,0 +1,253 @@
+//! What can be wrong with a model directory, said with the file, the key or tensor, and the way out.
+//!
+//! Invariant: every variant carries the evidence that a user needs to act without opening a debugger. It does not
+//! cover misuse by the other crates of the house (a token id beyond the vocabulary and the like): those panic.
+
+use std::path::PathBuf;
+
+/// Failure to read, understand or write the files of a model.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// A file or directory cannot be read.
+    #[error("cannot read {}: {source}; check that it is there and complete, and that you may read it", path.display())]
+    Read {
+        /// What was to be read.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A file or directory cannot be written.
+    #[error("cannot write {}: {source}; check the free space and the permissions", path.display())]
+    Write {
+        /// What was to be written.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A file is not the JSON that it should be.
+    #[error("{} is not valid: {reason}; fetch the file again or correct it there", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, with line and column.
+        reason: String,
+    },
+    /// A key that has no default is not there.
+    #[error("{} has no key `{key}`, which every model of this kind needs", path.display())]
+    MissingKey {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: String,
+    },
+    /// A key holds something that makes no sense.
+    #[error("{}: `{key}` is {found}, expected {expected}", path.display())]
+    BadKey {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: String,
+        /// The value as JSON.
+        found: String,
+        /// What would be right.
+        expected: String,
+    },
+    /// A key asks for something that exists but that the decoder cannot compute.
+    #[error("{}: `{key}` is {found}, which is not supported; supported: {supported}", path.display())]
+    Unsupported {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: String,
+        /// The value as JSON.
+        found: String,
+        /// What the decoder can compute.
+        supported: String,
+    },
+    /// A directory holds neither `model.safetensors` nor an index of shards.
+    #[error(
+        "{} has neither model.safetensors nor model.safetensors.index.json; convert other weight formats with \
+         transformers' save_pretrained",
+        dir.display()
+    )]
+    NoWeights {
+        /// The directory.
+        dir: PathBuf,
+    },
+    /// A file is not a whole safetensors file.
+    #[error(
+        "{} is not a whole safetensors file: {reason} ({len} bytes); it was probably cut off: fetch it again",
+        path.display()
+    )]
+    Safetensors {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+        /// Its length in bytes.
+        len: u64,
+    },
+    /// The index names a shard that is not there.
+    #[error("{} names the shard {shard}, which is not beside it; fetch the shard again", index.display())]
+    MissingShard {
+        /// The index file.
+        index: PathBuf,
+        /// File name of the shard.
+        shard: String,
+    },
+    /// Parameters of the model are not in the files.
+    #[error(
+        "{} lacks {count} of the tensors that its config.json calls for: {names}; the weights and config.json are not \
+         of the same model",
+        path.display()
+    )]
+    MissingTensors {
+        /// The weight file, index or directory.
+        path: PathBuf,
+        /// How many are missing.
+        count: usize,
+        /// The first few names.
+        names: String,
+    },
+    /// The files hold tensors that the model has no place for.
+    #[error(
+        "{} holds {count} tensors that its config.json has no place for: {names}; left out, the model would compute \
+         something else, so remove them or correct config.json",
+        path.display()
+    )]
+    UnexpectedTensors {
+        /// The weight file, index or directory.
+        path: PathBuf,
+        /// How many there are.
+        count: usize,
+        /// The first few names.
+        names: String,
+    },
+    /// A tensor has another shape than config.json implies.
+    #[error(
+        "{}: tensor {tensor} has shape {found:?}, but config.json implies {expected:?}; the weights and config.json \
+         are not of the same model",
+        path.display()
+    )]
+    Shape {
+        /// The weight file.
+        path: PathBuf,
+        /// The tensor's name.
+        tensor: String,
+        /// The shape that config.json implies.
+        expected: Vec<usize>,
+        /// The shape in the file.
+        found: Vec<usize>,
+    },
+    /// A tensor is stored in a number format that is not read.
+    #[error(
+        "{}: tensor {tensor} is stored as {found}; supported: F32, BF16, F16 (convert the model with transformers)",
+        path.display()
+    )]
+    Dtype {
+        /// The weight file.
+        path: PathBuf,
+        /// The tensor's name.
+        tensor: String,
+        /// Its number format.
+        found: String,
+    },
+    /// Weights are infinite or not a number.
+    #[error(
+        "{}: {count} weights are infinite or not a number, the first in tensor {tensor}; fetch the model again, or go \
+         back to an earlier checkpoint",
+        path.display()
+    )]
+    NonFinite {
+        /// The weight file, or the place that it was to be written to.
+        path: PathBuf,
+        /// The first tensor with such a weight.
+        tensor: String,
+        /// How many weights of the model.
+        count: usize,
+    },
+    /// A flat buffer does not have the length of the layout.
+    #[error("a buffer of {found} weights was given for a model of {expected}")]
+    Length {
+        /// Weights of the model.
+        expected: usize,
+        /// Weights in the buffer.
+        found: usize,
+    },
+    /// The target of a write is already there.
+    #[error("{} exists already and is never overwritten; remove it or choose another directory", path.display())]
+    Exists {
+        /// The target.
+        path: PathBuf,
+    },
+    /// `tokenizer.json` cannot be used.
+    #[error("{} is not a usable tokenizer: {reason}; fetch it again, or save the tokenizer with transformers", path.display())]
+    Tokenizer {
+        /// The file.
+        path: PathBuf,
+        /// What the tokenizer library said.
+        reason: String,
+    },
+    /// The tokenizer produces ids that the embedding has no row for.
+    #[error(
+        "{}: token {token:?} has id {id}, but config.json says vocab_size {vocab_size}; tokenizer and weights are not \
+         of the same model",
+        path.display()
+    )]
+    Vocabulary {
+        /// The tokenizer file.
+        path: PathBuf,
+        /// The token with the highest id.
+        token: String,
+        /// Its id.
+        id: u32,
+        /// Rows of the embedding.
+        vocab_size: usize,
+    },
+    /// The chat template cannot be used at all.
+    #[error("the chat template of {} does not compile: {reason}; correct it there", path.display())]
+    Template {
+        /// The file it came from.
+        path: PathBuf,
+        /// What is wrong, with the line of the template.
+        reason: String,
+    },
+    /// The chat template refused or failed on a conversation.
+    #[error("the chat template of {} did not take messages with the roles {roles}: {reason}", path.display())]
+    Render {
+        /// The file it came from.
+        path: PathBuf,
+        /// Roles of the messages, in order.
+        roles: String,
+        /// What the template said.
+        reason: String,
+    },
+    /// Messages were given to a model that has no chat template.
+    #[error(
+        "{} has no chat template, so messages cannot be turned into a prompt; put a chat_template.jinja there, use an \
+         instruction-tuned model, or give the prompts as text",
+        dir.display()
+    )]
+    NoTemplate {
+        /// The model directory.
+        dir: PathBuf,
+    },
+    /// A prompt cannot be turned into tokens.
+    #[error("cannot tokenize a text of {bytes} bytes that starts with {start:?}: {reason}")]
+    Encode {
+        /// Length of the text in bytes.
+        bytes: usize,
+        /// Its first characters.
+        start: String,
+        /// What the tokenizer said.
+        reason: String,
+    },
+    /// Tokens cannot be turned into text.
+    #[error("cannot decode {tokens} tokens: {reason}")]
+    Decode {
+        /// Number of tokens.
+        tokens: usize,
+        /// What the tokenizer said.
+        reason: String,
+    },
+}

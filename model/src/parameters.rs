@@ -1,0 +1,325 @@
+//! All weights of a model as one flat f32 buffer, and where each tensor lies in it.
+//!
+//! Invariant: the order of [`Layout`] is canonical. Query, key and value weights of a layer are neighbours, so are
+//! their biases, and so are gate and up: `[q; k; v]` and `[gate; up]` are each one matrix to the decoder. Every weight
+//! keeps the `[out, in]` shape of the Hugging Face files. It does not know files (see `weight_files`) nor compute.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+
+use crate::{Config, ModelError};
+
+/// All weights of a model, f32, in the order of its [`Layout`].
+#[derive(Clone, Debug)]
+pub struct Parameters {
+    layout: Arc<Layout>,
+    values: Vec<f32>,
+}
+
+/// Where each tensor of a model lies in a flat buffer.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Layout {
+    specs: Vec<ParameterSpec>,
+    by_name: HashMap<String, usize>,
+    layers: Vec<Range<usize>>,
+    len: usize,
+}
+
+/// One tensor of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParameterSpec {
+    /// The name in Hugging Face files.
+    pub name: String,
+    /// `[out, in]` for projections, `[rows, hidden_size]` for the embedding, `[n]` for norms and biases.
+    pub shape: Vec<usize>,
+    /// Where it starts in the flat buffer, in values.
+    pub offset: usize,
+}
+
+impl Parameters {
+    /// A fresh model: weights normal with standard deviation 0.02, norms 1, biases 0. The same seed gives the same
+    /// bits on every platform, and a tensor's values do not depend on the tensors before it.
+    #[must_use]
+    pub fn random(config: &Config, seed: u64) -> Self {
+        let mut parameters = Self::zeros(Arc::new(Layout::new(config)));
+        let layout = Arc::clone(&parameters.layout);
+        for (index, spec) in layout.specs.iter().enumerate() {
+            let values = &mut parameters.values[spec.range()];
+            if spec.name.ends_with("norm.weight") {
+                values.fill(1.0);
+            } else if spec.name.ends_with(".weight") {
+                fill_normal(values, seed, index as u64);
+            }
+        }
+        parameters
+    }
+
+    /// All zeros: the form of gradients and optimizer moments.
+    #[must_use]
+    pub fn zeros(layout: Arc<Layout>) -> Self {
+        let values = vec![0.0; layout.len];
+        Self { layout, values }
+    }
+
+    /// Takes a flat buffer in the order of the layout.
+    ///
+    /// # Errors
+    /// [`ModelError::Length`] if it does not have the layout's length.
+    pub fn from_values(layout: Arc<Layout>, values: Vec<f32>) -> Result<Self, ModelError> {
+        if values.len() != layout.len {
+            return Err(ModelError::Length { expected: layout.len, found: values.len() });
+        }
+        Ok(Self { layout, values })
+    }
+
+    /// Where each tensor lies.
+    #[must_use]
+    pub fn layout(&self) -> &Arc<Layout> {
+        &self.layout
+    }
+
+    /// One tensor, row-major.
+    ///
+    /// # Panics
+    /// If the layout has no tensor of this name.
+    #[must_use]
+    pub fn get(&self, name: &str) -> &[f32] {
+        let Some(spec) = self.layout.spec(name) else { panic!("the model has no parameter {name}") };
+        &self.values[spec.range()]
+    }
+
+    /// All values in the order of the layout.
+    #[must_use]
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// All values in the order of the layout, for updates in place.
+    #[must_use]
+    pub fn values_mut(&mut self) -> &mut [f32] {
+        &mut self.values
+    }
+
+    /// Gives up the flat buffer.
+    #[must_use]
+    pub fn into_values(self) -> Vec<f32> {
+        self.values
+    }
+}
+
+impl Layout {
+    /// The layout of a model.
+    #[must_use]
+    pub fn new(config: &Config) -> Self {
+        let mut layout = Self { specs: Vec::new(), by_name: HashMap::new(), layers: Vec::new(), len: 0 };
+        let hidden = config.hidden_size;
+        layout.push("model.embed_tokens.weight".to_owned(), &[config.vocab_size, hidden]);
+        for layer in 0..config.num_layers {
+            layout.push_layer(config, layer);
+        }
+        layout.push("model.norm.weight".to_owned(), &[hidden]);
+        if !config.tie_word_embeddings {
+            layout.push("lm_head.weight".to_owned(), &[config.vocab_size, hidden]);
+        }
+        layout
+    }
+
+    /// All tensors in canonical order.
+    #[must_use]
+    pub fn specs(&self) -> &[ParameterSpec] {
+        &self.specs
+    }
+
+    /// The tensor of this Hugging Face name.
+    #[must_use]
+    pub fn spec(&self, name: &str) -> Option<&ParameterSpec> {
+        self.by_name.get(name).map(|&index| &self.specs[index])
+    }
+
+    /// The values of each layer's tensors, which are contiguous; `[num_layers]`. Before the first lies the
+    /// embedding, after the last the final norm and, where untied, the head.
+    #[must_use]
+    pub fn layers(&self) -> &[Range<usize>] {
+        &self.layers
+    }
+
+    /// The values of the output projection `[vocab_size, hidden_size]`: the embedding's own where they are tied.
+    #[must_use]
+    pub fn head(&self) -> Range<usize> {
+        self.spec("lm_head.weight").unwrap_or(&self.specs[0]).range()
+    }
+
+    /// Number of values of the whole model.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "a model without weights does not exist")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    fn push_layer(&mut self, config: &Config, layer: usize) {
+        let start = self.len;
+        let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+        let (q, kv) = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim);
+        let mut push = |name: &str, shape: &[usize]| self.push(format!("model.layers.{layer}.{name}"), shape);
+        push("input_layernorm.weight", &[hidden]);
+        for (name, rows) in [("q", q), ("k", kv), ("v", kv)] {
+            push(&format!("self_attn.{name}_proj.weight"), &[rows, hidden]);
+        }
+        if config.qkv_bias {
+            for (name, rows) in [("q", q), ("k", kv), ("v", kv)] {
+                push(&format!("self_attn.{name}_proj.bias"), &[rows]);
+            }
+        }
+        if config.qk_norm {
+            push("self_attn.q_norm.weight", &[config.head_dim]);
+            push("self_attn.k_norm.weight", &[config.head_dim]);
+        }
+        push("self_attn.o_proj.weight", &[hidden, q]);
+        if config.o_bias {
+            push("self_attn.o_proj.bias", &[hidden]);
+        }
+        push("post_attention_layernorm.weight", &[hidden]);
+        push("mlp.gate_proj.weight", &[inner, hidden]);
+        push("mlp.up_proj.weight", &[inner, hidden]);
+        push("mlp.down_proj.weight", &[hidden, inner]);
+        self.layers.push(start..self.len);
+    }
+
+    fn push(&mut self, name: String, shape: &[usize]) {
+        let spec = ParameterSpec { name: name.clone(), shape: shape.to_vec(), offset: self.len };
+        self.len += spec.len();
+        self.by_name.insert(name, self.specs.len());
+        self.specs.push(spec);
+    }
+}
+
+impl ParameterSpec {
+    /// Number of values.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "sizes of zero are refused with the config")]
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Where it lies in the flat buffer.
+    #[must_use]
+    pub fn range(&self) -> Range<usize> {
+        self.offset..self.offset + self.len()
+    }
+}
+
+/// Box-Muller from a counter-based stream of its own. `libm` rather than the platform's `ln` and `cos`, whose last
+/// bits differ between systems.
+fn fill_normal(values: &mut [f32], seed: u64, stream: u64) {
+    const STD: f64 = 0.02;
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    rng.set_stream(stream);
+    let unit = 1.0 / (1u64 << 53) as f64;
+    for pair in values.chunks_mut(2) {
+        // (0, 1]: the logarithm of 0 would be infinite.
+        let radius = libm::sqrt(-2.0 * libm::log(((rng.next_u64() >> 11) + 1) as f64 * unit)) * STD;
+        let angle = std::f64::consts::TAU * ((rng.next_u64() >> 11) as f64 * unit);
+        pair[0] = (radius * libm::cos(angle)) as f32;
+        if let Some(second) = pair.get_mut(1) {
+            *second = (radius * libm::sin(angle)) as f32;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::tests::tiny;
+
+    #[test]
+    fn every_value_belongs_to_exactly_one_tensor() {
+        for config in tiny() {
+            let layout = Layout::new(&config);
+            let mut end = 0;
+            for spec in layout.specs() {
+                assert_eq!(spec.offset, end, "{}", spec.name);
+                end = spec.range().end;
+                assert_eq!(layout.spec(&spec.name), Some(spec));
+            }
+            assert_eq!(end, layout.len());
+            assert_eq!(layout.layers().len(), config.num_layers);
+            assert_eq!(layout.layers()[0].start, layout.specs()[0].len());
+            assert!(layout.layers().windows(2).all(|w| w[0].end == w[1].start));
+        }
+    }
+
+    #[test]
+    fn fused_views_are_contiguous() {
+        for config in tiny() {
+            let layout = Layout::new(&config);
+            let range = |name: &str| layout.spec(&format!("model.layers.1.{name}")).map(ParameterSpec::range);
+            let neighbours = |names: &[&str]| {
+                let ranges: Vec<_> = names.iter().map(|name| range(name).unwrap()).collect();
+                assert!(ranges.windows(2).all(|w| w[0].end == w[1].start), "{names:?}");
+            };
+            neighbours(&["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"]);
+            neighbours(&["mlp.gate_proj.weight", "mlp.up_proj.weight"]);
+            if config.qkv_bias {
+                neighbours(&["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"]);
+            }
+        }
+    }
+
+    #[test]
+    fn tied_head_is_the_embedding_and_untied_is_last() {
+        for config in tiny() {
+            let layout = Layout::new(&config);
+            let embedding = layout.specs()[0].range();
+            let expected = if config.tie_word_embeddings {
+                embedding
+            } else {
+                layout.len() - embedding.len()..layout.len()
+            };
+            assert_eq!(layout.head(), expected);
+        }
+    }
+
+    #[test]
+    fn random_is_normal_and_repeats_with_its_seed() {
+        let [_, config] = tiny();
+        let parameters = Parameters::random(&config, 7);
+        assert_eq!(parameters.values(), Parameters::random(&config, 7).values());
+        assert_ne!(parameters.values(), Parameters::random(&config, 8).values());
+        assert!(parameters.get("model.layers.1.self_attn.q_norm.weight").iter().all(|&x| x == 1.0));
+        assert!(parameters.get("model.norm.weight").iter().all(|&x| x == 1.0));
+        assert!(parameters.get("model.layers.0.self_attn.k_proj.bias").iter().all(|&x| x == 0.0));
+        assert_ne!(
+            parameters.get("model.layers.0.mlp.up_proj.weight"),
+            parameters.get("model.layers.1.mlp.up_proj.weight")
+        );
+        let weights = parameters.get("model.embed_tokens.weight");
+        let n = weights.len() as f64;
+        let mean = weights.iter().map(|&x| f64::from(x)).sum::<f64>() / n;
+        let variance = weights.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / n;
+        let fourth = weights.iter().map(|&x| f64::from(x).powi(4)).sum::<f64>() / n / variance.powi(2);
+        // Six standard errors each; the seed is fixed, so this either always holds or never.
+        assert!(mean.abs() < 6.0 * 0.02 / n.sqrt(), "mean {mean}");
+        assert!((variance.sqrt() / 0.02 - 1.0).abs() < 6.0 / (2.0 * n).sqrt(), "std {}", variance.sqrt());
+        assert!((fourth - 3.0).abs() < 6.0 * (96.0 / n).sqrt(), "kurtosis {fourth}");
+    }
+
+    #[test]
+    fn random_bits_are_pinned() {
+        let [config, _] = tiny();
+        let parameters = Parameters::random(&config, 1);
+        let bits: Vec<u32> = parameters.values()[..3].iter().map(|x| x.to_bits()).collect();
+        assert_eq!(bits, [1_019_310_567, 1_012_263_209, 998_191_506]);
+    }
+
+    #[test]
+    fn a_buffer_of_another_length_is_refused() {
+        let [config, _] = tiny();
+        let layout = Arc::new(Layout::new(&config));
+        let err = Parameters::from_values(layout, vec![0.0; 3]).unwrap_err();
+        assert!(matches!(err, ModelError::Length { found: 3, .. }), "{err}");
+    }
+}
