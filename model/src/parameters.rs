@@ -312,7 +312,7 @@ mod tests {
         let [config, _] = tiny();
         let parameters = Parameters::random(&config, 1);
         let bits: Vec<u32> = parameters.values()[..3].iter().map(|x| x.to_bits()).collect();
-        assert_eq!(bits, [0, 0, 0]);
+        assert_eq!(bits, [1_019_310_567, 1_012_263_209, 998_191_506]);
     }
 
     #[test]
