@@ -1,1 +1,24 @@
 //! From batches to new policy versions.
+//!
+//! # Layout
+//! - [`trainer`]: one training step, top to bottom
+//! - [`algorithm`]: advantages, losses, how they add up
+//! - [`batch`]: leased groups to rows; [`packing`]: rows to packed micro-batches, shared among ranks
+//! - [`learner`]: forward, backward, clip, optimizer; [`policy_loss`]: the losses it runs
+//! - [`adamw`], [`schedule`], [`checkpoint`]
+//!
+//! # Invariants
+//! - A step is a function of its batch and of the state before it: the same groups in the same order give the same
+//!   weights, bit for bit.
+//! - The version goes up by one for every batch, after the optimizer and before anybody is told.
+
+pub mod adamw;
+pub mod algorithm;
+pub mod batch;
+mod error;
+pub mod learner;
+pub mod packing;
+pub mod policy_loss;
+pub mod schedule;
+
+pub use error::TrainerError;
