@@ -1,0 +1,329 @@
+//! Continuous batching: a running set of sequences, refilled at every step, over a paged cache of keys and values.
+//!
+//! One [`Engine::step`] is one pass of the network over one new token of every running sequence and a bounded chunk of
+//! prompt tokens. A prompt is prefilled once and its pages are shared by all completions of the group; the page that
+//! prompt and completion meet in is copied at the first write.
+//!
+//! # Invariants
+//! - A completion depends on the weights, the prompt and its own random stream, bit for bit, never on what it was
+//!   batched with.
+//! - Every token remembers the policy version that sampled it.
+//! - The pages that an accepted request may ever need are reserved when it is accepted: no sequence is preempted and
+//!   none waits for pages in the middle.
+
+mod prompt;
+mod sequence;
+mod stop;
+
+use std::collections::{HashMap, VecDeque};
+
+use model::{Config, Decoder, KvCache, Sampling, StepRow};
+use trajectory::{GroupId, PolicyVersion};
+
+use crate::RolloutError;
+use prompt::PromptJob;
+use sequence::Sequence;
+pub use sequence::{Completion, Request};
+pub use stop::StopRules;
+
+/// Bounds of an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EngineConfig {
+    /// Sequences decoded together.
+    pub max_running: usize,
+    /// Prompt tokens prefilled in one step beside the decoding.
+    pub prefill_chunk: usize,
+    /// Positions of the cache; `None` for what `max_running` sequences of the longest kind need.
+    pub kv_cache_tokens: Option<usize>,
+    /// Longest prompt that will be asked for, tokens.
+    pub max_prompt_length: usize,
+    /// Longest completion that will be asked for, tokens.
+    pub max_completion_length: usize,
+    /// Seed of all random streams.
+    pub seed: u64,
+}
+
+/// What an engine has done since it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineCounts {
+    /// Tokens sampled.
+    pub sampled_tokens: u64,
+    /// Prompt tokens prefilled.
+    pub prefilled_tokens: u64,
+    /// Passes of the network.
+    pub steps: u64,
+}
+
+/// A sampler of completions for the weights that it serves.
+#[derive(Debug)]
+pub struct Engine {
+    config: EngineConfig,
+    stop: StopRules,
+    decoder: Decoder,
+    version: PolicyVersion,
+    cache: KvCache,
+    /// Pages that accepted requests may hold at the same time, at worst.
+    reserved: usize,
+    /// Per group: completions that have not ended, and the pages of its prompt.
+    groups: HashMap<GroupId, (usize, usize)>,
+    prompts: VecDeque<PromptJob>,
+    running: Vec<Sequence>,
+    counts: EngineCounts,
+}
+
+impl Engine {
+    /// An engine that serves `decoder` as `version`.
+    ///
+    /// # Errors
+    /// If the cache cannot hold even one sequence of the longest kind.
+    pub fn new(
+        config: EngineConfig,
+        stop: StopRules,
+        decoder: Decoder,
+        version: PolicyVersion,
+    ) -> Result<Self, RolloutError> {
+        let longest = config.max_prompt_length + config.max_completion_length;
+        let positions = config
+            .kv_cache_tokens
+            .unwrap_or_else(|| (config.max_running + 1) * KvCache::pages_for(longest + 1) * KvCache::PAGE);
+        let cache = KvCache::new(decoder.config(), positions);
+        Ok(Self {
+            config,
+            stop,
+            decoder,
+            version,
+            cache,
+            reserved: 0,
+            groups: HashMap::new(),
+            prompts: VecDeque::new(),
+            running: Vec::new(),
+            counts: EngineCounts::default(),
+        })
+    }
+
+    /// The version that it samples from.
+    #[must_use]
+    pub fn version(&self) -> PolicyVersion {
+        self.version
+    }
+
+    /// The model that it runs.
+    #[must_use]
+    pub fn model(&self) -> &Config {
+        self.decoder.config()
+    }
+
+    /// What it has done.
+    #[must_use]
+    pub fn counts(&self) -> EngineCounts {
+        self.counts
+    }
+
+    /// Whether nothing is in flight.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.prompts.is_empty() && self.running.is_empty()
+    }
+
+    /// Sequences in flight, those of waiting prompts included.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.running.len() + self.prompts.iter().map(|job| job.request.samples).sum::<usize>()
+    }
+
+    /// Whether a request for `samples` completions should be submitted now.
+    #[must_use]
+    pub fn has_room(&self, samples: usize) -> bool {
+        let longest = self.config.max_prompt_length + self.config.max_completion_length;
+        let needed = Reservation::new(self.config.max_prompt_length, longest).of(samples);
+        self.is_idle()
+            || (self.in_flight() + samples <= self.config.max_running
+                && self.reserved + needed <= self.cache.total_pages())
+    }
+
+    /// Takes a request.
+    ///
+    /// # Errors
+    /// An empty prompt, one that is too long, or a request that the whole cache could not hold.
+    pub fn submit(&mut self, request: Request) -> Result<(), RolloutError> {
+        let length = request.prompt.len();
+        let context = self.model().max_context();
+        if length == 0 {
+            return Err(RolloutError::EmptyPrompt { group: request.group });
+        }
+        if length + request.max_completion_length > context {
+            return Err(RolloutError::PromptTooLong {
+                group: request.group,
+                prompt: length,
+                completion: request.max_completion_length,
+                context,
+            });
+        }
+        let reservation = Reservation::new(length, length + request.max_completion_length);
+        let needed = reservation.of(request.samples);
+        if self.reserved + needed > self.cache.total_pages() {
+            return Err(RolloutError::CacheTooSmall {
+                needed: needed * KvCache::PAGE,
+                positions: (self.cache.total_pages() - self.reserved) * KvCache::PAGE,
+            });
+        }
+        self.reserved += needed;
+        self.groups.insert(request.group, (request.samples, reservation.prompt));
+        self.prompts.push_back(PromptJob::new(request));
+        Ok(())
+    }
+
+    /// Serves `decoder` as `version` from the next step on. Sequences in flight go on with the keys and values that
+    /// they have; see [`Engine::recompute`].
+    ///
+    /// # Panics
+    /// If the version goes back.
+    pub fn apply(&mut self, decoder: Decoder, version: PolicyVersion) {
+        assert!(version >= self.version, "a sampler never goes back from {} to {version}", self.version);
+        self.decoder = decoder;
+        self.version = version;
+    }
+
+    /// Computes the keys and values of everything in flight anew under the weights that are served now.
+    ///
+    /// # Errors
+    /// If the network fails.
+    pub fn recompute(&mut self) -> Result<(), RolloutError> {
+        self.prompts.iter_mut().for_each(PromptJob::restart);
+        let mut done: Option<GroupId> = None;
+        for sequence in &self.running {
+            // Siblings are neighbours and share the full pages of their prompt: rewriting those once is enough.
+            let shared = sequence.prompt_length / KvCache::PAGE * KvCache::PAGE;
+            let from = if done == Some(sequence.group) { shared } else { 0 };
+            done = Some(sequence.group);
+            let rows: Vec<StepRow<'_>> = (from..sequence.token_ids.len() - 1)
+                .map(|position| StepRow { token: sequence.token_ids[position], position, pages: &sequence.pages })
+                .collect();
+            for chunk in rows.chunks(self.config.prefill_chunk.max(1)) {
+                self.decoder.step(&mut self.cache, chunk, &[])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One pass of the network. Returns the completions that it ended.
+    ///
+    /// # Errors
+    /// If the network or the tokenizer fails.
+    pub fn step(&mut self) -> Result<Vec<Completion>, RolloutError> {
+        let decoding = self.running.len().min(self.config.max_running);
+        for sequence in &mut self.running[..decoding] {
+            sequence.make_room(&mut self.cache);
+        }
+        let prompt_jobs = self.chunk_of_prompts();
+        let mut rows: Vec<StepRow<'_>> = self.running[..decoding].iter().map(Sequence::row).collect();
+        let mut wanted: Vec<usize> = (0..decoding).collect();
+        for (job, tokens) in self.prompts.iter().zip(&prompt_jobs) {
+            rows.extend(job.rows(*tokens));
+            if job.prefilled + tokens == job.request.prompt.len() {
+                wanted.push(rows.len() - 1);
+            }
+        }
+        if rows.is_empty() {
+            return Ok(Vec::new());
+        }
+        let logits = self.decoder.step(&mut self.cache, &rows, &wanted)?;
+        self.counts.steps += 1;
+        let vocabulary = self.model().vocab_size;
+        let mut logits = logits.chunks_exact(vocabulary);
+        let mut scratch = vec![0.0; vocabulary];
+        for (sequence, logits) in self.running[..decoding].iter_mut().zip(&mut logits) {
+            sequence.draw(logits, &mut scratch, self.version);
+            self.counts.sampled_tokens += 1;
+        }
+        for tokens in prompt_jobs {
+            self.counts.prefilled_tokens += tokens as u64;
+            let Some(mut job) = self.prompts.pop_front() else { break };
+            job.prefilled += tokens;
+            if job.prefilled < job.request.prompt.len() {
+                self.prompts.push_front(job);
+                break;
+            }
+            let Some(logits) = logits.next() else { break };
+            for mut sequence in job.into_sequences(&mut self.cache, self.config.seed, &self.stop) {
+                sequence.draw(logits, &mut scratch, self.version);
+                self.counts.sampled_tokens += 1;
+                self.running.push(sequence);
+            }
+        }
+        self.collect()
+    }
+
+    /// How many tokens each of the first prompts prefills in this step; pages for them are taken.
+    fn chunk_of_prompts(&mut self) -> Vec<usize> {
+        let mut left = self.config.prefill_chunk.max(1);
+        let mut chunk = Vec::new();
+        for job in &mut self.prompts {
+            if left == 0 {
+                break;
+            }
+            let tokens = left.min(job.request.prompt.len() - job.prefilled);
+            job.make_room(tokens, &mut self.cache);
+            chunk.push(tokens);
+            left -= tokens;
+        }
+        chunk
+    }
+
+    /// Takes the sequences that ended out of the running set.
+    fn collect(&mut self) -> Result<Vec<Completion>, RolloutError> {
+        let mut ended = Vec::new();
+        let mut going = Vec::with_capacity(self.running.len());
+        for mut sequence in self.running.drain(..) {
+            match sequence.ended(&self.stop)? {
+                None => going.push(sequence),
+                Some(stop) => {
+                    self.cache.release(&sequence.pages);
+                    let reservation = Reservation::new(sequence.prompt_length, sequence.longest());
+                    self.reserved -= reservation.completion;
+                    if let Some((left, prompt)) = self.groups.get_mut(&sequence.group) {
+                        *left -= 1;
+                        if *left == 0 {
+                            self.reserved -= *prompt;
+                            self.groups.remove(&sequence.group);
+                        }
+                    }
+                    ended.push(sequence.finish(stop, &self.stop)?);
+                }
+            }
+        }
+        self.running = going;
+        Ok(ended)
+    }
+}
+
+/// Pages that the completions of a prompt may hold at worst.
+#[derive(Clone, Copy, Debug)]
+struct Reservation {
+    /// For the prompt.
+    prompt: usize,
+    /// For each completion: everything from the page that it shares with the prompt on.
+    completion: usize,
+}
+
+impl Reservation {
+    fn new(prompt: usize, longest: usize) -> Self {
+        let completion = KvCache::pages_for(longest) - prompt / KvCache::PAGE;
+        Self { prompt: KvCache::pages_for(prompt), completion }
+    }
+
+    fn of(self, samples: usize) -> usize {
+        self.prompt + samples * self.completion
+    }
+}
+
+/// Checks that a sampling configuration can be trained on.
+///
+/// # Errors
+/// A temperature of 0 or below: a greedy choice has no log-probability to learn from.
+pub fn check_trainable(sampling: Sampling) -> Result<(), RolloutError> {
+    if sampling.temperature > 0.0 {
+        return Ok(());
+    }
+    Err(RolloutError::GreedyTraining { temperature: sampling.temperature })
+}

@@ -1,0 +1,50 @@
+//! A prompt on its way into the cache, before its completions begin.
+
+use std::collections::VecDeque;
+
+use model::{KvCache, StepRow};
+
+use super::sequence::{Request, Sequence};
+use super::stop::StopRules;
+
+/// A request whose prompt is being prefilled.
+#[derive(Debug)]
+pub(super) struct PromptJob {
+    pub(super) request: Request,
+    /// Prompt tokens that are in the cache.
+    pub(super) prefilled: usize,
+    pages: Vec<u32>,
+}
+
+impl PromptJob {
+    pub(super) fn new(request: Request) -> Self {
+        Self { request, prefilled: 0, pages: Vec::new() }
+    }
+
+    /// Prefills from the first token again, into the same pages.
+    pub(super) fn restart(&mut self) {
+        self.prefilled = 0;
+    }
+
+    /// Takes the pages that the next `tokens` tokens need.
+    pub(super) fn make_room(&mut self, tokens: usize, cache: &mut KvCache) {
+        while self.pages.len() < KvCache::pages_for(self.prefilled + tokens) {
+            self.pages.push(cache.take().expect("the pages of an accepted request are reserved"));
+        }
+    }
+
+    /// The next `tokens` tokens as rows of a step.
+    pub(super) fn rows(&self, tokens: usize) -> impl Iterator<Item = StepRow<'_>> {
+        (self.prefilled..self.prefilled + tokens)
+            .map(|position| StepRow { token: self.request.prompt[position], position, pages: &self.pages })
+    }
+
+    /// The completions of the prompt, which all hold its pages.
+    pub(super) fn into_sequences(self, cache: &mut KvCache, seed: u64, stop: &StopRules) -> VecDeque<Sequence> {
+        let Self { request, pages, .. } = self;
+        for _ in 1..request.samples {
+            cache.share(&pages);
+        }
+        (0..request.samples as u32).map(|index| Sequence::new(&request, index, pages.clone(), seed, stop)).collect()
+    }
+}

@@ -1,0 +1,193 @@
+//! One completion while it grows.
+
+use model::{Draw, KvCache, Sampling, StepRow};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use trajectory::{GroupId, KeptTokens, PolicyVersion, Sample, SampleError, SampleStreams, StopReason, VersionRun};
+
+use super::stop::{StopRules, TextWatch};
+use crate::RolloutError;
+
+/// Completions that are wanted of one prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    /// The group that they belong to; with the seed it determines every random number.
+    pub group: GroupId,
+    /// `[P]` prompt tokens.
+    pub prompt: Vec<u32>,
+    /// Number of completions.
+    pub samples: usize,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// Longest completion, tokens.
+    pub max_completion_length: usize,
+}
+
+/// A completion that ended. `T` tokens, `C` of them sampled.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Completion {
+    /// The group that it belongs to.
+    pub group: GroupId,
+    /// Which of the group's completions it is.
+    pub index: u32,
+    /// Number of prompt tokens.
+    pub prompt_length: usize,
+    /// `[T]` prompt and completion, the stop token included.
+    pub token_ids: Vec<u32>,
+    /// `[C]` log-probabilities of the sampled tokens, nats.
+    pub logprobs: Vec<f32>,
+    /// Runs of versions over the sampled tokens.
+    pub versions: Vec<VersionRun>,
+    /// What truncation kept at each sampled token, if it was on.
+    pub kept: Option<KeptTokens>,
+    /// How tokens were chosen.
+    pub sampling: Sampling,
+    /// Why it ended.
+    pub stop: StopReason,
+    /// The completion as text, without stop token and stop string.
+    pub text: String,
+}
+
+/// One completion while it grows.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub(super) group: GroupId,
+    index: u32,
+    pub(super) prompt_length: usize,
+    pub(super) token_ids: Vec<u32>,
+    logprobs: Vec<f32>,
+    versions: Vec<VersionRun>,
+    kept: Option<KeptTokens>,
+    sampling: Sampling,
+    max_completion_length: usize,
+    pub(super) pages: Vec<u32>,
+    rng: ChaCha8Rng,
+    watch: Option<TextWatch>,
+}
+
+impl Sequence {
+    pub(super) fn new(request: &Request, index: u32, pages: Vec<u32>, seed: u64, stop: &StopRules) -> Self {
+        let kept = KeptTokens { offsets: vec![0], ids: Vec::new() };
+        Self {
+            group: request.group,
+            index,
+            prompt_length: request.prompt.len(),
+            token_ids: request.prompt.clone(),
+            logprobs: Vec::new(),
+            versions: Vec::new(),
+            kept: request.sampling.truncates().then_some(kept),
+            sampling: request.sampling,
+            max_completion_length: request.max_completion_length,
+            pages,
+            rng: random_stream(seed, request.group, index),
+            watch: stop.watch(),
+        }
+    }
+
+    /// Most tokens that it can grow to, prompt included.
+    pub(super) fn longest(&self) -> usize {
+        self.prompt_length + self.max_completion_length
+    }
+
+    /// Makes the page of the newest token writable for this sequence alone.
+    pub(super) fn make_room(&mut self, cache: &mut KvCache) {
+        let page = (self.token_ids.len() - 1) / KvCache::PAGE;
+        let mine = match self.pages.get(page) {
+            Some(shared) => cache.own(*shared),
+            None => cache.take(),
+        };
+        let mine = mine.expect("the pages of an accepted request are reserved");
+        self.pages.truncate(page);
+        self.pages.push(mine);
+    }
+
+    /// The newest token as a row of a step.
+    pub(super) fn row(&self) -> StepRow<'_> {
+        let position = self.token_ids.len() - 1;
+        StepRow { token: self.token_ids[position], position, pages: &self.pages }
+    }
+
+    /// Draws the next token from `logits`.
+    pub(super) fn draw(&mut self, logits: &[f32], scratch: &mut [f32], version: PolicyVersion) {
+        scratch.copy_from_slice(logits);
+        let uniform = (self.rng.next_u32() >> 8) as f32 / (1 << 24) as f32;
+        let draw = Draw::new(scratch, self.sampling, uniform);
+        self.token_ids.push(draw.token);
+        self.logprobs.push(draw.logprob);
+        if let (Some(kept), Some(ids)) = (&mut self.kept, draw.kept) {
+            kept.ids.extend(ids);
+            kept.offsets.push(kept.ids.len() as u32);
+        }
+        match self.versions.last_mut() {
+            Some(run) if run.version == version => run.len += 1,
+            _ => self.versions.push(VersionRun { version, len: 1 }),
+        }
+    }
+
+    /// Why the newest token ends it, if it does.
+    pub(super) fn ended(&mut self, stop: &StopRules) -> Result<Option<StopReason>, RolloutError> {
+        let newest = self.token_ids[self.token_ids.len() - 1];
+        if stop.is_stop_token(newest) {
+            return Ok(Some(StopReason::StopToken));
+        }
+        if let Some(watch) = &mut self.watch
+            && watch.push_once(self.logprobs.len(), newest, &stop.strings)?
+        {
+            return Ok(Some(StopReason::StopString));
+        }
+        Ok((self.logprobs.len() >= self.max_completion_length).then_some(StopReason::Length))
+    }
+
+    pub(super) fn finish(self, reason: StopReason, stop: &StopRules) -> Result<Completion, RolloutError> {
+        let mut completion = &self.token_ids[self.prompt_length..];
+        if reason == StopReason::StopToken {
+            completion = &completion[..completion.len() - 1];
+        }
+        let text = stop.tokenizer.decode(completion)?;
+        let text = stop.cut(&text).to_owned();
+        Ok(Completion {
+            group: self.group,
+            index: self.index,
+            prompt_length: self.prompt_length,
+            token_ids: self.token_ids,
+            logprobs: self.logprobs,
+            versions: self.versions,
+            kept: self.kept,
+            sampling: self.sampling,
+            stop: reason,
+            text,
+        })
+    }
+}
+
+impl Completion {
+    /// The token streams that are trained on. Prompt tokens carry the version of the first sampled token.
+    ///
+    /// # Errors
+    /// If it was sampled greedily: a choice without a distribution cannot be learned from.
+    pub fn sample(&self) -> Result<Sample, SampleError> {
+        let prompt = self.prompt_length;
+        let mut versions = self.versions.clone();
+        if let Some(first) = versions.first_mut() {
+            first.len += prompt as u32;
+        }
+        Sample::new(SampleStreams {
+            token_ids: self.token_ids.clone(),
+            loss_mask: (0..self.token_ids.len()).map(|t| t >= prompt).collect(),
+            behavior_logprobs: std::iter::repeat_n(0.0, prompt).chain(self.logprobs.iter().copied()).collect(),
+            versions,
+            kept: self.kept.clone(),
+            temperature: self.sampling.temperature,
+        })
+    }
+}
+
+/// The random numbers of one completion: a ChaCha stream of its own, so that they do not depend on anything else.
+fn random_stream(seed: u64, group: GroupId, index: u32) -> ChaCha8Rng {
+    let mut key = [0; 32];
+    key[..8].copy_from_slice(&seed.to_le_bytes());
+    key[8..16].copy_from_slice(&group.0.to_le_bytes());
+    key[16..20].copy_from_slice(&index.to_le_bytes());
+    key[20..26].copy_from_slice(b"sample");
+    ChaCha8Rng::from_seed(key)
+}

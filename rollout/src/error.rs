@@ -1,0 +1,91 @@
+//! What can go wrong while tasks become scored groups.
+
+use trajectory::GroupId;
+
+/// Why generation or scoring failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RolloutError {
+    /// A prompt has no tokens.
+    #[error("the prompt of {group} has no tokens; a model continues at least one")]
+    EmptyPrompt {
+        /// Whose prompt.
+        group: GroupId,
+    },
+    /// Prompt and completion do not fit the model.
+    #[error(
+        "the prompt of {group} has {prompt} tokens; with {completion} of completion that is more than the {context} \
+         the model can see; lower rollout.max_completion_length or data.max_prompt_length"
+    )]
+    PromptTooLong {
+        /// Whose prompt.
+        group: GroupId,
+        /// Prompt tokens.
+        prompt: usize,
+        /// Longest completion.
+        completion: usize,
+        /// What the model can see.
+        context: usize,
+    },
+    /// A request does not fit the cache.
+    #[error(
+        "a request needs {needed} positions of the key-value cache, {positions} are free; raise \
+         rollout.kv_cache_tokens, or lower rollout.group_size or rollout.max_completion_length"
+    )]
+    CacheTooSmall {
+        /// Positions needed.
+        needed: usize,
+        /// Positions free.
+        positions: usize,
+    },
+    /// Training was asked to learn from greedy choices.
+    #[error("rollout.temperature is {temperature}: a greedy choice has no log-probability to learn from; use 1.0")]
+    GreedyTraining {
+        /// The temperature.
+        temperature: f32,
+    },
+    /// The network could not compute.
+    #[error("the network failed: {0}")]
+    Compute(#[from] candle_core::Error),
+    /// The files of a model could not be used.
+    #[error(transparent)]
+    Model(#[from] model::ModelError),
+    /// The engine made a sample that cannot be one.
+    #[error("trajectory {index} of {group} is broken: {source}")]
+    Sample {
+        /// The group.
+        group: GroupId,
+        /// Which trajectory.
+        index: u32,
+        /// What is wrong.
+        source: trajectory::SampleError,
+    },
+    /// A reward ended the run, as the recipe asks.
+    #[error(transparent)]
+    Reward(#[from] rewards::RewardError),
+    /// The tasks could not be read.
+    #[error(transparent)]
+    Task(#[from] crate::tasks::TaskError),
+    /// The buffer failed.
+    #[error(transparent)]
+    Buffer(#[from] buffer::BufferError),
+    /// The weights could not be received.
+    #[error(transparent)]
+    Weights(#[from] weights::WeightsError),
+    /// A wait ran over its deadline.
+    #[error("{who} waited {seconds:.0} s for {whom}; raise deadlines.wait_s if that is expected")]
+    Deadline {
+        /// Who waited.
+        who: &'static str,
+        /// For whom or what.
+        whom: String,
+        /// How long.
+        seconds: f64,
+    },
+    /// A part of the worker ended without saying why.
+    #[error("{who} ended unexpectedly")]
+    Ended {
+        /// Which part.
+        who: &'static str,
+    },
+}

@@ -1,1 +1,0 @@
-//! From tasks to scored groups: datasets, continuous batching, reward dispatch.
