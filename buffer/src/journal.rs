@@ -202,48 +202,56 @@ fn open_database(path: &Path) -> Result<Database, BufferError> {
     })
 }
 
-/// Checks whose file this is, makes the tables if it is new, and reads all but the payloads.
+/// Checks whose file this is and reads all but the payloads.
 fn load(path: &Path, database: &Database) -> Result<(Vec<Row>, Mark), BufferError> {
-    let read = |error: redb::Error| failed(path, "read")(error);
-    let transaction = database.begin_write().map_err(|e| read(e.into()))?;
-    let is_new = transaction.list_tables().map_err(|e| read(e.into()))?.next().is_none();
-    let rows = {
-        let mut meta = transaction.open_table(META).map_err(|e| read(e.into()))?;
+    let stored = read_or_make_tables(database).map_err(failed(path, "read"))?;
+    match stored.format {
+        Some(found) if found > FORMAT => {
+            Err(BufferError::NewerFormat { path: path.to_owned(), found, known: FORMAT })
+        }
+        Some(_) => {
+            let decoded = stored.mark.map(|mark| rmp_serde::from_slice(&mark)).transpose();
+            let mark: Option<Mark> = decoded.map_err(failed(path, "decode the mark"))?;
+            Ok((stored.rows, mark.unwrap_or_default()))
+        }
+        None => {
+            let found = "a redb file without a journal format".to_owned();
+            Err(BufferError::NotAJournal { path: path.to_owned(), found })
+        }
+    }
+}
+
+struct Stored {
+    format: Option<u64>,
+    mark: Option<Vec<u8>>,
+    rows: Vec<Row>,
+}
+
+/// Writes only to a file without tables; that of somebody else stays as it is.
+fn read_or_make_tables(database: &Database) -> Result<Stored, redb::Error> {
+    let transaction = database.begin_write()?;
+    let is_new = transaction.list_tables()?.next().is_none();
+    let stored = {
+        let mut meta = transaction.open_table(META)?;
         if is_new {
-            meta.insert("format", FORMAT.to_le_bytes().as_slice()).map_err(|e| read(e.into()))?;
+            meta.insert("format", FORMAT.to_le_bytes().as_slice())?;
         }
-        let format = meta.get("format").map_err(|e| read(e.into()))?;
-        let format = format.and_then(|bytes| bytes.value().try_into().ok()).map(u64::from_le_bytes);
-        match format {
-            Some(found) if found > FORMAT => {
-                return Err(BufferError::NewerFormat { path: path.to_owned(), found, known: FORMAT });
-            }
-            Some(_) => {}
-            None => {
-                let found = "a redb file without a journal format".to_owned();
-                return Err(BufferError::NotAJournal { path: path.to_owned(), found });
-            }
+        let format = meta.get("format")?.and_then(|bytes| bytes.value().try_into().ok());
+        let mark = meta.get("mark")?.map(|bytes| bytes.value().to_vec());
+        transaction.open_table(PAYLOADS)?;
+        let mut rows = Vec::new();
+        for entry in transaction.open_table(ROWS)?.iter()? {
+            let (id, row) = entry?;
+            let (oldest, step) = row.value();
+            let (oldest, step) = (PolicyVersion(oldest), step.map(PolicyVersion));
+            rows.push(Row { id: GroupId(id.value()), oldest, step });
         }
-        let mark = match meta.get("mark").map_err(|e| read(e.into()))? {
-            Some(bytes) => rmp_serde::from_slice(bytes.value()).map_err(failed(path, "decode the mark"))?,
-            None => Mark::default(),
-        };
-        transaction.open_table(PAYLOADS).map_err(|e| read(e.into()))?;
-        let table = transaction.open_table(ROWS).map_err(|e| read(e.into()))?;
-        let rows = table
-            .iter()
-            .map_err(|e| read(e.into()))?
-            .map(|entry| {
-                let (id, row) = entry.map_err(|e| read(e.into()))?;
-                let (oldest, step) = row.value();
-                let (oldest, step) = (PolicyVersion(oldest), step.map(PolicyVersion));
-                Ok(Row { id: GroupId(id.value()), oldest, step })
-            })
-            .collect::<Result<Vec<Row>, BufferError>>()?;
-        (rows, mark)
+        Stored { format: format.map(u64::from_le_bytes), mark, rows }
     };
-    transaction.commit().map_err(|e| read(e.into()))?;
-    Ok(rows)
+    if is_new {
+        transaction.commit()?;
+    }
+    Ok(stored)
 }
 
 fn write_until_closed(database: &Database, requests: &Receiver<Request>, failure: &Mutex<Option<String>>) {

@@ -53,6 +53,6 @@ impl Store for MemoryStore {
 
     fn read(&self, ids: &[GroupId]) -> Result<Vec<Arc<Group>>, BufferError> {
         let groups = self.groups()?;
-        Ok(ids.iter().filter_map(|id| groups.get(id).cloned()).collect())
+        Ok(ids.iter().map(|id| Arc::clone(&groups[id])).collect())
     }
 }
