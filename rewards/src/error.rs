@@ -1,0 +1,120 @@
+//! Everything that can go wrong between a recipe's `[[rewards]]` and a score.
+//!
+//! Invariant: each message names the reward, shows what was found and says what to change.
+
+use crate::{RewardKind, TrajectoryRef};
+
+/// Why rewards cannot be built, or a trajectory not be scored.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RewardError {
+    /// There is nothing to sum up.
+    #[error("no reward is configured; add at least one `[[rewards]]` entry")]
+    Empty,
+    /// Two rewards would be logged under one name.
+    #[error("two rewards are named `{name}`; give one of them another `name`")]
+    DuplicateName {
+        /// The name.
+        name: String,
+    },
+    /// A name that cannot stand in a metric.
+    #[error("a reward of kind `{kind}` has an empty name; leave `name` out to call it `{kind}`")]
+    EmptyName {
+        /// The kind.
+        kind: RewardKind,
+    },
+    /// A parameter that the kind does not read.
+    #[error("reward `{reward}` of kind `{kind}` does not take `{field}`; it takes {takes}")]
+    ForeignField {
+        /// Name of the reward.
+        reward: String,
+        /// Its kind.
+        kind: RewardKind,
+        /// The parameter.
+        field: &'static str,
+        /// The parameters that the kind reads, as text.
+        takes: String,
+    },
+    /// A parameter that the kind cannot do without.
+    #[error("reward `{reward}` of kind `{kind}` needs `{field}`")]
+    MissingField {
+        /// Name of the reward.
+        reward: String,
+        /// Its kind.
+        kind: RewardKind,
+        /// The parameter.
+        field: &'static str,
+    },
+    /// A pattern that is no regular expression.
+    #[error("reward `{reward}`: pattern `{pattern}` is not a regular expression: {reason}")]
+    Pattern {
+        /// Name of the reward.
+        reward: String,
+        /// The pattern.
+        pattern: String,
+        /// What the parser says.
+        reason: String,
+    },
+    /// A pattern is to be compared with the answer but captures nothing.
+    #[error(
+        "reward `{reward}`: pattern `{pattern}` has no capture group to compare with the answer; \
+         put parentheses around the answer or leave `compare` out"
+    )]
+    NoCapture {
+        /// Name of the reward.
+        reward: String,
+        /// The pattern.
+        pattern: String,
+    },
+    /// A weight that is not a finite number.
+    #[error("reward `{reward}` has weight {weight}; it must be finite")]
+    Weight {
+        /// Name of the reward.
+        reward: String,
+        /// The weight.
+        weight: f64,
+    },
+    /// The overlong penalty has no room.
+    #[error(
+        "reward `{reward}` has `cache` = {cache} tokens and a maximal length of {max_length}; \
+         `cache` must be at least 1 and at most the maximal length"
+    )]
+    Cache {
+        /// Name of the reward.
+        reward: String,
+        /// Tokens over which the penalty grows.
+        cache: usize,
+        /// Tokens at which it is -1.
+        max_length: usize,
+    },
+    /// A reward compares with a reference answer that the row lacks.
+    #[error(
+        "reward `{reward}` needs a reference answer, but {trajectory} has none; name its column in `answer_column`"
+    )]
+    NoAnswer {
+        /// Name of the reward.
+        reward: String,
+        /// What was scored.
+        trajectory: TrajectoryRef,
+    },
+    /// A reward returned a value that cannot be trained on.
+    #[error("reward `{reward}` is {value} for {trajectory}; it must be finite")]
+    NotFinite {
+        /// Name of the reward, or `total` for the weighted sum.
+        reward: String,
+        /// What was scored.
+        trajectory: TrajectoryRef,
+        /// The value.
+        value: f64,
+    },
+    /// Something outside this crate (a process, a server, a model) failed.
+    #[error("reward `{reward}` failed for {trajectory}: {reason}")]
+    Failed {
+        /// Name of the reward.
+        reward: String,
+        /// What was scored.
+        trajectory: TrajectoryRef,
+        /// What happened and what to do.
+        reason: String,
+    },
+}

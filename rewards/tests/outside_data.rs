@@ -1,0 +1,106 @@
+//! The graders against data that others made: Math-Verify's test cases and the GSM8K test set.
+//!
+//! These tests read `../shared/data` relative to the repository root.
+
+use std::path::Path;
+use std::pin::pin;
+use std::task::{Context, Poll, Waker};
+
+use rewards::{Reward, RewardInput, RewardKind, RewardSpec};
+use serde_json::Value;
+use trajectory::{Prompt, Task, TaskId};
+
+fn rows(file: &str) -> Vec<Value> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data").join(file);
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn reward(kind: RewardKind) -> Box<dyn Reward> {
+    RewardSpec::new(kind).build().unwrap()
+}
+
+fn correct(reward: &dyn Reward, answer: &str, text: &str) -> bool {
+    let task = Task {
+        id: TaskId(0),
+        prompt: Prompt::Text(String::new()),
+        answer: Some(answer.to_owned()),
+        columns: serde_json::Map::new(),
+    };
+    let input = RewardInput {
+        task: &task,
+        index: 0,
+        text,
+        completion_tokens: 1,
+        truncated: false,
+        max_completion_length: 2,
+    };
+    let score = pin!(reward.score(&input)).poll(&mut Context::from_waker(Waker::noop()));
+    let Poll::Ready(score) = score else { panic!("a built-in waits") };
+    score.unwrap() == 1.0
+}
+
+fn field<'a>(row: &'a Value, name: &str) -> &'a str {
+    row[name].as_str().unwrap()
+}
+
+/// Of the strict cases, none that Math-Verify's authors call wrong may pass. The grader does no algebra, so that many
+/// right ones fail; how many pass may only rise.
+#[test]
+fn math_agrees_with_math_verify_where_it_says_yes() {
+    const TRUE_POSITIVES: usize = 77;
+    let math = reward(RewardKind::Math);
+    let (mut right, mut found, mut wrong) = (0, 0, vec![]);
+    for case in rows("math_verify/cases.jsonl").iter().filter(|case| case["strict"] == true) {
+        let equal = correct(&*math, field(case, "gold"), field(case, "pred"));
+        match (case["expect"].as_bool().unwrap(), equal) {
+            (false, true) => wrong.push(case.to_string()),
+            (true, equal) => {
+                right += 1;
+                found += usize::from(equal);
+                if !equal {
+                    eprintln!(
+                        "MISS {:.150} | {}",
+                        field(case, "gold"),
+                        field(case, "pred")
+                            .chars()
+                            .rev()
+                            .take(120)
+                            .collect::<String>()
+                            .chars()
+                            .rev()
+                            .collect::<String>()
+                    )
+                }
+            }
+            (false, false) => {}
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    assert!(found >= TRUE_POSITIVES, "{found} of {right} right answers were recognised");
+}
+
+/// Every reference solution passes, in three phrasings, and no solution with another number does.
+#[test]
+fn math_tells_the_answers_of_gsm8k_apart() {
+    let rows = rows("gsm8k/test.jsonl");
+    assert_eq!(rows.len(), 1319);
+    for kind in [RewardKind::Math, RewardKind::Gsm8k] {
+        let reward = reward(kind);
+        for row in &rows {
+            let answer = field(row, "answer");
+            let (work, number) = answer.rsplit_once("#### ").unwrap();
+            assert!(correct(&*reward, answer, answer), "{kind}: {answer}");
+            let value: i64 = number.replace(',', "").parse().unwrap();
+            for wrong in [value + 1, value * 10, -value - 1] {
+                let text = format!("{work}#### {wrong}");
+                assert!(!correct(&*reward, answer, &text), "{kind}: {text}");
+            }
+            if kind == RewardKind::Math {
+                assert!(correct(&*reward, number, &format!("{work}So it is \\boxed{{{value}}}.")));
+                assert!(correct(&*reward, number, &format!("{work}The answer is ${number}.")));
+                assert!(!correct(&*reward, number, &format!("{work}The answer is {}.", value + 1)));
+            }
+        }
+    }
+}
