@@ -1,6 +1,6 @@
 //! What can go wrong while tasks become scored groups.
 
-use trajectory::GroupId;
+use trajectory::{GroupId, TaskId};
 
 /// Why generation or scoring failed.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +37,27 @@ pub enum RolloutError {
         needed: usize,
         /// Positions free.
         positions: usize,
+    },
+    /// A prompt of the dataset is too long.
+    #[error(
+        "the prompt of dataset row {} has {tokens} tokens, data.max_prompt_length is {max_length}; raise it, or set \
+         data.overlong_prompts = \"drop\"", task.0
+    )]
+    OverlongTask {
+        /// The row.
+        task: TaskId,
+        /// Its tokens.
+        tokens: usize,
+        /// What is allowed.
+        max_length: usize,
+    },
+    /// Every prompt of the dataset is too long.
+    #[error("all {dropped} prompts are longer than data.max_prompt_length = {max_length} tokens; raise it")]
+    NothingLeft {
+        /// How many.
+        dropped: usize,
+        /// What is allowed.
+        max_length: usize,
     },
     /// Training was asked to learn from greedy choices.
     #[error("rollout.temperature is {temperature}: a greedy choice has no log-probability to learn from; use 1.0")]

@@ -31,17 +31,17 @@ pub trait Publisher: Send + Sync {
 
 /// The side of one sampler. Dropping it unsubscribes.
 pub trait Subscriber: Send + Sync {
-    /// The newest snapshot if it is newer than `after`; does not wait.
+    /// The newest snapshot if it is newer than `after` (any for `None`); does not wait.
     ///
     /// # Errors
     /// An earlier mismatch; [`WeightsError::PublisherGone`] if nothing newer will ever come.
-    fn newest(&self, after: PolicyVersion) -> Result<Option<Arc<Snapshot>>, WeightsError>;
+    fn newest(&self, after: Option<PolicyVersion>) -> Result<Option<Arc<Snapshot>>, WeightsError>;
 
     /// The newest snapshot as soon as it is newer than `after`; `None` if none came within `wait`.
     ///
     /// # Errors
     /// As [`Subscriber::newest`].
-    fn wait_newer(&self, after: PolicyVersion, wait: Duration)
+    fn wait_newer(&self, after: Option<PolicyVersion>, wait: Duration)
     -> Result<Option<Arc<Snapshot>>, WeightsError>;
 
     /// Reports that this sampler now samples from a version.

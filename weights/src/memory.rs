@@ -114,13 +114,13 @@ impl Publisher for MemoryPublisher {
 }
 
 impl Subscriber for MemorySubscriber {
-    fn newest(&self, after: PolicyVersion) -> Result<Option<Arc<Snapshot>>, WeightsError> {
+    fn newest(&self, after: Option<PolicyVersion>) -> Result<Option<Arc<Snapshot>>, WeightsError> {
         self.shared.healthy()?.newer(after)
     }
 
     fn wait_newer(
         &self,
-        after: PolicyVersion,
+        after: Option<PolicyVersion>,
         wait: Duration,
     ) -> Result<Option<Arc<Snapshot>>, WeightsError> {
         let deadline = Instant::now() + wait.min(MAX_WAIT);
@@ -196,8 +196,8 @@ impl State {
         self.newest.as_ref().map(|snapshot| snapshot.version)
     }
 
-    fn newer(&self, after: PolicyVersion) -> Result<Option<Arc<Snapshot>>, WeightsError> {
-        let newer = self.newest.as_ref().filter(|snapshot| snapshot.version > after);
+    fn newer(&self, after: Option<PolicyVersion>) -> Result<Option<Arc<Snapshot>>, WeightsError> {
+        let newer = self.newest.as_ref().filter(|snapshot| Some(snapshot.version) > after);
         if newer.is_none() && self.publisher_gone {
             return Err(WeightsError::PublisherGone { newest: self.newest_version() });
         }

@@ -23,7 +23,7 @@ fn subscribers_see_versions_go_up_and_all_reach_the_last() {
             scope.spawn(move || {
                 let mut served = PolicyVersion(0);
                 while served.0 < last {
-                    let new = subscriber.wait_newer(served, SOON).unwrap().expect("a version in time");
+                    let new = subscriber.wait_newer(Some(served), SOON).unwrap().expect("a version in time");
                     assert!(new.version > served);
                     assert_eq!(new.values[0], new.version.0 as f32);
                     subscriber.applied(receipt(&new)).unwrap();
@@ -50,7 +50,7 @@ fn other_weights_than_published_stop_everybody() {
     assert!(matches!(&error, WeightsError::Mismatch { subscriber, .. } if subscriber == "liar"), "{error}");
     assert_eq!(publisher.publish(snapshot(2)).unwrap_err(), error);
     assert_eq!(publisher.wait_applied(PolicyVersion(0), SOON).unwrap_err(), error);
-    assert_eq!(other.wait_newer(PolicyVersion(1), SOON).unwrap_err(), error);
+    assert_eq!(other.wait_newer(Some(PolicyVersion(1)), SOON).unwrap_err(), error);
 }
 
 #[test]
@@ -120,8 +120,8 @@ fn a_subscriber_learns_that_the_publisher_is_gone() {
     let subscriber = hub.subscribe("orphan").unwrap();
     publisher.publish(snapshot(3)).unwrap();
     drop(publisher);
-    assert!(subscriber.newest(PolicyVersion(2)).unwrap().is_some(), "the last version can still be had");
+    assert!(subscriber.newest(Some(PolicyVersion(2))).unwrap().is_some(), "the last version can still be had");
     let gone = WeightsError::PublisherGone { newest: Some(PolicyVersion(3)) };
-    assert_eq!(subscriber.wait_newer(PolicyVersion(3), SOON).unwrap_err(), gone);
+    assert_eq!(subscriber.wait_newer(Some(PolicyVersion(3)), SOON).unwrap_err(), gone);
     assert!(gone.to_string().contains("the newest version is v3"));
 }

@@ -1,0 +1,131 @@
+//! New weights, received and packed beside the decoding, ready to be swapped in between two steps.
+//!
+//! Invariant: what is handed over carries the digest of the values that its decoder was packed from, computed after the
+//! transfer: the receipt speaks of what is served, not of what was promised.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, bounded};
+use model::{Config, Decoder, Layout, Parameters, Purpose};
+use trajectory::PolicyVersion;
+use weights::{Digest, Receipt, Subscriber};
+
+use crate::RolloutError;
+
+/// How long the thread waits for a newer version before it looks whether it should stop.
+const LOOK_UP: Duration = Duration::from_millis(50);
+
+/// Weights that can be served at once.
+#[derive(Debug)]
+pub struct Ready {
+    version: PolicyVersion,
+    /// `None` once it is served.
+    decoder: Option<Decoder>,
+    digest: Digest,
+    took: Duration,
+}
+
+impl Ready {
+    /// The version.
+    #[must_use]
+    pub fn version(&self) -> PolicyVersion {
+        self.version
+    }
+
+    /// The version, packed; can be taken once.
+    ///
+    /// # Panics
+    /// If it was taken before.
+    pub fn take_decoder(&mut self) -> Decoder {
+        self.decoder.take().expect("a version is served once")
+    }
+}
+
+/// A thread that makes new versions ready. At most one waits to be taken, so memory is bounded by two versions.
+pub struct Applier {
+    subscriber: Arc<dyn Subscriber>,
+    ready: Receiver<Result<Ready, RolloutError>>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Applier {
+    /// Starts the thread. The first version that it makes ready is any that is there.
+    #[must_use]
+    pub fn start(subscriber: Arc<dyn Subscriber>, config: Config) -> Self {
+        let (sender, ready) = bounded(1);
+        let stop = Arc::new(AtomicBool::new(false));
+        let (theirs, asked_to_stop) = (Arc::clone(&subscriber), Arc::clone(&stop));
+        let thread = std::thread::spawn(move || {
+            let layout = Arc::new(Layout::new(&config));
+            let mut after = None;
+            while !asked_to_stop.load(Ordering::Relaxed) {
+                let next = receive(&*theirs, &config, &layout, after).transpose();
+                let Some(next) = next else { continue };
+                let failed = next.is_err();
+                after = next.as_ref().ok().map(|ready| ready.version).or(after);
+                if sender.send(next).is_err() || failed {
+                    break;
+                }
+            }
+        });
+        Self { subscriber, ready, stop, thread: Some(thread) }
+    }
+
+    /// The newest version that is ready, waiting up to `wait` for one.
+    ///
+    /// # Errors
+    /// If receiving failed.
+    pub fn take(&self, wait: Duration) -> Result<Option<Ready>, RolloutError> {
+        match self.ready.recv_timeout(wait) {
+            Ok(ready) => ready.map(Some),
+            Err(crossbeam::channel::RecvTimeoutError::Timeout) => Ok(None),
+            Err(crossbeam::channel::RecvTimeoutError::Disconnected) => {
+                Err(RolloutError::Ended { who: "the thread that receives weights" })
+            }
+        }
+    }
+
+    /// Says that `ready` is served from now on, after the decoding had `stalled` for it.
+    ///
+    /// # Errors
+    /// If the digest is not that of the published version.
+    pub fn confirm(&self, ready: &Ready, stalled: Duration) -> Result<(), RolloutError> {
+        let receipt = Receipt { version: ready.version, digest: ready.digest, took: ready.took, stalled };
+        Ok(self.subscriber.applied(receipt)?)
+    }
+}
+
+impl std::fmt::Debug for Applier {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Applier").field("ready", &self.ready.len()).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Applier {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        // A version that nobody took would keep the thread in its send.
+        while self.ready.recv_timeout(LOOK_UP).is_ok() {}
+        if let Some(thread) = self.thread.take() {
+            drop(thread.join());
+        }
+    }
+}
+
+fn receive(
+    subscriber: &dyn Subscriber,
+    config: &Config,
+    layout: &Arc<Layout>,
+    after: Option<PolicyVersion>,
+) -> Result<Option<Ready>, RolloutError> {
+    let Some(snapshot) = subscriber.wait_newer(after, LOOK_UP)? else { return Ok(None) };
+    let start = Instant::now();
+    let parameters = Parameters::from_values(Arc::clone(layout), snapshot.values.to_vec())?;
+    let digest = Digest::of(parameters.values());
+    let decoder = Decoder::new(config, &parameters, Purpose::Inference);
+    Ok(Some(Ready { version: snapshot.version, decoder: Some(decoder), digest, took: start.elapsed() }))
+}

@@ -1,0 +1,93 @@
+//! Accuracy of a policy on held-out tasks: the same engine, without buffer and without training.
+
+use std::sync::Arc;
+
+use model::{Decoder, Sampling};
+use rewards::RewardSet;
+use tokio::runtime::Handle;
+use trajectory::{GroupId, PolicyVersion, Score, Task};
+
+use crate::engine::{Completion, Engine, EngineConfig, Request, StopRules};
+use crate::prompts::PromptSet;
+use crate::scoring::reward_input;
+use crate::RolloutError;
+
+/// How an evaluation samples.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct EvaluationConfig {
+    /// Bounds of the engine.
+    pub engine: EngineConfig,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// Tasks evaluated, from the first on; `None` for all.
+    pub tasks: Option<usize>,
+}
+
+/// One task with the answer of the policy.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Answer {
+    /// What was asked.
+    pub task: Arc<Task>,
+    /// What the policy said.
+    pub text: String,
+    /// What it is worth.
+    pub score: Score,
+}
+
+/// The answers of a policy, in the order of the tasks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Evaluation {
+    /// One per task.
+    pub answers: Vec<Answer>,
+    /// Tokens sampled.
+    pub tokens: u64,
+}
+
+impl Evaluation {
+    /// Mean of the first reward of the recipe, which is the one that judges correctness; failed rewards count 0.
+    #[must_use]
+    pub fn accuracy(&self) -> f64 {
+        let correct = |answer: &Answer| answer.score.components.first().and_then(|c| c.value).unwrap_or(0.0);
+        self.answers.iter().map(correct).sum::<f64>() / self.answers.len().max(1) as f64
+    }
+}
+
+/// Lets `decoder` answer the tasks of `prompts`.
+///
+/// # Errors
+/// If the engine, the tokenizer or a reward with `on_error = "fail"` fails.
+pub fn evaluate(
+    config: &EvaluationConfig,
+    decoder: Decoder,
+    prompts: &PromptSet,
+    (stop, rewards, runtime): (&StopRules, &RewardSet, &Handle),
+) -> Result<Evaluation, RolloutError> {
+    let count = config.tasks.unwrap_or(usize::MAX).min(prompts.len());
+    let mut engine = Engine::new(config.engine, stop.clone(), decoder, PolicyVersion::default())?;
+    let mut waiting = prompts.iter().take(count).enumerate().peekable();
+    let mut completions: Vec<Option<Completion>> = vec![None; count];
+    while waiting.peek().is_some() || !engine.is_idle() {
+        while engine.has_room(1) {
+            let Some((place, (_, prompt))) = waiting.next() else { break };
+            engine.submit(Request {
+                group: GroupId(place as u64),
+                prompt: prompt.to_vec(),
+                samples: 1,
+                sampling: config.sampling,
+                max_completion_length: config.engine.max_completion_length,
+            })?;
+        }
+        for completion in engine.step()? {
+            let place = completion.group.0 as usize;
+            completions[place] = Some(completion);
+        }
+    }
+    let mut answers = Vec::with_capacity(count);
+    for ((task, _), completion) in prompts.iter().zip(completions) {
+        let Some(completion) = completion else { continue };
+        let input = reward_input(task, &completion, config.engine.max_completion_length);
+        let score = runtime.block_on(rewards.score(&input))?;
+        answers.push(Answer { task: Arc::clone(task), text: completion.text, score });
+    }
+    Ok(Evaluation { answers, tokens: engine.counts().sampled_tokens })
+}
