@@ -137,7 +137,7 @@ impl Layout {
     /// The tensor of this Hugging Face name.
     #[must_use]
     pub fn spec(&self, name: &str) -> Option<&ParameterSpec> {
-        self.by_name.get(name).map(|&index| &self.specs[index])
+        self.index(name).map(|index| &self.specs[index])
     }
 
     /// The values of each layer's tensors, which are contiguous; `[num_layers]`. Before the first lies the
@@ -158,6 +158,11 @@ impl Layout {
     #[expect(clippy::len_without_is_empty, reason = "a model without weights does not exist")]
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// Position of a tensor among [`Layout::specs`].
+    pub(crate) fn index(&self, name: &str) -> Option<usize> {
+        self.by_name.get(name).copied()
     }
 
     fn push_layer(&mut self, config: &Config, layer: usize) {

@@ -1,0 +1,278 @@
+//! `config.json` to [`Config`]: the defaults of each family, and what is refused.
+//!
+//! Invariant: a key that would change what the network computes is either honoured or refused, never skipped. Keys
+//! that only steer training or storage elsewhere (dropout, cache, initialisation, number format) are not looked at.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::keys::Keys;
+use super::{Architecture, Config, RopeScaling};
+use crate::ModelError;
+
+/// Far above any model that exists, and low enough that no size computed from a config overflows.
+const MAX_WEIGHTS: u128 = 1 << 44;
+const MAX_LAYERS: usize = 10_000;
+
+impl Config {
+    /// Reads `config.json` of a model directory, and the end-of-text tokens of its `generation_config.json` if there
+    /// is one.
+    ///
+    /// # Errors
+    /// If a file cannot be read, a key is missing or makes no sense, or asks for something the decoder cannot compute.
+    pub fn load(dir: &Path) -> Result<Self, ModelError> {
+        let path = dir.join("config.json");
+        let mut config = Self::from_json(&path, &read_object(&path)?)?;
+        let path = dir.join("generation_config.json");
+        if path.exists() {
+            let generation = read_object(&path)?;
+            let keys = Keys { path: &path, map: &generation };
+            // Generation configs list every token that ends a turn; config.json often only the one that ends a text.
+            let ids = keys.token_ids("eos_token_id")?;
+            keys.check_tokens("eos_token_id", &ids, config.vocab_size)?;
+            config.eos_token_ids.extend(ids);
+            config.eos_token_ids.sort_unstable();
+            config.eos_token_ids.dedup();
+        }
+        Ok(config)
+    }
+
+    /// Reads the content of a `config.json`; `path` names it in errors.
+    ///
+    /// # Errors
+    /// If a key is missing or makes no sense, or asks for something the decoder cannot compute.
+    pub fn from_json(path: &Path, map: &Map<String, Value>) -> Result<Self, ModelError> {
+        let keys = Keys { path, map };
+        let architecture = architecture(&keys)?;
+        refuse_other_networks(&keys)?;
+        let hidden_size = keys.size("hidden_size")?;
+        let num_layers = keys.size("num_hidden_layers")?;
+        let num_heads = keys.size("num_attention_heads")?;
+        let max_position_embeddings = keys.size("max_position_embeddings")?;
+        let (rope_theta, rope_scaling) = rope(&keys, max_position_embeddings)?;
+        let bias = keys.flag("attention_bias", false)?;
+        let config = Self {
+            architecture,
+            vocab_size: keys.size("vocab_size")?,
+            hidden_size,
+            intermediate_size: keys.size("intermediate_size")?,
+            num_layers,
+            num_heads,
+            num_kv_heads: num_kv_heads(&keys, architecture, num_heads)?,
+            head_dim: match keys.optional_size("head_dim")? {
+                Some(dim) => dim,
+                None if architecture == Architecture::Qwen3 && !map.contains_key("head_dim") => 128,
+                None => hidden_size / num_heads,
+            },
+            rms_norm_eps: keys.number("rms_norm_eps", 1e-6)? as f32,
+            rope_theta,
+            rope_scaling,
+            tie_word_embeddings: keys.flag("tie_word_embeddings", false)?,
+            qkv_bias: match architecture {
+                Architecture::Llama | Architecture::Qwen3 => bias,
+                Architecture::Mistral => false,
+                Architecture::Qwen2 => true,
+            },
+            o_bias: matches!(architecture, Architecture::Llama | Architecture::Qwen3) && bias,
+            qk_norm: architecture == Architecture::Qwen3,
+            max_position_embeddings,
+            sliding_window: sliding_window(&keys, architecture, num_layers)?,
+            eos_token_ids: keys.token_ids("eos_token_id")?,
+            bos_token_id: keys.token_ids("bos_token_id")?.first().copied(),
+            pad_token_id: keys.token_ids("pad_token_id")?.first().copied(),
+        };
+        config.check(&keys)?;
+        Ok(config)
+    }
+
+    fn check(&self, keys: &Keys<'_>) -> Result<(), ModelError> {
+        if !self.num_heads.is_multiple_of(self.num_kv_heads) {
+            return Err(keys.bad(
+                "num_key_value_heads",
+                &format!("a divisor of num_attention_heads, which is {}", self.num_heads),
+            ));
+        }
+        if self.head_dim == 0 || !self.head_dim.is_multiple_of(2) {
+            let key = if keys.has("head_dim") { "head_dim" } else { "num_attention_heads" };
+            return Err(keys.bad(key, &format!("an even head width, got {}", self.head_dim)));
+        }
+        // A file that states neither head_dim nor a divisible width would silently lose part of every head.
+        if !keys.has("head_dim")
+            && self.architecture != Architecture::Qwen3
+            && !self.hidden_size.is_multiple_of(self.num_heads)
+        {
+            return Err(keys.bad(
+                "num_attention_heads",
+                &format!("a divisor of hidden_size, which is {}", self.hidden_size),
+            ));
+        }
+        let weights = self.approximate_weights();
+        if weights > MAX_WEIGHTS || self.num_layers > MAX_LAYERS {
+            let expected = format!("at most {MAX_LAYERS} layers and {MAX_WEIGHTS} weights, got {weights}");
+            return Err(keys.bad("num_hidden_layers", &expected));
+        }
+        if !(self.rms_norm_eps > 0.0 && self.rms_norm_eps < 0.1) {
+            return Err(keys.bad("rms_norm_eps", "a small number above 0, such as 1e-6"));
+        }
+        keys.check_tokens("eos_token_id", &self.eos_token_ids, self.vocab_size)?;
+        keys.check_tokens("bos_token_id", self.bos_token_id.as_slice(), self.vocab_size)?;
+        keys.check_tokens("pad_token_id", self.pad_token_id.as_slice(), self.vocab_size)
+    }
+
+    /// Weights of the matrices, without overflow whatever the sizes.
+    fn approximate_weights(&self) -> u128 {
+        let n = |size: usize| size as u128;
+        let heads = n(self.head_dim) * (2 * n(self.num_heads) + 2 * n(self.num_kv_heads));
+        n(self.hidden_size)
+            * (2 * n(self.vocab_size) + n(self.num_layers) * (heads + 3 * n(self.intermediate_size)))
+    }
+}
+
+fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
+    let text =
+        std::fs::read_to_string(path).map_err(|source| ModelError::Read { path: path.to_owned(), source })?;
+    serde_json::from_str(&text)
+        .map_err(|err| ModelError::Json { path: path.to_owned(), reason: err.to_string() })
+}
+
+fn architecture(keys: &Keys<'_>) -> Result<Architecture, ModelError> {
+    let found = keys.text("model_type")?;
+    let Some(architecture) = Architecture::ALL.into_iter().find(|a| a.model_type() == found) else {
+        return Err(keys.unsupported("model_type", "llama, mistral, qwen2, qwen3"));
+    };
+    let classes = keys.map.get("architectures").and_then(Value::as_array);
+    if let Some(class) = classes.and_then(|list| list.first()).and_then(Value::as_str)
+        && class != architecture.class_name()
+        && !class.ends_with("Model")
+    {
+        return Err(keys.unsupported("architectures", architecture.class_name()));
+    }
+    Ok(architecture)
+}
+
+fn refuse_other_networks(keys: &Keys<'_>) -> Result<(), ModelError> {
+    if keys.has("hidden_act") && !matches!(keys.text("hidden_act")?, "silu" | "swish") {
+        return Err(keys.unsupported("hidden_act", "silu"));
+    }
+    if keys.flag("mlp_bias", false)? {
+        return Err(keys.unsupported("mlp_bias", "false"));
+    }
+    if keys.has("quantization_config") {
+        return Err(keys.unsupported("quantization_config", "weights stored as f32, bf16 or f16"));
+    }
+    for key in [
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+    ] {
+        if keys.has(key) {
+            return Err(keys.unsupported(key, "dense models, which have no experts"));
+        }
+    }
+    Ok(())
+}
+
+fn num_kv_heads(keys: &Keys<'_>, architecture: Architecture, num_heads: usize) -> Result<usize, ModelError> {
+    if let Some(heads) = keys.optional_size("num_key_value_heads")? {
+        return Ok(heads);
+    }
+    // Left out, the other families mean a fixed number of heads that fits no small model; `null` is always one per query head.
+    if architecture == Architecture::Llama || keys.map.contains_key("num_key_value_heads") {
+        return Ok(num_heads);
+    }
+    Err(keys.missing("num_key_value_heads"))
+}
+
+fn rope(keys: &Keys<'_>, max_position_embeddings: usize) -> Result<(f64, RopeScaling), ModelError> {
+    // transformers lets the old key win where both are there.
+    let found = ["rope_scaling", "rope_parameters"].into_iter().find(|key| keys.has(key));
+    let empty = Map::new();
+    let (name, object) = match found {
+        None => ("rope_scaling", &empty),
+        Some(name) => {
+            (name, keys.map.get(name).and_then(Value::as_object).ok_or_else(|| keys.bad(name, "an object"))?)
+        }
+    };
+    let inner = Keys { path: keys.path, map: object };
+    let theta = if inner.has("rope_theta") {
+        inner.number("rope_theta", 0.0)?
+    } else {
+        keys.number("rope_theta", 10_000.0)?
+    };
+    if theta <= 1.0 {
+        return Err(keys.bad("rope_theta", "a number above 1"));
+    }
+    if keys.number("partial_rotary_factor", 1.0)? != 1.0 || inner.number("partial_rotary_factor", 1.0)? != 1.0
+    {
+        return Err(keys.unsupported("partial_rotary_factor", "1.0"));
+    }
+    let kind = ["rope_type", "type"].into_iter().find(|key| inner.has(key));
+    let factor = || match inner.number("factor", 0.0)? {
+        factor if factor >= 1.0 => Ok(factor),
+        _ => Err(keys.bad(name, "an object with a `factor` of at least 1")),
+    };
+    let scaling = match kind.map(|key| inner.text(key)).transpose()? {
+        None if inner.has("factor") => return Err(keys.bad(name, "an object with a `rope_type`")),
+        None | Some("default") => RopeScaling::None,
+        Some("linear") => RopeScaling::Linear { factor: factor()? },
+        Some("llama3") => llama3(keys, &inner, factor()?, max_position_embeddings)?,
+        Some(_) => return Err(keys.unsupported(name, "rope_type default, linear, llama3")),
+    };
+    Ok((theta, scaling))
+}
+
+fn llama3(
+    keys: &Keys<'_>,
+    inner: &Keys<'_>,
+    factor: f64,
+    max_position_embeddings: usize,
+) -> Result<RopeScaling, ModelError> {
+    for key in ["low_freq_factor", "high_freq_factor"] {
+        if !inner.has(key) {
+            return Err(inner.missing(key));
+        }
+    }
+    let (low, high) = (inner.number("low_freq_factor", 0.0)?, inner.number("high_freq_factor", 0.0)?);
+    if !(0.0 < low && low < high) {
+        return Err(inner.bad(
+            "low_freq_factor",
+            &format!("a number above 0 and below high_freq_factor, which is {high}"),
+        ));
+    }
+    let original = match keys.optional_size("original_max_position_embeddings")? {
+        Some(size) => size,
+        None => inner.optional_size("original_max_position_embeddings")?.unwrap_or(max_position_embeddings),
+    };
+    Ok(RopeScaling::Llama3 {
+        factor,
+        low_freq_factor: low,
+        high_freq_factor: high,
+        original_max_position_embeddings: original,
+    })
+}
+
+/// The window, if any layer really uses one under the rules of its family.
+fn sliding_window(
+    keys: &Keys<'_>,
+    architecture: Architecture,
+    num_layers: usize,
+) -> Result<Option<usize>, ModelError> {
+    let default = if keys.map.contains_key("sliding_window") { None } else { Some(4096) };
+    let window = keys.optional_size("sliding_window")?.or(default);
+    match architecture {
+        Architecture::Llama => return Ok(None),
+        Architecture::Mistral => return Ok(window),
+        Architecture::Qwen2 | Architecture::Qwen3 => {}
+    }
+    if !keys.flag("use_sliding_window", false)? {
+        return Ok(None);
+    }
+    let sliding = match keys.map.get("layer_types").and_then(Value::as_array) {
+        Some(types) => types.iter().any(|kind| kind == "sliding_attention"),
+        None => keys.optional_size("max_window_layers")?.unwrap_or(28) < num_layers,
+    };
+    Ok(window.filter(|_| sliding))
+}

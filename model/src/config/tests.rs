@@ -1,0 +1,213 @@
+//! Configs of every family: read back as written, and refused by file and key.
+//!
+//! Invariant: no file of a real model is needed here; those are in `tests/files.rs`.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use super::*;
+use crate::ModelError;
+
+/// A tied Qwen2 and an untied Qwen3 with every optional tensor, whose heads are wider than `hidden / heads`.
+pub(crate) fn tiny() -> [Config; 2] {
+    let tied = Config::fresh(&Sizes {
+        vocab_size: 100,
+        hidden_size: 16,
+        intermediate_size: 24,
+        num_layers: 2,
+        num_heads: 4,
+        num_kv_heads: 2,
+        max_position_embeddings: 64,
+    });
+    let untied = Config {
+        architecture: Architecture::Qwen3,
+        head_dim: 6,
+        tie_word_embeddings: false,
+        o_bias: true,
+        qk_norm: true,
+        ..tied.clone()
+    };
+    [tied, untied]
+}
+
+/// The tiny Qwen2 with some keys replaced (`null` takes one away).
+fn with(changes: &Value) -> Result<Config, ModelError> {
+    let mut map = tiny()[0].to_json().as_object().unwrap().clone();
+    map.extend(changes.as_object().unwrap().clone());
+    Config::from_json(Path::new("m/config.json"), &map)
+}
+
+fn message(changes: &Value) -> String {
+    with(changes).unwrap_err().to_string()
+}
+
+#[test]
+fn what_is_written_reads_back() {
+    let [tied, untied] = tiny();
+    let llama = Config {
+        architecture: Architecture::Llama,
+        rms_norm_eps: 1e-5,
+        rope_theta: 500_000.0,
+        rope_scaling: RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 32,
+        },
+        qkv_bias: false,
+        eos_token_ids: vec![2, 7],
+        pad_token_id: None,
+        ..tied.clone()
+    };
+    let mistral = Config {
+        architecture: Architecture::Mistral,
+        qkv_bias: false,
+        sliding_window: Some(32),
+        rope_scaling: RopeScaling::Linear { factor: 2.0 },
+        eos_token_ids: vec![],
+        ..tied.clone()
+    };
+    let windowed = Config { sliding_window: Some(16), ..tied.clone() };
+    for config in [tied, untied, llama, mistral, windowed] {
+        let map = config.to_json().as_object().unwrap().clone();
+        assert_eq!(Config::from_json(Path::new("config.json"), &map).unwrap(), config);
+    }
+}
+
+#[test]
+fn rope_is_read_from_either_place() {
+    let expected = RopeScaling::Linear { factor: 4.0 };
+    let new = json!({"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0}, "rope_theta": null});
+    let old = json!({"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 5e5});
+    for changes in [new, old] {
+        let config = with(&changes).unwrap();
+        assert_eq!((config.rope_theta, config.rope_scaling), (5e5, expected), "{changes}");
+    }
+    let plain = with(&json!({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}})).unwrap();
+    assert_eq!((plain.rope_theta, plain.rope_scaling), (1e6, RopeScaling::None));
+    assert_eq!(with(&json!({"rope_theta": null})).unwrap().rope_theta, 1e4);
+}
+
+#[test]
+fn other_networks_are_refused_by_file_and_key() {
+    for (changes, key, evidence) in [
+        (json!({"model_type": "gemma3"}), "model_type", "llama, mistral, qwen2, qwen3"),
+        (json!({"architectures": ["Qwen2ForSequenceClassification"]}), "architectures", "Qwen2ForCausalLM"),
+        (json!({"hidden_act": "gelu"}), "hidden_act", "silu"),
+        (json!({"num_experts": 8}), "num_experts", "dense"),
+        (json!({"mlp_bias": true}), "mlp_bias", "false"),
+        (json!({"quantization_config": {"bits": 4}}), "quantization_config", "bf16"),
+        (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor", "1.0"),
+        (
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+            "rope_scaling",
+            "default, linear, llama3",
+        ),
+        (json!({"rope_scaling": {"type": "dynamic", "factor": 4.0}}), "rope_scaling", "dynamic"),
+        (
+            json!({"rope_parameters": {"rope_type": "longrope"}, "rope_scaling": null}),
+            "rope_parameters",
+            "longrope",
+        ),
+    ] {
+        let err = with(&changes).unwrap_err();
+        assert!(matches!(err, ModelError::Unsupported { .. }), "{err}");
+        let text = err.to_string();
+        assert!(text.starts_with("m/config.json") && text.contains(key) && text.contains(evidence), "{text}");
+    }
+}
+
+#[test]
+fn nonsense_is_refused_by_file_and_key() {
+    for (changes, key) in [
+        (json!({"hidden_size": 0}), "hidden_size"),
+        (json!({"hidden_size": "64"}), "hidden_size"),
+        (json!({"num_key_value_heads": 3}), "num_key_value_heads"),
+        (json!({"num_attention_heads": 6, "head_dim": null}), "num_attention_heads"),
+        (json!({"head_dim": 7}), "head_dim"),
+        (json!({"vocab_size": u32::MAX, "hidden_size": u32::MAX - 3}), "num_hidden_layers"),
+        (json!({"num_hidden_layers": 20_000}), "num_hidden_layers"),
+        (json!({"rms_norm_eps": 0.0}), "rms_norm_eps"),
+        (json!({"rope_theta": 0.5}), "rope_theta"),
+        (json!({"rope_scaling": {"type": "linear"}}), "rope_scaling"),
+        (json!({"rope_scaling": {"factor": 2.0}}), "rope_scaling"),
+        (json!({"rope_scaling": "linear"}), "rope_scaling"),
+        (json!({"eos_token_id": 100}), "eos_token_id"),
+        (json!({"bos_token_id": [1, "x"]}), "bos_token_id"),
+    ] {
+        let text = message(&changes);
+        assert!(text.starts_with("m/config.json") && text.contains(key), "{changes}: {text}");
+    }
+    for key in ["vocab_size", "num_hidden_layers", "model_type"] {
+        assert_eq!(
+            message(&json!({ key: null })),
+            format!("m/config.json has no key `{key}`, which every model of this kind needs")
+        );
+    }
+    let low = json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}});
+    assert!(message(&low).contains("`low_freq_factor`"));
+}
+
+#[test]
+fn defaults_are_those_of_the_family() {
+    let family = |kind: &str, class: &str, changes: Value| {
+        let mut map = json!({"model_type": kind, "architectures": [class], "head_dim": null});
+        map.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        with(&map)
+    };
+    let llama = |changes| family("llama", "LlamaForCausalLM", changes).unwrap();
+    assert_eq!(llama(json!({"num_key_value_heads": null})).num_kv_heads, 4);
+    assert!(!llama(json!({})).qkv_bias);
+    assert!(llama(json!({"attention_bias": true})).o_bias);
+    let mistral = family("mistral", "MistralForCausalLM", json!({"sliding_window": 16})).unwrap();
+    assert_eq!((mistral.max_context(), mistral.qkv_bias), (16, false));
+    let qwen2 = with(&json!({"sliding_window": 16, "use_sliding_window": false})).unwrap();
+    assert_eq!((qwen2.max_context(), qwen2.qkv_bias, qwen2.o_bias), (64, true, false));
+    let upper = json!({"sliding_window": 16, "use_sliding_window": true, "max_window_layers": 1});
+    assert_eq!(with(&upper).unwrap().max_context(), 16);
+    let none = json!({"sliding_window": 16, "use_sliding_window": true, "max_window_layers": 2});
+    assert_eq!(with(&none).unwrap().max_context(), 64);
+    let mut qwen3 = tiny()[1].to_json().as_object().unwrap().clone();
+    qwen3.remove("head_dim");
+    assert_eq!(Config::from_json(Path::new("config.json"), &qwen3).unwrap().head_dim, 128);
+}
+
+#[test]
+fn ends_of_both_files_count() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), tiny()[0].to_json().to_string()).unwrap();
+    assert_eq!(Config::load(dir.path()).unwrap().eos_token_ids, [2]);
+    std::fs::write(dir.path().join("generation_config.json"), r#"{"eos_token_id": [7, 2, 5]}"#).unwrap();
+    assert_eq!(Config::load(dir.path()).unwrap().eos_token_ids, [2, 5, 7]);
+    std::fs::write(dir.path().join("generation_config.json"), r#"{"eos_token_id": 100}"#).unwrap();
+    let err = Config::load(dir.path()).unwrap_err().to_string();
+    assert!(err.contains("generation_config.json") && err.contains("vocab_size, which is 100"), "{err}");
+}
+
+#[test]
+fn a_missing_or_broken_file_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let err = Config::load(dir.path()).unwrap_err().to_string();
+    assert!(err.starts_with("cannot read ") && err.contains("config.json"), "{err}");
+    std::fs::write(dir.path().join("config.json"), "{\n \"a\": }").unwrap();
+    let err = Config::load(dir.path()).unwrap_err().to_string();
+    assert!(err.contains("config.json is not valid") && err.contains("line 2"), "{err}");
+}
+
+#[test]
+fn llama3_leaves_short_waves_alone_and_stretches_long_ones() {
+    let plain = Config { head_dim: 64, rope_theta: 5e5, ..tiny()[0].clone() };
+    let scaling = RopeScaling::Llama3 {
+        factor: 8.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 8192,
+    };
+    let scaled = Config { rope_scaling: scaling, ..plain.clone() };
+    let (plain, scaled) = (plain.inv_freq(), scaled.inv_freq());
+    assert_eq!((plain.len(), plain[0]), (32, 1.0));
+    assert_eq!(plain[0], scaled[0]);
+    assert_eq!(plain[31] / 8.0, scaled[31]);
+    assert!(plain.iter().zip(&scaled).any(|(p, s)| s < p && *s > p / 8.0), "nothing in between");
+}

@@ -1,0 +1,80 @@
+//! [`Config`] to `config.json`, for fresh models.
+//!
+//! Invariant: transformers and [`Config::from_json`] both read the same network back. An existing model's file is
+//! never rewritten by this; exports copy it.
+
+use serde_json::{Value, json};
+
+use super::{Architecture, Config, RopeScaling};
+
+impl Config {
+    /// The content of a `config.json` that transformers and [`Config::from_json`] both read back as this model.
+    #[must_use]
+    pub fn to_json(&self) -> Value {
+        let mut map = json!({
+            "architectures": [self.architecture.class_name()],
+            "model_type": self.architecture.model_type(),
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": decimal(self.rms_norm_eps),
+            "rope_theta": self.rope_theta,
+            "rope_scaling": self.rope_scaling.to_json(),
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "max_position_embeddings": self.max_position_embeddings,
+            "initializer_range": 0.02,
+            "attention_dropout": 0.0,
+            "use_cache": true,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": match self.eos_token_ids.as_slice() {
+                [] => Value::Null,
+                [one] => json!(one),
+                many => json!(many),
+            },
+            "pad_token_id": self.pad_token_id,
+            "torch_dtype": "float32",
+            "sliding_window": self.sliding_window,
+        });
+        match self.architecture {
+            Architecture::Llama => map["attention_bias"] = json!(self.qkv_bias),
+            Architecture::Mistral => {}
+            Architecture::Qwen2 | Architecture::Qwen3 => {
+                map["use_sliding_window"] = json!(self.sliding_window.is_some());
+                map["max_window_layers"] =
+                    json!(if self.sliding_window.is_some() { 0 } else { self.num_layers });
+            }
+        }
+        if self.architecture == Architecture::Qwen3 {
+            map["attention_bias"] = json!(self.qkv_bias);
+        }
+        map
+    }
+}
+
+impl RopeScaling {
+    fn to_json(self) -> Value {
+        match self {
+            Self::None => Value::Null,
+            Self::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
+            Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
+                json!({
+                    "rope_type": "llama3",
+                    "factor": factor,
+                    "low_freq_factor": low_freq_factor,
+                    "high_freq_factor": high_freq_factor,
+                    "original_max_position_embeddings": original_max_position_embeddings,
+                })
+            }
+        }
+    }
+}
+
+/// The shortest decimal that reads back as this f32; as an f64 it would be written with all its noise.
+fn decimal(x: f32) -> f64 {
+    x.to_string().parse().unwrap_or_else(|_| f64::from(x))
+}

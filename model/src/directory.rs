@@ -1,0 +1,195 @@
+//! A model directory as Hugging Face tools write and read it.
+//!
+//! Invariant: what an open directory says fits together (every id of the tokenizer has a row of the embedding), and what
+//! is exported differs from it in the weights alone. It does not download, and it holds no weights itself.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use trajectory::Prompt;
+
+use crate::atomic;
+use crate::characters::{characters, characters_config};
+use crate::tokenizer::encode_error;
+use crate::{ChatTemplate, Config, ModelError, Parameters, SpecialTokens, Tokenizer};
+
+/// Bytes per weight file before an export is split, as transformers has long done it.
+const MAX_SHARD_BYTES: usize = 5_000_000_000;
+
+/// Everything of a model that is no weight, copied by an export as it is.
+const COPIED: [&str; 11] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "LICENSE",
+];
+
+/// A model directory without its weights.
+#[derive(Debug)]
+pub struct ModelDirectory {
+    path: PathBuf,
+    config: Config,
+    tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
+    stop_token_ids: Vec<u32>,
+}
+
+impl ModelDirectory {
+    /// Reads everything but the weights, and checks that it fits together.
+    ///
+    /// # Errors
+    /// If a file is missing or broken, the network is not supported, or the tokenizer has ids beyond the embedding.
+    pub fn open(dir: &Path) -> Result<Self, ModelError> {
+        let config = Config::load(dir)?;
+        let tokenizer = Tokenizer::load(&dir.join("tokenizer.json"))?;
+        check_vocabulary(&tokenizer, &config)?;
+        let template = ChatTemplate::load(dir)?;
+        let mut stop: BTreeSet<u32> = config.eos_token_ids.iter().copied().collect();
+        stop.extend(end_token(dir, &tokenizer));
+        let stop_token_ids = stop.into_iter().collect();
+        Ok(Self { path: dir.to_owned(), config, tokenizer, template, stop_token_ids })
+    }
+
+    /// Writes a complete new model that reads and writes characters, with random weights.
+    ///
+    /// # Errors
+    /// If the directory exists already or cannot be written, or the sizes make no sense.
+    pub fn fresh(dir: &Path, config: &Config, seed: u64) -> Result<Self, ModelError> {
+        let map = config.to_json();
+        if let Some(map) = map.as_object() {
+            Config::from_json(&dir.join("config.json"), map)?;
+        }
+        let tokenizer = characters();
+        check_vocabulary(&Tokenizer::from_json(&dir.join("tokenizer.json"), &tokenizer)?, config)?;
+        let generation = json!({
+            "bos_token_id": map["bos_token_id"],
+            "eos_token_id": map["eos_token_id"],
+            "pad_token_id": map["pad_token_id"],
+        });
+        atomic::directory(dir, |dir| {
+            write_json(&dir.join("config.json"), &map)?;
+            write_json(&dir.join("generation_config.json"), &generation)?;
+            write_json(&dir.join("tokenizer.json"), &tokenizer)?;
+            write_json(&dir.join("tokenizer_config.json"), &characters_config(config.max_context()))?;
+            Parameters::random(config, seed).save(dir, MAX_SHARD_BYTES)
+        })?;
+        Self::open(dir)
+    }
+
+    /// Reads the weights.
+    ///
+    /// # Errors
+    /// See [`Parameters::load`].
+    pub fn load_parameters(&self) -> Result<Parameters, ModelError> {
+        Parameters::load(&self.path, &self.config)
+    }
+
+    /// Writes a new directory with these weights and everything else as it is here. It appears whole or not at all.
+    /// Weights are written as f32; readers such as transformers convert them to the type that config.json names.
+    ///
+    /// # Errors
+    /// If `out_dir` exists already or cannot be written, the weights are of another model, or not finite.
+    pub fn export(&self, out_dir: &Path, parameters: &Parameters) -> Result<(), ModelError> {
+        let expected = crate::Layout::new(&self.config);
+        if **parameters.layout() != expected {
+            return Err(ModelError::Length { expected: expected.len(), found: parameters.values().len() });
+        }
+        atomic::directory(out_dir, |dir| {
+            for name in COPIED {
+                let (from, to) = (self.path.join(name), dir.join(name));
+                if from.exists() {
+                    fs::copy(from, &to).map_err(|source| ModelError::Write { path: to, source })?;
+                }
+            }
+            parameters.save(dir, MAX_SHARD_BYTES)
+        })
+    }
+
+    /// Tokens of a prompt, at least one. Text gets the special tokens that `tokenizer.json` puts around texts; messages
+    /// are rendered with the chat template, which contains its own, and end with the assistant's turn opened.
+    ///
+    /// # Errors
+    /// If messages are given and there is no template or it refuses them, or the prompt gives no tokens.
+    pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<u32>, ModelError> {
+        let rendered;
+        let (text, special) = match prompt {
+            Prompt::Text(text) => (text, SpecialTokens::Add),
+            Prompt::Messages(messages) => {
+                let missing = || ModelError::NoTemplate { dir: self.path.clone() };
+                rendered = self.template.as_ref().ok_or_else(missing)?.render(messages, true)?;
+                (&rendered, SpecialTokens::Omit)
+            }
+        };
+        let ids = self.tokenizer.encode(text, special)?;
+        if ids.is_empty() {
+            return Err(encode_error(text, "it gives no tokens, so there is nothing to continue"));
+        }
+        Ok(ids)
+    }
+
+    /// Tokens that end a completion, ascending: those of `config.json` and `generation_config.json`, and the
+    /// tokenizer's own end of text.
+    #[must_use]
+    pub fn stop_token_ids(&self) -> &[u32] {
+        &self.stop_token_ids
+    }
+
+    /// The shape of the network.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// The tokenizer.
+    #[must_use]
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// The chat template, if the model has one.
+    #[must_use]
+    pub fn template(&self) -> Option<&ChatTemplate> {
+        self.template.as_ref()
+    }
+
+    /// Where it was read from.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+fn check_vocabulary(tokenizer: &Tokenizer, config: &Config) -> Result<(), ModelError> {
+    if tokenizer.vocab_size() <= config.vocab_size {
+        return Ok(());
+    }
+    let id = (tokenizer.vocab_size() - 1) as u32;
+    Err(ModelError::Vocabulary {
+        path: tokenizer.path().to_owned(),
+        token: tokenizer.token(id).unwrap_or_default(),
+        id,
+        vocab_size: config.vocab_size,
+    })
+}
+
+/// The id of `eos_token` in `tokenizer_config.json`, which chat fine-tunes change more readily than `config.json`.
+fn end_token(dir: &Path, tokenizer: &Tokenizer) -> Option<u32> {
+    let text = fs::read_to_string(dir.join("tokenizer_config.json")).ok()?;
+    let config: Value = serde_json::from_str(&text).ok()?;
+    let token = &config["eos_token"];
+    tokenizer.token_id(token.as_str().or_else(|| token["content"].as_str())?)
+}
+
+fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
+    fs::write(path, format!("{value:#}\n"))
+        .map_err(|source| ModelError::Write { path: path.to_owned(), source })
+}

@@ -1,0 +1,220 @@
+//! Text to token ids and back, as `tokenizer.json` says.
+//!
+//! Invariant: encoding neither cuts nor pads, whatever the file asks for: a prompt that is too long is for the caller
+//! to refuse. It does not know chat templates; see `chat`.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use crate::ModelError;
+
+/// A tokenizer; clones share it.
+#[derive(Clone)]
+pub struct Tokenizer {
+    inner: Arc<tokenizers::Tokenizer>,
+    path: PathBuf,
+    vocab_size: usize,
+}
+
+/// Whether encoding puts the model's own special tokens, such as a beginning of text, around a text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SpecialTokens {
+    /// As `tokenizer.json` says: for plain texts.
+    Add,
+    /// No: for rendered chat templates, which contain them, and for pieces of text.
+    Omit,
+}
+
+/// Text of a growing token sequence, piece by piece; each piece is whole characters.
+pub struct DecodeStream {
+    tokenizer: Tokenizer,
+    ids: Vec<u32>,
+    prefix: String,
+    prefix_index: usize,
+}
+
+impl Tokenizer {
+    /// Reads a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// If the file cannot be read or is none that the tokenizers library understands.
+    pub fn load(path: &Path) -> Result<Self, ModelError> {
+        let bytes =
+            std::fs::read(path).map_err(|source| ModelError::Read { path: path.to_owned(), source })?;
+        Self::from_bytes(path, &bytes)
+    }
+
+    /// The tokenizer of a `tokenizer.json` in memory; `path` names it in errors.
+    ///
+    /// # Errors
+    /// If the tokenizers library does not understand it.
+    pub fn from_json(path: &Path, json: &Value) -> Result<Self, ModelError> {
+        Self::from_bytes(path, json.to_string().as_bytes())
+    }
+
+    /// Token ids of a text. Special tokens that are spelled out in it are recognised.
+    ///
+    /// # Errors
+    /// If the tokenizer has no token for a part of it.
+    pub fn encode(&self, text: &str, special: SpecialTokens) -> Result<Vec<u32>, ModelError> {
+        let encoding = self.inner.encode_fast(text, special == SpecialTokens::Add);
+        Ok(encoding.map_err(|err| encode_error(text, &err.to_string()))?.get_ids().to_vec())
+    }
+
+    /// The text of tokens, special tokens left out. Ids without a token, as padded embeddings have, give no text.
+    ///
+    /// # Errors
+    /// If the tokenizer's decoder fails.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, ModelError> {
+        self.inner
+            .decode(ids, true)
+            .map_err(|err| ModelError::Decode { tokens: ids.len(), reason: err.to_string() })
+    }
+
+    /// A decoder for tokens that come one at a time, special tokens left out.
+    #[must_use]
+    pub fn decode_stream(&self) -> DecodeStream {
+        DecodeStream { tokenizer: self.clone(), ids: Vec::new(), prefix: String::new(), prefix_index: 0 }
+    }
+
+    /// The highest token id plus one. The embedding of the model may have more rows.
+    #[must_use]
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// The id of a token as it is spelled in the vocabulary.
+    #[must_use]
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// A token as it is spelled in the vocabulary.
+    #[must_use]
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
+    }
+
+    /// The file it was read from.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, ModelError> {
+        let error = |reason: String| ModelError::Tokenizer { path: path.to_owned(), reason };
+        let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|err| error(err.to_string()))?;
+        inner.with_padding(None);
+        inner.with_truncation(None).map_err(|err| error(err.to_string()))?;
+        let highest = inner.get_vocab(true).into_values().max();
+        let vocab_size = highest.ok_or_else(|| error("its vocabulary is empty".to_owned()))? as usize + 1;
+        Ok(Self { inner: Arc::new(inner), path: path.to_owned(), vocab_size })
+    }
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tokenizer").field("path", &self.path).field("vocab_size", &self.vocab_size).finish()
+    }
+}
+
+impl DecodeStream {
+    /// Takes the next token and returns the text that is certain now: nothing while a character is incomplete.
+    ///
+    /// # Errors
+    /// If the tokenizer's decoder fails.
+    pub fn step(&mut self, id: u32) -> Result<Option<String>, ModelError> {
+        let Self { tokenizer, ids, prefix, prefix_index } = self;
+        tokenizers::step_decode_stream(&tokenizer.inner, vec![id], true, ids, prefix, prefix_index)
+            .map_err(|err| ModelError::Decode { tokens: self.ids.len(), reason: err.to_string() })
+    }
+}
+
+impl std::fmt::Debug for DecodeStream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DecodeStream").field("pending", &self.ids).finish_non_exhaustive()
+    }
+}
+
+/// The error for a text that cannot be turned into tokens.
+pub(crate) fn encode_error(text: &str, reason: &str) -> ModelError {
+    ModelError::Encode {
+        bytes: text.len(),
+        start: text.chars().take(40).collect(),
+        reason: reason.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::characters::{CHARACTERS, characters};
+    use proptest::prelude::*;
+
+    fn tokenizer() -> Tokenizer {
+        Tokenizer::from_json(Path::new("tokenizer.json"), &characters()).unwrap()
+    }
+
+    #[test]
+    fn characters_are_tokens() {
+        let tokenizer = tokenizer();
+        assert_eq!(tokenizer.vocab_size(), CHARACTERS);
+        let ids = tokenizer.encode("<bos>1 +\n~<eos>", SpecialTokens::Add).unwrap();
+        assert_eq!(ids, [1, 22, 5, 16, 4, 99, 2]);
+        assert_eq!(tokenizer.decode(&ids).unwrap(), "1 +\n~");
+        assert_eq!(tokenizer.encode("\t", SpecialTokens::Omit).unwrap(), [3]);
+        assert_eq!((tokenizer.token_id("<eos>"), tokenizer.token(22).as_deref()), (Some(2), Some("1")));
+    }
+
+    #[test]
+    fn a_broken_file_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tokenizer.json");
+        assert!(matches!(Tokenizer::load(&path), Err(ModelError::Read { .. })));
+        for content in ["", "{", "[]", r#"{"model": {"type": "Unheard"}}"#] {
+            std::fs::write(&path, content).unwrap();
+            let err = Tokenizer::load(&path).unwrap_err();
+            assert!(matches!(err, ModelError::Tokenizer { .. }), "{err}");
+            assert!(err.to_string().contains("tokenizer.json"), "{err}");
+        }
+    }
+
+    #[test]
+    fn truncation_and_padding_of_the_file_are_not_applied() {
+        let mut json = characters();
+        json["truncation"] = serde_json::json!({"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"});
+        json["padding"] = serde_json::json!({"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": null,
+            "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"});
+        let tokenizer = Tokenizer::from_json(Path::new("tokenizer.json"), &json).unwrap();
+        assert_eq!(tokenizer.encode("abcde", SpecialTokens::Add).unwrap().len(), 5);
+    }
+
+    #[test]
+    fn a_stream_waits_for_whole_characters() {
+        // A vocabulary of the two bytes of an e with acute accent, beside the character tokenizer's.
+        let mut json = characters();
+        json["model"]["vocab"]["\u{c3}"] = 100.into();
+        json["model"]["vocab"]["\u{a9}"] = 101.into();
+        let tokenizer = Tokenizer::from_json(Path::new("tokenizer.json"), &json).unwrap();
+        let mut stream = tokenizer.decode_stream();
+        let pieces: Vec<_> = [68, 100, 101, 2, 69].map(|id| stream.step(id).unwrap()).into();
+        let text = |s: &str| Some(s.to_owned());
+        assert_eq!(pieces, [text("_"), None, text("\u{e9}"), None, text("`")]);
+    }
+
+    proptest! {
+        #[test]
+        fn ascii_survives_a_round_trip_whole_and_in_pieces(text in "[ -~\n]{0,60}") {
+            let tokenizer = tokenizer();
+            prop_assume!(!text.contains('<'));
+            let ids = tokenizer.encode(&text, SpecialTokens::Omit).unwrap();
+            prop_assert_eq!(ids.len(), text.len());
+            prop_assert_eq!(tokenizer.decode(&ids).unwrap(), text.clone());
+            let mut stream = tokenizer.decode_stream();
+            let pieces: String = ids.iter().filter_map(|&id| stream.step(id).unwrap()).collect();
+            prop_assert_eq!(pieces, text);
+        }
+    }
+}

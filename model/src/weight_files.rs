@@ -1,0 +1,513 @@
+//! Safetensors files of a model to [`Parameters`] and back.
+//!
+//! Invariant: a load either fills every tensor of the layout with finite numbers or names what is wrong; a save is
+//! lossless (f32) and appears whole or not at all. It neither converts to narrower formats nor follows the network.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use half::{bf16, f16};
+use memmap2::Mmap;
+use safetensors::tensor::{Dtype, TensorView, View};
+use safetensors::{SafeTensorError, SafeTensors};
+use serde_json::{Value, json};
+
+use crate::atomic;
+use crate::{Config, Layout, ModelError, ParameterSpec, Parameters};
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+/// Tensor names listed in an error before it says how many there are.
+const NAMES_SHOWN: usize = 3;
+
+impl Parameters {
+    /// Reads `model.safetensors`, or the shards of `model.safetensors.index.json`, as f32.
+    ///
+    /// Names may lack the `model.` prefix, as transformers saves them for a model without a head. Ignored are
+    /// `lm_head.weight` where the head is the embedding, and the rotary tables of old files.
+    ///
+    /// # Errors
+    /// If a file is missing, cut off or malformed, or if tensors are missing, unexpected, of another shape, of a number
+    /// format other than F32, BF16, F16, or not finite.
+    pub fn load(dir: &Path, config: &Config) -> Result<Self, ModelError> {
+        let (source, files) = weight_files(dir)?;
+        let mut loader = Loader::new(config);
+        for file in &files {
+            loader.read(file)?;
+        }
+        loader.finish(source)
+    }
+
+    /// Writes `model.safetensors`, or shards of at most `max_shard_bytes` (a larger tensor gets a shard of its own) and
+    /// their index, as f32, the way transformers does. The directory must exist. Nothing is overwritten; a reader sees
+    /// no weights before all are there.
+    ///
+    /// # Errors
+    /// If the directory holds weights already, a weight is not finite, or a file cannot be written.
+    pub fn save(&self, dir: &Path, max_shard_bytes: usize) -> Result<(), ModelError> {
+        for name in [SINGLE, INDEX] {
+            if dir.join(name).exists() {
+                return Err(ModelError::Exists { path: dir.join(name) });
+            }
+        }
+        let specs = self.layout().specs();
+        let counts = specs.iter().map(|spec| non_finite(&self.values()[spec.range()]));
+        refuse_non_finite(dir, specs.iter().zip(counts))?;
+        let shards = shards(specs, max_shard_bytes);
+        if let [shard] = shards.as_slice() {
+            return self.write_shard(dir, SINGLE, shard);
+        }
+        let mut weight_map = BTreeMap::new();
+        for (index, shard) in shards.iter().enumerate() {
+            let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, shards.len());
+            self.write_shard(dir, &name, shard)?;
+            weight_map.extend(shard.iter().map(|spec| (spec.name.clone(), name.clone())));
+        }
+        let metadata =
+            json!({"total_size": 4 * self.layout().len(), "total_parameters": self.layout().len()});
+        let index = json!({"metadata": metadata, "weight_map": weight_map});
+        atomic::file(&dir.join(INDEX), |temporary| {
+            fs::write(temporary, format!("{index:#}\n"))
+                .map_err(|source| ModelError::Write { path: temporary.to_owned(), source })
+        })
+    }
+
+    fn write_shard(&self, dir: &Path, name: &str, specs: &[ParameterSpec]) -> Result<(), ModelError> {
+        let views =
+            specs.iter().map(|spec| (&spec.name, Values { spec, values: &self.values()[spec.range()] }));
+        let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+        atomic::file(&dir.join(name), |temporary| {
+            safetensors::serialize_to_file(views, Some(format), temporary).map_err(|err| {
+                let source = match err {
+                    SafeTensorError::IoError(source) => source,
+                    other => std::io::Error::other(other.to_string()),
+                };
+                ModelError::Write { path: temporary.to_owned(), source }
+            })
+        })
+    }
+}
+
+/// One tensor on its way into a file; its bytes are made only when they are written.
+struct Values<'a> {
+    spec: &'a ParameterSpec,
+    values: &'a [f32],
+}
+
+impl View for Values<'_> {
+    fn dtype(&self) -> Dtype {
+        Dtype::F32
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.spec.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        self.values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>().into()
+    }
+
+    fn data_len(&self) -> usize {
+        4 * self.values.len()
+    }
+}
+
+/// Fills the flat buffer file by file and keeps what there is to complain about.
+struct Loader {
+    layout: Arc<Layout>,
+    values: Vec<f32>,
+    /// Per tensor of the layout: values that are not finite; `None` until it was read.
+    non_finite: Vec<Option<usize>>,
+    unexpected: BTreeSet<String>,
+}
+
+impl Loader {
+    fn new(config: &Config) -> Self {
+        let layout = Arc::new(Layout::new(config));
+        let values = vec![0.0; layout.len()];
+        let non_finite = vec![None; layout.specs().len()];
+        Self { layout, values, non_finite, unexpected: BTreeSet::new() }
+    }
+
+    fn read(&mut self, path: &Path) -> Result<(), ModelError> {
+        let read = |source| ModelError::Read { path: path.to_owned(), source };
+        let file = File::open(path).map_err(read)?;
+        #[expect(
+            unsafe_code,
+            reason = "reading weights of many gigabytes without a second copy; nobody writes to a \
+                                        published model file, and ours are replaced by renaming"
+        )]
+        // SAFETY: the map is private to this call and only read.
+        let bytes = unsafe { Mmap::map(&file) }.map_err(read)?;
+        let tensors = SafeTensors::deserialize(&bytes).map_err(|err| ModelError::Safetensors {
+            path: path.to_owned(),
+            reason: err.to_string(),
+            len: bytes.len() as u64,
+        })?;
+        for (name, tensor) in tensors.iter() {
+            self.place(path, name, &tensor)?;
+        }
+        Ok(())
+    }
+
+    fn place(&mut self, path: &Path, name: &str, tensor: &TensorView<'_>) -> Result<(), ModelError> {
+        let layout = Arc::clone(&self.layout);
+        let Some(index) = layout.index(name).or_else(|| layout.index(&format!("model.{name}"))) else {
+            // The head of a tied model is there twice in some files; rotary tables are computed, not learnt.
+            if name != "lm_head.weight" && !name.ends_with("rotary_emb.inv_freq") {
+                self.unexpected.insert(name.to_owned());
+            }
+            return Ok(());
+        };
+        let spec = &layout.specs()[index];
+        if tensor.shape() != spec.shape {
+            return Err(ModelError::Shape {
+                path: path.to_owned(),
+                tensor: name.to_owned(),
+                expected: spec.shape.clone(),
+                found: tensor.shape().to_vec(),
+            });
+        }
+        let values = &mut self.values[spec.range()];
+        if !widen(tensor, values) {
+            return Err(ModelError::Dtype {
+                path: path.to_owned(),
+                tensor: name.to_owned(),
+                found: format!("{:?}", tensor.dtype()),
+            });
+        }
+        self.non_finite[index] = Some(non_finite(values));
+        Ok(())
+    }
+
+    fn finish(self, source: PathBuf) -> Result<Parameters, ModelError> {
+        let specs = self.layout.specs();
+        let missing = specs.iter().zip(&self.non_finite).filter(|(_, read)| read.is_none());
+        let missing: Vec<&str> = missing.map(|(spec, _)| spec.name.as_str()).collect();
+        if !missing.is_empty() {
+            return Err(ModelError::MissingTensors {
+                path: source,
+                count: missing.len(),
+                names: first_of(missing),
+            });
+        }
+        if !self.unexpected.is_empty() {
+            let count = self.unexpected.len();
+            let names = first_of(self.unexpected.iter().map(String::as_str));
+            return Err(ModelError::UnexpectedTensors { path: source, count, names });
+        }
+        refuse_non_finite(&source, specs.iter().zip(self.non_finite.iter().copied().flatten()))?;
+        Parameters::from_values(self.layout, self.values)
+    }
+}
+
+/// What to name in errors about the whole model, and the files to read.
+fn weight_files(dir: &Path) -> Result<(PathBuf, Vec<PathBuf>), ModelError> {
+    let single = dir.join(SINGLE);
+    if single.exists() {
+        return Ok((single.clone(), vec![single]));
+    }
+    let index = dir.join(INDEX);
+    if !index.exists() {
+        return Err(ModelError::NoWeights { dir: dir.to_owned() });
+    }
+    let text =
+        fs::read_to_string(&index).map_err(|source| ModelError::Read { path: index.clone(), source })?;
+    let json = |reason: String| ModelError::Json { path: index.clone(), reason };
+    let value: Value = serde_json::from_str(&text).map_err(|err| json(err.to_string()))?;
+    let map = value.get("weight_map").and_then(Value::as_object);
+    let map = map.ok_or_else(|| json("it has no object `weight_map`".to_owned()))?;
+    let mut shards = BTreeSet::new();
+    for (tensor, shard) in map {
+        let name = shard.as_str().filter(|name| Path::new(name).file_name() == Some(name.as_ref()));
+        shards.insert(
+            name.ok_or_else(|| json(format!("the shard of `{tensor}` is {shard}, expected a file name")))?,
+        );
+    }
+    if let Some(shard) = shards.iter().find(|shard| !dir.join(shard).exists()) {
+        return Err(ModelError::MissingShard { index: index.clone(), shard: (*shard).to_owned() });
+    }
+    let files = shards.into_iter().map(|shard| dir.join(shard)).collect();
+    Ok((index, files))
+}
+
+/// Converts to f32; false if the number format is none that is read.
+fn widen(tensor: &TensorView<'_>, values: &mut [f32]) -> bool {
+    let bytes = tensor.data();
+    match tensor.dtype() {
+        Dtype::F32 => {
+            for (x, b) in values.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                *x = f32::from_le_bytes(*b);
+            }
+        }
+        Dtype::BF16 => {
+            for (x, b) in values.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                *x = bf16::from_le_bytes(*b).to_f32();
+            }
+        }
+        Dtype::F16 => {
+            for (x, b) in values.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                *x = f16::from_le_bytes(*b).to_f32();
+            }
+        }
+        _ => return false,
+    }
+    true
+}
+
+fn non_finite(values: &[f32]) -> usize {
+    values.iter().filter(|x| !x.is_finite()).count()
+}
+
+fn refuse_non_finite<'a>(
+    path: &Path,
+    counts: impl Iterator<Item = (&'a ParameterSpec, usize)>,
+) -> Result<(), ModelError> {
+    let mut bad = counts.filter(|(_, count)| *count > 0);
+    let Some((spec, count)) = bad.next() else { return Ok(()) };
+    let count = count + bad.map(|(_, count)| count).sum::<usize>();
+    Err(ModelError::NonFinite { path: path.to_owned(), tensor: spec.name.clone(), count })
+}
+
+fn first_of<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
+    let mut names = names.into_iter();
+    let mut shown: Vec<&str> = names.by_ref().take(NAMES_SHOWN).collect();
+    if names.next().is_some() {
+        shown.push("...");
+    }
+    shown.join(", ")
+}
+
+/// Cuts the canonical order into runs of at most `max_bytes`, each of at least one tensor.
+fn shards(specs: &[ParameterSpec], max_bytes: usize) -> Vec<Vec<ParameterSpec>> {
+    let mut shards: Vec<Vec<ParameterSpec>> = Vec::new();
+    let mut room = 0;
+    for spec in specs {
+        let bytes = 4 * spec.len();
+        match shards.last_mut().filter(|_| bytes <= room) {
+            Some(shard) => {
+                shard.push(spec.clone());
+                room -= bytes;
+            }
+            None => {
+                shards.push(vec![spec.clone()]);
+                room = max_bytes.saturating_sub(bytes);
+            }
+        }
+    }
+    shards
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::tests::tiny;
+    use proptest::prelude::*;
+    use tempfile::TempDir;
+
+    fn saved(max_shard_bytes: usize) -> (TempDir, Config, Parameters) {
+        let [_, config] = tiny();
+        let parameters = Parameters::random(&config, 3);
+        let dir = tempfile::tempdir().unwrap();
+        parameters.save(dir.path(), max_shard_bytes).unwrap();
+        (dir, config, parameters)
+    }
+
+    fn failure(dir: &TempDir, config: &Config) -> ModelError {
+        Parameters::load(dir.path(), config).unwrap_err()
+    }
+
+    /// Replaces the weights by one file of these tensors.
+    fn rewrite(dir: &TempDir, tensors: &[(String, Dtype, Vec<usize>, Vec<u8>)]) {
+        let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
+            (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+        });
+        safetensors::serialize_to_file(views, None, &dir.path().join(SINGLE)).unwrap();
+    }
+
+    fn tensors(parameters: &Parameters) -> Vec<(String, Dtype, Vec<usize>, Vec<u8>)> {
+        let bytes =
+            |spec: &ParameterSpec| parameters.get(&spec.name).iter().flat_map(|x| x.to_le_bytes()).collect();
+        let specs = parameters.layout().specs().iter();
+        specs.map(|spec| (spec.name.clone(), Dtype::F32, spec.shape.clone(), bytes(spec))).collect()
+    }
+
+    #[test]
+    fn one_file_and_shards_read_back_to_the_bit() {
+        for max_shard_bytes in [usize::MAX, 20_000, 1] {
+            let (dir, config, parameters) = saved(max_shard_bytes);
+            let again = Parameters::load(dir.path(), &config).unwrap();
+            assert_eq!(again.values(), parameters.values());
+            let names: Vec<String> = fs::read_dir(dir.path())
+                .unwrap()
+                .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+                .collect();
+            assert_eq!(names.contains(&SINGLE.to_owned()), max_shard_bytes == usize::MAX);
+            assert_eq!(names.contains(&INDEX.to_owned()), max_shard_bytes != usize::MAX);
+            assert!(names.iter().all(|name| !name.contains("partial")), "{names:?}");
+        }
+    }
+
+    #[test]
+    fn shards_keep_their_bound() {
+        let (dir, _, parameters) = saved(20_000);
+        let text = fs::read_to_string(dir.path().join(INDEX)).unwrap();
+        let index: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(index["metadata"]["total_size"], 4 * parameters.layout().len());
+        assert_eq!(index["weight_map"].as_object().unwrap().len(), parameters.layout().specs().len());
+        let sizes: Vec<u64> = fs::read_dir(dir.path())
+            .unwrap()
+            .map(|entry| entry.unwrap())
+            .filter(|entry| entry.file_name() != INDEX)
+            .map(|entry| entry.metadata().unwrap().len())
+            .collect();
+        assert!(sizes.len() > 1 && sizes.iter().all(|&size| size < 22_000), "{sizes:?}");
+    }
+
+    #[test]
+    fn nothing_is_overwritten() {
+        for max_shard_bytes in [usize::MAX, 20_000] {
+            let (dir, _, parameters) = saved(max_shard_bytes);
+            let err = parameters.save(dir.path(), max_shard_bytes).unwrap_err();
+            assert!(matches!(err, ModelError::Exists { .. }), "{err}");
+        }
+    }
+
+    #[test]
+    fn missing_files_are_named() {
+        let (dir, config, _) = saved(20_000);
+        let files = fs::read_dir(dir.path()).unwrap().count() - 1;
+        let shard = format!("model-00002-of-{files:05}.safetensors");
+        fs::remove_file(dir.path().join(&shard)).unwrap();
+        let err = failure(&dir, &config);
+        assert!(matches!(&err, ModelError::MissingShard { shard: found, .. } if *found == shard), "{err}");
+        fs::write(dir.path().join(INDEX), r#"{"weight_map": {"a": "../../etc/passwd"}}"#).unwrap();
+        assert!(failure(&dir, &config).to_string().contains("expected a file name"));
+        fs::write(dir.path().join(INDEX), r#"{"weight_map": "#).unwrap();
+        assert!(matches!(failure(&dir, &config), ModelError::Json { .. }));
+        fs::remove_file(dir.path().join(INDEX)).unwrap();
+        assert!(matches!(failure(&dir, &config), ModelError::NoWeights { .. }));
+    }
+
+    #[test]
+    fn a_cut_off_file_is_named_at_any_length() {
+        let (dir, config, _) = saved(usize::MAX);
+        let path = dir.path().join(SINGLE);
+        let whole = fs::read(&path).unwrap();
+        for len in [0, 4, 100, whole.len() / 2, whole.len() - 1] {
+            fs::write(&path, &whole[..len]).unwrap();
+            let err = failure(&dir, &config);
+            assert!(matches!(err, ModelError::Safetensors { .. } | ModelError::Read { .. }), "{err}");
+            assert!(err.to_string().contains(SINGLE), "{err}");
+        }
+    }
+
+    #[test]
+    fn missing_and_unexpected_tensors_are_counted_and_named() {
+        let (dir, config, parameters) = saved(usize::MAX);
+        let mut some = tensors(&parameters);
+        some.retain(|(name, ..)| !name.contains("k_proj"));
+        rewrite(&dir, &some);
+        let ModelError::MissingTensors { count, names, .. } = failure(&dir, &config) else { panic!() };
+        assert_eq!(count, 4);
+        assert!(
+            names.starts_with("model.layers.0.self_attn.k_proj.weight") && names.ends_with("..."),
+            "{names}"
+        );
+        let mut more = tensors(&parameters);
+        more.push(("v_head.weight".to_owned(), Dtype::F32, vec![1], vec![0; 4]));
+        rewrite(&dir, &more);
+        let err = failure(&dir, &config);
+        assert!(
+            matches!(&err, ModelError::UnexpectedTensors { count: 1, names, .. } if names == "v_head.weight")
+        );
+    }
+
+    #[test]
+    fn what_carries_no_weights_of_its_own_is_ignored() {
+        let [config, _] = tiny();
+        let parameters = Parameters::random(&config, 3);
+        let dir = tempfile::tempdir().unwrap();
+        let mut more = tensors(&parameters);
+        more.push(("lm_head.weight".to_owned(), Dtype::F32, vec![1], vec![0; 4]));
+        more.push((
+            "model.layers.0.self_attn.rotary_emb.inv_freq".to_owned(),
+            Dtype::F32,
+            vec![1],
+            vec![0; 4],
+        ));
+        rewrite(&dir, &more);
+        assert_eq!(Parameters::load(dir.path(), &config).unwrap().values(), parameters.values());
+        let mut bare = tensors(&parameters);
+        bare.iter_mut().for_each(|(name, ..)| *name = name.trim_start_matches("model.").to_owned());
+        rewrite(&dir, &bare);
+        assert_eq!(Parameters::load(dir.path(), &config).unwrap().values(), parameters.values());
+    }
+
+    #[test]
+    fn wrong_shapes_and_formats_are_named() {
+        let (dir, config, parameters) = saved(usize::MAX);
+        let mut wide = tensors(&parameters);
+        wide[0].2 = vec![50, 32];
+        rewrite(&dir, &wide);
+        let err = failure(&dir, &config).to_string();
+        assert!(err.contains("embed_tokens.weight has shape [50, 32]") && err.contains("[100, 16]"), "{err}");
+        let mut integers = tensors(&parameters);
+        integers[1].1 = Dtype::I32;
+        rewrite(&dir, &integers);
+        let err = failure(&dir, &config).to_string();
+        assert!(err.contains("input_layernorm.weight is stored as I32; supported: F32, BF16, F16"), "{err}");
+    }
+
+    #[test]
+    fn weights_that_are_not_finite_are_refused_both_ways() {
+        let (dir, config, mut parameters) = saved(usize::MAX);
+        let norm = parameters.layout().spec("model.norm.weight").unwrap().offset;
+        parameters.values_mut()[norm] = f32::NAN;
+        parameters.values_mut()[5] = f32::INFINITY;
+        rewrite(&dir, &tensors(&parameters));
+        fs::create_dir(dir.path().join("out")).unwrap();
+        for err in [failure(&dir, &config), parameters.save(&dir.path().join("out"), usize::MAX).unwrap_err()]
+        {
+            let ModelError::NonFinite { tensor, count, .. } = &err else { panic!("{err}") };
+            assert_eq!((tensor.as_str(), *count), ("model.embed_tokens.weight", 2));
+        }
+        assert_eq!(fs::read_dir(dir.path().join("out")).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn narrow_formats_widen_exactly() {
+        let [config, _] = tiny();
+        let parameters = Parameters::random(&config, 3);
+        let dir = tempfile::tempdir().unwrap();
+        let mut narrow = tensors(&parameters);
+        let embedding = parameters.get("model.embed_tokens.weight");
+        narrow[0].1 = Dtype::BF16;
+        narrow[0].3 = embedding.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect();
+        narrow[1].1 = Dtype::F16;
+        narrow[1].3 = [0.1f32; 16].iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect();
+        rewrite(&dir, &narrow);
+        let read = Parameters::load(dir.path(), &config).unwrap();
+        let rounded: Vec<f32> = embedding.iter().map(|&x| bf16::from_f32(x).to_f32()).collect();
+        assert_eq!(read.get("model.embed_tokens.weight"), rounded);
+        // The f16 next to 0.1 is 1638.5 / 2^14 rounded to 11 bits.
+        assert_eq!(read.get("model.layers.0.input_layernorm.weight"), [0.099_975_586; 16]);
+    }
+
+    proptest! {
+        #[test]
+        fn a_damaged_header_is_an_error_and_no_panic(at in 0usize..600, byte: u8) {
+            let (dir, config, parameters) = saved(usize::MAX);
+            let path = dir.path().join(SINGLE);
+            let mut bytes = fs::read(&path).unwrap();
+            bytes[at] = byte;
+            fs::write(&path, &bytes).unwrap();
+            if let Ok(read) = Parameters::load(dir.path(), &config) {
+                prop_assert_eq!(read.values().len(), parameters.values().len());
+            }
+        }
+    }
+}

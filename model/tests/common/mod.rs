@@ -1,0 +1,113 @@
+//! What PyTorch computes for the tiny models of `tests/goldens`.
+//!
+//! Invariant: everything that `make_goldens.py` stored is there and has the shape that its doc states, or opening
+//! panics. It does not compare; that is for the tests.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use model::{Config, Layout, Parameters};
+use safetensors::SafeTensors;
+use safetensors::tensor::Dtype;
+
+/// Directory names of the models.
+pub(crate) const MODELS: [&str; 5] = ["qwen2", "qwen2_sharded", "qwen3", "llama", "mistral"];
+
+/// A model and what PyTorch computes for it, in f32.
+pub(crate) struct Golden {
+    /// The model directory (it has no tokenizer).
+    pub(crate) dir: PathBuf,
+    /// Its config.
+    pub(crate) config: Config,
+    /// Its weights, read by this crate.
+    pub(crate) parameters: Parameters,
+    /// Some weights as PyTorch read them, by name.
+    pub(crate) some_parameters: Vec<(String, Vec<f32>)>,
+    /// `[head_dim / 2]` rotary frequencies.
+    pub(crate) inv_freq: Vec<f32>,
+    /// The sequences.
+    pub(crate) sequences: Vec<GoldenSequence>,
+    /// Divides the logits in the loss.
+    pub(crate) temperature: f32,
+    /// Sum over sequences and positions of `coefficient * log_softmax(logits / temperature)[next token]`.
+    pub(crate) loss: f32,
+    /// Gradient of the loss by every parameter.
+    pub(crate) gradients: Parameters,
+}
+
+/// One sequence of a [`Golden`].
+pub(crate) struct GoldenSequence {
+    /// `[len]` token ids.
+    pub(crate) tokens: Vec<u32>,
+    /// `[len]` weights of the log-probabilities in the loss; 0 at the last position.
+    pub(crate) coefficients: Vec<f32>,
+    /// `[len, vocab_size]` row-major, before the temperature.
+    pub(crate) logits: Vec<f32>,
+}
+
+/// The directory of the goldens.
+pub(crate) fn goldens() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens")
+}
+
+impl Golden {
+    /// Opens one of [`MODELS`].
+    pub(crate) fn open(name: &str) -> Self {
+        let dir = goldens().join(name);
+        let config = Config::load(&dir).unwrap();
+        let parameters = Parameters::load(&dir, &config).unwrap();
+        let bytes = std::fs::read(dir.join("golden.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let offsets = integers(&file, "offsets");
+        let (tokens, coefficients) = (integers(&file, "tokens"), floats(&file, "coefficients"));
+        let sequence = |(index, bounds): (usize, &[usize])| {
+            let range = bounds[0]..bounds[1];
+            let logits = floats(&file, &format!("logits.{index}"));
+            assert_eq!(logits.len(), range.len() * config.vocab_size);
+            GoldenSequence {
+                tokens: tokens[range.clone()].iter().map(|&id| id as u32).collect(),
+                coefficients: coefficients[range].to_vec(),
+                logits,
+            }
+        };
+        let sequences = offsets.windows(2).enumerate().map(sequence).collect();
+        let parameter = |name: &str| name.strip_prefix("param.").map(|name| name.to_owned());
+        let some_parameters = file.names().into_iter().filter_map(parameter).collect::<Vec<_>>();
+        Self {
+            sequences,
+            some_parameters: some_parameters
+                .into_iter()
+                .map(|name| (name.clone(), floats(&file, &format!("param.{name}"))))
+                .collect(),
+            inv_freq: floats(&file, "inv_freq"),
+            temperature: floats(&file, "temperature")[0],
+            loss: floats(&file, "loss")[0],
+            gradients: gradients(&file, parameters.layout()),
+            dir,
+            config,
+            parameters,
+        }
+    }
+}
+
+fn gradients(file: &SafeTensors<'_>, layout: &Arc<Layout>) -> Parameters {
+    let mut gradients = Parameters::zeros(Arc::clone(layout));
+    for spec in layout.specs() {
+        let values = floats(file, &format!("grad.{}", spec.name));
+        gradients.values_mut()[spec.range()].copy_from_slice(&values);
+    }
+    gradients
+}
+
+fn floats(file: &SafeTensors<'_>, name: &str) -> Vec<f32> {
+    let tensor = file.tensor(name).unwrap();
+    assert_eq!(tensor.dtype(), Dtype::F32, "{name}");
+    tensor.data().as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+}
+
+fn integers(file: &SafeTensors<'_>, name: &str) -> Vec<usize> {
+    let tensor = file.tensor(name).unwrap();
+    assert_eq!(tensor.dtype(), Dtype::I64, "{name}");
+    let values = tensor.data().as_chunks::<8>().0.iter();
+    values.map(|bytes| usize::try_from(i64::from_le_bytes(*bytes)).unwrap()).collect()
+}

@@ -1,0 +1,198 @@
+"""Tiny random models as transformers writes them, with the logits and gradients that PyTorch computes.
+
+  pip install torch transformers safetensors        (made with torch 2.15.0, transformers 5.23.0, CPU)
+  python make_goldens.py [NAME ...]                 writes ./NAME/ for each, and ./chat.json
+
+Per model directory: config.json, generation_config.json, weights as save_pretrained writes them, and
+golden.safetensors (all computed in f32 from the weights as stored):
+  tokens            [T] i64, sequences behind each other
+  offsets           [S + 1] i64, where each sequence starts
+  temperature       [1] f32
+  coefficients      [T] f32, c_t of position t; 0 at the last position of a sequence, which predicts nothing
+  inv_freq          [head_dim / 2] f32, radians per position of each rotary pair
+  logits.<s>        [len, vocab] f32 of sequence s, before the temperature
+  loss              [1] f32 = sum_t c_t * log_softmax(logits_t / temperature)[token_{t+1}]
+  grad.<hf name>    f32 gradient of the loss by each parameter (a tied head's is in the embedding's)
+  param.<hf name>   f32 values of a few parameters as loaded
+"""
+import json
+import os
+import shutil
+import sys
+
+import jinja2
+import torch
+from safetensors.torch import save_file
+from transformers import (LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast,
+                          Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+COMMON = dict(vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+              num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+LLAMA3 = dict(rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=16)
+# name: (config class, model class, changes, stored type, largest shard)
+MODELS = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, dict(tie_word_embeddings=True), torch.float32, "1GB"),
+    "qwen2_sharded": (Qwen2Config, Qwen2ForCausalLM, dict(tie_word_embeddings=False, rope_parameters=dict(
+        rope_type="linear", rope_theta=10000.0, factor=2.0)), torch.bfloat16, "20KB"),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, dict(tie_word_embeddings=True, head_dim=16, num_key_value_heads=1),
+              torch.float32, "1GB"),
+    "llama": (LlamaConfig, LlamaForCausalLM, dict(tie_word_embeddings=False, rope_parameters=LLAMA3),
+              torch.float32, "1GB"),
+    "mistral": (MistralConfig, MistralForCausalLM, dict(tie_word_embeddings=False, sliding_window=64),
+                torch.float16, "1GB"),
+}
+LENGTHS = [7, 1, 23, 12]
+TEMPERATURE = 0.7
+
+
+def randomise(model):
+    """Weights large enough that logits differ, norms around 1, biases around 0."""
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape)
+        p.data = 1.0 + 0.2 * noise if name.endswith("norm.weight") else 0.3 * noise
+
+
+def golden(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
+    tokens = torch.randint(4, 100, (int(offsets[-1]),), generator=generator)
+    coefficients = torch.randn(len(tokens), generator=generator)
+    coefficients[offsets[1:] - 1] = 0.0
+    out, loss = {}, torch.zeros(())
+    for s, length in enumerate(LENGTHS):
+        a, b = int(offsets[s]), int(offsets[s + 1])
+        logits = model(input_ids=tokens[a:b][None]).logits[0]
+        chosen = torch.log_softmax(logits[:-1] / TEMPERATURE, -1).gather(-1, tokens[a + 1:b, None])[:, 0]
+        loss = loss + (coefficients[a:b - 1] * chosen).sum()
+        out[f"logits.{s}"] = logits.detach().clone()
+    loss.backward()
+    out.update(tokens=tokens, offsets=offsets, coefficients=coefficients, temperature=torch.tensor([TEMPERATURE]),
+               loss=loss.detach().reshape(1), inv_freq=model.model.rotary_emb.inv_freq.clone())
+    parameters = dict(model.named_parameters())
+    for name, p in parameters.items():
+        out[f"grad.{name}"] = p.grad.clone()
+    for name in ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight"]:
+        out[f"param.{name}"] = parameters[name].detach().clone()
+    return out
+
+
+def make(name, seed):
+    config_class, model_class, changes, dtype, shard = MODELS[name]
+    torch.manual_seed(seed)
+    directory = os.path.join(HERE, name)
+    shutil.rmtree(directory, ignore_errors=True)
+    model = model_class(config_class(**{**COMMON, **changes}))
+    randomise(model)
+    model.to(dtype).save_pretrained(directory, max_shard_size=shard)
+    model = model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    save_file({k: v.contiguous() for k, v in golden(model, seed).items()}, os.path.join(directory, "golden.safetensors"))
+    for file in os.listdir(directory):
+        os.chmod(os.path.join(directory, file), 0o644)
+    size = sum(os.path.getsize(os.path.join(directory, f)) for f in os.listdir(directory))
+    print(name, size, "bytes")
+
+
+QWEN = """{%- if messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- else %}
+    {{- '<|im_start|>system\\nYou are a careful assistant.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+LLAMA_3 = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+MISTRAL = """{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- set ns = namespace(index=0) %}
+{%- for message in loop_messages %}
+    {%- if (message["role"] == "user") != (ns.index % 2 == 0) %}
+        {{- raise_exception("conversation roles must alternate user/assistant") }}
+    {%- endif %}
+    {%- set ns.index = ns.index + 1 %}
+{%- endfor %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- else %}
+        {{- " " + message["content"].strip() + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+
+def chat():
+    """Templates of the three common kinds with conversations and what apply_chat_template makes of them."""
+    def say(*turns):
+        return [{"role": r, "content": c} for r, c in turns]
+
+    conversations = [
+        say(("user", "What is 2 < 3 & 'x'?")),
+        say(("system", "  Be brief.\n"), ("user", "Hi "), ("assistant", " Hello. \n"), ("user", "\u00e9\n\n<eos> {{ 1 }}")),
+        say(("user", "a"), ("user", "b")),
+    ]
+    base = tokenizer()
+    rows = []
+    for name, template in [("qwen", QWEN), ("llama3", LLAMA_3), ("mistral", MISTRAL)]:
+        base.chat_template = template
+        for messages in conversations:
+            for generation in (False, True):
+                try:
+                    text = base.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+                except jinja2.exceptions.TemplateError:
+                    text = None  # the template refused
+                rows.append(dict(template=name, messages=messages, add_generation_prompt=generation, text=text))
+    templates = dict(qwen=QWEN, llama3=LLAMA_3, mistral=MISTRAL)
+    with open(os.path.join(HERE, "chat.json"), "w") as f:
+        json.dump(dict(bos_token="<bos>", eos_token="<eos>", templates=templates, rows=rows), f, indent=1)
+        f.write("\n")
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models
+    vocab = {t: i for i, t in enumerate(["<pad>", "<bos>", "<eos>", "<unk>"])}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab=vocab, merges=[])), pad_token="<pad>",
+                                   bos_token="<bos>", eos_token="<eos>", unk_token="<unk>")
+
+
+def main():
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or MODELS:
+        make(name, seed=sorted(MODELS).index(name))
+    chat()
+
+
+if __name__ == "__main__":
+    main()
