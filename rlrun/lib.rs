@@ -1,1 +1,3 @@
 //! The program that knows every crate.
+
+pub mod recipe;
