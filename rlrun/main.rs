@@ -1,2 +1,35 @@
-//! Entry point.
-fn main() {}
+//! Entry point: arguments in, text and exit status out.
+//!
+//! Invariant: every error is printed once, here. Exit 0 ok, 1 the run failed, 2 the input was wrong.
+
+use std::process::ExitCode;
+
+use rlrun::args::Cli;
+use rlrun::commands;
+
+fn main() -> ExitCode {
+    let cli = match Cli::parse_args(std::env::args_os()) {
+        Ok(cli) => cli,
+        Err(message) => message.exit(),
+    };
+    // What is not UTF-8 can name no key of a recipe.
+    let env: Vec<_> = std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .collect();
+    match commands::execute(&cli, &env) {
+        Ok(text) => {
+            print(&text);
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+/// Prints to standard output; a closed pipe (`rlrun plan R | head`) is no error.
+fn print(text: &str) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stdout(), "{text}");
+}
