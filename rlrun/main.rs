@@ -12,10 +12,9 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(message) => message.exit(),
     };
-    // What is not UTF-8 can name no key of a recipe.
-    let env: Vec<_> = std::env::vars_os()
-        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
-        .collect();
+    // A value that is not UTF-8 is shown as far as it can be, in the error that it causes.
+    let text = |raw: std::ffi::OsString| raw.to_string_lossy().into_owned();
+    let env: Vec<_> = std::env::vars_os().map(|(name, value)| (text(name), text(value))).collect();
     match commands::execute(&cli, &env) {
         Ok(text) => {
             print(&text);

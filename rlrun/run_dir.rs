@@ -28,6 +28,14 @@ pub enum RunDirError {
         /// The directory.
         path: PathBuf,
     },
+    /// A new run was to start among files that are no run.
+    #[error(
+        "directory `{path}` is not empty and holds no run; remove it, or start elsewhere with `--name NAME`"
+    )]
+    Occupied {
+        /// The directory.
+        path: PathBuf,
+    },
     /// There is nothing to resume.
     #[error("`{path}` is no run directory: it has no `resolved.toml`; start a run with `rlrun RECIPE`")]
     NotARun {
@@ -88,13 +96,13 @@ impl RunDir {
     /// The directory has files in it, is held by another process, or cannot be written.
     pub fn create(path: &Path, texts: RecipeTexts<'_>) -> Result<Self, RunDirError> {
         std::fs::create_dir_all(path).map_err(|source| failed("create", path, source))?;
+        // Without a lock file nobody holds it, and none is left among somebody's files.
+        if has_files(path)? && !path.join(lock::NAME).exists() {
+            return Err(taken(path));
+        }
         let lock = Lock::take(path)?;
-        let entries = std::fs::read_dir(path).map_err(|source| failed("read", path, source))?;
-        for entry in entries {
-            let entry = entry.map_err(|source| failed("read", path, source))?;
-            if entry.file_name() != lock::NAME {
-                return Err(RunDirError::NotEmpty { path: path.to_path_buf() });
-            }
+        if has_files(path)? {
+            return Err(taken(path));
         }
         for directory in ["samples", "logs", "checkpoints"] {
             let directory = path.join(directory);
@@ -174,6 +182,21 @@ impl RunDir {
     }
 }
 
+/// Whether there is anything beside the lock.
+fn has_files(path: &Path) -> Result<bool, RunDirError> {
+    let mut entries = std::fs::read_dir(path).map_err(|source| failed("read", path, source))?;
+    Ok(entries.any(|entry| entry.is_ok_and(|entry| entry.file_name() != lock::NAME)))
+}
+
+fn taken(path: &Path) -> RunDirError {
+    let path = path.to_path_buf();
+    if path.join("resolved.toml").exists() {
+        RunDirError::NotEmpty { path }
+    } else {
+        RunDirError::Occupied { path }
+    }
+}
+
 fn failed(verb: &'static str, path: &Path, source: io::Error) -> RunDirError {
     RunDirError::Io { verb, path: path.to_path_buf(), source }
 }
@@ -218,10 +241,20 @@ mod tests {
     }
 
     #[test]
+    fn files_that_are_no_run_are_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("thesis.tex"), "").unwrap();
+        let error = RunDir::create(directory.path(), TEXTS).unwrap_err().to_string();
+        assert!(error.contains("is not empty and holds no run"), "{error}");
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    #[test]
     fn two_processes_never_hold_one_directory() {
         let directory = tempfile::tempdir().unwrap();
         let held = RunDir::create(directory.path(), TEXTS).unwrap();
         // Locks belong to open files, so a second open in this process stands for another process.
+        assert!(matches!(RunDir::create(directory.path(), TEXTS), Err(RunDirError::InUse { .. })));
         let error = RunDir::open(directory.path()).unwrap_err();
         let own = std::process::id().to_string();
         assert!(matches!(&error, RunDirError::InUse { pid, .. } if *pid == own), "{error}");

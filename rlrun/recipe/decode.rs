@@ -150,12 +150,17 @@ fn explain(message: &str, path: &Path, span: Option<Range<usize>>, sources: &Sou
 
 /// Rust's type names in the words of a reader.
 fn plain_types(message: &str) -> String {
+    // Only the words of an enum are asked for in this form.
+    if message.starts_with("wanted ") {
+        return "expected a string".to_owned();
+    }
     let Some((found, expected)) = message.rsplit_once(", expected ") else { return message.to_owned() };
     let expected = match expected {
         "usize" | "u64" | "u32" => "a whole number, 0 or more",
         "f64" => "a number",
         "a boolean" => "true or false",
         "path string" => "a string",
+        "a sequence" => "a list",
         other if other.starts_with("struct ") => "a table",
         other => other,
     };

@@ -5,8 +5,8 @@
 
 use super::schema::RawRecipe;
 
-/// Foreign name and ours, sorted by nothing but kinship.
-const NAMES: [(&str, &str); 42] = [
+/// Foreign name and ours, in the order of the schema.
+pub(super) const NAMES: [(&str, &str); 42] = [
     ("model_name_or_path", "model.path"),
     ("train_files", "data.train"),
     ("dataset_name", "data.train"),

@@ -92,13 +92,17 @@ fn write_table(out: &mut String, table: &Table, path: &str, origins: &Origins) {
     };
     // `write!` into a string cannot fail.
     for (key, value) in table.iter().filter(|(_, value)| !is_section(value)) {
-        let _ = writeln!(out, "{key} = {value}  # {}", comment(&origins.describe(&under(key))));
+        let assignment = format!("{key} = {value}");
+        let _ = writeln!(out, "{assignment:<36}  # {}", comment(&origins.describe(&under(key))));
     }
     for (key, value) in table.iter().filter(|(_, value)| is_section(value)) {
         let path = under(key);
         match value {
             Value::Table(inner) => {
-                let _ = writeln!(out, "\n[{}]", header(&path));
+                // A header over nothing but sections says nothing.
+                if inner.is_empty() || inner.values().any(|value| !is_section(value)) {
+                    let _ = writeln!(out, "\n[{}]", header(&path));
+                }
                 write_table(out, inner, &path, origins);
             }
             Value::Array(list) => {

@@ -184,7 +184,7 @@ pub struct Warmup {
 
 impl Default for Warmup {
     fn default() -> Self {
-        Self { steps: 1000, batch_tasks: 128, learning_rate: 3e-3, wrong_share: 0.6, stop_accuracy: None }
+        Self { steps: 700, batch_tasks: 64, learning_rate: 5e-3, wrong_share: 0.62, stop_accuracy: None }
     }
 }
 

@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use proptest::prelude::*;
+
 use super::schema::RewardSpec;
 use super::*;
 
@@ -117,7 +119,8 @@ fn wrong_types_and_ranges_point_at_the_value() {
         ("trainer.steps=0", "`trainer.steps` is 0; it must be 1 or more"),
         ("trainer=3", "`trainer`: expected a table, found integer `3`"),
         ("data.shuffle=1", "`data.shuffle`: expected true or false, found integer `1`"),
-        ("rollout.stop=x", "`rollout.stop`: expected a sequence, found string \"x\""),
+        ("rollout.on_update=1", "`rollout.on_update`: expected a string"),
+        ("rollout.stop=x", "`rollout.stop`: expected a list, found string \"x\""),
         ("rollout.top_p=1.5", "`rollout.top_p` is 1.5; it must be above 0 and at most 1"),
         ("rollout.temperature=nan", "`rollout.temperature` is NaN; it must be above 0"),
         ("rollout.temperature=0", "`rollout.temperature` is 0; it must be above 0"),
@@ -318,8 +321,34 @@ fn the_resolved_recipe_loads_as_an_equal_one() {
         let resolved = recipe.resolved_toml(&origins);
         let again = Recipe::load(&case.write("resolved.toml", &resolved), &[], []).unwrap().0;
         assert_eq!(again, recipe, "{resolved}");
-        assert!(resolved.contains(&format!("steps = {}  # ", recipe.trainer.steps)), "{resolved}");
-        assert!(resolved.contains("learning_rate = 0.000001  # default"), "{resolved}");
+        assert!(
+            resolved.lines().any(|line| line.starts_with("steps = ") && line.contains("  # /")),
+            "{resolved}"
+        );
+        let rate = resolved.lines().find(|line| line.starts_with("learning_rate = 0.000001 "));
+        assert!(rate.is_some_and(|line| line.ends_with("  # default")), "{resolved}");
+    }
+}
+
+#[test]
+fn names_of_peers_lead_to_keys_that_exist() {
+    let case = Case::new(MINIMAL);
+    for (foreign, ours) in peers::NAMES {
+        // No key takes this table, so every key that exists complains about the type.
+        let shown = case.errors(&[&format!("{ours}={{}}")], &[]);
+        assert!(shown.starts_with(&format!("error: `{ours}`: expected ")), "{foreign}: {shown}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_input_is_too_strange_to_be_reported(
+        text in "([a-z.\\[\\]{}=\"' 0-9#-]|\n|rewards|model|trainer|\u{e9}){0,40}",
+        set in "([a-z]{0,3}|trainer|rewards)(\\.[a-z]{0,2})?=?[\\[{\"a0. ]{0,4}\u{e9}?",
+    ) {
+        for error in Case::new(&text).load(&[&set], &[("RLRUN__X__Y", &set)]).err().unwrap_or_default() {
+            prop_assert!(error.to_string().starts_with("error: "));
+        }
     }
 }
 
