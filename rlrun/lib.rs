@@ -1,1 +1,30 @@
-//! The program that knows every crate.
+//! The program that knows every crate: recipe, command line, run directory and terminal.
+//!
+//! - [`recipe`]: one TOML file that says everything about a run, with the origin of every value
+//! - [`args`], [`commands`]: the command line and what it does
+//! - [`plan`]: what a recipe amounts to before it runs
+//! - [`run_dir`]: where a run leaves everything
+//! - [`metrics`], [`report`]: the measurements of a step and how they are shown
+//!
+//! # Invariants
+//! - Only this crate reads the environment, and only in its `main`.
+//! - Files are the truth; the terminal only shows.
+//!
+//! ```
+//! use rlrun::plan::BatchPlan;
+//! use rlrun::recipe::Recipe;
+//! let path = std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/recipes/grpo_math.toml"));
+//! let (recipe, origins) = Recipe::load(path, &["buffer.max_staleness=0".to_owned()], []).map_err(|e| e[0].clone())?;
+//! assert_eq!(BatchPlan::of(&recipe).slots, recipe.buffer.batch_groups as u64);
+//! assert_eq!(origins.describe("buffer.max_staleness"), "--set");
+//! # Ok::<(), rlrun::recipe::Diagnostic>(())
+//! ```
+
+pub mod args;
+pub mod commands;
+pub mod init;
+pub mod metrics;
+pub mod plan;
+pub mod recipe;
+pub mod report;
+pub mod run_dir;

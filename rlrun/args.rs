@@ -1,0 +1,307 @@
+//! The command line.
+//!
+//! Invariant: a bare recipe means `run`, and no recipe can hide a command: a command's name wins over a file of that
+//! name. Nothing here reads files beyond asking whether the first argument is one.
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+
+use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand};
+
+use crate::init::Template;
+
+const USAGE: &str = "rlrun RECIPE.toml [OPTIONS]\n       rlrun COMMAND";
+
+const EXAMPLES: &str = "\
+Examples:
+  rlrun init                                      write a recipe to start from
+  rlrun grpo_math.toml                            run it
+  rlrun grpo_math.toml --set trainer.steps=10     run it with another value
+  rlrun generate outputs/grpo_math '37+48='       ask the trained model
+
+Values come from the recipe, the files it extends, variables such as RLRUN__TRAINER__STEPS, and --set; later wins.
+Exit status: 0 done, 1 the run failed, 2 the input was wrong.";
+
+/// Asynchronous reinforcement-learning post-training of language models.
+#[derive(Debug, Parser)]
+#[command(name = "rlrun", version, override_usage = USAGE, after_help = EXAMPLES)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Train as the recipe says; `rlrun RECIPE.toml` is the same
+    Run(RunArgs),
+    /// Look for mistakes in a recipe, its model and its data without training
+    Check(RecipeArgs),
+    /// Show every value with its origin, the batch arithmetic and the memory needed
+    Plan(RecipeArgs),
+    /// Write a recipe to start from
+    Init(InitArgs),
+    /// Measure the accuracy of a trained model
+    Eval(EvalArgs),
+    /// Let a model answer
+    Generate(GenerateArgs),
+    /// Write a trained model as a Hugging Face directory
+    Export(ExportArgs),
+    /// Go on with a run from its last checkpoint
+    Resume(ResumeArgs),
+}
+
+/// A recipe and what is changed in it.
+#[derive(Debug, Args)]
+pub struct RecipeArgs {
+    /// Recipe file
+    pub recipe: PathBuf,
+    /// Change a value, such as `trainer.learning_rate=1e-6`; can be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub sets: Vec<String>,
+}
+
+/// `rlrun run`.
+#[derive(Debug, Args)]
+pub struct RunArgs {
+    /// The recipe.
+    #[command(flatten)]
+    pub recipe: RecipeArgs,
+    /// Directory of the run [default: outputs/NAME]
+    #[arg(long, value_name = "DIR")]
+    pub run_dir: Option<PathBuf>,
+    /// Name of the run [default: the recipe's]
+    #[arg(long)]
+    pub name: Option<String>,
+    /// How much is shown.
+    #[command(flatten)]
+    pub loudness: Loudness,
+}
+
+/// How much is shown.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct Loudness {
+    /// Show nothing but errors
+    #[arg(short, long, action = ArgAction::SetTrue, conflicts_with = "verbose")]
+    pub quiet: bool,
+    /// Show more
+    #[arg(short, long, action = ArgAction::SetTrue)]
+    pub verbose: bool,
+}
+
+/// `rlrun init`.
+#[derive(Debug, Args)]
+pub struct InitArgs {
+    /// Which recipe
+    #[arg(long, value_enum, default_value_t)]
+    pub template: Template,
+    /// File to write [default: the template's name]
+    pub file: Option<PathBuf>,
+}
+
+/// `rlrun eval`.
+#[derive(Debug, Args)]
+pub struct EvalArgs {
+    /// Run directory or model directory
+    #[arg(value_name = "RUN_OR_MODEL")]
+    pub target: PathBuf,
+    /// Recipe that names the tasks and rewards
+    #[arg(long, value_name = "RECIPE")]
+    pub recipe: PathBuf,
+    /// Change a value of the recipe; can be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub sets: Vec<String>,
+}
+
+/// `rlrun generate`.
+#[derive(Debug, Args)]
+pub struct GenerateArgs {
+    /// Run directory or model directory
+    #[arg(value_name = "MODEL_OR_RUN")]
+    pub target: PathBuf,
+    /// Prompts, each answered on its own
+    #[arg(required_unless_present = "interactive")]
+    pub prompts: Vec<String>,
+    /// Sampling temperature; 0 takes the most likely token
+    #[arg(long, default_value_t = 0.0, value_parser = temperature, allow_negative_numbers = true)]
+    pub temperature: f64,
+    /// Longest completion in tokens
+    #[arg(long, default_value_t = 256, value_parser = at_least_one)]
+    pub max_tokens: usize,
+    /// Chat until the end of input
+    #[arg(long, conflicts_with = "prompts")]
+    pub interactive: bool,
+}
+
+/// `rlrun export`.
+#[derive(Debug, Args)]
+pub struct ExportArgs {
+    /// Run directory
+    #[arg(value_name = "RUN")]
+    pub run: PathBuf,
+    /// Checkpoint to write [default: the last]
+    #[arg(long)]
+    pub step: Option<u64>,
+    /// Directory to write to
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+}
+
+/// `rlrun resume`.
+#[derive(Debug, Args)]
+pub struct ResumeArgs {
+    /// Run directory
+    #[arg(value_name = "RUN")]
+    pub run: PathBuf,
+    /// Change a value of the run's recipe; can be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub sets: Vec<String>,
+    /// How much is shown.
+    #[command(flatten)]
+    pub loudness: Loudness,
+}
+
+impl Cli {
+    /// Parses the arguments of the process, its name first.
+    ///
+    /// # Errors
+    /// Arguments that make no sense, and `--help` and `--version`: print it and exit with its exit code.
+    pub fn parse_args(args: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
+        let mut args: Vec<_> = args.into_iter().collect();
+        if let Some(first) = first_positional(&args)
+            && !is_command(first)
+            && is_recipe(first)
+        {
+            args.insert(1, "run".into());
+        }
+        Self::try_parse_from(args)
+    }
+}
+
+impl RunArgs {
+    /// The `--set` arguments, with `--name` as the last of them.
+    #[must_use]
+    pub fn all_sets(&self) -> Vec<String> {
+        let name = self.name.iter().map(|name| format!("name={}", toml::Value::from(name.as_str())));
+        self.recipe.sets.iter().cloned().chain(name).collect()
+    }
+}
+
+/// The first argument that is neither an option nor the value of one.
+fn first_positional(args: &[OsString]) -> Option<&OsStr> {
+    let mut rest = args.iter().skip(1);
+    while let Some(arg) = rest.next() {
+        let text = arg.to_string_lossy();
+        if ["--set", "--run-dir", "--name"].contains(&text.as_ref()) {
+            rest.next();
+        } else if !text.starts_with('-') {
+            return Some(arg);
+        }
+    }
+    None
+}
+
+fn is_command(arg: &OsStr) -> bool {
+    arg == "help" || Cli::command().get_subcommands().any(|command| command.get_name() == arg)
+}
+
+fn is_recipe(arg: &OsStr) -> bool {
+    let path = Path::new(arg);
+    path.extension().is_some_and(|extension| extension == "toml") || path.is_file()
+}
+
+fn temperature(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        _ => Err("it must be a number, 0 or more".to_owned()),
+    }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(value) if value > 0 => Ok(value),
+        _ => Err("it must be a whole number, 1 or more".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(args: &[&str]) -> Result<Cli, clap::Error> {
+        Cli::parse_args(std::iter::once("rlrun").chain(args.iter().copied()).map(OsString::from))
+    }
+
+    fn parse_run(args: &[&str]) -> RunArgs {
+        let Command::Run(run) = parse(args).unwrap().command else { panic!("{args:?} is a run") };
+        run
+    }
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_bare_recipe_runs() {
+        for args in [
+            ["a.toml", "-q", "--set", "x.y=1", "--name", "n"],
+            ["-q", "--set", "x.y=1", "--name", "n", "a.toml"],
+            ["--set", "x.y=1", "--name=n", "-q", "--", "a.toml"],
+        ] {
+            let run = parse_run(&args);
+            assert_eq!(run.recipe.recipe, Path::new("a.toml"));
+            assert_eq!(run.all_sets(), ["x.y=1", "name=\"n\""]);
+            assert!(run.loudness.quiet && !run.loudness.verbose);
+        }
+        assert_eq!(parse_run(&["run", "check"]).recipe.recipe, Path::new("check"));
+        assert_eq!(parse_run(&["run", "a.toml", "--run-dir", "d"]).run_dir.unwrap(), Path::new("d"));
+    }
+
+    #[test]
+    fn a_file_without_the_extension_is_a_recipe_and_a_command_wins() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("recipe");
+        std::fs::write(&file, "").unwrap();
+        assert_eq!(parse_run(&[file.to_str().unwrap()]).recipe.recipe, file);
+        assert!(matches!(parse(&["check", "run.toml"]).unwrap().command, Command::Check(_)));
+        assert!(matches!(parse(&["init"]).unwrap().command, Command::Init(_)));
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_with_status_two() {
+        for (args, message) in [
+            (&["frobnicate"][..], "unrecognized subcommand 'frobnicate'"),
+            (&["chek", "a.toml"], "tip: a similar subcommand exists: 'check'"),
+            (&["a.toml", "-q", "-v"], "cannot be used with"),
+            (&["generate", "m"], "<PROMPTS>..."),
+            (&["generate", "m", "p", "--temperature", "-1"], "it must be a number, 0 or more"),
+            (&["generate", "m", "p", "--max-tokens", "0"], "it must be a whole number, 1 or more"),
+            (&["export", "r"], "--out <DIR>"),
+            (&["init", "--template", "ppo"], "grpo-math, grpo-gsm8k"),
+            (&["a.toml", "--sets", "x=1"], "--set"),
+        ] {
+            let error = parse(args).unwrap_err();
+            assert!(error.to_string().contains(message), "{args:?}: {error}");
+            assert_eq!(error.exit_code(), 2);
+        }
+        assert_eq!(parse(&["--help"]).unwrap_err().exit_code(), 0);
+        assert_eq!(parse(&["-V"]).unwrap_err().exit_code(), 0);
+    }
+
+    #[test]
+    fn every_command_takes_its_arguments() {
+        let Command::Generate(generate) =
+            parse(&["generate", "m", "p", "q", "--temperature", "1"]).unwrap().command
+        else {
+            panic!("it generates")
+        };
+        assert_eq!((generate.prompts.len(), generate.temperature, generate.max_tokens), (2, 1.0, 256));
+        assert!(parse(&["generate", "m", "--interactive"]).is_ok());
+        assert!(parse(&["eval", "m", "--recipe", "r.toml"]).is_ok());
+        assert!(parse(&["export", "r", "--step", "3", "--out", "d"]).is_ok());
+        assert!(parse(&["resume", "r", "--set", "trainer.steps=9", "-v"]).is_ok());
+        assert!(parse(&["plan", "r.toml", "--set", "a.b=c"]).is_ok());
+    }
+}

@@ -1,0 +1,70 @@
+//! The measurements of one training step.
+//!
+//! Invariant: names are unique and keep the order in which they were first set. What a name means is decided by
+//! whoever measures; values are not aggregated here.
+
+use serde::ser::{Serialize, SerializeMap, Serializer};
+
+/// Named measurements in order, and the one-line reason which side is the bottleneck.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Metrics {
+    values: Vec<(String, f64)>,
+    /// Which side holds the run up, such as `trainer waits for rollout`; empty if nothing does.
+    pub bottleneck: String,
+}
+
+impl Metrics {
+    /// Sets a measurement. Units are part of the name's meaning: seconds under `time/`, tokens per second under
+    /// `*/tokens_per_s`, versions under `staleness/`.
+    pub fn set(&mut self, name: &str, value: f64) {
+        match self.values.iter_mut().find(|(known, _)| known == name) {
+            Some((_, old)) => *old = value,
+            None => self.values.push((name.to_owned(), value)),
+        }
+    }
+
+    /// A measurement, if it was taken.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<f64> {
+        self.values.iter().find(|(known, _)| known == name).map(|(_, value)| *value)
+    }
+
+    /// All measurements in order.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
+        self.values.iter().map(|(name, value)| (name.as_str(), *value))
+    }
+}
+
+impl Serialize for Metrics {
+    /// One flat object. Whole numbers have no fraction, numbers that are not finite are null, as JSON has none.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        for (name, value) in self.iter() {
+            // Below 2^53 every whole f64 is exactly an i64.
+            if value.fract() == 0.0 && value.abs() < 9_007_199_254_740_992.0 {
+                map.serialize_entry(name, &(value as i64))?;
+            } else {
+                map.serialize_entry(name, &value)?;
+            }
+        }
+        if !self.bottleneck.is_empty() {
+            map.serialize_entry("bottleneck", &self.bottleneck)?;
+        }
+        map.end()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_are_one_flat_object_in_order() {
+        let mut metrics = Metrics { bottleneck: "rollout".to_owned(), ..Metrics::default() };
+        for (name, value) in [("step", 3.0), ("reward/mean", 0.5), ("kl/mismatch", f64::NAN), ("step", 4.0)] {
+            metrics.set(name, value);
+        }
+        let expected = r#"{"step":4,"reward/mean":0.5,"kl/mismatch":null,"bottleneck":"rollout"}"#;
+        assert_eq!(serde_json::to_string(&metrics).unwrap(), expected);
+    }
+}

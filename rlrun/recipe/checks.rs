@@ -1,0 +1,356 @@
+//! From a [`RawRecipe`] to a [`Recipe`]: the rules between keys, and the paths.
+//!
+//! Invariant: all rules are tried, so that one run reports everything; a rule that fails points at a line that the
+//! user wrote, where there is one. What needs a model or a dataset to be opened is not checked here.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use super::diagnostic::Diagnostic;
+use super::layers::{Origin, Origins};
+use super::ranges::{Checker, check_ranges};
+use super::schema::{RandomModel, RawData, RawModel, RawRecipe, RewardSpec, Rollout, Warmup};
+use super::words::RewardKind;
+use super::{Data, DataSource, Files, Model, Recipe};
+
+/// Checks everything; `stem` names the run if the recipe does not.
+pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result<Recipe, Vec<Diagnostic>> {
+    let mut checker = Checker { origins, errors: Vec::new() };
+    check_ranges(&raw, &mut checker);
+    let name = raw.name.take().unwrap_or_else(|| stem.to_owned());
+    check_name(&name, &mut checker);
+    let model = check_model(std::mem::take(&mut raw.model), &mut checker);
+    let data = check_data(std::mem::take(&mut raw.data), &mut checker);
+    let generated = data.as_ref().is_some_and(|data| matches!(data.source, DataSource::Arithmetic(_)));
+    let warmup = check_warmup(raw.warmup.take(), data.is_none() || generated, &mut checker);
+    check_rewards(&mut raw.rewards, &raw.rollout, raw.deadlines.wait_s, &mut checker);
+    if let Some(data) = &data {
+        check_tokens(&raw, data.max_prompt_length, &mut checker);
+    }
+    check_batch(&raw, &mut checker);
+    let (Some(model), Some(data)) = (model, data) else { return Err(checker.errors) };
+    let recipe = Recipe {
+        name,
+        seed: raw.seed,
+        model,
+        data,
+        warmup,
+        rollout: raw.rollout,
+        rewards: raw.rewards,
+        buffer: raw.buffer,
+        algorithm: raw.algorithm,
+        trainer: raw.trainer,
+        eval: raw.eval,
+        checkpoint: raw.checkpoint,
+        log: raw.log,
+        deadlines: raw.deadlines,
+    };
+    check_eval(&recipe, &mut checker);
+    if checker.errors.is_empty() { Ok(recipe) } else { Err(checker.errors) }
+}
+
+fn check_name(name: &str, checker: &mut Checker<'_>) {
+    let fine = !name.is_empty()
+        && !name.starts_with('.')
+        && name.chars().all(|c| !c.is_control() && !matches!(c, '/' | '\\' | ':'));
+    if !fine {
+        let message =
+            format!("`name` is \"{}\"; it must be usable as the name of a directory", name.escape_debug());
+        checker.report("name", message, "use letters, digits, `-` and `_`");
+    }
+}
+
+fn check_model(raw: RawModel, checker: &mut Checker<'_>) -> Option<Model> {
+    match (raw.path, raw.random) {
+        (Some(path), None) => {
+            let help = "give a Hugging Face model directory, or `[model.random]` for a new model";
+            existing(&path, "model.path", help, checker).map(Model::Path)
+        }
+        (None, Some(random)) => {
+            check_heads(&random, checker);
+            Some(Model::Random(random))
+        }
+        (Some(_), Some(_)) => {
+            exclusive("model.path", "model.random", checker);
+            None
+        }
+        (None, None) => {
+            let help = "write `path = \"DIRECTORY\"` under `[model]`, or a section `[model.random]`";
+            checker.report("model", "there is no model: neither `model.path` nor `model.random`", help);
+            None
+        }
+    }
+}
+
+fn check_heads(random: &RandomModel, checker: &mut Checker<'_>) {
+    let RandomModel { hidden_size, num_heads, num_kv_heads, .. } = *random;
+    if hidden_size == 0 || num_heads == 0 || num_kv_heads == 0 {
+        return;
+    }
+    if !hidden_size.is_multiple_of(num_heads) || !(hidden_size / num_heads).is_multiple_of(2) {
+        let message = format!(
+            "`hidden_size` {hidden_size} does not split into {num_heads} heads of an even width (`num_heads`)"
+        );
+        let paths = ["model.random.hidden_size", "model.random.num_heads", "model.random"];
+        checker.report_latest(&paths, message, "rotary embeddings turn pairs of numbers");
+    }
+    if !num_heads.is_multiple_of(num_kv_heads) {
+        let message =
+            format!("{num_heads} heads (`num_heads`) do not share {num_kv_heads} key and value heads evenly");
+        let paths = ["model.random.num_kv_heads", "model.random.num_heads", "model.random"];
+        checker.report_latest(&paths, message, "it must divide `num_heads`");
+    }
+}
+
+/// Reports that both keys are given, pointing at both.
+fn exclusive(one: &str, other: &str, checker: &mut Checker<'_>) {
+    let place = |path| checker.origins.get(path).map(|origin: &Origin| origin.key.clone());
+    let message = format!("both `{one}` and `{other}` are given; there can only be one");
+    let diagnostic = Diagnostic::new(message, place(one)).related(place(other), "given here too");
+    checker.errors.push(diagnostic.help("remove one of them"));
+}
+
+fn check_data(raw: RawData, checker: &mut Checker<'_>) -> Option<Data> {
+    let files_given = !raw.train.is_empty() || !raw.eval.is_empty();
+    let source = match (files_given, raw.arithmetic) {
+        (true, Some(_)) => {
+            let one = if raw.train.is_empty() { "data.eval" } else { "data.train" };
+            exclusive(one, "data.arithmetic", checker);
+            return None;
+        }
+        (false, None) => {
+            let help = "write `train = \"FILE\"` under `[data]`, or a section `[data.arithmetic]`";
+            checker.report("data", "there are no tasks: neither `data.train` nor `data.arithmetic`", help);
+            return None;
+        }
+        (false, Some(arithmetic)) => {
+            check_generated(checker);
+            let pairs = (u64::from(arithmetic.max_operand) + 1).pow(2);
+            let wanted = (arithmetic.train_tasks as u64).saturating_add(arithmetic.eval_tasks as u64);
+            if wanted > pairs {
+                let message = format!(
+                    "{wanted} tasks are more than the {pairs} additions of numbers up to {}",
+                    arithmetic.max_operand
+                );
+                let paths =
+                    ["max_operand", "train_tasks", "eval_tasks"].map(|key| format!("data.arithmetic.{key}"));
+                let paths = [&paths[0], &paths[1], &paths[2], "data.arithmetic"];
+                checker.report_latest(&paths, message, "lower `train_tasks` or raise `max_operand`");
+            }
+            DataSource::Arithmetic(arithmetic)
+        }
+        (true, None) => {
+            if raw.train.is_empty() {
+                checker.report(
+                    "data.eval",
+                    "`data.eval` is given without `data.train`",
+                    "name the training tasks too",
+                );
+                return None;
+            }
+            if raw.prompt_template.is_some() && raw.prompt_column.is_some() {
+                exclusive("data.prompt_template", "data.prompt_column", checker);
+            }
+            DataSource::Files(Files {
+                train: all_existing(&raw.train, "data.train", checker)?,
+                eval: all_existing(&raw.eval, "data.eval", checker)?,
+                prompt_column: raw.prompt_column,
+                answer_column: raw.answer_column,
+                prompt_template: raw.prompt_template,
+                system_prompt: raw.system_prompt,
+                chat: raw.chat,
+            })
+        }
+    };
+    Some(Data {
+        source,
+        max_prompt_length: raw.max_prompt_length,
+        overlong_prompts: raw.overlong_prompts,
+        shuffle: raw.shuffle,
+    })
+}
+
+/// Generated tasks have no columns: keys about them would be silently ignored.
+fn check_generated(checker: &mut Checker<'_>) {
+    for key in ["prompt_column", "answer_column", "prompt_template", "system_prompt", "chat"] {
+        let path = format!("data.{key}");
+        if checker.given(&path) {
+            let message = format!("`{path}` has no effect on the generated tasks of `data.arithmetic`");
+            checker.report(&path, message, "remove it, or name files in `data.train`");
+        }
+    }
+}
+
+fn check_warmup(warmup: Option<Warmup>, generated: bool, checker: &mut Checker<'_>) -> Option<Warmup> {
+    let warmup = warmup.filter(|warmup| warmup.steps > 0)?;
+    if !generated {
+        let help = "remove `[warmup]` or set `warmup.steps = 0`; a model from `model.path` needs none";
+        checker.report("warmup", "`warmup` needs the demonstrations of `data.arithmetic`", help);
+    }
+    Some(warmup)
+}
+
+fn check_rewards(rewards: &mut [RewardSpec], rollout: &Rollout, wait_s: f64, checker: &mut Checker<'_>) {
+    if rewards.is_empty() {
+        let help = "write a section `[[rewards]]` with `kind = \"math\"` or another kind";
+        checker.report("rewards", "there is no reward: nothing could be learnt", help);
+    }
+    let mut names = BTreeMap::new();
+    for (index, reward) in rewards.iter_mut().enumerate() {
+        check_reward_keys(index, reward, checker);
+        if reward.kind == RewardKind::Length {
+            let max = *reward.max_length.get_or_insert(rollout.max_completion_length);
+            if reward.cache.is_some_and(|cache| cache > max) {
+                let path = format!("rewards[{index}].cache");
+                checker.report(&path, format!("`{path}` is more than the length limit of {max} tokens"), "");
+            }
+        }
+        if reward.timeout_s > wait_s {
+            let path = format!("rewards[{index}].timeout_s");
+            let message = format!(
+                "`{path}` is longer than `deadlines.wait_s`, {wait_s}: a wait for it would end the run"
+            );
+            checker.report_latest(
+                &[&path, "deadlines.wait_s"],
+                message,
+                "lower the timeout or raise the deadline",
+            );
+        }
+        let name = reward.name.get_or_insert_with(|| reward.kind.name().to_owned()).clone();
+        if let Some(first) = names.insert(name.clone(), index) {
+            let message = format!("`rewards[{first}]` and `rewards[{index}]` are both named \"{name}\"");
+            checker.report(&format!("rewards[{index}]"), message, "give one of them another `name`");
+        }
+    }
+}
+
+/// Every reward kind takes its own keys and no others.
+fn check_reward_keys(index: usize, reward: &RewardSpec, checker: &mut Checker<'_>) {
+    let takes: &[&str] = match reward.kind {
+        RewardKind::Math | RewardKind::Exact => &[],
+        RewardKind::Gsm8k => &["method"],
+        RewardKind::Regex => &["pattern", "compare"],
+        RewardKind::Format => &["pattern"],
+        RewardKind::Length => &["max_length", "cache"],
+    };
+    let kind = reward.kind.name();
+    for key in ["pattern", "compare", "method", "max_length", "cache"] {
+        let path = format!("rewards[{index}].{key}");
+        if checker.given(&path) && !takes.contains(&key) {
+            let help = match takes {
+                [] => format!("`{kind}` takes no keys of its own"),
+                _ => format!("`{kind}` takes `{}`", takes.join("`, `")),
+            };
+            checker.report(&path, format!("the reward `{kind}` does not take `{key}`"), &help);
+        }
+    }
+    let missing = match reward.kind {
+        RewardKind::Regex if reward.pattern.is_none() => "pattern",
+        RewardKind::Length if reward.cache.is_none() => "cache",
+        _ => return,
+    };
+    checker.report(
+        &format!("rewards[{index}].kind"),
+        format!("the reward `{kind}` needs the key `{missing}`"),
+        "",
+    );
+}
+
+/// A sequence of full length must fit wherever sequences are held.
+fn check_tokens(raw: &RawRecipe, max_prompt_length: usize, checker: &mut Checker<'_>) {
+    let longest = max_prompt_length.saturating_add(raw.rollout.max_completion_length);
+    let lengths = "`data.max_prompt_length` + `rollout.max_completion_length`";
+    for (path, room) in [
+        ("trainer.microbatch_tokens", Some(raw.trainer.microbatch_tokens)),
+        ("rollout.kv_cache_tokens", raw.rollout.kv_cache_tokens),
+    ] {
+        let Some(room) = room.filter(|room| *room < longest && *room > 0) else { continue };
+        let message =
+            format!("a sequence of {longest} tokens ({lengths}) does not fit into `{path}`, {room}");
+        let paths = [path, "rollout.max_completion_length", "data.max_prompt_length"];
+        checker.report_latest(&paths, message, &format!("raise `{path}` to at least {longest}"));
+    }
+}
+
+fn check_batch(raw: &RawRecipe, checker: &mut Checker<'_>) {
+    let groups = raw.buffer.batch_groups;
+    for (path, parts) in
+        [("trainer.minibatches", raw.trainer.minibatches), ("trainer.world", raw.trainer.world)]
+    {
+        if parts > groups {
+            let message =
+                format!("`{path}` is {parts}, but a batch has only {groups} groups (`buffer.batch_groups`)");
+            checker.report(path, message, "");
+        }
+    }
+    if raw.rollout.group_size == 1 {
+        let message =
+            "`rollout.group_size` is 1: a trajectory that is compared with nothing has no advantage";
+        checker.report("rollout.group_size", message, "`algorithm.kind = \"grpo\"` needs 2 or more");
+    }
+    let slots = raw.buffer.max_staleness.checked_add(1).and_then(|n| n.checked_mul(groups as u64));
+    if slots.is_none_or(|slots| slots > u64::from(u32::MAX)) {
+        let message =
+            "(`buffer.max_staleness` + 1) * `buffer.batch_groups` is more groups than can be in flight";
+        checker.report("buffer.max_staleness", message, "lower it");
+    }
+    if raw.trainer.warmup_steps > raw.trainer.steps {
+        let (warmup, steps) = (raw.trainer.warmup_steps, raw.trainer.steps);
+        let message = format!("`trainer.warmup_steps` is {warmup}, more than the {steps} steps of the run");
+        checker.report("trainer.warmup_steps", message, "");
+    }
+}
+
+/// Keys about evaluation without tasks for it would be silently ignored.
+fn check_eval(recipe: &Recipe, checker: &mut Checker<'_>) {
+    if recipe.has_eval_tasks() {
+        return;
+    }
+    for path in ["eval.interval", "eval.tasks", "eval.temperature"] {
+        if checker.given(path) {
+            let help =
+                "name held-out tasks in `data.eval` or `data.arithmetic.eval_tasks`, or remove `[eval]`";
+            checker.report(path, format!("`{path}` has no effect: there are no held-out tasks"), help);
+        }
+    }
+}
+
+fn all_existing(paths: &[PathBuf], key: &str, checker: &mut Checker<'_>) -> Option<Vec<PathBuf>> {
+    let help = "check the path";
+    // A single string has its origin under the key itself, a list under its elements.
+    let element = |index: usize| format!("{key}[{index}]");
+    let found: Vec<_> = paths
+        .iter()
+        .enumerate()
+        .map(|(index, path)| {
+            let at = if checker.given(&element(index)) { element(index) } else { key.to_owned() };
+            existing(path, &at, help, checker)
+        })
+        .collect();
+    found.into_iter().collect()
+}
+
+/// The absolute path of something that exists, looked for beside the file that names it, then in the working
+/// directory.
+fn existing(path: &Path, key: &str, help: &str, checker: &mut Checker<'_>) -> Option<PathBuf> {
+    let beside =
+        checker.origins.get(key).and_then(|origin| origin.directory.as_ref()).map(|dir| dir.join(path));
+    let candidates: Vec<_> = beside.into_iter().chain([path.to_path_buf()]).collect();
+    let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
+    let Some(found) = candidates.iter().find(|path| path.exists()) else {
+        let mut looked: Vec<_> =
+            candidates.iter().map(|path| format!("`{}`", absolute(path).display())).collect();
+        looked.dedup();
+        let message =
+            format!("`{key}`: there is no `{}`; looked for {}", path.display(), looked.join(" and "));
+        checker.report(key, message, help);
+        return None;
+    };
+    let found = absolute(found);
+    if found.to_str().is_none() {
+        let message = format!("`{key}`: the path `{}` is not UTF-8", found.display());
+        checker.report(key, message, "a recipe could not name it; rename the directory");
+        return None;
+    }
+    Some(found)
+}

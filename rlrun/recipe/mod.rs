@@ -1,0 +1,153 @@
+//! The recipe: one TOML file that says everything about a run.
+//!
+//! Invariant: a [`Recipe`] has passed every check that needs no model and no data, and every value knows where it was
+//! written. Loading a recipe's [`resolved_toml`](Recipe::resolved_toml) gives an equal recipe. Nothing here opens a
+//! model, a dataset or a network connection.
+//!
+//! Layers, last wins: defaults, files named by `extends`, the recipe, variables `RLRUN__SECTION__KEY`, `--set`.
+
+mod checks;
+mod decode;
+mod diagnostic;
+mod layers;
+mod peers;
+mod ranges;
+mod resolved;
+pub mod schema;
+mod source;
+pub mod words;
+
+use std::path::{Path, PathBuf};
+
+pub use diagnostic::{Diagnostic, Place};
+pub use layers::{Origin, Origins};
+use schema::{
+    Algorithm, Arithmetic, Buffer, Checkpoint, Deadlines, Eval, Log, RandomModel, RewardSpec, Rollout,
+    Trainer, Warmup,
+};
+pub use source::Layer;
+use words::OverlongPrompts;
+
+/// A checked recipe. Paths in it are absolute.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Recipe {
+    /// Name of the run and of its directory.
+    pub name: String,
+    /// Seed of everything random.
+    pub seed: u64,
+    /// The policy.
+    pub model: Model,
+    /// The tasks.
+    pub data: Data,
+    /// Supervised warm-up; only with generated tasks, `steps` at least 1.
+    pub warmup: Option<Warmup>,
+    /// How trajectories are sampled.
+    pub rollout: Rollout,
+    /// At least one; names are filled in and unique.
+    pub rewards: Vec<RewardSpec>,
+    /// What stands between rollout and trainer.
+    pub buffer: Buffer,
+    /// Advantages and loss.
+    pub algorithm: Algorithm,
+    /// The update.
+    pub trainer: Trainer,
+    /// How accuracy is measured.
+    pub eval: Eval,
+    /// What is kept to resume from.
+    pub checkpoint: Checkpoint,
+    /// What is written down beside the metrics.
+    pub log: Log,
+    /// How long one role waits for another.
+    pub deadlines: Deadlines,
+}
+
+/// Where the policy comes from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Model {
+    /// An existing Hugging Face model directory.
+    Path(PathBuf),
+    /// A new character-level model.
+    Random(RandomModel),
+}
+
+/// The tasks and how long their prompts may be.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Data {
+    /// Where tasks come from.
+    pub source: DataSource,
+    /// Longest prompt in tokens.
+    pub max_prompt_length: usize,
+    /// What to do with longer prompts.
+    pub overlong_prompts: OverlongPrompts,
+    /// Whether tasks come in a new random order in every epoch.
+    pub shuffle: bool,
+}
+
+/// Where tasks come from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum DataSource {
+    /// Rows of files.
+    Files(Files),
+    /// Generated additions.
+    Arithmetic(Arithmetic),
+}
+
+/// Datasets in files, and how a row becomes a task.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Files {
+    /// Existing files or directories to train on, at least one.
+    pub train: Vec<PathBuf>,
+    /// Existing files or directories of held-out tasks.
+    pub eval: Vec<PathBuf>,
+    /// Column of the prompt, if named.
+    pub prompt_column: Option<String>,
+    /// Column of the answer, if named.
+    pub answer_column: Option<String>,
+    /// Prompt with `{column}` placeholders.
+    pub prompt_template: Option<String>,
+    /// System message put before every prompt.
+    pub system_prompt: Option<String>,
+    /// Whether text prompts are rendered with the chat template of the model.
+    pub chat: bool,
+}
+
+impl Recipe {
+    /// Reads, merges and checks a recipe.
+    ///
+    /// `sets` are `section.key=value` arguments, `env` the variables of the process; those that do not start with
+    /// `RLRUN__` are ignored.
+    ///
+    /// # Errors
+    /// Everything found wrong, in the order found: files that cannot be read or are not TOML, circles of `extends`,
+    /// unknown keys, wrong types, values out of range, keys that contradict each other, paths that do not exist.
+    pub fn load(
+        path: &Path,
+        sets: &[String],
+        env: impl IntoIterator<Item = (String, String)>,
+    ) -> Result<(Self, Origins), Vec<Diagnostic>> {
+        let sources = layers::read(path, sets, env)?;
+        let (table, origins) = layers::merge(&sources)?;
+        let raw = decode::decode(table, &sources)?;
+        let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
+        let recipe = checks::check(raw, stem, &origins)?;
+        Ok((recipe, origins))
+    }
+
+    /// The recipe with every value spelled out, each with its origin as a comment.
+    #[must_use]
+    pub fn resolved_toml(&self, origins: &Origins) -> String {
+        resolved::write(self, origins)
+    }
+
+    /// Whether there are held-out tasks to measure accuracy on.
+    #[must_use]
+    pub fn has_eval_tasks(&self) -> bool {
+        match &self.data.source {
+            DataSource::Files(files) => !files.eval.is_empty(),
+            DataSource::Arithmetic(arithmetic) => arithmetic.eval_tasks > 0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,64 @@
+//! What other frameworks call the keys of a recipe, for people who come from there.
+//!
+//! Invariant: every name on the right is a key of the schema (tested). Foreign names are never accepted, only
+//! explained.
+
+use super::schema::RawRecipe;
+
+/// Foreign name and ours, in the order of the schema.
+pub(super) const NAMES: [(&str, &str); 42] = [
+    ("model_name_or_path", "model.path"),
+    ("train_files", "data.train"),
+    ("dataset_name", "data.train"),
+    ("val_files", "data.eval"),
+    ("prompt_key", "data.prompt_column"),
+    ("filter_overlong_prompts", "data.overlong_prompts"),
+    ("shuffle_dataset", "data.shuffle"),
+    ("num_generations", "rollout.group_size"),
+    ("n_samples", "rollout.group_size"),
+    ("n", "rollout.group_size"),
+    ("max_response_length", "rollout.max_completion_length"),
+    ("max_new_tokens", "rollout.max_completion_length"),
+    ("max_completion_tokens", "rollout.max_completion_length"),
+    ("max_num_seqs", "rollout.max_running"),
+    ("max_concurrent_rollouts", "rollout.max_running"),
+    ("max_num_batched_tokens", "rollout.prefill_chunk"),
+    ("train_batch_size", "buffer.batch_groups"),
+    ("batch_size", "buffer.batch_groups"),
+    ("max_head_offpolicyness", "buffer.max_staleness"),
+    ("max_off_policy_steps", "buffer.max_staleness"),
+    ("staleness_threshold", "buffer.max_staleness"),
+    ("epsilon", "algorithm.clip_eps_low"),
+    ("clip_ratio_low", "algorithm.clip_eps_low"),
+    ("eps_clip", "algorithm.clip_eps_low"),
+    ("epsilon_high", "algorithm.clip_eps_high"),
+    ("clip_ratio_high", "algorithm.clip_eps_high"),
+    ("behav_imp_weight_cap", "algorithm.behavior_weight_cap"),
+    ("norm_adv_by_std_in_grpo", "algorithm.scale_rewards"),
+    ("loss_agg_mode", "algorithm.loss_agg"),
+    ("loss_type", "algorithm.loss_agg"),
+    ("lr", "trainer.learning_rate"),
+    ("max_steps", "trainer.steps"),
+    ("total_training_steps", "trainer.steps"),
+    ("grad_clip", "trainer.max_grad_norm"),
+    ("num_iterations", "trainer.epochs"),
+    ("ppo_epochs", "trainer.epochs"),
+    ("ppo_n_minibatches", "trainer.minibatches"),
+    ("ppo_max_token_len_per_gpu", "trainer.microbatch_tokens"),
+    ("test_freq", "eval.interval"),
+    ("eval_steps", "eval.interval"),
+    ("save_steps", "checkpoint.interval"),
+    ("save_total_limit", "checkpoint.keep_last"),
+];
+
+/// Our name of a key that a peer calls `key`.
+pub(super) fn our_name(key: &str) -> Option<&'static str> {
+    NAMES.iter().find(|(foreign, _)| *foreign == key).map(|(_, ours)| *ours)
+}
+
+/// The path of a key of this name in some other section. Keys without a default are not found.
+pub(super) fn key_elsewhere(key: &str) -> Option<String> {
+    let schema = toml::Value::try_from(RawRecipe::default()).ok()?;
+    let sections = schema.as_table()?.iter().filter_map(|(name, value)| Some((name, value.as_table()?)));
+    sections.filter(|(_, section)| section.contains_key(key)).map(|(name, _)| format!("{name}.{key}")).next()
+}

@@ -1,0 +1,151 @@
+//! Ranges of single values.
+//!
+//! Invariant: defaults are inside their ranges, so an error always has a line to point at. Rules between keys stand
+//! in `checks.rs`.
+
+use super::diagnostic::Diagnostic;
+use super::layers::Origins;
+use super::schema::{RawRecipe, RewardSpec};
+
+/// Collects what is wrong.
+#[derive(Debug)]
+pub(super) struct Checker<'a> {
+    pub(super) origins: &'a Origins,
+    pub(super) errors: Vec<Diagnostic>,
+}
+
+/// Numbers that a key accepts, in words and as a test.
+#[derive(Clone, Copy)]
+struct Bounds {
+    words: &'static str,
+    hold: fn(f64) -> bool,
+}
+
+const POSITIVE: Bounds = Bounds { words: "above 0", hold: |x| x > 0.0 };
+const NOT_NEGATIVE: Bounds = Bounds { words: "0 or more", hold: |x| x >= 0.0 };
+const SHARE: Bounds = Bounds { words: "at least 0 and below 1", hold: |x| (0.0..1.0).contains(&x) };
+const FRACTION: Bounds = Bounds { words: "above 0 and at most 1", hold: |x| x > 0.0 && x <= 1.0 };
+const ANY: Bounds = Bounds { words: "a finite number", hold: |_| true };
+
+impl Checker<'_> {
+    /// Reports `message` at the value of `path`.
+    pub(super) fn report(&mut self, path: &str, message: impl Into<String>, help: &str) {
+        let place = self.origins.get(path).map(|origin| origin.value.clone());
+        let diagnostic = Diagnostic::new(message, place);
+        self.errors.push(if help.is_empty() { diagnostic } else { diagnostic.help(help) });
+    }
+
+    /// Reports a rule between keys at the one that was written in the highest layer, the first of them if several
+    /// were: what was written last broke the rule.
+    pub(super) fn report_latest(&mut self, paths: &[&str], message: impl Into<String>, help: &str) {
+        let layer = |path: &&&str| self.origins.get(path).map(|origin| origin.layer);
+        let latest = paths.iter().rev().max_by_key(layer).copied().unwrap_or_default();
+        self.report(latest, message, help);
+    }
+
+    /// Whether the user wrote this key in some layer.
+    pub(super) fn given(&self, path: &str) -> bool {
+        self.origins.get(path).is_some()
+    }
+
+    fn number(&mut self, path: &str, value: f64, bounds: Bounds) {
+        if !(value.is_finite() && (bounds.hold)(value)) {
+            self.report(path, format!("`{path}` is {value}; it must be {}", bounds.words), "");
+        }
+    }
+
+    fn at_least_one(&mut self, path: &str, value: usize) {
+        if value == 0 {
+            self.report(path, format!("`{path}` is 0; it must be 1 or more"), "");
+        }
+    }
+}
+
+/// Checks every single value against its range.
+pub(super) fn check_ranges(raw: &RawRecipe, checker: &mut Checker<'_>) {
+    for (path, value, bounds) in [
+        ("rollout.temperature", raw.rollout.temperature, POSITIVE),
+        ("rollout.top_p", raw.rollout.top_p, FRACTION),
+        ("rollout.min_p", raw.rollout.min_p, SHARE),
+        ("algorithm.clip_eps_low", raw.algorithm.clip_eps_low, FRACTION),
+        ("algorithm.clip_eps_high", raw.algorithm.clip_eps_high, POSITIVE),
+        ("algorithm.behavior_weight_cap", raw.algorithm.behavior_weight_cap, POSITIVE),
+        ("trainer.learning_rate", raw.trainer.learning_rate, POSITIVE),
+        ("trainer.weight_decay", raw.trainer.weight_decay, NOT_NEGATIVE),
+        ("trainer.adam_beta1", raw.trainer.adam_beta1, SHARE),
+        ("trainer.adam_beta2", raw.trainer.adam_beta2, SHARE),
+        ("trainer.adam_eps", raw.trainer.adam_eps, POSITIVE),
+        ("trainer.max_grad_norm", raw.trainer.max_grad_norm, POSITIVE),
+        ("eval.temperature", raw.eval.temperature, NOT_NEGATIVE),
+        ("deadlines.wait_s", raw.deadlines.wait_s, POSITIVE),
+    ] {
+        checker.number(path, value, bounds);
+    }
+    for (path, value) in [
+        ("data.max_prompt_length", raw.data.max_prompt_length),
+        ("rollout.group_size", raw.rollout.group_size),
+        ("rollout.max_completion_length", raw.rollout.max_completion_length),
+        ("rollout.max_running", raw.rollout.max_running),
+        ("rollout.prefill_chunk", raw.rollout.prefill_chunk),
+        ("buffer.batch_groups", raw.buffer.batch_groups),
+        ("trainer.minibatches", raw.trainer.minibatches),
+        ("trainer.epochs", raw.trainer.epochs),
+        ("trainer.microbatch_tokens", raw.trainer.microbatch_tokens),
+        ("trainer.world", raw.trainer.world),
+        ("eval.tasks", raw.eval.tasks.unwrap_or(1)),
+        ("checkpoint.keep_last", raw.checkpoint.keep_last),
+    ] {
+        checker.at_least_one(path, value);
+    }
+    check_seed_and_steps(raw, checker);
+    check_optional_sections(raw, checker);
+    for (index, reward) in raw.rewards.iter().enumerate() {
+        check_reward(index, reward, checker);
+    }
+}
+
+fn check_seed_and_steps(raw: &RawRecipe, checker: &mut Checker<'_>) {
+    if i64::try_from(raw.seed).is_err() {
+        checker.report("seed", format!("`seed` is {}; it must be at most {}", raw.seed, i64::MAX), "");
+    }
+    if raw.trainer.steps == 0 {
+        let message = if checker.given("trainer.steps") {
+            "`trainer.steps` is 0; it must be 1 or more"
+        } else {
+            "`trainer.steps` is missing: how many training steps the run has"
+        };
+        checker.report("trainer.steps", message, "write it under `[trainer]`, such as `steps = 100`");
+    }
+}
+
+fn check_optional_sections(raw: &RawRecipe, checker: &mut Checker<'_>) {
+    if let Some(random) = &raw.model.random {
+        for (path, value) in [
+            ("model.random.hidden_size", random.hidden_size),
+            ("model.random.intermediate_size", random.intermediate_size),
+            ("model.random.num_layers", random.num_layers),
+            ("model.random.num_heads", random.num_heads),
+            ("model.random.num_kv_heads", random.num_kv_heads),
+        ] {
+            checker.at_least_one(path, value);
+        }
+    }
+    if let Some(arithmetic) = &raw.data.arithmetic {
+        checker.at_least_one("data.arithmetic.max_operand", arithmetic.max_operand as usize);
+        checker.at_least_one("data.arithmetic.train_tasks", arithmetic.train_tasks);
+    }
+    if let Some(warmup) = &raw.warmup {
+        checker.at_least_one("warmup.batch_tasks", warmup.batch_tasks);
+        checker.number("warmup.learning_rate", warmup.learning_rate, POSITIVE);
+        checker.number("warmup.wrong_share", warmup.wrong_share, SHARE);
+        checker.number("warmup.stop_accuracy", warmup.stop_accuracy.unwrap_or(1.0), FRACTION);
+    }
+}
+
+fn check_reward(index: usize, reward: &RewardSpec, checker: &mut Checker<'_>) {
+    checker.number(&format!("rewards[{index}].weight"), reward.weight, ANY);
+    checker.number(&format!("rewards[{index}].timeout_s"), reward.timeout_s, POSITIVE);
+    checker.at_least_one(&format!("rewards[{index}].concurrency"), reward.concurrency);
+    checker.at_least_one(&format!("rewards[{index}].max_length"), reward.max_length.unwrap_or(1));
+    checker.at_least_one(&format!("rewards[{index}].cache"), reward.cache.unwrap_or(1));
+}

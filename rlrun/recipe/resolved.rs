@@ -1,0 +1,129 @@
+//! A recipe as TOML with every value spelled out and its origin beside it.
+//!
+//! Invariant: what is written here loads as an equal recipe. It is for people, resuming and comparing runs; the
+//! layers it came from are not kept.
+
+use std::fmt::Write;
+
+use toml::{Table, Value};
+
+use super::layers::Origins;
+use super::schema::{RawData, RawModel, RawRecipe};
+use super::{Data, DataSource, Model, Recipe};
+
+/// Writes the recipe.
+pub(super) fn write(recipe: &Recipe, origins: &Origins) -> String {
+    let mut out = String::from("# The recipe as resolved. Behind every value stands where it came from.\n");
+    match Value::try_from(to_raw(recipe)) {
+        Ok(Value::Table(mut table)) => {
+            drop_without_effect(&mut table, recipe);
+            write_table(&mut out, &table, "", origins);
+        }
+        // Names and numbers of a checked recipe are representable: paths are UTF-8, the seed fits 63 bits.
+        other => unreachable!("a checked recipe is a TOML table, not {other:?}"),
+    }
+    out
+}
+
+fn to_raw(recipe: &Recipe) -> RawRecipe {
+    let Recipe { name, seed, model, data, warmup, rollout, rewards, buffer, algorithm, trainer, .. } =
+        recipe.clone();
+    let Recipe { eval, checkpoint, log, deadlines, .. } = recipe.clone();
+    let model = match model {
+        Model::Path(path) => RawModel { path: Some(path), random: None },
+        Model::Random(random) => RawModel { path: None, random: Some(random) },
+    };
+    RawRecipe {
+        extends: Vec::new(),
+        name: Some(name),
+        seed,
+        model,
+        data: to_raw_data(data),
+        warmup,
+        rollout,
+        rewards,
+        buffer,
+        algorithm,
+        trainer,
+        eval,
+        checkpoint,
+        log,
+        deadlines,
+    }
+}
+
+fn to_raw_data(data: Data) -> RawData {
+    let Data { source, max_prompt_length, overlong_prompts, shuffle } = data;
+    let common = RawData { max_prompt_length, overlong_prompts, shuffle, ..RawData::default() };
+    match source {
+        DataSource::Arithmetic(arithmetic) => RawData { arithmetic: Some(arithmetic), ..common },
+        DataSource::Files(files) => RawData {
+            train: files.train,
+            eval: files.eval,
+            prompt_column: files.prompt_column,
+            answer_column: files.answer_column,
+            prompt_template: files.prompt_template,
+            system_prompt: files.system_prompt,
+            chat: files.chat,
+            ..common
+        },
+    }
+}
+
+/// Takes out what has no effect in this recipe: written down it would be an error.
+fn drop_without_effect(table: &mut Table, recipe: &Recipe) {
+    if !recipe.has_eval_tasks() {
+        table.remove("eval");
+    }
+    if let (DataSource::Arithmetic(_), Some(Value::Table(data))) =
+        (&recipe.data.source, table.get_mut("data"))
+    {
+        data.remove("chat");
+    }
+}
+
+/// Writes the values of a table, then its subtables: TOML reads a value after a header as part of that section.
+fn write_table(out: &mut String, table: &Table, path: &str, origins: &Origins) {
+    let under = |key: &str| if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
+    let is_section = |value: &Value| match value {
+        Value::Table(_) => true,
+        Value::Array(list) => list.first().is_some_and(Value::is_table),
+        _ => false,
+    };
+    // `write!` into a string cannot fail.
+    for (key, value) in table.iter().filter(|(_, value)| !is_section(value)) {
+        let assignment = format!("{key} = {value}");
+        let _ = writeln!(out, "{assignment:<36}  # {}", comment(&origins.describe(&under(key))));
+    }
+    for (key, value) in table.iter().filter(|(_, value)| is_section(value)) {
+        let path = under(key);
+        match value {
+            Value::Table(inner) => {
+                // A header over nothing but sections says nothing.
+                if inner.is_empty() || inner.values().any(|value| !is_section(value)) {
+                    let _ = writeln!(out, "\n[{}]", header(&path));
+                }
+                write_table(out, inner, &path, origins);
+            }
+            Value::Array(list) => {
+                for (index, inner) in list.iter().enumerate() {
+                    let _ = writeln!(out, "\n[[{}]]", header(&path));
+                    if let Value::Table(inner) = inner {
+                        write_table(out, inner, &format!("{path}[{index}]"), origins);
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// A path as a section header, where lists have no index.
+fn header(path: &str) -> &str {
+    path.split('[').next().unwrap_or(path)
+}
+
+/// Comments end at the line break, and control characters are not allowed in them.
+fn comment(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}

@@ -1,0 +1,470 @@
+//! The whole recipe as it is written in TOML: every section, key, unit and default.
+//!
+//! Invariant: what does not parse into these types is not a recipe; an unknown key is an error. Ranges and the rules
+//! between keys are checked in `checks.rs`. The names that peers give to a key stand in its documentation and, for
+//! error messages, in `peers.rs`; the words that a key accepts in `words.rs`.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::decode::one_or_many;
+use super::words::*;
+
+/// A recipe as written: all layers merged, nothing checked yet.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RawRecipe {
+    /// Recipes that this one builds on: paths relative to this file, later ones win.
+    #[serde(deserialize_with = "one_or_many", skip_serializing)]
+    pub extends: Vec<String>,
+    /// Name of the run and of its directory; the file's name without `.toml` if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Seed of everything random: initial weights, task order, sampling.
+    pub seed: u64,
+    /// The policy.
+    pub model: RawModel,
+    /// The tasks.
+    pub data: RawData,
+    /// Supervised warm-up before reinforcement learning.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub warmup: Option<Warmup>,
+    /// How trajectories are sampled.
+    pub rollout: Rollout,
+    /// What trajectories are worth: a weighted sum.
+    pub rewards: Vec<RewardSpec>,
+    /// What stands between rollout and trainer.
+    pub buffer: Buffer,
+    /// How advantages and the loss are made.
+    pub algorithm: Algorithm,
+    /// How the policy is updated.
+    pub trainer: Trainer,
+    /// How accuracy is measured.
+    pub eval: Eval,
+    /// What is kept to resume from.
+    pub checkpoint: Checkpoint,
+    /// What is written down beside the metrics.
+    pub log: Log,
+    /// How long one role waits for another.
+    pub deadlines: Deadlines,
+}
+
+/// `[model]`: exactly one of the two.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RawModel {
+    /// Hugging Face model directory; relative to the file that names it, then to the working directory. TRL
+    /// `model_name_or_path`, verl `model.path`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub path: Option<PathBuf>,
+    /// A new character-level model with random weights.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub random: Option<RandomModel>,
+}
+
+/// `[model.random]`: the sizes of a new character-level model.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RandomModel {
+    /// Family whose layers are used.
+    pub architecture: Architecture,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width inside the feed-forward block.
+    pub intermediate_size: usize,
+    /// Decoder layers.
+    pub num_layers: usize,
+    /// Query heads; they divide `hidden_size` into even parts.
+    pub num_heads: usize,
+    /// Key and value heads; they divide `num_heads`.
+    pub num_kv_heads: usize,
+}
+
+impl Default for RandomModel {
+    fn default() -> Self {
+        Self {
+            architecture: Architecture::Qwen2,
+            hidden_size: 64,
+            intermediate_size: 256,
+            num_layers: 2,
+            num_heads: 4,
+            num_kv_heads: 2,
+        }
+    }
+}
+
+/// `[data]`: either files or generated arithmetic.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RawData {
+    /// JSONL or Parquet files, or directories of them, to train on. TRL `dataset_name`, verl `data.train_files`.
+    #[serde(deserialize_with = "one_or_many", skip_serializing_if = "Vec::is_empty")]
+    pub train: Vec<PathBuf>,
+    /// Files of held-out tasks. verl `data.val_files`.
+    #[serde(deserialize_with = "one_or_many", skip_serializing_if = "Vec::is_empty")]
+    pub eval: Vec<PathBuf>,
+    /// Generated additions instead of files.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub arithmetic: Option<Arithmetic>,
+    /// Column of the prompt; found by its usual names if not given. verl `data.prompt_key`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_column: Option<String>,
+    /// Column of the answer; found by its usual names if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub answer_column: Option<String>,
+    /// Prompt with `{column}` placeholders, used instead of a prompt column.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt_template: Option<String>,
+    /// System message put before every prompt.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub system_prompt: Option<String>,
+    /// Whether text prompts are rendered with the chat template of the model.
+    pub chat: bool,
+    /// Longest prompt in tokens. TRL (removed in 1.0) and verl `max_prompt_length`, prime-rl `seq_len`.
+    pub max_prompt_length: usize,
+    /// What to do with longer prompts. verl `filter_overlong_prompts`.
+    pub overlong_prompts: OverlongPrompts,
+    /// Whether tasks come in a new random order in every epoch. TRL `shuffle_dataset`, verl `data.shuffle`.
+    pub shuffle: bool,
+}
+
+impl Default for RawData {
+    fn default() -> Self {
+        Self {
+            train: Vec::new(),
+            eval: Vec::new(),
+            arithmetic: None,
+            prompt_column: None,
+            answer_column: None,
+            prompt_template: None,
+            system_prompt: None,
+            chat: false,
+            max_prompt_length: 512,
+            overlong_prompts: OverlongPrompts::Error,
+            shuffle: true,
+        }
+    }
+}
+
+/// `[data.arithmetic]`: additions such as `37+48=`, training and held-out tasks disjoint.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Arithmetic {
+    /// Largest operand; the smallest is 0.
+    pub max_operand: u32,
+    /// Number of training tasks.
+    pub train_tasks: usize,
+    /// Number of held-out tasks.
+    pub eval_tasks: usize,
+}
+
+impl Default for Arithmetic {
+    fn default() -> Self {
+        Self { max_operand: 99, train_tasks: 8000, eval_tasks: 500 }
+    }
+}
+
+/// `[warmup]`: supervised training on demonstrations of the generated tasks, some of them wrong.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Warmup {
+    /// Most optimizer steps; 0 turns the warm-up off.
+    pub steps: usize,
+    /// Demonstrations per step.
+    pub batch_tasks: usize,
+    /// Peak learning rate.
+    pub learning_rate: f64,
+    /// Share of demonstrations that are wrong, from 0 up to and without 1.
+    pub wrong_share: f64,
+    /// Held-out accuracy at which the warm-up stops early.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stop_accuracy: Option<f64>,
+}
+
+impl Default for Warmup {
+    fn default() -> Self {
+        Self { steps: 700, batch_tasks: 64, learning_rate: 5e-3, wrong_share: 0.62, stop_accuracy: None }
+    }
+}
+
+/// `[rollout]`: sampling. The log-probabilities recorded are those of the distribution after all of this.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Rollout {
+    /// Completions per task. TRL `num_generations`, verl `rollout.n`, AReaL `n_samples`.
+    pub group_size: usize,
+    /// Longest completion in tokens. TRL `max_completion_length`, verl `max_response_length`, AReaL `max_new_tokens`.
+    pub max_completion_length: usize,
+    /// Sampling temperature, above 0.
+    pub temperature: f64,
+    /// Nucleus: the smallest set of tokens with this probability; 1 is off.
+    pub top_p: f64,
+    /// Most likely tokens to sample from; 0 is off. verl writes -1 for off.
+    pub top_k: usize,
+    /// Least probability relative to the most likely token; 0 is off.
+    pub min_p: f64,
+    /// Texts that end a completion.
+    pub stop: Vec<String>,
+    /// Token ids that end a completion, beside those of the model.
+    pub stop_token_ids: Vec<u32>,
+    /// Sequences decoded together. vLLM `max_num_seqs`, AReaL `max_concurrent_rollouts`.
+    pub max_running: usize,
+    /// Prompt tokens read per decoding step. vLLM `max_num_batched_tokens`.
+    pub prefill_chunk: usize,
+    /// Tokens that the paged KV cache holds; enough for `max_running` sequences of full length if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_cache_tokens: Option<usize>,
+    /// What happens to sequences in flight when new weights arrive.
+    pub on_update: OnUpdate,
+}
+
+impl Default for Rollout {
+    fn default() -> Self {
+        Self {
+            group_size: 8,
+            max_completion_length: 512,
+            temperature: 1.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            stop: Vec::new(),
+            stop_token_ids: Vec::new(),
+            max_running: 64,
+            prefill_chunk: 256,
+            kv_cache_tokens: None,
+            on_update: OnUpdate::Keep,
+        }
+    }
+}
+
+/// One entry of `[[rewards]]`. A key that the kind does not take is an error.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RewardSpec {
+    /// Which function.
+    pub kind: RewardKind,
+    /// Name in metrics, unique; the kind if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Factor in the sum. TRL `reward_weights`.
+    #[serde(default = "one")]
+    pub weight: f64,
+    /// What a failure does.
+    #[serde(default)]
+    pub on_error: OnError,
+    /// Seconds that one call may take.
+    #[serde(default = "thirty")]
+    pub timeout_s: f64,
+    /// Calls at the same time.
+    #[serde(default = "sixty_four")]
+    pub concurrency: usize,
+    /// `regex` (required), `format` (think and answer tags if not given): regular expression.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pattern: Option<String>,
+    /// `regex`: whether the first capture group is compared with the answer, instead of the pattern only being found.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compare: Option<bool>,
+    /// `gsm8k`: how the answer is found; strict if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub method: Option<Gsm8kMethod>,
+    /// `length`: tokens at which the penalty is full; `rollout.max_completion_length` if not given. verl
+    /// `overlong_buffer`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_length: Option<usize>,
+    /// `length` (required): tokens before `max_length` over which the penalty grows from 0 to 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache: Option<usize>,
+}
+
+impl RewardSpec {
+    /// The name in metrics.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.name.as_deref().unwrap_or(self.kind.name())
+    }
+}
+
+/// `[buffer]`: batches, staleness and durability.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Buffer {
+    /// Groups per training step. verl `data.train_batch_size`.
+    pub batch_groups: usize,
+    /// Most policy versions between the oldest token of a sample and the step that trains on it; 0 is synchronous.
+    /// TRL `max_staleness`, verl `staleness_threshold`, AReaL `max_head_offpolicyness`, prime-rl
+    /// `max_off_policy_steps`.
+    pub max_staleness: u64,
+    /// What happens to a group over the bound.
+    pub on_stale: OnStale,
+    /// Where groups wait.
+    pub store: Store,
+}
+
+impl Default for Buffer {
+    fn default() -> Self {
+        // AReaL measures no loss up to 8 with the corrected loss and full throughput from 2 on; 4 leaves room on
+        // both sides and is what TRL and SkyRL users have.
+        Self { batch_groups: 32, max_staleness: 4, on_stale: OnStale::Wait, store: Store::Redb }
+    }
+}
+
+/// `[algorithm]`: advantages, loss and off-policy correction.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Algorithm {
+    /// Which algorithm.
+    pub kind: AlgorithmKind,
+    /// How far the ratio may fall below 1. TRL `epsilon`, verl `clip_ratio_low`, AReaL `eps_clip`.
+    pub clip_eps_low: f64,
+    /// How far the ratio may rise above 1. TRL `epsilon_high`, verl `clip_ratio_high`.
+    pub clip_eps_high: f64,
+    /// Cap of exp(proximal - behavior), the weight that corrects for stale samples. TRL
+    /// `vllm_importance_sampling_cap`, verl `rollout_correction`, AReaL `behav_imp_weight_cap`.
+    pub behavior_weight_cap: f64,
+    /// What rewards are divided by after the group's mean is taken off. TRL `scale_rewards`, verl
+    /// `norm_adv_by_std_in_grpo`.
+    pub scale_rewards: ScaleRewards,
+    /// How token losses are averaged. TRL `loss_type`, verl `loss_agg_mode`.
+    pub loss_agg: LossAgg,
+}
+
+impl Default for Algorithm {
+    fn default() -> Self {
+        Self {
+            kind: AlgorithmKind::Grpo,
+            clip_eps_low: 0.2,
+            clip_eps_high: 0.2,
+            behavior_weight_cap: 2.0,
+            scale_rewards: ScaleRewards::Group,
+            loss_agg: LossAgg::TokenMean,
+        }
+    }
+}
+
+/// `[trainer]`: the update.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Trainer {
+    /// Training steps of the run; required. TRL `max_steps`, verl `total_training_steps`.
+    pub steps: u64,
+    /// Peak learning rate of AdamW. verl `actor.optim.lr`.
+    pub learning_rate: f64,
+    /// How the learning rate goes on after the warm-up.
+    pub schedule: Schedule,
+    /// Steps over which the learning rate rises from 0.
+    pub warmup_steps: u64,
+    /// Decoupled weight decay.
+    pub weight_decay: f64,
+    /// Decay of the first moment.
+    pub adam_beta1: f64,
+    /// Decay of the second moment.
+    pub adam_beta2: f64,
+    /// Added to the root of the second moment.
+    pub adam_eps: f64,
+    /// Largest gradient norm. verl `grad_clip`.
+    pub max_grad_norm: f64,
+    /// Optimizer updates that a batch is split into. verl `ppo_mini_batch_size` as a count, AReaL `ppo_n_minibatches`.
+    pub minibatches: usize,
+    /// Passes over a batch. TRL `num_iterations`, verl `ppo_epochs`.
+    pub epochs: usize,
+    /// Tokens packed into one forward and backward pass. verl `ppo_max_token_len_per_gpu`.
+    pub microbatch_tokens: usize,
+    /// Trainer workers that share a step.
+    pub world: usize,
+}
+
+impl Default for Trainer {
+    fn default() -> Self {
+        Self {
+            steps: 0,
+            learning_rate: 1e-6,
+            schedule: Schedule::Constant,
+            warmup_steps: 0,
+            weight_decay: 0.0,
+            adam_beta1: 0.9,
+            adam_beta2: 0.999,
+            adam_eps: 1e-8,
+            max_grad_norm: 1.0,
+            minibatches: 1,
+            epochs: 1,
+            microbatch_tokens: 4096,
+            world: 1,
+        }
+    }
+}
+
+/// `[eval]`: accuracy on held-out tasks, before, during and after.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Eval {
+    /// Steps between evaluations; 0 is only before and after. TRL `eval_steps`, verl `test_freq`.
+    pub interval: u64,
+    /// Most tasks; all if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tasks: Option<usize>,
+    /// Sampling temperature; 0 takes the most likely token.
+    pub temperature: f64,
+}
+
+impl Default for Eval {
+    fn default() -> Self {
+        Self { interval: 10, tasks: None, temperature: 0.0 }
+    }
+}
+
+/// `[checkpoint]`: what a run resumes from.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Checkpoint {
+    /// Steps between checkpoints; 0 is only at the end. TRL `save_steps`, verl `save_freq`.
+    pub interval: u64,
+    /// Newest checkpoints that are kept. TRL `save_total_limit`, verl `max_actor_ckpt_to_keep`.
+    pub keep_last: usize,
+}
+
+impl Default for Checkpoint {
+    fn default() -> Self {
+        Self { interval: 50, keep_last: 2 }
+    }
+}
+
+/// `[log]`: what is written down beside the metrics.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Log {
+    /// Groups written to `samples/` per step.
+    pub samples: usize,
+}
+
+impl Default for Log {
+    fn default() -> Self {
+        Self { samples: 2 }
+    }
+}
+
+/// `[deadlines]`: every wait has one.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Deadlines {
+    /// Seconds that a role waits for another before the run stops and says who waits for whom.
+    pub wait_s: f64,
+}
+
+impl Default for Deadlines {
+    fn default() -> Self {
+        Self { wait_s: 600.0 }
+    }
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+fn thirty() -> f64 {
+    30.0
+}
+
+fn sixty_four() -> usize {
+    64
+}

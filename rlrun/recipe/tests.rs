@@ -1,0 +1,382 @@
+//! Whole recipes: layers, errors as a user sees them, origins and the way back through the resolved form.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use proptest::prelude::*;
+
+use super::schema::RewardSpec;
+use super::*;
+
+/// A directory with `run.toml` and whatever else a test writes; removed at the end.
+struct Case {
+    directory: tempfile::TempDir,
+}
+
+const MINIMAL: &str =
+    "[model.random]\n[data.arithmetic]\n[[rewards]]\nkind = \"exact\"\n[trainer]\nsteps = 5\n";
+
+impl Case {
+    fn new(text: &str) -> Self {
+        let case = Self { directory: tempfile::tempdir().unwrap() };
+        case.write("run.toml", text);
+        case
+    }
+
+    fn write(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.directory.path().join(name);
+        fs::write(&path, text).unwrap();
+        path
+    }
+
+    fn load(&self, sets: &[&str], env: &[(&str, &str)]) -> Result<(Recipe, Origins), Vec<Diagnostic>> {
+        let sets: Vec<_> = sets.iter().map(|set| (*set).to_owned()).collect();
+        let env = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        Recipe::load(&self.directory.path().join("run.toml"), &sets, env)
+    }
+
+    /// All errors as shown, with the temporary directory written as `DIR`.
+    fn errors(&self, sets: &[&str], env: &[(&str, &str)]) -> String {
+        let errors = self.load(sets, env).unwrap_err();
+        let shown: Vec<_> = errors.iter().map(ToString::to_string).collect();
+        let real = self.directory.path().canonicalize().unwrap();
+        let shown = shown.join("\n").replace(&real.display().to_string(), "DIR");
+        shown.replace(&self.directory.path().display().to_string(), "DIR")
+    }
+}
+
+#[test]
+fn a_misspelt_key_is_underlined_and_its_nearest_name_told() {
+    let case = Case::new(&format!("{MINIMAL}learning_rat = 1e-6\n"));
+    let expected = "\
+error: unknown key `trainer.learning_rat`
+  --> DIR/run.toml:7:1
+  |
+7 | learning_rat = 1e-6
+  | ^^^^^^^^^^^^
+   = help: did you mean `trainer.learning_rate`?";
+    assert_eq!(case.errors(&[], &[]), expected);
+}
+
+#[test]
+fn several_errors_are_reported_together() {
+    let text = "\
+sed = 1
+[model.random]
+num_layers = \"two\"
+[data]
+shufle = true
+[[rewards]]
+kind = \"maths\"
+weight = 1
+[trainer]
+steps = -3
+epochs = 1.5
+[zzz]
+";
+    let expected = "\
+error: unknown key `sed`
+  --> DIR/run.toml:1:1
+  |
+1 | sed = 1
+  | ^^^
+   = help: did you mean `seed`?
+error: `model.random.num_layers`: expected a whole number, 0 or more, found string \"two\"
+  --> DIR/run.toml:3:14
+  |
+3 | num_layers = \"two\"
+  |              ^^^^^
+error: unknown key `data.shufle`
+  --> DIR/run.toml:5:1
+  |
+5 | shufle = true
+  | ^^^^^^
+   = help: did you mean `data.shuffle`?
+error: `rewards[0].kind` cannot be \"maths\"
+  --> DIR/run.toml:7:8
+  |
+7 | kind = \"maths\"
+  |        ^^^^^^^
+   = help: did you mean \"math\"? it takes \"math\", \"gsm8k\", \"exact\", \"regex\", \"format\", \"length\"";
+    let shown = Case::new(text).errors(&[], &[]);
+    assert!(shown.starts_with(expected), "{shown}");
+}
+
+#[test]
+fn errors_after_a_list_element_that_cannot_be_taken_out_are_not_invented() {
+    let shown = Case::new("[[rewards]]\nweight = 1\n[[rewards]]\nkind = \"math\"\n").errors(&[], &[]);
+    assert_eq!(
+        shown,
+        "error: `rewards[0]` needs the key `kind`\n  --> DIR/run.toml:1:1\n  |\n1 | [[rewards]]\n  | ^^^^^^^^^^^"
+    );
+}
+
+#[test]
+fn wrong_types_and_ranges_point_at_the_value() {
+    for (set, message) in [
+        ("trainer.steps=many", "`trainer.steps`: expected a whole number, 0 or more, found string \"many\""),
+        ("trainer.steps=-1", "`trainer.steps`: expected a whole number, 0 or more, found integer `-1`"),
+        ("trainer.steps=0", "`trainer.steps` is 0; it must be 1 or more"),
+        ("trainer=3", "`trainer`: expected a table, found integer `3`"),
+        ("data.shuffle=1", "`data.shuffle`: expected true or false, found integer `1`"),
+        ("rollout.on_update=1", "`rollout.on_update`: expected a string"),
+        ("rollout.stop=x", "`rollout.stop`: expected a list, found string \"x\""),
+        ("rollout.top_p=1.5", "`rollout.top_p` is 1.5; it must be above 0 and at most 1"),
+        ("rollout.temperature=nan", "`rollout.temperature` is NaN; it must be above 0"),
+        ("rollout.temperature=0", "`rollout.temperature` is 0; it must be above 0"),
+        ("trainer.learning_rate=inf", "`trainer.learning_rate` is inf; it must be above 0"),
+        ("rollout.group_size=1", "`rollout.group_size` is 1: a trajectory that is compared with nothing"),
+        ("buffer.max_staleness=9000000000", "(`buffer.max_staleness` + 1) * `buffer.batch_groups` is more"),
+        ("trainer.minibatches=64", "`trainer.minibatches` is 64, but a batch has only 32 groups"),
+        ("trainer.microbatch_tokens=100", "a sequence of 1024 tokens"),
+        ("rollout.max_completion_length=8000", "a sequence of 8512 tokens"),
+        ("trainer.warmup_steps=6", "`trainer.warmup_steps` is 6, more than the 5 steps of the run"),
+        ("data.chat=true", "`data.chat` has no effect on the generated tasks"),
+        ("data.arithmetic.max_operand=9", "8500 tasks are more than the 100 additions of numbers up to 9"),
+        ("model.random.hidden_size=66", "`hidden_size` 66 does not split into 4 heads"),
+        ("model.random.num_kv_heads=3", "4 heads (`num_heads`) do not share 3 key and value heads evenly"),
+        ("name=a/b", "`name` is \"a/b\"; it must be usable as the name of a directory"),
+        ("seed=9223372036854775808", "`seed` is 9223372036854775808; it must be at most"),
+        ("deadlines.wait_s=5", "`rewards[0].timeout_s` is longer than `deadlines.wait_s`, 5"),
+    ] {
+        let shown = Case::new(MINIMAL).errors(&[set], &[]);
+        assert!(shown.starts_with(&format!("error: {message}")), "{set}: {shown}");
+        assert_eq!(shown.matches("error: ").count(), 1, "{set}: {shown}");
+        assert!(shown.contains(" --> --set:1:"), "{set}: {shown}");
+    }
+}
+
+#[test]
+fn rewards_take_their_own_keys_only() {
+    for (reward, message) in [
+        ("kind = \"math\"\npattern = \"x\"", "the reward `math` does not take `pattern`"),
+        ("kind = \"regex\"", "the reward `regex` needs the key `pattern`"),
+        ("kind = \"length\"\ncache = 600", "`rewards[1].cache` is more than the length limit of 512 tokens"),
+        ("kind = \"exact\"", "`rewards[0]` and `rewards[1]` are both named \"exact\""),
+        ("kind = \"math\"\nweight = inf", "`rewards[1].weight` is inf; it must be a finite number"),
+    ] {
+        let shown = Case::new(&format!("{MINIMAL}[[rewards]]\n{reward}\n")).errors(&[], &[]);
+        assert!(shown.starts_with(&format!("error: {message}")), "{shown}");
+    }
+}
+
+#[test]
+fn what_is_missing_is_named() {
+    let shown = Case::new("").errors(&[], &[]);
+    for missing in
+        ["`trainer.steps` is missing", "there is no model", "there are no tasks", "there is no reward"]
+    {
+        assert!(shown.contains(missing), "{shown}");
+    }
+}
+
+#[test]
+fn model_and_data_have_one_source_each() {
+    let text = format!("{MINIMAL}[model]\npath = \".\"\n");
+    let expected = "\
+error: both `model.path` and `model.random` are given; there can only be one
+  --> DIR/run.toml:8:1
+  |
+8 | path = \".\"
+  | ^^^^
+  --> DIR/run.toml:1:8
+  |
+1 | [model.random]
+  |        ^^^^^^ given here too
+   = help: remove one of them";
+    assert_eq!(Case::new(&text).errors(&[], &[]), expected);
+    let shown = Case::new(&format!("{MINIMAL}[data]\ntrain = \".\"\n")).errors(&[], &[]);
+    assert!(shown.starts_with("error: both `data.train` and `data.arithmetic` are given"), "{shown}");
+}
+
+#[test]
+fn a_layer_replaces_the_source_of_the_layer_below() {
+    let case = Case::new(MINIMAL);
+    fs::create_dir(case.directory.path().join("model")).unwrap();
+    let path = format!("model.path={}/model", case.directory.path().display());
+    let (recipe, _) = case.load(&[&path], &[]).unwrap();
+    assert_eq!(recipe.model, Model::Path(case.directory.path().join("model")));
+}
+
+#[test]
+fn a_path_is_looked_for_beside_the_file_that_names_it() {
+    let case = Case::new("extends = \"sub/base.toml\"\n[trainer]\nsteps = 1\n[[rewards]]\nkind = \"math\"\n");
+    fs::create_dir(case.directory.path().join("sub")).unwrap();
+    let base = "[model.random]\n[data]\ntrain = [\"a.jsonl\", \"b.jsonl\"]\n";
+    case.write("sub/base.toml", base);
+    case.write("sub/a.jsonl", "");
+    let shown = case.errors(&[], &[]);
+    assert!(
+        shown.starts_with("error: `data.train[1]`: there is no `b.jsonl`; looked for `DIR/sub/b.jsonl`"),
+        "{shown}"
+    );
+    assert!(shown.contains("DIR/sub/base.toml:3:21"), "{shown}");
+    case.write("sub/b.jsonl", "");
+    let DataSource::Files(files) = case.load(&[], &[]).unwrap().0.data.source else {
+        panic!("files are given")
+    };
+    let expected = ["sub/a.jsonl", "sub/b.jsonl"].map(|file| case.directory.path().join(file));
+    assert_eq!(files.train, expected);
+}
+
+#[test]
+fn a_circle_of_bases_is_an_error_with_its_members() {
+    let case = Case::new("extends = [\"base.toml\"]\n");
+    case.write("base.toml", "# base\nextends = \"run.toml\"\n");
+    let expected = "\
+error: `extends` runs in a circle: DIR/run.toml -> DIR/base.toml -> DIR/run.toml
+  --> DIR/base.toml:2:11
+  |
+2 | extends = \"run.toml\"
+  |           ^^^^^^^^^^
+   = help: remove one `extends` of the circle";
+    assert_eq!(case.errors(&[], &[]), expected);
+}
+
+#[test]
+fn missing_files_and_broken_toml_are_placed() {
+    let shown = Case::new("extends = \"nothing.toml\"\n").errors(&[], &[]);
+    assert!(shown.starts_with("error: cannot read recipe `DIR/nothing.toml`: "), "{shown}");
+    assert!(shown.contains("DIR/run.toml:1:11"), "{shown}");
+    let shown = Case::new("[model\nx = 1\n").errors(&[], &[]);
+    assert!(shown.starts_with("error: not TOML: ") && shown.contains("DIR/run.toml:1:7"), "{shown}");
+    let shown = Case::new("seed = 1\nseed = 2\n").errors(&[], &[]);
+    assert!(
+        shown.starts_with("error: not TOML: duplicate key") && shown.contains("DIR/run.toml:2:1"),
+        "{shown}"
+    );
+}
+
+#[test]
+fn later_layers_win_and_every_value_knows_its_origin() {
+    let case =
+        Case::new(&format!("extends = \"base.toml\"\n{MINIMAL}epochs = 2\nminibatches = 2\nworld = 2\n"));
+    case.write("base.toml", "[trainer]\nepochs = 9\nadam_beta1 = 0.8\nsteps = 9\n");
+    let env = [("RLRUN__TRAINER__MINIBATCHES", "3"), ("RLRUN__TRAINER__WORLD", "3"), ("PATH", "/bin")];
+    let (recipe, origins) = case.load(&["trainer.world=4"], &env).unwrap();
+    let trainer = &recipe.trainer;
+    assert_eq!((trainer.adam_beta1, trainer.epochs, trainer.minibatches, trainer.world), (0.8, 2, 3, 4));
+    let directory = case.directory.path().display().to_string();
+    for (path, layer, described) in [
+        ("trainer.adam_beta1", Some(Layer::Base), format!("{directory}/base.toml:3:1")),
+        ("trainer.epochs", Some(Layer::Recipe), format!("{directory}/run.toml:8:1")),
+        ("trainer.minibatches", Some(Layer::Environment), "environment".to_owned()),
+        ("trainer.world", Some(Layer::Set), "--set".to_owned()),
+        ("trainer.adam_beta2", None, "default".to_owned()),
+        ("rewards[0].kind", Some(Layer::Recipe), format!("{directory}/run.toml:5:1")),
+    ] {
+        assert_eq!(origins.get(path).map(|origin| origin.layer), layer, "{path}");
+        assert_eq!(origins.describe(path), described, "{path}");
+    }
+}
+
+#[test]
+fn an_error_in_the_environment_names_the_variable() {
+    let shown = Case::new(MINIMAL).errors(&[], &[("RLRUN__TRAINER__LR", "1e-6")]);
+    let expected = "\
+error: unknown key `trainer.lr`
+  --> environment:1:17
+  |
+1 | RLRUN__TRAINER__LR=1e-6
+  |                 ^^
+   = help: rlrun calls it `trainer.learning_rate`";
+    assert_eq!(shown, expected);
+}
+
+#[test]
+fn set_takes_toml_and_bare_words() {
+    let sets = [
+        "rollout.on_update=drain",
+        "rollout.stop=[\"a\", \"b\"]",
+        "buffer={batch_groups=4, store=\"memory\"}",
+    ];
+    let (recipe, _) = Case::new(MINIMAL).load(&sets, &[]).unwrap();
+    assert_eq!(recipe.rollout.on_update, words::OnUpdate::Drain);
+    assert_eq!(recipe.rollout.stop, ["a", "b"]);
+    assert_eq!((recipe.buffer.batch_groups, recipe.buffer.store), (4, words::Store::Memory));
+    for (set, message) in [
+        ("trainer.steps", "`trainer.steps` has no `=`"),
+        ("=3", "`` is not a key"),
+        ("trainer..steps=3", "`` is not a key"),
+        ("rollout.stop=[1", "the value is not TOML: "),
+        ("extends=a.toml", "`extends` can only stand in a file"),
+        ("steps=3", "unknown key `steps`"),
+    ] {
+        let shown = Case::new(MINIMAL).errors(&[set], &[]);
+        assert!(shown.starts_with(&format!("error: {message}")), "{set}: {shown}");
+    }
+    assert!(Case::new(MINIMAL).errors(&["steps=3"], &[]).contains("help: there is `trainer.steps`"));
+}
+
+#[test]
+fn the_resolved_recipe_loads_as_an_equal_one() {
+    let files = "seed = 7\n[model.random]\n[data]\ntrain = \"t.jsonl\"\nprompt_template = \"\"\"\nQ: {question}\n\"A\":\"\"\"\n\
+                 chat = true\n[[rewards]]\nkind = \"length\"\ncache = 10\n[[rewards]]\nkind = \"regex\"\npattern = '\\d+'\n\
+                 weight = 0.1\n[trainer]\nsteps = 3\nadam_eps = 1e-12\n";
+    let warm = format!("{MINIMAL}[warmup]\nsteps = 3\n[rollout]\nstop = [\"\\n\"]\nstop_token_ids = [3]\n");
+    for text in [files, MINIMAL, &warm] {
+        let case = Case::new(text);
+        case.write("t.jsonl", "");
+        let (recipe, origins) = case.load(&[], &[]).unwrap();
+        let resolved = recipe.resolved_toml(&origins);
+        let again = Recipe::load(&case.write("resolved.toml", &resolved), &[], []).unwrap().0;
+        assert_eq!(again, recipe, "{resolved}");
+        assert!(
+            resolved.lines().any(|line| line.starts_with("steps = ") && line.contains("  # /")),
+            "{resolved}"
+        );
+        let rate = resolved.lines().find(|line| line.starts_with("learning_rate = 0.000001 "));
+        assert!(rate.is_some_and(|line| line.ends_with("  # default")), "{resolved}");
+    }
+}
+
+#[test]
+fn names_of_peers_lead_to_keys_that_exist() {
+    let case = Case::new(MINIMAL);
+    for (foreign, ours) in peers::NAMES {
+        // No key takes this table, so every key that exists complains about the type.
+        let shown = case.errors(&[&format!("{ours}={{}}")], &[]);
+        assert!(shown.starts_with(&format!("error: `{ours}`: expected ")), "{foreign}: {shown}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn no_input_is_too_strange_to_be_reported(
+        text in "([a-z.\\[\\]{}=\"' 0-9#-]|\n|rewards|model|trainer|\u{e9}){0,40}",
+        set in "([a-z]{0,3}|trainer|rewards)(\\.[a-z]{0,2})?=?[\\[{\"a0. ]{0,4}\u{e9}?",
+    ) {
+        for error in Case::new(&text).load(&[&set], &[("RLRUN__X__Y", &set)]).err().unwrap_or_default() {
+            prop_assert!(error.to_string().starts_with("error: "));
+        }
+    }
+}
+
+#[test]
+fn names_are_filled_in() {
+    let (recipe, _) = Case::new(MINIMAL).load(&[], &[]).unwrap();
+    assert_eq!(recipe.name, "run");
+    assert_eq!(recipe.rewards.iter().map(RewardSpec::name).collect::<Vec<_>>(), ["exact"]);
+}
+
+#[test]
+fn warmup_of_no_steps_is_none_and_warmup_needs_generated_tasks() {
+    let case = Case::new(&format!("{MINIMAL}[warmup]\nsteps = 0\n"));
+    assert_eq!(case.load(&[], &[]).unwrap().0.warmup, None);
+    case.write("t.jsonl", "");
+    let train = format!("data.train={}/t.jsonl", case.directory.path().display());
+    assert!(case.load(&[&train], &[]).is_ok());
+    let shown = case.errors(&[&train, "warmup.steps=5"], &[]);
+    assert!(shown.starts_with("error: `warmup` needs the demonstrations of `data.arithmetic`"), "{shown}");
+}
+
+#[test]
+fn the_recipes_of_the_repository_hold() {
+    let recipes = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes");
+    let (math, _) = Recipe::load(&recipes.join("grpo_math.toml"), &[], []).unwrap();
+    assert!(math.warmup.is_some() && math.has_eval_tasks());
+    // Its model and data are downloads; nothing else may be wrong.
+    let errors = Recipe::load(&recipes.join("grpo_gsm8k.toml"), &[], []).err().unwrap_or_default();
+    let other: Vec<_> = errors.iter().filter(|error| !error.message.contains("there is no `")).collect();
+    assert!(other.is_empty(), "{other:?}");
+}

@@ -1,0 +1,237 @@
+//! What a run shows in the terminal.
+//!
+//! Invariant: the report only shows; a terminal that cannot be written to never stops a run. Everything shown stands
+//! in the files of the run directory too. The step table goes to standard output, progress bars to standard error.
+
+mod summary;
+mod table;
+
+use std::io::{self, Write};
+use std::sync::{Mutex, PoisonError};
+
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+pub use summary::{SamplePair, Summary};
+
+use crate::metrics::Metrics;
+
+/// How much is shown, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Style {
+    /// Nothing.
+    Quiet,
+    /// One line per step, for pipes and CI.
+    Plain,
+    /// Progress bars and a table.
+    Terminal {
+        /// Whether the header is emphasised.
+        color: bool,
+    },
+}
+
+impl Style {
+    /// The style for standard output as it is. `NO_COLOR` and `CI` count if they are set and not empty.
+    #[must_use]
+    pub fn detect(quiet: bool, env: &[(String, String)]) -> Self {
+        Self::choose(quiet, console::Term::stdout().is_term(), env)
+    }
+
+    fn choose(quiet: bool, terminal: bool, env: &[(String, String)]) -> Self {
+        let set = |name: &str| env.iter().any(|(known, value)| known == name && !value.is_empty());
+        match (quiet, terminal && !set("CI")) {
+            (true, _) => Self::Quiet,
+            (false, false) => Self::Plain,
+            (false, true) => Self::Terminal { color: !set("NO_COLOR") },
+        }
+    }
+}
+
+/// The report of one run; shared by all roles.
+pub struct Report {
+    style: Style,
+    bars: MultiProgress,
+    out: Mutex<Out>,
+}
+
+struct Out {
+    writer: Box<dyn Write + Send>,
+    rows: usize,
+}
+
+impl std::fmt::Debug for Report {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Report").field("style", &self.style).finish_non_exhaustive()
+    }
+}
+
+/// A part of the run with a known length, such as the warm-up. Dropped, its bar disappears.
+#[derive(Debug)]
+pub struct Phase<'a> {
+    report: &'a Report,
+    name: String,
+    bar: Option<ProgressBar>,
+}
+
+impl Report {
+    /// A report to standard output.
+    #[must_use]
+    pub fn new(style: Style) -> Self {
+        Self::with_writer(style, Box::new(io::stdout()))
+    }
+
+    /// A report to any writer.
+    #[must_use]
+    pub fn with_writer(style: Style, writer: Box<dyn Write + Send>) -> Self {
+        let out = Mutex::new(Out { writer, rows: 0 });
+        Self { style, bars: MultiProgress::new(), out }
+    }
+
+    /// Starts a part of the run of `total` units (steps, tasks or trajectories).
+    #[must_use]
+    pub fn phase(&self, name: &str, total: u64) -> Phase<'_> {
+        let bar = match self.style {
+            Style::Terminal { .. } => Some(self.bars.add(new_bar(name, total))),
+            Style::Plain => {
+                self.write(&format!("{name}: {total} to do"));
+                None
+            }
+            Style::Quiet => None,
+        };
+        Phase { report: self, name: name.to_owned(), bar }
+    }
+
+    /// Shows a training step.
+    pub fn step(&self, metrics: &Metrics) {
+        match self.style {
+            Style::Quiet => {}
+            Style::Plain => self.write(&table::line(metrics)),
+            Style::Terminal { color } => {
+                let rows = {
+                    let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
+                    out.rows += 1;
+                    out.rows - 1
+                };
+                let row = table::row(metrics);
+                if rows.is_multiple_of(table::HEADER_EVERY) {
+                    let header = console::style(table::header()).bold().force_styling(color);
+                    self.write(&format!("{header}\n{row}"));
+                } else {
+                    self.write(&row);
+                }
+            }
+        }
+    }
+
+    /// Shows a line of text.
+    pub fn note(&self, text: &str) {
+        if self.style != Style::Quiet {
+            self.write(text);
+        }
+    }
+
+    /// Shows what the run achieved and what can be done with it.
+    pub fn summary(&self, summary: &Summary) {
+        self.note(&summary.to_string());
+    }
+
+    fn write(&self, text: &str) {
+        self.bars.suspend(|| {
+            let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
+            // A closed pipe must not end a run that others wait for; its files go on.
+            let _ = writeln!(out.writer, "{text}").and_then(|()| out.writer.flush());
+        });
+    }
+}
+
+impl Phase<'_> {
+    /// Shows how far the phase is.
+    pub fn set(&self, position: u64, message: &str) {
+        if let Some(bar) = &self.bar {
+            bar.set_position(position);
+            bar.set_message(message.to_owned());
+        }
+    }
+
+    /// Ends the phase with a line that says what it achieved.
+    pub fn finish(mut self, message: &str) {
+        if let Some(bar) = self.bar.take() {
+            bar.finish_and_clear();
+        }
+        self.report.note(&format!("{}: {message}", self.name));
+    }
+}
+
+impl Drop for Phase<'_> {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn new_bar(name: &str, total: u64) -> ProgressBar {
+    let template = "{prefix} [{bar:30}] {pos}/{len} {elapsed}<{eta} {msg}";
+    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    ProgressBar::new(total).with_style(style.progress_chars("=> ")).with_prefix(name.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    /// A writer whose text can be read by the test.
+    #[derive(Clone, Default)]
+    struct Shown(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Shown {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn shown(style: Style, show: impl FnOnce(&Report)) -> String {
+        let text = Shown::default();
+        show(&Report::with_writer(style, Box::new(text.clone())));
+        let bytes = text.0.lock().unwrap().clone();
+        String::from_utf8(bytes).unwrap()
+    }
+
+    #[test]
+    fn the_style_follows_the_terminal_and_the_environment() {
+        let env = |name: &str, value: &str| vec![(name.to_owned(), value.to_owned())];
+        assert_eq!(Style::choose(true, true, &[]), Style::Quiet);
+        assert_eq!(Style::choose(false, false, &[]), Style::Plain);
+        assert_eq!(Style::choose(false, true, &[]), Style::Terminal { color: true });
+        assert_eq!(Style::choose(false, true, &env("NO_COLOR", "1")), Style::Terminal { color: false });
+        assert_eq!(Style::choose(false, true, &env("NO_COLOR", "")), Style::Terminal { color: true });
+        assert_eq!(Style::choose(false, true, &env("CI", "true")), Style::Plain);
+    }
+
+    #[test]
+    fn a_pipe_gets_one_line_per_step() {
+        let text = shown(Style::Plain, |report| {
+            let phase = report.phase("warm-up", 10);
+            phase.set(5, "loss 1.0");
+            phase.finish("accuracy 0.30");
+            report.step(&Metrics::default());
+            report.note("done");
+        });
+        assert_eq!(text.lines().count(), 4, "{text}");
+        assert!(text.starts_with("warm-up: 10 to do\nwarm-up: accuracy 0.30\nstep -"), "{text}");
+    }
+
+    #[test]
+    fn the_header_is_repeated_and_quiet_is_quiet() {
+        let steps = |report: &Report| (0..41).for_each(|_| report.step(&Metrics::default()));
+        let plain = shown(Style::Terminal { color: false }, steps);
+        assert_eq!(plain.matches("bottleneck").count(), 3, "{plain}");
+        assert!(!plain.contains('\u{1b}'));
+        assert!(shown(Style::Terminal { color: true }, steps).contains('\u{1b}'));
+        assert_eq!(shown(Style::Quiet, steps), "");
+    }
+}

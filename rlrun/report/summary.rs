@@ -1,0 +1,130 @@
+//! The last thing a run shows: what it achieved and what to do next.
+//!
+//! Invariant: text of a model is shown with its control characters escaped, since a terminal would obey them.
+
+use std::fmt;
+use std::path::PathBuf;
+
+/// What a finished run achieved.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Summary {
+    /// Held-out accuracy before the first step, 0 to 1.
+    pub accuracy_before: Option<f64>,
+    /// Held-out accuracy after the last step, 0 to 1.
+    pub accuracy_after: Option<f64>,
+    /// Training steps behind the policy.
+    pub steps: u64,
+    /// Seconds that the run took.
+    pub time_s: f64,
+    /// Where everything is.
+    pub run_dir: PathBuf,
+    /// The same tasks answered before and after.
+    pub samples: Vec<SamplePair>,
+}
+
+/// One task answered before and after training.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SamplePair {
+    /// The task.
+    pub prompt: String,
+    /// Completion of the policy that training started from.
+    pub before: String,
+    /// Completion of the trained policy.
+    pub after: String,
+}
+
+/// Characters per column of the samples: three fit a terminal of 100.
+const WIDTH: usize = 30;
+
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f)?;
+        if !self.samples.is_empty() {
+            writeln!(f, "{:WIDTH$}  {:WIDTH$}  after", "task", "before")?;
+        }
+        for SamplePair { prompt, before, after } in &self.samples {
+            writeln!(f, "{:WIDTH$}  {:WIDTH$}  {}", cell(prompt), cell(before), cell(after))?;
+        }
+        if !self.samples.is_empty() {
+            writeln!(f)?;
+        }
+        if let (Some(before), Some(after)) = (self.accuracy_before, self.accuracy_after) {
+            writeln!(f, "accuracy {before:.3} -> {after:.3} in {} steps, {:.0} s", self.steps, self.time_s)?;
+        } else {
+            writeln!(f, "{} steps, {:.0} s", self.steps, self.time_s)?;
+        }
+        let run = shell_quoted(&self.run_dir.display().to_string());
+        let prompt = self.samples.first().map_or("'PROMPT'".to_owned(), |pair| shell_quoted(&pair.prompt));
+        writeln!(f, "everything is in {run}; next:")?;
+        writeln!(f, "  rlrun generate {run} {prompt}")?;
+        writeln!(f, "  rlrun generate {run} --interactive")?;
+        writeln!(f, "  rlrun export {run} --out DIR")?;
+        write!(f, "  rlrun resume {run} --set trainer.steps={}", self.steps.saturating_mul(2))
+    }
+}
+
+/// A text as one cell: control characters escaped, the middle of a long one left out, since ends hold the answers.
+fn cell(text: &str) -> String {
+    let shown: Vec<char> = text.chars().flat_map(escaped).collect();
+    if shown.len() <= WIDTH {
+        return shown.into_iter().collect();
+    }
+    let head = WIDTH / 2;
+    let tail = WIDTH - head - 2;
+    shown[..head]
+        .iter()
+        .copied()
+        .chain("..".chars())
+        .chain(shown[shown.len() - tail..].iter().copied())
+        .collect()
+}
+
+fn escaped(c: char) -> Box<dyn Iterator<Item = char>> {
+    if c.is_control() { Box::new(c.escape_default()) } else { Box::new(std::iter::once(c)) }
+}
+
+/// The text as one word of a POSIX shell.
+fn shell_quoted(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=+:,".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        return text.to_owned();
+    }
+    let shown: String = text.chars().flat_map(escaped).collect();
+    format!("'{}'", shown.replace('\'', "'\\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_summary_tells_the_result_and_the_next_commands() {
+        let pair = SamplePair { prompt: "37+48=".into(), before: "75".into(), after: "85\u{1b}[2J\n".into() };
+        let summary = Summary {
+            accuracy_before: Some(0.3),
+            accuracy_after: Some(0.95),
+            steps: 60,
+            time_s: 61.7,
+            run_dir: "outputs/my run".into(),
+            samples: vec![pair],
+        };
+        let expected = "
+task                            before                          after
+37+48=                          75                              85\\u{1b}[2J\\n
+
+accuracy 0.300 -> 0.950 in 60 steps, 62 s
+everything is in 'outputs/my run'; next:
+  rlrun generate 'outputs/my run' 37+48=
+  rlrun generate 'outputs/my run' --interactive
+  rlrun export 'outputs/my run' --out DIR
+  rlrun resume 'outputs/my run' --set trainer.steps=120";
+        assert_eq!(summary.to_string(), expected);
+    }
+
+    #[test]
+    fn long_texts_keep_both_ends() {
+        let text = format!("{}{}", "a".repeat(50), "#### 18");
+        assert_eq!(cell(&text), "aaaaaaaaaaaaaaa..aaaaaa#### 18");
+        assert_eq!(shell_quoted("it's"), "'it'\\''s'");
+    }
+}

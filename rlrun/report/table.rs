@@ -1,0 +1,133 @@
+//! A training step as a row of a table or as a line.
+//!
+//! Invariant: a measurement that was not taken is a dash, never a zero. Columns are as wide as their header or wider,
+//! so that rows align in any terminal.
+
+use crate::metrics::Metrics;
+
+/// Rows between headers.
+pub(super) const HEADER_EVERY: usize = 20;
+
+/// Header and width of a column, and how its cell reads.
+type Column = (&'static str, usize, fn(&Metrics) -> String);
+
+const COLUMNS: [Column; 10] = [
+    ("step", 5, |m| decimals(m.get("step"), 0)),
+    ("reward", 7, |m| decimals(m.get("reward/mean"), 3)),
+    ("accuracy", 8, |m| decimals(m.get("eval/accuracy"), 3)),
+    ("loss", 9, |m| decimals(m.get("loss/mean"), 5)),
+    ("stale", 8, staleness),
+    ("sample/s", 8, |m| thousands(m.get("rollout/tokens_per_s"))),
+    ("train/s", 8, |m| thousands(m.get("trainer/tokens_per_s"))),
+    ("idle s/t", 9, idle),
+    ("time", 7, |m| seconds(m.get("time/step"))),
+    ("bottleneck", 0, |m| m.bottleneck.clone()),
+];
+
+/// The header of the table.
+pub(super) fn header() -> String {
+    join(COLUMNS.map(|(name, width, _)| (name.to_owned(), width)))
+}
+
+/// A step as a row of the table.
+pub(super) fn row(metrics: &Metrics) -> String {
+    join(COLUMNS.map(|(_, width, cell)| (cell(metrics), width)))
+}
+
+/// A step as one line that explains itself.
+pub(super) fn line(metrics: &Metrics) -> String {
+    let number = |name, places| decimals(metrics.get(name), places);
+    let mut line = format!(
+        "step {}: reward {}, accuracy {}, loss {}, staleness {}, sampling {} tok/s, training {} tok/s, \
+         idle sampler/trainer {}, {}",
+        number("step", 0),
+        number("reward/mean", 3),
+        number("eval/accuracy", 3),
+        number("loss/mean", 5),
+        staleness(metrics),
+        thousands(metrics.get("rollout/tokens_per_s")),
+        thousands(metrics.get("trainer/tokens_per_s")),
+        idle(metrics),
+        seconds(metrics.get("time/step")),
+    );
+    if !metrics.bottleneck.is_empty() {
+        line.push_str("; ");
+        line.push_str(&metrics.bottleneck);
+    }
+    line
+}
+
+fn join(cells: [(String, usize); 10]) -> String {
+    let padded = cells.map(|(cell, width)| format!("{cell:>width$}"));
+    padded.join("  ").trim_end().to_owned()
+}
+
+fn decimals(value: Option<f64>, places: usize) -> String {
+    value.map_or("-".to_owned(), |value| format!("{value:.places$}"))
+}
+
+/// Mean and maximum in versions.
+fn staleness(metrics: &Metrics) -> String {
+    let max = decimals(metrics.get("staleness/max"), 0);
+    format!("{}/{max}", decimals(metrics.get("staleness/mean"), 1))
+}
+
+/// Share of the step that sampler and trainer did nothing.
+fn idle(metrics: &Metrics) -> String {
+    let percent = |name| metrics.get(name).map_or("-".to_owned(), |ratio| format!("{:.0}%", ratio * 100.0));
+    format!("{}/{}", percent("rollout/idle_ratio"), percent("trainer/idle_ratio"))
+}
+
+fn seconds(value: Option<f64>) -> String {
+    value.map_or("-".to_owned(), |value| format!("{value:.2}s"))
+}
+
+fn thousands(value: Option<f64>) -> String {
+    match value {
+        None => "-".to_owned(),
+        Some(value) if value < 999.5 => format!("{value:.0}"),
+        Some(value) if value < 999_950.0 => format!("{:.1}k", value / 1e3),
+        Some(value) => format!("{:.1}M", value / 1e6),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn metrics() -> Metrics {
+        let mut metrics = Metrics::default();
+        metrics.bottleneck = "trainer waits for rollout".to_owned();
+        for (name, value) in [
+            ("step", 12.0),
+            ("reward/mean", 0.4567),
+            ("loss/mean", -0.012_345),
+            ("staleness/mean", 1.25),
+            ("staleness/max", 4.0),
+            ("rollout/tokens_per_s", 12_345.0),
+            ("trainer/tokens_per_s", 999.6),
+            ("rollout/idle_ratio", 0.031),
+            ("trainer/idle_ratio", 0.4),
+            ("time/step", 1.234),
+        ] {
+            metrics.set(name, value);
+        }
+        metrics
+    }
+
+    #[test]
+    fn rows_align_with_their_header() {
+        let expected = [
+            " step   reward  accuracy       loss     stale  sample/s   train/s   idle s/t     time  bottleneck",
+            "   12    0.457         -   -0.01235     1.2/4     12.3k      1.0k     3%/40%    1.23s  trainer waits for rollout",
+        ];
+        assert_eq!([header(), row(&metrics())], expected);
+    }
+
+    #[test]
+    fn a_line_explains_itself() {
+        let expected = "step 12: reward 0.457, accuracy -, loss -0.01235, staleness 1.2/4, sampling 12.3k tok/s, \
+                        training 1.0k tok/s, idle sampler/trainer 3%/40%, 1.23s; trainer waits for rollout";
+        assert_eq!(line(&metrics()), expected);
+    }
+}

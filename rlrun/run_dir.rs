@@ -1,0 +1,289 @@
+//! The directory of a run: everything needed to understand, resume and repeat it.
+//!
+//! Invariant: at most one process holds a run directory, and a new run never starts in one that already has files.
+//! Files are the truth; nothing here interprets checkpoints or samples.
+//!
+//! ```text
+//! recipe.toml resolved.toml metrics.jsonl events.jsonl samples/ logs/ checkpoints/ lock
+//! ```
+
+mod lines;
+mod lock;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+pub use lines::{JsonLines, JsonLinesError};
+use lock::Lock;
+
+/// Why a run directory cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunDirError {
+    /// A new run was to start where one has been.
+    #[error(
+        "run directory `{path}` is not empty; continue it with `rlrun resume {path}`, or start another with `--name NAME`"
+    )]
+    NotEmpty {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// A new run was to start among files that are no run.
+    #[error(
+        "directory `{path}` is not empty and holds no run; remove it, or start elsewhere with `--name NAME`"
+    )]
+    Occupied {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// There is nothing to resume.
+    #[error("`{path}` is no run directory: it has no `resolved.toml`; start a run with `rlrun RECIPE`")]
+    NotARun {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// Another process holds it.
+    #[error(
+        "run directory `{path}` is in use by process {pid}; stop that process, or start another run with `--name NAME`"
+    )]
+    InUse {
+        /// The directory.
+        path: PathBuf,
+        /// What the holder wrote about itself.
+        pid: String,
+    },
+    /// The file system refused.
+    #[error("cannot {verb} `{path}`: {source}; choose a writable place with `--run-dir DIR`")]
+    Io {
+        /// What was tried.
+        verb: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why it failed.
+        source: io::Error,
+    },
+    /// A metrics or events file cannot be used.
+    #[error(transparent)]
+    Lines(#[from] JsonLinesError),
+}
+
+/// A run directory held by this process until it is dropped.
+#[derive(Debug)]
+pub struct RunDir {
+    path: PathBuf,
+    _lock: Lock,
+}
+
+/// What a new run directory starts with.
+#[derive(Clone, Copy, Debug)]
+pub struct RecipeTexts<'a> {
+    /// The recipe file as the user gave it.
+    pub given: &'a str,
+    /// The recipe with every value spelled out.
+    pub resolved: &'a str,
+}
+
+/// `outputs/<name>`, or `run_dir` if the user named one.
+#[must_use]
+pub fn place(run_dir: Option<&Path>, name: &str) -> PathBuf {
+    run_dir.map_or_else(|| Path::new("outputs").join(name), Path::to_path_buf)
+}
+
+impl RunDir {
+    /// Makes a new run directory and holds it.
+    ///
+    /// # Errors
+    /// The directory has files in it, is held by another process, or cannot be written.
+    pub fn create(path: &Path, texts: RecipeTexts<'_>) -> Result<Self, RunDirError> {
+        std::fs::create_dir_all(path).map_err(|source| failed("create", path, source))?;
+        // Without a lock file nobody holds it, and none is left among somebody's files.
+        if has_files(path)? && !path.join(lock::NAME).exists() {
+            return Err(taken(path));
+        }
+        let lock = Lock::take(path)?;
+        if has_files(path)? {
+            return Err(taken(path));
+        }
+        for directory in ["samples", "logs", "checkpoints"] {
+            let directory = path.join(directory);
+            std::fs::create_dir(&directory).map_err(|source| failed("create", &directory, source))?;
+        }
+        // `resolved.toml` makes it a run, so it comes last: a crash before leaves nothing that looks resumable.
+        for (name, text) in [("recipe.toml", texts.given), ("resolved.toml", texts.resolved)] {
+            write_atomic(&path.join(name), text.as_bytes())?;
+        }
+        Ok(Self { path: path.to_path_buf(), _lock: lock })
+    }
+
+    /// Holds an existing run directory to go on with it.
+    ///
+    /// # Errors
+    /// It is no run directory, is held by another process, or cannot be written.
+    pub fn open(path: &Path) -> Result<Self, RunDirError> {
+        if !path.join("resolved.toml").is_file() {
+            return Err(RunDirError::NotARun { path: path.to_path_buf() });
+        }
+        let lock = Lock::take(path)?;
+        Ok(Self { path: path.to_path_buf(), _lock: lock })
+    }
+
+    /// The directory itself.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The recipe that `rlrun resume` goes on with.
+    #[must_use]
+    pub fn resolved_recipe(&self) -> PathBuf {
+        self.path.join("resolved.toml")
+    }
+
+    /// Directory of checkpoints.
+    #[must_use]
+    pub fn checkpoints(&self) -> PathBuf {
+        self.path.join("checkpoints")
+    }
+
+    /// Directory of log files.
+    #[must_use]
+    pub fn logs(&self) -> PathBuf {
+        self.path.join("logs")
+    }
+
+    /// File of the groups sampled for a step.
+    #[must_use]
+    pub fn samples(&self, step: u64) -> PathBuf {
+        self.path.join("samples").join(format!("step_{step:06}.jsonl"))
+    }
+
+    /// Opens `metrics.jsonl` to append, without the lines of steps after `last_step`.
+    ///
+    /// # Errors
+    /// The file cannot be read or written, or holds a whole line that is not a JSON object.
+    pub fn metrics(&self, last_step: Option<u64>) -> Result<JsonLines, RunDirError> {
+        Ok(JsonLines::open(&self.path.join("metrics.jsonl"), last_step)?)
+    }
+
+    /// Opens `events.jsonl` to append. Events are history: none is ever taken back.
+    ///
+    /// # Errors
+    /// As [`metrics`](Self::metrics).
+    pub fn events(&self) -> Result<JsonLines, RunDirError> {
+        Ok(JsonLines::open(&self.path.join("events.jsonl"), None)?)
+    }
+
+    /// Replaces `resolved.toml` after a resume with other values.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn replace_resolved(&self, resolved: &str) -> Result<(), RunDirError> {
+        write_atomic(&self.resolved_recipe(), resolved.as_bytes())
+    }
+}
+
+/// Whether there is anything beside the lock.
+fn has_files(path: &Path) -> Result<bool, RunDirError> {
+    let mut entries = std::fs::read_dir(path).map_err(|source| failed("read", path, source))?;
+    Ok(entries.any(|entry| entry.is_ok_and(|entry| entry.file_name() != lock::NAME)))
+}
+
+fn taken(path: &Path) -> RunDirError {
+    let path = path.to_path_buf();
+    if path.join("resolved.toml").exists() {
+        RunDirError::NotEmpty { path }
+    } else {
+        RunDirError::Occupied { path }
+    }
+}
+
+fn failed(verb: &'static str, path: &Path, source: io::Error) -> RunDirError {
+    RunDirError::Io { verb, path: path.to_path_buf(), source }
+}
+
+fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), RunDirError> {
+    lines::replace(path, bytes).map_err(|source| failed("write", path, source))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    const TEXTS: RecipeTexts<'static> = RecipeTexts { given: "seed = 1 # mine\n", resolved: "seed = 1\n" };
+
+    #[test]
+    fn a_new_run_directory_holds_the_recipe_and_its_folders() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = place(Some(&directory.path().join("a/b")), "ignored");
+        let run = RunDir::create(&path, TEXTS).unwrap();
+        assert_eq!(fs::read_to_string(path.join("recipe.toml")).unwrap(), TEXTS.given);
+        assert_eq!(fs::read_to_string(run.resolved_recipe()).unwrap(), TEXTS.resolved);
+        assert!(
+            run.logs().is_dir() && run.checkpoints().is_dir() && run.samples(3).parent().unwrap().is_dir()
+        );
+        assert_eq!(place(None, "x"), Path::new("outputs/x"));
+    }
+
+    #[test]
+    fn a_run_never_starts_where_one_has_been() {
+        let directory = tempfile::tempdir().unwrap();
+        drop(RunDir::create(directory.path(), TEXTS).unwrap());
+        let error = RunDir::create(directory.path(), TEXTS).unwrap_err().to_string();
+        let path = directory.path().display();
+        let expected = format!(
+            "run directory `{path}` is not empty; continue it with `rlrun resume {path}`, or start another with `--name NAME`"
+        );
+        assert_eq!(error, expected);
+        RunDir::open(directory.path()).unwrap().replace_resolved("seed = 2\n").unwrap();
+        assert_eq!(fs::read_to_string(directory.path().join("resolved.toml")).unwrap(), "seed = 2\n");
+    }
+
+    #[test]
+    fn files_that_are_no_run_are_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join("thesis.tex"), "").unwrap();
+        let error = RunDir::create(directory.path(), TEXTS).unwrap_err().to_string();
+        assert!(error.contains("is not empty and holds no run"), "{error}");
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn two_processes_never_hold_one_directory() {
+        let directory = tempfile::tempdir().unwrap();
+        let held = RunDir::create(directory.path(), TEXTS).unwrap();
+        // Locks belong to open files, so a second open in this process stands for another process.
+        assert!(matches!(RunDir::create(directory.path(), TEXTS), Err(RunDirError::InUse { .. })));
+        let error = RunDir::open(directory.path()).unwrap_err();
+        let own = std::process::id().to_string();
+        assert!(matches!(&error, RunDirError::InUse { pid, .. } if *pid == own), "{error}");
+        drop(held);
+        assert!(RunDir::open(directory.path()).is_ok());
+    }
+
+    #[test]
+    fn the_lock_of_a_dead_process_is_taken_over() {
+        let directory = tempfile::tempdir().unwrap();
+        drop(RunDir::create(directory.path(), TEXTS).unwrap());
+        fs::write(directory.path().join(lock::NAME), "1\n").unwrap();
+        assert!(RunDir::open(directory.path()).is_ok());
+    }
+
+    #[test]
+    fn what_is_no_run_directory_is_not_resumed() {
+        let directory = tempfile::tempdir().unwrap();
+        let error = RunDir::open(directory.path()).unwrap_err().to_string();
+        assert!(error.ends_with("it has no `resolved.toml`; start a run with `rlrun RECIPE`"), "{error}");
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_written_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("file");
+        fs::write(&file, "").unwrap();
+        let error = RunDir::create(&file.join("run"), TEXTS).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("cannot create `{}", file.join("run").display())), "{error}");
+        assert!(error.ends_with("choose a writable place with `--run-dir DIR`"), "{error}");
+    }
+}

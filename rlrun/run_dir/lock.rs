@@ -1,0 +1,46 @@
+//! The lock that keeps two processes out of one run directory.
+//!
+//! Invariant: the operating system holds the lock for the open file and gives it back when the process ends, however
+//! it ends, so that the lock of a dead process cannot exist. The process id in the file only serves the message.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{Read, Seek, Write};
+use std::path::Path;
+
+use super::{RunDirError, failed};
+
+/// Name of the lock file in a run directory.
+pub(super) const NAME: &str = "lock";
+
+/// A held lock; dropped, it is free again.
+#[derive(Debug)]
+pub(super) struct Lock {
+    _file: File,
+}
+
+impl Lock {
+    /// Takes the lock of a directory without waiting.
+    pub(super) fn take(directory: &Path) -> Result<Self, RunDirError> {
+        let path = directory.join(NAME);
+        // Not truncated here: the file may be another process's.
+        let opened = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
+        let mut file = opened.map_err(|source| failed("write", &path, source))?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let mut holder = String::new();
+                let read = file.read_to_string(&mut holder);
+                let pid = read.map_or("unknown".to_owned(), |_| holder.trim().to_owned());
+                return Err(RunDirError::InUse { path: directory.to_path_buf(), pid });
+            }
+            Err(TryLockError::Error(source)) => return Err(failed("lock", &path, source)),
+        }
+        let written = file
+            .set_len(0)
+            .and_then(|()| file.rewind())
+            .and_then(|()| writeln!(file, "{}", std::process::id()))
+            .and_then(|()| file.flush());
+        written.map_err(|source| failed("write", &path, source))?;
+        Ok(Self { _file: file })
+    }
+}
