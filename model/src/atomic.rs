@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use crate::ModelError;
 
 /// Lets `write` make a file beside `path`, forces it to disk and then renames it.
-pub(crate) fn file(
+pub fn file(
     path: &Path,
     write: impl FnOnce(&Path) -> Result<(), ModelError>,
 ) -> Result<(), ModelError> {
@@ -35,7 +35,7 @@ pub(crate) fn file(
 ///
 /// # Errors
 /// [`ModelError::Exists`] if there is something at `path`, besides what `fill` and the file system report.
-pub(crate) fn directory(
+pub fn directory(
     path: &Path,
     fill: impl FnOnce(&Path) -> Result<(), ModelError>,
 ) -> Result<(), ModelError> {

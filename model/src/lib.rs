@@ -8,11 +8,10 @@
 //! - [`sampling`]: from logits to a token and its log-probability
 //! - [`characters`]: the character-level tokenizer of fresh models
 
-mod atomic;
+pub mod atomic;
 pub mod characters;
 pub mod chat;
 pub mod config;
-mod config_keys;
 pub mod decoder;
 pub mod directory;
 pub mod error;

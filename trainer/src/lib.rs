@@ -15,10 +15,17 @@
 pub mod adamw;
 pub mod algorithm;
 pub mod batch;
+pub mod checkpoint;
 mod error;
 pub mod learner;
 pub mod packing;
 pub mod policy_loss;
+pub mod report;
 pub mod schedule;
+pub mod trainer;
 
+pub use checkpoint::{Checkpoint, TrainerState};
 pub use error::TrainerError;
+pub use learner::{Learner, LearnerConfig};
+pub use report::StepReport;
+pub use trainer::{Trainer, TrainerConfig};

@@ -1,0 +1,192 @@
+//! One training step, top to bottom.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use buffer::Consumer;
+use model::ModelDirectory;
+use trajectory::PolicyVersion;
+use weights::{Publisher, Snapshot};
+
+use crate::TrainerError;
+use crate::algorithm::grpo::Grpo;
+use crate::batch::{Row, minibatches};
+use crate::checkpoint::{self, TrainerState};
+use crate::learner::Learner;
+use crate::policy_loss::{PolicyLoss, TokenSums};
+use crate::report::{BatchStatistics, StepReport, StepTime};
+use crate::schedule::Schedule;
+
+/// What a trainer does with its batches.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TrainerConfig {
+    /// The algorithm.
+    pub algorithm: Grpo,
+    /// The learning rate.
+    pub schedule: Schedule,
+    /// Optimizer steps per batch and epoch.
+    pub minibatches: usize,
+    /// Passes over a batch.
+    pub epochs: usize,
+    /// Longest completion that the recipe allows, tokens.
+    pub max_completion_length: usize,
+    /// Steps between checkpoints; 0 for none.
+    pub checkpoint_interval: u64,
+    /// Checkpoints kept.
+    pub keep_last: usize,
+    /// Where checkpoints go.
+    pub checkpoints: PathBuf,
+    /// Longest wait for a batch.
+    pub wait: Duration,
+}
+
+/// Turns batches into versions.
+pub struct Trainer {
+    config: TrainerConfig,
+    learner: Learner,
+    directory: ModelDirectory,
+    buffer: Arc<dyn Consumer>,
+    publisher: Arc<dyn Publisher>,
+    version: PolicyVersion,
+    trained_tokens: u64,
+    /// Wall time of earlier processes of this run, seconds.
+    earlier_s: f64,
+    started: Instant,
+}
+
+impl std::fmt::Debug for Trainer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Trainer").field("config", &self.config).field("version", &self.version).finish_non_exhaustive()
+    }
+}
+
+impl Trainer {
+    /// A trainer at the version of `state`. Publishes that version, and tells the buffer that everything before is
+    /// safe.
+    ///
+    /// # Errors
+    /// If the buffer or the transport of the weights fails.
+    pub fn start(
+        config: TrainerConfig,
+        (learner, state): (Learner, &TrainerState),
+        directory: ModelDirectory,
+        buffer: Arc<dyn Consumer>,
+        publisher: Arc<dyn Publisher>,
+    ) -> Result<Self, TrainerError> {
+        let trainer = Self {
+            config,
+            learner,
+            directory,
+            buffer,
+            publisher,
+            version: state.version,
+            trained_tokens: state.trained_tokens,
+            earlier_s: state.time_s,
+            started: Instant::now(),
+        };
+        trainer.buffer.ack(trainer.version)?;
+        trainer.publish()?;
+        Ok(trainer)
+    }
+
+    /// The policy's version: the number of steps done.
+    #[must_use]
+    pub fn version(&self) -> PolicyVersion {
+        self.version
+    }
+
+    /// What is trained.
+    #[must_use]
+    pub fn learner(&self) -> &Learner {
+        &self.learner
+    }
+
+    /// Wall time of the run, earlier processes included, seconds.
+    #[must_use]
+    pub fn time_s(&self) -> f64 {
+        self.earlier_s + self.started.elapsed().as_secs_f64()
+    }
+
+    /// Tokens trained on.
+    #[must_use]
+    pub fn trained_tokens(&self) -> u64 {
+        self.trained_tokens
+    }
+
+    /// One training step: lease, pack, score if the algorithm needs it, forward and backward, clip, optimizer, the next
+    /// version, checkpoint if due, publish.
+    ///
+    /// # Errors
+    /// No batch in time, a gradient that is not finite, a checkpoint that cannot be written, a sampler that serves
+    /// other weights than it says.
+    pub fn step(&mut self) -> Result<StepReport, TrainerError> {
+        let clock = Instant::now();
+        let lease = self.buffer.lease(self.version, self.config.wait)?;
+        let mut time = StepTime { wait_for_batch: clock.elapsed().as_secs_f64(), ..StepTime::default() };
+
+        let clock = Instant::now();
+        let sizes = (self.config.minibatches, self.config.max_completion_length);
+        let (parts, counts) = minibatches(&lease.groups, &self.config.algorithm, sizes);
+        let batch = BatchStatistics::of(&lease.groups, self.version);
+        let learning_rate = self.config.schedule.at(self.version.0);
+        let (sums, grad_norm) = self.update(&parts, learning_rate)?;
+        self.version = self.version.next();
+        self.trained_tokens += sums.tokens;
+        time.forward_backward = clock.elapsed().as_secs_f64();
+
+        let clock = Instant::now();
+        let interval = self.config.checkpoint_interval;
+        if interval > 0 && self.version.0.is_multiple_of(interval) {
+            self.checkpoint()?;
+        }
+        time.save_checkpoint = clock.elapsed().as_secs_f64();
+
+        let clock = Instant::now();
+        self.publish()?;
+        time.weight_sync = clock.elapsed().as_secs_f64();
+        let (version, dropped_stale) = (self.version, lease.dropped_stale);
+        Ok(StepReport { version, counts, dropped_stale, sums, grad_norm, learning_rate, batch, time })
+    }
+
+    /// Writes a checkpoint of the current version, then lets the buffer forget the groups that are in it.
+    ///
+    /// # Errors
+    /// If the checkpoint cannot be written.
+    pub fn checkpoint(&self) -> Result<PathBuf, TrainerError> {
+        let updates = self.learner.optimizer().updates();
+        let state = TrainerState::new(self.version, updates, self.trained_tokens, self.time_s());
+        let (to, keep) = (&self.config.checkpoints, self.config.keep_last);
+        let path = checkpoint::save(to, &self.directory, &self.learner, &state, keep)?;
+        self.buffer.ack(self.version)?;
+        Ok(path)
+    }
+
+    /// All optimizer steps of one batch. Sums are over the last epoch.
+    fn update(&mut self, parts: &[Vec<Row<'_>>], learning_rate: f32) -> Result<(TokenSums, f32), TrainerError> {
+        // After the first optimizer step the policy is no longer the one that anchors the clip.
+        let updates = parts.len() * self.config.epochs;
+        let proximal: Option<Vec<_>> = if updates > 1 {
+            Some(parts.iter().map(|rows| self.learner.score(rows)).collect::<Result<_, _>>()?)
+        } else {
+            None
+        };
+        let (mut sums, mut grad_norm) = (TokenSums::default(), 0.0);
+        for _ in 0..self.config.epochs {
+            sums = TokenSums::default();
+            for (i, rows) in parts.iter().enumerate() {
+                let proximal = proximal.as_ref().map(|proximal| &proximal[i][..]);
+                let loss = PolicyLoss { algorithm: &self.config.algorithm, rows, proximal };
+                let (norm, reports) = self.learner.step(rows, &loss, learning_rate)?;
+                reports.iter().for_each(|report| sums.merge(report));
+                grad_norm = norm;
+            }
+        }
+        Ok((sums, grad_norm))
+    }
+
+    fn publish(&self) -> Result<(), TrainerError> {
+        let values = self.learner.parameters().values().to_vec().into();
+        Ok(self.publisher.publish(Snapshot::new(self.version, values))?)
+    }
+}
