@@ -1,1 +1,3 @@
 //! From tasks to scored groups: datasets, continuous batching, reward dispatch.
+
+pub mod tasks;
