@@ -1,0 +1,138 @@
+//! Everything that can be wrong with a dataset.
+//!
+//! Invariant: each message names the file, the row or the column, shows what was found and says what to change.
+
+use std::path::PathBuf;
+
+use super::rows::Place;
+
+/// Why a dataset does not make tasks.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TaskError {
+    /// A path that does not exist.
+    #[error("dataset {} does not exist; the path is relative to the directory the run was started in", .path.display())]
+    NotFound {
+        /// The path.
+        path: PathBuf,
+    },
+    /// A file that cannot be read.
+    #[error("dataset {} cannot be read", .path.display())]
+    Read {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A file of a type that is not read.
+    #[error("dataset {} has an unknown extension; use .jsonl, .json (one object per line) or .parquet", .path.display())]
+    Extension {
+        /// The path.
+        path: PathBuf,
+    },
+    /// A directory without a file that could be read.
+    #[error("directory {} holds no .jsonl, .json or .parquet file; shards must lie directly in it", .path.display())]
+    NoShards {
+        /// The path.
+        path: PathBuf,
+    },
+    /// A line that is not JSON.
+    #[error("{}:{line}: not valid JSON: {reason}; every line must be one whole object", .path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// What the parser says.
+        reason: String,
+    },
+    /// A row that has no columns.
+    #[error("{place}: a row must be an object with columns, found {found}")]
+    NotAnObject {
+        /// The row.
+        place: Place,
+        /// JSON type of what was found.
+        found: &'static str,
+    },
+    /// A file that is not Parquet, or damaged.
+    #[error("{} is not a readable Parquet file: {reason}; download it again or convert it to .jsonl", .path.display())]
+    Parquet {
+        /// The file.
+        path: PathBuf,
+        /// What the reader says.
+        reason: String,
+    },
+    /// A column that the recipe names, or that is needed.
+    #[error("{place}: no column `{column}` for {purpose}; the row has {}", list(.existing))]
+    MissingColumn {
+        /// The row.
+        place: Place,
+        /// The column, or the names that were tried.
+        column: String,
+        /// `the prompt` or `the answer`, and the key that names it.
+        purpose: &'static str,
+        /// The columns that exist.
+        existing: Vec<String>,
+    },
+    /// A placeholder that no column fills.
+    #[error(
+        "{place}: `prompt_template` has the placeholder `{{{placeholder}}}`, but the row has only {}; \
+         write `{{{{{placeholder}}}}}` for the text itself", list(.existing)
+    )]
+    Placeholder {
+        /// The row.
+        place: Place,
+        /// The name between the braces.
+        placeholder: String,
+        /// The columns that exist.
+        existing: Vec<String>,
+    },
+    /// Two ways to make the prompt.
+    #[error(
+        "`prompt_template` and `prompt_column` are both given; a template names its columns itself, drop `prompt_column`"
+    )]
+    TemplateAndColumn,
+    /// A cell of another type than its use asks for.
+    #[error("{place}: column `{column}` is {found}; {expected}")]
+    CellType {
+        /// The row.
+        place: Place,
+        /// The column.
+        column: String,
+        /// JSON type of the cell, or of the part of it that is wrong.
+        found: String,
+        /// What it must be.
+        expected: &'static str,
+    },
+    /// No row at all.
+    #[error("the dataset has no rows ({}); check the path and `limit`", list(.paths))]
+    Empty {
+        /// Where rows were looked for.
+        paths: Vec<String>,
+    },
+    /// More tasks than there are.
+    #[error(
+        "{wanted} arithmetic tasks do not fit in {pairs} pairs of operands; raise `max_operand` or ask for fewer"
+    )]
+    TooManyTasks {
+        /// Training and evaluation tasks.
+        wanted: u64,
+        /// Different prompts.
+        pairs: u64,
+    },
+    /// A task that [`super::Arithmetic`] did not make.
+    #[error(
+        "task {task} has no whole-number columns `a` and `b`; demonstrations exist for arithmetic tasks only"
+    )]
+    NotArithmetic {
+        /// The row.
+        task: u64,
+    },
+}
+
+fn list(names: &[String]) -> String {
+    if names.is_empty() {
+        return "none".to_owned();
+    }
+    names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
+}

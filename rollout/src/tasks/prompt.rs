@@ -1,0 +1,194 @@
+//! A prompt from the cells of a row.
+//!
+//! Invariant: a cell of the wrong type is an error; nothing is turned into text that a user would not read as text.
+//! Chat templates are applied later, by the model's tokenizer.
+
+use serde_json::{Map, Value};
+use trajectory::{Message, Prompt};
+
+use super::TaskError;
+use super::rows::{Row, type_of};
+
+/// Looks up a column: the name itself, or a dotted path into nested objects.
+#[must_use]
+pub fn cell<'a>(columns: &'a Map<String, Value>, path: &str) -> Option<&'a Value> {
+    if let Some(value) = columns.get(path) {
+        return Some(value);
+    }
+    // A column may itself have a dot in its name, so every dot is tried.
+    path.match_indices('.')
+        .find_map(|(dot, _)| cell(columns.get(&path[..dot])?.as_object()?, &path[dot + 1..]))
+}
+
+/// Text, number or boolean of a cell as text.
+#[must_use]
+pub fn text(value: &Value) -> Option<String> {
+    match value {
+        Value::String(text) => Some(text.clone()),
+        Value::Number(number) => Some(number.to_string()),
+        Value::Bool(truth) => Some(truth.to_string()),
+        Value::Null | Value::Array(_) | Value::Object(_) => None,
+    }
+}
+
+/// Reads a prompt cell: a string or a list of messages.
+///
+/// # Errors
+/// A cell of another type, an empty list, a message without `role` and `content` as strings.
+pub fn from_cell(row: &Row, column: &str, value: &Value) -> Result<Prompt, TaskError> {
+    let wrong = |found: String| TaskError::CellType {
+        place: row.place.clone(),
+        column: column.to_owned(),
+        found,
+        expected: "a prompt must be a string, or a list of messages with `role` and `content` as strings",
+    };
+    match value {
+        Value::String(text) => Ok(Prompt::Text(text.clone())),
+        Value::Array(list) if list.is_empty() => Err(wrong("an empty list".to_owned())),
+        Value::Array(list) => list
+            .iter()
+            .enumerate()
+            .map(|(at, message)| {
+                let part = |key: &str| match message.get(key) {
+                    Some(Value::String(text)) => Ok(text.clone()),
+                    Some(other) => {
+                        Err(wrong(format!("a list whose message {at} has {} as `{key}`", type_of(other))))
+                    }
+                    None => Err(wrong(format!("a list whose message {at} has no `{key}`"))),
+                };
+                Ok(Message { role: part("role")?, content: part("content")? })
+            })
+            .collect::<Result<_, _>>()
+            .map(Prompt::Messages),
+        other => Err(wrong(type_of(other).to_owned())),
+    }
+}
+
+/// Fills the placeholders `{column}` of a template.
+///
+/// A placeholder is a name (letters, digits, `_` and dots, not beginning with a digit) in braces; `{{name}}` writes
+/// `{name}`, and braces around anything else stay as they are, so that `\boxed{}` needs no escape.
+///
+/// # Errors
+/// A placeholder without a column; a cell that is not text, a number or a boolean.
+pub fn fill(row: &Row, template: &str) -> Result<String, TaskError> {
+    let mut out = String::with_capacity(template.len());
+    let mut rest = template;
+    while let Some(open) = rest.find('{') {
+        out.push_str(&rest[..open]);
+        rest = &rest[open..];
+        if let Some(name) = name_within(rest, "{{", "}}") {
+            out.extend(["{", name, "}"]);
+            rest = &rest[name.len() + 4..];
+        } else if let Some(name) = name_within(rest, "{", "}") {
+            out.push_str(&placeholder(row, name)?);
+            rest = &rest[name.len() + 2..];
+        } else {
+            out.push('{');
+            rest = &rest[1..];
+        }
+    }
+    out.push_str(rest);
+    Ok(out)
+}
+
+fn placeholder(row: &Row, name: &str) -> Result<String, TaskError> {
+    let value = cell(&row.columns, name).ok_or_else(|| TaskError::Placeholder {
+        place: row.place.clone(),
+        placeholder: name.to_owned(),
+        existing: row.columns.keys().cloned().collect(),
+    })?;
+    text(value).ok_or_else(|| TaskError::CellType {
+        place: row.place.clone(),
+        column: name.to_owned(),
+        found: type_of(value).to_owned(),
+        expected: "a placeholder of `prompt_template` must be a string, a number or a boolean",
+    })
+}
+
+fn name_within<'a>(text: &'a str, open: &str, close: &str) -> Option<&'a str> {
+    let inner = text.strip_prefix(open)?;
+    let len = inner.bytes().take_while(|b| b.is_ascii_alphanumeric() || [b'_', b'.'].contains(b)).count();
+    let name = &inner[..len];
+    let is_name = !name.is_empty() && !name.starts_with(|c: char| c.is_ascii_digit());
+    (is_name && inner[len..].starts_with(close)).then_some(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::*;
+    use crate::tasks::rows::Place;
+
+    fn row(columns: Value) -> Row {
+        let Value::Object(columns) = columns else { panic!("not an object") };
+        Row { place: Place { path: Path::new("d.jsonl").into(), row: 3 }, columns }
+    }
+
+    #[test]
+    fn columns_are_found_by_name_and_by_path() {
+        let row = row(json!({"a.b": 1, "a": {"b": 2, "c": {"d": 3}, "e.f": 4}}));
+        for (path, expected) in
+            [("a.b", Some(1)), ("a.c.d", Some(3)), ("a.e.f", Some(4)), ("a.x", None), ("", None), (".", None)]
+        {
+            assert_eq!(cell(&row.columns, path).and_then(Value::as_i64), expected, "{path}");
+        }
+    }
+
+    #[test]
+    fn templates_fill_names_and_leave_other_braces() {
+        let row = row(json!({"q": "2+2?", "m": {"n": 7}}));
+        let template = "{q} ({m.n}) \\boxed{} {1} {a b} {{q}} {";
+        assert_eq!(fill(&row, template).unwrap(), "2+2? (7) \\boxed{} {1} {a b} {q} {");
+    }
+
+    #[test]
+    fn a_placeholder_needs_a_column_with_text() {
+        let row = row(json!({"q": [1], "r": 1}));
+        let message = fill(&row, "{question}").unwrap_err().to_string();
+        assert_eq!(
+            message,
+            "d.jsonl:3: `prompt_template` has the placeholder `{question}`, but the row has only `q`, `r`; \
+             write `{{question}}` for the text itself"
+        );
+        let message = fill(&row, "{q}").unwrap_err().to_string();
+        assert!(message.starts_with("d.jsonl:3: column `q` is a list"), "{message}");
+    }
+
+    #[test]
+    fn prompts_are_strings_or_messages() {
+        let row = row(json!({}));
+        let read = |value| from_cell(&row, "prompt", &value);
+        assert_eq!(read(json!("hi")).unwrap(), Prompt::Text("hi".into()));
+        let message = Message { role: "user".into(), content: "hi".into() };
+        let messages = json!([{"role": "user", "content": "hi", "name": null}]);
+        assert_eq!(read(messages).unwrap(), Prompt::Messages(vec![message]));
+        for (value, found) in [
+            (json!(3), "a number"),
+            (json!(null), "null"),
+            (json!([]), "an empty list"),
+            (json!([{"role": "user"}]), "a list whose message 0 has no `content`"),
+            (json!([{"role": "user", "content": []}]), "a list whose message 0 has a list as `content`"),
+            (json!(["hi"]), "a list whose message 0 has no `role`"),
+        ] {
+            let message = read(value).unwrap_err().to_string();
+            assert!(message.starts_with(&format!("d.jsonl:3: column `prompt` is {found}; ")), "{message}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn text_without_braces_is_its_own_template(text in "[^{]*") {
+            prop_assert_eq!(fill(&row(json!({})), &text).unwrap(), text);
+        }
+
+        #[test]
+        fn no_template_panics(text in any::<String>()) {
+            let _ = fill(&row(json!({"a": 1})), &text);
+        }
+    }
+}
