@@ -1,84 +1,259 @@
 //! What the commands do.
 //!
-//! Invariant: a command returns what it has to say or one error with its exit status; nothing is printed here.
+//! Invariant: a command returns what it has to say or one error with its exit status. Only what grows while the user
+//! watches (the report of a run, a chat) is written before the command ends.
 
-use std::path::Path;
+use std::io::{BufRead, Write};
+use std::path::{Path, PathBuf};
 
-use crate::args::{Cli, Command, InitArgs, RecipeArgs};
-use crate::init::{self, InitError};
-use crate::plan;
+use model::{Decoder, ModelDirectory, Purpose, Sampling};
+use rollout::{Engine, EngineConfig, Request, StopRules};
+use trajectory::{GroupId, Message, PolicyVersion, Prompt};
+
+use crate::args::{Cli, Command, EvalArgs, ExportArgs, GenerateArgs, InitArgs, RecipeArgs, ResumeArgs, RunArgs};
+use crate::failure::Failure;
+use crate::init;
+use crate::pipeline;
+use crate::plan::{self, ModelSize};
+use crate::prepare::{Bench, Prepared};
 use crate::recipe::{DataSource, Diagnostic, Model, Origins, Recipe};
-use crate::run_dir::RunDirError;
+use crate::report::{Report, Style};
+use crate::run_dir::{self, RecipeTexts, RunDir};
 
-/// Why a command failed.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum Error {
-    /// The recipe, its model or its data are wrong.
-    #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n\n"))]
-    Recipe(Vec<Diagnostic>),
-    /// A run directory cannot be used.
-    #[error("error: {0}")]
-    RunDir(#[from] RunDirError),
-    /// A template cannot be written.
-    #[error("error: {0}")]
-    Init(#[from] InitError),
-    /// The command needs a model, and none is linked into this program.
-    #[error("error: `rlrun {0}` is not part of this build; use `check`, `plan` or `init`")]
-    NotInThisBuild(&'static str),
-}
-
-impl Error {
-    /// 1 the run failed, 2 the input was wrong.
-    #[must_use]
-    pub fn exit_code(&self) -> u8 {
-        match self {
-            Self::Recipe(_) | Self::RunDir(_) | Self::Init(_) => 2,
-            Self::NotInThisBuild(_) => 1,
-        }
-    }
-}
+/// Prompt tokens that a chat or a single answer prefills at once.
+const PREFILL_CHUNK: usize = 256;
 
 /// Does what the command line says; `env` are the variables of the process. Returns what there is to say.
 ///
 /// # Errors
 /// What went wrong, ready to be shown.
-pub fn execute(cli: &Cli, env: &[(String, String)]) -> Result<String, Error> {
+pub fn execute(cli: &Cli, env: &[(String, String)]) -> Result<String, Failure> {
     match &cli.command {
         Command::Check(args) => check(args, env),
         Command::Plan(args) => plan(args, env),
         Command::Init(args) => write_template(args),
-        Command::Run(_) => Err(Error::NotInThisBuild("run")),
-        Command::Eval(_) => Err(Error::NotInThisBuild("eval")),
-        Command::Generate(_) => Err(Error::NotInThisBuild("generate")),
-        Command::Export(_) => Err(Error::NotInThisBuild("export")),
-        Command::Resume(_) => Err(Error::NotInThisBuild("resume")),
+        Command::Run(args) => run(args, env),
+        Command::Eval(args) => eval(args, env),
+        Command::Generate(args) => generate(args),
+        Command::Export(args) => export(args),
+        Command::Resume(args) => resume(args, env),
     }
 }
 
-fn check(args: &RecipeArgs, env: &[(String, String)]) -> Result<String, Error> {
-    let (recipe, origins) = load(args, env)?;
-    check_model_and_data(&recipe, &origins).map_err(Error::Recipe)?;
-    Ok(format!("{}: no mistakes found", args.recipe.display()))
+fn run(args: &RunArgs, env: &[(String, String)]) -> Result<String, Failure> {
+    let mut sets = args.recipe.sets.clone();
+    sets.extend(args.name.as_ref().map(|name| format!("name={name:?}")));
+    let (recipe, origins) = load(&args.recipe.recipe, &sets, env)?;
+    let given = std::fs::read_to_string(&args.recipe.recipe).map_err(|source| Failure::System {
+        what: format!("read {}", args.recipe.recipe.display()),
+        source,
+    })?;
+    let place = run_dir::place(args.run_dir.as_deref(), &recipe.name);
+    let resolved = recipe.resolved_toml(&origins);
+    let run_dir = RunDir::create(&place, RecipeTexts { given: &given, resolved: &resolved })?;
+    pipeline::run(&recipe, &run_dir, &Report::new(Style::detect(args.loudness.quiet, env)))?;
+    Ok(String::new())
 }
 
-fn plan(args: &RecipeArgs, env: &[(String, String)]) -> Result<String, Error> {
-    let (recipe, origins) = load(args, env)?;
-    Ok(format!("{}\n{}", recipe.resolved_toml(&origins), plan::describe(&recipe)))
+fn resume(args: &ResumeArgs, env: &[(String, String)]) -> Result<String, Failure> {
+    let run_dir = RunDir::open(&args.run)?;
+    let (recipe, origins) = load(&run_dir.resolved_recipe(), &args.sets, env)?;
+    if !args.sets.is_empty() {
+        run_dir.replace_resolved(&recipe.resolved_toml(&origins))?;
+    }
+    pipeline::run(&recipe, &run_dir, &Report::new(Style::detect(args.loudness.quiet, env)))?;
+    Ok(String::new())
 }
 
-fn write_template(args: &InitArgs) -> Result<String, Error> {
+fn check(args: &RecipeArgs, env: &[(String, String)]) -> Result<String, Failure> {
+    let (recipe, origins) = load(&args.recipe, &args.sets, env)?;
+    check_files(&recipe, &origins).map_err(Failure::Recipe)?;
+    let scratch = scratch_directory()?;
+    let directory = recipe.open_model(scratch.path())?;
+    let prepared = Prepared::new(&recipe, &directory)?;
+    let held_out = prepared.eval.as_ref().map_or(0, rollout::PromptSet::len);
+    Ok(format!(
+        "{}: no mistakes found; {} parameters, {} tasks ({} left out as too long), {held_out} held out, longest prompt \
+         {} tokens",
+        args.recipe.display(),
+        model::Layout::new(directory.config()).len(),
+        prepared.train.len(),
+        prepared.train.dropped(),
+        prepared.train.longest(),
+    ))
+}
+
+fn plan(args: &RecipeArgs, env: &[(String, String)]) -> Result<String, Failure> {
+    let (recipe, origins) = load(&args.recipe, &args.sets, env)?;
+    let config = match &recipe.model {
+        Model::Path(path) => model::Config::load(path)?,
+        Model::Random(sizes) => recipe.fresh_model(sizes),
+    };
+    let size = ModelSize {
+        parameters: model::Layout::new(&config).len() as u64,
+        layers: config.num_layers as u64,
+        hidden_size: config.hidden_size as u64,
+        intermediate_size: config.intermediate_size as u64,
+        vocab_size: config.vocab_size as u64,
+        heads: config.num_heads as u64,
+        kv_heads: config.num_kv_heads as u64,
+        head_dim: config.head_dim as u64,
+    };
+    let memory = plan::Memory::of(&recipe, &size);
+    Ok(format!("{}\n{}{memory}", recipe.resolved_toml(&origins), plan::describe(&recipe)))
+}
+
+fn write_template(args: &InitArgs) -> Result<String, Failure> {
     let path = args.file.as_deref().unwrap_or(Path::new(args.template.file_name()));
     init::init(args.template, path)?;
     Ok(format!("wrote {}; next: rlrun {}", path.display(), path.display()))
 }
 
-fn load(args: &RecipeArgs, env: &[(String, String)]) -> Result<(Recipe, Origins), Error> {
-    Recipe::load(&args.recipe, &args.sets, env.iter().cloned()).map_err(Error::Recipe)
+fn eval(args: &EvalArgs, env: &[(String, String)]) -> Result<String, Failure> {
+    let (recipe, _) = load(&args.recipe, &args.sets, env)?;
+    let directory = ModelDirectory::open(&model_of(&args.target, None)?)?;
+    let prepared = Prepared::new(&recipe, &directory)?;
+    let parameters = directory.load_parameters()?;
+    let decoder = Decoder::new(directory.config(), &parameters, Purpose::Inference);
+    let bench = Bench::new()?;
+    let Some(evaluation) = prepared.evaluate_decoder(&recipe, decoder, &directory, &bench)? else {
+        let what = format!("{} has no held-out tasks; name some under data.eval", args.recipe.display());
+        return Err(Failure::NotThere(what));
+    };
+    let (accuracy, tasks) = (evaluation.accuracy(), evaluation.answers.len());
+    Ok(format!("accuracy {accuracy:.4} on {tasks} tasks, {} tokens sampled", evaluation.tokens))
 }
 
-/// Checks the model and the data that a recipe names, as far as that goes without loading them.
-fn check_model_and_data(recipe: &Recipe, origins: &Origins) -> Result<(), Vec<Diagnostic>> {
+fn export(args: &ExportArgs) -> Result<String, Failure> {
+    let model = model_of(&args.run, args.step)?;
+    let directory = ModelDirectory::open(&model)?;
+    directory.export(&args.out, &directory.load_parameters()?)?;
+    Ok(format!("wrote {} from {}", args.out.display(), model.display()))
+}
+
+fn generate(args: &GenerateArgs) -> Result<String, Failure> {
+    let mut speaker = Speaker::open(args)?;
+    if !args.interactive {
+        let answers: Result<Vec<String>, Failure> =
+            args.prompts.iter().map(|prompt| speaker.answer(&speaker.prompt(prompt, &[]))).collect();
+        return Ok(answers?.join("\n"));
+    }
+    let system = |source| Failure::System { what: "talk to the terminal".to_owned(), source };
+    let mut out = std::io::stdout();
+    let mut history = Vec::new();
+    write!(out, "> ").and_then(|()| out.flush()).map_err(system)?;
+    for line in std::io::stdin().lock().lines() {
+        let line = line.map_err(system)?;
+        let answer = speaker.answer(&speaker.prompt(&line, &history))?;
+        write!(out, "{answer}\n> ").and_then(|()| out.flush()).map_err(system)?;
+        let message = |role: &str, content| Message { role: role.to_owned(), content };
+        history.extend([message("user", line), message("assistant", answer)]);
+    }
+    Ok(String::new())
+}
+
+/// A model that answers prompts one by one.
+struct Speaker {
+    directory: ModelDirectory,
+    engine: Engine,
+    sampling: Sampling,
+    max_tokens: usize,
+    asked: u64,
+}
+
+impl Speaker {
+    fn open(args: &GenerateArgs) -> Result<Self, Failure> {
+        let directory = ModelDirectory::open(&model_of(&args.target, None)?)?;
+        let parameters = directory.load_parameters()?;
+        let context = directory.config().max_context();
+        let max_tokens = args.max_tokens.min(context.saturating_sub(1)).max(1);
+        let config = EngineConfig {
+            max_running: 1,
+            prefill_chunk: PREFILL_CHUNK,
+            kv_cache_tokens: None,
+            max_prompt_length: context - max_tokens,
+            max_completion_length: max_tokens,
+            seed: 0,
+        };
+        let stop = StopRules {
+            token_ids: directory.stop_token_ids().to_vec(),
+            strings: Vec::new(),
+            tokenizer: directory.tokenizer().clone(),
+        };
+        let decoder = Decoder::new(directory.config(), &parameters, Purpose::Inference);
+        let engine = Engine::new(config, stop, decoder, PolicyVersion::default())?;
+        let sampling = Sampling { temperature: args.temperature as f32, ..Sampling::PLAIN };
+        Ok(Self { directory, engine, sampling, max_tokens, asked: 0 })
+    }
+
+    /// A model with a chat template is talked to in messages, any other continues text.
+    fn prompt(&self, text: &str, history: &[Message]) -> Prompt {
+        if self.directory.template().is_none() {
+            return Prompt::Text(text.to_owned());
+        }
+        let mut messages = history.to_vec();
+        messages.push(Message { role: "user".to_owned(), content: text.to_owned() });
+        Prompt::Messages(messages)
+    }
+
+    fn answer(&mut self, prompt: &Prompt) -> Result<String, Failure> {
+        self.engine.submit(Request {
+            group: GroupId(self.asked),
+            prompt: self.directory.encode_prompt(prompt)?,
+            samples: 1,
+            sampling: self.sampling,
+            max_completion_length: self.max_tokens,
+        })?;
+        self.asked += 1;
+        let mut text = String::new();
+        while !self.engine.is_idle() {
+            for completion in self.engine.step()? {
+                text = completion.text;
+            }
+        }
+        Ok(text)
+    }
+}
+
+fn load(path: &Path, sets: &[String], env: &[(String, String)]) -> Result<(Recipe, Origins), Failure> {
+    Recipe::load(path, sets, env.iter().cloned()).map_err(Failure::Recipe)
+}
+
+/// The model directory of a run's checkpoint (the newest without `step`), or `target` itself if it is a model.
+fn model_of(target: &Path, step: Option<u64>) -> Result<PathBuf, Failure> {
+    if step.is_none() && target.join("config.json").is_file() {
+        return Ok(target.to_path_buf());
+    }
+    let checkpoints = target.join("checkpoints");
+    let versions = trainer::checkpoint::list(&checkpoints);
+    let chosen = match step {
+        Some(step) => versions.iter().find(|version| version.0 == step),
+        None => versions.last(),
+    };
+    let Some(version) = chosen else {
+        let known: Vec<String> = versions.iter().map(|version| version.0.to_string()).collect();
+        return Err(Failure::NotThere(match step {
+            Some(step) if !known.is_empty() => format!(
+                "{} has no checkpoint of step {step}; there are those of steps {}",
+                target.display(),
+                known.join(", ")
+            ),
+            _ => format!(
+                "{} is neither a model directory (no config.json) nor a run with checkpoints",
+                target.display()
+            ),
+        }));
+    };
+    Ok(trainer::checkpoint::path(&checkpoints, *version).join("model"))
+}
+
+/// A directory that disappears again, for the fresh model of a check.
+fn scratch_directory() -> Result<tempfile::TempDir, Failure> {
+    tempfile::tempdir().map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })
+}
+
+/// Checks that the files a recipe names can be what it says, each mistake at the line that names it.
+fn check_files(recipe: &Recipe, origins: &Origins) -> Result<(), Vec<Diagnostic>> {
     let at = |path: &str| origins.get(path).map(|origin| origin.value.clone());
     let mut errors = Vec::new();
     if let Model::Path(path) = &recipe.model {
@@ -110,7 +285,7 @@ fn check_model_and_data(recipe: &Recipe, origins: &Origins) -> Result<(), Vec<Di
 mod tests {
     use super::*;
 
-    fn execute_args(args: &[&str]) -> Result<String, Error> {
+    fn execute_args(args: &[&str]) -> Result<String, Failure> {
         let cli =
             Cli::parse_args(std::iter::once("rlrun").chain(args.iter().copied()).map(Into::into)).unwrap();
         execute(&cli, &[])
@@ -122,7 +297,8 @@ mod tests {
         let file = directory.path().join("mine.toml");
         let file = file.to_str().unwrap();
         assert_eq!(execute_args(&["init", file]).unwrap(), format!("wrote {file}; next: rlrun {file}"));
-        assert_eq!(execute_args(&["check", file]).unwrap(), format!("{file}: no mistakes found"));
+        let checked = execute_args(&["check", file]).unwrap();
+        assert!(checked.starts_with(&format!("{file}: no mistakes found; 113600 parameters, 8000 tasks")), "{checked}");
         let plan = execute_args(&["plan", file, "--set", "trainer.steps=7"]).unwrap();
         assert!(
             plan.lines().any(|line| line.starts_with("steps = 7 ") && line.ends_with("  # --set"))

@@ -22,9 +22,16 @@
 
 pub mod args;
 pub mod commands;
+pub mod failure;
 pub mod init;
 pub mod metrics;
+pub mod observe;
+pub mod pipeline;
 pub mod plan;
+pub mod prepare;
 pub mod recipe;
 pub mod report;
 pub mod run_dir;
+pub mod settings;
+pub mod signals;
+pub mod warmup;

@@ -6,6 +6,11 @@ use std::process::ExitCode;
 
 use rlrun::args::Cli;
 use rlrun::commands;
+use rlrun::failure::Failure;
+
+/// Every operation of the decoder allocates its result; glibc would map and zero large ones each time.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
     let cli = match Cli::parse_args(std::env::args_os()) {
@@ -17,11 +22,15 @@ fn main() -> ExitCode {
     let env: Vec<_> = std::env::vars_os().map(|(name, value)| (text(name), text(value))).collect();
     match commands::execute(&cli, &env) {
         Ok(text) => {
-            print(&text);
+            if !text.is_empty() {
+                print(&text);
+            }
             ExitCode::SUCCESS
         }
         Err(error) => {
-            eprintln!("{error}");
+            // A diagnostic of the recipe says itself that it is one.
+            let label = if matches!(error, Failure::Recipe(_)) { "" } else { "error: " };
+            eprintln!("{label}{error}");
             ExitCode::from(error.exit_code())
         }
     }

@@ -20,6 +20,8 @@ pub struct ModelSize {
     pub intermediate_size: u64,
     /// Tokens in the vocabulary.
     pub vocab_size: u64,
+    /// Query heads.
+    pub heads: u64,
     /// Key and value heads.
     pub kv_heads: u64,
     /// Width of a head.
@@ -46,13 +48,14 @@ pub struct BatchPlan {
 /// Bytes in 32-bit floats, of one process with one sampler and one trainer worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
-    /// Weights: the trainer's, the sampler's and the buffer that new ones arrive in.
+    /// Weights: the trainer's and their packed forms for forward and backward, the published version, and the
+    /// sampler's with the version that it makes ready.
     pub weights: u64,
-    /// Gradients and the two moments of AdamW.
+    /// Gradients of every rank and the two moments of AdamW.
     pub optimizer: u64,
     /// The KV cache of the sampler.
     pub kv_cache: u64,
-    /// The input of every layer and the insides of one, for a full micro-batch.
+    /// What every layer keeps for its backward, for a full micro-batch of every rank.
     pub activations: u64,
     /// Logits of one decoding step.
     pub logits: u64,
@@ -93,15 +96,17 @@ impl Memory {
             .rollout
             .kv_cache_tokens
             .map_or(running.saturating_mul(longest_sequence(recipe)), |n| n as u64);
-        // Inside a layer: norms, attention in and out and the residual are some six times the hidden size wide, the
-        // feed-forward block three times its own; the backward pass holds each once more.
-        let inside = 2 * (6 * model.hidden_size + 3 * model.intermediate_size);
-        let per_token = (model.layers + 1).saturating_mul(model.hidden_size).saturating_add(inside);
+        let queries = model.heads * model.head_dim;
+        let projected = queries + 2 * model.kv_heads * model.head_dim;
+        // What a layer keeps for its backward: residual stream and norm twice each, the projection raw and prepared,
+        // the attention, gate and up and their product.
+        let layer = 4 * model.hidden_size + 2 * projected + queries + 3 * model.intermediate_size;
+        let world = recipe.trainer.world as u64;
         Self {
-            weights: product(&[3, model.parameters]),
-            optimizer: product(&[3, model.parameters]),
+            weights: product(&[7, model.parameters]),
+            optimizer: product(&[2 + world, model.parameters]),
             kv_cache: product(&[2, model.layers, model.kv_heads, model.head_dim, cached]),
-            activations: product(&[recipe.trainer.microbatch_tokens as u64, per_token]),
+            activations: product(&[world, recipe.trainer.microbatch_tokens as u64, model.layers, layer]),
             logits: product(&[running, model.vocab_size]),
         }
     }
@@ -208,19 +213,20 @@ tasks         16000 groups over 8000 tasks: 2.00 epochs";
             hidden_size: 8,
             intermediate_size: 16,
             vocab_size: 100,
+            heads: 2,
             kv_heads: 2,
             head_dim: 4,
         };
         let memory = Memory::of(&recipe(), &model);
         let expected = Memory {
-            weights: 3 * 4000,
+            weights: 7 * 4000,
             optimizer: 3 * 4000,
             kv_cache: 2 * 2 * 2 * 4 * 400 * 4,
-            activations: 100 * (3 * 8 + 2 * (48 + 48)) * 4,
+            activations: 100 * 2 * (4 * 8 + 2 * 24 + 8 + 3 * 16) * 4,
             logits: 10 * 100 * 4,
         };
         assert_eq!(memory, expected);
-        assert_eq!(memory.total(), 12_000 + 12_000 + 51_200 + 86_400 + 4_000);
+        assert_eq!(memory.total(), 28_000 + 12_000 + 51_200 + 108_800 + 4_000);
         assert!(memory.to_string().ends_with("total           0.2 MiB"), "{memory}");
     }
 }

@@ -55,6 +55,8 @@ pub struct Config {
     pub bos_token_id: Option<u32>,
     /// Token that fills batches elsewhere; rlrun never pads.
     pub pad_token_id: Option<u32>,
+    /// Standard deviation of the weights of a fresh model.
+    pub initializer_range: f64,
 }
 
 /// The supported model families.
@@ -137,6 +139,7 @@ impl Config {
             eos_token_ids: vec![2],
             bos_token_id: Some(1),
             pad_token_id: Some(0),
+            initializer_range: 0.02,
         }
     }
 

@@ -41,7 +41,7 @@ pub struct ParameterSpec {
 }
 
 impl Parameters {
-    /// A fresh model: weights normal with standard deviation 0.02, norms 1, biases 0. The same seed gives the same
+    /// A fresh model: weights normal with standard deviation `initializer_range`, norms 1, biases 0. The same seed gives the same
     /// bits on every platform, and a tensor's values do not depend on the tensors before it.
     #[must_use]
     pub fn random(config: &Config, seed: u64) -> Self {
@@ -52,7 +52,7 @@ impl Parameters {
             if spec.name.ends_with("norm.weight") {
                 values.fill(1.0);
             } else if spec.name.ends_with(".weight") {
-                fill_normal(values, seed, index as u64);
+                fill_normal(values, config.initializer_range, (seed, index as u64));
             }
         }
         parameters
@@ -219,14 +219,13 @@ impl ParameterSpec {
 
 /// Box-Muller from a counter-based stream of its own. `libm` rather than the platform's `ln` and `cos`, whose last
 /// bits differ between systems.
-fn fill_normal(values: &mut [f32], seed: u64, stream: u64) {
-    const STD: f64 = 0.02;
+fn fill_normal(values: &mut [f32], std: f64, (seed, stream): (u64, u64)) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(stream);
     let unit = 1.0 / (1u64 << 53) as f64;
     for pair in values.chunks_mut(2) {
         // (0, 1]: the logarithm of 0 would be infinite.
-        let radius = libm::sqrt(-2.0 * libm::log(((rng.next_u64() >> 11) + 1) as f64 * unit)) * STD;
+        let radius = libm::sqrt(-2.0 * libm::log(((rng.next_u64() >> 11) + 1) as f64 * unit)) * std;
         let angle = std::f64::consts::TAU * ((rng.next_u64() >> 11) as f64 * unit);
         pair[0] = (radius * libm::cos(angle)) as f32;
         if let Some(second) = pair.get_mut(1) {

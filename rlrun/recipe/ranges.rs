@@ -129,6 +129,7 @@ fn check_optional_sections(raw: &RawRecipe, checker: &mut Checker<'_>) {
         ] {
             checker.at_least_one(path, value);
         }
+        checker.number("model.random.initializer_range", random.initializer_range, POSITIVE);
     }
     if let Some(arithmetic) = &raw.data.arithmetic {
         checker.at_least_one("data.arithmetic.max_operand", arithmetic.max_operand as usize);

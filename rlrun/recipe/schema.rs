@@ -79,6 +79,8 @@ pub struct RandomModel {
     pub num_heads: usize,
     /// Key and value heads; they divide `num_heads`.
     pub num_kv_heads: usize,
+    /// Standard deviation of the weights at the start.
+    pub initializer_range: f64,
 }
 
 impl Default for RandomModel {
@@ -90,6 +92,7 @@ impl Default for RandomModel {
             num_layers: 2,
             num_heads: 4,
             num_kv_heads: 2,
+            initializer_range: 0.02,
         }
     }
 }

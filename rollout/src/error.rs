@@ -27,6 +27,19 @@ pub enum RolloutError {
         /// What the model can see.
         context: usize,
     },
+    /// The longest prompt of the dataset does not fit the model.
+    #[error(
+        "the longest prompt has {prompt} tokens; with {completion} of completion that is more than the {context} the \
+         model can see; lower rollout.max_completion_length or data.max_prompt_length"
+    )]
+    ContextTooShort {
+        /// Tokens of the longest prompt.
+        prompt: usize,
+        /// Longest completion.
+        completion: usize,
+        /// What the model can see.
+        context: usize,
+    },
     /// A request does not fit the cache.
     #[error(
         "a request needs {needed} positions of the key-value cache, {positions} are free; raise \
@@ -109,4 +122,23 @@ pub enum RolloutError {
         /// Which part.
         who: &'static str,
     },
+}
+
+impl RolloutError {
+    /// Whether the recipe, the model or the data are to blame, rather than what happened during the run.
+    #[must_use]
+    pub fn is_input(&self) -> bool {
+        matches!(
+            self,
+            Self::EmptyPrompt { .. }
+                | Self::PromptTooLong { .. }
+                | Self::ContextTooShort { .. }
+                | Self::CacheTooSmall { .. }
+                | Self::OverlongTask { .. }
+                | Self::NothingLeft { .. }
+                | Self::GreedyTraining { .. }
+                | Self::Model(_)
+                | Self::Task(_)
+        )
+    }
 }

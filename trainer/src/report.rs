@@ -13,6 +13,8 @@ use crate::policy_loss::TokenSums;
 pub struct StepReport {
     /// The version that the step produced.
     pub version: PolicyVersion,
+    /// What it was trained on.
+    pub groups: Vec<Arc<Group>>,
     /// What became of the groups.
     pub counts: BatchCounts,
     /// Groups that were too old when the batch was put together.

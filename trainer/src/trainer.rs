@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use buffer::Consumer;
+use buffer::{BufferError, Consumer, Lease};
 use model::ModelDirectory;
 use trajectory::PolicyVersion;
 use weights::{Publisher, Snapshot};
@@ -41,6 +42,9 @@ pub struct TrainerConfig {
     pub wait: Duration,
 }
 
+/// How often a trainer that waits for a batch looks whether it should stop.
+const LOOK_UP: Duration = Duration::from_millis(100);
+
 /// Turns batches into versions.
 pub struct Trainer {
     config: TrainerConfig,
@@ -50,6 +54,7 @@ pub struct Trainer {
     publisher: Arc<dyn Publisher>,
     version: PolicyVersion,
     trained_tokens: u64,
+    stop: Arc<AtomicBool>,
     /// Wall time of earlier processes of this run, seconds.
     earlier_s: f64,
     started: Instant,
@@ -63,7 +68,7 @@ impl std::fmt::Debug for Trainer {
 
 impl Trainer {
     /// A trainer at the version of `state`. Publishes that version, and tells the buffer that everything before is
-    /// safe.
+    /// safe. Once `stop` is set it begins no further step.
     ///
     /// # Errors
     /// If the buffer or the transport of the weights fails.
@@ -71,8 +76,8 @@ impl Trainer {
         config: TrainerConfig,
         (learner, state): (Learner, &TrainerState),
         directory: ModelDirectory,
-        buffer: Arc<dyn Consumer>,
-        publisher: Arc<dyn Publisher>,
+        (buffer, publisher): (Arc<dyn Consumer>, Arc<dyn Publisher>),
+        stop: Arc<AtomicBool>,
     ) -> Result<Self, TrainerError> {
         let trainer = Self {
             config,
@@ -82,6 +87,7 @@ impl Trainer {
             publisher,
             version: state.version,
             trained_tokens: state.trained_tokens,
+            stop,
             earlier_s: state.time_s,
             started: Instant::now(),
         };
@@ -115,14 +121,14 @@ impl Trainer {
     }
 
     /// One training step: lease, pack, score if the algorithm needs it, forward and backward, clip, optimizer, the next
-    /// version, checkpoint if due, publish.
+    /// version, checkpoint if due, publish. `None` if it was asked to stop before a batch was there.
     ///
     /// # Errors
     /// No batch in time, a gradient that is not finite, a checkpoint that cannot be written, a sampler that serves
     /// other weights than it says.
-    pub fn step(&mut self) -> Result<StepReport, TrainerError> {
+    pub fn step(&mut self) -> Result<Option<StepReport>, TrainerError> {
         let clock = Instant::now();
-        let lease = self.buffer.lease(self.version, self.config.wait)?;
+        let Some(lease) = self.lease()? else { return Ok(None) };
         let mut time = StepTime { wait_for_batch: clock.elapsed().as_secs_f64(), ..StepTime::default() };
 
         let clock = Instant::now();
@@ -137,7 +143,10 @@ impl Trainer {
 
         let clock = Instant::now();
         let interval = self.config.checkpoint_interval;
-        if interval > 0 && self.version.0.is_multiple_of(interval) {
+        if interval == 0 {
+            // Nothing will ever be resumed: the groups are not needed again.
+            self.buffer.ack(self.version)?;
+        } else if self.version.0.is_multiple_of(interval) {
             self.checkpoint()?;
         }
         time.save_checkpoint = clock.elapsed().as_secs_f64();
@@ -145,8 +154,8 @@ impl Trainer {
         let clock = Instant::now();
         self.publish()?;
         time.weight_sync = clock.elapsed().as_secs_f64();
-        let (version, dropped_stale) = (self.version, lease.dropped_stale);
-        Ok(StepReport { version, counts, dropped_stale, sums, grad_norm, learning_rate, batch, time })
+        let (version, dropped_stale, groups) = (self.version, lease.dropped_stale, lease.groups);
+        Ok(Some(StepReport { version, groups, counts, dropped_stale, sums, grad_norm, learning_rate, batch, time }))
     }
 
     /// Writes a checkpoint of the current version, then lets the buffer forget the groups that are in it.
@@ -160,6 +169,21 @@ impl Trainer {
         let path = checkpoint::save(to, &self.directory, &self.learner, &state, keep)?;
         self.buffer.ack(self.version)?;
         Ok(path)
+    }
+
+    fn lease(&self) -> Result<Option<Lease>, TrainerError> {
+        let deadline = Instant::now() + self.config.wait;
+        loop {
+            if self.stop.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.buffer.lease(self.version, left.min(LOOK_UP)) {
+                Ok(lease) => return Ok(Some(lease)),
+                Err(BufferError::LeaseTimeout { .. }) if left > LOOK_UP => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     /// All optimizer steps of one batch. Sums are over the last epoch.

@@ -81,6 +81,7 @@ impl Config {
             eos_token_ids: keys.token_ids("eos_token_id")?,
             bos_token_id: keys.token_ids("bos_token_id")?.first().copied(),
             pad_token_id: keys.token_ids("pad_token_id")?.first().copied(),
+            initializer_range: keys.number("initializer_range", 0.02)?,
         };
         config.check(&keys)?;
         Ok(config)

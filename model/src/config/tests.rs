@@ -58,6 +58,7 @@ fn what_is_written_reads_back() {
         qkv_bias: false,
         eos_token_ids: vec![2, 7],
         pad_token_id: None,
+        initializer_range: 0.02,
         ..tied.clone()
     };
     let mistral = Config {

@@ -27,7 +27,7 @@ impl Config {
             "rope_scaling": self.rope_scaling.to_json(),
             "tie_word_embeddings": self.tie_word_embeddings,
             "max_position_embeddings": self.max_position_embeddings,
-            "initializer_range": 0.02,
+            "initializer_range": self.initializer_range,
             "attention_dropout": 0.0,
             "use_cache": true,
             "bos_token_id": self.bos_token_id,

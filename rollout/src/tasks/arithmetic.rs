@@ -45,12 +45,12 @@ pub struct Sum {
     pub b: u32,
 }
 
-/// What a warm-up completion shows.
+/// Who writes a warm-up completion. Both add column by column, from the right, then give the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Demonstration {
-    /// The sum.
+    /// Somebody who carries: `37+48=` is followed by `7+8=15,3+4+1=8;85`.
     Right,
-    /// The sum with every carry forgotten; right by chance where there is none.
+    /// Somebody who forgets every carry: `7+8=15,3+4=7;75`. The same where there is none.
     Wrong,
 }
 
@@ -117,26 +117,23 @@ impl Sum {
     /// A completion to learn from, without a stop token.
     #[must_use]
     pub fn demonstration(self, kind: Demonstration) -> String {
-        let shown = match kind {
-            Demonstration::Right => self.total(),
-            Demonstration::Wrong => self.without_carry(),
-        };
-        shown.to_string()
+        let (mut a, mut b, mut carry, mut place, mut answer) = (u64::from(self.a), u64::from(self.b), 0, 1, 0);
+        let mut columns = Vec::new();
+        while columns.len() < 2 || a > 0 || b > 0 {
+            let sum = a % 10 + b % 10 + carry;
+            let carried = if carry > 0 { "+1" } else { "" };
+            columns.push(format!("{}+{}{carried}={sum}", a % 10, b % 10));
+            answer += sum % 10 * place;
+            carry = if kind == Demonstration::Right { sum / 10 } else { 0 };
+            (a, b, place) = (a / 10, b / 10, place * 10);
+        }
+        format!("{};{}", columns.join(","), answer + carry * place)
     }
 
     fn total(self) -> u64 {
         u64::from(self.a) + u64::from(self.b)
     }
 
-    /// The sum column by column, each modulo 10: 37+48 is 75, 55+67 is 12.
-    fn without_carry(self) -> u64 {
-        let (mut a, mut b, mut column, mut total) = (u64::from(self.a), u64::from(self.b), 1, 0);
-        while a > 0 || b > 0 {
-            total += (a % 10 + b % 10) % 10 * column;
-            (a, b, column) = (a / 10, b / 10, column * 10);
-        }
-        total
-    }
 }
 
 fn default_max_operand() -> u32 {
@@ -174,19 +171,29 @@ mod tests {
             let digits = |n: u32| (0..6).map(move |place| n / 10u32.pow(place) % 10);
             let carries = digits(a).zip(digits(b)).any(|(x, y)| x + y > 9);
             let sum = Sum { a, b };
-            prop_assert_eq!(sum.demonstration(Demonstration::Right), (a + b).to_string());
+            let right = sum.demonstration(Demonstration::Right);
+            prop_assert_eq!(right.split_once(';').unwrap().1, (a + b).to_string());
             let same = sum.demonstration(Demonstration::Wrong) == sum.demonstration(Demonstration::Right);
             prop_assert_eq!(same, !carries);
         }
     }
 
     #[test]
-    fn forgotten_carries() {
-        for (a, b, wrong) in [(37, 48, "75"), (55, 67, "12"), (12, 13, "25"), (50, 50, "0"), (0, 0, "0")] {
-            assert_eq!(Sum { a, b }.demonstration(Demonstration::Wrong), wrong);
+    fn demonstrations_show_their_work() {
+        for (a, b, right, wrong) in [
+            (37, 48, "7+8=15,3+4+1=8;85", "7+8=15,3+4=7;75"),
+            (55, 67, "5+7=12,5+6+1=12;122", "5+7=12,5+6=11;12"),
+            (62, 83, "2+3=5,6+8=14;145", "2+3=5,6+8=14;45"),
+            (7, 8, "7+8=15,0+0+1=1;15", "7+8=15,0+0=0;5"),
+            (31, 48, "1+8=9,3+4=7;79", "1+8=9,3+4=7;79"),
+            (0, 0, "0+0=0,0+0=0;0", "0+0=0,0+0=0;0"),
+        ] {
+            let sum = Sum { a, b };
+            assert_eq!(sum.demonstration(Demonstration::Right), right);
+            assert_eq!(sum.demonstration(Demonstration::Wrong), wrong);
         }
-        let greatest = Sum { a: u32::MAX, b: u32::MAX };
-        assert_eq!(greatest.demonstration(Demonstration::Right), "8589934590");
+        let greatest = Sum { a: u32::MAX, b: u32::MAX }.demonstration(Demonstration::Right);
+        assert!(greatest.ends_with(";8589934590"), "{greatest}");
     }
 
     /// A resumed run must meet the same tasks as the release that started it. The prompts are from `golden.py`.

@@ -1,0 +1,78 @@
+//! Why a run, or a command that needs a model, failed.
+
+use crate::recipe::Diagnostic;
+use crate::run_dir::{JsonLinesError, RunDirError};
+
+/// Why a run failed. What the user gave is told apart from what happened.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Failure {
+    /// The recipe is wrong.
+    #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n\n"))]
+    Recipe(Vec<Diagnostic>),
+    /// A template cannot be written.
+    #[error(transparent)]
+    Init(#[from] crate::init::InitError),
+    /// The run directory cannot be used.
+    #[error(transparent)]
+    RunDir(#[from] RunDirError),
+    /// Metrics or events cannot be written.
+    #[error(transparent)]
+    Lines(#[from] JsonLinesError),
+    /// A model directory is wrong.
+    #[error(transparent)]
+    Model(#[from] model::ModelError),
+    /// A dataset is wrong.
+    #[error(transparent)]
+    Tasks(#[from] rollout::tasks::TaskError),
+    /// A reward is wrong.
+    #[error(transparent)]
+    Reward(#[from] rewards::RewardError),
+    /// Generation failed.
+    #[error(transparent)]
+    Rollout(#[from] rollout::RolloutError),
+    /// Training failed.
+    #[error(transparent)]
+    Trainer(#[from] trainer::TrainerError),
+    /// The buffer failed.
+    #[error(transparent)]
+    Buffer(#[from] buffer::BufferError),
+    /// The transport of the weights failed.
+    #[error(transparent)]
+    Weights(#[from] weights::WeightsError),
+    /// The network failed.
+    #[error("the network failed: {0}")]
+    Compute(#[from] candle_core::Error),
+    /// The system refused something.
+    #[error("cannot {what}: {source}")]
+    System {
+        /// What was tried.
+        what: String,
+        /// Why it failed.
+        source: std::io::Error,
+    },
+    /// What was asked for does not exist.
+    #[error("{0}")]
+    NotThere(String),
+    /// Something that cannot happen did.
+    #[error("{0}; this is a mistake in rlrun, please report it")]
+    Internal(String),
+}
+
+impl Failure {
+    /// 2 if the input was wrong, 1 if the run failed.
+    #[must_use]
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Recipe(_)
+            | Self::Init(_)
+            | Self::RunDir(_)
+            | Self::Model(_)
+            | Self::Tasks(_)
+            | Self::Reward(_)
+            | Self::NotThere(_) => 2,
+            Self::Rollout(error) if error.is_input() => 2,
+            _ => 1,
+        }
+    }
+}

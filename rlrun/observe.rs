@@ -1,0 +1,232 @@
+//! What a run writes down: metrics, events and sampled trajectories, and what the terminal shows of them.
+//!
+//! Invariant: files are the truth and are written first; the terminal shows the same numbers.
+
+use std::io::Write;
+
+use rollout::Progress;
+use rollout::evaluate::Evaluation;
+use serde_json::json;
+use trainer::StepReport;
+use trajectory::{Group, PolicyVersion};
+
+use crate::failure::Failure;
+use crate::metrics::Metrics;
+use crate::prepare::prompt_text;
+use crate::recipe::Recipe;
+use crate::report::Report;
+use crate::run_dir::{JsonLines, RunDir};
+
+/// Difference of idle shares from which one side counts as the bottleneck.
+const CLEAR: f64 = 0.1;
+
+/// Writes down what happens in a run.
+#[derive(Debug)]
+pub struct Observer<'a> {
+    recipe: &'a Recipe,
+    run_dir: &'a RunDir,
+    report: &'a Report,
+    /// `None` until it is known after which step the run goes on.
+    metrics: Option<JsonLines>,
+    events: JsonLines,
+    dropped_stale: u64,
+}
+
+/// Everything that is known of a step.
+#[derive(Debug)]
+pub struct StepInputs<'a> {
+    /// What the trainer says.
+    pub step: &'a StepReport,
+    /// Answers to the held-out tasks, if it was time for them.
+    pub evaluation: Option<&'a Evaluation>,
+    /// What the sampler had done before and after the step.
+    pub sampler: (Progress, Progress),
+    /// Wall time of the step with its evaluation, seconds.
+    pub step_s: f64,
+    /// Wall time of the run, seconds.
+    pub time_s: f64,
+}
+
+impl<'a> Observer<'a> {
+    /// Opens the files of `run_dir`.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub fn new(recipe: &'a Recipe, run_dir: &'a RunDir, report: &'a Report) -> Result<Self, Failure> {
+        let events = run_dir.events()?;
+        Ok(Self { recipe, run_dir, report, metrics: None, events, dropped_stale: 0 })
+    }
+
+    /// Forgets the metrics of steps after `version`: they are done again.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn resume_after(&mut self, version: PolicyVersion) -> Result<(), Failure> {
+        self.metrics = Some(self.run_dir.metrics(Some(version.0))?);
+        Ok(())
+    }
+
+    /// Writes an event with its fields.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn event(&mut self, name: &str, fields: &serde_json::Value) -> Result<(), Failure> {
+        self.events.append(&json!({ "event": name, "fields": fields }))?;
+        Ok(self.events.sync()?)
+    }
+
+    /// Accuracy in the first line of the metrics: before any training, also of a run that was resumed.
+    #[must_use]
+    pub fn first_accuracy(&self) -> Option<f64> {
+        let text = std::fs::read_to_string(self.run_dir.path().join("metrics.jsonl")).ok()?;
+        let first: serde_json::Value = serde_json::from_str(text.lines().next()?).ok()?;
+        (first.get("step")?.as_u64()? == 0).then(|| first.get("eval/accuracy")?.as_f64()).flatten()
+    }
+
+    /// Writes the accuracy that training starts from.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub fn initial(&mut self, version: PolicyVersion, evaluation: &Evaluation) -> Result<(), Failure> {
+        let mut metrics = Metrics::default();
+        metrics.set("step", version.0 as f64);
+        metrics.set("time_s", 0.0);
+        metrics.set("eval/accuracy", evaluation.accuracy());
+        self.write(&metrics)?;
+        self.report.note(&format!(
+            "accuracy before training: {:.3} on {} held-out tasks",
+            evaluation.accuracy(),
+            evaluation.answers.len()
+        ));
+        Ok(())
+    }
+
+    /// Writes and shows a step.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub fn step(&mut self, inputs: &StepInputs<'_>) -> Result<(), Failure> {
+        self.dropped_stale += inputs.step.dropped_stale;
+        let mut metrics = Metrics::default();
+        self.policy(&mut metrics, inputs);
+        speed(&mut metrics, inputs);
+        self.write(&metrics)?;
+        self.samples(inputs.step)?;
+        self.report.step(&metrics);
+        Ok(())
+    }
+
+    fn policy(&self, metrics: &mut Metrics, inputs: &StepInputs<'_>) {
+        let StepReport { version, counts, sums, grad_norm, learning_rate, batch, .. } = inputs.step;
+        let groups = counts.groups.max(1) as f64;
+        metrics.set("step", version.0 as f64);
+        metrics.set("time_s", inputs.time_s);
+        metrics.set("reward/mean", batch.reward.mean);
+        metrics.set("reward/std", batch.reward.std);
+        for (name, (spread, failed)) in &batch.components {
+            metrics.set(&format!("reward/{name}/mean"), spread.mean);
+            metrics.set(&format!("reward/{name}/errors"), *failed as f64);
+        }
+        metrics.set("reward/frac_zero_std", counts.zero_variance as f64 / groups);
+        if let Some(evaluation) = inputs.evaluation {
+            metrics.set("eval/accuracy", evaluation.accuracy());
+        }
+        metrics.set("loss/mean", sums.loss);
+        metrics.set("entropy/mean", sums.mean(sums.entropy));
+        metrics.set("kl/mismatch", sums.mean(sums.mismatch));
+        metrics.set("logprob_abs_diff/mean", sums.mean(sums.logprob_abs_diff));
+        metrics.set("logprob_abs_diff/max", sums.logprob_abs_diff_max);
+        metrics.set("is/mean", sums.mean(sums.behavior_weight));
+        metrics.set("is/max", sums.behavior_weight_max);
+        metrics.set("is/ess", sums.effective_share());
+        metrics.set("clip/low_mean", sums.mean(sums.clipped_low as f64));
+        metrics.set("clip/high_mean", sums.mean(sums.clipped_high as f64));
+        metrics.set("optim/grad_norm", f64::from(*grad_norm));
+        metrics.set("optim/lr", f64::from(*learning_rate));
+        metrics.set("completions/mean_length", batch.length.mean);
+        metrics.set("completions/min_length", batch.length.min);
+        metrics.set("completions/max_length", batch.length.max);
+        metrics.set("completions/clipped_ratio", batch.clipped_ratio);
+        metrics.set("staleness/mean", batch.staleness.mean);
+        metrics.set("staleness/max", batch.staleness.max);
+        metrics.set("staleness/p95", batch.staleness.p95);
+        metrics.set("staleness/spans", batch.versions_per_sample);
+        metrics.set("buffer/dropped_stale", self.dropped_stale as f64);
+    }
+
+    fn write(&mut self, metrics: &Metrics) -> Result<(), Failure> {
+        match &mut self.metrics {
+            Some(file) => Ok(file.append(metrics)?),
+            None => Err(Failure::Internal("metrics were written before the run began".to_owned())),
+        }
+    }
+
+    /// Writes the first groups of the batch for people to read.
+    fn samples(&self, step: &StepReport) -> Result<(), Failure> {
+        if self.recipe.log.samples == 0 {
+            return Ok(());
+        }
+        let path = self.run_dir.samples(step.version.0);
+        let system = |source| Failure::System { what: format!("write {}", path.display()), source };
+        let mut file = std::io::BufWriter::new(std::fs::File::create(&path).map_err(system)?);
+        for group in step.groups.iter().take(self.recipe.log.samples) {
+            writeln!(file, "{}", readable(group)).map_err(system)?;
+        }
+        file.flush().map_err(system)
+    }
+}
+
+/// A group as one JSON object.
+fn readable(group: &Group) -> serde_json::Value {
+    let trajectories: Vec<_> = group
+        .trajectories
+        .iter()
+        .map(|trajectory| {
+            json!({
+                "completion": trajectory.text,
+                "reward": trajectory.score.total,
+                "components": trajectory.score.components,
+                "tokens": trajectory.completion_tokens(),
+                "stop": trajectory.turns.last().map(|turn| turn.stop),
+                "versions": trajectory.sample.versions(),
+            })
+        })
+        .collect();
+    json!({
+        "group": group.id,
+        "task": group.task.id,
+        "prompt": prompt_text(&group.task),
+        "answer": group.task.answer,
+        "trajectories": trajectories,
+    })
+}
+
+fn speed(metrics: &mut Metrics, inputs: &StepInputs<'_>) {
+    let time = &inputs.step.time;
+    let (before, after) = inputs.sampler;
+    let (busy, idle) = (after.busy_s - before.busy_s, after.idle_s - before.idle_s);
+    let per_second = |count: u64, seconds: f64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
+    let share = |part: f64, whole: f64| if whole > 0.0 { (part / whole).clamp(0.0, 1.0) } else { 0.0 };
+    let sampled = after.engine.sampled_tokens - before.engine.sampled_tokens;
+    let worked = time.wait_for_batch + time.forward_backward + time.save_checkpoint + time.weight_sync;
+    let rollout_idle = share(idle, busy + idle);
+    let trainer_idle = share(time.wait_for_batch, worked);
+    metrics.set("rollout/tokens_per_s", per_second(sampled, busy));
+    metrics.set("trainer/tokens_per_s", per_second(inputs.step.sums.tokens, time.forward_backward));
+    metrics.set("rollout/idle_ratio", rollout_idle);
+    metrics.set("trainer/idle_ratio", trainer_idle);
+    metrics.set("rollout/lag", after.served.staleness_at(inputs.step.version) as f64);
+    metrics.set("time/step", inputs.step_s);
+    metrics.set("time/wait_for_batch", time.wait_for_batch);
+    metrics.set("time/forward_backward", time.forward_backward);
+    metrics.set("time/save_ckpt", time.save_checkpoint);
+    metrics.set("time/weight_sync", time.weight_sync);
+    metrics.set("time/decode_stall", after.stall_s - before.stall_s);
+    metrics.bottleneck = if trainer_idle > rollout_idle + CLEAR {
+        format!("sampling: the trainer waits {:.0} % of the time", 100.0 * trainer_idle)
+    } else if rollout_idle > trainer_idle + CLEAR {
+        format!("training: the sampler waits {:.0} % of the time", 100.0 * rollout_idle)
+    } else {
+        String::new()
+    };
+}

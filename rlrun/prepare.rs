@@ -1,0 +1,159 @@
+//! Model, data and rewards of a recipe, opened and checked against each other before any work is done.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use model::{Decoder, ModelDirectory, Purpose};
+use rewards::RewardSet;
+use rollout::evaluate::{Evaluation, EvaluationConfig, evaluate};
+use rollout::tasks::TaskOrder;
+use rollout::{PromptSet, RolloutError};
+use tokio::runtime::{Handle, Runtime};
+use trainer::Learner;
+use trajectory::{Prompt, Task};
+
+use crate::failure::Failure;
+use crate::recipe::{Model, Recipe};
+use crate::report::Report;
+
+/// The runtime that waits for rewards.
+#[derive(Debug)]
+pub struct Bench {
+    runtime: Runtime,
+}
+
+impl Bench {
+    /// Starts it.
+    ///
+    /// # Errors
+    /// If the system gives no thread.
+    pub fn new() -> Result<Self, Failure> {
+        let system = |source| Failure::System { what: "start the thread that waits for rewards".to_owned(), source };
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().map_err(system)?;
+        Ok(Self { runtime })
+    }
+
+    /// To start tasks on it and to wait for them.
+    #[must_use]
+    pub fn handle(&self) -> &Handle {
+        self.runtime.handle()
+    }
+}
+
+/// Data and rewards of a recipe, ready.
+#[derive(Debug)]
+pub struct Prepared {
+    /// Training tasks with their prompts.
+    pub train: Arc<PromptSet>,
+    /// Held-out tasks, if there are any.
+    pub eval: Option<PromptSet>,
+    /// What trajectories are worth.
+    pub rewards: Arc<RewardSet>,
+}
+
+impl Recipe {
+    /// Opens the model of the recipe; a fresh one is made in `run_dir` first, if it is not there yet.
+    ///
+    /// # Errors
+    /// If the directory is no model that rlrun can run.
+    pub fn open_model(&self, run_dir: &Path) -> Result<ModelDirectory, Failure> {
+        match &self.model {
+            Model::Path(path) => Ok(ModelDirectory::open(path)?),
+            Model::Random(sizes) => {
+                let path = run_dir.join("model");
+                if path.exists() {
+                    return Ok(ModelDirectory::open(&path)?);
+                }
+                Ok(ModelDirectory::fresh(&path, &self.fresh_model(sizes), self.seed)?)
+            }
+        }
+    }
+}
+
+impl Prepared {
+    /// Reads and encodes the tasks and builds the rewards.
+    ///
+    /// # Errors
+    /// Whatever is wrong with data or rewards, or does not fit the model.
+    pub fn new(recipe: &Recipe, directory: &ModelDirectory) -> Result<Self, Failure> {
+        rollout::engine::check_trainable(recipe.sampling())?;
+        let (train, eval) = recipe.tasks()?;
+        let limit = recipe.data.max_prompt_length;
+        let set = |tasks, order| PromptSet::new(tasks, directory, limit, recipe.overlong(), order);
+        let train = set(train, recipe.task_order())?;
+        let eval = if eval.is_empty() { None } else { Some(set(eval, TaskOrder::File)?) };
+        let longest = train.longest().max(eval.as_ref().map_or(0, PromptSet::longest));
+        let context = directory.config().max_context();
+        let completion = recipe.rollout.max_completion_length;
+        if longest + completion > context {
+            return Err(RolloutError::ContextTooShort { prompt: longest, completion, context }.into());
+        }
+        Ok(Self { train: Arc::new(train), eval, rewards: Arc::new(recipe.reward_set()?) })
+    }
+
+    /// Says what there is to train on.
+    pub fn announce(&self, report: &Report, directory: &ModelDirectory) {
+        let parameters = model::Layout::new(directory.config()).len();
+        let held_out = self.eval.as_ref().map_or(0, PromptSet::len);
+        let name = directory.config().architecture.model_type();
+        report.note(&format!(
+            "model {name}, {parameters} parameters; {} tasks to train on, {held_out} held out",
+            self.train.len()
+        ));
+        if self.train.dropped() > 0 {
+            report.note(&format!("{} tasks left out: their prompts are too long", self.train.dropped()));
+        }
+    }
+
+    /// The training tasks in file order.
+    #[must_use]
+    pub fn train_tasks(&self) -> Vec<Task> {
+        self.train.iter().map(|(task, _)| Task::clone(task)).collect()
+    }
+
+    /// Answers of the policy to the held-out tasks, if there are any.
+    ///
+    /// # Errors
+    /// If generation or a reward with `on_error = "fail"` fails.
+    pub fn evaluate(
+        &self,
+        recipe: &Recipe,
+        learner: &Learner,
+        directory: &ModelDirectory,
+        bench: &Bench,
+    ) -> Result<Option<Evaluation>, Failure> {
+        let decoder = Decoder::new(learner.model(), learner.parameters(), Purpose::Inference);
+        self.evaluate_decoder(recipe, decoder, directory, bench)
+    }
+
+    /// The same for a model that is not being trained.
+    ///
+    /// # Errors
+    /// If generation or a reward with `on_error = "fail"` fails.
+    pub fn evaluate_decoder(
+        &self,
+        recipe: &Recipe,
+        decoder: Decoder,
+        directory: &ModelDirectory,
+        bench: &Bench,
+    ) -> Result<Option<Evaluation>, Failure> {
+        let Some(prompts) = &self.eval else { return Ok(None) };
+        let config = EvaluationConfig {
+            engine: recipe.engine(prompts.longest()),
+            sampling: recipe.eval_sampling(),
+            tasks: recipe.eval.tasks,
+        };
+        let stop = recipe.stop_rules(directory);
+        Ok(Some(evaluate(&config, decoder, prompts, (&stop, &self.rewards, bench.handle()))?))
+    }
+}
+
+/// A prompt as people read it.
+#[must_use]
+pub fn prompt_text(task: &Task) -> String {
+    match &task.prompt {
+        Prompt::Text(text) => text.clone(),
+        Prompt::Messages(messages) => messages.last().map(|message| message.content.clone()).unwrap_or_default(),
+    }
+}

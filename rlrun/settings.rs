@@ -1,0 +1,277 @@
+//! What a recipe means to each crate: its values in the crates' own types.
+//!
+//! Invariant: every key of the recipe is read here or in the command that it belongs to; nothing is decided here that the
+//! recipe does not say. The types of the recipe stay plain, so that its schema does not change with the crates.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use buffer::{BufferConfig, OnStale};
+use model::{Architecture, Config, ModelDirectory, Sampling, Sizes};
+use rewards::{RewardError, RewardSet, RewardSpec, WeightedReward};
+use rollout::scoring::{RewardLimits, limited};
+use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource};
+use rollout::{EngineConfig, OnUpdate, Overlong, StopRules, WorkerConfig};
+use trainer::adamw::AdamWConfig;
+use trainer::algorithm::Aggregation;
+use trainer::algorithm::advantage::ScaleRewards;
+use trainer::algorithm::grpo::Grpo;
+use trainer::schedule::{Schedule, Shape};
+use trainer::{LearnerConfig, TrainerConfig};
+use trajectory::Task;
+
+use crate::recipe::schema::RandomModel;
+use crate::recipe::{DataSource, Recipe, words};
+
+/// Longest sequence that a fresh model is made for beyond what the recipe needs, tokens.
+const SPARE_POSITIONS: usize = 64;
+
+impl Recipe {
+    /// The longest wait of one role for another.
+    #[must_use]
+    pub fn wait(&self) -> Duration {
+        Duration::from_secs_f64(self.deadlines.wait_s)
+    }
+
+    /// The config of a fresh model.
+    #[must_use]
+    pub fn fresh_model(&self, sizes: &RandomModel) -> Config {
+        let positions = self.data.max_prompt_length + self.rollout.max_completion_length + SPARE_POSITIONS;
+        let mut config = Config::fresh(&Sizes {
+            vocab_size: model::CHARACTERS,
+            hidden_size: sizes.hidden_size,
+            intermediate_size: sizes.intermediate_size,
+            num_layers: sizes.num_layers,
+            num_heads: sizes.num_heads,
+            num_kv_heads: sizes.num_kv_heads,
+            max_position_embeddings: positions,
+        });
+        config.initializer_range = sizes.initializer_range;
+        config.architecture = match sizes.architecture {
+            words::Architecture::Llama => Architecture::Llama,
+            words::Architecture::Mistral => Architecture::Mistral,
+            words::Architecture::Qwen2 => Architecture::Qwen2,
+            words::Architecture::Qwen3 => Architecture::Qwen3,
+        };
+        config.qkv_bias = config.architecture == Architecture::Qwen2;
+        config.qk_norm = config.architecture == Architecture::Qwen3;
+        config
+    }
+
+    /// Training tasks and held-out tasks.
+    ///
+    /// # Errors
+    /// If a dataset cannot be read or a column is missing.
+    pub fn tasks(&self) -> Result<(Vec<Task>, Vec<Task>), TaskError> {
+        match &self.data.source {
+            DataSource::Arithmetic(sums) => {
+                let ArithmeticTasks { train, eval } = Arithmetic {
+                    max_operand: sums.max_operand,
+                    train: sums.train_tasks,
+                    eval: sums.eval_tasks,
+                    seed: self.seed,
+                }
+                .tasks()?;
+                Ok((train, eval))
+            }
+            DataSource::Files(files) => {
+                let source = |limit| TaskSource {
+                    prompt_column: files.prompt_column.clone(),
+                    answer_column: files.answer_column.clone(),
+                    system_prompt: files.system_prompt.clone(),
+                    prompt_template: files.prompt_template.clone(),
+                    chat: files.chat,
+                    limit,
+                };
+                let eval = match &files.eval[..] {
+                    [] => Vec::new(),
+                    paths => source(self.eval.tasks).load(paths)?,
+                };
+                Ok((source(None).load(&files.train)?, eval))
+            }
+        }
+    }
+
+    /// Order of the training tasks.
+    #[must_use]
+    pub fn task_order(&self) -> TaskOrder {
+        if self.data.shuffle { TaskOrder::Shuffled { seed: self.seed } } else { TaskOrder::File }
+    }
+
+    /// What happens to prompts that are too long.
+    #[must_use]
+    pub fn overlong(&self) -> Overlong {
+        match self.data.overlong_prompts {
+            words::OverlongPrompts::Error => Overlong::Error,
+            words::OverlongPrompts::Drop => Overlong::Drop,
+        }
+    }
+
+    /// The rewards, each with its limits.
+    ///
+    /// # Errors
+    /// A parameter that does not fit its reward.
+    pub fn reward_set(&self) -> Result<RewardSet, RewardError> {
+        let weighted = |spec: &crate::recipe::schema::RewardSpec| {
+            let built = RewardSpec {
+                kind: match spec.kind {
+                    words::RewardKind::Math => rewards::RewardKind::Math,
+                    words::RewardKind::Gsm8k => rewards::RewardKind::Gsm8k,
+                    words::RewardKind::Exact => rewards::RewardKind::Exact,
+                    words::RewardKind::Regex => rewards::RewardKind::Regex,
+                    words::RewardKind::Format => rewards::RewardKind::Format,
+                    words::RewardKind::Length => rewards::RewardKind::Length,
+                },
+                name: spec.name.clone(),
+                weight: spec.weight,
+                on_error: match spec.on_error {
+                    words::OnError::Skip => rewards::OnError::Skip,
+                    words::OnError::Zero => rewards::OnError::Zero,
+                    words::OnError::Fail => rewards::OnError::Fail,
+                },
+                method: spec.method.map(|method| match method {
+                    words::Gsm8kMethod::Strict => rewards::Gsm8kMethod::Strict,
+                    words::Gsm8kMethod::Flexible => rewards::Gsm8kMethod::Flexible,
+                }),
+                pattern: spec.pattern.clone(),
+                compare: spec.compare,
+                max_length: spec.max_length,
+                cache: spec.cache,
+            };
+            let reward = WeightedReward { reward: built.build()?, weight: built.weight, on_error: built.on_error };
+            let timeout = Duration::from_secs_f64(spec.timeout_s);
+            Ok((reward, RewardLimits { timeout, concurrency: spec.concurrency }))
+        };
+        limited(self.rewards.iter().map(weighted).collect::<Result<_, RewardError>>()?)
+    }
+
+    /// How tokens are chosen while training.
+    #[must_use]
+    pub fn sampling(&self) -> Sampling {
+        Sampling {
+            temperature: self.rollout.temperature as f32,
+            top_p: self.rollout.top_p as f32,
+            top_k: self.rollout.top_k,
+            min_p: self.rollout.min_p as f32,
+        }
+    }
+
+    /// How tokens are chosen in an evaluation.
+    #[must_use]
+    pub fn eval_sampling(&self) -> Sampling {
+        Sampling { temperature: self.eval.temperature as f32, ..Sampling::PLAIN }
+    }
+
+    /// What ends a completion of this model.
+    #[must_use]
+    pub fn stop_rules(&self, directory: &ModelDirectory) -> StopRules {
+        let mut token_ids = directory.stop_token_ids().to_vec();
+        token_ids.extend(&self.rollout.stop_token_ids);
+        StopRules { token_ids, strings: self.rollout.stop.clone(), tokenizer: directory.tokenizer().clone() }
+    }
+
+    /// Bounds of the sampler, for prompts of at most `longest_prompt` tokens.
+    #[must_use]
+    pub fn engine(&self, longest_prompt: usize) -> EngineConfig {
+        EngineConfig {
+            max_running: self.rollout.max_running,
+            prefill_chunk: self.rollout.prefill_chunk,
+            kv_cache_tokens: self.rollout.kv_cache_tokens,
+            max_prompt_length: longest_prompt,
+            max_completion_length: self.rollout.max_completion_length,
+            seed: self.seed,
+        }
+    }
+
+    /// What the sampler does.
+    #[must_use]
+    pub fn worker(&self) -> WorkerConfig {
+        WorkerConfig {
+            group_size: self.rollout.group_size,
+            sampling: self.sampling(),
+            max_completion_length: self.rollout.max_completion_length,
+            on_update: match self.rollout.on_update {
+                words::OnUpdate::Keep => OnUpdate::Keep,
+                words::OnUpdate::Recompute => OnUpdate::Recompute,
+                words::OnUpdate::Drain => OnUpdate::Drain,
+            },
+            wait: self.wait(),
+        }
+    }
+
+    /// Admission and staleness.
+    #[must_use]
+    pub fn buffer_config(&self) -> BufferConfig {
+        BufferConfig {
+            batch_groups: self.buffer.batch_groups,
+            max_staleness: self.buffer.max_staleness,
+            on_stale: match self.buffer.on_stale {
+                words::OnStale::Wait => OnStale::Wait,
+                words::OnStale::Drop => OnStale::Drop,
+            },
+        }
+    }
+
+    /// The optimizer of the training steps.
+    #[must_use]
+    pub fn adamw(&self) -> AdamWConfig {
+        AdamWConfig {
+            beta1: self.trainer.adam_beta1 as f32,
+            beta2: self.trainer.adam_beta2 as f32,
+            eps: self.trainer.adam_eps as f32,
+            weight_decay: self.trainer.weight_decay as f32,
+        }
+    }
+
+    /// How gradients are computed.
+    #[must_use]
+    pub fn learner(&self) -> LearnerConfig {
+        LearnerConfig {
+            adamw: self.adamw(),
+            max_grad_norm: self.trainer.max_grad_norm as f32,
+            microbatch_tokens: self.trainer.microbatch_tokens,
+            world: self.trainer.world,
+        }
+    }
+
+    /// The training steps.
+    #[must_use]
+    pub fn trainer(&self, checkpoints: PathBuf) -> TrainerConfig {
+        let algorithm = Grpo {
+            clip_eps_low: self.algorithm.clip_eps_low as f32,
+            clip_eps_high: self.algorithm.clip_eps_high as f32,
+            behavior_weight_cap: self.algorithm.behavior_weight_cap as f32,
+            scale_rewards: match self.algorithm.scale_rewards {
+                words::ScaleRewards::Group => ScaleRewards::Group,
+                words::ScaleRewards::None => ScaleRewards::None,
+            },
+            loss_agg: match self.algorithm.loss_agg {
+                words::LossAgg::TokenMean => Aggregation::TokenMean,
+                words::LossAgg::SequenceMean => Aggregation::SequenceMean,
+                words::LossAgg::PromptMean => Aggregation::PromptMean,
+                words::LossAgg::Constant => Aggregation::Constant,
+            },
+        };
+        let shape = match self.trainer.schedule {
+            words::Schedule::Constant => Shape::Constant,
+            words::Schedule::Linear => Shape::Linear,
+            words::Schedule::Cosine => Shape::Cosine,
+        };
+        TrainerConfig {
+            algorithm,
+            schedule: Schedule {
+                peak: self.trainer.learning_rate as f32,
+                shape,
+                warmup_steps: self.trainer.warmup_steps,
+                steps: self.trainer.steps,
+            },
+            minibatches: self.trainer.minibatches,
+            epochs: self.trainer.epochs,
+            max_completion_length: self.rollout.max_completion_length,
+            checkpoint_interval: self.checkpoint.interval,
+            keep_last: self.checkpoint.keep_last,
+            checkpoints,
+            wait: self.wait(),
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! Supervised warm-up: a fresh model learns from demonstrations, some of which are wrong.
+//!
+//! Invariant: demonstration `i` of step `s` is a function of seed, `s` and `i`; the warm-up is the same every time. Whether
+//! a demonstration is wrong is drawn anew every time its task is shown, so the model cannot memorise who is careless.
+
+use model::{ModelDirectory, SpecialTokens};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use rollout::tasks::arithmetic::{Demonstration, Sum};
+use trainer::batch::demonstrations;
+use trainer::learner::Learner;
+use trainer::policy_loss::DemonstrationLoss;
+use trainer::schedule::{Schedule, Shape};
+use trajectory::{PolicyVersion, Sample, SampleStreams, Task, VersionRun};
+
+use crate::failure::Failure;
+use crate::recipe::schema::Warmup;
+
+/// Share of the steps over which the learning rate rises.
+const RISE: f64 = 0.07;
+
+/// Runs the steps of `warmup` on `learner`; `progress` sees every step with its loss and returns whether to go on.
+///
+/// # Errors
+/// If a task is not arithmetic, or training fails.
+pub fn warm_up(
+    warmup: &Warmup,
+    seed: u64,
+    (learner, directory): (&mut Learner, &ModelDirectory),
+    tasks: &[Task],
+    mut progress: impl FnMut(u64, f64, &Learner) -> Result<bool, Failure>,
+) -> Result<(), Failure> {
+    let steps = warmup.steps as u64;
+    let schedule = Schedule {
+        peak: warmup.learning_rate as f32,
+        shape: Shape::Cosine,
+        warmup_steps: (RISE * warmup.steps as f64).ceil() as u64,
+        steps,
+    };
+    for step in 0..steps {
+        let samples = (0..warmup.batch_tasks)
+            .map(|i| {
+                let mut rng = ChaCha8Rng::seed_from_u64(seed);
+                rng.set_stream(step * warmup.batch_tasks as u64 + i as u64);
+                let task = &tasks[(u64::from(rng.next_u32()) * tasks.len() as u64 >> 32) as usize];
+                let wrong = f64::from(rng.next_u32()) < warmup.wrong_share * 4_294_967_296.0;
+                let kind = if wrong { Demonstration::Wrong } else { Demonstration::Right };
+                demonstration(directory, task, kind)
+            })
+            .collect::<Result<Vec<_>, Failure>>()?;
+        let rows = demonstrations(&samples);
+        let (_, losses) = learner.step(&rows, &DemonstrationLoss { rows: &rows }, schedule.at(step))?;
+        if !progress(step + 1, losses.iter().sum(), learner)? {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Prompt, worked answer and the token that ends it, as something to learn.
+fn demonstration(directory: &ModelDirectory, task: &Task, kind: Demonstration) -> Result<Sample, Failure> {
+    let prompt = directory.encode_prompt(&task.prompt)?;
+    let text = Sum::of(task)?.demonstration(kind);
+    let mut token_ids = prompt.clone();
+    token_ids.extend(directory.tokenizer().encode(&text, SpecialTokens::Omit)?);
+    token_ids.extend(directory.stop_token_ids().first());
+    let tokens = token_ids.len();
+    let streams = SampleStreams {
+        loss_mask: (0..tokens).map(|t| t >= prompt.len()).collect(),
+        behavior_logprobs: vec![0.0; tokens],
+        versions: vec![VersionRun { version: PolicyVersion::default(), len: tokens as u32 }],
+        kept: None,
+        temperature: 1.0,
+        token_ids,
+    };
+    Sample::new(streams).map_err(|error| Failure::Internal(format!("a demonstration is no sample: {error}")))
+}
