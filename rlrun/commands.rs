@@ -10,7 +10,9 @@ use model::{Decoder, ModelDirectory, Purpose, Sampling};
 use rollout::{Engine, EngineConfig, Request, StopRules};
 use trajectory::{GroupId, Message, PolicyVersion, Prompt};
 
-use crate::args::{Cli, Command, EvalArgs, ExportArgs, GenerateArgs, InitArgs, RecipeArgs, ResumeArgs, RunArgs};
+use crate::args::{
+    Cli, Command, EvalArgs, ExportArgs, GenerateArgs, InitArgs, RecipeArgs, ResumeArgs, RunArgs,
+};
 use crate::failure::Failure;
 use crate::init;
 use crate::pipeline;
@@ -171,7 +173,7 @@ impl Speaker {
             max_running: 1,
             prefill_chunk: PREFILL_CHUNK,
             kv_cache_tokens: None,
-            max_prompt_length: context - max_tokens,
+            max_prompt_length: context,
             max_completion_length: max_tokens,
             seed: 0,
         };
@@ -197,13 +199,12 @@ impl Speaker {
     }
 
     fn answer(&mut self, prompt: &Prompt) -> Result<String, Failure> {
-        self.engine.submit(Request {
-            group: GroupId(self.asked),
-            prompt: self.directory.encode_prompt(prompt)?,
-            samples: 1,
-            sampling: self.sampling,
-            max_completion_length: self.max_tokens,
-        })?;
+        let prompt = self.directory.encode_prompt(prompt)?;
+        let context = self.directory.config().max_context();
+        // A prompt that fills the context leaves room for nothing, which the engine refuses with the numbers.
+        let max_completion_length = self.max_tokens.min(context.saturating_sub(prompt.len())).max(1);
+        let (group, sampling) = (GroupId(self.asked), self.sampling);
+        self.engine.submit(Request { group, prompt, samples: 1, sampling, max_completion_length })?;
         self.asked += 1;
         let mut text = String::new();
         while !self.engine.is_idle() {
@@ -249,7 +250,8 @@ fn model_of(target: &Path, step: Option<u64>) -> Result<PathBuf, Failure> {
 
 /// A directory that disappears again, for the fresh model of a check.
 fn scratch_directory() -> Result<tempfile::TempDir, Failure> {
-    tempfile::tempdir().map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })
+    tempfile::tempdir()
+        .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })
 }
 
 /// Checks that the files a recipe names can be what it says, each mistake at the line that names it.
@@ -298,7 +300,10 @@ mod tests {
         let file = file.to_str().unwrap();
         assert_eq!(execute_args(&["init", file]).unwrap(), format!("wrote {file}; next: rlrun {file}"));
         let checked = execute_args(&["check", file]).unwrap();
-        assert!(checked.starts_with(&format!("{file}: no mistakes found; 113600 parameters, 8000 tasks")), "{checked}");
+        assert!(
+            checked.starts_with(&format!("{file}: no mistakes found; 113600 parameters, 8000 tasks")),
+            "{checked}"
+        );
         let plan = execute_args(&["plan", file, "--set", "trainer.steps=7"]).unwrap();
         assert!(
             plan.lines().any(|line| line.starts_with("steps = 7 ") && line.ends_with("  # --set"))

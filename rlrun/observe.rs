@@ -151,6 +151,7 @@ impl<'a> Observer<'a> {
         metrics.set("staleness/max", batch.staleness.max);
         metrics.set("staleness/p95", batch.staleness.p95);
         metrics.set("staleness/spans", batch.versions_per_sample);
+        metrics.set("buffer/size", inputs.step.buffer_size as f64);
         metrics.set("buffer/dropped_stale", self.dropped_stale as f64);
     }
 

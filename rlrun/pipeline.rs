@@ -50,18 +50,25 @@ pub enum Ending {
 /// Whatever ended the run.
 pub fn run(recipe: &Recipe, run_dir: &RunDir, report: &Report) -> Result<Ending, Failure> {
     let signals = Signals::listen()?;
+    let logs = run_dir.logs();
+    let system = |source| Failure::System { what: format!("write a log in {}", logs.display()), source };
+    report.log_to(&logs).map_err(system)?;
     let bench = Bench::new()?;
     let mut observer = Observer::new(recipe, run_dir, report)?;
     let Some((prepared, start)) = starting_point(recipe, run_dir, (&bench, report), &signals)? else {
         return Ok(Ending::Stopped);
     };
-    observer.event("start", &serde_json::json!({ "version": start.state.version, "time_s": start.state.time_s }))?;
+    observer.event(
+        "start",
+        &serde_json::json!({ "version": start.state.version, "time_s": start.state.time_s }),
+    )?;
     observer.resume_after(start.state.version)?;
     let before = start.evaluation.clone();
     if let Some(evaluation) = &start.evaluation {
         observer.initial(start.state.version, evaluation)?;
     }
-    let (ending, trainer, after) = train(recipe, run_dir, (&prepared, &bench, start), &signals, &mut observer)?;
+    let (ending, trainer, after) =
+        train(recipe, run_dir, (&prepared, &bench, start), (&signals, report), &mut observer)?;
     let summary = Summary {
         accuracy_before: observer.first_accuracy().or(before.as_ref().map(Evaluation::accuracy)),
         accuracy_after: after.as_ref().map(Evaluation::accuracy),
@@ -70,7 +77,10 @@ pub fn run(recipe: &Recipe, run_dir: &RunDir, report: &Report) -> Result<Ending,
         run_dir: run_dir.path().to_path_buf(),
         samples: pairs(before.as_ref(), after.as_ref()),
     };
-    observer.event("end", &serde_json::json!({ "version": trainer.version(), "ending": format!("{ending:?}") }))?;
+    observer.event(
+        "end",
+        &serde_json::json!({ "version": trainer.version(), "ending": format!("{ending:?}") }),
+    )?;
     match ending {
         Ending::Done => report.summary(&summary),
         Ending::Stopped => report.note(&format!(
@@ -100,7 +110,8 @@ fn starting_point(
     let checkpoints = run_dir.checkpoints();
     if let Some(version) = trainer::checkpoint::list(&checkpoints).pop() {
         let path = trainer::checkpoint::path(&checkpoints, version);
-        let Checkpoint { directory, parameters, optimizer, state } = trainer::checkpoint::load(&path, recipe.adamw())?;
+        let Checkpoint { directory, parameters, optimizer, state } =
+            trainer::checkpoint::load(&path, recipe.adamw())?;
         let prepared = Prepared::new(recipe, &directory)?;
         let learner = Learner::new(recipe.learner(), directory.config().clone(), parameters, Some(optimizer));
         report.note(&format!("resumed after step {} from {}", version.0, path.display()));
@@ -112,7 +123,8 @@ fn starting_point(
     let model = directory.config().clone();
     let mut parameters = directory.load_parameters()?;
     if recipe.warmup.is_some() {
-        let Some(warm) = warmed_up(recipe, (&prepared, bench, report), (&directory, parameters), signals)? else {
+        let Some(warm) = warmed_up(recipe, (&prepared, bench, report), (&directory, parameters), signals)?
+        else {
             return Ok(None);
         };
         parameters = warm;
@@ -155,7 +167,10 @@ fn warmed_up(
         phase.finish("stopped; the warm-up starts again with `rlrun resume`");
         return Ok(None);
     }
-    phase.finish(&format!("loss {last_loss:.3} on demonstrations of which {:.0} % are wrong", 100.0 * warmup.wrong_share));
+    phase.finish(&format!(
+        "loss {last_loss:.3} on demonstrations of which {:.0} % are wrong",
+        100.0 * warmup.wrong_share
+    ));
     Ok(Some(learner.into_parameters()))
 }
 
@@ -164,7 +179,7 @@ fn train(
     recipe: &Recipe,
     run_dir: &RunDir,
     (prepared, bench, start): (&Prepared, &Bench, Start),
-    signals: &Signals,
+    (signals, report): (&Signals, &Report),
     observer: &mut Observer<'_>,
 ) -> Result<(Ending, Trainer, Option<Evaluation>), Failure> {
     let (producer, consumer) = open_buffer(recipe, run_dir.path())?;
@@ -178,7 +193,8 @@ fn train(
     let stop_rules = recipe.stop_rules(&start.directory);
     let engine = Engine::new(recipe.engine(longest), stop_rules, decoder, start.state.version)?;
     let capacity = recipe.rollout.max_running * 2;
-    let scorer = Scorer::start(bench.handle(), Arc::clone(&prepared.rewards), Arc::clone(&producer), capacity);
+    let scorer =
+        Scorer::start(bench.handle(), Arc::clone(&prepared.rewards), Arc::clone(&producer), capacity);
     let applier = Applier::start(subscriber, model);
     let worker = Worker::new(recipe.worker(), engine, Arc::clone(&prepared.train), applier, scorer);
     let eval_directory = ModelDirectory::open(start.directory.path())?;
@@ -190,9 +206,10 @@ fn train(
         Trainer::start(config, (start.learner, &start.state), start.directory, edges, Arc::clone(&stop))?;
     let sampler = Sampler::spawn(worker, producer, Arc::clone(&stop))?;
     let mut last_evaluation = None;
-    let trained = steps(recipe, (&mut trainer, &sampler), observer, &mut last_evaluation, |trainer| {
-        prepared.evaluate(recipe, trainer.learner(), &eval_directory, bench)
-    });
+    let trained =
+        steps(recipe, (&mut trainer, &sampler), (observer, report), &mut last_evaluation, |trainer| {
+            prepared.evaluate(recipe, trainer.learner(), &eval_directory, bench)
+        });
     let was_stopped = stop.swap(true, Ordering::Relaxed);
     let sampled = sampler.join();
     // An error of the sampler stops the trainer, so it comes first; otherwise the trainer's own counts.
@@ -210,11 +227,13 @@ fn train(
 fn steps(
     recipe: &Recipe,
     (trainer, sampler): (&mut Trainer, &Sampler),
-    observer: &mut Observer<'_>,
+    (observer, report): (&mut Observer<'_>, &Report),
     last_evaluation: &mut Option<Evaluation>,
     evaluate: impl Fn(&Trainer) -> Result<Option<Evaluation>, Failure>,
 ) -> Result<(), Failure> {
     let mut progress = Progress::default();
+    let phase = report.phase("training", recipe.trainer.steps);
+    phase.set(trainer.version().0, "");
     while trainer.version().0 < recipe.trainer.steps {
         let clock = std::time::Instant::now();
         let Some(step): Option<StepReport> = trainer.step()? else { break };
@@ -230,6 +249,7 @@ fn steps(
             time_s: trainer.time_s(),
         })?;
         progress = now;
+        phase.set(version, &format!("reward {:.3}", step.batch.reward.mean));
         if evaluation.is_some() {
             *last_evaluation = evaluation;
         }

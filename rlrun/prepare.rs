@@ -28,9 +28,13 @@ impl Bench {
     /// # Errors
     /// If the system gives no thread.
     pub fn new() -> Result<Self, Failure> {
-        let system = |source| Failure::System { what: "start the thread that waits for rewards".to_owned(), source };
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().map_err(system)?;
+        let system =
+            |source| Failure::System { what: "start the thread that waits for rewards".to_owned(), source };
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_time()
+            .build()
+            .map_err(system)?;
         Ok(Self { runtime })
     }
 
@@ -154,6 +158,8 @@ impl Prepared {
 pub fn prompt_text(task: &Task) -> String {
     match &task.prompt {
         Prompt::Text(text) => text.clone(),
-        Prompt::Messages(messages) => messages.last().map(|message| message.content.clone()).unwrap_or_default(),
+        Prompt::Messages(messages) => {
+            messages.last().map(|message| message.content.clone()).unwrap_or_default()
+        }
     }
 }

@@ -6,7 +6,9 @@
 mod summary;
 mod table;
 
+use std::fs::File;
 use std::io::{self, Write};
+use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
@@ -55,6 +57,17 @@ pub struct Report {
 struct Out {
     writer: Box<dyn Write + Send>,
     rows: usize,
+    /// A copy of every line, whatever the style.
+    log: Option<File>,
+}
+
+impl Out {
+    /// What cannot be logged is in the metrics all the same, so a full disk does not end the run here.
+    fn log(&mut self, text: &str) {
+        if let Some(log) = &mut self.log {
+            let _ = writeln!(log, "{}", console::strip_ansi_codes(text));
+        }
+    }
 }
 
 impl std::fmt::Debug for Report {
@@ -81,7 +94,7 @@ impl Report {
     /// A report to any writer.
     #[must_use]
     pub fn with_writer(style: Style, writer: Box<dyn Write + Send>) -> Self {
-        let out = Mutex::new(Out { writer, rows: 0 });
+        let out = Mutex::new(Out { writer, rows: 0, log: None });
         Self { style, bars: MultiProgress::new(), out }
     }
 
@@ -90,11 +103,10 @@ impl Report {
     pub fn phase(&self, name: &str, total: u64) -> Phase<'_> {
         let bar = match self.style {
             Style::Terminal { .. } => Some(self.bars.add(new_bar(name, total))),
-            Style::Plain => {
+            Style::Plain | Style::Quiet => {
                 self.write(&format!("{name}: {total} to do"));
                 None
             }
-            Style::Quiet => None,
         };
         Phase { report: self, name: name.to_owned(), bar }
     }
@@ -102,8 +114,7 @@ impl Report {
     /// Shows a training step.
     pub fn step(&self, metrics: &Metrics) {
         match self.style {
-            Style::Quiet => {}
-            Style::Plain => self.write(&table::line(metrics)),
+            Style::Quiet | Style::Plain => self.write(&table::line(metrics)),
             Style::Terminal { color } => {
                 let rows = {
                     let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
@@ -123,9 +134,18 @@ impl Report {
 
     /// Shows a line of text.
     pub fn note(&self, text: &str) {
-        if self.style != Style::Quiet {
-            self.write(text);
-        }
+        self.write(text);
+    }
+
+    /// Also writes every line to a new file in `logs`, one per attempt at the run.
+    ///
+    /// # Errors
+    /// The file cannot be made.
+    pub fn log_to(&self, logs: &Path) -> io::Result<()> {
+        let attempt = std::fs::read_dir(logs)?.count() + 1;
+        let file = File::create(logs.join(format!("attempt_{attempt}.log")))?;
+        self.out.lock().unwrap_or_else(PoisonError::into_inner).log = Some(file);
+        Ok(())
     }
 
     /// Shows what the run achieved and what can be done with it.
@@ -136,6 +156,10 @@ impl Report {
     fn write(&self, text: &str) {
         self.bars.suspend(|| {
             let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
+            out.log(text);
+            if self.style == Style::Quiet {
+                return;
+            }
             // A closed pipe must not end a run that others wait for; its files go on.
             let _ = writeln!(out.writer, "{text}").and_then(|()| out.writer.flush());
         });

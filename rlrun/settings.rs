@@ -138,7 +138,8 @@ impl Recipe {
                 max_length: spec.max_length,
                 cache: spec.cache,
             };
-            let reward = WeightedReward { reward: built.build()?, weight: built.weight, on_error: built.on_error };
+            let reward =
+                WeightedReward { reward: built.build()?, weight: built.weight, on_error: built.on_error };
             let timeout = Duration::from_secs_f64(spec.timeout_s);
             Ok((reward, RewardLimits { timeout, concurrency: spec.concurrency }))
         };

@@ -73,7 +73,9 @@ pub enum RolloutError {
         max_length: usize,
     },
     /// Training was asked to learn from greedy choices.
-    #[error("rollout.temperature is {temperature}: a greedy choice has no log-probability to learn from; use 1.0")]
+    #[error(
+        "rollout.temperature is {temperature}: a greedy choice has no log-probability to learn from; use 1.0"
+    )]
     GreedyTraining {
         /// The temperature.
         temperature: f32,

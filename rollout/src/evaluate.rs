@@ -7,10 +7,10 @@ use rewards::RewardSet;
 use tokio::runtime::Handle;
 use trajectory::{GroupId, PolicyVersion, Score, Task};
 
+use crate::RolloutError;
 use crate::engine::{Completion, Engine, EngineConfig, Request, StopRules};
 use crate::prompts::PromptSet;
 use crate::scoring::reward_input;
-use crate::RolloutError;
 
 /// How an evaluation samples.
 #[derive(Clone, Copy, Debug, PartialEq)]

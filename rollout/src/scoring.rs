@@ -53,7 +53,10 @@ struct Limited {
 
 impl fmt::Debug for Limited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Limited").field("inner", &self.inner).field("timeout", &self.timeout).finish_non_exhaustive()
+        f.debug_struct("Limited")
+            .field("inner", &self.inner)
+            .field("timeout", &self.timeout)
+            .finish_non_exhaustive()
     }
 }
 
@@ -102,7 +105,12 @@ pub struct Scorer {
 impl Scorer {
     /// Starts scoring on `runtime`; at most `capacity` completions wait or are being scored.
     #[must_use]
-    pub fn start(runtime: &Handle, rewards: Arc<RewardSet>, buffer: Arc<dyn Producer>, capacity: usize) -> Self {
+    pub fn start(
+        runtime: &Handle,
+        rewards: Arc<RewardSet>,
+        buffer: Arc<dyn Producer>,
+        capacity: usize,
+    ) -> Self {
         let (sender, receiver) = mpsc::channel(capacity.max(1));
         let task = runtime.spawn(score_all(receiver, rewards, buffer, capacity.max(1)));
         Self { sender, task, runtime: runtime.clone() }
@@ -197,7 +205,11 @@ async fn score_all(
 }
 
 /// Adds a trajectory to its group; the group, if that was the last one missing.
-fn complete(gathering: &mut HashMap<GroupId, Gathering>, id: GroupId, trajectory: Trajectory) -> Option<Group> {
+fn complete(
+    gathering: &mut HashMap<GroupId, Gathering>,
+    id: GroupId,
+    trajectory: Trajectory,
+) -> Option<Group> {
     let group = gathering.get_mut(&id)?;
     group.trajectories.push(trajectory);
     if group.trajectories.len() < group.group_size {
@@ -214,7 +226,8 @@ async fn score(ended: Ended, rewards: Arc<RewardSet>) -> Result<(GroupId, Trajec
     let score = rewards.score(&input).await?;
     let (group, index) = (completion.group, completion.index);
     let sample = completion.sample().map_err(|source| RolloutError::Sample { group, index, source })?;
-    let turn = Turn { completion: completion.prompt_length..completion.token_ids.len(), stop: completion.stop };
+    let turn =
+        Turn { completion: completion.prompt_length..completion.token_ids.len(), stop: completion.stop };
     Ok((group, Trajectory { index, sample, turns: vec![turn], text: completion.text, score }))
 }
 

@@ -91,7 +91,17 @@ impl Worker {
     ) -> Self {
         let progress = Progress { served: engine.version(), ..Progress::default() };
         let shared = Arc::new(Mutex::new(progress));
-        Self { config, engine, prompts, applier, scorer, pending: None, started: HashMap::new(), progress, shared }
+        Self {
+            config,
+            engine,
+            prompts,
+            applier,
+            scorer,
+            pending: None,
+            started: HashMap::new(),
+            progress,
+            shared,
+        }
     }
 
     /// Where its progress can be read while it runs.
@@ -208,7 +218,10 @@ impl Worker {
     fn waited_too_long(&self) -> RolloutError {
         RolloutError::Deadline {
             who: "a sampler",
-            whom: format!("a slot or weights newer than {}; the trainer does not advance", self.engine.version()),
+            whom: format!(
+                "a slot or weights newer than {}; the trainer does not advance",
+                self.engine.version()
+            ),
             seconds: self.config.wait.as_secs_f64(),
         }
     }

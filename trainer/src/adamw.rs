@@ -63,7 +63,10 @@ impl AdamW {
     /// # Panics
     /// If there are more or fewer values than the optimizer was made for.
     pub fn update(&mut self, layout: &Layout, values: &mut [f32], gradients: &[f32], learning_rate: f32) {
-        assert!(values.len() == self.first.len() && gradients.len() == self.first.len(), "one moment per value");
+        assert!(
+            values.len() == self.first.len() && gradients.len() == self.first.len(),
+            "one moment per value"
+        );
         self.updates += 1;
         let AdamWConfig { beta1, beta2, eps, weight_decay } = self.config;
         let t = i32::try_from(self.updates).unwrap_or(i32::MAX);
@@ -110,7 +113,12 @@ mod tests {
         for ((g0, g1), (e0, e1)) in [(0.5, -1.0), (0.25, 3.0), (-1.0, 0.1)].into_iter().zip(expected) {
             (gradients[0], gradients[1]) = (g0, g1);
             optimizer.update(&layout, &mut values, &gradients, 0.1);
-            assert!((values[0] - e0).abs() < 2e-6 && (values[1] - e1).abs() < 2e-6, "{} {}", values[0], values[1]);
+            assert!(
+                (values[0] - e0).abs() < 2e-6 && (values[1] - e1).abs() < 2e-6,
+                "{} {}",
+                values[0],
+                values[1]
+            );
         }
     }
 }

@@ -58,7 +58,8 @@ fn rows<'a, G: AsRef<Group>>(
     counts: &mut BatchCounts,
 ) -> Vec<Row<'a>> {
     let scored: Vec<Vec<(&Sample, f64)>> = groups.iter().map(|group| scored(group.as_ref())).collect();
-    let tokens = |group: &[(&Sample, f64)]| group.iter().map(|(sample, _)| sample.trained_tokens()).sum::<usize>();
+    let tokens =
+        |group: &[(&Sample, f64)]| group.iter().map(|(sample, _)| sample.trained_tokens()).sum::<usize>();
     let batch_tokens: usize = scored.iter().map(|group| tokens(group)).sum();
     let batch_sequences: usize = scored.iter().map(Vec::len).sum();
     counts.trained_tokens += batch_tokens;
@@ -111,8 +112,8 @@ fn scored(group: &Group) -> Vec<(&Sample, f64)> {
 #[cfg(test)]
 pub(crate) mod tests {
     use trajectory::{
-        Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId, Trajectory, Turn,
-        VersionRun,
+        Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
+        Trajectory, Turn, VersionRun,
     };
 
     use super::*;
@@ -143,14 +144,19 @@ pub(crate) mod tests {
             text: String::new(),
             score: Score { total: *reward, components: Vec::new() },
         };
-        let task =
-            Task { id: TaskId(id), prompt: Prompt::Text(String::new()), answer: None, columns: serde_json::Map::new() };
+        let task = Task {
+            id: TaskId(id),
+            prompt: Prompt::Text(String::new()),
+            answer: None,
+            columns: serde_json::Map::new(),
+        };
         Group { id: GroupId(id), task, trajectories: outcomes.iter().enumerate().map(trajectory).collect() }
     }
 
     #[test]
     fn zero_variance_groups_cost_nothing_but_count() {
-        let groups = [group(0, &[(Some(1.0), 3), (Some(0.0), 5)]), group(1, &[(Some(1.0), 4), (Some(1.0), 4)])];
+        let groups =
+            [group(0, &[(Some(1.0), 3), (Some(0.0), 5)]), group(1, &[(Some(1.0), 4), (Some(1.0), 4)])];
         let groups: Vec<_> = groups.into_iter().map(std::sync::Arc::new).collect();
         let (parts, counts) = minibatches(&groups, &GRPO, (1, 16));
         assert_eq!((parts[0].len(), counts.zero_variance, counts.trained_tokens), (2, 1, 16));
@@ -159,7 +165,8 @@ pub(crate) mod tests {
 
     #[test]
     fn failed_rewards_and_empty_completions_are_left_out() {
-        let groups = [std::sync::Arc::new(group(0, &[(Some(1.0), 3), (None, 5), (Some(0.0), 0), (Some(0.5), 2)]))];
+        let groups =
+            [std::sync::Arc::new(group(0, &[(Some(1.0), 3), (None, 5), (Some(0.0), 0), (Some(0.5), 2)]))];
         let (parts, counts) = minibatches(&groups, &GRPO, (1, 16));
         assert_eq!((parts[0].len(), counts.unscored, counts.trained_tokens), (2, 1, 5));
     }

@@ -125,9 +125,11 @@ pub fn load(dir: &Path, adamw: AdamWConfig) -> Result<Checkpoint, TrainerError> 
     let numbers = dir.join("trainer.json");
     let broken = |path: &Path, reason: String| TrainerError::Checkpoint { path: path.to_owned(), reason };
     let json = std::fs::read(&numbers).map_err(|e| broken(&numbers, format!("cannot be read: {e}")))?;
-    let state: TrainerState = serde_json::from_slice(&json).map_err(|e| broken(&numbers, format!("is not valid: {e}")))?;
+    let state: TrainerState =
+        serde_json::from_slice(&json).map_err(|e| broken(&numbers, format!("is not valid: {e}")))?;
     if state.format != FORMAT {
-        let reason = format!("has format {}, this rlrun reads {FORMAT}; use the rlrun that wrote it", state.format);
+        let reason =
+            format!("has format {}, this rlrun reads {FORMAT}; use the rlrun that wrote it", state.format);
         return Err(broken(&numbers, reason));
     }
     let file = dir.join("optimizer.safetensors");
@@ -169,7 +171,12 @@ fn moments_from_bytes(bytes: &[u8], layout: &Layout) -> Result<(Vec<f32>, Vec<f3
             let name = format!("{prefix}.{}", spec.name);
             let view = by_name.get(&name).ok_or_else(|| format!("has no tensor {name}"))?;
             if view.shape() != spec.shape || view.dtype() != Dtype::F32 {
-                return Err(format!("{name} is {:?} {:?}, expected F32 {:?}", view.dtype(), view.shape(), spec.shape));
+                return Err(format!(
+                    "{name} is {:?} {:?}, expected F32 {:?}",
+                    view.dtype(),
+                    view.shape(),
+                    spec.shape
+                ));
             }
             for (value, bytes) in values[spec.range()].iter_mut().zip(view.data().chunks_exact(4)) {
                 *value = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);

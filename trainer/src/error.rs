@@ -10,7 +10,9 @@ pub enum TrainerError {
     #[error("the network failed: {0}")]
     Compute(#[from] candle_core::Error),
     /// A gradient is infinite or not a number.
-    #[error("the gradient of update {update} over {rows} rows is not finite; lower trainer.learning_rate, or check the rewards for extreme values")]
+    #[error(
+        "the gradient of update {update} over {rows} rows is not finite; lower trainer.learning_rate, or check the rewards for extreme values"
+    )]
     GradientNotFinite {
         /// Updates done before.
         update: u64,

@@ -42,13 +42,23 @@ pub trait RowLoss: Sync {
     type Report: Default + Send;
 
     /// Derivatives of the loss by each of `predictions`, which belong to the trained tokens of row `index`.
-    fn row(&self, index: usize, predictions: &[Prediction], report: &mut Self::Report) -> Vec<PredictionGradient>;
+    fn row(
+        &self,
+        index: usize,
+        predictions: &[Prediction],
+        report: &mut Self::Report,
+    ) -> Vec<PredictionGradient>;
 }
 
 impl Learner {
     /// Starts from `parameters`; `optimizer` is `None` for a fresh one.
     #[must_use]
-    pub fn new(config: LearnerConfig, model: Config, parameters: Parameters, optimizer: Option<AdamW>) -> Self {
+    pub fn new(
+        config: LearnerConfig,
+        model: Config,
+        parameters: Parameters,
+        optimizer: Option<AdamW>,
+    ) -> Self {
         let optimizer = optimizer.unwrap_or_else(|| AdamW::new(config.adamw, parameters.layout().len()));
         let decoder = Decoder::new(&model, &parameters, Purpose::Training);
         Self { config, model, parameters, optimizer, decoder }
@@ -125,7 +135,10 @@ impl Learner {
         let Some(mut gradients) = total else { return Ok((0.0, reports)) };
         let norm = norm(gradients.values());
         if !norm.is_finite() {
-            return Err(TrainerError::GradientNotFinite { update: self.optimizer.updates(), rows: rows.len() });
+            return Err(TrainerError::GradientNotFinite {
+                update: self.optimizer.updates(),
+                rows: rows.len(),
+            });
         }
         let scale = self.config.max_grad_norm / (norm + 1e-6);
         if scale < 1.0 {
@@ -176,7 +189,10 @@ impl Learner {
         }
         std::thread::scope(|scope| {
             let ranks: Vec<_> = shares.iter().map(|mine| scope.spawn(|| work(mine))).collect();
-            ranks.into_iter().map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+            ranks
+                .into_iter()
+                .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .collect()
         })
     }
 }

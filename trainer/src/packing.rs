@@ -77,7 +77,8 @@ pub struct Packed<'a> {
 /// Packs `rows`, which all have a trained token.
 #[must_use]
 pub fn pack<'a>(rows: impl Iterator<Item = &'a Row<'a>>) -> Packed<'a> {
-    let mut packed = Packed { pack: Pack::new(), positions: Vec::new(), targets: Vec::new(), trained: Vec::new() };
+    let mut packed =
+        Packed { pack: Pack::new(), positions: Vec::new(), targets: Vec::new(), trained: Vec::new() };
     for row in rows {
         let sample = row.sample;
         // A trained token is never the first, so a row that has one is not empty here.

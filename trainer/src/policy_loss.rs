@@ -79,7 +79,12 @@ impl TokenSums {
 impl RowLoss for PolicyLoss<'_> {
     type Report = TokenSums;
 
-    fn row(&self, index: usize, predictions: &[Prediction], report: &mut TokenSums) -> Vec<PredictionGradient> {
+    fn row(
+        &self,
+        index: usize,
+        predictions: &[Prediction],
+        report: &mut TokenSums,
+    ) -> Vec<PredictionGradient> {
         let row = &self.rows[index];
         let trained = row.sample.behavior_logprobs().iter().zip(row.sample.loss_mask()).filter(|(_, m)| **m);
         let mut slopes = Vec::with_capacity(predictions.len());

@@ -17,6 +17,8 @@ pub struct StepReport {
     pub groups: Vec<Arc<Group>>,
     /// What became of the groups.
     pub counts: BatchCounts,
+    /// Groups that could have been leased when the step ended.
+    pub buffer_size: usize,
     /// Groups that were too old when the batch was put together.
     pub dropped_stale: u64,
     /// Sums over the trained tokens.
@@ -108,10 +110,15 @@ impl BatchStatistics {
         }
         Self {
             reward: Spread::of(all().filter_map(|t| t.score.total).collect()),
-            components: components.into_iter().map(|(name, (v, failed))| (name, (Spread::of(v), failed))).collect(),
+            components: components
+                .into_iter()
+                .map(|(name, (v, failed))| (name, (Spread::of(v), failed)))
+                .collect(),
             length: Spread::of(all().map(|t| t.completion_tokens() as f64).collect()),
             clipped_ratio: all().filter(|t| t.truncated()).count() as f64 / count,
-            staleness: Spread::of(all().map(|t| t.sample.oldest_version().staleness_at(version) as f64).collect()),
+            staleness: Spread::of(
+                all().map(|t| t.sample.oldest_version().staleness_at(version) as f64).collect(),
+            ),
             versions_per_sample: all().map(|t| t.sample.versions().len() as f64).sum::<f64>() / count,
         }
     }
@@ -134,6 +141,9 @@ mod tests {
     fn statistics_of_a_batch() {
         let groups = [Arc::new(group(0, &[(Some(1.0), 3), (None, 5)]))];
         let statistics = BatchStatistics::of(&groups, PolicyVersion(2));
-        assert_eq!((statistics.reward.mean, statistics.length.mean, statistics.staleness.max), (1.0, 4.0, 2.0));
+        assert_eq!(
+            (statistics.reward.mean, statistics.length.mean, statistics.staleness.max),
+            (1.0, 4.0, 2.0)
+        );
     }
 }

@@ -62,7 +62,10 @@ pub struct Trainer {
 
 impl std::fmt::Debug for Trainer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Trainer").field("config", &self.config).field("version", &self.version).finish_non_exhaustive()
+        f.debug_struct("Trainer")
+            .field("config", &self.config)
+            .field("version", &self.version)
+            .finish_non_exhaustive()
     }
 }
 
@@ -154,8 +157,18 @@ impl Trainer {
         let clock = Instant::now();
         self.publish()?;
         time.weight_sync = clock.elapsed().as_secs_f64();
-        let (version, dropped_stale, groups) = (self.version, lease.dropped_stale, lease.groups);
-        Ok(Some(StepReport { version, groups, counts, dropped_stale, sums, grad_norm, learning_rate, batch, time }))
+        Ok(Some(StepReport {
+            version: self.version,
+            groups: lease.groups,
+            counts,
+            buffer_size: self.buffer.stats()?.finalized,
+            dropped_stale: lease.dropped_stale,
+            sums,
+            grad_norm,
+            learning_rate,
+            batch,
+            time,
+        }))
     }
 
     /// Writes a checkpoint of the current version, then lets the buffer forget the groups that are in it.
@@ -187,7 +200,11 @@ impl Trainer {
     }
 
     /// All optimizer steps of one batch. Sums are over the last epoch.
-    fn update(&mut self, parts: &[Vec<Row<'_>>], learning_rate: f32) -> Result<(TokenSums, f32), TrainerError> {
+    fn update(
+        &mut self,
+        parts: &[Vec<Row<'_>>],
+        learning_rate: f32,
+    ) -> Result<(TokenSums, f32), TrainerError> {
         // After the first optimizer step the policy is no longer the one that anchors the clip.
         let updates = parts.len() * self.config.epochs;
         let proximal: Option<Vec<_>> = if updates > 1 {

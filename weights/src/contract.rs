@@ -41,8 +41,11 @@ pub trait Subscriber: Send + Sync {
     ///
     /// # Errors
     /// As [`Subscriber::newest`].
-    fn wait_newer(&self, after: Option<PolicyVersion>, wait: Duration)
-    -> Result<Option<Arc<Snapshot>>, WeightsError>;
+    fn wait_newer(
+        &self,
+        after: Option<PolicyVersion>,
+        wait: Duration,
+    ) -> Result<Option<Arc<Snapshot>>, WeightsError>;
 
     /// Reports that this sampler now samples from a version.
     ///

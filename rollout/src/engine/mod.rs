@@ -23,7 +23,7 @@ use trajectory::{GroupId, PolicyVersion};
 use crate::RolloutError;
 use prompt::PromptJob;
 use sequence::Sequence;
-pub use sequence::{Completion, Request};
+pub use sequence::{Completion, Request, random_stream, uniform};
 pub use stop::StopRules;
 
 /// Bounds of an engine.
@@ -125,6 +125,12 @@ impl Engine {
         self.prompts.is_empty() && self.running.is_empty()
     }
 
+    /// Pages of the cache that nobody holds, and all pages.
+    #[must_use]
+    pub fn pages(&self) -> (usize, usize) {
+        (self.cache.free_pages(), self.cache.total_pages())
+    }
+
     /// Sequences in flight, those of waiting prompts included.
     #[must_use]
     pub fn in_flight(&self) -> usize {
@@ -197,7 +203,11 @@ impl Engine {
             let from = if done == Some(sequence.group) { shared } else { 0 };
             done = Some(sequence.group);
             let rows: Vec<StepRow<'_>> = (from..sequence.token_ids.len() - 1)
-                .map(|position| StepRow { token: sequence.token_ids[position], position, pages: &sequence.pages })
+                .map(|position| StepRow {
+                    token: sequence.token_ids[position],
+                    position,
+                    pages: &sequence.pages,
+                })
                 .collect();
             for chunk in rows.chunks(self.config.prefill_chunk.max(1)) {
                 self.decoder.step(&mut self.cache, chunk, &[])?;

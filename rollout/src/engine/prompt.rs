@@ -35,16 +35,26 @@ impl PromptJob {
 
     /// The next `tokens` tokens as rows of a step.
     pub(super) fn rows(&self, tokens: usize) -> impl Iterator<Item = StepRow<'_>> {
-        (self.prefilled..self.prefilled + tokens)
-            .map(|position| StepRow { token: self.request.prompt[position], position, pages: &self.pages })
+        (self.prefilled..self.prefilled + tokens).map(|position| StepRow {
+            token: self.request.prompt[position],
+            position,
+            pages: &self.pages,
+        })
     }
 
     /// The completions of the prompt, which all hold its pages.
-    pub(super) fn into_sequences(self, cache: &mut KvCache, seed: u64, stop: &StopRules) -> VecDeque<Sequence> {
+    pub(super) fn into_sequences(
+        self,
+        cache: &mut KvCache,
+        seed: u64,
+        stop: &StopRules,
+    ) -> VecDeque<Sequence> {
         let Self { request, pages, .. } = self;
         for _ in 1..request.samples {
             cache.share(&pages);
         }
-        (0..request.samples as u32).map(|index| Sequence::new(&request, index, pages.clone(), seed, stop)).collect()
+        (0..request.samples as u32)
+            .map(|index| Sequence::new(&request, index, pages.clone(), seed, stop))
+            .collect()
     }
 }

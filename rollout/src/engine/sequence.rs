@@ -3,7 +3,9 @@
 use model::{Draw, KvCache, Sampling, StepRow};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
-use trajectory::{GroupId, KeptTokens, PolicyVersion, Sample, SampleError, SampleStreams, StopReason, VersionRun};
+use trajectory::{
+    GroupId, KeptTokens, PolicyVersion, Sample, SampleError, SampleStreams, StopReason, VersionRun,
+};
 
 use super::stop::{StopRules, TextWatch};
 use crate::RolloutError;
@@ -110,7 +112,7 @@ impl Sequence {
     /// Draws the next token from `logits`.
     pub(super) fn draw(&mut self, logits: &[f32], scratch: &mut [f32], version: PolicyVersion) {
         scratch.copy_from_slice(logits);
-        let uniform = (self.rng.next_u32() >> 8) as f32 / (1 << 24) as f32;
+        let uniform = uniform(&mut self.rng);
         let draw = Draw::new(scratch, self.sampling, uniform);
         self.token_ids.push(draw.token);
         self.logprobs.push(draw.logprob);
@@ -174,7 +176,9 @@ impl Completion {
         Sample::new(SampleStreams {
             token_ids: self.token_ids.clone(),
             loss_mask: (0..self.token_ids.len()).map(|t| t >= prompt).collect(),
-            behavior_logprobs: std::iter::repeat_n(0.0, prompt).chain(self.logprobs.iter().copied()).collect(),
+            behavior_logprobs: std::iter::repeat_n(0.0, prompt)
+                .chain(self.logprobs.iter().copied())
+                .collect(),
             versions,
             kept: self.kept.clone(),
             temperature: self.sampling.temperature,
@@ -182,8 +186,15 @@ impl Completion {
     }
 }
 
+/// The next number of a stream, in [0, 1).
+#[must_use]
+pub fn uniform(rng: &mut ChaCha8Rng) -> f32 {
+    (rng.next_u32() >> 8) as f32 / (1 << 24) as f32
+}
+
 /// The random numbers of one completion: a ChaCha stream of its own, so that they do not depend on anything else.
-fn random_stream(seed: u64, group: GroupId, index: u32) -> ChaCha8Rng {
+#[must_use]
+pub fn random_stream(seed: u64, group: GroupId, index: u32) -> ChaCha8Rng {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
     key[8..16].copy_from_slice(&group.0.to_le_bytes());

@@ -39,14 +39,23 @@ impl StopRules {
     }
 
     pub(super) fn watch(&self) -> Option<TextWatch> {
-        (!self.strings.is_empty()).then(|| TextWatch { stream: self.tokenizer.decode_stream(), text: String::new(), taken: 0 })
+        (!self.strings.is_empty()).then(|| TextWatch {
+            stream: self.tokenizer.decode_stream(),
+            text: String::new(),
+            taken: 0,
+        })
     }
 }
 
 impl TextWatch {
     /// Takes `token`, the completion's `count`-th, unless it was taken before; true if the text now holds a stop
     /// string.
-    pub(super) fn push_once(&mut self, count: usize, token: u32, strings: &[String]) -> Result<bool, RolloutError> {
+    pub(super) fn push_once(
+        &mut self,
+        count: usize,
+        token: u32,
+        strings: &[String],
+    ) -> Result<bool, RolloutError> {
         if count == self.taken {
             return Ok(false);
         }

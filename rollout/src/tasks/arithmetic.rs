@@ -117,7 +117,8 @@ impl Sum {
     /// A completion to learn from, without a stop token.
     #[must_use]
     pub fn demonstration(self, kind: Demonstration) -> String {
-        let (mut a, mut b, mut carry, mut place, mut answer) = (u64::from(self.a), u64::from(self.b), 0, 1, 0);
+        let (mut a, mut b, mut carry, mut place, mut answer) =
+            (u64::from(self.a), u64::from(self.b), 0, 1, 0);
         let mut columns = Vec::new();
         while columns.len() < 2 || a > 0 || b > 0 {
             let sum = a % 10 + b % 10 + carry;
@@ -133,7 +134,6 @@ impl Sum {
     fn total(self) -> u64 {
         u64::from(self.a) + u64::from(self.b)
     }
-
 }
 
 fn default_max_operand() -> u32 {

@@ -44,7 +44,9 @@ mod tests {
     #[test]
     fn golden() {
         let expected = [0.999_998, -0.999_998, -0.999_998, 0.999_998, 0.0];
-        for (ours, torch) in group_relative(&[1.0, 0.0, 0.0, 1.0, 0.5], ScaleRewards::Group).iter().zip(expected) {
+        for (ours, torch) in
+            group_relative(&[1.0, 0.0, 0.0, 1.0, 0.5], ScaleRewards::Group).iter().zip(expected)
+        {
             assert!((f64::from(*ours) - torch).abs() < 1e-6, "{ours} {torch}");
         }
         assert_eq!(group_relative(&[2.0, 0.0], ScaleRewards::None), [1.0, -1.0]);

@@ -120,7 +120,10 @@ fn a_subscriber_learns_that_the_publisher_is_gone() {
     let subscriber = hub.subscribe("orphan").unwrap();
     publisher.publish(snapshot(3)).unwrap();
     drop(publisher);
-    assert!(subscriber.newest(Some(PolicyVersion(2))).unwrap().is_some(), "the last version can still be had");
+    assert!(
+        subscriber.newest(Some(PolicyVersion(2))).unwrap().is_some(),
+        "the last version can still be had"
+    );
     let gone = WeightsError::PublisherGone { newest: Some(PolicyVersion(3)) };
     assert_eq!(subscriber.wait_newer(Some(PolicyVersion(3)), SOON).unwrap_err(), gone);
     assert!(gone.to_string().contains("the newest version is v3"));

@@ -1,0 +1,146 @@
+//! What the engine generates, and that nothing but weights, prompt and random stream matters to it.
+
+use model::{Draw, Pack, Sampling, Target};
+use proptest::prelude::*;
+use rollout::engine::{random_stream, uniform};
+use rollout::{Completion, EngineConfig, RolloutError};
+use trajectory::{GroupId, StopReason};
+
+use crate::{CONFIG, Model, complete, request};
+
+const TRUNCATED: Sampling = Sampling { temperature: 0.8, top_p: 0.9, top_k: 12, min_p: 0.01 };
+
+/// The same completion without cache, batching and engine.
+fn plainly(model: &Model, group: u64, index: u32, sampling: Sampling) -> (Vec<u32>, Vec<f32>) {
+    let decoder = model.decoder(&model.parameters());
+    let mut token_ids = request(group, 1, sampling).prompt;
+    let mut rng = random_stream(CONFIG.seed, GroupId(group), index);
+    let mut logprobs = Vec::new();
+    while logprobs.len() < 24 {
+        let mut pack = Pack::new();
+        pack.push(&token_ids).unwrap();
+        let mut logits: Vec<f32> =
+            decoder.logits(&pack).unwrap().get(token_ids.len() - 1).unwrap().to_vec1().unwrap();
+        let draw = Draw::new(&mut logits, sampling, uniform(&mut rng));
+        token_ids.push(draw.token);
+        logprobs.push(draw.logprob);
+        if model.directory.stop_token_ids().contains(&draw.token) {
+            break;
+        }
+    }
+    (token_ids, logprobs)
+}
+
+#[test]
+fn completions_equal_plain_sampling_bit_for_bit() {
+    let model = Model::new();
+    for sampling in [Sampling::PLAIN, TRUNCATED, Sampling::GREEDY] {
+        let mut engine = model.engine(CONFIG, &[]);
+        for completion in complete(&mut engine, (0..5).map(|g| request(g, 3, sampling)).collect()) {
+            let expected = plainly(&model, completion.group.0, completion.index, sampling);
+            assert_eq!((completion.token_ids, completion.logprobs), expected);
+        }
+        let (free, all) = engine.pages();
+        assert_eq!(free, all, "every page is given back");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+    #[test]
+    fn how_it_is_batched_does_not_matter(
+        max_running in 1..20usize, prefill_chunk in 1..50usize, samples in 1..6usize, groups in 1..8u64
+    ) {
+        let model = Model::new();
+        let requests = || (0..groups).map(|g| request(g, samples, Sampling::PLAIN)).collect();
+        let expected = complete(&mut model.engine(CONFIG, &[]), requests());
+        prop_assert_eq!(expected.len(), samples * groups as usize);
+        let mut engine = model.engine(EngineConfig { max_running, prefill_chunk, ..CONFIG }, &[]);
+        prop_assert_eq!(complete(&mut engine, requests()), expected);
+        prop_assert_eq!(engine.pages().0, engine.pages().1);
+    }
+}
+
+#[test]
+fn a_group_shares_the_pages_of_its_prompt() {
+    let model = Model::new();
+    let mut engine = model.engine(CONFIG, &[]);
+    let request = request(5, 8, Sampling::PLAIN);
+    assert!(request.prompt.len() > 33, "the prompt fills two pages and begins a third");
+    engine.submit(request).unwrap();
+    while engine.counts().sampled_tokens < 8 {
+        engine.step().unwrap();
+    }
+    engine.step().unwrap();
+    let (free, all) = engine.pages();
+    // Two full pages shared, the third copied for each completion that goes on; unshared it would be three each.
+    assert!(all - free <= 2 + 1 + 8, "{} pages", all - free);
+    assert_eq!(engine.counts().prefilled_tokens, 36, "the prompt is prefilled once");
+}
+
+#[test]
+fn log_probabilities_are_those_of_the_trainer() {
+    let model = Model::new();
+    let decoder = model.decoder(&model.parameters());
+    for completion in
+        complete(&mut model.engine(CONFIG, &[]), (0..4).map(|g| request(g, 2, TRUNCATED)).collect())
+    {
+        let sample = completion.sample().unwrap();
+        let mut pack = Pack::new();
+        pack.push(sample.token_ids()).unwrap();
+        let rows: Vec<usize> = (completion.prompt_length - 1..sample.token_ids().len() - 1).collect();
+        let kept = sample.kept().expect("truncation was on");
+        let targets: Vec<_> = rows
+            .iter()
+            .enumerate()
+            .map(|(n, row)| Target {
+                token: sample.token_ids()[row + 1],
+                temperature: sample.temperature(),
+                kept: Some(kept.set(n)),
+            })
+            .collect();
+        let scored: Vec<f32> = decoder
+            .score(&pack, &rows, &targets)
+            .unwrap()
+            .iter()
+            .map(|prediction| prediction.logprob)
+            .collect();
+        assert_eq!(scored, completion.logprobs);
+    }
+}
+
+#[test]
+fn a_stop_string_ends_the_text_before_it_and_keeps_the_tokens() {
+    let model = Model::new();
+    let requests = || (0..6).map(|g| request(g, 2, Sampling::PLAIN)).collect::<Vec<_>>();
+    let free: Vec<Completion> = complete(&mut model.engine(CONFIG, &[]), requests());
+    let text: Vec<char> = free[0].text.chars().collect();
+    let stop: String = text[3..5].iter().collect();
+    let stopped = complete(&mut model.engine(CONFIG, &[&stop]), requests());
+    assert_eq!(stopped[0].stop, StopReason::StopString);
+    for (stopped, free) in stopped.iter().zip(&free) {
+        assert!(free.token_ids.starts_with(&stopped.token_ids));
+        assert_eq!(stopped.text, free.text.split(&stop).next().unwrap());
+        assert_eq!(stopped.stop == StopReason::StopString, free.text.contains(&stop));
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_the_numbers() {
+    let model = Model::new();
+    let mut engine = model.engine(EngineConfig { kv_cache_tokens: Some(64), ..CONFIG }, &[]);
+    let mut empty = request(0, 1, Sampling::PLAIN);
+    empty.prompt.clear();
+    assert!(matches!(engine.submit(empty), Err(RolloutError::EmptyPrompt { group: GroupId(0) })));
+    let mut long = request(1, 1, Sampling::PLAIN);
+    long.prompt = vec![5; 120];
+    let error = engine.submit(long).unwrap_err();
+    assert!(
+        matches!(error, RolloutError::PromptTooLong { prompt: 120, completion: 24, context: 128, .. }),
+        "{error}"
+    );
+    let error = engine.submit(request(5, 8, Sampling::PLAIN)).unwrap_err();
+    assert!(matches!(error, RolloutError::CacheTooSmall { positions: 64, .. }), "{error}");
+    assert!(engine.is_idle());
+    assert!(rollout::engine::check_trainable(Sampling::GREEDY).unwrap_err().is_input());
+}

@@ -1,0 +1,93 @@
+//! The engine on a tiny random model, and scoring beside it.
+
+mod engine;
+mod scoring;
+mod updates;
+
+use model::{Config, Decoder, ModelDirectory, Parameters, Purpose, Sampling, Sizes};
+use rollout::{Completion, Engine, EngineConfig, Request, StopRules};
+use trajectory::{GroupId, PolicyVersion};
+
+/// A fresh character-level model in a directory that goes with it.
+struct Model {
+    directory: ModelDirectory,
+    _files: tempfile::TempDir,
+}
+
+impl Model {
+    fn new() -> Self {
+        let files = tempfile::tempdir().unwrap();
+        let mut config = Config::fresh(&Sizes {
+            vocab_size: 100,
+            hidden_size: 32,
+            intermediate_size: 48,
+            num_layers: 2,
+            num_heads: 4,
+            num_kv_heads: 2,
+            max_position_embeddings: 128,
+        });
+        config.initializer_range = 0.3;
+        let directory = ModelDirectory::fresh(&files.path().join("model"), &config, 11).unwrap();
+        Self { directory, _files: files }
+    }
+
+    fn parameters(&self) -> Parameters {
+        self.directory.load_parameters().unwrap()
+    }
+
+    /// Other weights of the same shape.
+    fn other_parameters(&self) -> Parameters {
+        Parameters::random(self.directory.config(), 99)
+    }
+
+    fn decoder(&self, parameters: &Parameters) -> Decoder {
+        Decoder::new(self.directory.config(), parameters, Purpose::Inference)
+    }
+
+    fn stop(&self, strings: &[&str]) -> StopRules {
+        StopRules {
+            token_ids: self.directory.stop_token_ids().to_vec(),
+            strings: strings.iter().map(ToString::to_string).collect(),
+            tokenizer: self.directory.tokenizer().clone(),
+        }
+    }
+
+    fn engine(&self, config: EngineConfig, strings: &[&str]) -> Engine {
+        Engine::new(config, self.stop(strings), self.decoder(&self.parameters()), PolicyVersion(0)).unwrap()
+    }
+}
+
+const CONFIG: EngineConfig = EngineConfig {
+    max_running: 8,
+    prefill_chunk: 16,
+    kv_cache_tokens: None,
+    max_prompt_length: 40,
+    max_completion_length: 24,
+    seed: 3,
+};
+
+/// A request whose prompt is made of its number.
+fn request(group: u64, samples: usize, sampling: Sampling) -> Request {
+    let length = 1 + group * 7 % 38;
+    Request {
+        group: GroupId(group),
+        prompt: (0..length).map(|i| 4 + ((i * 13 + group * 5) % 90) as u32).collect(),
+        samples,
+        sampling,
+        max_completion_length: 24,
+    }
+}
+
+/// Submits `requests` as soon as there is room and returns all completions by group and index.
+fn complete(engine: &mut Engine, requests: Vec<Request>) -> Vec<Completion> {
+    let mut waiting = requests.into_iter().peekable();
+    let mut completions = Vec::new();
+    while waiting.peek().is_some() || !engine.is_idle() {
+        while let Some(request) = waiting.next_if(|request| engine.has_room(request.samples)) {
+            engine.submit(request).unwrap();
+        }
+        completions.extend(engine.step().unwrap());
+    }
+    completions.sort_by_key(|c| (c.group, c.index));
+    completions
+}

@@ -1,0 +1,88 @@
+//! Rewards that fail, hang or end the run.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use buffer::{BufferConfig, Consumer, Memory, OnStale, Producer};
+use model::Sampling;
+use rewards::{BoxFuture, OnError, Reward, RewardError, RewardInput, WeightedReward};
+use rollout::scoring::{Ended, RewardLimits, Scorer, limited};
+use trajectory::{PolicyVersion, Prompt, Task, TaskId};
+
+use crate::{CONFIG, Model, complete, request};
+
+const SOON: Duration = Duration::from_secs(20);
+
+/// Scores by the index of the trajectory; index 1 never gets an answer.
+#[derive(Debug)]
+struct Flaky {
+    seen: Mutex<HashMap<u32, usize>>,
+}
+
+impl Reward for Flaky {
+    fn name(&self) -> &str {
+        "flaky"
+    }
+
+    fn score<'a>(&'a self, input: &'a RewardInput<'a>) -> BoxFuture<'a, Result<f64, RewardError>> {
+        *self.seen.lock().unwrap().entry(input.index).or_default() += 1;
+        Box::pin(async move {
+            if input.index == 1 {
+                std::future::pending::<()>().await;
+            }
+            Ok(f64::from(input.index))
+        })
+    }
+}
+
+fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Memory) {
+    let model = Model::new();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
+    let config = BufferConfig { batch_groups: 1, max_staleness: 0, on_stale: OnStale::Wait };
+    let buffer = Arc::new(Memory::new(config).unwrap());
+    let reward = WeightedReward {
+        reward: Box::new(Flaky { seen: Mutex::new(HashMap::new()) }),
+        weight: 2.0,
+        on_error,
+    };
+    let limits = RewardLimits { timeout: Duration::from_millis(30), concurrency: 2 };
+    let rewards = Arc::new(limited(vec![(reward, limits)]).unwrap());
+    let group = buffer.admit(PolicyVersion(0), 1, SOON).unwrap()[0];
+    buffer.claim(group, PolicyVersion(0)).unwrap();
+    let producer: Arc<dyn Producer> = Arc::clone(&buffer) as Arc<dyn Producer>;
+    let scorer = Scorer::start(runtime.handle(), rewards, producer, 2);
+    let task = Arc::new(Task {
+        id: TaskId(0),
+        prompt: Prompt::Text("?".into()),
+        answer: None,
+        columns: serde_json::Map::new(),
+    });
+    for completion in complete(&mut model.engine(CONFIG, &[]), vec![request(group.0, 4, Sampling::PLAIN)]) {
+        let task = Arc::clone(&task);
+        // Once the scoring has failed it takes nothing more; the reason comes from `finish`.
+        let _ = scorer.submit(Ended { task, group_size: 4, max_completion_length: 24, completion }, SOON);
+    }
+    let finished = scorer.finish(SOON);
+    (finished, Arc::into_inner(buffer).expect("the scoring has let go of the buffer"))
+}
+
+#[test]
+fn a_reward_that_hangs_costs_its_trajectory_and_no_more() {
+    let (finished, buffer) = score_one_group(OnError::Skip);
+    finished.unwrap();
+    let lease = buffer.lease(PolicyVersion(0), SOON).unwrap();
+    let totals: Vec<_> = lease.groups[0].trajectories.iter().map(|t| t.score.total).collect();
+    assert_eq!(totals, [Some(0.0), None, Some(4.0), Some(6.0)]);
+    let error = lease.groups[0].trajectories[1].score.components[0].error.clone().unwrap();
+    assert!(error.contains("flaky") && error.contains("no answer within"), "{error}");
+}
+
+#[test]
+fn a_reward_may_end_the_run() {
+    let (finished, buffer) = score_one_group(OnError::Fail);
+    let error = finished.unwrap_err().to_string();
+    assert!(error.contains("flaky") && error.contains("trajectory 1"), "{error}");
+    assert_eq!(buffer.stats().unwrap().finalized, 0);
+}

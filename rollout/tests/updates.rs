@@ -1,0 +1,74 @@
+//! New weights in the middle of a completion.
+
+use model::{Pack, Sampling, Target};
+use rollout::{Completion, Engine};
+use trajectory::PolicyVersion;
+
+use crate::{CONFIG, Model, request};
+
+/// Generates two groups and swaps the weights after a few steps; `recompute` says what happens to the cache.
+fn with_update(model: &Model, recompute: bool) -> Vec<Completion> {
+    let mut engine: Engine = model.engine(CONFIG, &[]);
+    for group in [2, 5] {
+        engine.submit(request(group, 3, Sampling::PLAIN)).unwrap();
+    }
+    let mut completions = Vec::new();
+    for _ in 0..9 {
+        completions.extend(engine.step().unwrap());
+    }
+    engine.apply(model.decoder(&model.other_parameters()), PolicyVersion(4));
+    if recompute {
+        engine.recompute().unwrap();
+    }
+    while !engine.is_idle() {
+        completions.extend(engine.step().unwrap());
+    }
+    completions.sort_by_key(|c| (c.group, c.index));
+    completions
+}
+
+/// Log-probabilities of the sampled tokens if the whole sequence is run under the new weights.
+fn under_new_weights(model: &Model, completion: &Completion) -> Vec<f32> {
+    let decoder = model.decoder(&model.other_parameters());
+    let mut pack = Pack::new();
+    pack.push(&completion.token_ids).unwrap();
+    let rows: Vec<usize> = (completion.prompt_length - 1..completion.token_ids.len() - 1).collect();
+    let target = |row: &usize| Target { token: completion.token_ids[row + 1], temperature: 1.0, kept: None };
+    let targets: Vec<_> = rows.iter().map(target).collect();
+    decoder.score(&pack, &rows, &targets).unwrap().iter().map(|p| p.logprob).collect()
+}
+
+#[test]
+fn every_token_remembers_the_version_that_sampled_it() {
+    let model = Model::new();
+    let completions = with_update(&model, false);
+    assert_eq!(completions.len(), 6);
+    assert!(completions.iter().any(|c| c.versions.len() == 2), "some completion saw both versions");
+    for completion in &completions {
+        let versions: Vec<u64> = completion.versions.iter().map(|run| run.version.0).collect();
+        assert!([&[0][..], &[0, 4], &[4]].contains(&&versions[..]), "{versions:?}");
+        let covered: usize = completion.versions.iter().map(|run| run.len as usize).sum();
+        assert_eq!(covered, completion.logprobs.len());
+        let oldest = PolicyVersion(versions[0]);
+        assert_eq!(completion.sample().unwrap().oldest_version(), oldest);
+    }
+}
+
+#[test]
+fn recomputed_keys_and_values_are_those_of_the_new_weights() {
+    let model = Model::new();
+    let (mut kept_differs, mut compared) = (false, 0);
+    for (recompute, completions) in [true, false].map(|r| (r, with_update(&model, r))) {
+        for completion in completions.iter().filter(|c| c.versions.len() == 2) {
+            let old = completion.versions[0].len as usize;
+            let (ours, full) = (&completion.logprobs[old..], &under_new_weights(&model, completion)[old..]);
+            if recompute {
+                assert_eq!(ours, full, "after a recompute nothing remembers the old weights");
+                compared += ours.len();
+            } else {
+                kept_differs |= ours != full;
+            }
+        }
+    }
+    assert!(compared > 0 && kept_differs, "keeping the old cache is another distribution");
+}

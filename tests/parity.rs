@@ -1,0 +1,107 @@
+//! Synchronous training by the pipeline equals the plain loop, bit for bit.
+
+use std::path::Path;
+
+use model::{ModelDirectory, Parameters};
+use rlrun::pipeline::{self, Ending};
+use rlrun::prepare::Prepared;
+use rlrun::recipe::Recipe;
+use rlrun::report::{Report, Style};
+use rlrun::run_dir::{RecipeTexts, RunDir};
+
+use crate::reference_loop::Reference;
+
+const RECIPE: &str = r#"
+seed = 7
+[model.random]
+hidden_size = 32
+intermediate_size = 48
+num_layers = 2
+num_heads = 4
+num_kv_heads = 2
+initializer_range = 0.2
+[data]
+max_prompt_length = 16
+[data.arithmetic]
+train_tasks = 20
+eval_tasks = 0
+[rollout]
+group_size = 4
+max_completion_length = 20
+max_running = 6
+prefill_chunk = 5
+[[rewards]]
+kind = "regex"
+pattern = "[0-4]"
+[buffer]
+batch_groups = 3
+max_staleness = 0
+[trainer]
+steps = 8
+learning_rate = 1e-2
+microbatch_tokens = 100000
+[checkpoint]
+interval = 100
+"#;
+
+/// What the `regex` reward of the recipe computes.
+fn has_a_small_digit(text: &str) -> f64 {
+    f64::from(text.contains(['0', '1', '2', '3', '4']))
+}
+
+/// Runs the recipe with `sets` and returns the run's weights, and the recipe.
+fn run(root: &Path, name: &str, sets: &[&str]) -> (Parameters, Recipe) {
+    let file = root.join(format!("{name}.toml"));
+    std::fs::write(&file, RECIPE).unwrap();
+    let sets: Vec<String> = sets.iter().map(ToString::to_string).collect();
+    let (recipe, origins) = Recipe::load(&file, &sets, []).unwrap();
+    let texts = RecipeTexts { given: RECIPE, resolved: &recipe.resolved_toml(&origins) };
+    let run_dir = RunDir::create(&root.join(name), texts).unwrap();
+    assert_eq!(pipeline::run(&recipe, &run_dir, &Report::new(Style::Quiet)).unwrap(), Ending::Done);
+    let trained = run_dir.checkpoints().join("step_000008/model");
+    (ModelDirectory::open(&trained).unwrap().load_parameters().unwrap(), recipe)
+}
+
+#[test]
+fn synchronous_training_equals_the_reference_loop_bit_for_bit() {
+    let root = tempfile::tempdir().unwrap();
+    let (trained, recipe) = run(root.path(), "sync", &[]);
+    let directory = ModelDirectory::open(&root.path().join("sync/model")).unwrap();
+    let prepared = Prepared::new(&recipe, &directory).unwrap();
+    let reference = Reference {
+        directory: &directory,
+        prompts: &prepared.train,
+        reward: has_a_small_digit,
+        seed: 7,
+        steps: 8,
+        batch_groups: 3,
+        group_size: 4,
+        max_completion_length: 20,
+        learning_rate: 1e-2,
+        max_grad_norm: 1.0,
+    };
+    let (expected, rewards) = reference.run();
+    assert_ne!(
+        directory.load_parameters().unwrap().values(),
+        expected.values(),
+        "the loop has learned something"
+    );
+    assert!(rewards.iter().any(|r| *r > 0.0 && *r < 1.0), "{rewards:?}");
+    let bits = |parameters: &Parameters| parameters.values().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    assert!(bits(&trained) == bits(&expected), "the pipeline and the plain loop end with different weights");
+}
+
+/// How sequences are batched and cached must not matter, and neither must the store of the buffer.
+#[test]
+fn batching_and_storage_do_not_change_a_bit() {
+    let root = tempfile::tempdir().unwrap();
+    let (expected, _) = run(root.path(), "a", &[]);
+    let sets = [
+        "rollout.max_running=64",
+        "rollout.prefill_chunk=512",
+        "buffer.store=\"memory\"",
+        "rollout.on_update=\"drain\"",
+    ];
+    let (other, _) = run(root.path(), "b", &sets);
+    assert!(expected.values() == other.values());
+}

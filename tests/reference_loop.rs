@@ -1,0 +1,169 @@
+//! The algorithm as one plain loop: sample, score, compare, update. Read this first.
+//!
+//! No pipeline, no buffer, no cache, no batching, no threads: completions are sampled one token at a time by running the
+//! whole sequence again. Only the network itself (`model`) and the random streams are shared with rlrun; advantage, loss,
+//! clipping and AdamW are written out. `parity.rs` asserts that rlrun with `buffer.max_staleness = 0` ends with the same
+//! weights, bit for bit.
+
+use model::{
+    Decoder, Draw, Gradients, ModelDirectory, Pack, Parameters, PredictionGradient, Purpose, Sampling, Target,
+};
+use rollout::PromptSet;
+use rollout::engine::{random_stream, uniform};
+use trajectory::GroupId;
+
+/// What the loop needs to know; the names are those of the recipe.
+pub struct Reference<'a> {
+    pub directory: &'a ModelDirectory,
+    pub prompts: &'a PromptSet,
+    pub reward: fn(&str) -> f64,
+    pub seed: u64,
+    pub steps: u64,
+    pub batch_groups: u64,
+    pub group_size: u32,
+    pub max_completion_length: usize,
+    pub learning_rate: f32,
+    pub max_grad_norm: f32,
+}
+
+/// A completion: prompt and sampled tokens, and their log-probabilities under the policy that sampled them.
+struct Trajectory {
+    token_ids: Vec<u32>,
+    prompt_length: usize,
+    behavior_logprobs: Vec<f32>,
+    reward: f64,
+    advantage: f32,
+}
+
+/// AdamW with `beta1 = 0.9`, `beta2 = 0.999`, `eps = 1e-8`, no weight decay.
+struct Adam {
+    first: Vec<f32>,
+    second: Vec<f32>,
+    updates: i32,
+}
+
+impl Reference<'_> {
+    /// Trains, and returns the weights after the last step with the mean reward of every step.
+    pub fn run(&self) -> (Parameters, Vec<f64>) {
+        let config = self.directory.config();
+        let mut parameters = self.directory.load_parameters().unwrap();
+        let len = parameters.values().len();
+        let mut adam = Adam { first: vec![0.0; len], second: vec![0.0; len], updates: 0 };
+        let mut rewards = Vec::new();
+        for step in 0..self.steps {
+            let policy = Decoder::new(config, &parameters, Purpose::Training);
+
+            // Sample and score.
+            let mut groups: Vec<Vec<Trajectory>> = Vec::new();
+            for group in step * self.batch_groups..(step + 1) * self.batch_groups {
+                groups.push(
+                    (0..self.group_size).map(|index| self.sample(&policy, GroupId(group), index)).collect(),
+                );
+            }
+            let all = || groups.iter().flatten();
+            rewards.push(all().map(|t| t.reward).sum::<f64>() / all().count() as f64);
+
+            // Compare each trajectory with the others of its group.
+            let batch_tokens: usize = all().map(|t| t.behavior_logprobs.len()).sum();
+            groups.retain(|group| group.iter().any(|t| t.reward != group[0].reward));
+            groups.iter_mut().for_each(|group| set_advantages(group));
+
+            // One update on all of them.
+            let trajectories: Vec<Trajectory> = groups.into_iter().flatten().collect();
+            if !trajectories.is_empty() {
+                let mut gradients = gradients(&policy, &parameters, &trajectories, batch_tokens);
+                clip(gradients.values_mut(), self.max_grad_norm);
+                adam.update(parameters.values_mut(), gradients.values(), self.learning_rate);
+            }
+        }
+        (parameters, rewards)
+    }
+
+    /// Samples one completion, token by token.
+    fn sample(&self, policy: &Decoder, group: GroupId, index: u32) -> Trajectory {
+        let (_, prompt) = self.prompts.of(group);
+        let mut rng = random_stream(self.seed, group, index);
+        let mut token_ids = prompt.to_vec();
+        let mut behavior_logprobs = Vec::new();
+        let stop = self.directory.stop_token_ids();
+        while behavior_logprobs.len() < self.max_completion_length {
+            let mut pack = Pack::new();
+            pack.push(&token_ids).unwrap();
+            let logits = policy.logits(&pack).unwrap();
+            let mut last: Vec<f32> = logits.get(token_ids.len() - 1).unwrap().to_vec1().unwrap();
+            let draw = Draw::new(&mut last, Sampling::PLAIN, uniform(&mut rng));
+            token_ids.push(draw.token);
+            behavior_logprobs.push(draw.logprob);
+            if stop.contains(&draw.token) {
+                break;
+            }
+        }
+        let mut completion = &token_ids[prompt.len()..];
+        if completion.last().is_some_and(|token| stop.contains(token)) {
+            completion = &completion[..completion.len() - 1];
+        }
+        let text = self.directory.tokenizer().decode(completion).unwrap();
+        let reward = (self.reward)(&text);
+        Trajectory { prompt_length: prompt.len(), token_ids, behavior_logprobs, reward, advantage: 0.0 }
+    }
+}
+
+/// GRPO: `(r - mean) / (std + 1e-6)` within the group.
+fn set_advantages(group: &mut [Trajectory]) {
+    let n = group.len() as f64;
+    let mean = group.iter().map(|t| t.reward).sum::<f64>() / n;
+    let variance = group.iter().map(|t| (t.reward - mean).powi(2)).sum::<f64>() / (n - 1.0);
+    for trajectory in group {
+        trajectory.advantage = ((trajectory.reward - mean) / (variance.sqrt() + 1e-6)) as f32;
+    }
+}
+
+/// Gradient of the loss, a mean over all tokens of the batch. On policy the ratio is 1, so each token's loss is
+/// `-advantage * ratio` and its derivative by the log-probability `-advantage`; groups whose rewards are all equal would
+/// add zero.
+fn gradients(
+    policy: &Decoder,
+    parameters: &Parameters,
+    trajectories: &[Trajectory],
+    batch_tokens: usize,
+) -> Gradients {
+    let (mut pack, mut rows, mut targets, mut slopes) = (Pack::new(), Vec::new(), Vec::new(), Vec::new());
+    let token_weight = 1.0 / batch_tokens as f32;
+    for trajectory in trajectories {
+        let last = trajectory.token_ids.len() - 1;
+        let start = pack.push(&trajectory.token_ids[..last]).unwrap();
+        for position in trajectory.prompt_length..=last {
+            rows.push(start + position - 1);
+            targets.push(Target { token: trajectory.token_ids[position], temperature: 1.0, kept: None });
+            slopes.push(PredictionGradient { logprob: -trajectory.advantage * token_weight, entropy: 0.0 });
+        }
+    }
+    let (predictions, trace) = policy.forward(&pack, &rows, &targets).unwrap();
+    let behavior = trajectories.iter().flat_map(|t| &t.behavior_logprobs);
+    assert!(predictions.iter().map(|p| &p.logprob).eq(behavior), "trainer and sampler agree bit for bit");
+    let mut gradients = Gradients::zeros(parameters.layout());
+    policy.backward(&pack, trace, &targets, &slopes, &mut gradients).unwrap();
+    gradients
+}
+
+/// Scales the gradient down to `max_norm`.
+fn clip(gradients: &mut [f32], max_norm: f32) {
+    let norm = gradients.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt() as f32;
+    let scale = max_norm / (norm + 1e-6);
+    if scale < 1.0 {
+        gradients.iter_mut().for_each(|g| *g *= scale);
+    }
+}
+
+impl Adam {
+    fn update(&mut self, values: &mut [f32], gradients: &[f32], learning_rate: f32) {
+        self.updates += 1;
+        let step_size = learning_rate / (1.0 - 0.9_f32.powi(self.updates));
+        let second_scale = 1.0 / (1.0 - 0.999_f32.powi(self.updates));
+        for (i, g) in gradients.iter().enumerate() {
+            self.first[i] = 0.9 * self.first[i] + (1.0 - 0.9) * g;
+            self.second[i] = 0.999 * self.second[i] + (1.0 - 0.999) * g * g;
+            values[i] -= step_size * self.first[i] / ((self.second[i] * second_scale).sqrt() + 1e-8);
+        }
+    }
+}
