@@ -1,0 +1,77 @@
+//! What is written can be gone on from, bit for bit, and what is broken says so.
+
+use model::ModelDirectory;
+use trainer::batch::minibatches;
+use trainer::checkpoint::{list, load, path, save};
+use trainer::policy_loss::PolicyLoss;
+use trainer::{Learner, TrainerState};
+use trajectory::PolicyVersion;
+
+use crate::{GRPO, LEARNER, config, groups};
+
+fn advance(learner: &mut Learner, steps: usize) {
+    let groups = groups();
+    let (parts, _) = minibatches(&groups, &GRPO, (1, 16));
+    for _ in 0..steps {
+        learner
+            .step(&parts[0], &PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None }, 1e-2)
+            .unwrap();
+    }
+}
+
+#[test]
+fn going_on_from_a_checkpoint_gives_the_same_bits() {
+    let files = tempfile::tempdir().unwrap();
+    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    let mut learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
+    advance(&mut learner, 3);
+    let state = TrainerState::new(PolicyVersion(3), learner.optimizer().updates(), 77, 1.5);
+    let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
+    let read = load(&dir, LEARNER.adamw).unwrap();
+    assert_eq!((read.state, &read.optimizer), (state, learner.optimizer()));
+    let mut resumed = Learner::new(LEARNER, config(), read.parameters, Some(read.optimizer));
+    advance(&mut resumed, 2);
+    advance(&mut learner, 2);
+    assert_eq!(resumed.parameters().values(), learner.parameters().values());
+}
+
+#[test]
+fn only_the_newest_are_kept_and_the_same_step_can_be_written_again() {
+    let files = tempfile::tempdir().unwrap();
+    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
+    for version in [1, 2, 3, 2] {
+        save(files.path(), &directory, &learner, &TrainerState::new(PolicyVersion(version), 0, 0, 0.0), 2)
+            .unwrap();
+    }
+    assert_eq!(list(files.path()), [PolicyVersion(2), PolicyVersion(3)]);
+    assert!(list(&files.path().join("nowhere")).is_empty());
+}
+
+#[test]
+fn broken_checkpoints_are_named() {
+    let files = tempfile::tempdir().unwrap();
+    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
+    let state = TrainerState::new(PolicyVersion(1), 0, 0, 0.0);
+    let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
+    assert_eq!(dir, path(files.path(), PolicyVersion(1)));
+    let message = || load(&dir, LEARNER.adamw).unwrap_err().to_string();
+
+    let optimizer = dir.join("optimizer.safetensors");
+    let whole = std::fs::read(&optimizer).unwrap();
+    std::fs::write(&optimizer, &whole[..whole.len() / 2]).unwrap();
+    assert!(
+        message().contains("optimizer.safetensors") && message().contains("earlier checkpoint"),
+        "{}",
+        message()
+    );
+    std::fs::write(&optimizer, whole).unwrap();
+
+    let numbers = dir.join("trainer.json");
+    let json = std::fs::read_to_string(&numbers).unwrap();
+    std::fs::write(&numbers, json.replace("\"format\": 1", "\"format\": 9")).unwrap();
+    assert!(message().contains("trainer.json") && message().contains("format 9"), "{}", message());
+    std::fs::remove_file(&numbers).unwrap();
+    assert!(message().contains("cannot be read"), "{}", message());
+}

@@ -1,0 +1,100 @@
+//! Gradients and updates do not depend on how the work is cut up.
+
+use model::{Prediction, PredictionGradient};
+use trainer::batch::{Row, minibatches};
+use trainer::learner::RowLoss;
+use trainer::policy_loss::{PolicyLoss, TokenSums};
+use trainer::{Learner, LearnerConfig, TrainerError};
+
+use crate::{GRPO, LEARNER, group, groups, learner};
+
+/// One step on all groups; the weights after it and the sums.
+fn step(settings: LearnerConfig) -> (Vec<f32>, TokenSums) {
+    let groups = groups();
+    let (parts, _) = minibatches(&groups, &GRPO, (1, 16));
+    let mut learner = learner(settings);
+    let loss = PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None };
+    let (_, reports) = learner.step(&parts[0], &loss, 1e-2).unwrap();
+    let mut sums = TokenSums::default();
+    reports.iter().for_each(|report| sums.merge(report));
+    (learner.into_parameters().into_values(), sums)
+}
+
+#[test]
+fn world_sizes_and_micro_batches_give_the_same_step() {
+    let (expected, sums) = step(LEARNER);
+    let start = learner(LEARNER).into_parameters().into_values();
+    let moved: f32 = expected.iter().zip(&start).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(moved > 5e-3, "the step moves weights: {moved}");
+    for world in [1, 2, 4] {
+        for microbatch_tokens in [1, 40, 100_000] {
+            let (values, other) = step(LearnerConfig { world, microbatch_tokens, ..LEARNER });
+            // Adam's first step is the sign of the gradient: where that is rounding noise, a weight may go either way.
+            let differ = values
+                .iter()
+                .zip(&expected)
+                .filter(|(a, b)| (*a - *b).abs() > 1e-6 * moved.max(b.abs()))
+                .count();
+            assert!(
+                differ < values.len() / 500,
+                "world {world}: {differ} of {} weights differ",
+                values.len()
+            );
+            assert_eq!((other.tokens, other.clipped_low), (sums.tokens, sums.clipped_low));
+            assert!((other.loss - sums.loss).abs() < 1e-6);
+        }
+    }
+    assert_eq!(step(LEARNER).0, expected, "the same step twice gives the same bits");
+}
+
+#[test]
+fn on_policy_sampler_and_trainer_agree_exactly() {
+    let (_, sums) = step(LEARNER);
+    assert_eq!((sums.logprob_abs_diff_max, sums.mismatch), (0.0, 0.0));
+    assert_eq!(sums.effective_share(), 1.0);
+}
+
+#[test]
+fn off_policy_tokens_are_reported_and_weighted() {
+    let groups = [group(0, &[1.0, 0.0], -0.3)];
+    let (parts, _) = minibatches(&groups, &GRPO, (1, 16));
+    let loss = PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None };
+    let (_, reports) = learner(LEARNER).step(&parts[0], &loss, 1e-3).unwrap();
+    let mean = reports[0].mean(reports[0].behavior_weight);
+    assert!((mean - 0.3_f64.exp()).abs() < 1e-4, "{mean}");
+    assert!((reports[0].logprob_abs_diff_max - 0.3).abs() < 1e-4);
+}
+
+/// A loss whose derivative overflows.
+struct Infinite;
+
+impl RowLoss for Infinite {
+    type Report = ();
+
+    fn row(&self, _: usize, predictions: &[Prediction], (): &mut ()) -> Vec<PredictionGradient> {
+        predictions.iter().map(|_| PredictionGradient { logprob: f32::INFINITY, entropy: 0.0 }).collect()
+    }
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_leaves_the_weights_alone() {
+    let groups = groups();
+    let (parts, _) = minibatches(&groups, &GRPO, (1, 16));
+    let mut learner: Learner = learner(LEARNER);
+    let before = learner.parameters().values().to_vec();
+    let error = learner.step(&parts[0], &Infinite, 1e-3).unwrap_err();
+    assert!(matches!(error, TrainerError::GradientNotFinite { update: 0, rows: 12 }), "{error}");
+    assert_eq!(learner.parameters().values(), before);
+}
+
+#[test]
+fn scores_are_in_the_order_of_the_rows() {
+    let groups = groups();
+    let (parts, _) = minibatches(&groups, &GRPO, (1, 16));
+    let rows: &[Row<'_>] = &parts[0];
+    let scored = learner(LearnerConfig { world: 3, microbatch_tokens: 20, ..LEARNER }).score(rows).unwrap();
+    for (row, predictions) in rows.iter().zip(scored) {
+        let behavior: Vec<f32> = row.sample.behavior_logprobs()[2..].to_vec();
+        assert_eq!(predictions.iter().map(|p| p.logprob).collect::<Vec<_>>(), behavior);
+    }
+}

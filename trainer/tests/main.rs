@@ -1,0 +1,111 @@
+//! The learner and the trainer on a tiny random model.
+
+mod checkpoint;
+mod learner;
+mod step;
+
+use std::sync::Arc;
+
+use model::{Config, Decoder, Pack, Parameters, Purpose, Sizes, Target};
+use trainer::adamw::AdamWConfig;
+use trainer::algorithm::Aggregation;
+use trainer::algorithm::advantage::ScaleRewards;
+use trainer::algorithm::grpo::Grpo;
+use trainer::{Learner, LearnerConfig};
+use trajectory::{
+    Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
+    Trajectory, Turn, VersionRun,
+};
+
+const GRPO: Grpo = Grpo {
+    clip_eps_low: 0.2,
+    clip_eps_high: 0.2,
+    behavior_weight_cap: 2.0,
+    scale_rewards: ScaleRewards::Group,
+    loss_agg: Aggregation::TokenMean,
+};
+
+const LEARNER: LearnerConfig = LearnerConfig {
+    adamw: AdamWConfig { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
+    max_grad_norm: 1.0,
+    microbatch_tokens: 64,
+    world: 1,
+};
+
+fn config() -> Config {
+    let mut config = Config::fresh(&Sizes {
+        vocab_size: 100,
+        hidden_size: 32,
+        intermediate_size: 48,
+        num_layers: 2,
+        num_heads: 4,
+        num_kv_heads: 2,
+        max_position_embeddings: 128,
+    });
+    config.initializer_range = 0.2;
+    config
+}
+
+fn learner(settings: LearnerConfig) -> Learner {
+    let config = config();
+    let parameters = Parameters::random(&config, 5);
+    Learner::new(settings, config, parameters, None)
+}
+
+/// A group whose trajectories got `rewards`, with tokens made of its number and, as behavior log-probabilities, those of
+/// the fresh model moved by `off_policy` nats.
+fn group(id: u64, rewards: &[f64], off_policy: f32) -> Arc<Group> {
+    let config = config();
+    let decoder = Decoder::new(&config, &Parameters::random(&config, 5), Purpose::Inference);
+    let trajectory = |(index, reward): (usize, &f64)| {
+        let tokens = 5 + (id as usize * 3 + index * 2) % 9;
+        let token_ids: Vec<u32> =
+            (0..tokens as u32).map(|t| 4 + (t * 17 + id as u32 * 7 + index as u32 * 29) % 90).collect();
+        let mut pack = Pack::new();
+        pack.push(&token_ids).unwrap();
+        let rows: Vec<usize> = (1..tokens - 1).collect();
+        let target = |row: &usize| Target { token: token_ids[row + 1], temperature: 1.0, kept: None };
+        let targets: Vec<_> = rows.iter().map(target).collect();
+        let scored = decoder.score(&pack, &rows, &targets).unwrap();
+        let behavior = scored.iter().map(|p| (p.logprob + off_policy).min(0.0));
+        let sample = Sample::new(SampleStreams {
+            loss_mask: (0..tokens).map(|t| t >= 2).collect(),
+            behavior_logprobs: [0.0, 0.0].into_iter().chain(behavior).collect(),
+            versions: vec![VersionRun { version: PolicyVersion(0), len: tokens as u32 }],
+            kept: None,
+            temperature: 1.0,
+            token_ids,
+        });
+        Trajectory {
+            index: index as u32,
+            sample: sample.unwrap(),
+            turns: vec![Turn { completion: 2..tokens, stop: StopReason::StopToken }],
+            text: String::new(),
+            score: Score { total: Some(*reward), components: Vec::new() },
+        }
+    };
+    let task = Task {
+        id: TaskId(id),
+        prompt: Prompt::Text(String::new()),
+        answer: None,
+        columns: serde_json::Map::new(),
+    };
+    Arc::new(Group {
+        id: GroupId(id),
+        task,
+        trajectories: rewards.iter().enumerate().map(trajectory).collect(),
+    })
+}
+
+/// Six groups, two of them without variance.
+fn groups() -> Vec<Arc<Group>> {
+    let rewards: [&[f64]; 6] = [
+        &[1.0, 0.0, 0.0],
+        &[1.0, 1.0, 1.0],
+        &[0.0, 1.0, 0.5],
+        &[0.0, 0.0, 0.0],
+        &[0.2, 0.9, 0.1],
+        &[1.0, 0.0, 1.0],
+    ];
+    rewards.iter().enumerate().map(|(id, rewards)| group(id as u64, rewards, 0.0)).collect()
+}

@@ -1,0 +1,130 @@
+//! The step of the trainer between a buffer and a publisher.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use buffer::{BufferConfig, BufferError, Consumer, Memory, OnStale, Producer};
+use model::ModelDirectory;
+use trainer::schedule::{Schedule, Shape};
+use trainer::{Learner, Trainer, TrainerConfig, TrainerError, TrainerState};
+use trajectory::{Group, PolicyVersion};
+use weights::{Publisher, Subscriber};
+
+use crate::{GRPO, LEARNER, config, group};
+
+const SOON: Duration = Duration::from_secs(20);
+
+struct Bench {
+    files: tempfile::TempDir,
+    buffer: Arc<Memory>,
+    subscriber: weights::memory::MemorySubscriber,
+    trainer: Trainer,
+    stop: Arc<AtomicBool>,
+}
+
+fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
+    let files = tempfile::tempdir().unwrap();
+    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
+    let buffer_config = BufferConfig { batch_groups: 2, max_staleness: 2, on_stale: OnStale::Drop };
+    let buffer = Arc::new(Memory::new(buffer_config).unwrap());
+    let (publisher, hub) = weights::memory::hub();
+    let subscriber = hub.subscribe("sampler").unwrap();
+    let mut settings = TrainerConfig {
+        algorithm: GRPO,
+        schedule: Schedule { peak: 1e-2, shape: Shape::Constant, warmup_steps: 0, steps: 10 },
+        minibatches: 1,
+        epochs: 1,
+        max_completion_length: 16,
+        checkpoint_interval: 2,
+        keep_last: 1,
+        checkpoints: files.path().join("checkpoints"),
+        wait: SOON,
+    };
+    std::fs::create_dir(&settings.checkpoints).unwrap();
+    change(&mut settings);
+    let stop = Arc::new(AtomicBool::new(false));
+    let edges: (Arc<dyn Consumer>, Arc<dyn Publisher>) =
+        (Arc::clone(&buffer) as Arc<dyn Consumer>, Arc::new(publisher));
+    let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);
+    let trainer = Trainer::start(settings, (learner, &state), directory, edges, Arc::clone(&stop)).unwrap();
+    Bench { files, buffer, subscriber, trainer, stop }
+}
+
+/// Puts a finished group with these rewards into the buffer.
+fn put(buffer: &Memory, served: u64, rewards: &[f64]) {
+    let served = PolicyVersion(served);
+    let id = buffer.admit(served, 1, SOON).unwrap()[0];
+    buffer.claim(id, served).unwrap();
+    let group = group(id.0, rewards, 0.0);
+    buffer.finalize(Group::clone(&group)).unwrap();
+}
+
+#[test]
+fn a_step_makes_the_next_version_and_publishes_it() {
+    let mut bench = bench(|_| {});
+    let first = bench.subscriber.newest(None).unwrap().unwrap();
+    assert_eq!(first.version, PolicyVersion(0));
+    put(&bench.buffer, 0, &[1.0, 0.0]);
+    put(&bench.buffer, 0, &[1.0, 1.0]);
+    let report = bench.trainer.step().unwrap().unwrap();
+    assert_eq!((report.version, report.counts.groups, report.counts.zero_variance), (PolicyVersion(1), 2, 1));
+    assert_eq!(report.batch.reward.mean, 0.75);
+    assert!(report.grad_norm > 0.0 && report.sums.tokens > 0);
+    let second = bench.subscriber.newest(Some(PolicyVersion(0))).unwrap().unwrap();
+    assert_eq!(second.version, PolicyVersion(1));
+    assert_ne!(first.digest, second.digest);
+    assert_eq!(&second.values[..], bench.trainer.learner().parameters().values());
+}
+
+#[test]
+fn a_batch_without_variance_makes_a_version_without_a_change() {
+    let mut bench = bench(|_| {});
+    (0..2).for_each(|_| put(&bench.buffer, 0, &[1.0, 1.0]));
+    let before = bench.trainer.learner().parameters().values().to_vec();
+    let report = bench.trainer.step().unwrap().unwrap();
+    assert_eq!((report.version, report.sums.tokens), (PolicyVersion(1), 0));
+    assert_eq!(bench.trainer.learner().parameters().values(), before);
+}
+
+#[test]
+fn checkpoints_let_the_buffer_forget() {
+    let mut bench = bench(|_| {});
+    for version in 0..2 {
+        (0..2).for_each(|_| put(&bench.buffer, version, &[1.0, 0.0]));
+        bench.trainer.step().unwrap().unwrap();
+        let leased = bench.buffer.stats().unwrap().leased;
+        assert_eq!(
+            leased,
+            if version == 0 { 2 } else { 0 },
+            "groups are kept until a checkpoint holds their step"
+        );
+    }
+    assert!(bench.files.path().join("checkpoints/step_000002/model/config.json").is_file());
+}
+
+#[test]
+fn later_minibatches_are_clipped_against_the_policy_before_the_step() {
+    let mut bench = bench(|config| (config.minibatches, config.epochs) = (2, 3));
+    (0..2).for_each(|_| put(&bench.buffer, 0, &[1.0, 0.0, 0.3]));
+    let report = bench.trainer.step().unwrap().unwrap();
+    assert_eq!(bench.trainer.learner().optimizer().updates(), 6);
+    let clipped = report.sums.clipped_low + report.sums.clipped_high;
+    assert!(clipped > 0, "after five large updates some ratio has left the clip");
+    // The behavior policy is the one before the step, so the correction weight is 1 although the policy has moved.
+    assert!((report.sums.mean(report.sums.behavior_weight) - 1.0).abs() < 1e-6);
+    assert!(report.sums.logprob_abs_diff_max > 0.1);
+}
+
+#[test]
+fn a_trainer_without_a_batch_says_who_it_waits_for_or_stops() {
+    let mut bench = bench(|config| config.wait = Duration::from_millis(150));
+    let id = bench.buffer.admit(PolicyVersion(0), 1, SOON).unwrap()[0];
+    bench.buffer.claim(id, PolicyVersion(0)).unwrap();
+    let error = bench.trainer.step().unwrap_err();
+    assert!(matches!(error, TrainerError::Buffer(BufferError::LeaseTimeout { .. })));
+    assert!(error.to_string().contains("1 claimed"), "{error}");
+    bench.stop.store(true, Ordering::Relaxed);
+    assert!(bench.trainer.step().unwrap().is_none());
+}
