@@ -294,7 +294,10 @@ impl Sampler {
     }
 }
 
-fn open_buffer(recipe: &Recipe, run_dir: &Path) -> Result<(Arc<dyn Producer>, Arc<dyn Consumer>), Failure> {
+/// The two ends of one buffer.
+type BufferEnds = (Arc<dyn Producer>, Arc<dyn Consumer>);
+
+fn open_buffer(recipe: &Recipe, run_dir: &Path) -> Result<BufferEnds, Failure> {
     let config = recipe.buffer_config();
     Ok(match recipe.buffer.store {
         Store::Redb => {

@@ -42,7 +42,7 @@ pub fn warm_up(
             .map(|i| {
                 let mut rng = ChaCha8Rng::seed_from_u64(seed);
                 rng.set_stream(step * warmup.batch_tasks as u64 + i as u64);
-                let task = &tasks[(u64::from(rng.next_u32()) * tasks.len() as u64 >> 32) as usize];
+                let task = &tasks[((u64::from(rng.next_u32()) * tasks.len() as u64) >> 32) as usize];
                 let wrong = f64::from(rng.next_u32()) < warmup.wrong_share * 4_294_967_296.0;
                 let kind = if wrong { Demonstration::Wrong } else { Demonstration::Right };
                 demonstration(directory, task, kind)

@@ -13,17 +13,17 @@ use rollout::engine::{random_stream, uniform};
 use trajectory::GroupId;
 
 /// What the loop needs to know; the names are those of the recipe.
-pub struct Reference<'a> {
-    pub directory: &'a ModelDirectory,
-    pub prompts: &'a PromptSet,
-    pub reward: fn(&str) -> f64,
-    pub seed: u64,
-    pub steps: u64,
-    pub batch_groups: u64,
-    pub group_size: u32,
-    pub max_completion_length: usize,
-    pub learning_rate: f32,
-    pub max_grad_norm: f32,
+pub(crate) struct Reference<'a> {
+    pub(crate) directory: &'a ModelDirectory,
+    pub(crate) prompts: &'a PromptSet,
+    pub(crate) reward: fn(&str) -> f64,
+    pub(crate) seed: u64,
+    pub(crate) steps: u64,
+    pub(crate) batch_groups: u64,
+    pub(crate) group_size: u32,
+    pub(crate) max_completion_length: usize,
+    pub(crate) learning_rate: f32,
+    pub(crate) max_grad_norm: f32,
 }
 
 /// A completion: prompt and sampled tokens, and their log-probabilities under the policy that sampled them.
@@ -44,7 +44,7 @@ struct Adam {
 
 impl Reference<'_> {
     /// Trains, and returns the weights after the last step with the mean reward of every step.
-    pub fn run(&self) -> (Parameters, Vec<f64>) {
+    pub(crate) fn run(&self) -> (Parameters, Vec<f64>) {
         let config = self.directory.config();
         let mut parameters = self.directory.load_parameters().unwrap();
         let len = parameters.values().len();
