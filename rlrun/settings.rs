@@ -1,27 +1,25 @@
 //! What a recipe means to each crate: its values in the crates' own types.
 //!
 //! Invariant: every key of the recipe is read here or in the command that it belongs to; nothing is decided here that the
-//! recipe does not say. The types of the recipe stay plain, so that its schema does not change with the crates.
+//! recipe does not say. Words of the recipe are the crates' own enums, its numbers are plain.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use buffer::{BufferConfig, OnStale};
+use buffer::BufferConfig;
 use model::{Architecture, Config, ModelDirectory, Sampling, Sizes};
 use rewards::{RewardError, RewardSet, RewardSpec, WeightedReward};
 use rollout::scoring::{RewardLimits, limited};
 use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource};
-use rollout::{EngineConfig, OnUpdate, Overlong, StopRules, WorkerConfig};
+use rollout::{EngineConfig, Overlong, StopRules, WorkerConfig};
 use trainer::adamw::AdamWConfig;
-use trainer::algorithm::Aggregation;
-use trainer::algorithm::advantage::ScaleRewards;
 use trainer::algorithm::grpo::Grpo;
-use trainer::schedule::{Schedule, Shape};
+use trainer::schedule::Schedule;
 use trainer::{LearnerConfig, TrainerConfig};
 use trajectory::Task;
 
 use crate::recipe::schema::RandomModel;
-use crate::recipe::{DataSource, Recipe, words};
+use crate::recipe::{DataSource, Recipe};
 
 /// Longest sequence that a fresh model is made for beyond what the recipe needs, tokens.
 const SPARE_POSITIONS: usize = 64;
@@ -47,12 +45,7 @@ impl Recipe {
             max_position_embeddings: positions,
         });
         config.initializer_range = sizes.initializer_range;
-        config.architecture = match sizes.architecture {
-            words::Architecture::Llama => Architecture::Llama,
-            words::Architecture::Mistral => Architecture::Mistral,
-            words::Architecture::Qwen2 => Architecture::Qwen2,
-            words::Architecture::Qwen3 => Architecture::Qwen3,
-        };
+        config.architecture = sizes.architecture;
         config.qkv_bias = config.architecture == Architecture::Qwen2;
         config.qk_norm = config.architecture == Architecture::Qwen3;
         config
@@ -101,10 +94,7 @@ impl Recipe {
     /// What happens to prompts that are too long.
     #[must_use]
     pub fn overlong(&self) -> Overlong {
-        match self.data.overlong_prompts {
-            words::OverlongPrompts::Error => Overlong::Error,
-            words::OverlongPrompts::Drop => Overlong::Drop,
-        }
+        self.data.overlong_prompts
     }
 
     /// The rewards, each with its limits.
@@ -114,25 +104,11 @@ impl Recipe {
     pub fn reward_set(&self) -> Result<RewardSet, RewardError> {
         let weighted = |spec: &crate::recipe::schema::RewardSpec| {
             let built = RewardSpec {
-                kind: match spec.kind {
-                    words::RewardKind::Math => rewards::RewardKind::Math,
-                    words::RewardKind::Gsm8k => rewards::RewardKind::Gsm8k,
-                    words::RewardKind::Exact => rewards::RewardKind::Exact,
-                    words::RewardKind::Regex => rewards::RewardKind::Regex,
-                    words::RewardKind::Format => rewards::RewardKind::Format,
-                    words::RewardKind::Length => rewards::RewardKind::Length,
-                },
+                kind: spec.kind,
                 name: spec.name.clone(),
                 weight: spec.weight,
-                on_error: match spec.on_error {
-                    words::OnError::Skip => rewards::OnError::Skip,
-                    words::OnError::Zero => rewards::OnError::Zero,
-                    words::OnError::Fail => rewards::OnError::Fail,
-                },
-                method: spec.method.map(|method| match method {
-                    words::Gsm8kMethod::Strict => rewards::Gsm8kMethod::Strict,
-                    words::Gsm8kMethod::Flexible => rewards::Gsm8kMethod::Flexible,
-                }),
+                on_error: spec.on_error,
+                method: spec.method,
                 pattern: spec.pattern.clone(),
                 compare: spec.compare,
                 max_length: spec.max_length,
@@ -191,11 +167,7 @@ impl Recipe {
             group_size: self.rollout.group_size,
             sampling: self.sampling(),
             max_completion_length: self.rollout.max_completion_length,
-            on_update: match self.rollout.on_update {
-                words::OnUpdate::Keep => OnUpdate::Keep,
-                words::OnUpdate::Recompute => OnUpdate::Recompute,
-                words::OnUpdate::Drain => OnUpdate::Drain,
-            },
+            on_update: self.rollout.on_update,
             wait: self.wait(),
         }
     }
@@ -206,10 +178,7 @@ impl Recipe {
         BufferConfig {
             batch_groups: self.buffer.batch_groups,
             max_staleness: self.buffer.max_staleness,
-            on_stale: match self.buffer.on_stale {
-                words::OnStale::Wait => OnStale::Wait,
-                words::OnStale::Drop => OnStale::Drop,
-            },
+            on_stale: self.buffer.on_stale,
         }
     }
 
@@ -242,27 +211,14 @@ impl Recipe {
             clip_eps_low: self.algorithm.clip_eps_low as f32,
             clip_eps_high: self.algorithm.clip_eps_high as f32,
             behavior_weight_cap: self.algorithm.behavior_weight_cap as f32,
-            scale_rewards: match self.algorithm.scale_rewards {
-                words::ScaleRewards::Group => ScaleRewards::Group,
-                words::ScaleRewards::None => ScaleRewards::None,
-            },
-            loss_agg: match self.algorithm.loss_agg {
-                words::LossAgg::TokenMean => Aggregation::TokenMean,
-                words::LossAgg::SequenceMean => Aggregation::SequenceMean,
-                words::LossAgg::PromptMean => Aggregation::PromptMean,
-                words::LossAgg::Constant => Aggregation::Constant,
-            },
-        };
-        let shape = match self.trainer.schedule {
-            words::Schedule::Constant => Shape::Constant,
-            words::Schedule::Linear => Shape::Linear,
-            words::Schedule::Cosine => Shape::Cosine,
+            scale_rewards: self.algorithm.scale_rewards,
+            loss_agg: self.algorithm.loss_agg,
         };
         TrainerConfig {
             algorithm,
             schedule: Schedule {
                 peak: self.trainer.learning_rate as f32,
-                shape,
+                shape: self.trainer.schedule,
                 warmup_steps: self.trainer.warmup_steps,
                 steps: self.trainer.steps,
             },

@@ -110,11 +110,13 @@ impl BufferConfig {
 }
 
 /// What becomes of groups that are too slow for the bound.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum OnStale {
     /// The trainer does not wait for them: over the bound they are dropped, counted and generated afresh.
     Drop,
     /// The trainer waits for them in time, so that none is ever over the bound. Only after a crash or a change of the
     /// configuration can there be groups that no waiting saves; those are dropped and counted.
+    #[default]
     Wait,
 }

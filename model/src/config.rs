@@ -60,7 +60,8 @@ pub struct Config {
 }
 
 /// The supported model families.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Architecture {
     /// Llama 1 to 3.
     Llama,

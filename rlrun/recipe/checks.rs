@@ -216,7 +216,7 @@ fn check_rewards(rewards: &mut [RewardSpec], rollout: &Rollout, wait_s: f64, che
                 "lower the timeout or raise the deadline",
             );
         }
-        let name = reward.name.get_or_insert_with(|| reward.kind.name().to_owned()).clone();
+        let name = reward.name.get_or_insert_with(|| reward.kind.as_str().to_owned()).clone();
         if let Some(first) = names.insert(name.clone(), index) {
             let message = format!("`rewards[{first}]` and `rewards[{index}]` are both named \"{name}\"");
             checker.report(&format!("rewards[{index}]"), message, "give one of them another `name`");
@@ -233,7 +233,7 @@ fn check_reward_keys(index: usize, reward: &RewardSpec, checker: &mut Checker<'_
         RewardKind::Format => &["pattern"],
         RewardKind::Length => &["max_length", "cache"],
     };
-    let kind = reward.kind.name();
+    let kind = reward.kind.as_str();
     for key in ["pattern", "compare", "method", "max_length", "cache"] {
         let path = format!("rewards[{index}].{key}");
         if checker.given(&path) && !takes.contains(&key) {

@@ -26,7 +26,7 @@ use schema::{
     Trainer, Warmup,
 };
 pub use source::Layer;
-use words::OverlongPrompts;
+use words::Overlong;
 
 /// A checked recipe. Paths in it are absolute.
 #[derive(Clone, Debug, PartialEq)]
@@ -78,7 +78,7 @@ pub struct Data {
     /// Longest prompt in tokens.
     pub max_prompt_length: usize,
     /// What to do with longer prompts.
-    pub overlong_prompts: OverlongPrompts,
+    pub overlong_prompts: Overlong,
     /// Whether tasks come in a new random order in every epoch.
     pub shuffle: bool,
 }

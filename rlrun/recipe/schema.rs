@@ -127,7 +127,7 @@ pub struct RawData {
     /// Longest prompt in tokens. TRL (removed in 1.0) and verl `max_prompt_length`, prime-rl `seq_len`.
     pub max_prompt_length: usize,
     /// What to do with longer prompts. verl `filter_overlong_prompts`.
-    pub overlong_prompts: OverlongPrompts,
+    pub overlong_prompts: Overlong,
     /// Whether tasks come in a new random order in every epoch. TRL `shuffle_dataset`, verl `data.shuffle`.
     pub shuffle: bool,
 }
@@ -144,7 +144,7 @@ impl Default for RawData {
             system_prompt: None,
             chat: false,
             max_prompt_length: 512,
-            overlong_prompts: OverlongPrompts::Error,
+            overlong_prompts: Overlong::Error,
             shuffle: true,
         }
     }
@@ -284,7 +284,7 @@ impl RewardSpec {
     /// The name in metrics.
     #[must_use]
     pub fn name(&self) -> &str {
-        self.name.as_deref().unwrap_or(self.kind.name())
+        self.name.as_deref().unwrap_or(self.kind.as_str())
     }
 }
 
@@ -329,7 +329,7 @@ pub struct Algorithm {
     /// `norm_adv_by_std_in_grpo`.
     pub scale_rewards: ScaleRewards,
     /// How token losses are averaged. TRL `loss_type`, verl `loss_agg_mode`.
-    pub loss_agg: LossAgg,
+    pub loss_agg: Aggregation,
 }
 
 impl Default for Algorithm {
@@ -340,7 +340,7 @@ impl Default for Algorithm {
             clip_eps_high: 0.2,
             behavior_weight_cap: 2.0,
             scale_rewards: ScaleRewards::Group,
-            loss_agg: LossAgg::TokenMean,
+            loss_agg: Aggregation::TokenMean,
         }
     }
 }
@@ -354,7 +354,7 @@ pub struct Trainer {
     /// Peak learning rate of AdamW. verl `actor.optim.lr`.
     pub learning_rate: f64,
     /// How the learning rate goes on after the warm-up.
-    pub schedule: Schedule,
+    pub schedule: Shape,
     /// Steps over which the learning rate rises from 0.
     pub warmup_steps: u64,
     /// Decoupled weight decay.
@@ -382,7 +382,7 @@ impl Default for Trainer {
         Self {
             steps: 0,
             learning_rate: 1e-6,
-            schedule: Schedule::Constant,
+            schedule: Shape::Constant,
             warmup_steps: 0,
             weight_decay: 0.0,
             adam_beta1: 0.9,

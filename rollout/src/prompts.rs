@@ -9,9 +9,11 @@ use crate::RolloutError;
 use crate::tasks::{TaskOrder, TaskStream};
 
 /// What happens to a prompt that is longer than allowed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Overlong {
     /// The run does not start.
+    #[default]
     Error,
     /// The task is left out, and counted.
     Drop,

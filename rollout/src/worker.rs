@@ -22,9 +22,11 @@ use crate::scoring::{Ended, Scorer};
 const LOOK_UP: Duration = Duration::from_millis(5);
 
 /// What happens to sequences in flight when new weights are applied.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum OnUpdate {
     /// They go on with the keys and values that they have (PipelineRL).
+    #[default]
     Keep,
     /// Their keys and values are computed anew under the new weights (AReaL).
     Recompute,

@@ -3,10 +3,11 @@
 use serde::{Deserialize, Serialize};
 
 /// Shape of the learning rate after its warm-up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Shape {
     /// Stays.
+    #[default]
     Constant,
     /// Falls to 0 in a line.
     Linear,

@@ -3,10 +3,11 @@
 use serde::{Deserialize, Serialize};
 
 /// What the deviation from the group's mean is divided by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScaleRewards {
     /// The group's standard deviation (GRPO).
+    #[default]
     Group,
     /// Nothing (Dr.GRPO, arXiv 2503.20783).
     None,

@@ -10,10 +10,11 @@ pub mod grpo;
 use serde::{Deserialize, Serialize};
 
 /// How token losses of one minibatch add up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Aggregation {
     /// Mean over all tokens (DAPO).
+    #[default]
     TokenMean,
     /// Mean over trajectories of the mean over their tokens (GRPO as published).
     SequenceMean,
