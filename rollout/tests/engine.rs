@@ -61,6 +61,24 @@ proptest! {
     }
 }
 
+/// Whoever asks for room first is never refused, however prompts and pages happen to align.
+#[test]
+fn what_has_room_is_taken() {
+    let model = Model::new();
+    for max_prompt_length in [31, 32, 33] {
+        for kv_cache_tokens in [None, Some(400), Some(1000)] {
+            let config = EngineConfig { max_prompt_length, kv_cache_tokens, ..CONFIG };
+            let mut engine = model.engine(config, &[]);
+            let requests = (0..12).map(|group| {
+                let mut request = request(group, 4, Sampling::PLAIN);
+                request.prompt = vec![7; (group as usize * 5) % max_prompt_length + 1];
+                request
+            });
+            assert_eq!(complete(&mut engine, requests.collect()).len(), 48);
+        }
+    }
+}
+
 #[test]
 fn a_group_shares_the_pages_of_its_prompt() {
     let model = Model::new();

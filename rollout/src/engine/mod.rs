@@ -82,10 +82,9 @@ impl Engine {
         decoder: Decoder,
         version: PolicyVersion,
     ) -> Result<Self, RolloutError> {
-        let longest = config.max_prompt_length + config.max_completion_length;
-        let positions = config
-            .kv_cache_tokens
-            .unwrap_or_else(|| (config.max_running + 1) * KvCache::pages_for(longest + 1) * KvCache::PAGE);
+        // Every sequence at its longest, with a prompt of its own.
+        let worst = config.max_running * Reservation::worst(&config).of(1);
+        let positions = config.kv_cache_tokens.unwrap_or(worst * KvCache::PAGE);
         let cache = KvCache::new(decoder.config(), positions);
         Ok(Self {
             config,
@@ -140,8 +139,7 @@ impl Engine {
     /// Whether a request for `samples` completions should be submitted now.
     #[must_use]
     pub fn has_room(&self, samples: usize) -> bool {
-        let longest = self.config.max_prompt_length + self.config.max_completion_length;
-        let needed = Reservation::new(self.config.max_prompt_length, longest).of(samples);
+        let needed = Reservation::worst(&self.config).of(samples);
         self.is_idle()
             || (self.in_flight() + samples <= self.config.max_running
                 && self.reserved + needed <= self.cache.total_pages())
@@ -320,6 +318,15 @@ impl Reservation {
     fn new(prompt: usize, longest: usize) -> Self {
         let completion = KvCache::pages_for(longest) - prompt / KvCache::PAGE;
         Self { prompt: KvCache::pages_for(prompt), completion }
+    }
+
+    /// At least that of every request within the bounds of `config`: where a completion begins in the middle of a page,
+    /// it may touch one page more than its length fills.
+    fn worst(config: &EngineConfig) -> Self {
+        Self {
+            prompt: KvCache::pages_for(config.max_prompt_length),
+            completion: KvCache::pages_for(config.max_completion_length) + 1,
+        }
     }
 
     fn of(self, samples: usize) -> usize {
