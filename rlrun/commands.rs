@@ -175,6 +175,7 @@ impl Speaker {
             kv_cache_tokens: None,
             max_prompt_length: context,
             max_completion_length: max_tokens,
+            max_samples: 1,
             seed: 0,
         };
         let stop = StopRules {

@@ -5,6 +5,8 @@
 
 use std::fmt;
 
+use model::KvCache;
+
 use crate::recipe::{DataSource, Recipe};
 
 /// The sizes of a model that memory depends on.
@@ -92,10 +94,7 @@ impl Memory {
         let product =
             |factors: &[u64]| factors.iter().fold(F32, |bytes, factor| bytes.saturating_mul(*factor));
         let running = recipe.rollout.max_running as u64;
-        let cached = recipe
-            .rollout
-            .kv_cache_tokens
-            .map_or(running.saturating_mul(longest_sequence(recipe)), |n| n as u64);
+        let cached = recipe.rollout.kv_cache_tokens.map_or_else(|| cache_positions(recipe), |n| n as u64);
         let queries = model.heads * model.head_dim;
         let projected = queries + 2 * model.kv_heads * model.head_dim;
         // What a layer keeps for its backward: residual stream and norm twice each, the projection raw and prepared,
@@ -174,6 +173,16 @@ fn longest_sequence(recipe: &Recipe) -> u64 {
     (recipe.data.max_prompt_length as u64).saturating_add(recipe.rollout.max_completion_length as u64)
 }
 
+/// Positions of the sampler's cache when the recipe names no number: every sequence at its longest with a prompt of its
+/// own, in whole pages, one more for where a completion begins in the middle of one.
+fn cache_positions(recipe: &Recipe) -> u64 {
+    let pages = KvCache::pages_for(recipe.data.max_prompt_length)
+        + KvCache::pages_for(recipe.rollout.max_completion_length)
+        + 1;
+    let sequences = recipe.rollout.max_running.max(recipe.rollout.group_size);
+    (pages.saturating_mul(KvCache::PAGE) as u64).saturating_mul(sequences as u64)
+}
+
 fn mebibytes(bytes: u64) -> String {
     let mib = bytes as f64 / f64::from(1 << 20);
     if mib < 1024.0 { format!("{mib:.1} MiB") } else { format!("{:.1} GiB", mib / 1024.0) }
@@ -221,12 +230,12 @@ tasks         16000 groups over 8000 tasks: 2.00 epochs";
         let expected = Memory {
             weights: 7 * 4000,
             optimizer: 3 * 4000,
-            kv_cache: 2 * 2 * 2 * 4 * 400 * 4,
+            kv_cache: 2 * 2 * 2 * 4 * 640 * 4,
             activations: 100 * 2 * (4 * 8 + 2 * 24 + 8 + 3 * 16) * 4,
             logits: 10 * 100 * 4,
         };
         assert_eq!(memory, expected);
-        assert_eq!(memory.total(), 28_000 + 12_000 + 51_200 + 108_800 + 4_000);
+        assert_eq!(memory.total(), 28_000 + 12_000 + 81_920 + 108_800 + 4_000);
         assert!(memory.to_string().ends_with("total           0.2 MiB"), "{memory}");
     }
 }

@@ -156,6 +156,7 @@ impl Recipe {
             kv_cache_tokens: self.rollout.kv_cache_tokens,
             max_prompt_length: longest_prompt,
             max_completion_length: self.rollout.max_completion_length,
+            max_samples: self.rollout.group_size,
             seed: self.seed,
         }
     }

@@ -42,7 +42,7 @@ pub enum RolloutError {
     },
     /// A request does not fit the cache.
     #[error(
-        "a request needs {needed} positions of the key-value cache, {positions} are free; raise \
+        "the completions of one prompt may need {needed} positions of the key-value cache, there are {positions}; raise \
          rollout.kv_cache_tokens, or lower rollout.group_size or rollout.max_completion_length"
     )]
     CacheTooSmall {

@@ -4,7 +4,7 @@ use model::{Draw, Pack, Sampling, Target};
 use proptest::prelude::*;
 use rollout::engine::{random_stream, uniform};
 use rollout::{Completion, EngineConfig, RolloutError};
-use trajectory::{GroupId, StopReason};
+use trajectory::{GroupId, PolicyVersion, StopReason};
 
 use crate::{CONFIG, Model, complete, request};
 
@@ -67,7 +67,7 @@ fn what_has_room_is_taken() {
     let model = Model::new();
     for max_prompt_length in [31, 32, 33] {
         for kv_cache_tokens in [None, Some(400), Some(1000)] {
-            let config = EngineConfig { max_prompt_length, kv_cache_tokens, ..CONFIG };
+            let config = EngineConfig { max_prompt_length, kv_cache_tokens, max_samples: 4, ..CONFIG };
             let mut engine = model.engine(config, &[]);
             let requests = (0..12).map(|group| {
                 let mut request = request(group, 4, Sampling::PLAIN);
@@ -146,7 +146,8 @@ fn a_stop_string_ends_the_text_before_it_and_keeps_the_tokens() {
 #[test]
 fn what_does_not_fit_is_refused_with_the_numbers() {
     let model = Model::new();
-    let mut engine = model.engine(EngineConfig { kv_cache_tokens: Some(64), ..CONFIG }, &[]);
+    let small = EngineConfig { kv_cache_tokens: Some(112), max_samples: 1, ..CONFIG };
+    let mut engine = model.engine(small, &[]);
     let mut empty = request(0, 1, Sampling::PLAIN);
     empty.prompt.clear();
     assert!(matches!(engine.submit(empty), Err(RolloutError::EmptyPrompt { group: GroupId(0) })));
@@ -158,7 +159,11 @@ fn what_does_not_fit_is_refused_with_the_numbers() {
         "{error}"
     );
     let error = engine.submit(request(5, 8, Sampling::PLAIN)).unwrap_err();
-    assert!(matches!(error, RolloutError::CacheTooSmall { positions: 64, .. }), "{error}");
+    assert!(matches!(error, RolloutError::CacheTooSmall { positions: 112, .. }), "{error}");
     assert!(engine.is_idle());
+    let too_small = EngineConfig { max_samples: 2, ..small };
+    let decoder = model.decoder(&model.parameters());
+    let error = rollout::Engine::new(too_small, model.stop(&[]), decoder, PolicyVersion(0)).unwrap_err();
+    assert!(matches!(error, RolloutError::CacheTooSmall { needed: 144, positions: 112 }), "{error}");
     assert!(rollout::engine::check_trainable(Sampling::GREEDY).unwrap_err().is_input());
 }

@@ -63,6 +63,7 @@ const CONFIG: EngineConfig = EngineConfig {
     kv_cache_tokens: None,
     max_prompt_length: 40,
     max_completion_length: 24,
+    max_samples: 8,
     seed: 3,
 };
 

@@ -33,12 +33,14 @@ pub struct EngineConfig {
     pub max_running: usize,
     /// Prompt tokens prefilled in one step beside the decoding.
     pub prefill_chunk: usize,
-    /// Positions of the cache; `None` for what `max_running` sequences of the longest kind need.
+    /// Positions of the cache; `None` for what `max_running` sequences of the longest kind need at most.
     pub kv_cache_tokens: Option<usize>,
     /// Longest prompt that will be asked for, tokens.
     pub max_prompt_length: usize,
     /// Longest completion that will be asked for, tokens.
     pub max_completion_length: usize,
+    /// Most completions of one prompt that will be asked for.
+    pub max_samples: usize,
     /// Seed of all random streams.
     pub seed: u64,
 }
@@ -75,7 +77,7 @@ impl Engine {
     /// An engine that serves `decoder` as `version`.
     ///
     /// # Errors
-    /// If the cache cannot hold even one sequence of the longest kind.
+    /// If the cache cannot hold even one request of the largest kind.
     pub fn new(
         config: EngineConfig,
         stop: StopRules,
@@ -83,8 +85,12 @@ impl Engine {
         version: PolicyVersion,
     ) -> Result<Self, RolloutError> {
         // Every sequence at its longest, with a prompt of its own.
-        let worst = config.max_running * Reservation::worst(&config).of(1);
-        let positions = config.kv_cache_tokens.unwrap_or(worst * KvCache::PAGE);
+        let all = config.max_running.max(config.max_samples) * Reservation::worst(&config).of(1);
+        let positions = config.kv_cache_tokens.unwrap_or(all * KvCache::PAGE);
+        let largest = Reservation::worst(&config).of(config.max_samples) * KvCache::PAGE;
+        if positions < largest {
+            return Err(RolloutError::CacheTooSmall { needed: largest, positions });
+        }
         let cache = KvCache::new(decoder.config(), positions);
         Ok(Self {
             config,
