@@ -17,7 +17,7 @@ use crate::failure::Failure;
 use crate::init;
 use crate::pipeline;
 use crate::plan::{self, ModelSize};
-use crate::prepare::{Bench, Prepared};
+use crate::prepare::{Prepared, RewardRuntime};
 use crate::recipe::{DataSource, Diagnostic, Model, Origins, Recipe};
 use crate::report::{Report, Style};
 use crate::run_dir::{self, RecipeTexts, RunDir};
@@ -53,8 +53,16 @@ fn run(args: &RunArgs, env: &[(String, String)]) -> Result<String, Failure> {
     let place = run_dir::place(args.run_dir.as_deref(), &recipe.name);
     let resolved = recipe.resolved_toml(&origins);
     let run_dir = RunDir::create(&place, RecipeTexts { given: &given, resolved: &resolved })?;
-    pipeline::run(&recipe, &run_dir, &Report::new(Style::detect(args.loudness.quiet, env)))?;
-    Ok(String::new())
+    let result = pipeline::run(&recipe, &run_dir, &Report::new(Style::detect(args.loudness.quiet, env)));
+    match result {
+        Ok(_) => Ok(String::new()),
+        Err(failure) if failure.exit_code() == 2 && !run_dir.has_begun() => {
+            // The name must be free when the mistake is mended.
+            run_dir.remove()?;
+            Err(failure)
+        }
+        Err(failure) => Err(failure),
+    }
 }
 
 fn resume(args: &ResumeArgs, env: &[(String, String)]) -> Result<String, Failure> {
@@ -117,8 +125,8 @@ fn eval(args: &EvalArgs, env: &[(String, String)]) -> Result<String, Failure> {
     let prepared = Prepared::new(&recipe, &directory)?;
     let parameters = directory.load_parameters()?;
     let decoder = Decoder::new(directory.config(), &parameters, Purpose::Inference);
-    let bench = Bench::new()?;
-    let Some(evaluation) = prepared.evaluate_decoder(&recipe, decoder, &directory, &bench)? else {
+    let runtime = RewardRuntime::new()?;
+    let Some(evaluation) = prepared.evaluate(&recipe, decoder, &directory, &runtime)? else {
         let what = format!("{} has no held-out tasks; name some under data.eval", args.recipe.display());
         return Err(Failure::NotThere(what));
     };

@@ -11,27 +11,34 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use buffer::{Consumer, Journal, Memory, Producer};
-use model::{Decoder, ModelDirectory, Purpose};
+use model::{Decoder, ModelDirectory, Parameters, Purpose};
 use rollout::applier::Applier;
 use rollout::evaluate::Evaluation;
 use rollout::scoring::Scorer;
 use rollout::{Engine, Progress, RolloutError, Worker};
-use trainer::{Checkpoint, Learner, StepReport, Trainer, TrainerState};
+use trainer::adamw::AdamWConfig;
+use trainer::{Checkpoint, Learner, LearnerConfig, Trainer, TrainerState};
 use trajectory::PolicyVersion;
-use weights::Publisher;
+use weights::{Publisher, Subscriber};
 
 use crate::failure::Failure;
 use crate::observe::{Observer, StepInputs};
-use crate::prepare::{Bench, Prepared};
+use crate::prepare::{Prepared, RewardRuntime};
 use crate::recipe::Recipe;
+use crate::recipe::schema::Warmup;
 use crate::recipe::words::Store;
 use crate::report::{Report, SamplePair, Summary};
 use crate::run_dir::RunDir;
 use crate::signals::Signals;
 use crate::warmup::warm_up;
 
+/// The optimizer of the warm-up, whatever that of the training steps.
+const WARMUP_ADAMW: AdamWConfig = AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0 };
+/// Steps of the warm-up between looks at the accuracy, if the recipe names one to stop at.
+const WARMUP_LOOK_UP: u64 = 50;
 /// Pairs of answers shown at the end.
 const SHOWN: usize = 6;
 
@@ -49,215 +56,235 @@ pub enum Ending {
 /// # Errors
 /// Whatever ended the run.
 pub fn run(recipe: &Recipe, run_dir: &RunDir, report: &Report) -> Result<Ending, Failure> {
-    let signals = Signals::listen()?;
     let logs = run_dir.logs();
     let system = |source| Failure::System { what: format!("write a log in {}", logs.display()), source };
     report.log_to(&logs).map_err(system)?;
-    let bench = Bench::new()?;
-    let mut observer = Observer::new(recipe, run_dir, report)?;
-    let Some((prepared, start)) = starting_point(recipe, run_dir, (&bench, report), &signals)? else {
-        return Ok(Ending::Stopped);
-    };
-    observer.event(
-        "start",
-        &serde_json::json!({ "version": start.state.version, "time_s": start.state.time_s }),
-    )?;
-    observer.resume_after(start.state.version)?;
-    let before = start.evaluation.clone();
-    if let Some(evaluation) = &start.evaluation {
-        observer.initial(start.state.version, evaluation)?;
-    }
-    let (ending, trainer, after) =
-        train(recipe, run_dir, (&prepared, &bench, start), (&signals, report), &mut observer)?;
-    let summary = Summary {
-        accuracy_before: observer.first_accuracy().or(before.as_ref().map(Evaluation::accuracy)),
-        accuracy_after: after.as_ref().map(Evaluation::accuracy),
-        steps: trainer.version().0,
-        time_s: trainer.time_s(),
-        run_dir: run_dir.path().to_path_buf(),
-        samples: pairs(before.as_ref(), after.as_ref()),
-    };
-    observer.event(
-        "end",
-        &serde_json::json!({ "version": trainer.version(), "ending": format!("{ending:?}") }),
-    )?;
-    match ending {
-        Ending::Done => report.summary(&summary),
-        Ending::Stopped => report.note(&format!(
-            "stopped after step {}; everything is saved; go on with: rlrun resume {}",
-            trainer.version().0,
-            run_dir.path().display()
-        )),
-    }
-    Ok(ending)
+    Run { recipe, run_dir, report, runtime: RewardRuntime::new()?, signals: Signals::listen()? }.go()
+}
+
+/// What all parts of a run need.
+struct Run<'a> {
+    recipe: &'a Recipe,
+    run_dir: &'a RunDir,
+    report: &'a Report,
+    runtime: RewardRuntime,
+    signals: Signals,
 }
 
 /// What training starts from.
 struct Start {
     learner: Learner,
     directory: ModelDirectory,
+    prepared: Prepared,
     state: TrainerState,
+    /// Answers before the first step; `None` for a run that goes on.
     evaluation: Option<Evaluation>,
 }
 
-/// The last checkpoint, or the model of the recipe, warmed up if the recipe says so. `None` if it was stopped.
-fn starting_point(
-    recipe: &Recipe,
-    run_dir: &RunDir,
-    (bench, report): (&Bench, &Report),
-    signals: &Signals,
-) -> Result<Option<(Prepared, Start)>, Failure> {
-    let checkpoints = run_dir.checkpoints();
-    if let Some(version) = trainer::checkpoint::list(&checkpoints).pop() {
-        let path = trainer::checkpoint::path(&checkpoints, version);
-        let Checkpoint { directory, parameters, optimizer, state } =
-            trainer::checkpoint::load(&path, recipe.adamw())?;
+/// What training ends with.
+struct Trained {
+    version: PolicyVersion,
+    time_s: f64,
+    evaluation: Option<Evaluation>,
+}
+
+impl Run<'_> {
+    fn go(&self) -> Result<Ending, Failure> {
+        let mut observer = Observer::new(self.recipe, self.run_dir, self.report)?;
+        let Some(start) = self.starting_point()? else { return Ok(Ending::Stopped) };
+        let version = start.state.version;
+        observer.event("start", &serde_json::json!({ "version": version, "time_s": start.state.time_s }))?;
+        observer.resume_after(version)?;
+        if let Some(evaluation) = &start.evaluation {
+            observer.initial(version, evaluation)?;
+        }
+        let before = start.evaluation.clone();
+        let trained = self.train(start, &mut observer)?;
+        let done = trained.version.0 >= self.recipe.trainer.steps;
+        let ending = if done { Ending::Done } else { Ending::Stopped };
+        observer.event("end", &serde_json::json!({ "version": trained.version, "done": done }))?;
+        if done {
+            self.report.summary(&Summary {
+                accuracy_before: observer.first_accuracy(),
+                accuracy_after: trained.evaluation.as_ref().map(Evaluation::accuracy),
+                steps: trained.version.0,
+                time_s: trained.time_s,
+                run_dir: self.run_dir.path().to_path_buf(),
+                samples: pairs(before.as_ref(), trained.evaluation.as_ref()),
+            });
+        } else {
+            let (step, dir) = (trained.version.0, self.run_dir.path().display());
+            self.report.note(&format!(
+                "stopped after step {step}; everything is saved; go on with: rlrun resume {dir}"
+            ));
+        }
+        Ok(ending)
+    }
+
+    /// The last checkpoint, or the model of the recipe, warmed up if the recipe says so. `None` if it was stopped.
+    fn starting_point(&self) -> Result<Option<Start>, Failure> {
+        let recipe = self.recipe;
+        let checkpoints = self.run_dir.checkpoints();
+        if let Some(version) = trainer::checkpoint::list(&checkpoints).pop() {
+            let path = trainer::checkpoint::path(&checkpoints, version);
+            let Checkpoint { directory, parameters, optimizer, state } =
+                trainer::checkpoint::load(&path, recipe.adamw())?;
+            let prepared = Prepared::new(recipe, &directory)?;
+            let model = directory.config().clone();
+            let learner = Learner::new(recipe.learner(), model, parameters, Some(optimizer));
+            self.report.note(&format!("resumed after step {} from {}", version.0, path.display()));
+            return Ok(Some(Start { learner, directory, prepared, state, evaluation: None }));
+        }
+        let directory = recipe.open_model(self.run_dir.path())?;
         let prepared = Prepared::new(recipe, &directory)?;
-        let learner = Learner::new(recipe.learner(), directory.config().clone(), parameters, Some(optimizer));
-        report.note(&format!("resumed after step {} from {}", version.0, path.display()));
-        return Ok(Some((prepared, Start { learner, directory, state, evaluation: None })));
-    }
-    let directory = recipe.open_model(run_dir.path())?;
-    let prepared = Prepared::new(recipe, &directory)?;
-    prepared.announce(report, &directory);
-    let model = directory.config().clone();
-    let mut parameters = directory.load_parameters()?;
-    if recipe.warmup.is_some() {
-        let Some(warm) = warmed_up(recipe, (&prepared, bench, report), (&directory, parameters), signals)?
-        else {
-            return Ok(None);
-        };
-        parameters = warm;
-    }
-    let learner = Learner::new(recipe.learner(), model, parameters, None);
-    let state = TrainerState::new(PolicyVersion::default(), 0, 0, 0.0);
-    if recipe.warmup.is_some() && recipe.checkpoint.interval > 0 {
-        trainer::checkpoint::save(&checkpoints, &directory, &learner, &state, recipe.checkpoint.keep_last)?;
-    }
-    let evaluation = prepared.evaluate(recipe, &learner, &directory, bench)?;
-    Ok(Some((prepared, Start { learner, directory, state, evaluation })))
-}
-
-fn warmed_up(
-    recipe: &Recipe,
-    (prepared, bench, report): (&Prepared, &Bench, &Report),
-    (directory, parameters): (&ModelDirectory, model::Parameters),
-    signals: &Signals,
-) -> Result<Option<model::Parameters>, Failure> {
-    let Some(warmup) = &recipe.warmup else { return Ok(Some(parameters)) };
-    let mut config = recipe.learner();
-    config.adamw = trainer::adamw::AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0 };
-    let mut learner = Learner::new(config, directory.config().clone(), parameters, None);
-    let phase = report.phase("warm-up", warmup.steps as u64);
-    let mut last_loss = 0.0;
-    let tasks = prepared.train_tasks();
-    warm_up(warmup, recipe.seed, (&mut learner, directory), &tasks, |step, loss, learner| {
-        last_loss = loss;
-        phase.set(step, &format!("loss {loss:.3}"));
-        if let Some(wanted) = warmup.stop_accuracy
-            && step.is_multiple_of(50)
-            && let Some(evaluation) = prepared.evaluate(recipe, learner, directory, bench)?
-            && evaluation.accuracy() >= wanted
-        {
-            return Ok(false);
+        prepared.announce(self.report, &directory);
+        let mut parameters = directory.load_parameters()?;
+        if let Some(warmup) = &recipe.warmup {
+            let Some(warm) = self.warmed_up(warmup, &prepared, &directory, parameters)? else {
+                return Ok(None);
+            };
+            parameters = warm;
         }
-        Ok(!signals.stop_requested())
-    })?;
-    if signals.stop_requested() {
-        phase.finish("stopped; the warm-up starts again with `rlrun resume`");
-        return Ok(None);
+        let learner = Learner::new(recipe.learner(), directory.config().clone(), parameters, None);
+        let state = TrainerState::new(PolicyVersion::default(), 0, 0, 0.0);
+        if recipe.warmup.is_some() && recipe.checkpoint.interval > 0 {
+            trainer::checkpoint::save(
+                &checkpoints,
+                &directory,
+                &learner,
+                &state,
+                recipe.checkpoint.keep_last,
+            )?;
+        }
+        let evaluation = self.evaluate(&prepared, &learner, &directory)?;
+        Ok(Some(Start { learner, directory, prepared, state, evaluation }))
     }
-    phase.finish(&format!(
-        "loss {last_loss:.3} on demonstrations of which {:.0} % are wrong",
-        100.0 * warmup.wrong_share
-    ));
-    Ok(Some(learner.into_parameters()))
-}
 
-/// Runs sampler and trainer until all steps are done or somebody stops.
-fn train(
-    recipe: &Recipe,
-    run_dir: &RunDir,
-    (prepared, bench, start): (&Prepared, &Bench, Start),
-    (signals, report): (&Signals, &Report),
-    observer: &mut Observer<'_>,
-) -> Result<(Ending, Trainer, Option<Evaluation>), Failure> {
-    let (producer, consumer) = open_buffer(recipe, run_dir.path())?;
-    let (publisher, hub) = weights::memory::hub();
-    let publisher: Arc<dyn Publisher> = Arc::new(publisher);
-    let subscriber = Arc::new(hub.subscribe("sampler 0")?);
-    let model = start.directory.config().clone();
-
-    let longest = prepared.train.longest().max(prepared.eval.as_ref().map_or(0, rollout::PromptSet::longest));
-    let decoder = Decoder::new(&model, start.learner.parameters(), Purpose::Inference);
-    let stop_rules = recipe.stop_rules(&start.directory);
-    let engine = Engine::new(recipe.engine(longest), stop_rules, decoder, start.state.version)?;
-    let capacity = recipe.rollout.max_running * 2;
-    let scorer =
-        Scorer::start(bench.handle(), Arc::clone(&prepared.rewards), Arc::clone(&producer), capacity);
-    let applier = Applier::start(subscriber, model);
-    let worker = Worker::new(recipe.worker(), engine, Arc::clone(&prepared.train), applier, scorer);
-    let eval_directory = ModelDirectory::open(start.directory.path())?;
-
-    let stop = signals.stop_flag();
-    let config = recipe.trainer(run_dir.checkpoints());
-    let edges = (consumer, publisher);
-    let mut trainer =
-        Trainer::start(config, (start.learner, &start.state), start.directory, edges, Arc::clone(&stop))?;
-    let sampler = Sampler::spawn(worker, producer, Arc::clone(&stop))?;
-    let mut last_evaluation = None;
-    let trained =
-        steps(recipe, (&mut trainer, &sampler), (observer, report), &mut last_evaluation, |trainer| {
-            prepared.evaluate(recipe, trainer.learner(), &eval_directory, bench)
-        });
-    let was_stopped = stop.swap(true, Ordering::Relaxed);
-    let sampled = sampler.join();
-    // An error of the sampler stops the trainer, so it comes first; otherwise the trainer's own counts.
-    sampled?;
-    trained?;
-    let ending = if trainer.version().0 >= recipe.trainer.steps { Ending::Done } else { Ending::Stopped };
-    debug_assert!(was_stopped || ending == Ending::Done, "only a stop ends a run before its last step");
-    if recipe.checkpoint.interval > 0 {
-        trainer.checkpoint()?;
-    }
-    Ok((ending, trainer, last_evaluation))
-}
-
-/// The training steps, each measured; evaluations where they are due.
-fn steps(
-    recipe: &Recipe,
-    (trainer, sampler): (&mut Trainer, &Sampler),
-    (observer, report): (&mut Observer<'_>, &Report),
-    last_evaluation: &mut Option<Evaluation>,
-    evaluate: impl Fn(&Trainer) -> Result<Option<Evaluation>, Failure>,
-) -> Result<(), Failure> {
-    let mut progress = Progress::default();
-    let phase = report.phase("training", recipe.trainer.steps);
-    phase.set(trainer.version().0, "");
-    while trainer.version().0 < recipe.trainer.steps {
-        let clock = std::time::Instant::now();
-        let Some(step): Option<StepReport> = trainer.step()? else { break };
-        let version = trainer.version().0;
-        let due = recipe.eval.interval > 0 && version.is_multiple_of(recipe.eval.interval);
-        let evaluation = if due || version == recipe.trainer.steps { evaluate(trainer)? } else { None };
-        let now = sampler.progress();
-        observer.step(&StepInputs {
-            step: &step,
-            evaluation: evaluation.as_ref(),
-            sampler: (progress, now),
-            step_s: clock.elapsed().as_secs_f64(),
-            time_s: trainer.time_s(),
+    /// The parameters after the warm-up; `None` if it was stopped.
+    fn warmed_up(
+        &self,
+        warmup: &Warmup,
+        prepared: &Prepared,
+        directory: &ModelDirectory,
+        parameters: Parameters,
+    ) -> Result<Option<Parameters>, Failure> {
+        let config = LearnerConfig { adamw: WARMUP_ADAMW, ..self.recipe.learner() };
+        let mut learner = Learner::new(config, directory.config().clone(), parameters, None);
+        let phase = self.report.phase("warm-up", warmup.steps as u64);
+        let mut last_loss = 0.0;
+        let tasks = prepared.train_tasks();
+        warm_up(warmup, self.recipe.seed, (&mut learner, directory), &tasks, |step, loss, learner| {
+            last_loss = loss;
+            phase.set(step, &format!("loss {loss:.3}"));
+            if let Some(wanted) = warmup.stop_accuracy
+                && step.is_multiple_of(WARMUP_LOOK_UP)
+                && let Some(evaluation) = self.evaluate(prepared, learner, directory)?
+                && evaluation.accuracy() >= wanted
+            {
+                return Ok(false);
+            }
+            Ok(!self.signals.stop_requested())
         })?;
-        progress = now;
-        phase.set(version, &format!("reward {:.3}", step.batch.reward.mean));
-        if evaluation.is_some() {
-            *last_evaluation = evaluation;
+        if self.signals.stop_requested() {
+            phase.finish(&format!(
+                "stopped; start it again with: rlrun resume {}",
+                self.run_dir.path().display()
+            ));
+            return Ok(None);
         }
+        let wrong = 100.0 * warmup.wrong_share;
+        phase.finish(&format!("loss {last_loss:.3} on demonstrations of which {wrong:.0} % are wrong"));
+        Ok(Some(learner.into_parameters()))
     }
-    if last_evaluation.is_none() && trainer.version().0 >= recipe.trainer.steps {
-        *last_evaluation = evaluate(trainer)?;
+
+    /// Runs sampler and trainer until all steps are done or somebody stops.
+    fn train(&self, start: Start, observer: &mut Observer<'_>) -> Result<Trained, Failure> {
+        let Start { learner, directory, prepared, state, .. } = start;
+        let (producer, consumer) = open_buffer(self.recipe, self.run_dir.path())?;
+        let (publisher, hub) = weights::memory::hub();
+        let subscriber = Arc::new(hub.subscribe("sampler 0")?);
+        let decoder = Decoder::new(directory.config(), learner.parameters(), Purpose::Inference);
+        let engine = self.recipe.engine(prepared.train.longest());
+        let engine = Engine::new(engine, self.recipe.stop_rules(&directory), decoder, state.version)?;
+        let worker = self.sampler(engine, &prepared, Arc::clone(&producer), subscriber);
+
+        let stop = self.signals.stop_flag();
+        let config = self.recipe.trainer(self.run_dir.checkpoints());
+        let edges: (_, Arc<dyn Publisher>) = (consumer, Arc::new(publisher));
+        let evaluated = ModelDirectory::open(directory.path())?;
+        let mut trainer = Trainer::start(config, (learner, &state), directory, edges, Arc::clone(&stop))?;
+        let sampler = Sampler::spawn(worker, producer, Arc::clone(&stop))?;
+        let trained = self.steps(&mut trainer, &sampler, observer, |trainer| {
+            self.evaluate(&prepared, trainer.learner(), &evaluated)
+        });
+        stop.store(true, Ordering::Relaxed);
+        // An error of the sampler stops the trainer, so it comes first; otherwise the trainer's own counts.
+        sampler.join()?;
+        let evaluation = trained?;
+        if self.recipe.checkpoint.interval > 0 {
+            trainer.checkpoint()?;
+        }
+        Ok(Trained { version: trainer.version(), time_s: trainer.time_s(), evaluation })
     }
-    Ok(())
+
+    /// A sampler around `engine`, with its rewards and its source of weights.
+    fn sampler(
+        &self,
+        engine: Engine,
+        prepared: &Prepared,
+        producer: Arc<dyn Producer>,
+        subscriber: Arc<dyn Subscriber>,
+    ) -> Worker {
+        let capacity = self.recipe.rollout.max_running * 2;
+        let scorer = Scorer::start(self.runtime.handle(), Arc::clone(&prepared.rewards), producer, capacity);
+        let applier = Applier::start(subscriber, engine.model().clone());
+        Worker::new(self.recipe.worker(), engine, Arc::clone(&prepared.train), applier, scorer)
+    }
+
+    /// The training steps, each measured; evaluations where they are due. Returns the last of them.
+    fn steps(
+        &self,
+        trainer: &mut Trainer,
+        sampler: &Sampler,
+        observer: &mut Observer<'_>,
+        evaluate: impl Fn(&Trainer) -> Result<Option<Evaluation>, Failure>,
+    ) -> Result<Option<Evaluation>, Failure> {
+        let (steps, interval) = (self.recipe.trainer.steps, self.recipe.eval.interval);
+        let phase = self.report.phase("training", steps);
+        phase.set(trainer.version().0, "");
+        let mut progress = Progress::default();
+        let mut last = None;
+        while trainer.version().0 < steps {
+            let clock = Instant::now();
+            let Some(step) = trainer.step()? else { return Ok(last) };
+            let version = trainer.version().0;
+            let due = version == steps || (interval > 0 && version.is_multiple_of(interval));
+            let evaluation = if due { evaluate(trainer)? } else { None };
+            let now = sampler.progress();
+            observer.step(&StepInputs {
+                step: &step,
+                evaluation: evaluation.as_ref(),
+                sampler: (progress, now),
+                step_s: clock.elapsed().as_secs_f64(),
+                time_s: trainer.time_s(),
+            })?;
+            progress = now;
+            phase.set(version, &format!("reward {:.3}", step.batch.reward.mean));
+            last = evaluation.or(last);
+        }
+        // A run that was resumed after its last step has measured nothing yet.
+        if last.is_none() { evaluate(trainer) } else { Ok(last) }
+    }
+
+    fn evaluate(
+        &self,
+        prepared: &Prepared,
+        learner: &Learner,
+        directory: &ModelDirectory,
+    ) -> Result<Option<Evaluation>, Failure> {
+        let decoder = Decoder::new(learner.model(), learner.parameters(), Purpose::Inference);
+        prepared.evaluate(self.recipe, decoder, directory, &self.runtime)
+    }
 }
 
 /// The thread of a sampler.

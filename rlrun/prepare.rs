@@ -3,13 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use model::{Decoder, ModelDirectory, Purpose};
+use model::{Decoder, ModelDirectory};
 use rewards::RewardSet;
 use rollout::evaluate::{Evaluation, EvaluationConfig, evaluate};
 use rollout::tasks::TaskOrder;
 use rollout::{PromptSet, RolloutError};
 use tokio::runtime::{Handle, Runtime};
-use trainer::Learner;
 use trajectory::{Prompt, Task};
 
 use crate::failure::Failure;
@@ -18,11 +17,11 @@ use crate::report::Report;
 
 /// The runtime that waits for rewards.
 #[derive(Debug)]
-pub struct Bench {
+pub struct RewardRuntime {
     runtime: Runtime,
 }
 
-impl Bench {
+impl RewardRuntime {
     /// Starts it.
     ///
     /// # Errors
@@ -116,31 +115,16 @@ impl Prepared {
         self.train.iter().map(|(task, _)| Task::clone(task)).collect()
     }
 
-    /// Answers of the policy to the held-out tasks, if there are any.
+    /// Answers of `decoder` to the held-out tasks, if there are any.
     ///
     /// # Errors
     /// If generation or a reward with `on_error = "fail"` fails.
     pub fn evaluate(
         &self,
         recipe: &Recipe,
-        learner: &Learner,
-        directory: &ModelDirectory,
-        bench: &Bench,
-    ) -> Result<Option<Evaluation>, Failure> {
-        let decoder = Decoder::new(learner.model(), learner.parameters(), Purpose::Inference);
-        self.evaluate_decoder(recipe, decoder, directory, bench)
-    }
-
-    /// The same for a model that is not being trained.
-    ///
-    /// # Errors
-    /// If generation or a reward with `on_error = "fail"` fails.
-    pub fn evaluate_decoder(
-        &self,
-        recipe: &Recipe,
         decoder: Decoder,
         directory: &ModelDirectory,
-        bench: &Bench,
+        runtime: &RewardRuntime,
     ) -> Result<Option<Evaluation>, Failure> {
         let Some(prompts) = &self.eval else { return Ok(None) };
         let config = EvaluationConfig {
@@ -149,7 +133,7 @@ impl Prepared {
             tasks: recipe.eval.tasks,
         };
         let stop = recipe.stop_rules(directory);
-        Ok(Some(evaluate(&config, decoder, prompts, (&stop, &self.rewards, bench.handle()))?))
+        Ok(Some(evaluate(&config, decoder, prompts, (&stop, &self.rewards, runtime.handle()))?))
     }
 }
 

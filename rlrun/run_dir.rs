@@ -127,6 +127,22 @@ impl RunDir {
         Ok(Self { path: path.to_path_buf(), _lock: lock })
     }
 
+    /// Whether there is anything to lose: a metric or a checkpoint.
+    #[must_use]
+    pub fn has_begun(&self) -> bool {
+        let some = |path: PathBuf| std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_some());
+        some(self.checkpoints())
+            || std::fs::metadata(self.path.join("metrics.jsonl")).is_ok_and(|m| m.len() > 0)
+    }
+
+    /// Removes the directory with everything in it.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn remove(self) -> Result<(), RunDirError> {
+        std::fs::remove_dir_all(&self.path).map_err(|source| failed("remove", &self.path, source))
+    }
+
     /// The directory itself.
     #[must_use]
     pub fn path(&self) -> &Path {
