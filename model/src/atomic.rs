@@ -10,10 +10,7 @@ use std::path::{Path, PathBuf};
 use crate::ModelError;
 
 /// Lets `write` make a file beside `path`, forces it to disk and then renames it.
-pub fn file(
-    path: &Path,
-    write: impl FnOnce(&Path) -> Result<(), ModelError>,
-) -> Result<(), ModelError> {
+pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<(), ModelError>) -> Result<(), ModelError> {
     let temporary = partial(path);
     let error = write_error(path);
     // What libraries write through a temporary file of their own is readable by the owner only; a model is not secret.
@@ -35,10 +32,7 @@ pub fn file(
 ///
 /// # Errors
 /// [`ModelError::Exists`] if there is something at `path`, besides what `fill` and the file system report.
-pub fn directory(
-    path: &Path,
-    fill: impl FnOnce(&Path) -> Result<(), ModelError>,
-) -> Result<(), ModelError> {
+pub fn directory(path: &Path, fill: impl FnOnce(&Path) -> Result<(), ModelError>) -> Result<(), ModelError> {
     if path.exists() {
         return Err(ModelError::Exists { path: path.to_owned() });
     }
