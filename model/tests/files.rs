@@ -2,12 +2,10 @@
 //!
 //! Invariant: the goldens were made by transformers (`tests/goldens/make_goldens.py`); nothing here runs Python.
 
-mod common;
-
 use std::fs;
 use std::path::Path;
 
-use common::{Golden, MODELS, goldens};
+use crate::common::{Golden, MODELS, goldens};
 use model::{
     ChatTemplate, Config, ModelDirectory, ModelError, Parameters, RopeScaling, Sizes, SpecialTokens,
     Tokenizer, characters,
