@@ -5,13 +5,14 @@
 use std::fs;
 use std::path::Path;
 
-use crate::common::{Golden, MODELS, goldens};
 use model::{
     ChatTemplate, Config, ModelDirectory, ModelError, Parameters, RopeScaling, Sizes, SpecialTokens,
     Tokenizer, characters,
 };
 use serde_json::{Value, json};
 use trajectory::{Message, Prompt};
+
+use crate::common::{Golden, MODELS, goldens};
 
 const SIZES: Sizes = Sizes {
     vocab_size: 100,
