@@ -7,6 +7,35 @@
 //! - `ops`: its hot operations, each with its backward
 //! - [`sampling`]: from logits to a token and its log-probability
 //! - [`characters`]: the character-level tokenizer of fresh models
+//!
+//! # Example
+//! A fresh model that nobody has trained, and the token it puts behind three others:
+//! ```
+//! use model::{Config, Decoder, Draw, KvCache, Parameters, Purpose, Sampling, Sizes, StepRow};
+//!
+//! let config = Config::fresh(&Sizes {
+//!     vocab_size: 100,
+//!     hidden_size: 16,
+//!     intermediate_size: 24,
+//!     num_layers: 2,
+//!     num_heads: 4,
+//!     num_kv_heads: 2,
+//!     max_position_embeddings: 64,
+//! });
+//! let seed = 7;
+//! let decoder = Decoder::new(&config, &Parameters::random(&config, seed), Purpose::Inference);
+//!
+//! let mut cache = KvCache::new(&config, config.max_context());
+//! let pages = [cache.take().expect("nobody holds a page of a new cache")];
+//! let prompt = [22, 16, 22].into_iter().enumerate();
+//! let rows: Vec<_> = prompt.map(|(position, token)| StepRow { token, position, pages: &pages }).collect();
+//! let last = rows.len() - 1;
+//! let mut logits = decoder.step(&mut cache, &rows, &[last])?;
+//! let uniform = 0.5;
+//! let draw = Draw::new(&mut logits, Sampling::PLAIN, uniform);
+//! assert!(draw.token < 100 && draw.logprob < 0.0);
+//! # Ok::<(), candle_core::Error>(())
+//! ```
 
 pub mod atomic;
 pub mod characters;

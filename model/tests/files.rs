@@ -2,18 +2,17 @@
 //!
 //! Invariant: the goldens were made by transformers (`tests/goldens/make_goldens.py`); nothing here runs Python.
 
-mod common;
-
 use std::fs;
 use std::path::Path;
 
-use common::{Golden, MODELS, goldens};
 use model::{
     ChatTemplate, Config, ModelDirectory, ModelError, Parameters, RopeScaling, Sizes, SpecialTokens,
     Tokenizer, characters,
 };
 use serde_json::{Value, json};
 use trajectory::{Message, Prompt};
+
+use crate::common::{Golden, MODELS, goldens};
 
 const SIZES: Sizes = Sizes {
     vocab_size: 100,

@@ -5,7 +5,9 @@
 //! continues sequences whose keys and values are in a [`KvCache`]. All three run the same [`Block`]s.
 //!
 //! # Layout
-//! `block` one layer, forward and backward · `train` packs, gradients · `decode` the paged cache and the decode step
+//! - `block`: one layer, forward and backward
+//! - `train`: packs and gradients
+//! - `decode`: the paged cache and the decode step
 
 mod block;
 mod decode;

@@ -18,7 +18,7 @@ const INNER_BLOCK: usize = 384;
 
 /// The right matrix `[inner, columns]` as panels of 16 columns, each `[inner, 16]`, the last padded with zeros.
 #[derive(Clone, Debug, Default)]
-pub struct Panels {
+pub(crate) struct Panels {
     inner: usize,
     columns: usize,
     values: Vec<f32>,
@@ -26,8 +26,7 @@ pub struct Panels {
 
 impl Panels {
     /// Packs `W` transposed: `weight` is `[columns, inner]` row-major, as Hugging Face stores linear layers.
-    #[must_use]
-    pub fn transposed(weight: &[f32], inner: usize) -> Self {
+    pub(crate) fn transposed(weight: &[f32], inner: usize) -> Self {
         let columns = weight.len().checked_div(inner).unwrap_or(0);
         let mut values = vec![0.0; columns.div_ceil(NR) * NR * inner];
         for (panel, rows) in values.chunks_exact_mut(NR * inner.max(1)).zip(weight.chunks(NR * inner.max(1)))
@@ -42,8 +41,7 @@ impl Panels {
     }
 
     /// Packs a matrix as it is: `matrix` is `[inner, columns]` row-major.
-    #[must_use]
-    pub fn straight(matrix: &[f32], columns: usize) -> Self {
+    pub(crate) fn straight(matrix: &[f32], columns: usize) -> Self {
         let inner = matrix.len().checked_div(columns).unwrap_or(0);
         let mut values = vec![0.0; columns.div_ceil(NR) * NR * inner];
         for (p, panel) in values.chunks_exact_mut(NR * inner.max(1)).enumerate() {
@@ -56,14 +54,12 @@ impl Panels {
     }
 
     /// Length of the inner dimension.
-    #[must_use]
-    pub fn inner(&self) -> usize {
+    pub(crate) fn inner(&self) -> usize {
         self.inner
     }
 
     /// Number of columns.
-    #[must_use]
-    pub fn columns(&self) -> usize {
+    pub(crate) fn columns(&self) -> usize {
         self.columns
     }
 }

@@ -10,8 +10,10 @@
 //! - Nothing here starts a thread.
 //!
 //! # Layout
-//! [`linear`] over [`gemm`] · [`norm`] · [`heads`]: per-head norm and rotary embedding · [`attention`]: packed and
-//! paged · [`swiglu`] · [`embedding`] · [`head`]: logits fused with log-probability and entropy · [`softmax`]
+//! - [`linear`] over [`gemm`], [`norm`], [`swiglu`], [`embedding`]
+//! - [`heads`]: per-head norm and rotary embedding
+//! - [`attention`]: packed and paged
+//! - [`head`]: logits fused with log-probability and entropy, over [`softmax`]
 
 pub(crate) mod attention;
 pub(crate) mod embedding;

@@ -1,12 +1,12 @@
 //! What PyTorch computes for the tiny models of `tests/goldens`.
 //!
 //! Invariant: everything that `make_goldens.py` stored is there and has the shape that its doc states, or opening
-//! panics. It does not compare; that is for the tests.
+//! panics. It compares nothing; that is for the tests.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use model::{Config, Layout, Parameters};
+use model::{Config, Decoder, Layout, Pack, Parameters};
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 
@@ -48,6 +48,25 @@ pub(crate) struct GoldenSequence {
 /// The directory of the goldens.
 pub(crate) fn goldens() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens")
+}
+
+/// One pack of all sequences, in their order.
+pub(crate) fn pack_of<'a>(sequences: impl IntoIterator<Item = &'a [u32]>) -> Pack {
+    let mut pack = Pack::new();
+    for sequence in sequences {
+        pack.push(sequence).unwrap();
+    }
+    pack
+}
+
+/// `[T, vocab_size]` logits of every token of the pack, row-major.
+pub(crate) fn logits_of(decoder: &Decoder, pack: &Pack) -> Vec<f32> {
+    decoder.logits(pack).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// The values as they are stored, so that an equality of two zeros or NaNs means what it says.
+pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|x| x.to_bits()).collect()
 }
 
 impl Golden {

@@ -1,0 +1,196 @@
+//! Decoding from the paged cache against the same sequences as a pack: the same bits, however the tokens are fed.
+//!
+//! Invariant: nothing here has a tolerance. Pages come from a cache that other sequences have filled before, so that a
+//! key which is read without having been written shows.
+
+use model::{Decoder, KvCache, Pack, Purpose, StepRow};
+use proptest::prelude::*;
+
+use crate::common::{Golden, MODELS, bits, logits_of, pack_of};
+
+/// A sequence on its way through the cache.
+struct Running {
+    tokens: Vec<u32>,
+    /// How many tokens are in the cache.
+    done: usize,
+    pages: Vec<u32>,
+    /// `[done - forked, vocab_size]` logits so far, from the token at which it was forked off.
+    logits: Vec<f32>,
+}
+
+impl Running {
+    fn new(tokens: Vec<u32>) -> Self {
+        Self { tokens, done: 0, pages: Vec::new(), logits: Vec::new() }
+    }
+
+    /// A sequence that shares what is in the cache, and goes on with `suffix`.
+    fn fork(&self, cache: &mut KvCache, suffix: &[u32]) -> Self {
+        cache.share(&self.pages);
+        let tokens = [&self.tokens[..self.done], suffix].concat();
+        Self { tokens, done: self.done, pages: self.pages.clone(), logits: Vec::new() }
+    }
+
+    fn left(&self) -> usize {
+        self.tokens.len() - self.done
+    }
+
+    /// Makes the pages of the next `count` tokens exist and be its own.
+    fn prepare(&mut self, cache: &mut KvCache, count: usize) {
+        let end = self.done + count;
+        if let Some(page) = self.pages.get_mut(self.done / KvCache::PAGE)
+            && count > 0
+        {
+            *page = cache.own(*page).unwrap();
+        }
+        while self.pages.len() < KvCache::pages_for(end) {
+            self.pages.push(cache.take().unwrap());
+        }
+    }
+}
+
+/// Feeds all sequences together, `chunks[s]` tokens of sequence `s` at a time, to their ends.
+fn run(decoder: &Decoder, cache: &mut KvCache, running: &mut [Running], chunks: &[usize]) {
+    while running.iter().any(|r| r.left() > 0) {
+        let counts: Vec<usize> = running.iter().zip(chunks).map(|(r, chunk)| r.left().min(*chunk)).collect();
+        running.iter_mut().zip(&counts).for_each(|(r, count)| r.prepare(cache, *count));
+        let rows: Vec<StepRow<'_>> = running
+            .iter()
+            .zip(&counts)
+            .flat_map(|(r, count)| {
+                (r.done..r.done + count).map(|position| StepRow {
+                    token: r.tokens[position],
+                    position,
+                    pages: &r.pages,
+                })
+            })
+            .collect();
+        let wanted: Vec<usize> = (0..rows.len()).collect();
+        let logits = decoder.step(cache, &rows, &wanted).unwrap();
+        let mut logits = logits.chunks(decoder.config().vocab_size);
+        for (r, count) in running.iter_mut().zip(&counts) {
+            logits.by_ref().take(*count).for_each(|row| r.logits.extend_from_slice(row));
+            r.done += count;
+        }
+    }
+}
+
+fn release(cache: &mut KvCache, running: &[Running]) {
+    running.iter().for_each(|r| cache.release(&r.pages));
+    assert_eq!(cache.free_pages(), cache.total_pages(), "all pages are given back");
+}
+
+fn decoder(name: &str) -> Decoder {
+    let golden = Golden::open(name);
+    Decoder::new(&golden.config, &golden.parameters, Purpose::Inference)
+}
+
+/// A cache whose every position has been written by sequences that are gone.
+fn used_cache(decoder: &Decoder, pages: usize) -> KvCache {
+    let mut cache = KvCache::new(decoder.config(), pages * KvCache::PAGE);
+    let mut running: Vec<_> = (0..pages).map(|s| Running::new(tokens(KvCache::PAGE, s + 100))).collect();
+    run(decoder, &mut cache, &mut running, &vec![KvCache::PAGE; pages]);
+    assert_eq!(cache.free_pages(), 0);
+    release(&mut cache, &running);
+    cache
+}
+
+/// `n` tokens of the golden vocabulary, different for each `seed`.
+fn tokens(n: usize, seed: usize) -> Vec<u32> {
+    (0..n).map(|i| (4 + (i * i * 31 + i * 17 + seed * 29) % 96) as u32).collect()
+}
+
+/// The logits of the last `count` tokens of `sequence`, computed from the whole.
+fn expected(decoder: &Decoder, sequence: &[u32], count: usize) -> Vec<u32> {
+    let logits = logits_of(decoder, &pack_of([sequence]));
+    bits(&logits[(sequence.len() - count) * decoder.config().vocab_size..])
+}
+
+#[test]
+fn chunks_of_every_size_give_the_bits_of_the_pack() {
+    for name in MODELS {
+        let decoder = decoder(name);
+        let mut cache = used_cache(&decoder, 9);
+        let sequences = [tokens(40, 1), tokens(1, 2), tokens(17, 3), tokens(33, 4)];
+        let pack: Pack = pack_of(sequences.iter().map(Vec::as_slice));
+        let packed = bits(&logits_of(&decoder, &pack));
+        for chunks in [[1; 4], [2; 4], [3, 1, 16, 5], [16; 4], [17; 4], [40; 4]] {
+            let mut running: Vec<_> = sequences.iter().cloned().map(Running::new).collect();
+            run(&decoder, &mut cache, &mut running, &chunks);
+            let stepped: Vec<u32> = running.iter().flat_map(|r| bits(&r.logits)).collect();
+            assert!(stepped == packed, "{name}: chunks of {chunks:?}");
+            release(&mut cache, &running);
+        }
+    }
+}
+
+#[test]
+fn only_the_wanted_rows_are_returned_in_their_order() {
+    let decoder = decoder("qwen3");
+    let mut cache = used_cache(&decoder, 1);
+    let page = [cache.take().unwrap()];
+    let sequence = tokens(5, 1);
+    let rows: Vec<_> =
+        (0..5).map(|position| StepRow { token: sequence[position], position, pages: &page }).collect();
+    let logits = decoder.step(&mut cache, &rows, &[4, 1]).unwrap();
+    assert_eq!(
+        bits(&logits),
+        [expected(&decoder, &sequence, 1), expected(&decoder, &sequence[..2], 1)].concat()
+    );
+    assert!(decoder.step(&mut cache, &rows, &[]).unwrap().is_empty());
+}
+
+#[test]
+fn a_shared_page_is_copied_once_per_writer_but_the_last() {
+    let golden = Golden::open("qwen3");
+    let mut cache = KvCache::new(&golden.config, 4 * KvCache::PAGE);
+    let page = cache.take().unwrap();
+    cache.share(&[page]);
+    cache.share(&[page]);
+    let (first, second) = (cache.own(page).unwrap(), cache.own(page).unwrap());
+    assert_eq!(cache.own(page), Some(page), "the last holder keeps it");
+    assert!(first != page && second != page && first != second);
+    assert_eq!(cache.free_pages(), 1);
+    cache.take().unwrap();
+    cache.share(&[page]);
+    assert_eq!((cache.own(page), cache.take()), (None, None), "no page is left to copy into");
+    cache.release(&[page]);
+    assert_eq!(cache.own(page), Some(page), "and nothing was given up by asking");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(32))]
+
+    /// A prompt is prefilled once; completions share its pages, and copy what they write to.
+    #[test]
+    fn shared_prompts_give_the_bits_of_the_pack(
+        name in prop::sample::select(&MODELS[..]),
+        prompt in 1..40usize,
+        prompt_chunk in 1..20usize,
+        completions in prop::collection::vec((1..25usize, 1..20usize), 1..5),
+    ) {
+        let decoder = decoder(name);
+        let mut cache = used_cache(&decoder, 24);
+        let prompt = tokens(prompt, 7);
+        let mut running = vec![Running::new(prompt.clone())];
+        run(&decoder, &mut cache, &mut running, &[prompt_chunk]);
+        prop_assert!(bits(&running[0].logits) == expected(&decoder, &prompt, prompt.len()));
+        for (seed, (length, _)) in completions.iter().enumerate() {
+            let completion = running[0].fork(&mut cache, &tokens(*length, seed));
+            running.push(completion);
+        }
+        let full = KvCache::pages_for(prompt.len());
+        prop_assert_eq!(cache.total_pages() - cache.free_pages(), full, "the prompt is in the cache once");
+        let chunks: Vec<usize> = std::iter::once(1).chain(completions.iter().map(|(_, chunk)| *chunk)).collect();
+        run(&decoder, &mut cache, &mut running, &chunks);
+        for (r, (length, _)) in running[1..].iter().zip(&completions) {
+            prop_assert!(bits(&r.logits) == expected(&decoder, &r.tokens, *length), "{}", name);
+        }
+        // The prompt is as it was: its own continuation sees none of what the completions wrote.
+        let own = tokens(9, 50);
+        let mut last = vec![running[0].fork(&mut cache, &own)];
+        run(&decoder, &mut cache, &mut last, &[2]);
+        prop_assert!(bits(&last[0].logits) == expected(&decoder, &last[0].tokens, own.len()));
+        running.append(&mut last);
+        release(&mut cache, &running);
+    }
+}

@@ -1,0 +1,11 @@
+//! Tests of the crate from outside, in one binary.
+//!
+//! Invariant: whatever is compared with another implementation is compared on the directories of `tests/goldens`, which
+//! transformers wrote. Nothing here trains or needs anything beyond the repository.
+
+mod common;
+mod decoding;
+mod derivative;
+mod files;
+mod oracle;
+mod parity;

@@ -1,0 +1,161 @@
+//! The decoder against PyTorch: logits, loss and the gradient of every weight, on the models of `tests/goldens`.
+//!
+//! Invariant: tolerances are those of f32 arithmetic in another order; whatever is computed twice by the decoder itself
+//! is compared bit for bit.
+
+use model::{Decoder, Gradients, Pack, Prediction, PredictionGradient, Purpose, Target};
+
+use crate::common::{Golden, MODELS, bits, logits_of, pack_of};
+
+/// What a golden's loss is made of: every token but the first of a sequence, predicted from the row before it.
+struct Loss<'a> {
+    rows: Vec<usize>,
+    targets: Vec<Target<'a>>,
+    gradients: Vec<PredictionGradient>,
+}
+
+impl Loss<'_> {
+    /// The loss of the sequences at `indices`, packed in this order.
+    fn new(golden: &Golden, indices: &[usize]) -> Self {
+        let (mut rows, mut targets, mut gradients) = (Vec::new(), Vec::new(), Vec::new());
+        let mut start = 0;
+        for sequence in indices.iter().map(|index| &golden.sequences[*index]) {
+            for (t, token) in sequence.tokens.iter().skip(1).enumerate() {
+                rows.push(start + t);
+                targets.push(Target { token: *token, temperature: golden.temperature, kept: None });
+                gradients.push(PredictionGradient { logprob: sequence.coefficients[t], entropy: 0.0 });
+            }
+            start += sequence.tokens.len();
+        }
+        Self { rows, targets, gradients }
+    }
+
+    fn value(&self, predictions: &[Prediction]) -> f64 {
+        let terms = predictions.iter().zip(&self.gradients);
+        terms.map(|(p, g)| f64::from(p.logprob) * f64::from(g.logprob)).sum()
+    }
+}
+
+fn trainable(golden: &Golden) -> Decoder {
+    Decoder::new(&golden.config, &golden.parameters, Purpose::Training)
+}
+
+/// Adds the gradients of the sequences at `indices`, packed in this order.
+fn reverse(decoder: &Decoder, golden: &Golden, indices: &[usize], gradients: &mut Gradients) {
+    let (pack, loss) =
+        (pack_of(indices.iter().map(|i| &golden.sequences[*i].tokens[..])), Loss::new(golden, indices));
+    let (_, trace) = decoder.forward(&pack, &loss.rows, &loss.targets).unwrap();
+    decoder.backward(&pack, trace, &loss.targets, &loss.gradients, gradients).unwrap();
+}
+
+fn all(golden: &Golden) -> Vec<usize> {
+    (0..golden.sequences.len()).collect()
+}
+
+fn norm(values: impl Iterator<Item = f32>) -> f64 {
+    values.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt()
+}
+
+/// Asserts that each tensor of `ours` equals that of `theirs` to `tolerance` of its norm.
+fn assert_gradients(name: &str, golden: &Golden, ours: &Gradients, theirs: &[f32], tolerance: f64) {
+    for spec in golden.parameters.layout().specs() {
+        let (ours, theirs) = (ours.get(&spec.name).unwrap(), &theirs[spec.range()]);
+        let scale = norm(theirs.iter().copied());
+        assert!(scale > 0.0, "{name}: a gradient of zero would test nothing: {}", spec.name);
+        let error = norm(ours.iter().zip(theirs).map(|(a, b)| a - b));
+        assert!(error <= tolerance * scale, "{name}: {} is off by {} of its norm", spec.name, error / scale);
+        for (i, (a, b)) in ours.iter().zip(theirs).enumerate() {
+            assert_eq!(*a == 0.0, *b == 0.0, "{name}: {} [{i}] is {a}, not {b}", spec.name);
+        }
+    }
+}
+
+#[test]
+fn logits_are_those_of_pytorch() {
+    for name in MODELS {
+        let golden = Golden::open(name);
+        let decoder = Decoder::new(&golden.config, &golden.parameters, Purpose::Inference);
+        let ours = logits_of(&decoder, &pack_of(golden.sequences.iter().map(|s| &s.tokens[..])));
+        let theirs: Vec<f32> = golden.sequences.iter().flat_map(|s| &s.logits).copied().collect();
+        assert_eq!(ours.len(), theirs.len(), "{name}");
+        for (i, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
+            let (row, token) = (i / golden.config.vocab_size, i % golden.config.vocab_size);
+            assert!((ours - theirs).abs() <= 1e-4, "{name}: row {row}, token {token}: {ours}, not {theirs}");
+        }
+    }
+}
+
+#[test]
+fn loss_and_gradients_are_those_of_pytorch() {
+    for name in MODELS {
+        let golden = Golden::open(name);
+        let (decoder, loss) = (trainable(&golden), Loss::new(&golden, &all(&golden)));
+        let pack = pack_of(golden.sequences.iter().map(|s| &s.tokens[..]));
+        let (predictions, _) = decoder.forward(&pack, &loss.rows, &loss.targets).unwrap();
+        let value = loss.value(&predictions);
+        assert!((value - f64::from(golden.loss)).abs() <= 1e-3, "{name}: loss {value}, not {}", golden.loss);
+
+        let mut gradients = Gradients::zeros(golden.parameters.layout());
+        reverse(&decoder, &golden, &all(&golden), &mut gradients);
+        assert_gradients(name, &golden, &gradients, golden.gradients.values(), 1e-3);
+    }
+}
+
+/// Micro-batches: the gradients of packs add up to those of one pack of all sequences, in whatever order.
+#[test]
+fn gradients_of_packs_add_up() {
+    for name in MODELS {
+        let golden = Golden::open(name);
+        let decoder = trainable(&golden);
+        let mut whole = Gradients::zeros(golden.parameters.layout());
+        reverse(&decoder, &golden, &all(&golden), &mut whole);
+        let mut parts = Gradients::zeros(golden.parameters.layout());
+        reverse(&decoder, &golden, &[3, 1], &mut parts);
+        let mut rest = Gradients::zeros(golden.parameters.layout());
+        reverse(&decoder, &golden, &[2, 0], &mut rest);
+        parts.add(&rest);
+        assert_gradients(name, &golden, &parts, whole.values(), 1e-5);
+    }
+}
+
+#[test]
+fn scoring_gives_the_bits_of_the_forward() {
+    for name in MODELS {
+        let golden = Golden::open(name);
+        let loss = Loss::new(&golden, &all(&golden));
+        let pack = pack_of(golden.sequences.iter().map(|s| &s.tokens[..]));
+        let (forward, _) = trainable(&golden).forward(&pack, &loss.rows, &loss.targets).unwrap();
+        let frozen = Decoder::new(&golden.config, &golden.parameters, Purpose::Inference);
+        let score = frozen.score(&pack, &loss.rows, &loss.targets).unwrap();
+        let of = |p: &[Prediction]| bits(&p.iter().flat_map(|p| [p.logprob, p.entropy]).collect::<Vec<_>>());
+        assert_eq!(of(&score), of(&forward), "{name}");
+        assert!(score.iter().all(|p| p.logprob < 0.0 && p.entropy > 0.0), "{name}");
+    }
+}
+
+#[test]
+fn a_sequence_has_the_same_logits_alone_and_in_any_pack() {
+    for name in MODELS {
+        let golden = Golden::open(name);
+        let decoder = Decoder::new(&golden.config, &golden.parameters, Purpose::Inference);
+        let packed = logits_of(&decoder, &pack_of(golden.sequences.iter().map(|s| &s.tokens[..])));
+        let mut packed = &packed[..];
+        for sequence in &golden.sequences {
+            let alone = logits_of(&decoder, &pack_of([&sequence.tokens[..]]));
+            let (here, rest) = packed.split_at(alone.len());
+            assert_eq!(bits(&alone), bits(here), "{name}");
+            packed = rest;
+        }
+        assert!(packed.is_empty());
+    }
+}
+
+#[test]
+fn a_token_beyond_the_vocabulary_is_an_error() {
+    let golden = Golden::open("qwen2");
+    let decoder = Decoder::new(&golden.config, &golden.parameters, Purpose::Inference);
+    let mut pack = Pack::new();
+    pack.push(&[5, 100]).unwrap();
+    let err = decoder.logits(&pack).unwrap_err().to_string();
+    assert!(err.contains("token 1 has id 100, but the vocabulary ends at 100"), "{err}");
+}
