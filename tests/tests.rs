@@ -2,3 +2,4 @@
 
 mod parity;
 mod reference_loop;
+mod structure;
