@@ -81,6 +81,8 @@ fn check(args: &RecipeArgs, env: &[(String, String)]) -> Result<String, Failure>
     let scratch = scratch_directory()?;
     let directory = recipe.open_model(scratch.path())?;
     let prepared = Prepared::new(&recipe, &directory)?;
+    // Whether weights are whole and of the right shapes shows only when they are read.
+    directory.load_parameters()?;
     let held_out = prepared.eval.as_ref().map_or(0, rollout::PromptSet::len);
     Ok(format!(
         "{}: no mistakes found; {} parameters, {} tasks ({} left out as too long), {held_out} held out, longest prompt \
@@ -110,7 +112,7 @@ fn plan(args: &RecipeArgs, env: &[(String, String)]) -> Result<String, Failure> 
         head_dim: config.head_dim as u64,
     };
     let memory = plan::Memory::of(&recipe, &size);
-    Ok(format!("{}\n{}{memory}", recipe.resolved_toml(&origins), plan::describe(&recipe)))
+    Ok(format!("{}\n{}\nmemory\n{memory}", recipe.resolved_toml(&origins), plan::describe(&recipe)))
 }
 
 fn write_template(args: &InitArgs) -> Result<String, Failure> {

@@ -57,13 +57,21 @@ impl<'a> Observer<'a> {
         Ok(Self { recipe, run_dir, report, metrics: None, events, dropped_stale: 0 })
     }
 
-    /// Forgets the metrics of steps after `version`: they are done again.
+    /// Forgets the metrics of steps after `version`, which are done again, and all before the first step.
     ///
     /// # Errors
     /// If the file cannot be written.
     pub fn resume_after(&mut self, version: PolicyVersion) -> Result<(), Failure> {
-        self.metrics = Some(self.run_dir.metrics(Some(version.0))?);
+        self.metrics = Some(self.run_dir.metrics(version.0)?);
         Ok(())
+    }
+
+    /// Waits until the metrics are on the disk: a step that a checkpoint holds is never done again.
+    ///
+    /// # Errors
+    /// If the disk refuses.
+    pub fn sync(&self) -> Result<(), Failure> {
+        self.metrics.as_ref().map_or(Ok(()), |metrics| Ok(metrics.sync()?))
     }
 
     /// Writes an event with its fields.

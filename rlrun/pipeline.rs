@@ -77,7 +77,7 @@ struct Start {
     directory: ModelDirectory,
     prepared: Prepared,
     state: TrainerState,
-    /// Answers before the first step; `None` for a run that goes on.
+    /// Answers before the first step; `None` for a run that goes on after another.
     evaluation: Option<Evaluation>,
 }
 
@@ -133,7 +133,10 @@ impl Run<'_> {
             let model = directory.config().clone();
             let learner = Learner::new(recipe.learner(), model, parameters, Some(optimizer));
             self.report.note(&format!("resumed after step {} from {}", version.0, path.display()));
-            return Ok(Some(Start { learner, directory, prepared, state, evaluation: None }));
+            // A run that was killed before its first step may have been killed before its first line.
+            let first = version == PolicyVersion::default();
+            let evaluation = if first { self.evaluate(&prepared, &learner, &directory)? } else { None };
+            return Ok(Some(Start { learner, directory, prepared, state, evaluation }));
         }
         let directory = recipe.open_model(self.run_dir.path())?;
         let prepared = Prepared::new(recipe, &directory)?;
@@ -221,9 +224,7 @@ impl Run<'_> {
         // An error of the sampler stops the trainer, so it comes first; otherwise the trainer's own counts.
         sampler.join()?;
         let evaluation = trained?;
-        if self.recipe.checkpoint.interval > 0 {
-            trainer.checkpoint()?;
-        }
+        trainer.checkpoint()?;
         Ok(Trained { version: trainer.version(), time_s: trainer.time_s(), evaluation })
     }
 
@@ -254,8 +255,8 @@ impl Run<'_> {
         phase.set(trainer.version().0, "");
         let mut progress = Progress::default();
         let mut last = None;
+        let mut clock = Instant::now();
         while trainer.version().0 < steps {
-            let clock = Instant::now();
             let Some(step) = trainer.step()? else { return Ok(last) };
             let version = trainer.version().0;
             let due = version == steps || (interval > 0 && version.is_multiple_of(interval));
@@ -268,7 +269,14 @@ impl Run<'_> {
                 step_s: clock.elapsed().as_secs_f64(),
                 time_s: trainer.time_s(),
             })?;
+            clock = Instant::now();
             progress = now;
+            if trainer.checkpoint_due() {
+                observer.sync()?;
+                trainer.checkpoint()?;
+            } else if self.recipe.checkpoint.interval == 0 && self.recipe.buffer.store == Store::Memory {
+                trainer.forget()?;
+            }
             phase.set(version, &format!("reward {:.3}", step.batch.reward.mean));
             last = evaluation.or(last);
         }

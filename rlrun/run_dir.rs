@@ -173,12 +173,16 @@ impl RunDir {
         self.path.join("samples").join(format!("step_{step:06}.jsonl"))
     }
 
-    /// Opens `metrics.jsonl` to append, without the lines of steps after `last_step`.
+    /// Opens `metrics.jsonl` to append, without the lines of steps after `last_step`; without any if no step is done.
     ///
     /// # Errors
     /// The file cannot be read or written, or holds a whole line that is not a JSON object.
-    pub fn metrics(&self, last_step: Option<u64>) -> Result<JsonLines, RunDirError> {
-        Ok(JsonLines::open(&self.path.join("metrics.jsonl"), last_step)?)
+    pub fn metrics(&self, last_step: u64) -> Result<JsonLines, RunDirError> {
+        let path = self.path.join("metrics.jsonl");
+        if last_step == 0 && path.exists() {
+            std::fs::remove_file(&path).map_err(|source| failed("remove", &path, source))?;
+        }
+        Ok(JsonLines::open(&path, Some(last_step))?)
     }
 
     /// Opens `events.jsonl` to append. Events are history: none is ever taken back.

@@ -1,5 +1,12 @@
 //! Whole-system tests, one binary. `reference_loop.rs` is the algorithm as one plain loop; read it first.
 
+mod bad_input;
+mod learns;
 mod parity;
+mod recipes;
 mod reference_loop;
+mod resume;
+mod staleness;
+mod stops;
 mod structure;
+mod support;

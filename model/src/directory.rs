@@ -1,11 +1,12 @@
 //! A model directory as Hugging Face tools write and read it.
 //!
 //! Invariant: what an open directory says fits together (every id of the tokenizer has a row of the embedding), and what
-//! is exported differs from it in the weights alone. It does not download, and it holds no weights itself.
+//! is exported differs from it in the weights alone, whatever has become of its files since. It does not download, and
+//! it holds no weights itself.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::path::{Path, PathBuf};
+use std::{fmt, fs};
 
 use serde_json::{Value, json};
 use trajectory::Prompt;
@@ -34,13 +35,15 @@ const COPIED: [&str; 11] = [
 ];
 
 /// A model directory without its weights.
-#[derive(Debug)]
 pub struct ModelDirectory {
     path: PathBuf,
     config: Config,
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     stop_token_ids: Vec<u32>,
+    /// Name and content of what an export copies. It is held because the directory may be gone by then: a run that was
+    /// resumed from a checkpoint outlives it.
+    copied: Vec<(&'static str, Vec<u8>)>,
 }
 
 impl ModelDirectory {
@@ -56,7 +59,8 @@ impl ModelDirectory {
         let mut stop: BTreeSet<u32> = config.eos_token_ids.iter().copied().collect();
         stop.extend(end_token(dir, &tokenizer));
         let stop_token_ids = stop.into_iter().collect();
-        Ok(Self { path: dir.to_owned(), config, tokenizer, template, stop_token_ids })
+        let copied = read_copied(dir)?;
+        Ok(Self { path: dir.to_owned(), config, tokenizer, template, stop_token_ids, copied })
     }
 
     /// Writes a complete new model that reads and writes characters, with random weights.
@@ -104,11 +108,9 @@ impl ModelDirectory {
             return Err(ModelError::Length { expected: expected.len(), found: parameters.values().len() });
         }
         atomic::directory(out_dir, |dir| {
-            for name in COPIED {
-                let (from, to) = (self.path.join(name), dir.join(name));
-                if from.exists() {
-                    fs::copy(from, &to).map_err(|source| ModelError::Write { path: to, source })?;
-                }
+            for (name, content) in &self.copied {
+                let to = dir.join(name);
+                fs::write(&to, content).map_err(|source| ModelError::Write { path: to, source })?;
             }
             parameters.save(dir, MAX_SHARD_BYTES)
         })
@@ -166,6 +168,25 @@ impl ModelDirectory {
     pub fn path(&self) -> &Path {
         &self.path
     }
+}
+
+impl fmt::Debug for ModelDirectory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ModelDirectory")
+            .field("path", &self.path)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}
+
+fn read_copied(dir: &Path) -> Result<Vec<(&'static str, Vec<u8>)>, ModelError> {
+    let there = COPIED.into_iter().map(|name| (name, dir.join(name))).filter(|(_, path)| path.exists());
+    there
+        .map(|(name, path)| match fs::read(&path) {
+            Ok(content) => Ok((name, content)),
+            Err(source) => Err(ModelError::Read { path, source }),
+        })
+        .collect()
 }
 
 fn check_vocabulary(tokenizer: &Tokenizer, config: &Config) -> Result<(), ModelError> {

@@ -147,10 +147,10 @@ impl Loader {
             reason: err.to_string(),
             len: bytes.len() as u64,
         })?;
-        for (name, tensor) in tensors.iter() {
-            self.place(path, name, &tensor)?;
-        }
-        Ok(())
+        // The file's own table has no order: of several mistakes, the same one has to be named every time.
+        let mut tensors: Vec<_> = tensors.iter().collect();
+        tensors.sort_unstable_by_key(|(name, _)| *name);
+        tensors.into_iter().try_for_each(|(name, tensor)| self.place(path, name, &tensor))
     }
 
     fn place(&mut self, path: &Path, name: &str, tensor: &TensorView<'_>) -> Result<(), ModelError> {

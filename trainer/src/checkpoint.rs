@@ -81,7 +81,7 @@ pub fn list(checkpoints: &Path) -> Vec<PolicyVersion> {
     versions
 }
 
-/// Writes the checkpoint of `state`, then removes all but the `keep_last` newest.
+/// Writes the checkpoint of `state` if it is not there yet, then removes all but the `keep_last` newest.
 ///
 /// # Errors
 /// If something cannot be written.
@@ -94,8 +94,9 @@ pub fn save(
 ) -> Result<PathBuf, TrainerError> {
     let target = path(checkpoints, state.version);
     if target.exists() {
-        // A run that was resumed from an earlier step comes by here again.
-        remove(&target)?;
+        // A run goes on from its newest checkpoint, so this is the same state; to write it anew would mean a moment
+        // without it, in which a crash loses what the buffer has already forgotten.
+        return Ok(target);
     }
     atomic::directory(&target, |dir| {
         directory.export(&dir.join("model"), learner.parameters())?;

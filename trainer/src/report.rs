@@ -40,7 +40,7 @@ pub struct StepTime {
     pub wait_for_batch: f64,
     /// Packing, forward, backward, optimizer.
     pub forward_backward: f64,
-    /// Writing a checkpoint.
+    /// Writing the checkpoint of the step before, if it was due.
     pub save_checkpoint: f64,
     /// Publishing the weights.
     pub weight_sync: f64,

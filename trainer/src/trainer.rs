@@ -32,7 +32,7 @@ pub struct TrainerConfig {
     pub epochs: usize,
     /// Longest completion that the recipe allows, tokens.
     pub max_completion_length: usize,
-    /// Steps between checkpoints; 0 for none.
+    /// Steps between checkpoints; 0 for none between.
     pub checkpoint_interval: u64,
     /// Checkpoints kept.
     pub keep_last: usize,
@@ -54,6 +54,8 @@ pub struct Trainer {
     publisher: Arc<dyn Publisher>,
     version: PolicyVersion,
     trained_tokens: u64,
+    /// Time of the last checkpoint that no report has told of, seconds.
+    save_checkpoint_s: f64,
     stop: Arc<AtomicBool>,
     /// Wall time of earlier processes of this run, seconds.
     earlier_s: f64,
@@ -90,6 +92,7 @@ impl Trainer {
             publisher,
             version: state.version,
             trained_tokens: state.trained_tokens,
+            save_checkpoint_s: 0.0,
             stop,
             earlier_s: state.time_s,
             started: Instant::now(),
@@ -124,15 +127,19 @@ impl Trainer {
     }
 
     /// One training step: lease, pack, score if the algorithm needs it, forward and backward, clip, optimizer, the next
-    /// version, checkpoint if due, publish. `None` if it was asked to stop before a batch was there.
+    /// version, publish. `None` if it was asked to stop before a batch was there. A checkpoint comes after it, if
+    /// [`Self::checkpoint_due`], because what is written down of a step has to be on disk before the step counts as done.
     ///
     /// # Errors
-    /// No batch in time, a gradient that is not finite, a checkpoint that cannot be written, a sampler that serves
-    /// other weights than it says.
+    /// No batch in time, a gradient that is not finite, a sampler that serves other weights than it says.
     pub fn step(&mut self) -> Result<Option<StepReport>, TrainerError> {
         let clock = Instant::now();
         let Some(lease) = self.lease()? else { return Ok(None) };
-        let mut time = StepTime { wait_for_batch: clock.elapsed().as_secs_f64(), ..StepTime::default() };
+        let mut time = StepTime {
+            wait_for_batch: clock.elapsed().as_secs_f64(),
+            save_checkpoint: std::mem::take(&mut self.save_checkpoint_s),
+            ..StepTime::default()
+        };
 
         let clock = Instant::now();
         let sizes = (self.config.minibatches, self.config.max_completion_length);
@@ -143,16 +150,6 @@ impl Trainer {
         self.version = self.version.next();
         self.trained_tokens += sums.tokens;
         time.forward_backward = clock.elapsed().as_secs_f64();
-
-        let clock = Instant::now();
-        let interval = self.config.checkpoint_interval;
-        if interval == 0 {
-            // Nothing will ever be resumed: the groups are not needed again.
-            self.buffer.ack(self.version)?;
-        } else if self.version.0.is_multiple_of(interval) {
-            self.checkpoint()?;
-        }
-        time.save_checkpoint = clock.elapsed().as_secs_f64();
 
         let clock = Instant::now();
         self.publish()?;
@@ -171,16 +168,34 @@ impl Trainer {
         }))
     }
 
+    /// Whether the current version is one that is kept between the first and the last.
+    #[must_use]
+    pub fn checkpoint_due(&self) -> bool {
+        let interval = self.config.checkpoint_interval;
+        interval > 0 && self.version.0.is_multiple_of(interval)
+    }
+
+    /// Lets the buffer forget what was trained on without a checkpoint that contains it: where a crash loses the buffer
+    /// anyway, keeping it would only fill the memory.
+    ///
+    /// # Errors
+    /// If the buffer fails.
+    pub fn forget(&self) -> Result<(), TrainerError> {
+        Ok(self.buffer.ack(self.version)?)
+    }
+
     /// Writes a checkpoint of the current version, then lets the buffer forget the groups that are in it.
     ///
     /// # Errors
     /// If the checkpoint cannot be written.
-    pub fn checkpoint(&self) -> Result<PathBuf, TrainerError> {
+    pub fn checkpoint(&mut self) -> Result<PathBuf, TrainerError> {
+        let clock = Instant::now();
         let updates = self.learner.optimizer().updates();
         let state = TrainerState::new(self.version, updates, self.trained_tokens, self.time_s());
         let (to, keep) = (&self.config.checkpoints, self.config.keep_last);
         let path = checkpoint::save(to, &self.directory, &self.learner, &state, keep)?;
         self.buffer.ack(self.version)?;
+        self.save_checkpoint_s += clock.elapsed().as_secs_f64();
         Ok(path)
     }
 

@@ -94,6 +94,10 @@ fn checkpoints_let_the_buffer_forget() {
     for version in 0..2 {
         (0..2).for_each(|_| put(&bench.buffer, version, &[1.0, 0.0]));
         bench.trainer.step().unwrap().unwrap();
+        assert_eq!(bench.trainer.checkpoint_due(), version == 1);
+        if bench.trainer.checkpoint_due() {
+            bench.trainer.checkpoint().unwrap();
+        }
         let leased = bench.buffer.stats().unwrap().leased;
         assert_eq!(
             leased,

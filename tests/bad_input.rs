@@ -1,0 +1,217 @@
+//! Wrong input: exit status 2, the evidence in the message, and no run directory that would block the next try.
+
+use std::path::PathBuf;
+
+use model::{Config, ModelDirectory, Sizes};
+use serde_json::{Value, json};
+
+use crate::support::Home;
+
+const ROWS: &str = "{\"question\":\"1+1=\",\"answer\":\"2\"}\n{\"question\":\"2+2=\",\"answer\":\"4\"}\n";
+
+/// A directory with a tiny model in `model/`, tasks in `tasks.jsonl` and a recipe for both.
+struct Bench {
+    home: Home,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let home = Home::new();
+        let sizes = Sizes {
+            vocab_size: model::CHARACTERS,
+            hidden_size: 8,
+            intermediate_size: 16,
+            num_layers: 1,
+            num_heads: 2,
+            num_kv_heads: 1,
+            max_position_embeddings: 64,
+        };
+        ModelDirectory::fresh(&home.path("model"), &Config::fresh(&sizes), 0).unwrap();
+        home.write("tasks.jsonl", ROWS);
+        let recipe = "[model]\npath = \"model\"\n[data]\ntrain = \"tasks.jsonl\"\nmax_prompt_length = 16\n\
+                      [rollout]\nmax_completion_length = 8\n[[rewards]]\nkind = \"exact\"\n\
+                      [buffer]\nbatch_groups = 2\n[trainer]\nsteps = 1\n";
+        home.write("recipe.toml", recipe);
+        Self { home }
+    }
+
+    /// Runs the recipe with `sets`, which must be refused with `evidence`, leave nothing behind, and be refused by
+    /// `check` as well.
+    fn refuses(&self, sets: &[&str], evidence: &[&str]) {
+        let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+        self.home.rlrun(&[&["recipe.toml", "--run-dir", "run"], &sets[..]].concat()).refused(evidence);
+        assert!(!self.home.path("run").exists(), "a run directory is left behind");
+        self.home.rlrun(&[&["check", "recipe.toml"], &sets[..]].concat()).refused(&[]);
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.home.path(name)
+    }
+
+    /// Changes `config.json` of the model.
+    fn configure(&self, change: impl FnOnce(&mut Value)) {
+        let path = self.file("model/config.json");
+        let mut config = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        change(&mut config);
+        std::fs::write(path, config.to_string()).unwrap();
+    }
+}
+
+/// What the other tests change is otherwise fine.
+#[test]
+fn the_recipe_without_a_mistake_runs_even_after_a_failure() {
+    let bench = Bench::new();
+    bench.refuses(&["data.prompt_column=\"nothing\""], &["nothing"]);
+    bench.home.rlrun(&["recipe.toml", "--run-dir", "run"]).ok();
+    bench.home.rlrun(&["check", "recipe.toml"]).ok();
+}
+
+#[test]
+fn missing_model_files_are_named() {
+    for (file, evidence) in [
+        ("config.json", "config.json"),
+        ("tokenizer.json", "tokenizer.json"),
+        ("model.safetensors", "has neither model.safetensors nor model.safetensors.index.json"),
+    ] {
+        let bench = Bench::new();
+        std::fs::remove_file(bench.file("model").join(file)).unwrap();
+        bench.refuses(&[], &[evidence]);
+    }
+    Bench::new().refuses(&["model.path=\"nowhere\""], &["nowhere"]);
+}
+
+#[test]
+fn truncated_weights_are_told_apart_from_whole_ones() {
+    let bench = Bench::new();
+    let path = bench.file("model/model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    for len in [0, 5, 100, bytes.len() - 1] {
+        std::fs::write(&path, &bytes[..len]).unwrap();
+        bench.refuses(&[], &["model.safetensors is not a whole safetensors file", &format!("({len} bytes)")]);
+    }
+}
+
+#[test]
+fn weights_of_another_shape_are_named() {
+    let bench = Bench::new();
+    bench.configure(|config| config["intermediate_size"] = json!(24));
+    bench.refuses(
+        &[],
+        &["model.safetensors: tensor model.layers.0.mlp.down_proj.weight has shape", "[8, 16]", "[8, 24]"],
+    );
+}
+
+#[test]
+fn networks_that_are_not_supported_are_refused() {
+    let bench = Bench::new();
+    bench.configure(|config| config["model_type"] = json!("gpt_neox"));
+    bench.refuses(&[], &["config.json: `model_type` is", "gpt_neox", "llama", "qwen3"]);
+    bench.configure(|config| {
+        config["model_type"] = json!("qwen2");
+        config["rope_parameters"] = Value::Null;
+        config["rope_scaling"] = json!({"rope_type": "yarn", "factor": 4.0});
+    });
+    bench.refuses(&[], &["config.json: `", "rope_type", "yarn", "llama3"]);
+}
+
+#[test]
+fn broken_tokenizers_are_named() {
+    let bench = Bench::new();
+    let path = bench.file("model/tokenizer.json");
+    let whole = std::fs::read_to_string(&path).unwrap();
+    for broken in [&whole[..whole.len() / 2], "{}", "not JSON"] {
+        std::fs::write(&path, broken).unwrap();
+        bench.refuses(&[], &["tokenizer.json"]);
+    }
+    std::fs::write(&path, whole).unwrap();
+    bench.configure(|config| config["vocab_size"] = json!(50));
+    bench.refuses(&[], &["tokenizer.json: token", "has id 99", "vocab_size 50"]);
+}
+
+#[test]
+fn broken_datasets_are_named_to_the_line() {
+    let bench = Bench::new();
+    bench.home.write("tasks.jsonl", format!("{ROWS}\n{{\"question\": \n"));
+    bench.refuses(&[], &["tasks.jsonl:4: not valid JSON"]);
+    bench.home.write("tasks.jsonl", format!("{ROWS}[1]\n"));
+    bench.refuses(&[], &["tasks.jsonl:3: a row must be an object", "a list"]);
+    bench.home.write("tasks.jsonl", format!("{ROWS}{{\"question\":\"3\"}}\n"));
+    bench.refuses(&[], &["tasks.jsonl:3: no column `answer`", "`question`"]);
+    bench.home.write("tasks.jsonl", "\n\n");
+    bench.refuses(&[], &["the dataset has no rows", "tasks.jsonl"]);
+    bench.home.write("tasks.csv", "question,answer\n");
+    bench.refuses(&["data.train=\"tasks.csv\""], &["tasks.csv", ".jsonl"]);
+    bench.refuses(&["data.train=\"nothing.jsonl\""], &["nothing.jsonl"]);
+}
+
+#[test]
+fn missing_columns_list_those_that_exist() {
+    let bench = Bench::new();
+    bench.refuses(
+        &["data.prompt_column=\"Frage\""],
+        &["tasks.jsonl:1: no column `Frage`", "`question`, `answer`"],
+    );
+    bench.refuses(
+        &["data.prompt_template=\"{frage}?\""],
+        &["tasks.jsonl:1", "placeholder `{frage}`", "`question`, `answer`"],
+    );
+}
+
+#[test]
+fn prompts_over_the_limit_name_the_row_and_both_numbers() {
+    let bench = Bench::new();
+    let long = "1".repeat(17);
+    bench.home.write("tasks.jsonl", format!("{ROWS}{{\"question\":\"{long}\",\"answer\":\"0\"}}\n"));
+    bench.refuses(&[], &["dataset row 2 has 17 tokens, data.max_prompt_length is 16", "overlong_prompts"]);
+    bench
+        .refuses(&["data.max_prompt_length=1", "data.overlong_prompts=\"drop\""], &["all 3 prompts", "= 1 "]);
+    bench.home.write("tasks.jsonl", ROWS);
+    bench.refuses(
+        &["rollout.max_completion_length=61"],
+        &["the longest prompt has 4 tokens; with 61 of completion", "the 64"],
+    );
+}
+
+#[test]
+fn chat_needs_a_template() {
+    Bench::new().refuses(&["data.chat=true"], &["model has no chat template", "chat_template.jinja"]);
+}
+
+#[test]
+fn places_that_cannot_hold_a_run_are_named() {
+    let bench = Bench::new();
+    bench.home.write("file", "");
+    let args = ["recipe.toml", "--run-dir", "file/run"];
+    bench.home.rlrun(&args).refused(&["cannot create `file/run`", "choose a writable place"]);
+
+    let named = ["recipe.toml", "--name", "mine"];
+    bench.home.rlrun(&named).ok();
+    let again =
+        bench.home.rlrun(&named).refused(&["`outputs/mine` is not empty", "rlrun resume outputs/mine"]);
+    assert!(again.contains("--name NAME"), "{again}");
+    bench.home.write("thesis/thesis.tex", "");
+    bench
+        .home
+        .rlrun(&["recipe.toml", "--run-dir", "thesis"])
+        .refused(&["`thesis` is not empty", "holds no run"]);
+    assert!(bench.file("thesis/thesis.tex").is_file() && bench.file("outputs/mine/resolved.toml").is_file());
+    bench.home.rlrun(&["resume", "thesis"]).refused(&["no run directory", "resolved.toml"]);
+}
+
+#[test]
+fn mistakes_in_a_recipe_are_shown_at_their_place() {
+    let bench = Bench::new();
+    let recipe = std::fs::read_to_string(bench.file("recipe.toml")).unwrap();
+    bench.home.write("recipe.toml", recipe.replace("batch_groups", "batch_group"));
+    bench.refuses(
+        &[],
+        &["unknown key `buffer.batch_group`", "recipe.toml:11:1", "did you mean `buffer.batch_groups`?"],
+    );
+    bench.home.write("recipe.toml", recipe.replace("steps = 1", "steps = \"one\""));
+    bench.refuses(&[], &["`trainer.steps`", "recipe.toml:13:9"]);
+    bench.home.write("recipe.toml", recipe.replace("[trainer]", "[trainer"));
+    bench.refuses(&[], &["recipe.toml:12"]);
+    bench.home.write("recipe.toml", &recipe);
+    bench.refuses(&["rollout.temperature=0"], &["`rollout.temperature` is 0; it must be above 0", "--set"]);
+    bench.home.rlrun(&["missing.toml"]).refused(&["missing.toml"]);
+}

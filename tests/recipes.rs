@@ -1,0 +1,186 @@
+//! Every recipe is free of mistakes, and the user's own models and tasks run without a change of code.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::Arc;
+
+use model::ModelDirectory;
+use parquet::data_type::{ByteArray, ByteArrayType};
+use parquet::file::writer::SerializedFileWriter;
+use parquet::schema::parser::parse_message_type;
+
+use crate::support::{Home, Run, repository};
+
+/// Renders messages as instruction-tuned models do, in characters.
+const CHAT_TEMPLATE: &str = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}";
+
+/// What `grpo_gsm8k.toml` is set to, so that two steps of it take seconds.
+const SHORT: [&str; 8] = [
+    "data.max_prompt_length=900",
+    "rollout.max_completion_length=128",
+    "rollout.group_size=4",
+    "buffer.batch_groups=3",
+    "trainer.steps=2",
+    "trainer.learning_rate=1e-3",
+    "eval.tasks=4",
+    "model.path=\"chat_model\"",
+];
+
+/// A tiny random model with a chat template in `chat_model`, made by the binary.
+fn make_chat_model(home: &Home) {
+    let sizes =
+        ["model.random.hidden_size=16", "model.random.intermediate_size=32", "model.random.num_layers=1"];
+    let rest = ["warmup.steps=0", "trainer.steps=1", "buffer.batch_groups=1", "data.max_prompt_length=1200"];
+    let sets = [&sizes[..], &rest, &["trainer.microbatch_tokens=2048", "eval.tasks=1"]].concat();
+    let model = home.small("made", &sets).path.join("model");
+    std::fs::rename(model, home.path("chat_model")).unwrap();
+    home.write("chat_model/chat_template.jinja", CHAT_TEMPLATE);
+}
+
+/// The first 64 rows of GSM8K as published.
+fn gsm8k_rows() -> Vec<String> {
+    let path = repository().join("../shared/data/gsm8k/train.jsonl");
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    text.lines().take(64).map(str::to_owned).collect()
+}
+
+/// Writes `question` and `answer` of `rows` as a Parquet file.
+fn write_parquet(path: &Path, rows: &[String]) {
+    let schema = "message rows { REQUIRED BYTE_ARRAY question (UTF8); REQUIRED BYTE_ARRAY answer (UTF8); }";
+    let schema = Arc::new(parse_message_type(schema).unwrap());
+    let mut writer = SerializedFileWriter::new(File::create(path).unwrap(), schema, Arc::default()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    for name in ["question", "answer"] {
+        let cell = |row: &String| {
+            let row: serde_json::Value = serde_json::from_str(row).unwrap();
+            ByteArray::from(row[name].as_str().unwrap())
+        };
+        let cells: Vec<_> = rows.iter().map(cell).collect();
+        let mut column = group.next_column().unwrap().unwrap();
+        column.typed::<ByteArrayType>().write_batch(&cells, None, None).unwrap();
+        column.close().unwrap();
+    }
+    group.close().unwrap();
+    writer.close().unwrap();
+}
+
+fn with_sets<'a>(command: &[&'a str], sets: &[&'a str]) -> Vec<&'a str> {
+    command.iter().copied().chain(sets.iter().flat_map(|set| ["--set", set])).collect()
+}
+
+/// The weights after the last step, after making sure that there was something to learn from.
+fn trained(run: &Run, steps: u64) -> Vec<u8> {
+    assert_eq!(run.steps().len() as u64, steps);
+    assert!(run.values("optim/grad_norm").iter().any(|norm| *norm > 0.0), "{:?}", run.steps());
+    std::fs::read(run.checkpoint(steps).join("model/model.safetensors")).unwrap()
+}
+
+#[test]
+fn every_recipe_passes_check_and_plan() {
+    let home = Home::new();
+    make_chat_model(&home);
+    home.write("tasks.jsonl", "{\"question\":\"1+1?\",\"answer\":\"1+1 = 2\\n#### 2\"}\n");
+    let own = ["model.path=\"chat_model\"", "data.train=\"tasks.jsonl\"", "data.eval=\"tasks.jsonl\""];
+    let mut checked = 0;
+    for entry in std::fs::read_dir(repository().join("recipes")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|extension| extension != "toml") {
+            continue;
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        // A recipe for a downloaded model is checked with a small one and a small context.
+        let small = [&own[..], &["rollout.max_completion_length=200"]].concat();
+        let sets: &[&str] = if text.contains("[model]\n") { &small } else { &[] };
+        let recipe = path.to_str().unwrap();
+        let shown = home.rlrun(&with_sets(&["check", recipe], sets)).ok().stdout;
+        assert!(shown.contains("no mistakes found"), "{shown}");
+        let plan = home.rlrun(&with_sets(&["plan", recipe], sets)).ok().stdout;
+        let name = path.file_name().unwrap().to_str().unwrap();
+        for part in [&format!("{name}:")[..], "# default", "\nrun ", "\nmemory", "\n  total "] {
+            assert!(plan.contains(part), "`{part}` is missing in the plan of {name}:\n{plan}");
+        }
+        checked += 1;
+    }
+    assert!(checked >= 2, "{checked} recipes");
+}
+
+#[test]
+fn templates_pass_check() {
+    let home = Home::new();
+    make_chat_model(&home);
+    home.write("tasks.jsonl", "{\"question\":\"1+1?\",\"answer\":\"#### 2\"}\n");
+    home.rlrun(&["init"]).ok();
+    home.rlrun(&["check", "grpo_math.toml"]).ok();
+    home.rlrun(&["init", "--template", "grpo-gsm8k", "mine.toml"]).ok();
+    let sets = ["model.path=\"chat_model\"", "data.train=\"tasks.jsonl\"", "data.eval=\"tasks.jsonl\""];
+    let short = ["rollout.max_completion_length=200"];
+    home.rlrun(&with_sets(&["check", "mine.toml"], &[&sets[..], &short].concat())).ok();
+}
+
+/// Uses the published file, `../shared/data/gsm8k/train.jsonl` relative to the repository.
+#[test]
+fn gsm8k_as_published_trains_from_lines_and_from_parquet() {
+    let home = Home::new();
+    make_chat_model(&home);
+    let rows = gsm8k_rows();
+    home.write("rows.jsonl", rows.join("\n"));
+    write_parquet(&home.path("rows.parquet"), &rows);
+    let recipe = repository().join("recipes/grpo_gsm8k.toml");
+    let run = |format: &str| {
+        let (train, eval) = (format!("data.train=\"rows.{format}\""), format!("data.eval=\"rows.{format}\""));
+        let sets = [&SHORT[..], &[&train, &eval, "buffer.max_staleness=0"]].concat();
+        let command = [recipe.to_str().unwrap(), "--run-dir", format];
+        home.rlrun(&with_sets(&command, &sets)).ok();
+        home.run(format)
+    };
+    let (lines, parquet) = (run("jsonl"), run("parquet"));
+    assert!(trained(&lines, 2) == trained(&parquet, 2), "the same rows give the same weights");
+    for sample in lines.samples(1) {
+        let question = sample["prompt"].as_str().unwrap();
+        assert!(rows.iter().any(|row| row.contains(&serde_json::to_string(question).unwrap())), "{sample:?}");
+    }
+    let answer = home.rlrun(&["generate", "jsonl", "What is 1+1?", "--max-tokens", "8"]).ok().stdout;
+    assert!(!answer.is_empty());
+}
+
+/// Directories as transformers wrote them (`model/tests/goldens`), with the character tokenizer, whose ids they have.
+#[test]
+fn models_of_every_family_train_on_columns_of_any_name() {
+    for family in ["qwen2", "qwen2_sharded", "qwen3", "llama", "mistral"] {
+        let home = Home::new();
+        for entry in std::fs::read_dir(repository().join("model/tests/goldens").join(family)).unwrap() {
+            let entry = entry.unwrap();
+            let name = entry.file_name().into_string().unwrap();
+            if !name.starts_with("golden.") {
+                home.write(&format!("model/{name}"), std::fs::read(entry.path()).unwrap());
+            }
+        }
+        home.write("model/tokenizer.json", model::characters().to_string());
+        home.write("tasks.jsonl", "{\"Frage 1\":\"1+1=\",\"x\":{\"L\u{f6}sung\":2}}\n{\"Frage 1\":\"2+1=\",\"x\":{\"L\u{f6}sung\":3}}\n");
+        let recipe = "[model]\npath = \"model\"\n[data]\ntrain = \"tasks.jsonl\"\nprompt_column = \"Frage 1\"\n\
+                      answer_column = \"x.L\u{f6}sung\"\nmax_prompt_length = 16\n[rollout]\nmax_completion_length = 12\n\
+                      [[rewards]]\nkind = \"regex\"\npattern = \"[0-4]\"\n[buffer]\nbatch_groups = 4\n\
+                      [trainer]\nsteps = 1\nlearning_rate = 1e-3\n";
+        home.write("recipe.toml", recipe);
+        home.rlrun(&["recipe.toml", "--run-dir", "run"]).ok();
+        let run = home.run("run");
+        let weights = trained(&run, 1);
+        let first = &run.samples(1)[0];
+        let answer = if first["prompt"] == "1+1=" { "2" } else { "3" };
+        assert_eq!(first["answer"], answer, "{family}");
+
+        home.rlrun(&["export", "run", "--out", "out"]).ok();
+        assert!(std::fs::read(home.path("out/model.safetensors")).unwrap() == weights, "{family}");
+        let open = |name: &str| ModelDirectory::open(&home.path(name)).unwrap();
+        let (given, exported) = (open("model"), open("out"));
+        assert_eq!(given.config(), exported.config(), "{family}");
+        let (before, after) = (given.load_parameters().unwrap(), exported.load_parameters().unwrap());
+        let moved = before.values().iter().zip(after.values()).filter(|(a, b)| a != b).count();
+        assert!(
+            moved * 2 > before.values().len(),
+            "{family}: {moved} of {} weights moved",
+            before.values().len()
+        );
+        home.rlrun(&["generate", "out", "1+1=", "--max-tokens", "4"]).ok();
+    }
+}

@@ -1,0 +1,114 @@
+//! kill -9 at any moment, `rlrun resume`, and the run ends where it would have ended, with nothing lost or used twice.
+
+use std::collections::BTreeSet;
+use std::fs;
+
+use crate::support::{Home, Moment, Run, finish};
+
+const STEPS: u64 = 12;
+/// Groups per step.
+const BATCH: u64 = 8;
+
+/// Runs `small.toml` with `sets` in the run directory `name`, killed at every one of `moments` and resumed.
+/// Returns the run, and how often the process was killed before it had ended by itself.
+fn run_with_kills(home: &Home, name: &str, sets: &[&str], moments: &[Moment]) -> (Run, usize) {
+    let run = home.run(name);
+    let mut kills = 0;
+    let mut child = home.start_small(name, sets);
+    for moment in moments {
+        if run.wait_for(*moment, &mut child) {
+            child.kill().unwrap();
+        }
+        let done = finish(child);
+        kills += usize::from(done.status.code().is_none());
+        assert!(!matches!(done.status.code(), Some(1..)), "{moment:?}\n{}\n{}", done.stdout, done.stderr);
+        child = home.start(&["resume", name]);
+    }
+    finish(child).ok();
+    (run, kills)
+}
+
+#[test]
+fn a_killed_synchronous_run_ends_with_the_same_bits() {
+    let home = Home::new();
+    let sets = ["buffer.max_staleness=0"];
+    let whole = home.small("whole", &sets);
+    let moments = [
+        Moment::WarmUp,
+        Moment::Checkpoint(0),
+        Moment::Start(2),
+        Moment::Step(1),
+        Moment::Step(3),
+        Moment::Step(5),
+        Moment::Checkpoint(6),
+        Moment::Step(8),
+    ];
+    let (killed, kills) = run_with_kills(&home, "killed", &sets, &moments);
+    assert!(kills >= 5, "only {kills} kills came in time");
+    for file in ["model/model.safetensors", "optimizer.safetensors"] {
+        let bytes = |run: &Run| fs::read(run.checkpoint(STEPS).join(file)).unwrap();
+        assert!(bytes(&whole) == bytes(&killed), "{file} differs");
+    }
+    let initial = fs::read(whole.checkpoint(STEPS).join("../../model/model.safetensors")).unwrap();
+    assert!(initial != fs::read(whole.checkpoint(STEPS).join("model/model.safetensors")).unwrap());
+    for name in ["step", "reward/mean", "loss/mean", "optim/grad_norm", "completions/mean_length"] {
+        assert_eq!(whole.values(name), killed.values(name), "{name}");
+    }
+    assert_eq!(whole.metrics()[0]["eval/accuracy"], killed.metrics()[0]["eval/accuracy"]);
+    for step in 1..=STEPS {
+        assert_eq!(whole.samples(step), killed.samples(step), "samples of step {step}");
+    }
+}
+
+#[test]
+fn a_killed_asynchronous_run_uses_every_group_once() {
+    let home = Home::new();
+    let moments =
+        [Moment::Step(2), Moment::Checkpoint(3), Moment::Start(3), Moment::Step(7), Moment::Checkpoint(9)];
+    let (run, kills) = run_with_kills(&home, "killed", &["buffer.max_staleness=2"], &moments);
+    assert!(kills >= 3, "only {kills} kills came in time");
+    let steps: Vec<_> = run.metrics().iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, (0..=STEPS).collect::<Vec<_>>(), "every step is in metrics.jsonl once");
+    let groups: Vec<_> = (1..=STEPS)
+        .flat_map(|step| run.samples(step))
+        .map(|group| group["group"].as_u64().unwrap())
+        .collect();
+    let unique: BTreeSet<_> = groups.iter().collect();
+    assert_eq!(
+        (groups.len(), unique.len()),
+        ((BATCH * STEPS) as usize, (BATCH * STEPS) as usize),
+        "{groups:?}"
+    );
+    // Ids are given out without gaps; what is not trained on yet at the end is at most what has a slot.
+    assert!(**unique.last().unwrap() < BATCH * (STEPS + 3), "groups were lost: {groups:?}");
+    assert!(run.values("staleness/max").iter().all(|max| *max <= 2.0), "{:?}", run.values("staleness/max"));
+}
+
+/// Without checkpoints between, a killed run starts over, and what its buffer held does not get in the way.
+#[test]
+fn a_run_without_checkpoints_starts_over() {
+    let home = Home::new();
+    let sets = ["checkpoint.interval=0", "buffer.max_staleness=0"];
+    let whole = home.small("whole", &sets);
+    let (killed, kills) = run_with_kills(&home, "killed", &sets, &[Moment::Step(2)]);
+    assert_eq!(kills, 1);
+    let bytes = |run: &Run| fs::read(run.checkpoint(STEPS).join("model/model.safetensors")).unwrap();
+    assert!(bytes(&whole) == bytes(&killed), "the weights differ");
+    assert_eq!(killed.steps().len() as u64, STEPS);
+}
+
+/// A finished run has nothing left to do, and says so without touching its result.
+#[test]
+fn a_finished_run_is_left_as_it_is_and_can_be_prolonged() {
+    let home = Home::new();
+    let run = home.small("run", &["trainer.steps=3"]);
+    let weights = || fs::read(run.checkpoint(3).join("model/model.safetensors")).unwrap();
+    let before = weights();
+    home.rlrun(&["resume", "run"]).ok();
+    assert!(weights() == before);
+    assert_eq!(run.steps().len(), 3);
+    home.rlrun(&["resume", "run", "--set", "trainer.steps=5"]).ok();
+    assert_eq!(run.values("step"), [1.0, 2.0, 3.0, 4.0, 5.0]);
+    assert!(run.checkpoint(5).is_dir());
+    assert!(fs::read_to_string(run.path.join("resolved.toml")).unwrap().contains("steps = 5 "));
+}

@@ -1,0 +1,64 @@
+//! The bound on staleness holds at every training step, whatever happens to sequences when new weights arrive.
+
+use crate::support::{Home, Run};
+
+const STEPS: u64 = 8;
+
+/// Largest staleness in the sampled trajectories themselves, which do not go by the metrics. All groups are sampled.
+fn oldest_trained(run: &Run) -> u64 {
+    let of_step = |step: u64| {
+        let groups = run.samples(step);
+        assert_eq!(groups.len(), 8);
+        let trajectories: Vec<_> =
+            groups.iter().flat_map(|group| group["trajectories"].as_array().unwrap().clone()).collect();
+        assert_eq!(trajectories.len(), 64);
+        let oldest = |trajectory: &serde_json::Value| {
+            let runs = trajectory["versions"].as_array().unwrap();
+            runs.iter().map(|run| run["version"].as_u64().unwrap()).min().unwrap()
+        };
+        // The step that makes version `step` starts from the one before.
+        trajectories.iter().map(|trajectory| step - 1 - oldest(trajectory)).max().unwrap()
+    };
+    (1..=STEPS).map(of_step).max().unwrap()
+}
+
+fn the_bound_holds(on_update: &str) {
+    let home = Home::new();
+    for bound in [0, 1, 4] {
+        let bound_set = format!("buffer.max_staleness={bound}");
+        let update_set = format!("rollout.on_update=\"{on_update}\"");
+        let steps_set = format!("trainer.steps={STEPS}");
+        let run = home.small(&format!("bound_{bound}"), &[&bound_set, &update_set, &steps_set]);
+        let reported = run.values("staleness/max");
+        assert_eq!(reported.len() as u64, STEPS);
+        let largest = reported.iter().copied().fold(0.0, f64::max);
+        assert!(largest <= bound as f64, "{on_update}, bound {bound}: {reported:?}");
+        assert_eq!(oldest_trained(&run) as f64, largest, "{on_update}, bound {bound}: {reported:?}");
+        if bound == 0 {
+            let mismatch = run.values("logprob_abs_diff/max");
+            assert!(mismatch.iter().all(|diff| *diff <= 1e-5), "{on_update}: {mismatch:?}");
+            assert!(
+                run.values("optim/grad_norm").iter().any(|norm| *norm > 0.0),
+                "{on_update}: nothing was compared"
+            );
+        }
+        if bound == 4 {
+            assert!(largest > 0.0, "{on_update}: nothing was asynchronous: {reported:?}");
+        }
+    }
+}
+
+#[test]
+fn the_bound_holds_when_sequences_keep_their_cache() {
+    the_bound_holds("keep");
+}
+
+#[test]
+fn the_bound_holds_when_the_cache_is_recomputed() {
+    the_bound_holds("recompute");
+}
+
+#[test]
+fn the_bound_holds_when_sequences_finish_first() {
+    the_bound_holds("drain");
+}

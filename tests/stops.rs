@@ -1,0 +1,93 @@
+//! Ctrl-C stops a run cleanly, a second one at once; and trainer ranks stop nowhere else than one would.
+
+use std::io::{BufRead, BufReader};
+use std::process::Child;
+
+use crate::support::{Home, Moment, finish, interrupt};
+
+#[test]
+fn one_interrupt_saves_and_says_how_to_go_on() {
+    let home = Home::new();
+    let run = home.run("run");
+    let mut child = home.start_small("run", &["trainer.steps=100000", "checkpoint.interval=50000"]);
+    assert!(run.wait_for(Moment::Step(2), &mut child));
+    interrupt(&child);
+    let done = finish(child).ok();
+    assert!(done.stdout.contains("go on with: rlrun resume run"), "{}\n{}", done.stdout, done.stderr);
+    assert!(done.stderr.contains("once more to stop at once"), "{}", done.stderr);
+    let last = run.steps().len() as u64;
+    assert!(last >= 2 && run.checkpoint(last).is_dir(), "no checkpoint of step {last}");
+    let steps = format!("trainer.steps={}", last + 2);
+    home.rlrun(&["resume", "run", "--set", &steps]).ok();
+    assert_eq!(run.values("step"), (1..=last + 2).map(|step| step as f64).collect::<Vec<_>>());
+}
+
+/// Also without checkpoints between: an interrupt promises that everything is saved.
+#[test]
+fn an_interrupt_saves_even_without_a_checkpoint_interval() {
+    let home = Home::new();
+    let run = home.run("run");
+    let mut child = home.start_small("run", &["trainer.steps=100000", "checkpoint.interval=0"]);
+    assert!(run.wait_for(Moment::Step(1), &mut child));
+    interrupt(&child);
+    finish(child).ok();
+    let last = run.steps().len() as u64;
+    assert!(run.checkpoint(last).is_dir(), "no checkpoint of step {last}");
+    home.rlrun(&["resume", "run", "--set", &format!("trainer.steps={}", last + 1)]).ok();
+    assert_eq!(run.steps().len() as u64, last + 1);
+}
+
+#[test]
+fn an_interrupted_warm_up_says_how_to_go_on() {
+    let home = Home::new();
+    let run = home.run("run");
+    let mut child = home.start_small("run", &["warmup.steps=100000"]);
+    assert!(run.wait_for(Moment::WarmUp, &mut child));
+    interrupt(&child);
+    let done = finish(child).ok();
+    assert!(done.stdout.contains("rlrun resume run"), "{}", done.stdout);
+    home.rlrun(&["resume", "run", "--set", "warmup.steps=2", "--set", "trainer.steps=1"]).ok();
+    assert_eq!(run.steps().len(), 1);
+}
+
+/// The evaluation before training is long here, so that the run cannot have ended before the second interrupt.
+#[test]
+fn a_second_interrupt_ends_the_process_at_once() {
+    let home = Home::new();
+    let run = home.run("run");
+    let long = [
+        "data.arithmetic.eval_tasks=9000",
+        "rollout.max_completion_length=2000",
+        "trainer.microbatch_tokens=4000",
+    ];
+    let sets = [&long[..], &["warmup.steps=1", "trainer.steps=1"]].concat();
+    let mut child = home.start_small("run", &sets);
+    assert!(run.wait_for(Moment::Checkpoint(0), &mut child));
+    interrupt(&child);
+    let first = first_line_of_stderr(&mut child);
+    assert!(first.contains("once more to stop at once"), "{first}");
+    interrupt(&child);
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert!(!run.path.join("metrics.jsonl").exists(), "the evaluation was not cut short");
+}
+
+fn first_line_of_stderr(child: &mut Child) -> String {
+    let mut line = String::new();
+    BufReader::new(child.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
+    line
+}
+
+/// Two ranks add up the same gradient in another order: equal but for rounding.
+#[test]
+fn two_trainer_ranks_make_the_step_of_one() {
+    let home = Home::new();
+    let sets = ["buffer.max_staleness=0", "trainer.steps=3"];
+    let one = home.small("one", &sets);
+    let two = home.small("two", &[&sets[..], &["trainer.world=2"]].concat());
+    for name in ["loss/mean", "optim/grad_norm", "reward/mean"] {
+        let (a, b) = (one.values(name), two.values(name));
+        let close = a.iter().zip(&b).all(|(a, b)| (a - b).abs() <= 1e-4 * a.abs().max(1.0));
+        assert!(a.len() == 3 && close, "{name}: {a:?} and {b:?}");
+    }
+    assert!(one.values("optim/grad_norm").iter().all(|norm| *norm > 0.0));
+}

@@ -1,0 +1,234 @@
+//! The binary as a user runs it: in a directory of its own, which disappears with the test.
+//!
+//! Invariant: nothing here looks into the process; all that is known of a run stands in its files and its output.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+
+/// A run of seconds: a small model after a short warm-up, and a reward that is about as often 1 as 0.
+///
+/// The rewards cannot be given by `--set`, so that this is a recipe of its own.
+const SMALL: &str = r#"
+[model.random]
+num_kv_heads = 2
+[data.arithmetic]
+train_tasks = 200
+eval_tasks = 20
+[warmup]
+steps = 30
+batch_tasks = 16
+[rollout]
+group_size = 8
+max_running = 192
+[[rewards]]
+kind = "regex"
+pattern = "[02468]$"
+[buffer]
+batch_groups = 8
+[trainer]
+steps = 12
+learning_rate = 1e-3
+[eval]
+interval = 0
+[checkpoint]
+interval = 3
+[log]
+samples = 8
+"#;
+
+/// How often a run in progress is looked at.
+const LOOK_UP: Duration = Duration::from_millis(2);
+
+/// A working directory with the recipe `small.toml`.
+pub(crate) struct Home {
+    root: tempfile::TempDir,
+}
+
+/// A finished command.
+pub(crate) struct Done {
+    pub(crate) status: ExitStatus,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+/// A moment in the life of a run that can be told from its files.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Moment {
+    /// The fresh model is there: the warm-up has begun.
+    WarmUp,
+    /// The checkpoint of this step is there.
+    Checkpoint(u64),
+    /// Training has begun for the n-th time.
+    Start(usize),
+    /// The metrics of this step are written.
+    Step(u64),
+}
+
+impl Home {
+    pub(crate) fn new() -> Self {
+        let root = tempfile::tempdir().unwrap();
+        let base = repository().join("recipes/grpo_math.toml");
+        std::fs::write(root.path().join("small.toml"), format!("extends = {base:?}\n{SMALL}")).unwrap();
+        Self { root }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.root.path().join(name)
+    }
+
+    pub(crate) fn write(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.path(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, content).unwrap();
+        path
+    }
+
+    /// The binary with `args`, its output kept.
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rlrun"));
+        command.args(args).current_dir(self.root.path()).stdin(Stdio::null());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    /// Runs to the end.
+    pub(crate) fn rlrun(&self, args: &[&str]) -> Done {
+        let Output { status, stdout, stderr } = self.command(args).output().unwrap();
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        Done { status, stdout: text(stdout), stderr: text(stderr) }
+    }
+
+    /// Runs `small.toml` with `sets` in the run directory `name`, to an end without error.
+    pub(crate) fn small(&self, name: &str, sets: &[&str]) -> Run {
+        self.rlrun(&small_args(name, sets)).ok();
+        self.run(name)
+    }
+
+    /// Starts `small.toml` with `sets` in the run directory `name`.
+    pub(crate) fn start_small(&self, name: &str, sets: &[&str]) -> Child {
+        self.start(&small_args(name, sets))
+    }
+
+    pub(crate) fn start(&self, args: &[&str]) -> Child {
+        self.command(args).spawn().unwrap()
+    }
+
+    pub(crate) fn run(&self, name: &str) -> Run {
+        Run { path: self.path(name) }
+    }
+}
+
+fn small_args<'a>(name: &'a str, sets: &[&'a str]) -> Vec<&'a str> {
+    let sets = sets.iter().flat_map(|set| ["--set", set]);
+    ["small.toml", "--run-dir", name].into_iter().chain(sets).collect()
+}
+
+impl Done {
+    /// Panics with what was printed unless the exit status is 0.
+    pub(crate) fn ok(self) -> Self {
+        assert!(self.status.success(), "{:?}\n{}\n{}", self.status, self.stdout, self.stderr);
+        self
+    }
+
+    /// Panics unless the exit status is 2 and every part of `evidence` is in the message, which is returned.
+    pub(crate) fn refused(self, evidence: &[&str]) -> String {
+        assert_eq!(self.status.code(), Some(2), "{}\n{}", self.stdout, self.stderr);
+        for part in evidence {
+            assert!(self.stderr.contains(part), "`{part}` is missing in:\n{}", self.stderr);
+        }
+        self.stderr
+    }
+}
+
+/// Waits for the end of `child`.
+pub(crate) fn finish(mut child: Child) -> Done {
+    // The output of a run is small against the buffer of a pipe, so that one can be read after the other.
+    let (mut stdout, mut stderr) = (String::new(), String::new());
+    child.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
+    child.stderr.take().unwrap().read_to_string(&mut stderr).unwrap();
+    Done { status: child.wait().unwrap(), stdout, stderr }
+}
+
+/// Sends SIGINT, as Ctrl-C does.
+pub(crate) fn interrupt(child: &Child) {
+    let status = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(status.success(), "no process {} to interrupt", child.id());
+}
+
+/// A run directory.
+pub(crate) struct Run {
+    pub(crate) path: PathBuf,
+}
+
+impl Run {
+    /// The path as an argument.
+    pub(crate) fn arg(&self) -> &str {
+        self.path.to_str().unwrap()
+    }
+
+    /// All lines of `metrics.jsonl`.
+    pub(crate) fn metrics(&self) -> Vec<Map<String, Value>> {
+        lines(&self.path.join("metrics.jsonl"))
+    }
+
+    /// The lines of training steps.
+    pub(crate) fn steps(&self) -> Vec<Map<String, Value>> {
+        self.metrics().into_iter().filter(|line| line["step"] != 0).collect()
+    }
+
+    /// The values of one measurement, by step.
+    pub(crate) fn values(&self, name: &str) -> Vec<f64> {
+        let value =
+            |line: Map<String, Value>| line[name].as_f64().unwrap_or_else(|| panic!("{name} in {line:?}"));
+        self.steps().into_iter().map(value).collect()
+    }
+
+    /// The sampled groups of a step.
+    pub(crate) fn samples(&self, step: u64) -> Vec<Map<String, Value>> {
+        lines(&self.path.join(format!("samples/step_{step:06}.jsonl")))
+    }
+
+    /// Directory of the checkpoint of a step.
+    pub(crate) fn checkpoint(&self, step: u64) -> PathBuf {
+        self.path.join(format!("checkpoints/step_{step:06}"))
+    }
+
+    /// Waits for `moment`; false if `child` ended before.
+    pub(crate) fn wait_for(&self, moment: Moment, child: &mut Child) -> bool {
+        loop {
+            if self.has_come(moment) {
+                return true;
+            }
+            if child.try_wait().unwrap().is_some() {
+                return false;
+            }
+            std::thread::sleep(LOOK_UP);
+        }
+    }
+
+    fn has_come(&self, moment: Moment) -> bool {
+        let count = |file: &str, text: &str| {
+            std::fs::read_to_string(self.path.join(file)).unwrap_or_default().matches(text).count()
+        };
+        match moment {
+            Moment::WarmUp => self.path.join("model").is_dir(),
+            Moment::Checkpoint(step) => self.checkpoint(step).is_dir(),
+            Moment::Start(n) => count("events.jsonl", r#""event":"start""#) >= n,
+            Moment::Step(step) => count("metrics.jsonl", &format!("{{\"step\":{step},")) > 0,
+        }
+    }
+}
+
+fn lines(path: &Path) -> Vec<Map<String, Value>> {
+    let text = std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The root of the repository.
+pub(crate) fn repository() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
