@@ -165,11 +165,6 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    /// The path as an argument.
-    pub(crate) fn arg(&self) -> &str {
-        self.path.to_str().unwrap()
-    }
-
     /// All lines of `metrics.jsonl`.
     pub(crate) fn metrics(&self) -> Vec<Map<String, Value>> {
         lines(&self.path.join("metrics.jsonl"))
