@@ -1,9 +1,10 @@
 //! Tasks as tokens: every prompt of a dataset is encoded, and its length checked, before any work is done.
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use model::directory::ModelDirectory;
-use trajectory::{GroupId, Task, TaskId};
+use trajectory::{GroupId, Task};
 
 use crate::RolloutError;
 use crate::tasks::{TaskOrder, TaskStream};
@@ -43,29 +44,28 @@ impl PromptSet {
         order: TaskOrder,
     ) -> Result<Self, RolloutError> {
         let count = tasks.len();
-        let mut kept = Vec::with_capacity(count);
+        let mut kept: Vec<Arc<Task>> = Vec::with_capacity(count);
         let mut prompts: Vec<Arc<[u32]>> = Vec::with_capacity(count);
         for task in tasks {
             let prompt = directory.encode_prompt(&task.prompt)?;
             if prompt.len() <= max_length {
                 prompts.push(prompt.into());
-                kept.push(task);
+                kept.push(Arc::new(task));
             } else if overlong == Overlong::Error {
                 return Err(RolloutError::OverlongTask { task: task.id, tokens: prompt.len(), max_length });
             }
         }
         let dropped = count - kept.len();
-        if kept.is_empty() {
+        let Some(len) = NonZeroUsize::new(kept.len()) else {
             return Err(RolloutError::NothingLeft { dropped, max_length });
-        }
-        let tasks = kept.iter().cloned().map(Arc::new).collect();
-        Ok(Self { stream: TaskStream::new(renumbered(kept), order)?, prompts, tasks, dropped })
+        };
+        Ok(Self { stream: TaskStream::new(len, order), prompts, tasks: kept, dropped })
     }
 
     /// The task of a group, with its prompt.
     #[must_use]
     pub fn of(&self, group: GroupId) -> (&Arc<Task>, &Arc<[u32]>) {
-        let place = self.stream.task(group).id.0 as usize;
+        let place = self.stream.place(group);
         (&self.tasks[place], &self.prompts[place])
     }
 
@@ -92,12 +92,4 @@ impl PromptSet {
     pub fn longest(&self) -> usize {
         self.prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0)
     }
-}
-
-/// The stream orders places; the rows that they came from stay in the tasks.
-fn renumbered(mut tasks: Vec<Task>) -> Vec<Task> {
-    for (place, task) in tasks.iter_mut().enumerate() {
-        task.id = TaskId(place as u64);
-    }
-    tasks
 }

@@ -4,7 +4,7 @@
 //! - [`source`]: [`TaskSource`], which columns of a dataset make a task
 //! - [`rows`]: JSON Lines and Parquet files as rows
 //! - [`prompt`]: a prompt from a cell or a template
-//! - [`stream`]: [`TaskStream`], the task of every group of a run
+//! - [`stream`]: [`TaskStream`], which task every group of a run gets
 //! - [`arithmetic`]: [`Arithmetic`], generated tasks that need no download
 //! - [`error`]: what can be wrong with a dataset, [`TaskError`]
 //!

@@ -1,23 +1,23 @@
-//! The task of every group of a run, without end.
+//! Which task every group of a run gets, without end. It knows the number of tasks, not the tasks.
 //!
 //! Invariant: group `g` gets the task at position `g % n` of epoch `g / n`, and every epoch is a permutation of all
 //! `n` tasks that depends on the seed and the epoch alone. Nothing is consumed: any group may be asked for at any
 //! time, in any order, from any thread.
 
+use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use trajectory::{GroupId, Task};
+use trajectory::GroupId;
 
-use super::TaskError;
 use super::random::{Purpose, Stream};
 
 /// Epochs whose order is remembered: groups of two neighbouring epochs are in flight at the same time.
 const CACHED_EPOCHS: usize = 2;
 
-/// Tasks in an endless order.
+/// An endless order of a number of tasks.
 #[derive(Debug)]
 pub struct TaskStream {
-    tasks: Vec<Task>,
+    len: NonZeroUsize,
     order: TaskOrder,
     epochs: Mutex<[Option<Epoch>; CACHED_EPOCHS]>,
 }
@@ -42,31 +42,20 @@ struct Epoch {
 }
 
 impl TaskStream {
-    /// Puts tasks in order.
-    ///
-    /// # Errors
-    /// No tasks.
-    pub fn new(tasks: Vec<Task>, order: TaskOrder) -> Result<Self, TaskError> {
-        if tasks.is_empty() {
-            return Err(TaskError::Empty { paths: vec![] });
-        }
-        Ok(Self { tasks, order, epochs: Mutex::new([const { None }; CACHED_EPOCHS]) })
+    /// Puts `len` tasks in order.
+    #[must_use]
+    pub fn new(len: NonZeroUsize, order: TaskOrder) -> Self {
+        Self { len, order, epochs: Mutex::new([const { None }; CACHED_EPOCHS]) }
     }
 
-    /// The task of a group.
-    pub fn task(&self, group: GroupId) -> &Task {
-        let len = self.tasks.len() as u64;
+    /// Place of the task of a group in the list of tasks as they were read.
+    pub fn place(&self, group: GroupId) -> usize {
+        let len = self.len.get() as u64;
         let (epoch, position) = (group.0 / len, (group.0 % len) as usize);
         match self.order {
-            TaskOrder::File => &self.tasks[position],
-            TaskOrder::Shuffled { seed } => &self.tasks[self.permutation(seed, epoch)[position]],
+            TaskOrder::File => position,
+            TaskOrder::Shuffled { seed } => self.permutation(seed, epoch)[position],
         }
-    }
-
-    /// The tasks, as they were read; never empty.
-    #[must_use]
-    pub fn tasks(&self) -> &[Task] {
-        &self.tasks
     }
 
     fn permutation(&self, seed: u64, epoch: u64) -> Arc<[usize]> {
@@ -76,7 +65,7 @@ impl TaskStream {
         if let Some(cached) = slot.as_ref().filter(|cached| cached.number == epoch) {
             return cached.permutation.clone();
         }
-        let mut permutation: Vec<usize> = (0..self.tasks.len()).collect();
+        let mut permutation: Vec<usize> = (0..self.len.get()).collect();
         Stream::new(seed, &Purpose { name: *b"tasks...", number: epoch }).shuffle(&mut permutation);
         let permutation: Arc<[usize]> = permutation.into();
         *slot = Some(Epoch { number: epoch, permutation: permutation.clone() });
@@ -87,28 +76,21 @@ impl TaskStream {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use trajectory::{Prompt, TaskId};
 
     use super::*;
 
-    fn stream(len: u64, order: TaskOrder) -> TaskStream {
-        let task = |id| Task {
-            id: TaskId(id),
-            prompt: Prompt::Text(String::new()),
-            answer: None,
-            columns: serde_json::Map::new(),
-        };
-        TaskStream::new((0..len).map(task).collect(), order).unwrap()
+    fn stream(len: usize, order: TaskOrder) -> TaskStream {
+        TaskStream::new(len.try_into().unwrap(), order)
     }
 
-    fn epoch(stream: &TaskStream, number: u64) -> Vec<u64> {
-        let len = stream.tasks().len() as u64;
-        (number * len..(number + 1) * len).map(|group| stream.task(GroupId(group)).id.0).collect()
+    fn epoch(stream: &TaskStream, number: u64) -> Vec<usize> {
+        let len = stream.len.get() as u64;
+        (number * len..(number + 1) * len).map(|group| stream.place(GroupId(group))).collect()
     }
 
     proptest! {
         #[test]
-        fn every_epoch_is_a_permutation_named_by_seed_and_epoch(len in 1..60u64, seed: u64, number in 0..1_000u64) {
+        fn every_epoch_is_a_permutation_named_by_seed_and_epoch(len in 1..60usize, seed: u64, number in 0..1_000u64) {
             let (a, b) = (stream(len, TaskOrder::Shuffled { seed }), stream(len, TaskOrder::Shuffled { seed }));
             let order = epoch(&a, number);
             // The second stream meets other epochs in between, forwards and backwards.
@@ -134,17 +116,12 @@ mod tests {
     fn file_order_is_file_order() {
         let stream = stream(4, TaskOrder::File);
         assert_eq!((epoch(&stream, 0), epoch(&stream, 9)), (vec![0, 1, 2, 3], vec![0, 1, 2, 3]));
-        assert!(stream.task(GroupId(u64::MAX)).id.0 == 3);
+        assert_eq!(stream.place(GroupId(u64::MAX)), 3);
     }
 
     /// A resumed run must meet the same tasks as the release that started it. The order is from `golden.py`.
     #[test]
     fn the_order_of_a_seed_is_fixed_for_good() {
         assert_eq!(epoch(&stream(8, TaskOrder::Shuffled { seed: 42 }), 3), [0, 2, 3, 4, 1, 5, 7, 6]);
-    }
-
-    #[test]
-    fn no_tasks_make_no_stream() {
-        assert!(matches!(TaskStream::new(vec![], TaskOrder::File), Err(TaskError::Empty { .. })));
     }
 }
