@@ -6,7 +6,7 @@
 //! - [`decoder`]: the network, for whole sequences and for decoding from a paged cache
 //! - `ops`: its hot operations, each with its backward
 //! - [`sampling`]: from logits to a token and its log-probability
-//! - [`characters`]: the character-level tokenizer of fresh models
+//! - [`mod@characters`]: the character-level tokenizer of fresh models
 //!
 //! # Example
 //! A fresh model that nobody has trained, and the token it puts behind three others:

@@ -2,7 +2,7 @@
 //!
 //! [`Decoder`] is immutable: one policy version, its weights packed once. [`Decoder::forward`] runs a [`Pack`] of whole
 //! sequences and keeps what the backward needs, [`Decoder::backward`] reverses it layer by layer, [`Decoder::step`]
-//! continues sequences whose keys and values are in a [`KvCache`]. All three run the same [`Block`]s.
+//! continues sequences whose keys and values are in a [`KvCache`]. All three run the same blocks.
 //!
 //! # Layout
 //! - `block`: one layer, forward and backward
