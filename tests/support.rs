@@ -3,6 +3,7 @@
 //! Invariant: nothing here looks into the process; all that is known of a run stands in its files and its output.
 
 use std::io::Read;
+use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::Duration;
@@ -47,6 +48,9 @@ const LOOK_UP: Duration = Duration::from_millis(2);
 pub(crate) struct Home {
     root: tempfile::TempDir,
 }
+
+/// A command in progress; it ends with its test, also when that fails.
+pub(crate) struct Running(Child);
 
 /// A finished command.
 pub(crate) struct Done {
@@ -109,12 +113,12 @@ impl Home {
     }
 
     /// Starts `small.toml` with `sets` in the run directory `name`.
-    pub(crate) fn start_small(&self, name: &str, sets: &[&str]) -> Child {
+    pub(crate) fn start_small(&self, name: &str, sets: &[&str]) -> Running {
         self.start(&small_args(name, sets))
     }
 
-    pub(crate) fn start(&self, args: &[&str]) -> Child {
-        self.command(args).spawn().unwrap()
+    pub(crate) fn start(&self, args: &[&str]) -> Running {
+        Running(self.command(args).spawn().unwrap())
     }
 
     pub(crate) fn run(&self, name: &str) -> Run {
@@ -145,7 +149,7 @@ impl Done {
 }
 
 /// Waits for the end of `child`.
-pub(crate) fn finish(mut child: Child) -> Done {
+pub(crate) fn finish(mut child: Running) -> Done {
     // The output of a run is small against the buffer of a pipe, so that one can be read after the other.
     let (mut stdout, mut stderr) = (String::new(), String::new());
     child.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
@@ -157,6 +161,28 @@ pub(crate) fn finish(mut child: Child) -> Done {
 pub(crate) fn interrupt(child: &Child) {
     let status = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
     assert!(status.success(), "no process {} to interrupt", child.id());
+}
+
+impl Deref for Running {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        &self.0
+    }
+}
+
+impl DerefMut for Running {
+    fn deref_mut(&mut self) -> &mut Child {
+        &mut self.0
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // One that has ended already cannot be killed, which is as well.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 /// A run directory.
