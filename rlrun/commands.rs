@@ -67,12 +67,19 @@ fn run(args: &RunArgs, env: &[(String, String)]) -> Result<String, Failure> {
 
 fn resume(args: &ResumeArgs, env: &[(String, String)]) -> Result<String, Failure> {
     let run_dir = RunDir::open(&args.run)?;
-    let (recipe, origins) = load(&run_dir.resolved_recipe(), &args.sets, env)?;
+    let path = run_dir.resolved_recipe();
+    let before = std::fs::read_to_string(&path)
+        .map_err(|source| Failure::System { what: format!("read {}", path.display()), source })?;
+    let (recipe, origins) = load(&path, &args.sets, env)?;
     if !args.sets.is_empty() {
         run_dir.replace_resolved(&recipe.resolved_toml(&origins))?;
     }
-    pipeline::run(&recipe, &run_dir, &Report::new(Style::detect(args.loudness.quiet, env)))?;
-    Ok(String::new())
+    let result = pipeline::run(&recipe, &run_dir, &Report::new(Style::detect(args.loudness.quiet, env)));
+    if result.as_ref().is_err_and(|failure| failure.exit_code() == 2) {
+        // New values that do not fit model or data must not stand in the way of the next try.
+        run_dir.replace_resolved(&before)?;
+    }
+    result.map(|_| String::new())
 }
 
 fn check(args: &RecipeArgs, env: &[(String, String)]) -> Result<String, Failure> {

@@ -112,3 +112,15 @@ fn a_finished_run_is_left_as_it_is_and_can_be_prolonged() {
     assert!(run.checkpoint(5).is_dir());
     assert!(fs::read_to_string(run.path.join("resolved.toml")).unwrap().contains("steps = 5 "));
 }
+
+/// Values that do not fit are refused and forgotten.
+#[test]
+fn a_resume_with_values_that_do_not_fit_changes_nothing() {
+    let home = Home::new();
+    let run = home.small("run", &["trainer.steps=2"]);
+    let resolved = || fs::read_to_string(run.path.join("resolved.toml")).unwrap();
+    let before = resolved();
+    home.rlrun(&["resume", "run", "--set", "rollout.max_completion_length=5000"])
+        .refused(&["the model can see"]);
+    assert_eq!(resolved(), before);
+}

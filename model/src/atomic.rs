@@ -43,10 +43,7 @@ pub fn directory(path: &Path, fill: impl FnOnce(&Path) -> Result<(), ModelError>
     }
     fs::create_dir_all(&temporary).map_err(&error)?;
     let written = fill(&temporary).and_then(|()| {
-        for entry in fs::read_dir(&temporary).map_err(&error)? {
-            sync(&entry.map_err(&error)?.path()).map_err(&error)?;
-        }
-        sync_directory(&temporary).map_err(&error)?;
+        sync_tree(&temporary).map_err(&error)?;
         fs::rename(&temporary, path).map_err(&error)?;
         path.parent().map_or(Ok(()), sync_directory).map_err(&error)
     });
@@ -69,6 +66,15 @@ fn partial(path: &Path) -> PathBuf {
 
 fn sync(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
+}
+
+/// Forces everything under a directory to disk, then the directory.
+fn sync_tree(directory: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(directory)? {
+        let path = entry?.path();
+        if path.is_dir() { sync_tree(&path)? } else { sync(&path)? }
+    }
+    sync_directory(directory)
 }
 
 /// Makes a rename survive a power cut, where directories can be opened at all.
