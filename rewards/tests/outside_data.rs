@@ -1,6 +1,7 @@
 //! The graders against data that others made: Math-Verify's test cases and the GSM8K test set.
 //!
-//! These tests read `../shared/data` relative to the repository root.
+//! These tests read `../shared/data` beside the repository, and say so and pass where it is not there; CI makes sure that
+//! it is.
 
 use std::path::Path;
 use std::pin::pin;
@@ -10,10 +11,16 @@ use rewards::{Reward, RewardInput, RewardKind, RewardSpec};
 use serde_json::Value;
 use trajectory::{Prompt, Task, TaskId};
 
-fn rows(file: &str) -> Vec<Value> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data").join(file);
+/// The rows of a file; none where there is no such data beside the repository.
+fn rows(file: &str) -> Option<Vec<Value>> {
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data");
+    if !data.exists() {
+        eprintln!("SKIPPED: there is no {}", data.display());
+        return None;
+    }
+    let path = data.join(file);
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    Some(text.lines().map(|line| serde_json::from_str(line).unwrap()).collect())
 }
 
 fn reward(kind: RewardKind) -> Box<dyn Reward> {
@@ -49,29 +56,16 @@ fn field<'a>(row: &'a Value, name: &str) -> &'a str {
 #[test]
 fn math_agrees_with_math_verify_where_it_says_yes() {
     const TRUE_POSITIVES: usize = 77;
+    let Some(cases) = rows("math_verify/cases.jsonl") else { return };
     let math = reward(RewardKind::Math);
     let (mut right, mut found, mut wrong) = (0, 0, vec![]);
-    for case in rows("math_verify/cases.jsonl").iter().filter(|case| case["strict"] == true) {
+    for case in cases.iter().filter(|case| case["strict"] == true) {
         let equal = correct(&*math, field(case, "gold"), field(case, "pred"));
         match (case["expect"].as_bool().unwrap(), equal) {
             (false, true) => wrong.push(case.to_string()),
             (true, equal) => {
                 right += 1;
                 found += usize::from(equal);
-                if !equal {
-                    eprintln!(
-                        "MISS {:.150} | {}",
-                        field(case, "gold"),
-                        field(case, "pred")
-                            .chars()
-                            .rev()
-                            .take(120)
-                            .collect::<String>()
-                            .chars()
-                            .rev()
-                            .collect::<String>()
-                    )
-                }
             }
             (false, false) => {}
         }
@@ -83,7 +77,7 @@ fn math_agrees_with_math_verify_where_it_says_yes() {
 /// Every reference solution passes, in three phrasings, and no solution with another number does.
 #[test]
 fn math_tells_the_answers_of_gsm8k_apart() {
-    let rows = rows("gsm8k/test.jsonl");
+    let Some(rows) = rows("gsm8k/test.jsonl") else { return };
     assert_eq!(rows.len(), 1319);
     for kind in [RewardKind::Math, RewardKind::Gsm8k] {
         let reward = reward(kind);
