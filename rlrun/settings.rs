@@ -14,6 +14,7 @@ use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSour
 use rollout::{EngineConfig, Overlong, StopRules, WorkerConfig};
 use trainer::adamw::AdamWConfig;
 use trainer::algorithm::grpo::Grpo;
+use trainer::batch::Split;
 use trainer::schedule::Schedule;
 use trainer::{LearnerConfig, TrainerConfig};
 use trajectory::Task;
@@ -223,9 +224,11 @@ impl Recipe {
                 warmup_steps: self.trainer.warmup_steps,
                 steps: self.trainer.steps,
             },
-            minibatches: self.trainer.minibatches,
+            split: Split {
+                minibatches: self.trainer.minibatches,
+                max_completion_length: self.rollout.max_completion_length,
+            },
             epochs: self.trainer.epochs,
-            max_completion_length: self.rollout.max_completion_length,
             checkpoint_interval: self.checkpoint.interval,
             keep_last: self.checkpoint.keep_last,
             checkpoints,

@@ -20,6 +20,15 @@ pub struct Row<'a> {
     pub token_weight: f32,
 }
 
+/// How a batch is cut up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Split {
+    /// Parts of whole groups, each with an optimizer step of its own; at least 1.
+    pub minibatches: usize,
+    /// Longest completion that the recipe allows, tokens.
+    pub max_completion_length: usize,
+}
+
 /// What became of the groups of a batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BatchCounts {
@@ -33,20 +42,20 @@ pub struct BatchCounts {
     pub trained_tokens: usize,
 }
 
-/// Splits `groups` into `minibatches` parts of whole groups, in order, and makes rows of each.
+/// Splits `groups` into parts of whole groups, in order, and makes rows of each.
 ///
 /// # Panics
-/// If `minibatches` is 0.
+/// If there are to be no parts.
 #[must_use]
 pub fn minibatches<'a, G: AsRef<Group>>(
     groups: &'a [G],
     algorithm: &Grpo,
-    (minibatches, max_completion_length): (usize, usize),
+    split: Split,
 ) -> (Vec<Vec<Row<'a>>>, BatchCounts) {
     let mut counts = BatchCounts { groups: groups.len(), ..BatchCounts::default() };
     let parts = groups
-        .chunks(groups.len().div_ceil(minibatches).max(1))
-        .map(|part| rows(part, algorithm, max_completion_length, &mut counts))
+        .chunks(groups.len().div_ceil(split.minibatches).max(1))
+        .map(|part| rows(part, algorithm, split.max_completion_length, &mut counts))
         .collect();
     (parts, counts)
 }
@@ -127,6 +136,10 @@ pub(crate) mod tests {
         loss_agg: Aggregation::TokenMean,
     };
 
+    fn split(minibatches: usize) -> Split {
+        Split { minibatches, max_completion_length: 16 }
+    }
+
     /// A group whose trajectories have the given rewards and numbers of completion tokens after two of prompt.
     pub(crate) fn group(id: u64, outcomes: &[(Option<f64>, usize)]) -> Group {
         let trajectory = |(index, (reward, tokens)): (usize, &(Option<f64>, usize))| Trajectory {
@@ -158,7 +171,7 @@ pub(crate) mod tests {
         let groups =
             [group(0, &[(Some(1.0), 3), (Some(0.0), 5)]), group(1, &[(Some(1.0), 4), (Some(1.0), 4)])];
         let groups: Vec<_> = groups.into_iter().map(std::sync::Arc::new).collect();
-        let (parts, counts) = minibatches(&groups, &GRPO, (1, 16));
+        let (parts, counts) = minibatches(&groups, &GRPO, split(1));
         assert_eq!((parts[0].len(), counts.zero_variance, counts.trained_tokens), (2, 1, 16));
         assert!(parts[0].iter().all(|row| row.token_weight == 1.0 / 16.0));
     }
@@ -167,7 +180,7 @@ pub(crate) mod tests {
     fn failed_rewards_and_empty_completions_are_left_out() {
         let groups =
             [std::sync::Arc::new(group(0, &[(Some(1.0), 3), (None, 5), (Some(0.0), 0), (Some(0.5), 2)]))];
-        let (parts, counts) = minibatches(&groups, &GRPO, (1, 16));
+        let (parts, counts) = minibatches(&groups, &GRPO, split(1));
         assert_eq!((parts[0].len(), counts.unscored, counts.trained_tokens), (2, 1, 5));
     }
 
@@ -175,7 +188,7 @@ pub(crate) mod tests {
     fn minibatches_are_whole_groups() {
         let groups: Vec<_> =
             (0..5).map(|id| std::sync::Arc::new(group(id, &[(Some(1.0), 1), (Some(0.0), 1)]))).collect();
-        let (parts, _) = minibatches(&groups, &GRPO, (2, 16));
+        let (parts, _) = minibatches(&groups, &GRPO, split(2));
         assert_eq!(parts.iter().map(Vec::len).collect::<Vec<_>>(), [6, 4]);
     }
 }

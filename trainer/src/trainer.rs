@@ -12,7 +12,7 @@ use weights::{Publisher, Snapshot};
 
 use crate::TrainerError;
 use crate::algorithm::grpo::Grpo;
-use crate::batch::{Row, minibatches};
+use crate::batch::{Row, Split, minibatches};
 use crate::checkpoint::{self, TrainerState};
 use crate::learner::Learner;
 use crate::policy_loss::{PolicyLoss, TokenSums};
@@ -26,12 +26,10 @@ pub struct TrainerConfig {
     pub algorithm: Grpo,
     /// The learning rate.
     pub schedule: Schedule,
-    /// Optimizer steps per batch and epoch.
-    pub minibatches: usize,
+    /// How a batch is cut up.
+    pub split: Split,
     /// Passes over a batch.
     pub epochs: usize,
-    /// Longest completion that the recipe allows, tokens.
-    pub max_completion_length: usize,
     /// Steps between checkpoints; 0 for none between.
     pub checkpoint_interval: u64,
     /// Checkpoints kept.
@@ -142,8 +140,7 @@ impl Trainer {
         };
 
         let clock = Instant::now();
-        let sizes = (self.config.minibatches, self.config.max_completion_length);
-        let (parts, counts) = minibatches(&lease.groups, &self.config.algorithm, sizes);
+        let (parts, counts) = minibatches(&lease.groups, &self.config.algorithm, self.config.split);
         let batch = BatchStatistics::of(&lease.groups, self.version);
         let learning_rate = self.config.schedule.at(self.version.0);
         let (sums, grad_norm) = self.update(&parts, learning_rate)?;

@@ -7,11 +7,11 @@ use trainer::policy_loss::PolicyLoss;
 use trainer::{Learner, TrainerState};
 use trajectory::PolicyVersion;
 
-use crate::{GRPO, LEARNER, config, groups};
+use crate::{GRPO, LEARNER, SPLIT, config, groups};
 
 fn advance(learner: &mut Learner, steps: usize) {
     let groups = groups();
-    let (parts, _) = minibatches(&groups, &GRPO, (1, 16));
+    let (parts, _) = minibatches(&groups, &GRPO, SPLIT);
     for _ in 0..steps {
         learner
             .step(&parts[0], &PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None }, 1e-2)

@@ -6,12 +6,12 @@ use trainer::learner::RowLoss;
 use trainer::policy_loss::{PolicyLoss, TokenSums};
 use trainer::{Learner, LearnerConfig, TrainerError};
 
-use crate::{GRPO, LEARNER, group, groups, learner};
+use crate::{GRPO, LEARNER, SPLIT, group, groups, learner};
 
 /// One step on all groups; the weights after it and the sums.
 fn step(settings: LearnerConfig) -> (Vec<f32>, TokenSums) {
     let groups = groups();
-    let (parts, _) = minibatches(&groups, &GRPO, (1, 16));
+    let (parts, _) = minibatches(&groups, &GRPO, SPLIT);
     let mut learner = learner(settings);
     let loss = PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None };
     let (_, reports) = learner.step(&parts[0], &loss, 1e-2).unwrap();
@@ -57,7 +57,7 @@ fn on_policy_sampler_and_trainer_agree_exactly() {
 #[test]
 fn off_policy_tokens_are_reported_and_weighted() {
     let groups = [group(0, &[1.0, 0.0], -0.3)];
-    let (parts, _) = minibatches(&groups, &GRPO, (1, 16));
+    let (parts, _) = minibatches(&groups, &GRPO, SPLIT);
     let loss = PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None };
     let (_, reports) = learner(LEARNER).step(&parts[0], &loss, 1e-3).unwrap();
     let mean = reports[0].mean(reports[0].behavior_weight);
@@ -79,7 +79,7 @@ impl RowLoss for Infinite {
 #[test]
 fn a_gradient_that_is_not_finite_leaves_the_weights_alone() {
     let groups = groups();
-    let (parts, _) = minibatches(&groups, &GRPO, (1, 16));
+    let (parts, _) = minibatches(&groups, &GRPO, SPLIT);
     let mut learner: Learner = learner(LEARNER);
     let before = learner.parameters().values().to_vec();
     let error = learner.step(&parts[0], &Infinite, 1e-3).unwrap_err();
@@ -90,7 +90,7 @@ fn a_gradient_that_is_not_finite_leaves_the_weights_alone() {
 #[test]
 fn scores_are_in_the_order_of_the_rows() {
     let groups = groups();
-    let (parts, _) = minibatches(&groups, &GRPO, (1, 16));
+    let (parts, _) = minibatches(&groups, &GRPO, SPLIT);
     let rows: &[Row<'_>] = &parts[0];
     let scored = learner(LearnerConfig { world: 3, microbatch_tokens: 20, ..LEARNER }).score(rows).unwrap();
     for (row, predictions) in rows.iter().zip(scored) {

@@ -11,6 +11,7 @@ use trainer::adamw::AdamWConfig;
 use trainer::algorithm::Aggregation;
 use trainer::algorithm::advantage::ScaleRewards;
 use trainer::algorithm::grpo::Grpo;
+use trainer::batch::Split;
 use trainer::{Learner, LearnerConfig};
 use trajectory::{
     Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
@@ -24,6 +25,8 @@ const GRPO: Grpo = Grpo {
     scale_rewards: ScaleRewards::Group,
     loss_agg: Aggregation::TokenMean,
 };
+
+const SPLIT: Split = Split { minibatches: 1, max_completion_length: 16 };
 
 const LEARNER: LearnerConfig = LearnerConfig {
     adamw: AdamWConfig { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },

@@ -11,7 +11,7 @@ use trainer::{Learner, Trainer, TrainerConfig, TrainerError, TrainerState};
 use trajectory::{Group, PolicyVersion};
 use weights::{Publisher, Subscriber};
 
-use crate::{GRPO, LEARNER, config, group};
+use crate::{GRPO, LEARNER, SPLIT, config, group};
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -34,9 +34,8 @@ fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
     let mut settings = TrainerConfig {
         algorithm: GRPO,
         schedule: Schedule { peak: 1e-2, shape: Shape::Constant, warmup_steps: 0, steps: 10 },
-        minibatches: 1,
+        split: SPLIT,
         epochs: 1,
-        max_completion_length: 16,
         checkpoint_interval: 2,
         keep_last: 1,
         checkpoints: files.path().join("checkpoints"),
@@ -110,7 +109,7 @@ fn checkpoints_let_the_buffer_forget() {
 
 #[test]
 fn later_minibatches_are_clipped_against_the_policy_before_the_step() {
-    let mut bench = bench(|config| (config.minibatches, config.epochs) = (2, 3));
+    let mut bench = bench(|config| (config.split.minibatches, config.epochs) = (2, 3));
     (0..2).for_each(|_| put(&bench.buffer, 0, &[1.0, 0.0, 0.3]));
     let report = bench.trainer.step().unwrap().unwrap();
     assert_eq!(bench.trainer.learner().optimizer().updates(), 6);
