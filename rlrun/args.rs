@@ -50,6 +50,8 @@ pub enum Command {
     Export(ExportArgs),
     /// Go on with a run from its last checkpoint
     Resume(ResumeArgs),
+    /// Measure how fast this machine samples and trains a model, and how far that is from its limits
+    Bench(Box<BenchArgs>),
 }
 
 /// A recipe and what is changed in it.
@@ -157,6 +159,160 @@ pub struct ResumeArgs {
     /// How much is shown.
     #[command(flatten)]
     pub loudness: Loudness,
+}
+
+/// `rlrun bench`.
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub struct BenchArgs {
+    /// One measure; all of them with their defaults if none is named.
+    #[command(subcommand)]
+    pub what: Option<BenchWhat>,
+    /// What all of them need.
+    #[command(flatten)]
+    pub all: Option<BenchModel>,
+}
+
+/// What `rlrun bench` measures.
+#[derive(Debug, Subcommand)]
+pub enum BenchWhat {
+    /// Sampling alone: random prompts, every completion at full length
+    Generate(GenerateBenchArgs),
+    /// Training alone: forward, backward, clip and optimizer on full sequences
+    Train(TrainBenchArgs),
+    /// Steps of a real run, synchronous and asynchronous
+    Loop(LoopBenchArgs),
+}
+
+/// What is measured, and how it is shown.
+#[derive(Debug, Args)]
+pub struct BenchModel {
+    /// Model directory in Hugging Face format
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// How it is shown.
+    #[command(flatten)]
+    pub output: BenchOutput,
+}
+
+/// How a measurement is made and shown.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub struct BenchOutput {
+    /// Threads that share the work [default: all cores]
+    #[arg(long, value_parser = at_least_one)]
+    pub threads: Option<usize>,
+    /// Print one JSON object per result instead of a table
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `rlrun bench generate`.
+#[derive(Debug, Args)]
+pub struct GenerateBenchArgs {
+    /// What is measured.
+    #[command(flatten)]
+    pub target: BenchModel,
+    /// Completions sampled together
+    #[arg(long, default_value_t = 64, value_parser = at_least_one)]
+    pub batch: usize,
+    /// Completions per prompt, which is read once for all of them
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
+    pub group: usize,
+    /// Tokens of a prompt
+    #[arg(long, default_value_t = 16, value_parser = at_least_one)]
+    pub prompt: usize,
+    /// Tokens of a completion
+    #[arg(long, default_value_t = 64, value_parser = at_least_one)]
+    pub new: usize,
+    /// Calls that are timed, after one that is not
+    #[arg(long, default_value_t = 3, value_parser = at_least_one)]
+    pub repeats: usize,
+    /// Measure 1, 2, 4 up to 256 completions together
+    #[arg(long, conflicts_with = "batch")]
+    pub sweep: bool,
+    /// Draw the sweep into an SVG file
+    #[arg(long, value_name = "FILE", requires = "sweep")]
+    pub plot: Option<PathBuf>,
+}
+
+/// `rlrun bench train`.
+#[derive(Debug, Args)]
+pub struct TrainBenchArgs {
+    /// What is measured.
+    #[command(flatten)]
+    pub target: BenchModel,
+    /// Sequences of an optimizer step
+    #[arg(long, default_value_t = 256, value_parser = at_least_one)]
+    pub sequences: usize,
+    /// Tokens of a sequence that go through the network
+    #[arg(long, default_value_t = 64, value_parser = at_least_one)]
+    pub length: usize,
+    /// Tokens packed into one forward and backward pass
+    #[arg(long, default_value_t = 4096, value_parser = at_least_one)]
+    pub microbatch_tokens: usize,
+    /// Steps that are timed, after one that is not
+    #[arg(long, default_value_t = 3, value_parser = at_least_one)]
+    pub repeats: usize,
+}
+
+/// `rlrun bench loop`.
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("policy").required(true).args(["model", "recipe"]))]
+pub struct LoopBenchArgs {
+    /// Model directory in Hugging Face format
+    #[arg(long, value_name = "DIR")]
+    pub model: Option<PathBuf>,
+    /// Recipe that names model, tasks and everything else, instead of a model
+    #[arg(long, value_name = "FILE")]
+    pub recipe: Option<PathBuf>,
+    /// Tasks with prompt and answer, JSON Lines or Parquet [default: generated additions]
+    #[arg(long, value_name = "FILE", conflicts_with = "recipe")]
+    pub tasks: Option<PathBuf>,
+    /// Prompts per step [default: 32, or the recipe's]
+    #[arg(long, value_parser = at_least_one)]
+    pub prompts: Option<usize>,
+    /// Completions per prompt [default: 8, or the recipe's]
+    #[arg(long, value_parser = at_least_one)]
+    pub group: Option<usize>,
+    /// Longest completion in tokens [default: 16, or the recipe's]
+    #[arg(long, value_parser = at_least_one)]
+    pub max_new: Option<usize>,
+    /// Sample this many tokens whatever they are, and train on every completion; measures speed alone
+    #[arg(long, value_name = "TOKENS", value_parser = at_least_one, conflicts_with_all = ["max_new", "recipe"])]
+    pub force_length: Option<usize>,
+    /// Steps of the run, at least 3
+    #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u64).range(3..))]
+    pub steps: u64,
+    /// Versions between sampling and training, each measured on its own; 0 is synchronous
+    #[arg(long, value_delimiter = ',', default_values_t = [0, 4])]
+    pub staleness: Vec<u64>,
+    /// Change a value of the recipe; can be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub sets: Vec<String>,
+    /// How it is shown.
+    #[command(flatten)]
+    pub output: BenchOutput,
+}
+
+impl BenchArgs {
+    /// How results are shown.
+    #[must_use]
+    pub fn output(&self) -> BenchOutput {
+        match &self.what {
+            Some(BenchWhat::Generate(args)) => args.target.output,
+            Some(BenchWhat::Train(args)) => args.target.output,
+            Some(BenchWhat::Loop(args)) => args.output,
+            None => self.all.as_ref().map(|all| all.output).unwrap_or_default(),
+        }
+    }
+}
+
+impl GenerateBenchArgs {
+    /// The batches to measure.
+    #[must_use]
+    pub fn batches(&self) -> Vec<usize> {
+        if self.sweep { (0..=8).map(|doublings| 1 << doublings).collect() } else { vec![self.batch] }
+    }
 }
 
 impl Cli {

@@ -1,7 +1,7 @@
 //! What the commands do.
 //!
 //! Invariant: a command returns what it has to say or one error with its exit status. Only what grows while the user
-//! watches (the report of a run, a chat) is written before the command ends.
+//! watches (the report of a run, a chat, measurements) is written before the command ends.
 
 use std::io::{BufRead, Write};
 use std::path::{Path, PathBuf};
@@ -13,6 +13,7 @@ use trajectory::{GroupId, Message, PolicyVersion, Prompt};
 use crate::args::{
     Cli, Command, EvalArgs, ExportArgs, GenerateArgs, InitArgs, RecipeArgs, ResumeArgs, RunArgs,
 };
+use crate::bench;
 use crate::failure::Failure;
 use crate::init;
 use crate::pipeline;
@@ -39,6 +40,7 @@ pub fn execute(cli: &Cli, env: &[(String, String)]) -> Result<String, Failure> {
         Command::Generate(args) => generate(args),
         Command::Export(args) => export(args),
         Command::Resume(args) => resume(args, env),
+        Command::Bench(args) => bench::run(args, env, &mut std::io::stdout()).map(|()| String::new()),
     }
 }
 

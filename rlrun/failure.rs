@@ -54,6 +54,9 @@ pub enum Failure {
     /// What was asked for does not exist.
     #[error("{0}")]
     NotThere(String),
+    /// Arguments of the command line that do not fit each other or the model.
+    #[error("{0}")]
+    Argument(String),
     /// Something that cannot happen did.
     #[error("{0}; this is a mistake in rlrun, please report it")]
     Internal(String),
@@ -70,7 +73,8 @@ impl Failure {
             | Self::Model(_)
             | Self::Tasks(_)
             | Self::Reward(_)
-            | Self::NotThere(_) => 2,
+            | Self::NotThere(_)
+            | Self::Argument(_) => 2,
             Self::Rollout(error) if error.is_input() => 2,
             _ => 1,
         }

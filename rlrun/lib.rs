@@ -2,9 +2,9 @@
 //!
 //! - [`recipe`]: one TOML file that says everything about a run, with the origin of every value
 //! - [`args`], [`commands`]: the command line and what it does
-//! - [`plan`]: what a recipe amounts to before it runs
+//! - [`plan`]: what a recipe amounts to before it runs; [`bench`]: what this machine does with a model
 //! - [`run_dir`]: where a run leaves everything
-//! - [`metrics`], [`report`]: the measurements of a step and how they are shown
+//! - [`metrics`], [`report`]: the measurements of a step and how they are shown; [`memory`]: that of the process
 //!
 //! # Invariants
 //! - Only this crate reads the environment, and only in its `main`.
@@ -21,9 +21,11 @@
 //! ```
 
 pub mod args;
+pub mod bench;
 pub mod commands;
 pub mod failure;
 pub mod init;
+pub mod memory;
 pub mod metrics;
 pub mod observe;
 pub mod pipeline;

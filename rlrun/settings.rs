@@ -143,9 +143,13 @@ impl Recipe {
     /// What ends a completion of this model.
     #[must_use]
     pub fn stop_rules(&self, directory: &ModelDirectory) -> StopRules {
+        let tokenizer = directory.tokenizer().clone();
+        if self.rollout.ignore_stop {
+            return StopRules { token_ids: Vec::new(), strings: Vec::new(), tokenizer };
+        }
         let mut token_ids = directory.stop_token_ids().to_vec();
         token_ids.extend(&self.rollout.stop_token_ids);
-        StopRules { token_ids, strings: self.rollout.stop.clone(), tokenizer: directory.tokenizer().clone() }
+        StopRules { token_ids, strings: self.rollout.stop.clone(), tokenizer }
     }
 
     /// Bounds of the sampler, for prompts of at most `longest_prompt` tokens.

@@ -7,6 +7,7 @@
 //! - `ops`: its hot operations, each with its backward
 //! - [`sampling`]: from logits to a token and its log-probability
 //! - [`mod@characters`]: the character-level tokenizer of fresh models
+//! - [`bench`]: what a machine can do at best
 //!
 //! # Example
 //! A fresh model that nobody has trained, and the token it puts behind three others:
@@ -38,6 +39,7 @@
 //! ```
 
 pub mod atomic;
+pub mod bench;
 pub mod characters;
 pub mod chat;
 pub mod config;

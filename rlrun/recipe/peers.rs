@@ -6,7 +6,7 @@
 use super::schema::RawRecipe;
 
 /// Foreign name and ours, in the order of the schema.
-pub(super) const NAMES: [(&str, &str); 42] = [
+pub(super) const NAMES: [(&str, &str); 43] = [
     ("model_name_or_path", "model.path"),
     ("train_files", "data.train"),
     ("dataset_name", "data.train"),
@@ -20,6 +20,7 @@ pub(super) const NAMES: [(&str, &str); 42] = [
     ("max_response_length", "rollout.max_completion_length"),
     ("max_new_tokens", "rollout.max_completion_length"),
     ("max_completion_tokens", "rollout.max_completion_length"),
+    ("ignore_eos", "rollout.ignore_stop"),
     ("max_num_seqs", "rollout.max_running"),
     ("max_concurrent_rollouts", "rollout.max_running"),
     ("max_num_batched_tokens", "rollout.prefill_chunk"),

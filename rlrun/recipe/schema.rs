@@ -211,6 +211,8 @@ pub struct Rollout {
     pub stop: Vec<String>,
     /// Token ids that end a completion, beside those of the model.
     pub stop_token_ids: Vec<u32>,
+    /// Whether completions go on to their full length whatever they say: for measuring speed. vLLM `ignore_eos`.
+    pub ignore_stop: bool,
     /// Sequences decoded together. vLLM `max_num_seqs`, AReaL `max_concurrent_rollouts`.
     pub max_running: usize,
     /// Prompt tokens read per decoding step. vLLM `max_num_batched_tokens`.
@@ -233,6 +235,7 @@ impl Default for Rollout {
             min_p: 0.0,
             stop: Vec::new(),
             stop_token_ids: Vec::new(),
+            ignore_stop: false,
             max_running: 64,
             prefill_chunk: 256,
             kv_cache_tokens: None,

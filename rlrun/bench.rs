@@ -1,0 +1,130 @@
+//! `rlrun bench`: what this binary does on this machine, and how far that is from what the machine could do.
+//!
+//! # Layout
+//! - [`machine`]: its limits
+//! - [`cost`]: the arithmetic and the traffic that a piece of work needs at least
+//! - [`measure`]: one result, as a row of a table and as one JSON object, whose fields are listed there
+//! - [`generate`], [`train`], [`steps`]: what is measured
+//! - [`chart`]: a sweep as a picture
+//!
+//! Invariant: nothing here computes. What is timed is the code that a run executes.
+
+pub mod chart;
+pub mod cost;
+pub mod generate;
+pub mod machine;
+pub mod measure;
+pub mod steps;
+pub mod train;
+
+use std::ffi::OsStr;
+use std::io::Write;
+use std::num::NonZeroUsize;
+use std::path::Path;
+
+use crate::args::{BenchArgs, BenchOutput, BenchWhat, GenerateBenchArgs, LoopBenchArgs, TrainBenchArgs};
+use crate::failure::Failure;
+use crate::memory::PeakMemory;
+use machine::{Machine, Peaks};
+use measure::{Measure, Work};
+
+/// Measures what `args` ask for and writes every result to `out` as soon as it is there.
+///
+/// # Errors
+/// A model or tasks that cannot be used, numbers that do not fit each other, or a part of rlrun that fails.
+pub fn run(args: &BenchArgs, env: &[(String, String)], out: &mut dyn Write) -> Result<(), Failure> {
+    let mut bench = Bench::start(args.output(), out)?;
+    match &args.what {
+        Some(BenchWhat::Generate(args)) => bench.generate(args),
+        Some(BenchWhat::Train(args)) => bench.train(args),
+        Some(BenchWhat::Loop(args)) => bench.steps(args, env),
+        None => {
+            let Some(model) = &args.all else {
+                return Err(Failure::Argument("name the model: --model DIR".to_owned()));
+            };
+            bench.generate(&defaults(&model.model)?)?;
+            bench.train(&defaults(&model.model)?)?;
+            bench.steps(&defaults(&model.model)?, env)
+        }
+    }
+}
+
+/// Measurements one after the other on one machine.
+struct Bench<'a> {
+    machine: Machine,
+    json: bool,
+    /// Whether the header of the table is written.
+    begun: bool,
+    /// The limits as measured after the last piece of work, which is before the next.
+    peaks: Peaks,
+    out: &'a mut dyn Write,
+}
+
+impl<'a> Bench<'a> {
+    fn start(output: BenchOutput, out: &'a mut dyn Write) -> Result<Self, Failure> {
+        let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        let machine = Machine::new(output.threads.unwrap_or(cores));
+        let peaks = machine.peaks()?;
+        Ok(Self { machine, json: output.json, begun: false, peaks, out })
+    }
+
+    fn generate(&mut self, args: &GenerateBenchArgs) -> Result<(), Failure> {
+        let mut curve = Vec::new();
+        for batch in args.batches() {
+            let measure = self.measure(|| generate::work(args, batch))?;
+            curve.push((batch as f64, 1e3 * measure.seconds() / measure.tokens()));
+        }
+        let Some(file) = &args.plot else { return Ok(()) };
+        let chart = chart::svg(&curve, "sequences decoded together", "milliseconds per token");
+        let system = |source| Failure::System { what: format!("write {}", file.display()), source };
+        std::fs::write(file, chart).map_err(system)
+    }
+
+    fn train(&mut self, args: &TrainBenchArgs) -> Result<(), Failure> {
+        let threads = self.machine.threads();
+        self.measure(|| train::work(args, threads)).map(|_| ())
+    }
+
+    fn steps(&mut self, args: &LoopBenchArgs, env: &[(String, String)]) -> Result<(), Failure> {
+        for staleness in &args.staleness {
+            let threads = self.machine.threads();
+            self.measure(|| steps::work(args, *staleness, threads, env))?;
+        }
+        Ok(())
+    }
+
+    /// Does `work` between two looks at the limits of the machine, and writes down what came out.
+    fn measure(&mut self, work: impl FnOnce() -> Result<Work, Failure>) -> Result<Measure, Failure> {
+        let memory = PeakMemory::start();
+        let work = work()?;
+        let memory = memory.stop();
+        let after = self.machine.peaks()?;
+        let before = std::mem::replace(&mut self.peaks, after);
+        let measure = Measure { work, memory, peaks: [before, after], threads: self.machine.threads() };
+        let system = |source| Failure::System { what: "write a result".to_owned(), source };
+        if self.json {
+            writeln!(self.out, "{}", measure.json()).map_err(system)?;
+        } else {
+            if !std::mem::replace(&mut self.begun, true) {
+                writeln!(self.out, "{}\n{}", self.machine.describe(&before), measure::header())
+                    .map_err(system)?;
+            }
+            writeln!(self.out, "{}", measure.row()).map_err(system)?;
+        }
+        self.out.flush().map_err(system)?;
+        Ok(measure)
+    }
+}
+
+/// The arguments of one measure as the command line has them for a model and nothing else.
+fn defaults<T: clap::Args>(model: &Path) -> Result<T, Failure> {
+    let line = [OsStr::new("bench"), OsStr::new("--model"), model.as_os_str()];
+    let matches = T::augment_args(clap::Command::new("bench")).try_get_matches_from(line);
+    let parsed = matches.and_then(|matches| T::from_arg_matches(&matches));
+    parsed.map_err(|error| Failure::Internal(format!("a measure has no defaults: {error}")))
+}
+
+/// The last part of a model's path.
+fn model_name(path: &Path) -> String {
+    path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
+}

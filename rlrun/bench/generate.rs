@@ -1,0 +1,110 @@
+//! Sampling alone: random prompts at temperature 1, every completion at full length.
+//!
+//! Invariant: a repeat is a whole call, with the prefill of its prompts and the text of its completions, in the engine
+//! that runs use. Weights are packed and one call is made before the clock starts.
+
+use std::time::Instant;
+
+use model::{Decoder, ModelDirectory, Purpose};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use rollout::{Engine, EngineConfig, Request, StopRules};
+use serde_json::json;
+use trajectory::{GroupId, PolicyVersion};
+
+use super::cost::{Sampling, Shape};
+use super::measure::Work;
+use super::model_name;
+use crate::args::GenerateBenchArgs;
+use crate::failure::Failure;
+
+/// Prompt tokens read beside one decoding step.
+const PREFILL_CHUNK: usize = 256;
+
+/// Samples `batch` completions at the same time, as often as `args` say.
+///
+/// # Errors
+/// A batch that is not whole groups, a model that cannot be used, or lengths beyond its context.
+pub fn work(args: &GenerateBenchArgs, batch: usize) -> Result<Work, Failure> {
+    let group = args.group.min(batch);
+    if !batch.is_multiple_of(group) {
+        return Err(Failure::Argument(format!(
+            "--batch {batch} does not divide into groups of --group {group}"
+        )));
+    }
+    let directory = ModelDirectory::open(&args.target.model)?;
+    let parameters = directory.load_parameters()?;
+    let decoder = Decoder::new(directory.config(), &parameters, Purpose::Inference);
+    drop(parameters);
+    let config = EngineConfig {
+        max_running: batch,
+        prefill_chunk: PREFILL_CHUNK,
+        kv_cache_tokens: None,
+        max_prompt_length: args.prompt,
+        max_completion_length: args.new,
+        max_samples: group,
+        seed: 0,
+    };
+    let stop =
+        StopRules { token_ids: Vec::new(), strings: Vec::new(), tokenizer: directory.tokenizer().clone() };
+    let mut engine = Engine::new(config, stop, decoder, PolicyVersion::default())?;
+    let mut rng = ChaCha8Rng::seed_from_u64(0);
+    let vocabulary = directory.config().vocab_size;
+    let (mut seconds, mut passes) = (Vec::with_capacity(args.repeats), 0);
+    for repeat in 0..=args.repeats {
+        let prompts: Vec<Vec<u32>> =
+            (0..batch / group).map(|_| random_tokens(&mut rng, args.prompt, vocabulary)).collect();
+        let before = engine.counts().steps;
+        let clock = Instant::now();
+        sample(&mut engine, prompts, (group, args.new))?;
+        if repeat > 0 {
+            seconds.push(clock.elapsed().as_secs_f64());
+        }
+        passes = engine.counts().steps - before;
+    }
+    let shape = Shape::new(directory.config());
+    let sampling = Sampling {
+        prompts: (batch / group) as f64,
+        prompt: args.prompt as f64,
+        completions: batch as f64,
+        new: args.new as f64,
+        passes: passes as f64,
+    };
+    Ok(Work {
+        name: "generate",
+        model: model_name(&args.target.model),
+        parameters: shape.parameters as usize,
+        settings: vec![
+            ("batch", json!(batch)),
+            ("group", json!(group)),
+            ("prompt", json!(args.prompt)),
+            ("new", json!(args.new)),
+        ],
+        seconds,
+        tokens: (batch * args.new) as f64,
+        cost: shape.sampling(&sampling),
+        further: Vec::new(),
+    })
+}
+
+/// Random tokens, the same for the same state of `rng`.
+pub(super) fn random_tokens(rng: &mut ChaCha8Rng, count: usize, vocabulary: usize) -> Vec<u32> {
+    (0..count).map(|_| ((u64::from(rng.next_u32()) * vocabulary as u64) >> 32) as u32).collect()
+}
+
+/// Samples `samples` completions of `new` tokens for every prompt.
+fn sample(
+    engine: &mut Engine,
+    prompts: Vec<Vec<u32>>,
+    (samples, new): (usize, usize),
+) -> Result<(), Failure> {
+    for (group, prompt) in prompts.into_iter().enumerate() {
+        let sampling = model::Sampling::PLAIN;
+        let group = GroupId(group as u64);
+        engine.submit(Request { group, prompt, samples, sampling, max_completion_length: new })?;
+    }
+    while !engine.is_idle() {
+        engine.step()?;
+    }
+    Ok(())
+}

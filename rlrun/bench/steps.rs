@@ -1,0 +1,245 @@
+//! The whole loop: steps of a real run, in a run directory of its own that disappears.
+//!
+//! Invariant: it is the pipeline of every run, told by a recipe what to do and by its own metrics how long it took; there
+//! is no second loop. Steps at the start, until as many groups are under way as later on, are left out.
+
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+use model::ModelDirectory;
+use serde_json::{Map, Value, json};
+
+use super::cost::{Sampling, Shape};
+use super::measure::{Work, median};
+use super::model_name;
+use crate::args::LoopBenchArgs;
+use crate::failure::Failure;
+use crate::pipeline::{self, Ending};
+use crate::prepare::Prepared;
+use crate::recipe::{Model, Recipe};
+use crate::report::{Report, Style};
+use crate::run_dir::{RecipeTexts, RunDir};
+
+/// Least number of steps that are left out at the start.
+const STARTING: usize = 5;
+
+/// What a recipe of a loop says whatever is measured: nothing but steps.
+const ALWAYS: [&str; 2] = ["checkpoint.interval=0", "log.samples=0"];
+
+/// Rewards that are hardly ever all equal in a group, so that every row is trained: half the characters count, and
+/// every place counts differently.
+const FORCED_REWARDS: &str = r#"
+[[rewards]]
+kind = "regex"
+name = "last"
+pattern = '[a-mA-M0-4 ,]$'
+
+[[rewards]]
+kind = "regex"
+name = "first"
+weight = 0.5
+pattern = '^[a-mA-M0-4 ,]'
+
+[[rewards]]
+kind = "regex"
+name = "second"
+weight = 0.25
+pattern = '(?s)^.[a-mA-M0-4 ,]'
+
+[[rewards]]
+kind = "regex"
+name = "last_but_one"
+weight = 0.125
+pattern = '(?s)[a-mA-M0-4 ,].$'
+"#;
+
+/// Runs the loop with at most `staleness` versions between sampling and training.
+///
+/// # Errors
+/// A recipe, model or tasks that cannot be used, or whatever ends a run.
+pub fn work(
+    args: &LoopBenchArgs,
+    staleness: u64,
+    threads: usize,
+    env: &[(String, String)],
+) -> Result<Work, Failure> {
+    let scratch = tempfile::tempdir()
+        .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
+    let path = recipe_file(args, scratch.path())?;
+    let given = std::fs::read_to_string(&path)
+        .map_err(|source| Failure::System { what: format!("read {}", path.display()), source })?;
+    let sets = settings(args, staleness, threads);
+    let (mut recipe, origins) = Recipe::load(&path, &sets, env.iter().cloned()).map_err(Failure::Recipe)?;
+    // Not among the settings, because a recipe without held-out tasks takes no key about them.
+    recipe.eval.interval = 0;
+    let resolved = recipe.resolved_toml(&origins);
+    let run_dir =
+        RunDir::create(&scratch.path().join("run"), RecipeTexts { given: &given, resolved: &resolved })?;
+    if pipeline::run(&recipe, &run_dir, &Report::new(Style::Quiet))? == Ending::Stopped {
+        let source = std::io::ErrorKind::Interrupted.into();
+        return Err(Failure::System { what: "finish the measurement".to_owned(), source });
+    }
+    let metrics = run_dir.path().join("metrics.jsonl");
+    let text = std::fs::read_to_string(&metrics)
+        .map_err(|source| Failure::System { what: format!("read {}", metrics.display()), source })?;
+    let steps = Steps::of(&text, staleness)?;
+    let directory = recipe.open_model(run_dir.path())?;
+    let prepared = Prepared::new(&recipe, &directory)?;
+    Ok(result(&recipe, &steps, &directory, &prepared))
+}
+
+/// The recipe that the user named, or one for the model that the user named.
+fn recipe_file(args: &LoopBenchArgs, scratch: &Path) -> Result<PathBuf, Failure> {
+    if let Some(recipe) = &args.recipe {
+        return Ok(recipe.clone());
+    }
+    let quoted = |path: &Path| {
+        std::path::absolute(path)
+            .map(|path| toml::Value::from(path.to_string_lossy().into_owned()).to_string())
+            .map_err(|source| Failure::System { what: format!("find {}", path.display()), source })
+    };
+    let Some(model) = &args.model else {
+        return Err(Failure::Argument("name a model or a recipe: --model DIR or --recipe FILE".to_owned()));
+    };
+    let mut text = format!("[model]\npath = {}\n", quoted(model)?);
+    // Writing to a string cannot fail.
+    let _ = match &args.tasks {
+        Some(tasks) => write!(text, "[data]\ntrain = {}\n", quoted(tasks)?),
+        None => write!(text, "[data.arithmetic]\neval_tasks = 0\n"),
+    };
+    text.push_str("[rollout]\nmax_completion_length = 16\n[trainer]\nlearning_rate = 1e-4\n");
+    text.push_str(match (args.force_length, &args.tasks) {
+        (Some(_), _) => FORCED_REWARDS,
+        (None, Some(_)) => "[[rewards]]\nkind = \"exact\"\n",
+        (None, None) => "[[rewards]]\nkind = \"math\"\n",
+    });
+    let path = scratch.join("loop.toml");
+    std::fs::write(&path, text)
+        .map_err(|source| Failure::System { what: format!("write {}", path.display()), source })?;
+    Ok(path)
+}
+
+/// What is changed in the recipe; the user's own settings come last.
+fn settings(args: &LoopBenchArgs, staleness: u64, threads: usize) -> Vec<String> {
+    let mut sets: Vec<String> = ALWAYS.map(str::to_owned).into();
+    sets.push(format!("trainer.steps={}", args.steps));
+    sets.push(format!("trainer.world={threads}"));
+    sets.push(format!("buffer.max_staleness={staleness}"));
+    // A recipe keeps its own numbers, a model has none.
+    let or = |given: Option<usize>, default| given.or(args.recipe.is_none().then_some(default));
+    let (prompts, group) = (or(args.prompts, 32), or(args.group, 8));
+    sets.extend(prompts.map(|prompts| format!("buffer.batch_groups={prompts}")));
+    sets.extend(group.map(|group| format!("rollout.group_size={group}")));
+    if let (Some(prompts), Some(group)) = (prompts, group) {
+        sets.push(format!("rollout.max_running={}", prompts.saturating_mul(group)));
+    }
+    sets.extend(args.max_new.map(|tokens| format!("rollout.max_completion_length={tokens}")));
+    if let Some(length) = args.force_length {
+        sets.push(format!("rollout.max_completion_length={length}"));
+        sets.push("rollout.ignore_stop=true".to_owned());
+    }
+    sets.extend(args.sets.iter().cloned());
+    sets
+}
+
+/// The steps that count, from the metrics of a run.
+#[derive(Debug)]
+struct Steps {
+    /// Wall time of each, from the end of the step before, seconds.
+    seconds: Vec<f64>,
+    metrics: Vec<Map<String, Value>>,
+}
+
+impl Steps {
+    fn of(text: &str, staleness: u64) -> Result<Self, Failure> {
+        let lines: Vec<Map<String, Value>> =
+            text.lines().map(serde_json::from_str).collect::<Result<_, _>>().map_err(|error| {
+                Failure::Internal(format!("a run wrote metrics that are no JSON: {error}"))
+            })?;
+        // The time of a step that was evaluated, as the last of a recipe with held-out tasks is, holds the evaluation.
+        let measured: Vec<(f64, &Map<String, Value>)> = lines
+            .windows(2)
+            .filter(|pair| !pair[1].contains_key("eval/accuracy"))
+            .map(|pair| (number(&pair[1], "time_s") - number(&pair[0], "time_s"), &pair[1]))
+            .collect();
+        let starting = STARTING.max(staleness as usize + 1).min(measured.len() / 2);
+        let (seconds, metrics): (_, Vec<_>) =
+            measured.into_iter().skip(starting).map(|(seconds, line)| (seconds, line.clone())).unzip();
+        Ok(Self { seconds, metrics })
+    }
+
+    /// Mean of a measurement over the steps that count.
+    fn mean(&self, name: &str) -> f64 {
+        let sum: f64 = self.metrics.iter().map(|line| number(line, name)).sum();
+        sum / self.metrics.len().max(1) as f64
+    }
+}
+
+/// A measurement of a step; 0 if it was not taken.
+fn number(line: &Map<String, Value>, name: &str) -> f64 {
+    line.get(name).and_then(Value::as_f64).unwrap_or(0.0)
+}
+
+fn result(recipe: &Recipe, steps: &Steps, directory: &ModelDirectory, prepared: &Prepared) -> Work {
+    let prompts = recipe.buffer.batch_groups as f64;
+    let completions = prompts * recipe.rollout.group_size as f64;
+    let (new, trained) = (steps.mean("completions/mean_length"), 1.0 - steps.mean("reward/frac_zero_std"));
+    let tokens: usize = prepared.train.iter().map(|(_, prompt)| prompt.len()).sum();
+    let prompt = tokens as f64 / prepared.train.len().max(1) as f64;
+    let shape = Shape::new(directory.config());
+    // One pass of the network per token of the completions that run side by side; micro-batches as full as they may be.
+    let side_by_side = completions.min(recipe.rollout.max_running as f64);
+    let sampling = Sampling { prompts, prompt, completions, new, passes: new * completions / side_by_side };
+    let rows = completions * trained;
+    let length = prompt + new - 1.0;
+    let passes = (rows * length / recipe.trainer.microbatch_tokens as f64).ceil();
+    let training = shape.training(std::iter::repeat_n(length, rows.round() as usize), rows * new, passes);
+    let name = match &recipe.model {
+        Model::Path(path) => model_name(path),
+        Model::Random(_) => recipe.name.clone(),
+    };
+    let seconds = median(&steps.seconds);
+    Work {
+        name: "loop",
+        model: name,
+        parameters: shape.parameters as usize,
+        settings: vec![
+            ("staleness", json!(recipe.buffer.max_staleness)),
+            ("prompts", json!(recipe.buffer.batch_groups)),
+            ("group", json!(recipe.rollout.group_size)),
+            ("max_new", json!(recipe.rollout.max_completion_length)),
+            ("forced", json!(recipe.rollout.ignore_stop)),
+        ],
+        seconds: steps.seconds.clone(),
+        tokens: completions * new,
+        cost: shape.sampling(&sampling) + training,
+        further: vec![
+            ("samples_per_s", completions / seconds),
+            ("mean_length", new),
+            ("trained_share", trained),
+            ("sampler_idle", steps.mean("rollout/idle_ratio")),
+            ("trainer_idle", steps.mean("trainer/idle_ratio")),
+        ],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_at_the_start_and_steps_with_an_evaluation_do_not_count() {
+        let line = |step: u64| {
+            let accuracy = if step == 0 || step == 20 { ",\"eval/accuracy\":0.5" } else { "" };
+            let time = if step == 20 { 99.0 } else { (step * step) as f64 };
+            format!("{{\"step\":{step},\"time_s\":{time},\"reward/frac_zero_std\":{step}{accuracy}}}\n")
+        };
+        let text: String = (0..=20).map(line).collect();
+        // Step s takes s^2 - (s - 1)^2 = 2 s - 1 seconds; the first 7 are left out, and the last, which was evaluated.
+        let steps = Steps::of(&text, 6).unwrap();
+        assert_eq!(steps.seconds, (8..20).map(|s| f64::from(2 * s - 1)).collect::<Vec<_>>());
+        assert_eq!(steps.mean("reward/frac_zero_std"), 13.5);
+        assert_eq!(Steps::of(&text, 0).unwrap().seconds.len(), 14);
+        assert!(Steps::of("{", 0).is_err());
+    }
+}

@@ -1,0 +1,93 @@
+//! Training alone: full random sequences, every position but the first in the loss.
+//!
+//! Invariant: a repeat is one step of the learner that runs use: forward, backward, clip, AdamW. One step is made
+//! before the clock starts.
+
+use std::time::Instant;
+
+use model::ModelDirectory;
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::SeedableRng;
+use serde_json::json;
+use trainer::adamw::AdamWConfig;
+use trainer::batch::demonstrations;
+use trainer::packing::micro_batches;
+use trainer::policy_loss::DemonstrationLoss;
+use trainer::{Learner, LearnerConfig};
+use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
+
+use super::cost::Shape;
+use super::generate::random_tokens;
+use super::measure::Work;
+use super::model_name;
+use crate::args::TrainBenchArgs;
+use crate::failure::Failure;
+
+/// Small enough that the weights of a real model stay what they are, whatever the number of repeats.
+const LEARNING_RATE: f32 = 1e-6;
+const ADAMW: AdamWConfig = AdamWConfig { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
+
+/// Takes as many optimizer steps as `args` say on `threads` ranks.
+///
+/// # Errors
+/// A model that cannot be used, or sequences longer than its context.
+pub fn work(args: &TrainBenchArgs, threads: usize) -> Result<Work, Failure> {
+    let directory = ModelDirectory::open(&args.target.model)?;
+    let context = directory.config().max_context();
+    if args.length > context {
+        let what = format!("--length {} is more than the model's context of {context} tokens", args.length);
+        return Err(Failure::Argument(what));
+    }
+    let config = LearnerConfig {
+        adamw: ADAMW,
+        max_grad_norm: 1.0,
+        microbatch_tokens: args.microbatch_tokens,
+        world: threads,
+    };
+    let parameters = directory.load_parameters()?;
+    let mut learner = Learner::new(config, directory.config().clone(), parameters, None);
+    let mut rng = ChaCha8Rng::seed_from_u64(0);
+    let samples = (0..args.sequences)
+        .map(|_| sequence(random_tokens(&mut rng, args.length + 1, directory.config().vocab_size)))
+        .collect::<Result<Vec<_>, Failure>>()?;
+    let rows = demonstrations(&samples);
+    let mut seconds = Vec::with_capacity(args.repeats);
+    for repeat in 0..=args.repeats {
+        let clock = Instant::now();
+        learner.step(&rows, &DemonstrationLoss { rows: &rows }, LEARNING_RATE)?;
+        if repeat > 0 {
+            seconds.push(clock.elapsed().as_secs_f64());
+        }
+    }
+    let lengths = vec![args.length; args.sequences];
+    let passes = micro_batches(&lengths, args.microbatch_tokens, threads).len();
+    let (shape, tokens) = (Shape::new(directory.config()), (args.sequences * args.length) as f64);
+    Ok(Work {
+        name: "train",
+        model: model_name(&args.target.model),
+        parameters: shape.parameters as usize,
+        settings: vec![
+            ("sequences", json!(args.sequences)),
+            ("length", json!(args.length)),
+            ("microbatch_tokens", json!(args.microbatch_tokens)),
+        ],
+        seconds,
+        tokens,
+        cost: shape.training(lengths.iter().map(|length| *length as f64), tokens, passes as f64),
+        further: Vec::new(),
+    })
+}
+
+/// A sequence whose every token but the first is trained on.
+fn sequence(token_ids: Vec<u32>) -> Result<Sample, Failure> {
+    let tokens = token_ids.len();
+    let streams = SampleStreams {
+        loss_mask: (0..tokens).map(|t| t > 0).collect(),
+        behavior_logprobs: vec![0.0; tokens],
+        versions: vec![VersionRun { version: PolicyVersion::default(), len: tokens as u32 }],
+        kept: None,
+        temperature: 1.0,
+        token_ids,
+    };
+    Sample::new(streams).map_err(|error| Failure::Internal(format!("a sequence is no sample: {error}")))
+}
