@@ -168,9 +168,13 @@ pub struct BenchArgs {
     /// One measure; all of them with their defaults if none is named.
     #[command(subcommand)]
     pub what: Option<BenchWhat>,
-    /// What all of them need.
+    /// Model directory in Hugging Face format
+    // Required unless a measure is named, which then has one of its own.
+    #[arg(long, value_name = "DIR", required = true)]
+    pub model: Option<PathBuf>,
+    /// How it is shown.
     #[command(flatten)]
-    pub all: Option<BenchModel>,
+    pub output: BenchOutput,
 }
 
 /// What `rlrun bench` measures.
@@ -196,7 +200,7 @@ pub struct BenchModel {
 }
 
 /// How a measurement is made and shown.
-#[derive(Clone, Copy, Debug, Default, Args)]
+#[derive(Clone, Copy, Debug, Args)]
 pub struct BenchOutput {
     /// Threads that share the work [default: all cores]
     #[arg(long, value_parser = at_least_one)]
@@ -302,7 +306,7 @@ impl BenchArgs {
             Some(BenchWhat::Generate(args)) => args.target.output,
             Some(BenchWhat::Train(args)) => args.target.output,
             Some(BenchWhat::Loop(args)) => args.output,
-            None => self.all.as_ref().map(|all| all.output).unwrap_or_default(),
+            None => self.output,
         }
     }
 }

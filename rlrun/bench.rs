@@ -39,12 +39,11 @@ pub fn run(args: &BenchArgs, env: &[(String, String)], out: &mut dyn Write) -> R
         Some(BenchWhat::Train(args)) => bench.train(args),
         Some(BenchWhat::Loop(args)) => bench.steps(args, env),
         None => {
-            let Some(model) = &args.all else {
-                return Err(Failure::Argument("name the model: --model DIR".to_owned()));
-            };
-            bench.generate(&defaults(&model.model)?)?;
-            bench.train(&defaults(&model.model)?)?;
-            bench.steps(&defaults(&model.model)?, env)
+            // The command line insists on it where no measure is named.
+            let model = args.model.as_deref().unwrap_or(Path::new(""));
+            bench.generate(&defaults(model)?)?;
+            bench.train(&defaults(model)?)?;
+            bench.steps(&defaults(model)?, env)
         }
     }
 }

@@ -118,6 +118,9 @@ impl<'a> Observer<'a> {
         let mut metrics = Metrics::default();
         self.policy(&mut metrics, inputs);
         speed(&mut metrics, inputs);
+        if let Some(peak) = crate::memory::peak_mib() {
+            metrics.set("memory/peak_mib", peak);
+        }
         self.write(&metrics)?;
         self.samples(inputs.step)?;
         self.report.step(&metrics);

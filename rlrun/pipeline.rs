@@ -15,6 +15,7 @@ use std::time::Instant;
 
 use buffer::{Consumer, Journal, Memory, Producer};
 use model::{Decoder, ModelDirectory, Parameters, Purpose};
+use rewards::RewardSet;
 use rollout::applier::Applier;
 use rollout::evaluate::Evaluation;
 use rollout::scoring::Scorer;
@@ -56,10 +57,24 @@ pub enum Ending {
 /// # Errors
 /// Whatever ended the run.
 pub fn run(recipe: &Recipe, run_dir: &RunDir, report: &Report) -> Result<Ending, Failure> {
+    run_with(recipe, run_dir, report, None)
+}
+
+/// The same with rewards of the caller's own, if there are any, in place of the recipe's.
+///
+/// # Errors
+/// Whatever ended the run.
+pub fn run_with(
+    recipe: &Recipe,
+    run_dir: &RunDir,
+    report: &Report,
+    rewards: Option<Arc<RewardSet>>,
+) -> Result<Ending, Failure> {
     let logs = run_dir.logs();
     let system = |source| Failure::System { what: format!("write a log in {}", logs.display()), source };
     report.log_to(&logs).map_err(system)?;
-    Run { recipe, run_dir, report, runtime: RewardRuntime::new()?, signals: Signals::listen()? }.go()
+    let (runtime, signals) = (RewardRuntime::new()?, Signals::listen()?);
+    Run { recipe, run_dir, report, rewards, runtime, signals }.go()
 }
 
 /// What all parts of a run need.
@@ -67,6 +82,8 @@ struct Run<'a> {
     recipe: &'a Recipe,
     run_dir: &'a RunDir,
     report: &'a Report,
+    /// In place of the recipe's.
+    rewards: Option<Arc<RewardSet>>,
     runtime: RewardRuntime,
     signals: Signals,
 }
@@ -129,7 +146,7 @@ impl Run<'_> {
             let path = trainer::checkpoint::path(&checkpoints, version);
             let Checkpoint { directory, parameters, optimizer, state } =
                 trainer::checkpoint::load(&path, recipe.adamw())?;
-            let prepared = Prepared::new(recipe, &directory)?;
+            let prepared = self.prepared(&directory)?;
             let model = directory.config().clone();
             let learner = Learner::new(recipe.learner(), model, parameters, Some(optimizer));
             self.report.note(&format!("resumed after step {} from {}", version.0, path.display()));
@@ -139,7 +156,7 @@ impl Run<'_> {
             return Ok(Some(Start { learner, directory, prepared, state, evaluation }));
         }
         let directory = recipe.open_model(self.run_dir.path())?;
-        let prepared = Prepared::new(recipe, &directory)?;
+        let prepared = self.prepared(&directory)?;
         prepared.announce(self.report, &directory);
         let mut parameters = directory.load_parameters()?;
         if let Some(warmup) = &recipe.warmup {
@@ -161,6 +178,14 @@ impl Run<'_> {
         }
         let evaluation = self.evaluate(&prepared, &learner, &directory)?;
         Ok(Some(Start { learner, directory, prepared, state, evaluation }))
+    }
+
+    fn prepared(&self, directory: &ModelDirectory) -> Result<Prepared, Failure> {
+        let prepared = Prepared::new(self.recipe, directory)?;
+        Ok(match &self.rewards {
+            Some(rewards) => Prepared { rewards: Arc::clone(rewards), ..prepared },
+            None => prepared,
+        })
     }
 
     /// The parameters after the warm-up; `None` if it was stopped.

@@ -21,7 +21,7 @@ const TRIES: usize = 3;
 /// Least memory that is read, bytes.
 const LEAST_READ: usize = 64 << 20;
 /// Most memory that is read, bytes: enough for any cache, and not all of a small machine.
-const MOST_READ: usize = 1 << 30;
+const MOST_READ: usize = 512 << 20;
 
 /// What a machine can do at best.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -60,7 +60,7 @@ impl Machine {
     /// # Errors
     /// If the system has no memory left.
     pub fn peaks(&self) -> Result<Peaks, Failure> {
-        let flops = self.together(&mut vec![(); self.threads], |()| {
+        let flops = together(&mut vec![(); self.threads], TRIES, |()| {
             let (clock, mut done) = (Instant::now(), 0.0);
             while clock.elapsed() < TRY {
                 done += model::bench::multiply_adds(ROUNDS);
@@ -72,41 +72,16 @@ impl Machine {
         let system = |source| Failure::System { what: format!("map {} bytes", self.read), source };
         let mut maps = (0..self.threads).map(|_| map()).collect::<Result<Vec<_>, _>>().map_err(system)?;
         // Memory that was never written is one page of zeros, which is in every cache.
-        self.together(&mut maps, |map| {
+        together(&mut maps, 1, |map| {
             map.fill(1);
             0.0
         });
-        let bytes = self.together(&mut maps, |map| {
+        let bytes = together(&mut maps, TRIES, |map| {
             let values: &[f32] = bytemuck::cast_slice(map);
             std::hint::black_box(model::bench::read(values));
             size_of_val(values) as f64
         });
         Ok(Peaks { gflops: flops / 1e9, gbytes_per_s: bytes / 1e9 })
-    }
-
-    /// Lets every thread do `work` on its own part at the same time; returns what was done per second, the best of some
-    /// tries.
-    fn together<P: Send>(&self, parts: &mut [P], work: impl Fn(&mut P) -> f64 + Sync) -> f64 {
-        let mut best = 0.0_f64;
-        for _ in 0..TRIES {
-            let start = Barrier::new(parts.len());
-            let timed = |part: &mut P| {
-                start.wait();
-                let clock = Instant::now();
-                let done = work(part);
-                (done, clock.elapsed().as_secs_f64())
-            };
-            let results: Vec<(f64, f64)> = std::thread::scope(|scope| {
-                let threads: Vec<_> = parts.iter_mut().map(|part| scope.spawn(|| timed(part))).collect();
-                threads
-                    .into_iter()
-                    .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-                    .collect()
-            });
-            let slowest = results.iter().map(|(_, seconds)| *seconds).fold(f64::MIN_POSITIVE, f64::max);
-            best = best.max(results.iter().map(|(done, _)| done).sum::<f64>() / slowest);
-        }
-        best
     }
 
     /// The machine in one line.
@@ -118,6 +93,31 @@ impl Machine {
             self.threads, peaks.gflops, peaks.gbytes_per_s
         )
     }
+}
+
+/// Lets every thread do `work` on its own part at the same time; returns what was done per second, the best of
+/// `tries`.
+fn together<P: Send>(parts: &mut [P], tries: usize, work: impl Fn(&mut P) -> f64 + Sync) -> f64 {
+    let mut best = 0.0_f64;
+    for _ in 0..tries {
+        let start = Barrier::new(parts.len());
+        let timed = |part: &mut P| {
+            start.wait();
+            let clock = Instant::now();
+            let done = work(part);
+            (done, clock.elapsed().as_secs_f64())
+        };
+        let results: Vec<(f64, f64)> = std::thread::scope(|scope| {
+            let threads: Vec<_> = parts.iter_mut().map(|part| scope.spawn(|| timed(part))).collect();
+            threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .collect()
+        });
+        let slowest = results.iter().map(|(_, seconds)| *seconds).fold(f64::MIN_POSITIVE, f64::max);
+        best = best.max(results.iter().map(|(done, _)| done).sum::<f64>() / slowest);
+    }
+    best
 }
 
 /// Bytes of the largest cache of the first core.

@@ -5,8 +5,10 @@
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use model::ModelDirectory;
+use rewards::{Builtin, OnError, RewardSet, WeightedReward};
 use serde_json::{Map, Value, json};
 
 use super::cost::{Sampling, Shape};
@@ -25,33 +27,6 @@ const STARTING: usize = 5;
 
 /// What a recipe of a loop says whatever is measured: nothing but steps.
 const ALWAYS: [&str; 2] = ["checkpoint.interval=0", "log.samples=0"];
-
-/// Rewards that are hardly ever all equal in a group, so that every row is trained: half the characters count, and
-/// every place counts differently.
-const FORCED_REWARDS: &str = r#"
-[[rewards]]
-kind = "regex"
-name = "last"
-pattern = '[a-mA-M0-4 ,]$'
-
-[[rewards]]
-kind = "regex"
-name = "first"
-weight = 0.5
-pattern = '^[a-mA-M0-4 ,]'
-
-[[rewards]]
-kind = "regex"
-name = "second"
-weight = 0.25
-pattern = '(?s)^.[a-mA-M0-4 ,]'
-
-[[rewards]]
-kind = "regex"
-name = "last_but_one"
-weight = 0.125
-pattern = '(?s)[a-mA-M0-4 ,].$'
-"#;
 
 /// Runs the loop with at most `staleness` versions between sampling and training.
 ///
@@ -75,7 +50,8 @@ pub fn work(
     let resolved = recipe.resolved_toml(&origins);
     let run_dir =
         RunDir::create(&scratch.path().join("run"), RecipeTexts { given: &given, resolved: &resolved })?;
-    if pipeline::run(&recipe, &run_dir, &Report::new(Style::Quiet))? == Ending::Stopped {
+    let rewards = args.force_length.map(|_| alternating()).transpose()?;
+    if pipeline::run_with(&recipe, &run_dir, &Report::new(Style::Quiet), rewards)? == Ending::Stopped {
         let source = std::io::ErrorKind::Interrupted.into();
         return Err(Failure::System { what: "finish the measurement".to_owned(), source });
     }
@@ -86,6 +62,12 @@ pub fn work(
     let directory = recipe.open_model(run_dir.path())?;
     let prepared = Prepared::new(&recipe, &directory)?;
     Ok(result(&recipe, &steps, &directory, &prepared))
+}
+
+/// Rewards that are never all equal in a group, so that every completion is trained on.
+fn alternating() -> Result<Arc<RewardSet>, Failure> {
+    let reward = Box::new(Builtin::new("alternating", |input| Ok(f64::from(input.index % 2))));
+    Ok(Arc::new(RewardSet::new(vec![WeightedReward { reward, weight: 1.0, on_error: OnError::Fail }])?))
 }
 
 /// The recipe that the user named, or one for the model that the user named.
@@ -108,11 +90,8 @@ fn recipe_file(args: &LoopBenchArgs, scratch: &Path) -> Result<PathBuf, Failure>
         None => write!(text, "[data.arithmetic]\neval_tasks = 0\n"),
     };
     text.push_str("[rollout]\nmax_completion_length = 16\n[trainer]\nlearning_rate = 1e-4\n");
-    text.push_str(match (args.force_length, &args.tasks) {
-        (Some(_), _) => FORCED_REWARDS,
-        (None, Some(_)) => "[[rewards]]\nkind = \"exact\"\n",
-        (None, None) => "[[rewards]]\nkind = \"math\"\n",
-    });
+    let reward = if args.tasks.is_some() { "exact" } else { "math" };
+    let _ = write!(text, "[[rewards]]\nkind = \"{reward}\"\n");
     let path = scratch.join("loop.toml");
     std::fs::write(&path, text)
         .map_err(|source| Failure::System { what: format!("write {}", path.display()), source })?;

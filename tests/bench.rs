@@ -1,0 +1,224 @@
+//! `rlrun bench` as a user calls it: what it prints, and how it refuses. No time is asserted.
+
+use std::path::Path;
+
+use model::{Config, ModelDirectory, Sizes};
+use serde_json::{Map, Value};
+
+use crate::support::{Done, Home};
+
+/// A fresh model of a few thousand weights.
+fn tiny(home: &Home) -> ModelDirectory {
+    let config = Config::fresh(&Sizes {
+        vocab_size: model::CHARACTERS,
+        hidden_size: 16,
+        intermediate_size: 32,
+        num_layers: 2,
+        num_heads: 2,
+        num_kv_heads: 1,
+        max_position_embeddings: 64,
+    });
+    ModelDirectory::fresh(&home.path("tiny"), &config, 1).unwrap()
+}
+
+/// The objects that a command with `--json` prints.
+fn objects(done: Done) -> Vec<Map<String, Value>> {
+    done.ok().stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Asserts that `object` has every field that is promised of all measures, with numbers that can be.
+fn assert_measured(object: &Map<String, Value>) {
+    for name in [
+        "parameters",
+        "threads",
+        "repeats",
+        "seconds",
+        "tokens",
+        "tokens_per_s",
+        "gflops",
+        "gbytes_per_s",
+        "peak_gflops",
+        "peak_gbytes_per_s",
+        "share_of_fma",
+        "share_of_bandwidth",
+        "memory_mib",
+        "memory_before_mib",
+    ] {
+        assert!(object[name].as_f64().is_some_and(|value| value > 0.0), "{name} in {object:?}");
+    }
+    assert!(object["memory_mib"].as_f64() >= object["memory_before_mib"].as_f64(), "{object:?}");
+    assert_eq!(object["model"], "tiny");
+}
+
+#[test]
+fn sampling_and_training_are_measured() {
+    let home = Home::new();
+    tiny(&home);
+    let generate = home.rlrun(&[
+        "bench",
+        "generate",
+        "--model",
+        "tiny",
+        "--batch",
+        "4",
+        "--group",
+        "2",
+        "--prompt",
+        "3",
+        "--new",
+        "5",
+        "--repeats",
+        "2",
+        "--threads",
+        "1",
+        "--json",
+    ]);
+    let [generate] = &objects(generate)[..] else { panic!("one result") };
+    assert_measured(generate);
+    assert_eq!(
+        (&generate["measure"], &generate["tokens"], &generate["repeats"]),
+        (&"generate".into(), &20.0.into(), &2.into())
+    );
+    assert_eq!(
+        (&generate["batch"], &generate["group"], &generate["threads"]),
+        (&4.into(), &2.into(), &1.into())
+    );
+
+    let train = home.rlrun(&[
+        "bench",
+        "train",
+        "--model",
+        "tiny",
+        "--sequences",
+        "3",
+        "--length",
+        "7",
+        "--microbatch-tokens",
+        "8",
+        "--repeats",
+        "1",
+        "--json",
+    ]);
+    let [train] = &objects(train)[..] else { panic!("one result") };
+    assert_measured(train);
+    assert_eq!(
+        (&train["measure"], &train["tokens"], &train["sequences"]),
+        (&"train".into(), &21.0.into(), &3.into())
+    );
+}
+
+#[test]
+fn a_sweep_is_a_table_and_a_picture() {
+    let home = Home::new();
+    tiny(&home);
+    let done = home.rlrun(&[
+        "bench",
+        "generate",
+        "--model",
+        "tiny",
+        "--sweep",
+        "--prompt",
+        "2",
+        "--new",
+        "2",
+        "--repeats",
+        "1",
+        "--plot",
+        "sweep.svg",
+    ]);
+    let table = done.ok().stdout;
+    assert_eq!(table.lines().filter(|line| line.starts_with("generate ")).count(), 9, "{table}");
+    assert!(table.contains("batch 256,") && table.contains("tokens/s"), "{table}");
+    let picture = std::fs::read_to_string(home.path("sweep.svg")).unwrap();
+    assert_eq!(picture.matches("<circle").count(), 9, "{picture}");
+}
+
+#[test]
+fn the_loop_runs_on_tasks_of_ones_own_at_a_forced_length() {
+    let home = Home::new();
+    tiny(&home);
+    home.write(
+        "tasks.jsonl",
+        "{\"prompt\":\"1+1=\",\"answer\":\"2\"}\n{\"prompt\":\"20+3=\",\"answer\":\"23\"}\n",
+    );
+    let done = home.rlrun(&[
+        "bench",
+        "loop",
+        "--model",
+        "tiny",
+        "--tasks",
+        "tasks.jsonl",
+        "--prompts",
+        "2",
+        "--group",
+        "4",
+        "--force-length",
+        "6",
+        "--steps",
+        "4",
+        "--staleness",
+        "0,1",
+        "--json",
+    ]);
+    let results = objects(done);
+    assert_eq!(results.iter().map(|result| &result["staleness"]).collect::<Vec<_>>(), [0, 1]);
+    for result in &results {
+        assert_measured(result);
+        assert_eq!((&result["measure"], &result["forced"]), (&"loop".into(), &true.into()));
+        // Nothing ends early, and every completion is trained on.
+        assert_eq!(
+            (&result["mean_length"], &result["trained_share"]),
+            (&6.0.into(), &1.0.into()),
+            "{result:?}"
+        );
+        assert_eq!(result["tokens"], 48.0);
+    }
+    assert!(!Path::new(&home.path("outputs")).exists(), "a measurement leaves no run behind");
+}
+
+#[test]
+fn a_recipe_is_measured_as_it_is() {
+    let home = Home::new();
+    let done = home.rlrun(&[
+        "bench",
+        "loop",
+        "--recipe",
+        "small.toml",
+        "--steps",
+        "3",
+        "--staleness",
+        "0",
+        "--set",
+        "warmup.steps=1",
+        "--set",
+        "data.arithmetic.eval_tasks=2",
+        "--json",
+    ]);
+    let [result] = &objects(done)[..] else { panic!("one result") };
+    assert_eq!(
+        (&result["prompts"], &result["group"], &result["forced"]),
+        (&8.into(), &8.into(), &false.into())
+    );
+}
+
+#[test]
+fn mistakes_are_refused_with_the_nearest_name() {
+    let home = Home::new();
+    tiny(&home);
+    for (args, evidence) in [
+        (&["bench", "generat", "--model", "tiny"][..], "'generate'"),
+        (&["bench"], "--model <DIR>"),
+        (&["bench", "--model", "nowhere"], "nowhere"),
+        (&["bench", "train", "--model", "tiny", "--sequence", "3"], "'--sequences'"),
+        (&["bench", "train", "--model", "tiny", "--length", "100"], "the model's context of 64 tokens"),
+        (&["bench", "generate", "--model", "tiny", "--batch", "6", "--group", "4"], "--group 4"),
+        (&["bench", "generate", "--model", "tiny", "--new", "0"], "1 or more"),
+        (&["bench", "generate", "--model", "tiny", "--prompt", "60"], "64"),
+        (&["bench", "generate", "--model", "tiny", "--plot", "x.svg"], "--sweep"),
+        (&["bench", "loop"], "--recipe <FILE>"),
+        (&["bench", "loop", "--model", "tiny", "--set", "trainer.step=3"], "trainer.steps"),
+        (&["bench", "loop", "--recipe", "small.toml", "--tasks", "t.jsonl"], "--tasks"),
+    ] {
+        home.rlrun(args).refused(&[evidence]);
+    }
+}
