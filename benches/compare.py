@@ -1,7 +1,7 @@
 """rlrun against its peers, alternating, on the same models and tasks. README.md beside this file explains it.
 
   python benches/compare.py prepare --data DIR     write models, tasks and warm-ups, once
-  python benches/compare.py run --data DIR         measure, append to DIR/results.jsonl, print the tables
+  python benches/compare.py run --data DIR         measure, append to DIR/comparison.jsonl, print the tables
   python benches/compare.py table --data DIR       print the tables again
 
 In every round every contender of a contest runs once, so that a machine whose speed drifts drifts for all of them. A run
@@ -79,7 +79,7 @@ def measure(command, metric, unit, a):
     other = meter.other()
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-2000:]}")
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
     if metric is None:
         value = 1e3 * lines[0]["seconds"] if unit == "ms/step" else lines[0]["tokens_per_s"]
         memory = lines[0]["memory_mib"]
@@ -91,7 +91,7 @@ def measure(command, metric, unit, a):
 
 
 def run(a):
-    with open(Path(a.data) / "results.jsonl", "a") as out:
+    with open(Path(a.data) / "comparison.jsonl", "a") as out:
         chosen = [c for c in contests(a) if not a.only or c[0] in a.only.split(",")]
         for turn in range(a.rounds):
             for contest, model, unit, rows in chosen:
@@ -111,7 +111,7 @@ def run(a):
 
 
 def table(a):
-    rows = [json.loads(line) for line in open(Path(a.data) / "results.jsonl")]
+    rows = [json.loads(line) for line in open(Path(a.data) / "comparison.jsonl")]
     groups = {}
     for row in rows:
         groups.setdefault((row["contest"], row["model"], row["unit"]), {}).setdefault(row["contender"], []).append(row)

@@ -74,7 +74,7 @@ const COLUMNS: [(&str, usize); 9] = [
 /// The header of the table.
 #[must_use]
 pub fn header() -> String {
-    join(COLUMNS.map(|(name, _)| name.to_owned()), "settings")
+    join(&COLUMNS.map(|(name, _)| name.to_owned()), "settings")
 }
 
 impl Measure {
@@ -108,7 +108,7 @@ impl Measure {
         ];
         let settings = self.work.settings.iter().map(|(name, value)| format!("{name} {value}"));
         let further = self.work.further.iter().map(|(name, value)| format!("{name} {value:.3}"));
-        join(cells, &settings.chain(further).collect::<Vec<_>>().join(", "))
+        join(&cells, &settings.chain(further).collect::<Vec<_>>().join(", "))
     }
 
     /// The result as one JSON object; the fields are listed at the top of this file.
@@ -181,7 +181,7 @@ fn spread(values: &[f64]) -> f64 {
     (longest - shortest) / median(values)
 }
 
-fn join(cells: [String; COLUMNS.len()], last: &str) -> String {
+fn join(cells: &[String; COLUMNS.len()], last: &str) -> String {
     let padded = cells.iter().zip(COLUMNS).map(|(cell, (_, width))| format!("{cell:>width$}"));
     padded.chain([last.to_owned()]).collect::<Vec<_>>().join("  ").trim_end().to_owned()
 }
