@@ -17,7 +17,7 @@ use crate::bench;
 use crate::failure::Failure;
 use crate::init;
 use crate::pipeline;
-use crate::plan::{self, ModelSize};
+use crate::plan;
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::recipe::{DataSource, Diagnostic, Model, Origins, Recipe};
 use crate::report::{Report, Style};
@@ -106,22 +106,17 @@ fn check(args: &RecipeArgs, env: &[(String, String)]) -> Result<String, Failure>
 
 fn plan(args: &RecipeArgs, env: &[(String, String)]) -> Result<String, Failure> {
     let (recipe, origins) = load(&args.recipe, &args.sets, env)?;
-    let config = match &recipe.model {
-        Model::Path(path) => model::Config::load(path)?,
-        Model::Random(sizes) => recipe.fresh_model(sizes),
+    let (config, tokenizer) = match &recipe.model {
+        Model::Path(path) => (model::Config::load(path)?, file_size(&path.join("tokenizer.json"))?),
+        Model::Random(sizes) => (recipe.fresh_model(sizes), model::characters().to_string().len() as u64),
     };
-    let size = ModelSize {
-        parameters: model::Layout::new(&config).len() as u64,
-        layers: config.num_layers as u64,
-        hidden_size: config.hidden_size as u64,
-        intermediate_size: config.intermediate_size as u64,
-        vocab_size: config.vocab_size as u64,
-        heads: config.num_heads as u64,
-        kv_heads: config.num_kv_heads as u64,
-        head_dim: config.head_dim as u64,
-    };
-    let memory = plan::Memory::of(&recipe, &size);
+    let memory = plan::memory::Memory::of(&recipe, &config, tokenizer);
     Ok(format!("{}\n{}\nmemory\n{memory}", recipe.resolved_toml(&origins), plan::describe(&recipe)))
+}
+
+fn file_size(path: &Path) -> Result<u64, Failure> {
+    let system = |source| Failure::System { what: format!("read {}", path.display()), source };
+    Ok(std::fs::metadata(path).map_err(system)?.len())
 }
 
 fn write_template(args: &InitArgs) -> Result<String, Failure> {

@@ -3,6 +3,7 @@
 mod bad_input;
 mod bench;
 mod learns;
+mod memory;
 mod parity;
 mod recipes;
 mod reference_loop;

@@ -1,0 +1,212 @@
+//! The memory that a run will need at its peak, part by part.
+//!
+//! Invariant: every part names what it is and follows from the recipe and the shape of the model; a test holds the sum
+//! against a real run (`tests/memory.rs`). Parts are added as if all were there at the same time, which in a run that
+//! samples and trains at once comes true sooner or later. Whatever grows with the dataset is left out.
+
+use std::fmt;
+
+use model::{Config, KvCache, Layout};
+
+use crate::recipe::Recipe;
+use crate::recipe::words::Store;
+
+/// Program, libraries, stacks and buffers of a process that has no model yet, measured: 12 to 14 MiB.
+const PROCESS: u64 = 14 << 20;
+/// Resident memory of an open tokenizer per byte of its `tokenizer.json`, measured with vocabularies of 50 000 and
+/// 150 000 tokens: 12 to 16.
+const TOKENIZER: u64 = 13;
+/// Memory of the journal, whose cache is bounded.
+const JOURNAL: u64 = 4 << 20;
+/// What the allocator keeps beyond what is in use, in hundredths: freed blocks that wait to be used again.
+const SLACK: u64 = 5;
+const F32: u64 = 4;
+
+/// Something that takes memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Short name.
+    pub name: &'static str,
+    /// What it is.
+    pub what: &'static str,
+    /// Bytes at the peak.
+    pub bytes: u64,
+}
+
+/// The memory of a process that samples and trains.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Memory {
+    /// All parts, largest idea first: the process, the trainer, the sampler.
+    pub parts: Vec<Part>,
+}
+
+impl Memory {
+    /// What a run of `recipe` needs with a model of the shape `config`, whose `tokenizer.json` has `tokenizer` bytes.
+    /// Sums saturate.
+    #[must_use]
+    pub fn of(recipe: &Recipe, config: &Config, tokenizer: u64) -> Self {
+        let size = Size::of(config);
+        let (weights, world) = (size.weights, recipe.trainer.world as u64);
+        let prompts = recipe.data.max_prompt_length as u64;
+        let running = recipe.rollout.max_running as u64;
+        let rows = running
+            .saturating_add((recipe.rollout.prefill_chunk as u64).min(prompts.saturating_mul(running)));
+        let positions = recipe.rollout.kv_cache_tokens.map_or_else(|| cache_positions(recipe), |n| n as u64);
+        // A step trains at most what it was handed.
+        let micro_batch = (recipe.trainer.microbatch_tokens as u64)
+            .min(super::BatchPlan::of(recipe).max_tokens.div_ceil(world.max(1)));
+        let part = |name, what, bytes| Part { name, what, bytes };
+        let mut parts = vec![
+            part("process", "program, libraries, threads", PROCESS),
+            part("tokenizer", "two open model directories", product(&[2, TOKENIZER, tokenizer])),
+            part("policy", "the weights that are trained", weights),
+            part("packed", "their packed forms for forward and backward", product(&[2, size.packed])),
+            part("gradients", "one per rank", product(&[world, weights])),
+            part("optimizer", "two moments of AdamW", product(&[2, weights])),
+            part(
+                "activations",
+                "what a full micro-batch of every rank keeps for its backward",
+                product(&[world, micro_batch, size.activations_per_token]),
+            ),
+            part("published", "the newest version on its way to the sampler", weights),
+            part("served", "the version that is sampled from, packed", size.packed),
+            part(
+                "next",
+                "the version that is made ready, flat and packed",
+                weights.saturating_add(size.packed),
+            ),
+            part(
+                "kv cache",
+                "keys and values of all running sequences",
+                product(&[positions, size.cache_per_token]),
+            ),
+            part("decoding", "one step of all running sequences", product(&[rows, size.decoding_per_token])),
+        ];
+        if recipe.buffer.store == Store::Redb {
+            parts.push(part("journal", "cache of the buffer", JOURNAL));
+        }
+        let sum = parts.iter().fold(0_u64, |sum, part| sum.saturating_add(part.bytes));
+        parts.push(part("slack", "freed blocks that the allocator keeps", sum / 100 * SLACK));
+        Self { parts }
+    }
+
+    /// The sum, bytes.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.parts.iter().fold(0, |sum, part| sum.saturating_add(part.bytes))
+    }
+}
+
+impl fmt::Display for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for Part { name, what, bytes } in &self.parts {
+            writeln!(f, "  {name:12} {:>10}  {what}", mebibytes(*bytes))?;
+        }
+        write!(f, "  {:12} {:>10}  most resident memory, `memory/peak_mib`", "total", mebibytes(self.total()))
+    }
+}
+
+/// Bytes that follow from the shape of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Size {
+    /// All weights.
+    weights: u64,
+    /// A decoder to sample with: matrices and head as panels, the embedding beside them.
+    packed: u64,
+    /// What all layers keep of a token for its backward.
+    activations_per_token: u64,
+    /// Key and value of a token in all layers.
+    cache_per_token: u64,
+    /// A token on its way through one layer, and its logits twice.
+    decoding_per_token: u64,
+}
+
+impl Size {
+    fn of(config: &Config) -> Self {
+        let n = |size: usize| size as u64;
+        let (hidden, middle) = (n(config.hidden_size), n(config.intermediate_size));
+        let queries = n(config.num_heads) * n(config.head_dim);
+        let keys = n(config.num_kv_heads) * n(config.head_dim);
+        let projected = queries + 2 * keys;
+        let weights = Layout::new(config).len() as u64;
+        // With tied weights embedding and head are one tensor and two copies.
+        let twice = if config.tie_word_embeddings { n(config.vocab_size) * hidden } else { 0 };
+        // The residual stream and its norm twice each, the projection raw and prepared, the attention, gate and up and
+        // their product.
+        let layer = 4 * hidden + 2 * projected + queries + 3 * middle;
+        Self {
+            weights: F32 * weights,
+            packed: F32 * (weights + twice),
+            activations_per_token: product(&[F32, n(config.num_layers), layer]),
+            cache_per_token: product(&[F32, 2, n(config.num_layers), keys]),
+            decoding_per_token: product(&[F32, layer + 2 * n(config.vocab_size)]),
+        }
+    }
+}
+
+/// Positions of the sampler's cache when the recipe names no number: every sequence at its longest with a prompt of its
+/// own, in whole pages, one more for where a completion begins in the middle of one.
+fn cache_positions(recipe: &Recipe) -> u64 {
+    let pages = KvCache::pages_for(recipe.data.max_prompt_length)
+        + KvCache::pages_for(recipe.rollout.max_completion_length)
+        + 1;
+    let sequences = recipe.rollout.max_running.max(recipe.rollout.group_size);
+    product(&[(pages.saturating_mul(KvCache::PAGE)) as u64, sequences as u64])
+}
+
+fn product(factors: &[u64]) -> u64 {
+    factors.iter().fold(1, |product, factor| product.saturating_mul(*factor))
+}
+
+fn mebibytes(bytes: u64) -> String {
+    let mib = bytes as f64 / f64::from(1 << 20);
+    if mib < 1024.0 { format!("{mib:.1} MiB") } else { format!("{:.1} GiB", mib / 1024.0) }
+}
+
+#[cfg(test)]
+mod tests {
+    use model::Sizes;
+
+    use super::super::tests::recipe;
+    use super::*;
+
+    #[test]
+    fn parts_count_what_they_say() {
+        let config = Config::fresh(&Sizes {
+            vocab_size: 10,
+            hidden_size: 8,
+            intermediate_size: 16,
+            num_layers: 2,
+            num_heads: 2,
+            num_kv_heads: 2,
+            max_position_embeddings: 64,
+        });
+        let memory = Memory::of(&recipe(), &config, 1000);
+        let bytes = |name: &str| memory.parts.iter().find(|part| part.name == name).unwrap().bytes;
+        let weights = 4 * Layout::new(&config).len() as u64;
+        assert_eq!(bytes("policy"), weights);
+        assert_eq!(bytes("served"), weights + 4 * 80, "the head is a second copy of the embedding");
+        assert_eq!(bytes("optimizer"), 2 * weights);
+        assert_eq!(bytes("activations"), 100 * 2 * (4 * 8 + 2 * 24 + 8 + 3 * 16) * 4);
+        assert_eq!(bytes("kv cache"), 2 * 2 * 2 * 4 * 640 * 4);
+        assert_eq!(bytes("tokenizer"), 2 * 13 * 1000);
+        assert_eq!(memory.total(), memory.parts.iter().map(|part| part.bytes).sum::<u64>());
+        assert_eq!(memory.to_string().lines().count(), memory.parts.len() + 1);
+    }
+
+    #[test]
+    fn sizes_beyond_all_bounds_saturate() {
+        let mut recipe = recipe();
+        recipe.rollout.max_running = usize::MAX;
+        let config = Config::fresh(&Sizes {
+            vocab_size: 10,
+            hidden_size: 8,
+            intermediate_size: 16,
+            num_layers: 2,
+            num_heads: 2,
+            num_kv_heads: 2,
+            max_position_embeddings: 64,
+        });
+        assert_eq!(Memory::of(&recipe, &config, 0).total(), u64::MAX);
+    }
+}

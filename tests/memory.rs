@@ -1,0 +1,55 @@
+//! `rlrun plan` against what a run really took.
+
+use crate::support::Home;
+
+/// How far the prediction may be off.
+const TOLERANCE: f64 = 0.1;
+
+/// About 6 million weights, so that what no plan knows (page tables, fragments) does not count; sampler and trainer
+/// both busy for some steps.
+const RECIPE: &str = r#"
+[model.random]
+hidden_size = 320
+intermediate_size = 1280
+num_layers = 4
+num_heads = 8
+num_kv_heads = 4
+[data]
+max_prompt_length = 16
+[data.arithmetic]
+train_tasks = 200
+eval_tasks = 0
+[rollout]
+group_size = 8
+max_completion_length = 16
+max_running = 64
+ignore_stop = true
+[[rewards]]
+kind = "regex"
+pattern = "[02468]"
+[buffer]
+batch_groups = 8
+max_staleness = 1
+[trainer]
+steps = 8
+microbatch_tokens = 1024
+[checkpoint]
+interval = 0
+"#;
+
+#[test]
+fn the_plan_predicts_the_peak_of_the_memory() {
+    let home = Home::new();
+    home.write("memory.toml", RECIPE);
+    let plan = home.rlrun(&["plan", "memory.toml"]).ok().stdout;
+    let total = plan.lines().find_map(|line| line.strip_prefix("  total ")).unwrap();
+    let mut words = total.split_whitespace();
+    let planned: f64 = words.next().unwrap().parse().unwrap();
+    assert_eq!(words.next(), Some("MiB"), "{plan}");
+
+    home.rlrun(&["memory.toml", "--run-dir", "run", "--quiet"]).ok();
+    let peaks = home.run("run").values("memory/peak_mib");
+    assert!(peaks.is_sorted(), "a peak only grows: {peaks:?}");
+    let peak = peaks[peaks.len() - 1];
+    assert!((planned / peak - 1.0).abs() <= TOLERANCE, "planned {planned} MiB, needed {peak} MiB\n{plan}");
+}
