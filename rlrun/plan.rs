@@ -103,7 +103,8 @@ impl Memory {
         let world = recipe.trainer.world as u64;
         Self {
             weights: product(&[7, model.parameters]),
-            optimizer: product(&[2 + world, model.parameters]),
+            optimizer: product(&[world, model.parameters])
+                .saturating_add(recipe.trainer.optimizer.bytes_per_value().saturating_mul(model.parameters)),
             kv_cache: product(&[2, model.layers, model.kv_heads, model.head_dim, cached]),
             activations: product(&[world, recipe.trainer.microbatch_tokens as u64, model.layers, layer]),
             logits: product(&[running, model.vocab_size]),
