@@ -139,14 +139,16 @@ impl AdamW {
             keep: 1.0,
             seed: noise(self.updates as u32),
         };
+        let mut pieces = Vec::new();
         let mut rest = values;
         for ((tensor, spec), moments) in (0..).zip(layout.specs()).zip(&mut self.moments) {
             let (values, after) = rest.split_at_mut(spec.len());
             rest = after;
             let keep = if spec.shape.len() > 1 { 1.0 - learning_rate * weight_decay } else { 1.0 };
             let factors = Factors { keep, seed: noise(factors.seed ^ tensor), ..factors };
-            moments.pieces(values, &gradients[spec.range()], factors).for_each(Piece::update);
+            pieces.extend(moments.pieces(values, &gradients[spec.range()], factors));
         }
+        pieces.into_iter().for_each(Piece::update);
     }
 }
 

@@ -166,7 +166,9 @@ impl Planner<'_> {
             parts.into_iter().map(|(_, rows)| self.unit(rows)).collect::<Vec<_>>()
         };
         let fits = |part: &Unit| part.tokens <= self.budget && part.cost <= limit;
-        let fitting = (1..rows.len()).map(parts).find(|parts| parts.iter().all(fits));
+        let at_least =
+            unit.tokens.div_ceil(self.budget.max(1)).max(unit.cost.div_ceil(limit.max(1)) as usize);
+        let fitting = (at_least.max(1)..rows.len()).map(parts).find(|parts| parts.iter().all(fits));
         fitting.unwrap_or_else(|| rows.iter().map(|row| self.unit(vec![*row])).collect())
     }
 }
