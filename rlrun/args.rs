@@ -6,7 +6,10 @@
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand};
+
+use trainer::adamw::OptimizerKind;
 
 use crate::init::Template;
 
@@ -254,6 +257,9 @@ pub struct TrainBenchArgs {
     /// Tokens packed into one forward and backward pass
     #[arg(long, default_value_t = 4096, value_parser = at_least_one)]
     pub microbatch_tokens: usize,
+    /// What the moments of AdamW are kept in
+    #[arg(long, default_value = OptimizerKind::Adamw.as_str(), value_parser = optimizer())]
+    pub optimizer: OptimizerKind,
     /// Steps that are timed, after one that is not
     #[arg(long, default_value_t = 3, value_parser = at_least_one)]
     pub repeats: usize,
@@ -366,6 +372,13 @@ fn is_command(arg: &OsStr) -> bool {
 fn is_recipe(arg: &OsStr) -> bool {
     let path = Path::new(arg);
     path.extension().is_some_and(|extension| extension == "toml") || path.is_file()
+}
+
+/// The words of `trainer.optimizer` in a recipe.
+fn optimizer() -> impl TypedValueParser<Value = OptimizerKind> {
+    let all = [OptimizerKind::Adamw, OptimizerKind::Adamw8bit];
+    let words = PossibleValuesParser::new(all.map(OptimizerKind::as_str));
+    words.map(move |word| all.into_iter().find(|kind| kind.as_str() == word).unwrap_or_default())
 }
 
 fn temperature(text: &str) -> Result<f64, String> {

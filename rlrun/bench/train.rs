@@ -11,7 +11,7 @@ use rand_chacha::rand_core::SeedableRng;
 use serde_json::json;
 use trainer::adamw::AdamWConfig;
 use trainer::batch::demonstrations;
-use trainer::packing::micro_batches;
+use trainer::plan::plan;
 use trainer::policy_loss::DemonstrationLoss;
 use trainer::{Learner, LearnerConfig};
 use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
@@ -25,7 +25,6 @@ use crate::failure::Failure;
 
 /// Small enough that the weights of a real model stay what they are, whatever the number of repeats.
 const LEARNING_RATE: f32 = 1e-6;
-const ADAMW: AdamWConfig = AdamWConfig { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 };
 
 /// Takes as many optimizer steps as `args` say on `threads` ranks.
 ///
@@ -39,7 +38,7 @@ pub fn work(args: &TrainBenchArgs, threads: usize) -> Result<Work, Failure> {
         return Err(Failure::Argument(what));
     }
     let config = LearnerConfig {
-        adamw: ADAMW,
+        adamw: AdamWConfig { kind: args.optimizer, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 },
         max_grad_norm: 1.0,
         microbatch_tokens: args.microbatch_tokens,
         world: threads,
@@ -60,7 +59,8 @@ pub fn work(args: &TrainBenchArgs, threads: usize) -> Result<Work, Failure> {
         }
     }
     let lengths = vec![args.length; args.sequences];
-    let passes = micro_batches(&lengths, args.microbatch_tokens, threads).len();
+    let shares = plan(&rows, directory.config(), args.microbatch_tokens, threads);
+    let passes: usize = shares.iter().map(Vec::len).sum();
     let (shape, tokens) = (Shape::new(directory.config()), (args.sequences * args.length) as f64);
     Ok(Work {
         name: "train",
@@ -70,6 +70,7 @@ pub fn work(args: &TrainBenchArgs, threads: usize) -> Result<Work, Failure> {
             ("sequences", json!(args.sequences)),
             ("length", json!(args.length)),
             ("microbatch_tokens", json!(args.microbatch_tokens)),
+            ("optimizer", json!(args.optimizer)),
         ],
         seconds,
         tokens,
