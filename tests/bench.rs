@@ -213,7 +213,7 @@ fn mistakes_are_refused_with_the_nearest_name() {
         (&["bench", "train", "--model", "tiny", "--length", "100"], "the model's context of 64 tokens"),
         (&["bench", "generate", "--model", "tiny", "--batch", "6", "--group", "4"], "--group 4"),
         (&["bench", "generate", "--model", "tiny", "--new", "0"], "1 or more"),
-        (&["bench", "train", "--model", "tiny", "--optimizer", "adamw8"], "'adamw8bit'"),
+        (&["bench", "train", "--model", "tiny", "--optimizer", "adamw8"], "adamw, adamw8bit"),
         (&["bench", "generate", "--model", "tiny", "--prompt", "60"], "64"),
         (&["bench", "generate", "--model", "tiny", "--plot", "x.svg"], "--sweep"),
         (&["bench", "loop"], "--recipe <FILE>"),
