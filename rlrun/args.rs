@@ -189,6 +189,8 @@ pub enum BenchWhat {
     Train(TrainBenchArgs),
     /// Steps of a real run, synchronous and asynchronous
     Loop(LoopBenchArgs),
+    /// The operations of the decoder one by one, on one thread
+    Ops(OpsBenchArgs),
 }
 
 /// What is measured, and how it is shown.
@@ -304,6 +306,23 @@ pub struct LoopBenchArgs {
     pub output: BenchOutput,
 }
 
+/// `rlrun bench ops`.
+#[derive(Debug, Args)]
+pub struct OpsBenchArgs {
+    /// Model directory in Hugging Face format; only its shapes are used
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// Tokens that an operation works on together
+    #[arg(long, value_delimiter = ',', value_parser = at_least_one, default_values_t = [1, 8, 32, 64, 512])]
+    pub rows: Vec<usize>,
+    /// Repeats of each operation, every one of some milliseconds
+    #[arg(long, default_value_t = 5, value_parser = at_least_one)]
+    pub repeats: usize,
+    /// Print one JSON object per result instead of a table
+    #[arg(long)]
+    pub json: bool,
+}
+
 impl BenchArgs {
     /// How results are shown.
     #[must_use]
@@ -312,6 +331,7 @@ impl BenchArgs {
             Some(BenchWhat::Generate(args)) => args.target.output,
             Some(BenchWhat::Train(args)) => args.target.output,
             Some(BenchWhat::Loop(args)) => args.output,
+            Some(BenchWhat::Ops(args)) => BenchOutput { threads: Some(1), json: args.json },
             None => self.output,
         }
     }

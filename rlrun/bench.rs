@@ -4,7 +4,7 @@
 //! - [`machine`]: its limits
 //! - [`cost`]: the arithmetic and the traffic that a piece of work needs at least
 //! - [`measure`]: one result, as a row of a table and as one JSON object, whose fields are listed there
-//! - [`generate`], [`train`], [`steps`]: what is measured
+//! - [`generate`], [`train`], [`steps`], [`ops`]: what is measured
 //! - [`chart`]: a sweep as a picture
 //!
 //! Invariant: nothing here computes. What is timed is the code that a run executes.
@@ -14,6 +14,7 @@ pub mod cost;
 pub mod generate;
 pub mod machine;
 pub mod measure;
+pub mod ops;
 pub mod steps;
 pub mod train;
 
@@ -22,7 +23,9 @@ use std::io::Write;
 use std::num::NonZeroUsize;
 use std::path::Path;
 
-use crate::args::{BenchArgs, BenchOutput, BenchWhat, GenerateBenchArgs, LoopBenchArgs, TrainBenchArgs};
+use crate::args::{
+    BenchArgs, BenchOutput, BenchWhat, GenerateBenchArgs, LoopBenchArgs, OpsBenchArgs, TrainBenchArgs,
+};
 use crate::failure::Failure;
 use crate::memory::PeakMemory;
 use machine::{Machine, Peaks};
@@ -38,12 +41,14 @@ pub fn run(args: &BenchArgs, env: &[(String, String)], out: &mut dyn Write) -> R
         Some(BenchWhat::Generate(args)) => bench.generate(args),
         Some(BenchWhat::Train(args)) => bench.train(args),
         Some(BenchWhat::Loop(args)) => bench.steps(args, env),
+        Some(BenchWhat::Ops(args)) => bench.ops(args),
         None => {
             // The command line insists on it where no measure is named.
             let model = args.model.as_deref().unwrap_or(Path::new(""));
             bench.generate(&defaults(model)?)?;
             bench.train(&defaults(model)?)?;
-            bench.steps(&defaults(model)?, env)
+            bench.steps(&defaults(model)?, env)?;
+            bench.ops(&defaults(model)?)
         }
     }
 }
@@ -52,8 +57,8 @@ pub fn run(args: &BenchArgs, env: &[(String, String)], out: &mut dyn Write) -> R
 struct Bench<'a> {
     machine: Machine,
     json: bool,
-    /// Whether the header of the table is written.
-    begun: bool,
+    /// Threads of the rows under the last header of the table.
+    described: Option<usize>,
     /// The limits as measured after the last piece of work, which is before the next.
     peaks: Peaks,
     out: &'a mut dyn Write,
@@ -64,14 +69,15 @@ impl<'a> Bench<'a> {
         let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let machine = Machine::new(output.threads.unwrap_or(cores));
         let peaks = machine.peaks()?;
-        Ok(Self { machine, json: output.json, begun: false, peaks, out })
+        Ok(Self { machine, json: output.json, described: None, peaks, out })
     }
 
     fn generate(&mut self, args: &GenerateBenchArgs) -> Result<(), Failure> {
         let mut curve = Vec::new();
         for batch in args.batches() {
-            let measure = self.measure(|| generate::work(args, batch))?;
-            curve.push((batch as f64, 1e3 * measure.seconds() / measure.tokens()));
+            for measure in self.measure(|| Ok(vec![generate::work(args, batch)?]))? {
+                curve.push((batch as f64, 1e3 * measure.seconds() / measure.tokens()));
+            }
         }
         let Some(file) = &args.plot else { return Ok(()) };
         let chart = chart::svg(&curve, "sequences decoded together", "milliseconds per token");
@@ -81,37 +87,58 @@ impl<'a> Bench<'a> {
 
     fn train(&mut self, args: &TrainBenchArgs) -> Result<(), Failure> {
         let threads = self.machine.threads();
-        self.measure(|| train::work(args, threads)).map(|_| ())
+        self.measure(|| Ok(vec![train::work(args, threads)?])).map(|_| ())
     }
 
     fn steps(&mut self, args: &LoopBenchArgs, env: &[(String, String)]) -> Result<(), Failure> {
         for staleness in &args.staleness {
             let threads = self.machine.threads();
-            self.measure(|| steps::work(args, *staleness, threads, env))?;
+            self.measure(|| Ok(vec![steps::work(args, *staleness, threads, env)?]))?;
         }
         Ok(())
     }
 
+    fn ops(&mut self, args: &OpsBenchArgs) -> Result<(), Failure> {
+        // Operations do not share their work, so one thread is what they are held against.
+        let all = std::mem::replace(&mut self.machine, Machine::new(1));
+        self.peaks = self.machine.peaks()?;
+        self.measure(|| ops::work(args))?;
+        self.machine = all;
+        self.peaks = self.machine.peaks()?;
+        Ok(())
+    }
+
     /// Does `work` between two looks at the limits of the machine, and writes down what came out.
-    fn measure(&mut self, work: impl FnOnce() -> Result<Work, Failure>) -> Result<Measure, Failure> {
+    fn measure(
+        &mut self,
+        work: impl FnOnce() -> Result<Vec<Work>, Failure>,
+    ) -> Result<Vec<Measure>, Failure> {
         let memory = PeakMemory::start();
-        let work = work()?;
+        let done = work()?;
         let memory = memory.stop();
         let after = self.machine.peaks()?;
         let before = std::mem::replace(&mut self.peaks, after);
-        let measure = Measure { work, memory, peaks: [before, after], threads: self.machine.threads() };
-        let system = |source| Failure::System { what: "write a result".to_owned(), source };
-        if self.json {
-            writeln!(self.out, "{}", measure.json()).map_err(system)?;
-        } else {
-            if !std::mem::replace(&mut self.begun, true) {
-                writeln!(self.out, "{}\n{}", self.machine.describe(&before), measure::header())
-                    .map_err(system)?;
-            }
-            writeln!(self.out, "{}", measure.row()).map_err(system)?;
+        let (peaks, threads) = ([before, after], self.machine.threads());
+        let measures: Vec<Measure> =
+            done.into_iter().map(|work| Measure { work, memory, peaks, threads }).collect();
+        self.write(&measures)
+            .map_err(|source| Failure::System { what: "write a result".to_owned(), source })?;
+        Ok(measures)
+    }
+
+    fn write(&mut self, measures: &[Measure]) -> std::io::Result<()> {
+        let threads = self.machine.threads();
+        if !self.json && self.described.replace(threads) != Some(threads) {
+            writeln!(self.out, "{}\n{}", self.machine.describe(&self.peaks), measure::header())?;
         }
-        self.out.flush().map_err(system)?;
-        Ok(measure)
+        for measure in measures {
+            if self.json {
+                writeln!(self.out, "{}", measure.json())?;
+            } else {
+                writeln!(self.out, "{}", measure.row())?;
+            }
+        }
+        self.out.flush()
     }
 }
 

@@ -108,6 +108,18 @@ fn sampling_and_training_are_measured() {
 }
 
 #[test]
+fn operations_are_measured_for_every_number_of_rows() {
+    let home = Home::new();
+    tiny(&home);
+    let done = home.rlrun(&["bench", "ops", "--model", "tiny", "--rows", "1,5", "--repeats", "1", "--json"]);
+    let results = objects(done);
+    let gate_up: Vec<_> = results.iter().filter(|result| result["op"] == "gate_up").collect();
+    assert_eq!(gate_up.iter().map(|result| &result["rows"]).collect::<Vec<_>>(), [1, 5]);
+    gate_up.into_iter().for_each(assert_measured);
+    assert!(results.iter().any(|result| result["op"] == "attention_pack_dx"));
+}
+
+#[test]
 fn a_sweep_is_a_table_and_a_picture() {
     let home = Home::new();
     tiny(&home);

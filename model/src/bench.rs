@@ -1,11 +1,23 @@
-//! Loops that show what a machine can do at best, for `rlrun bench` to hold the decoder against.
+//! Loops that show what a machine can do at best, and the decoder's operations one by one, for `rlrun bench` to hold
+//! against them.
 //!
 //! Invariant: a loop says how much it did and nothing else. It reads no clock and starts no thread; whoever measures
 //! does both.
 
 use std::hint::black_box;
+use std::ops::Range;
+use std::sync::Arc;
 
-use crate::ops::simd::{LANES, Vector, vectorized};
+use candle_core::Result;
+
+use crate::ops::attention::{self, PAGE, PageLayout, Segment};
+use crate::ops::heads::HeadShape;
+use crate::ops::linear::{Linear, weight_gradient};
+use crate::ops::matrix;
+use crate::ops::norm::rms_norm;
+use crate::ops::simd::{LANES, Level, Vector, level, vectorized};
+use crate::ops::swiglu::swiglu;
+use crate::{Config, ParameterSpec, Parameters};
 
 /// Sums that do not wait for each other: more than two units of latency four can keep busy, few enough for the 16
 /// registers of AVX2.
@@ -22,7 +34,7 @@ pub fn multiply_adds(rounds: u32) -> f64 {
     {
         use std::arch::x86_64::{__m256, __m512};
 
-        #[target_feature(enable = "avx512f")]
+        #[target_feature(enable = "avx512f,avx512vl,avx2,fma")]
         fn avx512(rounds: u32) -> f64 {
             chains::<__m512>(rounds)
         }
@@ -30,13 +42,12 @@ pub fn multiply_adds(rounds: u32) -> f64 {
         fn avx2(rounds: u32) -> f64 {
             chains::<__m256>(rounds)
         }
-        if std::arch::is_x86_feature_detected!("avx512f") {
-            #[expect(unsafe_code, reason = "the feature of the callee was detected in the line above")]
-            return unsafe { avx512(rounds) };
-        }
-        if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
-            #[expect(unsafe_code, reason = "the features of the callee were detected in the line above")]
-            return unsafe { avx2(rounds) };
+        match level() {
+            #[expect(unsafe_code, reason = "the machine has the features of this level")]
+            Level::Avx512 => return unsafe { avx512(rounds) },
+            #[expect(unsafe_code, reason = "the machine has the features of this level")]
+            Level::Avx2 => return unsafe { avx2(rounds) },
+            Level::Portable => {}
         }
     }
     chains::<[f32; 4]>(rounds)
@@ -77,6 +88,169 @@ vectorized! {
     }
 }
 
+/// One operation of the decoder on random numbers of the shapes that a model gives it.
+pub struct Operation {
+    /// What it is, such as `gate_up`; with `_train` where the weight is read unpacked, `_dx` and `_dw` for its backward.
+    pub name: &'static str,
+    /// Floating-point operations of a call; 0 where they are not what it is about.
+    pub flops: f64,
+    /// Bytes that a call reads and writes, each operand once.
+    pub bytes: f64,
+    work: Box<dyn FnMut() -> Result<()>>,
+}
+
+impl std::fmt::Debug for Operation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Operation").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl Operation {
+    fn new(
+        name: &'static str,
+        (flops, numbers): (usize, usize),
+        work: impl FnMut() -> Result<()> + 'static,
+    ) -> Self {
+        Self { name, flops: flops as f64, bytes: (size_of::<f32>() * numbers) as f64, work: Box::new(work) }
+    }
+
+    /// Does it once, on this thread.
+    ///
+    /// # Errors
+    /// Those of the operation; with the shapes of a model that could be opened there are none.
+    pub fn run(&mut self) -> Result<()> {
+        (self.work)()
+    }
+}
+
+/// The operations of one layer and of the head of a model of this shape, on `rows` tokens. Attention sees as many: from
+/// the cache every token sees `rows` others, in a pack they are one sequence.
+///
+/// # Errors
+/// If a matrix cannot be made.
+pub fn operations(config: &Config, rows: usize) -> Result<Vec<Operation>> {
+    let one_layer = Config { num_layers: 1, ..config.clone() };
+    let parameters = Arc::new(Parameters::random(&one_layer, 0));
+    let span = |first: &str, last: &str| {
+        let range = |name: &str| {
+            let spec = parameters.layout().spec(&format!("model.layers.0.{name}"));
+            spec.map(ParameterSpec::range).unwrap_or_default()
+        };
+        range(first).start..range(last).end
+    };
+    let shape = HeadShape::of(config);
+    let (hidden, middle) = (config.hidden_size, config.intermediate_size);
+    let mut all = Vec::new();
+    for (name, weight, input) in [
+        (
+            ["qkv", "qkv_train", "qkv_dx", "qkv_dw"],
+            span("self_attn.q_proj.weight", "self_attn.v_proj.weight"),
+            hidden,
+        ),
+        (
+            ["output", "output_train", "output_dx", "output_dw"],
+            span("self_attn.o_proj.weight", "self_attn.o_proj.weight"),
+            shape.query_width(),
+        ),
+        (
+            ["gate_up", "gate_up_train", "gate_up_dx", "gate_up_dw"],
+            span("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+            hidden,
+        ),
+        (
+            ["down", "down_train", "down_dx", "down_dw"],
+            span("mlp.down_proj.weight", "mlp.down_proj.weight"),
+            middle,
+        ),
+        (["head", "head_train", "head_dx", "head_dw"], parameters.layout().head(), hidden),
+    ] {
+        all.extend(products(name, &parameters, weight, (input, rows))?);
+    }
+    all.extend(attention(shape, rows)?);
+    let random = |columns: usize| matrix(noise(rows * columns), columns);
+    let x = random(hidden)?;
+    let scale = vec![1.0; hidden];
+    all.push(Operation::new("norm", (0, 2 * rows * hidden), move || rms_norm(&x, &scale, 1e-6).map(done)));
+    let gate_up = random(2 * middle)?;
+    all.push(Operation::new("swiglu", (0, 3 * rows * middle), move || swiglu(&gate_up).map(done)));
+    Ok(all)
+}
+
+/// A linear layer forward with its weight packed and unpacked, and both halves of its backward.
+fn products(
+    names: [&'static str; 4],
+    parameters: &Arc<Parameters>,
+    weight: Range<usize>,
+    (input, rows): (usize, usize),
+) -> Result<[Operation; 4]> {
+    let output = weight.len() / input;
+    let packed = Linear::packed(&parameters.values()[weight.clone()], input, None);
+    let flat = Linear::flat(parameters, weight.clone(), input, &(0..0));
+    let (x, g) = (matrix(noise(rows * input), input)?, matrix(noise(rows * output), output)?);
+    let cost = (2 * rows * weight.len(), weight.len() + rows * (input + output));
+    let mut gradient = vec![0.0; weight.len()];
+    let [forward, train, dx, dw] = names;
+    let (x_packed, x_flat, g_flat, back) = (x.clone(), x.clone(), g.clone(), flat.clone());
+    Ok([
+        Operation::new(forward, cost, move || packed.apply(&x_packed).map(done)),
+        Operation::new(train, cost, move || flat.apply(&x_flat).map(done)),
+        Operation::new(dx, cost, move || back.input_gradient(&g_flat).map(done)),
+        Operation::new(dw, cost, move || weight_gradient(&x, &g, 0..output, &mut gradient)),
+    ])
+}
+
+/// Attention over the cache and over a pack, forward and backward.
+fn attention(shape: HeadShape, rows: usize) -> Result<[Operation; 3]> {
+    let layout = PageLayout::new(shape);
+    let pages: Vec<Vec<f32>> = (0..rows.div_ceil(PAGE)).map(|_| noise(layout.len())).collect();
+    let queries = noise(rows * shape.query_width());
+    let mut weights = Vec::new();
+    let read = 2 * rows * rows * shape.kv_width() + 2 * rows * shape.query_width();
+    let decode = move || {
+        let pages: Vec<&[f32]> = pages.iter().map(Vec::as_slice).collect();
+        let mut out = vec![0.0; queries.len()];
+        let outs = out.chunks_exact_mut(shape.query_width());
+        for (queries, out) in queries.chunks_exact(shape.query_width()).zip(outs) {
+            layout.attend(queries, &pages, rows, &mut weights, out);
+        }
+        done(out);
+        Ok(())
+    };
+    let qkv = matrix(noise(rows * shape.width()), shape.width())?;
+    let g = matrix(noise(rows * shape.query_width()), shape.query_width())?;
+    let segments = [Segment { rows: 0..rows, prefix: 0..0 }];
+    // Half of all pairs of tokens, two products for each; the backward has five.
+    let pairs = rows * (rows + 1) / 2 * shape.query_width();
+    let numbers = rows * (shape.width() + shape.query_width());
+    let (qkv_back, segments_back) = (qkv.clone(), segments.clone());
+    Ok([
+        Operation::new("attention_cache", (4 * rows * rows * shape.query_width(), read), decode),
+        Operation::new("attention_pack", (4 * pairs, numbers), move || {
+            attention::packed(&qkv, &segments, 0, shape).map(done)
+        }),
+        Operation::new("attention_pack_dx", (10 * pairs, 2 * numbers), move || {
+            attention::packed_backward(&qkv_back, &segments_back, 0, shape, &g).map(done)
+        }),
+    ])
+}
+
+/// Keeps the compiler from leaving out what nobody reads.
+fn done<T>(result: T) {
+    black_box(result);
+}
+
+/// Deterministic values in [-1, 1).
+fn noise(count: usize) -> Vec<f32> {
+    let mut state = 0x9e37_79b9_u32;
+    let next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    std::iter::repeat_with(next).take(count).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -86,6 +260,29 @@ mod tests {
         let one = multiply_adds(1);
         assert!([4.0, 8.0, 16.0].contains(&(one / 24.0)), "{one} operations in a round");
         assert_eq!(multiply_adds(1000), 1000.0 * one);
+    }
+
+    #[test]
+    fn every_operation_runs_at_every_size() {
+        let config = Config::fresh(&crate::Sizes {
+            vocab_size: 20,
+            hidden_size: 16,
+            intermediate_size: 24,
+            num_layers: 3,
+            num_heads: 4,
+            num_kv_heads: 2,
+            max_position_embeddings: 64,
+        });
+        for rows in [1, 8, 33] {
+            let mut all = operations(&config, rows).unwrap();
+            all.iter_mut().for_each(|operation| operation.run().unwrap());
+            let flops = |name: &str| all.iter().find(|o| o.name == name).unwrap().flops;
+            assert_eq!(flops("gate_up"), (2 * rows * 16 * 48) as f64);
+            assert_eq!(flops("head_dw"), (2 * rows * 16 * 20) as f64);
+            assert_eq!(flops("attention_pack"), (2 * rows * (rows + 1) * 16) as f64);
+            let names: std::collections::BTreeSet<_> = all.iter().map(|o| o.name).collect();
+            assert_eq!(names.len(), all.len(), "a name tells an operation");
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! # Fields of the object
 //! | field | is |
 //! |---|---|
-//! | `measure` | `generate`, `train` or `loop` |
+//! | `measure` | `generate`, `train`, `loop` or `ops` |
 //! | `model`, `parameters` | the last part of its path, and its weights in all |
 //! | `threads` | threads that the work could use, and that the limits were measured on |
 //! | settings | what was asked for, under the names of the options |
@@ -106,7 +106,10 @@ impl Measure {
             percent(rate.gbytes_per_s / limit.gbytes_per_s),
             format!("{:.0}", self.memory.peak),
         ];
-        let settings = self.work.settings.iter().map(|(name, value)| format!("{name} {value}"));
+        let settings = self.work.settings.iter().map(|(name, value)| match value {
+            Value::String(word) => format!("{name} {word}"),
+            other => format!("{name} {other}"),
+        });
         let further = self.work.further.iter().map(|(name, value)| format!("{name} {value:.3}"));
         join(&cells, &settings.chain(further).collect::<Vec<_>>().join(", "))
     }
