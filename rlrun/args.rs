@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand};
 
+use model::Recompute;
 use trainer::adamw::OptimizerKind;
 
 use crate::init::Template;
@@ -262,6 +263,9 @@ pub struct TrainBenchArgs {
     /// What the moments of AdamW are kept in
     #[arg(long, default_value = OptimizerKind::Adamw.as_str(), value_parser = optimizer())]
     pub optimizer: OptimizerKind,
+    /// What the backward computes again instead of keeping it
+    #[arg(long, default_value = "none", value_parser = recompute())]
+    pub recompute: Recompute,
     /// Steps that are timed, after one that is not
     #[arg(long, default_value_t = 3, value_parser = at_least_one)]
     pub repeats: usize,
@@ -399,6 +403,15 @@ fn optimizer() -> impl TypedValueParser<Value = OptimizerKind> {
     let all = [OptimizerKind::Adamw, OptimizerKind::Adamw8bit];
     let words = PossibleValuesParser::new(all.map(OptimizerKind::as_str));
     words.map(move |word| all.into_iter().find(|kind| kind.as_str() == word).unwrap_or_default())
+}
+
+/// The words of `trainer.recompute` in a recipe.
+fn recompute() -> impl TypedValueParser<Value = Recompute> {
+    PossibleValuesParser::new(["none", "block", "sequence"]).map(|word| match word.as_str() {
+        "block" => Recompute::Block,
+        "sequence" => Recompute::Sequence,
+        _ => Recompute::None,
+    })
 }
 
 fn temperature(text: &str) -> Result<f64, String> {

@@ -22,6 +22,9 @@ use std::ffi::OsStr;
 use std::io::Write;
 use std::num::NonZeroUsize;
 use std::path::Path;
+use std::sync::Arc;
+
+use model::Cores;
 
 use crate::args::{
     BenchArgs, BenchOutput, BenchWhat, GenerateBenchArgs, LoopBenchArgs, OpsBenchArgs, TrainBenchArgs,
@@ -73,9 +76,9 @@ impl<'a> Bench<'a> {
     }
 
     fn generate(&mut self, args: &GenerateBenchArgs) -> Result<(), Failure> {
-        let mut curve = Vec::new();
+        let (cores, mut curve) = (self.cores(), Vec::new());
         for batch in args.batches() {
-            for measure in self.measure(|| Ok(vec![generate::work(args, batch)?]))? {
+            for measure in self.measure(|| Ok(vec![generate::work(args, batch, &cores)?]))? {
                 curve.push((batch as f64, 1e3 * measure.seconds() / measure.tokens()));
             }
         }
@@ -86,14 +89,14 @@ impl<'a> Bench<'a> {
     }
 
     fn train(&mut self, args: &TrainBenchArgs) -> Result<(), Failure> {
-        let threads = self.machine.threads();
-        self.measure(|| Ok(vec![train::work(args, threads)?])).map(|_| ())
+        let cores = self.cores();
+        self.measure(|| Ok(vec![train::work(args, &cores)?])).map(|_| ())
     }
 
     fn steps(&mut self, args: &LoopBenchArgs, env: &[(String, String)]) -> Result<(), Failure> {
         for staleness in &args.staleness {
-            let threads = self.machine.threads();
-            self.measure(|| Ok(vec![steps::work(args, *staleness, threads, env)?]))?;
+            let cores = self.cores();
+            self.measure(|| Ok(vec![steps::work(args, *staleness, &cores, env)?]))?;
         }
         Ok(())
     }
@@ -106,6 +109,11 @@ impl<'a> Bench<'a> {
         self.machine = all;
         self.peaks = self.machine.peaks()?;
         Ok(())
+    }
+
+    /// Cores for one piece of work, with helper threads of their own.
+    fn cores(&self) -> Arc<Cores> {
+        Cores::new(self.machine.threads())
     }
 
     /// Does `work` between two looks at the limits of the machine, and writes down what came out.

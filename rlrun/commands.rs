@@ -5,8 +5,9 @@
 
 use std::io::{BufRead, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use model::{Decoder, ModelDirectory, Purpose, Sampling};
+use model::{Cores, Decoder, ModelDirectory, Sampling, Team};
 use rollout::{Engine, EngineConfig, Request, StopRules};
 use trajectory::{GroupId, Message, PolicyVersion, Prompt};
 
@@ -130,9 +131,9 @@ fn eval(args: &EvalArgs, env: &[(String, String)]) -> Result<String, Failure> {
     let directory = ModelDirectory::open(&model_of(&args.target, None)?)?;
     let prepared = Prepared::new(&recipe, &directory)?;
     let parameters = directory.load_parameters()?;
-    let decoder = Decoder::new(directory.config(), &parameters, Purpose::Inference);
+    let decoder = Decoder::new(directory.config(), &parameters);
     let runtime = RewardRuntime::new()?;
-    let Some(evaluation) = prepared.evaluate(&recipe, decoder, &directory, &runtime)? else {
+    let Some(evaluation) = prepared.evaluate(&recipe, decoder, &directory, (&runtime, &Cores::all()))? else {
         let what = format!("{} has no held-out tasks; name some under data.eval", args.recipe.display());
         return Err(Failure::NotThere(what));
     };
@@ -197,8 +198,9 @@ impl Speaker {
             strings: Vec::new(),
             tokenizer: directory.tokenizer().clone(),
         };
-        let decoder = Decoder::new(directory.config(), &parameters, Purpose::Inference);
-        let engine = Engine::new(config, stop, decoder, PolicyVersion::default())?;
+        let (decoder, cores) = (Decoder::new(directory.config(), &parameters), Cores::all());
+        let engine = Engine::new(config, stop, decoder, PolicyVersion::default())?
+            .on(Arc::new(Team::new(&cores, cores.total())));
         let sampling = Sampling { temperature: args.temperature as f32, ..Sampling::PLAIN };
         Ok(Self { directory, engine, sampling, max_tokens, asked: 0 })
     }

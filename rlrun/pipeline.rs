@@ -14,13 +14,13 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use buffer::{Consumer, Journal, Memory, Producer};
-use model::{Decoder, ModelDirectory, Parameters, Purpose};
+use model::{Config, Cores, Decoder, ModelDirectory, Parameters};
 use rewards::RewardSet;
 use rollout::applier::Applier;
 use rollout::evaluate::Evaluation;
 use rollout::scoring::Scorer;
 use rollout::{Engine, Progress, RolloutError, Worker};
-use trainer::adamw::{AdamWConfig, OptimizerKind};
+use trainer::adamw::{AdamW, AdamWConfig, OptimizerKind};
 use trainer::{Checkpoint, Learner, LearnerConfig, Trainer, TrainerState};
 use trajectory::PolicyVersion;
 use weights::{Publisher, Subscriber};
@@ -58,24 +58,34 @@ pub enum Ending {
 /// # Errors
 /// Whatever ended the run.
 pub fn run(recipe: &Recipe, run_dir: &RunDir, report: &Report) -> Result<Ending, Failure> {
-    run_with(recipe, run_dir, report, None)
+    run_in(recipe, run_dir, report, Surroundings { cores: Cores::all(), rewards: None })
 }
 
-/// The same with rewards of the caller's own, if there are any, in place of the recipe's.
+/// What a run finds around it.
+#[derive(Debug)]
+pub struct Surroundings {
+    /// The cores that sampler and trainer share.
+    pub cores: Arc<Cores>,
+    /// Rewards in place of the recipe's, if there are any.
+    pub rewards: Option<Arc<RewardSet>>,
+}
+
+/// The same with other surroundings than the whole machine and the recipe's rewards.
 ///
 /// # Errors
 /// Whatever ended the run.
-pub fn run_with(
+pub fn run_in(
     recipe: &Recipe,
     run_dir: &RunDir,
     report: &Report,
-    rewards: Option<Arc<RewardSet>>,
+    surroundings: Surroundings,
 ) -> Result<Ending, Failure> {
     let logs = run_dir.logs();
     let system = |source| Failure::System { what: format!("write a log in {}", logs.display()), source };
     report.log_to(&logs).map_err(system)?;
     let (runtime, signals) = (RewardRuntime::new()?, Signals::listen()?);
-    Run { recipe, run_dir, report, rewards, runtime, signals }.go()
+    let Surroundings { cores, rewards } = surroundings;
+    Run { recipe, run_dir, report, rewards, runtime, signals, cores }.go()
 }
 
 /// What all parts of a run need.
@@ -87,6 +97,7 @@ struct Run<'a> {
     rewards: Option<Arc<RewardSet>>,
     runtime: RewardRuntime,
     signals: Signals,
+    cores: Arc<Cores>,
 }
 
 /// What training starts from.
@@ -149,7 +160,7 @@ impl Run<'_> {
                 trainer::checkpoint::load(&path, recipe.adamw())?;
             let prepared = self.prepared(&directory)?;
             let model = directory.config().clone();
-            let learner = Learner::new(recipe.learner(), model, parameters, Some(optimizer));
+            let learner = self.learner(recipe.learner(), model, parameters, Some(optimizer));
             self.report.note(&format!("resumed after step {} from {}", version.0, path.display()));
             // A run that was killed before its first step may have been killed before its first line.
             let first = version == PolicyVersion::default();
@@ -166,7 +177,7 @@ impl Run<'_> {
             };
             parameters = warm;
         }
-        let learner = Learner::new(recipe.learner(), directory.config().clone(), parameters, None);
+        let learner = self.learner(recipe.learner(), directory.config().clone(), parameters, None);
         let state = TrainerState::new(PolicyVersion::default(), 0, 0, 0.0);
         if recipe.warmup.is_some() && recipe.checkpoint.interval > 0 {
             trainer::checkpoint::save(
@@ -189,6 +200,17 @@ impl Run<'_> {
         })
     }
 
+    /// A learner on the cores that the recipe gives the trainer.
+    fn learner(
+        &self,
+        config: LearnerConfig,
+        model: Config,
+        parameters: Parameters,
+        optimizer: Option<AdamW>,
+    ) -> Learner {
+        Learner::new(config, model, parameters, optimizer).on(Arc::new(self.recipe.trainer_team(&self.cores)))
+    }
+
     /// The parameters after the warm-up; `None` if it was stopped.
     fn warmed_up(
         &self,
@@ -199,7 +221,7 @@ impl Run<'_> {
     ) -> Result<Option<Parameters>, Failure> {
         let adamw = AdamWConfig { kind: self.recipe.trainer.optimizer, ..WARMUP_ADAMW };
         let config = LearnerConfig { adamw, ..self.recipe.learner() };
-        let mut learner = Learner::new(config, directory.config().clone(), parameters, None);
+        let mut learner = self.learner(config, directory.config().clone(), parameters, None);
         let phase = self.report.phase("warm-up", warmup.steps as u64);
         let mut last_loss = 0.0;
         let tasks = prepared.train_tasks();
@@ -233,9 +255,11 @@ impl Run<'_> {
         let (producer, consumer) = open_buffer(self.recipe, self.run_dir.path())?;
         let (publisher, hub) = weights::memory::hub();
         let subscriber = Arc::new(hub.subscribe("sampler 0")?);
-        let decoder = Decoder::new(directory.config(), learner.parameters(), Purpose::Inference);
+        let decoder = Decoder::new(directory.config(), learner.parameters());
         let engine = self.recipe.engine(prepared.train.longest());
-        let engine = Engine::new(engine, self.recipe.stop_rules(&directory), decoder, state.version)?;
+        let stop_rules = self.recipe.stop_rules(&directory);
+        let engine = Engine::new(engine, stop_rules, decoder, state.version)?
+            .on(Arc::new(self.recipe.rollout_team(&self.cores)));
         let worker = self.sampler(engine, &prepared, Arc::clone(&producer), subscriber);
 
         let stop = self.signals.stop_flag();
@@ -317,8 +341,8 @@ impl Run<'_> {
         learner: &Learner,
         directory: &ModelDirectory,
     ) -> Result<Option<Evaluation>, Failure> {
-        let decoder = Decoder::new(learner.model(), learner.parameters(), Purpose::Inference);
-        prepared.evaluate(self.recipe, decoder, directory, &self.runtime)
+        let decoder = Decoder::new(learner.model(), learner.parameters());
+        prepared.evaluate(self.recipe, decoder, directory, (&self.runtime, &self.cores))
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use model::{Decoder, ModelDirectory};
+use model::{Cores, Decoder, ModelDirectory};
 use rewards::RewardSet;
 use rollout::evaluate::{Evaluation, EvaluationConfig, evaluate};
 use rollout::tasks::TaskOrder;
@@ -124,7 +124,7 @@ impl Prepared {
         recipe: &Recipe,
         decoder: Decoder,
         directory: &ModelDirectory,
-        runtime: &RewardRuntime,
+        (runtime, cores): (&RewardRuntime, &Arc<Cores>),
     ) -> Result<Option<Evaluation>, Failure> {
         let Some(prompts) = &self.eval else { return Ok(None) };
         let config = EvaluationConfig {
@@ -133,7 +133,8 @@ impl Prepared {
             tasks: recipe.eval.tasks,
         };
         let stop = recipe.stop_rules(directory);
-        Ok(Some(evaluate(&config, decoder, prompts, (&stop, &self.rewards, runtime.handle()))?))
+        let team = Arc::new(recipe.rollout_team(cores));
+        Ok(Some(evaluate(&config, (decoder, team), prompts, (&stop, &self.rewards, runtime.handle()))?))
     }
 }
 

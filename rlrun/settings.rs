@@ -7,7 +7,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use buffer::BufferConfig;
-use model::{Architecture, Config, ModelDirectory, Sampling, Sizes};
+use std::sync::Arc;
+
+use model::{Architecture, Config, Cores, ModelDirectory, Sampling, Sizes, Team};
 use rewards::{RewardError, RewardSet, RewardSpec, WeightedReward};
 use rollout::scoring::{RewardLimits, limited};
 use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource};
@@ -166,6 +168,18 @@ impl Recipe {
         }
     }
 
+    /// The sampler's share of the cores.
+    #[must_use]
+    pub fn rollout_team(&self, cores: &Arc<Cores>) -> Team {
+        Team::new(cores, self.placement.rollout_threads.unwrap_or(cores.total()))
+    }
+
+    /// The trainer's share of the cores.
+    #[must_use]
+    pub fn trainer_team(&self, cores: &Arc<Cores>) -> Team {
+        Team::new(cores, self.placement.trainer_threads.unwrap_or(cores.total()))
+    }
+
     /// What the sampler does.
     #[must_use]
     pub fn worker(&self) -> WorkerConfig {
@@ -207,6 +221,7 @@ impl Recipe {
             adamw: self.adamw(),
             max_grad_norm: self.trainer.max_grad_norm as f32,
             microbatch_tokens: self.trainer.microbatch_tokens,
+            recompute: self.trainer.recompute,
             world: self.trainer.world,
         }
     }

@@ -23,7 +23,7 @@ initializer_range = 0.2
 [data]
 max_prompt_length = 16
 [data.arithmetic]
-train_tasks = 20
+train_tasks = 200
 eval_tasks = 0
 [rollout]
 group_size = 4

@@ -5,8 +5,11 @@
 //! clipping and AdamW are written out. `parity.rs` asserts that rlrun with `buffer.max_staleness = 0` ends with the same
 //! weights, bit for bit.
 
+use std::sync::Arc;
+
 use model::{
-    Decoder, Draw, Gradients, ModelDirectory, Pack, Parameters, PredictionGradient, Purpose, Sampling, Target,
+    Decoder, Draw, Gradients, ModelDirectory, Pack, Parameters, PredictionGradient, Recompute, Sampling,
+    Target, Team,
 };
 use rollout::PromptSet;
 use rollout::engine::{random_stream, uniform};
@@ -46,12 +49,12 @@ impl Reference<'_> {
     /// Trains, and returns the weights after the last step with the mean reward of every step.
     pub(crate) fn run(&self) -> (Parameters, Vec<f64>) {
         let config = self.directory.config();
-        let mut parameters = self.directory.load_parameters().unwrap();
+        let mut parameters = Arc::new(self.directory.load_parameters().unwrap());
         let len = parameters.values().len();
         let mut adam = Adam { first: vec![0.0; len], second: vec![0.0; len], updates: 0 };
         let mut rewards = Vec::new();
         for step in 0..self.steps {
-            let policy = Decoder::new(config, &parameters, Purpose::Training);
+            let policy = Decoder::trainable(config, &parameters, Recompute::None);
 
             // Sample and score.
             let mut groups: Vec<Vec<Trajectory>> = Vec::new();
@@ -69,14 +72,15 @@ impl Reference<'_> {
             groups.iter_mut().for_each(|group| set_advantages(group));
 
             // One update on all of them.
-            let trajectories: Vec<Trajectory> = groups.into_iter().flatten().collect();
-            if !trajectories.is_empty() {
-                let mut gradients = gradients(&policy, &parameters, &trajectories, batch_tokens);
+            if !groups.is_empty() {
+                let mut gradients = gradients(&policy, &parameters, &groups, batch_tokens);
+                drop(policy);
                 clip(gradients.values_mut(), self.max_grad_norm);
-                adam.update(parameters.values_mut(), gradients.values(), self.learning_rate);
+                let values = Arc::get_mut(&mut parameters).unwrap().values_mut();
+                adam.update(values, gradients.values(), self.learning_rate);
             }
         }
-        (parameters, rewards)
+        (Arc::into_inner(parameters).unwrap(), rewards)
     }
 
     /// Samples one completion, token by token.
@@ -124,25 +128,36 @@ fn set_advantages(group: &mut [Trajectory]) {
 fn gradients(
     policy: &Decoder,
     parameters: &Parameters,
-    trajectories: &[Trajectory],
+    groups: &[Vec<Trajectory>],
     batch_tokens: usize,
 ) -> Gradients {
     let (mut pack, mut rows, mut targets, mut slopes) = (Pack::new(), Vec::new(), Vec::new(), Vec::new());
     let token_weight = 1.0 / batch_tokens as f32;
-    for trajectory in trajectories {
-        let last = trajectory.token_ids.len() - 1;
-        let start = pack.push(&trajectory.token_ids[..last]).unwrap();
-        for position in trajectory.prompt_length..=last {
-            rows.push(start + position - 1);
-            targets.push(Target { token: trajectory.token_ids[position], temperature: 1.0, kept: None });
-            slopes.push(PredictionGradient { logprob: -trajectory.advantage * token_weight, entropy: 0.0 });
+    for group in groups {
+        // The prompt goes through the network once for the whole group.
+        let prompt = group[0].prompt_length;
+        let prefix = pack.push(&group[0].token_ids[..prompt]).unwrap();
+        for trajectory in group {
+            let last = trajectory.token_ids.len() - 1;
+            let rest = &trajectory.token_ids[prompt..last];
+            let start = pack.push_continuation(prefix, rest).unwrap_or(0);
+            for position in prompt..=last {
+                rows.push(if position == prompt {
+                    prefix + prompt - 1
+                } else {
+                    start + position - 1 - prompt
+                });
+                targets.push(Target { token: trajectory.token_ids[position], temperature: 1.0, kept: None });
+                let logprob = -trajectory.advantage * token_weight;
+                slopes.push(PredictionGradient { logprob, entropy: 0.0 });
+            }
         }
     }
-    let (predictions, trace) = policy.forward(&pack, &rows, &targets).unwrap();
-    let behavior = trajectories.iter().flat_map(|t| &t.behavior_logprobs);
+    let (predictions, trace) = policy.forward(&pack, &rows, &targets, &Team::alone()).unwrap();
+    let behavior = groups.iter().flatten().flat_map(|t| &t.behavior_logprobs);
     assert!(predictions.iter().map(|p| &p.logprob).eq(behavior), "trainer and sampler agree bit for bit");
     let mut gradients = Gradients::zeros(parameters.layout());
-    policy.backward(&pack, trace, &targets, &slopes, &mut gradients).unwrap();
+    policy.backward(&pack, trace, &targets, &slopes, &mut gradients, &Team::alone()).unwrap();
     gradients
 }
 

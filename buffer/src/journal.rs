@@ -190,7 +190,22 @@ where
 
 fn open_database(path: &Path) -> Result<Database, BufferError> {
     let not_ours = |found| BufferError::NotAJournal { path: path.to_owned(), found };
-    redb::Builder::new().set_cache_size(CACHE_BYTES).create(path).map_err(|error| match error {
+    let create = |at: &Path| redb::Builder::new().set_cache_size(CACHE_BYTES).create(at);
+    let opened = if path.exists() {
+        create(path)
+    } else {
+        // A process that is killed while it makes a journal leaves half of one: under another name, not in the way.
+        let fresh = path.with_extension("new");
+        if fresh.exists() {
+            std::fs::remove_file(&fresh).map_err(failed(path, "remove what a killed process left of"))?;
+        }
+        let made = create(&fresh);
+        if made.is_ok() {
+            std::fs::rename(&fresh, path).map_err(failed(path, "make"))?;
+        }
+        made
+    };
+    opened.map_err(|error| match error {
         DatabaseError::DatabaseAlreadyOpen => BufferError::Locked { path: path.to_owned() },
         DatabaseError::Storage(StorageError::Corrupted(what)) => not_ours(what),
         DatabaseError::Storage(StorageError::Io(error))

@@ -10,12 +10,13 @@ use std::sync::Arc;
 
 use candle_core::Result;
 
+use crate::machine::{Level, level};
 use crate::ops::attention::{self, PAGE, PageLayout, Segment};
 use crate::ops::heads::HeadShape;
 use crate::ops::linear::{Linear, weight_gradient};
 use crate::ops::matrix;
 use crate::ops::norm::rms_norm;
-use crate::ops::simd::{LANES, Level, Vector, level, vectorized};
+use crate::ops::simd::{LANES, Vector, vectorized};
 use crate::ops::swiglu::swiglu;
 use crate::{Config, ParameterSpec, Parameters};
 

@@ -3,8 +3,10 @@
 //! # Layout
 //! - [`directory`]: a model directory in Hugging Face layout, opened, made and exported; it is made of
 //!   [`config`], [`parameters`] (all weights as one flat buffer), [`tokenizer`] and [`chat`]
+//! - [`cores`]: the cores that computation may use, shared by all roles of a process
 //! - [`decoder`]: the network, for whole sequences and for decoding from a paged cache
 //! - `ops`: its hot operations, each with its backward
+//! - [`machine`]: what this machine can do
 //! - [`sampling`]: from logits to a token and its log-probability
 //! - [`mod@characters`]: the character-level tokenizer of fresh models
 //! - [`bench`]: what a machine can do at best
@@ -12,7 +14,7 @@
 //! # Example
 //! A fresh model that nobody has trained, and the token it puts behind three others:
 //! ```
-//! use model::{Config, Decoder, Draw, KvCache, Parameters, Purpose, Sampling, Sizes, StepRow};
+//! use model::{Config, Decoder, Draw, KvCache, Parameters, Sampling, Sizes, StepSequence, Team};
 //!
 //! let config = Config::fresh(&Sizes {
 //!     vocab_size: 100,
@@ -24,14 +26,12 @@
 //!     max_position_embeddings: 64,
 //! });
 //! let seed = 7;
-//! let decoder = Decoder::new(&config, &Parameters::random(&config, seed), Purpose::Inference);
+//! let decoder = Decoder::new(&config, &Parameters::random(&config, seed));
 //!
 //! let mut cache = KvCache::new(&config, config.max_context());
 //! let pages = [cache.take().expect("nobody holds a page of a new cache")];
-//! let prompt = [22, 16, 22].into_iter().enumerate();
-//! let rows: Vec<_> = prompt.map(|(position, token)| StepRow { token, position, pages: &pages }).collect();
-//! let last = rows.len() - 1;
-//! let mut logits = decoder.step(&mut cache, &rows, &[last])?;
+//! let prompt = StepSequence { tokens: &[22, 16, 22], position: 0, pages: &pages, wanted: 1 };
+//! let mut logits = decoder.step(&mut cache, &[prompt], &Team::alone())?;
 //! let uniform = 0.5;
 //! let draw = Draw::new(&mut logits, Sampling::PLAIN, uniform);
 //! assert!(draw.token < 100 && draw.logprob < 0.0);
@@ -43,9 +43,11 @@ pub mod bench;
 pub mod characters;
 pub mod chat;
 pub mod config;
+pub mod cores;
 pub mod decoder;
 pub mod directory;
 pub mod error;
+pub mod machine;
 mod ops;
 pub mod parameters;
 pub mod sampling;
@@ -55,7 +57,8 @@ mod weight_files;
 pub use characters::{CHARACTERS, characters};
 pub use chat::ChatTemplate;
 pub use config::{Architecture, Config, RopeScaling, Sizes};
-pub use decoder::{Decoder, Gradients, KvCache, Pack, PackError, Purpose, StepRow, Trace};
+pub use cores::{Cores, Presence, Team};
+pub use decoder::{Decoder, Gradients, KvCache, Pack, PackError, Recompute, StepSequence, Trace};
 pub use directory::ModelDirectory;
 pub use error::ModelError;
 pub use ops::head::{Prediction, PredictionGradient, Target};

@@ -3,7 +3,7 @@
 //! Invariant: nothing here has a tolerance. Pages come from a cache that other sequences have filled before, so that a
 //! key which is read without having been written shows.
 
-use model::{Decoder, KvCache, Pack, Purpose, StepRow};
+use model::{Cores, Decoder, KvCache, Pack, StepSequence, Team};
 use proptest::prelude::*;
 
 use crate::common::{Golden, MODELS, bits, logits_of, pack_of};
@@ -50,22 +50,25 @@ impl Running {
 
 /// Feeds all sequences together, `chunks[s]` tokens of sequence `s` at a time, to their ends.
 fn run(decoder: &Decoder, cache: &mut KvCache, running: &mut [Running], chunks: &[usize]) {
+    run_on(&Team::alone(), decoder, cache, running, chunks);
+}
+
+fn run_on(team: &Team, decoder: &Decoder, cache: &mut KvCache, running: &mut [Running], chunks: &[usize]) {
     while running.iter().any(|r| r.left() > 0) {
         let counts: Vec<usize> = running.iter().zip(chunks).map(|(r, chunk)| r.left().min(*chunk)).collect();
         running.iter_mut().zip(&counts).for_each(|(r, count)| r.prepare(cache, *count));
-        let rows: Vec<StepRow<'_>> = running
+        let sequences: Vec<StepSequence<'_>> = running
             .iter()
             .zip(&counts)
-            .flat_map(|(r, count)| {
-                (r.done..r.done + count).map(|position| StepRow {
-                    token: r.tokens[position],
-                    position,
-                    pages: &r.pages,
-                })
+            .map(|(r, count)| StepSequence {
+                tokens: &r.tokens[r.done..r.done + count],
+                position: r.done,
+                pages: &r.pages,
+                wanted: *count,
             })
+            .filter(|sequence| !sequence.tokens.is_empty())
             .collect();
-        let wanted: Vec<usize> = (0..rows.len()).collect();
-        let logits = decoder.step(cache, &rows, &wanted).unwrap();
+        let logits = decoder.step(cache, &sequences, team).unwrap();
         let mut logits = logits.chunks(decoder.config().vocab_size);
         for (r, count) in running.iter_mut().zip(&counts) {
             logits.by_ref().take(*count).for_each(|row| r.logits.extend_from_slice(row));
@@ -81,7 +84,7 @@ fn release(cache: &mut KvCache, running: &[Running]) {
 
 fn decoder(name: &str) -> Decoder {
     let golden = Golden::open(name);
-    Decoder::new(&golden.config, &golden.parameters, Purpose::Inference)
+    Decoder::new(&golden.config, &golden.parameters)
 }
 
 /// A cache whose every position has been written by sequences that are gone.
@@ -124,19 +127,54 @@ fn chunks_of_every_size_give_the_bits_of_the_pack() {
 }
 
 #[test]
-fn only_the_wanted_rows_are_returned_in_their_order() {
+fn only_the_wanted_logits_are_returned() {
     let decoder = decoder("qwen3");
+    let mut cache = used_cache(&decoder, 2);
+    let pages = [[cache.take().unwrap()], [cache.take().unwrap()]];
+    let (long, short) = (tokens(5, 1), tokens(3, 2));
+    let step = |cache: &mut KvCache, wanted: [usize; 2]| {
+        let sequences = [
+            StepSequence { tokens: &long, position: 0, pages: &pages[0], wanted: wanted[0] },
+            StepSequence { tokens: &short, position: 0, pages: &pages[1], wanted: wanted[1] },
+        ];
+        bits(&decoder.step(cache, &sequences, &Team::alone()).unwrap())
+    };
+    let both = [expected(&decoder, &long, 2), expected(&decoder, &short, 1)].concat();
+    assert_eq!(step(&mut cache, [2, 1]), both);
+    assert_eq!(step(&mut cache, [0, 3]), expected(&decoder, &short, 3));
+    assert!(step(&mut cache, [0, 0]).is_empty());
+}
+
+/// Sequences enough that a step pays a second thread.
+#[test]
+fn threads_change_nothing() {
+    let decoder = decoder("qwen2");
+    let sequences: Vec<_> = (0..60).map(|s| tokens(150 + s % 7, s)).collect();
+    let logits = |team: &Team| {
+        let mut cache = KvCache::new(decoder.config(), sequences.len() * 160);
+        let mut running: Vec<_> = sequences.iter().cloned().map(Running::new).collect();
+        run_on(team, &decoder, &mut cache, &mut running, &[80; 60]);
+        release(&mut cache, &running);
+        running.iter().flat_map(|r| bits(&r.logits)).collect::<Vec<_>>()
+    };
+    let alone = logits(&Team::alone());
+    assert!(logits(&Team::new(&Cores::new(3), 3)) == alone);
+}
+
+/// A page that failed to be written is in its place again.
+#[test]
+fn a_step_that_fails_leaves_the_cache_usable() {
+    let decoder = decoder("qwen2");
     let mut cache = used_cache(&decoder, 1);
     let page = [cache.take().unwrap()];
-    let sequence = tokens(5, 1);
-    let rows: Vec<_> =
-        (0..5).map(|position| StepRow { token: sequence[position], position, pages: &page }).collect();
-    let logits = decoder.step(&mut cache, &rows, &[4, 1]).unwrap();
-    assert_eq!(
-        bits(&logits),
-        [expected(&decoder, &sequence, 1), expected(&decoder, &sequence[..2], 1)].concat()
-    );
-    assert!(decoder.step(&mut cache, &rows, &[]).unwrap().is_empty());
+    let good = tokens(4, 1);
+    let mut step = |tokens: &[u32]| {
+        let sequence = StepSequence { tokens, position: 0, pages: &page, wanted: 1 };
+        decoder.step(&mut cache, &[sequence], &Team::alone())
+    };
+    let err = step(&[5, 100]).unwrap_err().to_string();
+    assert!(err.contains("token 1 has id 100, but the vocabulary ends at 100"), "{err}");
+    assert_eq!(bits(&step(&good).unwrap()), expected(&decoder, &good, 1));
 }
 
 #[test]

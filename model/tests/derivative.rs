@@ -3,8 +3,11 @@
 //!
 //! Invariant: a direction per tensor, so that a wrong gradient of a small tensor cannot hide behind a large one.
 
+use std::sync::Arc;
+
 use model::{
-    Config, Decoder, Gradients, Pack, Parameters, PredictionGradient, Purpose, RopeScaling, Sizes, Target,
+    Config, Decoder, Gradients, Pack, Parameters, PredictionGradient, Recompute, RopeScaling, Sizes, Target,
+    Team,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -56,8 +59,8 @@ impl Loss {
     }
 
     fn value(&self, config: &Config, parameters: &Parameters) -> f64 {
-        let decoder = Decoder::new(config, parameters, Purpose::Inference);
-        let predictions = decoder.score(&self.pack, &self.rows, &self.targets).unwrap();
+        let decoder = Decoder::new(config, parameters);
+        let predictions = decoder.score(&self.pack, &self.rows, &self.targets, &Team::alone()).unwrap();
         let term = |(p, g): (&model::Prediction, &PredictionGradient)| {
             f64::from(p.logprob) * f64::from(g.logprob) + f64::from(p.entropy) * f64::from(g.entropy)
         };
@@ -65,10 +68,11 @@ impl Loss {
     }
 
     fn gradients(&self, config: &Config, parameters: &Parameters) -> Gradients {
-        let decoder = Decoder::new(config, parameters, Purpose::Training);
-        let (_, trace) = decoder.forward(&self.pack, &self.rows, &self.targets).unwrap();
+        let team = Team::alone();
+        let decoder = Decoder::trainable(config, &Arc::new(parameters.clone()), Recompute::None);
+        let (_, trace) = decoder.forward(&self.pack, &self.rows, &self.targets, &team).unwrap();
         let mut gradients = Gradients::zeros(parameters.layout());
-        decoder.backward(&self.pack, trace, &self.targets, &self.gradients, &mut gradients).unwrap();
+        decoder.backward(&self.pack, trace, &self.targets, &self.gradients, &mut gradients, &team).unwrap();
         gradients
     }
 }

@@ -6,13 +6,13 @@
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Activation, VarBuilder};
 use candle_transformers::models::{llama, mistral, qwen2, qwen3};
-use model::{Config, Decoder, Purpose, RopeScaling};
+use model::{Config, Decoder, RopeScaling};
 
 use crate::common::{Golden, logits_of, pack_of};
 
 /// Asserts that `oracle`, given `[1, n]` tokens, returns our logits after the last of them.
 fn assert_agrees(name: &str, golden: &Golden, config: &Config, mut oracle: impl FnMut(&Tensor) -> Tensor) {
-    let decoder = Decoder::new(config, &golden.parameters, Purpose::Inference);
+    let decoder = Decoder::new(config, &golden.parameters);
     for sequence in &golden.sequences {
         let ours = logits_of(&decoder, &pack_of([&sequence.tokens[..]]));
         for (t, ours) in ours.chunks(config.vocab_size).enumerate() {

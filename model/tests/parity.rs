@@ -3,7 +3,11 @@
 //! Invariant: tolerances are those of f32 arithmetic in another order; whatever is computed twice by the decoder itself
 //! is compared bit for bit.
 
-use model::{Decoder, Gradients, Pack, Prediction, PredictionGradient, Purpose, Target};
+use std::sync::Arc;
+
+use model::{
+    Cores, Decoder, Gradients, Pack, PackError, Prediction, PredictionGradient, Recompute, Target, Team,
+};
 
 use crate::common::{Golden, MODELS, bits, logits_of, pack_of};
 
@@ -37,15 +41,23 @@ impl Loss<'_> {
 }
 
 fn trainable(golden: &Golden) -> Decoder {
-    Decoder::new(&golden.config, &golden.parameters, Purpose::Training)
+    trainable_with(golden, Recompute::None)
+}
+
+fn trainable_with(golden: &Golden, recompute: Recompute) -> Decoder {
+    Decoder::trainable(&golden.config, &Arc::new(golden.parameters.clone()), recompute)
 }
 
 /// Adds the gradients of the sequences at `indices`, packed in this order.
 fn reverse(decoder: &Decoder, golden: &Golden, indices: &[usize], gradients: &mut Gradients) {
+    reverse_on(&Team::alone(), decoder, golden, indices, gradients);
+}
+
+fn reverse_on(team: &Team, decoder: &Decoder, golden: &Golden, indices: &[usize], gradients: &mut Gradients) {
     let (pack, loss) =
         (pack_of(indices.iter().map(|i| &golden.sequences[*i].tokens[..])), Loss::new(golden, indices));
-    let (_, trace) = decoder.forward(&pack, &loss.rows, &loss.targets).unwrap();
-    decoder.backward(&pack, trace, &loss.targets, &loss.gradients, gradients).unwrap();
+    let (_, trace) = decoder.forward(&pack, &loss.rows, &loss.targets, team).unwrap();
+    decoder.backward(&pack, trace, &loss.targets, &loss.gradients, gradients, team).unwrap();
 }
 
 fn all(golden: &Golden) -> Vec<usize> {
@@ -74,7 +86,7 @@ fn assert_gradients(name: &str, golden: &Golden, ours: &Gradients, theirs: &[f32
 fn logits_are_those_of_pytorch() {
     for name in MODELS {
         let golden = Golden::open(name);
-        let decoder = Decoder::new(&golden.config, &golden.parameters, Purpose::Inference);
+        let decoder = Decoder::new(&golden.config, &golden.parameters);
         let ours = logits_of(&decoder, &pack_of(golden.sequences.iter().map(|s| &s.tokens[..])));
         let theirs: Vec<f32> = golden.sequences.iter().flat_map(|s| &s.logits).copied().collect();
         assert_eq!(ours.len(), theirs.len(), "{name}");
@@ -91,7 +103,7 @@ fn loss_and_gradients_are_those_of_pytorch() {
         let golden = Golden::open(name);
         let (decoder, loss) = (trainable(&golden), Loss::new(&golden, &all(&golden)));
         let pack = pack_of(golden.sequences.iter().map(|s| &s.tokens[..]));
-        let (predictions, _) = decoder.forward(&pack, &loss.rows, &loss.targets).unwrap();
+        let (predictions, _) = decoder.forward(&pack, &loss.rows, &loss.targets, &Team::alone()).unwrap();
         let value = loss.value(&predictions);
         assert!((value - f64::from(golden.loss)).abs() <= 1e-3, "{name}: loss {value}, not {}", golden.loss);
 
@@ -118,15 +130,76 @@ fn gradients_of_packs_add_up() {
     }
 }
 
+/// Neither the number of threads nor what is computed again changes a bit.
+#[test]
+fn threads_and_recomputation_change_nothing() {
+    for name in MODELS {
+        let golden = Golden::open(name);
+        let gradients = |team: &Team, recompute: Recompute| {
+            let mut gradients = Gradients::zeros(golden.parameters.layout());
+            // Sequences of 4 lengths, over and over: more tokens than a chunk of the recomputation has.
+            let indices: Vec<usize> = (0..40).map(|i| i * 3 % golden.sequences.len()).collect();
+            reverse_on(team, &trainable_with(&golden, recompute), &golden, &indices, &mut gradients);
+            bits(gradients.values())
+        };
+        let expected = gradients(&Team::alone(), Recompute::None);
+        for threads in [1, 2, 3] {
+            let team = Team::new(&Cores::new(threads), threads);
+            for recompute in [Recompute::None, Recompute::Block, Recompute::Sequence] {
+                assert!(gradients(&team, recompute) == expected, "{name}: {threads} threads, {recompute:?}");
+            }
+        }
+    }
+}
+
+/// A prompt that is computed once for its completions gives each of them the bits that it has alone, and all of them the
+/// gradient that they have alone.
+#[test]
+fn a_shared_prefix_changes_nothing_but_the_cost() {
+    for name in MODELS {
+        let golden = Golden::open(name);
+        let decoder = trainable(&golden);
+        let prompt = &golden.sequences[0].tokens[..];
+        let completions: Vec<&[u32]> = golden.sequences[1..].iter().map(|s| &s.tokens[..]).collect();
+        let team = Team::alone();
+        // Every token of a completion is predicted, the first from the last of the prompt.
+        let (mut shared, mut alone) = (Pack::new(), Pack::new());
+        let prefix = shared.push(prompt).unwrap();
+        let (mut rows, mut rows_alone, mut targets, mut slopes) = (vec![], vec![], vec![], vec![]);
+        for (c, completion) in completions.iter().enumerate() {
+            let start = shared.push_continuation(prefix, completion).unwrap();
+            let start_alone = alone.push(&[prompt, completion].concat()).unwrap() + prompt.len();
+            for (t, token) in completion.iter().enumerate() {
+                rows.push(if t == 0 { prefix + prompt.len() - 1 } else { start + t - 1 });
+                rows_alone.push(start_alone + t - 1);
+                targets.push(Target { token: *token, temperature: 0.9, kept: None });
+                slopes.push(PredictionGradient { logprob: 0.3 - 0.1 * ((c + t) % 7) as f32, entropy: 0.01 });
+            }
+        }
+        let of = |pack: &Pack, rows: &[usize]| {
+            let (predictions, trace) = decoder.forward(pack, rows, &targets, &team).unwrap();
+            let mut gradients = Gradients::zeros(golden.parameters.layout());
+            decoder.backward(pack, trace, &targets, &slopes, &mut gradients, &team).unwrap();
+            (bits(&predictions.iter().map(|p| p.logprob).collect::<Vec<_>>()), gradients)
+        };
+        let (expected, whole) = of(&alone, &rows_alone);
+        let (logprobs, gradients) = of(&shared, &rows);
+        assert_eq!(logprobs, expected, "{name}");
+        assert_gradients(name, &golden, &gradients, whole.values(), 1e-5);
+        assert_eq!(shared.push_continuation(1, &[5]), Err(PackError::NoPrefix { row: 1 }));
+    }
+}
+
 #[test]
 fn scoring_gives_the_bits_of_the_forward() {
     for name in MODELS {
         let golden = Golden::open(name);
         let loss = Loss::new(&golden, &all(&golden));
         let pack = pack_of(golden.sequences.iter().map(|s| &s.tokens[..]));
-        let (forward, _) = trainable(&golden).forward(&pack, &loss.rows, &loss.targets).unwrap();
-        let frozen = Decoder::new(&golden.config, &golden.parameters, Purpose::Inference);
-        let score = frozen.score(&pack, &loss.rows, &loss.targets).unwrap();
+        let (forward, _) =
+            trainable(&golden).forward(&pack, &loss.rows, &loss.targets, &Team::alone()).unwrap();
+        let frozen = Decoder::new(&golden.config, &golden.parameters);
+        let score = frozen.score(&pack, &loss.rows, &loss.targets, &Team::alone()).unwrap();
         let of = |p: &[Prediction]| bits(&p.iter().flat_map(|p| [p.logprob, p.entropy]).collect::<Vec<_>>());
         assert_eq!(of(&score), of(&forward), "{name}");
         assert!(score.iter().all(|p| p.logprob < 0.0 && p.entropy > 0.0), "{name}");
@@ -137,7 +210,7 @@ fn scoring_gives_the_bits_of_the_forward() {
 fn a_sequence_has_the_same_logits_alone_and_in_any_pack() {
     for name in MODELS {
         let golden = Golden::open(name);
-        let decoder = Decoder::new(&golden.config, &golden.parameters, Purpose::Inference);
+        let decoder = Decoder::new(&golden.config, &golden.parameters);
         let packed = logits_of(&decoder, &pack_of(golden.sequences.iter().map(|s| &s.tokens[..])));
         let mut packed = &packed[..];
         for sequence in &golden.sequences {
@@ -153,7 +226,7 @@ fn a_sequence_has_the_same_logits_alone_and_in_any_pack() {
 #[test]
 fn a_token_beyond_the_vocabulary_is_an_error() {
     let golden = Golden::open("qwen2");
-    let decoder = Decoder::new(&golden.config, &golden.parameters, Purpose::Inference);
+    let decoder = Decoder::new(&golden.config, &golden.parameters);
     let mut pack = Pack::new();
     pack.push(&[5, 100]).unwrap();
     let err = decoder.logits(&pack).unwrap_err().to_string();

@@ -3,9 +3,10 @@
 //! Invariant: a repeat is a whole call, with the prefill of its prompts and the text of its completions, in the engine
 //! that runs use. Weights are packed and one call is made before the clock starts.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use model::{Decoder, ModelDirectory, Purpose};
+use model::{Cores, Decoder, ModelDirectory, Team};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use rollout::{Engine, EngineConfig, Request, StopRules};
@@ -21,11 +22,11 @@ use crate::failure::Failure;
 /// Prompt tokens read beside one decoding step.
 const PREFILL_CHUNK: usize = 256;
 
-/// Samples `batch` completions at the same time, as often as `args` say.
+/// Samples `batch` completions at the same time, as often as `args` say, on all of `cores`.
 ///
 /// # Errors
 /// A batch that is not whole groups, a model that cannot be used, or lengths beyond its context.
-pub fn work(args: &GenerateBenchArgs, batch: usize) -> Result<Work, Failure> {
+pub fn work(args: &GenerateBenchArgs, batch: usize, cores: &Arc<Cores>) -> Result<Work, Failure> {
     let group = args.group.min(batch);
     if !batch.is_multiple_of(group) {
         return Err(Failure::Argument(format!(
@@ -34,7 +35,7 @@ pub fn work(args: &GenerateBenchArgs, batch: usize) -> Result<Work, Failure> {
     }
     let directory = ModelDirectory::open(&args.target.model)?;
     let parameters = directory.load_parameters()?;
-    let decoder = Decoder::new(directory.config(), &parameters, Purpose::Inference);
+    let decoder = Decoder::new(directory.config(), &parameters);
     drop(parameters);
     let config = EngineConfig {
         max_running: batch,
@@ -47,7 +48,8 @@ pub fn work(args: &GenerateBenchArgs, batch: usize) -> Result<Work, Failure> {
     };
     let stop =
         StopRules { token_ids: Vec::new(), strings: Vec::new(), tokenizer: directory.tokenizer().clone() };
-    let mut engine = Engine::new(config, stop, decoder, PolicyVersion::default())?;
+    let team = Arc::new(Team::new(cores, cores.total()));
+    let mut engine = Engine::new(config, stop, decoder, PolicyVersion::default())?.on(team);
     let mut rng = ChaCha8Rng::seed_from_u64(0);
     let vocabulary = directory.config().vocab_size;
     let (mut seconds, mut passes) = (Vec::with_capacity(args.repeats), 0);

@@ -7,7 +7,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use model::ModelDirectory;
+use model::{Cores, ModelDirectory};
 use rewards::{Builtin, OnError, RewardSet, WeightedReward};
 use serde_json::{Map, Value, json};
 
@@ -16,7 +16,7 @@ use super::measure::{Work, median};
 use super::model_name;
 use crate::args::LoopBenchArgs;
 use crate::failure::Failure;
-use crate::pipeline::{self, Ending};
+use crate::pipeline::{self, Ending, Surroundings};
 use crate::prepare::Prepared;
 use crate::recipe::{Model, Recipe};
 use crate::report::{Report, Style};
@@ -28,14 +28,14 @@ const STARTING: usize = 5;
 /// What a recipe of a loop says whatever is measured: nothing but steps.
 const ALWAYS: [&str; 2] = ["checkpoint.interval=0", "log.samples=0"];
 
-/// Runs the loop with at most `staleness` versions between sampling and training.
+/// Runs the loop with at most `staleness` versions between sampling and training, which share `cores`.
 ///
 /// # Errors
 /// A recipe, model or tasks that cannot be used, or whatever ends a run.
 pub fn work(
     args: &LoopBenchArgs,
     staleness: u64,
-    threads: usize,
+    cores: &Arc<Cores>,
     env: &[(String, String)],
 ) -> Result<Work, Failure> {
     let scratch = tempfile::tempdir()
@@ -43,7 +43,7 @@ pub fn work(
     let path = recipe_file(args, scratch.path())?;
     let given = std::fs::read_to_string(&path)
         .map_err(|source| Failure::System { what: format!("read {}", path.display()), source })?;
-    let sets = settings(args, staleness, threads);
+    let sets = settings(args, staleness);
     let (mut recipe, origins) = Recipe::load(&path, &sets, env.iter().cloned()).map_err(Failure::Recipe)?;
     // Not among the settings, because a recipe without held-out tasks takes no key about them.
     recipe.eval.interval = 0;
@@ -51,7 +51,8 @@ pub fn work(
     let run_dir =
         RunDir::create(&scratch.path().join("run"), RecipeTexts { given: &given, resolved: &resolved })?;
     let rewards = args.force_length.map(|_| alternating()).transpose()?;
-    if pipeline::run_with(&recipe, &run_dir, &Report::new(Style::Quiet), rewards)? == Ending::Stopped {
+    let surroundings = Surroundings { cores: Arc::clone(cores), rewards };
+    if pipeline::run_in(&recipe, &run_dir, &Report::new(Style::Quiet), surroundings)? == Ending::Stopped {
         let source = std::io::ErrorKind::Interrupted.into();
         return Err(Failure::System { what: "finish the measurement".to_owned(), source });
     }
@@ -99,10 +100,9 @@ fn recipe_file(args: &LoopBenchArgs, scratch: &Path) -> Result<PathBuf, Failure>
 }
 
 /// What is changed in the recipe; the user's own settings come last.
-fn settings(args: &LoopBenchArgs, staleness: u64, threads: usize) -> Vec<String> {
+fn settings(args: &LoopBenchArgs, staleness: u64) -> Vec<String> {
     let mut sets: Vec<String> = ALWAYS.map(str::to_owned).into();
     sets.push(format!("trainer.steps={}", args.steps));
-    sets.push(format!("trainer.world={threads}"));
     sets.push(format!("buffer.max_staleness={staleness}"));
     // A recipe keeps its own numbers, a model has none.
     let or = |given: Option<usize>, default| given.or(args.recipe.is_none().then_some(default));

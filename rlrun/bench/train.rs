@@ -3,9 +3,10 @@
 //! Invariant: a repeat is one step of the learner that runs use: forward, backward, clip, AdamW. One step is made
 //! before the clock starts.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use model::ModelDirectory;
+use model::{Cores, ModelDirectory, Team};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 use serde_json::json;
@@ -26,11 +27,11 @@ use crate::failure::Failure;
 /// Small enough that the weights of a real model stay what they are, whatever the number of repeats.
 const LEARNING_RATE: f32 = 1e-6;
 
-/// Takes as many optimizer steps as `args` say on `threads` ranks.
+/// Takes as many optimizer steps as `args` say, on all of `cores`.
 ///
 /// # Errors
 /// A model that cannot be used, or sequences longer than its context.
-pub fn work(args: &TrainBenchArgs, threads: usize) -> Result<Work, Failure> {
+pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>) -> Result<Work, Failure> {
     let directory = ModelDirectory::open(&args.target.model)?;
     let context = directory.config().max_context();
     if args.length > context {
@@ -41,10 +42,12 @@ pub fn work(args: &TrainBenchArgs, threads: usize) -> Result<Work, Failure> {
         adamw: AdamWConfig { kind: args.optimizer, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 },
         max_grad_norm: 1.0,
         microbatch_tokens: args.microbatch_tokens,
-        world: threads,
+        recompute: args.recompute,
+        world: 1,
     };
     let parameters = directory.load_parameters()?;
-    let mut learner = Learner::new(config, directory.config().clone(), parameters, None);
+    let team = Arc::new(Team::new(cores, cores.total()));
+    let mut learner = Learner::new(config, directory.config().clone(), parameters, None).on(team);
     let mut rng = ChaCha8Rng::seed_from_u64(0);
     let samples = (0..args.sequences)
         .map(|_| sequence(random_tokens(&mut rng, args.length + 1, directory.config().vocab_size)))
@@ -59,7 +62,7 @@ pub fn work(args: &TrainBenchArgs, threads: usize) -> Result<Work, Failure> {
         }
     }
     let lengths = vec![args.length; args.sequences];
-    let shares = plan(&rows, directory.config(), args.microbatch_tokens, threads);
+    let shares = plan(&rows, directory.config(), args.microbatch_tokens, 1);
     let passes: usize = shares.iter().map(Vec::len).sum();
     let (shape, tokens) = (Shape::new(directory.config()), (args.sequences * args.length) as f64);
     Ok(Work {
@@ -71,6 +74,7 @@ pub fn work(args: &TrainBenchArgs, threads: usize) -> Result<Work, Failure> {
             ("length", json!(args.length)),
             ("microbatch_tokens", json!(args.microbatch_tokens)),
             ("optimizer", json!(args.optimizer)),
+            ("recompute", json!(args.recompute)),
         ],
         seconds,
         tokens,

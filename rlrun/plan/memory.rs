@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use model::{Config, KvCache, Layout};
+use model::{Config, KvCache, Layout, Recompute};
 
 use crate::recipe::Recipe;
 use crate::recipe::words::Store;
@@ -46,7 +46,7 @@ impl Memory {
     /// Sums saturate.
     #[must_use]
     pub fn of(recipe: &Recipe, config: &Config, tokenizer: u64) -> Self {
-        let size = Size::of(config);
+        let size = Size::of(config, recipe.trainer.recompute);
         let (weights, world) = (size.weights, recipe.trainer.world as u64);
         let prompts = recipe.data.max_prompt_length as u64;
         let running = recipe.rollout.max_running as u64;
@@ -61,7 +61,6 @@ impl Memory {
             part("process", "program, libraries, threads", PROCESS),
             part("tokenizer", "two open model directories", product(&[2, TOKENIZER, tokenizer])),
             part("policy", "the weights that are trained", weights),
-            part("packed", "their packed forms for forward and backward", product(&[2, size.packed])),
             part("gradients", "one per rank", product(&[world, weights])),
             part(
                 "optimizer",
@@ -127,7 +126,7 @@ struct Size {
 }
 
 impl Size {
-    fn of(config: &Config) -> Self {
+    fn of(config: &Config, recompute: Recompute) -> Self {
         let n = |size: usize| size as u64;
         let (hidden, middle) = (n(config.hidden_size), n(config.intermediate_size));
         let queries = n(config.num_heads) * n(config.head_dim);
@@ -136,13 +135,27 @@ impl Size {
         let weights = Layout::new(config).len() as u64;
         // With tied weights embedding and head are one tensor and two copies.
         let twice = if config.tie_word_embeddings { n(config.vocab_size) * hidden } else { 0 };
-        // The residual stream and its norm twice each, the projection raw and prepared, the attention, gate and up and
-        // their product. The way back through a layer takes about as much again, one layer at a time.
-        let layer = 4 * hidden + 2 * projected + queries + 3 * middle;
+        // The residual stream before and between the halves, the prepared projection (and the raw one where heads are
+        // normalised), the attention, gate and up.
+        let raw = if config.qk_norm { projected } else { 0 };
+        let attention = 2 * hidden + raw + projected + queries;
+        let layer = attention + 2 * middle;
+        let kept = match recompute {
+            Recompute::None => n(config.num_layers) * layer,
+            Recompute::Block => n(config.num_layers) * hidden + layer,
+            Recompute::Sequence => n(config.num_layers) * hidden + attention,
+        };
+        // On the way back the gradients of all that, and the norm and the activation once more.
+        let back = attention
+            + hidden
+            + match recompute {
+                Recompute::None | Recompute::Block => 4 * middle,
+                Recompute::Sequence => 0,
+            };
         Self {
             weights: F32 * weights,
             packed: F32 * (weights + twice),
-            activations_per_token: product(&[F32, n(config.num_layers) + 1, layer]),
+            activations_per_token: product(&[F32, kept + back]),
             cache_per_token: product(&[F32, 2, n(config.num_layers), keys]),
             decoding_per_token: product(&[F32, layer + 2 * n(config.vocab_size)]),
         }
@@ -192,7 +205,8 @@ mod tests {
         assert_eq!(bytes("policy"), weights);
         assert_eq!(bytes("served"), weights + 4 * 80, "the head is a second copy of the embedding");
         assert_eq!(bytes("optimizer"), 2 * weights);
-        assert_eq!(bytes("activations"), 100 * 3 * (4 * 8 + 2 * 24 + 8 + 3 * 16) * 4);
+        let (attention, gate_up) = (2 * 8 + 24 + 8, 2 * 16);
+        assert_eq!(bytes("activations"), 100 * 4 * (2 * (attention + gate_up) + attention + 8 + 2 * gate_up));
         assert_eq!(bytes("kv cache"), 2 * 2 * 2 * 4 * 640 * 4);
         assert_eq!(bytes("tokenizer"), 2 * 13 * 1000);
         assert_eq!(memory.total(), memory.parts.iter().map(|part| part.bytes).sum::<u64>());

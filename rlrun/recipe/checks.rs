@@ -43,6 +43,7 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
         eval: raw.eval,
         checkpoint: raw.checkpoint,
         log: raw.log,
+        placement: raw.placement,
         deadlines: raw.deadlines,
     };
     check_eval(&recipe, &mut checker);

@@ -22,8 +22,8 @@ use std::path::{Path, PathBuf};
 pub use diagnostic::{Diagnostic, Place};
 pub use layers::{Origin, Origins};
 use schema::{
-    Algorithm, Arithmetic, Buffer, Checkpoint, Deadlines, Eval, Log, RandomModel, RewardSpec, Rollout,
-    Trainer, Warmup,
+    Algorithm, Arithmetic, Buffer, Checkpoint, Deadlines, Eval, Log, Placement, RandomModel, RewardSpec,
+    Rollout, Trainer, Warmup,
 };
 pub use source::Layer;
 use words::Overlong;
@@ -59,6 +59,8 @@ pub struct Recipe {
     pub log: Log,
     /// How long one role waits for another.
     pub deadlines: Deadlines,
+    /// Who computes where.
+    pub placement: Placement,
 }
 
 /// Where the policy comes from.

@@ -40,6 +40,8 @@ pub struct RawRecipe {
     pub algorithm: Algorithm,
     /// How the policy is updated.
     pub trainer: Trainer,
+    /// Who computes where.
+    pub placement: Placement,
     /// How accuracy is measured.
     pub eval: Eval,
     /// What is kept to resume from.
@@ -379,6 +381,9 @@ pub struct Trainer {
     pub epochs: usize,
     /// Tokens packed into one forward and backward pass. verl `ppo_max_token_len_per_gpu`.
     pub microbatch_tokens: usize,
+    /// What the backward computes again instead of keeping it in memory. TRL `gradient_checkpointing`, verl
+    /// `enable_gradient_checkpointing`.
+    pub recompute: Recompute,
     /// Trainer workers that share a step.
     pub world: usize,
 }
@@ -399,9 +404,22 @@ impl Default for Trainer {
             minibatches: 1,
             epochs: 1,
             microbatch_tokens: 4096,
+            recompute: Recompute::None,
             world: 1,
         }
     }
+}
+
+/// `[placement]`: sampler and trainer share the cores of the machine; a core that one does not use is the other's.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Placement {
+    /// Most cores that the sampler uses at a time; all if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rollout_threads: Option<usize>,
+    /// Most cores that the trainer uses at a time; all if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub trainer_threads: Option<usize>,
 }
 
 /// `[eval]`: accuracy on held-out tasks, before, during and after.

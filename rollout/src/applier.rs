@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, bounded};
-use model::{Config, Decoder, Layout, Parameters, Purpose};
+use model::{Config, Decoder, Layout, Parameters};
 use trajectory::PolicyVersion;
 use weights::{Digest, Receipt, Subscriber};
 
@@ -126,6 +126,6 @@ fn receive(
     let start = Instant::now();
     let parameters = Parameters::from_values(Arc::clone(layout), snapshot.values.to_vec())?;
     let digest = Digest::of(parameters.values());
-    let decoder = Decoder::new(config, &parameters, Purpose::Inference);
+    let decoder = Decoder::new(config, &parameters);
     Ok(Some(Ready { version: snapshot.version, decoder: Some(decoder), digest, took: start.elapsed() }))
 }

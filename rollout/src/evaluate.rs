@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use model::{Decoder, Sampling};
+use model::{Decoder, Sampling, Team};
 use rewards::RewardSet;
 use tokio::runtime::Handle;
 use trajectory::{GroupId, PolicyVersion, Score, Task};
@@ -52,18 +52,18 @@ impl Evaluation {
     }
 }
 
-/// Lets `decoder` answer the tasks of `prompts`.
+/// Lets `decoder` answer the tasks of `prompts`, on the cores of `team`.
 ///
 /// # Errors
 /// If the engine, the tokenizer or a reward with `on_error = "fail"` fails.
 pub fn evaluate(
     config: &EvaluationConfig,
-    decoder: Decoder,
+    (decoder, team): (Decoder, Arc<Team>),
     prompts: &PromptSet,
     (stop, rewards, runtime): (&StopRules, &RewardSet, &Handle),
 ) -> Result<Evaluation, RolloutError> {
     let count = config.tasks.unwrap_or(usize::MAX).min(prompts.len());
-    let mut engine = Engine::new(config.engine, stop.clone(), decoder, PolicyVersion::default())?;
+    let mut engine = Engine::new(config.engine, stop.clone(), decoder, PolicyVersion::default())?.on(team);
     let mut waiting = prompts.iter().take(count).enumerate().peekable();
     let mut completions: Vec<Option<Completion>> = vec![None; count];
     while waiting.peek().is_some() || !engine.is_idle() {

@@ -131,6 +131,8 @@ impl Worker {
 
     fn work(&mut self, buffer: &dyn Producer, stop: &AtomicBool) -> Result<(), RolloutError> {
         let mut waiting_since = Instant::now();
+        let team = Arc::clone(self.engine.team());
+        let mut present = None;
         while !stop.load(Ordering::Relaxed) {
             if self.scorer.failed() {
                 return Err(RolloutError::Ended { who: "the scoring of trajectories" });
@@ -141,12 +143,15 @@ impl Worker {
             }
             let start = Instant::now();
             if self.engine.is_idle() {
+                present = None;
                 self.apply_weights(LOOK_UP)?;
                 self.progress.idle_s += start.elapsed().as_secs_f64();
                 if waiting_since.elapsed() > self.config.wait {
                     return Err(self.waited_too_long());
                 }
             } else {
+                // Between two steps nobody else should begin to use its core.
+                present.get_or_insert_with(|| team.present());
                 let ended = self.engine.step()?;
                 self.progress.busy_s += start.elapsed().as_secs_f64();
                 self.hand_over(ended)?;

@@ -4,7 +4,7 @@ mod engine;
 mod scoring;
 mod updates;
 
-use model::{Config, Decoder, ModelDirectory, Parameters, Purpose, Sampling, Sizes};
+use model::{Config, Decoder, ModelDirectory, Parameters, Sampling, Sizes};
 use rollout::{Completion, Engine, EngineConfig, Request, StopRules};
 use trajectory::{GroupId, PolicyVersion};
 
@@ -41,7 +41,7 @@ impl Model {
     }
 
     fn decoder(&self, parameters: &Parameters) -> Decoder {
-        Decoder::new(self.directory.config(), parameters, Purpose::Inference)
+        Decoder::new(self.directory.config(), parameters)
     }
 
     fn stop(&self, strings: &[&str]) -> StopRules {

@@ -3,7 +3,7 @@
 //! Invariant: the update goes over everything once, in pieces that are cut at fixed places and do not depend on each
 //! other, so its bits do not depend on who computes them.
 
-use model::Layout;
+use model::{Layout, Team};
 use serde::{Deserialize, Serialize};
 
 use crate::moments::{Factors, MIN_CODED, Moments, Piece, noise};
@@ -115,6 +115,7 @@ impl AdamW {
         values: &mut [f32],
         (gradients, scale): (&[f32], f32),
         learning_rate: f32,
+        team: &Team,
     ) {
         assert!(
             values.len() == layout.len()
@@ -148,7 +149,7 @@ impl AdamW {
             let factors = Factors { keep, seed: noise(factors.seed ^ tensor), ..factors };
             pieces.extend(moments.pieces(values, &gradients[spec.range()], factors));
         }
-        pieces.into_iter().for_each(Piece::update);
+        team.map(pieces, Piece::update);
     }
 }
 
@@ -180,7 +181,7 @@ mod tests {
         let expected = [(0.89, -1.88), (0.787_170_7, -1.910_129_6), (0.799_641, -1.931_345_8)];
         for ((g0, g1), (e0, e1)) in [(0.5, -1.0), (0.25, 3.0), (-1.0, 0.1)].into_iter().zip(expected) {
             (gradients[0], gradients[1]) = (g0, g1);
-            optimizer.update(&layout, &mut values, (&gradients, 1.0), 0.1);
+            optimizer.update(&layout, &mut values, (&gradients, 1.0), 0.1, &Team::alone());
             assert!(
                 (values[0] - e0).abs() < 2e-6 && (values[1] - e1).abs() < 2e-6,
                 "{} {}",
@@ -217,7 +218,7 @@ mod tests {
             };
             let gradients: Vec<f32> = values.iter().enumerate().map(gradient).collect();
             let left = 1.0 - step as f32 / STEPS as f32;
-            optimizer.update(&layout, &mut values, (&gradients, 1.0), 0.02 * left);
+            optimizer.update(&layout, &mut values, (&gradients, 1.0), 0.02 * left, &Team::alone());
         }
         let squares = values.iter().zip(&target).map(|(value, target)| (f64::from(*value) - target).powi(2));
         squares.sum::<f64>() / layout.len() as f64

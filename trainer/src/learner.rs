@@ -1,11 +1,12 @@
 //! The weights that are trained: forward and backward over micro-batches, clipping, the optimizer.
 //!
-//! Invariant: a step is a function of the rows, the weights and the optimizer state. Ranks (threads) add their
-//! gradients in order of rank, so a step repeats bit for bit, and world sizes differ by rounding only.
+//! Invariant: a step is a function of the rows, the weights and the optimizer state, whatever the number of threads of
+//! its [`Team`]. Ranks (threads with gradients of their own) add theirs in order of rank, so a step repeats bit for bit,
+//! and world sizes differ by rounding only.
 
 use std::sync::Arc;
 
-use model::{Config, Decoder, Gradients, Parameters, Prediction, PredictionGradient, Purpose};
+use model::{Config, Decoder, Gradients, Parameters, Prediction, PredictionGradient, Recompute, Team};
 
 use crate::TrainerError;
 use crate::adamw::{AdamW, AdamWConfig};
@@ -23,21 +24,26 @@ pub struct LearnerConfig {
     pub max_grad_norm: f32,
     /// Tokens of a micro-batch.
     pub microbatch_tokens: usize,
-    /// Ranks that share a step: threads.
+    /// What the backward computes again instead of keeping it.
+    pub recompute: Recompute,
+    /// Ranks that share a step: threads with gradients of their own.
     pub world: usize,
 }
+
+/// Gradients that are set to zero, or added, by one thread at a time.
+const BLOCK: usize = 1 << 18;
 
 /// One policy in training.
 #[derive(Debug)]
 pub struct Learner {
     config: LearnerConfig,
     model: Config,
-    parameters: Parameters,
+    /// Nobody else holds them between two calls.
+    parameters: Arc<Parameters>,
     optimizer: AdamW,
     /// Of every rank, kept from step to step because zeroing is cheaper than allocating.
     gradients: Vec<Gradients>,
-    /// The parameters, packed; made anew after every update.
-    decoder: Decoder,
+    team: Arc<Team>,
 }
 
 /// A loss over the predictions of one row.
@@ -64,8 +70,20 @@ impl Learner {
         optimizer: Option<AdamW>,
     ) -> Self {
         let optimizer = optimizer.unwrap_or_else(|| AdamW::new(config.adamw, parameters.layout()));
-        let decoder = Decoder::new(&model, &parameters, Purpose::Training);
-        Self { config, model, parameters, optimizer, gradients: Vec::new(), decoder }
+        let (parameters, team) = (Arc::new(parameters), Arc::new(Team::alone()));
+        Self { config, model, parameters, optimizer, gradients: Vec::new(), team }
+    }
+
+    /// The same, computing on the cores of `team`.
+    #[must_use]
+    pub fn on(self, team: Arc<Team>) -> Self {
+        Self { team, ..self }
+    }
+
+    /// The cores that it computes on.
+    #[must_use]
+    pub fn team(&self) -> &Arc<Team> {
+        &self.team
     }
 
     /// The weights.
@@ -89,7 +107,7 @@ impl Learner {
     /// Gives up the weights.
     #[must_use]
     pub fn into_parameters(self) -> Parameters {
-        self.parameters
+        Arc::unwrap_or_clone(self.parameters)
     }
 
     /// Predictions of the trained tokens of each row under the current weights.
@@ -97,9 +115,10 @@ impl Learner {
     /// # Errors
     /// If a token lies beyond the vocabulary.
     pub fn score(&self, rows: &[Row<'_>]) -> Result<Vec<Vec<Prediction>>, TrainerError> {
-        let work = |batch: &MicroBatch| -> Result<Vec<(usize, Vec<Prediction>)>, TrainerError> {
+        let decoder = self.decoder();
+        let work = |batch: &MicroBatch, team: &Team| -> Result<Vec<(usize, Vec<Prediction>)>, TrainerError> {
             let packed = pack(batch.rows.iter().map(|row| &rows[*row]));
-            let all = self.decoder.score(&packed.pack, &packed.positions, &packed.targets)?;
+            let all = decoder.score(&packed.pack, &packed.positions, &packed.targets, team)?;
             let mut out = Vec::with_capacity(batch.rows.len());
             let mut from = 0;
             for (row, trained) in batch.rows.iter().zip(&packed.trained) {
@@ -111,8 +130,10 @@ impl Learner {
         let mut scored = vec![Vec::new(); rows.len()];
         let shares = self.shares(rows);
         let ranks = std::iter::repeat_n((), shares.len());
-        for rank in on_ranks(&shares, ranks, |(), mine| mine.iter().map(work).collect::<Result<Vec<_>, _>>())?
-        {
+        let work = |(), mine: &[MicroBatch], team: &Team| {
+            mine.iter().map(|batch| work(batch, team)).collect::<Result<Vec<_>, _>>()
+        };
+        for rank in self.on_ranks(&shares, ranks, work)? {
             rank.into_iter().flatten().for_each(|(row, predictions)| scored[row] = predictions);
         }
         Ok(scored)
@@ -145,14 +166,15 @@ impl Learner {
         let shares = self.shares(rows);
         gradients
             .resize_with(shares.len().max(gradients.len()), || Gradients::zeros(self.parameters.layout()));
-        let work =
-            |gradients: &mut Gradients, mine: &[MicroBatch]| self.accumulate(rows, mine, loss, gradients);
-        let reports = on_ranks(&shares, gradients.iter_mut(), work)?;
+        let work = |gradients: &mut Gradients, mine: &[MicroBatch], team: &Team| {
+            self.accumulate(rows, mine, loss, gradients, team)
+        };
+        let reports = self.on_ranks(&shares, gradients.iter_mut(), work)?;
         let Some((total, others)) = gradients[..shares.len()].split_first_mut() else {
             return Ok((0.0, reports));
         };
-        others.iter().for_each(|other| total.add(other));
-        let norm = norm(total.values());
+        others.iter().for_each(|other| self.add(total, other));
+        let norm = norm(total.values(), &self.team);
         if !norm.is_finite() {
             return Err(TrainerError::GradientNotFinite {
                 update: self.optimizer.updates(),
@@ -160,9 +182,12 @@ impl Learner {
             });
         }
         let scale = clip(norm, self.config.max_grad_norm);
-        let layout = Arc::clone(self.parameters.layout());
-        self.optimizer.update(&layout, self.parameters.values_mut(), (total.values(), scale), learning_rate);
-        self.decoder = Decoder::new(&self.model, &self.parameters, Purpose::Training);
+        let Some(parameters) = Arc::get_mut(&mut self.parameters) else {
+            unreachable!("the decoders of this step are gone, and nobody else is given the parameters")
+        };
+        let layout = Arc::clone(parameters.layout());
+        let gradients = (total.values(), scale);
+        self.optimizer.update(&layout, parameters.values_mut(), gradients, learning_rate, &self.team);
         Ok((norm, reports))
     }
 
@@ -173,20 +198,34 @@ impl Learner {
         mine: &[MicroBatch],
         loss: &L,
         gradients: &mut Gradients,
+        team: &Team,
     ) -> Result<L::Report, TrainerError> {
-        gradients.values_mut().fill(0.0);
+        team.map(gradients.values_mut().chunks_mut(BLOCK).collect(), |block| block.fill(0.0));
+        let decoder = self.decoder();
         let mut report = L::Report::default();
         for batch in mine {
             let Packed { pack, positions, targets, trained } = pack(batch.rows.iter().map(|row| &rows[*row]));
-            let (predictions, trace) = self.decoder.forward(&pack, &positions, &targets)?;
+            let (predictions, trace) = decoder.forward(&pack, &positions, &targets, team)?;
             let mut slopes = Vec::with_capacity(predictions.len());
             for (row, trained) in batch.rows.iter().zip(&trained) {
                 let from = slopes.len();
                 slopes.extend(loss.row(*row, &predictions[from..from + trained], &mut report));
             }
-            self.decoder.backward(&pack, trace, &targets, &slopes, gradients)?;
+            decoder.backward(&pack, trace, &targets, &slopes, gradients, team)?;
         }
         Ok(report)
+    }
+
+    fn add(&self, total: &mut Gradients, other: &Gradients) {
+        let blocks = total.values_mut().chunks_mut(BLOCK).zip(other.values().chunks(BLOCK));
+        self.team.map(blocks.collect(), |(total, other): (&mut [f32], &[f32])| {
+            total.iter_mut().zip(other).for_each(|(a, b)| *a += b);
+        });
+    }
+
+    /// The network with the current weights.
+    fn decoder(&self) -> Decoder {
+        Decoder::trainable(&self.model, &self.parameters, self.config.recompute)
     }
 
     /// The micro-batches of every rank that has some.
@@ -195,24 +234,27 @@ impl Learner {
         shares.retain(|mine| !mine.is_empty());
         shares
     }
-}
 
-/// Runs `work` on every rank's share of the micro-batches, with what belongs to the rank; results in order of rank.
-fn on_ranks<S: Send, R: Send>(
-    shares: &[Vec<MicroBatch>],
-    states: impl Iterator<Item = S>,
-    work: impl Fn(S, &[MicroBatch]) -> Result<R, TrainerError> + Sync,
-) -> Result<Vec<R>, TrainerError> {
-    let ranks = shares.iter().zip(states);
-    if shares.len() == 1 {
-        return ranks.map(|(mine, state)| work(state, mine)).collect();
+    /// Runs `work` on every rank's share of the micro-batches, with what belongs to the rank; results in order of rank.
+    /// One rank has the whole team, several have a thread each.
+    fn on_ranks<S: Send, R: Send>(
+        &self,
+        shares: &[Vec<MicroBatch>],
+        states: impl Iterator<Item = S>,
+        work: impl Fn(S, &[MicroBatch], &Team) -> Result<R, TrainerError> + Sync,
+    ) -> Result<Vec<R>, TrainerError> {
+        let ranks = shares.iter().zip(states);
+        if shares.len() == 1 {
+            return ranks.map(|(mine, state)| work(state, mine, &self.team)).collect();
+        }
+        let work = &work;
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> =
+                ranks.map(|(mine, state)| scope.spawn(move || work(state, mine, &Team::alone()))).collect();
+            ranks
+                .into_iter()
+                .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .collect()
+        })
     }
-    let work = &work;
-    std::thread::scope(|scope| {
-        let ranks: Vec<_> = ranks.map(|(mine, state)| scope.spawn(move || work(state, mine))).collect();
-        ranks
-            .into_iter()
-            .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
-    })
 }

@@ -2,14 +2,16 @@
 //!
 //! Invariant: the sum is made of fixed blocks, each of fixed lanes, added in order: the same bits on every machine.
 
+use model::Team;
+
 /// Values summed on their own.
 const BLOCK: usize = 1 << 16;
 /// Partial sums of a block.
 const LANES: usize = 16;
 
 /// Euclidean norm, summed in f64.
-pub(crate) fn norm(values: &[f32]) -> f32 {
-    values.chunks(BLOCK).map(squares).sum::<f64>().sqrt() as f32
+pub(crate) fn norm(values: &[f32], team: &Team) -> f32 {
+    team.map(values.chunks(BLOCK).collect(), squares).into_iter().sum::<f64>().sqrt() as f32
 }
 
 /// What gradients of this norm are multiplied with so that it is at most `max_norm`; 1 if it is.
@@ -43,10 +45,13 @@ mod tests {
         for len in [0, 1, 15, 16, 17, 1000, BLOCK, BLOCK + 1, 3 * BLOCK + 37] {
             let values: Vec<f32> = (0..len).map(|i| ((i * 37 % 1001) as f32 - 500.0) / 16.0).collect();
             let exact = (0..len).map(|i| (i as i64 * 37 % 1001 - 500).pow(2)).sum::<i64>() as f64 / 256.0;
-            assert_eq!(norm(&values), exact.sqrt() as f32, "{len} values");
+            assert_eq!(norm(&values, &Team::alone()), exact.sqrt() as f32, "{len} values");
         }
-        assert!(norm(&[1.0, f32::INFINITY]).is_infinite() && norm(&[f32::NAN]).is_nan());
-        assert_eq!(norm(&[3e38, 3e38]), f32::INFINITY);
+        assert!(
+            norm(&[1.0, f32::INFINITY], &Team::alone()).is_infinite()
+                && norm(&[f32::NAN], &Team::alone()).is_nan()
+        );
+        assert_eq!(norm(&[3e38, 3e38], &Team::alone()), f32::INFINITY);
     }
 
     #[test]

@@ -1,11 +1,11 @@
-//! A micro-batch laid out for the network: one token stream without padding.
+//! A micro-batch laid out for the network: one token stream without padding, every common prompt in it once.
 //!
 //! Invariant: rows and their targets keep the order in which they are given.
 
 use model::{Pack, Target};
 
 use crate::batch::Row;
-use crate::plan::row_tokens;
+use crate::plan::{prompt, row_tokens};
 
 /// A micro-batch laid out for the network.
 #[derive(Debug)]
@@ -20,19 +20,32 @@ pub struct Packed<'a> {
     pub trained: Vec<usize>,
 }
 
-/// Packs `rows`, which all have a trained token.
+/// Packs `rows`, which all have a trained token. The prompt of neighbours goes through the network once, where it is the
+/// same.
 #[must_use]
 pub fn pack<'a>(rows: impl Iterator<Item = &'a Row<'a>>) -> Packed<'a> {
     let mut packed =
         Packed { pack: Pack::new(), positions: Vec::new(), targets: Vec::new(), trained: Vec::new() };
+    let mut shared: Option<(&[u32], usize)> = None;
     for row in rows {
-        let sample = row.sample;
-        // A trained token is never the first, so a row that has one is not empty here.
-        let Ok(start) = packed.pack.push(&sample.token_ids()[..row_tokens(row)]) else { continue };
+        let (sample, prompt) = (row.sample, prompt(row));
+        let prefix = match shared {
+            Some((tokens, prefix)) if tokens == prompt => prefix,
+            // A trained token is never the first, so there is a prompt.
+            _ => match packed.pack.push(prompt) {
+                Ok(prefix) => prefix,
+                Err(_) => continue,
+            },
+        };
+        shared = Some((prompt, prefix));
+        let rest = &sample.token_ids()[prompt.len()..row_tokens(row)];
+        // Nothing is left of a row whose only trained token follows its prompt.
+        let start = packed.pack.push_continuation(prefix, rest).unwrap_or(prefix + prompt.len());
         let before = packed.targets.len();
         for (t, token) in sample.token_ids().iter().enumerate().filter(|(t, _)| sample.loss_mask()[*t]) {
             let kept = sample.kept().map(|kept| kept.set(packed.targets.len() - before));
-            packed.positions.push(start + t - 1);
+            let first = t == prompt.len();
+            packed.positions.push(if first { prefix + t - 1 } else { start + t - 1 - prompt.len() });
             packed.targets.push(Target { token: *token, temperature: sample.temperature(), kept });
         }
         packed.trained.push(packed.targets.len() - before);

@@ -77,7 +77,7 @@ pub fn row_tokens(row: &Row<'_>) -> usize {
 }
 
 /// The tokens before the first trained one.
-fn prompt<'a>(row: &Row<'a>) -> &'a [u32] {
+pub(crate) fn prompt<'a>(row: &Row<'a>) -> &'a [u32] {
     let trained = row.sample.loss_mask().iter().position(|trained| *trained);
     &row.sample.token_ids()[..trained.unwrap_or(0)]
 }

@@ -139,6 +139,8 @@ impl Trainer {
             ..StepTime::default()
         };
 
+        // While it waits for a batch the sampler has the cores.
+        let _present = self.learner.team().present();
         let clock = Instant::now();
         let (parts, counts) = minibatches(&lease.groups, &self.config.algorithm, self.config.split);
         let batch = BatchStatistics::of(&lease.groups, self.version);

@@ -6,7 +6,7 @@ mod step;
 
 use std::sync::Arc;
 
-use model::{Config, Decoder, Pack, Parameters, Purpose, Sizes, Target};
+use model::{Config, Decoder, Pack, Parameters, Recompute, Sizes, Target, Team};
 use trainer::adamw::{AdamWConfig, OptimizerKind};
 use trainer::algorithm::Aggregation;
 use trainer::algorithm::advantage::ScaleRewards;
@@ -37,6 +37,7 @@ const LEARNER: LearnerConfig = LearnerConfig {
         weight_decay: 0.01,
     },
     max_grad_norm: 1.0,
+    recompute: Recompute::None,
     microbatch_tokens: 64,
     world: 1,
 };
@@ -70,7 +71,7 @@ fn learner(settings: LearnerConfig) -> Learner {
 /// the fresh model moved by `off_policy` nats.
 fn group(id: u64, rewards: &[f64], off_policy: f32) -> Arc<Group> {
     let config = config();
-    let decoder = Decoder::new(&config, &Parameters::random(&config, 5), Purpose::Inference);
+    let decoder = Decoder::new(&config, &Parameters::random(&config, 5));
     let trajectory = |(index, reward): (usize, &f64)| {
         let tokens = 5 + (id as usize * 3 + index * 2) % 9;
         let token_ids: Vec<u32> =
@@ -80,7 +81,7 @@ fn group(id: u64, rewards: &[f64], off_policy: f32) -> Arc<Group> {
         let rows: Vec<usize> = (1..tokens - 1).collect();
         let target = |row: &usize| Target { token: token_ids[row + 1], temperature: 1.0, kept: None };
         let targets: Vec<_> = rows.iter().map(target).collect();
-        let scored = decoder.score(&pack, &rows, &targets).unwrap();
+        let scored = decoder.score(&pack, &rows, &targets, &Team::alone()).unwrap();
         let behavior = scored.iter().map(|p| (p.logprob + off_policy).min(0.0));
         let sample = Sample::new(SampleStreams {
             loss_mask: (0..tokens).map(|t| t >= 2).collect(),

@@ -1,19 +1,23 @@
 //! One layer: attention and gated feed-forward, each behind a norm and added to the residual stream.
 //!
-//! Invariant: [`Block::backward`] is the exact vector-Jacobian product of [`Block::forward`]; it needs no other layer,
-//! so that gradients can be handed on, and activations freed, one layer at a time.
+//! Invariant: the backward of each half is its exact vector-Jacobian product; it needs no other layer, so that gradients
+//! can be handed on, and activations freed, one layer at a time. Gradients of weights are taken apart from those of
+//! inputs: over all tokens in their order, one range of rows of a weight per thread, so that their bits do not depend on
+//! how tokens were shared among threads.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
 use crate::ops::heads::{self, Angles, HeadNorm, HeadShape};
-use crate::ops::linear::Linear;
-use crate::ops::norm::{rms_norm, rms_norm_backward};
+use crate::ops::linear::{Linear, bias_gradient, weight_gradient};
+use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::swiglu::{swiglu, swiglu_backward};
-use crate::{Config, Layout, Parameters};
+use crate::ops::{matrix, row_ranges};
+use crate::{Config, Layout, Parameters, Team};
 
-/// Weights of one layer, packed.
+/// Weights of one layer.
 #[derive(Clone, Debug)]
 pub(super) struct Block {
     shape: HeadShape,
@@ -45,121 +49,230 @@ struct Places {
     down: Range<usize>,
 }
 
-/// What a layer computed on the way, for its backward. `T` tokens.
+/// What the attention half computed on the way, for its backward. `T` tokens.
 #[derive(Debug)]
-pub(super) struct BlockTrace {
+pub(super) struct AttentionTrace {
+    /// `[T, width]` the projection before norm and rotation, where heads are normalised.
+    raw: Option<Tensor>,
+    /// `[T, width]`
+    prepared: Tensor,
+    /// `[T, heads * head_dim]`
+    attended: Tensor,
+    /// `[T, d]` the residual stream after this half.
+    pub(super) middle: Tensor,
+}
+
+/// What came back through the attention half: the gradients of its inputs, and what those of its weights are made of.
+#[derive(Debug)]
+pub(super) struct AttentionReverse {
+    /// `[T, d]` gradient of the layer's input.
+    pub(super) d_input: Tensor,
     input: Tensor,
     normed: Tensor,
-    qkv: Tensor,
-    prepared: Tensor,
-    attended: Tensor,
+    d_prepared: Option<Tensor>,
+    d_qkv: Tensor,
+    d_normed: Tensor,
+    d_middle: Tensor,
+}
+
+/// What came back through the feed-forward half.
+#[derive(Debug)]
+pub(super) struct FeedForwardReverse {
+    /// `[T, d]` gradient of the residual stream between the halves.
+    pub(super) d_middle: Tensor,
     middle: Tensor,
-    middle_normed: Tensor,
-    gate_up: Tensor,
+    normed: Tensor,
     activated: Tensor,
-    output: Tensor,
+    d_gate_up: Tensor,
+    d_normed: Tensor,
+    g: Tensor,
 }
 
-impl BlockTrace {
-    /// `[T, d]` the residual stream after the layer.
-    pub(super) fn output(&self) -> &Tensor {
-        &self.output
-    }
-
-    /// The same, giving up the rest.
-    pub(super) fn into_output(self) -> Tensor {
-        self.output
-    }
-}
+/// A gradient of weights that can be taken by itself.
+type Job<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
 impl Block {
-    pub(super) fn new(config: &Config, parameters: &Parameters, index: usize, trainable: bool) -> Self {
-        let places = Places::new(parameters.layout(), index);
+    /// A layer to sample with.
+    pub(super) fn packed(config: &Config, parameters: &Parameters, index: usize) -> Self {
         let at = |range: &Range<usize>| &parameters.values()[range.clone()];
-        let some = |range: &Range<usize>| (!range.is_empty()).then(|| at(range));
+        let linear = |weight: &Range<usize>, input, bias: &Range<usize>| {
+            Linear::packed(at(weight), input, (!bias.is_empty()).then(|| at(bias)))
+        };
+        Self::new(config, parameters, index, linear)
+    }
+
+    /// A layer to train.
+    pub(super) fn trainable(config: &Config, parameters: &Arc<Parameters>, index: usize) -> Self {
+        let linear = |weight: &Range<usize>, input, bias: &Range<usize>| {
+            Linear::flat(parameters, weight.clone(), input, bias)
+        };
+        Self::new(config, parameters, index, linear)
+    }
+
+    fn new(
+        config: &Config,
+        parameters: &Parameters,
+        index: usize,
+        linear: impl Fn(&Range<usize>, usize, &Range<usize>) -> Linear,
+    ) -> Self {
+        let places = Places::new(parameters.layout(), index);
+        let at = |range: &Range<usize>| parameters.values()[range.clone()].to_vec();
         let hidden = config.hidden_size;
         let query_width = config.num_heads * config.head_dim;
         Self {
-            shape: HeadShape {
-                heads: config.num_heads,
-                kv_heads: config.num_kv_heads,
-                head_dim: config.head_dim,
-            },
+            shape: HeadShape::of(config),
             eps: config.rms_norm_eps,
-            attention_norm: at(&places.attention_norm).to_vec(),
-            qkv: Linear::new(at(&places.qkv), hidden, some(&places.qkv_bias), trainable),
-            head_norm: some(&places.head_norm).map(<[f32]>::to_vec),
-            output: Linear::new(at(&places.output), query_width, some(&places.output_bias), trainable),
-            feed_forward_norm: at(&places.feed_forward_norm).to_vec(),
-            gate_up: Linear::new(at(&places.gate_up), hidden, None, trainable),
-            down: Linear::new(at(&places.down), config.intermediate_size, None, trainable),
+            attention_norm: at(&places.attention_norm),
+            qkv: linear(&places.qkv, hidden, &places.qkv_bias),
+            head_norm: (!places.head_norm.is_empty()).then(|| at(&places.head_norm)),
+            output: linear(&places.output, query_width, &places.output_bias),
+            feed_forward_norm: at(&places.feed_forward_norm),
+            gate_up: linear(&places.gate_up, hidden, &(0..0)),
+            down: linear(&places.down, config.intermediate_size, &(0..0)),
             places,
         }
     }
 
-    /// Runs the layer on `x [T, d]`; `attend` turns prepared queries, keys and values into attention results.
+    /// Runs the layer on `x [T, d]` and keeps nothing; `attend` turns prepared queries, keys and values into attention
+    /// results.
     pub(super) fn forward(
         &self,
         x: &Tensor,
         angles: &Angles,
         attend: impl FnOnce(&Tensor) -> Result<Tensor>,
-    ) -> Result<BlockTrace> {
-        let normed = rms_norm(x, &self.attention_norm, self.eps)?;
-        let qkv = self.qkv.apply(&normed)?;
-        let prepared = heads::prepare(&qkv, self.shape, self.norm_of_heads(), angles)?;
-        let attended = attend(&prepared)?;
-        let middle = (x + self.output.apply(&attended)?)?;
-        let middle_normed = rms_norm(&middle, &self.feed_forward_norm, self.eps)?;
-        let gate_up = self.gate_up.apply(&middle_normed)?;
-        let activated = swiglu(&gate_up)?;
-        let output = (&middle + self.down.apply(&activated)?)?;
-        let input = x.clone();
-        Ok(BlockTrace {
-            input,
-            normed,
-            qkv,
-            prepared,
-            attended,
-            middle,
-            middle_normed,
-            gate_up,
-            activated,
-            output,
-        })
+    ) -> Result<Tensor> {
+        let AttentionTrace { middle, .. } = self.attention(x, angles, attend)?;
+        self.feed_forward(&middle, &self.gate_up(&middle)?)
     }
 
-    /// Gradient `[T, d]` of the layer's input for the gradient `g [T, d]` of its output; adds the gradients of the
-    /// weights to the flat buffer `gradients`. `attend_backward` reverses what `attend` did.
-    pub(super) fn backward(
+    /// The first half on `x [T, d]`.
+    pub(super) fn attention(
         &self,
-        trace: &BlockTrace,
+        x: &Tensor,
         angles: &Angles,
-        g: &Tensor,
-        attend_backward: impl FnOnce(&Tensor, &Tensor) -> Result<Tensor>,
-        gradients: &mut [f32],
-    ) -> Result<Tensor> {
-        let places = &self.places;
-        let d_activated =
-            self.down.backward(&trace.activated, g, &mut gradients[places.down.clone()], None)?;
-        let d_gate_up = swiglu_backward(&trace.gate_up, &d_activated)?;
-        let gate_up_gradient = &mut gradients[places.gate_up.clone()];
-        let d_normed = self.gate_up.backward(&trace.middle_normed, &d_gate_up, gate_up_gradient, None)?;
-        let norm_gradient = &mut gradients[places.feed_forward_norm.clone()];
-        let through =
-            rms_norm_backward(&trace.middle, &self.feed_forward_norm, self.eps, &d_normed, norm_gradient)?;
-        let d_middle = (g + through)?;
+        attend: impl FnOnce(&Tensor) -> Result<Tensor>,
+    ) -> Result<AttentionTrace> {
+        let mut qkv = self.qkv.apply_values(&rms_norm(x, &self.attention_norm, self.eps)?)?;
+        let width = self.shape.width();
+        let raw = self.head_norm.is_some().then(|| matrix(qkv.clone(), width)).transpose()?;
+        heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles);
+        let prepared = matrix(qkv, width)?;
+        let attended = attend(&prepared)?;
+        let middle = self.output.add_to(x, &attended)?;
+        Ok(AttentionTrace { raw, prepared, attended, middle })
+    }
 
-        let (weight, bias) = adjacent(gradients, &places.output, &places.output_bias);
-        let d_attended = self.output.backward(&trace.attended, &d_middle, weight, bias)?;
-        let d_prepared = attend_backward(&trace.prepared, &d_attended)?;
-        let norm = self.norm_of_heads().map(|norm| (norm, &mut gradients[places.head_norm.clone()]));
-        let d_qkv = heads::prepare_backward(&trace.qkv, self.shape, norm, angles, &d_prepared)?;
-        let (weight, bias) = adjacent(gradients, &places.qkv, &places.qkv_bias);
-        let d_normed = self.qkv.backward(&trace.normed, &d_qkv, weight, bias)?;
-        let norm_gradient = &mut gradients[places.attention_norm.clone()];
-        let through =
-            rms_norm_backward(&trace.input, &self.attention_norm, self.eps, &d_normed, norm_gradient)?;
-        d_middle + through
+    /// `[T, 2 m]` gate and up of the second half, for its input `middle [T, d]`.
+    pub(super) fn gate_up(&self, middle: &Tensor) -> Result<Tensor> {
+        self.gate_up.apply(&rms_norm(middle, &self.feed_forward_norm, self.eps)?)
+    }
+
+    /// `[T, d]` the residual stream after the second half.
+    pub(super) fn feed_forward(&self, middle: &Tensor, gate_up: &Tensor) -> Result<Tensor> {
+        self.down.add_to(middle, &swiglu(gate_up)?)
+    }
+
+    /// Reverses the second half for the gradient `g [T, d]` of its result. `gate_up` is computed again if it was not kept.
+    pub(super) fn feed_forward_backward(
+        &self,
+        middle: &Tensor,
+        gate_up: Option<&Tensor>,
+        g: &Tensor,
+    ) -> Result<FeedForwardReverse> {
+        let normed = rms_norm(middle, &self.feed_forward_norm, self.eps)?;
+        let again = if gate_up.is_none() { Some(self.gate_up.apply(&normed)?) } else { None };
+        let Some(gate_up) = gate_up.or(again.as_ref()) else { unreachable!("one of the two is there") };
+        let activated = swiglu(gate_up)?;
+        let d_gate_up = swiglu_backward(gate_up, &self.down.input_gradient(g)?)?;
+        let d_normed = self.gate_up.input_gradient(&d_gate_up)?;
+        let d_middle = rms_norm_backward(middle, &self.feed_forward_norm, self.eps, &d_normed, Some(g))?;
+        let (middle, g) = (middle.clone(), g.clone());
+        Ok(FeedForwardReverse { d_middle, middle, normed, activated, d_gate_up, d_normed, g })
+    }
+
+    /// Reverses the first half for the gradient `d_middle [T, d]` of its result. `attend_backward` reverses what `attend`
+    /// did.
+    pub(super) fn attention_backward(
+        &self,
+        input: &Tensor,
+        trace: &AttentionTrace,
+        angles: &Angles,
+        d_middle: &Tensor,
+        attend_backward: impl FnOnce(&Tensor, &Tensor) -> Result<Vec<f32>>,
+    ) -> Result<AttentionReverse> {
+        let normed = rms_norm(input, &self.attention_norm, self.eps)?;
+        let d_prepared = attend_backward(&trace.prepared, &self.output.input_gradient(d_middle)?)?;
+        let kept = match &trace.raw {
+            Some(_) => Some(matrix(d_prepared.clone(), self.shape.width())?),
+            None => None,
+        };
+        let norm = self.norm_of_heads();
+        let d_qkv = heads::prepare_backward(trace.raw.as_ref(), self.shape, norm, angles, d_prepared)?;
+        let d_normed = self.qkv.input_gradient(&d_qkv)?;
+        let d_input = rms_norm_backward(input, &self.attention_norm, self.eps, &d_normed, Some(d_middle))?;
+        let (input, d_middle) = (input.clone(), d_middle.clone());
+        Ok(AttentionReverse { d_input, input, normed, d_prepared: kept, d_qkv, d_normed, d_middle })
+    }
+
+    /// Adds the gradients of the second half's weights to the flat buffer `gradients`; `pieces` are in the order of their
+    /// tokens.
+    pub(super) fn feed_forward_gradients(
+        &self,
+        pieces: &[FeedForwardReverse],
+        gradients: &mut [f32],
+        team: &Team,
+    ) -> Result<()> {
+        let places = &self.places;
+        let [norm, gate_up, down] =
+            carve(gradients, [&places.feed_forward_norm, &places.gate_up, &places.down]);
+        let mut jobs: Vec<Job<'_>> = Vec::new();
+        weight_jobs(&mut jobs, pieces, gate_up, |p| (&p.normed, &p.d_gate_up), team);
+        weight_jobs(&mut jobs, pieces, down, |p| (&p.activated, &p.g), team);
+        jobs.push(Box::new(|| {
+            pieces.iter().try_for_each(|p| rms_norm_weight_gradient(&p.middle, self.eps, &p.d_normed, norm))
+        }));
+        team.map(jobs, |job| job()).into_iter().collect()
+    }
+
+    /// Adds the gradients of the first half's weights to the flat buffer `gradients`, for `parts` in the order of their
+    /// tokens.
+    pub(super) fn attention_gradients(
+        &self,
+        parts: &[(&AttentionTrace, AttentionReverse, &Angles)],
+        gradients: &mut [f32],
+        team: &Team,
+    ) -> Result<()> {
+        let places = &self.places;
+        let [norm, qkv, qkv_bias, head_norm, output, output_bias] = carve(
+            gradients,
+            [
+                &places.attention_norm,
+                &places.qkv,
+                &places.qkv_bias,
+                &places.head_norm,
+                &places.output,
+                &places.output_bias,
+            ],
+        );
+        let mut jobs: Vec<Job<'_>> = Vec::new();
+        weight_jobs(&mut jobs, parts, qkv, |(_, r, _)| (&r.normed, &r.d_qkv), team);
+        weight_jobs(&mut jobs, parts, output, |(trace, r, _)| (&trace.attended, &r.d_middle), team);
+        jobs.push(Box::new(|| {
+            for (trace, r, angles) in parts {
+                rms_norm_weight_gradient(&r.input, self.eps, &r.d_normed, norm)?;
+                if !qkv_bias.is_empty() {
+                    bias_gradient(&r.d_qkv, qkv_bias)?;
+                }
+                if !output_bias.is_empty() {
+                    bias_gradient(&r.d_middle, output_bias)?;
+                }
+                if let (Some(raw), Some(g)) = (&trace.raw, &r.d_prepared) {
+                    heads::head_norm_gradient(raw, self.shape, self.eps, angles, g, head_norm)?;
+                }
+            }
+            Ok(())
+        }));
+        team.map(jobs, |job| job()).into_iter().collect()
     }
 
     fn norm_of_heads(&self) -> Option<HeadNorm<'_>> {
@@ -191,16 +304,42 @@ impl Places {
     }
 }
 
-/// A weight and the bias that directly follows it, if there is one.
-fn adjacent<'a>(
-    gradients: &'a mut [f32],
-    weight: &Range<usize>,
-    bias: &Range<usize>,
-) -> (&'a mut [f32], Option<&'a mut [f32]>) {
-    if bias.is_empty() {
-        return (&mut gradients[weight.clone()], None);
+/// Cuts ascending, disjoint ranges out of a flat buffer.
+fn carve<'a, const N: usize>(mut buffer: &'a mut [f32], ranges: [&Range<usize>; N]) -> [&'a mut [f32]; N] {
+    let mut passed = 0;
+    ranges.map(|range| {
+        if range.is_empty() {
+            return &mut [][..];
+        }
+        let (_, rest) = std::mem::take(&mut buffer).split_at_mut(range.start - passed);
+        let (cut, rest) = rest.split_at_mut(range.len());
+        (buffer, passed) = (rest, range.end);
+        cut
+    })
+}
+
+/// The gradient of one weight `[out, in]`, as one job for each thread: a range of its rows over all `pieces`, whose
+/// inputs `[T, in]` and gradients `[T, out]` `operands` names.
+fn weight_jobs<'a, P: Sync>(
+    jobs: &mut Vec<Job<'a>>,
+    pieces: &'a [P],
+    gradient: &'a mut [f32],
+    operands: impl Fn(&P) -> (&Tensor, &Tensor) + Send + Sync + Copy + 'a,
+    team: &Team,
+) {
+    let Some(output) = pieces.first().and_then(|piece| operands(piece).1.dims().last().copied()) else {
+        return;
+    };
+    let input = gradient.len() / output;
+    let mut rest = gradient;
+    for rows in row_ranges(output, team.threads(), 8) {
+        let (own, after) = rest.split_at_mut(rows.len() * input);
+        rest = after;
+        jobs.push(Box::new(move || {
+            pieces.iter().try_for_each(|piece| {
+                let (x, g) = operands(piece);
+                weight_gradient(x, g, rows.clone(), own)
+            })
+        }));
     }
-    assert_eq!(weight.end, bias.start, "a bias lies directly behind its weight");
-    let (weight_gradient, bias_gradient) = gradients[weight.start..bias.end].split_at_mut(weight.len());
-    (weight_gradient, Some(bias_gradient))
 }

@@ -1,23 +1,26 @@
 //! Incremental decoding over a paged key-value cache.
 //!
 //! Invariant: a page is written only through a sequence that owns it alone; [`KvCache::own`] copies a shared one first.
-//! Prefill and decode are the same call: a row is one new token of some sequence, and rows of one sequence may follow
-//! each other.
+//! Prefill and decode are the same call: a sequence has one or more new tokens.
 
-use candle_core::Result;
+use candle_core::{Result, Tensor};
 
-use super::Decoder;
-use crate::Config;
-use crate::ops::attention::{self, PAGE, PagedQuery};
-use crate::ops::heads::Angles;
-use crate::ops::values;
+use super::{Decoder, gather};
+use crate::ops::attention::{PAGE, PageLayout};
+use crate::ops::heads::{Angles, HeadShape};
+use crate::ops::norm::rms_norm;
+use crate::ops::{matrix, values};
+use crate::{Config, Team};
+
+/// Multiplications for which it pays to wake another thread.
+const WORTH_A_THREAD: usize = 4_000_000;
 
 /// Keys and values of running sequences, in pages of 16 positions that sequences with a common prefix share.
 #[derive(Debug)]
 pub struct KvCache {
-    /// Per layer, keys and values `[pages, PAGE, kv_heads * head_dim]`.
-    layers: Vec<(Vec<f32>, Vec<f32>)>,
-    kv_width: usize,
+    layout: PageLayout,
+    /// Each `[layers, layout.len()]`. A page that is being written stands empty here.
+    pages: Vec<Vec<f32>>,
     /// How many sequences hold each page.
     holders: Vec<u32>,
     free: Vec<u32>,
@@ -31,11 +34,10 @@ impl KvCache {
     #[must_use]
     pub fn new(config: &Config, positions: usize) -> Self {
         let pages = Self::pages_for(positions);
-        let kv_width = config.num_kv_heads * config.head_dim;
-        let pool = || vec![0.0; pages * PAGE * kv_width];
+        let layout = PageLayout::new(HeadShape::of(config));
         Self {
-            layers: (0..config.num_layers).map(|_| (pool(), pool())).collect(),
-            kv_width,
+            layout,
+            pages: vec![vec![0.0; config.num_layers * layout.len()]; pages],
             holders: vec![0; pages],
             free: (0..pages as u32).rev().collect(),
         }
@@ -92,65 +94,165 @@ impl KvCache {
             return Some(page);
         }
         let copy = self.take()?;
-        let span = PAGE * self.kv_width;
-        let (from, to) = (page as usize * span, copy as usize * span);
-        for (keys, values) in &mut self.layers {
-            keys.copy_within(from..from + span, to);
-            values.copy_within(from..from + span, to);
-        }
+        let mut to = std::mem::take(&mut self.pages[copy as usize]);
+        to.copy_from_slice(&self.pages[page as usize]);
+        self.pages[copy as usize] = to;
         self.holders[page as usize] -= 1;
         Some(copy)
     }
 
-    fn write(&mut self, layer: usize, row: &StepRow<'_>, key: &[f32], value: &[f32]) {
-        let slot = row.pages[row.position / PAGE] as usize * PAGE + row.position % PAGE;
-        let at = slot * self.kv_width..(slot + 1) * self.kv_width;
-        let (keys, values) = &mut self.layers[layer];
-        keys[at.clone()].copy_from_slice(key);
-        values[at].copy_from_slice(value);
+    /// Takes the pages that `sequence` writes, so that threads can write to theirs while others read the rest.
+    fn check_out(&mut self, sequence: &StepSequence<'_>) -> Vec<Vec<f32>> {
+        let take = |page: &u32| {
+            let taken = std::mem::take(&mut self.pages[*page as usize]);
+            assert!(!taken.is_empty(), "page {page} is written by two sequences of a step");
+            taken
+        };
+        sequence.written().iter().map(take).collect()
+    }
+
+    fn check_in(&mut self, sequence: &StepSequence<'_>, pages: Vec<Vec<f32>>) {
+        for (page, values) in sequence.written().iter().zip(pages) {
+            self.pages[*page as usize] = values;
+        }
     }
 }
 
-/// One new token of a sequence.
+/// New tokens of one sequence.
 #[derive(Clone, Copy, Debug)]
-pub struct StepRow<'a> {
-    /// The token.
-    pub token: u32,
-    /// Its position; everything before it is in the cache or in an earlier row of the same step.
+pub struct StepSequence<'a> {
+    /// The tokens.
+    pub tokens: &'a [u32],
+    /// Position of the first; everything before it is in the cache.
     pub position: usize,
-    /// Pages of its sequence, up to and including the one of `position`.
+    /// Pages of the sequence, up to and including the one of the last token. Those of the new tokens are its own.
     pub pages: &'a [u32],
+    /// How many of the last tokens' logits are wanted.
+    pub wanted: usize,
+}
+
+impl<'a> StepSequence<'a> {
+    /// Index of the first page that is written.
+    fn first_written(&self) -> usize {
+        self.position / PAGE
+    }
+
+    fn written(&self) -> &'a [u32] {
+        &self.pages[self.first_written()..KvCache::pages_for(self.position + self.tokens.len())]
+    }
+}
+
+/// What one thread computes of a step.
+struct Part<'a> {
+    sequences: &'a [StepSequence<'a>],
+    /// The pages that each sequence writes.
+    own: Vec<Vec<Vec<f32>>>,
 }
 
 impl Decoder {
-    /// Puts the tokens of `rows` into the cache and returns logits `[wanted, V]` after those rows that are `wanted`.
+    /// Puts the tokens of `sequences` into the cache and returns logits `[wanted, V]` of the tokens for which they are
+    /// wanted, in order.
     ///
     /// # Errors
     /// If a token id lies beyond the vocabulary.
     ///
     /// # Panics
-    /// If a row's pages do not reach its position.
-    pub fn step(&self, cache: &mut KvCache, rows: &[StepRow<'_>], wanted: &[usize]) -> Result<Vec<f32>> {
-        let token_ids: Vec<u32> = rows.iter().map(|row| row.token).collect();
-        let positions: Vec<u32> = rows.iter().map(|row| row.position as u32).collect();
-        let queries: Vec<_> =
-            rows.iter().map(|row| PagedQuery { pages: row.pages, position: row.position }).collect();
-        let angles = Angles::new(&positions, &self.inv_freq);
-        let mut x = self.embed(&token_ids)?;
-        for (layer, block) in self.blocks.iter().enumerate() {
-            let attend = |qkv: &candle_core::Tensor| {
-                for (row, qkv) in rows.iter().zip(values(qkv)?.chunks_exact(self.shape.width())) {
-                    let (key, value) = qkv[self.shape.query_width()..].split_at(self.shape.kv_width());
-                    cache.write(layer, row, key, value);
-                }
-                let (keys, cached_values) = &cache.layers[layer];
-                attention::paged(qkv, &queries, self.shape, (keys, cached_values))
-            };
-            x = block.forward(&x, &angles, attend)?.into_output();
+    /// If the pages of a sequence do not reach its last token, or two sequences write to the same page.
+    pub fn step(&self, cache: &mut KvCache, sequences: &[StepSequence<'_>], team: &Team) -> Result<Vec<f32>> {
+        let tokens: usize = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
+        let worth = tokens * self.layout.len() / WORTH_A_THREAD + 1;
+        let parts = split(sequences, tokens, team.threads().min(worth));
+        let parts: Vec<Part<'_>> = parts
+            .into_iter()
+            .map(|sequences| Part {
+                sequences,
+                own: sequences.iter().map(|sequence| cache.check_out(sequence)).collect(),
+            })
+            .collect();
+        let shared = &*cache;
+        let done = team.map(parts, |mut part| {
+            let logits = self.step_part(shared, &mut part);
+            (part, logits)
+        });
+        let mut all = Vec::new();
+        let mut failed = None;
+        for (part, logits) in done {
+            for (sequence, pages) in part.sequences.iter().zip(part.own) {
+                cache.check_in(sequence, pages);
+            }
+            match logits {
+                Ok(logits) if all.is_empty() => all = logits,
+                Ok(logits) => all.extend(logits),
+                Err(error) => failed = Some(error),
+            }
         }
-        let normed = self.normed_rows(&x, wanted)?;
+        failed.map_or(Ok(all), Err)
+    }
+
+    fn step_part(&self, cache: &KvCache, part: &mut Part<'_>) -> Result<Vec<f32>> {
+        let Part { sequences, own } = part;
+        let (mut token_ids, mut positions, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
+        for sequence in *sequences {
+            token_ids.extend_from_slice(sequence.tokens);
+            positions.extend((sequence.position..).take(sequence.tokens.len()).map(|p| p as u32));
+            wanted.extend(token_ids.len() - sequence.wanted..token_ids.len());
+        }
+        let angles = Angles::new(&positions, &self.inv_freq);
+        let mut x = self.embed(&token_ids, 0)?;
+        for (layer, block) in self.blocks.iter().enumerate() {
+            x = block.forward(&x, &angles, |qkv| self.attend(cache, sequences, own, layer, qkv))?;
+        }
+        let picked = gather(&[&x], &wanted)?;
+        let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
         let mut logits = vec![0.0; wanted.len() * self.head.output()];
         self.head.apply_slice(&values(&normed)?, &mut logits);
         Ok(logits)
     }
+
+    /// Writes keys and values of the new tokens, and attends to everything up to each of them.
+    fn attend(
+        &self,
+        cache: &KvCache,
+        sequences: &[StepSequence<'_>],
+        own: &mut [Vec<Vec<f32>>],
+        layer: usize,
+        qkv: &Tensor,
+    ) -> Result<Tensor> {
+        let (shape, layout) = (self.shape, cache.layout);
+        let of_layer = layer * layout.len()..(layer + 1) * layout.len();
+        let mut out = vec![0.0; qkv.dim(0)? * shape.query_width()];
+        let qkv = values(qkv)?;
+        let mut rows = qkv.chunks_exact(shape.width()).zip(out.chunks_exact_mut(shape.query_width()));
+        let mut weights = Vec::new();
+        for (sequence, own) in sequences.iter().zip(own) {
+            let first = sequence.first_written();
+            let rows: Vec<_> = rows.by_ref().take(sequence.tokens.len()).collect();
+            for (position, (row, _)) in (sequence.position..).zip(&rows) {
+                let (key, value) = row[shape.query_width()..].split_at(shape.kv_width());
+                let page = &mut own[position / PAGE - first][of_layer.clone()];
+                layout.write(page, position % PAGE, key, value);
+            }
+            let before = sequence.pages[..first].iter().map(|page| &cache.pages[*page as usize]);
+            let pages: Vec<&[f32]> = before.chain(&*own).map(|page| &page[of_layer.clone()]).collect();
+            for (position, (row, out)) in (sequence.position..).zip(rows) {
+                let queries = &row[..shape.query_width()];
+                layout.attend(queries, &pages[..=position / PAGE], position + 1, &mut weights, out);
+            }
+        }
+        matrix(out, shape.query_width())
+    }
+}
+
+/// Cuts `sequences` with `tokens` tokens into at most `count` runs of about equal length.
+fn split<'a>(sequences: &'a [StepSequence<'a>], tokens: usize, count: usize) -> Vec<&'a [StepSequence<'a>]> {
+    let mut parts = Vec::new();
+    let (mut start, mut passed) = (0, 0);
+    for (i, sequence) in sequences.iter().enumerate() {
+        passed += sequence.tokens.len();
+        if i + 1 == sequences.len() || passed * count >= tokens * (parts.len() + 1) {
+            parts.push(&sequences[start..=i]);
+            start = i + 1;
+        }
+    }
+    parts
 }

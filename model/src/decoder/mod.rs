@@ -1,8 +1,8 @@
 //! The network: one decoder for prefill, decode, training and scoring.
 //!
-//! [`Decoder`] is immutable: one policy version, its weights packed once. [`Decoder::forward`] runs a [`Pack`] of whole
-//! sequences and keeps what the backward needs, [`Decoder::backward`] reverses it layer by layer, [`Decoder::step`]
-//! continues sequences whose keys and values are in a [`KvCache`]. All three run the same blocks.
+//! [`Decoder`] is immutable: one policy version. [`Decoder::forward`] runs a [`Pack`] of whole sequences and keeps what
+//! the backward needs, [`Decoder::backward`] reverses it layer by layer, [`Decoder::step`] continues sequences whose keys
+//! and values are in a [`KvCache`]. All three run the same blocks, on as many threads as their [`Team`](crate::Team) has.
 //!
 //! # Layout
 //! - `block`: one layer, forward and backward
@@ -17,24 +17,13 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use crate::ops::head::{self, Prediction, Target};
-use crate::ops::heads::{Angles, HeadShape};
+use crate::ops::heads::HeadShape;
 use crate::ops::linear::Linear;
-use crate::ops::norm::rms_norm;
 use crate::ops::{embedding, matrix, values};
-use crate::{Config, Parameters};
+use crate::{Config, Layout, Parameters};
 use block::Block;
-pub use decode::{KvCache, StepRow};
-pub use train::{Gradients, Pack, PackError, Trace};
-
-/// What a decoder is packed for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Purpose {
-    /// Sampling and scoring: half the memory.
-    Inference,
-    /// Also the gradients.
-    Training,
-}
+pub use decode::{KvCache, StepSequence};
+pub use train::{Gradients, Pack, PackError, Recompute, Trace};
 
 /// One policy version, ready to compute.
 #[derive(Clone, Debug)]
@@ -42,37 +31,68 @@ pub struct Decoder {
     config: Config,
     shape: HeadShape,
     inv_freq: Vec<f32>,
-    /// `[V, d]`
-    embedding: Vec<f32>,
+    embedding: Embedding,
     blocks: Vec<Block>,
     final_norm: Vec<f32>,
     head: Linear,
-    layout: Arc<crate::Layout>,
+    layout: Arc<Layout>,
+    recompute: Recompute,
+}
+
+/// `[V, d]`
+#[derive(Clone, Debug)]
+enum Embedding {
+    /// A copy, of a decoder that outlives its parameters.
+    Own(Vec<f32>),
+    /// The first of the flat parameters.
+    Flat(Arc<Parameters>),
 }
 
 impl Decoder {
-    /// Packs `parameters`.
+    /// A decoder to sample and score with. Weights are packed for products with few rows, which takes a copy of them;
+    /// `parameters` are not needed any more.
     ///
     /// # Panics
     /// If the parameters are not those of `config`.
     #[must_use]
-    pub fn new(config: &Config, parameters: &Parameters, purpose: Purpose) -> Self {
-        let layout = parameters.layout();
-        let all = parameters.values();
-        let trainable = purpose == Purpose::Training;
+    pub fn new(config: &Config, parameters: &Parameters) -> Self {
+        let head = &parameters.values()[parameters.layout().head()];
+        Self {
+            embedding: Embedding::Own(parameters.get("model.embed_tokens.weight").to_vec()),
+            blocks: (0..config.num_layers).map(|i| Block::packed(config, parameters, i)).collect(),
+            head: Linear::packed(head, config.hidden_size, None),
+            ..Self::bare(config, parameters)
+        }
+    }
+
+    /// A decoder to train and score with. It reads the weights where they are, so it costs nothing to make; it keeps
+    /// `parameters` until it is dropped.
+    ///
+    /// # Panics
+    /// If the parameters are not those of `config`.
+    #[must_use]
+    pub fn trainable(config: &Config, parameters: &Arc<Parameters>, recompute: Recompute) -> Self {
+        Self {
+            embedding: Embedding::Flat(Arc::clone(parameters)),
+            blocks: (0..config.num_layers).map(|i| Block::trainable(config, parameters, i)).collect(),
+            head: Linear::flat(parameters, parameters.layout().head(), config.hidden_size, &(0..0)),
+            recompute,
+            ..Self::bare(config, parameters)
+        }
+    }
+
+    /// Without embedding, blocks and head.
+    fn bare(config: &Config, parameters: &Parameters) -> Self {
         Self {
             config: config.clone(),
-            shape: HeadShape {
-                heads: config.num_heads,
-                kv_heads: config.num_kv_heads,
-                head_dim: config.head_dim,
-            },
+            shape: HeadShape::of(config),
             inv_freq: config.inv_freq(),
-            embedding: parameters.get("model.embed_tokens.weight").to_vec(),
-            blocks: (0..config.num_layers).map(|i| Block::new(config, parameters, i, trainable)).collect(),
+            embedding: Embedding::Own(Vec::new()),
+            blocks: Vec::new(),
             final_norm: parameters.get("model.norm.weight").to_vec(),
-            head: Linear::new(&all[layout.head()], config.hidden_size, None, trainable),
-            layout: Arc::clone(layout),
+            head: Linear::default(),
+            layout: Arc::clone(parameters.layout()),
+            recompute: Recompute::None,
         }
     }
 
@@ -82,45 +102,33 @@ impl Decoder {
         &self.config
     }
 
-    /// Predictions of `targets`, each from the hidden state at its row of the pack.
-    ///
-    /// # Errors
-    /// If a token id lies beyond the vocabulary.
-    pub fn score(&self, pack: &Pack, rows: &[usize], targets: &[Target<'_>]) -> Result<Vec<Prediction>> {
-        let angles = Angles::new(pack.positions(), &self.inv_freq);
-        let mut x = self.embed(pack.token_ids())?;
-        for block in &self.blocks {
-            x = block.forward(&x, &angles, |qkv| pack.attend(qkv, self.shape))?.into_output();
-        }
-        head::predict(&self.normed_rows(&x, rows)?, &self.head, targets)
+    /// Hidden states `[T, d]` of tokens of which the first is number `first` of its batch.
+    fn embed(&self, token_ids: &[u32], first: usize) -> Result<Tensor> {
+        let table = match &self.embedding {
+            Embedding::Own(table) => table,
+            Embedding::Flat(parameters) => &parameters.values()[..self.embedding_len()],
+        };
+        embedding::embed(token_ids, first, table, self.config.hidden_size)
     }
 
-    /// Logits `[T, V]` of every token of the pack: for tests and small inputs, they are all in memory.
-    ///
-    /// # Errors
-    /// If a token id lies beyond the vocabulary.
-    pub fn logits(&self, pack: &Pack) -> Result<Tensor> {
-        let angles = Angles::new(pack.positions(), &self.inv_freq);
-        let mut x = self.embed(pack.token_ids())?;
-        for block in &self.blocks {
-            x = block.forward(&x, &angles, |qkv| pack.attend(qkv, self.shape))?.into_output();
-        }
-        self.head.apply(&rms_norm(&x, &self.final_norm, self.config.rms_norm_eps)?)
-    }
-
-    fn embed(&self, token_ids: &[u32]) -> Result<Tensor> {
-        embedding::embed(token_ids, &self.embedding, self.config.hidden_size)
-    }
-
-    /// `[rows, d]` hidden states after the final norm.
-    fn normed_rows(&self, x: &Tensor, rows: &[usize]) -> Result<Tensor> {
-        rms_norm(&gather(x, rows)?, &self.final_norm, self.config.rms_norm_eps)
+    fn embedding_len(&self) -> usize {
+        self.config.vocab_size * self.config.hidden_size
     }
 }
 
-/// `rows` of `x [T, d]`, in their order.
-fn gather(x: &Tensor, rows: &[usize]) -> Result<Tensor> {
-    let (_, width) = x.dims2()?;
-    let x = values(x)?;
-    matrix(rows.iter().flat_map(|row| &x[row * width..(row + 1) * width]).copied().collect(), width)
+/// `rows` of the matrices `[_, d]` of `parts`, which follow one another, in the order of `rows`.
+fn gather(parts: &[&Tensor], rows: &[usize]) -> Result<Tensor> {
+    let lengths = parts.iter().map(|part| part.dim(0)).collect::<Result<Vec<_>>>()?;
+    let width = parts.first().map_or(Ok(0), |part| part.dim(1))?;
+    let parts = parts.iter().map(|part| values(part)).collect::<Result<Vec<_>>>()?;
+    let mut out = Vec::with_capacity(rows.len() * width);
+    for row in rows {
+        let (mut row, mut part) = (*row, 0);
+        while row >= lengths[part] {
+            row -= lengths[part];
+            part += 1;
+        }
+        out.extend_from_slice(&parts[part][row * width..(row + 1) * width]);
+    }
+    matrix(out, width)
 }

@@ -1,223 +1,207 @@
-//! Causal attention with grouped key-value heads: over packed sequences, forward and backward, and over a paged cache.
+//! Causal attention with grouped key-value heads: over packed segments, forward and backward, and over a paged cache.
 //!
-//! Invariant: for a query at position `p` both forms visit keys `0..=p` in the same order with the same arithmetic, so
-//! that decoding from the cache and training on the pack give the same bits. No `T x T` matrix is kept: scores live in
-//! one row of scratch, and the backward recomputes them.
+//! Invariant: for a query at position `p` both forms compute the same bits. A score is one chain over the head's width,
+//! a result one chain over keys `0..=p` in their order, and the softmax of a row is the same function. No `T x T` matrix
+//! is kept: scores exist for 32 queries of one head at a time, and the backward computes them again.
+
+use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
+use super::gemm::{Matrix, Out, Panels, Right, product};
 use super::heads::HeadShape;
 use super::simd::{LANES, dot, exp, max, sum, vectorized};
 use super::{matrix, values};
 
-/// Positions of one page of the cache.
+/// Positions of one page of the cache: one AVX-512 register of scores.
 pub(crate) const PAGE: usize = 16;
 
-/// Where the keys and values of a sequence lie in the page pool of one layer.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PagedQuery<'a> {
-    /// Pages of the sequence in order.
-    pub(crate) pages: &'a [u32],
-    /// Position of the query; keys `0..=position` are in the pages.
-    pub(crate) position: usize,
+/// Queries whose scores are in memory at a time.
+const QUERIES: usize = 32;
+
+/// Tokens that attend to a common prefix and to those before them among themselves, as rows of a pack.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Segment {
+    pub(crate) rows: Range<usize>,
+    /// Rows of what comes before, empty for nothing.
+    pub(crate) prefix: Range<usize>,
 }
 
-/// Attention within each packed sequence: `qkv [T, width]` prepared, `offsets [S + 1]`, result `[T, heads * head_dim]`.
-pub(crate) fn packed(qkv: &Tensor, offsets: &[usize], shape: HeadShape) -> Result<Tensor> {
+/// Attention within each segment: `qkv [T, width]` prepared, result `[T, heads * head_dim]`. Rows of the segments begin
+/// at `first` in the pack that they are of.
+pub(crate) fn packed(qkv: &Tensor, segments: &[Segment], first: usize, shape: HeadShape) -> Result<Tensor> {
     let mut out = vec![0.0; qkv.dim(0)? * shape.query_width()];
-    packed_forward(&values(qkv)?, offsets, shape, &mut out);
+    let qkv = values(qkv)?;
+    for segment in segments {
+        Heads::new(&qkv, segment, first, shape).forward(&mut out);
+    }
     matrix(out, shape.query_width())
 }
 
-/// Gradient of the prepared `qkv` for the gradient `g [T, heads * head_dim]` of the result.
+/// Gradient `[T, width]` of the prepared `qkv` for the gradient `g [T, heads * head_dim]` of the result.
 pub(crate) fn packed_backward(
     qkv: &Tensor,
-    offsets: &[usize],
+    segments: &[Segment],
+    first: usize,
     shape: HeadShape,
     g: &Tensor,
-) -> Result<Tensor> {
+) -> Result<Vec<f32>> {
     let mut out = vec![0.0; qkv.elem_count()];
-    packed_reverse(&values(qkv)?, offsets, shape, &values(g)?, &mut out);
-    matrix(out, shape.width())
+    let (qkv, g) = (values(qkv)?, values(g)?);
+    for segment in segments {
+        Heads::new(&qkv, segment, first, shape).backward(&g, &mut out);
+    }
+    Ok(out)
 }
 
-/// Attention of each row of `qkv [T, width]` over the pages of its sequence, which already hold its own key and value.
-/// `keys` and `values_` are page pools `[pages, PAGE, kv_heads * head_dim]`.
-pub(crate) fn paged(
-    qkv: &Tensor,
-    queries: &[PagedQuery<'_>],
-    shape: HeadShape,
-    (keys, cached_values): (&[f32], &[f32]),
-) -> Result<Tensor> {
-    let mut out = vec![0.0; queries.len() * shape.query_width()];
-    paged_forward(&values(qkv)?, queries, shape, keys, cached_values, &mut out);
-    matrix(out, shape.query_width())
-}
-
-/// Keys and values of one head of one sequence.
-trait KeyValues: Copy {
-    fn key(&self, position: usize) -> &[f32];
-    fn value(&self, position: usize) -> &[f32];
-}
-
-#[derive(Clone, Copy)]
-struct Packed<'a> {
+/// One segment with the rows that it sees.
+struct Heads<'a> {
     qkv: &'a [f32],
-    start: usize,
-    key_column: usize,
-    value_column: usize,
+    rows: Range<usize>,
+    prefix: Range<usize>,
     shape: HeadShape,
 }
 
-impl KeyValues for Packed<'_> {
-    #[inline(always)]
-    fn key(&self, position: usize) -> &[f32] {
-        &self.qkv[(self.start + position) * self.shape.width() + self.key_column..][..self.shape.head_dim]
-    }
-
-    #[inline(always)]
-    fn value(&self, position: usize) -> &[f32] {
-        &self.qkv[(self.start + position) * self.shape.width() + self.value_column..][..self.shape.head_dim]
-    }
+/// Keys or values of one head, of the prefix and of the segment itself, packed for products.
+struct Both {
+    prefix: Panels,
+    own: Panels,
 }
 
-impl<'a> Packed<'a> {
-    #[inline(always)]
-    fn new(qkv: &'a [f32], start: usize, kv_head: usize, shape: HeadShape) -> Self {
-        let key_column = (shape.heads + kv_head) * shape.head_dim;
-        Self { qkv, start, key_column, value_column: key_column + shape.kv_width(), shape }
-    }
-}
-
-#[derive(Clone, Copy)]
-struct Paged<'a> {
-    keys: &'a [f32],
-    values: &'a [f32],
-    pages: &'a [u32],
-    column: usize,
-    shape: HeadShape,
-}
-
-impl Paged<'_> {
-    #[inline(always)]
-    fn at(&self, position: usize) -> usize {
-        (self.pages[position / PAGE] as usize * PAGE + position % PAGE) * self.shape.kv_width() + self.column
-    }
-}
-
-impl KeyValues for Paged<'_> {
-    #[inline(always)]
-    fn key(&self, position: usize) -> &[f32] {
-        &self.keys[self.at(position)..][..self.shape.head_dim]
+impl<'a> Heads<'a> {
+    fn new(qkv: &'a [f32], segment: &Segment, first: usize, shape: HeadShape) -> Self {
+        let within = |rows: &Range<usize>| {
+            if rows.is_empty() { 0..0 } else { rows.start - first..rows.end - first }
+        };
+        Self { qkv, rows: within(&segment.rows), prefix: within(&segment.prefix), shape }
     }
 
-    #[inline(always)]
-    fn value(&self, position: usize) -> &[f32] {
-        &self.values[self.at(position)..][..self.shape.head_dim]
+    /// Columns of a row from `column` on, for `rows`: `[rows, head_dim]`.
+    fn columns(&self, rows: Range<usize>, column: usize) -> Matrix<'a> {
+        let width = self.shape.width();
+        let values = &self.qkv[(rows.start * width + column).min(self.qkv.len())..];
+        Matrix::strided(values, (rows.len(), self.shape.head_dim), width)
     }
-}
 
-/// Turns `weights [n]` into the attention weights of `query` over keys `0..n`.
-#[inline(always)]
-fn attention_weights(query: &[f32], kv: impl KeyValues, weights: &mut [f32]) {
-    let scale = 1.0 / (query.len() as f32).sqrt();
-    for (position, weight) in weights.iter_mut().enumerate() {
-        *weight = dot(query, kv.key(position)) * scale;
-    }
-    let top = max(weights);
-    let mut lanes = [0.0_f32; LANES];
-    for chunk in weights.chunks_mut(LANES) {
-        for (weight, lane) in chunk.iter_mut().zip(&mut lanes) {
-            *weight = exp(*weight - top);
-            *lane += *weight;
+    fn both(&self, column: usize, pack: impl Fn(Matrix<'_>) -> Panels) -> Both {
+        Both {
+            prefix: pack(self.columns(self.prefix.clone(), column)),
+            own: pack(self.columns(self.rows.clone(), column)),
         }
     }
-    let inv = 1.0 / sum(&lanes);
-    for weight in weights {
-        *weight *= inv;
-    }
-}
 
-#[inline(always)]
-fn attend(query: &[f32], kv: impl KeyValues, weights: &mut [f32], out: &mut [f32]) {
-    attention_weights(query, kv, weights);
-    for (position, weight) in weights.iter().enumerate() {
-        for (out, v) in out.iter_mut().zip(kv.value(position)) {
-            *out = weight.mul_add(*v, *out);
-        }
+    /// Blocks of queries: offsets in the segment.
+    fn blocks(&self) -> impl Iterator<Item = Range<usize>> {
+        let len = self.rows.len();
+        (0..len).step_by(QUERIES).map(move |start| start..(start + QUERIES).min(len))
     }
-}
 
-vectorized! {
-    fn packed_forward(qkv: &[f32], offsets: &[usize], shape: HeadShape, out: &mut [f32]) {
+    /// Column of the query of head `h`, and of key and value of its group.
+    fn query_column(&self, h: usize) -> usize {
+        h * self.shape.head_dim
+    }
+
+    fn key_column(&self, kv: usize) -> usize {
+        (self.shape.heads + kv) * self.shape.head_dim
+    }
+
+    fn value_column(&self, kv: usize) -> usize {
+        self.key_column(kv) + self.shape.kv_width()
+    }
+
+    fn group(&self, kv: usize) -> Range<usize> {
+        let per_kv = self.shape.heads / self.shape.kv_heads;
+        kv * per_kv..(kv + 1) * per_kv
+    }
+
+    /// Weights `[block, prefix + block.end]` of the queries of a block over the keys that the last of them sees; zero for
+    /// keys behind a query.
+    fn weights(&self, h: usize, block: &Range<usize>, keys: &Both, weights: &mut Vec<f32>) {
+        let (before, seen) = (self.prefix.len(), self.prefix.len() + block.end);
+        weights.resize(block.len() * seen, 0.0);
+        let rows = self.rows.start + block.start..self.rows.start + block.end;
+        let queries = self.columns(rows, self.query_column(h));
+        self.scores(queries, keys, block, weights);
+        softmax_rows(weights, seen, before + block.start, (self.shape.head_dim as f32).powf(-0.5));
+    }
+
+    /// `left [block, head_dim] x columns [head_dim, prefix + block.end]`.
+    fn scores(&self, left: Matrix<'_>, columns: &Both, block: &Range<usize>, out: &mut [f32]) {
+        let (before, dim) = (self.prefix.len(), self.shape.head_dim);
+        let row_stride = before + block.end;
+        product(left, columns.prefix.part(dim, before), Out { values: out, row_stride }, true);
+        let own = Out { values: &mut out[before..], row_stride };
+        product(left, columns.own.part(dim, block.end), own, true);
+    }
+
+    /// `out [block, head_dim] = left [block, prefix + block.end] x rows [prefix + block.end, head_dim]`.
+    fn combine(&self, left: &[f32], rows: &Both, block: &Range<usize>, mut out: Out<'_>) {
+        let (before, dim) = (self.prefix.len(), self.shape.head_dim);
+        let seen = before + block.end;
+        let row_stride = out.row_stride;
+        let prefix = Matrix::strided(left, (block.len(), before), seen);
+        product(prefix, rows.prefix.part(before, dim), Out { values: out.values, row_stride }, true);
+        out.row_stride = row_stride;
+        let own = Matrix::strided(&left[before..], (block.len(), block.end), seen);
+        product(own, rows.own.part(block.end, dim), out, false);
+    }
+
+    fn forward(&self, out: &mut [f32]) {
+        let row_stride = self.shape.query_width();
         let mut weights = Vec::new();
-        let per_kv = shape.heads / shape.kv_heads;
-        for sequence in offsets.windows(2) {
-            weights.resize(weights.len().max(sequence[1] - sequence[0]), 0.0);
-            for row in sequence[0]..sequence[1] {
-                let queries = qkv[row * shape.width()..][..shape.query_width()].chunks_exact(shape.head_dim);
-                let outs = out[row * shape.query_width()..][..shape.query_width()].chunks_exact_mut(shape.head_dim);
-                for (h, (query, out)) in queries.zip(outs).enumerate() {
-                    let kv = Packed::new(qkv, sequence[0], h / per_kv, shape);
-                    attend(query, kv, &mut weights[..=row - sequence[0]], out);
+        for kv in 0..self.shape.kv_heads {
+            let keys = self.both(self.key_column(kv), |keys| Panels::new(keys.transposed()));
+            let values = self.both(self.value_column(kv), Panels::new);
+            for h in self.group(kv) {
+                for block in self.blocks() {
+                    self.weights(h, &block, &keys, &mut weights);
+                    let at = (self.rows.start + block.start) * row_stride + self.query_column(h);
+                    let to = Out { values: &mut out[at..], row_stride };
+                    self.combine(&weights, &values, &block, to);
                 }
             }
         }
     }
-}
 
-vectorized! {
-    fn paged_forward(
-        qkv: &[f32],
-        queries: &[PagedQuery<'_>],
-        shape: HeadShape,
-        keys: &[f32],
-        values: &[f32],
-        out: &mut [f32],
-    ) {
-        let mut weights = vec![0.0; queries.iter().map(|q| q.position + 1).max().unwrap_or(0)];
-        let per_kv = shape.heads / shape.kv_heads;
-        let rows = qkv.chunks_exact(shape.width()).zip(out.chunks_exact_mut(shape.query_width()));
-        for (sequence, (row, out)) in queries.iter().zip(rows) {
-            let heads = row.chunks_exact(shape.head_dim).zip(out.chunks_exact_mut(shape.head_dim));
-            for (h, (query, out)) in heads.enumerate() {
-                let column = h / per_kv * shape.head_dim;
-                let kv = Paged { keys, values, pages: sequence.pages, column, shape };
-                attend(query, kv, &mut weights[..=sequence.position], out);
-            }
-        }
-    }
-}
-
-vectorized! {
     /// With `p` the weights, `o` the result and `d = sum_j p_j (g . v_j)`: `ds_j = p_j (g . v_j - d) / sqrt(head_dim)`,
     /// `dq = sum_j ds_j k_j`, `dk_j += ds_j q`, `dv_j += p_j g`.
-    fn packed_reverse(qkv: &[f32], offsets: &[usize], shape: HeadShape, g: &[f32], out: &mut [f32]) {
+    fn backward(&self, g: &[f32], out: &mut [f32]) {
+        let (dim, width, query_width) = (self.shape.head_dim, self.shape.width(), self.shape.query_width());
+        let (before, scale) = (self.prefix.len(), (dim as f32).powf(-0.5));
         let (mut weights, mut slopes) = (Vec::new(), Vec::new());
-        let (per_kv, dim, width) = (shape.heads / shape.kv_heads, shape.head_dim, shape.width());
-        let scale = 1.0 / (dim as f32).sqrt();
-        for sequence in offsets.windows(2) {
-            let longest = weights.len().max(sequence[1] - sequence[0]);
-            weights.resize(longest, 0.0);
-            slopes.resize(longest, 0.0_f32);
-            for row in sequence[0]..sequence[1] {
-                for h in 0..shape.heads {
-                    let query = &qkv[row * width + h * dim..][..dim];
-                    let g = &g[row * shape.query_width() + h * dim..][..dim];
-                    let kv = Packed::new(qkv, sequence[0], h / per_kv, shape);
-                    let n = row - sequence[0] + 1;
-                    let (weights, slopes) = (&mut weights[..n], &mut slopes[..n]);
-                    attention_weights(query, kv, weights);
-                    for (position, slope) in slopes.iter_mut().enumerate() {
-                        *slope = dot(g, kv.value(position));
-                    }
-                    let mean = dot(weights, slopes);
-                    for position in 0..n {
-                        let slope = weights[position] * (slopes[position] - mean) * scale;
-                        let at = (sequence[0] + position) * width;
-                        add_scaled(&mut out[row * width + h * dim..][..dim], kv.key(position), slope);
-                        add_scaled(&mut out[at + kv.key_column..][..dim], query, slope);
-                        add_scaled(&mut out[at + kv.value_column..][..dim], g, weights[position]);
+        for kv in 0..self.shape.kv_heads {
+            let (key_column, value_column) = (self.key_column(kv), self.value_column(kv));
+            let keys = self.both(key_column, |keys| Panels::new(keys.transposed()));
+            let values = self.both(value_column, |values| Panels::new(values.transposed()));
+            let key_rows = self.both(key_column, Panels::new);
+            for h in self.group(kv) {
+                for block in self.blocks() {
+                    let rows = self.rows.start + block.start..self.rows.start + block.end;
+                    let seen = before + block.end;
+                    self.weights(h, &block, &keys, &mut weights);
+                    let at = rows.start * query_width + self.query_column(h);
+                    let g = Matrix::strided(&g[at..], (block.len(), dim), query_width);
+                    slopes.resize(block.len() * seen, 0.0);
+                    self.scores(g, &values, &block, &mut slopes);
+                    softmax_slopes(&weights, &mut slopes, seen, before + block.start, scale);
+
+                    let at = rows.start * width + self.query_column(h);
+                    let to = Out { values: &mut out[at..], row_stride: width };
+                    self.combine(&slopes, &key_rows, &block, to);
+
+                    let queries = self.columns(rows, self.query_column(h));
+                    for (matrix, right, column) in
+                        [(&slopes, queries, key_column), (&weights, g, value_column)]
+                    {
+                        for (from, count, row) in
+                            [(0, before, self.prefix.start), (before, block.end, self.rows.start)]
+                        {
+                            let left =
+                                Matrix::strided(&matrix[from..], (block.len(), count), seen).transposed();
+                            let at = row * width + column;
+                            let to = Out { values: &mut out[at..], row_stride: width };
+                            product(left, Right::Matrix(right), to, false);
+                        }
                     }
                 }
             }
@@ -225,11 +209,213 @@ vectorized! {
     }
 }
 
-#[inline(always)]
-fn add_scaled(out: &mut [f32], x: &[f32], scale: f32) {
-    for (out, x) in out.iter_mut().zip(x) {
-        *out = scale.mul_add(*x, *out);
+vectorized! {
+    /// Turns scores into weights: row `i` of `rows [_, width]` sees its first `first + i + 1` keys.
+    fn softmax_rows(rows: &mut [f32], width: usize, first: usize, scale: f32) {
+        for (i, row) in rows.chunks_exact_mut(width).enumerate() {
+            let (seen, behind) = row.split_at_mut(first + i + 1);
+            softmax(seen, scale);
+            behind.fill(0.0);
+        }
     }
+}
+
+vectorized! {
+    /// Turns derivatives by the weights into derivatives by the unscaled scores.
+    fn softmax_slopes(weights: &[f32], slopes: &mut [f32], width: usize, first: usize, scale: f32) {
+        let rows = weights.chunks_exact(width).zip(slopes.chunks_exact_mut(width));
+        for (i, (weights, slopes)) in rows.enumerate() {
+            let seen = first + i + 1;
+            let mean = dot(&weights[..seen], &slopes[..seen]);
+            for (slope, weight) in slopes.iter_mut().zip(weights) {
+                *slope = weight * (*slope - mean) * scale;
+            }
+        }
+    }
+}
+
+/// Softmax of `scores * scale`, in place.
+#[inline(always)]
+fn softmax(scores: &mut [f32], scale: f32) {
+    for score in scores.iter_mut() {
+        *score *= scale;
+    }
+    let top = max(scores);
+    let mut lanes = [0.0_f32; LANES];
+    let mut chunks = scores.chunks_exact_mut(LANES);
+    for chunk in &mut chunks {
+        for (score, lane) in chunk.iter_mut().zip(&mut lanes) {
+            *score = exp(*score - top);
+            *lane += *score;
+        }
+    }
+    for (score, lane) in chunks.into_remainder().iter_mut().zip(&mut lanes) {
+        *score = exp(*score - top);
+        *lane += *score;
+    }
+    let inv = 1.0 / sum(&lanes);
+    for score in scores {
+        *score *= inv;
+    }
+}
+
+/// Where the keys and values of one head lie in a page: keys `[head_dim, PAGE]`, so that a register holds the scores of
+/// all positions of a page, and values `[PAGE, head_dim]`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PageLayout {
+    shape: HeadShape,
+}
+
+impl PageLayout {
+    pub(crate) fn new(shape: HeadShape) -> Self {
+        Self { shape }
+    }
+
+    /// Values of a page of one layer.
+    pub(crate) fn len(self) -> usize {
+        2 * PAGE * self.shape.kv_width()
+    }
+
+    fn head(self) -> usize {
+        PAGE * self.shape.head_dim
+    }
+
+    /// Writes key and value `[kv_heads * head_dim]` of one token.
+    pub(crate) fn write(self, page: &mut [f32], slot: usize, key: &[f32], value: &[f32]) {
+        let (keys, values) = page.split_at_mut(PAGE * self.shape.kv_width());
+        let heads = keys.chunks_exact_mut(self.head()).zip(values.chunks_exact_mut(self.head()));
+        let tokens = key.chunks_exact(self.shape.head_dim).zip(value.chunks_exact(self.shape.head_dim));
+        for ((keys, values), (key, value)) in heads.zip(tokens) {
+            keys[slot..].iter_mut().step_by(PAGE).zip(key).for_each(|(to, k)| *to = *k);
+            values[slot * self.shape.head_dim..][..self.shape.head_dim].copy_from_slice(value);
+        }
+    }
+
+    /// Attention of one row of queries over the first `seen` positions of `pages`, which are those of one layer; adds to
+    /// `out [heads * head_dim]`, which is zero. `weights` is scratch.
+    pub(crate) fn attend(
+        self,
+        queries: &[f32],
+        pages: &[&[f32]],
+        seen: usize,
+        weights: &mut Vec<f32>,
+        out: &mut [f32],
+    ) {
+        weights.resize(self.shape.heads * pages.len() * PAGE, 0.0);
+        paged(self, queries, pages, seen, weights, out);
+    }
+}
+
+vectorized! {
+    fn paged(layout: PageLayout, queries: &[f32], pages: &[&[f32]], seen: usize, weights: &mut [f32], out: &mut [f32]) {
+        let HeadShape { heads, kv_heads, head_dim } = layout.shape;
+        let (per_kv, head) = (heads / kv_heads, layout.head());
+        let (scale, row) = ((head_dim as f32).powf(-0.5), pages.len() * PAGE);
+        for kv in 0..kv_heads {
+            let group = kv * per_kv..(kv + 1) * per_kv;
+            let queries = &queries[group.start * head_dim..group.end * head_dim];
+            let weights = &mut weights[group.start * row..group.end * row];
+            for (p, page) in pages.iter().enumerate() {
+                let keys = &page[kv * head..][..head];
+                // Heads of a group read the same keys: four at a time keep four chains going.
+                let mut from = 0;
+                while from < per_kv {
+                    let count = match per_kv - from {
+                        1 => page_scores::<1>(queries, from, keys, head_dim, weights, row, p),
+                        2 | 3 => page_scores::<2>(queries, from, keys, head_dim, weights, row, p),
+                        _ => page_scores::<4>(queries, from, keys, head_dim, weights, row, p),
+                    };
+                    from += count;
+                }
+            }
+            for weights in weights.chunks_exact_mut(row) {
+                softmax(&mut weights[..seen], scale);
+            }
+            let values = PAGE * layout.shape.kv_width() + kv * head;
+            let out = &mut out[group.start * head_dim..group.end * head_dim];
+            let mut from = 0;
+            while from < per_kv {
+                let count = match per_kv - from {
+                    1 => page_values::<1>(weights, row, from, pages, values, seen, head_dim, out),
+                    2 | 3 => page_values::<2>(weights, row, from, pages, values, seen, head_dim, out),
+                    _ => page_values::<4>(weights, row, from, pages, values, seen, head_dim, out),
+                };
+                from += count;
+            }
+        }
+    }
+}
+
+/// Scores of `H` heads over one page. Returns `H`.
+#[inline(always)]
+fn page_scores<const H: usize>(
+    queries: &[f32],
+    from: usize,
+    keys: &[f32],
+    head_dim: usize,
+    weights: &mut [f32],
+    row: usize,
+    page: usize,
+) -> usize {
+    let queries: [&[f32]; H] = std::array::from_fn(|h| &queries[(from + h) * head_dim..][..head_dim]);
+    let mut scores = [[0.0_f32; PAGE]; H];
+    for (d, keys) in keys.chunks_exact(PAGE).enumerate() {
+        for (scores, query) in scores.iter_mut().zip(queries) {
+            let q = query[d];
+            for (score, k) in scores.iter_mut().zip(keys) {
+                *score = q.mul_add(*k, *score);
+            }
+        }
+    }
+    for (h, scores) in scores.iter().enumerate() {
+        weights[(from + h) * row + page * PAGE..][..PAGE].copy_from_slice(scores);
+    }
+    H
+}
+
+/// Weighted sums of the values of `H` heads. Returns `H`.
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "the inside of one loop")]
+fn page_values<const H: usize>(
+    weights: &[f32],
+    row: usize,
+    from: usize,
+    pages: &[&[f32]],
+    column: usize,
+    seen: usize,
+    head_dim: usize,
+    out: &mut [f32],
+) -> usize {
+    let weights: [&[f32]; H] = std::array::from_fn(|h| &weights[(from + h) * row..][..seen]);
+    let whole = head_dim / LANES * LANES;
+    for d in (0..whole).step_by(LANES) {
+        let mut sums = [[0.0_f32; LANES]; H];
+        for (p, page) in pages.iter().enumerate() {
+            let values = &page[column..][..PAGE * head_dim];
+            for slot in 0..PAGE.min(seen - p * PAGE) {
+                let v = &values[slot * head_dim + d..][..LANES];
+                for (sums, weights) in sums.iter_mut().zip(weights) {
+                    let w = weights[p * PAGE + slot];
+                    for (sum, v) in sums.iter_mut().zip(v) {
+                        *sum = w.mul_add(*v, *sum);
+                    }
+                }
+            }
+        }
+        for (h, sums) in sums.iter().enumerate() {
+            out[(from + h) * head_dim + d..][..LANES].copy_from_slice(sums);
+        }
+    }
+    for (h, weights) in weights.iter().enumerate() {
+        for d in whole..head_dim {
+            let value = |(position, w): (usize, &f32)| {
+                (*w, pages[position / PAGE][column + position % PAGE * head_dim + d])
+            };
+            let sum = weights.iter().enumerate().map(value).fold(0.0_f32, |sum, (w, v)| w.mul_add(v, sum));
+            out[(from + h) * head_dim + d] = sum;
+        }
+    }
+    H
 }
 
 #[cfg(test)]
@@ -239,52 +425,72 @@ mod tests {
     use super::super::check::{gradient, noise, weighted};
     use super::*;
 
+    fn segments(lengths: &[usize]) -> Vec<Segment> {
+        let mut start = 0;
+        let segment = |n: &usize| {
+            start += n;
+            Segment { rows: start - n..start, prefix: 0..0 }
+        };
+        lengths.iter().map(segment).collect()
+    }
+
+    fn forward(qkv: &[f32], segments: &[Segment], shape: HeadShape) -> Vec<f32> {
+        let qkv = matrix(qkv.to_vec(), shape.width()).unwrap();
+        values(&packed(&qkv, segments, 0, shape).unwrap()).unwrap().to_vec()
+    }
+
     #[test]
     fn backward_is_the_derivative() {
         let shape = HeadShape { heads: 4, kv_heads: 2, head_dim: 6 };
-        let offsets = [0, 5, 6, 9];
-        let x: Vec<f32> = noise(9 * shape.width(), 1).iter().map(|x| 2.0 * x).collect();
-        let c = noise(9 * shape.query_width(), 2);
-        let loss = |x: &[f32]| {
-            let mut out = vec![0.0; c.len()];
-            packed_forward(x, &offsets, shape, &mut out);
-            weighted(&out, &c)
-        };
-        let mut dx = vec![0.0; x.len()];
-        packed_reverse(&x, &offsets, shape, &c, &mut dx);
+        // A prefix with two continuations, and sequences of their own.
+        let mut segments = segments(&[5, 1, 3, 40]);
+        segments[1].prefix = 0..5;
+        segments[2].prefix = 0..5;
+        let rows = 49;
+        let x: Vec<f32> = noise(rows * shape.width(), 1).iter().map(|x| 2.0 * x).collect();
+        let c = noise(rows * shape.query_width(), 2);
+        let loss = |x: &[f32]| weighted(&forward(x, &segments, shape), &c);
+        let tensor = |v: &[f32], n| matrix(v.to_vec(), n).unwrap();
+        let (qkv, g) = (tensor(&x, shape.width()), tensor(&c, shape.query_width()));
+        let dx = packed_backward(&qkv, &segments, 0, shape, &g).unwrap();
         gradient(loss, &x, &dx, 5e-3);
+    }
+
+    /// Rows of `sequence` in a pack of prefix and continuation are the rows of the whole.
+    #[test]
+    fn a_shared_prefix_gives_the_bits_of_the_whole() {
+        let shape = HeadShape { heads: 6, kv_heads: 2, head_dim: 8 };
+        for (prefix, own) in [(1, 1), (7, 40), (33, 5), (70, 70)] {
+            let qkv = noise((prefix + own) * shape.width(), 3);
+            let whole = forward(&qkv, &segments(&[prefix + own]), shape);
+            let mut shared = segments(&[prefix, own]);
+            shared[1].prefix = 0..prefix;
+            assert_eq!(forward(&qkv, &shared, shape), whole);
+        }
     }
 
     proptest! {
         #[test]
-        fn paged_and_packed_give_the_same_bits(lengths in prop::collection::vec(1..40usize, 1..4), kv_heads in 1..3usize) {
-            let shape = HeadShape { heads: 2 * kv_heads, kv_heads, head_dim: 10 };
-            let mut offsets = vec![0];
-            lengths.iter().for_each(|n| offsets.push(offsets[offsets.len() - 1] + n));
-            let rows = offsets[lengths.len()];
+        fn paged_and_packed_give_the_same_bits(
+            lengths in prop::collection::vec(1..70usize, 1..4), kv_heads in 1..3usize, per_kv in 1..8usize, dim in 1..20usize
+        ) {
+            let shape = HeadShape { heads: per_kv * kv_heads, kv_heads, head_dim: 2 * dim };
+            let rows: usize = lengths.iter().sum();
             let qkv = noise(rows * shape.width(), 5);
-            let mut expected = vec![0.0; rows * shape.query_width()];
-            packed_forward(&qkv, &offsets, shape, &mut expected);
-
-            // Pages are handed out backwards, so that they are not contiguous.
-            let tables: Vec<Vec<u32>> = lengths.iter().enumerate()
-                .map(|(s, n)| (0..n.div_ceil(PAGE) as u32).map(|p| 3 * (lengths.len() - s) as u32 - 1 - p).collect())
-                .collect();
-            let mut keys = vec![f32::NAN; 3 * lengths.len() * PAGE * shape.kv_width()];
-            let mut values = keys.clone();
-            let mut queries = Vec::new();
-            for (s, table) in tables.iter().enumerate() {
-                for position in 0..lengths[s] {
-                    let row = &qkv[(offsets[s] + position) * shape.width()..][..shape.width()];
-                    let (key, value) = row[shape.query_width()..].split_at(shape.kv_width());
-                    let at = (table[position / PAGE] as usize * PAGE + position % PAGE) * shape.kv_width();
-                    keys[at..][..shape.kv_width()].copy_from_slice(key);
-                    values[at..][..shape.kv_width()].copy_from_slice(value);
-                    queries.push(PagedQuery { pages: table, position });
+            let expected = forward(&qkv, &segments(&lengths), shape);
+            let layout = PageLayout::new(shape);
+            let mut out = vec![0.0; expected.len()];
+            for segment in segments(&lengths) {
+                let mut pages = vec![vec![f32::NAN; layout.len()]; segment.rows.len().div_ceil(PAGE)];
+                for (position, row) in segment.rows.enumerate() {
+                    let (queries, rest) = qkv[row * shape.width()..][..shape.width()].split_at(shape.query_width());
+                    let (key, value) = rest.split_at(shape.kv_width());
+                    layout.write(&mut pages[position / PAGE], position % PAGE, key, value);
+                    let pages: Vec<&[f32]> = pages[..=position / PAGE].iter().map(Vec::as_slice).collect();
+                    let out = &mut out[row * shape.query_width()..][..shape.query_width()];
+                    layout.attend(queries, &pages, position + 1, &mut Vec::new(), out);
                 }
             }
-            let mut out = vec![0.0; expected.len()];
-            paged_forward(&qkv, &queries, shape, &keys, &values, &mut out);
             prop_assert_eq!(out, expected);
         }
     }

@@ -4,17 +4,17 @@ use candle_core::{Result, Tensor, bail};
 
 use super::{matrix, values};
 
-/// Row `ids[t]` of `table [V, d]` for every token.
+/// Row `ids[t]` of `table [V, d]` for every token, of which the first is number `first` of its batch.
 ///
 /// # Errors
 /// An id at or above `V`.
-pub(crate) fn embed(ids: &[u32], table: &[f32], width: usize) -> Result<Tensor> {
+pub(crate) fn embed(ids: &[u32], first: usize, table: &[f32], width: usize) -> Result<Tensor> {
     let vocabulary = table.len() / width;
     let mut out = Vec::with_capacity(ids.len() * width);
     for (t, id) in ids.iter().enumerate() {
         let id = *id as usize;
         if id >= vocabulary {
-            bail!("token {t} has id {id}, but the vocabulary ends at {vocabulary}")
+            bail!("token {} has id {id}, but the vocabulary ends at {vocabulary}", first + t)
         }
         out.extend_from_slice(&table[id * width..(id + 1) * width]);
     }

@@ -4,13 +4,17 @@
 
 use candle_core::{Result, Tensor};
 
-use super::gemm::{Left, Panels, multiply_add};
+use super::gemm::{Matrix, Right, multiply, multiply_add};
 use super::linear::Linear;
 use super::softmax::{probabilities, scale_and_normalizer};
-use super::{matrix, values};
+use super::{matrix, row_ranges, values};
+use crate::Team;
 
-/// Rows whose logits are in memory at a time.
-const ROWS: usize = 32;
+/// Logits of one thread that are in memory at a time, in the forward: they stay in its cache.
+const FORWARD: usize = 1 << 18;
+/// Logits that are in memory at a time in the backward: enough rows that the weight's gradient, which every pass reads
+/// and writes whole, is not what costs.
+const BACKWARD: usize = 1 << 24;
 
 /// What a row of the head predicts, and under which distribution.
 #[derive(Clone, Copy, Debug)]
@@ -42,14 +46,23 @@ pub struct PredictionGradient {
 }
 
 /// Predictions for `hidden [M, d]`, one per target.
-pub(crate) fn predict(hidden: &Tensor, head: &Linear, targets: &[Target<'_>]) -> Result<Vec<Prediction>> {
+pub(crate) fn predict(
+    hidden: &Tensor,
+    head: &Linear,
+    targets: &[Target<'_>],
+    team: &Team,
+) -> Result<Vec<Prediction>> {
     let (_, width) = hidden.dims2()?;
-    let mut predictions = Vec::with_capacity(targets.len());
-    for_each_row(&values(hidden)?, width, head, targets, |row, target| {
-        let distribution = Distribution::new(row, target);
-        predictions.push(distribution.prediction());
-    });
-    Ok(predictions)
+    let hidden = values(hidden)?;
+    let predict = |rows: std::ops::Range<usize>| {
+        let mut predictions = Vec::with_capacity(rows.len());
+        let visit = |row: &mut [f32], target: &Target<'_>| {
+            predictions.push(Distribution::new(row, target).prediction());
+        };
+        for_each_row(&hidden[rows.start * width..rows.end * width], width, head, &targets[rows], visit);
+        predictions
+    };
+    Ok(team.map(row_ranges(targets.len(), team.threads(), 1), predict).concat())
 }
 
 /// Gradient of `hidden [M, d]`; adds that of the head's weight to `weight_gradient [V, d]`.
@@ -59,26 +72,37 @@ pub(crate) fn predict_backward(
     targets: &[Target<'_>],
     gradients: &[PredictionGradient],
     weight_gradient: &mut [f32],
+    team: &Team,
 ) -> Result<Tensor> {
     let (_, width) = hidden.dims2()?;
     let (hidden, vocabulary) = (values(hidden)?, head.output());
     let mut d_hidden = vec![0.0; hidden.len()];
-    let mut chunks = targets.chunks(ROWS).zip(gradients.chunks(ROWS));
-    for (hidden, d_hidden) in hidden.chunks(ROWS * width).zip(d_hidden.chunks_mut(ROWS * width)) {
-        let Some((targets, gradients)) = chunks.next() else { break };
+    let rows = (BACKWARD / vocabulary).max(64);
+    let chunks = targets.chunks(rows).zip(gradients.chunks(rows));
+    let chunks = chunks.zip(hidden.chunks(rows * width).zip(d_hidden.chunks_mut(rows * width)));
+    for ((targets, gradients), (hidden, d_hidden)) in chunks {
         let mut d_logits = vec![0.0; targets.len() * vocabulary];
-        let mut rows = d_logits.chunks_exact_mut(vocabulary).zip(gradients);
-        for_each_row(hidden, width, head, targets, |row, target| {
-            if let Some((out, gradient)) = rows.next() {
-                Distribution::new(row, target).backward(*gradient, out);
-            }
+        let ranges = row_ranges(targets.len(), team.threads(), 1);
+        let per_part = ranges[0].len();
+        let outs = d_logits.chunks_mut(per_part * vocabulary).zip(d_hidden.chunks_mut(per_part * width));
+        team.map(ranges.into_iter().zip(outs).collect(), |(rows, (d_logits, d_hidden))| {
+            let mut outs = d_logits.chunks_exact_mut(vocabulary).zip(&gradients[rows.clone()]);
+            let hidden = &hidden[rows.start * width..rows.end * width];
+            for_each_row(hidden, width, head, &targets[rows], |row, target| {
+                if let Some((out, gradient)) = outs.next() {
+                    Distribution::new(row, target).backward(*gradient, out);
+                }
+            });
+            let weight = Right::Matrix(Matrix::new(head.weight(), width));
+            multiply(Matrix::new(d_logits, vocabulary), weight, d_hidden);
         });
-        multiply_add(
-            Left::transposed(&d_logits, vocabulary),
-            &Panels::straight(hidden, width),
-            weight_gradient,
-        );
-        head.backward_slice(&d_logits, d_hidden);
+        let ranges = row_ranges(vocabulary, team.threads(), 8);
+        let per_part = ranges[0].len();
+        let outs = weight_gradient.chunks_mut(per_part * width);
+        team.map(ranges.into_iter().zip(outs).collect(), |(rows, out)| {
+            let left = Matrix::new(&d_logits, vocabulary).transposed().rows(rows);
+            multiply_add(left, Right::Matrix(Matrix::new(hidden, width)), out);
+        });
     }
     matrix(d_hidden, width)
 }
@@ -92,8 +116,9 @@ fn for_each_row(
     mut visit: impl FnMut(&mut [f32], &Target<'_>),
 ) {
     let vocabulary = head.output();
-    let mut logits = vec![0.0; ROWS.min(targets.len()) * vocabulary];
-    for (hidden, targets) in hidden.chunks(ROWS * width).zip(targets.chunks(ROWS)) {
+    let rows = (FORWARD / vocabulary).clamp(32, 1024);
+    let mut logits = vec![0.0; rows.min(targets.len()) * vocabulary];
+    for (hidden, targets) in hidden.chunks(rows * width).zip(targets.chunks(rows)) {
         let logits = &mut logits[..targets.len() * vocabulary];
         head.apply_slice(hidden, logits);
         for (row, target) in logits.chunks_exact_mut(vocabulary).zip(targets) {
@@ -170,7 +195,8 @@ mod tests {
 
     fn loss(hidden: &[f32], weight: &[f32], targets: &[Target<'_>], c: &[PredictionGradient]) -> f64 {
         let hidden = Tensor::from_vec(hidden.to_vec(), (targets.len(), WIDTH), &Device::Cpu).unwrap();
-        let predictions = predict(&hidden, &Linear::new(weight, WIDTH, None, false), targets).unwrap();
+        let predictions =
+            predict(&hidden, &Linear::packed(weight, WIDTH, None), targets, &Team::alone()).unwrap();
         let term = |(p, c): (&Prediction, &PredictionGradient)| {
             f64::from(p.logprob) * f64::from(c.logprob) + f64::from(p.entropy) * f64::from(c.entropy)
         };
@@ -180,7 +206,7 @@ mod tests {
     #[test]
     fn backward_is_the_derivative() {
         let kept = [3, 9, 20, 36];
-        let rows = 2 * ROWS + 3;
+        let rows = 67;
         let target = |i: usize| match i % 3 {
             0 => Target { token: (i * 5 % VOCABULARY) as u32, temperature: 1.0, kept: None },
             1 => Target { token: (i % VOCABULARY) as u32, temperature: 0.6, kept: None },
@@ -194,8 +220,8 @@ mod tests {
             .collect();
         let tensor = Tensor::from_vec(hidden.clone(), (rows, WIDTH), &Device::Cpu).unwrap();
         let mut dw = vec![0.0; weight.len()];
-        let layer = Linear::new(&weight, WIDTH, None, true);
-        let dh = predict_backward(&tensor, &layer, &targets, &c, &mut dw).unwrap();
+        let layer = Linear::trainable(&weight, WIDTH);
+        let dh = predict_backward(&tensor, &layer, &targets, &c, &mut dw, &Team::alone()).unwrap();
         gradient(|h| loss(h, &weight, &targets, &c), &hidden, &values(&dh).unwrap(), 2e-3);
         gradient(|w| loss(&hidden, w, &targets, &c), &weight, &dw, 2e-3);
     }
@@ -204,13 +230,13 @@ mod tests {
     fn truncation_renormalises_over_what_was_kept() {
         let weight = noise(VOCABULARY * WIDTH, 2);
         let hidden = Tensor::from_vec(noise(WIDTH, 1), (1, WIDTH), &Device::Cpu).unwrap();
-        let head = Linear::new(&weight, WIDTH, None, false);
+        let head = Linear::packed(&weight, WIDTH, None);
         let kept = [4, 17, 30];
         let total: f32 = kept
             .iter()
             .map(|t| {
                 let target = Target { token: *t, temperature: 0.8, kept: Some(&kept) };
-                predict(&hidden, &head, &[target]).unwrap()[0].logprob.exp()
+                predict(&hidden, &head, &[target], &Team::alone()).unwrap()[0].logprob.exp()
             })
             .sum();
         assert!((total - 1.0).abs() < 1e-6, "{total}");

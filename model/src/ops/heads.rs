@@ -3,9 +3,10 @@
 
 use candle_core::{Result, Tensor};
 
-use super::norm::{norm_row, norm_row_backward};
+use super::norm::{norm_row, norm_row_backward, norm_row_weight_gradient};
 use super::simd::vectorized;
 use super::{matrix, values};
+use crate::Config;
 
 /// How a row of the fused projection `[(heads + 2 kv_heads) * head_dim]` divides: queries, keys, values.
 #[derive(Clone, Copy, Debug)]
@@ -19,6 +20,11 @@ pub(crate) struct HeadShape {
 }
 
 impl HeadShape {
+    /// The heads of a model.
+    pub(crate) fn of(config: &Config) -> Self {
+        Self { heads: config.num_heads, kv_heads: config.num_kv_heads, head_dim: config.head_dim }
+    }
+
     /// Width of a row of the fused projection.
     pub(crate) fn width(self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -57,35 +63,66 @@ pub(crate) struct Angles {
 impl Angles {
     /// Angles `position * inv_freq[i]` for each of `positions [T]`.
     pub(crate) fn new(positions: &[u32], inv_freq: &[f32]) -> Self {
-        let angle = positions.iter().flat_map(|p| inv_freq.iter().map(move |f| *p as f32 * f));
-        Self { cos: angle.clone().map(f32::cos).collect(), sin: angle.map(f32::sin).collect() }
+        let half = inv_freq.len();
+        let last = positions.iter().max().map_or(0, |p| *p as usize + 1);
+        // Positions repeat in every sequence of a batch, and a sine costs as much as a hundred multiplications.
+        let mut known: Vec<Option<usize>> = vec![None; last];
+        let (mut cos, mut sin) =
+            (Vec::with_capacity(positions.len() * half), Vec::with_capacity(positions.len() * half));
+        for position in positions {
+            match known[*position as usize] {
+                Some(at) => {
+                    cos.extend_from_within(at..at + half);
+                    sin.extend_from_within(at..at + half);
+                }
+                None => {
+                    known[*position as usize] = Some(cos.len());
+                    let angles = inv_freq.iter().map(|f| *position as f32 * f);
+                    cos.extend(angles.clone().map(f32::cos));
+                    sin.extend(angles.map(f32::sin));
+                }
+            }
+        }
+        Self { cos, sin }
     }
 }
 
-/// Normalises (if the model does) and rotates queries and keys of `qkv [T, width]`; values pass as they are.
-pub(crate) fn prepare(
-    qkv: &Tensor,
+/// Normalises (if the model does) and rotates queries and keys of `qkv [T, width]` in place; values pass as they are.
+/// `angles` are those of the same tokens.
+pub(crate) fn prepare(qkv: &mut [f32], shape: HeadShape, norm: Option<HeadNorm<'_>>, angles: &Angles) {
+    forward(qkv, shape, norm, angles);
+}
+
+/// Gradient of the raw projection for the gradient `g [T, width]` of the prepared. `raw [T, width]` is needed where heads
+/// are normalised.
+pub(crate) fn prepare_backward(
+    raw: Option<&Tensor>,
     shape: HeadShape,
     norm: Option<HeadNorm<'_>>,
     angles: &Angles,
+    mut g: Vec<f32>,
 ) -> Result<Tensor> {
-    let mut out = values(qkv)?.to_vec();
-    forward(&mut out, shape, norm, angles);
-    matrix(out, shape.width())
+    rotate_back(&mut g, shape, angles);
+    if let (Some(raw), Some(norm)) = (raw, norm) {
+        norm_backward(&values(raw)?, shape, norm, &mut g);
+    }
+    matrix(g, shape.width())
 }
 
-/// Gradient of the raw `qkv` for the gradient `g` of the prepared; adds to the gradients `[2, head_dim]` of the norm's
-/// query and key weights, which lie one after the other.
-pub(crate) fn prepare_backward(
-    qkv: &Tensor,
+/// Adds the gradients `[2, head_dim]` of the weights of the query norm and the key norm, for the gradient `g [T, width]`
+/// of the prepared.
+pub(crate) fn head_norm_gradient(
+    raw: &Tensor,
     shape: HeadShape,
-    norm: Option<(HeadNorm<'_>, &mut [f32])>,
+    eps: f32,
     angles: &Angles,
     g: &Tensor,
-) -> Result<Tensor> {
-    let mut out = values(g)?.to_vec();
-    backward(&values(qkv)?, shape, norm, angles, &mut out);
-    matrix(out, shape.width())
+    gradient: &mut [f32],
+) -> Result<()> {
+    let mut g = values(g)?.to_vec();
+    rotate_back(&mut g, shape, angles);
+    norm_gradient(&values(raw)?, shape, eps, &g, gradient);
+    Ok(())
 }
 
 vectorized! {
@@ -105,23 +142,35 @@ vectorized! {
 }
 
 vectorized! {
-    fn backward(qkv: &[f32], shape: HeadShape, norm: Option<(HeadNorm<'_>, &mut [f32])>, angles: &Angles, g: &mut [f32]) {
+    fn rotate_back(g: &mut [f32], shape: HeadShape, angles: &Angles) {
         let half = shape.head_dim / 2;
-        let mut norm = norm;
         let angles = angles.cos.chunks_exact(half).zip(angles.sin.chunks_exact(half));
-        let rows = qkv.chunks_exact(shape.width()).zip(g.chunks_exact_mut(shape.width()));
-        for ((row, g), (cos, sin)) in rows.zip(angles) {
+        for (g, (cos, sin)) in g.chunks_exact_mut(shape.width()).zip(angles) {
+            for g in g.chunks_exact_mut(shape.head_dim).take(shape.heads + shape.kv_heads) {
+                rotate(g, cos, sin, -1.0);
+            }
+        }
+    }
+}
+
+vectorized! {
+    fn norm_backward(raw: &[f32], shape: HeadShape, norm: HeadNorm<'_>, g: &mut [f32]) {
+        for (row, g) in raw.chunks_exact(shape.width()).zip(g.chunks_exact_mut(shape.width())) {
             let heads = row.chunks_exact(shape.head_dim).zip(g.chunks_exact_mut(shape.head_dim));
             for (h, (head, g)) in heads.take(shape.heads + shape.kv_heads).enumerate() {
-                rotate(g, cos, sin, -1.0);
-                if let Some((norm, gradient)) = &mut norm {
-                    let (query, key) = gradient.split_at_mut(shape.head_dim);
-                    if h < shape.heads {
-                        norm_row_backward(head, norm.query, norm.eps, g, query);
-                    } else {
-                        norm_row_backward(head, norm.key, norm.eps, g, key);
-                    }
-                }
+                norm_row_backward(head, if h < shape.heads { norm.query } else { norm.key }, norm.eps, g);
+            }
+        }
+    }
+}
+
+vectorized! {
+    fn norm_gradient(raw: &[f32], shape: HeadShape, eps: f32, g: &[f32], gradient: &mut [f32]) {
+        let (query, key) = gradient.split_at_mut(shape.head_dim);
+        for (row, g) in raw.chunks_exact(shape.width()).zip(g.chunks_exact(shape.width())) {
+            let heads = row.chunks_exact(shape.head_dim).zip(g.chunks_exact(shape.head_dim));
+            for (h, (head, g)) in heads.take(shape.heads + shape.kv_heads).enumerate() {
+                norm_row_weight_gradient(head, eps, g, if h < shape.heads { &mut *query } else { &mut *key });
             }
         }
     }
@@ -154,10 +203,15 @@ mod tests {
                 forward(&mut out, shape, with_norm.then_some(norm), &angles);
                 weighted(&out, &c)
             };
-            let (mut dx, mut dw) = (c.clone(), vec![0.0; 12]);
-            let norm = HeadNorm { query: &w[..6], key: &w[6..], eps: 1e-2 };
-            backward(&x, shape, with_norm.then_some((norm, &mut dw[..])), &angles, &mut dx);
-            gradient(|x| loss(x, &w), &x, &dx, 2e-2);
+            let norm = with_norm.then_some(HeadNorm { query: &w[..6], key: &w[6..], eps: 1e-2 });
+            let raw = matrix(x.clone(), shape.width()).unwrap();
+            let dx = prepare_backward(Some(&raw), shape, norm, &angles, c.clone()).unwrap();
+            gradient(|x| loss(x, &w), &x, &values(&dx).unwrap(), 2e-2);
+            let mut dw = vec![0.0; 12];
+            if with_norm {
+                let g = matrix(c.clone(), shape.width()).unwrap();
+                head_norm_gradient(&raw, shape, 1e-2, &angles, &g, &mut dw).unwrap();
+            }
             gradient(|w| loss(&x, w), &w, &dw, 1e-3);
         }
     }

@@ -1,79 +1,196 @@
-//! Linear layers `y = x W^T + b` over weights packed once per policy version.
+//! Linear layers `y = x W^T + b`.
+//!
+//! To sample, a weight is packed once per policy version. To train, it is read where it lies in the flat parameters and
+//! packed block by block on the way through a product: with hundreds of rows that costs a few percent of the time, and
+//! spares two more copies of the model and their packing after every update.
+
+use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use super::gemm::{Left, Panels, multiply, multiply_add};
+use super::gemm::{Matrix, Panels, Right, multiply, multiply_add};
+use super::simd::vectorized;
 use super::{matrix, values};
+use crate::Parameters;
 
-/// Weights of a linear layer, `[out, in]` as Hugging Face stores them, packed for the products that need them.
+/// One linear layer. Its weight is `[out, in]`, as Hugging Face stores it.
 #[derive(Clone, Debug)]
 pub(crate) struct Linear {
-    forward: Panels,
-    backward: Option<Panels>,
+    weight: Weight,
+    input: usize,
+    output: usize,
     bias: Option<Vec<f32>>,
 }
 
+impl Default for Linear {
+    /// A layer without inputs and outputs.
+    fn default() -> Self {
+        Self { weight: Weight::Packed(Panels::default()), input: 0, output: 0, bias: None }
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Weight {
+    Packed(Panels),
+    /// A range of the flat parameters.
+    Flat(Arc<Parameters>, Range<usize>),
+}
+
 impl Linear {
-    /// Packs `weight [out, in]`; with `trainable` also for the gradient of the input.
-    pub(crate) fn new(weight: &[f32], input: usize, bias: Option<&[f32]>, trainable: bool) -> Self {
+    /// A layer to sample with: packs `weight [out, in]`.
+    pub(crate) fn packed(weight: &[f32], input: usize, bias: Option<&[f32]>) -> Self {
+        let panels = Panels::new(Matrix::new(weight, input).transposed());
         Self {
-            forward: Panels::transposed(weight, input),
-            backward: trainable.then(|| Panels::straight(weight, input)),
+            output: panels.columns(),
+            weight: Weight::Packed(panels),
+            input,
             bias: bias.map(<[f32]>::to_vec),
         }
     }
 
+    /// A layer to train: `weight [out, in]` and `bias [out]`, empty for none, are ranges of `parameters`.
+    pub(crate) fn flat(
+        parameters: &Arc<Parameters>,
+        weight: Range<usize>,
+        input: usize,
+        bias: &Range<usize>,
+    ) -> Self {
+        let bias = (!bias.is_empty()).then(|| parameters.values()[bias.clone()].to_vec());
+        let output = weight.len() / input;
+        Self { weight: Weight::Flat(Arc::clone(parameters), weight), input, output, bias }
+    }
+
     /// `x [T, in]` to `[T, out]`.
     pub(crate) fn apply(&self, x: &Tensor) -> Result<Tensor> {
-        let mut out = vec![0.0; x.dim(0)? * self.forward.columns()];
+        matrix(self.apply_values(x)?, self.output)
+    }
+
+    /// The same, as plain values.
+    pub(crate) fn apply_values(&self, x: &Tensor) -> Result<Vec<f32>> {
+        let mut out = vec![0.0; x.dim(0)? * self.output];
         self.apply_slice(&values(x)?, &mut out);
-        matrix(out, self.forward.columns())
+        Ok(out)
     }
 
-    /// The same on plain rows: `x [T, in]` to `out [T, out]`.
+    /// `base [T, out]` plus the layer's result for `x [T, in]`.
+    pub(crate) fn add_to(&self, base: &Tensor, x: &Tensor) -> Result<Tensor> {
+        let mut out = values(base)?.to_vec();
+        multiply_add(Matrix::new(&values(x)?, self.input), self.right(), &mut out);
+        self.add_bias(&mut out);
+        matrix(out, self.output)
+    }
+
+    /// `x [T, in]` to `out [T, out]`.
     pub(crate) fn apply_slice(&self, x: &[f32], out: &mut [f32]) {
-        multiply(Left::straight(x, self.forward.inner()), &self.forward, out);
-        if let Some(bias) = &self.bias {
-            for row in out.chunks_exact_mut(bias.len()) {
-                row.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
-            }
-        }
+        multiply(Matrix::new(x, self.input), self.right(), out);
+        self.add_bias(out);
     }
 
-    /// `dx [T, in]` for the gradient `g [T, out]` of the result; adds the gradients of weight `[out, in]` and bias
-    /// `[out]` to what `gradient` holds (the bias directly after the weight).
+    /// `dx [T, in]` for the gradient `g [T, out]` of the result.
     ///
     /// # Panics
-    /// If the layer was not made trainable.
-    pub(crate) fn backward(
-        &self,
-        x: &Tensor,
-        g: &Tensor,
-        weight: &mut [f32],
-        bias: Option<&mut [f32]>,
-    ) -> Result<Tensor> {
-        let (x, g) = (values(x)?, values(g)?);
-        let (input, output) = (self.forward.inner(), self.forward.columns());
-        multiply_add(Left::transposed(&g, output), &Panels::straight(&x, input), weight);
-        if let Some(bias) = bias {
-            for g in g.chunks_exact(output) {
-                bias.iter_mut().zip(g).for_each(|(b, g)| *b += g);
-            }
-        }
-        let mut dx = vec![0.0; x.len()];
-        self.backward_slice(&g, &mut dx);
-        matrix(dx, input)
+    /// If the layer was packed to sample.
+    pub(crate) fn input_gradient(&self, g: &Tensor) -> Result<Tensor> {
+        let g = values(g)?;
+        let mut dx = vec![0.0; g.len() / self.output * self.input];
+        multiply(
+            Matrix::new(&g, self.output),
+            Right::Matrix(Matrix::new(self.weight(), self.input)),
+            &mut dx,
+        );
+        matrix(dx, self.input)
     }
 
-    /// `dx [T, in]` alone, for the gradient `g [T, out]` of the result.
-    pub(crate) fn backward_slice(&self, g: &[f32], dx: &mut [f32]) {
-        let weight = self.backward.as_ref().expect("only a trainable layer is reversed");
-        multiply(Left::straight(g, self.forward.columns()), weight, dx);
+    /// The weight `[out, in]`, row-major.
+    ///
+    /// # Panics
+    /// If the layer was packed to sample.
+    pub(crate) fn weight(&self) -> &[f32] {
+        match &self.weight {
+            Weight::Flat(parameters, range) => &parameters.values()[range.clone()],
+            Weight::Packed(_) => panic!("only a trainable layer is reversed"),
+        }
     }
 
     /// Number of outputs.
     pub(crate) fn output(&self) -> usize {
-        self.forward.columns()
+        self.output
+    }
+
+    fn right(&self) -> Right<'_> {
+        match &self.weight {
+            Weight::Packed(panels) => panels.whole(),
+            Weight::Flat(..) => Right::Matrix(Matrix::new(self.weight(), self.input).transposed()),
+        }
+    }
+
+    fn add_bias(&self, out: &mut [f32]) {
+        if let Some(bias) = &self.bias {
+            add_rows(out, bias);
+        }
+    }
+}
+
+/// Adds `g^T x` to rows `rows` of the gradient of a weight `[out, in]`; `gradient` is those rows only. `x [T, in]` went
+/// in, `g [T, out]` came back.
+pub(crate) fn weight_gradient(
+    x: &Tensor,
+    g: &Tensor,
+    rows: Range<usize>,
+    gradient: &mut [f32],
+) -> Result<()> {
+    let ((_, input), (_, output)) = (x.dims2()?, g.dims2()?);
+    let (x, g) = (values(x)?, values(g)?);
+    let left = Matrix::new(&g, output).transposed().rows(rows);
+    multiply_add(left, Right::Matrix(Matrix::new(&x, input)), gradient);
+    Ok(())
+}
+
+/// Adds `sum_t g[t]` to the gradient of a bias `[out]`.
+pub(crate) fn bias_gradient(g: &Tensor, gradient: &mut [f32]) -> Result<()> {
+    sum_rows(&values(g)?, gradient);
+    Ok(())
+}
+
+vectorized! {
+    fn add_rows(out: &mut [f32], bias: &[f32]) {
+        for row in out.chunks_exact_mut(bias.len()) {
+            for (y, b) in row.iter_mut().zip(bias) {
+                *y += b;
+            }
+        }
+    }
+}
+
+vectorized! {
+    fn sum_rows(g: &[f32], sum: &mut [f32]) {
+        for g in g.chunks_exact(sum.len()) {
+            for (s, g) in sum.iter_mut().zip(g) {
+                *s += g;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+impl Linear {
+    /// A layer to train, of a weight that stands alone.
+    pub(crate) fn trainable(weight: &[f32], input: usize) -> Self {
+        let sizes = crate::Sizes {
+            vocab_size: weight.len() / input,
+            hidden_size: input,
+            intermediate_size: 2,
+            num_layers: 1,
+            num_heads: 1,
+            num_kv_heads: 1,
+            max_position_embeddings: 2,
+        };
+        let layout = Arc::new(crate::Layout::new(&crate::Config::fresh(&sizes)));
+        let mut parameters = Parameters::zeros(layout);
+        let range = parameters.layout().head();
+        parameters.values_mut()[range.clone()].copy_from_slice(weight);
+        Self::flat(&Arc::new(parameters), range, input, &(0..0))
     }
 }
 
@@ -91,15 +208,33 @@ mod tests {
             (noise(rows * input, 1), noise(input * output, 2), noise(output, 3), noise(rows * output, 4));
         let tensor = |v: &[f32], n: usize| Tensor::from_vec(v.to_vec(), (rows, n), &Device::Cpu).unwrap();
         let loss = |x: &[f32], w: &[f32], b: &[f32]| {
-            let y = Linear::new(w, input, Some(b), false).apply(&tensor(x, input)).unwrap();
+            let y = Linear::packed(w, input, Some(b)).apply(&tensor(x, input)).unwrap();
             weighted(&values(&y).unwrap(), &c)
         };
+        let (tx, tc) = (tensor(&x, input), tensor(&c, output));
         let (mut dw, mut db) = (vec![1.0; w.len()], vec![1.0; b.len()]);
-        let layer = Linear::new(&w, input, Some(&b), true);
-        let dx = layer.backward(&tensor(&x, input), &tensor(&c, output), &mut dw, Some(&mut db)).unwrap();
+        let (upper, lower) = dw.split_at_mut(7 * input);
+        weight_gradient(&tx, &tc, 0..7, upper).unwrap();
+        weight_gradient(&tx, &tc, 7..output, lower).unwrap();
+        bias_gradient(&tc, &mut db).unwrap();
         dw.iter_mut().chain(&mut db).for_each(|g| *g -= 1.0);
-        gradient(|x| loss(x, &w, &b), &x, &values(&dx).unwrap(), 1e-3);
         gradient(|w| loss(&x, w, &b), &w, &dw, 1e-3);
         gradient(|b| loss(&x, &w, b), &b, &db, 1e-3);
+    }
+
+    /// A trainable layer gives the bits of a packed one, and its input's gradient is the derivative.
+    #[test]
+    fn flat_weights_are_the_same_layer() {
+        let weight = noise(30 * 20, 3);
+        let (flat, packed) = (Linear::trainable(&weight, 20), Linear::packed(&weight, 20, None));
+        let (x, c) = (noise(3 * 20, 1), noise(3 * 30, 2));
+        let tensor = |v: &[f32], n: usize| Tensor::from_vec(v.to_vec(), (3, n), &Device::Cpu).unwrap();
+        let base = tensor(&c, 30);
+        let of = |layer: &Linear, x: &[f32]| layer.apply_values(&tensor(x, 20)).unwrap();
+        assert_eq!(of(&flat, &x), of(&packed, &x));
+        let added = |layer: &Linear| values(&layer.add_to(&base, &tensor(&x, 20)).unwrap()).unwrap().to_vec();
+        assert_eq!(added(&flat), added(&packed));
+        let dx = flat.input_gradient(&tensor(&c, 30)).unwrap();
+        gradient(|x| weighted(&of(&flat, x), &c), &x, &values(&dx).unwrap(), 1e-3);
     }
 }

@@ -7,7 +7,7 @@
 //! # Invariants
 //! - A row of any result depends on its own inputs only, bit for bit, never on what it is batched with.
 //! - Sampling and training call the same functions, so equal weights give equal log-probabilities.
-//! - Nothing here starts a thread.
+//! - An operation runs on the thread that calls it, except the head, which is told its [`Team`](crate::Team).
 //!
 //! # Layout
 //! - [`linear`] over [`gemm`], [`norm`], [`swiglu`], [`embedding`]
@@ -70,6 +70,13 @@ impl<S: Deref<Target = Storage>> Deref for Values<S> {
 pub(crate) fn matrix(result: Vec<f32>, columns: usize) -> Result<Tensor> {
     let rows = result.len().checked_div(columns).unwrap_or(0);
     Tensor::from_vec(result, (rows, columns), &Device::Cpu)
+}
+
+/// Cuts `rows` into at most `parts` ranges of equal length, a multiple of `unit` but for the last. At least one range.
+pub(crate) fn row_ranges(rows: usize, parts: usize, unit: usize) -> Vec<Range<usize>> {
+    let each = rows.div_ceil(parts.max(1)).next_multiple_of(unit).max(unit);
+    let count = rows.div_ceil(each).max(1);
+    (0..count).map(|i| i * each..((i + 1) * each).min(rows)).collect()
 }
 
 #[cfg(test)]

@@ -14,18 +14,27 @@ pub(crate) fn rms_norm(x: &Tensor, weight: &[f32], eps: f32) -> Result<Tensor> {
     matrix(out, width)
 }
 
-/// `dx [T, d]` for the gradient `g [T, d]` of the result; adds the gradient of the weight to `weight_gradient [d]`.
+/// `base [T, d]` plus `dx [T, d]` for the gradient `g [T, d]` of the result.
 pub(crate) fn rms_norm_backward(
     x: &Tensor,
     weight: &[f32],
     eps: f32,
     g: &Tensor,
-    weight_gradient: &mut [f32],
+    base: Option<&Tensor>,
 ) -> Result<Tensor> {
     let (_, width) = x.dims2()?;
-    let mut dx = vec![0.0; x.elem_count()];
-    backward(&values(x)?, weight, eps, &values(g)?, &mut dx, weight_gradient);
+    let mut dx = match base {
+        Some(base) => values(base)?.to_vec(),
+        None => vec![0.0; x.elem_count()],
+    };
+    backward(&values(x)?, weight, eps, &values(g)?, &mut dx);
     matrix(dx, width)
+}
+
+/// Adds the gradient of the weight to `gradient [d]`, for the gradient `g [T, d]` of the result.
+pub(crate) fn rms_norm_weight_gradient(x: &Tensor, eps: f32, g: &Tensor, gradient: &mut [f32]) -> Result<()> {
+    weight_backward(&values(x)?, eps, &values(g)?, gradient);
+    Ok(())
 }
 
 vectorized! {
@@ -38,11 +47,24 @@ vectorized! {
 }
 
 vectorized! {
-    fn backward(x: &[f32], weight: &[f32], eps: f32, g: &[f32], dx: &mut [f32], weight_gradient: &mut [f32]) {
+    fn backward(x: &[f32], weight: &[f32], eps: f32, g: &[f32], dx: &mut [f32]) {
         let width = weight.len();
+        let mut scaled = vec![0.0; width];
         for ((x, g), dx) in x.chunks_exact(width).zip(g.chunks_exact(width)).zip(dx.chunks_exact_mut(width)) {
-            dx.copy_from_slice(g);
-            norm_row_backward(x, weight, eps, dx, weight_gradient);
+            scaled.copy_from_slice(g);
+            norm_row_backward(x, weight, eps, &mut scaled);
+            for (dx, g) in dx.iter_mut().zip(&scaled) {
+                *dx += g;
+            }
+        }
+    }
+}
+
+vectorized! {
+    fn weight_backward(x: &[f32], eps: f32, g: &[f32], gradient: &mut [f32]) {
+        let width = gradient.len();
+        for (x, g) in x.chunks_exact(width).zip(g.chunks_exact(width)) {
+            norm_row_weight_gradient(x, eps, g, gradient);
         }
     }
 }
@@ -58,21 +80,23 @@ pub(crate) fn norm_row(x: &mut [f32], weight: &[f32], eps: f32) {
 
 /// Turns the gradient `g` of a normalised row into the gradient of the row `x`, in place.
 #[inline(always)]
-pub(crate) fn norm_row_backward(
-    x: &[f32],
-    weight: &[f32],
-    eps: f32,
-    g: &mut [f32],
-    weight_gradient: &mut [f32],
-) {
+pub(crate) fn norm_row_backward(x: &[f32], weight: &[f32], eps: f32, g: &mut [f32]) {
     let inv = inverse_rms(x, eps);
-    for (((g, x), w), dw) in g.iter_mut().zip(x).zip(weight).zip(weight_gradient) {
-        *dw += *g * x * inv;
+    for (g, w) in g.iter_mut().zip(weight) {
         *g *= w;
     }
     let pull = dot(g, x) * inv * inv * inv / x.len() as f32;
     for (g, x) in g.iter_mut().zip(x) {
         *g = *g * inv - x * pull;
+    }
+}
+
+/// Adds the gradient of the weight for the gradient `g` of one normalised row.
+#[inline(always)]
+pub(crate) fn norm_row_weight_gradient(x: &[f32], eps: f32, g: &[f32], gradient: &mut [f32]) {
+    let inv = inverse_rms(x, eps);
+    for ((dw, g), x) in gradient.iter_mut().zip(g).zip(x) {
+        *dw += *g * x * inv;
     }
 }
 
@@ -96,7 +120,8 @@ mod tests {
                 weighted(&out, &c)
             };
             let (mut dx, mut dw) = (vec![0.0; x.len()], vec![0.0; width]);
-            backward(&x, &w, 1e-2, &c, &mut dx, &mut dw);
+            backward(&x, &w, 1e-2, &c, &mut dx);
+            weight_backward(&x, 1e-2, &c, &mut dw);
             gradient(|x| loss(x, &w), &x, &dx, 2e-2);
             gradient(|w| loss(&x, w), &w, &dw, 1e-3);
         }

@@ -29,15 +29,12 @@ macro_rules! vectorized {
             }
 
             #[cfg(target_arch = "x86_64")]
-            {
-                if std::arch::is_x86_feature_detected!("avx512f") && std::arch::is_x86_feature_detected!("avx512vl") {
-                    #[expect(unsafe_code, reason = "the features of the callee were detected in the line above")]
-                    return unsafe { avx512($($arg),*) };
-                }
-                if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
-                    #[expect(unsafe_code, reason = "the features of the callee were detected in the line above")]
-                    return unsafe { avx2($($arg),*) };
-                }
+            match $crate::machine::level() {
+                #[expect(unsafe_code, reason = "the machine has the features of this level")]
+                $crate::machine::Level::Avx512 => return unsafe { avx512($($arg),*) },
+                #[expect(unsafe_code, reason = "the machine has the features of this level")]
+                $crate::machine::Level::Avx2 => return unsafe { avx2($($arg),*) },
+                $crate::machine::Level::Portable => {}
             }
             portable($($arg),*)
         }
@@ -55,11 +52,21 @@ pub(crate) trait Vector: Copy {
     /// Loads the first `WIDTH` values of `from`, which has at least as many.
     fn load(from: &[f32]) -> Self;
 
+    /// Loads from an address.
+    ///
+    /// # Safety
+    /// `WIDTH` values can be read there.
+    #[expect(unsafe_code, reason = "the loop of a tile checks its bounds once, before it begins")]
+    unsafe fn load_at(from: *const f32) -> Self;
+
     /// Stores to the first `WIDTH` values of `to`, which has at least as many.
     fn store(self, to: &mut [f32]);
 
     /// `a * self + sum`, rounded once.
     fn mul_add(self, a: f32, sum: Self) -> Self;
+
+    /// Writes a block of 16 rows as columns: `to[k * stride + i] = rows[i][at + k]` for `k` in `0..16`.
+    fn transpose(rows: &[&[f32]; 16], at: usize, to: &mut [f32], stride: usize);
 }
 
 impl Vector for [f32; 4] {
@@ -76,6 +83,12 @@ impl Vector for [f32; 4] {
     }
 
     #[inline(always)]
+    #[expect(unsafe_code, reason = "the caller vouches for the address")]
+    unsafe fn load_at(from: *const f32) -> Self {
+        unsafe { from.cast::<Self>().read_unaligned() }
+    }
+
+    #[inline(always)]
     fn store(self, to: &mut [f32]) {
         to[..4].copy_from_slice(&self);
     }
@@ -84,12 +97,21 @@ impl Vector for [f32; 4] {
     fn mul_add(self, a: f32, sum: Self) -> Self {
         std::array::from_fn(|i| a.mul_add(self[i], sum[i]))
     }
+
+    #[inline(always)]
+    fn transpose(rows: &[&[f32]; 16], at: usize, to: &mut [f32], stride: usize) {
+        for k in 0..16 {
+            for (to, row) in to[k * stride..][..16].iter_mut().zip(rows) {
+                *to = row[at + k];
+            }
+        }
+    }
 }
 
 /// A register of x86-64, by its intrinsics.
 #[cfg(target_arch = "x86_64")]
 macro_rules! x86_vector {
-    ($register:ident, $width:literal, $zero:ident, $load:ident, $store:ident, $splat:ident, $fma:ident) => {
+    ($register:ident, $width:literal, $zero:ident, $load:ident, $store:ident, $splat:ident, $fma:ident, $transpose:ident) => {
         #[expect(
             unsafe_code,
             reason = "used only inside functions whose target features were detected; bounds are asserted"
@@ -109,6 +131,11 @@ macro_rules! x86_vector {
             }
 
             #[inline(always)]
+            unsafe fn load_at(from: *const f32) -> Self {
+                unsafe { std::arch::x86_64::$load(from) }
+            }
+
+            #[inline(always)]
             fn store(self, to: &mut [f32]) {
                 assert!(to.len() >= $width);
                 unsafe { std::arch::x86_64::$store(to.as_mut_ptr(), self) }
@@ -118,11 +145,25 @@ macro_rules! x86_vector {
             fn mul_add(self, a: f32, sum: Self) -> Self {
                 unsafe { std::arch::x86_64::$fma(std::arch::x86_64::$splat(a), self, sum) }
             }
+
+            #[inline(always)]
+            fn transpose(rows: &[&[f32]; 16], at: usize, to: &mut [f32], stride: usize) {
+                unsafe { $transpose(rows, at, to, stride) }
+            }
         }
     };
 }
 #[cfg(target_arch = "x86_64")]
-x86_vector!(__m256, 8, _mm256_setzero_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_set1_ps, _mm256_fmadd_ps);
+x86_vector!(
+    __m256,
+    8,
+    _mm256_setzero_ps,
+    _mm256_loadu_ps,
+    _mm256_storeu_ps,
+    _mm256_set1_ps,
+    _mm256_fmadd_ps,
+    transpose_avx2
+);
 #[cfg(target_arch = "x86_64")]
 x86_vector!(
     __m512,
@@ -131,8 +172,85 @@ x86_vector!(
     _mm512_loadu_ps,
     _mm512_storeu_ps,
     _mm512_set1_ps,
-    _mm512_fmadd_ps
+    _mm512_fmadd_ps,
+    transpose_avx512
 );
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+#[expect(unsafe_code, reason = "every load and store is of a slice of the full width")]
+fn transpose_avx512(rows: &[&[f32]; 16], at: usize, to: &mut [f32], stride: usize) {
+    use std::arch::x86_64::*;
+    let mut v = [_mm512_setzero_ps(); 16];
+    for (v, row) in v.iter_mut().zip(rows) {
+        let row = &row[at..at + 16];
+        *v = unsafe { _mm512_loadu_ps(row.as_ptr()) };
+    }
+    // Pairs of rows, then quads, then the 4 x 4 blocks themselves change places.
+    for i in (0..16).step_by(2) {
+        (v[i], v[i + 1]) = (_mm512_unpacklo_ps(v[i], v[i + 1]), _mm512_unpackhi_ps(v[i], v[i + 1]));
+    }
+    for i in (0..16).step_by(4) {
+        let (a, b, c, d) = (v[i], v[i + 1], v[i + 2], v[i + 3]);
+        v[i] = _mm512_shuffle_ps::<0x44>(a, c);
+        v[i + 1] = _mm512_shuffle_ps::<0xee>(a, c);
+        v[i + 2] = _mm512_shuffle_ps::<0x44>(b, d);
+        v[i + 3] = _mm512_shuffle_ps::<0xee>(b, d);
+    }
+    for i in 0..4 {
+        let (a, b) =
+            (_mm512_shuffle_f32x4::<0x88>(v[i], v[i + 4]), _mm512_shuffle_f32x4::<0xdd>(v[i], v[i + 4]));
+        let (c, d) = (
+            _mm512_shuffle_f32x4::<0x88>(v[i + 8], v[i + 12]),
+            _mm512_shuffle_f32x4::<0xdd>(v[i + 8], v[i + 12]),
+        );
+        v[i] = _mm512_shuffle_f32x4::<0x88>(a, c);
+        v[i + 4] = _mm512_shuffle_f32x4::<0x88>(b, d);
+        v[i + 8] = _mm512_shuffle_f32x4::<0xdd>(a, c);
+        v[i + 12] = _mm512_shuffle_f32x4::<0xdd>(b, d);
+    }
+    for (k, v) in v.into_iter().enumerate() {
+        let to = &mut to[k * stride..][..16];
+        unsafe { _mm512_storeu_ps(to.as_mut_ptr(), v) };
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+#[expect(unsafe_code, reason = "every load and store is of a slice of the full width")]
+fn transpose_avx2(rows: &[&[f32]; 16], at: usize, to: &mut [f32], stride: usize) {
+    use std::arch::x86_64::*;
+    for (half, rows) in rows.chunks_exact(8).enumerate() {
+        for k in [0, 8] {
+            let mut v = [_mm256_setzero_ps(); 8];
+            for (v, row) in v.iter_mut().zip(rows) {
+                let row = &row[at + k..at + k + 8];
+                *v = unsafe { _mm256_loadu_ps(row.as_ptr()) };
+            }
+            for i in (0..8).step_by(2) {
+                (v[i], v[i + 1]) = (_mm256_unpacklo_ps(v[i], v[i + 1]), _mm256_unpackhi_ps(v[i], v[i + 1]));
+            }
+            for i in [0, 4] {
+                let (a, b) = (v[i], v[i + 2]);
+                let (c, d) = (v[i + 1], v[i + 3]);
+                v[i] = _mm256_shuffle_ps::<0x44>(a, b);
+                v[i + 1] = _mm256_shuffle_ps::<0xee>(a, b);
+                v[i + 2] = _mm256_shuffle_ps::<0x44>(c, d);
+                v[i + 3] = _mm256_shuffle_ps::<0xee>(c, d);
+            }
+            for i in 0..4 {
+                (v[i], v[i + 4]) = (
+                    _mm256_permute2f128_ps::<0x20>(v[i], v[i + 4]),
+                    _mm256_permute2f128_ps::<0x31>(v[i], v[i + 4]),
+                );
+            }
+            for (i, v) in v.into_iter().enumerate() {
+                let to = &mut to[(k + i) * stride + 8 * half..][..8];
+                unsafe { _mm256_storeu_ps(to.as_mut_ptr(), v) };
+            }
+        }
+    }
+}
 
 /// `e^x` to about 1 ulp, 0 below the smallest normal result. Vectorises, unlike [`f32::exp`].
 ///

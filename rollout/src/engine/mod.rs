@@ -16,8 +16,9 @@ mod sequence;
 mod stop;
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 
-use model::{Config, Decoder, KvCache, Sampling, StepRow};
+use model::{Config, Decoder, KvCache, Sampling, StepSequence, Team};
 use trajectory::{GroupId, PolicyVersion};
 
 use crate::RolloutError;
@@ -71,6 +72,7 @@ pub struct Engine {
     prompts: VecDeque<PromptJob>,
     running: Vec<Sequence>,
     counts: EngineCounts,
+    team: Arc<Team>,
 }
 
 impl Engine {
@@ -103,7 +105,20 @@ impl Engine {
             prompts: VecDeque::new(),
             running: Vec::new(),
             counts: EngineCounts::default(),
+            team: Arc::new(Team::alone()),
         })
+    }
+
+    /// The same, computing on the cores of `team`.
+    #[must_use]
+    pub fn on(self, team: Arc<Team>) -> Self {
+        Self { team, ..self }
+    }
+
+    /// The cores that it computes on.
+    #[must_use]
+    pub fn team(&self) -> &Arc<Team> {
+        &self.team
     }
 
     /// The version that it samples from.
@@ -206,15 +221,12 @@ impl Engine {
             let shared = sequence.prompt_length / KvCache::PAGE * KvCache::PAGE;
             let from = if done == Some(sequence.group) { shared } else { 0 };
             done = Some(sequence.group);
-            let rows: Vec<StepRow<'_>> = (from..sequence.token_ids.len() - 1)
-                .map(|position| StepRow {
-                    token: sequence.token_ids[position],
-                    position,
-                    pages: &sequence.pages,
-                })
-                .collect();
-            for chunk in rows.chunks(self.config.prefill_chunk.max(1)) {
-                self.decoder.step(&mut self.cache, chunk, &[])?;
+            let known = sequence.token_ids.len() - 1;
+            let chunk = self.config.prefill_chunk.max(1);
+            for position in (from..known).step_by(chunk) {
+                let tokens = &sequence.token_ids[position..(position + chunk).min(known)];
+                let step = StepSequence { tokens, position, pages: &sequence.pages, wanted: 0 };
+                self.decoder.step(&mut self.cache, &[step], &self.team)?;
             }
         }
         Ok(())
@@ -230,18 +242,13 @@ impl Engine {
             sequence.make_room(&mut self.cache);
         }
         let prompt_jobs = self.chunk_of_prompts();
-        let mut rows: Vec<StepRow<'_>> = self.running[..decoding].iter().map(Sequence::row).collect();
-        let mut wanted: Vec<usize> = (0..decoding).collect();
-        for (job, tokens) in self.prompts.iter().zip(&prompt_jobs) {
-            rows.extend(job.rows(*tokens));
-            if job.prefilled + tokens == job.request.prompt.len() {
-                wanted.push(rows.len() - 1);
-            }
-        }
-        if rows.is_empty() {
+        let decoded = self.running[..decoding].iter().map(Sequence::newest);
+        let prefilled = self.prompts.iter().zip(&prompt_jobs).map(|(job, tokens)| job.next(*tokens));
+        let sequences: Vec<StepSequence<'_>> = decoded.chain(prefilled).collect();
+        if sequences.is_empty() {
             return Ok(Vec::new());
         }
-        let logits = self.decoder.step(&mut self.cache, &rows, &wanted)?;
+        let logits = self.decoder.step(&mut self.cache, &sequences, &self.team)?;
         self.counts.steps += 1;
         let vocabulary = self.model().vocab_size;
         let mut logits = logits.chunks_exact(vocabulary);

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use model::{KvCache, StepRow};
+use model::{KvCache, StepSequence};
 
 use super::sequence::{Request, Sequence};
 use super::stop::StopRules;
@@ -33,13 +33,15 @@ impl PromptJob {
         }
     }
 
-    /// The next `tokens` tokens as rows of a step.
-    pub(super) fn rows(&self, tokens: usize) -> impl Iterator<Item = StepRow<'_>> {
-        (self.prefilled..self.prefilled + tokens).map(|position| StepRow {
-            token: self.request.prompt[position],
-            position,
+    /// The next `tokens` tokens; logits are wanted of the last of the prompt.
+    pub(super) fn next(&self, tokens: usize) -> StepSequence<'_> {
+        let end = self.prefilled + tokens;
+        StepSequence {
+            tokens: &self.request.prompt[self.prefilled..end],
+            position: self.prefilled,
             pages: &self.pages,
-        })
+            wanted: usize::from(end == self.request.prompt.len()),
+        }
     }
 
     /// The completions of the prompt, which all hold its pages.

@@ -1,6 +1,6 @@
 //! One completion while it grows.
 
-use model::{Draw, KvCache, Sampling, StepRow};
+use model::{Draw, KvCache, Sampling, StepSequence};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use trajectory::{
@@ -103,10 +103,10 @@ impl Sequence {
         self.pages.push(mine);
     }
 
-    /// The newest token as a row of a step.
-    pub(super) fn row(&self) -> StepRow<'_> {
+    /// The newest token.
+    pub(super) fn newest(&self) -> StepSequence<'_> {
         let position = self.token_ids.len() - 1;
-        StepRow { token: self.token_ids[position], position, pages: &self.pages }
+        StepSequence { tokens: &self.token_ids[position..], position, pages: &self.pages, wanted: 1 }
     }
 
     /// Draws the next token from `logits`.
