@@ -97,7 +97,7 @@ impl Measure {
         let percent = |share: f64| format!("{:.0}%", 100.0 * share);
         let cells = [
             self.work.name.to_owned(),
-            format!("{:.2}", 1e3 * self.seconds()),
+            milliseconds(self.seconds()),
             percent(spread(&self.work.seconds)),
             format!("{:.0}", self.work.tokens / self.seconds()),
             format!("{:.1}", rate.gflops),
@@ -175,6 +175,11 @@ pub fn median(values: &[f64]) -> f64 {
         n if n % 2 == 1 => sorted[n / 2],
         n => f64::midpoint(sorted[n / 2 - 1], sorted[n / 2]),
     }
+}
+
+/// Four digits at least, from microseconds to minutes.
+fn milliseconds(seconds: f64) -> String {
+    if seconds < 1e-2 { format!("{:.4}", 1e3 * seconds) } else { format!("{:.2}", 1e3 * seconds) }
 }
 
 /// (longest - shortest) / median.
