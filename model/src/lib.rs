@@ -53,7 +53,7 @@ mod weight_files;
 pub use characters::{CHARACTERS, characters};
 pub use chat::ChatTemplate;
 pub use config::{Architecture, Config, RopeScaling, Sizes};
-pub use decoder::{Decoder, Gradients, KvCache, Pack, PackError, Purpose, StepRow, Trace};
+pub use decoder::{Decoder, Gradients, KvCache, Pack, PackError, Purpose, Quantization, StepRow, Trace};
 pub use directory::ModelDirectory;
 pub use error::ModelError;
 pub use ops::head::{Prediction, PredictionGradient, Target};

@@ -8,10 +8,11 @@ use std::ops::Range;
 use candle_core::{Result, Tensor};
 
 use crate::ops::heads::{self, Angles, HeadNorm, HeadShape};
+use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::Linear;
 use crate::ops::norm::{rms_norm, rms_norm_backward};
 use crate::ops::swiglu::{swiglu, swiglu_backward};
-use crate::{Config, Layout, Parameters};
+use crate::{Config, Layout, Parameters, Purpose, Quantization};
 
 /// Weights of one layer, packed.
 #[derive(Clone, Debug)]
@@ -73,10 +74,16 @@ impl BlockTrace {
 }
 
 impl Block {
-    pub(super) fn new(config: &Config, parameters: &Parameters, index: usize, trainable: bool) -> Self {
+    pub(super) fn new(config: &Config, parameters: &Parameters, index: usize, purpose: Purpose) -> Self {
         let places = Places::new(parameters.layout(), index);
         let at = |range: &Range<usize>| &parameters.values()[range.clone()];
         let some = |range: &Range<usize>| (!range.is_empty()).then(|| at(range));
+        let linear = |weight: &Range<usize>, input, bias: Option<&[f32]>| match purpose {
+            Purpose::Sampling(Quantization::Int8) if input <= MAX_INPUT => {
+                Linear::int8(at(weight), input, bias)
+            }
+            _ => Linear::new(at(weight), input, bias, purpose == Purpose::Training),
+        };
         let hidden = config.hidden_size;
         let query_width = config.num_heads * config.head_dim;
         Self {
@@ -87,12 +94,12 @@ impl Block {
             },
             eps: config.rms_norm_eps,
             attention_norm: at(&places.attention_norm).to_vec(),
-            qkv: Linear::new(at(&places.qkv), hidden, some(&places.qkv_bias), trainable),
+            qkv: linear(&places.qkv, hidden, some(&places.qkv_bias)),
             head_norm: some(&places.head_norm).map(<[f32]>::to_vec),
-            output: Linear::new(at(&places.output), query_width, some(&places.output_bias), trainable),
+            output: linear(&places.output, query_width, some(&places.output_bias)),
             feed_forward_norm: at(&places.feed_forward_norm).to_vec(),
-            gate_up: Linear::new(at(&places.gate_up), hidden, None, trainable),
-            down: Linear::new(at(&places.down), config.intermediate_size, None, trainable),
+            gate_up: linear(&places.gate_up, hidden, None),
+            down: linear(&places.down, config.intermediate_size, None),
             places,
         }
     }
@@ -108,11 +115,11 @@ impl Block {
         let qkv = self.qkv.apply(&normed)?;
         let prepared = heads::prepare(&qkv, self.shape, self.norm_of_heads(), angles)?;
         let attended = attend(&prepared)?;
-        let middle = (x + self.output.apply(&attended)?)?;
+        let middle = self.output.add_to(x, &attended)?;
         let middle_normed = rms_norm(&middle, &self.feed_forward_norm, self.eps)?;
         let gate_up = self.gate_up.apply(&middle_normed)?;
         let activated = swiglu(&gate_up)?;
-        let output = (&middle + self.down.apply(&activated)?)?;
+        let output = self.down.add_to(&middle, &activated)?;
         let input = x.clone();
         Ok(BlockTrace {
             input,

@@ -16,6 +16,7 @@ mod train;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
+use serde::{Deserialize, Serialize};
 
 use crate::ops::head::{self, Prediction, Target};
 use crate::ops::heads::{Angles, HeadShape};
@@ -32,8 +33,24 @@ pub use train::{Gradients, Pack, PackError, Trace};
 pub enum Purpose {
     /// Sampling and scoring: half the memory.
     Inference,
+    /// Sampling alone, from an approximation of the policy if one is wanted.
+    Sampling(Quantization),
     /// Also the gradients.
     Training,
+}
+
+/// How coarsely the weights are represented that a sampler computes with.
+///
+/// Quantised, it samples from a policy close to the one that is trained, and says so: its log-probabilities are those of
+/// what it samples from. Embedding, norms, attention and head are f32 in any case.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Quantization {
+    /// Not at all: f32, the same bits as in training.
+    #[default]
+    None,
+    /// The matrices of the layers in 8 bits, with a scale per output; activations in 8 bits with a range per token.
+    Int8,
 }
 
 /// One policy version, ready to compute.
@@ -69,7 +86,7 @@ impl Decoder {
             },
             inv_freq: config.inv_freq(),
             embedding: parameters.get("model.embed_tokens.weight").to_vec(),
-            blocks: (0..config.num_layers).map(|i| Block::new(config, parameters, i, trainable)).collect(),
+            blocks: (0..config.num_layers).map(|i| Block::new(config, parameters, i, purpose)).collect(),
             final_norm: parameters.get("model.norm.weight").to_vec(),
             head: Linear::new(&all[layout.head()], config.hidden_size, None, trainable),
             layout: Arc::clone(layout),

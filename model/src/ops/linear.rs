@@ -3,36 +3,61 @@
 use candle_core::{Result, Tensor};
 
 use super::gemm::{Left, Panels, multiply, multiply_add};
+use super::int8::Int8Linear;
 use super::{matrix, values};
 
 /// Weights of a linear layer, `[out, in]` as Hugging Face stores them, packed for the products that need them.
 #[derive(Clone, Debug)]
 pub(crate) struct Linear {
-    forward: Panels,
+    forward: Forward,
     backward: Option<Panels>,
     bias: Option<Vec<f32>>,
+}
+
+/// The weights as the forward pass takes them.
+#[derive(Clone, Debug)]
+enum Forward {
+    F32(Panels),
+    /// With its bias; for sampling only.
+    Int8(Int8Linear),
 }
 
 impl Linear {
     /// Packs `weight [out, in]`; with `trainable` also for the gradient of the input.
     pub(crate) fn new(weight: &[f32], input: usize, bias: Option<&[f32]>, trainable: bool) -> Self {
         Self {
-            forward: Panels::transposed(weight, input),
+            forward: Forward::F32(Panels::transposed(weight, input)),
             backward: trainable.then(|| Panels::straight(weight, input)),
             bias: bias.map(<[f32]>::to_vec),
         }
     }
 
-    /// `x [T, in]` to `[T, out]`.
-    pub(crate) fn apply(&self, x: &Tensor) -> Result<Tensor> {
-        let mut out = vec![0.0; x.dim(0)? * self.forward.columns()];
-        self.apply_slice(&values(x)?, &mut out);
-        matrix(out, self.forward.columns())
+    /// Quantises `weight [out, in]`: for sampling only.
+    pub(crate) fn int8(weight: &[f32], input: usize, bias: Option<&[f32]>) -> Self {
+        Self { forward: Forward::Int8(Int8Linear::new(weight, input, bias)), backward: None, bias: None }
     }
 
-    /// The same on plain rows: `x [T, in]` to `out [T, out]`.
+    /// `x [T, in]` to `[T, out]`.
+    pub(crate) fn apply(&self, x: &Tensor) -> Result<Tensor> {
+        let mut out = vec![0.0; x.dim(0)? * self.output()];
+        self.apply_slice(&values(x)?, &mut out);
+        matrix(out, self.output())
+    }
+
+    /// `base [T, out]` plus the layer's result for `x [T, in]`.
+    pub(crate) fn add_to(&self, base: &Tensor, x: &Tensor) -> Result<Tensor> {
+        let Forward::Int8(layer) = &self.forward else { return base + self.apply(x)? };
+        let mut out = values(base)?.to_vec();
+        layer.add_slice(&values(x)?, &mut out);
+        matrix(out, self.output())
+    }
+
+    /// `x [T, in]` to `out [T, out]`, on plain rows.
     pub(crate) fn apply_slice(&self, x: &[f32], out: &mut [f32]) {
-        multiply(Left::straight(x, self.forward.inner()), &self.forward, out);
+        match &self.forward {
+            Forward::F32(weight) => multiply(Left::straight(x, weight.inner()), weight, out),
+            Forward::Int8(layer) => layer.apply_slice(x, out),
+        }
         if let Some(bias) = &self.bias {
             for row in out.chunks_exact_mut(bias.len()) {
                 row.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
@@ -53,7 +78,7 @@ impl Linear {
         bias: Option<&mut [f32]>,
     ) -> Result<Tensor> {
         let (x, g) = (values(x)?, values(g)?);
-        let (input, output) = (self.forward.inner(), self.forward.columns());
+        let (input, output) = (self.input(), self.output());
         multiply_add(Left::transposed(&g, output), &Panels::straight(&x, input), weight);
         if let Some(bias) = bias {
             for g in g.chunks_exact(output) {
@@ -68,12 +93,22 @@ impl Linear {
     /// `dx [T, in]` alone, for the gradient `g [T, out]` of the result.
     pub(crate) fn backward_slice(&self, g: &[f32], dx: &mut [f32]) {
         let weight = self.backward.as_ref().expect("only a trainable layer is reversed");
-        multiply(Left::straight(g, self.forward.columns()), weight, dx);
+        multiply(Left::straight(g, self.output()), weight, dx);
     }
 
     /// Number of outputs.
     pub(crate) fn output(&self) -> usize {
-        self.forward.columns()
+        match &self.forward {
+            Forward::F32(weight) => weight.columns(),
+            Forward::Int8(layer) => layer.output(),
+        }
+    }
+
+    fn input(&self) -> usize {
+        match &self.forward {
+            Forward::F32(weight) => weight.inner(),
+            Forward::Int8(layer) => layer.input(),
+        }
     }
 }
 
