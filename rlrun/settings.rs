@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use buffer::BufferConfig;
-use model::{Architecture, Config, ModelDirectory, Sampling, Sizes};
+use model::{Architecture, Config, ModelDirectory, Purpose, Sampling, Sizes};
 use rewards::{RewardError, RewardSet, RewardSpec, WeightedReward};
 use rollout::scoring::{RewardLimits, limited};
 use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource};
@@ -162,6 +162,12 @@ impl Recipe {
         }
     }
 
+    /// What a version is packed for that is sampled from.
+    #[must_use]
+    pub fn sampler(&self) -> Purpose {
+        Purpose::Sampling(self.rollout.quantization)
+    }
+
     /// What the sampler does.
     #[must_use]
     pub fn worker(&self) -> WorkerConfig {
@@ -229,6 +235,7 @@ impl Recipe {
                 max_completion_length: self.rollout.max_completion_length,
             },
             epochs: self.trainer.epochs,
+            bitwise: self.rollout.bitwise,
             checkpoint_interval: self.checkpoint.interval,
             keep_last: self.checkpoint.keep_last,
             checkpoints,

@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 pub use buffer::OnStale;
-pub use model::Architecture;
+pub use model::{Architecture, Quantization};
 pub use rewards::{Gsm8kMethod, OnError, RewardKind};
 pub use rollout::{OnUpdate, Overlong};
 pub use trainer::algorithm::Aggregation;
