@@ -206,7 +206,8 @@ impl Run<'_> {
         let (producer, consumer) = open_buffer(self.recipe, self.run_dir.path())?;
         let (publisher, hub) = weights::memory::hub();
         let subscriber = Arc::new(hub.subscribe("sampler 0")?);
-        let decoder = Decoder::new(directory.config(), learner.parameters(), self.recipe.sampler());
+        let quantization = self.recipe.rollout.quantization;
+        let decoder = Decoder::sampler(directory.config(), learner.parameters(), quantization);
         let engine = self.recipe.engine(prepared.train.longest());
         let engine = Engine::new(engine, self.recipe.stop_rules(&directory), decoder, state.version)?;
         let worker = self.sampler(engine, &prepared, Arc::clone(&producer), subscriber);
@@ -238,7 +239,7 @@ impl Run<'_> {
     ) -> Worker {
         let capacity = self.recipe.rollout.max_running * 2;
         let scorer = Scorer::start(self.runtime.handle(), Arc::clone(&prepared.rewards), producer, capacity);
-        let applier = Applier::start(subscriber, engine.model().clone(), self.recipe.sampler());
+        let applier = Applier::start(subscriber, engine.model().clone(), self.recipe.rollout.quantization);
         Worker::new(self.recipe.worker(), engine, Arc::clone(&prepared.train), applier, scorer)
     }
 

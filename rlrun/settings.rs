@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use buffer::BufferConfig;
-use model::{Architecture, Config, ModelDirectory, Purpose, Sampling, Sizes};
+use model::{Architecture, Config, ModelDirectory, Sampling, Sizes};
 use rewards::{RewardError, RewardSet, RewardSpec, WeightedReward};
 use rollout::scoring::{RewardLimits, limited};
 use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource};
@@ -160,12 +160,6 @@ impl Recipe {
             max_samples: self.rollout.group_size,
             seed: self.seed,
         }
-    }
-
-    /// What a version is packed for that is sampled from.
-    #[must_use]
-    pub fn sampler(&self) -> Purpose {
-        Purpose::Sampling(self.rollout.quantization)
     }
 
     /// What the sampler does.

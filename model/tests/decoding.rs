@@ -128,8 +128,7 @@ fn chunks_of_every_size_give_the_bits_of_the_pack() {
 fn a_quantized_sampler_is_close_and_does_not_depend_on_the_batch() {
     for name in MODELS {
         let golden = Golden::open(name);
-        let sampler =
-            |quantization| Decoder::new(&golden.config, &golden.parameters, Purpose::Sampling(quantization));
+        let sampler = |quantization| Decoder::sampler(&golden.config, &golden.parameters, quantization);
         let (policy, quantized) = (decoder(name), sampler(Quantization::Int8));
         let sequences = [tokens(40, 1), tokens(17, 3)];
         let pack = pack_of(sequences.iter().map(Vec::as_slice));

@@ -74,14 +74,17 @@ impl BlockTrace {
 }
 
 impl Block {
-    pub(super) fn new(config: &Config, parameters: &Parameters, index: usize, purpose: Purpose) -> Self {
+    pub(super) fn new(
+        config: &Config,
+        parameters: &Parameters,
+        index: usize,
+        (purpose, quantization): (Purpose, Quantization),
+    ) -> Self {
         let places = Places::new(parameters.layout(), index);
         let at = |range: &Range<usize>| &parameters.values()[range.clone()];
         let some = |range: &Range<usize>| (!range.is_empty()).then(|| at(range));
-        let linear = |weight: &Range<usize>, input, bias: Option<&[f32]>| match purpose {
-            Purpose::Sampling(Quantization::Int8) if input <= MAX_INPUT => {
-                Linear::int8(at(weight), input, bias)
-            }
+        let linear = |weight: &Range<usize>, input, bias: Option<&[f32]>| match quantization {
+            Quantization::Int8 if input <= MAX_INPUT => Linear::int8(at(weight), input, bias),
             _ => Linear::new(at(weight), input, bias, purpose == Purpose::Training),
         };
         let hidden = config.hidden_size;

@@ -33,8 +33,6 @@ pub use train::{Gradients, Pack, PackError, Trace};
 pub enum Purpose {
     /// Sampling and scoring: half the memory.
     Inference,
-    /// Sampling alone, from an approximation of the policy if one is wanted.
-    Sampling(Quantization),
     /// Also the gradients.
     Training,
 }
@@ -74,6 +72,19 @@ impl Decoder {
     /// If the parameters are not those of `config`.
     #[must_use]
     pub fn new(config: &Config, parameters: &Parameters, purpose: Purpose) -> Self {
+        Self::pack(config, parameters, purpose, Quantization::None)
+    }
+
+    /// Packs `parameters` to sample from them, or from an approximation of them.
+    ///
+    /// # Panics
+    /// If the parameters are not those of `config`.
+    #[must_use]
+    pub fn sampler(config: &Config, parameters: &Parameters, quantization: Quantization) -> Self {
+        Self::pack(config, parameters, Purpose::Inference, quantization)
+    }
+
+    fn pack(config: &Config, parameters: &Parameters, purpose: Purpose, quantization: Quantization) -> Self {
         let layout = parameters.layout();
         let all = parameters.values();
         let trainable = purpose == Purpose::Training;
@@ -86,7 +97,9 @@ impl Decoder {
             },
             inv_freq: config.inv_freq(),
             embedding: parameters.get("model.embed_tokens.weight").to_vec(),
-            blocks: (0..config.num_layers).map(|i| Block::new(config, parameters, i, purpose)).collect(),
+            blocks: (0..config.num_layers)
+                .map(|i| Block::new(config, parameters, i, (purpose, quantization)))
+                .collect(),
             final_norm: parameters.get("model.norm.weight").to_vec(),
             head: Linear::new(&all[layout.head()], config.hidden_size, None, trainable),
             layout: Arc::clone(layout),
