@@ -19,7 +19,7 @@ use rollout::applier::Applier;
 use rollout::evaluate::Evaluation;
 use rollout::scoring::Scorer;
 use rollout::{Engine, Progress, RolloutError, Worker};
-use trainer::adamw::AdamWConfig;
+use trainer::adamw::{AdamWConfig, OptimizerKind};
 use trainer::{Checkpoint, Learner, LearnerConfig, Trainer, TrainerState};
 use trajectory::PolicyVersion;
 use weights::{Publisher, Subscriber};
@@ -35,8 +35,9 @@ use crate::run_dir::RunDir;
 use crate::signals::Signals;
 use crate::warmup::warm_up;
 
-/// The optimizer of the warm-up, whatever that of the training steps.
-const WARMUP_ADAMW: AdamWConfig = AdamWConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0 };
+/// The optimizer of the warm-up, whatever that of the training steps; only how it keeps its moments is the recipe's.
+const WARMUP_ADAMW: AdamWConfig =
+    AdamWConfig { kind: OptimizerKind::Adamw, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0 };
 /// Steps of the warm-up between looks at the accuracy, if the recipe names one to stop at.
 const WARMUP_LOOK_UP: u64 = 50;
 /// Pairs of answers shown at the end.
@@ -171,7 +172,8 @@ impl Run<'_> {
         directory: &ModelDirectory,
         parameters: Parameters,
     ) -> Result<Option<Parameters>, Failure> {
-        let config = LearnerConfig { adamw: WARMUP_ADAMW, ..self.recipe.learner() };
+        let adamw = AdamWConfig { kind: self.recipe.trainer.optimizer, ..WARMUP_ADAMW };
+        let config = LearnerConfig { adamw, ..self.recipe.learner() };
         let mut learner = Learner::new(config, directory.config().clone(), parameters, None);
         let phase = self.report.phase("warm-up", warmup.steps as u64);
         let mut last_loss = 0.0;

@@ -48,13 +48,13 @@ pub struct BatchPlan {
     pub total_groups: u64,
 }
 
-/// Bytes in 32-bit floats, of one process with one sampler and one trainer worker.
+/// Bytes, of one process with one sampler and one trainer worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
     /// Weights: the trainer's and their packed forms for forward and backward, the published version, and the
     /// sampler's with the version that it makes ready, which is smaller if it is quantised.
     pub weights: u64,
-    /// Gradients of every rank and the two moments of AdamW.
+    /// Gradients of every rank and the two moments of AdamW, as `trainer.optimizer` keeps them.
     pub optimizer: u64,
     /// The KV cache of the sampler.
     pub kv_cache: u64,
@@ -110,7 +110,8 @@ impl Memory {
         let world = recipe.trainer.world as u64;
         Self {
             weights: product(&[7, model.parameters]).saturating_sub(saved),
-            optimizer: product(&[2 + world, model.parameters]),
+            optimizer: product(&[world, model.parameters])
+                .saturating_add(recipe.trainer.optimizer.bytes_per_value().saturating_mul(model.parameters)),
             kv_cache: product(&[2, model.layers, model.kv_heads, model.head_dim, cached]),
             activations: product(&[world, recipe.trainer.microbatch_tokens as u64, model.layers, layer]),
             logits: product(&[running, model.vocab_size]),

@@ -188,6 +188,7 @@ impl Recipe {
     #[must_use]
     pub fn adamw(&self) -> AdamWConfig {
         AdamWConfig {
+            kind: self.trainer.optimizer,
             beta1: self.trainer.adam_beta1 as f32,
             beta2: self.trainer.adam_beta2 as f32,
             eps: self.trainer.adam_eps as f32,

@@ -6,7 +6,7 @@
 use super::schema::RawRecipe;
 
 /// Foreign name and ours, in the order of the schema.
-pub(super) const NAMES: [(&str, &str); 42] = [
+pub(super) const NAMES: [(&str, &str); 43] = [
     ("model_name_or_path", "model.path"),
     ("train_files", "data.train"),
     ("dataset_name", "data.train"),
@@ -37,6 +37,7 @@ pub(super) const NAMES: [(&str, &str); 42] = [
     ("norm_adv_by_std_in_grpo", "algorithm.scale_rewards"),
     ("loss_agg_mode", "algorithm.loss_agg"),
     ("loss_type", "algorithm.loss_agg"),
+    ("optim", "trainer.optimizer"),
     ("lr", "trainer.learning_rate"),
     ("max_steps", "trainer.steps"),
     ("total_training_steps", "trainer.steps"),

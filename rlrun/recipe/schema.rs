@@ -360,6 +360,9 @@ impl Default for Algorithm {
 pub struct Trainer {
     /// Training steps of the run; required. TRL `max_steps`, verl `total_training_steps`.
     pub steps: u64,
+    /// What turns gradients into updates; `adamw8bit` keeps the moments in a quarter of the memory.
+    /// TRL `optim`.
+    pub optimizer: OptimizerKind,
     /// Peak learning rate of AdamW. verl `actor.optim.lr`.
     pub learning_rate: f64,
     /// How the learning rate goes on after the warm-up.
@@ -390,6 +393,7 @@ impl Default for Trainer {
     fn default() -> Self {
         Self {
             steps: 0,
+            optimizer: OptimizerKind::Adamw,
             learning_rate: 1e-6,
             schedule: Shape::Constant,
             warmup_steps: 0,

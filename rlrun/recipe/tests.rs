@@ -130,6 +130,7 @@ fn wrong_types_and_ranges_point_at_the_value() {
         ("trainer.steps=0", "`trainer.steps` is 0; it must be 1 or more"),
         ("trainer=3", "`trainer`: expected a table, found integer `3`"),
         ("data.shuffle=1", "`data.shuffle`: expected true or false, found integer `1`"),
+        ("trainer.optimizer=adamw8bits", "`trainer.optimizer` cannot be \"adamw8bits\""),
         ("rollout.on_update=1", "`rollout.on_update`: expected a string"),
         ("rollout.stop=x", "`rollout.stop`: expected a list, found string \"x\""),
         ("rollout.top_p=1.5", "`rollout.top_p` is 1.5; it must be above 0 and at most 1"),

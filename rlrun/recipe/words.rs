@@ -9,6 +9,7 @@ pub use buffer::OnStale;
 pub use model::{Architecture, Quantization};
 pub use rewards::{Gsm8kMethod, OnError, RewardKind};
 pub use rollout::{OnUpdate, Overlong};
+pub use trainer::adamw::OptimizerKind;
 pub use trainer::algorithm::Aggregation;
 pub use trainer::algorithm::advantage::ScaleRewards;
 pub use trainer::schedule::Shape;

@@ -3,25 +3,23 @@
 //! ```text
 //! checkpoints/step_000120/
 //!   model/                  Hugging Face directory: config, tokenizer, weights as f32
-//!   optimizer.safetensors   m.<name> and v.<name>, the moments of every weight
+//!   optimizer.safetensors   the moments of every weight
 //!   trainer.json            version, updates, tokens
 //! ```
 //!
 //! Invariant: a checkpoint appears whole or not at all, so whatever has a name can be resumed from. Random streams are
 //! counted from seed and group, and groups come from the buffer's journal, so neither has a state to save.
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use model::{Layout, ModelDirectory, Parameters, atomic};
-use safetensors::SafeTensors;
-use safetensors::tensor::{Dtype, TensorView};
+use model::{ModelDirectory, Parameters, atomic};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
 use crate::TrainerError;
 use crate::adamw::{AdamW, AdamWConfig};
 use crate::learner::Learner;
+use crate::moment_files;
 
 /// Version of the layout on disk.
 const FORMAT: u32 = 1;
@@ -102,7 +100,8 @@ pub fn save(
         directory.export(&dir.join("model"), learner.parameters())?;
         let write_error = |path: PathBuf| move |source| model::ModelError::Write { path, source };
         let optimizer = dir.join("optimizer.safetensors");
-        std::fs::write(&optimizer, moments_to_bytes(learner)).map_err(write_error(optimizer.clone()))?;
+        moment_files::write(&optimizer, learner.parameters().layout(), learner.optimizer())
+            .map_err(write_error(optimizer.clone()))?;
         let numbers = dir.join("trainer.json");
         let json = serde_json::to_vec_pretty(state).unwrap_or_default();
         std::fs::write(&numbers, json).map_err(write_error(numbers.clone()))
@@ -119,7 +118,7 @@ pub fn save(
 /// Reads the checkpoint in `dir`.
 ///
 /// # Errors
-/// If a file is missing or broken, or the layout is of a newer rlrun.
+/// If a file is missing or broken, the layout is of a newer rlrun, or the moments are of another optimizer than `adamw`.
 pub fn load(dir: &Path, adamw: AdamWConfig) -> Result<Checkpoint, TrainerError> {
     let directory = ModelDirectory::open(&dir.join("model"))?;
     let parameters = directory.load_parameters()?;
@@ -134,9 +133,7 @@ pub fn load(dir: &Path, adamw: AdamWConfig) -> Result<Checkpoint, TrainerError> 
         return Err(broken(&numbers, reason));
     }
     let file = dir.join("optimizer.safetensors");
-    let bytes = std::fs::read(&file).map_err(|e| broken(&file, format!("cannot be read: {e}")))?;
-    let moments = moments_from_bytes(&bytes, parameters.layout())
-        .map_err(|reason| broken(&file, format!("{reason}; resume from an earlier checkpoint")))?;
+    let moments = moment_files::read(&file, parameters.layout(), adamw.kind)?;
     let optimizer = AdamW::resume(adamw, state.updates, moments);
     Ok(Checkpoint { directory, parameters, optimizer, state })
 }
@@ -146,44 +143,4 @@ fn remove(dir: &Path) -> Result<(), TrainerError> {
         path: dir.to_owned(),
         reason: format!("cannot be removed: {error}; check the permissions"),
     })
-}
-
-fn moments_to_bytes(learner: &Learner) -> Vec<u8> {
-    let (first, second) = learner.optimizer().moments();
-    let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
-    let mut data = Vec::new();
-    for spec in learner.parameters().layout().specs() {
-        for (prefix, moments) in [("m", first), ("v", second)] {
-            data.push((format!("{prefix}.{}", spec.name), spec.shape.clone(), bytes(&moments[spec.range()])));
-        }
-    }
-    let views = data.iter().filter_map(|(name, shape, bytes)| {
-        Some((name.as_str(), TensorView::new(Dtype::F32, shape.clone(), bytes).ok()?))
-    });
-    safetensors::serialize(views, None).unwrap_or_default()
-}
-
-fn moments_from_bytes(bytes: &[u8], layout: &Layout) -> Result<(Vec<f32>, Vec<f32>), String> {
-    let tensors = SafeTensors::deserialize(bytes).map_err(|e| format!("is not a safetensors file: {e}"))?;
-    let by_name: HashMap<String, TensorView<'_>> = tensors.tensors().into_iter().collect();
-    let mut moments = [vec![0.0; layout.len()], vec![0.0; layout.len()]];
-    for spec in layout.specs() {
-        for (prefix, values) in ["m", "v"].into_iter().zip(&mut moments) {
-            let name = format!("{prefix}.{}", spec.name);
-            let view = by_name.get(&name).ok_or_else(|| format!("has no tensor {name}"))?;
-            if view.shape() != spec.shape || view.dtype() != Dtype::F32 {
-                return Err(format!(
-                    "{name} is {:?} {:?}, expected F32 {:?}",
-                    view.dtype(),
-                    view.shape(),
-                    spec.shape
-                ));
-            }
-            for (value, bytes) in values[spec.range()].iter_mut().zip(view.data().chunks_exact(4)) {
-                *value = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-            }
-        }
-    }
-    let [first, second] = moments;
-    Ok((first, second))
 }

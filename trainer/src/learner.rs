@@ -10,7 +10,9 @@ use model::{Config, Decoder, Gradients, Parameters, Prediction, PredictionGradie
 use crate::TrainerError;
 use crate::adamw::{AdamW, AdamWConfig};
 use crate::batch::Row;
-use crate::packing::{MicroBatch, Packed, assign, micro_batches, pack, row_tokens};
+use crate::norm::{clip, norm};
+use crate::packing::{Packed, pack};
+use crate::plan::{MicroBatch, plan};
 
 /// How the learner computes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -32,6 +34,8 @@ pub struct Learner {
     model: Config,
     parameters: Parameters,
     optimizer: AdamW,
+    /// Of every rank, kept from step to step because zeroing is cheaper than allocating.
+    gradients: Vec<Gradients>,
     /// The parameters, packed; made anew after every update.
     decoder: Decoder,
 }
@@ -59,9 +63,9 @@ impl Learner {
         parameters: Parameters,
         optimizer: Option<AdamW>,
     ) -> Self {
-        let optimizer = optimizer.unwrap_or_else(|| AdamW::new(config.adamw, parameters.layout().len()));
+        let optimizer = optimizer.unwrap_or_else(|| AdamW::new(config.adamw, parameters.layout()));
         let decoder = Decoder::new(&model, &parameters, Purpose::Training);
-        Self { config, model, parameters, optimizer, decoder }
+        Self { config, model, parameters, optimizer, gradients: Vec::new(), decoder }
     }
 
     /// The weights.
@@ -105,7 +109,10 @@ impl Learner {
             Ok(out)
         };
         let mut scored = vec![Vec::new(); rows.len()];
-        for rank in self.on_ranks(rows, |mine| mine.iter().map(|b| work(b)).collect::<Result<Vec<_>, _>>())? {
+        let shares = self.shares(rows);
+        let ranks = std::iter::repeat_n((), shares.len());
+        for rank in on_ranks(&shares, ranks, |(), mine| mine.iter().map(work).collect::<Result<Vec<_>, _>>())?
+        {
             rank.into_iter().flatten().for_each(|(row, predictions)| scored[row] = predictions);
         }
         Ok(scored)
@@ -122,41 +129,52 @@ impl Learner {
         loss: &L,
         learning_rate: f32,
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
-        let ranks = self.on_ranks(rows, |mine| self.accumulate(rows, mine, loss))?;
-        let mut reports = Vec::with_capacity(ranks.len());
-        let mut total: Option<Gradients> = None;
-        for (gradients, report) in ranks {
-            reports.push(report);
-            match &mut total {
-                Some(total) => total.add(&gradients),
-                None => total = Some(gradients),
-            }
-        }
-        let Some(mut gradients) = total else { return Ok((0.0, reports)) };
-        let norm = norm(gradients.values());
+        let mut gradients = std::mem::take(&mut self.gradients);
+        let done = self.step_with(&mut gradients, rows, loss, learning_rate);
+        self.gradients = gradients;
+        done
+    }
+
+    fn step_with<L: RowLoss>(
+        &mut self,
+        gradients: &mut Vec<Gradients>,
+        rows: &[Row<'_>],
+        loss: &L,
+        learning_rate: f32,
+    ) -> Result<(f32, Vec<L::Report>), TrainerError> {
+        let shares = self.shares(rows);
+        gradients
+            .resize_with(shares.len().max(gradients.len()), || Gradients::zeros(self.parameters.layout()));
+        let work =
+            |gradients: &mut Gradients, mine: &[MicroBatch]| self.accumulate(rows, mine, loss, gradients);
+        let reports = on_ranks(&shares, gradients.iter_mut(), work)?;
+        let Some((total, others)) = gradients[..shares.len()].split_first_mut() else {
+            return Ok((0.0, reports));
+        };
+        others.iter().for_each(|other| total.add(other));
+        let norm = norm(total.values());
         if !norm.is_finite() {
             return Err(TrainerError::GradientNotFinite {
                 update: self.optimizer.updates(),
                 rows: rows.len(),
             });
         }
-        let scale = self.config.max_grad_norm / (norm + 1e-6);
-        if scale < 1.0 {
-            gradients.values_mut().iter_mut().for_each(|g| *g *= scale);
-        }
+        let scale = clip(norm, self.config.max_grad_norm);
         let layout = Arc::clone(self.parameters.layout());
-        self.optimizer.update(&layout, self.parameters.values_mut(), gradients.values(), learning_rate);
+        self.optimizer.update(&layout, self.parameters.values_mut(), (total.values(), scale), learning_rate);
         self.decoder = Decoder::new(&self.model, &self.parameters, Purpose::Training);
         Ok((norm, reports))
     }
 
+    /// Adds up the gradients of the rows of `mine`, from zero.
     fn accumulate<L: RowLoss>(
         &self,
         rows: &[Row<'_>],
-        mine: &[&MicroBatch],
+        mine: &[MicroBatch],
         loss: &L,
-    ) -> Result<(Gradients, L::Report), TrainerError> {
-        let mut gradients = Gradients::zeros(self.parameters.layout());
+        gradients: &mut Gradients,
+    ) -> Result<L::Report, TrainerError> {
+        gradients.values_mut().fill(0.0);
         let mut report = L::Report::default();
         for batch in mine {
             let Packed { pack, positions, targets, trained } = pack(batch.rows.iter().map(|row| &rows[*row]));
@@ -166,38 +184,35 @@ impl Learner {
                 let from = slopes.len();
                 slopes.extend(loss.row(*row, &predictions[from..from + trained], &mut report));
             }
-            self.decoder.backward(&pack, trace, &targets, &slopes, &mut gradients)?;
+            self.decoder.backward(&pack, trace, &targets, &slopes, gradients)?;
         }
-        Ok((gradients, report))
+        Ok(report)
     }
 
-    /// Runs `work` on every rank's share of the micro-batches; results in order of rank.
-    fn on_ranks<'b, R: Send>(
-        &self,
-        rows: &[Row<'_>],
-        work: impl Fn(&[&MicroBatch]) -> Result<R, TrainerError> + Sync + 'b,
-    ) -> Result<Vec<R>, TrainerError> {
-        let lengths: Vec<usize> = rows.iter().map(row_tokens).collect();
-        let batches = micro_batches(&lengths, self.config.microbatch_tokens, self.config.world);
-        let shares: Vec<Vec<&MicroBatch>> = assign(&batches, self.config.world)
-            .into_iter()
-            .filter(|mine| !mine.is_empty())
-            .map(|mine| mine.into_iter().map(|i| &batches[i]).collect())
-            .collect();
-        if let [only] = &shares[..] {
-            return Ok(vec![work(only)?]);
-        }
-        std::thread::scope(|scope| {
-            let ranks: Vec<_> = shares.iter().map(|mine| scope.spawn(|| work(mine))).collect();
-            ranks
-                .into_iter()
-                .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-                .collect()
-        })
+    /// The micro-batches of every rank that has some.
+    fn shares(&self, rows: &[Row<'_>]) -> Vec<Vec<MicroBatch>> {
+        let mut shares = plan(rows, &self.model, self.config.microbatch_tokens, self.config.world);
+        shares.retain(|mine| !mine.is_empty());
+        shares
     }
 }
 
-/// Euclidean norm, summed in f64.
-fn norm(values: &[f32]) -> f32 {
-    values.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt() as f32
+/// Runs `work` on every rank's share of the micro-batches, with what belongs to the rank; results in order of rank.
+fn on_ranks<S: Send, R: Send>(
+    shares: &[Vec<MicroBatch>],
+    states: impl Iterator<Item = S>,
+    work: impl Fn(S, &[MicroBatch]) -> Result<R, TrainerError> + Sync,
+) -> Result<Vec<R>, TrainerError> {
+    let ranks = shares.iter().zip(states);
+    if shares.len() == 1 {
+        return ranks.map(|(mine, state)| work(state, mine)).collect();
+    }
+    let work = &work;
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = ranks.map(|(mine, state)| scope.spawn(move || work(state, mine))).collect();
+        ranks
+            .into_iter()
+            .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
 }

@@ -3,9 +3,10 @@
 //! # Layout
 //! - [`trainer`]: one training step, top to bottom
 //! - [`algorithm`]: advantages, losses, how they add up
-//! - [`batch`]: leased groups to rows; [`packing`]: rows to packed micro-batches, shared among ranks
+//! - [`batch`]: leased groups to rows; [`mod@plan`]: rows to micro-batches, shared among ranks;
+//!   [`packing`]: a micro-batch as one token stream
 //! - [`learner`]: forward, backward, clip, optimizer; [`policy_loss`]: the losses it runs
-//! - [`adamw`], [`schedule`], [`checkpoint`]
+//! - [`adamw`] with its [`moments`], [`schedule`], [`checkpoint`]
 //!
 //! # Invariants
 //! - A step is a function of its batch and of the state before it: the same groups in the same order give the same
@@ -18,7 +19,11 @@ pub mod batch;
 pub mod checkpoint;
 mod error;
 pub mod learner;
+mod moment_files;
+pub mod moments;
+mod norm;
 pub mod packing;
+pub mod plan;
 pub mod policy_loss;
 pub mod report;
 pub mod schedule;

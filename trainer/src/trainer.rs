@@ -258,7 +258,8 @@ impl Trainer {
     }
 
     fn publish(&self) -> Result<(), TrainerError> {
-        let values = self.learner.parameters().values().to_vec().into();
+        // The one copy of the weights, straight into the allocation that the samplers share.
+        let values = Arc::from(self.learner.parameters().values());
         Ok(self.publisher.publish(Snapshot::new(self.version, values))?)
     }
 }

@@ -3,11 +3,12 @@
 use model::ModelDirectory;
 use trainer::batch::minibatches;
 use trainer::checkpoint::{list, load, path, save};
+use trainer::moments::Moments;
 use trainer::policy_loss::PolicyLoss;
 use trainer::{Learner, TrainerState};
 use trajectory::PolicyVersion;
 
-use crate::{GRPO, LEARNER, SPLIT, config, groups};
+use crate::{EIGHT_BIT, GRPO, LEARNER, SPLIT, config, groups};
 
 fn advance(learner: &mut Learner, steps: usize) {
     let groups = groups();
@@ -25,18 +26,40 @@ fn advance(learner: &mut Learner, steps: usize) {
 
 #[test]
 fn going_on_from_a_checkpoint_gives_the_same_bits() {
-    let files = tempfile::tempdir().unwrap();
-    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
-    let mut learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
-    advance(&mut learner, 3);
-    let state = TrainerState::new(PolicyVersion(3), learner.optimizer().updates(), 77, 1.5);
-    let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
-    let read = load(&dir, LEARNER.adamw).unwrap();
-    assert_eq!((read.state, &read.optimizer), (state, learner.optimizer()));
-    let mut resumed = Learner::new(LEARNER, config(), read.parameters, Some(read.optimizer));
-    advance(&mut resumed, 2);
-    advance(&mut learner, 2);
-    assert_eq!(resumed.parameters().values(), learner.parameters().values());
+    for settings in [LEARNER, EIGHT_BIT] {
+        let files = tempfile::tempdir().unwrap();
+        let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+        let mut learner = Learner::new(settings, config(), directory.load_parameters().unwrap(), None);
+        advance(&mut learner, 3);
+        let state = TrainerState::new(PolicyVersion(3), learner.optimizer().updates(), 77, 1.5);
+        let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
+        let read = load(&dir, settings.adamw).unwrap();
+        assert_eq!((read.state, &read.optimizer), (state, learner.optimizer()));
+        let coded = read.optimizer.moments().iter().filter(|m| matches!(m, Moments::Coded { .. })).count();
+        assert_eq!(coded > 0, settings == EIGHT_BIT, "{coded} tensors are in 8 bits");
+        let mut resumed = Learner::new(settings, config(), read.parameters, Some(read.optimizer));
+        advance(&mut resumed, 2);
+        advance(&mut learner, 2);
+        assert_eq!(resumed.parameters().values(), learner.parameters().values());
+        assert_eq!(resumed.optimizer(), learner.optimizer());
+    }
+}
+
+#[test]
+fn a_checkpoint_of_another_optimizer_is_refused() {
+    for (saved, wanted) in [(LEARNER, EIGHT_BIT), (EIGHT_BIT, LEARNER)] {
+        let files = tempfile::tempdir().unwrap();
+        let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+        let learner = Learner::new(saved, config(), directory.load_parameters().unwrap(), None);
+        let state = TrainerState::new(PolicyVersion(1), 0, 0, 0.0);
+        let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
+        let message = load(&dir, wanted.adamw).unwrap_err().to_string();
+        let (saved, wanted) = (saved.adamw.kind.as_str(), wanted.adamw.kind.as_str());
+        let says = format!(
+            "`trainer.optimizer = \"{saved}\"`, but the recipe says \"{wanted}\"; go on with \"{saved}\""
+        );
+        assert!(message.contains(&says) && message.contains("optimizer.safetensors"), "{message}");
+    }
 }
 
 #[test]

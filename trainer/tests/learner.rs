@@ -1,12 +1,12 @@
 //! Gradients and updates do not depend on how the work is cut up.
 
 use model::{Prediction, PredictionGradient};
-use trainer::batch::{Row, minibatches};
+use trainer::batch::{Row, demonstrations, minibatches};
 use trainer::learner::RowLoss;
-use trainer::policy_loss::{PolicyLoss, TokenSums};
+use trainer::policy_loss::{DemonstrationLoss, PolicyLoss, TokenSums};
 use trainer::{Learner, LearnerConfig, TrainerError};
 
-use crate::{GRPO, LEARNER, SPLIT, group, groups, learner};
+use crate::{EIGHT_BIT, GRPO, LEARNER, SPLIT, group, groups, learner};
 
 /// One step on all groups; the weights after it and the sums.
 fn step(settings: LearnerConfig) -> (Vec<f32>, TokenSums) {
@@ -96,5 +96,27 @@ fn scores_are_in_the_order_of_the_rows() {
     for (row, predictions) in rows.iter().zip(scored) {
         let behavior: Vec<f32> = row.sample.behavior_logprobs()[2..].to_vec();
         assert_eq!(predictions.iter().map(|p| p.logprob).collect::<Vec<_>>(), behavior);
+    }
+}
+
+#[test]
+fn moments_in_8_bits_learn_as_those_in_f32() {
+    let groups = groups();
+    let samples: Vec<_> =
+        groups.iter().flat_map(|group| group.trajectories.iter().map(|t| t.sample.clone())).collect();
+    let rows = demonstrations(&samples);
+    let losses = |settings: LearnerConfig| {
+        let mut learner = learner(settings);
+        let mut step = |_| {
+            let (_, losses) = learner.step(&rows, &DemonstrationLoss { rows: &rows }, 3e-3).unwrap();
+            losses.iter().sum()
+        };
+        (0..60).map(&mut step).collect::<Vec<f64>>()
+    };
+    let (full, coded) = (losses(LEARNER), losses(EIGHT_BIT));
+    assert!(full[59] < 0.3 * full[0], "from {} to {}", full[0], full[59]);
+    assert_ne!(full, coded);
+    for (step, (full, coded)) in full.iter().zip(&coded).enumerate() {
+        assert!((full - coded).abs() < 0.03 * full + 0.01, "step {step}: {coded} in 8 bits, {full} in f32");
     }
 }

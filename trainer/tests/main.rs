@@ -7,7 +7,7 @@ mod step;
 use std::sync::Arc;
 
 use model::{Config, Decoder, Pack, Parameters, Purpose, Sizes, Target};
-use trainer::adamw::AdamWConfig;
+use trainer::adamw::{AdamWConfig, OptimizerKind};
 use trainer::algorithm::Aggregation;
 use trainer::algorithm::advantage::ScaleRewards;
 use trainer::algorithm::grpo::Grpo;
@@ -29,17 +29,28 @@ const GRPO: Grpo = Grpo {
 const SPLIT: Split = Split { minibatches: 1, max_completion_length: 16 };
 
 const LEARNER: LearnerConfig = LearnerConfig {
-    adamw: AdamWConfig { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 },
+    adamw: AdamWConfig {
+        kind: OptimizerKind::Adamw,
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.01,
+    },
     max_grad_norm: 1.0,
     microbatch_tokens: 64,
     world: 1,
 };
 
+/// The optimizer of [`LEARNER`] with 8-bit moments.
+const EIGHT_BIT: LearnerConfig =
+    LearnerConfig { adamw: AdamWConfig { kind: OptimizerKind::Adamw8bit, ..LEARNER.adamw }, ..LEARNER };
+
+/// Small, but its embedding and its MLP are just large enough for 8-bit moments.
 fn config() -> Config {
     let mut config = Config::fresh(&Sizes {
-        vocab_size: 100,
+        vocab_size: 128,
         hidden_size: 32,
-        intermediate_size: 48,
+        intermediate_size: 128,
         num_layers: 2,
         num_heads: 4,
         num_kv_heads: 2,

@@ -8,6 +8,7 @@
 pub(crate) const LANES: usize = 16;
 
 /// Compiles a function for AVX-512, AVX2 with FMA and the baseline, and calls the best that the machine has.
+#[macro_export]
 macro_rules! vectorized {
     ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*

@@ -1,0 +1,181 @@
+//! The moments of an optimizer to a safetensors file and back.
+//!
+//! ```text
+//! m.<name>, v.<name>               F32 in the shape of the weight, or U8 where they are kept in 8 bits
+//! m.<name>.scales, v.<name>.scales F32 `[blocks]`, beside U8
+//! metadata: optimizer              the word of the recipe; files without it are of `adamw`
+//! ```
+//!
+//! Invariant: what is read is what was written, bit for bit, or the error says what differs.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::Path;
+
+use memmap2::Mmap;
+use model::{Layout, ParameterSpec};
+use safetensors::tensor::{Dtype, View};
+use safetensors::{SafeTensorError, SafeTensors};
+
+use crate::TrainerError;
+use crate::adamw::{AdamW, OptimizerKind};
+use crate::moments::{Coded, Moments};
+
+/// Key of the metadata that names the optimizer.
+const OPTIMIZER: &str = "optimizer";
+
+/// Writes the moments of `optimizer`, one tensor at a time.
+pub(crate) fn write(path: &Path, layout: &Layout, optimizer: &AdamW) -> std::io::Result<()> {
+    let mut tensors = Vec::new();
+    for (spec, moments) in layout.specs().iter().zip(optimizer.moments()) {
+        match moments {
+            Moments::Full { first, second } => {
+                for (prefix, values) in [("m", first), ("v", second)] {
+                    tensors.push((name(prefix, spec), Stored::new(&spec.shape, Numbers::F32(values))));
+                }
+            }
+            Moments::Coded { first, second } => {
+                for (prefix, Coded { codes, scales }) in [("m", first), ("v", second)] {
+                    tensors.push((name(prefix, spec), Stored::new(&spec.shape, Numbers::U8(codes))));
+                    let scales = Stored::new(&[scales.len()], Numbers::F32(scales));
+                    tensors.push((scales_name(prefix, spec), scales));
+                }
+            }
+        }
+    }
+    let metadata = HashMap::from([(OPTIMIZER.to_owned(), optimizer.kind().as_str().to_owned())]);
+    safetensors::serialize_to_file(tensors, Some(metadata), path).map_err(|error| match error {
+        SafeTensorError::IoError(source) => source,
+        other => std::io::Error::other(other.to_string()),
+    })
+}
+
+/// Reads the moments of every tensor of `layout`, which are to be of an optimizer of this kind.
+pub(crate) fn read(path: &Path, layout: &Layout, kind: OptimizerKind) -> Result<Vec<Moments>, TrainerError> {
+    let broken = |reason: String| TrainerError::Checkpoint {
+        path: path.to_owned(),
+        reason: format!("{reason}; resume from an earlier checkpoint"),
+    };
+    let unreadable = |error: std::io::Error| broken(format!("cannot be read: {error}"));
+    let file = File::open(path).map_err(unreadable)?;
+    #[expect(
+        unsafe_code,
+        reason = "reading moments of many gigabytes without a second copy; nobody writes to a checkpoint that has its name"
+    )]
+    let bytes = unsafe { Mmap::map(&file) }.map_err(unreadable)?;
+    let malformed = |error: SafeTensorError| broken(format!("is not a safetensors file: {error}"));
+    let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(malformed)?;
+    let optimizer = metadata.metadata().as_ref().and_then(|metadata| metadata.get(OPTIMIZER));
+    let saved = optimizer.map_or(OptimizerKind::default().as_str(), String::as_str);
+    if saved != kind.as_str() {
+        let (path, kind) = (path.to_owned(), kind.as_str());
+        let reason = format!(
+            "has the moments of `trainer.optimizer = \"{saved}\"`, but the recipe says \"{kind}\"; go on with \
+             \"{saved}\", or start a new run from the checkpoint's model"
+        );
+        return Err(TrainerError::Checkpoint { path, reason });
+    }
+    let tensors = SafeTensors::deserialize(&bytes).map_err(malformed)?;
+    let moments = layout.specs().iter().map(|spec| tensor_moments(&tensors, spec, kind));
+    moments.collect::<Result<_, String>>().map_err(broken)
+}
+
+fn tensor_moments(
+    tensors: &SafeTensors<'_>,
+    spec: &ParameterSpec,
+    kind: OptimizerKind,
+) -> Result<Moments, String> {
+    let mut moments = kind.moments(spec.len());
+    match &mut moments {
+        Moments::Full { first, second } => {
+            for (prefix, values) in [("m", first), ("v", second)] {
+                read_f32(tensors, &name(prefix, spec), &spec.shape, values)?;
+            }
+        }
+        Moments::Coded { first, second } => {
+            for (prefix, Coded { codes, scales }) in [("m", first), ("v", second)] {
+                codes.copy_from_slice(data(tensors, &name(prefix, spec), Dtype::U8, &spec.shape)?);
+                read_f32(tensors, &scales_name(prefix, spec), &[scales.len()], scales)?;
+            }
+        }
+    }
+    Ok(moments)
+}
+
+fn name(prefix: &str, spec: &ParameterSpec) -> String {
+    format!("{prefix}.{}", spec.name)
+}
+
+fn scales_name(prefix: &str, spec: &ParameterSpec) -> String {
+    format!("{prefix}.{}.scales", spec.name)
+}
+
+fn read_f32(
+    tensors: &SafeTensors<'_>,
+    name: &str,
+    shape: &[usize],
+    values: &mut [f32],
+) -> Result<(), String> {
+    let (numbers, _) = data(tensors, name, Dtype::F32, shape)?.as_chunks();
+    values.iter_mut().zip(numbers).for_each(|(value, bytes)| *value = f32::from_le_bytes(*bytes));
+    Ok(())
+}
+
+/// The bytes of a tensor that has to be of this type and shape.
+fn data<'a>(
+    tensors: &SafeTensors<'a>,
+    name: &str,
+    dtype: Dtype,
+    shape: &[usize],
+) -> Result<&'a [u8], String> {
+    let view = tensors.tensor(name).map_err(|_| format!("has no tensor {name}"))?;
+    if view.dtype() != dtype || view.shape() != shape {
+        return Err(format!("{name} is {:?} {:?}, expected {dtype:?} {shape:?}", view.dtype(), view.shape()));
+    }
+    Ok(view.data())
+}
+
+/// A tensor on its way into a file; bytes are made only when they are written.
+struct Stored<'a> {
+    shape: Vec<usize>,
+    numbers: Numbers<'a>,
+}
+
+enum Numbers<'a> {
+    F32(&'a [f32]),
+    U8(&'a [u8]),
+}
+
+impl<'a> Stored<'a> {
+    fn new(shape: &[usize], numbers: Numbers<'a>) -> Self {
+        Self { shape: shape.to_vec(), numbers }
+    }
+}
+
+impl View for Stored<'_> {
+    fn dtype(&self) -> Dtype {
+        match self.numbers {
+            Numbers::F32(_) => Dtype::F32,
+            Numbers::U8(_) => Dtype::U8,
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        match self.numbers {
+            Numbers::F32(values) => values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>().into(),
+            Numbers::U8(codes) => codes.into(),
+        }
+    }
+
+    fn data_len(&self) -> usize {
+        match self.numbers {
+            Numbers::F32(values) => 4 * values.len(),
+            Numbers::U8(codes) => codes.len(),
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! The norm of the gradients, and what they are scaled with where it is too large.
+//!
+//! Invariant: the sum is made of fixed blocks, each of fixed lanes, added in order: the same bits on every machine.
+
+/// Values summed on their own.
+const BLOCK: usize = 1 << 16;
+/// Partial sums of a block.
+const LANES: usize = 16;
+
+/// Euclidean norm, summed in f64.
+pub(crate) fn norm(values: &[f32]) -> f32 {
+    values.chunks(BLOCK).map(squares).sum::<f64>().sqrt() as f32
+}
+
+/// What gradients of this norm are multiplied with so that it is at most `max_norm`; 1 if it is.
+pub(crate) fn clip(norm: f32, max_norm: f32) -> f32 {
+    (max_norm / (norm + 1e-6)).min(1.0)
+}
+
+model::vectorized! {
+    /// Sum of squares; the square of an f32 is exact in f64.
+    fn squares(values: &[f32]) -> f64 {
+        let mut lanes = [0.0_f64; LANES];
+        let (chunks, tail) = values.as_chunks::<LANES>();
+        for chunk in chunks {
+            for (lane, value) in lanes.iter_mut().zip(chunk) {
+                *lane += f64::from(*value) * f64::from(*value);
+            }
+        }
+        for (lane, value) in lanes.iter_mut().zip(tail) {
+            *lane += f64::from(*value) * f64::from(*value);
+        }
+        lanes.iter().sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_norm_of_many_values_is_that_of_their_exact_sum() {
+        for len in [0, 1, 15, 16, 17, 1000, BLOCK, BLOCK + 1, 3 * BLOCK + 37] {
+            let values: Vec<f32> = (0..len).map(|i| ((i * 37 % 1001) as f32 - 500.0) / 16.0).collect();
+            let exact = (0..len).map(|i| (i as i64 * 37 % 1001 - 500).pow(2)).sum::<i64>() as f64 / 256.0;
+            assert_eq!(norm(&values), exact.sqrt() as f32, "{len} values");
+        }
+        assert!(norm(&[1.0, f32::INFINITY]).is_infinite() && norm(&[f32::NAN]).is_nan());
+        assert_eq!(norm(&[3e38, 3e38]), f32::INFINITY);
+    }
+
+    #[test]
+    fn clipping_leaves_short_gradients_alone() {
+        assert_eq!(clip(0.5, 1.0), 1.0);
+        assert_eq!(clip(0.0, 1.0), 1.0);
+        assert!((clip(4.0, 1.0) - 0.25).abs() < 1e-6);
+    }
+}

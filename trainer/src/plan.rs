@@ -1,0 +1,384 @@
+//! Which rows go through the network together, and on which rank.
+//!
+//! What is planned are *units*: neighbouring rows with a common prompt, whose prompt goes through the network once.
+//! Units go to ranks by cost, the most expensive first and each to the rank with the least to do; what a rank got is put
+//! into as few micro-batches under the budget as can be found, evenly filled. AReaL's dynamic batching (Algorithm 1 of
+//! arXiv 2505.24298) likewise puts the longest first into the emptiest batch that it fits into, but counts tokens only.
+//! A unit is split where it is over the budget, or where its ranks are done sooner although the prompt is then computed
+//! twice.
+//!
+//! Invariant: the plan is a function of the rows and the model alone, never of timing, so a step can be repeated bit for
+//! bit.
+
+use std::cmp::Reverse;
+
+use model::Config;
+
+use crate::batch::Row;
+
+/// A step may take at most this part of its time, as a fraction, for groups to be split: prompts are computed again.
+const WORTH: (u64, u64) = (15, 16);
+
+/// Rows that go through the network together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MicroBatch {
+    /// Indices of rows, ascending.
+    pub rows: Vec<usize>,
+    /// Tokens in all, a common prompt counted once.
+    pub tokens: usize,
+}
+
+/// What a row brings along.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Size {
+    /// Tokens before the first trained one: what rows of a group have in common.
+    prompt: usize,
+    /// Tokens after that which go through the network.
+    rest: usize,
+    /// Trained tokens.
+    predictions: usize,
+}
+
+/// Rows that share a prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Unit {
+    rows: Vec<usize>,
+    tokens: usize,
+    /// FLOPs of the forward.
+    cost: u64,
+}
+
+/// What a forward takes, FLOPs. A backward takes about twice that of everything, so it changes no comparison.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Cost {
+    /// Of a token: the matrices of all layers.
+    token: u64,
+    /// Of a key that a token attends to: its score and its value, in all layers.
+    pair: u64,
+    /// Of a prediction: the head.
+    prediction: u64,
+}
+
+/// The micro-batches of each of `world` ranks, of at most `budget` tokens each; a row that is longer stands alone. A
+/// rank may have none.
+#[must_use]
+pub fn plan(rows: &[Row<'_>], model: &Config, budget: usize, world: usize) -> Vec<Vec<MicroBatch>> {
+    let sizes: Vec<Size> = rows.iter().map(Size::of).collect();
+    let same_prompt = |a: &usize, b: &usize| prompt(&rows[*a]) == prompt(&rows[*b]);
+    let all: Vec<usize> = (0..rows.len()).collect();
+    let groups: Vec<&[usize]> = all.chunk_by(same_prompt).collect();
+    Planner { sizes: &sizes, cost: Cost::of(model), budget }.plan(&groups, world)
+}
+
+/// Tokens of a row that go through the network: everything before its last trained token.
+#[must_use]
+pub fn row_tokens(row: &Row<'_>) -> usize {
+    row.sample.loss_mask().iter().rposition(|trained| *trained).unwrap_or(0)
+}
+
+/// The tokens before the first trained one.
+fn prompt<'a>(row: &Row<'a>) -> &'a [u32] {
+    let trained = row.sample.loss_mask().iter().position(|trained| *trained);
+    &row.sample.token_ids()[..trained.unwrap_or(0)]
+}
+
+impl Size {
+    fn of(row: &Row<'_>) -> Self {
+        let prompt = prompt(row).len();
+        Self { prompt, rest: row_tokens(row) - prompt, predictions: row.sample.trained_tokens() }
+    }
+}
+
+impl Cost {
+    fn of(model: &Config) -> Self {
+        const MULTIPLY_ADD: u64 = 2;
+        let [hidden, inner, layers, heads, kv_heads, head_dim, vocabulary] = [
+            model.hidden_size,
+            model.intermediate_size,
+            model.num_layers,
+            model.num_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            model.vocab_size,
+        ]
+        .map(|n| n as u64);
+        let attention = hidden * head_dim * (2 * heads + 2 * kv_heads);
+        Self {
+            token: MULTIPLY_ADD * layers * (attention + 3 * hidden * inner),
+            pair: MULTIPLY_ADD * layers * 2 * heads * head_dim,
+            prediction: MULTIPLY_ADD * hidden * vocabulary,
+        }
+    }
+
+    /// Of `tokens` that attend to themselves and to `before` tokens before them.
+    fn of_tokens(self, tokens: usize, before: usize) -> u64 {
+        let (tokens, before) = (tokens as u64, before as u64);
+        tokens * self.token + (tokens * before + tokens * (tokens + 1) / 2) * self.pair
+    }
+}
+
+struct Planner<'a> {
+    sizes: &'a [Size],
+    cost: Cost,
+    budget: usize,
+}
+
+impl Planner<'_> {
+    fn plan(&self, groups: &[&[usize]], world: usize) -> Vec<Vec<MicroBatch>> {
+        let whole = groups.iter().flat_map(|rows| self.split(&self.unit(rows.to_vec()), u64::MAX));
+        let whole: Vec<Unit> = whole.collect();
+        let share = total(&whole) / world.max(1) as u64;
+        let whole_groups = spread(whole.clone(), world);
+        let finer = if world > 1 { &[1, 2, 4][..] } else { &[] };
+        let ranks = finer.iter().fold(whole_groups, |best, parts| {
+            let units = whole.iter().flat_map(|unit| self.split(unit, share / parts)).collect();
+            let split = spread(units, world);
+            if slowest(&split) < slowest(&best) / WORTH.1 * WORTH.0 { split } else { best }
+        });
+        ranks.into_iter().map(|mine| micro_batches(mine, self.budget)).collect()
+    }
+
+    /// These rows, whose prompt is the same.
+    fn unit(&self, mut rows: Vec<usize>) -> Unit {
+        rows.sort_unstable();
+        let prompt = rows.first().map_or(0, |row| self.sizes[*row].prompt);
+        let sizes = || rows.iter().map(|row| self.sizes[*row]);
+        let tokens = prompt + sizes().map(|size| size.rest).sum::<usize>();
+        let of_row = |size: Size| {
+            self.cost.of_tokens(size.rest, prompt) + size.predictions as u64 * self.cost.prediction
+        };
+        let cost = self.cost.of_tokens(prompt, 0) + sizes().map(of_row).sum::<u64>();
+        Unit { rows, tokens, cost }
+    }
+
+    /// Parts of a unit, as few as are each within the budget and cost no more than `limit`, or single rows.
+    fn split(&self, unit: &Unit, limit: u64) -> Vec<Unit> {
+        let mut rows = unit.rows.clone();
+        rows.sort_by_key(|row| Reverse(self.sizes[*row].rest));
+        let parts = |n: usize| {
+            let mut parts = vec![(0, Vec::new()); n];
+            for row in &rows {
+                if let Some((rest, part)) = parts.iter_mut().min_by_key(|(rest, part)| (*rest, part.len())) {
+                    *rest += self.sizes[*row].rest;
+                    part.push(*row);
+                }
+            }
+            parts.into_iter().map(|(_, rows)| self.unit(rows)).collect::<Vec<_>>()
+        };
+        let fits = |part: &Unit| part.tokens <= self.budget && part.cost <= limit;
+        let at_least =
+            unit.tokens.div_ceil(self.budget.max(1)).max(unit.cost.div_ceil(limit.max(1)) as usize);
+        let fitting = (at_least.max(1)..rows.len()).map(parts).find(|parts| parts.iter().all(fits));
+        fitting.unwrap_or_else(|| rows.iter().map(|row| self.unit(vec![*row])).collect())
+    }
+}
+
+/// What the rank with the most to do costs.
+fn slowest(ranks: &[Vec<Unit>]) -> u64 {
+    ranks.iter().map(|mine| total(mine)).max().unwrap_or(0)
+}
+
+fn total(units: &[Unit]) -> u64 {
+    units.iter().map(|unit| unit.cost).sum()
+}
+
+/// Shares units among `world` ranks: the most expensive first, to the rank with the least to do.
+fn spread(mut units: Vec<Unit>, world: usize) -> Vec<Vec<Unit>> {
+    units.sort_by_key(|unit| Reverse(unit.cost));
+    let mut ranks: Vec<(u64, Vec<Unit>)> = vec![(0, Vec::new()); world.max(1)];
+    for unit in units {
+        if let Some((cost, mine)) = ranks.iter_mut().min_by_key(|(cost, _)| *cost) {
+            *cost += unit.cost;
+            mine.push(unit);
+        }
+    }
+    ranks.into_iter().map(|(_, mine)| mine).collect()
+}
+
+/// Puts units into as few micro-batches as first-fit-decreasing needs, or fewer, filled evenly where they can be.
+fn micro_batches(mut units: Vec<Unit>, budget: usize) -> Vec<MicroBatch> {
+    units.sort_by_key(|unit| Reverse(unit.tokens));
+    let mut fewest: Vec<MicroBatch> = Vec::new();
+    for unit in &units {
+        match fewest.iter_mut().find(|batch| batch.takes(unit, budget)) {
+            Some(batch) => batch.push(unit),
+            None => fewest.push(MicroBatch { rows: unit.rows.clone(), tokens: unit.tokens }),
+        }
+    }
+    let least = units.iter().map(|unit| unit.tokens).sum::<usize>().div_ceil(budget.max(1));
+    let mut batches = (least..=fewest.len()).find_map(|n| even_batches(&units, budget, n)).unwrap_or(fewest);
+    batches.iter_mut().for_each(|batch| batch.rows.sort_unstable());
+    batches.sort_by_key(|batch| batch.rows.first().copied());
+    batches
+}
+
+/// Puts each of the units, the largest first, into the emptiest of `n` micro-batches; `None` if one does not fit.
+fn even_batches(units: &[Unit], budget: usize, n: usize) -> Option<Vec<MicroBatch>> {
+    let mut batches = vec![MicroBatch::default(); n];
+    for unit in units {
+        let emptiest = batches.iter_mut().min_by_key(|batch| batch.tokens)?;
+        if !emptiest.takes(unit, budget) {
+            return None;
+        }
+        emptiest.push(unit);
+    }
+    Some(batches)
+}
+
+impl MicroBatch {
+    fn takes(&self, unit: &Unit, budget: usize) -> bool {
+        self.rows.is_empty() || self.tokens + unit.tokens <= budget
+    }
+
+    fn push(&mut self, unit: &Unit) {
+        self.rows.extend(&unit.rows);
+        self.tokens += unit.tokens;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use model::Sizes;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn model() -> Config {
+        Config::fresh(&Sizes {
+            vocab_size: 100,
+            hidden_size: 32,
+            intermediate_size: 48,
+            num_layers: 2,
+            num_heads: 4,
+            num_kv_heads: 2,
+            max_position_embeddings: 128,
+        })
+    }
+
+    /// Groups as their prompts with what each row has beyond it.
+    fn groups_of(groups: &[(usize, Vec<usize>)]) -> (Vec<Size>, Vec<Vec<usize>>) {
+        let (mut sizes, mut rows) = (Vec::new(), Vec::new());
+        for (prompt, rests) in groups {
+            rows.push((sizes.len()..sizes.len() + rests.len()).collect());
+            sizes.extend(rests.iter().map(|rest| Size {
+                prompt: *prompt,
+                rest: *rest,
+                predictions: rest + 1,
+            }));
+        }
+        (sizes, rows)
+    }
+
+    /// The plan, and what its ranks and the groups cost.
+    fn plan_groups(
+        groups: &[(usize, Vec<usize>)],
+        budget: usize,
+        world: usize,
+    ) -> (Vec<Vec<MicroBatch>>, Vec<u64>, Vec<Unit>) {
+        let (sizes, rows) = groups_of(groups);
+        let planner = Planner { sizes: &sizes, cost: Cost::of(&model()), budget };
+        let rows: Vec<&[usize]> = rows.iter().map(Vec::as_slice).collect();
+        let ranks = planner.plan(&rows, world);
+        let of_group = |mine: &[usize]| planner.unit(mine.to_vec());
+        let cost = |batch: &MicroBatch| -> u64 {
+            let inside = |group: &&[usize]| -> Vec<usize> {
+                group.iter().copied().filter(|row| batch.rows.contains(row)).collect()
+            };
+            let parts = rows.iter().map(inside).filter(|rows| !rows.is_empty());
+            parts.map(|rows| of_group(&rows).cost).sum()
+        };
+        let costs = ranks.iter().map(|mine| mine.iter().map(cost).sum()).collect();
+        (ranks, costs, rows.iter().map(|rows| of_group(rows)).collect())
+    }
+
+    proptest! {
+        #[test]
+        fn every_row_is_planned_once_within_the_budget(
+            groups in prop::collection::vec((0..40usize, prop::collection::vec(0..50usize, 1..9)), 0..20),
+            budget in 1..300usize,
+            world in 1..5usize,
+        ) {
+            let (ranks, _, units) = plan_groups(&groups, budget, world);
+            let (sizes, _) = groups_of(&groups);
+            prop_assert_eq!(ranks.len(), world);
+            let batches: Vec<&MicroBatch> = ranks.iter().flatten().collect();
+            let mut rows: Vec<usize> = batches.iter().flat_map(|batch| batch.rows.clone()).collect();
+            rows.sort_unstable();
+            prop_assert_eq!(rows, (0..sizes.len()).collect::<Vec<_>>());
+            for batch in &batches {
+                prop_assert!(batch.rows.is_sorted());
+                prop_assert!(batch.tokens <= budget || batch.rows.len() == 1);
+                let most: usize = batch.rows.iter().map(|row| sizes[*row].prompt + sizes[*row].rest).sum();
+                prop_assert!(batch.tokens <= most);
+            }
+            prop_assert_eq!(&ranks, &plan_groups(&groups, budget, world).0, "the same rows give the same plan");
+            // Any two micro-batches of a rank would not have fitted into one, so all but one are half full.
+            if units.iter().all(|unit| unit.tokens <= budget) && world == 1 {
+                let tokens: usize = units.iter().map(|unit| unit.tokens).sum();
+                prop_assert!(batches.len() <= 2 * tokens.div_ceil(budget));
+            }
+        }
+
+        #[test]
+        fn many_small_groups_fill_ranks_and_micro_batches(
+            groups in prop::collection::vec((1..30usize, prop::collection::vec(0..20usize, 1..5)), 60..90),
+            world in 1..5usize,
+        ) {
+            let budget = 500;
+            let (ranks, costs, units) = plan_groups(&groups, budget, world);
+            let (largest, all) = (units.iter().map(|unit| unit.cost).max().unwrap(), total(&units));
+            // The rank that got the last unit had at most the mean before.
+            let slowest = *costs.iter().max().unwrap();
+            prop_assert!(slowest <= all / world as u64 + largest, "{costs:?}");
+            for mine in &ranks {
+                let tokens: usize = mine.iter().map(|batch| batch.tokens).sum();
+                // No group is over a quarter of the budget, so all micro-batches but one are filled to three quarters.
+                prop_assert!(mine.len() <= (tokens * 4).div_ceil(budget * 3) + 1, "{mine:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn groups_stay_together_and_in_order_where_they_can() {
+        let groups = [(10, vec![5, 7, 6]), (4, vec![9, 9]), (8, vec![3])];
+        let (ranks, _, _) = plan_groups(&groups, 1000, 1);
+        assert_eq!(ranks, [[MicroBatch { rows: (0..6).collect(), tokens: 28 + 22 + 11 }]]);
+        let (ranks, _, _) = plan_groups(&groups, 40, 1);
+        let rows: Vec<&[usize]> = ranks[0].iter().map(|batch| &batch.rows[..]).collect();
+        assert_eq!(rows, [&[0, 1, 2][..], &[3, 4, 5]]);
+    }
+
+    #[test]
+    fn micro_batches_are_filled_evenly() {
+        let groups: Vec<_> = (0..5).map(|_| (20, vec![0])).collect();
+        let (ranks, _, _) = plan_groups(&groups, 80, 1);
+        assert_eq!(ranks[0].iter().map(|batch| batch.tokens).collect::<Vec<_>>(), [60, 40]);
+    }
+
+    #[test]
+    fn a_group_is_split_where_ranks_would_be_idle() {
+        let (ranks, costs, units) = plan_groups(&[(5, vec![20; 8])], 1000, 4);
+        assert!(ranks.iter().all(|mine| mine.len() == 1 && mine[0].rows.len() == 2), "{ranks:?}");
+        assert!(costs.iter().max().unwrap() * 3 < units[0].cost);
+        // A prompt that costs more than all the rest is not computed twice.
+        let (ranks, _, _) = plan_groups(&[(5000, vec![1, 1])], 10_000, 2);
+        assert_eq!(ranks.iter().flatten().count(), 1, "{ranks:?}");
+    }
+
+    #[test]
+    fn long_rows_cost_more_than_their_tokens() {
+        let groups = [(1, vec![4000]), (1, vec![1000]), (1, vec![1000]), (1, vec![1000]), (1, vec![1000])];
+        let (ranks, _, _) = plan_groups(&groups, 4500, 2);
+        assert_eq!(ranks[0].iter().flat_map(|batch| &batch.rows).collect::<Vec<_>>(), [&0]);
+    }
+
+    #[test]
+    fn costs_are_those_of_the_matrices() {
+        let Cost { token, pair, prediction } = Cost::of(&model());
+        // Query and output 32 x 32, key and value 32 x 16, gate, up and down 32 x 48; two layers.
+        assert_eq!(token, 2 * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48));
+        assert_eq!((pair, prediction), (2 * 2 * 2 * 32, 2 * 32 * 100));
+        let cost = Cost { token: 0, pair: 1, prediction: 0 };
+        assert_eq!((cost.of_tokens(3, 0), cost.of_tokens(2, 3)), (6, 3 * 2 + 3));
+    }
+}
