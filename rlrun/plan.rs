@@ -7,6 +7,7 @@ use std::fmt;
 
 use model::KvCache;
 
+use crate::recipe::words::Quantization;
 use crate::recipe::{DataSource, Recipe};
 
 /// The sizes of a model that memory depends on.
@@ -51,7 +52,7 @@ pub struct BatchPlan {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
     /// Weights: the trainer's and their packed forms for forward and backward, the published version, and the
-    /// sampler's with the version that it makes ready.
+    /// sampler's with the version that it makes ready, which is smaller if it is quantised.
     pub weights: u64,
     /// Gradients of every rank and the two moments of AdamW, as `trainer.optimizer` keeps them.
     pub optimizer: u64,
@@ -99,10 +100,16 @@ impl Memory {
         let projected = queries + 2 * model.kv_heads * model.head_dim;
         // What a layer keeps for its backward: residual stream and norm twice each, the projection raw and prepared,
         // the attention, gate and up and their product.
+        // What a layer multiplies with, in numbers; a byte each if it is quantised, in two packed versions.
+        let matrices = model.hidden_size * (projected + queries + 3 * model.intermediate_size);
+        let saved = match recipe.rollout.quantization {
+            Quantization::None => 0,
+            Quantization::Int8 => 2 * (F32 - 1) * model.layers * matrices,
+        };
         let layer = 4 * model.hidden_size + 2 * projected + queries + 3 * model.intermediate_size;
         let world = recipe.trainer.world as u64;
         Self {
-            weights: product(&[7, model.parameters]),
+            weights: product(&[7, model.parameters]).saturating_sub(saved),
             optimizer: product(&[world, model.parameters])
                 .saturating_add(recipe.trainer.optimizer.bytes_per_value().saturating_mul(model.parameters)),
             kv_cache: product(&[2, model.layers, model.kv_heads, model.head_dim, cached]),
@@ -237,6 +244,11 @@ tasks         16000 groups over 8000 tasks: 2.00 epochs";
         };
         assert_eq!(memory, expected);
         assert_eq!(memory.total(), 28_000 + 12_000 + 81_920 + 108_800 + 4_000);
+        let mut quantized = recipe();
+        quantized.rollout.quantization = Quantization::Int8;
+        let matrices = 8 * (24 + 8 + 3 * 16);
+        let saved = memory.weights - Memory::of(&quantized, &model).weights;
+        assert_eq!(saved, 2 * 3 * 2 * matrices, "two versions of two layers, three of four bytes");
         assert!(memory.to_string().ends_with("total           0.2 MiB"), "{memory}");
     }
 }

@@ -1,6 +1,7 @@
 //! Whole-system tests, one binary. `reference_loop.rs` is the algorithm as one plain loop; read it first.
 
 mod bad_input;
+mod bitwise;
 mod learns;
 mod parity;
 mod recipes;
