@@ -132,7 +132,7 @@ fn the_correction_weighs_what_the_policy_did_not_sample_itself_at_no_staleness()
     let moved = 0.2_f32;
     for updates in [1, 3] {
         let run = |off_policy: f32| {
-            let mut bench = bench(|config| (config.epochs, config.schedule.peak) = (updates, 1e-4));
+            let mut bench = bench(|config| (config.epochs, config.schedule.peak) = (updates, 1e-5));
             (0..2).for_each(|_| put_off_policy(&bench.buffer, 0, &[1.0, 0.0, 0.3], off_policy));
             bench.trainer.step().unwrap().unwrap()
         };
