@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand};
 
-use model::Recompute;
+use model::{Quantization, Recompute};
 use trainer::adamw::OptimizerKind;
 
 use crate::init::Template;
@@ -237,6 +237,9 @@ pub struct GenerateBenchArgs {
     /// Calls that are timed, after one that is not
     #[arg(long, default_value_t = 3, value_parser = at_least_one)]
     pub repeats: usize,
+    /// What the weights are packed as
+    #[arg(long, default_value = "none", value_parser = quantization())]
+    pub quantization: Quantization,
     /// Measure 1, 2, 4 up to 256 completions together
     #[arg(long, conflicts_with = "batch")]
     pub sweep: bool,
@@ -403,6 +406,14 @@ fn optimizer() -> impl TypedValueParser<Value = OptimizerKind> {
     let all = [OptimizerKind::Adamw, OptimizerKind::Adamw8bit];
     let words = PossibleValuesParser::new(all.map(OptimizerKind::as_str));
     words.map(move |word| all.into_iter().find(|kind| kind.as_str() == word).unwrap_or_default())
+}
+
+/// The words of `rollout.quantization` in a recipe.
+fn quantization() -> impl TypedValueParser<Value = Quantization> {
+    PossibleValuesParser::new(["none", "int8"]).map(|word| match word.as_str() {
+        "int8" => Quantization::Int8,
+        _ => Quantization::None,
+    })
 }
 
 /// The words of `trainer.recompute` in a recipe.

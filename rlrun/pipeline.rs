@@ -255,7 +255,8 @@ impl Run<'_> {
         let (producer, consumer) = open_buffer(self.recipe, self.run_dir.path())?;
         let (publisher, hub) = weights::memory::hub();
         let subscriber = Arc::new(hub.subscribe("sampler 0")?);
-        let decoder = Decoder::new(directory.config(), learner.parameters());
+        let quantization = self.recipe.rollout.quantization;
+        let decoder = Decoder::sampler(directory.config(), learner.parameters(), quantization);
         let engine = self.recipe.engine(prepared.train.longest());
         let stop_rules = self.recipe.stop_rules(&directory);
         let engine = Engine::new(engine, stop_rules, decoder, state.version)?
@@ -289,7 +290,7 @@ impl Run<'_> {
     ) -> Worker {
         let capacity = self.recipe.rollout.max_running * 2;
         let scorer = Scorer::start(self.runtime.handle(), Arc::clone(&prepared.rewards), producer, capacity);
-        let applier = Applier::start(subscriber, engine.model().clone());
+        let applier = Applier::start(subscriber, engine.model().clone(), self.recipe.rollout.quantization);
         Worker::new(self.recipe.worker(), engine, Arc::clone(&prepared.train), applier, scorer)
     }
 
@@ -335,6 +336,7 @@ impl Run<'_> {
         if last.is_none() { evaluate(trainer) } else { Ok(last) }
     }
 
+    /// Answers of the policy as it is trained, in f32 however coarsely it is sampled from.
     fn evaluate(
         &self,
         prepared: &Prepared,

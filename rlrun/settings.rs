@@ -249,6 +249,7 @@ impl Recipe {
                 max_completion_length: self.rollout.max_completion_length,
             },
             epochs: self.trainer.epochs,
+            bitwise: self.rollout.bitwise,
             checkpoint_interval: self.checkpoint.interval,
             keep_last: self.checkpoint.keep_last,
             checkpoints,

@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod bench;
+mod bitwise;
 mod learns;
 mod memory;
 mod parity;

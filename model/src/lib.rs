@@ -58,7 +58,9 @@ pub use characters::{CHARACTERS, characters};
 pub use chat::ChatTemplate;
 pub use config::{Architecture, Config, RopeScaling, Sizes};
 pub use cores::{Cores, Presence, Team};
-pub use decoder::{Decoder, Gradients, KvCache, Pack, PackError, Recompute, StepSequence, Trace};
+pub use decoder::{
+    Decoder, Gradients, KvCache, Pack, PackError, Quantization, Recompute, StepSequence, Trace,
+};
 pub use directory::ModelDirectory;
 pub use error::ModelError;
 pub use ops::head::{Prediction, PredictionGradient, Target};

@@ -3,7 +3,7 @@
 //! Invariant: nothing here has a tolerance. Pages come from a cache that other sequences have filled before, so that a
 //! key which is read without having been written shows.
 
-use model::{Cores, Decoder, KvCache, Pack, StepSequence, Team};
+use model::{Cores, Decoder, KvCache, Pack, Quantization, StepSequence, Team};
 use proptest::prelude::*;
 
 use crate::common::{Golden, MODELS, bits, logits_of, pack_of};
@@ -121,6 +121,34 @@ fn chunks_of_every_size_give_the_bits_of_the_pack() {
             run(&decoder, &mut cache, &mut running, &chunks);
             let stepped: Vec<u32> = running.iter().flat_map(|r| bits(&r.logits)).collect();
             assert!(stepped == packed, "{name}: chunks of {chunks:?}");
+            release(&mut cache, &running);
+        }
+    }
+}
+
+/// What is sampled from in 8 bits is close to the policy, and as independent of the batch as the policy itself.
+#[test]
+fn a_quantized_sampler_is_close_and_does_not_depend_on_the_batch() {
+    for name in MODELS {
+        let golden = Golden::open(name);
+        let sampler = |quantization| Decoder::sampler(&golden.config, &golden.parameters, quantization);
+        let (policy, quantized) = (decoder(name), sampler(Quantization::Int8));
+        let sequences = [tokens(40, 1), tokens(17, 3)];
+        let pack = pack_of(sequences.iter().map(Vec::as_slice));
+        let (exact, close) = (logits_of(&policy, &pack), logits_of(&quantized, &pack));
+        assert_eq!(bits(&logits_of(&sampler(Quantization::None), &pack)), bits(&exact));
+        let norm =
+            |values: &mut dyn Iterator<Item = f32>| values.map(|v| f64::from(v).powi(2)).sum::<f64>().sqrt();
+        let error =
+            norm(&mut exact.iter().zip(&close).map(|(a, b)| a - b)) / norm(&mut exact.iter().copied());
+        assert!(error > 1e-4 && error < 0.05, "{name}: relative error of the logits {error}");
+
+        let mut cache = used_cache(&quantized, 9);
+        for chunks in [[1; 2], [16, 5], [40; 2]] {
+            let mut running: Vec<_> = sequences.iter().cloned().map(Running::new).collect();
+            run(&quantized, &mut cache, &mut running, &chunks);
+            let stepped: Vec<u32> = running.iter().flat_map(|r| bits(&r.logits)).collect();
+            assert!(stepped == bits(&close), "{name}: chunks of {chunks:?}");
             release(&mut cache, &running);
         }
     }

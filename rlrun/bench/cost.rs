@@ -19,7 +19,7 @@
 
 use std::ops::{Add, Mul};
 
-use model::{Config, Layout};
+use model::{Config, Layout, Quantization};
 
 /// Bytes of an f32.
 const F32: f64 = 4.0;
@@ -78,6 +78,8 @@ pub struct Sampling {
     pub new: f64,
     /// Passes of the network.
     pub passes: f64,
+    /// What the matrices of the layers are packed as; the head is always f32.
+    pub quantization: Quantization,
 }
 
 impl Shape {
@@ -100,7 +102,8 @@ impl Shape {
     /// Sampling with a cache.
     #[must_use]
     pub fn sampling(&self, work: &Sampling) -> Cost {
-        let Sampling { prompts, prompt, completions, new, passes } = *work;
+        let Sampling { prompts, prompt, completions, new, passes, quantization } = *work;
+        let weight = if quantization == Quantization::Int8 { 1.0 } else { F32 };
         let seen_by_prompt = prompt * (prompt + 1.0) / 2.0;
         let decoded = (new - 1.0).max(0.0);
         let seen_by_completion = decoded * prompt + decoded * (decoded + 1.0) / 2.0;
@@ -109,9 +112,8 @@ impl Shape {
         let seen = prompts * seen_by_prompt + completions * seen_by_completion;
         Cost {
             flops: 2.0 * self.matrices * tokens + 2.0 * self.head * logits + self.attention(seen),
-            bytes: F32
-                * (passes * (self.matrices + self.head)
-                    + 2.0 * self.layers * self.kv_width * completions * seen_by_completion),
+            bytes: passes * (weight * self.matrices + F32 * self.head)
+                + F32 * 2.0 * self.layers * self.kv_width * completions * seen_by_completion,
         }
     }
 
@@ -168,11 +170,15 @@ mod tests {
     #[test]
     fn sampling_agrees_with_a_count_by_hand() {
         // A prompt of 2 tokens, 2 completions of 3: each reads 2 of its tokens, which see 3 and 4 tokens.
-        let work = Sampling { prompts: 1.0, prompt: 2.0, completions: 2.0, new: 3.0, passes: 3.0 };
+        let quantization = Quantization::None;
+        let work =
+            Sampling { prompts: 1.0, prompt: 2.0, completions: 2.0, new: 3.0, passes: 3.0, quantization };
         let cost = shape().sampling(&work);
         let (matrices, logits, seen) = (6.0 * 480.0, 5.0 * 80.0, 32.0 * (3.0 + 2.0 * 7.0));
         assert_eq!(cost.flops, matrices + logits + seen);
         // Three passes over 280 weights; a key and a value of width 2 in 2 layers for each of the 14 tokens seen.
         assert_eq!(cost.bytes, 4.0 * (3.0 * 280.0 + 2.0 * 2.0 * 2.0 * 14.0));
+        let quantized = shape().sampling(&Sampling { quantization: Quantization::Int8, ..work });
+        assert_eq!(cost.bytes - quantized.bytes, 3.0 * 3.0 * 240.0, "a byte for a weight of a layer");
     }
 }

@@ -35,7 +35,7 @@ pub fn work(args: &GenerateBenchArgs, batch: usize, cores: &Arc<Cores>) -> Resul
     }
     let directory = ModelDirectory::open(&args.target.model)?;
     let parameters = directory.load_parameters()?;
-    let decoder = Decoder::new(directory.config(), &parameters);
+    let decoder = Decoder::sampler(directory.config(), &parameters, args.quantization);
     drop(parameters);
     let config = EngineConfig {
         max_running: batch,
@@ -71,6 +71,7 @@ pub fn work(args: &GenerateBenchArgs, batch: usize, cores: &Arc<Cores>) -> Resul
         completions: batch as f64,
         new: args.new as f64,
         passes: passes as f64,
+        quantization: args.quantization,
     };
     Ok(Work {
         name: "generate",
@@ -81,6 +82,7 @@ pub fn work(args: &GenerateBenchArgs, batch: usize, cores: &Arc<Cores>) -> Resul
             ("group", json!(group)),
             ("prompt", json!(args.prompt)),
             ("new", json!(args.new)),
+            ("quantization", json!(args.quantization)),
         ],
         seconds,
         tokens: (batch * args.new) as f64,

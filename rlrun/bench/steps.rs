@@ -168,7 +168,9 @@ fn result(recipe: &Recipe, steps: &Steps, directory: &ModelDirectory, prepared: 
     let shape = Shape::new(directory.config());
     // One pass of the network per token of the completions that run side by side; micro-batches as full as they may be.
     let side_by_side = completions.min(recipe.rollout.max_running as f64);
-    let sampling = Sampling { prompts, prompt, completions, new, passes: new * completions / side_by_side };
+    let passes = new * completions / side_by_side;
+    let quantization = recipe.rollout.quantization;
+    let sampling = Sampling { prompts, prompt, completions, new, passes, quantization };
     let rows = completions * trained;
     let length = prompt + new - 1.0;
     let passes = (rows * length / recipe.trainer.microbatch_tokens as f64).ceil();

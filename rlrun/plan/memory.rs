@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use model::{Config, KvCache, Layout, Recompute};
+use model::{Config, KvCache, Layout, Quantization, Recompute};
 
 use crate::recipe::Recipe;
 use crate::recipe::words::Store;
@@ -46,7 +46,7 @@ impl Memory {
     /// Sums saturate.
     #[must_use]
     pub fn of(recipe: &Recipe, config: &Config, tokenizer: u64) -> Self {
-        let size = Size::of(config, recipe.trainer.recompute);
+        let size = Size::of(config, recipe.trainer.recompute, recipe.rollout.quantization);
         let (weights, world) = (size.weights, recipe.trainer.world as u64);
         let prompts = recipe.data.max_prompt_length as u64;
         let running = recipe.rollout.max_running as u64;
@@ -126,7 +126,7 @@ struct Size {
 }
 
 impl Size {
-    fn of(config: &Config, recompute: Recompute) -> Self {
+    fn of(config: &Config, recompute: Recompute, quantization: Quantization) -> Self {
         let n = |size: usize| size as u64;
         let (hidden, middle) = (n(config.hidden_size), n(config.intermediate_size));
         let queries = n(config.num_heads) * n(config.head_dim);
@@ -135,6 +135,12 @@ impl Size {
         let weights = Layout::new(config).len() as u64;
         // With tied weights embedding and head are one tensor and two copies.
         let twice = if config.tie_word_embeddings { n(config.vocab_size) * hidden } else { 0 };
+        // The matrices of all layers with a byte for each weight; embedding and head stay as they are.
+        let matrices = n(config.num_layers) * hidden * (2 * queries + 2 * keys + 3 * middle);
+        let saved = match quantization {
+            Quantization::None => 0,
+            Quantization::Int8 => (F32 - 1) * matrices,
+        };
         // The residual stream before and between the halves, the prepared projection (and the raw one where heads are
         // normalised), the attention, gate and up.
         let raw = if config.qk_norm { projected } else { 0 };
@@ -154,7 +160,7 @@ impl Size {
             };
         Self {
             weights: F32 * weights,
-            packed: F32 * (weights + twice),
+            packed: F32 * (weights + twice) - saved,
             activations_per_token: product(&[F32, kept + back]),
             cache_per_token: product(&[F32, 2, n(config.num_layers), keys]),
             decoding_per_token: product(&[F32, layer + 2 * n(config.vocab_size)]),
@@ -204,6 +210,10 @@ mod tests {
         let weights = 4 * Layout::new(&config).len() as u64;
         assert_eq!(bytes("policy"), weights);
         assert_eq!(bytes("served"), weights + 4 * 80, "the head is a second copy of the embedding");
+        let mut quantized = recipe();
+        quantized.rollout.quantization = Quantization::Int8;
+        let served = Memory::of(&quantized, &config, 0).parts.into_iter().find(|part| part.name == "served");
+        assert_eq!(served.unwrap().bytes, weights + 4 * 80 - 3 * 2 * (4 * 8 * 8 + 3 * 8 * 16));
         assert_eq!(bytes("optimizer"), 2 * weights);
         let (attention, gate_up) = (2 * 8 + 24 + 8, 2 * 16);
         assert_eq!(bytes("activations"), 100 * 4 * (2 * (attention + gate_up) + attention + 8 + 2 * gate_up));

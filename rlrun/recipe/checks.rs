@@ -10,7 +10,7 @@ use super::diagnostic::Diagnostic;
 use super::layers::{Origin, Origins};
 use super::ranges::{Checker, check_ranges};
 use super::schema::{RandomModel, RawData, RawModel, RawRecipe, RewardSpec, Rollout, Warmup};
-use super::words::RewardKind;
+use super::words::{Quantization, RewardKind};
 use super::{Data, DataSource, Files, Model, Recipe};
 
 /// Checks everything; `stem` names the run if the recipe does not.
@@ -28,6 +28,7 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
         check_tokens(&raw, data.max_prompt_length, &mut checker);
     }
     check_batch(&raw, &mut checker);
+    check_bitwise(&raw.rollout, &mut checker);
     let (Some(model), Some(data)) = (model, data) else { return Err(checker.errors) };
     let recipe = Recipe {
         name,
@@ -299,6 +300,16 @@ fn check_batch(raw: &RawRecipe, checker: &mut Checker<'_>) {
         let (warmup, steps) = (raw.trainer.warmup_steps, raw.trainer.steps);
         let message = format!("`trainer.warmup_steps` is {warmup}, more than the {steps} steps of the run");
         checker.report("trainer.warmup_steps", message, "");
+    }
+}
+
+/// What is sampled from an approximation cannot have the bits of the original.
+fn check_bitwise(rollout: &Rollout, checker: &mut Checker<'_>) {
+    if rollout.bitwise && rollout.quantization != Quantization::None {
+        let message = "`rollout.bitwise` promises that sampler and trainer compute the same bits, which \
+                       `rollout.quantization` takes away";
+        let paths = ["rollout.quantization", "rollout.bitwise"];
+        checker.report_latest(&paths, message, "set `bitwise = false` or `quantization = \"none\"`");
     }
 }
 

@@ -224,6 +224,13 @@ pub struct Rollout {
     pub kv_cache_tokens: Option<usize>,
     /// What happens to sequences in flight when new weights arrive.
     pub on_update: OnUpdate,
+    /// How coarsely the weights are represented that are sampled from. Log-probabilities are those of the quantised
+    /// policy, and `algorithm.behavior_weight_cap` bounds the weight that corrects the loss for it; evaluation and
+    /// checkpoints are f32. vLLM `quantization`.
+    pub quantization: Quantization,
+    /// Whether the run stops if the trainer computes other bits than the sampler for a token that the version being
+    /// trained has sampled. f32 sampling is bitwise in any case; this makes it a promise. Costs nothing.
+    pub bitwise: bool,
 }
 
 impl Default for Rollout {
@@ -242,6 +249,8 @@ impl Default for Rollout {
             prefill_chunk: 256,
             kv_cache_tokens: None,
             on_update: OnUpdate::Keep,
+            quantization: Quantization::None,
+            bitwise: false,
         }
     }
 }

@@ -112,6 +112,17 @@ fn errors_after_a_list_element_that_cannot_be_taken_out_are_not_invented() {
 }
 
 #[test]
+fn a_promise_of_equal_bits_and_a_quantized_sampler_point_at_each_other() {
+    let case = Case::new(&format!("{MINIMAL}[rollout]\nbitwise = true\nquantization = \"int8\"\n"));
+    let shown = case.errors(&[], &[]);
+    assert!(shown.contains("`rollout.bitwise`") && shown.contains("`rollout.quantization`"), "{shown}");
+    assert!(shown.contains("DIR/run.toml:"), "{shown}");
+    for set in ["rollout.bitwise=false", "rollout.quantization=none"] {
+        case.load(&[set], &[]).unwrap();
+    }
+}
+
+#[test]
 fn wrong_types_and_ranges_point_at_the_value() {
     for (set, message) in [
         ("trainer.steps=many", "`trainer.steps`: expected a whole number, 0 or more, found string \"many\""),

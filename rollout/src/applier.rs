@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, bounded};
-use model::{Config, Decoder, Layout, Parameters};
+use model::{Config, Decoder, Layout, Parameters, Quantization};
 use trajectory::PolicyVersion;
 use weights::{Digest, Receipt, Subscriber};
 
@@ -53,9 +53,10 @@ pub struct Applier {
 }
 
 impl Applier {
-    /// Starts the thread. The first version that it makes ready is any that is there.
+    /// Starts the thread, which packs each version as `quantization` says. The first that it makes ready is any that is
+    /// there.
     #[must_use]
-    pub fn start(subscriber: Arc<dyn Subscriber>, config: Config) -> Self {
+    pub fn start(subscriber: Arc<dyn Subscriber>, config: Config, quantization: Quantization) -> Self {
         let (sender, ready) = bounded(1);
         let stop = Arc::new(AtomicBool::new(false));
         let (theirs, asked_to_stop) = (Arc::clone(&subscriber), Arc::clone(&stop));
@@ -63,7 +64,7 @@ impl Applier {
             let layout = Arc::new(Layout::new(&config));
             let mut after = None;
             while !asked_to_stop.load(Ordering::Relaxed) {
-                let next = receive(&*theirs, &config, &layout, after).transpose();
+                let next = receive(&*theirs, (&config, quantization), &layout, after).transpose();
                 let Some(next) = next else { continue };
                 let failed = next.is_err();
                 after = next.as_ref().ok().map(|ready| ready.version).or(after);
@@ -118,7 +119,7 @@ impl Drop for Applier {
 
 fn receive(
     subscriber: &dyn Subscriber,
-    config: &Config,
+    (config, quantization): (&Config, Quantization),
     layout: &Arc<Layout>,
     after: Option<PolicyVersion>,
 ) -> Result<Option<Ready>, RolloutError> {
@@ -126,6 +127,6 @@ fn receive(
     let start = Instant::now();
     let parameters = Parameters::from_values(Arc::clone(layout), snapshot.values.to_vec())?;
     let digest = Digest::of(parameters.values());
-    let decoder = Decoder::new(config, &parameters);
+    let decoder = Decoder::sampler(config, &parameters, quantization);
     Ok(Some(Ready { version: snapshot.version, decoder: Some(decoder), digest, took: start.elapsed() }))
 }

@@ -49,8 +49,39 @@ fn every_token_remembers_the_version_that_sampled_it() {
         assert!([&[0][..], &[0, 4], &[4]].contains(&&versions[..]), "{versions:?}");
         let covered: usize = completion.versions.iter().map(|run| run.len as usize).sum();
         assert_eq!(covered, completion.logprobs.len());
-        let oldest = PolicyVersion(versions[0]);
+        // A prompt that was begun under the old weights has keys and values of theirs.
+        let oldest = completion.prompt_version.min(PolicyVersion(versions[0]));
         assert_eq!(completion.sample().unwrap().oldest_version(), oldest);
+    }
+}
+
+/// A prompt that was half in the cache when the weights changed.
+#[test]
+fn a_prompt_remembers_the_version_that_began_to_prefill_it() {
+    let model = Model::new();
+    for (recompute, expected) in [(false, PolicyVersion(0)), (true, PolicyVersion(4))] {
+        let mut engine = model.engine(CONFIG, &[]);
+        let request = request(4, 2, Sampling::PLAIN);
+        let length = request.prompt.len();
+        assert!(length > CONFIG.prefill_chunk);
+        engine.submit(request).unwrap();
+        engine.step().unwrap();
+        engine.apply(model.decoder(&model.other_parameters()), PolicyVersion(4));
+        if recompute {
+            engine.recompute().unwrap();
+        }
+        let mut completions = Vec::new();
+        while !engine.is_idle() {
+            completions.extend(engine.step().unwrap());
+        }
+        for completion in completions {
+            let sample = completion.sample().unwrap();
+            let first = sample.versions()[0];
+            assert_eq!((completion.prompt_version, first.version), (expected, expected));
+            assert_eq!(sample.versions().len(), if recompute { 1 } else { 2 });
+            assert!(recompute || first.len as usize == length);
+            assert_eq!(completion.logprobs == under_new_weights(&model, &completion), recompute);
+        }
     }
 }
 

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use trajectory::GroupId;
+
 /// Why a training step or a checkpoint failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -18,6 +20,24 @@ pub enum TrainerError {
         update: u64,
         /// Rows of the minibatch.
         rows: usize,
+    },
+    /// A sample of the current version has other log-probabilities than the trainer computes.
+    #[error(
+        "step {step}: the sampler recorded {behavior} for trained token {token} of trajectory {trajectory} of {group}, the trainer computes {proximal} with the same weights, and rollout.bitwise promises the same bits; set it to false to go on, and report this"
+    )]
+    NotBitwise {
+        /// The step that was not done.
+        step: u64,
+        /// The group of the sample.
+        group: GroupId,
+        /// Index of its trajectory in the group.
+        trajectory: u32,
+        /// Which of its trained tokens, from 0.
+        token: usize,
+        /// Log-probability that the sampler recorded, nats.
+        behavior: f32,
+        /// Log-probability under the policy before the step, nats.
+        proximal: f32,
     },
     /// The buffer failed, or no batch came in time.
     #[error(transparent)]

@@ -1,6 +1,9 @@
 //! The policy-gradient loss over rows, and what a step reports of it.
 
+use std::cmp::Ordering;
+
 use model::{Prediction, PredictionGradient};
+use trajectory::PolicyVersion;
 
 use crate::algorithm::grpo::Grpo;
 use crate::algorithm::{Clipped, TokenLogprobs};
@@ -17,6 +20,21 @@ pub struct PolicyLoss<'a> {
     /// Log-probabilities of each row's trained tokens under the policy before the step; `None` while that is the
     /// policy being differentiated.
     pub proximal: Option<&'a [Vec<Prediction>]>,
+    /// The version before the step, if what it has sampled must have the bits that it computes now.
+    pub bitwise: Option<PolicyVersion>,
+}
+
+/// A token whose log-probability the sampler recorded with other bits than the trainer computes with the same weights.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Mismatch {
+    /// Row of the minibatch.
+    pub row: usize,
+    /// Which of the row's trained tokens.
+    pub token: usize,
+    /// As the sampler recorded it, nats.
+    pub behavior: f32,
+    /// As the trainer computes it, nats.
+    pub proximal: f32,
 }
 
 /// Sums over the trained tokens of a step. Fields that are means are divided by `tokens` when reported.
@@ -44,6 +62,8 @@ pub struct TokenSums {
     pub clipped_low: u64,
     /// Tokens whose gradient the upper bound of the clip took.
     pub clipped_high: u64,
+    /// The first mismatch, if there must not be one.
+    pub mismatched: Option<Mismatch>,
 }
 
 impl TokenSums {
@@ -60,6 +80,7 @@ impl TokenSums {
         self.behavior_weight_max = self.behavior_weight_max.max(other.behavior_weight_max);
         self.clipped_low += other.clipped_low;
         self.clipped_high += other.clipped_high;
+        self.mismatched = self.mismatched.or(other.mismatched);
     }
 
     /// Mean of one of the sums over the tokens; 0 for none.
@@ -87,6 +108,9 @@ impl RowLoss for PolicyLoss<'_> {
     ) -> Vec<PredictionGradient> {
         let row = &self.rows[index];
         let trained = row.sample.behavior_logprobs().iter().zip(row.sample.loss_mask()).filter(|(_, m)| **m);
+        let bitwise = self
+            .bitwise
+            .is_some_and(|version| row.sample.versions().iter().all(|run| run.version == version));
         let mut slopes = Vec::with_capacity(predictions.len());
         for (t, (prediction, (behavior, _))) in predictions.iter().zip(trained).enumerate() {
             let current = prediction.logprob;
@@ -95,6 +119,9 @@ impl RowLoss for PolicyLoss<'_> {
             let token = self.algorithm.token_loss(logprobs, row.advantage);
             slopes.push(PredictionGradient { logprob: token.derivative * row.token_weight, entropy: 0.0 });
 
+            // Not a number is no match either.
+            let differs = bitwise && proximal.partial_cmp(behavior) != Some(Ordering::Equal);
+            let mismatch = Mismatch { row: index, token: t, behavior: *behavior, proximal };
             let difference = f64::from(current - behavior);
             let weight = f64::from(token.behavior_weight);
             report.merge(&TokenSums {
@@ -109,6 +136,7 @@ impl RowLoss for PolicyLoss<'_> {
                 behavior_weight_max: weight,
                 clipped_low: u64::from(token.clipped == Clipped::Low),
                 clipped_high: u64::from(token.clipped == Clipped::High),
+                mismatched: differs.then_some(mismatch),
             });
         }
         slopes

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use buffer::{BufferError, Consumer, Lease};
 use model::ModelDirectory;
-use trajectory::PolicyVersion;
+use trajectory::{Group, PolicyVersion};
 use weights::{Publisher, Snapshot};
 
 use crate::TrainerError;
@@ -15,7 +15,7 @@ use crate::algorithm::grpo::Grpo;
 use crate::batch::{Row, Split, minibatches};
 use crate::checkpoint::{self, TrainerState};
 use crate::learner::Learner;
-use crate::policy_loss::{PolicyLoss, TokenSums};
+use crate::policy_loss::{Mismatch, PolicyLoss, TokenSums};
 use crate::report::{BatchStatistics, StepReport, StepTime};
 use crate::schedule::Schedule;
 
@@ -30,6 +30,9 @@ pub struct TrainerConfig {
     pub split: Split,
     /// Passes over a batch.
     pub epochs: usize,
+    /// Whether a sample of the version that a step starts from must have the log-probabilities that the trainer
+    /// computes, bit for bit.
+    pub bitwise: bool,
     /// Steps between checkpoints; 0 for none between.
     pub checkpoint_interval: u64,
     /// Checkpoints kept.
@@ -129,7 +132,8 @@ impl Trainer {
     /// [`Self::checkpoint_due`], because what is written down of a step has to be on disk before the step counts as done.
     ///
     /// # Errors
-    /// No batch in time, a gradient that is not finite, a sampler that serves other weights than it says.
+    /// No batch in time, a gradient that is not finite, a sampler that serves other weights than it says, bits that
+    /// differ where they must not.
     pub fn step(&mut self) -> Result<Option<StepReport>, TrainerError> {
         let clock = Instant::now();
         let Some(lease) = self.lease()? else { return Ok(None) };
@@ -145,7 +149,7 @@ impl Trainer {
         let (parts, counts) = minibatches(&lease.groups, &self.config.algorithm, self.config.split);
         let batch = BatchStatistics::of(&lease.groups, self.version);
         let learning_rate = self.config.schedule.at(self.version.0);
-        let (sums, grad_norm) = self.update(&parts, learning_rate)?;
+        let (sums, grad_norm) = self.update(&lease.groups, &parts, learning_rate)?;
         self.version = self.version.next();
         self.trained_tokens += sums.tokens;
         time.forward_backward = clock.elapsed().as_secs_f64();
@@ -216,6 +220,7 @@ impl Trainer {
     /// All optimizer steps of one batch. Sums are over the last epoch.
     fn update(
         &mut self,
+        groups: &[Arc<Group>],
         parts: &[Vec<Row<'_>>],
         learning_rate: f32,
     ) -> Result<(TokenSums, f32), TrainerError> {
@@ -231,13 +236,27 @@ impl Trainer {
             sums = TokenSums::default();
             for (i, rows) in parts.iter().enumerate() {
                 let proximal = proximal.as_ref().map(|proximal| &proximal[i][..]);
-                let loss = PolicyLoss { algorithm: &self.config.algorithm, rows, proximal };
+                let bitwise = self.config.bitwise.then_some(self.version);
+                let loss = PolicyLoss { algorithm: &self.config.algorithm, rows, proximal, bitwise };
                 let (norm, reports) = self.learner.step(rows, &loss, learning_rate)?;
                 reports.iter().for_each(|report| sums.merge(report));
+                if let Some(mismatch) = sums.mismatched {
+                    return Err(self.not_bitwise(groups, rows, mismatch));
+                }
                 grad_norm = norm;
             }
         }
         Ok((sums, grad_norm))
+    }
+
+    fn not_bitwise(&self, groups: &[Arc<Group>], rows: &[Row<'_>], mismatch: Mismatch) -> TrainerError {
+        let Mismatch { row, token, behavior, proximal } = mismatch;
+        let mut all = groups.iter().flat_map(|group| group.trajectories.iter().map(|t| (group.id, t)));
+        let (group, trajectory) = all
+            .find(|(_, trajectory)| std::ptr::eq(&raw const trajectory.sample, rows[row].sample))
+            .expect("rows are made of the samples of the batch");
+        let (step, trajectory) = (self.version.next().0, trajectory.index);
+        TrainerError::NotBitwise { step, group, trajectory, token, behavior, proximal }
     }
 
     fn publish(&self) -> Result<(), TrainerError> {

@@ -15,7 +15,11 @@ fn advance(learner: &mut Learner, steps: usize) {
     let (parts, _) = minibatches(&groups, &GRPO, SPLIT);
     for _ in 0..steps {
         learner
-            .step(&parts[0], &PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None }, 1e-2)
+            .step(
+                &parts[0],
+                &PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None, bitwise: None },
+                1e-2,
+            )
             .unwrap();
     }
 }

@@ -13,7 +13,7 @@ fn step(settings: LearnerConfig) -> (Vec<f32>, TokenSums) {
     let groups = groups();
     let (parts, _) = minibatches(&groups, &GRPO, SPLIT);
     let mut learner = learner(settings);
-    let loss = PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None };
+    let loss = PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None, bitwise: None };
     let (_, reports) = learner.step(&parts[0], &loss, 1e-2).unwrap();
     let mut sums = TokenSums::default();
     reports.iter().for_each(|report| sums.merge(report));
@@ -58,7 +58,7 @@ fn on_policy_sampler_and_trainer_agree_exactly() {
 fn off_policy_tokens_are_reported_and_weighted() {
     let groups = [group(0, &[1.0, 0.0], -0.3)];
     let (parts, _) = minibatches(&groups, &GRPO, SPLIT);
-    let loss = PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None };
+    let loss = PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None, bitwise: None };
     let (_, reports) = learner(LEARNER).step(&parts[0], &loss, 1e-3).unwrap();
     let mean = reports[0].mean(reports[0].behavior_weight);
     assert!((mean - 0.3_f64.exp()).abs() < 1e-4, "{mean}");

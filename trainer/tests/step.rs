@@ -36,6 +36,7 @@ fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
         schedule: Schedule { peak: 1e-2, shape: Shape::Constant, warmup_steps: 0, steps: 10 },
         split: SPLIT,
         epochs: 1,
+        bitwise: false,
         checkpoint_interval: 2,
         keep_last: 1,
         checkpoints: files.path().join("checkpoints"),
@@ -53,10 +54,15 @@ fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
 
 /// Puts a finished group with these rewards into the buffer.
 fn put(buffer: &Memory, served: u64, rewards: &[f64]) {
+    put_off_policy(buffer, served, rewards, 0.0);
+}
+
+/// The same with behavior log-probabilities that are moved by `off_policy` nats.
+fn put_off_policy(buffer: &Memory, served: u64, rewards: &[f64], off_policy: f32) {
     let served = PolicyVersion(served);
     let id = buffer.admit(served, 1, SOON).unwrap()[0];
     buffer.claim(id, served).unwrap();
-    let group = group(id.0, rewards, 0.0);
+    let group = group(id.0, rewards, off_policy);
     buffer.finalize(Group::clone(&group)).unwrap();
 }
 
@@ -118,6 +124,66 @@ fn later_minibatches_are_clipped_against_the_policy_before_the_step() {
     // The behavior policy is the one before the step, so the correction weight is 1 although the policy has moved.
     assert!((report.sums.mean(report.sums.behavior_weight) - 1.0).abs() < 1e-6);
     assert!(report.sums.logprob_abs_diff_max > 0.1);
+}
+
+/// Samples that were not drawn from the policy before the step, though its version says so: a quantised sampler.
+#[test]
+fn the_correction_weighs_what_the_policy_did_not_sample_itself_at_no_staleness() {
+    let moved = 0.2_f32;
+    for updates in [1, 3] {
+        let run = |off_policy: f32| {
+            let mut bench = bench(|config| (config.epochs, config.schedule.peak) = (updates, 1e-5));
+            (0..2).for_each(|_| put_off_policy(&bench.buffer, 0, &[1.0, 0.0, 0.3], off_policy));
+            bench.trainer.step().unwrap().unwrap()
+        };
+        let (on_policy, off_policy) = (run(0.0), run(-moved));
+        assert_eq!(off_policy.batch.staleness.max, 0.0);
+        let sums = &off_policy.sums;
+        // The weight is exp(proximal - behavior), under the cap of 2, whatever the policy has become since.
+        let weight = f64::from(moved.exp());
+        assert!((sums.mean(sums.behavior_weight) - weight).abs() < 1e-5, "{updates}: {sums:?}");
+        assert_eq!(
+            sums.clipped_low + sums.clipped_high,
+            0,
+            "the clip is anchored at the policy before the step"
+        );
+        // Nothing but the weight differs: the ratio that is clipped is that to the policy before the step.
+        if updates == 1 {
+            let norms = f64::from(off_policy.grad_norm / on_policy.grad_norm);
+            assert!((norms - weight).abs() < 1e-3, "{norms} {weight}");
+        }
+    }
+}
+
+#[test]
+fn a_promise_of_equal_bits_is_kept_or_the_step_is_refused() {
+    for (minibatches, epochs) in [(1, 1), (2, 2)] {
+        let bitwise = |config: &mut TrainerConfig| {
+            (config.bitwise, config.split.minibatches, config.epochs) = (true, minibatches, epochs);
+        };
+        let mut kept = bench(bitwise);
+        (0..2).for_each(|_| put(&kept.buffer, 0, &[1.0, 0.0]));
+        kept.trainer.step().unwrap().unwrap();
+        // What an older version has sampled may differ, and does.
+        (0..2).for_each(|_| put(&kept.buffer, 1, &[1.0, 0.0]));
+        let older = kept.trainer.step().unwrap().unwrap();
+        assert!(older.batch.staleness.max > 0.0 && older.sums.logprob_abs_diff_max > 0.0);
+
+        let mut broken = bench(bitwise);
+        put(&broken.buffer, 0, &[1.0, 0.0]);
+        put_off_policy(&broken.buffer, 0, &[1.0, 0.0], -1e-6);
+        let error = broken.trainer.step().unwrap_err();
+        let TrainerError::NotBitwise { step: 1, group, behavior, proximal, .. } = error else {
+            panic!("{error}")
+        };
+        assert_eq!(group.0, 1);
+        assert!(behavior < proximal);
+        let message = error.to_string();
+        for part in ["step 1", "group 1", &behavior.to_string(), &proximal.to_string(), "rollout.bitwise"] {
+            assert!(message.contains(part), "{message}");
+        }
+        assert_eq!(broken.trainer.version(), PolicyVersion(0));
+    }
 }
 
 #[test]

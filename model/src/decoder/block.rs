@@ -11,11 +11,12 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 
 use crate::ops::heads::{self, Angles, HeadNorm, HeadShape};
+use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{Linear, bias_gradient, weight_gradient};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::swiglu::{swiglu, swiglu_backward};
 use crate::ops::{matrix, row_ranges};
-use crate::{Config, Layout, Parameters, Team};
+use crate::{Config, Layout, Parameters, Quantization, Team};
 
 /// Weights of one layer.
 #[derive(Clone, Debug)]
@@ -93,10 +94,19 @@ type Job<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
 impl Block {
     /// A layer to sample with.
-    pub(super) fn packed(config: &Config, parameters: &Parameters, index: usize) -> Self {
+    pub(super) fn sampler(
+        config: &Config,
+        parameters: &Parameters,
+        index: usize,
+        quantization: Quantization,
+    ) -> Self {
         let at = |range: &Range<usize>| &parameters.values()[range.clone()];
         let linear = |weight: &Range<usize>, input, bias: &Range<usize>| {
-            Linear::packed(at(weight), input, (!bias.is_empty()).then(|| at(bias)))
+            let bias = (!bias.is_empty()).then(|| at(bias));
+            match quantization {
+                Quantization::Int8 if input <= MAX_INPUT => Linear::int8(at(weight), input, bias),
+                _ => Linear::packed(at(weight), input, bias),
+            }
         };
         Self::new(config, parameters, index, linear)
     }

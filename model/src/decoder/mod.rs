@@ -16,6 +16,7 @@ mod train;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
+use serde::{Deserialize, Serialize};
 
 use crate::ops::heads::HeadShape;
 use crate::ops::linear::Linear;
@@ -24,6 +25,20 @@ use crate::{Config, Layout, Parameters};
 use block::Block;
 pub use decode::{KvCache, StepSequence};
 pub use train::{Gradients, Pack, PackError, Recompute, Trace};
+
+/// How coarsely the weights are represented that a sampler computes with.
+///
+/// Quantised, it samples from a policy close to the one that is trained, and says so: its log-probabilities are those of
+/// what it samples from. Embedding, norms, attention and head are f32 in any case.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Quantization {
+    /// Not at all: f32, the same bits as in training.
+    #[default]
+    None,
+    /// The matrices of the layers in 8 bits, with a scale per output; activations in 8 bits with a range per token.
+    Int8,
+}
 
 /// One policy version, ready to compute.
 #[derive(Clone, Debug)]
@@ -56,10 +71,20 @@ impl Decoder {
     /// If the parameters are not those of `config`.
     #[must_use]
     pub fn new(config: &Config, parameters: &Parameters) -> Self {
+        Self::sampler(config, parameters, Quantization::None)
+    }
+
+    /// The same, of an approximation of the weights.
+    ///
+    /// # Panics
+    /// If the parameters are not those of `config`.
+    #[must_use]
+    pub fn sampler(config: &Config, parameters: &Parameters, quantization: Quantization) -> Self {
+        let block = |i| Block::sampler(config, parameters, i, quantization);
         let head = &parameters.values()[parameters.layout().head()];
         Self {
             embedding: Embedding::Own(parameters.get("model.embed_tokens.weight").to_vec()),
-            blocks: (0..config.num_layers).map(|i| Block::packed(config, parameters, i)).collect(),
+            blocks: (0..config.num_layers).map(block).collect(),
             head: Linear::packed(head, config.hidden_size, None),
             ..Self::bare(config, parameters)
         }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 
 use super::gemm::{Matrix, Panels, Right, multiply, multiply_add};
+use super::int8::Int8Linear;
 use super::simd::vectorized;
 use super::{matrix, values};
 use crate::Parameters;
@@ -35,6 +36,8 @@ enum Weight {
     Packed(Panels),
     /// A range of the flat parameters.
     Flat(Arc<Parameters>, Range<usize>),
+    /// With its bias.
+    Int8(Int8Linear),
 }
 
 impl Linear {
@@ -47,6 +50,12 @@ impl Linear {
             input,
             bias: bias.map(<[f32]>::to_vec),
         }
+    }
+
+    /// A layer to sample with: quantises `weight [out, in]`.
+    pub(crate) fn int8(weight: &[f32], input: usize, bias: Option<&[f32]>) -> Self {
+        let layer = Int8Linear::new(weight, input, bias);
+        Self { output: layer.output(), weight: Weight::Int8(layer), input, bias: None }
     }
 
     /// A layer to train: `weight [out, in]` and `bias [out]`, empty for none, are ranges of `parameters`.
@@ -76,21 +85,27 @@ impl Linear {
     /// `base [T, out]` plus the layer's result for `x [T, in]`.
     pub(crate) fn add_to(&self, base: &Tensor, x: &Tensor) -> Result<Tensor> {
         let mut out = values(base)?.to_vec();
-        multiply_add(Matrix::new(&values(x)?, self.input), self.right(), &mut out);
+        match &self.weight {
+            Weight::Int8(layer) => layer.add_slice(&values(x)?, &mut out),
+            _ => multiply_add(Matrix::new(&values(x)?, self.input), self.right(), &mut out),
+        }
         self.add_bias(&mut out);
         matrix(out, self.output)
     }
 
     /// `x [T, in]` to `out [T, out]`.
     pub(crate) fn apply_slice(&self, x: &[f32], out: &mut [f32]) {
-        multiply(Matrix::new(x, self.input), self.right(), out);
+        match &self.weight {
+            Weight::Int8(layer) => layer.apply_slice(x, out),
+            _ => multiply(Matrix::new(x, self.input), self.right(), out),
+        }
         self.add_bias(out);
     }
 
     /// `dx [T, in]` for the gradient `g [T, out]` of the result.
     ///
     /// # Panics
-    /// If the layer was packed to sample.
+    /// If the layer is one to sample with.
     pub(crate) fn input_gradient(&self, g: &Tensor) -> Result<Tensor> {
         let g = values(g)?;
         let mut dx = vec![0.0; g.len() / self.output * self.input];
@@ -105,11 +120,11 @@ impl Linear {
     /// The weight `[out, in]`, row-major.
     ///
     /// # Panics
-    /// If the layer was packed to sample.
+    /// If the layer is one to sample with.
     pub(crate) fn weight(&self) -> &[f32] {
         match &self.weight {
             Weight::Flat(parameters, range) => &parameters.values()[range.clone()],
-            Weight::Packed(_) => panic!("only a trainable layer is reversed"),
+            Weight::Packed(_) | Weight::Int8(_) => panic!("only a trainable layer is reversed"),
         }
     }
 
@@ -121,7 +136,7 @@ impl Linear {
     fn right(&self) -> Right<'_> {
         match &self.weight {
             Weight::Packed(panels) => panels.whole(),
-            Weight::Flat(..) => Right::Matrix(Matrix::new(self.weight(), self.input).transposed()),
+            _ => Right::Matrix(Matrix::new(self.weight(), self.input).transposed()),
         }
     }
 

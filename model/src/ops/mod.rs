@@ -10,7 +10,7 @@
 //! - An operation runs on the thread that calls it, except the head, which is told its [`Team`](crate::Team).
 //!
 //! # Layout
-//! - [`linear`] over [`gemm`], [`norm`], [`swiglu`], [`embedding`]
+//! - [`linear`] over [`gemm`] or [`int8`], [`norm`], [`swiglu`], [`embedding`]
 //! - [`heads`]: per-head norm and rotary embedding
 //! - [`attention`]: packed and paged
 //! - [`head`]: logits fused with log-probability and entropy, over [`softmax`]
@@ -20,6 +20,7 @@ pub(crate) mod embedding;
 pub(crate) mod gemm;
 pub(crate) mod head;
 pub(crate) mod heads;
+pub(crate) mod int8;
 pub(crate) mod linear;
 pub(crate) mod norm;
 pub(crate) mod simd;

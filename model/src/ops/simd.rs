@@ -341,6 +341,23 @@ pub(crate) fn max(values: &[f32]) -> f32 {
     lanes.into_iter().fold(f32::NEG_INFINITY, f32::max)
 }
 
+/// Smallest value, positive infinity for none.
+#[inline(always)]
+pub(crate) fn min(values: &[f32]) -> f32 {
+    let mut lanes = [f32::INFINITY; LANES];
+    let chunks = values.chunks_exact(LANES);
+    let tail = chunks.remainder();
+    for chunk in chunks {
+        for (lane, v) in lanes.iter_mut().zip(chunk) {
+            *lane = if *v < *lane { *v } else { *lane };
+        }
+    }
+    for (lane, v) in lanes.iter_mut().zip(tail) {
+        *lane = if *v < *lane { *v } else { *lane };
+    }
+    lanes.into_iter().fold(f32::INFINITY, f32::min)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -368,6 +385,7 @@ mod tests {
             let exact: f64 = a.iter().zip(b).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum();
             assert!((f64::from(dot(a, b)) - exact).abs() < 2e-3);
             assert_eq!(max(a), a.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+            assert_eq!(min(a), a.iter().copied().fold(f32::INFINITY, f32::min));
         }
     }
 }

@@ -260,7 +260,7 @@ impl Engine {
         for tokens in prompt_jobs {
             self.counts.prefilled_tokens += tokens as u64;
             let Some(mut job) = self.prompts.pop_front() else { break };
-            job.prefilled += tokens;
+            job.advance(tokens, self.version);
             if job.prefilled < job.request.prompt.len() {
                 self.prompts.push_front(job);
                 break;

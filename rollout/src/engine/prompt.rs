@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use model::{KvCache, StepSequence};
+use trajectory::PolicyVersion;
 
 use super::sequence::{Request, Sequence};
 use super::stop::StopRules;
@@ -13,17 +14,27 @@ pub(super) struct PromptJob {
     pub(super) request: Request,
     /// Prompt tokens that are in the cache.
     pub(super) prefilled: usize,
+    /// The version that prefilled the first of them.
+    version: PolicyVersion,
     pages: Vec<u32>,
 }
 
 impl PromptJob {
     pub(super) fn new(request: Request) -> Self {
-        Self { request, prefilled: 0, pages: Vec::new() }
+        Self { request, prefilled: 0, version: PolicyVersion::default(), pages: Vec::new() }
     }
 
     /// Prefills from the first token again, into the same pages.
     pub(super) fn restart(&mut self) {
         self.prefilled = 0;
+    }
+
+    /// The next `tokens` tokens are in the cache, by `version`.
+    pub(super) fn advance(&mut self, tokens: usize, version: PolicyVersion) {
+        if self.prefilled == 0 {
+            self.version = version;
+        }
+        self.prefilled += tokens;
     }
 
     /// Takes the pages that the next `tokens` tokens need.
@@ -51,12 +62,12 @@ impl PromptJob {
         seed: u64,
         stop: &StopRules,
     ) -> VecDeque<Sequence> {
-        let Self { request, pages, .. } = self;
+        let Self { request, pages, version, .. } = self;
         for _ in 1..request.samples {
             cache.share(&pages);
         }
         (0..request.samples as u32)
-            .map(|index| Sequence::new(&request, index, pages.clone(), seed, stop))
+            .map(|index| Sequence::new((&request, version), index, pages.clone(), seed, stop))
             .collect()
     }
 }

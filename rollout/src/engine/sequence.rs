@@ -34,6 +34,8 @@ pub struct Completion {
     pub index: u32,
     /// Number of prompt tokens.
     pub prompt_length: usize,
+    /// The version that began to prefill the prompt.
+    pub prompt_version: PolicyVersion,
     /// `[T]` prompt and completion, the stop token included.
     pub token_ids: Vec<u32>,
     /// `[C]` log-probabilities of the sampled tokens, nats.
@@ -56,6 +58,7 @@ pub(super) struct Sequence {
     pub(super) group: GroupId,
     index: u32,
     pub(super) prompt_length: usize,
+    prompt_version: PolicyVersion,
     pub(super) token_ids: Vec<u32>,
     logprobs: Vec<f32>,
     versions: Vec<VersionRun>,
@@ -68,12 +71,19 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub(super) fn new(request: &Request, index: u32, pages: Vec<u32>, seed: u64, stop: &StopRules) -> Self {
+    pub(super) fn new(
+        (request, prompt_version): (&Request, PolicyVersion),
+        index: u32,
+        pages: Vec<u32>,
+        seed: u64,
+        stop: &StopRules,
+    ) -> Self {
         let kept = KeptTokens { offsets: vec![0], ids: Vec::new() };
         Self {
             group: request.group,
             index,
             prompt_length: request.prompt.len(),
+            prompt_version,
             token_ids: request.prompt.clone(),
             logprobs: Vec::new(),
             versions: Vec::new(),
@@ -151,6 +161,7 @@ impl Sequence {
             group: self.group,
             index: self.index,
             prompt_length: self.prompt_length,
+            prompt_version: self.prompt_version,
             token_ids: self.token_ids,
             logprobs: self.logprobs,
             versions: self.versions,
@@ -163,15 +174,17 @@ impl Sequence {
 }
 
 impl Completion {
-    /// The token streams that are trained on. Prompt tokens carry the version of the first sampled token.
+    /// The token streams that are trained on. Prompt tokens carry the version that began to prefill them, which may be
+    /// older than all that is sampled: the sampled tokens depend on its keys and values.
     ///
     /// # Errors
     /// If it was sampled greedily: a choice without a distribution cannot be learned from.
     pub fn sample(&self) -> Result<Sample, SampleError> {
         let prompt = self.prompt_length;
         let mut versions = self.versions.clone();
-        if let Some(first) = versions.first_mut() {
-            first.len += prompt as u32;
+        match versions.first_mut() {
+            Some(first) if first.version == self.prompt_version => first.len += prompt as u32,
+            _ => versions.insert(0, VersionRun { version: self.prompt_version, len: prompt as u32 }),
         }
         Sample::new(SampleStreams {
             token_ids: self.token_ids.clone(),
