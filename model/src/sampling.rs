@@ -3,7 +3,7 @@
 //! Invariant: the log-probability is computed by the same function that the trainer uses, so that equal weights give
 //! equal bits. The random number comes from the caller: nothing here holds a generator.
 
-use crate::ops::simd::exp;
+use crate::ops::simd::{exp, vectorized};
 use crate::ops::softmax::scale_and_normalizer;
 
 /// How the next token is chosen.
@@ -84,22 +84,40 @@ fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
-/// First slot at which the running sum of probabilities passes `uniform` of their total.
-fn inverse_cdf(scaled: &[f32], log_normalizer: f32, uniform: f32) -> usize {
-    let total: f32 = scaled.iter().map(|z| exp(z - log_normalizer)).sum();
-    let mut left = uniform * total;
-    let mut last = 0;
-    for (slot, z) in scaled.iter().enumerate() {
-        let p = exp(z - log_normalizer);
-        if p > 0.0 {
-            last = slot;
-            if left < p {
-                return slot;
+vectorized! {
+    /// First slot at which the running sum of probabilities passes `uniform` of their total.
+    fn inverse_cdf(scaled: &[f32], log_normalizer: f32, uniform: f32) -> usize {
+        const CHUNK: usize = 16;
+        let probabilities = |chunk: &[f32]| {
+            let mut p = [0.0_f32; CHUNK];
+            for (p, z) in p.iter_mut().zip(chunk) {
+                *p = exp(z - log_normalizer);
             }
-            left -= p;
+            p
+        };
+        let sum = |p: [f32; CHUNK]| p.iter().sum::<f32>();
+        let total: f32 = scaled.chunks(CHUNK).map(|chunk| sum(probabilities(chunk))).sum();
+        let mut left = uniform * total;
+        let mut last = 0;
+        for (c, chunk) in scaled.chunks(CHUNK).enumerate() {
+            let p = probabilities(chunk);
+            let sum = sum(p);
+            let slots = p.iter().take(chunk.len()).enumerate().map(|(i, p)| (c * CHUNK + i, *p));
+            if left < sum {
+                for (slot, p) in slots.filter(|(_, p)| *p > 0.0) {
+                    last = slot;
+                    if left < p {
+                        return slot;
+                    }
+                    left -= p;
+                }
+            } else {
+                last = slots.filter(|(_, p)| *p > 0.0).map(|(slot, _)| slot).last().unwrap_or(last);
+                left -= sum;
+            }
         }
+        last // rounding left a crumb of the total: the last token that can be drawn
     }
-    last // rounding left a crumb of the total: the last token that can be drawn
 }
 
 /// Top-k, then top-p within it, then min-p, ascending by id. The most likely token is always kept.

@@ -9,7 +9,7 @@ use super::{Decoder, gather};
 use crate::ops::attention::{PAGE, PageLayout};
 use crate::ops::heads::{Angles, HeadShape};
 use crate::ops::norm::rms_norm;
-use crate::ops::{matrix, values};
+use crate::ops::{matrix, unwritten, values};
 use crate::{Config, Team};
 
 /// Multiplications for which it pays to wake another thread.
@@ -204,7 +204,7 @@ impl Decoder {
         }
         let picked = gather(&[&x], &wanted)?;
         let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
-        let mut logits = vec![0.0; wanted.len() * self.head.output()];
+        let mut logits = unwritten(wanted.len() * self.head.output());
         self.head.apply_slice(&values(&normed)?, &mut logits);
         Ok(logits)
     }
@@ -220,7 +220,7 @@ impl Decoder {
     ) -> Result<Tensor> {
         let (shape, layout) = (self.shape, cache.layout);
         let of_layer = layer * layout.len()..(layer + 1) * layout.len();
-        let mut out = vec![0.0; qkv.dim(0)? * shape.query_width()];
+        let mut out = unwritten(qkv.dim(0)? * shape.query_width());
         let qkv = values(qkv)?;
         let mut rows = qkv.chunks_exact(shape.width()).zip(out.chunks_exact_mut(shape.query_width()));
         let mut weights = Vec::new();

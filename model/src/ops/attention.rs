@@ -11,7 +11,7 @@ use candle_core::{Result, Tensor};
 use super::gemm::{Matrix, Out, Panels, Right, product};
 use super::heads::HeadShape;
 use super::simd::{LANES, dot, exp, max, sum, vectorized};
-use super::{matrix, values};
+use super::{matrix, unwritten, values};
 
 /// Positions of one page of the cache: one AVX-512 register of scores.
 pub(crate) const PAGE: usize = 16;
@@ -30,7 +30,7 @@ pub(crate) struct Segment {
 /// Attention within each segment: `qkv [T, width]` prepared, result `[T, heads * head_dim]`. Rows of the segments begin
 /// at `first` in the pack that they are of.
 pub(crate) fn packed(qkv: &Tensor, segments: &[Segment], first: usize, shape: HeadShape) -> Result<Tensor> {
-    let mut out = vec![0.0; qkv.dim(0)? * shape.query_width()];
+    let mut out = unwritten(qkv.dim(0)? * shape.query_width());
     let qkv = values(qkv)?;
     for segment in segments {
         Heads::new(&qkv, segment, first, shape).forward(&mut out);
@@ -291,8 +291,8 @@ impl PageLayout {
         }
     }
 
-    /// Attention of one row of queries over the first `seen` positions of `pages`, which are those of one layer; adds to
-    /// `out [heads * head_dim]`, which is zero. `weights` is scratch.
+    /// Attention of one row of queries over the first `seen` positions of `pages`, which are those of one layer, to
+    /// `out [heads * head_dim]`. `weights` is scratch.
     pub(crate) fn attend(
         self,
         queries: &[f32],
@@ -315,107 +315,145 @@ vectorized! {
             let group = kv * per_kv..(kv + 1) * per_kv;
             let queries = &queries[group.start * head_dim..group.end * head_dim];
             let weights = &mut weights[group.start * row..group.end * row];
-            for (p, page) in pages.iter().enumerate() {
-                let keys = &page[kv * head..][..head];
-                // Heads of a group read the same keys: four at a time keep four chains going.
-                let mut from = 0;
-                while from < per_kv {
-                    let count = match per_kv - from {
-                        1 => page_scores::<1>(queries, from, keys, head_dim, weights, row, p),
-                        2 | 3 => page_scores::<2>(queries, from, keys, head_dim, weights, row, p),
-                        _ => page_scores::<4>(queries, from, keys, head_dim, weights, row, p),
-                    };
-                    from += count;
-                }
+            // Chains of multiply-adds are as long as a head is wide, so several go on at a time: heads of a group, which
+            // read the same keys, times pages.
+            let mut page = 0;
+            while page < pages.len() {
+                let some = &pages[page..];
+                let work = (queries, kv * head, some, head_dim);
+                let rows = &mut weights[page * PAGE..];
+                page += match some.len() {
+                    1..4 => scores_of_pages::<1>(work, per_kv, rows, row),
+                    _ => scores_of_pages::<4>(work, per_kv, rows, row),
+                };
             }
             for weights in weights.chunks_exact_mut(row) {
                 softmax(&mut weights[..seen], scale);
             }
             let values = PAGE * layout.shape.kv_width() + kv * head;
             let out = &mut out[group.start * head_dim..group.end * head_dim];
-            let mut from = 0;
-            while from < per_kv {
-                let count = match per_kv - from {
-                    1 => page_values::<1>(weights, row, from, pages, values, seen, head_dim, out),
-                    2 | 3 => page_values::<2>(weights, row, from, pages, values, seen, head_dim, out),
-                    _ => page_values::<4>(weights, row, from, pages, values, seen, head_dim, out),
+            let mut h = 0;
+            while h < per_kv {
+                let work = (&weights[h * row..], row, pages, values, seen);
+                let out = &mut out[h * head_dim..];
+                h += match per_kv - h {
+                    1 => values_of_heads::<1>(work, head_dim, out),
+                    2 | 3 => values_of_heads::<2>(work, head_dim, out),
+                    _ => values_of_heads::<4>(work, head_dim, out),
                 };
-                from += count;
             }
         }
     }
 }
 
-/// Scores of `H` heads over one page. Returns `H`.
+/// Queries, column of the keys in a page, pages, and the width of a head.
+type ScoreWork<'a> = (&'a [f32], usize, &'a [&'a [f32]], usize);
+
+/// Scores of all heads of a group over the first `P` pages, to rows of `weights` that lie `row` apart. Returns `P`.
 #[inline(always)]
-fn page_scores<const H: usize>(
-    queries: &[f32],
-    from: usize,
-    keys: &[f32],
-    head_dim: usize,
+fn scores_of_pages<const P: usize>(
+    work: ScoreWork<'_>,
+    per_kv: usize,
     weights: &mut [f32],
     row: usize,
-    page: usize,
 ) -> usize {
-    let queries: [&[f32]; H] = std::array::from_fn(|h| &queries[(from + h) * head_dim..][..head_dim]);
-    let mut scores = [[0.0_f32; PAGE]; H];
-    for (d, keys) in keys.chunks_exact(PAGE).enumerate() {
+    let mut h = 0;
+    while h < per_kv {
+        h += match per_kv - h {
+            1 => page_scores::<1, P>(work, h, weights, row),
+            2 | 3 => page_scores::<2, P>(work, h, weights, row),
+            _ => page_scores::<4, P>(work, h, weights, row),
+        };
+    }
+    P
+}
+
+/// Scores of `H` heads from `first` on over `P` pages. Returns `H`.
+#[inline(always)]
+fn page_scores<const H: usize, const P: usize>(
+    (queries, column, pages, head_dim): ScoreWork<'_>,
+    first: usize,
+    weights: &mut [f32],
+    row: usize,
+) -> usize {
+    let queries: [&[f32]; H] = std::array::from_fn(|h| &queries[(first + h) * head_dim..][..head_dim]);
+    let keys: [&[f32]; P] = std::array::from_fn(|p| &pages[p][column..][..head_dim * PAGE]);
+    let mut scores = [[[0.0_f32; PAGE]; P]; H];
+    for d in 0..head_dim {
+        let keys: [&[f32]; P] = std::array::from_fn(|p| &keys[p][d * PAGE..][..PAGE]);
         for (scores, query) in scores.iter_mut().zip(queries) {
             let q = query[d];
-            for (score, k) in scores.iter_mut().zip(keys) {
-                *score = q.mul_add(*k, *score);
+            for (scores, keys) in scores.iter_mut().zip(keys) {
+                for (score, k) in scores.iter_mut().zip(keys) {
+                    *score = q.mul_add(*k, *score);
+                }
             }
         }
     }
     for (h, scores) in scores.iter().enumerate() {
-        weights[(from + h) * row + page * PAGE..][..PAGE].copy_from_slice(scores);
+        for (p, scores) in scores.iter().enumerate() {
+            weights[(first + h) * row + p * PAGE..][..PAGE].copy_from_slice(scores);
+        }
     }
     H
 }
 
-/// Weighted sums of the values of `H` heads. Returns `H`.
+/// Weights in rows that lie so far apart, pages, column of the values in a page, and the number of keys.
+type ValueWork<'a> = (&'a [f32], usize, &'a [&'a [f32]], usize, usize);
+
+/// Weighted sums of the values of `H` heads, to `out [H * head_dim]`. Returns `H`.
 #[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "the inside of one loop")]
-fn page_values<const H: usize>(
-    weights: &[f32],
-    row: usize,
-    from: usize,
-    pages: &[&[f32]],
-    column: usize,
-    seen: usize,
+fn values_of_heads<const H: usize>(work: ValueWork<'_>, head_dim: usize, out: &mut [f32]) -> usize {
+    let mut d = 0;
+    while d < head_dim {
+        d += match head_dim - d {
+            1..LANES => {
+                let (weights, row, pages, column, seen) = work;
+                for h in 0..H {
+                    let value =
+                        |position: usize| pages[position / PAGE][column + position % PAGE * head_dim + d];
+                    let chain =
+                        |sum: f32, position: usize| weights[h * row + position].mul_add(value(position), sum);
+                    out[h * head_dim + d] = (0..seen).fold(0.0, chain);
+                }
+                1
+            }
+            LANES..32 => page_values::<H, 1>(work, head_dim, d, out),
+            32..64 => page_values::<H, 2>(work, head_dim, d, out),
+            _ => page_values::<H, 4>(work, head_dim, d, out),
+        };
+    }
+    H
+}
+
+/// The same for `D` times 16 columns of a head from `d` on. Returns their number.
+#[inline(always)]
+fn page_values<const H: usize, const D: usize>(
+    (weights, row, pages, column, seen): ValueWork<'_>,
     head_dim: usize,
+    d: usize,
     out: &mut [f32],
 ) -> usize {
-    let weights: [&[f32]; H] = std::array::from_fn(|h| &weights[(from + h) * row..][..seen]);
-    let whole = head_dim / LANES * LANES;
-    for d in (0..whole).step_by(LANES) {
-        let mut sums = [[0.0_f32; LANES]; H];
-        for (p, page) in pages.iter().enumerate() {
-            let values = &page[column..][..PAGE * head_dim];
-            for slot in 0..PAGE.min(seen - p * PAGE) {
-                let v = &values[slot * head_dim + d..][..LANES];
-                for (sums, weights) in sums.iter_mut().zip(weights) {
-                    let w = weights[p * PAGE + slot];
+    let weights: [&[f32]; H] = std::array::from_fn(|h| &weights[h * row..][..seen]);
+    let mut sums = [[[0.0_f32; LANES]; D]; H];
+    for (p, page) in pages.iter().enumerate() {
+        let values = &page[column..][..PAGE * head_dim];
+        for slot in 0..PAGE.min(seen - p * PAGE) {
+            let v = &values[slot * head_dim + d..][..D * LANES];
+            for (sums, weights) in sums.iter_mut().zip(weights) {
+                let w = weights[p * PAGE + slot];
+                for (sums, v) in sums.iter_mut().zip(v.chunks_exact(LANES)) {
                     for (sum, v) in sums.iter_mut().zip(v) {
                         *sum = w.mul_add(*v, *sum);
                     }
                 }
             }
         }
-        for (h, sums) in sums.iter().enumerate() {
-            out[(from + h) * head_dim + d..][..LANES].copy_from_slice(sums);
-        }
     }
-    for (h, weights) in weights.iter().enumerate() {
-        for d in whole..head_dim {
-            let value = |(position, w): (usize, &f32)| {
-                (*w, pages[position / PAGE][column + position % PAGE * head_dim + d])
-            };
-            let sum = weights.iter().enumerate().map(value).fold(0.0_f32, |sum, (w, v)| w.mul_add(v, sum));
-            out[(from + h) * head_dim + d] = sum;
-        }
+    for (h, sums) in sums.iter().enumerate() {
+        out[h * head_dim + d..][..D * LANES].copy_from_slice(sums.as_flattened());
     }
-    H
+    D * LANES
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use super::simd::Vector;
+use super::simd::{Vector, prefetch};
 use crate::machine::{Level, level};
 
 /// Columns of a panel: three AVX-512 registers of f32, or three times two of AVX2. The last panel of a matrix may be
@@ -16,11 +16,16 @@ use crate::machine::{Level, level};
 const NR: usize = 48;
 /// Columns that panels are padded to.
 const STEP: usize = 16;
-/// Rows of the left matrix that pass by a packed block: with `INNER_BLOCK` they fill a quarter of a second-level cache
-/// of 2 MiB.
-const ROW_BLOCK: usize = 512;
-/// Inner length of one pass.
-const INNER_BLOCK: usize = 384;
+/// Rows of the left matrix that pass by a packed block: with `INNER_BLOCK` they take 768 KiB of the second-level cache.
+const ROW_BLOCK: usize = 384;
+/// Inner length of one pass; results are read and written once per pass.
+const INNER_BLOCK: usize = 512;
+/// How many rows further on memory is asked for while rows are packed, of which each is in other lines and pages.
+const AHEAD: usize = 8;
+/// How many steps of the inner dimension further on a panel is asked for.
+const SOON: usize = 16;
+/// A cache line, in bytes: a register that is loaded across two of them takes twice the time.
+const LINE: usize = 64;
 
 /// A matrix `[rows, columns]` by strides.
 #[derive(Clone, Copy, Debug)]
@@ -76,18 +81,21 @@ impl<'a> Matrix<'a> {
 pub(crate) struct Panels {
     inner: usize,
     columns: usize,
+    /// Where the first panel begins: at a cache line.
+    start: usize,
     values: Vec<f32>,
 }
 
 impl Panels {
     pub(crate) fn new(matrix: Matrix<'_>) -> Self {
         let (inner, columns) = (matrix.rows, matrix.columns);
-        let mut values = vec![0.0; inner * columns.next_multiple_of(STEP)];
+        let mut values = vec![0.0; inner * columns.next_multiple_of(STEP) + LINE / size_of::<f32>()];
+        let start = line_start(&values);
         for first in (0..columns).step_by(NR) {
             let width = NR.min(columns - first).next_multiple_of(STEP);
-            pack_panel(matrix, 0..inner, first, &mut values[first * inner..][..inner * width]);
+            pack_panel(matrix, 0..inner, first, &mut values[start + first * inner..][..inner * width]);
         }
-        Self { inner, columns, values }
+        Self { inner, columns, start, values }
     }
 
     /// All of it.
@@ -108,6 +116,11 @@ impl Panels {
     pub(crate) fn columns(&self) -> usize {
         self.columns
     }
+}
+
+/// Index of the first value at the beginning of a cache line.
+fn line_start(values: &[f32]) -> usize {
+    values.as_ptr().align_offset(LINE).min(LINE / size_of::<f32>())
 }
 
 /// The right matrix of a product.
@@ -173,8 +186,9 @@ pub(crate) fn product(left: Matrix<'_>, right: Right<'_>, mut out: Out<'_>, fres
         static BUFFERS: RefCell<(Vec<f32>, Vec<f32>)> = const { RefCell::new((Vec::new(), Vec::new())) };
     }
     BUFFERS.with_borrow_mut(|(panel, tiles)| {
-        panel.resize(NR * INNER_BLOCK, 0.0);
-        multiply_blocks(left, right, &mut out, fresh, panel, tiles);
+        panel.resize(NR * INNER_BLOCK + LINE / size_of::<f32>(), 0.0);
+        let start = line_start(panel);
+        multiply_blocks(left, right, &mut out, fresh, &mut panel[start..], tiles);
     });
 }
 
@@ -255,7 +269,8 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
                 .next_multiple_of(STEP);
                 let panel: &[f32] = match right {
                     Right::Panels { panels, .. } => {
-                        &panels.values[first * panels.inner + steps.start * padded..][..steps.len() * padded]
+                        &panels.values[panels.start + first * panels.inner + steps.start * padded..]
+                            [..steps.len() * padded]
                     }
                     Right::Matrix(matrix) => {
                         let panel = &mut buffer[..steps.len() * padded];
@@ -266,6 +281,9 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
                 let mut row = rows.start;
                 while row < rows.end {
                     let height = (rows.end - row).min(R);
+                    for next in row + height..(row + 2 * height).min(rows.end) {
+                        prefetch(&out.values[next * out.row_stride + first..][..wide]);
+                    }
                     let a = if gathered {
                         Rows::Packed(&tiles[(row - rows.start) * steps.len()..][..R * steps.len()])
                     } else {
@@ -381,6 +399,13 @@ fn tile<V: Vector, const N: usize, const H: usize, const R: usize>(
             for k in 0..steps {
                 #[expect(unsafe_code, reason = "both ends were checked against the lengths above")]
                 unsafe {
+                    V::prefetch_at(panel.wrapping_add(SOON * stride));
+                    if N > 1 {
+                        V::prefetch_at(panel.wrapping_add(SOON * stride + V::WIDTH));
+                    }
+                    if N > 2 {
+                        V::prefetch_at(panel.wrapping_add(SOON * stride + 2 * V::WIDTH));
+                    }
                     let b: [V; N] = std::array::from_fn(|n| V::load_at(panel.add(n * V::WIDTH)));
                     for (sum, row) in sums.iter_mut().zip(rows) {
                         let a = *row.add(k);
@@ -437,6 +462,9 @@ fn pack_rows<const R: usize>(
         let width = (rows.end - first).min(TILES * R);
         let tiles = &mut tiles[group * TILES * size..];
         for (k, step) in steps.clone().enumerate() {
+            if step + AHEAD < steps.end {
+                prefetch(&left.values[(step + AHEAD) * left.column_stride + first..][..width]);
+            }
             let from = &left.values[step * left.column_stride + first..][..width];
             let whole = from.chunks_exact(R);
             let rest = whole.remainder();
@@ -458,7 +486,10 @@ fn pack_block<V: Vector>(matrix: Matrix<'_>, steps: Range<usize>, first: usize, 
     let wide = NR.min(matrix.columns - first);
     let padded = wide.next_multiple_of(STEP);
     if matrix.column_stride == 1 {
-        for (to, step) in panel.chunks_exact_mut(padded).zip(steps) {
+        for (to, step) in panel.chunks_exact_mut(padded).zip(steps.clone()) {
+            if step + AHEAD < steps.end {
+                prefetch(&matrix.values[(step + AHEAD) * matrix.row_stride + first..][..wide]);
+            }
             let from = &matrix.values[step * matrix.row_stride + first..][..wide];
             if wide == NR {
                 to[..NR].copy_from_slice(&from[..NR]);

@@ -7,7 +7,7 @@ use candle_core::{Result, Tensor};
 use super::gemm::{Matrix, Right, multiply, multiply_add};
 use super::linear::Linear;
 use super::softmax::{probabilities, scale_and_normalizer};
-use super::{matrix, row_ranges, values};
+use super::{matrix, row_ranges, unwritten, values};
 use crate::Team;
 
 /// Logits of one thread that are in memory at a time, in the forward: they stay in its cache.
@@ -76,7 +76,7 @@ pub(crate) fn predict_backward(
 ) -> Result<Tensor> {
     let (_, width) = hidden.dims2()?;
     let (hidden, vocabulary) = (values(hidden)?, head.output());
-    let mut d_hidden = vec![0.0; hidden.len()];
+    let mut d_hidden = unwritten(hidden.len());
     let rows = (BACKWARD / vocabulary).max(64);
     let chunks = targets.chunks(rows).zip(gradients.chunks(rows));
     let chunks = chunks.zip(hidden.chunks(rows * width).zip(d_hidden.chunks_mut(rows * width)));
@@ -117,7 +117,7 @@ fn for_each_row(
 ) {
     let vocabulary = head.output();
     let rows = (FORWARD / vocabulary).clamp(32, 1024);
-    let mut logits = vec![0.0; rows.min(targets.len()) * vocabulary];
+    let mut logits = unwritten(rows.min(targets.len()) * vocabulary);
     for (hidden, targets) in hidden.chunks(rows * width).zip(targets.chunks(rows)) {
         let logits = &mut logits[..targets.len() * vocabulary];
         head.apply_slice(hidden, logits);

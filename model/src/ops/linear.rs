@@ -12,7 +12,7 @@ use candle_core::{Result, Tensor};
 use super::gemm::{Matrix, Panels, Right, multiply, multiply_add};
 use super::int8::Int8Linear;
 use super::simd::vectorized;
-use super::{matrix, values};
+use super::{matrix, unwritten, values};
 use crate::Parameters;
 
 /// One linear layer. Its weight is `[out, in]`, as Hugging Face stores it.
@@ -77,7 +77,7 @@ impl Linear {
 
     /// The same, as plain values.
     pub(crate) fn apply_values(&self, x: &Tensor) -> Result<Vec<f32>> {
-        let mut out = vec![0.0; x.dim(0)? * self.output];
+        let mut out = unwritten(x.dim(0)? * self.output);
         self.apply_slice(&values(x)?, &mut out);
         Ok(out)
     }
@@ -108,7 +108,7 @@ impl Linear {
     /// If the layer is one to sample with.
     pub(crate) fn input_gradient(&self, g: &Tensor) -> Result<Tensor> {
         let g = values(g)?;
-        let mut dx = vec![0.0; g.len() / self.output * self.input];
+        let mut dx = unwritten(g.len() / self.output * self.input);
         multiply(
             Matrix::new(&g, self.output),
             Right::Matrix(Matrix::new(self.weight(), self.input)),

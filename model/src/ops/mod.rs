@@ -73,6 +73,21 @@ pub(crate) fn matrix(result: Vec<f32>, columns: usize) -> Result<Tensor> {
     Tensor::from_vec(result, (rows, columns), &Device::Cpu)
 }
 
+/// A buffer for a result that is written whole before anything of it is read: zeroing it first would be another pass
+/// over the memory.
+pub(crate) fn unwritten(len: usize) -> Vec<f32> {
+    let mut values = Vec::with_capacity(len);
+    #[expect(
+        unsafe_code,
+        clippy::uninit_vec,
+        reason = "every operation writes all of its result and reads none of it"
+    )]
+    unsafe {
+        values.set_len(len);
+    }
+    values
+}
+
 /// Cuts `rows` into at most `parts` ranges of equal length, a multiple of `unit` but for the last. At least one range.
 pub(crate) fn row_ranges(rows: usize, parts: usize, unit: usize) -> Vec<Range<usize>> {
     let each = rows.div_ceil(parts.max(1)).next_multiple_of(unit).max(unit);

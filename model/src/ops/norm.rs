@@ -4,12 +4,12 @@
 use candle_core::{Result, Tensor};
 
 use super::simd::{dot, vectorized};
-use super::{matrix, values};
+use super::{matrix, unwritten, values};
 
 /// Normalises each row of `x [T, d]` and scales it by `weight [d]`.
 pub(crate) fn rms_norm(x: &Tensor, weight: &[f32], eps: f32) -> Result<Tensor> {
     let (_, width) = x.dims2()?;
-    let mut out = vec![0.0; x.elem_count()];
+    let mut out = unwritten(x.elem_count());
     forward(&values(x)?, weight, eps, &mut out);
     matrix(out, width)
 }

@@ -59,6 +59,18 @@ pub(crate) trait Vector: Copy {
     #[expect(unsafe_code, reason = "the loop of a tile checks its bounds once, before it begins")]
     unsafe fn load_at(from: *const f32) -> Self;
 
+    /// Asks for the cache line at an address, which need not be one of anything.
+    #[inline(always)]
+    fn prefetch_at(address: *const f32) {
+        #[cfg(target_arch = "x86_64")]
+        #[expect(unsafe_code, reason = "a hint that reads nothing")]
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address.cast());
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = address;
+    }
+
     /// Stores to the first `WIDTH` values of `to`, which has at least as many.
     fn store(self, to: &mut [f32]);
 
@@ -250,6 +262,20 @@ fn transpose_avx2(rows: &[&[f32]; 16], at: usize, to: &mut [f32], stride: usize)
             }
         }
     }
+}
+
+/// Asks for the cache lines of `values` before they are needed, where access jumps too far for the machine to foresee it.
+#[inline(always)]
+pub(crate) fn prefetch(values: &[f32]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in values.chunks(LANES) {
+        #[expect(unsafe_code, reason = "a hint that reads nothing")]
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(line.as_ptr().cast());
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = values;
 }
 
 /// `e^x` to about 1 ulp, 0 below the smallest normal result. Vectorises, unlike [`f32::exp`].

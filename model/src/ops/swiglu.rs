@@ -3,12 +3,12 @@
 use candle_core::{Result, Tensor};
 
 use super::simd::{exp, vectorized};
-use super::{matrix, values};
+use super::{matrix, unwritten, values};
 
 /// `gate_up [T, 2 m]`, the gate in the first half of each row, to `[T, m]`.
 pub(crate) fn swiglu(gate_up: &Tensor) -> Result<Tensor> {
     let (rows, width) = gate_up.dims2()?;
-    let mut out = vec![0.0; rows * width / 2];
+    let mut out = unwritten(rows * width / 2);
     forward(&values(gate_up)?, width / 2, &mut out);
     matrix(out, width / 2)
 }
@@ -16,7 +16,7 @@ pub(crate) fn swiglu(gate_up: &Tensor) -> Result<Tensor> {
 /// Gradient `[T, 2 m]` of `gate_up` for the gradient `g [T, m]` of the result.
 pub(crate) fn swiglu_backward(gate_up: &Tensor, g: &Tensor) -> Result<Tensor> {
     let (_, width) = gate_up.dims2()?;
-    let mut out = vec![0.0; gate_up.elem_count()];
+    let mut out = unwritten(gate_up.elem_count());
     backward(&values(gate_up)?, width / 2, &values(g)?, &mut out);
     matrix(out, width)
 }
