@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use candle_core::Result;
 
+use crate::Team;
 use crate::machine::{Level, level};
 use crate::ops::attention::{self, PAGE, PageLayout, Segment};
 use crate::ops::heads::HeadShape;
@@ -58,7 +59,8 @@ pub fn multiply_adds(rounds: u32) -> f64 {
 fn chains<V: Vector>(rounds: u32) -> f64 {
     // Unknown to the compiler; the sums stay normal numbers, since slow ones would be no peak.
     let (values, factor) = black_box(([0.5_f32; LANES], 1e-3_f32));
-    let values = V::load(&values);
+    #[expect(unsafe_code, reason = "a register is not wider than the array")]
+    let values = unsafe { V::load_at(values.as_ptr()) };
     let mut sums = [V::zero(); CHAINS];
     for _ in 0..rounds {
         for sum in &mut sums {
@@ -67,7 +69,10 @@ fn chains<V: Vector>(rounds: u32) -> f64 {
     }
     for sum in sums {
         let mut out = [0.0; LANES];
-        sum.store(&mut out);
+        #[expect(unsafe_code, reason = "a register is not wider than the array")]
+        unsafe {
+            sum.store_at(out.as_mut_ptr());
+        }
         black_box(out);
     }
     f64::from(rounds) * (2 * CHAINS * V::WIDTH) as f64
@@ -173,7 +178,9 @@ pub fn operations(config: &Config, rows: usize) -> Result<Vec<Operation>> {
     let scale = vec![1.0; hidden];
     all.push(Operation::new("norm", (0, 2 * rows * hidden), move || rms_norm(&x, &scale, 1e-6).map(done)));
     let gate_up = random(2 * middle)?;
-    all.push(Operation::new("swiglu", (0, 3 * rows * middle), move || swiglu(&gate_up).map(done)));
+    all.push(Operation::new("swiglu", (0, 3 * rows * middle), move || {
+        swiglu(&gate_up, &Team::alone()).map(done)
+    }));
     Ok(all)
 }
 
@@ -193,8 +200,8 @@ fn products(
     let [forward, train, dx, dw] = names;
     let (x_packed, x_flat, g_flat, back) = (x.clone(), x.clone(), g.clone(), flat.clone());
     Ok([
-        Operation::new(forward, cost, move || packed.apply(&x_packed).map(done)),
-        Operation::new(train, cost, move || flat.apply(&x_flat).map(done)),
+        Operation::new(forward, cost, move || packed.apply(&x_packed, &Team::alone()).map(done)),
+        Operation::new(train, cost, move || flat.apply(&x_flat, &Team::alone()).map(done)),
         Operation::new(dx, cost, move || back.input_gradient(&g_flat).map(done)),
         Operation::new(dw, cost, move || weight_gradient(&x, &g, 0..output, &mut gradient)),
     ])

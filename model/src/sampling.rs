@@ -112,7 +112,7 @@ vectorized! {
                     left -= p;
                 }
             } else {
-                last = slots.filter(|(_, p)| *p > 0.0).map(|(slot, _)| slot).last().unwrap_or(last);
+                last = slots.rev().find(|(_, p)| *p > 0.0).map_or(last, |(slot, _)| slot);
                 left -= sum;
             }
         }

@@ -150,9 +150,10 @@ impl Block {
         x: &Tensor,
         angles: &Angles,
         attend: impl FnOnce(&Tensor) -> Result<Tensor>,
+        team: &Team,
     ) -> Result<Tensor> {
-        let AttentionTrace { middle, .. } = self.attention(x, angles, attend)?;
-        self.feed_forward(&middle, &self.gate_up(&middle)?)
+        let AttentionTrace { middle, .. } = self.attention(x, angles, attend, team)?;
+        self.feed_forward(&middle, &self.gate_up(&middle, team)?, team)
     }
 
     /// The first half on `x [T, d]`.
@@ -161,25 +162,26 @@ impl Block {
         x: &Tensor,
         angles: &Angles,
         attend: impl FnOnce(&Tensor) -> Result<Tensor>,
+        team: &Team,
     ) -> Result<AttentionTrace> {
-        let mut qkv = self.qkv.apply_values(&rms_norm(x, &self.attention_norm, self.eps)?)?;
+        let mut qkv = self.qkv.apply_values(&rms_norm(x, &self.attention_norm, self.eps)?, team)?;
         let width = self.shape.width();
         let raw = self.head_norm.is_some().then(|| matrix(qkv.clone(), width)).transpose()?;
         heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles);
         let prepared = matrix(qkv, width)?;
         let attended = attend(&prepared)?;
-        let middle = self.output.add_to(x, &attended)?;
+        let middle = self.output.add_to(x, &attended, team)?;
         Ok(AttentionTrace { raw, prepared, attended, middle })
     }
 
     /// `[T, 2 m]` gate and up of the second half, for its input `middle [T, d]`.
-    pub(super) fn gate_up(&self, middle: &Tensor) -> Result<Tensor> {
-        self.gate_up.apply(&rms_norm(middle, &self.feed_forward_norm, self.eps)?)
+    pub(super) fn gate_up(&self, middle: &Tensor, team: &Team) -> Result<Tensor> {
+        self.gate_up.apply(&rms_norm(middle, &self.feed_forward_norm, self.eps)?, team)
     }
 
     /// `[T, d]` the residual stream after the second half.
-    pub(super) fn feed_forward(&self, middle: &Tensor, gate_up: &Tensor) -> Result<Tensor> {
-        self.down.add_to(middle, &swiglu(gate_up)?)
+    pub(super) fn feed_forward(&self, middle: &Tensor, gate_up: &Tensor, team: &Team) -> Result<Tensor> {
+        self.down.add_to(middle, &swiglu(gate_up, team)?, team)
     }
 
     /// Reverses the second half for the gradient `g [T, d]` of its result. `gate_up` is computed again if it was not kept.
@@ -189,10 +191,11 @@ impl Block {
         gate_up: Option<&Tensor>,
         g: &Tensor,
     ) -> Result<FeedForwardReverse> {
+        let alone = Team::alone();
         let normed = rms_norm(middle, &self.feed_forward_norm, self.eps)?;
-        let again = if gate_up.is_none() { Some(self.gate_up.apply(&normed)?) } else { None };
+        let again = if gate_up.is_none() { Some(self.gate_up.apply(&normed, &alone)?) } else { None };
         let Some(gate_up) = gate_up.or(again.as_ref()) else { unreachable!("one of the two is there") };
-        let activated = swiglu(gate_up)?;
+        let activated = swiglu(gate_up, &alone)?;
         let d_gate_up = swiglu_backward(gate_up, &self.down.input_gradient(g)?)?;
         let d_normed = self.gate_up.input_gradient(&d_gate_up)?;
         let d_middle = rms_norm_backward(middle, &self.feed_forward_norm, self.eps, &d_normed, Some(g))?;

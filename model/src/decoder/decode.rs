@@ -161,7 +161,15 @@ impl Decoder {
     pub fn step(&self, cache: &mut KvCache, sequences: &[StepSequence<'_>], team: &Team) -> Result<Vec<f32>> {
         let tokens: usize = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
         let worth = tokens * self.layout.len() / WORTH_A_THREAD + 1;
-        let parts = split(sequences, tokens, team.threads().min(worth));
+        let alone = Team::alone();
+        // Weights that a core's cache cannot hold come from memory for every thread that reads them: threads share their
+        // columns, and meet at every layer. Small ones are read whole by each, for some of the sequences.
+        let (count, inside) = match worth {
+            1 => (1, &alone),
+            _ if self.columns_are_shared => (1, team),
+            _ => (team.threads().min(worth), &alone),
+        };
+        let parts = split(sequences, tokens, count);
         let parts: Vec<Part<'_>> = parts
             .into_iter()
             .map(|sequences| Part {
@@ -171,7 +179,7 @@ impl Decoder {
             .collect();
         let shared = &*cache;
         let done = team.map(parts, |mut part| {
-            let logits = self.step_part(shared, &mut part);
+            let logits = self.step_part(shared, &mut part, inside);
             (part, logits)
         });
         let mut all = Vec::new();
@@ -189,7 +197,7 @@ impl Decoder {
         failed.map_or(Ok(all), Err)
     }
 
-    fn step_part(&self, cache: &KvCache, part: &mut Part<'_>) -> Result<Vec<f32>> {
+    fn step_part(&self, cache: &KvCache, part: &mut Part<'_>, team: &Team) -> Result<Vec<f32>> {
         let Part { sequences, own } = part;
         let (mut token_ids, mut positions, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for sequence in *sequences {
@@ -200,7 +208,8 @@ impl Decoder {
         let angles = Angles::new(&positions, &self.inv_freq);
         let mut x = self.embed(&token_ids, 0)?;
         for (layer, block) in self.blocks.iter().enumerate() {
-            x = block.forward(&x, &angles, |qkv| self.attend(cache, sequences, own, layer, qkv))?;
+            let attend = |qkv: &Tensor| self.attend(cache, (sequences, own), layer, qkv, team);
+            x = block.forward(&x, &angles, attend, team)?;
         }
         let picked = gather(&[&x], &wanted)?;
         let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
@@ -213,33 +222,58 @@ impl Decoder {
     fn attend(
         &self,
         cache: &KvCache,
-        sequences: &[StepSequence<'_>],
-        own: &mut [Vec<Vec<f32>>],
+        (sequences, mut own): (&[StepSequence<'_>], &mut [Vec<Vec<f32>>]),
         layer: usize,
         qkv: &Tensor,
+        team: &Team,
     ) -> Result<Tensor> {
+        let (rows, width, query_width) = (qkv.dim(0)?, self.shape.width(), self.shape.query_width());
+        let mut out = unwritten(rows * query_width);
+        let qkv = values(qkv)?;
+        let (mut qkv, mut rest) = (&qkv[..], &mut out[..]);
+        let mut parts = Vec::new();
+        for sequences in split(sequences, rows, team.threads()) {
+            let rows: usize = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
+            let (own_part, own_rest) = own.split_at_mut(sequences.len());
+            let (qkv_part, qkv_rest) = qkv.split_at(rows * width);
+            let (out_part, out_rest) = rest.split_at_mut(rows * query_width);
+            (own, qkv, rest) = (own_rest, qkv_rest, out_rest);
+            parts.push((sequences, own_part, qkv_part, out_part));
+        }
+        team.map(parts, |(sequences, own, qkv, out)| {
+            self.attend_part(cache, (sequences, own), layer, qkv, out);
+        });
+        matrix(out, query_width)
+    }
+
+    fn attend_part(
+        &self,
+        cache: &KvCache,
+        (sequences, own): (&[StepSequence<'_>], &mut [Vec<Vec<f32>>]),
+        layer: usize,
+        qkv: &[f32],
+        out: &mut [f32],
+    ) {
         let (shape, layout) = (self.shape, cache.layout);
         let of_layer = layer * layout.len()..(layer + 1) * layout.len();
-        let mut out = unwritten(qkv.dim(0)? * shape.query_width());
-        let qkv = values(qkv)?;
         let mut rows = qkv.chunks_exact(shape.width()).zip(out.chunks_exact_mut(shape.query_width()));
-        let mut weights = Vec::new();
+        let (mut weights, mut of_sequence) = (Vec::new(), Vec::new());
         for (sequence, own) in sequences.iter().zip(own) {
             let first = sequence.first_written();
-            let rows: Vec<_> = rows.by_ref().take(sequence.tokens.len()).collect();
-            for (position, (row, _)) in (sequence.position..).zip(&rows) {
+            of_sequence.clear();
+            of_sequence.extend(rows.by_ref().take(sequence.tokens.len()));
+            for (position, (row, _)) in (sequence.position..).zip(&of_sequence) {
                 let (key, value) = row[shape.query_width()..].split_at(shape.kv_width());
                 let page = &mut own[position / PAGE - first][of_layer.clone()];
                 layout.write(page, position % PAGE, key, value);
             }
             let before = sequence.pages[..first].iter().map(|page| &cache.pages[*page as usize]);
             let pages: Vec<&[f32]> = before.chain(&*own).map(|page| &page[of_layer.clone()]).collect();
-            for (position, (row, out)) in (sequence.position..).zip(rows) {
+            for (position, (row, out)) in (sequence.position..).zip(&mut of_sequence) {
                 let queries = &row[..shape.query_width()];
                 layout.attend(queries, &pages[..=position / PAGE], position + 1, &mut weights, out);
             }
         }
-        matrix(out, shape.query_width())
     }
 }
 
@@ -255,4 +289,55 @@ fn split<'a>(sequences: &'a [StepSequence<'a>], tokens: usize, count: usize) -> 
         }
     }
     parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Cores, Parameters, Sizes};
+
+    /// Both ways of sharing a step among threads give the bits of one thread.
+    #[test]
+    fn threads_that_share_columns_or_sequences_change_nothing() {
+        let sizes = Sizes {
+            vocab_size: 100,
+            hidden_size: 64,
+            intermediate_size: 256,
+            num_layers: 2,
+            num_heads: 4,
+            num_kv_heads: 2,
+            max_position_embeddings: 64,
+        };
+        let config = Config::fresh(&sizes);
+        let small = Decoder::new(&config, &Parameters::random(&config, 5));
+        let large = Decoder { columns_are_shared: true, ..small.clone() };
+        let tokens: Vec<Vec<u32>> =
+            (0..40).map(|s| (0..1 + s % 9).map(|t| 4 + (s * 7 + t * 13) % 90).collect()).collect();
+        let logits = |decoder: &Decoder, team: &Team| {
+            let mut cache = KvCache::new(&config, 2 * PAGE * tokens.len());
+            let pages: Vec<[u32; 2]> =
+                tokens.iter().map(|_| [(); 2].map(|()| cache.take().unwrap())).collect();
+            let mut all = Vec::new();
+            for step in 0..3 {
+                let sequences: Vec<_> = tokens
+                    .iter()
+                    .zip(&pages)
+                    .map(|(tokens, pages)| {
+                        let position = step * tokens.len();
+                        let pages = &pages[..KvCache::pages_for(position + tokens.len())];
+                        StepSequence { tokens, position, pages, wanted: 1 }
+                    })
+                    .collect();
+                all.extend(decoder.step(&mut cache, &sequences, team).unwrap());
+            }
+            all.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        };
+        let expected = logits(&small, &Team::alone());
+        let cores = Cores::new(3);
+        for decoder in [&small, &large] {
+            for threads in [1, 2, 3] {
+                assert!(logits(decoder, &Team::new(&cores, threads)) == expected, "{threads} threads");
+            }
+        }
+    }
 }

@@ -52,7 +52,13 @@ pub struct Decoder {
     head: Linear,
     layout: Arc<Layout>,
     recompute: Recompute,
+    /// Whether threads share the columns of the weights in a decode step, or each has sequences of its own.
+    columns_are_shared: bool,
 }
+
+/// Weights, in values, up to which reading them twice costs less than meeting at every layer: measured with 1, 6 and 358
+/// million.
+const SMALL: usize = 1 << 24;
 
 /// `[V, d]`
 #[derive(Clone, Debug)]
@@ -86,6 +92,7 @@ impl Decoder {
             embedding: Embedding::Own(parameters.get("model.embed_tokens.weight").to_vec()),
             blocks: (0..config.num_layers).map(block).collect(),
             head: Linear::packed(head, config.hidden_size, None),
+            columns_are_shared: quantization == Quantization::None && parameters.values().len() > SMALL,
             ..Self::bare(config, parameters)
         }
     }
@@ -118,6 +125,7 @@ impl Decoder {
             head: Linear::default(),
             layout: Arc::clone(parameters.layout()),
             recompute: Recompute::None,
+            columns_are_shared: false,
         }
     }
 

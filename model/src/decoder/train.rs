@@ -251,16 +251,17 @@ impl Decoder {
         let outputs = self.outputs(pack, &Team::alone())?;
         let rows: Vec<usize> = (0..pack.token_ids.len()).collect();
         let all = gather(&outputs.iter().collect::<Vec<_>>(), &rows)?;
-        self.head.apply(&rms_norm(&all, &self.final_norm, self.config.rms_norm_eps)?)
+        self.head.apply(&rms_norm(&all, &self.final_norm, self.config.rms_norm_eps)?, &Team::alone())
     }
 
     /// The residual stream after the last layer, part by part.
     fn outputs(&self, pack: &Pack, team: &Team) -> Result<Vec<Tensor>> {
         let run = |part: Part<'_>| {
             let angles = part.angles(self);
+            let alone = Team::alone();
             let mut x = self.embed(part.token_ids(), part.rows.start)?;
             for block in &self.blocks {
-                x = block.forward(&x, &angles, |qkv| part.attend(self, qkv))?;
+                x = block.forward(&x, &angles, |qkv| part.attend(self, qkv), &alone)?;
             }
             Ok(x)
         };
@@ -295,14 +296,15 @@ impl Decoder {
         let angles = part.angles(self);
         let mut x = self.embed(part.token_ids(), part.rows.start)?;
         let mut layers = Vec::with_capacity(self.blocks.len());
+        let alone = Team::alone();
         for block in &self.blocks {
             let (kept, output) = if self.recompute == Recompute::None {
-                let attention = block.attention(&x, &angles, |qkv| part.attend(self, qkv))?;
-                let gate_up = block.gate_up(&attention.middle)?;
-                let output = block.feed_forward(&attention.middle, &gate_up)?;
+                let attention = block.attention(&x, &angles, |qkv| part.attend(self, qkv), &alone)?;
+                let gate_up = block.gate_up(&attention.middle, &alone)?;
+                let output = block.feed_forward(&attention.middle, &gate_up, &alone)?;
                 (Some((attention, gate_up)), output)
             } else {
-                (None, block.forward(&x, &angles, |qkv| part.attend(self, qkv))?)
+                (None, block.forward(&x, &angles, |qkv| part.attend(self, qkv), &alone)?)
             };
             layers.push(LayerTrace { input: std::mem::replace(&mut x, output), kept });
         }
@@ -395,7 +397,10 @@ impl Decoder {
         };
         let (attention, gate_up) = match kept {
             Some((attention, gate_up)) => (attention, Some(gate_up)),
-            None => (block.attention(&input, &trace.angles, |qkv| part.attend(self, qkv))?, None),
+            None => {
+                let attend = |qkv: &Tensor| part.attend(self, qkv);
+                (block.attention(&input, &trace.angles, attend, &Team::alone())?, None)
+            }
         };
         Ok(Reversing { part, angles: &trace.angles, input, attention, gate_up, g })
     }

@@ -129,21 +129,19 @@ impl<'a> Heads<'a> {
     fn scores(&self, left: Matrix<'_>, columns: &Both, block: &Range<usize>, out: &mut [f32]) {
         let (before, dim) = (self.prefix.len(), self.shape.head_dim);
         let row_stride = before + block.end;
-        product(left, columns.prefix.part(dim, before), Out { values: out, row_stride }, true);
-        let own = Out { values: &mut out[before..], row_stride };
+        product(left, columns.prefix.part(dim, before), Out::new(out, row_stride), true);
+        let own = Out::new(&mut out[before..], row_stride);
         product(left, columns.own.part(dim, block.end), own, true);
     }
 
     /// `out [block, head_dim] = left [block, prefix + block.end] x rows [prefix + block.end, head_dim]`.
-    fn combine(&self, left: &[f32], rows: &Both, block: &Range<usize>, mut out: Out<'_>) {
+    fn combine(&self, left: &[f32], rows: &Both, block: &Range<usize>, out: &mut [f32], row_stride: usize) {
         let (before, dim) = (self.prefix.len(), self.shape.head_dim);
         let seen = before + block.end;
-        let row_stride = out.row_stride;
         let prefix = Matrix::strided(left, (block.len(), before), seen);
-        product(prefix, rows.prefix.part(before, dim), Out { values: out.values, row_stride }, true);
-        out.row_stride = row_stride;
+        product(prefix, rows.prefix.part(before, dim), Out::new(out, row_stride), true);
         let own = Matrix::strided(&left[before..], (block.len(), block.end), seen);
-        product(own, rows.own.part(block.end, dim), out, false);
+        product(own, rows.own.part(block.end, dim), Out::new(out, row_stride), false);
     }
 
     fn forward(&self, out: &mut [f32]) {
@@ -156,8 +154,7 @@ impl<'a> Heads<'a> {
                 for block in self.blocks() {
                     self.weights(h, &block, &keys, &mut weights);
                     let at = (self.rows.start + block.start) * row_stride + self.query_column(h);
-                    let to = Out { values: &mut out[at..], row_stride };
-                    self.combine(&weights, &values, &block, to);
+                    self.combine(&weights, &values, &block, &mut out[at..], row_stride);
                 }
             }
         }
@@ -186,8 +183,7 @@ impl<'a> Heads<'a> {
                     softmax_slopes(&weights, &mut slopes, seen, before + block.start, scale);
 
                     let at = rows.start * width + self.query_column(h);
-                    let to = Out { values: &mut out[at..], row_stride: width };
-                    self.combine(&slopes, &key_rows, &block, to);
+                    self.combine(&slopes, &key_rows, &block, &mut out[at..], width);
 
                     let queries = self.columns(rows, self.query_column(h));
                     for (matrix, right, column) in
@@ -199,7 +195,7 @@ impl<'a> Heads<'a> {
                             let left =
                                 Matrix::strided(&matrix[from..], (block.len(), count), seen).transposed();
                             let at = row * width + column;
-                            let to = Out { values: &mut out[at..], row_stride: width };
+                            let to = Out::new(&mut out[at..], width);
                             product(left, Right::Matrix(right), to, false);
                         }
                     }

@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use super::gemm::{Matrix, Panels, Right, multiply, multiply_add};
+use super::gemm::{Matrix, Out, Panels, Right, multiply, multiply_add, product};
 use super::int8::Int8Linear;
 use super::simd::vectorized;
 use super::{matrix, unwritten, values};
-use crate::Parameters;
+use crate::{Parameters, Team};
 
 /// One linear layer. Its weight is `[out, in]`, as Hugging Face stores it.
 #[derive(Clone, Debug)]
@@ -71,35 +71,50 @@ impl Linear {
     }
 
     /// `x [T, in]` to `[T, out]`.
-    pub(crate) fn apply(&self, x: &Tensor) -> Result<Tensor> {
-        matrix(self.apply_values(x)?, self.output)
+    pub(crate) fn apply(&self, x: &Tensor, team: &Team) -> Result<Tensor> {
+        matrix(self.apply_values(x, team)?, self.output)
     }
 
     /// The same, as plain values.
-    pub(crate) fn apply_values(&self, x: &Tensor) -> Result<Vec<f32>> {
+    pub(crate) fn apply_values(&self, x: &Tensor, team: &Team) -> Result<Vec<f32>> {
         let mut out = unwritten(x.dim(0)? * self.output);
-        self.apply_slice(&values(x)?, &mut out);
+        self.run(&values(x)?, &mut out, true, team);
         Ok(out)
     }
 
     /// `base [T, out]` plus the layer's result for `x [T, in]`.
-    pub(crate) fn add_to(&self, base: &Tensor, x: &Tensor) -> Result<Tensor> {
+    pub(crate) fn add_to(&self, base: &Tensor, x: &Tensor, team: &Team) -> Result<Tensor> {
         let mut out = values(base)?.to_vec();
-        match &self.weight {
-            Weight::Int8(layer) => layer.add_slice(&values(x)?, &mut out),
-            _ => multiply_add(Matrix::new(&values(x)?, self.input), self.right(), &mut out),
-        }
-        self.add_bias(&mut out);
+        self.run(&values(x)?, &mut out, false, team);
         matrix(out, self.output)
     }
 
     /// `x [T, in]` to `out [T, out]`.
     pub(crate) fn apply_slice(&self, x: &[f32], out: &mut [f32]) {
+        self.run(x, out, true, &Team::alone());
+    }
+
+    /// Writes the layer's result for `x [T, in]` to `out [T, out]`, or adds it if not `fresh`. Threads share the columns
+    /// of packed weights, so that each reads only its part of them.
+    fn run(&self, x: &[f32], out: &mut [f32], fresh: bool, team: &Team) {
         match &self.weight {
-            Weight::Int8(layer) => layer.apply_slice(x, out),
-            _ => multiply(Matrix::new(x, self.input), self.right(), out),
+            Weight::Int8(layer) if fresh => layer.apply_slice(x, out),
+            Weight::Int8(layer) => layer.add_slice(x, out),
+            Weight::Packed(panels) => {
+                let ranges = panels.split(team.threads());
+                let outs = Out::columns(out, self.output, &ranges);
+                team.map(ranges.into_iter().zip(outs).collect(), |(columns, out)| {
+                    product(Matrix::new(x, self.input), panels.columns_of(columns), out, fresh);
+                });
+            }
+            Weight::Flat(..) => {
+                let weight = Right::Matrix(Matrix::new(self.weight(), self.input).transposed());
+                product(Matrix::new(x, self.input), weight, Out::new(out, self.output), fresh);
+            }
         }
-        self.add_bias(out);
+        if let Some(bias) = &self.bias {
+            add_rows(out, bias);
+        }
     }
 
     /// `dx [T, in]` for the gradient `g [T, out]` of the result.
@@ -131,19 +146,6 @@ impl Linear {
     /// Number of outputs.
     pub(crate) fn output(&self) -> usize {
         self.output
-    }
-
-    fn right(&self) -> Right<'_> {
-        match &self.weight {
-            Weight::Packed(panels) => panels.whole(),
-            _ => Right::Matrix(Matrix::new(self.weight(), self.input).transposed()),
-        }
-    }
-
-    fn add_bias(&self, out: &mut [f32]) {
-        if let Some(bias) = &self.bias {
-            add_rows(out, bias);
-        }
     }
 }
 
@@ -223,7 +225,7 @@ mod tests {
             (noise(rows * input, 1), noise(input * output, 2), noise(output, 3), noise(rows * output, 4));
         let tensor = |v: &[f32], n: usize| Tensor::from_vec(v.to_vec(), (rows, n), &Device::Cpu).unwrap();
         let loss = |x: &[f32], w: &[f32], b: &[f32]| {
-            let y = Linear::packed(w, input, Some(b)).apply(&tensor(x, input)).unwrap();
+            let y = Linear::packed(w, input, Some(b)).apply(&tensor(x, input), &Team::alone()).unwrap();
             weighted(&values(&y).unwrap(), &c)
         };
         let (tx, tc) = (tensor(&x, input), tensor(&c, output));
@@ -245,9 +247,11 @@ mod tests {
         let (x, c) = (noise(3 * 20, 1), noise(3 * 30, 2));
         let tensor = |v: &[f32], n: usize| Tensor::from_vec(v.to_vec(), (3, n), &Device::Cpu).unwrap();
         let base = tensor(&c, 30);
-        let of = |layer: &Linear, x: &[f32]| layer.apply_values(&tensor(x, 20)).unwrap();
+        let of = |layer: &Linear, x: &[f32]| layer.apply_values(&tensor(x, 20), &Team::alone()).unwrap();
         assert_eq!(of(&flat, &x), of(&packed, &x));
-        let added = |layer: &Linear| values(&layer.add_to(&base, &tensor(&x, 20)).unwrap()).unwrap().to_vec();
+        let added = |layer: &Linear| {
+            values(&layer.add_to(&base, &tensor(&x, 20), &Team::alone()).unwrap()).unwrap().to_vec()
+        };
         assert_eq!(added(&flat), added(&packed));
         let dx = flat.input_gradient(&tensor(&c, 30)).unwrap();
         gradient(|x| weighted(&of(&flat, x), &c), &x, &values(&dx).unwrap(), 1e-3);

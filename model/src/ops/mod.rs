@@ -75,13 +75,13 @@ pub(crate) fn matrix(result: Vec<f32>, columns: usize) -> Result<Tensor> {
 
 /// A buffer for a result that is written whole before anything of it is read: zeroing it first would be another pass
 /// over the memory.
+#[expect(
+    unsafe_code,
+    clippy::uninit_vec,
+    reason = "every operation writes all of its result and reads none of it"
+)]
 pub(crate) fn unwritten(len: usize) -> Vec<f32> {
     let mut values = Vec::with_capacity(len);
-    #[expect(
-        unsafe_code,
-        clippy::uninit_vec,
-        reason = "every operation writes all of its result and reads none of it"
-    )]
     unsafe {
         values.set_len(len);
     }

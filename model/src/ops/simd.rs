@@ -49,9 +49,6 @@ pub(crate) trait Vector: Copy {
 
     fn zero() -> Self;
 
-    /// Loads the first `WIDTH` values of `from`, which has at least as many.
-    fn load(from: &[f32]) -> Self;
-
     /// Loads from an address.
     ///
     /// # Safety
@@ -59,20 +56,12 @@ pub(crate) trait Vector: Copy {
     #[expect(unsafe_code, reason = "the loop of a tile checks its bounds once, before it begins")]
     unsafe fn load_at(from: *const f32) -> Self;
 
-    /// Asks for the cache line at an address, which need not be one of anything.
-    #[inline(always)]
-    fn prefetch_at(address: *const f32) {
-        #[cfg(target_arch = "x86_64")]
-        #[expect(unsafe_code, reason = "a hint that reads nothing")]
-        unsafe {
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address.cast());
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = address;
-    }
-
-    /// Stores to the first `WIDTH` values of `to`, which has at least as many.
-    fn store(self, to: &mut [f32]);
+    /// Stores to an address.
+    ///
+    /// # Safety
+    /// `WIDTH` values can be written there.
+    #[expect(unsafe_code, reason = "the loop of a tile checks its bounds once, before it begins")]
+    unsafe fn store_at(self, to: *mut f32);
 
     /// `a * self + sum`, rounded once.
     fn mul_add(self, a: f32, sum: Self) -> Self;
@@ -90,19 +79,15 @@ impl Vector for [f32; 4] {
     }
 
     #[inline(always)]
-    fn load(from: &[f32]) -> Self {
-        [from[0], from[1], from[2], from[3]]
-    }
-
-    #[inline(always)]
     #[expect(unsafe_code, reason = "the caller vouches for the address")]
     unsafe fn load_at(from: *const f32) -> Self {
         unsafe { from.cast::<Self>().read_unaligned() }
     }
 
     #[inline(always)]
-    fn store(self, to: &mut [f32]) {
-        to[..4].copy_from_slice(&self);
+    #[expect(unsafe_code, reason = "the caller vouches for the address")]
+    unsafe fn store_at(self, to: *mut f32) {
+        unsafe { to.cast::<Self>().write_unaligned(self) }
     }
 
     #[inline(always)]
@@ -137,20 +122,13 @@ macro_rules! x86_vector {
             }
 
             #[inline(always)]
-            fn load(from: &[f32]) -> Self {
-                assert!(from.len() >= $width);
-                unsafe { std::arch::x86_64::$load(from.as_ptr()) }
-            }
-
-            #[inline(always)]
             unsafe fn load_at(from: *const f32) -> Self {
                 unsafe { std::arch::x86_64::$load(from) }
             }
 
             #[inline(always)]
-            fn store(self, to: &mut [f32]) {
-                assert!(to.len() >= $width);
-                unsafe { std::arch::x86_64::$store(to.as_mut_ptr(), self) }
+            unsafe fn store_at(self, to: *mut f32) {
+                unsafe { std::arch::x86_64::$store(to, self) }
             }
 
             #[inline(always)]
@@ -264,18 +242,20 @@ fn transpose_avx2(rows: &[&[f32]; 16], at: usize, to: &mut [f32], stride: usize)
     }
 }
 
-/// Asks for the cache lines of `values` before they are needed, where access jumps too far for the machine to foresee it.
+/// Asks for the cache lines of `count` values from an address on, which need not be one of anything, before they are
+/// needed: where access jumps too far for the machine to foresee it.
 #[inline(always)]
-pub(crate) fn prefetch(values: &[f32]) {
+pub(crate) fn prefetch(address: *const f32, count: usize) {
     #[cfg(target_arch = "x86_64")]
-    for line in values.chunks(LANES) {
+    for line in (0..count).step_by(LANES) {
         #[expect(unsafe_code, reason = "a hint that reads nothing")]
         unsafe {
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(line.as_ptr().cast());
+            let line = address.wrapping_add(line).cast();
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(line);
         }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = values;
+    let _ = (address, count);
 }
 
 /// `e^x` to about 1 ulp, 0 below the smallest normal result. Vectorises, unlike [`f32::exp`].

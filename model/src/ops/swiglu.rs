@@ -3,13 +3,17 @@
 use candle_core::{Result, Tensor};
 
 use super::simd::{exp, vectorized};
-use super::{matrix, unwritten, values};
+use super::{matrix, row_ranges, unwritten, values};
+use crate::Team;
 
 /// `gate_up [T, 2 m]`, the gate in the first half of each row, to `[T, m]`.
-pub(crate) fn swiglu(gate_up: &Tensor) -> Result<Tensor> {
+pub(crate) fn swiglu(gate_up: &Tensor, team: &Team) -> Result<Tensor> {
     let (rows, width) = gate_up.dims2()?;
     let mut out = unwritten(rows * width / 2);
-    forward(&values(gate_up)?, width / 2, &mut out);
+    let gate_up = values(gate_up)?;
+    let each = row_ranges(rows, team.threads(), 1)[0].len().max(1);
+    let parts = gate_up.chunks(each * width).zip(out.chunks_mut(each * width / 2));
+    team.map(parts.collect(), |(gate_up, out)| forward(gate_up, width / 2, out));
     matrix(out, width / 2)
 }
 

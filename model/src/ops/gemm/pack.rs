@@ -1,0 +1,96 @@
+//! Operands copied into the order in which the tile reads them.
+
+use std::ops::Range;
+
+use super::{Matrix, NR, STEP};
+use crate::ops::simd::{Vector, prefetch};
+
+/// How many rows further on memory is asked for while rows are packed, of which each is in other lines and pages.
+const AHEAD: usize = 8;
+
+/// Packs rows of a transposed left matrix as tiles `[inner, R]`.
+#[inline(always)]
+pub(super) fn pack_rows<const R: usize>(
+    left: Matrix<'_>,
+    rows: Range<usize>,
+    steps: Range<usize>,
+    tiles: &mut Vec<f32>,
+) {
+    let size = steps.len() * R;
+    tiles.resize(tiles.len().max(rows.len().div_ceil(R) * size), 0.0);
+    // A few tiles at a time: whole cache lines are read, and few streams are written.
+    const TILES: usize = 4;
+    for (group, first) in rows.clone().step_by(TILES * R).enumerate() {
+        let width = (rows.end - first).min(TILES * R);
+        let tiles = &mut tiles[group * TILES * size..];
+        for (k, step) in steps.clone().enumerate() {
+            if step + AHEAD < steps.end {
+                prefetch(left.values[(step + AHEAD) * left.column_stride + first..].as_ptr(), width);
+            }
+            let from = &left.values[step * left.column_stride + first..][..width];
+            let whole = from.chunks_exact(R);
+            let rest = whole.remainder();
+            let mut at = k * R;
+            for from in whole {
+                tiles[at..at + R].copy_from_slice(from);
+                at += size;
+            }
+            if !rest.is_empty() {
+                tiles[at..at + rest.len()].copy_from_slice(rest);
+            }
+        }
+    }
+}
+
+/// Packs columns from `first` on of `steps` of the inner dimension as `[steps, width]`, zeros beyond the last column.
+#[inline(always)]
+pub(super) fn pack_block<V: Vector>(
+    matrix: Matrix<'_>,
+    steps: Range<usize>,
+    first: usize,
+    panel: &mut [f32],
+) {
+    let wide = NR.min(matrix.columns - first);
+    let padded = wide.next_multiple_of(STEP);
+    if matrix.column_stride == 1 {
+        for (to, step) in panel.chunks_exact_mut(padded).zip(steps.clone()) {
+            if step + AHEAD < steps.end {
+                prefetch(matrix.values[(step + AHEAD) * matrix.row_stride + first..].as_ptr(), wide);
+            }
+            let from = &matrix.values[step * matrix.row_stride + first..][..wide];
+            if wide == NR {
+                to[..NR].copy_from_slice(&from[..NR]);
+            } else {
+                to[..wide].copy_from_slice(from);
+                to[wide..].fill(0.0);
+            }
+        }
+        return;
+    }
+    for c in (0..padded).step_by(STEP) {
+        let width = STEP.min(wide - c);
+        let row =
+            |i: usize| &matrix.values[(first + c + i) * matrix.column_stride + steps.start..][..steps.len()];
+        if width == STEP {
+            let rows: [&[f32]; STEP] = std::array::from_fn(row);
+            let whole = steps.len() / STEP * STEP;
+            for k in (0..whole).step_by(STEP) {
+                V::transpose(&rows, k, &mut panel[k * padded + c..], padded);
+            }
+            for k in whole..steps.len() {
+                for (to, row) in panel[k * padded + c..][..STEP].iter_mut().zip(rows) {
+                    *to = row[k];
+                }
+            }
+        } else {
+            for i in 0..STEP {
+                let to = panel[c + i..].iter_mut().step_by(padded);
+                if i < width {
+                    to.zip(row(i)).for_each(|(to, v)| *to = *v);
+                } else {
+                    to.take(steps.len()).for_each(|to| *to = 0.0);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! The register tile: some rows of the left matrix by some registers of a panel.
+//!
+//! Invariant: its caller has checked that the result has the rows and columns of the tile; it checks the operands itself.
+
+use super::NR;
+use crate::ops::simd::{Vector, prefetch};
+
+/// How many steps of the inner dimension further on a panel is asked for.
+const SOON: usize = 16;
+
+/// The rows of a tile of the left matrix.
+#[derive(Clone, Copy)]
+pub(super) enum Rows<'a> {
+    /// Each row contiguous; the distance of two rows.
+    Strided(&'a [f32], usize),
+    /// Packed: `[inner, R]`.
+    Packed(&'a [f32]),
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    /// Length of the inner dimension in this pass.
+    pub(super) steps: usize,
+    /// Columns of the packed panel.
+    pub(super) stride: usize,
+    /// Columns of the tile that exist.
+    pub(super) width: usize,
+    /// Whether the chains begin at zero.
+    pub(super) fresh: bool,
+    /// Distance of two rows of the result.
+    pub(super) out_stride: usize,
+    /// Memory that is needed soon: one line of it is asked for per step, a panel's stride apart.
+    pub(super) ahead: *const f32,
+}
+
+#[inline(always)]
+pub(super) fn rows_of<V: Vector, const N: usize, const R: usize>(
+    height: usize,
+    a: Rows<'_>,
+    b: &[f32],
+    place: Place,
+    out: *mut f32,
+) {
+    match height {
+        1 => tile::<V, N, 1, R>(a, b, place, out),
+        2 => tile::<V, N, 2, R>(a, b, place, out),
+        3 => tile::<V, N, 3, R>(a, b, place, out),
+        4 => tile::<V, N, 4, R>(a, b, place, out),
+        5 => tile::<V, N, 5, R>(a, b, place, out),
+        6 => tile::<V, N, 6, R>(a, b, place, out),
+        7 if R > 6 => tile::<V, N, 7, R>(a, b, place, out),
+        _ => tile::<V, N, R, R>(a, b, place, out),
+    }
+}
+
+/// `H` rows by `N` registers: continues the chains that stand in `out`.
+#[inline(always)]
+fn tile<V: Vector, const N: usize, const H: usize, const R: usize>(
+    a: Rows<'_>,
+    b: &[f32],
+    place: Place,
+    out: *mut f32,
+) {
+    let Place { steps, stride, width, fresh, out_stride, ahead } = place;
+    assert!((steps - 1) * stride + V::WIDTH * N <= b.len(), "the tile lies inside the panel");
+    let mut sums = [[V::zero(); N]; H];
+    if !fresh {
+        for (r, sum) in sums.iter_mut().enumerate() {
+            *sum = load_row(out.wrapping_add(r * out_stride), width);
+        }
+    }
+    match a {
+        Rows::Strided(a, row_stride) => {
+            assert!((H - 1) * row_stride + steps <= a.len(), "the tile lies inside the left matrix");
+            let rows: [*const f32; H] = std::array::from_fn(|r| a[r * row_stride..].as_ptr());
+            let mut panel = b.as_ptr();
+            for k in 0..steps {
+                #[expect(unsafe_code, reason = "both ends were checked against the lengths above")]
+                unsafe {
+                    prefetch(panel.wrapping_add(SOON * stride), V::WIDTH * N);
+                    prefetch(ahead.wrapping_add(k * stride), 1);
+                    let b: [V; N] = std::array::from_fn(|n| V::load_at(panel.add(n * V::WIDTH)));
+                    for (sum, row) in sums.iter_mut().zip(rows) {
+                        let a = *row.add(k);
+                        for (sum, b) in sum.iter_mut().zip(b) {
+                            *sum = b.mul_add(a, *sum);
+                        }
+                    }
+                }
+                panel = panel.wrapping_add(stride);
+            }
+        }
+        Rows::Packed(a) => {
+            for (k, a) in a.chunks_exact(R).take(steps).enumerate() {
+                #[expect(unsafe_code, reason = "the end was checked against the length above")]
+                let b: [V; N] =
+                    std::array::from_fn(|n| unsafe { V::load_at(b.as_ptr().add(k * stride + n * V::WIDTH)) });
+                for (sum, a) in sums.iter_mut().zip(a) {
+                    for (sum, b) in sum.iter_mut().zip(b) {
+                        *sum = b.mul_add(*a, *sum);
+                    }
+                }
+            }
+        }
+    }
+    for (r, sum) in sums.into_iter().enumerate() {
+        store_row(sum, out.wrapping_add(r * out_stride), width);
+    }
+}
+
+/// `width` values of a row of the result, which `product` checked to have them.
+#[inline(always)]
+#[expect(unsafe_code, reason = "the row, or the copy of its edge, has all registers")]
+fn load_row<V: Vector, const N: usize>(row: *const f32, width: usize) -> [V; N] {
+    let mut edge = [0.0_f32; NR];
+    let from = if width == V::WIDTH * N {
+        row
+    } else {
+        unsafe { row.copy_to_nonoverlapping(edge.as_mut_ptr(), width) };
+        edge.as_ptr()
+    };
+    std::array::from_fn(|n| unsafe { V::load_at(from.add(n * V::WIDTH)) })
+}
+
+/// Stores `width` values to a row of the result, which `product` checked to have them.
+#[inline(always)]
+#[expect(unsafe_code, reason = "the row, or the copy of its edge, has room for all registers")]
+fn store_row<V: Vector, const N: usize>(sum: [V; N], row: *mut f32, width: usize) {
+    let mut edge = [0.0_f32; NR];
+    let whole = width == V::WIDTH * N;
+    let to = if whole { row } else { edge.as_mut_ptr() };
+    for (n, sum) in sum.into_iter().enumerate() {
+        unsafe { sum.store_at(to.add(n * V::WIDTH)) };
+    }
+    if !whole {
+        unsafe { row.copy_from_nonoverlapping(edge.as_ptr(), width) };
+    }
+}
