@@ -9,7 +9,7 @@
 //! - [`machine`]: what this machine can do
 //! - [`sampling`]: from logits to a token and its log-probability
 //! - [`mod@characters`]: the character-level tokenizer of fresh models
-//! - [`bench`]: what a machine can do at best
+//! - [`mod@bench`]: what a machine can do at best
 //!
 //! # Example
 //! A fresh model that nobody has trained, and the token it puts behind three others:
