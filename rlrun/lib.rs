@@ -2,7 +2,7 @@
 //!
 //! - [`recipe`]: one TOML file that says everything about a run, with the origin of every value
 //! - [`args`], [`commands`]: the command line and what it does
-//! - [`plan`]: what a recipe amounts to before it runs; [`bench`]: what this machine does with a model
+//! - [`plan`]: what a recipe amounts to before it runs; [`mod@bench`]: what this machine does with a model
 //! - [`run_dir`]: where a run leaves everything
 //! - [`metrics`], [`report`]: the measurements of a step and how they are shown; [`memory`]: that of the process
 //!
