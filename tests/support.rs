@@ -219,8 +219,14 @@ impl Run {
     }
 
     /// Waits for `moment`; false if `child` ended before.
+    ///
+    /// # Panics
+    /// If neither happens for ten minutes.
     pub(crate) fn wait_for(&self, moment: Moment, child: &mut Child) -> bool {
+        let start = std::time::Instant::now();
         loop {
+            let waited = start.elapsed();
+            assert!(waited.as_secs() < 600, "{}: {moment:?} has not come in {waited:?}", self.path.display());
             if self.has_come(moment) {
                 return true;
             }

@@ -125,7 +125,7 @@ fn gradients_of_packs_add_up() {
         reverse(&decoder, &golden, &[3, 1], &mut parts);
         let mut rest = Gradients::zeros(golden.parameters.layout());
         reverse(&decoder, &golden, &[2, 0], &mut rest);
-        parts.add(&rest);
+        parts.add(&rest, &Team::alone());
         assert_gradients(name, &golden, &parts, whole.values(), 1e-5);
     }
 }

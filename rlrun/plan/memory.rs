@@ -194,9 +194,8 @@ mod tests {
     use super::super::tests::recipe;
     use super::*;
 
-    #[test]
-    fn parts_count_what_they_say() {
-        let config = Config::fresh(&Sizes {
+    fn config() -> Config {
+        Config::fresh(&Sizes {
             vocab_size: 10,
             hidden_size: 8,
             intermediate_size: 16,
@@ -204,7 +203,12 @@ mod tests {
             num_heads: 2,
             num_kv_heads: 2,
             max_position_embeddings: 64,
-        });
+        })
+    }
+
+    #[test]
+    fn parts_count_what_they_say() {
+        let config = config();
         let memory = Memory::of(&recipe(), &config, 1000);
         let bytes = |name: &str| memory.parts.iter().find(|part| part.name == name).unwrap().bytes;
         let weights = 4 * Layout::new(&config).len() as u64;
@@ -227,15 +231,7 @@ mod tests {
     fn sizes_beyond_all_bounds_saturate() {
         let mut recipe = recipe();
         recipe.rollout.max_running = usize::MAX;
-        let config = Config::fresh(&Sizes {
-            vocab_size: 10,
-            hidden_size: 8,
-            intermediate_size: 16,
-            num_layers: 2,
-            num_heads: 2,
-            num_kv_heads: 2,
-            max_position_embeddings: 64,
-        });
+        let config = config();
         assert_eq!(Memory::of(&recipe, &config, 0).total(), u64::MAX);
     }
 }

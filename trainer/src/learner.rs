@@ -30,9 +30,6 @@ pub struct LearnerConfig {
     pub world: usize,
 }
 
-/// Gradients that are set to zero, or added, by one thread at a time.
-const BLOCK: usize = 1 << 18;
-
 /// One policy in training.
 #[derive(Debug)]
 pub struct Learner {
@@ -173,7 +170,7 @@ impl Learner {
         let Some((total, others)) = gradients[..shares.len()].split_first_mut() else {
             return Ok((0.0, reports));
         };
-        others.iter().for_each(|other| self.add(total, other));
+        others.iter().for_each(|other| total.add(other, &self.team));
         let norm = norm(total.values(), &self.team);
         if !norm.is_finite() {
             return Err(TrainerError::GradientNotFinite {
@@ -200,7 +197,7 @@ impl Learner {
         gradients: &mut Gradients,
         team: &Team,
     ) -> Result<L::Report, TrainerError> {
-        team.map(gradients.values_mut().chunks_mut(BLOCK).collect(), |block| block.fill(0.0));
+        gradients.clear(team);
         let decoder = self.decoder();
         let mut report = L::Report::default();
         for batch in mine {
@@ -214,13 +211,6 @@ impl Learner {
             decoder.backward(&pack, trace, &targets, &slopes, gradients, team)?;
         }
         Ok(report)
-    }
-
-    fn add(&self, total: &mut Gradients, other: &Gradients) {
-        let blocks = total.values_mut().chunks_mut(BLOCK).zip(other.values().chunks(BLOCK));
-        self.team.map(blocks.collect(), |(total, other): (&mut [f32], &[f32])| {
-            total.iter_mut().zip(other).for_each(|(a, b)| *a += b);
-        });
     }
 
     /// The network with the current weights.

@@ -19,6 +19,8 @@ use crate::{Layout, Team};
 
 /// Tokens of a feed-forward block that are in memory at a time with [`Recompute::Sequence`].
 const CHUNK: usize = 256;
+/// Gradients that one thread sets to zero, or adds, at a time.
+const BLOCK: usize = 1 << 18;
 
 /// What the backward computes again instead of keeping it from the forward. Results are the same bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -129,6 +131,21 @@ impl Pack {
         }
         parts
     }
+
+    /// The parts of the given lengths.
+    fn parts_of(&self, lengths: &[usize]) -> Vec<Part<'_>> {
+        let (mut row, mut segment) = (0, 0);
+        lengths
+            .iter()
+            .map(|length| {
+                let rows = row..row + length;
+                let count = self.segments[segment..].partition_point(|s| s.rows.start < rows.end);
+                let segments = &self.segments[segment..segment + count];
+                (row, segment) = (rows.end, segment + count);
+                Part { pack: self, rows, segments }
+            })
+            .collect()
+    }
 }
 
 /// Rows of a pack that one thread computes.
@@ -215,9 +232,17 @@ impl Gradients {
     ///
     /// # Panics
     /// If they are of another model.
-    pub fn add(&mut self, other: &Self) {
+    pub fn add(&mut self, other: &Self, team: &Team) {
         assert_eq!(self.values.len(), other.values.len(), "gradients of one model are added");
-        self.values.iter_mut().zip(&other.values).for_each(|(a, b)| *a += b);
+        let blocks = self.values.chunks_mut(BLOCK).zip(other.values.chunks(BLOCK));
+        team.map(blocks.collect(), |(own, other): (&mut [f32], &[f32])| {
+            own.iter_mut().zip(other).for_each(|(a, b)| *a += b);
+        });
+    }
+
+    /// Sets all to zero.
+    pub fn clear(&mut self, team: &Team) {
+        team.map(self.values.chunks_mut(BLOCK).collect(), |block| block.fill(0.0));
     }
 }
 
@@ -462,23 +487,6 @@ fn chunks(parts: &[(usize, Range<usize>)], threads: usize) -> Vec<Vec<(usize, Ra
         pieces.extend(rows.clone().step_by(each).map(|start| (*p, start..(start + each).min(rows.end))));
     }
     pieces.chunks(threads).map(<[_]>::to_vec).collect()
-}
-
-impl Pack {
-    /// The parts of the given lengths.
-    fn parts_of(&self, lengths: &[usize]) -> Vec<Part<'_>> {
-        let (mut row, mut segment) = (0, 0);
-        lengths
-            .iter()
-            .map(|length| {
-                let rows = row..row + length;
-                let count = self.segments[segment..].partition_point(|s| s.rows.start < rows.end);
-                let segments = &self.segments[segment..segment + count];
-                (row, segment) = (rows.end, segment + count);
-                Part { pack: self, rows, segments }
-            })
-            .collect()
-    }
 }
 
 /// `[rows of the part, d]` with those rows of `g [rows, d]` added that lie in the part, zero elsewhere.

@@ -252,7 +252,8 @@ pub(crate) fn product(left: Matrix<'_>, right: Right<'_>, mut out: Out<'_>, fres
     let end = (left.rows - 1) * out.row_stride + columns;
     assert!(columns <= out.width && end <= out.len, "the result is [{}, {columns}]", left.rows);
     if inner == 0 {
-        for row in 0..if fresh { left.rows } else { 0 } {
+        let emptied = if fresh { left.rows } else { 0 };
+        for row in 0..emptied {
             #[expect(unsafe_code, reason = "the rows lie inside the result, as was checked above")]
             unsafe {
                 out.first.add(row * out.row_stride).write_bytes(0, columns);
