@@ -62,6 +62,8 @@ pub(crate) struct Mark {
     pub(crate) step: PolicyVersion,
     /// Groups that were leased for `step`.
     pub(crate) taken: usize,
+    /// The latest version that anybody can have.
+    pub(crate) known: PolicyVersion,
 }
 
 impl Mark {

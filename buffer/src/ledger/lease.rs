@@ -56,9 +56,7 @@ impl Ledger {
             return Err(BufferError::FutureVersion { version: step, known: self.known() });
         }
         if step > self.step {
-            (self.step, self.taken) = (step, 0);
-            self.change();
-            self.tell(EventKind::Version, Vec::new(), None, Some(step));
+            self.begin_step(step);
         }
         self.drop_stale();
         let Some(groups) = self.choose(request, last_call) else { return Ok(None) };
@@ -115,9 +113,7 @@ impl Ledger {
             }
         }
         if through > self.step {
-            (self.step, self.taken) = (through, 0);
-            self.change();
-            self.tell(EventKind::Version, Vec::new(), None, Some(through));
+            self.begin_step(through);
         }
         lost
     }
@@ -255,6 +251,7 @@ impl Ledger {
         let id = LeaseId(self.next_lease);
         self.next_lease += 1;
         self.taken += groups.len();
+        self.known = self.known.max(step.next());
         groups.iter().for_each(|group| self.take(*group));
         let named = request.step.is_some();
         if named {

@@ -1,0 +1,139 @@
+//! What arrives: whether it is written, and that it was. Invariant: between [`Ledger::begin`] and [`Ledger::end`] a group is
+//! in flight, its bytes and contents count, and nobody else writes it.
+
+use trajectory::{GroupId, PolicyVersion};
+
+use super::{KEYED, Ledger, Row, Stage, Stored};
+use crate::{BufferError, EventKind, Finalized};
+
+/// What arrives to be stored.
+#[derive(Clone, Debug)]
+pub(crate) struct Arrival<'a> {
+    pub(crate) identity: Identity,
+    pub(crate) oldest: PolicyVersion,
+    pub(crate) newest: PolicyVersion,
+    /// Size of the payload.
+    pub(crate) bytes: u64,
+    /// One for every trajectory; empty without `dedup`.
+    pub(crate) contents: &'a [u128],
+}
+
+/// What an arrival is recognised by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Identity {
+    Admitted(GroupId),
+    /// Digest of its key.
+    Keyed(u128),
+}
+
+/// What has to be done about an arrival.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Begin {
+    /// Write those trajectories (all, without `dedup`) under this id, then say [`Ledger::end`].
+    Write { group: GroupId, keep: Vec<bool> },
+    /// Another call is writing it: ask again when something changed.
+    Elsewhere(GroupId),
+    /// Nothing; this is the answer.
+    Answer(Option<GroupId>, Finalized),
+}
+
+impl Ledger {
+    /// Announces that something is about to be written.
+    pub(crate) fn begin(&mut self, arrival: &Arrival<'_>, now: u64) -> Result<Begin, BufferError> {
+        self.not_from_the_future(arrival.newest)?;
+        let Arrival { oldest, bytes, .. } = *arrival;
+        if bytes > self.config.max_bytes {
+            return Err(BufferError::GroupTooLarge { bytes, limit: self.config.max_bytes });
+        }
+        let group = match self.identify(arrival.identity)? {
+            Ok(group) => group,
+            Err(answer) => return Ok(answer),
+        };
+        let in_flight = self.flights.contains_key(&group);
+        let known = matches!(arrival.identity, Identity::Admitted(_)).then_some(group);
+        if oldest.staleness_at(self.next_step()) > self.config.max_staleness {
+            if in_flight {
+                self.land(group);
+                self.again.insert(group);
+            }
+            self.count_dropped(1);
+            return Ok(Begin::Answer(known, Finalized::Stale));
+        }
+        if (!in_flight && self.free(oldest) == 0) || self.bytes + bytes > self.config.max_bytes {
+            return Ok(Begin::Answer(known, Finalized::Full));
+        }
+        let keep = self.contents.new_ones(arrival.contents);
+        if !keep.is_empty() && !keep.contains(&true) {
+            if in_flight {
+                self.land(group);
+            }
+            self.evicted += 1;
+            return Ok(Begin::Answer(known, Finalized::Duplicate));
+        }
+        let hold_ms = self.flights.get(&group).and_then(|flight| flight.hold_ms);
+        if in_flight {
+            self.land(group);
+        }
+        self.again.remove(&group);
+        if let Identity::Keyed(key) = arrival.identity {
+            self.next_keyed = group.0 + 1;
+            self.keys.insert(key, group);
+        }
+        let contents: Vec<u128> = arrival
+            .contents
+            .iter()
+            .zip(&keep)
+            .filter(|(_, keep)| **keep)
+            .map(|(content, _)| *content)
+            .collect();
+        self.contents.add(&contents);
+        self.bytes += bytes;
+        self.take_off(group, Stage::Writing, oldest, hold_ms, now);
+        let flight = self.flights.get_mut(&group).expect("it has just been put there");
+        (flight.bytes, flight.contents) = (bytes, contents);
+        Ok(Begin::Write { group, keep })
+    }
+
+    /// The write ended: from now on the group can be leased, or, if it failed, finalized again.
+    pub(crate) fn end(&mut self, group: GroupId, written: Option<Row>, now: u64) {
+        let Some(flight) = self.land(group) else { return };
+        let Some(row) = written else {
+            self.bytes -= flight.bytes;
+            self.contents.remove(&flight.contents);
+            if group.0 >= KEYED {
+                self.keys.remove(group);
+            } else {
+                self.take_off(group, Stage::Claimed, flight.version, flight.hold_ms, now);
+            }
+            return;
+        };
+        self.bytes = self.bytes - flight.bytes + row.bytes;
+        self.stored.insert(group, Stored { row, out: 0 });
+        self.enter_pool(group);
+        self.tell(EventKind::Finalized, vec![group], None, None);
+        if let Some(below) = self.keys.trim(|group| self.stored.contains_key(&group)) {
+            self.change().keys_below = Some(below);
+        }
+    }
+
+    /// The id under which an arrival would be written, or why it is not.
+    fn identify(&self, identity: Identity) -> Result<Result<GroupId, Begin>, BufferError> {
+        let known = match identity {
+            Identity::Admitted(group) => Some(group),
+            Identity::Keyed(key) => self.keys.group(key),
+        };
+        let Some(group) = known else { return Ok(Ok(GroupId(self.next_keyed))) };
+        if let Some(flight) = self.flights.get(&group) {
+            let writing = flight.stage == Stage::Writing;
+            return Ok(if writing { Err(Begin::Elsewhere(group)) } else { Ok(group) });
+        }
+        if self.again.contains(&group) {
+            return Ok(Ok(group));
+        }
+        let limit = if group.0 >= KEYED { self.next_keyed } else { self.next_id };
+        if group.0 >= limit {
+            return Err(BufferError::UnknownGroup { group, next: GroupId(limit) });
+        }
+        Ok(Err(Begin::Answer(Some(group), Finalized::Duplicate)))
+    }
+}

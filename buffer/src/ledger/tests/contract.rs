@@ -1,0 +1,422 @@
+//! The whole contract against a model: any verb at any moment, by anybody, with a clock and crashes.
+//!
+//! The model knows what was promised to whom and nothing of how the ledger decides. It objects when a group is handed out
+//! over the bound, or to two at a time, or more often than allowed, or again after its last acknowledgement; when a named
+//! step gets other groups than before; and when a group that was accepted is forgotten without a reason.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::*;
+use crate::{Finalized, LeaseRequest, OnStale, Order};
+
+/// Verbs tried in all; one run of the suite.
+const VERBS: u64 = 1_000_000;
+/// Verbs per world; then the next has another configuration.
+const PER_WORLD: u64 = 10_000;
+const CONSUMERS: u64 = 3;
+
+/// A lease as its consumer sees it.
+#[derive(Clone, Debug)]
+struct Promise {
+    consumer: String,
+    step: PolicyVersion,
+    named: bool,
+    groups: Vec<GroupId>,
+    until: Option<u64>,
+}
+
+/// What a group has been through.
+#[derive(Clone, Debug)]
+struct Story {
+    oldest: PolicyVersion,
+    uses: u32,
+    /// Removed on request, or in a lease when it went over the bound.
+    evicted: bool,
+}
+
+struct World {
+    dice: Dice,
+    config: BufferConfig,
+    ledger: Ledger,
+    disk: Disk,
+    /// Changes that nobody has waited for: a crash may lose the last of them.
+    unflushed: Vec<Change>,
+    now: u64,
+    stories: BTreeMap<GroupId, Story>,
+    promises: BTreeMap<LeaseId, Promise>,
+    in_flight: BTreeMap<GroupId, PolicyVersion>,
+    next_key: u128,
+    /// The highest step for which anything may have been dropped.
+    highest: PolicyVersion,
+    handed_out: u64,
+    acked: u64,
+    lost: u64,
+}
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let mut dice = Dice(seed);
+        let (batch_groups, max_staleness) = (1 + dice.below(4) as usize, dice.below(5));
+        let order = match dice.below(6) {
+            0 => Order::Recency,
+            1 => Order::Uniform,
+            2 => Order::Reward { temperature: 0.5 },
+            _ => Order::Fifo,
+        };
+        let max_uses = if dice.once_in(3) { 1 + dice.below(3) as u32 } else { 1 };
+        let mut config =
+            BufferConfig { order, max_uses, seed, ..BufferConfig::new(batch_groups, max_staleness) };
+        config.on_stale = if config.replays() || dice.once_in(3) { OnStale::Drop } else { OnStale::Wait };
+        config.max_bytes = if dice.once_in(4) { 5 } else { 1 << 30 };
+        let ledger = Ledger::restore(config.checked().unwrap(), Kept::default(), 0);
+        Self {
+            dice,
+            config,
+            ledger,
+            disk: Disk::default(),
+            unflushed: Vec::new(),
+            now: 0,
+            stories: BTreeMap::new(),
+            promises: BTreeMap::new(),
+            in_flight: BTreeMap::new(),
+            next_key: 0,
+            highest: PolicyVersion(0),
+            handed_out: 0,
+            acked: 0,
+            lost: 0,
+        }
+    }
+
+    fn verb(&mut self) {
+        self.now += self.dice.below(20);
+        match self.dice.below(24) {
+            0..=3 => self.admit(),
+            4..=6 => self.finalize(),
+            7..=9 => self.submit(),
+            10 => self.claim_or_abort(),
+            11..=15 => self.lease(),
+            16 | 17 => self.ack(),
+            18 => self.ack_through(),
+            19 => self.release(),
+            20 => self.extend(),
+            21 => self.set_version(),
+            22 if self.dice.once_in(4) => self.evict(),
+            23 if self.dice.once_in(8) => self.crash(),
+            _ => {
+                self.ledger.expire(self.now);
+                self.flush(false);
+            }
+        }
+    }
+
+    fn flush(&mut self, waits: bool) {
+        self.unflushed.extend(self.ledger.take_change().0);
+        self.highest = self.highest.max(self.ledger.step);
+        if !waits {
+            return;
+        }
+        for change in std::mem::take(&mut self.unflushed) {
+            for (_, id) in &change.forget {
+                let story = self.stories.get(id).unwrap_or_else(|| panic!("{id} was never accepted"));
+                let over = story.oldest.staleness_at(self.highest) > self.config.max_staleness;
+                let used_up = story.uses >= self.config.max_uses;
+                assert!(over || used_up || story.evicted, "{id} is forgotten without a reason: {story:?}");
+            }
+            self.disk.write(change);
+        }
+    }
+
+    fn admit(&mut self) {
+        let served = PolicyVersion(self.dice.below(self.ledger.known().0 + 1));
+        let hold = self.dice.once_in(2).then(|| std::time::Duration::from_millis(self.dice.below(200)));
+        let request = AdmitRequest { served, limit: self.dice.below(4) as usize, hold };
+        let free = self.ledger.free(served);
+        let ids = self.ledger.admit(request, self.now).unwrap();
+        assert!(ids.len() <= free);
+        for id in ids {
+            if let Some(story) = self.stories.remove(&id) {
+                let over = story.oldest.staleness_at(self.highest) > self.config.max_staleness;
+                assert!(over && story.uses == 0, "{id} is admitted again: {story:?}");
+            }
+            self.in_flight.insert(id, served);
+        }
+    }
+
+    fn claim_or_abort(&mut self) {
+        let Some(id) = self.any_in_flight() else { return };
+        if self.dice.once_in(2) {
+            let served = self.ledger.known();
+            if self.ledger.claim(id, served, self.now).is_ok() {
+                self.in_flight.insert(id, served);
+            }
+        } else if self.ledger.abort(id, self.dice.once_in(2)).is_ok() {
+            self.in_flight.remove(&id);
+        }
+    }
+
+    fn finalize(&mut self) {
+        let Some(id) = self.any_in_flight() else { return };
+        let oldest = self.in_flight[&id];
+        self.arrive(Identity::Admitted(id), oldest);
+    }
+
+    fn submit(&mut self) {
+        let repeated = self.next_key > 0 && self.dice.once_in(5);
+        let key = if repeated { u128::from(self.dice.below(self.next_key as u64)) } else { self.next_key };
+        self.next_key = self.next_key.max(key + 1);
+        let behind = self.dice.below(self.config.max_staleness + 2);
+        self.arrive(Identity::Keyed(key), PolicyVersion(self.ledger.known().0.saturating_sub(behind)));
+    }
+
+    fn arrive(&mut self, identity: Identity, oldest: PolicyVersion) {
+        let begin = self.ledger.begin(&arrival(identity, oldest), self.now).unwrap();
+        match begin {
+            Begin::Write { group, .. } => {
+                let works = !self.dice.once_in(20);
+                let mut row = row(group, oldest);
+                row.reward = Some(self.dice.below(5) as f64);
+                if works {
+                    let story = Story { oldest, uses: 0, evicted: false };
+                    assert!(self.stories.insert(group, story).is_none(), "{group} is accepted twice");
+                    let key = match identity {
+                        Identity::Keyed(key) => Some(key),
+                        Identity::Admitted(_) => None,
+                    };
+                    self.disk.append(row.clone(), key);
+                    self.in_flight.remove(&group);
+                }
+                self.ledger.end(group, works.then_some(row), self.now);
+            }
+            Begin::Answer(group, Finalized::Stale) => {
+                assert!(oldest.staleness_at(self.ledger.next_step()) > self.config.max_staleness);
+                group.map(|group| self.in_flight.remove(&group));
+            }
+            Begin::Answer(Some(group), Finalized::Duplicate) => {
+                self.in_flight.remove(&group);
+            }
+            Begin::Answer(_, Finalized::Full) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn lease(&mut self) {
+        let consumer = format!("consumer {}", self.dice.below(CONSUMERS));
+        let (current, known) = (self.ledger.step, self.ledger.known());
+        let replayed = self.promises.values().filter(|promise| promise.named && promise.consumer == consumer);
+        let replayed: Vec<PolicyVersion> = replayed.map(|promise| promise.step).collect();
+        let step = match self.dice.below(4) {
+            0 => None,
+            1 if !replayed.is_empty() => Some(replayed[self.dice.below(replayed.len() as u64) as usize]),
+            _ => Some(known),
+        };
+        let batch = self.config.batch_groups as u64;
+        let request = LeaseRequest {
+            consumer: consumer.clone(),
+            step,
+            groups: self.dice.once_in(2).then(|| 1 + self.dice.below(2 * batch) as usize),
+            at_least: self.dice.once_in(2).then_some(1),
+            tokens: self.dice.once_in(4).then(|| self.dice.below(60)),
+            max_staleness: self.dice.once_in(4).then(|| self.dice.below(3)),
+            hold: self.dice.once_in(2).then(|| std::time::Duration::from_millis(1 + self.dice.below(300))),
+        };
+        let leased = self.ledger.lease(&request, self.now, self.dice.once_in(2));
+        self.flush(true);
+        let Ok(Some(Leased { id, step, groups, .. })) = leased else { return };
+        assert!(!groups.is_empty() && groups.is_sorted_by(|a, b| a < b));
+        let until = request.hold.map(|hold| self.now + millis(hold));
+        let named = request.step.is_some();
+        if let Some(before) = self.promises.get(&id) {
+            assert!(
+                named && before.groups == groups,
+                "another batch for {step}: {before:?}, then {groups:?}"
+            );
+        } else {
+            assert!((current..=known).contains(&step), "a new lease for {step} at {current}");
+            self.check_new(&groups, step);
+        }
+        self.check_alone(id, &groups);
+        self.handed_out += groups.len() as u64;
+        self.promises.insert(id, Promise { consumer, step, named, groups, until });
+    }
+
+    fn check_new(&self, groups: &[GroupId], step: PolicyVersion) {
+        for id in groups {
+            let story = &self.stories[id];
+            let staleness = story.oldest.staleness_at(step);
+            assert!(staleness <= self.config.max_staleness, "{id} is {staleness} versions old at {step}");
+            assert!(story.uses < self.config.max_uses && !story.evicted, "{id} is done with: {story:?}");
+        }
+    }
+
+    /// Nobody else holds the groups, but for as many uses as there are.
+    fn check_alone(&self, lease: LeaseId, groups: &[GroupId]) {
+        let live = self
+            .promises
+            .iter()
+            .filter(|(id, promise)| **id != lease && promise.until.is_none_or(|until| until > self.now));
+        let held: Vec<&Promise> = live.map(|(_, promise)| promise).collect();
+        for id in groups {
+            let others = held.iter().filter(|promise| promise.groups.contains(id)).count();
+            let uses = self.stories[id].uses as usize + others + 1;
+            assert!(uses <= self.config.max_uses as usize, "{id} is held by {others} others");
+        }
+    }
+
+    fn ack(&mut self) {
+        let Some(id) = self.any_promise() else { return };
+        let acked = self.ledger.ack(id);
+        let promise = self.promises.remove(&id).unwrap();
+        self.settle(acked.is_ok(), &promise);
+        self.flush(true);
+    }
+
+    fn settle(&mut self, acked: bool, promise: &Promise) {
+        if !acked {
+            assert!(promise.until.is_some_and(|until| until <= self.now), "a lease is lost in its hold");
+            self.lost += 1;
+            return;
+        }
+        self.acked += 1;
+        for id in &promise.groups {
+            self.stories.get_mut(id).unwrap().uses += 1;
+        }
+    }
+
+    fn ack_through(&mut self) {
+        let consumer = format!("consumer {}", self.dice.below(CONSUMERS));
+        let through = self.ledger.step;
+        let of = |promise: &Promise| promise.consumer == consumer && promise.step < through;
+        let done: Vec<LeaseId> =
+            self.promises.iter().filter(|(_, promise)| of(promise)).map(|(id, _)| *id).collect();
+        for id in done {
+            let promise = self.promises.remove(&id).unwrap();
+            // What the ledger holds for lost it does not acknowledge.
+            let lost = self.ledger.leases.get(&id).is_none_or(|record| record.row.state == LeaseState::Lost);
+            self.settle(!lost, &promise);
+        }
+        let _ = self.ledger.ack_through(&consumer, through);
+        self.flush(true);
+    }
+
+    fn release(&mut self) {
+        let Some(id) = self.any_promise() else { return };
+        let _ = self.ledger.release(id);
+        self.promises.remove(&id);
+        self.flush(true);
+    }
+
+    fn extend(&mut self) {
+        let Some(id) = self.any_promise() else { return };
+        let hold = 1 + self.dice.below(300);
+        let held = self.ledger.extend(id, hold, self.now);
+        self.flush(true);
+        let promise = self.promises.get_mut(&id).unwrap();
+        if held.is_ok() {
+            promise.until = Some(self.now + hold);
+            let groups = promise.groups.clone();
+            self.check_alone(id, &groups);
+        } else {
+            assert!(promise.until.is_some_and(|until| until <= self.now), "a lease is lost in its hold");
+            self.promises.remove(&id);
+        }
+    }
+
+    fn set_version(&mut self) {
+        let ahead = self.dice.below(3);
+        self.ledger.set_version(PolicyVersion(self.ledger.known().0 + ahead), false).unwrap();
+        self.flush(true);
+    }
+
+    fn evict(&mut self) {
+        if self.dice.once_in(3) {
+            let below = self.ledger.step;
+            for (version, id) in self.ledger.pool.range(..(below, GroupId(0))) {
+                assert!(*version < below);
+                self.stories.get_mut(id).unwrap().evicted = true;
+            }
+            self.ledger.evict_below(below);
+            // Those in a lease were not.
+            for (id, story) in &mut self.stories {
+                story.evicted &= !self.ledger.is_stored(*id);
+            }
+        } else if let Some(id) =
+            self.stories.keys().nth(self.dice.below(self.stories.len() as u64 + 1) as usize)
+        {
+            let id = *id;
+            if self.ledger.evict(id) {
+                self.stories.get_mut(&id).unwrap().evicted = true;
+                self.promises.values_mut().for_each(|promise| promise.groups.retain(|group| *group != id));
+            }
+        }
+        self.flush(true);
+    }
+
+    /// All that was promised is on the disk; of what nobody waited for, only the first part may be.
+    fn crash(&mut self) {
+        let written = self.dice.below(self.unflushed.len() as u64 + 1) as usize;
+        self.unflushed.truncate(written);
+        self.ledger.take_change();
+        let flushed = self.ledger.step;
+        self.flush(true);
+        self.highest = self.highest.max(flushed);
+        self.ledger = self.disk.reopen(self.config, self.now);
+        self.in_flight.clear();
+        // Open leases are held anew.
+        for (id, promise) in &mut self.promises {
+            let open = self.ledger.leases.get(id).is_some_and(|record| record.row.state == LeaseState::Open);
+            if let (Some(_), true) = (promise.until, open) {
+                let hold = self.ledger.leases[id].row.hold_ms;
+                promise.until = hold.map(|hold| self.now + hold);
+            }
+        }
+        for (id, story) in &self.stories {
+            let over = story.oldest.staleness_at(self.highest) > self.config.max_staleness;
+            let done = story.uses >= self.config.max_uses || story.evicted || over;
+            assert!(done || self.ledger.is_stored(*id), "{id} is lost: {story:?}");
+        }
+    }
+
+    fn any_in_flight(&mut self) -> Option<GroupId> {
+        let n = self.dice.below(self.in_flight.len().max(1) as u64) as usize;
+        self.in_flight.keys().nth(n).copied()
+    }
+
+    fn any_promise(&mut self) -> Option<LeaseId> {
+        let n = self.dice.below(self.promises.len().max(1) as u64) as usize;
+        self.promises.keys().nth(n).copied()
+    }
+
+    fn check_counts(&self) {
+        let stored: BTreeSet<GroupId> = self.ledger.stored.keys().copied().collect();
+        assert_eq!(self.disk.rows.keys().copied().collect::<BTreeSet<_>>(), stored);
+        let stats = self.ledger.stats();
+        let bytes: u64 = self.ledger.stored.values().map(|stored| stored.row.bytes).sum();
+        assert_eq!(stats.bytes, bytes, "bytes do not add up");
+        assert!(stats.bytes <= self.config.max_bytes);
+        let live: usize = self.ledger.due.values().sum();
+        assert_eq!(live, self.ledger.flights.len() + self.ledger.pool.len(), "deadlines do not add up");
+        for (id, stored) in &self.ledger.stored {
+            let open = self.ledger.leases.values().filter(|record| record.row.state == LeaseState::Open);
+            let out = open.filter(|record| record.row.groups.contains(id)).count();
+            assert_eq!(out, stored.out as usize, "{id} is in {out} leases");
+        }
+    }
+}
+
+#[test]
+fn nothing_that_was_promised_is_broken_by_any_verb_at_any_moment() {
+    let (mut handed_out, mut acked, mut lost) = (0, 0, 0);
+    for seed in 0..VERBS / PER_WORLD {
+        let mut world = World::new(seed);
+        for verb in 0..PER_WORLD {
+            world.verb();
+            if verb % 500 == 0 {
+                world.flush(true);
+                world.check_counts();
+            }
+        }
+        (handed_out, acked, lost) = (handed_out + world.handed_out, acked + world.acked, lost + world.lost);
+    }
+    // The schedules reach what they are to try.
+    assert!(handed_out > 50_000 && acked > 20_000 && lost > 500, "{handed_out} {acked} {lost}");
+}
