@@ -34,6 +34,9 @@ pub struct Buffer {
     store: Box<dyn Store>,
 }
 
+/// A group, and its payload if it is finalized.
+pub type WithPayload = (GroupEntry, Option<Arc<Group>>);
+
 /// What the writer of the store shares with the callers.
 struct Shared {
     ledger: Mutex<Ledger>,
@@ -129,7 +132,7 @@ impl Buffer {
     ///
     /// # Errors
     /// A group that cannot be read.
-    pub fn get(&self, id: GroupId) -> Result<Option<(GroupEntry, Option<Arc<Group>>)>, BufferError> {
+    pub fn get(&self, id: GroupId) -> Result<Option<WithPayload>, BufferError> {
         let ledger = self.shared.ledger()?;
         let Some(entry) = ledger.entry(id) else { return Ok(None) };
         let stored = ledger.is_stored(id);
@@ -168,6 +171,7 @@ impl Buffer {
     /// A store that cannot write.
     pub fn expire(&self) -> Result<(), BufferError> {
         let mut ledger = self.shared.ledger()?;
+        self.store.ready()?;
         if ledger.next_expiry().is_some_and(|until| until <= self.shared.now()) {
             ledger.expire(self.shared.now());
             self.commit(&mut ledger, Box::new(|_| ()));
@@ -184,6 +188,7 @@ impl Buffer {
     ) -> Result<T, BufferError> {
         let (done, receipt) = receipt();
         let mut ledger = self.shared.ledger()?;
+        self.store.ready()?;
         let result = verb(&mut ledger, self.shared.now());
         self.commit(&mut ledger, done);
         drop(ledger);
@@ -345,7 +350,7 @@ impl Producer for Buffer {
 impl Buffer {
     fn try_admit(&self, ledger: &mut Ledger, request: AdmitRequest) -> Result<Vec<GroupId>, BufferError> {
         let now = self.shared.now();
-        if ledger.expire(now) {
+        if self.store.ready().is_ok() && ledger.expire(now) {
             self.commit(ledger, Box::new(|_| ()));
         }
         ledger.admit(request, now)
@@ -359,6 +364,7 @@ impl Buffer {
         last_call: bool,
         done: Done,
     ) -> Result<Option<Leased>, BufferError> {
+        self.store.ready()?;
         let attempt = ledger.lease(request, self.shared.now(), last_call);
         self.commit(ledger, done);
         if attempt.is_ok() {
