@@ -8,7 +8,6 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, RecvTimeoutError, bounded};
 use tokio::sync::Notify;
 use trajectory::{Group, GroupId, PolicyVersion};
 
@@ -22,7 +21,10 @@ use crate::{
     LeaseEntry, LeaseId, LeaseRequest, Producer, Stats, Submitted,
 };
 
+mod receipt;
 mod serving;
+
+use receipt::{Receipt, receipt};
 
 /// The longest that any call waits, whatever it was told.
 const MAX_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
@@ -214,12 +216,8 @@ impl Buffer {
         self.store.submit(change, durable);
     }
 
-    fn wait_for(&self, receipt: &Receiver<Result<(), BufferError>>) -> Result<(), BufferError> {
-        match receipt.recv_timeout(WRITE_WAIT) {
-            Ok(result) => result,
-            Err(RecvTimeoutError::Timeout) => Err(self.store.unanswered(Some(WRITE_WAIT))),
-            Err(RecvTimeoutError::Disconnected) => Err(self.store.unanswered(None)),
-        }
+    fn wait_for(&self, receipt: &Receipt) -> Result<(), BufferError> {
+        receipt.wait(WRITE_WAIT).unwrap_or_else(|waited| Err(self.store.unanswered(waited)))
     }
 
     /// Asks the ledger about an arrival, which may free the slot of another.
@@ -474,13 +472,6 @@ impl Signal {
         self.threads.notify_all();
         self.tasks.notify_waiters();
     }
-}
-
-/// A promise to be told, and where it is told.
-fn receipt() -> (Done, Receiver<Result<(), BufferError>>) {
-    let (sender, receiver) = bounded(1);
-    // Whoever gave up waiting does not want to hear it.
-    (Box::new(move |result| drop(sender.try_send(result))), receiver)
 }
 
 impl fmt::Debug for Buffer {
