@@ -231,7 +231,7 @@ impl Journal {
             let place = place.ok_or(BufferError::Gone { group: id })?;
             if current.as_ref().is_none_or(|(number, _)| *number != place.segment) {
                 let segment = segments.get(place.segment).map_err(failed(path, "read a group"))?;
-                current = Some((place.segment, segment.ok_or(BufferError::Gone { group: id })?));
+                current = Some((place.segment, segment.ok_or_else(|| self.without_segment(id))?));
             }
             let segment = current.as_ref().map_or(&[][..], |(_, segment)| segment.value());
             let group = place.decode(id, segment);
@@ -242,6 +242,18 @@ impl Journal {
             })?));
         }
         Ok(groups)
+    }
+}
+
+impl Journal {
+    /// The segment of a group is not there: somebody forgot the group meanwhile, or the file is damaged.
+    fn without_segment(&self, group: GroupId) -> BufferError {
+        if lock(&self.places).contains_key(&group) {
+            let reason = "its segment is missing".to_owned();
+            BufferError::Damaged { path: self.path.clone(), group, reason }
+        } else {
+            BufferError::Gone { group }
+        }
     }
 }
 

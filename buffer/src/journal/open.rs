@@ -95,7 +95,7 @@ fn not_ours(path: &Path, found: String) -> BufferError {
     BufferError::NotAJournal { path: path.to_owned(), found }
 }
 
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+pub(super) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
     format!("damaged: {}", text.unwrap_or("of an unknown kind"))

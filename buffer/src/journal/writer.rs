@@ -5,6 +5,7 @@
 //! nor an insertion into the tree of payloads.
 
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
@@ -13,6 +14,7 @@ use redb::{Database, Table};
 use serde::Serialize;
 use trajectory::{GroupId, PolicyVersion};
 
+use super::open::panic_text;
 use super::tables::{KEYS, LEASES, META, ROWS, SEGMENTS};
 use super::{AtHand, Place, Places, Request, StoredRow, check, lock, stopped};
 use crate::BufferError;
@@ -98,31 +100,38 @@ impl Writer {
     }
 
     pub(super) fn run(mut self, requests: &Receiver<Request>) {
+        if let Err((cause, promises)) = self.write_until_closed(requests) {
+            *lock(&self.broken) = Some(cause);
+            promises.done.into_iter().for_each(|done| done(Err(stopped(&self.path, &self.broken))));
+            // The queue keeps what nobody takes out of it, and whoever asks must not wait for a writer that is no more.
+            while let Ok(request) = requests.recv() {
+                request.done(Err(stopped(&self.path, &self.broken)));
+            }
+        }
+    }
+
+    /// Writes until all senders are gone; after a failure says why, and what is not kept.
+    fn write_until_closed(&mut self, requests: &Receiver<Request>) -> Result<(), (String, Promises)> {
         while let Ok(first) = requests.recv() {
             let mut promises = Promises::default();
-            let written = self.write_together(first, requests, &mut promises);
-            if let Err(error) = written {
-                *lock(&self.broken) = Some(error.to_string());
-                for done in promises.done {
-                    done(Err(stopped(&self.path, &self.broken)));
-                }
-                while let Ok(request) = requests.try_recv() {
-                    request.done(Err(stopped(&self.path, &self.broken)));
-                }
-                return;
+            // redb panics when it meets some kinds of damage.
+            let written =
+                catch_unwind(AssertUnwindSafe(|| self.write_together(first, requests, &mut promises)));
+            match written {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => return Err((error.to_string(), promises)),
+                Err(panic) => return Err((panic_text(panic.as_ref()), promises)),
             }
             {
                 let mut at_hand = lock(&self.at_hand);
                 promises.at_hand.into_iter().for_each(|(id, group, bytes)| at_hand.put(id, group, bytes));
             }
             promises.done.into_iter().for_each(|done| done(Ok(())));
-            if requests.is_empty()
-                && let Err(error) = self.give_space_back()
-            {
-                *lock(&self.broken) = Some(error.to_string());
-                return;
+            if requests.is_empty() {
+                self.give_space_back().map_err(|error| (error.to_string(), Promises::default()))?;
             }
         }
+        Ok(())
     }
 
     /// One transaction with all that is queued.
@@ -164,11 +173,12 @@ impl Writer {
                 leases: transaction.open_table(LEASES)?,
                 keys: transaction.open_table(KEYS)?,
             };
-            // A group is only changed after its append was acknowledged, so appends can go first.
-            self.append(&mut tables, appends)?;
+            // A group is only changed after its append was acknowledged, so that no change is about the appends here; but
+            // one may forget a group that was dropped, and generated again since.
             for change in &changes {
                 self.apply(&mut tables, change)?;
             }
+            self.append(&mut tables, appends)?;
             if let Some(mark) = mark {
                 tables.meta.insert("mark", encoded(&mark)?.as_slice())?;
             }

@@ -1,0 +1,139 @@
+//! Bytes that are not what the buffer wrote: flipped, cut off, or of somebody else.
+//!
+//! Invariant: the answer to any bytes whatever is a journal that holds nothing but what was stored, or an error that says
+//! what is wrong and what to do. That a group of a damaged journal can be lost is not held against it; that the buffer
+//! keeps quiet about it is.
+
+use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use buffer::{Buffer, BufferConfig, BufferError, Consumer, LeaseRequest, Producer};
+use redb::TableDefinition;
+use trajectory::{GroupId, PolicyVersion};
+
+use super::simulated_disk::{Dice, SECTOR, SimulatedDisk};
+use super::workload::Content;
+use super::{Case, NOW, cases, group_of};
+
+const CONFIG: fn() -> BufferConfig = || BufferConfig::new(4, 1000);
+
+/// A journal with groups of all sizes, two leases and a group that is gone; with what it holds.
+fn journal() -> (Vec<u8>, Content) {
+    let disk = SimulatedDisk::empty();
+    let buffer = Buffer::open_on(disk.clone(), CONFIG()).unwrap();
+    for n in 0..40 {
+        let tokens = if n % 8 == 7 { 9000 } else { 30 };
+        buffer.submit(&n.to_string(), group_of(GroupId(0), PolicyVersion(0), (n, tokens))).unwrap();
+    }
+    let scored =
+        LeaseRequest { step: None, groups: Some(1), ..LeaseRequest::step("scorer", PolicyVersion(0)) };
+    let lease = buffer.lease(&scored, NOW).unwrap();
+    buffer.ack(lease.id).unwrap();
+    buffer.lease(&LeaseRequest::step("trainer", PolicyVersion(0)), NOW).unwrap();
+    let content = Content::of(&buffer).unwrap();
+    drop(buffer);
+    (disk.image(), content)
+}
+
+/// What came of opening and reading everything in some bytes.
+#[derive(Debug)]
+enum Outcome {
+    /// All that was stored is there.
+    Whole,
+    /// An error said so.
+    Told(BufferError),
+    /// Something else is there, and nothing was said.
+    Silent(Vec<String>),
+}
+
+fn outcome(image: Vec<u8>, stored: &Content) -> Outcome {
+    let read = || {
+        let buffer = Buffer::open_on(SimulatedDisk::holding(image), CONFIG())?;
+        Content::of(&buffer)
+    };
+    match catch_unwind(AssertUnwindSafe(read)).expect("no bytes make the buffer panic") {
+        Err(error) => Outcome::Told(error),
+        Ok(found) if found == *stored => Outcome::Whole,
+        Ok(found) => Outcome::Silent(super::workload::differences(stored, &found)),
+    }
+}
+
+fn assert_says_what_to_do(error: &BufferError) {
+    let text = error.to_string();
+    let remedies = ["move it away", "check the disk", "see to the disk", "use the program"];
+    assert!(remedies.iter().any(|remedy| text.contains(remedy)), "no way out in: {text}");
+}
+
+#[test]
+fn a_flipped_bit_is_harmless_or_told() {
+    let (image, stored) = journal();
+    let written: Vec<usize> = written_sectors(&image);
+    let mut told = 0;
+    for seed in cases(300) {
+        let case = Case(seed);
+        let mut dice = Dice(seed);
+        let at = written[dice.below(written.len())] * SECTOR + dice.below(SECTOR);
+        let mut damaged = image.clone();
+        damaged[at] ^= 1 << dice.below(8);
+        match outcome(damaged, &stored) {
+            Outcome::Whole => {}
+            Outcome::Told(error) => {
+                assert_says_what_to_do(&error);
+                told += 1;
+            }
+            Outcome::Silent(differences) => panic!("byte {at}: nobody said that {differences:?}"),
+        }
+        drop(case);
+    }
+    assert!(told > 0, "no flip hit anything that matters");
+}
+
+#[test]
+fn a_file_that_was_cut_off_is_told() {
+    let (image, stored) = journal();
+    for seed in cases(100) {
+        let case = Case(seed);
+        let length = Dice(seed).below(image.len() - 1) + 1;
+        match outcome(image[..length].to_vec(), &stored) {
+            Outcome::Told(error) => assert_says_what_to_do(&error),
+            Outcome::Whole => {}
+            Outcome::Silent(differences) => panic!("{length} bytes: nobody said that {differences:?}"),
+        }
+        drop(case);
+    }
+}
+
+#[test]
+fn a_file_of_somebody_else_is_refused_and_left_alone() {
+    let mut dice = Dice(1);
+    let noise: Vec<u8> = (0..100_000).map(|_| u8::try_from(dice.below(256)).unwrap()).collect();
+    let text = b"step,reward\n1,0.5\n".repeat(1000);
+    let disk = SimulatedDisk::empty();
+    let database = redb::Builder::new().create_with_backend(disk.clone()).unwrap();
+    let transaction = database.begin_write().unwrap();
+    let theirs: TableDefinition<'_, u64, &str> = TableDefinition::new("theirs");
+    transaction.open_table(theirs).unwrap().insert(1, "kept").unwrap();
+    transaction.commit().unwrap();
+    drop(database);
+    for image in [noise, text, vec![7], disk.image()] {
+        let disk = SimulatedDisk::holding(image.clone());
+        let error = Buffer::open_on(disk.clone(), CONFIG()).expect_err("it is not a journal");
+        assert!(error.to_string().contains("is not a journal"), "{error}");
+        assert_says_what_to_do(&error);
+        if image.starts_with(b"redb") {
+            let database = redb::Builder::new().create_with_backend(disk).unwrap();
+            let tables = database.begin_write().unwrap().list_tables().unwrap().count();
+            assert_eq!(tables, 1, "a table was added to a file of somebody else");
+        } else {
+            assert_eq!(disk.image(), image, "a file of somebody else was changed");
+        }
+    }
+}
+
+/// Sectors that are not all zeros.
+fn written_sectors(image: &[u8]) -> Vec<usize> {
+    let sectors = image.chunks_exact(SECTOR).enumerate();
+    let written: BTreeSet<usize> =
+        sectors.filter(|(_, sector)| sector.iter().any(|byte| *byte != 0)).map(|(n, _)| n).collect();
+    written.into_iter().collect()
+}
