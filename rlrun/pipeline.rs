@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use buffer::{Consumer, Journal, Memory, Producer};
+use buffer::{Buffer, Consumer, Producer};
 use model::{Config, Cores, Decoder, ModelDirectory, Parameters};
 use rewards::RewardSet;
 use rollout::applier::Applier;
@@ -387,16 +387,11 @@ type BufferEnds = (Arc<dyn Producer>, Arc<dyn Consumer>);
 
 fn open_buffer(recipe: &Recipe, run_dir: &Path) -> Result<BufferEnds, Failure> {
     let config = recipe.buffer_config();
-    Ok(match recipe.buffer.store {
-        Store::Redb => {
-            let buffer = Arc::new(Journal::open(run_dir.join("buffer.redb"), config)?);
-            (Arc::clone(&buffer) as Arc<dyn Producer>, buffer)
-        }
-        Store::Memory => {
-            let buffer = Arc::new(Memory::new(config)?);
-            (Arc::clone(&buffer) as Arc<dyn Producer>, buffer)
-        }
-    })
+    let buffer = Arc::new(match recipe.buffer.store {
+        Store::Redb => Buffer::open(run_dir.join("buffer.redb"), config)?,
+        Store::Memory => Buffer::in_memory(config)?,
+    });
+    Ok((Arc::clone(&buffer) as Arc<dyn Producer>, buffer))
 }
 
 /// The same tasks answered before and after, those first that changed.

@@ -195,10 +195,15 @@ impl Recipe {
     /// Admission and staleness.
     #[must_use]
     pub fn buffer_config(&self) -> BufferConfig {
+        let buffer = &self.buffer;
         BufferConfig {
-            batch_groups: self.buffer.batch_groups,
-            max_staleness: self.buffer.max_staleness,
-            on_stale: self.buffer.on_stale,
+            on_stale: buffer.on_stale,
+            order: buffer.order.with(buffer.reward_temperature),
+            max_uses: buffer.max_uses,
+            dedup: buffer.dedup,
+            max_bytes: buffer.max_mib << 20,
+            seed: self.seed,
+            ..BufferConfig::new(buffer.batch_groups, buffer.max_staleness)
         }
     }
 

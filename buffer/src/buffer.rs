@@ -4,157 +4,484 @@
 //! a batch before the store has it. No call waits without a deadline. What may happen when is the ledger's business.
 
 use std::fmt;
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use crossbeam::channel::{Receiver, RecvTimeoutError, bounded};
+use tokio::sync::Notify;
 use trajectory::{Group, GroupId, PolicyVersion};
 
-use crate::ledger::{Begin, Ledger, Mark, Row};
-use crate::store::Store;
-use crate::{BufferConfig, BufferError, Consumer, Finalized, Lease, Producer, Stats};
+use crate::journal::Journal;
+use crate::ledger::{Begin, Kept, Leased, Ledger};
+use crate::memory::Memory;
+use crate::payload::{Incoming, Prepared};
+use crate::store::{Append, Done, Store, WRITE_WAIT};
+use crate::{
+    AdmitRequest, BufferConfig, BufferError, Consumer, Events, Finalized, GroupEntry, GroupFilter, Lease,
+    LeaseEntry, LeaseId, LeaseRequest, Producer, Stats, Submitted,
+};
+
+mod serving;
 
 /// The longest that any call waits, whatever it was told.
 const MAX_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// The longest that one write may take before the disk counts as dead.
-pub(crate) const WRITE_WAIT: Duration = Duration::from_secs(60);
+/// A buffer, in memory or in a journal.
+pub struct Buffer {
+    config: BufferConfig,
+    shared: Arc<Shared>,
+    store: Box<dyn Store>,
+}
 
-/// A buffer over some store: [`Memory`](crate::Memory) or [`Journal`](crate::Journal).
-pub struct Buffer<S> {
+/// What the writer of the store shares with the callers.
+struct Shared {
     ledger: Mutex<Ledger>,
-    changed: Condvar,
-    store: S,
+    /// A slot or bytes may have become free.
+    room: Signal,
+    /// A batch may be complete.
+    batch: Signal,
+    events: Events,
+    opened: Instant,
 }
 
-#[expect(private_bounds, reason = "the stores are ours to choose; callers see two aliases of this type")]
-impl<S: Store> Buffer<S> {
-    pub(crate) fn over(store: S, config: BufferConfig, rows: &[Row], mark: Mark) -> Self {
-        Self { ledger: Mutex::new(Ledger::restore(config, rows, mark)), changed: Condvar::new(), store }
-    }
-
-    fn ledger(&self) -> Result<MutexGuard<'_, Ledger>, BufferError> {
-        self.ledger.lock().map_err(|_| BufferError::Poisoned)
-    }
-
-    /// Waits until something changed or the deadline is over.
-    fn wait<'a>(
-        &self,
-        ledger: MutexGuard<'a, Ledger>,
-        deadline: Instant,
-    ) -> Result<MutexGuard<'a, Ledger>, BufferError> {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let (ledger, _) = self.changed.wait_timeout(ledger, left).map_err(|_| BufferError::Poisoned)?;
-        Ok(ledger)
-    }
+/// Wakes threads and tasks that wait for the ledger to change.
+#[derive(Debug, Default)]
+struct Signal {
+    threads: Condvar,
+    tasks: Notify,
 }
 
-impl<S: Store> Producer for Buffer<S> {
-    fn admit(
+impl Buffer {
+    /// An empty buffer that forgets everything with its process.
+    ///
+    /// # Errors
+    /// A configuration that admits nothing, too much, or contradicts itself.
+    pub fn in_memory(config: BufferConfig) -> Result<Self, BufferError> {
+        let config = config.checked()?;
+        Ok(Self::over(config, Box::<Memory>::default(), Kept::default(), 1))
+    }
+
+    /// The buffer in the journal at `path`, a new one if there is none; it survives kill -9. The directory must exist.
+    ///
+    /// # Errors
+    /// Those of [`Buffer::in_memory`]; a file that is locked by another process, not a journal, of another format, or
+    /// not readable and writable.
+    pub fn open(path: impl AsRef<Path>, config: BufferConfig) -> Result<Self, BufferError> {
+        let config = config.checked()?;
+        let (journal, kept, opening) = Journal::open(path.as_ref(), config.compact_above)?;
+        Ok(Self::over(config, Box::new(journal), kept, opening))
+    }
+
+    /// The same in another storage than a file, such as one that fails on purpose.
+    ///
+    /// # Errors
+    /// Those of [`Buffer::open`].
+    pub fn open_on(backend: impl redb::StorageBackend, config: BufferConfig) -> Result<Self, BufferError> {
+        let config = config.checked()?;
+        let (journal, kept, opening) = Journal::open_on(backend, config.compact_above)?;
+        Ok(Self::over(config, Box::new(journal), kept, opening))
+    }
+
+    fn over(config: BufferConfig, store: Box<dyn Store>, kept: Kept, opening: u64) -> Self {
+        let shared = Shared {
+            ledger: Mutex::new(Ledger::restore(config, kept, 0)),
+            room: Signal::default(),
+            batch: Signal::default(),
+            events: Events::new(opening),
+            opened: Instant::now(),
+        };
+        Self { config, shared: Arc::new(shared), store }
+    }
+
+    /// How it was configured.
+    #[must_use]
+    pub fn config(&self) -> BufferConfig {
+        self.config
+    }
+
+    /// What happened lately.
+    #[must_use]
+    pub fn events(&self) -> &Events {
+        &self.shared.events
+    }
+
+    /// Why nothing can be written any more, if that is so. A journal has to be opened again then.
+    #[must_use]
+    pub fn failure(&self) -> Option<BufferError> {
+        self.store.failure()
+    }
+
+    /// Up to `limit` groups in flight or stored that pass `filter`, ascending by id, after `after`.
+    ///
+    /// # Errors
+    /// Only if the buffer itself has failed.
+    pub fn list(
         &self,
-        served: PolicyVersion,
+        filter: &GroupFilter,
+        after: Option<GroupId>,
         limit: usize,
-        wait: Duration,
-    ) -> Result<Vec<GroupId>, BufferError> {
-        let deadline = Instant::now() + wait.min(MAX_WAIT);
-        let mut ledger = self.ledger()?;
+    ) -> Result<Vec<GroupEntry>, BufferError> {
+        Ok(self.shared.ledger()?.list(filter, after, limit))
+    }
+
+    /// One group, with its payload once it is finalized; it may have to be read from the disk.
+    ///
+    /// # Errors
+    /// A group that cannot be read.
+    pub fn get(&self, id: GroupId) -> Result<Option<(GroupEntry, Option<Arc<Group>>)>, BufferError> {
+        let ledger = self.shared.ledger()?;
+        let Some(entry) = ledger.entry(id) else { return Ok(None) };
+        let stored = ledger.is_stored(id);
+        drop(ledger);
+        let group = if stored { self.store.read(&[id], false)?.pop() } else { None };
+        Ok(Some((entry, group)))
+    }
+
+    /// The leases that are not acknowledged, of one consumer or of all.
+    ///
+    /// # Errors
+    /// Only if the buffer itself has failed.
+    pub fn leases(&self, consumer: Option<&str>) -> Result<Vec<LeaseEntry>, BufferError> {
+        Ok(self.shared.ledger()?.leases(consumer, self.shared.now()))
+    }
+
+    /// Removes a group for good, wherever it is in its life; false if it is not here.
+    ///
+    /// # Errors
+    /// A store that cannot write.
+    pub fn evict(&self, group: GroupId) -> Result<bool, BufferError> {
+        self.settle(|ledger, _| Ok(ledger.evict(group)))
+    }
+
+    /// Removes what can be leased and is older than `version`; how many groups that were.
+    ///
+    /// # Errors
+    /// A store that cannot write.
+    pub fn evict_below(&self, version: PolicyVersion) -> Result<u64, BufferError> {
+        self.settle(|ledger, _| Ok(ledger.evict_below(version)))
+    }
+
+    /// Ends every hold that is over. Calls that wait do so by themselves; who watches from outside asks for it.
+    ///
+    /// # Errors
+    /// A store that cannot write.
+    pub fn expire(&self) -> Result<(), BufferError> {
+        let mut ledger = self.shared.ledger()?;
+        if ledger.next_expiry().is_some_and(|until| until <= self.shared.now()) {
+            ledger.expire(self.shared.now());
+            self.commit(&mut ledger, Box::new(|_| ()));
+            drop(ledger);
+            self.shared.notify();
+        }
+        Ok(())
+    }
+
+    /// Changes the ledger and waits until that is durable.
+    fn settle<T>(
+        &self,
+        verb: impl FnOnce(&mut Ledger, u64) -> Result<T, BufferError>,
+    ) -> Result<T, BufferError> {
+        let (done, receipt) = receipt();
+        let mut ledger = self.shared.ledger()?;
+        let result = verb(&mut ledger, self.shared.now());
+        self.commit(&mut ledger, done);
+        drop(ledger);
+        self.shared.notify();
+        self.wait_for(&receipt)?;
+        result
+    }
+
+    /// Sends what the ledger wants written; `done` is told when it is, or now if there is nothing.
+    fn commit(&self, ledger: &mut Ledger, done: Done) {
+        let (change, occurrences) = ledger.take_change();
+        let Some(change) = change else {
+            self.shared.events.publish(occurrences);
+            return done(Ok(()));
+        };
+        let shared = Arc::clone(&self.shared);
+        let durable = Box::new(move |result: Result<(), BufferError>| {
+            if result.is_ok() {
+                shared.events.publish(occurrences);
+            }
+            done(result);
+        });
+        self.store.submit(change, durable);
+    }
+
+    fn wait_for(&self, receipt: &Receiver<Result<(), BufferError>>) -> Result<(), BufferError> {
+        match receipt.recv_timeout(WRITE_WAIT) {
+            Ok(result) => result,
+            Err(RecvTimeoutError::Timeout) => Err(self.store.unanswered(Some(WRITE_WAIT))),
+            Err(RecvTimeoutError::Disconnected) => Err(self.store.unanswered(None)),
+        }
+    }
+
+    /// Asks the ledger about an arrival, which may free the slot of another.
+    fn begin(&self, prepared: &Prepared) -> Result<Begin, BufferError> {
+        let mut ledger = self.shared.ledger()?;
+        let begin = ledger.begin(&prepared.arrival(), self.shared.now());
+        self.shared.events.publish(ledger.take_occurrences());
+        drop(ledger);
+        if matches!(begin, Ok(Begin::Answer(_, Finalized::Stale))) {
+            self.shared.room.all();
+        }
+        begin
+    }
+
+    /// Writes what the ledger has begun.
+    fn write(&self, prepared: Prepared, group: GroupId, keep: &[bool], done: Done) {
+        let shared = Arc::clone(&self.shared);
+        let written = match prepared.finish(group, keep) {
+            Ok(written) => written,
+            Err(error) => {
+                shared.end(group, None);
+                return done(Err(error));
+            }
+        };
+        let row = written.row.clone();
+        let ended = Box::new(move |result: Result<(), BufferError>| {
+            shared.end(group, result.is_ok().then_some(row));
+            done(result);
+        });
+        self.store.append(Append {
+            row: written.row,
+            key: written.key,
+            payload: written.payload,
+            group: Arc::new(written.group),
+            done: ended,
+        });
+    }
+
+    /// Stores a group, waiting for room and for others who store the same.
+    fn store(&self, incoming: Incoming) -> Result<Submitted, BufferError> {
+        let prepared = Prepared::new(incoming, self.config.dedup)?;
+        let deadline = Instant::now() + 2 * WRITE_WAIT;
         loop {
-            let ids = ledger.admit(served, limit);
-            if limit == 0 || !ids.is_empty() || Instant::now() >= deadline {
+            let (group, keep) = match self.begin(&prepared)? {
+                Begin::Write { group, keep } => (group, keep),
+                Begin::Answer(Some(group), Finalized::Full) if Instant::now() < deadline => {
+                    let ledger = self.shared.ledger()?;
+                    if !ledger.is_in_flight(group) {
+                        return Ok(Submitted { answer: Finalized::Full, group: Some(group) });
+                    }
+                    // It has a slot, so that only bytes are missing.
+                    drop(self.shared.wait(&self.shared.room, ledger, deadline)?);
+                    continue;
+                }
+                Begin::Answer(group, answer) => return Ok(Submitted { answer, group }),
+                Begin::Elsewhere(group) if Instant::now() >= deadline => {
+                    return Err(BufferError::StillWriting { group, waited: 2 * WRITE_WAIT });
+                }
+                Begin::Elsewhere(group) => {
+                    let ledger = self.shared.ledger()?;
+                    if ledger.is_being_written(group) {
+                        drop(self.shared.wait(&self.shared.batch, ledger, deadline)?);
+                    }
+                    continue;
+                }
+            };
+            let (done, receipt) = receipt();
+            self.write(prepared, group, &keep, done);
+            return match self.wait_for(&receipt) {
+                Ok(()) => Ok(Submitted { answer: Finalized::Accepted, group: Some(group) }),
+                Err(BufferError::QueueFull { .. }) => Ok(Submitted { answer: Finalized::Full, group: None }),
+                Err(error) => Err(error),
+            };
+        }
+    }
+
+    fn handed_out(&self, request: &LeaseRequest, leased: Leased) -> Result<Lease, BufferError> {
+        let Leased { id, step, groups, dropped_stale } = leased;
+        let groups = self.store.read(&groups, self.config.max_uses == 1)?;
+        let (consumer, hold) = (request.consumer.clone(), request.hold);
+        Ok(Lease { id, consumer, step, groups, hold, dropped_stale })
+    }
+
+    fn no_batch(&self, ledger: &Ledger, request: &LeaseRequest, waited: Duration) -> BufferError {
+        let stats = Box::new(ledger.stats());
+        let step = request.step.unwrap_or(stats.policy_version);
+        BufferError::LeaseTimeout { step, waited, held_for_slow: ledger.held_for_slow(request), stats }
+    }
+}
+
+impl Producer for Buffer {
+    fn admit(&self, request: AdmitRequest, wait: Duration) -> Result<Vec<GroupId>, BufferError> {
+        let deadline = Instant::now() + wait.min(MAX_WAIT);
+        let mut ledger = self.shared.ledger()?;
+        loop {
+            let ids = self.try_admit(&mut ledger, request)?;
+            if request.limit == 0 || !ids.is_empty() || Instant::now() >= deadline {
                 return Ok(ids);
             }
-            ledger = self.wait(ledger, deadline)?;
+            ledger = self.shared.wait(&self.shared.room, ledger, deadline)?;
         }
     }
 
     fn claim(&self, group: GroupId, served: PolicyVersion) -> Result<(), BufferError> {
-        self.ledger()?.claim(group, served)?;
-        self.changed.notify_all();
+        self.shared.ledger()?.claim(group, served, self.shared.now())?;
+        self.shared.batch.all();
         Ok(())
     }
 
     fn finalize(&self, group: Group) -> Result<Finalized, BufferError> {
-        let id = group.id;
-        let oldest = group.oldest_version().ok_or(BufferError::EmptyGroup { group: id })?;
-        let deadline = Instant::now() + 2 * WRITE_WAIT;
-        let mut ledger = self.ledger()?;
-        loop {
-            match ledger.begin_finalize(id, oldest) {
-                Begin::Write => break,
-                Begin::Answer(answer) => return Ok(answer),
-                Begin::Elsewhere if Instant::now() >= deadline => {
-                    return Err(BufferError::StillWriting { group: id, waited: 2 * WRITE_WAIT });
-                }
-                Begin::Elsewhere => ledger = self.wait(ledger, deadline)?,
-            }
-        }
-        drop(ledger);
-        let written = self.store.append(Arc::new(group), oldest);
-        self.ledger()?.end_finalize(id, written.is_ok());
-        self.changed.notify_all();
-        written.map(|()| Finalized::Accepted)
+        Ok(self.store(Incoming::Admitted(group))?.answer)
     }
 
     fn abort(&self, group: GroupId, retry: bool) -> Result<(), BufferError> {
-        self.ledger()?.abort(group, retry)?;
-        self.changed.notify_all();
+        let mut ledger = self.shared.ledger()?;
+        ledger.abort(group, retry)?;
+        self.shared.events.publish(ledger.take_occurrences());
+        drop(ledger);
+        self.shared.notify();
         Ok(())
+    }
+
+    fn submit(&self, key: &str, group: Group) -> Result<Submitted, BufferError> {
+        self.store(Incoming::Keyed(key.to_owned(), group))
     }
 }
 
-impl<S: Store> Consumer for Buffer<S> {
-    fn lease(&self, step: PolicyVersion, wait: Duration) -> Result<Lease, BufferError> {
+impl Buffer {
+    fn try_admit(&self, ledger: &mut Ledger, request: AdmitRequest) -> Result<Vec<GroupId>, BufferError> {
+        let now = self.shared.now();
+        if ledger.expire(now) {
+            self.commit(ledger, Box::new(|_| ()));
+        }
+        ledger.admit(request, now)
+    }
+
+    /// One attempt to lease; `done` is told when what it changed is durable.
+    fn try_lease(
+        &self,
+        ledger: &mut Ledger,
+        request: &LeaseRequest,
+        last_call: bool,
+        done: Done,
+    ) -> Result<Option<Leased>, BufferError> {
+        let attempt = ledger.lease(request, self.shared.now(), last_call);
+        self.commit(ledger, done);
+        if attempt.is_ok() {
+            self.shared.room.all();
+        }
+        attempt
+    }
+}
+
+impl Consumer for Buffer {
+    fn lease(&self, request: &LeaseRequest, wait: Duration) -> Result<Lease, BufferError> {
         let started = Instant::now();
         let deadline = started + wait.min(MAX_WAIT);
-        let mut dropped_stale = 0;
-        let mut ledger = self.ledger()?;
-        let (ids, commit) = loop {
-            let attempt = ledger.lease(step)?;
-            let mut commit = None;
-            if let Some(change) = attempt.change {
-                dropped_stale += change.forget.len() as u64;
-                commit = Some(self.store.submit(change)?);
-                self.changed.notify_all();
+        let mut ledger = self.shared.ledger()?;
+        loop {
+            let (done, receipt) = receipt();
+            let last_call = Instant::now() >= deadline;
+            if let Some(leased) = self.try_lease(&mut ledger, request, last_call, done)? {
+                drop(ledger);
+                self.wait_for(&receipt)?;
+                return self.handed_out(request, leased);
             }
-            if let Some(ids) = attempt.groups {
-                break (ids, commit);
+            if last_call {
+                return Err(self.no_batch(&ledger, request, started.elapsed()));
             }
-            if Instant::now() >= deadline {
-                let (waited, held_for_slow) = (started.elapsed(), ledger.held_for_slow());
-                let stats = Box::new(ledger.stats());
-                return Err(BufferError::LeaseTimeout { step, waited, held_for_slow, stats });
-            }
-            ledger = self.wait(ledger, deadline)?;
-        };
-        drop(ledger);
-        if let Some(commit) = commit {
-            self.store.wait(&commit)?;
+            ledger = self.shared.wait(&self.shared.batch, ledger, deadline)?;
         }
-        Ok(Lease { step, groups: self.store.read(&ids)?, dropped_stale })
     }
 
-    fn ack(&self, through: PolicyVersion) -> Result<(), BufferError> {
-        let mut ledger = self.ledger()?;
-        let Some(change) = ledger.ack(through) else { return Ok(()) };
-        let commit = self.store.submit(change)?;
-        drop(ledger);
-        self.store.wait(&commit)
+    fn extend(&self, lease: LeaseId, hold: Duration) -> Result<(), BufferError> {
+        let hold_ms = crate::ledger::millis(hold);
+        self.settle(|ledger, now| ledger.extend(lease, hold_ms, now))
     }
 
-    fn release(&self, step: PolicyVersion) -> Result<(), BufferError> {
-        let mut ledger = self.ledger()?;
-        let commit = self.store.submit(ledger.release(step)?)?;
-        drop(ledger);
-        self.changed.notify_all();
-        self.store.wait(&commit)
+    fn ack(&self, lease: LeaseId) -> Result<(), BufferError> {
+        self.settle(|ledger, _| ledger.ack(lease))
+    }
+
+    fn ack_through(&self, consumer: &str, through: PolicyVersion) -> Result<(), BufferError> {
+        self.settle(|ledger, _| ledger.ack_through(consumer, through))
+    }
+
+    fn release(&self, lease: LeaseId) -> Result<(), BufferError> {
+        self.settle(|ledger, _| ledger.release(lease))
+    }
+
+    fn set_version(&self, version: PolicyVersion, rewind: bool) -> Result<(), BufferError> {
+        self.settle(|ledger, _| ledger.set_version(version, rewind))
     }
 
     fn stats(&self) -> Result<Stats, BufferError> {
-        Ok(self.ledger()?.stats())
+        Ok(self.shared.ledger()?.stats())
     }
 }
 
-impl<S> fmt::Debug for Buffer<S> {
+impl Shared {
+    fn ledger(&self) -> Result<MutexGuard<'_, Ledger>, BufferError> {
+        self.ledger.lock().map_err(|_| BufferError::Poisoned)
+    }
+
+    /// Milliseconds since the buffer was opened: holds do not see the system's clock.
+    fn now(&self) -> u64 {
+        crate::ledger::millis(self.opened.elapsed())
+    }
+
+    /// The write of a group ended.
+    fn end(&self, group: GroupId, written: Option<crate::ledger::Row>) {
+        // After a panic under the lock every other call says so.
+        let Ok(mut ledger) = self.ledger.lock() else { return };
+        let failed = written.is_none();
+        ledger.end(group, written, self.now());
+        self.events.publish(ledger.take_occurrences());
+        drop(ledger);
+        self.batch.all();
+        if failed {
+            self.room.all();
+        }
+    }
+
+    fn notify(&self) {
+        self.room.all();
+        self.batch.all();
+    }
+
+    /// When to look again at the latest: at `deadline`, or when the next hold is over.
+    fn until(&self, ledger: &Ledger, deadline: Instant) -> Instant {
+        let expiry =
+            ledger.next_expiry().map(|until| self.opened + Duration::from_millis(until.saturating_add(1)));
+        expiry.map_or(deadline, |expiry| expiry.min(deadline))
+    }
+
+    /// Waits until `signal`, the end of a hold or the deadline.
+    fn wait<'a>(
+        &self,
+        signal: &Signal,
+        ledger: MutexGuard<'a, Ledger>,
+        deadline: Instant,
+    ) -> Result<MutexGuard<'a, Ledger>, BufferError> {
+        let left = self.until(&ledger, deadline).saturating_duration_since(Instant::now());
+        let (ledger, _) = signal.threads.wait_timeout(ledger, left).map_err(|_| BufferError::Poisoned)?;
+        Ok(ledger)
+    }
+}
+
+impl Signal {
+    fn all(&self) {
+        self.threads.notify_all();
+        self.tasks.notify_waiters();
+    }
+}
+
+/// A promise to be told, and where it is told.
+fn receipt() -> (Done, Receiver<Result<(), BufferError>>) {
+    let (sender, receiver) = bounded(1);
+    // Whoever gave up waiting does not want to hear it.
+    (Box::new(move |result| drop(sender.try_send(result))), receiver)
+}
+
+impl fmt::Debug for Buffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Buffer").field("ledger", &self.ledger).finish_non_exhaustive()
+        f.debug_struct("Buffer")
+            .field("config", &self.config)
+            .field("ledger", &self.shared.ledger)
+            .finish_non_exhaustive()
     }
 }

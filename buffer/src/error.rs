@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use trajectory::{GroupId, PolicyVersion};
 
-use crate::{BufferConfig, Stats};
+use crate::{LeaseId, Order, Stats};
 
 /// Why the buffer did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -23,6 +23,25 @@ pub enum BufferError {
         max_staleness: u64,
         /// Most slots there can be.
         limit: usize,
+    },
+    /// Replay hands out of order, so that no waiting keeps slow groups within the bound.
+    #[error(
+        "on_stale = \"wait\" needs order = \"fifo\" and max_uses = 1, but order = \"{order}\" and max_uses = {max_uses}: \
+         set on_stale = \"drop\""
+    )]
+    ReplayWaits {
+        /// The order.
+        order: Order,
+        /// Uses of each group.
+        max_uses: u32,
+    },
+    /// A value that no buffer can work with.
+    #[error("{key} = {value} is not usable: it must be above 0")]
+    Unusable {
+        /// Which setting.
+        key: &'static str,
+        /// Its value.
+        value: String,
     },
     /// A group without trajectories has no version and trains nothing.
     #[error("{group} has no trajectories: abort it instead of finalizing it")]
@@ -54,32 +73,136 @@ pub enum BufferError {
     },
     /// The groups of the step were forgotten or given back, and later steps were leased.
     #[error(
-        "the step from {step} cannot be leased: the next is {next}, and groups of steps before {acked} were forgotten \
-         when their checkpoint was acknowledged; resume from a checkpoint at {acked} or later, or start with an empty buffer"
+        "the step from {step} cannot be leased: the next is {next}, and what was leased for earlier steps was \
+         acknowledged with a checkpoint or went to others; resume from a later checkpoint, set the version back, or start \
+         with an empty buffer"
     )]
     StepPassed {
         /// The step that asked.
         step: PolicyVersion,
-        /// The lowest step that was never leased.
+        /// The lowest step that can be leased.
         next: PolicyVersion,
-        /// Groups of steps below are forgotten.
-        acked: PolicyVersion,
     },
-    /// Only the newest lease can be given back: on the others later versions are built.
+    /// A version that the trainer cannot have made.
     #[error(
-        "the lease of the step from {step} cannot be released: it is not the newest; the next step is {next}"
+        "{version} is ahead of the trainer, which is at {known}: tell the buffer the new version first, or see which \
+         trainer the sampler gets its weights from"
     )]
-    NotNewestLease {
-        /// The step that asked.
-        step: PolicyVersion,
-        /// The lowest step that was never leased.
-        next: PolicyVersion,
+    FutureVersion {
+        /// The version that was named.
+        version: PolicyVersion,
+        /// The latest that anybody can have.
+        known: PolicyVersion,
+    },
+    /// A version that is over.
+    #[error(
+        "{version} is behind the trainer, which is at {known}: to start again from an older checkpoint, rewind"
+    )]
+    VersionBehind {
+        /// The version that was named.
+        version: PolicyVersion,
+        /// The latest that anybody can have.
+        known: PolicyVersion,
+    },
+    /// A lease whose groups others have.
+    #[error(
+        "{lease} is lost: its hold was over and its groups have gone to others, or out of the bound; do not count what \
+         was trained on it as done, and lease again with a longer hold"
+    )]
+    LeaseLost {
+        /// Which one.
+        lease: LeaseId,
+    },
+    /// A lease that was never given.
+    #[error("{lease} was never given, the next one is {next}: see whether it is of another buffer")]
+    UnknownLease {
+        /// Which one.
+        lease: LeaseId,
+        /// The next to be given.
+        next: LeaseId,
+    },
+    /// A group that was never admitted.
+    #[error(
+        "{group} was never admitted, the next one is {next}: ask for admission, or submit the group under a key"
+    )]
+    UnknownGroup {
+        /// Which one.
+        group: GroupId,
+        /// The next to be admitted.
+        next: GroupId,
+    },
+    /// A group that the buffer could not even keep alone.
+    #[error(
+        "a group of {bytes} bytes is larger than the whole buffer may be ({limit} bytes): raise max_bytes"
+    )]
+    GroupTooLarge {
+        /// Its size as encoded.
+        bytes: u64,
+        /// Most bytes that may be kept.
+        limit: u64,
+    },
+    /// A group that has no encoding.
+    #[error("{group} cannot be encoded: {reason}")]
+    NotEncodable {
+        /// Which one.
+        group: GroupId,
+        /// Why.
+        reason: String,
+    },
+    /// Too many writes wait for the disk; a sender hears of it as [`Finalized::Full`](crate::Finalized::Full).
+    #[error("{waiting} writes wait for the disk already: try again later")]
+    QueueFull {
+        /// How many.
+        waiting: usize,
+    },
+    /// A group was forgotten between two steps of a call.
+    #[error("{group} was evicted meanwhile: ask again")]
+    Gone {
+        /// Which one.
+        group: GroupId,
+    },
+    /// A consumer without a usable name.
+    #[error("the name of a consumer has {length} bytes; it must have 1 to {limit}")]
+    Consumer {
+        /// Bytes of the name.
+        length: usize,
+        /// Most bytes.
+        limit: usize,
+    },
+    /// A key that cannot be used.
+    #[error("a key has {length} bytes; it must have 1 to {limit}")]
+    Key {
+        /// Bytes of the key.
+        length: usize,
+        /// Most bytes.
+        limit: usize,
     },
     /// Another process has the journal open.
     #[error("journal {} is open in another process: stop that run, or use another run directory", .path.display())]
     Locked {
         /// The journal.
         path: PathBuf,
+    },
+    /// The journal or its directory cannot be written.
+    #[error("journal {} cannot be written ({source}): make it and its directory writable, or use another", .path.display())]
+    NotWritable {
+        /// The journal.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A group is not what was written.
+    #[error(
+        "journal {}: {group} is damaged ({reason}): see to the disk; evict the group to go on without it",
+        .path.display()
+    )]
+    Damaged {
+        /// The journal.
+        path: PathBuf,
+        /// Which one.
+        group: GroupId,
+        /// How it shows.
+        reason: String,
     },
     /// The file is something else.
     #[error("{} is not a journal of this program ({found}): move it away, or use another run directory", .path.display())]
@@ -88,6 +211,20 @@ pub enum BufferError {
         path: PathBuf,
         /// What it looks like.
         found: String,
+    },
+    /// An older program wrote the journal.
+    #[error(
+        "journal {} has format {found}, which was never released; this program reads {known}: finish the run with the \
+         program that wrote it, or use another directory",
+        .path.display()
+    )]
+    OlderFormat {
+        /// The journal.
+        path: PathBuf,
+        /// Its format.
+        found: u64,
+        /// The format known here.
+        known: u64,
     },
     /// A newer program wrote the journal.
     #[error(
@@ -113,7 +250,7 @@ pub enum BufferError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// An earlier failure of the writer; nothing is acknowledged any more.
-    #[error("journal {}: the writer has stopped: {cause}; check the disk, then resume the run", .path.display())]
+    #[error("journal {}: the writer has stopped: {cause}; nothing that was acknowledged is lost: see to the disk, then go on", .path.display())]
     WriterStopped {
         /// The journal.
         path: PathBuf,
@@ -139,21 +276,6 @@ pub enum BufferError {
     /// A thread panicked in the middle of a change.
     #[error("a thread panicked while it changed the buffer: see its message, then resume the run")]
     Poisoned,
-}
-
-impl BufferConfig {
-    pub(crate) fn checked(self) -> Result<Self, BufferError> {
-        let fits = self
-            .max_staleness
-            .checked_add(1)
-            .and_then(|versions| usize::try_from(versions).ok()?.checked_mul(self.batch_groups))
-            .is_some_and(|slots| (1..=Self::MAX_SLOTS).contains(&slots));
-        if fits {
-            return Ok(self);
-        }
-        let Self { batch_groups, max_staleness, .. } = self;
-        Err(BufferError::Config { batch_groups, max_staleness, limit: Self::MAX_SLOTS })
-    }
 }
 
 fn remedy(held_for_slow: bool) -> &'static str {

@@ -1,170 +1,286 @@
 //! Groups in one redb file, for runs that survive kill -9.
 //!
 //! Invariant: after a crash at any moment the file holds exactly the changes whose commit was acknowledged, perhaps
-//! followed by some that were on their way. One thread writes: it takes all that is queued into one transaction and one
-//! fsync, then acknowledges. Admissions, claims and evictions are not written; the ledger can do without them.
+//! followed by some that were on their way. Payloads are written once and never changed; leases and acknowledgements
+//! touch only narrow rows. Admissions and claims are not written; the ledger can do without them.
+//!
+//! ```text
+//! meta      format, mark, openings          what no row says
+//! segments  number -> payloads in a row     immutable; gone when the last of its groups is forgotten
+//! rows      (oldest version, id) -> what is known of a group, and where in which segment it is
+//! leases    id -> consumer, step, groups
+//! keys      id -> digest of the key that the group came with
+//! ```
+//!
+//! One thread writes: it takes all that is queued into one transaction, then acknowledges. Each commit also writes what
+//! redb needs to open the file at once after a crash (quick repair), which costs a second fsync.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
-use crossbeam::channel::{Receiver, RecvTimeoutError, SendTimeoutError, Sender, bounded};
-use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, StorageError, TableDefinition};
-use trajectory::{Group, GroupId, PolicyVersion};
+use crossbeam::channel::{Sender, TrySendError, bounded};
+use redb::{Database, ReadableDatabase, StorageBackend};
+use serde::{Deserialize, Serialize};
+use trajectory::{Group, GroupId};
 
-use crate::buffer::WRITE_WAIT;
-use crate::ledger::{Change, Mark, Row};
-use crate::store::{Commit, Store};
-use crate::{Buffer, BufferConfig, BufferError};
+use crate::BufferError;
+use crate::ledger::{Change, Kept, Row};
+use crate::payload;
+use crate::store::{Append, Done, Store, WRITE_WAIT};
 
-/// A buffer that survives its process.
-pub type Journal = Buffer<JournalStore>;
+mod open;
+mod tables;
+mod writer;
 
-/// `format` to a little-endian u64, `mark` to a [`Mark`] in MessagePack.
-const META: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("meta");
-/// Id to oldest version and, if leased, step.
-const ROWS: TableDefinition<'_, u64, (u64, Option<u64>)> = TableDefinition::new("rows");
-/// Id to the group in MessagePack with named fields, so that a later program can add some.
-const PAYLOADS: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("payloads");
+use open::Opened;
+use tables::SEGMENTS;
+use writer::Writer;
 
-/// Raised whenever an older program could misread what a newer one wrote.
-const FORMAT: u64 = 1;
-/// Requests that wait for the writer before a caller has to; more than one transaction should hold.
-const QUEUE: usize = 1024;
-/// Payloads that one transaction holds, in bytes, before it commits.
-const TRANSACTION_BYTES: usize = 64 << 20;
-/// Pages that redb keeps in memory, in bytes: payloads are read at most once, after a crash.
-const CACHE_BYTES: usize = 64 << 20;
+/// Writes that wait for the writer; groups beyond are refused.
+const QUEUE: usize = 8192;
+/// Of those, places that groups leave to changes, which cannot be refused.
+const QUEUE_FOR_CHANGES: usize = 1024;
+/// Bytes of groups that are also kept in memory until they are leased, so that the first lease need not read.
+const AT_HAND_BYTES: u64 = 256 << 20;
 
-/// The store of [`Journal`].
-pub struct JournalStore {
+/// Where a payload is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Place {
+    segment: u64,
+    offset: u32,
+    length: u32,
+    /// The first 8 bytes of the payload's BLAKE3 digest.
+    check: u64,
+}
+
+/// A row as it is written.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct StoredRow {
+    row: Row,
+    place: Place,
+}
+
+type Places = Mutex<HashMap<GroupId, Place>>;
+
+/// The store of a buffer that survives its process.
+pub(crate) struct Journal {
     path: PathBuf,
-    database: Arc<Database>,
+    /// Written by the writer alone, who needs it exclusively only to give disk space back.
+    database: Arc<RwLock<Database>>,
+    places: Arc<Places>,
+    at_hand: Arc<Mutex<AtHand>>,
     /// `None` only while the store is being dropped.
     queue: Option<Sender<Request>>,
     writer: Option<JoinHandle<()>>,
     /// The writer's first failure.
-    failure: Arc<Mutex<Option<String>>>,
-    /// Groups that are finalized and not leased, so that the first lease need not read; as many as slots.
-    fresh: Mutex<HashMap<GroupId, Arc<Group>>>,
+    broken: Arc<Mutex<Option<String>>>,
 }
 
-struct Request {
-    write: Write,
-    /// Told once, after the fsync.
-    done: Sender<()>,
+/// What the writer is asked for.
+enum Request {
+    Append(Append),
+    Change(Change, Done),
 }
 
-enum Write {
-    Append { row: Row, payload: Vec<u8> },
-    Change(Change),
+/// Groups in memory, as many as fit.
+#[derive(Debug, Default)]
+struct AtHand {
+    groups: HashMap<GroupId, (Arc<Group>, u64)>,
+    bytes: u64,
 }
 
 impl Journal {
-    /// Opens the journal at `path`, or makes an empty one. Its directory must exist.
+    /// The journal at `path`, what it kept, and how often it has been opened with this time.
     ///
     /// # Errors
-    /// A configuration without slots; a file that is locked by another process, not a journal, of a newer format, or
-    /// not readable.
-    pub fn open(path: impl AsRef<Path>, config: BufferConfig) -> Result<Self, BufferError> {
-        let config = config.checked()?;
-        let path = path.as_ref();
-        let database = open_database(path)?;
-        let (rows, mark) = load(path, &database)?;
-        let database = Arc::new(database);
-        let failure = Arc::new(Mutex::new(None));
+    /// Those of [`Buffer::open`](crate::Buffer::open).
+    pub(crate) fn open(path: &Path, compact_above: u64) -> Result<(Self, Kept, u64), BufferError> {
+        Self::start(path, open::file(path)?, compact_above)
+    }
+
+    /// The same in another storage.
+    ///
+    /// # Errors
+    /// Those of [`Buffer::open`](crate::Buffer::open).
+    pub(crate) fn open_on(
+        backend: impl StorageBackend,
+        compact_above: u64,
+    ) -> Result<(Self, Kept, u64), BufferError> {
+        let path = Path::new("(in a storage that is not a file)");
+        Self::start(path, open::backend(path, backend)?, compact_above)
+    }
+
+    fn start(path: &Path, opened: Opened, compact_above: u64) -> Result<(Self, Kept, u64), BufferError> {
+        let Opened { database, kept, places, opening, file_bytes } = opened;
+        let database = Arc::new(RwLock::new(database));
+        let places = Arc::new(Mutex::new(places));
+        let (at_hand, broken) = (Arc::default(), Arc::default());
         let (queue, requests) = bounded(QUEUE);
-        let writer = {
-            let (database, failure) = (Arc::clone(&database), Arc::clone(&failure));
-            std::thread::Builder::new()
-                .name("journal-writer".to_owned())
-                .spawn(move || write_until_closed(&database, &requests, &failure))
-                .map_err(failed(path, "start the writer"))?
-        };
-        let store = JournalStore {
+        let writer = Writer::new(
+            path,
+            Arc::clone(&database),
+            Arc::clone(&places),
+            Arc::clone(&at_hand),
+            Arc::clone(&broken),
+            writer::Space { peak: file_bytes, compact_above },
+        );
+        let writer = std::thread::Builder::new()
+            .name("journal-writer".to_owned())
+            .spawn(move || writer.run(&requests))
+            .map_err(failed(path, "start the writer"))?;
+        let journal = Self {
             path: path.to_owned(),
             database,
+            places,
+            at_hand,
             queue: Some(queue),
             writer: Some(writer),
-            failure,
-            fresh: Mutex::default(),
+            broken,
         };
-        Ok(Self::over(store, config, &rows, mark))
-    }
-}
-
-impl Store for JournalStore {
-    fn append(&self, group: Arc<Group>, oldest: PolicyVersion) -> Result<(), BufferError> {
-        let id = group.id;
-        let payload = rmp_serde::to_vec_named(&*group).map_err(failed(&self.path, "encode a group"))?;
-        let commit = self.send(Write::Append { row: Row { id, oldest, step: None }, payload })?;
-        self.wait(&commit)?;
-        self.fresh()?.insert(id, group);
-        Ok(())
-    }
-
-    fn submit(&self, change: Change) -> Result<Commit, BufferError> {
-        let mut fresh = self.fresh()?;
-        change.forget.iter().for_each(|id| drop(fresh.remove(id)));
-        drop(fresh);
-        self.send(Write::Change(change))
-    }
-
-    fn wait(&self, commit: &Commit) -> Result<(), BufferError> {
-        let Commit::Queued(done) = commit else { return Ok(()) };
-        done.recv_timeout(WRITE_WAIT).map_err(|error| match error {
-            RecvTimeoutError::Timeout => self.timeout(),
-            RecvTimeoutError::Disconnected => self.stopped(),
-        })
-    }
-
-    fn read(&self, ids: &[GroupId]) -> Result<Vec<Arc<Group>>, BufferError> {
-        let taken: Vec<Option<Arc<Group>>> = {
-            let mut fresh = self.fresh()?;
-            ids.iter().map(|id| fresh.remove(id)).collect()
-        };
-        let path = &self.path;
-        let transaction = self.database.begin_read().map_err(failed(path, "read"))?;
-        let payloads = transaction.open_table(PAYLOADS).map_err(failed(path, "read"))?;
-        let from_disk = |id: GroupId| {
-            let payload = payloads.get(id.0).map_err(failed(path, "read a group"))?;
-            let payload = payload.ok_or_else(|| failed(path, "read a group")(format!("{id} is missing")))?;
-            let group = rmp_serde::from_slice(payload.value()).map_err(failed(path, "decode a group"))?;
-            Ok(Arc::new(group))
-        };
-        ids.iter().zip(taken).map(|(id, group)| group.map_or_else(|| from_disk(*id), Ok)).collect()
-    }
-}
-
-impl JournalStore {
-    fn send(&self, write: Write) -> Result<Commit, BufferError> {
-        let (done, receipt) = bounded(1);
-        let queue = self.queue.as_ref().ok_or_else(|| self.stopped())?;
-        queue.send_timeout(Request { write, done }, WRITE_WAIT).map_err(|error| match error {
-            SendTimeoutError::Timeout(_) => self.timeout(),
-            SendTimeoutError::Disconnected(_) => self.stopped(),
-        })?;
-        Ok(Commit::Queued(receipt))
-    }
-
-    fn timeout(&self) -> BufferError {
-        BufferError::WriteTimeout { path: self.path.clone(), waited: WRITE_WAIT }
+        Ok((journal, kept, opening))
     }
 
     fn stopped(&self) -> BufferError {
-        let failure = self.failure.lock().ok().and_then(|failure| failure.clone());
-        let cause = failure.unwrap_or_else(|| "it panicked".to_owned());
-        BufferError::WriterStopped { path: self.path.clone(), cause }
-    }
-
-    fn fresh(&self) -> Result<MutexGuard<'_, HashMap<GroupId, Arc<Group>>>, BufferError> {
-        self.fresh.lock().map_err(|_| BufferError::Poisoned)
+        stopped(&self.path, &self.broken)
     }
 }
 
-impl Drop for JournalStore {
+impl Store for Journal {
+    fn append(&self, append: Append) {
+        let Some(queue) = self.queue.as_ref() else { return (append.done)(Err(self.stopped())) };
+        let waiting = queue.len();
+        if waiting >= QUEUE - QUEUE_FOR_CHANGES {
+            return (append.done)(Err(BufferError::QueueFull { waiting }));
+        }
+        match queue.try_send(Request::Append(append)) {
+            Ok(()) => {}
+            Err(TrySendError::Full(request)) => request.done(Err(BufferError::QueueFull { waiting })),
+            Err(TrySendError::Disconnected(request)) => request.done(Err(self.stopped())),
+        }
+    }
+
+    fn submit(&self, change: Change, done: Done) {
+        let Some(queue) = self.queue.as_ref() else { return done(Err(self.stopped())) };
+        if let Err(error) = queue.send_timeout(Request::Change(change, done), WRITE_WAIT) {
+            let timeout = error.is_timeout();
+            let error_to_tell = if timeout { self.unanswered(Some(WRITE_WAIT)) } else { self.stopped() };
+            error.into_inner().done(Err(error_to_tell));
+        }
+    }
+
+    fn read(&self, ids: &[GroupId], last: bool) -> Result<Vec<Arc<Group>>, BufferError> {
+        let found: Vec<Option<Arc<Group>>> = {
+            let mut at_hand = lock(&self.at_hand);
+            ids.iter().map(|id| if last { at_hand.take(*id) } else { at_hand.get(*id) }).collect()
+        };
+        if found.iter().all(Option::is_some) {
+            return Ok(found.into_iter().flatten().collect());
+        }
+        self.read_missing(ids, found)
+    }
+
+    fn at_hand(&self, ids: &[GroupId]) -> bool {
+        let at_hand = lock(&self.at_hand);
+        ids.iter().all(|id| at_hand.groups.contains_key(id))
+    }
+
+    fn unanswered(&self, waited: Option<Duration>) -> BufferError {
+        match waited {
+            Some(waited) => BufferError::WriteTimeout { path: self.path.clone(), waited },
+            None => self.stopped(),
+        }
+    }
+
+    fn failure(&self) -> Option<BufferError> {
+        let ended = self.writer.as_ref().is_none_or(JoinHandle::is_finished);
+        (ended || lock(&self.broken).is_some()).then(|| self.stopped())
+    }
+}
+
+impl Journal {
+    /// Reads from the file what is not in `found`; each segment once if its groups are asked for in a row.
+    fn read_missing(
+        &self,
+        ids: &[GroupId],
+        found: Vec<Option<Arc<Group>>>,
+    ) -> Result<Vec<Arc<Group>>, BufferError> {
+        let path = &self.path;
+        let places: Vec<Option<Place>> = {
+            let places = lock(&self.places);
+            ids.iter().map(|id| places.get(id).copied()).collect()
+        };
+        let database = self.database.read().unwrap_or_else(PoisonError::into_inner);
+        let transaction = database.begin_read().map_err(failed(path, "read"))?;
+        let segments = transaction.open_table(SEGMENTS).map_err(failed(path, "read"))?;
+        let mut current = None;
+        let mut groups = Vec::with_capacity(ids.len());
+        for ((&id, place), found) in ids.iter().zip(places).zip(found) {
+            if let Some(group) = found {
+                groups.push(group);
+                continue;
+            }
+            let place = place.ok_or(BufferError::Gone { group: id })?;
+            if current.as_ref().is_none_or(|(number, _)| *number != place.segment) {
+                let segment = segments.get(place.segment).map_err(failed(path, "read a group"))?;
+                current = Some((place.segment, segment.ok_or(BufferError::Gone { group: id })?));
+            }
+            let segment = current.as_ref().map_or(&[][..], |(_, segment)| segment.value());
+            let group = place.decode(id, segment);
+            groups.push(Arc::new(group.map_err(|reason| BufferError::Damaged {
+                path: path.clone(),
+                group: id,
+                reason,
+            })?));
+        }
+        Ok(groups)
+    }
+}
+
+impl Place {
+    /// The group in its segment, or how one sees that it is not what was written.
+    fn decode(&self, id: GroupId, segment: &[u8]) -> Result<Group, String> {
+        let (start, length) = (self.offset as usize, self.length as usize);
+        let bytes = segment.get(start..start.saturating_add(length)).ok_or_else(|| {
+            format!("its segment has {} bytes, it ends at {}", segment.len(), start + length)
+        })?;
+        if check(bytes) != self.check {
+            return Err("its checksum is wrong".to_owned());
+        }
+        payload::decode(id, bytes).map_err(|error| error.to_string())
+    }
+}
+
+impl AtHand {
+    fn put(&mut self, id: GroupId, group: Arc<Group>, bytes: u64) {
+        if self.bytes + bytes <= AT_HAND_BYTES {
+            self.bytes += bytes;
+            self.groups.insert(id, (group, bytes));
+        }
+    }
+
+    fn get(&self, id: GroupId) -> Option<Arc<Group>> {
+        self.groups.get(&id).map(|(group, _)| Arc::clone(group))
+    }
+
+    fn take(&mut self, id: GroupId) -> Option<Arc<Group>> {
+        let (group, bytes) = self.groups.remove(&id)?;
+        self.bytes -= bytes;
+        Some(group)
+    }
+}
+
+impl Request {
+    fn done(self, result: Result<(), BufferError>) {
+        match self {
+            Self::Append(Append { done, .. }) | Self::Change(_, done) => done(result),
+        }
+    }
+}
+
+impl Drop for Journal {
     fn drop(&mut self) {
         self.queue = None;
         if let Some(writer) = self.writer.take() {
@@ -174,10 +290,20 @@ impl Drop for JournalStore {
     }
 }
 
-impl fmt::Debug for JournalStore {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("JournalStore").field("path", &self.path).finish_non_exhaustive()
-    }
+/// What is shared is valid after every statement, so that a panic elsewhere does not spoil it.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn check(payload: &[u8]) -> u64 {
+    let mut first = [0; 8];
+    first.copy_from_slice(&blake3::hash(payload).as_bytes()[..8]);
+    u64::from_le_bytes(first)
+}
+
+fn stopped(path: &Path, broken: &Mutex<Option<String>>) -> BufferError {
+    let cause = lock(broken).clone().unwrap_or_else(|| "it panicked".to_owned());
+    BufferError::WriterStopped { path: path.to_owned(), cause }
 }
 
 fn failed<E>(path: &Path, action: &'static str) -> impl Fn(E) -> BufferError
@@ -186,153 +312,4 @@ where
 {
     let path = path.to_owned();
     move |error| BufferError::Journal { path: path.clone(), action, source: error.into() }
-}
-
-fn open_database(path: &Path) -> Result<Database, BufferError> {
-    let not_ours = |found| BufferError::NotAJournal { path: path.to_owned(), found };
-    let create = |at: &Path| redb::Builder::new().set_cache_size(CACHE_BYTES).create(at);
-    let opened = if path.exists() {
-        create(path)
-    } else {
-        // A process that is killed while it makes a journal leaves half of one: under another name, not in the way.
-        let fresh = path.with_extension("new");
-        if fresh.exists() {
-            std::fs::remove_file(&fresh).map_err(failed(path, "remove what a killed process left of"))?;
-        }
-        let made = create(&fresh);
-        if made.is_ok() {
-            std::fs::rename(&fresh, path).map_err(failed(path, "make"))?;
-        }
-        made
-    };
-    opened.map_err(|error| match error {
-        DatabaseError::DatabaseAlreadyOpen => BufferError::Locked { path: path.to_owned() },
-        DatabaseError::Storage(StorageError::Corrupted(what)) => not_ours(what),
-        DatabaseError::Storage(StorageError::Io(error))
-            if error.kind() == std::io::ErrorKind::InvalidData =>
-        {
-            not_ours(error.to_string())
-        }
-        error => failed(path, "open")(error),
-    })
-}
-
-/// Checks whose file this is and reads all but the payloads.
-fn load(path: &Path, database: &Database) -> Result<(Vec<Row>, Mark), BufferError> {
-    let stored = read_or_make_tables(database).map_err(failed(path, "read"))?;
-    match stored.format {
-        Some(found) if found > FORMAT => {
-            Err(BufferError::NewerFormat { path: path.to_owned(), found, known: FORMAT })
-        }
-        Some(_) => {
-            let decoded = stored.mark.map(|mark| rmp_serde::from_slice(&mark)).transpose();
-            let mark: Option<Mark> = decoded.map_err(failed(path, "decode the mark"))?;
-            Ok((stored.rows, mark.unwrap_or_default()))
-        }
-        None => {
-            let found = "a redb file without a journal format".to_owned();
-            Err(BufferError::NotAJournal { path: path.to_owned(), found })
-        }
-    }
-}
-
-struct Stored {
-    format: Option<u64>,
-    mark: Option<Vec<u8>>,
-    rows: Vec<Row>,
-}
-
-/// Writes only to a file without tables; that of somebody else stays as it is.
-fn read_or_make_tables(database: &Database) -> Result<Stored, redb::Error> {
-    let transaction = database.begin_write()?;
-    let is_new = transaction.list_tables()?.next().is_none();
-    let stored = {
-        let mut meta = transaction.open_table(META)?;
-        if is_new {
-            meta.insert("format", FORMAT.to_le_bytes().as_slice())?;
-        }
-        let format = meta.get("format")?.and_then(|bytes| bytes.value().try_into().ok());
-        let mark = meta.get("mark")?.map(|bytes| bytes.value().to_vec());
-        transaction.open_table(PAYLOADS)?;
-        let mut rows = Vec::new();
-        for entry in transaction.open_table(ROWS)?.iter()? {
-            let (id, row) = entry?;
-            let (oldest, step) = row.value();
-            let (oldest, step) = (PolicyVersion(oldest), step.map(PolicyVersion));
-            rows.push(Row { id: GroupId(id.value()), oldest, step });
-        }
-        Stored { format: format.map(u64::from_le_bytes), mark, rows }
-    };
-    if is_new {
-        transaction.commit()?;
-    }
-    Ok(stored)
-}
-
-fn write_until_closed(database: &Database, requests: &Receiver<Request>, failure: &Mutex<Option<String>>) {
-    while let Ok(first) = requests.recv() {
-        if let Err(error) = write_together(database, first, requests) {
-            if let Ok(mut failure) = failure.lock() {
-                *failure = Some(error.to_string());
-            }
-            return;
-        }
-    }
-}
-
-/// One transaction with all that is queued, then the acknowledgements.
-fn write_together(
-    database: &Database,
-    first: Request,
-    requests: &Receiver<Request>,
-) -> Result<(), redb::Error> {
-    let transaction = database.begin_write()?;
-    let mut receipts = Vec::new();
-    {
-        let mut tables =
-            (transaction.open_table(META)?, transaction.open_table(ROWS)?, transaction.open_table(PAYLOADS)?);
-        let mut bytes = 0;
-        let mut next = Some(first);
-        while let Some(Request { write, done }) = next {
-            bytes += apply(&mut tables, write)?;
-            receipts.push(done);
-            next = if bytes < TRANSACTION_BYTES { requests.try_recv().ok() } else { None };
-        }
-    }
-    transaction.commit()?;
-    for done in receipts {
-        // Whoever gave up waiting does not want to hear it.
-        let _ = done.send(());
-    }
-    Ok(())
-}
-
-type Tables<'t> = (
-    redb::Table<'t, &'static str, &'static [u8]>,
-    redb::Table<'t, u64, (u64, Option<u64>)>,
-    redb::Table<'t, u64, &'static [u8]>,
-);
-
-/// The number of payload bytes written.
-fn apply((meta, rows, payloads): &mut Tables<'_>, write: Write) -> Result<usize, redb::Error> {
-    let value = |row: &Row| (row.oldest.0, row.step.map(|step| step.0));
-    match write {
-        Write::Append { row, payload } => {
-            rows.insert(row.id.0, value(&row))?;
-            payloads.insert(row.id.0, payload.as_slice())?;
-            Ok(payload.len())
-        }
-        Write::Change(change) => {
-            for row in &change.rows {
-                rows.insert(row.id.0, value(row))?;
-            }
-            for id in &change.forget {
-                rows.remove(id.0)?;
-                payloads.remove(id.0)?;
-            }
-            let mark = rmp_serde::to_vec_named(&change.mark).map_err(std::io::Error::other)?;
-            meta.insert("mark", mark.as_slice())?;
-            Ok(0)
-        }
-    }
 }

@@ -1,85 +1,81 @@
-//! The policy of the buffer as a pure state machine: ids, slots, order, staleness. No I/O, clock or lock.
+//! The policy of the buffer as a pure state machine: ids, slots, order, staleness. No I/O or lock; the time is told.
 //!
-//! Invariant, with `v` the next step to be leased, `B = batch_groups` and `eta = max_staleness`: of the live groups
-//! (admitted, claimed or finalized, not leased), at most `(d - v + 1) * B` have a deadline of `d` or less, for every
-//! `d >= v`. The deadline of a group is the last step that may train it: its oldest version + `eta`.
+//! Invariant, with `v` the step that leases are for, `B = batch_groups` and `eta = max_staleness`: of the live groups
+//! (admitted, claimed or finalized, not leased), at most `(d - v + 1) * B` less what was leased for `v` have a deadline
+//! of `d` or less, for every `d >= v`. The deadline of a group is the last step that may train it: its oldest version +
+//! `eta`.
 //!
-//! Why slots and earliest deadline first keep the bound in [`OnStale::Wait`]:
-//! - Admission for a sampler that serves `a` leaves at most `(eta + 1) * B - (v - a) * B = (d - v + 1) * B` groups
-//!   live, `d = a + eta` being the deadline of those it lets in; so it keeps the invariant at `d` and later, and
-//!   earlier deadlines do not see it. Claiming and finalizing move a deadline only back, the other verbs only
-//!   remove groups.
+//! Why slots and earliest deadline first keep the bound in [`OnStale::Wait`], for steps that train `B` groups:
+//! - Admission for a sampler that serves `a` leaves at most `(eta + 1) * B - (v - a) * B = (d - v + 1) * B` groups live
+//!   or leased for `v`, `d = a + eta` being the deadline of those it lets in; so it keeps the invariant at `d` and
+//!   later, and earlier deadlines do not see it. Claiming and finalizing move a deadline only back, the other verbs only
+//!   remove groups. A group that comes without a slot is admitted as it arrives, by the same rule.
 //! - The lease of step `v` takes the `B` earliest deadlines of what is finalized, and leaves only if afterwards at
 //!   most `(d - v) * B` groups have a deadline of `d` or less: the invariant of `v + 1`. No other `B` finalized groups
 //!   would cover any `d` better. If all live groups are finalized, it holds: either all `B` taken are due by `d`, which
-//!   is what the invariant leaves to be done, or none due by `d` remains.
+//!   is what the invariant leaves to be done, or none due by `d` remains. A lease of fewer groups leaves the rest of the
+//!   step's `B` to others.
 //! - With `d = v` the condition says that a group leaves with the step of its deadline at the latest: none is ever
 //!   over the bound, and the slow one is waited for instead.
 //! - Nobody waits in a circle: while the lease waits, no step is unfinished, so a sampler that serves `v` finds a
 //!   free slot unless `(eta + 1) * B >= B` groups are live; those finish, and then the lease leaves.
 //!
-//! A crash only removes live groups, which keeps the invariant. What breaks it from outside (a trainer that skips
-//! steps, a sampler that goes back in version, another `B` after a resume) costs groups, never the bound or progress:
-//! groups over the bound are dropped, groups in flight over the bound are not waited for, and where more is due than
-//! steps can take, a full batch of what is due leaves.
+//! A crash only removes live groups, which keeps the invariant. What breaks it from outside (a sampler that goes back in
+//! version, steps that train more or less than `B` groups, a lease given back late) costs groups, never the bound or
+//! progress: groups over the bound are dropped, groups in flight over the bound are not waited for, and where more is due
+//! than steps can take, a full batch of what is due leaves.
+//!
+//! Replay (another order, or more uses than one) keeps the bound in the same place, at the lease, and paces by what is
+//! live alone; a group that was never used when it goes over the bound is generated again, one that was is evicted.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use trajectory::{GroupId, PolicyVersion};
 
-use crate::{BufferConfig, BufferError, Finalized, OnStale, Stats};
+use crate::{AdmitRequest, BufferConfig, BufferError, EventKind, Finalized, LeaseId, Stats};
 
-/// What a store keeps of a group beside its payload.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Row {
-    pub(crate) id: GroupId,
-    /// The oldest version in the group.
+pub(crate) use change::{Change, LeaseRow, LeaseState, Mark, Row};
+pub(crate) use lease::Leased;
+use seen::{Contents, Keys};
+
+mod change;
+mod lease;
+mod listing;
+mod seen;
+mod select;
+
+/// Groups with keys have ids from here on; below 2^53, so that every JSON reader keeps them exact.
+pub(crate) const KEYED: u64 = 1 << 52;
+
+/// What arrives to be stored.
+#[derive(Clone, Debug)]
+pub(crate) struct Arrival<'a> {
+    pub(crate) identity: Identity,
     pub(crate) oldest: PolicyVersion,
-    /// The step it is leased for, if it is leased.
-    pub(crate) step: Option<PolicyVersion>,
+    pub(crate) newest: PolicyVersion,
+    /// Size of the payload.
+    pub(crate) bytes: u64,
+    /// One for every trajectory; empty without `dedup`.
+    pub(crate) contents: &'a [u128],
 }
 
-/// What rows cannot say: the ids and steps that left no row. Written with every change that removes rows.
-#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Mark {
-    /// The lowest id that was never admitted.
-    pub(crate) next_id: u64,
-    /// Ids below `next_id` without a finalized group that are still to be trained on; at most as many as slots.
-    pub(crate) pending: Vec<GroupId>,
-    /// The lowest step that was never leased.
-    pub(crate) next_step: PolicyVersion,
-    /// Groups of steps below are forgotten.
-    pub(crate) acked: PolicyVersion,
+/// What an arrival is recognised by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Identity {
+    Admitted(GroupId),
+    /// Digest of its key.
+    Keyed(u128),
 }
 
-/// A change of what a store keeps; all of it or nothing.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Change {
-    /// Rows whose step changes.
-    pub(crate) rows: Vec<Row>,
-    /// Groups to forget, payload and row.
-    pub(crate) forget: Vec<GroupId>,
-    pub(crate) mark: Mark,
-}
-
-/// What a lease can do now.
-#[derive(Debug)]
-pub(crate) struct Attempt {
-    /// To be written before the groups are handed out.
-    pub(crate) change: Option<Change>,
-    /// The groups, ordered by id; `None` if the lease has to wait.
-    pub(crate) groups: Option<Vec<GroupId>>,
-}
-
-/// What `finalize` has to do about a group.
+/// What has to be done about an arrival.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Begin {
-    /// Write it, then say [`Ledger::end_finalize`].
-    Write,
+    /// Write those trajectories (all, without `dedup`) under this id, then say [`Ledger::end`].
+    Write { group: GroupId, keep: Vec<bool> },
     /// Another call is writing it: ask again when something changed.
-    Elsewhere,
+    Elsewhere(GroupId),
     /// Nothing; this is the answer.
-    Answer(Finalized),
+    Answer(Option<GroupId>, Finalized),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,295 +83,555 @@ enum Stage {
     Admitted,
     Claimed,
     Writing,
-    Finalized,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Live {
+#[derive(Clone, Debug)]
+struct Flight {
     stage: Stage,
     /// What counts as the oldest version: served at admission, then at the claim, then the oldest in the group.
     version: PolicyVersion,
+    hold_ms: Option<u64>,
+    until: Option<u64>,
+    /// While it is written: its size and contents.
+    bytes: u64,
+    contents: Vec<u128>,
+}
+
+#[derive(Clone, Debug)]
+struct Stored {
+    row: Row,
+    /// Leases that it is in.
+    out: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Held {
+    Flight(GroupId),
+    Lease(LeaseId),
+}
+
+/// Something that watchers hear of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Occurrence {
+    pub(crate) kind: EventKind,
+    pub(crate) groups: Vec<GroupId>,
+    pub(crate) lease: Option<LeaseId>,
+    pub(crate) version: Option<PolicyVersion>,
 }
 
 #[derive(Debug)]
 pub(crate) struct Ledger {
     config: BufferConfig,
     next_id: u64,
+    next_keyed: u64,
     /// Ids to be admitted before new ones.
     again: BTreeSet<GroupId>,
-    live: BTreeMap<GroupId, Live>,
-    /// The groups of every lease that is not acknowledged, ordered by id, with their oldest versions.
-    leases: BTreeMap<PolicyVersion, Vec<(GroupId, PolicyVersion)>>,
-    next_step: PolicyVersion,
-    acked: PolicyVersion,
+    flights: BTreeMap<GroupId, Flight>,
+    stored: BTreeMap<GroupId, Stored>,
+    /// What can be leased, by its oldest version: stored, with a use left.
+    pool: BTreeSet<(PolicyVersion, GroupId)>,
+    /// How many live groups (in flight or in the pool) count from each version.
+    due: BTreeMap<PolicyVersion, usize>,
+    leases: BTreeMap<LeaseId, lease::Record>,
+    named: HashMap<(String, PolicyVersion), LeaseId>,
+    /// Leases that are over their hold, and whose groups nobody else has yet.
+    expired: BTreeSet<LeaseId>,
+    next_lease: u64,
+    step: PolicyVersion,
+    /// Groups leased for `step`.
+    taken: usize,
+    holds: BTreeSet<(u64, Held)>,
+    keys: Keys,
+    contents: Contents,
+    bytes: u64,
     dropped_stale: u64,
+    /// Of those, how many no lease has told of.
+    dropped_untold: u64,
     evicted: u64,
+    expiries: u64,
+    /// What is to be written since [`Ledger::take_change`].
+    change: Option<Change>,
+    occurrences: Vec<Occurrence>,
 }
 
 impl Ledger {
-    /// A ledger of what a store kept. What was in flight is first in line again.
-    pub(crate) fn restore(config: BufferConfig, rows: &[Row], mark: Mark) -> Self {
-        let mut live = BTreeMap::new();
-        let mut leases: BTreeMap<_, Vec<_>> = BTreeMap::new();
+    /// A ledger of what a store kept. What was in flight is first in line again; open leases are held anew from `now`.
+    pub(crate) fn restore(config: BufferConfig, kept: Kept, now: u64) -> Self {
+        let Kept { rows, leases, keys, mark } = kept;
+        let admitted = |row: &&Row| row.id.0 < KEYED;
+        let next_id =
+            rows.iter().filter(admitted).map(|row| row.id.0 + 1).max().unwrap_or(0).max(mark.next_id);
+        let keyed = rows.iter().map(|row| row.id).chain(keys.iter().map(|(id, _)| *id));
+        let next_keyed = keyed.map(|id| id.0 + 1).max().unwrap_or(0).max(mark.next_keyed).max(KEYED);
+        let mut ledger = Self {
+            config,
+            next_id,
+            next_keyed,
+            again: mark.pending().chain((mark.next_id..next_id).map(GroupId)).collect(),
+            flights: BTreeMap::new(),
+            stored: BTreeMap::new(),
+            pool: BTreeSet::new(),
+            due: BTreeMap::new(),
+            leases: BTreeMap::new(),
+            named: HashMap::new(),
+            expired: BTreeSet::new(),
+            next_lease: leases.iter().map(|(id, _)| id.0 + 1).max().unwrap_or(0).max(mark.next_lease),
+            step: mark.step,
+            taken: mark.taken,
+            holds: BTreeSet::new(),
+            keys: Keys::default(),
+            contents: Contents::default(),
+            bytes: 0,
+            dropped_stale: 0,
+            dropped_untold: 0,
+            evicted: 0,
+            expiries: 0,
+            change: None,
+            occurrences: Vec::new(),
+        };
+        keys.into_iter().for_each(|(group, key)| ledger.keys.insert(key, group));
         for row in rows {
-            match row.step {
-                Some(step) => leases.entry(step).or_default().push((row.id, row.oldest)),
-                None => {
-                    live.insert(row.id, Live { stage: Stage::Finalized, version: row.oldest });
-                }
-            }
+            ledger.again.remove(&row.id);
+            ledger.bytes += row.bytes;
+            ledger.contents.add(&row.contents);
+            ledger.stored.insert(row.id, Stored { row, out: 0 });
         }
-        leases.values_mut().for_each(|groups| groups.sort_unstable());
-        let stored: BTreeSet<GroupId> = rows.iter().map(|row| row.id).collect();
-        let next_id = stored.last().map_or(0, |id| id.0 + 1).max(mark.next_id);
-        let unseen = (mark.next_id..next_id).map(GroupId);
-        let again = mark.pending.into_iter().chain(unseen).filter(|id| !stored.contains(id)).collect();
-        let next_step =
-            leases.keys().next_back().map_or(mark.next_step, |step| step.next().max(mark.next_step));
-        let acked = mark.acked;
-        Self { config, next_id, again, live, leases, next_step, acked, dropped_stale: 0, evicted: 0 }
+        leases.into_iter().for_each(|(id, row)| ledger.restore_lease(id, row, now));
+        let ids: Vec<GroupId> = ledger.stored.keys().copied().collect();
+        ids.into_iter().for_each(|id| ledger.enter_pool(id));
+        ledger
+    }
+
+    /// The latest version that anybody can have.
+    pub(crate) fn known(&self) -> PolicyVersion {
+        if self.taken > 0 { self.step.next() } else { self.step }
+    }
+
+    /// The step that a full batch would be leased for now.
+    fn next_step(&self) -> PolicyVersion {
+        if self.taken >= self.config.batch_groups { self.step.next() } else { self.step }
+    }
+
+    /// When the next hold is over, if any can be.
+    pub(crate) fn next_expiry(&self) -> Option<u64> {
+        self.holds.first().map(|(until, _)| *until)
     }
 
     /// Slots that are free as seen by a sampler that serves `served`.
     ///
     /// Every step that it has not yet applied holds `batch_groups` of them.
     pub(crate) fn free(&self, served: PolicyVersion) -> usize {
-        let unseen_steps = usize::try_from(served.staleness_at(self.next_step)).unwrap_or(usize::MAX);
-        let used = unseen_steps.saturating_mul(self.config.batch_groups).saturating_add(self.live.len());
+        if self.bytes >= self.config.max_bytes {
+            return 0;
+        }
+        let mut used = self.flights.len() + self.pool.len();
+        if !self.config.replays() && served <= self.step {
+            let unseen_steps = usize::try_from(served.staleness_at(self.step)).unwrap_or(usize::MAX);
+            let batch = self.config.batch_groups;
+            used =
+                used.saturating_add(unseen_steps.saturating_mul(batch)).saturating_add(self.taken.min(batch));
+        }
         self.config.slots().saturating_sub(used)
     }
 
     /// Takes up to `limit` free slots, for ids that are to be done again first, lowest first.
-    pub(crate) fn admit(&mut self, served: PolicyVersion, limit: usize) -> Vec<GroupId> {
-        let count = limit.min(self.free(served));
+    pub(crate) fn admit(&mut self, request: AdmitRequest, now: u64) -> Result<Vec<GroupId>, BufferError> {
+        self.not_from_the_future(request.served)?;
+        let count = request.limit.min(self.free(request.served));
         let mut ids = Vec::with_capacity(count);
         for _ in 0..count {
             let id = self.again.pop_first().unwrap_or_else(|| {
                 self.next_id += 1;
                 GroupId(self.next_id - 1)
             });
-            self.live.insert(id, Live { stage: Stage::Admitted, version: served });
+            let hold_ms = request.hold.map(millis);
+            self.take_off(id, Stage::Admitted, request.served, hold_ms, now);
             ids.push(id);
         }
-        ids
+        Ok(ids)
     }
 
-    pub(crate) fn claim(&mut self, group: GroupId, served: PolicyVersion) -> Result<(), BufferError> {
-        match self.live.get_mut(&group) {
-            Some(live) if live.stage == Stage::Admitted => {
-                *live = Live { stage: Stage::Claimed, version: served };
+    pub(crate) fn claim(
+        &mut self,
+        group: GroupId,
+        served: PolicyVersion,
+        now: u64,
+    ) -> Result<(), BufferError> {
+        self.not_from_the_future(served)?;
+        match self.flights.get(&group).map(|flight| (flight.stage, flight.version, flight.hold_ms)) {
+            Some((Stage::Admitted, _, hold_ms)) => {
+                self.land(group);
+                self.take_off(group, Stage::Claimed, served, hold_ms, now);
+                Ok(())
+            }
+            Some((Stage::Claimed, version, hold_ms)) => {
+                self.land(group);
+                self.take_off(group, Stage::Claimed, version, hold_ms, now);
                 Ok(())
             }
             _ => Err(BufferError::WrongState { group, is: self.state(group), needs: "admitted" }),
         }
     }
 
-    /// Announces that `group` is about to be written.
-    pub(crate) fn begin_finalize(&mut self, group: GroupId, oldest: PolicyVersion) -> Begin {
-        match self.live.get_mut(&group) {
-            Some(live) => match live.stage {
-                Stage::Admitted | Stage::Claimed => {
-                    *live = Live { stage: Stage::Writing, version: oldest };
-                    Begin::Write
-                }
-                Stage::Writing => Begin::Elsewhere,
-                Stage::Finalized => Begin::Answer(Finalized::Duplicate),
-            },
-            None if group.0 >= self.next_id || self.again.contains(&group) => {
-                Begin::Answer(Finalized::Refused)
-            }
-            None => Begin::Answer(Finalized::Duplicate),
+    /// Announces that something is about to be written.
+    pub(crate) fn begin(&mut self, arrival: &Arrival<'_>, now: u64) -> Result<Begin, BufferError> {
+        self.not_from_the_future(arrival.newest)?;
+        let Arrival { oldest, bytes, .. } = *arrival;
+        if bytes > self.config.max_bytes {
+            return Err(BufferError::GroupTooLarge { bytes, limit: self.config.max_bytes });
         }
+        let group = match self.identify(arrival.identity)? {
+            Ok(group) => group,
+            Err(answer) => return Ok(answer),
+        };
+        let in_flight = self.flights.contains_key(&group);
+        let known = matches!(arrival.identity, Identity::Admitted(_)).then_some(group);
+        if oldest.staleness_at(self.next_step()) > self.config.max_staleness {
+            if in_flight {
+                self.land(group);
+                self.again.insert(group);
+            }
+            self.count_dropped(1);
+            return Ok(Begin::Answer(known, Finalized::Stale));
+        }
+        if (!in_flight && self.free(oldest) == 0) || self.bytes + bytes > self.config.max_bytes {
+            return Ok(Begin::Answer(known, Finalized::Full));
+        }
+        let keep = self.contents.new_ones(arrival.contents);
+        if !keep.is_empty() && !keep.contains(&true) {
+            if in_flight {
+                self.land(group);
+            }
+            self.evicted += 1;
+            return Ok(Begin::Answer(known, Finalized::Duplicate));
+        }
+        let hold_ms = self.flights.get(&group).and_then(|flight| flight.hold_ms);
+        if in_flight {
+            self.land(group);
+        }
+        self.again.remove(&group);
+        if let Identity::Keyed(key) = arrival.identity {
+            self.next_keyed = group.0 + 1;
+            self.keys.insert(key, group);
+        }
+        let contents: Vec<u128> = arrival
+            .contents
+            .iter()
+            .zip(&keep)
+            .filter(|(_, keep)| **keep)
+            .map(|(content, _)| *content)
+            .collect();
+        self.contents.add(&contents);
+        self.bytes += bytes;
+        self.take_off(group, Stage::Writing, oldest, hold_ms, now);
+        let flight = self.flights.get_mut(&group).expect("it has just been put there");
+        (flight.bytes, flight.contents) = (bytes, contents);
+        Ok(Begin::Write { group, keep })
     }
 
     /// The write ended: from now on the group can be leased, or, if it failed, finalized again.
-    pub(crate) fn end_finalize(&mut self, group: GroupId, durable: bool) {
-        if let Some(live) = self.live.get_mut(&group) {
-            live.stage = if durable { Stage::Finalized } else { Stage::Claimed };
+    pub(crate) fn end(&mut self, group: GroupId, written: Option<Row>, now: u64) {
+        let Some(flight) = self.land(group) else { return };
+        let Some(row) = written else {
+            self.bytes -= flight.bytes;
+            self.contents.remove(&flight.contents);
+            if group.0 >= KEYED {
+                self.keys.remove(group);
+            } else {
+                self.take_off(group, Stage::Claimed, flight.version, flight.hold_ms, now);
+            }
+            return;
+        };
+        self.bytes = self.bytes - flight.bytes + row.bytes;
+        self.stored.insert(group, Stored { row, out: 0 });
+        self.enter_pool(group);
+        self.tell(EventKind::Finalized, vec![group], None, None);
+        if let Some(below) = self.keys.trim(|group| self.stored.contains_key(&group)) {
+            self.change().keys_below = Some(below);
         }
     }
 
     pub(crate) fn abort(&mut self, group: GroupId, retry: bool) -> Result<(), BufferError> {
-        match self.live.get(&group) {
-            Some(Live { stage: Stage::Admitted | Stage::Claimed, .. }) => self.live.remove(&group),
+        match self.flights.get(&group) {
+            Some(Flight { stage: Stage::Admitted | Stage::Claimed, .. }) => {}
             _ => {
-                return Err(BufferError::WrongState {
-                    group,
-                    is: self.state(group),
-                    needs: "admitted or claimed",
-                });
+                let is = self.state(group);
+                return Err(BufferError::WrongState { group, is, needs: "admitted or claimed" });
             }
-        };
+        }
+        self.land(group);
         if retry {
             self.again.insert(group);
         } else {
             self.evicted += 1;
+            self.tell(EventKind::Evicted, vec![group], None, None);
         }
         Ok(())
     }
 
-    /// Tries to put together the batch of `step`, dropping what is over the bound.
-    pub(crate) fn lease(&mut self, step: PolicyVersion) -> Result<Attempt, BufferError> {
-        if let Some(groups) = self.leases.get(&step) {
-            return Ok(Attempt { change: None, groups: Some(groups.iter().map(|(id, _)| *id).collect()) });
+    /// Ends every hold that is over at `now`.
+    pub(crate) fn expire(&mut self, now: u64) -> bool {
+        let mut any = false;
+        while let Some(&(until, held)) = self.holds.first()
+            && until <= now
+        {
+            any = true;
+            self.expiries += 1;
+            match held {
+                Held::Flight(group) => {
+                    self.land(group);
+                    self.again.insert(group);
+                    self.tell(EventKind::Expired, vec![group], None, None);
+                }
+                Held::Lease(lease) => self.expire_lease(lease),
+            }
         }
-        if step < self.next_step {
-            return Err(BufferError::StepPassed { step, next: self.next_step, acked: self.acked });
-        }
-        self.next_step = step;
-        let forget = self.drop_stale(step);
-        let groups = self.take_batch(step);
-        let rows: Vec<Row> =
-            groups.iter().flatten().map(|&(id, oldest)| Row { id, oldest, step: Some(step) }).collect();
-        if groups.is_some() {
-            self.next_step = step.next();
-        }
-        let change =
-            (groups.is_some() || !forget.is_empty()).then(|| Change { rows, forget, mark: self.mark() });
-        let ids = groups.as_ref().map(|groups| groups.iter().map(|(id, _)| *id).collect());
-        if let Some(groups) = groups {
-            self.leases.insert(step, groups);
-        }
-        Ok(Attempt { change, groups: ids })
+        any
     }
 
-    /// Forgets the groups of every step below `through`.
-    pub(crate) fn ack(&mut self, through: PolicyVersion) -> Option<Change> {
-        if through <= self.acked {
-            return None;
+    /// The trainer has made `version`.
+    pub(crate) fn set_version(&mut self, version: PolicyVersion, rewind: bool) -> Result<(), BufferError> {
+        if version < self.known() && version != self.step && !rewind {
+            return Err(BufferError::VersionBehind { version, known: self.known() });
         }
-        let kept = self.leases.split_off(&through);
-        let gone = std::mem::replace(&mut self.leases, kept);
-        self.acked = through;
-        self.next_step = self.next_step.max(through);
-        let forget = gone.into_values().flatten().map(|(id, _)| id).collect();
-        Some(Change { rows: Vec::new(), forget, mark: self.mark() })
+        if version != self.step {
+            (self.step, self.taken) = (version, 0);
+            self.change();
+            self.tell(EventKind::Version, Vec::new(), None, Some(version));
+        }
+        Ok(())
     }
 
-    /// Takes the newest lease back as if it had not been given.
-    pub(crate) fn release(&mut self, step: PolicyVersion) -> Result<Change, BufferError> {
-        let newest = self.leases.last_entry().filter(|lease| *lease.key() == step);
-        let Some(lease) = newest else {
-            return Err(BufferError::NotNewestLease { step, next: self.next_step });
-        };
-        let mut rows = Vec::new();
-        for (id, oldest) in lease.remove() {
-            self.live.insert(id, Live { stage: Stage::Finalized, version: oldest });
-            rows.push(Row { id, oldest, step: None });
+    /// Removes a group for good, wherever it is; false if it is not here.
+    pub(crate) fn evict(&mut self, group: GroupId) -> bool {
+        let flying = self.flights.get(&group).is_some_and(|flight| flight.stage != Stage::Writing);
+        if flying {
+            self.land(group);
+        } else if self.stored.contains_key(&group) {
+            self.leave_leases(group);
+            self.forget(group);
+        } else if !self.again.remove(&group) {
+            return false;
         }
-        self.next_step = step;
-        Ok(Change { rows, forget: Vec::new(), mark: self.mark() })
+        self.change();
+        self.evicted += 1;
+        self.tell(EventKind::Evicted, vec![group], None, None);
+        true
+    }
+
+    /// Removes what can be leased and is older than `version`; how many groups that were.
+    pub(crate) fn evict_below(&mut self, version: PolicyVersion) -> u64 {
+        let old: Vec<GroupId> = self.pool.range(..(version, GroupId(0))).map(|(_, id)| *id).collect();
+        let idle = |id: &GroupId| self.stored.get(id).is_some_and(|stored| stored.out == 0);
+        let old: Vec<GroupId> = old.into_iter().filter(idle).collect();
+        old.iter().for_each(|id| self.forget(*id));
+        self.evicted += old.len() as u64;
+        let count = old.len() as u64;
+        if count > 0 {
+            self.tell(EventKind::Evicted, old, None, None);
+        }
+        count
+    }
+
+    /// What is to be written since the last call, and what happened.
+    pub(crate) fn take_change(&mut self) -> (Option<Change>, Vec<Occurrence>) {
+        let change = self.change.take().map(|change| Change { mark: self.mark(), ..change });
+        (change, std::mem::take(&mut self.occurrences))
+    }
+
+    /// What happened since the last call, if nothing has to be written first.
+    pub(crate) fn take_occurrences(&mut self) -> Vec<Occurrence> {
+        if self.change.is_some() { Vec::new() } else { std::mem::take(&mut self.occurrences) }
+    }
+
+    pub(crate) fn is_in_flight(&self, group: GroupId) -> bool {
+        self.flights.contains_key(&group)
+    }
+
+    pub(crate) fn is_being_written(&self, group: GroupId) -> bool {
+        self.flights.get(&group).is_some_and(|flight| flight.stage == Stage::Writing)
+    }
+
+    /// The version that the trainer has, as far as is known here.
+    pub(crate) fn policy_version(&self) -> PolicyVersion {
+        self.step
     }
 
     pub(crate) fn stats(&self) -> Stats {
-        let count = |stages: &[Stage]| self.live.values().filter(|live| stages.contains(&live.stage)).count();
-        let mut in_flight: Vec<_> = self
-            .live
-            .iter()
-            .filter(|(_, live)| live.stage != Stage::Finalized)
-            .map(|(id, live)| (*id, live.version))
-            .collect();
+        let admitted = self.flights.values().filter(|flight| flight.stage == Stage::Admitted).count();
+        let mut in_flight: Vec<_> = self.flights.iter().map(|(id, flight)| (*id, flight.version)).collect();
         in_flight.sort_unstable_by_key(|&(id, version)| (version, id));
         in_flight.truncate(Stats::NAMED_IN_FLIGHT);
-        let oldest = self.live.values().map(|live| live.version).min();
+        let open = || self.leases.values().filter(|record| record.row.state == LeaseState::Open);
+        let next_step = self.next_step();
         Stats {
-            admitted: count(&[Stage::Admitted]),
-            claimed: count(&[Stage::Claimed, Stage::Writing]),
-            finalized: count(&[Stage::Finalized]),
-            leased: self.leases.values().map(Vec::len).sum(),
+            policy_version: self.step,
+            admitted,
+            claimed: self.flights.len() - admitted,
+            finalized: self.pool.len(),
+            leased: open().map(|record| record.row.groups.len()).sum(),
+            leases: open().count(),
             again: self.again.len(),
             dropped_stale: self.dropped_stale,
             evicted: self.evicted,
-            oldest_age: oldest.map_or(0, |version| version.staleness_at(self.next_step)),
+            expired: self.expiries,
+            oldest_age: self.due.first_key_value().map_or(0, |(version, _)| version.staleness_at(next_step)),
             oldest_in_flight: in_flight,
             slots: self.config.slots(),
-            slots_free: self.free(self.next_step),
+            slots_free: self.free(next_step),
+            bytes: self.bytes,
+            max_bytes: self.config.max_bytes,
             next_id: GroupId(self.next_id),
-            next_step: self.next_step,
+            next_step,
         }
     }
 
-    /// Whether enough groups are finalized for a batch, so that a lease that waits does so for slow ones.
-    pub(crate) fn held_for_slow(&self) -> bool {
-        let finalized = self.live.values().filter(|live| live.stage == Stage::Finalized).count();
-        finalized >= self.config.batch_groups
+    fn not_from_the_future(&self, version: PolicyVersion) -> Result<(), BufferError> {
+        let known = self.known();
+        if version > known { Err(BufferError::FutureVersion { version, known }) } else { Ok(()) }
     }
 
-    fn drop_stale(&mut self, step: PolicyVersion) -> Vec<GroupId> {
-        let bound = self.config.max_staleness;
-        let over = |live: &Live| live.stage == Stage::Finalized && live.version.staleness_at(step) > bound;
-        let stale: Vec<GroupId> =
-            self.live.iter().filter(|(_, live)| over(live)).map(|(id, _)| *id).collect();
-        for id in &stale {
-            self.live.remove(id);
-            self.again.insert(*id);
+    /// The id under which an arrival would be written, or why it is not.
+    fn identify(&self, identity: Identity) -> Result<Result<GroupId, Begin>, BufferError> {
+        let known = match identity {
+            Identity::Admitted(group) => Some(group),
+            Identity::Keyed(key) => self.keys.group(key),
+        };
+        let Some(group) = known else { return Ok(Ok(GroupId(self.next_keyed))) };
+        if let Some(flight) = self.flights.get(&group) {
+            let writing = flight.stage == Stage::Writing;
+            return Ok(if writing { Err(Begin::Elsewhere(group)) } else { Ok(group) });
         }
-        self.dropped_stale += stale.len() as u64;
-        stale
+        if self.again.contains(&group) {
+            return Ok(Ok(group));
+        }
+        let limit = if group.0 >= KEYED { self.next_keyed } else { self.next_id };
+        if group.0 >= limit {
+            return Err(BufferError::UnknownGroup { group, next: GroupId(limit) });
+        }
+        Ok(Err(Begin::Answer(Some(group), Finalized::Duplicate)))
     }
 
-    /// Removes a batch from the live groups, ordered by id, if one may leave for `step`.
-    fn take_batch(&mut self, step: PolicyVersion) -> Option<Vec<(GroupId, PolicyVersion)>> {
-        let finalized = self.live.iter().filter(|(_, live)| live.stage == Stage::Finalized);
-        let mut batch: Vec<(GroupId, PolicyVersion)> =
-            finalized.map(|(id, live)| (*id, live.version)).collect();
-        if batch.len() < self.config.batch_groups {
-            return None;
+    fn take_off(
+        &mut self,
+        group: GroupId,
+        stage: Stage,
+        version: PolicyVersion,
+        hold_ms: Option<u64>,
+        now: u64,
+    ) {
+        let until = hold_ms.filter(|_| stage != Stage::Writing).map(|hold| now.saturating_add(hold));
+        if let Some(until) = until {
+            self.holds.insert((until, Held::Flight(group)));
         }
-        batch.sort_unstable_by_key(|&(id, version)| (version, id));
-        batch.truncate(self.config.batch_groups);
-        if self.config.on_stale == OnStale::Wait && !self.leaves_time(step, &batch) {
-            return None;
-        }
-        batch.sort_unstable();
-        for (id, _) in &batch {
-            self.live.remove(id);
-        }
-        Some(batch)
+        *self.due.entry(version).or_default() += 1;
+        let flight = Flight { stage, version, hold_ms, until, bytes: 0, contents: Vec::new() };
+        self.flights.insert(group, flight);
     }
 
-    /// Whether the steps after `step` can still train in time all that stays behind `batch`, or at least nothing
-    /// that is still in flight would make a better batch for them.
-    fn leaves_time(&self, step: PolicyVersion, batch: &[(GroupId, PolicyVersion)]) -> bool {
-        let deadline = |version: PolicyVersion| version.0.saturating_add(self.config.max_staleness);
-        let mut due: BTreeMap<u64, (usize, usize)> = BTreeMap::new();
-        for live in self.live.values() {
-            due.entry(deadline(live.version)).or_default().0 += 1;
+    fn land(&mut self, group: GroupId) -> Option<Flight> {
+        let flight = self.flights.remove(&group)?;
+        self.due_less(flight.version);
+        if let Some(until) = flight.until {
+            self.holds.remove(&(until, Held::Flight(group)));
         }
-        for (_, version) in batch {
-            due.entry(deadline(*version)).or_default().1 += 1;
+        Some(flight)
+    }
+
+    /// Puts a stored group where leases find it, if it has a use left.
+    fn enter_pool(&mut self, group: GroupId) {
+        let Some(stored) = self.stored.get(&group) else { return };
+        let version = stored.row.oldest;
+        if stored.row.uses + stored.out < self.config.max_uses && self.pool.insert((version, group)) {
+            *self.due.entry(version).or_default() += 1;
         }
-        let (mut all, mut taken) = (0usize, 0usize);
-        due.range(step.0..).all(|(deadline, (groups, in_batch))| {
-            all += groups;
-            taken += in_batch;
-            let later_steps = usize::try_from(deadline - step.0).unwrap_or(usize::MAX);
-            let room = later_steps.saturating_mul(self.config.batch_groups);
-            taken >= all.saturating_sub(room).min(self.config.batch_groups)
-        })
+    }
+
+    fn leave_pool(&mut self, version: PolicyVersion, group: GroupId) {
+        if self.pool.remove(&(version, group)) {
+            self.due_less(version);
+        }
+    }
+
+    fn due_less(&mut self, version: PolicyVersion) {
+        if let Some(count) = self.due.get_mut(&version) {
+            *count -= 1;
+            if *count == 0 {
+                self.due.remove(&version);
+            }
+        }
+    }
+
+    /// Forgets a stored group.
+    fn forget(&mut self, group: GroupId) {
+        let Some(Stored { row, .. }) = self.stored.remove(&group) else { return };
+        self.leave_pool(row.oldest, group);
+        self.bytes -= row.bytes;
+        self.contents.remove(&row.contents);
+        self.change().forget.push((row.oldest, group));
+        self.lose_leases_of(group);
+    }
+
+    fn count_dropped(&mut self, count: u64) {
+        self.dropped_stale += count;
+        self.dropped_untold += count;
+    }
+
+    fn change(&mut self) -> &mut Change {
+        self.change.get_or_insert_default()
+    }
+
+    fn tell(
+        &mut self,
+        kind: EventKind,
+        groups: Vec<GroupId>,
+        lease: Option<LeaseId>,
+        version: Option<PolicyVersion>,
+    ) {
+        self.occurrences.push(Occurrence { kind, groups, lease, version });
     }
 
     fn mark(&self) -> Mark {
-        let in_flight =
-            self.live.iter().filter(|(_, live)| live.stage != Stage::Finalized).map(|(id, _)| *id);
+        // In flight and in line are disjoint and each is ascending.
+        let admitted = self.flights.keys().copied().filter(|id| id.0 < KEYED);
+        let mut pending: Vec<GroupId> = admitted.chain(self.again.iter().copied()).collect();
+        pending.sort_unstable();
         Mark {
             next_id: self.next_id,
-            pending: in_flight.chain(self.again.iter().copied()).collect(),
-            next_step: self.next_step,
-            acked: self.acked,
+            next_keyed: self.next_keyed,
+            pending: Mark::ranges(pending.into_iter()),
+            next_lease: self.next_lease,
+            step: self.step,
+            taken: self.taken,
         }
     }
 
     fn state(&self, group: GroupId) -> &'static str {
-        match self.live.get(&group).map(|live| live.stage) {
+        match self.flights.get(&group).map(|flight| flight.stage) {
             Some(Stage::Admitted) => "admitted",
             Some(Stage::Claimed) => "claimed",
-            Some(Stage::Writing | Stage::Finalized) => "finalized",
+            Some(Stage::Writing) => "being written",
+            None if self.stored.get(&group).is_some_and(|stored| stored.out == 0) => "finalized",
             None if self.again.contains(&group) => "in line to be admitted again",
-            None if group.0 >= self.next_id => "not yet admitted",
+            None if group.0 >= self.next_id && group.0 < KEYED => "not yet admitted",
             None => "leased, trained or evicted",
         }
     }
+}
+
+/// What a store kept.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Kept {
+    pub(crate) rows: Vec<Row>,
+    pub(crate) leases: Vec<(LeaseId, LeaseRow)>,
+    /// Digests of keys.
+    pub(crate) keys: Vec<(GroupId, u128)>,
+    pub(crate) mark: Mark,
+}
+
+/// Whole milliseconds, as many as there are.
+pub(crate) fn millis(duration: std::time::Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -72,51 +72,23 @@
 //! ```
 
 mod buffer;
+mod config;
 mod contract;
 mod error;
+mod events;
+pub mod http;
 mod journal;
 mod ledger;
+mod listing;
 mod memory;
+mod payload;
 mod store;
 
 pub use buffer::Buffer;
-pub use contract::{Consumer, Finalized, Lease, Producer, Stats};
+pub use config::{BufferConfig, OnStale, Order};
+pub use contract::{
+    AdmitRequest, Consumer, Finalized, Lease, LeaseId, LeaseRequest, Producer, Stats, Submitted,
+};
 pub use error::BufferError;
-pub use journal::{Journal, JournalStore};
-pub use memory::{Memory, MemoryStore};
-
-/// How much may be in the buffer and how old it may be.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BufferConfig {
-    /// Groups per training step, at least 1.
-    pub batch_groups: usize,
-    /// How many versions the oldest token of a group may be behind the version that a step starts from; 0 is
-    /// synchronous training.
-    pub max_staleness: u64,
-    /// What becomes of groups that are too slow.
-    pub on_stale: OnStale,
-}
-
-impl BufferConfig {
-    /// Most slots that a buffer can have.
-    pub const MAX_SLOTS: usize = 1 << 24;
-
-    /// Groups that can be outstanding.
-    #[must_use]
-    pub fn slots(&self) -> usize {
-        let versions = usize::try_from(self.max_staleness).unwrap_or(usize::MAX).saturating_add(1);
-        versions.saturating_mul(self.batch_groups)
-    }
-}
-
-/// What becomes of groups that are too slow for the bound.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum OnStale {
-    /// The trainer does not wait for them: over the bound they are dropped, counted and generated afresh.
-    Drop,
-    /// The trainer waits for them in time, so that none is ever over the bound. Only after a crash or a change of the
-    /// configuration can there be groups that no waiting saves; those are dropped and counted.
-    #[default]
-    Wait,
-}
+pub use events::{Event, EventKind, Events, Replay};
+pub use listing::{GroupEntry, GroupFilter, GroupState, LeaseEntry};

@@ -1,58 +1,51 @@
-//! Groups in memory, for runs that need not survive their process. Invariant: one entry per group that is finalized
-//! or leased, gone with `ack`. Nothing here is durable.
+//! Groups in memory, for runs that need not survive their process. Invariant: one entry per group that the ledger keeps.
+//! Nothing here is durable.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use trajectory::{Group, GroupId, PolicyVersion};
+use trajectory::{Group, GroupId};
 
-use crate::ledger::{Change, Mark};
-use crate::store::{Commit, Store};
-use crate::{Buffer, BufferConfig, BufferError};
+use crate::BufferError;
+use crate::ledger::Change;
+use crate::store::{Append, Done, Store};
 
-/// A buffer that forgets everything with its process.
-pub type Memory = Buffer<MemoryStore>;
-
-/// The store of [`Memory`].
+/// A store that forgets everything with its process.
 #[derive(Debug, Default)]
-pub struct MemoryStore {
+pub(crate) struct Memory {
     groups: Mutex<HashMap<GroupId, Arc<Group>>>,
 }
 
-impl Memory {
-    /// An empty buffer.
-    ///
-    /// # Errors
-    /// [`BufferError::Config`] if the configuration makes no slots or too many.
-    pub fn new(config: BufferConfig) -> Result<Self, BufferError> {
-        Ok(Self::over(MemoryStore::default(), config.checked()?, &[], Mark::default()))
-    }
-}
-
-impl MemoryStore {
-    fn groups(&self) -> Result<MutexGuard<'_, HashMap<GroupId, Arc<Group>>>, BufferError> {
-        self.groups.lock().map_err(|_| BufferError::Poisoned)
-    }
-}
-
-impl Store for MemoryStore {
-    fn append(&self, group: Arc<Group>, _oldest: PolicyVersion) -> Result<(), BufferError> {
-        self.groups()?.insert(group.id, group);
-        Ok(())
+impl Store for Memory {
+    fn append(&self, append: Append) {
+        let Append { row, group, done, .. } = append;
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner).insert(row.id, group);
+        done(Ok(()));
     }
 
-    fn submit(&self, change: Change) -> Result<Commit, BufferError> {
-        let mut groups = self.groups()?;
-        change.forget.iter().for_each(|id| drop(groups.remove(id)));
-        Ok(Commit::Done)
+    fn submit(&self, change: Change, done: Done) {
+        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        change.forget.iter().for_each(|(_, id)| drop(groups.remove(id)));
+        drop(groups);
+        done(Ok(()));
     }
 
-    fn wait(&self, _commit: &Commit) -> Result<(), BufferError> {
-        Ok(())
+    fn read(&self, ids: &[GroupId], _last: bool) -> Result<Vec<Arc<Group>>, BufferError> {
+        let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
+        let read = |id: &GroupId| groups.get(id).map(Arc::clone).ok_or(BufferError::Gone { group: *id });
+        ids.iter().map(read).collect()
     }
 
-    fn read(&self, ids: &[GroupId]) -> Result<Vec<Arc<Group>>, BufferError> {
-        let groups = self.groups()?;
-        Ok(ids.iter().map(|id| Arc::clone(&groups[id])).collect())
+    fn at_hand(&self, _ids: &[GroupId]) -> bool {
+        true
+    }
+
+    fn unanswered(&self, _waited: Option<Duration>) -> BufferError {
+        BufferError::Poisoned
+    }
+
+    fn failure(&self) -> Option<BufferError> {
+        None
     }
 }

@@ -2,33 +2,48 @@
 //! were submitted, each as a whole. A store knows neither slots nor staleness.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use crossbeam::channel::Receiver;
-use trajectory::{Group, GroupId, PolicyVersion};
+use trajectory::{Group, GroupId};
 
 use crate::BufferError;
-use crate::ledger::Change;
+use crate::ledger::{Change, Row};
+
+/// The longest that one write may take before the disk counts as dead.
+pub(crate) const WRITE_WAIT: Duration = Duration::from_secs(60);
+
+/// Told once, when a write is durable or has failed; dropped untold if the writer broke down. Never blocks.
+pub(crate) type Done = Box<dyn FnOnce(Result<(), BufferError>) + Send>;
+
+/// A group to be kept.
+pub(crate) struct Append {
+    pub(crate) row: Row,
+    /// Digest of the key that it came with.
+    pub(crate) key: Option<u128>,
+    /// The group as [`crate::payload`] encodes it.
+    pub(crate) payload: Vec<u8>,
+    pub(crate) group: Arc<Group>,
+    pub(crate) done: Done,
+}
 
 /// Payloads and rows of groups.
 pub(crate) trait Store: Send + Sync {
-    /// Keeps a group under its id, in the place of an earlier one; returns when it is durable.
-    fn append(&self, group: Arc<Group>, oldest: PolicyVersion) -> Result<(), BufferError>;
+    /// Queues a group, in the place of an earlier one with its id. [`BufferError::QueueFull`] if too many wait.
+    fn append(&self, append: Append);
 
     /// Queues a change; called under the lock of the ledger, so that the order is the ledger's.
-    fn submit(&self, change: Change) -> Result<Commit, BufferError>;
+    fn submit(&self, change: Change, done: Done);
 
-    /// Waits until the change is durable.
-    fn wait(&self, commit: &Commit) -> Result<(), BufferError>;
+    /// The payloads of stored groups, in the order of `ids`; `last` of the groups that will not be asked for again
+    /// in the ordinary course of things.
+    fn read(&self, ids: &[GroupId], last: bool) -> Result<Vec<Arc<Group>>, BufferError>;
 
-    /// The payloads of leased groups, in the order of `ids`.
-    fn read(&self, ids: &[GroupId]) -> Result<Vec<Arc<Group>>, BufferError>;
-}
+    /// Whether a read of `ids` needs no disk.
+    fn at_hand(&self, ids: &[GroupId]) -> bool;
 
-/// A change on its way to the store.
-#[derive(Debug)]
-pub(crate) enum Commit {
-    /// It is there.
-    Done,
-    /// It is there when this says so; a hang-up means that the writer has stopped.
-    Queued(Receiver<()>),
+    /// Why a write was not answered: the writer broke down, or, after `waited`, the disk is dead.
+    fn unanswered(&self, waited: Option<Duration>) -> BufferError;
+
+    /// Why nothing can be written any more, if that is so.
+    fn failure(&self) -> Option<BufferError>;
 }

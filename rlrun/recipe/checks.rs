@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use super::diagnostic::Diagnostic;
 use super::layers::{Origin, Origins};
 use super::ranges::{Checker, check_ranges};
-use super::schema::{RandomModel, RawData, RawModel, RawRecipe, RewardSpec, Rollout, Warmup};
-use super::words::{Quantization, RewardKind};
+use super::schema::{Buffer, RandomModel, RawData, RawModel, RawRecipe, RewardSpec, Rollout, Warmup};
+use super::words::{OnStale, Quantization, RewardKind, SampleOrder};
 use super::{Data, DataSource, Files, Model, Recipe};
 
 /// Checks everything; `stem` names the run if the recipe does not.
@@ -28,6 +28,7 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
         check_tokens(&raw, data.max_prompt_length, &mut checker);
     }
     check_batch(&raw, &mut checker);
+    check_replay(&raw.buffer, &mut checker);
     check_bitwise(&raw.rollout, &mut checker);
     let (Some(model), Some(data)) = (model, data) else { return Err(checker.errors) };
     let recipe = Recipe {
@@ -49,6 +50,16 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
     };
     check_eval(&recipe, &mut checker);
     if checker.errors.is_empty() { Ok(recipe) } else { Err(checker.errors) }
+}
+
+fn check_replay(buffer: &Buffer, checker: &mut Checker<'_>) {
+    let replays = buffer.order != SampleOrder::Fifo || buffer.max_uses > 1;
+    if replays && buffer.on_stale == OnStale::Wait {
+        let message = "no waiting keeps slow groups within the bound if groups are taken out of order or more than once \
+                       (`buffer.order`, `buffer.max_uses`)";
+        let paths = ["buffer.order", "buffer.max_uses", "buffer.on_stale"];
+        checker.report_latest(&paths, message, "set `buffer.on_stale` to \"drop\"");
+    }
 }
 
 fn check_name(name: &str, checker: &mut Checker<'_>) {

@@ -316,13 +316,33 @@ pub struct Buffer {
     pub on_stale: OnStale,
     /// Where groups wait.
     pub store: Store,
+    /// Which groups a step takes first. All but `fifo` need `on_stale = "drop"`. TBA samples by recency and by reward.
+    pub order: SampleOrder,
+    /// Of `order = "reward"`: groups are drawn with weights exp(mean reward / temperature).
+    pub reward_temperature: f64,
+    /// How many steps train on a group before it is forgotten; more than one needs `on_stale = "drop"`.
+    pub max_uses: u32,
+    /// Leave out a trajectory if the buffer holds one of the same task with the same tokens, as TBA does.
+    pub dedup: bool,
+    /// Most groups that are kept, MiB as they are written; when it is full, nothing new starts.
+    pub max_mib: u64,
 }
 
 impl Default for Buffer {
     fn default() -> Self {
         // AReaL measures no loss up to 8 with the corrected loss and full throughput from 2 on; 4 leaves room on
         // both sides and is what TRL and SkyRL users have.
-        Self { batch_groups: 32, max_staleness: 4, on_stale: OnStale::Wait, store: Store::Redb }
+        Self {
+            batch_groups: 32,
+            max_staleness: 4,
+            on_stale: OnStale::Wait,
+            store: Store::Redb,
+            order: SampleOrder::Fifo,
+            reward_temperature: 1.0,
+            max_uses: 1,
+            dedup: false,
+            max_mib: 16 << 10,
+        }
     }
 }
 

@@ -25,6 +25,34 @@ pub enum Store {
     Memory,
 }
 
+/// Which groups a training step takes first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SampleOrder {
+    /// The oldest version first.
+    #[default]
+    Fifo,
+    /// The newest version first.
+    Recency,
+    /// Drawn with weights by the mean reward.
+    Reward,
+    /// Drawn, all alike.
+    Uniform,
+}
+
+impl SampleOrder {
+    /// The order with the temperature that `reward` draws at.
+    #[must_use]
+    pub fn with(self, temperature: f64) -> buffer::Order {
+        match self {
+            Self::Fifo => buffer::Order::Fifo,
+            Self::Recency => buffer::Order::Recency,
+            Self::Reward => buffer::Order::Reward { temperature },
+            Self::Uniform => buffer::Order::Uniform,
+        }
+    }
+}
+
 /// Algorithms.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

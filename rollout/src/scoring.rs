@@ -193,7 +193,7 @@ async fn score_all(
                 let (id, trajectory) = scored.map_err(|_| RolloutError::Ended { who: "the scoring of a trajectory" })??;
                 if let Some(group) = complete(&mut gathering, id, trajectory) {
                     let buffer = Arc::clone(&buffer);
-                    storing.spawn_blocking(move || Ok(buffer.finalize(group)?));
+                    storing.spawn_blocking(move || store(buffer.as_ref(), group));
                 }
             }
             Some(stored) = storing.join_next() => {
@@ -202,6 +202,16 @@ async fn score_all(
         }
     }
     Ok(())
+}
+
+/// Hands a group over; where there is no room for it in time, its task goes first in line again.
+fn store(buffer: &dyn Producer, group: Group) -> Result<Finalized, RolloutError> {
+    let id = group.id;
+    let answer = buffer.finalize(group)?;
+    if answer == Finalized::Full {
+        buffer.abort(id, true)?;
+    }
+    Ok(answer)
 }
 
 /// Adds a trajectory to its group; the group, if that was the last one missing.

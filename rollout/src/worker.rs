@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use buffer::Producer;
+use buffer::{AdmitRequest, Producer};
 use model::Sampling;
 use trajectory::{GroupId, PolicyVersion};
 
@@ -186,7 +186,8 @@ impl Worker {
     fn admit(&mut self, buffer: &dyn Producer) -> Result<(), RolloutError> {
         while self.engine.has_room(self.config.group_size) {
             let version = self.engine.version();
-            let Some(group) = buffer.admit(version, 1, Duration::ZERO)?.pop() else { break };
+            let one = AdmitRequest { served: version, limit: 1, hold: None };
+            let Some(group) = buffer.admit(one, Duration::ZERO)?.pop() else { break };
             buffer.claim(group, version)?;
             let (_, prompt) = self.prompts.of(group);
             self.engine.submit(Request {

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use buffer::{BufferConfig, Consumer, Memory, OnStale, Producer};
+use buffer::{AdmitRequest, Buffer, BufferConfig, Consumer, LeaseRequest, Producer};
 use model::Sampling;
 use rewards::{BoxFuture, OnError, Reward, RewardError, RewardInput, WeightedReward};
 use rollout::scoring::{Ended, RewardLimits, Scorer, limited};
@@ -36,12 +36,11 @@ impl Reward for Flaky {
     }
 }
 
-fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Memory) {
+fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Buffer) {
     let model = Model::new();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
-    let config = BufferConfig { batch_groups: 1, max_staleness: 0, on_stale: OnStale::Wait };
-    let buffer = Arc::new(Memory::new(config).unwrap());
+    let buffer = Arc::new(Buffer::in_memory(BufferConfig::new(1, 0)).unwrap());
     let reward = WeightedReward {
         reward: Box::new(Flaky { seen: Mutex::new(HashMap::new()) }),
         weight: 2.0,
@@ -49,7 +48,8 @@ fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Mem
     };
     let limits = RewardLimits { timeout: Duration::from_millis(30), concurrency: 2 };
     let rewards = Arc::new(limited(vec![(reward, limits)]).unwrap());
-    let group = buffer.admit(PolicyVersion(0), 1, SOON).unwrap()[0];
+    let group =
+        buffer.admit(AdmitRequest { served: PolicyVersion(0), limit: 1, hold: None }, SOON).unwrap()[0];
     buffer.claim(group, PolicyVersion(0)).unwrap();
     let producer: Arc<dyn Producer> = Arc::clone(&buffer) as Arc<dyn Producer>;
     let scorer = Scorer::start(runtime.handle(), rewards, producer, 2);
@@ -72,7 +72,7 @@ fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Mem
 fn a_reward_that_hangs_costs_its_trajectory_and_no_more() {
     let (finished, buffer) = score_one_group(OnError::Skip);
     finished.unwrap();
-    let lease = buffer.lease(PolicyVersion(0), SOON).unwrap();
+    let lease = buffer.lease(&LeaseRequest::step("trainer", PolicyVersion(0)), SOON).unwrap();
     let totals: Vec<_> = lease.groups[0].trajectories.iter().map(|t| t.score.total).collect();
     assert_eq!(totals, [Some(0.0), None, Some(4.0), Some(6.0)]);
     let error = lease.groups[0].trajectories[1].score.components[0].error.clone().unwrap();

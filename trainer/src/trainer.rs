@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use buffer::{BufferError, Consumer, Lease};
+use buffer::{BufferError, Consumer, Lease, LeaseRequest};
 use model::ModelDirectory;
 use trajectory::{Group, PolicyVersion};
 use weights::{Publisher, Snapshot};
@@ -45,6 +45,8 @@ pub struct TrainerConfig {
 
 /// How often a trainer that waits for a batch looks whether it should stop.
 const LOOK_UP: Duration = Duration::from_millis(100);
+/// The name under which a trainer leases.
+const CONSUMER: &str = "trainer";
 
 /// Turns batches into versions.
 pub struct Trainer {
@@ -98,7 +100,7 @@ impl Trainer {
             earlier_s: state.time_s,
             started: Instant::now(),
         };
-        trainer.buffer.ack(trainer.version)?;
+        trainer.buffer.ack_through(CONSUMER, trainer.version)?;
         trainer.publish()?;
         Ok(trainer)
     }
@@ -184,7 +186,7 @@ impl Trainer {
     /// # Errors
     /// If the buffer fails.
     pub fn forget(&self) -> Result<(), TrainerError> {
-        Ok(self.buffer.ack(self.version)?)
+        Ok(self.buffer.ack_through(CONSUMER, self.version)?)
     }
 
     /// Writes a checkpoint of the current version, then lets the buffer forget the groups that are in it.
@@ -197,19 +199,20 @@ impl Trainer {
         let state = TrainerState::new(self.version, updates, self.trained_tokens, self.time_s());
         let (to, keep) = (&self.config.checkpoints, self.config.keep_last);
         let path = checkpoint::save(to, &self.directory, &self.learner, &state, keep)?;
-        self.buffer.ack(self.version)?;
+        self.buffer.ack_through(CONSUMER, self.version)?;
         self.save_checkpoint_s += clock.elapsed().as_secs_f64();
         Ok(path)
     }
 
     fn lease(&self) -> Result<Option<Lease>, TrainerError> {
         let deadline = Instant::now() + self.config.wait;
+        let request = LeaseRequest::step(CONSUMER, self.version);
         loop {
             if self.stop.load(Ordering::Relaxed) {
                 return Ok(None);
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            match self.buffer.lease(self.version, left.min(LOOK_UP)) {
+            match self.buffer.lease(&request, left.min(LOOK_UP)) {
                 Ok(lease) => return Ok(Some(lease)),
                 Err(BufferError::LeaseTimeout { .. }) if left > LOOK_UP => {}
                 Err(error) => return Err(error.into()),

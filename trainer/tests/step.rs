@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use buffer::{BufferConfig, BufferError, Consumer, Memory, OnStale, Producer};
+use buffer::{AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, OnStale, Producer};
 use model::ModelDirectory;
 use trainer::schedule::{Schedule, Shape};
 use trainer::{Learner, Trainer, TrainerConfig, TrainerError, TrainerState};
@@ -17,7 +17,7 @@ const SOON: Duration = Duration::from_secs(20);
 
 struct Bench {
     files: tempfile::TempDir,
-    buffer: Arc<Memory>,
+    buffer: Arc<Buffer>,
     subscriber: weights::memory::MemorySubscriber,
     trainer: Trainer,
     stop: Arc<AtomicBool>,
@@ -27,8 +27,8 @@ fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
     let files = tempfile::tempdir().unwrap();
     let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
     let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
-    let buffer_config = BufferConfig { batch_groups: 2, max_staleness: 2, on_stale: OnStale::Drop };
-    let buffer = Arc::new(Memory::new(buffer_config).unwrap());
+    let buffer_config = BufferConfig { on_stale: OnStale::Drop, ..BufferConfig::new(2, 2) };
+    let buffer = Arc::new(Buffer::in_memory(buffer_config).unwrap());
     let (publisher, hub) = weights::memory::hub();
     let subscriber = hub.subscribe("sampler").unwrap();
     let mut settings = TrainerConfig {
@@ -53,14 +53,14 @@ fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
 }
 
 /// Puts a finished group with these rewards into the buffer.
-fn put(buffer: &Memory, served: u64, rewards: &[f64]) {
+fn put(buffer: &Buffer, served: u64, rewards: &[f64]) {
     put_off_policy(buffer, served, rewards, 0.0);
 }
 
 /// The same with behavior log-probabilities that are moved by `off_policy` nats.
-fn put_off_policy(buffer: &Memory, served: u64, rewards: &[f64], off_policy: f32) {
+fn put_off_policy(buffer: &Buffer, served: u64, rewards: &[f64], off_policy: f32) {
     let served = PolicyVersion(served);
-    let id = buffer.admit(served, 1, SOON).unwrap()[0];
+    let id = buffer.admit(AdmitRequest { served, limit: 1, hold: None }, SOON).unwrap()[0];
     buffer.claim(id, served).unwrap();
     let group = group(id.0, rewards, off_policy);
     buffer.finalize(Group::clone(&group)).unwrap();
@@ -189,7 +189,8 @@ fn a_promise_of_equal_bits_is_kept_or_the_step_is_refused() {
 #[test]
 fn a_trainer_without_a_batch_says_who_it_waits_for_or_stops() {
     let mut bench = bench(|config| config.wait = Duration::from_millis(150));
-    let id = bench.buffer.admit(PolicyVersion(0), 1, SOON).unwrap()[0];
+    let one = AdmitRequest { served: PolicyVersion(0), limit: 1, hold: None };
+    let id = bench.buffer.admit(one, SOON).unwrap()[0];
     bench.buffer.claim(id, PolicyVersion(0)).unwrap();
     let error = bench.trainer.step().unwrap_err();
     assert!(matches!(error, TrainerError::Buffer(BufferError::LeaseTimeout { .. })));

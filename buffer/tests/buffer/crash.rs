@@ -8,10 +8,10 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use buffer::{Consumer, Finalized, Journal, Producer};
+use buffer::{AdmitRequest, Buffer, Consumer, Finalized, Producer};
 use trajectory::{GroupId, PolicyVersion};
 
-use super::{NOW, SOON, config, group, v};
+use super::{NOW, SOON, TRAINER, config, group, lease, v};
 
 const JOURNAL: &str = "RLRUN_TEST_CRASH_JOURNAL";
 const CHECKPOINT: &str = "RLRUN_TEST_CRASH_CHECKPOINT";
@@ -31,9 +31,9 @@ fn what_was_acknowledged_survives_being_killed_and_is_trained_once() {
     }
     assert!(seen.checkpoint > v(5), "the child came no further than {}", seen.checkpoint);
 
-    let journal = Journal::open(&path, config(2, 2)).unwrap();
+    let journal = Buffer::open(&path, config(2, 2)).unwrap();
     let mut step = seen.checkpoint;
-    while let Ok(lease) = journal.lease(step, NOW) {
+    while let Ok(lease) = lease(&journal, step.0, NOW) {
         let ids: Vec<GroupId> = lease.groups.iter().map(|group| group.id).collect();
         seen.lease(step, &ids);
         step = step.next();
@@ -115,15 +115,18 @@ fn child() {
     // The test harness has begun a line of its own.
     say("");
     let start: u64 = checkpoint.to_str().unwrap().parse().unwrap();
-    let journal = Journal::open(path, config(2, 2)).unwrap();
-    journal.ack(v(start)).unwrap();
+    let journal = Buffer::open(path, config(2, 2)).unwrap();
+    journal.ack_through(TRAINER, v(start)).unwrap();
     let version = AtomicU64::new(start);
     std::thread::scope(|scope| {
         for _ in 0..3 {
             scope.spawn(|| {
                 loop {
                     let served = v(version.load(Ordering::Acquire));
-                    for id in journal.admit(served, 1, Duration::from_millis(1)).unwrap() {
+                    for id in journal
+                        .admit(AdmitRequest { served, limit: 1, hold: None }, Duration::from_millis(1))
+                        .unwrap()
+                    {
                         journal.claim(id, served).unwrap();
                         assert_eq!(journal.finalize(group(id, served)).unwrap(), Finalized::Accepted);
                         say(&format!("finalized {}", id.0));
@@ -132,13 +135,13 @@ fn child() {
             });
         }
         for step in start.. {
-            let lease = journal.lease(v(step), SOON).unwrap();
+            let lease = lease(&journal, step, SOON).unwrap();
             assert_eq!(lease.dropped_stale, 0);
             let ids: Vec<String> = lease.groups.iter().map(|group| group.id.0.to_string()).collect();
             say(&format!("leased {step} {}", ids.join(" ")));
             if step % 4 == 3 {
                 say(&format!("checkpoint {}", step + 1));
-                journal.ack(v(step + 1)).unwrap();
+                journal.ack_through(TRAINER, v(step + 1)).unwrap();
             }
             version.store(step + 1, Ordering::Release);
         }

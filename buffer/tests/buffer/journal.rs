@@ -1,23 +1,23 @@
 //! What only a journal does: come back.
 
-use buffer::{BufferError, Consumer, Finalized, Journal, Memory, Producer};
+use buffer::{Buffer, BufferError, Consumer, Finalized, Producer};
 use redb::{Database, TableDefinition};
 use trajectory::GroupId;
 
-use super::{NOW, config, generate, group, leased, v};
+use super::{NOW, TRAINER, admit, config, generate, group, lease, leased, v};
 
 #[test]
 fn what_was_finalized_comes_back_and_what_was_in_flight_is_first_in_line() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("buffer.redb");
-    let open = || Journal::open(&path, config(2, 2)).unwrap();
+    let open = || Buffer::open(&path, config(2, 2)).unwrap();
 
     let buffer = open();
     generate(&buffer, v(0), 3);
-    let lost = buffer.admit(v(0), 3, NOW).unwrap();
+    let lost = admit(&buffer, v(0), 3);
     buffer.finalize(group(lost[1], v(0))).unwrap();
     let first = leased(&buffer, 0);
-    buffer.admit(v(1), 2, NOW).unwrap();
+    admit(&buffer, v(1), 2);
     drop(buffer);
 
     // Groups 6 and 7 left no trace: their ids are simply next.
@@ -27,23 +27,23 @@ fn what_was_finalized_comes_back_and_what_was_in_flight_is_first_in_line() {
     assert_eq!((stats.next_id, stats.next_step), (GroupId(6), v(1)));
     assert_eq!(leased(&buffer, 0), first);
     assert_eq!(buffer.finalize(group(lost[1], v(0))).unwrap(), Finalized::Duplicate);
-    assert_eq!(buffer.admit(v(1), 9, NOW).unwrap(), [3, 5, 6, 7].map(GroupId));
-    assert_eq!(*buffer.lease(v(1), NOW).unwrap().groups[1], group(lost[1], v(0)), "read from disk");
-    buffer.ack(v(2)).unwrap();
+    assert_eq!(admit(&buffer, v(1), 9), [3, 5, 6, 7].map(GroupId));
+    assert_eq!(*lease(&buffer, 1, NOW).unwrap().groups[1], group(lost[1], v(0)), "read from disk");
+    buffer.ack_through(TRAINER, v(2)).unwrap();
     drop(buffer);
 
     let buffer = open();
     assert_eq!(buffer.finalize(group(lost[1], v(0))).unwrap(), Finalized::Duplicate, "also once forgotten");
-    assert!(matches!(buffer.lease(v(1), NOW), Err(BufferError::StepPassed { .. })));
-    assert_eq!(buffer.admit(v(2), 9, NOW).unwrap(), [3, 5, 6, 7, 8, 9].map(GroupId));
+    assert!(matches!(lease(&buffer, 1, NOW), Err(BufferError::StepPassed { .. })));
+    assert_eq!(admit(&buffer, v(2), 9), [3, 5, 6, 7, 8, 9].map(GroupId));
 }
 
 #[test]
 fn a_journal_belongs_to_one_process() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("buffer.redb");
-    let _open = Journal::open(&path, config(1, 0)).unwrap();
-    let error = Journal::open(&path, config(1, 0)).unwrap_err();
+    let _open = Buffer::open(&path, config(1, 0)).unwrap();
+    let error = Buffer::open(&path, config(1, 0)).unwrap_err();
     assert!(matches!(error, BufferError::Locked { .. }));
     assert!(
         error
@@ -58,18 +58,18 @@ fn other_files_are_left_alone() {
     let directory = tempfile::tempdir().unwrap();
     let text = directory.path().join("notes.txt");
     std::fs::write(&text, "these are notes and not a journal").unwrap();
-    assert!(matches!(Journal::open(&text, config(1, 0)), Err(BufferError::NotAJournal { .. })));
+    assert!(matches!(Buffer::open(&text, config(1, 0)), Err(BufferError::NotAJournal { .. })));
     assert_eq!(std::fs::read_to_string(&text).unwrap(), "these are notes and not a journal");
 
     let strange = directory.path().join("strange.redb");
     let write = Database::create(&strange).unwrap().begin_write().unwrap();
     write.open_table(STRANGE).unwrap().insert(1, 2).unwrap();
     write.commit().unwrap();
-    let error = Journal::open(&strange, config(1, 0)).unwrap_err().to_string();
+    let error = Buffer::open(&strange, config(1, 0)).unwrap_err().to_string();
     assert!(error.contains("strange.redb is not a journal of this program (a redb file without"), "{error}");
 
-    let missing = Journal::open(directory.path().join("no/such/directory"), config(1, 0)).unwrap_err();
-    assert!(missing.to_string().contains("no/such/directory: open: "), "{missing}");
+    let missing = Buffer::open(directory.path().join("no/such/directory"), config(1, 0)).unwrap_err();
+    assert!(missing.to_string().contains("no/such/directory cannot be written ("), "{missing}");
 }
 
 #[test]
@@ -77,17 +77,17 @@ fn a_newer_format_is_not_guessed_at() {
     const META: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("meta");
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("buffer.redb");
-    drop(Journal::open(&path, config(1, 0)).unwrap());
+    drop(Buffer::open(&path, config(1, 0)).unwrap());
     let write = Database::create(&path).unwrap().begin_write().unwrap();
-    write.open_table(META).unwrap().insert("format", 2u64.to_le_bytes().as_slice()).unwrap();
+    write.open_table(META).unwrap().insert("format", 3u64.to_le_bytes().as_slice()).unwrap();
     write.commit().unwrap();
-    let error = Journal::open(&path, config(1, 0)).unwrap_err();
-    assert!(matches!(error, BufferError::NewerFormat { found: 2, known: 1, .. }), "{error}");
+    let error = Buffer::open(&path, config(1, 0)).unwrap_err();
+    assert!(matches!(error, BufferError::NewerFormat { found: 3, known: 2, .. }), "{error}");
 }
 
 #[test]
 fn a_configuration_without_slots_or_with_too_many_is_refused() {
     for wrong in [config(0, 1), config(1, u64::MAX), config(1 << 20, 16)] {
-        assert!(matches!(Memory::new(wrong), Err(BufferError::Config { .. })));
+        assert!(matches!(Buffer::in_memory(wrong), Err(BufferError::Config { .. })));
     }
 }

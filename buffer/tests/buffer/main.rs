@@ -6,7 +6,7 @@ mod journal;
 
 use std::time::Duration;
 
-use buffer::{BufferConfig, Consumer, Finalized, OnStale, Producer};
+use buffer::{AdmitRequest, BufferConfig, BufferError, Consumer, Finalized, Lease, LeaseRequest, Producer};
 use trajectory::{
     Component, Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
     Trajectory, Turn, VersionRun,
@@ -17,22 +17,24 @@ const SOON: Duration = Duration::from_secs(30);
 /// For what must not happen by itself.
 const NOW: Duration = Duration::ZERO;
 
+/// Who trains.
+const TRAINER: &str = "trainer";
+
 fn v(version: u64) -> PolicyVersion {
     PolicyVersion(version)
 }
 
 fn config(batch_groups: usize, max_staleness: u64) -> BufferConfig {
-    BufferConfig { batch_groups, max_staleness, on_stale: OnStale::Wait }
+    BufferConfig::new(batch_groups, max_staleness)
 }
 
-/// A group with a bit of everything; `oldest` samples its first trained token.
-fn group(id: GroupId, oldest: PolicyVersion) -> Group {
-    let runs = [(oldest.next(), 1), (oldest, 1), (oldest.next(), 1)];
+/// A group with a bit of everything.
+fn group(id: GroupId, served: PolicyVersion) -> Group {
     let sample = Sample::new(SampleStreams {
-        token_ids: vec![7, 70_000, u32::try_from(id.0).unwrap()],
+        token_ids: vec![7, 70_000, u32::try_from(id.0 & 0xffff_ffff).unwrap()],
         loss_mask: vec![false, true, true],
         behavior_logprobs: vec![0.0, -0.1, -12.5],
-        versions: runs.map(|(version, len)| VersionRun { version, len }).to_vec(),
+        versions: [1, 2].map(|len| VersionRun { version: served, len }).to_vec(),
         kept: None,
         temperature: 0.7,
     })
@@ -59,9 +61,14 @@ fn group(id: GroupId, oldest: PolicyVersion) -> Group {
     }
 }
 
+/// Slots for a sampler that ends with the buffer.
+fn admit(buffer: &impl Producer, served: PolicyVersion, limit: usize) -> Vec<GroupId> {
+    buffer.admit(AdmitRequest { served, limit, hold: None }, NOW).unwrap()
+}
+
 /// Admits, claims and finalizes `count` groups as a sampler that serves `served`.
 fn generate(buffer: &impl Producer, served: PolicyVersion, count: usize) -> Vec<GroupId> {
-    let ids = buffer.admit(served, count, NOW).unwrap();
+    let ids = admit(buffer, served, count);
     assert_eq!(ids.len(), count, "not enough slots");
     for id in &ids {
         buffer.claim(*id, served).unwrap();
@@ -70,6 +77,11 @@ fn generate(buffer: &impl Producer, served: PolicyVersion, count: usize) -> Vec<
     ids
 }
 
+fn lease(buffer: &impl Consumer, step: u64, wait: Duration) -> Result<Lease, BufferError> {
+    buffer.lease(&LeaseRequest::step(TRAINER, v(step)), wait)
+}
+
+/// The ids of the batch for `step`.
 fn leased(buffer: &impl Consumer, step: u64) -> Vec<u64> {
-    buffer.lease(v(step), NOW).unwrap().groups.iter().map(|group| group.id.0).collect()
+    lease(buffer, step, NOW).unwrap().groups.iter().map(|group| group.id.0).collect()
 }

@@ -1,0 +1,221 @@
+//! The buffer for a server: the same verbs for tasks, which wait without holding a thread.
+//!
+//! Invariant: every verb here does what its namesake of [`Producer`](crate::Producer) or
+//! [`Consumer`](crate::Consumer) does, with the same deadlines.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::oneshot;
+use trajectory::{GroupId, PolicyVersion};
+
+use super::{Buffer, MAX_WAIT};
+use crate::ledger::{Begin, Ledger};
+use crate::payload::{Incoming, Prepared};
+use crate::store::{Done, WRITE_WAIT};
+use crate::{AdmitRequest, BufferError, Finalized, Lease, LeaseRequest, Submitted};
+
+type Receipt = oneshot::Receiver<Result<(), BufferError>>;
+
+/// A group that is on its way: answered, or waiting for the disk or for another who writes the same.
+enum Underway {
+    Answered(Result<Submitted, BufferError>),
+    Writing(GroupId, Receipt),
+    Elsewhere(GroupId, Box<Prepared>),
+}
+
+impl Buffer {
+    /// The version that the trainer has; unlike [`Consumer::stats`](crate::Consumer::stats) it counts nothing.
+    pub(crate) fn policy_version(&self) -> Result<PolicyVersion, BufferError> {
+        Ok(self.shared.ledger()?.policy_version())
+    }
+
+    pub(crate) async fn admit_async(
+        &self,
+        request: AdmitRequest,
+        wait: Duration,
+    ) -> Result<Vec<GroupId>, BufferError> {
+        let deadline = Instant::now() + wait.min(MAX_WAIT);
+        loop {
+            let changed = self.shared.room.tasks.notified();
+            let until = {
+                let mut ledger = self.shared.ledger()?;
+                let ids = self.try_admit(&mut ledger, request)?;
+                if request.limit == 0 || !ids.is_empty() || Instant::now() >= deadline {
+                    return Ok(ids);
+                }
+                self.shared.until(&ledger, deadline)
+            };
+            // Ended by time or by the signal, it looks again.
+            let _ = tokio::time::timeout_at(until.into(), changed).await;
+        }
+    }
+
+    pub(crate) async fn lease_async(
+        self: &Arc<Self>,
+        request: &LeaseRequest,
+        wait: Duration,
+    ) -> Result<Lease, BufferError> {
+        let started = Instant::now();
+        let deadline = started + wait.min(MAX_WAIT);
+        loop {
+            let changed = self.shared.batch.tasks.notified();
+            let (done, receipt) = receipt();
+            let last_call = Instant::now() >= deadline;
+            let attempt = {
+                let mut ledger = self.shared.ledger()?;
+                match self.try_lease(&mut ledger, request, last_call, done)? {
+                    Some(leased) => Ok(leased),
+                    None if last_call => return Err(self.no_batch(&ledger, request, started.elapsed())),
+                    None => Err(self.shared.until(&ledger, deadline)),
+                }
+            };
+            match attempt {
+                Ok(leased) => {
+                    self.told(receipt).await?;
+                    if self.store.at_hand(&leased.groups) {
+                        return self.handed_out(request, leased);
+                    }
+                    let (buffer, request) = (Arc::clone(self), request.clone());
+                    let read = tokio::task::spawn_blocking(move || buffer.handed_out(&request, leased));
+                    return read.await.unwrap_or(Err(BufferError::Poisoned));
+                }
+                // Ended by time or by the signal, it looks again.
+                Err(until) => drop(tokio::time::timeout_at(until.into(), changed).await),
+            }
+        }
+    }
+
+    /// Stores groups that came together: they are queued at once and share an fsync.
+    pub(crate) async fn append_async(&self, incoming: Vec<Incoming>) -> Vec<Result<Submitted, BufferError>> {
+        let underway: Vec<Underway> = incoming.into_iter().map(|incoming| self.start(incoming)).collect();
+        let mut answers = Vec::with_capacity(underway.len());
+        for group in underway {
+            answers.push(match group {
+                Underway::Answered(answer) => answer,
+                Underway::Writing(group, receipt) => self.written(group, receipt).await,
+                Underway::Elsewhere(_, prepared) => self.after_others(*prepared).await,
+            });
+        }
+        answers
+    }
+
+    /// Changes the ledger and waits until that is durable.
+    pub(crate) async fn settle_async<T>(
+        &self,
+        verb: impl FnOnce(&mut Ledger, u64) -> Result<T, BufferError>,
+    ) -> Result<T, BufferError> {
+        let (done, receipt) = receipt();
+        let result = {
+            let mut ledger = self.shared.ledger()?;
+            let result = verb(&mut ledger, self.shared.now());
+            self.commit(&mut ledger, done);
+            result
+        };
+        self.shared.notify();
+        self.told(receipt).await?;
+        result
+    }
+
+    pub(crate) async fn extend_async(
+        &self,
+        lease: crate::LeaseId,
+        hold: Duration,
+    ) -> Result<(), BufferError> {
+        let hold_ms = crate::ledger::millis(hold);
+        self.settle_async(|ledger, now| ledger.extend(lease, hold_ms, now)).await
+    }
+
+    pub(crate) async fn ack_async(&self, lease: crate::LeaseId) -> Result<(), BufferError> {
+        self.settle_async(|ledger, _| ledger.ack(lease)).await
+    }
+
+    pub(crate) async fn ack_through_async(
+        &self,
+        consumer: &str,
+        through: PolicyVersion,
+    ) -> Result<(), BufferError> {
+        self.settle_async(|ledger, _| ledger.ack_through(consumer, through)).await
+    }
+
+    pub(crate) async fn release_async(&self, lease: crate::LeaseId) -> Result<(), BufferError> {
+        self.settle_async(|ledger, _| ledger.release(lease)).await
+    }
+
+    pub(crate) async fn set_version_async(
+        &self,
+        version: PolicyVersion,
+        rewind: bool,
+    ) -> Result<(), BufferError> {
+        self.settle_async(|ledger, _| ledger.set_version(version, rewind)).await
+    }
+
+    pub(crate) async fn evict_async(&self, group: GroupId) -> Result<bool, BufferError> {
+        self.settle_async(|ledger, _| Ok(ledger.evict(group))).await
+    }
+
+    pub(crate) async fn evict_below_async(&self, version: PolicyVersion) -> Result<u64, BufferError> {
+        self.settle_async(|ledger, _| Ok(ledger.evict_below(version))).await
+    }
+
+    fn start(&self, incoming: Incoming) -> Underway {
+        match Prepared::new(incoming, self.config.dedup) {
+            Ok(prepared) => self.start_prepared(prepared),
+            Err(error) => Underway::Answered(Err(error)),
+        }
+    }
+
+    fn start_prepared(&self, prepared: Prepared) -> Underway {
+        match self.begin(&prepared) {
+            Err(error) => Underway::Answered(Err(error)),
+            Ok(Begin::Answer(group, answer)) => Underway::Answered(Ok(Submitted { answer, group })),
+            Ok(Begin::Elsewhere(group)) => Underway::Elsewhere(group, Box::new(prepared)),
+            Ok(Begin::Write { group, keep }) => {
+                let (done, receipt) = receipt();
+                self.write(prepared, group, &keep, done);
+                Underway::Writing(group, receipt)
+            }
+        }
+    }
+
+    async fn written(&self, group: GroupId, receipt: Receipt) -> Result<Submitted, BufferError> {
+        match self.told(receipt).await {
+            Ok(()) => Ok(Submitted { answer: Finalized::Accepted, group: Some(group) }),
+            Err(BufferError::QueueFull { .. }) => Ok(Submitted { answer: Finalized::Full, group: None }),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Waits for whoever writes the same group, then starts again.
+    async fn after_others(&self, mut prepared: Prepared) -> Result<Submitted, BufferError> {
+        let deadline = Instant::now() + 2 * WRITE_WAIT;
+        loop {
+            let changed = self.shared.batch.tasks.notified();
+            let group = match self.start_prepared(prepared) {
+                Underway::Answered(answer) => return answer,
+                Underway::Writing(group, receipt) => return self.written(group, receipt).await,
+                Underway::Elsewhere(group, again) => {
+                    prepared = *again;
+                    group
+                }
+            };
+            if tokio::time::timeout_at(deadline.into(), changed).await.is_err() {
+                return Err(BufferError::StillWriting { group, waited: 2 * WRITE_WAIT });
+            }
+        }
+    }
+
+    async fn told(&self, receipt: Receipt) -> Result<(), BufferError> {
+        match tokio::time::timeout(WRITE_WAIT, receipt).await {
+            Ok(Ok(result)) => result,
+            Ok(Err(_)) => Err(self.store.unanswered(None)),
+            Err(_) => Err(self.store.unanswered(Some(WRITE_WAIT))),
+        }
+    }
+}
+
+fn receipt() -> (Done, Receipt) {
+    let (sender, receiver) = oneshot::channel();
+    // Whoever gave up waiting does not want to hear it.
+    (Box::new(move |result| drop(sender.send(result))), receiver)
+}

@@ -1,0 +1,190 @@
+//! Opening a journal: whose file it is, and all of it but the payloads.
+//!
+//! Invariant: a file that is not ours stays as it is. Whatever bytes are in it, the answer is a journal or an error.
+
+use std::collections::HashMap;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+
+use redb::{Database, DatabaseError, ReadableTable, StorageBackend, StorageError};
+use serde::de::DeserializeOwned;
+use trajectory::GroupId;
+
+use super::tables::{FORMAT, KEYS, LEASES, META, ROWS, SEGMENTS};
+use super::{Place, StoredRow, failed};
+use crate::ledger::Kept;
+use crate::{BufferError, LeaseId};
+
+/// Pages that redb keeps in memory, in bytes: payloads are read seldom.
+const CACHE_BYTES: usize = 64 << 20;
+
+/// A journal with what it kept.
+pub(super) struct Opened {
+    pub(super) database: Database,
+    pub(super) kept: Kept,
+    pub(super) places: HashMap<GroupId, Place>,
+    /// How often it has been opened, with this time.
+    pub(super) opening: u64,
+    /// Size of the file; 0 if it is not one.
+    pub(super) file_bytes: u64,
+}
+
+/// The journal in a file, a new one if there is none.
+pub(super) fn file(path: &Path) -> Result<Opened, BufferError> {
+    let create = |at: &Path| unpanicked(path, || redb::Builder::new().set_cache_size(CACHE_BYTES).create(at));
+    let database = if path.exists() {
+        create(path)?
+    } else {
+        // A process that is killed while it makes a journal leaves half of one: under another name, not in the way.
+        let fresh = path.with_extension("new");
+        if fresh.exists() {
+            std::fs::remove_file(&fresh).map_err(|error| unwritable(path, error))?;
+        }
+        let made = create(&fresh)?;
+        std::fs::rename(&fresh, path).map_err(|error| unwritable(path, error))?;
+        made
+    };
+    let file_bytes = std::fs::metadata(path).map_err(failed(path, "measure"))?.len();
+    load(path, database, file_bytes)
+}
+
+/// The journal in another storage.
+pub(super) fn backend(path: &Path, backend: impl StorageBackend) -> Result<Opened, BufferError> {
+    let backend = AssertUnwindSafe(backend);
+    let create = || {
+        let AssertUnwindSafe(backend) = { backend };
+        redb::Builder::new().set_cache_size(CACHE_BYTES).create_with_backend(backend)
+    };
+    load(path, unpanicked(path, create)?, 0)
+}
+
+/// redb checks what it reads, but not all of it: a damaged file can also make it panic.
+fn unpanicked(
+    path: &Path,
+    open: impl FnOnce() -> Result<Database, DatabaseError>,
+) -> Result<Database, BufferError> {
+    match catch_unwind(AssertUnwindSafe(open)) {
+        Ok(opened) => opened.map_err(|error| open_error(path, error)),
+        Err(panic) => Err(not_ours(path, panic_text(panic.as_ref()))),
+    }
+}
+
+fn open_error(path: &Path, error: DatabaseError) -> BufferError {
+    match error {
+        DatabaseError::DatabaseAlreadyOpen => BufferError::Locked { path: path.to_owned() },
+        DatabaseError::Storage(StorageError::Corrupted(what)) => not_ours(path, what),
+        DatabaseError::Storage(StorageError::Io(error)) => match error.kind() {
+            io::ErrorKind::InvalidData | io::ErrorKind::UnexpectedEof => not_ours(path, error.to_string()),
+            _ => unwritable(path, error),
+        },
+        error => failed(path, "open")(error),
+    }
+}
+
+fn unwritable(path: &Path, error: io::Error) -> BufferError {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::NotFound => {
+            BufferError::NotWritable { path: path.to_owned(), source: error }
+        }
+        _ => failed(path, "open")(error),
+    }
+}
+
+fn not_ours(path: &Path, found: String) -> BufferError {
+    BufferError::NotAJournal { path: path.to_owned(), found }
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    format!("damaged: {}", text.unwrap_or("of an unknown kind"))
+}
+
+/// Checks whose file this is, counts the opening, and reads all but the payloads.
+fn load(path: &Path, database: Database, file_bytes: u64) -> Result<Opened, BufferError> {
+    let stored = catch_unwind(AssertUnwindSafe(|| read_tables(&database)))
+        .map_err(|panic| not_ours(path, panic_text(panic.as_ref())))?
+        .map_err(|error| read_error(path, error))?;
+    match stored.format {
+        None => return Err(not_ours(path, "a redb file without a journal format".to_owned())),
+        Some(found) if found > FORMAT => {
+            return Err(BufferError::NewerFormat { path: path.to_owned(), found, known: FORMAT });
+        }
+        Some(found) if found < FORMAT => {
+            return Err(BufferError::OlderFormat { path: path.to_owned(), found, known: FORMAT });
+        }
+        Some(_) => {}
+    }
+    let mut kept = Kept { keys: stored.keys, ..Kept::default() };
+    if let Some(mark) = stored.mark {
+        kept.mark = decoded(path, "the mark", &mark)?;
+    }
+    for (id, lease) in stored.leases {
+        kept.leases.push((LeaseId(id), decoded(path, "a lease", &lease)?));
+    }
+    let mut places = HashMap::with_capacity(stored.rows.len());
+    for row in stored.rows {
+        let StoredRow { row, place } = decoded(path, "a row", &row)?;
+        places.insert(row.id, place);
+        kept.rows.push(row);
+    }
+    Ok(Opened { database, kept, places, opening: stored.opening, file_bytes })
+}
+
+fn read_error(path: &Path, error: redb::Error) -> BufferError {
+    match error {
+        redb::Error::Corrupted(what) => not_ours(path, what),
+        error => failed(path, "read")(error),
+    }
+}
+
+fn decoded<T: DeserializeOwned>(path: &Path, what: &str, bytes: &[u8]) -> Result<T, BufferError> {
+    rmp_serde::from_slice(bytes).map_err(|error| not_ours(path, format!("{what} is damaged: {error}")))
+}
+
+#[derive(Default)]
+struct Stored {
+    format: Option<u64>,
+    mark: Option<Vec<u8>>,
+    rows: Vec<Vec<u8>>,
+    leases: Vec<(u64, Vec<u8>)>,
+    keys: Vec<(GroupId, u128)>,
+    opening: u64,
+}
+
+/// Writes only to a file without tables or with ours; that of somebody else stays as it is.
+fn read_tables(database: &Database) -> Result<Stored, redb::Error> {
+    let mut transaction = database.begin_write()?;
+    transaction.set_quick_repair(true);
+    let is_new = transaction.list_tables()?.next().is_none();
+    let mut stored = Stored::default();
+    {
+        let mut meta = transaction.open_table(META)?;
+        if is_new {
+            meta.insert("format", FORMAT.to_le_bytes().as_slice())?;
+        }
+        let number = |bytes: &[u8]| bytes.try_into().ok().map(u64::from_le_bytes);
+        stored.format = meta.get("format")?.and_then(|bytes| number(bytes.value()));
+        if stored.format != Some(FORMAT) {
+            return Ok(stored);
+        }
+        stored.mark = meta.get("mark")?.map(|bytes| bytes.value().to_vec());
+        stored.opening = meta.get("openings")?.and_then(|bytes| number(bytes.value())).unwrap_or(0) + 1;
+        meta.insert("openings", stored.opening.to_le_bytes().as_slice())?;
+        transaction.open_table(SEGMENTS)?;
+        for entry in transaction.open_table(ROWS)?.iter()? {
+            stored.rows.push(entry?.1.value().to_vec());
+        }
+        for entry in transaction.open_table(LEASES)?.iter()? {
+            let (id, lease) = entry?;
+            stored.leases.push((id.value(), lease.value().to_vec()));
+        }
+        for entry in transaction.open_table(KEYS)?.iter()? {
+            let (id, key) = entry?;
+            stored.keys.push((GroupId(id.value()), key.value()));
+        }
+    }
+    transaction.commit()?;
+    Ok(stored)
+}

@@ -1,0 +1,288 @@
+//! The one thread that writes: all that is queued in one transaction, then the acknowledgements.
+//!
+//! Invariant: nothing is acknowledged before the commit that contains it is on disk; after a failure nothing is
+//! acknowledged any more. Payloads of one commit lie together in segments, so that a group costs neither a page of its own
+//! nor an insertion into the tree of payloads.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use crossbeam::channel::Receiver;
+use redb::{Database, Table};
+use serde::Serialize;
+use trajectory::GroupId;
+
+use super::tables::{KEYS, LEASES, META, ROWS, SEGMENTS};
+use super::{AtHand, Place, Places, Request, StoredRow, check, lock, stopped};
+use crate::BufferError;
+use crate::ledger::{Change, Row};
+use crate::store::{Append, Done};
+
+/// Bytes of payloads that share a segment: with what redb adds they fill 16 pages. A larger payload has its own.
+const SEGMENT_BYTES: usize = (64 << 10) - 256;
+/// Payloads that one transaction holds, in bytes, before it commits.
+const TRANSACTION_BYTES: usize = 64 << 20;
+/// Requests that one transaction holds.
+const TRANSACTION_REQUESTS: usize = 4096;
+/// Disk space is given back when less than one part in so many of the largest size is needed.
+const COMPACT_RATIO: u64 = 4;
+
+/// When disk space is given back.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Space {
+    /// Most bytes since that was last done.
+    pub(super) peak: u64,
+    /// Less than so many bytes are not worth it.
+    pub(super) compact_above: u64,
+}
+
+pub(super) struct Writer {
+    path: PathBuf,
+    database: Arc<RwLock<Database>>,
+    places: Arc<Places>,
+    at_hand: Arc<Mutex<AtHand>>,
+    broken: Arc<Mutex<Option<String>>>,
+    space: Space,
+    /// Groups that are left in each segment, and its bytes.
+    segments: HashMap<u64, (usize, u64)>,
+    next_segment: u64,
+    bytes: u64,
+}
+
+/// What was promised in a transaction and is kept after its commit.
+#[derive(Default)]
+struct Promises {
+    done: Vec<Done>,
+    at_hand: Vec<(GroupId, Arc<trajectory::Group>, u64)>,
+}
+
+struct Tables<'t> {
+    meta: Table<'t, &'static str, &'static [u8]>,
+    segments: Table<'t, u64, &'static [u8]>,
+    rows: Table<'t, (u64, u64), &'static [u8]>,
+    leases: Table<'t, u64, &'static [u8]>,
+    keys: Table<'t, u64, u128>,
+}
+
+impl Writer {
+    pub(super) fn new(
+        path: &Path,
+        database: Arc<RwLock<Database>>,
+        places: Arc<Places>,
+        at_hand: Arc<Mutex<AtHand>>,
+        broken: Arc<Mutex<Option<String>>>,
+        space: Space,
+    ) -> Self {
+        let mut segments: HashMap<u64, (usize, u64)> = HashMap::new();
+        for place in lock(&places).values() {
+            let segment = segments.entry(place.segment).or_default();
+            *segment = (segment.0 + 1, segment.1 + u64::from(place.length));
+        }
+        let next_segment = segments.keys().max().map_or(0, |last| last + 1);
+        let bytes = segments.values().map(|(_, bytes)| bytes).sum();
+        let space = Space { peak: space.peak.max(bytes), ..space };
+        Self {
+            path: path.to_owned(),
+            database,
+            places,
+            at_hand,
+            broken,
+            space,
+            segments,
+            next_segment,
+            bytes,
+        }
+    }
+
+    pub(super) fn run(mut self, requests: &Receiver<Request>) {
+        while let Ok(first) = requests.recv() {
+            let mut promises = Promises::default();
+            let written = self.write_together(first, requests, &mut promises);
+            if let Err(error) = written {
+                *lock(&self.broken) = Some(error.to_string());
+                for done in promises.done {
+                    done(Err(stopped(&self.path, &self.broken)));
+                }
+                while let Ok(request) = requests.try_recv() {
+                    request.done(Err(stopped(&self.path, &self.broken)));
+                }
+                return;
+            }
+            {
+                let mut at_hand = lock(&self.at_hand);
+                promises.at_hand.into_iter().for_each(|(id, group, bytes)| at_hand.put(id, group, bytes));
+            }
+            promises.done.into_iter().for_each(|done| done(Ok(())));
+            if requests.is_empty()
+                && let Err(error) = self.give_space_back()
+            {
+                *lock(&self.broken) = Some(error.to_string());
+                return;
+            }
+        }
+    }
+
+    /// One transaction with all that is queued.
+    fn write_together(
+        &mut self,
+        first: Request,
+        requests: &Receiver<Request>,
+        promises: &mut Promises,
+    ) -> Result<(), redb::Error> {
+        let database = Arc::clone(&self.database);
+        let database = database.read().unwrap_or_else(PoisonError::into_inner);
+        let mut bytes = 0;
+        let (mut appends, mut changes, mut mark) = (Vec::new(), Vec::new(), None);
+        let mut next = Some(first);
+        while let Some(request) = next {
+            match request {
+                Request::Append(Append { row, key, payload, group, done }) => {
+                    bytes += payload.len();
+                    promises.done.push(done);
+                    promises.at_hand.push((row.id, group, row.bytes));
+                    appends.push((row, key, payload));
+                }
+                Request::Change(change, done) => {
+                    promises.done.push(done);
+                    mark = Some(change.mark.clone());
+                    changes.push(change);
+                }
+            }
+            let room = bytes < TRANSACTION_BYTES && promises.done.len() < TRANSACTION_REQUESTS;
+            next = if room { requests.try_recv().ok() } else { None };
+        }
+        let mut transaction = database.begin_write()?;
+        transaction.set_quick_repair(true);
+        {
+            let mut tables = Tables {
+                meta: transaction.open_table(META)?,
+                segments: transaction.open_table(SEGMENTS)?,
+                rows: transaction.open_table(ROWS)?,
+                leases: transaction.open_table(LEASES)?,
+                keys: transaction.open_table(KEYS)?,
+            };
+            // A group is only changed after its append was acknowledged, so appends can go first.
+            self.append(&mut tables, appends)?;
+            for change in &changes {
+                self.apply(&mut tables, change)?;
+            }
+            if let Some(mark) = mark {
+                tables.meta.insert("mark", encoded(&mark)?.as_slice())?;
+            }
+        }
+        transaction.commit()?;
+        Ok(())
+    }
+
+    fn append(
+        &mut self,
+        tables: &mut Tables<'_>,
+        appends: Vec<(Row, Option<u128>, Vec<u8>)>,
+    ) -> Result<(), redb::Error> {
+        let mut segment: Vec<u8> = Vec::new();
+        let mut in_segment = 0;
+        for (row, key, payload) in appends {
+            if in_segment > 0 && segment.len() + payload.len() > SEGMENT_BYTES {
+                self.close_segment(tables, &mut segment, &mut in_segment)?;
+            }
+            let too_long = |_| std::io::Error::other("a group of 4 GiB or more cannot be kept");
+            let place = Place {
+                segment: self.next_segment,
+                offset: u32::try_from(segment.len()).map_err(too_long)?,
+                length: u32::try_from(payload.len()).map_err(too_long)?,
+                check: check(&payload),
+            };
+            if segment.is_empty() && payload.len() > SEGMENT_BYTES {
+                segment = payload;
+            } else {
+                segment.extend_from_slice(&payload);
+            }
+            in_segment += 1;
+            let id = row.id;
+            lock(&self.places).insert(id, place);
+            if let Some(key) = key {
+                tables.keys.insert(id.0, key)?;
+            }
+            put_row(tables, row, place)?;
+        }
+        if in_segment > 0 {
+            self.close_segment(tables, &mut segment, &mut in_segment)?;
+        }
+        Ok(())
+    }
+
+    fn close_segment(
+        &mut self,
+        tables: &mut Tables<'_>,
+        segment: &mut Vec<u8>,
+        groups: &mut usize,
+    ) -> Result<(), redb::Error> {
+        tables.segments.insert(self.next_segment, segment.as_slice())?;
+        self.segments.insert(self.next_segment, (*groups, segment.len() as u64));
+        self.bytes += segment.len() as u64;
+        self.space.peak = self.space.peak.max(self.bytes);
+        self.next_segment += 1;
+        segment.clear();
+        *groups = 0;
+        Ok(())
+    }
+
+    fn apply(&mut self, tables: &mut Tables<'_>, change: &Change) -> Result<(), redb::Error> {
+        for row in &change.rows {
+            // A row that a later change of this transaction forgets is still in its place.
+            if let Some(place) = self.place(row.id) {
+                put_row(tables, row.clone(), place)?;
+            }
+        }
+        for (oldest, id) in &change.forget {
+            tables.rows.remove((oldest.0, id.0))?;
+            drop(lock(&self.at_hand).take(*id));
+            let Some(place) = lock(&self.places).remove(id) else { continue };
+            let Some((left, bytes)) = self.segments.get_mut(&place.segment) else { continue };
+            *left -= 1;
+            if *left == 0 {
+                self.bytes -= *bytes;
+                self.segments.remove(&place.segment);
+                tables.segments.remove(place.segment)?;
+            }
+        }
+        for (id, lease) in &change.leases {
+            match lease {
+                Some(lease) => drop(tables.leases.insert(id.0, encoded(lease)?.as_slice())?),
+                None => drop(tables.leases.remove(id.0)?),
+            }
+        }
+        if let Some(below) = change.keys_below {
+            tables.keys.retain_in(..below.0, |_, _| false)?;
+        }
+        Ok(())
+    }
+
+    fn place(&self, id: GroupId) -> Option<Place> {
+        lock(&self.places).get(&id).copied()
+    }
+
+    /// Makes the file small again if most of it is free. Readers and writers wait meanwhile, for about as long as it
+    /// takes to copy what is left.
+    fn give_space_back(&mut self) -> Result<(), BufferError> {
+        let Space { peak, compact_above } = self.space;
+        if peak < compact_above || self.bytes >= peak / COMPACT_RATIO {
+            return Ok(());
+        }
+        let mut database = self.database.write().unwrap_or_else(PoisonError::into_inner);
+        database.compact().map_err(super::failed(&self.path, "give disk space back"))?;
+        self.space.peak = self.bytes;
+        Ok(())
+    }
+}
+
+fn put_row(tables: &mut Tables<'_>, row: Row, place: Place) -> Result<(), redb::Error> {
+    let key = (row.oldest.0, row.id.0);
+    tables.rows.insert(key, encoded(&StoredRow { row, place })?.as_slice())?;
+    Ok(())
+}
+
+fn encoded(value: &impl Serialize) -> Result<Vec<u8>, std::io::Error> {
+    rmp_serde::to_vec_named(value).map_err(std::io::Error::other)
+}

@@ -1,0 +1,92 @@
+//! What the buffer shows of itself. Invariant: looking changes nothing.
+
+use trajectory::{GroupId, PolicyVersion};
+
+use super::{KEYED, LeaseState, Ledger, Stage, Stored};
+use crate::{GroupEntry, GroupFilter, GroupState, LeaseEntry};
+
+impl Ledger {
+    /// Up to `limit` groups that pass `filter`, ascending by id, after `after`.
+    pub(crate) fn list(&self, filter: &GroupFilter, after: Option<GroupId>, limit: usize) -> Vec<GroupEntry> {
+        let from = after.map_or(GroupId(0), |id| GroupId(id.0.saturating_add(1)));
+        let mut flights = self.flights.range(from..).peekable();
+        let mut stored = self.stored.range(from..).peekable();
+        let mut found = Vec::new();
+        while found.len() < limit {
+            let flight_first = match (flights.peek(), stored.peek()) {
+                (None, None) => break,
+                (Some((flight, _)), Some((stored, _))) => flight < stored,
+                (flight, _) => flight.is_some(),
+            };
+            let id = if flight_first {
+                flights.next().map(|(id, _)| *id)
+            } else {
+                stored.next().map(|(id, _)| *id)
+            };
+            found.extend(id.and_then(|id| self.entry(id)).filter(|entry| filter.passes(entry)));
+        }
+        found
+    }
+
+    /// One group, if it is in flight or stored.
+    pub(crate) fn entry(&self, id: GroupId) -> Option<GroupEntry> {
+        if let Some(flight) = self.flights.get(&id) {
+            let state =
+                if flight.stage == Stage::Admitted { GroupState::Admitted } else { GroupState::Claimed };
+            return Some(GroupEntry {
+                id,
+                state,
+                policy_version: flight.version,
+                task: None,
+                tokens: 0,
+                bytes: flight.bytes,
+                reward: None,
+                uses: 0,
+                keyed: id.0 >= KEYED,
+            });
+        }
+        let Stored { row, out } = self.stored.get(&id)?;
+        Some(GroupEntry {
+            id,
+            state: if *out > 0 { GroupState::Leased } else { GroupState::Finalized },
+            policy_version: row.oldest,
+            task: Some(row.task),
+            tokens: row.tokens,
+            bytes: row.bytes,
+            reward: row.reward,
+            uses: row.uses,
+            keyed: id.0 >= KEYED,
+        })
+    }
+
+    /// The leases that are not acknowledged, of one consumer or of all.
+    pub(crate) fn leases(&self, consumer: Option<&str>, now: u64) -> Vec<LeaseEntry> {
+        let wanted = |name: &str| consumer.is_none_or(|consumer| consumer == name);
+        self.leases
+            .iter()
+            .filter(|(_, record)| record.row.state != LeaseState::Lost && wanted(&record.row.consumer))
+            .map(|(id, record)| LeaseEntry {
+                id: *id,
+                consumer: record.row.consumer.clone(),
+                step: record.row.step,
+                groups: record.row.groups.clone(),
+                expires_in_ms: record.until.map(|until| until.saturating_sub(now)),
+                expired: record.row.state == LeaseState::Expired,
+            })
+            .collect()
+    }
+
+    /// Whether a stored group exists, so that its payload can be read.
+    pub(crate) fn is_stored(&self, id: GroupId) -> bool {
+        self.stored.contains_key(&id)
+    }
+}
+
+impl GroupFilter {
+    fn passes(&self, entry: &GroupEntry) -> bool {
+        let is = |version: PolicyVersion| version == entry.policy_version;
+        self.policy_version.is_none_or(is)
+            && self.state.is_none_or(|state| state == entry.state)
+            && self.min_reward.is_none_or(|least| entry.reward.is_some_and(|reward| reward >= least))
+    }
+}

@@ -1,0 +1,76 @@
+//! What came before: keys of groups, and contents of trajectories. Invariant: a key is known as long as its group is kept,
+//! and at least for the last [`KEYS_KEPT`] groups with one.
+
+use std::collections::{BTreeMap, HashMap};
+
+use trajectory::GroupId;
+
+/// Keys that are remembered; older ones go with their groups.
+pub(crate) const KEYS_KEPT: usize = 1 << 20;
+
+/// Which keys have been used.
+#[derive(Debug, Default)]
+pub(super) struct Keys {
+    groups: HashMap<u128, GroupId>,
+    digests: BTreeMap<GroupId, u128>,
+}
+
+impl Keys {
+    pub(super) fn insert(&mut self, key: u128, group: GroupId) {
+        self.groups.insert(key, group);
+        self.digests.insert(group, key);
+    }
+
+    pub(super) fn group(&self, key: u128) -> Option<GroupId> {
+        self.groups.get(&key).copied()
+    }
+
+    pub(super) fn remove(&mut self, group: GroupId) {
+        if let Some(key) = self.digests.remove(&group) {
+            self.groups.remove(&key);
+        }
+    }
+
+    /// Forgets the oldest that are too many, up to the first whose group is `kept`; the id below which all are gone.
+    pub(super) fn trim(&mut self, kept: impl Fn(GroupId) -> bool) -> Option<GroupId> {
+        let mut below = None;
+        while self.digests.len() > KEYS_KEPT {
+            let Some((&group, _)) = self.digests.first_key_value() else { break };
+            if kept(group) {
+                break;
+            }
+            self.remove(group);
+            below = Some(GroupId(group.0 + 1));
+        }
+        below
+    }
+}
+
+/// How often each content is in the buffer.
+#[derive(Debug, Default)]
+pub(super) struct Contents(HashMap<u128, u32>);
+
+impl Contents {
+    /// Which of `contents` are new, to the buffer and among themselves.
+    pub(super) fn new_ones(&self, contents: &[u128]) -> Vec<bool> {
+        let mut here = std::collections::HashSet::new();
+        contents.iter().map(|content| !self.0.contains_key(content) && here.insert(*content)).collect()
+    }
+
+    pub(super) fn add(&mut self, contents: &[u128]) {
+        for content in contents {
+            *self.0.entry(*content).or_default() += 1;
+        }
+    }
+
+    pub(super) fn remove(&mut self, contents: &[u128]) {
+        for content in contents {
+            if let Some(count) = self.0.get_mut(content) {
+                *count -= 1;
+                if *count == 0 {
+                    self.0.remove(content);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! Which groups a lease takes. Invariant: none is over the bound of the buffer or of the request, none is in an open lease
+//! of the same step, and in [`OnStale::Wait`] what stays behind can still be trained in time.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use trajectory::{GroupId, PolicyVersion};
+
+use super::{LeaseState, Ledger};
+use crate::{LeaseRequest, OnStale, Order};
+
+/// A group that can be leased.
+type Candidate = (PolicyVersion, GroupId);
+
+impl Ledger {
+    /// The groups for `request` now, ordered by id; `None` if it has to wait.
+    pub(super) fn choose(&self, request: &LeaseRequest, last_call: bool) -> Option<Vec<GroupId>> {
+        let (batch, complete) = self.collect(request);
+        let at_least =
+            request.at_least.or(request.groups).unwrap_or_else(|| self.least_groups(request)).max(1);
+        if !complete && (!last_call || batch.len() < at_least) {
+            return None;
+        }
+        if self.config.on_stale == OnStale::Wait && !self.leaves_time(&batch) {
+            return None;
+        }
+        let mut groups: Vec<GroupId> = batch.into_iter().map(|(_, group)| group).collect();
+        groups.sort_unstable();
+        Some(groups)
+    }
+
+    /// Most groups that `request` asks for.
+    pub(super) fn most_groups(&self, request: &LeaseRequest) -> usize {
+        let all = if request.tokens.is_some() { usize::MAX } else { self.config.batch_groups };
+        request.groups.unwrap_or(all).max(1)
+    }
+
+    fn least_groups(&self, request: &LeaseRequest) -> usize {
+        if request.tokens.is_some() { 1 } else { self.config.batch_groups }
+    }
+
+    /// As many groups as `request` asks for, in the order of the buffer, and whether that is all it asks for.
+    fn collect(&self, request: &LeaseRequest) -> (Vec<Candidate>, bool) {
+        let most = self.most_groups(request);
+        let bound = request.max_staleness.unwrap_or(u64::MAX);
+        let in_step = self.leased_for_step();
+        let usable = |(version, group): &Candidate| {
+            version.staleness_at(self.step) <= bound && !in_step.contains(group)
+        };
+        let candidates = self.pool.iter().copied().filter(usable);
+        let mut left = request.tokens.unwrap_or(u64::MAX);
+        let mut batch = Vec::new();
+        let mut fill = |candidates: &mut dyn Iterator<Item = Candidate>| {
+            for (version, group) in candidates {
+                let tokens = self.stored[&group].row.tokens;
+                if tokens > left && !batch.is_empty() {
+                    return true;
+                }
+                left = left.saturating_sub(tokens);
+                batch.push((version, group));
+                if batch.len() == most {
+                    return true;
+                }
+            }
+            false
+        };
+        let complete = match self.config.order {
+            Order::Fifo => fill(&mut { candidates }),
+            Order::Recency => fill(&mut candidates.rev()),
+            Order::Uniform => fill(&mut self.drawn(candidates, |_| 0.0).into_iter()),
+            Order::Reward { temperature } => {
+                let weight = |group| self.stored[&group].row.reward.unwrap_or(0.0) / temperature;
+                fill(&mut self.drawn(candidates, weight).into_iter())
+            }
+        };
+        (batch, complete)
+    }
+
+    /// Candidates in an order drawn without replacement with weights `exp(log_weight)`: that of
+    /// `log_weight + Gumbel noise` (Kool et al. 2019, "Stochastic Beams and Where to Find Them", section 2.2).
+    /// The same lease draws the same.
+    fn drawn(
+        &self,
+        candidates: impl Iterator<Item = Candidate>,
+        log_weight: impl Fn(GroupId) -> f64,
+    ) -> Vec<Candidate> {
+        let mut random = ChaCha8Rng::seed_from_u64(self.config.seed);
+        random.set_stream(self.next_lease);
+        let mut keyed: Vec<(f64, Candidate)> = candidates
+            .map(|candidate| {
+                // 53 random bits, in (0, 1).
+                let uniform = ((random.next_u64() >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
+                (log_weight(candidate.1) - (-uniform.ln()).ln(), candidate)
+            })
+            .collect();
+        keyed.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        keyed.into_iter().map(|(_, candidate)| candidate).collect()
+    }
+
+    /// Groups that cannot be leased for this step once more. Only with several uses can they be in the pool.
+    fn leased_for_step(&self) -> BTreeSet<GroupId> {
+        if self.config.max_uses == 1 {
+            return BTreeSet::new();
+        }
+        let of_step = self
+            .leases
+            .values()
+            .filter(|record| record.row.state == LeaseState::Open && record.row.step == self.step);
+        of_step.flat_map(|record| record.row.groups.iter().copied()).collect()
+    }
+
+    /// Whether later leases can still train in time all that stays behind `batch`, or at least nothing that is still in
+    /// flight would make a better batch for them.
+    fn leaves_time(&self, batch: &[Candidate]) -> bool {
+        let bound = self.config.max_staleness;
+        let per_step = self.config.batch_groups;
+        let rest_of_step = per_step.saturating_sub(self.taken.saturating_add(batch.len()));
+        let mut in_batch: BTreeMap<PolicyVersion, usize> = BTreeMap::new();
+        batch.iter().for_each(|(version, _)| *in_batch.entry(*version).or_default() += 1);
+        // What is in flight over the bound is not waited for.
+        let usable = PolicyVersion(self.step.0.saturating_sub(bound));
+        let (mut all, mut taken) = (0usize, 0usize);
+        self.due.range(usable..).all(|(version, live)| {
+            all += live;
+            taken += in_batch.get(version).copied().unwrap_or(0);
+            let later_steps = version.0.saturating_add(bound) - self.step.0;
+            let later_steps = usize::try_from(later_steps).unwrap_or(usize::MAX);
+            let room = later_steps.saturating_mul(per_step).saturating_add(rest_of_step);
+            taken >= all.saturating_sub(room).min(batch.len())
+        })
+    }
+}
