@@ -18,20 +18,20 @@ use crate::recipe::words::Store;
 use crate::report::Report;
 
 /// Both ends of the buffer of a run.
-pub struct Edge {
+pub(crate) struct Edge {
     /// For samplers.
-    pub producer: Arc<dyn Producer>,
+    pub(crate) producer: Arc<dyn Producer>,
     /// For the trainer.
-    pub consumer: Arc<dyn Consumer>,
+    pub(crate) consumer: Arc<dyn Consumer>,
     /// Serves the buffer as long as it lives.
-    pub served: Option<Served>,
+    pub(crate) served: Option<Served>,
 }
 
 /// Opens the buffer that the recipe names.
 ///
 /// # Errors
 /// A journal, address, server or token that cannot be used; a server with other batches or another bound than the recipe's.
-pub fn open(
+pub(crate) fn open(
     recipe: &Recipe,
     run_dir: &Path,
     runtime: &RewardRuntime,
@@ -76,7 +76,7 @@ fn read_token(file: &Path) -> Result<String, Failure> {
 }
 
 /// A server beside the run; ends when it is dropped.
-pub struct Served {
+pub(crate) struct Served {
     stop: Arc<Notify>,
     task: Option<JoinHandle<()>>,
     runtime: tokio::runtime::Handle,
