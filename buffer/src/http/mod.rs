@@ -28,8 +28,8 @@ mod state;
 mod tls;
 mod wire;
 
-pub use client::{Client, ClientConfig};
 pub use auth::{Role, TokenError, Tokens};
+pub use client::{Client, ClientConfig};
 pub use limits::Limits;
 pub use server::{Notice, Reopen, Server, ServerConfig, ServerError};
 pub use tls::{Tls, TlsError};

@@ -86,7 +86,8 @@ struct AppendProblem {
 
 impl AppendProblem {
     fn new(AppendAnswer { results, policy_version }: AppendAnswer) -> Self {
-        let detail = "the buffer is full: wait until the trainer has taken groups, then send the same again".to_owned();
+        let detail = "the buffer is full: wait until the trainer has taken groups, then send the same again"
+            .to_owned();
         let (title, status) = (Code::Full.title(), Code::Full.status().as_u16());
         Self { kind: "about:blank", title, status, code: Code::Full, detail, results, policy_version }
     }
@@ -170,7 +171,10 @@ pub(super) async fn list(
 ) -> Result<Response, Problem> {
     let limit = query.limit.unwrap_or(PAGE);
     if !(1..=MAX_PAGE).contains(&limit) {
-        return Err(Problem::new(Code::OutOfRange, format!("`limit` is {limit}, it must be 1 to {MAX_PAGE}")));
+        return Err(Problem::new(
+            Code::OutOfRange,
+            format!("`limit` is {limit}, it must be 1 to {MAX_PAGE}"),
+        ));
     }
     let filter = GroupFilter {
         policy_version: query.policy_version.map(PolicyVersion),
@@ -179,12 +183,9 @@ pub(super) async fn list(
     };
     let after = query.cursor.as_deref().map(from_cursor).transpose()?;
     let buffer = shared.buffer()?;
-    // One more tells whether there is another page.
-    let listed = buffer.list(&filter, after, limit + 1).map_err(|error| shared.problem(&buffer, &error))?;
-    let more = listed.len() > limit;
-    let page = &listed[..listed.len().min(limit)];
-    let next_cursor = page.last().filter(|_| more).map(|entry| cursor(entry.id));
-    accept.answer(&GroupsAnswer { groups: page.iter().map(EntryBody::from).collect(), next_cursor })
+    let page = buffer.list(&filter, after, limit).map_err(|error| shared.problem(&buffer, &error))?;
+    let groups = page.groups.iter().map(EntryBody::from).collect();
+    accept.answer(&GroupsAnswer { groups, next_cursor: page.next.map(cursor) })
 }
 
 /// Clients need not know what is in it.
