@@ -7,7 +7,7 @@ use buffer::{
     AdmitRequest, BufferConfig, BufferError, Consumer, Finalized, LeaseId, LeaseRequest, OnStale, Order,
     Producer,
 };
-use trajectory::{Group, GroupId};
+use trajectory::{Group, GroupId, Trajectory};
 
 use super::{NOW, SOON, TRAINER, admit, config, generate, group, lease, leased, v};
 
@@ -83,8 +83,9 @@ fn a_buffer_that_is_full_of_bytes_admits_nothing(buffer: &impl Both) {
     let one = buffer.lease(&request, NOW).unwrap();
     buffer.ack(one.id).unwrap();
     assert_eq!(buffer.submit("next", group(GroupId(0), v(0))).unwrap().answer, Finalized::Accepted);
+    let one = group(GroupId(0), v(0)).trajectories.remove(0);
     let huge = Group {
-        trajectories: vec![group(GroupId(0), v(0)).trajectories[0].clone(); 99],
+        trajectories: (0..99).map(|index| Trajectory { index, ..one.clone() }).collect(),
         ..group(GroupId(0), v(0))
     };
     assert!(matches!(buffer.submit("huge", huge), Err(BufferError::GroupTooLarge { .. })));

@@ -80,7 +80,9 @@ fn every_route_is_in_the_table() {
     for (path, item) in document["paths"].as_object().unwrap() {
         for method in item.as_object().unwrap().keys() {
             let shape = |path: &str| path.split('?').next().unwrap().replace("{id}", "1");
-            let listed = ROUTES.iter().any(|(verb, at, _)| verb.eq_ignore_ascii_case(method) && shape(at) == shape(path));
+            let listed = ROUTES
+                .iter()
+                .any(|(verb, at, _)| verb.eq_ignore_ascii_case(method) && shape(at) == shape(path));
             assert!(listed || path == "/v1/events", "{method} {path}");
             routes += 1;
         }
@@ -93,13 +95,19 @@ fn the_client_names_its_token_problem() {
     let served = guarded();
     let client = |token: Option<&str>| {
         let token = token.map(str::to_owned);
-        buffer::http::Client::new(buffer::http::ClientConfig { token, ..buffer::http::ClientConfig::new(served.url()) })
-            .unwrap()
+        buffer::http::Client::new(buffer::http::ClientConfig {
+            token,
+            ..buffer::http::ClientConfig::new(served.url())
+        })
+        .unwrap()
     };
     use buffer::Consumer;
     assert!(client(Some(WRITER)).stats().is_ok());
     let error = client(None).stats().unwrap_err();
-    assert!(matches!(&error, BufferError::Refused { status: 401, code, .. } if code == "unauthorized"), "{error}");
+    assert!(
+        matches!(&error, BufferError::Refused { status: 401, code, .. } if code == "unauthorized"),
+        "{error}"
+    );
     let error = client(Some(WRITER)).set_version(super::super::v(1), false).unwrap_err().to_string();
     assert!(error.contains(&format!("PUT {}/v1/policy/version: 403 forbidden", served.url())), "{error}");
 }

@@ -2,13 +2,13 @@
 
 use std::io::Write;
 
-use buffer::http::{Limits, ServerConfig};
 use buffer::Buffer;
+use buffer::http::{Limits, ServerConfig};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
+use super::super::config;
 use super::super::served::{Answer, Served, loopback};
-use super::super::{config, v};
 use super::{keyed, statuses};
 
 const JSON: (&str, &str) = ("content-type", "application/json");
@@ -33,7 +33,9 @@ fn message_pack_says_the_same_as_json() {
     let served = Served::memory(config(8, 1));
     let body = json!({ "groups": [keyed("a"), keyed("b")] });
     let pack = rmp_serde::to_vec_named(&body).unwrap();
-    for (n, name) in ["application/msgpack", "application/x-msgpack", "application/vnd.msgpack"].iter().enumerate() {
+    for (n, name) in
+        ["application/msgpack", "application/x-msgpack", "application/vnd.msgpack"].iter().enumerate()
+    {
         let answer = append(&served, &[("content-type", name), ("accept", name)], &pack);
         assert_eq!(answer.headers["content-type"], "application/msgpack");
         let answer: Value = rmp_serde::from_slice(&answer.body).unwrap();
@@ -44,6 +46,21 @@ fn message_pack_says_the_same_as_json() {
     assert_eq!(in_pack, served.get("/v1/groups").json());
     let followed = [&pack[..], b"\xc0"].concat();
     append(&served, &[PACK], &followed).is_problem(422, "bad_body");
+}
+
+/// JSON has no such numbers.
+#[test]
+fn what_is_not_a_number_is_refused() {
+    let served = Served::memory(config(8, 1));
+    let pack = rmp_serde::to_vec_named(&json!({ "groups": [keyed("k")] })).unwrap();
+    let sound = [&[0xcb][..], &(-0.5f64).to_be_bytes()].concat();
+    let at = pack.windows(sound.len()).position(|bytes| bytes == sound).unwrap();
+    for wrong in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        let mut pack = pack.clone();
+        pack[at + 1..at + sound.len()].copy_from_slice(&wrong.to_be_bytes());
+        let answer = append(&served, &[PACK], &pack).json();
+        assert_eq!(answer["results"][0]["code"], "not_finite", "{wrong}: {answer}");
+    }
 }
 
 #[test]
@@ -67,16 +84,19 @@ fn answers_follow_accept() {
 fn bodies_can_be_compressed() {
     let served = Served::memory(config(8, 1));
     let body = json!({ "groups": [keyed("k")] }).to_string();
-    for (encoding, bytes) in [("gzip", gzip(body.as_bytes())), ("zstd", zstd(body.as_bytes())), ("identity", body.clone().into())]
+    for (encoding, bytes) in
+        [("gzip", gzip(body.as_bytes())), ("zstd", zstd(body.as_bytes())), ("identity", body.clone().into())]
     {
         let answer = append(&served, &[JSON, ("content-encoding", encoding)], &bytes);
         assert_eq!(answer.status, 200, "{encoding}: {}", answer.text());
     }
     for encoding in ["gzip", "zstd"] {
-        append(&served, &[JSON, ("content-encoding", encoding)], body.as_bytes()).is_problem(400, "bad_encoding");
+        append(&served, &[JSON, ("content-encoding", encoding)], body.as_bytes())
+            .is_problem(400, "bad_encoding");
     }
     append(&served, &[JSON, ("content-encoding", "br")], b"").is_problem(415, "unsupported_encoding");
-    append(&served, &[("content-type", "text/plain")], body.as_bytes()).is_problem(415, "unsupported_media_type");
+    append(&served, &[("content-type", "text/plain")], body.as_bytes())
+        .is_problem(415, "unsupported_media_type");
     append(&served, &[("content-type", "application/x-www-form-urlencoded")], b"groups=")
         .is_problem(415, "unsupported_media_type");
 }
@@ -94,7 +114,9 @@ fn no_body_is_larger_than_the_limit_however_it_comes() {
     };
     // Small bodies, large ones, and the largest take different ways.
     for size in [1000, 100 << 10, 300 << 10, LIMIT] {
-        for (encoding, bytes) in [("identity", padded(size)), ("gzip", gzip(&padded(size))), ("zstd", zstd(&padded(size)))] {
+        for (encoding, bytes) in
+            [("identity", padded(size)), ("gzip", gzip(&padded(size))), ("zstd", zstd(&padded(size)))]
+        {
             let answer = append(&served, &[JSON, ("content-encoding", encoding)], &bytes);
             assert_eq!(answer.status, 200, "{size} {encoding}: {}", answer.text());
         }
@@ -108,7 +130,13 @@ fn no_body_is_larger_than_the_limit_however_it_comes() {
     }
     // Chunks do not say how many come.
     let mut stream = served.connect();
-    let head = super::super::served::head("POST", "/v1/groups", served.address, &[JSON, ("transfer-encoding", "chunked")], None);
+    let head = super::super::served::head(
+        "POST",
+        "/v1/groups",
+        served.address,
+        &[JSON, ("transfer-encoding", "chunked")],
+        None,
+    );
     stream.write_all(&head).unwrap();
     let chunk = [format!("{:x}\r\n", 1 << 16).as_bytes(), &vec![b' '; 1 << 16], b"\r\n"].concat();
     for _ in 0..17 {
@@ -130,7 +158,8 @@ fn nesting_is_bounded() {
     };
     assert_eq!(statuses(&append(&served, &[JSON], deep(50).as_bytes())), ["invalid"]);
     append(&served, &[JSON], deep(100_000).as_bytes()).is_problem(422, "bad_body");
-    let start = rmp_serde::to_vec_named(&json!({ "groups": [{ "task": { "columns": { "a": 0 } } }] })).unwrap();
+    let start =
+        rmp_serde::to_vec_named(&json!({ "groups": [{ "task": { "columns": { "a": 0 } } }] })).unwrap();
     let deep = [&start[..start.len() - 1], &vec![0x91; 100_000]].concat();
     append(&served, &[PACK], &deep).is_problem(422, "bad_body");
 }
@@ -148,7 +177,6 @@ proptest! {
     ) {
         static SERVED: std::sync::OnceLock<Served> = std::sync::OnceLock::new();
         let served = SERVED.get_or_init(|| Served::memory(config(64, 1)));
-        let _ = v(0);
         let json = json!({ "groups": [keyed("k")] }).to_string().into_bytes();
         let pack = rmp_serde::to_vec_named(&json!({ "groups": [keyed("k")] })).unwrap();
         let damaged = |sound: &[u8]| {

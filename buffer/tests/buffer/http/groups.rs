@@ -52,7 +52,10 @@ fn a_group_comes_out_as_it_went_in() {
     fields.insert("id".to_owned(), id.clone());
     assert_eq!(shown["group"], expected);
     let entry = &shown["entry"];
-    assert_eq!((&entry["state"], &entry["tokens"], &entry["keyed"]), (&"finalized".into(), &3.into(), &true.into()));
+    assert_eq!(
+        (&entry["state"], &entry["tokens"], &entry["keyed"]),
+        (&"finalized".into(), &3.into(), &true.into())
+    );
 
     let lease = served.post("/v1/leases", &json!({ "consumer": "t" })).json();
     assert_eq!(lease["lease"]["groups"][0], expected);
@@ -114,13 +117,15 @@ fn each_group_is_refused_by_itself_and_says_why() {
         (json!({ "key": "k", "trajectories": [] }), "empty_group"),
         (with(&[("token_ids", json!([]))]), "empty_trajectory"),
         (with(&[("loss_mask", json!([false]))]), "unequal_lengths"),
-        (with(&[("behavior_logprobs", json!([0.0, -1e39, 0.0]))]), "not_finite"),
         (with(&[("behavior_logprobs", json!([0.0, 0.5, 0.0]))]), "logprob_positive"),
         (with(&[("loss_mask", json!([true, true, true]))]), "first_token_trained"),
         (with(&[("token_ids", json!([1, 2, 100]))]), "token_out_of_vocabulary"),
         (with(&[("kept", json!({ "offsets": [0, 1, 2], "ids": [2, 100] }))]), "token_out_of_vocabulary"),
         (with(&[("policy_version", json!(1))]), "future_version"),
-        (json!({ "key": "k", "trajectories": [trajectory(), trajectory(), trajectory()] }), "too_many_trajectories"),
+        (
+            json!({ "key": "k", "trajectories": [trajectory(), trajectory(), trajectory()] }),
+            "too_many_trajectories",
+        ),
         (with(&[("token_ids", long)]), "too_many_tokens"),
         (json!({ "id": 7, "trajectories": [trajectory()] }), "unknown_id"),
         (json!({ "trajectories": [trajectory()] }), "no_identity"),
@@ -162,9 +167,19 @@ fn each_group_is_refused_by_itself_and_says_why() {
 fn a_body_of_another_shape_is_refused_as_a_whole_with_its_path() {
     let served = Served::memory(config(1, 1));
     for (body, place) in [
-        (json!({ "groups": [keyed("k"), with(&[("token_ids", json!([1, -2, 3]))])] }), "groups[1].trajectories[0].token_ids[1]"),
+        (
+            json!({ "groups": [keyed("k"), with(&[("token_ids", json!([1, -2, 3]))])] }),
+            "groups[1].trajectories[0].token_ids[1]",
+        ),
         (json!({ "groups": [with(&[("rewrd", json!(1))])] }), "groups[0].trajectories[0].rewrd"),
-        (json!({ "groups": [with(&[("turns", json!([{ "start": 0, "end": 1, "stop": "?" }]))])] }), "turns[0].stop"),
+        (
+            json!({ "groups": [with(&[("turns", json!([{ "start": 0, "end": 1, "stop": "?" }]))])] }),
+            "turns[0].stop",
+        ),
+        (
+            json!({ "groups": [with(&[("behavior_logprobs", json!([0.0, -1e39, 0.0]))])] }),
+            "behavior_logprobs[1]",
+        ),
         (json!({ "groups": {} }), "groups"),
         (json!({}), "missing field `groups`"),
         (json!([]), "invalid"),
@@ -205,7 +220,8 @@ fn pages_show_every_group_once() {
         path = format!("/v1/groups?limit=3&cursor={cursor}");
     }
     assert_eq!(seen, (0..7).collect::<Vec<_>>());
-    let count = |filter: &str| served.get(&format!("/v1/groups?{filter}")).json()["groups"].as_array().unwrap().len();
+    let count =
+        |filter: &str| served.get(&format!("/v1/groups?{filter}")).json()["groups"].as_array().unwrap().len();
     assert_eq!((count("state=finalized"), count("state=leased")), (7, 0));
     assert_eq!((count("policy_version=0"), count("policy_version=1")), (7, 0));
     assert_eq!((count("min_reward=0.2"), count("min_reward=0.9")), (7, 0));
@@ -237,7 +253,9 @@ fn a_lease_is_refused_with_what_is_wrong() {
     let served = Served::memory(config(1, 1));
     let lease = |body: Value| served.post("/v1/leases", &body);
     lease(json!({ "consumer": "" })).is_problem(422, "bad_consumer");
-    for (field, value) in [("wait_ms", 30_001), ("hold_ms", 99), ("groups", 0), ("at_least", 0), ("tokens", 0)] {
+    for (field, value) in
+        [("wait_ms", 30_001), ("hold_ms", 99), ("groups", 0), ("at_least", 0), ("tokens", 0)]
+    {
         let problem = lease(json!({ "consumer": "t", field: value })).is_problem(422, "out_of_range");
         assert!(problem["detail"].as_str().unwrap().contains(field), "{problem}");
     }
@@ -267,7 +285,8 @@ fn leases_are_listed_until_they_are_acknowledged() {
     let served = Served::memory(BufferConfig { ..config(1, 1) });
     let client = served.client();
     generate(&client, v(0), 2);
-    let named = |consumer: &str| served.post("/v1/leases", &json!({ "consumer": consumer, "step": 0 })).json();
+    let named =
+        |consumer: &str| served.post("/v1/leases", &json!({ "consumer": consumer, "step": 0 })).json();
     let id = named("a")["lease"]["id"].clone();
     assert_eq!(named("a")["lease"]["id"], id, "a named step is leased once");
     let listed = served.get("/v1/leases?consumer=a").json();
@@ -277,9 +296,10 @@ fn leases_are_listed_until_they_are_acknowledged() {
     assert_eq!(served.post(&format!("/v1/leases/{id}/extend"), &json!({ "hold_ms": 100_000 })).status, 200);
     assert_eq!(served.post("/v1/leases/ack", &json!({ "consumer": "a", "through": 1 })).status, 200);
     assert_eq!(served.get("/v1/leases").json()["leases"], json!([]));
-    let ids: BTreeSet<GroupId> = client.admit(
-        buffer::AdmitRequest { served: v(1), limit: 9, hold: None },
-        super::super::NOW,
-    ).unwrap().into_iter().collect();
+    let ids: BTreeSet<GroupId> = client
+        .admit(buffer::AdmitRequest { served: v(1), limit: 9, hold: None }, super::super::NOW)
+        .unwrap()
+        .into_iter()
+        .collect();
     assert!(!ids.is_empty());
 }

@@ -61,7 +61,8 @@ fn too_many_connections_are_closed_and_counted() {
             break String::from_utf8(answer).unwrap();
         }
     };
-    let refused = metrics.lines().find_map(|line| line.strip_prefix("rlrun_buffer_connections_refused_total "));
+    let refused =
+        metrics.lines().find_map(|line| line.strip_prefix("rlrun_buffer_connections_refused_total "));
     assert!(refused.unwrap().parse::<u64>().unwrap() >= 1, "{metrics}");
 }
 
@@ -98,7 +99,9 @@ fn a_stop_finishes_what_was_begun() {
 fn a_stop_does_not_wait_for_ever() {
     let mut served = limited(Limits { stop: SHORT, ..Limits::default() });
     let mut stuck = served.connect();
-    stuck.write_all(&head("POST", "/v1/groups", served.address, &[("expect", "100-continue")], Some(10))).unwrap();
+    stuck
+        .write_all(&head("POST", "/v1/groups", served.address, &[("expect", "100-continue")], Some(10)))
+        .unwrap();
     stuck.read_exact(&mut [0; 25]).unwrap();
     served.begin_stop();
     served.wait();
@@ -146,7 +149,10 @@ fn an_address_is_listened_on_once() {
 fn a_server_that_is_not_there_is_named() {
     let address = Served::memory(config(1, 1)).address;
     let patience = Duration::from_millis(100);
-    let config = buffer::http::ClientConfig { patience, ..buffer::http::ClientConfig::new(format!("http://{address}")) };
+    let config = buffer::http::ClientConfig {
+        patience,
+        ..buffer::http::ClientConfig::new(format!("http://{address}"))
+    };
     let error = buffer::http::Client::new(config).unwrap().stats().unwrap_err();
     assert!(matches!(error, buffer::BufferError::Unreachable { attempts: 2.., .. }), "{error}");
     assert!(error.to_string().starts_with(&format!("GET http://{address}/v1/stats: no answer")), "{error}");
@@ -222,10 +228,14 @@ fn a_lease_without_a_hold_is_named_and_kept() {
     let served = Served::memory(config(1, 1));
     let client = served.client();
     generate(&client, v(0), 1);
-    let lease = client.lease(&LeaseRequest { step: None, ..LeaseRequest::step(TRAINER, v(0)) }, SOON).unwrap();
+    let lease =
+        client.lease(&LeaseRequest { step: None, ..LeaseRequest::step(TRAINER, v(0)) }, SOON).unwrap();
     assert_eq!(lease.hold, None);
     let listed = served.get("/v1/leases").json();
-    assert!(listed["leases"][0]["expires_in_ms"].as_u64().is_some(), "the server misses a client that is gone");
+    assert!(
+        listed["leases"][0]["expires_in_ms"].as_u64().is_some(),
+        "the server misses a client that is gone"
+    );
     assert!(format!("{client:?}").contains("LeaseId(0)"), "{client:?}");
     client.release(lease.id).unwrap();
     assert!(!format!("{client:?}").contains("LeaseId"), "{client:?}");
@@ -237,7 +247,8 @@ fn the_documents_are_there_and_name_every_error() {
     let document = served.get("/openapi.json").json();
     assert!(document["openapi"].as_str().unwrap().starts_with("3.1"));
     let append = &document["paths"]["/v1/groups"]["post"];
-    for status in ["200", "400", "401", "403", "406", "408", "413", "415", "421", "422", "429", "500", "503"] {
+    for status in ["200", "400", "401", "403", "406", "408", "413", "415", "421", "422", "429", "500", "503"]
+    {
         assert!(append["responses"][status].is_object(), "{status}");
     }
     assert!(append["requestBody"]["content"]["application/msgpack"].is_object());
