@@ -8,7 +8,6 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, RecvTimeoutError, bounded};
 use tokio::sync::Notify;
 use trajectory::{Group, GroupId, PolicyVersion};
 
@@ -22,7 +21,10 @@ use crate::{
     LeaseEntry, LeaseId, LeaseRequest, Producer, Stats, Submitted,
 };
 
+mod receipt;
 mod serving;
+
+use receipt::{Receipt, receipt};
 
 /// The longest that any call waits, whatever it was told.
 const MAX_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
@@ -33,6 +35,9 @@ pub struct Buffer {
     shared: Arc<Shared>,
     store: Box<dyn Store>,
 }
+
+/// A group, and its payload if it is finalized.
+pub type WithPayload = (GroupEntry, Option<Arc<Group>>);
 
 /// What the writer of the store shares with the callers.
 struct Shared {
@@ -129,7 +134,7 @@ impl Buffer {
     ///
     /// # Errors
     /// A group that cannot be read.
-    pub fn get(&self, id: GroupId) -> Result<Option<(GroupEntry, Option<Arc<Group>>)>, BufferError> {
+    pub fn get(&self, id: GroupId) -> Result<Option<WithPayload>, BufferError> {
         let ledger = self.shared.ledger()?;
         let Some(entry) = ledger.entry(id) else { return Ok(None) };
         let stored = ledger.is_stored(id);
@@ -168,6 +173,7 @@ impl Buffer {
     /// A store that cannot write.
     pub fn expire(&self) -> Result<(), BufferError> {
         let mut ledger = self.shared.ledger()?;
+        self.store.ready()?;
         if ledger.next_expiry().is_some_and(|until| until <= self.shared.now()) {
             ledger.expire(self.shared.now());
             self.commit(&mut ledger, Box::new(|_| ()));
@@ -184,6 +190,7 @@ impl Buffer {
     ) -> Result<T, BufferError> {
         let (done, receipt) = receipt();
         let mut ledger = self.shared.ledger()?;
+        self.store.ready()?;
         let result = verb(&mut ledger, self.shared.now());
         self.commit(&mut ledger, done);
         drop(ledger);
@@ -209,12 +216,8 @@ impl Buffer {
         self.store.submit(change, durable);
     }
 
-    fn wait_for(&self, receipt: &Receiver<Result<(), BufferError>>) -> Result<(), BufferError> {
-        match receipt.recv_timeout(WRITE_WAIT) {
-            Ok(result) => result,
-            Err(RecvTimeoutError::Timeout) => Err(self.store.unanswered(Some(WRITE_WAIT))),
-            Err(RecvTimeoutError::Disconnected) => Err(self.store.unanswered(None)),
-        }
+    fn wait_for(&self, receipt: &Receipt) -> Result<(), BufferError> {
+        receipt.wait(WRITE_WAIT).unwrap_or_else(|waited| Err(self.store.unanswered(waited)))
     }
 
     /// Asks the ledger about an arrival, which may free the slot of another.
@@ -345,7 +348,7 @@ impl Producer for Buffer {
 impl Buffer {
     fn try_admit(&self, ledger: &mut Ledger, request: AdmitRequest) -> Result<Vec<GroupId>, BufferError> {
         let now = self.shared.now();
-        if ledger.expire(now) {
+        if self.store.ready().is_ok() && ledger.expire(now) {
             self.commit(ledger, Box::new(|_| ()));
         }
         ledger.admit(request, now)
@@ -359,6 +362,7 @@ impl Buffer {
         last_call: bool,
         done: Done,
     ) -> Result<Option<Leased>, BufferError> {
+        self.store.ready()?;
         let attempt = ledger.lease(request, self.shared.now(), last_call);
         self.commit(ledger, done);
         if attempt.is_ok() {
@@ -468,13 +472,6 @@ impl Signal {
         self.threads.notify_all();
         self.tasks.notify_waiters();
     }
-}
-
-/// A promise to be told, and where it is told.
-fn receipt() -> (Done, Receiver<Result<(), BufferError>>) {
-    let (sender, receiver) = bounded(1);
-    // Whoever gave up waiting does not want to hear it.
-    (Box::new(move |result| drop(sender.try_send(result))), receiver)
 }
 
 impl fmt::Debug for Buffer {

@@ -162,6 +162,12 @@ impl Store for Journal {
         }
     }
 
+    fn ready(&self) -> Result<(), BufferError> {
+        // Changes are queued under the lock that the caller holds, and groups leave them room.
+        let waiting = self.queue.as_ref().map_or(0, Sender::len);
+        if waiting + QUEUE_FOR_CHANGES / 2 > QUEUE { Err(BufferError::QueueFull { waiting }) } else { Ok(()) }
+    }
+
     fn submit(&self, change: Change, done: Done) {
         let Some(queue) = self.queue.as_ref() else { return done(Err(self.stopped())) };
         if let Err(error) = queue.send_timeout(Request::Change(change, done), WRITE_WAIT) {

@@ -93,7 +93,7 @@ mod memory;
 mod payload;
 mod store;
 
-pub use buffer::Buffer;
+pub use buffer::{Buffer, WithPayload};
 pub use config::{BufferConfig, OnStale, Order};
 pub use contract::{
     AdmitRequest, Consumer, Finalized, Lease, LeaseId, LeaseRequest, Producer, Stats, Submitted,

@@ -24,6 +24,10 @@ impl Store for Memory {
         done(Ok(()));
     }
 
+    fn ready(&self) -> Result<(), BufferError> {
+        Ok(())
+    }
+
     fn submit(&self, change: Change, done: Done) {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         change.forget.iter().for_each(|(_, id)| drop(groups.remove(id)));

@@ -31,7 +31,14 @@ pub(crate) trait Store: Send + Sync {
     /// Queues a group, in the place of an earlier one with its id. [`BufferError::QueueFull`] if too many wait.
     fn append(&self, append: Append);
 
-    /// Queues a change; called under the lock of the ledger, so that the order is the ledger's.
+    /// Whether [`Store::submit`] would not have to wait; asked under the lock of the ledger before it is changed.
+    ///
+    /// # Errors
+    /// [`BufferError::QueueFull`].
+    fn ready(&self) -> Result<(), BufferError>;
+
+    /// Queues a change; called under the lock of the ledger, so that the order is the ledger's. To wait here would keep
+    /// the lock from the writer, which needs it to say what it has done.
     fn submit(&self, change: Change, done: Done);
 
     /// The payloads of stored groups, in the order of `ids`; `last` of the groups that will not be asked for again

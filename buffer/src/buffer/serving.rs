@@ -103,6 +103,7 @@ impl Buffer {
         let (done, receipt) = receipt();
         let result = {
             let mut ledger = self.shared.ledger()?;
+            self.store.ready()?;
             let result = verb(&mut ledger, self.shared.now());
             self.commit(&mut ledger, done);
             result

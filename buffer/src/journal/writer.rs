@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use crossbeam::channel::Receiver;
 use redb::{Database, Table};
 use serde::Serialize;
-use trajectory::GroupId;
+use trajectory::{GroupId, PolicyVersion};
 
 use super::open::panic_text;
 use super::tables::{KEYS, LEASES, META, ROWS, SEGMENTS};
@@ -27,6 +27,8 @@ const SEGMENT_BYTES: usize = (64 << 10) - 256;
 const TRANSACTION_BYTES: usize = 64 << 20;
 /// Requests that one transaction holds.
 const TRANSACTION_REQUESTS: usize = 4096;
+/// Rows of one version whose ids are this close are removed in one sweep.
+const SWEEP_GAP: u64 = 8;
 /// Disk space is given back when less than one part in so many of the largest size is needed.
 const COMPACT_RATIO: u64 = 4;
 
@@ -245,8 +247,8 @@ impl Writer {
                 put_row(tables, row.clone(), place)?;
             }
         }
-        for (oldest, id) in &change.forget {
-            tables.rows.remove((oldest.0, id.0))?;
+        remove_rows(tables, &change.forget)?;
+        for (_, id) in &change.forget {
             drop(lock(&self.at_hand).take(*id));
             let Some(place) = lock(&self.places).remove(id) else { continue };
             let Some((left, bytes)) = self.segments.get_mut(&place.segment) else { continue };
@@ -285,6 +287,17 @@ impl Writer {
         self.space.peak = self.bytes;
         Ok(())
     }
+}
+
+/// Removes rows, those that lie together in one sweep.
+fn remove_rows(tables: &mut Tables<'_>, rows: &[(PolicyVersion, GroupId)]) -> Result<(), redb::Error> {
+    let mut keys: Vec<(u64, u64)> = rows.iter().map(|(oldest, id)| (oldest.0, id.0)).collect();
+    keys.sort_unstable();
+    for together in keys.chunk_by(|a, b| a.0 == b.0 && b.1 - a.1 <= SWEEP_GAP) {
+        let (first, last) = (together[0], together[together.len() - 1]);
+        tables.rows.retain_in(first..=last, |key, _| together.binary_search(&key).is_err())?;
+    }
+    Ok(())
 }
 
 fn put_row(tables: &mut Tables<'_>, row: Row, place: Place) -> Result<(), redb::Error> {
