@@ -350,6 +350,11 @@ impl Ledger {
         self.flights.get(&group).is_some_and(|flight| flight.stage == Stage::Writing)
     }
 
+    /// The version that the trainer has, as far as is known here.
+    pub(crate) fn policy_version(&self) -> PolicyVersion {
+        self.step
+    }
+
     pub(crate) fn stats(&self) -> Stats {
         let admitted = self.flights.values().filter(|flight| flight.stage == Stage::Admitted).count();
         let mut in_flight: Vec<_> = self.flights.iter().map(|(id, flight)| (*id, flight.version)).collect();

@@ -86,6 +86,7 @@ mod config;
 mod contract;
 mod error;
 mod events;
+pub mod http;
 mod journal;
 mod ledger;
 mod listing;

@@ -25,6 +25,11 @@ enum Underway {
 }
 
 impl Buffer {
+    /// The version that the trainer has; unlike [`Consumer::stats`](crate::Consumer::stats) it counts nothing.
+    pub(crate) fn policy_version(&self) -> Result<PolicyVersion, BufferError> {
+        Ok(self.shared.ledger()?.policy_version())
+    }
+
     pub(crate) async fn admit_async(
         &self,
         request: AdmitRequest,

@@ -1,0 +1,331 @@
+//! Bodies in and out: JSON or MessagePack, plain or compressed, within their limits.
+//!
+//! Invariant: no bytes whatever make the server panic, take more memory than [`Limits`] allows, or hold it longer. What
+//! cannot be read is answered with the place where reading ended.
+
+use std::io::Read;
+use std::sync::Arc;
+
+use axum::body::Bytes;
+use axum::extract::{FromRequest, FromRequestParts, Request};
+use axum::http::header::{ACCEPT, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE};
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use axum::response::{IntoResponse, Response};
+use http_body_util::BodyExt;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::limits::Limits;
+use super::problem::{Code, Problem};
+use super::state::Shared;
+use super::wire::Nothing;
+
+/// A larger body is decoded where it keeps no other request waiting.
+const DECODE_INLINE: usize = 256 << 10;
+/// Deepest nesting in a MessagePack body; JSON has the same bound built in.
+const MAX_DEPTH: usize = 128;
+/// Largest window of zstd, as a power of two: what RFC 8878 has every decoder support.
+const ZSTD_WINDOW: u32 = 23;
+
+/// How values are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    Json,
+    MessagePack,
+}
+
+impl Format {
+    pub(crate) const JSON: &'static str = "application/json";
+    pub(crate) const MESSAGE_PACK: &'static str = "application/msgpack";
+
+    pub(crate) fn media_type(self) -> &'static str {
+        match self {
+            Self::Json => Self::JSON,
+            Self::MessagePack => Self::MESSAGE_PACK,
+        }
+    }
+
+    /// By the name of its media type, without parameters.
+    fn named(media_type: &str) -> Option<Self> {
+        let is = |names: &[&str]| names.iter().any(|name| media_type.eq_ignore_ascii_case(name));
+        if is(&[Self::JSON]) {
+            Some(Self::Json)
+        } else if is(&[Self::MESSAGE_PACK, "application/x-msgpack", "application/vnd.msgpack"]) {
+            Some(Self::MessagePack)
+        } else {
+            None
+        }
+    }
+
+    /// Reads a whole body.
+    pub(crate) fn decode<T: DeserializeOwned>(self, bytes: &[u8]) -> Result<T, Problem> {
+        let decoded = match self {
+            // The path of a mistake costs time for every value, so it is looked for only when there is one.
+            Self::Json => serde_json::from_slice(bytes).or_else(|_| {
+                let mut json = serde_json::Deserializer::from_slice(bytes);
+                let value = serde_path_to_error::deserialize(&mut json).map_err(describe)?;
+                json.end().map_err(|error| error.to_string())?;
+                Ok(value)
+            }),
+            Self::MessagePack => {
+                let mut rest = bytes;
+                let mut pack = rmp_serde::Deserializer::new(&mut rest);
+                pack.set_max_depth(MAX_DEPTH);
+                let value = T::deserialize(&mut pack).or_else(|_| {
+                    let mut again = rmp_serde::Deserializer::new(bytes);
+                    again.set_max_depth(MAX_DEPTH);
+                    serde_path_to_error::deserialize(&mut again).map_err(describe)
+                });
+                match (value, rest.len()) {
+                    (Ok(_), left @ 1..) => Err(format!("{left} bytes follow the value")),
+                    (value, _) => value,
+                }
+            }
+        };
+        decoded.map_err(|error: String| Problem::new(Code::BadBody, error))
+    }
+
+    /// Writes a whole body.
+    pub(crate) fn encode(self, value: &impl Serialize) -> Result<Vec<u8>, Problem> {
+        let encoded = match self {
+            Self::Json => serde_json::to_vec(value).map_err(|error| error.to_string()),
+            Self::MessagePack => rmp_serde::to_vec_named(value).map_err(|error| error.to_string()),
+        };
+        encoded.map_err(|error| Problem::new(Code::Internal, format!("the answer cannot be encoded: {error}")))
+    }
+}
+
+fn describe<E: std::error::Error>(error: serde_path_to_error::Error<E>) -> String {
+    let path = error.path().to_string();
+    let inner = error.into_inner();
+    if path == "." { inner.to_string() } else { format!("{path}: {inner}") }
+}
+
+/// What the client wants to read; decided before anything is done for it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Accept(Format);
+
+impl Accept {
+    pub(crate) fn answer(self, value: &impl Serialize) -> Result<Response, Problem> {
+        let body = self.0.encode(value)?;
+        Ok(([(CONTENT_TYPE, HeaderValue::from_static(self.0.media_type()))], body).into_response())
+    }
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for Accept {
+    type Rejection = Problem;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Problem> {
+        let wanted: Vec<&str> = parts.headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();
+        accepted(&wanted.join(",")).map(Self)
+    }
+}
+
+/// The format that an `Accept` header likes best; of equals the first.
+fn accepted(header: &str) -> Result<Format, Problem> {
+    if header.trim().is_empty() {
+        return Ok(Format::Json);
+    }
+    let mut best: Option<(f32, Format)> = None;
+    for range in header.split(',') {
+        let mut parts = range.split(';').map(str::trim);
+        let format = match parts.next().unwrap_or_default() {
+            "*/*" | "application/*" => Some(Format::Json),
+            name => Format::named(name),
+        };
+        let weight = parts.find_map(|part| part.strip_prefix("q=")?.parse().ok()).unwrap_or(1.0);
+        if let Some(format) = format.filter(|_| weight > 0.0 && best.is_none_or(|(before, _)| weight > before)) {
+            best = Some((weight, format));
+        }
+    }
+    best.map(|(_, format)| format).ok_or_else(|| {
+        let detail = format!("`Accept: {header}` names neither {} nor {}", Format::JSON, Format::MESSAGE_PACK);
+        Problem::new(Code::NotAcceptable, detail)
+    })
+}
+
+/// A decoded body. While it lives, what it took is not free for other large bodies.
+#[derive(Debug)]
+pub(crate) struct Body<T> {
+    pub(crate) value: T,
+    pub(crate) reserved: Option<OwnedSemaphorePermit>,
+}
+
+impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<Shared>> for Body<T> {
+    type Rejection = Problem;
+
+    async fn from_request(request: Request, shared: &Arc<Shared>) -> Result<Self, Problem> {
+        let format = format_of(request.headers())?;
+        let (bytes, reserved) = read(request, shared).await?;
+        let value = if bytes.len() <= DECODE_INLINE {
+            format.decode(&bytes)?
+        } else {
+            aside(move || format.decode(&bytes)).await??
+        };
+        Ok(Self { value, reserved })
+    }
+}
+
+/// No body, or one without fields.
+#[derive(Debug)]
+pub(crate) struct NoFields;
+
+impl FromRequest<Arc<Shared>> for NoFields {
+    type Rejection = Problem;
+
+    async fn from_request(request: Request, shared: &Arc<Shared>) -> Result<Self, Problem> {
+        let format = format_of(request.headers());
+        let (bytes, _) = read(request, shared).await?;
+        if !bytes.is_empty() {
+            format?.decode::<Nothing>(&bytes)?;
+        }
+        Ok(Self)
+    }
+}
+
+/// Does work that takes long where it keeps no other request waiting.
+pub(crate) async fn aside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Problem> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|error| Problem::new(Code::Internal, format!("a request failed: {error}")))
+}
+
+fn header<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h str> {
+    // What is no text is no name that we know.
+    headers.get(name).map(|value| value.to_str().unwrap_or("?").trim())
+}
+
+fn format_of(headers: &HeaderMap) -> Result<Format, Problem> {
+    let Some(media_type) = header(headers, &CONTENT_TYPE) else { return Ok(Format::Json) };
+    let name = media_type.split(';').next().unwrap_or_default().trim();
+    Format::named(name).ok_or_else(|| {
+        let (json, pack) = (Format::JSON, Format::MESSAGE_PACK);
+        let detail = format!("`Content-Type: {media_type}` is not read here; send {json} or {pack}");
+        Problem::new(Code::UnsupportedMediaType, detail)
+    })
+}
+
+/// How a body is compressed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Encoding {
+    Plain,
+    Gzip,
+    Zstd,
+}
+
+fn encoding_of(headers: &HeaderMap) -> Result<Encoding, Problem> {
+    let name = header(headers, &CONTENT_ENCODING).unwrap_or("identity");
+    match &*name.to_ascii_lowercase() {
+        "identity" => Ok(Encoding::Plain),
+        "gzip" | "x-gzip" => Ok(Encoding::Gzip),
+        "zstd" => Ok(Encoding::Zstd),
+        _ => {
+            let detail = format!("`Content-Encoding: {name}` is not read here; send plain bytes, gzip or zstd");
+            Err(Problem::new(Code::UnsupportedEncoding, detail))
+        }
+    }
+}
+
+/// The whole body, decompressed.
+async fn read(
+    request: Request,
+    shared: &Shared,
+) -> Result<(Bytes, Option<OwnedSemaphorePermit>), Problem> {
+    let encoding = encoding_of(request.headers())?;
+    let length = header(request.headers(), &CONTENT_LENGTH).and_then(|length| length.parse().ok());
+    let limits = shared.limits;
+    let arrival = tokio::time::timeout(limits.body_read, arrive(request, length, shared));
+    let (bytes, mut reserved) = arrival.await.map_err(|_| {
+        let detail = format!("the body took longer than {} s", limits.body_read.as_secs());
+        Problem::new(Code::BodyTimeout, detail)
+    })??;
+    if encoding == Encoding::Plain {
+        return Ok((bytes, reserved));
+    }
+    match decompress(encoding, &bytes, Limits::SMALL_BODY.min(limits.body_bytes)) {
+        Err(problem) if problem.code == Code::BodyTooLarge && Limits::SMALL_BODY < limits.body_bytes => {
+            // What is reserved for the compressed body does not count twice.
+            drop(reserved.take());
+            let reserved = reserve(shared, limits.body_bytes).await?;
+            let bytes = aside(move || decompress(encoding, &bytes, limits.body_bytes)).await??;
+            Ok((bytes, Some(reserved)))
+        }
+        small => Ok((small?, reserved)),
+    }
+}
+
+/// The whole body as it comes, with room reserved if it is large.
+async fn arrive(
+    request: Request,
+    length: Option<usize>,
+    shared: &Shared,
+) -> Result<(Bytes, Option<OwnedSemaphorePermit>), Problem> {
+    let limit = shared.limits.body_bytes;
+    if length.is_some_and(|length| length > limit) {
+        return Err(too_large(limit));
+    }
+    let mut body = request.into_body();
+    let mut whole = Vec::new();
+    let mut first = Bytes::new();
+    let mut reserved = None;
+    while let Some(frame) = body.frame().await {
+        let frame =
+            frame.map_err(|error| Problem::new(Code::Incomplete, format!("the body broke off: {error}")))?;
+        let Ok(bytes) = frame.into_data() else { continue };
+        let total = first.len() + whole.len() + bytes.len();
+        if total > limit {
+            return Err(too_large(limit));
+        }
+        if total > Limits::SMALL_BODY && reserved.is_none() {
+            reserved = Some(reserve(shared, length.unwrap_or(limit)).await?);
+        }
+        // A body that comes in one piece is never copied.
+        if first.is_empty() && whole.is_empty() {
+            first = bytes;
+            continue;
+        }
+        if whole.is_empty() {
+            whole.reserve(length.unwrap_or(total));
+            whole.extend_from_slice(&std::mem::take(&mut first));
+        }
+        whole.extend_from_slice(&bytes);
+    }
+    Ok((if whole.is_empty() { first } else { whole.into() }, reserved))
+}
+
+fn too_large(limit: usize) -> Problem {
+    Problem::new(Code::BodyTooLarge, format!("the body has more than {limit} bytes; send less at once"))
+}
+
+/// Room for a large body; waits for others to leave.
+async fn reserve(shared: &Shared, bytes: usize) -> Result<OwnedSemaphorePermit, Problem> {
+    let kib = u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX);
+    let room = Arc::clone(&shared.bodies).acquire_many_owned(kib);
+    match tokio::time::timeout(shared.limits.body_read, room).await {
+        Ok(Ok(reserved)) => Ok(reserved),
+        _ => Err(Problem::new(Code::Busy, "other large bodies take all the room: try again later, or send less at once")),
+    }
+}
+
+fn decompress(encoding: Encoding, bytes: &[u8], limit: usize) -> Result<Bytes, Problem> {
+    let bad = |error: std::io::Error| {
+        Problem::new(Code::BadEncoding, format!("the body is not what its encoding says: {error}"))
+    };
+    let mut whole = Vec::new();
+    let mut take = |reader: &mut dyn Read| reader.take(limit as u64 + 1).read_to_end(&mut whole).map_err(bad);
+    match encoding {
+        Encoding::Gzip => take(&mut flate2::read::MultiGzDecoder::new(bytes))?,
+        Encoding::Zstd => {
+            let mut decoder = zstd::stream::read::Decoder::with_buffer(bytes).map_err(bad)?;
+            decoder.window_log_max(ZSTD_WINDOW).map_err(bad)?;
+            take(&mut decoder)?
+        }
+        Encoding::Plain => take(&mut &*bytes)?,
+    };
+    if whole.len() > limit {
+        return Err(too_large(limit));
+    }
+    Ok(whole.into())
+}

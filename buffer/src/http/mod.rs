@@ -1,0 +1,33 @@
+//! The buffer over HTTP: a [`Server`] in front of a [`Buffer`](crate::Buffer), and a [`Client`] that is a
+//! [`Producer`](crate::Producer) and a [`Consumer`](crate::Consumer) like the buffer itself.
+//!
+//! # Layout
+//! - `server`: connections, from the listener to the last answer; `tls`: certificates
+//! - `routes`: what is asked of the buffer; `auth`: who may ask; `events`: what happens, as a stream
+//! - `wire`: requests and answers; `body`: their bytes; `problem`: errors
+//! - `state`: the buffer that is served, also after its storage failed; `limits`: what requests may take
+//! - `openapi`: the document of all this, made from the routes; `metrics`: what was counted
+//! - `client`: the other side
+//!
+//! # Invariants
+//! - Everything has a limit in [`Limits`]: what a client sends, how long it takes, how many there are.
+//! - What is answered with success is as durable as the buffer makes it.
+
+mod auth;
+mod body;
+mod events;
+mod limits;
+mod metrics;
+mod openapi;
+mod problem;
+mod routes;
+mod server;
+mod stall;
+mod state;
+mod tls;
+mod wire;
+
+pub use auth::{Role, TokenError, Tokens};
+pub use limits::Limits;
+pub use server::{Notice, Reopen, Server, ServerConfig, ServerError};
+pub use tls::{Tls, TlsError};

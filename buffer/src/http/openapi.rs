@@ -1,0 +1,192 @@
+//! The OpenAPI document, made from the routes, and a page that shows it.
+//!
+//! Invariant: an operation is documented where it is routed, so the two cannot differ. Errors are added here, from the codes
+//! that an operation can answer; the tests hold every answer they get against the document.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::http::header::{CONTENT_SECURITY_POLICY, CONTENT_TYPE};
+use axum::response::{IntoResponse, Response};
+use utoipa::openapi::path::Operation;
+use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
+use utoipa::openapi::{ContentBuilder, OpenApi as Whole, Ref, RefOr, ResponseBuilder};
+use utoipa::{Modify, OpenApi, ToSchema};
+
+use super::body::Format;
+use super::problem::{Code, Problem};
+use super::state::Shared;
+
+const PAGE: &str = include_str!("docs.html");
+
+/// The page runs its own script and reads this server; nothing else.
+const PAGE_POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src \
+                           'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'";
+
+/// What is said about the interface as a whole.
+#[derive(OpenApi)]
+#[openapi(
+    info(
+        title = "rlrun buffer",
+        description = "Groups of trajectories on their way from samplers to trainers: admission, staleness, leases and a \
+                       durable journal.\n\nBodies are JSON, or MessagePack with the same field names; answers follow \
+                       `Accept`. Request bodies may be compressed with gzip or zstd. Errors are \
+                       `application/problem+json` with a stable `code`. Every verb can be repeated; `429` and `503` say \
+                       with `Retry-After` when.",
+        license(name = "MIT OR Apache-2.0")
+    ),
+    components(schemas(Problem, Code)),
+    modifiers(&Token),
+    security(("token" = [])),
+    tags(
+        (name = "groups", description = "Store, list, show and remove groups. Role: writer; any may read; admin removes."),
+        (name = "admissions", description = "Slots for groups that are to be generated. Role: writer."),
+        (name = "leases", description = "Groups to train on. Role: trainer; any may read."),
+        (name = "policy", description = "The version of the trainer. Role: trainer; any may read."),
+        (name = "buffer", description = "What is in the buffer and what happens. Role: any."),
+        (name = "health", description = "The server itself; its health needs no token."),
+    )
+)]
+pub(super) struct Document;
+
+struct Token;
+
+impl Modify for Token {
+    fn modify(&self, document: &mut Whole) {
+        let bearer = HttpBuilder::new()
+            .scheme(HttpAuthScheme::Bearer)
+            .description(Some("A line of the token file; a server on loopback may do without."))
+            .build();
+        let components = document.components.get_or_insert_default();
+        components.add_security_scheme("token", SecurityScheme::Http(bearer));
+    }
+}
+
+/// What any request can be answered, whatever it asks.
+const ALWAYS: &[Code] = &[Code::ForeignOrigin, Code::WrongHost, Code::Internal];
+/// What a route for tokens can answer.
+const WITH_TOKEN: &[Code] = &[Code::Unauthorized, Code::Forbidden];
+/// What a route with parameters can answer.
+const WITH_PARAMETERS: &[Code] = &[Code::BadQuery, Code::BadPath];
+/// What a route that answers in two formats can answer.
+const WITH_FORMATS: &[Code] = &[Code::NotAcceptable];
+/// What a route with a body can answer.
+const WITH_BODY: &[Code] = &[
+    Code::BadEncoding,
+    Code::Incomplete,
+    Code::BodyTimeout,
+    Code::BodyTooLarge,
+    Code::UnsupportedMediaType,
+    Code::UnsupportedEncoding,
+    Code::BadBody,
+    Code::Busy,
+];
+/// What every route that asks the buffer can answer.
+const OF_BUFFER: &[Code] = &[Code::StorageFailed];
+
+/// What an operation can answer beside these.
+fn codes_of(operation: &str) -> &'static [Code] {
+    match operation {
+        "append_groups" => &[Code::Full],
+        "list_groups" => &[Code::OutOfRange],
+        "get_group" => &[Code::UnknownGroup, Code::DamagedGroup],
+        "admit" => &[Code::OutOfRange, Code::FutureVersion, Code::Stopping],
+        "claim" => &[Code::WrongState, Code::UnknownGroup, Code::FutureVersion],
+        "abort" => &[Code::WrongState, Code::UnknownGroup],
+        "lease" => &[
+            Code::OutOfRange,
+            Code::BadConsumer,
+            Code::StepPassed,
+            Code::FutureVersion,
+            Code::UnknownGroup,
+            Code::DamagedGroup,
+            Code::Stopping,
+        ],
+        "ack" | "release" => &[Code::UnknownLease, Code::LeaseLost],
+        "extend" => &[Code::UnknownLease, Code::LeaseLost, Code::OutOfRange],
+        "ack_through" => &[Code::LeaseLost, Code::BadConsumer],
+        "set_version" => &[Code::VersionBehind, Code::FutureVersion],
+        _ => &[],
+    }
+}
+
+/// The document of the routes with all errors and both formats.
+pub(super) fn complete(mut document: Whole) -> String {
+    document.info.version = "1".to_owned();
+    for (path, item) in &mut document.paths.paths {
+        for operation in [&mut item.get, &mut item.put, &mut item.post, &mut item.delete].into_iter().flatten() {
+            complete_operation(operation, path);
+        }
+    }
+    // Made of plain data: it always has a text.
+    document.to_json().unwrap_or_default()
+}
+
+fn complete_operation(operation: &mut Operation, path: &str) {
+    let is_open = operation.security.is_some();
+    let asks_buffer = path.starts_with("/v1/") || path == "/readyz";
+    let has_formats = asks_buffer || path == "/healthz";
+    let in_two_formats = has_formats && operation.responses.responses.values_mut().any(in_both_formats);
+    // Verbs without fields read a body as well, an empty one.
+    let reads_body = path.starts_with("/v1/") && operation.operation_id.as_deref().is_some_and(|id| {
+        operation.request_body.is_some() || matches!(id, "ack" | "release")
+    });
+    let mut codes = ALWAYS.to_vec();
+    for (applies, more) in [
+        (!is_open, WITH_TOKEN),
+        (operation.parameters.is_some(), WITH_PARAMETERS),
+        (in_two_formats, WITH_FORMATS),
+        (reads_body, WITH_BODY),
+        (asks_buffer, OF_BUFFER),
+        (true, codes_of(operation.operation_id.as_deref().unwrap_or_default())),
+    ] {
+        codes.extend(more.iter().filter(|_| applies));
+    }
+    let mut by_status: BTreeMap<u16, Vec<Code>> = BTreeMap::new();
+    for code in codes {
+        by_status.entry(code.status().as_u16()).or_default().push(code);
+    }
+    for (status, codes) in by_status {
+        operation.responses.responses.entry(status.to_string()).or_insert_with(|| problems(&codes));
+    }
+    if let Some(RefOr::T(body)) = &mut operation.request_body
+        && let Some(json) = body.content.get(Format::JSON).cloned()
+    {
+        body.content.insert(Format::MESSAGE_PACK.to_owned(), json);
+    }
+}
+
+/// Whether the answer is JSON; then it can be had as MessagePack too.
+fn in_both_formats(response: &mut RefOr<utoipa::openapi::Response>) -> bool {
+    let RefOr::T(response) = response else { return false };
+    let Some(json) = response.content.get(Format::JSON).cloned() else { return false };
+    response.content.insert(Format::MESSAGE_PACK.to_owned(), json);
+    true
+}
+
+fn problems(codes: &[Code]) -> RefOr<utoipa::openapi::Response> {
+    let lines: Vec<String> = codes.iter().map(|code| format!("`{}`: {}", code.as_str(), code.title())).collect();
+    let content = ContentBuilder::new().schema(Some(Ref::from_schema_name(Problem::name()))).build();
+    RefOr::T(ResponseBuilder::new().description(lines.join("; ")).content(Problem::MEDIA_TYPE, content).build())
+}
+
+/// This document.
+#[utoipa::path(
+    get, path = "/openapi.json", operation_id = "openapi", tag = "health",
+    responses((status = 200, content_type = "application/json", body = Object, description = "OpenAPI 3.1"))
+)]
+pub(super) async fn document(State(shared): State<Arc<Shared>>) -> Response {
+    let document = shared.openapi.get().cloned().unwrap_or_else(Bytes::new);
+    ([(CONTENT_TYPE, Format::JSON)], document).into_response()
+}
+
+/// This document for people.
+#[utoipa::path(
+    get, path = "/docs", operation_id = "docs", tag = "health",
+    responses((status = 200, content_type = "text/html", body = String, description = "A page without anything from elsewhere"))
+)]
+pub(super) async fn docs() -> Response {
+    ([(CONTENT_TYPE, "text/html; charset=utf-8"), (CONTENT_SECURITY_POLICY, PAGE_POLICY)], PAGE).into_response()
+}

@@ -1,0 +1,209 @@
+//! Why a request was not done: `application/problem+json` with a code that programs can rely on.
+//!
+//! Invariant: every answer of the server that is not a success is made here, so that [`Code`] lists all that can go
+//! wrong, and the OpenAPI document takes its errors from this list. Details are for people and may change.
+
+use axum::http::{HeaderName, HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use crate::BufferError;
+
+/// Seconds after which it makes sense to try again what is refused for a while.
+const RETRY_AFTER: HeaderValue = HeaderValue::from_static("1");
+
+macro_rules! codes {
+    ($($name:ident = $status:ident $text:literal $title:literal;)*) => {
+        /// What went wrong; stable in meaning and spelling.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
+        pub(crate) enum Code {
+            $(#[doc = $title] #[serde(rename = $text)] $name,)*
+        }
+
+        impl Code {
+            /// The HTTP status that goes with it.
+            pub(crate) fn status(self) -> StatusCode {
+                match self { $(Self::$name => StatusCode::$status,)* }
+            }
+
+            /// Its name on the wire.
+            pub(crate) fn as_str(self) -> &'static str {
+                match self { $(Self::$name => $text,)* }
+            }
+
+            /// One line that does not depend on the request.
+            pub(crate) fn title(self) -> &'static str {
+                match self { $(Self::$name => $title,)* }
+            }
+        }
+    };
+}
+
+codes! {
+    // The request cannot be understood.
+    BadQuery = BAD_REQUEST "bad_query" "the query is not as documented";
+    BadPath = BAD_REQUEST "bad_path" "a part of the path is not as documented";
+    BadEncoding = BAD_REQUEST "bad_encoding" "the body cannot be decompressed";
+    Incomplete = BAD_REQUEST "incomplete" "the body ended early";
+    Unauthorized = UNAUTHORIZED "unauthorized" "a token is needed that this server knows";
+    Forbidden = FORBIDDEN "forbidden" "the role of the token does not allow this";
+    ForeignOrigin = FORBIDDEN "foreign_origin" "a page of another site must not use this server";
+    NotFound = NOT_FOUND "not_found" "there is no such route";
+    MethodNotAllowed = METHOD_NOT_ALLOWED "method_not_allowed" "the route has no such method";
+    NotAcceptable = NOT_ACCEPTABLE "not_acceptable" "answers are JSON or MessagePack";
+    BodyTimeout = REQUEST_TIMEOUT "body_timeout" "the body did not arrive in time";
+    BodyTooLarge = PAYLOAD_TOO_LARGE "body_too_large" "the body is larger than this server takes";
+    UnsupportedMediaType = UNSUPPORTED_MEDIA_TYPE "unsupported_media_type" "bodies are JSON or MessagePack";
+    UnsupportedEncoding = UNSUPPORTED_MEDIA_TYPE "unsupported_encoding" "bodies are plain, gzip or zstd";
+    WrongHost = MISDIRECTED_REQUEST "wrong_host" "this server does not answer to that name";
+    BadBody = UNPROCESSABLE_ENTITY "bad_body" "the body does not have the right shape";
+    OutOfRange = UNPROCESSABLE_ENTITY "out_of_range" "a number is outside its range";
+    BadConsumer = UNPROCESSABLE_ENTITY "bad_consumer" "the name of the consumer cannot be used";
+    // The buffer is not in the state that it would have to be in.
+    UnknownGroup = NOT_FOUND "unknown_group" "there is no such group";
+    UnknownLease = NOT_FOUND "unknown_lease" "there never was such a lease";
+    LeaseLost = CONFLICT "lease_lost" "the lease is over";
+    WrongState = CONFLICT "wrong_state" "the verb does not fit the life of the group";
+    StepPassed = CONFLICT "step_passed" "the groups of the step are gone";
+    VersionBehind = CONFLICT "version_behind" "the version is older than the one known";
+    FutureVersion = UNPROCESSABLE_ENTITY "future_version" "no trainer has made that version yet";
+    // A group cannot be stored as it is.
+    EmptyGroup = UNPROCESSABLE_ENTITY "empty_group" "the group has no trajectories";
+    EmptyTrajectory = UNPROCESSABLE_ENTITY "empty_trajectory" "a trajectory has no tokens";
+    UnequalLengths = UNPROCESSABLE_ENTITY "unequal_lengths" "the streams of a trajectory differ in length";
+    NotFinite = UNPROCESSABLE_ENTITY "not_finite" "a number is infinite or not a number";
+    LogprobPositive = UNPROCESSABLE_ENTITY "logprob_positive" "a log-probability is above 0";
+    FirstTokenTrained = UNPROCESSABLE_ENTITY "first_token_trained" "nothing precedes the first token";
+    TokenOutOfVocabulary = UNPROCESSABLE_ENTITY "token_out_of_vocabulary" "a token id is outside the vocabulary";
+    GroupTooLarge = UNPROCESSABLE_ENTITY "group_too_large" "the group has more bytes than can be kept";
+    TooManyTrajectories = UNPROCESSABLE_ENTITY "too_many_trajectories" "the group has too many trajectories";
+    TooManyTokens = UNPROCESSABLE_ENTITY "too_many_tokens" "a trajectory has too many tokens";
+    UnknownId = UNPROCESSABLE_ENTITY "unknown_id" "the id was never admitted";
+    NoIdentity = UNPROCESSABLE_ENTITY "no_identity" "the group has neither id nor key";
+    TwoIdentities = UNPROCESSABLE_ENTITY "two_identities" "the group has both id and key";
+    BadKey = UNPROCESSABLE_ENTITY "bad_key" "the key cannot be used";
+    BadKept = UNPROCESSABLE_ENTITY "bad_kept" "the kept tokens do not fit the trained tokens";
+    BadTemperature = UNPROCESSABLE_ENTITY "bad_temperature" "the temperature cannot have sampled anything";
+    BadTurn = UNPROCESSABLE_ENTITY "bad_turn" "the turns do not fit the tokens";
+    BadIndex = UNPROCESSABLE_ENTITY "bad_index" "the trajectories are not ordered by index";
+    BadVersions = UNPROCESSABLE_ENTITY "bad_versions" "the policy versions of a trajectory are not usable";
+    // Not now.
+    Full = TOO_MANY_REQUESTS "full" "the buffer has no room";
+    Busy = SERVICE_UNAVAILABLE "busy" "too many large bodies are on their way";
+    StorageFailed = SERVICE_UNAVAILABLE "storage_failed" "the journal cannot be read or written";
+    Stopping = SERVICE_UNAVAILABLE "stopping" "the server is being stopped";
+    DamagedGroup = INTERNAL_SERVER_ERROR "damaged_group" "a stored group is not what was written";
+    Internal = INTERNAL_SERVER_ERROR "internal" "the server has failed";
+}
+
+/// An error as it goes over the wire (RFC 9457).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+#[schema(as = Problem)]
+pub(crate) struct Problem {
+    /// Always `about:blank`: the code says more.
+    #[serde(rename = "type", default = "about_blank", skip_deserializing)]
+    #[schema(value_type = String)]
+    kind: &'static str,
+    /// What this code means in general.
+    pub(crate) title: String,
+    /// The HTTP status.
+    pub(crate) status: u16,
+    /// What went wrong; stable.
+    pub(crate) code: Code,
+    /// What was found in this request and what to do about it, for people.
+    pub(crate) detail: String,
+    /// Which item of the request it is about, from 0.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) index: Option<usize>,
+}
+
+impl Problem {
+    /// The media type of problems.
+    pub(crate) const MEDIA_TYPE: &'static str = "application/problem+json";
+
+    pub(crate) fn new(code: Code, detail: impl Into<String>) -> Self {
+        Self {
+            kind: about_blank(),
+            title: code.title().to_owned(),
+            status: code.status().as_u16(),
+            code,
+            detail: detail.into(),
+            index: None,
+        }
+    }
+
+    /// About one item of the request.
+    pub(crate) fn at(self, index: usize) -> Self {
+        Self { index: Some(index), ..self }
+    }
+
+    /// Whether a later try can succeed without any change.
+    pub(crate) fn is_for_now(&self) -> bool {
+        matches!(self.code.status(), StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE)
+    }
+}
+
+impl From<&BufferError> for Problem {
+    fn from(error: &BufferError) -> Self {
+        let code = match error {
+            BufferError::EmptyGroup { .. } => Code::EmptyGroup,
+            BufferError::WrongState { .. } => Code::WrongState,
+            BufferError::StepPassed { .. } => Code::StepPassed,
+            BufferError::FutureVersion { .. } => Code::FutureVersion,
+            BufferError::VersionBehind { .. } => Code::VersionBehind,
+            BufferError::LeaseLost { .. } => Code::LeaseLost,
+            BufferError::UnknownLease { .. } => Code::UnknownLease,
+            BufferError::UnknownGroup { .. } | BufferError::Gone { .. } => Code::UnknownGroup,
+            BufferError::GroupTooLarge { .. } => Code::GroupTooLarge,
+            BufferError::QueueFull { .. } => Code::Full,
+            BufferError::Consumer { .. } => Code::BadConsumer,
+            BufferError::Key { .. } => Code::BadKey,
+            BufferError::Damaged { .. } => Code::DamagedGroup,
+            BufferError::NotWritable { .. }
+            | BufferError::Journal { .. }
+            | BufferError::WriterStopped { .. }
+            | BufferError::WriteTimeout { .. }
+            | BufferError::StillWriting { .. } => Code::StorageFailed,
+            _ => Code::Internal,
+        };
+        Self::new(code, error.to_string())
+    }
+}
+
+impl From<BufferError> for Problem {
+    fn from(error: BufferError) -> Self {
+        Self::from(&error)
+    }
+}
+
+fn about_blank() -> &'static str {
+    "about:blank"
+}
+
+impl IntoResponse for Problem {
+    fn into_response(self) -> Response {
+        with_problem_headers(&self, &self)
+    }
+}
+
+/// An answer with the status and headers of `problem`, and with a body that has at least its fields.
+pub(crate) fn with_problem_headers(problem: &Problem, body: &impl Serialize) -> Response {
+    // Plain data with string keys: this cannot fail, and an empty body still has its status.
+    let body = serde_json::to_vec(body).unwrap_or_default();
+    let mut response = (problem.code.status(), body).into_response();
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(Problem::MEDIA_TYPE));
+    if problem.is_for_now() {
+        headers.insert(header::RETRY_AFTER, RETRY_AFTER);
+    }
+    if problem.code == Code::Unauthorized {
+        headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    }
+    response
+}
+
+/// The header of an answer that is a success and yet asks for patience.
+pub(crate) fn retry_after() -> [(HeaderName, HeaderValue); 1] {
+    [(header::RETRY_AFTER, RETRY_AFTER)]
+}

@@ -1,0 +1,268 @@
+//! Groups: stored, listed, shown, removed.
+
+use std::sync::Arc;
+
+use axum::extract::State;
+use axum::response::Response;
+use serde::{Deserialize, Serialize};
+use trajectory::{GroupId, PolicyVersion};
+use utoipa::{IntoParams, ToSchema};
+
+use super::{Number, Parameters};
+use crate::http::body::{Accept, Body, aside};
+use crate::http::metrics::Stopwatch;
+use crate::http::problem::{self, Code, Problem};
+use crate::http::state::Shared;
+use crate::http::wire::{
+    AppendAnswer, AppendRequest, EntryBody, Evicted, GroupAnswerView, GroupView, GroupsAnswer, Identity,
+    ItemResult, ItemStatus, Rejection, State as GroupStateBody, Submission,
+};
+use crate::payload::Incoming;
+use crate::{Buffer, BufferError, Finalized, GroupFilter, Submitted};
+
+/// Groups on a page, unless the client says otherwise.
+const PAGE: usize = 100;
+/// Most groups on a page.
+const MAX_PAGE: usize = 1000;
+
+/// Store groups. Each is stored or refused by itself, and what is answered with `accepted` is durable. Idempotent by id
+/// and by key: asked again, a stored group is a `duplicate`. If all are `full` the answer is 429, and means the same.
+#[utoipa::path(
+    post, path = "/v1/groups", operation_id = "append_groups", tag = "groups", request_body = AppendRequest,
+    responses(
+        (status = 200, body = AppendAnswer, description = "What became of each group, in the order of the request"),
+        (status = 429, body = AppendProblem, content_type = "application/problem+json",
+            description = "`full`: there is no room for any of them now"),
+    )
+)]
+pub(super) async fn append(
+    State(shared): State<Arc<Shared>>,
+    accept: Accept,
+    body: Body<AppendRequest>,
+) -> Result<Response, Problem> {
+    let stopwatch = Stopwatch::start();
+    let Body { value: AppendRequest { groups }, reserved } = body;
+    let buffer = shared.buffer()?;
+    let mut results = Vec::with_capacity(groups.len());
+    let mut incoming = Vec::with_capacity(groups.len());
+    for submission in groups {
+        match checked(submission, &shared) {
+            Ok(group) => {
+                incoming.push(group);
+                results.push(None);
+            }
+            Err(rejection) => results.push(Some(invalid(rejection))),
+        }
+    }
+    let mut answers = buffer.append_async(incoming).await.into_iter();
+    drop(reserved);
+    for (index, result) in results.iter_mut().enumerate().filter(|(_, result)| result.is_none()) {
+        // As many answers as groups.
+        let Some(answer) = answers.next() else { break };
+        *result = Some(answered(answer, index, &shared, &buffer)?);
+    }
+    let results: Vec<ItemResult> = results.into_iter().flatten().collect();
+    let answer = AppendAnswer { results, policy_version: buffer.policy_version()?.0 };
+    shared.metrics.appended(stopwatch.elapsed());
+    let full = |result: &ItemResult| result.status == ItemStatus::Full;
+    if !answer.results.is_empty() && answer.results.iter().all(full) {
+        return Ok(AppendProblem::new(answer).into_response());
+    }
+    accept.answer(&answer)
+}
+
+/// No group found room: what [`AppendAnswer`] says, as a problem.
+#[derive(Debug, Serialize, ToSchema)]
+struct AppendProblem {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    title: &'static str,
+    status: u16,
+    code: Code,
+    detail: String,
+    results: Vec<ItemResult>,
+    policy_version: u64,
+}
+
+impl AppendProblem {
+    fn new(AppendAnswer { results, policy_version }: AppendAnswer) -> Self {
+        let detail = "the buffer is full: wait until the trainer has taken groups, then send the same again".to_owned();
+        let (title, status) = (Code::Full.title(), Code::Full.status().as_u16());
+        Self { kind: "about:blank", title, status, code: Code::Full, detail, results, policy_version }
+    }
+
+    fn into_response(self) -> Response {
+        problem::with_problem_headers(&Problem::new(Code::Full, self.detail.clone()), &self)
+    }
+}
+
+fn checked(submission: Submission, shared: &Shared) -> Result<Incoming, Rejection> {
+    let (identity, group) = submission.check(shared.item_limits())?;
+    Ok(match identity {
+        Identity::Admitted(_) => Incoming::Admitted(group),
+        Identity::Key(key) => Incoming::Keyed(key, group),
+    })
+}
+
+fn invalid(Rejection { code, detail }: Rejection) -> ItemResult {
+    ItemResult { status: ItemStatus::Invalid, id: None, code: Some(code), detail: Some(detail) }
+}
+
+/// What became of one group.
+///
+/// # Errors
+/// What is not about this group but about the buffer; then nobody knows what became of the others either, and sent again,
+/// those that are stored are duplicates.
+fn answered(
+    answer: Result<Submitted, BufferError>,
+    index: usize,
+    shared: &Shared,
+    buffer: &Buffer,
+) -> Result<ItemResult, Problem> {
+    match answer {
+        Ok(Submitted { answer, group }) => {
+            let status = match answer {
+                Finalized::Accepted => ItemStatus::Accepted,
+                Finalized::Duplicate => ItemStatus::Duplicate,
+                Finalized::Stale => ItemStatus::Stale,
+                Finalized::Full => ItemStatus::Full,
+            };
+            Ok(ItemResult { status, id: group.map(|group| group.0), code: None, detail: None })
+        }
+        Err(error) => {
+            let problem = shared.problem(buffer, &error);
+            match problem.code {
+                Code::UnknownGroup => {
+                    Ok(invalid(Rejection { code: Code::UnknownId, detail: problem.detail }))
+                }
+                code if code.status().is_client_error() => {
+                    Ok(invalid(Rejection { code, detail: problem.detail }))
+                }
+                _ => Err(problem.at(index)),
+            }
+        }
+    }
+}
+
+/// Which groups to list.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ListQuery {
+    /// `next_cursor` of the page before.
+    cursor: Option<String>,
+    /// Most groups on the page.
+    #[param(minimum = 1, maximum = 1000, default = 100)]
+    limit: Option<usize>,
+    /// With this oldest version.
+    policy_version: Option<u64>,
+    /// With at least this mean reward.
+    min_reward: Option<f64>,
+    /// In this state.
+    #[param(inline)]
+    state: Option<GroupStateBody>,
+}
+
+/// List groups without their tokens, ordered by id. Groups that come while pages are read may be on them or not.
+#[utoipa::path(
+    get, path = "/v1/groups", operation_id = "list_groups", tag = "groups", params(ListQuery),
+    responses((status = 200, body = GroupsAnswer, description = "One page"))
+)]
+pub(super) async fn list(
+    State(shared): State<Arc<Shared>>,
+    accept: Accept,
+    Parameters(query): Parameters<ListQuery>,
+) -> Result<Response, Problem> {
+    let limit = query.limit.unwrap_or(PAGE);
+    if !(1..=MAX_PAGE).contains(&limit) {
+        return Err(Problem::new(Code::OutOfRange, format!("`limit` is {limit}, it must be 1 to {MAX_PAGE}")));
+    }
+    let filter = GroupFilter {
+        policy_version: query.policy_version.map(PolicyVersion),
+        min_reward: query.min_reward,
+        state: query.state.map(Into::into),
+    };
+    let after = query.cursor.as_deref().map(from_cursor).transpose()?;
+    let buffer = shared.buffer()?;
+    // One more tells whether there is another page.
+    let listed = buffer.list(&filter, after, limit + 1).map_err(|error| shared.problem(&buffer, &error))?;
+    let more = listed.len() > limit;
+    let page = &listed[..listed.len().min(limit)];
+    let next_cursor = page.last().filter(|_| more).map(|entry| cursor(entry.id));
+    accept.answer(&GroupsAnswer { groups: page.iter().map(EntryBody::from).collect(), next_cursor })
+}
+
+/// Clients need not know what is in it.
+fn cursor(GroupId(id): GroupId) -> String {
+    format!("g{id:x}")
+}
+
+fn from_cursor(cursor: &str) -> Result<GroupId, Problem> {
+    let id = cursor.strip_prefix('g').and_then(|id| u64::from_str_radix(id, 16).ok());
+    id.map(GroupId).ok_or_else(|| {
+        Problem::new(Code::BadQuery, format!("`cursor={cursor}` is not from an answer of this route"))
+    })
+}
+
+/// Show one group with its tokens.
+#[utoipa::path(
+    get, path = "/v1/groups/{id}", operation_id = "get_group", tag = "groups",
+    params(("id" = u64, Path, description = "Its id")),
+    responses((status = 200, body = GroupAnswerView, description = "The group"))
+)]
+pub(super) async fn get(
+    State(shared): State<Arc<Shared>>,
+    accept: Accept,
+    Number(id): Number,
+) -> Result<Response, Problem> {
+    let buffer = shared.buffer()?;
+    // It may have to be read from the disk.
+    let (found, buffer) = aside(move || (buffer.get(GroupId(id)), buffer)).await?;
+    let Some((entry, group)) = found.map_err(|error| shared.problem(&buffer, &error))? else {
+        let detail = format!("group {id} is not here: it was never admitted, or was trained on, or evicted");
+        return Err(Problem::new(Code::UnknownGroup, detail));
+    };
+    let group = group.as_deref().map(GroupView::from);
+    accept.answer(&GroupAnswerView { entry: EntryBody::from(&entry), group })
+}
+
+/// Remove one group for good, wherever it is in its life.
+#[utoipa::path(
+    delete, path = "/v1/groups/{id}", operation_id = "evict_group", tag = "groups",
+    params(("id" = u64, Path, description = "Its id")),
+    responses((status = 200, body = Evicted, description = "0 if it is not here, also because it was removed before"))
+)]
+pub(super) async fn evict(
+    State(shared): State<Arc<Shared>>,
+    accept: Accept,
+    Number(id): Number,
+) -> Result<Response, Problem> {
+    let buffer = shared.buffer()?;
+    let evicted = buffer.evict_async(GroupId(id)).await.map_err(|error| shared.problem(&buffer, &error))?;
+    accept.answer(&Evicted { evicted: u64::from(evicted) })
+}
+
+/// Which groups to remove.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct EvictQuery {
+    /// Groups whose oldest version is below, and that nobody has leased.
+    below_version: u64,
+}
+
+/// Remove all old groups for good.
+#[utoipa::path(
+    delete, path = "/v1/groups", operation_id = "evict_groups", tag = "groups", params(EvictQuery),
+    responses((status = 200, body = Evicted, description = "How many are gone"))
+)]
+pub(super) async fn evict_below(
+    State(shared): State<Arc<Shared>>,
+    accept: Accept,
+    Parameters(query): Parameters<EvictQuery>,
+) -> Result<Response, Problem> {
+    let buffer = shared.buffer()?;
+    let below = PolicyVersion(query.below_version);
+    let evicted = buffer.evict_below_async(below).await.map_err(|error| shared.problem(&buffer, &error))?;
+    accept.answer(&Evicted { evicted })
+}

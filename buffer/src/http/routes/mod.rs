@@ -1,0 +1,112 @@
+//! The routes. Invariant: a handler says what is asked of the buffer and how it is answered; who may ask is decided by the
+//! group of routes that it stands in, and bodies are read and written in one place.
+
+mod admissions;
+mod groups;
+mod health;
+mod leases;
+mod policy;
+
+use std::sync::Arc;
+
+use axum::body::Bytes;
+use axum::extract::{FromRequestParts, Path, Query};
+use axum::http::request::Parts;
+use axum::response::{IntoResponse, Response};
+use axum::{Router, middleware};
+use serde::de::DeserializeOwned;
+use utoipa::OpenApi;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::auth::{self, Need};
+use super::events;
+use super::metrics;
+use super::openapi::{self, Document};
+use super::problem::{Code, Problem};
+use super::state::Shared;
+
+/// All routes, over what they share.
+pub(crate) fn router(shared: &Arc<Shared>) -> Router {
+    let needing = |need: Need, routes: OpenApiRouter<Arc<Shared>>| {
+        routes.route_layer(middleware::from_fn_with_state((Arc::clone(shared), need), auth::allow))
+    };
+    let open = OpenApiRouter::new().routes(routes!(health::healthz)).routes(routes!(health::readyz));
+    let read = OpenApiRouter::new()
+        .routes(routes!(groups::list))
+        .routes(routes!(groups::get))
+        .routes(routes!(leases::list))
+        .routes(routes!(policy::stats))
+        .routes(routes!(policy::version))
+        .routes(routes!(events::events))
+        .routes(routes!(health::metrics))
+        .routes(routes!(openapi::document))
+        .routes(routes!(openapi::docs));
+    let write = OpenApiRouter::new()
+        .routes(routes!(groups::append))
+        .routes(routes!(admissions::admit))
+        .routes(routes!(admissions::claim))
+        .routes(routes!(admissions::abort));
+    let train = OpenApiRouter::new()
+        .routes(routes!(leases::lease))
+        .routes(routes!(leases::ack_through))
+        .routes(routes!(leases::ack))
+        .routes(routes!(leases::release))
+        .routes(routes!(leases::extend))
+        .routes(routes!(policy::set_version));
+    let administer =
+        OpenApiRouter::new().routes(routes!(groups::evict)).routes(routes!(groups::evict_below));
+    let (router, document) = OpenApiRouter::with_openapi(Document::openapi())
+        .merge(open)
+        .merge(needing(Need::Read, read))
+        .merge(needing(Need::Write, write))
+        .merge(needing(Need::Train, train))
+        .merge(needing(Need::Administer, administer))
+        .split_for_parts();
+    // The routes do not change, so neither does the document.
+    let _ = shared.openapi.set(Bytes::from(openapi::complete(document)));
+    router
+        .fallback(no_route)
+        .method_not_allowed_fallback(no_method)
+        .layer(middleware::from_fn_with_state(Arc::clone(shared), auth::answer_to_our_names))
+        .layer(middleware::from_fn_with_state(Arc::clone(shared), metrics::count))
+        .with_state(Arc::clone(shared))
+}
+
+async fn no_route() -> Response {
+    Problem::new(Code::NotFound, "there is no such route; /docs lists them").into_response()
+}
+
+async fn no_method() -> Response {
+    Problem::new(Code::MethodNotAllowed, "see the header `Allow`, or /docs").into_response()
+}
+
+/// The query, with our own errors.
+#[derive(Debug)]
+pub(super) struct Parameters<T>(pub(super) T);
+
+impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Parameters<T> {
+    type Rejection = Problem;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
+        match Query::from_request_parts(parts, state).await {
+            Ok(Query(parameters)) => Ok(Self(parameters)),
+            Err(rejection) => Err(Problem::new(Code::BadQuery, rejection.body_text())),
+        }
+    }
+}
+
+/// The number in a path, with our own errors.
+#[derive(Debug)]
+pub(super) struct Number(pub(super) u64);
+
+impl<S: Send + Sync> FromRequestParts<S> for Number {
+    type Rejection = Problem;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
+        match Path::<u64>::from_request_parts(parts, state).await {
+            Ok(Path(number)) => Ok(Self(number)),
+            Err(rejection) => Err(Problem::new(Code::BadPath, rejection.body_text())),
+        }
+    }
+}

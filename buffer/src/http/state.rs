@@ -1,0 +1,140 @@
+//! What all requests share: the buffer that is served just now, the limits, the counters.
+//!
+//! Invariant: nobody keeps the buffer longer than a request that goes on working, and waits end when its storage fails. So
+//! the last one soon lets go of it, and the journal can be opened again.
+
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+
+use axum::body::Bytes;
+use tokio::sync::{Semaphore, watch};
+
+use super::auth::Access;
+use super::limits::Limits;
+use super::metrics::Metrics;
+use super::problem::{Code, Problem};
+use super::wire::ItemLimits;
+use crate::{Buffer, BufferError};
+
+/// What all requests share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    served: RwLock<Served>,
+    /// Counts what ends all waits: a failure, a stop.
+    interruptions: watch::Sender<Interruptions>,
+    /// KiB of large bodies that may still come.
+    pub(super) bodies: Arc<Semaphore>,
+    pub(super) limits: Limits,
+    pub(super) access: Access,
+    pub(super) metrics: Metrics,
+    /// The OpenAPI document, once the routes are known.
+    pub(super) openapi: OnceLock<Bytes>,
+}
+
+#[derive(Debug)]
+enum Served {
+    Buffer(Arc<Buffer>),
+    /// Its storage failed; whether and when it goes on is the business of whoever opens it again.
+    Failed(Problem),
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Interruptions {
+    stopping: bool,
+    failures: u64,
+}
+
+impl Shared {
+    pub(super) fn new(buffer: Arc<Buffer>, limits: Limits, access: Access) -> Self {
+        Self {
+            served: RwLock::new(Served::Buffer(buffer)),
+            interruptions: watch::Sender::default(),
+            bodies: Arc::new(Semaphore::new(limits.bodies_bytes.max(limits.body_bytes).div_ceil(1024))),
+            limits,
+            access,
+            metrics: Metrics::default(),
+            openapi: OnceLock::new(),
+        }
+    }
+
+    /// The buffer, for one request.
+    ///
+    /// # Errors
+    /// [`Code::StorageFailed`] until it is open again.
+    pub(super) fn buffer(&self) -> Result<Arc<Buffer>, Problem> {
+        match &*self.served.read().unwrap_or_else(PoisonError::into_inner) {
+            Served::Buffer(buffer) => Ok(Arc::clone(buffer)),
+            Served::Failed(problem) => Err(problem.clone()),
+        }
+    }
+
+    /// What the client hears of an error of `buffer`, which is let go of if it can write no more.
+    pub(super) fn problem(&self, buffer: &Buffer, error: &BufferError) -> Problem {
+        self.drop_if_failed(buffer);
+        Problem::from(error)
+    }
+
+    /// Whether the buffer is usable; lets go of one that is not.
+    pub(super) fn drop_if_failed(&self, buffer: &Buffer) {
+        let Some(failure) = buffer.failure() else { return };
+        let mut served = self.served.write().unwrap_or_else(PoisonError::into_inner);
+        // Another may have been opened meanwhile.
+        if matches!(&*served, Served::Buffer(current) if std::ptr::eq(&**current, buffer)) {
+            *served = Served::Failed(Problem::new(Code::StorageFailed, failure.to_string()));
+            drop(served);
+            self.interruptions.send_modify(|interruptions| interruptions.failures += 1);
+        }
+    }
+
+    /// Why the buffer is not open again.
+    pub(super) fn still_failed(&self, error: &BufferError) {
+        let mut served = self.served.write().unwrap_or_else(PoisonError::into_inner);
+        *served = Served::Failed(Problem::new(Code::StorageFailed, error.to_string()));
+    }
+
+    /// Goes on with a buffer that was opened again.
+    pub(super) fn reopened(&self, buffer: Buffer) {
+        *self.served.write().unwrap_or_else(PoisonError::into_inner) = Served::Buffer(Arc::new(buffer));
+    }
+
+    /// All waits end from now on.
+    pub(super) fn stop(&self) {
+        self.interruptions.send_modify(|interruptions| interruptions.stopping = true);
+    }
+
+    /// Waits for `work` unless the server is stopped or the storage fails meanwhile.
+    ///
+    /// # Errors
+    /// [`Code::Stopping`], [`Code::StorageFailed`].
+    pub(super) async fn uninterrupted<T>(&self, work: impl Future<Output = T>) -> Result<T, Problem> {
+        let mut interruptions = self.interruptions.subscribe();
+        let failures = interruptions.borrow().failures;
+        let interrupted = async {
+            loop {
+                let now = *interruptions.borrow_and_update();
+                if now.stopping {
+                    return Problem::new(Code::Stopping, "the server is being stopped: try again later");
+                }
+                if now.failures > failures {
+                    let detail = "the storage failed while the request waited: try again";
+                    return Problem::new(Code::StorageFailed, detail);
+                }
+                if let Err(problem) = self.buffer() {
+                    return problem;
+                }
+                // The sender lives as long as `self`.
+                let _ = interruptions.changed().await;
+            }
+        };
+        tokio::select! {
+            biased;
+            done = work => Ok(done),
+            problem = interrupted => Err(problem),
+        }
+    }
+
+    /// What one group may have.
+    pub(super) fn item_limits(&self) -> ItemLimits {
+        let Limits { trajectories, tokens, vocabulary, .. } = self.limits;
+        ItemLimits { trajectories, tokens, vocabulary }
+    }
+}

@@ -1,0 +1,77 @@
+//! Certificate and key of a server. Invariant: what is made here can serve; files that do not fit are found before the server
+//! listens.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::{self, PemObject};
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::{self, ServerConfig};
+
+/// Certificate and key of a server.
+#[derive(Clone)]
+pub struct Tls(Arc<ServerConfig>);
+
+/// Why a server cannot use its certificate.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TlsError {
+    /// A file has no certificate or no key that can be read.
+    #[error("{}: {source}; name a PEM file with {needs}", .path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What it has to have.
+        needs: &'static str,
+        /// What was found.
+        source: pem::Error,
+    },
+    /// They do not fit each other.
+    #[error("{} and {} cannot serve TLS: {source}", .certificate.display(), .key.display())]
+    Unusable {
+        /// The file of the certificate.
+        certificate: PathBuf,
+        /// The file of the key.
+        key: PathBuf,
+        /// Why not.
+        source: rustls::Error,
+    },
+}
+
+impl Tls {
+    /// Reads a chain of certificates, the server's first, and its private key, both in PEM.
+    ///
+    /// # Errors
+    /// Files that cannot be read, have neither, or do not fit each other.
+    pub fn read(certificate: &Path, key: &Path) -> Result<Self, TlsError> {
+        let file = |path: &Path, needs| {
+            let path = path.to_owned();
+            move |source| TlsError::File { path, needs, source }
+        };
+        let chain = CertificateDer::pem_file_iter(certificate)
+            .and_then(Iterator::collect::<Result<Vec<_>, _>>)
+            .map_err(file(certificate, "the certificate"))?;
+        let secret = PrivateKeyDer::from_pem_file(key).map_err(file(key, "the private key"))?;
+        let unusable = |source| TlsError::Unusable { certificate: certificate.to_owned(), key: key.to_owned(), source };
+        let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .map_err(unusable)?
+            .with_no_client_auth()
+            .with_single_cert(chain, secret)
+            .map_err(unusable)?;
+        Ok(Self(Arc::new(config)))
+    }
+
+    pub(super) fn acceptor(&self) -> TlsAcceptor {
+        TlsAcceptor::from(Arc::clone(&self.0))
+    }
+}
+
+impl fmt::Debug for Tls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Tls")
+    }
+}

@@ -1,0 +1,282 @@
+//! What the buffer tells about itself. Invariant: the names here stay as they are when those inside change.
+
+use serde::{Deserialize, Serialize};
+use trajectory::{GroupId, PolicyVersion};
+use utoipa::ToSchema;
+
+use super::group::GroupView;
+use crate::{Event, EventKind, GroupEntry, GroupState, LeaseEntry, Stats};
+
+/// Where a group is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum State {
+    Admitted,
+    Claimed,
+    Finalized,
+    Leased,
+}
+
+impl From<GroupState> for State {
+    fn from(state: GroupState) -> Self {
+        match state {
+            GroupState::Admitted => Self::Admitted,
+            GroupState::Claimed => Self::Claimed,
+            GroupState::Finalized => Self::Finalized,
+            GroupState::Leased => Self::Leased,
+        }
+    }
+}
+
+impl From<State> for GroupState {
+    fn from(state: State) -> Self {
+        match state {
+            State::Admitted => Self::Admitted,
+            State::Claimed => Self::Claimed,
+            State::Finalized => Self::Finalized,
+            State::Leased => Self::Leased,
+        }
+    }
+}
+
+/// What the buffer knows of a group without its tokens.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = GroupEntry)]
+pub(crate) struct EntryBody {
+    id: u64,
+    state: State,
+    /// The oldest in the group; before it is stored, the version that it counts from.
+    policy_version: u64,
+    /// Which row of the dataset; none before it is stored.
+    task: Option<u64>,
+    /// Of all trajectories; 0 before it is stored.
+    tokens: u64,
+    /// Size as stored; 0 before.
+    bytes: u64,
+    /// Mean over the trajectories that have one.
+    reward: Option<f64>,
+    /// How often it was leased and acknowledged.
+    uses: u32,
+    /// Whether it came under a key of a client.
+    keyed: bool,
+}
+
+impl From<&GroupEntry> for EntryBody {
+    fn from(entry: &GroupEntry) -> Self {
+        Self {
+            id: entry.id.0,
+            state: entry.state.into(),
+            policy_version: entry.policy_version.0,
+            task: entry.task.map(|task| task.0),
+            tokens: entry.tokens,
+            bytes: entry.bytes,
+            reward: entry.reward,
+            uses: entry.uses,
+            keyed: entry.keyed,
+        }
+    }
+}
+
+/// One page of groups, ordered by id.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct GroupsAnswer {
+    pub(crate) groups: Vec<EntryBody>,
+    /// For the next page; none: this is the last.
+    pub(crate) next_cursor: Option<String>,
+}
+
+/// One group.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = GroupAnswer)]
+pub(crate) struct GroupAnswerView<'a> {
+    pub(crate) entry: EntryBody,
+    /// Its tokens, once it is stored.
+    pub(crate) group: Option<GroupView<'a>>,
+}
+
+/// How many groups are gone.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Evicted {
+    pub(crate) evicted: u64,
+}
+
+/// A lease that is not acknowledged.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = LeaseEntry)]
+pub(crate) struct LeaseEntryBody {
+    id: u64,
+    consumer: String,
+    /// The version that the step starts from.
+    step: u64,
+    groups: Vec<u64>,
+    /// None: never.
+    expires_in_ms: Option<u64>,
+    /// Whether its hold is over; until others get its groups it can be taken up again.
+    expired: bool,
+}
+
+impl From<LeaseEntry> for LeaseEntryBody {
+    fn from(entry: LeaseEntry) -> Self {
+        Self {
+            id: entry.id.0,
+            consumer: entry.consumer,
+            step: entry.step.0,
+            groups: ids(&entry.groups),
+            expires_in_ms: entry.expires_in_ms,
+            expired: entry.expired,
+        }
+    }
+}
+
+/// Leases that are not acknowledged, ordered by id.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct LeasesAnswer {
+    pub(crate) leases: Vec<LeaseEntryBody>,
+}
+
+/// What is in the buffer, and who waits for whom.
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
+#[schema(as = Stats)]
+pub(crate) struct StatsBody {
+    /// The version that the trainer has.
+    policy_version: u64,
+    /// Groups that have a slot but no token.
+    admitted: usize,
+    /// Groups that are being generated, scored or written.
+    claimed: usize,
+    /// Groups that can be leased.
+    finalized: usize,
+    /// Groups leased and not acknowledged.
+    leased: usize,
+    /// Leases not acknowledged.
+    leases: usize,
+    /// Groups first in line to be generated again.
+    again: usize,
+    /// Groups dropped because they were over the bound, since the buffer was opened.
+    dropped_stale: u64,
+    /// Groups aborted for good or removed, since the buffer was opened.
+    evicted: u64,
+    /// Leases and admissions whose hold was over, since the buffer was opened.
+    expired: u64,
+    /// Versions between the oldest group that is not leased and the next step.
+    oldest_age: u64,
+    /// The oldest groups not yet stored, with the version that they count from; at most 4.
+    oldest_in_flight: Vec<InFlight>,
+    /// Slots in all.
+    slots: usize,
+    /// Slots free for a sampler that serves `next_step`.
+    slots_free: usize,
+    /// Bytes of all groups that are kept.
+    bytes: u64,
+    /// Most bytes that may be kept.
+    max_bytes: u64,
+    /// The lowest id that was never admitted.
+    next_id: u64,
+    /// The step that a full batch would be leased for now.
+    next_step: u64,
+}
+
+/// A group not yet stored.
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
+struct InFlight {
+    id: u64,
+    /// The version that it counts from.
+    since: u64,
+}
+
+impl From<&Stats> for StatsBody {
+    fn from(stats: &Stats) -> Self {
+        let in_flight = |(id, since): &(GroupId, PolicyVersion)| InFlight { id: id.0, since: since.0 };
+        Self {
+            policy_version: stats.policy_version.0,
+            admitted: stats.admitted,
+            claimed: stats.claimed,
+            finalized: stats.finalized,
+            leased: stats.leased,
+            leases: stats.leases,
+            again: stats.again,
+            dropped_stale: stats.dropped_stale,
+            evicted: stats.evicted,
+            expired: stats.expired,
+            oldest_age: stats.oldest_age,
+            oldest_in_flight: stats.oldest_in_flight.iter().map(in_flight).collect(),
+            slots: stats.slots,
+            slots_free: stats.slots_free,
+            bytes: stats.bytes,
+            max_bytes: stats.max_bytes,
+            next_id: stats.next_id.0,
+            next_step: stats.next_step.0,
+        }
+    }
+}
+
+impl From<StatsBody> for Stats {
+    fn from(stats: StatsBody) -> Self {
+        let in_flight = |group: &InFlight| (GroupId(group.id), PolicyVersion(group.since));
+        Self {
+            policy_version: PolicyVersion(stats.policy_version),
+            admitted: stats.admitted,
+            claimed: stats.claimed,
+            finalized: stats.finalized,
+            leased: stats.leased,
+            leases: stats.leases,
+            again: stats.again,
+            dropped_stale: stats.dropped_stale,
+            evicted: stats.evicted,
+            expired: stats.expired,
+            oldest_age: stats.oldest_age,
+            oldest_in_flight: stats.oldest_in_flight.iter().map(in_flight).collect(),
+            slots: stats.slots,
+            slots_free: stats.slots_free,
+            bytes: stats.bytes,
+            max_bytes: stats.max_bytes,
+            next_id: GroupId(stats.next_id),
+            next_step: PolicyVersion(stats.next_step),
+        }
+    }
+}
+
+/// Something that happened in the buffer.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = Event)]
+pub(crate) struct EventBody {
+    /// Ascending.
+    id: u64,
+    kind: &'static str,
+    groups: Vec<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    lease: Option<u64>,
+    /// The step of a lease, or the new version.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    version: Option<u64>,
+}
+
+impl From<&Event> for EventBody {
+    fn from(event: &Event) -> Self {
+        Self {
+            id: event.id,
+            kind: kind(event.kind),
+            groups: ids(&event.groups),
+            lease: event.lease.map(|lease| lease.0),
+            version: event.version.map(|version| version.0),
+        }
+    }
+}
+
+/// The name of an event on the wire.
+pub(crate) fn kind(kind: EventKind) -> &'static str {
+    match kind {
+        EventKind::Finalized => "finalized",
+        EventKind::Leased => "leased",
+        EventKind::Acked => "acked",
+        EventKind::Released => "released",
+        EventKind::Expired => "expired",
+        EventKind::Dropped => "dropped",
+        EventKind::Evicted => "evicted",
+        EventKind::Version => "version",
+    }
+}
+
+fn ids(groups: &[GroupId]) -> Vec<u64> {
+    groups.iter().map(|group| group.0).collect()
+}

@@ -1,0 +1,68 @@
+//! Shapes that cannot be derived: a prompt is a text or messages, and answers give every field where requests may leave
+//! some out. Invariant: an answer's shape is made from the request's, so that the two cannot drift apart.
+
+use std::borrow::Cow;
+
+use utoipa::openapi::schema::{AnyOfBuilder, ArrayBuilder, ObjectBuilder, Schema, Type};
+use utoipa::openapi::{Ref, RefOr};
+use utoipa::{PartialSchema, ToSchema};
+
+use super::group::{GroupView, MessageBody, TaskBody, TrajectoryBody};
+
+type Shape = RefOr<Schema>;
+
+const TASK: &str = "Task";
+const TRAJECTORY: &str = "Trajectory";
+
+/// A text, or a list of messages.
+pub(super) fn prompt() -> Schema {
+    let messages = ArrayBuilder::new().items(Ref::from_schema_name(MessageBody::name()));
+    let text = ObjectBuilder::new().schema_type(Type::String);
+    Schema::AnyOf(AnyOfBuilder::new().item(text).item(messages).build())
+}
+
+/// Why a model call ended.
+pub(super) fn stop() -> Schema {
+    let words = ["stop_token", "stop_string", "length"];
+    ObjectBuilder::new().schema_type(Type::String).enum_values(Some(words)).build().into()
+}
+
+impl PartialSchema for GroupView<'_> {
+    fn schema() -> Shape {
+        let trajectories = ArrayBuilder::new().items(Ref::from_schema_name(TRAJECTORY)).min_items(Some(1));
+        ObjectBuilder::new()
+            .description(Some("The trajectories of one task that are compared with each other."))
+            .property("id", u64::schema())
+            .property("task", Ref::from_schema_name(TASK))
+            .property("trajectories", trajectories)
+            .required("id")
+            .required("task")
+            .required("trajectories")
+            .into()
+    }
+}
+
+impl ToSchema for GroupView<'_> {
+    fn name() -> Cow<'static, str> {
+        Cow::Borrowed("Group")
+    }
+
+    fn schemas(schemas: &mut Vec<(String, Shape)>) {
+        TaskBody::schemas(schemas);
+        TrajectoryBody::schemas(schemas);
+        schemas.push((MessageBody::name().into_owned(), MessageBody::schema()));
+        schemas.push((TASK.to_owned(), given(TaskBody::schema(), &[])));
+        // An answer always lists the runs.
+        schemas.push((TRAJECTORY.to_owned(), given(TrajectoryBody::schema(), &["policy_version"])));
+    }
+}
+
+/// The shape with every field given, but for those `without`.
+fn given(shape: Shape, without: &[&str]) -> Shape {
+    let RefOr::T(Schema::Object(mut object)) = shape else { return shape };
+    for field in without {
+        object.properties.remove(*field);
+    }
+    object.required = object.properties.keys().cloned().collect();
+    RefOr::T(Schema::Object(object))
+}
