@@ -15,8 +15,10 @@ use trainer::adamw::OptimizerKind;
 use crate::init::Template;
 
 mod buffer_bench;
+mod serve;
 
 pub use buffer_bench::BufferBenchArgs;
+pub use serve::{KeepArgs, ServeBufferArgs, ServeWhat};
 
 const USAGE: &str = "rlrun RECIPE.toml [OPTIONS]\n       rlrun COMMAND";
 
@@ -58,6 +60,9 @@ pub enum Command {
     Export(ExportArgs),
     /// Go on with a run from its last checkpoint
     Resume(ResumeArgs),
+    /// Serve a part of rlrun to other processes
+    #[command(subcommand)]
+    Serve(ServeWhat),
     /// Measure how fast this machine samples and trains a model, and how far that is from its limits
     Bench(Box<BenchArgs>),
 }

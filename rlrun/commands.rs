@@ -12,7 +12,7 @@ use rollout::{Engine, EngineConfig, Request, StopRules};
 use trajectory::{GroupId, Message, PolicyVersion, Prompt};
 
 use crate::args::{
-    Cli, Command, EvalArgs, ExportArgs, GenerateArgs, InitArgs, RecipeArgs, ResumeArgs, RunArgs,
+    Cli, Command, EvalArgs, ExportArgs, GenerateArgs, InitArgs, RecipeArgs, ResumeArgs, RunArgs, ServeWhat,
 };
 use crate::bench;
 use crate::failure::Failure;
@@ -23,6 +23,7 @@ use crate::prepare::{Prepared, RewardRuntime};
 use crate::recipe::{DataSource, Diagnostic, Model, Origins, Recipe};
 use crate::report::{Report, Style};
 use crate::run_dir::{self, RecipeTexts, RunDir};
+use crate::serve;
 
 /// Prompt tokens that a chat or a single answer prefills at once.
 const PREFILL_CHUNK: usize = 256;
@@ -41,6 +42,7 @@ pub fn execute(cli: &Cli, env: &[(String, String)]) -> Result<String, Failure> {
         Command::Generate(args) => generate(args),
         Command::Export(args) => export(args),
         Command::Resume(args) => resume(args, env),
+        Command::Serve(ServeWhat::Buffer(args)) => serve::buffer(args),
         Command::Bench(args) => bench::run(args, env, &mut std::io::stdout()).map(|()| String::new()),
     }
 }

@@ -37,6 +37,15 @@ pub enum Failure {
     /// The buffer failed.
     #[error(transparent)]
     Buffer(#[from] buffer::BufferError),
+    /// A server cannot listen.
+    #[error(transparent)]
+    Server(#[from] buffer::http::ServerError),
+    /// A token file is wrong.
+    #[error(transparent)]
+    Tokens(#[from] buffer::http::TokenError),
+    /// A certificate is wrong.
+    #[error(transparent)]
+    Tls(#[from] buffer::http::TlsError),
     /// The transport of the weights failed.
     #[error(transparent)]
     Weights(#[from] weights::WeightsError),
@@ -74,7 +83,11 @@ impl Failure {
             | Self::Tasks(_)
             | Self::Reward(_)
             | Self::NotThere(_)
+            | Self::Tokens(_)
+            | Self::Tls(_)
             | Self::Argument(_) => 2,
+            Self::Server(error) if error.is_input() => 2,
+            Self::Buffer(error) if crate::serve::is_input(error) => 2,
             Self::Rollout(error) if error.is_input() => 2,
             _ => 1,
         }

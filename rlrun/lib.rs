@@ -3,6 +3,7 @@
 //! - [`recipe`]: one TOML file that says everything about a run, with the origin of every value
 //! - [`args`], [`commands`]: the command line and what it does
 //! - [`plan`]: what a recipe amounts to before it runs; [`mod@bench`]: what this machine does with a model
+//! - [`serve`]: a part of a run as a process of its own
 //! - [`run_dir`]: where a run leaves everything
 //! - [`metrics`], [`report`]: the measurements of a step and how they are shown; [`memory`]: that of the process
 //!
@@ -34,6 +35,7 @@ pub mod prepare;
 pub mod recipe;
 pub mod report;
 pub mod run_dir;
+pub mod serve;
 pub mod settings;
 pub mod signals;
 pub mod warmup;

@@ -8,7 +8,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::failure::Failure;
 
 /// Exit status of a process that was told twice to stop, as shells count it.
-const INTERRUPTED: i32 = 130;
+pub(crate) const INTERRUPTED: i32 = 130;
 
 /// Listens for signals until the process ends.
 #[derive(Debug)]

@@ -273,6 +273,59 @@ pub enum BufferError {
         /// How long it waited.
         waited: Duration,
     },
+    /// A client was told to do what it cannot.
+    #[error("the buffer at {url} cannot be used: {reason}")]
+    Client {
+        /// The server.
+        url: String,
+        /// Why not, and what to do about it.
+        reason: String,
+    },
+    /// A server did not answer, however often it was asked.
+    #[error(
+        "{request}: no answer in {:.0} s and {attempts} attempts ({reason}): see whether the server runs and can be reached",
+        .waited.as_secs_f64()
+    )]
+    Unreachable {
+        /// Method and URL.
+        request: String,
+        /// How often it was asked.
+        attempts: u32,
+        /// How long it took in all.
+        waited: Duration,
+        /// How the last attempt ended.
+        reason: String,
+    },
+    /// The answer was lost, and to ask again could do the same twice.
+    #[error(
+        "{request}: it is not known whether it was done ({reason}); what was taken by it is free again when its hold is over"
+    )]
+    Unclear {
+        /// Method and URL.
+        request: String,
+        /// How the attempt ended.
+        reason: String,
+    },
+    /// A server refused.
+    #[error("{detail} ({request}: {status} {code})")]
+    Refused {
+        /// Method and URL.
+        request: String,
+        /// The HTTP status.
+        status: u16,
+        /// The stable name of what is wrong.
+        code: String,
+        /// What was found and what to do about it.
+        detail: String,
+    },
+    /// An answer that is none.
+    #[error("{request}: the answer cannot be read ({reason}): see whether a buffer of this version is at this address")]
+    BadAnswer {
+        /// Method and URL.
+        request: String,
+        /// Why not.
+        reason: String,
+    },
     /// A thread panicked in the middle of a change.
     #[error("a thread panicked while it changed the buffer: see its message, then resume the run")]
     Poisoned,

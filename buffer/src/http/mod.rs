@@ -15,6 +15,7 @@
 
 mod auth;
 mod body;
+mod client;
 mod events;
 mod limits;
 mod metrics;
@@ -27,6 +28,7 @@ mod state;
 mod tls;
 mod wire;
 
+pub use client::{Client, ClientConfig};
 pub use auth::{Role, TokenError, Tokens};
 pub use limits::Limits;
 pub use server::{Notice, Reopen, Server, ServerConfig, ServerError};

@@ -116,6 +116,38 @@ pub(crate) struct Problem {
     /// Which item of the request it is about, from 0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) index: Option<usize>,
+    /// What was named: a version, an id, a size.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) found: Option<u64>,
+    /// What it is measured against: the version known, the next id, the largest size.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) bound: Option<u64>,
+}
+
+/// The numbers behind a refusal, for programs.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Evidence {
+    /// What was named.
+    pub(crate) found: Option<u64>,
+    /// What it is measured against.
+    pub(crate) bound: Option<u64>,
+}
+
+impl Evidence {
+    fn of(error: &BufferError) -> Self {
+        let (found, bound) = match error {
+            BufferError::FutureVersion { version, known } | BufferError::VersionBehind { version, known } => {
+                (version.0, Some(known.0))
+            }
+            BufferError::StepPassed { step, next } => (step.0, Some(next.0)),
+            BufferError::UnknownLease { lease, next } => (lease.0, Some(next.0)),
+            BufferError::LeaseLost { lease } => (lease.0, None),
+            BufferError::UnknownGroup { group, next } => (group.0, Some(next.0)),
+            BufferError::GroupTooLarge { bytes, limit } => (*bytes, Some(*limit)),
+            _ => return Self::default(),
+        };
+        Self { found: Some(found), bound }
+    }
 }
 
 impl Problem {
@@ -130,12 +162,18 @@ impl Problem {
             code,
             detail: detail.into(),
             index: None,
+            found: None,
+            bound: None,
         }
     }
 
     /// About one item of the request.
     pub(crate) fn at(self, index: usize) -> Self {
         Self { index: Some(index), ..self }
+    }
+
+    pub(crate) fn evidence(&self) -> Evidence {
+        Evidence { found: self.found, bound: self.bound }
     }
 
     /// Whether a later try can succeed without any change.
@@ -167,7 +205,8 @@ impl From<&BufferError> for Problem {
             | BufferError::StillWriting { .. } => Code::StorageFailed,
             _ => Code::Internal,
         };
-        Self::new(code, error.to_string())
+        let Evidence { found, bound } = Evidence::of(error);
+        Self { found, bound, ..Self::new(code, error.to_string()) }
     }
 }
 

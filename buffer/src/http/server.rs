@@ -145,6 +145,14 @@ pub enum ServerError {
     },
 }
 
+impl ServerError {
+    /// Whether the configuration is at fault, whatever the system does.
+    #[must_use]
+    pub fn is_input(&self) -> bool {
+        matches!(self, Self::NoTokens { .. } | Self::Unencrypted { .. })
+    }
+}
+
 /// A server that listens.
 pub struct Server {
     listener: TcpListener,

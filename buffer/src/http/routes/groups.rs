@@ -51,7 +51,7 @@ pub(super) async fn append(
                 incoming.push(group);
                 results.push(None);
             }
-            Err(rejection) => results.push(Some(invalid(rejection))),
+            Err(rejection) => results.push(Some(ItemResult::invalid(rejection))),
         }
     }
     let mut answers = buffer.append_async(incoming).await.into_iter();
@@ -104,10 +104,6 @@ fn checked(submission: Submission, shared: &Shared) -> Result<Incoming, Rejectio
     })
 }
 
-fn invalid(Rejection { code, detail }: Rejection) -> ItemResult {
-    ItemResult { status: ItemStatus::Invalid, id: None, code: Some(code), detail: Some(detail) }
-}
-
 /// What became of one group.
 ///
 /// # Errors
@@ -127,19 +123,18 @@ fn answered(
                 Finalized::Stale => ItemStatus::Stale,
                 Finalized::Full => ItemStatus::Full,
             };
-            Ok(ItemResult { status, id: group.map(|group| group.0), code: None, detail: None })
+            Ok(ItemResult::stored(status, group.map(|group| group.0)))
         }
         Err(error) => {
             let problem = shared.problem(buffer, &error);
-            match problem.code {
-                Code::UnknownGroup => {
-                    Ok(invalid(Rejection { code: Code::UnknownId, detail: problem.detail }))
-                }
-                code if code.status().is_client_error() => {
-                    Ok(invalid(Rejection { code, detail: problem.detail }))
-                }
-                _ => Err(problem.at(index)),
-            }
+            let code = match problem.code {
+                // Here the id stands in the body, not in the path.
+                Code::UnknownGroup => Code::UnknownId,
+                code if code.status().is_client_error() => code,
+                _ => return Err(problem.at(index)),
+            };
+            let evidence = problem.evidence();
+            Ok(ItemResult::invalid(Rejection { code, detail: problem.detail, evidence }))
         }
     }
 }

@@ -16,7 +16,7 @@ use trajectory::{
 use utoipa::ToSchema;
 
 use super::schema;
-use crate::http::problem::Code;
+use crate::http::problem::{Code, Evidence};
 
 /// Longest key of a group, bytes.
 const MAX_KEY: usize = 128;
@@ -176,12 +176,13 @@ pub(crate) enum Identity {
 pub(crate) struct Rejection {
     pub(crate) code: Code,
     pub(crate) detail: String,
+    pub(crate) evidence: Evidence,
 }
 
 type Checked<T> = Result<T, Rejection>;
 
 fn reject<T>(code: Code, detail: impl Into<String>) -> Checked<T> {
-    Err(Rejection { code, detail: detail.into() })
+    Err(Rejection { code, detail: detail.into(), evidence: Evidence::default() })
 }
 
 impl Submission {
@@ -272,7 +273,7 @@ impl TrajectoryBody {
             kept: self.kept.map(|kept| KeptTokens { offsets: kept.offsets, ids: kept.ids }),
             temperature: self.temperature,
         })
-        .map_err(|error| Rejection { code: code_of(&error), detail: error.to_string() })?;
+        .or_else(|error| reject(code_of(&error), error.to_string()))?;
         let component = |reward: RewardBody| Component {
             name: reward.name,
             value: reward.value,

@@ -16,5 +16,5 @@ pub(crate) use reports::{
 pub(crate) use verbs::{
     AbortRequest, AckThroughRequest, AdmissionsAnswer, AdmissionsRequest, AppendAnswer, AppendRequest,
     ClaimRequest, Done, ExtendRequest, ItemResult, ItemStatus, LeaseAnswer, LeaseAnswerView, LeaseBody,
-    LeaseView, LeasesRequest, MAX_WAIT_MS, Nothing, VersionBody, VersionRequest, milliseconds,
+    LeaseView, LeasesRequest, MAX_WAIT_MS, Nothing, SubmissionsView, VersionBody, VersionRequest, milliseconds,
 };

@@ -9,17 +9,15 @@ use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 use utoipa::ToSchema;
 
-use super::group::{GroupView, Submission};
+use super::group::{GroupView, Rejection, Submission};
 use super::reports::StatsBody;
-use crate::http::problem::{Code, Problem};
+use crate::http::problem::{Code, Evidence, Problem};
 use crate::{Lease, LeaseRequest};
 
 /// Longest that one request may wait, milliseconds; whoever wants to wait longer asks again.
 pub(crate) const MAX_WAIT_MS: u64 = 30_000;
-/// Most slots that one request may ask for.
-const MAX_ADMISSIONS: usize = 1024;
 /// Range of a hold, milliseconds.
-const HOLD_MS: std::ops::RangeInclusive<u64> = 1_000..=86_400_000;
+const HOLD_MS: std::ops::RangeInclusive<u64> = 100..=86_400_000;
 
 /// Groups to store.
 #[derive(Debug, Deserialize, ToSchema)]
@@ -34,6 +32,12 @@ pub(crate) struct AppendRequest {
 impl AppendRequest {
     /// Groups in one request.
     pub(crate) const MAX_GROUPS: usize = 1024;
+}
+
+/// [`AppendRequest`] as a client writes it.
+#[derive(Debug, Serialize)]
+pub(crate) struct SubmissionsView<'a> {
+    pub(crate) groups: [GroupView<'a>; 1],
 }
 
 /// Stops at the first element too many, before it takes memory.
@@ -83,6 +87,25 @@ pub(crate) struct ItemResult {
     /// What was found and what to do about it, for people.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) detail: Option<String>,
+    /// What was named: a version, an id, a size.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) found: Option<u64>,
+    /// What it is measured against: the version known, the next id, the largest size.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) bound: Option<u64>,
+}
+
+impl ItemResult {
+    /// What became of a group that can be stored.
+    pub(crate) fn stored(status: ItemStatus, id: Option<u64>) -> Self {
+        Self { status, id, code: None, detail: None, found: None, bound: None }
+    }
+
+    /// Of a group that cannot.
+    pub(crate) fn invalid(rejection: Rejection) -> Self {
+        let Rejection { code, detail, evidence: Evidence { found, bound } } = rejection;
+        Self { status: ItemStatus::Invalid, id: None, code: Some(code), detail: Some(detail), found, bound }
+    }
 }
 
 /// What became of one group.
@@ -117,18 +140,21 @@ pub(crate) struct AdmissionsRequest {
     pub(crate) wait_ms: u64,
     /// Groups that are neither claimed again nor stored for so long are given to others.
     #[serde(default = "AdmissionsRequest::default_hold")]
-    #[schema(minimum = 1_000, maximum = 86_400_000, default = 3_600_000)]
+    #[schema(minimum = 100, maximum = 86_400_000, default = 3_600_000)]
     pub(crate) hold_ms: u64,
 }
 
 impl AdmissionsRequest {
+    /// Slots in one request.
+    pub(crate) const MAX_GROUPS: usize = 1024;
+
     /// An hour, the longest that one group should take.
-    fn default_hold() -> u64 {
+    pub(crate) fn default_hold() -> u64 {
         3_600_000
     }
 
     pub(crate) fn check(&self) -> Result<(), Problem> {
-        in_range("limit", &self.limit, &(1..=MAX_ADMISSIONS))?;
+        in_range("limit", &self.limit, &(1..=Self::MAX_GROUPS))?;
         in_range("wait_ms", &self.wait_ms, &(0..=MAX_WAIT_MS))?;
         in_range("hold_ms", &self.hold_ms, &HOLD_MS)
     }
@@ -193,7 +219,7 @@ pub(crate) struct LeasesRequest {
     pub(crate) wait_ms: u64,
     /// The groups go to others if the lease is not extended or acknowledged for so long.
     #[serde(default = "LeasesRequest::default_hold")]
-    #[schema(minimum = 1_000, maximum = 86_400_000, default = 60_000)]
+    #[schema(minimum = 100, maximum = 86_400_000, default = 60_000)]
     pub(crate) hold_ms: u64,
 }
 
@@ -305,7 +331,7 @@ pub(crate) struct Done {}
 #[serde(deny_unknown_fields)]
 pub(crate) struct ExtendRequest {
     /// For so long.
-    #[schema(minimum = 1_000, maximum = 86_400_000)]
+    #[schema(minimum = 100, maximum = 86_400_000)]
     pub(crate) hold_ms: u64,
 }
 

@@ -1,0 +1,259 @@
+//! A buffer in another process: the two contracts over HTTP, for threads that wait.
+//!
+//! Invariant: a call says what it would have said of the buffer itself, or names the request that failed. It is repeated only if
+//! that cannot do anything twice, and only until a deadline.
+//!
+//! Most verbs can be repeated because the buffer makes them so. Four cannot: an `admit`, an `abort` and a lease without a
+//! named step, whose answer was lost on the way, fail as [`BufferError::Unclear`](crate::BufferError::Unclear), unless
+//! the request was certainly not sent. What they took comes back when its hold is over.
+
+mod call;
+mod renewals;
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use trajectory::{Group, GroupId, PolicyVersion};
+
+use self::call::{Answer, Call, Core, Repeat};
+use self::renewals::Renewals;
+use super::problem::Evidence;
+use super::wire::{
+    AbortRequest, AckThroughRequest, AdmissionsAnswer, AdmissionsRequest, AppendAnswer, ClaimRequest, Done,
+    ExtendRequest, GroupView, ItemLimits, ItemResult, ItemStatus, LeaseAnswer, LeaseBody, LeasesRequest,
+    MAX_WAIT_MS, Nothing, StatsBody, SubmissionsView, VersionRequest, milliseconds,
+};
+use crate::{
+    AdmitRequest, BufferError, Consumer, Finalized, Lease, LeaseId, LeaseRequest, Producer, Stats, Submitted,
+};
+
+/// Longest key of a group, bytes.
+const MAX_KEY: usize = 128;
+
+/// Where a buffer is served, and how to talk to it.
+#[derive(Clone)]
+pub struct ClientConfig {
+    /// Such as `http://127.0.0.1:8700`.
+    pub url: String,
+    /// A line of the server's token file, without the role.
+    pub token: Option<String>,
+    /// Certificates to trust instead of those that browsers trust, PEM.
+    pub roots: Option<PathBuf>,
+    /// How long a call is repeated while the server cannot be reached or asks for patience, beside what it waits anyway.
+    pub patience: Duration,
+}
+
+impl ClientConfig {
+    /// Two minutes of patience: longer than a server takes to start again.
+    #[must_use]
+    pub fn new(url: impl Into<String>) -> Self {
+        Self { url: url.into(), token: None, roots: None, patience: Duration::from_secs(120) }
+    }
+}
+
+impl fmt::Debug for ClientConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ClientConfig")
+            .field("url", &self.url)
+            .field("token", &self.token.as_ref().map(|_| "..."))
+            .field("roots", &self.roots)
+            .field("patience", &self.patience)
+            .finish()
+    }
+}
+
+/// A buffer in another process. A lease without a hold is held until it is acknowledged or released, or this is dropped.
+#[derive(Debug)]
+pub struct Client {
+    core: Arc<Core>,
+    renewals: Renewals,
+}
+
+impl Client {
+    /// Connects when it is first used.
+    ///
+    /// # Errors
+    /// A URL or certificates that cannot be used; a system without room for a thread.
+    pub fn new(config: ClientConfig) -> Result<Self, BufferError> {
+        let core = Arc::new(Core::new(config)?);
+        let renewals = Renewals::start(Arc::clone(&core))?;
+        Ok(Self { core, renewals })
+    }
+
+    /// Sends one group.
+    fn append(&self, view: GroupView<'_>) -> Result<Submitted, BufferError> {
+        let call = Call::post("/v1/groups".to_owned(), &SubmissionsView { groups: [view] })?;
+        let answer: AppendAnswer = self.core.ask_or_full(&call)?;
+        let result = answer.results.into_iter().next();
+        let result = result.ok_or_else(|| self.core.bad_answer(&call, "there is no result for the group"))?;
+        let answer = match result.status {
+            ItemStatus::Accepted => Finalized::Accepted,
+            ItemStatus::Duplicate => Finalized::Duplicate,
+            ItemStatus::Stale => Finalized::Stale,
+            ItemStatus::Full => Finalized::Full,
+            ItemStatus::Invalid => return Err(self.invalid(&call, result)),
+        };
+        Ok(Submitted { answer, group: result.id.map(GroupId) })
+    }
+
+    fn invalid(&self, call: &Call, result: ItemResult) -> BufferError {
+        let ItemResult { code, detail, found, bound, .. } = result;
+        let code = code.map_or("invalid", |code| code.as_str()).to_owned();
+        self.core.refused(call, Answer::OK, code, detail.unwrap_or_default(), Evidence { found, bound })
+    }
+
+    /// What a server hands out, as a lease.
+    fn lease_of(&self, call: &Call, body: LeaseBody, hold: Option<Duration>) -> Result<Lease, BufferError> {
+        let any = ItemLimits { trajectories: usize::MAX, tokens: usize::MAX, vocabulary: None };
+        let groups = body.groups.into_iter().map(|submission| match submission.check(any) {
+            Ok((_, group)) => Ok(Arc::new(group)),
+            Err(rejection) => Err(self.core.bad_answer(call, rejection.detail)),
+        });
+        let groups = groups.collect::<Result<Vec<_>, _>>()?;
+        let lease = Lease {
+            id: LeaseId(body.id),
+            consumer: body.consumer,
+            step: PolicyVersion(body.step),
+            groups,
+            hold,
+            dropped_stale: body.dropped_stale,
+        };
+        if hold.is_none() {
+            self.renewals.add(&lease);
+        }
+        Ok(lease)
+    }
+}
+
+impl Producer for Client {
+    /// Without a hold of its own an admission is held for an hour.
+    fn admit(&self, request: AdmitRequest, wait: Duration) -> Result<Vec<GroupId>, BufferError> {
+        if request.limit == 0 {
+            return Ok(Vec::new());
+        }
+        let deadline = Instant::now() + wait;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let wait_ms = milliseconds(left).min(MAX_WAIT_MS);
+            let body = AdmissionsRequest {
+                served_version: request.served.0,
+                limit: request.limit.min(AdmissionsRequest::MAX_GROUPS),
+                wait_ms,
+                hold_ms: request.hold.map_or_else(AdmissionsRequest::default_hold, milliseconds),
+            };
+            let call = Call::post("/v1/admissions".to_owned(), &body)?.waiting(wait_ms).repeat(Repeat::IfNotSent);
+            let answer: AdmissionsAnswer = self.core.ask(&call)?;
+            if !answer.ids.is_empty() || Instant::now() >= deadline {
+                return Ok(answer.ids.into_iter().map(GroupId).collect());
+            }
+        }
+    }
+
+    fn claim(&self, group: GroupId, served: PolicyVersion) -> Result<(), BufferError> {
+        let body = ClaimRequest { served_version: served.0 };
+        self.core.ask(&Call::post(format!("/v1/admissions/{}/claim", group.0), &body)?).map(done)
+    }
+
+    fn finalize(&self, group: Group) -> Result<Finalized, BufferError> {
+        if group.trajectories.is_empty() {
+            return Err(BufferError::EmptyGroup { group: group.id });
+        }
+        Ok(self.append(GroupView::from(&group))?.answer)
+    }
+
+    fn abort(&self, group: GroupId, retry: bool) -> Result<(), BufferError> {
+        let call = Call::post(format!("/v1/admissions/{}/abort", group.0), &AbortRequest { retry })?;
+        self.core.ask(&call.repeat(Repeat::IfNotSent)).map(done)
+    }
+
+    fn submit(&self, key: &str, group: Group) -> Result<Submitted, BufferError> {
+        if key.is_empty() || key.len() > MAX_KEY {
+            return Err(BufferError::Key { length: key.len(), limit: MAX_KEY });
+        }
+        if group.trajectories.is_empty() {
+            return Err(BufferError::EmptyGroup { group: group.id });
+        }
+        self.append(GroupView { group: &group, key: Some(key) })
+    }
+}
+
+impl Consumer for Client {
+    /// A wait longer than half a minute is made of several requests; a lease that is only limited by tokens can be short
+    /// after the first.
+    fn lease(&self, request: &LeaseRequest, wait: Duration) -> Result<Lease, BufferError> {
+        let (length, limit) = (request.consumer.len(), LeaseRequest::MAX_CONSUMER);
+        if !(1..=limit).contains(&length) {
+            return Err(BufferError::Consumer { length, limit });
+        }
+        let started = Instant::now();
+        let deadline = started + wait;
+        let repeat = if request.step.is_some() { Repeat::Always } else { Repeat::IfNotSent };
+        loop {
+            let left = milliseconds(deadline.saturating_duration_since(Instant::now()));
+            let wait_ms = left.min(MAX_WAIT_MS);
+            let body = LeasesRequest {
+                consumer: request.consumer.clone(),
+                step: request.step.map(|step| step.0),
+                groups: request.groups,
+                // Fewer are enough only when the whole wait is over.
+                at_least: if left > MAX_WAIT_MS { request.groups } else { request.at_least },
+                tokens: request.tokens,
+                max_staleness: request.max_staleness,
+                wait_ms,
+                hold_ms: milliseconds(request.hold.unwrap_or(Renewals::HOLD)),
+            };
+            let call = Call::post("/v1/leases".to_owned(), &body)?.waiting(wait_ms).repeat(repeat);
+            let answer: LeaseAnswer = self.core.ask(&call)?;
+            if let Some(lease) = answer.lease {
+                return self.lease_of(&call, lease, request.hold);
+            }
+            if Instant::now() < deadline {
+                continue;
+            }
+            let Some(stats) = answer.stats else {
+                return Err(self.core.bad_answer(&call, "there is neither a lease nor a reason"));
+            };
+            let stats = Box::new(Stats::from(stats));
+            let step = request.step.unwrap_or(stats.policy_version);
+            let (waited, held_for_slow) = (started.elapsed(), answer.held_for_slow);
+            return Err(BufferError::LeaseTimeout { step, waited, held_for_slow, stats });
+        }
+    }
+
+    fn extend(&self, lease: LeaseId, hold: Duration) -> Result<(), BufferError> {
+        self.core.ask(&extension(lease, hold)?).map(done)
+    }
+
+    fn ack(&self, lease: LeaseId) -> Result<(), BufferError> {
+        self.renewals.remove(lease);
+        self.core.ask(&Call::post(format!("/v1/leases/{}/ack", lease.0), &Nothing {})?).map(done)
+    }
+
+    fn ack_through(&self, consumer: &str, through: PolicyVersion) -> Result<(), BufferError> {
+        self.renewals.remove_through(consumer, through);
+        let body = AckThroughRequest { consumer: consumer.to_owned(), through: through.0 };
+        self.core.ask(&Call::post("/v1/leases/ack".to_owned(), &body)?).map(done)
+    }
+
+    fn release(&self, lease: LeaseId) -> Result<(), BufferError> {
+        self.renewals.remove(lease);
+        self.core.ask(&Call::post(format!("/v1/leases/{}/release", lease.0), &Nothing {})?).map(done)
+    }
+
+    fn set_version(&self, version: PolicyVersion, rewind: bool) -> Result<(), BufferError> {
+        let body = VersionRequest { version: version.0, rewind };
+        self.core.ask(&Call::put("/v1/policy/version".to_owned(), &body)?).map(done)
+    }
+
+    fn stats(&self) -> Result<Stats, BufferError> {
+        self.core.ask(&Call::get("/v1/stats".to_owned())).map(|stats: StatsBody| stats.into())
+    }
+}
+
+fn done(_: Done) {}
+
+fn extension(lease: LeaseId, hold: Duration) -> Result<Call, BufferError> {
+    Call::post(format!("/v1/leases/{}/extend", lease.0), &ExtendRequest { hold_ms: milliseconds(hold) })
+}

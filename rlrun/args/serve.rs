@@ -1,0 +1,134 @@
+//! The command line of `rlrun serve`.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use buffer::OnStale;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{ArgAction, Args, Subcommand};
+
+use super::at_least_one;
+use crate::recipe::SampleOrder;
+
+/// What `rlrun serve` serves.
+#[derive(Debug, Subcommand)]
+pub enum ServeWhat {
+    /// A buffer of groups over HTTP, for samplers and trainers in other processes
+    Buffer(Box<ServeBufferArgs>),
+}
+
+/// `rlrun serve buffer`.
+#[derive(Debug, Args)]
+pub struct ServeBufferArgs {
+    /// Directory of the journal; made if it is not there
+    #[arg(long, value_name = "DIR")]
+    pub dir: PathBuf,
+    /// Address and port; port 0 takes a free one. Not on loopback, a token file and TLS are needed
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8700")]
+    pub listen: SocketAddr,
+    /// What is kept, and for how long.
+    #[command(flatten)]
+    pub keep: KeepArgs,
+    /// Refuse token ids from this one on
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub vocab_size: Option<u32>,
+    /// Tokens that clients need, in lines such as `writer TOKEN`, `trainer TOKEN`, `admin TOKEN`
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    /// Certificate chain, PEM
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    pub tls_cert: Option<PathBuf>,
+    /// Its private key, PEM
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub tls_key: Option<PathBuf>,
+    /// Let tokens go over the network without TLS
+    #[arg(long, conflicts_with = "tls_cert")]
+    pub insecure: bool,
+    /// A name that clients may use for a server on loopback, beside localhost; can be repeated
+    #[arg(long = "allow-host", value_name = "NAME")]
+    pub allow_hosts: Vec<String>,
+    /// Show nothing but the address and errors
+    #[arg(short, long, action = ArgAction::SetTrue)]
+    pub quiet: bool,
+}
+
+/// What a served buffer keeps, and for how long.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct KeepArgs {
+    /// Groups per training step
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
+    pub batch_groups: usize,
+    /// Most versions between the oldest token of a group and the step that trains on it
+    #[arg(long, value_name = "VERSIONS", default_value_t = 4)]
+    pub max_staleness: u64,
+    /// What happens to groups over the bound
+    #[arg(long, value_name = "WHAT", default_value = "wait", value_parser = on_stale())]
+    pub on_stale: OnStale,
+    /// Which groups are leased first; all but fifo need `--on-stale drop`
+    #[arg(long, value_name = "ORDER", default_value = "fifo", value_parser = order())]
+    pub order: SampleOrder,
+    /// Of `--order reward`: groups are drawn with weights exp(mean reward / temperature)
+    #[arg(long, value_name = "T", default_value_t = 1.0, allow_negative_numbers = true)]
+    pub reward_temperature: f64,
+    /// How many steps train on a group before it is forgotten; more than one needs `--on-stale drop`
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_uses: u32,
+    /// Leave out a trajectory if the buffer holds one of the same task with the same tokens
+    #[arg(long)]
+    pub dedup: bool,
+    /// Most bytes of groups that are kept, such as 512MiB
+    #[arg(long, value_name = "SIZE", default_value = "16GiB", value_parser = size)]
+    pub max_bytes: u64,
+}
+
+fn on_stale() -> impl TypedValueParser<Value = OnStale> {
+    PossibleValuesParser::new(["wait", "drop"]).map(|word| match word.as_str() {
+        "drop" => OnStale::Drop,
+        _ => OnStale::Wait,
+    })
+}
+
+fn order() -> impl TypedValueParser<Value = SampleOrder> {
+    PossibleValuesParser::new(["fifo", "recency", "reward", "uniform"]).map(|word| match word.as_str() {
+        "recency" => SampleOrder::Recency,
+        "reward" => SampleOrder::Reward,
+        "uniform" => SampleOrder::Uniform,
+        _ => SampleOrder::Fifo,
+    })
+}
+
+/// Bytes: a whole number, by itself or of KiB, MiB, GiB or TiB.
+fn size(text: &str) -> Result<u64, String> {
+    let wrong = || "write a whole number of bytes, KiB, MiB, GiB or TiB, such as 16GiB".to_owned();
+    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let shift = match unit.trim_start() {
+        "" | "B" => 0,
+        "KiB" => 10,
+        "MiB" => 20,
+        "GiB" => 30,
+        "TiB" => 40,
+        _ => return Err(wrong()),
+    };
+    let number: u64 = number.parse().map_err(|_| wrong())?;
+    match number.checked_mul(1 << shift) {
+        Some(0) => Err("it must be more than nothing".to_owned()),
+        Some(bytes) => Ok(bytes),
+        None => Err("that is more than can be counted".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        for (text, bytes) in [("1", 1), ("7B", 7), ("64KiB", 1 << 16), ("3 MiB", 3 << 20), ("16GiB", 16 << 30)] {
+            assert_eq!(size(text), Ok(bytes), "{text}");
+        }
+        for wrong in ["", "GiB", "16GB", "16gib", "-1", "1.5GiB", "0", "99999999999TiB", "1GiB2"] {
+            assert!(size(wrong).is_err(), "{wrong}");
+        }
+    }
+}

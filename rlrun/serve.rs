@@ -1,0 +1,133 @@
+//! `rlrun serve`: a part of rlrun as a process of its own.
+//!
+//! Invariant: the address is the first thing on standard output, and stands there only when clients can connect; all else
+//! goes to standard error. Asked to stop, the server finishes what it has begun and ends with success.
+
+use std::io::Write;
+use std::path::Path;
+use std::sync::Arc;
+
+use buffer::http::{Limits, Server, ServerConfig, Tls, Tokens};
+use buffer::{Buffer, BufferConfig, BufferError};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+use crate::args::{KeepArgs, ServeBufferArgs};
+use crate::failure::Failure;
+use crate::signals::INTERRUPTED;
+
+/// The journal in its directory.
+const JOURNAL: &str = "buffer.redb";
+
+/// Serves a buffer until it is told to stop.
+///
+/// # Errors
+/// A directory, journal, token file, certificate or address that cannot be used.
+pub fn buffer(args: &ServeBufferArgs) -> Result<String, Failure> {
+    let config = server_config(args)?;
+    std::fs::create_dir_all(&args.dir)
+        .map_err(|source| Failure::System { what: format!("make the directory {}", args.dir.display()), source })?;
+    let path = args.dir.join(JOURNAL);
+    let keep = args.keep.buffer_config();
+    let buffer = Arc::new(Buffer::open(&path, keep)?);
+    let reopen = move || Buffer::open(&path, keep);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .thread_name("serve")
+        .build()
+        .map_err(|source| Failure::System { what: "start threads".to_owned(), source })?;
+    runtime.block_on(async {
+        let signals = Signals::listen()?;
+        let config = ServerConfig { reopen: Some(Arc::new(reopen)), ..config };
+        let scheme = if config.tls.is_some() { "https" } else { "http" };
+        let server = Server::bind(config, buffer).await?;
+        say(&format!("listening on {scheme}://{}", server.local_addr()));
+        server.serve(signals.stop()).await;
+        Ok(String::new())
+    })
+}
+
+fn server_config(args: &ServeBufferArgs) -> Result<ServerConfig, Failure> {
+    let tokens = args.token_file.as_deref().map(Tokens::read).transpose()?;
+    if let Some(file) = args.token_file.as_deref().filter(|file| !args.quiet && others_may_read(file)) {
+        eprintln!("warning: others can read {}; chmod 600 it", file.display());
+    }
+    let files = args.tls_cert.as_deref().zip(args.tls_key.as_deref());
+    let quiet = args.quiet;
+    let notice = move |what: &str| {
+        if !quiet {
+            eprintln!("{what}");
+        }
+    };
+    Ok(ServerConfig {
+        limits: Limits { vocabulary: args.vocab_size, ..Limits::default() },
+        tokens,
+        tls: files.map(|(certificate, key)| Tls::read(certificate, key)).transpose()?,
+        insecure: args.insecure,
+        allow_hosts: args.allow_hosts.clone(),
+        notice: Some(Arc::new(notice)),
+        ..ServerConfig::new(args.listen)
+    })
+}
+
+/// What cannot be looked at shows its own error when it is read.
+fn others_may_read(file: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata(file).is_ok_and(|metadata| metadata.mode() & 0o077 != 0)
+}
+
+/// One line, at once; a closed pipe is no error.
+fn say(line: &str) {
+    let mut out = std::io::stdout();
+    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+}
+
+impl KeepArgs {
+    fn buffer_config(&self) -> BufferConfig {
+        BufferConfig {
+            on_stale: self.on_stale,
+            order: self.order.with(self.reward_temperature),
+            max_uses: self.max_uses,
+            dedup: self.dedup,
+            max_bytes: self.max_bytes,
+            ..BufferConfig::new(self.batch_groups, self.max_staleness)
+        }
+    }
+}
+
+/// Ctrl-C and SIGTERM: the first stops the server, the second ends the process at once.
+struct Signals {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Signals {
+    fn listen() -> Result<Self, Failure> {
+        let of = |kind| {
+            signal(kind).map_err(|source| Failure::System { what: "listen for signals".to_owned(), source })
+        };
+        Ok(Self { interrupt: of(SignalKind::interrupt())?, terminate: of(SignalKind::terminate())? })
+    }
+
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+        }
+    }
+
+    async fn stop(mut self) {
+        self.next().await;
+        tokio::spawn(async move {
+            self.next().await;
+            std::process::exit(INTERRUPTED);
+        });
+    }
+}
+
+/// Errors of a buffer that name what is wrong with its configuration.
+pub(crate) fn is_input(error: &BufferError) -> bool {
+    matches!(
+        error,
+        BufferError::Config { .. } | BufferError::ReplayWaits { .. } | BufferError::Unusable { .. }
+    )
+}
