@@ -9,7 +9,8 @@ use crate::{PolicyVersion, Sample, Task};
 /// Place of a group in the run's stream of tasks: given out in ascending order at admission, unique in a run.
 ///
 /// Together with the seed it determines the task and every random number that its generation uses, so that a group
-/// lost in a crash is generated again exactly as it would have been.
+/// lost in a crash is generated again exactly as it would have been. Groups that came to a buffer without admission are
+/// not in that stream; their ids lie far above.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct GroupId(pub u64);
