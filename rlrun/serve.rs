@@ -24,8 +24,10 @@ const JOURNAL: &str = "buffer.redb";
 /// A directory, journal, token file, certificate or address that cannot be used.
 pub fn buffer(args: &ServeBufferArgs) -> Result<String, Failure> {
     let config = server_config(args)?;
-    std::fs::create_dir_all(&args.dir)
-        .map_err(|source| Failure::System { what: format!("make the directory {}", args.dir.display()), source })?;
+    std::fs::create_dir_all(&args.dir).map_err(|source| Failure::System {
+        what: format!("make the directory {}", args.dir.display()),
+        source,
+    })?;
     let path = args.dir.join(JOURNAL);
     let keep = args.keep.buffer_config();
     let buffer = Arc::new(Buffer::open(&path, keep)?);

@@ -22,10 +22,12 @@ pub(crate) struct Server {
 impl Server {
     /// Starts `command` and waits until it listens; `Err` with what it said if it does not.
     pub(crate) fn start(command: &mut Command) -> Result<Self, String> {
-        let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child =
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let address = line.trim_end().strip_prefix("listening on http://").map(|address| address.parse().unwrap());
+        let address =
+            line.trim_end().strip_prefix("listening on http://").map(|address| address.parse().unwrap());
         if let Some(address) = address {
             return Ok(Self { child, address });
         }
@@ -114,7 +116,8 @@ impl<'a> Client<'a> {
 fn read_answer(connection: &mut BufReader<TcpStream>) -> Result<(u16, Value), Error> {
     let mut line = String::new();
     connection.read_line(&mut line)?;
-    let status = line.split(' ').nth(1).and_then(|status| status.parse().ok()).ok_or(ErrorKind::UnexpectedEof)?;
+    let status =
+        line.split(' ').nth(1).and_then(|status| status.parse().ok()).ok_or(ErrorKind::UnexpectedEof)?;
     let mut length = 0;
     loop {
         line.clear();

@@ -25,7 +25,8 @@ const ANSWERS: u64 = 400;
 /// Groups are stored, leased, trained and acknowledged while the server dies again and again; and so do the consumers.
 #[test]
 fn every_acknowledged_group_is_trained_once_though_the_server_is_killed() {
-    let kills = std::env::var_os("RLRUN_KILLS").map_or(KILLS, |kills| kills.to_str().unwrap().parse().unwrap());
+    let kills =
+        std::env::var_os("RLRUN_KILLS").map_or(KILLS, |kills| kills.to_str().unwrap().parse().unwrap());
     let home = Home::new();
     let world = World::default();
     let stored = std::thread::scope(|scope| {
@@ -45,7 +46,8 @@ fn every_acknowledged_group_is_trained_once_though_the_server_is_killed() {
         world.writers_stop.store(true, Ordering::SeqCst);
         let stored: Vec<_> = writers.into_iter().flat_map(|writer| writer.join().unwrap()).collect();
         drop(stop);
-        let trained: Vec<String> = consumers.into_iter().flat_map(|consumer| consumer.join().unwrap()).collect();
+        let trained: Vec<String> =
+            consumers.into_iter().flat_map(|consumer| consumer.join().unwrap()).collect();
         let once: BTreeSet<&String> = trained.iter().collect();
         assert_eq!(once.len(), trained.len(), "a group was trained twice");
         assert_eq!(once, stored.iter().collect(), "trained is not what was stored");
@@ -98,7 +100,9 @@ fn serve(home: &Home) -> Server {
 
 fn command(home: &Home, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rlrun"));
-    command.args(["serve", "buffer", "--listen", "127.0.0.1:0", "--quiet", "--dir"]).arg(home.path("journal"));
+    command
+        .args(["serve", "buffer", "--listen", "127.0.0.1:0", "--quiet", "--dir"])
+        .arg(home.path("journal"));
     command.args(["--batch-groups", "64", "--max-staleness", "100000"]).args(args);
     command
 }
@@ -193,13 +197,24 @@ impl<'a> Consumer<'a> {
         });
         let (status, answer, _) = self.client.ask("POST", "/v1/leases", &request);
         if status != 200 {
-            assert!(["step_passed", "future_version"].contains(&answer["code"].as_str().unwrap()), "{answer}");
-            assert!(!self.witnessed.contains_key(&step), "{}: step {step} was taken away: {answer}", self.name);
+            assert!(
+                ["step_passed", "future_version"].contains(&answer["code"].as_str().unwrap()),
+                "{answer}"
+            );
+            assert!(
+                !self.witnessed.contains_key(&step),
+                "{}: step {step} was taken away: {answer}",
+                self.name
+            );
             return None;
         }
         self.world.answered();
         if answer["lease"].is_null() {
-            assert!(!self.witnessed.contains_key(&step), "{}: step {step} was taken away: {answer}", self.name);
+            assert!(
+                !self.witnessed.contains_key(&step),
+                "{}: step {step} was taken away: {answer}",
+                self.name
+            );
             return Some(false);
         }
         let groups = answer["lease"]["groups"].as_array().unwrap().iter();
@@ -254,7 +269,7 @@ fn a_directory_that_cannot_be_written_is_told() {
     permissions.set_readonly(true);
     std::fs::set_permissions(&directory, permissions).unwrap();
     if std::fs::write(directory.join("probe"), "").is_ok() {
-        println!("SKIPPED: this user can write to read-only directories");
+        eprintln!("SKIPPED: this user can write to read-only directories");
         return;
     }
     let said = Server::start(&mut command(&home, &[])).err().expect("nothing can be written there");

@@ -319,7 +319,9 @@ pub enum BufferError {
         detail: String,
     },
     /// An answer that is none.
-    #[error("{request}: the answer cannot be read ({reason}): see whether a buffer of this version is at this address")]
+    #[error(
+        "{request}: the answer cannot be read ({reason}): see whether a buffer of this version is at this address"
+    )]
     BadAnswer {
         /// Method and URL.
         request: String,

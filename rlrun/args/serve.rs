@@ -124,7 +124,9 @@ mod tests {
 
     #[test]
     fn sizes_have_units() {
-        for (text, bytes) in [("1", 1), ("7B", 7), ("64KiB", 1 << 16), ("3 MiB", 3 << 20), ("16GiB", 16 << 30)] {
+        for (text, bytes) in
+            [("1", 1), ("7B", 7), ("64KiB", 1 << 16), ("3 MiB", 3 << 20), ("16GiB", 16 << 30)]
+        {
             assert_eq!(size(text), Ok(bytes), "{text}");
         }
         for wrong in ["", "GiB", "16GB", "16gib", "-1", "1.5GiB", "0", "99999999999TiB", "1GiB2"] {

@@ -108,8 +108,11 @@ impl Tokens {
             if text.is_empty() || text.starts_with('#') {
                 continue;
             }
-            let token = parse_line(text)
-                .map_err(|reason| TokenError::Line { path: path.to_owned(), line, reason })?;
+            let token = parse_line(text).map_err(|reason| TokenError::Line {
+                path: path.to_owned(),
+                line,
+                reason,
+            })?;
             tokens.push(token);
         }
         if tokens.is_empty() {
@@ -161,7 +164,10 @@ impl Access {
             return Err(Problem::new(Code::Unauthorized, "send the header `Authorization: Bearer TOKEN`"));
         };
         let Some(role) = tokens.role(token) else {
-            return Err(Problem::new(Code::Unauthorized, "the token is not in the token file of this server"));
+            return Err(Problem::new(
+                Code::Unauthorized,
+                "the token is not in the token file of this server",
+            ));
         };
         if role.may(need) {
             return Ok(());
@@ -172,7 +178,8 @@ impl Access {
             Need::Train => "trains",
             Need::Administer => "administers",
         };
-        let detail = format!("the token is one of a {}, the route is for a role that {needed}", role.as_str());
+        let detail =
+            format!("the token is one of a {}, the route is for a role that {needed}", role.as_str());
         Err(Problem::new(Code::Forbidden, detail))
     }
 
@@ -183,8 +190,10 @@ impl Access {
         if let Some(hosts) = &self.hosts
             && !hosts.iter().any(|ours| ours.eq_ignore_ascii_case(without_port(host)))
         {
-            let detail =
-                format!("`Host: {host}` is not a name of this server; use {}, or allow the name", hosts.join(" or "));
+            let detail = format!(
+                "`Host: {host}` is not a name of this server; use {}, or allow the name",
+                hosts.join(" or ")
+            );
             return Err(Problem::new(Code::WrongHost, detail));
         }
         let Some(origin) = text(ORIGIN) else { return Ok(()) };
@@ -224,7 +233,11 @@ pub(crate) async fn allow(
 }
 
 /// In front of all routes.
-pub(crate) async fn answer_to_our_names(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
+pub(crate) async fn answer_to_our_names(
+    State(shared): State<Arc<Shared>>,
+    request: Request,
+    next: Next,
+) -> Response {
     let (parts, body) = request.into_parts();
     match shared.access.check_names(&parts) {
         Ok(()) => next.run(Request::from_parts(parts, body)).await,

@@ -93,7 +93,8 @@ impl Format {
             Self::Json => serde_json::to_vec(value).map_err(|error| error.to_string()),
             Self::MessagePack => rmp_serde::to_vec_named(value).map_err(|error| error.to_string()),
         };
-        encoded.map_err(|error| Problem::new(Code::Internal, format!("the answer cannot be encoded: {error}")))
+        encoded
+            .map_err(|error| Problem::new(Code::Internal, format!("the answer cannot be encoded: {error}")))
     }
 }
 
@@ -118,7 +119,8 @@ impl<S: Send + Sync> FromRequestParts<S> for Accept {
     type Rejection = Problem;
 
     async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Problem> {
-        let wanted: Vec<&str> = parts.headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();
+        let wanted: Vec<&str> =
+            parts.headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();
         accepted(&wanted.join(",")).map(Self)
     }
 }
@@ -136,12 +138,15 @@ fn accepted(header: &str) -> Result<Format, Problem> {
             name => Format::named(name),
         };
         let weight = parts.find_map(|part| part.strip_prefix("q=")?.parse().ok()).unwrap_or(1.0);
-        if let Some(format) = format.filter(|_| weight > 0.0 && best.is_none_or(|(before, _)| weight > before)) {
+        if let Some(format) =
+            format.filter(|_| weight > 0.0 && best.is_none_or(|(before, _)| weight > before))
+        {
             best = Some((weight, format));
         }
     }
     best.map(|(_, format)| format).ok_or_else(|| {
-        let detail = format!("`Accept: {header}` names neither {} nor {}", Format::JSON, Format::MESSAGE_PACK);
+        let detail =
+            format!("`Accept: {header}` names neither {} nor {}", Format::JSON, Format::MESSAGE_PACK);
         Problem::new(Code::NotAcceptable, detail)
     })
 }
@@ -186,7 +191,9 @@ impl FromRequest<Arc<Shared>> for NoFields {
 }
 
 /// Does work that takes long where it keeps no other request waiting.
-pub(crate) async fn aside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Problem> {
+pub(crate) async fn aside<T: Send + 'static>(
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Problem> {
     tokio::task::spawn_blocking(work)
         .await
         .map_err(|error| Problem::new(Code::Internal, format!("a request failed: {error}")))
@@ -222,17 +229,15 @@ fn encoding_of(headers: &HeaderMap) -> Result<Encoding, Problem> {
         "gzip" | "x-gzip" => Ok(Encoding::Gzip),
         "zstd" => Ok(Encoding::Zstd),
         _ => {
-            let detail = format!("`Content-Encoding: {name}` is not read here; send plain bytes, gzip or zstd");
+            let detail =
+                format!("`Content-Encoding: {name}` is not read here; send plain bytes, gzip or zstd");
             Err(Problem::new(Code::UnsupportedEncoding, detail))
         }
     }
 }
 
 /// The whole body, decompressed.
-async fn read(
-    request: Request,
-    shared: &Shared,
-) -> Result<(Bytes, Option<OwnedSemaphorePermit>), Problem> {
+async fn read(request: Request, shared: &Shared) -> Result<(Bytes, Option<OwnedSemaphorePermit>), Problem> {
     let encoding = encoding_of(request.headers())?;
     let length = header(request.headers(), &CONTENT_LENGTH).and_then(|length| length.parse().ok());
     let limits = shared.limits;
@@ -305,7 +310,10 @@ async fn reserve(shared: &Shared, bytes: usize) -> Result<OwnedSemaphorePermit, 
     let room = Arc::clone(&shared.bodies).acquire_many_owned(kib);
     match tokio::time::timeout(shared.limits.body_read, room).await {
         Ok(Ok(reserved)) => Ok(reserved),
-        _ => Err(Problem::new(Code::Busy, "other large bodies take all the room: try again later, or send less at once")),
+        _ => Err(Problem::new(
+            Code::Busy,
+            "other large bodies take all the room: try again later, or send less at once",
+        )),
     }
 }
 

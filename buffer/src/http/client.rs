@@ -143,7 +143,8 @@ impl Producer for Client {
                 wait_ms,
                 hold_ms: request.hold.map_or_else(AdmissionsRequest::default_hold, milliseconds),
             };
-            let call = Call::post("/v1/admissions".to_owned(), &body)?.waiting(wait_ms).repeat(Repeat::IfNotSent);
+            let call =
+                Call::post("/v1/admissions".to_owned(), &body)?.waiting(wait_ms).repeat(Repeat::IfNotSent);
             let answer: AdmissionsAnswer = self.core.ask(&call)?;
             if !answer.ids.is_empty() || Instant::now() >= deadline {
                 return Ok(answer.ids.into_iter().map(GroupId).collect());

@@ -79,7 +79,13 @@ impl Metrics {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         single(text, "rlrun_buffer_connections", "gauge", "Open connections.", load(&self.connections))?;
         let refused = "Connections closed at once because there were too many.";
-        single(text, "rlrun_buffer_connections_refused_total", "counter", refused, load(&self.refused_connections))?;
+        single(
+            text,
+            "rlrun_buffer_connections_refused_total",
+            "counter",
+            refused,
+            load(&self.refused_connections),
+        )?;
         single(text, "rlrun_buffer_up", "gauge", "1 if the buffer is usable.", u64::from(stats.is_some()))?;
         stats.map_or(Ok(()), |stats| write_stats(text, stats))
     }

@@ -17,6 +17,8 @@ mod auth;
 mod body;
 mod client;
 mod events;
+#[cfg(fuzzing)]
+pub(crate) mod fuzzing;
 mod limits;
 mod metrics;
 mod openapi;
@@ -28,8 +30,8 @@ mod state;
 mod tls;
 mod wire;
 
-pub use client::{Client, ClientConfig};
 pub use auth::{Role, TokenError, Tokens};
+pub use client::{Client, ClientConfig};
 pub use limits::Limits;
 pub use server::{Notice, Reopen, Server, ServerConfig, ServerError};
 pub use tls::{Tls, TlsError};

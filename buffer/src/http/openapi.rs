@@ -116,7 +116,9 @@ fn codes_of(operation: &str) -> &'static [Code] {
 pub(super) fn complete(mut document: Whole) -> String {
     document.info.version = "1".to_owned();
     for (path, item) in &mut document.paths.paths {
-        for operation in [&mut item.get, &mut item.put, &mut item.post, &mut item.delete].into_iter().flatten() {
+        for operation in
+            [&mut item.get, &mut item.put, &mut item.post, &mut item.delete].into_iter().flatten()
+        {
             complete_operation(operation, path);
         }
     }
@@ -130,9 +132,11 @@ fn complete_operation(operation: &mut Operation, path: &str) {
     let has_formats = asks_buffer || path == "/healthz";
     let in_two_formats = has_formats && operation.responses.responses.values_mut().any(in_both_formats);
     // Verbs without fields read a body as well, an empty one.
-    let reads_body = path.starts_with("/v1/") && operation.operation_id.as_deref().is_some_and(|id| {
-        operation.request_body.is_some() || matches!(id, "ack" | "release")
-    });
+    let reads_body = path.starts_with("/v1/")
+        && operation
+            .operation_id
+            .as_deref()
+            .is_some_and(|id| operation.request_body.is_some() || matches!(id, "ack" | "release"));
     let mut codes = ALWAYS.to_vec();
     for (applies, more) in [
         (!is_open, WITH_TOKEN),
@@ -167,9 +171,12 @@ fn in_both_formats(response: &mut RefOr<utoipa::openapi::Response>) -> bool {
 }
 
 fn problems(codes: &[Code]) -> RefOr<utoipa::openapi::Response> {
-    let lines: Vec<String> = codes.iter().map(|code| format!("`{}`: {}", code.as_str(), code.title())).collect();
+    let lines: Vec<String> =
+        codes.iter().map(|code| format!("`{}`: {}", code.as_str(), code.title())).collect();
     let content = ContentBuilder::new().schema(Some(Ref::from_schema_name(Problem::name()))).build();
-    RefOr::T(ResponseBuilder::new().description(lines.join("; ")).content(Problem::MEDIA_TYPE, content).build())
+    RefOr::T(
+        ResponseBuilder::new().description(lines.join("; ")).content(Problem::MEDIA_TYPE, content).build(),
+    )
 }
 
 /// This document.
@@ -188,5 +195,6 @@ pub(super) async fn document(State(shared): State<Arc<Shared>>) -> Response {
     responses((status = 200, content_type = "text/html", body = String, description = "A page without anything from elsewhere"))
 )]
 pub(super) async fn docs() -> Response {
-    ([(CONTENT_TYPE, "text/html; charset=utf-8"), (CONTENT_SECURITY_POLICY, PAGE_POLICY)], PAGE).into_response()
+    ([(CONTENT_TYPE, "text/html; charset=utf-8"), (CONTENT_SECURITY_POLICY, PAGE_POLICY)], PAGE)
+        .into_response()
 }

@@ -226,7 +226,10 @@ impl Server {
 
 impl fmt::Debug for Server {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Server").field("address", &self.address).field("config", &self.config).finish_non_exhaustive()
+        f.debug_struct("Server")
+            .field("address", &self.address)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
     }
 }
 

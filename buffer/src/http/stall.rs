@@ -50,7 +50,11 @@ impl<S: AsyncRead + Unpin> AsyncRead for NoStall<S> {
 }
 
 impl<S: AsyncWrite + Unpin> AsyncWrite for NoStall<S> {
-    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let write = Pin::new(&mut self.stream).poll_write(context, bytes);
         self.in_time(context, write)
     }

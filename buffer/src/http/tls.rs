@@ -55,7 +55,8 @@ impl Tls {
             .and_then(Iterator::collect::<Result<Vec<_>, _>>)
             .map_err(file(certificate, "the certificate"))?;
         let secret = PrivateKeyDer::from_pem_file(key).map_err(file(key, "the private key"))?;
-        let unusable = |source| TlsError::Unusable { certificate: certificate.to_owned(), key: key.to_owned(), source };
+        let unusable =
+            |source| TlsError::Unusable { certificate: certificate.to_owned(), key: key.to_owned(), source };
         let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_safe_default_protocol_versions()
             .map_err(unusable)?

@@ -215,7 +215,9 @@ impl Core {
             (Some(group), Some(next)) if is(Code::UnknownGroup) || is(Code::UnknownId) => {
                 BufferError::UnknownGroup { group: GroupId(group), next: GroupId(next) }
             }
-            (Some(bytes), Some(limit)) if is(Code::GroupTooLarge) => BufferError::GroupTooLarge { bytes, limit },
+            (Some(bytes), Some(limit)) if is(Code::GroupTooLarge) => {
+                BufferError::GroupTooLarge { bytes, limit }
+            }
             _ => BufferError::Refused { request: self.name(call), status, code, detail },
         }
     }
@@ -276,7 +278,8 @@ impl Core {
         };
         let mut response = sent.map_err(lost)?;
         let retry_after = response.headers().get("retry-after");
-        let retry_after = retry_after.and_then(|value| value.to_str().ok()?.parse().ok()).map(Duration::from_secs);
+        let retry_after =
+            retry_after.and_then(|value| value.to_str().ok()?.parse().ok()).map(Duration::from_secs);
         let body = response.body_mut().with_config().limit(MAX_ANSWER).read_to_vec();
         let body = body.map_err(|error| Lost::Unclear(error.to_string()))?;
         Ok(Answer { status: response.status().as_u16(), retry_after, body })
@@ -312,10 +315,13 @@ fn lost(error: ureq::Error) -> Lost {
         ureq::Error::HostNotFound
         | ureq::Error::ConnectionFailed
         | ureq::Error::Timeout(Timeout::Resolve | Timeout::Connect) => Lost::NotSent(reason),
-        ureq::Error::Io(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => Lost::NotSent(reason),
-        ureq::Error::Io(_) | ureq::Error::Timeout(_) | ureq::Error::Protocol(_) | ureq::Error::BodyStalled => {
-            Lost::Unclear(reason)
+        ureq::Error::Io(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
+            Lost::NotSent(reason)
         }
+        ureq::Error::Io(_)
+        | ureq::Error::Timeout(_)
+        | ureq::Error::Protocol(_)
+        | ureq::Error::BodyStalled => Lost::Unclear(reason),
         _ => Lost::Hopeless(reason),
     }
 }

@@ -48,7 +48,10 @@ impl Renewals {
         let thread = std::thread::Builder::new()
             .name("lease-renewals".to_owned())
             .spawn(move || renew(&core, &theirs))
-            .map_err(|error| BufferError::Client { url, reason: format!("no thread can be started: {error}") })?;
+            .map_err(|error| BufferError::Client {
+                url,
+                reason: format!("no thread can be started: {error}"),
+            })?;
         Ok(Self { shared, thread: Some(thread) })
     }
 
@@ -97,7 +100,8 @@ fn renew(core: &Core, shared: &Shared) {
         until = Instant::now() + Renewals::EVERY;
         for lease in leases {
             // What fails otherwise is tried again the next time, well before the hold is over.
-            let once = extension(lease, Renewals::HOLD).and_then(|call| core.ask_once(&call, Renewals::EVERY));
+            let once =
+                extension(lease, Renewals::HOLD).and_then(|call| core.ask_once(&call, Renewals::EVERY));
             if let Err(BufferError::LeaseLost { .. } | BufferError::UnknownLease { .. }) = once {
                 shared.held().leases.remove(&lease);
             }

@@ -86,7 +86,8 @@ struct AppendProblem {
 
 impl AppendProblem {
     fn new(AppendAnswer { results, policy_version }: AppendAnswer) -> Self {
-        let detail = "the buffer is full: wait until the trainer has taken groups, then send the same again".to_owned();
+        let detail = "the buffer is full: wait until the trainer has taken groups, then send the same again"
+            .to_owned();
         let (title, status) = (Code::Full.title(), Code::Full.status().as_u16());
         Self { kind: "about:blank", title, status, code: Code::Full, detail, results, policy_version }
     }
@@ -170,7 +171,10 @@ pub(super) async fn list(
 ) -> Result<Response, Problem> {
     let limit = query.limit.unwrap_or(PAGE);
     if !(1..=MAX_PAGE).contains(&limit) {
-        return Err(Problem::new(Code::OutOfRange, format!("`limit` is {limit}, it must be 1 to {MAX_PAGE}")));
+        return Err(Problem::new(
+            Code::OutOfRange,
+            format!("`limit` is {limit}, it must be 1 to {MAX_PAGE}"),
+        ));
     }
     let filter = GroupFilter {
         policy_version: query.policy_version.map(PolicyVersion),

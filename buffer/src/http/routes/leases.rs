@@ -14,7 +14,8 @@ use crate::http::body::{Accept, Body, NoFields, aside};
 use crate::http::problem::{Problem, retry_after};
 use crate::http::state::Shared;
 use crate::http::wire::{
-    AckThroughRequest, Done, ExtendRequest, LeaseAnswerView, LeaseView, LeasesAnswer, LeasesRequest, StatsBody,
+    AckThroughRequest, Done, ExtendRequest, LeaseAnswerView, LeaseView, LeasesAnswer, LeasesRequest,
+    StatsBody,
 };
 use crate::{BufferError, Lease, LeaseId};
 

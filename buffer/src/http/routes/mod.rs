@@ -54,8 +54,7 @@ pub(crate) fn router(shared: &Arc<Shared>) -> Router {
         .routes(routes!(leases::release))
         .routes(routes!(leases::extend))
         .routes(routes!(policy::set_version));
-    let administer =
-        OpenApiRouter::new().routes(routes!(groups::evict)).routes(routes!(groups::evict_below));
+    let administer = OpenApiRouter::new().routes(routes!(groups::evict)).routes(routes!(groups::evict_below));
     let (router, document) = OpenApiRouter::with_openapi(Document::openapi())
         .merge(open)
         .merge(needing(Need::Read, read))

@@ -195,7 +195,10 @@ impl Submission {
                 return reject(Code::NoIdentity, "give the `id` of an admission or a `key` of your own");
             }
             (Some(_), Some(_)) => {
-                return reject(Code::TwoIdentities, "give either the `id` of an admission or a `key`, not both");
+                return reject(
+                    Code::TwoIdentities,
+                    "give either the `id` of an admission or a `key`, not both",
+                );
             }
         };
         let count = self.trajectories.len();
@@ -204,7 +207,10 @@ impl Submission {
         }
         if count > limits.trajectories {
             let most = limits.trajectories;
-            return reject(Code::TooManyTrajectories, format!("{count} trajectories, at most {most} are taken"));
+            return reject(
+                Code::TooManyTrajectories,
+                format!("{count} trajectories, at most {most} are taken"),
+            );
         }
         let mut trajectories: Vec<Trajectory> = Vec::with_capacity(count);
         for (n, body) in self.trajectories.into_iter().enumerate() {
@@ -231,7 +237,10 @@ fn checked_key(key: String) -> Checked<String> {
         return Ok(key);
     }
     let length = key.len();
-    reject(Code::BadKey, format!("a key is 1 to {MAX_KEY} bytes of printable ASCII, this one has {length} bytes"))
+    reject(
+        Code::BadKey,
+        format!("a key is 1 to {MAX_KEY} bytes of printable ASCII, this one has {length} bytes"),
+    )
 }
 
 fn no_task() -> Task {
@@ -251,7 +260,10 @@ impl TrajectoryBody {
             return reject(Code::EmptyTrajectory, "`token_ids` is empty");
         }
         if tokens > limits.tokens {
-            return reject(Code::TooManyTokens, format!("{tokens} tokens, at most {} are taken", limits.tokens));
+            return reject(
+                Code::TooManyTokens,
+                format!("{tokens} tokens, at most {} are taken", limits.tokens),
+            );
         }
         if let Some(size) = limits.vocabulary {
             let kept = self.kept.iter().flat_map(|kept| &kept.ids);
@@ -274,11 +286,8 @@ impl TrajectoryBody {
             temperature: self.temperature,
         })
         .or_else(|error| reject(code_of(&error), error.to_string()))?;
-        let component = |reward: RewardBody| Component {
-            name: reward.name,
-            value: reward.value,
-            error: reward.error,
-        };
+        let component =
+            |reward: RewardBody| Component { name: reward.name, value: reward.value, error: reward.error };
         let turn = |turn: TurnBody| Turn { completion: turn.start..turn.end, stop: turn.stop };
         Ok(Trajectory {
             index: self.index.unwrap_or(u32::try_from(position).unwrap_or(u32::MAX)),
@@ -322,7 +331,9 @@ fn runs(versions: Option<Vec<RunBody>>, version: Option<u64>, tokens: usize) -> 
             Err(_) => reject(Code::TooManyTokens, format!("{tokens} tokens are more than one run can have")),
         },
         (None, None) => reject(Code::BadVersions, "give `policy_version` or `versions`"),
-        (Some(_), Some(_)) => reject(Code::BadVersions, "give either `policy_version` or `versions`, not both"),
+        (Some(_), Some(_)) => {
+            reject(Code::BadVersions, "give either `policy_version` or `versions`, not both")
+        }
     }
 }
 

@@ -10,11 +10,11 @@ mod verbs;
 
 pub(crate) use group::{GroupView, Identity, ItemLimits, Rejection, Submission};
 pub(crate) use reports::{
-    EntryBody, EventBody, Evicted, GroupAnswerView, GroupsAnswer, LeasesAnswer, State,
-    StatsBody, kind,
+    EntryBody, EventBody, Evicted, GroupAnswerView, GroupsAnswer, LeasesAnswer, State, StatsBody, kind,
 };
 pub(crate) use verbs::{
     AbortRequest, AckThroughRequest, AdmissionsAnswer, AdmissionsRequest, AppendAnswer, AppendRequest,
     ClaimRequest, Done, ExtendRequest, ItemResult, ItemStatus, LeaseAnswer, LeaseAnswerView, LeaseBody,
-    LeaseView, LeasesRequest, MAX_WAIT_MS, Nothing, SubmissionsView, VersionBody, VersionRequest, milliseconds,
+    LeaseView, LeasesRequest, MAX_WAIT_MS, Nothing, SubmissionsView, VersionBody, VersionRequest,
+    milliseconds,
 };
