@@ -7,13 +7,12 @@
 //! Invariant: it owns nothing that flows through. Groups go by the buffer, versions by the weights; the pipeline starts
 //! both sides, measures, and stops the other when one ends.
 
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use buffer::{Buffer, Consumer, Producer};
+use buffer::Producer;
 use model::{Config, Cores, Decoder, ModelDirectory, Parameters};
 use rewards::RewardSet;
 use rollout::applier::Applier;
@@ -26,6 +25,7 @@ use trajectory::PolicyVersion;
 use weights::{Publisher, Subscriber};
 
 use crate::failure::Failure;
+use crate::forward_edge::{self, Edge};
 use crate::observe::{Observer, StepInputs};
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::recipe::Recipe;
@@ -252,7 +252,8 @@ impl Run<'_> {
     /// Runs sampler and trainer until all steps are done or somebody stops.
     fn train(&self, start: Start, observer: &mut Observer<'_>) -> Result<Trained, Failure> {
         let Start { learner, directory, prepared, state, .. } = start;
-        let (producer, consumer) = open_buffer(self.recipe, self.run_dir.path())?;
+        let Edge { producer, consumer, served: _served } =
+            forward_edge::open(self.recipe, self.run_dir.path(), &self.runtime, self.report)?;
         let (publisher, hub) = weights::memory::hub();
         let subscriber = Arc::new(hub.subscribe("sampler 0")?);
         let quantization = self.recipe.rollout.quantization;
@@ -380,18 +381,6 @@ impl Sampler {
             Err(_) => Err(Failure::Internal("the sampler panicked".to_owned())),
         }
     }
-}
-
-/// The two ends of one buffer.
-type BufferEnds = (Arc<dyn Producer>, Arc<dyn Consumer>);
-
-fn open_buffer(recipe: &Recipe, run_dir: &Path) -> Result<BufferEnds, Failure> {
-    let config = recipe.buffer_config();
-    let buffer = Arc::new(match recipe.buffer.store {
-        Store::Redb => Buffer::open(run_dir.join("buffer.redb"), config)?,
-        Store::Memory => Buffer::in_memory(config)?,
-    });
-    Ok((Arc::clone(&buffer) as Arc<dyn Producer>, buffer))
 }
 
 /// The same tasks answered before and after, those first that changed.

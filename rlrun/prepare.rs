@@ -31,7 +31,7 @@ impl RewardRuntime {
             |source| Failure::System { what: "start the thread that waits for rewards".to_owned(), source };
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
-            .enable_time()
+            .enable_all()
             .build()
             .map_err(system)?;
         Ok(Self { runtime })

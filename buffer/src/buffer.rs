@@ -17,8 +17,8 @@ use crate::memory::Memory;
 use crate::payload::{Incoming, Prepared};
 use crate::store::{Append, Done, Store, WRITE_WAIT};
 use crate::{
-    AdmitRequest, BufferConfig, BufferError, Consumer, Events, Finalized, GroupEntry, GroupFilter, Lease,
-    LeaseEntry, LeaseId, LeaseRequest, Producer, Stats, Submitted,
+    AdmitRequest, BufferConfig, BufferError, Consumer, Events, Finalized, GroupEntry, GroupFilter, GroupPage,
+    Lease, LeaseEntry, LeaseId, LeaseRequest, Producer, Stats, Submitted,
 };
 
 mod receipt;
@@ -117,7 +117,8 @@ impl Buffer {
         self.store.failure()
     }
 
-    /// Up to `limit` groups in flight or stored that pass `filter`, ascending by id, after `after`.
+    /// Up to `limit` groups in flight or stored that pass `filter`, ascending by id, after `after`. There can be more
+    /// behind a page that is not full.
     ///
     /// # Errors
     /// Only if the buffer itself has failed.
@@ -126,7 +127,7 @@ impl Buffer {
         filter: &GroupFilter,
         after: Option<GroupId>,
         limit: usize,
-    ) -> Result<Vec<GroupEntry>, BufferError> {
+    ) -> Result<GroupPage, BufferError> {
         Ok(self.shared.ledger()?.list(filter, after, limit))
     }
 

@@ -233,6 +233,10 @@ pub struct Stats {
     /// The oldest groups not yet finalized with the version that they count from; at most
     /// [`Stats::NAMED_IN_FLIGHT`].
     pub oldest_in_flight: Vec<(GroupId, PolicyVersion)>,
+    /// Groups per training step.
+    pub batch_groups: usize,
+    /// Most versions between the oldest token of a group and the step that trains on it.
+    pub max_staleness: u64,
     /// Slots in all.
     pub slots: usize,
     /// Slots free for a sampler that serves `next_step`.

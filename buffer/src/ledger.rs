@@ -375,6 +375,8 @@ impl Ledger {
             expired: self.expiries,
             oldest_age: self.due.first_key_value().map_or(0, |(version, _)| version.staleness_at(next_step)),
             oldest_in_flight: in_flight,
+            batch_groups: self.config.batch_groups,
+            max_staleness: self.config.max_staleness,
             slots: self.config.slots(),
             slots_free: self.free(next_step),
             bytes: self.bytes,

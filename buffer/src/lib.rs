@@ -103,4 +103,4 @@ pub use contract::{
 };
 pub use error::BufferError;
 pub use events::{Event, EventKind, Events, Replay};
-pub use listing::{GroupEntry, GroupFilter, GroupState, LeaseEntry};
+pub use listing::{GroupEntry, GroupFilter, GroupPage, GroupState, LeaseEntry};

@@ -53,6 +53,15 @@ pub struct GroupFilter {
     pub state: Option<GroupState>,
 }
 
+/// Some groups of a list.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GroupPage {
+    /// Ascending by id.
+    pub groups: Vec<GroupEntry>,
+    /// Where to go on; `None` if there are no more. Also a page without groups can have more behind it.
+    pub next: Option<GroupId>,
+}
+
 /// A lease that is not acknowledged.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseEntry {

@@ -8,7 +8,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args, Subcommand};
 
 use super::at_least_one;
-use crate::recipe::SampleOrder;
+use crate::recipe::words::SampleOrder;
 
 /// What `rlrun serve` serves.
 #[derive(Debug, Subcommand)]

@@ -10,7 +10,7 @@ use super::diagnostic::Diagnostic;
 use super::layers::{Origin, Origins};
 use super::ranges::{Checker, check_ranges};
 use super::schema::{Buffer, RandomModel, RawData, RawModel, RawRecipe, RewardSpec, Rollout, Warmup};
-use super::words::{OnStale, Quantization, RewardKind, SampleOrder};
+use super::words::{OnStale, Quantization, RewardKind, SampleOrder, Store};
 use super::{Data, DataSource, Files, Model, Recipe};
 
 /// Checks everything; `stem` names the run if the recipe does not.
@@ -29,6 +29,7 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
     }
     check_batch(&raw, &mut checker);
     check_replay(&raw.buffer, &mut checker);
+    check_store(&mut raw.buffer, &mut checker);
     check_bitwise(&raw.rollout, &mut checker);
     let (Some(model), Some(data)) = (model, data) else { return Err(checker.errors) };
     let recipe = Recipe {
@@ -59,6 +60,40 @@ fn check_replay(buffer: &Buffer, checker: &mut Checker<'_>) {
                        (`buffer.order`, `buffer.max_uses`)";
         let paths = ["buffer.order", "buffer.max_uses", "buffer.on_stale"];
         checker.report_latest(&paths, message, "set `buffer.on_stale` to \"drop\"");
+    }
+}
+
+fn check_store(buffer: &mut Buffer, checker: &mut Checker<'_>) {
+    let remote = buffer.store == Store::Http;
+    if remote && buffer.url.is_none() {
+        let help = "name the address that `rlrun serve buffer` printed";
+        checker.report("buffer.store", "`buffer.store` is \"http\", but there is no `buffer.url`", help);
+    }
+    let (keys, help): (&[&str], _) = if remote {
+        let of_server =
+            &["on_stale", "order", "reward_temperature", "max_uses", "dedup", "max_mib", "listen"];
+        (of_server, "remove it; it is set where the buffer is served")
+    } else {
+        (&["url", "token_file"], "remove it, or set `buffer.store = \"http\"`")
+    };
+    for key in keys {
+        let path = format!("buffer.{key}");
+        if checker.given(&path) {
+            let store = if remote { "http" } else { "redb\" or \"memory" };
+            checker.report(&path, format!("`{path}` has no effect with `buffer.store` \"{store}\""), help);
+        }
+    }
+    if let Some(listen) = buffer.listen.filter(|listen| !listen.ip().is_loopback()) {
+        let message =
+            format!("`buffer.listen` is {listen}, which others can reach, and nobody would need a token");
+        checker.report(
+            "buffer.listen",
+            message,
+            "listen on 127.0.0.1, or share a buffer of `rlrun serve buffer`",
+        );
+    }
+    if let Some(file) = buffer.token_file.take() {
+        buffer.token_file = existing(&file, "buffer.token_file", "write the token into it", checker);
     }
 }
 

@@ -4,6 +4,7 @@
 //! between keys are checked in `checks.rs`. The names that peers give to a key stand in its documentation and, for
 //! error messages, in `peers.rs`; the words that a key accepts in `words.rs`.
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -326,6 +327,13 @@ pub struct Buffer {
     pub dedup: bool,
     /// Most groups that are kept, MiB as they are written; when it is full, nothing new starts.
     pub max_mib: u64,
+    /// Of `store = "http"`: where the buffer is served, such as `http://127.0.0.1:8700`.
+    pub url: Option<String>,
+    /// Of `store = "http"`: a file with the token of the role `admin`, if the server wants one.
+    pub token_file: Option<PathBuf>,
+    /// Serve the buffer of this run while it lasts, on a loopback address such as `127.0.0.1:8700`, to look at it or to
+    /// add groups from elsewhere.
+    pub listen: Option<SocketAddr>,
 }
 
 impl Default for Buffer {
@@ -342,6 +350,9 @@ impl Default for Buffer {
             max_uses: 1,
             dedup: false,
             max_mib: 16 << 10,
+            url: None,
+            token_file: None,
+            listen: None,
         }
     }
 }

@@ -23,6 +23,8 @@ pub enum Store {
     Redb,
     /// Memory only; a crash loses what waits.
     Memory,
+    /// A buffer that `rlrun serve buffer` serves at `buffer.url`.
+    Http,
 }
 
 /// Which groups a training step takes first.

@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use buffer::{Finalized, Producer};
+use buffer::{BufferError, Finalized, Producer};
 use rewards::{BoxFuture, Reward, RewardError, RewardInput, RewardSet, WeightedReward};
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, mpsc};
@@ -209,7 +209,11 @@ fn store(buffer: &dyn Producer, group: Group) -> Result<Finalized, RolloutError>
     let id = group.id;
     let answer = buffer.finalize(group)?;
     if answer == Finalized::Full {
-        buffer.abort(id, true)?;
+        match buffer.abort(id, true) {
+            // It has no slot either: it is in line, or will be when its hold is over.
+            Err(BufferError::Unclear { .. } | BufferError::WrongState { .. }) => {}
+            aborted => aborted?,
+        }
     }
     Ok(answer)
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use buffer::{AdmitRequest, Producer};
+use buffer::{AdmitRequest, BufferError, Producer};
 use model::Sampling;
 use trajectory::{GroupId, PolicyVersion};
 
@@ -119,7 +119,11 @@ impl Worker {
     pub fn run(mut self, buffer: &dyn Producer, stop: &AtomicBool) -> Result<(), RolloutError> {
         let result = self.work(buffer, stop);
         for group in self.started.keys() {
-            buffer.abort(*group, true)?;
+            match buffer.abort(*group, true) {
+                // Done or not, or forgotten by a buffer that was started again: it is not in flight for long.
+                Err(BufferError::Unclear { .. } | BufferError::WrongState { .. }) => {}
+                aborted => aborted?,
+            }
         }
         let scored = self.scorer.finish(self.config.wait);
         // The scorer knows why it ended; that the worker could not reach it any more is only the consequence.
@@ -187,8 +191,17 @@ impl Worker {
         while self.engine.has_room(self.config.group_size) {
             let version = self.engine.version();
             let one = AdmitRequest { served: version, limit: 1, hold: None };
-            let Some(group) = buffer.admit(one, Duration::ZERO)?.pop() else { break };
-            buffer.claim(group, version)?;
+            let group = match buffer.admit(one, Duration::ZERO) {
+                // If it took one after all, that comes back to the line when its hold is over.
+                Err(BufferError::Unclear { .. }) => break,
+                admitted => admitted?.pop(),
+            };
+            let Some(group) = group else { break };
+            match buffer.claim(group, version) {
+                // A buffer that was started again knows of no admissions: it is in line again.
+                Err(BufferError::WrongState { .. }) => continue,
+                claimed => claimed?,
+            }
             let (_, prompt) = self.prompts.of(group);
             self.engine.submit(Request {
                 group,

@@ -6,7 +6,8 @@ use redb::TableDefinition;
 pub(super) const META: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("meta");
 /// Number to payloads.
 pub(super) const SEGMENTS: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("segments");
-/// Oldest version and id to a [`StoredRow`](super::StoredRow) in MessagePack with named fields.
+/// Oldest version and id to a [`StoredRow`](super::StoredRow) in MessagePack, its fields in their order: a new one goes to
+/// the end and has a default.
 pub(super) const ROWS: TableDefinition<'_, (u64, u64), &[u8]> = TableDefinition::new("rows");
 /// Id to a [`LeaseRow`](crate::ledger::LeaseRow) in MessagePack with named fields.
 pub(super) const LEASES: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("leases");

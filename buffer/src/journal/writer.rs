@@ -302,7 +302,9 @@ fn remove_rows(tables: &mut Tables<'_>, rows: &[(PolicyVersion, GroupId)]) -> Re
 
 fn put_row(tables: &mut Tables<'_>, row: Row, place: Place) -> Result<(), redb::Error> {
     let key = (row.oldest.0, row.id.0);
-    tables.rows.insert(key, encoded(&StoredRow { row, place })?.as_slice())?;
+    // Without names: a row is written for every group, and several share a page.
+    let row = rmp_serde::to_vec(&StoredRow { row, place }).map_err(std::io::Error::other)?;
+    tables.rows.insert(key, row.as_slice())?;
     Ok(())
 }
 

@@ -3,18 +3,25 @@
 use trajectory::{GroupId, PolicyVersion};
 
 use super::{KEYED, LeaseState, Ledger, Stage, Stored};
-use crate::{GroupEntry, GroupFilter, GroupState, LeaseEntry};
+use crate::{GroupEntry, GroupFilter, GroupPage, GroupState, LeaseEntry};
+
+/// Groups that one page of a list looks at, whether they pass its filter or not.
+const LOOKED_AT: usize = 20_000;
 
 impl Ledger {
-    /// Up to `limit` groups that pass `filter`, ascending by id, after `after`.
-    pub(crate) fn list(&self, filter: &GroupFilter, after: Option<GroupId>, limit: usize) -> Vec<GroupEntry> {
+    /// Up to `limit` groups that pass `filter`, ascending by id, after `after`. Looks at [`LOOKED_AT`] groups at most, since
+    /// everybody else waits meanwhile.
+    pub(crate) fn list(&self, filter: &GroupFilter, after: Option<GroupId>, limit: usize) -> GroupPage {
         let from = after.map_or(GroupId(0), |id| GroupId(id.0.saturating_add(1)));
         let mut flights = self.flights.range(from..).peekable();
         let mut stored = self.stored.range(from..).peekable();
-        let mut found = Vec::new();
-        while found.len() < limit {
+        let (mut groups, mut last) = (Vec::new(), None);
+        for _ in 0..LOOKED_AT {
+            if groups.len() == limit {
+                break;
+            }
             let flight_first = match (flights.peek(), stored.peek()) {
-                (None, None) => break,
+                (None, None) => return GroupPage { groups, next: None },
                 (Some((flight, _)), Some((stored, _))) => flight < stored,
                 (flight, _) => flight.is_some(),
             };
@@ -23,9 +30,11 @@ impl Ledger {
             } else {
                 stored.next().map(|(id, _)| *id)
             };
-            found.extend(id.and_then(|id| self.entry(id)).filter(|entry| filter.passes(entry)));
+            last = id;
+            groups.extend(id.and_then(|id| self.entry(id)).filter(|entry| filter.passes(entry)));
         }
-        found
+        let more = flights.peek().is_some() || stored.peek().is_some();
+        GroupPage { groups, next: last.or(after).filter(|_| more) }
     }
 
     /// One group, if it is in flight or stored.

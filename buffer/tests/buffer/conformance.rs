@@ -466,6 +466,13 @@ macro_rules! suite {
                 super::$name(&buffer::Buffer::open(directory.path().join("buffer.redb"), $config).unwrap());
             })*
         }
+        mod served {
+            use super::*;
+            $(#[test] fn $name() {
+                let directory = tempfile::tempdir().unwrap();
+                super::$name(&crate::served::Served::journal(&directory, $config).client());
+            })*
+        }
     };
 }
 

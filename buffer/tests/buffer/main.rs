@@ -2,7 +2,9 @@
 
 mod conformance;
 mod crash;
+mod http;
 mod journal;
+mod served;
 
 use std::time::Duration;
 

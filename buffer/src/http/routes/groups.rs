@@ -183,12 +183,9 @@ pub(super) async fn list(
     };
     let after = query.cursor.as_deref().map(from_cursor).transpose()?;
     let buffer = shared.buffer()?;
-    // One more tells whether there is another page.
-    let listed = buffer.list(&filter, after, limit + 1).map_err(|error| shared.problem(&buffer, &error))?;
-    let more = listed.len() > limit;
-    let page = &listed[..listed.len().min(limit)];
-    let next_cursor = page.last().filter(|_| more).map(|entry| cursor(entry.id));
-    accept.answer(&GroupsAnswer { groups: page.iter().map(EntryBody::from).collect(), next_cursor })
+    let page = buffer.list(&filter, after, limit).map_err(|error| shared.problem(&buffer, &error))?;
+    let groups = page.groups.iter().map(EntryBody::from).collect();
+    accept.answer(&GroupsAnswer { groups, next_cursor: page.next.map(cursor) })
 }
 
 /// Clients need not know what is in it.

@@ -162,6 +162,10 @@ pub(crate) struct StatsBody {
     oldest_age: u64,
     /// The oldest groups not yet stored, with the version that they count from; at most 4.
     oldest_in_flight: Vec<InFlight>,
+    /// Groups per training step.
+    batch_groups: usize,
+    /// Most versions between the oldest token of a group and the step that trains on it.
+    max_staleness: u64,
     /// Slots in all.
     slots: usize,
     /// Slots free for a sampler that serves `next_step`.
@@ -200,6 +204,8 @@ impl From<&Stats> for StatsBody {
             expired: stats.expired,
             oldest_age: stats.oldest_age,
             oldest_in_flight: stats.oldest_in_flight.iter().map(in_flight).collect(),
+            batch_groups: stats.batch_groups,
+            max_staleness: stats.max_staleness,
             slots: stats.slots,
             slots_free: stats.slots_free,
             bytes: stats.bytes,
@@ -226,6 +232,8 @@ impl From<StatsBody> for Stats {
             expired: stats.expired,
             oldest_age: stats.oldest_age,
             oldest_in_flight: stats.oldest_in_flight.iter().map(in_flight).collect(),
+            batch_groups: stats.batch_groups,
+            max_staleness: stats.max_staleness,
             slots: stats.slots,
             slots_free: stats.slots_free,
             bytes: stats.bytes,

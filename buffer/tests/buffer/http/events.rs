@@ -1,0 +1,89 @@
+//! What happens, as a stream that can be taken up again.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpStream;
+
+use buffer::{Consumer, Events};
+use serde_json::{Value, json};
+
+use super::super::served::{Served, head};
+use super::super::{config, generate, leased, v};
+use super::{keyed, store};
+
+/// Reads messages as they come.
+struct Watcher(BufReader<TcpStream>);
+
+/// Id, kind and data.
+type Message = (u64, String, Value);
+
+impl Watcher {
+    fn new(served: &Served, path: &str, headers: &[(&str, &str)]) -> Self {
+        let mut stream = served.connect();
+        stream.write_all(&head("GET", path, served.address, headers, None)).unwrap();
+        let mut lines = BufReader::new(stream);
+        let mut line = String::new();
+        while line != "\r\n" {
+            line.clear();
+            assert_ne!(lines.read_line(&mut line).unwrap(), 0, "the head ended early");
+        }
+        Self(lines)
+    }
+
+    fn next(&mut self) -> Message {
+        let (mut id, mut kind) = (0, String::new());
+        loop {
+            let mut line = String::new();
+            assert_ne!(self.0.read_line(&mut line).unwrap(), 0, "the stream ended early");
+            // Sizes of chunks and empty lines stand in between.
+            match line.trim_end().split_once(": ") {
+                Some(("id", text)) => id = text.parse().unwrap(),
+                Some(("event", text)) => text.clone_into(&mut kind),
+                Some(("data", text)) => return (id, kind, serde_json::from_str(text).unwrap()),
+                _ => {}
+            }
+        }
+    }
+}
+
+#[test]
+fn a_watcher_sees_everything_and_goes_on_where_it_was() {
+    let served = Served::memory(config(2, 1));
+    let client = served.client();
+    generate(&client, v(0), 1);
+    // Whoever names an id of no time is told where events are.
+    let (start, kind, _) = Watcher::new(&served, "/v1/events?after=0", &[]).next();
+    assert_eq!(kind, "gap");
+    let mut first = Watcher::new(&served, &format!("/v1/events?after={start}"), &[]);
+    generate(&client, v(0), 1);
+    assert_eq!(leased(&client, 0), [0, 1]);
+    client.ack_through("trainer", v(1)).unwrap();
+    let seen: Vec<Message> = (0..4).map(|_| first.next()).collect();
+    let kinds: Vec<&str> = seen.iter().map(|(_, kind, _)| &kind[..]).collect();
+    assert_eq!(kinds, ["finalized", "leased", "acked", "version"]);
+    assert_eq!(seen[0].2["groups"], json!([1]));
+    assert_eq!(seen[1].2["lease"], 0);
+    assert!(seen.windows(2).all(|pair| pair[0].0 < pair[1].0), "ids ascend");
+
+    let id = seen[1].0.to_string();
+    let mut again = Watcher::new(&served, "/v1/events?after=0", &[("last-event-id", &id)]);
+    assert_eq!([again.next(), again.next()], seen[2..], "the header counts more than the query");
+    let wrong = served.ask("GET", "/v1/events", &[("last-event-id", "x")], b"");
+    wrong.is_problem(400, "bad_query");
+}
+
+#[test]
+fn who_missed_some_is_told() {
+    let served = Served::memory(config(4096, 4));
+    let (start, _, _) = Watcher::new(&served, "/v1/events?after=0", &[]).next();
+    let mut stored = 0;
+    while stored <= Events::KEPT {
+        let groups: Vec<Value> = (0..1000).map(|n| keyed(&format!("{}", stored + n))).collect();
+        assert_eq!(store(&served, &groups).status, 200);
+        stored += groups.len();
+    }
+    let mut late = Watcher::new(&served, &format!("/v1/events?after={start}"), &[]);
+    let (id, kind, data) = late.next();
+    assert_eq!((kind, data), ("gap".to_owned(), json!({ "after": id })));
+    store(&served, &[keyed("after the gap")]);
+    assert_eq!(late.next().0, id + 1, "from there on it misses nothing");
+}
