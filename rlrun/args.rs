@@ -14,8 +14,10 @@ use trainer::adamw::OptimizerKind;
 
 use crate::init::Template;
 
+mod buffer_bench;
 mod serve;
 
+pub use buffer_bench::BufferBenchArgs;
 pub use serve::{KeepArgs, ServeBufferArgs, ServeWhat};
 
 const USAGE: &str = "rlrun RECIPE.toml [OPTIONS]\n       rlrun COMMAND";
@@ -199,6 +201,8 @@ pub enum BenchWhat {
     Loop(LoopBenchArgs),
     /// The operations of the decoder one by one, on one thread
     Ops(OpsBenchArgs),
+    /// A served buffer: appends, leases, memory, and the time to open it again
+    Buffer(BufferBenchArgs),
 }
 
 /// What is measured, and how it is shown.
@@ -346,6 +350,7 @@ impl BenchArgs {
             Some(BenchWhat::Train(args)) => args.target.output,
             Some(BenchWhat::Loop(args)) => args.output,
             Some(BenchWhat::Ops(args)) => BenchOutput { threads: Some(1), json: args.json },
+            Some(BenchWhat::Buffer(args)) => BenchOutput { threads: Some(1), json: args.json },
             None => self.output,
         }
     }

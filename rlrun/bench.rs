@@ -5,10 +5,12 @@
 //! - [`cost`]: the arithmetic and the traffic that a piece of work needs at least
 //! - [`measure`]: one result, as a row of a table and as one JSON object, whose fields are listed there
 //! - [`generate`], [`train`], [`steps`], [`ops`]: what is measured
+//! - [`mod@buffer`]: a served buffer, which no limit of the processor says anything about
 //! - [`chart`]: a sweep as a picture
 //!
 //! Invariant: nothing here computes. What is timed is the code that a run executes.
 
+pub mod buffer;
 pub mod chart;
 pub mod cost;
 pub mod generate;
@@ -39,12 +41,16 @@ use measure::{Measure, Work};
 /// # Errors
 /// A model or tasks that cannot be used, numbers that do not fit each other, or a part of rlrun that fails.
 pub fn run(args: &BenchArgs, env: &[(String, String)], out: &mut dyn Write) -> Result<(), Failure> {
+    if let Some(BenchWhat::Buffer(args)) = &args.what {
+        return buffer::run(args, out);
+    }
     let mut bench = Bench::start(args.output(), out)?;
     match &args.what {
         Some(BenchWhat::Generate(args)) => bench.generate(args),
         Some(BenchWhat::Train(args)) => bench.train(args),
         Some(BenchWhat::Loop(args)) => bench.steps(args, env),
         Some(BenchWhat::Ops(args)) => bench.ops(args),
+        Some(BenchWhat::Buffer(args)) => buffer::run(args, bench.out),
         None => {
             // The command line insists on it where no measure is named.
             let model = args.model.as_deref().unwrap_or(Path::new(""));

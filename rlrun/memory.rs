@@ -1,4 +1,4 @@
-//! The memory of this process, as the system counts it.
+//! The memory of this process, and of those it started, as the system counts it.
 //!
 //! Invariant: sizes are MiB of resident memory. On a system without `/proc` nothing is known and nothing is made up.
 
@@ -41,6 +41,14 @@ impl PeakMemory {
 #[must_use]
 pub fn peak_mib() -> Option<f64> {
     status("VmHWM:")
+}
+
+/// Memory of another process that is resident now, and most that was so far, MiB; `None` on a system that does not say.
+#[must_use]
+pub fn of_process(id: u32) -> Option<(f64, f64)> {
+    let status = fs::read_to_string(format!("/proc/{id}/status")).ok()?;
+    let mib = |name| Some(kibibytes(&status, name)? as f64 / 1024.0);
+    Some((mib("VmRSS:")?, mib("VmHWM:")?))
 }
 
 /// A size of `/proc/self/status`, MiB.

@@ -9,6 +9,8 @@ mod parity;
 mod recipes;
 mod reference_loop;
 mod resume;
+mod served;
+mod served_buffer;
 mod staleness;
 mod stops;
 mod structure;

@@ -86,6 +86,8 @@ mod config;
 mod contract;
 mod error;
 mod events;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 pub mod http;
 mod journal;
 mod ledger;

@@ -17,6 +17,8 @@ mod auth;
 mod body;
 mod client;
 mod events;
+#[cfg(fuzzing)]
+pub(crate) mod fuzzing;
 mod limits;
 mod metrics;
 mod openapi;

@@ -1,0 +1,35 @@
+//! The parsers of bodies, for [`crate::fuzzing`]. Invariant: they are called as the routes call them.
+
+use trajectory::Group;
+
+use super::body::Format;
+use super::wire::{
+    AbortRequest, AckThroughRequest, AdmissionsRequest, AppendRequest, ClaimRequest, ExtendRequest,
+    ItemLimits, LeasesRequest, Nothing, VersionRequest,
+};
+
+fn format(choice: u8) -> Format {
+    if choice.is_multiple_of(2) { Format::Json } else { Format::MessagePack }
+}
+
+/// Reads `body` as some verb would.
+pub(crate) fn decode(choice: u8, body: &[u8]) {
+    let format = format(choice);
+    match choice / 2 % 8 {
+        0 => drop(format.decode::<AdmissionsRequest>(body).and_then(|request| request.check())),
+        1 => drop(format.decode::<LeasesRequest>(body).and_then(LeasesRequest::check)),
+        2 => drop(format.decode::<ExtendRequest>(body).and_then(|request| request.check())),
+        3 => drop(format.decode::<AckThroughRequest>(body)),
+        4 => drop(format.decode::<VersionRequest>(body)),
+        5 => drop(format.decode::<ClaimRequest>(body)),
+        6 => drop(format.decode::<AbortRequest>(body)),
+        _ => drop(format.decode::<Nothing>(body)),
+    }
+}
+
+/// The groups that would be stored of `body`.
+pub(crate) fn groups(choice: u8, body: &[u8]) -> Vec<Group> {
+    let Ok(request) = format(choice).decode::<AppendRequest>(body) else { return Vec::new() };
+    let limits = ItemLimits { trajectories: 64, tokens: 1 << 16, vocabulary: Some(200_000) };
+    request.groups.into_iter().filter_map(|group| Some(group.check(limits).ok()?.1)).collect()
+}

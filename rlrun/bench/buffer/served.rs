@@ -1,0 +1,70 @@
+//! `rlrun serve buffer` in a child process, on a port of its own.
+//!
+//! Invariant: the child ends with its value, by SIGKILL; whatever it leaves in its directory is for the next.
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::failure::Failure;
+use crate::memory;
+
+/// A server in a process of its own.
+#[derive(Debug)]
+pub struct Served {
+    child: Child,
+    /// Where it listens.
+    pub address: SocketAddr,
+    /// From the start of the process until it listened, the journal open.
+    pub opened_in: Duration,
+}
+
+impl Served {
+    /// Serves the journal in `directory`, with so much room that nobody has to wait for any.
+    ///
+    /// # Errors
+    /// A child that does not start or does not listen; it has said why on standard error.
+    pub fn start(directory: &Path) -> Result<Self, Failure> {
+        let system = |source| Failure::System { what: "start `rlrun serve buffer`".to_owned(), source };
+        let program = std::env::current_exe().map_err(system)?;
+        let started = Instant::now();
+        let mut child = Command::new(program)
+            .args(["serve", "buffer", "--listen", "127.0.0.1:0", "--max-bytes", "64GiB", "--quiet"])
+            .args(["--batch-groups", "65536", "--max-staleness", "255", "--dir"])
+            .arg(directory)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(system)?;
+        let mut line = String::new();
+        // It hangs up if it fails, so that this comes back.
+        let read = child.stdout.take().map(|stdout| BufReader::new(stdout).read_line(&mut line));
+        let opened_in = started.elapsed();
+        read.transpose().map_err(system)?;
+        match line.trim_end().strip_prefix("listening on http://").and_then(|address| address.parse().ok()) {
+            Some(address) => Ok(Self { child, address, opened_in }),
+            None => {
+                // It has ended or makes no sense.
+                let _ = child.kill();
+                let _ = child.wait();
+                Err(Failure::NotThere(format!("`rlrun serve buffer` did not listen; it said: {line:?}")))
+            }
+        }
+    }
+
+    /// Resident memory now and at most, MiB; `None` on a system that does not say.
+    #[must_use]
+    pub fn memory_mib(&self) -> Option<(f64, f64)> {
+        memory::of_process(self.child.id())
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // One that has ended already cannot be killed, which is as well.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
