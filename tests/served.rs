@@ -50,6 +50,10 @@ impl Drop for Server {
 pub(crate) struct Place(Mutex<Option<SocketAddr>>);
 
 impl Place {
+    pub(crate) fn at(address: SocketAddr) -> Self {
+        Self(Mutex::new(Some(address)))
+    }
+
     pub(crate) fn set(&self, address: SocketAddr) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(address);
     }

@@ -11,6 +11,7 @@ mod reference_loop;
 mod resume;
 mod served;
 mod served_buffer;
+mod served_run;
 mod staleness;
 mod stops;
 mod structure;

@@ -13,6 +13,8 @@ use tokio::net::TcpStream;
 const DEADLINE: Duration = Duration::from_secs(30);
 /// Longest head of an answer, bytes.
 const MAX_HEAD: usize = 16 << 10;
+/// Bytes that are read at once.
+const READ_BYTES: usize = 16 << 10;
 /// Longest answer, bytes.
 const MAX_BODY: usize = 1 << 30;
 
@@ -93,11 +95,15 @@ impl Connection {
     }
 
     async fn receive(&mut self) -> Result<(), Error> {
+        let mut read = [0; READ_BYTES];
         loop {
             self.stream.readable().await?;
-            match self.stream.try_read_buf(&mut self.received) {
+            match self.stream.try_read(&mut read) {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(_) => return Ok(()),
+                Ok(length) => {
+                    self.received.extend_from_slice(&read[..length]);
+                    return Ok(());
+                }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                 Err(error) => return Err(error),
             }
