@@ -14,7 +14,7 @@ use crate::BufferError;
 const RETRY_AFTER: HeaderValue = HeaderValue::from_static("1");
 
 macro_rules! codes {
-    ($($name:ident = $status:ident $text:literal $title:literal;)*) => {
+    ($($name:ident = $status:ident $text:tt $title:literal;)*) => {
         /// What went wrong; stable in meaning and spelling.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
         pub(crate) enum Code {
@@ -245,4 +245,22 @@ pub(crate) fn with_problem_headers(problem: &Problem, body: &impl Serialize) -> 
 /// The header of an answer that is a success and yet asks for patience.
 pub(crate) fn retry_after() -> [(HeaderName, HeaderValue); 1] {
     [(header::RETRY_AFTER, RETRY_AFTER)]
+}
+
+#[cfg(test)]
+mod tests {
+    use utoipa::PartialSchema;
+
+    use super::*;
+
+    #[test]
+    fn codes_are_described_as_they_are_sent() {
+        let schema = serde_json::to_value(Code::schema()).unwrap();
+        let described = schema["enum"].as_array().unwrap();
+        assert!(described.len() > 40, "{described:?}");
+        for name in described {
+            let code: Code = serde_json::from_value(name.clone()).unwrap();
+            assert_eq!(*name, code.as_str());
+        }
+    }
 }
