@@ -21,10 +21,13 @@ const BOUNDS: [f64; 12] = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0
 /// The route of a request that fits none.
 const NO_ROUTE: &str = "none";
 
+/// Requests to one route, by method and status.
+type Answers = BTreeMap<(&'static str, u16), u64>;
+
 /// Everything that is counted.
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
-    requests: Mutex<BTreeMap<String, BTreeMap<(&'static str, u16), u64>>>,
+    requests: Mutex<BTreeMap<String, Answers>>,
     append: Histogram,
     /// Connections that are open.
     pub(super) connections: AtomicU64,

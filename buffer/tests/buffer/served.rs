@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
 use buffer::http::{Client, ClientConfig, Server, ServerConfig};
@@ -76,8 +76,19 @@ impl Served {
         self.ask("POST", path, &[("content-type", "application/json")], body.to_string().as_bytes())
     }
 
-    /// One request on a connection of its own.
+    /// One request on a connection of its own; its answer is one that the OpenAPI document knows.
     pub(crate) fn ask(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
+        static DOCUMENT: OnceLock<Value> = OnceLock::new();
+        let answer = self.ask_anything(method, path, headers, body);
+        let document = DOCUMENT.get_or_init(|| {
+            let other = Self::memory(BufferConfig::new(1, 0));
+            other.ask_anything("GET", "/openapi.json", &[], b"").json()
+        });
+        answer.is_documented(document, method, path);
+        answer
+    }
+
+    fn ask_anything(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
         let mut stream = self.connect();
         stream.write_all(&head(method, path, self.address, headers, Some(body.len()))).unwrap();
         // A server that refuses early does not read the rest.
@@ -153,6 +164,30 @@ impl Answer {
         // Of a body that was refused the connection may be reset behind the answer.
         let _ = stream.read_to_end(&mut body);
         Self { status, headers, body }
+    }
+
+    fn is_documented(&self, document: &Value, method: &str, path: &str) {
+        let path = path.split('?').next().unwrap();
+        let is_it = |template: &str| {
+            let (asked, known) = (path.split('/'), template.split('/'));
+            asked.clone().count() == known.clone().count()
+                && asked.zip(known).all(|(asked, known)| asked == known || known == "{id}")
+        };
+        // `/v1/leases/ack` is a path of its own, not a lease with the id `ack`.
+        let paths = document["paths"].as_object().unwrap();
+        let exact = paths.get(path);
+        let item = exact.or_else(|| paths.iter().find(|(template, _)| is_it(template)).map(|(_, item)| item));
+        let operation = item.and_then(|item| item.get(method.to_ascii_lowercase()));
+        // What is no operation is answered 404 or 405, and documented nowhere.
+        let Some(operation) = operation else { return assert!([404, 405, 421, 403].contains(&self.status)) };
+        let response = &operation["responses"][self.status.to_string()];
+        assert!(response.is_object(), "{method} {path} may not answer {}: {}", self.status, self.text());
+        if self.headers.get("content-type").is_some_and(|media_type| media_type == "application/problem+json")
+        {
+            let code = self.json()["code"].as_str().unwrap().to_owned();
+            let text = response["description"].as_str().unwrap();
+            assert!(text.contains(&format!("`{code}`")), "{method} {path} may not answer {code}: {text}");
+        }
     }
 
     pub(crate) fn json(&self) -> Value {
