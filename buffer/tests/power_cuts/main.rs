@@ -1,7 +1,7 @@
 //! What a buffer keeps when the power fails at any moment, the disk is full, or bytes are damaged.
 //!
 //! Invariant: every case follows from its seed, which a failure prints, but for the order in which appends that are made
-//! at the same time reach the disk. `RLRUN_POWER_CUTS=10000` runs so many cases instead of the few hundred that a change
+//! at the same time reach the disk. `RLRUN_POWER_CUTS=3400` runs so many cases, of three cuts each, instead of the few hundred that a change
 //! has to pass; `RLRUN_POWER_CUTS=17..18` runs one of them again.
 
 mod damage;

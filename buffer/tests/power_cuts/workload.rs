@@ -35,7 +35,7 @@ pub(crate) struct Content {
 impl Content {
     pub(crate) fn of(buffer: &Buffer) -> Result<Self, BufferError> {
         let mut content = Self::default();
-        for entry in buffer.list(&GroupFilter::default(), None, usize::MAX)? {
+        for entry in buffer.list(&GroupFilter::default(), None, usize::MAX)?.groups {
             if matches!(entry.state, GroupState::Finalized | GroupState::Leased) {
                 let (entry, group) = buffer.get(entry.id)?.expect("it was listed");
                 content.groups.insert(entry.id, ((*group.expect("it is finalized")).clone(), entry.uses));
