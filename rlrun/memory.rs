@@ -81,7 +81,9 @@ mod tests {
         map.fill(1);
         drop(map);
         let MemoryUse { before, peak } = memory.stop();
-        assert!(peak >= before + 0.9 * MIB as f64 || before == 0.0, "{before} MiB before, {peak} at most");
+        // Other tests take and give back memory meanwhile.
+        let known = before > 0.0;
+        assert!(!known || peak >= before.max(0.9 * MIB as f64), "{before} MiB before, {peak} at most");
     }
 
     #[test]

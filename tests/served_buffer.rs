@@ -31,9 +31,10 @@ fn every_acknowledged_group_is_trained_once_though_the_server_is_killed() {
     let world = World::default();
     let stored = std::thread::scope(|scope| {
         let consumers = CONSUMERS.map(|name| scope.spawn(|| Consumer::new(name, &world).run()));
-        let writers: Vec<_> = (0..WRITERS).map(|writer| scope.spawn(|| write(writer, &world))).collect();
+        let world = &world;
+        let writers: Vec<_> = (0..WRITERS).map(|writer| scope.spawn(move || write(writer, world))).collect();
         // Whatever fails here must not leave the others running.
-        let stop = StopOnDrop(&world);
+        let stop = StopOnDrop(world);
         let mut server = serve(&home);
         for kill in 0..kills {
             world.place.set(server.address);

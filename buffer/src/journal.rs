@@ -52,7 +52,7 @@ struct Place {
     segment: u64,
     offset: u32,
     length: u32,
-    /// The first 8 bytes of the payload's BLAKE3 digest.
+    /// XXH64 of the payload.
     check: u64,
 }
 
@@ -267,7 +267,7 @@ impl Place {
         if check(bytes) != self.check {
             return Err("its checksum is wrong".to_owned());
         }
-        payload::decode(id, bytes).map_err(|error| error.to_string())
+        payload::decode(id, bytes)
     }
 }
 
@@ -314,9 +314,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 fn check(payload: &[u8]) -> u64 {
-    let mut first = [0; 8];
-    first.copy_from_slice(&blake3::hash(payload).as_bytes()[..8]);
-    u64::from_le_bytes(first)
+    twox_hash::XxHash64::oneshot(0, payload)
 }
 
 fn stopped(path: &Path, broken: &Mutex<Option<String>>) -> BufferError {

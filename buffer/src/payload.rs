@@ -1,8 +1,11 @@
 //! A group as bytes, and what the buffer knows of it without them. Invariant: what is encoded decodes to the same group; the
 //! id is not part of it, since a group with a key has none before it is accepted.
 
-use serde::{Deserialize, Serialize};
-use trajectory::{Group, GroupId, PolicyVersion, Task, Trajectory};
+use serde::{Deserialize, Serialize, Serializer};
+use trajectory::{
+    Group, GroupId, KeptTokens, PolicyVersion, Sample, SampleStreams, Score, Task, Trajectory, Turn,
+    VersionRun,
+};
 
 use crate::BufferError;
 use crate::ledger::{Arrival, Identity, Row};
@@ -30,16 +33,57 @@ pub(crate) struct Prepared {
     pub(crate) payload: Vec<u8>,
 }
 
+/// What is encoded. Streams are bytes, little-endian: a group has thousands of numbers, and they are copied rather than
+/// written one by one.
 #[derive(Serialize)]
 struct Encoded<'a> {
     task: &'a Task,
-    trajectories: &'a [Trajectory],
+    trajectories: Vec<EncodedTrajectory<'a>>,
+}
+
+#[derive(Serialize)]
+struct EncodedTrajectory<'a> {
+    index: u32,
+    token_ids: Bytes<'a>,
+    loss_mask: Bytes<'a>,
+    behavior_logprobs: Bytes<'a>,
+    versions: &'a [VersionRun],
+    kept: Option<&'a KeptTokens>,
+    temperature: f32,
+    turns: &'a [Turn],
+    text: &'a str,
+    score: &'a Score,
+}
+
+/// The same, read in place.
+#[derive(Deserialize)]
+struct Decoded<'a> {
+    task: Task,
+    #[serde(borrow)]
+    trajectories: Vec<DecodedTrajectory<'a>>,
 }
 
 #[derive(Deserialize)]
-struct Decoded {
-    task: Task,
-    trajectories: Vec<Trajectory>,
+struct DecodedTrajectory<'a> {
+    index: u32,
+    token_ids: &'a [u8],
+    loss_mask: &'a [u8],
+    behavior_logprobs: &'a [u8],
+    versions: Vec<VersionRun>,
+    kept: Option<KeptTokens>,
+    temperature: f32,
+    turns: Vec<Turn>,
+    text: String,
+    score: Score,
+}
+
+/// A slice as one value.
+struct Bytes<'a>(&'a [u8]);
+
+impl Serialize for Bytes<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_bytes(self.0)
+    }
 }
 
 impl Prepared {
@@ -114,14 +158,64 @@ pub(crate) struct Written {
 /// MessagePack with named fields, so that a later program can add some.
 fn encode(group: &Group) -> Result<Vec<u8>, BufferError> {
     let Group { task, trajectories, id } = group;
+    let trajectories = trajectories.iter().map(EncodedTrajectory::from).collect();
     rmp_serde::to_vec_named(&Encoded { task, trajectories })
         .map_err(|error| BufferError::NotEncodable { group: *id, reason: error.to_string() })
 }
 
 /// The group that [`Prepared`] encoded.
-pub(crate) fn decode(id: GroupId, payload: &[u8]) -> Result<Group, rmp_serde::decode::Error> {
-    let Decoded { task, trajectories } = rmp_serde::from_slice(payload)?;
-    Ok(Group { id, task, trajectories })
+///
+/// # Errors
+/// What is wrong with the bytes.
+pub(crate) fn decode(id: GroupId, payload: &[u8]) -> Result<Group, String> {
+    let decoded: Decoded<'_> = rmp_serde::from_slice(payload).map_err(|error| error.to_string())?;
+    let trajectories = decoded.trajectories.into_iter().map(Trajectory::try_from);
+    Ok(Group { id, task: decoded.task, trajectories: trajectories.collect::<Result<_, _>>()? })
+}
+
+impl<'a> From<&'a Trajectory> for EncodedTrajectory<'a> {
+    fn from(trajectory: &'a Trajectory) -> Self {
+        let Trajectory { index, sample, turns, text, score } = trajectory;
+        Self {
+            index: *index,
+            token_ids: Bytes(bytemuck::cast_slice(sample.token_ids())),
+            loss_mask: Bytes(bytemuck::cast_slice(sample.loss_mask())),
+            behavior_logprobs: Bytes(bytemuck::cast_slice(sample.behavior_logprobs())),
+            versions: sample.versions(),
+            kept: sample.kept(),
+            temperature: sample.temperature(),
+            turns,
+            text,
+            score,
+        }
+    }
+}
+
+impl TryFrom<DecodedTrajectory<'_>> for Trajectory {
+    type Error = String;
+
+    fn try_from(decoded: DecodedTrajectory<'_>) -> Result<Self, String> {
+        let streams = SampleStreams {
+            token_ids: numbers(decoded.token_ids, u32::from_le_bytes)?,
+            loss_mask: decoded.loss_mask.iter().map(|byte| *byte != 0).collect(),
+            behavior_logprobs: numbers(decoded.behavior_logprobs, f32::from_le_bytes)?,
+            versions: decoded.versions,
+            kept: decoded.kept,
+            temperature: decoded.temperature,
+        };
+        let sample = Sample::new(streams).map_err(|error| error.to_string())?;
+        let DecodedTrajectory { index, turns, text, score, .. } = decoded;
+        Ok(Self { index, sample, turns, text, score })
+    }
+}
+
+fn numbers<T>(bytes: &[u8], number: impl Fn([u8; 4]) -> T) -> Result<Vec<T>, String> {
+    let (whole, rest) = bytes.as_chunks::<4>();
+    if rest.is_empty() {
+        Ok(whole.iter().map(|bytes| number(*bytes)).collect())
+    } else {
+        Err(format!("a stream of {} bytes does not hold whole numbers", bytes.len()))
+    }
 }
 
 /// One for every trajectory: equal for equal tokens of the same task.

@@ -63,20 +63,30 @@ fn check_replay(buffer: &Buffer, checker: &mut Checker<'_>) {
     }
 }
 
+impl Buffer {
+    /// The keys that say nothing about the store that was chosen.
+    pub(super) fn keys_without_effect(&self) -> &'static [&'static str] {
+        match self.store {
+            Store::Http => {
+                &["on_stale", "order", "reward_temperature", "max_uses", "dedup", "max_mib", "listen"]
+            }
+            Store::Redb | Store::Memory => &["url", "token_file"],
+        }
+    }
+}
+
 fn check_store(buffer: &mut Buffer, checker: &mut Checker<'_>) {
     let remote = buffer.store == Store::Http;
     if remote && buffer.url.is_none() {
         let help = "name the address that `rlrun serve buffer` printed";
         checker.report("buffer.store", "`buffer.store` is \"http\", but there is no `buffer.url`", help);
     }
-    let (keys, help): (&[&str], _) = if remote {
-        let of_server =
-            &["on_stale", "order", "reward_temperature", "max_uses", "dedup", "max_mib", "listen"];
-        (of_server, "remove it; it is set where the buffer is served")
+    let help = if remote {
+        "remove it; it is set where the buffer is served"
     } else {
-        (&["url", "token_file"], "remove it, or set `buffer.store = \"http\"`")
+        "remove it, or set `buffer.store = \"http\"`"
     };
-    for key in keys {
+    for key in buffer.keys_without_effect() {
         let path = format!("buffer.{key}");
         if checker.given(&path) {
             let store = if remote { "http" } else { "redb\" or \"memory" };

@@ -81,6 +81,11 @@ fn drop_without_effect(table: &mut Table, recipe: &Recipe) {
     {
         data.remove("chat");
     }
+    if let Some(Value::Table(buffer)) = table.get_mut("buffer") {
+        for key in recipe.buffer.keys_without_effect() {
+            buffer.remove(*key);
+        }
+    }
 }
 
 /// Writes the values of a table, then its subtables: TOML reads a value after a header as part of that section.

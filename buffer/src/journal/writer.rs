@@ -114,13 +114,8 @@ impl Writer {
     fn write_until_closed(&mut self, requests: &Receiver<Request>) -> Result<(), (String, Promises)> {
         while let Ok(first) = requests.recv() {
             let mut promises = Promises::default();
-            // redb panics when it meets some kinds of damage.
-            let written =
-                catch_unwind(AssertUnwindSafe(|| self.write_together(first, requests, &mut promises)));
-            match written {
-                Ok(Ok(())) => {}
-                Ok(Err(error)) => return Err((error.to_string(), promises)),
-                Err(panic) => return Err((panic_text(panic.as_ref()), promises)),
+            if let Err(cause) = unpanicked(|| self.write_together(first, requests, &mut promises)) {
+                return Err((cause, promises));
             }
             {
                 let mut at_hand = lock(&self.at_hand);
@@ -128,7 +123,7 @@ impl Writer {
             }
             promises.done.into_iter().for_each(|done| done(Ok(())));
             if requests.is_empty() {
-                self.give_space_back().map_err(|error| (error.to_string(), Promises::default()))?;
+                unpanicked(|| self.give_space_back()).map_err(|cause| (cause, Promises::default()))?;
             }
         }
         Ok(())
@@ -286,6 +281,14 @@ impl Writer {
         database.compact().map_err(super::failed(&self.path, "give disk space back"))?;
         self.space.peak = self.bytes;
         Ok(())
+    }
+}
+
+/// Does `work`; why it failed, also if that was a panic, as redb has them when it meets some kinds of damage.
+fn unpanicked<E: std::fmt::Display>(work: impl FnOnce() -> Result<(), E>) -> Result<(), String> {
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(done) => done.map_err(|error| error.to_string()),
+        Err(panic) => Err(panic_text(panic.as_ref())),
     }
 }
 
