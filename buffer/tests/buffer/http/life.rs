@@ -1,6 +1,7 @@
 //! A server from its first connection to its end: slow and many clients, stopping, and a disk that fails.
 
 use std::io::{BufReader, Read, Write};
+use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -70,29 +71,32 @@ fn too_many_connections_are_closed_and_counted() {
 fn a_stop_finishes_what_was_begun() {
     let directory = tempfile::tempdir().unwrap();
     let mut served = Served::journal(&directory, config(8, 1));
-    // The head is in, so the request has begun; the body comes after the stop.
     let body = json!({ "groups": [keyed("under way")] }).to_string();
-    let mut underway = served.connect();
-    let expect = [("expect", "100-continue")];
-    underway.write_all(&head("POST", "/v1/groups", served.address, &expect, Some(body.len()))).unwrap();
-    let mut go_on = [0; 25];
-    underway.read_exact(&mut go_on).unwrap();
-    assert_eq!(&go_on, b"HTTP/1.1 100 Continue\r\n\r\n");
-    let mut waiting = served.connect();
+    let mut underway = begin(&served, "/v1/groups", &body);
     let lease = json!({ "consumer": "t", "groups": 9, "wait_ms": 30_000 }).to_string();
-    waiting.write_all(&head("POST", "/v1/leases", served.address, &[], Some(lease.len()))).unwrap();
+    let mut waiting = begin(&served, "/v1/leases", &lease);
     waiting.write_all(lease.as_bytes()).unwrap();
-    while served.get("/metrics").text().lines().any(|line| line == "rlrun_buffer_connections 1") {}
     served.begin_stop();
     underway.write_all(body.as_bytes()).unwrap();
     assert_eq!(statuses(&Answer::read(&mut BufReader::new(underway))), ["accepted"]);
     Answer::read(&mut BufReader::new(waiting)).is_problem(503, "stopping");
     let address = served.address;
     served.wait();
-    assert!(std::net::TcpStream::connect(address).is_err(), "nobody listens any more");
+    assert!(TcpStream::connect(address).is_err(), "nobody listens any more");
 
     let served = Served::journal(&directory, config(8, 1));
     assert_eq!(statuses(&store(&served, &[keyed("under way")])), ["duplicate"]);
+}
+
+/// A request whose head is in, so that it has begun; its body is to come.
+fn begin(served: &Served, path: &str, body: &str) -> TcpStream {
+    let mut stream = served.connect();
+    let expect = [("expect", "100-continue")];
+    stream.write_all(&head("POST", path, served.address, &expect, Some(body.len()))).unwrap();
+    let mut go_on = [0; 25];
+    stream.read_exact(&mut go_on).unwrap();
+    assert_eq!(&go_on, b"HTTP/1.1 100 Continue\r\n\r\n");
+    stream
 }
 
 #[test]
