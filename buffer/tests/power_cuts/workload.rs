@@ -362,7 +362,9 @@ impl Workload {
         for append in std::mem::take(&mut self.cut_off) {
             let stored = self.find_cut_off(&append, &found);
             stored_late.extend(stored.and_then(|id| found.groups.remove_entry(&id)));
-            self.ask_again(buffer, append, stored);
+            let left = self.find_left_over(&append, &found);
+            self.stale.extend(left);
+            self.ask_again(buffer, append, stored.or(left));
         }
         self.stale.retain(|id| found.groups.remove(id).is_some());
         match std::mem::take(&mut self.doubt) {
@@ -397,6 +399,14 @@ impl Workload {
             (new(id) && *stored == Group { id: *id, ..group.clone() }).then_some(*id)
         };
         found.groups.iter().find_map(same)
+    }
+
+    /// The id of a group that was cut off, if an older one is still stored under it: it was dropped over the bound and
+    /// generated again, and the power failed before the disk had heard of either.
+    fn find_left_over(&self, append: &Append, found: &Content) -> Option<GroupId> {
+        let Append::Admitted(Group { id, .. }) = append else { return None };
+        let left = !self.content.groups.contains_key(id) && found.groups.contains_key(id);
+        left.then_some(*id)
     }
 
     /// Whoever got no answer asks again: what is stored is not stored twice.

@@ -122,11 +122,11 @@ impl Head {
             std::str::from_utf8(&received[..end]).map_err(|_| invalid("an answer that is not text"))?;
         let (line, headers) = head.split_once("\r\n").unwrap_or((head, ""));
         let status = line.strip_prefix("HTTP/1.1 ").and_then(|rest| rest.get(..3)?.parse().ok());
-        let lengths = headers.lines().filter_map(|header| {
+        let mut lengths = headers.lines().filter_map(|header| {
             let (name, value) = header.split_once(':')?;
             name.eq_ignore_ascii_case("content-length").then(|| value.trim().parse().ok())?
         });
-        let (Some(status), Some(length)) = (status, lengths.last()) else {
+        let (Some(status), Some(length)) = (status, lengths.next_back()) else {
             return Err(invalid("an answer without status or length"));
         };
         if length > MAX_BODY {
