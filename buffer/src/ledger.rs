@@ -5,7 +5,8 @@
 //! of `d` or less, for every `d >= v`. The deadline of a group is the last step that may train it: its oldest version +
 //! `eta`.
 //!
-//! Why slots and earliest deadline first keep the bound in [`OnStale::Wait`], for steps that train `B` groups:
+//! Why slots and earliest deadline first keep the bound in [`OnStale::Wait`](crate::OnStale::Wait), for steps that train
+//! `B` groups:
 //! - Admission for a sampler that serves `a` leaves at most `(eta + 1) * B - (v - a) * B = (d - v + 1) * B` groups live
 //!   or leased for `v`, `d = a + eta` being the deadline of those it lets in; so it keeps the invariant at `d` and
 //!   later, and earlier deadlines do not see it. Claiming and finalizing move a deadline only back, the other verbs only

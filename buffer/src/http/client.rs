@@ -4,7 +4,7 @@
 //! that cannot do anything twice, and only until a deadline.
 //!
 //! Most verbs can be repeated because the buffer makes them so. Four cannot: an `admit`, an `abort` and a lease without a
-//! named step, whose answer was lost on the way, fail as [`BufferError::Unclear`](crate::BufferError::Unclear), unless
+//! named step, whose answer was lost on the way, fail as [`BufferError::Unclear`], unless
 //! the request was certainly not sent. What they took comes back when its hold is over.
 
 mod call;
