@@ -16,6 +16,7 @@
 //! redb needs to open the file at once after a crash (quick repair), which costs a second fsync.
 
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
@@ -185,7 +186,9 @@ impl Store for Journal {
         if found.iter().all(Option::is_some) {
             return Ok(found.into_iter().flatten().collect());
         }
-        self.read_missing(ids, found)
+        // redb panics when it meets some kinds of damage.
+        catch_unwind(AssertUnwindSafe(|| self.read_missing(ids, found)))
+            .unwrap_or_else(|panic| Err(failed(&self.path, "read a group")(open::panic_text(panic.as_ref()))))
     }
 
     fn at_hand(&self, ids: &[GroupId]) -> bool {
