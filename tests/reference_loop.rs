@@ -149,7 +149,7 @@ fn gradients(
                 });
                 targets.push(Target { token: trajectory.token_ids[position], temperature: 1.0, kept: None });
                 let logprob = -trajectory.advantage * token_weight;
-                slopes.push(PredictionGradient { logprob, entropy: 0.0 });
+                slopes.push(PredictionGradient { logprob, entropy: 0.0, value: 0.0 });
             }
         }
     }

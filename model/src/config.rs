@@ -16,6 +16,8 @@ mod write;
 pub struct Config {
     /// Which family the files belong to; the flags below say what that means for the network.
     pub architecture: Architecture,
+    /// What is read from the last hidden state.
+    pub head: Head,
     /// Rows of the embedding; may exceed the tokenizer's vocabulary.
     pub vocab_size: usize,
     /// Width of the residual stream.
@@ -73,6 +75,18 @@ pub enum Architecture {
     Qwen3,
 }
 
+/// What a model reads from its last hidden state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Head {
+    /// The next token.
+    #[default]
+    Language,
+    /// The next token, and a value: a policy that is its own critic.
+    LanguageAndValue,
+    /// A value alone: a critic or a reward model, to others a sequence classifier with one label.
+    Value,
+}
+
 /// How the rotary frequencies are stretched.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RopeScaling {
@@ -121,6 +135,7 @@ impl Config {
     pub fn fresh(sizes: &Sizes) -> Self {
         Self {
             architecture: Architecture::Qwen2,
+            head: Head::Language,
             vocab_size: sizes.vocab_size,
             hidden_size: sizes.hidden_size,
             intermediate_size: sizes.intermediate_size,
@@ -205,12 +220,16 @@ impl Architecture {
 
     /// The class in `architectures` of `config.json`.
     #[must_use]
-    pub fn class_name(self) -> &'static str {
-        match self {
-            Self::Llama => "LlamaForCausalLM",
-            Self::Mistral => "MistralForCausalLM",
-            Self::Qwen2 => "Qwen2ForCausalLM",
-            Self::Qwen3 => "Qwen3ForCausalLM",
+    pub fn class_name(self, head: Head) -> String {
+        let family = match self {
+            Self::Llama => "Llama",
+            Self::Mistral => "Mistral",
+            Self::Qwen2 => "Qwen2",
+            Self::Qwen3 => "Qwen3",
+        };
+        match head {
+            Head::Language | Head::LanguageAndValue => format!("{family}ForCausalLM"),
+            Head::Value => format!("{family}ForSequenceClassification"),
         }
     }
 }

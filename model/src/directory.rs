@@ -14,7 +14,7 @@ use trajectory::Prompt;
 use crate::atomic;
 use crate::characters::{characters, characters_config};
 use crate::tokenizer::encode_error;
-use crate::{ChatTemplate, Config, ModelError, Parameters, SpecialTokens, Tokenizer};
+use crate::{ChatTemplate, Config, Head, ModelError, Parameters, SpecialTokens, Tokenizer};
 
 /// Bytes per weight file before an export is split, as transformers has long done it.
 const MAX_SHARD_BYTES: usize = 5_000_000_000;
@@ -87,6 +87,21 @@ impl ModelDirectory {
             Parameters::random(config, seed).save(dir, MAX_SHARD_BYTES)
         })?;
         Self::open(dir)
+    }
+
+    /// The same model with another head: what it exports says so, and takes weights that have it
+    /// ([`Parameters::with_head`]).
+    #[must_use]
+    pub fn with_head(mut self, head: Head) -> Self {
+        self.config.head = head;
+        for (_, content) in self.copied.iter_mut().filter(|(name, _)| *name == "config.json") {
+            if let Ok(Value::Object(mut map)) = serde_json::from_slice(content) {
+                map.remove("value_head");
+                self.config.write_head(&mut map);
+                *content = format!("{:#}\n", Value::Object(map)).into_bytes();
+            }
+        }
+        self
     }
 
     /// Reads the weights.

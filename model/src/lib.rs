@@ -56,7 +56,7 @@ mod weight_files;
 
 pub use characters::{CHARACTERS, characters};
 pub use chat::ChatTemplate;
-pub use config::{Architecture, Config, RopeScaling, Sizes};
+pub use config::{Architecture, Config, Head, RopeScaling, Sizes};
 pub use cores::{Cores, Presence, Team};
 pub use decoder::{
     Decoder, Gradients, KvCache, Pack, PackError, Quantization, Recompute, StepSequence, Trace,

@@ -11,7 +11,10 @@ use std::sync::Arc;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-use crate::{Config, ModelError};
+use crate::{Config, Head, ModelError};
+
+/// The name of the value head in files: that of transformers' sequence classifiers.
+const VALUE_HEAD: &str = "score.weight";
 
 /// All weights of a model, f32, in the order of its [`Layout`].
 #[derive(Clone, Debug)]
@@ -63,6 +66,19 @@ impl Parameters {
     pub fn zeros(layout: Arc<Layout>) -> Self {
         let values = vec![0.0; layout.len];
         Self { layout, values }
+    }
+
+    /// The same weights under another head: tensors that both models have are copied, a new head is zero.
+    #[must_use]
+    pub fn with_head(&self, config: &Config) -> Self {
+        let mut parameters = Self::zeros(Arc::new(Layout::new(config)));
+        let layout = Arc::clone(&parameters.layout);
+        for spec in layout.specs() {
+            if let Some(from) = self.layout.spec(&spec.name) {
+                parameters.values[spec.range()].copy_from_slice(&self.values[from.range()]);
+            }
+        }
+        parameters
     }
 
     /// Takes a flat buffer in the order of the layout.
@@ -122,8 +138,11 @@ impl Layout {
             layout.push_layer(config, layer);
         }
         layout.push("model.norm.weight".to_owned(), &[hidden]);
-        if !config.tie_word_embeddings {
+        if !config.tie_word_embeddings && config.head != Head::Value {
             layout.push("lm_head.weight".to_owned(), &[config.vocab_size, hidden]);
+        }
+        if config.head != Head::Language {
+            layout.push(VALUE_HEAD.to_owned(), &[1, hidden]);
         }
         layout
     }
@@ -151,6 +170,12 @@ impl Layout {
     #[must_use]
     pub fn head(&self) -> Range<usize> {
         self.spec("lm_head.weight").unwrap_or(&self.specs[0]).range()
+    }
+
+    /// The values of the value head `[1, hidden_size]`, if there is one.
+    #[must_use]
+    pub fn value_head(&self) -> Option<Range<usize>> {
+        self.spec(VALUE_HEAD).map(ParameterSpec::range)
     }
 
     /// Number of values of the whole model.

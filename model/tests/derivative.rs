@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use model::{
-    Config, Decoder, Gradients, Pack, Parameters, PredictionGradient, Recompute, RopeScaling, Sizes, Target,
-    Team,
+    Config, Decoder, Gradients, Head, Pack, Parameters, PredictionGradient, Recompute, RopeScaling, Sizes,
+    Target, Team,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -53,16 +53,18 @@ impl Loss {
             _ => Target { token: KEPT[i % 4], temperature: 1.3, kept: Some(&KEPT) },
         };
         let targets = rows.iter().enumerate().map(target).collect();
-        let noise = noise(2 * rows.len(), 1);
-        let gradient = |c: &[f32]| PredictionGradient { logprob: c[0], entropy: c[1] };
-        Self { pack, gradients: noise.chunks(2).map(gradient).collect(), rows, targets }
+        let noise = noise(3 * rows.len(), 1);
+        let gradient = |c: &[f32]| PredictionGradient { logprob: c[0], entropy: c[1], value: c[2] };
+        Self { pack, gradients: noise.chunks(3).map(gradient).collect(), rows, targets }
     }
 
     fn value(&self, config: &Config, parameters: &Parameters) -> f64 {
         let decoder = Decoder::new(config, parameters);
         let predictions = decoder.score(&self.pack, &self.rows, &self.targets, &Team::alone()).unwrap();
         let term = |(p, g): (&model::Prediction, &PredictionGradient)| {
-            f64::from(p.logprob) * f64::from(g.logprob) + f64::from(p.entropy) * f64::from(g.entropy)
+            f64::from(p.logprob) * f64::from(g.logprob)
+                + f64::from(p.entropy) * f64::from(g.entropy)
+                + f64::from(p.value) * f64::from(g.value)
         };
         predictions.iter().zip(&self.gradients).map(term).sum()
     }
@@ -106,7 +108,9 @@ fn configs() -> Vec<Config> {
         qk_norm: true,
         ..fresh.clone()
     };
-    vec![fresh, bare, full]
+    let critic = Config { head: Head::Value, ..bare.clone() };
+    let both = Config { head: Head::LanguageAndValue, ..fresh.clone() };
+    vec![fresh, bare, full, critic, both]
 }
 
 /// Derivative of the loss along `direction`, by central differences of fourth order.

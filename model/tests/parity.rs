@@ -27,7 +27,11 @@ impl Loss<'_> {
             for (t, token) in sequence.tokens.iter().skip(1).enumerate() {
                 rows.push(start + t);
                 targets.push(Target { token: *token, temperature: golden.temperature, kept: None });
-                gradients.push(PredictionGradient { logprob: sequence.coefficients[t], entropy: 0.0 });
+                gradients.push(PredictionGradient {
+                    logprob: sequence.coefficients[t],
+                    entropy: 0.0,
+                    value: 0.0,
+                });
             }
             start += sequence.tokens.len();
         }
@@ -173,7 +177,11 @@ fn a_shared_prefix_changes_nothing_but_the_cost() {
                 rows.push(if t == 0 { prefix + prompt.len() - 1 } else { start + t - 1 });
                 rows_alone.push(start_alone + t - 1);
                 targets.push(Target { token: *token, temperature: 0.9, kept: None });
-                slopes.push(PredictionGradient { logprob: 0.3 - 0.1 * ((c + t) % 7) as f32, entropy: 0.01 });
+                slopes.push(PredictionGradient {
+                    logprob: 0.3 - 0.1 * ((c + t) % 7) as f32,
+                    entropy: 0.01,
+                    value: 0.0,
+                });
             }
         }
         let of = |pack: &Pack, rows: &[usize]| {

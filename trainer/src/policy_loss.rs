@@ -117,7 +117,10 @@ impl RowLoss for PolicyLoss<'_> {
             let proximal = self.proximal.map_or(current, |proximal| proximal[index][t].logprob);
             let logprobs = TokenLogprobs { current, proximal, behavior: *behavior };
             let token = self.algorithm.token_loss(logprobs, row.advantage);
-            slopes.push(PredictionGradient { logprob: token.derivative * row.token_weight, entropy: 0.0 });
+            slopes.push(PredictionGradient {
+                logprob: token.derivative * row.token_weight,
+                ..PredictionGradient::default()
+            });
 
             // Not a number is no match either.
             let differs = bitwise && proximal.partial_cmp(behavior) != Some(Ordering::Equal);
@@ -160,7 +163,7 @@ impl RowLoss for DemonstrationLoss<'_> {
             .iter()
             .map(|prediction| {
                 *report -= f64::from(prediction.logprob * weight);
-                PredictionGradient { logprob: -weight, entropy: 0.0 }
+                PredictionGradient { logprob: -weight, ..PredictionGradient::default() }
             })
             .collect()
     }

@@ -72,7 +72,10 @@ impl RowLoss for Infinite {
     type Report = ();
 
     fn row(&self, _: usize, predictions: &[Prediction], (): &mut ()) -> Vec<PredictionGradient> {
-        predictions.iter().map(|_| PredictionGradient { logprob: f32::INFINITY, entropy: 0.0 }).collect()
+        predictions
+            .iter()
+            .map(|_| PredictionGradient { logprob: f32::INFINITY, entropy: 0.0, value: 0.0 })
+            .collect()
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::keys::Keys;
-use super::{Architecture, Config, RopeScaling};
+use super::{Architecture, Config, Head, RopeScaling};
 use crate::ModelError;
 
 /// Far above any model that exists, and low enough that no size computed from a config overflows.
@@ -44,7 +44,7 @@ impl Config {
     /// If a key is missing or makes no sense, or asks for something the decoder cannot compute.
     pub fn from_json(path: &Path, map: &Map<String, Value>) -> Result<Self, ModelError> {
         let keys = Keys { path, map };
-        let architecture = architecture(&keys)?;
+        let (architecture, head) = architecture(&keys)?;
         refuse_other_networks(&keys)?;
         let hidden_size = keys.size("hidden_size")?;
         let num_layers = keys.size("num_hidden_layers")?;
@@ -54,6 +54,7 @@ impl Config {
         let bias = keys.flag("attention_bias", false)?;
         let config = Self {
             architecture,
+            head,
             vocab_size: keys.size("vocab_size")?,
             hidden_size,
             intermediate_size: keys.size("intermediate_size")?,
@@ -137,19 +138,29 @@ fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
         .map_err(|err| ModelError::Json { path: path.to_owned(), reason: err.to_string() })
 }
 
-fn architecture(keys: &Keys<'_>) -> Result<Architecture, ModelError> {
+fn architecture(keys: &Keys<'_>) -> Result<(Architecture, Head), ModelError> {
     let found = keys.text("model_type")?;
     let Some(architecture) = Architecture::ALL.into_iter().find(|a| a.model_type() == found) else {
         return Err(keys.unsupported("model_type", "llama, mistral, qwen2, qwen3"));
     };
     let classes = keys.map.get("architectures").and_then(Value::as_array);
-    if let Some(class) = classes.and_then(|list| list.first()).and_then(Value::as_str)
-        && class != architecture.class_name()
-        && !class.ends_with("Model")
-    {
-        return Err(keys.unsupported("architectures", architecture.class_name()));
-    }
-    Ok(architecture)
+    let class = classes.and_then(|list| list.first()).and_then(Value::as_str);
+    let language = architecture.class_name(Head::Language);
+    let head = match class {
+        Some(class) if class == architecture.class_name(Head::Value) => {
+            let labels = keys.map.get("id2label").and_then(Value::as_object).map_or(2, Map::len);
+            if labels != 1 {
+                return Err(keys.unsupported("id2label", "one label, whose score is the value"));
+            }
+            Head::Value
+        }
+        Some(class) if class != language && !class.ends_with("Model") => {
+            return Err(keys.unsupported("architectures", &language));
+        }
+        _ if keys.flag("value_head", false)? => Head::LanguageAndValue,
+        _ => Head::Language,
+    };
+    Ok((architecture, head))
 }
 
 fn refuse_other_networks(keys: &Keys<'_>) -> Result<(), ModelError> {

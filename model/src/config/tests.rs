@@ -91,10 +91,27 @@ fn rope_is_read_from_either_place() {
 }
 
 #[test]
+fn every_head_is_read_back() {
+    for config in tiny() {
+        for head in [Head::Language, Head::LanguageAndValue, Head::Value] {
+            let config = Config { head, ..config.clone() };
+            let json = config.to_json();
+            let read = Config::from_json(Path::new("config.json"), json.as_object().unwrap()).unwrap();
+            assert_eq!(read, config);
+            let layout = crate::Layout::new(&config);
+            assert_eq!(layout.value_head().is_some(), head != Head::Language);
+            let language = !config.tie_word_embeddings && head != Head::Value;
+            assert_eq!(layout.spec("lm_head.weight").is_some(), language);
+        }
+    }
+}
+
+#[test]
 fn other_networks_are_refused_by_file_and_key() {
     for (changes, key, evidence) in [
         (json!({"model_type": "gemma3"}), "model_type", "llama, mistral, qwen2, qwen3"),
-        (json!({"architectures": ["Qwen2ForSequenceClassification"]}), "architectures", "Qwen2ForCausalLM"),
+        (json!({"architectures": ["Qwen2ForTokenClassification"]}), "architectures", "Qwen2ForCausalLM"),
+        (json!({"architectures": ["Qwen2ForSequenceClassification"]}), "id2label", "one label"),
         (json!({"hidden_act": "gelu"}), "hidden_act", "silu"),
         (json!({"num_experts": 8}), "num_experts", "dense"),
         (json!({"mlp_bias": true}), "mlp_bias", "false"),

@@ -3,16 +3,16 @@
 //! Invariant: transformers and [`Config::from_json`] both read the same network back. An existing model's file is
 //! never rewritten by this; exports copy it.
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use super::{Architecture, Config, RopeScaling};
+use super::{Architecture, Config, Head, RopeScaling};
 
 impl Config {
     /// The content of a `config.json` that transformers and [`Config::from_json`] both read back as this model.
     #[must_use]
     pub fn to_json(&self) -> Value {
         let mut map = json!({
-            "architectures": [self.architecture.class_name()],
+            "architectures": [self.architecture.class_name(self.head)],
             "model_type": self.architecture.model_type(),
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -52,7 +52,24 @@ impl Config {
         if self.architecture == Architecture::Qwen3 {
             map["attention_bias"] = json!(self.qkv_bias);
         }
+        if let Some(map) = map.as_object_mut() {
+            self.write_head(map);
+        }
         map
+    }
+
+    /// Says in `map`, the content of a `config.json`, which head the model has.
+    pub(crate) fn write_head(&self, map: &mut Map<String, Value>) {
+        map.insert("architectures".to_owned(), json!([self.architecture.class_name(self.head)]));
+        match self.head {
+            Head::Language => {}
+            // Our own key: transformers has no class for it and reads the language model.
+            Head::LanguageAndValue => drop(map.insert("value_head".to_owned(), json!(true))),
+            Head::Value => {
+                map.insert("id2label".to_owned(), json!({ "0": "value" }));
+                map.insert("label2id".to_owned(), json!({ "value": 0 }));
+            }
+        }
     }
 }
 

@@ -50,6 +50,8 @@ pub struct Decoder {
     blocks: Vec<Block>,
     final_norm: Vec<f32>,
     head: Linear,
+    /// `[d]` weights of the value head; empty without one.
+    value_head: Vec<f32>,
     layout: Arc<Layout>,
     recompute: Recompute,
     /// Whether threads share the columns of the weights in a decode step, or each has sequences of its own.
@@ -123,6 +125,10 @@ impl Decoder {
             blocks: Vec::new(),
             final_norm: parameters.get("model.norm.weight").to_vec(),
             head: Linear::default(),
+            value_head: parameters
+                .layout()
+                .value_head()
+                .map_or(Vec::new(), |at| parameters.values()[at].to_vec()),
             layout: Arc::clone(parameters.layout()),
             recompute: Recompute::None,
             columns_are_shared: false,

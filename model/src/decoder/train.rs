@@ -14,8 +14,8 @@ use crate::ops::attention::{self, Segment};
 use crate::ops::head::{self, Prediction, PredictionGradient, Target};
 use crate::ops::heads::Angles;
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
-use crate::ops::{embedding, matrix, values};
-use crate::{Layout, Team};
+use crate::ops::{embedding, matrix, value, values};
+use crate::{Head, Layout, Team};
 
 /// Tokens of a feed-forward block that are in memory at a time with [`Recompute::Sequence`].
 const CHUNK: usize = 256;
@@ -265,7 +265,17 @@ impl Decoder {
         let outputs = self.outputs(pack, team)?;
         let picked = gather(&outputs.iter().collect::<Vec<_>>(), rows)?;
         let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
-        head::predict(&normed, &self.head, targets, team)
+        self.predict(&normed, targets, team)
+    }
+
+    /// Predictions from the hidden states `[targets, d]` after the final norm.
+    fn predict(&self, normed: &Tensor, targets: &[Target<'_>], team: &Team) -> Result<Vec<Prediction>> {
+        let mut predictions = match self.config.head {
+            Head::Value => vec![Prediction::default(); targets.len()],
+            Head::Language | Head::LanguageAndValue => head::predict(normed, &self.head, targets, team)?,
+        };
+        value::predict(normed, &self.value_head, &mut predictions)?;
+        Ok(predictions)
     }
 
     /// Logits `[T, V]` of every token of the pack: for tests and small inputs, they are all in memory.
@@ -313,7 +323,7 @@ impl Decoder {
             team.map(pack.parts(team.threads()), run).into_iter().collect::<Result<_>>()?;
         let picked = gather(&parts.iter().map(|part| &part.output).collect::<Vec<_>>(), rows)?;
         let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
-        let predictions = head::predict(&normed, &self.head, targets, team)?;
+        let predictions = self.predict(&normed, targets, team)?;
         Ok((predictions, Trace { parts, rows: rows.to_vec(), picked, normed }))
     }
 
@@ -354,9 +364,25 @@ impl Decoder {
     ) -> Result<()> {
         let Trace { mut parts, rows, picked, normed } = trace;
         let g = gradients.values_mut();
-        let head_gradient = &mut g[self.layout.head()];
-        let d_normed =
-            head::predict_backward(&normed, &self.head, targets, prediction_gradients, head_gradient, team)?;
+        let mut d_normed = match self.config.head {
+            Head::Value => matrix(vec![0.0; values(&normed)?.len()], self.config.hidden_size)?,
+            Head::Language | Head::LanguageAndValue => {
+                let head_gradient = &mut g[self.layout.head()];
+                head::predict_backward(
+                    &normed,
+                    &self.head,
+                    targets,
+                    prediction_gradients,
+                    head_gradient,
+                    team,
+                )?
+            }
+        };
+        if let Some(place) = self.layout.value_head() {
+            let weight_gradient = &mut g[place];
+            d_normed =
+                value::backward(&normed, &self.value_head, prediction_gradients, weight_gradient, d_normed)?;
+        }
         let norm_place =
             self.layout.spec("model.norm.weight").map(crate::ParameterSpec::range).unwrap_or_default();
         let eps = self.config.rms_norm_eps;

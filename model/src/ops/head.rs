@@ -34,6 +34,8 @@ pub struct Prediction {
     pub logprob: f32,
     /// Entropy of the distribution, nats.
     pub entropy: f32,
+    /// What the value head says before the token; 0 without one.
+    pub value: f32,
 }
 
 /// Derivative of a loss by a [`Prediction`].
@@ -43,6 +45,8 @@ pub struct PredictionGradient {
     pub logprob: f32,
     /// By the entropy.
     pub entropy: f32,
+    /// By the value; without a value head it has no effect.
+    pub value: f32,
 }
 
 /// Predictions for `hidden [M, d]`, one per target.
@@ -161,7 +165,7 @@ impl<'a> Distribution<'a> {
 
     fn prediction(self) -> Prediction {
         let logprob = (self.scaled[self.slot()] - self.log_normalizer).min(0.0);
-        Prediction { logprob, entropy: probabilities(self.scaled, self.log_normalizer) }
+        Prediction { logprob, entropy: probabilities(self.scaled, self.log_normalizer), value: 0.0 }
     }
 
     /// `d log p_t / d z_i = [i = t] - p_i` and `d H / d z_i = -p_i (log p_i + H)`, both times `1 / temperature`.
@@ -216,7 +220,7 @@ mod tests {
         let (hidden, weight) = (noise(rows * WIDTH, 1), noise(VOCABULARY * WIDTH, 2));
         let c: Vec<_> = noise(2 * rows, 3)
             .chunks(2)
-            .map(|c| PredictionGradient { logprob: c[0], entropy: c[1] })
+            .map(|c| PredictionGradient { logprob: c[0], entropy: c[1], value: 0.0 })
             .collect();
         let tensor = Tensor::from_vec(hidden.clone(), (rows, WIDTH), &Device::Cpu).unwrap();
         let mut dw = vec![0.0; weight.len()];

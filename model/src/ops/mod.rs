@@ -14,7 +14,7 @@
 //! - [`linear`] over [`gemm`] or [`int8`], [`norm`], [`swiglu`], [`embedding`]
 //! - [`heads`]: per-head norm and rotary embedding
 //! - [`attention`]: packed and paged
-//! - [`head`]: logits fused with log-probability and entropy, over [`softmax`]
+//! - [`head`]: logits fused with log-probability and entropy, over [`softmax`]; [`value`]: the value head
 
 pub(crate) mod attention;
 pub(crate) mod embedding;
@@ -27,6 +27,7 @@ pub(crate) mod norm;
 pub(crate) mod simd;
 pub(crate) mod softmax;
 pub(crate) mod swiglu;
+pub(crate) mod value;
 
 use std::ops::{Deref, Range};
 
