@@ -147,11 +147,13 @@ impl<'a> Observer<'a> {
         metrics.set("kl/mismatch", sums.mean(sums.mismatch));
         metrics.set("logprob_abs_diff/mean", sums.mean(sums.logprob_abs_diff));
         metrics.set("logprob_abs_diff/max", sums.logprob_abs_diff_max);
-        metrics.set("is/mean", sums.mean(sums.behavior_weight));
+        metrics.set("is/mean", sums.mean_kept(sums.behavior_weight));
         metrics.set("is/max", sums.behavior_weight_max);
         metrics.set("is/ess", sums.effective_share());
+        metrics.set("is/masked_frac", sums.mean(sums.masked as f64));
         metrics.set("clip/low_mean", sums.mean(sums.clipped_low as f64));
         metrics.set("clip/high_mean", sums.mean(sums.clipped_high as f64));
+        self.algorithm(metrics, inputs.step);
         metrics.set("optim/grad_norm", f64::from(*grad_norm));
         metrics.set("optim/lr", f64::from(*learning_rate));
         metrics.set("completions/mean_length", batch.length.mean);
@@ -164,6 +166,27 @@ impl<'a> Observer<'a> {
         metrics.set("staleness/spans", batch.versions_per_sample);
         metrics.set("buffer/size", inputs.step.buffer_size as f64);
         metrics.set("buffer/dropped_stale", self.dropped_stale as f64);
+    }
+
+    /// What only some algorithms have.
+    fn algorithm(&self, metrics: &mut Metrics, step: &StepReport) {
+        let StepReport { counts, sums, critic, .. } = step;
+        let algorithm = self.recipe.algorithm();
+        if self.recipe.algorithm.dual_clip.is_some() {
+            metrics.set("clip/dual_mean", sums.mean(sums.clipped_dual as f64));
+        }
+        if algorithm.needs_reference() {
+            metrics.set("kl/ref", sums.mean(sums.reference_divergence));
+        }
+        if algorithm.demonstration_gate.is_some() {
+            metrics.set("demonstrated_frac", counts.demonstrated as f64 / counts.groups.max(1) as f64);
+        }
+        if let Some(critic) = critic {
+            metrics.set("critic/loss", critic.loss);
+            metrics.set("critic/value", critic.value);
+            metrics.set("critic/explained_variance", critic.explained_variance);
+            metrics.set("critic/grad_norm", f64::from(critic.grad_norm));
+        }
     }
 
     fn write(&mut self, metrics: &Metrics) -> Result<(), Failure> {

@@ -20,7 +20,7 @@ use rollout::evaluate::Evaluation;
 use rollout::scoring::Scorer;
 use rollout::{Engine, Progress, RolloutError, Worker};
 use trainer::adamw::{AdamW, AdamWConfig, OptimizerKind};
-use trainer::{Checkpoint, Learner, LearnerConfig, Trainer, TrainerState};
+use trainer::{Checkpoint, Companions, Learner, LearnerConfig, Trainer, TrainerState};
 use trajectory::PolicyVersion;
 use weights::{Publisher, Subscriber};
 
@@ -268,7 +268,13 @@ impl Run<'_> {
         let config = self.recipe.trainer(self.run_dir.checkpoints());
         let edges: (_, Arc<dyn Publisher>) = (consumer, Arc::new(publisher));
         let evaluated = ModelDirectory::open(directory.path())?;
-        let mut trainer = Trainer::start(config, (learner, &state), directory, edges, Arc::clone(&stop))?;
+        let mut trainer = Trainer::start(
+            config,
+            (learner, Companions::default(), &state),
+            directory,
+            edges,
+            Arc::clone(&stop),
+        )?;
         let sampler = Sampler::spawn(worker, producer, Arc::clone(&stop))?;
         let trained = self.steps(&mut trainer, &sampler, observer, |trainer| {
             self.evaluate(&prepared, trainer.learner(), &evaluated)

@@ -15,8 +15,11 @@ use rollout::scoring::{RewardLimits, limited};
 use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource};
 use rollout::{EngineConfig, Overlong, StopRules, WorkerConfig};
 use trainer::adamw::AdamWConfig;
-use trainer::algorithm::grpo::Grpo;
+use trainer::algorithm::Algorithm;
 use trainer::batch::Split;
+use trainer::credit::Advantage;
+use trainer::critic::CriticConfig;
+use trainer::objective::ValueTerm;
 use trainer::schedule::Schedule;
 use trainer::{LearnerConfig, TrainerConfig};
 use trajectory::Task;
@@ -231,18 +234,37 @@ impl Recipe {
         }
     }
 
+    /// Advantages, loss and correction.
+    #[must_use]
+    pub fn algorithm(&self) -> Algorithm {
+        let mut algorithm = self.algorithm.algorithm();
+        if let Advantage::PerReward { weights } = &mut algorithm.advantage {
+            *weights = self.rewards.iter().map(|reward| reward.weight).collect();
+        }
+        if let (Advantage::Gae(gae), Some(critic)) = (&mut algorithm.advantage, &self.critic) {
+            gae.lambda_critic = critic.lambda;
+        }
+        algorithm
+    }
+
+    /// How the critic learns, if the algorithm has one.
+    #[must_use]
+    pub fn critic(&self) -> Option<CriticConfig> {
+        let critic = self.critic.as_ref()?;
+        let (coef, rate) = (critic.coef.unwrap_or(1.0), critic.learning_rate.unwrap_or_default());
+        Some(CriticConfig {
+            kind: critic.kind,
+            term: ValueTerm { coef, clip: critic.value_clip },
+            learning_rate: rate as f32,
+            pretrain_steps: critic.pretrain_steps.unwrap_or(0),
+        })
+    }
+
     /// The training steps.
     #[must_use]
     pub fn trainer(&self, checkpoints: PathBuf) -> TrainerConfig {
-        let algorithm = Grpo {
-            clip_eps_low: self.algorithm.clip_eps_low as f32,
-            clip_eps_high: self.algorithm.clip_eps_high as f32,
-            behavior_weight_cap: self.algorithm.behavior_weight_cap as f32,
-            scale_rewards: self.algorithm.scale_rewards,
-            loss_agg: self.algorithm.loss_agg,
-        };
         TrainerConfig {
-            algorithm,
+            algorithm: self.algorithm(),
             schedule: Schedule {
                 peak: self.trainer.learning_rate as f32,
                 shape: self.trainer.schedule,

@@ -7,10 +7,9 @@ use model::{ModelDirectory, SpecialTokens};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use rollout::tasks::arithmetic::{Demonstration, Sum};
-use trainer::batch::demonstrations;
 use trainer::learner::Learner;
-use trainer::policy_loss::DemonstrationLoss;
 use trainer::schedule::{Schedule, Shape};
+use trainer::supervised::DemonstrationLoss;
 use trajectory::{PolicyVersion, Sample, SampleStreams, Task, VersionRun};
 
 use crate::failure::Failure;
@@ -48,8 +47,8 @@ pub fn warm_up(
                 demonstration(directory, task, kind)
             })
             .collect::<Result<Vec<_>, Failure>>()?;
-        let rows = demonstrations(&samples);
-        let (_, losses) = learner.step(&rows, &DemonstrationLoss { rows: &rows }, schedule.at(step))?;
+        let rows: Vec<&Sample> = samples.iter().collect();
+        let (_, losses) = learner.step(&rows, &DemonstrationLoss::over(&rows), schedule.at(step))?;
         if !progress(step + 1, losses.iter().sum(), learner)? {
             break;
         }

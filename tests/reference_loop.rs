@@ -35,7 +35,7 @@ struct Trajectory {
     prompt_length: usize,
     behavior_logprobs: Vec<f32>,
     reward: f64,
-    advantage: f32,
+    advantage: f64,
 }
 
 /// AdamW with `beta1 = 0.9`, `beta2 = 0.999`, `eps = 1e-8`, no weight decay.
@@ -118,7 +118,7 @@ fn set_advantages(group: &mut [Trajectory]) {
     let mean = group.iter().map(|t| t.reward).sum::<f64>() / n;
     let variance = group.iter().map(|t| (t.reward - mean).powi(2)).sum::<f64>() / (n - 1.0);
     for trajectory in group {
-        trajectory.advantage = ((trajectory.reward - mean) / (variance.sqrt() + 1e-6)) as f32;
+        trajectory.advantage = (trajectory.reward - mean) / (variance.sqrt() + 1e-6);
     }
 }
 
@@ -132,7 +132,7 @@ fn gradients(
     batch_tokens: usize,
 ) -> Gradients {
     let (mut pack, mut rows, mut targets, mut slopes) = (Pack::new(), Vec::new(), Vec::new(), Vec::new());
-    let token_weight = 1.0 / batch_tokens as f32;
+    let token_weight = 1.0 / batch_tokens as f64;
     for group in groups {
         // The prompt goes through the network once for the whole group.
         let prompt = group[0].prompt_length;
@@ -148,7 +148,7 @@ fn gradients(
                     start + position - 1 - prompt
                 });
                 targets.push(Target { token: trajectory.token_ids[position], temperature: 1.0, kept: None });
-                let logprob = -trajectory.advantage * token_weight;
+                let logprob = (-trajectory.advantage * token_weight) as f32;
                 slopes.push(PredictionGradient { logprob, entropy: 0.0, value: 0.0 });
             }
         }

@@ -11,9 +11,8 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 use serde_json::json;
 use trainer::adamw::AdamWConfig;
-use trainer::batch::demonstrations;
 use trainer::plan::plan;
-use trainer::policy_loss::DemonstrationLoss;
+use trainer::supervised::DemonstrationLoss;
 use trainer::{Learner, LearnerConfig};
 use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
 
@@ -52,11 +51,11 @@ pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>) -> Result<Work, Failure> 
     let samples = (0..args.sequences)
         .map(|_| sequence(random_tokens(&mut rng, args.length + 1, directory.config().vocab_size)))
         .collect::<Result<Vec<_>, Failure>>()?;
-    let rows = demonstrations(&samples);
+    let rows: Vec<&Sample> = samples.iter().collect();
     let mut seconds = Vec::with_capacity(args.repeats);
     for repeat in 0..=args.repeats {
         let clock = Instant::now();
-        learner.step(&rows, &DemonstrationLoss { rows: &rows }, LEARNING_RATE)?;
+        learner.step(&rows, &DemonstrationLoss::over(&rows), LEARNING_RATE)?;
         if repeat > 0 {
             seconds.push(clock.elapsed().as_secs_f64());
         }

@@ -31,6 +31,7 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
     check_replay(&raw.buffer, &mut checker);
     check_store(&mut raw.buffer, &mut checker);
     check_bitwise(&raw.rollout, &mut checker);
+    super::algorithm::check(&mut raw, &mut checker);
     let (Some(model), Some(data)) = (model, data) else { return Err(checker.errors) };
     let recipe = Recipe {
         name,
@@ -42,6 +43,7 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
         rewards: raw.rewards,
         buffer: raw.buffer,
         algorithm: raw.algorithm,
+        critic: raw.critic,
         trainer: raw.trainer,
         eval: raw.eval,
         checkpoint: raw.checkpoint,
@@ -341,11 +343,6 @@ fn check_batch(raw: &RawRecipe, checker: &mut Checker<'_>) {
             checker.report(path, message, "");
         }
     }
-    if raw.rollout.group_size == 1 {
-        let message =
-            "`rollout.group_size` is 1: a trajectory that is compared with nothing has no advantage";
-        checker.report("rollout.group_size", message, "`algorithm.kind = \"grpo\"` needs 2 or more");
-    }
     let slots = raw.buffer.max_staleness.checked_add(1).and_then(|n| n.checked_mul(groups as u64));
     if slots.is_none_or(|slots| slots > u64::from(u32::MAX)) {
         let message =
@@ -400,7 +397,7 @@ fn all_existing(paths: &[PathBuf], key: &str, checker: &mut Checker<'_>) -> Opti
 
 /// The absolute path of something that exists, looked for beside the file that names it, then in the working
 /// directory.
-fn existing(path: &Path, key: &str, help: &str, checker: &mut Checker<'_>) -> Option<PathBuf> {
+pub(super) fn existing(path: &Path, key: &str, help: &str, checker: &mut Checker<'_>) -> Option<PathBuf> {
     let beside =
         checker.origins.get(key).and_then(|origin| origin.directory.as_ref()).map(|dir| dir.join(path));
     let candidates: Vec<_> = beside.into_iter().chain([path.to_path_buf()]).collect();

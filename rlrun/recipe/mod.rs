@@ -6,6 +6,7 @@
 //!
 //! Layers, last wins: defaults, files named by `extends`, the recipe, variables `RLRUN__SECTION__KEY`, `--set`.
 
+mod algorithm;
 mod checks;
 mod decode;
 mod diagnostic;
@@ -22,8 +23,8 @@ use std::path::{Path, PathBuf};
 pub use diagnostic::{Diagnostic, Place};
 pub use layers::{Origin, Origins};
 use schema::{
-    Algorithm, Arithmetic, Buffer, Checkpoint, Deadlines, Eval, Log, Placement, RandomModel, RewardSpec,
-    Rollout, Trainer, Warmup,
+    Algorithm, Arithmetic, Buffer, Checkpoint, Critic, Deadlines, Eval, Log, Placement, RandomModel,
+    RewardSpec, Rollout, Trainer, Warmup,
 };
 pub use source::Layer;
 use words::Overlong;
@@ -49,6 +50,8 @@ pub struct Recipe {
     pub buffer: Buffer,
     /// Advantages and loss.
     pub algorithm: Algorithm,
+    /// What the advantages of an actor-critic algorithm are measured against.
+    pub critic: Option<Critic>,
     /// The update.
     pub trainer: Trainer,
     /// How accuracy is measured.

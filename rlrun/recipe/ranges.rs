@@ -25,6 +25,7 @@ const POSITIVE: Bounds = Bounds { words: "above 0", hold: |x| x > 0.0 };
 const NOT_NEGATIVE: Bounds = Bounds { words: "0 or more", hold: |x| x >= 0.0 };
 const SHARE: Bounds = Bounds { words: "at least 0 and below 1", hold: |x| (0.0..1.0).contains(&x) };
 const FRACTION: Bounds = Bounds { words: "above 0 and at most 1", hold: |x| x > 0.0 && x <= 1.0 };
+const UNIT: Bounds = Bounds { words: "at least 0 and at most 1", hold: |x| (0.0..=1.0).contains(&x) };
 const ANY: Bounds = Bounds { words: "a finite number", hold: |_| true };
 
 impl Checker<'_> {
@@ -68,9 +69,8 @@ pub(super) fn check_ranges(raw: &RawRecipe, checker: &mut Checker<'_>) {
         ("rollout.top_p", raw.rollout.top_p, FRACTION),
         ("rollout.min_p", raw.rollout.min_p, SHARE),
         ("buffer.reward_temperature", raw.buffer.reward_temperature, POSITIVE),
-        ("algorithm.clip_eps_low", raw.algorithm.clip_eps_low, FRACTION),
-        ("algorithm.clip_eps_high", raw.algorithm.clip_eps_high, POSITIVE),
-        ("algorithm.behavior_weight_cap", raw.algorithm.behavior_weight_cap, POSITIVE),
+        ("algorithm.kl_coef", raw.algorithm.kl_coef, NOT_NEGATIVE),
+        ("algorithm.entropy_coef", raw.algorithm.entropy_coef, ANY),
         ("trainer.learning_rate", raw.trainer.learning_rate, POSITIVE),
         ("trainer.weight_decay", raw.trainer.weight_decay, NOT_NEGATIVE),
         ("trainer.adam_beta1", raw.trainer.adam_beta1, SHARE),
@@ -102,10 +102,41 @@ pub(super) fn check_ranges(raw: &RawRecipe, checker: &mut Checker<'_>) {
     ] {
         checker.at_least_one(path, value);
     }
+    check_algorithm(raw, checker);
     check_seed_and_steps(raw, checker);
     check_optional_sections(raw, checker);
     for (index, reward) in raw.rewards.iter().enumerate() {
         check_reward(index, reward, checker);
+    }
+}
+
+fn check_algorithm(raw: &RawRecipe, checker: &mut Checker<'_>) {
+    let algorithm = &raw.algorithm;
+    for (key, value, bounds) in [
+        ("clip_eps_low", algorithm.clip_eps_low, FRACTION),
+        ("clip_eps_high", algorithm.clip_eps_high, POSITIVE),
+        ("dual_clip", algorithm.dual_clip, POSITIVE),
+        ("importance_cap", algorithm.importance_cap, POSITIVE),
+        ("behavior_weight_cap", algorithm.behavior_weight_cap, POSITIVE),
+        ("behavior_weight_floor", algorithm.behavior_weight_floor, NOT_NEGATIVE),
+        ("entropy_share", algorithm.entropy_share, FRACTION),
+        ("nll_coef", algorithm.nll_coef, NOT_NEGATIVE),
+        ("gamma", algorithm.gamma, FRACTION),
+        ("lambda", algorithm.lambda, UNIT),
+        ("length_adaptive", algorithm.length_adaptive, NOT_NEGATIVE),
+        ("beta", algorithm.beta, POSITIVE),
+        ("demonstration_gate", algorithm.demonstration_gate, SHARE),
+    ] {
+        if let Some(value) = value {
+            checker.number(&format!("algorithm.{key}"), value, bounds);
+        }
+    }
+    checker.at_least_one("algorithm.attempts", algorithm.attempts.unwrap_or(1));
+    if let Some(critic) = &raw.critic {
+        checker.number("critic.learning_rate", critic.learning_rate.unwrap_or(1.0), POSITIVE);
+        checker.number("critic.coef", critic.coef.unwrap_or(1.0), POSITIVE);
+        checker.number("critic.lambda", critic.lambda, UNIT);
+        checker.number("critic.value_clip", critic.value_clip.unwrap_or(1.0), POSITIVE);
     }
 }
 

@@ -28,7 +28,7 @@ pub(super) fn write(recipe: &Recipe, origins: &Origins) -> String {
 fn to_raw(recipe: &Recipe) -> RawRecipe {
     let Recipe { name, seed, model, data, warmup, rollout, rewards, buffer, algorithm, trainer, .. } =
         recipe.clone();
-    let Recipe { placement, eval, checkpoint, log, deadlines, .. } = recipe.clone();
+    let Recipe { critic, placement, eval, checkpoint, log, deadlines, .. } = recipe.clone();
     let model = match model {
         Model::Path(path) => RawModel { path: Some(path), random: None },
         Model::Random(random) => RawModel { path: None, random: Some(random) },
@@ -44,6 +44,7 @@ fn to_raw(recipe: &Recipe) -> RawRecipe {
         rewards,
         buffer,
         algorithm,
+        critic,
         trainer,
         eval,
         checkpoint,

@@ -10,8 +10,11 @@ pub use model::{Architecture, Quantization, Recompute};
 pub use rewards::{Gsm8kMethod, OnError, RewardKind};
 pub use rollout::{OnUpdate, Overlong};
 pub use trainer::adamw::OptimizerKind;
-pub use trainer::algorithm::Aggregation;
-pub use trainer::algorithm::advantage::ScaleRewards;
+pub use trainer::algorithm::{AlgorithmKind, Proximal};
+pub use trainer::credit::ScaleRewards;
+pub use trainer::critic::CriticKind;
+pub use trainer::loss::divergence::Place;
+pub use trainer::loss::{Aggregation, Estimator};
 pub use trainer::schedule::Shape;
 
 /// Where groups wait between rollout and trainer.
@@ -55,11 +58,22 @@ impl SampleOrder {
     }
 }
 
-/// Algorithms.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// Off-policy corrections; their bounds are keys of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum AlgorithmKind {
-    /// Group-relative policy optimisation with decoupled clipping.
-    #[default]
-    Grpo,
+pub enum CorrectionKind {
+    /// Not at all.
+    None,
+    /// The weight of a token is at most the cap.
+    TokenTruncate,
+    /// The weight of a sequence is at most the cap.
+    SequenceTruncate,
+    /// Tokens outside the bounds are left out.
+    TokenMask,
+    /// Sequences outside the bounds are left out.
+    SequenceMask,
+    /// The same, of the geometric mean of the tokens' weights.
+    GeometricMask,
+    /// Sequences whose divergence is above the cap are left out.
+    K3Mask,
 }

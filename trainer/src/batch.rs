@@ -1,24 +1,14 @@
 //! From leased groups to the rows of a training step.
 //!
-//! Invariant: leaving zero-variance groups and samples without trained tokens out of the computation changes nothing
-//! but the cost: the counts that losses are divided by include them.
+//! Invariant: a row is a trajectory with a reward, or a demonstration in place of a group; which rows are computed never
+//! changes the step: what is left out because its gradient is zero still counts wherever losses are divided.
 
-use trajectory::{Group, Sample};
+use std::ops::Range;
 
-use crate::algorithm::advantage::group_relative;
-use crate::algorithm::grpo::Grpo;
-use crate::algorithm::{Aggregation, Counts};
+use trajectory::{Component, Group, PolicyVersion, Sample, Trajectory};
 
-/// A sample with what the loss needs to know of it.
-#[derive(Clone, Copy, Debug)]
-pub struct Row<'a> {
-    /// The token streams.
-    pub sample: &'a Sample,
-    /// How much better its trajectory was than the others of its group.
-    pub advantage: f32,
-    /// Factor of each token's loss.
-    pub token_weight: f32,
-}
+use crate::algorithm::Algorithm;
+use crate::credit::{GroupOutcome, Outcome};
 
 /// How a batch is cut up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,111 +24,166 @@ pub struct Split {
 pub struct BatchCounts {
     /// All groups.
     pub groups: usize,
-    /// Groups whose rewards are all equal: no gradient, no compute.
+    /// Groups whose rewards are all equal.
     pub zero_variance: usize,
     /// Trajectories left out because a reward failed.
     pub unscored: usize,
-    /// Tokens that are trained on.
+    /// Tokens that count, whether they have a gradient or not.
     pub trained_tokens: usize,
+    /// Groups in whose place a demonstration was trained on.
+    pub demonstrated: usize,
 }
 
-/// Splits `groups` into parts of whole groups, in order, and makes rows of each.
-///
-/// # Panics
-/// If there are to be no parts.
-#[must_use]
-pub fn minibatches<'a, G: AsRef<Group>>(
-    groups: &'a [G],
-    algorithm: &Grpo,
+/// The groups of a batch with what is trained on.
+#[derive(Debug)]
+pub struct Batch<'a> {
+    /// In the order of the lease.
+    pub groups: Vec<BatchGroup<'a>>,
+    /// What became of them.
+    pub counts: BatchCounts,
     split: Split,
-) -> (Vec<Vec<Row<'a>>>, BatchCounts) {
-    let mut counts = BatchCounts { groups: groups.len(), ..BatchCounts::default() };
-    let parts = groups
-        .chunks(groups.len().div_ceil(split.minibatches).max(1))
-        .map(|part| rows(part, algorithm, split.max_completion_length, &mut counts))
-        .collect();
-    (parts, counts)
 }
 
-fn rows<'a, G: AsRef<Group>>(
-    groups: &'a [G],
-    algorithm: &Grpo,
-    max_completion_length: usize,
-    counts: &mut BatchCounts,
-) -> Vec<Row<'a>> {
-    let scored: Vec<Vec<(&Sample, f64)>> = groups.iter().map(|group| scored(group.as_ref())).collect();
-    let tokens =
-        |group: &[(&Sample, f64)]| group.iter().map(|(sample, _)| sample.trained_tokens()).sum::<usize>();
-    let batch_tokens: usize = scored.iter().map(|group| tokens(group)).sum();
-    let batch_sequences: usize = scored.iter().map(Vec::len).sum();
-    counts.trained_tokens += batch_tokens;
-    counts.unscored += groups.iter().map(|g| g.as_ref().trajectories.len()).sum::<usize>() - batch_sequences;
-    let mut rows = Vec::new();
-    for (group, scored) in groups.iter().zip(&scored) {
-        if group.as_ref().zero_variance() {
-            counts.zero_variance += 1;
-            continue;
-        }
-        let rewards: Vec<f64> = scored.iter().map(|(_, reward)| *reward).collect();
-        let advantages = group_relative(&rewards, algorithm.scale_rewards);
-        for ((sample, _), advantage) in scored.iter().zip(advantages) {
-            let of = Counts {
-                sequence_tokens: sample.trained_tokens(),
-                group_tokens: tokens(scored),
-                batch_tokens,
-                batch_sequences,
-                batch_groups: groups.len(),
-                max_completion_length,
-            };
-            if of.sequence_tokens > 0 {
-                rows.push(Row { sample, advantage, token_weight: algorithm.loss_agg.token_weight(&of) });
+/// A group of a batch.
+#[derive(Debug)]
+pub struct BatchGroup<'a> {
+    /// Samples of the trajectories that have a reward.
+    pub samples: Vec<&'a Sample>,
+    /// What they achieved, in the same order.
+    pub outcome: GroupOutcome,
+    /// Whether all rewards are equal.
+    pub zero_variance: bool,
+    /// What is trained on instead, if the policy did not solve the task.
+    pub demonstration: Option<&'a Sample>,
+}
+
+/// One sequence that goes through the network.
+#[derive(Clone, Copy, Debug)]
+pub struct Row<'a> {
+    /// Its token streams.
+    pub sample: &'a Sample,
+    /// Its group in the batch.
+    pub group: usize,
+    /// Which of the group's samples; `None` for a demonstration.
+    pub trajectory: Option<usize>,
+}
+
+impl<'a> Batch<'a> {
+    /// The batch of `groups`. `demonstrations` has one for every group that may be replaced, or is empty.
+    #[must_use]
+    pub fn new<G: AsRef<Group>>(
+        groups: &'a [G],
+        algorithm: &Algorithm,
+        split: Split,
+        demonstrations: &'a [Option<Sample>],
+    ) -> Self {
+        let mut counts = BatchCounts { groups: groups.len(), ..BatchCounts::default() };
+        let mut of = |(i, group): (usize, &'a G)| {
+            let group = group.as_ref();
+            let scored: Vec<(&Trajectory, f64)> =
+                group.sampled().filter_map(|t| Some((t, t.score.total?))).collect();
+            counts.unscored += group.sampled().count() - scored.len();
+            counts.trained_tokens += scored.iter().map(|(t, _)| t.sample.trained_tokens()).sum::<usize>();
+            counts.zero_variance += usize::from(group.zero_variance());
+            let solved =
+                crate::credit::mean(scored.iter().map(|(_, reward)| f64::from(u8::from(*reward > 0.5))));
+            let demonstration = demonstrations.get(i).and_then(Option::as_ref);
+            let demonstration =
+                demonstration.filter(|_| algorithm.demonstration_gate.is_some_and(|gate| solved <= gate));
+            counts.demonstrated += usize::from(demonstration.is_some());
+            BatchGroup {
+                samples: scored.iter().map(|(t, _)| &t.sample).collect(),
+                outcome: GroupOutcome {
+                    trajectories: scored.iter().map(|(t, reward)| outcome(t, *reward)).collect(),
+                    greedy: group.baseline_reward(),
+                },
+                zero_variance: group.zero_variance(),
+                demonstration,
+            }
+        };
+        let groups = groups.iter().enumerate().map(&mut of).collect();
+        Self { groups, counts, split }
+    }
+
+    /// Rows of the groups for which `wanted`, in order; those without a trained token are left out, and so are groups
+    /// in whose place there is a demonstration.
+    pub fn rows(&self, wanted: impl Fn(usize) -> bool) -> Vec<Row<'a>> {
+        let mut rows = Vec::new();
+        for (group, of) in self.groups.iter().enumerate() {
+            match of.demonstration {
+                Some(sample) => rows.push(Row { sample, group, trajectory: None }),
+                None if !wanted(group) => {}
+                None => rows.extend(of.samples.iter().enumerate().map(|(trajectory, sample)| Row {
+                    sample,
+                    group,
+                    trajectory: Some(trajectory),
+                })),
             }
         }
+        rows.retain(|row| row.sample.trained_tokens() > 0);
+        rows
     }
-    rows
+
+    /// Groups of each minibatch: whole groups, in order.
+    ///
+    /// # Panics
+    /// If there are to be no parts.
+    #[must_use]
+    pub fn parts(&self) -> Vec<Range<usize>> {
+        let each = self.groups.len().div_ceil(self.split.minibatches).max(1);
+        let starts = (0..self.groups.len()).step_by(each);
+        starts.map(|start| start..(start + each).min(self.groups.len())).collect()
+    }
+
+    /// Longest completion that the recipe allows, tokens.
+    #[must_use]
+    pub fn max_completion_length(&self) -> usize {
+        self.split.max_completion_length
+    }
 }
 
-/// Rows of demonstrations: every trained token counts the same.
+fn outcome(trajectory: &Trajectory, reward: f64) -> Outcome {
+    let mask = trajectory.sample.loss_mask();
+    let trained = |range: &Range<usize>| mask[range.clone()].iter().filter(|trained| **trained).count();
+    let has_turns = trajectory.turns.iter().any(|turn| turn.reward.is_some());
+    let turns = trajectory.turns.iter().filter(|_| has_turns);
+    let component = |component: &Component| component.value.unwrap_or(0.0);
+    Outcome {
+        reward,
+        tokens: trajectory.sample.trained_tokens(),
+        components: trajectory.score.components.iter().map(component).collect(),
+        turns: turns.map(|turn| (trained(&turn.completion), turn.reward.unwrap_or(0.0))).collect(),
+        ..Outcome::default()
+    }
+}
+
+/// `[T]` how many versions before `version` each trained token was sampled.
 #[must_use]
-pub fn demonstrations(samples: &[Sample]) -> Vec<Row<'_>> {
-    let batch_tokens = samples.iter().map(Sample::trained_tokens).sum();
-    let counts = Counts {
-        sequence_tokens: 0,
-        group_tokens: 0,
-        batch_tokens,
-        batch_sequences: samples.len(),
-        batch_groups: samples.len(),
-        max_completion_length: 0,
-    };
-    let token_weight = Aggregation::TokenMean.token_weight(&counts);
-    samples.iter().map(|sample| Row { sample, advantage: 1.0, token_weight }).collect()
+pub fn token_staleness(sample: &Sample, version: PolicyVersion) -> Vec<u64> {
+    let runs = sample.versions().iter().flat_map(|run| std::iter::repeat_n(run.version, run.len as usize));
+    let trained = runs.zip(sample.loss_mask()).filter(|(_, trained)| **trained);
+    trained.map(|(sampled, _)| sampled.staleness_at(version)).collect()
 }
 
-fn scored(group: &Group) -> Vec<(&Sample, f64)> {
-    group.trajectories.iter().filter_map(|t| t.score.total.map(|reward| (&t.sample, reward))).collect()
+/// `[T]` log-probabilities of the trained tokens under the distribution that sampled them, nats.
+#[must_use]
+pub fn behavior(sample: &Sample) -> Vec<f64> {
+    let all = sample.behavior_logprobs().iter().zip(sample.loss_mask());
+    all.filter(|(_, trained)| **trained).map(|(logprob, _)| f64::from(*logprob)).collect()
 }
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use std::sync::Arc;
+
     use trajectory::{
         Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
         Trajectory, Turn, VersionRun,
     };
 
     use super::*;
-    use crate::algorithm::advantage::ScaleRewards;
-
-    pub(crate) const GRPO: Grpo = Grpo {
-        clip_eps_low: 0.2,
-        clip_eps_high: 0.2,
-        behavior_weight_cap: 2.0,
-        scale_rewards: ScaleRewards::Group,
-        loss_agg: Aggregation::TokenMean,
-    };
-
-    fn split(minibatches: usize) -> Split {
-        Split { minibatches, max_completion_length: 16 }
-    }
+    use crate::loss::Correction;
+    use crate::terms::{Scores, Terms, terms, wanted};
 
     /// A group whose trajectories have the given rewards and numbers of completion tokens after two of prompt.
     pub(crate) fn group(id: u64, outcomes: &[(Option<f64>, usize)]) -> Group {
@@ -167,29 +212,108 @@ pub(crate) mod tests {
         Group { id: GroupId(id), task, trajectories: outcomes.iter().enumerate().map(trajectory).collect() }
     }
 
+    fn split(minibatches: usize) -> Split {
+        Split { minibatches, max_completion_length: 16 }
+    }
+
+    fn groups(all: &[&[(Option<f64>, usize)]]) -> Vec<Arc<Group>> {
+        all.iter().enumerate().map(|(id, outcomes)| Arc::new(group(id as u64, outcomes))).collect()
+    }
+
+    /// The terms of the rows that have a gradient.
+    fn wanted_terms(batch: &Batch<'_>, algorithm: &Algorithm, scores: Scores) -> Vec<Terms> {
+        let wanted = wanted(batch, algorithm);
+        terms(batch, &batch.rows(|group| wanted[group]), scores, algorithm, PolicyVersion(0))
+    }
+
     #[test]
     fn zero_variance_groups_cost_nothing_but_count() {
-        let groups =
-            [group(0, &[(Some(1.0), 3), (Some(0.0), 5)]), group(1, &[(Some(1.0), 4), (Some(1.0), 4)])];
-        let groups: Vec<_> = groups.into_iter().map(std::sync::Arc::new).collect();
-        let (parts, counts) = minibatches(&groups, &GRPO, split(1));
-        assert_eq!((parts[0].len(), counts.zero_variance, counts.trained_tokens), (2, 1, 16));
-        assert!(parts[0].iter().all(|row| row.token_weight == 1.0 / 16.0));
+        let groups = groups(&[&[(Some(1.0), 3), (Some(0.0), 5)], &[(Some(1.0), 4), (Some(1.0), 4)]]);
+        let grpo = Algorithm::grpo();
+        let batch = Batch::new(&groups, &grpo, split(1), &[]);
+        assert_eq!((batch.counts.zero_variance, batch.counts.trained_tokens), (1, 16));
+        let all = wanted_terms(&batch, &grpo, Scores::default());
+        assert_eq!(all.len(), 2);
+        assert!(all.iter().all(|terms| terms.weights.iter().all(|weight| *weight == 1.0 / 16.0)));
+        // ScaleRL takes them out of the denominators too.
+        let dropping = Algorithm { drop_zero_variance: true, ..grpo.clone() };
+        let all = wanted_terms(&batch, &dropping, Scores::default());
+        assert!(all.iter().all(|terms| terms.weights.iter().all(|weight| *weight == 1.0 / 8.0)));
+        // A pull towards the reference has a gradient everywhere.
+        let mut pulled = grpo;
+        pulled.divergence.coef = 0.1;
+        assert_eq!(wanted(&batch, &pulled), [true, true]);
     }
 
     #[test]
     fn failed_rewards_and_empty_completions_are_left_out() {
-        let groups =
-            [std::sync::Arc::new(group(0, &[(Some(1.0), 3), (None, 5), (Some(0.0), 0), (Some(0.5), 2)]))];
-        let (parts, counts) = minibatches(&groups, &GRPO, split(1));
-        assert_eq!((parts[0].len(), counts.unscored, counts.trained_tokens), (2, 1, 5));
+        let groups = groups(&[&[(Some(1.0), 3), (None, 5), (Some(0.0), 0), (Some(0.5), 2)]]);
+        let batch = Batch::new(&groups, &Algorithm::grpo(), split(1), &[]);
+        let rows = batch.rows(|_| true);
+        assert_eq!((rows.len(), batch.counts.unscored, batch.counts.trained_tokens), (2, 1, 5));
+        assert_eq!(rows.iter().map(|row| row.trajectory).collect::<Vec<_>>(), [Some(0), Some(2)]);
     }
 
     #[test]
     fn minibatches_are_whole_groups() {
-        let groups: Vec<_> =
-            (0..5).map(|id| std::sync::Arc::new(group(id, &[(Some(1.0), 1), (Some(0.0), 1)]))).collect();
-        let (parts, _) = minibatches(&groups, &GRPO, split(2));
-        assert_eq!(parts.iter().map(Vec::len).collect::<Vec<_>>(), [6, 4]);
+        let pair: &[_] = &[(Some(1.0), 1), (Some(0.0), 1)];
+        let groups = groups(&[pair; 5]);
+        let batch = Batch::new(&groups, &Algorithm::grpo(), split(2), &[]);
+        assert_eq!(batch.parts(), [0..3, 3..5]);
+        let all = wanted_terms(&batch, &Algorithm::grpo(), Scores::default());
+        assert_eq!((all[0].weights[0], all[9].weights[0]), (1.0 / 6.0, 1.0 / 4.0));
+    }
+
+    #[test]
+    fn what_is_masked_leaves_every_denominator() {
+        // Behavior log-probabilities are -2: the second trajectory of the first group is far from them.
+        let groups = groups(&[&[(Some(1.0), 3), (Some(0.0), 4)], &[(Some(0.0), 5), (Some(1.0), 2)]]);
+        let scores = Scores {
+            proximal: Some(vec![vec![-2.0; 3], vec![-7.0; 4], vec![-2.0; 5], vec![-2.0; 2]]),
+            ..Scores::default()
+        };
+        for (aggregation, expected) in [
+            (crate::loss::Aggregation::TokenMean, [10.0, 10.0, 10.0]),
+            (crate::loss::Aggregation::SequenceMean, [9.0, 15.0, 6.0]),
+            (crate::loss::Aggregation::PromptMean, [6.0, 14.0, 14.0]),
+            (crate::loss::Aggregation::Constant, [48.0, 48.0, 48.0]),
+        ] {
+            let masking = Algorithm {
+                correction: Correction::GeometricMask { low: 0.9, high: 1.1 },
+                aggregation,
+                ..Algorithm::grpo()
+            };
+            let batch = Batch::new(&groups, &masking, split(1), &[]);
+            let all = wanted_terms(&batch, &masking, scores.clone());
+            assert_eq!(all[1].weights, [0.0; 4]);
+            let divisors: Vec<f64> = [0, 2, 3].map(|i: usize| 1.0 / all[i].weights[0]).to_vec();
+            assert_eq!(divisors.iter().map(|d| d.round()).collect::<Vec<_>>(), expected, "{aggregation:?}");
+        }
+    }
+
+    #[test]
+    fn only_the_most_uncertain_tokens_are_trained_on() {
+        let groups = groups(&[&[(Some(1.0), 3), (Some(0.0), 2)]]);
+        let scores = Scores { entropy: Some(vec![vec![0.1, 2.0, 0.3], vec![1.0, 0.2]]), ..Scores::default() };
+        let selective = Algorithm { entropy_share: 0.4, ..Algorithm::grpo() };
+        let batch = Batch::new(&groups, &selective, split(1), &[]);
+        let all = wanted_terms(&batch, &selective, scores);
+        assert_eq!((&all[0].weights[..], &all[1].weights[..]), (&[0.0, 0.5, 0.0][..], &[0.5, 0.0][..]));
+    }
+
+    #[test]
+    fn a_demonstration_takes_the_place_of_a_group_that_failed() {
+        let groups = groups(&[&[(Some(0.0), 3), (Some(0.0), 5)], &[(Some(1.0), 4), (Some(0.0), 4)]]);
+        let hpt = Algorithm::hpt();
+        let demonstration = group(7, &[(None, 6)]).trajectories.remove(0).sample;
+        let demonstrations = [Some(demonstration.clone()), Some(demonstration)];
+        let batch = Batch::new(&groups, &hpt, split(1), &demonstrations);
+        assert_eq!(batch.counts.demonstrated, 1);
+        let rows = batch.rows(|_| true);
+        assert_eq!(rows.iter().map(|row| row.trajectory).collect::<Vec<_>>(), [None, Some(0), Some(1)]);
+        let all = wanted_terms(&batch, &hpt, Scores::default());
+        // Half of the batch's tasks, over its six tokens; the others over four trajectories of at most 16 tokens.
+        assert_eq!((all[0].weights[0], all[1].weights[0]), (1.0 / 12.0, 1.0 / 64.0));
+        assert!(all[0].demonstration && !all[1].demonstration);
     }
 }

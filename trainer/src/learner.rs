@@ -7,10 +7,10 @@
 use std::sync::Arc;
 
 use model::{Config, Decoder, Gradients, Parameters, Prediction, PredictionGradient, Recompute, Team};
+use trajectory::Sample;
 
 use crate::TrainerError;
 use crate::adamw::{AdamW, AdamWConfig};
-use crate::batch::Row;
 use crate::norm::{clip, norm};
 use crate::packing::{Packed, pack};
 use crate::plan::{MicroBatch, plan};
@@ -41,6 +41,15 @@ pub struct Learner {
     /// Of every rank, kept from step to step because zeroing is cheaper than allocating.
     gradients: Vec<Gradients>,
     team: Arc<Team>,
+}
+
+/// A model that is not trained: a reference policy or a teacher.
+#[derive(Clone, Debug)]
+pub struct Frozen {
+    /// Its shape.
+    pub model: Config,
+    /// Its weights.
+    pub parameters: Arc<Parameters>,
 }
 
 /// A loss over the predictions of one row.
@@ -111,10 +120,26 @@ impl Learner {
     ///
     /// # Errors
     /// If a token lies beyond the vocabulary.
-    pub fn score(&self, rows: &[Row<'_>]) -> Result<Vec<Vec<Prediction>>, TrainerError> {
-        let decoder = self.decoder();
+    pub fn score(&self, rows: &[&Sample]) -> Result<Vec<Vec<Prediction>>, TrainerError> {
+        self.score_with(&self.decoder(), rows)
+    }
+
+    /// The same under a model that is not trained, on the cores of this one.
+    ///
+    /// # Errors
+    /// If a token lies beyond its vocabulary.
+    pub fn score_under(
+        &self,
+        frozen: &Frozen,
+        rows: &[&Sample],
+    ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
+        let decoder = Decoder::trainable(&frozen.model, &frozen.parameters, self.config.recompute);
+        self.score_with(&decoder, rows)
+    }
+
+    fn score_with(&self, decoder: &Decoder, rows: &[&Sample]) -> Result<Vec<Vec<Prediction>>, TrainerError> {
         let work = |batch: &MicroBatch, team: &Team| -> Result<Vec<(usize, Vec<Prediction>)>, TrainerError> {
-            let packed = pack(batch.rows.iter().map(|row| &rows[*row]));
+            let packed = pack(batch.rows.iter().map(|row| rows[*row]));
             let all = decoder.score(&packed.pack, &packed.positions, &packed.targets, team)?;
             let mut out = Vec::with_capacity(batch.rows.len());
             let mut from = 0;
@@ -143,7 +168,7 @@ impl Learner {
     /// If a token lies beyond the vocabulary or the gradient is not finite; the weights are then as before.
     pub fn step<L: RowLoss>(
         &mut self,
-        rows: &[Row<'_>],
+        rows: &[&Sample],
         loss: &L,
         learning_rate: f32,
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
@@ -156,7 +181,7 @@ impl Learner {
     fn step_with<L: RowLoss>(
         &mut self,
         gradients: &mut Vec<Gradients>,
-        rows: &[Row<'_>],
+        rows: &[&Sample],
         loss: &L,
         learning_rate: f32,
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
@@ -191,7 +216,7 @@ impl Learner {
     /// Adds up the gradients of the rows of `mine`, from zero.
     fn accumulate<L: RowLoss>(
         &self,
-        rows: &[Row<'_>],
+        rows: &[&Sample],
         mine: &[MicroBatch],
         loss: &L,
         gradients: &mut Gradients,
@@ -201,7 +226,7 @@ impl Learner {
         let decoder = self.decoder();
         let mut report = L::Report::default();
         for batch in mine {
-            let Packed { pack, positions, targets, trained } = pack(batch.rows.iter().map(|row| &rows[*row]));
+            let Packed { pack, positions, targets, trained } = pack(batch.rows.iter().map(|row| rows[*row]));
             let (predictions, trace) = decoder.forward(&pack, &positions, &targets, team)?;
             let mut slopes = Vec::with_capacity(predictions.len());
             for (row, trained) in batch.rows.iter().zip(&trained) {
@@ -219,7 +244,7 @@ impl Learner {
     }
 
     /// The micro-batches of every rank that has some.
-    fn shares(&self, rows: &[Row<'_>]) -> Vec<Vec<MicroBatch>> {
+    fn shares(&self, rows: &[&Sample]) -> Vec<Vec<MicroBatch>> {
         let mut shares = plan(rows, &self.model, self.config.microbatch_tokens, self.config.world);
         shares.retain(|mine| !mine.is_empty());
         shares

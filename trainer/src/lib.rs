@@ -2,10 +2,12 @@
 //!
 //! # Layout
 //! - [`trainer`]: one training step, top to bottom
-//! - [`algorithm`]: advantages, losses, how they add up
-//! - [`batch`]: leased groups to rows; [`mod@plan`]: rows to micro-batches, shared among ranks;
+//! - [`algorithm`]: one file per algorithm, made of the parts of [`credit`] (advantages) and [`loss`]
+//! - [`update`]: from a batch to its updates: [`batch`] (leased groups to rows), [`terms`] (what the loss needs to know of
+//!   each row), [`objective`] (the loss over predictions), [`critic`]
+//! - [`supervised`]: demonstrations and pairs
+//! - [`learner`]: forward, backward, clip, optimizer; [`mod@plan`]: rows to micro-batches, shared among ranks;
 //!   [`packing`]: a micro-batch as one token stream
-//! - [`learner`]: forward, backward, clip, optimizer; [`policy_loss`]: the losses it runs
 //! - [`adamw`] with its [`moments`], [`schedule`], [`checkpoint`]
 //!
 //! # Invariants
@@ -17,20 +19,26 @@ pub mod adamw;
 pub mod algorithm;
 pub mod batch;
 pub mod checkpoint;
+pub mod credit;
+pub mod critic;
 mod error;
 pub mod learner;
+pub mod loss;
 mod moment_files;
 pub mod moments;
 mod norm;
+pub mod objective;
 pub mod packing;
 pub mod plan;
-pub mod policy_loss;
 pub mod report;
 pub mod schedule;
+pub mod supervised;
+pub mod terms;
 pub mod trainer;
+pub mod update;
 
 pub use checkpoint::{Checkpoint, TrainerState};
 pub use error::TrainerError;
-pub use learner::{Learner, LearnerConfig};
+pub use learner::{Frozen, Learner, LearnerConfig};
 pub use report::StepReport;
-pub use trainer::{Trainer, TrainerConfig};
+pub use trainer::{Companions, Trainer, TrainerConfig};

@@ -3,8 +3,8 @@
 //! Invariant: rows and their targets keep the order in which they are given.
 
 use model::{Pack, Target};
+use trajectory::Sample;
 
-use crate::batch::Row;
 use crate::plan::{prompt, row_tokens};
 
 /// A micro-batch laid out for the network.
@@ -23,12 +23,12 @@ pub struct Packed<'a> {
 /// Packs `rows`, which all have a trained token. The prompt of neighbours goes through the network once, where it is the
 /// same.
 #[must_use]
-pub fn pack<'a>(rows: impl Iterator<Item = &'a Row<'a>>) -> Packed<'a> {
+pub fn pack<'a>(rows: impl Iterator<Item = &'a Sample>) -> Packed<'a> {
     let mut packed =
         Packed { pack: Pack::new(), positions: Vec::new(), targets: Vec::new(), trained: Vec::new() };
     let mut shared: Option<(&[u32], usize)> = None;
-    for row in rows {
-        let (sample, prompt) = (row.sample, prompt(row));
+    for sample in rows {
+        let prompt = prompt(sample);
         let prefix = match shared {
             Some((tokens, prefix)) if tokens == prompt => prefix,
             // A trained token is never the first, so there is a prompt.
@@ -38,7 +38,7 @@ pub fn pack<'a>(rows: impl Iterator<Item = &'a Row<'a>>) -> Packed<'a> {
             },
         };
         shared = Some((prompt, prefix));
-        let rest = &sample.token_ids()[prompt.len()..row_tokens(row)];
+        let rest = &sample.token_ids()[prompt.len()..row_tokens(sample)];
         // Nothing is left of a row whose only trained token follows its prompt.
         let start = packed.pack.push_continuation(prefix, rest).unwrap_or(prefix + prompt.len());
         let before = packed.targets.len();

@@ -13,8 +13,7 @@
 use std::cmp::Reverse;
 
 use model::Config;
-
-use crate::batch::Row;
+use trajectory::Sample;
 
 /// A step may take at most this part of its time, as a fraction, for groups to be split: prompts are computed again.
 const WORTH: (u64, u64) = (15, 16);
@@ -62,9 +61,9 @@ struct Cost {
 /// The micro-batches of each of `world` ranks, of at most `budget` tokens each; a row that is longer stands alone. A
 /// rank may have none.
 #[must_use]
-pub fn plan(rows: &[Row<'_>], model: &Config, budget: usize, world: usize) -> Vec<Vec<MicroBatch>> {
-    let sizes: Vec<Size> = rows.iter().map(Size::of).collect();
-    let same_prompt = |a: &usize, b: &usize| prompt(&rows[*a]) == prompt(&rows[*b]);
+pub fn plan(rows: &[&Sample], model: &Config, budget: usize, world: usize) -> Vec<Vec<MicroBatch>> {
+    let sizes: Vec<Size> = rows.iter().map(|sample| Size::of(sample)).collect();
+    let same_prompt = |a: &usize, b: &usize| prompt(rows[*a]) == prompt(rows[*b]);
     let all: Vec<usize> = (0..rows.len()).collect();
     let groups: Vec<&[usize]> = all.chunk_by(same_prompt).collect();
     Planner { sizes: &sizes, cost: Cost::of(model), budget }.plan(&groups, world)
@@ -72,20 +71,20 @@ pub fn plan(rows: &[Row<'_>], model: &Config, budget: usize, world: usize) -> Ve
 
 /// Tokens of a row that go through the network: everything before its last trained token.
 #[must_use]
-pub fn row_tokens(row: &Row<'_>) -> usize {
-    row.sample.loss_mask().iter().rposition(|trained| *trained).unwrap_or(0)
+pub fn row_tokens(sample: &Sample) -> usize {
+    sample.loss_mask().iter().rposition(|trained| *trained).unwrap_or(0)
 }
 
 /// The tokens before the first trained one.
-pub(crate) fn prompt<'a>(row: &Row<'a>) -> &'a [u32] {
-    let trained = row.sample.loss_mask().iter().position(|trained| *trained);
-    &row.sample.token_ids()[..trained.unwrap_or(0)]
+pub(crate) fn prompt(sample: &Sample) -> &[u32] {
+    let trained = sample.loss_mask().iter().position(|trained| *trained);
+    &sample.token_ids()[..trained.unwrap_or(0)]
 }
 
 impl Size {
-    fn of(row: &Row<'_>) -> Self {
-        let prompt = prompt(row).len();
-        Self { prompt, rest: row_tokens(row) - prompt, predictions: row.sample.trained_tokens() }
+    fn of(sample: &Sample) -> Self {
+        let prompt = prompt(sample).len();
+        Self { prompt, rest: row_tokens(sample) - prompt, predictions: sample.trained_tokens() }
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use trajectory::{Group, PolicyVersion};
 
 use crate::batch::BatchCounts;
-use crate::policy_loss::TokenSums;
+use crate::loss::Clipped;
 
 /// What one training step tells.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -23,6 +23,8 @@ pub struct StepReport {
     pub dropped_stale: u64,
     /// Sums over the trained tokens.
     pub sums: TokenSums,
+    /// What the critic did; `None` without one.
+    pub critic: Option<CriticReport>,
     /// Norm of the last gradient before clipping.
     pub grad_norm: f32,
     /// Learning rate of the step.
@@ -31,6 +33,133 @@ pub struct StepReport {
     pub batch: BatchStatistics,
     /// Where the time went, seconds.
     pub time: StepTime,
+}
+
+/// A token whose log-probability the sampler recorded with other bits than the trainer computes with the same weights.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Mismatch {
+    /// Row of the minibatch.
+    pub row: usize,
+    /// Which of the row's trained tokens.
+    pub token: usize,
+    /// As the sampler recorded it, nats.
+    pub behavior: f32,
+    /// As the trainer computes it, nats.
+    pub proximal: f32,
+}
+
+/// Sums over the trained tokens of a step. Fields that are means are divided by `tokens` when reported.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct TokenSums {
+    /// Number of tokens.
+    pub tokens: u64,
+    /// Weighted losses: already a mean over the minibatch.
+    pub loss: f64,
+    /// Entropy of the current policy, nats.
+    pub entropy: f64,
+    /// Divergence from the reference policy, as the algorithm estimates it, nats.
+    pub reference_divergence: f64,
+    /// Loss of the critic.
+    pub value_loss: f64,
+    /// `|current - behavior|`, nats.
+    pub logprob_abs_diff: f64,
+    /// The largest of them.
+    pub logprob_abs_diff_max: f64,
+    /// `exp(d) - d - 1` with `d = current - behavior`: an estimate of the divergence of sampler and trainer (k3).
+    pub mismatch: f64,
+    /// Weights for the behavior policy, after their bounds.
+    pub behavior_weight: f64,
+    /// Their squares.
+    pub behavior_weight_squared: f64,
+    /// The largest of them.
+    pub behavior_weight_max: f64,
+    /// Tokens whose gradient the lower bound of the clip took.
+    pub clipped_low: u64,
+    /// Tokens whose gradient the upper bound of the clip took.
+    pub clipped_high: u64,
+    /// Tokens whose gradient the dual clip took.
+    pub clipped_dual: u64,
+    /// Tokens that a correction or a selection left out.
+    pub masked: u64,
+    /// The first mismatch, if there must not be one.
+    pub mismatched: Option<Mismatch>,
+}
+
+impl TokenSums {
+    /// Adds another rank's.
+    pub fn merge(&mut self, other: &Self) {
+        self.tokens += other.tokens;
+        self.loss += other.loss;
+        self.entropy += other.entropy;
+        self.reference_divergence += other.reference_divergence;
+        self.value_loss += other.value_loss;
+        self.logprob_abs_diff += other.logprob_abs_diff;
+        self.logprob_abs_diff_max = self.logprob_abs_diff_max.max(other.logprob_abs_diff_max);
+        self.mismatch += other.mismatch;
+        self.behavior_weight += other.behavior_weight;
+        self.behavior_weight_squared += other.behavior_weight_squared;
+        self.behavior_weight_max = self.behavior_weight_max.max(other.behavior_weight_max);
+        self.clipped_low += other.clipped_low;
+        self.clipped_high += other.clipped_high;
+        self.clipped_dual += other.clipped_dual;
+        self.masked += other.masked;
+        self.mismatched = self.mismatched.or(other.mismatched);
+    }
+
+    /// Notes how far the trainer's log-probability of a token is from the sampler's, nats, and the weight and bound that
+    /// it was trained with; `None` if it was left out.
+    pub(crate) fn compare(&mut self, difference: f64, trained: Option<(f64, Clipped)>) {
+        self.logprob_abs_diff += difference.abs();
+        self.logprob_abs_diff_max = self.logprob_abs_diff_max.max(difference.abs());
+        self.mismatch += difference.exp() - difference - 1.0;
+        let Some((weight, clipped)) = trained else {
+            self.masked += 1;
+            return;
+        };
+        self.behavior_weight += weight;
+        self.behavior_weight_squared += weight * weight;
+        self.behavior_weight_max = self.behavior_weight_max.max(weight);
+        match clipped {
+            Clipped::No => {}
+            Clipped::Low => self.clipped_low += 1,
+            Clipped::High => self.clipped_high += 1,
+            Clipped::Dual => self.clipped_dual += 1,
+        }
+    }
+
+    /// Mean of one of the sums over the tokens; 0 for none.
+    #[must_use]
+    pub fn mean(&self, sum: f64) -> f64 {
+        if self.tokens == 0 { 0.0 } else { sum / self.tokens as f64 }
+    }
+
+    /// Mean of one of the sums over the tokens that were not masked; 0 for none.
+    #[must_use]
+    pub fn mean_kept(&self, sum: f64) -> f64 {
+        let kept = self.tokens - self.masked;
+        if kept == 0 { 0.0 } else { sum / kept as f64 }
+    }
+
+    /// Effective sample size of the behavior weights as a share of the tokens that were not masked:
+    /// `(sum w)^2 / (n sum w^2)`.
+    #[must_use]
+    pub fn effective_share(&self) -> f64 {
+        let denominator = (self.tokens - self.masked) as f64 * self.behavior_weight_squared;
+        if denominator == 0.0 { 1.0 } else { self.behavior_weight.powi(2) / denominator }
+    }
+}
+
+/// What a critic did in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct CriticReport {
+    /// Mean of its loss over the tokens.
+    pub loss: f64,
+    /// Mean of what it expected before the step.
+    pub value: f64,
+    /// Share of the variance of the returns that it explained before the step: `1 - var(R - V) / var(R)`.
+    pub explained_variance: f64,
+    /// Norm of its gradient before clipping; that of the policy if they are one network.
+    pub grad_norm: f32,
 }
 
 /// Where the time of a step went, seconds.

@@ -7,23 +7,48 @@ use std::time::{Duration, Instant};
 
 use buffer::{BufferError, Consumer, Lease, LeaseRequest};
 use model::ModelDirectory;
-use trajectory::{Group, PolicyVersion};
+use trajectory::{Group, PolicyVersion, Sample, Task};
 use weights::{Publisher, Snapshot};
 
 use crate::TrainerError;
-use crate::algorithm::grpo::Grpo;
-use crate::batch::{Row, Split, minibatches};
+use crate::algorithm::Algorithm;
+use crate::batch::{Batch, BatchCounts, Row, Split};
 use crate::checkpoint::{self, TrainerState};
-use crate::learner::Learner;
-use crate::policy_loss::{Mismatch, PolicyLoss, TokenSums};
-use crate::report::{BatchStatistics, StepReport, StepTime};
+use crate::critic::Critic;
+use crate::learner::{Frozen, Learner};
+use crate::report::{BatchStatistics, Mismatch, StepReport, StepTime};
 use crate::schedule::Schedule;
+use crate::update::{Update, Updated};
+
+/// Makes something to imitate of a task; `None` for a task that has nothing.
+pub type Demonstrate = Box<dyn Fn(&Task) -> Option<Sample> + Send>;
+
+/// What stands beside the policy.
+#[derive(Default)]
+pub struct Companions {
+    /// The reference policy or teacher.
+    pub reference: Option<Frozen>,
+    /// The critic.
+    pub critic: Option<Critic>,
+    /// Demonstrations in place of groups that the policy does not solve.
+    pub demonstrate: Option<Demonstrate>,
+}
+
+impl std::fmt::Debug for Companions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Companions")
+            .field("reference", &self.reference.is_some())
+            .field("critic", &self.critic)
+            .field("demonstrate", &self.demonstrate.is_some())
+            .finish()
+    }
+}
 
 /// What a trainer does with its batches.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrainerConfig {
     /// The algorithm.
-    pub algorithm: Grpo,
+    pub algorithm: Algorithm,
     /// The learning rate.
     pub schedule: Schedule,
     /// How a batch is cut up.
@@ -52,6 +77,7 @@ const CONSUMER: &str = "trainer";
 pub struct Trainer {
     config: TrainerConfig,
     learner: Learner,
+    companions: Companions,
     directory: ModelDirectory,
     buffer: Arc<dyn Consumer>,
     publisher: Arc<dyn Publisher>,
@@ -82,7 +108,7 @@ impl Trainer {
     /// If the buffer or the transport of the weights fails.
     pub fn start(
         config: TrainerConfig,
-        (learner, state): (Learner, &TrainerState),
+        (learner, companions, state): (Learner, Companions, &TrainerState),
         directory: ModelDirectory,
         (buffer, publisher): (Arc<dyn Consumer>, Arc<dyn Publisher>),
         stop: Arc<AtomicBool>,
@@ -90,6 +116,7 @@ impl Trainer {
         let trainer = Self {
             config,
             learner,
+            companions,
             directory,
             buffer,
             publisher,
@@ -123,6 +150,12 @@ impl Trainer {
         self.earlier_s + self.started.elapsed().as_secs_f64()
     }
 
+    /// The critic, if there is one.
+    #[must_use]
+    pub fn critic(&self) -> Option<&Critic> {
+        self.companions.critic.as_ref()
+    }
+
     /// Tokens trained on.
     #[must_use]
     pub fn trained_tokens(&self) -> u64 {
@@ -148,10 +181,10 @@ impl Trainer {
         // While it waits for a batch the sampler has the cores.
         let _present = self.learner.team().present();
         let clock = Instant::now();
-        let (parts, counts) = minibatches(&lease.groups, &self.config.algorithm, self.config.split);
         let batch = BatchStatistics::of(&lease.groups, self.version);
         let learning_rate = self.config.schedule.at(self.version.0);
-        let (sums, grad_norm) = self.update(&lease.groups, &parts, learning_rate)?;
+        let (counts, updated) = self.update(&lease.groups, learning_rate)?;
+        let Updated { sums, grad_norm, critic } = updated;
         self.version = self.version.next();
         self.trained_tokens += sums.tokens;
         time.forward_backward = clock.elapsed().as_secs_f64();
@@ -166,6 +199,7 @@ impl Trainer {
             buffer_size: self.buffer.stats()?.finalized,
             dropped_stale: lease.dropped_stale,
             sums,
+            critic,
             grad_norm,
             learning_rate,
             batch,
@@ -220,43 +254,37 @@ impl Trainer {
         }
     }
 
-    /// All optimizer steps of one batch. Sums are over the last epoch.
+    /// All updates of one batch.
     fn update(
         &mut self,
         groups: &[Arc<Group>],
-        parts: &[Vec<Row<'_>>],
         learning_rate: f32,
-    ) -> Result<(TokenSums, f32), TrainerError> {
-        // After the first optimizer step the policy is no longer the one that anchors the clip.
-        let updates = parts.len() * self.config.epochs;
-        let proximal: Option<Vec<_>> = if updates > 1 {
-            Some(parts.iter().map(|rows| self.learner.score(rows)).collect::<Result<_, _>>()?)
-        } else {
-            None
+    ) -> Result<(BatchCounts, Updated), TrainerError> {
+        let demonstrations: Vec<Option<Sample>> = match &self.companions.demonstrate {
+            Some(demonstrate) => groups.iter().map(|group| demonstrate(&group.task)).collect(),
+            None => Vec::new(),
         };
-        let (mut sums, mut grad_norm) = (TokenSums::default(), 0.0);
-        for _ in 0..self.config.epochs {
-            sums = TokenSums::default();
-            for (i, rows) in parts.iter().enumerate() {
-                let proximal = proximal.as_ref().map(|proximal| &proximal[i][..]);
-                let bitwise = self.config.bitwise.then_some(self.version);
-                let loss = PolicyLoss { algorithm: &self.config.algorithm, rows, proximal, bitwise };
-                let (norm, reports) = self.learner.step(rows, &loss, learning_rate)?;
-                reports.iter().for_each(|report| sums.merge(report));
-                if let Some(mismatch) = sums.mismatched {
-                    return Err(self.not_bitwise(groups, rows, mismatch));
-                }
-                grad_norm = norm;
-            }
+        let batch = Batch::new(groups, &self.config.algorithm, self.config.split, &demonstrations);
+        let update = Update {
+            algorithm: &self.config.algorithm,
+            epochs: self.config.epochs,
+            version: self.version,
+            bitwise: self.config.bitwise,
+            learning_rate,
+            learner: &mut self.learner,
+            companions: &mut self.companions,
+        };
+        match update.run(&batch)? {
+            Ok(updated) => Ok((batch.counts, updated)),
+            Err((row, mismatch)) => Err(self.not_bitwise(groups, row, mismatch)),
         }
-        Ok((sums, grad_norm))
     }
 
-    fn not_bitwise(&self, groups: &[Arc<Group>], rows: &[Row<'_>], mismatch: Mismatch) -> TrainerError {
-        let Mismatch { row, token, behavior, proximal } = mismatch;
+    fn not_bitwise(&self, groups: &[Arc<Group>], row: Row<'_>, mismatch: Mismatch) -> TrainerError {
+        let Mismatch { token, behavior, proximal, .. } = mismatch;
         let mut all = groups.iter().flat_map(|group| group.trajectories.iter().map(|t| (group.id, t)));
         let (group, trajectory) = all
-            .find(|(_, trajectory)| std::ptr::eq(&raw const trajectory.sample, rows[row].sample))
+            .find(|(_, trajectory)| std::ptr::eq(&raw const trajectory.sample, row.sample))
             .expect("rows are made of the samples of the batch");
         let (step, trajectory) = (self.version.next().0, trajectory.index);
         TrainerError::NotBitwise { step, group, trajectory, token, behavior, proximal }

@@ -1,26 +1,17 @@
 //! What is written can be gone on from, bit for bit, and what is broken says so.
 
 use model::ModelDirectory;
-use trainer::batch::minibatches;
 use trainer::checkpoint::{list, load, path, save};
 use trainer::moments::Moments;
-use trainer::policy_loss::PolicyLoss;
 use trainer::{Learner, TrainerState};
 use trajectory::PolicyVersion;
 
-use crate::{EIGHT_BIT, GRPO, LEARNER, SPLIT, config, groups};
+use crate::{EIGHT_BIT, LEARNER, config, groups, policy_step};
 
 fn advance(learner: &mut Learner, steps: usize) {
     let groups = groups();
-    let (parts, _) = minibatches(&groups, &GRPO, SPLIT);
     for _ in 0..steps {
-        learner
-            .step(
-                &parts[0],
-                &PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None, bitwise: None },
-                1e-2,
-            )
-            .unwrap();
+        policy_step(learner, &groups, 1e-2);
     }
 }
 

@@ -1,22 +1,17 @@
 //! Gradients and updates do not depend on how the work is cut up.
 
 use model::{Prediction, PredictionGradient};
-use trainer::batch::{Row, demonstrations, minibatches};
 use trainer::learner::RowLoss;
-use trainer::policy_loss::{DemonstrationLoss, PolicyLoss, TokenSums};
+use trainer::report::TokenSums;
+use trainer::supervised::DemonstrationLoss;
 use trainer::{Learner, LearnerConfig, TrainerError};
 
-use crate::{EIGHT_BIT, GRPO, LEARNER, SPLIT, group, groups, learner};
+use crate::{EIGHT_BIT, LEARNER, group, groups, learner, policy_step, samples};
 
 /// One step on all groups; the weights after it and the sums.
 fn step(settings: LearnerConfig) -> (Vec<f32>, TokenSums) {
-    let groups = groups();
-    let (parts, _) = minibatches(&groups, &GRPO, SPLIT);
     let mut learner = learner(settings);
-    let loss = PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None, bitwise: None };
-    let (_, reports) = learner.step(&parts[0], &loss, 1e-2).unwrap();
-    let mut sums = TokenSums::default();
-    reports.iter().for_each(|report| sums.merge(report));
+    let (_, sums) = policy_step(&mut learner, &groups(), 1e-2);
     (learner.into_parameters().into_values(), sums)
 }
 
@@ -56,13 +51,10 @@ fn on_policy_sampler_and_trainer_agree_exactly() {
 
 #[test]
 fn off_policy_tokens_are_reported_and_weighted() {
-    let groups = [group(0, &[1.0, 0.0], -0.3)];
-    let (parts, _) = minibatches(&groups, &GRPO, SPLIT);
-    let loss = PolicyLoss { algorithm: &GRPO, rows: &parts[0], proximal: None, bitwise: None };
-    let (_, reports) = learner(LEARNER).step(&parts[0], &loss, 1e-3).unwrap();
-    let mean = reports[0].mean(reports[0].behavior_weight);
+    let (_, sums) = policy_step(&mut learner(LEARNER), &[group(0, &[1.0, 0.0], -0.3)], 1e-3);
+    let mean = sums.mean(sums.behavior_weight);
     assert!((mean - 0.3_f64.exp()).abs() < 1e-4, "{mean}");
-    assert!((reports[0].logprob_abs_diff_max - 0.3).abs() < 1e-4);
+    assert!((sums.logprob_abs_diff_max - 0.3).abs() < 1e-4);
 }
 
 /// A loss whose derivative overflows.
@@ -82,22 +74,20 @@ impl RowLoss for Infinite {
 #[test]
 fn a_gradient_that_is_not_finite_leaves_the_weights_alone() {
     let groups = groups();
-    let (parts, _) = minibatches(&groups, &GRPO, SPLIT);
     let mut learner: Learner = learner(LEARNER);
     let before = learner.parameters().values().to_vec();
-    let error = learner.step(&parts[0], &Infinite, 1e-3).unwrap_err();
-    assert!(matches!(error, TrainerError::GradientNotFinite { update: 0, rows: 12 }), "{error}");
+    let error = learner.step(&samples(&groups), &Infinite, 1e-3).unwrap_err();
+    assert!(matches!(error, TrainerError::GradientNotFinite { update: 0, rows: 18 }), "{error}");
     assert_eq!(learner.parameters().values(), before);
 }
 
 #[test]
 fn scores_are_in_the_order_of_the_rows() {
     let groups = groups();
-    let (parts, _) = minibatches(&groups, &GRPO, SPLIT);
-    let rows: &[Row<'_>] = &parts[0];
-    let scored = learner(LearnerConfig { world: 3, microbatch_tokens: 20, ..LEARNER }).score(rows).unwrap();
+    let rows = samples(&groups);
+    let scored = learner(LearnerConfig { world: 3, microbatch_tokens: 20, ..LEARNER }).score(&rows).unwrap();
     for (row, predictions) in rows.iter().zip(scored) {
-        let behavior: Vec<f32> = row.sample.behavior_logprobs()[2..].to_vec();
+        let behavior: Vec<f32> = row.behavior_logprobs()[2..].to_vec();
         assert_eq!(predictions.iter().map(|p| p.logprob).collect::<Vec<_>>(), behavior);
     }
 }
@@ -105,13 +95,11 @@ fn scores_are_in_the_order_of_the_rows() {
 #[test]
 fn moments_in_8_bits_learn_as_those_in_f32() {
     let groups = groups();
-    let samples: Vec<_> =
-        groups.iter().flat_map(|group| group.trajectories.iter().map(|t| t.sample.clone())).collect();
-    let rows = demonstrations(&samples);
+    let rows = samples(&groups);
     let losses = |settings: LearnerConfig| {
         let mut learner = learner(settings);
         let mut step = |_| {
-            let (_, losses) = learner.step(&rows, &DemonstrationLoss { rows: &rows }, 3e-3).unwrap();
+            let (_, losses) = learner.step(&rows, &DemonstrationLoss::over(&rows), 3e-3).unwrap();
             losses.iter().sum()
         };
         (0..60).map(&mut step).collect::<Vec<f64>>()

@@ -1,6 +1,7 @@
 //! The learner and the trainer on a tiny random model.
 
 mod checkpoint;
+mod goldens;
 mod learner;
 mod step;
 
@@ -8,22 +9,15 @@ use std::sync::Arc;
 
 use model::{Config, Decoder, Pack, Parameters, Recompute, Sizes, Target, Team};
 use trainer::adamw::{AdamWConfig, OptimizerKind};
-use trainer::algorithm::Aggregation;
-use trainer::algorithm::advantage::ScaleRewards;
-use trainer::algorithm::grpo::Grpo;
-use trainer::batch::Split;
+use trainer::algorithm::Algorithm;
+use trainer::batch::{Batch, Split};
+use trainer::objective::PolicyObjective;
+use trainer::report::TokenSums;
+use trainer::terms::{Scores, terms};
 use trainer::{Learner, LearnerConfig};
 use trajectory::{
     Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
     Trajectory, Turn, VersionRun,
-};
-
-const GRPO: Grpo = Grpo {
-    clip_eps_low: 0.2,
-    clip_eps_high: 0.2,
-    behavior_weight_cap: 2.0,
-    scale_rewards: ScaleRewards::Group,
-    loss_agg: Aggregation::TokenMean,
 };
 
 const SPLIT: Split = Split { minibatches: 1, max_completion_length: 16 };
@@ -124,4 +118,30 @@ fn groups() -> Vec<Arc<Group>> {
         &[1.0, 0.0, 1.0],
     ];
     rewards.iter().enumerate().map(|(id, rewards)| group(id as u64, rewards, 0.0)).collect()
+}
+
+/// One policy step on all of `groups` with GRPO; the norm of the gradient and what the tokens say.
+fn policy_step(learner: &mut Learner, groups: &[Arc<Group>], learning_rate: f32) -> (f32, TokenSums) {
+    let algorithm = Algorithm::grpo();
+    let batch = Batch::new(groups, &algorithm, SPLIT, &[]);
+    let rows = batch.rows(|group| !batch.groups[group].zero_variance);
+    let terms = terms(&batch, &rows, Scores::default(), &algorithm, PolicyVersion(0));
+    let objective = PolicyObjective {
+        algorithm: &algorithm,
+        rows: &rows,
+        terms: &terms,
+        log_z: Vec::new(),
+        critic: None,
+        bitwise: None,
+    };
+    let samples: Vec<&Sample> = rows.iter().map(|row| row.sample).collect();
+    let (norm, reports) = learner.step(&samples, &objective, learning_rate).unwrap();
+    let mut sums = TokenSums::default();
+    reports.iter().for_each(|report| sums.merge(report));
+    (norm, sums)
+}
+
+/// All samples of `groups`, in order.
+fn samples(groups: &[Arc<Group>]) -> Vec<&Sample> {
+    groups.iter().flat_map(|group| group.trajectories.iter().map(|t| &t.sample)).collect()
 }

@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use buffer::{AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, OnStale, Producer};
 use model::ModelDirectory;
+use trainer::algorithm::Algorithm;
 use trainer::schedule::{Schedule, Shape};
-use trainer::{Learner, Trainer, TrainerConfig, TrainerError, TrainerState};
+use trainer::{Companions, Learner, Trainer, TrainerConfig, TrainerError, TrainerState};
 use trajectory::{Group, PolicyVersion};
 use weights::{Publisher, Subscriber};
 
-use crate::{GRPO, LEARNER, SPLIT, config, group};
+use crate::{LEARNER, SPLIT, config, group};
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -32,7 +33,7 @@ fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
     let (publisher, hub) = weights::memory::hub();
     let subscriber = hub.subscribe("sampler").unwrap();
     let mut settings = TrainerConfig {
-        algorithm: GRPO,
+        algorithm: Algorithm::grpo(),
         schedule: Schedule { peak: 1e-2, shape: Shape::Constant, warmup_steps: 0, steps: 10 },
         split: SPLIT,
         epochs: 1,
@@ -48,7 +49,14 @@ fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
     let edges: (Arc<dyn Consumer>, Arc<dyn Publisher>) =
         (Arc::clone(&buffer) as Arc<dyn Consumer>, Arc::new(publisher));
     let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);
-    let trainer = Trainer::start(settings, (learner, &state), directory, edges, Arc::clone(&stop)).unwrap();
+    let trainer = Trainer::start(
+        settings,
+        (learner, Companions::default(), &state),
+        directory,
+        edges,
+        Arc::clone(&stop),
+    )
+    .unwrap();
     Bench { files, buffer, subscriber, trainer, stop }
 }
 

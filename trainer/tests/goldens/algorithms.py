@@ -421,7 +421,8 @@ def batch_groups(rewards):
         group = []
         drift = [0.6, 0.0, 0.05, 0.3] if len(own) > 2 else [2.0, 2.0]
         for i, reward in enumerate(own):
-            behavior = logprobs(DRAW.randint(1, 6))
+            # What a sampler recorded is in f32: numbers that are the same in both.
+            behavior = [round(p * 1024) / 1024 for p in logprobs(DRAW.randint(1, 6))]
             proximal = near(behavior, drift[i])
             group.append(
                 {

@@ -1,0 +1,19 @@
+//! GSPO (arXiv 2507.18071): the ratio and its clip are those of the whole sequence.
+//!
+//! The bounds are far narrower than a token's, because the ratio is a mean over tokens; the paper has 3e-4 and 4e-4, ScaleRL
+//! (arXiv 2510.13786) found 4e-3 and 5e-3 better.
+
+use super::Algorithm;
+use crate::loss::{Aggregation, PolicyLoss};
+
+impl Algorithm {
+    /// Its defaults.
+    #[must_use]
+    pub fn gspo() -> Self {
+        Self {
+            loss: PolicyLoss::Gspo { low: 4e-3, high: 5e-3 },
+            aggregation: Aggregation::SequenceMean,
+            ..Self::grpo()
+        }
+    }
+}

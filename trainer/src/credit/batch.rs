@@ -1,0 +1,70 @@
+//! Against the whole batch.
+
+use super::gae::discounted;
+use super::{Advantages, EPSILON, GroupOutcome, Outcome, group, mean, sample_std};
+
+/// Added to a variance under the root.
+const VARIANCE_EPSILON: f64 = 1e-8;
+
+/// Deviations from the mean of all trajectories.
+#[must_use]
+pub fn centred(rewards: &[Vec<f64>]) -> Vec<Vec<f64>> {
+    let mean = mean(rewards.iter().flatten().copied());
+    rewards.iter().map(|group| group.iter().map(|reward| reward - mean).collect()).collect()
+}
+
+/// GDPO (arXiv 2601.05242): every reward is normalised in its group, `A_n = (r_n - mean) / (std + 1e-6)`, so that none is
+/// drowned by another with a larger spread; their weighted sum is normalised over the batch.
+#[must_use]
+pub fn per_reward(groups: &[GroupOutcome], weights: &[f64]) -> Vec<Vec<f64>> {
+    let of_group = |group: &GroupOutcome| {
+        let mut sums = vec![0.0; group.trajectories.len()];
+        for (n, weight) in weights.iter().enumerate() {
+            let values = group.trajectories.iter().map(|t| t.components.get(n).copied().unwrap_or(0.0));
+            let values: Vec<f64> = values.collect();
+            let (mean, std) = (mean(values.iter().copied()), sample_std(&values));
+            sums.iter_mut().zip(&values).for_each(|(sum, r)| *sum += weight * (r - mean) / (std + EPSILON));
+        }
+        sums
+    };
+    let sums: Vec<Vec<f64>> = groups.iter().map(of_group).collect();
+    let all = sums.concat();
+    if all.len() < 2 {
+        return sums;
+    }
+    let (mean, std) = (mean(all.iter().copied()), sample_std(&all));
+    sums.iter().map(|group| group.iter().map(|a| (a - mean) / (std + EPSILON)).collect()).collect()
+}
+
+/// REINFORCE++ (arXiv 2501.03262): the discounted return of every token, whitened over all tokens of the batch. With
+/// `baseline` the group's mean is taken off every reward first, and nothing off a group of one.
+#[must_use]
+pub fn whiten_returns(groups: &[GroupOutcome], baseline: bool, gamma: f64) -> Advantages {
+    let returns: Advantages = groups
+        .iter()
+        .map(|outcome| {
+            let rewards: Vec<f64> = outcome.trajectories.iter().map(|t| t.reward).collect();
+            let centred = group::centred(&rewards);
+            let shift = |i: usize| if baseline { rewards[i] - centred[i] } else { 0.0 };
+            let of = |(i, t): (usize, &Outcome)| {
+                let mut tokens = t.token_rewards();
+                if let Some(last) = tokens.last_mut() {
+                    *last -= shift(i);
+                }
+                discounted(&tokens, gamma)
+            };
+            outcome.trajectories.iter().enumerate().map(of).collect()
+        })
+        .collect();
+    whiten(&returns)
+}
+
+/// `(x - mean) / sqrt(variance + 1e-8)` over all tokens, with the variance of a population (n).
+#[must_use]
+pub fn whiten(advantages: &Advantages) -> Advantages {
+    let all = || advantages.iter().flatten().flatten().copied();
+    let mean_of_all = mean(all());
+    let divisor = (mean(all().map(|a| (a - mean_of_all).powi(2))) + VARIANCE_EPSILON).sqrt();
+    let whitened = |tokens: &Vec<f64>| tokens.iter().map(|a| (a - mean_of_all) / divisor).collect();
+    advantages.iter().map(|group| group.iter().map(whitened).collect()).collect()
+}

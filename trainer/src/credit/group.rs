@@ -1,0 +1,93 @@
+//! Against the other trajectories of the same task.
+//!
+//! Invariant: an advantage of a group of one is its reward, since there is nothing to compare it with.
+
+use serde::{Deserialize, Serialize};
+
+use super::{EPSILON, mean, sample_std};
+
+/// What the deviation from the group's mean is divided by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScaleRewards {
+    /// The group's standard deviation (GRPO, DeepSeekMath, arXiv 2402.03300).
+    #[default]
+    Group,
+    /// The standard deviation of all deviations of the batch (ScaleRL, arXiv 2510.13786).
+    Batch,
+    /// Nothing (Dr.GRPO, arXiv 2503.20783).
+    None,
+}
+
+/// `(r - mean) / (std + 1e-6)` with the sample standard deviation (n - 1); with [`ScaleRewards::None`] `r - mean`.
+/// `rewards` and the result are `[groups][G]`.
+#[must_use]
+pub fn relative(rewards: &[Vec<f64>], scale: ScaleRewards) -> Vec<Vec<f64>> {
+    let deviations: Vec<Vec<f64>> = rewards.iter().map(|rewards| centred(rewards)).collect();
+    let divisor = |group: &[f64]| match scale {
+        ScaleRewards::None => 1.0,
+        // Of one value there is no deviation.
+        ScaleRewards::Group if group.len() < 2 => 1.0,
+        ScaleRewards::Group => sample_std(group) + EPSILON,
+        ScaleRewards::Batch => sample_std(&deviations.concat()) + EPSILON,
+    };
+    let scaled = |group: &Vec<f64>| {
+        let divisor = divisor(group);
+        group.iter().map(|deviation| deviation / divisor).collect()
+    };
+    deviations.iter().map(scaled).collect()
+}
+
+/// `(r - mean) * n / (n - 1)`: the reward minus the mean of the others.
+#[must_use]
+pub fn leave_one_out(rewards: &[f64]) -> Vec<f64> {
+    let n = rewards.len() as f64;
+    let stretch = if rewards.len() < 2 { 1.0 } else { n / (n - 1.0) };
+    centred(rewards).iter().map(|deviation| deviation * stretch).collect()
+}
+
+/// `r - sum(len * r) / sum(len)`: the baseline of least variance if long trajectories have large gradients.
+#[must_use]
+pub fn length_weighted(rewards: &[f64], lengths: &[f64]) -> Vec<f64> {
+    let total: f64 = lengths.iter().sum();
+    if rewards.len() < 2 || total == 0.0 {
+        return centred(rewards);
+    }
+    let baseline = rewards.iter().zip(lengths).map(|(reward, length)| reward * length).sum::<f64>() / total;
+    rewards.iter().map(|reward| reward - baseline).collect()
+}
+
+/// Deviations from the mean; of one value itself.
+pub(super) fn centred(rewards: &[f64]) -> Vec<f64> {
+    let mean = if rewards.len() < 2 { 0.0 } else { mean(rewards.iter().copied()) };
+    rewards.iter().map(|reward| reward - mean).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn centred_and_invariant(rewards in prop::collection::vec(-5.0..5.0f64, 2..20), shift in -3.0..3.0f64, stretch in 0.5..4.0f64) {
+            let spread = rewards.iter().fold(0.0_f64, |a, r| a.max((r - rewards[0]).abs()));
+            prop_assume!(spread > 0.1);
+            let ours = relative(std::slice::from_ref(&rewards), ScaleRewards::Group).remove(0);
+            prop_assert!(ours.iter().sum::<f64>().abs() < 1e-9);
+            let moved: Vec<f64> = rewards.iter().map(|r| shift + stretch * r).collect();
+            for (a, b) in ours.iter().zip(&relative(&[moved], ScaleRewards::Group)[0]) {
+                prop_assert!((a - b).abs() < 1e-3);
+            }
+        }
+
+        #[test]
+        fn leaving_one_out_is_what_it_says(rewards in prop::collection::vec(-5.0..5.0f64, 2..20)) {
+            for (i, advantage) in leave_one_out(&rewards).into_iter().enumerate() {
+                let others = rewards.iter().enumerate().filter(|(j, _)| *j != i).map(|(_, r)| *r);
+                prop_assert!((advantage - (rewards[i] - mean(others))).abs() < 1e-9);
+            }
+        }
+    }
+}

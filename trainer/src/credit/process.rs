@@ -1,0 +1,30 @@
+//! Rewards of turns (process supervision of GRPO, DeepSeekMath, arXiv 2402.03300, section 4.1.3).
+
+use super::{EPSILON, GroupOutcome, Outcome, mean, sample_std};
+
+/// Advantages `[T]` of every trajectory: all turn rewards of the group are normalised together, and a token has the sum of
+/// those of its own turn and of the later ones. A trajectory without turn rewards is one turn.
+#[must_use]
+pub fn advantages(group: &GroupOutcome) -> Vec<Vec<f64>> {
+    let turns: Vec<Vec<(usize, f64)>> = group.trajectories.iter().map(turns).collect();
+    let all: Vec<f64> = turns.iter().flatten().map(|(_, reward)| *reward).collect();
+    let (mean, std) = (mean(all.iter().copied()), sample_std(&all));
+    let of = |turns: &Vec<(usize, f64)>| {
+        let mut tokens = Vec::new();
+        let mut later = 0.0;
+        for (count, reward) in turns.iter().rev() {
+            later += (reward - mean) / (std + EPSILON);
+            tokens.extend(std::iter::repeat_n(later, *count));
+        }
+        tokens.reverse();
+        tokens
+    };
+    turns.iter().map(of).collect()
+}
+
+fn turns(outcome: &Outcome) -> Vec<(usize, f64)> {
+    match &outcome.turns[..] {
+        [] => vec![(outcome.tokens, outcome.reward)],
+        turns => turns.to_vec(),
+    }
+}

@@ -1,0 +1,21 @@
+//! SAPO (arXiv 2511.20347): a gate that closes smoothly as the ratio moves away, faster for bad tokens.
+
+use super::{Clipped, Ratio, RowTerms, TokenLoss, sigmoid};
+
+/// `loss = -f(r) A` with `f(r) = sigmoid(tau (r - 1)) * 4 / tau` and `r = exp(current - proximal)`; `tau` by the sign of
+/// the advantage.
+#[must_use]
+pub fn sapo(row: RowTerms<'_>, tau_positive: f64, tau_negative: f64) -> Vec<TokenLoss> {
+    let of = |((current, proximal), advantage): ((&f64, &f64), &f64)| {
+        let ratio = Ratio::of(current - proximal);
+        let tau = if *advantage > 0.0 { tau_positive } else { tau_negative };
+        let gate = sigmoid(tau * (ratio.value - 1.0));
+        TokenLoss {
+            loss: -gate * 4.0 / tau * advantage,
+            derivative: -4.0 * gate * (1.0 - gate) * ratio.slope * advantage,
+            weight: 1.0,
+            clipped: Clipped::No,
+        }
+    };
+    row.current.iter().zip(row.proximal).zip(row.advantages).map(of).collect()
+}

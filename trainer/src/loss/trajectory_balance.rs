@@ -1,0 +1,44 @@
+//! Trajectory balance with the VarGrad estimate of the normaliser (TBA, arXiv 2503.18929).
+//!
+//! ```text
+//! log Z = mean over the group of  log p_ref(y) - log p(y) + r(y) / beta         (no gradient)
+//! loss  = mean over the group of (log Z + log p(y) - log p_ref(y) - r(y) / beta)^2
+//! ```
+//!
+//! Log-probabilities are sums over tokens. The minimum is `p = p_ref * exp(r / beta) / Z`, whoever sampled `y`: it needs
+//! no importance weights.
+
+use super::{Clipped, TokenLoss};
+
+/// A trajectory as its group sees it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Balance {
+    /// Log-probability of all its tokens under the policy, nats.
+    pub current: f64,
+    /// The same under the reference, nats.
+    pub reference: f64,
+    /// Its reward.
+    pub reward: f64,
+}
+
+impl Balance {
+    /// What the trajectory says of the normaliser.
+    #[must_use]
+    pub fn log_z(&self, beta: f64) -> f64 {
+        self.reference - self.current + self.reward / beta
+    }
+}
+
+/// The normaliser of a group: the mean of what its trajectories say.
+#[must_use]
+pub fn log_z(group: &[Balance], beta: f64) -> f64 {
+    crate::credit::mean(group.iter().map(|balance| balance.log_z(beta)))
+}
+
+/// Losses of the `tokens` tokens of a trajectory, which add up to that of the trajectory.
+#[must_use]
+pub fn row(balance: Balance, log_z: f64, beta: f64, tokens: usize) -> Vec<TokenLoss> {
+    let residual = log_z - balance.log_z(beta);
+    let loss = residual * residual / tokens.max(1) as f64;
+    vec![TokenLoss { loss, derivative: 2.0 * residual, weight: 1.0, clipped: Clipped::No }; tokens]
+}

@@ -1,0 +1,159 @@
+//! Training without sampling: demonstrations to imitate, pairs to tell apart.
+//!
+//! Invariant: the loss of a pair is a function of two rows that may lie in different micro-batches, so they are scored
+//! first; the weights do not change in between, and the gradient is exact.
+
+use model::{Prediction, PredictionGradient};
+use trajectory::Sample;
+
+use crate::TrainerError;
+use crate::learner::{Frozen, Learner, RowLoss};
+use crate::loss::preference::{Pair, Preference, bradley_terry};
+
+/// Cross-entropy on demonstrations: the mean over all trained tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct DemonstrationLoss {
+    weight: f64,
+}
+
+impl DemonstrationLoss {
+    /// The loss over `samples`.
+    #[must_use]
+    pub fn over(samples: &[&Sample]) -> Self {
+        let tokens: usize = samples.iter().map(|sample| sample.trained_tokens()).sum();
+        Self { weight: 1.0 / tokens.max(1) as f64 }
+    }
+}
+
+impl RowLoss for DemonstrationLoss {
+    /// The loss.
+    type Report = f64;
+
+    fn row(&self, _: usize, predictions: &[Prediction], report: &mut f64) -> Vec<PredictionGradient> {
+        let token = |prediction: &Prediction| {
+            *report -= self.weight * f64::from(prediction.logprob);
+            PredictionGradient { logprob: -self.weight as f32, ..PredictionGradient::default() }
+        };
+        predictions.iter().map(token).collect()
+    }
+}
+
+/// What training on pairs minimises.
+#[derive(Clone, Debug)]
+pub enum PairLoss {
+    /// A policy learns to prefer, held by its reference.
+    Preference {
+        /// How a pair is compared.
+        preference: Preference,
+        /// The frozen policy.
+        reference: Frozen,
+    },
+    /// A reward model learns to score: the value after the last token.
+    Reward {
+        /// By how much the chosen one should score more.
+        margin: f64,
+    },
+}
+
+/// What a step on pairs did.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PairReport {
+    /// Mean loss of a pair.
+    pub loss: f64,
+    /// Share of pairs whose chosen one is ahead.
+    pub accuracy: f64,
+    /// Mean lead of the chosen one: of scores, or of log-probability ratios to the reference, nats.
+    pub margin: f64,
+    /// Norm of the gradient before clipping.
+    pub grad_norm: f32,
+}
+
+/// Slopes that are the same for all tokens of a row.
+struct Slopes(Vec<PredictionGradient>);
+
+impl RowLoss for Slopes {
+    type Report = ();
+
+    fn row(&self, index: usize, predictions: &[Prediction], (): &mut ()) -> Vec<PredictionGradient> {
+        vec![self.0[index]; predictions.len()]
+    }
+}
+
+impl PairLoss {
+    /// One optimizer step on pairs: `rows` are chosen, rejected, chosen, rejected and so on.
+    ///
+    /// # Errors
+    /// Those of [`Learner::step`].
+    pub fn step(
+        &self,
+        learner: &mut Learner,
+        rows: &[&Sample],
+        learning_rate: f32,
+    ) -> Result<PairReport, TrainerError> {
+        let (report, slopes) = self.compare(learner, rows)?;
+        let (grad_norm, _) = learner.step(rows, &Slopes(slopes), learning_rate)?;
+        Ok(PairReport { grad_norm, ..report })
+    }
+
+    /// How well the current weights tell pairs apart.
+    ///
+    /// # Errors
+    /// If a token lies beyond the vocabulary.
+    pub fn measure(&self, learner: &Learner, rows: &[&Sample]) -> Result<PairReport, TrainerError> {
+        Ok(self.compare(learner, rows)?.0)
+    }
+
+    fn compare(
+        &self,
+        learner: &Learner,
+        rows: &[&Sample],
+    ) -> Result<(PairReport, Vec<PredictionGradient>), TrainerError> {
+        let own = self.sequences(&learner.score(rows)?);
+        let reference = match self {
+            Self::Preference { reference, .. } => self.sequences(&learner.score_under(reference, rows)?),
+            Self::Reward { .. } => vec![0.0; rows.len()],
+        };
+        let pairs = own.len() / 2;
+        let share = 1.0 / pairs.max(1) as f64;
+        let (mut report, mut slopes) = (PairReport::default(), Vec::with_capacity(rows.len()));
+        for pair in 0..pairs {
+            let of = |all: &[f64]| Pair { chosen: all[2 * pair], rejected: all[2 * pair + 1] };
+            let (policy, frozen) = (of(&own), of(&reference));
+            let (loss, slope) = match self {
+                Self::Preference { preference, .. } => preference.loss(policy, frozen),
+                Self::Reward { margin } => bradley_terry(policy, *margin),
+            };
+            let lead = (policy.chosen - frozen.chosen) - (policy.rejected - frozen.rejected);
+            report.loss += share * loss;
+            report.accuracy += share * f64::from(u8::from(lead > 0.0));
+            report.margin += share * lead;
+            slopes.push(self.slope(share * slope.chosen, rows[2 * pair]));
+            slopes.push(self.slope(share * slope.rejected, rows[2 * pair + 1]));
+        }
+        Ok((report, slopes))
+    }
+
+    /// One number per row: its score, or its log-probability, summed or averaged over tokens.
+    fn sequences(&self, predictions: &[Vec<Prediction>]) -> Vec<f64> {
+        let of = |row: &Vec<Prediction>| match self {
+            Self::Reward { .. } => row.iter().map(|token| f64::from(token.value)).sum(),
+            Self::Preference { preference, .. } => {
+                let sum: f64 = row.iter().map(|token| f64::from(token.logprob)).sum();
+                if preference.averages() { sum / row.len().max(1) as f64 } else { sum }
+            }
+        };
+        predictions.iter().map(of).collect()
+    }
+
+    fn slope(&self, slope: f64, row: &Sample) -> PredictionGradient {
+        match self {
+            Self::Reward { .. } => {
+                PredictionGradient { value: slope as f32, ..PredictionGradient::default() }
+            }
+            Self::Preference { preference, .. } => {
+                let tokens = if preference.averages() { row.trained_tokens().max(1) as f64 } else { 1.0 };
+                PredictionGradient { logprob: (slope / tokens) as f32, ..PredictionGradient::default() }
+            }
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! All updates of one batch: score what the algorithm needs, settle the terms of every row, then one optimizer step per
+//! minibatch and epoch.
+//!
+//! Invariant: forward passes that nothing needs are not made. With one update per batch the policy before the step is the
+//! one being differentiated, so a pass over the batch is saved wherever only its log-probabilities are asked for.
+
+use model::Prediction;
+use trajectory::{PolicyVersion, Sample};
+
+use crate::TrainerError;
+use crate::algorithm::{Algorithm, Proximal};
+use crate::batch::{Batch, Row};
+use crate::critic::{Critic, CriticKind};
+use crate::learner::Learner;
+use crate::loss::PolicyLoss;
+use crate::loss::trajectory_balance;
+use crate::objective::{PolicyObjective, ValueObjective, balance};
+use crate::report::{CriticReport, Mismatch, TokenSums};
+use crate::terms::{Scores, Terms, terms, wanted};
+use crate::trainer::Companions;
+
+/// What turns a batch into updates.
+#[derive(Debug)]
+pub(crate) struct Update<'a> {
+    pub(crate) algorithm: &'a Algorithm,
+    /// Passes over the batch.
+    pub(crate) epochs: usize,
+    /// The version that the step starts from.
+    pub(crate) version: PolicyVersion,
+    /// Whether its samples must have the bits that it computes now.
+    pub(crate) bitwise: bool,
+    pub(crate) learning_rate: f32,
+    pub(crate) learner: &'a mut Learner,
+    pub(crate) companions: &'a mut Companions,
+}
+
+/// What the updates of a batch did. Sums are over the last epoch.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Updated {
+    pub(crate) sums: TokenSums,
+    /// Norm of the last gradient before clipping.
+    pub(crate) grad_norm: f32,
+    pub(crate) critic: Option<CriticReport>,
+}
+
+/// A minibatch: its rows with their terms.
+struct Part<'a, 'b> {
+    rows: &'a [Row<'b>],
+    samples: Vec<&'b Sample>,
+    terms: &'a [Terms],
+}
+
+impl Update<'_> {
+    /// Makes the updates; the inner error names a row whose bits differ where they must not.
+    pub(crate) fn run<'b>(
+        mut self,
+        batch: &Batch<'b>,
+    ) -> Result<Result<Updated, (Row<'b>, Mismatch)>, TrainerError> {
+        let wanted = wanted(batch, self.algorithm);
+        let rows = batch.rows(|group| wanted[group]);
+        let parts = batch.parts();
+        let scores = self.scores(&rows, parts.len() * self.epochs)?;
+        let terms = terms(batch, &rows, scores, self.algorithm, self.version);
+        let cut = |part: &std::ops::Range<usize>| {
+            let (from, to) = (first_of(&rows, part.start), first_of(&rows, part.end));
+            let rows = &rows[from..to];
+            Part { rows, samples: rows.iter().map(|row| row.sample).collect(), terms: &terms[from..to] }
+        };
+        let parts: Vec<Part<'_, '_>> = parts.iter().map(cut).collect();
+        let mut updated = Updated::default();
+        for _ in 0..self.epochs {
+            updated.sums = TokenSums::default();
+            for part in &parts {
+                if let Err(mismatch) = self.part(part, &mut updated)? {
+                    return Ok(Err((part.rows[mismatch.row], mismatch)));
+                }
+            }
+        }
+        if let Some(report) = &mut updated.critic {
+            report.describe(&terms);
+        }
+        Ok(Ok(updated))
+    }
+
+    /// One optimizer step of the policy, of the critic, or of both.
+    fn part(
+        &mut self,
+        part: &Part<'_, '_>,
+        updated: &mut Updated,
+    ) -> Result<Result<(), Mismatch>, TrainerError> {
+        let mut value_loss = None;
+        if let Some(Critic { config, network: Some(network) }) = &mut self.companions.critic {
+            let objective = ValueObjective { terms: part.terms, term: config.term };
+            let (grad_norm, reports) =
+                network.learner.step(&part.samples, &objective, config.learning_rate)?;
+            let mut sums = TokenSums::default();
+            reports.iter().for_each(|report| sums.merge(report));
+            updated.critic =
+                Some(CriticReport { loss: sums.mean(sums.value_loss), grad_norm, ..CriticReport::default() });
+            if self.version.0 < config.pretrain_steps {
+                return Ok(Ok(()));
+            }
+        } else if let Some(critic) = &self.companions.critic {
+            value_loss = Some(critic.config.term);
+        }
+        let objective = PolicyObjective {
+            algorithm: self.algorithm,
+            rows: part.rows,
+            terms: part.terms,
+            log_z: self.log_z(part)?,
+            critic: value_loss,
+            bitwise: self.bitwise.then_some(self.version),
+        };
+        let (grad_norm, reports) = self.learner.step(&part.samples, &objective, self.learning_rate)?;
+        reports.iter().for_each(|report| updated.sums.merge(report));
+        updated.grad_norm = grad_norm;
+        if value_loss.is_some() {
+            let loss = updated.sums.mean(updated.sums.value_loss);
+            updated.critic = Some(CriticReport { loss, grad_norm, ..CriticReport::default() });
+        }
+        Ok(updated.sums.mismatched.map_or(Ok(()), Err))
+    }
+
+    /// The forward passes that the algorithm needs before the first of `updates`.
+    fn scores(&self, rows: &[Row<'_>], updates: usize) -> Result<Scores, TrainerError> {
+        let samples: Vec<&Sample> = rows.iter().map(|row| row.sample).collect();
+        let critic = self.companions.critic.as_ref();
+        let shared = critic.is_some_and(|critic| critic.config.kind == CriticKind::Shared);
+        // After the first optimizer step the policy is no longer the one that anchors the loss.
+        let anchored = self.algorithm.proximal == Proximal::Recompute && self.algorithm.uses_proximal();
+        let mut scores = Scores::default();
+        if (anchored && updates > 1) || self.algorithm.needs_scores() || shared {
+            let own = self.learner.score(&samples)?;
+            scores.proximal = Some(each(&own, |prediction| prediction.logprob));
+            scores.entropy = Some(each(&own, |prediction| prediction.entropy));
+            scores.values = shared.then(|| each(&own, |prediction| prediction.value));
+        }
+        if let Some(network) = critic.and_then(|critic| critic.network.as_ref()) {
+            scores.values = Some(each(&network.learner.score(&samples)?, |prediction| prediction.value));
+        }
+        if let Some(reference) = &self.companions.reference {
+            let theirs = self.learner.score_under(reference, &samples)?;
+            scores.reference = Some(each(&theirs, |prediction| prediction.logprob));
+        }
+        Ok(scores)
+    }
+
+    /// The normaliser of every row's group under the current weights, if the loss is trajectory balance.
+    fn log_z(&self, part: &Part<'_, '_>) -> Result<Vec<f64>, TrainerError> {
+        let PolicyLoss::TrajectoryBalance { beta } = self.algorithm.loss else { return Ok(Vec::new()) };
+        let current = each(&self.learner.score(&part.samples)?, |prediction| prediction.logprob);
+        let balances: Vec<_> =
+            part.terms.iter().zip(&current).map(|(terms, current)| balance(terms, current)).collect();
+        let groups = part.rows.chunk_by(|a, b| a.group == b.group);
+        let mut from = 0;
+        Ok(groups
+            .flat_map(|rows| {
+                let of_group = &balances[from..from + rows.len()];
+                from += rows.len();
+                vec![trajectory_balance::log_z(of_group, beta); rows.len()]
+            })
+            .collect())
+    }
+}
+
+impl CriticReport {
+    /// Adds what the critic expected before the step, and how well that fitted.
+    fn describe(&mut self, terms: &[Terms]) {
+        let mean = |of: &dyn Fn(f64, f64) -> f64| {
+            let pairs = terms.iter().flat_map(|terms| terms.returns.iter().zip(&terms.values));
+            crate::credit::mean(pairs.map(|(target, value)| of(*target, *value)))
+        };
+        let variance = |of: &dyn Fn(f64, f64) -> f64| {
+            mean(&|target, value| of(target, value).powi(2)) - mean(of).powi(2)
+        };
+        self.value = mean(&|_, value| value);
+        let of_returns = variance(&|target, _| target);
+        let unexplained = variance(&|target, value| target - value);
+        self.explained_variance = if of_returns > 0.0 { 1.0 - unexplained / of_returns } else { 0.0 };
+    }
+}
+
+/// The first of `rows` whose group is `group` or a later one.
+fn first_of(rows: &[Row<'_>], group: usize) -> usize {
+    rows.partition_point(|row| row.group < group)
+}
+
+/// One number of every prediction, in f64.
+fn each(predictions: &[Vec<Prediction>], of: impl Fn(&Prediction) -> f32) -> Vec<Vec<f64>> {
+    predictions.iter().map(|row| row.iter().map(|prediction| f64::from(of(prediction))).collect()).collect()
+}
