@@ -126,7 +126,7 @@ fn group(n: u64) -> Group {
     let sample = Sample::new(streams).expect("all streams have two tokens");
     let prompt = Prompt::Text(n.to_string());
     let task = Task { id: TaskId(n), prompt, answer: Some("stored".to_owned()), columns: Default::default() };
-    let trajectory =
-        Trajectory { index: 0, sample, turns: Vec::new(), text: String::new(), score: Default::default() };
+    let (turns, text, score) = (Vec::new(), String::new(), Default::default());
+    let trajectory = Trajectory { index: 0, sample, turns, text, score, baseline: false };
     Group { id: GroupId(0), task, trajectories: vec![trajectory] }
 }

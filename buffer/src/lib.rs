@@ -52,7 +52,7 @@
 //! #     }).unwrap();
 //! #     let task = Task { id: TaskId(id.0), prompt: Prompt::Text("?".into()), answer: None, columns: Default::default() };
 //! #     let score = Score::default();
-//! #     let trajectory = Trajectory { index: 0, sample, turns: vec![], text: "!".into(), score };
+//! #     let trajectory = Trajectory { index: 0, sample, turns: vec![], text: "!".into(), score, baseline: false };
 //! #     Group { id, task, trajectories: vec![trajectory] }
 //! # }
 //! // One group a step, one version behind at most: two slots.

@@ -53,6 +53,8 @@ struct EncodedTrajectory<'a> {
     turns: &'a [Turn],
     text: &'a str,
     score: &'a Score,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    baseline: bool,
 }
 
 /// The same, read in place.
@@ -75,6 +77,9 @@ struct DecodedTrajectory<'a> {
     turns: Vec<Turn>,
     text: String,
     score: Score,
+    /// Not written where it is false, nor by programs that knew no baselines.
+    #[serde(default)]
+    baseline: bool,
 }
 
 /// A slice as one value.
@@ -175,7 +180,7 @@ pub(crate) fn decode(id: GroupId, payload: &[u8]) -> Result<Group, String> {
 
 impl<'a> From<&'a Trajectory> for EncodedTrajectory<'a> {
     fn from(trajectory: &'a Trajectory) -> Self {
-        let Trajectory { index, sample, turns, text, score } = trajectory;
+        let Trajectory { index, sample, turns, text, score, baseline } = trajectory;
         Self {
             index: *index,
             token_ids: Bytes(bytemuck::cast_slice(sample.token_ids())),
@@ -187,6 +192,7 @@ impl<'a> From<&'a Trajectory> for EncodedTrajectory<'a> {
             turns,
             text,
             score,
+            baseline: *baseline,
         }
     }
 }
@@ -204,8 +210,8 @@ impl TryFrom<DecodedTrajectory<'_>> for Trajectory {
             temperature: decoded.temperature,
         };
         let sample = Sample::new(streams).map_err(|error| error.to_string())?;
-        let DecodedTrajectory { index, turns, text, score, .. } = decoded;
-        Ok(Self { index, sample, turns, text, score })
+        let DecodedTrajectory { index, turns, text, score, baseline, .. } = decoded;
+        Ok(Self { index, sample, turns, text, score, baseline })
     }
 }
 
@@ -218,13 +224,16 @@ fn numbers<T>(bytes: &[u8], number: impl Fn([u8; 4]) -> T) -> Result<Vec<T>, Str
     }
 }
 
-/// One for every trajectory: equal for equal tokens of the same task.
+/// One for every trajectory: equal for equal tokens of the same task, and never equal for a baseline and what is trained
+/// on.
 fn contents(group: &Group) -> Vec<u128> {
     let task = group.task.id.0.to_le_bytes();
     let of = |trajectory: &Trajectory| {
         let tokens: Vec<u8> =
             trajectory.sample.token_ids().iter().flat_map(|token| token.to_le_bytes()).collect();
-        digest(&[&task, &tokens])
+        // One byte more than whole tokens: no other tokens have the same bytes.
+        let baseline: &[u8] = if trajectory.baseline { &[1] } else { &[] };
+        digest(&[&task, &tokens, baseline])
     };
     group.trajectories.iter().map(of).collect()
 }

@@ -240,9 +240,9 @@ async fn score(ended: Ended, rewards: Arc<RewardSet>) -> Result<(GroupId, Trajec
     let score = rewards.score(&input).await?;
     let (group, index) = (completion.group, completion.index);
     let sample = completion.sample().map_err(|source| RolloutError::Sample { group, index, source })?;
-    let turn =
-        Turn { completion: completion.prompt_length..completion.token_ids.len(), stop: completion.stop };
-    Ok((group, Trajectory { index, sample, turns: vec![turn], text: completion.text, score }))
+    let whole = completion.prompt_length..completion.token_ids.len();
+    let turns = vec![Turn { completion: whole, stop: completion.stop, reward: None }];
+    Ok((group, Trajectory { index, sample, turns, text: completion.text, score, baseline: false }))
 }
 
 /// What a reward sees of a completion.

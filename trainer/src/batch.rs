@@ -153,9 +153,10 @@ pub(crate) mod tests {
                 temperature: 1.0,
             })
             .unwrap(),
-            turns: vec![Turn { completion: 2..2 + *tokens, stop: StopReason::StopToken }],
+            turns: vec![Turn { completion: 2..2 + *tokens, stop: StopReason::StopToken, reward: None }],
             text: String::new(),
             score: Score { total: *reward, components: Vec::new() },
+            baseline: false,
         };
         let task = Task {
             id: TaskId(id),

@@ -95,10 +95,10 @@ impl Spread {
 }
 
 impl BatchStatistics {
-    /// Statistics of `groups` as the step that starts from `version` consumes them.
+    /// Statistics of `groups` as the step that starts from `version` consumes them; baselines are left out.
     #[must_use]
     pub fn of(groups: &[Arc<Group>], version: PolicyVersion) -> Self {
-        let all = || groups.iter().flat_map(|group| &group.trajectories);
+        let all = || groups.iter().flat_map(|group| group.sampled());
         let count = all().count().max(1) as f64;
         let mut components: BTreeMap<String, (Vec<f64>, usize)> = BTreeMap::new();
         for component in all().flat_map(|trajectory| &trajectory.score.components) {

@@ -94,9 +94,10 @@ fn group(id: u64, rewards: &[f64], off_policy: f32) -> Arc<Group> {
         Trajectory {
             index: index as u32,
             sample: sample.unwrap(),
-            turns: vec![Turn { completion: 2..tokens, stop: StopReason::StopToken }],
+            turns: vec![Turn { completion: 2..tokens, stop: StopReason::StopToken, reward: None }],
             text: String::new(),
             score: Score { total: Some(*reward), components: Vec::new() },
+            baseline: false,
         }
     };
     let task = Task {

@@ -34,12 +34,16 @@ pub enum StopReason {
 }
 
 /// One model call in a trajectory.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Turn {
     /// Where the completion stands in the token ids of the sample, its stop token included.
     pub completion: Range<usize>,
     /// Why it ended.
     pub stop: StopReason,
+    /// What this call by itself is worth, for process and per-turn rewards; `None` where only the whole trajectory is
+    /// judged. It is not part of [`Score::total`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reward: Option<f64>,
 }
 
 /// One reward function's verdict on one trajectory.
@@ -75,6 +79,9 @@ pub struct Trajectory {
     pub text: String,
     /// What it is worth.
     pub score: Score,
+    /// Whether it was decoded greedily only to be compared with (ReMax): no token of its sample is trained on.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub baseline: bool,
 }
 
 impl Trajectory {
@@ -109,16 +116,87 @@ impl Group {
         self.trajectories.iter().map(|t| t.sample.oldest_version()).min()
     }
 
-    /// The rewards of the trajectories that have one.
-    pub fn rewards(&self) -> impl Iterator<Item = f64> + '_ {
-        self.trajectories.iter().filter_map(|t| t.score.total)
+    /// The trajectories that are trained on: all but baselines.
+    pub fn sampled(&self) -> impl Iterator<Item = &Trajectory> {
+        self.trajectories.iter().filter(|t| !t.baseline)
     }
 
-    /// Whether all rewards are equal, so that a group-relative advantage is zero everywhere.
+    /// The rewards of the trajectories that have one, baselines left out.
+    pub fn rewards(&self) -> impl Iterator<Item = f64> + '_ {
+        self.sampled().filter_map(|t| t.score.total)
+    }
+
+    /// The reward of the baseline, if there is one and it has a reward.
+    #[must_use]
+    pub fn baseline_reward(&self) -> Option<f64> {
+        self.trajectories.iter().find(|t| t.baseline)?.score.total
+    }
+
+    /// Whether all rewards are equal, baselines left out, so that a group-relative advantage is zero everywhere.
     #[must_use]
     pub fn zero_variance(&self) -> bool {
         let mut rewards = self.rewards();
         let first = rewards.next();
         rewards.all(|r| Some(r) == first)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Map;
+
+    use super::*;
+    use crate::{Prompt, SampleStreams, TaskId, VersionRun};
+
+    /// A group with the given rewards; true makes a baseline.
+    fn group(outcomes: &[(Option<f64>, bool)]) -> Group {
+        let trajectory = |(index, (total, baseline)): (usize, &(Option<f64>, bool))| Trajectory {
+            index: index as u32,
+            sample: Sample::new(SampleStreams {
+                token_ids: vec![1, 2],
+                loss_mask: vec![false, !baseline],
+                behavior_logprobs: vec![0.0, 0.0],
+                versions: vec![VersionRun { version: PolicyVersion(0), len: 2 }],
+                kept: None,
+                temperature: 1.0,
+            })
+            .unwrap(),
+            turns: vec![Turn { completion: 1..2, stop: StopReason::Length, reward: None }],
+            text: String::new(),
+            score: Score { total: *total, components: Vec::new() },
+            baseline: *baseline,
+        };
+        let task =
+            Task { id: TaskId(0), prompt: Prompt::Text(String::new()), answer: None, columns: Map::new() };
+        Group { id: GroupId(0), task, trajectories: outcomes.iter().enumerate().map(trajectory).collect() }
+    }
+
+    #[test]
+    fn a_baseline_is_compared_with_and_does_not_count() {
+        let flat = group(&[(Some(0.5), false), (Some(0.5), false), (Some(1.0), true)]);
+        assert_eq!(flat.rewards().collect::<Vec<_>>(), [0.5, 0.5]);
+        assert_eq!((flat.baseline_reward(), flat.zero_variance()), (Some(1.0), true));
+        let failed = group(&[(Some(0.0), false), (None, false), (Some(1.0), false), (None, true)]);
+        assert_eq!((failed.baseline_reward(), failed.zero_variance()), (None, false));
+        assert_eq!((failed.sampled().count(), failed.rewards().count()), (3, 2));
+        assert_eq!(group(&[(Some(1.0), false)]).baseline_reward(), None);
+    }
+
+    /// What has no baseline and no rewards of turns is written as it was before there were any.
+    #[test]
+    fn new_fields_are_written_only_where_they_say_something() {
+        let plain = group(&[(Some(1.0), false)]);
+        let json = serde_json::to_string(&plain).unwrap();
+        assert!(
+            !json.contains("baseline")
+                && json.contains(r#""turns":[{"completion":{"start":1,"end":2},"stop":"length"}]"#),
+            "{json}"
+        );
+        assert_eq!(serde_json::from_str::<Group>(&json).unwrap(), plain);
+        let mut full = group(&[(Some(1.0), true)]);
+        full.trajectories[0].turns[0].reward = Some(-0.25);
+        let json = serde_json::to_string(&full).unwrap();
+        assert!(json.contains(r#""baseline":true"#) && json.contains(r#""reward":-0.25"#), "{json}");
+        assert_eq!(serde_json::from_str::<Group>(&json).unwrap(), full);
     }
 }

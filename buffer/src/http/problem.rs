@@ -86,6 +86,7 @@ codes! {
     BadKept = UNPROCESSABLE_ENTITY "bad_kept" "the kept tokens do not fit the trained tokens";
     BadTemperature = UNPROCESSABLE_ENTITY "bad_temperature" "the temperature cannot have sampled anything";
     BadTurn = UNPROCESSABLE_ENTITY "bad_turn" "the turns do not fit the tokens";
+    BadBaseline = UNPROCESSABLE_ENTITY "bad_baseline" "a baseline has tokens that are trained on";
     BadIndex = UNPROCESSABLE_ENTITY "bad_index" "the trajectories are not ordered by index";
     BadVersions = UNPROCESSABLE_ENTITY "bad_versions" "the policy versions of a trajectory are not usable";
     // Not now.

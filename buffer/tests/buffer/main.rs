@@ -47,9 +47,10 @@ fn group(id: GroupId, served: PolicyVersion) -> Group {
     let trajectory = |index| Trajectory {
         index,
         sample: sample.clone(),
-        turns: vec![Turn { completion: 1..3, stop: StopReason::Length }],
+        turns: vec![Turn { completion: 1..3, stop: StopReason::Length, reward: Some(-0.5) }],
         text: format!("text {}", id.0),
         score: Score { total: Some(1.0 / f64::from(index + 3)), components: vec![failed.clone()] },
+        baseline: false,
     };
     Group {
         id,

@@ -227,11 +227,18 @@ fn group_of(id: GroupId, version: PolicyVersion, (n, tokens): (u64, usize)) -> G
     .unwrap();
     let component = Component { name: "judge".to_owned(), value: Some(n as f64), error: None };
     let score = Score { total: Some(1.0 / n.max(1) as f64), components: vec![component] };
-    let turns = vec![Turn { completion: 1..tokens + 1, stop: StopReason::Length }];
+    let turns = vec![Turn { completion: 1..tokens + 1, stop: StopReason::Length, reward: None }];
     let prompt = Prompt::Text(format!("question {n}"));
     Group {
         id,
         task: Task { id: TaskId(n), prompt, answer: None, columns: Default::default() },
-        trajectories: vec![Trajectory { index: 0, sample, turns, text: format!("answer {n}"), score }],
+        trajectories: vec![Trajectory {
+            index: 0,
+            sample,
+            turns,
+            text: format!("answer {n}"),
+            score,
+            baseline: false,
+        }],
     }
 }

@@ -101,6 +101,9 @@ pub(super) struct TrajectoryBody {
     /// Each reward by itself.
     #[serde(default)]
     rewards: Vec<RewardBody>,
+    /// Whether it was decoded greedily only to be compared with: its loss mask is false everywhere.
+    #[serde(default)]
+    baseline: bool,
 }
 
 /// Consecutive tokens of one policy version.
@@ -138,6 +141,8 @@ struct TurnBody {
     /// Why it ended.
     #[schema(schema_with = schema::stop)]
     stop: StopReason,
+    /// What this call by itself is worth, for rewards of the process; not part of the trajectory's reward.
+    reward: Option<f64>,
 }
 
 /// The verdict of one reward function.
@@ -273,9 +278,16 @@ impl TrajectoryBody {
             }
         }
         check_turns(&self.turns, tokens)?;
-        let total = self.reward.into_iter().chain(self.rewards.iter().filter_map(|reward| reward.value));
-        if let Some(reward) = total.into_iter().find(|reward| !reward.is_finite()) {
+        let components = self.rewards.iter().filter_map(|reward| reward.value);
+        let turns = self.turns.iter().filter_map(|turn| turn.reward);
+        if let Some(reward) =
+            self.reward.into_iter().chain(components).chain(turns).find(|reward| !reward.is_finite())
+        {
             return reject(Code::NotFinite, format!("a reward is {reward}"));
+        }
+        if let Some(token) = self.loss_mask.iter().position(|trained| self.baseline && *trained) {
+            let detail = format!("`loss_mask` is true at token {token}; a `baseline` is not trained on");
+            return reject(Code::BadBaseline, detail);
         }
         let sample = Sample::new(SampleStreams {
             versions: runs(self.versions, self.policy_version, tokens)?,
@@ -288,7 +300,8 @@ impl TrajectoryBody {
         .or_else(|error| reject(code_of(&error), error.to_string()))?;
         let component =
             |reward: RewardBody| Component { name: reward.name, value: reward.value, error: reward.error };
-        let turn = |turn: TurnBody| Turn { completion: turn.start..turn.end, stop: turn.stop };
+        let turn =
+            |TurnBody { start, end, stop, reward }: TurnBody| Turn { completion: start..end, stop, reward };
         Ok(Trajectory {
             index: self.index.unwrap_or(u32::try_from(position).unwrap_or(u32::MAX)),
             sample,
@@ -298,6 +311,7 @@ impl TrajectoryBody {
                 total: self.reward,
                 components: self.rewards.into_iter().map(component).collect(),
             },
+            baseline: self.baseline,
         })
     }
 }
@@ -445,8 +459,8 @@ struct TrajectoryView<'a>(&'a Trajectory);
 
 impl Serialize for TrajectoryView<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Trajectory { index, sample, turns, text, score } = self.0;
-        let mut trajectory = serializer.serialize_struct("Trajectory", 11)?;
+        let Trajectory { index, sample, turns, text, score, baseline } = self.0;
+        let mut trajectory = serializer.serialize_struct("Trajectory", 12)?;
         trajectory.serialize_field("token_ids", sample.token_ids())?;
         trajectory.serialize_field("loss_mask", sample.loss_mask())?;
         trajectory.serialize_field("behavior_logprobs", sample.behavior_logprobs())?;
@@ -458,11 +472,13 @@ impl Serialize for TrajectoryView<'_> {
             start: turn.completion.start,
             end: turn.completion.end,
             stop: turn.stop,
+            reward: turn.reward,
         };
         trajectory.serialize_field("turns", &Each(turns, turn))?;
         trajectory.serialize_field("text", text)?;
         trajectory.serialize_field("reward", &score.total)?;
         trajectory.serialize_field("rewards", &score.components)?;
+        trajectory.serialize_field("baseline", baseline)?;
         trajectory.end()
     }
 }

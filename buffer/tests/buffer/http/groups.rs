@@ -36,10 +36,24 @@ fn a_group_comes_out_as_it_went_in() {
             "temperature": 0.7,
             "kept": {"offsets": [0, 2, 3], "ids": [2, 5, 4_294_967_295_u32]},
             "index": 3,
-            "turns": [{"start": 1, "end": 3, "stop": "stop_string"}],
+            "turns": [{"start": 1, "end": 2, "stop": "length", "reward": -0.5}, {"start": 2, "end": 3, "stop": "stop_string", "reward": null}],
             "text": "4",
             "reward": 0.1,
-            "rewards": [{"name": "math", "value": 0.1, "error": null}, {"name": "judge", "value": null, "error": "late"}]
+            "rewards": [{"name": "math", "value": 0.1, "error": null}, {"name": "judge", "value": null, "error": "late"}],
+            "baseline": false
+        }, {
+            "token_ids": [1, 2],
+            "loss_mask": [false, false],
+            "behavior_logprobs": [0.0, 0.0],
+            "versions": [{"version": 0, "len": 2}],
+            "temperature": 1.0,
+            "kept": null,
+            "index": 4,
+            "turns": [],
+            "text": "5",
+            "reward": 0.0,
+            "rewards": [],
+            "baseline": true
         }]
     });
     let answer = store(&served, std::slice::from_ref(&full)).json();
@@ -54,7 +68,7 @@ fn a_group_comes_out_as_it_went_in() {
     let entry = &shown["entry"];
     assert_eq!(
         (&entry["state"], &entry["tokens"], &entry["keyed"]),
-        (&"finalized".into(), &3.into(), &true.into())
+        (&"finalized".into(), &5.into(), &true.into())
     );
 
     let lease = served.post("/v1/leases", &json!({ "consumer": "t" })).json();
@@ -137,6 +151,7 @@ fn each_group_is_refused_by_itself_and_says_why() {
         (with(&[("temperature", json!(0.0))]), "bad_temperature"),
         (with(&[("turns", json!([turn(1, 4)]))]), "bad_turn"),
         (with(&[("turns", json!([turn(1, 3), turn(2, 3)]))]), "bad_turn"),
+        (with(&[("baseline", json!(true))]), "bad_baseline"),
         (with(&[("index", json!(0))]), "accepted"),
         (
             json!({ "key": "k", "trajectories": [with(&[("index", json!(1))])["trajectories"][0], trajectory()] }),
