@@ -118,6 +118,7 @@ impl<'a> Observer<'a> {
         let mut metrics = Metrics::default();
         self.policy(&mut metrics, inputs);
         speed(&mut metrics, inputs);
+        crate::curation::measure(self.recipe, &mut metrics, inputs.sampler);
         if let Some(peak) = crate::memory::peak_mib() {
             metrics.set("memory/peak_mib", peak);
         }

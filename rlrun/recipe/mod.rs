@@ -7,6 +7,7 @@
 //! Layers, last wins: defaults, files named by `extends`, the recipe, variables `RLRUN__SECTION__KEY`, `--set`.
 
 mod checks;
+mod curation;
 mod decode;
 mod diagnostic;
 mod layers;
@@ -22,8 +23,8 @@ use std::path::{Path, PathBuf};
 pub use diagnostic::{Diagnostic, Place};
 pub use layers::{Origin, Origins};
 use schema::{
-    Algorithm, Arithmetic, Buffer, Checkpoint, Deadlines, Eval, Log, Placement, RandomModel, RewardSpec,
-    Rollout, Trainer, Warmup,
+    Algorithm, Arithmetic, Buffer, Checkpoint, Curation, Deadlines, Eval, Log, Placement, RandomModel,
+    RewardSpec, Rollout, Trainer, Warmup,
 };
 pub use source::Layer;
 use words::Overlong;
@@ -45,6 +46,8 @@ pub struct Recipe {
     pub rollout: Rollout,
     /// At least one; names are filled in and unique.
     pub rewards: Vec<RewardSpec>,
+    /// Which tasks are drawn and which groups are trained on.
+    pub curation: Curation,
     /// What stands between rollout and trainer.
     pub buffer: Buffer,
     /// Advantages and loss.
