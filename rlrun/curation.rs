@@ -12,7 +12,7 @@ use rollout::{Interruption, Progress, PromptSet, RolloutError, StopRules};
 use crate::failure::Failure;
 use crate::metrics::Metrics;
 use crate::recipe::Recipe;
-use crate::run_dir::{JsonLines, JsonLinesError, RunDir};
+use crate::run_dir::{JsonLines, JsonLinesError, RunDir, RunDirError};
 
 impl Recipe {
     /// What the curator does; `None` if `[curation]` is off.
@@ -59,7 +59,7 @@ pub(crate) fn open(
     tasks: &PromptSet,
 ) -> Result<Option<Curation>, Failure> {
     let Some(config) = recipe.curation() else { return Ok(None) };
-    let (lines, outcomes) = history(&run_dir.path().join("curation.jsonl"))?;
+    let (lines, outcomes) = history(&run_dir.path().join("curation.jsonl")).map_err(RunDirError::from)?;
     let mut curator = Curator::new(config, tasks.iter().map(|(task, _)| task.id));
     outcomes.iter().for_each(|outcome| curator.learn(outcome));
     Ok(Some(Curation::new(curator, Box::new(Sink(lines)))))

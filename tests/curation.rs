@@ -11,7 +11,7 @@ const STILL: [&str; 5] = [
     "trainer.learning_rate=1e-9",
     "buffer.max_staleness=0",
     "buffer.batch_groups=4",
-    "data.arithmetic.eval_tasks=0",
+    "data.arithmetic.eval_tasks=1",
     "rollout.group_size=4",
 ];
 
@@ -137,7 +137,7 @@ fn groups_of_tasks_that_succeed_are_smaller() {
 fn a_run_whose_tasks_are_all_filtered_out_ends_and_says_so() {
     let home = Home::new();
     let few =
-        ["data.arithmetic.train_tasks=8", "data.arithmetic.eval_tasks=0", "curation.max_pass_rate=0.01"];
+        ["data.arithmetic.train_tasks=8", "data.arithmetic.eval_tasks=1", "curation.max_pass_rate=0.01"];
     for staleness in ["buffer.max_staleness=0", "buffer.max_staleness=3"] {
         let sets = [&few[..], &[staleness]].concat();
         let args = sets.iter().flat_map(|set| ["--set", set]);
