@@ -195,14 +195,18 @@ fn readable(group: &Group) -> serde_json::Value {
         .trajectories
         .iter()
         .map(|trajectory| {
-            json!({
+            let mut shown = json!({
                 "completion": trajectory.text,
                 "reward": trajectory.score.total,
                 "components": trajectory.score.components,
                 "tokens": trajectory.completion_tokens(),
                 "stop": trajectory.turns.last().map(|turn| turn.stop),
                 "versions": trajectory.sample.versions(),
-            })
+            });
+            if trajectory.baseline {
+                shown["baseline"] = true.into();
+            }
+            shown
         })
         .collect();
     json!({

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-use crate::support::{Home, Run};
+use crate::support::{Home, Moment, Run, finish};
 
 /// Few tasks, small groups, and a policy that stays as it is: a task passes about every other time.
 const STILL: [&str; 5] = [
@@ -106,6 +106,37 @@ fn a_retired_task_does_not_come_back_not_even_after_a_resume() {
     let again: BTreeSet<u64> = groups.iter().filter(|group| group.id >= 24).map(|group| group.task).collect();
     assert!(!again.is_empty(), "a second epoch was begun");
     assert!(total(&run, "retired") > 0.0, "and places were passed over in it");
+}
+
+/// What was lost is sampled again with what was known when it began.
+#[test]
+fn a_killed_synchronous_run_makes_the_same_choices() {
+    let home = Home::new();
+    let sets = [
+        "buffer.max_staleness=0",
+        "rollout.group_size=4",
+        "data.arithmetic.train_tasks=20",
+        "curation.dynamic_sampling=true",
+        "curation.shrink_above=0.2",
+        "curation.easy_pass_rate=0.8",
+        "curation.easy_share=0.5",
+    ];
+    let whole = home.small("whole", &sets);
+    let killed = home.run("killed");
+    let mut child = home.start_small("killed", &sets);
+    let mut kills = 0;
+    for moment in [Moment::Step(1), Moment::Step(2), Moment::Step(5), Moment::Step(8)] {
+        if killed.wait_for(moment, &mut child) {
+            child.kill().unwrap();
+        }
+        kills += usize::from(finish(child).status.code().is_none());
+        child = home.start(&["resume", "killed"]);
+    }
+    finish(child).ok();
+    assert!(kills >= 2, "only {kills} kills came in time");
+    assert_eq!(trained(&killed, 1..=12), trained(&whole, 1..=12));
+    let weights = |run: &Run| std::fs::read(run.checkpoint(12).join("model/model.safetensors")).unwrap();
+    assert!(weights(&whole) == weights(&killed), "the weights differ");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The engine on a tiny random model, and scoring beside it.
 
 mod beside;
+mod curated;
 mod engine;
 mod scoring;
 mod updates;

@@ -115,9 +115,10 @@ impl Curator {
 
     /// Takes in what became of a group, in this process or in one before it.
     pub fn learn(&mut self, outcome: &Outcome) {
-        let before = self.out(outcome.task);
+        let out = |curator: &Self| curator.out(curator.history.get(outcome.task)?);
+        let before = out(self);
         self.history.add(outcome);
-        let after = self.out(outcome.task);
+        let after = out(self);
         for (out, change) in [(before, -1), (after, 1)] {
             let counter = match out {
                 Some(Skip::Retired) => &mut self.retired,
@@ -130,12 +131,13 @@ impl Curator {
 
     /// What to do with the place `group` of the stream, which is `task`'s.
     pub fn decide(&mut self, group: GroupId, task: TaskId) -> Decision {
-        let pass_rate = self.history.get(task).map(TaskHistory::pass_rate);
+        let known = self.history.get(task).and_then(|known| known.before(group, self.served));
+        let pass_rate = known.as_ref().map(TaskHistory::pass_rate);
         let pooled_out = || {
             let drawn = pass_rate.is_none_or(|rate| pools::drawn(&self.config, group, rate));
             (!drawn).then_some(Skip::PooledOut)
         };
-        if let Some(why) = self.out(task).or_else(pooled_out) {
+        if let Some(why) = known.and_then(|known| self.out(&known)).or_else(pooled_out) {
             self.pending.remove(&group);
             *match why {
                 Skip::Retired => &mut self.counts.retired,
@@ -194,9 +196,8 @@ impl Curator {
         (retired + unlearnable == tasks).then_some(Exhausted { tasks, retired, unlearnable })
     }
 
-    /// Why `task` is not drawn again, if it is not.
-    fn out(&self, task: TaskId) -> Option<Skip> {
-        let known = self.history.get(task)?;
+    /// Why a task of which this is known is not drawn again, if it is not.
+    fn out(&self, known: &TaskHistory) -> Option<Skip> {
         if self.config.max_pass_rate.is_some_and(|most| known.pass_rate() >= most) {
             return Some(Skip::Retired);
         }

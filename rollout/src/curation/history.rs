@@ -1,7 +1,7 @@
 //! What is remembered of every task: how often it passed.
 //!
-//! Invariant: what is remembered does not depend on the order in which the outcomes of different groups arrive, and an
-//! outcome that arrives twice in a row counts once.
+//! Invariant: what is remembered does not depend on the order in which the outcomes of different groups arrive, an outcome
+//! that arrives twice in a row counts once, and a group that is generated again is decided on as it was the first time.
 
 use std::collections::HashMap;
 
@@ -50,6 +50,8 @@ pub(super) fn passed(trajectory: &Trajectory, pass_reward: f64) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct TaskHistory {
     newest: Outcome,
+    /// The newest but one.
+    before: Option<Outcome>,
     pub(super) passes: u64,
     pub(super) trajectories: u64,
 }
@@ -58,6 +60,21 @@ impl TaskHistory {
     /// Share of the trajectories of the newest group that passed: older ones are of a policy that is gone.
     pub(super) fn pass_rate(&self) -> f64 {
         self.newest.passes as f64 / self.newest.trajectories.max(1) as f64
+    }
+
+    /// What was known when `group` was to start at `served`. Its own outcome is known already if it was lost after it was
+    /// scored; one from before `served` is of another process that gave out the same ids.
+    pub(super) fn before(self, group: GroupId, served: PolicyVersion) -> Option<Self> {
+        let Outcome { group: newest, version, passes, trajectories, .. } = self.newest;
+        if newest != group || version < served {
+            return Some(self);
+        }
+        Some(Self {
+            newest: self.before?,
+            before: None,
+            passes: self.passes - passes,
+            trajectories: self.trajectories - trajectories,
+        })
     }
 }
 
@@ -94,12 +111,14 @@ impl History {
                 known.passes += outcome.passes;
                 known.trajectories += outcome.trajectories;
                 if order(outcome) > order(&known.newest) {
-                    known.newest = *outcome;
+                    known.before = Some(std::mem::replace(&mut known.newest, *outcome));
+                } else if known.before.is_none_or(|before| order(outcome) > order(&before)) {
+                    known.before = Some(*outcome);
                 }
             }
             None => {
                 let Outcome { passes, trajectories, .. } = *outcome;
-                *task = Some(TaskHistory { newest: *outcome, passes, trajectories });
+                *task = Some(TaskHistory { newest: *outcome, before: None, passes, trajectories });
             }
         }
     }

@@ -200,6 +200,24 @@ fn a_task_that_never_passes_is_dropped_after_so_many_trajectories() {
     assert_eq!(start(&mut curator, 4, 3), Some(8));
 }
 
+/// A crash between the scorer and the journal, and a resume that samples the group again.
+#[test]
+fn a_group_that_is_lost_after_it_was_scored_starts_again_as_it_was() {
+    let config = CurationConfig { max_pass_rate: Some(0.75), filter_after: Some(8), ..ALL_ON };
+    let mut curator = curator(config);
+    curator.serve(PolicyVersion(1));
+    curator.learn(&outcome(3, 4, 5, 8));
+    assert_eq!(start(&mut curator, 6, 3), Some(6));
+    curator.learn(&outcome(3, 6, 8, 8));
+    assert_eq!(start(&mut curator, 6, 3), Some(6), "its own outcome is of no account");
+    assert_eq!(start(&mut curator, 7, 3), None, "but it is to those after it");
+    curator.learn(&outcome(5, 7, 8, 8));
+    assert_eq!(start(&mut curator, 7, 5), Some(8), "nothing was known before");
+    // Ids start over with a buffer that forgets: what was sampled by older versions counts.
+    curator.serve(PolicyVersion(2));
+    assert_eq!(start(&mut curator, 6, 3), None);
+}
+
 #[test]
 fn a_history_makes_the_same_decisions_in_another_process() {
     let mut first = curator(ALL_ON);
