@@ -223,7 +223,15 @@ impl Speaker {
         // A prompt that fills the context leaves room for nothing, which the engine refuses with the numbers.
         let max_completion_length = self.max_tokens.min(context.saturating_sub(prompt.len())).max(1);
         let (group, sampling) = (GroupId(self.asked), self.sampling);
-        self.engine.submit(Request { group, prompt, samples: 1, sampling, max_completion_length })?;
+        let baseline = false;
+        self.engine.submit(Request {
+            group,
+            prompt,
+            samples: 1,
+            sampling,
+            max_completion_length,
+            baseline,
+        })?;
         self.asked += 1;
         let mut text = String::new();
         while !self.engine.is_idle() {

@@ -3,7 +3,7 @@
 //! - [`recipe`]: one TOML file that says everything about a run, with the origin of every value
 //! - [`args`], [`commands`]: the command line and what it does
 //! - [`plan`]: what a recipe amounts to before it runs; [`mod@bench`]: what this machine does with a model
-//! - [`pipeline`]: a run, `forward_edge` its buffer; [`serve`]: a part of a run as a process of its own
+//! - [`pipeline`]: a run, `forward_edge` its buffer, `curation` its choice of tasks; [`serve`]: a part of a run as a process of its own
 //! - [`run_dir`]: where a run leaves everything
 //! - [`metrics`], [`report`]: the measurements of a step and how they are shown; [`memory`]: that of the process
 //!
@@ -24,6 +24,7 @@
 pub mod args;
 pub mod bench;
 pub mod commands;
+mod curation;
 pub mod failure;
 mod forward_edge;
 pub mod init;

@@ -118,6 +118,7 @@ impl<'a> Observer<'a> {
         let mut metrics = Metrics::default();
         self.policy(&mut metrics, inputs);
         speed(&mut metrics, inputs);
+        crate::curation::measure(self.recipe, &mut metrics, inputs.sampler);
         if let Some(peak) = crate::memory::peak_mib() {
             metrics.set("memory/peak_mib", peak);
         }
@@ -217,14 +218,18 @@ fn readable(group: &Group) -> serde_json::Value {
         .trajectories
         .iter()
         .map(|trajectory| {
-            json!({
+            let mut shown = json!({
                 "completion": trajectory.text,
                 "reward": trajectory.score.total,
                 "components": trajectory.score.components,
                 "tokens": trajectory.completion_tokens(),
                 "stop": trajectory.turns.last().map(|turn| turn.stop),
                 "versions": trajectory.sample.versions(),
-            })
+            });
+            if trajectory.baseline {
+                shown["baseline"] = true.into();
+            }
+            shown
         })
         .collect();
     json!({

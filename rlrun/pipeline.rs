@@ -16,6 +16,7 @@ use buffer::Producer;
 use model::{Config, Cores, Decoder, ModelDirectory, Parameters};
 use rewards::RewardSet;
 use rollout::applier::Applier;
+use rollout::curation::Curation;
 use rollout::evaluate::Evaluation;
 use rollout::scoring::Scorer;
 use rollout::{Engine, Progress, RolloutError, Worker};
@@ -24,6 +25,7 @@ use trainer::{Checkpoint, Companions, Learner, LearnerConfig, Trainer, TrainerSt
 use trajectory::PolicyVersion;
 use weights::{Publisher, Subscriber};
 
+use crate::curation;
 use crate::failure::Failure;
 use crate::forward_edge::{self, Edge};
 use crate::observe::{Observer, StepInputs};
@@ -260,9 +262,12 @@ impl Run<'_> {
         let decoder = Decoder::sampler(directory.config(), learner.parameters(), quantization);
         let engine = self.recipe.engine(prepared.train.longest());
         let stop_rules = self.recipe.stop_rules(&directory);
+        let interruption = self.recipe.interruption(&stop_rules)?;
         let engine = Engine::new(engine, stop_rules, decoder, state.version)?
+            .interrupting(interruption)
             .on(Arc::new(self.recipe.rollout_team(&self.cores)));
-        let worker = self.sampler(engine, &prepared, Arc::clone(&producer), subscriber);
+        let curation = curation::open(self.recipe, self.run_dir, &prepared.train)?;
+        let worker = self.sampler(engine, &prepared, (Arc::clone(&producer), curation), subscriber);
 
         let stop = self.signals.stop_flag();
         let config = self.recipe.trainer(self.run_dir.checkpoints());
@@ -292,13 +297,15 @@ impl Run<'_> {
         &self,
         engine: Engine,
         prepared: &Prepared,
-        producer: Arc<dyn Producer>,
+        (producer, curation): (Arc<dyn Producer>, Option<Curation>),
         subscriber: Arc<dyn Subscriber>,
     ) -> Worker {
         let capacity = self.recipe.rollout.max_running * 2;
-        let scorer = Scorer::start(self.runtime.handle(), Arc::clone(&prepared.rewards), producer, capacity);
+        let rewards = Arc::clone(&prepared.rewards);
+        let scorer = Scorer::start(self.runtime.handle(), rewards, producer, curation.clone(), capacity);
         let applier = Applier::start(subscriber, engine.model().clone(), self.recipe.rollout.quantization);
         Worker::new(self.recipe.worker(), engine, Arc::clone(&prepared.train), applier, scorer)
+            .curated(curation)
     }
 
     /// The training steps, each measured; evaluations where they are due. Returns the last of them.

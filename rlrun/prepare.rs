@@ -81,6 +81,7 @@ impl Prepared {
     /// Whatever is wrong with data or rewards, or does not fit the model.
     pub fn new(recipe: &Recipe, directory: &ModelDirectory) -> Result<Self, Failure> {
         rollout::engine::check_trainable(recipe.sampling())?;
+        recipe.interruption(&recipe.stop_rules(directory))?;
         let (train, eval) = recipe.tasks()?;
         let limit = recipe.data.max_prompt_length;
         let set = |tasks, order| PromptSet::new(tasks, directory, limit, recipe.overlong(), order);

@@ -4,7 +4,7 @@
 //! Files are the truth; nothing here interprets checkpoints or samples.
 //!
 //! ```text
-//! recipe.toml resolved.toml metrics.jsonl events.jsonl samples/ logs/ checkpoints/ lock
+//! recipe.toml resolved.toml metrics.jsonl events.jsonl curation.jsonl samples/ logs/ checkpoints/ lock
 //! ```
 
 mod lines;

@@ -166,7 +166,7 @@ impl Recipe {
             kv_cache_tokens: self.rollout.kv_cache_tokens,
             max_prompt_length: longest_prompt,
             max_completion_length: self.rollout.max_completion_length,
-            max_samples: self.rollout.group_size,
+            max_samples: self.rollout.group_size + usize::from(self.greedy_baseline()),
             seed: self.seed,
         }
     }
@@ -183,11 +183,18 @@ impl Recipe {
         Team::new(cores, self.placement.trainer_threads.unwrap_or(cores.total()))
     }
 
+    /// Whether every group has a greedy decoding to be compared with: no algorithm of today's asks for one.
+    #[must_use]
+    pub fn greedy_baseline(&self) -> bool {
+        false
+    }
+
     /// What the sampler does.
     #[must_use]
     pub fn worker(&self) -> WorkerConfig {
         WorkerConfig {
             group_size: self.rollout.group_size,
+            greedy_baseline: self.greedy_baseline(),
             sampling: self.sampling(),
             max_completion_length: self.rollout.max_completion_length,
             on_update: self.rollout.on_update,

@@ -105,7 +105,9 @@ fn sample(
     for (group, prompt) in prompts.into_iter().enumerate() {
         let sampling = model::Sampling::PLAIN;
         let group = GroupId(group as u64);
-        engine.submit(Request { group, prompt, samples, sampling, max_completion_length: new })?;
+        let max_completion_length = new;
+        let baseline = false;
+        engine.submit(Request { group, prompt, samples, sampling, max_completion_length, baseline })?;
     }
     while !engine.is_idle() {
         engine.step()?;

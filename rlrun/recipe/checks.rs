@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use super::curation::check_curation;
 use super::diagnostic::Diagnostic;
 use super::layers::{Origin, Origins};
 use super::ranges::{Checker, check_ranges};
@@ -32,6 +33,7 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
     check_store(&mut raw.buffer, &mut checker);
     check_bitwise(&raw.rollout, &mut checker);
     super::algorithm::check(&mut raw, &mut checker);
+    check_curation(&raw, &mut checker);
     let (Some(model), Some(data)) = (model, data) else { return Err(checker.errors) };
     let recipe = Recipe {
         name,
@@ -41,6 +43,7 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
         warmup,
         rollout: raw.rollout,
         rewards: raw.rewards,
+        curation: raw.curation,
         buffer: raw.buffer,
         algorithm: raw.algorithm,
         critic: raw.critic,

@@ -8,6 +8,7 @@
 
 mod algorithm;
 mod checks;
+mod curation;
 mod decode;
 mod diagnostic;
 mod layers;
@@ -23,8 +24,8 @@ use std::path::{Path, PathBuf};
 pub use diagnostic::{Diagnostic, Place};
 pub use layers::{Origin, Origins};
 use schema::{
-    Algorithm, Arithmetic, Buffer, Checkpoint, Critic, Deadlines, Eval, Log, Placement, RandomModel,
-    RewardSpec, Rollout, Trainer, Warmup,
+    Algorithm, Arithmetic, Buffer, Checkpoint, Critic, Curation, Deadlines, Eval, Log, Placement,
+    RandomModel, RewardSpec, Rollout, Trainer, Warmup,
 };
 pub use source::Layer;
 use words::Overlong;
@@ -46,6 +47,8 @@ pub struct Recipe {
     pub rollout: Rollout,
     /// At least one; names are filled in and unique.
     pub rewards: Vec<RewardSpec>,
+    /// Which tasks are drawn and which groups are trained on.
+    pub curation: Curation,
     /// What stands between rollout and trainer.
     pub buffer: Buffer,
     /// Advantages and loss.

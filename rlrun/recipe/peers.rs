@@ -6,7 +6,7 @@
 use super::schema::RawRecipe;
 
 /// Foreign name and ours, in the order of the schema.
-pub(super) const NAMES: [(&str, &str); 44] = [
+pub(super) const NAMES: [(&str, &str); 46] = [
     ("model_name_or_path", "model.path"),
     ("train_files", "data.train"),
     ("dataset_name", "data.train"),
@@ -24,6 +24,8 @@ pub(super) const NAMES: [(&str, &str); 44] = [
     ("max_num_seqs", "rollout.max_running"),
     ("max_concurrent_rollouts", "rollout.max_running"),
     ("max_num_batched_tokens", "rollout.prefill_chunk"),
+    ("filter_groups", "curation.dynamic_sampling"),
+    ("max_num_gen_batches", "curation.max_refill_ratio"),
     ("train_batch_size", "buffer.batch_groups"),
     ("batch_size", "buffer.batch_groups"),
     ("max_head_offpolicyness", "buffer.max_staleness"),

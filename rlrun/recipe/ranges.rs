@@ -16,17 +16,19 @@ pub(super) struct Checker<'a> {
 
 /// Numbers that a key accepts, in words and as a test.
 #[derive(Clone, Copy)]
-struct Bounds {
+pub(super) struct Bounds {
     words: &'static str,
     hold: fn(f64) -> bool,
 }
 
-const POSITIVE: Bounds = Bounds { words: "above 0", hold: |x| x > 0.0 };
+pub(super) const POSITIVE: Bounds = Bounds { words: "above 0", hold: |x| x > 0.0 };
 const NOT_NEGATIVE: Bounds = Bounds { words: "0 or more", hold: |x| x >= 0.0 };
-const SHARE: Bounds = Bounds { words: "at least 0 and below 1", hold: |x| (0.0..1.0).contains(&x) };
-const FRACTION: Bounds = Bounds { words: "above 0 and at most 1", hold: |x| x > 0.0 && x <= 1.0 };
-const UNIT: Bounds = Bounds { words: "at least 0 and at most 1", hold: |x| (0.0..=1.0).contains(&x) };
-const ANY: Bounds = Bounds { words: "a finite number", hold: |_| true };
+pub(super) const SHARE: Bounds =
+    Bounds { words: "at least 0 and below 1", hold: |x| (0.0..1.0).contains(&x) };
+pub(super) const FRACTION: Bounds = Bounds { words: "above 0 and at most 1", hold: |x| x > 0.0 && x <= 1.0 };
+pub(super) const ANY: Bounds = Bounds { words: "a finite number", hold: |_| true };
+pub(super) const UNIT: Bounds =
+    Bounds { words: "at least 0 and at most 1", hold: |x| (0.0..=1.0).contains(&x) };
 
 impl Checker<'_> {
     /// Reports `message` at the value of `path`.
@@ -49,7 +51,7 @@ impl Checker<'_> {
         self.origins.get(path).is_some()
     }
 
-    fn number(&mut self, path: &str, value: f64, bounds: Bounds) {
+    pub(super) fn number(&mut self, path: &str, value: f64, bounds: Bounds) {
         if !(value.is_finite() && (bounds.hold)(value)) {
             self.report(path, format!("`{path}` is {value}; it must be {}", bounds.words), "");
         }

@@ -28,7 +28,7 @@ pub(super) fn write(recipe: &Recipe, origins: &Origins) -> String {
 fn to_raw(recipe: &Recipe) -> RawRecipe {
     let Recipe { name, seed, model, data, warmup, rollout, rewards, buffer, algorithm, trainer, .. } =
         recipe.clone();
-    let Recipe { critic, placement, eval, checkpoint, log, deadlines, .. } = recipe.clone();
+    let Recipe { critic, curation, placement, eval, checkpoint, log, deadlines, .. } = recipe.clone();
     let model = match model {
         Model::Path(path) => RawModel { path: Some(path), random: None },
         Model::Random(random) => RawModel { path: None, random: Some(random) },
@@ -42,6 +42,7 @@ fn to_raw(recipe: &Recipe) -> RawRecipe {
         warmup,
         rollout,
         rewards,
+        curation,
         buffer,
         algorithm,
         critic,
@@ -81,6 +82,14 @@ fn drop_without_effect(table: &mut Table, recipe: &Recipe) {
         (&recipe.data.source, table.get_mut("data"))
     {
         data.remove("chat");
+    }
+    if !recipe.curation.is_on() {
+        table.remove("curation");
+    }
+    if let Some(Value::Table(curation)) = table.get_mut("curation") {
+        for (key, _) in recipe.curation.keys_without_effect() {
+            curation.remove(key);
+        }
     }
     if let Some(Value::Table(buffer)) = table.get_mut("buffer") {
         for key in recipe.buffer.keys_without_effect() {

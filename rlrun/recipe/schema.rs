@@ -12,6 +12,10 @@ use serde::{Deserialize, Serialize};
 use super::decode::one_or_many;
 use super::words::*;
 
+mod curation;
+
+pub use curation::Curation;
+
 /// A recipe as written: all layers merged, nothing checked yet.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -35,6 +39,8 @@ pub struct RawRecipe {
     pub rollout: Rollout,
     /// What trajectories are worth: a weighted sum.
     pub rewards: Vec<RewardSpec>,
+    /// Which tasks are drawn and which groups are trained on.
+    pub curation: Curation,
     /// What stands between rollout and trainer.
     pub buffer: Buffer,
     /// How advantages and the loss are made.
@@ -226,6 +232,16 @@ pub struct Rollout {
     /// Tokens that the paged KV cache holds; enough for `max_running` sequences of full length if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_cache_tokens: Option<usize>,
+    /// Text that is put into a completion which has not ended at a random place between the two below (ScaleRL); it is
+    /// read by the policy and not trained on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub interrupt_text: Option<String>,
+    /// Fewest tokens before `interrupt_text`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub interrupt_after_min: Option<usize>,
+    /// Most tokens before `interrupt_text`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub interrupt_after_max: Option<usize>,
     /// What happens to sequences in flight when new weights arrive.
     pub on_update: OnUpdate,
     /// How coarsely the weights are represented that are sampled from. Log-probabilities are those of the quantised
@@ -252,6 +268,9 @@ impl Default for Rollout {
             max_running: 64,
             prefill_chunk: 256,
             kv_cache_tokens: None,
+            interrupt_text: None,
+            interrupt_after_min: None,
+            interrupt_after_max: None,
             on_update: OnUpdate::Keep,
             quantization: Quantization::None,
             bitwise: false,

@@ -34,6 +34,16 @@ pub enum JsonLinesError {
         /// Its first characters.
         text: String,
     },
+    /// A line does not say what lines of its file say.
+    #[error("`{path}` line {line}: {reason}; repair or remove the line")]
+    Unexpected {
+        /// The file.
+        path: PathBuf,
+        /// The line, counted from 1.
+        line: usize,
+        /// What is wrong.
+        reason: String,
+    },
     /// The value cannot be written as JSON.
     #[error("cannot write a line of `{path}`: {source}")]
     Encode {

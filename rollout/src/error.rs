@@ -2,6 +2,8 @@
 
 use trajectory::{GroupId, TaskId};
 
+use crate::curation::Exhausted;
+
 /// Why generation or scoring failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -80,6 +82,22 @@ pub enum RolloutError {
         /// The temperature.
         temperature: f32,
     },
+    /// The text of an interruption cannot be inserted.
+    #[error("rollout.interrupt_text {reason}")]
+    Interruption {
+        /// What is wrong with it, and what to do.
+        reason: String,
+    },
+    /// Curation has left no task to draw.
+    #[error(
+        "no task is left to draw: of {} tasks, {} pass so often that curation.max_pass_rate retires them, and {} never \
+         passed within the trajectories of curation.filter_after; raise them, take in more tasks, or set trainer.steps to \
+         fewer steps", .0.tasks, .0.retired, .0.unlearnable
+    )]
+    Exhausted(Exhausted),
+    /// The history of the tasks cannot be written.
+    #[error("what became of a group cannot be written down: {0}")]
+    Outcome(Box<dyn std::error::Error + Send + Sync>),
     /// The network could not compute.
     #[error("the network failed: {0}")]
     Compute(#[from] candle_core::Error),
@@ -139,6 +157,7 @@ impl RolloutError {
                 | Self::OverlongTask { .. }
                 | Self::NothingLeft { .. }
                 | Self::GreedyTraining { .. }
+                | Self::Interruption { .. }
                 | Self::Model(_)
                 | Self::Task(_)
         )

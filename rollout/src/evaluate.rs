@@ -75,6 +75,7 @@ pub fn evaluate(
                 samples: 1,
                 sampling: config.sampling,
                 max_completion_length: config.engine.max_completion_length,
+                baseline: false,
             })?;
         }
         for completion in engine.step()? {

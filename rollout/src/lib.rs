@@ -5,6 +5,7 @@
 //! - [`prompts`]: tasks as tokens, checked before any work is done
 //! - [`engine`]: continuous batching over a paged cache
 //! - [`applier`]: new weights, made ready beside the decoding
+//! - [`curation`]: which tasks are drawn and which groups are kept
 //! - [`scoring`]: rewards beside the generation, groups put together and handed to the buffer
 //! - [`worker`]: the loop that ties them together; [`evaluate`]: the same engine without a buffer
 //!
@@ -14,6 +15,7 @@
 //! - Every wait has a deadline, and its error says who waited for whom.
 
 pub mod applier;
+pub mod curation;
 pub mod engine;
 mod error;
 pub mod evaluate;
@@ -22,7 +24,7 @@ pub mod scoring;
 pub mod tasks;
 pub mod worker;
 
-pub use engine::{Completion, Engine, EngineConfig, EngineCounts, Request, StopRules};
+pub use engine::{Completion, Engine, EngineConfig, EngineCounts, Interruption, Request, StopRules};
 pub use error::RolloutError;
 pub use prompts::{Overlong, PromptSet};
 pub use worker::{OnUpdate, Progress, Worker, WorkerConfig};

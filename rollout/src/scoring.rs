@@ -17,6 +17,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use trajectory::{Group, GroupId, Task, Trajectory, Turn};
 
 use crate::RolloutError;
+use crate::curation::{Curation, Verdict};
 use crate::engine::Completion;
 
 /// Limits of one reward.
@@ -86,7 +87,7 @@ impl Reward for Limited {
 pub struct Ended {
     /// What was asked.
     pub task: Arc<Task>,
-    /// Completions of the whole group.
+    /// Completions of the whole group, its baseline included.
     pub group_size: usize,
     /// Longest completion allowed, tokens.
     pub max_completion_length: usize,
@@ -103,16 +104,18 @@ pub struct Scorer {
 }
 
 impl Scorer {
-    /// Starts scoring on `runtime`; at most `capacity` completions wait or are being scored.
+    /// Starts scoring on `runtime`; at most `capacity` completions wait or are being scored. `curation` says which groups
+    /// are kept.
     #[must_use]
     pub fn start(
         runtime: &Handle,
         rewards: Arc<RewardSet>,
         buffer: Arc<dyn Producer>,
+        curation: Option<Curation>,
         capacity: usize,
     ) -> Self {
         let (sender, receiver) = mpsc::channel(capacity.max(1));
-        let task = runtime.spawn(score_all(receiver, rewards, buffer, capacity.max(1)));
+        let task = runtime.spawn(score_all(receiver, rewards, (buffer, curation), capacity.max(1)));
         Self { sender, task, runtime: runtime.clone() }
     }
 
@@ -168,12 +171,12 @@ struct Gathering {
 async fn score_all(
     mut receiver: mpsc::Receiver<Ended>,
     rewards: Arc<RewardSet>,
-    buffer: Arc<dyn Producer>,
+    (buffer, curation): (Arc<dyn Producer>, Option<Curation>),
     capacity: usize,
 ) -> Result<(), RolloutError> {
     let mut gathering: HashMap<GroupId, Gathering> = HashMap::new();
     let mut scoring = JoinSet::new();
-    let mut storing: JoinSet<Result<Finalized, RolloutError>> = JoinSet::new();
+    let mut storing: JoinSet<Result<(), RolloutError>> = JoinSet::new();
     let mut open = true;
     while open || !scoring.is_empty() || !storing.is_empty() {
         tokio::select! {
@@ -192,8 +195,8 @@ async fn score_all(
             Some(scored) = scoring.join_next() => {
                 let (id, trajectory) = scored.map_err(|_| RolloutError::Ended { who: "the scoring of a trajectory" })??;
                 if let Some(group) = complete(&mut gathering, id, trajectory) {
-                    let buffer = Arc::clone(&buffer);
-                    storing.spawn_blocking(move || store(buffer.as_ref(), group));
+                    let (buffer, curation) = (Arc::clone(&buffer), curation.clone());
+                    storing.spawn_blocking(move || store(buffer.as_ref(), curation.as_ref(), group));
                 }
             }
             Some(stored) = storing.join_next() => {
@@ -204,18 +207,27 @@ async fn score_all(
     Ok(())
 }
 
-/// Hands a group over; where there is no room for it in time, its task goes first in line again.
-fn store(buffer: &dyn Producer, group: Group) -> Result<Finalized, RolloutError> {
+/// Hands a group over that is worth it; where there is no room for it in time, its task goes first in line again.
+fn store(buffer: &dyn Producer, curation: Option<&Curation>, mut group: Group) -> Result<(), RolloutError> {
     let id = group.id;
-    let answer = buffer.finalize(group)?;
-    if answer == Finalized::Full {
-        match buffer.abort(id, true) {
-            // It has no slot either: it is in line, or will be when its hold is over.
-            Err(BufferError::Unclear { .. } | BufferError::WrongState { .. }) => {}
-            aborted => aborted?,
-        }
+    let verdict = curation.map_or(Ok(Verdict::Keep), |curation| curation.settle(&mut group))?;
+    if verdict == Verdict::Drop {
+        return give_back(buffer, id, false);
     }
-    Ok(answer)
+    if buffer.finalize(group)? == Finalized::Full {
+        return give_back(buffer, id, true);
+    }
+    Ok(())
+}
+
+/// Frees the slot of a group in flight; with `retry` its task goes first in line again.
+pub(crate) fn give_back(buffer: &dyn Producer, group: GroupId, retry: bool) -> Result<(), RolloutError> {
+    match buffer.abort(group, retry) {
+        // It has no slot either, or is forgotten by a buffer that was started again: it is in line, or will be when its
+        // hold is over.
+        Err(BufferError::Unclear { .. } | BufferError::WrongState { .. }) => Ok(()),
+        aborted => Ok(aborted?),
+    }
 }
 
 /// Adds a trajectory to its group; the group, if that was the last one missing.
@@ -242,7 +254,8 @@ async fn score(ended: Ended, rewards: Arc<RewardSet>) -> Result<(GroupId, Trajec
     let sample = completion.sample().map_err(|source| RolloutError::Sample { group, index, source })?;
     let whole = completion.prompt_length..completion.token_ids.len();
     let turns = vec![Turn { completion: whole, stop: completion.stop, reward: None }];
-    Ok((group, Trajectory { index, sample, turns, text: completion.text, score, baseline: false }))
+    let (text, baseline) = (completion.text, completion.baseline);
+    Ok((group, Trajectory { index, sample, turns, text, score, baseline }))
 }
 
 /// What a reward sees of a completion.

@@ -14,12 +14,16 @@ use trajectory::{GroupId, PolicyVersion};
 
 use crate::RolloutError;
 use crate::applier::{Applier, Ready};
+use crate::curation::{Curation, CurationCounts, Decision};
 use crate::engine::{Engine, EngineCounts, Request};
 use crate::prompts::PromptSet;
-use crate::scoring::{Ended, Scorer};
+use crate::scoring::{Ended, Scorer, give_back};
 
 /// How long an idle sampler waits for weights before it asks for a slot again.
 const LOOK_UP: Duration = Duration::from_millis(5);
+
+/// Most places of the stream passed over before the sampler looks for weights and for a stop again.
+const PASSED_OVER: usize = 256;
 
 /// What happens to sequences in flight when new weights are applied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -37,8 +41,10 @@ pub enum OnUpdate {
 /// What a worker samples.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct WorkerConfig {
-    /// Completions per task.
+    /// Completions per task that are sampled; curation may ask for fewer.
     pub group_size: usize,
+    /// Whether a group has one more completion, decoded greedily to be compared with.
+    pub greedy_baseline: bool,
     /// How tokens are chosen.
     pub sampling: Sampling,
     /// Longest completion, tokens.
@@ -64,6 +70,8 @@ pub struct Progress {
     pub served: PolicyVersion,
     /// Groups started.
     pub groups: u64,
+    /// What curation did; all zero without it.
+    pub curation: CurationCounts,
 }
 
 /// One sampler.
@@ -76,9 +84,19 @@ pub struct Worker {
     scorer: Scorer,
     /// A version that waits for the sequences in flight to finish.
     pending: Option<Ready>,
-    started: HashMap<GroupId, usize>,
+    started: HashMap<GroupId, Started>,
+    curation: Option<Curation>,
     progress: Progress,
     shared: Arc<Mutex<Progress>>,
+}
+
+/// A group in flight.
+#[derive(Clone, Copy, Debug)]
+struct Started {
+    /// Completions, the baseline included.
+    sequences: usize,
+    /// Completions that have not ended.
+    left: usize,
 }
 
 impl Worker {
@@ -101,9 +119,16 @@ impl Worker {
             scorer,
             pending: None,
             started: HashMap::new(),
+            curation: None,
             progress,
             shared,
         }
+    }
+
+    /// The same, asking `curation` which tasks to draw. Its scorer asks the same one.
+    #[must_use]
+    pub fn curated(self, curation: Option<Curation>) -> Self {
+        Self { curation, ..self }
     }
 
     /// Where its progress can be read while it runs.
@@ -119,11 +144,7 @@ impl Worker {
     pub fn run(mut self, buffer: &dyn Producer, stop: &AtomicBool) -> Result<(), RolloutError> {
         let result = self.work(buffer, stop);
         for group in self.started.keys() {
-            match buffer.abort(*group, true) {
-                // Done or not, or forgotten by a buffer that was started again: it is not in flight for long.
-                Err(BufferError::Unclear { .. } | BufferError::WrongState { .. }) => {}
-                aborted => aborted?,
-            }
+            give_back(buffer, *group, true)?;
         }
         let scored = self.scorer.finish(self.config.wait);
         // The scorer knows why it ended; that the worker could not reach it any more is only the consequence.
@@ -162,6 +183,9 @@ impl Worker {
                 waiting_since = Instant::now();
             }
             self.progress.engine = self.engine.counts();
+            if let Some(curation) = &self.curation {
+                self.progress.curation = curation.counts();
+            }
             *self.shared.lock().unwrap_or_else(PoisonError::into_inner) = self.progress;
         }
         Ok(())
@@ -188,8 +212,16 @@ impl Worker {
 
     /// Starts as many groups as there are slots and room for.
     fn admit(&mut self, buffer: &dyn Producer) -> Result<(), RolloutError> {
-        while self.engine.has_room(self.config.group_size) {
-            let version = self.engine.version();
+        let version = self.engine.version();
+        if let Some(curation) = &self.curation {
+            curation.serve(version);
+            if curation.exhausted().is_some() {
+                return self.end_if_starved(buffer);
+            }
+        }
+        let baseline = usize::from(self.config.greedy_baseline);
+        let mut passed_over = 0;
+        while self.engine.has_room(self.config.group_size + baseline) && passed_over < PASSED_OVER {
             let one = AdmitRequest { served: version, limit: 1, hold: None };
             let group = match buffer.admit(one, Duration::ZERO) {
                 // If it took one after all, that comes back to the line when its hold is over.
@@ -197,40 +229,84 @@ impl Worker {
                 admitted => admitted?.pop(),
             };
             let Some(group) = group else { break };
+            let (task, prompt) = self.prompts.of(group);
+            let whole = Decision::Start { group_size: self.config.group_size };
+            let decision = self.curation.as_ref().map_or(whole, |curation| curation.decide(group, task.id));
+            let Decision::Start { group_size: samples } = decision else {
+                give_back(buffer, group, false)?;
+                passed_over += 1;
+                continue;
+            };
             match buffer.claim(group, version) {
                 // A buffer that was started again knows of no admissions: it is in line again.
-                Err(BufferError::WrongState { .. }) => continue,
+                Err(BufferError::WrongState { .. }) => {
+                    self.curation.iter().for_each(|curation| curation.forget(group));
+                    continue;
+                }
                 claimed => claimed?,
             }
-            let (_, prompt) = self.prompts.of(group);
             self.engine.submit(Request {
                 group,
                 prompt: prompt.to_vec(),
-                samples: self.config.group_size,
+                samples,
                 sampling: self.config.sampling,
                 max_completion_length: self.config.max_completion_length,
+                baseline: self.config.greedy_baseline,
             })?;
-            self.started.insert(group, self.config.group_size);
+            let sequences = samples + baseline;
+            self.started.insert(group, Started { sequences, left: sequences });
             self.progress.groups += 1;
         }
         Ok(())
     }
 
+    /// No task can be drawn any more. That is an error once the buffer holds too little for another batch, so that the
+    /// trainer would wait for ever.
+    fn end_if_starved(&self, buffer: &dyn Producer) -> Result<(), RolloutError> {
+        let Some((curation, exhausted)) = self.curation.as_ref().and_then(|c| Some((c, c.exhausted()?)))
+        else {
+            return Ok(());
+        };
+        let (config, served) = (curation.config(), self.engine.version());
+        if !self.engine.is_idle() || curation.is_pending() || served.0 >= config.steps {
+            return Ok(());
+        }
+        // Every group that the buffer holds, and every batch that is being trained on, takes slots.
+        let wanted = config.slots() - config.batch_groups + 1;
+        let mut free = Vec::new();
+        while free.len() < wanted {
+            let request = AdmitRequest { served, limit: wanted - free.len(), hold: None };
+            let admitted = match buffer.admit(request, Duration::ZERO) {
+                Err(BufferError::Unclear { .. }) => break,
+                admitted => admitted?,
+            };
+            if admitted.is_empty() {
+                break;
+            }
+            free.extend(admitted);
+        }
+        for group in &free {
+            give_back(buffer, *group, true)?;
+        }
+        if free.len() < wanted { Ok(()) } else { Err(RolloutError::Exhausted(exhausted)) }
+    }
+
     fn hand_over(&mut self, ended: Vec<crate::Completion>) -> Result<(), RolloutError> {
         for completion in ended {
             let group = completion.group;
+            // What was submitted is there until its last completion has ended.
+            let Some(started) = self.started.get_mut(&group) else { continue };
+            started.left -= 1;
+            let Started { sequences, left } = *started;
             let ended = Ended {
                 task: Arc::clone(self.prompts.of(group).0),
-                group_size: self.config.group_size,
+                group_size: sequences,
                 max_completion_length: self.config.max_completion_length,
                 completion,
             };
             self.scorer.submit(ended, self.config.wait)?;
-            if let Some(left) = self.started.get_mut(&group) {
-                *left -= 1;
-                if *left == 0 {
-                    self.started.remove(&group);
-                }
+            if left == 0 {
+                self.started.remove(&group);
             }
         }
         Ok(())

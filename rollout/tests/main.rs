@@ -1,5 +1,7 @@
 //! The engine on a tiny random model, and scoring beside it.
 
+mod beside;
+mod curated;
 mod engine;
 mod scoring;
 mod updates;
@@ -76,6 +78,7 @@ fn request(group: u64, samples: usize, sampling: Sampling) -> Request {
         samples,
         sampling,
         max_completion_length: 24,
+        baseline: false,
     }
 }
 

@@ -52,7 +52,7 @@ fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Buf
         buffer.admit(AdmitRequest { served: PolicyVersion(0), limit: 1, hold: None }, SOON).unwrap()[0];
     buffer.claim(group, PolicyVersion(0)).unwrap();
     let producer: Arc<dyn Producer> = Arc::clone(&buffer) as Arc<dyn Producer>;
-    let scorer = Scorer::start(runtime.handle(), rewards, producer, 2);
+    let scorer = Scorer::start(runtime.handle(), rewards, producer, None, 2);
     let task = Arc::new(Task {
         id: TaskId(0),
         prompt: Prompt::Text("?".into()),

@@ -11,6 +11,7 @@
 //! - The pages that an accepted request may ever need are reserved when it is accepted: no sequence is preempted and
 //!   none waits for pages in the middle.
 
+mod interrupt;
 mod prompt;
 mod sequence;
 mod stop;
@@ -22,6 +23,7 @@ use model::{Config, Decoder, KvCache, Sampling, StepSequence, Team};
 use trajectory::{GroupId, PolicyVersion};
 
 use crate::RolloutError;
+pub use interrupt::Interruption;
 use prompt::PromptJob;
 use sequence::Sequence;
 pub use sequence::{Completion, Request, random_stream, uniform};
@@ -40,7 +42,7 @@ pub struct EngineConfig {
     pub max_prompt_length: usize,
     /// Longest completion that will be asked for, tokens.
     pub max_completion_length: usize,
-    /// Most completions of one prompt that will be asked for.
+    /// Most completions of one prompt that will be asked for, a baseline included.
     pub max_samples: usize,
     /// Seed of all random streams.
     pub seed: u64,
@@ -55,6 +57,8 @@ pub struct EngineCounts {
     pub prefilled_tokens: u64,
     /// Passes of the network.
     pub steps: u64,
+    /// Completions that a text was put into.
+    pub interrupted: u64,
 }
 
 /// A sampler of completions for the weights that it serves.
@@ -72,6 +76,7 @@ pub struct Engine {
     prompts: VecDeque<PromptJob>,
     running: Vec<Sequence>,
     counts: EngineCounts,
+    interruption: Option<Interruption>,
     team: Arc<Team>,
 }
 
@@ -105,6 +110,7 @@ impl Engine {
             prompts: VecDeque::new(),
             running: Vec::new(),
             counts: EngineCounts::default(),
+            interruption: None,
             team: Arc::new(Team::alone()),
         })
     }
@@ -113,6 +119,12 @@ impl Engine {
     #[must_use]
     pub fn on(self, team: Arc<Team>) -> Self {
         Self { team, ..self }
+    }
+
+    /// The same, putting a text into completions that do not end in time.
+    #[must_use]
+    pub fn interrupting(self, interruption: Option<Interruption>) -> Self {
+        Self { interruption, ..self }
     }
 
     /// The cores that it computes on.
@@ -154,10 +166,10 @@ impl Engine {
     /// Sequences in flight, those of waiting prompts included.
     #[must_use]
     pub fn in_flight(&self) -> usize {
-        self.running.len() + self.prompts.iter().map(|job| job.request.samples).sum::<usize>()
+        self.running.len() + self.prompts.iter().map(|job| job.request.sequences()).sum::<usize>()
     }
 
-    /// Whether a request for `samples` completions should be submitted now.
+    /// Whether a request for `samples` completions, a baseline included, should be submitted now.
     #[must_use]
     pub fn has_room(&self, samples: usize) -> bool {
         let needed = Reservation::worst(&self.config).of(samples);
@@ -185,7 +197,7 @@ impl Engine {
             });
         }
         let reservation = Reservation::new(length, length + request.max_completion_length);
-        let needed = reservation.of(request.samples);
+        let needed = reservation.of(request.sequences());
         if self.reserved + needed > self.cache.total_pages() {
             return Err(RolloutError::CacheTooSmall {
                 needed: needed * KvCache::PAGE,
@@ -193,7 +205,7 @@ impl Engine {
             });
         }
         self.reserved += needed;
-        self.groups.insert(request.group, (request.samples, reservation.prompt));
+        self.groups.insert(request.group, (request.sequences(), reservation.prompt));
         self.prompts.push_back(PromptJob::new(request));
         Ok(())
     }
@@ -254,6 +266,7 @@ impl Engine {
         let mut logits = logits.chunks_exact(vocabulary);
         let mut scratch = vec![0.0; vocabulary];
         for (sequence, logits) in self.running[..decoding].iter_mut().zip(&mut logits) {
+            self.counts.interrupted += u64::from(sequence.is_interrupted_now());
             sequence.draw(logits, &mut scratch, self.version);
             self.counts.sampled_tokens += 1;
         }
@@ -266,7 +279,10 @@ impl Engine {
                 break;
             }
             let Some(logits) = logits.next() else { break };
-            for mut sequence in job.into_sequences(&mut self.cache, self.config.seed, &self.stop) {
+            let interruption = self.interruption.as_ref();
+            for mut sequence in
+                job.into_sequences(&mut self.cache, self.config.seed, &self.stop, interruption)
+            {
                 sequence.draw(logits, &mut scratch, self.version);
                 self.counts.sampled_tokens += 1;
                 self.running.push(sequence);

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use model::{KvCache, StepSequence};
 use trajectory::PolicyVersion;
 
+use super::interrupt::Interruption;
 use super::sequence::{Request, Sequence};
 use super::stop::StopRules;
 
@@ -61,13 +62,16 @@ impl PromptJob {
         cache: &mut KvCache,
         seed: u64,
         stop: &StopRules,
+        interruption: Option<&Interruption>,
     ) -> VecDeque<Sequence> {
         let Self { request, pages, version, .. } = self;
-        for _ in 1..request.samples {
+        for _ in 1..request.sequences() {
             cache.share(&pages);
         }
-        (0..request.samples as u32)
-            .map(|index| Sequence::new((&request, version), index, pages.clone(), seed, stop))
-            .collect()
+        let sequence = |index| {
+            let planned = interruption.map(|interruption| interruption.of(seed, request.group, index));
+            Sequence::new((&request, version), index, pages.clone(), seed, (stop, planned))
+        };
+        (0..request.sequences() as u32).map(sequence).collect()
     }
 }

@@ -1,5 +1,7 @@
 //! One completion while it grows.
 
+use std::ops::Range;
+
 use model::{Draw, KvCache, Sampling, StepSequence};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -7,6 +9,7 @@ use trajectory::{
     GroupId, KeptTokens, PolicyVersion, Sample, SampleError, SampleStreams, StopReason, VersionRun,
 };
 
+use super::interrupt::Planned;
 use super::stop::{StopRules, TextWatch};
 use crate::RolloutError;
 
@@ -17,15 +20,25 @@ pub struct Request {
     pub group: GroupId,
     /// `[P]` prompt tokens.
     pub prompt: Vec<u32>,
-    /// Number of completions.
+    /// Number of completions that are sampled.
     pub samples: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
     /// Longest completion, tokens.
     pub max_completion_length: usize,
+    /// Whether one more completion, the last, is decoded greedily to be compared with.
+    pub baseline: bool,
 }
 
-/// A completion that ended. `T` tokens, `C` of them sampled.
+impl Request {
+    /// Number of completions, the baseline included.
+    #[must_use]
+    pub fn sequences(&self) -> usize {
+        self.samples + usize::from(self.baseline)
+    }
+}
+
+/// A completion that ended. `T` tokens, `C` of them after the prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Completion {
     /// The group that it belongs to.
@@ -38,11 +51,15 @@ pub struct Completion {
     pub prompt_version: PolicyVersion,
     /// `[T]` prompt and completion, the stop token included.
     pub token_ids: Vec<u32>,
-    /// `[C]` log-probabilities of the sampled tokens, nats.
+    /// `[C]` log-probabilities of the sampled tokens, nats; 0.0 where a token was inserted.
     pub logprobs: Vec<f32>,
     /// Runs of versions over the sampled tokens.
     pub versions: Vec<VersionRun>,
-    /// What truncation kept at each sampled token, if it was on.
+    /// Where in the completion, from 0, stands a text that the policy did not choose; `None` if it was not interrupted.
+    pub inserted: Option<Range<usize>>,
+    /// Whether it was decoded greedily beside the sampled ones.
+    pub baseline: bool,
+    /// What truncation kept at each sampled token that was not inserted, if it was on.
     pub kept: Option<KeptTokens>,
     /// How tokens were chosen.
     pub sampling: Sampling,
@@ -68,6 +85,8 @@ pub(super) struct Sequence {
     pub(super) pages: Vec<u32>,
     rng: ChaCha8Rng,
     watch: Option<TextWatch>,
+    interruption: Option<Planned>,
+    baseline: bool,
 }
 
 impl Sequence {
@@ -76,9 +95,11 @@ impl Sequence {
         index: u32,
         pages: Vec<u32>,
         seed: u64,
-        stop: &StopRules,
+        (stop, interruption): (&StopRules, Option<Planned>),
     ) -> Self {
         let kept = KeptTokens { offsets: vec![0], ids: Vec::new() };
+        let baseline = index as usize >= request.samples;
+        let sampling = if baseline { Sampling::GREEDY } else { request.sampling };
         Self {
             group: request.group,
             index,
@@ -87,12 +108,14 @@ impl Sequence {
             token_ids: request.prompt.clone(),
             logprobs: Vec::new(),
             versions: Vec::new(),
-            kept: request.sampling.truncates().then_some(kept),
-            sampling: request.sampling,
+            kept: sampling.truncates().then_some(kept),
+            sampling,
             max_completion_length: request.max_completion_length,
             pages,
             rng: random_stream(seed, request.group, index),
             watch: stop.watch(),
+            interruption,
+            baseline,
         }
     }
 
@@ -119,16 +142,27 @@ impl Sequence {
         StepSequence { tokens: &self.token_ids[position..], position, pages: &self.pages, wanted: 1 }
     }
 
-    /// Draws the next token from `logits`.
+    /// Whether the next token is the first of a text that is put in.
+    pub(super) fn is_interrupted_now(&self) -> bool {
+        self.interruption.as_ref().is_some_and(|planned| planned.begins(self.logprobs.len()))
+    }
+
+    /// Draws the next token from `logits`, or puts in that of an interruption.
     pub(super) fn draw(&mut self, logits: &[f32], scratch: &mut [f32], version: PolicyVersion) {
-        scratch.copy_from_slice(logits);
-        let uniform = uniform(&mut self.rng);
-        let draw = Draw::new(scratch, self.sampling, uniform);
-        self.token_ids.push(draw.token);
-        self.logprobs.push(draw.logprob);
-        if let (Some(kept), Some(ids)) = (&mut self.kept, draw.kept) {
-            kept.ids.extend(ids);
-            kept.offsets.push(kept.ids.len() as u32);
+        if let Some(token) = self.interruption.as_ref().and_then(|planned| planned.token(self.logprobs.len()))
+        {
+            self.token_ids.push(token);
+            self.logprobs.push(0.0);
+        } else {
+            scratch.copy_from_slice(logits);
+            let uniform = uniform(&mut self.rng);
+            let draw = Draw::new(scratch, self.sampling, uniform);
+            self.token_ids.push(draw.token);
+            self.logprobs.push(draw.logprob);
+            if let (Some(kept), Some(ids)) = (&mut self.kept, draw.kept) {
+                kept.ids.extend(ids);
+                kept.offsets.push(kept.ids.len() as u32);
+            }
         }
         match self.versions.last_mut() {
             Some(run) if run.version == version => run.len += 1,
@@ -163,8 +197,10 @@ impl Sequence {
             prompt_length: self.prompt_length,
             prompt_version: self.prompt_version,
             token_ids: self.token_ids,
+            inserted: self.interruption.and_then(|planned| planned.inserted(self.logprobs.len())),
             logprobs: self.logprobs,
             versions: self.versions,
+            baseline: self.baseline,
             kept: self.kept,
             sampling: self.sampling,
             stop: reason,
@@ -177,10 +213,14 @@ impl Completion {
     /// The token streams that are trained on. Prompt tokens carry the version that began to prefill them, which may be
     /// older than all that is sampled: the sampled tokens depend on its keys and values.
     ///
+    /// Of a baseline no token is trained on; the temperature is then 1, since it says nothing.
+    ///
     /// # Errors
-    /// If it was sampled greedily: a choice without a distribution cannot be learned from.
+    /// If it was sampled greedily without being a baseline: a choice without a distribution cannot be learned from.
     pub fn sample(&self) -> Result<Sample, SampleError> {
         let prompt = self.prompt_length;
+        let inserted = self.inserted.clone().map(|at| at.start + prompt..at.end + prompt).unwrap_or_default();
+        let trained = |t: usize| t >= prompt && !inserted.contains(&t) && !self.baseline;
         let mut versions = self.versions.clone();
         match versions.first_mut() {
             Some(first) if first.version == self.prompt_version => first.len += prompt as u32,
@@ -188,13 +228,13 @@ impl Completion {
         }
         Sample::new(SampleStreams {
             token_ids: self.token_ids.clone(),
-            loss_mask: (0..self.token_ids.len()).map(|t| t >= prompt).collect(),
+            loss_mask: (0..self.token_ids.len()).map(trained).collect(),
             behavior_logprobs: std::iter::repeat_n(0.0, prompt)
                 .chain(self.logprobs.iter().copied())
                 .collect(),
             versions,
             kept: self.kept.clone(),
-            temperature: self.sampling.temperature,
+            temperature: if self.baseline { 1.0 } else { self.sampling.temperature },
         })
     }
 }

@@ -16,7 +16,7 @@
 pub mod arithmetic;
 pub mod error;
 pub mod prompt;
-mod random;
+pub(crate) mod random;
 pub mod rows;
 pub mod source;
 pub mod stream;

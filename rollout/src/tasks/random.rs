@@ -7,18 +7,18 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
 /// A stream of its own for every `(seed, purpose, number)`.
-pub(super) struct Stream(ChaCha8Rng);
+pub(crate) struct Stream(ChaCha8Rng);
 
 /// Which of the streams of one seed.
-pub(super) struct Purpose {
+pub(crate) struct Purpose {
     /// What is drawn; eight letters.
-    pub(super) name: [u8; 8],
+    pub(crate) name: [u8; 8],
     /// Which one of these.
-    pub(super) number: u64,
+    pub(crate) number: u64,
 }
 
 impl Stream {
-    pub(super) fn new(seed: u64, purpose: &Purpose) -> Self {
+    pub(crate) fn new(seed: u64, purpose: &Purpose) -> Self {
         let mut key = [0; 32];
         key[..8].copy_from_slice(&seed.to_le_bytes());
         key[8..16].copy_from_slice(&purpose.number.to_le_bytes());
@@ -27,7 +27,7 @@ impl Stream {
     }
 
     /// Uniform in `0..bound`; `bound` is at least 1.
-    pub(super) fn below(&mut self, bound: u64) -> u64 {
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
         debug_assert!(bound > 0, "nothing lies below 0");
         // Lemire's multiplication: the high word is the draw, and the few low words that would make some draws more
         // likely than others are drawn again.
@@ -42,7 +42,7 @@ impl Stream {
     }
 
     /// Fisher-Yates.
-    pub(super) fn shuffle<T>(&mut self, items: &mut [T]) {
+    pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             let chosen = self.below(last as u64 + 1);
             items.swap(last, usize::try_from(chosen).unwrap_or(last));

@@ -1,0 +1,107 @@
+//! Which tasks are drawn, with how many completions, and which groups are worth a training step.
+//!
+//! A [`Curator`] is told what became of groups and asked what to do: before a group starts ([`Decision`]) and when it is
+//! scored ([`Verdict`]). What it does not want is given back to the buffer for good, so that its slot is free for the
+//! next place in the stream of tasks.
+//!
+//! # Layout
+//! - `curator`: the state machine; `shared`: how worker and scorer share one, and where its history is written
+//! - `history`: what is remembered of a task
+//! - `refill`: groups that all scored alike make room for others (DAPO)
+//! - `pools`: easy and hard tasks are drawn less often (prime-rl)
+//! - `size`: fewer completions of tasks that mostly succeed (DART)
+//! - `successes`: a stored success for a group that failed entirely (DART)
+//!
+//! # Invariants
+//! - No clock and no ambient randomness: a decision is a function of the configuration, the group's id and what was
+//!   reported of its task.
+//! - Everything that is left out is counted, with its reason.
+
+mod curator;
+mod history;
+mod pools;
+mod refill;
+mod shared;
+mod size;
+mod successes;
+
+pub use curator::{Curator, Decision, Exhausted, Settled, Skip, Verdict};
+pub use history::Outcome;
+pub use shared::{Curation, OutcomeSink};
+
+/// What a curator does; what is `None` or false is off.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CurationConfig {
+    /// Seed of what is drawn.
+    pub seed: u64,
+    /// Completions of a group, at most.
+    pub group_size: usize,
+    /// Groups per training step.
+    pub batch_groups: usize,
+    /// Most versions between the oldest token of a sample and the step that trains on it.
+    pub max_staleness: u64,
+    /// Training steps of the run: a sampler of the last version has nothing left to do.
+    pub steps: u64,
+    /// Value of the first reward from which on a trajectory counts as a success.
+    pub pass_reward: f64,
+    /// Groups whose rewards are all equal are dropped, at most so many for every group that is kept; `None`: kept.
+    pub max_refill_ratio: Option<f64>,
+    /// A task that passes at least this share of its newest group is not drawn again.
+    pub max_pass_rate: Option<f64>,
+    /// A task without a success in so many trajectories is not drawn again.
+    pub filter_after: Option<u64>,
+    /// Tasks that pass at least this share of their newest group are drawn less often.
+    pub easy: Option<Pool>,
+    /// Tasks that pass at most this share of their newest group are drawn less often.
+    pub hard: Option<Pool>,
+    /// Groups of tasks that mostly succeed are smaller.
+    pub shrink: Option<Shrink>,
+    /// Whether one trajectory of a group that failed entirely gives way to a stored success of its task.
+    pub success_pool: bool,
+}
+
+/// Tasks beyond a pass rate, and how many of them are drawn.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pool {
+    /// Where the pool begins, in [0, 1].
+    pub pass_rate: f64,
+    /// Share of its places in the stream that are drawn, in (0, 1].
+    pub share: f64,
+}
+
+/// How groups become smaller.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Shrink {
+    /// Pass rate up to which groups are whole, in [0, 1).
+    pub above: f64,
+    /// Completions of a group whose task always passes, at least 1.
+    pub min: usize,
+}
+
+/// What a curator has done since it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CurationCounts {
+    /// Groups dropped because their rewards are all equal, and replaced by others.
+    pub refilled: u64,
+    /// Groups with equal rewards that went on because too many had been dropped.
+    pub let_through: u64,
+    /// Places of the stream passed over because their task passes too often.
+    pub retired: u64,
+    /// Places passed over because their task never passed.
+    pub unlearnable: u64,
+    /// Places passed over because their task is easy or hard, and it was not drawn.
+    pub pooled_out: u64,
+    /// Groups started with fewer completions.
+    pub shrunk: u64,
+    /// Groups that failed entirely and got a stored success.
+    pub replayed_successes: u64,
+}
+
+impl CurationConfig {
+    /// Slots of the buffer that groups take.
+    #[must_use]
+    pub fn slots(&self) -> usize {
+        let versions = usize::try_from(self.max_staleness).unwrap_or(usize::MAX).saturating_add(1);
+        versions.saturating_mul(self.batch_groups)
+    }
+}

@@ -1,0 +1,51 @@
+//! The newest success of every task, for groups that fail entirely (DART's experience pool, arXiv 2509.23866).
+//!
+//! Invariant: what is taken out is, at the version served, within the bound of staleness; its log-probabilities and versions
+//! are those it was sampled with. What is over the bound is forgotten, so that the pool holds no more than was sampled
+//! within the bound.
+
+use std::collections::HashMap;
+
+use trajectory::{Group, PolicyVersion, TaskId, Trajectory};
+
+/// At most one trajectory per task.
+#[derive(Debug, Default)]
+pub(super) struct Successes {
+    newest: HashMap<TaskId, Trajectory>,
+}
+
+impl Successes {
+    /// Keeps `success`, and forgets what is older than `max_staleness` versions behind `served`.
+    pub(super) fn keep(
+        &mut self,
+        task: TaskId,
+        success: &Trajectory,
+        served: PolicyVersion,
+        max_staleness: u64,
+    ) {
+        self.newest.retain(|_, kept| within(kept, served, max_staleness));
+        let newer = |kept: &Trajectory| kept.sample.oldest_version() > success.sample.oldest_version();
+        if !self.newest.get(&task).is_some_and(newer) {
+            self.newest.insert(task, success.clone());
+        }
+    }
+
+    /// Puts the success of the group's task, if there is one, in the place of its last sampled trajectory; whether it did.
+    pub(super) fn replay(&self, group: &mut Group, served: PolicyVersion, max_staleness: u64) -> bool {
+        let stored = self.newest.get(&group.task.id).filter(|kept| within(kept, served, max_staleness));
+        let last = group.trajectories.iter_mut().rfind(|trajectory| !trajectory.baseline);
+        let (Some(stored), Some(place)) = (stored, last) else { return false };
+        *place = Trajectory { index: place.index, ..stored.clone() };
+        true
+    }
+
+    /// Number of tasks with a success.
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.newest.len()
+    }
+}
+
+fn within(trajectory: &Trajectory, served: PolicyVersion, max_staleness: u64) -> bool {
+    trajectory.sample.oldest_version().staleness_at(served) <= max_staleness
+}

@@ -1,0 +1,96 @@
+//! A text that is put into completions that have not ended in time, so that they come to an answer.
+//!
+//! ScaleRL (arXiv 2510.13786, section 5) interrupts its thinking at a random place between 10k and 12k tokens.
+//!
+//! Invariant: where a completion is interrupted depends on the seed, its group and its index alone. The tokens of the text
+//! are no choice of the policy: they are read, not sampled, and not trained on.
+
+use std::sync::Arc;
+
+use model::tokenizer::SpecialTokens;
+use trajectory::GroupId;
+
+use super::stop::StopRules;
+use crate::RolloutError;
+use crate::tasks::random::{Purpose, Stream};
+
+/// What is put into completions, and where.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Interruption {
+    token_ids: Arc<[u32]>,
+    /// Fewest and most sampled tokens before the text.
+    after: (usize, usize),
+}
+
+impl Interruption {
+    /// `text` after `after.0` to `after.1` sampled tokens, in completions of at most `max_completion_length` tokens.
+    ///
+    /// # Errors
+    /// An empty text, one that holds a stop token or a stop string, and one that would leave no token for an answer.
+    pub fn new(
+        text: &str,
+        after: (usize, usize),
+        stop: &StopRules,
+        max_completion_length: usize,
+    ) -> Result<Self, RolloutError> {
+        let wrong = |reason: String| Err(RolloutError::Interruption { reason });
+        let token_ids = stop.tokenizer.encode(text, SpecialTokens::Omit)?;
+        if token_ids.is_empty() {
+            return wrong("has no tokens; write what the policy is to read".to_owned());
+        }
+        if let Some(token) = token_ids.iter().find(|token| stop.is_stop_token(**token)) {
+            return wrong(format!(
+                "holds the stop token {token}, which would end the completion; leave it out"
+            ));
+        }
+        if let Some(stop) = stop.strings.iter().find(|stop| text.contains(stop.as_str())) {
+            return wrong(format!(
+                "holds the stop string `{stop}`, which would end the completion; leave it out"
+            ));
+        }
+        let (_, latest) = after;
+        if latest + token_ids.len() >= max_completion_length {
+            let count = token_ids.len();
+            return wrong(format!(
+                "has {count} tokens; after rollout.interrupt_after_max = {latest} they leave none of \
+                 rollout.max_completion_length = {max_completion_length} for an answer"
+            ));
+        }
+        Ok(Self { token_ids: token_ids.into(), after })
+    }
+
+    /// Where the `index`-th completion of `group` is interrupted.
+    pub(super) fn of(&self, seed: u64, group: GroupId, index: u32) -> Planned {
+        let (fewest, most) = self.after;
+        let places = most.saturating_sub(fewest) as u64 + 1;
+        let mut stream = Stream::new(seed, &Purpose { name: *b"interrup", number: group.0 });
+        // One draw for each completion of the group, the last of them for this one.
+        let drawn = (0..=index).map(|_| stream.below(places)).last().unwrap_or(0);
+        Planned { at: fewest + drawn as usize, token_ids: Arc::clone(&self.token_ids) }
+    }
+}
+
+/// The interruption of one completion, whether it lives to see it or not.
+#[derive(Clone, Debug)]
+pub(super) struct Planned {
+    /// Tokens sampled before the text.
+    at: usize,
+    token_ids: Arc<[u32]>,
+}
+
+impl Planned {
+    /// The token that stands at place `n` of the completion, if it is one of the text.
+    pub(super) fn token(&self, n: usize) -> Option<u32> {
+        self.token_ids.get(n.checked_sub(self.at)?).copied()
+    }
+
+    /// Where the text stands in a completion of `length` tokens; nowhere if it ended before.
+    pub(super) fn inserted(&self, length: usize) -> Option<std::ops::Range<usize>> {
+        (length > self.at).then(|| self.at..length.min(self.at + self.token_ids.len()))
+    }
+
+    /// Whether place `n` of the completion is where the text begins.
+    pub(super) fn begins(&self, n: usize) -> bool {
+        n == self.at
+    }
+}
