@@ -3,6 +3,7 @@
 mod bad_input;
 mod bench;
 mod bitwise;
+mod fit;
 mod learns;
 mod memory;
 mod parity;
