@@ -15,9 +15,11 @@ use trainer::adamw::OptimizerKind;
 use crate::init::Template;
 
 mod buffer_bench;
+mod fit;
 mod serve;
 
 pub use buffer_bench::BufferBenchArgs;
+pub use fit::FitArgs;
 pub use serve::{KeepArgs, ServeBufferArgs, ServeWhat};
 
 const USAGE: &str = "rlrun RECIPE.toml [OPTIONS]\n       rlrun COMMAND";
@@ -65,6 +67,8 @@ pub enum Command {
     Serve(ServeWhat),
     /// Measure how fast this machine samples and trains a model, and how far that is from its limits
     Bench(Box<BenchArgs>),
+    /// Fit a scaling curve to runs: how far they would go with more compute
+    Fit(FitArgs),
 }
 
 /// A recipe and what is changed in it.

@@ -6,12 +6,10 @@
 //! - [`measure`]: one result, as a row of a table and as one JSON object, whose fields are listed there
 //! - [`generate`], [`train`], [`steps`], [`ops`]: what is measured
 //! - [`mod@buffer`]: a served buffer, which no limit of the processor says anything about
-//! - [`chart`]: a sweep as a picture
 //!
 //! Invariant: nothing here computes. What is timed is the code that a run executes.
 
 pub mod buffer;
-pub mod chart;
 pub mod cost;
 pub mod generate;
 pub mod machine;
@@ -31,6 +29,7 @@ use model::Cores;
 use crate::args::{
     BenchArgs, BenchOutput, BenchWhat, GenerateBenchArgs, LoopBenchArgs, OpsBenchArgs, TrainBenchArgs,
 };
+use crate::chart::{Chart, Mark, Scale, Series};
 use crate::failure::Failure;
 use crate::memory::PeakMemory;
 use machine::{Machine, Peaks};
@@ -89,9 +88,15 @@ impl<'a> Bench<'a> {
             }
         }
         let Some(file) = &args.plot else { return Ok(()) };
-        let chart = chart::svg(&curve, "sequences decoded together", "milliseconds per token");
+        let series = Series { name: String::new(), points: curve, mark: Mark::Measured, color: 0 };
+        let chart = Chart {
+            x_words: "sequences decoded together",
+            y_words: "milliseconds per token",
+            y_scale: Scale::Logarithmic,
+            series: vec![series],
+        };
         let system = |source| Failure::System { what: format!("write {}", file.display()), source };
-        std::fs::write(file, chart).map_err(system)
+        std::fs::write(file, chart.svg()).map_err(system)
     }
 
     fn train(&mut self, args: &TrainBenchArgs) -> Result<(), Failure> {

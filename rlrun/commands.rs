@@ -16,6 +16,7 @@ use crate::args::{
 };
 use crate::bench;
 use crate::failure::Failure;
+use crate::fit;
 use crate::init;
 use crate::pipeline;
 use crate::plan;
@@ -43,6 +44,7 @@ pub fn execute(cli: &Cli, env: &[(String, String)]) -> Result<String, Failure> {
         Command::Export(args) => export(args),
         Command::Resume(args) => resume(args, env),
         Command::Serve(ServeWhat::Buffer(args)) => serve::buffer(args),
+        Command::Fit(args) => fit::run(args),
         Command::Bench(args) => bench::run(args, env, &mut std::io::stdout()).map(|()| String::new()),
     }
 }

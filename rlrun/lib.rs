@@ -2,10 +2,12 @@
 //!
 //! - [`recipe`]: one TOML file that says everything about a run, with the origin of every value
 //! - [`args`], [`commands`]: the command line and what it does
-//! - [`plan`]: what a recipe amounts to before it runs; [`mod@bench`]: what this machine does with a model
-//! - [`pipeline`]: a run, `forward_edge` its buffer, `curation` its choice of tasks; [`serve`]: a part of a run as a process of its own
+//! - [`plan`]: what a recipe amounts to before it runs; [`mod@bench`]: what this machine does with a model; [`fit`]: how
+//!   far a run would go with more compute
+//! - [`pipeline`]: a run, `forward_edge` its buffer, `curation` its choice of tasks; [`serve`]: a part of a run as a
+//!   process of its own
 //! - [`run_dir`]: where a run leaves everything
-//! - [`metrics`], [`report`]: the measurements of a step and how they are shown; [`memory`]: that of the process
+//! - [`metrics`], [`report`], [`chart`]: the measurements of a step and how they are shown; [`memory`]: that of the process
 //!
 //! # Invariants
 //! - Only this crate reads the environment, and only in its `main`.
@@ -23,9 +25,11 @@
 
 pub mod args;
 pub mod bench;
+pub mod chart;
 pub mod commands;
 mod curation;
 pub mod failure;
+pub mod fit;
 mod forward_edge;
 pub mod init;
 pub mod memory;

@@ -4,6 +4,7 @@ mod bad_input;
 mod bench;
 mod bitwise;
 mod curation;
+mod fit;
 mod learns;
 mod memory;
 mod parity;

@@ -1,0 +1,146 @@
+//! `rlrun fit`: how far runs would go with more compute.
+//!
+//! # Layout
+//! - `curve`: the points of a run, from its metrics
+//! - [`sigmoid`]: the scaling curve and its fit, with margins
+//! - [`power`]: the power law, for comparison
+//! - `numeric`: what both are fitted with
+//! - `show`: text, JSON and picture
+//!
+//! Invariant: run directories are only read, and the same metrics give the same text.
+
+mod curve;
+mod numeric;
+pub mod power;
+mod show;
+pub mod sigmoid;
+
+use curve::{Curve, Measured, Window};
+use numeric::scanned_minimum;
+use power::PowerLaw;
+use sigmoid::{Fit, Margin, Problem, Sigmoid};
+
+use crate::args::FitArgs;
+use crate::failure::Failure;
+
+/// Compute that is predicted at, as a multiple of what a run has spent.
+const MORE: f64 = 10.0;
+
+/// Asymptotes that are tried as the common one before the best of them is refined.
+const COMMON_PLACES: usize = 60;
+
+/// What is fitted over what.
+#[derive(Debug)]
+struct Plan {
+    metric: String,
+    compute: String,
+    ceiling: Option<f64>,
+}
+
+/// A run with all that is said of it.
+#[derive(Debug)]
+struct Fitted {
+    measured: Curve,
+    fit: Fit,
+    /// The compute that is predicted at.
+    far: f64,
+    predicted: Margin,
+    /// `None` if too few points differ in compute.
+    power: Option<PowerLaw>,
+}
+
+/// The fits of several runs to one asymptote.
+#[derive(Debug)]
+struct Common {
+    asymptote: f64,
+    /// In the order of the runs.
+    curves: Vec<Sigmoid>,
+}
+
+/// Fits the runs that `args` name and returns what there is to say.
+///
+/// # Errors
+/// A run or metric that is not there, too few points, a curve that does not rise, or a picture that cannot be written.
+pub fn run(args: &FitArgs) -> Result<String, Failure> {
+    let measured: Vec<Measured> =
+        args.runs.iter().map(|run| Measured::read(run)).collect::<Result<_, _>>()?;
+    let counted = if measured.iter().all(Measured::counts_tokens) { "tokens" } else { "step" };
+    let compute = args.compute.clone().unwrap_or_else(|| counted.to_owned());
+    let plan = Plan { metric: args.metric.clone(), compute, ceiling: args.ceiling };
+    let window = Window { skip: args.skip.unwrap_or(0.0), until: args.until.unwrap_or(f64::INFINITY) };
+    let curves = measured.iter().map(|run| run.curve(&plan.metric, &plan.compute, window));
+    let fitted: Vec<Fitted> = curves.map(|curve| plan.fit(curve?)).collect::<Result<_, _>>()?;
+    let common = (fitted.len() > 1).then(|| plan.common(&fitted));
+    if let Some(file) = &args.svg {
+        let system = |source| Failure::System { what: format!("write {}", file.display()), source };
+        std::fs::write(file, show::svg(&plan, &fitted)).map_err(system)?;
+    }
+    let say = if args.json { show::json } else { show::text };
+    Ok(say(&plan, &fitted, common.as_ref()))
+}
+
+impl Plan {
+    fn fit(&self, measured: Curve) -> Result<Fitted, Failure> {
+        let run = &measured.run;
+        let ceiling = self.ceiling(&measured);
+        if measured.points.iter().all(|point| point.value >= ceiling) {
+            let message =
+                format!("all values of {} in `{run}` are {ceiling} or more; raise `--ceiling`", self.metric);
+            return Err(Failure::Argument(message));
+        }
+        let last =
+            measured.points.iter().chain(&measured.held_out).map(|point| point.compute).fold(0.0, f64::max);
+        if measured.points.iter().all(|point| point.compute == 0.0) {
+            let message = format!(
+                "all points of `{run}` that are to be fitted have {} 0; raise `--until`",
+                self.compute
+            );
+            return Err(Failure::Argument(message));
+        }
+        let problem = Problem::new(&measured.points, ceiling);
+        let fit = problem.fit();
+        let far = MORE * last;
+        if fit.curve.asymptote <= fit.curve.start {
+            return Err(Failure::Argument(format!(
+                "{} does not rise in `{run}`: the best fit goes from {:.3} to {:.3}; there is no gain to extrapolate, so \
+                 train longer or choose another metric with `--metric`",
+                self.metric, fit.curve.start, fit.curve.asymptote
+            )));
+        }
+        let predicted = problem.predict(&fit.curve, far);
+        let power = PowerLaw::fit(&measured.points);
+        Ok(Fitted { fit, far, predicted, power, measured })
+    }
+
+    /// The highest asymptote that a fit may have.
+    fn ceiling(&self, curve: &Curve) -> f64 {
+        let values = || curve.points.iter().map(|point| point.value);
+        let (low, high) =
+            (values().fold(f64::INFINITY, f64::min), values().fold(f64::NEG_INFINITY, f64::max));
+        let accuracy = self.metric.ends_with("/accuracy") && high <= 1.0;
+        self.ceiling.unwrap_or(if accuracy { 1.0 } else { high + 2.0 * (high - low) })
+    }
+
+    /// The asymptote with the least squared error over all runs together, each error in units of the run's own noise,
+    /// and the curves that have it.
+    fn common(&self, fitted: &[Fitted]) -> Common {
+        let problems: Vec<(Problem<'_>, &Fitted)> = fitted
+            .iter()
+            .map(|fitted| (Problem::new(&fitted.measured.points, self.ceiling(&fitted.measured)), fitted))
+            .collect();
+        let error = |asymptote: f64| -> f64 {
+            let errors = problems.iter().map(|(problem, fitted)| {
+                let noise = (fitted.fit.error / fitted.measured.points.len() as f64).max(f64::MIN_POSITIVE);
+                problem.with_asymptote(asymptote, &fitted.fit.curve).1 / noise
+            });
+            errors.sum()
+        };
+        // It lies between the least and the greatest of the runs' own.
+        let own = || fitted.iter().map(|fitted| fitted.fit.curve.asymptote);
+        let (low, high) = (own().fold(f64::INFINITY, f64::min), own().fold(f64::NEG_INFINITY, f64::max));
+        let (asymptote, _) = scanned_minimum(low, high, COMMON_PLACES, error);
+        let curves =
+            problems.iter().map(|(problem, f)| problem.with_asymptote(asymptote, &f.fit.curve).0).collect();
+        Common { asymptote, curves }
+    }
+}
