@@ -10,6 +10,7 @@ use super::diagnostic::Diagnostic;
 use super::layers::{Origin, Origins};
 use super::ranges::{Checker, check_ranges};
 use super::schema::{Buffer, RandomModel, RawData, RawModel, RawRecipe, RewardSpec, Rollout, Warmup};
+use super::training::{check_lora, check_trainer};
 use super::words::{OnStale, Quantization, RewardKind, SampleOrder, Store};
 use super::{Data, DataSource, Files, Model, Recipe};
 
@@ -31,6 +32,8 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
     check_replay(&raw.buffer, &mut checker);
     check_store(&mut raw.buffer, &mut checker);
     check_bitwise(&raw.rollout, &mut checker);
+    check_trainer(&raw.trainer, &mut checker);
+    check_lora(raw.lora.as_mut(), &mut checker);
     let (Some(model), Some(data)) = (model, data) else { return Err(checker.errors) };
     let recipe = Recipe {
         name,
@@ -43,6 +46,7 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
         buffer: raw.buffer,
         algorithm: raw.algorithm,
         trainer: raw.trainer,
+        lora: raw.lora,
         eval: raw.eval,
         checkpoint: raw.checkpoint,
         log: raw.log,
@@ -400,7 +404,7 @@ fn all_existing(paths: &[PathBuf], key: &str, checker: &mut Checker<'_>) -> Opti
 
 /// The absolute path of something that exists, looked for beside the file that names it, then in the working
 /// directory.
-fn existing(path: &Path, key: &str, help: &str, checker: &mut Checker<'_>) -> Option<PathBuf> {
+pub(super) fn existing(path: &Path, key: &str, help: &str, checker: &mut Checker<'_>) -> Option<PathBuf> {
     let beside =
         checker.origins.get(key).and_then(|origin| origin.directory.as_ref()).map(|dir| dir.join(path));
     let candidates: Vec<_> = beside.into_iter().chain([path.to_path_buf()]).collect();

@@ -15,6 +15,7 @@ mod ranges;
 mod resolved;
 pub mod schema;
 mod source;
+mod training;
 pub mod words;
 
 use std::path::{Path, PathBuf};
@@ -22,8 +23,8 @@ use std::path::{Path, PathBuf};
 pub use diagnostic::{Diagnostic, Place};
 pub use layers::{Origin, Origins};
 use schema::{
-    Algorithm, Arithmetic, Buffer, Checkpoint, Deadlines, Eval, Log, Placement, RandomModel, RewardSpec,
-    Rollout, Trainer, Warmup,
+    Algorithm, Arithmetic, Buffer, Checkpoint, Deadlines, Eval, Log, Lora, Placement, RandomModel,
+    RewardSpec, Rollout, Trainer, Warmup,
 };
 pub use source::Layer;
 use words::Overlong;
@@ -51,6 +52,8 @@ pub struct Recipe {
     pub algorithm: Algorithm,
     /// The update.
     pub trainer: Trainer,
+    /// What of the policy is updated, if not all of it; the path in it is absolute.
+    pub lora: Option<Lora>,
     /// How accuracy is measured.
     pub eval: Eval,
     /// What is kept to resume from.

@@ -9,9 +9,10 @@ pub use buffer::OnStale;
 pub use model::{Architecture, Quantization, Recompute};
 pub use rewards::{Gsm8kMethod, OnError, RewardKind};
 pub use rollout::{OnUpdate, Overlong};
-pub use trainer::adamw::OptimizerKind;
 pub use trainer::algorithm::Aggregation;
 pub use trainer::algorithm::advantage::ScaleRewards;
+pub use trainer::lora::TargetModule;
+pub use trainer::optimizer::OptimizerKind;
 pub use trainer::schedule::Shape;
 
 /// Where groups wait between rollout and trainer.

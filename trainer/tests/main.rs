@@ -2,16 +2,17 @@
 
 mod checkpoint;
 mod learner;
+mod lora;
 mod step;
 
 use std::sync::Arc;
 
 use model::{Config, Decoder, Pack, Parameters, Recompute, Sizes, Target, Team};
-use trainer::adamw::{AdamWConfig, OptimizerKind};
 use trainer::algorithm::Aggregation;
 use trainer::algorithm::advantage::ScaleRewards;
 use trainer::algorithm::grpo::Grpo;
 use trainer::batch::Split;
+use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 use trainer::{Learner, LearnerConfig};
 use trajectory::{
     Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
@@ -29,12 +30,14 @@ const GRPO: Grpo = Grpo {
 const SPLIT: Split = Split { minibatches: 1, max_completion_length: 16 };
 
 const LEARNER: LearnerConfig = LearnerConfig {
-    adamw: AdamWConfig {
+    optimizer: OptimizerConfig {
         kind: OptimizerKind::Adamw,
         beta1: 0.9,
         beta2: 0.999,
         eps: 1e-8,
         weight_decay: 0.01,
+        momentum: 0.95,
+        dion_rank_fraction: 0.5,
     },
     max_grad_norm: 1.0,
     recompute: Recompute::None,
@@ -42,9 +45,13 @@ const LEARNER: LearnerConfig = LearnerConfig {
     world: 1,
 };
 
-/// The optimizer of [`LEARNER`] with 8-bit moments.
-const EIGHT_BIT: LearnerConfig =
-    LearnerConfig { adamw: AdamWConfig { kind: OptimizerKind::Adamw8bit, ..LEARNER.adamw }, ..LEARNER };
+/// [`LEARNER`] with 8-bit moments.
+const EIGHT_BIT: LearnerConfig = with_optimizer(OptimizerKind::Adamw8bit);
+
+/// [`LEARNER`] with another optimizer.
+const fn with_optimizer(kind: OptimizerKind) -> LearnerConfig {
+    LearnerConfig { optimizer: OptimizerConfig { kind, ..LEARNER.optimizer }, ..LEARNER }
+}
 
 /// Small, but its embedding and its MLP are just large enough for 8-bit moments.
 fn config() -> Config {
