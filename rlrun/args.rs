@@ -10,7 +10,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand};
 
 use model::{Quantization, Recompute};
-use trainer::adamw::OptimizerKind;
+use trainer::optimizer::OptimizerKind;
 
 use crate::init::Template;
 
@@ -162,6 +162,9 @@ pub struct ExportArgs {
     /// Directory to write to
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
+    /// Write the LoRA adapter alone, for PEFT, instead of the model with it merged in
+    #[arg(long)]
+    pub adapter: bool,
 }
 
 /// `rlrun resume`.
@@ -278,7 +281,7 @@ pub struct TrainBenchArgs {
     /// Tokens packed into one forward and backward pass
     #[arg(long, default_value_t = 4096, value_parser = at_least_one)]
     pub microbatch_tokens: usize,
-    /// What the moments of AdamW are kept in
+    /// What turns gradients into updates
     #[arg(long, default_value = OptimizerKind::Adamw.as_str(), value_parser = optimizer())]
     pub optimizer: OptimizerKind,
     /// What the backward computes again instead of keeping it
@@ -419,7 +422,7 @@ fn is_recipe(arg: &OsStr) -> bool {
 
 /// The words of `trainer.optimizer` in a recipe.
 fn optimizer() -> impl TypedValueParser<Value = OptimizerKind> {
-    let all = [OptimizerKind::Adamw, OptimizerKind::Adamw8bit];
+    let all = OptimizerKind::ALL;
     let words = PossibleValuesParser::new(all.map(OptimizerKind::as_str));
     words.map(move |word| all.into_iter().find(|kind| kind.as_str() == word).unwrap_or_default())
 }

@@ -96,7 +96,7 @@ fn check(args: &RecipeArgs, env: &[(String, String)]) -> Result<String, Failure>
     let directory = recipe.open_model(scratch.path())?;
     let prepared = Prepared::new(&recipe, &directory)?;
     // Whether weights are whole and of the right shapes shows only when they are read.
-    directory.load_parameters()?;
+    recipe.adapter(&directory.load_parameters()?)?;
     let held_out = prepared.eval.as_ref().map_or(0, rollout::PromptSet::len);
     Ok(format!(
         "{}: no mistakes found; {} parameters, {} tasks ({} left out as too long), {held_out} held out, longest prompt \
@@ -147,6 +147,15 @@ fn eval(args: &EvalArgs, env: &[(String, String)]) -> Result<String, Failure> {
 
 fn export(args: &ExportArgs) -> Result<String, Failure> {
     let model = model_of(&args.run, args.step)?;
+    if args.adapter {
+        let adapter = trainer::checkpoint::adapter_path(model.parent().unwrap_or(&model));
+        if !adapter.is_dir() {
+            let what = format!("{} has no adapter; it was trained without `[lora]`", args.run.display());
+            return Err(Failure::NotThere(what));
+        }
+        trainer::lora::export(&adapter, &args.out)?;
+        return Ok(format!("wrote {} from {}", args.out.display(), adapter.display()));
+    }
     let directory = ModelDirectory::open(&model)?;
     directory.export(&args.out, &directory.load_parameters()?)?;
     Ok(format!("wrote {} from {}", args.out.display(), model.display()))

@@ -86,6 +86,7 @@ impl Failure {
             | Self::Tokens(_)
             | Self::Tls(_)
             | Self::Argument(_) => 2,
+            Self::Trainer(trainer::TrainerError::Adapter { .. }) => 2,
             Self::Server(error) if error.is_input() => 2,
             Self::Buffer(error) if crate::serve::is_input(error) => 2,
             Self::Rollout(error) if error.is_input() => 2,

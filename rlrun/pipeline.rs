@@ -13,14 +13,15 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use buffer::Producer;
-use model::{Config, Cores, Decoder, ModelDirectory, Parameters};
+use model::{Cores, Decoder, ModelDirectory, Parameters};
 use rewards::RewardSet;
 use rollout::applier::Applier;
 use rollout::curation::Curation;
 use rollout::evaluate::Evaluation;
 use rollout::scoring::Scorer;
 use rollout::{Engine, Progress, RolloutError, Worker};
-use trainer::adamw::{AdamW, AdamWConfig, OptimizerKind};
+use trainer::lora::Adapter;
+use trainer::optimizer::{Optimizer, OptimizerConfig, OptimizerKind};
 use trainer::{Checkpoint, Companions, Learner, LearnerConfig, Trainer, TrainerState};
 use trajectory::PolicyVersion;
 use weights::{Publisher, Subscriber};
@@ -38,9 +39,8 @@ use crate::run_dir::RunDir;
 use crate::signals::Signals;
 use crate::warmup::warm_up;
 
-/// The optimizer of the warm-up, whatever that of the training steps; only how it keeps its moments is the recipe's.
-const WARMUP_ADAMW: AdamWConfig =
-    AdamWConfig { kind: OptimizerKind::Adamw, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.0 };
+/// Decay of the second moment in the warm-up.
+const WARMUP_BETA2: f32 = 0.95;
 /// Steps of the warm-up between looks at the accuracy, if the recipe names one to stop at.
 const WARMUP_LOOK_UP: u64 = 50;
 /// Pairs of answers shown at the end.
@@ -158,11 +158,10 @@ impl Run<'_> {
         let checkpoints = self.run_dir.checkpoints();
         if let Some(version) = trainer::checkpoint::list(&checkpoints).pop() {
             let path = trainer::checkpoint::path(&checkpoints, version);
-            let Checkpoint { directory, parameters, optimizer, state } =
-                trainer::checkpoint::load(&path, recipe.adamw())?;
+            let Checkpoint { directory, parameters, adapter, optimizer, state } =
+                trainer::checkpoint::load(&path, recipe.optimizer(), recipe.lora().as_ref())?;
             let prepared = self.prepared(&directory)?;
-            let model = directory.config().clone();
-            let learner = self.learner(recipe.learner(), model, parameters, Some(optimizer));
+            let learner = self.learner(&directory, parameters, adapter, Some(optimizer));
             self.report.note(&format!("resumed after step {} from {}", version.0, path.display()));
             // A run that was killed before its first step may have been killed before its first line.
             let first = version == PolicyVersion::default();
@@ -173,13 +172,20 @@ impl Run<'_> {
         let prepared = self.prepared(&directory)?;
         prepared.announce(self.report, &directory);
         let mut parameters = directory.load_parameters()?;
+        // What is wrong with an adapter shows before the warm-up, not after it.
+        recipe.adapter(&parameters)?;
         if let Some(warmup) = &recipe.warmup {
             let Some(warm) = self.warmed_up(warmup, &prepared, &directory, parameters)? else {
                 return Ok(None);
             };
             parameters = warm;
         }
-        let learner = self.learner(recipe.learner(), directory.config().clone(), parameters, None);
+        let adapter = recipe.adapter(&parameters)?;
+        if let Some(adapter) = &adapter {
+            let trained = adapter.values().len();
+            self.report.note(&format!("LoRA trains {trained} parameters, all others are frozen"));
+        }
+        let learner = self.learner(&directory, parameters, adapter, None);
         let state = TrainerState::new(PolicyVersion::default(), 0, 0, 0.0);
         if recipe.warmup.is_some() && recipe.checkpoint.interval > 0 {
             trainer::checkpoint::save(
@@ -202,15 +208,20 @@ impl Run<'_> {
         })
     }
 
-    /// A learner on the cores that the recipe gives the trainer.
+    /// The learner of the training steps, on the cores that the recipe gives the trainer.
     fn learner(
         &self,
-        config: LearnerConfig,
-        model: Config,
+        directory: &ModelDirectory,
         parameters: Parameters,
-        optimizer: Option<AdamW>,
+        adapter: Option<Adapter>,
+        optimizer: Option<Optimizer>,
     ) -> Learner {
-        Learner::new(config, model, parameters, optimizer).on(Arc::new(self.recipe.trainer_team(&self.cores)))
+        let (config, model) = (self.recipe.learner(), directory.config().clone());
+        let learner = match adapter {
+            Some(adapter) => Learner::adapting(config, model, parameters, adapter, optimizer),
+            None => Learner::new(config, model, parameters, optimizer),
+        };
+        learner.on(Arc::new(self.recipe.trainer_team(&self.cores)))
     }
 
     /// The parameters after the warm-up; `None` if it was stopped.
@@ -221,9 +232,15 @@ impl Run<'_> {
         directory: &ModelDirectory,
         parameters: Parameters,
     ) -> Result<Option<Parameters>, Failure> {
-        let adamw = AdamWConfig { kind: self.recipe.trainer.optimizer, ..WARMUP_ADAMW };
-        let config = LearnerConfig { adamw, ..self.recipe.learner() };
-        let mut learner = self.learner(config, directory.config().clone(), parameters, None);
+        // AdamW on all weights, whatever the training steps do; only how it keeps its moments is the recipe's.
+        let kind = match self.recipe.trainer.optimizer {
+            OptimizerKind::Adamw8bit => OptimizerKind::Adamw8bit,
+            OptimizerKind::Adamw | OptimizerKind::Muon | OptimizerKind::Dion => OptimizerKind::Adamw,
+        };
+        let optimizer = OptimizerConfig::usual(kind, WARMUP_BETA2);
+        let config = LearnerConfig { optimizer, ..self.recipe.learner() };
+        let mut learner = Learner::new(config, directory.config().clone(), parameters, None)
+            .on(Arc::new(self.recipe.trainer_team(&self.cores)));
         let phase = self.report.phase("warm-up", warmup.steps as u64);
         let mut last_loss = 0.0;
         let tasks = prepared.train_tasks();

@@ -3,12 +3,13 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use model::{Cores, Decoder, ModelDirectory};
+use model::{Cores, Decoder, ModelDirectory, Parameters};
 use rewards::RewardSet;
 use rollout::evaluate::{Evaluation, EvaluationConfig, evaluate};
 use rollout::tasks::TaskOrder;
 use rollout::{PromptSet, RolloutError};
 use tokio::runtime::{Handle, Runtime};
+use trainer::lora::Adapter;
 use trajectory::{Prompt, Task};
 
 use crate::failure::Failure;
@@ -71,6 +72,20 @@ impl Recipe {
                 Ok(ModelDirectory::fresh(&path, &self.fresh_model(sizes), self.seed)?)
             }
         }
+    }
+}
+
+impl Recipe {
+    /// The adapter to train on the frozen weights `base`: that of `lora.path`, or a fresh one. `None` without `[lora]`.
+    ///
+    /// # Errors
+    /// If the adapter cannot be read, or is not as the recipe says.
+    pub fn adapter(&self, base: &Parameters) -> Result<Option<Adapter>, Failure> {
+        let (Some(config), Some(lora)) = (self.lora(), &self.lora) else { return Ok(None) };
+        Ok(Some(match &lora.path {
+            Some(path) => Adapter::open(path, &config, base)?,
+            None => Adapter::new(config, base, self.seed),
+        }))
     }
 }
 

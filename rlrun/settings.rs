@@ -14,12 +14,13 @@ use rewards::{RewardError, RewardSet, RewardSpec, WeightedReward};
 use rollout::scoring::{RewardLimits, limited};
 use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource};
 use rollout::{EngineConfig, Overlong, StopRules, WorkerConfig};
-use trainer::adamw::AdamWConfig;
 use trainer::algorithm::Algorithm;
 use trainer::batch::Split;
 use trainer::credit::Advantage;
 use trainer::critic::CriticConfig;
+use trainer::lora::LoraConfig;
 use trainer::objective::ValueTerm;
+use trainer::optimizer::OptimizerConfig;
 use trainer::schedule::Schedule;
 use trainer::{LearnerConfig, TrainerConfig};
 use trajectory::Task;
@@ -219,21 +220,31 @@ impl Recipe {
 
     /// The optimizer of the training steps.
     #[must_use]
-    pub fn adamw(&self) -> AdamWConfig {
-        AdamWConfig {
+    pub fn optimizer(&self) -> OptimizerConfig {
+        OptimizerConfig {
             kind: self.trainer.optimizer,
             beta1: self.trainer.adam_beta1 as f32,
             beta2: self.trainer.adam_beta2 as f32,
             eps: self.trainer.adam_eps as f32,
             weight_decay: self.trainer.weight_decay as f32,
+            momentum: self.trainer.momentum as f32,
+            dion_rank_fraction: self.trainer.dion_rank_fraction as f32,
         }
+    }
+
+    /// The adapter that is trained, if not all weights are.
+    #[must_use]
+    pub fn lora(&self) -> Option<LoraConfig> {
+        let lora = self.lora.as_ref()?;
+        let target_modules = lora.target_modules.clone();
+        Some(LoraConfig { rank: lora.rank, alpha: lora.alpha, target_modules })
     }
 
     /// How gradients are computed.
     #[must_use]
     pub fn learner(&self) -> LearnerConfig {
         LearnerConfig {
-            adamw: self.adamw(),
+            optimizer: self.optimizer(),
             max_grad_norm: self.trainer.max_grad_norm as f32,
             microbatch_tokens: self.trainer.microbatch_tokens,
             recompute: self.trainer.recompute,
@@ -276,6 +287,7 @@ impl Recipe {
                 peak: self.trainer.learning_rate as f32,
                 shape: self.trainer.schedule,
                 warmup_steps: self.trainer.warmup_steps,
+                decay_steps: self.trainer.decay_steps.unwrap_or(0),
                 steps: self.trainer.steps,
             },
             split: Split {

@@ -34,6 +34,7 @@ pub fn warm_up(
         peak: warmup.learning_rate as f32,
         shape: Shape::Cosine,
         warmup_steps: (RISE * warmup.steps as f64).ceil() as u64,
+        decay_steps: 0,
         steps,
     };
     for step in 0..steps {

@@ -61,6 +61,69 @@ fn a_killed_synchronous_run_ends_with_the_same_bits() {
 }
 
 #[test]
+fn a_killed_run_of_an_adapter_ends_with_the_same_bits_and_can_be_gone_on_from() {
+    let home = Home::new();
+    let sets = [
+        "buffer.max_staleness=0",
+        "lora.rank=4",
+        "lora.target_modules=[\"q_proj\", \"down_proj\"]",
+        "trainer.optimizer=dion",
+        "trainer.dion_rank_fraction=0.5",
+        "trainer.schedule=wsd",
+        "trainer.decay_steps=4",
+    ];
+    let whole = home.small("whole", &sets);
+    let moments =
+        [Moment::WarmUp, Moment::Checkpoint(0), Moment::Step(4), Moment::Checkpoint(6), Moment::Step(8)];
+    let (killed, kills) = run_with_kills(&home, "killed", &sets, &moments);
+    assert!(kills >= 3, "only {kills} kills came in time");
+    let last = |run: &Run, file: &str| fs::read(run.checkpoint(STEPS).join(file)).unwrap();
+    for file in [
+        "model/model.safetensors",
+        "adapter/adapter_model.safetensors",
+        "optimizer.safetensors",
+        "../base/model.safetensors",
+    ] {
+        assert!(last(&whole, file) == last(&killed, file), "{file} differs");
+    }
+    assert!(last(&whole, "model/model.safetensors") != last(&whole, "../base/model.safetensors"));
+    assert_eq!(whole.values("reward/mean"), killed.values("reward/mean"));
+    let rates = whole.values("optim/lr");
+    assert_eq!(rates[7], f64::from(1e-3_f32));
+    assert!((rates[11] / rates[7] - 0.25).abs() < 1e-6, "{rates:?}");
+
+    // The adapter goes on another run's way, on the model that was under it.
+    home.rlrun(&["export", "whole", "--adapter", "--out", "adapter"]).ok();
+    home.rlrun(&["export", "whole", "--out", "merged"]).ok();
+    let exported = fs::read(home.path("adapter/adapter_model.safetensors")).unwrap();
+    assert!(exported == last(&whole, "adapter/adapter_model.safetensors"));
+    assert!(
+        fs::read(home.path("merged/model.safetensors")).unwrap() == last(&whole, "model/model.safetensors")
+    );
+    let further =
+        ["model.path=whole/checkpoints/base", "lora.path=adapter", "warmup.steps=0", "trainer.steps=4"];
+    let further: Vec<&str> = sets.iter().chain(&further).copied().collect();
+    let started = home.small("further", &[&further[..], &["trainer.learning_rate=1e-30"]].concat());
+    let merged = fs::read(started.checkpoint(4).join("model/model.safetensors")).unwrap();
+    assert!(
+        merged == last(&whole, "model/model.safetensors"),
+        "without a step it is the model that was exported"
+    );
+
+    // Another rank, another kind of run, and a run that trains everything are told apart.
+    let refused = |args: &[&str], evidence: &[&str]| home.rlrun(args).refused(evidence);
+    refused(&["resume", "whole", "--set", "lora.rank=8"], &["has rank = 4", "rank = 8"]);
+    home.rlrun(&["resume", "whole"]).ok();
+    home.small("plain", &["trainer.steps=1"]);
+    refused(&["export", "plain", "--adapter", "--out", "x"], &["plain has no adapter"]);
+    refused(&["resume", "plain", "--set", "lora.rank=8"], &["the recipe has a section `[lora]`"]);
+    fs::remove_file(home.path("adapter/adapter_config.json")).unwrap();
+    let broken = ["small.toml", "--run-dir", "broken", "--set", "lora.path=adapter"];
+    refused(&broken, &["adapter_config.json", "cannot be read"]);
+    assert!(!home.path("broken").exists(), "a run directory is left behind");
+}
+
+#[test]
 fn a_killed_asynchronous_run_uses_every_group_once() {
     let home = Home::new();
     let moments =

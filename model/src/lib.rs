@@ -6,6 +6,7 @@
 //! - [`cores`]: the cores that computation may use, shared by all roles of a process
 //! - [`decoder`]: the network, for whole sequences and for decoding from a paged cache
 //! - `ops`: its hot operations, each with its backward
+//! - [`products`]: the decoder's matrix product, for who computes on its weights
 //! - [`machine`]: what this machine can do
 //! - [`sampling`]: from logits to a token and its log-probability
 //! - [`mod@characters`]: the character-level tokenizer of fresh models
@@ -50,6 +51,7 @@ pub mod error;
 pub mod machine;
 mod ops;
 pub mod parameters;
+pub mod products;
 pub mod sampling;
 pub mod tokenizer;
 mod weight_files;

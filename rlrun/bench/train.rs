@@ -1,6 +1,6 @@
 //! Training alone: full random sequences, every position but the first in the loss.
 //!
-//! Invariant: a repeat is one step of the learner that runs use: forward, backward, clip, AdamW. One step is made
+//! Invariant: a repeat is one step of the learner that runs use: forward, backward, clip, optimizer. One step is made
 //! before the clock starts.
 
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use model::{Cores, ModelDirectory, Team};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 use serde_json::json;
-use trainer::adamw::AdamWConfig;
+use trainer::optimizer::OptimizerConfig;
 use trainer::plan::plan;
 use trainer::supervised::DemonstrationLoss;
 use trainer::{Learner, LearnerConfig};
@@ -38,7 +38,7 @@ pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>) -> Result<Work, Failure> 
         return Err(Failure::Argument(what));
     }
     let config = LearnerConfig {
-        adamw: AdamWConfig { kind: args.optimizer, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.0 },
+        optimizer: OptimizerConfig::usual(args.optimizer, 0.999),
         max_grad_norm: 1.0,
         microbatch_tokens: args.microbatch_tokens,
         recompute: args.recompute,

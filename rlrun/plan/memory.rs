@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use model::{Config, KvCache, Layout, Quantization, Recompute};
+use model::{Config, KvCache, Layout, ParameterSpec, Quantization, Recompute};
 
 use crate::recipe::Recipe;
 use crate::recipe::words::Store;
@@ -47,6 +47,7 @@ impl Memory {
     #[must_use]
     pub fn of(recipe: &Recipe, config: &Config, tokenizer: u64) -> Self {
         let size = Size::of(config, recipe.trainer.recompute, recipe.rollout.quantization);
+        let trained = Trained::of(recipe, config);
         let (weights, world) = (size.weights, recipe.trainer.world as u64);
         let prompts = recipe.data.max_prompt_length as u64;
         let running = recipe.rollout.max_running as u64;
@@ -62,11 +63,7 @@ impl Memory {
             part("tokenizer", "two open model directories", product(&[2, TOKENIZER, tokenizer])),
             part("policy", "the weights that are trained", weights),
             part("gradients", "one per rank", product(&[world, weights])),
-            part(
-                "optimizer",
-                "two moments of AdamW",
-                product(&[recipe.trainer.optimizer.bytes_per_value(), weights / F32]),
-            ),
+            part("optimizer", "what it remembers of every tensor", trained.optimizer),
             part(
                 "activations",
                 "a full micro-batch of every rank, kept for its backward",
@@ -86,6 +83,13 @@ impl Memory {
             ),
             part("decoding", "one step of all running sequences", product(&[rows, size.decoding_per_token])),
         ];
+        if trained.scratch > 0 {
+            parts.push(part("update", "an update of the largest matrix on every core", trained.scratch));
+        }
+        if trained.adapter > 0 {
+            let what = "A and B with their gradients, and the frozen weights under them";
+            parts.push(part("adapter", what, trained.adapter));
+        }
         if recipe.buffer.store == Store::Redb {
             parts.push(part("journal", "cache of the buffer", JOURNAL));
         }
@@ -107,6 +111,35 @@ impl fmt::Display for Memory {
             writeln!(f, "  {name:12} {:>10}  {what}", mebibytes(*bytes))?;
         }
         write!(f, "  {:12} {:>10}  most resident memory, `memory/peak_mib`", "total", mebibytes(self.total()))
+    }
+}
+
+/// Bytes that follow from what is trained, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Trained {
+    /// The state of the optimizer.
+    optimizer: u64,
+    /// What an update takes while it is made.
+    scratch: u64,
+    /// A LoRA adapter.
+    adapter: u64,
+}
+
+impl Trained {
+    fn of(recipe: &Recipe, config: &Config) -> Self {
+        let layout = Layout::new(config);
+        let optimizer = recipe.optimizer();
+        let threads = recipe.placement.trainer_threads.unwrap_or_else(model::cores::available) as u64;
+        let of = |specs: &[ParameterSpec], adapter| Self {
+            optimizer: optimizer.state_bytes(specs),
+            scratch: product(&[threads.min(specs.len() as u64), optimizer.scratch_bytes(specs)]),
+            adapter,
+        };
+        let Some(lora) = recipe.lora() else { return of(layout.specs(), 0) };
+        let (specs, frozen) = lora.shapes(layout.specs());
+        let changed = specs.iter().map(|spec| spec.len() as u64).fold(0, u64::saturating_add);
+        let adapter = product(&[F32, changed.saturating_mul(2).saturating_add(frozen as u64)]);
+        of(&specs, adapter)
     }
 }
 
@@ -193,6 +226,8 @@ mod tests {
 
     use super::super::tests::recipe;
     use super::*;
+    use crate::recipe::schema::Lora;
+    use crate::recipe::words::{OptimizerKind, TargetModule};
 
     fn config() -> Config {
         Config::fresh(&Sizes {
@@ -219,12 +254,33 @@ mod tests {
         let served = Memory::of(&quantized, &config, 0).parts.into_iter().find(|part| part.name == "served");
         assert_eq!(served.unwrap().bytes, weights + 4 * 80 - 3 * 2 * (4 * 8 * 8 + 3 * 8 * 16));
         assert_eq!(bytes("optimizer"), 2 * weights);
+        assert!(memory.parts.iter().all(|part| !["update", "adapter"].contains(&part.name)));
         let (attention, gate_up) = (2 * 8 + 24 + 8, 2 * 16);
         assert_eq!(bytes("activations"), 100 * 4 * (2 * (attention + gate_up) + attention + 8 + 2 * gate_up));
         assert_eq!(bytes("kv cache"), 2 * 2 * 2 * 4 * 640 * 4);
         assert_eq!(bytes("tokenizer"), 2 * 13 * 1000);
         assert_eq!(memory.total(), memory.parts.iter().map(|part| part.bytes).sum::<u64>());
         assert_eq!(memory.to_string().lines().count(), memory.parts.len() + 1);
+    }
+
+    #[test]
+    fn an_optimizer_of_matrices_and_an_adapter_have_parts_of_their_own() {
+        let config = config();
+        let mut recipe = recipe();
+        let bytes = |recipe: &Recipe, name: &str| {
+            Memory::of(recipe, &config, 0).parts.iter().find(|part| part.name == name).unwrap().bytes
+        };
+        recipe.placement.trainer_threads = Some(3);
+        recipe.trainer.optimizer = OptimizerKind::Muon;
+        let (all, matrices) = (Layout::new(&config).len() as u64, 2 * (4 * 8 * 8 + 3 * 8 * 16));
+        assert_eq!(bytes(&recipe, "optimizer"), 8 * (all - matrices) + 4 * matrices);
+        assert_eq!(bytes(&recipe, "update"), 3 * 4 * (2 * 8 * 16 + 2 * 8 * 8));
+        recipe.trainer.optimizer = OptimizerKind::Adamw;
+        let target_modules = vec![TargetModule::QProj, TargetModule::DownProj];
+        recipe.lora = Some(Lora { rank: 2, target_modules, ..Lora::default() });
+        let changed = 2 * (2 * (8 + 8) + 2 * (16 + 8));
+        assert_eq!(bytes(&recipe, "optimizer"), 8 * changed);
+        assert_eq!(bytes(&recipe, "adapter"), 4 * (2 * changed + 2 * (8 * 8 + 8 * 16)));
     }
 
     #[test]

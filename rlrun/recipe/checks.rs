@@ -11,6 +11,7 @@ use super::diagnostic::Diagnostic;
 use super::layers::{Origin, Origins};
 use super::ranges::{Checker, check_ranges};
 use super::schema::{Buffer, RandomModel, RawData, RawModel, RawRecipe, RewardSpec, Rollout, Warmup};
+use super::training::{check_lora, check_trainer};
 use super::words::{OnStale, Quantization, RewardKind, SampleOrder, Store};
 use super::{Data, DataSource, Files, Model, Recipe};
 
@@ -32,6 +33,8 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
     check_replay(&raw.buffer, &mut checker);
     check_store(&mut raw.buffer, &mut checker);
     check_bitwise(&raw.rollout, &mut checker);
+    check_trainer(&raw.trainer, &mut checker);
+    check_lora(raw.lora.as_mut(), &mut checker);
     super::algorithm::check(&mut raw, &mut checker);
     check_curation(&raw, &mut checker);
     let (Some(model), Some(data)) = (model, data) else { return Err(checker.errors) };
@@ -48,6 +51,7 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
         algorithm: raw.algorithm,
         critic: raw.critic,
         trainer: raw.trainer,
+        lora: raw.lora,
         eval: raw.eval,
         checkpoint: raw.checkpoint,
         log: raw.log,

@@ -17,6 +17,7 @@ mod ranges;
 mod resolved;
 pub mod schema;
 mod source;
+mod training;
 pub mod words;
 
 use std::path::{Path, PathBuf};
@@ -24,7 +25,7 @@ use std::path::{Path, PathBuf};
 pub use diagnostic::{Diagnostic, Place};
 pub use layers::{Origin, Origins};
 use schema::{
-    Algorithm, Arithmetic, Buffer, Checkpoint, Critic, Curation, Deadlines, Eval, Log, Placement,
+    Algorithm, Arithmetic, Buffer, Checkpoint, Critic, Curation, Deadlines, Eval, Log, Lora, Placement,
     RandomModel, RewardSpec, Rollout, Trainer, Warmup,
 };
 pub use source::Layer;
@@ -57,6 +58,8 @@ pub struct Recipe {
     pub critic: Option<Critic>,
     /// The update.
     pub trainer: Trainer,
+    /// What of the policy is updated, if not all of it; the path in it is absolute.
+    pub lora: Option<Lora>,
     /// How accuracy is measured.
     pub eval: Eval,
     /// What is kept to resume from.

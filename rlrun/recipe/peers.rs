@@ -6,7 +6,7 @@
 use super::schema::RawRecipe;
 
 /// Foreign name and ours, in the order of the schema.
-pub(super) const NAMES: [(&str, &str); 46] = [
+pub(super) const NAMES: [(&str, &str); 53] = [
     ("model_name_or_path", "model.path"),
     ("train_files", "data.train"),
     ("dataset_name", "data.train"),
@@ -49,6 +49,13 @@ pub(super) const NAMES: [(&str, &str); 46] = [
     ("ppo_epochs", "trainer.epochs"),
     ("ppo_n_minibatches", "trainer.minibatches"),
     ("ppo_max_token_len_per_gpu", "trainer.microbatch_tokens"),
+    ("lr_scheduler_type", "trainer.schedule"),
+    ("lr_warmup_steps", "trainer.warmup_steps"),
+    ("r", "lora.rank"),
+    ("lora_r", "lora.rank"),
+    ("lora_rank", "lora.rank"),
+    ("lora_alpha", "lora.alpha"),
+    ("lora_target_modules", "lora.target_modules"),
     ("test_freq", "eval.interval"),
     ("eval_steps", "eval.interval"),
     ("save_steps", "checkpoint.interval"),

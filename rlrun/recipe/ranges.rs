@@ -78,6 +78,8 @@ pub(super) fn check_ranges(raw: &RawRecipe, checker: &mut Checker<'_>) {
         ("trainer.adam_beta1", raw.trainer.adam_beta1, SHARE),
         ("trainer.adam_beta2", raw.trainer.adam_beta2, SHARE),
         ("trainer.adam_eps", raw.trainer.adam_eps, POSITIVE),
+        ("trainer.momentum", raw.trainer.momentum, SHARE),
+        ("trainer.dion_rank_fraction", raw.trainer.dion_rank_fraction, FRACTION),
         ("trainer.max_grad_norm", raw.trainer.max_grad_norm, POSITIVE),
         ("eval.temperature", raw.eval.temperature, NOT_NEGATIVE),
         ("deadlines.wait_s", raw.deadlines.wait_s, POSITIVE),
@@ -172,6 +174,10 @@ fn check_optional_sections(raw: &RawRecipe, checker: &mut Checker<'_>) {
     if let Some(arithmetic) = &raw.data.arithmetic {
         checker.at_least_one("data.arithmetic.max_operand", arithmetic.max_operand as usize);
         checker.at_least_one("data.arithmetic.train_tasks", arithmetic.train_tasks);
+    }
+    if let Some(lora) = &raw.lora {
+        checker.at_least_one("lora.rank", lora.rank);
+        checker.number("lora.alpha", lora.alpha, POSITIVE);
     }
     if let Some(warmup) = &raw.warmup {
         checker.at_least_one("warmup.batch_tasks", warmup.batch_tasks);

@@ -28,7 +28,7 @@ pub(super) fn write(recipe: &Recipe, origins: &Origins) -> String {
 fn to_raw(recipe: &Recipe) -> RawRecipe {
     let Recipe { name, seed, model, data, warmup, rollout, rewards, buffer, algorithm, trainer, .. } =
         recipe.clone();
-    let Recipe { critic, curation, placement, eval, checkpoint, log, deadlines, .. } = recipe.clone();
+    let Recipe { critic, curation, lora, placement, eval, checkpoint, log, deadlines, .. } = recipe.clone();
     let model = match model {
         Model::Path(path) => RawModel { path: Some(path), random: None },
         Model::Random(random) => RawModel { path: None, random: Some(random) },
@@ -47,6 +47,7 @@ fn to_raw(recipe: &Recipe) -> RawRecipe {
         algorithm,
         critic,
         trainer,
+        lora,
         eval,
         checkpoint,
         log,
@@ -94,6 +95,11 @@ fn drop_without_effect(table: &mut Table, recipe: &Recipe) {
     if let Some(Value::Table(buffer)) = table.get_mut("buffer") {
         for key in recipe.buffer.keys_without_effect() {
             buffer.remove(*key);
+        }
+    }
+    if let Some(Value::Table(trainer)) = table.get_mut("trainer") {
+        for (key, _) in recipe.trainer.keys_without_effect() {
+            trainer.remove(key);
         }
     }
 }

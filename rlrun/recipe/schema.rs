@@ -13,8 +13,10 @@ use super::decode::one_or_many;
 use super::words::*;
 
 mod curation;
+mod lora;
 
 pub use curation::Curation;
+pub use lora::Lora;
 
 /// A recipe as written: all layers merged, nothing checked yet.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -50,6 +52,9 @@ pub struct RawRecipe {
     pub critic: Option<Critic>,
     /// How the policy is updated.
     pub trainer: Trainer,
+    /// What of the policy is updated; all of it without this section.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lora: Option<Lora>,
     /// Who computes where.
     pub placement: Placement,
     /// How accuracy is measured.
@@ -508,15 +513,19 @@ impl Default for Critic {
 pub struct Trainer {
     /// Training steps of the run; required. TRL `max_steps`, verl `total_training_steps`.
     pub steps: u64,
-    /// What turns gradients into updates; `adamw8bit` keeps the moments in a quarter of the memory.
-    /// TRL `optim`.
+    /// What turns gradients into updates; `adamw8bit` keeps the moments in a quarter of the memory. `muon` and `dion`
+    /// move the matrices of the decoder's blocks, and AdamW the rest. TRL `optim`.
     pub optimizer: OptimizerKind,
-    /// Peak learning rate of AdamW. verl `actor.optim.lr`.
+    /// Peak learning rate of all weights. Updates of `muon` are as large as those of AdamW; those of `dion` are
+    /// orthonormal times sqrt(rows / columns), for which its paper has 0.01. verl `actor.optim.lr`.
     pub learning_rate: f64,
-    /// How the learning rate goes on after the warm-up.
+    /// How the learning rate goes on after the warm-up. TRL `lr_scheduler_type`.
     pub schedule: Shape,
     /// Steps over which the learning rate rises from 0.
     pub warmup_steps: u64,
+    /// Of `schedule = "wsd"`, which needs it: steps at the end over which the learning rate falls to 0.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decay_steps: Option<u64>,
     /// Decoupled weight decay.
     pub weight_decay: f64,
     /// Decay of the first moment.
@@ -525,6 +534,10 @@ pub struct Trainer {
     pub adam_beta2: f64,
     /// Added to the root of the second moment.
     pub adam_eps: f64,
+    /// Of `muon` and `dion`: what stays of the momentum.
+    pub momentum: f64,
+    /// Of `dion`: rank of the updates as a fraction of the full one. Less takes less time and memory.
+    pub dion_rank_fraction: f64,
     /// Largest gradient norm. verl `grad_clip`.
     pub max_grad_norm: f64,
     /// Optimizer updates that a batch is split into. verl `ppo_mini_batch_size` as a count, AReaL `ppo_n_minibatches`.
@@ -548,10 +561,13 @@ impl Default for Trainer {
             learning_rate: 1e-6,
             schedule: Shape::Constant,
             warmup_steps: 0,
+            decay_steps: None,
             weight_decay: 0.0,
             adam_beta1: 0.9,
             adam_beta2: 0.999,
             adam_eps: 1e-8,
+            momentum: 0.95,
+            dion_rank_fraction: 1.0,
             max_grad_norm: 1.0,
             minibatches: 1,
             epochs: 1,

@@ -143,6 +143,15 @@ fn wrong_types_and_ranges_point_at_the_value() {
         ("trainer.microbatch_tokens=100", "a sequence of 1024 tokens"),
         ("rollout.max_completion_length=8000", "a sequence of 8512 tokens"),
         ("trainer.warmup_steps=6", "`trainer.warmup_steps` is 6, more than the 5 steps of the run"),
+        ("trainer.momentum=0.9", "`trainer.momentum` has no effect without `trainer.optimizer = \"muon\"`"),
+        ("trainer.dion_rank_fraction=0.5", "`trainer.dion_rank_fraction` has no effect without"),
+        ("trainer.decay_steps=2", "`trainer.decay_steps` has no effect without `trainer.schedule = \"wsd\"`"),
+        ("trainer.schedule=wsd", "`trainer.schedule` is \"wsd\", but there is no `trainer.decay_steps`"),
+        ("lora.rank=0", "`lora.rank` is 0; it must be 1 or more"),
+        ("lora.rank=9000000000", "`lora.rank` is 9000000000; no layer is that wide"),
+        ("lora.alpha=0", "`lora.alpha` is 0; it must be above 0"),
+        ("lora.target_modules=[]", "`lora.target_modules` is empty: nothing would be trained"),
+        ("lora.path=nowhere", "`lora.path`: there is no `nowhere`"),
         ("data.chat=true", "`data.chat` has no effect on the generated tasks"),
         ("data.arithmetic.max_operand=9", "8500 tasks are more than the 100 additions of numbers up to 9"),
         ("model.random.hidden_size=66", "`hidden_size` 66 does not split into 4 heads"),
@@ -156,6 +165,31 @@ fn wrong_types_and_ranges_point_at_the_value() {
         assert_eq!(shown.matches("error: ").count(), 1, "{set}: {shown}");
         assert!(shown.contains(" --> --set:1:"), "{set}: {shown}");
     }
+}
+
+#[test]
+fn a_decay_and_a_warm_up_fit_into_the_run() {
+    let case = Case::new(MINIMAL);
+    let wsd = ["trainer.schedule=wsd", "trainer.warmup_steps=2", "trainer.decay_steps=4"];
+    let shown = case.errors(&wsd, &[]);
+    let message = "error: `trainer.warmup_steps`, 2, and `trainer.decay_steps`, 4, are more than the 5 steps";
+    assert!(shown.starts_with(message), "{shown}");
+    let (recipe, _) = case.load(&[wsd[0], wsd[1], "trainer.decay_steps=3"], &[]).unwrap();
+    assert_eq!(recipe.trainer.decay_steps, Some(3));
+}
+
+#[test]
+fn layers_of_an_adapter_are_known_and_named_once() {
+    let lora = |modules: &str| format!("{MINIMAL}[lora]\ntarget_modules = {modules}\n");
+    let shown = Case::new(&lora("[\"q_proj\", \"up_proj\", \"q_proj\"]")).errors(&[], &[]);
+    assert!(shown.contains("`lora.target_modules` names \"q_proj\" twice"), "{shown}");
+    let shown = Case::new(&lora("[\"q_prj\"]")).errors(&[], &[]);
+    assert!(shown.contains("did you mean \"q_proj\"?"), "{shown}");
+    let shown = Case::new(&format!("{MINIMAL}[lora]\nlora_alpha = 8\n")).errors(&[], &[]);
+    assert!(shown.contains("lora.alpha") || shown.contains("`alpha`"), "{shown}");
+    let (recipe, _) = Case::new(&format!("{MINIMAL}[lora]\n")).load(&[], &[]).unwrap();
+    let lora = recipe.lora.unwrap();
+    assert_eq!((lora.rank, lora.alpha, lora.target_modules.len()), (16, 32.0, 7));
 }
 
 #[test]
@@ -326,7 +360,13 @@ fn the_resolved_recipe_loads_as_an_equal_one() {
                  chat = true\n[[rewards]]\nkind = \"length\"\ncache = 10\n[[rewards]]\nkind = \"regex\"\npattern = '\\d+'\n\
                  weight = 0.1\n[trainer]\nsteps = 3\nadam_eps = 1e-12\n";
     let warm = format!("{MINIMAL}[warmup]\nsteps = 3\n[rollout]\nstop = [\"\\n\"]\nstop_token_ids = [3]\n");
-    for text in [files, MINIMAL, &warm] {
+    let optimizers = ["muon", "dion"].map(|optimizer| {
+        format!(
+            "{MINIMAL}optimizer = \"{optimizer}\"\nmomentum = 0.8\nschedule = \"wsd\"\ndecay_steps = 2\n[lora]\nrank = 4\n\
+             target_modules = [\"q_proj\"]\npath = \"t.jsonl\"\n"
+        )
+    });
+    for text in [files, MINIMAL, &warm, &optimizers[0], &optimizers[1]] {
         let case = Case::new(text);
         case.write("t.jsonl", "");
         let (recipe, origins) = case.load(&[], &[]).unwrap();

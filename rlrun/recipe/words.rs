@@ -9,12 +9,13 @@ pub use buffer::OnStale;
 pub use model::{Architecture, Quantization, Recompute};
 pub use rewards::{Gsm8kMethod, OnError, RewardKind};
 pub use rollout::{OnUpdate, Overlong};
-pub use trainer::adamw::OptimizerKind;
 pub use trainer::algorithm::{AlgorithmKind, Proximal};
 pub use trainer::credit::ScaleRewards;
 pub use trainer::critic::CriticKind;
+pub use trainer::lora::TargetModule;
 pub use trainer::loss::divergence::Place;
 pub use trainer::loss::{Aggregation, Estimator};
+pub use trainer::optimizer::OptimizerKind;
 pub use trainer::schedule::Shape;
 
 /// Where groups wait between rollout and trainer.

@@ -3,23 +3,30 @@
 //! ```text
 //! checkpoints/step_000120/
 //!   model/                  Hugging Face directory: config, tokenizer, weights as f32
-//!   optimizer.safetensors   the moments of every weight
+//!   adapter/                with LoRA: the adapter in PEFT's layout; `model/` has it merged in
+//!   optimizer.safetensors   the state of every tensor that is trained
 //!   trainer.json            version, updates, tokens
+//! checkpoints/base/         with LoRA: the frozen model as a Hugging Face directory, written once
 //! ```
+//!
+//! The frozen weights cannot be computed from the merged ones, which have fewer bits than the sum, so they are kept as
+//! they were when training began. They take the space of one checkpoint, and a run stays whole when its directory moves
+//! or the model that it started from goes away.
 //!
 //! Invariant: a checkpoint appears whole or not at all, so whatever has a name can be resumed from. Random streams are
 //! counted from seed and group, and groups come from the buffer's journal, so neither has a state to save.
 
 use std::path::{Path, PathBuf};
 
-use model::{ModelDirectory, Parameters, atomic};
+use model::{ModelDirectory, Parameters, Team, atomic};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
 use crate::TrainerError;
-use crate::adamw::{AdamW, AdamWConfig};
 use crate::learner::Learner;
-use crate::moment_files;
+use crate::lora::{Adapter, LoraConfig};
+use crate::optimizer::{Optimizer, OptimizerConfig};
+use crate::{lora_files, moment_files};
 
 /// Version of the layout on disk.
 const FORMAT: u32 = 1;
@@ -46,8 +53,10 @@ pub struct Checkpoint {
     pub directory: ModelDirectory,
     /// Its weights.
     pub parameters: Parameters,
+    /// Its adapter, if that is what the run trains.
+    pub adapter: Option<Adapter>,
     /// Its optimizer.
-    pub optimizer: AdamW,
+    pub optimizer: Optimizer,
     /// Its numbers.
     pub state: TrainerState,
 }
@@ -64,6 +73,18 @@ impl TrainerState {
 #[must_use]
 pub fn path(checkpoints: &Path, version: PolicyVersion) -> PathBuf {
     checkpoints.join(format!("step_{:06}", version.0))
+}
+
+/// The adapter in the directory of a checkpoint; not there without LoRA.
+#[must_use]
+pub fn adapter_path(checkpoint: &Path) -> PathBuf {
+    checkpoint.join("adapter")
+}
+
+/// The frozen model of a run with LoRA.
+#[must_use]
+pub fn base_path(checkpoints: &Path) -> PathBuf {
+    checkpoints.join("base")
 }
 
 /// Versions that have a checkpoint, ascending.
@@ -96,11 +117,17 @@ pub fn save(
         // without it, in which a crash loses what the buffer has already forgotten.
         return Ok(target);
     }
+    if let Some(adapter) = learner.adapter() {
+        save_base(checkpoints, directory, || adapter.base_parameters(learner.parameters()))?;
+    }
     atomic::directory(&target, |dir| {
         directory.export(&dir.join("model"), learner.parameters())?;
+        if let Some(adapter) = learner.adapter() {
+            lora_files::write(&adapter_path(dir), adapter, &base_path(checkpoints))?;
+        }
         let write_error = |path: PathBuf| move |source| model::ModelError::Write { path, source };
         let optimizer = dir.join("optimizer.safetensors");
-        moment_files::write(&optimizer, learner.parameters().layout(), learner.optimizer())
+        moment_files::write(&optimizer, learner.trained(), learner.optimizer())
             .map_err(write_error(optimizer.clone()))?;
         let numbers = dir.join("trainer.json");
         let json = serde_json::to_vec_pretty(state).unwrap_or_default();
@@ -115,15 +142,36 @@ pub fn save(
     Ok(target)
 }
 
+/// Writes the frozen model before the first checkpoint. What is there without any is of an attempt that was killed, and
+/// may be of other settings.
+fn save_base(
+    checkpoints: &Path,
+    directory: &ModelDirectory,
+    base: impl FnOnce() -> Parameters,
+) -> Result<(), TrainerError> {
+    let path = base_path(checkpoints);
+    if path.exists() {
+        if !list(checkpoints).is_empty() {
+            return Ok(());
+        }
+        remove(&path)?;
+    }
+    Ok(directory.export(&path, &base())?)
+}
+
 /// Reads the checkpoint in `dir`.
 ///
 /// # Errors
-/// If a file is missing or broken, the layout is of a newer rlrun, or the moments are of another optimizer than `adamw`.
-pub fn load(dir: &Path, adamw: AdamWConfig) -> Result<Checkpoint, TrainerError> {
+/// If a file is missing or broken, the layout is of a newer rlrun, the state is of another optimizer than `optimizer`, or
+/// another adapter was trained than `lora` (none if `None`).
+pub fn load(
+    dir: &Path,
+    optimizer: OptimizerConfig,
+    lora: Option<&LoraConfig>,
+) -> Result<Checkpoint, TrainerError> {
     let directory = ModelDirectory::open(&dir.join("model"))?;
     let parameters = directory.load_parameters()?;
     let numbers = dir.join("trainer.json");
-    let broken = |path: &Path, reason: String| TrainerError::Checkpoint { path: path.to_owned(), reason };
     let json = std::fs::read(&numbers).map_err(|e| broken(&numbers, format!("cannot be read: {e}")))?;
     let state: TrainerState =
         serde_json::from_slice(&json).map_err(|e| broken(&numbers, format!("is not valid: {e}")))?;
@@ -132,10 +180,52 @@ pub fn load(dir: &Path, adamw: AdamWConfig) -> Result<Checkpoint, TrainerError> 
             format!("has format {}, this rlrun reads {FORMAT}; use the rlrun that wrote it", state.format);
         return Err(broken(&numbers, reason));
     }
-    let file = dir.join("optimizer.safetensors");
-    let moments = moment_files::read(&file, parameters.layout(), adamw.kind)?;
-    let optimizer = AdamW::resume(adamw, state.updates, moments);
-    Ok(Checkpoint { directory, parameters, optimizer, state })
+    let adapter = load_adapter(dir, &parameters, lora)?;
+    let specs = adapter.as_ref().map_or(parameters.layout().specs(), Adapter::specs);
+    let states = moment_files::read(&dir.join("optimizer.safetensors"), specs, &optimizer)?;
+    let optimizer = Optimizer::resume(optimizer, state.updates, states);
+    Ok(Checkpoint { directory, parameters, adapter, optimizer, state })
+}
+
+/// The adapter of a checkpoint whose merged weights are `merged`.
+fn load_adapter(
+    dir: &Path,
+    merged: &Parameters,
+    lora: Option<&LoraConfig>,
+) -> Result<Option<Adapter>, TrainerError> {
+    let path = adapter_path(dir);
+    let Some(lora) = lora else {
+        if path.exists() {
+            let reason = "is there, so the run trains LoRA, but the recipe has no section `[lora]`; write it, or start \
+                          a new run from the checkpoint's model";
+            return Err(TrainerError::Adapter { path, reason: reason.to_owned() });
+        }
+        return Ok(None);
+    };
+    if !path.exists() {
+        let reason = "is not there, so the run trains all weights, but the recipe has a section `[lora]`; remove it, or \
+                      start a new run from the checkpoint's model";
+        return Err(TrainerError::Adapter { path, reason: reason.to_owned() });
+    }
+    let base = dir.parent().map(base_path).unwrap_or_default();
+    let mut parameters = ModelDirectory::open(&base)?.load_parameters()?;
+    if parameters.layout() != merged.layout() {
+        return Err(broken(&base, "is a model of another shape than the checkpoint".to_owned()));
+    }
+    let adapter = Adapter::open(&path, lora, &parameters)?;
+    adapter.merge(parameters.values_mut(), &Team::alone());
+    if parameters.values() != merged.values() {
+        let reason = format!(
+            "with {} merged in is not the model of the checkpoint; restore the one that the run has written",
+            path.display()
+        );
+        return Err(broken(&base, reason));
+    }
+    Ok(Some(adapter))
+}
+
+fn broken(path: &Path, reason: String) -> TrainerError {
+    TrainerError::Checkpoint { path: path.to_owned(), reason }
 }
 
 fn remove(dir: &Path) -> Result<(), TrainerError> {

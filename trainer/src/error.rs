@@ -56,4 +56,12 @@ pub enum TrainerError {
         /// What went wrong and what to do.
         reason: String,
     },
+    /// A LoRA adapter could not be read, or is not the one that the recipe describes.
+    #[error("adapter {path}: {reason}")]
+    Adapter {
+        /// The file or directory.
+        path: PathBuf,
+        /// What went wrong and what to do.
+        reason: String,
+    },
 }

@@ -1,4 +1,5 @@
-//! The weights that are trained: forward and backward over micro-batches, clipping, the optimizer.
+//! The weights that are trained: forward and backward over micro-batches, clipping, the optimizer. With an adapter the
+//! weights are frozen, and what is clipped and updated is the adapter.
 //!
 //! Invariant: a step is a function of the rows, the weights and the optimizer state, whatever the number of threads of
 //! its [`Team`]. Ranks (threads with gradients of their own) add theirs in order of rank, so a step repeats bit for bit,
@@ -6,20 +7,23 @@
 
 use std::sync::Arc;
 
-use model::{Config, Decoder, Gradients, Parameters, Prediction, PredictionGradient, Recompute, Team};
+use model::{
+    Config, Decoder, Gradients, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute, Team,
+};
 use trajectory::Sample;
 
 use crate::TrainerError;
-use crate::adamw::{AdamW, AdamWConfig};
+use crate::lora::Adapter;
 use crate::norm::{clip, norm};
+use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::packing::{Packed, pack};
 use crate::plan::{MicroBatch, plan};
 
 /// How the learner computes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LearnerConfig {
-    /// Parameters of the optimizer.
-    pub adamw: AdamWConfig,
+    /// Hyperparameters of the optimizer.
+    pub optimizer: OptimizerConfig,
     /// Gradients are scaled down to this norm.
     pub max_grad_norm: f32,
     /// Tokens of a micro-batch.
@@ -37,7 +41,9 @@ pub struct Learner {
     model: Config,
     /// Nobody else holds them between two calls.
     parameters: Arc<Parameters>,
-    optimizer: AdamW,
+    optimizer: Optimizer,
+    /// What is trained in place of the weights, if anything.
+    adapter: Option<Adapter>,
     /// Of every rank, kept from step to step because zeroing is cheaper than allocating.
     gradients: Vec<Gradients>,
     team: Arc<Team>,
@@ -67,17 +73,43 @@ pub trait RowLoss: Sync {
 }
 
 impl Learner {
-    /// Starts from `parameters`; `optimizer` is `None` for a fresh one.
+    /// Trains all of `parameters`; `optimizer` is `None` for a fresh one.
     #[must_use]
     pub fn new(
         config: LearnerConfig,
         model: Config,
         parameters: Parameters,
-        optimizer: Option<AdamW>,
+        optimizer: Option<Optimizer>,
     ) -> Self {
-        let optimizer = optimizer.unwrap_or_else(|| AdamW::new(config.adamw, parameters.layout()));
+        let specs = parameters.layout().specs();
+        let optimizer = optimizer.unwrap_or_else(|| Optimizer::new(config.optimizer, specs));
+        Self::with(config, model, parameters, None, optimizer)
+    }
+
+    /// Trains `adapter` alone; the weights are those it was made for, changed by it. `optimizer` is `None` for a fresh
+    /// one.
+    #[must_use]
+    pub fn adapting(
+        config: LearnerConfig,
+        model: Config,
+        mut parameters: Parameters,
+        adapter: Adapter,
+        optimizer: Option<Optimizer>,
+    ) -> Self {
+        let optimizer = optimizer.unwrap_or_else(|| Optimizer::new(config.optimizer, adapter.specs()));
+        adapter.merge(parameters.values_mut(), &Team::alone());
+        Self::with(config, model, parameters, Some(adapter), optimizer)
+    }
+
+    fn with(
+        config: LearnerConfig,
+        model: Config,
+        parameters: Parameters,
+        adapter: Option<Adapter>,
+        optimizer: Optimizer,
+    ) -> Self {
         let (parameters, team) = (Arc::new(parameters), Arc::new(Team::alone()));
-        Self { config, model, parameters, optimizer, gradients: Vec::new(), team }
+        Self { config, model, parameters, optimizer, adapter, gradients: Vec::new(), team }
     }
 
     /// The same, computing on the cores of `team`.
@@ -98,10 +130,22 @@ impl Learner {
         &self.parameters
     }
 
-    /// The optimizer with its moments.
+    /// The optimizer with its state.
     #[must_use]
-    pub fn optimizer(&self) -> &AdamW {
+    pub fn optimizer(&self) -> &Optimizer {
         &self.optimizer
+    }
+
+    /// What is trained in place of the weights, if anything.
+    #[must_use]
+    pub fn adapter(&self) -> Option<&Adapter> {
+        self.adapter.as_ref()
+    }
+
+    /// The tensors that the optimizer moves, in the order of its states.
+    #[must_use]
+    pub fn trained(&self) -> &[ParameterSpec] {
+        self.adapter.as_ref().map_or(self.parameters.layout().specs(), Adapter::specs)
     }
 
     /// The model that is trained.
@@ -196,20 +240,27 @@ impl Learner {
             return Ok((0.0, reports));
         };
         others.iter().for_each(|other| total.add(other, &self.team));
-        let norm = norm(total.values(), &self.team);
+        let adapted = self.adapter.as_ref().map(|adapter| adapter.gradients(total.values(), &self.team));
+        let gradients = adapted.as_deref().unwrap_or(total.values());
+        let norm = norm(gradients, &self.team);
         if !norm.is_finite() {
             return Err(TrainerError::GradientNotFinite {
                 update: self.optimizer.updates(),
                 rows: rows.len(),
             });
         }
-        let scale = clip(norm, self.config.max_grad_norm);
+        let update = (gradients, clip(norm, self.config.max_grad_norm));
         let Some(parameters) = Arc::get_mut(&mut self.parameters) else {
             unreachable!("the decoders of this step are gone, and nobody else is given the parameters")
         };
-        let layout = Arc::clone(parameters.layout());
-        let gradients = (total.values(), scale);
-        self.optimizer.update(&layout, parameters.values_mut(), gradients, learning_rate, &self.team);
+        let team = &self.team;
+        if let Some(adapter) = &mut self.adapter {
+            adapter.update(&mut self.optimizer, update, learning_rate, team);
+            adapter.merge(parameters.values_mut(), team);
+        } else {
+            let layout = Arc::clone(parameters.layout());
+            self.optimizer.update(layout.specs(), parameters.values_mut(), update, learning_rate, team);
+        }
         Ok((norm, reports))
     }
 

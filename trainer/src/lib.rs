@@ -8,14 +8,16 @@
 //! - [`supervised`]: demonstrations and pairs
 //! - [`learner`]: forward, backward, clip, optimizer; [`mod@plan`]: rows to micro-batches, shared among ranks;
 //!   [`packing`]: a micro-batch as one token stream
-//! - [`adamw`] with its [`moments`], [`schedule`], [`checkpoint`]
+//! - [`optimizer`]: AdamW with its [`moments`], Muon, Dion; [`schedule`]
+//! - [`lora`]: training a low-rank change of some weights, with its files
+//! - [`checkpoint`]
 //!
 //! # Invariants
 //! - A step is a function of its batch and of the state before it: the same groups in the same order give the same
 //!   weights, bit for bit.
 //! - The version goes up by one for every batch, after the optimizer and before anybody is told.
 
-pub mod adamw;
+mod adamw;
 pub mod algorithm;
 pub mod batch;
 pub mod checkpoint;
@@ -23,11 +25,14 @@ pub mod credit;
 pub mod critic;
 mod error;
 pub mod learner;
+pub mod lora;
+mod lora_files;
 pub mod loss;
 mod moment_files;
 pub mod moments;
 mod norm;
 pub mod objective;
+pub mod optimizer;
 pub mod packing;
 pub mod plan;
 pub mod report;

@@ -1,8 +1,10 @@
-//! The moments of an optimizer to a safetensors file and back.
+//! The state of an optimizer to a safetensors file and back.
 //!
 //! ```text
 //! m.<name>, v.<name>               F32 in the shape of the weight, or U8 where they are kept in 8 bits
 //! m.<name>.scales, v.<name>.scales F32 `[blocks]`, beside U8
+//! momentum.<name>                  F32 in the shape of the weight: Muon and Dion
+//! basis.<name>                     F32 `[rank, columns]`: Dion
 //! metadata: optimizer              the word of the recipe; files without it are of `adamw`
 //! ```
 //!
@@ -14,45 +16,61 @@ use std::fs::File;
 use std::path::Path;
 
 use memmap2::Mmap;
-use model::{Layout, ParameterSpec};
+use model::ParameterSpec;
 use safetensors::tensor::{Dtype, View};
 use safetensors::{SafeTensorError, SafeTensors};
 
 use crate::TrainerError;
-use crate::adamw::{AdamW, OptimizerKind};
 use crate::moments::{Coded, Moments};
+use crate::optimizer::{Optimizer, OptimizerConfig, OptimizerKind, TensorState};
 
 /// Key of the metadata that names the optimizer.
 const OPTIMIZER: &str = "optimizer";
 
-/// Writes the moments of `optimizer`, one tensor at a time.
-pub(crate) fn write(path: &Path, layout: &Layout, optimizer: &AdamW) -> std::io::Result<()> {
+/// Writes the state of `optimizer` for the tensors `specs`, one at a time.
+pub(crate) fn write(path: &Path, specs: &[ParameterSpec], optimizer: &Optimizer) -> std::io::Result<()> {
     let mut tensors = Vec::new();
-    for (spec, moments) in layout.specs().iter().zip(optimizer.moments()) {
-        match moments {
-            Moments::Full { first, second } => {
-                for (prefix, values) in [("m", first), ("v", second)] {
-                    tensors.push((name(prefix, spec), Stored::new(&spec.shape, Numbers::F32(values))));
-                }
+    for (spec, state) in specs.iter().zip(optimizer.states()) {
+        match state {
+            TensorState::Moments(Moments::Full { first, second }) => {
+                tensors.extend([full("m", spec, &spec.shape, first), full("v", spec, &spec.shape, second)]);
             }
-            Moments::Coded { first, second } => {
+            TensorState::Moments(Moments::Coded { first, second }) => {
                 for (prefix, Coded { codes, scales }) in [("m", first), ("v", second)] {
                     tensors.push((name(prefix, spec), Stored::new(&spec.shape, Numbers::U8(codes))));
                     let scales = Stored::new(&[scales.len()], Numbers::F32(scales));
                     tensors.push((scales_name(prefix, spec), scales));
                 }
             }
+            TensorState::Muon(momentum) => tensors.push(full("momentum", spec, &spec.shape, momentum)),
+            TensorState::Dion { momentum, basis } => {
+                tensors.push(full("momentum", spec, &spec.shape, momentum));
+                tensors.push(full("basis", spec, &basis_shape(spec, basis), basis));
+            }
         }
     }
     let metadata = HashMap::from([(OPTIMIZER.to_owned(), optimizer.kind().as_str().to_owned())]);
+    serialize(path, tensors, metadata)
+}
+
+/// Writes a file of these tensors.
+pub(crate) fn serialize(
+    path: &Path,
+    tensors: Vec<(String, Stored<'_>)>,
+    metadata: HashMap<String, String>,
+) -> std::io::Result<()> {
     safetensors::serialize_to_file(tensors, Some(metadata), path).map_err(|error| match error {
         SafeTensorError::IoError(source) => source,
         other => std::io::Error::other(other.to_string()),
     })
 }
 
-/// Reads the moments of every tensor of `layout`, which are to be of an optimizer of this kind.
-pub(crate) fn read(path: &Path, layout: &Layout, kind: OptimizerKind) -> Result<Vec<Moments>, TrainerError> {
+/// Reads the state of every tensor of `specs`, which is to be of an optimizer of this configuration.
+pub(crate) fn read(
+    path: &Path,
+    specs: &[ParameterSpec],
+    config: &OptimizerConfig,
+) -> Result<Vec<TensorState>, TrainerError> {
     let broken = |reason: String| TrainerError::Checkpoint {
         path: path.to_owned(),
         reason: format!("{reason}; resume from an earlier checkpoint"),
@@ -68,39 +86,59 @@ pub(crate) fn read(path: &Path, layout: &Layout, kind: OptimizerKind) -> Result<
     let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(malformed)?;
     let optimizer = metadata.metadata().as_ref().and_then(|metadata| metadata.get(OPTIMIZER));
     let saved = optimizer.map_or(OptimizerKind::default().as_str(), String::as_str);
-    if saved != kind.as_str() {
-        let (path, kind) = (path.to_owned(), kind.as_str());
+    if saved != config.kind.as_str() {
+        let (path, kind) = (path.to_owned(), config.kind.as_str());
         let reason = format!(
-            "has the moments of `trainer.optimizer = \"{saved}\"`, but the recipe says \"{kind}\"; go on with \
+            "has the state of `trainer.optimizer = \"{saved}\"`, but the recipe says \"{kind}\"; go on with \
              \"{saved}\", or start a new run from the checkpoint's model"
         );
         return Err(TrainerError::Checkpoint { path, reason });
     }
     let tensors = SafeTensors::deserialize(&bytes).map_err(malformed)?;
-    let moments = layout.specs().iter().map(|spec| tensor_moments(&tensors, spec, kind));
-    moments.collect::<Result<_, String>>().map_err(broken)
+    let states =
+        specs.iter().enumerate().map(|(i, spec)| tensor_state(&tensors, spec, config.state(i, spec)));
+    states.collect::<Result<_, String>>().map_err(broken)
 }
 
-fn tensor_moments(
+/// `state` with what is in the file.
+fn tensor_state(
     tensors: &SafeTensors<'_>,
     spec: &ParameterSpec,
-    kind: OptimizerKind,
-) -> Result<Moments, String> {
-    let mut moments = kind.moments(spec.len());
-    match &mut moments {
-        Moments::Full { first, second } => {
-            for (prefix, values) in [("m", first), ("v", second)] {
-                read_f32(tensors, &name(prefix, spec), &spec.shape, values)?;
-            }
+    mut state: TensorState,
+) -> Result<TensorState, String> {
+    let f32s =
+        |prefix, shape: &[usize], values: &mut [f32]| read_f32(tensors, &name(prefix, spec), shape, values);
+    match &mut state {
+        TensorState::Moments(Moments::Full { first, second }) => {
+            f32s("m", &spec.shape, first)?;
+            f32s("v", &spec.shape, second)?;
         }
-        Moments::Coded { first, second } => {
+        TensorState::Moments(Moments::Coded { first, second }) => {
             for (prefix, Coded { codes, scales }) in [("m", first), ("v", second)] {
                 codes.copy_from_slice(data(tensors, &name(prefix, spec), Dtype::U8, &spec.shape)?);
                 read_f32(tensors, &scales_name(prefix, spec), &[scales.len()], scales)?;
             }
         }
+        TensorState::Muon(momentum) => f32s("momentum", &spec.shape, momentum)?,
+        TensorState::Dion { momentum, basis } => {
+            f32s("momentum", &spec.shape, momentum)?;
+            let shape = basis_shape(spec, basis);
+            f32s("basis", &shape, basis)
+                .map_err(|reason| format!("{reason}, which follows from `trainer.dion_rank_fraction`"))?;
+        }
     }
-    Ok(moments)
+    Ok(state)
+}
+
+/// `[rank, columns]`
+fn basis_shape(spec: &ParameterSpec, basis: &[f32]) -> [usize; 2] {
+    let columns = spec.shape.last().copied().unwrap_or(1);
+    [basis.len() / columns, columns]
+}
+
+/// A tensor in f32 under its name.
+fn full<'a>(prefix: &str, spec: &ParameterSpec, shape: &[usize], values: &'a [f32]) -> (String, Stored<'a>) {
+    (name(prefix, spec), Stored::new(shape, Numbers::F32(values)))
 }
 
 fn name(prefix: &str, spec: &ParameterSpec) -> String {
@@ -137,18 +175,19 @@ fn data<'a>(
 }
 
 /// A tensor on its way into a file; bytes are made only when they are written.
-struct Stored<'a> {
+pub(crate) struct Stored<'a> {
     shape: Vec<usize>,
     numbers: Numbers<'a>,
 }
 
-enum Numbers<'a> {
+pub(crate) enum Numbers<'a> {
     F32(&'a [f32]),
     U8(&'a [u8]),
 }
 
 impl<'a> Stored<'a> {
-    fn new(shape: &[usize], numbers: Numbers<'a>) -> Self {
+    /// Numbers of this shape.
+    pub(crate) fn new(shape: &[usize], numbers: Numbers<'a>) -> Self {
         Self { shape: shape.to_vec(), numbers }
     }
 }

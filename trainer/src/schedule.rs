@@ -13,6 +13,8 @@ pub enum Shape {
     Linear,
     /// Falls to 0 along half a cosine.
     Cosine,
+    /// Warm-up, stable, decay: stays, and falls to 0 in a line over the last `decay_steps`.
+    Wsd,
 }
 
 /// A learning rate over a run: a linear rise over `warmup_steps`, then its shape until `steps`.
@@ -24,6 +26,8 @@ pub struct Schedule {
     pub shape: Shape,
     /// Steps of the rise.
     pub warmup_steps: u64,
+    /// Steps of the fall at the end, of [`Shape::Wsd`] alone; the others take no notice.
+    pub decay_steps: u64,
     /// Steps in all.
     pub steps: u64,
 }
@@ -42,6 +46,10 @@ impl Schedule {
                 Shape::Constant => 1.0,
                 Shape::Linear => 1.0 - progress,
                 Shape::Cosine => 0.5 * (1.0 + (std::f32::consts::PI * progress).cos()),
+                Shape::Wsd => {
+                    let left = self.steps.saturating_sub(step);
+                    if left < self.decay_steps { left as f32 / self.decay_steps as f32 } else { 1.0 }
+                }
             }
     }
 }
@@ -52,10 +60,28 @@ mod tests {
 
     #[test]
     fn rises_then_falls() {
-        let at = |shape, step| Schedule { peak: 2.0, shape, warmup_steps: 4, steps: 12 }.at(step);
+        let at =
+            |shape, step| Schedule { peak: 2.0, shape, warmup_steps: 4, decay_steps: 4, steps: 12 }.at(step);
         assert_eq!([0, 1, 3, 4, 11].map(|s| at(Shape::Constant, s)), [0.5, 1.0, 2.0, 2.0, 2.0]);
         assert_eq!([4, 8, 12, 99].map(|s| at(Shape::Linear, s)), [2.0, 1.0, 0.0, 0.0]);
         assert!((at(Shape::Cosine, 8) - 1.0).abs() < 1e-6);
-        assert_eq!(Schedule { peak: 1.0, shape: Shape::Linear, warmup_steps: 0, steps: 0 }.at(0), 1.0);
+        let nothing = Schedule { peak: 1.0, shape: Shape::Linear, warmup_steps: 0, decay_steps: 0, steps: 0 };
+        assert_eq!(nothing.at(0), 1.0);
+    }
+
+    #[test]
+    fn wsd_stays_and_falls_at_the_end() {
+        let wsd = |decay_steps, step| {
+            Schedule { peak: 2.0, shape: Shape::Wsd, warmup_steps: 2, decay_steps, steps: 10 }.at(step)
+        };
+        let all: Vec<f32> = (0..11).map(|step| wsd(4, step)).collect();
+        assert_eq!(all, [1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0]);
+        // Without a stable phase it is the linear one, without a decay the constant one.
+        let linear = Schedule { peak: 2.0, shape: Shape::Linear, warmup_steps: 2, decay_steps: 0, steps: 10 };
+        assert!((0..12).all(|step| wsd(8, step) == linear.at(step)));
+        assert!((2..12).all(|step| wsd(0, step) == 2.0));
+        // The decay, all of it, is a part of the run.
+        let area: f32 = (6..10).map(|step| wsd(4, step)).sum();
+        assert_eq!(area, 5.0);
     }
 }

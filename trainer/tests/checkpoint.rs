@@ -3,12 +3,13 @@
 use model::ModelDirectory;
 use trainer::checkpoint::{list, load, path, save};
 use trainer::moments::Moments;
+use trainer::optimizer::{OptimizerConfig, OptimizerKind, TensorState};
 use trainer::{Learner, TrainerState};
 use trajectory::PolicyVersion;
 
-use crate::{EIGHT_BIT, LEARNER, config, groups, policy_step};
+use crate::{EIGHT_BIT, LEARNER, config, groups, policy_step, with_optimizer};
 
-fn advance(learner: &mut Learner, steps: usize) {
+pub(crate) fn advance(learner: &mut Learner, steps: usize) {
     let groups = groups();
     for _ in 0..steps {
         policy_step(learner, &groups, 1e-2);
@@ -17,17 +18,23 @@ fn advance(learner: &mut Learner, steps: usize) {
 
 #[test]
 fn going_on_from_a_checkpoint_gives_the_same_bits() {
-    for settings in [LEARNER, EIGHT_BIT] {
+    for kind in OptimizerKind::ALL {
+        let settings = with_optimizer(kind);
         let files = tempfile::tempdir().unwrap();
         let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
         let mut learner = Learner::new(settings, config(), directory.load_parameters().unwrap(), None);
         advance(&mut learner, 3);
         let state = TrainerState::new(PolicyVersion(3), learner.optimizer().updates(), 77, 1.5);
         let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
-        let read = load(&dir, settings.adamw).unwrap();
+        let read = load(&dir, settings.optimizer, None).unwrap();
         assert_eq!((read.state, &read.optimizer), (state, learner.optimizer()));
-        let coded = read.optimizer.moments().iter().filter(|m| matches!(m, Moments::Coded { .. })).count();
-        assert_eq!(coded > 0, settings == EIGHT_BIT, "{coded} tensors are in 8 bits");
+        let own = |state: &&TensorState| match state {
+            TensorState::Moments(Moments::Full { .. }) => kind == OptimizerKind::Adamw,
+            TensorState::Moments(Moments::Coded { .. }) => kind == OptimizerKind::Adamw8bit,
+            TensorState::Muon(_) => kind == OptimizerKind::Muon,
+            TensorState::Dion { .. } => kind == OptimizerKind::Dion,
+        };
+        assert!(read.optimizer.states().iter().filter(own).count() > 0, "{kind:?}");
         let mut resumed = Learner::new(settings, config(), read.parameters, Some(read.optimizer));
         advance(&mut resumed, 2);
         advance(&mut learner, 2);
@@ -38,19 +45,32 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
 
 #[test]
 fn a_checkpoint_of_another_optimizer_is_refused() {
-    for (saved, wanted) in [(LEARNER, EIGHT_BIT), (EIGHT_BIT, LEARNER)] {
+    let muon = with_optimizer(OptimizerKind::Muon);
+    for (saved, wanted) in [(LEARNER, EIGHT_BIT), (EIGHT_BIT, LEARNER), (muon, LEARNER), (LEARNER, muon)] {
         let files = tempfile::tempdir().unwrap();
         let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
         let learner = Learner::new(saved, config(), directory.load_parameters().unwrap(), None);
         let state = TrainerState::new(PolicyVersion(1), 0, 0, 0.0);
         let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
-        let message = load(&dir, wanted.adamw).unwrap_err().to_string();
-        let (saved, wanted) = (saved.adamw.kind.as_str(), wanted.adamw.kind.as_str());
+        let message = load(&dir, wanted.optimizer, None).unwrap_err().to_string();
+        let (saved, wanted) = (saved.optimizer.kind.as_str(), wanted.optimizer.kind.as_str());
         let says = format!(
             "`trainer.optimizer = \"{saved}\"`, but the recipe says \"{wanted}\"; go on with \"{saved}\""
         );
         assert!(message.contains(&says) && message.contains("optimizer.safetensors"), "{message}");
     }
+}
+
+#[test]
+fn a_basis_of_another_rank_is_refused_with_its_key() {
+    let files = tempfile::tempdir().unwrap();
+    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    let settings = with_optimizer(OptimizerKind::Dion);
+    let learner = Learner::new(settings, config(), directory.load_parameters().unwrap(), None);
+    let dir = save(files.path(), &directory, &learner, &TrainerState::new(PolicyVersion(1), 0, 0, 0.0), 2);
+    let wanted = OptimizerConfig { dion_rank_fraction: 0.25, ..settings.optimizer };
+    let message = load(&dir.unwrap(), wanted, None).unwrap_err().to_string();
+    assert!(message.contains("basis.") && message.contains("`trainer.dion_rank_fraction`"), "{message}");
 }
 
 #[test]
@@ -74,7 +94,7 @@ fn broken_checkpoints_are_named() {
     let state = TrainerState::new(PolicyVersion(1), 0, 0, 0.0);
     let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
     assert_eq!(dir, path(files.path(), PolicyVersion(1)));
-    let message = || load(&dir, LEARNER.adamw).unwrap_err().to_string();
+    let message = || load(&dir, LEARNER.optimizer, None).unwrap_err().to_string();
 
     let optimizer = dir.join("optimizer.safetensors");
     let whole = std::fs::read(&optimizer).unwrap();

@@ -3,15 +3,16 @@
 mod checkpoint;
 mod goldens;
 mod learner;
+mod lora;
 mod step;
 
 use std::sync::Arc;
 
 use model::{Config, Decoder, Pack, Parameters, Recompute, Sizes, Target, Team};
-use trainer::adamw::{AdamWConfig, OptimizerKind};
 use trainer::algorithm::Algorithm;
 use trainer::batch::{Batch, Split};
 use trainer::objective::PolicyObjective;
+use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 use trainer::report::TokenSums;
 use trainer::terms::{Scores, terms};
 use trainer::{Learner, LearnerConfig};
@@ -23,12 +24,14 @@ use trajectory::{
 const SPLIT: Split = Split { minibatches: 1, max_completion_length: 16 };
 
 const LEARNER: LearnerConfig = LearnerConfig {
-    adamw: AdamWConfig {
+    optimizer: OptimizerConfig {
         kind: OptimizerKind::Adamw,
         beta1: 0.9,
         beta2: 0.999,
         eps: 1e-8,
         weight_decay: 0.01,
+        momentum: 0.95,
+        dion_rank_fraction: 0.5,
     },
     max_grad_norm: 1.0,
     recompute: Recompute::None,
@@ -36,9 +39,13 @@ const LEARNER: LearnerConfig = LearnerConfig {
     world: 1,
 };
 
-/// The optimizer of [`LEARNER`] with 8-bit moments.
-const EIGHT_BIT: LearnerConfig =
-    LearnerConfig { adamw: AdamWConfig { kind: OptimizerKind::Adamw8bit, ..LEARNER.adamw }, ..LEARNER };
+/// [`LEARNER`] with 8-bit moments.
+const EIGHT_BIT: LearnerConfig = with_optimizer(OptimizerKind::Adamw8bit);
+
+/// [`LEARNER`] with another optimizer.
+const fn with_optimizer(kind: OptimizerKind) -> LearnerConfig {
+    LearnerConfig { optimizer: OptimizerConfig { kind, ..LEARNER.optimizer }, ..LEARNER }
+}
 
 /// Small, but its embedding and its MLP are just large enough for 8-bit moments.
 fn config() -> Config {

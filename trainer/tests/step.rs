@@ -34,7 +34,7 @@ fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
     let subscriber = hub.subscribe("sampler").unwrap();
     let mut settings = TrainerConfig {
         algorithm: Algorithm::grpo(),
-        schedule: Schedule { peak: 1e-2, shape: Shape::Constant, warmup_steps: 0, steps: 10 },
+        schedule: Schedule { peak: 1e-2, shape: Shape::Constant, warmup_steps: 0, decay_steps: 0, steps: 10 },
         split: SPLIT,
         epochs: 1,
         bitwise: false,

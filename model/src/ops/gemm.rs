@@ -31,7 +31,7 @@ const LINE: usize = 64;
 
 /// A matrix `[rows, columns]` by strides.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Matrix<'a> {
+pub struct Matrix<'a> {
     values: &'a [f32],
     rows: usize,
     columns: usize,
@@ -41,7 +41,8 @@ pub(crate) struct Matrix<'a> {
 
 impl<'a> Matrix<'a> {
     /// `values` is `[rows, columns]` row-major.
-    pub(crate) fn new(values: &'a [f32], columns: usize) -> Self {
+    #[must_use]
+    pub fn new(values: &'a [f32], columns: usize) -> Self {
         let rows = values.len().checked_div(columns).unwrap_or(0);
         Self::strided(values, (rows, columns), columns)
     }
@@ -57,7 +58,8 @@ impl<'a> Matrix<'a> {
     }
 
     /// The transpose, without a copy.
-    pub(crate) fn transposed(self) -> Self {
+    #[must_use]
+    pub fn transposed(self) -> Self {
         Self {
             values: self.values,
             rows: self.columns,

@@ -1,0 +1,42 @@
+//! The decoder's matrix product on plain slices, for optimizers and adapters, which compute on weights.
+//!
+//! Invariant: every element is one chain of fused multiply-adds over the inner dimension in ascending order, so its bits
+//! depend on a row, a column and what stands there, and on no machine. It runs on the thread that calls it: whoever has
+//! several matrices gives each a thread.
+
+use crate::ops::gemm::{self, Right};
+
+pub use crate::ops::gemm::Matrix;
+
+/// `out = left [rows, inner] x right [inner, columns]`; `out` is `[rows, columns]`, row-major.
+///
+/// # Panics
+/// If the shapes do not fit each other.
+pub fn multiply(left: Matrix<'_>, right: Matrix<'_>, out: &mut [f32]) {
+    gemm::multiply(left, Right::Matrix(right), out);
+}
+
+/// `out += left x right`, as [`multiply`].
+///
+/// # Panics
+/// If the shapes do not fit each other.
+pub fn multiply_add(left: Matrix<'_>, right: Matrix<'_>, out: &mut [f32]) {
+    gemm::multiply_add(left, Right::Matrix(right), out);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_sides_can_be_transposed_and_sums_go_on_from_what_is_there() {
+        // [2, 3] and [3, 2], small whole numbers, so that every order of summation is exact.
+        let (a, b) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0, 10.0, 11.0, 12.0]);
+        let (a, b) = (Matrix::new(&a, 3), Matrix::new(&b, 2));
+        let mut out = [0.0; 4];
+        multiply(a, b, &mut out);
+        assert_eq!(out, [58.0, 64.0, 139.0, 154.0]);
+        multiply_add(b.transposed(), a.transposed(), &mut out);
+        assert_eq!(out, [116.0, 203.0, 203.0, 308.0]);
+    }
+}

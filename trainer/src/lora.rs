@@ -1,0 +1,304 @@
+//! LoRA (Hu et al. 2021, arXiv 2106.09685): training a low-rank change of some weights.
+//!
+//! ```text
+//! W = W0 + (alpha / rank) * B A,  A [rank, in], B [out, rank]
+//! ```
+//!
+//! The network runs on the merged `W`, so sampling, scoring and the backward are those of any other model. Of the
+//! gradient of `W`, `s dW A^T` is that of `B` and `s B^T dW` is that of `A`, `s = alpha / rank`: exactly, by the chain
+//! rule. Compared with computing `x A^T B^T` beside a frozen layer this costs the gradient of the whole matrix, and
+//! spares a second path through the network for every role.
+//!
+//! Invariant: merged weights are computed from the frozen `W0`, never from merged ones, so they are a function of `W0`,
+//! `A` and `B` and do not drift. Only `A` and `B` have gradients that count and an optimizer state.
+
+use std::ops::Range;
+use std::path::Path;
+
+use model::products::{Matrix, multiply};
+use model::{ParameterSpec, Parameters, Team};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+use serde::{Deserialize, Serialize};
+
+use crate::TrainerError;
+use crate::lora_files;
+use crate::optimizer::Optimizer;
+
+/// A linear layer, in every block of the decoder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TargetModule {
+    /// Queries.
+    QProj,
+    /// Keys.
+    KProj,
+    /// Values.
+    VProj,
+    /// What attention hands back.
+    OProj,
+    /// The gate of the feed-forward block.
+    GateProj,
+    /// What is gated.
+    UpProj,
+    /// The way out of the feed-forward block.
+    DownProj,
+}
+
+/// What is trained.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoraConfig {
+    /// Rank of the change, at least 1.
+    pub rank: usize,
+    /// The change is multiplied with `alpha / rank`.
+    pub alpha: f64,
+    /// The layers that change, at least one.
+    pub target_modules: Vec<TargetModule>,
+}
+
+/// The change of a model, with the frozen weights that it changes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Adapter {
+    config: LoraConfig,
+    /// In the order of the model's layout.
+    pairs: Vec<Pair>,
+    /// `A` and `B` of every pair, under PEFT's names.
+    specs: Vec<ParameterSpec>,
+    /// In the order of `specs`.
+    values: Vec<f32>,
+    /// `W0` of every pair, one after the other.
+    base: Vec<f32>,
+}
+
+/// One weight with its change.
+#[derive(Clone, Debug, PartialEq)]
+struct Pair {
+    /// Where the weight lies in the flat parameters.
+    weight: Range<usize>,
+    /// Where it lies in the frozen weights.
+    base: Range<usize>,
+    /// Where `A [rank, columns]` lies in the values.
+    a: Range<usize>,
+    /// Where `B [rows, rank]` lies in the values, right behind `A`.
+    b: Range<usize>,
+    rows: usize,
+    columns: usize,
+}
+
+/// Copies an adapter from its checkpoint to a new directory.
+///
+/// # Errors
+/// If there is something at `to`, or a file cannot be read or written.
+pub fn export(from: &Path, to: &Path) -> Result<(), TrainerError> {
+    lora_files::copy(from, to)
+}
+
+impl TargetModule {
+    /// All there are.
+    pub const ALL: [Self; 7] =
+        [Self::QProj, Self::KProj, Self::VProj, Self::OProj, Self::GateProj, Self::UpProj, Self::DownProj];
+
+    /// The name in Hugging Face models and in PEFT.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::QProj => "q_proj",
+            Self::KProj => "k_proj",
+            Self::VProj => "v_proj",
+            Self::OProj => "o_proj",
+            Self::GateProj => "gate_proj",
+            Self::UpProj => "up_proj",
+            Self::DownProj => "down_proj",
+        }
+    }
+}
+
+impl LoraConfig {
+    /// What the product of `B` and `A` is multiplied with.
+    #[must_use]
+    pub fn scale(&self) -> f32 {
+        (self.alpha / self.rank as f64) as f32
+    }
+
+    /// `A` and `B` of every weight that changes in a model of the tensors `specs`, and how many values those weights
+    /// have.
+    #[must_use]
+    pub fn shapes(&self, specs: &[ParameterSpec]) -> (Vec<ParameterSpec>, usize) {
+        let (mut matrices, mut len, mut frozen) = (Vec::new(), 0, 0);
+        for (spec, rows, columns) in self.targets(specs) {
+            let module = spec.name.strip_suffix(".weight").unwrap_or(&spec.name);
+            for (which, shape) in [('A', [self.rank, columns]), ('B', [rows, self.rank])] {
+                let name = format!("base_model.model.{module}.lora_{which}.weight");
+                matrices.push(ParameterSpec { name, shape: shape.to_vec(), offset: len });
+                len = shape.into_iter().fold(1, usize::saturating_mul).saturating_add(len);
+            }
+            frozen += spec.len();
+        }
+        (matrices, frozen)
+    }
+
+    /// The weights among `specs` that change: rows and columns of each.
+    fn targets<'a>(
+        &'a self,
+        specs: &'a [ParameterSpec],
+    ) -> impl Iterator<Item = (&'a ParameterSpec, usize, usize)> {
+        specs.iter().filter_map(|spec| {
+            let module = spec.name.strip_suffix(".weight")?.rsplit('.').next()?;
+            let [rows, columns] = spec.shape[..] else { return None };
+            let wanted = self.target_modules.iter().any(|target| target.as_str() == module);
+            wanted.then_some((spec, rows, columns))
+        })
+    }
+}
+
+impl Adapter {
+    /// A fresh adapter of the frozen weights `base`: `A` uniform within `1 / sqrt(in)`, which is what PEFT's Kaiming
+    /// initialisation comes to, and `B` zero, so that nothing changes yet. The same seed gives the same bits on every
+    /// platform, and a matrix does not depend on the others.
+    #[must_use]
+    pub fn new(config: LoraConfig, base: &Parameters, seed: u64) -> Self {
+        let mut adapter = Self::zeros(config, base);
+        for (index, pair) in (0..).zip(&adapter.pairs) {
+            let bound = 1.0 / (pair.columns as f64).sqrt();
+            let mut rng = ChaCha8Rng::seed_from_u64(seed);
+            rng.set_stream(index);
+            let unit = 2.0 / (1_u64 << 53) as f64;
+            for value in &mut adapter.values[pair.a.clone()] {
+                *value = (bound * ((rng.next_u64() >> 11) as f64 * unit - 1.0)) as f32;
+            }
+        }
+        adapter
+    }
+
+    /// The adapter in `dir`, in PEFT's layout, which has to be as `config` says.
+    ///
+    /// # Errors
+    /// If a file is missing or broken, or the adapter is another one or of another model.
+    pub fn open(dir: &Path, config: &LoraConfig, base: &Parameters) -> Result<Self, TrainerError> {
+        let mut adapter = Self::zeros(config.clone(), base);
+        lora_files::read(dir, config, &adapter.specs, &mut adapter.values)?;
+        Ok(adapter)
+    }
+
+    /// What is trained.
+    #[must_use]
+    pub fn config(&self) -> &LoraConfig {
+        &self.config
+    }
+
+    /// The matrices `A [rank, in]` and `B [out, rank]` of every weight that changes, under PEFT's names.
+    #[must_use]
+    pub fn specs(&self) -> &[ParameterSpec] {
+        &self.specs
+    }
+
+    /// All values in the order of [`Self::specs`].
+    #[must_use]
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// The same, for changes in place; weights follow with [`Self::merge`].
+    #[must_use]
+    pub fn values_mut(&mut self) -> &mut [f32] {
+        &mut self.values
+    }
+
+    /// Writes the changed weights into the flat parameters of the model; what does not change is not touched.
+    ///
+    /// # Panics
+    /// If they are of another model.
+    pub fn merge(&self, parameters: &mut [f32], team: &Team) {
+        let scale = self.config.scale();
+        let mut parts = Vec::with_capacity(self.pairs.len());
+        let (mut rest, mut at) = (parameters, 0);
+        for pair in &self.pairs {
+            let (weight, after) = rest[pair.weight.start - at..].split_at_mut(pair.weight.len());
+            parts.push((pair, weight));
+            (rest, at) = (after, pair.weight.end);
+        }
+        team.map(parts, |(pair, weight)| {
+            let (a, b) = self.matrices(pair);
+            multiply(b, a, weight);
+            let base = &self.base[pair.base.clone()];
+            weight.iter_mut().zip(base).for_each(|(w, base)| *w = base + scale * *w);
+        });
+    }
+
+    /// The gradients of `A` and `B` in the order of [`Self::specs`], of those of all parameters.
+    ///
+    /// # Panics
+    /// If they are of another model.
+    #[must_use]
+    pub fn gradients(&self, of_parameters: &[f32], team: &Team) -> Vec<f32> {
+        let scale = self.config.scale();
+        let mut gradients = vec![0.0; self.values.len()];
+        let mut parts = Vec::with_capacity(self.pairs.len());
+        let mut rest = &mut gradients[..];
+        for pair in &self.pairs {
+            let (da, after) = rest.split_at_mut(pair.a.len());
+            let (db, after) = after.split_at_mut(pair.b.len());
+            parts.push((pair, da, db));
+            rest = after;
+        }
+        team.map(parts, |(pair, da, db)| {
+            let (a, b) = self.matrices(pair);
+            let dw = Matrix::new(&of_parameters[pair.weight.clone()], pair.columns);
+            multiply(b.transposed(), dw, da);
+            multiply(dw, a.transposed(), db);
+            da.iter_mut().chain(db).for_each(|g| *g *= scale);
+        });
+        gradients
+    }
+
+    /// One update for `scale * gradients`, in the order of [`Self::specs`].
+    ///
+    /// # Panics
+    /// If `optimizer` is not one of this adapter.
+    pub fn update(
+        &mut self,
+        optimizer: &mut Optimizer,
+        (gradients, scale): (&[f32], f32),
+        learning_rate: f32,
+        team: &Team,
+    ) {
+        optimizer.update(&self.specs, &mut self.values, (gradients, scale), learning_rate, team);
+    }
+
+    /// The frozen model: `merged` without the change.
+    ///
+    /// # Panics
+    /// If `merged` is another model.
+    #[must_use]
+    pub fn base_parameters(&self, merged: &Parameters) -> Parameters {
+        let mut parameters = merged.clone();
+        for pair in &self.pairs {
+            parameters.values_mut()[pair.weight.clone()].copy_from_slice(&self.base[pair.base.clone()]);
+        }
+        parameters
+    }
+
+    fn zeros(config: LoraConfig, base: &Parameters) -> Self {
+        let tensors = base.layout().specs();
+        let (specs, len) = config.shapes(tensors);
+        let (mut pairs, mut frozen) = (Vec::new(), Vec::with_capacity(len));
+        for ((weight, rows, columns), matrices) in config.targets(tensors).zip(specs.chunks_exact(2)) {
+            let (weight, from) = (weight.range(), frozen.len());
+            frozen.extend_from_slice(&base.values()[weight.clone()]);
+            let (a, b) = (matrices[0].range(), matrices[1].range());
+            pairs.push(Pair { weight, base: from..frozen.len(), a, b, rows, columns });
+        }
+        let values = vec![0.0; specs.last().map_or(0, |last| last.range().end)];
+        Self { config, pairs, specs, values, base: frozen }
+    }
+
+    /// `A [rank, columns]` and `B [rows, rank]`.
+    fn matrices(&self, pair: &Pair) -> (Matrix<'_>, Matrix<'_>) {
+        let (a, b) = (&self.values[pair.a.clone()], &self.values[pair.b.clone()]);
+        debug_assert_eq!(b.len(), pair.rows * self.config.rank, "B is [rows, rank]");
+        (Matrix::new(a, pair.columns), Matrix::new(b, self.config.rank))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,217 @@
+//! LoRA adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
+//!
+//! Invariant: what is written loads in PEFT on the model it names and in rlrun, and an adapter with features that rlrun
+//! does not compute is refused, never read as a plainer one.
+
+use std::collections::{BTreeSet, HashMap};
+use std::fs;
+use std::path::Path;
+
+use half::{bf16, f16};
+use model::{ModelError, ParameterSpec, atomic};
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::{Value, json};
+
+use crate::TrainerError;
+use crate::lora::{Adapter, LoraConfig, TargetModule};
+use crate::moment_files::{Numbers, Stored, serialize};
+
+const CONFIG: &str = "adapter_config.json";
+const WEIGHTS: &str = "adapter_model.safetensors";
+
+/// Keys of PEFT's config that change what an adapter computes, with the value that leaves plain LoRA; a key that is
+/// absent or null does too.
+const PLAIN: [(&str, &str); 20] = [
+    ("bias", "\"none\""),
+    ("fan_in_fan_out", "false"),
+    ("use_rslora", "false"),
+    ("use_dora", "false"),
+    ("lora_bias", "false"),
+    ("use_qalora", "false"),
+    ("rank_pattern", "{}"),
+    ("alpha_pattern", "{}"),
+    ("modules_to_save", "[]"),
+    ("target_parameters", "[]"),
+    ("layers_to_transform", "null"),
+    ("layer_replication", "null"),
+    ("trainable_token_indices", "null"),
+    ("exclude_modules", "null"),
+    ("alora_invocation_tokens", "null"),
+    ("arrow_config", "null"),
+    ("kasa_config", "null"),
+    ("monteclora_config", "null"),
+    ("velora_config", "null"),
+    ("use_bdlora", "false"),
+];
+
+/// Initialisations of PEFT that take a part out of the frozen weights.
+const CHANGES_BASE: [&str; 5] = ["pissa", "olora", "corda", "loftq", "lora_ga"];
+
+/// Writes a new directory. `base` is what PEFT is told the adapter belongs to.
+pub(crate) fn write(dir: &Path, adapter: &Adapter, base: &Path) -> Result<(), ModelError> {
+    let error = |path: &Path| {
+        let path = path.to_owned();
+        move |source| ModelError::Write { path, source }
+    };
+    fs::create_dir(dir).map_err(error(dir))?;
+    let LoraConfig { rank, alpha, target_modules } = adapter.config();
+    let base = std::path::absolute(base).unwrap_or_else(|_| base.to_owned());
+    let modules: Vec<&str> = target_modules.iter().map(|module| module.as_str()).collect();
+    let config = json!({
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.to_string_lossy(),
+        "r": rank,
+        "lora_alpha": number(*alpha),
+        "lora_dropout": 0.0,
+        "target_modules": modules,
+        "bias": "none",
+        "fan_in_fan_out": false,
+        "use_rslora": false,
+        "use_dora": false,
+        "modules_to_save": null,
+        "init_lora_weights": true,
+        "inference_mode": true,
+    });
+    let path = dir.join(CONFIG);
+    let text = serde_json::to_vec_pretty(&config).unwrap_or_default();
+    fs::write(&path, text).map_err(error(&path))?;
+    let tensor = |spec: &ParameterSpec| {
+        let values = &adapter.values()[spec.range()];
+        (spec.name.clone(), Stored::new(&spec.shape, Numbers::F32(values)))
+    };
+    let tensors = adapter.specs().iter().map(tensor).collect();
+    let path = dir.join(WEIGHTS);
+    // transformers and PEFT look for this entry.
+    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    serialize(&path, tensors, metadata).map_err(error(&path))
+}
+
+/// Copies an adapter to a new directory, which appears whole or not at all.
+pub(crate) fn copy(from: &Path, to: &Path) -> Result<(), TrainerError> {
+    atomic::directory(to, |dir| {
+        for name in [CONFIG, WEIGHTS] {
+            let path = to.join(name);
+            fs::copy(from.join(name), dir.join(name)).map_err(|source| ModelError::Write { path, source })?;
+        }
+        Ok(())
+    })?;
+    Ok(())
+}
+
+/// Reads the matrices of `specs`, which follow each other in `values`.
+pub(crate) fn read(
+    dir: &Path,
+    expected: &LoraConfig,
+    specs: &[ParameterSpec],
+    values: &mut [f32],
+) -> Result<(), TrainerError> {
+    let file = |name: &str| {
+        let path = dir.join(name);
+        match fs::read(&path) {
+            Ok(bytes) => Ok((path, bytes)),
+            Err(error) => {
+                let reason = format!("cannot be read: {error}; name a directory that PEFT has written");
+                Err(TrainerError::Adapter { path, reason })
+            }
+        }
+    };
+    let (path, bytes) = file(CONFIG)?;
+    check_config(&bytes, expected).map_err(|reason| TrainerError::Adapter { path, reason })?;
+    let (path, bytes) = file(WEIGHTS)?;
+    read_weights(&bytes, specs, values).map_err(|reason| TrainerError::Adapter { path, reason })
+}
+
+/// Whether this config describes `expected`, and nothing more.
+fn check_config(bytes: &[u8], expected: &LoraConfig) -> Result<(), String> {
+    let config: Value = serde_json::from_slice(bytes).map_err(|error| format!("is not JSON: {error}"))?;
+    if config["peft_type"].as_str() != Some("LORA") {
+        return Err(format!("has `peft_type` {}; only \"LORA\" can be trained on", config["peft_type"]));
+    }
+    for (key, plain) in PLAIN {
+        let value = &config[key];
+        if !value.is_null() && value.to_string() != plain {
+            return Err(format!("has `{key}` {value}, which rlrun does not compute; it trains plain LoRA"));
+        }
+    }
+    if let Some(changed) = config["init_lora_weights"].as_str().filter(|init| CHANGES_BASE.contains(init)) {
+        return Err(format!(
+            "was initialised with \"{changed}\", which has changed the model under it; convert it to plain LoRA with PEFT"
+        ));
+    }
+    let list =
+        config["target_modules"].as_array().map(|list| list.iter().filter_map(Value::as_str).collect());
+    let Some(modules): Option<BTreeSet<&str>> = list else {
+        return Err(format!(
+            "has `target_modules` {}, not a list of names; write them out",
+            config["target_modules"]
+        ));
+    };
+    let (rank, alpha) = (config["r"].as_u64(), config["lora_alpha"].as_f64());
+    let wanted: BTreeSet<&str> = expected.target_modules.iter().map(|module| module.as_str()).collect();
+    if rank == Some(expected.rank as u64) && alpha == Some(expected.alpha) && modules == wanted {
+        return Ok(());
+    }
+    let known: BTreeSet<&str> = TargetModule::ALL.iter().map(|module| module.as_str()).collect();
+    if let Some(other) = modules.difference(&known).next() {
+        return Err(format!(
+            "changes `{other}`, which cannot be trained; the layers that can be are {known:?}"
+        ));
+    }
+    let of = |rank: &str, alpha: &str, modules: &BTreeSet<&str>| {
+        format!("rank = {rank}, alpha = {alpha}, target_modules = {:?}", modules.iter().collect::<Vec<_>>())
+    };
+    let found = of(&config["r"].to_string(), &config["lora_alpha"].to_string(), &modules);
+    let wanted = of(&expected.rank.to_string(), &expected.alpha.to_string(), &wanted);
+    Err(format!("has {found}, but the recipe says {wanted}; write the adapter's values under `[lora]`"))
+}
+
+fn read_weights(bytes: &[u8], specs: &[ParameterSpec], values: &mut [f32]) -> Result<(), String> {
+    let tensors =
+        SafeTensors::deserialize(bytes).map_err(|error| format!("is not a safetensors file: {error}"))?;
+    let known: BTreeSet<&str> = specs.iter().map(|spec| &spec.name[..]).collect();
+    if let Some(other) = tensors.names().into_iter().find(|name| !known.contains(*name)) {
+        return Err(format!(
+            "has a tensor {other}, for which the model has no layer; use the model it belongs to"
+        ));
+    }
+    for spec in specs {
+        let name = &spec.name;
+        let view = tensors.tensor(name).map_err(|_| format!("has no tensor {name}"))?;
+        if view.shape() != spec.shape {
+            return Err(format!("{name} is {:?}, expected {:?}", view.shape(), spec.shape));
+        }
+        convert(&view, &mut values[spec.range()]).map_err(|reason| format!("{name} {reason}"))?;
+    }
+    Ok(())
+}
+
+/// The finite numbers of a tensor as f32.
+fn convert(view: &TensorView<'_>, values: &mut [f32]) -> Result<(), String> {
+    let bytes = view.data();
+    match view.dtype() {
+        Dtype::F32 => {
+            let numbers = bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+            values.iter_mut().zip(numbers).for_each(|(value, x)| *value = x);
+        }
+        Dtype::BF16 => {
+            let numbers = bytes.as_chunks().0.iter().map(|bytes| bf16::from_le_bytes(*bytes).to_f32());
+            values.iter_mut().zip(numbers).for_each(|(value, x)| *value = x);
+        }
+        Dtype::F16 => {
+            let numbers = bytes.as_chunks().0.iter().map(|bytes| f16::from_le_bytes(*bytes).to_f32());
+            values.iter_mut().zip(numbers).for_each(|(value, x)| *value = x);
+        }
+        other => return Err(format!("is {other:?}; F32, F16 and BF16 can be read")),
+    }
+    if values.iter().all(|value| value.is_finite()) {
+        return Ok(());
+    }
+    Err("has numbers that are not finite; use an adapter from before they were".to_owned())
+}
+
+/// A whole number without a fraction: PEFT declares one.
+fn number(x: f64) -> Value {
+    if x.fract() == 0.0 && x.abs() < 1e15 { json!(x as i64) } else { json!(x) }
+}

@@ -1,0 +1,169 @@
+//! Muon in the form of Moonlight (arXiv 2502.16982): an update is the momentum with all its singular values near 1.
+//!
+//! ```text
+//! M <- momentum * M + G;  O = newton_schulz(G + momentum * M)
+//! W <- W - learning_rate * (0.2 * sqrt(max(rows, columns)) * O + weight_decay * W)
+//! ```
+//!
+//! An orthogonal `[rows, columns]` matrix has entries of root mean square `1 / sqrt(max(rows, columns))`, so the factor
+//! makes that of an update 0.2 times the learning rate whatever the shape: about that of AdamW, whose rates therefore
+//! fit.
+//!
+//! Invariant: the new bits of a matrix depend on itself, its gradient and its momentum; one thread computes it.
+
+use model::Team;
+use model::products::{Matrix, multiply, multiply_add};
+
+use crate::norm::norm;
+
+/// The quintic `a x + b x^3 + c x^5` of Jordan (2024), whose iteration takes singular values from 0.001 on to about 1.
+const COEFFICIENTS: [f32; 3] = [3.4445, -4.7750, 2.0315];
+/// Iterations, as in the paper.
+const ITERATIONS: usize = 5;
+/// Root mean square of an update of learning rate 1, that of AdamW as the paper measures it.
+const RMS: f32 = 0.2;
+/// Added to the norm that a matrix is divided by, so that no momentum gives no update.
+const EPS: f32 = 1e-7;
+
+/// The numbers of one update.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Factors {
+    /// Multiplies the gradients: below 1 where they are clipped.
+    pub(super) gradient: f32,
+    /// Decay of the momentum.
+    pub(super) momentum: f32,
+    pub(super) learning_rate: f32,
+    pub(super) weight_decay: f32,
+}
+
+/// One matrix `[rows, columns]` with all that its update touches.
+#[derive(Debug)]
+pub(super) struct Update<'a> {
+    pub(super) values: &'a mut [f32],
+    pub(super) gradients: &'a [f32],
+    pub(super) momentum: &'a mut [f32],
+    pub(super) columns: usize,
+    pub(super) factors: Factors,
+}
+
+impl Update<'_> {
+    /// Updates the matrix and its momentum.
+    pub(super) fn run(self) {
+        let Factors { gradient, momentum: decay, learning_rate, weight_decay } = self.factors;
+        let mut ahead = Vec::with_capacity(self.values.len());
+        for (m, g) in self.momentum.iter_mut().zip(self.gradients) {
+            let g = g * gradient;
+            *m = decay * *m + g;
+            ahead.push(g + decay * *m);
+        }
+        let rows = ahead.len() / self.columns;
+        let orthogonal = newton_schulz(ahead, self.columns);
+        let step = learning_rate * RMS * (rows.max(self.columns) as f32).sqrt();
+        let keep = 1.0 - learning_rate * weight_decay;
+        for (value, o) in self.values.iter_mut().zip(&orthogonal) {
+            *value = *value * keep - step * o;
+        }
+    }
+}
+
+/// Memory of [`newton_schulz`] for a matrix `[rows, columns]`, values.
+pub(super) fn scratch(rows: usize, columns: usize) -> usize {
+    let side = rows.min(columns);
+    2 * rows * columns + 2 * side * side
+}
+
+/// `x [rows, columns]` with its singular values brought near 1, those above a thousandth of its norm to within
+/// [0.68, 1.14].
+fn newton_schulz(mut x: Vec<f32>, columns: usize) -> Vec<f32> {
+    let [a, b, c] = COEFFICIENTS;
+    let rows = x.len() / columns;
+    let side = rows.min(columns);
+    let inverse = 1.0 / (norm(&x, &Team::alone()) + EPS);
+    x.iter_mut().for_each(|value| *value *= inverse);
+    let (mut gram, mut square) = (vec![0.0; side * side], vec![0.0; side * side]);
+    let mut next = vec![0.0; x.len()];
+    for _ in 0..ITERATIONS {
+        // The polynomial of the smaller of X X^T and X^T X: both sides give the same result.
+        let matrix = Matrix::new(&x, columns);
+        if rows <= columns {
+            multiply(matrix, matrix.transposed(), &mut gram);
+        } else {
+            multiply(matrix.transposed(), matrix, &mut gram);
+        }
+        multiply(Matrix::new(&gram, side), Matrix::new(&gram, side), &mut square);
+        gram.iter_mut().zip(&square).for_each(|(gram, square)| *gram = b * *gram + c * square);
+        next.iter_mut().zip(&x).for_each(|(next, x)| *next = a * x);
+        if rows <= columns {
+            multiply_add(Matrix::new(&gram, side), matrix, &mut next);
+        } else {
+            multiply_add(matrix, Matrix::new(&gram, side), &mut next);
+        }
+        std::mem::swap(&mut x, &mut next);
+    }
+    x
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::check::{random, singular_values};
+    use super::*;
+
+    const FACTORS: Factors = Factors { gradient: 1.0, momentum: 0.95, learning_rate: 1.0, weight_decay: 0.0 };
+
+    fn step(shape: (usize, usize), gradients: &[f32], factors: Factors) -> Vec<f32> {
+        let (mut values, mut momentum) = (vec![0.0; gradients.len()], vec![0.0; gradients.len()]);
+        Update { values: &mut values, gradients, momentum: &mut momentum, columns: shape.1, factors }.run();
+        values
+    }
+
+    #[test]
+    fn singular_values_come_near_one() {
+        for (rows, columns) in [(24, 24), (16, 80), (80, 16), (1, 50), (50, 1), (3, 3)] {
+            let x = random(rows * columns, 1 + rows as u32);
+            let before = singular_values(&x, columns);
+            let norm = before.iter().map(|s| s * s).sum::<f64>().sqrt();
+            let after = singular_values(&newton_schulz(x, columns), columns);
+            for (before, after) in before.iter().zip(&after) {
+                assert!(*after < 1.2, "[{rows}, {columns}]: {after}");
+                assert!(
+                    *after > 0.65 || before / norm < 2e-3,
+                    "[{rows}, {columns}]: {before} became {after}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn an_update_has_the_root_mean_square_of_the_paper() {
+        for shape in [(40, 40), (16, 96), (96, 16)] {
+            let update = step(shape, &random(shape.0 * shape.1, 7), FACTORS);
+            let squares: f64 = update.iter().map(|x| f64::from(*x).powi(2)).sum();
+            let rms = (squares / update.len() as f64).sqrt();
+            assert!((rms / f64::from(RMS) - 1.0).abs() < 0.2, "{shape:?}: {rms}");
+        }
+    }
+
+    #[test]
+    fn the_size_of_a_gradient_does_not_matter_and_none_is_no_update() {
+        let gradients = random(12 * 20, 3);
+        let plain = step((12, 20), &gradients, FACTORS);
+        let clipped = step((12, 20), &gradients, Factors { gradient: 1e-3, ..FACTORS });
+        assert!(plain.iter().zip(&clipped).all(|(a, b)| (a - b).abs() < 1e-3));
+        assert!(step((12, 20), &[0.0; 240], FACTORS).iter().all(|x| *x == 0.0));
+    }
+
+    #[test]
+    fn momentum_is_nesterovs_and_weights_decay() {
+        let (g, mut momentum) = (random(30, 1), random(30, 2));
+        let expected: Vec<f32> = momentum.iter().zip(&g).map(|(m, g)| 0.95 * m + 0.5 * g).collect();
+        let ahead: Vec<f32> = expected.iter().zip(&g).map(|(m, g)| 0.5 * g + 0.95 * m).collect();
+        let factors = Factors { gradient: 0.5, momentum: 0.95, learning_rate: 0.1, weight_decay: 0.3 };
+        let mut values = random(30, 3);
+        let o = newton_schulz(ahead, 6);
+        let wanted: Vec<f32> =
+            values.iter().zip(&o).map(|(w, o)| w - 0.1 * (0.2 * 6.0_f32.sqrt() * o + 0.3 * w)).collect();
+        Update { values: &mut values, gradients: &g, momentum: &mut momentum, columns: 6, factors }.run();
+        assert_eq!(momentum, expected);
+        assert!(values.iter().zip(&wanted).all(|(a, b)| (a - b).abs() < 1e-5), "{values:?} {wanted:?}");
+    }
+}

@@ -1,0 +1,121 @@
+use model::{Config, Cores, Layout, Sizes};
+
+use super::check::random;
+use super::*;
+
+fn layout() -> Layout {
+    Layout::new(&Config::fresh(&Sizes {
+        vocab_size: 100,
+        hidden_size: 64,
+        intermediate_size: 96,
+        num_layers: 2,
+        num_heads: 4,
+        num_kv_heads: 2,
+        max_position_embeddings: 8,
+    }))
+}
+
+fn configs() -> Vec<OptimizerConfig> {
+    let all = OptimizerKind::ALL.map(|kind| OptimizerConfig::usual(kind, 0.95));
+    let low_rank = OptimizerConfig { dion_rank_fraction: 0.25, ..all[3] };
+    all.into_iter().chain([low_rank]).collect()
+}
+
+/// Mean squared distance to the minimum of a quadratic whose curvatures span an order of magnitude, after noisy
+/// gradients; 1/3 before the first step.
+fn distance(config: OptimizerConfig, peak: f32) -> f64 {
+    const STEPS: u32 = 300;
+    let layout = layout();
+    let mut optimizer = Optimizer::new(config, layout.specs());
+    let (target, curvatures) = (random(layout.len(), 1), random(layout.len(), 2));
+    let mut values = vec![0.0; layout.len()];
+    for step in 0..STEPS {
+        let noises = random(layout.len(), 10 + step);
+        let gradient = |(i, value): (usize, &f32)| {
+            10.0_f32.powf(0.5 * curvatures[i]) * (value - target[i] + 0.2 * noises[i])
+        };
+        let gradients: Vec<f32> = values.iter().enumerate().map(gradient).collect();
+        let left = 1.0 - step as f32 / STEPS as f32;
+        let update = (&gradients[..], 1.0);
+        optimizer.update(layout.specs(), &mut values, update, peak * left, &Team::alone());
+    }
+    let squares = values.iter().zip(&target).map(|(value, target)| f64::from(value - target).powi(2));
+    squares.sum::<f64>() / layout.len() as f64
+}
+
+#[test]
+fn all_converge_on_a_quadratic() {
+    for config in configs() {
+        let peak = if config.kind == OptimizerKind::Dion { 0.3 } else { 0.05 };
+        let distance = distance(config, peak);
+        assert!(distance < 0.02, "{config:?}: from 0.33 to {distance}");
+    }
+}
+
+#[test]
+fn the_number_of_threads_changes_no_bit() {
+    let layout = layout();
+    for config in configs() {
+        let run = |team: &Team| {
+            let mut optimizer = Optimizer::new(config, layout.specs());
+            let mut values = random(layout.len(), 1);
+            for step in 0..3 {
+                let gradients = random(layout.len(), 2 + step);
+                optimizer.update(layout.specs(), &mut values, (&gradients, 0.5), 0.1, team);
+            }
+            (values, optimizer)
+        };
+        let alone = run(&Team::alone());
+        for threads in [2, 3, 8] {
+            assert!(
+                run(&Team::new(&Cores::new(threads), threads)) == alone,
+                "{config:?} on {threads} threads"
+            );
+        }
+    }
+}
+
+#[test]
+fn matrices_have_their_own_optimizer_and_the_rest_has_adamw() {
+    let layout = layout();
+    for config in configs() {
+        let optimizer = Optimizer::new(config, layout.specs());
+        let mut bytes = 0;
+        for (spec, state) in layout.specs().iter().zip(optimizer.states()) {
+            let inside = spec.name.ends_with("_proj.weight");
+            bytes += match state {
+                TensorState::Moments(Moments::Full { .. }) => 8 * spec.len(),
+                TensorState::Moments(Moments::Coded { first, .. }) => 2 * spec.len() + 8 * first.scales.len(),
+                TensorState::Muon(momentum) => 4 * momentum.len(),
+                TensorState::Dion { momentum, basis } => 4 * (momentum.len() + basis.len()),
+            };
+            match (config.kind, state) {
+                (OptimizerKind::Muon, TensorState::Muon(_))
+                | (OptimizerKind::Dion, TensorState::Dion { .. }) => assert!(inside, "{}", spec.name),
+                (OptimizerKind::Muon | OptimizerKind::Dion, state) => {
+                    assert!(!inside, "{}", spec.name);
+                    assert!(matches!(state, TensorState::Moments(Moments::Full { .. })), "{}", spec.name);
+                }
+                (_, state) => assert!(matches!(state, TensorState::Moments(_)), "{}", spec.name),
+            }
+        }
+        assert_eq!(config.state_bytes(layout.specs()), bytes as u64, "{config:?}");
+    }
+}
+
+/// q, k and v are neighbours in memory and still matrices of their own: what is done to one does not move another.
+#[test]
+fn neighbours_in_memory_are_separate_matrices() {
+    let layout = layout();
+    let spec = |name: &str| layout.spec(&format!("model.layers.0.self_attn.{name}_proj.weight")).unwrap();
+    for config in configs().into_iter().skip(2) {
+        let mut optimizer = Optimizer::new(config, layout.specs());
+        let mut values = vec![0.0; layout.len()];
+        let mut gradients = vec![0.0; layout.len()];
+        let k = spec("k").range();
+        gradients[k.clone()].copy_from_slice(&random(k.len(), 1));
+        optimizer.update(layout.specs(), &mut values, (&gradients, 1.0), 0.1, &Team::alone());
+        assert!(values[k.clone()].iter().all(|x| *x != 0.0));
+        assert!(values[..k.start].iter().chain(&values[k.end..]).all(|x| *x == 0.0), "{config:?}");
+    }
+}

@@ -1,0 +1,196 @@
+//! A low-rank change is trained in place of the weights.
+
+use std::sync::Arc;
+
+use model::{
+    Decoder, Gradients, ModelDirectory, Pack, Parameters, PredictionGradient, Recompute, Target, Team,
+};
+use trainer::checkpoint::{base_path, load, save};
+use trainer::lora::{Adapter, LoraConfig, TargetModule};
+use trainer::optimizer::OptimizerKind;
+use trainer::{Learner, LearnerConfig, TrainerState};
+use trajectory::PolicyVersion;
+
+use crate::checkpoint::advance;
+use crate::{LEARNER, config, groups, policy_step, with_optimizer};
+
+fn lora() -> LoraConfig {
+    LoraConfig { rank: 3, alpha: 6.0, target_modules: TargetModule::ALL.to_vec() }
+}
+
+fn base() -> Parameters {
+    Parameters::random(&config(), 5)
+}
+
+/// An adapter whose `B` is not zero any more.
+fn moved() -> Adapter {
+    let mut adapter = Adapter::new(lora(), &base(), 1);
+    for (i, value) in adapter.values_mut().iter_mut().enumerate() {
+        *value += 0.1 * (i as f32 * 0.7).sin();
+    }
+    adapter
+}
+
+fn learner(settings: LearnerConfig, adapter: Adapter) -> Learner {
+    Learner::adapting(settings, config(), base(), adapter, None)
+}
+
+const TOKENS: [u32; 9] = [3, 14, 15, 92, 65, 35, 89, 79, 32];
+
+/// A loss of one sequence and its gradients by all weights.
+fn loss(parameters: &Parameters) -> (f64, Gradients) {
+    let (config, team) = (config(), Team::alone());
+    let mut pack = Pack::new();
+    pack.push(&TOKENS).unwrap();
+    let rows: Vec<usize> = (0..TOKENS.len() - 1).collect();
+    let target = |row: &usize| Target { token: TOKENS[row + 1], temperature: 0.9, kept: None };
+    let targets: Vec<_> = rows.iter().map(target).collect();
+    let slope =
+        |row: &usize| PredictionGradient { logprob: 1.0 - 0.3 * *row as f32, entropy: 0.2, value: 0.0 };
+    let slopes: Vec<_> = rows.iter().map(slope).collect();
+    let decoder = Decoder::trainable(&config, &Arc::new(parameters.clone()), Recompute::None);
+    let (predictions, trace) = decoder.forward(&pack, &rows, &targets, &team).unwrap();
+    let value = predictions.iter().zip(&slopes).map(|(p, s)| {
+        f64::from(p.logprob) * f64::from(s.logprob) + f64::from(p.entropy) * f64::from(s.entropy)
+    });
+    let mut gradients = Gradients::zeros(parameters.layout());
+    decoder.backward(&pack, trace, &targets, &slopes, &mut gradients, &team).unwrap();
+    (value.sum(), gradients)
+}
+
+fn merged(adapter: &Adapter) -> Parameters {
+    let mut parameters = base();
+    adapter.merge(parameters.values_mut(), &Team::alone());
+    parameters
+}
+
+#[test]
+fn gradients_are_finite_differences_of_the_loss() {
+    let mut adapter = moved();
+    let (_, full) = loss(&merged(&adapter));
+    let gradients = adapter.gradients(full.values(), &Team::alone());
+    for index in 0..adapter.specs().len() {
+        let spec = adapter.specs()[index].clone();
+        let direction: Vec<f32> = spec.range().map(|i| (i as f32 * 1.3).cos()).collect();
+        let step = 2e-3_f32;
+        let mut at = |sign: f32| {
+            let before = adapter.values()[spec.range()].to_vec();
+            let values = adapter.values_mut()[spec.range()].iter_mut();
+            values.zip(&direction).for_each(|(x, d)| *x += sign * step * d);
+            let (value, _) = loss(&merged(&adapter));
+            adapter.values_mut()[spec.range()].copy_from_slice(&before);
+            value
+        };
+        // Five points: an error of the fourth order.
+        let near = (at(1.0) - at(-1.0)) / (2.0 * f64::from(step));
+        let far = (at(2.0) - at(-2.0)) / (4.0 * f64::from(step));
+        let numeric = (4.0 * near - far) / 3.0;
+        let own = &gradients[spec.range()];
+        let exact: f64 = own.iter().zip(&direction).map(|(g, d)| f64::from(*g) * f64::from(*d)).sum();
+        let norm = own.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+        assert!((numeric - exact).abs() < 2e-2 * norm, "{}: {numeric} {exact}, norm {norm}", spec.name);
+        assert!(norm > 1e-4, "{}", spec.name);
+    }
+}
+
+#[test]
+fn a_fresh_adapter_computes_what_the_base_does() {
+    let learner = learner(LEARNER, Adapter::new(lora(), &base(), 1));
+    assert_eq!(loss(learner.parameters()).0.to_bits(), loss(&base()).0.to_bits());
+    assert_eq!(learner.parameters().values(), base().values());
+}
+
+#[test]
+fn only_the_adapter_moves_and_only_it_is_clipped() {
+    let targets = vec![TargetModule::VProj, TargetModule::GateProj];
+    let config = LoraConfig { target_modules: targets.clone(), ..lora() };
+    let mut learner = learner(LEARNER, Adapter::new(config, &base(), 1));
+    let groups = groups();
+    let (norm, _) = policy_step(&mut learner, &groups, 1e-2);
+    let (full, _) = policy_step(&mut crate::learner(LEARNER), &groups, 1e-2);
+    assert!(norm > 0.0 && norm < 0.9 * full, "{norm} of {full}");
+    advance(&mut learner, 2);
+    let base = base();
+    for spec in base.layout().specs() {
+        let moved = learner.parameters().get(&spec.name) != base.get(&spec.name);
+        let wanted = targets.iter().any(|target| spec.name.ends_with(&format!("{}.weight", target.as_str())));
+        assert_eq!(moved, wanted, "{}", spec.name);
+    }
+    let adapter = learner.adapter().unwrap();
+    assert_eq!(learner.optimizer().states().len(), adapter.specs().len());
+    assert_eq!(learner.parameters().values(), {
+        let mut parameters = base;
+        adapter.merge(parameters.values_mut(), &Team::alone());
+        parameters.into_values()
+    });
+}
+
+#[test]
+fn going_on_from_a_checkpoint_gives_the_same_bits() {
+    for kind in OptimizerKind::ALL {
+        let settings = with_optimizer(kind);
+        let files = tempfile::tempdir().unwrap();
+        let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+        let mut learner = learner(settings, moved());
+        advance(&mut learner, 3);
+        let state = |version, learner: &Learner| {
+            TrainerState::new(PolicyVersion(version), learner.optimizer().updates(), 77, 1.5)
+        };
+        let dir = save(files.path(), &directory, &learner, &state(3, &learner), 1).unwrap();
+        let read = load(&dir, settings.optimizer, Some(&lora())).unwrap();
+        assert_eq!(read.adapter.as_ref(), learner.adapter());
+        assert_eq!(read.parameters.values(), learner.parameters().values());
+        let mut resumed = Learner::adapting(
+            settings,
+            config(),
+            read.parameters,
+            read.adapter.unwrap(),
+            Some(read.optimizer),
+        );
+        advance(&mut resumed, 2);
+        advance(&mut learner, 2);
+        assert_eq!(resumed.parameters().values(), learner.parameters().values());
+        assert_eq!((resumed.adapter(), resumed.optimizer()), (learner.adapter(), learner.optimizer()));
+        // The next checkpoint leaves the frozen model alone, and outlives the last one.
+        let written = |path: &str| std::fs::metadata(base_path(files.path()).join(path)).unwrap().modified();
+        let before = written("model.safetensors").unwrap();
+        let dir = save(files.path(), &directory, &resumed, &state(5, &resumed), 1).unwrap();
+        assert_eq!(written("model.safetensors").unwrap(), before);
+        assert!(load(&dir, settings.optimizer, Some(&lora())).is_ok());
+        let frozen = ModelDirectory::open(&base_path(files.path())).unwrap().load_parameters().unwrap();
+        assert_eq!(frozen.values(), base().values());
+    }
+}
+
+#[test]
+fn checkpoints_of_something_else_are_refused() {
+    let files = tempfile::tempdir().unwrap();
+    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    let state = |version| TrainerState::new(PolicyVersion(version), 0, 0, 0.0);
+    let plain = save(files.path(), &directory, &crate::learner(LEARNER), &state(1), 3).unwrap();
+    let message = |dir: &std::path::Path, lora: Option<&LoraConfig>| {
+        load(dir, LEARNER.optimizer, lora).unwrap_err().to_string()
+    };
+    assert!(message(&plain, Some(&lora())).contains("the recipe has a section `[lora]`"));
+    let adapted = save(files.path(), &directory, &learner(LEARNER, moved()), &state(2), 3).unwrap();
+    assert!(message(&adapted, None).contains("the recipe has no section `[lora]`"));
+    let other = LoraConfig { rank: 4, ..lora() };
+    assert!(message(&adapted, Some(&other)).contains("has rank = 3"), "{}", message(&adapted, Some(&other)));
+
+    // A frozen model that is not the one under the adapter.
+    let path = base_path(files.path());
+    std::fs::remove_dir_all(&path).unwrap();
+    directory.export(&path, &Parameters::random(&config(), 6)).unwrap();
+    let message = message(&adapted, Some(&lora()));
+    assert!(message.contains("base") && message.contains("is not the model of the checkpoint"), "{message}");
+}
+
+#[test]
+fn a_frozen_model_of_a_killed_attempt_is_replaced() {
+    let files = tempfile::tempdir().unwrap();
+    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    directory.export(&base_path(files.path()), &Parameters::random(&config(), 6)).unwrap();
+    let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);
+    let dir = save(files.path(), &directory, &learner(LEARNER, moved()), &state, 1).unwrap();
+    assert!(load(&dir, LEARNER.optimizer, Some(&lora())).is_ok());
+}
