@@ -4,7 +4,7 @@
 //! - [`args`], [`commands`]: the command line and what it does
 //! - [`plan`]: what a recipe amounts to before it runs; [`mod@bench`]: what this machine does with a model; [`fit`]: how
 //!   far a run would go with more compute
-//! - [`pipeline`]: a run, `forward_edge` its buffer, `curation` its choice of tasks; [`serve`]: a part of a run as a
+//! - [`pipeline`]: a run, `forward_edge` its buffer, `curation` its choice of tasks, `companions` what stands beside the policy; [`serve`]: a part of a run as a
 //!   process of its own
 //! - [`run_dir`]: where a run leaves everything
 //! - [`metrics`], [`report`], [`chart`]: the measurements of a step and how they are shown; [`memory`]: that of the process
@@ -27,7 +27,9 @@ pub mod args;
 pub mod bench;
 pub mod chart;
 pub mod commands;
+mod companions;
 mod curation;
+mod demonstrations;
 pub mod failure;
 pub mod fit;
 mod forward_edge;

@@ -13,19 +13,21 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use buffer::Producer;
-use model::{Cores, Decoder, ModelDirectory, Parameters};
+use model::{Cores, Decoder, Head, ModelDirectory, Parameters};
 use rewards::RewardSet;
 use rollout::applier::Applier;
 use rollout::curation::Curation;
 use rollout::evaluate::Evaluation;
 use rollout::scoring::Scorer;
 use rollout::{Engine, Progress, RolloutError, Worker};
+use trainer::critic::CriticKind;
 use trainer::lora::Adapter;
 use trainer::optimizer::{Optimizer, OptimizerConfig, OptimizerKind};
-use trainer::{Checkpoint, Companions, Learner, LearnerConfig, Trainer, TrainerState};
+use trainer::{Checkpoint, Learner, LearnerConfig, Trainer, TrainerState};
 use trajectory::PolicyVersion;
 use weights::{Publisher, Subscriber};
 
+use crate::companions::Starting;
 use crate::curation;
 use crate::failure::Failure;
 use crate::forward_edge::{self, Edge};
@@ -168,10 +170,14 @@ impl Run<'_> {
             let evaluation = if first { self.evaluate(&prepared, &learner, &directory)? } else { None };
             return Ok(Some(Start { learner, directory, prepared, state, evaluation }));
         }
-        let directory = recipe.open_model(self.run_dir.path())?;
+        let mut directory = recipe.open_model(self.run_dir.path())?;
         let prepared = self.prepared(&directory)?;
         prepared.announce(self.report, &directory);
         let mut parameters = directory.load_parameters()?;
+        if recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Shared) {
+            directory = directory.with_head(Head::LanguageAndValue);
+            parameters = parameters.with_head(directory.config());
+        }
         // What is wrong with an adapter shows before the warm-up, not after it.
         recipe.adapter(&parameters)?;
         if let Some(warmup) = &recipe.warmup {
@@ -188,13 +194,8 @@ impl Run<'_> {
         let learner = self.learner(&directory, parameters, adapter, None);
         let state = TrainerState::new(PolicyVersion::default(), 0, 0, 0.0);
         if recipe.warmup.is_some() && recipe.checkpoint.interval > 0 {
-            trainer::checkpoint::save(
-                &checkpoints,
-                &directory,
-                &learner,
-                &state,
-                recipe.checkpoint.keep_last,
-            )?;
+            let keep = recipe.checkpoint.keep_last;
+            trainer::checkpoint::save(&checkpoints, &directory, (&learner, None), &state, keep)?;
         }
         let evaluation = self.evaluate(&prepared, &learner, &directory)?;
         Ok(Some(Start { learner, directory, prepared, state, evaluation }))
@@ -271,6 +272,15 @@ impl Run<'_> {
     /// Runs sampler and trainer until all steps are done or somebody stops.
     fn train(&self, start: Start, observer: &mut Observer<'_>) -> Result<Trained, Failure> {
         let Start { learner, directory, prepared, state, .. } = start;
+        let companions = Starting {
+            recipe: self.recipe,
+            run_dir: self.run_dir,
+            directory: &directory,
+            learner: &learner,
+            state: &state,
+            prepared: &prepared,
+        }
+        .companions()?;
         let Edge { producer, consumer, served: _served } =
             forward_edge::open(self.recipe, self.run_dir.path(), &self.runtime, self.report)?;
         let (publisher, hub) = weights::memory::hub();
@@ -290,13 +300,8 @@ impl Run<'_> {
         let config = self.recipe.trainer(self.run_dir.checkpoints());
         let edges: (_, Arc<dyn Publisher>) = (consumer, Arc::new(publisher));
         let evaluated = ModelDirectory::open(directory.path())?;
-        let mut trainer = Trainer::start(
-            config,
-            (learner, Companions::default(), &state),
-            directory,
-            edges,
-            Arc::clone(&stop),
-        )?;
+        let mut trainer =
+            Trainer::start(config, (learner, companions, &state), directory, edges, Arc::clone(&stop))?;
         let sampler = Sampler::spawn(worker, producer, Arc::clone(&stop))?;
         let trained = self.steps(&mut trainer, &sampler, observer, |trainer| {
             self.evaluate(&prepared, trainer.learner(), &evaluated)

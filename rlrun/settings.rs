@@ -184,10 +184,10 @@ impl Recipe {
         Team::new(cores, self.placement.trainer_threads.unwrap_or(cores.total()))
     }
 
-    /// Whether every group has a greedy decoding to be compared with: no algorithm of today's asks for one.
+    /// Whether every group has a greedy decoding to be compared with.
     #[must_use]
     pub fn greedy_baseline(&self) -> bool {
-        false
+        self.algorithm().advantage == Advantage::Greedy
     }
 
     /// What the sampler does.

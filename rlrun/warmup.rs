@@ -3,15 +3,16 @@
 //! Invariant: demonstration `i` of step `s` is a function of seed, `s` and `i`; the warm-up is the same every time. Whether
 //! a demonstration is wrong is drawn anew every time its task is shown, so the model cannot memorise who is careless.
 
-use model::{ModelDirectory, SpecialTokens};
+use model::ModelDirectory;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use rollout::tasks::arithmetic::{Demonstration, Sum};
 use trainer::learner::Learner;
 use trainer::schedule::{Schedule, Shape};
 use trainer::supervised::DemonstrationLoss;
-use trajectory::{PolicyVersion, Sample, SampleStreams, Task, VersionRun};
+use trajectory::{Sample, Task};
 
+use crate::demonstrations;
 use crate::failure::Failure;
 use crate::recipe::schema::Warmup;
 
@@ -45,7 +46,7 @@ pub fn warm_up(
                 let task = &tasks[((u64::from(rng.next_u32()) * tasks.len() as u64) >> 32) as usize];
                 let wrong = f64::from(rng.next_u32()) < warmup.wrong_share * 4_294_967_296.0;
                 let kind = if wrong { Demonstration::Wrong } else { Demonstration::Right };
-                demonstration(directory, task, kind)
+                demonstrations::sample(directory, &task.prompt, &Sum::of(task)?.demonstration(kind))
             })
             .collect::<Result<Vec<_>, Failure>>()?;
         let rows: Vec<&Sample> = samples.iter().collect();
@@ -55,23 +56,4 @@ pub fn warm_up(
         }
     }
     Ok(())
-}
-
-/// Prompt, worked answer and the token that ends it, as something to learn.
-fn demonstration(directory: &ModelDirectory, task: &Task, kind: Demonstration) -> Result<Sample, Failure> {
-    let prompt = directory.encode_prompt(&task.prompt)?;
-    let text = Sum::of(task)?.demonstration(kind);
-    let mut token_ids = prompt.clone();
-    token_ids.extend(directory.tokenizer().encode(&text, SpecialTokens::Omit)?);
-    token_ids.extend(directory.stop_token_ids().first());
-    let tokens = token_ids.len();
-    let streams = SampleStreams {
-        loss_mask: (0..tokens).map(|t| t >= prompt.len()).collect(),
-        behavior_logprobs: vec![0.0; tokens],
-        versions: vec![VersionRun { version: PolicyVersion::default(), len: tokens as u32 }],
-        kept: None,
-        temperature: 1.0,
-        token_ids,
-    };
-    Sample::new(streams).map_err(|error| Failure::Internal(format!("a demonstration is no sample: {error}")))
 }

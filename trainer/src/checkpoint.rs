@@ -5,6 +5,7 @@
 //!   model/                  Hugging Face directory: config, tokenizer, weights as f32
 //!   adapter/                with LoRA: the adapter in PEFT's layout; `model/` has it merged in
 //!   optimizer.safetensors   the state of every tensor that is trained
+//!   critic/                 with a critic of its own: the same two of its network, as a sequence classifier
 //!   trainer.json            version, updates, tokens
 //! checkpoints/base/         with LoRA: the frozen model as a Hugging Face directory, written once
 //! ```
@@ -23,6 +24,7 @@ use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
 use crate::TrainerError;
+use crate::critic::Network;
 use crate::learner::Learner;
 use crate::lora::{Adapter, LoraConfig};
 use crate::optimizer::{Optimizer, OptimizerConfig};
@@ -40,6 +42,9 @@ pub struct TrainerState {
     pub version: PolicyVersion,
     /// Updates of the optimizer.
     pub updates: u64,
+    /// Updates of the critic's optimizer.
+    #[serde(default)]
+    pub critic_updates: u64,
     /// Tokens trained on.
     pub trained_tokens: u64,
     /// Wall time of the run so far, seconds.
@@ -65,7 +70,7 @@ impl TrainerState {
     /// The state after `version` steps.
     #[must_use]
     pub fn new(version: PolicyVersion, updates: u64, trained_tokens: u64, time_s: f64) -> Self {
-        Self { format: FORMAT, version, updates, trained_tokens, time_s }
+        Self { format: FORMAT, version, updates, critic_updates: 0, trained_tokens, time_s }
     }
 }
 
@@ -85,6 +90,12 @@ pub fn adapter_path(checkpoint: &Path) -> PathBuf {
 #[must_use]
 pub fn base_path(checkpoints: &Path) -> PathBuf {
     checkpoints.join("base")
+}
+
+/// The critic in the directory of a checkpoint; not there without one of its own.
+#[must_use]
+pub fn critic_path(checkpoint: &Path) -> PathBuf {
+    checkpoint.join("critic")
 }
 
 /// Versions that have a checkpoint, ascending.
@@ -107,7 +118,7 @@ pub fn list(checkpoints: &Path) -> Vec<PolicyVersion> {
 pub fn save(
     checkpoints: &Path,
     directory: &ModelDirectory,
-    learner: &Learner,
+    (learner, critic): (&Learner, Option<&Network>),
     state: &TrainerState,
     keep_last: usize,
 ) -> Result<PathBuf, TrainerError> {
@@ -121,14 +132,15 @@ pub fn save(
         save_base(checkpoints, directory, || adapter.base_parameters(learner.parameters()))?;
     }
     atomic::directory(&target, |dir| {
-        directory.export(&dir.join("model"), learner.parameters())?;
+        write_network(dir, directory, learner)?;
         if let Some(adapter) = learner.adapter() {
             lora_files::write(&adapter_path(dir), adapter, &base_path(checkpoints))?;
         }
-        let write_error = |path: PathBuf| move |source| model::ModelError::Write { path, source };
-        let optimizer = dir.join("optimizer.safetensors");
-        moment_files::write(&optimizer, learner.trained(), learner.optimizer())
-            .map_err(write_error(optimizer.clone()))?;
+        if let Some(Network { learner, directory }) = critic {
+            let dir = critic_path(dir);
+            std::fs::create_dir(&dir).map_err(write_error(dir.clone()))?;
+            write_network(&dir, directory, learner)?;
+        }
         let numbers = dir.join("trainer.json");
         let json = serde_json::to_vec_pretty(state).unwrap_or_default();
         std::fs::write(&numbers, json).map_err(write_error(numbers.clone()))
@@ -140,6 +152,18 @@ pub fn save(
         }
     }
     Ok(target)
+}
+
+/// Writes the weights of a network and the state of its optimizer.
+fn write_network(dir: &Path, directory: &ModelDirectory, learner: &Learner) -> Result<(), model::ModelError> {
+    directory.export(&dir.join("model"), learner.parameters())?;
+    let optimizer = dir.join("optimizer.safetensors");
+    moment_files::write(&optimizer, learner.trained(), learner.optimizer())
+        .map_err(write_error(optimizer.clone()))
+}
+
+fn write_error(path: PathBuf) -> impl FnOnce(std::io::Error) -> model::ModelError {
+    move |source| model::ModelError::Write { path, source }
 }
 
 /// Writes the frozen model before the first checkpoint. What is there without any is of an attempt that was killed, and
@@ -185,6 +209,28 @@ pub fn load(
     let states = moment_files::read(&dir.join("optimizer.safetensors"), specs, &optimizer)?;
     let optimizer = Optimizer::resume(optimizer, state.updates, states);
     Ok(Checkpoint { directory, parameters, adapter, optimizer, state })
+}
+
+/// Reads the critic of the checkpoint in `dir`, whose numbers are `state`, with its directory and its optimizer.
+///
+/// # Errors
+/// If it is not there or broken, or its optimizer is another than `optimizer`.
+pub fn load_critic(
+    dir: &Path,
+    state: &TrainerState,
+    optimizer: OptimizerConfig,
+) -> Result<(ModelDirectory, Parameters, Optimizer), TrainerError> {
+    let path = critic_path(dir);
+    if !path.exists() {
+        let reason = "is not there, so the run has no critic of its own, but the recipe has one; start a new run from \
+                      the checkpoint's model";
+        return Err(broken(&path, reason.to_owned()));
+    }
+    let directory = ModelDirectory::open(&path.join("model"))?;
+    let parameters = directory.load_parameters()?;
+    let specs = parameters.layout().specs();
+    let states = moment_files::read(&path.join("optimizer.safetensors"), specs, &optimizer)?;
+    Ok((directory, parameters, Optimizer::resume(optimizer, state.critic_updates, states)))
 }
 
 /// The adapter of a checkpoint whose merged weights are `merged`.

@@ -230,9 +230,13 @@ impl Trainer {
     pub fn checkpoint(&mut self) -> Result<PathBuf, TrainerError> {
         let clock = Instant::now();
         let updates = self.learner.optimizer().updates();
-        let state = TrainerState::new(self.version, updates, self.trained_tokens, self.time_s());
+        let critic = self.companions.critic.as_ref().and_then(|critic| critic.network.as_ref());
+        let state = TrainerState {
+            critic_updates: critic.map_or(0, |network| network.learner.optimizer().updates()),
+            ..TrainerState::new(self.version, updates, self.trained_tokens, self.time_s())
+        };
         let (to, keep) = (&self.config.checkpoints, self.config.keep_last);
-        let path = checkpoint::save(to, &self.directory, &self.learner, &state, keep)?;
+        let path = checkpoint::save(to, &self.directory, (&self.learner, critic), &state, keep)?;
         self.buffer.ack_through(CONSUMER, self.version)?;
         self.save_checkpoint_s += clock.elapsed().as_secs_f64();
         Ok(path)

@@ -25,7 +25,7 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
         let mut learner = Learner::new(settings, config(), directory.load_parameters().unwrap(), None);
         advance(&mut learner, 3);
         let state = TrainerState::new(PolicyVersion(3), learner.optimizer().updates(), 77, 1.5);
-        let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
+        let dir = save(files.path(), &directory, (&learner, None), &state, 2).unwrap();
         let read = load(&dir, settings.optimizer, None).unwrap();
         assert_eq!((read.state, &read.optimizer), (state, learner.optimizer()));
         let own = |state: &&TensorState| match state {
@@ -51,7 +51,7 @@ fn a_checkpoint_of_another_optimizer_is_refused() {
         let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
         let learner = Learner::new(saved, config(), directory.load_parameters().unwrap(), None);
         let state = TrainerState::new(PolicyVersion(1), 0, 0, 0.0);
-        let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
+        let dir = save(files.path(), &directory, (&learner, None), &state, 2).unwrap();
         let message = load(&dir, wanted.optimizer, None).unwrap_err().to_string();
         let (saved, wanted) = (saved.optimizer.kind.as_str(), wanted.optimizer.kind.as_str());
         let says = format!(
@@ -67,7 +67,8 @@ fn a_basis_of_another_rank_is_refused_with_its_key() {
     let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
     let settings = with_optimizer(OptimizerKind::Dion);
     let learner = Learner::new(settings, config(), directory.load_parameters().unwrap(), None);
-    let dir = save(files.path(), &directory, &learner, &TrainerState::new(PolicyVersion(1), 0, 0, 0.0), 2);
+    let dir =
+        save(files.path(), &directory, (&learner, None), &TrainerState::new(PolicyVersion(1), 0, 0, 0.0), 2);
     let wanted = OptimizerConfig { dion_rank_fraction: 0.25, ..settings.optimizer };
     let message = load(&dir.unwrap(), wanted, None).unwrap_err().to_string();
     assert!(message.contains("basis.") && message.contains("`trainer.dion_rank_fraction`"), "{message}");
@@ -79,8 +80,14 @@ fn only_the_newest_are_kept_and_the_same_step_can_be_written_again() {
     let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
     let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
     for version in [1, 2, 3, 2] {
-        save(files.path(), &directory, &learner, &TrainerState::new(PolicyVersion(version), 0, 0, 0.0), 2)
-            .unwrap();
+        save(
+            files.path(),
+            &directory,
+            (&learner, None),
+            &TrainerState::new(PolicyVersion(version), 0, 0, 0.0),
+            2,
+        )
+        .unwrap();
     }
     assert_eq!(list(files.path()), [PolicyVersion(2), PolicyVersion(3)]);
     assert!(list(&files.path().join("nowhere")).is_empty());
@@ -92,7 +99,7 @@ fn broken_checkpoints_are_named() {
     let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
     let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
     let state = TrainerState::new(PolicyVersion(1), 0, 0, 0.0);
-    let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
+    let dir = save(files.path(), &directory, (&learner, None), &state, 2).unwrap();
     assert_eq!(dir, path(files.path(), PolicyVersion(1)));
     let message = || load(&dir, LEARNER.optimizer, None).unwrap_err().to_string();
 

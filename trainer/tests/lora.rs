@@ -136,7 +136,7 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
         let state = |version, learner: &Learner| {
             TrainerState::new(PolicyVersion(version), learner.optimizer().updates(), 77, 1.5)
         };
-        let dir = save(files.path(), &directory, &learner, &state(3, &learner), 1).unwrap();
+        let dir = save(files.path(), &directory, (&learner, None), &state(3, &learner), 1).unwrap();
         let read = load(&dir, settings.optimizer, Some(&lora())).unwrap();
         assert_eq!(read.adapter.as_ref(), learner.adapter());
         assert_eq!(read.parameters.values(), learner.parameters().values());
@@ -154,7 +154,7 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
         // The next checkpoint leaves the frozen model alone, and outlives the last one.
         let written = |path: &str| std::fs::metadata(base_path(files.path()).join(path)).unwrap().modified();
         let before = written("model.safetensors").unwrap();
-        let dir = save(files.path(), &directory, &resumed, &state(5, &resumed), 1).unwrap();
+        let dir = save(files.path(), &directory, (&resumed, None), &state(5, &resumed), 1).unwrap();
         assert_eq!(written("model.safetensors").unwrap(), before);
         assert!(load(&dir, settings.optimizer, Some(&lora())).is_ok());
         let frozen = ModelDirectory::open(&base_path(files.path())).unwrap().load_parameters().unwrap();
@@ -167,12 +167,12 @@ fn checkpoints_of_something_else_are_refused() {
     let files = tempfile::tempdir().unwrap();
     let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
     let state = |version| TrainerState::new(PolicyVersion(version), 0, 0, 0.0);
-    let plain = save(files.path(), &directory, &crate::learner(LEARNER), &state(1), 3).unwrap();
+    let plain = save(files.path(), &directory, (&crate::learner(LEARNER), None), &state(1), 3).unwrap();
     let message = |dir: &std::path::Path, lora: Option<&LoraConfig>| {
         load(dir, LEARNER.optimizer, lora).unwrap_err().to_string()
     };
     assert!(message(&plain, Some(&lora())).contains("the recipe has a section `[lora]`"));
-    let adapted = save(files.path(), &directory, &learner(LEARNER, moved()), &state(2), 3).unwrap();
+    let adapted = save(files.path(), &directory, (&learner(LEARNER, moved()), None), &state(2), 3).unwrap();
     assert!(message(&adapted, None).contains("the recipe has no section `[lora]`"));
     let other = LoraConfig { rank: 4, ..lora() };
     assert!(message(&adapted, Some(&other)).contains("has rank = 3"), "{}", message(&adapted, Some(&other)));
@@ -191,6 +191,6 @@ fn a_frozen_model_of_a_killed_attempt_is_replaced() {
     let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
     directory.export(&base_path(files.path()), &Parameters::random(&config(), 6)).unwrap();
     let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);
-    let dir = save(files.path(), &directory, &learner(LEARNER, moved()), &state, 1).unwrap();
+    let dir = save(files.path(), &directory, (&learner(LEARNER, moved()), None), &state, 1).unwrap();
     assert!(load(&dir, LEARNER.optimizer, Some(&lora())).is_ok());
 }
