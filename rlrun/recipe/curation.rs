@@ -5,7 +5,7 @@
 
 use super::ranges::{Checker, FRACTION, POSITIVE, SHARE};
 use super::schema::{Buffer, Curation, RawRecipe, Rollout};
-use super::words::OnStale;
+use super::words::{OnStale, Store};
 
 /// Checks both.
 pub(super) fn check_curation(raw: &RawRecipe, checker: &mut Checker<'_>) {
@@ -73,7 +73,15 @@ fn check_groups(curation: &Curation, rollout: &Rollout, checker: &mut Checker<'_
 
 /// Waiting for slow groups counts on none being older than its admission.
 fn check_success_pool(curation: &Curation, buffer: &Buffer, checker: &mut Checker<'_>) {
-    if curation.success_pool && buffer.on_stale == OnStale::Wait {
+    if !curation.success_pool {
+        return;
+    }
+    if buffer.store == Store::Http {
+        let message = "`curation.success_pool` needs a buffer that drops what is too old, and one that is served elsewhere \
+                       does not say whether it does";
+        let paths = ["curation.success_pool", "buffer.store"];
+        checker.report_latest(&paths, message, "use `buffer.store` \"redb\" with `buffer.on_stale` \"drop\"");
+    } else if buffer.on_stale == OnStale::Wait {
         let message = "`curation.success_pool` puts older trajectories into groups, and `buffer.on_stale` \"wait\" counts \
                        on no group being older than its admission";
         let paths = ["curation.success_pool", "buffer.on_stale"];
@@ -182,6 +190,10 @@ mod tests {
                 "from 2 to `rollout.group_size`, 8",
             ),
             (&["curation.success_pool=true"], "set `buffer.on_stale` to \"drop\""),
+            (
+                &["curation.success_pool=true", "buffer.store=http", "buffer.url=http://127.0.0.1:1"],
+                "served elsewhere does not say",
+            ),
             (&["rollout.interrupt_text=x"], "says nothing without `rollout.interrupt_after_min`"),
             (&["rollout.interrupt_after_max=9"], "says nothing without `rollout.interrupt_text`"),
             (
