@@ -20,7 +20,7 @@ use crate::moment_files::{Numbers, Stored, serialize};
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
 
-/// Keys of PEFT's config that change what an adapter computes, with the value that leaves plain LoRA; a key that is
+/// Keys of PEFT's config that change what an adapter computes, with the JSON that leaves plain LoRA; a key that is
 /// absent or null does too.
 const PLAIN: [(&str, &str); 20] = [
     ("bias", "\"none\""),
@@ -131,7 +131,8 @@ fn check_config(bytes: &[u8], expected: &LoraConfig) -> Result<(), String> {
     }
     for (key, plain) in PLAIN {
         let value = &config[key];
-        if !value.is_null() && value.to_string() != plain {
+        let plain: Value = serde_json::from_str(plain).unwrap_or_default();
+        if !value.is_null() && *value != plain {
             return Err(format!("has `{key}` {value}, which rlrun does not compute; it trains plain LoRA"));
         }
     }

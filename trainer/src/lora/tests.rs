@@ -1,3 +1,5 @@
+//! An adapter against its formula in f64, and its files against what PEFT writes.
+
 use half::{bf16, f16};
 use model::{Config, Cores, Layout, Sizes};
 use safetensors::tensor::{Dtype, TensorView};
@@ -163,8 +165,8 @@ fn files_give_back_what_was_written() {
 fn half_precision_adapters_are_read() {
     let base = base();
     let adapter = changed(&[TargetModule::OProj], &base);
-    type Bytes = fn(f32) -> [u8; 2];
-    let kinds: [(Dtype, Bytes, fn(f32) -> f32); 2] = [
+    type Kind = (Dtype, fn(f32) -> [u8; 2], fn(f32) -> f32);
+    let kinds: [Kind; 2] = [
         (Dtype::BF16, |x| bf16::from_f32(x).to_le_bytes(), |x| bf16::from_f32(x).to_f32()),
         (Dtype::F16, |x| f16::from_f32(x).to_le_bytes(), |x| f16::from_f32(x).to_f32()),
     ];

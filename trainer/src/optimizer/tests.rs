@@ -1,3 +1,5 @@
+//! What all optimizers have in common.
+
 use model::{Config, Cores, Layout, Sizes};
 
 use super::check::random;
