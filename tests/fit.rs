@@ -91,5 +91,5 @@ fn what_cannot_be_fitted_is_refused_with_its_reason() {
     home.rlrun(&["fit", "run", "--compute", "reward/mean"])
         .refused(&["reward/mean is no measure of compute"]);
     home.rlrun(&["fit", "run", "--ceiling", "0.1"]).refused(&["raise `--ceiling`"]);
-    home.rlrun(&["fit", "run", "--skip", "-3"]).refused(&["--skip"]);
+    home.rlrun(&["fit", "run", "--skip=-3"]).refused(&["--skip"]);
 }

@@ -23,7 +23,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crossbeam::channel::{Sender, TrySendError, bounded};
-use redb::{Database, ReadableDatabase, StorageBackend};
+use redb::{ReadableDatabase, StorageBackend};
 use serde::{Deserialize, Serialize};
 use trajectory::{Group, GroupId};
 
@@ -32,10 +32,12 @@ use crate::ledger::{Change, Kept, Row};
 use crate::payload;
 use crate::store::{Append, Done, Store, WRITE_WAIT};
 
+mod held;
 mod open;
 mod tables;
 mod writer;
 
+use held::Held;
 use open::Opened;
 use tables::SEGMENTS;
 use writer::Writer;
@@ -70,7 +72,7 @@ type Places = Mutex<HashMap<GroupId, Place>>;
 pub(crate) struct Journal {
     path: PathBuf,
     /// Written by the writer alone, who needs it exclusively only to give disk space back.
-    database: Arc<RwLock<Database>>,
+    database: Arc<RwLock<Held>>,
     places: Arc<Places>,
     at_hand: Arc<Mutex<AtHand>>,
     /// `None` only while the store is being dropped.

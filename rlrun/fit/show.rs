@@ -90,7 +90,7 @@ fn run_text(plan: &Plan, fitted: &Fitted) -> String {
         lines.push(format!("  error  {}", errors(measured, &after_start(points), |x| power.at(x))));
         lines.push(format!("  at {MORE} times the compute: {}", number(power.at(*far))));
     }
-    if !fit.asymptote.closed {
+    if !fit.asymptote.closed_above {
         lines.push(
             "note: the points do not bound A from above, as the curve has not bent enough; train longer before you trust A"
                 .to_owned(),
@@ -121,14 +121,16 @@ fn comparison(fitted: &[Fitted], common: &Common) -> String {
 }
 
 fn margin(margin: Margin) -> String {
-    let Margin { value, low, high, closed } = margin;
-    let most = if closed { number(high) } else { format!("{} or more", number(high)) };
-    format!("{} ({} to {most})", number(value), number(low))
+    let Margin { value, low, high, closed_below, closed_above } = margin;
+    let least = if closed_below { number(low) } else { format!("{} or less", number(low)) };
+    let most = if closed_above { number(high) } else { format!("{} or more", number(high)) };
+    format!("{} ({least} to {most})", number(value))
 }
 
 fn margin_json(margin: Margin) -> Value {
     // An end that the data did not set is no number.
-    json!({ "value": margin.value, "low": margin.low, "high": margin.closed.then_some(margin.high) })
+    let Margin { value, low, high, closed_below, closed_above } = margin;
+    json!({ "value": value, "low": closed_below.then_some(low), "high": closed_above.then_some(high) })
 }
 
 fn errors(curve: &Curve, points: &[Point], at: impl Fn(f64) -> f64 + Copy) -> String {

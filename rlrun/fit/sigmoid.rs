@@ -49,8 +49,10 @@ pub struct Margin {
     pub low: f64,
     /// Upper end.
     pub high: f64,
+    /// Whether the data end the margin below; else `low` is only the bound of the search.
+    pub closed_below: bool,
     /// Whether the data end the margin above; else `high` is only the bound of the search.
-    pub closed: bool,
+    pub closed_above: bool,
 }
 
 /// A scaling curve.
@@ -136,8 +138,10 @@ impl<'a> Problem<'a> {
         let best = self.best();
         let curve = self.curve(&best.params);
         let margin = |index, show: fn(f64) -> f64| {
-            let ((low, _), (high, closed)) = (self.edge(&best, index, -1.0), self.edge(&best, index, 1.0));
-            Margin { value: show(best.params[index]), low: show(low), high: show(high), closed }
+            let ((low, closed_below), (high, closed_above)) =
+                (self.edge(&best, index, -1.0), self.edge(&best, index, 1.0));
+            let value = show(best.params[index]);
+            Margin { value, low: show(low), high: show(high), closed_below, closed_above }
         };
         Fit {
             curve,
@@ -155,8 +159,9 @@ impl<'a> Problem<'a> {
         let value = curve.at(compute);
         let start = [value, curve.start, curve.half_gain.ln(), curve.exponent.ln()];
         let best = problem.refined(start, None);
-        let ((low, _), (high, closed)) = (problem.edge(&best, TOP, -1.0), problem.edge(&best, TOP, 1.0));
-        Margin { value, low: low.min(value), high: high.max(value), closed }
+        let ((low, closed_below), (high, closed_above)) =
+            (problem.edge(&best, TOP, -1.0), problem.edge(&best, TOP, 1.0));
+        Margin { value, low: low.min(value), high: high.max(value), closed_below, closed_above }
     }
 
     /// The curve of least squared error with this asymptote, and that error; the search starts at `near`.

@@ -11,6 +11,7 @@ use redb::{Database, DatabaseError, ReadableTable, StorageBackend, StorageError}
 use serde::de::DeserializeOwned;
 use trajectory::GroupId;
 
+use super::held::Held;
 use super::tables::{FORMAT, KEYS, LEASES, META, ROWS, SEGMENTS};
 use super::{Place, StoredRow, failed};
 use crate::ledger::Kept;
@@ -21,7 +22,7 @@ const CACHE_BYTES: usize = 64 << 20;
 
 /// A journal with what it kept.
 pub(super) struct Opened {
-    pub(super) database: Database,
+    pub(super) database: Held,
     pub(super) kept: Kept,
     pub(super) places: HashMap<GroupId, Place>,
     /// How often it has been opened, with this time.
@@ -46,7 +47,7 @@ pub(super) fn file(path: &Path) -> Result<Opened, BufferError> {
         made
     };
     let file_bytes = std::fs::metadata(path).map_err(failed(path, "measure"))?.len();
-    load(path, database, file_bytes)
+    load(path, Held::new(database), file_bytes)
 }
 
 /// The journal in another storage.
@@ -56,14 +57,11 @@ pub(super) fn backend(path: &Path, backend: impl StorageBackend) -> Result<Opene
         let AssertUnwindSafe(backend) = { backend };
         redb::Builder::new().set_cache_size(CACHE_BYTES).create_with_backend(backend)
     };
-    load(path, unpanicked(path, create)?, 0)
+    load(path, Held::new(unpanicked(path, create)?), 0)
 }
 
 /// redb checks what it reads, but not all of it: a damaged file can also make it panic.
-fn unpanicked(
-    path: &Path,
-    open: impl FnOnce() -> Result<Database, DatabaseError>,
-) -> Result<Database, BufferError> {
+fn unpanicked<T>(path: &Path, open: impl FnOnce() -> Result<T, DatabaseError>) -> Result<T, BufferError> {
     match catch_unwind(AssertUnwindSafe(open)) {
         Ok(opened) => opened.map_err(|error| open_error(path, error)),
         Err(panic) => Err(not_ours(path, panic_text(panic.as_ref()))),
@@ -101,8 +99,13 @@ pub(super) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     format!("damaged: {}", text.unwrap_or("of an unknown kind"))
 }
 
-/// Checks whose file this is, counts the opening, and reads all but the payloads.
-fn load(path: &Path, database: Database, file_bytes: u64) -> Result<Opened, BufferError> {
+/// Checks that the file is whole and whose it is, counts the opening, and reads all but the payloads.
+///
+/// The checksums of all pages come first, before anything is written: redb trusts what it reads, and a damaged list of
+/// free pages makes it panic in the midst of a commit and once more while that unwinds, which would end the process.
+fn load(path: &Path, mut database: Held, file_bytes: u64) -> Result<Opened, BufferError> {
+    // What was only not put in order, as after a crash, redb has put in order by then.
+    unpanicked(path, || database.check_integrity())?;
     let stored = catch_unwind(AssertUnwindSafe(|| read_tables(&database)))
         .map_err(|panic| not_ours(path, panic_text(panic.as_ref())))?
         .map_err(|error| read_error(path, error))?;

@@ -10,10 +10,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use crossbeam::channel::Receiver;
-use redb::{Database, Table};
+use redb::Table;
 use serde::Serialize;
 use trajectory::{GroupId, PolicyVersion};
 
+use super::held::Held;
 use super::open::panic_text;
 use super::tables::{KEYS, LEASES, META, ROWS, SEGMENTS};
 use super::{AtHand, Place, Places, Request, StoredRow, check, lock, stopped};
@@ -43,7 +44,7 @@ pub(super) struct Space {
 
 pub(super) struct Writer {
     path: PathBuf,
-    database: Arc<RwLock<Database>>,
+    database: Arc<RwLock<Held>>,
     places: Arc<Places>,
     at_hand: Arc<Mutex<AtHand>>,
     broken: Arc<Mutex<Option<String>>>,
@@ -72,7 +73,7 @@ struct Tables<'t> {
 impl Writer {
     pub(super) fn new(
         path: &Path,
-        database: Arc<RwLock<Database>>,
+        database: Arc<RwLock<Held>>,
         places: Arc<Places>,
         at_hand: Arc<Mutex<AtHand>>,
         broken: Arc<Mutex<Option<String>>>,
