@@ -114,6 +114,7 @@ fn a_free_page_that_does_not_exist_is_told() {
             turns: Vec::new(),
             text: String::new(),
             score: Default::default(),
+            baseline: false,
         }];
         buffer.submit(&n.to_string(), Group { id: GroupId(0), task, trajectories }).unwrap();
     }
