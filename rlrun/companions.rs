@@ -14,6 +14,7 @@ use trajectory::PolicyVersion;
 use crate::demonstrations;
 use crate::failure::Failure;
 use crate::prepare::Prepared;
+use crate::recipe::words::SupervisedKind;
 use crate::recipe::{DataSource, Recipe};
 use crate::run_dir::RunDir;
 
@@ -40,8 +41,16 @@ impl Starting<'_> {
         })
     }
 
-    fn reference(&self) -> Result<Option<Frozen>, Failure> {
-        if !self.recipe.algorithm().needs_reference() {
+    /// The policy that the trained one is held by, if anything is.
+    ///
+    /// # Errors
+    /// A model that cannot be read or does not fit.
+    pub(crate) fn reference(&self) -> Result<Option<Frozen>, Failure> {
+        let compared = match &self.recipe.supervised {
+            Some(supervised) => matches!(supervised.kind, SupervisedKind::Dpo | SupervisedKind::Ipo),
+            None => self.recipe.algorithm().needs_reference(),
+        };
+        if !compared {
             return Ok(None);
         }
         if let Some(path) = &self.recipe.algorithm.reference {

@@ -46,4 +46,5 @@ pub mod run_dir;
 pub mod serve;
 pub mod settings;
 pub mod signals;
+mod supervised;
 pub mod warmup;

@@ -128,6 +128,16 @@ impl<'a> Observer<'a> {
         Ok(())
     }
 
+    /// Writes and shows what was measured without sampling.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub fn record(&mut self, metrics: &Metrics) -> Result<(), Failure> {
+        self.write(metrics)?;
+        self.report.step(metrics);
+        Ok(())
+    }
+
     fn policy(&self, metrics: &mut Metrics, inputs: &StepInputs<'_>) {
         let StepReport { version, counts, sums, grad_norm, learning_rate, batch, .. } = inputs.step;
         let groups = counts.groups.max(1) as f64;

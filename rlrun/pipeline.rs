@@ -31,14 +31,16 @@ use crate::companions::Starting;
 use crate::curation;
 use crate::failure::Failure;
 use crate::forward_edge::{self, Edge};
+use crate::metrics::Metrics;
 use crate::observe::{Observer, StepInputs};
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::recipe::Recipe;
-use crate::recipe::schema::Warmup;
+use crate::recipe::schema::{Supervised, Warmup};
 use crate::recipe::words::Store;
 use crate::report::{Report, SamplePair, Summary};
 use crate::run_dir::RunDir;
 use crate::signals::Signals;
+use crate::supervised::{self, Lessons};
 use crate::warmup::warm_up;
 
 /// Decay of the second moment in the warm-up.
@@ -132,7 +134,10 @@ impl Run<'_> {
             observer.initial(version, evaluation)?;
         }
         let before = start.evaluation.clone();
-        let trained = self.train(start, &mut observer)?;
+        let trained = match &self.recipe.supervised {
+            Some(supervised) => self.study(supervised, start, &mut observer)?,
+            None => self.train(start, &mut observer)?,
+        };
         let done = trained.version.0 >= self.recipe.trainer.steps;
         let ending = if done { Ending::Done } else { Ending::Stopped };
         observer.event("end", &serde_json::json!({ "version": trained.version, "done": done }))?;
@@ -174,10 +179,6 @@ impl Run<'_> {
         let prepared = self.prepared(&directory)?;
         prepared.announce(self.report, &directory);
         let mut parameters = directory.load_parameters()?;
-        if recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Shared) {
-            directory = directory.with_head(Head::LanguageAndValue);
-            parameters = parameters.with_head(directory.config());
-        }
         // What is wrong with an adapter shows before the warm-up, not after it.
         recipe.adapter(&parameters)?;
         if let Some(warmup) = &recipe.warmup {
@@ -185,6 +186,12 @@ impl Run<'_> {
                 return Ok(None);
             };
             parameters = warm;
+        }
+        let shared = recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Shared);
+        let head = if shared { Head::LanguageAndValue } else { supervised::head(recipe) };
+        if directory.config().head != head {
+            directory = directory.with_head(head);
+            parameters = parameters.with_head(directory.config());
         }
         let adapter = recipe.adapter(&parameters)?;
         if let Some(adapter) = &adapter {
@@ -204,7 +211,7 @@ impl Run<'_> {
     fn prepared(&self, directory: &ModelDirectory) -> Result<Prepared, Failure> {
         let prepared = Prepared::new(self.recipe, directory)?;
         Ok(match &self.rewards {
-            Some(rewards) => Prepared { rewards: Arc::clone(rewards), ..prepared },
+            Some(rewards) => Prepared { rewards: Some(Arc::clone(rewards)), ..prepared },
             None => prepared,
         })
     }
@@ -314,6 +321,78 @@ impl Run<'_> {
         Ok(Trained { version: trainer.version(), time_s: trainer.time_s(), evaluation })
     }
 
+    /// Trains without sampling until all steps are done or somebody stops.
+    fn study(
+        &self,
+        config: &Supervised,
+        start: Start,
+        observer: &mut Observer<'_>,
+    ) -> Result<Trained, Failure> {
+        let Start { mut learner, directory, prepared, mut state, .. } = start;
+        let starting = Starting {
+            recipe: self.recipe,
+            run_dir: self.run_dir,
+            directory: &directory,
+            learner: &learner,
+            state: &state,
+            prepared: &prepared,
+        };
+        let lessons =
+            Lessons::new(self.recipe, config, ModelDirectory::open(directory.path())?, starting.reference()?);
+        let (began, earlier) = (Instant::now(), state.time_s);
+        let (steps, every) = (self.recipe.trainer.steps, self.recipe.checkpoint.interval);
+        let phase = self.report.phase("training", steps);
+        let mut last = None;
+        let checkpoints = self.run_dir.checkpoints();
+        let keep = self.recipe.checkpoint.keep_last;
+        while state.version.0 < steps && !self.signals.stop_requested() {
+            let clock = Instant::now();
+            let (mut metrics, tokens) = lessons.step(state.version.0, &mut learner, &prepared.train)?;
+            state.version = state.version.next();
+            state.updates = learner.optimizer().updates();
+            state.trained_tokens += tokens;
+            state.time_s = earlier + began.elapsed().as_secs_f64();
+            let seconds = clock.elapsed().as_secs_f64();
+            metrics.set("time_s", state.time_s);
+            metrics.set("time/step", seconds);
+            metrics.set("trainer/tokens_per_s", tokens as f64 / seconds.max(f64::MIN_POSITIVE));
+            let (version, interval) = (state.version.0, self.recipe.eval.interval);
+            if version == steps || (interval > 0 && version.is_multiple_of(interval)) {
+                last = self.examine(&lessons, &prepared, &learner, &directory, &mut metrics)?.or(last);
+            }
+            observer.record(&metrics)?;
+            phase.set(version, "");
+            if every > 0 && version.is_multiple_of(every) {
+                observer.sync()?;
+                trainer::checkpoint::save(&checkpoints, &directory, (&learner, None), &state, keep)?;
+            }
+        }
+        observer.sync()?;
+        trainer::checkpoint::save(&checkpoints, &directory, (&learner, None), &state, keep)?;
+        Ok(Trained { version: state.version, time_s: state.time_s, evaluation: last })
+    }
+
+    /// Measures on held-out tasks: answers of a policy, and how well pairs are told apart.
+    fn examine(
+        &self,
+        lessons: &Lessons<'_>,
+        prepared: &Prepared,
+        learner: &Learner,
+        directory: &ModelDirectory,
+        metrics: &mut Metrics,
+    ) -> Result<Option<Evaluation>, Failure> {
+        if let Some(tasks) = &prepared.eval
+            && let Some(accuracy) = lessons.pair_accuracy(learner, tasks)?
+        {
+            metrics.set("eval/pair_accuracy", accuracy);
+        }
+        let evaluation = self.evaluate(prepared, learner, directory)?;
+        if let Some(evaluation) = &evaluation {
+            metrics.set("eval/accuracy", evaluation.accuracy());
+        }
+        Ok(evaluation)
+    }
+
     /// A sampler around `engine`, with its rewards and its source of weights.
     fn sampler(
         &self,
@@ -323,7 +402,9 @@ impl Run<'_> {
         subscriber: Arc<dyn Subscriber>,
     ) -> Worker {
         let capacity = self.recipe.rollout.max_running * 2;
-        let rewards = Arc::clone(&prepared.rewards);
+        let Some(rewards) = prepared.rewards.clone() else {
+            unreachable!("a recipe without rewards is refused where something is sampled")
+        };
         let scorer = Scorer::start(self.runtime.handle(), rewards, producer, curation.clone(), capacity);
         let applier = Applier::start(subscriber, engine.model().clone(), self.recipe.rollout.quantization);
         Worker::new(self.recipe.worker(), engine, Arc::clone(&prepared.train), applier, scorer)

@@ -52,8 +52,8 @@ pub struct Prepared {
     pub train: Arc<PromptSet>,
     /// Held-out tasks, if there are any.
     pub eval: Option<PromptSet>,
-    /// What trajectories are worth.
-    pub rewards: Arc<RewardSet>,
+    /// What trajectories are worth; `None` where nothing is sampled, as for a reward model.
+    pub rewards: Option<Arc<RewardSet>>,
 }
 
 impl Recipe {
@@ -108,7 +108,8 @@ impl Prepared {
         if longest + completion > context {
             return Err(RolloutError::ContextTooShort { prompt: longest, completion, context }.into());
         }
-        Ok(Self { train: Arc::new(train), eval, rewards: Arc::new(recipe.reward_set()?) })
+        let rewards = if recipe.rewards.is_empty() { None } else { Some(Arc::new(recipe.reward_set()?)) };
+        Ok(Self { train: Arc::new(train), eval, rewards })
     }
 
     /// Says what there is to train on.
@@ -142,7 +143,7 @@ impl Prepared {
         directory: &ModelDirectory,
         (runtime, cores): (&RewardRuntime, &Arc<Cores>),
     ) -> Result<Option<Evaluation>, Failure> {
-        let Some(prompts) = &self.eval else { return Ok(None) };
+        let (Some(prompts), Some(rewards)) = (&self.eval, &self.rewards) else { return Ok(None) };
         let config = EvaluationConfig {
             engine: recipe.engine(prompts.longest()),
             sampling: recipe.eval_sampling(),
@@ -150,7 +151,7 @@ impl Prepared {
         };
         let stop = recipe.stop_rules(directory);
         let team = Arc::new(recipe.rollout_team(cores));
-        Ok(Some(evaluate(&config, (decoder, team), prompts, (&stop, &self.rewards, runtime.handle()))?))
+        Ok(Some(evaluate(&config, (decoder, team), prompts, (&stop, rewards, runtime.handle()))?))
     }
 }
 

@@ -278,18 +278,24 @@ impl Recipe {
         })
     }
 
+    /// The learning rate of every step.
+    #[must_use]
+    pub fn schedule(&self) -> Schedule {
+        Schedule {
+            peak: self.trainer.learning_rate as f32,
+            shape: self.trainer.schedule,
+            warmup_steps: self.trainer.warmup_steps,
+            decay_steps: self.trainer.decay_steps.unwrap_or(0),
+            steps: self.trainer.steps,
+        }
+    }
+
     /// The training steps.
     #[must_use]
     pub fn trainer(&self, checkpoints: PathBuf) -> TrainerConfig {
         TrainerConfig {
             algorithm: self.algorithm(),
-            schedule: Schedule {
-                peak: self.trainer.learning_rate as f32,
-                shape: self.trainer.schedule,
-                warmup_steps: self.trainer.warmup_steps,
-                decay_steps: self.trainer.decay_steps.unwrap_or(0),
-                steps: self.trainer.steps,
-            },
+            schedule: self.schedule(),
             split: Split {
                 minibatches: self.trainer.minibatches,
                 max_completion_length: self.rollout.max_completion_length,

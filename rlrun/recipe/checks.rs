@@ -12,7 +12,7 @@ use super::layers::{Origin, Origins};
 use super::ranges::{Checker, check_ranges};
 use super::schema::{Buffer, RandomModel, RawData, RawModel, RawRecipe, RewardSpec, Rollout, Warmup};
 use super::training::{check_lora, check_trainer};
-use super::words::{OnStale, Quantization, RewardKind, SampleOrder, Store};
+use super::words::{OnStale, Quantization, RewardKind, SampleOrder, Store, SupervisedKind};
 use super::{Data, DataSource, Files, Model, Recipe};
 
 /// Checks everything; `stem` names the run if the recipe does not.
@@ -25,6 +25,12 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
     let data = check_data(std::mem::take(&mut raw.data), &mut checker);
     let generated = data.as_ref().is_some_and(|data| matches!(data.source, DataSource::Arithmetic(_)));
     let warmup = check_warmup(raw.warmup.take(), data.is_none() || generated, &mut checker);
+    super::supervised::check(&raw, generated, &mut checker);
+    let scored = raw.supervised.as_ref().is_none_or(|s| s.kind != SupervisedKind::RewardModel);
+    if raw.rewards.is_empty() && scored {
+        let help = "write a section `[[rewards]]` with `kind = \"math\"` or another kind";
+        checker.report("rewards", "there is no reward: nothing could be learnt", help);
+    }
     check_rewards(&mut raw.rewards, &raw.rollout, raw.deadlines.wait_s, &mut checker);
     if let Some(data) = &data {
         check_tokens(&raw, data.max_prompt_length, &mut checker);
@@ -44,6 +50,7 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
         model,
         data,
         warmup,
+        supervised: raw.supervised,
         rollout: raw.rollout,
         rewards: raw.rewards,
         curation: raw.curation,
@@ -258,10 +265,6 @@ fn check_warmup(warmup: Option<Warmup>, generated: bool, checker: &mut Checker<'
 }
 
 fn check_rewards(rewards: &mut [RewardSpec], rollout: &Rollout, wait_s: f64, checker: &mut Checker<'_>) {
-    if rewards.is_empty() {
-        let help = "write a section `[[rewards]]` with `kind = \"math\"` or another kind";
-        checker.report("rewards", "there is no reward: nothing could be learnt", help);
-    }
     let mut names = BTreeMap::new();
     for (index, reward) in rewards.iter_mut().enumerate() {
         check_reward_keys(index, reward, checker);

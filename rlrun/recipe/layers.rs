@@ -41,6 +41,14 @@ impl Origins {
         self.entries.get(path)
     }
 
+    /// The value `path`, or the first value under it, that a layer gave.
+    pub(super) fn first_under(&self, path: &str) -> Option<String> {
+        let under = |found: &&String| {
+            found.strip_prefix(path).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
+        };
+        self.entries.keys().find(under).cloned()
+    }
+
     /// `file:line:column` of the key, `--set`, `environment`, or `default`.
     #[must_use]
     pub fn describe(&self, path: &str) -> String {

@@ -17,6 +17,7 @@ mod ranges;
 mod resolved;
 pub mod schema;
 mod source;
+mod supervised;
 mod training;
 pub mod words;
 
@@ -26,7 +27,7 @@ pub use diagnostic::{Diagnostic, Place};
 pub use layers::{Origin, Origins};
 use schema::{
     Algorithm, Arithmetic, Buffer, Checkpoint, Critic, Curation, Deadlines, Eval, Log, Lora, Placement,
-    RandomModel, RewardSpec, Rollout, Trainer, Warmup,
+    RandomModel, RewardSpec, Rollout, Supervised, Trainer, Warmup,
 };
 pub use source::Layer;
 use words::Overlong;
@@ -44,6 +45,8 @@ pub struct Recipe {
     pub data: Data,
     /// Supervised warm-up; only with generated tasks, `steps` at least 1.
     pub warmup: Option<Warmup>,
+    /// Training without sampling, instead of reinforcement learning.
+    pub supervised: Option<Supervised>,
     /// How trajectories are sampled.
     pub rollout: Rollout,
     /// At least one; names are filled in and unique.

@@ -22,7 +22,7 @@ pub(super) struct Bounds {
 }
 
 pub(super) const POSITIVE: Bounds = Bounds { words: "above 0", hold: |x| x > 0.0 };
-const NOT_NEGATIVE: Bounds = Bounds { words: "0 or more", hold: |x| x >= 0.0 };
+pub(super) const NOT_NEGATIVE: Bounds = Bounds { words: "0 or more", hold: |x| x >= 0.0 };
 pub(super) const SHARE: Bounds =
     Bounds { words: "at least 0 and below 1", hold: |x| (0.0..1.0).contains(&x) };
 pub(super) const FRACTION: Bounds = Bounds { words: "above 0 and at most 1", hold: |x| x > 0.0 && x <= 1.0 };
@@ -51,13 +51,18 @@ impl Checker<'_> {
         self.origins.get(path).is_some()
     }
 
+    /// The key `path`, or the first key under it, if the user wrote one.
+    pub(super) fn first_given(&self, path: &str) -> Option<String> {
+        self.origins.first_under(path)
+    }
+
     pub(super) fn number(&mut self, path: &str, value: f64, bounds: Bounds) {
         if !(value.is_finite() && (bounds.hold)(value)) {
             self.report(path, format!("`{path}` is {value}; it must be {}", bounds.words), "");
         }
     }
 
-    fn at_least_one(&mut self, path: &str, value: usize) {
+    pub(super) fn at_least_one(&mut self, path: &str, value: usize) {
         if value == 0 {
             self.report(path, format!("`{path}` is 0; it must be 1 or more"), "");
         }

@@ -28,7 +28,8 @@ pub(super) fn write(recipe: &Recipe, origins: &Origins) -> String {
 fn to_raw(recipe: &Recipe) -> RawRecipe {
     let Recipe { name, seed, model, data, warmup, rollout, rewards, buffer, algorithm, trainer, .. } =
         recipe.clone();
-    let Recipe { critic, curation, lora, placement, eval, checkpoint, log, deadlines, .. } = recipe.clone();
+    let Recipe { supervised, critic, curation, lora, placement, eval, checkpoint, log, deadlines, .. } =
+        recipe.clone();
     let model = match model {
         Model::Path(path) => RawModel { path: Some(path), random: None },
         Model::Random(random) => RawModel { path: None, random: Some(random) },
@@ -40,6 +41,7 @@ fn to_raw(recipe: &Recipe) -> RawRecipe {
         model,
         data: to_raw_data(data),
         warmup,
+        supervised,
         rollout,
         rewards,
         curation,
@@ -90,6 +92,23 @@ fn drop_without_effect(table: &mut Table, recipe: &Recipe) {
     if let Some(Value::Table(curation)) = table.get_mut("curation") {
         for (key, _) in recipe.curation.keys_without_effect() {
             curation.remove(key);
+        }
+    }
+    if let Some(supervised) = &recipe.supervised {
+        for section in super::supervised::WITHOUT_EFFECT {
+            table.remove(section);
+        }
+        if let Some(Value::Table(of)) = table.get_mut("supervised") {
+            let generated = matches!(recipe.data.source, DataSource::Arithmetic(_));
+            let columns = ["completion_column", "chosen_column", "rejected_column"];
+            let columns = columns.iter().filter(|_| generated);
+            for key in supervised.keys_without_effect().iter().chain(columns) {
+                of.remove(*key);
+            }
+        }
+        if let Some(Value::Table(trainer)) = table.get_mut("trainer") {
+            trainer.remove("minibatches");
+            trainer.remove("epochs");
         }
     }
     if let Some(Value::Table(buffer)) = table.get_mut("buffer") {

@@ -78,3 +78,31 @@ pub enum CorrectionKind {
     /// Sequences whose divergence is above the cap are left out.
     K3Mask,
 }
+
+/// What is learnt without sampling.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SupervisedKind {
+    /// Demonstrations, by their likelihood.
+    #[default]
+    Sft,
+    /// Preferences (arXiv 2305.18290).
+    Dpo,
+    /// Preferences, without overconfidence in them (arXiv 2310.12036).
+    Ipo,
+    /// A score of completions (Bradley-Terry).
+    RewardModel,
+}
+
+impl SupervisedKind {
+    /// The word of the recipe.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Sft => "sft",
+            Self::Dpo => "dpo",
+            Self::Ipo => "ipo",
+            Self::RewardModel => "reward_model",
+        }
+    }
+}

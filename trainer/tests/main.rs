@@ -2,6 +2,7 @@
 
 mod checkpoint;
 mod goldens;
+mod identities;
 mod learner;
 mod lora;
 mod step;

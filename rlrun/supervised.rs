@@ -1,0 +1,191 @@
+//! Runs without sampling: demonstrations, preferences, reward models.
+//!
+//! Invariant: example `i` of step `s` is a function of seed, `s` and `i`, so a run that was resumed ends with the same bits.
+
+use model::{Head, ModelDirectory};
+use rollout::PromptSet;
+use rollout::tasks::arithmetic::{Demonstration, Sum};
+use serde_json::Value;
+use trainer::loss::preference::Preference;
+use trainer::schedule::Schedule;
+use trainer::supervised::{DemonstrationLoss, PairLoss, PairReport};
+use trainer::{Frozen, Learner};
+use trajectory::{GroupId, Sample, Task};
+
+use crate::demonstrations::{self, masked};
+use crate::failure::Failure;
+use crate::metrics::Metrics;
+use crate::recipe::schema::Supervised;
+use crate::recipe::words::SupervisedKind;
+use crate::recipe::{DataSource, Recipe};
+
+/// Held-out pairs that are scored at a time.
+const MEASURED: usize = 64;
+
+/// One supervised run.
+pub(crate) struct Lessons<'a> {
+    config: &'a Supervised,
+    directory: ModelDirectory,
+    generated: bool,
+    max_context: usize,
+    schedule: Schedule,
+    pairs: Option<PairLoss>,
+}
+
+/// Which head a model needs to be trained as the recipe says.
+pub(crate) fn head(recipe: &Recipe) -> Head {
+    match &recipe.supervised {
+        Some(supervised) if supervised.kind == SupervisedKind::RewardModel => Head::Value,
+        _ => Head::Language,
+    }
+}
+
+impl<'a> Lessons<'a> {
+    /// Gets ready, and looks at every task: what is missing shows before the first step.
+    ///
+    /// # Errors
+    /// A task that has no such column, or that is too long.
+    pub(crate) fn new(
+        recipe: &'a Recipe,
+        config: &'a Supervised,
+        directory: ModelDirectory,
+        reference: Option<Frozen>,
+    ) -> Self {
+        let preference =
+            |preference| reference.clone().map(|reference| PairLoss::Preference { preference, reference });
+        let (beta, smoothing) = (config.beta, config.smoothing);
+        let pairs = match config.kind {
+            SupervisedKind::Sft => None,
+            SupervisedKind::Dpo => preference(Preference::Dpo { beta, smoothing }),
+            SupervisedKind::Ipo => preference(Preference::Ipo { beta }),
+            SupervisedKind::RewardModel => Some(PairLoss::Reward { margin: config.margin }),
+        };
+        Self {
+            config,
+            generated: matches!(recipe.data.source, DataSource::Arithmetic(_)),
+            max_context: directory.config().max_context(),
+            schedule: recipe.schedule(),
+            directory,
+            pairs,
+        }
+    }
+
+    /// One step; `step` counts from 0. Returns what there is to report.
+    ///
+    /// # Errors
+    /// A task without an example, or a step that fails.
+    pub(crate) fn step(
+        &self,
+        step: u64,
+        learner: &mut Learner,
+        tasks: &PromptSet,
+    ) -> Result<(Metrics, u64), Failure> {
+        let batch = self.config.batch as u64;
+        let mut samples = Vec::new();
+        let mut place = step * batch;
+        // Generated tasks that both kinds of demonstration answer alike are no pair; others take their places.
+        while samples.len() < self.config.batch * self.rows_per_example() {
+            let (task, _) = tasks.of(GroupId(place));
+            samples.extend(self.example(task)?);
+            place += 1;
+            if place > (step + 1) * batch + tasks.len() as u64 && samples.is_empty() {
+                return Err(Failure::Argument("no task has two different answers to compare".to_owned()));
+            }
+        }
+        let rows: Vec<&Sample> = samples.iter().collect();
+        let rate = self.schedule.at(step);
+        let mut metrics = Metrics::default();
+        metrics.set("step", (step + 1) as f64);
+        let grad_norm = match &self.pairs {
+            None => {
+                let (norm, losses) = learner.step(&rows, &DemonstrationLoss::over(&rows), rate)?;
+                metrics.set("loss/mean", losses.iter().sum());
+                norm
+            }
+            Some(pairs) => {
+                let PairReport { loss, accuracy, margin, grad_norm } = pairs.step(learner, &rows, rate)?;
+                metrics.set("loss/mean", loss);
+                metrics.set("pairs/accuracy", accuracy);
+                metrics.set("pairs/margin", margin);
+                grad_norm
+            }
+        };
+        metrics.set("optim/grad_norm", f64::from(grad_norm));
+        metrics.set("optim/lr", f64::from(rate));
+        Ok((metrics, rows.iter().map(|row| row.trained_tokens() as u64).sum()))
+    }
+
+    /// Share of held-out pairs that are told apart rightly.
+    ///
+    /// # Errors
+    /// A task without an example.
+    pub(crate) fn pair_accuracy(&self, learner: &Learner, tasks: &PromptSet) -> Result<Option<f64>, Failure> {
+        let Some(pairs) = &self.pairs else { return Ok(None) };
+        let mut samples = Vec::new();
+        for (task, _) in tasks.iter() {
+            samples.extend(self.example(task)?);
+        }
+        let (mut right, mut all) = (0.0, 0.0);
+        for chunk in samples.chunks(2 * MEASURED) {
+            let rows: Vec<&Sample> = chunk.iter().collect();
+            let count = (rows.len() / 2) as f64;
+            right += count * pairs.measure(learner, &rows)?.accuracy;
+            all += count;
+        }
+        Ok((all > 0.0).then(|| right / all))
+    }
+
+    fn rows_per_example(&self) -> usize {
+        if self.config.kind == SupervisedKind::Sft { 1 } else { 2 }
+    }
+
+    /// The rows of a task: a demonstration, or a chosen and a rejected completion; nothing where those are the same.
+    fn example(&self, task: &Task) -> Result<Vec<Sample>, Failure> {
+        let texts = if self.config.kind == SupervisedKind::Sft {
+            let column = (!self.generated).then_some(self.config.completion_column.as_str());
+            vec![demonstrations::text(task, column)?]
+        } else if self.generated {
+            let sum = Sum::of(task)?;
+            [Demonstration::Right, Demonstration::Wrong].map(|kind| sum.demonstration(kind)).to_vec()
+        } else {
+            vec![
+                completion(task, &self.config.chosen_column)?,
+                completion(task, &self.config.rejected_column)?,
+            ]
+        };
+        if let [chosen, rejected] = &texts[..]
+            && chosen == rejected
+        {
+            return Ok(Vec::new());
+        }
+        texts.iter().map(|text| self.row(task, text)).collect()
+    }
+
+    fn row(&self, task: &Task, text: &str) -> Result<Sample, Failure> {
+        let mut sample = demonstrations::sample(&self.directory, &task.prompt, text)?;
+        if self.config.kind == SupervisedKind::RewardModel {
+            // Judged at its last token: the value that stands before one more, which itself is never read.
+            let mut token_ids = sample.token_ids().to_vec();
+            token_ids.extend(sample.token_ids().last().copied());
+            let tokens = token_ids.len();
+            sample = masked(token_ids, tokens - 1)?;
+        }
+        let tokens = sample.token_ids().len();
+        if tokens > self.max_context {
+            return Err(Failure::Argument(format!(
+                "task {} has {tokens} tokens with its completion, more than the model's context of {}; leave it out",
+                task.id.0, self.max_context
+            )));
+        }
+        Ok(sample)
+    }
+}
+
+/// A completion of a pair: a text, or messages of which the last one counts (TRL's two forms).
+fn completion(task: &Task, column: &str) -> Result<String, Failure> {
+    let last = task.columns.get(column).and_then(Value::as_array).and_then(|messages| messages.last());
+    match last.and_then(|message| message.get("content")).and_then(Value::as_str) {
+        Some(text) => Ok(text.to_owned()),
+        None => demonstrations::text(task, Some(column)),
+    }
+}
