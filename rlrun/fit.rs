@@ -16,9 +16,9 @@ mod show;
 pub mod sigmoid;
 
 use curve::{Curve, Measured, Window};
-use numeric::scanned_minimum;
+use numeric::{fisher_3_95, scanned_minimum};
 use power::PowerLaw;
-use sigmoid::{Fit, Margin, Problem, Sigmoid};
+use sigmoid::{Fit, Margin, Point, Problem, Sigmoid};
 
 use crate::args::FitArgs;
 use crate::failure::Failure;
@@ -42,11 +42,20 @@ struct Plan {
 struct Fitted {
     measured: Curve,
     fit: Fit,
+    ceiling: Ceiling,
     /// The compute that is predicted at.
     far: f64,
     predicted: Margin,
     /// `None` if too few points differ in compute.
     power: Option<PowerLaw>,
+}
+
+/// The highest asymptote that a fit may have.
+#[derive(Clone, Copy, Debug)]
+struct Ceiling {
+    value: f64,
+    /// Whether the metric cannot go higher; else it is only the end of the search.
+    is_real: bool,
 }
 
 /// The fits of several runs to one asymptote.
@@ -83,9 +92,12 @@ impl Plan {
     fn fit(&self, measured: Curve) -> Result<Fitted, Failure> {
         let run = &measured.run;
         let ceiling = self.ceiling(&measured);
-        if measured.points.iter().all(|point| point.value >= ceiling) {
-            let message =
-                format!("all values of {} in `{run}` are {ceiling} or more; raise `--ceiling`", self.metric);
+        if measured.points.iter().all(|point| point.value >= ceiling.value) {
+            let message = format!(
+                "all values of {} in `{run}` are at the ceiling of {} or above, so that there is no gain to fit; \
+                 `--ceiling` sets another",
+                self.metric, ceiling.value
+            );
             return Err(Failure::Argument(message));
         }
         let last =
@@ -97,28 +109,31 @@ impl Plan {
             );
             return Err(Failure::Argument(message));
         }
-        let problem = Problem::new(&measured.points, ceiling);
+        let problem = Problem::new(&measured.points, ceiling.value);
         let fit = problem.fit();
         let far = MORE * last;
-        if fit.curve.asymptote <= fit.curve.start {
+        if fit.curve.asymptote <= fit.curve.start || !is_more_than_noise(&measured.points, &fit) {
             return Err(Failure::Argument(format!(
-                "{} does not rise in `{run}`: the best fit goes from {:.3} to {:.3}; there is no gain to extrapolate, so \
+                "{} does not rise in `{run}` by more than its noise: the best fit goes from {:.3} to {:.3}; there is no \
+                 gain to extrapolate, so \
                  train longer or choose another metric with `--metric`",
                 self.metric, fit.curve.start, fit.curve.asymptote
             )));
         }
         let predicted = problem.predict(&fit.curve, far);
         let power = PowerLaw::fit(&measured.points);
-        Ok(Fitted { fit, far, predicted, power, measured })
+        Ok(Fitted { fit, ceiling, far, predicted, power, measured })
     }
 
-    /// The highest asymptote that a fit may have.
-    fn ceiling(&self, curve: &Curve) -> f64 {
+    fn ceiling(&self, curve: &Curve) -> Ceiling {
         let values = || curve.points.iter().map(|point| point.value);
         let (low, high) =
             (values().fold(f64::INFINITY, f64::min), values().fold(f64::NEG_INFINITY, f64::max));
-        let accuracy = self.metric.ends_with("/accuracy") && high <= 1.0;
-        self.ceiling.unwrap_or(if accuracy { 1.0 } else { high + 2.0 * (high - low) })
+        let accuracy = (self.metric.ends_with("/accuracy") && high <= 1.0).then_some(1.0);
+        match self.ceiling.or(accuracy) {
+            Some(value) => Ceiling { value, is_real: true },
+            None => Ceiling { value: high + 2.0 * (high - low), is_real: false },
+        }
     }
 
     /// The asymptote with the least squared error over all runs together, each error in units of the run's own noise,
@@ -126,7 +141,7 @@ impl Plan {
     fn common(&self, fitted: &[Fitted]) -> Common {
         let problems: Vec<(Problem<'_>, &Fitted)> = fitted
             .iter()
-            .map(|fitted| (Problem::new(&fitted.measured.points, self.ceiling(&fitted.measured)), fitted))
+            .map(|fitted| (Problem::new(&fitted.measured.points, fitted.ceiling.value), fitted))
             .collect();
         let error = |asymptote: f64| -> f64 {
             let errors = problems.iter().map(|(problem, fitted)| {
@@ -143,4 +158,12 @@ impl Plan {
             problems.iter().map(|(problem, f)| problem.with_asymptote(asymptote, &f.fit.curve).0).collect();
         Common { asymptote, curves }
     }
+}
+
+/// Whether a curve explains the points better than their mean does, by the F test of its three more parameters at 5 %.
+fn is_more_than_noise(points: &[Point], fit: &Fit) -> bool {
+    let mean = points.iter().map(|point| point.value).sum::<f64>() / points.len() as f64;
+    let without: f64 = points.iter().map(|point| (point.value - mean).powi(2)).sum();
+    let freedom = points.len() - 4;
+    without > fit.error * (1.0 + 3.0 * fisher_3_95(freedom) / freedom as f64)
 }

@@ -81,8 +81,9 @@ fn what_cannot_be_fitted_is_refused_with_its_reason() {
         "short/metrics.jsonl",
         metrics(0.645, 1.7).lines().take(31).map(|l| format!("{l}\n")).collect::<String>(),
     );
-    let falling = metrics(0.1, 1.7);
-    home.write("falling/metrics.jsonl", falling);
+    home.write("falling/metrics.jsonl", metrics(0.1, 1.7));
+    home.write("flat/metrics.jsonl", metrics(0.27, 1.7));
+    home.rlrun(&["fit", "flat"]).refused(&["eval/accuracy does not rise in `flat`"]);
     home.rlrun(&["fit", "nowhere"]).refused(&["`nowhere` is no run with metrics", "metrics.jsonl"]);
     home.rlrun(&["fit", "run", "--metric", "eval/acuracy"])
         .refused(&["no metric eval/acuracy", "eval/accuracy, "]);
@@ -90,6 +91,6 @@ fn what_cannot_be_fitted_is_refused_with_its_reason() {
     home.rlrun(&["fit", "falling"]).refused(&["eval/accuracy does not rise in `falling`"]);
     home.rlrun(&["fit", "run", "--compute", "reward/mean"])
         .refused(&["reward/mean is no measure of compute"]);
-    home.rlrun(&["fit", "run", "--ceiling", "0.1"]).refused(&["raise `--ceiling`"]);
+    home.rlrun(&["fit", "run", "--ceiling", "0.1"]).refused(&["ceiling of 0.1", "`--ceiling`"]);
     home.rlrun(&["fit", "run", "--skip=-3"]).refused(&["--skip"]);
 }

@@ -13,7 +13,8 @@
 //! ```
 //!
 //! One thread writes: it takes all that is queued into one transaction, then acknowledges. Each commit also writes what
-//! redb needs to open the file at once after a crash (quick repair), which costs a second fsync.
+//! redb needs to open the file after a crash without falling back to an older commit (quick repair), which costs a second
+//! fsync. Opening compares the checksums of the whole file before it trusts any of it.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};

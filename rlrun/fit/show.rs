@@ -6,8 +6,11 @@ use serde_json::{Value, json};
 
 use super::curve::Curve;
 use super::sigmoid::{Margin, Point};
-use super::{Common, Fitted, MORE, Plan};
+use super::{Ceiling, Common, Fitted, MORE, Plan};
 use crate::chart::{Chart, Mark, Scale, Series, number};
+
+/// Share of the gain that a margin which only the ceiling ends may be wide without a warning.
+const OPEN: f64 = 0.1;
 
 /// Points of a drawn curve.
 const DRAWN: usize = 200;
@@ -35,6 +38,7 @@ pub(super) fn json(plan: &Plan, fitted: &[Fitted], common: Option<&Common>) -> S
             "compute": plan.compute,
             "points": fitted.measured.points.len(),
             "held_out": fitted.measured.held_out.len(),
+            "ceiling": fitted.ceiling.value,
             "a": margin_json(fitted.fit.asymptote),
             "b": margin_json(fitted.fit.exponent),
             "c_mid": margin_json(fitted.fit.half_gain),
@@ -60,14 +64,14 @@ pub(super) fn json(plan: &Plan, fitted: &[Fitted], common: Option<&Common>) -> S
 /// All runs in one picture.
 pub(super) fn svg(plan: &Plan, fitted: &[Fitted]) -> String {
     let series = fitted.iter().enumerate().flat_map(|(color, fitted)| {
-        let name = format!("{}: A {}", fitted.measured.run, margin(fitted.fit.asymptote));
+        let name = format!("{}: A {}", fitted.measured.run, bounded(fitted.fit.asymptote, fitted.ceiling));
         series(fitted, &name, color)
     });
     chart(plan, series.collect()).svg()
 }
 
 fn run_text(plan: &Plan, fitted: &Fitted) -> String {
-    let Fitted { measured, fit, predicted, power, far } = fitted;
+    let Fitted { measured, fit, ceiling, predicted, power, far } = fitted;
     let Curve { run, points, held_out, has_start } = measured;
     let held = if held_out.is_empty() { String::new() } else { format!(", {} held out (x)", held_out.len()) };
     let mut lines = vec![
@@ -76,12 +80,17 @@ fn run_text(plan: &Plan, fitted: &Fitted) -> String {
         chart(plan, series(fitted, "", 0)).text(),
         String::new(),
         "R = R_0 + (A - R_0) / (1 + (C_mid / C)^B), with 95 % margins".to_owned(),
-        format!("  A      {}", margin(fit.asymptote)),
+        format!("  A      {}", bounded(fit.asymptote, *ceiling)),
         format!("  B      {}", margin(fit.exponent)),
         format!("  C_mid  {} {}", margin(fit.half_gain), plan.compute),
         format!("  R_0    {}", number(fit.curve.start)),
         format!("  error  {}", errors(measured, points, |x| fit.curve.at(x))),
-        format!("  at {MORE} times the compute, {} {}: {}", number(*far), plan.compute, margin(*predicted)),
+        format!(
+            "  at {MORE} times the compute, {} {}: {}",
+            number(*far),
+            plan.compute,
+            bounded(*predicted, *ceiling)
+        ),
     ];
     if let Some(power) = power {
         lines.push("R = A - D / C^B, a power law, for comparison: what not to extrapolate with".to_owned());
@@ -90,7 +99,8 @@ fn run_text(plan: &Plan, fitted: &Fitted) -> String {
         lines.push(format!("  error  {}", errors(measured, &after_start(points), |x| power.at(x))));
         lines.push(format!("  at {MORE} times the compute: {}", number(power.at(*far))));
     }
-    if !fit.asymptote.closed_above {
+    let Margin { low, high, closed_above, .. } = fit.asymptote;
+    if !closed_above && high - low > OPEN * (fit.curve.asymptote - fit.curve.start) {
         lines.push(
             "note: the points do not bound A from above, as the curve has not bent enough; train longer before you trust A"
                 .to_owned(),
@@ -114,10 +124,16 @@ fn comparison(fitted: &[Fitted], common: &Common) -> String {
         format!("{:width$}  {:26}  {:26}  B at common A", "run", "A", "B"),
     ];
     for (fitted, curve) in fitted.iter().zip(&common.curves) {
-        let (a, b) = (margin(fitted.fit.asymptote), margin(fitted.fit.exponent));
+        let (a, b) = (bounded(fitted.fit.asymptote, fitted.ceiling), margin(fitted.fit.exponent));
         lines.push(format!("{:width$}  {a:26}  {b:26}  {}", fitted.measured.run, number(curve.exponent)));
     }
     lines.join("\n")
+}
+
+/// The margin of a value of the metric; a ceiling that is real ends it as well as points do.
+fn bounded(value: Margin, ceiling: Ceiling) -> String {
+    let text = margin(value);
+    if ceiling.is_real { text.replace(" or more)", ", the ceiling)") } else { text }
 }
 
 fn margin(margin: Margin) -> String {
