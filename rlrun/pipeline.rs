@@ -337,8 +337,8 @@ impl Run<'_> {
             state: &state,
             prepared: &prepared,
         };
-        let lessons =
-            Lessons::new(self.recipe, config, ModelDirectory::open(directory.path())?, starting.reference()?);
+        let files = ModelDirectory::open(directory.path())?;
+        let lessons = Lessons::new(self.recipe, config, (files, &prepared), starting.reference()?)?;
         let (began, earlier) = (Instant::now(), state.time_s);
         let (steps, every) = (self.recipe.trainer.steps, self.recipe.checkpoint.interval);
         let phase = self.report.phase("training", steps);

@@ -15,6 +15,7 @@ use trajectory::{GroupId, Sample, Task};
 use crate::demonstrations::{self, masked};
 use crate::failure::Failure;
 use crate::metrics::Metrics;
+use crate::prepare::Prepared;
 use crate::recipe::schema::Supervised;
 use crate::recipe::words::SupervisedKind;
 use crate::recipe::{DataSource, Recipe};
@@ -44,30 +45,44 @@ impl<'a> Lessons<'a> {
     /// Gets ready, and looks at every task: what is missing shows before the first step.
     ///
     /// # Errors
-    /// A task that has no such column, or that is too long.
+    /// A task that has no such column; generated tasks of which none is a pair.
     pub(crate) fn new(
         recipe: &'a Recipe,
         config: &'a Supervised,
-        directory: ModelDirectory,
+        (directory, prepared): (ModelDirectory, &Prepared),
         reference: Option<Frozen>,
-    ) -> Self {
-        let preference =
-            |preference| reference.clone().map(|reference| PairLoss::Preference { preference, reference });
-        let (beta, smoothing) = (config.beta, config.smoothing);
-        let pairs = match config.kind {
-            SupervisedKind::Sft => None,
-            SupervisedKind::Dpo => preference(Preference::Dpo { beta, smoothing }),
-            SupervisedKind::Ipo => preference(Preference::Ipo { beta }),
-            SupervisedKind::RewardModel => Some(PairLoss::Reward { margin: config.margin }),
+    ) -> Result<Self, Failure> {
+        let Supervised { kind, beta, smoothing, margin, .. } = *config;
+        let preference = match kind {
+            SupervisedKind::Sft | SupervisedKind::RewardModel => None,
+            SupervisedKind::Dpo => Some(Preference::Dpo { beta, smoothing }),
+            SupervisedKind::Ipo => Some(Preference::Ipo { beta }),
         };
-        Self {
+        let pairs = match (preference, reference.map(Box::new)) {
+            (Some(preference), Some(reference)) => Some(PairLoss::Preference { preference, reference }),
+            _ if kind == SupervisedKind::RewardModel => Some(PairLoss::Reward { margin }),
+            _ => None,
+        };
+        let lessons = Self {
             config,
             generated: matches!(recipe.data.source, DataSource::Arithmetic(_)),
             max_context: directory.config().max_context(),
             schedule: recipe.schedule(),
             directory,
             pairs,
+        };
+        let mut examples = 0;
+        for (task, _) in prepared.train.iter() {
+            examples += usize::from(!lessons.texts(task)?.is_empty());
         }
+        if examples == 0 {
+            let what = "no task has a right and a wrong answer that differ, so there is nothing to compare";
+            return Err(Failure::Argument(what.to_owned()));
+        }
+        for (task, _) in prepared.eval.iter().flat_map(PromptSet::iter) {
+            lessons.texts(task)?;
+        }
+        Ok(lessons)
     }
 
     /// One step; `step` counts from 0. Returns what there is to report.
@@ -83,14 +98,10 @@ impl<'a> Lessons<'a> {
         let batch = self.config.batch as u64;
         let mut samples = Vec::new();
         let mut place = step * batch;
-        // Generated tasks that both kinds of demonstration answer alike are no pair; others take their places.
+        // Tasks whose two answers are the same are no pair; the next ones take their places.
         while samples.len() < self.config.batch * self.rows_per_example() {
-            let (task, _) = tasks.of(GroupId(place));
-            samples.extend(self.example(task)?);
+            samples.extend(self.example(tasks.of(GroupId(place)).0)?);
             place += 1;
-            if place > (step + 1) * batch + tasks.len() as u64 && samples.is_empty() {
-                return Err(Failure::Argument("no task has two different answers to compare".to_owned()));
-            }
         }
         let rows: Vec<&Sample> = samples.iter().collect();
         let rate = self.schedule.at(step);
@@ -141,6 +152,10 @@ impl<'a> Lessons<'a> {
 
     /// The rows of a task: a demonstration, or a chosen and a rejected completion; nothing where those are the same.
     fn example(&self, task: &Task) -> Result<Vec<Sample>, Failure> {
+        self.texts(task)?.iter().map(|text| self.row(task, text)).collect()
+    }
+
+    fn texts(&self, task: &Task) -> Result<Vec<String>, Failure> {
         let texts = if self.config.kind == SupervisedKind::Sft {
             let column = (!self.generated).then_some(self.config.completion_column.as_str());
             vec![demonstrations::text(task, column)?]
@@ -153,12 +168,8 @@ impl<'a> Lessons<'a> {
                 completion(task, &self.config.rejected_column)?,
             ]
         };
-        if let [chosen, rejected] = &texts[..]
-            && chosen == rejected
-        {
-            return Ok(Vec::new());
-        }
-        texts.iter().map(|text| self.row(task, text)).collect()
+        let same = matches!(&texts[..], [chosen, rejected] if chosen == rejected);
+        Ok(if same { Vec::new() } else { texts })
     }
 
     fn row(&self, task: &Task, text: &str) -> Result<Sample, Failure> {

@@ -1,5 +1,6 @@
 //! Whole-system tests, one binary. `reference_loop.rs` is the algorithm as one plain loop; read it first.
 
+mod algorithms;
 mod bad_input;
 mod bench;
 mod bitwise;

@@ -46,7 +46,7 @@ pub enum PairLoss {
         /// How a pair is compared.
         preference: Preference,
         /// The frozen policy.
-        reference: Frozen,
+        reference: Box<Frozen>,
     },
     /// A reward model learns to score: the value after the last token.
     Reward {
