@@ -136,12 +136,11 @@ impl<'a> Lessons<'a> {
         for (task, _) in tasks.iter() {
             samples.extend(self.example(task)?);
         }
-        let (mut right, mut all) = (0.0, 0.0);
+        let (mut right, all) = (0.0, (samples.len() / 2) as f64);
         for chunk in samples.chunks(2 * MEASURED) {
             let rows: Vec<&Sample> = chunk.iter().collect();
-            let count = (rows.len() / 2) as f64;
-            right += count * pairs.measure(learner, &rows)?.accuracy;
-            all += count;
+            let pairs = pairs.measure(learner, &rows)?;
+            right += (pairs.accuracy * (rows.len() / 2) as f64).round();
         }
         Ok((all > 0.0).then(|| right / all))
     }

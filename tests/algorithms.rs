@@ -64,8 +64,8 @@ fn a_critic_may_be_a_head_of_the_policy() {
     let run =
         home.small("shared", &[&sets[..], &["buffer.max_staleness=0", "trainer.minibatches=2"]].concat());
     assert!(rise(&run) > 0.2, "{:?}", run.values("reward/mean"));
-    let explained = run.values("critic/explained_variance");
-    assert!(mean(&explained[15..]) > 0.0 && explained[0] < 0.1, "{explained:?}");
+    let losses = run.values("critic/loss");
+    assert!(mean(&losses[15..]) < 0.6 * mean(&losses[..5]), "{losses:?}");
 }
 
 #[test]
@@ -229,7 +229,7 @@ fn keys_that_say_nothing_to_the_algorithm_are_refused() {
     refused(&["critic.lambda=1"], &["has no critic"]);
     refused(&["rollout.group_size=1"], &["`rollout.group_size` is 1"]);
     refused(&["algorithm.kind=grpoo"], &["did you mean \"grpo\"?"]);
-    refused(&["supervised.kind=sft"], &["`buffer.batch_groups` has no effect", "`[supervised]`"]);
+    refused(&["supervised.kind=sft"], &["`buffer` has no effect", "`[supervised]`"]);
     let ok = home
         .rlrun(&["check", "small.toml", "--set", "algorithm.kind=ppo", "--set", "rollout.group_size=1"])
         .ok();

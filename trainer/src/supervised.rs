@@ -116,6 +116,7 @@ impl PairLoss {
         let pairs = own.len() / 2;
         let share = 1.0 / pairs.max(1) as f64;
         let (mut report, mut slopes) = (PairReport::default(), Vec::with_capacity(rows.len()));
+        let mut right = 0;
         for pair in 0..pairs {
             let of = |all: &[f64]| Pair { chosen: all[2 * pair], rejected: all[2 * pair + 1] };
             let (policy, frozen) = (of(&own), of(&reference));
@@ -125,11 +126,12 @@ impl PairLoss {
             };
             let lead = (policy.chosen - frozen.chosen) - (policy.rejected - frozen.rejected);
             report.loss += share * loss;
-            report.accuracy += share * f64::from(u8::from(lead > 0.0));
+            right += usize::from(lead > 0.0);
             report.margin += share * lead;
             slopes.push(self.slope(share * slope.chosen, rows[2 * pair]));
             slopes.push(self.slope(share * slope.rejected, rows[2 * pair + 1]));
         }
+        report.accuracy = right as f64 / pairs.max(1) as f64;
         Ok((report, slopes))
     }
 

@@ -1,0 +1,135 @@
+//! The sections `[algorithm]` and `[critic]` as they are written.
+//!
+//! Invariant: a key that is not given is that of the kind; which keys say something to which kind stands in
+//! `rlrun/recipe/algorithm.rs`.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::recipe::words::{
+    Aggregation, AlgorithmKind, CorrectionKind, CriticKind, Estimator, Place, Proximal, ScaleRewards,
+};
+
+/// `[algorithm]`: advantages, loss and off-policy correction. Keys that are not given are those of the kind; a key that
+/// says nothing to the kind is an error.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Algorithm {
+    /// Which algorithm. verl `adv_estimator` and `policy_loss.loss_mode`, TRL `loss_type`.
+    pub kind: AlgorithmKind,
+    /// How far the ratio may fall below 1; of `gmpo` the log-ratio below 0, of `dppo` the probability. TRL `epsilon`,
+    /// verl `clip_ratio_low`, AReaL `eps_clip`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clip_eps_low: Option<f64>,
+    /// How far it may rise. TRL `epsilon_high`, verl `clip_ratio_high`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clip_eps_high: Option<f64>,
+    /// Bound of the loss of bad tokens whose ratio rose, as a multiple of the advantage; above 1. TRL `delta`, verl
+    /// `clip_ratio_c`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dual_clip: Option<f64>,
+    /// Largest importance weight of `cispo`, `scale_rl`, `aipo`, `dppo` and `distill`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub importance_cap: Option<f64>,
+    /// The policy that anchors the loss. AReaL `use_decoupled_loss` and `prox_logp_method`, verl `bypass_mode`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub proximal: Option<Proximal>,
+    /// How what another policy sampled is weighted or left out. verl `rollout_correction`, TRL
+    /// `vllm_importance_sampling_mode`, slime `use_tis`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub correction: Option<CorrectionKind>,
+    /// Upper bound of exp(proximal - behavior) in the correction: largest weight, or where masking begins. TRL
+    /// `vllm_importance_sampling_cap`, AReaL `behav_imp_weight_cap`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub behavior_weight_cap: Option<f64>,
+    /// Lower bound, of corrections that mask.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub behavior_weight_floor: Option<f64>,
+    /// What rewards are divided by after the group's mean is taken off. TRL `scale_rewards`, verl
+    /// `norm_adv_by_std_in_grpo`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub scale_rewards: Option<ScaleRewards>,
+    /// How token losses are averaged. TRL `loss_type`, verl `loss_agg_mode`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss_agg: Option<Aggregation>,
+    /// Strength of the pull towards the reference policy; 0 is off. TRL `beta`, verl `kl_loss_coef`.
+    pub kl_coef: f64,
+    /// How the divergence is estimated; `k3` if not given. verl `kl_loss_type`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kl_estimator: Option<Estimator>,
+    /// Whether it stands in the loss, which is the default, or is taken off the reward. verl `use_kl_loss`,
+    /// `use_kl_in_reward`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kl_in: Option<Place>,
+    /// Model directory of the reference policy, or of the teacher of `distill`; the policy that training starts from if
+    /// not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reference: Option<PathBuf>,
+    /// What a nat of entropy is worth. verl `entropy_coeff`.
+    pub entropy_coef: f64,
+    /// Share of the tokens that are trained on, those of the largest entropy; all if not given. TRL
+    /// `top_entropy_quantile`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub entropy_share: Option<f64>,
+    /// Weight of the negative log-likelihood of trajectories with a positive reward.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nll_coef: Option<f64>,
+    /// What a reward is worth one token earlier, of `ppo`, `vapo`, `reinforce_pp` and its baseline. verl `gamma`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gamma: Option<f64>,
+    /// Weight of longer estimates in the advantages of `ppo` and `vapo`. verl `lam`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lambda: Option<f64>,
+    /// Of `ppo` and `vapo`: if above 0, lambda is 1 - 1 / (this * tokens) instead.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub length_adaptive: Option<f64>,
+    /// Of `tb`: the target is the reference times exp(reward / beta). TBA `kl_coef`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub beta: Option<f64>,
+    /// Of `pass_at_k`: attempts of which one must be right.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub attempts: Option<usize>,
+    /// Of `hpt`: a group whose share of right answers is at most this is replaced by a demonstration.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub demonstration_gate: Option<f64>,
+    /// Of `hpt`: column of the demonstration; generated additions have their own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub demonstration_column: Option<String>,
+}
+
+/// `[critic]`: of `ppo` and `vapo`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Critic {
+    /// A network of its own, or a head of the policy.
+    pub kind: CriticKind,
+    /// Learning rate of a network of its own; that of the policy if not given. verl `critic.optim.lr`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub learning_rate: Option<f64>,
+    /// Factor of the value loss beside the policy's, of a shared network; 0.5 if not given. TRL `vf_coef`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub coef: Option<f64>,
+    /// How far a value may move in a step; any way if not given. TRL `cliprange_value`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub value_clip: Option<f64>,
+    /// Weight of longer estimates in what the critic learns to expect (VC-PPO).
+    pub lambda: f64,
+    /// Steps at the beginning in which only the critic learns; of a network of its own, 0 if not given. verl
+    /// `critic_warmup`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pretrain_steps: Option<u64>,
+}
+
+impl Default for Critic {
+    fn default() -> Self {
+        Self {
+            kind: CriticKind::Separate,
+            learning_rate: None,
+            coef: None,
+            value_clip: None,
+            lambda: 1.0,
+            pretrain_steps: None,
+        }
+    }
+}

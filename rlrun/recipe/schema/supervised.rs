@@ -1,0 +1,44 @@
+//! The section `[supervised]` as it is written.
+//!
+//! Invariant: with it nothing is sampled but answers to held-out tasks.
+
+use serde::{Deserialize, Serialize};
+
+use crate::recipe::words::SupervisedKind;
+
+/// `[supervised]`: demonstrations, preferences, reward models. Generated tasks have a right and a wrong demonstration.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Supervised {
+    /// What is learnt.
+    pub kind: SupervisedKind,
+    /// Demonstrations or pairs per step. TRL `per_device_train_batch_size`.
+    pub batch: usize,
+    /// Of `sft`: column of what is to be imitated.
+    pub completion_column: String,
+    /// Of pairs: column of the better completion.
+    pub chosen_column: String,
+    /// Of pairs: column of the worse completion.
+    pub rejected_column: String,
+    /// Of `dpo` and `ipo`: strength of the pull towards the policy that training starts from. TRL `beta`.
+    pub beta: f64,
+    /// Of `dpo`: share of pairs that are labelled wrongly. TRL `label_smoothing`.
+    pub smoothing: f64,
+    /// Of `reward_model`: by how much the better one should score more.
+    pub margin: f64,
+}
+
+impl Default for Supervised {
+    fn default() -> Self {
+        Self {
+            kind: SupervisedKind::Sft,
+            batch: 64,
+            completion_column: "completion".to_owned(),
+            chosen_column: "chosen".to_owned(),
+            rejected_column: "rejected".to_owned(),
+            beta: 0.1,
+            smoothing: 0.0,
+            margin: 0.0,
+        }
+    }
+}
