@@ -14,7 +14,6 @@ use trajectory::PolicyVersion;
 use crate::demonstrations;
 use crate::failure::Failure;
 use crate::prepare::Prepared;
-use crate::recipe::words::SupervisedKind;
 use crate::recipe::{DataSource, Recipe};
 use crate::run_dir::RunDir;
 
@@ -46,11 +45,7 @@ impl Starting<'_> {
     /// # Errors
     /// A model that cannot be read or does not fit.
     pub(crate) fn reference(&self) -> Result<Option<Frozen>, Failure> {
-        let compared = match &self.recipe.supervised {
-            Some(supervised) => matches!(supervised.kind, SupervisedKind::Dpo | SupervisedKind::Ipo),
-            None => self.recipe.algorithm().needs_reference(),
-        };
-        if !compared {
+        if !self.recipe.needs_reference() {
             return Ok(None);
         }
         if let Some(path) = &self.recipe.algorithm.reference {

@@ -51,6 +51,15 @@ impl BatchPlan {
 #[must_use]
 pub fn describe(recipe: &Recipe) -> String {
     let plan = BatchPlan::of(recipe);
+    if let Some(supervised) = &recipe.supervised {
+        let (steps, batch, what) = (recipe.trainer.steps, supervised.batch, supervised.kind.as_str());
+        let (name, seed, longest) = (&recipe.name, recipe.seed, longest_sequence(recipe));
+        return format!(
+            "run           {name}, {steps} steps, seed {seed}\n\
+             step          {batch} demonstrations or pairs ({what})\n\
+             sequence      at most {longest} tokens"
+        );
+    }
     let mut lines = vec![
         format!("run           {}, {} steps, seed {}", recipe.name, recipe.trainer.steps, recipe.seed),
         format!(

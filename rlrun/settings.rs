@@ -26,6 +26,7 @@ use trainer::{LearnerConfig, TrainerConfig};
 use trajectory::Task;
 
 use crate::recipe::schema::RandomModel;
+use crate::recipe::words::SupervisedKind;
 use crate::recipe::{DataSource, Recipe};
 
 /// Longest sequence that a fresh model is made for beyond what the recipe needs, tokens.
@@ -263,6 +264,15 @@ impl Recipe {
             gae.lambda_critic = critic.lambda;
         }
         algorithm
+    }
+
+    /// Whether the policy is compared with a frozen one.
+    #[must_use]
+    pub fn needs_reference(&self) -> bool {
+        match &self.supervised {
+            Some(supervised) => matches!(supervised.kind, SupervisedKind::Dpo | SupervisedKind::Ipo),
+            None => self.algorithm().needs_reference(),
+        }
     }
 
     /// How the critic learns, if the algorithm has one.

@@ -9,7 +9,7 @@ use std::fmt;
 use model::{Config, KvCache, Layout, ParameterSpec, Quantization, Recompute};
 
 use crate::recipe::Recipe;
-use crate::recipe::words::Store;
+use crate::recipe::words::{CriticKind, Store};
 
 /// What a run takes whose model takes nothing: program, libraries, threads and the heap that the allocator keeps for each
 /// of them, measured with a model of 0.2 million weights: 45 to 55 MiB.
@@ -22,6 +22,8 @@ const JOURNAL: u64 = 4 << 20;
 /// What the allocator keeps beyond what is in use, in hundredths: freed blocks that wait to be used again.
 const SLACK: u64 = 2;
 const F32: u64 = 4;
+/// Parts that a run without sampling does not have.
+const SAMPLING: [&str; 4] = ["published", "served", "next", "kv cache"];
 
 /// Something that takes memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -90,7 +92,17 @@ impl Memory {
             let what = "A and B with their gradients, and the frozen weights under them";
             parts.push(part("adapter", what, trained.adapter));
         }
-        if recipe.buffer.store == Store::Redb {
+        if recipe.needs_reference() {
+            parts.push(part("reference", "the frozen policy, or a teacher of its size", weights));
+        }
+        if recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate) {
+            let state = recipe.optimizer().state_bytes(Layout::new(config).specs());
+            let what = "its weights, gradients of every rank and optimizer";
+            parts.push(part("critic", what, product(&[1 + world, weights]).saturating_add(state)));
+        }
+        if recipe.supervised.is_some() {
+            parts.retain(|part| !SAMPLING.contains(&part.name));
+        } else if recipe.buffer.store == Store::Redb {
             parts.push(part("journal", "cache of the buffer", JOURNAL));
         }
         let sum = parts.iter().fold(0_u64, |sum, part| sum.saturating_add(part.bytes));

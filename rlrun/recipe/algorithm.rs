@@ -189,6 +189,10 @@ pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
     check_reference(raw, &algorithm, checker);
     check_group_size(raw, &algorithm, checker);
     check_critic(raw, &algorithm, checker);
+    if algorithm.advantage == Advantage::Greedy && raw.buffer.dedup {
+        let message = "`buffer.dedup` would leave out the greedy completion that `algorithm.kind = \"remax\"` compares with";
+        checker.report_latest(&["buffer.dedup", "algorithm.kind"], message, "set `buffer.dedup = false`");
+    }
 }
 
 fn check_values(algorithm: &schema::Algorithm, checker: &mut Checker<'_>) {

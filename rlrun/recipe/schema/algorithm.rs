@@ -87,10 +87,11 @@ pub struct Algorithm {
     /// Of `tb`: the target is the reference times exp(reward / beta). TBA `kl_coef`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub beta: Option<f64>,
-    /// Of `pass_at_k`: attempts of which one must be right.
+    /// Of `pass_at_k`: attempts of which one must be right, which is a reward above 0.5.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub attempts: Option<usize>,
-    /// Of `hpt`: a group whose share of right answers is at most this is replaced by a demonstration.
+    /// Of `hpt`: a group whose share of right answers (rewards above 0.5) is at most this is replaced by a
+    /// demonstration.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub demonstration_gate: Option<f64>,
     /// Of `hpt`: column of the demonstration; generated additions have their own.

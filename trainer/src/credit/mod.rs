@@ -65,7 +65,7 @@ pub enum Advantage {
     LeaveOneOut,
     /// The mean of its group weighted by length (OPO, arXiv 2505.23585).
     LengthWeighted,
-    /// The greedy completion of its task (ReMax, arXiv 2310.10505).
+    /// The greedy completion of its task (ReMax, arXiv 2310.10505); the group's mean where that has no reward.
     Greedy,
     /// The group, reward by reward, then the batch (GDPO, arXiv 2601.05242).
     PerReward {
@@ -127,7 +127,8 @@ impl Advantage {
                 group::length_weighted(rewards, &lengths)
             }),
             Self::Greedy => each_group(groups, |group, rewards| {
-                rewards.iter().map(|r| r - group.greedy.unwrap_or(0.0)).collect()
+                let baseline = group.greedy.unwrap_or_else(|| mean(rewards.iter().copied()));
+                rewards.iter().map(|r| r - baseline).collect()
             }),
             Self::PerReward { weights } => each_trajectory(groups, batch::per_reward(groups, weights)),
             Self::Whiten { baseline, gamma } => batch::whiten_returns(groups, *baseline, *gamma),
@@ -207,4 +208,35 @@ pub(crate) fn sample_std(values: &[f64]) -> f64 {
     let mean = mean(values.iter().copied());
     let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
     (squares / (values.len() - 1) as f64).sqrt()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_greedy_completion_without_a_reward_is_not_worth_nothing() {
+        let trajectory = |reward| Outcome { reward, tokens: 1, ..Outcome::default() };
+        let trajectories = vec![trajectory(1.0), trajectory(0.0)];
+        let with = GroupOutcome { trajectories: trajectories.clone(), greedy: Some(1.0) };
+        let without = GroupOutcome { trajectories, greedy: None };
+        let expected = [vec![vec![0.0], vec![-1.0]], vec![vec![0.5], vec![-0.5]]];
+        assert_eq!(Advantage::Greedy.of(&[with, without]), expected);
+    }
+
+    #[test]
+    fn rewards_stand_where_they_were_earned() {
+        let outcome = Outcome {
+            reward: 1.0,
+            tokens: 5,
+            turns: vec![(2, 0.25), (3, -0.5)],
+            penalties: vec![0.1; 5],
+            ..Outcome::default()
+        };
+        let expected = [-0.1, 0.25 - 0.1, -0.1, -0.1, 1.0 - 0.5 - 0.1];
+        for (ours, expected) in outcome.token_rewards().iter().zip(expected) {
+            assert!((ours - expected).abs() < 1e-12, "{ours} {expected}");
+        }
+        assert_eq!(Outcome { tokens: 0, ..outcome }.token_rewards(), Vec::<f64>::new());
+    }
 }

@@ -75,7 +75,7 @@ pub enum Clipped {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "name", rename_all = "snake_case")]
 pub enum PolicyLoss {
-    /// PPO's clipped surrogate (arXiv 1707.06347); see [`clip::token`].
+    /// PPO's clipped surrogate (arXiv 1707.06347); see [`clip::tokens`].
     Clip {
         /// The ratio may fall to `1 - low`.
         low: f64,
