@@ -155,15 +155,15 @@ impl<'a> Observer<'a> {
         }
         metrics.set("loss/mean", sums.loss);
         metrics.set("entropy/mean", sums.mean(sums.entropy));
-        metrics.set("kl/mismatch", sums.mean(sums.mismatch));
-        metrics.set("logprob_abs_diff/mean", sums.mean(sums.logprob_abs_diff));
+        metrics.set("kl/mismatch", sums.mean_sampled(sums.mismatch));
+        metrics.set("logprob_abs_diff/mean", sums.mean_sampled(sums.logprob_abs_diff));
         metrics.set("logprob_abs_diff/max", sums.logprob_abs_diff_max);
         metrics.set("is/mean", sums.mean_kept(sums.behavior_weight));
         metrics.set("is/max", sums.behavior_weight_max);
         metrics.set("is/ess", sums.effective_share());
-        metrics.set("is/masked_frac", sums.mean(sums.masked as f64));
-        metrics.set("clip/low_mean", sums.mean(sums.clipped_low as f64));
-        metrics.set("clip/high_mean", sums.mean(sums.clipped_high as f64));
+        metrics.set("is/masked_frac", sums.mean_sampled(sums.masked as f64));
+        metrics.set("clip/low_mean", sums.mean_sampled(sums.clipped_low as f64));
+        metrics.set("clip/high_mean", sums.mean_sampled(sums.clipped_high as f64));
         self.algorithm(metrics, inputs.step);
         metrics.set("optim/grad_norm", f64::from(*grad_norm));
         metrics.set("optim/lr", f64::from(*learning_rate));
@@ -184,10 +184,10 @@ impl<'a> Observer<'a> {
         let StepReport { counts, sums, critic, .. } = step;
         let algorithm = self.recipe.algorithm();
         if self.recipe.algorithm.dual_clip.is_some() {
-            metrics.set("clip/dual_mean", sums.mean(sums.clipped_dual as f64));
+            metrics.set("clip/dual_mean", sums.mean_sampled(sums.clipped_dual as f64));
         }
         if algorithm.needs_reference() {
-            metrics.set("kl/ref", sums.mean(sums.reference_divergence));
+            metrics.set("kl/ref", sums.mean_sampled(sums.reference_divergence));
         }
         if algorithm.demonstration_gate.is_some() {
             metrics.set("demonstrated_frac", counts.demonstrated as f64 / counts.groups.max(1) as f64);

@@ -279,15 +279,7 @@ impl Run<'_> {
     /// Runs sampler and trainer until all steps are done or somebody stops.
     fn train(&self, start: Start, observer: &mut Observer<'_>) -> Result<Trained, Failure> {
         let Start { learner, directory, prepared, state, .. } = start;
-        let companions = Starting {
-            recipe: self.recipe,
-            run_dir: self.run_dir,
-            directory: &directory,
-            learner: &learner,
-            state: &state,
-            prepared: &prepared,
-        }
-        .companions()?;
+        let companions = self.beside(&learner, (&directory, &prepared), &state).companions()?;
         let Edge { producer, consumer, served: _served } =
             forward_edge::open(self.recipe, self.run_dir.path(), &self.runtime, self.report)?;
         let (publisher, hub) = weights::memory::hub();
@@ -321,6 +313,16 @@ impl Run<'_> {
         Ok(Trained { version: trainer.version(), time_s: trainer.time_s(), evaluation })
     }
 
+    /// What stands beside the policy that training starts from.
+    fn beside<'b>(
+        &'b self,
+        learner: &'b Learner,
+        (directory, prepared): (&'b ModelDirectory, &'b Prepared),
+        state: &'b TrainerState,
+    ) -> Starting<'b> {
+        Starting { recipe: self.recipe, run_dir: self.run_dir, directory, learner, state, prepared }
+    }
+
     /// Trains without sampling until all steps are done or somebody stops.
     fn study(
         &self,
@@ -329,14 +331,7 @@ impl Run<'_> {
         observer: &mut Observer<'_>,
     ) -> Result<Trained, Failure> {
         let Start { mut learner, directory, prepared, mut state, .. } = start;
-        let starting = Starting {
-            recipe: self.recipe,
-            run_dir: self.run_dir,
-            directory: &directory,
-            learner: &learner,
-            state: &state,
-            prepared: &prepared,
-        };
+        let starting = self.beside(&learner, (&directory, &prepared), &state);
         let files = ModelDirectory::open(directory.path())?;
         let lessons = Lessons::new(self.recipe, config, (files, &prepared), starting.reference()?)?;
         let (began, earlier) = (Instant::now(), state.time_s);

@@ -202,6 +202,37 @@ fn what_is_learnt_without_sampling() {
 }
 
 #[test]
+fn pairs_and_demonstrations_come_from_files_too() {
+    let home = Home::new();
+    // Both forms of TRL: texts, and messages of which the last one counts.
+    let row = |n: usize| {
+        let rejected = format!(r#"[{{"role": "assistant", "content": "{n} is odd"}}]"#);
+        format!(r#"{{"prompt": "{n}?", "chosen": "{n} is even", "rejected": {rejected}, "text": "even"}}"#)
+    };
+    home.write("rows.jsonl", (0..24).map(row).collect::<Vec<_>>().join("\n"));
+    let recipe = |supervised: &str| {
+        format!(
+            "[model.random]\nhidden_size = 16\nintermediate_size = 32\n[data]\ntrain = \"rows.jsonl\"\neval = \"rows.jsonl\"\n\
+             max_prompt_length = 8\n[rollout]\nmax_completion_length = 16\n[trainer]\nsteps = 30\nlearning_rate = 1e-2\n\
+             [eval]\ninterval = 0\n[supervised]\nbatch = 8\n{supervised}"
+        )
+    };
+    home.write("reward.toml", recipe("kind = \"reward_model\"\n"));
+    home.rlrun(&["reward.toml", "--run-dir", "reward"]).ok();
+    assert_eq!(home.run("reward").metrics().last().unwrap()["eval/pair_accuracy"], 1.0);
+
+    let reward = "[[rewards]]\nkind = \"regex\"\npattern = \"even\"\n";
+    home.write("sft.toml", recipe(&format!("completion_column = \"text\"\n{reward}")));
+    home.rlrun(&["sft.toml", "--run-dir", "sft"]).ok();
+    let losses = home.run("sft").values("loss/mean");
+    assert!(losses[29] < 0.2 * losses[0], "{losses:?}");
+
+    home.write("wrong.toml", recipe(&format!("completion_column = \"txt\"\n{reward}")));
+    home.rlrun(&["wrong.toml", "--run-dir", "wrong"])
+        .refused(&["task 0 has no text in column `txt`", "chosen"]);
+}
+
+#[test]
 fn keys_that_say_nothing_to_the_algorithm_are_refused() {
     let home = Home::new();
     let refused = |sets: &[&str], evidence: &[&str]| {

@@ -61,6 +61,8 @@ pub struct TokenSums {
     pub reference_divergence: f64,
     /// Loss of the critic.
     pub value_loss: f64,
+    /// Tokens that a policy has sampled: all but those of demonstrations. What follows is of them.
+    pub sampled: u64,
     /// `|current - behavior|`, nats.
     pub logprob_abs_diff: f64,
     /// The largest of them.
@@ -93,6 +95,7 @@ impl TokenSums {
         self.entropy += other.entropy;
         self.reference_divergence += other.reference_divergence;
         self.value_loss += other.value_loss;
+        self.sampled += other.sampled;
         self.logprob_abs_diff += other.logprob_abs_diff;
         self.logprob_abs_diff_max = self.logprob_abs_diff_max.max(other.logprob_abs_diff_max);
         self.mismatch += other.mismatch;
@@ -109,6 +112,7 @@ impl TokenSums {
     /// Notes how far the trainer's log-probability of a token is from the sampler's, nats, and the weight and bound that
     /// it was trained with; `None` if it was left out.
     pub(crate) fn compare(&mut self, difference: f64, trained: Option<(f64, Clipped)>) {
+        self.sampled += 1;
         self.logprob_abs_diff += difference.abs();
         self.logprob_abs_diff_max = self.logprob_abs_diff_max.max(difference.abs());
         self.mismatch += difference.exp() - difference - 1.0;
@@ -133,18 +137,24 @@ impl TokenSums {
         if self.tokens == 0 { 0.0 } else { sum / self.tokens as f64 }
     }
 
-    /// Mean of one of the sums over the tokens that were not masked; 0 for none.
+    /// Mean of one of the sums over the sampled tokens; 0 for none.
+    #[must_use]
+    pub fn mean_sampled(&self, sum: f64) -> f64 {
+        if self.sampled == 0 { 0.0 } else { sum / self.sampled as f64 }
+    }
+
+    /// Mean of one of the sums over the sampled tokens that were not masked; 0 for none.
     #[must_use]
     pub fn mean_kept(&self, sum: f64) -> f64 {
-        let kept = self.tokens - self.masked;
+        let kept = self.sampled - self.masked;
         if kept == 0 { 0.0 } else { sum / kept as f64 }
     }
 
-    /// Effective sample size of the behavior weights as a share of the tokens that were not masked:
+    /// Effective sample size of the behavior weights as a share of the sampled tokens that were not masked:
     /// `(sum w)^2 / (n sum w^2)`.
     #[must_use]
     pub fn effective_share(&self) -> f64 {
-        let denominator = (self.tokens - self.masked) as f64 * self.behavior_weight_squared;
+        let denominator = (self.sampled - self.masked) as f64 * self.behavior_weight_squared;
         if denominator == 0.0 { 1.0 } else { self.behavior_weight.powi(2) / denominator }
     }
 }
