@@ -5,7 +5,9 @@
 //! ```
 //!
 //! Invariant: it owns nothing that flows through. Groups go by the buffer, versions by the weights; the pipeline starts
-//! both sides, measures, and stops the other when one ends.
+//! both sides, measures, and stops the other when one ends. A run without sampling is in `rlrun/pipeline/without_sampling.rs`.
+
+mod without_sampling;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -31,16 +33,15 @@ use crate::companions::Starting;
 use crate::curation;
 use crate::failure::Failure;
 use crate::forward_edge::{self, Edge};
-use crate::metrics::Metrics;
 use crate::observe::{Observer, StepInputs};
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::recipe::Recipe;
-use crate::recipe::schema::{Supervised, Warmup};
+use crate::recipe::schema::Warmup;
 use crate::recipe::words::Store;
 use crate::report::{Report, SamplePair, Summary};
 use crate::run_dir::RunDir;
 use crate::signals::Signals;
-use crate::supervised::{self, Lessons};
+use crate::supervised;
 use crate::warmup::warm_up;
 
 /// Decay of the second moment in the warm-up.
@@ -135,7 +136,7 @@ impl Run<'_> {
         }
         let before = start.evaluation.clone();
         let trained = match &self.recipe.supervised {
-            Some(supervised) => self.study(supervised, start, &mut observer)?,
+            Some(supervised) => self.supervise(supervised, start, &mut observer)?,
             None => self.train(start, &mut observer)?,
         };
         let done = trained.version.0 >= self.recipe.trainer.steps;
@@ -321,71 +322,6 @@ impl Run<'_> {
         state: &'b TrainerState,
     ) -> Starting<'b> {
         Starting { recipe: self.recipe, run_dir: self.run_dir, directory, learner, state, prepared }
-    }
-
-    /// Trains without sampling until all steps are done or somebody stops.
-    fn study(
-        &self,
-        config: &Supervised,
-        start: Start,
-        observer: &mut Observer<'_>,
-    ) -> Result<Trained, Failure> {
-        let Start { mut learner, directory, prepared, mut state, .. } = start;
-        let starting = self.beside(&learner, (&directory, &prepared), &state);
-        let files = ModelDirectory::open(directory.path())?;
-        let lessons = Lessons::new(self.recipe, config, (files, &prepared), starting.reference()?)?;
-        let (began, earlier) = (Instant::now(), state.time_s);
-        let (steps, every) = (self.recipe.trainer.steps, self.recipe.checkpoint.interval);
-        let phase = self.report.phase("training", steps);
-        let mut last = None;
-        let checkpoints = self.run_dir.checkpoints();
-        let keep = self.recipe.checkpoint.keep_last;
-        while state.version.0 < steps && !self.signals.stop_requested() {
-            let clock = Instant::now();
-            let (mut metrics, tokens) = lessons.step(state.version.0, &mut learner, &prepared.train)?;
-            state.version = state.version.next();
-            state.updates = learner.optimizer().updates();
-            state.trained_tokens += tokens;
-            state.time_s = earlier + began.elapsed().as_secs_f64();
-            let seconds = clock.elapsed().as_secs_f64();
-            metrics.set("time_s", state.time_s);
-            metrics.set("time/step", seconds);
-            metrics.set("trainer/tokens_per_s", tokens as f64 / seconds.max(f64::MIN_POSITIVE));
-            let (version, interval) = (state.version.0, self.recipe.eval.interval);
-            if version == steps || (interval > 0 && version.is_multiple_of(interval)) {
-                last = self.examine(&lessons, &prepared, &learner, &directory, &mut metrics)?.or(last);
-            }
-            observer.record(&metrics)?;
-            phase.set(version, "");
-            if every > 0 && version.is_multiple_of(every) {
-                observer.sync()?;
-                trainer::checkpoint::save(&checkpoints, &directory, (&learner, None), &state, keep)?;
-            }
-        }
-        observer.sync()?;
-        trainer::checkpoint::save(&checkpoints, &directory, (&learner, None), &state, keep)?;
-        Ok(Trained { version: state.version, time_s: state.time_s, evaluation: last })
-    }
-
-    /// Measures on held-out tasks: answers of a policy, and how well pairs are told apart.
-    fn examine(
-        &self,
-        lessons: &Lessons<'_>,
-        prepared: &Prepared,
-        learner: &Learner,
-        directory: &ModelDirectory,
-        metrics: &mut Metrics,
-    ) -> Result<Option<Evaluation>, Failure> {
-        if let Some(tasks) = &prepared.eval
-            && let Some(accuracy) = lessons.pair_accuracy(learner, tasks)?
-        {
-            metrics.set("eval/pair_accuracy", accuracy);
-        }
-        let evaluation = self.evaluate(prepared, learner, directory)?;
-        if let Some(evaluation) = &evaluation {
-            metrics.set("eval/accuracy", evaluation.accuracy());
-        }
-        Ok(evaluation)
     }
 
     /// A sampler around `engine`, with its rewards and its source of weights.

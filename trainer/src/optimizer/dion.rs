@@ -16,23 +16,13 @@
 use model::Team;
 use model::products::{Matrix, multiply, multiply_add};
 
+use super::Factors;
 use super::orthonormal::{length, orthonormalize};
 use crate::moments::noise;
 use crate::norm::norm;
 
 /// Directions whose share of the norm of `B` is less are rounding.
 const NOTHING: f64 = 1e-6;
-
-/// The numbers of one update.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Factors {
-    /// Multiplies the gradients: below 1 where they are clipped.
-    pub(super) gradient: f32,
-    /// What stays in the momentum of what was used.
-    pub(super) momentum: f32,
-    pub(super) learning_rate: f32,
-    pub(super) weight_decay: f32,
-}
 
 /// One matrix `[rows, columns]` with all that its update touches.
 #[derive(Debug)]

@@ -78,6 +78,17 @@ pub enum TensorState {
     },
 }
 
+/// The numbers of one update of a matrix, by Muon or Dion.
+#[derive(Clone, Copy, Debug)]
+struct Factors {
+    /// Multiplies the gradients: below 1 where they are clipped.
+    gradient: f32,
+    /// Muon: decay of the momentum. Dion: what stays in it of what was used.
+    momentum: f32,
+    learning_rate: f32,
+    weight_decay: f32,
+}
+
 /// A part of an update that one thread does.
 enum Part<'a> {
     Piece(Piece<'a>),
@@ -214,7 +225,8 @@ impl Optimizer {
         );
         self.updates += 1;
         let adam = Adam::new(&self.config, self.updates, learning_rate, scale);
-        let OptimizerConfig { momentum: decay, weight_decay, .. } = self.config;
+        let OptimizerConfig { momentum, weight_decay, .. } = self.config;
+        let matrix_factors = Factors { gradient: scale, momentum, learning_rate, weight_decay };
         let (mut matrices, mut pieces) = (Vec::new(), Vec::new());
         let mut rest = values;
         for ((tensor, spec), state) in (0..).zip(specs).zip(&mut self.states) {
@@ -228,13 +240,16 @@ impl Optimizer {
                     pieces.extend(moments.pieces(values, gradients, factors).map(Part::Piece));
                 }
                 TensorState::Muon(momentum) => {
-                    let factors =
-                        muon::Factors { gradient: scale, momentum: decay, learning_rate, weight_decay };
-                    matrices.push(Part::Muon(muon::Update { values, gradients, momentum, columns, factors }));
+                    matrices.push(Part::Muon(muon::Update {
+                        values,
+                        gradients,
+                        momentum,
+                        columns,
+                        factors: matrix_factors,
+                    }));
                 }
                 TensorState::Dion { momentum, basis } => {
-                    let factors =
-                        dion::Factors { gradient: scale, momentum: decay, learning_rate, weight_decay };
+                    let factors = matrix_factors;
                     let update = dion::Update { values, gradients, momentum, basis, columns, factors };
                     matrices.push(Part::Dion(update));
                 }

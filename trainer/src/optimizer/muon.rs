@@ -14,6 +14,7 @@
 use model::Team;
 use model::products::{Matrix, multiply, multiply_add};
 
+use super::Factors;
 use crate::norm::norm;
 
 /// The quintic `a x + b x^3 + c x^5` of Jordan (2024), whose iteration takes singular values from 0.001 on to about 1.
@@ -24,17 +25,6 @@ const ITERATIONS: usize = 5;
 const RMS: f32 = 0.2;
 /// Added to the norm that a matrix is divided by, so that no momentum gives no update.
 const EPS: f32 = 1e-7;
-
-/// The numbers of one update.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Factors {
-    /// Multiplies the gradients: below 1 where they are clipped.
-    pub(super) gradient: f32,
-    /// Decay of the momentum.
-    pub(super) momentum: f32,
-    pub(super) learning_rate: f32,
-    pub(super) weight_decay: f32,
-}
 
 /// One matrix `[rows, columns]` with all that its update touches.
 #[derive(Debug)]

@@ -1,0 +1,85 @@
+//! A run without sampling: steps on demonstrations or pairs, evaluations and checkpoints where they are due.
+//!
+//! Invariant: it starts and ends as any other run; between two steps it can be stopped, and goes on from its last
+//! checkpoint.
+
+use std::time::Instant;
+
+use model::ModelDirectory;
+use rollout::evaluate::Evaluation;
+use trainer::Learner;
+
+use super::{Run, Start, Trained};
+use crate::failure::Failure;
+use crate::metrics::Metrics;
+use crate::observe::Observer;
+use crate::prepare::Prepared;
+use crate::recipe::schema::Supervised;
+use crate::supervised::Lessons;
+
+impl Run<'_> {
+    /// Trains without sampling until all steps are done or somebody stops.
+    pub(super) fn supervise(
+        &self,
+        config: &Supervised,
+        start: Start,
+        observer: &mut Observer<'_>,
+    ) -> Result<Trained, Failure> {
+        let Start { mut learner, directory, prepared, mut state, .. } = start;
+        let starting = self.beside(&learner, (&directory, &prepared), &state);
+        let files = ModelDirectory::open(directory.path())?;
+        let lessons = Lessons::new(self.recipe, config, (files, &prepared), starting.reference()?)?;
+        let (began, earlier) = (Instant::now(), state.time_s);
+        let (steps, every) = (self.recipe.trainer.steps, self.recipe.checkpoint.interval);
+        let phase = self.report.phase("training", steps);
+        let mut last = None;
+        let checkpoints = self.run_dir.checkpoints();
+        let keep = self.recipe.checkpoint.keep_last;
+        while state.version.0 < steps && !self.signals.stop_requested() {
+            let clock = Instant::now();
+            let (mut metrics, tokens) = lessons.step(state.version.0, &mut learner, &prepared.train)?;
+            state.version = state.version.next();
+            state.updates = learner.optimizer().updates();
+            state.trained_tokens += tokens;
+            state.time_s = earlier + began.elapsed().as_secs_f64();
+            let seconds = clock.elapsed().as_secs_f64();
+            metrics.set("time_s", state.time_s);
+            metrics.set("time/step", seconds);
+            metrics.set("trainer/tokens_per_s", tokens as f64 / seconds.max(f64::MIN_POSITIVE));
+            let (version, interval) = (state.version.0, self.recipe.eval.interval);
+            if version == steps || (interval > 0 && version.is_multiple_of(interval)) {
+                last = self.examine(&lessons, &prepared, &learner, &directory, &mut metrics)?.or(last);
+            }
+            observer.record(&metrics)?;
+            phase.set(version, "");
+            if every > 0 && version.is_multiple_of(every) {
+                observer.sync()?;
+                trainer::checkpoint::save(&checkpoints, &directory, (&learner, None), &state, keep)?;
+            }
+        }
+        observer.sync()?;
+        trainer::checkpoint::save(&checkpoints, &directory, (&learner, None), &state, keep)?;
+        Ok(Trained { version: state.version, time_s: state.time_s, evaluation: last })
+    }
+
+    /// Measures on held-out tasks: answers of a policy, and how well pairs are told apart.
+    fn examine(
+        &self,
+        lessons: &Lessons<'_>,
+        prepared: &Prepared,
+        learner: &Learner,
+        directory: &ModelDirectory,
+        metrics: &mut Metrics,
+    ) -> Result<Option<Evaluation>, Failure> {
+        if let Some(tasks) = &prepared.eval
+            && let Some(accuracy) = lessons.pair_accuracy(learner, tasks)?
+        {
+            metrics.set("eval/pair_accuracy", accuracy);
+        }
+        let evaluation = self.evaluate(prepared, learner, directory)?;
+        if let Some(evaluation) = &evaluation {
+            metrics.set("eval/accuracy", evaluation.accuracy());
+        }
+        Ok(evaluation)
+    }
+}
