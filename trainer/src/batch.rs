@@ -269,7 +269,7 @@ pub(crate) mod tests {
         // Behavior log-probabilities are -2: the second trajectory of the first group is far from them.
         let groups = groups(&[&[(Some(1.0), 3), (Some(0.0), 4)], &[(Some(0.0), 5), (Some(1.0), 2)]]);
         let scores = Scores {
-            proximal: Some(vec![vec![-2.0; 3], vec![-7.0; 4], vec![-2.0; 5], vec![-2.0; 2]]),
+            before: Some(vec![vec![-2.0; 3], vec![-7.0; 4], vec![-2.0; 5], vec![-2.0; 2]]),
             ..Scores::default()
         };
         for (aggregation, expected) in [

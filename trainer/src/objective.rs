@@ -111,7 +111,7 @@ impl PolicyObjective<'_> {
             report.merge(&sums);
         }
         if !terms.demonstration {
-            self.compare(index, &current, &proximal, corrected, &losses, report);
+            self.compare(index, &current, corrected, &losses, report);
         }
         gradients
     }
@@ -193,19 +193,19 @@ impl PolicyObjective<'_> {
         &self,
         index: usize,
         current: &[f64],
-        proximal: &[f64],
         corrected: &Corrected,
         losses: &[TokenLoss],
         report: &mut TokenSums,
     ) {
         let (terms, sample) = (&self.terms[index], self.rows[index].sample);
+        let before = terms.before.as_deref().unwrap_or(current);
         let bitwise =
             self.bitwise.is_some_and(|version| sample.versions().iter().all(|run| run.version == version));
         for (t, (current, behavior)) in current.iter().zip(&terms.behavior).enumerate() {
             // Not a number is no match either.
-            let differs = bitwise && proximal[t].partial_cmp(behavior) != Some(Ordering::Equal);
+            let differs = bitwise && before[t].partial_cmp(behavior) != Some(Ordering::Equal);
             let mismatch =
-                Mismatch { row: index, token: t, behavior: *behavior as f32, proximal: proximal[t] as f32 };
+                Mismatch { row: index, token: t, behavior: *behavior as f32, proximal: before[t] as f32 };
             let weight = corrected.weights[t] * losses[t].weight;
             let masked = terms.weights[t] == 0.0;
             report.compare(current - behavior, (!masked).then_some((weight, losses[t].clipped)));

@@ -18,7 +18,7 @@ use crate::loss::{Aggregation, Counts};
 #[derive(Clone, Debug, Default)]
 pub struct Scores {
     /// Log-probabilities under the policy before the step, nats.
-    pub proximal: Option<Vec<Vec<f64>>>,
+    pub before: Option<Vec<Vec<f64>>>,
     /// Entropies of the policy before the step, nats.
     pub entropy: Option<Vec<Vec<f64>>>,
     /// Log-probabilities under the reference policy, nats.
@@ -38,6 +38,8 @@ pub struct Terms {
     pub values: Vec<f64>,
     /// Under the distribution that sampled the tokens, nats.
     pub behavior: Vec<f64>,
+    /// Under the policy before the step, nats; `None` while that is the policy being differentiated.
+    pub before: Option<Vec<f64>>,
     /// Under the policy that anchors the loss; `None` while that is the policy being differentiated, or follows from it.
     pub proximal: Option<Vec<f64>>,
     /// Under the reference policy, nats; empty without one.
@@ -86,7 +88,7 @@ pub fn terms(
             let of = |all: &Option<Vec<Vec<f64>>>| all.as_ref().map(|all| all[i].clone());
             let mut terms = Terms {
                 behavior: behavior(row.sample),
-                proximal: of(&scores.proximal),
+                before: of(&scores.before),
                 reference: of(&scores.reference).unwrap_or_default(),
                 values: of(&scores.values).unwrap_or_default(),
                 staleness: crate::batch::token_staleness(row.sample, version),
@@ -124,11 +126,11 @@ impl Terms {
             self.corrected = Some(Corrected { weights: vec![1.0; tokens], kept: vec![true; tokens] });
             return;
         }
-        match algorithm.proximal {
-            Proximal::Behavior => self.proximal = Some(self.behavior.clone()),
-            Proximal::Interpolate => self.proximal = None,
-            Proximal::Recompute => {}
-        }
+        self.proximal = match algorithm.proximal {
+            Proximal::Behavior => Some(self.behavior.clone()),
+            Proximal::Interpolate => None,
+            Proximal::Recompute => self.before.clone(),
+        };
         self.corrected =
             self.proximal.as_ref().map(|proximal| algorithm.correction.of(proximal, &self.behavior));
     }
@@ -148,8 +150,8 @@ fn outcomes(
         if let Some(values) = &scores.values {
             outcome.values.clone_from(&values[i]);
         }
-        let (Some(proximal), Some(reference)) = (&scores.proximal, &scores.reference) else { continue };
-        let pairs = || proximal[i].iter().zip(&reference[i]);
+        let (Some(before), Some(reference)) = (&scores.before, &scores.reference) else { continue };
+        let pairs = || before[i].iter().zip(&reference[i]);
         if algorithm.divergence.in_reward() {
             let crate::loss::Divergence { coef, estimator, .. } = algorithm.divergence;
             outcome.penalties = pairs().map(|(p, r)| coef * estimator.token(*p, *r).0).collect();

@@ -126,12 +126,13 @@ impl Update<'_> {
         let samples: Vec<&Sample> = rows.iter().map(|row| row.sample).collect();
         let critic = self.companions.critic.as_ref();
         let shared = critic.is_some_and(|critic| critic.config.kind == CriticKind::Shared);
-        // After the first optimizer step the policy is no longer the one that anchors the loss.
+        // After the first optimizer step the policy is no longer the one that anchors the loss, nor the one that has
+        // to have the sampler's bits.
         let anchored = self.algorithm.proximal == Proximal::Recompute && self.algorithm.uses_proximal();
         let mut scores = Scores::default();
-        if (anchored && updates > 1) || self.algorithm.needs_scores() || shared {
+        if ((anchored || self.bitwise) && updates > 1) || self.algorithm.needs_scores() || shared {
             let own = self.learner.score(&samples)?;
-            scores.proximal = Some(each(&own, |prediction| prediction.logprob));
+            scores.before = Some(each(&own, |prediction| prediction.logprob));
             scores.entropy = Some(each(&own, |prediction| prediction.entropy));
             scores.values = shared.then(|| each(&own, |prediction| prediction.value));
         }

@@ -350,7 +350,7 @@ fn batches() {
         let batch = Batch::new(&groups, &algorithm, split, &[]);
         let rows = batch.rows(|_| true);
         let each = |key: &str| Some(members.iter().map(|member| numbers(&member[key])).collect());
-        let scores = Scores { proximal: each("proximal"), reference: each("reference"), ..Scores::default() };
+        let scores = Scores { before: each("proximal"), reference: each("reference"), ..Scores::default() };
         let terms = terms(&batch, &rows, scores, &algorithm, PolicyVersion(0));
         let objective = PolicyObjective {
             algorithm: &algorithm,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use buffer::{AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, OnStale, Producer};
 use model::ModelDirectory;
-use trainer::algorithm::Algorithm;
+use trainer::algorithm::{Algorithm, Proximal};
 use trainer::schedule::{Schedule, Shape};
 use trainer::{Companions, Learner, Trainer, TrainerConfig, TrainerError, TrainerState};
 use trajectory::{Group, PolicyVersion};
@@ -191,6 +191,24 @@ fn a_promise_of_equal_bits_is_kept_or_the_step_is_refused() {
             assert!(message.contains(part), "{message}");
         }
         assert_eq!(broken.trainer.version(), PolicyVersion(0));
+    }
+}
+
+/// Whatever anchors the loss, and however often the policy has moved since.
+#[test]
+fn the_promise_of_equal_bits_is_about_the_policy_before_the_step() {
+    let naive = Algorithm { proximal: Proximal::Behavior, ..Algorithm::grpo() };
+    for algorithm in [Algorithm::cispo(), Algorithm::aipo(), naive] {
+        let several = |config: &mut TrainerConfig| {
+            config.algorithm = algorithm.clone();
+            (config.bitwise, config.split.minibatches, config.epochs) = (true, 2, 2);
+        };
+        let mut kept = bench(several);
+        (0..2).for_each(|_| put(&kept.buffer, 0, &[1.0, 0.0]));
+        kept.trainer.step().unwrap().unwrap();
+        let mut broken = bench(several);
+        (0..2).for_each(|_| put_off_policy(&broken.buffer, 0, &[1.0, 0.0], -1e-6));
+        assert!(matches!(broken.trainer.step(), Err(TrainerError::NotBitwise { step: 1, .. })));
     }
 }
 
