@@ -326,7 +326,8 @@ impl Run<'_> {
         (directory, prepared): (&'b ModelDirectory, &'b Prepared),
         state: &'b TrainerState,
     ) -> Starting<'b> {
-        Starting { recipe: self.recipe, run_dir: self.run_dir, directory, learner, state, prepared }
+        let cores = &self.cores;
+        Starting { recipe: self.recipe, run_dir: self.run_dir, directory, learner, state, prepared, cores }
     }
 
     /// A sampler around `engine`, with its rewards and its source of weights.

@@ -7,12 +7,11 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use model::Quantization;
+use model::{Placement, Quantization};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::gsm8k::Gsm8kMethod;
-use crate::reward_model::Placement;
 use crate::{OnError, Scope};
 
 /// One entry of `[[rewards]]`. A key that the kind does not take is an error.

@@ -16,8 +16,7 @@ mod service;
 use std::path::Path;
 use std::sync::Arc;
 
-use model::{Answered, Cores, MemoryBudget, Quantization, SequenceScorer, Team};
-use serde::{Deserialize, Serialize};
+use model::{Answered, Cores, MemoryBudget, Placement, Quantization, SequenceScorer, Team};
 
 use crate::registry::Kind;
 use crate::reward::Judged;
@@ -26,17 +25,6 @@ use service::Service;
 
 /// Tokens of a packed batch, if the recipe says nothing.
 const BATCH_TOKENS: usize = 8192;
-
-/// Where a model computes that is not the policy.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Placement {
-    /// On the policy's device.
-    Colocated,
-    /// On a worker of its own.
-    #[default]
-    Separated,
-}
 
 /// What reward models need of the run.
 #[derive(Clone, Debug, Default)]
