@@ -12,6 +12,7 @@ mod parity;
 mod recipes;
 mod reference_loop;
 mod resume;
+mod rewards;
 mod served;
 mod served_buffer;
 mod served_run;
