@@ -40,6 +40,8 @@
 //! # Ok::<(), rewards::RewardError>(())
 //! ```
 
+#[cfg(target_os = "linux")]
+pub mod code;
 pub mod error;
 pub mod exact;
 pub mod format;
@@ -48,6 +50,8 @@ pub mod length;
 pub mod math;
 pub mod regex;
 pub mod reward;
+#[cfg(target_os = "linux")]
+pub mod sandbox;
 pub mod set;
 pub mod spec;
 
