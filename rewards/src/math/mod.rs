@@ -17,8 +17,14 @@ use std::sync::LazyLock;
 
 use regex::Regex;
 
+use crate::registry::{Kind, pure};
 use crate::{RewardError, RewardInput};
 use number::Number;
+
+/// The kind `math`.
+pub(crate) fn kind() -> Kind {
+    Kind::new("math", &[], &[], |spec, _| Ok(pure(spec, score)))
+}
 
 /// 1.0 or 0.0; `reward` is the name under which errors are reported.
 ///
