@@ -7,6 +7,7 @@
 use std::hash::{BuildHasher, RandomState};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
+use std::time::Instant;
 
 use serde_json::{Value, json};
 
@@ -60,7 +61,7 @@ pub struct Trial {
     pub sandbox: Sandbox,
     /// By what.
     pub runner: Runner,
-    /// Bounds of each run.
+    /// Bounds of each run; `wall` is for all tests together.
     pub limits: Limits,
     /// Whether tests are tried after one that failed.
     pub partial: bool,
@@ -102,8 +103,15 @@ impl Trial {
         cancelled: &AtomicBool,
     ) -> Result<Verdict, SandboxError> {
         let mut verdict = Verdict { tests: tests.len(), ..Verdict::default() };
+        let started = Instant::now();
         for (index, test) in tests.iter().enumerate() {
-            let ran = self.once(program, &test.input, cancelled)?;
+            let left = self.limits.wall.saturating_sub(started.elapsed());
+            if left.is_zero() {
+                verdict.fail(index, "out of time");
+                break;
+            }
+            let limits = Limits { wall: left, ..self.limits };
+            let ran = self.once(program, &test.input, &limits, cancelled)?;
             match judge_output(&ran, &test.output) {
                 Ok(()) => verdict.passed += 1,
                 Err(why) => {
@@ -118,13 +126,18 @@ impl Trial {
     }
 
     /// One run of a whole program.
-    fn once(&self, program: &str, input: &str, cancelled: &AtomicBool) -> Result<Ran, SandboxError> {
+    fn once(
+        &self,
+        program: &str,
+        input: &str,
+        limits: &Limits,
+        cancelled: &AtomicBool,
+    ) -> Result<Ran, SandboxError> {
         match &self.runner {
             Runner::Python(interpreter) => {
                 let opening = json!({"form": "script", "program": program});
                 let mut interview = Interview::new(&opening, Vec::new(), &|_, _| Ok(()), false);
-                let ran = self.harness(interpreter, input, &mut interview, cancelled)?;
-                Ok(ran)
+                self.harness(interpreter, input, &mut interview, limits, cancelled)
             }
             Runner::Command { argv, file } => {
                 let job = Job {
@@ -135,7 +148,7 @@ impl Trial {
                     cancelled: Some(cancelled),
                     ..Job::default()
                 };
-                not_cancelled(self.sandbox.run(job, &self.limits)?)
+                not_cancelled(self.sandbox.run(job, limits)?)
             }
         }
     }
@@ -145,6 +158,7 @@ impl Trial {
         interpreter: &std::path::Path,
         input: &str,
         interview: &mut Interview<'_>,
+        limits: &Limits,
         cancelled: &AtomicBool,
     ) -> Result<Ran, SandboxError> {
         let interpreter = interpreter.display().to_string();
@@ -157,7 +171,7 @@ impl Trial {
             cancelled: Some(cancelled),
             ..Job::default()
         };
-        let ran = not_cancelled(self.sandbox.run(job, &self.limits)?)?;
+        let ran = not_cancelled(self.sandbox.run(job, limits)?)?;
         if interview.ready {
             return Ok(ran);
         }
@@ -186,7 +200,7 @@ impl Trial {
             });
         };
         let mut interview = Interview::new(opening, questions, judge, self.partial);
-        let ran = self.harness(interpreter, "", &mut interview, cancelled)?;
+        let ran = self.harness(interpreter, "", &mut interview, &self.limits, cancelled)?;
         let Interview { mut verdict, done, asked, .. } = interview;
         if !done {
             let said = last_line(&ran.stderr).map(|line| format!(": {line}")).unwrap_or_default();
