@@ -7,6 +7,8 @@
 //! - [`spec`], [`registry`]: a reward as a recipe states it, the kinds there are, and how they are built
 //! - [`math`], [`gsm8k`], [`exact`], [`regex`], [`format`](mod@format), [`length`]: built-ins, one pure function each
 //! - [`function`]: rewards that are Rust functions, also a user's own; [`limited`]: timeout and concurrency around any
+//! - [`http`], [`judge`]: servers and language models that are asked; one transport for both
+//! - `code`, `sandbox`: programs against tests, and what confines them (Linux)
 //! - [`load`]: what waits for a reward, what runs, and how long it took
 //! - [`error`]: what can go wrong, [`RewardError`]
 //!
@@ -44,6 +46,8 @@ pub mod exact;
 pub mod format;
 pub mod function;
 pub mod gsm8k;
+pub mod http;
+pub mod judge;
 pub mod length;
 pub mod limited;
 pub mod load;

@@ -122,6 +122,8 @@ impl Registry {
             length::kind(),
             #[cfg(target_os = "linux")]
             crate::code::kind(),
+            crate::http::kind(),
+            crate::judge::kind(),
         ];
         Self { kinds: kinds.into_iter().map(|kind| (kind.name.clone(), kind)).collect() }
     }
