@@ -91,7 +91,7 @@ impl Code {
             }
             None => return Err(wrong("language", "is not Python; say in `command` what runs its programs")),
         };
-        let sandbox = Sandbox::open(choice, view, path, context.scratch.clone());
+        let sandbox = Sandbox::open(choice, &view, path, &context.scratch);
         let sandbox = sandbox.map_err(|error| failed(error.to_string()))?;
         let limits = limits(spec)?;
         let trial = Trial { sandbox, runner, limits, partial: spec.partial.unwrap_or_default() };

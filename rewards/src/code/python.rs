@@ -39,7 +39,7 @@ impl Interpreter {
         let failed = |reason: String| {
             format!("`{}` does not answer as Python does: {reason}; {advice}", program.display())
         };
-        let sandbox = Sandbox::open(Choice::Unconfined, View::default(), "", scratch.to_path_buf());
+        let sandbox = Sandbox::open(Choice::Unconfined, &View::default(), "", scratch);
         let sandbox = sandbox.map_err(|error| failed(error.to_string()))?;
         let job = Job {
             argv: vec![program.display().to_string(), "-c".to_owned(), QUESTION.to_owned()],

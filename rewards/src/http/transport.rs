@@ -151,7 +151,7 @@ impl Transport {
         let request = request.body(body).map_err(|error| Lost::Never(error.to_string()))?;
         let limit = Some(limit).filter(|limit| *limit < Duration::MAX);
         let request = self.agent.configure_request(request).timeout_global(limit).build();
-        let mut response = self.agent.run(request).map_err(|error| self.lost(error))?;
+        let mut response = self.agent.run(request).map_err(|error| self.lost(&error))?;
         let status = response.status();
         let text = |name: &str| Some(response.headers().get(name)?.to_str().ok()?.to_owned());
         let (wanted, elsewhere) = (text("retry-after"), text("location"));
@@ -163,7 +163,7 @@ impl Transport {
             let said = body.map(|body| shown(&body)).unwrap_or_default();
             return Err(Lost::Again(format!("status {status}: {said}"), wanted));
         }
-        let body = body.map_err(|error| self.lost(error))?;
+        let body = body.map_err(|error| self.lost(&error))?;
         if status.is_redirection() {
             let elsewhere = elsewhere.unwrap_or_else(|| "nowhere".to_owned());
             let advice = "redirects are not followed; write the address itself into `url`";
@@ -177,7 +177,7 @@ impl Transport {
         })
     }
 
-    fn lost(&self, error: ureq::Error) -> Lost {
+    fn lost(&self, error: &ureq::Error) -> Lost {
         let reason = error.to_string();
         match error {
             ureq::Error::Timeout(Timeout::Global | Timeout::PerCall) => Lost::Late,

@@ -155,11 +155,12 @@ impl Warden for Init {
         Ok(())
     }
 
-    fn kill(&mut self) -> bool {
-        // If it is not there yet, it is killed as soon as it is known.
+    fn kill(&mut self) {
         self.killed = true;
-        let Some(process) = &self.process else { return false };
-        rustix::process::pidfd_send_signal(process, Signal::KILL).is_ok()
+        if let Some(process) = &self.process {
+            // It may have ended by itself.
+            let _gone = rustix::process::pidfd_send_signal(process, Signal::KILL);
+        }
     }
 }
 

@@ -6,8 +6,6 @@
 //! with them the x32 numbers, so no second number of a call slips through; crates that assemble such filters compare single
 //! numbers only and cannot say that.
 
-use std::mem::size_of;
-
 use libc::{
     BPF_ABS, BPF_JEQ, BPF_JGE, BPF_JMP, BPF_JSET, BPF_K, BPF_LD, BPF_RET, BPF_W, c_long, sock_filter,
 };
@@ -207,7 +205,7 @@ pub(super) fn program(allowed: Allowed) -> Vec<sock_filter> {
 
 /// The filter as `bwrap` reads it from a descriptor.
 pub(super) fn bytes(program: &[sock_filter]) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(size_of::<sock_filter>() * program.len());
+    let mut bytes = Vec::with_capacity(size_of_val(program));
     for step in program {
         bytes.extend(step.code.to_ne_bytes());
         bytes.extend([step.jt, step.jf]);

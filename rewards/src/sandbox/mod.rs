@@ -19,7 +19,7 @@ mod spawn;
 pub(crate) mod view;
 mod watch;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
@@ -190,7 +190,7 @@ impl Sandbox {
     ///
     /// # Errors
     /// None of those asked for works here; the message has the reason for each.
-    pub fn open(choice: Choice, view: View, path: &str, scratch: PathBuf) -> Result<Self, SandboxError> {
+    pub fn open(choice: Choice, view: &View, path: &str, scratch: &Path) -> Result<Self, SandboxError> {
         let bwrap = view::find("bwrap", path);
         let root = rustix::process::geteuid().is_root();
         let namespaces = |nobody, processes| Method::Bubblewrap { nobody, processes };
@@ -207,7 +207,7 @@ impl Sandbox {
         };
         let mut tried = Vec::new();
         for method in methods {
-            let (view, bwrap, scratch) = (view.clone(), bwrap.clone(), scratch.clone());
+            let (view, bwrap, scratch) = (view.clone(), bwrap.clone(), scratch.to_path_buf());
             let sandbox = Self { method, view, bwrap, scratch };
             match sandbox.probe() {
                 Ok(()) => return Ok(sandbox),

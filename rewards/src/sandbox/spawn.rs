@@ -44,18 +44,18 @@ impl Channel {
     /// We read.
     pub(super) fn from_program() -> io::Result<Self> {
         let (ours, theirs) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
-        Self::new(ours, theirs)
+        Self::new(ours, &theirs)
     }
 
     /// We write.
     pub(super) fn to_program() -> io::Result<Self> {
         let (theirs, ours) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
-        Self::new(ours, theirs)
+        Self::new(ours, &theirs)
     }
 
-    fn new(ours: OwnedFd, theirs: OwnedFd) -> io::Result<Self> {
+    fn new(ours: OwnedFd, theirs: &OwnedFd) -> io::Result<Self> {
         rustix::fs::fcntl_setfl(&ours, OFlags::NONBLOCK)?;
-        Ok(Self { ours, theirs: raised(&theirs)? })
+        Ok(Self { ours, theirs: raised(theirs)? })
     }
 
     /// The number that the program knows it by.

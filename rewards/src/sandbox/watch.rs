@@ -27,8 +27,8 @@ const MAX_STATUS: usize = 1 << 14;
 pub(super) trait Warden {
     /// All that was said so far.
     fn said(&mut self, status: &[u8]) -> Result<(), SandboxError>;
-    /// Kills the program; false if it is not known how.
-    fn kill(&mut self) -> bool;
+    /// Kills the program, now or as soon as it is known how.
+    fn kill(&mut self);
 }
 
 /// Where the pipes of a program go.
