@@ -6,6 +6,7 @@
 //! - [`set`]: [`RewardSet`], the weighted sum that keeps every component by name
 //! - [`spec`], [`registry`]: a reward as a recipe states it, the kinds there are, and how they are built
 //! - [`math`], [`gsm8k`], [`exact`], [`regex`], [`format`](mod@format), [`length`]: built-ins, one pure function each
+//! - [`reward_model`]: models that score
 //! - [`function`]: rewards that are Rust functions, also a user's own; [`limited`]: timeout and concurrency around any
 //! - [`http`], [`judge`]: servers and language models that are asked; one transport for both
 //! - `code`, `sandbox`: programs against tests, and what confines them (Linux)
@@ -55,6 +56,7 @@ pub mod math;
 pub mod regex;
 pub mod registry;
 pub mod reward;
+pub mod reward_model;
 #[cfg(target_os = "linux")]
 pub mod sandbox;
 pub mod set;

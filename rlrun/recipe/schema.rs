@@ -426,6 +426,10 @@ pub struct Placement {
     /// Most cores that the trainer uses at a time; all if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trainer_threads: Option<usize>,
+    /// MiB that colocated models which are not trained (reward models, then the reference) may keep in memory together;
+    /// one that does not fit is read from its files for every use. Without it all stay.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_mib: Option<u64>,
 }
 
 /// `[eval]`: accuracy on held-out tasks, before, during and after.
