@@ -231,7 +231,7 @@ fn a_run_that_nobody_waits_for_is_ended() {
 }
 
 /// Processes that have `mark` among their arguments.
-fn processes_with(mark: &str) -> Vec<PathBuf> {
+pub(crate) fn processes_with(mark: &str) -> Vec<PathBuf> {
     let entries = std::fs::read_dir("/proc").unwrap().flatten();
     let lines = entries.map(|entry| entry.path().join("cmdline"));
     lines

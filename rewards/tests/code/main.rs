@@ -5,6 +5,7 @@
 
 mod escapes;
 mod forms;
+mod killed;
 mod languages;
 
 use std::collections::BTreeMap;
