@@ -26,19 +26,19 @@ def main():
     sys.path[:] = [entry for entry in sys.path if entry]
     sys.argv = ["program.py"]
     remember(program)
+    module = types.ModuleType("__main__" if form == "script" else "solution")
+    sys.modules[module.__name__] = module
+    namespace = module.__dict__
+    if form != "script":
+        # If this fails, no program is to blame: the harness is not ready.
+        exec(order["prelude"], namespace)
     report(ready=True)
     if form == "script":
         orders.close()
         os.close(report_fd)
-        module = types.ModuleType("__main__")
-        sys.modules["__main__"] = module
-        exec(compile(program, "<program>", "exec"), module.__dict__)
+        exec(compile(program, "<program>", "exec"), namespace)
         return
-    module = types.ModuleType("solution")
-    sys.modules["solution"] = module
-    namespace = module.__dict__
     try:
-        exec(order["prelude"], namespace)
         exec(compile(program, "<program>", "exec"), namespace)
         function = find(namespace, order["fn_name"]) if form == "calls" else None
     except BaseException as error:

@@ -178,7 +178,7 @@ impl Trial {
         let said = last_line(&ran.stderr).unwrap_or_else(|| "it said nothing".to_owned());
         Err(SandboxError::Failed {
             reason: format!(
-                "{interpreter} did not come to run the program ({}): {said}; is `memory_mb` or `timeout_s` too small for it?",
+                "{interpreter} did not come to run the program ({}): {said}; is `memory_mb` or `timeout_s` too small for it, or is it older than 3.8?",
                 ending(&ran)
             ),
         })

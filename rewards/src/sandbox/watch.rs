@@ -48,7 +48,7 @@ pub(super) fn watch(
     let started = Instant::now();
     let result = Watch::new(&mut child, job, limits, ends).and_then(|mut watch| {
         let exit = child_exit(&child)?;
-        watch.run(&mut child, &exit, started)?;
+        watch.run(&child, &exit, started)?;
         Ok((watch.killed, watch.stdout.bytes, watch.stderr.bytes))
     });
     // Also where watching failed: nothing of it stays.
@@ -196,7 +196,7 @@ impl<'a, 'w> Watch<'a, 'w> {
         })
     }
 
-    fn run(&mut self, child: &mut Child, exit: &OwnedFd, started: Instant) -> Result<(), SandboxError> {
+    fn run(&mut self, child: &Child, exit: &OwnedFd, started: Instant) -> Result<(), SandboxError> {
         loop {
             let ended = self.wait(exit, started)?;
             self.pump()?;
@@ -204,12 +204,13 @@ impl<'a, 'w> Watch<'a, 'w> {
                 return Ok(());
             }
             if self.killed.is_none() && started.elapsed() >= self.wall {
-                self.kill(End::Timeout, child);
+                self.kill(End::Timeout);
             }
             if self.killed.is_none() && self.cancelled.is_some_and(|flag| flag.load(Ordering::Relaxed)) {
-                self.kill(End::Cancelled, child);
+                self.kill(End::Cancelled);
             }
-            if self.killed.is_some_and(|(_, at)| at.elapsed() >= GRACE) {
+            // A warden kills first what it watches over, so that it can still say what became of it.
+            if self.killed.is_some_and(|(_, at)| self.warden.is_none() || at.elapsed() >= GRACE) {
                 kill_group(child);
             }
         }
@@ -239,7 +240,7 @@ impl<'a, 'w> Watch<'a, 'w> {
     fn pump(&mut self) -> Result<(), SandboxError> {
         let within = self.stdout.pump() & self.stderr.pump() & self.report.pump();
         if !within && self.killed.is_none() {
-            self.stop(End::Output);
+            self.kill(End::Output);
         }
         self.status.pump();
         if let Some(warden) = &mut self.warden {
@@ -262,17 +263,10 @@ impl<'a, 'w> Watch<'a, 'w> {
         }
     }
 
-    fn stop(&mut self, end: End) {
+    fn kill(&mut self, end: End) {
         self.killed = Some((end, Instant::now()));
         if let Some(warden) = &mut self.warden {
             warden.kill();
-        }
-    }
-
-    fn kill(&mut self, end: End, child: &Child) {
-        self.stop(end);
-        if self.warden.is_none() {
-            kill_group(child);
         }
     }
 }
