@@ -143,6 +143,24 @@ pub enum RewardError {
         /// The timeout, seconds.
         seconds: f64,
     },
+    /// A parameter with a value that it cannot have.
+    #[error("reward `{reward}`: `{field}` {reason}")]
+    Parameter {
+        /// Name of the reward.
+        reward: String,
+        /// The parameter.
+        field: String,
+        /// What is wrong with it, as the end of a sentence.
+        reason: String,
+    },
+    /// The processes of a reward, or what they need, cannot be started.
+    #[error("reward `{reward}` cannot be started: {reason}")]
+    Start {
+        /// Name of the reward.
+        reward: String,
+        /// What happened and what to do.
+        reason: String,
+    },
     /// Something outside this crate (a process, a server, a model) failed.
     #[error("reward `{reward}` failed for {trajectory}: {reason}")]
     Failed {

@@ -8,6 +8,8 @@
 //! - [`math`], [`gsm8k`], [`exact`], [`regex`], [`format`](mod@format), [`length`]: built-ins, one pure function each
 //! - [`reward_model`]: models that score
 //! - [`function`]: rewards that are Rust functions, also a user's own; [`limited`]: timeout and concurrency around any
+//! - [`http`], [`judge`]: servers and language models that are asked; one transport for both
+//! - `code`, `sandbox`: programs against tests, and what confines them (Linux)
 //! - [`load`]: what waits for a reward, what runs, and how long it took
 //! - [`error`]: what can go wrong, [`RewardError`]
 //!
@@ -38,11 +40,15 @@
 //! # Ok::<(), rewards::RewardError>(())
 //! ```
 
+#[cfg(target_os = "linux")]
+pub mod code;
 pub mod error;
 pub mod exact;
 pub mod format;
 pub mod function;
 pub mod gsm8k;
+pub mod http;
+pub mod judge;
 pub mod length;
 pub mod limited;
 pub mod load;
@@ -51,6 +57,8 @@ pub mod regex;
 pub mod registry;
 pub mod reward;
 pub mod reward_model;
+#[cfg(target_os = "linux")]
+pub mod sandbox;
 pub mod set;
 pub mod spec;
 

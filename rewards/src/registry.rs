@@ -123,6 +123,10 @@ impl Registry {
             regex::kind(),
             format::kind(),
             length::kind(),
+            #[cfg(target_os = "linux")]
+            crate::code::kind(),
+            crate::http::kind(),
+            crate::judge::kind(),
             reward_model::kind(),
         ];
         Self { kinds: kinds.into_iter().map(|kind| (kind.name.clone(), kind)).collect() }
@@ -232,6 +236,15 @@ impl RewardSpec {
             reward: self.name().to_owned(),
             kind: self.kind.clone(),
             field: field.to_owned(),
+        }
+    }
+
+    /// The error of a key with a value that it cannot have; `reason` ends a sentence that begins with the key.
+    pub(crate) fn wrong(&self, field: &str, reason: &str) -> RewardError {
+        RewardError::Parameter {
+            reward: self.name().to_owned(),
+            field: field.to_owned(),
+            reason: reason.to_owned(),
         }
     }
 

@@ -4,6 +4,7 @@
 //! alone; a key that the kind does not take is an error there, so nothing that a user wrote is ignored. This file does not
 //! know TOML, files or lines; the recipe layer adds where an error comes from.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -69,6 +70,81 @@ pub struct RewardSpec {
     /// `python`: single trajectories as they end (the default), or whole groups, for functions that compare.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scope: Option<Scope>,
+    /// `python`, `http`: whose convention is followed. `http`: `openrlhf` (the default) or `slime`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dialect: Option<String>,
+    /// `python`, `code`: interpreter; `python3` if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub python: Option<String>,
+    /// `http`, dialect `openrlhf`: most trajectories of one request; 1 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub batch: Option<usize>,
+    /// `code`: MiB of address space of each process; 512 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_mb: Option<u64>,
+    /// `code`: language of the programs, as it stands after a fence; `python` if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub language: Option<String>,
+    /// `code`: what runs a program of another language, with `{file}` for its file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub command: Option<Vec<String>>,
+    /// `code`: column with the tests; `tests` if there is one, else the answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tests_column: Option<String>,
+    /// `code`: `auto` (the default), `bubblewrap`, `landlock`, or `none` for programs that can be trusted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sandbox: Option<String>,
+    /// `code`: seconds of processor time of a program in one test; 10 if not given. `timeout_s` is for all tests.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_s: Option<f64>,
+    /// `code`: KiB that a program may write; 64 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_output_kib: Option<usize>,
+    /// `code`: processes and threads of a program at the same time; 16 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_processes: Option<u64>,
+    /// `code`: whether passing some of the tests is worth their share, instead of nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub partial: Option<bool>,
+    /// `http`, `judge` (both required): where to ask, `http://` or `https://`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub url: Option<String>,
+    /// `http`, `judge`: hosts, addresses and networks that may be connected to; the host of `url` if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allow: Option<Vec<String>>,
+    /// `http`, `judge`: variable of the environment that holds a bearer token.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token_env: Option<String>,
+    /// `http`, `judge`: how often a request is repeated that found nobody or a busy server; 4 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub retries: Option<u32>,
+    /// `http`, `judge`: largest answer, KiB; 1024 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_answer_kib: Option<u64>,
+    /// `judge` (required): name of the model, as the server knows it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
+    /// `judge`: system message.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub system: Option<String>,
+    /// `judge`: what the model is asked, with `{prompt}`, `{completion}`, `{answer}` and `{columns.NAME}`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub template: Option<String>,
+    /// `judge`: sampling temperature; 0 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub temperature: Option<f64>,
+    /// `judge`: most tokens of its reply; 512 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_tokens: Option<u64>,
+    /// `judge`: regular expression whose last match captures the score; `Score: 7` and the like if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parse: Option<String>,
+    /// `judge`: words and what each is worth; the last that occurs counts. Instead of `parse`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub choices: Option<BTreeMap<String, f64>>,
+    /// `judge`: what a parsed score is divided by; 1 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scale: Option<f64>,
     /// `python`: keyword arguments of the function (verl `reward_kwargs`). Own kinds: whatever they read.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub parameters: Map<String, Value>,
@@ -96,6 +172,31 @@ impl RewardSpec {
             batch_tokens: None,
             threads: None,
             scope: None,
+            dialect: None,
+            python: None,
+            batch: None,
+            memory_mb: None,
+            language: None,
+            command: None,
+            tests_column: None,
+            sandbox: None,
+            cpu_s: None,
+            max_output_kib: None,
+            max_processes: None,
+            partial: None,
+            url: None,
+            allow: None,
+            token_env: None,
+            retries: None,
+            max_answer_kib: None,
+            model: None,
+            system: None,
+            template: None,
+            temperature: None,
+            max_tokens: None,
+            parse: None,
+            choices: None,
+            scale: None,
             parameters: Map::new(),
         }
     }

@@ -1,0 +1,231 @@
+//! `code`: does the program in the completion pass the tests of the task? Run in a sandbox, judged outside of it.
+//!
+//! Invariant: a value in [0, 1]. Whatever the program does (crash, loop, fork, reach for files or the network) is a test that it
+//! did not pass; a sandbox that fails is an error of the reward and never a score.
+//!
+//! What remains: tests that are code ([`suite::Suite::Asserts`]) run in the interpreter of the program, where a program written
+//! to attack them can make them pass, if only by values that are equal to everything. Inputs and calls cannot be passed so:
+//! what is expected never enters the sandbox.
+
+pub mod compare;
+pub mod extract;
+pub mod python;
+pub mod run;
+pub mod suite;
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+
+use self::python::Interpreter;
+use self::run::{Runner, Trial, Verdict};
+use self::suite::Suite;
+use crate::registry::Kind;
+use crate::reward::Judged;
+use crate::sandbox::{Choice, Limits, Sandbox, View, view};
+use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
+
+const PYTHON: &str = "python";
+/// As the testers of APPS and LiveCodeBench, which allow 6 to 10 seconds.
+const CPU_S: f64 = 10.0;
+const MEMORY_MB: u64 = 512;
+const OUTPUT_KIB: usize = 64;
+const PROCESSES: u64 = 16;
+
+/// The kind `code`.
+pub(crate) fn kind() -> Kind {
+    const KEYS: [&str; 10] = [
+        "language",
+        "command",
+        "tests_column",
+        "sandbox",
+        "memory_mb",
+        "cpu_s",
+        "max_output_kib",
+        "max_processes",
+        "partial",
+        "python",
+    ];
+    Kind::new("code", &KEYS, &[], |spec, context| Ok(Box::new(Code::new(spec, context)?)))
+}
+
+/// Programs against tests.
+pub struct Code {
+    name: String,
+    language: String,
+    tests_column: Option<String>,
+    trial: Arc<Trial>,
+    running: Semaphore,
+    load: Load,
+}
+
+impl Code {
+    /// Finds the interpreter and a sandbox that works; takes a fraction of a second.
+    ///
+    /// # Errors
+    /// No runtime, a parameter that makes no sense, no interpreter, no sandbox that works on this machine.
+    pub fn new(spec: &RewardSpec, context: &RewardContext) -> Result<Self, RewardError> {
+        context.runtime(spec)?;
+        let failed = |reason: String| RewardError::Start { reward: spec.name().to_owned(), reason };
+        let wrong = |field: &str, reason: &str| spec.wrong(field, reason);
+        let language = spec.language.as_deref().unwrap_or(PYTHON).to_lowercase();
+        let choice = spec.sandbox.as_deref().unwrap_or("auto");
+        let choice = Choice::parse(choice)
+            .ok_or_else(|| wrong("sandbox", "is \"auto\", \"bubblewrap\", \"landlock\" or \"none\""))?;
+        std::fs::create_dir_all(&context.scratch)
+            .map_err(|error| failed(format!("{}: {error}", context.scratch.display())))?;
+        let path = context.environment.get("PATH").map_or("", String::as_str);
+        let (runner, view) = match &spec.command {
+            Some(_) if spec.python.is_some() => {
+                return Err(wrong("python", "is not for programs that `command` runs"));
+            }
+            Some(command) => {
+                by_command(command, &language, path).map_err(|reason| wrong("command", &reason))?
+            }
+            None if language == PYTHON => {
+                by_python(spec.python.as_deref().unwrap_or("python3"), context).map_err(failed)?
+            }
+            None => return Err(wrong("language", "is not Python; say in `command` what runs its programs")),
+        };
+        let sandbox = Sandbox::open(choice, &view, path, &context.scratch);
+        let sandbox = sandbox.map_err(|error| failed(error.to_string()))?;
+        let limits = limits(spec)?;
+        let trial = Trial { sandbox, runner, limits, partial: spec.partial.unwrap_or_default() };
+        Ok(Self {
+            name: spec.name().to_owned(),
+            language,
+            tests_column: spec.tests_column.clone(),
+            trial: Arc::new(trial),
+            // Programs compute: more at a time than there are cores would only run each of them out of time.
+            running: Semaphore::new(spec.concurrency.clamp(1, cores())),
+            load: Load::default(),
+        })
+    }
+
+    async fn judge(&self, input: &RewardInput<'_>) -> Judged {
+        let waiting = self.load.wait();
+        let failed = |reason| RewardError::Failed {
+            reward: self.name.clone(),
+            trajectory: input.trajectory(),
+            reason,
+        };
+        let suite = Suite::of(input.task, self.tests_column.as_deref()).map_err(failed)?;
+        let Some(program) = extract::program(input.text, &self.language) else {
+            let why = Some("there is no program in the completion".to_owned());
+            return Ok(outcome(&Verdict { passed: 0, tests: suite.len(), why }, false));
+        };
+        // The semaphore is never closed, so a permit always comes.
+        let _permit = self.running.acquire().await;
+        let _running = waiting.begin();
+        let cancelled = Cancel(Arc::new(AtomicBool::new(false)));
+        let (flag, trial, program) = (Arc::clone(&cancelled.0), Arc::clone(&self.trial), program.to_owned());
+        let run = tokio::task::spawn_blocking(move || trial.run(&program, &suite, &flag));
+        match run.await {
+            Ok(Ok(verdict)) => Ok(outcome(&verdict, self.trial.partial)),
+            Ok(Err(error)) => Err(failed(error.to_string())),
+            Err(_) => Err(failed("the run panicked; its message stands in the log".to_owned())),
+        }
+    }
+}
+
+/// Tells a run, when its future is given up, that nobody waits for it any more.
+struct Cancel(Arc<AtomicBool>);
+
+impl Drop for Cancel {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+fn outcome(verdict: &Verdict, partial: bool) -> Outcome {
+    let Verdict { passed, tests, why } = verdict;
+    #[expect(clippy::cast_precision_loss, reason = "there are far less than 2^52 tests")]
+    let share = *passed as f64 / (*tests).max(1) as f64;
+    let value = if partial || passed == tests { share } else { 0.0 };
+    let outcome = Outcome::from(value).with("passed", *passed).with("tests", *tests);
+    match why {
+        Some(why) => outcome.with("why", why.as_str()),
+        None => outcome,
+    }
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+fn limits(spec: &RewardSpec) -> Result<Limits, RewardError> {
+    let cpu_s = spec.cpu_s.unwrap_or(CPU_S.min(spec.timeout_s));
+    let cpu = Duration::try_from_secs_f64(cpu_s).ok().filter(|cpu| !cpu.is_zero());
+    let positive = |field: &str, found: u64| {
+        if found > 0 { Ok(found) } else { Err(spec.wrong(field, "must be at least 1")) }
+    };
+    let memory_mb = positive("memory_mb", spec.memory_mb.unwrap_or(MEMORY_MB))?;
+    let output_kib = spec.max_output_kib.unwrap_or(OUTPUT_KIB);
+    positive("max_output_kib", output_kib as u64)?;
+    Ok(Limits {
+        wall: spec.timeout(),
+        cpu: cpu.ok_or_else(|| spec.wrong("cpu_s", "must be a positive number of seconds"))?,
+        memory: memory_mb.saturating_mul(1 << 20),
+        output: output_kib.saturating_mul(1 << 10),
+        processes: positive("max_processes", spec.max_processes.unwrap_or(PROCESSES))?,
+    })
+}
+
+fn by_python(python: &str, context: &RewardContext) -> Result<(Runner, View), String> {
+    let Interpreter { executable, directories } =
+        Interpreter::find(python, &context.environment, &context.scratch)?;
+    let view = View::new(&directories, Some(executable.clone()))?;
+    Ok((Runner::Python(executable), view))
+}
+
+fn by_command(command: &[String], language: &str, path: &str) -> Result<(Runner, View), String> {
+    let Some((first, rest)) = command.split_first() else { return Err("is empty".to_owned()) };
+    if !command.iter().any(|word| word.contains("{file}")) {
+        return Err("does not say where the program stands; write `{file}` there".to_owned());
+    }
+    let program =
+        view::find(first, path).ok_or_else(|| format!("names `{first}`, which is not in `PATH`"))?;
+    let real: PathBuf = program.canonicalize().map_err(|error| format!("names {first}: {error}"))?;
+    // What it needs lies beside the directory `bin` that it is in.
+    let directories: Vec<PathBuf> =
+        real.parent().and_then(std::path::Path::parent).map(PathBuf::from).into_iter().collect();
+    let system = real.starts_with("/usr") || real.starts_with("/bin");
+    let view = View::new(if system { &[] } else { &directories }, Some(real.clone()))?;
+    let mut argv = vec![real.display().to_string()];
+    argv.extend_from_slice(rest);
+    let ending = match language {
+        "python" => "py",
+        "javascript" => "js",
+        "typescript" => "ts",
+        "rust" => "rs",
+        "bash" => "sh",
+        "ruby" => "rb",
+        other if other.chars().all(|c| c.is_ascii_alphanumeric()) => other,
+        _ => "txt",
+    };
+    Ok((Runner::Command { argv, file: format!("program.{ending}") }, view))
+}
+
+impl fmt::Debug for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Code").field("name", &self.name).field("trial", &self.trial).finish_non_exhaustive()
+    }
+}
+
+impl Reward for Code {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
+        Box::pin(crate::join(inputs.iter().map(|input| Box::pin(self.judge(input)) as BoxFuture<'_, _>)))
+    }
+
+    fn load(&self) -> &Load {
+        &self.load
+    }
+}

@@ -1,0 +1,317 @@
+//! The tests of a task, in the forms in which data sets have them.
+//!
+//! Invariant: a suite has at least one test, and each can fail. What cannot be read is an error that shows it; it is never a
+//! suite that everything passes.
+
+use serde_json::{Map, Value};
+use trajectory::Task;
+
+/// What a program is tried with.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Suite {
+    /// Input and expected output of a whole program.
+    Streams(Vec<Streams>),
+    /// Arguments and expected results of a function.
+    Calls {
+        /// Name of the function, or of a method of a class `Solution`.
+        function: String,
+        /// At least one.
+        calls: Vec<Call>,
+    },
+    /// Code that fails if the program is wrong.
+    Asserts {
+        /// What runs before each.
+        setup: String,
+        /// At least one.
+        tests: Vec<String>,
+        /// What a function `check` of a test is called with.
+        entry_point: Option<String>,
+    },
+}
+
+/// One run of a program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Streams {
+    /// Standard input.
+    pub input: String,
+    /// Expected standard output.
+    pub output: String,
+}
+
+/// One call of a function.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Call {
+    /// Its arguments by position.
+    pub arguments: Vec<Value>,
+    /// What it should return.
+    pub expected: Value,
+}
+
+/// How much of something unreadable an error shows, characters.
+const SHOWN: usize = 120;
+
+impl Suite {
+    /// The tests of `task`: its column `column`, or if that is not given its column `tests`, or else its answer.
+    ///
+    /// # Errors
+    /// There are none, or they have none of the forms; the text says what was found.
+    pub fn of(task: &Task, column: Option<&str>) -> Result<Self, String> {
+        let columns = &task.columns;
+        let found = match column {
+            Some(name) => columns.get(name).cloned().ok_or_else(|| format!("there is no column `{name}`"))?,
+            None => columns.get("tests").cloned().or_else(|| task.answer.clone().map(Value::String)).ok_or(
+                "there is neither a column `tests` nor an answer; name the column in `tests_column`",
+            )?,
+        };
+        let suite = Self::parse(&found, columns)?;
+        if suite.is_empty() { Err(format!("there is no test in {}", shown(&found))) } else { Ok(suite) }
+    }
+
+    /// Number of tests.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Streams(tests) => tests.len(),
+            Self::Calls { calls, .. } => calls.len(),
+            Self::Asserts { tests, .. } => tests.len(),
+        }
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn parse(found: &Value, columns: &Map<String, Value>) -> Result<Self, String> {
+        match found {
+            Value::String(text) => match serde_json::from_str::<Value>(text) {
+                Ok(inner @ (Value::Array(_) | Value::Object(_))) => Self::parse(&inner, columns),
+                _ => asserts(std::slice::from_ref(found), columns),
+            },
+            Value::Object(object) => pairs(object, columns),
+            Value::Array(items) if items.iter().all(Value::is_string) => asserts(items, columns),
+            Value::Array(items) => listed(items, columns),
+            other => Err(unreadable(other)),
+        }
+    }
+}
+
+/// `{"inputs": [..], "outputs": [..]}`, with `fn_name` for calls; one `{"input", "output"}`; `{"assert_case": [..]}`.
+fn pairs(object: &Map<String, Value>, columns: &Map<String, Value>) -> Result<Suite, String> {
+    if let Some(Value::Array(cases)) = object.get("assert_case") {
+        return asserts(cases, columns);
+    }
+    if object.contains_key("input") {
+        return listed(&[Value::Object(object.clone())], columns);
+    }
+    let list = |key: &str| match object.get(key) {
+        Some(Value::Array(items)) => Ok(items),
+        _ => Err(format!("there is no list `{key}` in {}", shown(&Value::Object(object.clone())))),
+    };
+    let (inputs, outputs) = (list("inputs")?, list("outputs")?);
+    if inputs.len() != outputs.len() {
+        return Err(format!("there are {} inputs and {} outputs", inputs.len(), outputs.len()));
+    }
+    let both = inputs.iter().zip(outputs);
+    match object.get("fn_name").and_then(Value::as_str) {
+        Some(function) => {
+            let calls = both.map(|(input, output)| call(input, output)).collect::<Result<_, _>>()?;
+            Ok(Suite::Calls { function: function.to_owned(), calls })
+        }
+        None => {
+            both.map(|(input, output)| streams(input, output)).collect::<Result<_, _>>().map(Suite::Streams)
+        }
+    }
+}
+
+/// A list of `{"input", "output"}`; with `"testtype": "functional"` they are calls.
+fn listed(items: &[Value], columns: &Map<String, Value>) -> Result<Suite, String> {
+    let field = |item: &Value, key: &str| item.get(key).cloned().ok_or_else(|| unreadable(item));
+    let both = items.iter().map(|item| Ok((field(item, "input")?, field(item, "output")?)));
+    let both = both.collect::<Result<Vec<_>, String>>()?;
+    let functional =
+        items.iter().filter(|item| item.get("testtype").is_some_and(|kind| kind == "functional"));
+    match functional.count() {
+        0 => both
+            .iter()
+            .map(|(input, output)| streams(input, output))
+            .collect::<Result<_, _>>()
+            .map(Suite::Streams),
+        count if count == items.len() => {
+            let calls = both.iter().map(|(input, output)| {
+                call(input, &output.as_str().map_or_else(|| output.clone(), json_or_text))
+            });
+            let calls = calls.collect::<Result<_, _>>()?;
+            let function =
+                function_name(columns).ok_or("the tests are calls, but there is no column `fn_name`")?;
+            Ok(Suite::Calls { function, calls })
+        }
+        count => Err(format!("{count} of {} tests are calls, the others are not", items.len())),
+    }
+}
+
+fn function_name(columns: &Map<String, Value>) -> Option<String> {
+    let metadata = columns.get("metadata").map(|found| match found {
+        Value::String(text) => serde_json::from_str(text).unwrap_or_default(),
+        other => other.clone(),
+    });
+    let named = ["fn_name", "func_name", "entry_point"].iter().find_map(|name| {
+        let own = columns.get(*name).and_then(Value::as_str);
+        own.or_else(|| metadata.as_ref()?.get(name)?.as_str())
+    });
+    named.map(str::to_owned)
+}
+
+fn streams(input: &Value, output: &Value) -> Result<Streams, String> {
+    Ok(Streams { input: lines(input)?, output: lines(output)? })
+}
+
+/// A text, or a list of lines.
+fn lines(value: &Value) -> Result<String, String> {
+    match value {
+        Value::String(text) => Ok(text.clone()),
+        Value::Number(number) => Ok(number.to_string()),
+        Value::Array(items) => Ok(items.iter().map(lines).collect::<Result<Vec<_>, _>>()?.join("\n")),
+        other => Err(unreadable(other)),
+    }
+}
+
+/// Arguments are a list, or a text with one JSON value a line.
+fn call(input: &Value, output: &Value) -> Result<Call, String> {
+    let arguments = match input {
+        Value::Array(items) => items.clone(),
+        Value::String(text) => {
+            text.lines().filter(|line| !line.trim().is_empty()).map(json_or_text).collect()
+        }
+        other => return Err(format!("the arguments of a call are a list, not {}", shown(other))),
+    };
+    Ok(Call { arguments, expected: output.clone() })
+}
+
+fn json_or_text(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|_| Value::String(text.to_owned()))
+}
+
+fn asserts(items: &[Value], columns: &Map<String, Value>) -> Result<Suite, String> {
+    // What can fail holds one of these words.
+    const CHECKS: [&str; 5] = ["assert", "raise", "check(", "TestCase", "def test"];
+    let mut tests = Vec::with_capacity(items.len());
+    for item in items {
+        let text = item.as_str().ok_or_else(|| unreadable(item))?;
+        if !CHECKS.iter().any(|check| text.contains(check)) {
+            return Err(format!("{} asserts nothing", shown(item)));
+        }
+        tests.push(text.to_owned());
+    }
+    let text = |name: &str| match columns.get(name) {
+        Some(Value::String(text)) => text.clone(),
+        Some(Value::Array(items)) => items.iter().filter_map(Value::as_str).collect::<Vec<_>>().join("\n"),
+        _ => String::new(),
+    };
+    let setup = format!("{}\n{}", text("test_imports"), text("test_setup_code"));
+    let entry_point = columns.get("entry_point").and_then(Value::as_str).map(str::to_owned);
+    Ok(Suite::Asserts { setup: setup.trim().to_owned(), tests, entry_point })
+}
+
+fn unreadable(found: &Value) -> String {
+    format!(
+        "{} is no test; write a list of {{\"input\", \"output\"}}, {{\"inputs\": [..], \"outputs\": [..]}} with or without \
+         \"fn_name\", or a list of asserts",
+        shown(found)
+    )
+}
+
+fn shown(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("`{}...`", &text[..end]),
+        None => format!("`{text}`"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+    use trajectory::{Prompt, TaskId};
+
+    use super::*;
+
+    fn suite(columns: Value) -> Result<Suite, String> {
+        let Value::Object(columns) = columns else { unreachable!("columns are an object") };
+        let task = Task { id: TaskId(0), prompt: Prompt::Text(String::new()), answer: None, columns };
+        Suite::of(&task, None)
+    }
+
+    fn one(input: &str, output: &str) -> Suite {
+        Suite::Streams(vec![Streams { input: input.to_owned(), output: output.to_owned() }])
+    }
+
+    #[test]
+    fn streams_in_all_forms() {
+        for tests in [
+            json!([{"input": "1\n2", "output": "3"}]),
+            json!({"inputs": ["1\n2"], "outputs": ["3"]}),
+            json!({"inputs": [["1", "2"]], "outputs": [["3"]]}),
+            json!("{\"inputs\": [\"1\\n2\"], \"outputs\": [\"3\"]}"),
+            json!([{"input": "1\n2", "output": "3", "testtype": "stdin"}]),
+            json!({"input": "1\n2", "output": 3}),
+        ] {
+            assert_eq!(suite(json!({"tests": tests})).unwrap(), one("1\n2", "3"), "{tests}");
+        }
+    }
+
+    #[test]
+    fn calls_in_all_forms() {
+        let calls = vec![Call { arguments: vec![json!([1, 2]), json!("x")], expected: json!(3) }];
+        let expected = Suite::Calls { function: "f".to_owned(), calls };
+        let listed = json!([{"input": "[1, 2]\n\"x\"", "output": "3", "testtype": "functional"}]);
+        for columns in [
+            json!({"tests": {"fn_name": "f", "inputs": [[[1, 2], "x"]], "outputs": [3]}}),
+            json!({"tests": {"fn_name": "f", "inputs": ["[1, 2]\n\"x\""], "outputs": [3]}}),
+            json!({"tests": listed, "fn_name": "f"}),
+            json!({"tests": listed.to_string(), "metadata": "{\"func_name\": \"f\"}"}),
+        ] {
+            assert_eq!(suite(columns.clone()).unwrap(), expected, "{columns}");
+        }
+    }
+
+    #[test]
+    fn asserts_in_all_forms() {
+        for (columns, count) in [
+            (json!({"tests": ["assert f(1) == 2", "assert f(2) == 3"]}), 2),
+            (json!({"tests": "assert f(1) == 2\nassert f(2) == 3"}), 1),
+            (json!({"tests": "[\"assert f(1) == 2\"]"}), 1),
+            (json!({"tests": {"assert_case": ["assert f(1) == 2"]}}), 1),
+        ] {
+            let found = suite(columns.clone()).unwrap();
+            assert!(
+                matches!(&found, Suite::Asserts { tests, .. } if tests.len() == count),
+                "{columns}: {found:?}"
+            );
+        }
+        let human =
+            json!({"tests": "def check(f):\n assert f(1)", "entry_point": "f", "test_setup_code": "x = 1"});
+        let tests = vec!["def check(f):\n assert f(1)".to_owned()];
+        let expected = Suite::Asserts { setup: "x = 1".to_owned(), tests, entry_point: Some("f".to_owned()) };
+        assert_eq!(suite(human).unwrap(), expected);
+    }
+
+    #[test]
+    fn what_cannot_fail_is_no_test() {
+        for (columns, word) in [
+            (json!({}), "`tests_column`"),
+            (json!({"tests": []}), "no test"),
+            (json!({"tests": "print(1)"}), "asserts nothing"),
+            (json!({"tests": ""}), "asserts nothing"),
+            (json!({"tests": {"inputs": ["1"], "outputs": []}}), "1 inputs and 0 outputs"),
+            (json!({"tests": {"inputs": ["1"]}}), "`outputs`"),
+            (json!({"tests": [{"input": "1"}]}), "is no test"),
+            (json!({"tests": 5}), "is no test"),
+            (json!({"tests": [{"input": "1", "output": "1", "testtype": "functional"}]}), "`fn_name`"),
+        ] {
+            let error = suite(columns.clone()).unwrap_err();
+            assert!(error.contains(word), "{columns}: {error}");
+        }
+    }
+}

@@ -1,0 +1,332 @@
+//! `http`: asks a server, in the words of OpenRLHF's or slime's remote rewards.
+//!
+//! Invariant: an answer is not trusted: one that has another length, or no numbers, is an error that shows it. Whoever waits is
+//! sent with others where `batch` allows, and gets its own answer; one that is given up costs the others nothing.
+
+pub mod allow;
+pub(crate) mod transport;
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::sync::{Semaphore, oneshot};
+use trajectory::Prompt;
+
+use self::transport::{CallError, Transport, cut, seed};
+use crate::registry::Kind;
+use crate::reward::Judged;
+use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
+
+/// The kind `http`.
+pub(crate) fn kind() -> Kind {
+    const KEYS: [&str; 7] = ["url", "dialect", "allow", "token_env", "retries", "max_answer_kib", "batch"];
+    Kind::new("http", &KEYS, &["url"], |spec, context| Ok(Box::new(Http::new(spec, context)?)))
+}
+
+/// Whose words are spoken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Dialect {
+    /// Lists of `query`, `prompts` and `labels`, answered with `rewards`.
+    Openrlhf,
+    /// One `prompt`, `response` and `label`, answered with a number or an object with `score`.
+    Slime,
+}
+
+/// Rewards of a server.
+pub struct Http {
+    name: String,
+    decode: Option<Arc<crate::registry::Decode>>,
+    line: Arc<Line>,
+    load: Load,
+}
+
+/// Those who wait for the server, and the server.
+struct Line {
+    transport: Arc<Transport>,
+    dialect: Dialect,
+    batch: usize,
+    timeout: Duration,
+    running: Arc<Semaphore>,
+    waiting: Mutex<VecDeque<Entry>>,
+}
+
+/// What one trajectory sends and where its answer goes.
+struct Entry {
+    query: String,
+    prompt: Value,
+    response: String,
+    label: String,
+    seed: u64,
+    started: oneshot::Sender<()>,
+    answer: oneshot::Sender<Result<Outcome, CallError>>,
+}
+
+impl Http {
+    /// Connects when it is first asked.
+    ///
+    /// # Errors
+    /// No runtime, or a parameter that makes no sense.
+    pub fn new(spec: &RewardSpec, context: &RewardContext) -> Result<Self, RewardError> {
+        context.runtime(spec)?;
+        let dialect = match spec.dialect.as_deref().unwrap_or("openrlhf") {
+            "openrlhf" => Dialect::Openrlhf,
+            "slime" => Dialect::Slime,
+            _ => return Err(spec.wrong("dialect", "is \"openrlhf\" or \"slime\"")),
+        };
+        let batch = spec.batch.unwrap_or(1);
+        if batch == 0 || (batch > 1 && dialect == Dialect::Slime) {
+            return Err(spec.wrong("batch", "must be at least 1, and 1 in the dialect \"slime\""));
+        }
+        let line = Line {
+            transport: Arc::new(Transport::new(spec, context, str::to_owned)?),
+            dialect,
+            batch,
+            timeout: spec.timeout(),
+            running: Arc::new(Semaphore::new(spec.concurrency.max(1))),
+            waiting: Mutex::default(),
+        };
+        Ok(Self {
+            name: spec.name().to_owned(),
+            decode: context.decode.clone(),
+            line: Arc::new(line),
+            load: Load::default(),
+        })
+    }
+
+    async fn judge(&self, input: &RewardInput<'_>) -> Judged {
+        let waiting = self.load.wait();
+        let (started, mut has_started) = oneshot::channel();
+        let (answer, answered) = oneshot::channel();
+        self.line.push(self.entry(input, started, answer));
+        // Whoever gets a permit sends those that wait longest, which may be others.
+        loop {
+            tokio::select! {
+                biased;
+                _ = &mut has_started => break,
+                permit = Arc::clone(&self.line.running).acquire_owned() => {
+                    let entries = self.line.take();
+                    if entries.is_empty() {
+                        continue;
+                    }
+                    let line = Arc::clone(&self.line);
+                    // A task of its own: it goes on for the others if this one is given up.
+                    tokio::spawn(async move {
+                        line.send(entries).await;
+                        drop(permit);
+                    });
+                }
+            }
+        }
+        let _running = waiting.begin();
+        let ended = || CallError::Failed("the request was dropped as the run is ending".to_owned());
+        let answer = answered.await.unwrap_or_else(|_| Err(ended()));
+        answer.map_err(|error| error.of(&self.name, self.line.timeout, input.trajectory()))
+    }
+
+    fn entry(
+        &self,
+        input: &RewardInput<'_>,
+        started: oneshot::Sender<()>,
+        answer: oneshot::Sender<Result<Outcome, CallError>>,
+    ) -> Entry {
+        let decode = self.decode.as_ref().filter(|_| !input.prompt_ids.is_empty());
+        let (prompt, query) = match decode {
+            Some(decode) => {
+                let whole = [input.prompt_ids, input.completion_ids].concat();
+                (Value::from(decode(input.prompt_ids)), decode(&whole))
+            }
+            None => {
+                (messages(&input.task.prompt), format!("{}{}", prompt_text(&input.task.prompt), input.text))
+            }
+        };
+        Entry {
+            query,
+            prompt,
+            response: input.text.to_owned(),
+            label: input.task.answer.clone().unwrap_or_default(),
+            seed: seed(input.trajectory()),
+            started,
+            answer,
+        }
+    }
+}
+
+/// A prompt as one text, for people and servers.
+pub(crate) fn prompt_text(prompt: &Prompt) -> String {
+    match prompt {
+        Prompt::Text(text) => text.clone(),
+        Prompt::Messages(messages) => {
+            let lines = messages.iter().map(|message| format!("{}: {}", message.role, message.content));
+            lines.collect::<Vec<_>>().join("\n")
+        }
+    }
+}
+
+fn messages(prompt: &Prompt) -> Value {
+    match prompt {
+        Prompt::Text(text) => Value::from(text.as_str()),
+        Prompt::Messages(messages) => {
+            messages.iter().map(|message| json!({"role": message.role, "content": message.content})).collect()
+        }
+    }
+}
+
+impl Line {
+    fn push(&self, entry: Entry) {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).push_back(entry);
+    }
+
+    /// The next batch, without those that nobody waits for any more; they are told that their turn has come.
+    fn take(&self) -> Vec<Entry> {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut batch = Vec::new();
+        while batch.len() < self.batch {
+            let Some(mut entry) = waiting.pop_front() else { break };
+            let started = std::mem::replace(&mut entry.started, oneshot::channel().0);
+            if started.send(()).is_ok() {
+                batch.push(entry);
+            }
+        }
+        batch
+    }
+
+    async fn send(&self, entries: Vec<Entry>) {
+        let seed = entries.first().map_or(0, |entry| entry.seed);
+        let answer = self.transport.post(&self.body(&entries), seed, self.timeout).await;
+        let outcomes = answer.and_then(|answer| {
+            self.read(&answer, entries.len())
+                .map_err(|reason| CallError::Failed(format!("{reason}: {}", cut(&answer.to_string()))))
+        });
+        for (index, entry) in entries.into_iter().enumerate() {
+            let own = outcomes.as_ref().map(|outcomes| outcomes[index].clone()).map_err(Clone::clone);
+            // Whoever gave up does not listen.
+            let _unheard = entry.answer.send(own);
+        }
+    }
+
+    fn body(&self, entries: &[Entry]) -> Value {
+        match (self.dialect, entries) {
+            (Dialect::Slime, [entry]) => {
+                json!({"prompt": entry.prompt, "response": entry.response, "label": entry.label})
+            }
+            _ => {
+                let all = |field: &dyn Fn(&Entry) -> Value| entries.iter().map(field).collect::<Vec<_>>();
+                json!({
+                    "query": all(&|entry| entry.query.as_str().into()),
+                    "prompts": all(&|entry| entry.prompt.clone()),
+                    "labels": all(&|entry| entry.label.as_str().into()),
+                })
+            }
+        }
+    }
+
+    /// `count` outcomes, or what is wrong with the answer.
+    fn read(&self, answer: &Value, count: usize) -> Result<Vec<Outcome>, String> {
+        match self.dialect {
+            Dialect::Openrlhf => read_openrlhf(answer, count),
+            Dialect::Slime => read_slime(answer).map(|outcome| vec![outcome]),
+        }
+    }
+}
+
+fn read_openrlhf(answer: &Value, count: usize) -> Result<Vec<Outcome>, String> {
+    let list = |name: &str, value: &Value| -> Result<Vec<Value>, String> {
+        let items = value.as_array().ok_or_else(|| format!("`{name}` in the answer is no list"))?;
+        if items.len() == count {
+            return Ok(items.clone());
+        }
+        Err(format!("`{name}` in the answer has {} entries for {count} queries", items.len()))
+    };
+    let rewards = list("rewards", answer.get("rewards").ok_or("the answer has no `rewards`")?)?;
+    let mut outcomes = Vec::with_capacity(count);
+    for reward in &rewards {
+        let value =
+            reward.as_f64().ok_or_else(|| format!("the reward {reward} in the answer is no number"))?;
+        outcomes.push(Outcome::from(value));
+    }
+    let scores = answer.get("scores").filter(|scores| !scores.is_null()).map(|scores| ("score", scores));
+    let logs = answer.get("extra_logs").and_then(Value::as_object);
+    let logs = logs.into_iter().flatten().map(|(name, values)| (name.as_str(), values));
+    for (name, values) in scores.into_iter().chain(logs) {
+        for (outcome, value) in outcomes.iter_mut().zip(list(name, values)?) {
+            outcome.details.insert(name.to_owned(), value);
+        }
+    }
+    Ok(outcomes)
+}
+
+fn read_slime(answer: &Value) -> Result<Outcome, String> {
+    let number = |value: &Value| value.as_f64();
+    if let Some(value) = number(answer) {
+        return Ok(value.into());
+    }
+    let value =
+        answer.get("score").and_then(number).ok_or("the answer is no number and has no number `score`")?;
+    let others = answer.as_object().into_iter().flatten().filter(|(name, _)| *name != "score");
+    Ok(Outcome {
+        details: others.map(|(name, value)| (name.clone(), value.clone())).collect(),
+        ..value.into()
+    })
+}
+
+impl fmt::Debug for Http {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Http")
+            .field("name", &self.name)
+            .field("transport", &self.line.transport)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Reward for Http {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
+        Box::pin(crate::join(inputs.iter().map(|input| Box::pin(self.judge(input)) as BoxFuture<'_, _>)))
+    }
+
+    fn load(&self) -> &Load {
+        &self.load
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_of_openrlhf() {
+        let answer = json!({"rewards": [1, 0.5], "scores": [1.0, 0.0], "extra_logs": {"length": [3, 4]}});
+        let outcomes = read_openrlhf(&answer, 2).unwrap();
+        assert_eq!(outcomes[1], Outcome::from(0.5).with("score", 0.0).with("length", 4));
+        for (answer, word) in [
+            (json!({"rewards": [1]}), "1 entries for 2"),
+            (json!({"rewards": [1, null]}), "null"),
+            (json!({"rewards": [1, "2"]}), "no number"),
+            (json!({"rewards": 1}), "no list"),
+            (json!([1, 2]), "no `rewards`"),
+            (json!({"rewards": [1, 2], "scores": [1]}), "`score`"),
+            (json!({"rewards": [1, 2], "extra_logs": {"a": 1}}), "`a`"),
+        ] {
+            let error = read_openrlhf(&answer, 2).unwrap_err();
+            assert!(error.contains(word), "{answer}: {error}");
+        }
+    }
+
+    #[test]
+    fn answers_of_slime() {
+        assert_eq!(read_slime(&json!(0.25)).unwrap(), 0.25.into());
+        assert_eq!(
+            read_slime(&json!({"score": 1, "why": "x"})).unwrap(),
+            Outcome::from(1.0).with("why", "x")
+        );
+        for answer in [json!("1"), json!({"reward": 1}), json!([1]), json!(null)] {
+            assert!(read_slime(&answer).is_err(), "{answer}");
+        }
+    }
+}

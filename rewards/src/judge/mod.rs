@@ -1,0 +1,209 @@
+//! `judge`: asks a language model behind an OpenAI-compatible server what a completion is worth.
+//!
+//! Invariant: one request for each completion, and the reply is data: a score is read from it by a rule, and a reply without
+//! one is an error that shows its end. That a completion can talk a model into a score is in the nature of models; the default
+//! question delimits what it judges and says that it is no instruction, which helps and proves nothing.
+
+pub mod template;
+pub mod verdict;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use tokio::sync::Semaphore;
+
+use self::template::Template;
+use self::verdict::Rule;
+use crate::http::transport::{Transport, cut, seed};
+use crate::registry::Kind;
+use crate::reward::Judged;
+use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
+
+const MAX_TOKENS: u64 = 512;
+/// What the scores of the default question are divided by.
+const DEFAULT_SCALE: f64 = 10.0;
+/// How much of a reply is shown beside a sample, characters.
+const SHOWN: usize = 400;
+
+/// The kind `judge`.
+pub(crate) fn kind() -> Kind {
+    const KEYS: [&str; 13] = [
+        "url",
+        "model",
+        "system",
+        "template",
+        "temperature",
+        "max_tokens",
+        "parse",
+        "choices",
+        "scale",
+        "allow",
+        "token_env",
+        "retries",
+        "max_answer_kib",
+    ];
+    Kind::new("judge", &KEYS, &["url", "model"], |spec, context| Ok(Box::new(Judge::new(spec, context)?)))
+}
+
+/// Scores by a language model.
+pub struct Judge {
+    name: String,
+    transport: Arc<Transport>,
+    model: String,
+    system: Option<String>,
+    template: Template,
+    rule: Rule,
+    temperature: f64,
+    max_tokens: u64,
+    timeout: Duration,
+    running: Semaphore,
+    load: Load,
+}
+
+impl Judge {
+    /// Connects when it is first asked.
+    ///
+    /// # Errors
+    /// No runtime, or a parameter that makes no sense.
+    pub fn new(spec: &RewardSpec, context: &RewardContext) -> Result<Self, RewardError> {
+        context.runtime(spec)?;
+        let template =
+            Template::new(spec.template.as_deref()).map_err(|reason| spec.wrong("template", &reason))?;
+        let temperature = spec.temperature.unwrap_or(0.0);
+        if !(temperature.is_finite() && temperature >= 0.0) {
+            return Err(spec.wrong("temperature", "must be a number from 0 on"));
+        }
+        Ok(Self {
+            name: spec.name().to_owned(),
+            transport: Arc::new(Transport::new(spec, context, endpoint)?),
+            model: spec.required("model", spec.model.clone())?,
+            system: spec.system.clone(),
+            template,
+            rule: rule(spec)?,
+            temperature,
+            max_tokens: spec.max_tokens.unwrap_or(MAX_TOKENS),
+            timeout: spec.timeout(),
+            running: Semaphore::new(spec.concurrency.max(1)),
+            load: Load::default(),
+        })
+    }
+
+    async fn judge(&self, input: &RewardInput<'_>) -> Judged {
+        let waiting = self.load.wait();
+        let question = self.template.fill(&self.name, input)?;
+        // The semaphore is never closed, so a permit always comes.
+        let _permit = self.running.acquire().await;
+        let _running = waiting.begin();
+        let answer = self.transport.post(&self.body(&question), seed(input.trajectory()), self.timeout).await;
+        let answer = answer.map_err(|error| error.of(&self.name, self.timeout, input.trajectory()))?;
+        let failed = |reason| RewardError::Failed {
+            reward: self.name.clone(),
+            trajectory: input.trajectory(),
+            reason,
+        };
+        let reply = answer.pointer("/choices/0/message/content").and_then(Value::as_str);
+        let reply = reply.ok_or_else(|| {
+            failed(format!("the answer has no `choices[0].message.content`: {}", cut(&answer.to_string())))
+        })?;
+        match self.rule.read(reply) {
+            Some(value) => Ok(Outcome::from(value).with("reply", end(reply))),
+            None => Err(failed(format!("there is no score in the reply, which ends with: {}", end(reply)))),
+        }
+    }
+
+    fn body(&self, question: &str) -> Value {
+        let system = self.system.iter().map(|text| json!({"role": "system", "content": text}));
+        let messages: Vec<_> = system.chain([json!({"role": "user", "content": question})]).collect();
+        json!({
+            "model": self.model,
+            "messages": messages,
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+        })
+    }
+}
+
+/// The endpoint of a server that is named by its base, with or without `/v1`.
+fn endpoint(url: &str) -> String {
+    const PATH: &str = "/chat/completions";
+    let url = url.trim_end_matches('/');
+    if url.ends_with(PATH) {
+        url.to_owned()
+    } else if url.ends_with("/v1") {
+        format!("{url}{PATH}")
+    } else {
+        format!("{url}/v1{PATH}")
+    }
+}
+
+fn rule(spec: &RewardSpec) -> Result<Rule, RewardError> {
+    let Some(choices) = &spec.choices else {
+        let usual = spec.template.is_none() && spec.parse.is_none();
+        let scale = spec.scale.unwrap_or(if usual { DEFAULT_SCALE } else { 1.0 });
+        let rule = Rule::number(spec.parse.as_deref(), scale);
+        return rule.map_err(|(field, reason)| spec.wrong(field, &reason));
+    };
+    if spec.parse.is_some() || spec.scale.is_some() {
+        return Err(spec
+            .wrong("choices", "stands beside `parse` or `scale`, which are for numbers; keep one of them"));
+    }
+    if spec.template.is_none() {
+        return Err(spec.wrong("choices", "needs a `template`, as the default one asks for a number"));
+    }
+    Rule::word(choices).map_err(|reason| spec.wrong("choices", &reason))
+}
+
+/// The end of a text.
+fn end(text: &str) -> String {
+    let text = text.trim();
+    match text.char_indices().rev().nth(SHOWN) {
+        Some((begin, first)) => format!("...{}", &text[begin + first.len_utf8()..]),
+        None => text.to_owned(),
+    }
+}
+
+impl fmt::Debug for Judge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Judge")
+            .field("name", &self.name)
+            .field("transport", &self.transport)
+            .field("model", &self.model)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Reward for Judge {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
+        Box::pin(crate::join(inputs.iter().map(|input| Box::pin(self.judge(input)) as BoxFuture<'_, _>)))
+    }
+
+    fn load(&self) -> &Load {
+        &self.load
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_base_or_an_endpoint_is_enough() {
+        for url in ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/chat/completions"] {
+            assert_eq!(endpoint(url), "http://h:1/v1/chat/completions");
+        }
+        assert_eq!(endpoint("https://h/api/v1/"), "https://h/api/v1/chat/completions");
+    }
+
+    #[test]
+    fn the_end_is_shown() {
+        assert_eq!(end(" short "), "short");
+        let long = format!("{}\u{e9}{}", "a".repeat(5), "b".repeat(SHOWN - 1));
+        assert_eq!(end(&long), format!("...\u{e9}{}", "b".repeat(SHOWN - 1)));
+    }
+}

@@ -1,0 +1,229 @@
+//! Starts a program: pipes, limits, and what happens between fork and exec.
+//!
+//! Invariant: between fork and exec there are system calls only, on values made before the fork: no allocation, no lock. A
+//! program inherits the descriptors that it is meant to have and no others.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+
+use rustix::fs::OFlags;
+use rustix::io::FdFlags;
+use rustix::pipe::PipeFlags;
+use rustix::process::{Resource, Rlimit, Signal};
+
+use super::{Job, Limits};
+
+/// Largest file, bytes.
+const FILE_BYTES: u64 = 16 << 20;
+/// Most descriptors.
+const OPEN_FILES: u64 = 256;
+/// The first number of an inherited descriptor, above those that programs take for granted.
+const FIRST_FD: RawFd = 10;
+
+/// What the program is left with when it begins to run.
+#[derive(Debug, Default)]
+pub(super) struct Confinement {
+    /// Landlock's rules.
+    pub(super) ruleset: Option<OwnedFd>,
+    /// Filter of system calls.
+    pub(super) filter: Vec<libc::sock_filter>,
+    /// Whether privileges are given up, those of root included.
+    pub(super) unprivileged: bool,
+}
+
+/// Both ends of a pipe: ours does not wait, theirs is inherited.
+#[derive(Debug)]
+pub(super) struct Channel {
+    pub(super) ours: OwnedFd,
+    pub(super) theirs: OwnedFd,
+}
+
+impl Channel {
+    /// We read.
+    pub(super) fn from_program() -> io::Result<Self> {
+        let (ours, theirs) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+        Self::new(ours, &theirs)
+    }
+
+    /// We write.
+    pub(super) fn to_program() -> io::Result<Self> {
+        let (theirs, ours) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+        Self::new(ours, &theirs)
+    }
+
+    fn new(ours: OwnedFd, theirs: &OwnedFd) -> io::Result<Self> {
+        rustix::fs::fcntl_setfl(&ours, OFlags::NONBLOCK)?;
+        Ok(Self { ours, theirs: raised(theirs)? })
+    }
+
+    /// The number that the program knows it by.
+    pub(super) fn number(&self) -> String {
+        self.theirs.as_raw_fd().to_string()
+    }
+}
+
+/// A copy of a descriptor with a number that is free for the program's own use.
+pub(super) fn raised(fd: &impl AsFd) -> io::Result<OwnedFd> {
+    Ok(rustix::io::fcntl_dupfd_cloexec(fd, FIRST_FD)?)
+}
+
+/// The pipes of a dialog.
+#[derive(Debug)]
+pub(super) struct Talk {
+    pub(super) orders: Channel,
+    pub(super) report: Channel,
+}
+
+impl Talk {
+    /// Pipes if the job has someone to talk to.
+    pub(super) fn open(job: &Job<'_>) -> io::Result<Option<Self>> {
+        if job.dialog.is_none() {
+            return Ok(None);
+        }
+        Ok(Some(Self { orders: Channel::to_program()?, report: Channel::from_program()? }))
+    }
+}
+
+/// The arguments of a job with the places of its file and its pipes filled in.
+pub(super) fn arguments(job: &Job<'_>, file: Option<&str>, talk: Option<&Talk>) -> Vec<String> {
+    let fill = |argument: &String| match talk {
+        _ if argument.contains("{file}") => argument.replace("{file}", file.unwrap_or_default()),
+        Some(talk) if argument == "{orders}" => talk.orders.number(),
+        Some(talk) if argument == "{report}" => talk.report.number(),
+        _ => argument.clone(),
+    };
+    job.argv.iter().map(fill).collect()
+}
+
+/// Starts `command` with pipes for its standard streams. Of our descriptors it keeps those in `inherited`.
+pub(super) fn spawn(
+    mut command: Command,
+    inherited: &[&OwnedFd],
+    limits: &Limits,
+    confinement: Confinement,
+) -> io::Result<Child> {
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    let parent = rustix::process::getpid();
+    let kept: Vec<RawFd> = inherited.iter().map(|fd| fd.as_raw_fd()).collect();
+    let limits = resource_limits(limits);
+    let prepare = move || {
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+        // The parent may have died before that.
+        if rustix::process::getppid() != Some(parent) {
+            return Err(io::Error::from_raw_os_error(libc::ESRCH));
+        }
+        close_on_exec_from(3)?;
+        for fd in &kept {
+            keep(*fd)?;
+        }
+        for (resource, value) in limits {
+            let value = Rlimit { current: Some(value), maximum: Some(value) };
+            rustix::process::setrlimit(resource, value)?;
+        }
+        confine(&confinement)
+    };
+    #[expect(unsafe_code, reason = "the closure runs between fork and exec; it makes system calls only")]
+    unsafe {
+        command.pre_exec(prepare);
+    }
+    command.spawn()
+}
+
+fn resource_limits(limits: &Limits) -> [(Resource, u64); 5] {
+    let seconds = limits.cpu.as_secs() + u64::from(limits.cpu.subsec_nanos() > 0);
+    [
+        (Resource::Core, 0),
+        (Resource::Fsize, FILE_BYTES),
+        (Resource::Nofile, OPEN_FILES),
+        (Resource::As, limits.memory),
+        (Resource::Cpu, seconds.max(1)),
+    ]
+}
+
+/// No descriptor from `first` on outlives exec.
+#[expect(
+    unsafe_code,
+    reason = "close_range has no safe wrapper; it takes plain numbers and marks descriptors only"
+)]
+fn close_on_exec_from(first: libc::c_uint) -> io::Result<()> {
+    let done =
+        unsafe { libc::syscall(libc::SYS_close_range, first, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[expect(
+    unsafe_code,
+    reason = "borrows a descriptor by number; its owner lives in the parent until after the exec"
+)]
+fn keep(fd: RawFd) -> io::Result<()> {
+    let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
+    Ok(rustix::io::fcntl_setfd(fd, FdFlags::empty())?)
+}
+
+/// Gives up what the program must not have, for good.
+fn confine(confinement: &Confinement) -> io::Result<()> {
+    if confinement.unprivileged {
+        let none = rustix::thread::CapabilitySet::empty();
+        let none = rustix::thread::CapabilitySets { effective: none, permitted: none, inheritable: none };
+        rustix::thread::set_capabilities(None, none)?;
+        // From here on exec cannot give privileges back, not even to root.
+        rustix::thread::set_no_new_privs(true)?;
+    }
+    if let Some(ruleset) = &confinement.ruleset {
+        restrict(ruleset)?;
+    }
+    if confinement.filter.is_empty() { Ok(()) } else { load_filter(&confinement.filter) }
+}
+
+#[expect(
+    unsafe_code,
+    reason = "the system call has no wrapper that is safe after a fork; it takes plain numbers"
+)]
+fn restrict(ruleset: &OwnedFd) -> io::Result<()> {
+    let done = unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), 0) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[expect(unsafe_code, reason = "the kernel reads the filter while the call lasts, and the slice outlives it")]
+fn load_filter(filter: &[libc::sock_filter]) -> io::Result<()> {
+    let length =
+        libc::c_ushort::try_from(filter.len()).map_err(|_| io::Error::from_raw_os_error(libc::E2BIG))?;
+    let program = libc::sock_fprog { len: length, filter: filter.as_ptr().cast_mut() };
+    let done =
+        unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const program) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// A file in memory with `contents`, to be read from its start.
+pub(super) fn in_memory(name: &str, contents: &[u8]) -> io::Result<OwnedFd> {
+    use std::io::{Seek, Write};
+    let fd = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)?;
+    let mut file = std::fs::File::from(raised(&fd)?);
+    file.write_all(contents)?;
+    file.rewind()?;
+    Ok(file.into())
+}
+
+/// The end of a standard stream that is ours, not waiting.
+pub(super) fn ours(stream: impl Into<OwnedFd>) -> io::Result<OwnedFd> {
+    let fd = stream.into();
+    rustix::fs::fcntl_setfl(&fd, OFlags::NONBLOCK)?;
+    Ok(fd)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_are_filled_in() {
+        let argv = vec!["run".to_owned(), "-o{file}".to_owned(), "{orders}".to_owned()];
+        let job = Job { argv, ..Job::default() };
+        assert_eq!(arguments(&job, Some("/box/a.py"), None), ["run", "-o/box/a.py", "{orders}"]);
+        let talk = Talk { orders: Channel::to_program().unwrap(), report: Channel::from_program().unwrap() };
+        assert_eq!(arguments(&job, None, Some(&talk)), ["run", "-o", &talk.orders.number()]);
+        assert!(talk.orders.theirs.as_raw_fd() >= FIRST_FD);
+    }
+}
