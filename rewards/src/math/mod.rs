@@ -1,308 +1,235 @@
-//! `math`: 1 if the final answer of a completion is mathematically equal to the reference answer, else 0.
+//! `math`: is the final answer of a completion mathematically equal to the reference answer?
 //!
-//! Three steps: [`extract`] finds the final answer in a text, [`latex`] brings its notation to one form, and
-//! [`number`] reads it as an exact number. Two numbers are compared exactly (or to the last place that a decimal of
-//! four or more significant digits states, if the other side has no finite decimal form), anything else as normalised
-//! text; a number never equals a text.
+//! [`grade`] finds both answers (`extract`), reads them (`lex`, `parse`, `operand`) as trees (`node`) and compares the trees
+//! (`compare`): numbers exactly (`rational`), expressions by identity testing (`identity`), inequalities and intervals as sets
+//! of real numbers (`region`), equations by their solutions (`curve`), sequences and matrices part by part.
 //!
-//! Invariant: in doubt the verdict is 0. An unevaluated expression (`37+48`) is not an answer, a number whose
-//! surroundings may change its value (`5 million`, `4x`, `204_5`) is not that number, and units or variables that
-//! contradict each other are not equal. No algebra is done: `x+1` and `1+x` differ here.
+//! # What counts as equal
+//! - Numbers: the same value in any notation. `28\%` is 28 and 0.28. A decimal of four or more significant digits stands
+//!   for a value without a finite decimal form that it is rounded to or cut off from (`0.3333` is 1/3, `0.33` is not).
+//! - Expressions: equal at random points. Of rational ones the error probability is below 1e-46, see `identity`.
+//! - `x = 5` is the value 5; a value never stands for an unsolved equation.
+//! - Physical units may be left out but not contradict each other; other words after a number do not count.
+//! - Tuples are ordered, sets and lists are not, `(1, 2)` is also an open interval, `x > 2` is `(2, \infty)`.
+//!
+//! # What is unknown
+//! A reference outside of the grammar, unless both answers are the same text. The reward's `on_unknown` says what then.
+//!
+//! Invariants: the verdict depends on the two texts alone; no input takes more than some milliseconds (length of what is
+//! read, depth, size of numbers, evaluations and comparisons are bounded) and none panics.
 
-pub mod extract;
-pub mod latex;
-pub mod number;
+mod approx;
+mod calculus;
+mod compare;
+mod curve;
+mod extract;
+mod identity;
+mod lex;
+mod matrix;
+mod modular;
+mod node;
+mod numeric;
+mod operand;
+mod parse;
+mod rational;
+mod region;
+mod words;
 
-use std::sync::LazyLock;
-
-use regex::Regex;
+use extract::Found;
+use lex::Mode;
+use node::Node;
+use parse::Options;
 
 use crate::{RewardError, RewardInput};
-use number::Number;
+
+/// What the grader says about one completion.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Verdict {
+    /// Whether the completion answers as the reference does; `None` if that cannot be told.
+    pub equal: Option<bool>,
+    /// What decided.
+    pub decided_by: DecidedBy,
+}
+
+/// How a [`Verdict`] came about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DecidedBy {
+    /// Both answers are, or are not, the same text.
+    Text,
+    /// Values without variables.
+    Number,
+    /// Expressions with variables.
+    Symbolic,
+    /// Equations and inequalities.
+    Relation,
+    /// Sets and intervals.
+    Set,
+    /// Tuples and lists.
+    Sequence,
+    /// Matrices and vectors.
+    Matrix,
+    /// The completion states no answer, or none that can be read.
+    NoAnswer,
+    /// The reference cannot be read, or the two cannot be compared.
+    Unknown,
+}
+
+impl DecidedBy {
+    /// The name in metrics and samples.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Text => "text",
+            Self::Number => "number",
+            Self::Symbolic => "symbolic",
+            Self::Relation => "relation",
+            Self::Set => "set",
+            Self::Sequence => "sequence",
+            Self::Matrix => "matrix",
+            Self::NoAnswer => "no_answer",
+            Self::Unknown => "unknown",
+        }
+    }
+}
 
 /// 1.0 or 0.0; `reward` is the name under which errors are reported.
 ///
 /// # Errors
 /// The task has no reference answer.
 pub fn score(reward: &str, input: &RewardInput<'_>) -> Result<f64, RewardError> {
-    let reference = Answer::read(extract::reference(input.answer(reward)?));
-    let found = extract::completion(input.text, input.truncated);
-    let equal = found.is_some_and(|found| reference.equals(&Answer::read(found)));
-    Ok(f64::from(u8::from(equal)))
+    let verdict = grade(input.answer(reward)?, input.text, input.truncated, true);
+    Ok(f64::from(u8::from(verdict.equal == Some(true))))
 }
 
-/// A final answer, read as far as this grader can.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Answer {
-    /// The variable it was assigned to, as in `x = 5`, normalised.
-    pub variable: Option<String>,
-    /// What it is.
-    pub value: Value,
-}
-
-/// What an [`Answer`] states.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Value {
-    /// A number and the unit that was set as text after it, if any.
-    Number(Number, Option<String>),
-    /// Anything else, in normal form; never a number, possibly empty.
-    Text(String),
-}
-
-impl Answer {
-    /// Reads a final answer as [`extract`] finds it.
-    #[must_use]
-    pub fn read(answer: &str) -> Self {
-        let latex = latex::normalise(answer);
-        let (variable, stated) = assignment(&latex);
-        let value = match number::with_unit(stated).or_else(|| sole_number(stated)) {
-            Some((number, unit)) => Value::Number(number, unit),
-            None => Value::Text(latex::bare(stated)),
-        };
-        Self { variable, value }
-    }
-
-    /// Whether both state the same.
-    #[must_use]
-    pub fn equals(&self, other: &Self) -> bool {
-        agree(self.variable.as_ref(), other.variable.as_ref())
-            && match (&self.value, &other.value) {
-                (Value::Number(a, unit), Value::Number(b, other_unit)) => {
-                    agree(unit.as_ref(), other_unit.as_ref()) && a.equals(b)
-                }
-                (Value::Text(a), Value::Text(b)) => !a.is_empty() && a == b,
-                _ => false,
-            }
-    }
-}
-
-/// Whether two optional remarks do not contradict each other.
-fn agree(a: Option<&String>, b: Option<&String>) -> bool {
-    a.is_none() || b.is_none() || a == b
-}
-
-/// Splits `x = 2+3 = 5 \approx 4.9` into the variable and `5`; anything whose left side is no plain variable stays.
-fn assignment(latex: &str) -> (Option<String>, &str) {
-    static VARIABLE: LazyLock<Regex> = LazyLock::new(|| {
-        Regex::new(r"\A\s*(\\?[A-Za-z]+(?:_(?:\w|\{\w+\}))?(?:\([A-Za-z0-9]\))?)\s*=")
-            .expect("constant pattern")
-    });
-    let Some(captures) = VARIABLE.captures(latex) else { return (None, latex) };
-    let stated = latex.rsplit_once('=').map_or(latex, |(_, last)| last);
-    let exact = stated.split_once("\\approx").map_or(stated, |(exact, _)| exact);
-    // A list such as `x = 1, y = 2` states more than one thing: it stays a text.
-    if latex[captures[0].len()..].contains([',', ';', '<', '>']) && latex.matches('=').count() > 1 {
-        return (None, latex);
-    }
-    (Some(captures[1].replace(['{', '}'], "")), exact)
-}
-
-/// The only number in a prose answer such as `18 bolts of fabric.` or `28 percent`.
+/// Compares the final answer of a completion with a reference, which may be an answer or a whole solution.
 ///
-/// Refused if a word may change its value or anything but words and full stops stands around it.
-fn sole_number(latex: &str) -> Option<(Number, Option<String>)> {
-    const VALUE_CHANGING: [&str; 24] = [
-        "hundred",
-        "hundreds",
-        "thousand",
-        "thousands",
-        "million",
-        "millions",
-        "billion",
-        "billions",
-        "trillion",
-        "dozen",
-        "dozens",
-        "half",
-        "halves",
-        "third",
-        "thirds",
-        "quarter",
-        "quarters",
-        "squared",
-        "cubed",
-        "factorial",
-        "pi",
-        "sqrt",
-        "root",
-        "not",
-    ];
-    static WORDS: LazyLock<Regex> = LazyLock::new(|| {
-        Regex::new(r"\A((?:[A-Za-z']+[\s:]+)*)(-?[0-9][0-9.,]*)%?((?:\s+[A-Za-z']+)*)\s*[.!]?\s*\z")
-            .expect("constant pattern")
-    });
-    let captures = WORDS.captures(latex)?;
-    let words = captures[1].split([' ', ':', '\n', '\t']).chain(captures[3].split_whitespace());
-    let changed = words.filter(|word| !word.is_empty()).any(|word| {
-        let single = word.len() == 1 && !word.eq_ignore_ascii_case("a");
-        single || VALUE_CHANGING.contains(&word.to_ascii_lowercase().as_str())
-    });
-    let literal = captures[2].trim_end_matches(['.', ',']);
-    if changed { None } else { Some((Number::parse(literal)?, None)) }
+/// `truncated`: whether the completion was cut off, so that only what it finished counts. `strict`: whether names of
+/// variables count; without, `f(x)` is `f(y)`.
+#[must_use]
+pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> Verdict {
+    let preds = extract::completion(completion, truncated);
+    let golds = extract::reference(gold);
+    let (Some(pred), Some(gold)) = (preds.first(), golds.first()) else {
+        return Verdict { equal: Some(false), decided_by: DecidedBy::NoAnswer };
+    };
+    if let (Some(a), Some(b)) = (plain_integer(&gold.text), plain_integer(&pred.text)) {
+        return Verdict { equal: Some(a == b), decided_by: DecidedBy::Number };
+    }
+    let text = words::bare(&gold.text);
+    if !text.is_empty() && preds.iter().any(|pred| words::bare(&pred.text) == text) {
+        return Verdict { equal: Some(true), decided_by: DecidedBy::Text };
+    }
+    let golds = first_readable(&golds);
+    if golds.is_empty() {
+        return Verdict { equal: None, decided_by: DecidedBy::Unknown };
+    }
+    let readings = first_readable(&preds);
+    if readings.is_empty() {
+        return Verdict { equal: Some(false), decided_by: DecidedBy::NoAnswer };
+    }
+    judged(&golds, &readings, strict, seed(&gold.text, &pred.text))
 }
 
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::testing::{input, task};
-
-    fn verdict(answer: &str, text: &str) -> f64 {
-        score("math", &input(&task(answer), text)).unwrap()
-    }
-
-    #[test]
-    fn equal_answers_in_other_notations() {
-        for (answer, text) in [
-            ("85", "85"),
-            ("1000", "\\boxed{1{,}000}"),
-            ("1000", "= 1 000"),
-            ("\\frac{1}{2}", "\\boxed{\\tfrac12}"),
-            ("0.5", "\\boxed{\\left(\\frac{1}{2}\\right)}"),
-            ("\\frac{5}{2}", "\\boxed{2\\frac{1}{2}}"),
-            ("2.5", "so the answer is 2 1/2."),
-            ("50\\%", "**Answer:** 50%"),
-            ("90^\\circ", "\\boxed{90}"),
-            ("12", "\\boxed{12 \\text{ cm}^2}"),
-            ("\\sqrt{12}", "\\boxed{2\\sqrt{3}}"),
-            ("\\frac{\\sqrt{2}}{2}", "\\boxed{\\frac{1}{\\sqrt 2}}"),
-            ("1500", "\\boxed{1.5 \\times 10^{3}}"),
-            ("0.00012", "1.2e-4"),
-            ("18", "That is $18 per day.\nThe answer is: $18."),
-            ("x=5", "\\boxed{5}"),
-            ("\\text{Evelyn}", "\\boxed{Evelyn}"),
-            ("(1,\\infty)", "\\boxed{ \\left( 1, \\infty \\right) }"),
-            ("work\n#### 1,234", "#### $1,234"),
-            ("\\frac13", "0.33333"),
-            ("\\sqrt{17}", "\\boxed{4.1231}"),
-        ] {
-            assert_eq!(verdict(answer, text), 1.0, "{answer:?} against {text:?}");
+/// The verdict over all readings: any pair that is equal decides.
+fn judged(golds: &[Node], preds: &[Node], strict: bool, seed: u64) -> Verdict {
+    let decided_by = kind(&golds[0]);
+    let mut equal = Some(false);
+    for gold in golds {
+        for pred in preds {
+            match compare::same(gold, pred, strict, seed) {
+                Some(true) => return Verdict { equal: Some(true), decided_by },
+                Some(false) => {}
+                None => equal = None,
+            }
         }
     }
+    Verdict { equal, decided_by: if equal.is_none() { DecidedBy::Unknown } else { decided_by } }
+}
 
-    #[test]
-    fn what_is_not_the_answer() {
-        for (answer, text) in [
-            ("85", "37+48"),
-            ("85", "84 or 85?"),
-            ("5", "\\boxed{5 \\text{ million}}"),
-            ("5", "The answer is 5 million."),
-            ("5", "\\boxed{4}, not 5"),
-            ("5", "The answer is not 5."),
-            ("4", "The answer is 4x."),
-            ("4", "The answer is 4 x."),
-            ("4", "\\boxed{4\\sqrt{2}}"),
-            ("4", "\\boxed{4\\pi}"),
-            ("204", "\\boxed{204_5}"),
-            ("5 \\text{ cm}", "\\boxed{5 \\text{ m}}"),
-            ("x=5", "\\boxed{y=5}"),
-            ("1.2", "\\boxed{1,2}"),
-            ("12", "\\boxed{1 2}"),
-            ("0.28", "28\\%"),
-            ("\\frac13", "0.33"),
-            ("\\frac13", "0.3334"),
-            ("0.12345", "0.1234"),
-            ("7", "7!"),
-            ("7", "x^7"),
-            ("7", "10-7"),
-            ("7", "5 / 7"),
-            ("7", "7/0"),
-            ("1", "\\boxed{"),
-            ("", ""),
-            ("{}", "\\boxed{}"),
-            ("E", "\\boxed{e}"),
-            ("2", "\\boxed{x=1, y=2}"),
-        ] {
-            assert_eq!(verdict(answer, text), 0.0, "{answer:?} against {text:?}");
+fn kind(gold: &Node) -> DecidedBy {
+    match gold {
+        Node::Words(_) => DecidedBy::Text,
+        Node::Chain(..) => DecidedBy::Relation,
+        Node::Tuple(_) | Node::List(..) => DecidedBy::Sequence,
+        Node::Set(_) | Node::Interval(_) | Node::Union(..) | Node::Intersection(..) | Node::Difference(..) => DecidedBy::Set,
+        Node::Named(_) | Node::Builder(_) => DecidedBy::Set,
+        gold if gold.any(&|node| matches!(node, Node::Matrix(_))) => DecidedBy::Matrix,
+        gold => {
+            let mut names = vec![];
+            gold.variables(&mut names);
+            if names.is_empty() { DecidedBy::Number } else { DecidedBy::Symbolic }
         }
     }
+}
 
-    #[test]
-    fn a_cut_off_completion_answers_only_what_it_finished() {
-        let task = task("18");
-        let cut = |text| {
-            let input = RewardInput { truncated: true, ..input(&task, text) };
-            score("math", &input).unwrap()
-        };
-        assert_eq!(cut("so \\boxed{18} and"), 1.0);
-        assert_eq!(cut("so \\boxed{18}"), 1.0);
-        assert_eq!(cut("#### 18\n\nNext"), 1.0);
-        assert_eq!(cut("#### 18"), 0.0);
-        assert_eq!(cut("she has 18 eggs and"), 0.0);
-    }
+/// All readings of the first candidate that can be read.
+fn first_readable(found: &[Found<'_>]) -> Vec<Node> {
+    found.iter().map(readings).find(|readings| !readings.is_empty()).unwrap_or_default()
+}
 
-    /// Texts made of what graders trip over.
-    fn texts() -> impl Strategy<Value = String> {
-        let pieces = prop::sample::select(vec![
-            "\\boxed{",
-            "}",
-            "{",
-            "\\frac",
-            "\\sqrt",
-            "[",
-            "]",
-            "(",
-            ")",
-            "$",
-            "\\(",
-            "\\]",
-            "####",
-            "answer is",
-            ":",
-            "\\text{",
-            "\\left",
-            "\\",
-            "\\\\",
-            "1",
-            "-",
-            "0",
-            "7/0",
-            ",",
-            ".",
-            "1,000",
-            "e9",
-            "10^",
-            "\\times",
-            "=",
-            "x",
-            " ",
-            "\n",
-            "%",
-            "^\\circ",
-            "{,}",
-            "\u{e9}",
-            "\u{2212}",
-            "\u{1f600}",
-            "\u{b0}",
-            "_5",
-        ]);
-        prop_oneof![any::<String>(), prop::collection::vec(pieces, 0..40).prop_map(|pieces| pieces.concat()),]
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(1000))]
-
-        #[test]
-        fn no_text_panics_and_equality_is_symmetric(a in texts(), b in texts(), truncated: bool) {
-            let task = task(&a);
-            let input = RewardInput { truncated, ..input(&task, &b) };
-            score("math", &input).unwrap();
-            let (a, b) = (Answer::read(&a), Answer::read(&b));
-            prop_assert_eq!(a.equals(&b), b.equals(&a));
+/// The trees that an answer may mean: `1/2x`, commas and runs of letters can be read in two ways.
+fn readings(found: &Found<'_>) -> Vec<Node> {
+    let text = found.text.trim();
+    let mut modes = vec![];
+    if found.formula {
+        modes.push(Mode::Formula);
+        if has_word(text) {
+            modes.push(Mode::Plain);
         }
-
-        #[test]
-        fn whole_numbers_equal_themselves_only(a in -100_000i64..100_000, b in -100_000i64..100_000) {
-            prop_assert_eq!(verdict(&a.to_string(), &format!("It is \\boxed{{{a}.0}}.")), 1.0);
-            prop_assert_eq!(verdict(&a.to_string(), &format!("The answer is {b}.")), f64::from(u8::from(a == b)));
-        }
-
-        #[test]
-        fn fractions_equal_their_multiples(a in -999i64..999, b in 1i64..999, k in 1i64..99) {
-            let text = format!("\\boxed{{\\frac{{{}}}{{{}}}}}", a * k, b * k);
-            prop_assert_eq!(verdict(&format!("{a}/{b}"), &text), 1.0);
-            prop_assert_eq!(verdict(&format!("{}/{b}", a + 1), &text), 0.0);
+    } else {
+        modes.push(Mode::Plain);
+        if text.bytes().zip(text.bytes().skip(1)).any(|(a, b)| a == b',' && b.is_ascii_digit()) {
+            modes.push(Mode::PlainDecimalComma);
         }
     }
+    let quotient = text.contains('/') && text.contains(|c: char| c.is_ascii_digit());
+    let mut nodes: Vec<Node> = vec![];
+    for mode in modes {
+        for loose_division in [false, true] {
+            if loose_division && !quotient {
+                continue;
+            }
+            let node = parse::answer(text, Options { mode, loose_division });
+            if let Some(node) = node.filter(|node| !nodes.contains(node)) {
+                nodes.push(node);
+            }
+        }
+    }
+    nodes
+}
+
+/// Whether there is a run of letters that is no command and may be a word.
+fn has_word(text: &str) -> bool {
+    let mut rest = text;
+    while let Some(at) = rest.find(|c: char| c.is_ascii_alphabetic()) {
+        let len = rest[at..].bytes().take_while(u8::is_ascii_alphabetic).count();
+        if len > 3 && !rest[..at].ends_with('\\') {
+            return true;
+        }
+        rest = &rest[at + len..];
+    }
+    false
+}
+
+/// The sign and digits of a whole number as most answers are written, without leading zeros and thousands marks.
+fn plain_integer(text: &str) -> Option<(bool, u64)> {
+    let text = text.trim();
+    let (negative, digits) = text.strip_prefix('-').map_or((false, text), |digits| (true, digits));
+    let digits = digits.strip_prefix('$').unwrap_or(digits);
+    let groups = digits.split(',');
+    let mut value = 0u64;
+    for (at, group) in groups.enumerate() {
+        let whole = !group.is_empty() && group.len() <= if digits.contains(',') { 3 } else { 18 };
+        if !whole || (at > 0 && group.len() != 3) || at > 5 || !group.bytes().all(|byte| byte.is_ascii_digit()) {
+            return None;
+        }
+        value = group.bytes().fold(value, |value, digit| value * 10 + u64::from(digit - b'0'));
+    }
+    Some((negative && value > 0, value))
+}
+
+/// A seed from two texts (FNV-1a), so that verdicts can be repeated.
+fn seed(gold: &str, pred: &str) -> u64 {
+    let bytes = gold.bytes().chain(std::iter::once(0)).chain(pred.bytes());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
