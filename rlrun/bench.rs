@@ -32,6 +32,7 @@ use crate::args::{
 use crate::chart::{Chart, Mark, Scale, Series};
 use crate::failure::Failure;
 use crate::memory::PeakMemory;
+use crate::program::Program;
 use machine::{Machine, Peaks};
 use measure::{Measure, Work};
 
@@ -39,7 +40,7 @@ use measure::{Measure, Work};
 ///
 /// # Errors
 /// A model or tasks that cannot be used, numbers that do not fit each other, or a part of rlrun that fails.
-pub fn run(args: &BenchArgs, env: &[(String, String)], out: &mut dyn Write) -> Result<(), Failure> {
+pub fn run(args: &BenchArgs, program: &Program, out: &mut dyn Write) -> Result<(), Failure> {
     if let Some(BenchWhat::Buffer(args)) = &args.what {
         return buffer::run(args, out);
     }
@@ -47,7 +48,7 @@ pub fn run(args: &BenchArgs, env: &[(String, String)], out: &mut dyn Write) -> R
     match &args.what {
         Some(BenchWhat::Generate(args)) => bench.generate(args),
         Some(BenchWhat::Train(args)) => bench.train(args),
-        Some(BenchWhat::Loop(args)) => bench.steps(args, env),
+        Some(BenchWhat::Loop(args)) => bench.steps(args, program),
         Some(BenchWhat::Ops(args)) => bench.ops(args),
         Some(BenchWhat::Buffer(args)) => buffer::run(args, bench.out),
         None => {
@@ -55,7 +56,7 @@ pub fn run(args: &BenchArgs, env: &[(String, String)], out: &mut dyn Write) -> R
             let model = args.model.as_deref().unwrap_or(Path::new(""));
             bench.generate(&defaults(model)?)?;
             bench.train(&defaults(model)?)?;
-            bench.steps(&defaults(model)?, env)?;
+            bench.steps(&defaults(model)?, program)?;
             bench.ops(&defaults(model)?)
         }
     }
@@ -104,10 +105,10 @@ impl<'a> Bench<'a> {
         self.measure(|| Ok(vec![train::work(args, &cores)?])).map(|_| ())
     }
 
-    fn steps(&mut self, args: &LoopBenchArgs, env: &[(String, String)]) -> Result<(), Failure> {
+    fn steps(&mut self, args: &LoopBenchArgs, program: &Program) -> Result<(), Failure> {
         for staleness in &args.staleness {
             let cores = self.cores();
-            self.measure(|| Ok(vec![steps::work(args, *staleness, &cores, env)?]))?;
+            self.measure(|| Ok(vec![steps::work(args, *staleness, &cores, program)?]))?;
         }
         Ok(())
     }

@@ -12,7 +12,8 @@ use rollout::{Engine, EngineConfig, Request, StopRules};
 use trajectory::{GroupId, Message, PolicyVersion, Prompt};
 
 use crate::args::{
-    Cli, Command, EvalArgs, ExportArgs, GenerateArgs, InitArgs, RecipeArgs, ResumeArgs, RunArgs, ServeWhat,
+    Cli, Command, EvalArgs, ExportArgs, GenerateArgs, InitArgs, Loudness, RecipeArgs, ResumeArgs, RewardWhat,
+    RunArgs, ServeWhat,
 };
 use crate::bench;
 use crate::failure::Failure;
@@ -21,38 +22,45 @@ use crate::init;
 use crate::pipeline;
 use crate::plan;
 use crate::prepare::{Prepared, RewardRuntime};
+use crate::program::Program;
 use crate::recipe::{DataSource, Diagnostic, Model, Origins, Recipe};
 use crate::report::{Report, Style};
+use crate::reward;
 use crate::run_dir::{self, RecipeTexts, RunDir};
 use crate::serve;
 
 /// Prompt tokens that a chat or a single answer prefills at once.
 const PREFILL_CHUNK: usize = 256;
 
-/// Does what the command line says; `env` are the variables of the process. Returns what there is to say.
+/// Does what the command line says; `program` is what it is done with. Returns what there is to say.
 ///
 /// # Errors
 /// What went wrong, ready to be shown.
-pub fn execute(cli: &Cli, env: &[(String, String)]) -> Result<String, Failure> {
+pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
     match &cli.command {
-        Command::Check(args) => check(args, env),
-        Command::Plan(args) => plan(args, env),
+        Command::Check(args) => check(args, program),
+        Command::Plan(args) => plan(args, program),
         Command::Init(args) => write_template(args),
-        Command::Run(args) => run(args, env),
-        Command::Eval(args) => eval(args, env),
+        Command::Run(args) => run(args, program),
+        Command::Eval(args) => eval(args, program),
         Command::Generate(args) => generate(args),
         Command::Export(args) => export(args),
-        Command::Resume(args) => resume(args, env),
+        Command::Resume(args) => resume(args, program),
         Command::Serve(ServeWhat::Buffer(args)) => serve::buffer(args),
+        Command::Reward(RewardWhat::Grade(args)) => {
+            reward::grade(args, program, std::io::stdin().lock(), &mut std::io::stdout())?;
+            Ok(String::new())
+        }
+        Command::Reward(RewardWhat::Test(args)) => reward::test(args, program),
         Command::Fit(args) => fit::run(args),
-        Command::Bench(args) => bench::run(args, env, &mut std::io::stdout()).map(|()| String::new()),
+        Command::Bench(args) => bench::run(args, program, &mut std::io::stdout()).map(|()| String::new()),
     }
 }
 
-fn run(args: &RunArgs, env: &[(String, String)]) -> Result<String, Failure> {
+fn run(args: &RunArgs, program: &Program) -> Result<String, Failure> {
     let mut sets = args.recipe.sets.clone();
     sets.extend(args.name.as_ref().map(|name| format!("name={name:?}")));
-    let (recipe, origins) = load(&args.recipe.recipe, &sets, env)?;
+    let (recipe, origins) = load(&args.recipe.recipe, &sets, program)?;
     let given = std::fs::read_to_string(&args.recipe.recipe).map_err(|source| Failure::System {
         what: format!("read {}", args.recipe.recipe.display()),
         source,
@@ -60,7 +68,7 @@ fn run(args: &RunArgs, env: &[(String, String)]) -> Result<String, Failure> {
     let place = run_dir::place(args.run_dir.as_deref(), &recipe.name);
     let resolved = recipe.resolved_toml(&origins);
     let run_dir = RunDir::create(&place, RecipeTexts { given: &given, resolved: &resolved })?;
-    let result = pipeline::run(&recipe, &run_dir, &Report::new(Style::detect(args.loudness.quiet, env)));
+    let result = pipeline::run(&recipe, &run_dir, &report(&args.loudness, program), program);
     match result {
         Ok(_) => Ok(String::new()),
         Err(failure) if failure.exit_code() == 2 && !run_dir.has_begun() => {
@@ -72,16 +80,16 @@ fn run(args: &RunArgs, env: &[(String, String)]) -> Result<String, Failure> {
     }
 }
 
-fn resume(args: &ResumeArgs, env: &[(String, String)]) -> Result<String, Failure> {
+fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Failure> {
     let run_dir = RunDir::open(&args.run)?;
     let path = run_dir.resolved_recipe();
     let before = std::fs::read_to_string(&path)
         .map_err(|source| Failure::System { what: format!("read {}", path.display()), source })?;
-    let (recipe, origins) = load(&path, &args.sets, env)?;
+    let (recipe, origins) = load(&path, &args.sets, program)?;
     if !args.sets.is_empty() {
         run_dir.replace_resolved(&recipe.resolved_toml(&origins))?;
     }
-    let result = pipeline::run(&recipe, &run_dir, &Report::new(Style::detect(args.loudness.quiet, env)));
+    let result = pipeline::run(&recipe, &run_dir, &report(&args.loudness, program), program);
     if result.as_ref().is_err_and(|failure| failure.exit_code() == 2) {
         // New values that do not fit model or data must not stand in the way of the next try.
         run_dir.replace_resolved(&before)?;
@@ -89,12 +97,18 @@ fn resume(args: &ResumeArgs, env: &[(String, String)]) -> Result<String, Failure
     result.map(|_| String::new())
 }
 
-fn check(args: &RecipeArgs, env: &[(String, String)]) -> Result<String, Failure> {
-    let (recipe, origins) = load(&args.recipe, &args.sets, env)?;
+/// The report of a run as loud as the user wants it.
+fn report(loudness: &Loudness, program: &Program) -> Report {
+    Report::new(Style::detect(loudness.quiet, program.environment()))
+}
+
+fn check(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
+    let (recipe, origins) = load(&args.recipe, &args.sets, program)?;
     check_files(&recipe, &origins).map_err(Failure::Recipe)?;
     let scratch = scratch_directory()?;
     let directory = recipe.open_model(scratch.path())?;
-    let prepared = Prepared::new(&recipe, &directory)?;
+    let runtime = RewardRuntime::new(program)?;
+    let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
     // Whether weights are whole and of the right shapes shows only when they are read.
     recipe.adapter(&directory.load_parameters()?)?;
     let held_out = prepared.eval.as_ref().map_or(0, rollout::PromptSet::len);
@@ -109,8 +123,8 @@ fn check(args: &RecipeArgs, env: &[(String, String)]) -> Result<String, Failure>
     ))
 }
 
-fn plan(args: &RecipeArgs, env: &[(String, String)]) -> Result<String, Failure> {
-    let (recipe, origins) = load(&args.recipe, &args.sets, env)?;
+fn plan(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
+    let (recipe, origins) = load(&args.recipe, &args.sets, program)?;
     let (config, tokenizer) = match &recipe.model {
         Model::Path(path) => (model::Config::load(path)?, file_size(&path.join("tokenizer.json"))?),
         Model::Random(sizes) => (recipe.fresh_model(sizes), model::characters().to_string().len() as u64),
@@ -130,13 +144,13 @@ fn write_template(args: &InitArgs) -> Result<String, Failure> {
     Ok(format!("wrote {}; next: rlrun {}", path.display(), path.display()))
 }
 
-fn eval(args: &EvalArgs, env: &[(String, String)]) -> Result<String, Failure> {
-    let (recipe, _) = load(&args.recipe, &args.sets, env)?;
+fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure> {
+    let (recipe, _) = load(&args.recipe, &args.sets, program)?;
     let directory = ModelDirectory::open(&model_of(&args.target, None)?)?;
-    let prepared = Prepared::new(&recipe, &directory)?;
+    let (runtime, scratch) = (RewardRuntime::new(program)?, scratch_directory()?);
+    let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
     let parameters = directory.load_parameters()?;
     let decoder = Decoder::new(directory.config(), &parameters);
-    let runtime = RewardRuntime::new()?;
     let Some(evaluation) = prepared.evaluate(&recipe, decoder, &directory, (&runtime, &Cores::all()))? else {
         let what = format!("{} has no held-out tasks; name some under data.eval", args.recipe.display());
         return Err(Failure::NotThere(what));
@@ -254,8 +268,8 @@ impl Speaker {
     }
 }
 
-fn load(path: &Path, sets: &[String], env: &[(String, String)]) -> Result<(Recipe, Origins), Failure> {
-    Recipe::load(path, sets, env.iter().cloned()).map_err(Failure::Recipe)
+fn load(path: &Path, sets: &[String], program: &Program) -> Result<(Recipe, Origins), Failure> {
+    Recipe::load(path, sets, program).map_err(Failure::Recipe)
 }
 
 /// The model directory of a run's checkpoint (the newest without `step`), or `target` itself if it is a model.
@@ -328,7 +342,7 @@ mod tests {
     fn execute_args(args: &[&str]) -> Result<String, Failure> {
         let cli =
             Cli::parse_args(std::iter::once("rlrun").chain(args.iter().copied()).map(Into::into)).unwrap();
-        execute(&cli, &[])
+        execute(&cli, &Program::default())
     }
 
     #[test]

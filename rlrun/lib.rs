@@ -1,7 +1,9 @@
 //! The program that knows every crate: recipe, command line, run directory and terminal.
 //!
 //! - [`recipe`]: one TOML file that says everything about a run, with the origin of every value
-//! - [`args`], [`commands`]: the command line and what it does
+//! - [`program`]: what a program brings to every recipe, and its main function; [`args`], [`commands`]: the command line
+//!   and what it does; [`allocator`]: the memory of such a program
+//! - [`reward`]: rewards tried by themselves
 //! - [`plan`]: what a recipe amounts to before it runs; [`mod@bench`]: what this machine does with a model; [`fit`]: how
 //!   far a run would go with more compute
 //! - [`pipeline`]: a run, `forward_edge` its buffer, `curation` its choice of tasks, `companions` what stands beside the policy; [`serve`]: a part of a run as a
@@ -10,19 +12,21 @@
 //! - [`metrics`], [`report`], [`chart`]: the measurements of a step and how they are shown; [`memory`]: that of the process
 //!
 //! # Invariants
-//! - Only this crate reads the environment, and only in its `main`.
+//! - Only [`program`] reads the environment, once.
 //! - Files are the truth; the terminal only shows.
 //!
 //! ```
 //! use rlrun::plan::BatchPlan;
+//! use rlrun::program::Program;
 //! use rlrun::recipe::Recipe;
 //! let path = std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/recipes/grpo_math.toml"));
-//! let (recipe, origins) = Recipe::load(path, &["buffer.max_staleness=0".to_owned()], []).map_err(|e| e[0].clone())?;
+//! let (recipe, origins) = Recipe::load(path, &["buffer.max_staleness=0".to_owned()], &Program::default()).map_err(|e| e[0].clone())?;
 //! assert_eq!(BatchPlan::of(&recipe).slots, recipe.buffer.batch_groups as u64);
 //! assert_eq!(origins.describe("buffer.max_staleness"), "--set");
 //! # Ok::<(), rlrun::recipe::Diagnostic>(())
 //! ```
 
+pub mod allocator;
 pub mod args;
 pub mod bench;
 pub mod chart;
@@ -40,11 +44,15 @@ pub mod observe;
 pub mod pipeline;
 pub mod plan;
 pub mod prepare;
+pub mod program;
 pub mod recipe;
 pub mod report;
+pub mod reward;
 pub mod run_dir;
 pub mod serve;
 pub mod settings;
 pub mod signals;
 mod supervised;
 pub mod warmup;
+
+pub use program::main;

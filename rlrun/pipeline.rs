@@ -35,6 +35,7 @@ use crate::failure::Failure;
 use crate::forward_edge::{self, Edge};
 use crate::observe::{Observer, StepInputs};
 use crate::prepare::{Prepared, RewardRuntime};
+use crate::program::Program;
 use crate::recipe::Recipe;
 use crate::recipe::schema::Warmup;
 use crate::recipe::words::Store;
@@ -64,8 +65,9 @@ pub enum Ending {
 ///
 /// # Errors
 /// Whatever ended the run.
-pub fn run(recipe: &Recipe, run_dir: &RunDir, report: &Report) -> Result<Ending, Failure> {
-    run_in(recipe, run_dir, report, Surroundings { cores: Cores::all(), rewards: None })
+pub fn run(recipe: &Recipe, run_dir: &RunDir, report: &Report, program: &Program) -> Result<Ending, Failure> {
+    let program = program.clone();
+    run_in(recipe, run_dir, report, Surroundings { cores: Cores::all(), rewards: None, program })
 }
 
 /// What a run finds around it.
@@ -73,6 +75,8 @@ pub fn run(recipe: &Recipe, run_dir: &RunDir, report: &Report) -> Result<Ending,
 pub struct Surroundings {
     /// The cores that sampler and trainer share.
     pub cores: Arc<Cores>,
+    /// The kinds of rewards that the recipe names, and the variables of the process.
+    pub program: Program,
     /// Rewards in place of the recipe's, if there are any.
     pub rewards: Option<Arc<RewardSet>>,
 }
@@ -90,8 +94,8 @@ pub fn run_in(
     let logs = run_dir.logs();
     let system = |source| Failure::System { what: format!("write a log in {}", logs.display()), source };
     report.log_to(&logs).map_err(system)?;
-    let (runtime, signals) = (RewardRuntime::new()?, Signals::listen()?);
-    let Surroundings { cores, rewards } = surroundings;
+    let Surroundings { cores, rewards, program } = surroundings;
+    let (runtime, signals) = (RewardRuntime::new(&program)?, Signals::listen()?);
     Run { recipe, run_dir, report, rewards, runtime, signals, cores }.go()
 }
 
@@ -210,7 +214,7 @@ impl Run<'_> {
     }
 
     fn prepared(&self, directory: &ModelDirectory) -> Result<Prepared, Failure> {
-        let prepared = Prepared::new(self.recipe, directory)?;
+        let prepared = Prepared::new(self.recipe, directory, (&self.runtime, &self.run_dir.logs()))?;
         Ok(match &self.rewards {
             Some(rewards) => Prepared { rewards: Some(Arc::clone(rewards)), ..prepared },
             None => prepared,
@@ -303,7 +307,8 @@ impl Run<'_> {
         let mut trainer =
             Trainer::start(config, (learner, companions, &state), directory, edges, Arc::clone(&stop))?;
         let sampler = Sampler::spawn(worker, producer, Arc::clone(&stop))?;
-        let trained = self.steps(&mut trainer, &sampler, observer, |trainer| {
+        let beside = (&sampler, prepared.rewards.as_deref());
+        let trained = self.steps(&mut trainer, beside, observer, |trainer| {
             self.evaluate(&prepared, trainer.learner(), &evaluated)
         });
         stop.store(true, Ordering::Relaxed);
@@ -346,7 +351,7 @@ impl Run<'_> {
     fn steps(
         &self,
         trainer: &mut Trainer,
-        sampler: &Sampler,
+        (sampler, rewards): (&Sampler, Option<&RewardSet>),
         observer: &mut Observer<'_>,
         evaluate: impl Fn(&Trainer) -> Result<Option<Evaluation>, Failure>,
     ) -> Result<Option<Evaluation>, Failure> {
@@ -365,6 +370,7 @@ impl Run<'_> {
             observer.step(&StepInputs {
                 step: &step,
                 evaluation: evaluation.as_ref(),
+                rewards: &rewards.map(RewardSet::take_loads).unwrap_or_default(),
                 sampler: (progress, now),
                 step_s: clock.elapsed().as_secs_f64(),
                 time_s: trainer.time_s(),

@@ -107,7 +107,7 @@ pub(crate) mod tests {
                     max_completion_length = 24\nmax_running = 10\n[[rewards]]\nkind = \"exact\"\n\
                     [trainer]\nsteps = 500\nepochs = 2\nminibatches = 4\nmicrobatch_tokens = 100\n";
         std::fs::write(&path, text).unwrap();
-        Recipe::load(&path, &[], []).unwrap().0
+        Recipe::load(&path, &[], &crate::program::Program::default()).unwrap().0
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use model::{Cores, Decoder, ModelDirectory, Parameters};
-use rewards::RewardSet;
+use rewards::{RewardContext, RewardSet};
 use rollout::evaluate::{Evaluation, EvaluationConfig, evaluate};
 use rollout::tasks::TaskOrder;
 use rollout::{PromptSet, RolloutError};
@@ -13,13 +13,15 @@ use trainer::lora::Adapter;
 use trajectory::{Prompt, Task};
 
 use crate::failure::Failure;
+use crate::program::Program;
 use crate::recipe::{Model, Recipe};
 use crate::report::Report;
 
-/// The runtime that waits for rewards.
+/// Where rewards run: the runtime that waits for them, and the program that knows their kinds.
 #[derive(Debug)]
 pub struct RewardRuntime {
     runtime: Runtime,
+    program: Program,
 }
 
 impl RewardRuntime {
@@ -27,7 +29,7 @@ impl RewardRuntime {
     ///
     /// # Errors
     /// If the system gives no thread.
-    pub fn new() -> Result<Self, Failure> {
+    pub fn new(program: &Program) -> Result<Self, Failure> {
         let system =
             |source| Failure::System { what: "start the thread that waits for rewards".to_owned(), source };
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -35,13 +37,43 @@ impl RewardRuntime {
             .enable_all()
             .build()
             .map_err(system)?;
-        Ok(Self { runtime })
+        Ok(Self { runtime, program: program.clone() })
     }
 
     /// To start tasks on it and to wait for them.
     #[must_use]
     pub fn handle(&self) -> &Handle {
         self.runtime.handle()
+    }
+
+    /// What rewards find that belong to no run; they keep logs and sockets in `scratch`.
+    #[must_use]
+    pub fn context(&self, scratch: &Path) -> RewardContext {
+        RewardContext {
+            environment: Arc::clone(self.program.environment()),
+            runtime: Some(self.handle().clone()),
+            scratch: scratch.to_path_buf(),
+            ..RewardContext::default()
+        }
+    }
+
+    /// The rewards of `recipe`, for a policy in `directory`; they keep logs and sockets in `scratch`.
+    ///
+    /// # Errors
+    /// A reward that cannot be built or started.
+    pub fn rewards(
+        &self,
+        recipe: &Recipe,
+        directory: &ModelDirectory,
+        scratch: &Path,
+    ) -> Result<RewardSet, Failure> {
+        let tokenizer = directory.tokenizer().clone();
+        let context = RewardContext {
+            decode: Some(Arc::new(move |ids: &[u32]| tokenizer.decode_special(ids).unwrap_or_default())),
+            max_steps: recipe.trainer.steps,
+            ..self.context(scratch)
+        };
+        Ok(RewardSet::from_specs(&recipe.rewards, self.program.registry(), &context)?)
     }
 }
 
@@ -90,11 +122,15 @@ impl Recipe {
 }
 
 impl Prepared {
-    /// Reads and encodes the tasks and builds the rewards.
+    /// Reads and encodes the tasks and builds the rewards, which run in `runtime` and keep what they need in `scratch`.
     ///
     /// # Errors
     /// Whatever is wrong with data or rewards, or does not fit the model.
-    pub fn new(recipe: &Recipe, directory: &ModelDirectory) -> Result<Self, Failure> {
+    pub fn new(
+        recipe: &Recipe,
+        directory: &ModelDirectory,
+        (runtime, scratch): (&RewardRuntime, &Path),
+    ) -> Result<Self, Failure> {
         rollout::engine::check_trainable(recipe.sampling())?;
         recipe.interruption(&recipe.stop_rules(directory))?;
         let (train, eval) = recipe.tasks()?;
@@ -108,7 +144,11 @@ impl Prepared {
         if longest + completion > context {
             return Err(RolloutError::ContextTooShort { prompt: longest, completion, context }.into());
         }
-        let rewards = if recipe.rewards.is_empty() { None } else { Some(Arc::new(recipe.reward_set()?)) };
+        let rewards = if recipe.rewards.is_empty() {
+            None
+        } else {
+            Some(Arc::new(runtime.rewards(recipe, directory, scratch)?))
+        };
         Ok(Self { train: Arc::new(train), eval, rewards })
     }
 

@@ -6,6 +6,7 @@
 mod summary;
 mod table;
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
@@ -33,12 +34,12 @@ pub enum Style {
 impl Style {
     /// The style for standard output as it is. `NO_COLOR` and `CI` count if they are set and not empty.
     #[must_use]
-    pub fn detect(quiet: bool, env: &[(String, String)]) -> Self {
+    pub fn detect(quiet: bool, env: &BTreeMap<String, String>) -> Self {
         Self::choose(quiet, console::Term::stdout().is_term(), env)
     }
 
-    fn choose(quiet: bool, terminal: bool, env: &[(String, String)]) -> Self {
-        let set = |name: &str| env.iter().any(|(known, value)| known == name && !value.is_empty());
+    fn choose(quiet: bool, terminal: bool, env: &BTreeMap<String, String>) -> Self {
+        let set = |name: &str| env.get(name).is_some_and(|value| !value.is_empty());
         match (quiet, terminal && !set("CI")) {
             (true, _) => Self::Quiet,
             (false, false) => Self::Plain,
@@ -227,10 +228,11 @@ mod tests {
 
     #[test]
     fn the_style_follows_the_terminal_and_the_environment() {
-        let env = |name: &str, value: &str| vec![(name.to_owned(), value.to_owned())];
-        assert_eq!(Style::choose(true, true, &[]), Style::Quiet);
-        assert_eq!(Style::choose(false, false, &[]), Style::Plain);
-        assert_eq!(Style::choose(false, true, &[]), Style::Terminal { color: true });
+        let none = BTreeMap::new();
+        let env = |name: &str, value: &str| BTreeMap::from([(name.to_owned(), value.to_owned())]);
+        assert_eq!(Style::choose(true, true, &none), Style::Quiet);
+        assert_eq!(Style::choose(false, false, &none), Style::Plain);
+        assert_eq!(Style::choose(false, true, &none), Style::Terminal { color: true });
         assert_eq!(Style::choose(false, true, &env("NO_COLOR", "1")), Style::Terminal { color: false });
         assert_eq!(Style::choose(false, true, &env("NO_COLOR", "")), Style::Terminal { color: true });
         assert_eq!(Style::choose(false, true, &env("CI", "true")), Style::Plain);

@@ -10,8 +10,6 @@ use buffer::BufferConfig;
 use std::sync::Arc;
 
 use model::{Architecture, Config, Cores, ModelDirectory, Sampling, Sizes, Team};
-use rewards::{RewardError, RewardSet, RewardSpec, WeightedReward};
-use rollout::scoring::{RewardLimits, limited};
 use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource};
 use rollout::{EngineConfig, Overlong, StopRules, WorkerConfig};
 use trainer::algorithm::Algorithm;
@@ -103,31 +101,6 @@ impl Recipe {
     #[must_use]
     pub fn overlong(&self) -> Overlong {
         self.data.overlong_prompts
-    }
-
-    /// The rewards, each with its limits.
-    ///
-    /// # Errors
-    /// A parameter that does not fit its reward.
-    pub fn reward_set(&self) -> Result<RewardSet, RewardError> {
-        let weighted = |spec: &crate::recipe::schema::RewardSpec| {
-            let built = RewardSpec {
-                kind: spec.kind,
-                name: spec.name.clone(),
-                weight: spec.weight,
-                on_error: spec.on_error,
-                method: spec.method,
-                pattern: spec.pattern.clone(),
-                compare: spec.compare,
-                max_length: spec.max_length,
-                cache: spec.cache,
-            };
-            let reward =
-                WeightedReward { reward: built.build()?, weight: built.weight, on_error: built.on_error };
-            let timeout = Duration::from_secs_f64(spec.timeout_s);
-            Ok((reward, RewardLimits { timeout, concurrency: spec.concurrency }))
-        };
-        limited(self.rewards.iter().map(weighted).collect::<Result<_, RewardError>>()?)
     }
 
     /// How tokens are chosen while training.

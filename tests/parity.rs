@@ -4,7 +4,8 @@ use std::path::Path;
 
 use model::{ModelDirectory, Parameters};
 use rlrun::pipeline::{self, Ending};
-use rlrun::prepare::Prepared;
+use rlrun::prepare::{Prepared, RewardRuntime};
+use rlrun::program::Program;
 use rlrun::recipe::Recipe;
 use rlrun::report::{Report, Style};
 use rlrun::run_dir::{RecipeTexts, RunDir};
@@ -54,10 +55,11 @@ fn run(root: &Path, name: &str, sets: &[&str]) -> (Parameters, Recipe) {
     let file = root.join(format!("{name}.toml"));
     std::fs::write(&file, RECIPE).unwrap();
     let sets: Vec<String> = sets.iter().map(ToString::to_string).collect();
-    let (recipe, origins) = Recipe::load(&file, &sets, []).unwrap();
+    let program = Program::default();
+    let (recipe, origins) = Recipe::load(&file, &sets, &program).unwrap();
     let texts = RecipeTexts { given: RECIPE, resolved: &recipe.resolved_toml(&origins) };
     let run_dir = RunDir::create(&root.join(name), texts).unwrap();
-    assert_eq!(pipeline::run(&recipe, &run_dir, &Report::new(Style::Quiet)).unwrap(), Ending::Done);
+    assert_eq!(pipeline::run(&recipe, &run_dir, &Report::new(Style::Quiet), &program).unwrap(), Ending::Done);
     let trained = run_dir.checkpoints().join("step_000008/model");
     (ModelDirectory::open(&trained).unwrap().load_parameters().unwrap(), recipe)
 }
@@ -67,7 +69,8 @@ fn synchronous_training_equals_the_reference_loop_bit_for_bit() {
     let root = tempfile::tempdir().unwrap();
     let (trained, recipe) = run(root.path(), "sync", &[]);
     let directory = ModelDirectory::open(&root.path().join("sync/model")).unwrap();
-    let prepared = Prepared::new(&recipe, &directory).unwrap();
+    let runtime = RewardRuntime::new(&Program::default()).unwrap();
+    let prepared = Prepared::new(&recipe, &directory, (&runtime, root.path())).unwrap();
     let reference = Reference {
         directory: &directory,
         prompts: &prepared.train,

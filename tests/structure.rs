@@ -107,9 +107,9 @@ fn the_vocabulary_knows_no_runtime_tensor_or_file() {
 #[test]
 fn only_the_entry_point_reads_the_environment() {
     let readers = ["env::var", "env::set_var", "env::args"];
-    let may = |path: &Path| path == Path::new("rlrun/main.rs") || is_test(path);
+    let may = |path: &Path| path == Path::new("rlrun/program.rs") || is_test(path);
     for source in sources().iter().filter(|source| !may(&source.path)) {
-        source.has_none_of(&readers, "only rlrun/main.rs reads the environment; pass the value in");
+        source.has_none_of(&readers, "only rlrun/program.rs reads the environment; pass the value in");
     }
 }
 

@@ -68,8 +68,20 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer's decoder fails.
     pub fn decode(&self, ids: &[u32]) -> Result<String, ModelError> {
+        self.decoded(ids, true)
+    }
+
+    /// The text of tokens, special tokens included.
+    ///
+    /// # Errors
+    /// If the tokenizer's decoder fails.
+    pub fn decode_special(&self, ids: &[u32]) -> Result<String, ModelError> {
+        self.decoded(ids, false)
+    }
+
+    fn decoded(&self, ids: &[u32], skip_special: bool) -> Result<String, ModelError> {
         self.inner
-            .decode(ids, true)
+            .decode(ids, skip_special)
             .map_err(|err| ModelError::Decode { tokens: ids.len(), reason: err.to_string() })
     }
 

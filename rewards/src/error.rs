@@ -2,7 +2,7 @@
 //!
 //! Invariant: each message names the reward, shows what was found and says what to change.
 
-use crate::{RewardKind, TrajectoryRef};
+use crate::TrajectoryRef;
 
 /// Why rewards cannot be built, or a trajectory not be scored.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -17,11 +17,27 @@ pub enum RewardError {
         /// The name.
         name: String,
     },
+    /// A kind that there is none of.
+    #[error("there is no reward of kind `{kind}`; there are {known}")]
+    UnknownKind {
+        /// The kind.
+        kind: String,
+        /// The kinds that there are, as text.
+        known: String,
+    },
+    /// A reward that waits has nowhere to do so.
+    #[error(
+        "reward `{reward}` waits for others and needs a runtime with timers; give one in the `RewardContext`"
+    )]
+    NoRuntime {
+        /// Name of the reward.
+        reward: String,
+    },
     /// A name that cannot stand in a metric.
     #[error("a reward of kind `{kind}` has an empty name; leave `name` out to call it `{kind}`")]
     EmptyName {
         /// The kind.
-        kind: RewardKind,
+        kind: String,
     },
     /// A parameter that the kind does not read.
     #[error("reward `{reward}` of kind `{kind}` does not take `{field}`; it takes {takes}")]
@@ -29,9 +45,9 @@ pub enum RewardError {
         /// Name of the reward.
         reward: String,
         /// Its kind.
-        kind: RewardKind,
+        kind: String,
         /// The parameter.
-        field: &'static str,
+        field: String,
         /// The parameters that the kind reads, as text.
         takes: String,
     },
@@ -41,9 +57,9 @@ pub enum RewardError {
         /// Name of the reward.
         reward: String,
         /// Its kind.
-        kind: RewardKind,
+        kind: String,
         /// The parameter.
-        field: &'static str,
+        field: String,
     },
     /// A pattern that is no regular expression.
     #[error("reward `{reward}`: pattern `{pattern}` is not a regular expression: {reason}")]
@@ -106,6 +122,18 @@ pub enum RewardError {
         trajectory: TrajectoryRef,
         /// The value.
         value: f64,
+    },
+    /// A reward did not answer in time.
+    #[error(
+        "reward `{reward}` gave no answer for {trajectory} within {seconds:.1} s; raise its `timeout_s` if it may take longer"
+    )]
+    Timeout {
+        /// Name of the reward.
+        reward: String,
+        /// What was scored.
+        trajectory: TrajectoryRef,
+        /// The timeout, seconds.
+        seconds: f64,
     },
     /// Something outside this crate (a process, a server, a model) failed.
     #[error("reward `{reward}` failed for {trajectory}: {reason}")]

@@ -9,12 +9,21 @@ use ::regex::Regex;
 
 use crate::RewardError;
 use crate::regex::compile;
+use crate::registry::{Kind, pure};
 
 const TAGS: [&str; 4] = ["<think>", "</think>", "<answer>", "</answer>"];
 
 static THINK_ANSWER: LazyLock<Regex> = LazyLock::new(|| {
     Regex::new(r"(?s)\A<think>.*</think>\s*<answer>.*</answer>\z").expect("constant pattern")
 });
+
+/// The kind `format`.
+pub(crate) fn kind() -> Kind {
+    Kind::new("format", &["pattern"], &[], |spec, _| {
+        let form = Form::new(spec.name(), spec.pattern.as_deref())?;
+        Ok(pure(spec, move |_, input| Ok(form.score(input.text))))
+    })
+}
 
 /// What a text must look like.
 #[derive(Debug)]

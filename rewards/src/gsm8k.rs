@@ -6,14 +6,35 @@
 use std::sync::LazyLock;
 
 use regex::Regex;
+use serde::{Deserialize, Serialize};
 
-use crate::{Gsm8kMethod, RewardError, RewardInput};
+use crate::registry::{Kind, pure};
+use crate::{RewardError, RewardInput};
 
 /// Only the end of a completion is searched, in characters.
 const CLIP_CHARS: usize = 300;
 
 static MARKED: LazyLock<Regex> = LazyLock::new(|| compiled(r"#### (-?[0-9.,]+)"));
 static NUMBER: LazyLock<Regex> = LazyLock::new(|| compiled(r"-?[0-9.,]+"));
+
+/// The kind `gsm8k`.
+pub(crate) fn kind() -> Kind {
+    Kind::new("gsm8k", &["method"], &[], |spec, _| {
+        let method = spec.method.unwrap_or_default();
+        Ok(pure(spec, move |label, input| score(label, method, input)))
+    })
+}
+
+/// How `gsm8k` finds the answer in a completion.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Gsm8kMethod {
+    /// The last number after `#### `.
+    #[default]
+    Strict,
+    /// The last number of any kind.
+    Flexible,
+}
 
 /// 1.0 or 0.0; `reward` is the name under which errors are reported.
 ///

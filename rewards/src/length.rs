@@ -2,7 +2,17 @@
 //!
 //! Invariant: a value in [-1, 0], never rising with length. It does not look at the text.
 
+use crate::registry::{Kind, pure};
 use crate::{RewardError, RewardInput};
+
+/// The kind `length`.
+pub(crate) fn kind() -> Kind {
+    Kind::new("length", &["max_length", "cache"], &["cache"], |spec, _| {
+        let cache = spec.required("cache", spec.cache)?;
+        let penalty = Penalty::new(spec.name(), spec.max_length, cache)?;
+        Ok(pure(spec, move |label, input| penalty.score(label, input)))
+    })
+}
 
 /// Where the penalty begins and ends.
 #[derive(Debug)]
@@ -30,7 +40,7 @@ impl Penalty {
     pub fn score(&self, reward: &str, input: &RewardInput<'_>) -> Result<f64, RewardError> {
         let max_length = self.max_length.unwrap_or(input.max_completion_length);
         check(reward, max_length, self.cache)?;
-        let over = input.completion_tokens.saturating_sub(max_length - self.cache);
+        let over = input.completion_ids.len().saturating_sub(max_length - self.cache);
         Ok(-(over.min(self.cache) as f64 / self.cache as f64))
     }
 }
@@ -49,7 +59,8 @@ mod tests {
 
     fn at(penalty: &Penalty, completion_tokens: usize) -> f64 {
         let task = task("4");
-        let input = RewardInput { completion_tokens, ..input(&task, "") };
+        let completion_ids = vec![0; completion_tokens];
+        let input = RewardInput { completion_ids: &completion_ids, ..input(&task, "") };
         penalty.score("length", &input).unwrap()
     }
 

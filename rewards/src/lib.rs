@@ -1,60 +1,66 @@
-//! What a trajectory is worth: built-in reward functions and their weighted sum.
+//! What a trajectory is worth: built-in reward functions, those of users, and their weighted sum.
 //!
 //! # Layout
-//! - [`reward`]: [`Reward`], the one trait that every reward implements, and [`RewardInput`], what it sees
+//! - [`reward`]: [`Reward`], the one trait that every reward implements, what it sees ([`RewardInput`]) and says
+//!   ([`Outcome`])
 //! - [`set`]: [`RewardSet`], the weighted sum that keeps every component by name
-//! - [`spec`]: [`RewardSpec`], a reward as a recipe states it, and its checked construction
-//! - [`math`], [`gsm8k`], [`exact`], [`regex`], [`format`](mod@format), [`length`]: the built-ins, one pure function each
+//! - [`spec`], [`registry`]: a reward as a recipe states it, the kinds there are, and how they are built
+//! - [`math`], [`gsm8k`], [`exact`], [`regex`], [`format`](mod@format), [`length`]: built-ins, one pure function each
+//! - [`function`]: rewards that are Rust functions, also a user's own; [`limited`]: timeout and concurrency around any
+//! - [`load`]: what waits for a reward, what runs, and how long it took
 //! - [`error`]: what can go wrong, [`RewardError`]
 //!
 //! # Invariants
 //! - A reward that fails is recorded as failed. It never turns into a score of 0 unless the recipe says so, and then
 //!   the failure is still recorded.
 //! - Every value that leaves a [`RewardSet`] is finite.
-//! - Nothing here waits, starts threads or reads a clock: time limits and concurrency belong to the caller.
+//! - A reward that hangs or crashes costs the trajectory that it was asked about, and no more.
 //!
 //! ```
-//! use rewards::{RewardInput, RewardKind, RewardSet, RewardSpec};
+//! use rewards::{Registry, RewardContext, RewardInput, RewardSet, RewardSpec};
 //! use trajectory::{Prompt, Task, TaskId};
 //!
-//! let set = RewardSet::from_specs(&[RewardSpec::new(RewardKind::Math)])?;
+//! let specs = [RewardSpec::new("math")];
+//! let set = RewardSet::from_specs(&specs, &Registry::builtin(), &RewardContext::default())?;
 //! let task = Task {
 //!     id: TaskId(0),
 //!     prompt: Prompt::Text("37+48=".into()),
 //!     answer: Some("85".into()),
 //!     columns: Default::default(),
 //! };
-//! let input = RewardInput {
-//!     task: &task,
-//!     index: 0,
-//!     text: "so it is \\boxed{85}",
-//!     completion_tokens: 7,
-//!     truncated: false,
-//!     max_completion_length: 16,
-//! };
+//! let inputs = [RewardInput::text(&task, "so it is \\boxed{85}")];
 //! # let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-//! # let std::task::Poll::Ready(score) = std::pin::pin!(set.score(&input)).poll(&mut context) else { unreachable!() };
-//! # let score = score?;
-//! // let score = set.score(&input).await?;
-//! assert_eq!(score.total, Some(1.0));
+//! # let std::task::Poll::Ready(scores) = std::pin::pin!(set.score(&inputs)).poll(&mut context) else { unreachable!() };
+//! # let scores = scores?;
+//! // let scores = set.score(&inputs).await?;
+//! assert_eq!(scores[0].total, Some(1.0));
 //! # Ok::<(), rewards::RewardError>(())
 //! ```
 
 pub mod error;
 pub mod exact;
 pub mod format;
+pub mod function;
 pub mod gsm8k;
 pub mod length;
+pub mod limited;
+pub mod load;
 pub mod math;
 pub mod regex;
+pub mod registry;
 pub mod reward;
 pub mod set;
 pub mod spec;
 
 pub use error::RewardError;
-pub use reward::{BoxFuture, Builtin, Reward, RewardInput, TrajectoryRef};
-pub use set::{OnError, RewardSet, WeightedReward};
-pub use spec::{Gsm8kMethod, RewardKind, RewardSpec};
+pub use function::{Builtin, FunctionError, Scored};
+pub use limited::Limited;
+pub use load::{Latency, Load, LoadCounts};
+pub use registry::{Kind, Registry, RewardContext};
+pub use reward::{BoxFuture, Judged, Outcome, Reward, RewardInput, Scope, TrajectoryRef};
+pub(crate) use set::join;
+pub use set::{OnError, PartScore, RewardSet, WeightedReward};
+pub use spec::RewardSpec;
 
 #[cfg(test)]
 mod testing;

@@ -5,7 +5,17 @@
 
 use ::regex::Regex;
 
+use crate::registry::{Kind, pure};
 use crate::{RewardError, RewardInput};
+
+/// The kind `regex`.
+pub(crate) fn kind() -> Kind {
+    Kind::new("regex", &["pattern", "compare"], &["pattern"], |spec, _| {
+        let pattern = spec.required("pattern", spec.pattern.as_deref())?;
+        let rule = Rule::new(spec.name(), pattern, spec.compare.unwrap_or_default())?;
+        Ok(pure(spec, move |label, input| rule.score(label, input)))
+    })
+}
 
 /// A compiled pattern and what to do with it.
 #[derive(Debug)]

@@ -1,28 +1,78 @@
-//! The one trait that every reward implements, and what a reward gets to see.
+//! The one trait that every reward implements, what a reward gets to see, and what it says.
 //!
-//! Invariant: a reward sees one finished trajectory and changes nothing. Scoring is asynchronous and fallible, because
-//! other implementations ask processes, servers and models; how long that may take is the caller's business.
+//! Invariant: a reward sees finished trajectories and changes nothing. Scoring is asynchronous and fallible, because many
+//! rewards ask processes, servers and models; each keeps its own limits on time and concurrency, and its [`Load`].
 
 use std::fmt;
 use std::pin::Pin;
 
-use trajectory::{Task, TaskId};
+use serde_json::{Map, Value};
+use trajectory::{PolicyVersion, Task, TaskId};
 
-use crate::RewardError;
+use crate::{Load, RewardError};
 
 /// A future on the heap that may move between threads.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
-/// What a trajectory is worth in one respect.
+/// What one trajectory is worth in one respect, or why that could not be said.
+pub type Judged = Result<Outcome, RewardError>;
+
+/// What trajectories are worth in one respect.
 pub trait Reward: Send + Sync + fmt::Debug {
     /// Name in the recipe, in metrics and in [`trajectory::Component`]; unique within a [`crate::RewardSet`].
     fn name(&self) -> &str;
 
-    /// Scores one trajectory; the value is before weighting.
-    ///
-    /// # Errors
-    /// Whatever keeps the reward from judging. A wrong answer is a value, not an error.
-    fn score<'a>(&'a self, input: &'a RewardInput<'a>) -> BoxFuture<'a, Result<f64, RewardError>>;
+    /// What it is called with: single trajectories as they end, or whole groups.
+    fn scope(&self) -> Scope {
+        Scope::Trajectory
+    }
+
+    /// Judges each of `inputs`: one trajectory, or all of a group where [`Reward::scope`] says so. One outcome for each,
+    /// in order; a wrong answer is a value, not an error.
+    fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>>;
+
+    /// How it was understood, for people: which function of which file, which model, which sandbox.
+    fn about(&self) -> Option<String> {
+        None
+    }
+
+    /// What waits for it, what runs, and how long it took.
+    fn load(&self) -> &Load;
+}
+
+/// What a reward is called with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Scope {
+    /// One trajectory, as soon as it ends.
+    #[default]
+    Trajectory,
+    /// All trajectories of a group, as soon as the last has ended, for rewards that compare them.
+    Group,
+}
+
+/// What a reward says of a trajectory.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Outcome {
+    /// The value before weighting; `None` if the reward does not apply to this trajectory and counts nothing.
+    pub value: Option<f64>,
+    /// What else it says, by name: numbers are metrics too, everything is shown beside the trajectory.
+    pub details: Map<String, Value>,
+}
+
+impl Outcome {
+    /// A value with one detail more.
+    #[must_use]
+    pub fn with(mut self, name: &str, detail: impl Into<Value>) -> Self {
+        self.details.insert(name.to_owned(), detail.into());
+        self
+    }
+}
+
+impl From<f64> for Outcome {
+    fn from(value: f64) -> Self {
+        Self { value: Some(value), details: Map::new() }
+    }
 }
 
 /// One finished trajectory as a reward sees it.
@@ -34,15 +84,34 @@ pub struct RewardInput<'a> {
     pub index: u32,
     /// The last completion as text, without its stop token.
     pub text: &'a str,
-    /// Tokens that the policy generated in the whole trajectory.
-    pub completion_tokens: usize,
+    /// Tokens of the prompt; empty where only text is known.
+    pub prompt_ids: &'a [u32],
+    /// Tokens after the prompt; empty where only text is known.
+    pub completion_ids: &'a [u32],
     /// Whether the completion was cut off by its length limit.
     pub truncated: bool,
     /// The length limit in tokens.
     pub max_completion_length: usize,
+    /// The policy version that sampled its last token, which is the number of training steps done by then.
+    pub version: PolicyVersion,
 }
 
 impl<'a> RewardInput<'a> {
+    /// A text that answers `task`, of which no tokens are known: for graders by hand and for tests.
+    #[must_use]
+    pub fn text(task: &'a Task, text: &'a str) -> Self {
+        Self {
+            task,
+            index: 0,
+            text,
+            prompt_ids: &[],
+            completion_ids: &[],
+            truncated: false,
+            max_completion_length: usize::MAX,
+            version: PolicyVersion::default(),
+        }
+    }
+
     /// Which trajectory this is, for messages.
     #[must_use]
     pub fn trajectory(&self) -> TrajectoryRef {
@@ -71,41 +140,5 @@ pub struct TrajectoryRef {
 impl fmt::Display for TrajectoryRef {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "task {}, trajectory {}", self.task.0, self.index)
-    }
-}
-
-/// A [`Reward`] made of a name and a plain function.
-pub struct Builtin<F> {
-    name: String,
-    function: F,
-}
-
-impl<F> Builtin<F>
-where
-    F: Fn(&RewardInput<'_>) -> Result<f64, RewardError> + Send + Sync,
-{
-    /// Names a function. It runs on the caller's thread and should take microseconds.
-    pub fn new(name: impl Into<String>, function: F) -> Self {
-        Self { name: name.into(), function }
-    }
-}
-
-impl<F> fmt::Debug for Builtin<F> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Builtin").field("name", &self.name).finish_non_exhaustive()
-    }
-}
-
-impl<F> Reward for Builtin<F>
-where
-    F: Fn(&RewardInput<'_>) -> Result<f64, RewardError> + Send + Sync,
-{
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    fn score<'a>(&'a self, input: &'a RewardInput<'a>) -> BoxFuture<'a, Result<f64, RewardError>> {
-        // Lazy, so that a panic or a long computation belongs to the poll and not to the call.
-        Box::pin(async move { (self.function)(input) })
     }
 }

@@ -8,9 +8,14 @@ use std::future::poll_fn;
 use std::task::Poll;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Map;
 use trajectory::{Component, Score};
 
-use crate::{BoxFuture, Reward, RewardError, RewardInput, RewardSpec};
+use crate::reward::Judged;
+use crate::{
+    BoxFuture, LoadCounts, Outcome, Registry, Reward, RewardContext, RewardError, RewardInput, RewardSpec,
+    Scope,
+};
 
 /// Rewards that together say what a trajectory is worth.
 #[derive(Debug)]
@@ -43,6 +48,13 @@ pub enum OnError {
     Fail,
 }
 
+/// What the rewards of [`Scope::Trajectory`] said of a trajectory; those of the group are still missing.
+#[derive(Debug)]
+pub struct PartScore {
+    /// One place per reward; `None` where the group is asked.
+    judged: Vec<Option<Judged>>,
+}
+
 impl RewardSet {
     /// Puts rewards together.
     ///
@@ -67,58 +79,142 @@ impl RewardSet {
     /// Builds what a recipe states.
     ///
     /// # Errors
-    /// Those of [`RewardSpec::build`] and of [`RewardSet::new`].
-    pub fn from_specs(specs: &[RewardSpec]) -> Result<Self, RewardError> {
+    /// Those of [`Registry::build`] and of [`RewardSet::new`].
+    pub fn from_specs(
+        specs: &[RewardSpec],
+        registry: &Registry,
+        context: &RewardContext,
+    ) -> Result<Self, RewardError> {
         let weighted = |spec: &RewardSpec| {
-            Ok(WeightedReward { reward: spec.build()?, weight: spec.weight, on_error: spec.on_error })
+            let reward = registry.build(spec, context)?;
+            Ok(WeightedReward { reward, weight: spec.weight, on_error: spec.on_error })
         };
         Self::new(specs.iter().map(weighted).collect::<Result<_, RewardError>>()?)
     }
 
-    /// Names of the rewards, in order.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.rewards.iter().map(|weighted| weighted.reward.name())
+    /// The rewards, in order.
+    #[must_use]
+    pub fn rewards(&self) -> &[WeightedReward] {
+        &self.rewards
     }
 
-    /// Scores a trajectory with all rewards at the same time.
+    /// What each reward has to do and has done since this was called last, by name.
+    #[must_use]
+    pub fn take_loads(&self) -> Vec<(String, LoadCounts)> {
+        let load =
+            |weighted: &WeightedReward| (weighted.reward.name().to_owned(), weighted.reward.load().take());
+        self.rewards.iter().map(load).collect()
+    }
+
+    /// Asks at the same time all rewards that judge single trajectories.
+    pub async fn begin(&self, input: &RewardInput<'_>) -> PartScore {
+        let inputs = std::slice::from_ref(input);
+        PartScore {
+            judged: join(self.rewards.iter().map(|weighted| ask_alone(&*weighted.reward, inputs))).await,
+        }
+    }
+
+    /// Asks the rewards that judge groups, and sums up. `inputs` are all trajectories of the group, `parts` what
+    /// [`RewardSet::begin`] said of each.
     ///
     /// # Errors
     /// The failure of a reward with [`OnError::Fail`]; a weighted sum that is not finite.
-    pub async fn score(&self, input: &RewardInput<'_>) -> Result<Score, RewardError> {
-        let outcomes = join(self.rewards.iter().map(|w| w.reward.score(input)).collect()).await;
-        let mut total = Some(0.0);
-        let mut components = Vec::with_capacity(self.rewards.len());
-        for (weighted, outcome) in self.rewards.iter().zip(outcomes) {
-            let name = weighted.reward.name().to_owned();
-            match outcome.and_then(|value| finite(&name, input, value)) {
-                Ok(value) => {
-                    total = total.map(|sum| sum + weighted.weight * value);
-                    components.push(Component { name, value: Some(value), error: None });
-                }
-                Err(error) => {
-                    match weighted.on_error {
-                        OnError::Fail => return Err(error),
-                        OnError::Skip if weighted.weight != 0.0 => total = None,
-                        OnError::Skip | OnError::Zero => {}
-                    }
-                    components.push(Component { name, value: None, error: Some(error.to_string()) });
+    pub async fn complete(
+        &self,
+        inputs: &[RewardInput<'_>],
+        mut parts: Vec<PartScore>,
+    ) -> Result<Vec<Score>, RewardError> {
+        for (place, weighted) in self.rewards.iter().enumerate() {
+            let reward = &weighted.reward;
+            if reward.scope() == Scope::Group {
+                let judged = checked(reward.name(), inputs, reward.score(inputs).await);
+                for (part, judged) in parts.iter_mut().zip(judged) {
+                    part.judged[place] = Some(judged);
                 }
             }
         }
-        let total = total.map(|sum| finite("total", input, sum)).transpose()?;
-        Ok(Score { total, components })
+        inputs.iter().zip(parts).map(|(input, part)| self.sum(input, part)).collect()
+    }
+
+    /// Judges all trajectories of a group, or one by itself.
+    ///
+    /// # Errors
+    /// Those of [`RewardSet::complete`].
+    pub async fn score(&self, inputs: &[RewardInput<'_>]) -> Result<Vec<Score>, RewardError> {
+        let begun = inputs.iter().map(|input| Box::pin(self.begin(input)) as BoxFuture<'_, _>);
+        let parts = join(begun).await;
+        self.complete(inputs, parts).await
+    }
+
+    fn sum(&self, input: &RewardInput<'_>, part: PartScore) -> Result<Score, RewardError> {
+        let (mut total, mut applied, mut failed) = (0.0, false, false);
+        let mut components = Vec::with_capacity(self.rewards.len());
+        for (weighted, judged) in self.rewards.iter().zip(part.judged) {
+            let name = weighted.reward.name().to_owned();
+            match judged.unwrap_or_else(|| Err(unanswered(&name, input))) {
+                Ok(Outcome { value, details }) => {
+                    total += weighted.weight * value.unwrap_or(0.0);
+                    applied |= value.is_some() && weighted.weight != 0.0;
+                    components.push(Component { name, value, error: None, details });
+                }
+                Err(error) => {
+                    weighted.reward.load().failed(&error);
+                    match weighted.on_error {
+                        OnError::Fail => return Err(error),
+                        OnError::Skip => failed |= weighted.weight != 0.0,
+                        OnError::Zero => applied |= weighted.weight != 0.0,
+                    }
+                    let error = Some(error.to_string());
+                    components.push(Component { name, value: None, error, details: Map::new() });
+                }
+            }
+        }
+        // A trajectory that nothing with a weight applies to is worth nothing that could be trained on; where all
+        // rewards are only watched, it is worth 0.
+        let watched = self.rewards.iter().all(|weighted| weighted.weight == 0.0);
+        let total = if failed || !(applied || watched) { None } else { Some(total) };
+        match total {
+            Some(value) if !value.is_finite() => Err(not_finite("total", input, value)),
+            total => Ok(Score { total, components }),
+        }
     }
 }
 
-fn finite(reward: &str, input: &RewardInput<'_>, value: f64) -> Result<f64, RewardError> {
-    if value.is_finite() {
-        return Ok(value);
-    }
-    Err(RewardError::NotFinite { reward: reward.to_owned(), trajectory: input.trajectory(), value })
+/// What a reward says of a single trajectory; nothing if it judges groups.
+fn ask_alone<'a>(reward: &'a dyn Reward, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Option<Judged>> {
+    Box::pin(async move {
+        match reward.scope() {
+            Scope::Trajectory => checked(reward.name(), inputs, reward.score(inputs).await).pop(),
+            Scope::Group => None,
+        }
+    })
+}
+
+/// As many answers as there are inputs, all of them finite.
+fn checked(reward: &str, inputs: &[RewardInput<'_>], judged: Vec<Judged>) -> Vec<Judged> {
+    let mut judged = judged.into_iter();
+    let check = |input: &RewardInput<'_>| {
+        let outcome = judged.next().unwrap_or_else(|| Err(unanswered(reward, input)))?;
+        match outcome.value.filter(|value| !value.is_finite()) {
+            Some(value) => Err(not_finite(reward, input, value)),
+            None => Ok(outcome),
+        }
+    };
+    inputs.iter().map(check).collect()
+}
+
+fn not_finite(reward: &str, input: &RewardInput<'_>, value: f64) -> RewardError {
+    RewardError::NotFinite { reward: reward.to_owned(), trajectory: input.trajectory(), value }
+}
+
+fn unanswered(reward: &str, input: &RewardInput<'_>) -> RewardError {
+    let reason = "it said nothing of this trajectory".to_owned();
+    RewardError::Failed { reward: reward.to_owned(), trajectory: input.trajectory(), reason }
 }
 
 /// Waits for all futures at the same time. Every wake-up polls all that are left: sets are small.
-async fn join<T>(mut futures: Vec<BoxFuture<'_, T>>) -> Vec<T> {
+pub(crate) async fn join<T>(futures: impl Iterator<Item = BoxFuture<'_, T>>) -> Vec<T> {
+    let mut futures: Vec<_> = futures.collect();
     let mut outputs: Vec<Option<T>> = futures.iter().map(|_| None).collect();
     poll_fn(|context| {
         for (future, output) in futures.iter_mut().zip(&mut outputs) {
@@ -140,7 +236,7 @@ mod tests {
 
     use super::*;
     use crate::testing::{block_on, input, task};
-    use crate::{Builtin, RewardKind};
+    use crate::{Builtin, Load};
 
     fn constant(name: &str, value: f64, weight: f64) -> WeightedReward {
         let reward = Box::new(Builtin::new(name, move |_: &RewardInput<'_>| Ok(value)));
@@ -150,14 +246,16 @@ mod tests {
     fn failing(on_error: OnError, weight: f64) -> WeightedReward {
         let failure = |input: &RewardInput<'_>| {
             let reason = "no answer within 5 s".to_owned();
-            Err(RewardError::Failed { reward: "judge".into(), trajectory: input.trajectory(), reason })
+            let trajectory = input.trajectory();
+            Err::<f64, _>(RewardError::Failed { reward: "judge".into(), trajectory, reason })
         };
         WeightedReward { reward: Box::new(Builtin::new("judge", failure)), weight, on_error }
     }
 
     fn score(rewards: Vec<WeightedReward>) -> Result<Score, RewardError> {
         let task = task("4");
-        block_on(RewardSet::new(rewards)?.score(&input(&task, "4")))
+        let set = RewardSet::new(rewards)?;
+        Ok(block_on(set.score(&[input(&task, "4")]))?.remove(0))
     }
 
     #[test]
@@ -205,31 +303,106 @@ mod tests {
         assert_eq!(RewardSet::new(twice).unwrap_err(), RewardError::DuplicateName { name: "a".into() });
         let heavy = RewardSet::new(vec![constant("a", 0.0, f64::INFINITY)]).unwrap_err();
         assert!(matches!(heavy, RewardError::Weight { .. }));
-        let specs = [RewardSpec::new(RewardKind::Math), RewardSpec::new(RewardKind::Math)];
+        let specs = [RewardSpec::new("math"), RewardSpec::new("math")];
         assert_eq!(
-            RewardSet::from_specs(&specs).unwrap_err(),
+            RewardSet::from_specs(&specs, &Registry::builtin(), &RewardContext::default()).unwrap_err(),
             RewardError::DuplicateName { name: "math".into() }
         );
     }
 
+    #[test]
+    fn a_reward_that_does_not_apply_counts_nothing() {
+        let silent = |weight| WeightedReward {
+            reward: Box::new(Builtin::new("silent", |_: &RewardInput<'_>| Ok(Outcome::default()))),
+            weight,
+            on_error: OnError::Skip,
+        };
+        let with = score(vec![silent(1.0), constant("a", 2.0, 1.0)]).unwrap();
+        assert_eq!(
+            (with.total, with.components[0].value, &with.components[0].error),
+            (Some(2.0), None, &None)
+        );
+        assert_eq!(score(vec![silent(1.0)]).unwrap().total, None, "nothing says what it is worth");
+        assert_eq!(score(vec![silent(1.0), constant("watched", 2.0, 0.0)]).unwrap().total, None);
+        assert_eq!(score(vec![constant("watched", 2.0, 0.0)]).unwrap().total, Some(0.0));
+    }
+
+    #[test]
+    fn details_stay_with_their_component_and_numbers_are_found() {
+        let detailed =
+            |_: &RewardInput<'_>| Ok(Outcome::from(1.0).with("acc", true).with("pred", "7").with("n", 3));
+        let reward = Box::new(Builtin::new("a", detailed));
+        let score = score(vec![WeightedReward { reward, weight: 1.0, on_error: OnError::Skip }]).unwrap();
+        let details = &score.components[0].details;
+        assert_eq!(details["pred"], "7");
+        assert_eq!(score.components[0].numbers().collect::<Vec<_>>(), [("acc", 1.0), ("n", 3.0)]);
+    }
+
+    /// Worth the number of trajectories that it sees, or too few answers.
+    #[derive(Debug)]
+    struct OfGroups(Load, usize);
+
+    impl Reward for OfGroups {
+        fn name(&self) -> &'static str {
+            "groups"
+        }
+
+        fn scope(&self) -> Scope {
+            Scope::Group
+        }
+
+        fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
+            let judged = inputs.iter().skip(self.1).map(|_| Ok((inputs.len() as f64).into())).collect();
+            Box::pin(std::future::ready(judged))
+        }
+
+        fn load(&self) -> &Load {
+            &self.0
+        }
+    }
+
+    #[test]
+    fn a_reward_of_groups_sees_all_at_once_and_must_answer_for_each() {
+        let task = task("4");
+        let inputs = ["1", "2", "3"].map(|text| input(&task, text));
+        let totals = |left_out| {
+            let reward: Box<dyn Reward> = Box::new(OfGroups(Load::default(), left_out));
+            let groups = WeightedReward { reward, weight: 1.0, on_error: OnError::Skip };
+            let set = RewardSet::new(vec![constant("a", 0.5, 1.0), groups]).unwrap();
+            let scores = block_on(set.score(&inputs)).unwrap();
+            let failures = set.take_loads()[1].1.errors;
+            (scores.iter().map(|score| score.total).collect::<Vec<_>>(), failures)
+        };
+        assert_eq!(totals(0), (vec![Some(3.5); 3], 0));
+        assert_eq!(totals(1), (vec![Some(3.5), Some(3.5), None], 1));
+    }
+
     /// Finishes only after both of its kind have been started.
     #[derive(Debug)]
-    struct Rendezvous(String, std::sync::Arc<AtomicUsize>);
+    struct Rendezvous(String, std::sync::Arc<AtomicUsize>, Load);
 
     impl Reward for Rendezvous {
         fn name(&self) -> &str {
             &self.0
         }
 
-        fn score<'a>(&'a self, _: &'a RewardInput<'a>) -> BoxFuture<'a, Result<f64, RewardError>> {
+        fn score<'a>(&'a self, _: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
             let mut arrived = false;
             Box::pin(poll_fn(move |context| {
                 if !std::mem::replace(&mut arrived, true) {
                     self.1.fetch_add(1, Ordering::Relaxed);
                 }
                 context.waker().wake_by_ref();
-                if self.1.load(Ordering::Relaxed) == 2 { Poll::Ready(Ok(1.0)) } else { Poll::Pending }
+                if self.1.load(Ordering::Relaxed) == 2 {
+                    Poll::Ready(vec![Ok(1.0.into())])
+                } else {
+                    Poll::Pending
+                }
             }))
+        }
+
+        fn load(&self) -> &Load {
+            &self.2
         }
     }
 
@@ -237,7 +410,7 @@ mod tests {
     fn rewards_run_at_the_same_time() {
         let arrivals = std::sync::Arc::new(AtomicUsize::new(0));
         let reward = |name: &str| WeightedReward {
-            reward: Box::new(Rendezvous(name.to_owned(), arrivals.clone())),
+            reward: Box::new(Rendezvous(name.to_owned(), arrivals.clone(), Load::default())),
             weight: 1.0,
             on_error: OnError::Skip,
         };

@@ -19,7 +19,13 @@ pub(crate) fn task(answer: &str) -> Task {
 
 /// Trajectory 3 of a task, complete, 10 tokens of at most 20.
 pub(crate) fn input<'a>(task: &'a Task, text: &'a str) -> RewardInput<'a> {
-    RewardInput { task, index: 3, text, completion_tokens: 10, truncated: false, max_completion_length: 20 }
+    const COMPLETION: [u32; 10] = [1; 10];
+    RewardInput {
+        index: 3,
+        completion_ids: &COMPLETION,
+        max_completion_length: 20,
+        ..RewardInput::text(task, text)
+    }
 }
 
 /// Polls until the future is done; it must not need a waker.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use model::{Cores, ModelDirectory};
-use rewards::{Builtin, OnError, RewardSet, WeightedReward};
+use rewards::{Builtin, OnError, RewardInput, RewardSet, WeightedReward};
 use serde_json::{Map, Value, json};
 
 use super::cost::{Sampling, Shape};
@@ -18,6 +18,8 @@ use crate::args::LoopBenchArgs;
 use crate::failure::Failure;
 use crate::pipeline::{self, Ending, Surroundings};
 use crate::prepare::Prepared;
+use crate::prepare::RewardRuntime;
+use crate::program::Program;
 use crate::recipe::{Model, Recipe};
 use crate::report::{Report, Style};
 use crate::run_dir::{RecipeTexts, RunDir};
@@ -36,7 +38,7 @@ pub fn work(
     args: &LoopBenchArgs,
     staleness: u64,
     cores: &Arc<Cores>,
-    env: &[(String, String)],
+    program: &Program,
 ) -> Result<Work, Failure> {
     let scratch = tempfile::tempdir()
         .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
@@ -44,14 +46,14 @@ pub fn work(
     let given = std::fs::read_to_string(&path)
         .map_err(|source| Failure::System { what: format!("read {}", path.display()), source })?;
     let sets = settings(args, staleness);
-    let (mut recipe, origins) = Recipe::load(&path, &sets, env.iter().cloned()).map_err(Failure::Recipe)?;
+    let (mut recipe, origins) = Recipe::load(&path, &sets, program).map_err(Failure::Recipe)?;
     // Not among the settings, because a recipe without held-out tasks takes no key about them.
     recipe.eval.interval = 0;
     let resolved = recipe.resolved_toml(&origins);
     let run_dir =
         RunDir::create(&scratch.path().join("run"), RecipeTexts { given: &given, resolved: &resolved })?;
     let rewards = args.force_length.map(|_| alternating()).transpose()?;
-    let surroundings = Surroundings { cores: Arc::clone(cores), rewards };
+    let surroundings = Surroundings { cores: Arc::clone(cores), rewards, program: program.clone() };
     if pipeline::run_in(&recipe, &run_dir, &Report::new(Style::Quiet), surroundings)? == Ending::Stopped {
         let source = std::io::ErrorKind::Interrupted.into();
         return Err(Failure::System { what: "finish the measurement".to_owned(), source });
@@ -61,13 +63,15 @@ pub fn work(
         .map_err(|source| Failure::System { what: format!("read {}", metrics.display()), source })?;
     let steps = Steps::of(&text, staleness)?;
     let directory = recipe.open_model(run_dir.path())?;
-    let prepared = Prepared::new(&recipe, &directory)?;
+    let runtime = RewardRuntime::new(program)?;
+    let prepared = Prepared::new(&recipe, &directory, (&runtime, run_dir.path()))?;
     Ok(result(&recipe, &steps, &directory, &prepared))
 }
 
 /// Rewards that are never all equal in a group, so that every completion is trained on.
 fn alternating() -> Result<Arc<RewardSet>, Failure> {
-    let reward = Box::new(Builtin::new("alternating", |input| Ok(f64::from(input.index % 2))));
+    let reward =
+        Box::new(Builtin::new("alternating", |input: &RewardInput<'_>| Ok(f64::from(input.index % 2))));
     Ok(Arc::new(RewardSet::new(vec![WeightedReward { reward, weight: 1.0, on_error: OnError::Fail }])?))
 }
 

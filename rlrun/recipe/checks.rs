@@ -3,20 +3,26 @@
 //! Invariant: all rules are tried, so that one run reports everything; a rule that fails points at a line that the
 //! user wrote, where there is one. What needs a model or a dataset to be opened is not checked here.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+
+use rewards::Registry;
 
 use super::curation::check_curation;
 use super::diagnostic::Diagnostic;
 use super::layers::{Origin, Origins};
 use super::ranges::{Checker, check_ranges};
-use super::schema::{Buffer, RandomModel, RawData, RawModel, RawRecipe, RewardSpec, Rollout, Warmup};
+use super::schema::{Buffer, RandomModel, RawData, RawModel, RawRecipe, Rollout, Warmup};
 use super::training::{check_lora, check_trainer};
-use super::words::{OnStale, Quantization, RewardKind, SampleOrder, Store, SupervisedKind};
+use super::words::{OnStale, Quantization, SampleOrder, Store, SupervisedKind};
 use super::{Data, DataSource, Files, Model, Recipe};
 
 /// Checks everything; `stem` names the run if the recipe does not.
-pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result<Recipe, Vec<Diagnostic>> {
+pub(super) fn check(
+    mut raw: RawRecipe,
+    stem: &str,
+    origins: &Origins,
+    registry: &Registry,
+) -> Result<Recipe, Vec<Diagnostic>> {
     let mut checker = Checker { origins, errors: Vec::new() };
     check_ranges(&raw, &mut checker);
     let name = raw.name.take().unwrap_or_else(|| stem.to_owned());
@@ -31,7 +37,7 @@ pub(super) fn check(mut raw: RawRecipe, stem: &str, origins: &Origins) -> Result
         let help = "write a section `[[rewards]]` with `kind = \"math\"` or another kind";
         checker.report("rewards", "there is no reward: nothing could be learnt", help);
     }
-    check_rewards(&mut raw.rewards, &raw.rollout, raw.deadlines.wait_s, &mut checker);
+    super::rewards::check(&mut raw, registry, &mut checker);
     if let Some(data) = &data {
         check_tokens(&raw, data.max_prompt_length, &mut checker);
     }
@@ -262,68 +268,6 @@ fn check_warmup(warmup: Option<Warmup>, generated: bool, checker: &mut Checker<'
         checker.report("warmup", "`warmup` needs the demonstrations of `data.arithmetic`", help);
     }
     Some(warmup)
-}
-
-fn check_rewards(rewards: &mut [RewardSpec], rollout: &Rollout, wait_s: f64, checker: &mut Checker<'_>) {
-    let mut names = BTreeMap::new();
-    for (index, reward) in rewards.iter_mut().enumerate() {
-        check_reward_keys(index, reward, checker);
-        if reward.kind == RewardKind::Length {
-            let max = *reward.max_length.get_or_insert(rollout.max_completion_length);
-            if reward.cache.is_some_and(|cache| cache > max) {
-                let path = format!("rewards[{index}].cache");
-                checker.report(&path, format!("`{path}` is more than the length limit of {max} tokens"), "");
-            }
-        }
-        if reward.timeout_s > wait_s {
-            let path = format!("rewards[{index}].timeout_s");
-            let message = format!(
-                "`{path}` is longer than `deadlines.wait_s`, {wait_s}: a wait for it would end the run"
-            );
-            checker.report_latest(
-                &[&path, "deadlines.wait_s"],
-                message,
-                "lower the timeout or raise the deadline",
-            );
-        }
-        let name = reward.name.get_or_insert_with(|| reward.kind.as_str().to_owned()).clone();
-        if let Some(first) = names.insert(name.clone(), index) {
-            let message = format!("`rewards[{first}]` and `rewards[{index}]` are both named \"{name}\"");
-            checker.report(&format!("rewards[{index}]"), message, "give one of them another `name`");
-        }
-    }
-}
-
-/// Every reward kind takes its own keys and no others.
-fn check_reward_keys(index: usize, reward: &RewardSpec, checker: &mut Checker<'_>) {
-    let takes: &[&str] = match reward.kind {
-        RewardKind::Math | RewardKind::Exact => &[],
-        RewardKind::Gsm8k => &["method"],
-        RewardKind::Regex => &["pattern", "compare"],
-        RewardKind::Format => &["pattern"],
-        RewardKind::Length => &["max_length", "cache"],
-    };
-    let kind = reward.kind.as_str();
-    for key in ["pattern", "compare", "method", "max_length", "cache"] {
-        let path = format!("rewards[{index}].{key}");
-        if checker.given(&path) && !takes.contains(&key) {
-            let help = match takes {
-                [] => format!("`{kind}` takes no keys of its own"),
-                _ => format!("`{kind}` takes `{}`", takes.join("`, `")),
-            };
-            checker.report(&path, format!("the reward `{kind}` does not take `{key}`"), &help);
-        }
-    }
-    let missing = match reward.kind {
-        RewardKind::Regex if reward.pattern.is_none() => "pattern",
-        RewardKind::Length if reward.cache.is_none() => "cache",
-        _ => return,
-    };
-    checker.report(
-        &format!("rewards[{index}].kind"),
-        format!("the reward `{kind}` needs the key `{missing}`"),
-        "",
-    );
 }
 
 /// A sequence of full length must fit wherever sequences are held.

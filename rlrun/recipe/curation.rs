@@ -139,13 +139,13 @@ mod tests {
         let path = directory.path().join("run.toml");
         fs::write(&path, BASE).unwrap();
         let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
-        let loaded = Recipe::load(&path, &sets, []);
+        let loaded = Recipe::load(&path, &sets, &crate::program::Program::default());
         let (recipe, origins) =
             loaded.map_err(|errors| errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))?;
         // What is written into the run directory loads as the same recipe.
         let resolved = directory.path().join("resolved.toml");
         fs::write(&resolved, recipe.resolved_toml(&origins)).unwrap();
-        assert_eq!(Recipe::load(&resolved, &[], []).unwrap().0, recipe);
+        assert_eq!(Recipe::load(&resolved, &[], &crate::program::Program::default()).unwrap().0, recipe);
         Ok(recipe)
     }
 

@@ -184,7 +184,8 @@ fn suggest_key(key: &str, known: &[&str], section: &str) -> String {
     if section.is_empty() { format!("there are {names}") } else { format!("`{section}` takes {names}") }
 }
 
-fn nearest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
+/// The known name that `word` may be meant for.
+pub(super) fn nearest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
     let allowed = (word.chars().count() / 3).max(1);
     let distance = |name: &str| strsim::damerau_levenshtein(word, name);
     known.iter().copied().min_by_key(|name| distance(name)).filter(|name| distance(name) <= allowed)

@@ -15,6 +15,7 @@ mod layers;
 mod peers;
 mod ranges;
 mod resolved;
+mod rewards;
 pub mod schema;
 mod source;
 mod supervised;
@@ -23,14 +24,17 @@ pub mod words;
 
 use std::path::{Path, PathBuf};
 
+use ::rewards::RewardSpec;
 pub use diagnostic::{Diagnostic, Place};
 pub use layers::{Origin, Origins};
 use schema::{
     Algorithm, Arithmetic, Buffer, Checkpoint, Critic, Curation, Deadlines, Eval, Log, Lora, Placement,
-    RandomModel, RewardSpec, Rollout, Supervised, Trainer, Warmup,
+    RandomModel, Rollout, Supervised, Trainer, Warmup,
 };
 pub use source::Layer;
 use words::Overlong;
+
+use crate::program::Program;
 
 /// A checked recipe. Paths in it are absolute.
 #[derive(Clone, Debug, PartialEq)]
@@ -128,22 +132,18 @@ pub struct Files {
 impl Recipe {
     /// Reads, merges and checks a recipe.
     ///
-    /// `sets` are `section.key=value` arguments, `env` the variables of the process; those that do not start with
-    /// `RLRUN__` are ignored.
+    /// `sets` are `section.key=value` arguments; of the variables of `program`, those that do not start with `RLRUN__` are
+    /// ignored.
     ///
     /// # Errors
     /// Everything found wrong, in the order found: files that cannot be read or are not TOML, circles of `extends`,
     /// unknown keys, wrong types, values out of range, keys that contradict each other, paths that do not exist.
-    pub fn load(
-        path: &Path,
-        sets: &[String],
-        env: impl IntoIterator<Item = (String, String)>,
-    ) -> Result<(Self, Origins), Vec<Diagnostic>> {
-        let sources = layers::read(path, sets, env)?;
+    pub fn load(path: &Path, sets: &[String], program: &Program) -> Result<(Self, Origins), Vec<Diagnostic>> {
+        let sources = layers::read(path, sets, program.environment().as_ref().clone())?;
         let (table, origins) = layers::merge(&sources)?;
         let raw = decode::decode(table, &sources)?;
         let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
-        let recipe = checks::check(raw, stem, &origins)?;
+        let recipe = checks::check(raw, stem, &origins, program.registry())?;
         Ok((recipe, origins))
     }
 

@@ -5,7 +5,9 @@
 
 use super::diagnostic::Diagnostic;
 use super::layers::Origins;
-use super::schema::{RawRecipe, RewardSpec};
+use rewards::RewardSpec;
+
+use super::schema::RawRecipe;
 
 /// Collects what is wrong.
 #[derive(Debug)]

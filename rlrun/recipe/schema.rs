@@ -7,6 +7,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use rewards::RewardSpec;
 use serde::{Deserialize, Serialize};
 
 use super::decode::one_or_many;
@@ -290,53 +291,6 @@ impl Default for Rollout {
     }
 }
 
-/// One entry of `[[rewards]]`. A key that the kind does not take is an error.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct RewardSpec {
-    /// Which function.
-    pub kind: RewardKind,
-    /// Name in metrics, unique; the kind if not given.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub name: Option<String>,
-    /// Factor in the sum. TRL `reward_weights`.
-    #[serde(default = "one")]
-    pub weight: f64,
-    /// What a failure does.
-    #[serde(default)]
-    pub on_error: OnError,
-    /// Seconds that one call may take.
-    #[serde(default = "thirty")]
-    pub timeout_s: f64,
-    /// Calls at the same time.
-    #[serde(default = "sixty_four")]
-    pub concurrency: usize,
-    /// `regex` (required), `format` (think and answer tags if not given): regular expression.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub pattern: Option<String>,
-    /// `regex`: whether the first capture group is compared with the answer, instead of the pattern only being found.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub compare: Option<bool>,
-    /// `gsm8k`: how the answer is found; strict if not given.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub method: Option<Gsm8kMethod>,
-    /// `length`: tokens at which the penalty is full; `rollout.max_completion_length` if not given. verl
-    /// `overlong_buffer`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_length: Option<usize>,
-    /// `length` (required): tokens before `max_length` over which the penalty grows from 0 to 1.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cache: Option<usize>,
-}
-
-impl RewardSpec {
-    /// The name in metrics.
-    #[must_use]
-    pub fn name(&self) -> &str {
-        self.name.as_deref().unwrap_or(self.kind.as_str())
-    }
-}
-
 /// `[buffer]`: batches, staleness and durability.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -535,16 +489,4 @@ impl Default for Deadlines {
     fn default() -> Self {
         Self { wait_s: 600.0 }
     }
-}
-
-fn one() -> f64 {
-    1.0
-}
-
-fn thirty() -> f64 {
-    30.0
-}
-
-fn sixty_four() -> usize {
-    64
 }

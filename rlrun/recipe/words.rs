@@ -7,7 +7,6 @@ use serde::{Deserialize, Serialize};
 
 pub use buffer::OnStale;
 pub use model::{Architecture, Quantization, Recompute};
-pub use rewards::{Gsm8kMethod, OnError, RewardKind};
 pub use rollout::{OnUpdate, Overlong};
 pub use trainer::algorithm::{AlgorithmKind, Proximal};
 pub use trainer::credit::ScaleRewards;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use model::{Decoder, Sampling, Team};
 use rewards::RewardSet;
 use tokio::runtime::Handle;
+use tokio::task::JoinHandle;
 use trajectory::{GroupId, PolicyVersion, Score, Task};
 
 use crate::RolloutError;
@@ -52,6 +53,9 @@ impl Evaluation {
     }
 }
 
+/// An answer that is being scored.
+type Scoring = JoinHandle<Result<Answer, RolloutError>>;
+
 /// Lets `decoder` answer the tasks of `prompts`, on the cores of `team`.
 ///
 /// # Errors
@@ -60,12 +64,13 @@ pub fn evaluate(
     config: &EvaluationConfig,
     (decoder, team): (Decoder, Arc<Team>),
     prompts: &PromptSet,
-    (stop, rewards, runtime): (&StopRules, &RewardSet, &Handle),
+    (stop, rewards, runtime): (&StopRules, &Arc<RewardSet>, &Handle),
 ) -> Result<Evaluation, RolloutError> {
     let count = config.tasks.unwrap_or(usize::MAX).min(prompts.len());
     let mut engine = Engine::new(config.engine, stop.clone(), decoder, PolicyVersion::default())?.on(team);
     let mut waiting = prompts.iter().take(count).enumerate().peekable();
-    let mut completions: Vec<Option<Completion>> = vec![None; count];
+    let tasks: Vec<Arc<Task>> = prompts.iter().take(count).map(|(task, _)| Arc::clone(task)).collect();
+    let mut scoring: Vec<Option<Scoring>> = (0..count).map(|_| None).collect();
     while waiting.peek().is_some() || !engine.is_idle() {
         while engine.has_room(1) {
             let Some((place, (_, prompt))) = waiting.next() else { break };
@@ -80,15 +85,27 @@ pub fn evaluate(
         }
         for completion in engine.step()? {
             let place = completion.group.0 as usize;
-            completions[place] = Some(completion);
+            let (task, rewards) = (Arc::clone(&tasks[place]), Arc::clone(rewards));
+            let max_completion_length = config.engine.max_completion_length;
+            // Rewards run beside the generation of what is still open.
+            scoring[place] = Some(runtime.spawn(score(task, completion, max_completion_length, rewards)));
         }
     }
     let mut answers = Vec::with_capacity(count);
-    for ((task, _), completion) in prompts.iter().zip(completions) {
-        let Some(completion) = completion else { continue };
-        let input = reward_input(task, &completion, config.engine.max_completion_length);
-        let score = runtime.block_on(rewards.score(&input))?;
-        answers.push(Answer { task: Arc::clone(task), text: completion.text, score });
+    for scored in scoring.into_iter().flatten() {
+        let ended = |_| RolloutError::Ended { who: "the scoring of an evaluation" };
+        answers.push(runtime.block_on(scored).map_err(ended)??);
     }
     Ok(Evaluation { answers, tokens: engine.counts().sampled_tokens })
+}
+
+async fn score(
+    task: Arc<Task>,
+    completion: Completion,
+    max_completion_length: usize,
+    rewards: Arc<RewardSet>,
+) -> Result<Answer, RolloutError> {
+    let score = rewards.score(&[reward_input(&task, &completion, max_completion_length)]).await?;
+    let score = score.into_iter().next().unwrap_or_default();
+    Ok(Answer { task, text: completion.text, score })
 }

@@ -5,82 +5,19 @@
 //! to be scored is bounded; when it is full, the sampler waits.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use buffer::{BufferError, Finalized, Producer};
-use rewards::{BoxFuture, Reward, RewardError, RewardInput, RewardSet, WeightedReward};
+use rewards::{PartScore, RewardInput, RewardSet};
 use tokio::runtime::Handle;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
-use trajectory::{Group, GroupId, Task, Trajectory, Turn};
+use trajectory::{Group, GroupId, PolicyVersion, Score, Task, Trajectory, Turn};
 
 use crate::RolloutError;
 use crate::curation::{Curation, Verdict};
 use crate::engine::Completion;
-
-/// Limits of one reward.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RewardLimits {
-    /// Longest time for one trajectory.
-    pub timeout: Duration,
-    /// Trajectories scored at the same time.
-    pub concurrency: usize,
-}
-
-/// Puts `limits` around each of `rewards`.
-///
-/// # Errors
-/// Those of [`RewardSet::new`].
-pub fn limited(rewards: Vec<(WeightedReward, RewardLimits)>) -> Result<RewardSet, RewardError> {
-    let limit = |(weighted, limits): (WeightedReward, RewardLimits)| WeightedReward {
-        reward: Box::new(Limited {
-            inner: weighted.reward,
-            running: Semaphore::new(limits.concurrency.max(1)),
-            timeout: limits.timeout,
-        }),
-        ..weighted
-    };
-    RewardSet::new(rewards.into_iter().map(limit).collect())
-}
-
-/// A reward with a timeout and a bound on how many trajectories it sees at a time.
-struct Limited {
-    inner: Box<dyn Reward>,
-    running: Semaphore,
-    timeout: Duration,
-}
-
-impl fmt::Debug for Limited {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Limited")
-            .field("inner", &self.inner)
-            .field("timeout", &self.timeout)
-            .finish_non_exhaustive()
-    }
-}
-
-impl Reward for Limited {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn score<'a>(&'a self, input: &'a RewardInput<'a>) -> BoxFuture<'a, Result<f64, RewardError>> {
-        Box::pin(async move {
-            // The semaphore is never closed, so a permit always comes; waiting for it is not the reward's time.
-            let _permit = self.running.acquire().await;
-            match tokio::time::timeout(self.timeout, self.inner.score(input)).await {
-                Ok(result) => result,
-                Err(_) => Err(RewardError::Failed {
-                    reward: self.name().to_owned(),
-                    trajectory: input.trajectory(),
-                    reason: format!("no answer within {:.1} s", self.timeout.as_secs_f64()),
-                }),
-            }
-        })
-    }
-}
 
 /// A completion with the task that it answers.
 #[derive(Debug)]
@@ -163,9 +100,8 @@ impl Scorer {
 /// A group whose trajectories are being scored.
 #[derive(Debug)]
 struct Gathering {
-    task: Arc<Task>,
     group_size: usize,
-    trajectories: Vec<Trajectory>,
+    judged: Vec<(Ended, PartScore)>,
 }
 
 async fn score_all(
@@ -175,29 +111,26 @@ async fn score_all(
     capacity: usize,
 ) -> Result<(), RolloutError> {
     let mut gathering: HashMap<GroupId, Gathering> = HashMap::new();
-    let mut scoring = JoinSet::new();
+    let mut judging: JoinSet<(Ended, PartScore)> = JoinSet::new();
+    let mut completing: JoinSet<Result<Group, RolloutError>> = JoinSet::new();
     let mut storing: JoinSet<Result<(), RolloutError>> = JoinSet::new();
     let mut open = true;
-    while open || !scoring.is_empty() || !storing.is_empty() {
+    while open || !judging.is_empty() || !completing.is_empty() || !storing.is_empty() {
         tokio::select! {
-            ended = receiver.recv(), if open && scoring.len() < capacity => match ended {
+            ended = receiver.recv(), if open && judging.len() + completing.len() < capacity => match ended {
                 None => open = false,
-                Some(ended) => {
-                    let group = gathering.entry(ended.completion.group).or_insert_with(|| Gathering {
-                        task: Arc::clone(&ended.task),
-                        group_size: ended.group_size,
-                        trajectories: Vec::with_capacity(ended.group_size),
-                    });
-                    debug_assert_eq!(group.group_size, ended.group_size, "a group has one size");
-                    scoring.spawn(score(ended, Arc::clone(&rewards)));
-                }
+                Some(ended) => { judging.spawn(judge(ended, Arc::clone(&rewards))); }
             },
-            Some(scored) = scoring.join_next() => {
-                let (id, trajectory) = scored.map_err(|_| RolloutError::Ended { who: "the scoring of a trajectory" })??;
-                if let Some(group) = complete(&mut gathering, id, trajectory) {
-                    let (buffer, curation) = (Arc::clone(&buffer), curation.clone());
-                    storing.spawn_blocking(move || store(buffer.as_ref(), curation.as_ref(), group));
+            Some(judged) = judging.join_next() => {
+                let (ended, part) = judged.map_err(|_| RolloutError::Ended { who: "the scoring of a trajectory" })?;
+                if let Some(group) = complete(&mut gathering, ended, part) {
+                    completing.spawn(settle(group, Arc::clone(&rewards)));
                 }
+            }
+            Some(group) = completing.join_next() => {
+                let group = group.map_err(|_| RolloutError::Ended { who: "the scoring of a group" })??;
+                let (buffer, curation) = (Arc::clone(&buffer), curation.clone());
+                storing.spawn_blocking(move || store(buffer.as_ref(), curation.as_ref(), group));
             }
             Some(stored) = storing.join_next() => {
                 stored.map_err(|_| RolloutError::Ended { who: "the storing of a group" })??;
@@ -230,32 +163,59 @@ pub(crate) fn give_back(buffer: &dyn Producer, group: GroupId, retry: bool) -> R
     }
 }
 
-/// Adds a trajectory to its group; the group, if that was the last one missing.
+/// Adds a trajectory to its group; all of the group in order, if that was the last one missing.
 fn complete(
     gathering: &mut HashMap<GroupId, Gathering>,
-    id: GroupId,
-    trajectory: Trajectory,
-) -> Option<Group> {
-    let group = gathering.get_mut(&id)?;
-    group.trajectories.push(trajectory);
-    if group.trajectories.len() < group.group_size {
+    ended: Ended,
+    part: PartScore,
+) -> Option<Vec<(Ended, PartScore)>> {
+    let (id, group_size) = (ended.completion.group, ended.group_size);
+    let group = gathering
+        .entry(id)
+        .or_insert_with(|| Gathering { group_size, judged: Vec::with_capacity(group_size) });
+    debug_assert_eq!(group.group_size, group_size, "a group has one size");
+    group.judged.push((ended, part));
+    if group.judged.len() < group.group_size {
         return None;
     }
-    let Gathering { task, mut trajectories, .. } = gathering.remove(&id)?;
-    trajectories.sort_by_key(|trajectory| trajectory.index);
-    Some(Group { id, task: Task::clone(&task), trajectories })
+    let Gathering { mut judged, .. } = gathering.remove(&id)?;
+    judged.sort_by_key(|(ended, _)| ended.completion.index);
+    Some(judged)
 }
 
-async fn score(ended: Ended, rewards: Arc<RewardSet>) -> Result<(GroupId, Trajectory), RolloutError> {
-    let Ended { task, max_completion_length, completion, .. } = ended;
-    let input = reward_input(&task, &completion, max_completion_length);
-    let score = rewards.score(&input).await?;
+/// Asks the rewards that judge a trajectory by itself.
+async fn judge(ended: Ended, rewards: Arc<RewardSet>) -> (Ended, PartScore) {
+    let part = rewards.begin(&ended.reward_input()).await;
+    (ended, part)
+}
+
+/// Asks the rewards that judge a group, and makes it one.
+async fn settle(judged: Vec<(Ended, PartScore)>, rewards: Arc<RewardSet>) -> Result<Group, RolloutError> {
+    let (ended, parts): (Vec<Ended>, Vec<PartScore>) = judged.into_iter().unzip();
+    let inputs: Vec<_> = ended.iter().map(Ended::reward_input).collect();
+    let scores = rewards.complete(&inputs, parts).await?;
+    let Some(first) = ended.first() else {
+        return Err(RolloutError::Ended { who: "a group without trajectories" });
+    };
+    let (id, task) = (first.completion.group, Task::clone(&first.task));
+    let trajectories =
+        ended.into_iter().zip(scores).map(|(ended, score)| trajectory(ended.completion, score));
+    Ok(Group { id, task, trajectories: trajectories.collect::<Result<_, _>>()? })
+}
+
+fn trajectory(completion: Completion, score: Score) -> Result<Trajectory, RolloutError> {
     let (group, index) = (completion.group, completion.index);
     let sample = completion.sample().map_err(|source| RolloutError::Sample { group, index, source })?;
     let whole = completion.prompt_length..completion.token_ids.len();
     let turns = vec![Turn { completion: whole, stop: completion.stop, reward: None }];
     let (text, baseline) = (completion.text, completion.baseline);
-    Ok((group, Trajectory { index, sample, turns, text, score, baseline }))
+    Ok(Trajectory { index, sample, turns, text, score, baseline })
+}
+
+impl Ended {
+    fn reward_input(&self) -> RewardInput<'_> {
+        reward_input(&self.task, &self.completion, self.max_completion_length)
+    }
 }
 
 /// What a reward sees of a completion.
@@ -264,12 +224,15 @@ pub(crate) fn reward_input<'a>(
     completion: &'a Completion,
     max_completion_length: usize,
 ) -> RewardInput<'a> {
+    let (prompt_ids, completion_ids) = completion.token_ids.split_at(completion.prompt_length);
     RewardInput {
         task,
         index: completion.index,
         text: &completion.text,
-        completion_tokens: completion.logprobs.len(),
+        prompt_ids,
+        completion_ids,
         truncated: completion.stop == trajectory::StopReason::Length,
         max_completion_length,
+        version: completion.versions.last().map_or_else(PolicyVersion::default, |run| run.version),
     }
 }

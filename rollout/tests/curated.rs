@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use buffer::{AdmitRequest, Buffer, BufferConfig, Consumer, LeaseRequest, Producer};
 use model::Sampling;
-use rewards::{BoxFuture, OnError, Reward, RewardError, RewardInput, RewardSet, WeightedReward};
+use rewards::{BoxFuture, Judged, Load, OnError, Reward, RewardInput, RewardSet, WeightedReward};
 use rollout::curation::{Curation, CurationConfig, Curator, Decision, Outcome, OutcomeSink};
 use rollout::scoring::{Ended, Scorer};
 use rollout::{Request, RolloutError};
@@ -33,17 +33,22 @@ const DYNAMIC: CurationConfig = CurationConfig {
 };
 
 /// Group 0 fails, and of group 1 the first completion and the baseline pass.
-#[derive(Debug)]
-struct ByPlace;
+#[derive(Debug, Default)]
+struct ByPlace(Load);
 
 impl Reward for ByPlace {
     fn name(&self) -> &str {
         "place"
     }
 
-    fn score<'a>(&'a self, input: &'a RewardInput<'a>) -> BoxFuture<'a, Result<f64, RewardError>> {
-        let passes = input.task.id == TaskId(1) && [0, 3].contains(&input.index);
-        Box::pin(async move { Ok(f64::from(u8::from(passes))) })
+    fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
+        let passes = |input: &RewardInput<'_>| input.task.id == TaskId(1) && [0, 3].contains(&input.index);
+        let judged = inputs.iter().map(|input| Ok(f64::from(u8::from(passes(input))).into())).collect();
+        Box::pin(std::future::ready(judged))
+    }
+
+    fn load(&self) -> &Load {
+        &self.0
     }
 }
 
@@ -73,7 +78,8 @@ fn two_groups(sink: Box<dyn OutcomeSink>) -> (Result<(), RolloutError>, Arc<Buff
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
     let buffer = Arc::new(Buffer::in_memory(BufferConfig::new(1, 1)).unwrap());
     let curation = Curation::new(Curator::new(DYNAMIC, [TaskId(0), TaskId(1)]), sink);
-    let reward = WeightedReward { reward: Box::new(ByPlace), weight: 1.0, on_error: OnError::Skip };
+    let reward =
+        WeightedReward { reward: Box::new(ByPlace::default()), weight: 1.0, on_error: OnError::Skip };
     let rewards = Arc::new(RewardSet::new(vec![reward]).unwrap());
     let producer: Arc<dyn Producer> = Arc::clone(&buffer) as Arc<dyn Producer>;
     let scorer = Scorer::start(runtime.handle(), rewards, producer, Some(curation.clone()), 8);

@@ -6,8 +6,10 @@ use std::time::Duration;
 
 use buffer::{AdmitRequest, Buffer, BufferConfig, Consumer, LeaseRequest, Producer};
 use model::Sampling;
-use rewards::{BoxFuture, OnError, Reward, RewardError, RewardInput, WeightedReward};
-use rollout::scoring::{Ended, RewardLimits, Scorer, limited};
+use rewards::{
+    BoxFuture, Judged, Limited, Load, OnError, Reward, RewardInput, RewardSet, RewardSpec, WeightedReward,
+};
+use rollout::scoring::{Ended, Scorer};
 use trajectory::{PolicyVersion, Prompt, Task, TaskId};
 
 use crate::{CONFIG, Model, complete, request};
@@ -18,6 +20,7 @@ const SOON: Duration = Duration::from_secs(20);
 #[derive(Debug)]
 struct Flaky {
     seen: Mutex<HashMap<u32, usize>>,
+    load: Load,
 }
 
 impl Reward for Flaky {
@@ -25,14 +28,19 @@ impl Reward for Flaky {
         "flaky"
     }
 
-    fn score<'a>(&'a self, input: &'a RewardInput<'a>) -> BoxFuture<'a, Result<f64, RewardError>> {
-        *self.seen.lock().unwrap().entry(input.index).or_default() += 1;
+    fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
+        let index = inputs[0].index;
+        *self.seen.lock().unwrap().entry(index).or_default() += 1;
         Box::pin(async move {
-            if input.index == 1 {
+            if index == 1 {
                 std::future::pending::<()>().await;
             }
-            Ok(f64::from(input.index))
+            vec![Ok(f64::from(index).into())]
         })
+    }
+
+    fn load(&self) -> &Load {
+        &self.load
     }
 }
 
@@ -41,13 +49,10 @@ fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Buf
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
     let buffer = Arc::new(Buffer::in_memory(BufferConfig::new(1, 0)).unwrap());
-    let reward = WeightedReward {
-        reward: Box::new(Flaky { seen: Mutex::new(HashMap::new()) }),
-        weight: 2.0,
-        on_error,
-    };
-    let limits = RewardLimits { timeout: Duration::from_millis(30), concurrency: 2 };
-    let rewards = Arc::new(limited(vec![(reward, limits)]).unwrap());
+    let flaky = Box::new(Flaky { seen: Mutex::new(HashMap::new()), load: Load::default() });
+    let limits = RewardSpec { timeout_s: 0.03, concurrency: 2, ..RewardSpec::new("flaky") };
+    let reward = WeightedReward { reward: Box::new(Limited::new(flaky, &limits)), weight: 2.0, on_error };
+    let rewards = Arc::new(RewardSet::new(vec![reward]).unwrap());
     let group =
         buffer.admit(AdmitRequest { served: PolicyVersion(0), limit: 1, hold: None }, SOON).unwrap()[0];
     buffer.claim(group, PolicyVersion(0)).unwrap();
@@ -76,7 +81,10 @@ fn a_reward_that_hangs_costs_its_trajectory_and_no_more() {
     let totals: Vec<_> = lease.groups[0].trajectories.iter().map(|t| t.score.total).collect();
     assert_eq!(totals, [Some(0.0), None, Some(4.0), Some(6.0)]);
     let error = lease.groups[0].trajectories[1].score.components[0].error.clone().unwrap();
-    assert!(error.contains("flaky") && error.contains("no answer within"), "{error}");
+    assert!(
+        error.contains("flaky") && error.contains("no answer for task 0, trajectory 1 within"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use crate::{PolicyVersion, Sample, Task};
 
@@ -47,14 +48,26 @@ pub struct Turn {
 }
 
 /// One reward function's verdict on one trajectory.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Component {
     /// Name of the reward in the recipe.
     pub name: String,
-    /// What it is worth before weighting; `None` if the reward failed.
+    /// What it is worth before weighting; `None` if the reward failed, or does not apply to this trajectory.
     pub value: Option<f64>,
     /// Why it failed.
     pub error: Option<String>,
+    /// What else the reward said, by name.
+    #[serde(default, skip_serializing_if = "Map::is_empty")]
+    pub details: Map<String, Value>,
+}
+
+impl Component {
+    /// The numbers among what it says beside its value; true is 1 and false 0.
+    pub fn numbers(&self) -> impl Iterator<Item = (&str, f64)> {
+        let number =
+            |value: &Value| value.as_f64().or_else(|| value.as_bool().map(|yes| f64::from(u8::from(yes))));
+        self.details.iter().filter_map(move |(name, value)| Some((name.as_str(), number(value)?)))
+    }
 }
 
 /// What a trajectory is worth.

@@ -43,7 +43,12 @@ fn group(id: GroupId, served: PolicyVersion) -> Group {
     .unwrap();
     let columns =
         [("level".to_owned(), 3.into()), ("source".to_owned(), "here".into())].into_iter().collect();
-    let failed = Component { name: "judge".to_owned(), value: None, error: Some("timed out".to_owned()) };
+    let failed = Component {
+        name: "judge".to_owned(),
+        value: None,
+        error: Some("timed out".to_owned()),
+        ..Component::default()
+    };
     let trajectory = |index| Trajectory {
         index,
         sample: sample.clone(),

@@ -225,7 +225,7 @@ fn group_of(id: GroupId, version: PolicyVersion, (n, tokens): (u64, usize)) -> G
         temperature: 0.7,
     })
     .unwrap();
-    let component = Component { name: "judge".to_owned(), value: Some(n as f64), error: None };
+    let component = Component { name: "judge".to_owned(), value: Some(n as f64), ..Component::default() };
     let score = Score { total: Some(1.0 / n.max(1) as f64), components: vec![component] };
     let turns = vec![Turn { completion: 1..tokens + 1, stop: StopReason::Length, reward: None }];
     let prompt = Prompt::Text(format!("question {n}"));

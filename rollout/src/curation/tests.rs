@@ -46,7 +46,11 @@ fn group(id: u64, task: u64, version: u64, rewards: &[f64]) -> Group {
         text: format!("{id}.{index}"),
         score: Score {
             total: Some(reward - 0.1),
-            components: vec![Component { name: "math".to_owned(), value: Some(*reward), error: None }],
+            components: vec![Component {
+                name: "math".to_owned(),
+                value: Some(*reward),
+                ..Component::default()
+            }],
         },
         baseline: false,
     };

@@ -156,6 +156,10 @@ struct RewardBody {
     value: Option<f64>,
     /// Why it failed.
     error: Option<String>,
+    /// What else it said, by name.
+    #[serde(default)]
+    #[schema(value_type = Object)]
+    details: Map<String, Value>,
 }
 
 /// What a group may have, whoever sends it.
@@ -298,8 +302,12 @@ impl TrajectoryBody {
             temperature: self.temperature,
         })
         .or_else(|error| reject(code_of(&error), error.to_string()))?;
-        let component =
-            |reward: RewardBody| Component { name: reward.name, value: reward.value, error: reward.error };
+        let component = |RewardBody { name, value, error, details }: RewardBody| Component {
+            name,
+            value,
+            error,
+            details,
+        };
         let turn =
             |TurnBody { start, end, stop, reward }: TurnBody| Turn { completion: start..end, stop, reward };
         Ok(Trajectory {

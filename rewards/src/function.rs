@@ -1,0 +1,158 @@
+//! Rewards that are Rust functions: the built-in ones, and a user's own.
+//!
+//! Invariant: a built-in function is called on the caller's thread and takes microseconds; a user's function may take its
+//! time, so it is called on a thread for blocking work and given up after its timeout. A thread cannot be killed: a
+//! function that never returns keeps the one it has, and only the trajectory it was called for is lost.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+use trajectory::{PolicyVersion, Task};
+
+use crate::reward::Judged;
+use crate::{BoxFuture, Load, Outcome, Reward, RewardError, RewardInput, RewardSpec};
+
+/// A [`Reward`] made of a name and a pure function that takes microseconds.
+pub struct Builtin<F> {
+    name: String,
+    function: F,
+    load: Load,
+}
+
+impl<F, O> Builtin<F>
+where
+    F: Fn(&RewardInput<'_>) -> Result<O, RewardError> + Send + Sync,
+    O: Into<Outcome>,
+{
+    /// Names a function. It runs on the caller's thread.
+    pub fn new(name: impl Into<String>, function: F) -> Self {
+        Self { name: name.into(), function, load: Load::default() }
+    }
+}
+
+impl<F> fmt::Debug for Builtin<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Builtin").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl<F, O> Reward for Builtin<F>
+where
+    F: Fn(&RewardInput<'_>) -> Result<O, RewardError> + Send + Sync,
+    O: Into<Outcome>,
+{
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
+        let judge = |input| {
+            let _running = self.load.wait().begin();
+            (self.function)(input).map(Into::into)
+        };
+        // Lazy, so that a panic or a long computation belongs to the poll and not to the call.
+        Box::pin(async move { inputs.iter().map(judge).collect() })
+    }
+
+    fn load(&self) -> &Load {
+        &self.load
+    }
+}
+
+/// What a user's function sees of a trajectory: a [`RewardInput`] that it may keep for as long as it runs.
+#[derive(Clone, Debug)]
+pub struct Scored {
+    /// What was asked, with the reference answer and all columns of the row.
+    pub task: Task,
+    /// The last completion as text, without its stop token.
+    pub text: String,
+    /// Tokens of the prompt.
+    pub prompt_ids: Vec<u32>,
+    /// Tokens after the prompt.
+    pub completion_ids: Vec<u32>,
+    /// Whether the completion was cut off by its length limit.
+    pub truncated: bool,
+    /// The policy version that sampled its last token.
+    pub version: PolicyVersion,
+}
+
+/// Why a user's function could not judge; any error becomes one.
+pub type FunctionError = Box<dyn std::error::Error + Send + Sync>;
+
+/// A user's function.
+pub(crate) type UserFunction = dyn Fn(&Scored) -> Result<f64, FunctionError> + Send + Sync;
+
+/// A [`Reward`] made of a user's function.
+pub(crate) struct Function {
+    name: String,
+    function: Arc<UserFunction>,
+    running: Semaphore,
+    timeout: Duration,
+    load: Load,
+}
+
+impl Function {
+    pub(crate) fn new(spec: &RewardSpec, function: Arc<UserFunction>) -> Self {
+        Self {
+            name: spec.name().to_owned(),
+            function,
+            running: Semaphore::new(spec.concurrency.max(1)),
+            timeout: spec.timeout(),
+            load: Load::default(),
+        }
+    }
+
+    async fn judge(&self, input: &RewardInput<'_>) -> Judged {
+        let waiting = self.load.wait();
+        // The semaphore is never closed, so a permit always comes; waiting for it is not the reward's time.
+        let _permit = self.running.acquire().await;
+        let _running = waiting.begin();
+        let scored = Scored {
+            task: input.task.clone(),
+            text: input.text.to_owned(),
+            prompt_ids: input.prompt_ids.to_vec(),
+            completion_ids: input.completion_ids.to_vec(),
+            truncated: input.truncated,
+            version: input.version,
+        };
+        let function = Arc::clone(&self.function);
+        let call = tokio::task::spawn_blocking(move || function(&scored));
+        let failed = |reason| RewardError::Failed {
+            reward: self.name.clone(),
+            trajectory: input.trajectory(),
+            reason,
+        };
+        match tokio::time::timeout(self.timeout, call).await {
+            Ok(Ok(Ok(value))) => Ok(value.into()),
+            Ok(Ok(Err(error))) => Err(failed(error.to_string())),
+            Ok(Err(_)) => Err(failed("the function panicked; its message stands in the log".to_owned())),
+            Err(_) => Err(RewardError::Timeout {
+                reward: self.name.clone(),
+                trajectory: input.trajectory(),
+                seconds: self.timeout.as_secs_f64(),
+            }),
+        }
+    }
+}
+
+impl fmt::Debug for Function {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Function").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl Reward for Function {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
+        Box::pin(crate::join(inputs.iter().map(|input| Box::pin(self.judge(input)) as BoxFuture<'_, _>)))
+    }
+
+    fn load(&self) -> &Load {
+        &self.load
+    }
+}

@@ -1,0 +1,178 @@
+//! What waits for a reward, what runs, and how long it took.
+//!
+//! Invariant: whatever waits or runs is counted from the moment it is made until it is dropped, also when its future is
+//! given up. Counting is cheap beside any reward (two atomics and one short lock per trajectory).
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use crate::RewardError;
+
+/// Most durations kept between two looks; later ones are counted and not measured.
+const KEPT: usize = 65_536;
+
+/// The counters of one reward.
+#[derive(Debug, Default)]
+pub struct Load {
+    waiting: AtomicUsize,
+    running: AtomicUsize,
+    errors: AtomicU64,
+    timeouts: AtomicU64,
+    durations: Mutex<Durations>,
+}
+
+#[derive(Debug, Default)]
+struct Durations {
+    count: u64,
+    /// Seconds until it began.
+    waited: Vec<f32>,
+    /// Seconds from there to its end.
+    ran: Vec<f32>,
+}
+
+/// What a [`Load`] says since it was looked at last.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LoadCounts {
+    /// Trajectories that wait now.
+    pub waiting: usize,
+    /// Trajectories that are being judged now.
+    pub running: usize,
+    /// Trajectories judged since, failures included.
+    pub scored: u64,
+    /// Failures since, timeouts included.
+    pub errors: u64,
+    /// Timeouts since.
+    pub timeouts: u64,
+    /// Time until a trajectory's turn came.
+    pub waited: Latency,
+    /// Time that judging took.
+    pub ran: Latency,
+}
+
+/// Percentiles of durations, seconds; 0 if there were none.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Latency {
+    /// The median.
+    pub p50_s: f64,
+    /// Only one in twenty took longer.
+    pub p95_s: f64,
+    /// The longest.
+    pub max_s: f64,
+    /// All together.
+    pub sum_s: f64,
+}
+
+impl Load {
+    /// One trajectory waits from now on.
+    #[must_use]
+    pub fn wait(&self) -> Waiting<'_> {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        Waiting { load: self, since: Instant::now() }
+    }
+
+    /// Counts a failure.
+    pub fn failed(&self, error: &RewardError) {
+        self.errors.fetch_add(1, Ordering::Relaxed);
+        if matches!(error, RewardError::Timeout { .. }) {
+            self.timeouts.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// What there is now, and what has happened since this was called last.
+    #[must_use]
+    pub fn take(&self) -> LoadCounts {
+        let Durations { count, waited, ran } =
+            std::mem::take(&mut *self.durations.lock().unwrap_or_else(PoisonError::into_inner));
+        LoadCounts {
+            waiting: self.waiting.load(Ordering::Relaxed),
+            running: self.running.load(Ordering::Relaxed),
+            scored: count,
+            errors: self.errors.swap(0, Ordering::Relaxed),
+            timeouts: self.timeouts.swap(0, Ordering::Relaxed),
+            waited: Latency::of(waited),
+            ran: Latency::of(ran),
+        }
+    }
+}
+
+impl Latency {
+    fn of(mut seconds: Vec<f32>) -> Self {
+        seconds.sort_unstable_by(f32::total_cmp);
+        let at = |share: f64| {
+            let place = (share * seconds.len() as f64).ceil() as usize;
+            seconds.get(place.saturating_sub(1)).copied().map_or(0.0, f64::from)
+        };
+        let sum_s = seconds.iter().copied().map(f64::from).sum();
+        Self { p50_s: at(0.5), p95_s: at(0.95), max_s: at(1.0), sum_s }
+    }
+}
+
+/// A trajectory that waits for its turn.
+#[derive(Debug)]
+pub struct Waiting<'a> {
+    load: &'a Load,
+    since: Instant,
+}
+
+impl<'a> Waiting<'a> {
+    /// Its turn has come.
+    #[must_use]
+    pub fn begin(self) -> Running<'a> {
+        let load = self.load;
+        load.running.fetch_add(1, Ordering::Relaxed);
+        Running { load, waited: self.since.elapsed().as_secs_f32(), since: Instant::now() }
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.load.waiting.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// A trajectory that is being judged.
+#[derive(Debug)]
+pub struct Running<'a> {
+    load: &'a Load,
+    waited: f32,
+    since: Instant,
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.load.running.fetch_sub(1, Ordering::Relaxed);
+        let ran = self.since.elapsed().as_secs_f32();
+        let mut durations = self.load.durations.lock().unwrap_or_else(PoisonError::into_inner);
+        durations.count += 1;
+        if durations.ran.len() < KEPT {
+            durations.waited.push(self.waited);
+            durations.ran.push(ran);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_waits_and_runs_is_counted_until_it_is_dropped() {
+        let load = Load::default();
+        let (one, two) = (load.wait(), load.wait());
+        let running = one.begin();
+        let counts = load.take();
+        assert_eq!((counts.waiting, counts.running, counts.scored), (1, 1, 0));
+        drop((running, two));
+        let counts = load.take();
+        assert_eq!((counts.waiting, counts.running, counts.scored), (0, 0, 1));
+        assert_eq!(load.take(), LoadCounts::default());
+    }
+
+    #[test]
+    fn percentiles_are_of_what_happened() {
+        let latency = Latency::of((1..=100u8).rev().map(f32::from).collect());
+        assert_eq!((latency.p50_s, latency.p95_s, latency.max_s, latency.sum_s), (50.0, 95.0, 100.0, 5050.0));
+        assert_eq!(Latency::of(vec![]), Latency::default());
+    }
+}

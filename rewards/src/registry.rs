@@ -1,0 +1,306 @@
+//! The kinds of rewards that a recipe can name: the built-in ones, and those that a user's own program adds.
+//!
+//! Invariant: a kind says which keys it takes and which it needs; both are checked here, for all kinds alike, before
+//! anything is built.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use tokio::runtime::Handle;
+
+use crate::function::{Function, FunctionError, Scored, UserFunction};
+use crate::{Limited, Reward, RewardError, RewardInput, RewardSpec};
+use crate::{exact, format, gsm8k, length, math, regex};
+
+/// Builds a reward from a checked spec.
+type Build = dyn Fn(&RewardSpec, &RewardContext) -> Result<Box<dyn Reward>, RewardError> + Send + Sync;
+
+/// What a recipe can name as `kind`.
+#[derive(Clone)]
+pub struct Kind {
+    name: String,
+    parameters: &'static [&'static str],
+    required: &'static [&'static str],
+    build: Arc<Build>,
+}
+
+/// What rewards may need of the run that they belong to.
+#[derive(Clone, Default)]
+pub struct RewardContext {
+    /// Variables of the process; a reward takes from it what its recipe names.
+    pub environment: Arc<BTreeMap<String, String>>,
+    /// Where futures, timers and blocking work run; rewards that are not plain functions need it.
+    pub runtime: Option<Handle>,
+    /// A directory of the run for logs and sockets.
+    pub scratch: PathBuf,
+    /// Text of tokens, special ones included.
+    pub decode: Option<Arc<Decode>>,
+    /// Training steps of the run.
+    pub max_steps: u64,
+}
+
+/// Text of tokens, special ones included.
+pub type Decode = dyn Fn(&[u32]) -> String + Send + Sync;
+
+/// All kinds by name.
+#[derive(Clone, Debug)]
+pub struct Registry {
+    kinds: BTreeMap<String, Kind>,
+}
+
+impl Kind {
+    /// A kind with its keys beside the common ones; `required` are among `parameters`.
+    pub(crate) fn new(
+        name: &str,
+        parameters: &'static [&'static str],
+        required: &'static [&'static str],
+        build: impl Fn(&RewardSpec, &RewardContext) -> Result<Box<dyn Reward>, RewardError>
+        + Send
+        + Sync
+        + 'static,
+    ) -> Self {
+        Self { name: name.to_owned(), parameters, required, build: Arc::new(build) }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The keys that it takes beside those that all kinds take.
+    #[must_use]
+    pub fn parameters(&self) -> &'static [&'static str] {
+        self.parameters
+    }
+}
+
+impl fmt::Debug for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Kind")
+            .field("name", &self.name)
+            .field("parameters", &self.parameters)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Without the values of the environment: secrets are among them.
+impl fmt::Debug for RewardContext {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RewardContext")
+            .field("scratch", &self.scratch)
+            .field("max_steps", &self.max_steps)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Default for Registry {
+    fn default() -> Self {
+        Self::builtin()
+    }
+}
+
+/// Two registries are the same to a recipe if they know the same names.
+impl PartialEq for Registry {
+    fn eq(&self, other: &Self) -> bool {
+        self.kinds.keys().eq(other.kinds.keys())
+    }
+}
+
+impl Registry {
+    /// The kinds that every rlrun has.
+    #[must_use]
+    pub fn builtin() -> Self {
+        let kinds =
+            [math::kind(), gsm8k::kind(), exact::kind(), regex::kind(), format::kind(), length::kind()];
+        Self { kinds: kinds.into_iter().map(|kind| (kind.name.clone(), kind)).collect() }
+    }
+
+    /// Adds a Rust function as the kind `name`. It runs on threads for blocking work, at most `concurrency` at a time, and
+    /// is given up after `timeout_s`. A kind of that name is replaced.
+    #[must_use]
+    pub fn function(
+        self,
+        name: &str,
+        function: impl Fn(&Scored) -> Result<f64, FunctionError> + Send + Sync + 'static,
+    ) -> Self {
+        let function: Arc<UserFunction> = Arc::new(function);
+        self.with(Kind::new(name, &[], &[], move |spec, context| {
+            context.runtime(spec)?;
+            Ok(Box::new(Function::new(spec, Arc::clone(&function))))
+        }))
+    }
+
+    /// Adds a reward of any making as the kind `name`: `make` reads its own keys from the table `parameters` of the spec.
+    /// `timeout_s` and `concurrency` are put around it. A kind of that name is replaced.
+    #[must_use]
+    pub fn register(
+        self,
+        name: &str,
+        make: impl Fn(&RewardSpec, &RewardContext) -> Result<Box<dyn Reward>, RewardError> + Send + Sync + 'static,
+    ) -> Self {
+        self.with(Kind::new(name, &["parameters"], &[], move |spec, context| {
+            context.runtime(spec)?;
+            Ok(Box::new(Limited::new(make(spec, context)?, spec)))
+        }))
+    }
+
+    fn with(mut self, kind: Kind) -> Self {
+        self.kinds.insert(kind.name.clone(), kind);
+        self
+    }
+
+    /// The names of all kinds.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.kinds.keys().map(String::as_str)
+    }
+
+    /// The kind of this name.
+    #[must_use]
+    pub fn kind(&self, name: &str) -> Option<&Kind> {
+        self.kinds.get(name)
+    }
+
+    /// Whether the keys of `spec` are those of its kind.
+    ///
+    /// # Errors
+    /// An unknown kind, an empty name, a key that the kind does not take, one that is missing.
+    pub fn check(&self, spec: &RewardSpec) -> Result<&Kind, RewardError> {
+        let known = || self.names().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+        let kind = self
+            .kind(&spec.kind)
+            .ok_or_else(|| RewardError::UnknownKind { kind: spec.kind.clone(), known: known() })?;
+        if spec.name().trim().is_empty() {
+            return Err(RewardError::EmptyName { kind: spec.kind.clone() });
+        }
+        let given = spec.given();
+        if let Some(field) = given.iter().find(|field| !kind.parameters.contains(&field.as_str())) {
+            let own = kind.parameters.iter().copied().chain([
+                "name",
+                "weight",
+                "on_error",
+                "timeout_s",
+                "concurrency",
+            ]);
+            let takes: Vec<_> = own.map(|name| format!("`{name}`")).collect();
+            return Err(RewardError::ForeignField {
+                reward: spec.name().to_owned(),
+                kind: spec.kind.clone(),
+                field: field.clone(),
+                takes: takes.join(", "),
+            });
+        }
+        let missing = kind.required.iter().find(|field| !given.iter().any(|given| given == **field));
+        missing.map_or(Ok(kind), |field| Err(spec.missing(field)))
+    }
+
+    /// Builds the reward; its weight and its failure mode are for the [`crate::RewardSet`].
+    ///
+    /// # Errors
+    /// Those of [`Registry::check`], and a parameter with which the reward cannot be built.
+    pub fn build(&self, spec: &RewardSpec, context: &RewardContext) -> Result<Box<dyn Reward>, RewardError> {
+        (self.check(spec)?.build)(spec, context)
+    }
+}
+
+impl RewardContext {
+    /// Where a reward that waits can do so.
+    ///
+    /// # Errors
+    /// There is no runtime.
+    pub fn runtime(&self, spec: &RewardSpec) -> Result<&Handle, RewardError> {
+        self.runtime.as_ref().ok_or_else(|| RewardError::NoRuntime { reward: spec.name().to_owned() })
+    }
+}
+
+impl RewardSpec {
+    /// The error of a key that the kind cannot do without.
+    pub(crate) fn missing(&self, field: &str) -> RewardError {
+        RewardError::MissingField {
+            reward: self.name().to_owned(),
+            kind: self.kind.clone(),
+            field: field.to_owned(),
+        }
+    }
+
+    /// The value of a key that the kind cannot do without.
+    pub(crate) fn required<T>(&self, field: &str, value: Option<T>) -> Result<T, RewardError> {
+        value.ok_or_else(|| self.missing(field))
+    }
+}
+
+/// A reward of a plain function of the input, as the built-in kinds make it.
+pub(crate) fn pure<O: Into<crate::Outcome> + 'static>(
+    spec: &RewardSpec,
+    function: impl Fn(&str, &RewardInput<'_>) -> Result<O, RewardError> + Send + Sync + 'static,
+) -> Box<dyn Reward> {
+    let label = spec.name().to_owned();
+    Box::new(crate::Builtin::new(label.clone(), move |input: &RewardInput<'_>| function(&label, input)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn build(spec: &RewardSpec) -> Result<Box<dyn Reward>, RewardError> {
+        Registry::builtin().build(spec, &RewardContext::default())
+    }
+
+    #[test]
+    fn required_parameters_and_names_are_required() {
+        for (kind, field) in [("regex", "pattern"), ("length", "cache")] {
+            let error = build(&RewardSpec::new(kind)).unwrap_err();
+            let (kind, field) = (kind.to_owned(), field.to_owned());
+            assert_eq!(error, RewardError::MissingField { reward: kind.clone(), kind, field });
+        }
+        let nameless = RewardSpec { name: Some(" ".into()), ..RewardSpec::new("math") };
+        assert!(matches!(build(&nameless), Err(RewardError::EmptyName { .. })));
+        let unknown = build(&RewardSpec::new("maths")).unwrap_err().to_string();
+        assert!(unknown.contains("`maths`") && unknown.contains("`math`"), "{unknown}");
+    }
+
+    #[test]
+    fn every_key_is_refused_by_a_kind_that_does_not_take_it() {
+        let wrong = RewardSpec { pattern: Some("x".into()), ..RewardSpec::new("length") };
+        assert_eq!(
+            build(&wrong).unwrap_err().to_string(),
+            "reward `length` of kind `length` does not take `pattern`; it takes `max_length`, `cache`, `name`, \
+             `weight`, `on_error`, `timeout_s`, `concurrency`"
+        );
+        for kind in Registry::builtin().kinds.values() {
+            assert!(kind.required.iter().all(|field| kind.parameters.contains(field)), "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn a_function_of_the_user_is_a_kind_like_any_other() {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
+        let context = RewardContext { runtime: Some(runtime.handle().clone()), ..RewardContext::default() };
+        let registry = Registry::builtin()
+            .function("letters", |scored| Ok(scored.text.len() as f64))
+            .function("late", |_| {
+                std::thread::sleep(std::time::Duration::from_millis(300));
+                Ok(0.0)
+            })
+            .function("broken", |scored| Err(format!("no vowel in {}", scored.text).into()));
+        let task = crate::testing::task("4");
+        let judge = |kind: &str, timeout_s: f64| {
+            let spec = RewardSpec { timeout_s, ..RewardSpec::new(kind) };
+            let reward = registry.build(&spec, &context).unwrap();
+            runtime.block_on(reward.score(&[RewardInput::text(&task, "xyz")])).pop().unwrap()
+        };
+        assert_eq!(judge("letters", 30.0).unwrap().value, Some(3.0));
+        assert!(matches!(judge("late", 0.02), Err(RewardError::Timeout { .. })));
+        let broken = judge("broken", 30.0).unwrap_err().to_string();
+        assert!(broken.contains("no vowel in xyz"), "{broken}");
+        let foreign = RewardSpec { cache: Some(3), ..RewardSpec::new("letters") };
+        assert!(matches!(registry.check(&foreign), Err(RewardError::ForeignField { .. })));
+        assert!(matches!(
+            registry.build(&RewardSpec::new("late"), &RewardContext::default()),
+            Err(RewardError::NoRuntime { .. })
+        ));
+    }
+}

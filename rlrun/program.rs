@@ -1,0 +1,80 @@
+//! What a program brings to every recipe: the kinds of rewards that it knows, and the variables of its process.
+//!
+//! Invariant: [`main`] is where arguments and variables are read, every error is printed once, and the exit status is
+//! made: 0 ok, 1 the run failed, 2 the input was wrong.
+
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use rewards::Registry;
+
+use crate::args::Cli;
+use crate::commands;
+use crate::failure::Failure;
+
+/// What a recipe is loaded and run with.
+#[derive(Clone, Default)]
+pub struct Program {
+    registry: Registry,
+    environment: Arc<BTreeMap<String, String>>,
+}
+
+/// Without the values of the environment: secrets are among them.
+impl std::fmt::Debug for Program {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Program").field("registry", &self.registry).finish_non_exhaustive()
+    }
+}
+
+impl Program {
+    /// A program that knows the kinds of `registry` and was started with these variables.
+    pub fn new(registry: Registry, environment: impl IntoIterator<Item = (String, String)>) -> Self {
+        Self { registry, environment: Arc::new(environment.into_iter().collect()) }
+    }
+
+    /// The kinds of rewards that a recipe can name.
+    #[must_use]
+    pub fn registry(&self) -> &Registry {
+        &self.registry
+    }
+
+    /// The variables of the process.
+    #[must_use]
+    pub fn environment(&self) -> &Arc<BTreeMap<String, String>> {
+        &self.environment
+    }
+}
+
+/// The whole command line, with the kinds of rewards in `registry`: what `rlrun` does, for a program with rewards of its
+/// own.
+#[must_use]
+pub fn main(registry: Registry) -> ExitCode {
+    let cli = match Cli::parse_args(std::env::args_os()) {
+        Ok(cli) => cli,
+        Err(message) => message.exit(),
+    };
+    // A value that is not UTF-8 is shown as far as it can be, in the error that it causes.
+    let text = |raw: std::ffi::OsString| raw.to_string_lossy().into_owned();
+    let environment = std::env::vars_os().map(|(name, value)| (text(name), text(value)));
+    match commands::execute(&cli, &Program::new(registry, environment)) {
+        Ok(text) => {
+            if !text.is_empty() {
+                print(&text);
+            }
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            // A diagnostic of the recipe says itself that it is one.
+            let label = if matches!(error, Failure::Recipe(_)) { "" } else { "error: " };
+            eprintln!("{label}{error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+/// Prints to standard output; a closed pipe (`rlrun plan R | head`) is no error.
+fn print(text: &str) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stdout(), "{text}");
+}

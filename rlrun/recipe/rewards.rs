@@ -1,0 +1,73 @@
+//! Rules of `[[rewards]]`: kinds, their keys, names and limits.
+//!
+//! Invariant: which kind takes which keys is known to the registry alone; here is only added where each stands.
+
+use std::collections::BTreeMap;
+
+use rewards::{Registry, RewardError, RewardSpec};
+
+use super::ranges::Checker;
+use super::schema::RawRecipe;
+
+/// Checks all entries; fills in their names and what they take from other sections.
+pub(super) fn check(raw: &mut RawRecipe, registry: &Registry, checker: &mut Checker<'_>) {
+    let mut names = BTreeMap::new();
+    let (max_length, wait_s) = (raw.rollout.max_completion_length, raw.deadlines.wait_s);
+    for (index, reward) in raw.rewards.iter_mut().enumerate() {
+        check_keys(index, reward, registry, checker);
+        if reward.kind == "length" {
+            let max = *reward.max_length.get_or_insert(max_length);
+            if reward.cache.is_some_and(|cache| cache > max) {
+                let path = format!("rewards[{index}].cache");
+                checker.report(&path, format!("`{path}` is more than the length limit of {max} tokens"), "");
+            }
+        }
+        if reward.timeout_s > wait_s {
+            let path = format!("rewards[{index}].timeout_s");
+            let message = format!(
+                "`{path}` is longer than `deadlines.wait_s`, {wait_s}: a wait for it would end the run"
+            );
+            checker.report_latest(
+                &[&path, "deadlines.wait_s"],
+                message,
+                "lower the timeout or raise the deadline",
+            );
+        }
+        let name = reward.name.get_or_insert_with(|| reward.kind.clone()).clone();
+        if let Some(first) = names.insert(name.clone(), index) {
+            let message = format!("`rewards[{first}]` and `rewards[{index}]` are both named \"{name}\"");
+            checker.report(&format!("rewards[{index}]"), message, "give one of them another `name`");
+        }
+    }
+}
+
+/// Every kind takes its own keys and no others.
+fn check_keys(index: usize, reward: &RewardSpec, registry: &Registry, checker: &mut Checker<'_>) {
+    let at = |key: &str| format!("rewards[{index}].{key}");
+    match registry.check(reward) {
+        Ok(_) => {}
+        Err(RewardError::UnknownKind { kind, known }) => {
+            let names: Vec<_> = registry.names().collect();
+            let help = match super::decode::nearest(&kind, &names) {
+                Some(near) => format!("did you mean \"{near}\"? there are {known}"),
+                None => format!("there are {known}"),
+            };
+            checker.report(&at("kind"), format!("there is no reward of kind \"{kind}\""), &help);
+        }
+        Err(RewardError::ForeignField { kind, field, takes, .. }) => {
+            let message = format!("the reward `{kind}` does not take `{field}`");
+            checker.report(&at(&field), message, &format!("it takes {takes}"));
+        }
+        Err(RewardError::MissingField { kind, field, .. }) => {
+            checker.report(&at("kind"), format!("the reward `{kind}` needs the key `{field}`"), "");
+        }
+        Err(RewardError::EmptyName { .. }) => {
+            checker.report(
+                &at("name"),
+                format!("`{}` is empty", at("name")),
+                "leave it out to name it by its kind",
+            );
+        }
+        Err(error) => checker.report(&at("kind"), error.to_string(), ""),
+    }
+}
