@@ -74,7 +74,8 @@ impl Approx {
 
     pub(super) fn exp(self) -> Option<Self> {
         let size = self.re.exp();
-        Self::new(size * self.im.cos(), size * self.im.sin(), size * (self.error + EPSILON * self.size())).finite()
+        Self::new(size * self.im.cos(), size * self.im.sin(), size * (self.error + EPSILON * self.size()))
+            .finite()
     }
 
     /// The principal logarithm.

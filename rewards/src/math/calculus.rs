@@ -28,7 +28,9 @@ pub(super) fn value<'a>(with: &Evaluator, calculus: &'a Calculus, point: &mut Po
             let mut copy: Point<'_> = point.clone();
             with.value(&derivative, &mut copy)
         }
-        Calculus::Integral(body, variable, Some((low, high))) => integral(with, body, variable, (low, high), point),
+        Calculus::Integral(body, variable, Some((low, high))) => {
+            integral(with, body, variable, (low, high), point)
+        }
         Calculus::Integral(_, _, None) => None,
         Calculus::Limit(body, variable, at, side) => limit(with, body, variable, (at, *side), point),
         Calculus::Series(body, index, first, last, product) => {
@@ -119,7 +121,9 @@ fn slope(function: Function, arguments: &[Node]) -> Option<Node> {
         F::Ln => inverse(x.clone()),
         F::Log => {
             let base = arguments.first()?;
-            base.any(&|node| matches!(node, Node::Symbol(name) if name != "e")).then_some(()).map_or(Some(()), |()| None)?;
+            base.any(&|node| matches!(node, Node::Symbol(name) if name != "e"))
+                .then_some(())
+                .map_or(Some(()), |()| None)?;
             inverse(Node::Product(vec![x.clone(), call(F::Ln, base)]))
         }
         F::Abs => Node::Quotient(Box::new(x.clone()), Box::new(call(F::Abs, x))),
@@ -193,7 +197,9 @@ fn between<'a>(
             sum += if value.is_finite() { value } else { 0.0 };
         }
         let next = sum * step;
-        if let Some(before) = previous.filter(|before| (next - before).abs() <= SETTLED * next.abs().max(1e-3)) {
+        if let Some(before) =
+            previous.filter(|before| (next - before).abs() <= SETTLED * next.abs().max(1e-3))
+        {
             let error = (next - before).abs().mul_add(0.1, 1e-10 * next.abs().max(1e-3));
             return Approx { re: next, im: 0.0, error }.finite();
         }

@@ -38,9 +38,14 @@ impl Comparison {
             return Some(a == b);
         }
         if let (Some(a), Some(b)) = (record(gold), record(pred)) {
-            if a.len() > 1 && a.len() == b.len() && b.iter().all(|(name, _)| a.iter().any(|(known, _)| known == name)) {
+            if a.len() > 1
+                && a.len() == b.len()
+                && b.iter().all(|(name, _)| a.iter().any(|(known, _)| known == name))
+            {
                 return all(a.iter().map(|(name, value)| {
-                    b.iter().find(|(known, _)| known == name).map_or(Some(false), |(_, other)| self.answers(value, other))
+                    b.iter()
+                        .find(|(known, _)| known == name)
+                        .map_or(Some(false), |(_, other)| self.answers(value, other))
                 }));
             }
         }
@@ -52,8 +57,12 @@ impl Comparison {
                 }
                 return self.relations(gold, pred);
             }
-            (Some((_, value)), None) if !is_equation(pred) && !is_inequality(pred) => return self.answers(value, pred),
-            (None, Some((_, value))) if !is_equation(gold) && !is_inequality(gold) => return self.answers(gold, value),
+            (Some((_, value)), None) if !is_equation(pred) && !is_inequality(pred) => {
+                return self.answers(value, pred);
+            }
+            (None, Some((_, value))) if !is_equation(gold) && !is_inequality(gold) => {
+                return self.answers(gold, value);
+            }
             _ => {}
         }
         match (gold, pred) {
@@ -150,11 +159,11 @@ impl Comparison {
                     Some(false)
                 }
             }
-            (Node::Union(a, b), Node::Union(c, d)) => any(
-                [all([self.collections(a, c), self.collections(b, d)].into_iter()),
-                    all([self.collections(a, d), self.collections(b, c)].into_iter())]
-                .into_iter(),
-            ),
+            (Node::Union(a, b), Node::Union(c, d)) => any([
+                all([self.collections(a, c), self.collections(b, d)].into_iter()),
+                all([self.collections(a, d), self.collections(b, c)].into_iter()),
+            ]
+            .into_iter()),
             (Node::Builder(a), Node::Builder(b)) => self.answers(a, b),
             (Node::Builder(a), b) => self.answers(a, b),
             (a, Node::Builder(b)) => self.answers(a, b),
@@ -238,7 +247,9 @@ impl Comparison {
             (Node::Percent(a) | Node::Degree(a), b) => any([equal(a, b), equal(gold, b)].into_iter()),
             (a, Node::Percent(b) | Node::Degree(b)) => any([equal(a, b), equal(a, pred)].into_iter()),
             (Node::Based(a, base), Node::Based(b, other)) if base == other => Some(a == b),
-            (Node::Based(digits, _), Node::Number(number)) if number.value.to_string() == *digits => Some(true),
+            (Node::Based(digits, _), Node::Number(number)) if number.value.to_string() == *digits => {
+                Some(true)
+            }
             (Node::Ratio(a), Node::Ratio(b)) => self.ratios(a, b),
             (Node::Calculus(calculus), other) | (other, Node::Calculus(calculus)) => {
                 antiderivative(calculus, other, self.seed).unwrap_or_else(|| equal(gold, pred))
@@ -271,7 +282,9 @@ fn antiderivative(calculus: &Calculus, other: &Node, seed: u64) -> Option<Option
         let Calculus::Integral(second, name, None) = &**second else { return None };
         return Some(if name == variable { identity::equal(body, second, seed) } else { Some(false) });
     }
-    Some(super::calculus::differentiate(other, variable).and_then(|slope| identity::equal(body, &slope, seed)))
+    Some(
+        super::calculus::differentiate(other, variable).and_then(|slope| identity::equal(body, &slope, seed)),
+    )
 }
 
 /// All of several verdicts: one `false` decides, then one unknown.
@@ -309,7 +322,9 @@ fn assignment(node: &Node) -> Option<(&Node, &Node)> {
 fn is_name(node: &Node) -> bool {
     match node {
         Node::Symbol(_) | Node::Apply(..) => true,
-        Node::Product(parts) | Node::Sum(parts) | Node::Ratio(parts) | Node::Tuple(parts) => parts.iter().all(is_name),
+        Node::Product(parts) | Node::Sum(parts) | Node::Ratio(parts) | Node::Tuple(parts) => {
+            parts.iter().all(is_name)
+        }
         Node::Function(_, parts) => parts.iter().all(is_name),
         Node::Quotient(a, b) => is_name(a) && is_name(b),
         Node::Quantity(part, _) => is_name(part),
@@ -360,7 +375,10 @@ fn named_apart(parts: &[Node]) -> bool {
 fn record(node: &Node) -> Option<Vec<(&Node, &Node)>> {
     if let Node::List(_, parts) = node {
         let parts = parts.iter().map(assignment).collect::<Option<Vec<_>>>()?;
-        let apart = parts.iter().enumerate().all(|(at, (name, _))| !parts[..at].iter().any(|(known, _)| known == name));
+        let apart = parts
+            .iter()
+            .enumerate()
+            .all(|(at, (name, _))| !parts[..at].iter().any(|(known, _)| known == name));
         return apart.then_some(parts);
     }
     let (name, value) = assignment(node)?;
@@ -376,7 +394,9 @@ fn differences(node: &Node) -> Option<Vec<(Relation, Node)>> {
     for (relation, right) in rest {
         let (a, b, relation) = match relation {
             Relation::Greater | Relation::GreaterEqual => (right, left, flipped(*relation)),
-            Relation::Equal | Relation::Unequal | Relation::Less | Relation::LessEqual => (left, right, *relation),
+            Relation::Equal | Relation::Unequal | Relation::Less | Relation::LessEqual => {
+                (left, right, *relation)
+            }
             _ => return None,
         };
         if elements(a).is_some() || elements(b).is_some() {
@@ -400,9 +420,7 @@ fn settled(node: &Node) -> Node {
     let node = match node {
         Node::Chain(first, rest) => settled_chain(first, rest),
         Node::List(joint, parts) => {
-            let remark = |part: &Node| {
-                matches!(part, Node::Chain(_, rest) if matches!(rest.as_slice(), [(Relation::In, Node::Named('Z' | 'N'))]))
-            };
+            let remark = |part: &Node| matches!(part, Node::Chain(_, rest) if matches!(rest.as_slice(), [(Relation::In, Node::Named('Z' | 'N'))]));
             let kept: Vec<Node> = parts.iter().filter(|part| !remark(part)).map(settled).collect();
             match kept.len() {
                 0 => node.clone(),
@@ -415,7 +433,9 @@ fn settled(node: &Node) -> Node {
     };
     match node {
         Node::List(..) | Node::Set(_) | Node::Chain(..) => node,
-        node if node.has_signs() => Node::List(Joint::Comma, vec![node.with_signs(true), node.with_signs(false)]),
+        node if node.has_signs() => {
+            Node::List(Joint::Comma, vec![node.with_signs(true), node.with_signs(false)])
+        }
         node => node,
     }
 }

@@ -37,7 +37,9 @@ pub(super) fn equal(gold: &Node, pred: &Node, seed: u64) -> Option<bool> {
         return Some(infinity(gold).is_some_and(|sign| infinity(pred) == Some(sign)));
     }
     match (rational::exact(gold), rational::exact(pred)) {
-        (Some(a), Some(b)) => Some(a == b || long_decimals(gold, pred, &a, &b) || rounds(gold, pred) || rounds(pred, gold)),
+        (Some(a), Some(b)) => {
+            Some(a == b || long_decimals(gold, pred, &a, &b) || rounds(gold, pred) || rounds(pred, gold))
+        }
         _ => {
             let same = modularly(gold, pred, seed).or_else(|| numerically(gold, pred, seed));
             match same {

@@ -104,7 +104,9 @@ impl Lexer {
                     continue;
                 }
                 '0'..='9' => self.number(rest, mode, spaced)?,
-                '.' if rest[1..].starts_with(|c: char| c.is_ascii_digit()) => self.number(rest, mode, spaced)?,
+                '.' if rest[1..].starts_with(|c: char| c.is_ascii_digit()) => {
+                    self.number(rest, mode, spaced)?
+                }
                 '\\' => self.command(rest, mode, spaced, depth)?,
                 '$' => self.dollar(rest, mode, depth)?,
                 'a'..='z' | 'A'..='Z' => self.letters(rest, mode, spaced),
@@ -139,7 +141,9 @@ impl Lexer {
         let comma = rest.strip_prefix(',').filter(|_| mode == Mode::PlainDecimalComma);
         if let Some(after) = point.or(comma) {
             let len = digit_count(after);
-            if len > 0 || (point.is_some() && !after.trim_start().is_empty() && !after.starts_with(['.', ' '])) {
+            if len > 0
+                || (point.is_some() && !after.trim_start().is_empty() && !after.starts_with(['.', ' ']))
+            {
                 (decimals, rest) = after.split_at(len);
             }
         }
@@ -150,7 +154,8 @@ impl Lexer {
             let len = sign + digit_count(&power[sign..]);
             if len > sign && mode != Mode::Formula || (len > sign && !decimals.is_empty()) {
                 let exponent: i32 = power[..len].parse().ok()?;
-                let size = usize::try_from(exponent.unsigned_abs()).ok().filter(|size| *size <= MAX_DIGITS)?;
+                let size =
+                    usize::try_from(exponent.unsigned_abs()).ok().filter(|size| *size <= MAX_DIGITS)?;
                 let ten = BigRational::from(BigInt::from(10u8).pow(u32::try_from(size).ok()?));
                 number.value = if exponent < 0 { number.value / ten } else { number.value * ten };
                 number.places = 0;
@@ -212,7 +217,10 @@ impl Lexer {
             "is" | "are" | "equals" if mode != Mode::Formula => Token::Relation(Relation::Equal),
             "infinity" | "inf" | "infty" => Token::Command("infty".to_owned()),
             "pi" | "sqrt" | "frac" => Token::Command(lower.to_owned()),
-            name if run == name && is_function(name) && (mode != Mode::Formula || rest.trim_start().starts_with('(')) => {
+            name if run == name
+                && is_function(name)
+                && (mode != Mode::Formula || rest.trim_start().starts_with('(')) =>
+            {
                 Token::Command(name.to_owned())
             }
             _ => return false,
@@ -229,7 +237,9 @@ impl Lexer {
         }
         let (name, rest) = split_name(after, len);
         match name {
-            "left" | "right" | "middle" | "mleft" | "mright" => return Some(rest.strip_prefix('.').unwrap_or(rest)),
+            "left" | "right" | "middle" | "mleft" | "mright" => {
+                return Some(rest.strip_prefix('.').unwrap_or(rest));
+            }
             "begin" | "end" => {
                 let (environment, rest) = rest.trim_start().strip_prefix('{')?.split_once('}')?;
                 let environment = environment.to_owned();
@@ -237,8 +247,10 @@ impl Lexer {
                 self.push(token, spaced);
                 return Some(rest);
             }
-            "text" | "textbf" | "textit" | "textrm" | "textnormal" | "mathrm" | "mbox" | "operatorname" | "mathop"
-            | "textsf" | "texttt" | "mathsf" | "rm" | "hbox" => return self.text(name, rest, mode, spaced, depth),
+            "text" | "textbf" | "textit" | "textrm" | "textnormal" | "mathrm" | "mbox" | "operatorname"
+            | "mathop" | "textsf" | "texttt" | "mathsf" | "rm" | "hbox" => {
+                return self.text(name, rest, mode, spaced, depth);
+            }
             "lbrace" => self.push(Token::SetOpen, spaced),
             "rbrace" => self.push(Token::SetClose, spaced),
             name if ignored(name) => return Some(rest),
@@ -276,7 +288,14 @@ impl Lexer {
     }
 
     /// `\text{...}`: words, numbers, one letter, or the name of a function.
-    fn text<'a>(&mut self, name: &str, rest: &'a str, mode: Mode, spaced: bool, depth: usize) -> Option<&'a str> {
+    fn text<'a>(
+        &mut self,
+        name: &str,
+        rest: &'a str,
+        mode: Mode,
+        spaced: bool,
+        depth: usize,
+    ) -> Option<&'a str> {
         let rest = rest.trim_start().trim_start_matches('*');
         let Some(inner) = rest.strip_prefix('{') else {
             return if name == "rm" || rest.is_empty() { Some(rest) } else { None };
@@ -286,6 +305,8 @@ impl Lexer {
         let trimmed = content.trim();
         if is_function(trimmed) {
             self.push(Token::Command(trimmed.to_owned()), spaced);
+        } else if !self.out.is_empty() && words::unit(trimmed).is_some() {
+            self.push(Token::Word(trimmed.to_owned()), true);
         } else if name == "operatorname" {
             self.push(Token::Symbol(trimmed.to_owned()), spaced);
         } else if !trimmed.is_empty() && trimmed != "th" {
@@ -343,7 +364,8 @@ impl Lexer {
 fn thousands_mark(text: &str, inside_brackets: bool, mode: Mode) -> Option<usize> {
     let trimmed = text.trim_start_matches(' ');
     if let Some(inner) = trimmed.strip_prefix('{') {
-        let inner = inner.trim_start().strip_prefix(',')?.trim_start().strip_prefix('}')?.trim_start_matches(' ');
+        let inner =
+            inner.trim_start().strip_prefix(',')?.trim_start().strip_prefix('}')?.trim_start_matches(' ');
         return Some(text.len() - inner.len());
     }
     let space = ["\\,", "\\ ", "~", " ", "\\!", "\u{a0}", "\u{202f}", "\u{2009}"];
@@ -384,8 +406,7 @@ pub(super) fn digit_count(text: &str) -> usize {
 
 /// A command's name; one that runs into what follows it (`\quadx`) is cut.
 fn split_name(after: &str, len: usize) -> (&str, &str) {
-    const CUT: [&str; 10] =
-        ["qquad", "quad", "infty", "times", "cdot", "sqrt", "frac", "neq", "leq", "geq"];
+    const CUT: [&str; 10] = ["qquad", "quad", "infty", "times", "cdot", "sqrt", "frac", "neq", "leq", "geq"];
     let name = &after[..len];
     let cut = CUT.iter().find(|known| name.starts_with(**known) && name.len() == known.len() + 1);
     after.split_at(cut.map_or(len, |known| known.len()))
@@ -394,10 +415,38 @@ fn split_name(after: &str, len: usize) -> (&str, &str) {
 fn ignored(name: &str) -> bool {
     matches!(
         name,
-        "displaystyle" | "textstyle" | "scriptstyle" | "limits" | "nolimits" | "big" | "Big" | "bigg" | "Bigg" | "bigl"
-            | "bigr" | "Bigl" | "Bigr" | "biggl" | "biggr" | "quad" | "qquad" | "enspace" | "thinspace" | "ldots"
-            | "dots" | "cdots" | "boxed" | "fbox" | "hline" | "nonumber" | "strut" | "square" | "blacksquare" | "qed"
-            | "euro" | "pounds"
+        "displaystyle"
+            | "textstyle"
+            | "scriptstyle"
+            | "limits"
+            | "nolimits"
+            | "big"
+            | "Big"
+            | "bigg"
+            | "Bigg"
+            | "bigl"
+            | "bigr"
+            | "Bigl"
+            | "Bigr"
+            | "biggl"
+            | "biggr"
+            | "quad"
+            | "qquad"
+            | "enspace"
+            | "thinspace"
+            | "ldots"
+            | "dots"
+            | "cdots"
+            | "boxed"
+            | "fbox"
+            | "hline"
+            | "nonumber"
+            | "strut"
+            | "square"
+            | "blacksquare"
+            | "qed"
+            | "euro"
+            | "pounds"
     )
 }
 
@@ -470,8 +519,39 @@ fn unicode(sign: char) -> Option<Token> {
 pub(super) fn is_function(name: &str) -> bool {
     matches!(
         name,
-        "sin" | "cos" | "tan" | "cot" | "sec" | "csc" | "arcsin" | "arccos" | "arctan" | "arccot" | "sinh" | "cosh"
-            | "tanh" | "arsinh" | "arcosh" | "artanh" | "arcsinh" | "arccosh" | "arctanh" | "asin" | "acos" | "atan"
-            | "ln" | "log" | "lg" | "exp" | "abs" | "gcd" | "lcm" | "max" | "min" | "det" | "floor" | "ceil"
+        "sin"
+            | "cos"
+            | "tan"
+            | "cot"
+            | "sec"
+            | "csc"
+            | "arcsin"
+            | "arccos"
+            | "arctan"
+            | "arccot"
+            | "sinh"
+            | "cosh"
+            | "tanh"
+            | "arsinh"
+            | "arcosh"
+            | "artanh"
+            | "arcsinh"
+            | "arccosh"
+            | "arctanh"
+            | "asin"
+            | "acos"
+            | "atan"
+            | "ln"
+            | "log"
+            | "lg"
+            | "exp"
+            | "abs"
+            | "gcd"
+            | "lcm"
+            | "max"
+            | "min"
+            | "det"
+            | "floor"
+            | "ceil"
     )
 }

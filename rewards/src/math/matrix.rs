@@ -20,7 +20,11 @@ pub(super) fn cells(node: &Node) -> Option<Vec<Vec<Node>>> {
         Node::Quantity(part, _) => cells(part),
         Node::Transpose(part) => {
             let rows = cells(part)?;
-            Some((0..rows[0].len()).map(|column| rows.iter().map(|row| row[column].clone()).collect()).collect())
+            Some(
+                (0..rows[0].len())
+                    .map(|column| rows.iter().map(|row| row[column].clone()).collect())
+                    .collect(),
+            )
         }
         Node::Quotient(part, by) => {
             let inverse = Node::Quotient(Box::new(Node::integer(1)), by.clone());
@@ -49,7 +53,8 @@ pub(super) fn cells(node: &Node) -> Option<Vec<Vec<Node>>> {
         }
         Node::Power(base, exponent) => {
             let base = cells(base)?;
-            let exponent = rational::exact(exponent).filter(|exponent| exponent.is_integer())?.numer().to_u32()?;
+            let exponent =
+                rational::exact(exponent).filter(|exponent| exponent.is_integer())?.numer().to_u32()?;
             if !(1..=MAX_POWER).contains(&exponent) || base.len() > 3 {
                 return None;
             }

@@ -22,6 +22,7 @@ mod approx;
 mod calculus;
 mod compare;
 mod curve;
+mod ending;
 mod extract;
 mod identity;
 mod lex;
@@ -30,18 +31,20 @@ mod modular;
 mod node;
 mod numeric;
 mod operand;
+mod operand_calculus;
 mod parse;
 mod rational;
 mod region;
+mod reward;
 mod words;
+
+pub(crate) use reward::kind;
+pub use reward::{MathReward, OnUnknown};
 
 use extract::Found;
 use lex::Mode;
 use node::Node;
 use parse::Options;
-
-use crate::registry::{Kind, pure};
-use crate::{RewardError, RewardInput};
 
 /// What the grader says about one completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,20 +96,6 @@ impl DecidedBy {
     }
 }
 
-/// The kind `math`.
-pub(crate) fn kind() -> Kind {
-    Kind::new("math", &[], &[], |spec, _| Ok(pure(spec, score)))
-}
-
-/// 1.0 or 0.0; `reward` is the name under which errors are reported.
-///
-/// # Errors
-/// The task has no reference answer.
-pub fn score(reward: &str, input: &RewardInput<'_>) -> Result<f64, RewardError> {
-    let verdict = grade(input.answer(reward)?, input.text, input.truncated, true);
-    Ok(f64::from(u8::from(verdict.equal == Some(true))))
-}
-
 /// Compares the final answer of a completion with a reference, which may be an answer or a whole solution.
 ///
 /// `truncated`: whether the completion was cut off, so that only what it finished counts. `strict`: whether names of
@@ -130,7 +119,8 @@ pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> Ver
         return Verdict { equal: None, decided_by: DecidedBy::Unknown };
     }
     let readings = first_readable(&preds);
-    if readings.is_empty() {
+    let words = |node: &Node| matches!(node, Node::Words(_));
+    if readings.is_empty() || (readings.iter().all(words) && !golds.iter().any(words)) {
         return Verdict { equal: Some(false), decided_by: DecidedBy::NoAnswer };
     }
     judged(&golds, &readings, strict, seed(&gold.text, &pred.text))
@@ -138,7 +128,7 @@ pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> Ver
 
 /// The verdict over all readings: any pair that is equal decides.
 fn judged(golds: &[Node], preds: &[Node], strict: bool, seed: u64) -> Verdict {
-    let decided_by = kind(&golds[0]);
+    let decided_by = shape(&golds[0]);
     let mut equal = Some(false);
     for gold in golds {
         for pred in preds {
@@ -152,12 +142,16 @@ fn judged(golds: &[Node], preds: &[Node], strict: bool, seed: u64) -> Verdict {
     Verdict { equal, decided_by: if equal.is_none() { DecidedBy::Unknown } else { decided_by } }
 }
 
-fn kind(gold: &Node) -> DecidedBy {
+fn shape(gold: &Node) -> DecidedBy {
     match gold {
         Node::Words(_) => DecidedBy::Text,
         Node::Chain(..) => DecidedBy::Relation,
         Node::Tuple(_) | Node::List(..) => DecidedBy::Sequence,
-        Node::Set(_) | Node::Interval(_) | Node::Union(..) | Node::Intersection(..) | Node::Difference(..) => DecidedBy::Set,
+        Node::Set(_)
+        | Node::Interval(_)
+        | Node::Union(..)
+        | Node::Intersection(..)
+        | Node::Difference(..) => DecidedBy::Set,
         Node::Named(_) | Node::Builder(_) => DecidedBy::Set,
         gold if gold.any(&|node| matches!(node, Node::Matrix(_))) => DecidedBy::Matrix,
         gold => {
@@ -226,7 +220,11 @@ fn plain_integer(text: &str) -> Option<(bool, u64)> {
     let mut value = 0u64;
     for (at, group) in groups.enumerate() {
         let whole = !group.is_empty() && group.len() <= if digits.contains(',') { 3 } else { 18 };
-        if !whole || (at > 0 && group.len() != 3) || at > 5 || !group.bytes().all(|byte| byte.is_ascii_digit()) {
+        if !whole
+            || (at > 0 && group.len() != 3)
+            || at > 5
+            || !group.bytes().all(|byte| byte.is_ascii_digit())
+        {
             return None;
         }
         value = group.bytes().fold(value, |value, digit| value * 10 + u64::from(digit - b'0'));
@@ -237,5 +235,248 @@ fn plain_integer(text: &str) -> Option<(bool, u64)> {
 /// A seed from two texts (FNV-1a), so that verdicts can be repeated.
 fn seed(gold: &str, pred: &str) -> u64 {
     let bytes = gold.bytes().chain(std::iter::once(0)).chain(pred.bytes());
-    bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn equal(gold: &str, pred: &str) -> Option<bool> {
+        grade(gold, pred, false, true).equal
+    }
+
+    #[test]
+    fn equal_answers_in_other_notations() {
+        for (answer, text) in [
+            ("85", "85"),
+            ("1000", "\\boxed{1{,}000}"),
+            ("1000", "= 1 000"),
+            ("\\frac{1}{2}", "\\boxed{\\tfrac12}"),
+            ("0.5", "\\boxed{\\left(\\frac{1}{2}\\right)}"),
+            ("\\frac{5}{2}", "\\boxed{2\\frac{1}{2}}"),
+            ("2.5", "so the answer is 2 1/2."),
+            ("50\\%", "**Answer:** 50%"),
+            ("90^\\circ", "\\boxed{90}"),
+            ("12", "\\boxed{12 \\text{ cm}^2}"),
+            ("\\sqrt{12}", "\\boxed{2\\sqrt{3}}"),
+            ("1500", "\\boxed{1.5 \\times 10^{3}}"),
+            ("0.00012", "1.2e-4"),
+            ("18", "That is $18 per day.\nThe answer is: $18."),
+            ("x=5", "\\boxed{5}"),
+            ("\\text{Evelyn}", "\\boxed{Evelyn}"),
+            ("(1,\\infty)", "\\boxed{ \\left( 1, \\infty \\right) }"),
+            ("work\n#### 1,234", "#### $1,234"),
+            ("\\frac13", "0.33333"),
+            ("\\sqrt{17}", "\\boxed{4.1231}"),
+            ("5000000", "\\boxed{5 \\text{ million}}"),
+            ("\\frac{d}{dx} x^3", "\\boxed{3x^2}"),
+            ("\\int_0^1 x^2 dx", "\\boxed{\\frac13}"),
+            ("\\sum_{k=1}^{\\infty} \\frac{1}{2^k}", "\\boxed{1}"),
+            ("\\lim_{x \\to 0} \\frac{\\sin x}{x}", "\\boxed{1}"),
+            ("e^{i\\pi}", "\\boxed{-1}"),
+            ("y = -\\frac12 x + 3", "\\boxed{x + 2y = 6}"),
+            ("\\frac{a}{b} = c", "\\boxed{a = bc}"),
+            ("x^2 + y^2 < 4", "\\boxed{4 > y^2 + x^2}"),
+            ("(-\\infty,0)\\cup(0,\\infty)", "\\boxed{x \\ne 0}"),
+            ("\\mathbb{R}\\setminus\\{3\\}", "\\boxed{(-\\infty,3)\\cup(3,\\infty)}"),
+            (
+                "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}^2",
+                "\\boxed{\\begin{bmatrix}7&10\\\\15&22\\end{bmatrix}}",
+            ),
+            ("10000000!", "\\boxed{10000000!}"),
+            ("0.\\overline{3}", "\\boxed{1/3}"),
+        ] {
+            assert_eq!(equal(answer, text), Some(true), "{answer:?} against {text:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_the_answer() {
+        for (answer, text) in [
+            ("85", "37+48"),
+            ("85", "84 or 85?"),
+            ("5", "\\boxed{5 \\text{ million}}"),
+            ("5", "The answer is 5 million."),
+            ("5", "\\boxed{4}, not 5"),
+            ("5", "The answer is not 5."),
+            ("4", "The answer is 4x."),
+            ("4", "The answer is 4 x."),
+            ("4", "\\boxed{4\\sqrt{2}}"),
+            ("4", "\\boxed{4\\pi}"),
+            ("204", "\\boxed{204_5}"),
+            ("5 \\text{ cm}", "\\boxed{5 \\text{ m}}"),
+            ("x=5", "\\boxed{y=5}"),
+            ("1.2", "\\boxed{1,2}"),
+            ("12", "\\boxed{1 2}"),
+            ("\\frac13", "0.33"),
+            ("\\frac13", "0.3334"),
+            ("0.12345", "0.1234"),
+            ("7", "7!"),
+            ("7", "x^7"),
+            ("7", "10-7"),
+            ("7", "5 / 7"),
+            ("7", "7/0"),
+            ("1", "\\boxed{"),
+            ("E", "\\boxed{e}"),
+            ("2", "\\boxed{x=1, y=2}"),
+            ("\\ln |x|", "\\boxed{\\ln x}"),
+            ("|x|", "\\boxed{x}"),
+            ("\\sqrt{x^2}", "\\boxed{x}"),
+            ("x = y", "\\boxed{x^2 = y^2}"),
+            ("7 = 11a + c", "\\boxed{11a+c}"),
+            ("2 < x < 5", "\\boxed{(2, 5]}"),
+            ("a=1,b=2", "\\boxed{a=2,b=1}"),
+            ("10^{20}+1", "\\boxed{10^{20}}"),
+            ("x + 10^{-15}", "\\boxed{x}"),
+        ] {
+            assert_ne!(equal(answer, text), Some(true), "{answer:?} against {text:?}");
+        }
+    }
+
+    #[test]
+    fn a_cut_off_completion_answers_only_what_it_finished() {
+        let cut = |text| grade("18", text, true, true).equal == Some(true);
+        assert!(cut("so \\boxed{18} and") && cut("so \\boxed{18}") && cut("#### 18\n\nNext"));
+        assert!(!cut("#### 18") && !cut("she has 18 eggs and"));
+    }
+
+    #[test]
+    fn what_decided_is_named() {
+        let decided = |gold, pred| grade(gold, pred, false, true).decided_by.as_str();
+        assert_eq!(decided("5", "\\boxed{6}"), "number");
+        assert_eq!(decided("x+1", "\\boxed{1+x}"), "symbolic");
+        assert_eq!(decided("x<1", "\\boxed{-x>-1}"), "relation");
+        assert_eq!(decided("[0,1)", "\\boxed{(0,1)}"), "set");
+        assert_eq!(decided("(0,1,2)", "\\boxed{(0,1,3)}"), "sequence");
+        assert_eq!(decided("\\text{even}", "\\boxed{\\text{odd}}"), "text");
+        assert_eq!(decided("5", "no idea"), "no_answer");
+        assert_eq!(decided("\\undefined{\\{)", "\\boxed{5}"), "unknown");
+    }
+
+    /// Texts made of what graders trip over.
+    fn texts() -> impl Strategy<Value = String> {
+        let pieces = prop::sample::select(vec![
+            "\\boxed{",
+            "}",
+            "{",
+            "\\frac",
+            "\\sqrt",
+            "[",
+            "]",
+            "(",
+            ")",
+            "$",
+            "\\(",
+            "\\]",
+            "####",
+            "answer is",
+            ":",
+            "\\text{",
+            "\\left",
+            "\\",
+            "\\\\",
+            "1",
+            "-",
+            "0",
+            "7/0",
+            ",",
+            ".",
+            "1,000",
+            "e9",
+            "10^",
+            "\\times",
+            "=",
+            "x",
+            " ",
+            "\n",
+            "%",
+            "^\\circ",
+            "{,}",
+            "\u{e9}",
+            "\u{2212}",
+            "\u{1f600}",
+            "\u{b0}",
+            "_5",
+            "!",
+            "|",
+            "<",
+            "\\le",
+            "\\in",
+            "\\cup",
+            "\\infty",
+            "\\pm",
+            "\\{",
+            "\\}",
+            "\\int_0^1",
+            "dx",
+            "\\sum_{n=1}^",
+            "\\lim_{x\\to 0}",
+            "\\begin{pmatrix}",
+            "&",
+            "\\end{pmatrix}",
+            "\\sin",
+            "\\log_",
+            "f(",
+            "and",
+            "or",
+            "million",
+            "cm",
+            "'",
+            "^",
+            "\\overline{3}",
+            "\\mathbb{R}",
+            "9^9^9",
+        ]);
+        prop_oneof![any::<String>(), prop::collection::vec(pieces, 0..40).prop_map(|pieces| pieces.concat())]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(20000))]
+
+        #[test]
+        fn no_text_panics_and_every_answer_equals_itself(a in texts(), b in texts(), truncated: bool, strict: bool) {
+            let first = grade(&a, &b, truncated, strict);
+            prop_assert_eq!(first, grade(&a, &b, truncated, strict));
+            let boxed = format!("\\boxed{{{a}}}");
+            let whole = extract::balanced(&boxed[7..]) == Some(a.len()) && !a.contains("boxed");
+            if whole && !words::bare(&a).is_empty() {
+                prop_assert_ne!(grade(&boxed, &boxed, false, strict).equal, Some(false));
+            }
+        }
+
+        #[test]
+        fn whole_numbers_equal_themselves_only(a in -100_000i64..100_000, b in -100_000i64..100_000) {
+            prop_assert_eq!(equal(&a.to_string(), &format!("It is \\boxed{{{a}.0}}.")), Some(true));
+            prop_assert_eq!(equal(&a.to_string(), &format!("The answer is {b}.")), Some(a == b));
+        }
+
+        #[test]
+        fn fractions_equal_their_multiples(a in -999i64..999, b in 1i64..999, k in 1i64..99) {
+            let text = format!("\\boxed{{\\frac{{{}}}{{{}}}}}", a * k, b * k);
+            prop_assert_eq!(equal(&format!("{a}/{b}"), &text), Some(true));
+            prop_assert_eq!(equal(&format!("{}/{b}", a + 1), &text), Some(false));
+        }
+
+        #[test]
+        fn products_equal_their_expansions(a in -30i64..30, b in -30i64..30, c in 1i64..5) {
+            let product = format!("({c}x+{a})(x-({b}))");
+            let expanded = format!("{c}x^2 + ({})x - ({})", a - b * c, a * b);
+            prop_assert_eq!(equal(&product, &format!("\\boxed{{{expanded}}}")), Some(true));
+            prop_assert_eq!(equal(&product, &format!("\\boxed{{{expanded} + 1}}")), Some(false));
+        }
+
+        #[test]
+        fn scaled_inequalities_are_the_same(a in -20i64..20, b in -20i64..20, k in 1i64..9) {
+            let gold = format!("{a}x + y \\le {b}");
+            let scaled = format!("\\boxed{{{} \\ge {}x + {k}y}}", b * k, a * k);
+            prop_assert_eq!(equal(&gold, &scaled), Some(true));
+            let flipped = format!("\\boxed{{{} \\le {}x + {k}y}}", b * k, a * k);
+            prop_assert_eq!(equal(&gold, &flipped), Some(false));
+        }
+    }
 }

@@ -51,7 +51,8 @@ pub(super) fn value(node: &Node, point: &Point<'_>) -> Result<u64, Absent> {
         Node::Negate(part) => negate(value(part, point)?),
         Node::Quotient(a, b) => multiply(value(a, point)?, invert(value(b, point)?)?),
         Node::Power(base, exponent) => {
-            let exponent = rational::exact(exponent).filter(BigRational::is_integer).ok_or(Absent::Irrational)?;
+            let exponent =
+                rational::exact(exponent).filter(BigRational::is_integer).ok_or(Absent::Irrational)?;
             power(value(base, point)?, exponent.numer())?
         }
         Node::Percent(part) => multiply(value(part, point)?, invert(100)?),
@@ -133,6 +134,9 @@ mod tests {
         assert_eq!(multiply(3, invert(3).unwrap()), 1);
         assert_eq!(invert(0), Err(Absent::Pole));
         assert_eq!(power(5, &BigInt::from(-1)).unwrap(), invert(5).unwrap());
-        assert_eq!(residue(&BigRational::new((-1).into(), 2.into())).unwrap(), multiply(PRIME - 1, invert(2).unwrap()));
+        assert_eq!(
+            residue(&BigRational::new((-1).into(), 2.into())).unwrap(),
+            multiply(PRIME - 1, invert(2).unwrap())
+        );
     }
 }

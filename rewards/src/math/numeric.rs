@@ -93,7 +93,8 @@ impl Evaluator {
             return exponent.exp();
         }
         let base = self.value(base, point)?;
-        let whole = exponent.im == 0.0 && exponent.re.fract() == 0.0 && exponent.error <= 1e-12 * exponent.re.abs();
+        let whole =
+            exponent.im == 0.0 && exponent.re.fract() == 0.0 && exponent.error <= 1e-12 * exponent.re.abs();
         if whole && exponent.re.abs() <= 1024.0 {
             let size = exponent.re.abs().to_u32()?;
             let power = base.to_integer(size)?;
@@ -120,7 +121,8 @@ impl Evaluator {
         let negative = radicand.re < 0.0;
         if radicand.real() && (!negative || (degree % 2 == 1 && !self.complex)) {
             let size = radicand.re.abs().powf(inverse);
-            let error = size * inverse * radicand.error / (radicand.re.abs() - radicand.error) + f64::EPSILON * size;
+            let error =
+                size * inverse * radicand.error / (radicand.re.abs() - radicand.error) + f64::EPSILON * size;
             return Approx { re: if negative { -size } else { size }, im: 0.0, error: 2.0 * error }.finite();
         }
         if !self.complex {
@@ -155,7 +157,16 @@ impl Evaluator {
                 }
                 let inside = x.re.clamp(-1.0, 1.0);
                 let slope = (1.0 - inside * inside).max(x.error + 1e-16).sqrt().recip();
-                x.through(|x| if function == F::Arcsin { x.clamp(-1.0, 1.0).asin() } else { x.clamp(-1.0, 1.0).acos() }, slope)
+                x.through(
+                    |x| {
+                        if function == F::Arcsin {
+                            x.clamp(-1.0, 1.0).asin()
+                        } else {
+                            x.clamp(-1.0, 1.0).acos()
+                        }
+                    },
+                    slope,
+                )
             }
             F::Arctan => x.through(f64::atan, 1.0),
             F::Arccot => x.through(|x| FRAC_PI_2 - x.atan(), 1.0),
@@ -253,4 +264,3 @@ fn symbol_is_free(name: &str, point: &Point<'_>) -> bool {
 pub(super) fn unit(bits: u64) -> f64 {
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
-

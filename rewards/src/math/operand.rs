@@ -5,7 +5,7 @@
 use num_traits::ToPrimitive;
 
 use super::lex::Token;
-use super::node::{Calculus, Function, Interval, Node, Relation};
+use super::node::{Function, Interval, Node, Relation};
 use super::parse::{Parser, product};
 
 /// Most cells of a matrix.
@@ -97,7 +97,7 @@ impl Parser<'_> {
         if self.sign('{') { self.group() } else { self.nested(Self::primary) }
     }
 
-    fn primary(&mut self) -> Option<Node> {
+    pub(super) fn primary(&mut self) -> Option<Node> {
         let token = self.peek()?;
         self.at += 1;
         match token {
@@ -121,7 +121,8 @@ impl Parser<'_> {
             let base = base.value.to_integer().to_u32().filter(|base| (2..=36).contains(base))?;
             return (literal.places == 0).then(|| Node::Based(digits.to_owned(), base));
         }
-        let repeats = matches!(self.peek(), Some(Token::Command(name)) if name == "overline" || name == "bar");
+        let repeats =
+            matches!(self.peek(), Some(Token::Command(name)) if name == "overline" || name == "bar");
         if repeats && literal.places + u32::from(digits.is_empty()) < 20 && self.repeating() {
             let Some(Token::Number(block, text)) = self.peek_at(2) else { return None };
             self.at += 4;
@@ -158,7 +159,9 @@ impl Parser<'_> {
                 name.push('_');
                 for lexeme in &self.lexemes[from..self.at] {
                     match &lexeme.token {
-                        Token::Number(_, text) | Token::Symbol(text) | Token::Word(text) => name.push_str(text),
+                        Token::Number(_, text) | Token::Symbol(text) | Token::Word(text) => {
+                            name.push_str(text)
+                        }
                         Token::Sign('{' | '}') => {}
                         other => name.push_str(&format!("{other:?}")),
                     }
@@ -167,7 +170,8 @@ impl Parser<'_> {
                 break;
             }
         }
-        let function = matches!(name.as_bytes()[0], b'f' | b'g' | b'h' | b'F' | b'G' | b'P' | b'Q' | b'W' | b'T' | b'S');
+        let function =
+            matches!(name.as_bytes()[0], b'f' | b'g' | b'h' | b'F' | b'G' | b'P' | b'Q' | b'W' | b'T' | b'S');
         let called = self.sign('(') && (!self.spaced() || name.starts_with('f'));
         if called && (function || self.defines()) {
             self.at += 1;
@@ -204,7 +208,12 @@ impl Parser<'_> {
         }
         let high = parts.pop()?;
         let low = parts.pop()?;
-        Some(Node::Interval(Box::new(Interval { low, high, low_closed: square, high_closed: closing_square })))
+        Some(Node::Interval(Box::new(Interval {
+            low,
+            high,
+            low_closed: square,
+            high_closed: closing_square,
+        })))
     }
 
     /// After `{` without a backslash: a group, or a set that lost its backslashes.
@@ -223,7 +232,9 @@ impl Parser<'_> {
         let bar = (1..8).find(|ahead| matches!(self.peek_at(*ahead), Some(Token::Sign('|' | ':'))));
         let builder = bar.filter(|bar| {
             let named = matches!(self.peek(), Some(Token::Symbol(_) | Token::Sign('(')));
-            let mut after = (bar + 1..).map_while(|ahead| self.peek_at(ahead)).take_while(|token| **token != Token::SetClose);
+            let mut after = (bar + 1..)
+                .map_while(|ahead| self.peek_at(ahead))
+                .take_while(|token| **token != Token::SetClose);
             named && after.any(|token| matches!(token, Token::Relation(_)))
         });
         if let Some(bar) = builder {
@@ -272,10 +283,13 @@ impl Parser<'_> {
             "sqrt" => self.root(),
             "lfloor" => self.rounded("rfloor", Function::Floor),
             "lceil" => self.rounded("rceil", Function::Ceil),
-            "mathbb" | "mathbf" | "bm" | "boldsymbol" | "mathit" | "mathcal" | "vec" | "hat" | "bold" | "overrightarrow" => {
+            "mathbb" | "mathbf" | "bm" | "boldsymbol" | "mathit" | "mathcal" | "vec" | "hat" | "bold"
+            | "overrightarrow" => {
                 let inner = self.argument()?;
                 Some(match inner {
-                    Node::Symbol(letter) if name.starts_with("math") && named_set(&letter) && name != "mathit" => {
+                    Node::Symbol(letter)
+                        if name.starts_with("math") && named_set(&letter) && name != "mathit" =>
+                    {
                         Node::Named(letter.chars().next()?)
                     }
                     inner => inner,
@@ -322,46 +336,6 @@ impl Parser<'_> {
         let numerator = self.argument()?;
         let denominator = self.argument()?;
         Some(Node::Quotient(Box::new(numerator), Box::new(denominator)))
-    }
-
-    /// `\frac{d}{dx} body` and `\frac{\partial^2}{\partial x^2} body`, after the command.
-    fn derivative(&mut self) -> Option<Node> {
-        let from = self.at;
-        let read = self.derivative_operator().and_then(|(variable, order)| {
-            let body = self.term()?;
-            Some(Node::Calculus(Box::new(Calculus::Derivative(body, variable, order))))
-        });
-        if read.is_none() {
-            self.at = from;
-        }
-        read
-    }
-
-    fn derivative_operator(&mut self) -> Option<(String, u32)> {
-        let differential = |token: Option<&Token>| match token {
-            Some(Token::Symbol(d)) => d == "d",
-            Some(Token::Command(d)) => d == "partial",
-            _ => false,
-        };
-        self.expect('{')?;
-        differential(self.peek()).then(|| self.at += 1)?;
-        let order = self.order()?;
-        self.expect('}')?;
-        self.expect('{')?;
-        differential(self.peek()).then(|| self.at += 1)?;
-        let Some(Token::Symbol(variable)) = self.peek() else { return None };
-        self.at += 1;
-        let same = self.order()? == order;
-        self.expect('}')?;
-        (same && order <= 4).then(|| (variable.clone(), order))
-    }
-
-    fn order(&mut self) -> Option<u32> {
-        if !self.eat('^') {
-            return Some(1);
-        }
-        let Node::Number(order) = self.script()? else { return None };
-        order.value.to_integer().to_u32()
     }
 
     fn root(&mut self) -> Option<Node> {
@@ -438,7 +412,9 @@ impl Parser<'_> {
         let mut node = self.operand()?;
         while self.starts_factor() {
             let ends = match self.peek() {
-                Some(Token::Command(name)) => function(name).is_some() || matches!(name.as_str(), "int" | "sum" | "lim"),
+                Some(Token::Command(name)) => {
+                    function(name).is_some() || matches!(name.as_str(), "int" | "sum" | "lim")
+                }
                 Some(Token::Sign(sign)) => "([|".contains(*sign),
                 Some(Token::Number(..)) => true,
                 _ => false,
@@ -461,7 +437,8 @@ impl Parser<'_> {
     /// Rows and cells to the end of the environment.
     fn matrix(&mut self, environment: &str) -> Option<Node> {
         let determinant = environment == "vmatrix";
-        let known = matches!(environment, "pmatrix" | "bmatrix" | "matrix" | "Bmatrix" | "smallmatrix" | "array");
+        let known =
+            matches!(environment, "pmatrix" | "bmatrix" | "matrix" | "Bmatrix" | "smallmatrix" | "array");
         if !known && !determinant {
             return None;
         }
@@ -504,94 +481,6 @@ impl Parser<'_> {
 
     fn set_sum(&mut self) -> Option<Node> {
         self.sum()
-    }
-
-    fn integral(&mut self) -> Option<Node> {
-        let bounds = self.bounds(Self::script)?;
-        let from = self.at;
-        // The differential is the last `d` and variable before the term ends.
-        let mut depth = 0i32;
-        let mut found = None;
-        for ahead in 0.. {
-            match self.peek_at(ahead) {
-                None | Some(Token::Relation(_)) => break,
-                Some(Token::Sign('(' | '[' | '{')) => depth += 1,
-                Some(Token::Sign(')' | ']' | '}')) => depth -= 1,
-                Some(Token::Symbol(d)) if d == "d" => {
-                    if let Some(Token::Symbol(variable)) = self.peek_at(ahead + 1) {
-                        found = Some((from + ahead, variable.clone()));
-                        break;
-                    }
-                }
-                _ => {}
-            }
-            if depth < 0 {
-                break;
-            }
-        }
-        let (end, variable) = found?;
-        let mut inner = Parser { lexemes: &self.lexemes[..end], at: from, depth: self.depth, bars: 0, options: self.options };
-        let body = if from == end { Node::integer(1) } else { inner.sum()? };
-        if from != end && inner.at != end {
-            return None;
-        }
-        self.at = end + 2;
-        Some(Node::Calculus(Box::new(Calculus::Integral(body, variable, bounds))))
-    }
-
-    /// `_low^high`, or neither.
-    #[expect(clippy::option_option, reason = "an indefinite integral is not the same as a malformed one")]
-    fn bounds(&mut self, read: fn(&mut Self) -> Option<Node>) -> Option<Option<(Node, Node)>> {
-        if self.eat('^') {
-            let high = self.script()?;
-            self.expect('_')?;
-            return Some(Some((read(self)?, high)));
-        }
-        if !self.eat('_') {
-            return Some(None);
-        }
-        let low = read(self)?;
-        self.expect('^')?;
-        Some(Some((low, self.script()?)))
-    }
-
-    fn limit(&mut self) -> Option<Node> {
-        self.expect('_')?;
-        self.expect('{')?;
-        let Some(Token::Symbol(variable)) = self.peek() else { return None };
-        self.at += 1;
-        match self.peek() {
-            Some(Token::Command(arrow)) if matches!(arrow.as_str(), "to" | "rightarrow" | "longrightarrow") => self.at += 1,
-            _ => return None,
-        }
-        let point = self.term_with_sign()?;
-        let side = if self.eat('^') {
-            let side = if self.eat('+') { 1 } else { -i8::from(self.eat('-')) };
-            if side == 0 { return None } else { side }
-        } else {
-            0
-        };
-        self.expect('}')?;
-        let body = self.term()?;
-        Some(Node::Calculus(Box::new(Calculus::Limit(body, variable.clone(), point, side))))
-    }
-
-    fn term_with_sign(&mut self) -> Option<Node> {
-        let negative = self.eat('-');
-        self.eat('+');
-        let one_sided = matches!(self.peek_at(1), Some(Token::Sign('^')))
-            && matches!(self.peek_at(2), Some(Token::Sign('+' | '-')));
-        let node = if one_sided { self.nested(Self::primary)? } else { self.sum()? };
-        Some(if negative { node.negated() } else { node })
-    }
-
-    fn series(&mut self, is_product: bool) -> Option<Node> {
-        let (first, last) = self.bounds(Self::group)??;
-        let Node::Chain(index, relations) = first else { return None };
-        let (Node::Symbol(index), [(Relation::Equal, first)]) = (*index, relations.as_slice()) else { return None };
-        let body = self.term()?;
-        let series = Calculus::Series(body, index, first.clone(), last, is_product);
-        Some(Node::Calculus(Box::new(series)))
     }
 }
 

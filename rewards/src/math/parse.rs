@@ -437,7 +437,10 @@ impl<'a> Parser<'a> {
             Some(Token::Number(..) | Token::Symbol(_) | Token::SetOpen | Token::Begin(_)) => true,
             Some(Token::Sign('|')) => self.bars == 0,
             Some(Token::Sign(sign)) => "([{".contains(*sign),
-            Some(Token::Command(name)) => !matches!(name.as_str(), "mod" | "bmod" | "pmod" | "to" | "rightarrow" | "choose" | "rfloor" | "rceil" | "circ"),
+            Some(Token::Command(name)) => !matches!(
+                name.as_str(),
+                "mod" | "bmod" | "pmod" | "to" | "rightarrow" | "choose" | "rfloor" | "rceil" | "circ"
+            ),
             _ => false,
         }
     }
@@ -445,7 +448,9 @@ impl<'a> Parser<'a> {
 
 fn proper_fraction(node: &Node) -> Option<()> {
     let Node::Quotient(numerator, denominator) = node else { return None };
-    let (Node::Number(numerator), Node::Number(denominator)) = (&**numerator, &**denominator) else { return None };
+    let (Node::Number(numerator), Node::Number(denominator)) = (&**numerator, &**denominator) else {
+        return None;
+    };
     let proper = numerator.value.is_positive() && numerator.value < denominator.value;
     (proper && numerator.value.is_integer() && denominator.value.denom().is_one()).then_some(())
 }

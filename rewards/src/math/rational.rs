@@ -124,7 +124,9 @@ fn apply(function: Function, arguments: &[Node]) -> Option<BigRational> {
     }
     let values = arguments.iter().map(exact).collect::<Option<Vec<_>>>()?;
     let first = values.first()?;
-    let integers = || values.iter().map(|value| value.is_integer().then(|| value.to_integer())).collect::<Option<Vec<_>>>();
+    let integers = || {
+        values.iter().map(|value| value.is_integer().then(|| value.to_integer())).collect::<Option<Vec<_>>>()
+    };
     let whole = BigRational::from_integer;
     Some(match function {
         Function::Abs => first.abs(),
@@ -163,7 +165,10 @@ fn apply(function: Function, arguments: &[Node]) -> Option<BigRational> {
             if k > MAX_TERMS {
                 return None;
             }
-            whole((1..=k.max(0)).fold(BigInt::from(i64::from(k >= 0)), |binomial, i| binomial * (n - k + i) / i))
+            whole(
+                (1..=k.max(0))
+                    .fold(BigInt::from(i64::from(k >= 0)), |binomial, i| binomial * (n - k + i) / i),
+            )
         }
         _ => return None,
     })
@@ -176,8 +181,10 @@ fn determinant(node: &Node) -> Option<BigRational> {
     if size > MAX_DETERMINANT || rows.iter().any(|row| row.len() != size) {
         return None;
     }
-    let mut rows =
-        rows.iter().map(|row| row.iter().map(exact).collect::<Option<Vec<_>>>()).collect::<Option<Vec<_>>>()?;
+    let mut rows = rows
+        .iter()
+        .map(|row| row.iter().map(exact).collect::<Option<Vec<_>>>())
+        .collect::<Option<Vec<_>>>()?;
     let mut determinant = BigRational::one();
     for column in 0..size {
         let Some(pivot) = (column..size).find(|row| !rows[*row][column].is_zero()) else {

@@ -235,7 +235,11 @@ fn half_line(left: &Node, relation: Relation, right: &Node, name: &str) -> Optio
 }
 
 fn end_of(node: &Node, name: &str) -> Option<End> {
-    if node.any(&|node| matches!(node, Node::Symbol(symbol) if symbol == name)) { None } else { End::read(node, false) }
+    if node.any(&|node| matches!(node, Node::Symbol(symbol) if symbol == name)) {
+        None
+    } else {
+        End::read(node, false)
+    }
 }
 
 fn ray(end: &End, relation: Relation) -> Option<Region> {

@@ -64,8 +64,28 @@ pub(super) fn scale(word: &str) -> Option<i64> {
 /// Whether a word next to a number says that the value is another one.
 pub(super) fn changes_value(word: &str) -> bool {
     const CHANGING: [&str; 22] = [
-        "half", "halves", "third", "thirds", "quarter", "quarters", "squared", "cubed", "factorial", "pi",
-        "sqrt", "root", "not", "no", "minus", "plus", "times", "over", "divided", "modulo", "than", "score",
+        "half",
+        "halves",
+        "third",
+        "thirds",
+        "quarter",
+        "quarters",
+        "squared",
+        "cubed",
+        "factorial",
+        "pi",
+        "sqrt",
+        "root",
+        "not",
+        "no",
+        "minus",
+        "plus",
+        "times",
+        "over",
+        "divided",
+        "modulo",
+        "than",
+        "score",
     ];
     CHANGING.contains(&word.to_ascii_lowercase().as_str())
 }
@@ -89,7 +109,13 @@ pub(super) fn bare(answer: &str) -> String {
         match c {
             '\\' => rest = bare_command(rest, &mut out),
             '$' | '{' | '}' | '~' | '*' | '"' | '\u{a0}' => {}
-            c if c.is_whitespace() => {}
+            c if c.is_whitespace() => {
+                // `1 2` is not 12.
+                let digit = |c: char| c.is_ascii_digit();
+                if out.ends_with(digit) && rest.trim_start().starts_with(digit) {
+                    out.push(' ');
+                }
+            }
             '\u{2212}' => out.push('-'),
             c => out.push(c),
         }
@@ -112,7 +138,8 @@ fn bare_command<'a>(rest: &'a str, out: &mut String) -> &'a str {
     let (name, after) = rest.split_at(len);
     match name {
         "left" | "right" | "displaystyle" | "big" | "Big" | "bigl" | "bigr" | "quad" | "qquad" | "text"
-        | "textbf" | "textit" | "textrm" | "mathrm" | "mathbf" | "mbox" | "operatorname" | "rm" | "boxed" => {}
+        | "textbf" | "textit" | "textrm" | "mathrm" | "mathbf" | "mbox" | "operatorname" | "rm" | "boxed" => {
+        }
         "dfrac" | "tfrac" | "cfrac" => out.push_str("\\frac"),
         "leq" => out.push_str("\\le"),
         "geq" => out.push_str("\\ge"),
