@@ -51,7 +51,7 @@ fn hostile() -> Vec<(&'static str, String, String)> {
         ("deep parentheses", nested("(", ")", 2000), boxed(&nested("(", ")", 1999))),
         ("deep but legal", nested("\\sqrt{1+", "}", 9), boxed(&nested("\\sqrt{2+", "}", 9))),
         ("long list", list(64), boxed(&list(63))),
-        ("equal list, reversed", list(60), boxed(&list(60).split(", ").rev().collect::<Vec<_>>().join(", "))),
+        ("equal list, reversed", list(60), boxed(&list(60).rsplit(", ").collect::<Vec<_>>().join(", "))),
         ("many factors", polynomial(40), boxed(&format!("{}+0\\cdot z", polynomial(40)))),
         (
             "matrix products",

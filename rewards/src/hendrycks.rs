@@ -75,10 +75,10 @@ fn stripped(text: &str) -> Option<String> {
         text.insert(0, '0');
     }
     let mut sides = text.split('=');
-    if let (Some(name), Some(value), None) = (sides.next(), sides.next(), sides.next()) {
-        if name.chars().count() <= 2 {
-            text = value.to_owned();
-        }
+    if let (Some(name), Some(value), None) = (sides.next(), sides.next(), sides.next())
+        && name.chars().count() <= 2
+    {
+        text = value.to_owned();
     }
     text = braced_roots(&text)?.replace(' ', "");
     text = braced_fractions(&text)?;

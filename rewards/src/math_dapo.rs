@@ -18,6 +18,64 @@ const BOX_CHARS: usize = 100;
 /// What stands for no answer.
 const INVALID: &str = "[INVALID]";
 
+/// What is replaced, in this order.
+const SUBSTITUTIONS: [(&str, &str); 10] = [
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+];
+/// What is removed after that, in this order.
+const REMOVED: [&str; 41] = [
+    "square",
+    "ways",
+    "integers",
+    "dollars",
+    "mph",
+    "inches",
+    "hours",
+    "km",
+    "units",
+    "\\ldots",
+    "sue",
+    "points",
+    "feet",
+    "minutes",
+    "digits",
+    "cents",
+    "degrees",
+    "cm",
+    "gm",
+    "pounds",
+    "meters",
+    "meals",
+    "edges",
+    "students",
+    "childrentickets",
+    "multiples",
+    "\\text{s}",
+    "\\text{.}",
+    "\\text{\ns}",
+    "\\text{}^2",
+    "\\text{}^3",
+    "\\text{\n}",
+    "\\text{}",
+    "\\mathrm{th}",
+    "^\\circ",
+    "^{\\circ}",
+    "\\;",
+    ",\\!",
+    "{,}",
+    "\"",
+    "\\dots",
+];
+
 /// The kind `math_dapo`.
 pub(crate) fn kind() -> Kind {
     Kind::new("math_dapo", &["strict_box"], &[], |spec, _| {
@@ -72,59 +130,6 @@ fn last_boxed(text: &str) -> Option<&str> {
 
 /// The normal form of Lewkowycz et al. 2022 (Minerva), as verl applies it.
 fn normalise(answer: &str) -> String {
-    const SUBSTITUTIONS: [(&str, &str); 10] = [
-        ("an ", ""),
-        ("a ", ""),
-        (".$", "$"),
-        ("\\$", ""),
-        ("\\ ", ""),
-        (" ", ""),
-        ("mbox", "text"),
-        (",\\text{and}", ","),
-        ("\\text{and}", ","),
-        ("\\text{m}", "\\text{}"),
-    ];
-    const REMOVED: [&str; 39] = [
-        "square",
-        "ways",
-        "integers",
-        "dollars",
-        "mph",
-        "inches",
-        "hours",
-        "km",
-        "units",
-        "\\ldots",
-        "sue",
-        "points",
-        "feet",
-        "minutes",
-        "digits",
-        "cents",
-        "degrees",
-        "cm",
-        "gm",
-        "pounds",
-        "meters",
-        "meals",
-        "edges",
-        "students",
-        "childrentickets",
-        "multiples",
-        "\\text{s}",
-        "\\text{.}",
-        "\\text{\ns}",
-        "\\text{}^2",
-        "\\text{}^3",
-        "\\text{\n}",
-        "\\text{}",
-        "\\mathrm{th}",
-        "^\\circ",
-        "^{\\circ}",
-        "\\;",
-        ",\\!",
-        "{,}",
-    ];
     static REWRITES: LazyLock<[(Regex, &str); 7]> = LazyLock::new(|| {
         [
             (compiled(r"(.*?)(\$)(.*?)(\$)(.*)"), "$$${3}$$"),
@@ -140,7 +145,7 @@ fn normalise(answer: &str) -> String {
     for (before, after) in SUBSTITUTIONS {
         answer = answer.replace(before, after);
     }
-    for removed in REMOVED.into_iter().chain(["\"", "\\dots"]) {
+    for removed in REMOVED {
         answer = answer.replace(removed, "");
     }
     for (pattern, rewrite) in &*REWRITES {

@@ -37,17 +37,16 @@ impl Comparison {
         if let (Node::Words(a), Node::Words(b)) = (gold, pred) {
             return Some(a == b);
         }
-        if let (Some(a), Some(b)) = (record(gold), record(pred)) {
-            if a.len() > 1
-                && a.len() == b.len()
-                && b.iter().all(|(name, _)| a.iter().any(|(known, _)| known == name))
-            {
-                return all(a.iter().map(|(name, value)| {
-                    b.iter()
-                        .find(|(known, _)| known == name)
-                        .map_or(Some(false), |(_, other)| self.answers(value, other))
-                }));
-            }
+        if let (Some(a), Some(b)) = (record(gold), record(pred))
+            && a.len() > 1
+            && a.len() == b.len()
+            && b.iter().all(|(name, _)| a.iter().any(|(known, _)| known == name))
+        {
+            return all(a.iter().map(|(name, value)| {
+                b.iter()
+                    .find(|(known, _)| known == name)
+                    .map_or(Some(false), |(_, other)| self.answers(value, other))
+            }));
         }
         match (assignment(gold), assignment(pred)) {
             (Some((a, x)), Some((b, y))) => {
@@ -89,7 +88,7 @@ impl Comparison {
             return all(a.iter().flatten().zip(b.iter().flatten()).map(|(a, b)| self.answers(a, b)));
         }
         match (elements(gold), elements(pred)) {
-            (Some(a), Some(b)) => self.sequences(gold, &a, pred, &b),
+            (Some(a), Some(b)) => self.sequences(gold, a, pred, b),
             (Some([single]), None) if !matches!(gold, Node::Tuple(_)) => self.answers(single, pred),
             (None, Some([single])) if !matches!(pred, Node::Tuple(_)) => self.answers(gold, single),
             (None, None) => self.scalars(gold, pred),
@@ -188,10 +187,11 @@ impl Comparison {
         if a.len() == b.len() && matched(&a, &b) && matched(&b, &a) {
             return Some(true);
         }
-        if is_inequality(gold) && is_inequality(pred) {
-            if let (Some((a, name)), Some((b, other))) = (region(gold, true), region(pred, true)) {
-                return Some(name == other && a.equals(&b));
-            }
+        if is_inequality(gold)
+            && is_inequality(pred)
+            && let (Some((a, name)), Some((b, other))) = (region(gold, true), region(pred, true))
+        {
+            return Some(name == other && a.equals(&b));
         }
         if let ([(Relation::Equal, a)], [(Relation::Equal, b)]) = (a.as_slice(), b.as_slice()) {
             return Some(super::curve::same(a, b, self.seed));

@@ -210,10 +210,10 @@ fn joined(gap: &str) -> bool {
 fn stated(text: &str, certain: bool) -> Vec<Found<'_>> {
     let mark = text.rfind("####");
     let (phrase_at, phrase) = phrase(text, certain).map_or((None, vec![]), |(at, found)| (Some(at), found));
-    if mark > phrase_at {
-        if let Some(found) = marked(text) {
-            return vec![found];
-        }
+    if mark > phrase_at
+        && let Some(found) = marked(text)
+    {
+        return vec![found];
     }
     phrase
 }

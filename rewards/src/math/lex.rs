@@ -67,13 +67,8 @@ pub(super) fn tokens(text: &str, mode: Mode) -> Option<Vec<Lexeme>> {
 /// Undoes the doubling of backslashes that a string literal leaves behind.
 fn unescaped(text: &str) -> std::borrow::Cow<'_, str> {
     let doubled = |at: usize| text[at + 2..].starts_with(|c: char| c.is_ascii_alphabetic());
-    if text.contains("\\\\begin") {
-        text.replace("\\\\", "\\").into()
-    } else if !text.contains("\\begin") && text.match_indices("\\\\").any(|(at, _)| doubled(at)) {
-        text.replace("\\\\", "\\").into()
-    } else {
-        text.into()
-    }
+    let commands = !text.contains("\\begin") && text.match_indices("\\\\").any(|(at, _)| doubled(at));
+    if commands || text.contains("\\\\begin") { text.replace("\\\\", "\\").into() } else { text.into() }
 }
 
 struct Lexer {
@@ -152,7 +147,7 @@ impl Lexer {
         if let Some(power) = rest.strip_prefix(['e', 'E']) {
             let sign = usize::from(power.starts_with(['-', '+']));
             let len = sign + digit_count(&power[sign..]);
-            if len > sign && mode != Mode::Formula || (len > sign && !decimals.is_empty()) {
+            if len > sign && (mode != Mode::Formula || !decimals.is_empty()) {
                 let exponent: i32 = power[..len].parse().ok()?;
                 let size =
                     usize::try_from(exponent.unsigned_abs()).ok().filter(|size| *size <= MAX_DIGITS)?;

@@ -193,17 +193,7 @@ impl Evaluator {
                 x.plus(one).gamma()?.over(below)
             }
             F::Floor | F::Ceil => step(function, arguments, x),
-            F::Max | F::Min => {
-                let mut best = x;
-                for argument in &arguments[1..] {
-                    let next = self.value(argument, point)?;
-                    if !next.real() || !best.real() {
-                        return None;
-                    }
-                    best = if (next.re > best.re) == (function == F::Max) { next } else { best };
-                }
-                Some(best)
-            }
+            F::Max | F::Min => self.extreme(function, x, &arguments[1..], point),
             F::Mod => {
                 let divisor = self.value(arguments.get(1)?, point)?;
                 let quotient = x.over(divisor)?;
@@ -212,6 +202,24 @@ impl Evaluator {
             }
             _ => None,
         }
+    }
+
+    fn extreme<'a>(
+        &self,
+        function: Function,
+        first: Approx,
+        others: &'a [Node],
+        point: &mut Point<'a>,
+    ) -> Option<Approx> {
+        let mut best = first;
+        for other in others {
+            let next = self.value(other, point)?;
+            if !next.real() || !best.real() {
+                return None;
+            }
+            best = if (next.re > best.re) == (function == Function::Max) { next } else { best };
+        }
+        Some(best)
     }
 
     fn logarithm(&self, x: Approx) -> Option<Approx> {

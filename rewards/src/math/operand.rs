@@ -424,12 +424,13 @@ impl Parser<'_> {
             }
             node = product(node, self.operand()?);
         }
-        if self.sign('/') && matches!(node, Node::Pi | Node::Number(_) | Node::Product(_)) {
-            if let Some(Token::Number(..)) = self.peek_at(1) {
-                self.at += 1;
-                let denominator = self.operand()?;
-                node = Node::Quotient(Box::new(node), Box::new(denominator));
-            }
+        if self.sign('/')
+            && matches!(node, Node::Pi | Node::Number(_) | Node::Product(_))
+            && let Some(Token::Number(..)) = self.peek_at(1)
+        {
+            self.at += 1;
+            let denominator = self.operand()?;
+            node = Node::Quotient(Box::new(node), Box::new(denominator));
         }
         Some(if negative { node.negated() } else { node })
     }

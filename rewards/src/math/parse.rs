@@ -239,8 +239,7 @@ impl<'a> Parser<'a> {
     /// Unions, intersections and differences over sums.
     fn set_expression(&mut self) -> Option<Node> {
         let mut node = self.sum()?;
-        loop {
-            let Some(Token::Sign(sign)) = self.peek() else { break };
+        while let Some(Token::Sign(sign)) = self.peek() {
             let join = match sign {
                 '\u{222a}' => Node::Union,
                 '\u{2229}' => Node::Intersection,
@@ -259,8 +258,7 @@ impl<'a> Parser<'a> {
 
     fn terms(&mut self) -> Option<Node> {
         let mut terms = vec![];
-        loop {
-            let Some(sign) = self.additive_sign().or(terms.is_empty().then_some('+')) else { break };
+        while let Some(sign) = self.additive_sign().or(terms.is_empty().then_some('+')) {
             let mut negative = sign == '-';
             // `+ -3` and `- -3`.
             while matches!(self.peek(), Some(Token::Sign('+' | '-'))) {

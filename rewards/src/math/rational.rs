@@ -105,7 +105,7 @@ fn power(base: &BigRational, exponent: &BigRational) -> Option<BigRational> {
 
 /// The real root, if it is rational.
 pub(super) fn root(degree: u32, radicand: &BigRational) -> Option<BigRational> {
-    if degree == 0 || degree > 64 || (radicand.is_negative() && degree % 2 == 0) {
+    if degree == 0 || degree > 64 || (radicand.is_negative() && degree.is_multiple_of(2)) {
         return None;
     }
     let (numerator, denominator) = (radicand.numer().nth_root(degree), radicand.denom().nth_root(degree));
@@ -195,11 +195,11 @@ fn determinant(node: &Node) -> Option<BigRational> {
             determinant = -determinant;
         }
         determinant = bounded(determinant * &rows[column][column])?;
-        for row in column + 1..size {
-            let factor = &rows[row][column] / &rows[column][column];
-            for at in column..size {
-                let subtrahend = &factor * &rows[column][at];
-                rows[row][at] = bounded(&rows[row][at] - subtrahend)?;
+        let pivot = rows[column].clone();
+        for row in &mut rows[column + 1..] {
+            let factor = &row[column] / &pivot[column];
+            for (cell, above) in row.iter_mut().zip(&pivot).skip(column) {
+                *cell = bounded(&*cell - &factor * above)?;
             }
         }
     }
