@@ -7,7 +7,7 @@ use std::path::Path;
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 
-use rewards::math::{DecidedBy, grade};
+use rewards::math::grade;
 use rewards::{Registry, Reward, RewardContext, RewardInput, RewardSpec};
 use serde_json::Value;
 use trajectory::{Prompt, Task, TaskId};
@@ -77,9 +77,9 @@ fn references_of_different_cases_differ() {
     golds.dedup();
     let mut equal = vec![];
     for (at, gold) in golds.iter().enumerate() {
-        let itself = grade(gold, gold, false, true);
         // One reference is a box that is never closed, which is no answer of a completion.
-        assert!(itself.equal == Some(true) || itself.decided_by == DecidedBy::NoAnswer, "{gold}");
+        let closed = gold.matches('{').count() == gold.matches('}').count();
+        assert!(!closed || grade(gold, gold, false, true).equal == Some(true), "{gold}");
         for other in &golds[at + 1..] {
             if grade(gold, other, false, true).equal == Some(true) {
                 equal.push((*gold, *other));

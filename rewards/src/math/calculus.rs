@@ -20,7 +20,11 @@ const MAX_TERMS: f64 = 2000.0;
 const SETTLED: f64 = 1e-8;
 
 /// The value at a point.
-pub(super) fn value<'a>(with: &Evaluator, calculus: &'a Calculus, point: &mut Point<'a>) -> Option<Approx> {
+pub(super) fn value<'a>(
+    with: &Evaluator<'_>,
+    calculus: &'a Calculus,
+    point: &mut Point<'a>,
+) -> Option<Approx> {
     match calculus {
         Calculus::Derivative(body, variable, order) => {
             let derivative = (0..*order).try_fold(body.clone(), |body, _| differentiate(&body, variable))?;
@@ -132,7 +136,7 @@ fn slope(function: Function, arguments: &[Node]) -> Option<Node> {
 }
 
 /// A bound as a number; `None` inside if it is infinite, with the sign.
-fn bound<'a>(with: &Evaluator, node: &'a Node, point: &mut Point<'a>) -> Option<f64> {
+fn bound<'a>(with: &Evaluator<'_>, node: &'a Node, point: &mut Point<'a>) -> Option<f64> {
     match node {
         Node::Infinity => Some(f64::INFINITY),
         Node::Negate(part) => Some(-bound(with, part, point)?),
@@ -141,7 +145,7 @@ fn bound<'a>(with: &Evaluator, node: &'a Node, point: &mut Point<'a>) -> Option<
 }
 
 fn integral<'a>(
-    with: &Evaluator,
+    with: &Evaluator<'_>,
     body: &'a Node,
     variable: &'a str,
     (low, high): (&'a Node, &'a Node),
@@ -157,7 +161,7 @@ fn integral<'a>(
 
 /// The double-exponential rule, step halved until it settles.
 fn between<'a>(
-    with: &Evaluator,
+    with: &Evaluator<'_>,
     body: &'a Node,
     variable: &'a str,
     (low, high): (f64, f64),
@@ -209,7 +213,7 @@ fn between<'a>(
 }
 
 fn limit<'a>(
-    with: &Evaluator,
+    with: &Evaluator<'_>,
     body: &'a Node,
     variable: &'a str,
     (at, side): (&'a Node, i8),
@@ -257,7 +261,7 @@ fn settled(samples: &[f64]) -> Option<Approx> {
 }
 
 fn series<'a>(
-    with: &Evaluator,
+    with: &Evaluator<'_>,
     body: &'a Node,
     index: &'a str,
     (first, last): (&'a Node, &'a Node),

@@ -14,24 +14,26 @@ use super::region::{flipped, region};
 use super::words;
 
 /// Most scalar comparisons of one verdict.
-const BUDGET: u32 = 600;
+const BUDGET: u32 = 2500;
 
 /// Compares answers under one seed.
 #[derive(Debug)]
-pub(super) struct Comparison {
+pub(super) struct Comparison<'w> {
     seed: u64,
     left: Cell<u32>,
+    visits: &'w Cell<u32>,
 }
 
-/// Whether both state the same; `None` if that cannot be told. Names of variables count if `strict`.
-pub(super) fn same(gold: &Node, pred: &Node, strict: bool, seed: u64) -> Option<bool> {
+/// Whether both state the same; `None` if that cannot be told. Names of variables count if `strict`; `visits` are the node
+/// visits that are left.
+pub(super) fn same(gold: &Node, pred: &Node, strict: bool, seed: u64, visits: &Cell<u32>) -> Option<bool> {
     let (gold, pred) = one_spelling(gold, pred);
     let pred = if strict { pred } else { renamed_as(&gold, &pred) };
-    let comparison = Comparison { seed, left: Cell::new(BUDGET) };
+    let comparison = Comparison { seed, left: Cell::new(BUDGET), visits };
     comparison.answers(&settled(&gold), &settled(&pred))
 }
 
-impl Comparison {
+impl Comparison<'_> {
     fn answers(&self, gold: &Node, pred: &Node) -> Option<bool> {
         self.left.set(self.left.get().checked_sub(1)?);
         if let (Node::Words(a), Node::Words(b)) = (gold, pred) {
@@ -176,7 +178,7 @@ impl Comparison {
         };
         let equivalent = |(kind, difference): &(Relation, Node), (other, second): &(Relation, Node)| {
             kind == other
-                && match identity::proportional(difference, second, self.seed) {
+                && match identity::proportional(difference, second, self.seed, self.visits) {
                     Some(positive) => positive || matches!(kind, Relation::Equal | Relation::Unequal),
                     None => false,
                 }
@@ -194,7 +196,7 @@ impl Comparison {
             return Some(name == other && a.equals(&b));
         }
         if let ([(Relation::Equal, a)], [(Relation::Equal, b)]) = (a.as_slice(), b.as_slice()) {
-            return Some(super::curve::same(a, b, self.seed));
+            return Some(super::curve::same(a, b, self.seed, self.visits));
         }
         Some(false)
     }
@@ -236,7 +238,7 @@ impl Comparison {
         if let (Node::Words(_), _) | (_, Node::Words(_)) = (gold, pred) {
             return Some(false);
         }
-        let equal = |a: &Node, b: &Node| identity::equal(a, b, self.seed);
+        let equal = |a: &Node, b: &Node| identity::equal(a, b, self.seed, self.visits);
         let (gold, unit) = without_unit(gold);
         let (pred, other) = without_unit(pred);
         if unit.is_some() && other.is_some() && unit != other {
@@ -252,7 +254,7 @@ impl Comparison {
             }
             (Node::Ratio(a), Node::Ratio(b)) => self.ratios(a, b),
             (Node::Calculus(calculus), other) | (other, Node::Calculus(calculus)) => {
-                antiderivative(calculus, other, self.seed).unwrap_or_else(|| equal(gold, pred))
+                antiderivative(calculus, other, self.seed, self.visits).unwrap_or_else(|| equal(gold, pred))
             }
             _ => equal(gold, pred),
         }
@@ -262,28 +264,29 @@ impl Comparison {
         if a.len() != b.len() {
             return Some(false);
         }
-        let same = all(a.iter().zip(b).map(|(a, b)| identity::equal(a, b, self.seed)));
+        let same = all(a.iter().zip(b).map(|(a, b)| identity::equal(a, b, self.seed, self.visits)));
         // With a zero it is a time of day, or no ratio at all.
         if same == Some(true) || a.iter().chain(b).any(is_zero) {
             return same;
         }
         all((1..a.len()).map(|at| {
             let cross = |x: &Node, y: &Node| Node::Product(vec![x.clone(), y.clone()]);
-            identity::equal(&cross(&a[0], &b[at]), &cross(&a[at], &b[0]), self.seed)
+            identity::equal(&cross(&a[0], &b[at]), &cross(&a[at], &b[0]), self.seed, self.visits)
         }))
     }
 }
 
 /// Whether `other` is an antiderivative of an indefinite integral; `None` if that is no question here.
 #[expect(clippy::option_option, reason = "an unknown answer is not the same as no question")]
-fn antiderivative(calculus: &Calculus, other: &Node, seed: u64) -> Option<Option<bool>> {
+fn antiderivative(calculus: &Calculus, other: &Node, seed: u64, left: &Cell<u32>) -> Option<Option<bool>> {
     let Calculus::Integral(body, variable, None) = calculus else { return None };
     if let Node::Calculus(second) = other {
         let Calculus::Integral(second, name, None) = &**second else { return None };
-        return Some(if name == variable { identity::equal(body, second, seed) } else { Some(false) });
+        return Some(if name == variable { identity::equal(body, second, seed, left) } else { Some(false) });
     }
     Some(
-        super::calculus::differentiate(other, variable).and_then(|slope| identity::equal(body, &slope, seed)),
+        super::calculus::differentiate(other, variable)
+            .and_then(|slope| identity::equal(body, &slope, seed, left)),
     )
 }
 

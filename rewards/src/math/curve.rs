@@ -4,6 +4,8 @@
 //!
 //! Invariant: `true` only after [`POINTS`] solutions of each are solutions of the other.
 
+use std::cell::Cell;
+
 use super::modular::mix;
 use super::node::Node;
 use super::numeric::{Evaluator, Point, unit};
@@ -16,17 +18,17 @@ const STARTS: u64 = 40;
 const STEPS: usize = 30;
 
 /// Whether `a = 0` and `b = 0` have the same solutions, of two or more variables.
-pub(super) fn same(a: &Node, b: &Node, seed: u64) -> bool {
+pub(super) fn same(a: &Node, b: &Node, seed: u64, left: &Cell<u32>) -> bool {
     let (mut names, mut others) = (vec![], vec![]);
     a.variables(&mut names);
     b.variables(&mut others);
     let together = names.len() == others.len() && names.iter().all(|name| others.contains(name));
-    together && names.len() > 1 && lies_on(a, b, &names, seed) && lies_on(b, a, &names, seed)
+    together && names.len() > 1 && lies_on(a, b, &names, seed, left) && lies_on(b, a, &names, seed, left)
 }
 
 /// Whether solutions of the first solve the second.
-fn lies_on<'a>(first: &'a Node, second: &'a Node, names: &[&'a str], seed: u64) -> bool {
-    let with = Evaluator::new(false);
+fn lies_on<'a>(first: &'a Node, second: &'a Node, names: &[&'a str], seed: u64, left: &Cell<u32>) -> bool {
+    let with = Evaluator::new(false, left);
     let mut found = 0;
     for start in 0..STARTS {
         let mut bits = mix(seed ^ mix(start));
@@ -55,7 +57,7 @@ fn lies_on<'a>(first: &'a Node, second: &'a Node, names: &[&'a str], seed: u64) 
 }
 
 /// Moves one coordinate to a solution.
-fn solve<'a>(with: &Evaluator, node: &'a Node, point: &mut Point<'a>, free: usize) -> bool {
+fn solve<'a>(with: &Evaluator<'_>, node: &'a Node, point: &mut Point<'a>, free: usize) -> bool {
     for _ in 0..STEPS {
         let Some((residual, slope)) = newton(with, node, point, free) else { return false };
         let step = residual / slope;
@@ -71,7 +73,12 @@ fn solve<'a>(with: &Evaluator, node: &'a Node, point: &mut Point<'a>, free: usiz
 }
 
 /// The value and the slope in one coordinate, by a central difference.
-fn newton<'a>(with: &Evaluator, node: &'a Node, point: &mut Point<'a>, free: usize) -> Option<(f64, f64)> {
+fn newton<'a>(
+    with: &Evaluator<'_>,
+    node: &'a Node,
+    point: &mut Point<'a>,
+    free: usize,
+) -> Option<(f64, f64)> {
     let at = point[free].1;
     let h = 1e-6;
     let mut value = |x: f64| {

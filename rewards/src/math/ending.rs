@@ -9,6 +9,9 @@ use regex::Regex;
 use super::extract::{Found, MAX_BOXES, MAX_WHOLE};
 use super::lex;
 
+/// Characters before the last digit of a text that its last number may begin in.
+const WINDOW: usize = 80;
+
 /// The formula or number that ends the text, whichever is later, or a short text as a whole.
 pub(super) fn ending(text: &str) -> Vec<Found<'_>> {
     let formulas = last_formulas(text);
@@ -149,7 +152,12 @@ fn last_number(text: &str) -> Option<&str> {
             r"[0-9]{1,3}(?: [0-9]{3})+\b|[0-9]+ [0-9]+/[0-9]+|[0-9.,:/]*[0-9](?:[0-9.,:/]*[0-9])?(?:[eE][+-]?[0-9]+)?",
         )
     });
-    let found = NUMBER.find_iter(text).last()?;
+    // Only where the last number can be: from the white space before its last digits on.
+    let digit = text.rfind(|c: char| c.is_ascii_digit())?;
+    let from = text[..digit].char_indices().rev().nth(WINDOW).map_or(0, |(at, _)| at);
+    let window = text[from..].find(char::is_whitespace).filter(|_| from > 0).map_or(from, |at| from + at);
+    let found = NUMBER.find_at(text, window.min(digit));
+    let found = std::iter::successors(found, |found| NUMBER.find_at(text, found.end())).last()?;
     let (before, after) = (&text[..found.start()], &text[found.end()..]);
     let negative = before.ends_with(['-', '\u{2212}']);
     let before = if negative { before.trim_end_matches(['-', '\u{2212}']) } else { before };

@@ -117,7 +117,7 @@ fn tail(text: &str) -> &str {
 /// The text up to the first token of the chat template that a model wrote by itself.
 fn without_special_tokens(text: &str) -> &str {
     let special = ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|eot_id|>", "</s>"];
-    if !text.contains("<|") && !text.contains("</s>") {
+    if !text.contains('<') {
         return text;
     }
     let from = text.len() - text.trim_start().len();
@@ -168,8 +168,10 @@ fn boxed(text: &str) -> Option<(Found<'_>, usize)> {
     }
 }
 
+/// By single backslashes from the end, so that every byte is looked at once.
 fn last_box(text: &str) -> Option<usize> {
-    text.rfind("\\boxed").max(text.rfind("\\fbox"))
+    let opens = |at: &usize| text[*at..].starts_with("\\boxed") || text[*at..].starts_with("\\fbox");
+    text.rmatch_indices('\\').map(|(at, _)| at).find(opens)
 }
 
 /// Whether what stands between two boxes lists them, and does not conclude one from the other.
@@ -208,7 +210,7 @@ fn joined(gap: &str) -> bool {
 
 /// What is stated by a mark or a phrase, whichever is later; `certain`: only if it has a number or a formula.
 fn stated(text: &str, certain: bool) -> Vec<Found<'_>> {
-    let mark = text.rfind("####");
+    let mark = if text.contains('#') { text.rfind("####") } else { None };
     let (phrase_at, phrase) = phrase(text, certain).map_or((None, vec![]), |(at, found)| (Some(at), found));
     if mark > phrase_at
         && let Some(found) = marked(text)

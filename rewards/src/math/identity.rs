@@ -8,13 +8,15 @@
 //!
 //! Invariant: `None` only if a side cannot be evaluated at all.
 
+use std::cell::Cell;
+
 use num_rational::BigRational;
 use num_traits::{One, Signed, ToPrimitive, Zero};
 
 use super::approx::Approx;
 use super::modular::{self, Absent, PRIME, mix};
 use super::node::{Function, Literal, Node};
-use super::numeric::{Evaluator, Point, unit};
+use super::numeric::{Evaluator, Point, constant, unit};
 use super::rational;
 
 /// Random points of the exact test.
@@ -29,7 +31,7 @@ const MIN_SIGNIFICANT: u32 = 4;
 const LONG_DECIMAL: u32 = 7;
 
 /// Whether both have the same value everywhere.
-pub(super) fn equal(gold: &Node, pred: &Node, seed: u64) -> Option<bool> {
+pub(super) fn equal(gold: &Node, pred: &Node, seed: u64, left: &Cell<u32>) -> Option<bool> {
     if gold == pred {
         return Some(true);
     }
@@ -41,7 +43,7 @@ pub(super) fn equal(gold: &Node, pred: &Node, seed: u64) -> Option<bool> {
             Some(a == b || long_decimals(gold, pred, &a, &b) || rounds(gold, pred) || rounds(pred, gold))
         }
         _ => {
-            let same = modularly(gold, pred, seed).or_else(|| numerically(gold, pred, seed));
+            let same = modularly(gold, pred, seed).or_else(|| numerically(gold, pred, seed, left));
             match same {
                 Some(false) => Some(rounds(gold, pred) || rounds(pred, gold)),
                 same => same,
@@ -72,11 +74,11 @@ pub(super) fn infinity(node: &Node) -> Option<i8> {
 /// Whether two quantities that depend on variables are proportional by a positive (`true`) or a negative constant.
 ///
 /// `None` if they are not, or if one of them vanishes.
-pub(super) fn proportional(a: &Node, b: &Node, seed: u64) -> Option<bool> {
+pub(super) fn proportional(a: &Node, b: &Node, seed: u64, left: &Cell<u32>) -> Option<bool> {
     let mut names = vec![];
     a.variables(&mut names);
     b.variables(&mut names);
-    let with = Evaluator::new(false);
+    let with = Evaluator::new(false, left);
     let mut ratio: Option<f64> = None;
     let mut found = 0;
     for draw in 0..3 * DRAWS {
@@ -160,7 +162,7 @@ fn residues<'a>(names: &[&'a str], draw: u64, seed: u64) -> Vec<(&'a str, u64)> 
 }
 
 /// Identity in f64 with error bounds.
-fn numerically(gold: &Node, pred: &Node, seed: u64) -> Option<bool> {
+fn numerically(gold: &Node, pred: &Node, seed: u64, left: &Cell<u32>) -> Option<bool> {
     let mut names = vec![];
     gold.variables(&mut names);
     pred.variables(&mut names);
@@ -169,7 +171,7 @@ fn numerically(gold: &Node, pred: &Node, seed: u64) -> Option<bool> {
     let tolerance = if refined(gold) || refined(pred) { 1e-6 } else { 1e-9 };
     let absolute = |node: &Node| node.any(&|node| matches!(node, Node::Function(Function::Abs, _)));
     let domain_counts = !names.is_empty() && (absolute(gold) || absolute(pred));
-    let with = Evaluator::new(complex);
+    let with = Evaluator::new(complex, left);
     let wanted = if names.is_empty() { 1 } else { POINTS };
     let draws = if names.is_empty() { 1 } else { 3 * DRAWS };
     let mut found = 0;
@@ -244,8 +246,7 @@ fn rounds(decimal_side: &Node, other: &Node) -> bool {
         Some(exact) if finite_decimal(&exact) => return false,
         Some(exact) => exact,
         None => {
-            let constant = Evaluator::new(other.complex()).value(other, &mut vec![]);
-            let Some(value) = constant.filter(|value| value.real()) else { return false };
+            let Some(value) = constant(other).filter(|value| value.real()) else { return false };
             let Some(value) = BigRational::from_float(value.re) else { return false };
             value
         }

@@ -9,6 +9,8 @@ use super::rational;
 
 /// Most rows or columns in a product.
 const MAX_SIZE: usize = 10;
+/// Most rows or columns in a product with cells that are not numbers, which grow with every product.
+const MAX_SYMBOLIC: usize = 4;
 /// Greatest power that is multiplied out.
 const MAX_POWER: u32 = 4;
 
@@ -78,7 +80,10 @@ fn added(a: &[Vec<Node>], b: &[Vec<Node>]) -> Option<Vec<Vec<Node>>> {
 }
 
 fn multiplied(a: &[Vec<Node>], b: &[Vec<Node>]) -> Option<Vec<Vec<Node>>> {
-    if a[0].len() != b.len() || a.len().max(b.len()).max(b[0].len()) > MAX_SIZE {
+    let size = a.len().max(b.len()).max(b[0].len());
+    let number = |cell: &Node| rational::exact(cell).is_some();
+    let numbers = a.iter().chain(b).flatten().all(number);
+    if a[0].len() != b.len() || size > if numbers { MAX_SIZE } else { MAX_SYMBOLIC } {
         return None;
     }
     let cell = |row: &[Node], column: usize| {

@@ -41,6 +41,8 @@ mod words;
 pub(crate) use reward::kind;
 pub use reward::{MathReward, OnUnknown};
 
+use std::cell::Cell;
+
 use extract::Found;
 use lex::Mode;
 use node::Node;
@@ -110,6 +112,9 @@ pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> Ver
     if let (Some(a), Some(b)) = (plain_integer(&gold.text), plain_integer(&pred.text)) {
         return Verdict { equal: Some(a == b), decided_by: DecidedBy::Number };
     }
+    if let (Some(a), Some(b)) = (plain_integer(&gold.text), integer_with_unit(&pred.text)) {
+        return Verdict { equal: Some(a == b), decided_by: DecidedBy::Number };
+    }
     let text = words::bare(&gold.text);
     if !text.is_empty() && preds.iter().any(|pred| words::bare(&pred.text) == text) {
         return Verdict { equal: Some(true), decided_by: DecidedBy::Text };
@@ -129,10 +134,11 @@ pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> Ver
 /// The verdict over all readings: any pair that is equal decides.
 fn judged(golds: &[Node], preds: &[Node], strict: bool, seed: u64) -> Verdict {
     let decided_by = shape(&golds[0]);
+    let visits = Cell::new(numeric::BUDGET);
     let mut equal = Some(false);
     for gold in golds {
         for pred in preds {
-            match compare::same(gold, pred, strict, seed) {
+            match compare::same(gold, pred, strict, seed, &visits) {
                 Some(true) => return Verdict { equal: Some(true), decided_by },
                 Some(false) => {}
                 None => equal = None,
@@ -230,6 +236,27 @@ fn plain_integer(text: &str) -> Option<(bool, u64)> {
         value = group.bytes().fold(value, |value, digit| value * 10 + u64::from(digit - b'0'));
     }
     Some((negative && value > 0, value))
+}
+
+/// A whole number with currency, decimals that are zeros, or the name of what is counted, as `\$18.00` and `18\text{ eggs}`.
+fn integer_with_unit(text: &str) -> Option<(bool, u64)> {
+    let text = text.trim();
+    let text = text.strip_prefix('\\').filter(|text| text.starts_with('$')).unwrap_or(text);
+    let len = text.bytes().take_while(|byte| byte.is_ascii_digit() || b"$-,".contains(byte)).count();
+    let (number, rest) = text.split_at(len);
+    let decimals =
+        rest.strip_prefix('.').map_or(0, |decimals| 1 + decimals.bytes().take_while(|b| *b == b'0').count());
+    let unit = rest[decimals..].trim();
+    let inner = unit
+        .strip_prefix("\\text{")
+        .and_then(|unit| unit.strip_suffix('}'))
+        .or(unit.is_empty().then_some(""))?;
+    let counted = |word: &str| {
+        let plain = word.bytes().all(|byte| byte.is_ascii_alphabetic()) && word.len() > 1;
+        let special = matches!(word, "and" | "or" | "percent" | "percentage" | "pct" | "degrees" | "degree");
+        plain && !special && !words::changes_value(word) && words::scale(word).is_none()
+    };
+    if number.ends_with(',') || !inner.split_whitespace().all(counted) { None } else { plain_integer(number) }
 }
 
 /// A seed from two texts (FNV-1a), so that verdicts can be repeated.

@@ -16,23 +16,31 @@ use super::modular::mix;
 use super::node::{Function, Node};
 use super::rational;
 
-/// Most nodes that are visited for one comparison: about a millisecond.
-const BUDGET: u32 = 60_000;
+/// Node visits that one verdict may cost, two or three milliseconds.
+pub(super) const BUDGET: u32 = 60_000;
+/// Node visits for one constant.
+const CONSTANT: u32 = 2000;
 
 /// What an evaluation needs beside the tree.
 #[derive(Debug)]
-pub(super) struct Evaluator {
+pub(super) struct Evaluator<'w> {
     complex: bool,
-    left: Cell<u32>,
+    left: &'w Cell<u32>,
 }
 
 /// Variables and their values.
 pub(super) type Point<'a> = Vec<(&'a str, f64)>;
 
-impl Evaluator {
-    /// `complex`: whether principal values are taken.
-    pub(super) fn new(complex: bool) -> Self {
-        Self { complex, left: Cell::new(BUDGET) }
+/// The value of a constant, real unless the imaginary unit occurs in it.
+pub(super) fn constant(node: &Node) -> Option<Approx> {
+    let left = Cell::new(CONSTANT);
+    Evaluator::new(node.complex(), &left).value(node, &mut vec![])
+}
+
+impl<'w> Evaluator<'w> {
+    /// `complex`: whether principal values are taken; `left`: node visits that are left, which are taken from there.
+    pub(super) fn new(complex: bool, left: &'w Cell<u32>) -> Self {
+        Self { complex, left }
     }
 
     /// Whether nothing more will be evaluated.

@@ -6,7 +6,7 @@ use num_rational::BigRational;
 use num_traits::{Signed, ToPrimitive, Zero};
 
 use super::node::{Interval, Joint, Node, Relation};
-use super::numeric::Evaluator;
+use super::numeric::constant;
 use super::rational;
 
 /// Most spans of a region.
@@ -123,7 +123,7 @@ impl End {
         let exact = rational::exact(node);
         let value = match &exact {
             Some(exact) => exact.to_f64()?,
-            None => Evaluator::new(false).value(node, &mut vec![]).filter(|value| value.real())?.re,
+            None => constant(node).filter(|value| value.real())?.re,
         };
         Some(Self { value, exact, closed })
     }
