@@ -41,8 +41,26 @@ fn correct(reward: &dyn Reward, answer: &str, text: &str) -> bool {
     score.remove(0).unwrap().value == Some(1.0)
 }
 
-/// References of different cases that are the same answer.
-const SAME: &[(&str, &str)] = &[];
+/// References of different cases that are the same answer: one, and how the other begins.
+const SAME: [(&str, &str); 17] = [
+    ("$$f(x)=1$$", "$1$"),
+    ("$$|AB|=1$$", "$1$"),
+    ("$0.28$", "$28/100$"),
+    ("$0.28$", "$28\\%$"),
+    ("$0.28$", "Let's assume the stock's"),
+    ("$1/3$", "$\\frac{1}{3}$"),
+    ("$11$", "$x = 11$"),
+    ("$14916$", "In order for $N$"),
+    ("$2$", "$z = 1 + 1 = 2$"),
+    ("$28$", "$28\\%$"),
+    ("$28$", "Let's assume the stock's"),
+    ("$28/100$", "$28\\%$"),
+    ("$28/100$", "Let's assume the stock's"),
+    ("$28\\%$", "Let's assume the stock's"),
+    ("$\\boxed{1}\\boxed{2}$", "\\boxed{1} papers"),
+    ("$x >= 5$", "$x \\geq 5$"),
+    ("1000", "1000.0"),
+];
 
 fn field<'a>(row: &'a Value, name: &str) -> &'a str {
     row[name].as_str().unwrap()
@@ -86,8 +104,9 @@ fn references_of_different_cases_differ() {
             }
         }
     }
-    let known: Vec<_> = equal.iter().filter(|(a, b)| !SAME.contains(&(a, b))).collect();
-    assert!(known.is_empty(), "{known:#?}");
+    let known = |(a, b): &(&str, &str)| SAME.iter().any(|(one, other)| a == one && b.starts_with(other));
+    equal.retain(|pair| !known(pair));
+    assert!(equal.is_empty(), "{equal:#?}");
 }
 
 /// Every reference solution passes, in three phrasings, and no solution with another number does.
