@@ -78,6 +78,12 @@ pub(super) fn proportional(a: &Node, b: &Node, seed: u64, left: &Cell<u32>) -> O
     let mut names = vec![];
     a.variables(&mut names);
     b.variables(&mut names);
+    if names.is_empty() {
+        // Any two constants are proportional: these must be the same.
+        let same = |b: &Node| equal(a, b, seed, left) == Some(true);
+        let opposite = || same(&b.clone().negated()).then_some(false);
+        return if same(b) { Some(true) } else { opposite() };
+    }
     let with = Evaluator::new(false, left);
     let mut ratio: Option<f64> = None;
     let mut found = 0;

@@ -176,6 +176,12 @@ fn first_readable(found: &[Found<'_>]) -> Vec<Node> {
 /// The trees that an answer may mean: `1/2x`, commas and runs of letters can be read in two ways.
 fn readings(found: &Found<'_>) -> Vec<Node> {
     let text = found.text.trim();
+    if let Some((letter, rest)) = choice(text) {
+        let rest = Found { text: rest.into(), formula: found.formula };
+        let mut nodes = readings(&rest);
+        nodes.push(Node::Symbol(letter.to_owned()));
+        return nodes;
+    }
     let mut modes = vec![];
     if found.formula {
         modes.push(Mode::Formula);
@@ -202,6 +208,23 @@ fn readings(found: &Found<'_>) -> Vec<Node> {
         }
     }
     nodes
+}
+
+/// The letter and the value of an answer such as `(B) 6` or `\textbf{(B)}\ 6`, which states both.
+fn choice(text: &str) -> Option<(&str, &str)> {
+    let wrapped =
+        ["\\textbf{", "\\text{", "\\mathrm{", "\\mathbf{"].iter().find_map(|open| text.strip_prefix(open));
+    let inner = wrapped.unwrap_or(text).strip_prefix('(')?;
+    let letter = inner.get(..1).filter(|letter| ("A".."F").contains(letter))?;
+    let rest = inner[1..].strip_prefix(')')?;
+    let rest = if wrapped.is_some() { rest.strip_prefix('}')? } else { rest };
+    let value = rest.trim_start_matches(['\\', ' ', '~', ',', ':']);
+    let spaced = value.len() < rest.len() && !value.is_empty();
+    // The backslash of a command that follows belongs to the value.
+    let value = &rest[rest.len()
+        - value.len()
+        - usize::from(value.starts_with(|c: char| c.is_ascii_alphabetic()) && rest.contains('\\'))..];
+    spaced.then_some((letter, value))
 }
 
 /// Whether there is a run of letters that is no command and may be a word.
@@ -317,6 +340,10 @@ mod tests {
             ),
             ("10000000!", "\\boxed{10000000!}"),
             ("0.\\overline{3}", "\\boxed{1/3}"),
+            ("6", "Therefore the answer is (B) 6."),
+            ("\\textbf{(B)}\\ \\frac{1}{2}", "\\boxed{B}"),
+            ("\\textbf{(B)}\\ \\frac{1}{2}", "\\boxed{0.5}"),
+            ("f^{-1}(x)=\\frac{x-1}{2}", "\\boxed{\\frac{x-1}{2}}"),
         ] {
             assert_eq!(equal(answer, text), Some(true), "{answer:?} against {text:?}");
         }
@@ -358,6 +385,7 @@ mod tests {
             ("7 = 11a + c", "\\boxed{11a+c}"),
             ("2 < x < 5", "\\boxed{(2, 5]}"),
             ("a=1,b=2", "\\boxed{a=2,b=1}"),
+            ("f(2) < f(1) < f(4)", "\\boxed{f(2) < f(1) < f(5)}"),
             ("10^{20}+1", "\\boxed{10^{20}}"),
             ("x + 10^{-15}", "\\boxed{x}"),
         ] {

@@ -172,6 +172,10 @@ impl Parser<'_> {
         }
         let function =
             matches!(name.as_bytes()[0], b'f' | b'g' | b'h' | b'F' | b'G' | b'P' | b'Q' | b'W' | b'T' | b'S');
+        if function && self.inverse_of_function() {
+            self.at += 5;
+            name.push_str("^{-1}");
+        }
         let called = self.sign('(') && (!self.spaced() || name.starts_with('f'));
         if called && (function || self.defines()) {
             self.at += 1;
@@ -180,6 +184,13 @@ impl Parser<'_> {
             return Some(Node::Apply(name, arguments));
         }
         Some(Node::Symbol(name))
+    }
+
+    /// Whether `^{-1}(` is next.
+    fn inverse_of_function(&self) -> bool {
+        let sign = |ahead: usize, sign: char| self.peek_at(ahead) == Some(&Token::Sign(sign));
+        let one = matches!(self.peek_at(3), Some(Token::Number(_, digits)) if digits == "1");
+        sign(0, '^') && sign(1, '{') && sign(2, '-') && one && sign(4, '}') && sign(5, '(')
     }
 
     /// Whether `(x) =` or `(x, y)` is next: then the letter before is a function.
