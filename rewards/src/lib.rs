@@ -7,6 +7,7 @@
 //! - [`spec`], [`registry`]: a reward as a recipe states it, the kinds there are, and how they are built
 //! - [`math`], [`math_dapo`], [`hendrycks`], [`gsm8k`], [`countdown`], [`exact`], [`regex`], [`format`](mod@format),
 //!   [`length`], [`repetition`]: built-ins, one pure function each
+//! - [`reward_model`]: models that score
 //! - [`function`]: rewards that are Rust functions, also a user's own; [`limited`]: timeout and concurrency around any
 //! - [`load`]: what waits for a reward, what runs, and how long it took
 //! - [`error`]: what can go wrong, [`RewardError`]
@@ -54,6 +55,7 @@ pub mod regex;
 pub mod registry;
 pub mod repetition;
 pub mod reward;
+pub mod reward_model;
 pub mod set;
 pub mod spec;
 
