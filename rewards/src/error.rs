@@ -111,6 +111,27 @@ pub enum RewardError {
         /// Tokens at which it is -1.
         max_length: usize,
     },
+    /// A value for wrong answers that cannot be trained on.
+    #[error("reward `{reward}` has `format_score` = {format_score}; it must be finite")]
+    FormatScore {
+        /// Name of the reward.
+        reward: String,
+        /// The value.
+        format_score: f64,
+    },
+    /// A penalty of repetitions that is none.
+    #[error(
+        "reward `{reward}` has `ngram` = {ngram} words and `max_penalty` = {max_penalty}; \
+         `ngram` must be at least 1 and `max_penalty` finite and at most 0"
+    )]
+    Repetition {
+        /// Name of the reward.
+        reward: String,
+        /// Words at a time.
+        ngram: usize,
+        /// The greatest penalty.
+        max_penalty: f64,
+    },
     /// A reward compares with a reference answer that the row lacks.
     #[error(
         "reward `{reward}` needs a reference answer, but {trajectory} has none; name its column in `answer_column`"

@@ -5,7 +5,8 @@
 //!   ([`Outcome`])
 //! - [`set`]: [`RewardSet`], the weighted sum that keeps every component by name
 //! - [`spec`], [`registry`]: a reward as a recipe states it, the kinds there are, and how they are built
-//! - [`math`], [`gsm8k`], [`exact`], [`regex`], [`format`](mod@format), [`length`]: built-ins, one pure function each
+//! - [`math`], [`math_dapo`], [`hendrycks`], [`gsm8k`], [`countdown`], [`exact`], [`regex`], [`format`](mod@format),
+//!   [`length`], [`repetition`]: built-ins, one pure function each
 //! - [`reward_model`]: models that score
 //! - [`function`]: rewards that are Rust functions, also a user's own; [`limited`]: timeout and concurrency around any
 //! - [`http`], [`judge`]: servers and language models that are asked; one transport for both
@@ -42,19 +43,23 @@
 
 #[cfg(target_os = "linux")]
 pub mod code;
+pub mod countdown;
 pub mod error;
 pub mod exact;
 pub mod format;
 pub mod function;
 pub mod gsm8k;
+pub mod hendrycks;
 pub mod http;
 pub mod judge;
 pub mod length;
 pub mod limited;
 pub mod load;
 pub mod math;
+pub mod math_dapo;
 pub mod regex;
 pub mod registry;
+pub mod repetition;
 pub mod reward;
 pub mod reward_model;
 #[cfg(target_os = "linux")]

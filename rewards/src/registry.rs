@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use crate::function::{Function, FunctionError, Scored, UserFunction};
 use crate::reward_model::{self, ModelContext};
 use crate::{Limited, Reward, RewardError, RewardInput, RewardSpec};
-use crate::{exact, format, gsm8k, length, math, regex};
+use crate::{countdown, exact, format, gsm8k, hendrycks, length, math, math_dapo, regex, repetition};
 
 /// Builds a reward from a checked spec.
 type Build = dyn Fn(&RewardSpec, &RewardContext) -> Result<Box<dyn Reward>, RewardError> + Send + Sync;
@@ -118,7 +118,10 @@ impl Registry {
     pub fn builtin() -> Self {
         let kinds = [
             math::kind(),
+            math_dapo::kind(),
+            hendrycks::kind(),
             gsm8k::kind(),
+            countdown::kind(),
             exact::kind(),
             regex::kind(),
             format::kind(),
@@ -127,6 +130,7 @@ impl Registry {
             crate::code::kind(),
             crate::http::kind(),
             crate::judge::kind(),
+            repetition::kind(),
             reward_model::kind(),
         ];
         Self { kinds: kinds.into_iter().map(|kind| (kind.name.clone(), kind)).collect() }

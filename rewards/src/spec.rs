@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::gsm8k::Gsm8kMethod;
+use crate::math::OnUnknown;
 use crate::{OnError, Scope};
 
 /// One entry of `[[rewards]]`. A key that the kind does not take is an error.
@@ -52,6 +53,25 @@ pub struct RewardSpec {
     /// `length` (required): tokens before `max_length` over which the penalty grows from 0 to 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<usize>,
+    /// `math`: whether names of variables count; yes if not given. Math-Verify `strict`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub strict: Option<bool>,
+    /// `math`: what is done where the reference cannot be read; zero if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_unknown: Option<OnUnknown>,
+    /// `math_dapo`: whether only the last box counts, character by character; no if not given. verl `strict_box_verify`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub strict_box: Option<bool>,
+    /// `countdown`: the value of an answer that is wrong but has the form of one; 0.1 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format_score: Option<f64>,
+    /// `repetition`: words that are compared at a time; 3 if not given. open-r1 `repetition_n_grams`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ngram: Option<usize>,
+    /// `repetition`: the value if everything is a repetition, at most 0; -1 if not given. open-r1
+    /// `repetition_max_penalty`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_penalty: Option<f64>,
     /// `python`: a file, or `module:function`. `model`: a model directory. Relative to the file that names it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<PathBuf>,
@@ -166,6 +186,12 @@ impl RewardSpec {
             method: None,
             max_length: None,
             cache: None,
+            strict: None,
+            on_unknown: None,
+            strict_box: None,
+            format_score: None,
+            ngram: None,
+            max_penalty: None,
             path: None,
             placement: None,
             quantization: None,

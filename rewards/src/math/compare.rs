@@ -1,0 +1,511 @@
+//! Do two answers state the same? Assignments, sequences, sets, relations and matrices down to scalars.
+//!
+//! Asymmetric: the reference says what form is asked for. A value may be given for `x = 5`, and `x = 5` for a value, but
+//! a value never stands for an equation that is not solved.
+//!
+//! Invariant: the number of scalar comparisons is bounded by [`BUDGET`].
+
+use std::cell::Cell;
+
+use super::identity;
+use super::matrix;
+use super::node::{Calculus, Joint, Node, Relation};
+use super::region::{flipped, region};
+use super::words;
+
+/// Most scalar comparisons of one verdict.
+const BUDGET: u32 = 2500;
+
+/// Compares answers under one seed.
+#[derive(Debug)]
+pub(super) struct Comparison<'w> {
+    seed: u64,
+    left: Cell<u32>,
+    visits: &'w Cell<u32>,
+}
+
+/// Whether both state the same; `None` if that cannot be told. Names of variables count if `strict`; `visits` are the node
+/// visits that are left.
+pub(super) fn same(gold: &Node, pred: &Node, strict: bool, seed: u64, visits: &Cell<u32>) -> Option<bool> {
+    let (gold, pred) = one_spelling(gold, pred);
+    let pred = if strict { pred } else { renamed_as(&gold, &pred) };
+    let comparison = Comparison { seed, left: Cell::new(BUDGET), visits };
+    comparison.answers(&settled(&gold), &settled(&pred))
+}
+
+impl Comparison<'_> {
+    fn answers(&self, gold: &Node, pred: &Node) -> Option<bool> {
+        self.left.set(self.left.get().checked_sub(1)?);
+        if let (Node::Words(a), Node::Words(b)) = (gold, pred) {
+            return Some(a == b);
+        }
+        if let (Some(a), Some(b)) = (record(gold), record(pred))
+            && a.len() > 1
+            && a.len() == b.len()
+            && b.iter().all(|(name, _)| a.iter().any(|(known, _)| known == name))
+        {
+            return all(a.iter().map(|(name, value)| {
+                b.iter()
+                    .find(|(known, _)| known == name)
+                    .map_or(Some(false), |(_, other)| self.answers(value, other))
+            }));
+        }
+        match (assignment(gold), assignment(pred)) {
+            (Some((a, x)), Some((b, y))) => {
+                let named = self.same_name(a, b, y);
+                if let Some(y) = named {
+                    return self.answers(x, &y);
+                }
+                return self.relations(gold, pred);
+            }
+            (Some((_, value)), None) if !is_equation(pred) && !is_inequality(pred) => {
+                return self.answers(value, pred);
+            }
+            (None, Some((_, value))) if !is_equation(gold) && !is_inequality(gold) => {
+                return self.answers(gold, value);
+            }
+            _ => {}
+        }
+        match (gold, pred) {
+            (gold, Node::Chain(_, rest)) if is_equation(pred) && !matches!(gold, Node::Chain(..)) => {
+                let (_, value) = rest.last()?;
+                if is_zero(value) { Some(false) } else { self.answers(gold, value) }
+            }
+            (Node::Chain(..), Node::Chain(..)) => self.relations(gold, pred),
+            (Node::Chain(..), _) if is_equation(gold) => Some(false),
+            _ => self.collections(gold, pred),
+        }
+    }
+
+    /// Sets of numbers, sequences and matrices; then scalars.
+    fn collections(&self, gold: &Node, pred: &Node) -> Option<bool> {
+        if is_region(gold) || is_region(pred) || region_list(gold) || region_list(pred) {
+            return self.regions(gold, pred);
+        }
+        if let (Some(a), Some(b)) = (matrix::cells(gold), matrix::cells(pred)) {
+            let shape = |rows: &[Vec<Node>]| (rows.len(), rows[0].len());
+            if shape(&a) != shape(&b) {
+                return Some(false);
+            }
+            return all(a.iter().flatten().zip(b.iter().flatten()).map(|(a, b)| self.answers(a, b)));
+        }
+        match (elements(gold), elements(pred)) {
+            (Some(a), Some(b)) => self.sequences(gold, a, pred, b),
+            (Some([single]), None) if !matches!(gold, Node::Tuple(_)) => self.answers(single, pred),
+            (None, Some([single])) if !matches!(pred, Node::Tuple(_)) => self.answers(gold, single),
+            (None, None) => self.scalars(gold, pred),
+            _ => Some(false),
+        }
+    }
+
+    fn sequences(&self, gold: &Node, a: &[Node], pred: &Node, b: &[Node]) -> Option<bool> {
+        let ordered = matches!(gold, Node::Tuple(_))
+            || (matches!(pred, Node::Tuple(_)) && !matches!(gold, Node::Set(_)))
+            || (named_apart(a) && !b.iter().any(|part| assignment(part).is_some()));
+        if ordered {
+            if a.len() != b.len() {
+                return Some(false);
+            }
+            return all(a.iter().zip(b).map(|(a, b)| self.answers(a, b)));
+        }
+        let (a, b) = (self.distinct(a), self.distinct(b));
+        if a.len() != b.len() {
+            return Some(false);
+        }
+        // Equality is an equivalence, so that the first partner is as good as any.
+        let mut free: Vec<&Node> = b;
+        let mut unknown = false;
+        for part in a {
+            let mut partner = None;
+            for (at, other) in free.iter().enumerate() {
+                match self.answers(part, other) {
+                    Some(true) => {
+                        partner = Some(at);
+                        break;
+                    }
+                    Some(false) => {}
+                    None => unknown = true,
+                }
+            }
+            let Some(at) = partner else { return if unknown { None } else { Some(false) } };
+            free.swap_remove(at);
+        }
+        Some(true)
+    }
+
+    fn distinct<'n>(&self, parts: &'n [Node]) -> Vec<&'n Node> {
+        let mut found: Vec<&Node> = vec![];
+        for part in parts {
+            if parts.len() > 12 || !found.iter().any(|known| self.answers(known, part) == Some(true)) {
+                found.push(part);
+            }
+        }
+        found
+    }
+
+    fn regions(&self, gold: &Node, pred: &Node) -> Option<bool> {
+        if let (Node::Named(a), Node::Named(b)) = (gold, pred) {
+            return Some(a == b);
+        }
+        if let (Some((a, name)), Some((b, other))) = (region(gold, true), region(pred, true)) {
+            let named = name.is_none() || other.is_none() || name == other;
+            return Some(named && a.equals(&b));
+        }
+        match (gold, pred) {
+            (Node::Interval(a), Node::Interval(b)) => {
+                let closed = a.low_closed == b.low_closed && a.high_closed == b.high_closed;
+                if closed {
+                    all([self.scalars(&a.low, &b.low), self.scalars(&a.high, &b.high)].into_iter())
+                } else {
+                    Some(false)
+                }
+            }
+            (Node::Union(a, b), Node::Union(c, d)) => any([
+                all([self.collections(a, c), self.collections(b, d)].into_iter()),
+                all([self.collections(a, d), self.collections(b, c)].into_iter()),
+            ]
+            .into_iter()),
+            (Node::Builder(a), Node::Builder(b)) => self.answers(a, b),
+            (Node::Builder(a), b) => self.answers(a, b),
+            (a, Node::Builder(b)) => self.answers(a, b),
+            _ => Some(false),
+        }
+    }
+
+    fn relations(&self, gold: &Node, pred: &Node) -> Option<bool> {
+        let (Some(a), Some(b)) = (differences(gold), differences(pred)) else {
+            return self.membership(gold, pred);
+        };
+        let equivalent = |(kind, difference): &(Relation, Node), (other, second): &(Relation, Node)| {
+            kind == other
+                && match identity::proportional(difference, second, self.seed, self.visits) {
+                    Some(positive) => positive || matches!(kind, Relation::Equal | Relation::Unequal),
+                    None => false,
+                }
+        };
+        let matched = |a: &[(Relation, Node)], b: &[(Relation, Node)]| {
+            a.iter().all(|x| b.iter().any(|y| equivalent(x, y)))
+        };
+        if a.len() == b.len() && matched(&a, &b) && matched(&b, &a) {
+            return Some(true);
+        }
+        if is_inequality(gold)
+            && is_inequality(pred)
+            && let (Some((a, name)), Some((b, other))) = (region(gold, true), region(pred, true))
+        {
+            return Some(name == other && a.equals(&b));
+        }
+        if let ([(Relation::Equal, a)], [(Relation::Equal, b)]) = (a.as_slice(), b.as_slice()) {
+            return Some(super::curve::same(a, b, self.seed, self.visits));
+        }
+        Some(false)
+    }
+
+    /// `x \in S` and other relations that are no equations.
+    fn membership(&self, gold: &Node, pred: &Node) -> Option<bool> {
+        if let (Some((a, name)), Some((b, other))) = (region(gold, true), region(pred, true)) {
+            return Some((name.is_none() || other.is_none() || name == other) && a.equals(&b));
+        }
+        let (Node::Chain(a, left), Node::Chain(b, right)) = (gold, pred) else { return None };
+        if left.len() != right.len() || left.iter().zip(right).any(|((a, _), (b, _))| a != b) {
+            return Some(false);
+        }
+        let first = self.answers(a, b);
+        all(std::iter::once(first).chain(left.iter().zip(right).map(|((_, a), (_, b))| self.answers(a, b))))
+    }
+
+    /// The value assigned in the prediction, in the variables of the reference, if both assign to the same name.
+    fn same_name(&self, gold: &Node, pred: &Node, value: &Node) -> Option<Node> {
+        if gold == pred || self.scalars(gold, pred) == Some(true) {
+            return Some(value.clone());
+        }
+        // W(n) = ... and W(x) = ... define one function.
+        let (Node::Apply(f, a), Node::Apply(g, b)) = (gold, pred) else { return None };
+        let symbols = |node: &Node| matches!(node, Node::Symbol(_));
+        if f != g || a.len() != b.len() || !a.iter().chain(b).all(symbols) {
+            return None;
+        }
+        let mut value = value.clone();
+        for (gold, pred) in a.iter().zip(b) {
+            let Node::Symbol(name) = pred else { return None };
+            value = value.substitute(name, gold);
+        }
+        Some(value)
+    }
+
+    fn scalars(&self, gold: &Node, pred: &Node) -> Option<bool> {
+        self.left.set(self.left.get().checked_sub(1)?);
+        if let (Node::Words(_), _) | (_, Node::Words(_)) = (gold, pred) {
+            return Some(false);
+        }
+        let equal = |a: &Node, b: &Node| identity::equal(a, b, self.seed, self.visits);
+        let (gold, unit) = without_unit(gold);
+        let (pred, other) = without_unit(pred);
+        if unit.is_some() && other.is_some() && unit != other {
+            return Some(false);
+        }
+        match (gold, pred) {
+            (Node::Percent(a), Node::Percent(b)) | (Node::Degree(a), Node::Degree(b)) => equal(a, b),
+            (Node::Percent(a) | Node::Degree(a), b) => any([equal(a, b), equal(gold, b)].into_iter()),
+            (a, Node::Percent(b) | Node::Degree(b)) => any([equal(a, b), equal(a, pred)].into_iter()),
+            (Node::Based(a, base), Node::Based(b, other)) if base == other => Some(a == b),
+            (Node::Based(digits, _), Node::Number(number)) if number.value.to_string() == *digits => {
+                Some(true)
+            }
+            (Node::Ratio(a), Node::Ratio(b)) => self.ratios(a, b),
+            (Node::Calculus(calculus), other) | (other, Node::Calculus(calculus)) => {
+                antiderivative(calculus, other, self.seed, self.visits).unwrap_or_else(|| equal(gold, pred))
+            }
+            _ => equal(gold, pred),
+        }
+    }
+
+    fn ratios(&self, a: &[Node], b: &[Node]) -> Option<bool> {
+        if a.len() != b.len() {
+            return Some(false);
+        }
+        let same = all(a.iter().zip(b).map(|(a, b)| identity::equal(a, b, self.seed, self.visits)));
+        // With a zero it is a time of day, or no ratio at all.
+        if same == Some(true) || a.iter().chain(b).any(is_zero) {
+            return same;
+        }
+        all((1..a.len()).map(|at| {
+            let cross = |x: &Node, y: &Node| Node::Product(vec![x.clone(), y.clone()]);
+            identity::equal(&cross(&a[0], &b[at]), &cross(&a[at], &b[0]), self.seed, self.visits)
+        }))
+    }
+}
+
+/// Whether `other` is an antiderivative of an indefinite integral; `None` if that is no question here.
+#[expect(clippy::option_option, reason = "an unknown answer is not the same as no question")]
+fn antiderivative(calculus: &Calculus, other: &Node, seed: u64, left: &Cell<u32>) -> Option<Option<bool>> {
+    let Calculus::Integral(body, variable, None) = calculus else { return None };
+    if let Node::Calculus(second) = other {
+        let Calculus::Integral(second, name, None) = &**second else { return None };
+        return Some(if name == variable { identity::equal(body, second, seed, left) } else { Some(false) });
+    }
+    Some(
+        super::calculus::differentiate(other, variable)
+            .and_then(|slope| identity::equal(body, &slope, seed, left)),
+    )
+}
+
+/// All of several verdicts: one `false` decides, then one unknown.
+fn all(verdicts: impl Iterator<Item = Option<bool>>) -> Option<bool> {
+    let mut result = Some(true);
+    for verdict in verdicts {
+        match verdict {
+            Some(false) => return Some(false),
+            None => result = None,
+            Some(true) => {}
+        }
+    }
+    result
+}
+
+/// Any of several verdicts: one `true` decides, then one unknown.
+fn any(verdicts: impl Iterator<Item = Option<bool>>) -> Option<bool> {
+    all(verdicts.map(|verdict| verdict.map(|verdict| !verdict))).map(|none| !none)
+}
+
+fn is_zero(node: &Node) -> bool {
+    matches!(node, Node::Number(literal) if literal.value == num_rational::BigRational::from_integer(0.into()))
+}
+
+/// The name and the value of `x = 5`, `f(x) = 2x`, `x = 2 + 3 = 5` or `(x, y) = (1, 2)`.
+fn assignment(node: &Node) -> Option<(&Node, &Node)> {
+    let Node::Chain(first, rest) = node else { return None };
+    let equal = rest.iter().all(|(relation, _)| *relation == Relation::Equal);
+    let member = matches!(rest.as_slice(), [(Relation::In, _)]);
+    let (_, value) = rest.last()?;
+    ((equal && (is_name(first) || rest.len() > 1)) || (member && is_name(first))).then_some((first, value))
+}
+
+/// Whether a side is made of names alone, as `AB`, `\frac{NO}{BO}`, `f(x)`, `|AB|` or `V_1 : V_2` are.
+fn is_name(node: &Node) -> bool {
+    match node {
+        Node::Symbol(_) | Node::Apply(..) => true,
+        Node::Product(parts) | Node::Sum(parts) | Node::Ratio(parts) | Node::Tuple(parts) => {
+            parts.iter().all(is_name)
+        }
+        Node::Function(_, parts) => parts.iter().all(is_name),
+        Node::Quotient(a, b) => is_name(a) && is_name(b),
+        Node::Quantity(part, _) => is_name(part),
+        _ => false,
+    }
+}
+
+fn is_equation(node: &Node) -> bool {
+    matches!(node, Node::Chain(_, rest) if rest.iter().all(|(relation, _)| *relation == Relation::Equal))
+}
+
+fn is_inequality(node: &Node) -> bool {
+    use Relation::{Greater, GreaterEqual, Less, LessEqual, Unequal};
+    let one = |relation: &Relation| matches!(relation, Less | LessEqual | Greater | GreaterEqual | Unequal);
+    matches!(node, Node::Chain(_, rest) if rest.iter().any(|(relation, _)| one(relation)))
+}
+
+fn is_region(node: &Node) -> bool {
+    use Node::{Builder, Difference, Intersection, Interval, Named, Union};
+    matches!(node, Interval(_) | Union(..) | Intersection(..) | Difference(..) | Builder(_) | Named(_))
+        || is_inequality(node)
+}
+
+/// Inequalities about one variable that are joined.
+fn region_list(node: &Node) -> bool {
+    matches!(node, Node::List(_, parts) if parts.iter().all(is_inequality) && region(node, true).is_some())
+}
+
+fn elements(node: &Node) -> Option<&[Node]> {
+    match node {
+        Node::List(_, parts) | Node::Set(parts) | Node::Tuple(parts) => Some(parts),
+        _ => None,
+    }
+}
+
+/// Whether the parts are assignments to names that all differ, more than by an index.
+fn named_apart(parts: &[Node]) -> bool {
+    let base = |node: &Node| match assignment(node) {
+        Some((Node::Symbol(name), _)) => Some(name.split('_').next().unwrap_or(name).to_owned()),
+        Some((name, _)) => Some(format!("{name:?}")),
+        None => None,
+    };
+    let names: Option<Vec<String>> = parts.iter().map(base).collect();
+    names.is_some_and(|names| names.iter().enumerate().all(|(at, name)| !names[..at].contains(name)))
+}
+
+/// Names and values of `x = 1, y = 2` and of `(x, y) = (1, 2)`.
+fn record(node: &Node) -> Option<Vec<(&Node, &Node)>> {
+    if let Node::List(_, parts) = node {
+        let parts = parts.iter().map(assignment).collect::<Option<Vec<_>>>()?;
+        let apart = parts
+            .iter()
+            .enumerate()
+            .all(|(at, (name, _))| !parts[..at].iter().any(|(known, _)| known == name));
+        return apart.then_some(parts);
+    }
+    let (name, value) = assignment(node)?;
+    let (Node::Tuple(names), Node::Tuple(values)) = (name, value) else { return None };
+    (names.len() == values.len()).then(|| names.iter().zip(values).collect())
+}
+
+/// Left minus right of every relation of a chain, turned to `=`, `\ne`, `<` or `\le`.
+fn differences(node: &Node) -> Option<Vec<(Relation, Node)>> {
+    let Node::Chain(first, rest) = node else { return None };
+    let mut left = &**first;
+    let mut found = vec![];
+    for (relation, right) in rest {
+        let (a, b, relation) = match relation {
+            Relation::Greater | Relation::GreaterEqual => (right, left, flipped(*relation)),
+            Relation::Equal | Relation::Unequal | Relation::Less | Relation::LessEqual => {
+                (left, right, *relation)
+            }
+            _ => return None,
+        };
+        if elements(a).is_some() || elements(b).is_some() {
+            return None;
+        }
+        found.push((relation, a.clone().minus(b.clone())));
+        left = right;
+    }
+    Some(found)
+}
+
+/// The scalar without its unit, and the unit if it is a physical one.
+fn without_unit(node: &Node) -> (&Node, Option<String>) {
+    let Node::Quantity(part, unit) = node else { return (node, None) };
+    let (name, power) = unit.split_once('^').unwrap_or((unit, ""));
+    (part, words::unit(name).map(|name| format!("{name}{power}")))
+}
+
+/// The answer with both signs of `\pm` spelled out, approximations cut off and remarks on integers dropped.
+fn settled(node: &Node) -> Node {
+    let node = match node {
+        Node::Chain(first, rest) => settled_chain(first, rest),
+        Node::List(joint, parts) => {
+            let remark = |part: &Node| matches!(part, Node::Chain(_, rest) if matches!(rest.as_slice(), [(Relation::In, Node::Named('Z' | 'N'))]));
+            let kept: Vec<Node> = parts.iter().filter(|part| !remark(part)).map(settled).collect();
+            match kept.len() {
+                0 => node.clone(),
+                1 => kept[0].clone(),
+                _ => Node::List(*joint, flattened(kept)),
+            }
+        }
+        Node::Set(parts) => Node::Set(flattened(parts.iter().map(settled).collect())),
+        node => node.clone(),
+    };
+    match node {
+        Node::List(..) | Node::Set(_) | Node::Chain(..) => node,
+        node if node.has_signs() => {
+            Node::List(Joint::Comma, vec![node.with_signs(true), node.with_signs(false)])
+        }
+        node => node,
+    }
+}
+
+fn settled_chain(first: &Node, rest: &[(Relation, Node)]) -> Node {
+    let approximate = rest.iter().position(|(relation, _)| *relation == Relation::Approximately);
+    let mut rest = rest.to_vec();
+    match approximate {
+        Some(0) if is_name(first) => rest[0].0 = Relation::Equal,
+        Some(0) => return settled(first),
+        _ => {}
+    }
+    if let Some(at) = rest.iter().position(|(relation, _)| *relation == Relation::Approximately) {
+        rest.truncate(at);
+    }
+    if let Some((Relation::Equal, last)) = rest.last_mut() {
+        *last = settled(last);
+    }
+    Node::Chain(Box::new(first.clone()), rest)
+}
+
+/// Lists within a list are spread into it.
+fn flattened(parts: Vec<Node>) -> Vec<Node> {
+    let mut flat = vec![];
+    for part in parts {
+        match part {
+            Node::List(_, inner) => flat.extend(inner),
+            part => flat.push(part),
+        }
+    }
+    flat
+}
+
+/// Both answers with variables in lower case, unless one of them tells variables apart by case.
+fn one_spelling(gold: &Node, pred: &Node) -> (Node, Node) {
+    let capital = |node: &Node| {
+        node.any(&|node| match node {
+            Node::Symbol(name) | Node::Apply(name, _) => name.bytes().any(|byte| byte.is_ascii_uppercase()),
+            _ => false,
+        })
+    };
+    let clashes = |node: &Node| {
+        let mut names = vec![];
+        node.variables(&mut names);
+        let lower: Vec<String> = names.iter().map(|name| name.to_ascii_lowercase()).collect();
+        lower.iter().enumerate().any(|(at, name)| lower[..at].contains(name))
+    };
+    if !(capital(gold) || capital(pred)) || clashes(gold) || clashes(pred) {
+        return (gold.clone(), pred.clone());
+    }
+    let lower = |name: &str| match name {
+        "E" | "I" => name.to_owned(),
+        name => name.to_ascii_lowercase(),
+    };
+    (gold.renamed(&lower), pred.renamed(&lower))
+}
+
+/// The prediction with its variables named as in the reference, in order of appearance.
+fn renamed_as(gold: &Node, pred: &Node) -> Node {
+    let (mut wanted, mut found) = (vec![], vec![]);
+    gold.variables(&mut wanted);
+    pred.variables(&mut found);
+    if wanted.len() != found.len() {
+        return pred.clone();
+    }
+    pred.renamed(&|name| {
+        let at = found.iter().position(|known| *known == name);
+        at.map_or(name, |at| wanted[at]).to_owned()
+    })
+}

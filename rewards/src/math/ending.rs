@@ -1,0 +1,231 @@
+//! The answer of a text that marks none: the formula or number that ends it.
+//!
+//! Invariant: a number that touches anything that could change its value is no answer.
+
+use std::sync::LazyLock;
+
+use regex::Regex;
+
+use super::extract::{Found, MAX_BOXES, MAX_WHOLE};
+use super::lex;
+
+/// Characters before the last digit of a text that its last number may begin in.
+const WINDOW: usize = 80;
+
+/// The formula or number that ends the text, whichever is later, or a short text as a whole.
+pub(super) fn ending(text: &str) -> Vec<Found<'_>> {
+    let formulas = last_formulas(text);
+    let plain = formulas.as_ref().map_or(0, |(_, end)| *end);
+    let rest = &text[plain..];
+    let mut found = vec![];
+    if formulas.is_none() {
+        let whole = text.trim();
+        let arithmetic = whole.chars().all(|c| c.is_ascii_digit() || " +-*x/^().=\u{d7}\u{f7}".contains(c));
+        let unevaluated = arithmetic
+            && whole.contains(['+', '-', '*', 'x', '/', '\u{d7}', '\u{f7}'])
+            && !whole
+                .trim_start_matches('-')
+                .bytes()
+                .all(|byte| byte.is_ascii_digit() || byte == b'/' || byte == b'.');
+        let asked = whole.ends_with(['?', '!']);
+        let whole = whole.trim_matches(['*', '_', ' ']);
+        let prose = has_plain_word(whole) && whole.contains(|c: char| c.is_ascii_digit());
+        if !whole.is_empty()
+            && !prose
+            && whole.len() <= MAX_WHOLE
+            && !unevaluated
+            && !asked
+            && !whole.contains('\n')
+        {
+            found.push(Found::plain(whole));
+        }
+    }
+    // The numbers inside formulas are parts of them, and no answer by themselves.
+    if rest.contains(|c: char| c.is_ascii_digit()) {
+        found.extend(last_number(rest).map(Found::plain));
+    } else {
+        found.extend(formulas.and_then(|(found, _)| found));
+    }
+    found
+}
+
+/// The last formula with those before it that are listed with it, and where it ends.
+///
+/// A single `$...$` that spans lines is more likely two amounts of money: it ends what is searched, and is no answer.
+pub(super) fn last_formulas(text: &str) -> Option<(Option<Found<'_>>, usize)> {
+    let all = formulas(text);
+    let (last, earlier) = all.split_last()?;
+    if !last.whole_line {
+        return Some((None, last.whole.1));
+    }
+    let mut group = vec![&text[last.content.0..last.content.1]];
+    let mut start = last.whole.0;
+    for formula in earlier.iter().rev() {
+        let gap = text[formula.whole.1..start].trim();
+        let lists = matches!(gap, "," | "and" | "or" | ", and" | ", or" | ";");
+        if !lists || group.len() >= MAX_BOXES || !formula.whole_line {
+            break;
+        }
+        group.push(&text[formula.content.0..formula.content.1]);
+        start = formula.whole.0;
+    }
+    group.reverse();
+    let found = match group.as_slice() {
+        [single] => Found::formula(*single),
+        several => Found::formula(several.join(", ")),
+    };
+    Some((Some(found), last.whole.1))
+}
+
+/// `and`, `or`, also without a blank before the variable that follows.
+fn joins(word: &str) -> bool {
+    ["and", "or"].iter().any(|joint| word.strip_prefix(joint).is_some_and(|rest| rest.len() < 2))
+}
+
+/// Whether a run of letters is no command; joints do not count.
+fn has_plain_word(text: &str) -> bool {
+    let mut before = ' ';
+    text.split_inclusive(|c: char| !c.is_ascii_alphabetic()).any(|piece| {
+        let word = piece.trim_end_matches(|c: char| !c.is_ascii_alphabetic());
+        let found = word.len() > 1 && before != '\\' && !joins(word) && !lex::is_function(word);
+        before = piece.chars().next_back().unwrap_or(' ');
+        found
+    })
+}
+
+struct Formula {
+    /// With its delimiters, in bytes.
+    whole: (usize, usize),
+    /// Without them.
+    content: (usize, usize),
+    /// In one line, as formulas within a sentence are.
+    whole_line: bool,
+}
+
+/// Everything between formula delimiters.
+fn formulas(text: &str) -> Vec<Formula> {
+    let mut found = vec![];
+    let mut at = 0;
+    while let Some(skip) = text[at..].find(['$', '\\']) {
+        at += skip;
+        let rest = &text[at..];
+        let delimiters = [("$$", "$$"), ("\\[", "\\]"), ("\\(", "\\)"), ("$", "$")];
+        let Some((open, close)) = delimiters.into_iter().find(|(open, _)| rest.starts_with(open)) else {
+            // An escaped sign, or a command.
+            at += 1 + rest[1..].chars().next().map_or(0, char::len_utf8);
+            continue;
+        };
+        let inner = &rest[open.len()..];
+        let end = close_of(inner, close);
+        let inline = open == "$" || open == "\\(";
+        let Some(end) = end.filter(|end| !inner[..*end].trim().is_empty()) else {
+            at += open.len();
+            continue;
+        };
+        let from = at + open.len();
+        let whole_line = !(inline && inner[..end].contains('\n'));
+        found.push(Formula {
+            whole: (at, from + end + close.len()),
+            content: (from, from + end),
+            whole_line,
+        });
+        at = from + end + close.len();
+    }
+    found
+}
+
+fn close_of(inner: &str, close: &str) -> Option<usize> {
+    let mut from = 0;
+    loop {
+        let at = from + inner[from..].find(close)?;
+        if close.starts_with('\\') || !inner[..at].ends_with('\\') {
+            return Some(at);
+        }
+        from = at + close.len();
+    }
+}
+
+/// The last number of a text without formulas, if it stands by itself.
+fn last_number(text: &str) -> Option<&str> {
+    static NUMBER: LazyLock<Regex> = LazyLock::new(|| {
+        compiled(
+            r"[0-9]{1,3}(?: [0-9]{3})+\b|[0-9]+ [0-9]+/[0-9]+|[0-9.,:/]*[0-9](?:[0-9.,:/]*[0-9])?(?:[eE][+-]?[0-9]+)?",
+        )
+    });
+    // Only where the last number can be: from the white space before its last digits on.
+    let digit = text.rfind(|c: char| c.is_ascii_digit())?;
+    let from = text[..digit].char_indices().rev().nth(WINDOW).map_or(0, |(at, _)| at);
+    let window = text[from..].find(char::is_whitespace).filter(|_| from > 0).map_or(from, |at| from + at);
+    let found = NUMBER.find_at(text, window.min(digit));
+    let found = std::iter::successors(found, |found| NUMBER.find_at(text, found.end())).last()?;
+    let (before, after) = (&text[..found.start()], &text[found.end()..]);
+    let negative = before.ends_with(['-', '\u{2212}']);
+    let before = if negative { before.trim_end_matches(['-', '\u{2212}']) } else { before };
+    // "**18**" is set in bold.
+    let (before, after) = match before.strip_suffix("**") {
+        Some(inner) if after.contains("**") => (inner, after.strip_prefix("**").unwrap_or(after)),
+        _ => (before, after),
+    };
+    // Signs next to the number, or on the other side of a blank, that make it a part of something else.
+    let touches = |c: char| c.is_alphanumeric() || "_^\\{}()[]|<>~\u{221a}".contains(c);
+    let operates = |c: char| "+*/^=-\u{2212}\u{d7}\u{f7}\u{b7}".contains(c);
+    let joined_before = before.chars().next_back().is_some_and(touches)
+        || before.trim_end().chars().next_back().is_some_and(|c| operates(c) && c != '=');
+    let unit = unit_length(after);
+    let joined_after =
+        after[unit..].chars().next().is_some_and(|c| (touches(c) && c != ')') || ['!', '?'].contains(&c))
+            || after[unit..].trim_start().chars().next().is_some_and(operates);
+    if joined_before || joined_after {
+        return None;
+    }
+    let sign = text[..found.start()].chars().next_back().filter(|_| negative).map_or(0, char::len_utf8);
+    Some(&text[found.start() - sign..found.end() + unit])
+}
+
+/// Bytes of a unit that follows a number without a blank.
+fn unit_length(after: &str) -> usize {
+    let len = after.bytes().take_while(u8::is_ascii_alphabetic).count();
+    let ends = after[len..].chars().next().is_none_or(|c| c.is_whitespace() || ".,;:)*".contains(c));
+    if len > 1 && ends && super::words::unit(&after[..len]).is_some() { len } else { 0 }
+}
+
+pub(super) fn compiled(pattern: &str) -> Regex {
+    Regex::new(pattern).expect("constant pattern")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_text() {
+        for (text, expected) in [
+            ("first 3, then 4.", Some("4")),
+            ("it is -4 now", Some("-4")),
+            ("range 3-4", None),
+            ("3 - 4", None),
+            ("= 1 000 eggs", Some("1 000")),
+            ("2 1/2 cups", Some("2 1/2")),
+            ("so $x+1$ holds", Some("x+1")),
+            ("$x+1$ is 7", Some("7")),
+            ("costs $5 and $6", Some("6")),
+            ("at 12:00", Some("12:00")),
+            ("37+48", None),
+            ("5 + 6 =", None),
+            ("a4", None),
+            ("$ \n 9 \n $", None),
+            ("none", None),
+        ] {
+            let found = ending(text);
+            assert_eq!(
+                found
+                    .last()
+                    .filter(|found| found.text != "none" && found.text != text || found.formula)
+                    .map(|found| found.text.to_string())
+                    .as_deref(),
+                expected,
+                "{text:?}"
+            );
+        }
+    }
+}

@@ -1,0 +1,552 @@
+//! Cuts LaTeX or plain notation into tokens.
+//!
+//! Invariant: sizes, spacing, dollar and currency signs leave no token; digits with thousands marks are one number.
+//! Letters are variables in a formula, and words in plain text and in `\text{...}`.
+
+use num_bigint::BigInt;
+use num_rational::BigRational;
+use num_traits::Pow;
+
+use super::node::{Literal, Relation};
+use super::words;
+
+/// Longest answer that is read, in bytes.
+pub(super) const MAX_BYTES: usize = 4096;
+/// Most tokens of an answer.
+const MAX_TOKENS: usize = 1024;
+/// Most digits of a number.
+const MAX_DIGITS: usize = 400;
+/// Deepest nesting of texts and formulas.
+const MAX_DEPTH: usize = 6;
+
+/// The smallest unit of notation.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Token {
+    Number(Literal, String),
+    Symbol(String),
+    Word(String),
+    Command(String),
+    Sign(char),
+    Relation(Relation),
+    SetOpen,
+    SetClose,
+    Break,
+    Begin(String),
+    End(String),
+}
+
+/// A token and whether white space stands before it.
+#[derive(Clone, Debug)]
+pub(super) struct Lexeme {
+    pub(super) token: Token,
+    pub(super) spaced: bool,
+}
+
+/// How letters and commas are read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// Runs of letters are variables.
+    Formula,
+    /// Runs of letters are words; `$...$` is a formula.
+    Plain,
+    /// As plain, and a comma between digits is a decimal point.
+    PlainDecimalComma,
+}
+
+/// The tokens of an answer, or `None` if it is too long or not to be cut.
+pub(super) fn tokens(text: &str, mode: Mode) -> Option<Vec<Lexeme>> {
+    if text.len() > MAX_BYTES {
+        return None;
+    }
+    let text = unescaped(text);
+    let mut lexer = Lexer { out: Vec::with_capacity(16), brackets: 0, single: 0 };
+    lexer.run(&text, mode, 0)?;
+    Some(lexer.out)
+}
+
+/// Undoes the doubling of backslashes that a string literal leaves behind.
+fn unescaped(text: &str) -> std::borrow::Cow<'_, str> {
+    let doubled = |at: usize| text[at + 2..].starts_with(|c: char| c.is_ascii_alphabetic());
+    let commands = !text.contains("\\begin") && text.match_indices("\\\\").any(|(at, _)| doubled(at));
+    if commands || text.contains("\\\\begin") { text.replace("\\\\", "\\").into() } else { text.into() }
+}
+
+struct Lexer {
+    out: Vec<Lexeme>,
+    /// Open round and square brackets and sets: a comma inside separates.
+    brackets: usize,
+    /// Digits that are still numbers by themselves, after `\frac` or `\sqrt` without braces.
+    single: usize,
+}
+
+impl Lexer {
+    fn push(&mut self, token: Token, spaced: bool) {
+        self.out.push(Lexeme { token, spaced });
+    }
+
+    fn run(&mut self, text: &str, mode: Mode, depth: usize) -> Option<()> {
+        let mut rest = text;
+        let mut spaced = false;
+        while let Some(c) = rest.chars().next() {
+            if self.out.len() > MAX_TOKENS || depth > MAX_DEPTH {
+                return None;
+            }
+            let before = self.out.len();
+            rest = match c {
+                c if c.is_whitespace() || "~\u{200b}".contains(c) => {
+                    spaced = true;
+                    rest = &rest[c.len_utf8()..];
+                    continue;
+                }
+                '0'..='9' => self.number(rest, mode, spaced)?,
+                '.' if rest[1..].starts_with(|c: char| c.is_ascii_digit()) => {
+                    self.number(rest, mode, spaced)?
+                }
+                '\\' => self.command(rest, mode, spaced, depth)?,
+                '$' => self.dollar(rest, mode, depth)?,
+                'a'..='z' | 'A'..='Z' => self.letters(rest, mode, spaced),
+                _ => self.sign(rest, spaced)?,
+            };
+            spaced = spaced && self.out.len() == before;
+        }
+        Some(())
+    }
+
+    /// A formula inside plain text; a lone dollar is money.
+    fn dollar<'a>(&mut self, text: &'a str, mode: Mode, depth: usize) -> Option<&'a str> {
+        let inner = text.trim_start_matches('$');
+        if mode == Mode::Formula {
+            return Some(inner);
+        }
+        let Some(end) = inner.find('$') else { return Some(inner) };
+        self.run(&inner[..end], Mode::Formula, depth + 1)?;
+        Some(inner[end..].trim_start_matches('$'))
+    }
+
+    fn number<'a>(&mut self, text: &'a str, mode: Mode, spaced: bool) -> Option<&'a str> {
+        if self.single > 0 {
+            self.single -= 1;
+            let (digit, rest) = text.split_at(1);
+            self.push(Token::Number(literal(digit, "")?, digit.to_owned()), spaced);
+            return (digit != ".").then_some(rest);
+        }
+        let (digits, mut rest) = self.whole_part(text, mode);
+        let mut decimals = "";
+        let point = rest.strip_prefix('.').or_else(|| rest.strip_prefix("{.}"));
+        let comma = rest.strip_prefix(',').filter(|_| mode == Mode::PlainDecimalComma);
+        if let Some(after) = point.or(comma) {
+            let len = digit_count(after);
+            if len > 0
+                || (point.is_some() && !after.trim_start().is_empty() && !after.starts_with(['.', ' ']))
+            {
+                (decimals, rest) = after.split_at(len);
+            }
+        }
+        let mut number = literal(&digits, decimals)?;
+        // `1.5e3` and `2E-4`, but not `2e` or `2e^x`.
+        if let Some(power) = rest.strip_prefix(['e', 'E']) {
+            let sign = usize::from(power.starts_with(['-', '+']));
+            let len = sign + digit_count(&power[sign..]);
+            if len > sign && (mode != Mode::Formula || !decimals.is_empty()) {
+                let exponent: i32 = power[..len].parse().ok()?;
+                let size =
+                    usize::try_from(exponent.unsigned_abs()).ok().filter(|size| *size <= MAX_DIGITS)?;
+                let ten = BigRational::from(BigInt::from(10u8).pow(u32::try_from(size).ok()?));
+                number.value = if exponent < 0 { number.value / ten } else { number.value * ten };
+                number.places = 0;
+                rest = &power[len..];
+            }
+        }
+        self.push(Token::Number(number, digits), spaced);
+        Some(rest)
+    }
+
+    /// The digits before the decimal point, thousands marks removed.
+    fn whole_part<'a>(&self, text: &'a str, mode: Mode) -> (String, &'a str) {
+        let (first, mut rest) = text.split_at(digit_count(text));
+        let mut digits = first.to_owned();
+        if (1..=3).contains(&first.len()) && !first.starts_with('0') {
+            while let Some(len) = thousands_mark(rest, self.brackets > 0, mode) {
+                if digit_count(&rest[len..]) != 3 {
+                    break;
+                }
+                digits.push_str(&rest[len..len + 3]);
+                rest = &rest[len + 3..];
+            }
+        }
+        (digits, rest)
+    }
+
+    fn letters<'a>(&mut self, text: &'a str, mode: Mode, spaced: bool) -> &'a str {
+        let len = text.bytes().take_while(u8::is_ascii_alphabetic).count();
+        let (run, rest) = text.split_at(len);
+        self.single = self.single.saturating_sub(1);
+        let lower = run.to_ascii_lowercase();
+        if len > 1 && self.known_name(&lower, run, mode, rest, spaced) {
+            return rest;
+        }
+        let word = if mode == Mode::Formula { words::looks_like_a_word(run) } else { len > 1 };
+        // "1orW(x)": no blank around the word.
+        for joint in ["or", "and"] {
+            if let Some(tail) = run.strip_prefix(joint).filter(|tail| tail.len() == 1 && word) {
+                self.push(Token::Word(joint.to_owned()), spaced);
+                self.push(Token::Symbol(tail.to_owned()), false);
+                return rest;
+            }
+        }
+        if word {
+            let possessive = rest.strip_prefix("'s").unwrap_or(rest);
+            self.push(Token::Word(run.to_owned()), spaced);
+            return possessive;
+        }
+        for (at, letter) in run.chars().enumerate() {
+            self.push(Token::Symbol(letter.to_string()), spaced && at == 0);
+        }
+        rest
+    }
+
+    /// Names that mean the same with and without a backslash.
+    fn known_name(&mut self, lower: &str, run: &str, mode: Mode, rest: &str, spaced: bool) -> bool {
+        let token = match lower {
+            "and" | "or" | "percent" | "percentage" | "pct" => Token::Word(lower.to_owned()),
+            "is" | "are" | "equals" if mode != Mode::Formula => Token::Relation(Relation::Equal),
+            "infinity" | "inf" | "infty" => Token::Command("infty".to_owned()),
+            "pi" | "sqrt" | "frac" => Token::Command(lower.to_owned()),
+            name if run == name
+                && is_function(name)
+                && (mode != Mode::Formula || rest.trim_start().starts_with('(')) =>
+            {
+                Token::Command(name.to_owned())
+            }
+            _ => return false,
+        };
+        self.push(token, spaced);
+        true
+    }
+
+    fn command<'a>(&mut self, text: &'a str, mode: Mode, spaced: bool, depth: usize) -> Option<&'a str> {
+        let after = &text[1..];
+        let len = after.bytes().take_while(u8::is_ascii_alphabetic).count();
+        if len == 0 {
+            return self.escaped_sign(after, spaced);
+        }
+        let (name, rest) = split_name(after, len);
+        match name {
+            "left" | "right" | "middle" | "mleft" | "mright" => {
+                return Some(rest.strip_prefix('.').unwrap_or(rest));
+            }
+            "begin" | "end" => {
+                let (environment, rest) = rest.trim_start().strip_prefix('{')?.split_once('}')?;
+                let environment = environment.to_owned();
+                let token = if name == "begin" { Token::Begin(environment) } else { Token::End(environment) };
+                self.push(token, spaced);
+                return Some(rest);
+            }
+            "text" | "textbf" | "textit" | "textrm" | "textnormal" | "mathrm" | "mbox" | "operatorname"
+            | "mathop" | "textsf" | "texttt" | "mathsf" | "rm" | "hbox" => {
+                return self.text(name, rest, mode, spaced, depth);
+            }
+            "lbrace" => self.push(Token::SetOpen, spaced),
+            "rbrace" => self.push(Token::SetClose, spaced),
+            name if ignored(name) => return Some(rest),
+            name => match translated(name) {
+                Some(token) => self.push(token, spaced),
+                None => self.push(Token::Command(name.to_owned()), spaced),
+            },
+        }
+        let braced = rest.trim_start().starts_with(['{', '[', '(']);
+        match name {
+            "frac" | "dfrac" | "tfrac" | "cfrac" if !braced => self.single = 2,
+            "sqrt" if !braced => self.single = 1,
+            _ => {}
+        }
+        Some(rest)
+    }
+
+    fn escaped_sign<'a>(&mut self, after: &'a str, spaced: bool) -> Option<&'a str> {
+        let sign = after.chars().next()?;
+        match sign {
+            '{' => {
+                self.brackets += 1;
+                self.push(Token::SetOpen, spaced);
+            }
+            '}' => {
+                self.brackets = self.brackets.saturating_sub(1);
+                self.push(Token::SetClose, spaced);
+            }
+            '\\' => self.push(Token::Break, spaced),
+            '%' => self.push(Token::Sign('%'), spaced),
+            '|' => self.push(Token::Sign('|'), spaced),
+            _ => {}
+        }
+        Some(&after[sign.len_utf8()..])
+    }
+
+    /// `\text{...}`: words, numbers, one letter, or the name of a function.
+    fn text<'a>(
+        &mut self,
+        name: &str,
+        rest: &'a str,
+        mode: Mode,
+        spaced: bool,
+        depth: usize,
+    ) -> Option<&'a str> {
+        let rest = rest.trim_start().trim_start_matches('*');
+        let Some(inner) = rest.strip_prefix('{') else {
+            return if name == "rm" || rest.is_empty() { Some(rest) } else { None };
+        };
+        let len = super::extract::balanced(inner)?;
+        let (content, rest) = (&inner[..len], &inner[len + 1..]);
+        let trimmed = content.trim();
+        if is_function(trimmed) {
+            self.push(Token::Command(trimmed.to_owned()), spaced);
+        } else if !self.out.is_empty() && words::unit(trimmed).is_some() {
+            self.push(Token::Word(trimmed.to_owned()), true);
+        } else if name == "operatorname" {
+            self.push(Token::Symbol(trimmed.to_owned()), spaced);
+        } else if !trimmed.is_empty() && trimmed != "th" {
+            let first = self.out.len();
+            let inner = if mode == Mode::Formula { Mode::Plain } else { mode };
+            self.run(content, inner, depth + 1)?;
+            if let Some(lexeme) = self.out.get_mut(first) {
+                lexeme.spaced = true;
+            }
+        }
+        Some(rest)
+    }
+
+    fn sign<'a>(&mut self, text: &'a str, spaced: bool) -> Option<&'a str> {
+        let sign = text.chars().next()?;
+        let rest = &text[sign.len_utf8()..];
+        let two = |second: char| rest.strip_prefix(second);
+        let (token, rest) = match sign {
+            '<' | '>' if two('=').is_some() => {
+                let relation = if sign == '<' { Relation::LessEqual } else { Relation::GreaterEqual };
+                (Token::Relation(relation), &rest[1..])
+            }
+            '=' if two('>').is_some() => return None,
+            '=' => (Token::Relation(Relation::Equal), two('=').unwrap_or(rest)),
+            '!' if two('=').is_some() => (Token::Relation(Relation::Unequal), &rest[1..]),
+            '*' => (Token::Sign(if two('*').is_some() { '^' } else { '*' }), two('*').unwrap_or(rest)),
+            '{' if rest.trim_start().starts_with('}') => {
+                return rest.trim_start().strip_prefix('}');
+            }
+            '&' | '+' | '-' | '/' | '^' | '_' | '{' | '}' | '|' | ',' | ';' | ':' | '!' | '%' | '\'' => {
+                (Token::Sign(sign), rest)
+            }
+            '(' | '[' => {
+                self.brackets += 1;
+                (Token::Sign(sign), rest)
+            }
+            ')' | ']' => {
+                self.brackets = self.brackets.saturating_sub(1);
+                (Token::Sign(sign), rest)
+            }
+            '.' | '"' | '`' | '?' | '\u{20ac}' | '\u{a3}' | '\u{a5}' | '\u{2019}' => return Some(rest),
+            '\u{b2}' | '\u{b3}' => {
+                self.push(Token::Sign('^'), false);
+                let digit = if sign == '\u{b2}' { "2" } else { "3" };
+                (Token::Number(literal(digit, "")?, digit.to_owned()), rest)
+            }
+            sign => (unicode(sign)?, rest),
+        };
+        self.push(token, spaced);
+        Some(rest)
+    }
+}
+
+/// Length of a thousands mark that the text begins with.
+fn thousands_mark(text: &str, inside_brackets: bool, mode: Mode) -> Option<usize> {
+    let trimmed = text.trim_start_matches(' ');
+    if let Some(inner) = trimmed.strip_prefix('{') {
+        let inner =
+            inner.trim_start().strip_prefix(',')?.trim_start().strip_prefix('}')?.trim_start_matches(' ');
+        return Some(text.len() - inner.len());
+    }
+    let space = ["\\,", "\\ ", "~", " ", "\\!", "\u{a0}", "\u{202f}", "\u{2009}"];
+    if let Some(mark) = space.iter().find(|mark| text.starts_with(**mark)) {
+        return (!inside_brackets).then_some(mark.len());
+    }
+    let after = text.strip_prefix(',')?;
+    if let Some(mark) = ["\\!", "\\,"].iter().find(|mark| after.starts_with(**mark)) {
+        let digits = after[mark.len()..].trim_start_matches(' ');
+        return (*mark == "\\!" || !inside_brackets).then_some(text.len() - digits.len());
+    }
+    (!inside_brackets || mode != Mode::Formula).then_some(1)
+}
+
+/// The exact value of digits with decimals.
+fn literal(digits: &str, decimals: &str) -> Option<Literal> {
+    if digits.len() + decimals.len() > MAX_DIGITS || (digits.is_empty() && decimals.is_empty()) {
+        return None;
+    }
+    let leading = digits.bytes().chain(decimals.bytes()).take_while(|digit| *digit == b'0').count();
+    let significant = u32::try_from(digits.len() + decimals.len() - leading).ok()?;
+    let places = u32::try_from(decimals.len()).ok()?;
+    let value = if digits.len() + decimals.len() <= 18 {
+        let whole = digits.bytes().chain(decimals.bytes()).try_fold(0i64, |value, digit| {
+            digit.is_ascii_digit().then(|| value * 10 + i64::from(digit - b'0'))
+        })?;
+        BigRational::new(whole.into(), 10i64.pow(places).into())
+    } else {
+        let whole: BigInt = format!("{digits}{decimals}").parse().ok()?;
+        BigRational::new(whole, BigInt::from(10u8).pow(places))
+    };
+    Some(Literal { value, places, significant })
+}
+
+pub(super) fn digit_count(text: &str) -> usize {
+    text.bytes().take_while(u8::is_ascii_digit).count()
+}
+
+/// A command's name; one that runs into what follows it (`\quadx`) is cut.
+fn split_name(after: &str, len: usize) -> (&str, &str) {
+    const CUT: [&str; 10] = ["qquad", "quad", "infty", "times", "cdot", "sqrt", "frac", "neq", "leq", "geq"];
+    let name = &after[..len];
+    let cut = CUT.iter().find(|known| name.starts_with(**known) && name.len() == known.len() + 1);
+    after.split_at(cut.map_or(len, |known| known.len()))
+}
+
+fn ignored(name: &str) -> bool {
+    matches!(
+        name,
+        "displaystyle"
+            | "textstyle"
+            | "scriptstyle"
+            | "limits"
+            | "nolimits"
+            | "big"
+            | "Big"
+            | "bigg"
+            | "Bigg"
+            | "bigl"
+            | "bigr"
+            | "Bigl"
+            | "Bigr"
+            | "biggl"
+            | "biggr"
+            | "quad"
+            | "qquad"
+            | "enspace"
+            | "thinspace"
+            | "ldots"
+            | "dots"
+            | "cdots"
+            | "boxed"
+            | "fbox"
+            | "hline"
+            | "nonumber"
+            | "strut"
+            | "square"
+            | "blacksquare"
+            | "qed"
+            | "euro"
+            | "pounds"
+    )
+}
+
+fn translated(name: &str) -> Option<Token> {
+    let relation = match name {
+        "le" | "leq" | "leqslant" | "leqq" => Relation::LessEqual,
+        "ge" | "geq" | "geqslant" | "geqq" => Relation::GreaterEqual,
+        "lt" => Relation::Less,
+        "gt" => Relation::Greater,
+        "ne" | "neq" => Relation::Unequal,
+        "approx" | "simeq" | "sim" | "thickapprox" => Relation::Approximately,
+        "equiv" => Relation::Congruent,
+        "in" => Relation::In,
+        "notin" => Relation::NotIn,
+        "eq" => Relation::Equal,
+        _ => {
+            return Some(match name {
+                "cdot" | "times" | "ast" | "bullet" => Token::Sign('*'),
+                "div" => Token::Sign('/'),
+                "pm" => Token::Sign('\u{b1}'),
+                "mp" => Token::Sign('\u{2213}'),
+                "cup" | "bigcup" | "lor" | "vee" => Token::Sign('\u{222a}'),
+                "cap" | "bigcap" | "land" | "wedge" => Token::Sign('\u{2229}'),
+                "setminus" | "backslash" | "smallsetminus" => Token::Sign('\u{2216}'),
+                "lvert" | "rvert" | "vert" | "mid" | "lVert" | "rVert" | "Vert" => Token::Sign('|'),
+                "colon" => Token::Sign(':'),
+                "circ" | "degree" => Token::Command("circ".to_owned()),
+                "lbrack" => Token::Sign('['),
+                "rbrack" => Token::Sign(']'),
+                "lparen" => Token::Sign('('),
+                "rparen" => Token::Sign(')'),
+                "prime" => Token::Sign('\''),
+                "varnothing" => Token::Command("emptyset".to_owned()),
+                "dfrac" | "tfrac" | "cfrac" => Token::Command("frac".to_owned()),
+                "dbinom" | "tbinom" => Token::Command("binom".to_owned()),
+                "langle" => Token::Sign('('),
+                "rangle" => Token::Sign(')'),
+                _ => return None,
+            });
+        }
+    };
+    Some(Token::Relation(relation))
+}
+
+fn unicode(sign: char) -> Option<Token> {
+    Some(match sign {
+        '<' => Token::Relation(Relation::Less),
+        '>' => Token::Relation(Relation::Greater),
+        '\u{2264}' => Token::Relation(Relation::LessEqual),
+        '\u{2265}' => Token::Relation(Relation::GreaterEqual),
+        '\u{2260}' => Token::Relation(Relation::Unequal),
+        '\u{2248}' => Token::Relation(Relation::Approximately),
+        '\u{2208}' => Token::Relation(Relation::In),
+        '\u{2212}' | '\u{2013}' => Token::Sign('-'),
+        '\u{d7}' | '\u{b7}' | '\u{22c5}' => Token::Sign('*'),
+        '\u{f7}' => Token::Sign('/'),
+        '\u{b1}' | '\u{222a}' | '\u{2229}' | '\u{2216}' => Token::Sign(sign),
+        '\u{b0}' => Token::Command("circ".to_owned()),
+        '\u{221e}' => Token::Command("infty".to_owned()),
+        '\u{221a}' => Token::Command("sqrt".to_owned()),
+        '\u{3c0}' => Token::Command("pi".to_owned()),
+        '\u{2205}' => Token::Command("emptyset".to_owned()),
+        '\u{211d}' => Token::Symbol("\u{211d}".to_owned()),
+        sign if sign.is_alphabetic() => Token::Symbol(sign.to_string()),
+        _ => return None,
+    })
+}
+
+/// Names of functions, with or without a backslash.
+pub(super) fn is_function(name: &str) -> bool {
+    matches!(
+        name,
+        "sin"
+            | "cos"
+            | "tan"
+            | "cot"
+            | "sec"
+            | "csc"
+            | "arcsin"
+            | "arccos"
+            | "arctan"
+            | "arccot"
+            | "sinh"
+            | "cosh"
+            | "tanh"
+            | "arsinh"
+            | "arcosh"
+            | "artanh"
+            | "arcsinh"
+            | "arccosh"
+            | "arctanh"
+            | "asin"
+            | "acos"
+            | "atan"
+            | "ln"
+            | "log"
+            | "lg"
+            | "exp"
+            | "abs"
+            | "gcd"
+            | "lcm"
+            | "max"
+            | "min"
+            | "det"
+            | "floor"
+            | "ceil"
+    )
+}

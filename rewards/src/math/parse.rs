@@ -1,0 +1,479 @@
+//! Reads the tokens of an answer as a tree: a Pratt parser from lists down to factors; `operand` reads what stands
+//! between the operators.
+//!
+//! Invariant: the whole answer is read or none of it; depth is bounded by [`MAX_DEPTH`].
+
+use num_traits::{One, Signed};
+
+use super::lex::{self, Lexeme, Mode, Token};
+use super::node::{Joint, Node, Relation};
+use super::words;
+
+/// Deepest nesting that is read.
+const MAX_DEPTH: usize = 40;
+/// Most parts of a list, a set or a tuple.
+const MAX_PARTS: usize = 64;
+
+/// Choices where notation is ambiguous.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Options {
+    /// Letters and commas.
+    pub(super) mode: Mode,
+    /// Whether `1/2x` is `(1/2)x` and not `1/(2x)`.
+    pub(super) loose_division: bool,
+}
+
+/// The tree of an answer; `None` if it cannot be read to its end.
+pub(super) fn answer(text: &str, options: Options) -> Option<Node> {
+    let lexemes = lex::tokens(text, options.mode)?;
+    let mut parser = Parser { lexemes: &lexemes, at: 0, depth: 0, bars: 0, options };
+    let node = parser.list()?;
+    parser.closing_remarks();
+    (parser.at == lexemes.len()).then_some(node)
+}
+
+pub(super) struct Parser<'a> {
+    pub(super) lexemes: &'a [Lexeme],
+    pub(super) at: usize,
+    pub(super) depth: usize,
+    /// Absolute values that are open: the next bar closes one.
+    pub(super) bars: usize,
+    pub(super) options: Options,
+}
+
+impl<'a> Parser<'a> {
+    pub(super) fn peek(&self) -> Option<&'a Token> {
+        self.lexemes.get(self.at).map(|lexeme| &lexeme.token)
+    }
+
+    pub(super) fn peek_at(&self, ahead: usize) -> Option<&'a Token> {
+        self.lexemes.get(self.at + ahead).map(|lexeme| &lexeme.token)
+    }
+
+    pub(super) fn spaced(&self) -> bool {
+        self.lexemes.get(self.at).is_some_and(|lexeme| lexeme.spaced)
+    }
+
+    pub(super) fn sign(&self, sign: char) -> bool {
+        self.peek() == Some(&Token::Sign(sign))
+    }
+
+    pub(super) fn eat(&mut self, sign: char) -> bool {
+        let found = self.sign(sign);
+        self.at += usize::from(found);
+        found
+    }
+
+    pub(super) fn expect(&mut self, sign: char) -> Option<()> {
+        self.eat(sign).then_some(())
+    }
+
+    /// One level deeper, or `None` at the limit.
+    pub(super) fn nested<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
+        if self.depth >= MAX_DEPTH {
+            return None;
+        }
+        self.depth += 1;
+        let read = read(self);
+        self.depth -= 1;
+        read
+    }
+
+    /// Inside parentheses, where a bar opens an absolute value again.
+    pub(super) fn enclosed<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
+        let bars = std::mem::take(&mut self.bars);
+        let read = self.nested(read);
+        self.bars = bars;
+        read
+    }
+
+    fn word(&self) -> Option<&'a str> {
+        match self.peek() {
+            Some(Token::Word(word)) => Some(word),
+            _ => None,
+        }
+    }
+
+    /// Trailing separators, and in plain text a remark in parentheses.
+    fn closing_remarks(&mut self) {
+        while self.sign(',') || self.sign(';') || self.sign(':') {
+            self.at += 1;
+        }
+        if self.options.mode != Mode::Formula && self.sign('(') && self.spaced() {
+            self.at = self.lexemes.len();
+        }
+    }
+
+    /// Comma, semicolon, `and` or `or`, or several of them.
+    fn separator(&mut self) -> Option<(Joint, bool)> {
+        let mut found = None;
+        let mut semicolon = false;
+        loop {
+            let joint = match self.peek() {
+                Some(Token::Sign(',')) => Joint::Comma,
+                Some(Token::Sign(';')) => {
+                    semicolon = true;
+                    Joint::Comma
+                }
+                Some(Token::Word(word)) if word == "and" => Joint::And,
+                Some(Token::Word(word)) if word == "or" => Joint::Or,
+                _ => break,
+            };
+            found = Some(if joint == Joint::Comma { found.unwrap_or(joint) } else { joint });
+            self.at += 1;
+        }
+        found.map(|joint| (joint, semicolon))
+    }
+
+    /// One element, or several that are separated.
+    pub(super) fn list(&mut self) -> Option<Node> {
+        self.nested(|parser| {
+            let (joint, mut parts) = parser.parts()?;
+            if parts.len() == 1 { parts.pop() } else { Some(assigned_together(joint, parts)) }
+        })
+    }
+
+    /// The elements of a list or of what brackets enclose; at least one.
+    pub(super) fn parts(&mut self) -> Option<(Joint, Vec<Node>)> {
+        let mut groups: Vec<Vec<Node>> = vec![vec![self.element()?]];
+        let mut joint = Joint::Comma;
+        loop {
+            let before = self.at;
+            let Some((found, semicolon)) = self.separator() else { break };
+            if self.at_end() {
+                self.at = before;
+                self.closing_remarks();
+                break;
+            }
+            let element = self.element()?;
+            joint = if found == Joint::Comma { joint } else { found };
+            match groups.last_mut() {
+                Some(group) if !semicolon => group.push(element),
+                _ => groups.push(vec![element]),
+            }
+            if groups.iter().map(Vec::len).sum::<usize>() > MAX_PARTS {
+                return None;
+            }
+        }
+        // `1, 2; 3, 4` are pairs; `1; 2; 3` are elements.
+        let paired = groups.len() > 1 && groups.iter().any(|group| group.len() > 1);
+        let parts = if paired {
+            groups.into_iter().map(Node::Tuple).collect()
+        } else {
+            groups.into_iter().flatten().collect()
+        };
+        Some((joint, parts))
+    }
+
+    fn at_end(&self) -> bool {
+        match self.peek() {
+            None | Some(Token::SetClose | Token::End(_) | Token::Break) => true,
+            Some(Token::Sign(sign)) => ")]}".contains(*sign),
+            _ => false,
+        }
+    }
+
+    /// A chain of relations, or a set expression.
+    fn element(&mut self) -> Option<Node> {
+        let label = self.leading_words()?;
+        let first = match label {
+            Some(words) if self.at_end() || self.separates() => return Some(Node::Words(words)),
+            Some(words) if matches!(self.peek(), Some(Token::Relation(_))) => Node::Symbol(words),
+            _ => self.set_expression()?,
+        };
+        let mut rest = vec![];
+        while let Some(Token::Relation(relation)) = self.peek() {
+            self.at += 1;
+            let trailing = self.at_end() && *relation == Relation::Equal;
+            if trailing || rest.len() > MAX_PARTS {
+                return None;
+            }
+            self.leading_words()?;
+            let member = self.set_expression()?;
+            rest.push((*relation, member));
+        }
+        Some(if rest.is_empty() { first } else { Node::Chain(Box::new(first), rest) })
+    }
+
+    fn separates(&self) -> bool {
+        matches!(self.peek(), Some(Token::Sign(',' | ';'))) || matches!(self.word(), Some("and" | "or"))
+    }
+
+    /// Words before a number or a formula; `None` if one of them says that the answer is another one.
+    #[expect(clippy::option_option, reason = "no words are not the same as words that cannot be passed over")]
+    fn leading_words(&mut self) -> Option<Option<String>> {
+        let mut found: Vec<&str> = vec![];
+        while let Some(word) = self.word() {
+            if matches!(word, "and" | "or") && found.is_empty() {
+                self.at += 1;
+                continue;
+            }
+            if self.separates() {
+                break;
+            }
+            found.push(word);
+            self.at += 1;
+            // "June 20" and "Room 5" stay together by the label rule below; apostrophes and colons part words.
+            while found.len() < MAX_PARTS && (self.sign('\'') || (self.sign(':') && self.word_after())) {
+                self.at += 1;
+            }
+            if found.len() >= MAX_PARTS {
+                return None;
+            }
+        }
+        if found.is_empty() {
+            return Some(None);
+        }
+        self.eat(':');
+        let whole = self.at_end() || self.separates();
+        if !whole && found.iter().any(|word| words::changes_value(word)) {
+            return None;
+        }
+        Some(Some(found.join(" ").to_ascii_lowercase()))
+    }
+
+    fn word_after(&self) -> bool {
+        matches!(self.peek_at(1), Some(Token::Word(_)))
+    }
+
+    /// Unions, intersections and differences over sums.
+    fn set_expression(&mut self) -> Option<Node> {
+        let mut node = self.sum()?;
+        while let Some(Token::Sign(sign)) = self.peek() {
+            let join = match sign {
+                '\u{222a}' => Node::Union,
+                '\u{2229}' => Node::Intersection,
+                '\u{2216}' => Node::Difference,
+                _ => break,
+            };
+            self.at += 1;
+            node = join(Box::new(node), Box::new(self.sum()?));
+        }
+        Some(node)
+    }
+
+    pub(super) fn sum(&mut self) -> Option<Node> {
+        self.nested(Self::terms)
+    }
+
+    fn terms(&mut self) -> Option<Node> {
+        let mut terms = vec![];
+        while let Some(sign) = self.additive_sign().or(terms.is_empty().then_some('+')) {
+            let mut negative = sign == '-';
+            // `+ -3` and `- -3`.
+            while matches!(self.peek(), Some(Token::Sign('+' | '-'))) {
+                negative ^= self.sign('-');
+                self.at += 1;
+            }
+            let term = self.term()?;
+            let term = if negative { term.negated() } else { term };
+            terms.push(match sign {
+                '\u{b1}' => Node::PlusMinus(true, Box::new(term)),
+                '\u{2213}' => Node::PlusMinus(false, Box::new(term)),
+                _ => term,
+            });
+        }
+        Some(if terms.len() == 1 { terms.pop()? } else { Node::Sum(terms) })
+    }
+
+    fn additive_sign(&mut self) -> Option<char> {
+        match self.peek() {
+            Some(Token::Sign(sign @ ('+' | '-' | '\u{b1}' | '\u{2213}'))) => {
+                self.at += 1;
+                Some(*sign)
+            }
+            _ => None,
+        }
+    }
+
+    /// Factors, quotients and ratios.
+    pub(super) fn term(&mut self) -> Option<Node> {
+        let mut node = self.factors()?;
+        let mut ratio = vec![];
+        loop {
+            match self.peek() {
+                Some(Token::Sign('*')) => {
+                    self.at += 1;
+                    node = product(node, self.signed_factors()?);
+                }
+                Some(Token::Sign('/')) => {
+                    self.at += 1;
+                    node = self.quotient(node)?;
+                }
+                Some(Token::Sign(':')) if !self.at_end_after(1) => {
+                    self.at += 1;
+                    ratio.push(std::mem::replace(&mut node, self.factors()?));
+                }
+                Some(Token::Command(name)) if name == "mod" || name == "bmod" => {
+                    self.at += 1;
+                    node = Node::Function(super::node::Function::Mod, vec![node, self.factors()?]);
+                }
+                _ => break,
+            }
+        }
+        if ratio.is_empty() {
+            return Some(node);
+        }
+        ratio.push(node);
+        Some(Node::Ratio(ratio))
+    }
+
+    fn at_end_after(&self, ahead: usize) -> bool {
+        matches!(self.peek_at(ahead), None | Some(Token::Sign(')' | ']' | '}') | Token::SetClose))
+    }
+
+    /// Factors after an explicit sign, where `2 \cdot -3` is common.
+    fn signed_factors(&mut self) -> Option<Node> {
+        let negative = self.eat('-');
+        let node = self.factors()?;
+        Some(if negative { node.negated() } else { node })
+    }
+
+    fn quotient(&mut self, numerator: Node) -> Option<Node> {
+        let negative = self.eat('-');
+        let loose = self.options.loose_division && matches!(self.peek(), Some(Token::Number(..)));
+        let denominator = if loose { self.operand()? } else { self.factors()? };
+        let denominator = if negative { denominator.negated() } else { denominator };
+        let mut node = Node::Quotient(Box::new(numerator), Box::new(denominator));
+        if loose && self.starts_factor() {
+            node = product(node, self.factors()?);
+        }
+        Some(node)
+    }
+
+    /// Operands side by side: a product, a mixed number, or a quantity with its unit.
+    pub(super) fn factors(&mut self) -> Option<Node> {
+        let mut node = self.operand()?;
+        loop {
+            if let Some(word) = self.word() {
+                if matches!(word, "and" | "or") {
+                    break;
+                }
+                node = self.quantity(node)?;
+                continue;
+            }
+            let number = matches!(self.peek(), Some(Token::Number(..)));
+            let remark = self.options.mode != Mode::Formula && self.sign('(') && self.spaced();
+            if !self.starts_factor() || (remark && matches!(node, Node::Number(_) | Node::Quantity(..))) {
+                break;
+            }
+            if number && matches!(node, Node::Number(_)) {
+                node = self.mixed_number(node)?;
+                continue;
+            }
+            let next = self.operand()?;
+            node = match (&node, &next) {
+                (Node::Number(whole), Node::Quotient(..)) => match proper_fraction(&next) {
+                    Some(()) if whole.value.is_integer() && whole.places == 0 => Node::Sum(vec![node, next]),
+                    _ => product(node, next),
+                },
+                _ => product(node, next),
+            };
+        }
+        Some(node)
+    }
+
+    /// `2 1/2`.
+    fn mixed_number(&mut self, whole: Node) -> Option<Node> {
+        let spaced = self.spaced();
+        let numerator = self.operand()?;
+        self.expect('/')?;
+        let denominator = self.operand()?;
+        let fraction = Node::Quotient(Box::new(numerator), Box::new(denominator));
+        proper_fraction(&fraction)?;
+        spaced.then(|| Node::Sum(vec![whole, fraction]))
+    }
+
+    /// Words after a scalar: a scale, per cent, degrees, or a unit with its power.
+    fn quantity(&mut self, node: Node) -> Option<Node> {
+        let word = self.word()?;
+        if let Some(scale) = words::scale(word) {
+            self.at += 1;
+            return Some(product(node, Node::integer(scale)));
+        }
+        match word {
+            "percent" | "percentage" | "pct" => {
+                self.at += 1;
+                return Some(Node::Percent(Box::new(node)));
+            }
+            "degree" | "degrees" => {
+                self.at += 1;
+                return Some(Node::Degree(Box::new(node)));
+            }
+            _ => {}
+        }
+        let mut unit = String::new();
+        loop {
+            match self.peek() {
+                Some(Token::Word(word)) if !matches!(word.as_str(), "and" | "or") => {
+                    if words::changes_value(word) || unit.len() > 200 {
+                        return None;
+                    }
+                    unit.push_str(if unit.is_empty() { "" } else { " " });
+                    unit.push_str(word);
+                }
+                // "a" in "18 bolts a day", "s" in "m/s".
+                Some(Token::Symbol(letter)) if self.spaced() && letter == "a" => {}
+                Some(Token::Sign('/')) if self.word_after() => unit.push('/'),
+                Some(Token::Sign('^')) => {
+                    self.at += 1;
+                    unit.push('^');
+                    let Node::Number(power) = self.script()? else { return None };
+                    unit.push_str(&power.value.to_string());
+                    continue;
+                }
+                _ => break,
+            }
+            self.at += 1;
+        }
+        Some(Node::Quantity(Box::new(node), unit))
+    }
+
+    /// Whether the next token begins an operand that multiplies the one before.
+    pub(super) fn starts_factor(&self) -> bool {
+        match self.peek() {
+            Some(Token::Number(..) | Token::Symbol(_) | Token::SetOpen | Token::Begin(_)) => true,
+            Some(Token::Sign('|')) => self.bars == 0,
+            Some(Token::Sign(sign)) => "([{".contains(*sign),
+            Some(Token::Command(name)) => !matches!(
+                name.as_str(),
+                "mod" | "bmod" | "pmod" | "to" | "rightarrow" | "choose" | "rfloor" | "rceil" | "circ"
+            ),
+            _ => false,
+        }
+    }
+}
+
+fn proper_fraction(node: &Node) -> Option<()> {
+    let Node::Quotient(numerator, denominator) = node else { return None };
+    let (Node::Number(numerator), Node::Number(denominator)) = (&**numerator, &**denominator) else {
+        return None;
+    };
+    let proper = numerator.value.is_positive() && numerator.value < denominator.value;
+    (proper && numerator.value.is_integer() && denominator.value.denom().is_one()).then_some(())
+}
+
+pub(super) fn product(a: Node, b: Node) -> Node {
+    match a {
+        Node::Product(mut factors) => {
+            factors.push(b);
+            Node::Product(factors)
+        }
+        a => Node::Product(vec![a, b]),
+    }
+}
+
+/// `n = 1, 2, 3` assigns all of them to `n`.
+fn assigned_together(joint: Joint, mut parts: Vec<Node>) -> Node {
+    let assigns = |node: &Node| matches!(node, Node::Chain(_, rest) if rest.last().is_some_and(|(relation, _)| matches!(relation, Relation::Equal | Relation::In)));
+    let plain = |node: &Node| !matches!(node, Node::Chain(..));
+    if !assigns(&parts[0]) || !parts[1..].iter().all(plain) {
+        return Node::List(joint, parts);
+    }
+    let Node::Chain(first, mut rest) = parts.remove(0) else { return Node::List(joint, parts) };
+    if let Some((_, last)) = rest.last_mut() {
+        parts.insert(0, last.clone());
+        *last = Node::List(joint, parts);
+    }
+    Node::Chain(first, rest)
+}

@@ -1,0 +1,266 @@
+//! Subsets of the real line made of finitely many intervals: what inequalities, intervals and their unions mean.
+//!
+//! Invariant: spans are sorted, not empty and do not touch; two regions are equal if their spans are.
+
+use num_rational::BigRational;
+use num_traits::{Signed, ToPrimitive, Zero};
+
+use super::node::{Interval, Joint, Node, Relation};
+use super::numeric::constant;
+use super::rational;
+
+/// Most spans of a region.
+const MAX_SPANS: usize = 64;
+
+/// A union of intervals.
+#[derive(Clone, Debug)]
+pub(super) struct Region(Vec<Span>);
+
+#[derive(Clone, Debug)]
+struct Span {
+    low: End,
+    high: End,
+}
+
+/// One end of an interval; infinite ends are open.
+#[derive(Clone, Debug)]
+struct End {
+    value: f64,
+    exact: Option<BigRational>,
+    closed: bool,
+}
+
+impl Region {
+    fn all() -> Self {
+        Self(vec![Span { low: End::infinite(-1.0), high: End::infinite(1.0) }])
+    }
+
+    fn point(at: &End) -> Self {
+        let closed = End { closed: true, ..at.clone() };
+        Self(vec![Span { low: closed.clone(), high: closed }])
+    }
+
+    /// Whether both are the same set.
+    pub(super) fn equals(&self, other: &Self) -> bool {
+        let same = |a: &End, b: &End| a.closed == b.closed && a.same_place(b);
+        self.0.len() == other.0.len()
+            && self.0.iter().zip(&other.0).all(|(a, b)| same(&a.low, &b.low) && same(&a.high, &b.high))
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn union(mut self, other: Self) -> Option<Self> {
+        self.0.extend(other.0);
+        if self.0.len() > MAX_SPANS {
+            return None;
+        }
+        self.0.sort_by(|a, b| a.low.value.total_cmp(&b.low.value).then(b.low.closed.cmp(&a.low.closed)));
+        let mut spans: Vec<Span> = vec![];
+        for span in self.0 {
+            let Some(last) = spans.last_mut() else {
+                spans.push(span);
+                continue;
+            };
+            let gap = span.low.value > last.high.value && !span.low.same_place(&last.high);
+            let hole = span.low.same_place(&last.high) && !span.low.closed && !last.high.closed;
+            if gap || hole {
+                spans.push(span);
+            } else if span.high.same_place(&last.high) {
+                last.high.closed |= span.high.closed;
+            } else if span.high.value > last.high.value {
+                last.high = span.high;
+            }
+        }
+        Some(Self(spans))
+    }
+
+    fn complement(&self) -> Self {
+        let mut spans = vec![];
+        let mut low = End::infinite(-1.0);
+        for span in &self.0 {
+            let high = End { closed: !span.low.closed && span.low.value.is_finite(), ..span.low.clone() };
+            spans.extend(Span::new(low, high));
+            low = End { closed: !span.high.closed && span.high.value.is_finite(), ..span.high.clone() };
+        }
+        spans.extend(Span::new(low, End::infinite(1.0)));
+        Self(spans)
+    }
+
+    fn intersection(self, other: &Self) -> Option<Self> {
+        Some(self.complement().union(other.complement())?.complement())
+    }
+}
+
+impl Span {
+    fn new(low: End, high: End) -> Option<Self> {
+        let point = low.same_place(&high) && low.closed && high.closed && low.value.is_finite();
+        (point || (low.value < high.value && !low.same_place(&high))).then_some(Self { low, high })
+    }
+}
+
+impl End {
+    fn infinite(sign: f64) -> Self {
+        Self { value: sign * f64::INFINITY, exact: None, closed: false }
+    }
+
+    fn same_place(&self, other: &Self) -> bool {
+        match (&self.exact, &other.exact) {
+            (Some(a), Some(b)) => a == b,
+            _ => {
+                let close = (self.value - other.value).abs() <= 1e-10 * self.value.abs().max(1e-3);
+                self.value.total_cmp(&other.value).is_eq() || (close && self.value.is_finite())
+            }
+        }
+    }
+
+    /// A constant; `None` if it depends on variables.
+    fn read(node: &Node, closed: bool) -> Option<Self> {
+        if let Some(sign) = super::identity::infinity(node) {
+            return Some(Self::infinite(f64::from(sign)));
+        }
+        let exact = rational::exact(node);
+        let value = match &exact {
+            Some(exact) => exact.to_f64()?,
+            None => constant(node).filter(|value| value.real())?.re,
+        };
+        Some(Self { value, exact, closed })
+    }
+}
+
+/// What an answer means as a set of real numbers, and the variable that it is about, if it names one.
+///
+/// `pairs`: whether `(1, 2)` is an open interval.
+pub(super) fn region(node: &Node, pairs: bool) -> Option<(Region, Option<&str>)> {
+    let plain = |region| Some((region, None));
+    match node {
+        Node::Named('R') => plain(Region::all()),
+        Node::Named('0') => plain(Region(vec![])),
+        Node::Interval(interval) => plain(Region(vec![interval_span(interval)?])),
+        Node::Tuple(parts) if pairs && parts.len() == 2 => {
+            let span = Span::new(End::read(&parts[0], false)?, End::read(&parts[1], false)?)?;
+            plain(Region(vec![span]))
+        }
+        Node::Set(parts) => {
+            let mut all = Region(vec![]);
+            for part in parts {
+                all = all.union(Region::point(&End::read(part, true)?))?;
+            }
+            plain(all)
+        }
+        Node::Union(a, b) => plain(region(a, true)?.0.union(region(b, true)?.0)?),
+        Node::Intersection(a, b) => plain(region(a, true)?.0.intersection(&region(b, true)?.0)?),
+        Node::Difference(a, b) => plain(region(a, true)?.0.intersection(&region(b, true)?.0.complement())?),
+        Node::Builder(condition) => region(condition, pairs),
+        Node::Chain(first, rest) => chain(first, rest),
+        Node::List(joint, parts) => list(*joint, parts),
+        _ => None,
+    }
+}
+
+fn interval_span(interval: &Interval) -> Option<Span> {
+    let closed = |node: &Node, closed: bool| closed && super::identity::infinity(node).is_none();
+    let low = End::read(&interval.low, closed(&interval.low, interval.low_closed))?;
+    let high = End::read(&interval.high, closed(&interval.high, interval.high_closed))?;
+    Span::new(low, high)
+}
+
+/// Several inequalities about one variable: all of them after `and`, any of them otherwise.
+fn list(joint: Joint, parts: &[Node]) -> Option<(Region, Option<&str>)> {
+    let mut any: Option<Region> = None;
+    let mut all: Option<Region> = None;
+    let mut name = None;
+    for part in parts {
+        if !matches!(part, Node::Chain(..) | Node::Interval(_)) {
+            return None;
+        }
+        let (next, about) = region(part, true)?;
+        if name.is_some() && about != name {
+            return None;
+        }
+        name = about;
+        any = Some(match any {
+            Some(any) => any.union(next.clone())?,
+            None => next.clone(),
+        });
+        all = Some(match all {
+            Some(all) => all.intersection(&next)?,
+            None => next,
+        });
+    }
+    let all = all.filter(|all| joint != Joint::Or && !all.is_empty());
+    Some((all.or(any)?, name))
+}
+
+/// `2 < x \le 7`, `x \in S`, `x \ne 3`, `2x + 1 > 0`.
+fn chain<'a>(first: &'a Node, rest: &'a [(Relation, Node)]) -> Option<(Region, Option<&'a str>)> {
+    if let (Node::Symbol(name), [(relation @ (Relation::In | Relation::NotIn), set)]) = (first, rest) {
+        let (set, _) = region(set, true)?;
+        let set = if *relation == Relation::In { set } else { set.complement() };
+        return Some((set, Some(name)));
+    }
+    let mut names = vec![];
+    first.variables(&mut names);
+    rest.iter().for_each(|(_, member)| member.variables(&mut names));
+    let [name] = names.as_slice() else { return None };
+    let mut left = first;
+    let mut all = Region::all();
+    for (relation, right) in rest {
+        all = all.intersection(&half_line(left, *relation, right, name)?)?;
+        left = right;
+    }
+    Some((all, Some(name)))
+}
+
+/// Where a linear inequality of one variable holds.
+fn half_line(left: &Node, relation: Relation, right: &Node, name: &str) -> Option<Region> {
+    for (side, other, relation) in [(left, right, relation), (right, left, flipped(relation))] {
+        if matches!(side, Node::Symbol(symbol) if symbol == name) && end_of(other, name).is_some() {
+            return ray(&end_of(other, name)?, relation);
+        }
+    }
+    // a x + b with exact a and b, from the values at 0, 1 and 2.
+    let difference = left.clone().minus(right.clone());
+    let at = |x: i64| rational::exact(&difference.substitute(name, &Node::integer(x)));
+    let (zero, one, two, far) = (at(0)?, at(1)?, at(2)?, at(17)?);
+    let slope = &one - &zero;
+    let linear = two - &one == slope && far == &zero + &slope * BigRational::from_integer(17.into());
+    if slope.is_zero() || !linear {
+        return None;
+    }
+    let place = -zero / &slope;
+    let end = End { value: place.to_f64()?, exact: Some(place), closed: false };
+    ray(&end, if slope.is_negative() { flipped(relation) } else { relation })
+}
+
+fn end_of(node: &Node, name: &str) -> Option<End> {
+    if node.any(&|node| matches!(node, Node::Symbol(symbol) if symbol == name)) {
+        None
+    } else {
+        End::read(node, false)
+    }
+}
+
+fn ray(end: &End, relation: Relation) -> Option<Region> {
+    let closed = matches!(relation, Relation::LessEqual | Relation::GreaterEqual) && end.value.is_finite();
+    let end = End { closed, ..end.clone() };
+    let spans = match relation {
+        Relation::Less | Relation::LessEqual => Span::new(End::infinite(-1.0), end),
+        Relation::Greater | Relation::GreaterEqual => Span::new(end, End::infinite(1.0)),
+        Relation::Unequal => return Some(Region::point(&end).complement()),
+        _ => return None,
+    };
+    Some(Region(spans.into_iter().collect()))
+}
+
+/// The relation as read from the right.
+pub(super) fn flipped(relation: Relation) -> Relation {
+    match relation {
+        Relation::Less => Relation::Greater,
+        Relation::LessEqual => Relation::GreaterEqual,
+        Relation::Greater => Relation::Less,
+        Relation::GreaterEqual => Relation::LessEqual,
+        relation => relation,
+    }
+}
