@@ -33,6 +33,14 @@ pub enum RewardError {
         /// Name of the reward.
         reward: String,
     },
+    /// The processes of a reward, or what they need, cannot be started.
+    #[error("reward `{reward}` cannot be started: {reason}")]
+    Start {
+        /// Name of the reward.
+        reward: String,
+        /// What happened and what to do.
+        reason: String,
+    },
     /// A name that cannot stand in a metric.
     #[error("a reward of kind `{kind}` has an empty name; leave `name` out to call it `{kind}`")]
     EmptyName {

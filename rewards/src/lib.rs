@@ -6,6 +6,7 @@
 //! - [`set`]: [`RewardSet`], the weighted sum that keeps every component by name
 //! - [`spec`], [`registry`]: a reward as a recipe states it, the kinds there are, and how they are built
 //! - [`math`], [`gsm8k`], [`exact`], [`regex`], [`format`](mod@format), [`length`]: built-ins, one pure function each
+//! - [`python`]: functions of the user, in processes that can be killed
 //! - [`function`]: rewards that are Rust functions, also a user's own; [`limited`]: timeout and concurrency around any
 //! - [`load`]: what waits for a reward, what runs, and how long it took
 //! - [`error`]: what can go wrong, [`RewardError`]
@@ -46,6 +47,7 @@ pub mod length;
 pub mod limited;
 pub mod load;
 pub mod math;
+pub mod python;
 pub mod regex;
 pub mod registry;
 pub mod reward;

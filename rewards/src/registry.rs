@@ -12,7 +12,7 @@ use tokio::runtime::Handle;
 
 use crate::function::{Function, FunctionError, Scored, UserFunction};
 use crate::{Limited, Reward, RewardError, RewardInput, RewardSpec};
-use crate::{exact, format, gsm8k, length, math, regex};
+use crate::{exact, format, gsm8k, length, math, python, regex};
 
 /// Builds a reward from a checked spec.
 type Build = dyn Fn(&RewardSpec, &RewardContext) -> Result<Box<dyn Reward>, RewardError> + Send + Sync;
@@ -113,8 +113,15 @@ impl Registry {
     /// The kinds that every rlrun has.
     #[must_use]
     pub fn builtin() -> Self {
-        let kinds =
-            [math::kind(), gsm8k::kind(), exact::kind(), regex::kind(), format::kind(), length::kind()];
+        let kinds = [
+            math::kind(),
+            gsm8k::kind(),
+            exact::kind(),
+            regex::kind(),
+            format::kind(),
+            length::kind(),
+            python::kind(),
+        ];
         Self { kinds: kinds.into_iter().map(|kind| (kind.name.clone(), kind)).collect() }
     }
 

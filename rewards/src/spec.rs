@@ -56,6 +56,28 @@ pub struct RewardSpec {
     /// `python`: single trajectories as they end (the default), or whole groups, for functions that compare.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scope: Option<Scope>,
+    /// `python`: name of the function, where the file has several candidates. verl `custom_reward_function.name`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub function: Option<String>,
+    /// `python`: whose convention the function follows: `auto` (the default, by its parameters), `trl`, `verl`,
+    /// `verl_batch`, `openrlhf`, `areal`, `slime`, `slime_group`, `verifiers`, `verifiers_group`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dialect: Option<String>,
+    /// `python`: interpreter, 3.9 or newer; `python3` if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub python: Option<String>,
+    /// `python`: processes; 2 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workers: Option<usize>,
+    /// `python`: most trajectories that one process is given at a time; 64 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub batch: Option<usize>,
+    /// `python`: MiB that a process may allocate beyond what importing the file takes; 4096 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_mb: Option<u64>,
+    /// `python`: variables that the function gets beside PATH, HOME and others without secrets.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub environment: Option<Vec<String>>,
     /// `python`: keyword arguments of the function (verl `reward_kwargs`). Own kinds: whatever they read.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub parameters: Map<String, Value>,
@@ -79,6 +101,13 @@ impl RewardSpec {
             cache: None,
             path: None,
             scope: None,
+            function: None,
+            dialect: None,
+            python: None,
+            workers: None,
+            batch: None,
+            memory_mb: None,
+            environment: None,
             parameters: Map::new(),
         }
     }
