@@ -54,6 +54,7 @@ def load(config):
 def load_file(path):
     path = os.path.abspath(path)
     sys.path.insert(0, os.path.dirname(path))  # helpers beside the file
+    stand_in()
     name = os.path.splitext(os.path.basename(path))[0]
     if not name.isidentifier() or name in sys.modules:
         name = "rlrun_reward_file"
@@ -66,8 +67,18 @@ def load_file(path):
     return module
 
 
+def stand_in():
+    """Lets files import slime's Sample, if only for their annotations, where slime with all that it needs is not there."""
+    if importlib.util.find_spec("slime") is None:
+        for name in ("slime", "slime.utils", "slime.utils.types"):
+            module = sys.modules[name] = types.ModuleType(name)
+            module.__path__ = []  # what else is imported from it is missing as it would be
+        module.Sample = Sample
+
+
 def load_module(name):
     sys.path.insert(0, os.getcwd())
+    stand_in()
     return importlib.import_module(name)
 
 
@@ -81,8 +92,8 @@ def choose(module, name, config):
         candidates = {name: found}
     else:
         candidates = {key: value for key, value in vars(module).items() if weighted(value)} or functions(module)
-        if wanted == "auto":
-            candidates = {key: value for key, value in candidates.items() if fitting(value)} or candidates
+        fit = {key: value for key, value in candidates.items() if fitting(value) and wanted in ("auto", *fitting(value))}
+        candidates = fit or candidates
     if len(candidates) != 1:
         listed = "".join(f"\n  {key}{signature_text(value)}: {' or '.join(fitting(value)) or 'no dialect'}" for key, value in candidates.items())
         if not candidates:
@@ -394,9 +405,14 @@ class Sample:
         self.loss_mask = [1] * self.response_length
         self.metadata = dict(found) if isinstance(found, dict) else dict(item["columns"])
         self.status = Status.TRUNCATED if item["truncated"] else Status.COMPLETED
-        self.reward = self.rollout_log_probs = self.multimodal_inputs = self.train_metadata = None
-        self.weight_versions = [item["step"]]
+        self.reward = self.rollout_log_probs = self.multimodal_inputs = self.multimodal_train_inputs = None
+        self.train_metadata = self.session_id = None
+        self.weight_versions = [str(item["step"])]
         self.remove_sample = False
+
+    @property
+    def effective_response_length(self):
+        return sum(self.loss_mask)
 
     def get_reward_value(self, args):
         key = getattr(args, "reward_key", None)
