@@ -16,10 +16,12 @@ use crate::init::Template;
 
 mod buffer_bench;
 mod fit;
+mod reward;
 mod serve;
 
 pub use buffer_bench::BufferBenchArgs;
 pub use fit::FitArgs;
+pub use reward::{GradeArgs, RewardTestArgs, RewardWhat};
 pub use serve::{KeepArgs, ServeBufferArgs, ServeWhat};
 
 const USAGE: &str = "rlrun RECIPE.toml [OPTIONS]\n       rlrun COMMAND";
@@ -65,6 +67,9 @@ pub enum Command {
     /// Serve a part of rlrun to other processes
     #[command(subcommand)]
     Serve(ServeWhat),
+    /// Try rewards by themselves
+    #[command(subcommand)]
+    Reward(RewardWhat),
     /// Measure how fast this machine samples and trains a model, and how far that is from its limits
     Bench(Box<BenchArgs>),
     /// Fit a scaling curve to runs: how far they would go with more compute

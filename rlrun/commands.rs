@@ -12,8 +12,8 @@ use rollout::{Engine, EngineConfig, Request, StopRules};
 use trajectory::{GroupId, Message, PolicyVersion, Prompt};
 
 use crate::args::{
-    Cli, Command, EvalArgs, ExportArgs, GenerateArgs, InitArgs, Loudness, RecipeArgs, ResumeArgs, RunArgs,
-    ServeWhat,
+    Cli, Command, EvalArgs, ExportArgs, GenerateArgs, InitArgs, Loudness, RecipeArgs, ResumeArgs, RewardWhat,
+    RunArgs, ServeWhat,
 };
 use crate::bench;
 use crate::failure::Failure;
@@ -25,6 +25,7 @@ use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
 use crate::recipe::{DataSource, Diagnostic, Model, Origins, Recipe};
 use crate::report::{Report, Style};
+use crate::reward;
 use crate::run_dir::{self, RecipeTexts, RunDir};
 use crate::serve;
 
@@ -46,6 +47,11 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Export(args) => export(args),
         Command::Resume(args) => resume(args, program),
         Command::Serve(ServeWhat::Buffer(args)) => serve::buffer(args),
+        Command::Reward(RewardWhat::Grade(args)) => {
+            reward::grade(args, program, std::io::stdin().lock(), &mut std::io::stdout())?;
+            Ok(String::new())
+        }
+        Command::Reward(RewardWhat::Test(args)) => reward::test(args, program),
         Command::Fit(args) => fit::run(args),
         Command::Bench(args) => bench::run(args, program, &mut std::io::stdout()).map(|()| String::new()),
     }

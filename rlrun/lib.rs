@@ -3,6 +3,7 @@
 //! - [`recipe`]: one TOML file that says everything about a run, with the origin of every value
 //! - [`program`]: what a program brings to every recipe, and its main function; [`args`], [`commands`]: the command line
 //!   and what it does; [`allocator`]: the memory of such a program
+//! - [`reward`]: rewards tried by themselves
 //! - [`plan`]: what a recipe amounts to before it runs; [`mod@bench`]: what this machine does with a model; [`fit`]: how
 //!   far a run would go with more compute
 //! - [`pipeline`]: a run, `forward_edge` its buffer, `curation` its choice of tasks, `companions` what stands beside the policy; [`serve`]: a part of a run as a
@@ -46,6 +47,7 @@ pub mod prepare;
 pub mod program;
 pub mod recipe;
 pub mod report;
+pub mod reward;
 pub mod run_dir;
 pub mod serve;
 pub mod settings;

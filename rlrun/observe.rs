@@ -2,8 +2,11 @@
 //!
 //! Invariant: files are the truth and are written first; the terminal shows the same numbers.
 
+mod rewards;
+
 use std::io::Write;
 
+use ::rewards::LoadCounts;
 use rollout::Progress;
 use rollout::evaluate::Evaluation;
 use serde_json::json;
@@ -39,6 +42,8 @@ pub struct StepInputs<'a> {
     pub step: &'a StepReport,
     /// Answers to the held-out tasks, if it was time for them.
     pub evaluation: Option<&'a Evaluation>,
+    /// What the rewards had to do while it was made, by name.
+    pub rewards: &'a [(String, LoadCounts)],
     /// What the sampler had done before and after the step.
     pub sampler: (Progress, Progress),
     /// Wall time of the step with its evaluation, seconds.
@@ -117,7 +122,9 @@ impl<'a> Observer<'a> {
         self.dropped_stale += inputs.step.dropped_stale;
         let mut metrics = Metrics::default();
         self.policy(&mut metrics, inputs);
+        rewards::measure(&self.recipe.rewards, &mut metrics, inputs);
         speed(&mut metrics, inputs);
+        rewards::name_culprits(&mut metrics, inputs);
         crate::curation::measure(self.recipe, &mut metrics, inputs.sampler);
         if let Some(peak) = crate::memory::peak_mib() {
             metrics.set("memory/peak_mib", peak);
@@ -145,10 +152,6 @@ impl<'a> Observer<'a> {
         metrics.set("time_s", inputs.time_s);
         metrics.set("reward/mean", batch.reward.mean);
         metrics.set("reward/std", batch.reward.std);
-        for (name, (spread, failed)) in &batch.components {
-            metrics.set(&format!("reward/{name}/mean"), spread.mean);
-            metrics.set(&format!("reward/{name}/errors"), *failed as f64);
-        }
         metrics.set("reward/frac_zero_std", counts.zero_variance as f64 / groups);
         if let Some(evaluation) = inputs.evaluation {
             metrics.set("eval/accuracy", evaluation.accuracy());

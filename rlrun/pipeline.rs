@@ -307,7 +307,8 @@ impl Run<'_> {
         let mut trainer =
             Trainer::start(config, (learner, companions, &state), directory, edges, Arc::clone(&stop))?;
         let sampler = Sampler::spawn(worker, producer, Arc::clone(&stop))?;
-        let trained = self.steps(&mut trainer, &sampler, observer, |trainer| {
+        let beside = (&sampler, prepared.rewards.as_deref());
+        let trained = self.steps(&mut trainer, beside, observer, |trainer| {
             self.evaluate(&prepared, trainer.learner(), &evaluated)
         });
         stop.store(true, Ordering::Relaxed);
@@ -350,7 +351,7 @@ impl Run<'_> {
     fn steps(
         &self,
         trainer: &mut Trainer,
-        sampler: &Sampler,
+        (sampler, rewards): (&Sampler, Option<&RewardSet>),
         observer: &mut Observer<'_>,
         evaluate: impl Fn(&Trainer) -> Result<Option<Evaluation>, Failure>,
     ) -> Result<Option<Evaluation>, Failure> {
@@ -369,6 +370,7 @@ impl Run<'_> {
             observer.step(&StepInputs {
                 step: &step,
                 evaluation: evaluation.as_ref(),
+                rewards: &rewards.map(RewardSet::take_loads).unwrap_or_default(),
                 sampler: (progress, now),
                 step_s: clock.elapsed().as_secs_f64(),
                 time_s: trainer.time_s(),

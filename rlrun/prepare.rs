@@ -46,6 +46,17 @@ impl RewardRuntime {
         self.runtime.handle()
     }
 
+    /// What rewards find that belong to no run; they keep logs and sockets in `scratch`.
+    #[must_use]
+    pub fn context(&self, scratch: &Path) -> RewardContext {
+        RewardContext {
+            environment: Arc::clone(self.program.environment()),
+            runtime: Some(self.handle().clone()),
+            scratch: scratch.to_path_buf(),
+            ..RewardContext::default()
+        }
+    }
+
     /// The rewards of `recipe`, for a policy in `directory`; they keep logs and sockets in `scratch`.
     ///
     /// # Errors
@@ -58,11 +69,9 @@ impl RewardRuntime {
     ) -> Result<RewardSet, Failure> {
         let tokenizer = directory.tokenizer().clone();
         let context = RewardContext {
-            environment: Arc::clone(self.program.environment()),
-            runtime: Some(self.handle().clone()),
-            scratch: scratch.to_path_buf(),
             decode: Some(Arc::new(move |ids: &[u32]| tokenizer.decode_special(ids).unwrap_or_default())),
             max_steps: recipe.trainer.steps,
+            ..self.context(scratch)
         };
         Ok(RewardSet::from_specs(&recipe.rewards, self.program.registry(), &context)?)
     }

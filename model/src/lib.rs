@@ -5,6 +5,8 @@
 //!   [`config`], [`parameters`] (all weights as one flat buffer), [`tokenizer`] and [`chat`]
 //! - [`cores`]: the cores that computation may use, shared by all roles of a process
 //! - [`decoder`]: the network, for whole sequences and for decoding from a paged cache
+//! - [`scorer`]: reward models, ours and those of candle-transformers; [`resident`]: weights that are not trained, kept or
+//!   swapped in
 //! - `ops`: its hot operations, each with its backward
 //! - [`products`]: the decoder's matrix product, for who computes on its weights
 //! - [`machine`]: what this machine can do
@@ -52,7 +54,9 @@ pub mod machine;
 mod ops;
 pub mod parameters;
 pub mod products;
+pub mod resident;
 pub mod sampling;
+pub mod scorer;
 pub mod tokenizer;
 mod weight_files;
 
@@ -67,5 +71,7 @@ pub use directory::ModelDirectory;
 pub use error::ModelError;
 pub use ops::head::{Prediction, PredictionGradient, Target};
 pub use parameters::{Layout, ParameterSpec, Parameters};
+pub use resident::{MemoryBudget, ResidentParameters};
 pub use sampling::{Draw, Sampling};
+pub use scorer::{Answered, ScoreError, SequenceScorer};
 pub use tokenizer::{DecodeStream, SpecialTokens, Tokenizer};

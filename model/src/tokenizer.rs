@@ -85,6 +85,27 @@ impl Tokenizer {
             .map_err(|err| ModelError::Decode { tokens: ids.len(), reason: err.to_string() })
     }
 
+    /// Token ids of two texts as the tokenizer joins them, with its special tokens.
+    ///
+    /// # Errors
+    /// If the tokenizer has no token for a part of them.
+    pub fn encode_pair(&self, first: &str, second: &str) -> Result<Vec<u32>, ModelError> {
+        let encoding = self.inner.encode_fast((first, second), true);
+        Ok(encoding.map_err(|err| encode_error(second, &err.to_string()))?.get_ids().to_vec())
+    }
+
+    /// A digest of what every token id is: two tokenizers with the same one give ids the same meaning.
+    #[must_use]
+    pub fn fingerprint(&self) -> String {
+        let mut hasher = blake3::Hasher::new();
+        for id in 0..self.vocab_size as u32 {
+            let token = self.token(id).unwrap_or_default();
+            hasher.update(&(token.len() as u64).to_le_bytes());
+            hasher.update(token.as_bytes());
+        }
+        hasher.finalize().to_hex().to_string()
+    }
+
     /// A decoder for tokens that come one at a time, special tokens left out.
     #[must_use]
     pub fn decode_stream(&self) -> DecodeStream {

@@ -9,6 +9,7 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use candle_core::{Device, Tensor};
 use half::{bf16, f16};
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, TensorView, View};
@@ -115,6 +116,57 @@ impl View for Values<'_> {
     }
 }
 
+/// All tensors of a directory by their names, as f32, for networks that are not ours.
+///
+/// # Errors
+/// Those of [`Parameters::load`] that do not depend on the network.
+pub(crate) fn variables(dir: &Path) -> Result<HashMap<String, Tensor>, ModelError> {
+    let (_, files) = weight_files(dir)?;
+    let mut variables = HashMap::new();
+    for path in &files {
+        each_tensor(path, |name, tensor| {
+            let mut values = vec![0.0; tensor.shape().iter().product()];
+            // Buffers of whole numbers, such as position ids, belong to no weight.
+            if widen(tensor, &mut values) {
+                let tensor = Tensor::from_vec(values, tensor.shape(), &Device::Cpu);
+                let tensor = tensor.map_err(|error| ModelError::Safetensors {
+                    path: path.clone(),
+                    reason: error.to_string(),
+                    len: 0,
+                })?;
+                variables.insert(name.to_owned(), tensor);
+            }
+            Ok(())
+        })?;
+    }
+    Ok(variables)
+}
+
+/// Shows `visit` every tensor of a file, in the order of their names.
+fn each_tensor(
+    path: &Path,
+    mut visit: impl FnMut(&str, &TensorView<'_>) -> Result<(), ModelError>,
+) -> Result<(), ModelError> {
+    let read = |source| ModelError::Read { path: path.to_owned(), source };
+    let file = File::open(path).map_err(read)?;
+    #[expect(
+        unsafe_code,
+        reason = "reading weights of many gigabytes without a second copy; nobody writes to a \
+                                        published model file, and ours are replaced by renaming"
+    )]
+    // SAFETY: the map is private to this call and only read.
+    let bytes = unsafe { Mmap::map(&file) }.map_err(read)?;
+    let tensors = SafeTensors::deserialize(&bytes).map_err(|err| ModelError::Safetensors {
+        path: path.to_owned(),
+        reason: err.to_string(),
+        len: bytes.len() as u64,
+    })?;
+    // The file's own table has no order: of several mistakes, the same one has to be named every time.
+    let mut tensors: Vec<_> = tensors.iter().collect();
+    tensors.sort_unstable_by_key(|(name, _)| *name);
+    tensors.into_iter().try_for_each(|(name, tensor)| visit(name, &tensor))
+}
+
 /// Fills the flat buffer file by file and keeps what there is to complain about.
 struct Loader {
     layout: Arc<Layout>,
@@ -133,24 +185,7 @@ impl Loader {
     }
 
     fn read(&mut self, path: &Path) -> Result<(), ModelError> {
-        let read = |source| ModelError::Read { path: path.to_owned(), source };
-        let file = File::open(path).map_err(read)?;
-        #[expect(
-            unsafe_code,
-            reason = "reading weights of many gigabytes without a second copy; nobody writes to a \
-                                        published model file, and ours are replaced by renaming"
-        )]
-        // SAFETY: the map is private to this call and only read.
-        let bytes = unsafe { Mmap::map(&file) }.map_err(read)?;
-        let tensors = SafeTensors::deserialize(&bytes).map_err(|err| ModelError::Safetensors {
-            path: path.to_owned(),
-            reason: err.to_string(),
-            len: bytes.len() as u64,
-        })?;
-        // The file's own table has no order: of several mistakes, the same one has to be named every time.
-        let mut tensors: Vec<_> = tensors.iter().collect();
-        tensors.sort_unstable_by_key(|(name, _)| *name);
-        tensors.into_iter().try_for_each(|(name, tensor)| self.place(path, name, &tensor))
+        each_tensor(path, |name, tensor| self.place(path, name, tensor))
     }
 
     fn place(&mut self, path: &Path, name: &str, tensor: &TensorView<'_>) -> Result<(), ModelError> {

@@ -9,3 +9,4 @@ mod derivative;
 mod files;
 mod oracle;
 mod parity;
+mod scorers;

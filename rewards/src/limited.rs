@@ -49,6 +49,10 @@ impl Reward for Limited {
         })
     }
 
+    fn about(&self) -> Option<String> {
+        self.inner.about()
+    }
+
     fn load(&self) -> &Load {
         &self.load
     }

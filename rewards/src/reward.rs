@@ -31,6 +31,11 @@ pub trait Reward: Send + Sync + fmt::Debug {
     /// in order; a wrong answer is a value, not an error.
     fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>>;
 
+    /// How it was understood, for people: which function of which file, which model, which sandbox.
+    fn about(&self) -> Option<String> {
+        None
+    }
+
     /// What waits for it, what runs, and how long it took.
     fn load(&self) -> &Load;
 }

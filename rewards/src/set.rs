@@ -8,7 +8,7 @@ use std::future::poll_fn;
 use std::task::Poll;
 
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::Map;
 use trajectory::{Component, Score};
 
 use crate::reward::Judged;
@@ -212,13 +212,6 @@ fn unanswered(reward: &str, input: &RewardInput<'_>) -> RewardError {
     RewardError::Failed { reward: reward.to_owned(), trajectory: input.trajectory(), reason }
 }
 
-/// The numbers among what a component says beside its value, as metrics.
-pub fn numbers(details: &Map<String, Value>) -> impl Iterator<Item = (&str, f64)> {
-    let number =
-        |value: &Value| value.as_f64().or_else(|| value.as_bool().map(|yes| f64::from(u8::from(yes))));
-    details.iter().filter_map(move |(name, value)| Some((name.as_str(), number(value)?)))
-}
-
 /// Waits for all futures at the same time. Every wake-up polls all that are left: sets are small.
 pub(crate) async fn join<T>(futures: impl Iterator<Item = BoxFuture<'_, T>>) -> Vec<T> {
     let mut futures: Vec<_> = futures.collect();
@@ -342,7 +335,7 @@ mod tests {
         let score = score(vec![WeightedReward { reward, weight: 1.0, on_error: OnError::Skip }]).unwrap();
         let details = &score.components[0].details;
         assert_eq!(details["pred"], "7");
-        assert_eq!(numbers(details).collect::<Vec<_>>(), [("acc", 1.0), ("n", 3.0)]);
+        assert_eq!(score.components[0].numbers().collect::<Vec<_>>(), [("acc", 1.0), ("n", 3.0)]);
     }
 
     /// Worth the number of trajectories that it sees, or too few answers.

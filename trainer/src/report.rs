@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use trajectory::{Group, PolicyVersion};
+use trajectory::{Component, Group, PolicyVersion};
 
 use crate::batch::BatchCounts;
 use crate::loss::Clipped;
@@ -205,8 +205,8 @@ pub struct Spread {
 pub struct BatchStatistics {
     /// Total rewards.
     pub reward: Spread,
-    /// Each reward by name, before weighting: values, and how many failed.
-    pub components: BTreeMap<String, (Spread, usize)>,
+    /// Each reward by name.
+    pub components: BTreeMap<String, ComponentStatistics>,
     /// Completion lengths, tokens.
     pub length: Spread,
     /// Share of completions cut off by the length limit.
@@ -215,6 +215,33 @@ pub struct BatchStatistics {
     pub staleness: Spread,
     /// Mean number of policy versions in a sample.
     pub versions_per_sample: f64,
+}
+
+/// What one reward said of a batch.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ComponentStatistics {
+    /// Its values, before weighting, where it applied.
+    pub values: Spread,
+    /// Trajectories for which it failed.
+    pub failed: usize,
+    /// Means of the numbers that it said beside its value, where it said them.
+    pub details: BTreeMap<String, f64>,
+}
+
+impl ComponentStatistics {
+    fn of<'a>(components: impl Iterator<Item = &'a Component> + Clone) -> Self {
+        let mut details: BTreeMap<String, (f64, f64)> = BTreeMap::new();
+        for (name, value) in components.clone().flat_map(Component::numbers) {
+            let (sum, count) = details.entry(name.to_owned()).or_default();
+            *sum += value;
+            *count += 1.0;
+        }
+        Self {
+            values: Spread::of(components.clone().filter_map(|component| component.value).collect()),
+            failed: components.filter(|component| component.error.is_some()).count(),
+            details: details.into_iter().map(|(name, (sum, count))| (name, sum / count)).collect(),
+        }
+    }
 }
 
 impl Spread {
@@ -239,19 +266,15 @@ impl BatchStatistics {
     pub fn of(groups: &[Arc<Group>], version: PolicyVersion) -> Self {
         let all = || groups.iter().flat_map(|group| group.sampled());
         let count = all().count().max(1) as f64;
-        let mut components: BTreeMap<String, (Vec<f64>, usize)> = BTreeMap::new();
+        let mut components: BTreeMap<&str, Vec<&Component>> = BTreeMap::new();
         for component in all().flat_map(|trajectory| &trajectory.score.components) {
-            let (values, failed) = components.entry(component.name.clone()).or_default();
-            match component.value {
-                Some(value) => values.push(value),
-                None => *failed += 1,
-            }
+            components.entry(&component.name).or_default().push(component);
         }
         Self {
             reward: Spread::of(all().filter_map(|t| t.score.total).collect()),
             components: components
                 .into_iter()
-                .map(|(name, (v, failed))| (name, (Spread::of(v), failed)))
+                .map(|(name, all)| (name.to_owned(), ComponentStatistics::of(all.into_iter())))
                 .collect(),
             length: Spread::of(all().map(|t| t.completion_tokens() as f64).collect()),
             clipped_ratio: all().filter(|t| t.truncated()).count() as f64 / count,

@@ -61,6 +61,15 @@ pub struct Component {
     pub details: Map<String, Value>,
 }
 
+impl Component {
+    /// The numbers among what it says beside its value; true is 1 and false 0.
+    pub fn numbers(&self) -> impl Iterator<Item = (&str, f64)> {
+        let number =
+            |value: &Value| value.as_f64().or_else(|| value.as_bool().map(|yes| f64::from(u8::from(yes))));
+        self.details.iter().filter_map(move |(name, value)| Some((name.as_str(), number(value)?)))
+    }
+}
+
 /// What a trajectory is worth.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Score {

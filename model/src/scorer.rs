@@ -1,0 +1,319 @@
+//! Networks that give a sequence one number: reward models.
+//!
+//! Invariant: the score of a sequence does not depend on what it is scored with. Our own decoder with a value head scores
+//! whole packs without padding, prompts that several sequences share once; sequence classifiers of other architectures
+//! are those of candle-transformers, one sequence at a time.
+//!
+//! Of its classifiers two give a plain score: DeBERTa-v2/v3 and XLM-RoBERTa. (That of ModernBERT ends in a softmax, which
+//! is 1 for a single label; there are none with a head on other decoders.)
+
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use candle_nn::VarBuilder;
+use candle_transformers::models::{debertav2, xlm_roberta};
+use serde_json::Value;
+use trajectory::Prompt;
+
+use crate::resident::{MemoryBudget, ResidentParameters};
+use crate::{
+    Decoder, Head, ModelDirectory, ModelError, Pack, Quantization, Recompute, SpecialTokens, Target, Team,
+    Tokenizer,
+};
+
+/// A reward model, ready to score.
+pub struct SequenceScorer {
+    tokenizer: Tokenizer,
+    fingerprint: String,
+    network: Network,
+}
+
+/// Tokens of a prompt and of what answers it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Answered {
+    /// The prompt; empty where both are encoded as one.
+    pub prompt: Vec<u32>,
+    /// Its completion, with the token that ends it if it has ended.
+    pub completion: Vec<u32>,
+}
+
+impl Answered {
+    /// Tokens in all.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.prompt.len() + self.completion.len()
+    }
+
+    /// Whether there is no token.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+enum Network {
+    /// Our decoder with a value head: the value after the last token.
+    Decoder(Box<Ours>),
+    /// A classifier with one label.
+    Classifier(Classifier),
+}
+
+struct Ours {
+    directory: ModelDirectory,
+    parameters: ResidentParameters,
+    /// Made once of what stays in memory.
+    ready: Option<Decoder>,
+    quantization: Quantization,
+}
+
+struct Classifier {
+    path: PathBuf,
+    network: Encoder,
+    max_context: usize,
+}
+
+enum Encoder {
+    Deberta(debertav2::DebertaV2SeqClassificationModel),
+    Roberta(xlm_roberta::XLMRobertaForSequenceClassification),
+}
+
+impl std::fmt::Debug for SequenceScorer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SequenceScorer").field("tokenizer", &self.tokenizer).finish_non_exhaustive()
+    }
+}
+
+impl SequenceScorer {
+    /// Opens a reward model in Hugging Face layout: a sequence classifier with one label. Its weights stay in memory if
+    /// `budget` has room for them; classifiers of other architectures stay always.
+    ///
+    /// # Errors
+    /// If a file is missing or broken, or the model is none that gives a sequence one number.
+    pub fn open(path: &Path, quantization: Quantization, budget: &MemoryBudget) -> Result<Self, ModelError> {
+        let keys = config_json(path)?;
+        let class = keys["architectures"][0].as_str().unwrap_or_default().to_owned();
+        let (tokenizer, network) = match class.as_str() {
+            "DebertaV2ForSequenceClassification" | "XLMRobertaForSequenceClassification" => {
+                let tokenizer = Tokenizer::load(&path.join("tokenizer.json"))?;
+                (tokenizer, Network::Classifier(Classifier::open(path, &class, &keys)?))
+            }
+            _ => {
+                let directory = ModelDirectory::open(path)?;
+                if directory.config().head != Head::Value {
+                    return Err(ModelError::Unsupported {
+                        path: path.join("config.json"),
+                        key: "architectures".to_owned(),
+                        found: keys["architectures"].to_string(),
+                        supported: "reward models: Llama, Mistral, Qwen2, Qwen3, DebertaV2 and XLMRoberta \
+                                    ForSequenceClassification with one label"
+                            .to_owned(),
+                    });
+                }
+                let parameters = ResidentParameters::open(path, directory.config(), budget)?;
+                let tokenizer = directory.tokenizer().clone();
+                let ready =
+                    (!parameters.is_swapped()).then(|| decoder(&parameters, quantization)).transpose()?;
+                (tokenizer, Network::Decoder(Box::new(Ours { directory, parameters, ready, quantization })))
+            }
+        };
+        let fingerprint = tokenizer.fingerprint();
+        Ok(Self { tokenizer, fingerprint, network })
+    }
+
+    /// Whether tokens of the tokenizer with this fingerprint mean the same here, so that they need not be made anew.
+    #[must_use]
+    pub fn shares_tokens(&self, fingerprint: &str) -> bool {
+        matches!(self.network, Network::Decoder(_)) && self.fingerprint == fingerprint
+    }
+
+    /// Whether its weights are read for every use.
+    #[must_use]
+    pub fn is_swapped(&self) -> bool {
+        matches!(&self.network, Network::Decoder(ours) if ours.parameters.is_swapped())
+    }
+
+    /// Longest sequence, tokens.
+    #[must_use]
+    pub fn max_context(&self) -> usize {
+        match &self.network {
+            Network::Decoder(ours) => ours.directory.config().max_context(),
+            Network::Classifier(classifier) => classifier.max_context,
+        }
+    }
+
+    /// Tokens of a prompt and its completion; `ended` says that the completion was not cut off. Decoders get their own
+    /// chat template and the token that ends a turn, classifiers a pair of texts.
+    ///
+    /// # Errors
+    /// If the tokenizer or the template refuses them.
+    pub fn encode(&self, prompt: &Prompt, completion: &str, ended: bool) -> Result<Answered, ModelError> {
+        match &self.network {
+            Network::Decoder(ours) => {
+                let prompt = ours.directory.encode_prompt(prompt)?;
+                let mut completion = self.tokenizer.encode(completion, SpecialTokens::Omit)?;
+                completion.extend(ours.directory.stop_token_ids().first().filter(|_| ended));
+                Ok(Answered { prompt, completion })
+            }
+            Network::Classifier(_) => {
+                let prompt = match prompt {
+                    Prompt::Text(text) => text.clone(),
+                    Prompt::Messages(messages) => {
+                        messages.iter().map(|m| m.content.as_str()).collect::<Vec<_>>().join("\n")
+                    }
+                };
+                Ok(Answered {
+                    prompt: Vec::new(),
+                    completion: self.tokenizer.encode_pair(&prompt, completion)?,
+                })
+            }
+        }
+    }
+
+    /// `[N]` scores of sequences, each with at least one token and at most [`SequenceScorer::max_context`], on the cores of
+    /// `team`.
+    ///
+    /// # Errors
+    /// If weights cannot be read again, or a token lies beyond the vocabulary.
+    pub fn score(&self, sequences: &[Answered], team: &Team) -> Result<Vec<f32>, ScoreError> {
+        match &self.network {
+            Network::Decoder(ours) => ours.score(sequences, team),
+            Network::Classifier(classifier) => {
+                sequences.iter().map(|answered| Ok(classifier.score(&answered.completion)?)).collect()
+            }
+        }
+    }
+}
+
+/// Why sequences could not be scored.
+#[derive(Debug, thiserror::Error)]
+pub enum ScoreError {
+    /// The weights cannot be read again.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The network refused the tokens.
+    #[error("the network failed: {0}")]
+    Compute(#[from] candle_core::Error),
+    /// A sequence has no token.
+    #[error("a sequence without tokens cannot be scored")]
+    Empty,
+}
+
+fn decoder(parameters: &ResidentParameters, quantization: Quantization) -> Result<Decoder, ModelError> {
+    let weights = parameters.get()?;
+    Ok(match quantization {
+        Quantization::None => Decoder::trainable(parameters.config(), &weights, Recompute::Sequence),
+        Quantization::Int8 => Decoder::sampler(parameters.config(), &weights, quantization),
+    })
+}
+
+impl Ours {
+    fn score(&self, sequences: &[Answered], team: &Team) -> Result<Vec<f32>, ScoreError> {
+        let made;
+        let decoder = match &self.ready {
+            Some(ready) => ready,
+            None => {
+                made = decoder(&self.parameters, self.quantization)?;
+                &made
+            }
+        };
+        let mut pack = Pack::new();
+        let mut rows = Vec::with_capacity(sequences.len());
+        let mut shared: Option<(&[u32], usize)> = None;
+        for Answered { prompt, completion } in sequences {
+            let push = |pack: &mut Pack, tokens: &[u32]| pack.push(tokens).map_err(|_| ScoreError::Empty);
+            rows.push(match (shared, completion.as_slice()) {
+                _ if prompt.is_empty() => {
+                    shared = None;
+                    push(&mut pack, completion)? + completion.len() - 1
+                }
+                (_, []) => {
+                    shared = None;
+                    push(&mut pack, prompt)? + prompt.len() - 1
+                }
+                (known, rest) => {
+                    let prefix = match known {
+                        Some((tokens, prefix)) if tokens == prompt => prefix,
+                        _ => push(&mut pack, prompt)?,
+                    };
+                    shared = Some((prompt, prefix));
+                    let start = pack.push_continuation(prefix, rest).map_err(|_| ScoreError::Empty)?;
+                    start + rest.len() - 1
+                }
+            });
+        }
+        // A value head looks at no target.
+        let target = Target { token: 0, temperature: 1.0, kept: None };
+        let targets = vec![target; rows.len()];
+        Ok(decoder.score(&pack, &rows, &targets, team)?.iter().map(|prediction| prediction.value).collect())
+    }
+}
+
+impl Classifier {
+    fn open(path: &Path, class: &str, keys: &Value) -> Result<Self, ModelError> {
+        let file = path.join("config.json");
+        let labels = match (&keys["id2label"], &keys["num_labels"]) {
+            (Value::Object(labels), _) => labels.len() as u64,
+            (_, labels) => labels.as_u64().unwrap_or(2),
+        };
+        if labels != 1 {
+            return Err(ModelError::Unsupported {
+                path: file,
+                key: "id2label".to_owned(),
+                found: format!("{labels} labels"),
+                supported: "one label, the score".to_owned(),
+            });
+        }
+        let json =
+            |error: serde_json::Error| ModelError::Json { path: file.clone(), reason: error.to_string() };
+        let broken = |error: candle_core::Error| ModelError::Json {
+            path: path.to_owned(),
+            reason: format!("its weights are not those of its config.json: {error}"),
+        };
+        let weights = crate::weight_files::variables(path)?;
+        let builder = VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu);
+        let network = if class.starts_with("DebertaV2") {
+            let mut config: debertav2::Config = serde_json::from_value(keys.clone()).map_err(json)?;
+            // Files of before transformers 4.3 leave out what its classes have as defaults.
+            config.pooler_hidden_size.get_or_insert(config.hidden_size);
+            config.pooler_dropout.get_or_insert(0.0);
+            config.pooler_hidden_act.get_or_insert(debertav2::HiddenAct::Gelu);
+            let one = [(0, "LABEL_0".to_owned())].into_iter().collect();
+            let load = debertav2::DebertaV2SeqClassificationModel::load;
+            Encoder::Deberta(load(builder.pp("deberta"), &config, Some(one)).map_err(broken)?)
+        } else {
+            let mut keys = keys.clone();
+            if let Value::Object(keys) = &mut keys {
+                // Left out since transformers 5, which knows no other.
+                keys.entry("position_embedding_type").or_insert_with(|| "absolute".into());
+            }
+            let config: xlm_roberta::Config = serde_json::from_value(keys).map_err(json)?;
+            let load = xlm_roberta::XLMRobertaForSequenceClassification::new;
+            Encoder::Roberta(load(1, &config, builder).map_err(broken)?)
+        };
+        let max = keys["max_position_embeddings"].as_u64().unwrap_or(512) as usize;
+        // RoBERTa counts positions from its padding token on.
+        let max_context = if matches!(network, Encoder::Roberta(_)) { max.saturating_sub(2) } else { max };
+        Ok(Self { path: path.to_owned(), network, max_context })
+    }
+
+    fn score(&self, tokens: &[u32]) -> candle_core::Result<f32> {
+        if tokens.is_empty() {
+            candle_core::bail!("{}: a sequence without tokens cannot be scored", self.path.display());
+        }
+        let ids = Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?;
+        let logits = match &self.network {
+            Encoder::Deberta(network) => network.forward(&ids, None, None)?,
+            Encoder::Roberta(network) => {
+                let mask = Tensor::ones((1, tokens.len()), DType::F32, &Device::Cpu)?;
+                network.forward(&ids, &mask, &ids.zeros_like()?)?
+            }
+        };
+        logits.flatten_all()?.get(0)?.to_scalar::<f32>()
+    }
+}
+
+fn config_json(path: &Path) -> Result<Value, ModelError> {
+    let file = path.join("config.json");
+    let bytes = std::fs::read(&file).map_err(|source| ModelError::Read { path: file.clone(), source })?;
+    serde_json::from_slice(&bytes).map_err(|error| ModelError::Json { path: file, reason: error.to_string() })
+}

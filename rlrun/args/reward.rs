@@ -1,0 +1,44 @@
+//! The arguments of `rlrun reward`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+
+/// What to do with rewards.
+#[derive(Debug, Subcommand)]
+pub enum RewardWhat {
+    /// Grade cases from standard input, one JSON object a line, with one kind of reward
+    Grade(GradeArgs),
+    /// Try the rewards of a recipe on rows of its data: with the reference answer, and with a wrong one
+    Test(RewardTestArgs),
+}
+
+/// `rlrun reward grade`.
+#[derive(Debug, Args)]
+pub struct GradeArgs {
+    /// Kind of reward, such as `math`
+    pub kind: String,
+    /// Field of a case that holds the reference answer
+    #[arg(long, value_name = "FIELD", default_value = "gold")]
+    pub gold_field: String,
+    /// Field of a case that holds what is graded
+    #[arg(long, value_name = "FIELD", default_value = "pred")]
+    pub pred_field: String,
+    /// Give the reward a key, such as `method=\"flexible\"`; can be repeated. A field of a case that is named like a key
+    /// of the kind counts for that case
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub sets: Vec<String>,
+}
+
+/// `rlrun reward test`.
+#[derive(Debug, Args)]
+pub struct RewardTestArgs {
+    /// Recipe file
+    pub recipe: PathBuf,
+    /// Rows of the training data
+    #[arg(long, default_value_t = 3)]
+    pub n: usize,
+    /// Change a value, such as `data.train=other.jsonl`; can be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub sets: Vec<String>,
+}

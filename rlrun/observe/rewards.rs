@@ -1,0 +1,64 @@
+//! What the rewards of a run said, how long they took, and which of them holds the run up.
+//!
+//! Invariant: values are of the batch that was trained on; errors, latencies and queues are of everything that was scored
+//! while the step was made, whether it has been trained on or not.
+
+use rewards::{LoadCounts, RewardSpec};
+
+use super::StepInputs;
+use crate::metrics::Metrics;
+
+/// Share of a step from which the time until a trajectory is judged counts as long.
+const LONG: f64 = 0.25;
+
+/// Sets `reward/NAME/...` for every reward.
+pub(super) fn measure(specs: &[RewardSpec], metrics: &mut Metrics, inputs: &StepInputs<'_>) {
+    for (name, component) in &inputs.step.batch.components {
+        metrics.set(&format!("reward/{name}/mean"), component.values.mean);
+        for (detail, mean) in &component.details {
+            metrics.set(&format!("reward/{name}/{detail}"), *mean);
+        }
+    }
+    for spec in specs {
+        metrics.set(&format!("reward/{}/weight", spec.name()), spec.weight);
+    }
+    for (name, load) in inputs.rewards {
+        let mut set = |what: &str, value: f64| metrics.set(&format!("reward/{name}/{what}"), value);
+        set("errors", load.errors as f64);
+        set("timeouts", load.timeouts as f64);
+        set("latency_p50_s", load.ran.p50_s);
+        set("latency_p95_s", load.ran.p95_s);
+        set("latency_max_s", load.ran.max_s);
+        set("queue", load.waiting as f64);
+        set("queued_p95_s", load.waited.p95_s);
+    }
+}
+
+/// Adds to what the step line says: rewards that failed, and the reward that the run waits for.
+///
+/// A run waits for a reward if a role was idle and judging a trajectory, queue included, took a good part of the step.
+pub(super) fn name_culprits(metrics: &mut Metrics, inputs: &StepInputs<'_>) {
+    let mut said = Vec::new();
+    let idle = |role: &str| metrics.get(&format!("{role}/idle_ratio")).unwrap_or(0.0) > super::CLEAR;
+    let took = |load: &LoadCounts| load.waited.p95_s + load.ran.p95_s;
+    let slowest = inputs.rewards.iter().max_by(|a, b| took(&a.1).total_cmp(&took(&b.1)));
+    if let Some((name, load)) = slowest
+        && took(load) > LONG * inputs.step_s
+        && (idle("rollout") || idle("trainer"))
+    {
+        said.push(format!(
+            "reward `{name}` is slow: {:.2} s each after {:.2} s in the queue (p95), {} waiting",
+            load.ran.p95_s, load.waited.p95_s, load.waiting
+        ));
+    }
+    for (name, LoadCounts { errors, timeouts, .. }) in inputs.rewards {
+        if *errors > 0 {
+            let timeouts = if *timeouts > 0 { format!(", {timeouts} timeouts") } else { String::new() };
+            said.push(format!("reward `{name}`: {errors} errors{timeouts}"));
+        }
+    }
+    if !metrics.bottleneck.is_empty() {
+        said.insert(0, std::mem::take(&mut metrics.bottleneck));
+    }
+    metrics.bottleneck = said.join("; ");
+}
