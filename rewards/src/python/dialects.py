@@ -16,7 +16,6 @@ import numbers
 import os
 import sys
 import types
-from typing import NamedTuple, Optional
 
 # Longest text among the details of a sample, in characters, and deepest nesting.
 DETAIL_CHARS, DETAIL_DEPTH = 20_000, 6
@@ -533,6 +532,8 @@ def listing(value, length, what):
 
 def detail(value, depth=0):
     """A value as JSON can say it; what it cannot is said in words."""
+    if isinstance(value, int) and value.bit_length() > 63:
+        return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):

@@ -75,6 +75,8 @@ const ENVIRONMENT: [&str; 16] = [
     "XDG_CACHE_HOME",
     "OMP_NUM_THREADS",
 ];
+/// Longest timeout: a year, so that no sum of times overflows.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
 /// Processes of a reward that does not say how many.
 const WORKERS: usize = 2;
 /// Most trajectories of a call that does not say how many.
@@ -128,6 +130,7 @@ impl PythonReward {
         let failed = |reason: String| RewardError::Start { reward: name.clone(), reason };
         let runtime = context.runtime(spec)?;
         check(spec, source).map_err(failed)?;
+        let timeout = spec.timeout().min(LONGEST);
         let log = context.scratch.join(format!("reward_{}.log", file_name(&name)));
         let log = Arc::new(
             Log::open(&log).map_err(|error| failed(format!("cannot write {}: {error}", log.display())))?,
@@ -138,7 +141,7 @@ impl PythonReward {
             function: spec.function.clone().filter(|_| source.is_none()),
             dialect: spec.dialect.clone().unwrap_or_else(|| "auto".to_owned()),
             parameters: spec.parameters.clone(),
-            timeout_s: spec.timeout_s,
+            timeout_s: timeout.as_secs_f64(),
             memory_mb: spec.memory_mb.unwrap_or(MEMORY_MB),
             bootstrap: BOOTSTRAP,
         };
@@ -157,7 +160,6 @@ impl PythonReward {
             log.append(warning.as_bytes());
         }
         let scope = scope(spec, &hello).map_err(failed)?;
-        let timeout = spec.timeout();
         let group = hello.batch && scope == Scope::Group;
         let rules = Rules { timeout, batch: hello.batch, concurrent: hello.concurrent, group };
         let workers = spec.workers.unwrap_or(WORKERS).min(spec.concurrency);

@@ -119,6 +119,7 @@ async fn slot(shared: Arc<Shared>, number: usize) {
                 jobs = shared.take() => jobs,
                 () = worker.gone() => {
                     held = None;
+                    lock(&shared.pids)[number] = 0;
                     continue;
                 }
             },

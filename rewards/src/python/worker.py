@@ -298,6 +298,7 @@ def prepare(config, parent_pid):
 
 def spawned_worker(config):
     """A worker that is a new process; it imports the file before it is ready."""
+    die_with_parent()
     channel = own_socket(config["channel"])
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -71,6 +71,8 @@ def compute_score(solution_str, ground_truth, extra_info=None, **kwargs):
         return None
     if word == "return_text":
         return "1.0"
+    if word == "details":
+        return {"score": 1, "huge": 10**400, "inf": math.inf, "text": "a\udc80", "set": {1}, "deep": [[[[[[[[1]]]]]]]]}
     if word == "nan":
         return math.nan
     if word == "garbage":

@@ -5,7 +5,7 @@ use std::task::{Context, Poll, Waker};
 use rewards::{Reward, RewardError, RewardInput};
 use serde_json::json;
 
-use crate::support::{Run, lives, message, pids, run, task, until, value, values};
+use crate::support::{Run, lives, message, outcome, pids, run, task, until, value, values};
 
 /// Scores the odd text among four that are well, and what is said of it.
 fn among_others(run: &Run, keys: serde_json::Value, odd: &str) -> Result<f64, RewardError> {
@@ -95,6 +95,15 @@ fn what_a_function_raises_or_returns_is_told() {
     }
     let nan = among_others(&run, keys(), "nan");
     assert!(matches!(nan, Err(RewardError::NotFinite { value, .. }) if value.is_nan()));
+}
+
+#[test]
+fn details_that_json_cannot_carry_are_told_in_words() {
+    let Some(run) = run() else { return };
+    let reward = run.reward("misbehaving.py", json!({"function": "compute_score", "timeout_s": 1e300}));
+    let judged = run.one(&reward, "details");
+    let details = json!({"huge": "an integer of 1329 bits", "inf": "inf", "text": "a?", "set": "{1}", "deep": [[[[[["[[1]]"]]]]]]});
+    assert_eq!(serde_json::Value::Object(outcome(&judged).details.clone()), details);
 }
 
 #[test]
