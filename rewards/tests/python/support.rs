@@ -21,11 +21,11 @@ pub(crate) struct Run {
 /// Keeps Python from writing compiled files beside the fixtures.
 pub(crate) const NO_CACHE: &str = "PYTHONDONTWRITEBYTECODE";
 
-/// `None`, with a word, where there is no python3.
+/// `None`, with a word, where there is no python3 of 3.9 or newer.
 pub(crate) fn run() -> Option<Run> {
-    let version = std::process::Command::new("python3").arg("--version").output();
-    if !version.is_ok_and(|output| output.status.success()) {
-        eprintln!("SKIPPED: there is no python3");
+    let recent = ["-c", "import sys; sys.exit(sys.version_info < (3, 9))"];
+    if !std::process::Command::new("python3").args(recent).status().is_ok_and(|status| status.success()) {
+        eprintln!("SKIPPED: there is no python3, or it is older than 3.9");
         return None;
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
