@@ -145,20 +145,23 @@ enum Event {
     Abandoned,
 }
 
-/// Lets a worker score jobs. The worker comes back if it can take another call, and units that must be called again.
-pub(super) async fn run(mut worker: Worker, jobs: Vec<Job>, rules: Rules) -> (Option<Worker>, Vec<Unit>) {
+/// Lets a worker score jobs. The worker comes back if it can take another call, or why it cannot; and units that must be
+/// called again.
+pub(super) async fn run(
+    mut worker: Worker,
+    jobs: Vec<Job>,
+    rules: Rules,
+) -> (Result<Worker, String>, Vec<Unit>) {
     let items: Vec<_> = jobs.iter().map(|job| job.item.as_str()).collect();
     let request = frame(format!("{{\"items\":[{}]}}", items.join(",")).as_bytes());
     let mut call = Call { jobs: jobs.into_iter().map(Some).collect(), rules, again: false };
     let limit = if rules.concurrent { rules.timeout + LOOP_SLACK } else { rules.timeout };
     let mut deadline = Instant::now() + limit;
+    let late = || format!("a call took longer than {} s", rules.timeout.as_secs_f64());
     match tokio::time::timeout_at(deadline, worker.frames.send(&request)).await {
         Ok(Ok(())) => {}
-        Ok(Err(_)) => return (None, call.died(worker, None).await),
-        Err(_) => {
-            drop(worker);
-            return (None, call.late());
-        }
+        Ok(Err(_)) => return call.died(worker, None).await,
+        Err(_) => return (Err(late()), call.late()),
     }
     loop {
         let event = tokio::select! {
@@ -178,25 +181,23 @@ pub(super) async fn run(mut worker: Worker, jobs: Vec<Job>, rules: Rules) -> (Op
                     let unreported = "its worker ended the call without a word about this item";
                     left.drain(..).for_each(|job| job.fail(unreported.to_owned()));
                 }
-                return ((!retire).then_some(worker), call.repeat(left));
+                let retired =
+                    || "it asked for it, as memory was short or a call could not be given up".to_owned();
+                return (if retire { Err(retired()) } else { Ok(worker) }, call.repeat(left));
             }
             Event::Said(report) => {
                 if let Err(what) = call.hear(report) {
-                    return (None, call.died(worker, Some(what)).await);
+                    return call.died(worker, Some(what)).await;
                 }
-                if !rules.batch && !rules.concurrent {
+                if call.sequential() {
                     deadline = Instant::now() + limit;
                 }
             }
-            Event::Died(garbage) => return (None, call.died(worker, garbage).await),
-            Event::Late => {
-                drop(worker);
-                return (None, call.late());
-            }
+            Event::Died(garbage) => return call.died(worker, garbage).await,
+            Event::Late => return (Err(late()), call.late()),
             Event::Abandoned => {
-                drop(worker);
                 let left = call.left();
-                return (None, call.repeat(left));
+                return (Err("nobody waited for its call any more".to_owned()), call.repeat(left));
             }
         }
     }
@@ -278,7 +279,7 @@ impl Call {
     }
 
     /// The process ended, or has to.
-    async fn died(&mut self, worker: Worker, garbage: Option<String>) -> Vec<Unit> {
+    async fn died(&mut self, worker: Worker, garbage: Option<String>) -> (Result<Worker, String>, Vec<Unit>) {
         let how = match garbage {
             Some(what) => {
                 let tail = worker.tail.clone();
@@ -295,7 +296,7 @@ impl Call {
         left[..charged].iter_mut().for_each(|job| job.deaths += 1);
         let (dead, left): (Vec<_>, Vec<_>) = left.into_iter().partition(|job| job.deaths >= DEATHS);
         dead.into_iter().for_each(|job| job.fail(format!("{how} (the second time)")));
-        self.repeat(left)
+        (Err(how), self.repeat(left))
     }
 
     /// Units for what is to be called again: in order, and one by one where a culprit is among them.

@@ -189,6 +189,12 @@ impl PythonReward {
         self.hello.spawn.as_deref()
     }
 
+    /// How many workers ended in a call and were replaced: killed, crashed, or out of memory.
+    #[must_use]
+    pub fn replaced(&self) -> u64 {
+        self.pool.replaced()
+    }
+
     /// Process ids now: of the parent, then of the workers.
     #[must_use]
     pub fn processes(&self) -> Vec<u32> {

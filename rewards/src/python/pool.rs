@@ -4,7 +4,7 @@
 //! bound of its own: its jobs are those of askers that wait, so whoever limits them bounds it.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -23,6 +23,9 @@ const RESTART_WINDOW: Duration = Duration::from_secs(60);
 const STARTS: u32 = 3;
 /// Items of one call are together this long, in bytes, if they are several.
 const CALL_BYTES: usize = 8 << 20;
+
+/// Nanoseconds that a call of several items one after the other should take.
+const CALL_NS: u64 = 100_000_000;
 
 /// Workers of one reward.
 #[derive(Debug)]
@@ -45,6 +48,10 @@ struct Shared {
     restarts: tokio::sync::Mutex<VecDeque<Instant>>,
     /// Process ids of the workers, 0 for none; for tests and for people.
     pids: Mutex<Vec<i32>>,
+    /// Workers that ended in a call.
+    replaced: AtomicU64,
+    /// Nanoseconds that an item took lately, where they are called one after the other.
+    item_ns: AtomicU64,
     closed: AtomicBool,
 }
 
@@ -68,6 +75,8 @@ impl Pool {
             parent: Mutex::new(Arc::new(parent)),
             restarts: tokio::sync::Mutex::default(),
             pids: Mutex::new(vec![0; workers]),
+            replaced: AtomicU64::new(0),
+            item_ns: AtomicU64::new(0),
             closed: AtomicBool::new(false),
         });
         let slots = (0..workers).map(|number| runtime.spawn(slot(Arc::clone(&shared), number))).collect();
@@ -84,6 +93,11 @@ impl Pool {
         for _ in 0..added.min(self.shared.workers) {
             self.shared.filled.notify_one();
         }
+    }
+
+    /// Workers that ended in a call, by themselves or because they had to.
+    pub(super) fn replaced(&self) -> u64 {
+        self.shared.replaced.load(Ordering::Relaxed)
     }
 
     /// Process ids: the parent first, then the workers that are there now.
@@ -135,12 +149,19 @@ async fn slot(shared: Arc<Shared>, number: usize) {
                 }
             },
         };
+        let (pid, count, begun) = (worker.pid(), jobs.len(), Instant::now());
         let (kept, again) = run(worker, jobs, shared.rules).await;
-        held = kept;
-        if held.is_none() {
-            lock(&shared.pids)[number] = 0;
-        }
+        shared.took(begun.elapsed(), count);
         shared.put_back(again);
+        match kept {
+            Ok(worker) => held = Some(worker),
+            Err(why) => {
+                lock(&shared.pids)[number] = 0;
+                shared.replaced.fetch_add(1, Ordering::Relaxed);
+                let line = format!("rlrun: worker {pid} is replaced: {why}\n");
+                shared.setup.log.append(line.as_bytes());
+            }
+        }
     }
 }
 
@@ -161,7 +182,7 @@ impl Shared {
         // Nobody waits for them any more.
         queue.retain(|unit| unit.jobs.iter().any(|job| !job.reply.is_closed()));
         // What waits is shared among the workers.
-        let share = queue.len().div_ceil(self.workers).min(self.batch);
+        let share = queue.len().div_ceil(self.workers).min(self.batch).min(self.at_once());
         let first = queue.pop_front()?;
         let together = !first.alone && !self.rules.group;
         let mut jobs = first.jobs;
@@ -178,6 +199,22 @@ impl Shared {
             let _ = began.send(());
         }
         Some(jobs)
+    }
+
+    /// Items of a call that will be over soon: another worker may be idle before a long one is.
+    fn at_once(&self) -> usize {
+        let item_ns = self.item_ns.load(Ordering::Relaxed).max(1);
+        if self.rules.batch || self.rules.concurrent {
+            return usize::MAX;
+        }
+        usize::try_from(CALL_NS / item_ns).unwrap_or(usize::MAX).max(1)
+    }
+
+    /// Remembers how long items take: a mean that halves what it knew before.
+    fn took(&self, time: Duration, items: usize) {
+        let each = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX) / items.max(1) as u64;
+        let known = self.item_ns.load(Ordering::Relaxed);
+        self.item_ns.store(known / 2 + each / 2, Ordering::Relaxed);
     }
 
     /// Puts jobs first in line, in their order.

@@ -163,6 +163,7 @@ fn a_call_that_nobody_waits_for_is_ended() {
     assert_eq!(reward.load().take().running, 0, "nobody has looked since it began");
     drop(given_up);
     assert_eq!(value(&run.one(&reward, "next")), 4.0);
+    assert_eq!(reward.replaced(), 1);
     until("what it started is gone", || !pids(&file).into_iter().any(lives));
     let counts = reward.load().take();
     assert_eq!((counts.waiting, counts.running, counts.scored), (0, 0, 1));
