@@ -107,7 +107,7 @@ fn check(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
     check_files(&recipe, &origins).map_err(Failure::Recipe)?;
     let scratch = scratch_directory()?;
     let directory = recipe.open_model(scratch.path())?;
-    let runtime = RewardRuntime::new(program)?;
+    let runtime = RewardRuntime::new(program, &Cores::all())?;
     let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
     // Whether weights are whole and of the right shapes shows only when they are read.
     recipe.adapter(&directory.load_parameters()?)?;
@@ -147,11 +147,11 @@ fn write_template(args: &InitArgs) -> Result<String, Failure> {
 fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure> {
     let (recipe, _) = load(&args.recipe, &args.sets, program)?;
     let directory = ModelDirectory::open(&model_of(&args.target, None)?)?;
-    let (runtime, scratch) = (RewardRuntime::new(program)?, scratch_directory()?);
+    let (runtime, scratch) = (RewardRuntime::new(program, &Cores::all())?, scratch_directory()?);
     let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
     let parameters = directory.load_parameters()?;
     let decoder = Decoder::new(directory.config(), &parameters);
-    let Some(evaluation) = prepared.evaluate(&recipe, decoder, &directory, (&runtime, &Cores::all()))? else {
+    let Some(evaluation) = prepared.evaluate(&recipe, decoder, &directory, &runtime)? else {
         let what = format!("{} has no held-out tasks; name some under data.eval", args.recipe.display());
         return Err(Failure::NotThere(what));
     };

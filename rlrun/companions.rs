@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use model::{Head, ModelDirectory};
+use model::{Cores, Head, MemoryBudget, ModelDirectory, Placement, ResidentParameters, Team};
 use trainer::critic::{Critic, CriticKind, Network};
 use trainer::trainer::Demonstrate;
 use trainer::{Companions, Frozen, Learner, TrainerState, checkpoint};
@@ -25,6 +25,7 @@ pub(crate) struct Starting<'a> {
     pub(crate) learner: &'a Learner,
     pub(crate) state: &'a TrainerState,
     pub(crate) prepared: &'a Prepared,
+    pub(crate) cores: &'a Arc<Cores>,
 }
 
 impl Starting<'_> {
@@ -51,7 +52,7 @@ impl Starting<'_> {
         if let Some(path) = &self.recipe.algorithm.reference {
             let directory = ModelDirectory::open(path)?;
             self.same_tokens(&directory)?;
-            return Ok(Some(frozen(&directory)?));
+            return Ok(Some(self.frozen(&directory)?));
         }
         let path = self.run_dir.path().join("reference");
         if !path.exists() {
@@ -61,7 +62,21 @@ impl Starting<'_> {
             }
             self.directory.export(&path, self.learner.parameters())?;
         }
-        Ok(Some(frozen(&ModelDirectory::open(&path)?)?))
+        Ok(Some(self.frozen(&ModelDirectory::open(&path)?)?))
+    }
+
+    /// The reference where the recipe places it. Separated, it has cores of its own and stays in memory.
+    fn frozen(&self, directory: &ModelDirectory) -> Result<Frozen, Failure> {
+        let separated = self.recipe.placement.reference == Some(Placement::Separated);
+        let everything = MemoryBudget::default();
+        let budget = if separated { &everything } else { &*self.prepared.budget };
+        let weights = ResidentParameters::open(directory.path(), directory.config(), budget)?;
+        Ok(Frozen { weights, team: separated.then(|| self.own_team()) })
+    }
+
+    /// The cores of a model that is placed beside the policy.
+    fn own_team(&self) -> Arc<Team> {
+        Arc::new(self.recipe.trainer_team(self.cores))
     }
 
     /// Log-probabilities of tokens are only comparable if tokens mean the same.
@@ -96,8 +111,12 @@ impl Starting<'_> {
             let parameters = self.learner.parameters().with_head(directory.config());
             (directory, parameters, None)
         };
-        let learner = Learner::new(self.recipe.learner(), directory.config().clone(), parameters, optimizer)
-            .on(Arc::clone(self.learner.team()));
+        let team = match config.placement {
+            Placement::Colocated => Arc::clone(self.learner.team()),
+            Placement::Separated => self.own_team(),
+        };
+        let learner =
+            Learner::new(self.recipe.learner(), directory.config().clone(), parameters, optimizer).on(team);
         Ok(Some(Critic { config, network: Some(Network { learner, directory }) }))
     }
 
@@ -122,8 +141,4 @@ impl Starting<'_> {
             (sample.token_ids().len() <= longest).then_some(sample)
         })))
     }
-}
-
-fn frozen(directory: &ModelDirectory) -> Result<Frozen, Failure> {
-    Ok(Frozen { model: directory.config().clone(), parameters: Arc::new(directory.load_parameters()?) })
 }

@@ -95,7 +95,7 @@ pub fn run_in(
     let system = |source| Failure::System { what: format!("write a log in {}", logs.display()), source };
     report.log_to(&logs).map_err(system)?;
     let Surroundings { cores, rewards, program } = surroundings;
-    let (runtime, signals) = (RewardRuntime::new(&program)?, Signals::listen()?);
+    let (runtime, signals) = (RewardRuntime::new(&program, &cores)?, Signals::listen()?);
     Run { recipe, run_dir, report, rewards, runtime, signals, cores }.go()
 }
 
@@ -296,7 +296,7 @@ impl Run<'_> {
         let interruption = self.recipe.interruption(&stop_rules)?;
         let engine = Engine::new(engine, stop_rules, decoder, state.version)?
             .interrupting(interruption)
-            .on(Arc::new(self.recipe.rollout_team(&self.cores)));
+            .on(Arc::clone(&prepared.team));
         let curation = curation::open(self.recipe, self.run_dir, &prepared.train)?;
         let worker = self.sampler(engine, &prepared, (Arc::clone(&producer), curation), subscriber);
 
@@ -326,7 +326,8 @@ impl Run<'_> {
         (directory, prepared): (&'b ModelDirectory, &'b Prepared),
         state: &'b TrainerState,
     ) -> Starting<'b> {
-        Starting { recipe: self.recipe, run_dir: self.run_dir, directory, learner, state, prepared }
+        let cores = &self.cores;
+        Starting { recipe: self.recipe, run_dir: self.run_dir, directory, learner, state, prepared, cores }
     }
 
     /// A sampler around `engine`, with its rewards and its source of weights.
@@ -398,7 +399,7 @@ impl Run<'_> {
         directory: &ModelDirectory,
     ) -> Result<Option<Evaluation>, Failure> {
         let decoder = Decoder::new(learner.model(), learner.parameters());
-        prepared.evaluate(self.recipe, decoder, directory, (&self.runtime, &self.cores))
+        prepared.evaluate(self.recipe, decoder, directory, &self.runtime)
     }
 }
 

@@ -3,7 +3,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use model::{Cores, Decoder, ModelDirectory, Parameters};
+use model::{Cores, Decoder, MemoryBudget, ModelDirectory, Parameters, Team};
+use rewards::reward_model::ModelContext;
 use rewards::{RewardContext, RewardSet};
 use rollout::evaluate::{Evaluation, EvaluationConfig, evaluate};
 use rollout::tasks::TaskOrder;
@@ -17,11 +18,12 @@ use crate::program::Program;
 use crate::recipe::{Model, Recipe};
 use crate::report::Report;
 
-/// Where rewards run: the runtime that waits for them, and the program that knows their kinds.
+/// Where rewards run: the runtime that waits for them, the program that knows their kinds, the cores of the process.
 #[derive(Debug)]
 pub struct RewardRuntime {
     runtime: Runtime,
     program: Program,
+    cores: Arc<Cores>,
 }
 
 impl RewardRuntime {
@@ -29,7 +31,7 @@ impl RewardRuntime {
     ///
     /// # Errors
     /// If the system gives no thread.
-    pub fn new(program: &Program) -> Result<Self, Failure> {
+    pub fn new(program: &Program, cores: &Arc<Cores>) -> Result<Self, Failure> {
         let system =
             |source| Failure::System { what: "start the thread that waits for rewards".to_owned(), source };
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -37,7 +39,7 @@ impl RewardRuntime {
             .enable_all()
             .build()
             .map_err(system)?;
-        Ok(Self { runtime, program: program.clone() })
+        Ok(Self { runtime, program: program.clone(), cores: Arc::clone(cores) })
     }
 
     /// To start tasks on it and to wait for them.
@@ -53,6 +55,7 @@ impl RewardRuntime {
             environment: Arc::clone(self.program.environment()),
             runtime: Some(self.handle().clone()),
             scratch: scratch.to_path_buf(),
+            models: ModelContext { cores: Some(Arc::clone(&self.cores)), ..ModelContext::default() },
             ..RewardContext::default()
         }
     }
@@ -65,12 +68,20 @@ impl RewardRuntime {
         &self,
         recipe: &Recipe,
         directory: &ModelDirectory,
+        (team, budget): (&Arc<Team>, &Arc<MemoryBudget>),
         scratch: &Path,
     ) -> Result<RewardSet, Failure> {
+        let models = ModelContext {
+            policy_tokenizer: Some(directory.tokenizer().fingerprint()),
+            policy_team: Some(Arc::clone(team)),
+            cores: Some(Arc::clone(&self.cores)),
+            budget: Arc::clone(budget),
+        };
         let tokenizer = directory.tokenizer().clone();
         let context = RewardContext {
             decode: Some(Arc::new(move |ids: &[u32]| tokenizer.decode_special(ids).unwrap_or_default())),
             max_steps: recipe.trainer.steps,
+            models,
             ..self.context(scratch)
         };
         Ok(RewardSet::from_specs(&recipe.rewards, self.program.registry(), &context)?)
@@ -86,6 +97,10 @@ pub struct Prepared {
     pub eval: Option<PromptSet>,
     /// What trajectories are worth; `None` where nothing is sampled, as for a reward model.
     pub rewards: Option<Arc<RewardSet>>,
+    /// The cores that the sampler may use, and models that are colocated with it.
+    pub team: Arc<Team>,
+    /// What is left for models that are not trained.
+    pub budget: Arc<MemoryBudget>,
 }
 
 impl Recipe {
@@ -144,12 +159,14 @@ impl Prepared {
         if longest + completion > context {
             return Err(RolloutError::ContextTooShort { prompt: longest, completion, context }.into());
         }
+        let team = Arc::new(recipe.rollout_team(&runtime.cores));
+        let budget = Arc::new(MemoryBudget::new(recipe.placement.memory_mib.map(|mib| mib << 20)));
         let rewards = if recipe.rewards.is_empty() {
             None
         } else {
-            Some(Arc::new(runtime.rewards(recipe, directory, scratch)?))
+            Some(Arc::new(runtime.rewards(recipe, directory, (&team, &budget), scratch)?))
         };
-        Ok(Self { train: Arc::new(train), eval, rewards })
+        Ok(Self { train: Arc::new(train), eval, rewards, team, budget })
     }
 
     /// Says what there is to train on.
@@ -181,7 +198,7 @@ impl Prepared {
         recipe: &Recipe,
         decoder: Decoder,
         directory: &ModelDirectory,
-        (runtime, cores): (&RewardRuntime, &Arc<Cores>),
+        runtime: &RewardRuntime,
     ) -> Result<Option<Evaluation>, Failure> {
         let (Some(prompts), Some(rewards)) = (&self.eval, &self.rewards) else { return Ok(None) };
         let config = EvaluationConfig {
@@ -190,7 +207,7 @@ impl Prepared {
             tasks: recipe.eval.tasks,
         };
         let stop = recipe.stop_rules(directory);
-        let team = Arc::new(recipe.rollout_team(cores));
+        let team = Arc::clone(&self.team);
         Ok(Some(evaluate(&config, (decoder, team), prompts, (&stop, rewards, runtime.handle()))?))
     }
 }

@@ -7,13 +7,14 @@ use std::fmt::Write as _;
 use std::io::{BufRead, Write};
 use std::path::Path;
 
+use model::Cores;
 use rewards::{Judged, Latency, Reward, RewardInput, RewardSet, RewardSpec};
 use serde_json::{Map, Value, json};
 use trajectory::{Prompt, Task, TaskId};
 
 use crate::args::{GradeArgs, RewardTestArgs};
 use crate::failure::Failure;
-use crate::prepare::{RewardRuntime, prompt_text};
+use crate::prepare::{Prepared, RewardRuntime, prompt_text};
 use crate::program::Program;
 use crate::recipe::Recipe;
 
@@ -37,7 +38,7 @@ pub fn grade(
         let what = what.to_owned();
         move |source| Failure::System { what, source }
     };
-    let runtime = RewardRuntime::new(program)?;
+    let runtime = RewardRuntime::new(program, &Cores::all())?;
     let scratch = tempfile::tempdir().map_err(system("make a temporary directory"))?;
     let mut grader =
         Grader { args, program, runtime: &runtime, scratch: scratch.path(), built: HashMap::new() };
@@ -165,9 +166,12 @@ pub fn test(args: &RewardTestArgs, program: &Program) -> Result<String, Failure>
     let scratch = tempfile::tempdir()
         .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
     let directory = recipe.open_model(scratch.path())?;
-    let runtime = RewardRuntime::new(program)?;
-    let rewards = runtime.rewards(&recipe, &directory, scratch.path())?;
-    let (tasks, _) = recipe.tasks()?;
+    let runtime = RewardRuntime::new(program, &Cores::all())?;
+    let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
+    let Some(rewards) = &prepared.rewards else {
+        return Err(Failure::NotThere(format!("{} has no rewards", args.recipe.display())));
+    };
+    let tasks = prepared.train_tasks();
     let mut text = String::new();
     for weighted in rewards.rewards() {
         let about = weighted.reward.about().map_or(String::new(), |about| format!(": {about}"));
@@ -181,7 +185,7 @@ pub fn test(args: &RewardTestArgs, program: &Program) -> Result<String, Failure>
         let _ = writeln!(text, "\nrow {row}: {}", short(&prompt_text(task)));
         for (label, answer) in [("reference", &reference), ("wrong", &wrong)] {
             let _ = writeln!(text, "  {label}: {}", short(answer));
-            failures += say(&mut text, &rewards, &runtime, &RewardInput::text(task, answer))?;
+            failures += say(&mut text, rewards, &runtime, &RewardInput::text(task, answer))?;
         }
     }
     if failures > 0 {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use buffer::BufferConfig;
 use std::sync::Arc;
 
-use model::{Architecture, Config, Cores, ModelDirectory, Sampling, Sizes, Team};
+use model::{Architecture, Config, Cores, ModelDirectory, Placement, Sampling, Sizes, Team};
 use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource};
 use rollout::{EngineConfig, Overlong, StopRules, WorkerConfig};
 use trainer::algorithm::Algorithm;
@@ -258,6 +258,7 @@ impl Recipe {
             term: ValueTerm { coef, clip: critic.value_clip },
             learning_rate: rate as f32,
             pretrain_steps: critic.pretrain_steps.unwrap_or(0),
+            placement: self.placement.critic.unwrap_or(Placement::Colocated),
         })
     }
 

@@ -16,7 +16,7 @@ const EDGES: [(&str, &[&str]); 8] = [
     ("trajectory", &[]),
     // Prompts and chat messages come in the words of `trajectory`; of everything else the model knows nothing.
     ("model", &["trajectory"]),
-    ("rewards", &["trajectory"]),
+    ("rewards", &["trajectory", "model"]),
     ("buffer", &["trajectory"]),
     ("weights", &["trajectory"]),
     ("rollout", &["trajectory", "model", "rewards", "buffer", "weights"]),

@@ -71,7 +71,7 @@ pub use directory::ModelDirectory;
 pub use error::ModelError;
 pub use ops::head::{Prediction, PredictionGradient, Target};
 pub use parameters::{Layout, ParameterSpec, Parameters};
-pub use resident::{MemoryBudget, ResidentParameters};
+pub use resident::{MemoryBudget, Placement, ResidentParameters};
 pub use sampling::{Draw, Sampling};
 pub use scorer::{Answered, ScoreError, SequenceScorer};
 pub use tokenizer::{DecodeStream, SpecialTokens, Tokenizer};

@@ -9,6 +9,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::{Config, Layout, ModelError, Parameters};
 
+/// Where a model computes that is not the policy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Placement {
+    /// On the policy's device: here the cores of the policy's role, one after the other.
+    Colocated,
+    /// On a worker of its own, beside the policy.
+    #[default]
+    Separated,
+}
+
 /// Bytes that models beside the policy may keep in memory together.
 #[derive(Debug)]
 pub struct MemoryBudget {

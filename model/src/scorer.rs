@@ -55,7 +55,7 @@ enum Network {
     /// Our decoder with a value head: the value after the last token.
     Decoder(Box<Ours>),
     /// A classifier with one label.
-    Classifier(Classifier),
+    Classifier(Box<Classifier>),
 }
 
 struct Ours {
@@ -73,8 +73,8 @@ struct Classifier {
 }
 
 enum Encoder {
-    Deberta(debertav2::DebertaV2SeqClassificationModel),
-    Roberta(xlm_roberta::XLMRobertaForSequenceClassification),
+    Deberta(Box<debertav2::DebertaV2SeqClassificationModel>),
+    Roberta(Box<xlm_roberta::XLMRobertaForSequenceClassification>),
 }
 
 impl std::fmt::Debug for SequenceScorer {
@@ -95,7 +95,7 @@ impl SequenceScorer {
         let (tokenizer, network) = match class.as_str() {
             "DebertaV2ForSequenceClassification" | "XLMRobertaForSequenceClassification" => {
                 let tokenizer = Tokenizer::load(&path.join("tokenizer.json"))?;
-                (tokenizer, Network::Classifier(Classifier::open(path, &class, &keys)?))
+                (tokenizer, Network::Classifier(Box::new(Classifier::open(path, &class, &keys)?)))
             }
             _ => {
                 let directory = ModelDirectory::open(path)?;
@@ -170,13 +170,19 @@ impl SequenceScorer {
     }
 
     /// `[N]` scores of sequences, each with at least one token and at most [`SequenceScorer::max_context`], on the cores of
-    /// `team`.
+    /// `team`. They are packed up to `batch_tokens` tokens, a longer one by itself; weights that are swapped in are read
+    /// once.
     ///
     /// # Errors
     /// If weights cannot be read again, or a token lies beyond the vocabulary.
-    pub fn score(&self, sequences: &[Answered], team: &Team) -> Result<Vec<f32>, ScoreError> {
+    pub fn score(
+        &self,
+        sequences: &[Answered],
+        batch_tokens: usize,
+        team: &Team,
+    ) -> Result<Vec<f32>, ScoreError> {
         match &self.network {
-            Network::Decoder(ours) => ours.score(sequences, team),
+            Network::Decoder(ours) => ours.score(sequences, batch_tokens, team),
             Network::Classifier(classifier) => {
                 sequences.iter().map(|answered| Ok(classifier.score(&answered.completion)?)).collect()
             }
@@ -207,7 +213,12 @@ fn decoder(parameters: &ResidentParameters, quantization: Quantization) -> Resul
 }
 
 impl Ours {
-    fn score(&self, sequences: &[Answered], team: &Team) -> Result<Vec<f32>, ScoreError> {
+    fn score(
+        &self,
+        sequences: &[Answered],
+        batch_tokens: usize,
+        team: &Team,
+    ) -> Result<Vec<f32>, ScoreError> {
         let made;
         let decoder = match &self.ready {
             Some(ready) => ready,
@@ -216,36 +227,53 @@ impl Ours {
                 &made
             }
         };
-        let mut pack = Pack::new();
-        let mut rows = Vec::with_capacity(sequences.len());
-        let mut shared: Option<(&[u32], usize)> = None;
-        for Answered { prompt, completion } in sequences {
-            let push = |pack: &mut Pack, tokens: &[u32]| pack.push(tokens).map_err(|_| ScoreError::Empty);
-            rows.push(match (shared, completion.as_slice()) {
-                _ if prompt.is_empty() => {
-                    shared = None;
-                    push(&mut pack, completion)? + completion.len() - 1
-                }
-                (_, []) => {
-                    shared = None;
-                    push(&mut pack, prompt)? + prompt.len() - 1
-                }
-                (known, rest) => {
-                    let prefix = match known {
-                        Some((tokens, prefix)) if tokens == prompt => prefix,
-                        _ => push(&mut pack, prompt)?,
-                    };
-                    shared = Some((prompt, prefix));
-                    let start = pack.push_continuation(prefix, rest).map_err(|_| ScoreError::Empty)?;
-                    start + rest.len() - 1
-                }
-            });
+        let mut scores = Vec::with_capacity(sequences.len());
+        let mut rest = sequences;
+        while !rest.is_empty() {
+            let mut tokens = 0;
+            let fits = |answered: &&Answered| {
+                tokens += answered.len();
+                tokens <= batch_tokens
+            };
+            let (now, later) = rest.split_at(rest.iter().take_while(fits).count().max(1));
+            scores.extend(score_pack(decoder, now, team)?);
+            rest = later;
         }
-        // A value head looks at no target.
-        let target = Target { token: 0, temperature: 1.0, kept: None };
-        let targets = vec![target; rows.len()];
-        Ok(decoder.score(&pack, &rows, &targets, team)?.iter().map(|prediction| prediction.value).collect())
+        Ok(scores)
     }
+}
+
+/// Scores sequences as one pack; the prompt of neighbours is computed once, where it is the same.
+fn score_pack(decoder: &Decoder, sequences: &[Answered], team: &Team) -> Result<Vec<f32>, ScoreError> {
+    let mut pack = Pack::new();
+    let mut rows = Vec::with_capacity(sequences.len());
+    let mut shared: Option<(&[u32], usize)> = None;
+    for Answered { prompt, completion } in sequences {
+        let push = |pack: &mut Pack, tokens: &[u32]| pack.push(tokens).map_err(|_| ScoreError::Empty);
+        rows.push(match (shared, completion.as_slice()) {
+            _ if prompt.is_empty() => {
+                shared = None;
+                push(&mut pack, completion)? + completion.len() - 1
+            }
+            (_, []) => {
+                shared = None;
+                push(&mut pack, prompt)? + prompt.len() - 1
+            }
+            (known, rest) => {
+                let prefix = match known {
+                    Some((tokens, prefix)) if tokens == prompt => prefix,
+                    _ => push(&mut pack, prompt)?,
+                };
+                shared = Some((prompt, prefix));
+                let start = pack.push_continuation(prefix, rest).map_err(|_| ScoreError::Empty)?;
+                start + rest.len() - 1
+            }
+        });
+    }
+    // A value head looks at no target.
+    let target = Target { token: 0, temperature: 1.0, kept: None };
+    let targets = vec![target; rows.len()];
+    Ok(decoder.score(&pack, &rows, &targets, team)?.iter().map(|prediction| prediction.value).collect())
 }
 
 impl Classifier {
@@ -279,7 +307,7 @@ impl Classifier {
             config.pooler_hidden_act.get_or_insert(debertav2::HiddenAct::Gelu);
             let one = [(0, "LABEL_0".to_owned())].into_iter().collect();
             let load = debertav2::DebertaV2SeqClassificationModel::load;
-            Encoder::Deberta(load(builder.pp("deberta"), &config, Some(one)).map_err(broken)?)
+            Encoder::Deberta(Box::new(load(builder.pp("deberta"), &config, Some(one)).map_err(broken)?))
         } else {
             let mut keys = keys.clone();
             if let Value::Object(keys) = &mut keys {
@@ -288,7 +316,7 @@ impl Classifier {
             }
             let config: xlm_roberta::Config = serde_json::from_value(keys).map_err(json)?;
             let load = xlm_roberta::XLMRobertaForSequenceClassification::new;
-            Encoder::Roberta(load(1, &config, builder).map_err(broken)?)
+            Encoder::Roberta(Box::new(load(1, &config, builder).map_err(broken)?))
         };
         let max = keys["max_position_embeddings"].as_u64().unwrap_or(512) as usize;
         // RoBERTa counts positions from its padding token on.

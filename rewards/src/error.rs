@@ -25,6 +25,14 @@ pub enum RewardError {
         /// The kinds that there are, as text.
         known: String,
     },
+    /// A reward cannot be built or started.
+    #[error("reward `{reward}`: {reason}")]
+    Build {
+        /// Name of the reward.
+        reward: String,
+        /// What is wrong and what to do.
+        reason: String,
+    },
     /// A reward that waits has nowhere to do so.
     #[error(
         "reward `{reward}` waits for others and needs a runtime with timers; give one in the `RewardContext`"

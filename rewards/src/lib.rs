@@ -7,6 +7,7 @@
 //! - [`spec`], [`registry`]: a reward as a recipe states it, the kinds there are, and how they are built
 //! - [`math`], [`gsm8k`], [`exact`], [`regex`], [`format`](mod@format), [`length`]: built-ins, one pure function each
 //! - [`python`]: functions of the user, in processes that can be killed
+//! - [`reward_model`]: models that score
 //! - [`function`]: rewards that are Rust functions, also a user's own; [`limited`]: timeout and concurrency around any
 //! - [`load`]: what waits for a reward, what runs, and how long it took
 //! - [`error`]: what can go wrong, [`RewardError`]
@@ -51,6 +52,7 @@ pub mod python;
 pub mod regex;
 pub mod registry;
 pub mod reward;
+pub mod reward_model;
 pub mod set;
 pub mod spec;
 

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use tokio::runtime::Handle;
 
 use crate::function::{Function, FunctionError, Scored, UserFunction};
+use crate::reward_model::{self, ModelContext};
 use crate::{Limited, Reward, RewardError, RewardInput, RewardSpec};
 use crate::{exact, format, gsm8k, length, math, python, regex};
 
@@ -39,6 +40,8 @@ pub struct RewardContext {
     pub decode: Option<Arc<Decode>>,
     /// Training steps of the run.
     pub max_steps: u64,
+    /// What reward models need.
+    pub models: ModelContext,
 }
 
 /// Text of tokens, special ones included.
@@ -121,6 +124,7 @@ impl Registry {
             format::kind(),
             length::kind(),
             python::kind(),
+            reward_model::kind(),
         ];
         Self { kinds: kinds.into_iter().map(|kind| (kind.name.clone(), kind)).collect() }
     }

@@ -7,6 +7,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use model::{Placement, Quantization};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -53,6 +54,18 @@ pub struct RewardSpec {
     /// `python`: a file, or `module:function`. `model`: a model directory. Relative to the file that names it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<PathBuf>,
+    /// `model`: on the policy's device, or on a worker of its own (the default).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placement: Option<Placement>,
+    /// `model`: how coarsely the weights of the layers are represented; `none` if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quantization: Option<Quantization>,
+    /// `model`: most tokens of a packed batch; 8192 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub batch_tokens: Option<usize>,
+    /// `model`, separated: most cores that it uses at a time; all if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub threads: Option<usize>,
     /// `python`: single trajectories as they end (the default), or whole groups, for functions that compare.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scope: Option<Scope>,
@@ -100,6 +113,10 @@ impl RewardSpec {
             max_length: None,
             cache: None,
             path: None,
+            placement: None,
+            quantization: None,
+            batch_tokens: None,
+            threads: None,
             scope: None,
             function: None,
             dialect: None,

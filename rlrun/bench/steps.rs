@@ -63,7 +63,7 @@ pub fn work(
         .map_err(|source| Failure::System { what: format!("read {}", metrics.display()), source })?;
     let steps = Steps::of(&text, staleness)?;
     let directory = recipe.open_model(run_dir.path())?;
-    let runtime = RewardRuntime::new(program)?;
+    let runtime = RewardRuntime::new(program, cores)?;
     let prepared = Prepared::new(&recipe, &directory, (&runtime, run_dir.path()))?;
     Ok(result(&recipe, &steps, &directory, &prepared))
 }

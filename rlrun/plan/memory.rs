@@ -100,6 +100,14 @@ impl Memory {
             let what = "its weights, gradients of every rank and optimizer";
             parts.push(part("critic", what, product(&[1 + world, weights]).saturating_add(state)));
         }
+        let models = recipe.rewards.iter().filter(|spec| spec.kind == "model");
+        let configs = models.filter_map(|spec| Config::load(spec.path.as_deref()?).ok());
+        let scored = configs.fold(0_u64, |sum, config| {
+            sum.saturating_add(product(&[F32, Layout::new(&config).len() as u64]))
+        });
+        if scored > 0 {
+            parts.push(part("rewards", "reward models, all at the same time", scored));
+        }
         if recipe.supervised.is_some() {
             parts.retain(|part| !SAMPLING.contains(&part.name));
         } else if recipe.buffer.store == Store::Redb {

@@ -13,7 +13,7 @@ use super::layers::{Origin, Origins};
 use super::ranges::{Checker, check_ranges};
 use super::schema::{Buffer, RandomModel, RawData, RawModel, RawRecipe, Rollout, Warmup};
 use super::training::{check_lora, check_trainer};
-use super::words::{OnStale, Quantization, SampleOrder, Store, SupervisedKind};
+use super::words::{CriticKind, OnStale, Quantization, SampleOrder, Store, SupervisedKind};
 use super::{Data, DataSource, Files, Model, Recipe};
 
 /// Checks everything; `stem` names the run if the recipe does not.
@@ -72,6 +72,7 @@ pub(super) fn check(
         deadlines: raw.deadlines,
     };
     check_eval(&recipe, &mut checker);
+    check_placement(&recipe, &mut checker);
     if checker.errors.is_empty() { Ok(recipe) } else { Err(checker.errors) }
 }
 
@@ -330,6 +331,19 @@ fn check_eval(recipe: &Recipe, checker: &mut Checker<'_>) {
             let help =
                 "name held-out tasks in `data.eval` or `data.arithmetic.eval_tasks`, or remove `[eval]`";
             checker.report(path, format!("`{path}` has no effect: there are no held-out tasks"), help);
+        }
+    }
+}
+
+/// Only what a run has can be placed.
+fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let own_critic = recipe.critic.as_ref().is_some_and(|critic| critic.kind == CriticKind::Separate);
+    for (path, there, what) in [
+        ("placement.reference", recipe.needs_reference(), "compares with no reference"),
+        ("placement.critic", own_critic, "has no critic with a network of its own"),
+    ] {
+        if checker.given(path) && !there {
+            checker.report(path, format!("`{path}` has no effect: the run {what}"), "remove it");
         }
     }
 }

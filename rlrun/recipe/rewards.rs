@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 use rewards::{Registry, RewardError, RewardSpec};
 
+use super::checks::existing;
 use super::ranges::Checker;
 use super::schema::RawRecipe;
 
@@ -21,6 +22,14 @@ pub(super) fn check(raw: &mut RawRecipe, registry: &Registry, checker: &mut Chec
                 let path = format!("rewards[{index}].cache");
                 checker.report(&path, format!("`{path}` is more than the length limit of {max} tokens"), "");
             }
+        }
+        if let Some(path) = reward.path.take() {
+            let key = format!("rewards[{index}].path");
+            // A Python module is found by Python.
+            let is_module =
+                reward.kind == "python" && !path.exists() && path.extension().is_none_or(|e| e != "py");
+            let help = "name a file, or a model directory in Hugging Face format";
+            reward.path = if is_module { Some(path) } else { existing(&path, &key, help, checker) };
         }
         if reward.timeout_s > wait_s {
             let path = format!("rewards[{index}].timeout_s");

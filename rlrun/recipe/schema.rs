@@ -426,6 +426,17 @@ pub struct Placement {
     /// Most cores that the trainer uses at a time; all if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trainer_threads: Option<usize>,
+    /// Where the reference policy scores: on the trainer's cores, taking turns (colocated, the default), or at the same
+    /// time as the policy (separated). The results are the same bits.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reference: Option<ModelPlacement>,
+    /// The same for a critic with a network of its own, which also learns at the same time as the policy.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub critic: Option<ModelPlacement>,
+    /// MiB that colocated models which are not trained (reward models, then the reference) may keep in memory together;
+    /// one that does not fit is read from its files for every use. Without it all stay.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_mib: Option<u64>,
 }
 
 /// `[eval]`: accuracy on held-out tasks, before, during and after.

@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 pub use buffer::OnStale;
-pub use model::{Architecture, Quantization, Recompute};
+pub use model::{Architecture, Placement as ModelPlacement, Quantization, Recompute};
 pub use rollout::{OnUpdate, Overlong};
 pub use trainer::algorithm::{AlgorithmKind, Proximal};
 pub use trainer::credit::ScaleRewards;

@@ -3,7 +3,7 @@
 //! Invariant: a critic of its own begins as the policy with a zero value head, has the policy's layout beside the head,
 //! its own optimizer and its own learning rate; its updates never touch the policy.
 
-use model::ModelDirectory;
+use model::{ModelDirectory, Placement};
 use serde::{Deserialize, Serialize};
 
 use crate::learner::Learner;
@@ -31,6 +31,8 @@ pub struct CriticConfig {
     pub learning_rate: f32,
     /// Steps at the beginning in which the critic alone learns (VC-PPO, arXiv 2503.01491); of a network of its own.
     pub pretrain_steps: u64,
+    /// Whether a network of its own takes turns with the policy, or scores and learns at the same time.
+    pub placement: Placement,
 }
 
 /// A critic in training.

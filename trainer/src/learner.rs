@@ -8,7 +8,8 @@
 use std::sync::Arc;
 
 use model::{
-    Config, Decoder, Gradients, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute, Team,
+    Config, Decoder, Gradients, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute,
+    ResidentParameters, Team,
 };
 use trajectory::Sample;
 
@@ -52,10 +53,10 @@ pub struct Learner {
 /// A model that is not trained: a reference policy or a teacher.
 #[derive(Clone, Debug)]
 pub struct Frozen {
-    /// Its shape.
-    pub model: Config,
-    /// Its weights.
-    pub parameters: Arc<Parameters>,
+    /// Its shape and its weights, in memory always or only while it scores.
+    pub weights: ResidentParameters,
+    /// The cores that it has to itself, beside the policy; `None` if it takes turns with the policy on the policy's.
+    pub team: Option<Arc<Team>>,
 }
 
 /// A loss over the predictions of one row.
@@ -165,23 +166,29 @@ impl Learner {
     /// # Errors
     /// If a token lies beyond the vocabulary.
     pub fn score(&self, rows: &[&Sample]) -> Result<Vec<Vec<Prediction>>, TrainerError> {
-        self.score_with(&self.decoder(), rows)
+        self.score_with(&self.decoder(), &self.team, rows)
     }
 
-    /// The same under a model that is not trained, on the cores of this one.
+    /// The same under a model that is not trained, where that is placed.
     ///
     /// # Errors
-    /// If a token lies beyond its vocabulary.
+    /// If a token lies beyond its vocabulary, or its weights cannot be read again.
     pub fn score_under(
         &self,
         frozen: &Frozen,
         rows: &[&Sample],
     ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
-        let decoder = Decoder::trainable(&frozen.model, &frozen.parameters, self.config.recompute);
-        self.score_with(&decoder, rows)
+        let parameters = frozen.weights.get()?;
+        let decoder = Decoder::trainable(frozen.weights.config(), &parameters, self.config.recompute);
+        self.score_with(&decoder, frozen.team.as_ref().unwrap_or(&self.team), rows)
     }
 
-    fn score_with(&self, decoder: &Decoder, rows: &[&Sample]) -> Result<Vec<Vec<Prediction>>, TrainerError> {
+    fn score_with(
+        &self,
+        decoder: &Decoder,
+        team: &Arc<Team>,
+        rows: &[&Sample],
+    ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
         let work = |batch: &MicroBatch, team: &Team| -> Result<Vec<(usize, Vec<Prediction>)>, TrainerError> {
             let packed = pack(batch.rows.iter().map(|row| rows[*row]));
             let all = decoder.score(&packed.pack, &packed.positions, &packed.targets, team)?;
@@ -199,7 +206,7 @@ impl Learner {
         let work = |(), mine: &[MicroBatch], team: &Team| {
             mine.iter().map(|batch| work(batch, team)).collect::<Result<Vec<_>, _>>()
         };
-        for rank in self.on_ranks(&shares, ranks, work)? {
+        for rank in on_ranks(&shares, team, ranks, work)? {
             rank.into_iter().flatten().for_each(|(row, predictions)| scored[row] = predictions);
         }
         Ok(scored)
@@ -235,7 +242,7 @@ impl Learner {
         let work = |gradients: &mut Gradients, mine: &[MicroBatch], team: &Team| {
             self.accumulate(rows, mine, loss, gradients, team)
         };
-        let reports = self.on_ranks(&shares, gradients.iter_mut(), work)?;
+        let reports = on_ranks(&shares, &self.team, gradients.iter_mut(), work)?;
         let Some((total, others)) = gradients[..shares.len()].split_first_mut() else {
             return Ok((0.0, reports));
         };
@@ -300,27 +307,27 @@ impl Learner {
         shares.retain(|mine| !mine.is_empty());
         shares
     }
+}
 
-    /// Runs `work` on every rank's share of the micro-batches, with what belongs to the rank; results in order of rank.
-    /// One rank has the whole team, several have a thread each.
-    fn on_ranks<S: Send, R: Send>(
-        &self,
-        shares: &[Vec<MicroBatch>],
-        states: impl Iterator<Item = S>,
-        work: impl Fn(S, &[MicroBatch], &Team) -> Result<R, TrainerError> + Sync,
-    ) -> Result<Vec<R>, TrainerError> {
-        let ranks = shares.iter().zip(states);
-        if shares.len() == 1 {
-            return ranks.map(|(mine, state)| work(state, mine, &self.team)).collect();
-        }
-        let work = &work;
-        std::thread::scope(|scope| {
-            let ranks: Vec<_> =
-                ranks.map(|(mine, state)| scope.spawn(move || work(state, mine, &Team::alone()))).collect();
-            ranks
-                .into_iter()
-                .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-                .collect()
-        })
+/// Runs `work` on every rank's share of the micro-batches, with what belongs to the rank; results in order of rank.
+/// One rank has the whole team, several have a thread each.
+fn on_ranks<S: Send, R: Send>(
+    shares: &[Vec<MicroBatch>],
+    team: &Team,
+    states: impl Iterator<Item = S>,
+    work: impl Fn(S, &[MicroBatch], &Team) -> Result<R, TrainerError> + Sync,
+) -> Result<Vec<R>, TrainerError> {
+    let ranks = shares.iter().zip(states);
+    if shares.len() == 1 {
+        return ranks.map(|(mine, state)| work(state, mine, team)).collect();
     }
+    let work = &work;
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> =
+            ranks.map(|(mine, state)| scope.spawn(move || work(state, mine, &Team::alone()))).collect();
+        ranks
+            .into_iter()
+            .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
 }

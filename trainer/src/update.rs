@@ -4,13 +4,13 @@
 //! Invariant: forward passes that nothing needs are not made. With one update per batch the policy before the step is the
 //! one being differentiated, so a pass over the batch is saved wherever only its log-probabilities are asked for.
 
-use model::Prediction;
+use model::{Placement, Prediction};
 use trajectory::{PolicyVersion, Sample};
 
 use crate::TrainerError;
 use crate::algorithm::{Algorithm, Proximal};
 use crate::batch::{Batch, Row};
-use crate::critic::{Critic, CriticKind};
+use crate::critic::{Critic, CriticConfig, CriticKind, Network};
 use crate::learner::Learner;
 use crate::loss::PolicyLoss;
 use crate::loss::trajectory_balance;
@@ -88,30 +88,35 @@ impl Update<'_> {
         part: &Part<'_, '_>,
         updated: &mut Updated,
     ) -> Result<Result<(), Mismatch>, TrainerError> {
-        let mut value_loss = None;
-        if let Some(Critic { config, network: Some(network) }) = &mut self.companions.critic {
-            let objective = ValueObjective { terms: part.terms, term: config.term };
-            let (grad_norm, reports) =
-                network.learner.step(&part.samples, &objective, config.learning_rate)?;
-            let mut sums = TokenSums::default();
-            reports.iter().for_each(|report| sums.merge(report));
-            updated.critic =
-                Some(CriticReport { loss: sums.mean(sums.value_loss), grad_norm, ..CriticReport::default() });
-            if self.version.0 < config.pretrain_steps {
-                return Ok(Ok(()));
-            }
-        } else if let Some(critic) = &self.companions.critic {
-            value_loss = Some(critic.config.term);
-        }
+        let log_z = self.log_z(part)?;
+        let shared = self.companions.critic.as_ref().filter(|critic| critic.network.is_none());
+        let value_loss = shared.map(|critic| critic.config.term);
         let objective = PolicyObjective {
             algorithm: self.algorithm,
             rows: part.rows,
             terms: part.terms,
-            log_z: self.log_z(part)?,
+            log_z,
             critic: value_loss,
             bitwise: self.bitwise.then_some(self.version),
         };
-        let (grad_norm, reports) = self.learner.step(&part.samples, &objective, self.learning_rate)?;
+        let (learner, rate) = (&mut *self.learner, self.learning_rate);
+        let mut step = || learner.step(&part.samples, &objective, rate);
+        let (grad_norm, reports) = match &mut self.companions.critic {
+            Some(Critic { config, network: Some(network) }) => {
+                let (config, version) = (*config, self.version);
+                let pretraining = version.0 < config.pretrain_steps;
+                let critic = || step_critic(config, network, part);
+                let (critic, policy) = beside(config.placement == Placement::Separated, critic, || {
+                    (!pretraining).then(&mut step).transpose()
+                });
+                updated.critic = Some(critic?);
+                match policy? {
+                    Some(stepped) => stepped,
+                    None => return Ok(Ok(())),
+                }
+            }
+            _ => step()?,
+        };
         reports.iter().for_each(|report| updated.sums.merge(report));
         updated.grad_norm = grad_norm;
         if value_loss.is_some() {
@@ -129,21 +134,28 @@ impl Update<'_> {
         // After the first optimizer step the policy is no longer the one that anchors the loss, nor the one that has
         // to have the sampler's bits.
         let anchored = self.algorithm.proximal == Proximal::Recompute && self.algorithm.uses_proximal();
-        let mut scores = Scores::default();
-        if ((anchored || self.bitwise) && updates > 1) || self.algorithm.needs_scores() || shared {
-            let own = self.learner.score(&samples)?;
-            scores.before = Some(each(&own, |prediction| prediction.logprob));
-            scores.entropy = Some(each(&own, |prediction| prediction.entropy));
-            scores.values = shared.then(|| each(&own, |prediction| prediction.value));
-        }
-        if let Some(network) = critic.and_then(|critic| critic.network.as_ref()) {
-            scores.values = Some(each(&network.learner.score(&samples)?, |prediction| prediction.value));
-        }
-        if let Some(reference) = &self.companions.reference {
-            let theirs = self.learner.score_under(reference, &samples)?;
-            scores.reference = Some(each(&theirs, |prediction| prediction.logprob));
-        }
-        Ok(scores)
+        let needs_own =
+            ((anchored || self.bitwise) && updates > 1) || self.algorithm.needs_scores() || shared;
+        let network = critic.and_then(|critic| Some((critic.config.placement, critic.network.as_ref()?)));
+        let reference = self.companions.reference.as_ref();
+        let separated = reference.is_some_and(|reference| reference.team.is_some());
+        // Models that are placed beside the policy score at the same time as it does.
+        let own = || needs_own.then(|| self.learner.score(&samples)).transpose();
+        let values = || network.map(|(_, network)| network.learner.score(&samples)).transpose();
+        let theirs = || reference.map(|reference| self.learner.score_under(reference, &samples)).transpose();
+        let (theirs, (values, own)) = beside(separated, theirs, || {
+            beside(network.is_some_and(|(placement, _)| placement == Placement::Separated), values, own)
+        });
+        let (own, values, theirs) = (own?, values?, theirs?);
+        let logprob = |prediction: &Prediction| prediction.logprob;
+        let value = |prediction: &Prediction| prediction.value;
+        let values = values.or_else(|| own.clone().filter(|_| shared));
+        Ok(Scores {
+            before: own.as_ref().map(|own| each(own, logprob)),
+            entropy: own.as_ref().map(|own| each(own, |prediction| prediction.entropy)),
+            values: values.map(|values| each(&values, value)),
+            reference: theirs.map(|theirs| each(&theirs, logprob)),
+        })
     }
 
     /// The normaliser of every row's group under the current weights, if the loss is trajectory balance.
@@ -162,6 +174,31 @@ impl Update<'_> {
             })
             .collect())
     }
+}
+
+/// One optimizer step of a critic of its own.
+fn step_critic(
+    config: CriticConfig,
+    network: &mut Network,
+    part: &Part<'_, '_>,
+) -> Result<CriticReport, TrainerError> {
+    let objective = ValueObjective { terms: part.terms, term: config.term };
+    let (grad_norm, reports) = network.learner.step(&part.samples, &objective, config.learning_rate)?;
+    let mut sums = TokenSums::default();
+    reports.iter().for_each(|report| sums.merge(report));
+    Ok(CriticReport { loss: sums.mean(sums.value_loss), grad_norm, ..CriticReport::default() })
+}
+
+/// Does `other` and `own`: one after the other, or at the same time where `separated`. Neither sees the other's results.
+fn beside<A: Send, B>(separated: bool, other: impl FnOnce() -> A + Send, own: impl FnOnce() -> B) -> (A, B) {
+    if !separated {
+        return (other(), own());
+    }
+    std::thread::scope(|scope| {
+        let other = scope.spawn(other);
+        let own = own();
+        (other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), own)
+    })
 }
 
 impl CriticReport {

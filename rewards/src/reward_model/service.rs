@@ -1,0 +1,158 @@
+//! The thread on which a reward model computes: it takes what waits, packs it, scores it.
+//!
+//! Invariant: every request gets one answer, or learns that there will be none; a timeout ends the waiting of whoever
+//! asked, and what nobody waits for any more is not computed. The thread ends when its service is dropped.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use model::{Answered, SequenceScorer, Team};
+use tokio::sync::oneshot;
+
+use crate::load::Waiting;
+use crate::{RewardError, RewardInput, RewardSpec};
+
+/// A sequence that waits for its score.
+struct Request {
+    answered: Answered,
+    /// Its turn has come.
+    begun: oneshot::Sender<()>,
+    scored: oneshot::Sender<Result<f32, String>>,
+}
+
+/// The worker of one reward model.
+#[derive(Debug)]
+pub(super) struct Service {
+    name: String,
+    timeout: Duration,
+    requests: Option<Sender<Request>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Service {
+    /// Starts the thread; it scores at most `batch_tokens` tokens at once, or one sequence that has more.
+    pub(super) fn start(
+        spec: &RewardSpec,
+        scorer: Arc<SequenceScorer>,
+        team: Arc<Team>,
+        batch_tokens: usize,
+    ) -> Result<Self, RewardError> {
+        let name = spec.name().to_owned();
+        let (requests, receiver) = channel();
+        let failed = |error: std::io::Error| RewardError::Build {
+            reward: name.clone(),
+            reason: format!("the system gives no thread: {error}"),
+        };
+        let thread = std::thread::Builder::new()
+            .name(format!("reward {name}"))
+            .spawn(move || serve(&receiver, &scorer, &team, batch_tokens))
+            .map_err(failed)?;
+        Ok(Self { name, timeout: spec.timeout(), requests: Some(requests), thread: Some(thread) })
+    }
+
+    /// The score of a sequence. The timeout begins with its turn: waiting in the queue is not the model's time.
+    pub(super) async fn score(
+        &self,
+        answered: Answered,
+        waiting: Waiting<'_>,
+        input: &RewardInput<'_>,
+    ) -> Result<f32, RewardError> {
+        let failed = |reason: String| RewardError::Failed {
+            reward: self.name.clone(),
+            trajectory: input.trajectory(),
+            reason,
+        };
+        let gone =
+            || failed("the worker of the reward model has ended; its message stands in the log".to_owned());
+        let ((begun, began), (scored, score)) = (oneshot::channel(), oneshot::channel());
+        let requests = self.requests.as_ref().ok_or_else(gone)?;
+        requests.send(Request { answered, begun, scored }).map_err(|_| gone())?;
+        began.await.map_err(|_| gone())?;
+        let _running = waiting.begin();
+        match tokio::time::timeout(self.timeout, score).await {
+            Ok(Ok(Ok(score))) => Ok(score),
+            Ok(Ok(Err(reason))) => Err(failed(reason)),
+            Ok(Err(_)) => Err(gone()),
+            Err(_) => Err(RewardError::Timeout {
+                reward: self.name.clone(),
+                trajectory: input.trajectory(),
+                seconds: self.timeout.as_secs_f64(),
+            }),
+        }
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        // Without its sender the thread ends after the batch at hand.
+        drop(self.requests.take());
+        if let Some(thread) = self.thread.take() {
+            // If it panicked, whoever asked has been told.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn serve(requests: &Receiver<Request>, scorer: &SequenceScorer, team: &Arc<Team>, batch_tokens: usize) {
+    let mut next = None;
+    loop {
+        let first = match next.take() {
+            Some(request) => request,
+            None => match requests.recv() {
+                Ok(request) => request,
+                Err(_) => return,
+            },
+        };
+        // Weights that have to be read first are read for all that waits.
+        let most = if scorer.is_swapped() { usize::MAX } else { batch_tokens };
+        let mut tokens = first.answered.len();
+        let mut batch = vec![first];
+        loop {
+            match requests.try_recv() {
+                Ok(request) if tokens + request.answered.len() > most => {
+                    next = Some(request);
+                    break;
+                }
+                Ok(request) => {
+                    tokens += request.answered.len();
+                    batch.push(request);
+                }
+                Err(TryRecvError::Empty | TryRecvError::Disconnected) => break,
+            }
+        }
+        batch.retain(|request| !request.scored.is_closed());
+        answer(batch, scorer, batch_tokens, team);
+    }
+}
+
+/// Scores a batch and tells everybody.
+fn answer(mut batch: Vec<Request>, scorer: &SequenceScorer, batch_tokens: usize, team: &Arc<Team>) {
+    // Completions of one prompt become neighbours, so that the prompt is computed once.
+    batch.sort_by(|a, b| a.answered.prompt.cmp(&b.answered.prompt));
+    let (answered, tell): (Vec<_>, Vec<_>) =
+        batch.into_iter().map(|request| (request.answered, (request.begun, request.scored))).unzip();
+    let mut scored = Vec::with_capacity(tell.len());
+    for (begun, score) in tell {
+        // Whoever does not listen any more is told in vain.
+        let _ = begun.send(());
+        scored.push(score);
+    }
+    if answered.is_empty() {
+        return;
+    }
+    let _present = team.present();
+    match scorer.score(&answered, batch_tokens, team) {
+        Ok(scores) => {
+            for (tell, score) in scored.into_iter().zip(scores) {
+                let _ = tell.send(Ok(score));
+            }
+        }
+        Err(error) => {
+            for tell in scored {
+                let _ = tell.send(Err(error.to_string()));
+            }
+        }
+    }
+}
