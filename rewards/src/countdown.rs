@@ -33,8 +33,7 @@ pub(crate) fn kind() -> Kind {
     Kind::new("countdown", &["format_score"], &[], |spec, _| {
         let format_score = spec.format_score.unwrap_or(FORMAT_SCORE);
         if !format_score.is_finite() {
-            let reward = spec.name().to_owned();
-            return Err(RewardError::FormatScore { reward, format_score });
+            return Err(spec.wrong("format_score", "must be a finite number"));
         }
         Ok(pure(spec, move |label, input| score(label, format_score, input)))
     })

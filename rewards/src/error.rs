@@ -25,14 +25,6 @@ pub enum RewardError {
         /// The kinds that there are, as text.
         known: String,
     },
-    /// A reward cannot be built or started.
-    #[error("reward `{reward}`: {reason}")]
-    Build {
-        /// Name of the reward.
-        reward: String,
-        /// What is wrong and what to do.
-        reason: String,
-    },
     /// A reward that waits has nowhere to do so.
     #[error(
         "reward `{reward}` waits for others and needs a runtime with timers; give one in the `RewardContext`"
@@ -111,27 +103,6 @@ pub enum RewardError {
         /// Tokens at which it is -1.
         max_length: usize,
     },
-    /// A value for wrong answers that cannot be trained on.
-    #[error("reward `{reward}` has `format_score` = {format_score}; it must be finite")]
-    FormatScore {
-        /// Name of the reward.
-        reward: String,
-        /// The value.
-        format_score: f64,
-    },
-    /// A penalty of repetitions that is none.
-    #[error(
-        "reward `{reward}` has `ngram` = {ngram} words and `max_penalty` = {max_penalty}; \
-         `ngram` must be at least 1 and `max_penalty` finite and at most 0"
-    )]
-    Repetition {
-        /// Name of the reward.
-        reward: String,
-        /// Words at a time.
-        ngram: usize,
-        /// The greatest penalty.
-        max_penalty: f64,
-    },
     /// A reward compares with a reference answer that the row lacks.
     #[error(
         "reward `{reward}` needs a reference answer, but {trajectory} has none; name its column in `answer_column`"
@@ -174,7 +145,7 @@ pub enum RewardError {
         /// What is wrong with it, as the end of a sentence.
         reason: String,
     },
-    /// The processes of a reward, or what they need, cannot be started.
+    /// What a reward needs to judge (a process, a model, a sandbox) cannot be started.
     #[error("reward `{reward}` cannot be started: {reason}")]
     Start {
         /// Name of the reward.

@@ -7,6 +7,7 @@
 //! - [`spec`], [`registry`]: a reward as a recipe states it, the kinds there are, and how they are built
 //! - [`math`], [`math_dapo`], [`hendrycks`], [`gsm8k`], [`countdown`], [`exact`], [`regex`], [`format`](mod@format),
 //!   [`length`], [`repetition`]: built-ins, one pure function each
+//! - [`python`]: functions of the user, in processes that can be killed
 //! - [`reward_model`]: models that score
 //! - [`function`]: rewards that are Rust functions, also a user's own; [`limited`]: timeout and concurrency around any
 //! - [`http`], [`judge`]: servers and language models that are asked; one transport for both
@@ -57,6 +58,7 @@ pub mod limited;
 pub mod load;
 pub mod math;
 pub mod math_dapo;
+pub mod python;
 pub mod regex;
 pub mod registry;
 pub mod repetition;

@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use crate::function::{Function, FunctionError, Scored, UserFunction};
 use crate::reward_model::{self, ModelContext};
 use crate::{Limited, Reward, RewardError, RewardInput, RewardSpec};
-use crate::{countdown, exact, format, gsm8k, hendrycks, length, math, math_dapo, regex, repetition};
+use crate::{countdown, exact, format, gsm8k, hendrycks, length, math, math_dapo, python, regex, repetition};
 
 /// Builds a reward from a checked spec.
 type Build = dyn Fn(&RewardSpec, &RewardContext) -> Result<Box<dyn Reward>, RewardError> + Send + Sync;
@@ -131,6 +131,7 @@ impl Registry {
             crate::http::kind(),
             crate::judge::kind(),
             repetition::kind(),
+            python::kind(),
             reward_model::kind(),
         ];
         Self { kinds: kinds.into_iter().map(|kind| (kind.name.clone(), kind)).collect() }

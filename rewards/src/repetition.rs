@@ -30,8 +30,13 @@ impl Penalty {
     /// An n-gram of no words, or a penalty that is a reward.
     pub fn new(spec: &RewardSpec) -> Result<Self, RewardError> {
         let (ngram, max_penalty) = (spec.ngram.unwrap_or(3), spec.max_penalty.unwrap_or(-1.0));
-        if ngram == 0 || max_penalty > 0.0 || !max_penalty.is_finite() {
-            return Err(RewardError::Repetition { reward: spec.name().to_owned(), ngram, max_penalty });
+        if ngram == 0 {
+            return Err(spec.wrong("ngram", "is 0; an n-gram has at least one word"));
+        }
+        if max_penalty > 0.0 || !max_penalty.is_finite() {
+            return Err(
+                spec.wrong("max_penalty", "must be finite and at most 0, or repetition would be rewarded")
+            );
         }
         Ok(Self { ngram, max_penalty })
     }

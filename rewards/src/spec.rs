@@ -90,16 +90,19 @@ pub struct RewardSpec {
     /// `python`: single trajectories as they end (the default), or whole groups, for functions that compare.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scope: Option<Scope>,
-    /// `python`, `http`: whose convention is followed. `http`: `openrlhf` (the default) or `slime`.
+    /// `python`: whose convention the function follows: `auto` (the default, by its parameters), `trl`, `verl`, `verl_batch`,
+    /// `openrlhf`, `areal`, `slime`, `slime_group`, `verifiers`, `verifiers_group`. `http`: `openrlhf` (the default) or `slime`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dialect: Option<String>,
     /// `python`, `code`: interpreter; `python3` if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub python: Option<String>,
-    /// `http`, dialect `openrlhf`: most trajectories of one request; 1 if not given.
+    /// `python`: most trajectories that one process is given at a time; 64 if not given. `http`, dialect `openrlhf`: most
+    /// trajectories of one request; 1 if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch: Option<usize>,
-    /// `code`: MiB of address space of each process; 512 if not given.
+    /// `python`: MiB that a process may allocate beyond what importing the file takes; 4096 if not given. `code`: MiB of
+    /// address space of each process; 512 if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mb: Option<u64>,
     /// `code`: language of the programs, as it stands after a fence; `python` if not given.
@@ -165,6 +168,15 @@ pub struct RewardSpec {
     /// `judge`: what a parsed score is divided by; 1 if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scale: Option<f64>,
+    /// `python`: name of the function, where the file has several candidates. verl `custom_reward_function.name`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub function: Option<String>,
+    /// `python`: processes; 2 if not given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workers: Option<usize>,
+    /// `python`: variables that the function gets beside PATH, HOME and others without secrets.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub environment: Option<Vec<String>>,
     /// `python`: keyword arguments of the function (verl `reward_kwargs`). Own kinds: whatever they read.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub parameters: Map<String, Value>,
@@ -223,6 +235,9 @@ impl RewardSpec {
             parse: None,
             choices: None,
             scale: None,
+            function: None,
+            workers: None,
+            environment: None,
             parameters: Map::new(),
         }
     }

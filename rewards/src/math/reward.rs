@@ -5,12 +5,23 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Verdict, grade};
+use crate::python::math_verify;
 use crate::registry::Kind;
 use crate::{BoxFuture, Judged, Load, Outcome, Reward, RewardError, RewardInput, RewardSpec};
 
 /// The kind `math`.
 pub(crate) fn kind() -> Kind {
-    Kind::new("math", &["strict", "on_unknown"], &[], |spec, _| Ok(Box::new(MathReward::new(spec, None))))
+    /// Keys of the processes that run Math-Verify.
+    const KEYS: &[&str] = &["strict", "on_unknown", "python", "workers", "batch", "memory_mb", "environment"];
+    Kind::new("math", KEYS, &[], |spec, context| {
+        let asks = spec.on_unknown == Some(OnUnknown::MathVerify);
+        let foreign = spec.given().into_iter().find(|key| !["strict", "on_unknown"].contains(&key.as_str()));
+        if let Some(key) = foreign.filter(|_| !asks) {
+            return Err(spec.wrong(&key, "has no effect without `on_unknown = \"math_verify\"`"));
+        }
+        let fallback = asks.then(|| math_verify(spec, context)).transpose()?;
+        Ok(Box::new(MathReward::new(spec, fallback)))
+    })
 }
 
 /// What the grader does where it cannot tell.
@@ -22,6 +33,8 @@ pub enum OnUnknown {
     Zero,
     /// The reward fails for this trajectory; the recipe's `on_error` says what then.
     Skip,
+    /// Math-Verify decides, run by the interpreter that `python` names.
+    MathVerify,
 }
 
 /// The grader as a reward.
@@ -35,7 +48,7 @@ pub struct MathReward {
 }
 
 impl MathReward {
-    /// A grader by its spec. With a `fallback`, that is asked where the verdict is unknown.
+    /// A grader by its spec. With a `fallback`, which is Math-Verify, that is asked where the verdict is unknown.
     #[must_use]
     pub fn new(spec: &RewardSpec, fallback: Option<Box<dyn Reward>>) -> Self {
         Self {
@@ -57,7 +70,7 @@ impl MathReward {
             let judged = fallback.score(&inputs).await.pop();
             let missing = || self.unknown(input, "its fallback said nothing");
             let outcome = judged.unwrap_or_else(|| Err(missing()))?;
-            return Ok(outcome.with("decided_by", fallback.name()));
+            return Ok(outcome.with("decided_by", "math_verify"));
         }
         if equal.is_none() && self.on_unknown == OnUnknown::Skip {
             let shown: String = gold.chars().take(200).collect();
@@ -86,13 +99,11 @@ impl Reward for MathReward {
     }
 
     fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
-        Box::pin(async move {
-            let mut judged = Vec::with_capacity(inputs.len());
-            for input in inputs {
-                judged.push(self.judge(input).await);
-            }
-            judged
-        })
+        Box::pin(crate::join(inputs.iter().map(|input| Box::pin(self.judge(input)) as BoxFuture<'_, _>)))
+    }
+
+    fn about(&self) -> Option<String> {
+        self.fallback.as_ref().map(|_| "unknown ones are decided by Math-Verify".to_owned())
     }
 
     fn load(&self) -> &Load {
@@ -131,7 +142,7 @@ mod tests {
         let fallback = crate::Builtin::new("other", |_: &RewardInput<'_>| Ok(0.75));
         let asked = MathReward::new(&spec, Some(Box::new(fallback)));
         let outcome = judge(&asked, gold, "\\boxed{5}").unwrap();
-        assert_eq!((outcome.value, &outcome.details["decided_by"]), (Some(0.75), &"other".into()));
+        assert_eq!((outcome.value, &outcome.details["decided_by"]), (Some(0.75), &"math_verify".into()));
         assert_eq!(judge(&asked, "5", "\\boxed{5}").unwrap().value, Some(1.0));
     }
 

@@ -62,7 +62,7 @@ impl RewardModel {
         context.runtime(spec)?;
         let path = spec.required("path", spec.path.as_deref())?;
         let placement = spec.placement.unwrap_or_default();
-        let failed = |reason: String| RewardError::Build { reward: spec.name().to_owned(), reason };
+        let failed = |reason: String| RewardError::Start { reward: spec.name().to_owned(), reason };
         if placement == Placement::Colocated && spec.threads.is_some() {
             return Err(failed(
                 "`threads` are for `placement = \"separated\"`; colocated it uses the sampler's".into(),

@@ -41,7 +41,7 @@ impl Service {
     ) -> Result<Self, RewardError> {
         let name = spec.name().to_owned();
         let (requests, receiver) = channel();
-        let failed = |error: std::io::Error| RewardError::Build {
+        let failed = |error: std::io::Error| RewardError::Start {
             reward: name.clone(),
             reason: format!("the system gives no thread: {error}"),
         };

@@ -1,0 +1,98 @@
+//! A trajectory as the Python side sees it, whatever the dialect.
+//!
+//! Invariant: an item is complete when it is put in line; the worker that gets it needs nothing else. Token ids and decoded
+//! text are only written for dialects that want them.
+
+use std::fmt;
+use std::sync::Arc;
+
+use serde::Serialize;
+use serde_json::{Map, Value};
+use trajectory::Prompt;
+
+use super::protocol::{Hello, MAX_FRAME};
+use crate::RewardInput;
+use crate::registry::Decode;
+
+/// What the dialect of the function wants beside what all want.
+pub(super) struct Needs {
+    prompt_ids: bool,
+    completion_ids: bool,
+    query: bool,
+    decode: Option<Arc<Decode>>,
+    max_steps: u64,
+}
+
+impl fmt::Debug for Needs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Needs").field("query", &self.query).finish_non_exhaustive()
+    }
+}
+
+#[derive(Serialize)]
+struct Item<'a> {
+    task: u64,
+    index: u32,
+    /// A string, or a list of messages.
+    prompt: Value,
+    completion: &'a str,
+    answer: Option<&'a str>,
+    columns: &'a Map<String, Value>,
+    truncated: bool,
+    /// Training step that sampled its last token.
+    step: u64,
+    max_steps: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_ids: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    completion_ids: Option<&'a [u32]>,
+    /// Prompt with special tokens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_text: Option<String>,
+    /// Prompt and completion with special tokens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    query: Option<String>,
+}
+
+impl Needs {
+    pub(super) fn new(hello: &Hello, decode: Option<Arc<Decode>>, max_steps: u64) -> Self {
+        let needs = |name: &str| hello.needs.iter().any(|need| need == name);
+        let (prompt_ids, completion_ids) = (needs("prompt_ids"), needs("completion_ids"));
+        Self { prompt_ids, completion_ids, query: needs("query"), decode, max_steps }
+    }
+
+    /// The item of an input as JSON, or why there can be none.
+    pub(super) fn item(&self, input: &RewardInput<'_>) -> Result<String, String> {
+        let decode = self.decode.as_ref().filter(|_| self.query);
+        let prompt = match &input.task.prompt {
+            Prompt::Text(text) => Value::from(text.as_str()),
+            Prompt::Messages(messages) => {
+                serde_json::to_value(messages).map_err(|error| error.to_string())?
+            }
+        };
+        let item = Item {
+            task: input.task.id.0,
+            index: input.index,
+            prompt,
+            completion: input.text,
+            answer: input.task.answer.as_deref(),
+            columns: &input.task.columns,
+            truncated: input.truncated,
+            step: input.version.0,
+            max_steps: self.max_steps,
+            prompt_ids: self.prompt_ids.then_some(input.prompt_ids),
+            completion_ids: self.completion_ids.then_some(input.completion_ids),
+            prompt_text: decode.map(|decode| decode(input.prompt_ids)),
+            query: decode.map(|decode| decode(&[input.prompt_ids, input.completion_ids].concat())),
+        };
+        let text = serde_json::to_string(&item).map_err(|error| error.to_string())?;
+        // Some room for what the frame has around it.
+        if text.len() > MAX_FRAME - 1024 {
+            return Err(format!(
+                "it is {} bytes as JSON, where {MAX_FRAME} are the most there can be",
+                text.len()
+            ));
+        }
+        Ok(text)
+    }
+}

@@ -1,0 +1,481 @@
+"""The Python side of reward functions: a warm parent that imports the file of the user once and forks the workers.
+
+Standard library only, Python 3.9 or newer. Runs as three things: `parent` (one for each reward), `work` (a worker, forked
+by the parent), and `spawned_worker` (a worker that is a new process, for files that start threads or CUDA when they
+are imported). Frames are a 4-byte little-endian length and JSON, on a socket that is never file descriptor 0, 1 or 2, so
+nothing that a function prints can break them. How each dialect is called and recognised is in dialects.py, which is the
+other half of this module: both are run as one.
+
+Invariant: every item of a call is reported exactly once, in the order in which the calls end, and then `done` is; whoever
+reads the reports knows at each moment which items a death or a timeout is about.
+"""
+
+import asyncio
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import inspect
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+
+# Lowest descriptor of our sockets: out of the way of what user code opens and of what it closes by number.
+SOCKET_FD = 100
+# Longest frame in bytes; the same number stands in protocol.rs.
+MAX_FRAME = 64 << 20
+# Lines and characters of a traceback that are shown.
+TRACEBACK_LINES, TRACEBACK_CHARS = 12, 4000
+# A call in an event loop that was held up for more than this share of its time is repeated alone instead of charged.
+HELD_UP = 0.25
+# CPU seconds granted to a call beyond any use of its wall time: only a net below the real limit, which is wall time.
+CPU_SECONDS = 600
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+# Processes
+
+
+def prctl(option, value):
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def die_with_parent():
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def own_socket(fd):
+    """The socket of an inherited descriptor, moved to a number of its own; the old number becomes /dev/null."""
+    moved = socket.socket(fileno=fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, SOCKET_FD))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, fd)
+    os.close(null)
+    return moved
+
+
+def parent(config):
+    """Imports the file, says hello, forks on demand, and ends everything when the other side is gone."""
+    # Whoever started us waits for hello on one thread, so until then its death is ours. Afterwards the end of the
+    # control socket says it, which leaves time to clean up.
+    die_with_parent()
+    os.register_at_fork(after_in_child=die_with_parent)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    os.setsid()
+    control = own_socket(0)
+    sys.stdout.reconfigure(line_buffering=True)
+    try:
+        subject = load(config)  # noqa: F821 (dialects.py)
+        hello = subject.hello()
+    except Unclear as unclear:  # noqa: F821
+        hello = {"kind": "failed", "reason": str(unclear)}
+    except BaseException as error:  # user code runs at import, and may raise anything
+        hello = {"kind": "failed", "reason": "the file cannot be imported:\n" + told(error)}
+    reason = spawn_reason()
+    hello["spawn"] = reason
+    send(control, hello)
+    if hello["kind"] == "failed":
+        os._exit(1)
+    prctl(PR_SET_PDEATHSIG, 0)
+    supervisor = Supervisor(control, config, None if reason else subject)
+    try:
+        supervisor.serve()
+    finally:  # also where the other side is gone in the middle of a report
+        supervisor.end()
+
+
+def spawn_reason():
+    """Why this process must not be forked, or None."""
+    if threading.active_count() > 1:
+        names = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+        return f"importing it starts threads ({names})"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "importing it initialises CUDA"
+    return None
+
+
+class Supervisor:
+    """Forks workers, reports how they end, and kills what they leave behind."""
+
+    def __init__(self, control, config, subject):
+        self.control, self.config, self.subject = control, config, subject
+        self.workers = set()
+        self.spared = set(children(os.getpid()))  # what the import itself started
+        self.wake, alarm = os.pipe()
+        os.set_blocking(self.wake, False)
+        os.set_blocking(alarm, False)
+        signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        gc.collect()
+        gc.freeze()  # what is imported stays shared with the workers
+
+    def serve(self):
+        while True:
+            # A second at most, should the file have taken SIGCHLD for itself.
+            ready, _, _ = select.select([self.control, self.wake], [], [], 1.0)
+            if self.wake in ready:
+                try:
+                    os.read(self.wake, 4096)
+                except BlockingIOError:
+                    pass
+            self.reap()
+            if self.control in ready:
+                data, fds, _, _ = socket.recv_fds(self.control, 65536, 2)
+                if not data:
+                    return
+                request = json.loads(data[4:])
+                self.fork(request["id"], *fds)
+
+    def fork(self, number, channel, output):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mine = os.getpid()
+        try:
+            pid = os.fork() if self.subject else self.spawn(channel, output)
+        except OSError as error:
+            send(self.control, {"kind": "refused", "id": number, "reason": f"no process can be started: {error}"})
+            return
+        finally:
+            if os.getpid() == mine:
+                os.close(channel)
+                os.close(output)
+        if pid == 0:
+            self.control.close()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.close(self.wake)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.close(output)
+            prepare(self.config, mine)
+            work(own_socket(channel), self.subject, self.config)
+        self.workers.add(pid)
+        send(self.control, {"kind": "forked", "id": number, "pid": pid})
+
+    def spawn(self, channel, output):
+        """A new process that imports the file itself. Its standard input says what to run."""
+        script = os.memfd_create("rlrun") if hasattr(os, "memfd_create") else None
+        if script is None:
+            raise OSError("files that start threads when they are imported need Linux")
+        own = dict(self.config, channel=SOCKET_FD, parent=os.getpid())
+        for part in (SOURCE.encode(), json.dumps(own).encode()):  # noqa: F821 (set by the bootstrap)
+            os.write(script, struct.pack("<I", len(part)) + part)
+        os.lseek(script, 0, os.SEEK_SET)
+        actions = [(os.POSIX_SPAWN_DUP2, script, 0), (os.POSIX_SPAWN_DUP2, output, 1)]
+        actions += [(os.POSIX_SPAWN_DUP2, output, 2), (os.POSIX_SPAWN_DUP2, channel, SOCKET_FD)]
+        try:
+            return os.posix_spawn(sys.executable, [sys.executable, "-c", self.config["bootstrap"]], os.environ, file_actions=actions)
+        finally:
+            os.close(script)
+
+    def reap(self):
+        ended = {}
+        for pid in list(self.workers):
+            try:
+                found, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                found, status = pid, 0
+            if found:
+                ended[pid] = status
+                self.workers.discard(pid)
+        for pid, status in ended.items():
+            kill_group(pid)
+        if ended:
+            self.kill_orphans()
+        for pid, status in ended.items():
+            signalled = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+            code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+            send(self.control, {"kind": "exited", "pid": pid, "signal": signalled, "code": code})
+
+    def kill_orphans(self):
+        """Kills what an ended worker left, in whatever session it is: it has become our child, as we are a subreaper."""
+        for _ in range(100):
+            left = [pid for pid in children(os.getpid()) if pid not in self.workers and pid not in self.spared]
+            if not left:
+                return
+            for pid in left:
+                kill(pid)
+                wait(pid)
+
+    def end(self):
+        for pid in self.workers:
+            kill_group(pid)
+            kill(pid)
+            wait(pid)
+        self.workers.clear()
+        self.spared.clear()
+        self.kill_orphans()
+        kill_marked(os.environ.get("RLRUN_REWARD_POOL"))
+        os._exit(0)
+
+
+def kill(pid):
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def wait(pid):
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        pass
+
+
+def kill_group(pid):
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def processes():
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return []
+
+
+def children(of):
+    """Process ids of the children, ended ones included; empty where there is no /proc."""
+    found = []
+    for pid in processes():
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                # The name of the program is in parentheses and may contain any character.
+                if int(file.read().rpartition(b")")[2].split()[1]) == of:
+                    found.append(pid)
+        except OSError:
+            pass
+    return found
+
+
+def kill_marked(mark):
+    """Kills every process that has the mark of this pool in its environment, but this one."""
+    wanted = f"RLRUN_REWARD_POOL={mark}".encode()
+    for pid in processes():
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if pid != os.getpid() and wanted in file.read().split(b"\0"):
+                    kill(pid)
+        except OSError:
+            pass
+
+
+# Workers
+
+
+def prepare(config, parent_pid):
+    """Makes this process a worker: a session of its own, limits, default signals."""
+    os.setsid()
+    die_with_parent()
+    if os.getppid() != parent_pid:
+        os._exit(0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    faulthandler.enable()  # a segmentation fault leaves the Python stack in the log
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        with open("/proc/self/statm") as file:
+            warm = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        warm = 0
+    bytes_allowed = warm + (config["memory_mb"] << 20)
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if hard != resource.RLIM_INFINITY:
+        bytes_allowed = min(bytes_allowed, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (bytes_allowed, bytes_allowed))
+
+
+def spawned_worker(config):
+    """A worker that is a new process; it imports the file before it is ready."""
+    die_with_parent()
+    channel = own_socket(config["channel"])
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    sys.stdout.reconfigure(line_buffering=True)
+    os.register_at_fork(after_in_child=die_with_parent)
+    subject = load(config)  # noqa: F821
+    prepare(config, config["parent"])
+    work(channel, subject, config)
+
+
+def work(channel, subject, config):
+    """Answers calls until the other side is gone. Never returns."""
+    mine = os.getpid()
+    worker = Worker(channel, subject, config["timeout_s"])
+    worker.send({"kind": "ready"})
+    while True:
+        frame = receive(channel)
+        if frame is None:
+            os._exit(0)
+        items = json.loads(frame)["items"]
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        limit = used.ru_utime + used.ru_stime + CPU_SECONDS + 100 * config["timeout_s"] * len(items)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(limit), resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        worker.call(items)
+        if os.getpid() != mine:  # the function forked, and its child came back too
+            os._exit(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that was left would end the worker later
+
+
+class Worker:
+    """Calls the function for the items of a frame and reports on each."""
+
+    def __init__(self, channel, subject, timeout_s):
+        self.channel, self.subject, self.timeout_s = channel, subject, timeout_s
+        self.loop = None
+        self.retire = False  # ask for a fresh process after this call
+        self.pid = os.getpid()
+
+    def send(self, *messages):
+        if os.getpid() != self.pid:
+            os._exit(0)
+        send(self.channel, *messages)
+
+    def call(self, items):
+        self.retire = False
+        if self.subject.batch:
+            last = self.batch(items)
+        elif self.subject.concurrent:
+            last = []
+            self.run(self.together(items))
+        else:
+            last = []
+            for index, item in enumerate(items):
+                if last:
+                    self.send(*last)
+                last = [self.one(index, item)]
+        self.send(*last, {"kind": "done", "retire": self.retire})
+
+    def run(self, awaitable):
+        if self.loop is None:
+            self.loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self.loop)
+        return self.loop.run_until_complete(awaitable)
+
+    def result(self, value):
+        """What a plain call returned; a coroutine is awaited."""
+        return self.run(settled(value)) if inspect.isawaitable(value) else value
+
+    def batch(self, items):
+        try:
+            outcomes = self.subject.score_all(items, self.result)
+        except BaseException as error:
+            return [{"kind": "raised", "reason": self.told(error), "repeat": not isinstance(error, Wrong)}]  # noqa: F821
+        return [report(index, outcome) for index, outcome in enumerate(outcomes)]
+
+    def one(self, index, item):
+        try:
+            return report(index, self.subject.score_one(item, self.result))
+        except BaseException as error:  # SystemExit too: the worker goes on
+            return {"kind": "error", "item": index, "reason": self.told(error)}
+
+    async def together(self, items):
+        """Items of an `async def`, in one event loop."""
+        pending = {asyncio.ensure_future(self.one_of(index, item)): index for index, item in enumerate(items)}
+        lag = {"seconds": 0.0}
+        ticker = asyncio.ensure_future(tick(lag))
+        _, late = await asyncio.wait(list(pending), timeout=self.timeout_s)
+        ticker.cancel()
+        if not late:
+            return
+        # Where calls held each other up, nobody can say whose time is over: each gets another chance by itself.
+        kind = "alone" if len(items) > 1 and lag["seconds"] > HELD_UP * self.timeout_s else "timeout"
+        self.send(*({"kind": kind, "item": pending[task]} for task in late))
+        for task in late:
+            task.cancel()
+        _, stubborn = await asyncio.wait(list(late), timeout=0.1)
+        self.retire = self.retire or bool(stubborn)
+
+    async def one_of(self, index, item):
+        try:
+            outcome = await self.subject.score_async(item)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self.send({"kind": "error", "item": index, "reason": self.told(error)})
+            return
+        self.send(report(index, outcome))
+
+    def told(self, error):
+        # After an allocation that failed, a fresh process has its memory in one piece.
+        self.retire = self.retire or isinstance(error, MemoryError)
+        return str(error) if isinstance(error, Wrong) else told(error)  # noqa: F821
+
+
+async def settled(awaitable):
+    return await awaitable
+
+
+async def tick(lag):
+    """Adds up for how long the event loop did not run."""
+    while True:
+        before = time.monotonic()
+        await asyncio.sleep(0.02)
+        lag["seconds"] += max(0.0, time.monotonic() - before - 0.02)
+
+
+def report(index, outcome):
+    value, details = outcome
+    if value is not None and value - value != 0.0:
+        return {"kind": "not_finite", "item": index, "value": str(value)}
+    return {"kind": "value", "item": index, "value": value, "details": details}
+
+
+def told(error):
+    """The last lines of a traceback, frames of this module left out."""
+    lines = []
+    trace = traceback.TracebackException.from_exception(error)
+    trace.stack = traceback.StackSummary.from_list([f for f in trace.stack if f.filename != "<rlrun>"])
+    for part in trace.format():
+        lines.extend(part.rstrip("\n").split("\n"))
+    return clean("\n".join(lines[-TRACEBACK_LINES:])[-TRACEBACK_CHARS:])  # noqa: F821
+
+
+# Frames
+
+
+def send(channel, *messages):
+    parts = []
+    for message in messages:
+        body = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
+        if len(body) > MAX_FRAME:
+            body = json.dumps(too_long(message, len(body))).encode()
+        parts.append(struct.pack("<I", len(body)) + body)
+    channel.sendall(b"".join(parts))
+
+
+def too_long(message, size):
+    reason = f"the details of the function are {size} bytes of JSON, more than {MAX_FRAME}"
+    return {"kind": "error", "item": message.get("item", 0), "reason": reason}
+
+
+def receive(channel):
+    header = receive_exactly(channel, 4)
+    return None if header is None else receive_exactly(channel, struct.unpack("<I", header)[0])
+
+
+def receive_exactly(channel, size):
+    data = bytearray()
+    while len(data) < size:
+        part = channel.recv(min(size - len(data), 1 << 20))
+        if not part:
+            return None
+        data += part
+    return bytes(data)
+
+
+def main(config):
+    if "channel" in config:
+        spawned_worker(config)
+    parent(config)
