@@ -84,6 +84,12 @@ fn every_recipe_passes_check_and_plan() {
     let home = Home::new();
     make_chat_model(&home);
     home.write("tasks.jsonl", "{\"question\":\"1+1?\",\"answer\":\"1+1 = 2\\n#### 2\"}\n");
+    // What `reward_model_math.toml` leaves in the directory that it runs in.
+    let scorer = repository().join("model/tests/goldens/scorer_qwen2");
+    for file in ["config.json", "model.safetensors", "tokenizer.json"] {
+        let to = format!("outputs/reward_model_math/checkpoints/step_000060/model/{file}");
+        home.write(&to, std::fs::read(scorer.join(file)).unwrap());
+    }
     let own = ["model.path=\"chat_model\"", "data.train=\"tasks.jsonl\"", "data.eval=\"tasks.jsonl\""];
     let mut checked = 0;
     for entry in std::fs::read_dir(repository().join("recipes")).unwrap() {

@@ -155,3 +155,96 @@ fn rewards_can_be_tried_by_themselves() {
     assert_eq!(shown.matches("total 2").count(), 2, "{shown}");
     assert_eq!(shown.matches("total 0").count(), 2, "{shown}");
 }
+
+/// Whether there is a python3 that can host rewards; says so if not.
+fn python_is_there() -> bool {
+    let asked = "import sys; sys.exit(sys.version_info < (3, 9))";
+    let there = Command::new("python3").args(["-c", asked]).status().is_ok_and(|status| status.success());
+    if !there {
+        eprintln!("SKIPPED: there is no python3, or it is older than 3.9");
+    }
+    there
+}
+
+/// The function of the README judges as the built-in grader does, and what it logs is a metric.
+#[test]
+fn a_python_function_is_a_reward_like_any_other() {
+    if !python_is_there() {
+        return;
+    }
+    let home = Home::new();
+    let path = repository().join("examples/python_reward.py");
+    let rewards = format!(
+        "[[rewards]]\nkind = \"python\"\npath = {path:?}\n[[rewards]]\nkind = \"math\"\nweight = 0\n"
+    );
+    let (run, _) = run_with(&home, "run", &rewards, &["trainer.steps=3", "warmup.steps=300"]);
+    // The grader asks for a number that stands by itself, the function does not.
+    for (python, math) in run.values("reward/python/mean").into_iter().zip(run.values("reward/math/mean")) {
+        assert!(math > 0.02 && (math..math + 0.1).contains(&python), "{python} {math}");
+    }
+    assert!(
+        run.steps().iter().all(|step| step["reward/python/answered"].is_number()),
+        "{:?}",
+        run.steps()[0]
+    );
+    let shown = home.rlrun(&["reward", "test", "run.toml", "--n", "1"]).ok().stdout;
+    assert!(shown.contains("ends_with_answer") && shown.contains("trl"), "{shown}");
+}
+
+/// The processes whose working directory is `directory`; none where the system does not tell.
+fn working_in(directory: &Path) -> Vec<String> {
+    let directory = directory.canonicalize().unwrap();
+    let Ok(processes) = std::fs::read_dir("/proc") else { return Vec::new() };
+    let name = |entry: std::io::Result<std::fs::DirEntry>| entry.ok()?.file_name().into_string().ok();
+    let here = |id: &String| std::fs::read_link(format!("/proc/{id}/cwd")).is_ok_and(|cwd| cwd == directory);
+    processes.filter_map(name).filter(here).collect()
+}
+
+/// A function that hangs, exits, prints or eats memory on some completions: the run goes on, counts and names it, and what
+/// it says of the others is trained on.
+#[test]
+fn a_run_survives_what_a_python_function_does() {
+    if !python_is_there() {
+        return;
+    }
+    let home = Home::new();
+    let function = "\
+import os, signal, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    print('judging', solution_str)
+    os.write(1, b'no protocol here')
+    kind = sum(solution_str.encode()) % 61
+    if kind == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            pass
+    if kind == 1:
+        os._exit(3)
+    if kind == 2:
+        if os.fork() == 0:
+            time.sleep(600)
+        raise ValueError('a bad day')
+    if kind == 3:
+        return bytearray(1 << 40)
+    return 1.0 if solution_str.endswith(('0', '2', '4', '6', '8')) else 0.0
+";
+    home.write("bad.py", function);
+    let rewards = "[[rewards]]\nkind = \"python\"\npath = \"bad.py\"\ntimeout_s = 0.4\nmemory_mb = 512\n";
+    let (run, done) = run_with(&home, "run", rewards, &["trainer.steps=4"]);
+    let total = |name: &str| run.values(name).iter().sum::<f64>();
+    let (errors, timeouts) = (total("reward/python/errors"), total("reward/python/timeouts"));
+    assert!(timeouts > 0.0 && errors > timeouts, "{errors} errors, {timeouts} timeouts");
+    assert!(run.values("reward/mean").iter().all(|mean| (0.0..=1.0).contains(mean)));
+    assert!(done.stdout.contains("reward `python`: "), "{}", done.stdout);
+    let log = std::fs::read_to_string(run.path.join("logs/reward_python.log")).unwrap();
+    assert!(log.contains("judging") && log.contains("no protocol here"));
+    let all: Vec<_> = (1..=4).flat_map(|step| run.samples(step)).collect();
+    let shown = serde_json::to_string(&all).unwrap();
+    assert!(
+        shown.contains("a bad day") || shown.contains("exit status 3") || shown.contains("within 0.4 s"),
+        "{shown}"
+    );
+    // Nothing of it is left: neither workers nor what they forked.
+    assert_eq!(working_in(&home.path("")), Vec::<String>::new());
+}
