@@ -22,7 +22,7 @@ mod serve;
 pub use buffer_bench::BufferBenchArgs;
 pub use fit::FitArgs;
 pub use reward::{GradeArgs, RewardTestArgs, RewardWhat};
-pub use serve::{KeepArgs, ServeBufferArgs, ServeWhat};
+pub use serve::{KeepArgs, ServeBufferArgs, ServeRewardArgs, ServeWhat};
 
 const USAGE: &str = "rlrun RECIPE.toml [OPTIONS]\n       rlrun COMMAND";
 

@@ -52,6 +52,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
             Ok(String::new())
         }
         Command::Reward(RewardWhat::Test(args)) => reward::test(args, program),
+        Command::Serve(ServeWhat::Reward(args)) => serve::reward(args),
         Command::Fit(args) => fit::run(args),
         Command::Bench(args) => bench::run(args, program, &mut std::io::stdout()).map(|()| String::new()),
     }

@@ -6,14 +6,20 @@
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use buffer::http::{Limits, Server, ServerConfig, Tls, Tokens};
 use buffer::{Buffer, BufferConfig, BufferError};
+use model::Quantization;
+use rewards::reward_model::{self, server::ServedModel};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use crate::args::{KeepArgs, ServeBufferArgs};
+use crate::args::{KeepArgs, ServeBufferArgs, ServeRewardArgs};
 use crate::failure::Failure;
 use crate::signals::INTERRUPTED;
+
+/// Longest time for the score of one sequence whose turn has come.
+const SCORE_TIME: Duration = Duration::from_secs(300);
 
 /// The journal in its directory.
 const JOURNAL: &str = "buffer.redb";
@@ -46,6 +52,51 @@ pub fn buffer(args: &ServeBufferArgs) -> Result<String, Failure> {
         server.serve(signals.stop()).await;
         Ok(String::new())
     })
+}
+
+/// Serves a reward model until it is told to stop.
+///
+/// # Errors
+/// A model, token file or address that cannot be used.
+pub fn reward(args: &ServeRewardArgs) -> Result<String, Failure> {
+    let token = args.token_file.as_deref().map(token).transpose()?;
+    if !args.listen.ip().is_loopback() && token.is_none() {
+        return Err(Failure::Argument(format!(
+            "{} is not on loopback, so that others can reach it: give a token with --token-file",
+            args.listen
+        )));
+    }
+    let config = ServedModel {
+        batch_tokens: args.batch_tokens,
+        threads: args.threads,
+        quantization: if args.int8 { Quantization::Int8 } else { Quantization::None },
+        token,
+        timeout: SCORE_TIME,
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .thread_name("serve")
+        .build()
+        .map_err(|source| Failure::System { what: "start threads".to_owned(), source })?;
+    runtime.block_on(async {
+        let signals = Signals::listen()?;
+        let server = reward_model::server::Server::bind(&args.model, config, args.listen).await?;
+        say(&format!("listening on http://{}", server.local_addr()));
+        let served = server.serve(signals.stop()).await;
+        served.map_err(|source| Failure::System { what: "serve".to_owned(), source })?;
+        Ok(String::new())
+    })
+}
+
+/// The only word of a file.
+fn token(file: &Path) -> Result<String, Failure> {
+    let text = std::fs::read_to_string(file)
+        .map_err(|source| Failure::System { what: format!("read {}", file.display()), source })?;
+    let token = text.trim();
+    if token.is_empty() || token.contains(char::is_whitespace) {
+        return Err(Failure::Argument(format!("{} must hold one word, the token", file.display())));
+    }
+    Ok(token.to_owned())
 }
 
 fn server_config(args: &ServeBufferArgs) -> Result<ServerConfig, Failure> {

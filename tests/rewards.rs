@@ -1,13 +1,87 @@
 //! Rewards as a user meets them: models that score, programs with rewards of their own, rewards tried by themselves,
 //! rewards that are slow.
 
-use std::io::Write;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use crate::support::{Done, Home, Run, repository};
+use crate::support::{Done, Home, Run, Running, repository};
+
+/// `rlrun serve reward`, until it is dropped.
+struct Served {
+    url: String,
+    _process: Running,
+}
+
+impl Served {
+    fn start(home: &Home, args: &[&str]) -> Self {
+        let mut process = home.start(&[&["serve", "reward", "--listen", "127.0.0.1:0"], args].concat());
+        let mut line = String::new();
+        BufReader::new(process.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let url = line.trim().strip_prefix("listening on ").unwrap_or_else(|| panic!("{line:?}")).to_owned();
+        Self { url, _process: process }
+    }
+}
+
+/// A program in another language asks as OpenRLHF does; whoever has no token is told so; what is no question is refused.
+#[test]
+fn a_served_reward_model_answers_others_and_refuses_what_it_cannot_answer() {
+    let home = Home::new();
+    let model = repository().join("model/tests/goldens/scorer_qwen2");
+    home.write("token", "s3cret\n");
+    let args = ["--model", model.to_str().unwrap(), "--token-file", "token"];
+    let open = ["serve", "reward", "--model", args[1], "--listen", "0.0.0.0:0"];
+    home.rlrun(&open).refused(&["not on loopback", "--token-file"]);
+    let served = Served::start(&home, &args);
+    let cases: Vec<Value> =
+        serde_json::from_str(&std::fs::read_to_string(model.join("scores.json")).unwrap()).unwrap();
+    // The golden model reads characters, and its last token ends the text.
+    let query = |case: &Value| {
+        format!("{}{}</s>", case["prompt"].as_str().unwrap(), case["completion"].as_str().unwrap())
+    };
+    let asked = serde_json::json!({ "query": cases.iter().map(query).collect::<Vec<_>>() });
+    let (status, said) = post(&format!("{}/get_reward", served.url), Some("s3cret"), &asked.to_string());
+    assert_eq!(status, 200, "{said}");
+    let rewards = said["rewards"].as_array().unwrap();
+    assert_eq!(rewards.len(), cases.len());
+    for (reward, case) in rewards.iter().zip(&cases) {
+        assert!((reward.as_f64().unwrap() - case["score"].as_f64().unwrap()).abs() < 2e-5, "{reward} {case}");
+    }
+    for (token, body, status) in [
+        (None, asked.to_string(), 401),
+        (Some("s3cres"), asked.to_string(), 401),
+        (Some("s3cret"), "{".to_owned(), 422),
+        (Some("s3cret"), "{\"query\": [\"\"]}".to_owned(), 422),
+        (Some("s3cret"), format!("{{\"query\": [{:?}]}}", "x".repeat(1000)), 422),
+    ] {
+        let (found, said) = post(&format!("{}/get_reward", served.url), token, &body);
+        assert_eq!(found, status, "{said}");
+        assert!(said["detail"].is_string(), "{said}");
+    }
+    // As a reward, with the token from the environment; without it the run does not begin.
+    let rewards =
+        format!("[[rewards]]\nkind = \"model\"\nurl = \"{}\"\ntoken_env = \"RM_TOKEN\"\n", served.url);
+    home.write("remote.toml", format!("extends = \"small.toml\"\n{rewards}"));
+    home.rlrun(&["check", "remote.toml"]).refused(&["`RM_TOKEN`, which is not set"]);
+}
+
+/// Status and body of a request.
+fn post(url: &str, token: Option<&str>, body: &str) -> (u16, Value) {
+    let rest = url.strip_prefix("http://").unwrap();
+    let (host, path) = rest.split_once('/').unwrap();
+    let mut stream = std::net::TcpStream::connect(host).unwrap();
+    stream.set_read_timeout(Some(std::time::Duration::from_secs(60))).unwrap();
+    let token = token.map_or(String::new(), |token| format!("authorization: Bearer {token}\r\n"));
+    let head = format!("POST /{path} HTTP/1.1\r\nhost: {host}\r\n{token}connection: close\r\n");
+    write!(stream, "{head}content-length: {}\r\n\r\n{body}", body.len()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, serde_json::from_str(body).unwrap())
+}
 
 /// Trains a small reward model and returns the `[[rewards]]` entry that asks it.
 fn reward_model(home: &Home, keys: &str) -> String {
@@ -51,6 +125,11 @@ fn a_reward_model_gives_equal_scores_wherever_it_is_placed() {
     let separated = run("separated", "placement = \"separated\"\nthreads = 1", &[]);
     let beside = run("beside", "placement = \"colocated\"\nbatch_tokens = 100", &[]);
     let swapped = run("swapped", "placement = \"colocated\"", &["placement.memory_mib=0"]);
+    let served = Served::start(&home, &["--model", "rm/checkpoints/step_000025/model"]);
+    let rewards = format!("[[rewards]]\nkind = \"model\"\nurl = \"{}\"\n", served.url);
+    let (elsewhere, _) = run_with(&home, "elsewhere", &rewards, &sync);
+    let weights = std::fs::read(elsewhere.checkpoint(4).join("model/model.safetensors")).unwrap();
+    assert_eq!(separated, (elsewhere.values("reward/model/mean"), weights));
     assert_eq!(separated, beside);
     assert_eq!(separated, swapped);
     assert!(separated.0.iter().any(|mean| *mean != separated.0[0]), "{:?}", separated.0);

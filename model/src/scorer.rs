@@ -123,7 +123,19 @@ impl SequenceScorer {
     /// Whether tokens of the tokenizer with this fingerprint mean the same here, so that they need not be made anew.
     #[must_use]
     pub fn shares_tokens(&self, fingerprint: &str) -> bool {
-        matches!(self.network, Network::Decoder(_)) && self.fingerprint == fingerprint
+        self.reads_tokens_of() == Some(fingerprint)
+    }
+
+    /// The fingerprint of the tokenizer whose tokens it reads; none if it has to be given texts.
+    #[must_use]
+    pub fn reads_tokens_of(&self) -> Option<&str> {
+        matches!(self.network, Network::Decoder(_)).then_some(&*self.fingerprint)
+    }
+
+    /// Its tokenizer.
+    #[must_use]
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
     }
 
     /// Whether its weights are read for every use.

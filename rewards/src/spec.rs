@@ -129,7 +129,8 @@ pub struct RewardSpec {
     /// `code`: whether passing some of the tests is worth their share, instead of nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub partial: Option<bool>,
-    /// `http`, `judge` (both required): where to ask, `http://` or `https://`.
+    /// `http`, `judge` (both required): where to ask, `http://` or `https://`. `model`: where `rlrun serve reward` listens, in
+    /// place of `path`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub url: Option<String>,
     /// `http`, `judge`: hosts, addresses and networks that may be connected to; the host of `url` if not given.

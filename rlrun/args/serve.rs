@@ -15,6 +15,31 @@ use crate::recipe::words::SampleOrder;
 pub enum ServeWhat {
     /// A buffer of groups over HTTP, for samplers and trainers in other processes
     Buffer(Box<ServeBufferArgs>),
+    /// A reward model over HTTP, for `kind = "model"` with a `url`, and for OpenRLHF's clients
+    Reward(ServeRewardArgs),
+}
+
+/// `rlrun serve reward`.
+#[derive(Debug, Args)]
+pub struct ServeRewardArgs {
+    /// Model directory: a sequence classifier with one label
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// Address and port; port 0 takes a free one. Not on loopback, a token file is needed
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8701")]
+    pub listen: SocketAddr,
+    /// File with the token that clients need
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    /// Most tokens of a packed batch [default: 8192]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub batch_tokens: Option<usize>,
+    /// Most cores at a time [default: all]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub threads: Option<usize>,
+    /// Represent the weights of the layers in 8 bits
+    #[arg(long, action = ArgAction::SetTrue)]
+    pub int8: bool,
 }
 
 /// `rlrun serve buffer`.

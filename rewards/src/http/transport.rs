@@ -139,11 +139,24 @@ impl Transport {
         Err(CallError::Timeout)
     }
 
+    /// What stands there, asked once, on a thread that may wait.
+    pub(crate) fn get(&self, limit: Duration) -> Result<Value, CallError> {
+        self.send("GET", &[], limit).map_err(|lost| match lost {
+            Lost::Again(reason, _) => CallError::Failed(format!("{}: {reason}", self.url)),
+            Lost::Never(reason) => CallError::Failed(reason),
+            Lost::Late => CallError::Timeout,
+        })
+    }
+
     fn attempt(&self, body: &[u8], limit: Duration) -> Result<Value, Lost> {
         if limit.is_zero() {
             return Err(Lost::Late);
         }
-        let mut request = Request::builder().method("POST").uri(&self.url);
+        self.send("POST", body, limit)
+    }
+
+    fn send(&self, method: &str, body: &[u8], limit: Duration) -> Result<Value, Lost> {
+        let mut request = Request::builder().method(method).uri(&self.url);
         request = request.header("content-type", "application/json").header("accept", "application/json");
         if let Some(authorization) = &self.authorization {
             request = request.header("authorization", authorization);

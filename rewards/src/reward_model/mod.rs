@@ -6,12 +6,16 @@
 //! - `placement = "colocated"`: on the policy's device, here the cores that the sampler may use. Such models share the
 //!   budget `placement.memory_mib`; one that does not fit is read from its files when something waits, and let go when
 //!   nothing waits any more.
-//! - `placement = "separated"`: on cores of its own (`threads`), always in memory, beside generation.
+//! - `placement = "separated"`: beside generation and always in memory, on cores of its own (`threads`), or with a `url` in
+//!   another process, on this host or another, that `rlrun serve reward` started.
 //!
 //! A model with the policy's tokenizer sees the very tokens that were sampled; any other sees the texts, with its own chat
 //! template.
 
+mod remote;
+pub mod server;
 mod service;
+mod wire;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,7 +25,9 @@ use model::{Answered, Cores, MemoryBudget, Placement, Quantization, SequenceScor
 use crate::registry::Kind;
 use crate::reward::Judged;
 use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
+use remote::Remote;
 use service::Service;
+use wire::Asked;
 
 /// Tokens of a packed batch, if the recipe says nothing.
 const BATCH_TOKENS: usize = 8192;
@@ -41,8 +47,19 @@ pub struct ModelContext {
 
 /// The kind `model`.
 pub(crate) fn kind() -> Kind {
-    let parameters = &["path", "placement", "quantization", "batch_tokens", "threads"];
-    Kind::new("model", parameters, &["path"], |spec, context| Ok(Box::new(RewardModel::new(spec, context)?)))
+    let parameters = &[
+        "path",
+        "url",
+        "placement",
+        "quantization",
+        "batch_tokens",
+        "threads",
+        "allow",
+        "token_env",
+        "retries",
+        "max_answer_kib",
+    ];
+    Kind::new("model", parameters, &[], |spec, context| Ok(Box::new(RewardModel::new(spec, context)?)))
 }
 
 /// A reward that asks a reward model.
@@ -52,90 +69,146 @@ struct RewardModel {
     about: String,
     /// Whether the model reads the tokens that the policy sampled.
     shares_tokens: bool,
-    scorer: Arc<SequenceScorer>,
-    service: Service,
+    place: Place,
     load: Load,
+}
+
+/// Where a model is.
+#[derive(Debug)]
+enum Place {
+    /// On a thread of this process.
+    Here { scorer: Arc<SequenceScorer>, service: Service },
+    /// In another process.
+    Elsewhere(Remote),
 }
 
 impl RewardModel {
     fn new(spec: &RewardSpec, context: &RewardContext) -> Result<Self, RewardError> {
         context.runtime(spec)?;
-        let path = spec.required("path", spec.path.as_deref())?;
-        let placement = spec.placement.unwrap_or_default();
-        let failed = |reason: String| RewardError::Start { reward: spec.name().to_owned(), reason };
-        if placement == Placement::Colocated && spec.threads.is_some() {
-            return Err(failed(
-                "`threads` are for `placement = \"separated\"`; colocated it uses the sampler's".into(),
-            ));
-        }
-        let models = &context.models;
-        let everything = MemoryBudget::default();
-        let budget = if placement == Placement::Colocated { &*models.budget } else { &everything };
-        let quantization = spec.quantization.unwrap_or(Quantization::None);
-        let scorer =
-            SequenceScorer::open(path, quantization, budget).map_err(|error| failed(error.to_string()))?;
-        let scorer = Arc::new(scorer);
-        let cores = models.cores.clone().unwrap_or_else(Cores::all);
-        let team = match (placement, &models.policy_team) {
-            (Placement::Colocated, Some(team)) => Arc::clone(team),
-            _ => Arc::new(Team::new(&cores, spec.threads.unwrap_or(cores.total()))),
+        check_keys(spec)?;
+        let policy = context.models.policy_tokenizer.as_deref();
+        let (place, shares_tokens, about) = match (&spec.url, &spec.path) {
+            (Some(url), _) => {
+                let remote = Remote::connect(spec, context)?;
+                let shares = policy.is_some_and(|policy| remote.shares_tokens(policy));
+                (Place::Elsewhere(remote), shares, about(url, "separated, in another process", shares))
+            }
+            (None, Some(path)) => {
+                let (scorer, service, place) = start(spec, path, context)?;
+                let shares = policy.is_some_and(|policy| scorer.shares_tokens(policy));
+                let about = about(&path.display().to_string(), place, shares);
+                (Place::Here { scorer, service }, shares, about)
+            }
+            (None, None) => return Err(spec.missing("path")),
         };
-        let shares_tokens =
-            models.policy_tokenizer.as_deref().is_some_and(|policy| scorer.shares_tokens(policy));
-        let service =
-            Service::start(spec, Arc::clone(&scorer), team, spec.batch_tokens.unwrap_or(BATCH_TOKENS))?;
-        let about = about(path, placement, scorer.is_swapped(), shares_tokens);
-        Ok(Self {
-            name: spec.name().to_owned(),
-            about,
-            shares_tokens,
-            scorer,
-            service,
-            load: Load::default(),
+        Ok(Self { name: spec.name().to_owned(), about, shares_tokens, place, load: Load::default() })
+    }
+
+    /// The tokens of a trajectory, if the model reads them.
+    fn sampled(&self, input: &RewardInput<'_>) -> Option<Answered> {
+        let known = self.shares_tokens && !input.prompt_ids.is_empty();
+        known.then(|| Answered {
+            prompt: input.prompt_ids.to_vec(),
+            completion: input.completion_ids.to_vec(),
         })
     }
 
-    /// What the model reads of a trajectory.
-    fn tokens(&self, input: &RewardInput<'_>) -> Result<Answered, RewardError> {
+    async fn judge(&self, input: &RewardInput<'_>) -> Judged {
         let failed = |reason: String| RewardError::Failed {
             reward: self.name.clone(),
             trajectory: input.trajectory(),
             reason,
         };
-        let answered = if self.shares_tokens && !input.prompt_ids.is_empty() {
-            Answered { prompt: input.prompt_ids.to_vec(), completion: input.completion_ids.to_vec() }
-        } else {
-            let encoded = self.scorer.encode(&input.task.prompt, input.text, !input.truncated);
-            encoded.map_err(|error| failed(error.to_string()))?
-        };
-        let (length, longest) = (answered.len(), self.scorer.max_context());
-        if length > longest {
-            return Err(failed(format!(
-                "{length} tokens are more than the {longest} that the reward model reads; lower data.max_prompt_length \
-                 or rollout.max_completion_length"
-            )));
-        }
-        if answered.is_empty() {
-            return Err(failed("there is no token to score".to_owned()));
-        }
-        Ok(answered)
-    }
-
-    async fn judge(&self, input: &RewardInput<'_>) -> Judged {
         let waiting = self.load.wait();
-        let answered = self.tokens(input)?;
-        self.service.score(answered, waiting, input).await.map(|score| Outcome::from(f64::from(score)))
+        let (sampled, ended) = (self.sampled(input), !input.truncated);
+        let score = match &self.place {
+            Place::Here { scorer, service } => {
+                let encode = || scorer.encode(&input.task.prompt, input.text, ended);
+                let tokens = sampled.map_or_else(encode, Ok).map_err(|error| failed(error.to_string()))?;
+                let tokens = checked(tokens, scorer.max_context()).map_err(failed)?;
+                service.score(tokens, waiting, input).await?
+            }
+            Place::Elsewhere(remote) => {
+                let asked = match sampled {
+                    Some(tokens) => {
+                        let tokens = checked(tokens, remote.max_context()).map_err(failed)?;
+                        Asked::Tokens { prompt_ids: tokens.prompt, completion_ids: tokens.completion }
+                    }
+                    None => Asked::Texts {
+                        prompt: (&input.task.prompt).into(),
+                        completion: input.text.to_owned(),
+                        ended,
+                    },
+                };
+                remote.score(asked, waiting, input).await?
+            }
+        };
+        Ok(Outcome::from(f64::from(score)))
     }
 }
 
-fn about(path: &Path, placement: Placement, swapped: bool, shares_tokens: bool) -> String {
-    let place = match (placement, swapped) {
+/// A model in this process, and how it is placed.
+fn start(
+    spec: &RewardSpec,
+    path: &Path,
+    context: &RewardContext,
+) -> Result<(Arc<SequenceScorer>, Service, &'static str), RewardError> {
+    let models = &context.models;
+    let placement = spec.placement.unwrap_or_default();
+    let everything = MemoryBudget::default();
+    let budget = if placement == Placement::Colocated { &*models.budget } else { &everything };
+    let quantization = spec.quantization.unwrap_or(Quantization::None);
+    let failed = |reason: String| RewardError::Start { reward: spec.name().to_owned(), reason };
+    let scorer =
+        SequenceScorer::open(path, quantization, budget).map_err(|error| failed(error.to_string()))?;
+    let scorer = Arc::new(scorer);
+    let cores = models.cores.clone().unwrap_or_else(Cores::all);
+    let team = match (placement, &models.policy_team) {
+        (Placement::Colocated, Some(team)) => Arc::clone(team),
+        _ => Arc::new(Team::new(&cores, spec.threads.unwrap_or(cores.total()))),
+    };
+    let service = Service::start(spec, Arc::clone(&scorer), team, spec.batch_tokens.unwrap_or(BATCH_TOKENS))?;
+    let place = match (placement, scorer.is_swapped()) {
         (Placement::Separated, _) => "separated",
         (Placement::Colocated, false) => "colocated, beside the policy",
         (Placement::Colocated, true) => "colocated, swapped in when something waits",
     };
+    Ok((scorer, service, place))
+}
+
+/// Keys that say nothing where the model is.
+fn check_keys(spec: &RewardSpec) -> Result<(), RewardError> {
+    const LOCAL: [&str; 4] = ["path", "quantization", "batch_tokens", "threads"];
+    const REMOTE: [&str; 4] = ["allow", "token_env", "retries", "max_answer_kib"];
+    let colocated = spec.placement == Some(Placement::Colocated);
+    let given = spec.given();
+    let find = |keys: &[&str]| given.iter().find(|key| keys.contains(&key.as_str())).cloned();
+    let wrong = if spec.url.is_some() {
+        let key = find(&LOCAL).or_else(|| colocated.then(|| "placement".to_owned()));
+        key.map(|key| (key, "is for a model in this process; with `url` it is in another"))
+    } else if colocated && spec.threads.is_some() {
+        Some(("threads".to_owned(), "is for `placement = \"separated\"`; colocated it uses the sampler's"))
+    } else {
+        find(&REMOTE).map(|key| (key, "is for a model behind a `url`"))
+    };
+    wrong.map_or(Ok(()), |(key, reason)| Err(spec.wrong(&key, reason)))
+}
+
+/// The tokens, if a model can read them.
+fn checked(tokens: Answered, longest: usize) -> Result<Answered, String> {
+    let length = tokens.len();
+    if length > longest {
+        return Err(format!(
+            "{length} tokens are more than the {longest} that the reward model reads; lower data.max_prompt_length or \
+             rollout.max_completion_length"
+        ));
+    }
+    if tokens.is_empty() { Err("there is no token to score".to_owned()) } else { Ok(tokens) }
+}
+
+fn about(model: &str, place: &str, shares_tokens: bool) -> String {
     let reads = if shares_tokens { "the policy's tokens" } else { "texts, with a tokenizer of its own" };
-    format!("reward model {}, {place}, reads {reads}", path.display())
+    format!("reward model {model}, {place}, reads {reads}")
 }
 
 impl Reward for RewardModel {

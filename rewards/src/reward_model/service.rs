@@ -52,36 +52,49 @@ impl Service {
         Ok(Self { name, timeout: spec.timeout(), requests: Some(requests), thread: Some(thread) })
     }
 
-    /// The score of a sequence. The timeout begins with its turn: waiting in the queue is not the model's time.
+    /// The score of a sequence; `begin` is called when its turn has come, and what it returns is kept until the end. The
+    /// timeout begins with the turn: waiting in the queue is not the model's time.
+    pub(super) async fn ask<T>(&self, answered: Answered, begin: impl FnOnce() -> T) -> Result<f32, Lost> {
+        let ((begun, began), (scored, score)) = (oneshot::channel(), oneshot::channel());
+        let requests = self.requests.as_ref().ok_or(Lost::Gone)?;
+        requests.send(Request { answered, begun, scored }).map_err(|_| Lost::Gone)?;
+        began.await.map_err(|_| Lost::Gone)?;
+        let _running = begin();
+        match tokio::time::timeout(self.timeout, score).await {
+            Ok(Ok(Ok(score))) => Ok(score),
+            Ok(Ok(Err(reason))) => Err(Lost::Refused(reason)),
+            Ok(Err(_)) => Err(Lost::Gone),
+            Err(_) => Err(Lost::Late(self.timeout)),
+        }
+    }
+
+    /// The same for a trajectory that waits.
     pub(super) async fn score(
         &self,
         answered: Answered,
         waiting: Waiting<'_>,
         input: &RewardInput<'_>,
     ) -> Result<f32, RewardError> {
-        let failed = |reason: String| RewardError::Failed {
-            reward: self.name.clone(),
-            trajectory: input.trajectory(),
-            reason,
-        };
-        let gone =
-            || failed("the worker of the reward model has ended; its message stands in the log".to_owned());
-        let ((begun, began), (scored, score)) = (oneshot::channel(), oneshot::channel());
-        let requests = self.requests.as_ref().ok_or_else(gone)?;
-        requests.send(Request { answered, begun, scored }).map_err(|_| gone())?;
-        began.await.map_err(|_| gone())?;
-        let _running = waiting.begin();
-        match tokio::time::timeout(self.timeout, score).await {
-            Ok(Ok(Ok(score))) => Ok(score),
-            Ok(Ok(Err(reason))) => Err(failed(reason)),
-            Ok(Err(_)) => Err(gone()),
-            Err(_) => Err(RewardError::Timeout {
-                reward: self.name.clone(),
-                trajectory: input.trajectory(),
-                seconds: self.timeout.as_secs_f64(),
-            }),
-        }
+        let (reward, trajectory) = (self.name.clone(), input.trajectory());
+        self.ask(answered, || waiting.begin()).await.map_err(|lost| match lost {
+            Lost::Late(limit) => RewardError::Timeout { reward, trajectory, seconds: limit.as_secs_f64() },
+            lost => RewardError::Failed { reward, trajectory, reason: lost.to_string() },
+        })
     }
+}
+
+/// Why there is no score.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Lost {
+    /// The thread has ended.
+    #[error("the worker of the reward model has ended; its message stands in the log")]
+    Gone,
+    /// The network refused the sequence.
+    #[error("{0}")]
+    Refused(String),
+    /// It took too long.
+    #[error("no score within {:.1} s", .0.as_secs_f64())]
+    Late(Duration),
 }
 
 impl Drop for Service {

@@ -10,7 +10,7 @@
 //! | network | a namespace without any, and no sockets | no sockets | all |
 //! | processes | its own namespace, at most `processes` | none beside itself, threads are free | all |
 //!
-//! Both sandboxes add a seccomp filter, see [`filter`], and resource limits.
+//! Both sandboxes add a seccomp filter, see `filter`, and resource limits.
 
 mod bubblewrap;
 mod filter;

@@ -1,0 +1,213 @@
+//! A reward model as a process of its own, over HTTP.
+//!
+//! Invariant: nothing is scored for whoever lacks the token, if there is one; a body that is too long, too slow or no
+//! question is refused and said why. Requests that come together are packed together.
+//!
+//! - `POST /v1/scores`: one sequence, as tokens or as texts: what `kind = "model"` with a `url` sends
+//! - `POST /get_reward`: `{"query": [..]}` -> `{"rewards": [..]}`: what OpenRLHF and `kind = "http"` send
+//! - `GET /v1/model`: what the model is; `GET /healthz`: that the process is there
+
+use std::future::Future;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::to_bytes;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use model::{Answered, Cores, MemoryBudget, Quantization, SequenceScorer, SpecialTokens, Team};
+use serde_json::{Value, json};
+
+use super::service::Service;
+use super::wire::{Answer, Asked, Described, MODEL, SCORES};
+use super::{BATCH_TOKENS, checked};
+use crate::{RewardError, RewardSpec};
+
+/// Longest body, bytes.
+const MAX_BODY: usize = 16 << 20;
+/// Longest time that a body may take to arrive.
+const BODY_TIME: Duration = Duration::from_secs(30);
+/// Most queries of one request.
+const MAX_QUERIES: usize = 4096;
+
+/// How a reward model is served.
+#[derive(Clone, Debug)]
+pub struct ServedModel {
+    /// Most tokens of a packed batch; `None` for the usual number.
+    pub batch_tokens: Option<usize>,
+    /// Most cores at a time; all if not given.
+    pub threads: Option<usize>,
+    /// How coarsely the weights of the layers are represented.
+    pub quantization: Quantization,
+    /// What clients have to send as a bearer token, if anything.
+    pub token: Option<String>,
+    /// Longest time for one request's turn.
+    pub timeout: Duration,
+}
+
+/// A server that listens.
+pub struct Server {
+    listener: tokio::net::TcpListener,
+    router: Router,
+    address: SocketAddr,
+}
+
+impl std::fmt::Debug for Server {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Server").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+struct Served {
+    scorer: Arc<SequenceScorer>,
+    service: Service,
+    token: Option<String>,
+}
+
+impl Server {
+    /// Opens the model and listens on `address`.
+    ///
+    /// # Errors
+    /// A model that cannot be opened, an address that cannot be used.
+    pub async fn bind(path: &Path, config: ServedModel, address: SocketAddr) -> Result<Self, RewardError> {
+        let spec = RewardSpec {
+            path: Some(path.to_owned()),
+            timeout_s: config.timeout.as_secs_f64(),
+            ..RewardSpec::new("model")
+        };
+        let failed = |reason: String| RewardError::Start { reward: spec.name().to_owned(), reason };
+        let scorer = SequenceScorer::open(path, config.quantization, &MemoryBudget::default())
+            .map_err(|error| failed(error.to_string()))?;
+        let scorer = Arc::new(scorer);
+        let cores = Cores::all();
+        let team = Arc::new(Team::new(&cores, config.threads.unwrap_or(cores.total())));
+        let batch_tokens = config.batch_tokens.unwrap_or(BATCH_TOKENS);
+        let service = Service::start(&spec, Arc::clone(&scorer), team, batch_tokens)?;
+        let listening = tokio::net::TcpListener::bind(address).await;
+        let listener = listening.map_err(|error| failed(format!("cannot listen on {address}: {error}")))?;
+        let address = listener.local_addr().map_err(|error| failed(error.to_string()))?;
+        let served = Arc::new(Served { scorer, service, token: config.token });
+        let router = Router::new()
+            .route(SCORES, post(scores))
+            .route("/get_reward", post(get_reward))
+            .route(MODEL, get(describe))
+            .route("/healthz", get(async || "ok\n"))
+            .with_state(served);
+        Ok(Self { listener, router, address })
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Answers until `stop`, and then what it has begun.
+    ///
+    /// # Errors
+    /// If the system takes its socket away.
+    pub async fn serve(self, stop: impl Future<Output = ()> + Send + 'static) -> std::io::Result<()> {
+        axum::serve(self.listener, self.router).with_graceful_shutdown(stop).await
+    }
+}
+
+/// Why a request is refused.
+struct Refused(StatusCode, String);
+
+impl IntoResponse for Refused {
+    fn into_response(self) -> Response {
+        let body = json!({ "status": self.0.as_u16(), "detail": self.1 }).to_string();
+        (self.0, [(header::CONTENT_TYPE, "application/problem+json")], body).into_response()
+    }
+}
+
+fn answered(body: &Value) -> Response {
+    ([(header::CONTENT_TYPE, "application/json")], body.to_string()).into_response()
+}
+
+impl Served {
+    fn admit(&self, headers: &HeaderMap) -> Result<(), Refused> {
+        let Some(token) = &self.token else { return Ok(()) };
+        let sent = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+        let sent = sent.and_then(|value| value.strip_prefix("Bearer ")).unwrap_or_default();
+        // As many steps for a wrong token as for the right one.
+        let differs = token.bytes().zip(sent.bytes()).fold(0, |differs, (a, b)| differs | (a ^ b));
+        if differs == 0 && token.len() == sent.len() {
+            return Ok(());
+        }
+        Err(Refused(
+            StatusCode::UNAUTHORIZED,
+            "send the token of this server as `Authorization: Bearer`".into(),
+        ))
+    }
+
+    async fn body<T: serde::de::DeserializeOwned>(&self, request: Request) -> Result<T, Refused> {
+        self.admit(request.headers())?;
+        let read = tokio::time::timeout(BODY_TIME, to_bytes(request.into_body(), MAX_BODY)).await;
+        let late = |_| Refused(StatusCode::REQUEST_TIMEOUT, format!("no whole body within {BODY_TIME:?}"));
+        let long = |_| Refused(StatusCode::PAYLOAD_TOO_LARGE, format!("at most {MAX_BODY} bytes are read"));
+        let bytes = read.map_err(late)?.map_err(long)?;
+        serde_json::from_slice(&bytes).map_err(|error| {
+            Refused(StatusCode::UNPROCESSABLE_ENTITY, format!("not what is asked for: {error}"))
+        })
+    }
+
+    async fn score(&self, tokens: Result<Answered, String>) -> Answer {
+        let score = match tokens.and_then(|tokens| checked(tokens, self.scorer.max_context())) {
+            Ok(tokens) => self.service.ask(tokens, || ()).await.map_err(|lost| lost.to_string()),
+            Err(reason) => Err(reason),
+        };
+        match score {
+            Ok(score) => Answer { score: Some(score), error: None },
+            Err(reason) => Answer { score: None, error: Some(reason) },
+        }
+    }
+}
+
+async fn scores(State(served): State<Arc<Served>>, request: Request) -> Result<Response, Refused> {
+    let tokens = match served.body(request).await? {
+        Asked::Tokens { prompt_ids: prompt, completion_ids: completion } => {
+            Ok(Answered { prompt, completion })
+        }
+        Asked::Texts { prompt, completion, ended } => {
+            served.scorer.encode(&prompt.into(), &completion, ended).map_err(|error| error.to_string())
+        }
+    };
+    Ok(answered(&json!(served.score(tokens).await)))
+}
+
+/// OpenRLHF's form: decoded texts of prompt and completion, special tokens included.
+async fn get_reward(State(served): State<Arc<Served>>, request: Request) -> Result<Response, Refused> {
+    #[derive(serde::Deserialize)]
+    struct Queries {
+        query: Vec<String>,
+    }
+    let Queries { query } = served.body(request).await?;
+    if query.len() > MAX_QUERIES {
+        let detail = format!("{} queries; at most {MAX_QUERIES} are answered at once", query.len());
+        return Err(Refused(StatusCode::PAYLOAD_TOO_LARGE, detail));
+    }
+    let encode = |text: &String| {
+        let completion = served.scorer.tokenizer().encode(text, SpecialTokens::Omit);
+        completion
+            .map(|completion| Answered { prompt: Vec::new(), completion })
+            .map_err(|error| error.to_string())
+    };
+    let asked = query.iter().map(|text| Box::pin(served.score(encode(text))) as crate::BoxFuture<'_, _>);
+    let answers: Vec<Answer> = crate::join(asked).await;
+    if let Some((index, reason)) = answers.iter().enumerate().find_map(|(i, a)| Some((i, a.error.clone()?))) {
+        return Err(Refused(StatusCode::UNPROCESSABLE_ENTITY, format!("query {index}: {reason}")));
+    }
+    let rewards: Vec<_> = answers.iter().map(|answer| answer.score).collect();
+    Ok(answered(&json!({ "rewards": rewards, "scores": rewards, "extra_logs": {} })))
+}
+
+async fn describe(State(served): State<Arc<Served>>, headers: HeaderMap) -> Result<Response, Refused> {
+    served.admit(&headers)?;
+    let (tokenizer, max_context) = (served.scorer.reads_tokens_of(), served.scorer.max_context());
+    Ok(answered(&json!(Described { tokenizer: tokenizer.map(str::to_owned), max_context })))
+}
