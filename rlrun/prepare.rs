@@ -178,9 +178,18 @@ impl Prepared {
             "model {name}, {parameters} parameters; {} tasks to train on, {held_out} held out",
             self.train.len()
         ));
+        self.understood().for_each(|line| report.note(&line));
         if self.train.dropped() > 0 {
             report.note(&format!("{} tasks left out: their prompts are too long", self.train.dropped()));
         }
+    }
+
+    /// How rewards were understood that say so, one line each.
+    pub fn understood(&self) -> impl Iterator<Item = String> {
+        let rewards = self.rewards.iter().flat_map(|rewards| rewards.rewards());
+        rewards.filter_map(|weighted| {
+            Some(format!("reward `{}`: {}", weighted.reward.name(), weighted.reward.about()?))
+        })
     }
 
     /// The training tasks in file order.

@@ -26,7 +26,7 @@ use self::run::{Runner, Trial, Verdict};
 use self::suite::Suite;
 use crate::registry::Kind;
 use crate::reward::Judged;
-use crate::sandbox::{Choice, Limits, Sandbox, View, view};
+use crate::sandbox::{Choice, Limits, Method, Sandbox, View, view};
 use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
 
 const PYTHON: &str = "python";
@@ -223,6 +223,16 @@ impl Reward for Code {
 
     fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
         Box::pin(crate::join(inputs.iter().map(|input| Box::pin(self.judge(input)) as BoxFuture<'_, _>)))
+    }
+
+    fn about(&self) -> Option<String> {
+        let place = match self.trial.sandbox.method() {
+            Method::Bubblewrap { processes: true, .. } => "in bubblewrap",
+            Method::Bubblewrap { .. } => "in bubblewrap, without processes of their own",
+            Method::Landlock => "in a sandbox of Landlock and seccomp",
+            Method::Unconfined => "without a sandbox",
+        };
+        Some(format!("runs {} programs {place}", self.language))
     }
 
     fn load(&self) -> &Load {

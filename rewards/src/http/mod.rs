@@ -290,6 +290,17 @@ impl Reward for Http {
         Box::pin(crate::join(inputs.iter().map(|input| Box::pin(self.judge(input)) as BoxFuture<'_, _>)))
     }
 
+    fn about(&self) -> Option<String> {
+        Some(format!(
+            "asks {} as {} does",
+            self.line.transport.url(),
+            match self.line.dialect {
+                Dialect::Openrlhf => "OpenRLHF",
+                Dialect::Slime => "slime",
+            }
+        ))
+    }
+
     fn load(&self) -> &Load {
         &self.load
     }

@@ -101,6 +101,11 @@ impl Transport {
         })
     }
 
+    /// Where it asks.
+    pub(crate) fn url(&self) -> &str {
+        &self.url
+    }
+
     /// The answer to `body` within `limit`. Pauses depend on `seed` alone, so that many callers do not come back at once and
     /// the same call always does the same.
     pub(crate) async fn post(

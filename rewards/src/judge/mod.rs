@@ -183,6 +183,10 @@ impl Reward for Judge {
         Box::pin(crate::join(inputs.iter().map(|input| Box::pin(self.judge(input)) as BoxFuture<'_, _>)))
     }
 
+    fn about(&self) -> Option<String> {
+        Some(format!("asks `{}` at {}", self.model, self.transport.url()))
+    }
+
     fn load(&self) -> &Load {
         &self.load
     }

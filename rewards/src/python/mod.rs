@@ -253,6 +253,13 @@ impl Reward for PythonReward {
         self.scope
     }
 
+    fn about(&self) -> Option<String> {
+        let how = self
+            .spawn_reason()
+            .map_or(String::new(), |reason| format!("; each process imports it anew: {reason}"));
+        Some(format!("function `{}` in the dialect of {}{how}", self.function(), self.dialect()))
+    }
+
     fn load(&self) -> &Load {
         &self.load
     }
