@@ -66,6 +66,9 @@ pub enum Failure {
     /// Arguments of the command line that do not fit each other or the model.
     #[error("{0}")]
     Argument(String),
+    /// The rewards of a run judge nothing any more.
+    #[error("{0}")]
+    Unscored(String),
     /// Something that cannot happen did.
     #[error("{0}; this is a mistake in rlrun, please report it")]
     Internal(String),

@@ -4,6 +4,7 @@
 
 mod rewards;
 
+use std::collections::BTreeSet;
 use std::io::Write;
 
 use ::rewards::LoadCounts;
@@ -11,6 +12,7 @@ use rollout::Progress;
 use rollout::evaluate::Evaluation;
 use serde_json::json;
 use trainer::StepReport;
+use trainer::report::ComponentStatistics;
 use trajectory::{Group, PolicyVersion};
 
 use crate::failure::Failure;
@@ -19,6 +21,9 @@ use crate::prepare::prompt_text;
 use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::run_dir::{JsonLines, RunDir};
+
+/// Steps in a row without a scored trajectory after which a run ends.
+const UNSCORED: u32 = 3;
 
 /// Difference of idle shares from which one side counts as the bottleneck.
 const CLEAR: f64 = 0.1;
@@ -33,6 +38,10 @@ pub struct Observer<'a> {
     metrics: Option<JsonLines>,
     events: JsonLines,
     dropped_stale: u64,
+    /// Rewards of which a failure has been shown.
+    shown: BTreeSet<String>,
+    /// Steps in a row of which no trajectory could be scored.
+    unscored: u32,
 }
 
 /// Everything that is known of a step.
@@ -59,7 +68,16 @@ impl<'a> Observer<'a> {
     /// If they cannot be written.
     pub fn new(recipe: &'a Recipe, run_dir: &'a RunDir, report: &'a Report) -> Result<Self, Failure> {
         let events = run_dir.events()?;
-        Ok(Self { recipe, run_dir, report, metrics: None, events, dropped_stale: 0 })
+        Ok(Self {
+            recipe,
+            run_dir,
+            report,
+            metrics: None,
+            events,
+            dropped_stale: 0,
+            shown: BTreeSet::new(),
+            unscored: 0,
+        })
     }
 
     /// Forgets the metrics of steps after `version`, which are done again, and all before the first step.
@@ -111,6 +129,9 @@ impl<'a> Observer<'a> {
             evaluation.accuracy(),
             evaluation.answers.len()
         ));
+        if let (failed, Some(example)) = evaluation.failed() {
+            self.report.note(&format!("{failed} of them are left out of it: {example}"));
+        }
         Ok(())
     }
 
@@ -132,7 +153,31 @@ impl<'a> Observer<'a> {
         self.write(&metrics)?;
         self.samples(inputs.step)?;
         self.report.step(&metrics);
-        Ok(())
+        self.failures(inputs)
+    }
+
+    /// Shows the first failure of every reward in full, and ends a run whose rewards judge nothing any more.
+    fn failures(&mut self, inputs: &StepInputs<'_>) -> Result<(), Failure> {
+        for (name, load) in inputs.rewards {
+            if let Some(example) = load.example.as_ref().filter(|_| self.shown.insert(name.clone())) {
+                self.report.note(&format!("the first failure of reward `{name}`: {example}"));
+            }
+        }
+        let batch = &inputs.step.batch;
+        self.unscored = if batch.scored == 0 { self.unscored + 1 } else { 0 };
+        if self.unscored < UNSCORED {
+            return Ok(());
+        }
+        let failed =
+            |(name, said): (&String, &ComponentStatistics)| format!("`{name}` {} times", said.failed);
+        let failed: Vec<_> =
+            batch.components.iter().filter(|(_, said)| said.failed > 0).map(failed).collect();
+        Err(Failure::Unscored(format!(
+            "no trajectory of the last {UNSCORED} steps could be scored, so there is nothing to learn from; in the last one \
+             failed {}. The messages stand in {}",
+            failed.join(", "),
+            self.run_dir.samples(inputs.step.version.0).display()
+        )))
     }
 
     /// Writes and shows what was measured without sampling.
@@ -150,8 +195,9 @@ impl<'a> Observer<'a> {
         let groups = counts.groups.max(1) as f64;
         metrics.set("step", version.0 as f64);
         metrics.set("time_s", inputs.time_s);
-        metrics.set("reward/mean", batch.reward.mean);
-        metrics.set("reward/std", batch.reward.std);
+        let scored = |value: f64| if batch.scored > 0 { value } else { f64::NAN };
+        metrics.set("reward/mean", scored(batch.reward.mean));
+        metrics.set("reward/std", scored(batch.reward.std));
         metrics.set("reward/frac_zero_std", counts.zero_variance as f64 / groups);
         if let Some(evaluation) = inputs.evaluation {
             metrics.set("eval/accuracy", evaluation.accuracy());

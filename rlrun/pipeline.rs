@@ -312,10 +312,13 @@ impl Run<'_> {
             self.evaluate(&prepared, trainer.learner(), &evaluated)
         });
         stop.store(true, Ordering::Relaxed);
+        let joined = sampler.join();
+        // What was trained is kept, however the sampler ended.
+        let saved = trained.is_ok().then(|| trainer.checkpoint()).transpose();
         // An error of the sampler stops the trainer, so it comes first; otherwise the trainer's own counts.
-        sampler.join()?;
+        joined?;
         let evaluation = trained?;
-        trainer.checkpoint()?;
+        saved?;
         Ok(Trained { version: trainer.version(), time_s: trainer.time_s(), evaluation })
     }
 
@@ -366,7 +369,7 @@ impl Run<'_> {
             let Some(step) = trainer.step()? else { return Ok(last) };
             let version = trainer.version().0;
             let due = version == steps || (interval > 0 && version.is_multiple_of(interval));
-            let evaluation = if due { evaluate(trainer)? } else { None };
+            let evaluation = if due && !self.signals.stop_requested() { evaluate(trainer)? } else { None };
             let now = sampler.progress();
             observer.step(&StepInputs {
                 step: &step,

@@ -21,7 +21,9 @@ use crate::report::Report;
 /// Where rewards run: the runtime that waits for them, the program that knows their kinds, the cores of the process.
 #[derive(Debug)]
 pub struct RewardRuntime {
-    runtime: Runtime,
+    /// There until it is dropped.
+    runtime: Option<Runtime>,
+    handle: Handle,
     program: Program,
     cores: Arc<Cores>,
 }
@@ -39,13 +41,14 @@ impl RewardRuntime {
             .enable_all()
             .build()
             .map_err(system)?;
-        Ok(Self { runtime, program: program.clone(), cores: Arc::clone(cores) })
+        let handle = runtime.handle().clone();
+        Ok(Self { runtime: Some(runtime), handle, program: program.clone(), cores: Arc::clone(cores) })
     }
 
     /// To start tasks on it and to wait for them.
     #[must_use]
     pub fn handle(&self) -> &Handle {
-        self.runtime.handle()
+        &self.handle
     }
 
     /// What rewards find that belong to no run; they keep logs and sockets in `scratch`.
@@ -85,6 +88,13 @@ impl RewardRuntime {
             ..self.context(scratch)
         };
         Ok(RewardSet::from_specs(&recipe.rewards, self.program.registry(), &context)?)
+    }
+}
+
+impl Drop for RewardRuntime {
+    fn drop(&mut self) {
+        // A function of the user that never returns would be waited for.
+        self.runtime.take().into_iter().for_each(Runtime::shutdown_background);
     }
 }
 

@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use std::io::{BufRead, Write};
 use std::path::Path;
 
-use model::Cores;
+use model::{Cores, ModelDirectory, SpecialTokens};
 use rewards::{Judged, Latency, Reward, RewardInput, RewardSet, RewardSpec};
 use serde_json::{Map, Value, json};
 use trajectory::{Prompt, Task, TaskId};
@@ -20,6 +20,9 @@ use crate::recipe::Recipe;
 
 /// Cases that are graded at the same time.
 const AT_ONCE: usize = 256;
+
+/// Keys that a case may give for itself. No others: cases are data, and data must not say what is run or asked.
+const OF_CASES: [&str; 5] = ["strict", "method", "strict_box", "compare", "format_score"];
 
 /// Longest text shown of a prompt or an answer, characters.
 const SHOWN: usize = 60;
@@ -89,12 +92,14 @@ impl Grader<'_> {
             }
             Some(other) => Ok(other.to_string()),
         };
-        let (gold, text) = (field(&self.args.gold_field)?, field(&self.args.pred_field)?);
+        let text = field(&self.args.pred_field)?;
+        // Kinds that compare with no answer need none; the others say so.
+        let gold = row.get(&self.args.gold_field).map(|_| field(&self.args.gold_field)).transpose()?;
         let known = self.program.registry().kind(&self.args.kind).map_or(&[][..], rewards::Kind::parameters);
         let own = |key: &str| *key != self.args.gold_field && *key != self.args.pred_field;
         let given: Map<String, Value> = row
             .iter()
-            .filter(|(key, _)| known.contains(&key.as_str()) && own(key))
+            .filter(|(key, _)| known.contains(&key.as_str()) && OF_CASES.contains(&key.as_str()) && own(key))
             .map(|(key, value)| (key.clone(), value.clone()))
             .collect();
         let keys = Value::Object(given).to_string();
@@ -106,8 +111,7 @@ impl Grader<'_> {
             Some(Value::String(prompt)) => prompt.clone(),
             _ => String::new(),
         };
-        let task =
-            Task { id: TaskId(number), prompt: Prompt::Text(prompt), answer: Some(gold), columns: row };
+        let task = Task { id: TaskId(number), prompt: Prompt::Text(prompt), answer: gold, columns: row };
         Ok(Case { task, text, keys })
     }
 
@@ -183,10 +187,8 @@ pub fn test(args: &RewardTestArgs, program: &Program) -> Result<String, Failure>
         let other = tasks.iter().rev().find_map(|t| t.answer.clone().filter(|answer| *answer != reference));
         let wrong = wrong_answer(&reference, other.as_deref());
         let _ = writeln!(text, "\nrow {row}: {}", short(&prompt_text(task)));
-        for (label, answer) in [("reference", &reference), ("wrong", &wrong)] {
-            let _ = writeln!(text, "  {label}: {}", short(answer));
-            failures += say(&mut text, rewards, &runtime, &RewardInput::text(task, answer))?;
-        }
+        let answers = [("reference", reference), ("wrong", wrong)];
+        failures += say(&mut text, (rewards, &runtime), (task, &answers), (&recipe, &directory))?;
     }
     if failures > 0 {
         return Err(Failure::Argument(format!(
@@ -196,34 +198,57 @@ pub fn test(args: &RewardTestArgs, program: &Program) -> Result<String, Failure>
     Ok(text.trim_end().to_owned())
 }
 
-/// What every reward says of one text; returns how many failed.
+/// What every reward says of the answers to a task, which are a group for those that compare; returns how many failed.
 fn say(
     text: &mut String,
-    rewards: &RewardSet,
-    runtime: &RewardRuntime,
-    input: &RewardInput<'_>,
+    (rewards, runtime): (&RewardSet, &RewardRuntime),
+    (task, answers): (&Task, &[(&str, String); 2]),
+    (recipe, directory): (&Recipe, &ModelDirectory),
 ) -> Result<usize, Failure> {
-    let scores = runtime.handle().block_on(rewards.score(std::slice::from_ref(input)))?;
-    let Some(score) = scores.into_iter().next() else { return Ok(0) };
-    let mut failures = 0;
-    for (component, (name, load)) in score.components.iter().zip(rewards.take_loads()) {
-        let said = match (&component.error, component.value) {
-            (Some(error), _) => {
-                failures += 1;
-                format!("failed: {error}")
-            }
-            (None, None) => "does not apply".to_owned(),
-            (None, Some(value)) => format!("{value}"),
-        };
-        let details = if component.details.is_empty() {
-            String::new()
-        } else {
-            format!(" {}", Value::Object(component.details.clone()))
-        };
-        let _ = writeln!(text, "    {name} {said}{details}, {}", duration(load.ran));
+    let prompt_ids = directory.encode_prompt(&task.prompt)?;
+    let mut inputs = Vec::new();
+    let encoded: Vec<Vec<u32>> = answers
+        .iter()
+        .map(|(_, answer)| {
+            let mut ids = directory.tokenizer().encode(answer, SpecialTokens::Omit)?;
+            ids.extend(directory.stop_token_ids().first());
+            Ok(ids)
+        })
+        .collect::<Result<_, model::ModelError>>()?;
+    for (index, ((_, answer), completion_ids)) in (0..).zip(answers.iter().zip(&encoded)) {
+        inputs.push(RewardInput {
+            index,
+            prompt_ids: &prompt_ids,
+            completion_ids,
+            max_completion_length: recipe.rollout.max_completion_length,
+            ..RewardInput::text(task, answer)
+        });
     }
-    let total = score.total.map_or("none: it would not be trained on".to_owned(), |total| total.to_string());
-    let _ = writeln!(text, "    total {total}");
+    let scores = runtime.handle().block_on(rewards.score(&inputs))?;
+    let loads = rewards.take_loads();
+    let mut failures = 0;
+    for ((label, answer), score) in answers.iter().zip(scores) {
+        let _ = writeln!(text, "  {label}: {}", short(answer));
+        for (component, (name, load)) in score.components.iter().zip(&loads) {
+            let said = match (&component.error, component.value) {
+                (Some(error), _) => {
+                    failures += 1;
+                    format!("failed: {error}")
+                }
+                (None, None) => "does not apply".to_owned(),
+                (None, Some(value)) => format!("{value}"),
+            };
+            let details = if component.details.is_empty() {
+                String::new()
+            } else {
+                format!(" {}", Value::Object(component.details.clone()))
+            };
+            let _ = writeln!(text, "    {name} {said}{details}, {}", duration(load.ran));
+        }
+        let total =
+            score.total.map_or("none: it would not be trained on".to_owned(), |total| total.to_string());
+        let _ = writeln!(text, "    total {total}");
+    }
     Ok(failures)
 }
 

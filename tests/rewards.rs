@@ -327,3 +327,71 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     // Nothing of it is left: neither workers nor what they forked.
     assert_eq!(working_in(&home.path("")), Vec::<String>::new());
 }
+
+/// Judging goes on where a run ends: what nobody waits for is given up, and what was trained is kept.
+#[test]
+fn a_slow_reward_does_not_hold_up_the_end_and_is_named() {
+    if !python_is_there() {
+        return;
+    }
+    let home = Home::new();
+    home.write(
+        "slow.py",
+        "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    \
+         time.sleep(0.05)\n    return {'score': len(solution_str) % 2, 'mean': 99.0}\n",
+    );
+    let rewards = "[[rewards]]\nkind = \"python\"\npath = \"slow.py:compute_score\"\nname = \"patience\"\n";
+    let sets = ["trainer.steps=2", "data.arithmetic.eval_tasks=4", "deadlines.wait_s=40"];
+    let (run, done) = run_with(&home, "run", rewards, &sets);
+    assert!(run.checkpoint(2).is_dir());
+    assert!(done.stdout.contains("reward `patience` is slow"), "{}", done.stdout);
+    // A detail does not pass for what rlrun measures.
+    assert!(run.values("reward/patience/mean").iter().all(|mean| *mean < 2.0));
+    assert_eq!(run.values("reward/patience/detail/mean"), [99.0; 2]);
+}
+
+/// A run whose reward judges nothing ends, and says why.
+#[test]
+fn a_run_that_cannot_be_scored_ends_with_the_reason() {
+    if !python_is_there() {
+        return;
+    }
+    let home = Home::new();
+    home.write(
+        "bad.py",
+        "def compute_score(data_source, solution_str, ground_truth):\n    raise ValueError('no scale')\n",
+    );
+    let rewards = "[[rewards]]\nkind = \"python\"\npath = \"bad.py\"\n";
+    home.write("bad.toml", format!("extends = \"small.toml\"\n{rewards}"));
+    let done = home.rlrun(&["bad.toml", "--run-dir", "run"]);
+    assert_eq!(done.status.code(), Some(1), "{}{}", done.stdout, done.stderr);
+    assert!(done.stdout.contains("no scale"), "{}", done.stdout);
+    assert!(
+        done.stderr.contains("nothing to learn from") && done.stderr.contains("`python`"),
+        "{}",
+        done.stderr
+    );
+    assert!(home.run("run").steps().iter().all(|step| step["reward/mean"].is_null()));
+}
+
+/// What a case says of itself never decides what is run.
+#[test]
+fn cases_cannot_say_what_is_run() {
+    let home = Home::new();
+    home.write(
+        "cases.jsonl",
+        "{\"pred\": \"x\", \"pattern\": \"x\", \"path\": \"evil.py\", \"kind\": \"python\"}\n",
+    );
+    let grade = |kind: &str| {
+        let input = std::fs::File::open(home.path("cases.jsonl")).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rlrun"));
+        command.args(["reward", "grade", kind]).current_dir(home.path("")).stdin(input);
+        let output = command.output().unwrap();
+        String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(grade("regex").contains("needs `pattern`"), "{}", grade("regex"));
+    assert!(grade("python").contains("needs `path`"), "{}", grade("python"));
+    // `format` compares with no answer, so a case needs none; `exact` says that it does.
+    assert_eq!(grade("format"), "{\"score\":0.0}\n");
+    assert!(grade("exact").contains("needs a reference answer"), "{}", grade("exact"));
+}

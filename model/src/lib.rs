@@ -73,5 +73,5 @@ pub use ops::head::{Prediction, PredictionGradient, Target};
 pub use parameters::{Layout, ParameterSpec, Parameters};
 pub use resident::{MemoryBudget, Placement, ResidentParameters};
 pub use sampling::{Draw, Sampling};
-pub use scorer::{Answered, ScoreError, SequenceScorer};
+pub use scorer::{Answered, ReadyScorer, ScoreError, SequenceScorer};
 pub use tokenizer::{DecodeStream, SpecialTokens, Tokenizer};

@@ -193,9 +193,72 @@ impl SequenceScorer {
         batch_tokens: usize,
         team: &Team,
     ) -> Result<Vec<f32>, ScoreError> {
-        match &self.network {
-            Network::Decoder(ours) => ours.score(sequences, batch_tokens, team),
-            Network::Classifier(classifier) => {
+        let ready = self.ready()?;
+        let mut scores = Vec::with_capacity(sequences.len());
+        let mut rest = sequences;
+        while !rest.is_empty() {
+            let mut tokens = 0;
+            let fits = |answered: &&Answered| {
+                tokens += answered.len();
+                tokens <= batch_tokens
+            };
+            let (now, later) = rest.split_at(rest.iter().take_while(fits).count().max(1));
+            scores.extend(ready.score(now, team)?);
+            rest = later;
+        }
+        Ok(scores)
+    }
+
+    /// The network with its weights in memory, until the result is dropped.
+    ///
+    /// # Errors
+    /// If weights that are swapped in cannot be read again.
+    pub fn ready(&self) -> Result<ReadyScorer<'_>, ModelError> {
+        Ok(match &self.network {
+            Network::Decoder(ours) => match &ours.ready {
+                Some(ready) => ReadyScorer::Kept(ready),
+                None => ReadyScorer::Swapped(Box::new(decoder(&ours.parameters, ours.quantization)?)),
+            },
+            Network::Classifier(classifier) => ReadyScorer::Classifier(ReadyClassifier(classifier)),
+        })
+    }
+}
+
+/// A reward model with its weights in memory.
+pub enum ReadyScorer<'a> {
+    /// They stay.
+    Kept(&'a Decoder),
+    /// They go with this.
+    Swapped(Box<Decoder>),
+    /// They stay, of another architecture.
+    Classifier(ReadyClassifier<'a>),
+}
+
+/// A classifier of another architecture.
+pub struct ReadyClassifier<'a>(&'a Classifier);
+
+impl std::fmt::Debug for ReadyScorer<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ReadyScorer").finish_non_exhaustive()
+    }
+}
+
+impl std::fmt::Debug for ReadyClassifier<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ReadyClassifier").finish_non_exhaustive()
+    }
+}
+
+impl ReadyScorer<'_> {
+    /// `[N]` scores of sequences as one pack.
+    ///
+    /// # Errors
+    /// If a token lies beyond the vocabulary, or a sequence has none.
+    pub fn score(&self, sequences: &[Answered], team: &Team) -> Result<Vec<f32>, ScoreError> {
+        match self {
+            Self::Kept(decoder) => score_pack(decoder, sequences, team),
+            Self::Swapped(decoder) => score_pack(decoder, sequences, team),
+            Self::Classifier(ReadyClassifier(classifier)) => {
                 sequences.iter().map(|answered| Ok(classifier.score(&answered.completion)?)).collect()
             }
         }
@@ -222,37 +285,6 @@ fn decoder(parameters: &ResidentParameters, quantization: Quantization) -> Resul
         Quantization::None => Decoder::trainable(parameters.config(), &weights, Recompute::Sequence),
         Quantization::Int8 => Decoder::sampler(parameters.config(), &weights, quantization),
     })
-}
-
-impl Ours {
-    fn score(
-        &self,
-        sequences: &[Answered],
-        batch_tokens: usize,
-        team: &Team,
-    ) -> Result<Vec<f32>, ScoreError> {
-        let made;
-        let decoder = match &self.ready {
-            Some(ready) => ready,
-            None => {
-                made = decoder(&self.parameters, self.quantization)?;
-                &made
-            }
-        };
-        let mut scores = Vec::with_capacity(sequences.len());
-        let mut rest = sequences;
-        while !rest.is_empty() {
-            let mut tokens = 0;
-            let fits = |answered: &&Answered| {
-                tokens += answered.len();
-                tokens <= batch_tokens
-            };
-            let (now, later) = rest.split_at(rest.iter().take_while(fits).count().max(1));
-            scores.extend(score_pack(decoder, now, team)?);
-            rest = later;
-        }
-        Ok(scores)
-    }
 }
 
 /// Scores sequences as one pack; the prompt of neighbours is computed once, where it is the same.

@@ -88,7 +88,7 @@ pub(crate) type UserFunction = dyn Fn(&Scored) -> Result<f64, FunctionError> + S
 pub(crate) struct Function {
     name: String,
     function: Arc<UserFunction>,
-    running: Semaphore,
+    running: Arc<Semaphore>,
     timeout: Duration,
     load: Load,
 }
@@ -98,7 +98,7 @@ impl Function {
         Self {
             name: spec.name().to_owned(),
             function,
-            running: Semaphore::new(spec.concurrency.max(1)),
+            running: Arc::new(Semaphore::new(spec.concurrency.max(1))),
             timeout: spec.timeout(),
             load: Load::default(),
         }
@@ -107,7 +107,7 @@ impl Function {
     async fn judge(&self, input: &RewardInput<'_>) -> Judged {
         let waiting = self.load.wait();
         // The semaphore is never closed, so a permit always comes; waiting for it is not the reward's time.
-        let _permit = self.running.acquire().await;
+        let permit = Arc::clone(&self.running).acquire_owned().await;
         let _running = waiting.begin();
         let scored = Scored {
             task: input.task.clone(),
@@ -118,7 +118,11 @@ impl Function {
             version: input.version,
         };
         let function = Arc::clone(&self.function);
-        let call = tokio::task::spawn_blocking(move || function(&scored));
+        // A thread that does not return keeps its permit: no more than `concurrency` can be lost.
+        let call = tokio::task::spawn_blocking(move || {
+            let _permit = permit;
+            function(&scored)
+        });
         let failed = |reason| RewardError::Failed {
             reward: self.name.clone(),
             trajectory: input.trajectory(),

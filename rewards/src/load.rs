@@ -19,6 +19,8 @@ pub struct Load {
     running: AtomicUsize,
     errors: AtomicU64,
     timeouts: AtomicU64,
+    /// The first failure since somebody looked.
+    example: Mutex<Option<String>>,
     durations: Mutex<Durations>,
 }
 
@@ -32,7 +34,7 @@ struct Durations {
 }
 
 /// What a [`Load`] says since it was looked at last.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct LoadCounts {
     /// Trajectories that wait now.
     pub waiting: usize,
@@ -44,6 +46,8 @@ pub struct LoadCounts {
     pub errors: u64,
     /// Timeouts since.
     pub timeouts: u64,
+    /// The first of the failures.
+    pub example: Option<String>,
     /// Time until a trajectory's turn came.
     pub waited: Latency,
     /// Time that judging took.
@@ -77,6 +81,8 @@ impl Load {
         if matches!(error, RewardError::Timeout { .. }) {
             self.timeouts.fetch_add(1, Ordering::Relaxed);
         }
+        let mut example = self.example.lock().unwrap_or_else(PoisonError::into_inner);
+        example.get_or_insert_with(|| error.to_string());
     }
 
     /// What there is now, and what has happened since this was called last.
@@ -90,6 +96,7 @@ impl Load {
             scored: count,
             errors: self.errors.swap(0, Ordering::Relaxed),
             timeouts: self.timeouts.swap(0, Ordering::Relaxed),
+            example: self.example.lock().unwrap_or_else(PoisonError::into_inner).take(),
             waited: Latency::of(waited),
             ran: Latency::of(ran),
         }

@@ -24,8 +24,8 @@ pub struct GradeArgs {
     /// Field of a case that holds what is graded
     #[arg(long, value_name = "FIELD", default_value = "pred")]
     pub pred_field: String,
-    /// Give the reward a key, such as `method=\"flexible\"`; can be repeated. A field of a case that is named like a key
-    /// of the kind counts for that case
+    /// Give the reward a key, such as `method=\"flexible\"`; can be repeated. A field of a case that is named
+    /// `strict`, `method`, `strict_box`, `compare` or `format_score` counts for that case
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
 }

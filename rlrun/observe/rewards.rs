@@ -11,12 +11,28 @@ use crate::metrics::Metrics;
 /// Share of a step from which the time until a trajectory is judged counts as long.
 const LONG: f64 = 0.25;
 
+/// What `reward/NAME/...` means whatever a reward says; a detail of such a name is under `reward/NAME/detail/`.
+const OURS: [&str; 9] = [
+    "mean",
+    "weight",
+    "errors",
+    "timeouts",
+    "latency_p50_s",
+    "latency_p95_s",
+    "latency_max_s",
+    "queue",
+    "queued_p95_s",
+];
+
 /// Sets `reward/NAME/...` for every reward.
 pub(super) fn measure(specs: &[RewardSpec], metrics: &mut Metrics, inputs: &StepInputs<'_>) {
     for (name, component) in &inputs.step.batch.components {
-        metrics.set(&format!("reward/{name}/mean"), component.values.mean);
+        if component.applied > 0 {
+            metrics.set(&format!("reward/{name}/mean"), component.values.mean);
+        }
         for (detail, mean) in &component.details {
-            metrics.set(&format!("reward/{name}/{detail}"), *mean);
+            let kept = if OURS.contains(&detail.as_str()) { "detail/" } else { "" };
+            metrics.set(&format!("reward/{name}/{kept}{detail}"), *mean);
         }
     }
     for spec in specs {

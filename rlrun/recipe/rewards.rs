@@ -3,6 +3,7 @@
 //! Invariant: which kind takes which keys is known to the registry alone; here is only added where each stands.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use rewards::{Registry, RewardError, RewardSpec};
 
@@ -25,11 +26,17 @@ pub(super) fn check(raw: &mut RawRecipe, registry: &Registry, checker: &mut Chec
         }
         if let Some(path) = reward.path.take() {
             let key = format!("rewards[{index}].path");
-            // A Python module is found by Python.
-            let is_module =
-                reward.kind == "python" && !path.exists() && path.extension().is_none_or(|e| e != "py");
             let help = "name a file, or a model directory in Hugging Face format";
-            reward.path = if is_module { Some(path) } else { existing(&path, &key, help, checker) };
+            reward.path = match python_file(&path).filter(|_| reward.kind == "python") {
+                // A module is found by Python.
+                None if reward.kind == "python" => Some(path),
+                None => existing(&path, &key, help, checker),
+                Some((file, function)) => existing(Path::new(file), &key, help, checker).map(|file| {
+                    let mut named = file.into_os_string();
+                    named.push(function);
+                    named.into()
+                }),
+            };
         }
         if reward.timeout_s > wait_s {
             let path = format!("rewards[{index}].timeout_s");
@@ -48,6 +55,14 @@ pub(super) fn check(raw: &mut RawRecipe, registry: &Registry, checker: &mut Chec
             checker.report(&format!("rewards[{index}]"), message, "give one of them another `name`");
         }
     }
+}
+
+/// The file and `:function` of a path that is no module.
+fn python_file(path: &Path) -> Option<(&str, &str)> {
+    let path = path.to_str()?;
+    let named = path.rsplit_once(':').filter(|(file, _)| file.ends_with(".py"));
+    let (file, function) = named.map_or((path, ""), |(file, _)| path.split_at(file.len()));
+    (file.ends_with(".py") || file.contains('/')).then_some((file, function))
 }
 
 /// Every kind takes its own keys and no others.

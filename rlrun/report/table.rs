@@ -63,7 +63,7 @@ fn join(cells: [(String, usize); 10]) -> String {
 }
 
 fn decimals(value: Option<f64>, places: usize) -> String {
-    value.map_or("-".to_owned(), |value| format!("{value:.places$}"))
+    value.filter(|value| !value.is_nan()).map_or("-".to_owned(), |value| format!("{value:.places$}"))
 }
 
 /// Mean and maximum in versions.

@@ -45,11 +45,21 @@ pub struct Evaluation {
 }
 
 impl Evaluation {
-    /// Mean of the first reward of the recipe, which is the one that judges correctness; failed rewards count 0.
+    /// Mean of the first reward of the recipe, which is the one that judges correctness, over the answers that it could
+    /// judge; not a number if there is none.
     #[must_use]
     pub fn accuracy(&self) -> f64 {
-        let correct = |answer: &Answer| answer.score.components.first().and_then(|c| c.value).unwrap_or(0.0);
-        self.answers.iter().map(correct).sum::<f64>() / self.answers.len().max(1) as f64
+        let judged = self.answers.iter().filter_map(|answer| answer.score.components.first()?.value);
+        let (sum, count) = judged.fold((0.0, 0), |(sum, count), value| (sum + value, count + 1));
+        sum / f64::from(count)
+    }
+
+    /// How many answers the first reward could not judge, and why not the first of them.
+    #[must_use]
+    pub fn failed(&self) -> (usize, Option<&str>) {
+        let failures =
+            self.answers.iter().filter_map(|answer| answer.score.components.first()?.error.as_deref());
+        (failures.clone().count(), failures.clone().next())
     }
 }
 

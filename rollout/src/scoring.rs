@@ -4,14 +4,14 @@
 //! Invariant: a reward that runs over its time is a failed component of one trajectory, never a stalled run. What waits
 //! to be scored is bounded; when it is full, the sampler waits.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use buffer::{BufferError, Finalized, Producer};
 use rewards::{PartScore, RewardInput, RewardSet};
 use tokio::runtime::Handle;
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 use tokio::task::{JoinHandle, JoinSet};
 use trajectory::{Group, GroupId, PolicyVersion, Score, Task, Trajectory, Turn};
 
@@ -37,6 +37,7 @@ pub struct Ended {
 pub struct Scorer {
     sender: mpsc::Sender<Ended>,
     task: JoinHandle<Result<(), RolloutError>>,
+    give_up: Arc<Notify>,
     runtime: Handle,
 }
 
@@ -52,8 +53,10 @@ impl Scorer {
         capacity: usize,
     ) -> Self {
         let (sender, receiver) = mpsc::channel(capacity.max(1));
-        let task = runtime.spawn(score_all(receiver, rewards, (buffer, curation), capacity.max(1)));
-        Self { sender, task, runtime: runtime.clone() }
+        let give_up = Arc::new(Notify::new());
+        let scoring = Scoring { rewards, buffer, curation, capacity: capacity.max(1), open: HashSet::new() };
+        let task = runtime.spawn(scoring.run(receiver, Arc::clone(&give_up)));
+        Self { sender, task, give_up, runtime: runtime.clone() }
     }
 
     /// Hands over a completion, waiting up to `wait` while too many are being scored.
@@ -79,13 +82,24 @@ impl Scorer {
         self.task.is_finished()
     }
 
-    /// Scores what was handed over and stops.
+    /// Scores what was handed over and stops. What is not scored within `grace` is given up: its groups are given back to
+    /// be generated again.
     ///
     /// # Errors
     /// What ended the scoring; a deadline.
-    pub fn finish(self, wait: Duration) -> Result<(), RolloutError> {
-        drop(self.sender);
-        match self.runtime.block_on(async { tokio::time::timeout(wait, self.task).await }) {
+    pub fn finish(self, grace: Duration, wait: Duration) -> Result<(), RolloutError> {
+        let Self { sender, mut task, give_up, runtime } = self;
+        drop(sender);
+        let ended = runtime.block_on(async {
+            match tokio::time::timeout(grace, &mut task).await {
+                Ok(ended) => Ok(ended),
+                Err(_) => {
+                    give_up.notify_one();
+                    tokio::time::timeout(wait, task).await
+                }
+            }
+        });
+        match ended {
             Ok(Ok(result)) => result,
             Ok(Err(_)) => Err(RolloutError::Ended { who: "the scoring of trajectories" }),
             Err(_) => Err(RolloutError::Deadline {
@@ -104,40 +118,68 @@ struct Gathering {
     judged: Vec<(Ended, PartScore)>,
 }
 
-async fn score_all(
-    mut receiver: mpsc::Receiver<Ended>,
+/// What all scoring needs.
+struct Scoring {
     rewards: Arc<RewardSet>,
-    (buffer, curation): (Arc<dyn Producer>, Option<Curation>),
+    buffer: Arc<dyn Producer>,
+    curation: Option<Curation>,
     capacity: usize,
-) -> Result<(), RolloutError> {
-    let mut gathering: HashMap<GroupId, Gathering> = HashMap::new();
-    let mut judging: JoinSet<(Ended, PartScore)> = JoinSet::new();
-    let mut completing: JoinSet<Result<Group, RolloutError>> = JoinSet::new();
-    let mut storing: JoinSet<Result<(), RolloutError>> = JoinSet::new();
-    let mut open = true;
-    while open || !judging.is_empty() || !completing.is_empty() || !storing.is_empty() {
-        tokio::select! {
-            ended = receiver.recv(), if open && judging.len() + completing.len() < capacity => match ended {
-                None => open = false,
-                Some(ended) => { judging.spawn(judge(ended, Arc::clone(&rewards))); }
-            },
-            Some(judged) = judging.join_next() => {
-                let (ended, part) = judged.map_err(|_| RolloutError::Ended { who: "the scoring of a trajectory" })?;
-                if let Some(group) = complete(&mut gathering, ended, part) {
-                    completing.spawn(settle(group, Arc::clone(&rewards)));
+    /// Groups of which a completion has come and which are not with the buffer yet.
+    open: HashSet<GroupId>,
+}
+
+impl Scoring {
+    async fn run(
+        mut self,
+        mut receiver: mpsc::Receiver<Ended>,
+        give_up: Arc<Notify>,
+    ) -> Result<(), RolloutError> {
+        let mut gathering: HashMap<GroupId, Gathering> = HashMap::new();
+        let mut judging: JoinSet<(Ended, PartScore)> = JoinSet::new();
+        let mut completing: JoinSet<Result<Group, RolloutError>> = JoinSet::new();
+        let mut storing: JoinSet<Result<(), RolloutError>> = JoinSet::new();
+        let mut receiving = true;
+        while receiving || !judging.is_empty() || !completing.is_empty() || !storing.is_empty() {
+            tokio::select! {
+                () = give_up.notified() => {
+                    judging.shutdown().await;
+                    completing.shutdown().await;
+                    receiving = false;
+                    storing.spawn_blocking(self.give_back_all());
+                }
+                ended = receiver.recv(), if receiving && judging.len() + completing.len() < self.capacity => match ended {
+                    None => receiving = false,
+                    Some(ended) => {
+                        self.open.insert(ended.completion.group);
+                        judging.spawn(judge(ended, Arc::clone(&self.rewards)));
+                    }
+                },
+                Some(judged) = judging.join_next() => {
+                    let (ended, part) =
+                        judged.map_err(|_| RolloutError::Ended { who: "the scoring of a trajectory" })?;
+                    if let Some(group) = complete(&mut gathering, ended, part) {
+                        completing.spawn(settle(group, Arc::clone(&self.rewards)));
+                    }
+                }
+                Some(group) = completing.join_next() => {
+                    let group = group.map_err(|_| RolloutError::Ended { who: "the scoring of a group" })??;
+                    self.open.remove(&group.id);
+                    let (buffer, curation) = (Arc::clone(&self.buffer), self.curation.clone());
+                    storing.spawn_blocking(move || store(buffer.as_ref(), curation.as_ref(), group));
+                }
+                Some(stored) = storing.join_next() => {
+                    stored.map_err(|_| RolloutError::Ended { who: "the storing of a group" })??;
                 }
             }
-            Some(group) = completing.join_next() => {
-                let group = group.map_err(|_| RolloutError::Ended { who: "the scoring of a group" })??;
-                let (buffer, curation) = (Arc::clone(&buffer), curation.clone());
-                storing.spawn_blocking(move || store(buffer.as_ref(), curation.as_ref(), group));
-            }
-            Some(stored) = storing.join_next() => {
-                stored.map_err(|_| RolloutError::Ended { who: "the storing of a group" })??;
-            }
         }
+        Ok(())
     }
-    Ok(())
+
+    /// Gives back every group that is not with the buffer.
+    fn give_back_all(&mut self) -> impl FnOnce() -> Result<(), RolloutError> + use<> {
+        let (open, buffer) = (std::mem::take(&mut self.open), Arc::clone(&self.buffer));
+        move || open.into_iter().try_for_each(|group| give_back(buffer.as_ref(), group, true))
+    }
 }
 
 /// Hands a group over that is worth it; where there is no room for it in time, its task goes first in line again.

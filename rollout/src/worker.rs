@@ -22,6 +22,9 @@ use crate::scoring::{Ended, Scorer, give_back};
 /// How long an idle sampler waits for weights before it asks for a slot again.
 const LOOK_UP: Duration = Duration::from_millis(5);
 
+/// How long rewards that are still running may take when a run ends; nobody waits for what they judge.
+const GRACE: Duration = Duration::from_secs(5);
+
 /// Most places of the stream passed over before the sampler looks for weights and for a stop again.
 const PASSED_OVER: usize = 256;
 
@@ -146,7 +149,7 @@ impl Worker {
         for group in self.started.keys() {
             give_back(buffer, *group, true)?;
         }
-        let scored = self.scorer.finish(self.config.wait);
+        let scored = self.scorer.finish(GRACE, self.config.wait);
         // The scorer knows why it ended; that the worker could not reach it any more is only the consequence.
         match result {
             Err(RolloutError::Ended { .. }) | Ok(()) => scored,

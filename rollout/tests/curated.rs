@@ -98,7 +98,7 @@ fn two_groups(sink: Box<dyn OutcomeSink>) -> (Result<(), RolloutError>, Arc<Buff
             let _ = scorer.submit(Ended { task, group_size: 4, max_completion_length: 24, completion }, SOON);
         }
     }
-    (scorer.finish(SOON), buffer, curation)
+    (scorer.finish(SOON, SOON), buffer, curation)
 }
 
 #[test]

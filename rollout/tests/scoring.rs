@@ -69,7 +69,7 @@ fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Buf
         // Once the scoring has failed it takes nothing more; the reason comes from `finish`.
         let _ = scorer.submit(Ended { task, group_size: 4, max_completion_length: 24, completion }, SOON);
     }
-    let finished = scorer.finish(SOON);
+    let finished = scorer.finish(SOON, SOON);
     (finished, Arc::into_inner(buffer).expect("the scoring has let go of the buffer"))
 }
 

@@ -205,6 +205,8 @@ pub struct Spread {
 pub struct BatchStatistics {
     /// Total rewards.
     pub reward: Spread,
+    /// Trajectories that have one.
+    pub scored: usize,
     /// Each reward by name.
     pub components: BTreeMap<String, ComponentStatistics>,
     /// Completion lengths, tokens.
@@ -222,6 +224,8 @@ pub struct BatchStatistics {
 pub struct ComponentStatistics {
     /// Its values, before weighting, where it applied.
     pub values: Spread,
+    /// Trajectories to which it applied.
+    pub applied: usize,
     /// Trajectories for which it failed.
     pub failed: usize,
     /// Means of the numbers that it said beside its value, where it said them.
@@ -238,6 +242,7 @@ impl ComponentStatistics {
         }
         Self {
             values: Spread::of(components.clone().filter_map(|component| component.value).collect()),
+            applied: components.clone().filter(|component| component.value.is_some()).count(),
             failed: components.filter(|component| component.error.is_some()).count(),
             details: details.into_iter().map(|(name, (sum, count))| (name, sum / count)).collect(),
         }
@@ -272,6 +277,7 @@ impl BatchStatistics {
         }
         Self {
             reward: Spread::of(all().filter_map(|t| t.score.total).collect()),
+            scored: all().filter(|t| t.score.total.is_some()).count(),
             components: components
                 .into_iter()
                 .map(|(name, all)| (name.to_owned(), ComponentStatistics::of(all.into_iter())))

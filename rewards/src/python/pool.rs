@@ -203,11 +203,14 @@ impl Shared {
 
     /// Items of a call that will be over soon: another worker may be idle before a long one is.
     fn at_once(&self) -> usize {
-        let item_ns = self.item_ns.load(Ordering::Relaxed).max(1);
-        if self.rules.batch || self.rules.concurrent {
+        if self.rules.concurrent {
             return usize::MAX;
         }
-        usize::try_from(CALL_NS / item_ns).unwrap_or(usize::MAX).max(1)
+        let item_ns = self.item_ns.load(Ordering::Relaxed).max(1);
+        // A batch has one timeout for all of its items: as many as take half of it.
+        let half = u64::try_from(self.rules.timeout.as_nanos() / 2).unwrap_or(u64::MAX);
+        let time = if self.rules.batch { half } else { CALL_NS };
+        usize::try_from(time / item_ns).unwrap_or(usize::MAX).max(1)
     }
 
     /// Remembers how long items take: a mean that halves what it knew before.

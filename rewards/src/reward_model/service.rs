@@ -4,7 +4,7 @@
 //! asked, and what nobody waits for any more is not computed. The thread ends when its service is dropped.
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -109,63 +109,50 @@ impl Drop for Service {
 }
 
 fn serve(requests: &Receiver<Request>, scorer: &SequenceScorer, team: &Arc<Team>, batch_tokens: usize) {
-    let mut next = None;
-    loop {
-        let first = match next.take() {
-            Some(request) => request,
-            None => match requests.recv() {
-                Ok(request) => request,
-                Err(_) => return,
-            },
-        };
-        // Weights that have to be read first are read for all that waits.
-        let most = if scorer.is_swapped() { usize::MAX } else { batch_tokens };
-        let mut tokens = first.answered.len();
-        let mut batch = vec![first];
-        loop {
-            match requests.try_recv() {
-                Ok(request) if tokens + request.answered.len() > most => {
+    while let Ok(first) = requests.recv() {
+        // Weights that are swapped in stay until nothing waits any more.
+        let ready = scorer.ready();
+        let mut next = Some(first);
+        while let Some(first) = next.take().or_else(|| requests.try_recv().ok()) {
+            let mut tokens = first.answered.len();
+            let mut batch = vec![first];
+            while let Ok(request) = requests.try_recv() {
+                tokens += request.answered.len();
+                if tokens > batch_tokens {
                     next = Some(request);
                     break;
                 }
-                Ok(request) => {
-                    tokens += request.answered.len();
-                    batch.push(request);
-                }
-                Err(TryRecvError::Empty | TryRecvError::Disconnected) => break,
+                batch.push(request);
+            }
+            batch.retain(|request| !request.scored.is_closed());
+            match &ready {
+                Ok(ready) => answer(batch, |answered| {
+                    let _present = team.present();
+                    ready.score(answered, team).map_err(|error| error.to_string())
+                }),
+                Err(error) => answer(batch, |_| Err(error.to_string())),
             }
         }
-        batch.retain(|request| !request.scored.is_closed());
-        answer(batch, scorer, batch_tokens, team);
     }
 }
 
 /// Scores a batch and tells everybody.
-fn answer(mut batch: Vec<Request>, scorer: &SequenceScorer, batch_tokens: usize, team: &Arc<Team>) {
+fn answer(mut batch: Vec<Request>, score: impl FnOnce(&[Answered]) -> Result<Vec<f32>, String>) {
     // Completions of one prompt become neighbours, so that the prompt is computed once.
     batch.sort_by(|a, b| a.answered.prompt.cmp(&b.answered.prompt));
     let (answered, tell): (Vec<_>, Vec<_>) =
         batch.into_iter().map(|request| (request.answered, (request.begun, request.scored))).unzip();
-    let mut scored = Vec::with_capacity(tell.len());
-    for (begun, score) in tell {
+    let mut waiting = Vec::with_capacity(tell.len());
+    for (begun, scored) in tell {
         // Whoever does not listen any more is told in vain.
         let _ = begun.send(());
-        scored.push(score);
+        waiting.push(scored);
     }
     if answered.is_empty() {
         return;
     }
-    let _present = team.present();
-    match scorer.score(&answered, batch_tokens, team) {
-        Ok(scores) => {
-            for (tell, score) in scored.into_iter().zip(scores) {
-                let _ = tell.send(Ok(score));
-            }
-        }
-        Err(error) => {
-            for tell in scored {
-                let _ = tell.send(Err(error.to_string()));
-            }
-        }
+    match score(&answered) {
+        Ok(scores) => waiting.into_iter().zip(scores).for_each(|(tell, score)| drop(tell.send(Ok(score)))),
+        Err(error) => waiting.into_iter().for_each(|tell| drop(tell.send(Err(error.clone())))),
     }
 }
