@@ -38,12 +38,7 @@ pub fn buffer(args: &ServeBufferArgs) -> Result<String, Failure> {
     let keep = args.keep.buffer_config();
     let buffer = Arc::new(Buffer::open(&path, keep)?);
     let reopen = move || Buffer::open(&path, keep);
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .thread_name("serve")
-        .build()
-        .map_err(|source| Failure::System { what: "start threads".to_owned(), source })?;
-    runtime.block_on(async {
+    runtime()?.block_on(async {
         let signals = Signals::listen()?;
         let config = ServerConfig { reopen: Some(Arc::new(reopen)), ..config };
         let scheme = if config.tls.is_some() { "https" } else { "http" };
@@ -73,12 +68,7 @@ pub fn reward(args: &ServeRewardArgs) -> Result<String, Failure> {
         token,
         timeout: SCORE_TIME,
     };
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .thread_name("serve")
-        .build()
-        .map_err(|source| Failure::System { what: "start threads".to_owned(), source })?;
-    runtime.block_on(async {
+    runtime()?.block_on(async {
         let signals = Signals::listen()?;
         let server = reward_model::server::Server::bind(&args.model, config, args.listen).await?;
         say(&format!("listening on http://{}", server.local_addr()));
@@ -97,6 +87,12 @@ fn token(file: &Path) -> Result<String, Failure> {
         return Err(Failure::Argument(format!("{} must hold one word, the token", file.display())));
     }
     Ok(token.to_owned())
+}
+
+/// Threads that serve.
+fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
+    let built = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("serve").build();
+    built.map_err(|source| Failure::System { what: "start threads".to_owned(), source })
 }
 
 fn server_config(args: &ServeBufferArgs) -> Result<ServerConfig, Failure> {
