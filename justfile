@@ -27,6 +27,7 @@ run recipe="recipes/grpo_math.toml" *flags:
 # Make the golden numbers anew (python needs torch and transformers); a change of theirs has to be explained
 goldens python="python3":
     {{python}} model/tests/goldens/make_goldens.py
+    {{python}} model/tests/goldens/make_scorers.py
     {{python}} trainer/tests/goldens/algorithms.py
     {{python}} rollout/src/tasks/golden.py
     git status --short -- '*goldens*'
