@@ -1,7 +1,8 @@
 //! Is what a program gave what was expected?
 //!
-//! Invariant: whole numbers are compared exactly, numbers with a point or an exponent to 1e-5 of their size and 1e-8, as the
-//! testers of APPS do. White space at the ends of lines and of the text never counts.
+//! Invariant: where a whole number is expected it must be exactly that one; a number that is expected with a point or an exponent
+//! may differ by 1e-5 of its size and 1e-8, as in the testers of APPS. White space at the ends of lines and of the text never
+//! counts.
 
 use serde_json::Value;
 
@@ -46,14 +47,49 @@ fn same_line(found: &str, expected: &str) -> bool {
 
 fn same_word(found: &str, expected: &str) -> bool {
     let point = |word: &str| word.contains(['.', 'e', 'E']);
-    // A program may print 2.0 or 2 for 2.00, but not 2 for 3 or 1e2 for the word "1e2x".
     if found == expected || !(point(found) || point(expected)) {
         return found == expected;
+    }
+    if !point(expected) {
+        // A program may print 2.0 for 2.
+        return whole(expected).is_some_and(|expected| whole(found) == Some(expected));
     }
     match (found.parse(), expected.parse()) {
         (Ok(found), Ok(expected)) => close(found, expected),
         _ => false,
     }
+}
+
+/// Sign and digits of the whole number that a decimal such as `-20.0` or `2e+01` is exactly; nothing if it is none.
+fn whole(word: &str) -> Option<(bool, String)> {
+    let (mantissa, exponent) = match word.split_once(['e', 'E']) {
+        Some((mantissa, exponent)) => (mantissa, exponent.parse::<i32>().ok()?),
+        None => (word, 0),
+    };
+    let (negative, mantissa) = match mantissa.strip_prefix('-') {
+        Some(rest) => (true, rest),
+        None => (false, mantissa.strip_prefix('+').unwrap_or(mantissa)),
+    };
+    let (before, after) = mantissa.split_once('.').unwrap_or((mantissa, ""));
+    let mut digits = format!("{before}{after}");
+    if digits.is_empty() || !digits.bytes().all(|digit| digit.is_ascii_digit()) {
+        return None;
+    }
+    let places = i32::try_from(after.len()).ok()?.checked_sub(exponent)?;
+    // No float has more digits.
+    if places < -400 {
+        return None;
+    }
+    for _ in places..0 {
+        digits.push('0');
+    }
+    for _ in 0..places {
+        if digits.pop().is_some_and(|digit| digit != '0') {
+            return None;
+        }
+    }
+    let digits = digits.trim_start_matches('0');
+    Some((negative && !digits.is_empty(), digits.to_owned()))
 }
 
 fn same_number(found: &Value, expected: &Value) -> bool {
@@ -63,15 +99,17 @@ fn same_number(found: &Value, expected: &Value) -> bool {
     };
     match (whole(found), whole(expected)) {
         (Some(found), Some(expected)) => found == expected,
-        (found_whole, expected_whole) => {
-            #[expect(clippy::cast_precision_loss, reason = "compared to a part in 100 000")]
-            let float = |whole: Option<i128>, value: &Value| {
-                whole.map(|whole| whole as f64).or_else(|| value.as_f64())
-            };
-            match (float(found_whole, found), float(expected_whole, expected)) {
-                (Some(found), Some(expected)) => close(found, expected),
-                _ => false,
-            }
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "it is whole, and out of range it differs anyway"
+        )]
+        (None, Some(expected)) => {
+            found.as_f64().is_some_and(|found| found.fract() == 0.0 && found as i128 == expected)
+        }
+        #[expect(clippy::cast_precision_loss, reason = "compared to a part in 100 000")]
+        (found_whole, None) => {
+            let found = found_whole.map(|whole| whole as f64).or_else(|| found.as_f64());
+            found.zip(expected.as_f64()).is_some_and(|(found, expected)| close(found, expected))
         }
     }
 }
@@ -99,6 +137,18 @@ mod tests {
             ("0.333333333", "0.33333333333", true),
             ("0.34", "0.33", false),
             ("2.0", "2", true),
+            ("-20.", "-20", true),
+            ("1e+16", "10000000000000000", true),
+            ("1.50e1", "15", true),
+            ("-0.0", "0", true),
+            ("1.5e0", "1", false),
+            ("1e999999999", "1", false),
+            ("123456000.", "123456789", false),
+            ("100000.9", "100000", false),
+            ("9007199254740993.0", "9007199254740992", false),
+            ("100000.9", "100000.0", true),
+            (".", "0", false),
+            ("1.0", "one", false),
             ("100001", "100000", false),
             ("Yes", "YES", false),
             ("", "", true),
@@ -119,6 +169,10 @@ mod tests {
             (json!("1"), json!(1), false),
             (json!(0.1 + 0.2), json!(0.3), true),
             (json!(2), json!(2.0), true),
+            (json!(2.0), json!(2), true),
+            (json!(100_000.9), json!(100_000), false),
+            (json!(100_000.9), json!(100_000.0), true),
+            (json!(9_007_199_254_740_992.0), json!(9_007_199_254_740_993_u64), false),
             (json!(u64::MAX), json!(u64::MAX - 1), false),
             (json!({"a": [1.0]}), json!({"a": [1]}), true),
             (json!({"a": 1}), json!({"a": 1, "b": 2}), false),

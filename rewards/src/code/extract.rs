@@ -2,6 +2,7 @@
 //!
 //! Invariant: what was thought before `</think>` is never run. It does not look at whether the program is one that parses.
 
+use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use regex::Regex;
@@ -13,9 +14,10 @@ static PYTHON: LazyLock<Regex> = LazyLock::new(|| {
 });
 
 /// The last closed block in fences that names `language` (lower case), else the last that names none, else a last one that is
-/// not closed; without any fence the whole text, if it looks like code. None if there is no program.
+/// not closed; without any fence the whole text, if it looks like code. Of each, one that `wanted` says yes to goes first, as an
+/// example of its use may follow a program. None if there is no program.
 #[must_use]
-pub fn program<'a>(text: &'a str, language: &str) -> Option<&'a str> {
+pub fn program<'a>(text: &'a str, language: &str, wanted: &dyn Fn(&str) -> bool) -> Option<Cow<'a, str>> {
     let text = match text.rsplit_once("</think>") {
         Some((_, answer)) => answer,
         None if text.contains("<think>") => return None,
@@ -24,15 +26,34 @@ pub fn program<'a>(text: &'a str, language: &str) -> Option<&'a str> {
     let blocks = blocks(text);
     if blocks.is_empty() {
         let code = language != "python" || PYTHON.is_match(text);
-        return Some(text.trim()).filter(|text| code && !text.is_empty());
+        return Some(text.trim()).filter(|text| code && !text.is_empty()).map(Cow::Borrowed);
     }
     let names = names(language);
-    let last = |test: &dyn Fn(&Block<'_>) -> bool| blocks.iter().rev().find(|block| test(block));
-    let named = |block: &Block<'_>| names.iter().any(|name| block.tag.eq_ignore_ascii_case(name));
-    let found = last(&|block| block.closed && named(block))
-        .or_else(|| last(&|block| block.closed && block.tag.is_empty()))
-        .or_else(|| last(&|block| !block.closed && (named(block) || block.tag.is_empty())));
-    found.map(|block| block.text).filter(|text| !text.trim().is_empty())
+    let named = |block: &Block<'_>| {
+        // Also with a version, as in `python3.11` or `c++20`.
+        let plain = block.tag.trim_end_matches(|c: char| c.is_ascii_digit() || c == '.');
+        names.iter().any(|name| block.tag.eq_ignore_ascii_case(name) || plain.eq_ignore_ascii_case(name))
+    };
+    let rank = |block: &Block<'_>| match (block.closed, named(block), block.tag.is_empty()) {
+        (true, true, _) => Some(2),
+        (true, _, true) => Some(1),
+        (false, true, _) | (false, _, true) => Some(0),
+        _ => None,
+    };
+    // Of equals the last one is kept.
+    let found = blocks.iter().filter_map(|block| Some((wanted(block.text), rank(block)?, block)));
+    let (.., block) = found.max_by_key(|(wanted, rank, _)| (*wanted, *rank))?;
+    Some(dedented(block.text)).filter(|text| !text.trim().is_empty())
+}
+
+/// Without the indentation of the first line that holds anything, which in a list is that of its item.
+fn dedented(text: &str) -> Cow<'_, str> {
+    let indentation = |line: &str| line.len() - line.trim_start_matches([' ', '\t']).len();
+    let first = text.lines().find(|line| !line.trim().is_empty()).map_or(0, indentation);
+    if first == 0 {
+        return Cow::Borrowed(text);
+    }
+    text.split_inclusive('\n').map(|line| &line[indentation(line).min(first)..]).collect()
 }
 
 /// What people write after a fence for a language.
@@ -60,28 +81,62 @@ struct Block<'a> {
 
 fn blocks(text: &str) -> Vec<Block<'_>> {
     let mut blocks = Vec::new();
-    let mut open: Option<(&str, usize)> = None;
+    let mut open: Option<(Fence<'_>, usize)> = None;
     let mut at = 0;
     for line in text.split_inclusive('\n') {
         let (begin, end) = (at, at + line.len());
         at = end;
-        let Some(rest) = line.trim().strip_prefix("```") else { continue };
         match open {
             None => {
-                let tag = rest.trim_start_matches('`').split([' ', '{', ',']).next().unwrap_or_default();
-                open = Some((tag, end));
+                open =
+                    fence(ITEM.find(line).map_or(line, |item| &line[item.end()..])).map(|found| (found, end))
             }
-            Some((tag, from)) if rest.trim_matches('`').is_empty() => {
-                blocks.push(Block { tag, text: &text[from..begin], closed: true });
-                open = None;
+            Some((opening, from)) => {
+                if fence(line).is_some_and(|found| found.closes(&opening)) {
+                    blocks.push(Block { tag: tag(opening.info), text: &text[from..begin], closed: true });
+                    open = None;
+                }
             }
-            Some(_) => {}
         }
     }
-    if let Some((tag, from)) = open {
-        blocks.push(Block { tag, text: &text[from..], closed: false });
+    if let Some((opening, from)) = open {
+        blocks.push(Block { tag: tag(opening.info), text: &text[from..], closed: false });
     }
     blocks
+}
+
+/// The mark of an item of a list, in whose first line a fence may stand.
+static ITEM: LazyLock<Regex> =
+    LazyLock::new(|| Regex::new(r"^[ \t]*(?:[-*+]|\d{1,9}[.)])[ \t]+").expect("constant pattern"));
+
+/// A line that begins or ends a block, as in CommonMark.
+#[derive(Clone, Copy)]
+struct Fence<'a> {
+    mark: char,
+    length: usize,
+    info: &'a str,
+}
+
+impl Fence<'_> {
+    fn closes(&self, opening: &Self) -> bool {
+        self.info.is_empty() && self.mark == opening.mark && self.length >= opening.length
+    }
+}
+
+fn fence(line: &str) -> Option<Fence<'_>> {
+    let line = line.trim();
+    let mark = line.chars().next().filter(|mark| matches!(mark, '`' | '~'))?;
+    let info = line.trim_start_matches(mark);
+    let length = line.len() - info.len();
+    // Otherwise it is code within a line.
+    let opens = length >= 3 && !(mark == '`' && info.contains('`'));
+    opens.then_some(Fence { mark, length, info: info.trim() })
+}
+
+/// The language in what stands after a fence: `python title="a"`, `python:a.py`, `{.python}`.
+fn tag(info: &str) -> &str {
+    let info = info.trim_start_matches(['{', '.', ' ']);
+    info.split([' ', '\t', '{', '}', ',', ';', ':', '(']).next().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -97,7 +152,17 @@ mod tests {
             ("```python\na=1\n```\n```\nplain\n```\n```bash\nls\n```", Some("a=1\n")),
             ("```\na=1\n```\n```text\n5\n```", Some("a=1\n")),
             ("```Python\na=1\n```", Some("a=1\n")),
-            ("  ```python\n  a=1\n  ```", Some("  a=1\n")),
+            ("  ```python\n  a=1\n  ```", Some("a=1\n")),
+            ("1. Code:\n   ```python\n   if x:\n\n       print(5)\n   ```", Some("if x:\n\n    print(5)\n")),
+            ("- ```python\n  a=1\n  ```\n- so", Some("a=1\n")),
+            ("   ```python\ndef f():\n  return 1\n   ```", Some("def f():\n  return 1\n")),
+            ("~~~python\na='''\n```\n'''\n~~~", Some("a='''\n```\n'''\n")),
+            ("````python\n```\na=1\n````", Some("```\na=1\n")),
+            ("```python:main.py\na=1\n```\n```text\n5\n```", Some("a=1\n")),
+            ("``` python\na=1\n```", Some("a=1\n")),
+            ("```{.python .numbered}\na=1\n```", Some("a=1\n")),
+            ("```python3.11\na=1\n```\n```\n5\n```", Some("a=1\n")),
+            ("```print(1)```\n```python\na=1\n```", Some("a=1\n")),
             ("```python\na=1", Some("a=1")),
             ("```python\na=1\n```\n```python\nb=", Some("a=1\n")),
             ("```text\n5\n```", None),
@@ -109,17 +174,27 @@ mod tests {
             ("<think>```python\na=1\n```", None),
             ("<think>x</think>```python\na=1\n```", Some("a=1\n")),
         ] {
-            assert_eq!(program(text, "python"), expected, "{text:?}");
+            assert_eq!(program(text, "python", &|_| true).as_deref(), expected, "{text:?}");
         }
-        assert_eq!(program("```js\n1\n```", "javascript"), Some("1\n"));
-        assert_eq!(program("```cobol\n1\n```", "cobol"), Some("1\n"));
+        assert_eq!(program("```js\n1\n```", "javascript", &|_| true).as_deref(), Some("1\n"));
+        assert_eq!(program("```cobol\n1\n```", "cobol", &|_| true).as_deref(), Some("1\n"));
+        assert_eq!(program("```c++20\n1\n```", "cpp", &|_| true).as_deref(), Some("1\n"));
+    }
+
+    #[test]
+    fn what_is_wanted_goes_before_what_comes_last() {
+        let text =
+            "```python\ndef f(): 1\n```\n```python\ndef f(): 2\n```\nExample usage:\n```python\nf()\n```\n";
+        let wanted = |name: &'static str| move |code: &str| code.contains(name);
+        assert_eq!(program(text, "python", &wanted("def f")).as_deref(), Some("def f(): 2\n"));
+        assert_eq!(program(text, "python", &wanted("def g")).as_deref(), Some("f()\n"));
     }
 
     proptest! {
         #[test]
         fn no_text_panics(text in "(```|python|\n|a=1|</think>|\u{e9}| ){0,30}") {
-            if let Some(found) = program(&text, "python") {
-                prop_assert!(text.contains(found));
+            if let Some(found) = program(&text, "python", &|_| true) {
+                prop_assert!(found.lines().all(|line| text.contains(line)));
             }
         }
     }

@@ -114,7 +114,9 @@ impl Code {
             reason,
         };
         let suite = Suite::of(input.task, self.tests_column.as_deref()).map_err(failed)?;
-        let Some(program) = extract::program(input.text, &self.language) else {
+        let Some(program) =
+            extract::program(input.text, &self.language, &|code| suite.tests_what_is_in(code))
+        else {
             let why = Some("there is no program in the completion".to_owned());
             return Ok(outcome(&Verdict { passed: 0, tests: suite.len(), why }, false));
         };
@@ -122,7 +124,8 @@ impl Code {
         let _permit = self.running.acquire().await;
         let _running = waiting.begin();
         let cancelled = Cancel(Arc::new(AtomicBool::new(false)));
-        let (flag, trial, program) = (Arc::clone(&cancelled.0), Arc::clone(&self.trial), program.to_owned());
+        let (flag, trial, program) =
+            (Arc::clone(&cancelled.0), Arc::clone(&self.trial), program.into_owned());
         let run = tokio::task::spawn_blocking(move || trial.run(&program, &suite, &flag));
         match run.await {
             Ok(Ok(verdict)) => Ok(outcome(&verdict, self.trial.partial)),

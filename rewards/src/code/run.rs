@@ -2,7 +2,7 @@
 //!
 //! Invariant: outputs and results are compared here, outside of the sandbox, where the program cannot reach. It passes a test
 //! only by what it gave for it; that it ended, or said that it passed, counts for nothing. A harness that never said that it
-//! runs is a failure of the sandbox.
+//! runs is a failure of the sandbox, and tests in which nothing could fail are an error.
 
 use std::hash::{BuildHasher, RandomState};
 use std::path::PathBuf;
@@ -21,6 +21,9 @@ const PRELUDE: &str = include_str!("prelude.py");
 
 /// How much of an output or a message is shown, characters.
 const SHOWN: usize = 160;
+
+/// How much more than twice what is expected a program may write, bytes.
+const MARGIN: usize = 4 << 10;
 
 /// What a program of one language is run by.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,6 +57,22 @@ impl Verdict {
     }
 }
 
+/// No program is to blame.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TrialError {
+    /// It was not run to its end.
+    #[error(transparent)]
+    Sandbox(#[from] SandboxError),
+    /// They say nothing about a program.
+    #[error("test {test} tests nothing: {reason}")]
+    Tests {
+        /// Which of them, from 1 on.
+        test: usize,
+        /// What is wrong with it.
+        reason: String,
+    },
+}
+
 /// Runs programs of one language.
 #[derive(Clone, Debug)]
 pub struct Trial {
@@ -71,29 +90,37 @@ impl Trial {
     /// Tries `program` until a test fails, or with `partial` until its time is over in one of them.
     ///
     /// # Errors
-    /// The sandbox failed, or `cancelled` was set, or the tests need a harness that there is for Python only.
-    pub fn run(&self, program: &str, suite: &Suite, cancelled: &AtomicBool) -> Result<Verdict, SandboxError> {
+    /// The sandbox failed, or `cancelled` was set, or the tests need a harness that there is for Python only, or nothing in them
+    /// could fail.
+    pub fn run(&self, program: &str, suite: &Suite, cancelled: &AtomicBool) -> Result<Verdict, TrialError> {
         match suite {
-            Suite::Streams(tests) => self.streams(program, tests, cancelled),
+            Suite::Streams(tests) => Ok(self.streams(program, tests, cancelled)?),
             Suite::Calls { function, calls } => {
                 let opening =
                     json!({"form": "calls", "program": program, "prelude": PRELUDE, "fn_name": function});
                 let questions = calls.iter().map(|call| json!({"args": call.arguments})).collect();
                 let judge = |test: usize, reply: &Value| judge_call(&calls[test], reply);
-                self.interview(&opening, questions, &judge, cancelled)
+                let longest = calls.iter().map(|call| call.expected.to_string().len()).max().unwrap_or(0);
+                // Escapes and spaces make the same value longer.
+                self.interview(&opening, questions, &judge, &self.room(2 * longest), cancelled)
             }
             Suite::Asserts { setup, tests, entry_point } => {
-                let prelude = format!("{PRELUDE}{setup}");
-                let opening = json!({"form": "tests", "program": program, "prelude": prelude});
+                let opening =
+                    json!({"form": "tests", "program": program, "prelude": PRELUDE, "setup": setup});
                 let nonces: Vec<String> = tests.iter().map(|_| nonce()).collect();
                 let questions = tests
                     .iter()
                     .zip(&nonces)
                     .map(|(test, nonce)| json!({"test": test, "entry_point": entry_point, "nonce": nonce}));
                 let judge = |test: usize, reply: &Value| judge_assert(&nonces[test], reply);
-                self.interview(&opening, questions.collect(), &judge, cancelled)
+                self.interview(&opening, questions.collect(), &judge, &self.limits, cancelled)
             }
         }
+    }
+
+    /// Bounds in which an expected output of so many bytes can be written, and a wrong one of twice its length be seen.
+    fn room(&self, expected: usize) -> Limits {
+        Limits { output: self.limits.output.max(2 * expected + MARGIN), ..self.limits }
     }
 
     fn streams(
@@ -110,7 +137,7 @@ impl Trial {
                 verdict.fail(index, "out of time");
                 break;
             }
-            let limits = Limits { wall: left, ..self.limits };
+            let limits = Limits { wall: left, ..self.room(test.output.len()) };
             let ran = self.once(program, &test.input, &limits, cancelled)?;
             match judge_output(&ran, &test.output) {
                 Ok(()) => verdict.passed += 1,
@@ -189,19 +216,21 @@ impl Trial {
         &self,
         opening: &Value,
         questions: Vec<Value>,
-        judge: &(dyn Fn(usize, &Value) -> Result<(), String> + Sync),
+        judge: &Judge<'_>,
+        limits: &Limits,
         cancelled: &AtomicBool,
-    ) -> Result<Verdict, SandboxError> {
+    ) -> Result<Verdict, TrialError> {
         let Runner::Python(interpreter) = &self.runner else {
-            return Err(SandboxError::Failed {
-                reason:
-                    "calls and asserts are for Python; for other languages give tests by input and output"
-                        .to_owned(),
-            });
+            let reason =
+                "calls and asserts are for Python; for other languages give tests by input and output";
+            return Err(SandboxError::Failed { reason: reason.to_owned() }.into());
         };
         let mut interview = Interview::new(opening, questions, judge, self.partial);
-        let ran = self.harness(interpreter, "", &mut interview, &self.limits, cancelled)?;
-        let Interview { mut verdict, done, asked, .. } = interview;
+        let ran = self.harness(interpreter, "", &mut interview, limits, cancelled)?;
+        let Interview { mut verdict, done, asked, untested, .. } = interview;
+        if let Some(reason) = untested {
+            return Err(TrialError::Tests { test: asked, reason });
+        }
         if !done {
             let said = last_line(&ran.stderr).map(|line| format!(": {line}")).unwrap_or_default();
             verdict.fail(asked.saturating_sub(1), &format!("{} before it was over{said}", ending(&ran)));
@@ -210,11 +239,23 @@ impl Trial {
     }
 }
 
+/// Why a reply is no pass.
+#[derive(Debug)]
+enum Fault {
+    /// The program is wrong.
+    Program(String),
+    /// The test is no test.
+    Test(String),
+}
+
+/// Judges the reply to a question.
+type Judge<'a> = dyn Fn(usize, &Value) -> Result<(), Fault> + Sync + 'a;
+
 /// The side of the harness that knows what is expected.
 struct Interview<'a> {
     opening: Vec<u8>,
     questions: Vec<Value>,
-    judge: &'a (dyn Fn(usize, &Value) -> Result<(), String> + Sync),
+    judge: &'a Judge<'a>,
     partial: bool,
     /// The harness runs.
     ready: bool,
@@ -224,18 +265,16 @@ struct Interview<'a> {
     asked: usize,
     done: bool,
     verdict: Verdict,
+    /// What is wrong with the last test that was asked for.
+    untested: Option<String>,
 }
 
 impl<'a> Interview<'a> {
-    fn new(
-        opening: &Value,
-        questions: Vec<Value>,
-        judge: &'a (dyn Fn(usize, &Value) -> Result<(), String> + Sync),
-        partial: bool,
-    ) -> Self {
+    fn new(opening: &Value, questions: Vec<Value>, judge: &'a Judge<'a>, partial: bool) -> Self {
         let verdict = Verdict { tests: questions.len(), ..Verdict::default() };
         let (ready, loaded, asked, done) = (false, false, 0, false);
-        Self { opening: line(opening), questions, judge, partial, ready, loaded, asked, done, verdict }
+        let (opening, untested) = (line(opening), None);
+        Self { opening, questions, judge, partial, ready, loaded, asked, done, verdict, untested }
     }
 
     fn next(&mut self) -> Vec<u8> {
@@ -278,11 +317,15 @@ impl Dialog for Interview<'_> {
         }
         match (self.judge)(self.asked - 1, &reply) {
             Ok(()) => self.verdict.passed += 1,
-            Err(why) => {
+            Err(Fault::Program(why)) => {
                 self.verdict.fail(self.asked - 1, &why);
                 if !self.partial {
                     return self.end();
                 }
+            }
+            Err(Fault::Test(reason)) => {
+                self.untested = Some(reason);
+                return self.end();
             }
         }
         self.next()
@@ -301,27 +344,30 @@ fn judge_output(ran: &Ran, expected: &str) -> Result<(), String> {
     Err(format!("wrote {:?} instead of {:?}", cut(&found), cut(expected)))
 }
 
-fn judge_call(call: &Call, reply: &Value) -> Result<(), String> {
+fn judge_call(call: &Call, reply: &Value) -> Result<(), Fault> {
     let Some(value) = reply.get("value") else { return Err(failure(reply)) };
-    // APPS wraps what is returned in a list of one.
-    let wrapped = call.expected.as_array().filter(|items| items.len() == 1).map(|items| &items[0]);
-    if same_value(value, &call.expected) || wrapped.is_some_and(|expected| same_value(value, expected)) {
+    let inner = call.expected.as_array().filter(|_| call.wrapped).and_then(|items| items.first());
+    if same_value(value, &call.expected) || inner.is_some_and(|expected| same_value(value, expected)) {
         return Ok(());
     }
-    Err(format!("returned {} instead of {}", cut(&value.to_string()), cut(&call.expected.to_string())))
+    let (value, expected) = (value.to_string(), call.expected.to_string());
+    Err(Fault::Program(format!("returned {} instead of {}", cut(&value), cut(&expected))))
 }
 
-fn judge_assert(nonce: &str, reply: &Value) -> Result<(), String> {
-    match reply.get("passed").and_then(Value::as_str) {
-        Some(said) if said == nonce => Ok(()),
-        Some(_) => Err("said that it passed without having been tested".to_owned()),
-        None => Err(failure(reply)),
+fn judge_assert(nonce: &str, reply: &Value) -> Result<(), Fault> {
+    let text = |key: &str| reply.get(key).and_then(Value::as_str);
+    // A program that does not know the word cannot turn its failure into an error either.
+    match (text("passed"), text("untested"), text("nonce") == Some(nonce)) {
+        (None, Some(reason), true) => Err(Fault::Test(cut(reason))),
+        (Some(said), ..) if said == nonce => Ok(()),
+        (Some(_), ..) => Err(Fault::Program("said that it passed without having been tested".to_owned())),
+        _ => Err(failure(reply)),
     }
 }
 
-fn failure(reply: &Value) -> String {
+fn failure(reply: &Value) -> Fault {
     let said = reply.get("failed").and_then(Value::as_str);
-    said.map_or_else(|| "wrote on the channel of the harness".to_owned(), cut)
+    Fault::Program(said.map_or_else(|| "wrote on the channel of the harness".to_owned(), cut))
 }
 
 fn not_cancelled(ran: Ran) -> Result<Ran, SandboxError> {

@@ -3,6 +3,8 @@
 //! Invariant: a suite has at least one test, and each can fail. What cannot be read is an error that shows it; it is never a
 //! suite that everything passes.
 
+use std::collections::HashSet;
+
 use serde_json::{Map, Value};
 use trajectory::Task;
 
@@ -24,7 +26,7 @@ pub enum Suite {
         setup: String,
         /// At least one.
         tests: Vec<String>,
-        /// What a function `check` of a test is called with.
+        /// What a function `check` of a test is called with, if the row names it.
         entry_point: Option<String>,
     },
 }
@@ -45,6 +47,8 @@ pub struct Call {
     pub arguments: Vec<Value>,
     /// What it should return.
     pub expected: Value,
+    /// Whether `expected` is a list of one which may only be wrapped around what it should return, as in APPS.
+    pub wrapped: bool,
 }
 
 /// How much of something unreadable an error shows, characters.
@@ -77,6 +81,25 @@ impl Suite {
         }
     }
 
+    /// Whether `code` defines what is tested: the function that is called, or in tests that are code without the name of one, any
+    /// that they mention and do not define themselves. Whole programs are tested as they are.
+    #[must_use]
+    pub fn tests_what_is_in(&self, code: &str) -> bool {
+        match self {
+            Self::Streams(_) => true,
+            Self::Calls { function, .. } | Self::Asserts { entry_point: Some(function), .. } => {
+                defined(code).any(|name| name == function)
+            }
+            Self::Asserts { tests, .. } => {
+                let mentioned: HashSet<&str> = tests.iter().flat_map(|test| words(test)).collect();
+                let own: HashSet<&str> = tests.iter().flat_map(|test| defined(test)).collect();
+                // A test by `check` need not mention what it is called with.
+                let any = own.contains("check") && definitions(code).any(|name| !own.contains(name));
+                any || defined(code).any(|name| !own.contains(name) && mentioned.contains(name))
+            }
+        }
+    }
+
     /// Whether there is none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -95,6 +118,27 @@ impl Suite {
             other => Err(unreadable(other)),
         }
     }
+}
+
+/// Names of the functions and classes of Python code, methods included.
+fn definitions(code: &str) -> impl Iterator<Item = &str> {
+    code.lines().filter_map(|line| {
+        let line = line.trim_start();
+        let rest = ["def ", "async def ", "class "].iter().find_map(|word| line.strip_prefix(word));
+        words(rest?).next()
+    })
+}
+
+/// The same, and what the code assigns to at top level.
+fn defined(code: &str) -> impl Iterator<Item = &str> {
+    definitions(code).chain(code.lines().filter_map(|line| {
+        let (name, value) = line.split_once('=')?;
+        Some(name.trim_end()).filter(|name| !value.starts_with('=') && words(name).eq([*name]))
+    }))
+}
+
+fn words(code: &str) -> impl Iterator<Item = &str> {
+    code.split(|c: char| !(c.is_alphanumeric() || c == '_')).filter(|word| !word.is_empty())
 }
 
 /// `{"inputs": [..], "outputs": [..]}`, with `fn_name` for calls; one `{"input", "output"}`; `{"assert_case": [..]}`.
@@ -116,8 +160,10 @@ fn pairs(object: &Map<String, Value>, columns: &Map<String, Value>) -> Result<Su
     let both = inputs.iter().zip(outputs);
     match object.get("fn_name").and_then(Value::as_str) {
         Some(function) => {
-            let calls = both.map(|(input, output)| call(input, output)).collect::<Result<_, _>>()?;
-            Ok(Suite::Calls { function: function.to_owned(), calls })
+            let wrapped =
+                outputs.iter().all(|output| output.as_array().is_some_and(|items| items.len() == 1));
+            let calls = both.map(|(input, output)| Ok(Call { wrapped, ..call(input, output)? }));
+            Ok(Suite::Calls { function: function.to_owned(), calls: calls.collect::<Result<_, String>>()? })
         }
         None => {
             both.map(|(input, output)| streams(input, output)).collect::<Result<_, _>>().map(Suite::Streams)
@@ -156,7 +202,7 @@ fn function_name(columns: &Map<String, Value>) -> Option<String> {
         Value::String(text) => serde_json::from_str(text).unwrap_or_default(),
         other => other.clone(),
     });
-    let named = ["fn_name", "func_name", "entry_point"].iter().find_map(|name| {
+    let named = ["fn_name", "func_name", "entry_point", "function_name"].iter().find_map(|name| {
         let own = columns.get(*name).and_then(Value::as_str);
         own.or_else(|| metadata.as_ref()?.get(name)?.as_str())
     });
@@ -186,7 +232,7 @@ fn call(input: &Value, output: &Value) -> Result<Call, String> {
         }
         other => return Err(format!("the arguments of a call are a list, not {}", shown(other))),
     };
-    Ok(Call { arguments, expected: output.clone() })
+    Ok(Call { arguments, expected: output.clone(), wrapped: false })
 }
 
 fn json_or_text(text: &str) -> Value {
@@ -194,7 +240,7 @@ fn json_or_text(text: &str) -> Value {
 }
 
 fn asserts(items: &[Value], columns: &Map<String, Value>) -> Result<Suite, String> {
-    // What can fail holds one of these words.
+    // What can fail holds one of these words. Whether anything that can fail is reached shows when it runs.
     const CHECKS: [&str; 5] = ["assert", "raise", "check(", "TestCase", "def test"];
     let mut tests = Vec::with_capacity(items.len());
     for item in items {
@@ -210,8 +256,7 @@ fn asserts(items: &[Value], columns: &Map<String, Value>) -> Result<Suite, Strin
         _ => String::new(),
     };
     let setup = format!("{}\n{}", text("test_imports"), text("test_setup_code"));
-    let entry_point = columns.get("entry_point").and_then(Value::as_str).map(str::to_owned);
-    Ok(Suite::Asserts { setup: setup.trim().to_owned(), tests, entry_point })
+    Ok(Suite::Asserts { setup: setup.trim().to_owned(), tests, entry_point: function_name(columns) })
 }
 
 fn unreadable(found: &Value) -> String {
@@ -263,7 +308,8 @@ mod tests {
 
     #[test]
     fn calls_in_all_forms() {
-        let calls = vec![Call { arguments: vec![json!([1, 2]), json!("x")], expected: json!(3) }];
+        let arguments = vec![json!([1, 2]), json!("x")];
+        let calls = vec![Call { arguments, expected: json!(3), wrapped: false }];
         let expected = Suite::Calls { function: "f".to_owned(), calls };
         let listed = json!([{"input": "[1, 2]\n\"x\"", "output": "3", "testtype": "functional"}]);
         for columns in [
@@ -290,11 +336,46 @@ mod tests {
                 "{columns}: {found:?}"
             );
         }
-        let human =
-            json!({"tests": "def check(f):\n assert f(1)", "entry_point": "f", "test_setup_code": "x = 1"});
         let tests = vec!["def check(f):\n assert f(1)".to_owned()];
         let expected = Suite::Asserts { setup: "x = 1".to_owned(), tests, entry_point: Some("f".to_owned()) };
-        assert_eq!(suite(human).unwrap(), expected);
+        for name in ["entry_point", "fn_name", "func_name", "function_name"] {
+            let human =
+                json!({"tests": "def check(f):\n assert f(1)", name: "f", "test_setup_code": "x = 1"});
+            assert_eq!(suite(human).unwrap(), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn what_is_tested_is_found_in_code() {
+        let calls = json!({"tests": {"fn_name": "f", "inputs": [[1]], "outputs": [1]}});
+        let named = json!({"tests": "def check(c): assert c(1)", "entry_point": "f"});
+        let unnamed = json!({"tests": "def check(c): assert c(1)"});
+        let asserts = json!({"tests": ["assert f(1) == 2"]});
+        for columns in [&calls, &named, &unnamed, &asserts] {
+            let suite = suite(columns.clone()).unwrap();
+            for code in ["def f(x):\n  return x", "class S:\n  def f(self): pass"] {
+                assert!(suite.tests_what_is_in(code), "{columns} {code}");
+            }
+            for code in ["f(1)", "print(f(1))", "print(x=f)", "f == 3", "", "class check: pass"] {
+                assert!(!suite.tests_what_is_in(code), "{columns} {code}");
+            }
+        }
+        assert!(suite(calls).unwrap().tests_what_is_in("f = abs"));
+        assert!(!suite(asserts).unwrap().tests_what_is_in("def other(): pass"));
+        assert!(suite(json!({"tests": [{"input": "", "output": ""}]})).unwrap().tests_what_is_in("print()"));
+    }
+
+    #[test]
+    fn only_lists_of_one_throughout_may_be_wrapped() {
+        let wrapped = |tests: Value| match suite(json!({"tests": tests, "fn_name": "f"})).unwrap() {
+            Suite::Calls { calls, .. } => calls.iter().map(|call| call.wrapped).collect::<Vec<_>>(),
+            other => panic!("{other:?}"),
+        };
+        let pairs = |outputs: Value| json!({"fn_name": "f", "inputs": [[1], [2]], "outputs": outputs});
+        assert_eq!(wrapped(pairs(json!([[3], [[4, 5]]]))), [true, true]);
+        assert_eq!(wrapped(pairs(json!([[3], [4, 5]]))), [false, false]);
+        assert_eq!(wrapped(pairs(json!([[3], 4]))), [false, false]);
+        assert_eq!(wrapped(json!([{"input": "1", "output": "[3]", "testtype": "functional"}])), [false]);
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! `http`: asks a server, in the words of OpenRLHF's or slime's remote rewards.
 //!
-//! Invariant: an answer is not trusted: one that has another length, or no numbers, is an error that shows it. Whoever waits is
-//! sent with others where `batch` allows, and gets its own answer; one that is given up costs the others nothing.
+//! Invariant: an answer is not trusted: one whose rewards have another length, or are no numbers, is an error that shows it; what
+//! only describes them is left out where it does not fit. Whoever waits is sent with others where `batch` allows, and gets its
+//! own answer; one that is given up costs the others nothing.
 
 pub mod allow;
 pub(crate) mod transport;
@@ -233,33 +234,36 @@ impl Line {
 }
 
 fn read_openrlhf(answer: &Value, count: usize) -> Result<Vec<Outcome>, String> {
-    let list = |name: &str, value: &Value| -> Result<Vec<Value>, String> {
-        let items = value.as_array().ok_or_else(|| format!("`{name}` in the answer is no list"))?;
-        if items.len() == count {
-            return Ok(items.clone());
-        }
-        Err(format!("`{name}` in the answer has {} entries for {count} queries", items.len()))
-    };
-    let rewards = list("rewards", answer.get("rewards").ok_or("the answer has no `rewards`")?)?;
+    let rewards = answer.get("rewards").ok_or("the answer has no `rewards`")?;
+    let rewards = rewards.as_array().ok_or("`rewards` in the answer is no list")?;
+    if rewards.len() != count {
+        return Err(format!("`rewards` in the answer has {} entries for {count} queries", rewards.len()));
+    }
     let mut outcomes = Vec::with_capacity(count);
-    for reward in &rewards {
+    for reward in rewards {
         let value =
-            reward.as_f64().ok_or_else(|| format!("the reward {reward} in the answer is no number"))?;
+            number(reward).ok_or_else(|| format!("the reward {reward} in the answer is no number"))?;
         outcomes.push(Outcome::from(value));
     }
-    let scores = answer.get("scores").filter(|scores| !scores.is_null()).map(|scores| ("score", scores));
+    let scores = answer.get("scores").map(|scores| ("score", scores));
     let logs = answer.get("extra_logs").and_then(Value::as_object);
     let logs = logs.into_iter().flatten().map(|(name, values)| (name.as_str(), values));
     for (name, values) in scores.into_iter().chain(logs) {
-        for (outcome, value) in outcomes.iter_mut().zip(list(name, values)?) {
-            outcome.details.insert(name.to_owned(), value);
+        // What belongs to no trajectory is no reason to lose the rewards.
+        let Some(values) = values.as_array().filter(|values| values.len() == count) else { continue };
+        for (outcome, value) in outcomes.iter_mut().zip(values) {
+            outcome.details.insert(name.to_owned(), value.clone());
         }
     }
     Ok(outcomes)
 }
 
+/// A number; true is 1.
+fn number(value: &Value) -> Option<f64> {
+    value.as_f64().or_else(|| value.as_bool().map(|value| f64::from(u8::from(value))))
+}
+
 fn read_slime(answer: &Value) -> Result<Outcome, String> {
-    let number = |value: &Value| value.as_f64();
     if let Some(value) = number(answer) {
         return Ok(value.into());
     }
@@ -321,8 +325,6 @@ mod tests {
             (json!({"rewards": [1, "2"]}), "no number"),
             (json!({"rewards": 1}), "no list"),
             (json!([1, 2]), "no `rewards`"),
-            (json!({"rewards": [1, 2], "scores": [1]}), "`score`"),
-            (json!({"rewards": [1, 2], "extra_logs": {"a": 1}}), "`a`"),
         ] {
             let error = read_openrlhf(&answer, 2).unwrap_err();
             assert!(error.contains(word), "{answer}: {error}");
@@ -330,8 +332,25 @@ mod tests {
     }
 
     #[test]
+    fn logs_that_do_not_fit_are_left_out() {
+        for broken in [
+            json!({"scores": [1]}),
+            json!({"scores": 0.5}),
+            json!({"scores": null}),
+            json!({"extra_logs": {"a": 1.0, "c": [1, 2, 3]}}),
+            json!({"extra_logs": [1, 2]}),
+        ] {
+            let mut answer = broken.clone();
+            answer["rewards"] = json!([true, 0.5]);
+            assert_eq!(read_openrlhf(&answer, 2).unwrap(), [1.0.into(), 0.5.into()], "{broken}");
+        }
+    }
+
+    #[test]
     fn answers_of_slime() {
         assert_eq!(read_slime(&json!(0.25)).unwrap(), 0.25.into());
+        assert_eq!(read_slime(&json!(true)).unwrap(), 1.0.into());
+        assert_eq!(read_slime(&json!({"score": false})).unwrap(), 0.0.into());
         assert_eq!(
             read_slime(&json!({"score": 1, "why": "x"})).unwrap(),
             Outcome::from(1.0).with("why", "x")

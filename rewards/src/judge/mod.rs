@@ -22,8 +22,8 @@ use crate::reward::Judged;
 use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
 
 const MAX_TOKENS: u64 = 512;
-/// What the scores of the default question are divided by.
-const DEFAULT_SCALE: f64 = 10.0;
+/// The largest score that the default question asks for.
+const DEFAULT_TOP: f64 = 10.0;
 /// How much of a reply is shown beside a sample, characters.
 const SHOWN: usize = 400;
 
@@ -107,9 +107,16 @@ impl Judge {
         let reply = reply.ok_or_else(|| {
             failed(format!("the answer has no `choices[0].message.content`: {}", cut(&answer.to_string())))
         })?;
+        if answer.pointer("/choices/0/finish_reason").and_then(Value::as_str) == Some("length") {
+            let tokens = self.max_tokens;
+            return Err(failed(format!(
+                "the reply was cut off, raise `max_tokens` above {tokens}; it ends with: {}",
+                end(reply)
+            )));
+        }
         match self.rule.read(reply) {
-            Some(value) => Ok(Outcome::from(value).with("reply", end(reply))),
-            None => Err(failed(format!("there is no score in the reply, which ends with: {}", end(reply)))),
+            Ok(value) => Ok(Outcome::from(value).with("reply", end(reply))),
+            Err(reason) => Err(failed(format!("{reason} in the reply, which ends with: {}", end(reply)))),
         }
     }
 
@@ -140,9 +147,13 @@ fn endpoint(url: &str) -> String {
 
 fn rule(spec: &RewardSpec) -> Result<Rule, RewardError> {
     let Some(choices) = &spec.choices else {
-        let usual = spec.template.is_none() && spec.parse.is_none();
-        let scale = spec.scale.unwrap_or(if usual { DEFAULT_SCALE } else { 1.0 });
-        let rule = Rule::number(spec.parse.as_deref(), scale);
+        let rule = match &spec.parse {
+            Some(pattern) => Rule::number(pattern, spec.scale.unwrap_or(1.0)),
+            None => {
+                let top = spec.template.is_none().then_some(DEFAULT_TOP);
+                Rule::score(top, spec.scale.or(top).unwrap_or(1.0))
+            }
+        };
         return rule.map_err(|(field, reason)| spec.wrong(field, &reason));
     };
     if spec.parse.is_some() || spec.scale.is_some() {

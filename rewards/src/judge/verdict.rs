@@ -1,38 +1,64 @@
 //! Reads a score out of what a judge said.
 //!
-//! Invariant: the last thing said counts, since judges think aloud first. What holds no score is an error, never 0.
+//! Invariant: a verdict stands at the end of a line or is a line of its own, and the last one counts, since judges think aloud
+//! first. What was thought before `</think>` is not looked at. A reply without a verdict, or with one out of the range that was
+//! asked for, is an error, never a score.
 
 use std::collections::BTreeMap;
+use std::sync::LazyLock;
 
 use regex::Regex;
 
-/// `Score: 7`, `**Score:** 7.5` and the like.
-const DEFAULT: &str = r"(?i)score[*_`]*\s*[:=]\s*[*_`]*\s*(-?\d+(?:\.\d+)?)";
+/// `Score: 7`, `**Score:** 7.5`, `Score (0-10): 7/10`, `Final score is 7` at the end of a line, `"score": 7` in an object.
+static USUAL: LazyLock<Regex> = LazyLock::new(|| {
+    let pattern = concat!(
+        r"(?im)(?:^|[^[:alpha:]])score[*_`]*(?:[ \t]*\([^()\n]*\))?",
+        r#"(?:["*_`]*[ \t]*[:=][*_`]*|[ \t]+is\b:?)[ \t]*["'*_`(\[]*(?<score>[-+]?\d+(?:\.\d+)?)"#,
+        r#"(?:[*_`]*[ \t]*(?:/|out[ \t]+of)[ \t]*(?<of>\d+(?:\.\d+)?))?(?:["'*_`)\].!;,}\s]*?$|"?[ \t]*[,}][ \t]*["}])"#,
+    );
+    Regex::new(pattern).expect("constant pattern")
+});
+/// Before and after a word that is a verdict, beside markup.
+const BEFORE: &str = r#"(?im)^[\s*_`#>"'(\[{-]*(?:[^:=\n]{1,60}[:=][\s*_`"'(\[{]*?)?"#;
+const AFTER: &str = r#"["'*_`)\].!;,}\s]*?$"#;
 
 /// How a score is found.
 #[derive(Clone, Debug)]
 pub enum Rule {
+    /// The last verdict in the usual form is divided by `scale`.
+    Score {
+        /// Largest score that was asked for; the least is 0. None if nobody knows.
+        top: Option<f64>,
+        /// Above 0.
+        scale: f64,
+    },
     /// The last match captures a number, which is divided by the second.
     Number(Regex, f64),
-    /// The last of these words, upper case or lower, stands for its value.
+    /// The last of these words that is a line, or what a line with a label says, stands for its value.
     Word(Regex, BTreeMap<String, f64>),
 }
 
 impl Rule {
-    /// The last match of `pattern`, or of the usual form of a score, divided by `scale`.
+    /// The last verdict in the usual form, divided by `scale`; `top` is the largest score that was asked for.
     ///
     /// # Errors
-    /// A pattern that is none or captures nothing, a scale that is not a positive number; the texts end a sentence.
-    pub fn number(pattern: Option<&str>, scale: f64) -> Result<Self, (&'static str, String)> {
-        let regex = Regex::new(pattern.unwrap_or(DEFAULT))
+    /// A scale that is not a positive number; the texts are the key and the end of a sentence.
+    pub fn score(top: Option<f64>, scale: f64) -> Result<Self, (&'static str, String)> {
+        Ok(Self::Score { top, scale: positive(scale)? })
+    }
+
+    /// The last match of `pattern`, divided by `scale`.
+    ///
+    /// # Errors
+    /// A pattern that is none or captures nothing, a scale that is not a positive number; the texts are the key and the end of a
+    /// sentence.
+    pub fn number(pattern: &str, scale: f64) -> Result<Self, (&'static str, String)> {
+        let regex = Regex::new(pattern)
             .map_err(|error| ("parse", format!("is not a regular expression: {error}")))?;
         if regex.captures_len() < 2 {
             return Err(("parse", "captures nothing; put parentheses around the score".to_owned()));
         }
-        if !(scale.is_finite() && scale > 0.0) {
-            return Err(("scale", format!("is {scale}; it must be a positive number")));
-        }
-        Ok(Self::Number(regex, scale))
+        Ok(Self::Number(regex, positive(scale)?))
     }
 
     /// The last of `choices`.
@@ -50,35 +76,76 @@ impl Rule {
                 "gives the word `{word}` the value {value}; it takes words and finite numbers"
             ));
         }
-        let mut words: Vec<&str> = choices.keys().map(String::as_str).collect();
+        let mut words: Vec<&str> = choices.keys().map(|word| word.trim()).collect();
         // Of two that begin alike, the longer one is meant.
         words.sort_by_key(|word| std::cmp::Reverse(word.len()));
-        let edge =
-            |at: Option<char>| if at.is_some_and(|c| c.is_alphanumeric() || c == '_') { r"\b" } else { "" };
-        let alternatives = words.iter().map(|word| {
-            let (first, last) = (word.chars().next(), word.chars().next_back());
-            format!("{}{}{}", edge(first), regex::escape(word), edge(last))
-        });
-        let pattern = format!("(?i)({})", alternatives.collect::<Vec<_>>().join("|"));
-        let regex = Regex::new(&pattern).map_err(|error| format!("cannot be looked for: {error}"))?;
-        Ok(Self::Word(regex, choices.iter().map(|(word, value)| (word.to_lowercase(), *value)).collect()))
+        let words = words.into_iter().map(regex::escape).collect::<Vec<_>>().join("|");
+        let regex = Regex::new(&format!("{BEFORE}({words}){AFTER}"))
+            .map_err(|error| format!("cannot be looked for: {error}"))?;
+        let choices = choices.iter().map(|(word, value)| (word.trim().to_lowercase(), *value));
+        Ok(Self::Word(regex, choices.collect()))
     }
 
-    /// The score in a reply, if there is one.
-    #[must_use]
-    pub fn read(&self, reply: &str) -> Option<f64> {
+    /// The score in a reply.
+    ///
+    /// # Errors
+    /// There is none, or none that was asked for; the text says what was looked for or found.
+    pub fn read(&self, reply: &str) -> Result<f64, String> {
+        let reply = match reply.rsplit_once("</think>") {
+            Some((_, verdict)) => verdict,
+            None if reply.contains("<think>") => return Err("there is nothing but thoughts".to_owned()),
+            None => reply,
+        };
         match self {
+            Self::Score { top, scale } => {
+                let missing = || "there is no score at the end of a line, such as `Score: 7`,".to_owned();
+                let found = USUAL.captures_iter(reply).last().ok_or_else(missing)?;
+                let score = finite(&found["score"])?;
+                let range = top.unwrap_or(*scale);
+                if let Some(of) = found.name("of")
+                    && (finite(of.as_str())? - range).abs() > f64::EPSILON
+                {
+                    return Err(format!(
+                        "there is a score of {score} out of {}, not out of {range},",
+                        of.as_str()
+                    ));
+                }
+                if top.is_some_and(|top| !(0.0..=top).contains(&score)) {
+                    return Err(format!("there is a score of {score}, which is not from 0 to {range},"));
+                }
+                Ok(score / scale)
+            }
             Self::Number(regex, scale) => {
-                let found = regex.captures_iter(reply).last()?.get(1)?;
-                let value: f64 = found.as_str().trim().parse().ok()?;
-                Some(value / scale).filter(|value| value.is_finite())
+                let missing = || "there is nothing that `parse` matches".to_owned();
+                let found =
+                    regex.captures_iter(reply).last().and_then(|found| found.get(1)).ok_or_else(missing)?;
+                Ok(finite(found.as_str())? / scale)
             }
             Self::Word(regex, choices) => {
-                let found = regex.find_iter(reply).last()?;
-                choices.get(&found.as_str().to_lowercase()).copied()
+                let found = regex.captures_iter(reply).last();
+                let value = found.and_then(|found| choices.get(&found[1].to_lowercase()).copied());
+                value.ok_or_else(|| {
+                    let words: Vec<_> = choices.keys().map(String::as_str).collect();
+                    format!(
+                        "there is no line that says only `{}`, or that after a label,",
+                        words.join("` or `")
+                    )
+                })
             }
         }
     }
+}
+
+fn positive(scale: f64) -> Result<f64, (&'static str, String)> {
+    if scale.is_finite() && scale > 0.0 {
+        return Ok(scale);
+    }
+    Err(("scale", format!("is {scale}; it must be a positive number")))
+}
+
+fn finite(text: &str) -> Result<f64, String> {
+    let value = text.trim().parse().ok().filter(|value: &f64| value.is_finite());
+    value.ok_or_else(|| format!("`{text}` is no number that can be a score"))
 }
 
 #[cfg(test)]
@@ -86,44 +153,95 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_score_counts() {
-        let rule = Rule::number(None, 10.0).unwrap();
+    fn the_last_score_at_the_end_of_a_line_counts() {
+        let rule = Rule::score(Some(10.0), 10.0).unwrap();
         for (reply, expected) in [
-            ("Score: 7", Some(0.7)),
-            ("score = 3\nOn reflection, **Score:** 8.5.", Some(0.85)),
-            ("Score: **10**", Some(1.0)),
-            ("Score: -1", Some(-0.1)),
-            ("I give it 7 of 10", None),
-            ("Score: high", None),
-            ("", None),
+            ("Score: 7", 0.7),
+            ("score = 3\nOn reflection, **Score:** 8.5.", 0.85),
+            ("Score: **10**", 1.0),
+            ("**Score**: 0", 0.0),
+            ("Score: 7/10", 0.7),
+            ("Score: 7 out of 10.", 0.7),
+            ("**Score: 7**/10", 0.7),
+            ("{\"score\": 7}", 0.7),
+            ("```json\n{\n  \"score\": \"7\",\n  \"why\": \"good\"\n}\n```", 0.7),
+            ("{\"score\": 7, \"why\": \"good\"}", 0.7),
+            ("Score (0-10): 7", 0.7),
+            ("Final score is 8", 0.8),
+            ("Score: 7\nA score: 10 would need a proof.", 0.7),
+            ("<think>maybe\nScore: 2</think>It is good.\nScore: 9\n", 0.9),
         ] {
-            assert_eq!(rule.read(reply), expected, "{reply:?}");
+            assert_eq!(rule.read(reply), Ok(expected), "{reply:?}");
         }
-        assert_eq!(Rule::number(Some(r"\[\[(\d+)\]\]"), 1.0).unwrap().read("[[1]] or [[2]]"), Some(2.0));
+        for (reply, word) in [
+            ("I give it 7 of 10", "no score"),
+            ("Score: high", "no score"),
+            ("", "no score"),
+            ("Score: 7,5", "no score"),
+            ("A score: 10 would need a proof.", "no score"),
+            ("Score: 7/10. A score: 10 would need a proof.", "no score"),
+            ("<think>maybe\nScore: 2\n</think>It is good: 9/10", "no score"),
+            ("<think>maybe\nScore: 2\n", "thoughts"),
+            ("Score: 85/100", "85 out of 100, not out of 10"),
+            ("Score: 95", "95, which is not from 0 to 10"),
+            ("Score: -3", "-3, which is not from 0 to 10"),
+        ] {
+            let error = rule.read(reply).unwrap_err();
+            assert!(error.contains(word), "{reply:?}: {error}");
+        }
     }
 
     #[test]
-    fn the_last_word_counts() {
-        let choices = [("yes", 1.0), ("no", 0.0), ("not sure", 0.5), ("A+", 2.0)];
+    fn what_is_divided_by_is_not_what_was_asked_for() {
+        assert_eq!(Rule::score(Some(10.0), 1.0).unwrap().read("Score: 7/10"), Ok(7.0));
+        let own = Rule::score(None, 5.0).unwrap();
+        assert_eq!((own.read("Score: 10"), own.read("Score: -5")), (Ok(2.0), Ok(-1.0)));
+        assert_eq!(own.read("Score: 4/5"), Ok(0.8));
+        assert!(own.read("Score: 4/10").is_err());
+        let number = Rule::number(r"\[\[(.*?)\]\]", 1.0).unwrap();
+        assert_eq!(number.read("[[1]] or [[2]]"), Ok(2.0));
+        assert_eq!(number.read("<think>[[1]]</think>[[3]]"), Ok(3.0));
+        assert!(number.read("[[x]]").unwrap_err().contains("`x`"));
+    }
+
+    #[test]
+    fn the_last_word_that_is_a_line_counts() {
+        let choices = [("yes", 1.0), ("no", 0.0), ("not sure", 0.5), ("A+", 2.0), ("A", 1.5)];
         let rule = Rule::word(&choices.map(|(word, value)| (word.to_owned(), value)).into()).unwrap();
         for (reply, expected) in [
-            ("Yes.", Some(1.0)),
-            ("no... YES, then NO", Some(0.0)),
-            ("I am not sure", Some(0.5)),
-            ("nothing", None),
-            ("yesterday", None),
-            ("grade: a+", Some(2.0)),
+            ("Yes.", 1.0),
+            ("yes\n**NO**\n", 0.0),
+            ("I cannot find a mistake.\n\nVerdict: **yes**", 1.0),
+            ("- not sure", 0.5),
+            ("grade: a+", 2.0),
+            ("[[A]]", 1.5),
+            ("{\"correct\": \"yes\"}", 1.0),
+            ("<think>\nno\n</think>\n\nyes", 1.0),
         ] {
-            assert_eq!(rule.read(reply), expected, "{reply:?}");
+            assert_eq!(rule.read(reply), Ok(expected), "{reply:?}");
+        }
+        for reply in [
+            "nothing",
+            "yesterday",
+            "Yes, there is no mistake.",
+            "The answer is not correct: there is no proof",
+            "I cannot say yes or no.",
+            "I am not sure",
+            "A++",
+            "",
+        ] {
+            let error = rule.read(reply).unwrap_err();
+            assert!(error.contains("`no`"), "{reply:?}: {error}");
         }
     }
 
     #[test]
     fn rules_that_make_no_sense_are_refused() {
-        assert_eq!(Rule::number(Some("("), 1.0).unwrap_err().0, "parse");
-        assert_eq!(Rule::number(Some("x"), 1.0).unwrap_err().0, "parse");
+        assert_eq!(Rule::number("(", 1.0).unwrap_err().0, "parse");
+        assert_eq!(Rule::number("x", 1.0).unwrap_err().0, "parse");
         for scale in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            assert_eq!(Rule::number(None, scale).unwrap_err().0, "scale");
+            assert_eq!(Rule::number("(x)", scale).unwrap_err().0, "scale");
+            assert_eq!(Rule::score(None, scale).unwrap_err().0, "scale");
         }
         for choices in [BTreeMap::new(), [(" ".to_owned(), 1.0)].into(), [("a".to_owned(), f64::NAN)].into()]
         {

@@ -77,7 +77,7 @@ pub struct Limits {
     pub cpu: Duration,
     /// Address space of each process, bytes.
     pub memory: u64,
-    /// Standard output, standard error and report, bytes each.
+    /// Standard output, standard error and report after each order, bytes each.
     pub output: usize,
     /// Processes and threads at the same time.
     pub processes: u64,

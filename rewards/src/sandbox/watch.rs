@@ -158,8 +158,8 @@ struct Watch<'a, 'w> {
     stderr: Drain,
     report: Drain,
     status: Drain,
-    /// Bytes of the report that were answered.
-    answered: usize,
+    /// Bytes of the report that were heard since the last order.
+    heard: usize,
     dialog: Option<&'a mut dyn Dialog>,
     warden: Option<&'w mut dyn Warden>,
     cancelled: Option<&'a std::sync::atomic::AtomicBool>,
@@ -187,7 +187,7 @@ impl<'a, 'w> Watch<'a, 'w> {
             stderr: Drain::new(stderr, limits.output),
             report: Drain::new(report, limits.output),
             status: Drain::new(ends.status, MAX_STATUS),
-            answered: 0,
+            heard: 0,
             dialog: job.dialog,
             warden: ends.warden,
             cancelled: job.cancelled,
@@ -252,14 +252,19 @@ impl<'a, 'w> Watch<'a, 'w> {
         Ok(())
     }
 
-    /// Answers the lines of the report that are complete.
+    /// Answers the lines of the report that are complete. The limit of the report is for what follows one order, so that many
+    /// answers may be longer together, and one that nobody asked for may not go on for ever.
     fn talk(&mut self) {
         let Some(dialog) = &mut self.dialog else { return };
-        while let Some(length) = self.report.bytes[self.answered..].iter().position(|byte| *byte == b'\n') {
-            let line = self.answered..self.answered + length;
-            self.answered = line.end + 1;
+        while let Some(length) = self.report.bytes[self.heard..].iter().position(|byte| *byte == b'\n') {
+            let line = self.heard..self.heard + length;
+            self.heard = line.end + 1;
             let answer = dialog.answer(&self.report.bytes[line]);
-            self.orders.push(&answer);
+            if !answer.is_empty() {
+                self.orders.push(&answer);
+                self.report.bytes.drain(..self.heard);
+                self.heard = 0;
+            }
         }
     }
 

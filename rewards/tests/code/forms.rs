@@ -7,6 +7,10 @@ use serde_json::{Value, json};
 
 use crate::{Bench, in_each_sandbox, stream, why};
 
+fn fenced(program: &str) -> String {
+    format!("```python\n{program}\n```\n")
+}
+
 const ADD: &str = "print(sum(map(int, input().split())))";
 
 #[test]
@@ -87,6 +91,125 @@ fn asserts_checks_and_test_cases() {
             let wrong = bench.program(&tests, "def f(x): return x");
             assert_eq!(wrong.value, Some(0.0), "{tests}");
             assert!(why(&wrong).contains("AssertionError"), "{tests}: {}", why(&wrong));
+        }
+    });
+}
+
+#[test]
+fn a_check_needs_no_name_where_there_is_only_one_function() {
+    let check = "def check(candidate):\n    assert candidate(1, 2) == 3";
+    let (right, wrong) = ("def add(a, b): return a + b", "def add(a, b): return 0");
+    in_each_sandbox(&json!({}), |bench| {
+        for tests in [
+            json!({"tests": check}),
+            json!({"tests": check, "fn_name": "add"}),
+            json!({"tests": check, "metadata": {"func_name": "add"}}),
+            json!({"tests": format!("{check}\ncheck(add)")}),
+            json!({"tests": "def check():\n    assert add(1, 2) == 3"}),
+        ] {
+            assert_eq!(bench.program(&tests, right).value, Some(1.0), "{tests}");
+            let outcome = bench.program(&tests, wrong);
+            assert_eq!(outcome.value, Some(0.0), "{tests}");
+            assert!(why(&outcome).contains("AssertionError"), "{tests}: {}", why(&outcome));
+        }
+        let two = format!("def helper(): pass\n{right}");
+        assert_eq!(bench.program(&json!({"tests": check, "entry_point": "add"}), &two).value, Some(1.0));
+        for program in [two.as_str(), "add = 1"] {
+            let error = bench.judge(&json!({"tests": check}), &fenced(program)).unwrap_err().to_string();
+            assert!(error.contains("`entry_point`"), "{error}");
+        }
+    });
+}
+
+#[test]
+fn tests_in_which_nothing_could_fail_are_an_error() {
+    let program = fenced("def add(a, b): return a + b");
+    in_each_sandbox(&json!({}), |bench| {
+        for (tests, word) in [
+            ("# assert nothing\nadd(1, 2)", "nothing that could fail"),
+            ("def check(candidate):\n    assert True, 'so'", "nothing that could fail"),
+            ("for x in []:\n    assert add(x, x) == 0", "nothing that could fail"),
+            ("if False:\n    assert add(1, 2) == 3", "nothing that could fail"),
+            (
+                "class TestAdd:\n    def test_it(self):\n        assert add(1, 2) == 4",
+                "nothing that could fail",
+            ),
+            ("import unittest\nclass Test(unittest.TestCase):\n    pass", "nothing that could fail"),
+            ("assert add(1, 2 == 3", "cannot be read as Python"),
+        ] {
+            match bench.judge(&json!({"tests": [tests]}), &program) {
+                Err(RewardError::Failed { reason, .. }) => {
+                    assert!(reason.starts_with("test 1 ") && reason.contains(word), "{tests}: {reason}");
+                }
+                other => panic!("{tests}: {other:?}"),
+            }
+        }
+        for tests in [
+            "if add(1, 2) != 3:\n    raise ValueError('wrong')",
+            "try:\n    add(1)\n    assert False, 'must raise'\nexcept TypeError:\n    pass",
+            "def assert_sum(a, b, c):\n    if a + b != c: raise ValueError\nassert_sum(1, 2, add(1, 2))",
+            "def test_it():\n    for x in range(3):\n        assert add(x, x) == 2 * x",
+        ] {
+            let outcome = bench.judge(&json!({"tests": tests}), &program).unwrap();
+            assert_eq!(outcome.value, Some(1.0), "{tests}: {}", why(&outcome));
+        }
+        let helper = json!({"tests": ["same(add(1, 2), 3)  # assert"], "test_setup_code": "def same(a, b):\n    assert a == b"});
+        assert_eq!(bench.judge(&helper, &program).unwrap().value, Some(1.0));
+    });
+}
+
+#[test]
+fn what_is_expected_to_be_long_may_be_long() {
+    let lines: String = (0..20_000).map(|number| format!("{number}\n")).collect();
+    let numbers = |from: u64| (from..from + 1000).map(|number| 1_000_000 + number).collect::<Vec<_>>();
+    let inputs: Vec<_> = (0..40).map(|from| [from]).collect();
+    let outputs: Vec<_> = (0..40).map(numbers).collect();
+    let long = json!((0..20_000).collect::<Vec<_>>());
+    in_each_sandbox(&json!({}), |bench| {
+        let outcome = bench.program(&stream("", &lines), "print(*range(20000), sep='\\n')");
+        assert_eq!(outcome.value, Some(1.0), "{}", why(&outcome));
+        let endless = bench.program(&stream("", &lines), "while True: print('x' * 100)");
+        assert_eq!(why(&endless), "test 1: wrote too much");
+        let tests = json!({"tests": {"fn_name": "f", "inputs": inputs, "outputs": outputs}});
+        let outcome = bench.program(&tests, "def f(x): return [1000000 + x + i for i in range(1000)]");
+        assert_eq!(outcome.value, Some(1.0), "{}", why(&outcome));
+        let tests = json!({"tests": {"fn_name": "f", "inputs": [[1], [2]], "outputs": [long, long]}});
+        let outcome = bench.program(&tests, "def f(x): return list(range(20000))");
+        assert_eq!(outcome.value, Some(1.0), "{}", why(&outcome));
+        let flood = "import os\ndef f(x):\n    while True:\n        for fd in range(3, 64):\n            try: os.write(fd, b'\\n' * 512)\n            except OSError: pass";
+        let tests = json!({"tests": {"fn_name": "f", "inputs": [[1]], "outputs": [1]}});
+        let outcome = bench.program(&tests, flood);
+        assert_eq!(
+            (outcome.value, why(&outcome)),
+            (Some(0.0), "test 1: wrote on the channel of the harness")
+        );
+    });
+}
+
+#[test]
+fn an_example_of_its_use_is_not_the_program() {
+    let text = "1. Code:\n   ```python:add.py\n   def add(a, b):\n       return a + b\n   ```\n2. Example usage:\n   ~~~python\n   print(add(1, 2))\n   ~~~\n";
+    in_each_sandbox(&json!({}), |bench| {
+        for tests in [
+            json!({"tests": ["assert add(1, 2) == 3"]}),
+            json!({"tests": {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}}),
+            json!({"tests": "def check(candidate):\n    assert candidate(1, 2) == 3"}),
+        ] {
+            let outcome = bench.judge(&tests, text).unwrap();
+            assert_eq!(outcome.value, Some(1.0), "{tests}: {}", why(&outcome));
+        }
+    });
+}
+
+#[test]
+fn a_value_is_not_its_list() {
+    in_each_sandbox(&json!({}), |bench| {
+        let functional =
+            json!({"tests": [{"input": "1", "output": "[3]", "testtype": "functional"}], "fn_name": "f"});
+        let wrapped = json!({"tests": {"fn_name": "f", "inputs": [[1], [1]], "outputs": [[3], [3]]}});
+        for (tests, value) in [(&functional, 0.0), (&wrapped, 1.0)] {
+            assert_eq!(bench.program(tests, "def f(x): return 3").value, Some(value), "{tests}");
+            assert_eq!(bench.program(tests, "def f(x): return [3]").value, Some(1.0), "{tests}");
         }
     });
 }

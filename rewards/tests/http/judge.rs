@@ -52,7 +52,7 @@ fn rules_and_questions_of_a_recipe() {
     for (reply, more, expected) in [
         ("[[3]] no, [[4]]", json!({"template": template, "parse": r"\[\[(\d)\]\]", "scale": 5}), 0.8),
         ("Score: 7", json!({"template": template}), 7.0),
-        ("Yes? No. YES!", json!({"template": template, "choices": {"yes": 1.0, "no": -1.0}}), 1.0),
+        ("Yes? No.\n**YES!**", json!({"template": template, "choices": {"yes": 1.0, "no": -1.0}}), 1.0),
     ] {
         let server = says(reply);
         let bench = Bench::open("judge", &base(&server), &keys(&more));
@@ -66,6 +66,13 @@ fn a_reply_without_a_score_is_an_error_that_shows_its_end() {
     let server = says(&format!("{} I would rather not say.", "well ".repeat(500)));
     let reason = Bench::open("judge", &base(&server), &keys(&json!({}))).reason("x");
     assert!(reason.ends_with("rather not say.") && reason.len() < 800, "{reason}");
+    let cut =
+        json!({"choices": [{"message": {"content": "Good so far. Score: 7"}, "finish_reason": "length"}]});
+    let server = Server::start(move |_, _| ok(&cut));
+    let reason = Bench::open("judge", &base(&server), &keys(&json!({"max_tokens": 9}))).reason("x");
+    assert!(reason.contains("raise `max_tokens` above 9"), "{reason}");
+    let reason = Bench::open("judge", &base(&says("Score: 95")), &keys(&json!({}))).reason("x");
+    assert!(reason.contains("95, which is not from 0 to 10"), "{reason}");
     let server = Server::start(|_, _| ok(&json!({"choices": []})));
     let reason = Bench::open("judge", &base(&server), &keys(&json!({}))).reason("x");
     assert!(reason.contains("{\"choices\":[]}"), "{reason}");

@@ -32,6 +32,17 @@ fn the_words_of_openrlhf() {
 }
 
 #[test]
+fn logs_that_do_not_fit_cost_no_reward_and_true_is_one() {
+    let server = Server::start(|_, _| {
+        ok(
+            &json!({"rewards": [true], "scores": 0.5, "extra_logs": {"acc": 1.0, "length": [3], "all": [1, 2]}}),
+        )
+    });
+    let judged = Bench::open("http", &server.url(), &json!({})).judge(&["four"]).pop().unwrap().unwrap();
+    assert_eq!(judged, Outcome::from(1.0).with("length", 3));
+}
+
+#[test]
 fn the_words_of_slime() {
     let server =
         Server::start(|count, _| ok(&if count == 0 { json!(2) } else { json!({"score": 3, "why": "x"}) }));
