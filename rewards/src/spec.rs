@@ -120,7 +120,7 @@ pub struct RewardSpec {
     /// `code`: seconds of processor time of a program in one test; 10 if not given. `timeout_s` is for all tests.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_s: Option<f64>,
-    /// `code`: KiB that a program may write; 64 if not given.
+    /// `code`: KiB that a program may write, or twice what is expected of it if that is more; 64 if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_output_kib: Option<usize>,
     /// `code`: processes and threads of a program at the same time; 16 if not given.
@@ -163,10 +163,10 @@ pub struct RewardSpec {
     /// `judge`: regular expression whose last match captures the score; `Score: 7` and the like if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parse: Option<String>,
-    /// `judge`: words and what each is worth; the last that occurs counts. Instead of `parse`.
+    /// `judge`: words and what each is worth; one stands on a line alone or after a label. Instead of `parse`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub choices: Option<BTreeMap<String, f64>>,
-    /// `judge`: what a parsed score is divided by; 1 if not given.
+    /// `judge`: what a parsed score is divided by; 1 if not given, 10 with the default question.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scale: Option<f64>,
     /// `python`: name of the function, where the file has several candidates. verl `custom_reward_function.name`.
