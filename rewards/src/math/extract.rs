@@ -11,6 +11,7 @@ use std::sync::LazyLock;
 
 use regex::Regex;
 
+use super::clause;
 use super::ending::{compiled, ending, last_formulas};
 use super::lex;
 
@@ -36,9 +37,10 @@ impl<'a> Found<'a> {
         Self { text: text.into(), formula: true }
     }
 
-    pub(super) fn plain(text: &'a str) -> Self {
+    pub(super) fn plain(text: impl Into<Cow<'a, str>>) -> Self {
+        let text = text.into();
         let formula = text.contains('\\') && !text.contains('$') && !text.contains("\\(");
-        Self { text: text.into(), formula }
+        Self { text, formula }
     }
 }
 
@@ -240,6 +242,12 @@ fn phrase(text: &str, certain: bool) -> Option<(usize, Vec<Found<'_>>)> {
         let word =
             matches!(before, Some('a' | 'A')) && !text[..at - 1].ends_with(|c: char| c.is_alphanumeric());
         let Some(rest) = after_phrase(&text[at + 5..]).filter(|_| word) else { continue };
+        if clause::retracts(&rest[sentence_end(rest)..]) {
+            return None;
+        }
+        if clause::supposes(&text[..at - 1]) {
+            continue;
+        }
         let found = sentence(rest);
         let solid = |found: &Found<'_>| found.formula || found.text.contains(|c: char| c.is_ascii_digit());
         if found.is_empty() || (certain && !found.iter().any(solid)) {
@@ -286,8 +294,10 @@ fn sentence(text: &str) -> Vec<Found<'_>> {
             found.push(Found::plain(part));
         }
     }
-    if let Some((Some(formulas), _)) = last_formulas(sentence) {
-        found.push(formulas);
+    if let Some((Some(formulas), (from, to))) = last_formulas(sentence) {
+        if clause::states(&sentence[..from], &sentence[to..]) {
+            found.push(formulas);
+        }
     } else if let Some(number) = sole_number(sentence) {
         found.push(Found::plain(number));
     }
@@ -335,7 +345,9 @@ fn sole_number(sentence: &str) -> Option<&str> {
     let apart = !outside[0].ends_with(|c: char| c.is_alphanumeric())
         && !outside[1].starts_with(|c: char| c.is_alphanumeric());
     let number = number.as_str().trim_end_matches(['.', ',']);
-    (apart && words(outside[0]) && words(outside[1])).then_some(number)
+    let value = outside[0].rsplit_once(" is ").map_or(outside[0], |(_, value)| value);
+    let stated = clause::tells(value) && clause::states(outside[0], outside[1]);
+    (apart && stated && words(outside[0]) && words(outside[1])).then_some(number)
 }
 
 #[cfg(test)]

@@ -20,6 +20,7 @@
 
 mod approx;
 mod calculus;
+mod clause;
 mod compare;
 mod curve;
 mod ending;
@@ -115,8 +116,7 @@ pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> Ver
     if let (Some(a), Some(b)) = (plain_integer(&gold.text), integer_with_unit(&pred.text)) {
         return Verdict { equal: Some(a == b), decided_by: DecidedBy::Number };
     }
-    let text = words::bare(&gold.text);
-    if !text.is_empty() && preds.iter().any(|pred| words::bare(&pred.text) == text) {
+    if same_text(&gold.text, &preds) {
         return Verdict { equal: Some(true), decided_by: DecidedBy::Text };
     }
     let golds = first_readable(&golds);
@@ -129,6 +129,16 @@ pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> Ver
         return Verdict { equal: Some(false), decided_by: DecidedBy::NoAnswer };
     }
     judged(&golds, &readings, strict, seed(&gold.text, &pred.text))
+}
+
+/// Whether a candidate is the reference as written, or both are the same words in another dress.
+fn same_text(gold: &str, preds: &[Found<'_>]) -> bool {
+    let written = words::written(gold);
+    let prose = words::prose(gold);
+    preds.iter().any(|pred| {
+        (!written.is_empty() && words::written(&pred.text) == written)
+            || (prose.is_some() && words::prose(&pred.text) == prose)
+    })
 }
 
 /// The verdict over all readings: any pair that is equal decides.
@@ -190,7 +200,7 @@ fn readings(found: &Found<'_>) -> Vec<Node> {
         }
     } else {
         modes.push(Mode::Plain);
-        if text.bytes().zip(text.bytes().skip(1)).any(|(a, b)| a == b',' && b.is_ascii_digit()) {
+        if cents_after_comma(text) {
             modes.push(Mode::PlainDecimalComma);
         }
     }
@@ -208,6 +218,14 @@ fn readings(found: &Found<'_>) -> Vec<Node> {
         }
     }
     nodes
+}
+
+/// Whether a whole text is an amount with a decimal comma: two digits after it, as prices have, and nothing else.
+fn cents_after_comma(text: &str) -> bool {
+    let digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+    text.trim_start_matches('-')
+        .split_once(',')
+        .is_some_and(|(whole, cents)| !whole.is_empty() && cents.len() == 2 && digits(whole) && digits(cents))
 }
 
 /// The letter and the value of an answer such as `(B) 6` or `\textbf{(B)}\ 6`, which states both.
@@ -435,7 +453,7 @@ mod tests {
             prop_assert_eq!(first, grade(&a, &b, truncated, strict));
             let boxed = format!("\\boxed{{{a}}}");
             let whole = extract::balanced(&boxed[7..]) == Some(a.len()) && !a.contains("boxed");
-            if whole && !words::bare(&a).is_empty() {
+            if whole && !words::written(&a).is_empty() {
                 prop_assert_ne!(grade(&boxed, &boxed, false, strict).equal, Some(false));
             }
         }

@@ -5,7 +5,7 @@
 use num_traits::ToPrimitive;
 
 use super::lex::Token;
-use super::node::{Function, Interval, Node, Relation};
+use super::node::{Function, Interval, Joint, Node, Relation};
 use super::parse::{Parser, product};
 
 /// Most cells of a matrix.
@@ -227,11 +227,11 @@ impl Parser<'_> {
         })))
     }
 
-    /// After `{` without a backslash: a group, or a set that lost its backslashes.
+    /// After `{` without a backslash: a group, or a list, which may be a set that lost its backslashes.
     fn braces(&mut self) -> Option<Node> {
         let (_, mut parts) = self.parts()?;
         self.expect('}')?;
-        if parts.len() == 1 { parts.pop() } else { Some(Node::Set(parts)) }
+        if parts.len() == 1 { parts.pop() } else { Some(Node::List(Joint::Comma, parts)) }
     }
 
     /// After `\{`: elements, or a condition.
