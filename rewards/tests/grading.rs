@@ -42,10 +42,7 @@ fn braces_blanks_signs_and_case_are_part_of_a_formula() {
             ("e^2x", r"\boxed{e^{2x}}"),
             ("23", r"\boxed{2*3}"),
             ("23", r"\boxed{2\ 3}"),
-            (
-                r"\begin{pmatrix}1\\23\end{pmatrix}",
-                r"\boxed{\begin{pmatrix}12\\3\end{pmatrix}}",
-            ),
+            (r"\begin{pmatrix}1\\23\end{pmatrix}", r"\boxed{\begin{pmatrix}12\\3\end{pmatrix}}"),
             (r"\Gamma(x)", r"\boxed{\gamma(x)}"),
             ("2R", r"\boxed{2r}"),
             ("1,234", r"\boxed{1, 234}"),

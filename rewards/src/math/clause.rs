@@ -8,47 +8,186 @@
 
 /// Words before a value that leave it as it is: articles, copulas, adverbs, and names for an answer.
 const NEUTRAL: [&str; 60] = [
-    "a", "an", "the", "its", "our", "my", "this", "that", "it", "there", "is", "are", "was", "be", "will", "equals", "equal",
-    "to", "simply", "just", "only", "exactly", "precisely", "about", "approximately", "roughly", "around", "therefore",
-    "thus", "hence", "so", "then", "indeed", "clearly", "definitely", "also", "now", "finally", "obviously", "of", "final",
-    "correct", "answer", "value", "values", "total", "result", "number", "amount", "cost", "price", "solution", "solutions",
-    "choice", "option", "usd", "rs", "and", "or", "both",
+    "a",
+    "an",
+    "the",
+    "its",
+    "our",
+    "my",
+    "this",
+    "that",
+    "it",
+    "there",
+    "is",
+    "are",
+    "was",
+    "be",
+    "will",
+    "equals",
+    "equal",
+    "to",
+    "simply",
+    "just",
+    "only",
+    "exactly",
+    "precisely",
+    "about",
+    "approximately",
+    "roughly",
+    "around",
+    "therefore",
+    "thus",
+    "hence",
+    "so",
+    "then",
+    "indeed",
+    "clearly",
+    "definitely",
+    "also",
+    "now",
+    "finally",
+    "obviously",
+    "of",
+    "final",
+    "correct",
+    "answer",
+    "value",
+    "values",
+    "total",
+    "result",
+    "number",
+    "amount",
+    "cost",
+    "price",
+    "solution",
+    "solutions",
+    "choice",
+    "option",
+    "usd",
+    "rs",
+    "and",
+    "or",
+    "both",
 ];
 
 /// Verbs and pronouns that a sentence about an amount is made of.
 const STATING: [&str; 50] = [
-    "he", "she", "they", "we", "you", "i", "has", "have", "had", "needs", "need", "makes", "make", "made", "earns", "earn",
-    "earned", "gets", "get", "costs", "spends", "spent", "spend", "pays", "paid", "pay", "takes", "took", "take", "buys",
-    "bought", "sold", "sells", "sell", "saves", "saved", "save", "gives", "eats", "ate", "uses", "used", "use", "owes",
-    "were", "left", "must", "should", "would", "can",
+    "he", "she", "they", "we", "you", "i", "has", "have", "had", "needs", "need", "makes", "make", "made",
+    "earns", "earn", "earned", "gets", "get", "costs", "spends", "spent", "spend", "pays", "paid", "pay",
+    "takes", "took", "take", "buys", "bought", "sold", "sells", "sell", "saves", "saved", "save", "gives",
+    "eats", "ate", "uses", "used", "use", "owes", "were", "left", "must", "should", "would", "can",
 ];
 
 /// Words that deny what stands in their clause, or only suppose it.
 const DENYING: [&str; 34] = [
-    "not", "never", "no", "nor", "neither", "cannot", "cant", "without", "except", "impossible", "wrong", "incorrect",
-    "false", "fail", "fails", "failed", "contradiction", "contradicts", "unlike", "if", "suppose", "assume", "assuming",
-    "unless", "whether", "hardly", "almost", "nearly", "exceeds", "exceed", "exceeding", "instead", "guess", "check",
+    "not",
+    "never",
+    "no",
+    "nor",
+    "neither",
+    "cannot",
+    "cant",
+    "without",
+    "except",
+    "impossible",
+    "wrong",
+    "incorrect",
+    "false",
+    "fail",
+    "fails",
+    "failed",
+    "contradiction",
+    "contradicts",
+    "unlike",
+    "if",
+    "suppose",
+    "assume",
+    "assuming",
+    "unless",
+    "whether",
+    "hardly",
+    "almost",
+    "nearly",
+    "exceeds",
+    "exceed",
+    "exceeding",
+    "instead",
+    "guess",
+    "check",
 ];
 
 /// Words directly before a number that compare with it or make another value of it.
 const CHANGING: [&str; 42] = [
-    "than", "least", "most", "under", "over", "below", "above", "beyond", "between", "within", "before", "after", "until",
-    "twice", "thrice", "double", "triple", "half", "third", "quarter", "square", "squared", "cube", "cubed", "root", "first",
-    "last", "next", "times", "log", "ln", "factorial", "minus", "negative", "plus", "by", "modulo", "mod", "sqrt", "percent",
-    "exceeds", "versus",
+    "than",
+    "least",
+    "most",
+    "under",
+    "over",
+    "below",
+    "above",
+    "beyond",
+    "between",
+    "within",
+    "before",
+    "after",
+    "until",
+    "twice",
+    "thrice",
+    "double",
+    "triple",
+    "half",
+    "third",
+    "quarter",
+    "square",
+    "squared",
+    "cube",
+    "cubed",
+    "root",
+    "first",
+    "last",
+    "next",
+    "times",
+    "log",
+    "ln",
+    "factorial",
+    "minus",
+    "negative",
+    "plus",
+    "by",
+    "modulo",
+    "mod",
+    "sqrt",
+    "percent",
+    "exceeds",
+    "versus",
 ];
 
 /// Nouns whose `of` makes another value of the number: `the square of 7`. A `sum of 7` is 7.
 const FUNCTIONS: [&str; 17] = [
-    "square", "cube", "root", "half", "third", "quarter", "double", "triple", "multiple", "multiples", "factor", "factors",
-    "power", "logarithm", "factorial", "reciprocal", "negative",
+    "square",
+    "cube",
+    "root",
+    "half",
+    "third",
+    "quarter",
+    "double",
+    "triple",
+    "multiple",
+    "multiples",
+    "factor",
+    "factors",
+    "power",
+    "logarithm",
+    "factorial",
+    "reciprocal",
+    "negative",
 ];
 
 /// What a number labels and does not count.
 const LABELS: [&str; 30] = [
-    "step", "steps", "section", "figure", "fig", "question", "problem", "example", "equation", "eq", "case", "part",
-    "chapter", "page", "table", "theorem", "lemma", "line", "exercise", "method", "attempt", "version", "row", "column",
-    "day", "choice", "item", "rule", "note", "appendix",
+    "step", "steps", "section", "figure", "fig", "question", "problem", "example", "equation", "eq", "case",
+    "part", "chapter", "page", "table", "theorem", "lemma", "line", "exercise", "method", "attempt",
+    "version", "row", "column", "day", "choice", "item", "rule", "note", "appendix",
 ];
 
 /// Words at the begin of what follows an answer that take it back.
@@ -94,14 +233,19 @@ fn follows(after: &str) -> bool {
     let (first, second) = (seen.next().unwrap_or_default(), seen.next().unwrap_or_default());
     let bound = match first.as_str() {
         "or" | "and" => {
-            matches!(second.as_str(), "more" | "less" | "fewer" | "greater" | "above" | "below" | "over" | "under" | "so")
+            matches!(
+                second.as_str(),
+                "more" | "less" | "fewer" | "greater" | "above" | "below" | "over" | "under" | "so"
+            )
         }
         "at" => matches!(second.as_str(), "most" | "least"),
         "times" | "squared" | "cubed" | "factorial" | "plus" | "minus" | "modulo" => true,
         "is" | "was" => denies(&second),
         _ => false,
     };
-    let taken_back = words(&after[..end]).map(lower).any(|word| word == "but" || word.starts_with("fail") || word.ends_with("n't"));
+    let taken_back = words(&after[..end])
+        .map(lower)
+        .any(|word| word == "but" || word.starts_with("fail") || word.ends_with("n't"));
     !bound && !taken_back && !denies(&first)
 }
 
@@ -112,7 +256,9 @@ fn precedes(before: &str) -> bool {
     // "1 in 14", "20 to 14", "3 out of 14" are no 14; "neither 13 nor 14" is neither.
     if let Some(earlier) = number {
         let joins = |word: &String| matches!(word.as_str(), "or" | "nor" | "and");
-        if !all.is_empty() && all.iter().all(|word| matches!(word.as_str(), "in" | "to" | "of" | "out" | "vs" | "over")) {
+        if !all.is_empty()
+            && all.iter().all(|word| matches!(word.as_str(), "in" | "to" | "of" | "out" | "vs" | "over"))
+        {
             return false;
         }
         if all.iter().all(joins) && !clause.contains('=') {
@@ -120,21 +266,30 @@ fn precedes(before: &str) -> bool {
         }
     }
     // After a copula only what follows it speaks about the number, and what stands next to it may deny it.
-    let copula = |word: &String| matches!(word.as_str(), "is" | "are" | "was" | "were" | "be" | "equal" | "equals");
+    let copula =
+        |word: &String| matches!(word.as_str(), "is" | "are" | "was" | "were" | "be" | "equal" | "equals");
     let from = all.iter().rposition(copula).map_or(0, |at| at.saturating_sub(2));
     let spoken = &all[from..];
-    let supposed = matches!(all.first().map(String::as_str), Some("if" | "suppose" | "assume" | "unless" | "whether"));
-    let impossible = all.iter().any(|word| matches!(word.as_str(), "impossible" | "wrong" | "incorrect" | "false" | "check"));
+    let supposed =
+        matches!(all.first().map(String::as_str), Some("if" | "suppose" | "assume" | "unless" | "whether"));
+    let impossible = all
+        .iter()
+        .any(|word| matches!(word.as_str(), "impossible" | "wrong" | "incorrect" | "false" | "check"));
     if supposed || impossible || spoken.iter().any(|word| denies(word)) {
         return false;
     }
-    let mut ending = spoken.iter().rev().map(String::as_str).skip_while(|word| matches!(*word, "a" | "an" | "the"));
+    let mut ending =
+        spoken.iter().rev().map(String::as_str).skip_while(|word| matches!(*word, "a" | "an" | "the"));
     let Some(last) = ending.next() else { return true };
     let noun = ending.find(|word| !matches!(*word, "a" | "an" | "the")).unwrap_or("");
     match last {
         "of" => !FUNCTIONS.contains(&noun),
         "to" => noun != "close" && noun != "next",
-        last => !LABELS.contains(&last) && !CHANGING.contains(&last) && !spoken.iter().any(|word| word == "than"),
+        last => {
+            !LABELS.contains(&last)
+                && !CHANGING.contains(&last)
+                && !spoken.iter().rev().take(2).any(|word| word == "than")
+        }
     }
 }
 
@@ -186,10 +341,14 @@ mod tests {
 
     #[test]
     fn a_clause_states_its_number_or_does_not() {
-        for before in ["she has ", "Not even, so it is ", "the ones who do not like it are ", "it adds up to "] {
+        for before in
+            ["she has ", "Not even, so it is ", "the ones who do not like it are ", "it adds up to "]
+        {
             assert!(states(before, " apples."), "{before:?}");
         }
-        for before in ["it is not ", "13, one less than ", "1 in ", "neither 3 nor ", "the square of ", "See Step "] {
+        for before in
+            ["it is not ", "13, one less than ", "1 in ", "neither 3 nor ", "the square of ", "See Step "]
+        {
             assert!(!states(before, "."), "{before:?}");
         }
         assert!(!states("n is ", " but it fails.") && !states("n is ", " or more"));
@@ -197,7 +356,11 @@ mod tests {
 
     #[test]
     fn only_neutral_words_introduce_a_value() {
-        assert!(introduces(["the", "total", "is"]) && !introduces(["twice"]) && !introduces(["the", "square", "of"]));
+        assert!(
+            introduces(["the", "total", "is"])
+                && !introduces(["twice"])
+                && !introduces(["the", "square", "of"])
+        );
         assert!(tells("that Janet has") && !tells("that Step"));
     }
 }

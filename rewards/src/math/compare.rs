@@ -7,9 +7,12 @@
 
 use std::cell::Cell;
 
+use num_traits::ToPrimitive;
+
 use super::identity;
 use super::matrix;
 use super::node::{Calculus, Function, Joint, Node, Relation};
+use super::numeric::constant;
 use super::region::{flipped, region};
 use super::words;
 
@@ -27,8 +30,13 @@ pub(super) struct Comparison<'w> {
 /// Whether both state the same; `None` if that cannot be told. Names of variables count if `strict`; `visits` are the node
 /// visits that are left.
 pub(super) fn same(gold: &Node, pred: &Node, strict: bool, seed: u64, visits: &Cell<u32>) -> Option<bool> {
-    let (gold, pred) = one_spelling(gold, pred);
-    let pred = if strict { pred } else { renamed_as(&gold, &pred) };
+    let (gold, pred) = if strict {
+        (gold.clone(), pred.clone())
+    } else {
+        let (gold, pred) = one_spelling(gold, pred);
+        let pred = renamed_as(&gold, &pred);
+        (gold, pred)
+    };
     let comparison = Comparison { seed, left: Cell::new(BUDGET), visits };
     comparison.answers(&settled(&gold), &settled(&pred))
 }
@@ -69,7 +77,11 @@ impl Comparison<'_> {
         match (gold, pred) {
             (gold, Node::Chain(_, rest)) if is_equation(pred) && !matches!(gold, Node::Chain(..)) => {
                 let (_, value) = rest.last()?;
-                if !is_zero(value) && self.consistent(pred)? { self.answers(gold, value) } else { Some(false) }
+                if !is_zero(value) && self.consistent(pred)? {
+                    self.answers(gold, value)
+                } else {
+                    Some(false)
+                }
             }
             (Node::Chain(..), Node::Chain(..)) => self.relations(gold, pred),
             (Node::Chain(..), _) if is_equation(gold) => Some(false),
@@ -292,6 +304,7 @@ impl Comparison<'_> {
                 Some(true)
             }
             (Node::Ratio(a), Node::Ratio(b)) => self.ratios(a, b),
+            (Node::Ratio(a), _) if time_of_day(a) => Some(false),
             (Node::Calculus(calculus), other) | (other, Node::Calculus(calculus)) => {
                 antiderivative(calculus, other, self.seed, self.visits).unwrap_or_else(|| equal(gold, pred))
             }
@@ -304,8 +317,12 @@ impl Comparison<'_> {
             return Some(false);
         }
         let same = all(a.iter().zip(b).map(|(a, b)| identity::equal(a, b, self.seed, self.visits)));
+        let halves = (a.last().and_then(meridiem), b.last().and_then(meridiem));
+        if matches!(halves, (Some(a), Some(b)) if a != b) {
+            return Some(false);
+        }
         // With a zero it is a time of day, or no ratio at all.
-        if same == Some(true) || a.iter().chain(b).any(is_zero) {
+        if same == Some(true) || time_of_day(a) || a.iter().chain(b).any(is_zero) {
             return same;
         }
         all((1..a.len()).map(|at| {
@@ -349,6 +366,24 @@ fn any(verdicts: impl Iterator<Item = Option<bool>>) -> Option<bool> {
 
 fn is_zero(node: &Node) -> bool {
     matches!(node, Node::Number(literal) if literal.value == num_rational::BigRational::from_integer(0.into()))
+}
+
+/// Whether a ratio is written as a time of day is, and not in lowest terms as ratios are.
+fn time_of_day(parts: &[Node]) -> bool {
+    let whole = |node: &Node| match node {
+        Node::Quantity(part, _) => super::rational::exact(part)?.to_integer().to_u32(),
+        Node::Number(literal) => literal.value.is_integer().then(|| literal.value.to_integer())?.to_u32(),
+        _ => None,
+    };
+    let [hours, minutes] = parts else { return false };
+    let (Some(hours), Some(minutes)) = (whole(hours), whole(minutes)) else { return false };
+    hours <= 24 && (10..60).contains(&minutes) && num_integer::gcd(hours, minutes) > 1
+}
+
+/// `am` or `pm` after a time of day.
+fn meridiem(node: &Node) -> Option<String> {
+    let Node::Quantity(_, unit) = node else { return None };
+    Some(unit.to_ascii_lowercase()).filter(|unit| unit == "am" || unit == "pm")
 }
 
 /// Whether a reference without the sign may be meant in per cent: a number as written, and no fraction of one.
@@ -497,7 +532,8 @@ fn settled_chain(first: &Node, rest: &[(Relation, Node)]) -> Node {
     let mut rest = rest.to_vec();
     match approximate {
         Some(0) if is_name(first) => rest[0].0 = Relation::Equal,
-        Some(0) => return settled(first),
+        Some(0) if close(first, &rest[0].1) => return settled(first),
+        Some(0) => return Node::Words("a wrong approximation".to_owned()),
         _ => {}
     }
     if let Some(at) = rest.iter().position(|(relation, _)| *relation == Relation::Approximately) {
@@ -507,6 +543,14 @@ fn settled_chain(first: &Node, rest: &[(Relation, Node)]) -> Node {
         *last = settled(last);
     }
     Node::Chain(Box::new(first.clone()), rest)
+}
+
+/// Whether an approximation can be one: within a tenth, or not to be evaluated.
+fn close(exact: &Node, approximate: &Node) -> bool {
+    match (constant(exact), constant(approximate)) {
+        (Some(a), Some(b)) => a.minus(b).size() <= 0.1 * a.size(),
+        _ => true,
+    }
 }
 
 /// Lists within a list are spread into it.

@@ -113,7 +113,9 @@ pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> Ver
     if let (Some(a), Some(b)) = (plain_integer(&gold.text), plain_integer(&pred.text)) {
         return Verdict { equal: Some(a == b), decided_by: DecidedBy::Number };
     }
-    if let (Some(a), Some(b)) = (plain_integer(&gold.text), integer_with_unit(&pred.text)) {
+    if !gold.text.contains('$')
+        && let (Some(a), Some(b)) = (plain_integer(&gold.text), integer_with_unit(&pred.text))
+    {
         return Verdict { equal: Some(a == b), decided_by: DecidedBy::Number };
     }
     if same_text(&gold.text, &preds) {
@@ -185,7 +187,8 @@ fn first_readable(found: &[Found<'_>]) -> Vec<Node> {
 
 /// The trees that an answer may mean: `1/2x`, commas and runs of letters can be read in two ways.
 fn readings(found: &Found<'_>) -> Vec<Node> {
-    let text = found.text.trim();
+    let text = words::one_meridiem(found.text.trim());
+    let text = &*text;
     if let Some((letter, rest)) = choice(text) {
         let rest = Found { text: rest.into(), formula: found.formula };
         let mut nodes = readings(&rest);
@@ -212,12 +215,29 @@ fn readings(found: &Found<'_>) -> Vec<Node> {
                 continue;
             }
             let node = parse::answer(text, Options { mode, loose_division });
+            let node = node.map(|node| valued(node, text));
             if let Some(node) = node.filter(|node| !nodes.contains(node)) {
                 nodes.push(node);
             }
         }
     }
     nodes
+}
+
+/// What words stand for, and a number with the currency whose sign stands beside it.
+fn valued(node: Node, text: &str) -> Node {
+    match node {
+        Node::Words(words) => match words::spelled(&words) {
+            Some(value) => Node::integer(value),
+            None if words::nothing(&words) => Node::Named('0'),
+            None => Node::Words(words),
+        },
+        Node::Number(_) => match words::currency(text) {
+            Some(unit) => Node::Quantity(Box::new(node), unit.to_owned()),
+            None => node,
+        },
+        node => node,
+    }
 }
 
 /// Whether a whole text is an amount with a decimal comma: two digits after it, as prices have, and nothing else.
@@ -228,11 +248,12 @@ fn cents_after_comma(text: &str) -> bool {
         .is_some_and(|(whole, cents)| !whole.is_empty() && cents.len() == 2 && digits(whole) && digits(cents))
 }
 
-/// The letter and the value of an answer such as `(B) 6` or `\textbf{(B)}\ 6`, which states both.
+/// The letter and the value of an answer such as `(B) 6`, `B) 6` or `\textbf{(B)}\ 6`, which states both.
 fn choice(text: &str) -> Option<(&str, &str)> {
     let wrapped =
         ["\\textbf{", "\\text{", "\\mathrm{", "\\mathbf{"].iter().find_map(|open| text.strip_prefix(open));
-    let inner = wrapped.unwrap_or(text).strip_prefix('(')?;
+    let inner = wrapped.unwrap_or(text);
+    let inner = inner.strip_prefix('(').unwrap_or(inner);
     let letter = inner.get(..1).filter(|letter| ("A".."F").contains(letter))?;
     let rest = inner[1..].strip_prefix(')')?;
     let rest = if wrapped.is_some() { rest.strip_prefix('}')? } else { rest };

@@ -2,6 +2,11 @@
 //!
 //! Invariant: a word that may change a value is never dropped as a unit.
 
+use std::borrow::Cow;
+use std::sync::LazyLock;
+
+use regex::Regex;
+
 /// The unit that words after a number name, if it is a physical one: then two different ones contradict each other.
 ///
 /// `None` for things that are counted (`apples`, `bolts of fabric`), which an answer may or may not name.
@@ -195,14 +200,34 @@ pub(super) fn prose(answer: &str) -> Option<String> {
 /// The value of a number in words up to 999, such as `seven` and `twenty-one`.
 pub(super) fn spelled(text: &str) -> Option<i64> {
     const SMALL: [&str; 20] = [
-        "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-        "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+        "zero",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+        "thirteen",
+        "fourteen",
+        "fifteen",
+        "sixteen",
+        "seventeen",
+        "eighteen",
+        "nineteen",
     ];
     const TENS: [&str; 8] = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"];
     let lower = text.to_ascii_lowercase();
     let (mut hundreds, mut tens, mut units) = (None, None, None);
     for word in lower.split(|c: char| c == '-' || c.is_whitespace()).filter(|word| !word.is_empty()) {
-        let place = |words: &[&str]| words.iter().position(|known| *known == word).and_then(|at| i64::try_from(at).ok());
+        let place = |words: &[&str]| {
+            words.iter().position(|known| *known == word).and_then(|at| i64::try_from(at).ok())
+        };
         if let Some(value) = place(&SMALL) {
             let fits = units.is_none() && (tens.is_none() || (1..10).contains(&value));
             units = fits.then_some(Some(value))?;
@@ -221,11 +246,31 @@ pub(super) fn spelled(text: &str) -> Option<i64> {
     Some(hundreds.unwrap_or(0) + tens.unwrap_or(0) + units.unwrap_or(0))
 }
 
+/// The currency whose sign an amount begins or ends with.
+pub(super) fn currency(text: &str) -> Option<&'static str> {
+    let text = text.trim();
+    let pair = text.len() > 1 && text.starts_with('$') && text[1..].contains('$');
+    let signs = [("\\$", "dollar"), ("$", "dollar"), ("\u{20ac}", "euro"), ("\\euro", "euro")];
+    let stands = |sign: &str| (text.starts_with(sign) || text.ends_with(sign)) && !(pair && sign == "$");
+    signs.iter().find(|(sign, _)| stands(sign)).map(|(_, unit)| *unit)
+}
+
+/// The text with `am` and `pm` for `a.m.` and `P. M.`, if there is a time of day in it.
+pub(super) fn one_meridiem(text: &str) -> Cow<'_, str> {
+    static DOTTED: LazyLock<Regex> = LazyLock::new(|| super::ending::compiled(r"(?i)\b([ap])\.\s?m\b\.?"));
+    if text.contains(':') { DOTTED.replace_all(text, "${1}m") } else { text.into() }
+}
+
 /// Whether words say that nothing fulfils a condition.
 pub(super) fn nothing(words: &str) -> bool {
     matches!(
         words.to_ascii_lowercase().trim_end_matches('s'),
-        "no solution" | "no real solution" | "empty set" | "the empty set" | "there is no solution" | "there are no solution"
+        "no solution"
+            | "no real solution"
+            | "empty set"
+            | "the empty set"
+            | "there is no solution"
+            | "there are no solution"
     )
 }
 
