@@ -65,6 +65,7 @@ fn words_between_the_phrase_and_the_number_may_reverse_the_answer() {
             ("-7", r"\boxed{\text{negative }7}"),
             ("8", "The answer is 7. Actually no, it is 8."),
             ("7", r"The answer is just $7$."),
+            ("7", r"Thus the final answer is given by $x = 7$."),
             ("7", r"\boxed{\text{Area} = 7}"),
             ("7", r"\boxed{7\text{ more apples}}"),
         ],

@@ -284,6 +284,7 @@ fn precedes(before: &str) -> bool {
     let noun = ending.find(|word| !matches!(*word, "a" | "an" | "the")).unwrap_or("");
     match last {
         "of" => !FUNCTIONS.contains(&noun),
+        "by" => matches!(noun, "given" | "stated" | "denoted"),
         "to" => noun != "close" && noun != "next",
         last => {
             !LABELS.contains(&last)
@@ -312,8 +313,11 @@ fn clause(text: &str) -> (&str, Option<&str>) {
     let clause = &text[from..];
     // "which is", "so that" begin a clause without a comma.
     let begins = ["which", "so", "thus", "hence", "therefore", "then"];
-    let starts = words(clause).filter(|word| begins.contains(&lower(word).as_str()));
-    let last = starts.last().map(|word| word.as_ptr() as usize - clause.as_ptr() as usize + word.len());
+    let start = |at: usize| words(&clause[at..]).next().filter(|word| begins.contains(&lower(word).as_str()));
+    let places = clause
+        .char_indices()
+        .filter(|(at, c)| c.is_alphabetic() && !clause[..*at].ends_with(char::is_alphabetic));
+    let last = places.filter_map(|(at, _)| start(at).map(|word| at + word.len())).last();
     (&clause[last.unwrap_or(0)..], None)
 }
 

@@ -7,12 +7,10 @@
 
 use std::cell::Cell;
 
-use num_traits::ToPrimitive;
-
 use super::identity;
 use super::matrix;
 use super::node::{Calculus, Function, Joint, Node, Relation};
-use super::numeric::constant;
+use super::notation::{close, meridiem, plain_percentage, time_of_day};
 use super::region::{flipped, region};
 use super::words;
 
@@ -368,33 +366,6 @@ fn is_zero(node: &Node) -> bool {
     matches!(node, Node::Number(literal) if literal.value == num_rational::BigRational::from_integer(0.into()))
 }
 
-/// Whether a ratio is written as a time of day is, and not in lowest terms as ratios are.
-fn time_of_day(parts: &[Node]) -> bool {
-    let whole = |node: &Node| match node {
-        Node::Quantity(part, _) => super::rational::exact(part)?.to_integer().to_u32(),
-        Node::Number(literal) => literal.value.is_integer().then(|| literal.value.to_integer())?.to_u32(),
-        _ => None,
-    };
-    let [hours, minutes] = parts else { return false };
-    let (Some(hours), Some(minutes)) = (whole(hours), whole(minutes)) else { return false };
-    hours <= 24 && (10..60).contains(&minutes) && num_integer::gcd(hours, minutes) > 1
-}
-
-/// `am` or `pm` after a time of day.
-fn meridiem(node: &Node) -> Option<String> {
-    let Node::Quantity(_, unit) = node else { return None };
-    Some(unit.to_ascii_lowercase()).filter(|unit| unit == "am" || unit == "pm")
-}
-
-/// Whether a reference without the sign may be meant in per cent: a number as written, and no fraction of one.
-fn plain_percentage(node: &Node) -> bool {
-    match node {
-        Node::Number(literal) => literal.value >= num_rational::BigRational::from_integer(1.into()),
-        Node::Negate(part) => plain_percentage(part),
-        _ => false,
-    }
-}
-
 /// The name and the value of `x = 5`, `f(x) = 2x`, `x = 2 + 3 = 5` or `(x, y) = (1, 2)`.
 fn assignment(node: &Node) -> Option<(&Node, &Node)> {
     let Node::Chain(first, rest) = node else { return None };
@@ -543,14 +514,6 @@ fn settled_chain(first: &Node, rest: &[(Relation, Node)]) -> Node {
         *last = settled(last);
     }
     Node::Chain(Box::new(first.clone()), rest)
-}
-
-/// Whether an approximation can be one: within a tenth, or not to be evaluated.
-fn close(exact: &Node, approximate: &Node) -> bool {
-    match (constant(exact), constant(approximate)) {
-        (Some(a), Some(b)) => a.minus(b).size() <= 0.1 * a.size(),
-        _ => true,
-    }
 }
 
 /// Lists within a list are spread into it.

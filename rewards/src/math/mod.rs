@@ -30,6 +30,7 @@ mod lex;
 mod matrix;
 mod modular;
 mod node;
+mod notation;
 mod numeric;
 mod operand;
 mod operand_calculus;

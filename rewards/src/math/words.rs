@@ -240,9 +240,7 @@ pub(super) fn spelled(text: &str) -> Option<i64> {
             return None;
         }
     }
-    if hundreds.or(tens).or(units).is_none() {
-        return None;
-    }
+    hundreds.or(tens).or(units)?;
     Some(hundreds.unwrap_or(0) + tens.unwrap_or(0) + units.unwrap_or(0))
 }
 
