@@ -317,7 +317,7 @@ fn clause(text: &str) -> (&str, Option<&str>) {
     let places = clause
         .char_indices()
         .filter(|(at, c)| c.is_alphabetic() && !clause[..*at].ends_with(char::is_alphabetic));
-    let last = places.filter_map(|(at, _)| start(at).map(|word| at + word.len())).last();
+    let last = places.filter_map(|(at, _)| start(at).map(|word| at + word.len())).next_back();
     (&clause[last.unwrap_or(0)..], None)
 }
 
