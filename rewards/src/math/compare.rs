@@ -9,7 +9,8 @@ use std::cell::Cell;
 
 use super::identity;
 use super::matrix;
-use super::node::{Calculus, Joint, Node, Relation};
+use super::node::{Calculus, Function, Joint, Node, Relation};
+use super::notation::{close, meridiem, plain_percentage, time_of_day};
 use super::region::{flipped, region};
 use super::words;
 
@@ -27,8 +28,13 @@ pub(super) struct Comparison<'w> {
 /// Whether both state the same; `None` if that cannot be told. Names of variables count if `strict`; `visits` are the node
 /// visits that are left.
 pub(super) fn same(gold: &Node, pred: &Node, strict: bool, seed: u64, visits: &Cell<u32>) -> Option<bool> {
-    let (gold, pred) = one_spelling(gold, pred);
-    let pred = if strict { pred } else { renamed_as(&gold, &pred) };
+    let (gold, pred) = if strict {
+        (gold.clone(), pred.clone())
+    } else {
+        let (gold, pred) = one_spelling(gold, pred);
+        let pred = renamed_as(&gold, &pred);
+        (gold, pred)
+    };
     let comparison = Comparison { seed, left: Cell::new(BUDGET), visits };
     comparison.answers(&settled(&gold), &settled(&pred))
 }
@@ -62,19 +68,45 @@ impl Comparison<'_> {
                 return self.answers(value, pred);
             }
             (None, Some((_, value))) if !is_equation(gold) && !is_inequality(gold) => {
-                return self.answers(gold, value);
+                return if self.consistent(pred)? { self.answers(gold, value) } else { Some(false) };
             }
             _ => {}
         }
         match (gold, pred) {
             (gold, Node::Chain(_, rest)) if is_equation(pred) && !matches!(gold, Node::Chain(..)) => {
                 let (_, value) = rest.last()?;
-                if is_zero(value) { Some(false) } else { self.answers(gold, value) }
+                if !is_zero(value) && self.consistent(pred)? {
+                    self.answers(gold, value)
+                } else {
+                    Some(false)
+                }
             }
             (Node::Chain(..), Node::Chain(..)) => self.relations(gold, pred),
             (Node::Chain(..), _) if is_equation(gold) => Some(false),
             _ => self.collections(gold, pred),
         }
+    }
+
+    /// Whether an equation states a value: it names it (`x = 5`), or computes it, and every side without variables agrees.
+    ///
+    /// `2x + y = 2 + 3 = 5` computes a value; `2x = 5` is not solved and `3 + 4 = 5` is wrong.
+    fn consistent(&self, pred: &Node) -> Option<bool> {
+        let Node::Chain(first, rest) = pred else { return Some(true) };
+        let (_, last) = rest.last()?;
+        let solved = |node: &Node| {
+            let mut names = vec![];
+            node.variables(&mut names);
+            names.is_empty()
+        };
+        if is_name(first) {
+            return Some(true);
+        }
+        let sides = std::iter::once(&**first).chain(rest.iter().map(|(_, side)| side));
+        let known: Vec<&Node> = sides.filter(|side| solved(side)).collect();
+        if !solved(first) && (rest.len() < 2 || known.len() < 2) {
+            return Some(false);
+        }
+        all(known.into_iter().map(|side| self.answers(side, last)))
     }
 
     /// Sets of numbers, sequences and matrices; then scalars.
@@ -89,6 +121,14 @@ impl Comparison<'_> {
             }
             return all(a.iter().flatten().zip(b.iter().flatten()).map(|(a, b)| self.answers(a, b)));
         }
+        // A row or a column is also the list of its cells.
+        let vector = |rows: Vec<Vec<Node>>| (rows.len() == 1 || rows[0].len() == 1).then(|| rows.concat());
+        let cells = |node: &Node| matrix::cells(node).and_then(vector).map(Node::Tuple);
+        match (cells(gold), cells(pred)) {
+            (Some(gold), None) if matches!(pred, Node::Tuple(_)) => return self.collections(&gold, pred),
+            (None, Some(pred)) if matches!(gold, Node::Tuple(_)) => return self.collections(gold, &pred),
+            _ => {}
+        }
         match (elements(gold), elements(pred)) {
             (Some(a), Some(b)) => self.sequences(gold, a, pred, b),
             (Some([single]), None) if !matches!(gold, Node::Tuple(_)) => self.answers(single, pred),
@@ -99,6 +139,9 @@ impl Comparison<'_> {
     }
 
     fn sequences(&self, gold: &Node, a: &[Node], pred: &Node, b: &[Node]) -> Option<bool> {
+        if matches!((gold, pred), (Node::Set(_), Node::Tuple(_)) | (Node::Tuple(_), Node::Set(_))) {
+            return Some(false);
+        }
         let ordered = matches!(gold, Node::Tuple(_))
             || (matches!(pred, Node::Tuple(_)) && !matches!(gold, Node::Set(_)))
             || (named_apart(a) && !b.iter().any(|part| assignment(part).is_some()));
@@ -244,8 +287,14 @@ impl Comparison<'_> {
         if unit.is_some() && other.is_some() && unit != other {
             return Some(false);
         }
+        // A plain number of degrees or per cent may stand without the sign, but not for radians or for a fraction.
+        let radians = unit.as_deref() == Some("radian") || other.as_deref() == Some("radian");
+        let turns = radians || gold.any(&|node| matches!(node, Node::Pi));
         match (gold, pred) {
             (Node::Percent(a), Node::Percent(b)) | (Node::Degree(a), Node::Degree(b)) => equal(a, b),
+            (Node::Degree(_), b) if turns => equal(gold, b),
+            (a, Node::Degree(_)) if turns => equal(a, pred),
+            (a, Node::Percent(_)) if !plain_percentage(a) => equal(a, pred),
             (Node::Percent(a) | Node::Degree(a), b) => any([equal(a, b), equal(gold, b)].into_iter()),
             (a, Node::Percent(b) | Node::Degree(b)) => any([equal(a, b), equal(a, pred)].into_iter()),
             (Node::Based(a, base), Node::Based(b, other)) if base == other => Some(a == b),
@@ -253,6 +302,7 @@ impl Comparison<'_> {
                 Some(true)
             }
             (Node::Ratio(a), Node::Ratio(b)) => self.ratios(a, b),
+            (Node::Ratio(a), _) if time_of_day(a) => Some(false),
             (Node::Calculus(calculus), other) | (other, Node::Calculus(calculus)) => {
                 antiderivative(calculus, other, self.seed, self.visits).unwrap_or_else(|| equal(gold, pred))
             }
@@ -265,8 +315,12 @@ impl Comparison<'_> {
             return Some(false);
         }
         let same = all(a.iter().zip(b).map(|(a, b)| identity::equal(a, b, self.seed, self.visits)));
+        let halves = (a.last().and_then(meridiem), b.last().and_then(meridiem));
+        if matches!(halves, (Some(a), Some(b)) if a != b) {
+            return Some(false);
+        }
         // With a zero it is a time of day, or no ratio at all.
-        if same == Some(true) || a.iter().chain(b).any(is_zero) {
+        if same == Some(true) || time_of_day(a) || a.iter().chain(b).any(is_zero) {
             return same;
         }
         all((1..a.len()).map(|at| {
@@ -328,6 +382,7 @@ fn is_name(node: &Node) -> bool {
         Node::Product(parts) | Node::Sum(parts) | Node::Ratio(parts) | Node::Tuple(parts) => {
             parts.iter().all(is_name)
         }
+        Node::Function(Function::Exp | Function::Ln, _) => false,
         Node::Function(_, parts) => parts.iter().all(is_name),
         Node::Quotient(a, b) => is_name(a) && is_name(b),
         Node::Quantity(part, _) => is_name(part),
@@ -448,7 +503,8 @@ fn settled_chain(first: &Node, rest: &[(Relation, Node)]) -> Node {
     let mut rest = rest.to_vec();
     match approximate {
         Some(0) if is_name(first) => rest[0].0 = Relation::Equal,
-        Some(0) => return settled(first),
+        Some(0) if close(first, &rest[0].1) => return settled(first),
+        Some(0) => return Node::Words("a wrong approximation".to_owned()),
         _ => {}
     }
     if let Some(at) = rest.iter().position(|(relation, _)| *relation == Relation::Approximately) {

@@ -2,10 +2,12 @@
 //!
 //! Invariant: a number that touches anything that could change its value is no answer.
 
+use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use regex::Regex;
 
+use super::clause;
 use super::extract::{Found, MAX_BOXES, MAX_WHOLE};
 use super::lex;
 
@@ -15,7 +17,7 @@ const WINDOW: usize = 80;
 /// The formula or number that ends the text, whichever is later, or a short text as a whole.
 pub(super) fn ending(text: &str) -> Vec<Found<'_>> {
     let formulas = last_formulas(text);
-    let plain = formulas.as_ref().map_or(0, |(_, end)| *end);
+    let plain = formulas.as_ref().map_or(0, |(_, (_, end))| *end);
     let rest = &text[plain..];
     let mut found = vec![];
     if formulas.is_none() {
@@ -42,21 +44,22 @@ pub(super) fn ending(text: &str) -> Vec<Found<'_>> {
     }
     // The numbers inside formulas are parts of them, and no answer by themselves.
     if rest.contains(|c: char| c.is_ascii_digit()) {
-        found.extend(last_number(rest).map(Found::plain));
+        found.extend(last_number(text, plain).map(Found::plain));
     } else {
-        found.extend(formulas.and_then(|(found, _)| found));
+        let stated = formulas.filter(|(_, (from, to))| clause::states(&text[..*from], &text[*to..]));
+        found.extend(stated.and_then(|(found, _)| found));
     }
     found
 }
 
-/// The last formula with those before it that are listed with it, and where it ends.
+/// The last formula with those before it that are listed with it, and where they begin and end, in bytes.
 ///
 /// A single `$...$` that spans lines is more likely two amounts of money: it ends what is searched, and is no answer.
-pub(super) fn last_formulas(text: &str) -> Option<(Option<Found<'_>>, usize)> {
+pub(super) fn last_formulas(text: &str) -> Option<(Option<Found<'_>>, (usize, usize))> {
     let all = formulas(text);
     let (last, earlier) = all.split_last()?;
     if !last.whole_line {
-        return Some((None, last.whole.1));
+        return Some((None, last.whole));
     }
     let mut group = vec![&text[last.content.0..last.content.1]];
     let mut start = last.whole.0;
@@ -74,7 +77,7 @@ pub(super) fn last_formulas(text: &str) -> Option<(Option<Found<'_>>, usize)> {
         [single] => Found::formula(*single),
         several => Found::formula(several.join(", ")),
     };
-    Some((Some(found), last.whole.1))
+    Some((Some(found), (start, last.whole.1)))
 }
 
 /// `and`, `or`, also without a blank before the variable that follows.
@@ -145,8 +148,8 @@ fn close_of(inner: &str, close: &str) -> Option<usize> {
     }
 }
 
-/// The last number of a text without formulas, if it stands by itself.
-fn last_number(text: &str) -> Option<&str> {
+/// The last number of a text that has no formulas after `plain` bytes, if it stands by itself and is stated.
+fn last_number(text: &str, plain: usize) -> Option<Cow<'_, str>> {
     static NUMBER: LazyLock<Regex> = LazyLock::new(|| {
         compiled(
             r"[0-9]{1,3}(?: [0-9]{3})+\b|[0-9]+ [0-9]+/[0-9]+|[0-9.,:/]*[0-9](?:[0-9.,:/]*[0-9])?(?:[eE][+-]?[0-9]+)?",
@@ -156,7 +159,7 @@ fn last_number(text: &str) -> Option<&str> {
     let digit = text.rfind(|c: char| c.is_ascii_digit())?;
     let from = text[..digit].char_indices().rev().nth(WINDOW).map_or(0, |(at, _)| at);
     let window = text[from..].find(char::is_whitespace).filter(|_| from > 0).map_or(from, |at| from + at);
-    let found = NUMBER.find_at(text, window.min(digit));
+    let found = NUMBER.find_at(text, window.min(digit).max(plain));
     let found = std::iter::successors(found, |found| NUMBER.find_at(text, found.end())).last()?;
     let (before, after) = (&text[..found.start()], &text[found.end()..]);
     let negative = before.ends_with(['-', '\u{2212}']);
@@ -166,20 +169,36 @@ fn last_number(text: &str) -> Option<&str> {
         Some(inner) if after.contains("**") => (inner, after.strip_prefix("**").unwrap_or(after)),
         _ => (before, after),
     };
+    let (before, negated) = match before.trim_end().strip_suffix("negative") {
+        Some(rest) if !negative => (rest, true),
+        _ => (before, false),
+    };
     // Signs next to the number, or on the other side of a blank, that make it a part of something else.
     let touches = |c: char| c.is_alphanumeric() || "_^\\{}()[]|<>~\u{221a}".contains(c);
-    let operates = |c: char| "+*/^=-\u{2212}\u{d7}\u{f7}\u{b7}".contains(c);
+    let operates = |c: char| "+*/^=-<>\u{2212}\u{d7}\u{f7}\u{b7}\u{2264}\u{2265}\u{2260}".contains(c);
     let joined_before = before.chars().next_back().is_some_and(touches)
-        || before.trim_end().chars().next_back().is_some_and(|c| operates(c) && c != '=');
+        || before.trim_end().chars().next_back().is_some_and(|c| operates(c) && c != '=')
+        || ends_with_operator(before.trim_end());
     let unit = unit_length(after);
     let joined_after =
         after[unit..].chars().next().is_some_and(|c| (touches(c) && c != ')') || ['!', '?'].contains(&c))
             || after[unit..].trim_start().chars().next().is_some_and(operates);
-    if joined_before || joined_after {
+    if joined_before || joined_after || !clause::states(before, &after[unit..]) {
         return None;
     }
+    if negated {
+        return Some(format!("-{}", &text[found.start()..found.end() + unit]).into());
+    }
     let sign = text[..found.start()].chars().next_back().filter(|_| negative).map_or(0, char::len_utf8);
-    Some(&text[found.start() - sign..found.end() + unit])
+    Some(text[found.start() - sign..found.end() + unit].into())
+}
+
+/// Whether a text ends with a command other than a blank or an approximate equality, as in `x \\le`, or with `!=` and `<=`.
+fn ends_with_operator(text: &str) -> bool {
+    let stem = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let command = &text[stem.len()..];
+    let relation = !matches!(command, "" | "approx" | "quad" | "qquad" | "text" | "boxed" | "n");
+    (stem.ends_with('\\') && relation) || ["!=", "<=", ">="].iter().any(|sign| text.ends_with(sign))
 }
 
 /// Bytes of a unit that follows a number without a blank.

@@ -11,6 +11,7 @@ use std::sync::LazyLock;
 
 use regex::Regex;
 
+use super::clause;
 use super::ending::{compiled, ending, last_formulas};
 use super::lex;
 
@@ -36,9 +37,10 @@ impl<'a> Found<'a> {
         Self { text: text.into(), formula: true }
     }
 
-    pub(super) fn plain(text: &'a str) -> Self {
+    pub(super) fn plain(text: impl Into<Cow<'a, str>>) -> Self {
+        let text = text.into();
         let formula = text.contains('\\') && !text.contains('$') && !text.contains("\\(");
-        Self { text: text.into(), formula }
+        Self { text, formula }
     }
 }
 
@@ -47,15 +49,47 @@ impl<'a> Found<'a> {
 /// In a completion that was cut off, only what was finished counts: boxes, and marks on finished lines.
 pub(super) fn completion(text: &str, truncated: bool) -> Vec<Found<'_>> {
     let text = without_special_tokens(tail(text));
+    if let Some(inner) = tagged(text) {
+        return completion(inner, false);
+    }
     let (boxed, boxes_end) = boxed(text).map_or((None, 0), |(found, end)| (Some(found), end));
     let finished = if truncated { text.rsplit_once('\n').map_or("", |(finished, _)| finished) } else { text };
     let after = finished.get(boxes_end..).unwrap_or("");
     let mut found = stated(after, boxed.is_some());
     found.extend(boxed);
     if found.is_empty() && !truncated {
-        found = ending(text);
+        found = solution(text);
+        found.extend(ending(text));
     }
     found
+}
+
+/// What stands in the last `<answer>...</answer>`.
+fn tagged(text: &str) -> Option<&str> {
+    let (before, _) = text.rsplit_once("</answer>")?;
+    let (_, inner) = before.rsplit_once("<answer>")?;
+    (!inner.trim().is_empty()).then(|| inner.trim())
+}
+
+/// What is stated as the solution or the option, if no number or formula follows it.
+///
+/// These words are common in the course of a solution too, so that only the end of the text counts, and only a value.
+fn solution(text: &str) -> Vec<Found<'_>> {
+    let nouns = ["olution", "ption", "hoice", "root", "Root"];
+    let last = nouns.iter().filter_map(|noun| text.rfind(noun).map(|at| (at, noun.len()))).max();
+    let Some((at, len)) = last else { return vec![] };
+    let Some(rest) = after_phrase(&text[at + len..]) else { return vec![] };
+    let end = sentence_end(rest);
+    let value = rest[..end].trim_matches(['*', ' ', '\t', '\r', ':', '_']);
+    let more = rest[end..].contains(|c: char| c.is_ascii_digit() || c == '$' || c == '\\');
+    let letter = value.trim_matches(['(', ')']);
+    let chosen = letter.len() == 1 && letter.bytes().all(|byte| byte.is_ascii_uppercase());
+    let solid = chosen || value.contains(|c: char| c.is_ascii_digit());
+    let asked = rest[end..].starts_with(['!', '?']);
+    if more || asked || !solid || value.len() > MAX_WHOLE || clause::supposes(&text[..at]) {
+        return vec![];
+    }
+    vec![Found::plain(value)]
 }
 
 /// The answer in a reference: a whole solution that states one, or the answer itself.
@@ -240,6 +274,12 @@ fn phrase(text: &str, certain: bool) -> Option<(usize, Vec<Found<'_>>)> {
         let word =
             matches!(before, Some('a' | 'A')) && !text[..at - 1].ends_with(|c: char| c.is_alphanumeric());
         let Some(rest) = after_phrase(&text[at + 5..]).filter(|_| word) else { continue };
+        if clause::retracts(&rest[sentence_end(rest)..]) {
+            return None;
+        }
+        if clause::supposes(&text[..at - 1]) {
+            continue;
+        }
         let found = sentence(rest);
         let solid = |found: &Found<'_>| found.formula || found.text.contains(|c: char| c.is_ascii_digit());
         if found.is_empty() || (certain && !found.iter().any(solid)) {
@@ -252,11 +292,11 @@ fn phrase(text: &str, certain: bool) -> Option<(usize, Vec<Found<'_>>)> {
 
 /// The text after `is` or `:`, if one follows the word.
 fn after_phrase(rest: &str) -> Option<&str> {
-    let rest = rest.trim_start_matches('*').trim_start();
+    let rest = rest.strip_prefix('s').unwrap_or(rest).trim_start_matches('*').trim_start();
     // "The answer to the question is 5."
     let line = rest.lines().next().unwrap_or("");
     let link = rest.strip_prefix(':').or_else(|| {
-        let after = rest.strip_prefix("is")?;
+        let after = rest.strip_prefix("is").or_else(|| rest.strip_prefix("are"))?;
         (!after.starts_with(|c: char| c.is_alphanumeric())).then_some(after)
     });
     let link = link.or_else(|| {
@@ -286,8 +326,10 @@ fn sentence(text: &str) -> Vec<Found<'_>> {
             found.push(Found::plain(part));
         }
     }
-    if let Some((Some(formulas), _)) = last_formulas(sentence) {
-        found.push(formulas);
+    if let Some((Some(formulas), (from, to))) = last_formulas(sentence) {
+        if clause::states(&sentence[..from], &sentence[to..]) {
+            found.push(formulas);
+        }
     } else if let Some(number) = sole_number(sentence) {
         found.push(Found::plain(number));
     }
@@ -335,7 +377,9 @@ fn sole_number(sentence: &str) -> Option<&str> {
     let apart = !outside[0].ends_with(|c: char| c.is_alphanumeric())
         && !outside[1].starts_with(|c: char| c.is_alphanumeric());
     let number = number.as_str().trim_end_matches(['.', ',']);
-    (apart && words(outside[0]) && words(outside[1])).then_some(number)
+    let value = outside[0].rsplit_once(" is ").map_or(outside[0], |(_, value)| value);
+    let stated = clause::tells(value) && clause::states(outside[0], outside[1]);
+    (apart && stated && words(outside[0]) && words(outside[1])).then_some(number)
 }
 
 #[cfg(test)]

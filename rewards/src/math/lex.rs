@@ -246,6 +246,7 @@ impl Lexer {
             | "mathop" | "textsf" | "texttt" | "mathsf" | "rm" | "hbox" => {
                 return self.text(name, rest, mode, spaced, depth);
             }
+            "color" | "textcolor" => return Some(rest.trim_start().strip_prefix('{')?.split_once('}')?.1),
             "lbrace" => self.push(Token::SetOpen, spaced),
             "rbrace" => self.push(Token::SetClose, spaced),
             name if ignored(name) => return Some(rest),
@@ -441,6 +442,14 @@ fn ignored(name: &str) -> bool {
             | "blacksquare"
             | "qed"
             | "euro"
+            | "tiny"
+            | "small"
+            | "large"
+            | "Large"
+            | "LARGE"
+            | "huge"
+            | "Huge"
+            | "bf"
             | "pounds"
     )
 }

@@ -20,6 +20,7 @@
 
 mod approx;
 mod calculus;
+mod clause;
 mod compare;
 mod curve;
 mod ending;
@@ -29,6 +30,7 @@ mod lex;
 mod matrix;
 mod modular;
 mod node;
+mod notation;
 mod numeric;
 mod operand;
 mod operand_calculus;
@@ -112,11 +114,12 @@ pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> Ver
     if let (Some(a), Some(b)) = (plain_integer(&gold.text), plain_integer(&pred.text)) {
         return Verdict { equal: Some(a == b), decided_by: DecidedBy::Number };
     }
-    if let (Some(a), Some(b)) = (plain_integer(&gold.text), integer_with_unit(&pred.text)) {
+    if !gold.text.contains('$')
+        && let (Some(a), Some(b)) = (plain_integer(&gold.text), integer_with_unit(&pred.text))
+    {
         return Verdict { equal: Some(a == b), decided_by: DecidedBy::Number };
     }
-    let text = words::bare(&gold.text);
-    if !text.is_empty() && preds.iter().any(|pred| words::bare(&pred.text) == text) {
+    if same_text(&gold.text, &preds) {
         return Verdict { equal: Some(true), decided_by: DecidedBy::Text };
     }
     let golds = first_readable(&golds);
@@ -129,6 +132,16 @@ pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> Ver
         return Verdict { equal: Some(false), decided_by: DecidedBy::NoAnswer };
     }
     judged(&golds, &readings, strict, seed(&gold.text, &pred.text))
+}
+
+/// Whether a candidate is the reference as written, or both are the same words in another dress.
+fn same_text(gold: &str, preds: &[Found<'_>]) -> bool {
+    let written = words::written(gold);
+    let prose = words::prose(gold);
+    preds.iter().any(|pred| {
+        (!written.is_empty() && words::written(&pred.text) == written)
+            || (prose.is_some() && words::prose(&pred.text) == prose)
+    })
 }
 
 /// The verdict over all readings: any pair that is equal decides.
@@ -175,7 +188,8 @@ fn first_readable(found: &[Found<'_>]) -> Vec<Node> {
 
 /// The trees that an answer may mean: `1/2x`, commas and runs of letters can be read in two ways.
 fn readings(found: &Found<'_>) -> Vec<Node> {
-    let text = found.text.trim();
+    let text = words::one_meridiem(found.text.trim());
+    let text = &*text;
     if let Some((letter, rest)) = choice(text) {
         let rest = Found { text: rest.into(), formula: found.formula };
         let mut nodes = readings(&rest);
@@ -190,7 +204,7 @@ fn readings(found: &Found<'_>) -> Vec<Node> {
         }
     } else {
         modes.push(Mode::Plain);
-        if text.bytes().zip(text.bytes().skip(1)).any(|(a, b)| a == b',' && b.is_ascii_digit()) {
+        if cents_after_comma(text) {
             modes.push(Mode::PlainDecimalComma);
         }
     }
@@ -202,6 +216,7 @@ fn readings(found: &Found<'_>) -> Vec<Node> {
                 continue;
             }
             let node = parse::answer(text, Options { mode, loose_division });
+            let node = node.map(|node| valued(node, text));
             if let Some(node) = node.filter(|node| !nodes.contains(node)) {
                 nodes.push(node);
             }
@@ -210,11 +225,36 @@ fn readings(found: &Found<'_>) -> Vec<Node> {
     nodes
 }
 
-/// The letter and the value of an answer such as `(B) 6` or `\textbf{(B)}\ 6`, which states both.
+/// What words stand for, and a number with the currency whose sign stands beside it.
+fn valued(node: Node, text: &str) -> Node {
+    match node {
+        Node::Words(words) => match words::spelled(&words) {
+            Some(value) => Node::integer(value),
+            None if words::nothing(&words) => Node::Named('0'),
+            None => Node::Words(words),
+        },
+        Node::Number(_) => match words::currency(text) {
+            Some(unit) => Node::Quantity(Box::new(node), unit.to_owned()),
+            None => node,
+        },
+        node => node,
+    }
+}
+
+/// Whether a whole text is an amount with a decimal comma: two digits after it, as prices have, and nothing else.
+fn cents_after_comma(text: &str) -> bool {
+    let digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
+    text.trim_start_matches('-')
+        .split_once(',')
+        .is_some_and(|(whole, cents)| !whole.is_empty() && cents.len() == 2 && digits(whole) && digits(cents))
+}
+
+/// The letter and the value of an answer such as `(B) 6`, `B) 6` or `\textbf{(B)}\ 6`, which states both.
 fn choice(text: &str) -> Option<(&str, &str)> {
     let wrapped =
         ["\\textbf{", "\\text{", "\\mathrm{", "\\mathbf{"].iter().find_map(|open| text.strip_prefix(open));
-    let inner = wrapped.unwrap_or(text).strip_prefix('(')?;
+    let inner = wrapped.unwrap_or(text);
+    let inner = inner.strip_prefix('(').unwrap_or(inner);
     let letter = inner.get(..1).filter(|letter| ("A".."F").contains(letter))?;
     let rest = inner[1..].strip_prefix(')')?;
     let rest = if wrapped.is_some() { rest.strip_prefix('}')? } else { rest };
@@ -435,7 +475,7 @@ mod tests {
             prop_assert_eq!(first, grade(&a, &b, truncated, strict));
             let boxed = format!("\\boxed{{{a}}}");
             let whole = extract::balanced(&boxed[7..]) == Some(a.len()) && !a.contains("boxed");
-            if whole && !words::bare(&a).is_empty() {
+            if whole && !words::written(&a).is_empty() {
                 prop_assert_ne!(grade(&boxed, &boxed, false, strict).equal, Some(false));
             }
         }

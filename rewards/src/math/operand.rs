@@ -5,7 +5,7 @@
 use num_traits::ToPrimitive;
 
 use super::lex::Token;
-use super::node::{Function, Interval, Node, Relation};
+use super::node::{Function, Interval, Joint, Node, Relation};
 use super::parse::{Parser, product};
 
 /// Most cells of a matrix.
@@ -117,8 +117,14 @@ impl Parser<'_> {
     fn number(&mut self, literal: super::node::Literal, digits: &str) -> Option<Node> {
         if self.sign('_') {
             self.at += 1;
-            let Node::Number(base) = self.script()? else { return None };
-            let base = base.value.to_integer().to_u32().filter(|base| (2..=36).contains(base))?;
+            let base = match self.base_in_words() {
+                Some(base) => base,
+                None => match self.script()? {
+                    Node::Number(base) => base.value.to_integer().to_u32()?,
+                    _ => return None,
+                },
+            };
+            let base = Some(base).filter(|base| (2..=36).contains(base))?;
             return (literal.places == 0).then(|| Node::Based(digits.to_owned(), base));
         }
         let repeats =
@@ -133,6 +139,18 @@ impl Parser<'_> {
             return Some(Node::rational(literal.value + tail));
         }
         Some(Node::Number(literal))
+    }
+
+    /// The base in `1011_{\text{two}}`, after the underscore.
+    fn base_in_words(&mut self) -> Option<u32> {
+        let braced = usize::from(self.sign('{'));
+        let Some(Token::Word(word)) = self.peek_at(braced) else { return None };
+        let base = u32::try_from(super::words::spelled(word)?).ok()?;
+        if braced == 1 && self.peek_at(2) != Some(&Token::Sign('}')) {
+            return None;
+        }
+        self.at += 1 + 2 * braced;
+        Some(base)
     }
 
     /// Whether `\overline{digits}` is next.
@@ -227,11 +245,11 @@ impl Parser<'_> {
         })))
     }
 
-    /// After `{` without a backslash: a group, or a set that lost its backslashes.
+    /// After `{` without a backslash: a group, or a list, which may be a set that lost its backslashes.
     fn braces(&mut self) -> Option<Node> {
         let (_, mut parts) = self.parts()?;
         self.expect('}')?;
-        if parts.len() == 1 { parts.pop() } else { Some(Node::Set(parts)) }
+        if parts.len() == 1 { parts.pop() } else { Some(Node::List(Joint::Comma, parts)) }
     }
 
     /// After `\{`: elements, or a condition.

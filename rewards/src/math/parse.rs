@@ -5,6 +5,7 @@
 
 use num_traits::{One, Signed};
 
+use super::clause;
 use super::lex::{self, Lexeme, Mode, Token};
 use super::node::{Joint, Node, Relation};
 use super::words;
@@ -179,6 +180,7 @@ impl<'a> Parser<'a> {
         let first = match label {
             Some(words) if self.at_end() || self.separates() => return Some(Node::Words(words)),
             Some(words) if matches!(self.peek(), Some(Token::Relation(_))) => Node::Symbol(words),
+            Some(words) if words.ends_with("negative") => self.set_expression()?.negated(),
             _ => self.set_expression()?,
         };
         let mut rest = vec![];
@@ -188,8 +190,9 @@ impl<'a> Parser<'a> {
             if trailing || rest.len() > MAX_PARTS {
                 return None;
             }
-            self.leading_words()?;
+            let negative = self.leading_words()?.is_some_and(|words| words.ends_with("negative"));
             let member = self.set_expression()?;
+            let member = if negative { member.negated() } else { member };
             rest.push((*relation, member));
         }
         Some(if rest.is_empty() { first } else { Node::Chain(Box::new(first), rest) })
@@ -199,7 +202,7 @@ impl<'a> Parser<'a> {
         matches!(self.peek(), Some(Token::Sign(',' | ';'))) || matches!(self.word(), Some("and" | "or"))
     }
 
-    /// Words before a number or a formula; `None` if one of them says that the answer is another one.
+    /// Words before a number or a formula; `None` if they may say that the answer is another one.
     #[expect(clippy::option_option, reason = "no words are not the same as words that cannot be passed over")]
     fn leading_words(&mut self) -> Option<Option<String>> {
         let mut found: Vec<&str> = vec![];
@@ -226,7 +229,10 @@ impl<'a> Parser<'a> {
         }
         self.eat(':');
         let whole = self.at_end() || self.separates();
-        if !whole && found.iter().any(|word| words::changes_value(word)) {
+        let named = matches!(self.peek(), Some(Token::Relation(_)));
+        let value = if found.last() == Some(&"negative") { &found[..found.len() - 1] } else { &found };
+        let introduced = named || clause::introduces(value.iter().copied());
+        if !whole && (!introduced || found.iter().any(|word| words::changes_value(word))) {
             return None;
         }
         Some(Some(found.join(" ").to_ascii_lowercase()))

@@ -189,7 +189,8 @@ fn list(joint: Joint, parts: &[Node]) -> Option<(Region, Option<&str>)> {
             None => next,
         });
     }
-    let all = all.filter(|all| joint != Joint::Or && !all.is_empty());
+    let conditions = joint == Joint::And && parts.iter().all(|part| matches!(part, Node::Chain(..)));
+    let all = all.filter(|all| conditions || (joint != Joint::Or && !all.is_empty()));
     Some((all.or(any)?, name))
 }
 

@@ -2,11 +2,16 @@
 //!
 //! Invariant: a word that may change a value is never dropped as a unit.
 
+use std::borrow::Cow;
+use std::sync::LazyLock;
+
+use regex::Regex;
+
 /// The unit that words after a number name, if it is a physical one: then two different ones contradict each other.
 ///
 /// `None` for things that are counted (`apples`, `bolts of fabric`), which an answer may or may not name.
-pub(super) fn unit(words: &str) -> Option<&'static str> {
-    const UNITS: [(&str, &[&str]); 34] = [
+pub(super) fn unit(words: &str) -> Option<String> {
+    const UNITS: [(&str, &[&str]); 33] = [
         ("mm", &["mm", "millimeter", "millimetre"]),
         ("cm", &["cm", "centimeter", "centimetre"]),
         ("dm", &["dm", "decimeter", "decimetre"]),
@@ -32,9 +37,8 @@ pub(super) fn unit(words: &str) -> Option<&'static str> {
         ("ml", &["ml", "milliliter", "millilitre"]),
         ("l", &["l", "liter", "litre"]),
         ("gal", &["gal", "gallon"]),
-        ("mph", &["mph"]),
-        ("km/h", &["kmph", "kmh", "km/h", "km/hr"]),
-        ("m/s", &["m/s"]),
+        ("mi/h", &["mph"]),
+        ("km/h", &["kmph", "kmh"]),
         ("cent", &["cent"]),
         ("dollar", &["dollar", "usd"]),
         ("euro", &["euro", "eur"]),
@@ -43,9 +47,14 @@ pub(super) fn unit(words: &str) -> Option<&'static str> {
         ("acre", &["acre"]),
     ];
     let words = words.trim().to_ascii_lowercase();
-    let single = words.trim_end_matches('.');
     let names = |name: &str| UNITS.iter().find(|(_, all)| all.contains(&name)).map(|(unit, _)| *unit);
-    names(single).or_else(|| names(single.strip_suffix('s')?))
+    let single = |part: &str| {
+        let part = part.trim().trim_end_matches('.');
+        names(part).or_else(|| names(part.strip_suffix('s')?))
+    };
+    // "miles per hour", "m/s"
+    let parts = words.split('/').flat_map(|part| part.split(" per "));
+    Some(parts.map(single).collect::<Option<Vec<_>>>()?.join("/"))
 }
 
 /// What a word after a number multiplies it by.
@@ -63,7 +72,7 @@ pub(super) fn scale(word: &str) -> Option<i64> {
 
 /// Whether a word next to a number says that the value is another one.
 pub(super) fn changes_value(word: &str) -> bool {
-    const CHANGING: [&str; 22] = [
+    const CHANGING: [&str; 24] = [
         "half",
         "halves",
         "third",
@@ -86,6 +95,8 @@ pub(super) fn changes_value(word: &str) -> bool {
         "modulo",
         "than",
         "score",
+        "most",
+        "least",
     ];
     CHANGING.contains(&word.to_ascii_lowercase().as_str())
 }
@@ -98,57 +109,167 @@ pub(super) fn looks_like_a_word(run: &str) -> bool {
     known || (run.len() >= 4 && vowels > 0 && lower.chars().any(|c| c > 'e'))
 }
 
-/// The normal form of an answer as text: without delimiters, sizes, blanks, `\text` and case.
+/// Commands around text that leave it as it is.
+const TEXT: [&str; 10] =
+    ["text", "textbf", "textit", "textrm", "textnormal", "mathrm", "mathbf", "mbox", "operatorname", "boxed"];
+
+/// The tokens of an answer as written: two answers with the same ones are the same, whatever they mean.
 ///
-/// One letter keeps its case, as `E` is not `e`.
-pub(super) fn bare(answer: &str) -> String {
+/// Only delimiters, sizes and blanks that part nothing are gone; braces, signs and case stay.
+pub(super) fn written(answer: &str) -> String {
     let mut out = String::with_capacity(answer.len());
-    let mut rest = answer;
+    let mut rest = answer.trim();
+    let mut blank = false;
     while let Some(c) = rest.chars().next() {
         rest = &rest[c.len_utf8()..];
         match c {
-            '\\' => rest = bare_command(rest, &mut out),
-            '$' | '{' | '}' | '~' | '*' | '"' | '\u{a0}' => {}
-            c if c.is_whitespace() => {
-                // `1 2` is not 12.
-                let digit = |c: char| c.is_ascii_digit();
-                if out.ends_with(digit) && rest.trim_start().starts_with(digit) {
-                    out.push(' ');
+            '\\' => {
+                let len = rest.bytes().take_while(u8::is_ascii_alphabetic).count();
+                let len = if len == 0 { rest.chars().next().map_or(0, char::len_utf8) } else { len };
+                let (name, after) = rest.split_at(len);
+                rest = after;
+                match name {
+                    "left" | "right" | "displaystyle" | "big" | "Big" | "bigl" | "bigr" | "$" | "!" => {}
+                    "quad" | "qquad" | "," | ";" | ":" | " " => blank = true,
+                    name => {
+                        let name = match name {
+                            "dfrac" | "tfrac" | "cfrac" => "frac",
+                            "leq" => "le",
+                            "geq" => "ge",
+                            name => name,
+                        };
+                        blank = false;
+                        out.extend(["\\", name, " "]);
+                    }
                 }
             }
-            '\u{2212}' => out.push('-'),
-            c => out.push(c),
+            '$' => {}
+            c if c.is_whitespace() || c == '~' => blank = true,
+            c => {
+                // `1 2` is not 12, and `1, 234` not 1,234.
+                let parts = |c: char| c.is_alphanumeric() || c == ',' || c == '.';
+                if blank && parts(c) && out.ends_with(parts) {
+                    out.push(' ');
+                }
+                blank = false;
+                out.push(if c == '\u{2212}' { '-' } else { c });
+            }
         }
     }
-    let out = out.trim_end_matches(['.', ',', ';', ':']);
-    let inner = out.strip_prefix('(').and_then(|inner| inner.strip_suffix(')'));
-    let out = inner.filter(|inner| inner.len() == 1).unwrap_or(out);
-    if out.len() == 1 { out.to_owned() } else { out.to_ascii_lowercase() }
+    out.trim_end_matches(['.', ',', ';', ':', ' ']).to_owned()
 }
 
-fn bare_command<'a>(rest: &'a str, out: &mut String) -> &'a str {
-    let len = rest.bytes().take_while(u8::is_ascii_alphabetic).count();
-    if len == 0 {
-        let Some(sign) = rest.chars().next() else { return rest };
-        if "%{}".contains(sign) {
-            out.push(sign);
+/// Words without mathematics in one form: no `\text`, one blank between words, lower case. `None` for anything else.
+pub(super) fn prose(answer: &str) -> Option<String> {
+    let mut plain = String::with_capacity(answer.len());
+    let mut open = 0usize;
+    let mut rest = answer.trim();
+    while let Some(c) = rest.chars().next() {
+        rest = &rest[c.len_utf8()..];
+        match c {
+            '\\' => {
+                let len = rest.bytes().take_while(u8::is_ascii_alphabetic).count();
+                let (name, after) = rest.split_at(len);
+                if TEXT.contains(&name) {
+                    rest = after.trim_start().strip_prefix('{')?;
+                    open += 1;
+                } else if len == 0 && after.starts_with([' ', ',', ';']) {
+                    plain.push(' ');
+                    rest = &after[1..];
+                } else {
+                    return None;
+                }
+            }
+            '}' => open = open.checked_sub(1)?,
+            '$' | '*' | '"' => {}
+            '~' => plain.push(' '),
+            c if c.is_alphanumeric() || c.is_whitespace() || "-'.,:()".contains(c) => plain.push(c),
+            _ => return None,
         }
-        return &rest[sign.len_utf8()..];
     }
-    let (name, after) = rest.split_at(len);
-    match name {
-        "left" | "right" | "displaystyle" | "big" | "Big" | "bigl" | "bigr" | "quad" | "qquad" | "text"
-        | "textbf" | "textit" | "textrm" | "mathrm" | "mathbf" | "mbox" | "operatorname" | "rm" | "boxed" => {
-        }
-        "dfrac" | "tfrac" | "cfrac" => out.push_str("\\frac"),
-        "leq" => out.push_str("\\le"),
-        "geq" => out.push_str("\\ge"),
-        name => {
-            out.push('\\');
-            out.push_str(name);
+    let words: Vec<&str> = plain.split_whitespace().collect();
+    let word = |run: &str| {
+        let named = run.len() > 2 && run[1..].bytes().all(|byte| byte.is_ascii_lowercase());
+        (named || run.eq_ignore_ascii_case("no")) && run.is_ascii()
+    };
+    let known = plain.split(|c: char| !c.is_alphanumeric()).any(word);
+    let joined = words.join(" ").to_lowercase();
+    known.then(|| joined.trim_end_matches(['.', ',', ':']).to_owned())
+}
+
+/// The value of a number in words up to 999, such as `seven` and `twenty-one`.
+pub(super) fn spelled(text: &str) -> Option<i64> {
+    const SMALL: [&str; 20] = [
+        "zero",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+        "thirteen",
+        "fourteen",
+        "fifteen",
+        "sixteen",
+        "seventeen",
+        "eighteen",
+        "nineteen",
+    ];
+    const TENS: [&str; 8] = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"];
+    let lower = text.to_ascii_lowercase();
+    let (mut hundreds, mut tens, mut units) = (None, None, None);
+    for word in lower.split(|c: char| c == '-' || c.is_whitespace()).filter(|word| !word.is_empty()) {
+        let place = |words: &[&str]| {
+            words.iter().position(|known| *known == word).and_then(|at| i64::try_from(at).ok())
+        };
+        if let Some(value) = place(&SMALL) {
+            let fits = units.is_none() && (tens.is_none() || (1..10).contains(&value));
+            units = fits.then_some(Some(value))?;
+        } else if let Some(value) = place(&TENS) {
+            tens = (tens.is_none() && units.is_none()).then_some(Some(10 * (value + 2)))?;
+        } else if word == "hundred" {
+            let factor = units.take().filter(|value| (1..10).contains(value))?;
+            hundreds = (hundreds.is_none() && tens.is_none()).then_some(Some(100 * factor))?;
+        } else if word != "and" || hundreds.is_none() {
+            return None;
         }
     }
-    after
+    hundreds.or(tens).or(units)?;
+    Some(hundreds.unwrap_or(0) + tens.unwrap_or(0) + units.unwrap_or(0))
+}
+
+/// The currency whose sign an amount begins or ends with.
+pub(super) fn currency(text: &str) -> Option<&'static str> {
+    let text = text.trim();
+    let pair = text.len() > 1 && text.starts_with('$') && text[1..].contains('$');
+    let signs = [("\\$", "dollar"), ("$", "dollar"), ("\u{20ac}", "euro"), ("\\euro", "euro")];
+    let stands = |sign: &str| (text.starts_with(sign) || text.ends_with(sign)) && !(pair && sign == "$");
+    signs.iter().find(|(sign, _)| stands(sign)).map(|(_, unit)| *unit)
+}
+
+/// The text with `am` and `pm` for `a.m.` and `P. M.`, if there is a time of day in it.
+pub(super) fn one_meridiem(text: &str) -> Cow<'_, str> {
+    static DOTTED: LazyLock<Regex> = LazyLock::new(|| super::ending::compiled(r"(?i)\b([ap])\.\s?m\b\.?"));
+    if text.contains(':') { DOTTED.replace_all(text, "${1}m") } else { text.into() }
+}
+
+/// Whether words say that nothing fulfils a condition.
+pub(super) fn nothing(words: &str) -> bool {
+    matches!(
+        words.to_ascii_lowercase().trim_end_matches('s'),
+        "no solution"
+            | "no real solution"
+            | "empty set"
+            | "the empty set"
+            | "there is no solution"
+            | "there are no solution"
+    )
 }
 
 #[cfg(test)]
@@ -157,8 +278,9 @@ mod tests {
 
     #[test]
     fn units_have_one_name_each() {
-        assert_eq!(unit(" Meters."), Some("m"));
-        assert_eq!(unit("inches"), Some("in"));
+        assert_eq!(unit(" Meters.").as_deref(), Some("m"));
+        assert_eq!(unit("inches").as_deref(), Some("in"));
+        assert_eq!(unit("miles per hour"), unit("mph"));
         assert_eq!(unit("hours"), unit("hr"));
         assert_eq!(unit("bolts of fabric"), None);
     }
@@ -171,9 +293,18 @@ mod tests {
 
     #[test]
     fn text_has_one_form() {
-        assert_eq!(bare("$\\text{Evelyn}$."), "evelyn");
-        assert_eq!(bare("\\textbf{(A)}"), "A");
-        assert_eq!(bare("\\left( 1,\\ \\infty \\right)"), "(1,\\infty)");
-        assert_ne!(bare("E"), bare("e"));
+        assert_eq!(prose("$\\text{Evelyn}$."), prose("evelyn"));
+        assert_eq!(written("\\left( 1,\\ \\infty \\right)"), written("(1,\\infty)"));
+        assert_ne!(written("E"), written("e"));
+        assert_ne!(written("\\pi x"), written("\\pix"));
+        assert_eq!(prose("2*3"), None);
+        assert_eq!(prose("\\frac{1}{2}"), None);
+    }
+
+    #[test]
+    fn numbers_in_words() {
+        assert_eq!(spelled("Seven"), Some(7));
+        assert_eq!(spelled("one hundred and twenty-one"), Some(121));
+        assert_eq!(spelled("twenty eleven").or(spelled("and")).or(spelled("apples")), None);
     }
 }
