@@ -189,8 +189,8 @@ pub(super) fn prose(answer: &str) -> Option<String> {
     }
     let words: Vec<&str> = plain.split_whitespace().collect();
     let word = |run: &str| {
-        let named = run.len() > 2 && run[1..].bytes().all(|byte| byte.is_ascii_lowercase());
-        (named || run.eq_ignore_ascii_case("no")) && run.is_ascii()
+        let named = run.len() > 2 && run.bytes().skip(1).all(|byte| byte.is_ascii_lowercase());
+        run.is_ascii() && (named || run.eq_ignore_ascii_case("no"))
     };
     let known = plain.split(|c: char| !c.is_alphanumeric()).any(word);
     let joined = words.join(" ").to_lowercase();
@@ -297,6 +297,7 @@ mod tests {
         assert_eq!(written("\\left( 1,\\ \\infty \\right)"), written("(1,\\infty)"));
         assert_ne!(written("E"), written("e"));
         assert_ne!(written("\\pi x"), written("\\pix"));
+        assert_eq!(prose("\u{e9}ab"), None);
         assert_eq!(prose("2*3"), None);
         assert_eq!(prose("\\frac{1}{2}"), None);
     }
