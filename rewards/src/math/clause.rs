@@ -6,6 +6,9 @@
 //!
 //! Invariant: only the clause of the number is looked at, so that a condition in an earlier one does not count.
 
+/// Longest clause, characters.
+const MAX_CLAUSE: usize = 500;
+
 /// Words before a value that leave it as it is: articles, copulas, adverbs, and names for an answer.
 const NEUTRAL: [&str; 60] = [
     "a",
@@ -296,6 +299,8 @@ fn precedes(before: &str) -> bool {
 
 /// The text of the clause that a text ends with, and the text up to the end of the number that cuts it off, if one does.
 fn clause(text: &str) -> (&str, Option<&str>) {
+    // Whatever is longer is no clause; texts without any end would be searched from their beginning.
+    let text = text.char_indices().rev().take(MAX_CLAUSE).last().map_or("", |(at, _)| &text[at..]);
     let mut from = 0;
     for (at, c) in text.char_indices().rev() {
         let after = &text[at + c.len_utf8()..];
