@@ -44,10 +44,10 @@ pub(crate) fn kind() -> Kind {
 /// # Errors
 /// The row does not say the numbers and the target.
 pub fn score(reward: &str, format_score: f64, input: &RewardInput<'_>) -> Result<f64, RewardError> {
-    let (numbers, target) = puzzle(input.task).ok_or_else(|| RewardError::Failed {
-        reward: reward.to_owned(),
-        trajectory: input.trajectory(),
-        reason: "the row needs the columns `nums` (whole numbers) and `target` (a number), or both in `ground_truth`".to_owned(),
+    let (numbers, target) = puzzle(input.task).ok_or_else(|| {
+        let reason = "the row needs the columns `nums` (whole numbers) and `target` (a number), or both in \
+                      `ground_truth`";
+        input.trajectory().failed(reward, reason)
     })?;
     let Some(equation) = equation(input.text) else { return Ok(0.0) };
     Ok(if solves(equation, &numbers, &target) { 1.0 } else { format_score })

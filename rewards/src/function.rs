@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use trajectory::{PolicyVersion, Task};
 
-use crate::reward::Judged;
+use crate::reward::{Judged, each};
 use crate::{BoxFuture, Load, Outcome, Reward, RewardError, RewardInput, RewardSpec};
 
 /// A [`Reward`] made of a name and a pure function that takes microseconds.
@@ -123,20 +123,12 @@ impl Function {
             let _permit = permit;
             function(&scored)
         });
-        let failed = |reason| RewardError::Failed {
-            reward: self.name.clone(),
-            trajectory: input.trajectory(),
-            reason,
-        };
+        let failed = |reason: String| input.trajectory().failed(&self.name, reason);
         match tokio::time::timeout(self.timeout, call).await {
             Ok(Ok(Ok(value))) => Ok(value.into()),
             Ok(Ok(Err(error))) => Err(failed(error.to_string())),
             Ok(Err(_)) => Err(failed("the function panicked; its message stands in the log".to_owned())),
-            Err(_) => Err(RewardError::Timeout {
-                reward: self.name.clone(),
-                trajectory: input.trajectory(),
-                seconds: self.timeout.as_secs_f64(),
-            }),
+            Err(_) => Err(input.trajectory().timed_out(&self.name, self.timeout)),
         }
     }
 }
@@ -153,7 +145,7 @@ impl Reward for Function {
     }
 
     fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
-        Box::pin(crate::join(inputs.iter().map(|input| Box::pin(self.judge(input)) as BoxFuture<'_, _>)))
+        each(inputs, |input| self.judge(input))
     }
 
     fn load(&self) -> &Load {

@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use crate::reward::Judged;
-use crate::{BoxFuture, Load, Reward, RewardError, RewardInput, RewardSpec, Scope};
+use crate::load::Waiting;
+use crate::reward::{Judged, each};
+use crate::{BoxFuture, Load, Reward, RewardInput, RewardSpec, Scope};
 
 /// A reward with a timeout and a bound on how many calls it sees at a time.
 #[derive(Debug)]
@@ -37,16 +38,13 @@ impl Reward for Limited {
     }
 
     fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
-        Box::pin(async move {
-            let waiting: Vec<_> = inputs.iter().map(|_| self.load.wait()).collect();
-            // The semaphore is never closed, so a permit always comes.
-            let _permit = self.running.acquire().await;
-            let _running: Vec<_> = waiting.into_iter().map(crate::load::Waiting::begin).collect();
-            match tokio::time::timeout(self.timeout, self.inner.score(inputs)).await {
-                Ok(judged) => judged,
-                Err(_) => inputs.iter().map(|input| Err(self.timed_out(input))).collect(),
-            }
-        })
+        match self.scope() {
+            Scope::Trajectory => each(inputs, |input| async move {
+                let judged = self.call(std::slice::from_ref(input)).await.pop();
+                judged.unwrap_or_else(|| Err(input.trajectory().failed(self.name(), "it said nothing")))
+            }),
+            Scope::Group => Box::pin(self.call(inputs)),
+        }
     }
 
     fn about(&self) -> Option<String> {
@@ -59,11 +57,16 @@ impl Reward for Limited {
 }
 
 impl Limited {
-    fn timed_out(&self, input: &RewardInput<'_>) -> RewardError {
-        RewardError::Timeout {
-            reward: self.name().to_owned(),
-            trajectory: input.trajectory(),
-            seconds: self.timeout.as_secs_f64(),
+    /// One call within the limits.
+    async fn call(&self, inputs: &[RewardInput<'_>]) -> Vec<Judged> {
+        let waiting: Vec<_> = inputs.iter().map(|_| self.load.wait()).collect();
+        // The semaphore is never closed, so a permit always comes.
+        let _permit = self.running.acquire().await;
+        let _running: Vec<_> = waiting.into_iter().map(Waiting::begin).collect();
+        let late = |input: &RewardInput<'_>| Err(input.trajectory().timed_out(self.name(), self.timeout));
+        match tokio::time::timeout(self.timeout, self.inner.score(inputs)).await {
+            Ok(judged) => judged,
+            Err(_) => inputs.iter().map(late).collect(),
         }
     }
 }

@@ -5,10 +5,12 @@
 
 use std::fmt;
 use std::pin::Pin;
+use std::time::Duration;
 
 use serde_json::{Map, Value};
-use trajectory::{PolicyVersion, Task, TaskId};
+use trajectory::{PolicyVersion, Prompt, Task, TaskId};
 
+use crate::registry::Decode;
 use crate::{Load, RewardError};
 
 /// A future on the heap that may move between threads.
@@ -112,6 +114,34 @@ impl<'a> RewardInput<'a> {
         }
     }
 
+    /// The prompt as one text, for people, judges and servers: a conversation has a line per message, with its role.
+    #[must_use]
+    pub fn prompt_text(&self) -> String {
+        match &self.task.prompt {
+            Prompt::Text(text) => text.clone(),
+            Prompt::Messages(messages) => {
+                let lines = messages.iter().map(|message| format!("{}: {}", message.role, message.content));
+                lines.collect::<Vec<_>>().join("\n")
+            }
+        }
+    }
+
+    /// Prompt, and prompt with completion, as the policy saw them: tokens decoded, special ones included. Where no tokens
+    /// are known or nothing decodes them, the texts.
+    #[must_use]
+    pub fn decoded(&self, decode: Option<&Decode>) -> (String, String) {
+        match decode.filter(|_| !self.prompt_ids.is_empty()) {
+            Some(decode) => {
+                (decode(self.prompt_ids), decode(&[self.prompt_ids, self.completion_ids].concat()))
+            }
+            None => {
+                let prompt = self.prompt_text();
+                let whole = format!("{prompt}{}", self.text);
+                (prompt, whole)
+            }
+        }
+    }
+
     /// Which trajectory this is, for messages.
     #[must_use]
     pub fn trajectory(&self) -> TrajectoryRef {
@@ -135,6 +165,30 @@ pub struct TrajectoryRef {
     pub task: TaskId,
     /// Which of the group's trajectories, from 0.
     pub index: u32,
+}
+
+impl TrajectoryRef {
+    /// The error of a reward that could not judge it.
+    pub(crate) fn failed(self, reward: &str, reason: impl Into<String>) -> RewardError {
+        RewardError::Failed { reward: reward.to_owned(), trajectory: self, reason: reason.into() }
+    }
+
+    /// The error of a reward that did not judge it in time.
+    pub(crate) fn timed_out(self, reward: &str, limit: Duration) -> RewardError {
+        RewardError::Timeout { reward: reward.to_owned(), trajectory: self, seconds: limit.as_secs_f64() }
+    }
+}
+
+/// Judges trajectories at the same time, each by itself.
+pub(crate) fn each<'a, F>(
+    inputs: &'a [RewardInput<'a>],
+    judge: impl Fn(&'a RewardInput<'a>) -> F,
+) -> BoxFuture<'a, Vec<Judged>>
+where
+    F: Future<Output = Judged> + Send + 'a,
+{
+    let judging: Vec<_> = inputs.iter().map(|input| Box::pin(judge(input)) as BoxFuture<'a, _>).collect();
+    Box::pin(crate::join(judging.into_iter()))
 }
 
 impl fmt::Display for TrajectoryRef {

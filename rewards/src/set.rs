@@ -208,8 +208,7 @@ fn not_finite(reward: &str, input: &RewardInput<'_>, value: f64) -> RewardError 
 }
 
 fn unanswered(reward: &str, input: &RewardInput<'_>) -> RewardError {
-    let reason = "it said nothing of this trajectory".to_owned();
-    RewardError::Failed { reward: reward.to_owned(), trajectory: input.trajectory(), reason }
+    input.trajectory().failed(reward, "it said nothing of this trajectory")
 }
 
 /// Waits for all futures at the same time. Every wake-up polls all that are left: sets are small.

@@ -25,7 +25,7 @@ use self::python::Interpreter;
 use self::run::{Runner, Trial, Verdict};
 use self::suite::Suite;
 use crate::registry::Kind;
-use crate::reward::Judged;
+use crate::reward::{Judged, each};
 use crate::sandbox::{Choice, Limits, Method, Sandbox, View, view};
 use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
 
@@ -108,11 +108,7 @@ impl Code {
 
     async fn judge(&self, input: &RewardInput<'_>) -> Judged {
         let waiting = self.load.wait();
-        let failed = |reason| RewardError::Failed {
-            reward: self.name.clone(),
-            trajectory: input.trajectory(),
-            reason,
-        };
+        let failed = |reason: String| input.trajectory().failed(&self.name, reason);
         let suite = Suite::of(input.task, self.tests_column.as_deref()).map_err(failed)?;
         let Some(program) =
             extract::program(input.text, &self.language, &|code| suite.tests_what_is_in(code))
@@ -225,7 +221,7 @@ impl Reward for Code {
     }
 
     fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
-        Box::pin(crate::join(inputs.iter().map(|input| Box::pin(self.judge(input)) as BoxFuture<'_, _>)))
+        each(inputs, |input| self.judge(input))
     }
 
     fn about(&self) -> Option<String> {

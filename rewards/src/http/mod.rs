@@ -18,7 +18,7 @@ use trajectory::Prompt;
 
 use self::transport::{CallError, Transport, cut, seed};
 use crate::registry::Kind;
-use crate::reward::Judged;
+use crate::reward::{Judged, each};
 use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
 
 /// The kind `http`.
@@ -133,16 +133,9 @@ impl Http {
         started: oneshot::Sender<()>,
         answer: oneshot::Sender<Result<Outcome, CallError>>,
     ) -> Entry {
-        let decode = self.decode.as_ref().filter(|_| !input.prompt_ids.is_empty());
-        let (prompt, query) = match decode {
-            Some(decode) => {
-                let whole = [input.prompt_ids, input.completion_ids].concat();
-                (Value::from(decode(input.prompt_ids)), decode(&whole))
-            }
-            None => {
-                (messages(&input.task.prompt), format!("{}{}", prompt_text(&input.task.prompt), input.text))
-            }
-        };
+        let (text, query) = input.decoded(self.decode.as_deref());
+        let known = self.decode.is_some() && !input.prompt_ids.is_empty();
+        let prompt = if known { Value::from(text) } else { messages(&input.task.prompt) };
         Entry {
             query,
             prompt,
@@ -151,17 +144,6 @@ impl Http {
             seed: seed(input.trajectory()),
             started,
             answer,
-        }
-    }
-}
-
-/// A prompt as one text, for people and servers.
-pub(crate) fn prompt_text(prompt: &Prompt) -> String {
-    match prompt {
-        Prompt::Text(text) => text.clone(),
-        Prompt::Messages(messages) => {
-            let lines = messages.iter().map(|message| format!("{}: {}", message.role, message.content));
-            lines.collect::<Vec<_>>().join("\n")
         }
     }
 }
@@ -291,7 +273,7 @@ impl Reward for Http {
     }
 
     fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
-        Box::pin(crate::join(inputs.iter().map(|input| Box::pin(self.judge(input)) as BoxFuture<'_, _>)))
+        each(inputs, |input| self.judge(input))
     }
 
     fn about(&self) -> Option<String> {

@@ -225,10 +225,9 @@ impl fmt::Debug for Transport {
 impl CallError {
     /// As an error of the reward `spec` says the name and the time limit of.
     pub(crate) fn of(self, reward: &str, limit: Duration, trajectory: crate::TrajectoryRef) -> RewardError {
-        let reward = reward.to_owned();
         match self {
-            Self::Timeout => RewardError::Timeout { reward, trajectory, seconds: limit.as_secs_f64() },
-            Self::Failed(reason) => RewardError::Failed { reward, trajectory, reason },
+            Self::Timeout => trajectory.timed_out(reward, limit),
+            Self::Failed(reason) => trajectory.failed(reward, reason),
         }
     }
 }

@@ -18,7 +18,7 @@ use self::template::Template;
 use self::verdict::Rule;
 use crate::http::transport::{Transport, cut, seed};
 use crate::registry::Kind;
-use crate::reward::Judged;
+use crate::reward::{Judged, each};
 use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
 
 const MAX_TOKENS: u64 = 512;
@@ -98,11 +98,7 @@ impl Judge {
         let _running = waiting.begin();
         let answer = self.transport.post(&self.body(&question), seed(input.trajectory()), self.timeout).await;
         let answer = answer.map_err(|error| error.of(&self.name, self.timeout, input.trajectory()))?;
-        let failed = |reason| RewardError::Failed {
-            reward: self.name.clone(),
-            trajectory: input.trajectory(),
-            reason,
-        };
+        let failed = |reason: String| input.trajectory().failed(&self.name, reason);
         let reply = answer.pointer("/choices/0/message/content").and_then(Value::as_str);
         let reply = reply.ok_or_else(|| {
             failed(format!("the answer has no `choices[0].message.content`: {}", cut(&answer.to_string())))
@@ -191,7 +187,7 @@ impl Reward for Judge {
     }
 
     fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
-        Box::pin(crate::join(inputs.iter().map(|input| Box::pin(self.judge(input)) as BoxFuture<'_, _>)))
+        each(inputs, |input| self.judge(input))
     }
 
     fn about(&self) -> Option<String> {

@@ -5,7 +5,6 @@
 
 use std::borrow::Cow;
 
-use crate::http::prompt_text;
 use crate::{RewardError, RewardInput};
 
 /// Asked if the recipe has no question of its own; a score from 0 to 10.
@@ -67,7 +66,7 @@ impl Template {
     /// # Errors
     /// The task has no answer or no column of that name; `reward` is the name of who asks.
     pub fn fill(&self, reward: &str, input: &RewardInput<'_>) -> Result<String, RewardError> {
-        let prompt = prompt_text(&input.task.prompt);
+        let prompt = input.prompt_text();
         let values = self.parts.iter().map(|part| self.value(part, &prompt, reward, input));
         let values = values.collect::<Result<Vec<_>, _>>()?;
         let mark = mark(&values);
@@ -95,8 +94,7 @@ impl Template {
                 None => {
                     let reason =
                         format!("the template names the column `{name}`, which its row does not have");
-                    let (reward, trajectory) = (reward.to_owned(), input.trajectory());
-                    return Err(RewardError::Failed { reward, trajectory, reason });
+                    return Err(input.trajectory().failed(reward, reason));
                 }
             },
         }))

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{Verdict, grade};
 use crate::python::math_verify;
 use crate::registry::Kind;
+use crate::reward::each;
 use crate::{BoxFuture, Judged, Load, Outcome, Reward, RewardError, RewardInput, RewardSpec};
 
 /// The kind `math`.
@@ -85,11 +86,7 @@ impl MathReward {
     }
 
     fn unknown(&self, input: &RewardInput<'_>, reason: &str) -> RewardError {
-        RewardError::Failed {
-            reward: self.name.clone(),
-            trajectory: input.trajectory(),
-            reason: reason.to_owned(),
-        }
+        input.trajectory().failed(&self.name, reason)
     }
 }
 
@@ -99,7 +96,7 @@ impl Reward for MathReward {
     }
 
     fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
-        Box::pin(crate::join(inputs.iter().map(|input| Box::pin(self.judge(input)) as BoxFuture<'_, _>)))
+        each(inputs, |input| self.judge(input))
     }
 
     fn about(&self) -> Option<String> {

@@ -63,14 +63,8 @@ impl Needs {
 
     /// The item of an input as JSON, or why there can be none.
     pub(super) fn item(&self, input: &RewardInput<'_>) -> Result<String, String> {
-        // Where no tokens are known, there are still the texts.
-        let decode = self.decode.as_ref().filter(|_| self.query && !input.prompt_ids.is_empty());
-        let asked = || match &input.task.prompt {
-            Prompt::Text(text) => text.clone(),
-            Prompt::Messages(messages) => {
-                messages.iter().map(|message| message.content.as_str()).collect::<Vec<_>>().join("\n")
-            }
-        };
+        let decoded = self.query.then(|| input.decoded(self.decode.as_deref()));
+        let (prompt_text, query) = decoded.unzip();
         let prompt = match &input.task.prompt {
             Prompt::Text(text) => Value::from(text.as_str()),
             Prompt::Messages(messages) => {
@@ -89,11 +83,8 @@ impl Needs {
             max_steps: self.max_steps,
             prompt_ids: self.prompt_ids.then_some(input.prompt_ids),
             completion_ids: self.completion_ids.then_some(input.completion_ids),
-            prompt_text: self.query.then(|| decode.map_or_else(asked, |decode| decode(input.prompt_ids))),
-            query: self.query.then(|| match decode {
-                Some(decode) => decode(&[input.prompt_ids, input.completion_ids].concat()),
-                None => asked() + input.text,
-            }),
+            prompt_text,
+            query,
         };
         let text = serde_json::to_string(&item).map_err(|error| error.to_string())?;
         // Some room for what the frame has around it.

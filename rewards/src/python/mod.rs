@@ -37,7 +37,7 @@ use self::log::Log;
 use self::pool::Pool;
 use self::protocol::{Config, Hello};
 use self::zygote::{BOOTSTRAP, Setup, Zygote};
-use crate::load::Load;
+use crate::load::{Load, Waiting};
 use crate::registry::{Kind, RewardContext};
 use crate::{BoxFuture, Judged, Outcome, Reward, RewardError, RewardInput, RewardSpec, Scope};
 
@@ -202,14 +202,34 @@ impl PythonReward {
     }
 
     fn error(&self, input: &RewardInput<'_>, failure: Failure) -> RewardError {
-        let (reward, trajectory) = (self.name.clone(), input.trajectory());
+        let trajectory = input.trajectory();
         match failure {
-            Failure::Timeout => {
-                RewardError::Timeout { reward, trajectory, seconds: self.timeout.as_secs_f64() }
+            Failure::Timeout => trajectory.timed_out(&self.name, self.timeout),
+            Failure::NotFinite(value) => {
+                RewardError::NotFinite { reward: self.name.clone(), trajectory, value }
             }
-            Failure::NotFinite(value) => RewardError::NotFinite { reward, trajectory, value },
-            Failure::Failed(reason) => RewardError::Failed { reward, trajectory, reason },
+            Failure::Failed(reason) => trajectory.failed(&self.name, reason),
         }
+    }
+
+    /// Waits for what comes of an input.
+    async fn hear(
+        &self,
+        input: &RewardInput<'_>,
+        waiting: Waiting<'_>,
+        answer: Result<Answer, Failure>,
+    ) -> Judged {
+        let scored = match answer {
+            Ok(Answer { begun, scored }) => {
+                // An error is a job that was never begun: its answer says why.
+                let _ = begun.await;
+                let _running = waiting.begin();
+                scored.await.unwrap_or_else(|_| Err(Failure::Failed("the run ended".to_owned())))
+            }
+            Err(failure) => Err(failure),
+        };
+        let (value, details) = scored.map_err(|failure| self.error(input, failure))?;
+        Ok(Outcome { value, details })
     }
 
     /// Puts inputs in line and returns where their answers will come.
@@ -266,24 +286,13 @@ impl Reward for PythonReward {
 
     fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
         Box::pin(async move {
-            let mut outcomes = Vec::with_capacity(inputs.len());
+            // All wait before the first is answered: they may be one call.
             let waiting: Vec<_> = inputs.iter().map(|_| self.load.wait()).collect();
-            for ((input, waiting), answer) in inputs.iter().zip(waiting).zip(self.enqueue(inputs)) {
-                let scored = match answer {
-                    Ok(Answer { begun, scored }) => {
-                        // An error is a job that was never begun: its answer says why.
-                        let _ = begun.await;
-                        let _running = waiting.begin();
-                        scored.await.unwrap_or_else(|_| Err(Failure::Failed("the run ended".to_owned())))
-                    }
-                    Err(failure) => Err(failure),
-                };
-                outcomes.push(match scored {
-                    Ok((value, details)) => Ok(Outcome { value, details }),
-                    Err(failure) => Err(self.error(input, failure)),
-                });
-            }
-            outcomes
+            let asked = inputs.iter().zip(waiting).zip(self.enqueue(inputs));
+            let heard = asked.map(|((input, waiting), answer)| {
+                Box::pin(self.hear(input, waiting, answer)) as BoxFuture<'_, _>
+            });
+            crate::join(heard.collect::<Vec<_>>().into_iter()).await
         })
     }
 }

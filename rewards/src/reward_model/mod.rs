@@ -23,7 +23,7 @@ use std::sync::Arc;
 use model::{Answered, Cores, MemoryBudget, Placement, Quantization, SequenceScorer, Team};
 
 use crate::registry::Kind;
-use crate::reward::Judged;
+use crate::reward::{Judged, each};
 use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
 use remote::Remote;
 use service::Service;
@@ -114,11 +114,7 @@ impl RewardModel {
     }
 
     async fn judge(&self, input: &RewardInput<'_>) -> Judged {
-        let failed = |reason: String| RewardError::Failed {
-            reward: self.name.clone(),
-            trajectory: input.trajectory(),
-            reason,
-        };
+        let failed = |reason: String| input.trajectory().failed(&self.name, reason);
         let waiting = self.load.wait();
         let (sampled, ended) = (self.sampled(input), !input.truncated);
         let score = match &self.place {
@@ -217,7 +213,7 @@ impl Reward for RewardModel {
     }
 
     fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>> {
-        Box::pin(crate::join(inputs.iter().map(|input| Box::pin(self.judge(input)) as BoxFuture<'_, _>)))
+        each(inputs, |input| self.judge(input))
     }
 
     fn about(&self) -> Option<String> {

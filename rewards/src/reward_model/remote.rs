@@ -75,7 +75,7 @@ impl Remote {
         let _permit = self.running.acquire().await;
         let _running = waiting.begin();
         let trajectory = input.trajectory();
-        let failed = |reason| RewardError::Failed { reward: self.name.clone(), trajectory, reason };
+        let failed = |reason: String| trajectory.failed(&self.name, reason);
         let said: Value = self
             .transport
             .post(&json!(asked), seed(trajectory), self.timeout)

@@ -75,10 +75,9 @@ impl Service {
         waiting: Waiting<'_>,
         input: &RewardInput<'_>,
     ) -> Result<f32, RewardError> {
-        let (reward, trajectory) = (self.name.clone(), input.trajectory());
         self.ask(answered, || waiting.begin()).await.map_err(|lost| match lost {
-            Lost::Late(limit) => RewardError::Timeout { reward, trajectory, seconds: limit.as_secs_f64() },
-            lost => RewardError::Failed { reward, trajectory, reason: lost.to_string() },
+            Lost::Late(limit) => input.trajectory().timed_out(&self.name, limit),
+            lost => input.trajectory().failed(&self.name, lost.to_string()),
         })
     }
 }
