@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use buffer::{BufferError, Consumer, Lease, LeaseRequest};
 use model::ModelDirectory;
 use trajectory::{Group, PolicyVersion, Sample, Task};
-use weights::{Publisher, Snapshot};
+use weights::Publisher;
 
 use crate::TrainerError;
 use crate::algorithm::Algorithm;
@@ -295,8 +295,7 @@ impl Trainer {
     }
 
     fn publish(&self) -> Result<(), TrainerError> {
-        // The one copy of the weights, straight into the allocation that the samplers share.
-        let values = Arc::from(self.learner.parameters().values());
-        Ok(self.publisher.publish(Snapshot::new(self.version, values))?)
+        // The one copy of the weights, straight into the memory that the samplers share.
+        Ok(self.publisher.publish_values(self.version, self.learner.parameters().values())?)
     }
 }
