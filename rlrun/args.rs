@@ -19,12 +19,14 @@ mod fit;
 mod reward;
 mod serve;
 mod weights_bench;
+mod worker;
 
 pub use buffer_bench::BufferBenchArgs;
 pub use fit::FitArgs;
 pub use reward::{GradeArgs, RewardTestArgs, RewardWhat};
 pub use serve::{KeepArgs, ServeBufferArgs, ServeRewardArgs, ServeWhat};
 pub use weights_bench::WeightsBenchArgs;
+pub use worker::{JoinArgs, LeadArgs, RewardWorkerArgs, RolloutArgs, WorkerWhat};
 
 const USAGE: &str = "rlrun RECIPE.toml [OPTIONS]\n       rlrun COMMAND";
 
@@ -69,6 +71,9 @@ pub enum Command {
     /// Serve a part of rlrun to other processes
     #[command(subcommand)]
     Serve(ServeWhat),
+    /// Take part in a run that is served elsewhere
+    #[command(subcommand)]
+    Worker(WorkerWhat),
     /// Try rewards by themselves
     #[command(subcommand)]
     Reward(RewardWhat),

@@ -13,13 +13,14 @@ use trajectory::{GroupId, Message, PolicyVersion, Prompt};
 
 use crate::args::{
     Cli, Command, EvalArgs, ExportArgs, GenerateArgs, InitArgs, Loudness, RecipeArgs, ResumeArgs, RewardWhat,
-    RunArgs, ServeWhat,
+    RunArgs, ServeWhat, WorkerWhat,
 };
 use crate::bench;
+use crate::controller;
 use crate::failure::Failure;
 use crate::fit;
 use crate::init;
-use crate::pipeline;
+use crate::pipeline::{self, Ending};
 use crate::plan;
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
@@ -28,6 +29,7 @@ use crate::report::{Report, Style};
 use crate::reward;
 use crate::run_dir::{self, RecipeTexts, RunDir};
 use crate::serve;
+use crate::workers;
 
 /// Prompt tokens that a chat or a single answer prefills at once.
 const PREFILL_CHUNK: usize = 256;
@@ -46,6 +48,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Generate(args) => generate(args),
         Command::Export(args) => export(args),
         Command::Resume(args) => resume(args, program),
+        Command::Worker(what) => worker(what, program),
         Command::Serve(ServeWhat::Buffer(args)) => serve::buffer(args),
         Command::Reward(RewardWhat::Grade(args)) => {
             reward::grade(args, program, std::io::stdin().lock(), &mut std::io::stdout())?;
@@ -69,15 +72,49 @@ fn run(args: &RunArgs, program: &Program) -> Result<String, Failure> {
     let place = run_dir::place(args.run_dir.as_deref(), &recipe.name);
     let resolved = recipe.resolved_toml(&origins);
     let run_dir = RunDir::create(&place, RecipeTexts { given: &given, resolved: &resolved })?;
-    let result = pipeline::run(&recipe, &run_dir, &report(&args.loudness, program), program);
-    match result {
-        Ok(_) => Ok(String::new()),
-        Err(failure) if failure.exit_code() == 2 && !run_dir.has_begun() => {
+    let result = train(&recipe, run_dir, &args.loudness, program);
+    if result.as_ref().is_err_and(|failure| failure.exit_code() == 2) {
+        let run_dir = RunDir::open(&place)?;
+        if !run_dir.has_begun() {
             // The name must be free when the mistake is mended.
             run_dir.remove()?;
-            Err(failure)
         }
-        Err(failure) => Err(failure),
+    }
+    result
+}
+
+/// Trains in `run_dir` as the recipe says: in this process, or in processes that this one looks after.
+fn train(
+    recipe: &Recipe,
+    run_dir: RunDir,
+    loudness: &Loudness,
+    program: &Program,
+) -> Result<String, Failure> {
+    let path = run_dir.path().to_path_buf();
+    let ending = if recipe.placement.processes {
+        controller::run(recipe, run_dir, loudness.quiet)?
+    } else {
+        pipeline::run(recipe, &run_dir, &report(loudness, program), program)?
+    };
+    ended(ending, &path)
+}
+
+/// A run that its launcher has stopped asks to be started again.
+fn ended(ending: Ending, run_dir: &Path) -> Result<String, Failure> {
+    if ending == Ending::Requeued {
+        let run_dir = run_dir.display();
+        return Err(Failure::Requeue(format!(
+            "stopped and saved; to be started again as: rlrun resume {run_dir}"
+        )));
+    }
+    Ok(String::new())
+}
+
+fn worker(what: &WorkerWhat, program: &Program) -> Result<String, Failure> {
+    match what {
+        WorkerWhat::Rollout(args) => workers::rollout::run(args, program).map(|()| String::new()),
+        WorkerWhat::Reward(args) => workers::reward::run(args, program).map(|()| String::new()),
+        WorkerWhat::Lead(args) => ended(controller::lead::run(args, program)?, &args.run),
     }
 }
 
@@ -90,17 +127,17 @@ fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Failure> {
     if !args.sets.is_empty() {
         run_dir.replace_resolved(&recipe.resolved_toml(&origins))?;
     }
-    let result = pipeline::run(&recipe, &run_dir, &report(&args.loudness, program), program);
+    let result = train(&recipe, run_dir, &args.loudness, program);
     if result.as_ref().is_err_and(|failure| failure.exit_code() == 2) {
         // New values that do not fit model or data must not stand in the way of the next try.
-        run_dir.replace_resolved(&before)?;
+        RunDir::open(&args.run)?.replace_resolved(&before)?;
     }
-    result.map(|_| String::new())
+    result
 }
 
 /// The report of a run as loud as the user wants it.
-fn report(loudness: &Loudness, program: &Program) -> Report {
-    Report::new(Style::detect(loudness.quiet, program.environment()))
+fn report(loudness: &Loudness, program: &Program) -> Arc<Report> {
+    Arc::new(Report::new(Style::detect(loudness.quiet, program.environment())))
 }
 
 fn check(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {

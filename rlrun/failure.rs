@@ -3,6 +3,9 @@
 use crate::recipe::Diagnostic;
 use crate::run_dir::{JsonLinesError, RunDirError};
 
+/// Exit status that asks a launcher to start the same again: `EX_TEMPFAIL` of sysexits.h.
+pub const REQUEUE: u8 = 75;
+
 /// Why a run failed. What the user gave is told apart from what happened.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -69,13 +72,28 @@ pub enum Failure {
     /// The rewards of a run judge nothing any more.
     #[error("{0}")]
     Unscored(String),
+    /// The process ends early, and whoever started it should start it again: a run that was told to stop by its launcher, a
+    /// worker whose run is away.
+    #[error("{0}")]
+    Requeue(String),
+    /// A process of the run cannot be kept alive.
+    #[error("{name} {how}; see why it ends, then go on with `rlrun resume`")]
+    Died {
+        /// Which one.
+        name: String,
+        /// How, and its last words.
+        how: String,
+    },
+    /// A process of the run has failed with this status, and has said why.
+    #[error("")]
+    Told(u8),
     /// Something that cannot happen did.
     #[error("{0}; this is a mistake in rlrun, please report it")]
     Internal(String),
 }
 
 impl Failure {
-    /// 2 if the input was wrong, 1 if the run failed.
+    /// 2 if the input was wrong, 75 if it should be started again, 1 if the run failed.
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
@@ -89,6 +107,8 @@ impl Failure {
             | Self::Tokens(_)
             | Self::Tls(_)
             | Self::Argument(_) => 2,
+            Self::Requeue(_) => REQUEUE,
+            Self::Told(status) => *status,
             Self::Trainer(trainer::TrainerError::Adapter { .. }) => 2,
             Self::Server(error) if error.is_input() => 2,
             Self::Buffer(error) if crate::serve::is_input(error) => 2,

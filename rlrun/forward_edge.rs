@@ -2,11 +2,12 @@
 //!
 //! Invariant: sampler and trainer get the two contracts and do not learn where the buffer is.
 
-use std::net::SocketAddr;
+use std::net::TcpListener;
 use std::path::Path;
 use std::sync::Arc;
 
-use buffer::http::{Client, ClientConfig, Server, ServerConfig};
+use axum::Router;
+use buffer::http::{Client, ClientConfig, Role, Server, ServerConfig, Tls, Tokens};
 use buffer::{Buffer, Consumer, Producer};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
@@ -16,6 +17,7 @@ use crate::prepare::RewardRuntime;
 use crate::recipe::Recipe;
 use crate::recipe::words::Store;
 use crate::report::Report;
+use crate::workers::membership::token;
 
 /// Both ends of the buffer of a run.
 pub(crate) struct Edge {
@@ -23,36 +25,81 @@ pub(crate) struct Edge {
     pub(crate) producer: Arc<dyn Producer>,
     /// For the trainer.
     pub(crate) consumer: Arc<dyn Consumer>,
+    /// The run's own, if it has one.
+    pub(crate) own: Option<Arc<Buffer>>,
     /// Serves the buffer as long as it lives.
     pub(crate) served: Option<Served>,
 }
 
-/// Opens the buffer that the recipe names.
-///
-/// # Errors
-/// A journal, address, server or token that cannot be used; a server with other batches or another bound than the recipe's.
-pub(crate) fn open(
-    recipe: &Recipe,
-    run_dir: &Path,
-    runtime: &RewardRuntime,
-    report: &Report,
-) -> Result<Edge, Failure> {
-    let config = recipe.buffer_config();
-    let own = match recipe.buffer.store {
-        Store::Redb => Buffer::open(run_dir.join("buffer.redb"), config)?,
-        Store::Memory => Buffer::in_memory(config)?,
-        Store::Http => return elsewhere(recipe),
-    };
-    let own = Arc::new(own);
-    let serve = |listen| Served::start(listen, Arc::clone(&own), runtime, report);
-    let served = recipe.buffer.listen.map(serve).transpose()?;
-    Ok(Edge { producer: Arc::clone(&own) as Arc<dyn Producer>, consumer: own, served })
+/// What a run whose address was chosen by its controller is served on.
+#[derive(Clone, Debug)]
+pub(crate) struct Door {
+    /// Connections to it wait while the run is started again.
+    pub(crate) listener: Arc<TcpListener>,
+    /// Who may do what.
+    pub(crate) tokens: Tokens,
+}
+
+/// Who opens the forward edge.
+pub(crate) struct Opening<'a> {
+    pub(crate) recipe: &'a Recipe,
+    pub(crate) run_dir: &'a Path,
+    pub(crate) runtime: &'a RewardRuntime,
+    pub(crate) report: &'a Report,
+    /// In place of the recipe's address.
+    pub(crate) door: Option<&'a Door>,
+}
+
+impl Opening<'_> {
+    /// Opens the buffer that the recipe names, and serves it, with `routes` beside it, if the recipe or the door says so.
+    ///
+    /// # Errors
+    /// A journal, address, server or token that cannot be used; a server with other batches or another bound than the
+    /// recipe's.
+    pub(crate) fn open(&self, routes: Vec<(Role, Router)>) -> Result<Edge, Failure> {
+        let config = self.recipe.buffer_config();
+        let own = match self.recipe.buffer.store {
+            Store::Redb => Buffer::open(self.run_dir.join("buffer.redb"), config)?,
+            Store::Memory => Buffer::in_memory(config)?,
+            Store::Http => return elsewhere(self.recipe),
+        };
+        let own = Arc::new(own);
+        let serve = |config| Served::start(config, Arc::clone(&own), self.runtime, self.report);
+        let served = self.server(routes)?.map(serve).transpose()?;
+        let producer = Arc::clone(&own) as Arc<dyn Producer>;
+        Ok(Edge { producer, consumer: Arc::clone(&own) as Arc<dyn Consumer>, own: Some(own), served })
+    }
+
+    /// Where and to whom the run is served; not at all without an address.
+    fn server(&self, routes: Vec<(Role, Router)>) -> Result<Option<ServerConfig>, Failure> {
+        let buffer = &self.recipe.buffer;
+        let files = buffer.tls_cert.as_deref().zip(buffer.tls_key.as_deref());
+        let tls = files.map(|(certificate, key)| Tls::read(certificate, key)).transpose()?;
+        let insecure = buffer.insecure;
+        if let Some(Door { listener, tokens }) = self.door {
+            let system =
+                |source| Failure::System { what: "read the address of the run's socket".to_owned(), source };
+            let listen = listener.local_addr().map_err(system)?;
+            let (listener, tokens) = (Some(Arc::clone(listener)), Some(tokens.clone()));
+            return Ok(Some(ServerConfig {
+                listener,
+                tokens,
+                tls,
+                insecure,
+                routes,
+                ..ServerConfig::new(listen)
+            }));
+        }
+        let Some(listen) = buffer.listen else { return Ok(None) };
+        let tokens = buffer.token_file.as_deref().map(Tokens::read).transpose()?;
+        Ok(Some(ServerConfig { tokens, tls, insecure, routes, ..ServerConfig::new(listen) }))
+    }
 }
 
 fn elsewhere(recipe: &Recipe) -> Result<Edge, Failure> {
     let buffer = &recipe.buffer;
     let url = buffer.url.clone().unwrap_or_default();
-    let token = buffer.token_file.as_deref().map(read_token).transpose()?;
+    let token = buffer.token_file.as_deref().map(|file| token(file, "admin")).transpose()?;
     let config = ClientConfig { token, patience: recipe.wait(), ..ClientConfig::new(url.clone()) };
     let client = Client::new(config)?;
     let stats = client.stats()?;
@@ -66,13 +113,7 @@ fn elsewhere(recipe: &Recipe) -> Result<Edge, Failure> {
         )));
     }
     let client = Arc::new(client);
-    Ok(Edge { producer: Arc::clone(&client) as Arc<dyn Producer>, consumer: client, served: None })
-}
-
-fn read_token(file: &Path) -> Result<String, Failure> {
-    let read = std::fs::read_to_string(file);
-    let text = read.map_err(|source| Failure::System { what: format!("read {}", file.display()), source })?;
-    Ok(text.trim().to_owned())
+    Ok(Edge { producer: Arc::clone(&client) as Arc<dyn Producer>, consumer: client, own: None, served: None })
 }
 
 /// A server beside the run; ends when it is dropped.
@@ -84,14 +125,15 @@ pub(crate) struct Served {
 
 impl Served {
     fn start(
-        listen: SocketAddr,
+        config: ServerConfig,
         buffer: Arc<Buffer>,
         runtime: &RewardRuntime,
         report: &Report,
     ) -> Result<Self, Failure> {
         let handle = runtime.handle();
-        let server = handle.block_on(Server::bind(ServerConfig::new(listen), buffer))?;
-        report.note(&format!("the buffer is served on http://{}", server.local_addr()));
+        let scheme = if config.tls.is_some() { "https" } else { "http" };
+        let server = handle.block_on(Server::bind(config, buffer))?;
+        report.note(&format!("the run is served on {scheme}://{}", server.local_addr()));
         let stop = Arc::new(Notify::new());
         let signal = Arc::clone(&stop);
         let task = handle.spawn(server.serve(async move { signal.notified().await }));

@@ -8,6 +8,8 @@
 //!   far a run would go with more compute
 //! - [`pipeline`]: a run, `forward_edge` its buffer, `curation` its choice of tasks, `companions` what stands beside the policy; [`serve`]: a part of a run as a
 //!   process of its own
+//! - `controller`: the processes of a run, if it has some; `workers`: what they do, and what they and the run say to each
+//!   other; `watchdog`: who waits for whom when a run stands still
 //! - [`run_dir`]: where a run leaves everything
 //! - [`metrics`], [`report`], [`chart`]: the measurements of a step and how they are shown; [`memory`]: that of the process
 //!
@@ -32,6 +34,7 @@ pub mod bench;
 pub mod chart;
 pub mod commands;
 mod companions;
+mod controller;
 mod curation;
 mod demonstrations;
 pub mod failure;
@@ -54,5 +57,7 @@ pub mod settings;
 pub mod signals;
 mod supervised;
 pub mod warmup;
+mod watchdog;
+mod workers;
 
 pub use program::main;

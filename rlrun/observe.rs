@@ -3,11 +3,13 @@
 //! Invariant: files are the truth and are written first; the terminal shows the same numbers.
 
 mod rewards;
+mod weights;
 
 use std::collections::BTreeSet;
 use std::io::Write;
 
 use ::rewards::LoadCounts;
+use ::weights::{Lag, PushCost};
 use rollout::Progress;
 use rollout::evaluate::Evaluation;
 use serde_json::json;
@@ -53,6 +55,8 @@ pub struct StepInputs<'a> {
     pub evaluation: Option<&'a Evaluation>,
     /// What the rewards had to do while it was made, by name.
     pub rewards: &'a [(String, LoadCounts)],
+    /// What the last push of weights cost, and who serves what.
+    pub push: (Option<PushCost>, &'a [Lag]),
     /// What the sampler had done before and after the step.
     pub sampler: (Progress, Progress),
     /// Wall time of the step with its evaluation, seconds.
@@ -146,6 +150,7 @@ impl<'a> Observer<'a> {
         rewards::measure(&self.recipe.rewards, &mut metrics, inputs);
         speed(&mut metrics, inputs);
         rewards::name_culprits(&mut metrics, inputs);
+        weights::measure(&mut metrics, inputs.push);
         crate::curation::measure(self.recipe, &mut metrics, inputs.sampler);
         if let Some(peak) = crate::memory::peak_mib() {
             metrics.set("memory/peak_mib", peak);

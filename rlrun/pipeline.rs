@@ -7,32 +7,34 @@
 //! Invariant: it owns nothing that flows through. Groups go by the buffer, versions by the weights; the pipeline starts
 //! both sides, measures, and stops the other when one ends. A run without sampling is in `rlrun/pipeline/without_sampling.rs`.
 
+mod exchange;
+mod samplers;
+mod view;
 mod without_sampling;
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
-use std::time::Instant;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
-use buffer::Producer;
+use buffer::{Consumer, Producer};
 use model::{Cores, Decoder, Head, ModelDirectory, Parameters};
 use rewards::RewardSet;
 use rollout::applier::Applier;
 use rollout::curation::Curation;
 use rollout::evaluate::Evaluation;
 use rollout::scoring::Scorer;
-use rollout::{Engine, Progress, RolloutError, Worker};
+use rollout::{Engine, Progress, Worker};
 use trainer::critic::CriticKind;
 use trainer::lora::Adapter;
 use trainer::optimizer::{Optimizer, OptimizerConfig, OptimizerKind};
 use trainer::{Checkpoint, Learner, LearnerConfig, Trainer, TrainerState};
 use trajectory::PolicyVersion;
-use weights::{Publisher, Subscriber};
+use weights::{Hub, HubPublisher, Publisher, Subscriber};
 
 use crate::companions::Starting;
 use crate::curation;
 use crate::failure::Failure;
-use crate::forward_edge::{self, Edge};
+use crate::forward_edge::{Door, Edge, Opening};
 use crate::observe::{Observer, StepInputs};
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
@@ -44,6 +46,11 @@ use crate::run_dir::RunDir;
 use crate::signals::Signals;
 use crate::supervised;
 use crate::warmup::warm_up;
+use crate::watchdog::{Limits, Watchdog};
+use crate::workers::reward::is_served;
+use exchange::Exchange;
+use samplers::{Sampler, Samplers};
+use view::{Doing, Stage, View};
 
 /// Decay of the second moment in the warm-up.
 const WARMUP_BETA2: f32 = 0.95;
@@ -59,15 +66,22 @@ pub enum Ending {
     Done,
     /// It was asked to stop, and saved.
     Stopped,
+    /// The same by a launcher, which should start it again.
+    Requeued,
 }
 
 /// Trains as `recipe` says, in `run_dir`, from its last checkpoint if there is one.
 ///
 /// # Errors
 /// Whatever ended the run.
-pub fn run(recipe: &Recipe, run_dir: &RunDir, report: &Report, program: &Program) -> Result<Ending, Failure> {
+pub fn run(
+    recipe: &Recipe,
+    run_dir: &RunDir,
+    report: &Arc<Report>,
+    program: &Program,
+) -> Result<Ending, Failure> {
     let program = program.clone();
-    run_in(recipe, run_dir, report, Surroundings { cores: Cores::all(), rewards: None, program })
+    run_in(recipe, run_dir, report, Surroundings { cores: Cores::all(), rewards: None, program, door: None })
 }
 
 /// What a run finds around it.
@@ -79,6 +93,8 @@ pub struct Surroundings {
     pub program: Program,
     /// Rewards in place of the recipe's, if there are any.
     pub rewards: Option<Arc<RewardSet>>,
+    /// Where the run is served if its controller has chosen that: its samplers are processes then.
+    pub(crate) door: Option<Door>,
 }
 
 /// The same with other surroundings than the whole machine and the recipe's rewards.
@@ -88,27 +104,30 @@ pub struct Surroundings {
 pub fn run_in(
     recipe: &Recipe,
     run_dir: &RunDir,
-    report: &Report,
+    report: &Arc<Report>,
     surroundings: Surroundings,
 ) -> Result<Ending, Failure> {
     let logs = run_dir.logs();
     let system = |source| Failure::System { what: format!("write a log in {}", logs.display()), source };
     report.log_to(&logs).map_err(system)?;
-    let Surroundings { cores, rewards, program } = surroundings;
+    let Surroundings { cores, rewards, program, door } = surroundings;
     let (runtime, signals) = (RewardRuntime::new(&program, &cores)?, Signals::listen()?);
-    Run { recipe, run_dir, report, rewards, runtime, signals, cores }.go()
+    let report = Arc::clone(report);
+    let mut run = Run { recipe, run_dir, report, rewards, runtime, signals, cores, door };
+    run.go()
 }
 
 /// What all parts of a run need.
 struct Run<'a> {
     recipe: &'a Recipe,
     run_dir: &'a RunDir,
-    report: &'a Report,
+    report: Arc<Report>,
     /// In place of the recipe's.
     rewards: Option<Arc<RewardSet>>,
     runtime: RewardRuntime,
     signals: Signals,
     cores: Arc<Cores>,
+    door: Option<Door>,
 }
 
 /// What training starts from.
@@ -129,9 +148,41 @@ struct Trained {
 }
 
 impl Run<'_> {
-    fn go(&self) -> Result<Ending, Failure> {
-        let mut observer = Observer::new(self.recipe, self.run_dir, self.report)?;
-        let Some(start) = self.starting_point()? else { return Ok(Ending::Stopped) };
+    fn go(&mut self) -> Result<Ending, Failure> {
+        let exchange = match &self.recipe.supervised {
+            Some(_) => None,
+            None => Some(self.exchange()?),
+        };
+        self.meet_servers(exchange.as_ref())?;
+        self.run(exchange)
+    }
+
+    /// What stands between those who sample and those who train, before either is there.
+    fn exchange(&self) -> Result<Exchange, Failure> {
+        let opening = Opening {
+            recipe: self.recipe,
+            run_dir: self.run_dir.path(),
+            runtime: &self.runtime,
+            report: &self.report,
+            door: self.door.as_ref(),
+        };
+        Exchange::open(&opening, &self.run_dir.resolved_recipe())
+    }
+
+    /// Waits for the processes that serve the reward models of a run of processes.
+    fn meet_servers(&mut self, exchange: Option<&Exchange>) -> Result<(), Failure> {
+        let (Some(exchange), Some(_)) = (exchange, &self.door) else { return Ok(()) };
+        let wanted = self.recipe.rewards.iter().filter(|spec| is_served(spec));
+        let wanted: Vec<&str> = wanted.map(|spec| spec.name()).collect();
+        let stop = self.signals.stop_flag();
+        self.runtime.ask(exchange.servers(&wanted, self.recipe.wait(), &stop)?);
+        Ok(())
+    }
+
+    fn run(&self, exchange: Option<Exchange>) -> Result<Ending, Failure> {
+        let mut observer = Observer::new(self.recipe, self.run_dir, &self.report)?;
+        let stopped = || if self.signals.terminated() { Ending::Requeued } else { Ending::Stopped };
+        let Some(start) = self.starting_point()? else { return Ok(stopped()) };
         let version = start.state.version;
         observer.event("start", &serde_json::json!({ "version": version, "time_s": start.state.time_s }))?;
         observer.resume_after(version)?;
@@ -139,12 +190,13 @@ impl Run<'_> {
             observer.initial(version, evaluation)?;
         }
         let before = start.evaluation.clone();
-        let trained = match &self.recipe.supervised {
-            Some(supervised) => self.supervise(supervised, start, &mut observer)?,
-            None => self.train(start, &mut observer)?,
+        let trained = match (&self.recipe.supervised, exchange) {
+            (None, Some(exchange)) => self.train(start, exchange, &mut observer)?,
+            (Some(supervised), _) => self.supervise(supervised, start, &mut observer)?,
+            (None, None) => unreachable!("what is sampled for is opened first"),
         };
         let done = trained.version.0 >= self.recipe.trainer.steps;
-        let ending = if done { Ending::Done } else { Ending::Stopped };
+        let ending = if done { Ending::Done } else { stopped() };
         observer.event("end", &serde_json::json!({ "version": trained.version, "done": done }))?;
         if done {
             self.report.summary(&Summary {
@@ -182,7 +234,7 @@ impl Run<'_> {
         }
         let mut directory = recipe.open_model(self.run_dir.path())?;
         let prepared = self.prepared(&directory)?;
-        prepared.announce(self.report, &directory);
+        prepared.announce(&self.report, &directory);
         let mut parameters = directory.load_parameters()?;
         // What is wrong with an adapter shows before the warm-up, not after it.
         recipe.adapter(&parameters)?;
@@ -282,37 +334,40 @@ impl Run<'_> {
     }
 
     /// Runs sampler and trainer until all steps are done or somebody stops.
-    fn train(&self, start: Start, observer: &mut Observer<'_>) -> Result<Trained, Failure> {
+    fn train(
+        &self,
+        start: Start,
+        exchange: Exchange,
+        observer: &mut Observer<'_>,
+    ) -> Result<Trained, Failure> {
         let Start { learner, directory, prepared, state, .. } = start;
         let companions = self.beside(&learner, (&directory, &prepared), &state).companions()?;
-        let Edge { producer, consumer, served: _served } =
-            forward_edge::open(self.recipe, self.run_dir.path(), &self.runtime, self.report)?;
-        let (publisher, hub) = weights::memory::hub();
-        let subscriber = Arc::new(hub.subscribe("sampler 0")?);
-        let quantization = self.recipe.rollout.quantization;
-        let decoder = Decoder::sampler(directory.config(), learner.parameters(), quantization);
-        let engine = self.recipe.engine(prepared.train.longest());
-        let stop_rules = self.recipe.stop_rules(&directory);
-        let interruption = self.recipe.interruption(&stop_rules)?;
-        let engine = Engine::new(engine, stop_rules, decoder, state.version)?
-            .interrupting(interruption)
-            .on(Arc::clone(&prepared.team));
-        let curation = curation::open(self.recipe, self.run_dir, &prepared.train)?;
-        let worker = self.sampler(engine, &prepared, (Arc::clone(&producer), curation), subscriber);
-
+        let Exchange { edge, hub, roster, desk } = exchange;
+        let Edge { producer, consumer, served, .. } = edge;
+        desk.describe(&directory)?;
         let stop = self.signals.stop_flag();
+        let worker = match self.door {
+            Some(_) => None,
+            None => Some(self.worker(&learner, (&directory, &prepared), &state, (&producer, &hub))?),
+        };
+        let rewards = prepared.rewards.clone().filter(|_| worker.is_some());
+
         let config = self.recipe.trainer(self.run_dir.checkpoints());
-        let edges: (_, Arc<dyn Publisher>) = (consumer, Arc::new(publisher));
+        let publisher = Arc::new(HubPublisher::new(hub.clone(), self.recipe.publish(served.is_some()))?);
+        let edges: (_, Arc<dyn Publisher>) = (Arc::clone(&consumer), Arc::clone(&publisher) as _);
         let evaluated = ModelDirectory::open(directory.path())?;
         let mut trainer =
             Trainer::start(config, (learner, companions, &state), directory, edges, Arc::clone(&stop))?;
-        let sampler = Sampler::spawn(worker, producer, Arc::clone(&stop))?;
-        let beside = (&sampler, prepared.rewards.as_deref());
-        let trained = self.steps(&mut trainer, beside, observer, |trainer| {
+        let inside = worker.map(|worker| Sampler::spawn(worker, producer, Arc::clone(&stop))).transpose()?;
+        let samplers = Samplers { inside, roster, rewards };
+        let stage = Arc::new(Stage::default());
+        let watchdog = self.watch(&samplers, &stage, consumer)?;
+        let trained = self.steps(&mut trainer, (&samplers, &stage, &publisher), observer, |trainer| {
             self.evaluate(&prepared, trainer.learner(), &evaluated)
         });
+        drop(watchdog);
         stop.store(true, Ordering::Relaxed);
-        let joined = sampler.join();
+        let joined = samplers.finish();
         // What was trained is kept, however the sampler ended.
         let saved = trained.is_ok().then(|| trainer.checkpoint()).transpose();
         // An error of the sampler stops the trainer, so it comes first; otherwise the trainer's own counts.
@@ -320,6 +375,52 @@ impl Run<'_> {
         let evaluation = trained?;
         saved?;
         Ok(Trained { version: trainer.version(), time_s: trainer.time_s(), evaluation })
+    }
+
+    /// The sampler of this process, around the weights that training starts from.
+    fn worker(
+        &self,
+        learner: &Learner,
+        (directory, prepared): (&ModelDirectory, &Prepared),
+        state: &TrainerState,
+        (producer, hub): (&Arc<dyn Producer>, &Hub),
+    ) -> Result<Worker, Failure> {
+        let subscriber = Arc::new(hub.subscribe("sampler 0")?);
+        let quantization = self.recipe.rollout.quantization;
+        let decoder = Decoder::sampler(directory.config(), learner.parameters(), quantization);
+        let engine = self.recipe.engine(prepared.train.longest());
+        let stop_rules = self.recipe.stop_rules(directory);
+        let interruption = self.recipe.interruption(&stop_rules)?;
+        let engine = Engine::new(engine, stop_rules, decoder, state.version)?
+            .interrupting(interruption)
+            .on(Arc::clone(&prepared.team));
+        let curation = curation::open(self.recipe, self.run_dir, &prepared.train)?;
+        Ok(self.sampler(engine, prepared, (Arc::clone(producer), curation), subscriber))
+    }
+
+    /// The thread that notices when the run does not get on.
+    fn watch(
+        &self,
+        samplers: &Samplers,
+        stage: &Arc<Stage>,
+        consumer: Arc<dyn Consumer>,
+    ) -> Result<Watchdog, Failure> {
+        let view = View {
+            stage: Arc::clone(stage),
+            inside: samplers.inside.as_ref().map(|sampler| Arc::clone(&sampler.progress)),
+            roster: Arc::clone(&samplers.roster),
+            rewards: samplers.rewards.clone(),
+            consumer,
+            heartbeat: Duration::from_secs_f64(self.recipe.deadlines.heartbeat_s),
+            report: Arc::clone(&self.report),
+        };
+        let limits = Limits {
+            quiet: Duration::from_secs_f64(self.recipe.deadlines.quiet_s),
+            hang: self.recipe.wait() * 2,
+        };
+        let report = Arc::clone(&self.report);
+        let end = || std::process::exit(1);
+        Watchdog::start(limits, move || view.look(), move |text| report.note(text), end)
     }
 
     /// What stands beside the policy that training starts from.
@@ -355,7 +456,7 @@ impl Run<'_> {
     fn steps(
         &self,
         trainer: &mut Trainer,
-        (sampler, rewards): (&Sampler, Option<&RewardSet>),
+        (samplers, stage, publisher): (&Samplers, &Stage, &HubPublisher),
         observer: &mut Observer<'_>,
         evaluate: impl Fn(&Trainer) -> Result<Option<Evaluation>, Failure>,
     ) -> Result<Option<Evaluation>, Failure> {
@@ -366,15 +467,20 @@ impl Run<'_> {
         let mut last = None;
         let mut clock = Instant::now();
         while trainer.version().0 < steps {
+            stage.enter(Doing::Step, trainer.version());
             let Some(step) = trainer.step()? else { return Ok(last) };
             let version = trainer.version().0;
+            stage.enter(Doing::Evaluation, trainer.version());
             let due = version == steps || (interval > 0 && version.is_multiple_of(interval));
             let evaluation = if due && !self.signals.stop_requested() { evaluate(trainer)? } else { None };
-            let now = sampler.progress();
+            stage.enter(Doing::Writing, trainer.version());
+            let now = samplers.progress();
+            let lags = publisher.lags()?;
             observer.step(&StepInputs {
                 step: &step,
+                push: (publisher.last_push()?, &lags),
                 evaluation: evaluation.as_ref(),
-                rewards: &rewards.map(RewardSet::take_loads).unwrap_or_default(),
+                rewards: &samplers.take_loads(),
                 sampler: (progress, now),
                 step_s: clock.elapsed().as_secs_f64(),
                 time_s: trainer.time_s(),
@@ -403,40 +509,6 @@ impl Run<'_> {
     ) -> Result<Option<Evaluation>, Failure> {
         let decoder = Decoder::new(learner.model(), learner.parameters());
         prepared.evaluate(self.recipe, decoder, directory, &self.runtime)
-    }
-}
-
-/// The thread of a sampler.
-struct Sampler {
-    thread: JoinHandle<Result<(), RolloutError>>,
-    progress: Arc<Mutex<Progress>>,
-}
-
-impl Sampler {
-    /// Starts `worker`; if it fails, it sets `stop`.
-    fn spawn(worker: Worker, producer: Arc<dyn Producer>, stop: Arc<AtomicBool>) -> Result<Self, Failure> {
-        let progress = worker.progress();
-        let work = move || {
-            let result = worker.run(&*producer, &stop);
-            if result.is_err() {
-                stop.store(true, Ordering::Relaxed);
-            }
-            result
-        };
-        let system = |source| Failure::System { what: "start the thread of the sampler".to_owned(), source };
-        let thread = std::thread::Builder::new().name("sampler 0".to_owned()).spawn(work).map_err(system)?;
-        Ok(Self { thread, progress })
-    }
-
-    fn progress(&self) -> Progress {
-        *self.progress.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn join(self) -> Result<(), Failure> {
-        match self.thread.join() {
-            Ok(result) => Ok(result?),
-            Err(_) => Err(Failure::Internal("the sampler panicked".to_owned())),
-        }
     }
 }
 

@@ -1,10 +1,11 @@
 //! Model, data and rewards of a recipe, opened and checked against each other before any work is done.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
 use model::{Cores, Decoder, MemoryBudget, ModelDirectory, Parameters, Team};
-use rewards::reward_model::ModelContext;
+use rewards::reward_model::{ModelContext, ModelServer};
 use rewards::{RewardContext, RewardSet};
 use rollout::evaluate::{Evaluation, EvaluationConfig, evaluate};
 use rollout::tasks::TaskOrder;
@@ -26,6 +27,8 @@ pub struct RewardRuntime {
     handle: Handle,
     program: Program,
     cores: Arc<Cores>,
+    /// Reward models of the recipe that other processes serve.
+    servers: Arc<BTreeMap<String, ModelServer>>,
 }
 
 impl RewardRuntime {
@@ -42,7 +45,13 @@ impl RewardRuntime {
             .build()
             .map_err(system)?;
         let handle = runtime.handle().clone();
-        Ok(Self { runtime: Some(runtime), handle, program: program.clone(), cores: Arc::clone(cores) })
+        let (program, cores, servers) = (program.clone(), Arc::clone(cores), Arc::default());
+        Ok(Self { runtime: Some(runtime), handle, program, cores, servers })
+    }
+
+    /// From now on asks other processes about the reward models that they serve.
+    pub(crate) fn ask(&mut self, servers: BTreeMap<String, ModelServer>) {
+        self.servers = Arc::new(servers);
     }
 
     /// To start tasks on it and to wait for them.
@@ -79,6 +88,7 @@ impl RewardRuntime {
             policy_team: Some(Arc::clone(team)),
             cores: Some(Arc::clone(&self.cores)),
             budget: Arc::clone(budget),
+            servers: Arc::clone(&self.servers),
         };
         let tokenizer = directory.tokenizer().clone();
         let context = RewardContext {

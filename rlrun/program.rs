@@ -1,7 +1,7 @@
 //! What a program brings to every recipe: the kinds of rewards that it knows, and the variables of its process.
 //!
 //! Invariant: [`main`] is where arguments and variables are read, every error is printed once, and the exit status is
-//! made: 0 ok, 1 the run failed, 2 the input was wrong.
+//! made: 0 ok, 1 the run failed, 2 the input was wrong, 75 it should be started again.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -12,6 +12,9 @@ use rewards::Registry;
 use crate::args::Cli;
 use crate::commands;
 use crate::failure::Failure;
+
+/// Variables that begin so change values of a recipe.
+pub(crate) const OVERRIDE: &str = "RLRUN__";
 
 /// What a recipe is loaded and run with.
 #[derive(Clone, Default)]
@@ -37,6 +40,14 @@ impl Program {
     #[must_use]
     pub fn registry(&self) -> &Registry {
         &self.registry
+    }
+
+    /// The same without the variables that change recipes.
+    #[must_use]
+    pub fn without_overrides(&self) -> Self {
+        let kept = self.environment.iter().filter(|(name, _)| !name.starts_with(OVERRIDE));
+        let environment = kept.map(|(name, value)| (name.clone(), value.clone())).collect();
+        Self { environment: Arc::new(environment), ..self.clone() }
     }
 
     /// The variables of the process.
@@ -65,9 +76,12 @@ pub fn main(registry: Registry) -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(error) => {
-            // A diagnostic of the recipe says itself that it is one.
-            let label = if matches!(error, Failure::Recipe(_)) { "" } else { "error: " };
-            eprintln!("{label}{error}");
+            // A diagnostic of the recipe says itself that it is one, and what should be started again has not failed.
+            let label =
+                if matches!(error, Failure::Recipe(_) | Failure::Requeue(_)) { "" } else { "error: " };
+            if !matches!(error, Failure::Told(_)) {
+                eprintln!("{label}{error}");
+            }
             ExitCode::from(error.exit_code())
         }
     }

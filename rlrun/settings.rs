@@ -3,6 +3,7 @@
 //! Invariant: every key of the recipe is read here or in the command that it belongs to; nothing is decided here that the
 //! recipe does not say. Words of the recipe are the crates' own enums, its numbers are plain.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -22,13 +23,17 @@ use trainer::optimizer::OptimizerConfig;
 use trainer::schedule::Schedule;
 use trainer::{LearnerConfig, TrainerConfig};
 use trajectory::Task;
+use weights::{DeltaConfig, Dtype, HubConfig, PublishConfig};
 
 use crate::recipe::schema::RandomModel;
-use crate::recipe::words::SupervisedKind;
+use crate::recipe::words::{SupervisedKind, WeightDtype, WeightTransport};
 use crate::recipe::{DataSource, Recipe};
 
 /// Longest sequence that a fresh model is made for beyond what the recipe needs, tokens.
 const SPARE_POSITIONS: usize = 64;
+
+/// Where the system has files that are only memory.
+const SHARED_MEMORY: &str = "/dev/shm";
 
 impl Recipe {
     /// The longest wait of one role for another.
@@ -158,6 +163,18 @@ impl Recipe {
         Team::new(cores, self.placement.trainer_threads.unwrap_or(cores.total()))
     }
 
+    /// Samplers that a run of processes starts.
+    #[must_use]
+    pub fn rollout_workers(&self) -> usize {
+        self.placement.rollout_workers.unwrap_or(1)
+    }
+
+    /// How often a process may be started again within ten minutes.
+    #[must_use]
+    pub fn restarts(&self) -> usize {
+        self.placement.restarts.unwrap_or(5)
+    }
+
     /// Whether every group has a greedy decoding to be compared with.
     #[must_use]
     pub fn greedy_baseline(&self) -> bool {
@@ -174,6 +191,7 @@ impl Recipe {
             max_completion_length: self.rollout.max_completion_length,
             on_update: self.rollout.on_update,
             wait: self.wait(),
+            holder: None,
         }
     }
 
@@ -189,6 +207,29 @@ impl Recipe {
             max_bytes: buffer.max_mib << 20,
             seed: self.seed,
             ..BufferConfig::new(buffer.batch_groups, buffer.max_staleness)
+        }
+    }
+
+    /// Who samples, as the hub of the weights sees it.
+    #[must_use]
+    pub fn hub(&self) -> HubConfig {
+        let dtype = match self.weights.dtype {
+            WeightDtype::F32 => Dtype::F32,
+            WeightDtype::Bf16 => Dtype::Bf16,
+        };
+        HubConfig { hold: Duration::from_secs_f64(self.deadlines.heartbeat_s), dtype }
+    }
+
+    /// How new versions are published; `served` says whether other processes can take them.
+    #[must_use]
+    pub fn publish(&self, served: bool) -> PublishConfig {
+        let every = NonZeroUsize::new(self.weights.full_every).unwrap_or(NonZeroUsize::MIN);
+        let deltas = DeltaConfig { full_every: every, compress: self.weights.compress };
+        let shared = served && self.weights.transport == WeightTransport::Auto;
+        PublishConfig {
+            deltas: (served && every > NonZeroUsize::MIN).then_some(deltas),
+            shm: shared.then(|| PathBuf::from(SHARED_MEMORY)).filter(|directory| directory.is_dir()),
+            ..PublishConfig::default()
         }
     }
 

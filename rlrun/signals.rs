@@ -14,6 +14,7 @@ pub(crate) const INTERRUPTED: i32 = 130;
 #[derive(Debug)]
 pub struct Signals {
     stop: Arc<AtomicBool>,
+    terminated: Arc<AtomicBool>,
 }
 
 impl Signals {
@@ -22,8 +23,21 @@ impl Signals {
     /// # Errors
     /// If the system lets nobody listen.
     pub fn listen() -> Result<Self, Failure> {
+        Self::start(|| eprintln!("stopping after this step; once more to stop at once"))
+    }
+
+    /// The same for a process whose children say what happens.
+    ///
+    /// # Errors
+    /// If the system lets nobody listen.
+    pub(crate) fn listen_quietly() -> Result<Self, Failure> {
+        Self::start(|| {})
+    }
+
+    fn start(say: impl Fn() + Send + 'static) -> Result<Self, Failure> {
         let stop = Arc::new(AtomicBool::new(false));
-        let theirs = Arc::clone(&stop);
+        let terminated = Arc::new(AtomicBool::new(false));
+        let (theirs, by_launcher) = (Arc::clone(&stop), Arc::clone(&terminated));
         let failure = |what: &str, source| Failure::System { what: what.to_owned(), source };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
@@ -39,12 +53,12 @@ impl Signals {
                 loop {
                     tokio::select! {
                         _ = streams.0.recv() => {}
-                        _ = streams.1.recv() => {}
+                        _ = streams.1.recv() => by_launcher.store(true, Ordering::Relaxed),
                     }
                     if theirs.swap(true, Ordering::Relaxed) {
                         std::process::exit(INTERRUPTED);
                     }
-                    eprintln!("stopping after this step; once more to stop at once");
+                    say();
                 }
             });
         };
@@ -52,7 +66,13 @@ impl Signals {
             .name("signals".to_owned())
             .spawn(listen)
             .map_err(|source| failure("start the thread that listens for signals", source))?;
-        Ok(Self { stop })
+        Ok(Self { stop, terminated })
+    }
+
+    /// Whether it was SIGTERM that asked: a launcher which takes the machine away, rather than a user who has seen enough.
+    #[must_use]
+    pub fn terminated(&self) -> bool {
+        self.terminated.load(Ordering::Relaxed)
     }
 
     /// Whether the run was asked to stop.
@@ -66,4 +86,22 @@ impl Signals {
     pub fn stop_flag(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.stop)
     }
+}
+
+/// Has the system send SIGTERM to this process when `parent`, which started it, ends, however that ends.
+///
+/// # Errors
+/// A system that cannot do so.
+pub(crate) fn end_with_parent(parent: u32) -> Result<(), Failure> {
+    use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+    let system = |error: rustix::io::Errno| Failure::System {
+        what: "end with the process that started this one".to_owned(),
+        source: error.into(),
+    };
+    set_parent_process_death_signal(Some(Signal::TERM)).map_err(system)?;
+    // It ended before it could be asked for.
+    if getppid().is_none_or(|now| now.as_raw_nonzero().get().unsigned_abs() != parent) {
+        return Err(Failure::Requeue("the process that started this one has ended".to_owned()));
+    }
+    Ok(())
 }

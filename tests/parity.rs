@@ -59,7 +59,10 @@ fn run(root: &Path, name: &str, sets: &[&str]) -> (Parameters, Recipe) {
     let (recipe, origins) = Recipe::load(&file, &sets, &program).unwrap();
     let texts = RecipeTexts { given: RECIPE, resolved: &recipe.resolved_toml(&origins) };
     let run_dir = RunDir::create(&root.join(name), texts).unwrap();
-    assert_eq!(pipeline::run(&recipe, &run_dir, &Report::new(Style::Quiet), &program).unwrap(), Ending::Done);
+    assert_eq!(
+        pipeline::run(&recipe, &run_dir, &std::sync::Arc::new(Report::new(Style::Quiet)), &program).unwrap(),
+        Ending::Done
+    );
     let trained = run_dir.checkpoints().join("step_000008/model");
     (ModelDirectory::open(&trained).unwrap().load_parameters().unwrap(), recipe)
 }

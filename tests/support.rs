@@ -117,6 +117,12 @@ impl Home {
         self.start(&small_args(name, sets))
     }
 
+    /// The same with so many steps that nobody could read them all: nothing is shown, so that no pipe fills up.
+    pub(crate) fn start_endless(&self, name: &str, sets: &[&str]) -> Running {
+        let sets = [sets, &["trainer.steps=100000"]].concat();
+        self.start(&[&["-q"], &small_args(name, &sets)[..]].concat())
+    }
+
     pub(crate) fn start(&self, args: &[&str]) -> Running {
         Running(self.command(args).spawn().unwrap())
     }
@@ -159,8 +165,18 @@ pub(crate) fn finish(mut child: Running) -> Done {
 
 /// Sends SIGINT, as Ctrl-C does.
 pub(crate) fn interrupt(child: &Child) {
-    let status = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
-    assert!(status.success(), "no process {} to interrupt", child.id());
+    signal(child, "INT");
+}
+
+/// Sends a signal.
+pub(crate) fn signal(child: &Child, name: &str) {
+    signal_process(child.id(), name);
+}
+
+/// The same to a process that is known by its number.
+pub(crate) fn signal_process(pid: u32, name: &str) {
+    let status = Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status().unwrap();
+    assert!(status.success(), "no process {pid} to signal");
 }
 
 impl Deref for Running {
@@ -194,6 +210,11 @@ impl Run {
     /// All lines of `metrics.jsonl`.
     pub(crate) fn metrics(&self) -> Vec<Map<String, Value>> {
         lines(&self.path.join("metrics.jsonl"))
+    }
+
+    /// All lines of the controller, if the run has one.
+    pub(crate) fn controller(&self) -> Vec<Map<String, Value>> {
+        lines(&self.path.join("logs/controller.jsonl"))
     }
 
     /// The lines of training steps.

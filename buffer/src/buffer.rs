@@ -168,6 +168,17 @@ impl Buffer {
         self.settle(|ledger, _| Ok(ledger.evict_below(version)))
     }
 
+    /// Takes what `holder` has in flight from it, because it is gone: it goes first in line again. Returns how many groups
+    /// that are.
+    ///
+    /// # Errors
+    /// A buffer that has failed.
+    pub fn abandon(&self, holder: u64) -> Result<usize, BufferError> {
+        let abandoned = self.shared.ledger()?.abandon(holder);
+        self.shared.notify();
+        Ok(abandoned)
+    }
+
     /// Ends every hold that is over. Calls that wait do so by themselves; who watches from outside asks for it.
     ///
     /// # Errors

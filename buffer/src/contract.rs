@@ -111,6 +111,9 @@ pub struct AdmitRequest {
     /// A group that is neither claimed again nor finalized for so long goes first in line again; `None`: never, for
     /// samplers that end with the buffer.
     pub hold: Option<Duration>,
+    /// Who asks: what it has in flight can be taken from it at once when it is known to be gone
+    /// ([`Buffer::abandon`](crate::Buffer::abandon)).
+    pub holder: Option<u64>,
 }
 
 /// A consumer asks for groups.

@@ -333,6 +333,21 @@ pub enum BufferError {
     Poisoned,
 }
 
+impl BufferError {
+    /// Where a group can be that is not where a verb needs it.
+    pub(crate) const STATES: [&'static str; 7] = [
+        "admitted",
+        "claimed",
+        "being written",
+        "finalized",
+        "in line to be admitted again",
+        "not yet admitted",
+        "leased, trained or evicted",
+    ];
+    /// Where verbs need a group.
+    pub(crate) const NEEDS: [&'static str; 2] = ["admitted", "admitted or claimed"];
+}
+
 fn remedy(held_for_slow: bool) -> &'static str {
     if held_for_slow {
         "a batch is held back so that the oldest in flight stay within max_staleness: see why they are slow, or set \

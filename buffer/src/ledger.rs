@@ -62,11 +62,18 @@ struct Flight {
     stage: Stage,
     /// What counts as the oldest version: served at admission, then at the claim, then the oldest in the group.
     version: PolicyVersion,
-    hold_ms: Option<u64>,
+    hold: Hold,
     until: Option<u64>,
     /// While it is written: its size and contents.
     bytes: u64,
     contents: Vec<u128>,
+}
+
+/// Who generates a group, and for how long it is held without a sign of that.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Hold {
+    ms: Option<u64>,
+    holder: Option<u64>,
 }
 
 #[derive(Clone, Debug)]
@@ -220,8 +227,8 @@ impl Ledger {
                 self.next_id += 1;
                 GroupId(self.next_id - 1)
             });
-            let hold_ms = request.hold.map(millis);
-            self.take_off(id, Stage::Admitted, request.served, hold_ms, now);
+            let hold = Hold { ms: request.hold.map(millis), holder: request.holder };
+            self.take_off(id, Stage::Admitted, request.served, hold, now);
             ids.push(id);
         }
         Ok(ids)
@@ -234,18 +241,18 @@ impl Ledger {
         now: u64,
     ) -> Result<(), BufferError> {
         self.not_from_the_future(served)?;
-        match self.flights.get(&group).map(|flight| (flight.stage, flight.version, flight.hold_ms)) {
-            Some((Stage::Admitted, _, hold_ms)) => {
+        match self.flights.get(&group).map(|flight| (flight.stage, flight.version, flight.hold)) {
+            Some((Stage::Admitted, _, hold)) => {
                 self.land(group);
-                self.take_off(group, Stage::Claimed, served, hold_ms, now);
+                self.take_off(group, Stage::Claimed, served, hold, now);
                 Ok(())
             }
-            Some((Stage::Claimed, version, hold_ms)) => {
+            Some((Stage::Claimed, version, hold)) => {
                 self.land(group);
-                self.take_off(group, Stage::Claimed, version, hold_ms, now);
+                self.take_off(group, Stage::Claimed, version, hold, now);
                 Ok(())
             }
-            _ => Err(BufferError::WrongState { group, is: self.state(group), needs: "admitted" }),
+            _ => Err(BufferError::WrongState { group, is: self.state(group), needs: BufferError::NEEDS[0] }),
         }
     }
 
@@ -254,7 +261,7 @@ impl Ledger {
             Some(Flight { stage: Stage::Admitted | Stage::Claimed, .. }) => {}
             _ => {
                 let is = self.state(group);
-                return Err(BufferError::WrongState { group, is, needs: "admitted or claimed" });
+                return Err(BufferError::WrongState { group, is, needs: BufferError::NEEDS[1] });
             }
         }
         self.land(group);
@@ -265,6 +272,18 @@ impl Ledger {
             self.tell(EventKind::Evicted, vec![group], None, None);
         }
         Ok(())
+    }
+
+    /// Everything that `holder` has in flight goes first in line again; how many that are. What is being written is safe.
+    pub(crate) fn abandon(&mut self, holder: u64) -> usize {
+        let theirs = |flight: &Flight| flight.hold.holder == Some(holder) && flight.stage != Stage::Writing;
+        let groups = self.flights.iter().filter(|(_, flight)| theirs(flight)).map(|(group, _)| *group);
+        let groups: Vec<GroupId> = groups.collect();
+        for group in &groups {
+            self.land(*group);
+            self.again.insert(*group);
+        }
+        groups.len()
     }
 
     /// Ends every hold that is over at `now`.
@@ -400,20 +419,13 @@ impl Ledger {
         if version > known { Err(BufferError::FutureVersion { version, known }) } else { Ok(()) }
     }
 
-    fn take_off(
-        &mut self,
-        group: GroupId,
-        stage: Stage,
-        version: PolicyVersion,
-        hold_ms: Option<u64>,
-        now: u64,
-    ) {
-        let until = hold_ms.filter(|_| stage != Stage::Writing).map(|hold| now.saturating_add(hold));
+    fn take_off(&mut self, group: GroupId, stage: Stage, version: PolicyVersion, hold: Hold, now: u64) {
+        let until = hold.ms.filter(|_| stage != Stage::Writing).map(|hold| now.saturating_add(hold));
         if let Some(until) = until {
             self.holds.insert((until, Held::Flight(group)));
         }
         *self.due.entry(version).or_default() += 1;
-        let flight = Flight { stage, version, hold_ms, until, bytes: 0, contents: Vec::new() };
+        let flight = Flight { stage, version, hold, until, bytes: 0, contents: Vec::new() };
         self.flights.insert(group, flight);
     }
 
@@ -496,14 +508,15 @@ impl Ledger {
     }
 
     fn state(&self, group: GroupId) -> &'static str {
+        let [admitted, claimed, writing, finalized, again, not_yet, past] = BufferError::STATES;
         match self.flights.get(&group).map(|flight| flight.stage) {
-            Some(Stage::Admitted) => "admitted",
-            Some(Stage::Claimed) => "claimed",
-            Some(Stage::Writing) => "being written",
-            None if self.stored.get(&group).is_some_and(|stored| stored.out == 0) => "finalized",
-            None if self.again.contains(&group) => "in line to be admitted again",
-            None if group.0 >= self.next_id && group.0 < KEYED => "not yet admitted",
-            None => "leased, trained or evicted",
+            Some(Stage::Admitted) => admitted,
+            Some(Stage::Claimed) => claimed,
+            Some(Stage::Writing) => writing,
+            None if self.stored.get(&group).is_some_and(|stored| stored.out == 0) => finalized,
+            None if self.again.contains(&group) => again,
+            None if group.0 >= self.next_id && group.0 < KEYED => not_yet,
+            None => past,
         }
     }
 }

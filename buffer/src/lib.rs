@@ -58,7 +58,7 @@
 //! // One group a step, one version behind at most: two slots.
 //! let buffer = Buffer::in_memory(BufferConfig::new(1, 1))?;
 //! let (v0, v1, now) = (PolicyVersion(0), PolicyVersion(1), Duration::ZERO);
-//! let slots = |served| AdmitRequest { served, limit: 9, hold: None };
+//! let slots = |served| AdmitRequest { served, limit: 9, hold: None , holder: None };
 //!
 //! let ids = buffer.admit(slots(v0), now)?;
 //! assert_eq!(ids, [GroupId(0), GroupId(1)]);

@@ -34,7 +34,7 @@ struct Durations {
 }
 
 /// What a [`Load`] says since it was looked at last.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct LoadCounts {
     /// Trajectories that wait now.
     pub waiting: usize,
@@ -55,7 +55,7 @@ pub struct LoadCounts {
 }
 
 /// Percentiles of durations, seconds; 0 if there were none.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Latency {
     /// The median.
     pub p50_s: f64,
@@ -67,7 +67,37 @@ pub struct Latency {
     pub sum_s: f64,
 }
 
+impl LoadCounts {
+    /// Adds what another worker's reward of this name had to do. Of percentiles the worse are kept: those of both
+    /// together are not known.
+    pub fn add(&mut self, other: Self) {
+        self.waiting += other.waiting;
+        self.running += other.running;
+        self.scored += other.scored;
+        self.errors += other.errors;
+        self.timeouts += other.timeouts;
+        self.example = self.example.take().or(other.example);
+        self.waited.add(other.waited);
+        self.ran.add(other.ran);
+    }
+}
+
+impl Latency {
+    fn add(&mut self, other: Self) {
+        self.p50_s = self.p50_s.max(other.p50_s);
+        self.p95_s = self.p95_s.max(other.p95_s);
+        self.max_s = self.max_s.max(other.max_s);
+        self.sum_s += other.sum_s;
+    }
+}
+
 impl Load {
+    /// Trajectories that wait, and those that are being judged, just now.
+    #[must_use]
+    pub fn now(&self) -> (usize, usize) {
+        (self.waiting.load(Ordering::Relaxed), self.running.load(Ordering::Relaxed))
+    }
+
     /// One trajectory waits from now on.
     #[must_use]
     pub fn wait(&self) -> Waiting<'_> {

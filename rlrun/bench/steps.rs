@@ -53,8 +53,11 @@ pub fn work(
     let run_dir =
         RunDir::create(&scratch.path().join("run"), RecipeTexts { given: &given, resolved: &resolved })?;
     let rewards = args.force_length.map(|_| alternating()).transpose()?;
-    let surroundings = Surroundings { cores: Arc::clone(cores), rewards, program: program.clone() };
-    if pipeline::run_in(&recipe, &run_dir, &Report::new(Style::Quiet), surroundings)? == Ending::Stopped {
+    let surroundings =
+        Surroundings { cores: Arc::clone(cores), rewards, program: program.clone(), door: None };
+    if pipeline::run_in(&recipe, &run_dir, &Arc::new(Report::new(Style::Quiet)), surroundings)?
+        == Ending::Stopped
+    {
         let source = std::io::ErrorKind::Interrupted.into();
         return Err(Failure::System { what: "finish the measurement".to_owned(), source });
     }

@@ -67,6 +67,7 @@ pub(super) fn check(
         lora: raw.lora,
         eval: raw.eval,
         checkpoint: raw.checkpoint,
+        weights: raw.weights,
         log: raw.log,
         placement: raw.placement,
         deadlines: raw.deadlines,
@@ -91,9 +92,22 @@ impl Buffer {
     pub(super) fn keys_without_effect(&self) -> &'static [&'static str] {
         match self.store {
             Store::Http => {
-                &["on_stale", "order", "reward_temperature", "max_uses", "dedup", "max_mib", "listen"]
+                const OF_OWN: &[&str] = &[
+                    "on_stale",
+                    "order",
+                    "reward_temperature",
+                    "max_uses",
+                    "dedup",
+                    "max_mib",
+                    "listen",
+                    "tls_cert",
+                    "tls_key",
+                    "insecure",
+                ];
+                OF_OWN
             }
-            Store::Redb | Store::Memory => &["url", "token_file"],
+            Store::Redb | Store::Memory if self.listen.is_some() => &["url"],
+            Store::Redb | Store::Memory => &["url", "token_file", "tls_cert", "tls_key", "insecure"],
         }
     }
 }
@@ -104,29 +118,49 @@ fn check_store(buffer: &mut Buffer, checker: &mut Checker<'_>) {
         let help = "name the address that `rlrun serve buffer` printed";
         checker.report("buffer.store", "`buffer.store` is \"http\", but there is no `buffer.url`", help);
     }
-    let help = if remote {
-        "remove it; it is set where the buffer is served"
-    } else {
-        "remove it, or set `buffer.store = \"http\"`"
-    };
     for key in buffer.keys_without_effect() {
         let path = format!("buffer.{key}");
+        let help = match (remote, *key) {
+            (true, _) => "remove it; it is set where the buffer is served",
+            (false, "url") => "remove it, or set `buffer.store = \"http\"`",
+            (false, _) => "remove it, or set `buffer.listen`",
+        };
         if checker.given(&path) {
             let store = if remote { "http" } else { "redb\" or \"memory" };
             checker.report(&path, format!("`{path}` has no effect with `buffer.store` \"{store}\""), help);
         }
     }
-    if let Some(listen) = buffer.listen.filter(|listen| !listen.ip().is_loopback()) {
-        let message =
-            format!("`buffer.listen` is {listen}, which others can reach, and nobody would need a token");
-        checker.report(
-            "buffer.listen",
-            message,
-            "listen on 127.0.0.1, or share a buffer of `rlrun serve buffer`",
-        );
-    }
+    check_listen(buffer, checker);
     if let Some(file) = buffer.token_file.take() {
         buffer.token_file = existing(&file, "buffer.token_file", "write the token into it", checker);
+    }
+}
+
+/// Nobody may come in from other machines without a token, and no token may go there for all to read.
+fn check_listen(buffer: &mut Buffer, checker: &mut Checker<'_>) {
+    for (key, file) in [("tls_cert", &mut buffer.tls_cert), ("tls_key", &mut buffer.tls_key)] {
+        if let Some(named) = file.take() {
+            *file = existing(&named, &format!("buffer.{key}"), "name a PEM file", checker);
+        }
+    }
+    if buffer.tls_cert.is_some() != buffer.tls_key.is_some() {
+        let help = "name both, or neither";
+        checker.report(
+            "buffer.tls_cert",
+            "a certificate needs its key (`buffer.tls_key`), a key its certificate",
+            help,
+        );
+    }
+    let Some(listen) = buffer.listen.filter(|listen| !listen.ip().is_loopback()) else { return };
+    if buffer.token_file.is_none() {
+        let message =
+            format!("`buffer.listen` is {listen}, which others can reach, and nobody would need a token");
+        checker.report("buffer.listen", message, "name a `buffer.token_file`, or listen on 127.0.0.1");
+    } else if buffer.tls_cert.is_none() && !buffer.insecure {
+        let message = format!("`buffer.listen` is {listen}, and tokens would go there for all to read");
+        let help =
+            "name `buffer.tls_cert` and `buffer.tls_key`, or set `buffer.insecure` if the network is safe";
+        checker.report("buffer.listen", message, help);
     }
 }
 
@@ -345,6 +379,36 @@ fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
         if checker.given(path) && !there {
             checker.report(path, format!("`{path}` has no effect: the run {what}"), "remove it");
         }
+    }
+    check_processes(recipe, checker);
+}
+
+/// What cannot be when the roles of a run are processes of their own.
+fn check_processes(recipe: &Recipe, checker: &mut Checker<'_>) {
+    if !recipe.placement.processes {
+        for key in ["rollout_workers", "restarts"] {
+            let path = format!("placement.{key}");
+            if checker.given(&path) {
+                let help = "remove it, or set `placement.processes = true`";
+                checker.report(&path, format!("`{path}` has no effect without `placement.processes`"), help);
+            }
+        }
+        return;
+    }
+    let mut cannot = |path: &str, message: &str, help: &str| {
+        checker.report_latest(&[path, "placement.processes"], message, help);
+    };
+    if recipe.supervised.is_some() {
+        cannot("supervised", "`placement.processes` has no effect without sampling", "remove it");
+    }
+    if recipe.buffer.store != Store::Redb {
+        let message = "processes of a run (`placement.processes`) share its journal, so that nothing is lost when one dies";
+        cannot("buffer.store", message, "set `buffer.store` to \"redb\"");
+    }
+    if recipe.curation.is_on() {
+        let message = "curation (`[curation]`) decides with what one sampler knows, which processes of their own \
+                       (`placement.processes`) do not share";
+        cannot("curation", message, "remove one of the two");
     }
 }
 

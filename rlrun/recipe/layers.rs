@@ -14,6 +14,7 @@ use toml::de::{DeTable, DeValue};
 
 use super::diagnostic::{Diagnostic, Place};
 use super::source::{Layer, Source, Sources};
+use crate::program::OVERRIDE;
 
 /// Where every value of a recipe was written.
 #[derive(Clone, Debug, Default)]
@@ -77,7 +78,7 @@ pub(super) fn read(
     let mut sources = Sources::default();
     let mut errors = Vec::new();
     read_file(path, &mut Vec::new(), None, &mut sources, &mut errors);
-    let mut variables: Vec<_> = env.into_iter().filter(|(name, _)| name.starts_with("RLRUN__")).collect();
+    let mut variables: Vec<_> = env.into_iter().filter(|(name, _)| name.starts_with(OVERRIDE)).collect();
     variables.sort();
     for (name, value) in variables {
         sources.add(Layer::Environment, "environment".to_owned(), format!("{name}={value}"), None);
@@ -176,7 +177,7 @@ fn parse(source: &Source) -> Result<DeTable<'_>, Box<Diagnostic>> {
             Ok(table) => Ok(table.into_inner()),
             Err(error) => Err(Box::new(syntax_error(&error, |span| local_place(source, span)))),
         },
-        Layer::Environment => parse_assignment(source, "RLRUN__".len(), "__"),
+        Layer::Environment => parse_assignment(source, OVERRIDE.len(), "__"),
         Layer::Set => parse_assignment(source, 0, "."),
     }
 }

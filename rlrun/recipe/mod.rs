@@ -29,7 +29,7 @@ pub use diagnostic::{Diagnostic, Place};
 pub use layers::{Origin, Origins};
 use schema::{
     Algorithm, Arithmetic, Buffer, Checkpoint, Critic, Curation, Deadlines, Eval, Log, Lora, Placement,
-    RandomModel, Rollout, Supervised, Trainer, Warmup,
+    RandomModel, Rollout, Supervised, Trainer, Warmup, Weights,
 };
 pub use source::Layer;
 use words::Overlong;
@@ -71,6 +71,8 @@ pub struct Recipe {
     pub eval: Eval,
     /// What is kept to resume from.
     pub checkpoint: Checkpoint,
+    /// How versions get to samplers.
+    pub weights: Weights,
     /// What is written down beside the metrics.
     pub log: Log,
     /// How long one role waits for another.

@@ -90,6 +90,8 @@ pub(super) fn check_ranges(raw: &RawRecipe, checker: &mut Checker<'_>) {
         ("trainer.max_grad_norm", raw.trainer.max_grad_norm, POSITIVE),
         ("eval.temperature", raw.eval.temperature, NOT_NEGATIVE),
         ("deadlines.wait_s", raw.deadlines.wait_s, POSITIVE),
+        ("deadlines.quiet_s", raw.deadlines.quiet_s, POSITIVE),
+        ("deadlines.heartbeat_s", raw.deadlines.heartbeat_s, POSITIVE),
     ] {
         checker.number(path, value, bounds);
     }
@@ -110,6 +112,7 @@ pub(super) fn check_ranges(raw: &RawRecipe, checker: &mut Checker<'_>) {
         ("placement.trainer_threads", raw.placement.trainer_threads.unwrap_or(1)),
         ("eval.tasks", raw.eval.tasks.unwrap_or(1)),
         ("checkpoint.keep_last", raw.checkpoint.keep_last),
+        ("weights.full_every", raw.weights.full_every),
     ] {
         checker.at_least_one(path, value);
     }

@@ -28,8 +28,19 @@ pub(super) fn write(recipe: &Recipe, origins: &Origins) -> String {
 fn to_raw(recipe: &Recipe) -> RawRecipe {
     let Recipe { name, seed, model, data, warmup, rollout, rewards, buffer, algorithm, trainer, .. } =
         recipe.clone();
-    let Recipe { supervised, critic, curation, lora, placement, eval, checkpoint, log, deadlines, .. } =
-        recipe.clone();
+    let Recipe {
+        supervised,
+        critic,
+        curation,
+        lora,
+        placement,
+        eval,
+        checkpoint,
+        weights,
+        log,
+        deadlines,
+        ..
+    } = recipe.clone();
     let model = match model {
         Model::Path(path) => RawModel { path: Some(path), random: None },
         Model::Random(random) => RawModel { path: None, random: Some(random) },
@@ -52,6 +63,7 @@ fn to_raw(recipe: &Recipe) -> RawRecipe {
         lora,
         eval,
         checkpoint,
+        weights,
         log,
         placement,
         deadlines,

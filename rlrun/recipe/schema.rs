@@ -69,6 +69,8 @@ pub struct RawRecipe {
     pub eval: Eval,
     /// What is kept to resume from.
     pub checkpoint: Checkpoint,
+    /// How versions get to samplers.
+    pub weights: Weights,
     /// What is written down beside the metrics.
     pub log: Log,
     /// How long one role waits for another.
@@ -317,11 +319,21 @@ pub struct Buffer {
     pub max_mib: u64,
     /// Of `store = "http"`: where the buffer is served, such as `http://127.0.0.1:8700`.
     pub url: Option<String>,
-    /// Of `store = "http"`: a file with the token of the role `admin`, if the server wants one.
+    /// Of `store = "http"`: a file with the token of the role `admin`, if the server wants one. Of `listen`: who may do what,
+    /// in lines such as `writer TOKEN`, `trainer TOKEN`, `admin TOKEN`; without it everybody may, on a loopback address.
     pub token_file: Option<PathBuf>,
-    /// Serve the buffer of this run while it lasts, on a loopback address such as `127.0.0.1:8700`, to look at it or to
-    /// add groups from elsewhere.
+    /// Serve this run while it lasts, on an address such as `127.0.0.1:8700`: to look at it, to add groups from elsewhere, and
+    /// for `rlrun worker rollout --join http://127.0.0.1:8700`. An address that others can reach needs `token_file`, and TLS
+    /// or `insecure`.
     pub listen: Option<SocketAddr>,
+    /// Of `listen`: certificate chain, PEM.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tls_cert: Option<PathBuf>,
+    /// Of `listen`: the private key of `tls_cert`, PEM.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tls_key: Option<PathBuf>,
+    /// Of `listen`: let tokens go over the network without TLS.
+    pub insecure: bool,
 }
 
 impl Default for Buffer {
@@ -341,7 +353,32 @@ impl Default for Buffer {
             url: None,
             token_file: None,
             listen: None,
+            tls_cert: None,
+            tls_key: None,
+            insecure: false,
         }
+    }
+}
+
+/// `[weights]`: how new versions of the policy get to those who sample. Within a process they share the memory.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Weights {
+    /// How samplers in other processes get them: those of this host map shared memory and others ask over HTTP (`auto`), or
+    /// all ask over HTTP (`http`).
+    pub transport: WeightTransport,
+    /// What is sampled with: the weights as they are trained (`f32`), or rounded to `bf16`, half as large; what that changes
+    /// is measured and corrected as any mismatch is. prime-rl `weight_broadcast` and vLLM sample in bf16.
+    pub dtype: WeightDtype,
+    /// Over HTTP only what has changed is sent, and everything at least every so many pushes; 1: everything always.
+    pub full_every: usize,
+    /// Whether what is sent over HTTP is compressed with zstd: for slow networks.
+    pub compress: bool,
+}
+
+impl Default for Weights {
+    fn default() -> Self {
+        Self { transport: WeightTransport::Auto, dtype: WeightDtype::F32, full_every: 20, compress: false }
     }
 }
 
@@ -416,11 +453,22 @@ impl Default for Trainer {
     }
 }
 
-/// `[placement]`: sampler and trainer share the cores of the machine; a core that one does not use is the other's.
+/// `[placement]`: who computes where. In one process sampler and trainer share the cores of the machine; a core that one
+/// does not use is the other's.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Placement {
-    /// Most cores that the sampler uses at a time; all if not given.
+    /// Whether trainer and samplers are processes of their own, started again when they die. What a core is shared by is then
+    /// fixed: see `rollout_threads` and `trainer_threads`.
+    pub processes: bool,
+    /// Of `processes`: samplers that are started here. Others can join whenever `buffer.listen` lets them; with 0 the run waits
+    /// for them; 1 if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rollout_workers: Option<usize>,
+    /// Of `processes`: how often a process may be started again within ten minutes before the run ends; 5 if not given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub restarts: Option<usize>,
+    /// Most cores that a sampler uses at a time; all if not given. With `processes` the cores are shared evenly if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rollout_threads: Option<usize>,
     /// Most cores that the trainer uses at a time; all if not given.
@@ -494,10 +542,15 @@ impl Default for Log {
 pub struct Deadlines {
     /// Seconds that a role waits for another before the run stops and says who waits for whom.
     pub wait_s: f64,
+    /// Seconds without any progress after which the run says who waits for whom, and goes on.
+    pub quiet_s: f64,
+    /// Seconds of silence after which a process is taken for dead: it is killed and started again, or forgotten if others
+    /// started it.
+    pub heartbeat_s: f64,
 }
 
 impl Default for Deadlines {
     fn default() -> Self {
-        Self { wait_s: 600.0 }
+        Self { wait_s: 600.0, quiet_s: 60.0, heartbeat_s: 30.0 }
     }
 }

@@ -30,6 +30,28 @@ pub enum Store {
     Http,
 }
 
+/// How samplers in other processes get weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WeightTransport {
+    /// From shared memory on this host, over HTTP elsewhere.
+    #[default]
+    Auto,
+    /// Over HTTP.
+    Http,
+}
+
+/// What is sampled with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WeightDtype {
+    /// The weights as they are trained.
+    #[default]
+    F32,
+    /// The same, rounded to the upper half of their bits.
+    Bf16,
+}
+
 /// Which groups a training step takes first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

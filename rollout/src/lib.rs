@@ -27,4 +27,4 @@ pub mod worker;
 pub use engine::{Completion, Engine, EngineConfig, EngineCounts, Interruption, Request, StopRules};
 pub use error::RolloutError;
 pub use prompts::{Overlong, PromptSet};
-pub use worker::{OnUpdate, Progress, Worker, WorkerConfig};
+pub use worker::{Doing, OnUpdate, Progress, Worker, WorkerConfig};

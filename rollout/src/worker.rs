@@ -56,11 +56,51 @@ pub struct WorkerConfig {
     pub on_update: OnUpdate,
     /// Longest wait for anybody.
     pub wait: Duration,
+    /// The number by which the buffer knows what this worker has in flight, if it may have to be taken from it.
+    pub holder: Option<u64>,
+}
+
+/// What a worker does just now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Doing {
+    /// It has not begun.
+    #[default]
+    Starting,
+    /// A decoding step.
+    Decoding,
+    /// It asks the buffer for slots, or tells it what it began.
+    Admitting,
+    /// It has nothing to decode: no slot is free until the trainer advances, or newer weights arrive.
+    Waiting,
+    /// It hands completions over to be scored.
+    HandingOver,
+    /// It swaps weights.
+    Applying,
+    /// It has been told to stop, and waits for rewards that are still running.
+    Stopping,
+}
+
+impl std::fmt::Display for Doing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Starting => "is starting",
+            Self::Decoding => "is decoding",
+            Self::Admitting => "asks the buffer for slots",
+            Self::Waiting => "waits for a slot or for newer weights: the trainer has to advance",
+            Self::HandingOver => "waits for rewards: too many completions are being scored",
+            Self::Applying => "swaps weights",
+            Self::Stopping => "waits for rewards that are still running, to stop",
+        })
+    }
 }
 
 /// What a worker has done since it was started.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(default)]
 pub struct Progress {
+    /// What it does just now.
+    pub doing: Doing,
     /// Work of the engine.
     pub engine: EngineCounts,
     /// Time in steps of the engine, seconds.
@@ -75,6 +115,21 @@ pub struct Progress {
     pub groups: u64,
     /// What curation did; all zero without it.
     pub curation: CurationCounts,
+}
+
+impl Progress {
+    /// Adds what another worker did. What is served is the older of both.
+    #[must_use]
+    pub fn and(mut self, other: &Self) -> Self {
+        self.busy_s += other.busy_s;
+        self.idle_s += other.idle_s;
+        self.stall_s += other.stall_s;
+        self.groups += other.groups;
+        self.served = self.served.min(other.served);
+        self.engine += other.engine;
+        self.curation += other.curation;
+        self
+    }
 }
 
 /// One sampler.
@@ -146,6 +201,7 @@ impl Worker {
     /// Whatever ended the work: the buffer, the weights, a reward with `on_error = "fail"`, a deadline.
     pub fn run(mut self, buffer: &dyn Producer, stop: &AtomicBool) -> Result<(), RolloutError> {
         let result = self.work(buffer, stop);
+        self.begins(Doing::Stopping);
         for group in self.started.keys() {
             give_back(buffer, *group, true)?;
         }
@@ -165,13 +221,16 @@ impl Worker {
             if self.scorer.failed() {
                 return Err(RolloutError::Ended { who: "the scoring of trajectories" });
             }
+            self.begins(Doing::Applying);
             self.apply_weights(Duration::ZERO)?;
             if self.pending.is_none() {
+                self.begins(Doing::Admitting);
                 self.admit(buffer)?;
             }
             let start = Instant::now();
             if self.engine.is_idle() {
                 present = None;
+                self.begins(Doing::Waiting);
                 self.apply_weights(LOOK_UP)?;
                 self.progress.idle_s += start.elapsed().as_secs_f64();
                 if waiting_since.elapsed() > self.config.wait {
@@ -180,8 +239,10 @@ impl Worker {
             } else {
                 // Between two steps nobody else should begin to use its core.
                 present.get_or_insert_with(|| team.present());
+                self.begins(Doing::Decoding);
                 let ended = self.engine.step()?;
                 self.progress.busy_s += start.elapsed().as_secs_f64();
+                self.begins(Doing::HandingOver);
                 self.hand_over(ended)?;
                 waiting_since = Instant::now();
             }
@@ -192,6 +253,12 @@ impl Worker {
             *self.shared.lock().unwrap_or_else(PoisonError::into_inner) = self.progress;
         }
         Ok(())
+    }
+
+    /// Says what comes next to whoever looks.
+    fn begins(&mut self, doing: Doing) {
+        self.progress.doing = doing;
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner).doing = doing;
     }
 
     /// Swaps in a newer version if one is ready within `wait`.
@@ -225,7 +292,7 @@ impl Worker {
         let baseline = usize::from(self.config.greedy_baseline);
         let mut passed_over = 0;
         while self.engine.has_room(self.config.group_size + baseline) && passed_over < PASSED_OVER {
-            let one = AdmitRequest { served: version, limit: 1, hold: None };
+            let one = AdmitRequest { served: version, limit: 1, hold: None, holder: None };
             let group = match buffer.admit(one, Duration::ZERO) {
                 // If it took one after all, that comes back to the line when its hold is over.
                 Err(BufferError::Unclear { .. }) => break,
@@ -278,7 +345,7 @@ impl Worker {
         let wanted = config.slots() - config.batch_groups + 1;
         let mut free = Vec::new();
         while free.len() < wanted {
-            let request = AdmitRequest { served, limit: wanted - free.len(), hold: None };
+            let request = AdmitRequest { served, limit: wanted - free.len(), hold: None, holder: None };
             let admitted = match buffer.admit(request, Duration::ZERO) {
                 Err(BufferError::Unclear { .. }) => break,
                 admitted => admitted?,

@@ -83,7 +83,8 @@ fn two_groups(sink: Box<dyn OutcomeSink>) -> (Result<(), RolloutError>, Arc<Buff
     let rewards = Arc::new(RewardSet::new(vec![reward]).unwrap());
     let producer: Arc<dyn Producer> = Arc::clone(&buffer) as Arc<dyn Producer>;
     let scorer = Scorer::start(runtime.handle(), rewards, producer, Some(curation.clone()), 8);
-    let admitted = buffer.admit(AdmitRequest { served: V0, limit: 2, hold: None }, SOON).unwrap();
+    let admitted =
+        buffer.admit(AdmitRequest { served: V0, limit: 2, hold: None, holder: None }, SOON).unwrap();
     assert_eq!(admitted, [GroupId(0), GroupId(1)]);
     for group in admitted {
         let id = TaskId(group.0);
@@ -109,7 +110,9 @@ fn a_group_that_is_all_alike_frees_its_slot_for_another() {
     let stats = buffer.stats().unwrap();
     assert_eq!((stats.finalized, stats.evicted, stats.slots_free, stats.again), (1, 1, 1, 0));
     assert_eq!((curation.counts().refilled, curation.is_pending()), (1, false));
-    let next = buffer.admit(AdmitRequest { served: V0, limit: 9, hold: None }, Duration::ZERO).unwrap();
+    let next = buffer
+        .admit(AdmitRequest { served: V0, limit: 9, hold: None, holder: None }, Duration::ZERO)
+        .unwrap();
     assert_eq!(next, [GroupId(2)], "the next place takes its slot");
     let mut outcomes: Vec<_> =
         lines.0.lock().unwrap().iter().map(|o| (o.task.0, o.passes, o.trajectories)).collect();

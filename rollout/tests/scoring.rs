@@ -53,8 +53,9 @@ fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Buf
     let limits = RewardSpec { timeout_s: 0.03, concurrency: 2, ..RewardSpec::new("flaky") };
     let reward = WeightedReward { reward: Box::new(Limited::new(flaky, &limits)), weight: 2.0, on_error };
     let rewards = Arc::new(RewardSet::new(vec![reward]).unwrap());
-    let group =
-        buffer.admit(AdmitRequest { served: PolicyVersion(0), limit: 1, hold: None }, SOON).unwrap()[0];
+    let group = buffer
+        .admit(AdmitRequest { served: PolicyVersion(0), limit: 1, hold: None, holder: None }, SOON)
+        .unwrap()[0];
     buffer.claim(group, PolicyVersion(0)).unwrap();
     let producer: Arc<dyn Producer> = Arc::clone(&buffer) as Arc<dyn Producer>;
     let scorer = Scorer::start(runtime.handle(), rewards, producer, None, 2);

@@ -68,7 +68,7 @@ fn put(buffer: &Buffer, served: u64, rewards: &[f64]) {
 /// The same with behavior log-probabilities that are moved by `off_policy` nats.
 fn put_off_policy(buffer: &Buffer, served: u64, rewards: &[f64], off_policy: f32) {
     let served = PolicyVersion(served);
-    let id = buffer.admit(AdmitRequest { served, limit: 1, hold: None }, SOON).unwrap()[0];
+    let id = buffer.admit(AdmitRequest { served, limit: 1, hold: None, holder: None }, SOON).unwrap()[0];
     buffer.claim(id, served).unwrap();
     let group = group(id.0, rewards, off_policy);
     buffer.finalize(Group::clone(&group)).unwrap();
@@ -215,7 +215,7 @@ fn the_promise_of_equal_bits_is_about_the_policy_before_the_step() {
 #[test]
 fn a_trainer_without_a_batch_says_who_it_waits_for_or_stops() {
     let mut bench = bench(|config| config.wait = Duration::from_millis(150));
-    let one = AdmitRequest { served: PolicyVersion(0), limit: 1, hold: None };
+    let one = AdmitRequest { served: PolicyVersion(0), limit: 1, hold: None, holder: None };
     let id = bench.buffer.admit(one, SOON).unwrap()[0];
     bench.buffer.claim(id, PolicyVersion(0)).unwrap();
     let error = bench.trainer.step().unwrap_err();

@@ -41,6 +41,15 @@ impl Role {
         }
     }
 
+    /// What only this role may do, and those above it.
+    pub(crate) fn need(self) -> Need {
+        match self {
+            Self::Writer => Need::Write,
+            Self::Trainer => Need::Train,
+            Self::Admin => Need::Administer,
+        }
+    }
+
     fn may(self, need: Need) -> bool {
         match need {
             Need::Read => true,

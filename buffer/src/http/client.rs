@@ -15,6 +15,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use trajectory::{Group, GroupId, PolicyVersion};
 
 use self::call::{Answer, Call, Core, Repeat};
@@ -43,13 +45,16 @@ pub struct ClientConfig {
     pub roots: Option<PathBuf>,
     /// How long a call is repeated while the server cannot be reached or asks for patience, beside what it waits anyway.
     pub patience: Duration,
+    /// How soon what this client holds goes to others once it is gone; it is held anew three times as often.
+    pub hold: Duration,
 }
 
 impl ClientConfig {
-    /// Two minutes of patience: longer than a server takes to start again.
+    /// Two minutes of patience: longer than a server takes to start again. A hold of one minute.
     #[must_use]
     pub fn new(url: impl Into<String>) -> Self {
-        Self { url: url.into(), token: None, roots: None, patience: Duration::from_secs(120) }
+        let (patience, hold) = (Duration::from_secs(120), Duration::from_secs(60));
+        Self { url: url.into(), token: None, roots: None, patience, hold }
     }
 }
 
@@ -60,11 +65,13 @@ impl fmt::Debug for ClientConfig {
             .field("token", &self.token.as_ref().map(|_| "..."))
             .field("roots", &self.roots)
             .field("patience", &self.patience)
+            .field("hold", &self.hold)
             .finish()
     }
 }
 
-/// A buffer in another process. A lease without a hold is held until it is acknowledged or released, or this is dropped.
+/// A buffer in another process. A lease without a hold is held until it is acknowledged or released, and a claimed group
+/// until it is finalized or aborted; or until this is dropped.
 #[derive(Debug)]
 pub struct Client {
     core: Arc<Core>,
@@ -77,9 +84,32 @@ impl Client {
     /// # Errors
     /// A URL or certificates that cannot be used; a system without room for a thread.
     pub fn new(config: ClientConfig) -> Result<Self, BufferError> {
+        let hold = config.hold;
         let core = Arc::new(Core::new(config)?);
-        let renewals = Renewals::start(Arc::clone(&core))?;
+        let renewals = Renewals::start(Arc::clone(&core), hold)?;
         Ok(Self { core, renewals })
+    }
+
+    /// Asks a route beside the buffer's ([`super::ServerConfig::routes`]) with a MessagePack body, as patiently as the buffer
+    /// itself. It has to be one that may be asked twice.
+    ///
+    /// # Errors
+    /// A server that cannot be reached, refuses, or answers something else than `T`.
+    pub fn ask<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, BufferError> {
+        self.core.ask(&Call::post(path.to_owned(), body)?)
+    }
+
+    /// The same in one attempt that takes at most `limit`.
+    ///
+    /// # Errors
+    /// As [`Client::ask`].
+    pub fn ask_once<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &impl Serialize,
+        limit: Duration,
+    ) -> Result<T, BufferError> {
+        self.core.ask_once(&Call::post(path.to_owned(), body)?, limit)
     }
 
     /// Sends one group.
@@ -128,7 +158,7 @@ impl Client {
 }
 
 impl Producer for Client {
-    /// Without a hold of its own an admission is held for an hour.
+    /// Without a hold of its own an admission has that of this client.
     fn admit(&self, request: AdmitRequest, wait: Duration) -> Result<Vec<GroupId>, BufferError> {
         if request.limit == 0 {
             return Ok(Vec::new());
@@ -141,7 +171,8 @@ impl Producer for Client {
                 served_version: request.served.0,
                 limit: request.limit.min(AdmissionsRequest::MAX_GROUPS),
                 wait_ms,
-                hold_ms: request.hold.map_or_else(AdmissionsRequest::default_hold, milliseconds),
+                hold_ms: milliseconds(request.hold.unwrap_or(self.renewals.hold())),
+                holder: request.holder,
             };
             let call =
                 Call::post("/v1/admissions".to_owned(), &body)?.waiting(wait_ms).repeat(Repeat::IfNotSent);
@@ -153,18 +184,22 @@ impl Producer for Client {
     }
 
     fn claim(&self, group: GroupId, served: PolicyVersion) -> Result<(), BufferError> {
-        let body = ClaimRequest { served_version: served.0 };
-        self.core.ask(&Call::post(format!("/v1/admissions/{}/claim", group.0), &body)?).map(done)
+        self.core.ask(&claim(group, served)?).map(done)?;
+        self.renewals.add_group(group, served);
+        Ok(())
     }
 
     fn finalize(&self, group: Group) -> Result<Finalized, BufferError> {
         if group.trajectories.is_empty() {
             return Err(BufferError::EmptyGroup { group: group.id });
         }
-        Ok(self.append(GroupView::from(&group))?.answer)
+        let answered = self.append(GroupView::from(&group));
+        self.renewals.remove_group(group.id);
+        Ok(answered?.answer)
     }
 
     fn abort(&self, group: GroupId, retry: bool) -> Result<(), BufferError> {
+        self.renewals.remove_group(group);
         let call = Call::post(format!("/v1/admissions/{}/abort", group.0), &AbortRequest { retry })?;
         self.core.ask(&call.repeat(Repeat::IfNotSent)).map(done)
     }
@@ -203,7 +238,7 @@ impl Consumer for Client {
                 tokens: request.tokens,
                 max_staleness: request.max_staleness,
                 wait_ms,
-                hold_ms: milliseconds(request.hold.unwrap_or(Renewals::HOLD)),
+                hold_ms: milliseconds(request.hold.unwrap_or(self.renewals.hold())),
             };
             let call = Call::post("/v1/leases".to_owned(), &body)?.waiting(wait_ms).repeat(repeat);
             let answer: LeaseAnswer = self.core.ask(&call)?;
@@ -254,6 +289,10 @@ impl Consumer for Client {
 }
 
 fn done(_: Done) {}
+
+fn claim(group: GroupId, served: PolicyVersion) -> Result<Call, BufferError> {
+    Call::post(format!("/v1/admissions/{}/claim", group.0), &ClaimRequest { served_version: served.0 })
+}
 
 fn extension(lease: LeaseId, hold: Duration) -> Result<Call, BufferError> {
     Call::post(format!("/v1/leases/{}/extend", lease.0), &ExtendRequest { hold_ms: milliseconds(hold) })

@@ -143,6 +143,7 @@ impl Evidence {
             BufferError::StepPassed { step, next } => (step.0, Some(next.0)),
             BufferError::UnknownLease { lease, next } => (lease.0, Some(next.0)),
             BufferError::LeaseLost { lease } => (lease.0, None),
+            BufferError::WrongState { group, .. } => (group.0, None),
             BufferError::UnknownGroup { group, next } => (group.0, Some(next.0)),
             BufferError::GroupTooLarge { bytes, limit } => (*bytes, Some(*limit)),
             _ => return Self::default(),

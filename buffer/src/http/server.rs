@@ -21,7 +21,7 @@ use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 use tokio_rustls::TlsAcceptor;
 
-use super::auth::{Access, Tokens};
+use super::auth::{Access, Role, Tokens};
 use super::limits::Limits;
 use super::routes;
 use super::stall::NoStall;
@@ -51,6 +51,10 @@ pub type Notice = Arc<dyn Fn(&str) + Send + Sync>;
 pub struct ServerConfig {
     /// Where to listen; port 0 takes a free one.
     pub listen: SocketAddr,
+    /// A socket that listens there already: connections to it wait while the process that serves it starts again.
+    pub listener: Option<Arc<std::net::TcpListener>>,
+    /// What is served beside the buffer, and whose token it takes. These routes bound their own bodies.
+    pub routes: Vec<(Role, Router)>,
     /// What requests may take.
     pub limits: Limits,
     /// Who may do what; `None`, on loopback only: everybody everything.
@@ -73,6 +77,8 @@ impl ServerConfig {
     pub fn new(listen: SocketAddr) -> Self {
         Self {
             listen,
+            listener: None,
+            routes: Vec::new(),
             limits: Limits::default(),
             tokens: None,
             tls: None,
@@ -109,6 +115,7 @@ impl fmt::Debug for ServerConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ServerConfig")
             .field("listen", &self.listen)
+            .field("listener", &self.listener)
             .field("limits", &self.limits)
             .field("tokens", &self.tokens)
             .field("tls", &self.tls)
@@ -168,14 +175,18 @@ impl Server {
     /// # Errors
     /// An address that needs protection or cannot be listened on.
     #[expect(clippy::unused_async, reason = "a listener needs the runtime that this runs on")]
-    pub async fn bind(config: ServerConfig, buffer: Arc<Buffer>) -> Result<Self, ServerError> {
+    pub async fn bind(mut config: ServerConfig, buffer: Arc<Buffer>) -> Result<Self, ServerError> {
         config.check()?;
         let address = config.listen;
         let failed = |source| ServerError::Listen { address, source };
-        let listener = listen(address, config.limits.connections).map_err(failed)?;
+        let listener = match &config.listener {
+            Some(listener) => adopt(listener),
+            None => listen(address, config.limits.connections),
+        };
+        let listener = listener.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let shared = Arc::new(Shared::new(buffer, config.limits, config.access()));
-        let router = routes::router(&shared);
+        let router = routes::router(&shared, std::mem::take(&mut config.routes));
         Ok(Self { listener, address, router, shared, config })
     }
 
@@ -240,6 +251,12 @@ fn listen(address: SocketAddr, connections: usize) -> std::io::Result<TcpListene
     socket.set_reuseaddr(true)?;
     socket.bind(address)?;
     socket.listen(u32::try_from(connections).unwrap_or(u32::MAX))
+}
+
+fn adopt(listener: &std::net::TcpListener) -> std::io::Result<TcpListener> {
+    let listener = listener.try_clone()?;
+    listener.set_nonblocking(true)?;
+    TcpListener::from_std(listener)
 }
 
 /// What every connection gets.

@@ -70,7 +70,7 @@ impl Ledger {
             self.evicted += 1;
             return Ok(Begin::Answer(known, Finalized::Duplicate));
         }
-        let hold_ms = self.flights.get(&group).and_then(|flight| flight.hold_ms);
+        let hold = self.flights.get(&group).map(|flight| flight.hold).unwrap_or_default();
         if in_flight {
             self.land(group);
         }
@@ -88,7 +88,7 @@ impl Ledger {
             .collect();
         self.contents.add(&contents);
         self.bytes += bytes;
-        self.take_off(group, Stage::Writing, oldest, hold_ms, now);
+        self.take_off(group, Stage::Writing, oldest, hold, now);
         let flight = self.flights.get_mut(&group).expect("it has just been put there");
         (flight.bytes, flight.contents) = (bytes, contents);
         Ok(Begin::Write { group, keep })
@@ -103,7 +103,7 @@ impl Ledger {
             if group.0 >= KEYED {
                 self.keys.remove(group);
             } else {
-                self.take_off(group, Stage::Claimed, flight.version, flight.hold_ms, now);
+                self.take_off(group, Stage::Claimed, flight.version, flight.hold, now);
             }
             return;
         };

@@ -98,7 +98,7 @@ fn nothing_comes_from_the_future(buffer: &impl Both) {
             "{result:?}"
         );
     };
-    let request = AdmitRequest { served: v(1), limit: 1, hold: None };
+    let request = AdmitRequest { served: v(1), limit: 1, hold: None, holder: None };
     from_the_future(buffer.admit(request, NOW).map(drop));
     let id = admit(buffer, v(0), 1)[0];
     from_the_future(buffer.claim(id, v(1)));
@@ -146,7 +146,7 @@ fn a_lease_that_nobody_took_over_can_be_taken_up_again(buffer: &impl Both) {
 }
 
 fn an_admission_that_is_over_goes_first_in_line_and_is_still_taken(buffer: &impl Both) {
-    let request = AdmitRequest { served: v(0), limit: 2, hold: Some(HOLD) };
+    let request = AdmitRequest { served: v(0), limit: 2, hold: Some(HOLD), holder: None };
     let ids = buffer.admit(request, NOW).unwrap();
     buffer.claim(ids[0], v(0)).unwrap();
     wait_for_expiry(buffer);
@@ -390,7 +390,7 @@ fn waiting_ends_when_the_other_side_acts(buffer: &impl Both) {
     std::thread::scope(|scope| {
         let lease = scope.spawn(|| lease(buffer, 0, SOON).unwrap());
         let ids = admit(buffer, v(0), 4);
-        let one = AdmitRequest { served: v(0), limit: 1, hold: None };
+        let one = AdmitRequest { served: v(0), limit: 1, hold: None, holder: None };
         let admit = scope.spawn(move || buffer.admit(one, SOON).unwrap());
         for id in &ids[..2] {
             buffer.finalize(group(*id, v(0))).unwrap();
@@ -412,7 +412,10 @@ fn threads_train_every_group_once_and_within_the_bound(buffer: &impl Both) {
                 while version.load(Ordering::Acquire) < STEPS {
                     let served = v(version.load(Ordering::Acquire));
                     for id in buffer
-                        .admit(AdmitRequest { served, limit: 2, hold: None }, Duration::from_millis(1))
+                        .admit(
+                            AdmitRequest { served, limit: 2, hold: None, holder: None },
+                            Duration::from_millis(1),
+                        )
                         .unwrap()
                     {
                         buffer.claim(id, served).unwrap();

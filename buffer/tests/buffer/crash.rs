@@ -124,7 +124,10 @@ fn child() {
                 loop {
                     let served = v(version.load(Ordering::Acquire));
                     for id in journal
-                        .admit(AdmitRequest { served, limit: 1, hold: None }, Duration::from_millis(1))
+                        .admit(
+                            AdmitRequest { served, limit: 1, hold: None, holder: None },
+                            Duration::from_millis(1),
+                        )
                         .unwrap()
                     {
                         journal.claim(id, served).unwrap();

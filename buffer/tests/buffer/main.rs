@@ -71,7 +71,7 @@ fn group(id: GroupId, served: PolicyVersion) -> Group {
 
 /// Slots for a sampler that ends with the buffer.
 fn admit(buffer: &impl Producer, served: PolicyVersion, limit: usize) -> Vec<GroupId> {
-    buffer.admit(AdmitRequest { served, limit, hold: None }, NOW).unwrap()
+    buffer.admit(AdmitRequest { served, limit, hold: None, holder: None }, NOW).unwrap()
 }
 
 /// Admits, claims and finalizes `count` groups as a sampler that serves `served`.

@@ -146,7 +146,7 @@ fn a_group_that_is_dropped_and_stored_again_in_one_commit_is_there() {
     let config = BufferConfig { on_stale: OnStale::Drop, ..BufferConfig::new(2, 1) };
     let disk = SimulatedDisk::empty();
     let buffer = Buffer::open_on(disk.clone(), config).unwrap();
-    let slots = |served| AdmitRequest { served: PolicyVersion(served), limit: 1, hold: None };
+    let slots = |served| AdmitRequest { served: PolicyVersion(served), limit: 1, hold: None, holder: None };
     let [id] = buffer.admit(slots(0), NOW).unwrap()[..] else { panic!("there are free slots") };
     buffer.claim(id, PolicyVersion(0)).unwrap();
     buffer.finalize(group_of(id, PolicyVersion(0), (1, 3))).unwrap();

@@ -221,7 +221,7 @@ impl Workload {
     fn generate(&mut self, buffer: &Buffer) -> Result<(), BufferError> {
         let limit = 1 + self.dice.below(3);
         let served = self.version[0];
-        let ids = buffer.admit(AdmitRequest { served, limit, hold: None }, NOW)?;
+        let ids = buffer.admit(AdmitRequest { served, limit, hold: None, holder: None }, NOW)?;
         let mut appends = Vec::new();
         for id in ids {
             buffer.claim(id, served)?;

@@ -17,10 +17,13 @@ pub mod server;
 mod service;
 mod wire;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
 use model::{Answered, Cores, MemoryBudget, Placement, Quantization, SequenceScorer, Team};
+
+use serde::{Deserialize, Serialize};
 
 use crate::registry::Kind;
 use crate::reward::{Judged, each};
@@ -43,6 +46,17 @@ pub struct ModelContext {
     pub cores: Option<Arc<Cores>>,
     /// What colocated models may keep in memory together.
     pub budget: Arc<MemoryBudget>,
+    /// Models of the recipe that another process of the run serves, by the name of their reward.
+    pub servers: Arc<BTreeMap<String, ModelServer>>,
+}
+
+/// Where a process of the run serves a reward model.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelServer {
+    /// Such as `http://127.0.0.1:40123`.
+    pub url: String,
+    /// What it wants to hear, if anything.
+    pub token: Option<String>,
 }
 
 /// The kind `model`.
@@ -93,6 +107,12 @@ impl RewardModel {
                 let shares = policy.is_some_and(|policy| remote.shares_tokens(policy));
                 (Place::Elsewhere(remote), shares, about(url, "separated, in another process", shares))
             }
+            (None, Some(path)) if context.models.servers.contains_key(spec.name()) => {
+                let remote = connect(spec, context)?;
+                let shares = policy.is_some_and(|policy| remote.shares_tokens(policy));
+                let about = about(&path.display().to_string(), "separated, in a process of the run", shares);
+                (Place::Elsewhere(remote), shares, about)
+            }
             (None, Some(path)) => {
                 let (scorer, service, place) = start(spec, path, context)?;
                 let shares = policy.is_some_and(|policy| scorer.shares_tokens(policy));
@@ -141,6 +161,16 @@ impl RewardModel {
         };
         Ok(Outcome::from(f64::from(score)))
     }
+}
+
+/// The model of this reward in another process of the run.
+fn connect(spec: &RewardSpec, context: &RewardContext) -> Result<Remote, RewardError> {
+    const TOKEN: &str = "token of the run";
+    let Some(server) = context.models.servers.get(spec.name()) else { return Err(spec.missing("url")) };
+    let token = server.token.iter().map(|token| (TOKEN.to_owned(), token.clone()));
+    let context = RewardContext { environment: Arc::new(token.collect()), ..context.clone() };
+    let (url, token_env) = (Some(server.url.clone()), server.token.as_ref().map(|_| TOKEN.to_owned()));
+    Remote::connect(&RewardSpec { url, token_env, ..spec.clone() }, &context)
 }
 
 /// A model in this process, and how it is placed.

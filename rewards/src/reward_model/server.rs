@@ -74,6 +74,24 @@ impl Server {
     /// # Errors
     /// A model that cannot be opened, an address that cannot be used.
     pub async fn bind(path: &Path, config: ServedModel, address: SocketAddr) -> Result<Self, RewardError> {
+        let failed = |error: std::io::Error| RewardError::Start {
+            reward: "model".to_owned(),
+            reason: format!("cannot listen on {address}: {error}"),
+        };
+        let listener = std::net::TcpListener::bind(address).map_err(failed)?;
+        Self::on(path, config, listener).await
+    }
+
+    /// Opens the model and serves it on a socket that listens already.
+    ///
+    /// # Errors
+    /// A model that cannot be opened, a socket that cannot be used.
+    #[expect(clippy::unused_async, reason = "a listener needs the runtime that this runs on")]
+    pub async fn on(
+        path: &Path,
+        config: ServedModel,
+        listener: std::net::TcpListener,
+    ) -> Result<Self, RewardError> {
         let spec = RewardSpec {
             path: Some(path.to_owned()),
             timeout_s: config.timeout.as_secs_f64(),
@@ -87,9 +105,10 @@ impl Server {
         let team = Arc::new(Team::new(&cores, config.threads.unwrap_or(cores.total())));
         let batch_tokens = config.batch_tokens.unwrap_or(BATCH_TOKENS);
         let service = Service::start(&spec, Arc::clone(&scorer), team, batch_tokens)?;
-        let listening = tokio::net::TcpListener::bind(address).await;
-        let listener = listening.map_err(|error| failed(format!("cannot listen on {address}: {error}")))?;
-        let address = listener.local_addr().map_err(|error| failed(error.to_string()))?;
+        let unusable = |error: std::io::Error| failed(format!("its socket cannot be used: {error}"));
+        let address = listener.local_addr().map_err(unusable)?;
+        listener.set_nonblocking(true).map_err(unusable)?;
+        let listener = tokio::net::TcpListener::from_std(listener).map_err(unusable)?;
         let served = Arc::new(Served { scorer, service, token: config.token });
         let router = Router::new()
             .route(SCORES, post(scores))

@@ -79,7 +79,7 @@ pub struct Shrink {
 }
 
 /// What a curator has done since it was made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct CurationCounts {
     /// Groups dropped because their rewards are all equal, and replaced by others.
     pub refilled: u64,
@@ -95,6 +95,18 @@ pub struct CurationCounts {
     pub shrunk: u64,
     /// Groups that failed entirely and got a stored success.
     pub replayed_successes: u64,
+}
+
+impl std::ops::AddAssign for CurationCounts {
+    fn add_assign(&mut self, other: Self) {
+        self.refilled += other.refilled;
+        self.let_through += other.let_through;
+        self.retired += other.retired;
+        self.unlearnable += other.unlearnable;
+        self.pooled_out += other.pooled_out;
+        self.shrunk += other.shrunk;
+        self.replayed_successes += other.replayed_successes;
+    }
 }
 
 impl CurationConfig {

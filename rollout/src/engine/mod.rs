@@ -49,7 +49,7 @@ pub struct EngineConfig {
 }
 
 /// What an engine has done since it was made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct EngineCounts {
     /// Tokens sampled.
     pub sampled_tokens: u64,
@@ -59,6 +59,15 @@ pub struct EngineCounts {
     pub steps: u64,
     /// Completions that a text was put into.
     pub interrupted: u64,
+}
+
+impl std::ops::AddAssign for EngineCounts {
+    fn add_assign(&mut self, other: Self) {
+        self.sampled_tokens += other.sampled_tokens;
+        self.prefilled_tokens += other.prefilled_tokens;
+        self.steps += other.steps;
+        self.interrupted += other.interrupted;
+    }
 }
 
 /// A sampler of completions for the weights that it serves.

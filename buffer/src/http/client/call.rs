@@ -16,7 +16,6 @@ use ureq::{Agent, Timeout};
 use super::ClientConfig;
 use crate::http::body::Format;
 use crate::http::problem::{Code, Evidence, Problem};
-use crate::http::wire::Done;
 use crate::{BufferError, LeaseId};
 
 /// How long a connection may take to be made.
@@ -126,7 +125,7 @@ pub(super) struct Core {
 
 impl Core {
     pub(super) fn new(config: ClientConfig) -> Result<Self, BufferError> {
-        let ClientConfig { url, token, roots, patience } = config;
+        let ClientConfig { url, token, roots, patience, hold: _ } = config;
         let failed = |reason: String| BufferError::Client { url: url.clone(), reason };
         if !(url.starts_with("http://") || url.starts_with("https://")) {
             return Err(failed("write it as http://HOST:PORT or https://HOST:PORT".to_owned()));
@@ -173,7 +172,11 @@ impl Core {
     }
 
     /// One attempt, for so long.
-    pub(super) fn ask_once(&self, call: &Call, limit: Duration) -> Result<Done, BufferError> {
+    pub(super) fn ask_once<T: DeserializeOwned>(
+        &self,
+        call: &Call,
+        limit: Duration,
+    ) -> Result<T, BufferError> {
         match self.attempt(call, limit) {
             Ok(answer) if answer.status == Answer::OK => self.decode(call, &answer),
             Ok(answer) => Err(self.told(call, &answer)),
@@ -202,6 +205,10 @@ impl Core {
             (Some(lease), _) if is(Code::LeaseLost) => BufferError::LeaseLost { lease: LeaseId(lease) },
             (Some(lease), Some(next)) if is(Code::UnknownLease) => {
                 BufferError::UnknownLease { lease: LeaseId(lease), next: LeaseId(next) }
+            }
+            (Some(group), _) if is(Code::WrongState) => {
+                let (is, needs) = out_of_turn(&detail);
+                BufferError::WrongState { group: GroupId(group), is, needs }
             }
             (Some(version), Some(known)) if is(Code::FutureVersion) => {
                 BufferError::FutureVersion { version: PolicyVersion(version), known: PolicyVersion(known) }
@@ -324,6 +331,13 @@ fn lost(error: ureq::Error) -> Lost {
         | ureq::Error::BodyStalled => Lost::Unclear(reason),
         _ => Lost::Hopeless(reason),
     }
+}
+
+/// Where a group is and would have to be, by what the server says of it.
+fn out_of_turn(detail: &str) -> (&'static str, &'static str) {
+    let is = BufferError::STATES.into_iter().find(|state| detail.contains(&format!(" is {state},")));
+    let needs = BufferError::NEEDS.into_iter().find(|needs| detail.contains(&format!("must be {needs}:")));
+    (is.unwrap_or("in another state"), needs.unwrap_or("in flight"))
 }
 
 /// The certificates in a PEM file; at least one.

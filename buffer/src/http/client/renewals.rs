@@ -1,7 +1,8 @@
-//! Leases that are held until their consumer says otherwise: a thread extends them.
+//! Leases and groups in flight that are held until their holder says otherwise: a thread extends them.
 //!
-//! Invariant: what is acknowledged or released is not extended any more, and a lease that the server calls lost is left
-//! alone; its consumer hears of it when it acknowledges. The thread ends with its client.
+//! Invariant: what is acknowledged, released, finalized or aborted is not extended any more, and what the server calls lost
+//! is left alone; its holder hears of it when it is done with it. The thread ends with its client, and what that held comes
+//! back to the others when its hold is over.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,14 +10,16 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use trajectory::PolicyVersion;
+use trajectory::{GroupId, PolicyVersion};
 
 use super::call::Core;
-use super::extension;
+use super::{Done, claim, extension};
 use crate::{BufferError, Lease, LeaseId};
 
 /// See the module.
 pub(super) struct Renewals {
+    /// For how long something is held at a time: a holder that is gone is missed after so long.
+    hold: Duration,
     shared: Arc<Shared>,
     /// `None` only while it is being dropped.
     thread: Option<JoinHandle<()>>,
@@ -25,34 +28,35 @@ pub(super) struct Renewals {
 #[derive(Default)]
 struct Shared {
     held: Mutex<Held>,
-    /// There is a first lease, or the end.
+    /// There is something to hold, or the end.
     changed: Condvar,
 }
 
 #[derive(Default)]
 struct Held {
     leases: BTreeMap<LeaseId, (String, PolicyVersion)>,
+    /// Claimed groups with the version that they were claimed for.
+    groups: BTreeMap<GroupId, PolicyVersion>,
     ended: bool,
 }
 
 impl Renewals {
-    /// For how long a lease is held at a time: a consumer that is gone is missed after so long.
-    pub(super) const HOLD: Duration = Duration::from_secs(60);
-    /// Two in a row may fail.
-    const EVERY: Duration = Duration::from_secs(20);
-
-    pub(super) fn start(core: Arc<Core>) -> Result<Self, BufferError> {
+    pub(super) fn start(core: Arc<Core>, hold: Duration) -> Result<Self, BufferError> {
         let shared = Arc::new(Shared::default());
         let theirs = Arc::clone(&shared);
         let url = core.url().to_owned();
         let thread = std::thread::Builder::new()
-            .name("lease-renewals".to_owned())
-            .spawn(move || renew(&core, &theirs))
+            .name("renewals".to_owned())
+            .spawn(move || renew(&core, &theirs, hold))
             .map_err(|error| BufferError::Client {
                 url,
                 reason: format!("no thread can be started: {error}"),
             })?;
-        Ok(Self { shared, thread: Some(thread) })
+        Ok(Self { hold, shared, thread: Some(thread) })
+    }
+
+    pub(super) fn hold(&self) -> Duration {
+        self.hold
     }
 
     pub(super) fn add(&self, lease: &Lease) {
@@ -62,6 +66,15 @@ impl Renewals {
 
     pub(super) fn remove(&self, lease: LeaseId) {
         self.shared.held().leases.remove(&lease);
+    }
+
+    pub(super) fn add_group(&self, group: GroupId, served: PolicyVersion) {
+        self.shared.held().groups.insert(group, served);
+        self.shared.changed.notify_one();
+    }
+
+    pub(super) fn remove_group(&self, group: GroupId) {
+        self.shared.held().groups.remove(&group);
     }
 
     pub(super) fn remove_through(&self, consumer: &str, through: PolicyVersion) {
@@ -75,18 +88,19 @@ impl Shared {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `until`, or while there is no lease; the leases there are, or `None` at the end.
-    fn due(&self, until: Instant) -> Option<Vec<LeaseId>> {
+    /// Waits until `until`, or while nothing is held; what is held, or `None` at the end.
+    fn due(&self, until: Instant) -> Option<(Vec<LeaseId>, Vec<(GroupId, PolicyVersion)>)> {
         let mut held = self.held();
         loop {
             if held.ended {
                 return None;
             }
             let left = until.saturating_duration_since(Instant::now());
-            if held.leases.is_empty() {
+            if held.leases.is_empty() && held.groups.is_empty() {
                 held = self.changed.wait(held).unwrap_or_else(PoisonError::into_inner);
             } else if left.is_zero() {
-                return Some(held.leases.keys().copied().collect());
+                let groups = held.groups.iter().map(|(group, served)| (*group, *served));
+                return Some((held.leases.keys().copied().collect(), groups.collect()));
             } else {
                 held = self.changed.wait_timeout(held, left).unwrap_or_else(PoisonError::into_inner).0;
             }
@@ -94,16 +108,23 @@ impl Shared {
     }
 }
 
-fn renew(core: &Core, shared: &Shared) {
-    let mut until = Instant::now() + Renewals::EVERY;
-    while let Some(leases) = shared.due(until) {
-        until = Instant::now() + Renewals::EVERY;
+fn renew(core: &Core, shared: &Shared, hold: Duration) {
+    // Two in a row may fail.
+    let every = hold / 3;
+    let mut until = Instant::now() + every;
+    while let Some((leases, groups)) = shared.due(until) {
+        until = Instant::now() + every;
+        // What fails otherwise is tried again the next time, well before the hold is over.
         for lease in leases {
-            // What fails otherwise is tried again the next time, well before the hold is over.
-            let once =
-                extension(lease, Renewals::HOLD).and_then(|call| core.ask_once(&call, Renewals::EVERY));
+            let once = extension(lease, hold).and_then(|call| core.ask_once::<Done>(&call, every));
             if let Err(BufferError::LeaseLost { .. } | BufferError::UnknownLease { .. }) = once {
                 shared.held().leases.remove(&lease);
+            }
+        }
+        for (group, served) in groups {
+            let once = claim(group, served).and_then(|call| core.ask_once::<Done>(&call, every));
+            if let Err(BufferError::WrongState { .. }) = once {
+                shared.held().groups.remove(&group);
             }
         }
     }
@@ -122,6 +143,10 @@ impl Drop for Renewals {
 
 impl fmt::Debug for Renewals {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.shared.held().leases.keys()).finish()
+        let held = self.shared.held();
+        f.debug_struct("Renewals")
+            .field("leases", &held.leases.keys())
+            .field("groups", &held.groups.keys())
+            .finish_non_exhaustive()
     }
 }

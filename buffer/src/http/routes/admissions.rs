@@ -30,6 +30,7 @@ pub(super) async fn admit(
         served: PolicyVersion(asked.served_version),
         limit: asked.limit,
         hold: Some(Duration::from_millis(asked.hold_ms)),
+        holder: asked.holder,
     };
     let buffer = shared.buffer()?;
     let admitted = shared.uninterrupted(buffer.admit_async(request, Duration::from_millis(asked.wait_ms)));

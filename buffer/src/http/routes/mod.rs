@@ -19,15 +19,15 @@ use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::auth::{self, Need};
+use super::auth::{self, Need, Role};
 use super::events;
 use super::metrics;
 use super::openapi::{self, Document};
 use super::problem::{Code, Problem};
 use super::state::Shared;
 
-/// All routes, over what they share.
-pub(crate) fn router(shared: &Arc<Shared>) -> Router {
+/// All routes, over what they share, with those of others beside them.
+pub(crate) fn router(shared: &Arc<Shared>, beside: Vec<(Role, Router)>) -> Router {
     let needing = |need: Need, routes: OpenApiRouter<Arc<Shared>>| {
         routes.route_layer(middleware::from_fn_with_state((Arc::clone(shared), need), auth::allow))
     };
@@ -64,12 +64,16 @@ pub(crate) fn router(shared: &Arc<Shared>) -> Router {
         .split_for_parts();
     // The routes do not change, so neither does the document.
     let _ = shared.openapi.set(Bytes::from(openapi::complete(document)));
+    let allowed = |(role, routes): (Role, Router)| {
+        routes.route_layer(middleware::from_fn_with_state((Arc::clone(shared), role.need()), auth::allow))
+    };
+    let router = router.with_state(Arc::clone(shared));
+    let router = beside.into_iter().map(allowed).fold(router, Router::merge);
     router
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .layer(middleware::from_fn_with_state(Arc::clone(shared), auth::answer_to_our_names))
         .layer(middleware::from_fn_with_state(Arc::clone(shared), metrics::count))
-        .with_state(Arc::clone(shared))
 }
 
 async fn no_route() -> Response {

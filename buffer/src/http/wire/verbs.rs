@@ -142,6 +142,9 @@ pub(crate) struct AdmissionsRequest {
     #[serde(default = "AdmissionsRequest::default_hold")]
     #[schema(minimum = 100, maximum = 86_400_000, default = 3_600_000)]
     pub(crate) hold_ms: u64,
+    /// A number of the sampler's, by which a run gives others what it held as soon as it is known to be gone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) holder: Option<u64>,
 }
 
 impl AdmissionsRequest {

@@ -129,7 +129,7 @@ impl World {
     fn admit(&mut self) {
         let served = PolicyVersion(self.dice.below(self.ledger.known().0 + 1));
         let hold = self.dice.once_in(2).then(|| std::time::Duration::from_millis(self.dice.below(200)));
-        let request = AdmitRequest { served, limit: self.dice.below(4) as usize, hold };
+        let request = AdmitRequest { served, limit: self.dice.below(4) as usize, hold, holder: None };
         let free = self.ledger.free(served);
         let ids = self.ledger.admit(request, self.now).unwrap();
         assert!(ids.len() <= free);

@@ -90,7 +90,7 @@ impl World {
             sampler.served.0 += self.dice.below(behind + 1);
         }
         let limit = self.dice.below(4) as usize;
-        let request = AdmitRequest { served: sampler.served, limit, hold: None };
+        let request = AdmitRequest { served: sampler.served, limit, hold: None, holder: None };
         for id in self.ledger.admit(request, 0).unwrap() {
             let ticks = self.dice.ticks();
             sampler.groups.push(InFlight { id, claimed: None, ticks });
@@ -257,7 +257,7 @@ fn without_waiting_slow_groups_are_dropped() {
 }
 
 fn admit(ledger: &mut Ledger, served: u64, limit: usize) -> Vec<GroupId> {
-    ledger.admit(AdmitRequest { served: PolicyVersion(served), limit, hold: None }, 0).unwrap()
+    ledger.admit(AdmitRequest { served: PolicyVersion(served), limit, hold: None, holder: None }, 0).unwrap()
 }
 
 fn finalize(ledger: &mut Ledger, id: u64, oldest: u64) -> Begin {
@@ -308,4 +308,22 @@ fn more_due_than_a_step_can_take_still_leaves() {
     assert_eq!(leased(&mut ledger, 0), Some(vec![0]));
     assert_eq!(leased(&mut ledger, 1), None);
     assert_eq!(ledger.stats().dropped_stale, 1);
+}
+
+#[test]
+fn what_a_sampler_holds_that_is_gone_is_first_in_line_at_once() {
+    let mut ledger = Ledger::restore(BufferConfig::new(2, 1), Kept::default(), 0);
+    let of = |holder: u64, ledger: &mut Ledger| {
+        let request = AdmitRequest { served: PolicyVersion(0), limit: 2, hold: None, holder: Some(holder) };
+        ledger.admit(request, 0).unwrap()
+    };
+    let (gone, there) = (of(7, &mut ledger), of(8, &mut ledger));
+    ledger.claim(gone[0], PolicyVersion(0), 0).unwrap();
+    assert_eq!(ledger.abandon(9), 0);
+    // What is being written has arrived, whoever sent it.
+    assert!(matches!(finalize(&mut ledger, gone[0].0, 0), Begin::Write { .. }));
+    assert_eq!(ledger.abandon(7), 1);
+    assert_eq!(of(8, &mut ledger), [gone[1]]);
+    ledger.claim(there[0], PolicyVersion(0), 0).unwrap();
+    assert_eq!(ledger.abandon(7), 0, "others have it now");
 }

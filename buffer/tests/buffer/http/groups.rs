@@ -312,7 +312,7 @@ fn leases_are_listed_until_they_are_acknowledged() {
     assert_eq!(served.post("/v1/leases/ack", &json!({ "consumer": "a", "through": 1 })).status, 200);
     assert_eq!(served.get("/v1/leases").json()["leases"], json!([]));
     let ids: BTreeSet<GroupId> = client
-        .admit(buffer::AdmitRequest { served: v(1), limit: 9, hold: None }, super::super::NOW)
+        .admit(buffer::AdmitRequest { served: v(1), limit: 9, hold: None, holder: None }, super::super::NOW)
         .unwrap()
         .into_iter()
         .collect();

@@ -1,0 +1,104 @@
+//! The command line of `rlrun worker`.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::{ArgAction, Args, Subcommand};
+
+use super::{Loudness, at_least_one};
+
+/// What a worker does for a run.
+#[derive(Debug, Subcommand)]
+pub enum WorkerWhat {
+    /// Sample for a run; any number may join and leave while it goes on
+    Rollout(RolloutArgs),
+    /// Serve a reward model of a run's recipe to its samplers
+    Reward(RewardWorkerArgs),
+    /// Lead a run from its last checkpoint, its address on standard input; started by the controller
+    #[command(hide = true)]
+    Lead(LeadArgs),
+}
+
+/// How a worker finds its run.
+#[derive(Clone, Debug, Args)]
+pub struct JoinArgs {
+    /// Where the run is served, such as http://10.0.0.1:8700 (`buffer.listen` of its recipe)
+    #[arg(long, value_name = "URL")]
+    pub join: String,
+    /// File with the run's token: alone, or in a line `writer TOKEN` or `admin TOKEN`
+    #[arg(long, value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    /// Name in the run; a worker of that name is replaced [default: the first that is free]
+    #[arg(long)]
+    pub name: Option<String>,
+    /// Certificates to trust instead of those that browsers trust, PEM
+    #[arg(long, value_name = "FILE")]
+    pub tls_ca: Option<PathBuf>,
+    /// Seconds that the run may be away, because it is started again, before the worker ends with status 75
+    #[arg(long, value_name = "SECONDS", default_value_t = 300.0, value_parser = patience)]
+    pub patience: f64,
+    /// The process that started this one, with which it ends
+    #[arg(long, hide = true, value_name = "PID")]
+    pub parent: Option<u32>,
+}
+
+/// `rlrun worker rollout`.
+#[derive(Debug, Args)]
+pub struct RolloutArgs {
+    /// How it finds its run.
+    #[command(flatten)]
+    pub join: JoinArgs,
+    /// Most cores at a time [default: the recipe's `placement.rollout_threads`, or all]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub threads: Option<usize>,
+}
+
+/// `rlrun worker reward`.
+#[derive(Debug, Args)]
+pub struct RewardWorkerArgs {
+    /// How it finds its run.
+    #[command(flatten)]
+    pub join: JoinArgs,
+    /// Name of the reward in the recipe
+    #[arg(long, value_name = "NAME")]
+    pub reward: String,
+    /// Address and port; port 0 takes a free one
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:0")]
+    pub listen: SocketAddr,
+    /// Where samplers reach it, if that is not http:// and the address
+    #[arg(long, value_name = "URL")]
+    pub url: Option<String>,
+    /// Listen on the socket that is standard input
+    #[arg(long, hide = true, action = ArgAction::SetTrue)]
+    pub socket: bool,
+    /// Most cores at a time [default: the recipe's `threads` of the reward, or all]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub threads: Option<usize>,
+}
+
+/// `rlrun worker lead`.
+#[derive(Debug, Args)]
+pub struct LeadArgs {
+    /// The run directory
+    #[arg(long, value_name = "DIR")]
+    pub run: PathBuf,
+    /// Who may do what
+    #[arg(long, value_name = "FILE")]
+    pub token_file: PathBuf,
+    /// Most cores at a time
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub threads: Option<usize>,
+    /// The process that started this one, with which it ends
+    #[arg(long, value_name = "PID")]
+    pub parent: u32,
+    /// How much is shown.
+    #[command(flatten)]
+    pub loudness: Loudness,
+}
+
+fn patience(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if seconds.is_finite() && (0.0..=1e6).contains(&seconds) => Ok(seconds),
+        _ => Err("it must be a number of seconds, 0 or more".to_owned()),
+    }
+}

@@ -1,0 +1,418 @@
+//! The controller of a run whose roles are processes of their own (`placement.processes`).
+//!
+//! ```text
+//! controller -- owns the sockets, starts and watches --> lead (buffer, trainer, weights, report) on its socket
+//!                                                    \-> rollout 0, rollout 1, ... (join over that socket)
+//!                                                    \-> reward NAME, ... (the same, and serve on theirs)
+//! ```
+//!
+//! It starts everything, notices what dies or falls silent, starts that again within a budget, and stops everything. Sockets
+//! are its own, so while who serves on one starts again connections wait instead of being refused.
+//!
+//! Invariant: nothing flows through it. Killed, it takes its children along (they are told by the system, and save), and
+//! `rlrun resume` goes on; it keeps nothing that could be lost.
+
+mod child;
+mod health;
+
+use std::net::{SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::failure::{Failure, REQUEUE};
+use crate::pipeline::Ending;
+use crate::recipe::Recipe;
+use crate::run_dir::{JsonLines, RunDir};
+use crate::signals::Signals;
+use crate::workers::reward::is_served;
+use crate::workers::roster::Role;
+use child::{Child, Ended};
+use health::Health;
+
+/// How often it looks.
+const EVERY: Duration = Duration::from_millis(20);
+/// How long samplers may take to end when the lead has ended; they have nothing to save.
+const LEAVING: Duration = Duration::from_secs(10);
+/// In which time restarts are counted.
+const WINDOW: Duration = Duration::from_secs(600);
+/// Name of the process that leads.
+const LEAD: &str = "the trainer";
+/// Tokens of a run, in its directory.
+const TOKENS: &str = "tokens";
+
+/// Runs `recipe` in `run_dir` as processes.
+///
+/// # Errors
+/// Whatever ended the run; a process that cannot be kept alive.
+pub(crate) fn run(recipe: &Recipe, run_dir: RunDir, quiet: bool) -> Result<Ending, Failure> {
+    let path = std::path::absolute(run_dir.path()).map_err(system("find the run directory"))?;
+    let events = JsonLines::open(&run_dir.logs().join("controller.jsonl"), None)?;
+    // The lead holds it.
+    drop(run_dir);
+    let signals = Signals::listen_quietly()?;
+    let listen = recipe.buffer.listen.unwrap_or(SocketAddr::from(([127, 0, 0, 1], 0)));
+    let listener = TcpListener::bind(listen).map_err(system(&format!("listen on {listen}")))?;
+    let address = listener.local_addr().map_err(system("read the address of the run's socket"))?;
+    let token_file = match &recipe.buffer.token_file {
+        Some(file) => file.clone(),
+        None => tokens(&path)?,
+    };
+    let scheme = if recipe.buffer.tls_cert.is_some() { "https" } else { "http" };
+    let url = format!("{scheme}://{}", reachable(address));
+    let program = std::env::current_exe().map_err(system("find the program that is running"))?;
+    let shares = Shares::of(recipe);
+    let workers = workers(recipe)?;
+    let start = Start { program, path, url, token_file, listener, workers, shares, quiet, recipe };
+    let health = Health::start(&start.url, &start.token_file, recipe.buffer.tls_cert.as_deref())?;
+    Controller { start: &start, events, health, lead: None, workers: Vec::new(), began: Instant::now() }
+        .go(&signals)
+}
+
+/// An address that listens everywhere is reached on loopback.
+fn reachable(address: SocketAddr) -> SocketAddr {
+    match address {
+        SocketAddr::V4(v4) if v4.ip().is_unspecified() => SocketAddr::from(([127, 0, 0, 1], v4.port())),
+        SocketAddr::V6(v6) if v6.ip().is_unspecified() => {
+            SocketAddr::from((std::net::Ipv6Addr::LOCALHOST, v6.port()))
+        }
+        address => address,
+    }
+}
+
+fn system(what: &str) -> impl FnOnce(std::io::Error) -> Failure + use<> {
+    let what = what.to_owned();
+    move |source| Failure::System { what, source }
+}
+
+/// The token file of a run, made if it is not there; only its owner can read it.
+fn tokens(run: &Path) -> Result<PathBuf, Failure> {
+    use std::io::{Read, Write};
+    use std::os::unix::fs::OpenOptionsExt;
+    let path = run.join(TOKENS);
+    if path.exists() {
+        return Ok(path);
+    }
+    let mut token = [0_u8; 32];
+    let mut random = std::fs::File::open("/dev/urandom").map_err(system("open /dev/urandom"))?;
+    random.read_exact(&mut token).map_err(system("read /dev/urandom"))?;
+    let hex: String = token.iter().map(|byte| format!("{byte:02x}")).collect();
+    let file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+    let written = file.and_then(|mut file| writeln!(file, "admin {hex}"));
+    written.map_err(system(&format!("write {}", path.display())))?;
+    Ok(path)
+}
+
+/// A worker that a run has.
+enum Worker {
+    Rollout(usize),
+    /// The reward of this name, on this socket.
+    Reward(String, TcpListener),
+}
+
+/// Those that the recipe wants, in the order in which they are started: the lead waits for rewards.
+fn workers(recipe: &Recipe) -> Result<Vec<Worker>, Failure> {
+    let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
+    let reward = |spec: &rewards::RewardSpec| {
+        let socket = TcpListener::bind(loopback).map_err(system("listen on a port of loopback"))?;
+        Ok(Worker::Reward(spec.name().to_owned(), socket))
+    };
+    let rewards = recipe.rewards.iter().filter(|spec| is_served(spec)).map(reward);
+    rewards.chain((0..recipe.rollout_workers()).map(|number| Ok(Worker::Rollout(number)))).collect()
+}
+
+/// Cores of every process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shares {
+    rollout: usize,
+    lead: usize,
+}
+
+impl Shares {
+    fn of(recipe: &Recipe) -> Self {
+        let (all, rollouts) = (model::Cores::all().total(), recipe.rollout_workers());
+        let rollout = recipe.placement.rollout_threads.unwrap_or((all / (rollouts + 1)).max(1));
+        let rest = all.saturating_sub(rollout * rollouts).max(1);
+        Self { rollout, lead: recipe.placement.trainer_threads.unwrap_or(rest) }
+    }
+}
+
+/// How processes are started.
+struct Start<'a> {
+    program: PathBuf,
+    path: PathBuf,
+    url: String,
+    token_file: PathBuf,
+    listener: TcpListener,
+    workers: Vec<Worker>,
+    shares: Shares,
+    quiet: bool,
+    recipe: &'a Recipe,
+}
+
+impl Start<'_> {
+    fn lead(&self) -> Result<Child, Failure> {
+        let mut args =
+            vec!["worker".into(), "lead".into(), "--run".into(), self.path.clone().into_os_string()];
+        args.extend(["--token-file".into(), self.token_file.clone().into_os_string()]);
+        args.extend(["--threads".into(), self.shares.lead.to_string().into()]);
+        args.extend(self.quiet.then(|| "--quiet".into()));
+        let socket = self.listener.try_clone().map_err(system("share the run's socket"))?;
+        Child::start(LEAD, &self.program, args, child::Surroundings::Lead(socket))
+    }
+
+    fn worker(&self, number: usize) -> Result<Child, Failure> {
+        let (name, mut args, socket) = match &self.workers[number] {
+            Worker::Rollout(number) => {
+                let threads = self.shares.rollout.to_string();
+                (
+                    format!("rollout {number}"),
+                    vec!["rollout".into(), "--threads".into(), threads.into()],
+                    None,
+                )
+            }
+            Worker::Reward(reward, socket) => {
+                let args = vec!["reward".into(), "--socket".into(), "--reward".into(), reward.into()];
+                let socket = socket.try_clone().map_err(system("share the socket of a reward"))?;
+                (format!("reward {reward}"), args, Some(socket))
+            }
+        };
+        args.insert(0, "worker".into());
+        args.extend(["--join".into(), (&self.url).into()]);
+        args.extend(["--token-file".into(), self.token_file.clone().into_os_string()]);
+        args.extend(["--name".into(), (&name).into()]);
+        args.extend(["--patience".into(), self.recipe.deadlines.wait_s.to_string().into()]);
+        if let Some(certificate) = &self.recipe.buffer.tls_cert {
+            args.extend(["--tls-ca".into(), certificate.clone().into_os_string()]);
+        }
+        let file = name.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
+        let log = self.path.join("logs").join(format!("{file}.log"));
+        Child::start(&name, &self.program, args, child::Surroundings::Log { path: log, socket })
+    }
+}
+
+struct Controller<'a> {
+    start: &'a Start<'a>,
+    events: JsonLines,
+    health: Health,
+    lead: Option<Child>,
+    workers: Vec<Child>,
+    began: Instant,
+}
+
+impl Controller<'_> {
+    fn go(mut self, signals: &Signals) -> Result<Ending, Failure> {
+        let lead = self.start.lead()?;
+        self.event("start", LEAD, &json!({ "pid": lead.pid(), "url": self.start.url }))?;
+        self.lead = Some(lead);
+        let ended = self.watch(signals);
+        // What samples has nothing to save: what it had begun is begun again.
+        let deadline = Instant::now() + LEAVING;
+        self.workers.iter().for_each(|worker| worker.signal(Signal::TERM));
+        self.workers.iter_mut().for_each(|worker| worker.end_by(deadline));
+        if let Some(lead) = &mut self.lead {
+            lead.end_by(Instant::now());
+        }
+        ended
+    }
+
+    fn watch(&mut self, signals: &Signals) -> Result<Ending, Failure> {
+        let mut told = false;
+        loop {
+            std::thread::sleep(EVERY);
+            if signals.stop_requested() && !told {
+                told = true;
+                let signal = if signals.terminated() { Signal::TERM } else { Signal::INT };
+                self.lead.iter().for_each(|lead| lead.signal(signal));
+            }
+            if let Some(ending) = self.look_at_lead(told)? {
+                return Ok(ending);
+            }
+            if told || !self.health.has_answered() {
+                continue;
+            }
+            if self.workers.len() < self.start.workers.len() {
+                let worker = self.start.worker(self.workers.len())?;
+                self.event("start", worker.name(), &json!({ "pid": worker.pid() }))?;
+                self.workers.push(worker);
+            }
+            for number in 0..self.workers.len() {
+                self.look_at_worker(number)?;
+            }
+        }
+    }
+
+    /// Whether the lead has ended, and how.
+    fn look_at_lead(&mut self, told: bool) -> Result<Option<Ending>, Failure> {
+        let limit = Duration::from_secs_f64(self.start.recipe.deadlines.heartbeat_s);
+        let Some(lead) = &mut self.lead else { return Ok(None) };
+        let Some(ended) = lead.ended()? else {
+            if self.health.answered_after(lead.started()) {
+                let recovered = lead.recovered();
+                self.recovered(LEAD, recovered)?;
+            }
+            if let Some(silent) = self.health.silent_since_answer()
+                && silent > limit
+                && let Some(lead) = &mut self.lead
+            {
+                // It may be stopped, or hang; either way nothing goes on without it.
+                lead.kill(&format!("did not answer for {:.0} s", silent.as_secs_f64()));
+                self.health.forget();
+            }
+            return Ok(None);
+        };
+        match ended.code() {
+            Some(0) if told => return Ok(Some(Ending::Stopped)),
+            Some(0) => return Ok(Some(Ending::Done)),
+            Some(code) if code == i32::from(REQUEUE) && told => return Ok(Some(Ending::Requeued)),
+            // It has said why.
+            Some(code) if code != i32::from(REQUEUE) => {
+                return Err(Failure::Told(u8::try_from(code).unwrap_or(1)));
+            }
+            _ if told => return Err(Failure::Died { name: LEAD.to_owned(), how: ended.to_string() }),
+            _ => {}
+        }
+        self.died(LEAD, &ended)?;
+        let again = self.start.lead()?;
+        self.event("start", LEAD, &json!({ "pid": again.pid() }))?;
+        self.health.forget();
+        self.lead = self.lead.take().map(|lead| lead.replaced_by(again));
+        Ok(None)
+    }
+
+    fn look_at_worker(&mut self, number: usize) -> Result<(), Failure> {
+        let limit = Duration::from_secs_f64(self.start.recipe.deadlines.heartbeat_s);
+        let worker = &mut self.workers[number];
+        let name = worker.name().to_owned();
+        if let Some(ended) = worker.ended()? {
+            if ended.code() == Some(0) {
+                // The run told it so because it is over, or somebody who wants it gone.
+                return Ok(());
+            }
+            if ended.code() == Some(2) {
+                return Err(Failure::Died { name, how: format!("{ended}: {}", worker.last_words()) });
+            }
+            let pid = worker.pid();
+            self.health.ended(&name, pid);
+            self.died(&name, &ended)?;
+            let again = self.start.worker(number)?;
+            self.event("start", &name, &json!({ "pid": again.pid() }))?;
+            let worker = self.workers.remove(number).replaced_by(again);
+            self.workers.insert(number, worker);
+            return Ok(());
+        }
+        let Some(member) = self.health.member(&name, worker.pid()) else { return Ok(()) };
+        if Duration::from_secs_f64(member.silent_s) > limit {
+            worker.kill(&format!("said nothing for {:.0} s", member.silent_s));
+        } else if member.sampled_tokens > 0 || member.role != Role::Rollout {
+            let recovered = worker.recovered();
+            return self.recovered(&name, recovered);
+        }
+        Ok(())
+    }
+
+    /// Writes down that a process has died, and refuses to go on if that happens too often.
+    fn died(&mut self, name: &str, ended: &Ended) -> Result<(), Failure> {
+        self.event("died", name, &json!({ "how": ended.to_string() }))?;
+        let child = self.lead.iter_mut().chain(&mut self.workers).find(|child| child.name() == name);
+        let Some(child) = child else { return Ok(()) };
+        let (restarts, allowed) = (child.count_restart(WINDOW), self.start.recipe.restarts());
+        if restarts > allowed {
+            let minutes = WINDOW.as_secs() / 60;
+            return Err(Failure::Died {
+                name: name.to_owned(),
+                how: format!(
+                    "{ended}, and was started again {allowed} times within {minutes} minutes (`placement.restarts`): {}",
+                    child.last_words()
+                ),
+            });
+        }
+        eprintln!("{name} {ended}; it is started again");
+        Ok(())
+    }
+
+    fn recovered(&mut self, name: &str, after: Option<Duration>) -> Result<(), Failure> {
+        let Some(after) = after else { return Ok(()) };
+        eprintln!("{name} is back after {:.1} s", after.as_secs_f64());
+        self.event("recovered", name, &json!({ "after_s": after.as_secs_f64() }))
+    }
+
+    fn event(&mut self, event: &str, name: &str, fields: &serde_json::Value) -> Result<(), Failure> {
+        let time_s = self.began.elapsed().as_secs_f64();
+        Ok(self
+            .events
+            .append(&json!({ "time_s": time_s, "event": event, "name": name, "fields": fields }))?)
+    }
+}
+
+/// What a lead is started with, and how it ends.
+pub(crate) mod lead {
+    use std::net::TcpListener;
+    use std::os::fd::AsFd;
+
+    use buffer::http::Tokens;
+    use model::Cores;
+
+    use super::{Arc, Ending, Failure, Recipe, RunDir, system};
+    use crate::args::LeadArgs;
+    use crate::forward_edge::Door;
+    use crate::pipeline::{self, Surroundings};
+    use crate::program::Program;
+    use crate::report::{Report, Style};
+    use crate::signals::end_with_parent;
+
+    /// Leads the run of its arguments, served on the socket that is its standard input.
+    ///
+    /// # Errors
+    /// Whatever ended the run.
+    pub(crate) fn run(args: &LeadArgs, program: &Program) -> Result<Ending, Failure> {
+        end_with_parent(args.parent)?;
+        let socket =
+            std::io::stdin().as_fd().try_clone_to_owned().map_err(system("take the run's socket"))?;
+        let listener = TcpListener::from(socket);
+        listener.local_addr().map_err(system("find a socket on standard input"))?;
+        let door = Door { listener: Arc::new(listener), tokens: Tokens::read(&args.token_file)? };
+        let run_dir = RunDir::open(&args.run)?;
+        // The controller's layers are in it already.
+        let program = program.without_overrides();
+        let (recipe, _) = Recipe::load(&run_dir.resolved_recipe(), &[], &program).map_err(Failure::Recipe)?;
+        let style = Style::detect(args.loudness.quiet, program.environment());
+        let cores = args.threads.map_or_else(Cores::all, Cores::new);
+        let surroundings = Surroundings { cores, rewards: None, program, door: Some(door) };
+        pipeline::run_in(&recipe, &run_dir, &Arc::new(Report::new(style)), surroundings)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_is_reached_where_it_listens() {
+        for (listens, reached) in [
+            ("127.0.0.1:1", "127.0.0.1:1"),
+            ("0.0.0.0:2", "127.0.0.1:2"),
+            ("[::]:3", "[::1]:3"),
+            ("10.1.2.3:4", "10.1.2.3:4"),
+        ] {
+            assert_eq!(reachable(listens.parse().unwrap()).to_string(), reached);
+        }
+    }
+
+    #[test]
+    fn tokens_are_drawn_once_and_are_their_owners() {
+        use std::os::unix::fs::MetadataExt;
+        let run = tempfile::tempdir().unwrap();
+        let path = tokens(run.path()).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(text.trim().len(), "admin ".len() + 64);
+        assert_eq!(tokens(run.path()).unwrap(), path);
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+        let other = tempfile::tempdir().unwrap();
+        assert_ne!(std::fs::read_to_string(tokens(other.path()).unwrap()).unwrap(), text);
+    }
+}

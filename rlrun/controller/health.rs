@@ -1,0 +1,121 @@
+//! Asks the run how its workers are, on a thread of its own: a run that does not answer must not keep the controller from
+//! looking after its processes.
+//!
+//! Invariant: what is known is as old as it says.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use buffer::http::{Client, ClientConfig};
+
+use super::system;
+use crate::failure::Failure;
+use crate::workers::membership::token;
+use crate::workers::roster::Member;
+use crate::workers::routes::Ended;
+
+/// How often it asks.
+const EVERY: Duration = Duration::from_millis(250);
+/// How long it waits for an answer.
+const ANSWER: Duration = Duration::from_secs(5);
+
+/// See the module.
+pub(super) struct Health {
+    known: Arc<Mutex<Known>>,
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct Known {
+    /// When the last answer came, of the lead that there is now.
+    answered: Option<Instant>,
+    /// Whether one ever did.
+    ever: bool,
+    members: Vec<Member>,
+    /// Processes that have ended, of which the run has not heard.
+    ended: Vec<Ended>,
+}
+
+impl Health {
+    pub(super) fn start(url: &str, token_file: &Path, roots: Option<&Path>) -> Result<Self, Failure> {
+        let token = Some(token(token_file, "writer")?);
+        let patience = Duration::ZERO;
+        let roots = roots.map(Path::to_path_buf);
+        let client = Client::new(ClientConfig { token, patience, roots, ..ClientConfig::new(url) })?;
+        let (known, over) = (Arc::new(Mutex::new(Known::default())), Arc::new(AtomicBool::new(false)));
+        let (theirs, told) = (Arc::clone(&known), Arc::clone(&over));
+        let ask = move || {
+            while !told.load(Ordering::Relaxed) {
+                let ended = std::mem::take(&mut lock(&theirs).ended);
+                for ended in ended {
+                    // A run that is away has nothing to give back: it is started again without it.
+                    let _ = client.ask_once::<()>("/v1/run/ended", &ended, ANSWER);
+                }
+                let asked = Instant::now();
+                if let Ok(members) = client.ask_once::<Vec<Member>>("/v1/run/workers", &(), ANSWER) {
+                    let mut known = lock(&theirs);
+                    (known.answered, known.ever, known.members) = (Some(asked), true, members);
+                }
+                std::thread::park_timeout(EVERY);
+            }
+        };
+        let thread = std::thread::Builder::new().name("health".to_owned()).spawn(ask);
+        Ok(Self {
+            known,
+            over,
+            thread: Some(thread.map_err(system("start the thread that asks how workers are"))?),
+        })
+    }
+
+    /// Whether the run has ever been reached.
+    pub(super) fn has_answered(&self) -> bool {
+        lock(&self.known).ever
+    }
+
+    /// Whether it has answered what was asked after `then`.
+    pub(super) fn answered_after(&self, then: Instant) -> bool {
+        lock(&self.known).answered.is_some_and(|answered| answered > then)
+    }
+
+    /// For how long it has not answered; `None` until it has for the first time.
+    pub(super) fn silent_since_answer(&self) -> Option<Duration> {
+        lock(&self.known).answered.map(|answered| answered.elapsed())
+    }
+
+    /// The lead is another one.
+    pub(super) fn forget(&self) {
+        let mut known = lock(&self.known);
+        known.answered = None;
+        known.members.clear();
+    }
+
+    /// Tells the run that the process of a worker has ended.
+    pub(super) fn ended(&self, name: &str, pid: u32) {
+        lock(&self.known).ended.push(Ended { name: name.to_owned(), pid });
+        self.thread.iter().for_each(|thread| thread.thread().unpark());
+    }
+
+    /// What is known of a worker's process.
+    pub(super) fn member(&self, name: &str, pid: u32) -> Option<Member> {
+        lock(&self.known).members.iter().find(|member| member.name == name && member.pid == pid).cloned()
+    }
+}
+
+fn lock(known: &Mutex<Known>) -> MutexGuard<'_, Known> {
+    known.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Drop for Health {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            // A panic of it was printed.
+            drop(thread.join());
+        }
+    }
+}

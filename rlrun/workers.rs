@@ -1,0 +1,23 @@
+//! Workers: the roles of a run as processes of their own, and what they and the run say to each other.
+//!
+//! ```text
+//! rlrun worker rollout --join URL
+//!    /v1/run/join                who I am             -> recipe, files of the model, my name
+//!    /v1/run/beat                what I do, each second -> whether I should go on
+//!    /v1/admissions, /v1/groups  the buffer
+//!    /v1/weights                 the weights
+//! ```
+//!
+//! - [`roster`]: who takes part, as the run sees it
+//! - [`routes`]: what the run serves to them
+//! - [`membership`]: the side of a worker
+//! - [`rollout`]: a worker that samples; [`reward`]: one that serves a reward model
+//!
+//! Invariant: a worker brings nothing of its own to a run but its machine: recipe and model come from the run. It ends when
+//! the run does, and a run does not end when a worker does.
+
+pub(crate) mod membership;
+pub(crate) mod reward;
+pub(crate) mod rollout;
+pub(crate) mod roster;
+pub(crate) mod routes;

@@ -1,0 +1,137 @@
+//! `rlrun worker reward`: serves a reward model of a run's recipe to the samplers of the run.
+//!
+//! Invariant: which model and how is the recipe's business; the process ends with the run. Whoever is a member of the run
+//! hears of its address and its token from the run, and nobody else does.
+
+use std::net::TcpListener;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use ::rewards::reward_model::ModelServer;
+use ::rewards::reward_model::server::{ServedModel, Server};
+use ::rewards::{LoadCounts, RewardSpec};
+use ::rollout::Progress;
+use model::{Placement, Quantization};
+
+use super::membership::{Account, Membership};
+use super::roster::Role;
+use crate::args::RewardWorkerArgs;
+use crate::failure::Failure;
+use crate::program::Program;
+use crate::recipe::Recipe;
+use crate::signals::{Signals, end_with_parent};
+
+/// What the token of a run is made into.
+const PURPOSE: &str = "rlrun 2026 token of a reward server from that of its run";
+/// How often it looks whether it should end.
+const LOOK_UP: Duration = Duration::from_millis(50);
+
+/// Serves until the run ends, or the process is told to stop.
+///
+/// # Errors
+/// A run that cannot be reached or has no such reward, a model that cannot be opened, an address that cannot be used.
+pub(crate) fn run(args: &RewardWorkerArgs, program: &Program) -> Result<(), Failure> {
+    if let Some(parent) = args.join.parent {
+        end_with_parent(parent)?;
+    }
+    let signals = Signals::listen()?;
+    let stop = signals.stop_flag();
+    let Some(mut membership) = Membership::join(Role::Reward, &args.join, &stop)? else { return Ok(()) };
+    let listener = listener(args)?;
+    let served = served(args, program, &membership)?;
+    let address = listener.local_addr().map_err(socket)?;
+    // The same in every process of this reward: who has heard of one can ask the next.
+    let token = membership
+        .token()
+        .map(|token| blake3::Hash::from(blake3::derive_key(PURPOSE, token.as_bytes())).to_string());
+    let config = ServedModel { token: token.clone(), ..served.config };
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("serve").build();
+    let runtime = runtime.map_err(|source| Failure::System { what: "start threads".to_owned(), source })?;
+    runtime.block_on(async {
+        let server = Server::on(&served.path, config, listener).await?;
+        eprintln!("serving reward `{}` on http://{address}", args.reward);
+        let url = args.url.clone().unwrap_or_else(|| format!("http://{address}"));
+        let told = Told { serves: (args.reward.clone(), ModelServer { url, token }) };
+        membership.begin(told, Arc::clone(&stop))?;
+        let ended = server.serve(until(Arc::clone(&stop))).await;
+        let served = ended.map_err(|source| Failure::System { what: "serve".to_owned(), source });
+        membership.leave(served)
+    })
+}
+
+async fn until(stop: Arc<AtomicBool>) {
+    while !stop.load(Ordering::Relaxed) {
+        tokio::time::sleep(LOOK_UP).await;
+    }
+}
+
+fn socket(source: std::io::Error) -> Failure {
+    Failure::System { what: "take the socket of the reward".to_owned(), source }
+}
+
+/// Its own socket, or that of its standard input, which outlives it.
+fn listener(args: &RewardWorkerArgs) -> Result<TcpListener, Failure> {
+    if args.socket {
+        return Ok(TcpListener::from(std::io::stdin().as_fd().try_clone_to_owned().map_err(socket)?));
+    }
+    let system = |source| Failure::System { what: format!("listen on {}", args.listen), source };
+    TcpListener::bind(args.listen).map_err(system)
+}
+
+/// What is served.
+struct What {
+    path: PathBuf,
+    config: ServedModel,
+}
+
+fn served(args: &RewardWorkerArgs, program: &Program, membership: &Membership) -> Result<What, Failure> {
+    let scratch = tempfile::tempdir()
+        .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
+    let (recipe, _) = membership.unpack(scratch.path())?;
+    let (recipe, _) = Recipe::load(&recipe, &[], &program.without_overrides()).map_err(Failure::Recipe)?;
+    let spec = recipe.rewards.iter().find(|spec| spec.name() == args.reward).filter(|spec| is_served(spec));
+    let Some((spec, path)) = spec.and_then(|spec| Some((spec, spec.path.clone()?))) else {
+        return Err(Failure::Argument(format!(
+            "the run has no reward `{}` of kind \"model\" with a `path` that is not colocated",
+            args.reward
+        )));
+    };
+    let config = ServedModel {
+        batch_tokens: spec.batch_tokens,
+        threads: args.threads.or(spec.threads),
+        quantization: spec.quantization.unwrap_or(Quantization::None),
+        token: None,
+        timeout: spec.timeout(),
+    };
+    Ok(What { path, config })
+}
+
+/// Whether a run of processes has a process for this reward.
+pub(crate) fn is_served(spec: &RewardSpec) -> bool {
+    spec.kind == "model" && spec.path.is_some() && spec.placement != Some(Placement::Colocated)
+}
+
+struct Told {
+    serves: (String, ModelServer),
+}
+
+impl Account for Told {
+    fn doing(&self) -> String {
+        format!("serves reward `{}`", self.serves.0)
+    }
+
+    fn progress(&self) -> Option<Progress> {
+        None
+    }
+
+    fn take_loads(&self) -> Vec<(String, LoadCounts)> {
+        Vec::new()
+    }
+
+    fn serves(&self) -> Option<(String, ModelServer)> {
+        Some(self.serves.clone())
+    }
+}

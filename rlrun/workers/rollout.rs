@@ -1,0 +1,198 @@
+//! `rlrun worker rollout`: samples for a run that is served elsewhere.
+//!
+//! Invariant: what is sampled and how is the run's business. This process brings cores; recipe, tokenizer and weights come
+//! from the run, datasets and reward files lie where the recipe says they do.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ::rewards::reward_model::ModelServer;
+use ::rewards::{LoadCounts, RewardSet};
+use ::rollout::applier::Applier;
+use ::rollout::scoring::Scorer;
+use ::rollout::{Engine, Progress, Worker, WorkerConfig};
+use buffer::Producer;
+use buffer::http::ClientConfig;
+use model::{Config, Cores, Decoder, Head, Layout, ModelDirectory, Parameters};
+use trajectory::PolicyVersion;
+use weights::Subscriber;
+use weights::http::remote::Transport;
+use weights::http::{RemoteConfig, RemoteSubscriber};
+
+use super::membership::{Account, Membership, client_config};
+use super::roster::Role;
+use crate::args::RolloutArgs;
+use crate::failure::Failure;
+use crate::prepare::{Prepared, RewardRuntime};
+use crate::program::Program;
+use crate::recipe::Recipe;
+use crate::recipe::words::WeightTransport;
+use crate::signals::{Signals, end_with_parent};
+
+/// How often a worker that waits for the first weights looks whether it should stop.
+const LOOK_UP: Duration = Duration::from_millis(100);
+
+/// Samples until the run ends, or the process is told to stop.
+///
+/// # Errors
+/// A run that cannot be reached, data or rewards that are not there, whatever ended the sampling.
+pub(crate) fn run(args: &RolloutArgs, program: &Program) -> Result<(), Failure> {
+    if let Some(parent) = args.join.parent {
+        end_with_parent(parent)?;
+    }
+    let signals = Signals::listen()?;
+    let stop = signals.stop_flag();
+    let Some(mut membership) = Membership::join(Role::Rollout, &args.join, &stop)? else { return Ok(()) };
+    eprintln!("joined {} as {}", args.join.join, membership.joined.name);
+    let here = Arc::new(Here::default());
+    membership.begin(Told(Arc::clone(&here)), Arc::clone(&stop))?;
+    let work = sample(args, program, &membership, (&here, &stop));
+    here.says("is leaving");
+    membership.leave(work)
+}
+
+fn sample(
+    args: &RolloutArgs,
+    program: &Program,
+    membership: &Membership,
+    (here, stop): (&Here, &Arc<AtomicBool>),
+) -> Result<(), Failure> {
+    here.says("reads recipe, model and data");
+    let scratch = tempfile::tempdir()
+        .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
+    let (recipe, directory) = membership.unpack(scratch.path())?;
+    // The run has resolved the recipe; variables of this machine do not change it.
+    let (recipe, _) = Recipe::load(&recipe, &[], &program.without_overrides()).map_err(Failure::Recipe)?;
+    let directory = ModelDirectory::open(&directory)?;
+    let directory = match membership.joined.model.value_head {
+        true => directory.with_head(Head::LanguageAndValue),
+        false => directory,
+    };
+    let cores = args.threads.map_or_else(Cores::all, Cores::new);
+    let mut runtime = RewardRuntime::new(program, &cores)?;
+    runtime.ask(membership.joined.servers.clone());
+    let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
+
+    here.says("waits for the first weights");
+    let subscriber = subscribe(args, membership, &recipe)?;
+    let Some((version, parameters)) = first_weights(&subscriber, directory.config(), &recipe, stop)? else {
+        return Ok(());
+    };
+    let subscriber: Arc<dyn Subscriber> = Arc::new(subscriber);
+    let quantization = recipe.rollout.quantization;
+    let decoder = Decoder::sampler(directory.config(), &parameters, quantization);
+    drop(parameters);
+    let stop_rules = recipe.stop_rules(&directory);
+    let interruption = recipe.interruption(&stop_rules)?;
+    let engine = Engine::new(recipe.engine(prepared.train.longest()), stop_rules, decoder, version)?
+        .interrupting(interruption)
+        .on(Arc::clone(&prepared.team));
+    let Some(rewards) = prepared.rewards.clone() else {
+        return Err(Failure::Argument("the run samples nothing: its recipe has no rewards".to_owned()));
+    };
+    let producer: Arc<dyn Producer> = membership.buffer();
+    let capacity = recipe.rollout.max_running * 2;
+    let scorer = Scorer::start(runtime.handle(), Arc::clone(&rewards), Arc::clone(&producer), None, capacity);
+    let config = WorkerConfig { holder: Some(membership.joined.instance), ..recipe.worker() };
+    let applier = Applier::start(subscriber, engine.model().clone(), quantization);
+    let worker = Worker::new(config, engine, Arc::clone(&prepared.train), applier, scorer);
+    here.samples(worker.progress(), rewards);
+    eprintln!("sampling from {version} on");
+    Ok(worker.run(&*producer, stop)?)
+}
+
+fn subscribe(
+    args: &RolloutArgs,
+    membership: &Membership,
+    recipe: &Recipe,
+) -> Result<RemoteSubscriber, Failure> {
+    let client = client_config(&args.join)?;
+    let transport = match recipe.weights.transport {
+        WeightTransport::Auto => Transport::Any,
+        WeightTransport::Http => Transport::Http,
+    };
+    let ClientConfig { url, token, roots, patience, .. } = client;
+    let config = RemoteConfig::new(url, membership.joined.name.clone());
+    Ok(RemoteSubscriber::connect(RemoteConfig { token, roots, patience, transport, ..config })?)
+}
+
+/// The newest weights; `None` if the worker was told to stop before.
+fn first_weights(
+    subscriber: &RemoteSubscriber,
+    config: &Config,
+    recipe: &Recipe,
+    stop: &AtomicBool,
+) -> Result<Option<(PolicyVersion, Parameters)>, Failure> {
+    let deadline = Instant::now() + recipe.wait();
+    while !stop.load(Ordering::Relaxed) {
+        if let Some(snapshot) = subscriber.wait_newer(None, LOOK_UP)? {
+            let layout = Arc::new(Layout::new(config));
+            return Ok(Some((snapshot.version, Parameters::from_values(layout, snapshot.values.to_vec())?)));
+        }
+        if Instant::now() > deadline {
+            return Err(::rollout::RolloutError::Deadline {
+                who: "a rollout worker",
+                whom: "the first weights; has the trainer started?".to_owned(),
+                seconds: recipe.deadlines.wait_s,
+            }
+            .into());
+        }
+    }
+    Ok(None)
+}
+
+/// Where this worker is in its life.
+#[derive(Debug, Default)]
+struct Here {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    doing: String,
+    sampling: Option<(Arc<Mutex<Progress>>, Arc<RewardSet>)>,
+}
+
+impl Here {
+    fn says(&self, doing: &str) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        doing.clone_into(&mut state.doing);
+    }
+
+    fn samples(&self, progress: Arc<Mutex<Progress>>, rewards: Arc<RewardSet>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.doing.clear();
+        state.sampling = Some((progress, rewards));
+    }
+}
+
+/// The same, for the thread that tells the run.
+struct Told(Arc<Here>);
+
+impl Account for Told {
+    fn doing(&self) -> String {
+        let state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
+        match (&state.doing[..], &state.sampling) {
+            ("", Some((progress, _))) => {
+                progress.lock().unwrap_or_else(PoisonError::into_inner).doing.to_string()
+            }
+            (doing, _) => doing.to_owned(),
+        }
+    }
+
+    fn progress(&self) -> Option<Progress> {
+        let state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let (progress, _) = state.sampling.as_ref()?;
+        Some(*progress.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn take_loads(&self) -> Vec<(String, LoadCounts)> {
+        let state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.sampling.as_ref().map(|(_, rewards)| rewards.take_loads()).unwrap_or_default()
+    }
+
+    fn serves(&self) -> Option<(String, ModelServer)> {
+        None
+    }
+}

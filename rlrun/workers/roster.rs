@@ -1,0 +1,329 @@
+//! Who takes part in a run from other processes, and what each of them does just now.
+//!
+//! Invariant: nothing that a worker did is forgotten when it leaves or is killed: the counts of a run only go up. A worker
+//! that comes again under a name takes the place of the one before.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use ::rewards::LoadCounts;
+use ::rewards::reward_model::ModelServer;
+use ::rollout::Progress;
+use serde::{Deserialize, Serialize};
+use trajectory::PolicyVersion;
+
+/// What a worker is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Role {
+    /// It samples.
+    #[default]
+    Rollout,
+    /// It is a rank of the trainer.
+    Trainer,
+    /// It serves a reward model.
+    Reward,
+}
+
+impl Role {
+    /// As it stands in names and messages.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Rollout => "rollout",
+            Self::Trainer => "trainer",
+            Self::Reward => "reward",
+        }
+    }
+}
+
+/// What a worker says of itself, about every second.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Beat {
+    /// Its name in the run.
+    pub(crate) name: String,
+    /// What it is.
+    pub(crate) role: Role,
+    /// What [`Roster::join`] gave it, so that one which comes again is told from the one before.
+    pub(crate) instance: u64,
+    /// Its process.
+    pub(crate) pid: u32,
+    /// Its machine.
+    pub(crate) host: String,
+    /// What it does just now, as the rest of a sentence that begins with its name.
+    pub(crate) doing: String,
+    /// What it has done since it was started.
+    pub(crate) progress: Option<Progress>,
+    /// What its rewards had to do since it said so last.
+    pub(crate) rewards: Vec<(String, LoadCounts)>,
+    /// The reward that it serves, and where.
+    pub(crate) serves: Option<(String, ModelServer)>,
+    /// This is the last one.
+    pub(crate) leaves: bool,
+}
+
+/// What a worker hears in return.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Orders {
+    /// Give back what is in flight and end.
+    pub(crate) stop: bool,
+}
+
+/// A worker as people and the controller see it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Member {
+    /// Its name.
+    pub(crate) name: String,
+    /// What it is.
+    pub(crate) role: Role,
+    /// Its process.
+    pub(crate) pid: u32,
+    /// Its machine.
+    pub(crate) host: String,
+    /// What it does.
+    pub(crate) doing: String,
+    /// For how long it has done that, seconds.
+    pub(crate) doing_s: f64,
+    /// Since when nothing was heard of it, seconds.
+    pub(crate) silent_s: f64,
+    /// Tokens it has sampled since it was started.
+    pub(crate) sampled_tokens: u64,
+}
+
+/// The table of workers.
+pub(crate) struct Roster {
+    state: Mutex<State>,
+    /// Hears of every instance that is gone, so that others can go on with what it held.
+    gone: OnceLock<Box<dyn Fn(u64) + Send + Sync>>,
+}
+
+impl fmt::Debug for Roster {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Roster").field("state", &self.state).finish_non_exhaustive()
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    workers: BTreeMap<String, Worker>,
+    /// What workers did that are not there any more, by instance: one that was only silent can come back.
+    gone: BTreeMap<u64, Progress>,
+    loads: BTreeMap<String, LoadCounts>,
+    /// The newest instance.
+    instance: u64,
+    /// Instances that are gone and of which nobody was told yet.
+    left: Vec<u64>,
+    stopping: bool,
+}
+
+#[derive(Debug)]
+struct Worker {
+    beat: Beat,
+    heard: Instant,
+    doing_since: Instant,
+}
+
+impl Roster {
+    /// A table whose first worker is that after `instance`: later than all that a table before it has counted, so that
+    /// workers can go on which have not noticed that the run was started again.
+    pub(crate) fn after(instance: u64) -> Self {
+        Self { state: Mutex::new(State { instance, ..State::default() }), gone: OnceLock::new() }
+    }
+
+    /// Tells `gone` of every instance that is gone from now on. The first who asks hears it.
+    pub(crate) fn tell(&self, gone: impl Fn(u64) + Send + Sync + 'static) {
+        let _ = self.gone.set(Box::new(gone));
+    }
+
+    /// The name of a worker that joins, the one it asks for or the first that is free, and its instance.
+    pub(crate) fn join(&self, role: Role, name: Option<String>) -> (String, u64) {
+        let mut state = self.state();
+        let mut names = (0..).map(|n| format!("{} {n}", role.as_str()));
+        let name = name.or_else(|| names.find(|name| !state.workers.contains_key(name))).unwrap_or_default();
+        state.leave(&name);
+        state.instance += 1;
+        let instance = state.instance;
+        let beat =
+            Beat { name: name.clone(), role, instance, doing: "is starting".to_owned(), ..Beat::default() };
+        state.put(beat);
+        self.settle(state);
+        (name, instance)
+    }
+
+    /// Takes down what a worker says. One that is not known was forgotten by a run that was started again.
+    pub(crate) fn beat(&self, beat: Beat) -> Orders {
+        let mut state = self.state();
+        let known = state.workers.get(&beat.name).map(|worker| worker.beat.instance);
+        if known.is_some_and(|known| known > beat.instance) {
+            // It was replaced, and does not know it yet.
+            return Orders { stop: true };
+        }
+        for (name, counts) in &beat.rewards {
+            state.loads.entry(name.clone()).or_default().add(counts.clone());
+        }
+        let leaves = beat.leaves.then(|| beat.name.clone());
+        state.put(beat);
+        leaves.iter().for_each(|name| state.leave(name));
+        let stop = state.stopping;
+        self.settle(state);
+        Orders { stop }
+    }
+
+    /// The process of a worker has ended, says who looks after it.
+    pub(crate) fn ended(&self, name: &str, pid: u32) {
+        let mut state = self.state();
+        if state.workers.get(name).is_some_and(|worker| worker.beat.pid == pid) {
+            state.leave(name);
+        }
+        self.settle(state);
+    }
+
+    /// What all samplers did together, with that of `inside`, the run's own. Served is the oldest version that one of them
+    /// serves.
+    pub(crate) fn progress(&self, inside: Option<Progress>) -> Progress {
+        let state = self.state();
+        let start = inside.unwrap_or(Progress { served: PolicyVersion(u64::MAX), ..Progress::default() });
+        let rollouts = state.workers.values().filter_map(|worker| worker.beat.progress.as_ref());
+        let all = rollouts.fold(start, |all, progress| all.and(progress));
+        let with_gone = state.gone.values().fold(all, |all, progress| all.and(progress));
+        Progress { served: all.served, ..with_gone }
+    }
+
+    /// What the rewards of all workers had to do since this was asked last, by name.
+    pub(crate) fn take_loads(&self) -> Vec<(String, LoadCounts)> {
+        std::mem::take(&mut self.state().loads).into_iter().collect()
+    }
+
+    /// Who serves which reward.
+    pub(crate) fn servers(&self) -> BTreeMap<String, ModelServer> {
+        self.state().workers.values().filter_map(|worker| worker.beat.serves.clone()).collect()
+    }
+
+    /// Everybody who takes part.
+    pub(crate) fn members(&self) -> Vec<Member> {
+        let member = |worker: &Worker| Member {
+            name: worker.beat.name.clone(),
+            role: worker.beat.role,
+            pid: worker.beat.pid,
+            host: worker.beat.host.clone(),
+            doing: worker.beat.doing.clone(),
+            doing_s: worker.doing_since.elapsed().as_secs_f64(),
+            silent_s: worker.heard.elapsed().as_secs_f64(),
+            sampled_tokens: worker.beat.progress.map_or(0, |progress| progress.engine.sampled_tokens),
+        };
+        self.state().workers.values().map(member).collect()
+    }
+
+    /// Forgets those that were silent for so long; their names.
+    pub(crate) fn drop_silent(&self, limit: Duration) -> Vec<String> {
+        let mut state = self.state();
+        let silent = state.workers.iter().filter(|(_, worker)| worker.heard.elapsed() > limit);
+        let silent: Vec<String> = silent.map(|(name, _)| name.clone()).collect();
+        silent.iter().for_each(|name| state.leave(name));
+        self.settle(state);
+        silent
+    }
+
+    /// Tells everybody to end, and waits until they have left, at most for so long.
+    pub(crate) fn stop(&self, wait: Duration) {
+        self.state().stopping = true;
+        let deadline = Instant::now() + wait;
+        while Instant::now() < deadline && !self.state().workers.is_empty() {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Passes on who is gone, without the lock.
+    fn settle(&self, mut state: MutexGuard<'_, State>) {
+        let left = std::mem::take(&mut state.left);
+        drop(state);
+        if let Some(gone) = self.gone.get() {
+            left.into_iter().for_each(gone);
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Every change of it is complete.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn put(&mut self, beat: Beat) {
+        self.gone.remove(&beat.instance);
+        let now = Instant::now();
+        let before = self.workers.get(&beat.name).filter(|worker| worker.beat.doing == beat.doing);
+        let doing_since = before.map_or(now, |worker| worker.doing_since);
+        self.workers.insert(beat.name.clone(), Worker { beat, heard: now, doing_since });
+    }
+
+    fn leave(&mut self, name: &str) {
+        let Some(Worker { beat, .. }) = self.workers.remove(name) else { return };
+        self.left.push(beat.instance);
+        self.gone.extend(beat.progress.map(|progress| (beat.instance, progress)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ::rollout::EngineCounts;
+
+    use super::*;
+
+    fn beat(name: &str, instance: u64, tokens: u64) -> Beat {
+        let engine = EngineCounts { sampled_tokens: tokens, ..EngineCounts::default() };
+        let progress = Progress { served: PolicyVersion(tokens), engine, ..Progress::default() };
+        Beat { name: name.to_owned(), instance, progress: Some(progress), ..Beat::default() }
+    }
+
+    #[test]
+    fn counts_only_go_up_whoever_comes_and_goes() {
+        let roster = Roster::after(100);
+        let gone = std::sync::Arc::new(Mutex::new(Vec::new()));
+        let heard = std::sync::Arc::clone(&gone);
+        roster.tell(move |instance| heard.lock().unwrap().push(instance));
+        let sampled = || roster.progress(None).engine.sampled_tokens;
+        let served = || roster.progress(None).served;
+        assert_eq!(roster.join(Role::Rollout, None), ("rollout 0".to_owned(), 101));
+        assert_eq!(roster.join(Role::Rollout, None), ("rollout 1".to_owned(), 102));
+        assert_eq!(roster.beat(beat("rollout 0", 101, 10)), Orders::default());
+        roster.beat(beat("rollout 1", 102, 20));
+        assert_eq!((sampled(), served()), (30, PolicyVersion(10)));
+        // Killed and started again: a new process under the old name begins at zero.
+        assert_eq!(roster.join(Role::Rollout, Some("rollout 0".to_owned())), ("rollout 0".to_owned(), 103));
+        assert_eq!((sampled(), served()), (30, PolicyVersion(20)));
+        roster.beat(beat("rollout 0", 103, 1));
+        assert_eq!(sampled(), 31);
+        // What is left of the one before is told to end, and counts nothing twice.
+        assert!(roster.beat(beat("rollout 0", 101, 12)).stop);
+        assert_eq!(sampled(), 31);
+        roster.beat(Beat { leaves: true, ..beat("rollout 1", 102, 25) });
+        assert_eq!((sampled(), roster.members().len()), (36, 1));
+        assert_eq!(roster.drop_silent(Duration::ZERO), ["rollout 0"]);
+        assert_eq!((sampled(), served()), (36, PolicyVersion(u64::MAX)));
+        // It was only slow: what it did is not counted again.
+        roster.beat(beat("rollout 0", 103, 4));
+        assert_eq!(sampled(), 39);
+        assert_eq!(*gone.lock().unwrap(), [101, 102, 103]);
+        roster.ended("rollout 0", 9);
+        assert_eq!(roster.members().len(), 1, "another process than that one has ended");
+        roster.ended("rollout 0", 0);
+        assert_eq!(*gone.lock().unwrap(), [101, 102, 103, 103]);
+    }
+
+    #[test]
+    fn loads_are_taken_once_and_everybody_is_told_to_stop() {
+        let roster = Roster::after(0);
+        let counts = LoadCounts { scored: 2, ..LoadCounts::default() };
+        for instance in 1..=2 {
+            let rewards = vec![("math".to_owned(), counts.clone())];
+            roster.beat(Beat { rewards, ..beat(&format!("rollout {instance}"), instance, 1) });
+        }
+        let loads = roster.take_loads();
+        assert_eq!((loads.len(), loads[0].1.scored), (1, 4));
+        assert!(roster.take_loads().is_empty());
+        roster.stop(Duration::ZERO);
+        assert!(roster.beat(beat("rollout 1", 1, 3)).stop);
+    }
+}

@@ -1,0 +1,212 @@
+//! Roles as processes of their own: a run of processes computes what one process does, and workers come and go.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::served::{Client, Place};
+use crate::support::{Home, Moment, Run, Running, finish, interrupt, signal};
+
+/// Two samplers beside the trainer, each a process.
+pub(crate) const PROCESSES: [&str; 2] = ["placement.processes=true", "placement.rollout_workers=2"];
+
+/// The processes that were started under a name, first to last.
+pub(crate) fn pids(run: &Run, name: &str) -> Vec<u32> {
+    let started = |line: &serde_json::Map<String, Value>| line["event"] == "start" && line["name"] == name;
+    let lines = run.controller().into_iter().filter(started);
+    lines.filter_map(|line| u32::try_from(line["fields"]["pid"].as_u64()?).ok()).collect()
+}
+
+/// Where a run says that it is served.
+pub(crate) fn served_on(run: &Run) -> String {
+    let log = fs::read_to_string(run.path.join("logs/attempt_1.log")).unwrap();
+    let url = log.split("served on ").nth(1).and_then(|rest| rest.split_whitespace().next());
+    url.unwrap_or_else(|| panic!("{log}")).to_owned()
+}
+
+/// The workers of the run at `url`.
+pub(crate) fn members(url: &str) -> Vec<Value> {
+    let place = Place::at(url.strip_prefix("http://").unwrap().parse().unwrap());
+    let (status, members, _) = Client::new(&place).ask("GET", "/v1/run/workers", &Value::Null);
+    assert_eq!(status, 200, "{members}");
+    members.as_array().unwrap().clone()
+}
+
+/// Waits until something holds; panics with what `show` says if it takes five minutes.
+pub(crate) fn until(what: &str, holds: &dyn Fn() -> bool, show: &dyn Fn() -> String) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed().as_secs() < 300, "{what} has not come: {}", show());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Whether no group of `steps` was trained on twice, and none is missing that has a place before the last.
+pub(crate) fn every_group_once(run: &Run, steps: u64, batch: u64) -> Result<(), String> {
+    let groups: Vec<u64> = (1..=steps)
+        .flat_map(|step| run.samples(step))
+        .map(|group| group["group"].as_u64().unwrap_or(u64::MAX))
+        .collect();
+    let unique: BTreeSet<_> = groups.iter().collect();
+    if groups.len() as u64 == batch * steps && unique.len() == groups.len() {
+        return Ok(());
+    }
+    Err(format!("{} groups of which {} are different: {groups:?}", groups.len(), unique.len()))
+}
+
+/// Also with two samplers that share the work, whichever of them is faster: a completion depends on neither.
+#[test]
+fn a_synchronous_run_of_processes_ends_with_the_bits_of_one_process() {
+    let home = Home::new();
+    let sets = ["buffer.max_staleness=0", "trainer.steps=6"];
+    let one = home.small("one", &sets);
+    for (name, more) in [("shared", "weights.transport=auto"), ("http", "weights.transport=http")] {
+        let many = home.small(name, &[&sets[..], &PROCESSES, &[more]].concat());
+        assert_eq!(many.values("reward/mean"), one.values("reward/mean"), "{name}");
+        let weights = |run: &Run| fs::read(run.checkpoint(6).join("model/model.safetensors")).unwrap();
+        assert!(weights(&one) == weights(&many), "{name}: the weights differ");
+        every_group_once(&many, 6, 8).unwrap();
+        for worker in ["rollout 0", "rollout 1"] {
+            assert_eq!(pids(&many, worker).len(), 1, "{name}: {worker}");
+        }
+        assert!(many.values("weights/received_bytes").iter().any(|bytes| *bytes > 0.0), "{name}");
+    }
+}
+
+/// A run in one process is helped by others: one leaves when it is asked to, one is killed, one comes late.
+#[test]
+fn workers_join_and_leave_while_a_run_goes_on() {
+    let home = Home::new();
+    let run = home.run("run");
+    let sets = ["buffer.listen=127.0.0.1:0", "buffer.max_staleness=2"];
+    let mut lead = home.start_endless("run", &sets);
+    assert!(run.wait_for(Moment::Step(1), &mut lead));
+    let url = served_on(&run);
+    let join = |name: &str| {
+        home.start(&[
+            "worker",
+            "rollout",
+            "--join",
+            &url,
+            "--name",
+            name,
+            "--threads",
+            "1",
+            "--patience",
+            "5",
+        ])
+    };
+    let sampled = |name: &str| {
+        let member = members(&url).into_iter().find(|member| member["name"] == name);
+        member.and_then(|member| member["sampled_tokens"].as_u64()).unwrap_or(0)
+    };
+    let show = || format!("{:?}", members(&url));
+    let (polite, mut killed) = (join("polite"), join("killed"));
+    until("work of both", &|| sampled("polite") > 0 && sampled("killed") > 0, &show);
+    killed.kill().unwrap();
+    interrupt(&polite);
+    let said = finish(polite).ok();
+    assert!(said.stderr.contains("joined http://"), "{}", said.stderr);
+    until("the leaving of one", &|| !show().contains("polite"), &show);
+    let late = join("late");
+    until("work of the late one", &|| sampled("late") > 0, &show);
+    let steps = run.steps().len() as u64;
+    assert!(run.wait_for(Moment::Step(steps + 3), &mut lead));
+    interrupt(&lead);
+    finish(lead).ok();
+    // It was told that the run is over.
+    finish(late).ok();
+    let last = run.steps().len() as u64;
+    every_group_once(&run, last, 8).unwrap();
+    assert!(run.values("staleness/max").iter().all(|max| *max <= 2.0));
+}
+
+#[test]
+fn a_launcher_that_stops_a_run_is_asked_to_start_it_again() {
+    let home = Home::new();
+    for (name, sets) in [("one", &[][..]), ("many", &PROCESSES)] {
+        let run = home.run(name);
+        let mut child = home.start_endless(name, sets);
+        assert!(run.wait_for(Moment::Step(2), &mut child));
+        signal(&child, "TERM");
+        let done = finish(child);
+        assert_eq!(done.status.code(), Some(75), "{}\n{}", done.stdout, done.stderr);
+        assert!(done.stderr.contains(&format!("rlrun resume {name}")), "{}", done.stderr);
+        let last = run.steps().len() as u64;
+        assert!(run.checkpoint(last).is_dir(), "no checkpoint of step {last}");
+        let steps = format!("trainer.steps={}", last + 1);
+        home.rlrun(&["resume", name, "--set", &steps]).ok();
+        assert_eq!(run.steps().len() as u64, last + 1);
+    }
+}
+
+/// The processes of a run end with their controller, whatever ends that, and save.
+#[test]
+fn a_run_whose_controller_is_killed_can_be_resumed() {
+    let home = Home::new();
+    let run = home.run("run");
+    let sets = [&PROCESSES[..], &["trainer.steps=9", "checkpoint.interval=100"]].concat();
+    let mut child = home.start_small("run", &sets);
+    assert!(run.wait_for(Moment::Step(3), &mut child));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let all: Vec<u32> =
+        ["the trainer", "rollout 0", "rollout 1"].iter().flat_map(|name| pids(&run, name)).collect();
+    assert_eq!(all.len(), 3);
+    until("the end of all processes", &|| !all.iter().any(|pid| is_alive(*pid)), &|| format!("{all:?}"));
+    home.rlrun(&["resume", "run"]).ok();
+    assert_eq!(run.values("step"), (1..=9).map(f64::from).collect::<Vec<_>>());
+    every_group_once(&run, 9, 8).unwrap();
+}
+
+fn is_alive(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(')').next().is_some_and(|rest| !rest.is_empty() && !rest.trim_start().starts_with('Z'))
+}
+
+#[test]
+fn what_cannot_work_is_said_at_once() {
+    let home = Home::new();
+    let start = |sets: &[&str]| {
+        let sets = sets.iter().flat_map(|set| ["--set", set]);
+        let args: Vec<&str> = ["small.toml", "--run-dir", "run"].into_iter().chain(sets).collect();
+        home.rlrun(&args)
+    };
+    start(&["placement.rollout_workers=3"]).refused(&["has no effect without `placement.processes`"]);
+    start(&["placement.processes=true", "buffer.store=memory"]).refused(&["share its journal"]);
+    start(&["buffer.listen=0.0.0.0:0"]).refused(&["nobody would need a token"]);
+    let tokens = home.write("tokens.txt", "writer 0123456789abcdef\n");
+    let tokens = format!("buffer.token_file={:?}", tokens.display().to_string());
+    start(&["buffer.listen=0.0.0.0:0", &tokens]).refused(&["for all to read", "buffer.insecure"]);
+    assert!(!home.path("run").exists());
+    // Nobody listens there: the worker is patient, then asks to be started again.
+    let done = home.rlrun(&["worker", "rollout", "--join", "http://127.0.0.1:1", "--patience", "0.2"]);
+    assert_eq!(done.status.code(), Some(75), "{}", done.stderr);
+    assert!(done.stderr.contains("http://127.0.0.1:1"), "{}", done.stderr);
+}
+
+/// A worker with another token than the run's is refused, and the run does not notice.
+#[test]
+fn a_worker_needs_the_token_of_the_run() {
+    let home = Home::new();
+    let run = home.run("run");
+    let tokens = home.write("tokens.txt", "writer 0123456789abcdef\nadmin fedcba9876543210\n");
+    let wrong = home.write("wrong.txt", "0123456789abcdee\n");
+    let sets = format!("buffer.token_file={:?}", tokens.display().to_string());
+    let mut lead = home.start_endless("run", &["buffer.listen=127.0.0.1:0", &sets]);
+    assert!(run.wait_for(Moment::Step(1), &mut lead));
+    let url = served_on(&run);
+    let join = |file: &std::path::Path| -> Running {
+        let file = file.to_str().unwrap();
+        home.start(&["worker", "rollout", "--join", &url, "--token-file", file, "--threads", "1"])
+    };
+    let refused = finish(join(&wrong));
+    assert!(!refused.status.success());
+    assert!(refused.stderr.contains("token"), "{}", refused.stderr);
+    let worker = join(&tokens);
+    interrupt(&lead);
+    finish(lead).ok();
+    drop(worker);
+}
