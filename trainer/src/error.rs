@@ -45,6 +45,9 @@ pub enum TrainerError {
     /// The weights could not be published, or a sampler serves others than it says.
     #[error(transparent)]
     Weights(#[from] weights::WeightsError),
+    /// The ranks could not do something together.
+    #[error(transparent)]
+    Collective(#[from] crate::collective::CollectiveError),
     /// The files of a model could not be read or written.
     #[error(transparent)]
     Model(#[from] model::ModelError),

@@ -11,6 +11,7 @@
 //! - [`optimizer`]: AdamW with its [`moments`], Muon, Dion; [`schedule`]
 //! - [`lora`]: training a low-rank change of some weights, with its files
 //! - [`checkpoint`]
+//! - [`collective`]: what ranks say to each other
 //!
 //! # Invariants
 //! - A step is a function of its batch and of the state before it: the same groups in the same order give the same
@@ -21,6 +22,7 @@ mod adamw;
 pub mod algorithm;
 pub mod batch;
 pub mod checkpoint;
+pub mod collective;
 pub mod credit;
 pub mod critic;
 mod error;
@@ -43,6 +45,7 @@ pub mod trainer;
 pub mod update;
 
 pub use checkpoint::{Checkpoint, TrainerState};
+pub use collective::{Collective, CollectiveError};
 pub use error::TrainerError;
 pub use learner::{Frozen, Learner, LearnerConfig};
 pub use report::StepReport;
