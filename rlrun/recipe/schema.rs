@@ -389,6 +389,9 @@ pub struct Trainer {
     pub recompute: Recompute,
     /// Trainer workers that share a step.
     pub world: usize,
+    /// What trainer workers share beside the work: 1 the state of the optimizer, 2 gradients too, 3 weights too. The same
+    /// step with less memory for each, for more communication. DeepSpeed `zero_optimization.stage`.
+    pub zero: usize,
 }
 
 impl Default for Trainer {
@@ -412,6 +415,7 @@ impl Default for Trainer {
             microbatch_tokens: 4096,
             recompute: Recompute::None,
             world: 1,
+            zero: 1,
         }
     }
 }

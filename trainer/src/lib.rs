@@ -26,6 +26,7 @@ pub mod collective;
 pub mod credit;
 pub mod critic;
 mod error;
+mod exchange;
 pub mod learner;
 pub mod lora;
 mod lora_files;
@@ -36,11 +37,16 @@ mod norm;
 pub mod objective;
 pub mod optimizer;
 pub mod packing;
+mod pass;
 pub mod plan;
+mod rank;
+mod ranks;
 pub mod report;
 pub mod schedule;
+mod shards;
 pub mod supervised;
 pub mod terms;
+
 pub mod trainer;
 pub mod update;
 

@@ -231,11 +231,21 @@ impl Adapter {
     /// If they are of another model.
     #[must_use]
     pub fn gradients(&self, of_parameters: &[f32], team: &Team) -> Vec<f32> {
+        self.gradients_within(&(0..of_parameters.len()), of_parameters, team)
+    }
+
+    /// The same of those weights that lie at `place` in the flat parameters, of which `of_parameters` are the gradients.
+    pub(crate) fn gradients_within(
+        &self,
+        place: &Range<usize>,
+        of_parameters: &[f32],
+        team: &Team,
+    ) -> Vec<f32> {
         let scale = self.config.scale();
-        let mut gradients = vec![0.0; self.values.len()];
-        let mut parts = Vec::with_capacity(self.pairs.len());
+        let mut gradients = vec![0.0; self.within(place).len()];
+        let mut parts = Vec::new();
         let mut rest = &mut gradients[..];
-        for pair in &self.pairs {
+        for pair in self.pairs.iter().filter(|pair| place.contains(&pair.weight.start)) {
             let (da, after) = rest.split_at_mut(pair.a.len());
             let (db, after) = after.split_at_mut(pair.b.len());
             parts.push((pair, da, db));
@@ -243,12 +253,26 @@ impl Adapter {
         }
         team.map(parts, |(pair, da, db)| {
             let (a, b) = self.matrices(pair);
-            let dw = Matrix::new(&of_parameters[pair.weight.clone()], pair.columns);
+            let weight = pair.weight.start - place.start..pair.weight.end - place.start;
+            let dw = Matrix::new(&of_parameters[weight], pair.columns);
             multiply(b.transposed(), dw, da);
             multiply(dw, a.transposed(), db);
             da.iter_mut().chain(db).for_each(|g| *g *= scale);
         });
         gradients
+    }
+
+    /// Where the matrices of the weights that lie at `place` in the flat parameters are among [`Self::values`].
+    pub(crate) fn within(&self, place: &Range<usize>) -> Range<usize> {
+        let before = self.pairs.iter().filter(|pair| pair.weight.start < place.start);
+        let start = before.last().map_or(0, |pair| pair.b.end);
+        let inside = self.pairs.iter().filter(|pair| place.contains(&pair.weight.start));
+        start..inside.last().map_or(start, |pair| pair.b.end)
+    }
+
+    /// The matrices with their values, to change.
+    pub(crate) fn parts_mut(&mut self) -> (&[ParameterSpec], &mut [f32]) {
+        (&self.specs, &mut self.values)
     }
 
     /// One update for `scale * gradients`, in the order of [`Self::specs`].

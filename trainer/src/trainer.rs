@@ -229,10 +229,10 @@ impl Trainer {
     /// If the checkpoint cannot be written.
     pub fn checkpoint(&mut self) -> Result<PathBuf, TrainerError> {
         let clock = Instant::now();
-        let updates = self.learner.optimizer().updates();
+        let updates = self.learner.updates();
         let critic = self.companions.critic.as_ref().and_then(|critic| critic.network.as_ref());
         let state = TrainerState {
-            critic_updates: critic.map_or(0, |network| network.learner.optimizer().updates()),
+            critic_updates: critic.map_or(0, |network| network.learner.updates()),
             ..TrainerState::new(self.version, updates, self.trained_tokens, self.time_s())
         };
         let (to, keep) = (&self.config.checkpoints, self.config.keep_last);
@@ -296,7 +296,7 @@ impl Trainer {
 
     fn publish(&self) -> Result<(), TrainerError> {
         // The one copy of the weights, straight into the allocation that the samplers share.
-        let values = Arc::from(self.learner.parameters().values());
+        let values = Arc::from(self.learner.parameters()?.values());
         Ok(self.publisher.publish(Snapshot::new(self.version, values))?)
     }
 }
