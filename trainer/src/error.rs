@@ -64,6 +64,12 @@ pub enum TrainerError {
     /// A rank failed in an earlier call.
     #[error("the ranks have ended after an earlier error; resume the run from its last checkpoint")]
     RanksEnded,
+    /// Processes of one trainer do not understand each other.
+    #[error("a message between the ranks of the trainer: {reason}; all ranks need the same rlrun")]
+    Message {
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A thread could not be started.
     #[error("cannot start a thread of the trainer: {source}; see how many threads the system allows")]
     Thread {

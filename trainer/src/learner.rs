@@ -14,12 +14,13 @@ use model::{
     Config, Decoder, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute,
     ResidentParameters, Team,
 };
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use trajectory::Sample;
 
 use crate::TrainerError;
-use crate::collective;
+use crate::collective::{self, Collective};
+use crate::lead::{Command, Remote, decode, encode};
 use crate::lora::Adapter;
 use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::plan::{MicroBatch, plan};
@@ -27,7 +28,7 @@ use crate::rank::{Rank, Scored, Seed, Task};
 use crate::ranks::on_each;
 
 /// How the learner computes.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LearnerConfig {
     /// Hyperparameters of the optimizer.
     pub optimizer: OptimizerConfig,
@@ -53,6 +54,16 @@ pub struct Learner {
     /// Those of this process: all of them, or one.
     ranks: Vec<Rank>,
     team: Arc<Team>,
+    /// Where every rank is a process.
+    spread: Option<Spread>,
+}
+
+/// The other processes of a learner.
+#[derive(Debug)]
+struct Spread {
+    collective: Arc<dyn Collective>,
+    /// Of the leader.
+    remote: Option<Remote>,
 }
 
 /// A model that is not trained: a reference policy or a teacher.
@@ -126,7 +137,14 @@ impl Learner {
         } else {
             vec![seed.alone()]
         };
-        Self { config, model, ranks, team }
+        Self { config, model, ranks, team, spread: None }
+    }
+
+    /// One of several processes, of which the leader has the others told what to do.
+    pub(crate) fn spread(rank: Rank, collective: Arc<dyn Collective>, remote: Option<Remote>) -> Self {
+        let (config, model) = (*rank.config(), rank.model().clone());
+        let spread = Some(Spread { collective, remote });
+        Self { config, model, ranks: vec![rank], team: Arc::new(Team::alone()), spread }
     }
 
     /// The same, computing on the cores of `team`; ranks that are threads have a core each.
@@ -154,6 +172,21 @@ impl Learner {
         Ok(Cow::Owned(parameters))
     }
 
+    /// A copy of the weights that can be shared, made by their owners without another one in between.
+    ///
+    /// # Errors
+    /// If a rank has failed.
+    pub fn snapshot(&self) -> Result<Arc<[f32]>, TrainerError> {
+        if let Some(whole) = self.first().whole() {
+            return Ok(Arc::from(whole.values()));
+        }
+        let mut values: Arc<[f32]> = std::iter::repeat_n(0.0, self.first().layout().len()).collect();
+        if let Some(values) = Arc::get_mut(&mut values) {
+            self.write(values)?;
+        }
+        Ok(values)
+    }
+
     /// Writes the weights to `values`, which has room for them: every rank what it owns.
     ///
     /// # Errors
@@ -166,10 +199,40 @@ impl Learner {
             values.copy_from_slice(whole.values());
             return Ok(());
         }
+        if self.tell(|network| Command::GatherWeights { network })? {
+            return self.first().gather_weights(Some(values));
+        }
         for (range, own) in self.owned() {
             values[range].copy_from_slice(own);
         }
         Ok(())
+    }
+
+    /// A follower's part of what the leader's [`Self::write`] does.
+    pub(crate) fn give_weights(&self) -> Result<(), TrainerError> {
+        self.first().gather_weights(None)
+    }
+
+    /// A follower's part of what the leader's [`Self::optimizer`] does.
+    pub(crate) fn give_optimizer(&self) -> Result<(), TrainerError> {
+        self.first().gather_optimizer().map(drop)
+    }
+
+    /// Whether its ranks are processes.
+    pub(crate) fn is_spread(&self) -> bool {
+        self.spread.is_some()
+    }
+
+    /// What tells the other processes, if this one leads any.
+    pub(crate) fn remote(&self) -> Option<&Remote> {
+        self.spread.as_ref().and_then(|spread| spread.remote.as_ref())
+    }
+
+    /// Tells the other processes to do what this one does next, if it leads any. Whether it does.
+    pub(crate) fn tell<'a>(&self, command: impl FnOnce(u32) -> Command<'a>) -> Result<bool, TrainerError> {
+        let Some(remote) = self.remote() else { return Ok(false) };
+        remote.tell(&command(remote.network))?;
+        Ok(true)
     }
 
     /// The weights that the ranks of this process own: where they lie in the flat parameters, and what they are. Owners
@@ -192,6 +255,9 @@ impl Learner {
     pub fn optimizer(&self) -> Result<Cow<'_, Optimizer>, TrainerError> {
         if self.first().fragments().is_none() {
             return Ok(Cow::Borrowed(self.first().optimizer()));
+        }
+        if self.tell(|network| Command::GatherOptimizer { network })? {
+            return Ok(Cow::Owned(self.first().gather_optimizer()?));
         }
         let states =
             self.ranks.iter().filter_map(|rank| Some((rank.fragments()?, rank.optimizer().states())));
@@ -259,6 +325,9 @@ impl Learner {
         for rank in on_each(self.ranks.iter().collect(), |rank| score(rank, task))? {
             rank.into_iter().for_each(|(row, predictions)| scored[row] = predictions);
         }
+        if let Some(Spread { collective, .. }) = &self.spread {
+            exchange_predictions(&**collective, task, &mut scored)?;
+        }
         Ok(scored)
     }
 
@@ -282,7 +351,12 @@ impl Learner {
         let work = |rank: &mut &mut Rank| rank.step(task, loss, learning_rate, &team);
         let done = on_each(self.ranks.iter_mut().collect(), work)?;
         let norm = done.first().map_or(0.0, |(norm, _)| *norm);
-        Ok((norm, done.into_iter().map(|(_, report)| report).collect()))
+        let mut reports: Vec<L::Report> = done.into_iter().map(|(_, report)| report).collect();
+        if let (Some(Spread { collective, .. }), Some(own)) = (&self.spread, reports.first()) {
+            let all = collective.all_gather_bytes(encode(own)?)?;
+            reports = all.iter().map(|report| decode(report)).collect::<Result<_, _>>()?;
+        }
+        Ok((norm, reports))
     }
 
     /// The micro-batches of every rank.
@@ -301,4 +375,32 @@ impl Learner {
             None => unreachable!("a learner has at least one rank"),
         }
     }
+}
+
+/// Gets the predictions of the other processes into `scored`, and gives them those of this one.
+fn exchange_predictions(
+    collective: &dyn Collective,
+    task: Task<'_>,
+    scored: &mut [Vec<Prediction>],
+) -> Result<(), TrainerError> {
+    const BYTES: usize = 12;
+    let rows_of = |rank: usize| task.plan[rank].iter().flat_map(|batch| &batch.rows).copied();
+    let numbers = |p: &Prediction| [p.logprob, p.entropy, p.value].map(f32::to_le_bytes).concat();
+    let own = rows_of(collective.rank()).flat_map(|row| scored[row].iter().flat_map(numbers)).collect();
+    for (rank, bytes) in collective.all_gather_bytes(own)?.iter().enumerate() {
+        let expected = rows_of(rank).map(|row| task.rows[row].trained_tokens()).sum::<usize>();
+        if bytes.len() != BYTES * expected {
+            let reason = format!("rank {rank} sent {} bytes for {expected} predictions", bytes.len());
+            return Err(TrainerError::Message { reason });
+        }
+        let (numbers, _) = bytes.as_chunks::<4>();
+        let (triples, _) = numbers.as_chunks::<3>();
+        let mut predictions = triples.iter().map(|triple| triple.map(f32::from_le_bytes));
+        for row in rows_of(rank).filter(|_| rank != collective.rank()) {
+            let next = predictions.by_ref().take(task.rows[row].trained_tokens());
+            scored[row] =
+                next.map(|[logprob, entropy, value]| Prediction { logprob, entropy, value }).collect();
+        }
+    }
+    Ok(())
 }

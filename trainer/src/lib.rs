@@ -11,7 +11,7 @@
 //! - [`optimizer`]: AdamW with its [`moments`], Muon, Dion; [`schedule`]
 //! - [`lora`]: training a low-rank change of some weights, with its files
 //! - [`checkpoint`]
-//! - [`collective`]: what ranks say to each other
+//! - [`collective`]: what ranks say to each other; [`lead`] and [`mod@follow`]: ranks that are processes
 //!
 //! # Invariants
 //! - A step is a function of its batch and of the state before it: the same groups in the same order give the same
@@ -27,6 +27,8 @@ pub mod credit;
 pub mod critic;
 mod error;
 mod exchange;
+pub mod follow;
+pub mod lead;
 pub mod learner;
 pub mod lora;
 mod lora_files;
@@ -53,6 +55,8 @@ pub mod update;
 pub use checkpoint::{Checkpoint, TrainerState};
 pub use collective::{Collective, CollectiveError};
 pub use error::TrainerError;
+pub use follow::follow;
+pub use lead::Leader;
 pub use learner::{Frozen, Learner, LearnerConfig};
 pub use report::StepReport;
 pub use trainer::{Companions, Trainer, TrainerConfig};

@@ -46,7 +46,7 @@ pub enum TargetModule {
 }
 
 /// What is trained.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LoraConfig {
     /// Rank of the change, at least 1.
     pub rank: usize,
@@ -303,17 +303,43 @@ impl Adapter {
     }
 
     fn zeros(config: LoraConfig, base: &Parameters) -> Self {
-        let tensors = base.layout().specs();
-        let (specs, len) = config.shapes(tensors);
-        let (mut pairs, mut frozen) = (Vec::new(), Vec::with_capacity(len));
-        for ((weight, rows, columns), matrices) in config.targets(tensors).zip(specs.chunks_exact(2)) {
-            let (weight, from) = (weight.range(), frozen.len());
-            frozen.extend_from_slice(&base.values()[weight.clone()]);
-            let (a, b) = (matrices[0].range(), matrices[1].range());
-            pairs.push(Pair { weight, base: from..frozen.len(), a, b, rows, columns });
+        let mut adapter = Self::skeleton(config, base.layout().specs());
+        for pair in &adapter.pairs {
+            adapter.base.extend_from_slice(&base.values()[pair.weight.clone()]);
         }
-        let values = vec![0.0; specs.last().map_or(0, |last| last.range().end)];
-        Self { config, pairs, specs, values, base: frozen }
+        adapter.values = vec![0.0; adapter.lengths().0];
+        adapter
+    }
+
+    /// An adapter of a model of the tensors `tensors`, without any values.
+    pub(crate) fn skeleton(config: LoraConfig, tensors: &[ParameterSpec]) -> Self {
+        let (specs, _) = config.shapes(tensors);
+        let (mut pairs, mut frozen) = (Vec::new(), 0);
+        for ((weight, rows, columns), matrices) in config.targets(tensors).zip(specs.chunks_exact(2)) {
+            let weight = weight.range();
+            let base = frozen..frozen + weight.len();
+            frozen = base.end;
+            let (a, b) = (matrices[0].range(), matrices[1].range());
+            pairs.push(Pair { weight, base, a, b, rows, columns });
+        }
+        Self { config, pairs, specs, values: Vec::new(), base: Vec::new() }
+    }
+
+    /// How many values it has, and how many frozen weights.
+    pub(crate) fn lengths(&self) -> (usize, usize) {
+        let values = self.specs.last().map_or(0, |last| last.range().end);
+        (values, self.pairs.last().map_or(0, |last| last.base.end))
+    }
+
+    /// Gives a skeleton its values and its frozen weights.
+    pub(crate) fn fill(&mut self, values: Vec<f32>, base: Vec<f32>) {
+        debug_assert_eq!(self.lengths(), (values.len(), base.len()), "they are of another adapter");
+        (self.values, self.base) = (values, base);
+    }
+
+    /// The frozen weights of every pair, one after the other.
+    pub(crate) fn base(&self) -> &[f32] {
+        &self.base
     }
 
     /// `A [rank, columns]` and `B [rows, rank]`.

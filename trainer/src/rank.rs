@@ -17,10 +17,11 @@ use trajectory::Sample;
 use crate::TrainerError;
 use crate::collective::Collective;
 use crate::exchange::{Line, Pool, exchange};
+use crate::lead::{decode, encode};
 use crate::learner::{LearnerConfig, RowLoss};
 use crate::lora::Adapter;
 use crate::norm::{clip, norm, sum_of_squares};
-use crate::optimizer::{Optimizer, Owned};
+use crate::optimizer::{Optimizer, Owned, TensorState};
 use crate::packing::pack;
 use crate::pass::Pass;
 use crate::plan::MicroBatch;
@@ -36,6 +37,19 @@ pub(crate) struct Seed {
     pub(crate) adapter: Option<Adapter>,
     /// Of whole tensors.
     pub(crate) optimizer: Option<Optimizer>,
+}
+
+/// What a rank among others needs to know before it has any weights.
+#[derive(Debug)]
+pub(crate) struct Membership {
+    config: LearnerConfig,
+    model: Config,
+    layout: Arc<Layout>,
+    adapter: Option<Adapter>,
+    collective: Arc<dyn Collective>,
+    rank: usize,
+    trained: Shards,
+    weights: Shards,
 }
 
 /// One rank.
@@ -56,8 +70,9 @@ pub(crate) struct Rank {
     pool: Pool,
 }
 
+/// The weights that a rank has.
 #[derive(Debug)]
-enum Weights {
+pub(crate) enum Weights {
     /// All of them. Nobody else holds them between two calls.
     Whole(Arc<Parameters>),
     /// The own shards, one after the other.
@@ -107,31 +122,76 @@ impl Seed {
 
     /// One of the ranks of `collective`.
     pub(crate) fn member(&self, collective: Arc<dyn Collective>) -> Rank {
-        let (config, layout) = (self.config, self.parameters.layout());
-        let (rank, world) = (collective.rank(), collective.world());
-        let weights = Shards::of_model(layout, world, &config.optimizer);
-        let trained = match &self.adapter {
-            Some(adapter) => Shards::of_adapter(layout, adapter, world, &config.optimizer),
-            None => weights.clone(),
-        };
-        let specs = self.adapter.as_ref().map_or(layout.specs(), Adapter::specs);
-        let optimizer = match &self.optimizer {
-            Some(optimizer) => optimizer.cut(trained.fragments(rank)),
-            None => Optimizer::of_fragments(config.optimizer, specs, trained.fragments(rank)),
-        };
-        let own = if config.shares_weights() && self.adapter.is_none() {
-            Weights::Own(weights.pack(rank, self.parameters.values()))
+        let (model, adapter, layout) = (self.model.clone(), self.adapter.clone(), self.parameters.layout());
+        let member = Membership::new(self.config, model, layout, adapter, collective);
+        let weights = if member.owns_weights() {
+            Weights::Own(member.weights.pack(member.rank, self.parameters.values()))
         } else {
             Weights::Whole(Arc::new(Parameters::clone(&self.parameters)))
         };
+        let optimizer = self.optimizer.as_ref().map(|optimizer| optimizer.cut(member.fragments()));
+        member.rank(weights, optimizer)
+    }
+}
+
+impl Membership {
+    /// The place of this rank of `collective` in training a model, or its `adapter`.
+    pub(crate) fn new(
+        config: LearnerConfig,
+        model: Config,
+        layout: &Arc<Layout>,
+        adapter: Option<Adapter>,
+        collective: Arc<dyn Collective>,
+    ) -> Self {
+        let (rank, world) = (collective.rank(), collective.world());
+        let weights = Shards::of_model(layout, world, &config.optimizer);
+        let trained = match &adapter {
+            Some(adapter) => Shards::of_adapter(layout, adapter, world, &config.optimizer),
+            None => weights.clone(),
+        };
+        Self { config, model, layout: Arc::clone(layout), adapter, collective, rank, trained, weights }
+    }
+
+    /// Whether this rank has its own shards of the weights only. With an adapter, which is small, all weights are read
+    /// to merge it, and every rank has them.
+    pub(crate) fn owns_weights(&self) -> bool {
+        self.config.shares_weights() && self.adapter.is_none()
+    }
+
+    /// What it owns of the values of a unit.
+    pub(crate) fn own_of<'a>(&self, unit: usize, values: &'a [f32]) -> &'a [f32] {
+        &values[self.weights.cuts(unit)[self.rank].clone()]
+    }
+
+    /// The tensors that are trained.
+    pub(crate) fn trained(&self) -> &[ParameterSpec] {
+        self.adapter.as_ref().map_or(self.layout.specs(), Adapter::specs)
+    }
+
+    /// What it owns of them.
+    pub(crate) fn fragments(&self) -> &[Fragment] {
+        self.trained.fragments(self.rank)
+    }
+
+    /// The adapter, to fill in what is in it.
+    pub(crate) fn adapter_mut(&mut self) -> Option<&mut Adapter> {
+        self.adapter.as_mut()
+    }
+
+    /// The rank with its weights and the optimizer of its fragments; `None` for a fresh one.
+    pub(crate) fn rank(self, weights: Weights, optimizer: Option<Optimizer>) -> Rank {
+        let fresh = || Optimizer::of_fragments(self.config.optimizer, self.trained(), self.fragments());
+        let optimizer = optimizer.unwrap_or_else(fresh);
+        let collective = Mutex::new(Some(self.collective));
+        let place = Place { rank: self.rank, collective, trained: self.trained, weights: self.weights };
         Rank {
-            config,
-            model: self.model.clone(),
-            layout: Arc::clone(layout),
-            weights: own,
+            config: self.config,
+            model: self.model,
+            layout: self.layout,
+            weights,
             optimizer,
-            adapter: self.adapter.clone(),
-            place: Some(Place { rank, collective: Mutex::new(Some(collective)), trained, weights }),
+            adapter: self.adapter,
+            place: Some(place),
             gradients: None,
             own: Vec::new(),
             pool: Pool::default(),
@@ -190,9 +250,43 @@ impl Rank {
         }
     }
 
-    /// How the weights are shared, if they are.
-    pub(crate) fn shards(&self) -> Option<&Shards> {
-        self.place.as_ref().map(|place| &place.weights)
+    pub(crate) fn config(&self) -> &LearnerConfig {
+        &self.config
+    }
+
+    pub(crate) fn model(&self) -> &Config {
+        &self.model
+    }
+
+    /// Collects the weights of all ranks into `all` of rank 0; the others give `None`.
+    ///
+    /// # Errors
+    /// If another rank does not take part.
+    pub(crate) fn gather_weights(&self, mut all: Option<&mut [f32]>) -> Result<(), TrainerError> {
+        let (Some(Place { rank, weights, .. }), Weights::Own(own)) = (&self.place, &self.weights) else {
+            unreachable!("weights that every rank has are not collected")
+        };
+        let collective = self.collective()?;
+        for unit in 0..weights.units() {
+            let all = all.as_deref_mut().map(|all| &mut all[weights.place(unit)]);
+            collective.gather(0, &own[weights.packed(*rank, unit)], weights.cuts(unit), all)?;
+        }
+        Ok(())
+    }
+
+    /// The optimizer of whole tensors, collected from all ranks.
+    ///
+    /// # Errors
+    /// If another rank does not take part.
+    pub(crate) fn gather_optimizer(&self) -> Result<Optimizer, TrainerError> {
+        let Some(Place { trained, .. }) = &self.place else {
+            unreachable!("an optimizer that one rank has is not collected")
+        };
+        let all = self.collective()?.all_gather_bytes(encode(&self.optimizer.states())?)?;
+        let states: Vec<Vec<TensorState>> =
+            all.iter().map(|bytes| decode(bytes)).collect::<Result<_, _>>()?;
+        let ranks = states.iter().enumerate().map(|(rank, states)| (trained.fragments(rank), &states[..]));
+        Ok(Optimizer::join(self.config.optimizer, self.optimizer.updates(), self.trained(), ranks))
     }
 
     /// What it does with others.

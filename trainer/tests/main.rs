@@ -6,6 +6,7 @@ mod identities;
 mod learner;
 mod lora;
 mod sharded;
+mod spread;
 mod step;
 
 use std::sync::Arc;
