@@ -6,8 +6,8 @@ const STEPS: u64 = 12;
 
 /// Groups and tasks of every step, in order.
 fn tasks(run: &Run) -> Vec<(u64, u64)> {
-    let of = |group: serde_json::Value| (group["group"].as_u64().unwrap(), group["task"].as_u64().unwrap());
-    (1..=STEPS).flat_map(|step| run.samples(step)).map(of).collect()
+    let samples = (1..=STEPS).flat_map(|step| run.samples(step));
+    samples.map(|group| (group["group"].as_u64().unwrap(), group["task"].as_u64().unwrap())).collect()
 }
 
 #[test]

@@ -390,7 +390,8 @@ pub struct Trainer {
     /// Trainer workers that share a step.
     pub world: usize,
     /// What trainer workers share beside the work: 1 the state of the optimizer, 2 gradients too, 3 weights too. The same
-    /// step with less memory for each, for more communication. DeepSpeed `zero_optimization.stage`.
+    /// step with less memory for each, for more communication; with LoRA each has all weights in any case. DeepSpeed
+    /// `zero_optimization.stage`.
     pub zero: usize,
 }
 

@@ -335,8 +335,8 @@ impl Learner {
     /// rank reports.
     ///
     /// # Errors
-    /// If a token lies beyond the vocabulary, a rank fails, or the gradient is not finite; the weights are then as
-    /// before.
+    /// If a token lies beyond the vocabulary or the gradient is not finite; the weights are then as before. If one of
+    /// several ranks fails, after which nothing more can be done with any.
     pub fn step<L: RowLoss>(
         &mut self,
         rows: &[&Sample],

@@ -264,10 +264,10 @@ impl Adapter {
 
     /// Where the matrices of the weights that lie at `place` in the flat parameters are among [`Self::values`].
     pub(crate) fn within(&self, place: &Range<usize>) -> Range<usize> {
-        let before = self.pairs.iter().filter(|pair| pair.weight.start < place.start);
-        let start = before.last().map_or(0, |pair| pair.b.end);
-        let inside = self.pairs.iter().filter(|pair| place.contains(&pair.weight.start));
-        start..inside.last().map_or(start, |pair| pair.b.end)
+        let mut before = self.pairs.iter().filter(|pair| pair.weight.start < place.start);
+        let start = before.next_back().map_or(0, |pair| pair.b.end);
+        let mut inside = self.pairs.iter().filter(|pair| place.contains(&pair.weight.start));
+        start..inside.next_back().map_or(start, |pair| pair.b.end)
     }
 
     /// The matrices with their values, to change.

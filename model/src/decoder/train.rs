@@ -74,7 +74,7 @@ impl Decoder {
         targets: &[Target<'_>],
         team: &Team,
     ) -> Result<Vec<Prediction>> {
-        self.score_of(self.outputs(pack, team)?, rows, targets, team)
+        self.score_of(&self.outputs(pack, team)?, rows, targets, team)
     }
 
     /// The same, of layers that come from `source`.
@@ -104,13 +104,13 @@ impl Decoder {
             let all = parts.iter().zip(&angles).zip(outputs).collect();
             outputs = team.map(all, run).into_iter().collect::<Result<_>>()?;
         }
-        self.score_of(outputs, rows, targets, team)
+        self.score_of(&outputs, rows, targets, team)
     }
 
     /// Predictions from the residual stream after the last layer, part by part.
     fn score_of(
         &self,
-        outputs: Vec<Tensor>,
+        outputs: &[Tensor],
         rows: &[usize],
         targets: &[Target<'_>],
         team: &Team,
