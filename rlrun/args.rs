@@ -18,11 +18,13 @@ mod buffer_bench;
 mod fit;
 mod reward;
 mod serve;
+mod weights_bench;
 
 pub use buffer_bench::BufferBenchArgs;
 pub use fit::FitArgs;
 pub use reward::{GradeArgs, RewardTestArgs, RewardWhat};
 pub use serve::{KeepArgs, ServeBufferArgs, ServeRewardArgs, ServeWhat};
+pub use weights_bench::WeightsBenchArgs;
 
 const USAGE: &str = "rlrun RECIPE.toml [OPTIONS]\n       rlrun COMMAND";
 
@@ -215,6 +217,8 @@ pub enum BenchWhat {
     Ops(OpsBenchArgs),
     /// A served buffer: appends, leases, memory, and the time to open it again
     Buffer(BufferBenchArgs),
+    /// New weights on their way to a sampler, by every transport
+    Weights(WeightsBenchArgs),
 }
 
 /// What is measured, and how it is shown.
@@ -363,6 +367,7 @@ impl BenchArgs {
             Some(BenchWhat::Loop(args)) => args.output,
             Some(BenchWhat::Ops(args)) => BenchOutput { threads: Some(1), json: args.json },
             Some(BenchWhat::Buffer(args)) => BenchOutput { threads: Some(1), json: args.json },
+            Some(BenchWhat::Weights(args)) => BenchOutput { threads: args.threads, json: args.json },
             None => self.output,
         }
     }

@@ -6,6 +6,7 @@
 //! - [`measure`]: one result, as a row of a table and as one JSON object, whose fields are listed there
 //! - [`generate`], [`train`], [`steps`], [`ops`]: what is measured
 //! - [`mod@buffer`]: a served buffer, which no limit of the processor says anything about
+//! - [`mod@weights`]: new weights on their way, against the speed of a copy
 //!
 //! Invariant: nothing here computes. What is timed is the code that a run executes.
 
@@ -17,6 +18,7 @@ pub mod measure;
 pub mod ops;
 pub mod steps;
 pub mod train;
+pub mod weights;
 
 use std::ffi::OsStr;
 use std::io::Write;
@@ -41,8 +43,10 @@ use measure::{Measure, Work};
 /// # Errors
 /// A model or tasks that cannot be used, numbers that do not fit each other, or a part of rlrun that fails.
 pub fn run(args: &BenchArgs, program: &Program, out: &mut dyn Write) -> Result<(), Failure> {
-    if let Some(BenchWhat::Buffer(args)) = &args.what {
-        return buffer::run(args, out);
+    match &args.what {
+        Some(BenchWhat::Buffer(args)) => return buffer::run(args, out),
+        Some(BenchWhat::Weights(args)) => return weights::run(args, out),
+        _ => {}
     }
     let mut bench = Bench::start(args.output(), out)?;
     match &args.what {
@@ -51,6 +55,7 @@ pub fn run(args: &BenchArgs, program: &Program, out: &mut dyn Write) -> Result<(
         Some(BenchWhat::Loop(args)) => bench.steps(args, program),
         Some(BenchWhat::Ops(args)) => bench.ops(args),
         Some(BenchWhat::Buffer(args)) => buffer::run(args, bench.out),
+        Some(BenchWhat::Weights(args)) => weights::run(args, bench.out),
         None => {
             // The command line insists on it where no measure is named.
             let model = args.model.as_deref().unwrap_or(Path::new(""));

@@ -85,7 +85,7 @@ pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>) -> Result<Work, Failure> 
 }
 
 /// A sequence whose every token but the first is trained on.
-fn sequence(token_ids: Vec<u32>) -> Result<Sample, Failure> {
+pub(super) fn sequence(token_ids: Vec<u32>) -> Result<Sample, Failure> {
     let tokens = token_ids.len();
     let streams = SampleStreams {
         loss_mask: (0..tokens).map(|t| t > 0).collect(),

@@ -26,6 +26,8 @@ pub struct Ready {
     decoder: Option<Decoder>,
     digest: Digest,
     took: Duration,
+    /// Bytes that the transport moved.
+    bytes: u64,
 }
 
 impl Ready {
@@ -95,7 +97,8 @@ impl Applier {
     /// # Errors
     /// If the digest is not that of the published version.
     pub fn confirm(&self, ready: &Ready, stalled: Duration) -> Result<(), RolloutError> {
-        let receipt = Receipt { version: ready.version, digest: ready.digest, took: ready.took, stalled };
+        let Ready { version, digest, took, bytes, .. } = *ready;
+        let receipt = Receipt { version, digest, took, stalled, bytes };
         Ok(self.subscriber.applied(receipt)?)
     }
 }
@@ -128,5 +131,7 @@ fn receive(
     let parameters = Parameters::from_values(Arc::clone(layout), snapshot.values.to_vec())?;
     let digest = Digest::of(parameters.values());
     let decoder = Decoder::sampler(config, &parameters, quantization);
-    Ok(Some(Ready { version: snapshot.version, decoder: Some(decoder), digest, took: start.elapsed() }))
+    let took = snapshot.received.took + start.elapsed();
+    let (version, bytes) = (snapshot.version, snapshot.received.bytes);
+    Ok(Some(Ready { version, decoder: Some(decoder), digest, took, bytes }))
 }

@@ -172,12 +172,18 @@ impl Learner {
         Ok(Cow::Owned(parameters))
     }
 
+    /// All weights, if a rank of this process has them.
+    #[must_use]
+    pub fn whole(&self) -> Option<&Parameters> {
+        self.first().whole().map(|parameters| &**parameters)
+    }
+
     /// A copy of the weights that can be shared, made by their owners without another one in between.
     ///
     /// # Errors
     /// If a rank has failed.
     pub fn snapshot(&self) -> Result<Arc<[f32]>, TrainerError> {
-        if let Some(whole) = self.first().whole() {
+        if let Some(whole) = self.whole() {
             return Ok(Arc::from(whole.values()));
         }
         let mut values: Arc<[f32]> = std::iter::repeat_n(0.0, self.first().layout().len()).collect();

@@ -330,8 +330,11 @@ impl Trainer {
     }
 
     fn publish(&self) -> Result<(), TrainerError> {
-        // The one copy of the weights, straight into the allocation that the samplers share.
-        let values = self.learner.snapshot()?;
-        Ok(self.publisher.publish(Snapshot::new(self.version, values))?)
+        // The one copy of the weights, straight into the memory that the samplers share, by whoever has them.
+        match self.learner.whole() {
+            Some(whole) => self.publisher.publish_values(self.version, whole.values())?,
+            None => self.publisher.publish(Snapshot::new(self.version, self.learner.snapshot()?.into()))?,
+        }
+        Ok(())
     }
 }

@@ -246,11 +246,14 @@ fn a_follower_that_dies_ends_the_step_with_its_number() {
     assert!(error.to_string().contains("rank 2 is gone"), "{error}");
 }
 
-/// Writes down what a rank asks of its collective: which call, of how many values, and on which thread.
+/// What a rank asks of its collective: which call, of how many values, and on which thread.
+type Asked = (&'static str, usize, String);
+
+/// Writes down what a rank asks.
 #[derive(Debug)]
 struct Recording {
     inner: threads::Threads,
-    log: Arc<Mutex<Vec<(&'static str, usize, String)>>>,
+    log: Arc<Mutex<Vec<Asked>>>,
 }
 
 impl Recording {

@@ -87,7 +87,7 @@ fn a_step_makes_the_next_version_and_publishes_it() {
     assert!(report.grad_norm > 0.0 && report.sums.tokens > 0);
     let second = bench.subscriber.newest(Some(PolicyVersion(0))).unwrap().unwrap();
     assert_eq!(second.version, PolicyVersion(1));
-    assert_ne!(first.digest, second.digest);
+    assert_ne!(first.digest(), second.digest());
     assert_eq!(&second.values[..], bench.trainer.learner().parameters().unwrap().values());
 }
 

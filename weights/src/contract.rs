@@ -10,11 +10,21 @@ use crate::{Digest, Snapshot, WeightsError};
 
 /// The side of the trainer.
 pub trait Publisher: Send + Sync {
-    /// Makes a version visible to all subscribers; the one before is forgotten.
+    /// Makes a version visible to all subscribers; the one before is forgotten. A version that was published before is
+    /// only compared: a trainer that starts again repeats steps, and repeats them exactly.
     ///
     /// # Errors
-    /// A version that is not newer than the last; an earlier mismatch.
+    /// A version that is not newer than the last and was not published; the same version with other weights; an
+    /// earlier mismatch.
     fn publish(&self, snapshot: Snapshot) -> Result<(), WeightsError>;
+
+    /// The same with a copy of `[parameters]` weights, made straight into the memory that subscribers share.
+    ///
+    /// # Errors
+    /// As [`Publisher::publish`].
+    fn publish_values(&self, version: PolicyVersion, values: &[f32]) -> Result<(), WeightsError> {
+        self.publish(Snapshot::new(version, values.into()))
+    }
 
     /// Waits up to `wait` until every subscriber that is still there serves `version` or a newer one.
     ///
@@ -47,7 +57,8 @@ pub trait Subscriber: Send + Sync {
         wait: Duration,
     ) -> Result<Option<Arc<Snapshot>>, WeightsError>;
 
-    /// Reports that this sampler now samples from a version.
+    /// Reports that this sampler now samples from a version. A receipt that comes before the publisher has digested what
+    /// it published is compared later.
     ///
     /// # Errors
     /// [`WeightsError::Mismatch`] if the digest is not that of the version, [`WeightsError::NeverPublished`],
@@ -66,6 +77,8 @@ pub struct Receipt {
     pub took: Duration,
     /// The part of it in which decoding stood still.
     pub stalled: Duration,
+    /// Bytes that were moved to get it there; 0 where memory is shared.
+    pub bytes: u64,
 }
 
 /// How far a subscriber is behind.

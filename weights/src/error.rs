@@ -65,6 +65,103 @@ pub enum WeightsError {
         /// Who is behind, and where.
         behind: String,
     },
+    /// A version was published twice, with other weights.
+    #[error(
+        "{version} was published as {before} and is now {now}: steps that are repeated must give the same weights; \
+         look at what changed since ({who} holds the first), and start samplers and trainer anew"
+    )]
+    Republished {
+        /// The version.
+        version: PolicyVersion,
+        /// What it was.
+        before: Digest,
+        /// What it is now.
+        now: Digest,
+        /// Who knows it as it was.
+        who: String,
+    },
+    /// Another process goes by this name now.
+    #[error(
+        "another {name} has subscribed since: this one is no longer asked; stop it, or give it another name"
+    )]
+    TakenOver {
+        /// The name.
+        name: String,
+    },
+    /// A name that nobody can have.
+    #[error(
+        "{name:?} is no name of a subscriber: 1 to {limit} letters, digits, spaces and -_.: are possible"
+    )]
+    BadName {
+        /// The name, cut off.
+        name: String,
+        /// Most bytes of a name.
+        limit: usize,
+    },
+    /// Too many subscribers.
+    #[error(
+        "there are {limit} subscribers already, the most that one trainer serves: is a worker started again and again?"
+    )]
+    TooMany {
+        /// Most subscribers.
+        limit: usize,
+    },
+    /// Weights that are not what they should be; they were not applied.
+    #[error("the weights of {version} ({digest}) came damaged and were not applied: {what}")]
+    Corrupt {
+        /// Which version was to be received.
+        version: PolicyVersion,
+        /// What its digest should be.
+        digest: Digest,
+        /// What was seen.
+        what: String,
+    },
+    /// Shared memory cannot be used.
+    #[error("shared memory in {path}: cannot {what}: {reason}")]
+    Shm {
+        /// File or directory.
+        path: String,
+        /// What was tried.
+        what: &'static str,
+        /// The system's answer.
+        reason: String,
+    },
+    /// Shards that do not make up a version.
+    #[error("shared memory in {path}: {reason}")]
+    Shard {
+        /// The file.
+        path: String,
+        /// What does not fit.
+        reason: String,
+    },
+    /// The trainer's process does not answer.
+    #[error(
+        "{name} cannot reach the trainer's weights at {url} for {:.1} s: {reason}; see whether the trainer runs and is \
+         reachable from here",
+        .waited.as_secs_f64()
+    )]
+    Unreachable {
+        /// The subscriber.
+        name: String,
+        /// Where the weights are served.
+        url: String,
+        /// For how long.
+        waited: Duration,
+        /// The last failure.
+        reason: String,
+    },
+    /// The trainer's process answered that it will not.
+    #[error("{url} refused {name}: {detail} ({code})")]
+    Refused {
+        /// The subscriber.
+        name: String,
+        /// What was asked.
+        url: String,
+        /// A stable word for the reason.
+        code: String,
+        /// The reason.
+        detail: String,
+    },
     /// Two subscribers would be indistinguishable.
     #[error("there already is a subscriber named {name}: give every sampler its own name")]
     NameTaken {

@@ -7,12 +7,16 @@
 //! ```
 //!
 //! # Layout
-//! - [`snapshot`]: [`Snapshot`] and [`Digest`], a version and proof of what it consists of
+//! - [`snapshot`], [`values`]: [`Snapshot`] and [`Digest`], a version and proof of what it consists of
 //! - [`contract`]: [`Publisher`], [`Subscriber`] and [`Receipt`], the same for every transport
-//! - [`memory`]: the transport within one process
+//! - [`hub`]: [`Hub`], which knows what is published and who serves what; [`publisher`]: what fills it
+//! - [`memory`]: subscribers within the process
+//! - `shm`: memory that the processes of one host share; [`ShardOwner`] for trainers with several ranks
+//! - [`http`]: everything for other processes, and the weights too where memory is not shared
+//! - `frame`, `delta`: pushes as bytes; `copier`, `digest`: all weights by several threads
 //!
 //! # Invariants
-//! - Versions never go back.
+//! - Versions never go back; one that is published again must be what it was.
 //! - A sampler serves exactly what it says: a receipt whose digest is not that of the published version fails the
 //!   subscriber and every later call of the publisher.
 //! - Only the newest snapshot is kept, so memory is bounded and a slow sampler skips versions.
@@ -28,16 +32,31 @@
 //! let snapshot = sampler.newest(None)?.expect("one was published");
 //! let served = snapshot.values.to_vec();
 //! let digest = Digest::of(&served);
-//! sampler.applied(Receipt { version: snapshot.version, digest, took: Duration::ZERO, stalled: Duration::ZERO })?;
+//! let took = Duration::ZERO;
+//! sampler.applied(Receipt { version: snapshot.version, digest, took, stalled: took, bytes: 0 })?;
 //! publisher.wait_applied(PolicyVersion(1), Duration::ZERO)?;
 //! # Ok::<(), weights::WeightsError>(())
 //! ```
 
 pub mod contract;
+mod copier;
+mod delta;
+mod digest;
 mod error;
+mod frame;
+pub mod http;
+pub mod hub;
 pub mod memory;
+pub mod publisher;
+mod shm;
 pub mod snapshot;
+pub mod values;
 
 pub use contract::{Lag, Publisher, Receipt, Subscriber};
+pub use copier::Copier;
 pub use error::WeightsError;
-pub use snapshot::{Digest, Snapshot};
+pub use hub::{Hub, HubConfig, Lost};
+pub use publisher::{DeltaConfig, HubPublisher, PublishConfig, PushCost};
+pub use shm::ShardOwner;
+pub use snapshot::{Digest, Received, Snapshot};
+pub use values::{Dtype, Values};

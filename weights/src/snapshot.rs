@@ -1,26 +1,42 @@
 //! The weights of one version. Invariant: the digest of a [`Snapshot`] is that of its values.
 
 use std::fmt;
-use std::sync::Arc;
+use std::str::FromStr;
+use std::sync::OnceLock;
+use std::time::Duration;
 
 use trajectory::PolicyVersion;
+
+use crate::copier::Copier;
+use crate::{Dtype, Values, digest};
 
 /// BLAKE3 over weights as little-endian f32, in the canonical order of the model.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Digest([u8; 32]);
 
 impl Digest {
-    /// The digest of `[parameters]` weights.
+    /// The digest of `[parameters]` weights, on the calling thread.
     #[must_use]
     pub fn of(values: &[f32]) -> Self {
-        if cfg!(target_endian = "little") {
-            return Self(*blake3::hash(bytemuck::cast_slice(values)).as_bytes());
-        }
-        let mut hasher = blake3::Hasher::new();
-        for value in values {
-            hasher.update(&value.to_le_bytes());
-        }
-        Self(*hasher.finalize().as_bytes())
+        Self::on(values, 1)
+    }
+
+    /// The same, by up to `threads` threads.
+    #[must_use]
+    pub fn on(values: &[f32], threads: usize) -> Self {
+        Self(digest::tree(values, threads))
+    }
+
+    /// Its bytes.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+
+    /// The digest with these bytes.
+    #[must_use]
+    pub fn from_bytes(bytes: [u8; 32]) -> Self {
+        Self(bytes)
     }
 }
 
@@ -36,23 +52,77 @@ impl fmt::Debug for Digest {
     }
 }
 
+impl FromStr for Digest {
+    type Err = String;
+
+    /// Reads what `Display` writes.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let hash = blake3::Hash::from_hex(text).map_err(|error| format!("{text:?} is no digest: {error}"))?;
+        Ok(Self(*hash.as_bytes()))
+    }
+}
+
+/// What it took to get a snapshot here.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Received {
+    /// Bytes that were moved for it; 0 where it is shared.
+    pub bytes: u64,
+    /// From the first of them to the last check.
+    pub took: Duration,
+}
+
 /// The weights of one version.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Snapshot {
     /// Which version.
     pub version: PolicyVersion,
-    /// The digest of `values`.
-    pub digest: Digest,
     /// `[parameters]` all weights, flat, in the canonical order of the model.
-    pub values: Arc<[f32]>,
+    pub values: Values,
+    /// What it took to get them here.
+    pub received: Received,
+    /// The digest of `values`, once somebody asked for it.
+    digest: OnceLock<Digest>,
 }
 
 impl Snapshot {
-    /// Digests the values.
+    /// The weights as they are; they are digested when somebody asks.
     #[must_use]
-    pub fn new(version: PolicyVersion, values: Arc<[f32]>) -> Self {
-        Self { version, digest: Digest::of(&values), values }
+    pub fn new(version: PolicyVersion, values: Values) -> Self {
+        Self { version, values, received: Received::default(), digest: OnceLock::new() }
+    }
+
+    /// A copy of `[parameters]` weights, rounded to `dtype`: what samplers then serve, whatever the transport.
+    #[must_use]
+    pub fn rounded(version: PolicyVersion, values: &[f32], dtype: Dtype) -> Self {
+        Self::new(version, Copier::new(1).copy(values, dtype))
+    }
+
+    /// Weights that were moved here and digested on the way.
+    pub(crate) fn received(
+        version: PolicyVersion,
+        values: Values,
+        received: Received,
+        digest: Option<Digest>,
+    ) -> Self {
+        let known = OnceLock::new();
+        if let Some(digest) = digest {
+            // The cell is new.
+            let _ = known.set(digest);
+        }
+        Self { version, values, received, digest: known }
+    }
+
+    /// The digest of the values. The first call computes it on its thread, others meanwhile wait for that.
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        self.digest_on(1)
+    }
+
+    /// The same, computed by up to `threads` threads.
+    #[must_use]
+    pub fn digest_on(&self, threads: usize) -> Digest {
+        *self.digest.get_or_init(|| Digest::on(&self.values, threads))
     }
 }
 
@@ -65,5 +135,23 @@ mod tests {
         let bytes: Vec<u8> = [1.0f32, -2.5, f32::NAN].iter().flat_map(|value| value.to_le_bytes()).collect();
         assert_eq!(Digest::of(&[1.0, -2.5, f32::NAN]).to_string(), blake3::hash(&bytes).to_hex().as_str());
         assert_ne!(Digest::of(&[0.0]), Digest::of(&[-0.0]), "bits count, not values");
+    }
+
+    #[test]
+    fn a_digest_is_read_as_it_is_written() {
+        let digest = Digest::of(&[1.0]);
+        assert_eq!(digest.to_string().parse(), Ok(digest));
+        assert_eq!(Digest::from_bytes(*digest.as_bytes()), digest);
+        assert!("abc".parse::<Digest>().is_err() && "x".repeat(64).parse::<Digest>().is_err());
+    }
+
+    #[test]
+    fn a_rounded_snapshot_has_the_digest_of_what_it_holds() {
+        let values = [1.0, 1.000_1, -3.3];
+        let exact = Snapshot::rounded(PolicyVersion(1), &values, Dtype::F32);
+        let rounded = Snapshot::rounded(PolicyVersion(1), &values, Dtype::Bf16);
+        assert_eq!(exact.digest(), Digest::of(&values));
+        assert_eq!(rounded.digest(), Digest::of(&rounded.values));
+        assert_eq!(rounded.values[..2], [1.0, 1.0]);
     }
 }

@@ -1,0 +1,129 @@
+//! The side of a sampler as a process of its own: this program again, which says when it has what.
+//!
+//! Invariant: both processes read the same clock of the system, which is what makes their times comparable.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+use tokio::runtime::Runtime;
+use weights::http::remote::Transport;
+use weights::http::{RemoteConfig, RemoteSubscriber, router};
+use weights::{Digest, Hub, Receipt, Subscriber, WeightsError};
+
+use super::SOON;
+use crate::failure::Failure;
+
+/// A process that receives.
+#[derive(Debug)]
+pub struct Receiver {
+    child: Child,
+    said: BufReader<ChildStdout>,
+    /// Serves the hub for as long as this lives.
+    _server: Runtime,
+}
+
+/// When a version was there.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Received {
+    /// Which.
+    pub version: u64,
+    /// When, nanoseconds since 1970.
+    pub at_ns: u64,
+    /// Bytes moved for it.
+    pub bytes: u64,
+}
+
+impl Receiver {
+    /// Serves `hub` on loopback, and starts a process that subscribes to it.
+    ///
+    /// # Errors
+    /// A system without a free port, a process that does not start.
+    pub fn start(hub: Hub, over_http: bool) -> Result<Self, Failure> {
+        let system = |source| Failure::System { what: "start a process that receives".to_owned(), source };
+        let server = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        let server = server.map_err(system)?;
+        let listener = server.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).map_err(system)?;
+        let url = format!("http://{}", listener.local_addr().map_err(system)?);
+        // It ends with the runtime.
+        server.spawn(async move { drop(axum::serve(listener, router(hub)).await) });
+        let program = std::env::current_exe().map_err(system)?;
+        let mut command = Command::new(program);
+        command.args(["bench", "weights", "--receive-from", &url]);
+        if over_http {
+            command.arg("--over-http");
+        }
+        let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(system)?;
+        let Some(stdout) = child.stdout.take() else {
+            return Err(Failure::Internal("a child has no output".to_owned()));
+        };
+        Ok(Self { child, said: BufReader::new(stdout), _server: server })
+    }
+
+    /// When `version` was there; the process tells of every version.
+    ///
+    /// # Errors
+    /// A process that ended; it has said why on standard error.
+    pub fn wait(&mut self, version: u64) -> Result<Received, Failure> {
+        let mut line = String::new();
+        let system =
+            |source| Failure::System { what: "hear from a process that receives".to_owned(), source };
+        self.said.read_line(&mut line).map_err(system)?;
+        let received = serde_json::from_str(&line).ok().filter(|it: &Received| it.version == version);
+        received.ok_or_else(|| {
+            Failure::NotThere(format!(
+                "the process that receives did not get version {version}; it said: {line:?}"
+            ))
+        })
+    }
+}
+
+impl Drop for Receiver {
+    fn drop(&mut self) {
+        // One that has ended already cannot be killed, which is as well.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Receives every version from `url` until there are no more, and says so on `out`.
+///
+/// # Errors
+/// A server that does not answer, weights that are not what they should be.
+pub fn receive(url: &str, over_http: bool, out: &mut dyn Write) -> Result<(), Failure> {
+    let transport = if over_http { Transport::Http } else { Transport::Shm };
+    let threads = weights::PublishConfig::default().threads;
+    let patience = Duration::from_secs(5);
+    let config = RemoteConfig { transport, threads, patience, ..RemoteConfig::new(url, "receiver") };
+    let subscriber = RemoteSubscriber::connect(config)?;
+    let mut after = None;
+    loop {
+        let new = match subscriber.wait_newer(after, SOON) {
+            Ok(Some(new)) => new,
+            Ok(None) | Err(WeightsError::PublisherGone { .. }) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        };
+        let received = Received { version: new.version.0, at_ns: now_ns(), bytes: new.received.bytes };
+        after = Some(new.version);
+        let system = |source| Failure::System { what: "say what was received".to_owned(), source };
+        let line = serde_json::to_string(&received).map_err(|error| Failure::Internal(error.to_string()))?;
+        let (version, digest, bytes) = (new.version, Digest::of(&new.values), received.bytes);
+        subscriber.applied(Receipt {
+            version,
+            digest,
+            took: new.received.took,
+            stalled: Duration::ZERO,
+            bytes,
+        })?;
+        subscriber.flush()?;
+        // Only now, so that the next push does not find it at work.
+        writeln!(out, "{line}").and_then(|()| out.flush()).map_err(system)?;
+    }
+}
+
+/// Nanoseconds since 1970.
+#[must_use]
+pub fn now_ns() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64)
+}

@@ -1,0 +1,127 @@
+//! Copies of all weights, by several threads and into memory that was used before.
+//!
+//! Invariant: memory is used again only when nobody else holds it. Fresh memory is many times slower than the copy
+//! itself, because the system clears every page of it.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use crate::{Dtype, Values};
+
+/// Copies that are kept for later: that of the newest version and the one before it.
+const KEPT: usize = 2;
+/// Least weights of a task.
+const LEAST: usize = 1 << 18;
+
+/// Makes copies of weights.
+#[derive(Debug)]
+pub struct Copier {
+    threads: usize,
+    /// Copies that were handed out, to be used again.
+    kept: Vec<Arc<[f32]>>,
+}
+
+impl Copier {
+    /// By up to `threads` threads.
+    #[must_use]
+    pub fn new(threads: usize) -> Self {
+        Self { threads: threads.max(1), kept: Vec::with_capacity(KEPT) }
+    }
+
+    /// A copy of `[parameters]` weights, rounded to `dtype`.
+    #[must_use]
+    pub fn copy(&mut self, values: &[f32], dtype: Dtype) -> Values {
+        let threads = self.threads;
+        let mut memory = self.memory(values.len());
+        let target = Arc::get_mut(&mut memory).expect("nobody else holds it");
+        copy_rounded(values, target, dtype, threads);
+        self.keep(&memory);
+        memory.into()
+    }
+
+    /// Memory for so many weights that nobody else holds, with any weights in it.
+    pub(crate) fn memory(&mut self, len: usize) -> Arc<[f32]> {
+        let free = self.kept.iter_mut().position(|kept| kept.len() == len && Arc::get_mut(kept).is_some());
+        match free {
+            Some(index) => self.kept.swap_remove(index),
+            None => std::iter::repeat_n(0.0, len).collect(),
+        }
+    }
+
+    /// Uses `memory` again when its other holders are gone.
+    pub(crate) fn keep(&mut self, memory: &Arc<[f32]>) {
+        if self.kept.len() == KEPT {
+            self.kept.remove(0);
+        }
+        self.kept.push(Arc::clone(memory));
+    }
+}
+
+/// Copies `[n]` weights into as many, rounded to `dtype`, by up to `threads` threads.
+pub(crate) fn copy_rounded(values: &[f32], target: &mut [f32], dtype: Dtype, threads: usize) {
+    let part = values.len().div_ceil(threads.max(1)).max(LEAST);
+    let parts: Vec<_> = values.chunks(part).zip(target.chunks_mut(part)).collect();
+    share(threads, parts, |(from, to)| match dtype {
+        Dtype::F32 => to.copy_from_slice(from),
+        Dtype::Bf16 => to.iter_mut().zip(from).for_each(|(to, from)| *to = dtype.round(*from)),
+    });
+}
+
+/// Does `work` on all `tasks`, by up to `threads` threads with the calling one; results in the order of the tasks.
+pub(crate) fn share<T: Send, R: Send>(threads: usize, tasks: Vec<T>, work: impl Fn(T) -> R + Sync) -> Vec<R> {
+    let threads = threads.min(tasks.len());
+    if threads <= 1 {
+        return tasks.into_iter().map(work).collect();
+    }
+    let tasks: Vec<Mutex<Option<T>>> = tasks.into_iter().map(Some).map(Mutex::new).collect();
+    let next = AtomicUsize::new(0);
+    let run = || {
+        let mut done = Vec::new();
+        while let index = next.fetch_add(1, Ordering::Relaxed)
+            && let Some(task) = tasks.get(index)
+        {
+            let task = task.lock().ok().and_then(|mut task| task.take());
+            done.push((index, work(task.expect("every index is given out once"))));
+        }
+        done
+    };
+    let mut done = std::thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(run)).collect();
+        let mut done = run();
+        for other in others {
+            done.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+        done
+    });
+    done.sort_unstable_by_key(|(index, _)| *index);
+    done.into_iter().map(|(_, result)| result).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_is_the_same_for_any_number_of_threads() {
+        let values: Vec<f32> = (0..3 * LEAST + 17).map(|index| index as f32 * 1.1).collect();
+        for threads in [1, 2, 3, 8] {
+            let mut copier = Copier::new(threads);
+            assert_eq!(copier.copy(&values, Dtype::F32)[..], values[..]);
+            let rounded = copier.copy(&values, Dtype::Bf16);
+            assert!(rounded.iter().zip(&values).all(|(a, b)| *a == Dtype::Bf16.round(*b)));
+        }
+        assert!(Copier::new(2).copy(&[], Dtype::F32).is_empty());
+    }
+
+    #[test]
+    fn memory_is_used_again_once_it_is_free() {
+        let mut copier = Copier::new(1);
+        let first = copier.copy(&[1.0; 8], Dtype::F32);
+        let second = copier.copy(&[2.0; 8], Dtype::F32);
+        let place = first.as_ptr();
+        assert_ne!(place, second.as_ptr(), "somebody holds it");
+        drop(first);
+        let third = copier.copy(&[3.0; 8], Dtype::F32);
+        assert_eq!((place, third[0], second[0]), (third.as_ptr(), 3.0, 2.0));
+    }
+}

@@ -1,0 +1,84 @@
+//! BLAKE3 by several threads. Invariant: the result is that of one thread, byte for byte.
+//!
+//! BLAKE3 is a binary tree over chunks of 1024 bytes whose left subtrees are full. The input is split along that tree into
+//! subtrees that threads digest on their own, and their values are merged in its order.
+
+use blake3::Hasher;
+use blake3::hazmat::{self, ChainingValue, HasherExt, Mode};
+
+use crate::copier::share;
+
+/// Largest subtree of one task, bytes: enough that a task outweighs its bookkeeping, few enough that threads end together.
+const TASK: u64 = 4 << 20;
+/// Bytes of a weight.
+const WORD: u64 = 4;
+
+/// BLAKE3 over `[parameters]` values as little-endian f32, by up to `threads` threads.
+pub(crate) fn tree(values: &[f32], threads: usize) -> [u8; 32] {
+    let bytes = values.len() as u64 * WORD;
+    if bytes <= TASK || threads <= 1 {
+        return *feed(&mut Hasher::new(), values).finalize().as_bytes();
+    }
+    let mut tasks = Vec::new();
+    split(0, bytes, &mut tasks);
+    let digested = share(threads, tasks, |(start, len)| {
+        let part = &values[(start / WORD) as usize..((start + len) / WORD) as usize];
+        let mut hasher = Hasher::new();
+        hasher.set_input_offset(start);
+        feed(&mut hasher, part).finalize_non_root()
+    });
+    let mut digested = digested.into_iter();
+    let left_len = hazmat::left_subtree_len(bytes);
+    let left = merged(left_len, &mut digested);
+    let right = merged(bytes - left_len, &mut digested);
+    *hazmat::merge_subtrees_root(&left, &right, Mode::Hash).as_bytes()
+}
+
+/// The subtrees of the input from `start` on, `len` bytes long, in order: start and length of each.
+fn split(start: u64, len: u64, tasks: &mut Vec<(u64, u64)>) {
+    if len <= TASK {
+        tasks.push((start, len));
+        return;
+    }
+    let left = hazmat::left_subtree_len(len);
+    split(start, left, tasks);
+    split(start + left, len - left, tasks);
+}
+
+/// The value of a subtree of `len` bytes, from those of its tasks, which come in order.
+fn merged(len: u64, digested: &mut impl Iterator<Item = ChainingValue>) -> ChainingValue {
+    if len <= TASK {
+        return digested.next().expect("the input was split in the same way");
+    }
+    let left_len = hazmat::left_subtree_len(len);
+    let left = merged(left_len, digested);
+    let right = merged(len - left_len, digested);
+    hazmat::merge_subtrees_non_root(&left, &right, Mode::Hash)
+}
+
+fn feed<'a>(hasher: &'a mut Hasher, values: &[f32]) -> &'a mut Hasher {
+    if cfg!(target_endian = "little") {
+        return hasher.update(bytemuck::cast_slice(values));
+    }
+    for value in values {
+        hasher.update(&value.to_le_bytes());
+    }
+    hasher
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn several_threads_digest_as_one() {
+        let task = (TASK / WORD) as usize;
+        for len in [0, 1, 255, 257, task, task + 1, 2 * task, 3 * task - 7, 5 * task + 300] {
+            let values: Vec<f32> = (0..len).map(|index| index as f32 * 0.37).collect();
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            for threads in [1, 2, 5] {
+                assert_eq!(tree(&values, threads), *blake3::hash(&bytes).as_bytes(), "{len} by {threads}");
+            }
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! How a sampler gets the weights of a version: from shared memory, as changes, or in full.
+//!
+//! Invariant: what is handed out has the digest that it was announced with, or lies where the publisher put it. What came
+//! damaged is thrown away together with what it was applied to.
+
+use std::io::Read;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use trajectory::PolicyVersion;
+
+use super::line::{Line, Trouble};
+use super::wire::{Delta, Full, News};
+use crate::copier::copy_rounded;
+use crate::delta::{apply, full_bytes, longest_payload, value_of};
+use crate::frame::{HEADER, Header, Kind};
+use crate::shm::Reader;
+use crate::{Digest, Dtype, Received, Snapshot};
+
+/// Bytes of rounded weights that are read at once.
+const CHUNK: usize = 1 << 18;
+/// Most weights of a model: what is announced beyond is damaged.
+const MAX_WEIGHTS: u64 = 1 << 40;
+
+/// What a sampler has, and where it puts what comes next.
+#[derive(Debug)]
+pub(super) struct Plane {
+    threads: usize,
+    reader: Reader,
+    /// The newest version that came over the network.
+    held: Option<Held>,
+    /// Memory of a version before, which the sampler may still hold.
+    spare: Option<Arc<[f32]>>,
+}
+
+#[derive(Clone, Debug)]
+struct Held {
+    version: PolicyVersion,
+    digest: Digest,
+    dtype: Dtype,
+    values: Arc<[f32]>,
+}
+
+/// An announcement that makes sense.
+#[derive(Clone, Debug)]
+pub(super) struct Wanted {
+    version: PolicyVersion,
+    digest: Option<Digest>,
+    len: usize,
+    dtype: Dtype,
+    shm: Option<String>,
+}
+
+impl Wanted {
+    pub(super) fn read(news: News) -> Result<Self, String> {
+        let dtype = Dtype::ALL.into_iter().find(|dtype| dtype.as_str() == news.dtype);
+        if news.parameters > MAX_WEIGHTS {
+            return Err(format!("{} weights are announced", news.parameters));
+        }
+        Ok(Self {
+            version: PolicyVersion(news.version),
+            digest: news.digest.map(|digest| digest.parse()).transpose()?,
+            len: news.parameters as usize,
+            dtype: dtype.ok_or_else(|| format!("weights are announced as {:?}", news.dtype))?,
+            shm: news.shm,
+        })
+    }
+
+    pub(super) fn version(&self) -> PolicyVersion {
+        self.version
+    }
+
+    /// What to say of the version in an error.
+    pub(super) fn digest(&self) -> Digest {
+        self.digest.unwrap_or_else(|| Digest::from_bytes([0; 32]))
+    }
+}
+
+impl Plane {
+    pub(super) fn new(threads: usize) -> Self {
+        Self { threads, reader: Reader::default(), held: None, spare: None }
+    }
+
+    /// The weights where the publisher put them; `None` if they cannot be had there (any more), with the reason if it will
+    /// stay so.
+    pub(super) fn shared(&mut self, wanted: &Wanted) -> Result<Option<Snapshot>, String> {
+        let Some(path) = &wanted.shm else { return Err("the publisher has no shared memory".to_owned()) };
+        let started = Instant::now();
+        let pinned = self.reader.pin(Path::new(path), wanted.version).map_err(|error| error.to_string())?;
+        let Some(pinned) = pinned else { return Ok(None) };
+        if (pinned.values.len(), pinned.dtype) != (wanted.len, wanted.dtype) {
+            return Err(format!("{path} does not have the weights that were announced"));
+        }
+        if let (Some(found), Some(announced)) = (pinned.digest, wanted.digest)
+            && found != announced
+        {
+            return Err(format!("{path} has weights {found}, and {announced} were announced"));
+        }
+        // The receipt proves them, as it does within a process; a digest beside them would only have been copied.
+        let received = Received { bytes: 0, took: started.elapsed() };
+        Ok(Some(Snapshot::received(wanted.version, pinned.values, received, None)))
+    }
+
+    /// The weights over the network.
+    pub(super) fn fetch(&mut self, line: &Line, wanted: &Wanted) -> Result<Snapshot, Trouble> {
+        let Some(digest) = wanted.digest else { return Err(Trouble::VersionGone) };
+        let started = Instant::now();
+        let mut bytes = 0;
+        let near = |held: &Held| {
+            held.version <= wanted.version && held.dtype == wanted.dtype && held.values.len() == wanted.len
+        };
+        let held = self.held.take().filter(near);
+        let changes = match held.as_ref().map(|held| changes(line, held, wanted.version)) {
+            Some(Ok(changes)) => Some(changes),
+            Some(Err(Trouble::Lost(reason))) => {
+                // Nothing was changed, so that it can be gone on from later.
+                self.held = held;
+                return Err(Trouble::Lost(reason));
+            }
+            Some(Err(Trouble::VersionGone)) | None => None,
+            Some(Err(trouble)) => return Err(trouble),
+        };
+        let held = match (held, changes) {
+            (Some(held), Some(changes)) => {
+                bytes += changes.iter().map(|(header, _)| HEADER as u64 + header.payload).sum::<u64>();
+                self.follow(held, &changes)?
+            }
+            (held, _) => {
+                self.spare = held.map(|held| held.values).or(self.spare.take());
+                bytes += full_bytes(wanted.len, wanted.dtype);
+                self.full(line, wanted, digest)?
+            }
+        };
+        if held.version == wanted.version && held.digest != digest {
+            let reason = format!("the announced digest is {digest}, that of what came is {}", held.digest);
+            return Err(Trouble::Damaged(reason));
+        }
+        let received = Received { bytes, took: started.elapsed() };
+        let values = Arc::clone(&held.values).into();
+        let snapshot = Snapshot::received(held.version, values, received, Some(held.digest));
+        self.held = Some(held);
+        Ok(snapshot)
+    }
+
+    /// Applies changes, in place if the sampler no longer holds what they begin with.
+    fn follow(&mut self, held: Held, changes: &[(Header, Vec<u8>)]) -> Result<Held, Trouble> {
+        let Some((last, _)) = changes.last() else { return Ok(held) };
+        let mut values = held.values;
+        if Arc::get_mut(&mut values).is_none() {
+            let mut own = self.memory(values.len());
+            copy_rounded(&values, own_mut(&mut own)?, Dtype::F32, self.threads);
+            self.spare = Some(std::mem::replace(&mut values, own));
+        }
+        for (header, payload) in changes {
+            apply(header, payload, own_mut(&mut values)?, self.threads).map_err(Trouble::Damaged)?;
+        }
+        let found = Digest::on(&values, self.threads);
+        if found != last.digest {
+            let reason = format!("the changes lead to {}, and what came of them is {found}", last.digest);
+            return Err(Trouble::Damaged(reason));
+        }
+        Ok(Held { version: last.version, digest: found, dtype: held.dtype, values })
+    }
+
+    /// Memory for so many weights that nobody else holds.
+    fn memory(&mut self, len: usize) -> Arc<[f32]> {
+        let free = |spare: &mut Arc<[f32]>| spare.len() == len && Arc::get_mut(spare).is_some();
+        match self.spare.take_if(free) {
+            Some(spare) => spare,
+            None => std::iter::repeat_n(0.0, len).collect(),
+        }
+    }
+
+    fn full(&mut self, line: &Line, wanted: &Wanted, digest: Digest) -> Result<Held, Trouble> {
+        let (version, dtype) = (wanted.version, wanted.dtype);
+        let mut stream = line.weights("full", &Full { version: version.0 }, full_bytes(wanted.len, dtype))?;
+        let (header, expected) =
+            (receive_header(&mut stream)?, Header::full(version, digest, wanted.len, dtype));
+        if header != expected {
+            return Err(Trouble::Damaged(format!("{header:?} came instead of {expected:?}")));
+        }
+        let mut values = self.memory(wanted.len);
+        let received = receive_values(&mut stream, own_mut(&mut values)?, dtype).and_then(|()| {
+            let found = Digest::on(&values, self.threads);
+            let damaged = || Trouble::Damaged(format!("the digest of what came is {found}"));
+            if found == digest { Ok(()) } else { Err(damaged()) }
+        });
+        if let Err(trouble) = received {
+            self.spare = Some(values);
+            return Err(trouble);
+        }
+        Ok(Held { version, digest, dtype, values })
+    }
+}
+
+/// Memory that was looked for because nobody else holds it.
+fn own_mut(values: &mut Arc<[f32]>) -> Result<&mut [f32], Trouble> {
+    Arc::get_mut(values).ok_or_else(|| Trouble::Damaged("the memory to receive into is in use".to_owned()))
+}
+
+/// All changes from what is held to a version at least as new as `wanted`. They are fewer bytes than the weights.
+fn changes(line: &Line, held: &Held, wanted: PolicyVersion) -> Result<Vec<(Header, Vec<u8>)>, Trouble> {
+    let (mut base, mut changes) = ((held.version, held.digest), Vec::new());
+    while base.0 < wanted {
+        let (header, payload) = receive_delta(line, held, base)?;
+        base = (header.version, header.digest);
+        changes.push((header, payload));
+    }
+    Ok(changes)
+}
+
+fn receive_header(stream: &mut impl Read) -> Result<Header, Trouble> {
+    let mut header = [0; HEADER];
+    stream.read_exact(&mut header).map_err(lost)?;
+    Header::decode(&header).map_err(Trouble::Damaged)
+}
+
+/// The changes from `base` on, whose weights have the digest `of`, to whatever comes next.
+fn receive_delta(
+    line: &Line,
+    held: &Held,
+    (base, of): (PolicyVersion, Digest),
+) -> Result<(Header, Vec<u8>), Trouble> {
+    let (len, longest) = (held.values.len(), longest_payload(held.values.len()));
+    let mut stream = line.weights("delta", &Delta { from: base.0 }, HEADER as u64 + longest)?;
+    let header = receive_header(&mut stream)?;
+    let fits = matches!(header.kind, Kind::Delta { base: b, of: o, .. } if (b, o) == (base, of));
+    if !fits || header.version <= base || (header.values, header.dtype) != (len as u64, held.dtype) {
+        return Err(Trouble::Damaged(format!("{header:?} does not continue {base} ({of}, {len} weights)")));
+    }
+    if header.payload > longest {
+        return Err(Trouble::Damaged(format!(
+            "{} bytes of changes are more than there can be",
+            header.payload
+        )));
+    }
+    let mut payload = vec![0; header.payload as usize];
+    stream.read_exact(&mut payload).map_err(lost)?;
+    Ok((header, payload))
+}
+
+/// All weights, straight to where they belong.
+fn receive_values(stream: &mut impl Read, values: &mut [f32], dtype: Dtype) -> Result<(), Trouble> {
+    if dtype == Dtype::F32 && cfg!(target_endian = "little") {
+        return stream.read_exact(bytemuck::cast_slice_mut(values)).map_err(lost);
+    }
+    let mut words = vec![0; CHUNK * dtype.bytes()];
+    for part in values.chunks_mut(CHUNK) {
+        let words = &mut words[..part.len() * dtype.bytes()];
+        stream.read_exact(words).map_err(lost)?;
+        let words = words.chunks_exact(dtype.bytes());
+        part.iter_mut().zip(words).for_each(|(value, word)| *value = value_of(word));
+    }
+    Ok(())
+}
+
+/// Nothing was received for a while, or the connection is gone.
+#[expect(clippy::needless_pass_by_value, reason = "it is made for `map_err`")]
+fn lost(error: std::io::Error) -> Trouble {
+    Trouble::Lost(error.to_string())
+}

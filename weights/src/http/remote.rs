@@ -1,0 +1,370 @@
+//! A sampler in another process than the trainer.
+//!
+//! Invariant: no call waits much longer than it was told, whatever the trainer's process does. While that is away, calls
+//! say that there is nothing new, until the patience is over. Receipts are sent by whoever asks for versions, which a
+//! sampler does beside its decoding, so that this never stands still for the network.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use trajectory::PolicyVersion;
+
+use super::line::{Line, Trouble};
+use super::plane::{Plane, Wanted};
+use super::wire::{Applied, Ask, Done, Join, Joined, Leave, Told};
+use crate::{Receipt, Snapshot, Subscriber, WeightsError};
+
+/// The longest wait of one request, which is how late a receipt can be sent; also a fraction of the hold, so that the
+/// hub hears of us in time.
+const LONGEST_ASK: Duration = Duration::from_millis(500);
+/// How long sending a receipt may take.
+const RECEIPT: Duration = Duration::from_secs(10);
+/// How long leaving may take.
+const LEAVE: Duration = Duration::from_secs(1);
+/// How long joining may take, once connected.
+const JOIN: Duration = Duration::from_secs(10);
+/// The first pause before asking a server again that is not there; each is twice the one before.
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+/// The longest.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// A slot that was told of and is gone: the next is announced at once.
+const OVERTAKEN: Duration = Duration::from_millis(1);
+/// Pushes in a row that may come damaged.
+const MAX_DAMAGED: u32 = 3;
+/// Refusals that are kept for whoever asks.
+const MAX_REFUSED: usize = 64;
+/// Versions of which it is remembered who told of them.
+const MAX_HEARD: usize = 8;
+
+/// How weights get to a sampler.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Transport {
+    /// From shared memory if the publisher's can be opened here, over HTTP otherwise.
+    #[default]
+    Any,
+    /// From shared memory.
+    Shm,
+    /// Over HTTP.
+    Http,
+}
+
+/// Where a hub is served, and how to subscribe to it.
+#[derive(Clone)]
+pub struct RemoteConfig {
+    /// Such as `http://127.0.0.1:8700`.
+    pub url: String,
+    /// What the server asks for.
+    pub token: Option<String>,
+    /// Certificates to trust instead of those that browsers trust, PEM.
+    pub roots: Option<PathBuf>,
+    /// Stands in receipts and errors. Whoever comes later with the same one takes its place.
+    pub name: String,
+    /// How long the server may be away, because it starts again or the network is down.
+    pub patience: Duration,
+    /// How weights get here.
+    pub transport: Transport,
+    /// Threads that apply changes and digest what came.
+    pub threads: usize,
+}
+
+/// A subscriber to a hub in another process. Dropping it leaves.
+#[derive(Debug)]
+pub struct RemoteSubscriber {
+    config: RemoteConfig,
+    line: Line,
+    connection: u64,
+    longest_ask: Duration,
+    plane: Mutex<Plane>,
+    talk: Mutex<Talk>,
+    /// Held while a receipt is sent, so that they arrive in order.
+    sending: Mutex<()>,
+}
+
+/// What is remembered from one call to the next.
+#[derive(Debug, Default)]
+struct Talk {
+    /// Since when the server is away, and why.
+    away: Option<(Instant, String)>,
+    pause: Duration,
+    /// The lives of the hub that told of the last versions.
+    heard: Vec<(PolicyVersion, u64)>,
+    /// The newest that was handed out.
+    top: Option<PolicyVersion>,
+    /// The last receipt, with the life that told of its version.
+    served: Option<(Receipt, u64)>,
+    /// The hub may not know of it.
+    unsent: bool,
+    damaged: u32,
+    refused: Vec<WeightsError>,
+}
+
+impl RemoteConfig {
+    /// Two minutes of patience, any transport, one thread.
+    #[must_use]
+    pub fn new(url: impl Into<String>, name: impl Into<String>) -> Self {
+        Self {
+            url: url.into(),
+            token: None,
+            roots: None,
+            name: name.into(),
+            patience: Duration::from_secs(120),
+            transport: Transport::Any,
+            threads: 1,
+        }
+    }
+}
+
+impl fmt::Debug for RemoteConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RemoteConfig")
+            .field("url", &self.url)
+            .field("token", &self.token.as_ref().map(|_| "..."))
+            .field("roots", &self.roots)
+            .field("name", &self.name)
+            .field("patience", &self.patience)
+            .field("transport", &self.transport)
+            .field("threads", &self.threads)
+            .finish()
+    }
+}
+
+impl RemoteSubscriber {
+    /// Takes a seat, waiting for the server for as long as the patience lasts.
+    ///
+    /// # Errors
+    /// A URL or certificates that cannot be used, a server that refuses or does not come.
+    pub fn connect(config: RemoteConfig) -> Result<Self, WeightsError> {
+        let line = Line::new(&config.url, config.token.as_deref(), config.roots.as_deref(), &config.name)?;
+        let (started, mut pause) = (Instant::now(), FIRST_PAUSE);
+        let joined: Joined = loop {
+            let reason = match line.post("subscribers", &Join { name: config.name.clone() }, JOIN) {
+                Ok(joined) => break joined,
+                Err(Trouble::Told(error)) => return Err(error),
+                Err(Trouble::Lost(reason) | Trouble::Damaged(reason)) => reason,
+                Err(Trouble::VersionGone) => "it answered another question".to_owned(),
+            };
+            let waited = started.elapsed();
+            let Some(left) = config.patience.checked_sub(waited).filter(|left| !left.is_zero()) else {
+                let (name, url) = (config.name.clone(), line.url().to_owned());
+                return Err(WeightsError::Unreachable { name, url, waited, reason });
+            };
+            std::thread::sleep(pause.min(left));
+            pause = (2 * pause).min(LONGEST_PAUSE);
+        };
+        let longest_ask = (Duration::from_millis(joined.hold_ms) / 3).min(LONGEST_ASK);
+        let (plane, talk) = (Mutex::new(Plane::new(config.threads)), Mutex::default());
+        let (connection, sending) = (joined.connection, Mutex::new(()));
+        Ok(Self { config, line, connection, longest_ask, plane, talk, sending })
+    }
+
+    /// Pushes that came damaged and were refused since this was last asked; each was fetched again in full.
+    ///
+    /// # Errors
+    /// A thread that panicked in the middle of a change.
+    pub fn take_refused(&self) -> Result<Vec<WeightsError>, WeightsError> {
+        Ok(std::mem::take(&mut self.talk()?.refused))
+    }
+
+    /// Sends the last receipt now if the hub may not know it; calls that ask for versions do so by themselves.
+    ///
+    /// # Errors
+    /// As [`Subscriber::applied`]. A server that is away gets it later.
+    pub fn flush(&self) -> Result<(), WeightsError> {
+        self.send_receipt()
+    }
+
+    /// Asks once, or pauses while the server is away.
+    fn ask(
+        &self,
+        after: Option<PolicyVersion>,
+        deadline: Instant,
+        shm: bool,
+    ) -> Result<Option<Wanted>, WeightsError> {
+        self.send_receipt()?;
+        let wait = deadline.saturating_duration_since(Instant::now()).min(self.longest_ask);
+        let (name, connection) = (self.config.name.clone(), self.connection);
+        let after = after.map(|version| version.0);
+        let ask = Ask { name, connection, after, wait_ms: wait.as_millis() as u64, shm };
+        let told: Told = match self.line.get("newest", &ask, wait) {
+            Ok(told) => told,
+            Err(trouble) => return self.trouble(trouble, None, deadline).map(|()| None),
+        };
+        let mut talk = self.talk()?;
+        talk.away = None;
+        talk.pause = FIRST_PAUSE;
+        let served = talk.served.map(|(receipt, _)| receipt.version);
+        // A hub that has started again, or gave us up, knows nothing of us.
+        talk.unsent |= served > told.served.map(PolicyVersion);
+        let top = talk.top;
+        let Some(news) = told.news.filter(|news| Some(PolicyVersion(news.version)) >= top) else {
+            return Ok(None);
+        };
+        let heard = (PolicyVersion(news.version), told.life);
+        if talk.heard.last() != Some(&heard) {
+            if talk.heard.len() == MAX_HEARD {
+                talk.heard.remove(0);
+            }
+            talk.heard.push(heard);
+        }
+        drop(talk);
+        match Wanted::read(news) {
+            Ok(wanted) => Ok(Some(wanted)),
+            Err(reason) => Err(self.bad_answer(reason)),
+        }
+    }
+
+    /// Gets the weights that were announced; `None` if the publisher has gone on or the server has gone away.
+    fn get(
+        &self,
+        wanted: &Wanted,
+        shm: &mut bool,
+        deadline: Instant,
+    ) -> Result<Option<Snapshot>, WeightsError> {
+        let mut plane = self.plane.lock().map_err(|_| WeightsError::Poisoned)?;
+        if *shm {
+            match plane.shared(wanted) {
+                Ok(Some(snapshot)) => return Ok(Some(snapshot)),
+                Ok(None) => {
+                    std::thread::sleep(OVERTAKEN);
+                    return Ok(None);
+                }
+                Err(reason) if self.config.transport == Transport::Shm => return Err(self.bad_answer(reason)),
+                // It is of another host.
+                Err(_) => *shm = false,
+            }
+        }
+        match plane.fetch(&self.line, wanted) {
+            Ok(snapshot) => {
+                self.talk()?.damaged = 0;
+                Ok(Some(snapshot))
+            }
+            Err(trouble) => self.trouble(trouble, Some(wanted), deadline).map(|()| None),
+        }
+    }
+
+    /// Sends the last receipt if the hub may not know it. A server that is away gets it later.
+    fn send_receipt(&self) -> Result<(), WeightsError> {
+        let _sending = self.sending.lock().map_err(|_| WeightsError::Poisoned)?;
+        let talk = self.talk()?;
+        let Some((receipt, life)) = talk.served.filter(|_| talk.unsent) else { return Ok(()) };
+        drop(talk);
+        let applied = Applied {
+            name: self.config.name.clone(),
+            connection: self.connection,
+            life,
+            version: receipt.version.0,
+            digest: receipt.digest.to_string(),
+            took_us: receipt.took.as_micros() as u64,
+            stalled_us: receipt.stalled.as_micros() as u64,
+            bytes: receipt.bytes,
+        };
+        match self.line.post::<Done>("receipts", &applied, RECEIPT) {
+            Ok(Done {}) => {
+                let mut talk = self.talk()?;
+                // One for a newer version may have come meanwhile.
+                talk.unsent = talk.served.is_some_and(|(newest, _)| newest.version > receipt.version);
+                Ok(())
+            }
+            Err(Trouble::Told(error)) => Err(error),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Notes what went wrong; an error if it cannot go on like this.
+    fn trouble(
+        &self,
+        trouble: Trouble,
+        wanted: Option<&Wanted>,
+        deadline: Instant,
+    ) -> Result<(), WeightsError> {
+        let mut talk = self.talk()?;
+        match trouble {
+            Trouble::Told(error) => Err(error),
+            Trouble::VersionGone => Ok(()),
+            Trouble::Damaged(what) => {
+                let Some(wanted) = wanted else { return Err(self.bad_answer(what)) };
+                let error =
+                    WeightsError::Corrupt { version: wanted.version(), digest: wanted.digest(), what };
+                if talk.refused.len() < MAX_REFUSED {
+                    talk.refused.push(error.clone());
+                }
+                talk.damaged += 1;
+                if talk.damaged < MAX_DAMAGED { Ok(()) } else { Err(error) }
+            }
+            Trouble::Lost(reason) => {
+                let since = talk.away.as_ref().map_or_else(Instant::now, |(since, _)| *since);
+                let waited = since.elapsed();
+                if waited > self.config.patience {
+                    let (name, url) = (self.config.name.clone(), self.line.url().to_owned());
+                    return Err(WeightsError::Unreachable { name, url, waited, reason });
+                }
+                talk.away = Some((since, reason));
+                let pause = talk.pause.max(FIRST_PAUSE);
+                talk.pause = (2 * pause).min(LONGEST_PAUSE);
+                drop(talk);
+                std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
+                Ok(())
+            }
+        }
+    }
+
+    fn bad_answer(&self, detail: String) -> WeightsError {
+        let (name, url, code) =
+            (self.config.name.clone(), self.line.url().to_owned(), "bad_answer".to_owned());
+        WeightsError::Refused { name, url, code, detail }
+    }
+
+    fn talk(&self) -> Result<MutexGuard<'_, Talk>, WeightsError> {
+        self.talk.lock().map_err(|_| WeightsError::Poisoned)
+    }
+}
+
+impl Subscriber for RemoteSubscriber {
+    fn newest(&self, after: Option<PolicyVersion>) -> Result<Option<Arc<Snapshot>>, WeightsError> {
+        self.wait_newer(after, Duration::ZERO)
+    }
+
+    fn wait_newer(
+        &self,
+        after: Option<PolicyVersion>,
+        wait: Duration,
+    ) -> Result<Option<Arc<Snapshot>>, WeightsError> {
+        let deadline = Instant::now() + wait;
+        let mut shm = self.config.transport != Transport::Http;
+        loop {
+            if let Some(wanted) = self.ask(after, deadline, shm)?
+                && let Some(snapshot) = self.get(&wanted, &mut shm, deadline)?
+            {
+                let mut talk = self.talk()?;
+                talk.top = talk.top.max(Some(snapshot.version));
+                return Ok(Some(Arc::new(snapshot)));
+            }
+            if Instant::now() >= deadline {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Only notes it. The next call that asks for versions sends it, and says what is wrong with it.
+    fn applied(&self, receipt: Receipt) -> Result<(), WeightsError> {
+        let mut talk = self.talk()?;
+        let life = talk.heard.iter().rev().find(|(version, _)| *version == receipt.version);
+        let life = life.map_or(0, |(_, life)| *life);
+        talk.served = Some((receipt, life));
+        talk.unsent = true;
+        Ok(())
+    }
+}
+
+impl Drop for RemoteSubscriber {
+    fn drop(&mut self) {
+        if self.talk.lock().is_ok_and(|talk| talk.away.is_none()) {
+            drop(self.send_receipt());
+            let leave = Leave { name: self.config.name.clone(), connection: self.connection };
+            // A hub that does not hear it gives us up when the hold is over.
+            drop(self.line.delete("subscribers", &leave, LEAVE));
+        }
+    }
+}

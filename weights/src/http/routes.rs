@@ -1,0 +1,188 @@
+//! The server's side. Invariant: what is sent as a version is what was digested as that version, to the last byte.
+
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{DefaultBodyLimit, Query, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use futures_util::stream;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::time::{Instant, timeout_at};
+use trajectory::PolicyVersion;
+
+use super::MAX_WAIT;
+use super::wire::{Applied, Ask, Delta, Done, Full, Join, Joined, LagBody, Leave, News, Problem, Told};
+use crate::delta::put_word;
+use crate::frame::Header;
+use crate::hub::{Announced, Caller, Hub};
+use crate::{Digest, Dtype, Receipt, Values};
+
+/// Largest body of a request, bytes.
+const MAX_BODY: usize = 16 << 10;
+/// Weights that are sent at once.
+const CHUNK: usize = 1 << 18;
+
+/// The routes of `hub`, from `/v1/weights` on.
+pub fn router(hub: Hub) -> Router {
+    Router::new()
+        .route("/v1/weights/subscribers", post(join).delete(leave))
+        .route("/v1/weights/newest", get(newest))
+        .route("/v1/weights/full", get(full))
+        .route("/v1/weights/delta", get(delta))
+        .route("/v1/weights/receipts", post(applied))
+        .route("/v1/weights/lags", get(lags))
+        .layer(DefaultBodyLimit::max(MAX_BODY))
+        .with_state(hub)
+}
+
+type Asked<T> = Result<Query<T>, QueryRejection>;
+type Answer = Result<Response, Problem>;
+
+async fn join(State(hub): State<Hub>, body: Bytes) -> Answer {
+    let Join { name } = read(&body)?;
+    let caller = hub.connect(name, true)?;
+    Ok(json(&Joined { connection: caller.connection, hold_ms: hub.hold().as_millis() as u64 }))
+}
+
+async fn leave(State(hub): State<Hub>, asked: Asked<Leave>) -> Answer {
+    let Leave { name, connection } = query(asked)?;
+    hub.leave(&Caller { name, connection });
+    Ok(json(&Done {}))
+}
+
+async fn newest(State(hub): State<Hub>, asked: Asked<Ask>) -> Answer {
+    let ask = query(asked)?;
+    let (caller, after) = (ask.caller(), ask.after());
+    let deadline = Instant::now() + Duration::from_millis(ask.wait_ms).min(MAX_WAIT);
+    loop {
+        let told = hub.told();
+        tokio::pin!(told);
+        // What happens between the look and the wait would be missed otherwise.
+        told.as_mut().enable();
+        let useful = |it: &Announced| it.digest.is_some() || ask.shm && it.place().is_some();
+        let news = hub.newest(&caller, after)?.filter(useful).map(|it| news(&it, hub.dtype()));
+        if news.is_some() || Instant::now() >= deadline {
+            let served = hub.served(&caller)?.map(|version| version.0);
+            return Ok(json(&Told { life: hub.life(), served, news }));
+        }
+        // That it is over is seen at the next look.
+        let _ = timeout_at(deadline, told).await;
+    }
+}
+
+async fn full(State(hub): State<Hub>, asked: Asked<Full>) -> Answer {
+    let version = PolicyVersion(query(asked)?.version);
+    let Some(snapshot) = hub.full(version)? else {
+        return Err(version_gone(format!("{version} is not the newest any more: ask for that")));
+    };
+    let (dtype, values) = (hub.dtype(), snapshot.values.clone());
+    let header = Header::full(version, snapshot.digest(), values.len(), dtype).encode();
+    let length = header.len() + values.len() * dtype.bytes();
+    let chunks = values.len().div_ceil(CHUNK);
+    // Weights as they lie in memory are sent from there.
+    let in_place = (dtype == Dtype::F32 && cfg!(target_endian = "little"))
+        .then(|| Bytes::from_owner(Whole(values.clone())));
+    let chunk = move |index: usize| {
+        let range = index * CHUNK..((index + 1) * CHUNK).min(values.len());
+        match &in_place {
+            Some(bytes) => bytes.slice(range.start * 4..range.end * 4),
+            None => {
+                let mut bytes = Vec::with_capacity(range.len() * dtype.bytes());
+                values[range].iter().for_each(|value| put_word(&mut bytes, *value, dtype));
+                bytes.into()
+            }
+        }
+    };
+    let head = Bytes::copy_from_slice(&header);
+    let parts = std::iter::once(head).chain((0..chunks).map(chunk));
+    let counted = parts.inspect(move |part| hub.sent(part.len() as u64));
+    let body = Body::from_stream(stream::iter(counted.map(Ok::<_, std::convert::Infallible>)));
+    Ok(weights(body, length))
+}
+
+async fn delta(State(hub): State<Hub>, asked: Asked<Delta>) -> Answer {
+    let from = PolicyVersion(query(asked)?.from);
+    let Some(frame) = hub.delta(from)? else {
+        return Err(version_gone(format!(
+            "there is no delta from {from}, or it is no gain: take the newest in full"
+        )));
+    };
+    let bytes = frame.bytes().clone();
+    hub.sent(bytes.len() as u64);
+    let length = bytes.len();
+    Ok(weights(Body::from(bytes), length))
+}
+
+async fn applied(State(hub): State<Hub>, body: Bytes) -> Answer {
+    let Applied { name, connection, life, version, digest, took_us, stalled_us, bytes } = read(&body)?;
+    let digest: Digest = digest.parse().map_err(|error| Problem::new(400, "bad_request", error))?;
+    let (took, stalled) = (Duration::from_micros(took_us), Duration::from_micros(stalled_us));
+    let receipt = Receipt { version: PolicyVersion(version), digest, took, stalled, bytes };
+    hub.accept(&Caller { name, connection }, life, receipt)?;
+    Ok(json(&Done {}))
+}
+
+async fn lags(State(hub): State<Hub>) -> Answer {
+    let lags: Vec<LagBody> = hub.lags()?.iter().map(LagBody::from).collect();
+    Ok(json(&lags))
+}
+
+/// Weights as bytes with an owner.
+struct Whole(Values);
+
+impl AsRef<[u8]> for Whole {
+    fn as_ref(&self) -> &[u8] {
+        self.0.as_ref()
+    }
+}
+
+fn news(announced: &Announced, dtype: Dtype) -> News {
+    News {
+        version: announced.snapshot.version.0,
+        digest: announced.digest.map(|digest| digest.to_string()),
+        parameters: announced.snapshot.values.len() as u64,
+        dtype: dtype.as_str().to_owned(),
+        shm: announced.place().and_then(|path| path.to_str()).map(str::to_owned),
+    }
+}
+
+fn version_gone(detail: String) -> Problem {
+    Problem::new(410, Problem::VERSION_GONE, detail)
+}
+
+fn read<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
+    serde_json::from_slice(body).map_err(|error| Problem::new(400, "bad_request", error.to_string()))
+}
+
+fn query<T>(asked: Asked<T>) -> Result<T, Problem> {
+    let Query(asked) = asked.map_err(|error| Problem::new(400, "bad_request", error.to_string()))?;
+    Ok(asked)
+}
+
+fn json(body: &impl Serialize) -> Response {
+    match serde_json::to_vec(body) {
+        Ok(bytes) => ([(header::CONTENT_TYPE, "application/json")], bytes).into_response(),
+        Err(error) => Problem::new(500, "failed", error.to_string()).into_response(),
+    }
+}
+
+fn weights(body: Body, length: usize) -> Response {
+    let headers = [
+        (header::CONTENT_TYPE, "application/octet-stream".to_owned()),
+        (header::CONTENT_LENGTH, length.to_string()),
+    ];
+    (headers, body).into_response()
+}
+
+impl IntoResponse for Problem {
+    fn into_response(self) -> Response {
+        let status = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let body = serde_json::to_vec(&self).unwrap_or_default();
+        (status, [(header::CONTENT_TYPE, Self::TYPE)], body).into_response()
+    }
+}

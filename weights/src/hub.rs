@@ -1,0 +1,350 @@
+//! The one place that knows what is published and who serves what, for every transport.
+//!
+//! Invariant: the newest version and what each subscriber serves only go up, and a receipt counts only once its digest
+//! was compared. Of older versions only digests are kept.
+//!
+//! A subscriber is a *seat* with a name and the number of its connection. Connections are numbered by the clock, so that
+//! they go up also from one life of the trainer's process to the next: a hub that has just started seats whoever calls,
+//! and of two that go by one name the later keeps the seat. What samplers apply of a former life is compared when the
+//! version is published again.
+
+mod state;
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use tokio::sync::Notify;
+use trajectory::PolicyVersion;
+
+pub(crate) use self::state::{Caller, Known};
+use self::state::{Seat, State};
+use crate::delta::Frame;
+use crate::memory::MemorySubscriber;
+use crate::{Digest, Dtype, Lag, Receipt, Snapshot, WeightsError};
+
+/// The longest that any call waits, whatever it was told.
+const MAX_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
+/// Most bytes of a name.
+const MAX_NAME: usize = 128;
+/// Most subscribers.
+const MAX_SEATS: usize = 4096;
+/// Most subscribers that were given up and not yet asked for.
+const MAX_LOST: usize = 256;
+
+/// What a hub may decide.
+#[derive(Clone, Copy, Debug)]
+pub struct HubConfig {
+    /// How long a subscriber in another process may be silent before it is no longer waited for.
+    pub hold: Duration,
+    /// What published weights are rounded to.
+    pub dtype: Dtype,
+}
+
+impl Default for HubConfig {
+    fn default() -> Self {
+        Self { hold: Duration::from_secs(60), dtype: Dtype::F32 }
+    }
+}
+
+/// Where samplers subscribe; clones are the same hub.
+#[derive(Clone, Debug)]
+pub struct Hub {
+    shared: Arc<Shared>,
+}
+
+/// A subscriber that was silent for too long.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lost {
+    /// Its name.
+    pub subscriber: String,
+    /// What it served, if it applied anything.
+    pub served: Option<PolicyVersion>,
+    /// For how long nothing was heard of it.
+    pub silent: Duration,
+}
+
+/// The newest version, as subscribers in other processes are told of it.
+#[derive(Clone, Debug)]
+pub(crate) struct Announced {
+    pub(crate) snapshot: Arc<Snapshot>,
+    /// `None` until it is digested; it can be fetched over the network from then on.
+    pub(crate) digest: Option<Digest>,
+    /// Where it can be mapped on this host.
+    pub(crate) place: Option<PathBuf>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    config: HubConfig,
+    /// The life of this hub, which receipts name.
+    life: u64,
+    state: Mutex<State>,
+    changed: Condvar,
+    /// The same for those who wait without a thread.
+    told: Notify,
+}
+
+impl Hub {
+    /// A hub to which nothing was published.
+    #[must_use]
+    pub fn new(config: HubConfig) -> Self {
+        let (state, changed, told) = (Mutex::default(), Condvar::new(), Notify::new());
+        Self { shared: Arc::new(Shared { config, life: clock(), state, changed, told }) }
+    }
+
+    /// Adds a subscriber within this process, whose name must be free; it stands in receipts and errors.
+    ///
+    /// # Errors
+    /// [`WeightsError::NameTaken`] if the name is in use; one that nobody can have.
+    pub fn subscribe(&self, name: impl Into<String>) -> Result<MemorySubscriber, WeightsError> {
+        let caller = self.connect(name.into(), false)?;
+        Ok(MemorySubscriber::new(self.clone(), caller))
+    }
+
+    /// Subscribers in other processes that were silent for longer than the hold since this was last asked.
+    ///
+    /// # Errors
+    /// A thread that panicked in the middle of a change.
+    pub fn take_lost(&self) -> Result<Vec<Lost>, WeightsError> {
+        let mut state = self.state()?;
+        state.give_up_silent(self.hold());
+        Ok(std::mem::take(&mut state.lost))
+    }
+
+    /// Bytes of weights that were sent over the network so far.
+    ///
+    /// # Errors
+    /// A thread that panicked in the middle of a change.
+    pub fn bytes_sent(&self) -> Result<u64, WeightsError> {
+        Ok(self.state()?.bytes_sent)
+    }
+
+    /// What every subscriber that is still there serves, in the order of their names.
+    ///
+    /// # Errors
+    /// An earlier mismatch.
+    pub fn lags(&self) -> Result<Vec<Lag>, WeightsError> {
+        let mut state = self.healthy()?;
+        state.give_up_silent(self.hold());
+        Ok(state.lags())
+    }
+
+    pub(crate) fn hold(&self) -> Duration {
+        self.shared.config.hold
+    }
+
+    pub(crate) fn dtype(&self) -> Dtype {
+        self.shared.config.dtype
+    }
+
+    pub(crate) fn life(&self) -> u64 {
+        self.shared.life
+    }
+
+    /// A seat for `name`. Of two in this process that want it the second is refused; a process that comes later takes it,
+    /// because it may well be the same worker, started again.
+    pub(crate) fn connect(&self, name: String, remote: bool) -> Result<Caller, WeightsError> {
+        let allowed = |c: char| c.is_ascii_alphanumeric() || " -_.:".contains(c);
+        if !(1..=MAX_NAME).contains(&name.len()) || !name.chars().all(allowed) {
+            return Err(WeightsError::BadName {
+                name: name.chars().take(MAX_NAME).collect(),
+                limit: MAX_NAME,
+            });
+        }
+        let mut state = self.healthy()?;
+        if !remote && state.seats.contains_key(&name) {
+            return Err(WeightsError::NameTaken { name });
+        }
+        let held = state.seats.get(&name).map_or(0, |seat| seat.connection);
+        let connection = clock().max(state.last_connection + 1).max(held + 1);
+        state.last_connection = connection;
+        state.seat(&name, Seat::new(connection, remote))?;
+        drop(state);
+        self.wake();
+        Ok(Caller { name, connection })
+    }
+
+    pub(crate) fn leave(&self, caller: &Caller) {
+        if let Ok(mut state) = self.state()
+            && state.seats.get(&caller.name).is_some_and(|seat| seat.connection == caller.connection)
+        {
+            state.seats.remove(&caller.name);
+        }
+        self.wake();
+    }
+
+    /// The newest snapshot if it is newer than `after`.
+    pub(crate) fn newest(
+        &self,
+        caller: &Caller,
+        after: Option<PolicyVersion>,
+    ) -> Result<Option<Announced>, WeightsError> {
+        let mut state = self.healthy()?;
+        state.seated(caller)?;
+        state.newer(after)
+    }
+
+    pub(crate) fn wait_newer(
+        &self,
+        caller: &Caller,
+        after: Option<PolicyVersion>,
+        wait: Duration,
+    ) -> Result<Option<Announced>, WeightsError> {
+        let deadline = Instant::now() + wait.min(MAX_WAIT);
+        let mut state = self.healthy()?;
+        loop {
+            state.seated(caller)?;
+            let newer = state.newer(after)?;
+            if newer.is_some() || Instant::now() >= deadline {
+                return Ok(newer);
+            }
+            state = self.wait(state, deadline)?;
+            state.check()?;
+        }
+    }
+
+    /// Takes a receipt for a version that `caller` heard of in the life `life` of a hub.
+    pub(crate) fn accept(&self, caller: &Caller, life: u64, receipt: Receipt) -> Result<(), WeightsError> {
+        let mut state = self.healthy()?;
+        state.seated(caller)?;
+        let result = state.accept(&caller.name, receipt, life == self.shared.life);
+        if let Err(error) = &result {
+            state.failure = Some(error.clone());
+        }
+        drop(state);
+        self.wake();
+        result
+    }
+
+    /// What the hub believes that `caller` serves.
+    pub(crate) fn served(&self, caller: &Caller) -> Result<Option<PolicyVersion>, WeightsError> {
+        Ok(self.state()?.served(&caller.name))
+    }
+
+    /// Resolves when something may have changed after the call.
+    pub(crate) fn told(&self) -> tokio::sync::futures::Notified<'_> {
+        self.shared.told.notified()
+    }
+
+    /// What is known of a version that is about to be published.
+    pub(crate) fn known(&self, version: PolicyVersion) -> Result<Known, WeightsError> {
+        self.healthy()?.known(version)
+    }
+
+    /// Makes a version visible to those who share memory, and gives back the one before.
+    pub(crate) fn announce(
+        &self,
+        snapshot: Arc<Snapshot>,
+        place: Option<PathBuf>,
+    ) -> Result<Option<Arc<Snapshot>>, WeightsError> {
+        let mut state = self.healthy()?;
+        let before = state.announce(snapshot, place);
+        drop(state);
+        self.wake();
+        Ok(before)
+    }
+
+    /// Notes the digest of an announced version, which all receipts for it are compared with.
+    pub(crate) fn digested(&self, version: PolicyVersion, digest: Digest) -> Result<(), WeightsError> {
+        let mut state = self.healthy()?;
+        let result = state.digested(version, digest);
+        if let Err(error) = &result {
+            state.failure = Some(error.clone());
+        }
+        drop(state);
+        self.wake();
+        result
+    }
+
+    /// Makes a digested version visible to the network: with the `delta` from the one before, or without.
+    pub(crate) fn settle(&self, delta: Option<Arc<Frame>>) -> Result<(), WeightsError> {
+        self.healthy()?.settle(delta);
+        self.wake();
+        Ok(())
+    }
+
+    /// The delta that begins at `from`, if it and all after it together are there and worth it.
+    pub(crate) fn delta(&self, from: PolicyVersion) -> Result<Option<Arc<Frame>>, WeightsError> {
+        Ok(self.healthy()?.delta(from, self.dtype()))
+    }
+
+    /// A version in full, as long as it is the newest and digested.
+    pub(crate) fn full(&self, version: PolicyVersion) -> Result<Option<Arc<Snapshot>>, WeightsError> {
+        let state = self.healthy()?;
+        Ok(state.newest.clone().filter(|newest| newest.version == version && state.settled))
+    }
+
+    pub(crate) fn sent(&self, bytes: u64) {
+        if let Ok(mut state) = self.state() {
+            state.bytes_sent += bytes;
+        }
+    }
+
+    pub(crate) fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {
+        let started = Instant::now();
+        let deadline = started + wait.min(MAX_WAIT);
+        let mut state = self.healthy()?;
+        loop {
+            let next_silent = state.give_up_silent(self.hold());
+            let behind = state.behind(version);
+            if behind.is_empty() {
+                return Ok(());
+            }
+            if Instant::now() >= deadline {
+                return Err(WeightsError::NotApplied { version, waited: started.elapsed(), behind });
+            }
+            let look_again = next_silent.map_or(deadline, |silent| deadline.min(silent));
+            state = self.wait(state, look_again)?;
+            state.check()?;
+        }
+    }
+
+    pub(crate) fn publisher_gone(&self) {
+        if let Ok(mut state) = self.state() {
+            state.publisher_gone = true;
+        }
+        self.wake();
+    }
+
+    fn state(&self) -> Result<MutexGuard<'_, State>, WeightsError> {
+        self.shared.state.lock().map_err(|_| WeightsError::Poisoned)
+    }
+
+    fn healthy(&self) -> Result<MutexGuard<'_, State>, WeightsError> {
+        let state = self.state()?;
+        state.check()?;
+        Ok(state)
+    }
+
+    fn wake(&self) {
+        self.shared.changed.notify_all();
+        self.shared.told.notify_waiters();
+    }
+
+    /// Waits until something changed or the deadline is over.
+    fn wait<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        deadline: Instant,
+    ) -> Result<MutexGuard<'a, State>, WeightsError> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let (state, _) = self.shared.changed.wait_timeout(state, left).map_err(|_| WeightsError::Poisoned)?;
+        Ok(state)
+    }
+}
+
+impl Announced {
+    /// The file to map, if there is one.
+    pub(crate) fn place(&self) -> Option<&Path> {
+        self.place.as_deref()
+    }
+}
+
+/// Nanoseconds since 1970.
+fn clock() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64)
+}
+
+#[cfg(test)]
+mod tests;

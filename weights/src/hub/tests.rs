@@ -1,0 +1,222 @@
+//! One publisher and several subscribers, on threads where order matters.
+
+use super::*;
+use crate::memory::hub;
+use crate::{HubPublisher, Publisher, Subscriber};
+
+const SOON: Duration = Duration::from_secs(20);
+
+fn snapshot(version: u64) -> Snapshot {
+    Snapshot::new(PolicyVersion(version), vec![version as f32; 64].into())
+}
+
+fn receipt(snapshot: &Snapshot) -> Receipt {
+    let digest = Digest::of(&snapshot.values);
+    Receipt { version: snapshot.version, digest, took: Duration::ZERO, stalled: Duration::ZERO, bytes: 0 }
+}
+
+#[test]
+fn subscribers_see_versions_go_up_and_all_reach_the_last() {
+    let (publisher, hub) = hub();
+    let last = 200;
+    std::thread::scope(|scope| {
+        for index in 0..3 {
+            let subscriber = hub.subscribe(format!("sampler {index}")).unwrap();
+            scope.spawn(move || {
+                let mut served = PolicyVersion(0);
+                while served.0 < last {
+                    let new = subscriber.wait_newer(Some(served), SOON).unwrap().expect("a version in time");
+                    assert!(new.version > served);
+                    assert_eq!(new.values[0], new.version.0 as f32);
+                    subscriber.applied(receipt(&new)).unwrap();
+                    served = new.version;
+                }
+            });
+        }
+        for version in 1..=last {
+            publisher.publish(snapshot(version)).unwrap();
+        }
+        // A subscriber that has left is not waited for.
+        publisher.wait_applied(PolicyVersion(last), SOON).unwrap();
+    });
+    assert!(publisher.lags().unwrap().is_empty());
+}
+
+#[test]
+fn other_weights_than_published_stop_everybody() {
+    let (publisher, hub) = hub();
+    let (liar, other) = (hub.subscribe("liar").unwrap(), hub.subscribe("other").unwrap());
+    publisher.publish(snapshot(1)).unwrap();
+    let wrong = Receipt { version: PolicyVersion(1), ..receipt(&snapshot(2)) };
+    let error = liar.applied(wrong).unwrap_err();
+    assert!(matches!(&error, WeightsError::Mismatch { subscriber, .. } if subscriber == "liar"), "{error}");
+    assert_eq!(publisher.publish(snapshot(2)).unwrap_err(), error);
+    assert_eq!(publisher.wait_applied(PolicyVersion(0), SOON).unwrap_err(), error);
+    assert_eq!(other.wait_newer(Some(PolicyVersion(1)), SOON).unwrap_err(), error);
+}
+
+#[test]
+fn a_version_that_does_not_exist_stops_the_run() {
+    let (publisher, hub) = hub();
+    let subscriber = hub.subscribe("stray").unwrap();
+    publisher.publish(snapshot(1)).unwrap();
+    let error = subscriber.applied(receipt(&snapshot(7))).unwrap_err();
+    assert!(matches!(error, WeightsError::NeverPublished { version: PolicyVersion(7), .. }));
+    assert_eq!(publisher.publish(snapshot(2)).unwrap_err(), error);
+}
+
+#[test]
+fn a_subscriber_does_not_go_back() {
+    let (publisher, hub) = hub();
+    let (fast, _slow) = (hub.subscribe("fast").unwrap(), hub.subscribe("slow").unwrap());
+    for version in [1, 2] {
+        publisher.publish(snapshot(version)).unwrap();
+    }
+    fast.applied(receipt(&snapshot(2))).unwrap();
+    assert!(matches!(fast.applied(receipt(&snapshot(1))), Err(WeightsError::WentBack { .. })));
+}
+
+#[test]
+fn versions_only_go_up_from_wherever_the_run_starts() {
+    let (publisher, _hub) = hub();
+    publisher.publish(snapshot(40)).unwrap();
+    let error = publisher.publish(snapshot(39)).unwrap_err();
+    assert!(matches!(error, WeightsError::NotNewer { newest: PolicyVersion(40), .. }));
+    publisher.publish(snapshot(41)).unwrap();
+}
+
+#[test]
+fn who_is_behind_is_named() {
+    let (publisher, hub) = hub();
+    let subscribers = ["a", "b", "c"].map(|name| hub.subscribe(name).unwrap());
+    assert_eq!(hub.subscribe("b").unwrap_err(), WeightsError::NameTaken { name: "b".to_owned() });
+    publisher.publish(snapshot(1)).unwrap();
+    subscribers[0].applied(receipt(&snapshot(1))).unwrap();
+    publisher.publish(snapshot(2)).unwrap();
+    subscribers[2].applied(receipt(&snapshot(2))).unwrap();
+    let error = publisher.wait_applied(PolicyVersion(2), Duration::ZERO).unwrap_err().to_string();
+    assert!(
+        error.contains("v2 was not applied by all within 0.0 s: a is at v1, b has applied none;"),
+        "{error}"
+    );
+    let versions: Vec<u64> = publisher.lags().unwrap().iter().map(|lag| lag.versions).collect();
+    assert_eq!(versions, [1, 2, 0]);
+}
+
+#[test]
+fn a_version_that_is_published_again_must_be_what_it_was_and_nobody_goes_back() {
+    let (publisher, hub) = hub();
+    let subscriber = hub.subscribe("sampler").unwrap();
+    for version in [5, 6, 7] {
+        publisher.publish(snapshot(version)).unwrap();
+    }
+    subscriber.applied(receipt(&snapshot(7))).unwrap();
+    publisher.publish(snapshot(5)).unwrap();
+    publisher.publish_values(PolicyVersion(6), &snapshot(6).values).unwrap();
+    assert!(subscriber.newest(Some(PolicyVersion(7))).unwrap().is_none());
+    assert_eq!(subscriber.newest(None).unwrap().unwrap().version, PolicyVersion(7));
+    let other = Snapshot::new(PolicyVersion(6), vec![0.5; 64].into());
+    let error = publisher.publish(other).unwrap_err();
+    assert!(matches!(&error, WeightsError::Republished { version: PolicyVersion(6), .. }), "{error}");
+    publisher.publish(snapshot(8)).unwrap();
+}
+
+/// A hub after a restart of its process, and a sampler that served `version` before it.
+fn restarted(version: u64) -> (HubPublisher, Hub, Caller) {
+    let (publisher, hub) = hub();
+    let caller = Caller { name: "worker".to_owned(), connection: 7 };
+    hub.accept(&caller, hub.life() - 1, receipt(&snapshot(version))).unwrap();
+    (publisher, hub, caller)
+}
+
+#[test]
+fn what_was_applied_before_a_restart_is_compared_when_it_is_published_again() {
+    let (publisher, hub, caller) = restarted(7);
+    publisher.publish(snapshot(5)).unwrap();
+    publisher.wait_applied(PolicyVersion(5), Duration::ZERO).unwrap();
+    assert!(hub.newest(&caller, Some(PolicyVersion(7))).unwrap().is_none(), "nobody goes back");
+    publisher.publish(snapshot(7)).unwrap();
+    publisher.wait_applied(PolicyVersion(7), Duration::ZERO).unwrap();
+
+    let (publisher, _hub, _) = restarted(7);
+    publisher.publish(snapshot(6)).unwrap();
+    let error = publisher.publish(Snapshot::new(PolicyVersion(7), vec![0.5; 64].into())).unwrap_err();
+    assert!(matches!(&error, WeightsError::Republished { who, .. } if who == "worker"), "{error}");
+    assert_eq!(publisher.lags().unwrap_err(), error);
+}
+
+#[test]
+fn the_later_of_two_with_one_name_keeps_it() {
+    let (publisher, hub) = hub();
+    let old = hub.connect("worker".to_owned(), true).unwrap();
+    publisher.publish(snapshot(1)).unwrap();
+    hub.accept(&old, hub.life(), receipt(&snapshot(1))).unwrap();
+    let new = hub.connect("worker".to_owned(), true).unwrap();
+    let taken = WeightsError::TakenOver { name: "worker".to_owned() };
+    assert_eq!(hub.newest(&old, None).unwrap_err(), taken);
+    assert_eq!(hub.accept(&old, hub.life(), receipt(&snapshot(1))).unwrap_err(), taken);
+    hub.leave(&old);
+    assert_eq!(publisher.lags().unwrap().len(), 1, "the new one is still there");
+    // It is asked what it serves, not what its predecessor did.
+    let error = publisher.wait_applied(PolicyVersion(1), Duration::ZERO).unwrap_err();
+    assert!(error.to_string().contains("worker has applied none"), "{error}");
+    hub.accept(&new, hub.life(), receipt(&snapshot(1))).unwrap();
+    publisher.wait_applied(PolicyVersion(1), Duration::ZERO).unwrap();
+    for name in ["", "a/b", "caf\u{e9}", &"x".repeat(200)] {
+        assert!(matches!(hub.connect(name.to_owned(), true), Err(WeightsError::BadName { .. })), "{name}");
+    }
+}
+
+#[test]
+fn who_is_silent_for_too_long_is_named_and_not_waited_for() {
+    let hub = Hub::new(HubConfig { hold: Duration::from_millis(20), ..HubConfig::default() });
+    let publisher = HubPublisher::new(hub.clone(), crate::PublishConfig::default()).unwrap();
+    let here = hub.subscribe("here").unwrap();
+    let away = hub.connect("away".to_owned(), true).unwrap();
+    publisher.publish(snapshot(1)).unwrap();
+    hub.accept(&away, hub.life(), receipt(&snapshot(1))).unwrap();
+    publisher.publish(snapshot(2)).unwrap();
+    here.applied(receipt(&snapshot(2))).unwrap();
+    // It ends when the hold is over, long before the wait is.
+    publisher.wait_applied(PolicyVersion(2), 10 * SOON).unwrap();
+    let lost = hub.take_lost().unwrap();
+    assert_eq!((&lost[0].subscriber[..], lost[0].served, lost.len()), ("away", Some(PolicyVersion(1)), 1));
+    assert!(lost[0].silent >= Duration::from_millis(20));
+    assert!(hub.take_lost().unwrap().is_empty());
+    // Whoever comes back is welcome.
+    hub.accept(&away, hub.life(), receipt(&snapshot(2))).unwrap();
+    assert_eq!(hub.served(&away).unwrap(), Some(PolicyVersion(2)));
+}
+
+#[test]
+fn a_receipt_counts_once_the_published_digest_is_there() {
+    let hub = Hub::new(HubConfig::default());
+    let caller = hub.connect("quick".to_owned(), true).unwrap();
+    let new = Arc::new(snapshot(1));
+    hub.announce(Arc::clone(&new), None).unwrap();
+    hub.accept(&caller, hub.life(), receipt(&new)).unwrap();
+    assert!(hub.wait_applied(PolicyVersion(1), Duration::ZERO).is_err());
+    hub.digested(PolicyVersion(1), new.digest()).unwrap();
+    hub.wait_applied(PolicyVersion(1), Duration::ZERO).unwrap();
+
+    hub.announce(Arc::new(snapshot(2)), None).unwrap();
+    hub.accept(&caller, hub.life(), Receipt { version: PolicyVersion(2), ..receipt(&new) }).unwrap();
+    let error = hub.digested(PolicyVersion(2), snapshot(2).digest()).unwrap_err();
+    assert!(matches!(error, WeightsError::Mismatch { .. }), "{error}");
+    assert_eq!(hub.lags().unwrap_err(), error);
+}
+
+#[test]
+fn a_subscriber_learns_that_the_publisher_is_gone() {
+    let (publisher, hub) = hub();
+    let subscriber = hub.subscribe("orphan").unwrap();
+    publisher.publish(snapshot(3)).unwrap();
+    drop(publisher);
+    assert!(
+        subscriber.newest(Some(PolicyVersion(2))).unwrap().is_some(),
+        "the last version can still be had"
+    );
+    let gone = WeightsError::PublisherGone { newest: Some(PolicyVersion(3)) };
+    assert_eq!(subscriber.wait_newer(Some(PolicyVersion(3)), SOON).unwrap_err(), gone);
+    assert!(gone.to_string().contains("the newest version is v3"));
+}

@@ -1,0 +1,253 @@
+//! The side of the trainer, for all transports at once.
+//!
+//! Invariant: a version is visible as soon as its weights stand where samplers can read them; digest and delta are made
+//! beside that, and what needs them (the network, the comparison of receipts) waits for them.
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use trajectory::PolicyVersion;
+
+use crate::copier::Copier;
+use crate::delta::{self, full_bytes};
+use crate::hub::Known;
+use crate::shm::Store;
+use crate::{Digest, Dtype, Hub, Lag, Publisher, Snapshot, WeightsError};
+
+/// Most threads that copy and digest: memory is not faster with more.
+const MAX_THREADS: usize = 8;
+
+/// How to publish.
+#[derive(Clone, Debug)]
+pub struct PublishConfig {
+    /// Threads that copy, digest and look for changes.
+    pub threads: usize,
+    /// Deltas for samplers on other hosts; `None`: every push is full.
+    pub deltas: Option<DeltaConfig>,
+    /// Directory for shared memory, such as `/dev/shm`; `None`: samplers in other processes get weights over HTTP.
+    pub shm: Option<PathBuf>,
+}
+
+/// How deltas are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeltaConfig {
+    /// At least every so many pushes a full one, so that what a late sampler has to catch up with is bounded.
+    pub full_every: NonZeroUsize,
+    /// Whether deltas are compressed with zstd.
+    pub compress: bool,
+}
+
+/// What a push cost the publisher.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PushCost {
+    /// Which version.
+    pub version: PolicyVersion,
+    /// Until samplers of this host could read it.
+    pub copied: Duration,
+    /// The digest, which receipts are compared with.
+    pub digested: Duration,
+    /// The delta.
+    pub encoded: Duration,
+    /// All of it.
+    pub took: Duration,
+    /// Bytes of a full push over the network.
+    pub full_bytes: u64,
+    /// Bytes of the delta; `None` if samplers have to take it in full.
+    pub delta_bytes: Option<u64>,
+    /// Share of the weights that are not as they were; `None` if nobody looked.
+    pub density: Option<f64>,
+}
+
+/// A hub's one publisher.
+#[derive(Debug)]
+pub struct HubPublisher {
+    hub: Hub,
+    threads: usize,
+    deltas: Option<DeltaConfig>,
+    pushing: Mutex<Pushing>,
+}
+
+#[derive(Debug)]
+struct Pushing {
+    copier: Copier,
+    store: Option<Store>,
+    /// Pushes since the last that had to be full.
+    since_full: usize,
+    last: Option<PushCost>,
+}
+
+impl Default for PublishConfig {
+    fn default() -> Self {
+        let threads = std::thread::available_parallelism().map_or(1, NonZeroUsize::get).min(MAX_THREADS);
+        Self { threads, deltas: None, shm: None }
+    }
+}
+
+impl HubPublisher {
+    /// Publishes to `hub`, which must have no other publisher.
+    ///
+    /// # Errors
+    /// A directory for shared memory that cannot be used.
+    pub fn new(hub: Hub, config: PublishConfig) -> Result<Self, WeightsError> {
+        let PublishConfig { threads, deltas, shm } = config;
+        let store = shm.map(|directory| Store::create(&directory)).transpose()?;
+        let pushing = Pushing { copier: Copier::new(threads), store, since_full: 0, last: None };
+        Ok(Self { hub, threads, deltas, pushing: Mutex::new(pushing) })
+    }
+
+    /// Publishes to the subscribers within this process.
+    #[must_use]
+    pub(crate) fn in_memory(hub: Hub, threads: usize) -> Self {
+        let pushing = Pushing { copier: Copier::new(threads), store: None, since_full: 0, last: None };
+        Self { hub, threads, deltas: None, pushing: Mutex::new(pushing) }
+    }
+
+    /// The file of shared memory that the owners of shards place a version of `parameters` weights into, see
+    /// [`ShardOwner`](crate::ShardOwner). It is visible to nobody until [`HubPublisher::commit`].
+    ///
+    /// # Errors
+    /// A publisher without shared memory; no room; an earlier mismatch.
+    pub fn begin(&self, version: PolicyVersion, parameters: usize) -> Result<PathBuf, WeightsError> {
+        let mut pushing = self.pushing()?;
+        self.hub.known(version)?;
+        pushing.store()?.begin(version, parameters, self.hub.dtype())
+    }
+
+    /// Makes the version that was begun visible, once all owners have placed their shards and said so.
+    ///
+    /// # Errors
+    /// A version that was not begun; as [`Publisher::publish`].
+    pub fn commit(&self, version: PolicyVersion) -> Result<(), WeightsError> {
+        let started = Instant::now();
+        let mut pushing = self.pushing()?;
+        if let Known::As(before) = self.hub.known(version)? {
+            let values = pushing.store()?.begun(version)?;
+            return same(version, before, Digest::on(&values, self.threads));
+        }
+        let (values, place) = pushing.store()?.commit(version)?;
+        self.push(pushing, Snapshot::new(version, values), Some(place), started)
+    }
+
+    /// What the last push cost; `None` before the first.
+    ///
+    /// # Errors
+    /// A thread that panicked in the middle of a push.
+    pub fn last_push(&self) -> Result<Option<PushCost>, WeightsError> {
+        Ok(self.pushing()?.last)
+    }
+
+    /// The hub that is published to.
+    #[must_use]
+    pub fn hub(&self) -> &Hub {
+        &self.hub
+    }
+
+    fn pushing(&self) -> Result<MutexGuard<'_, Pushing>, WeightsError> {
+        self.pushing.lock().map_err(|_| WeightsError::Poisoned)
+    }
+
+    fn push(
+        &self,
+        mut pushing: MutexGuard<'_, Pushing>,
+        snapshot: Snapshot,
+        place: Option<PathBuf>,
+        started: Instant,
+    ) -> Result<(), WeightsError> {
+        let (version, dtype, snapshot) = (snapshot.version, self.hub.dtype(), Arc::new(snapshot));
+        let before = self.hub.announce(Arc::clone(&snapshot), place)?;
+        let copied = started.elapsed();
+        let digest = snapshot.digest_on(self.threads);
+        if let Some(store) = &pushing.store {
+            store.digested(version, digest);
+        }
+        let digested = started.elapsed() - copied;
+        self.hub.digested(version, digest)?;
+        let encoded = match (self.deltas, before) {
+            (Some(deltas), Some(before)) if pushing.since_full + 1 < deltas.full_every.get() => {
+                delta::encode(&before, &snapshot, dtype, (deltas.compress, self.threads))
+            }
+            _ => delta::Encoded::default(),
+        };
+        let delta_bytes = encoded.frame.as_ref().map(|frame| frame.bytes().len() as u64);
+        pushing.since_full = if delta_bytes.is_some() { pushing.since_full + 1 } else { 0 };
+        self.hub.settle(encoded.frame.map(Arc::new))?;
+        let took = started.elapsed();
+        pushing.last = Some(PushCost {
+            version,
+            copied,
+            digested,
+            encoded: took - copied - digested,
+            took,
+            full_bytes: full_bytes(snapshot.values.len(), dtype),
+            delta_bytes,
+            density: encoded.density,
+        });
+        Ok(())
+    }
+}
+
+impl Pushing {
+    fn store(&mut self) -> Result<&mut Store, WeightsError> {
+        self.store.as_mut().ok_or_else(|| WeightsError::Shard {
+            path: "nowhere".to_owned(),
+            reason: "this publisher was made without a directory for shared memory".to_owned(),
+        })
+    }
+}
+
+impl Publisher for HubPublisher {
+    fn publish(&self, snapshot: Snapshot) -> Result<(), WeightsError> {
+        let started = Instant::now();
+        let pushing = self.pushing()?;
+        if pushing.store.is_some() || self.hub.dtype() != Dtype::F32 {
+            drop(pushing);
+            return self.publish_values(snapshot.version, &snapshot.values);
+        }
+        match self.hub.known(snapshot.version)? {
+            Known::As(before) => same(snapshot.version, before, snapshot.digest_on(self.threads)),
+            Known::New => self.push(pushing, snapshot, None, started),
+        }
+    }
+
+    fn publish_values(&self, version: PolicyVersion, values: &[f32]) -> Result<(), WeightsError> {
+        let started = Instant::now();
+        let mut pushing = self.pushing()?;
+        let (dtype, threads) = (self.hub.dtype(), self.threads);
+        if let Known::As(before) = self.hub.known(version)? {
+            let again = pushing.copier.copy(values, dtype);
+            return same(version, before, Digest::on(&again, threads));
+        }
+        if let Some(store) = &mut pushing.store {
+            store.begin(version, values.len(), dtype)?;
+            store.place(values, threads)?;
+            let (values, place) = store.commit(version)?;
+            return self.push(pushing, Snapshot::new(version, values), Some(place), started);
+        }
+        let values = pushing.copier.copy(values, dtype);
+        self.push(pushing, Snapshot::new(version, values), None, started)
+    }
+
+    fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {
+        self.hub.wait_applied(version, wait)
+    }
+
+    fn lags(&self) -> Result<Vec<Lag>, WeightsError> {
+        self.hub.lags()
+    }
+}
+
+impl Drop for HubPublisher {
+    fn drop(&mut self) {
+        self.hub.publisher_gone();
+    }
+}
+
+/// A version that is published again must be what it was.
+fn same(version: PolicyVersion, before: Digest, now: Digest) -> Result<(), WeightsError> {
+    if before == now {
+        return Ok(());
+    }
+    Err(WeightsError::Republished { version, before, now, who: "the hub".to_owned() })
+}

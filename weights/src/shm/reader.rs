@@ -1,0 +1,94 @@
+//! A sampler's side. Invariant: weights are handed out only while their slot is locked, and complete.
+
+use std::fs::{File, TryLockError};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use trajectory::PolicyVersion;
+
+use super::slot::{Slot, failed};
+use crate::values::Hold;
+use crate::{Digest, Dtype, Values, WeightsError};
+
+/// Slots that stay mapped: a publisher goes back and forth between two.
+const KEPT: usize = 2;
+
+/// Maps slots of one publisher.
+#[derive(Debug, Default)]
+pub(crate) struct Reader {
+    kept: Vec<Mapped>,
+}
+
+#[derive(Debug)]
+struct Mapped {
+    path: PathBuf,
+    slot: Arc<Slot>,
+}
+
+/// A slot that is held.
+#[derive(Debug)]
+struct Pin {
+    slot: Arc<Slot>,
+    /// Locked for readers; opened for this alone, because a lock belongs to what was opened. Closing it gives it back.
+    _lock: File,
+}
+
+/// Weights where the publisher put them.
+#[derive(Debug)]
+pub(crate) struct Pinned {
+    pub(crate) values: Values,
+    pub(crate) dtype: Dtype,
+    /// `None` if the publisher had not digested them yet.
+    pub(crate) digest: Option<Digest>,
+}
+
+impl Hold for Pin {
+    #[expect(unsafe_code, reason = "the slot is locked against the publisher")]
+    fn values(&self) -> &[f32] {
+        // SAFETY: a publisher writes under an exclusive lock only, which it does not get before this is dropped.
+        unsafe { self.slot.values() }
+    }
+}
+
+impl Reader {
+    /// Holds the slot at `path` if it has `version`; `None` if the publisher has gone on.
+    ///
+    /// # Errors
+    /// A file that cannot be opened or mapped here, such as one of another host.
+    pub(crate) fn pin(
+        &mut self,
+        path: &Path,
+        version: PolicyVersion,
+    ) -> Result<Option<Pinned>, WeightsError> {
+        let index = match self.kept.iter().position(|mapped| mapped.path == path) {
+            Some(index) => index,
+            None => self.open(path)?,
+        };
+        let lock = match File::open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(failed(path, "open a file of the publisher", &error)),
+        };
+        match lock.try_lock_shared() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Ok(None),
+            Err(TryLockError::Error(error)) => return Err(failed(path, "lock a file", &error)),
+        }
+        // Only now that nobody writes it can the header be believed.
+        let pin = Pin { slot: Arc::clone(&self.kept[index].slot), _lock: lock };
+        let Some(described) = pin.slot.described().filter(|it| it.complete() && it.version == version) else {
+            return Ok(None);
+        };
+        let (dtype, digest) = (described.dtype, described.digest);
+        Ok(Some(Pinned { values: Values::held(Arc::new(pin)), dtype, digest }))
+    }
+
+    fn open(&mut self, path: &Path) -> Result<usize, WeightsError> {
+        let (slot, _) = Slot::open(path, false)?;
+        if self.kept.len() == KEPT {
+            self.kept.remove(0);
+        }
+        self.kept.push(Mapped { path: path.to_owned(), slot: Arc::new(slot) });
+        Ok(self.kept.len() - 1)
+    }
+}

@@ -1,0 +1,226 @@
+//! The publisher's slots. Invariant: the slot of the newest version is never written, nor is one that anybody holds.
+
+use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use trajectory::PolicyVersion;
+
+use super::slot::{Slot, failed};
+use crate::copier::copy_rounded;
+use crate::values::Hold;
+use crate::{Digest, Dtype, Values, WeightsError};
+
+/// How the directories of publishers begin.
+const PREFIX: &str = "rlrun-weights-";
+/// The file that a publisher holds locked.
+const OWNER: &str = "owner";
+/// A publisher that makes its directory needs no longer to lock it.
+const MAKING: Duration = Duration::from_secs(60);
+/// Directories that are tried, should another publisher remove one that is not locked yet.
+const TRIES: usize = 5;
+
+/// Slots of shared memory.
+#[derive(Debug)]
+pub(crate) struct Store {
+    directory: PathBuf,
+    /// Locked for as long as this lives.
+    _owner: File,
+    slots: [Option<Owned>; 2],
+    /// Which slot has the newest version.
+    current: Option<usize>,
+    begun: Option<Begun>,
+    /// Files made so far.
+    made: u64,
+}
+
+#[derive(Debug)]
+struct Owned {
+    path: PathBuf,
+    /// Locked while it is written.
+    file: File,
+    slot: Arc<Slot>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Begun {
+    index: usize,
+    version: PolicyVersion,
+    dtype: Dtype,
+}
+
+/// Weights in a slot of this process, which is not written before this is gone.
+struct Own(Arc<Slot>);
+
+impl Hold for Own {
+    #[expect(unsafe_code, reason = "the slot is not written while somebody has it")]
+    fn values(&self) -> &[f32] {
+        // SAFETY: `Store::begin` writes no slot that is shared.
+        unsafe { self.0.values() }
+    }
+}
+
+impl Store {
+    /// Makes a directory of its own in `directory`, and removes there what killed publishers left.
+    pub(crate) fn create(directory: &Path) -> Result<Self, WeightsError> {
+        remove_stale(directory);
+        for _ in 0..TRIES {
+            let number = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+            let own = directory.join(format!("{PREFIX}{}-{number}", std::process::id()));
+            let made = DirBuilder::new().mode(0o700).create(&own);
+            made.map_err(|error| failed(&own, "make a directory; name another one", &error))?;
+            if let Some(owner) = own_lock(&own).map_err(|error| failed(&own, "lock a file", &error))? {
+                let (slots, current, begun) = ([None, None], None, None);
+                return Ok(Self { directory: own, _owner: owner, slots, current, begun, made: 0 });
+            }
+        }
+        let error = io::Error::other(format!("it was removed {TRIES} times"));
+        Err(failed(directory, "keep a directory", &error))
+    }
+
+    /// Chooses the slot that `version` is written to; the path of its file.
+    pub(crate) fn begin(
+        &mut self,
+        version: PolicyVersion,
+        len: usize,
+        dtype: Dtype,
+    ) -> Result<PathBuf, WeightsError> {
+        if let Some(given_up) = self.begun.take()
+            && let Some(owned) = &self.slots[given_up.index]
+        {
+            let unlocked = owned.file.unlock();
+            unlocked.map_err(|error| failed(&owned.path, "unlock a file", &error))?;
+        }
+        let index = 1 - self.current.unwrap_or(1);
+        let free = self.slots[index].as_mut().is_some_and(|owned| owned.slot.len() == len && owned.lock());
+        if !free {
+            self.replace(index, len)?;
+        }
+        let owned = self.owned(index)?;
+        owned.slot.write(version, dtype);
+        let path = owned.path.clone();
+        self.begun = Some(Begun { index, version, dtype });
+        Ok(path)
+    }
+
+    /// Writes all `[parameters]` weights of the version that was begun.
+    #[expect(unsafe_code, reason = "the slot is locked against readers")]
+    pub(crate) fn place(&mut self, values: &[f32], threads: usize) -> Result<(), WeightsError> {
+        let Some(Begun { index, dtype, .. }) = self.begun else { return Err(self.not_begun()) };
+        let slot = &self.owned(index)?.slot;
+        // SAFETY: the slot is locked and not shared within this process, and whoever calls this has begun a version that
+        // it places alone.
+        copy_rounded(values, unsafe { slot.range_mut(0..values.len()) }, dtype, threads);
+        Ok(())
+    }
+
+    /// The weights of the version that was begun, which stay invisible; for a comparison.
+    pub(crate) fn begun(&self, version: PolicyVersion) -> Result<Values, WeightsError> {
+        match self.begun {
+            Some(begun) if begun.version == version => {
+                Ok(Values::held(Arc::new(Own(Arc::clone(&self.owned(begun.index)?.slot)))))
+            }
+            _ => Err(self.not_begun()),
+        }
+    }
+
+    /// Opens the version that was begun to readers: its weights, and the path of its file.
+    pub(crate) fn commit(&mut self, version: PolicyVersion) -> Result<(Values, PathBuf), WeightsError> {
+        let values = self.begun(version)?;
+        let Some(Begun { index, .. }) = self.begun.take() else { return Err(self.not_begun()) };
+        let owned = self.owned(index)?;
+        owned.slot.complete();
+        owned.file.unlock().map_err(|error| failed(&owned.path, "unlock a file", &error))?;
+        let path = owned.path.clone();
+        self.current = Some(index);
+        Ok((values, path))
+    }
+
+    /// Writes the digest of the newest version beside it.
+    pub(crate) fn digested(&self, version: PolicyVersion, digest: Digest) {
+        let slot = self.current.and_then(|index| self.slots[index].as_ref()).map(|owned| &owned.slot);
+        if let Some(slot) = slot.filter(|slot| slot.described().is_some_and(|it| it.version == version)) {
+            slot.digested(digest);
+        }
+    }
+
+    /// Leaves a slot to those who read it and makes a new one.
+    fn replace(&mut self, index: usize, len: usize) -> Result<(), WeightsError> {
+        if let Some(old) = self.slots[index].take() {
+            let removed = std::fs::remove_file(&old.path);
+            removed.map_err(|error| failed(&old.path, "remove a file", &error))?;
+        }
+        let path = self.directory.join(format!("slot-{}", self.made));
+        self.made += 1;
+        let (slot, file) = Slot::create(&path, len)?;
+        let mut owned = Owned { path, file, slot: Arc::new(slot) };
+        if !owned.lock() {
+            let error = io::Error::other("somebody holds it already");
+            return Err(failed(&owned.path, "lock a new file", &error));
+        }
+        self.slots[index] = Some(owned);
+        Ok(())
+    }
+
+    fn owned(&self, index: usize) -> Result<&Owned, WeightsError> {
+        self.slots[index].as_ref().ok_or_else(|| self.not_begun())
+    }
+
+    fn not_begun(&self) -> WeightsError {
+        WeightsError::Shard {
+            path: self.directory.display().to_string(),
+            reason: "this version was not begun, or another was begun since: begin, place all shards, commit"
+                .to_owned(),
+        }
+    }
+}
+
+impl Owned {
+    /// Takes the slot from all readers, if there are none.
+    fn lock(&mut self) -> bool {
+        Arc::get_mut(&mut self.slot).is_some() && self.file.try_lock().is_ok()
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // What cannot be removed is found by the next publisher. Readers keep what they have mapped.
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+/// The lock of a new directory; `None` if somebody took it for one that a killed publisher left.
+fn own_lock(own: &Path) -> io::Result<Option<File>> {
+    let path = own.join(OWNER);
+    let owner = match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        opened => opened?,
+    };
+    match owner.try_lock() {
+        Ok(()) => Ok(path.exists().then_some(owner)),
+        Err(TryLockError::WouldBlock) => Ok(None),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
+/// Removes what killed publishers left in `directory`. What cannot be read or removed is another user's.
+fn remove_stale(directory: &Path) {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(PREFIX)) {
+        let path = entry.path();
+        let stale = match File::open(path.join(OWNER)) {
+            Ok(owner) => owner.try_lock().is_ok(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let age = entry.metadata().and_then(|about| about.modified()).map(|made| made.elapsed());
+                age.is_ok_and(|age| age.is_ok_and(|age| age > MAKING))
+            }
+            Err(_) => false,
+        };
+        if stale {
+            let _ = std::fs::remove_dir_all(&path);
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! One publisher and samplers that map what it writes, in one process and in several that are killed.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use trajectory::PolicyVersion;
+
+use super::*;
+use crate::{
+    Digest, Dtype, Hub, HubConfig, HubPublisher, PublishConfig, Publisher, Subscriber, WeightsError,
+};
+
+const LEN: usize = 50_000;
+
+/// Weights that say of which version they are.
+fn values(version: u64) -> Vec<f32> {
+    (0..LEN).map(|index| (index as u64 * 31 + version) as f32).collect()
+}
+
+fn publish(store: &mut Store, version: u64) -> PathBuf {
+    store.begin(PolicyVersion(version), LEN, Dtype::F32).unwrap();
+    store.place(&values(version), 1).unwrap();
+    store.commit(PolicyVersion(version)).unwrap().1
+}
+
+fn files(directory: &Path) -> usize {
+    std::fs::read_dir(directory).unwrap().count()
+}
+
+#[test]
+fn a_version_is_read_where_it_lies_and_slots_are_used_in_turn() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = Store::create(directory.path()).unwrap();
+    let mut reader = Reader::default();
+    let mut paths = Vec::new();
+    for version in 1..=6 {
+        let path = publish(&mut store, version);
+        let pinned = reader.pin(&path, PolicyVersion(version)).unwrap().expect("it is the newest");
+        assert_eq!(pinned.values[..], values(version)[..]);
+        assert!(reader.pin(&path, PolicyVersion(version + 1)).unwrap().is_none(), "that is not there yet");
+        paths.push(path);
+    }
+    assert!(paths[0] != paths[1] && paths[2..] == paths[..4], "{paths:?}");
+    drop(store);
+    assert_eq!(files(directory.path()), 0);
+}
+
+#[test]
+fn a_slow_reader_keeps_what_it_has_and_delays_nobody() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = Store::create(directory.path()).unwrap();
+    let mut reader = Reader::default();
+    let first = publish(&mut store, 1);
+    let held = reader.pin(&first, PolicyVersion(1)).unwrap().unwrap();
+    for version in 2..=5 {
+        publish(&mut store, version);
+    }
+    assert_eq!(held.values[..], values(1)[..]);
+    assert!(reader.pin(&first, PolicyVersion(1)).unwrap().is_none(), "its file is gone for others");
+    // The owner, and two slots.
+    let own = std::fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
+    assert_eq!(files(&own), 3);
+    drop(store);
+    assert_eq!(held.values[..], values(1)[..], "also after the publisher");
+}
+
+#[test]
+fn nothing_torn_is_ever_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let hub = Hub::new(HubConfig::default());
+    let shm = Some(directory.path().to_owned());
+    let publisher =
+        HubPublisher::new(hub.clone(), PublishConfig { shm, ..PublishConfig::default() }).unwrap();
+    let (done, read) = (AtomicBool::new(false), std::sync::atomic::AtomicU64::new(0));
+    let watcher = hub.connect("watcher".to_owned(), true).unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let mut reader = Reader::default();
+                while !done.load(Ordering::Relaxed) {
+                    let Some(newest) = hub.newest(&watcher, None).unwrap() else { continue };
+                    let (version, place) = (newest.snapshot.version, newest.place().unwrap().to_owned());
+                    drop(newest);
+                    let Ok(Some(pinned)) = reader.pin(&place, version) else { continue };
+                    assert_eq!(Digest::of(&pinned.values), Digest::of(&values(version.0)), "{version}");
+                    read.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+        let started = Instant::now();
+        let mut version = 0;
+        // As fast as it can, until readers have had their chance.
+        while version < 300
+            || read.load(Ordering::Relaxed) < 20 && started.elapsed() < Duration::from_secs(60)
+        {
+            version += 1;
+            publisher.publish_values(PolicyVersion(version), &values(version)).unwrap();
+        }
+        done.store(true, Ordering::Relaxed);
+    });
+    assert!(read.load(Ordering::Relaxed) >= 20, "readers read next to nothing");
+}
+
+#[test]
+fn owners_of_shards_place_them_and_one_commits() {
+    let directory = tempfile::tempdir().unwrap();
+    for dtype in Dtype::ALL {
+        let hub = Hub::new(HubConfig { dtype, ..HubConfig::default() });
+        let shm = Some(directory.path().to_owned());
+        let publisher =
+            HubPublisher::new(hub.clone(), PublishConfig { shm, ..PublishConfig::default() }).unwrap();
+        let subscriber = hub.subscribe("sampler").unwrap();
+        for version in 1..=4 {
+            let (version, all) = (PolicyVersion(version), values(version));
+            let path = publisher.begin(version, LEN).unwrap();
+            let ranks = [0..7, 7..7, 7..LEN - 100, LEN - 100..LEN];
+            std::thread::scope(|scope| {
+                for range in ranks {
+                    let (path, part) = (&path, &all[range.clone()]);
+                    scope.spawn(move || {
+                        let owner = ShardOwner::open(path, 1).unwrap();
+                        owner.place(version, range.start, part).unwrap();
+                    });
+                }
+            });
+            assert!(subscriber.newest(Some(PolicyVersion(version.0 - 1))).unwrap().is_none(), "not yet");
+            publisher.commit(version).unwrap();
+            let new = subscriber.newest(None).unwrap().unwrap();
+            assert_eq!(new.version, version);
+            assert!(new.values.iter().zip(&all).all(|(new, all)| *new == dtype.round(*all)));
+        }
+        // A trainer that starts again repeats a version.
+        let path = publisher.begin(PolicyVersion(3), LEN).unwrap();
+        ShardOwner::open(&path, 1).unwrap().place(PolicyVersion(3), 0, &values(3)).unwrap();
+        publisher.commit(PolicyVersion(3)).unwrap();
+        assert_eq!(subscriber.newest(None).unwrap().unwrap().version, PolicyVersion(4));
+        publisher.begin(PolicyVersion(3), LEN).unwrap();
+        ShardOwner::open(&path, 1).unwrap().place(PolicyVersion(3), 0, &values(9)).unwrap();
+        assert!(matches!(publisher.commit(PolicyVersion(3)), Err(WeightsError::Republished { .. })));
+    }
+}
+
+#[test]
+fn a_shard_goes_nowhere_else() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = Store::create(directory.path()).unwrap();
+    let path = store.begin(PolicyVersion(1), LEN, Dtype::F32).unwrap();
+    let owner = ShardOwner::open(&path, 1).unwrap();
+    for (version, offset, len) in [(2, 0, 1), (1, LEN, 1), (1, LEN - 1, 2), (1, usize::MAX, 1)] {
+        let error = owner.place(PolicyVersion(version), offset, &vec![1.0; len]).unwrap_err();
+        assert!(matches!(error, WeightsError::Shard { .. }), "{error}");
+    }
+    store.commit(PolicyVersion(1)).unwrap();
+    assert!(owner.place(PolicyVersion(1), 0, &[1.0]).is_err(), "it is visible now");
+    assert!(store.commit(PolicyVersion(1)).is_err() && store.place(&[1.0], 1).is_err());
+    assert!(ShardOwner::open(&directory.path().join("none"), 1).is_err());
+    let odd = directory.path().join("odd");
+    for bytes in [0, 100, 4096, 8192] {
+        std::fs::write(&odd, vec![7; bytes]).unwrap();
+        assert!(matches!(ShardOwner::open(&odd, 1), Err(WeightsError::Shm { .. })), "{bytes}");
+    }
+    assert!(Store::create(&odd).is_err(), "that is no directory");
+}
+
+/// Runs a test of this binary as another process in `directory`, until it says a line.
+fn child(test: &str, directory: &Path) -> (Child, String) {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", test, "--nocapture"])
+        .current_dir(directory)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let said =
+        lines.map_while(Result::ok).find_map(|line| line.split_once("HERE ").map(|(_, at)| at.to_owned()));
+    (child, said.expect("the child got there"))
+}
+
+fn kill(mut child: Child) {
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+/// Says where this process is, which is then killed.
+fn wait_to_be_killed(at: &Path) {
+    // Not through the test harness, which may keep it back.
+    let mut stdout = std::io::stdout();
+    writeln!(stdout, "HERE {}", at.display()).unwrap();
+    stdout.flush().unwrap();
+    std::thread::sleep(Duration::from_secs(60));
+}
+
+#[test]
+#[ignore = "the child of a test"]
+fn publishes_and_waits() {
+    let mut store = Store::create(Path::new(".")).unwrap();
+    let path = publish(&mut store, 1);
+    store.begin(PolicyVersion(2), LEN, Dtype::F32).unwrap();
+    store.place(&values(2)[..LEN / 2], 1).unwrap();
+    wait_to_be_killed(&path);
+}
+
+#[test]
+fn a_publisher_that_is_killed_hurts_nobody_and_its_memory_is_removed() {
+    let directory = tempfile::tempdir().unwrap();
+    let (publisher, path) = child("shm::tests::publishes_and_waits", directory.path());
+    let pinned = Reader::default().pin(&directory.path().join(path), PolicyVersion(1)).unwrap().unwrap();
+    let alive = Store::create(directory.path()).unwrap();
+    assert_eq!(files(directory.path()), 2, "one that lives is left alone");
+    kill(publisher);
+    assert_eq!(pinned.values[..], values(1)[..]);
+    let _next = Store::create(directory.path()).unwrap();
+    assert_eq!(files(directory.path()), 2, "the dead one's is gone, that of the living is not");
+    assert_eq!(pinned.values[..], values(1)[..]);
+    drop(alive);
+}
+
+#[test]
+#[ignore = "the child of a test"]
+fn reads_and_waits() {
+    let path = Path::new("slot-0");
+    let pinned = Reader::default().pin(path, PolicyVersion(1)).unwrap().unwrap();
+    assert_eq!(pinned.values[..], values(1)[..]);
+    wait_to_be_killed(path);
+}
+
+#[test]
+fn a_reader_that_is_killed_gives_its_slot_back() {
+    for killed in [false, true] {
+        let directory = tempfile::tempdir().unwrap();
+        let mut store = Store::create(directory.path()).unwrap();
+        let path = publish(&mut store, 1);
+        let (reader, _) = child("shm::tests::reads_and_waits", path.parent().unwrap());
+        publish(&mut store, 2);
+        if killed {
+            kill(reader);
+            assert_eq!(publish(&mut store, 3), path, "nobody reads it any more");
+        } else {
+            assert_ne!(publish(&mut store, 3), path, "it is still read");
+            kill(reader);
+        }
+    }
+}

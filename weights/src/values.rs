@@ -1,0 +1,170 @@
+//! Weights that are shared and not copied: from the heap, or from memory that other processes see too.
+//!
+//! Invariant: what stands in [`Values`] does not change for as long as one of its clones is there.
+
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+
+/// Memory with weights that outlives every view of it, such as a part of a file that is mapped and held against writers.
+pub trait Hold: Send + Sync {
+    /// `[parameters]` the weights, the same at every call.
+    fn values(&self) -> &[f32];
+}
+
+/// `[parameters]` weights; clones share them.
+#[derive(Clone)]
+pub struct Values(Source);
+
+#[derive(Clone)]
+enum Source {
+    Heap(Arc<[f32]>),
+    Held(Arc<dyn Hold>),
+}
+
+/// How many bits of a weight are published.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Dtype {
+    /// All 32.
+    #[default]
+    F32,
+    /// The upper 16, rounded to nearest, ties to even. In memory such a weight is an f32 whose lower half is zero.
+    Bf16,
+}
+
+impl Values {
+    /// Weights that lie in memory with an owner of its own.
+    #[must_use]
+    pub fn held(owner: Arc<dyn Hold>) -> Self {
+        Self(Source::Held(owner))
+    }
+}
+
+impl Deref for Values {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        match &self.0 {
+            Source::Heap(values) => values,
+            Source::Held(owner) => owner.values(),
+        }
+    }
+}
+
+impl AsRef<[u8]> for Values {
+    /// The bytes as they lie in memory.
+    fn as_ref(&self) -> &[u8] {
+        bytemuck::cast_slice(self)
+    }
+}
+
+impl From<Arc<[f32]>> for Values {
+    fn from(values: Arc<[f32]>) -> Self {
+        Self(Source::Heap(values))
+    }
+}
+
+impl From<Vec<f32>> for Values {
+    fn from(values: Vec<f32>) -> Self {
+        Self(Source::Heap(values.into()))
+    }
+}
+
+impl From<&[f32]> for Values {
+    fn from(values: &[f32]) -> Self {
+        Self(Source::Heap(values.into()))
+    }
+}
+
+impl fmt::Debug for Values {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let place = match &self.0 {
+            Source::Heap(_) => "heap",
+            Source::Held(_) => "held",
+        };
+        write!(f, "Values({} in {place})", self.len())
+    }
+}
+
+impl Dtype {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::F32, Self::Bf16];
+
+    /// The word in a recipe.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16",
+        }
+    }
+
+    /// Bytes of a published weight.
+    #[must_use]
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+        }
+    }
+
+    /// A weight as it is published.
+    #[must_use]
+    pub fn round(self, value: f32) -> f32 {
+        match self {
+            Self::F32 => value,
+            Self::Bf16 => round_to_bf16(value),
+        }
+    }
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// The nearest bf16, ties to even; a NaN stays one, and is quiet.
+fn round_to_bf16(value: f32) -> f32 {
+    let bits = value.to_bits();
+    if value.is_nan() {
+        // Its upper half alone could be the pattern of an infinity.
+        return f32::from_bits((bits | 0x0040_0000) & 0xffff_0000);
+    }
+    let even = (bits >> 16) & 1;
+    f32::from_bits((bits + 0x7fff + even) & 0xffff_0000)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_is_that_of_bf16() {
+        // Every pattern of the upper half with lower halves around the middle, where ties and carries are.
+        for upper in 0..=u16::MAX {
+            for lower in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let value = f32::from_bits(u32::from(upper) << 16 | lower);
+                let rounded = Dtype::Bf16.round(value);
+                assert_eq!(rounded.to_bits(), half::bf16::from_f32(value).to_f32().to_bits(), "{value}");
+                assert_eq!(Dtype::Bf16.round(rounded).to_bits(), rounded.to_bits());
+                assert_eq!(Dtype::F32.round(value).to_bits(), value.to_bits());
+            }
+        }
+    }
+
+    #[test]
+    fn clones_share_and_both_sources_read_the_same() {
+        struct Vector(Vec<f32>);
+        impl Hold for Vector {
+            fn values(&self) -> &[f32] {
+                &self.0
+            }
+        }
+        let (heap, held) = (Values::from(vec![1.0, 2.0]), Values::held(Arc::new(Vector(vec![1.0, 2.0]))));
+        assert_eq!(heap[..], held[..]);
+        for values in [heap, held] {
+            assert_eq!(values.clone().as_ptr(), values.as_ptr());
+        }
+    }
+}
