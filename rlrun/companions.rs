@@ -60,7 +60,7 @@ impl Starting<'_> {
                 let what = format!("{}: the run's reference policy is not there any more", path.display());
                 return Err(Failure::NotThere(what));
             }
-            self.directory.export(&path, self.learner.parameters())?;
+            self.directory.export(&path, &*self.learner.parameters()?)?;
         }
         Ok(Some(self.frozen(&ModelDirectory::open(&path)?)?))
     }
@@ -108,7 +108,7 @@ impl Starting<'_> {
             (directory, parameters, Some(optimizer))
         } else {
             let directory = ModelDirectory::open(self.directory.path())?.with_head(Head::Value);
-            let parameters = self.learner.parameters().with_head(directory.config());
+            let parameters = self.learner.parameters()?.with_head(directory.config());
             (directory, parameters, None)
         };
         let team = match config.placement {

@@ -330,7 +330,7 @@ impl Run<'_> {
         }
         let wrong = 100.0 * warmup.wrong_share;
         phase.finish(&format!("loss {last_loss:.3} on demonstrations of which {wrong:.0} % are wrong"));
-        Ok(Some(learner.into_parameters()))
+        Ok(Some(learner.into_parameters()?))
     }
 
     /// Runs sampler and trainer until all steps are done or somebody stops.
@@ -387,7 +387,7 @@ impl Run<'_> {
     ) -> Result<Worker, Failure> {
         let subscriber = Arc::new(hub.subscribe("sampler 0")?);
         let quantization = self.recipe.rollout.quantization;
-        let decoder = Decoder::sampler(directory.config(), learner.parameters(), quantization);
+        let decoder = Decoder::sampler(directory.config(), &*learner.parameters()?, quantization);
         let engine = self.recipe.engine(prepared.train.longest());
         let stop_rules = self.recipe.stop_rules(directory);
         let interruption = self.recipe.interruption(&stop_rules)?;
@@ -507,7 +507,7 @@ impl Run<'_> {
         learner: &Learner,
         directory: &ModelDirectory,
     ) -> Result<Option<Evaluation>, Failure> {
-        let decoder = Decoder::new(learner.model(), learner.parameters());
+        let decoder = Decoder::new(learner.model(), &*learner.parameters()?);
         prepared.evaluate(self.recipe, decoder, directory, &self.runtime)
     }
 }

@@ -264,6 +264,8 @@ impl Recipe {
             microbatch_tokens: self.trainer.microbatch_tokens,
             recompute: self.trainer.recompute,
             world: self.trainer.world,
+            zero: self.trainer.zero,
+            wait: self.wait(),
         }
     }
 

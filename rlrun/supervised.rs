@@ -8,7 +8,7 @@ use rollout::tasks::arithmetic::{Demonstration, Sum};
 use serde_json::Value;
 use trainer::loss::preference::Preference;
 use trainer::schedule::Schedule;
-use trainer::supervised::{DemonstrationLoss, PairLoss, PairReport};
+use trainer::supervised::{PairLoss, PairReport, imitate};
 use trainer::{Frozen, Learner};
 use trajectory::{GroupId, Sample, Task};
 
@@ -109,8 +109,8 @@ impl<'a> Lessons<'a> {
         metrics.set("step", (step + 1) as f64);
         let grad_norm = match &self.pairs {
             None => {
-                let (norm, losses) = learner.step(&rows, &DemonstrationLoss::over(&rows), rate)?;
-                metrics.set("loss/mean", losses.iter().sum());
+                let (norm, loss) = imitate(learner, &rows, rate)?;
+                metrics.set("loss/mean", loss);
                 norm
             }
             Some(pairs) => {

@@ -9,7 +9,7 @@ use rand_chacha::rand_core::{Rng, SeedableRng};
 use rollout::tasks::arithmetic::{Demonstration, Sum};
 use trainer::learner::Learner;
 use trainer::schedule::{Schedule, Shape};
-use trainer::supervised::DemonstrationLoss;
+use trainer::supervised::imitate;
 use trajectory::{Sample, Task};
 
 use crate::demonstrations;
@@ -50,8 +50,8 @@ pub fn warm_up(
             })
             .collect::<Result<Vec<_>, Failure>>()?;
         let rows: Vec<&Sample> = samples.iter().collect();
-        let (_, losses) = learner.step(&rows, &DemonstrationLoss::over(&rows), schedule.at(step))?;
-        if !progress(step + 1, losses.iter().sum(), learner)? {
+        let (_, loss) = imitate(learner, &rows, schedule.at(step))?;
+        if !progress(step + 1, loss, learner)? {
             break;
         }
     }

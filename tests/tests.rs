@@ -17,6 +17,7 @@ mod rewards;
 mod served;
 mod served_buffer;
 mod served_run;
+mod sharded;
 mod staleness;
 mod stops;
 mod structure;

@@ -14,7 +14,7 @@ use crate::Team;
 use crate::machine::{Level, level};
 use crate::ops::attention::{self, PAGE, PageLayout, Segment};
 use crate::ops::heads::HeadShape;
-use crate::ops::linear::{Linear, weight_gradient};
+use crate::ops::linear::{Flat, Linear, weight_gradient};
 use crate::ops::matrix;
 use crate::ops::norm::rms_norm;
 use crate::ops::simd::{LANES, Vector, vectorized};
@@ -193,7 +193,7 @@ fn products(
 ) -> Result<[Operation; 4]> {
     let output = weight.len() / input;
     let packed = Linear::packed(&parameters.values()[weight.clone()], input, None);
-    let flat = Linear::flat(parameters, weight.clone(), input, &(0..0));
+    let flat = Linear::flat(&Flat::Model(Arc::clone(parameters)), weight.clone(), input, &(0..0));
     let (x, g) = (matrix(noise(rows * input), input)?, matrix(noise(rows * output), output)?);
     let cost = (2 * rows * weight.len(), weight.len() + rows * (input + output));
     let mut gradient = vec![0.0; weight.len()];

@@ -65,12 +65,13 @@ pub use chat::ChatTemplate;
 pub use config::{Architecture, Config, Head, RopeScaling, Sizes};
 pub use cores::{Cores, Presence, Team};
 pub use decoder::{
-    Decoder, Gradients, KvCache, Pack, PackError, Quantization, Recompute, StepSequence, Trace,
+    Decoder, GradientSink, Gradients, KvCache, LayerSource, Pack, PackError, Quantization, Recompute,
+    StepSequence, Trace,
 };
 pub use directory::ModelDirectory;
 pub use error::ModelError;
 pub use ops::head::{Prediction, PredictionGradient, Target};
-pub use parameters::{Layout, ParameterSpec, Parameters};
+pub use parameters::{Layout, ParameterSpec, Parameters, Unit};
 pub use resident::{MemoryBudget, Placement, ResidentParameters};
 pub use sampling::{Draw, Sampling};
 pub use scorer::{Answered, ReadyScorer, ScoreError, SequenceScorer};

@@ -32,6 +32,17 @@ pub struct Layout {
     len: usize,
 }
 
+/// A part of the flat buffer that is reversed, reduced and gathered as a whole.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Unit {
+    /// The embedding, which is the head as well where they are tied.
+    Embedding,
+    /// A layer.
+    Layer(usize),
+    /// The final norm, an untied head, a value head.
+    Tail,
+}
+
 /// One tensor of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParameterSpec {
@@ -166,6 +177,26 @@ impl Layout {
         &self.layers
     }
 
+    /// All units in the order of the buffer.
+    pub fn units(&self) -> impl DoubleEndedIterator<Item = Unit> {
+        let layers = (0..self.layers.len()).map(Unit::Layer);
+        std::iter::once(Unit::Embedding).chain(layers).chain(std::iter::once(Unit::Tail))
+    }
+
+    /// The values of a unit.
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    #[must_use]
+    pub fn unit(&self, unit: Unit) -> Range<usize> {
+        let embedding = self.specs[0].range();
+        match unit {
+            Unit::Embedding => embedding,
+            Unit::Layer(index) => self.layers[index].clone(),
+            Unit::Tail => self.layers.last().map_or(embedding.end, |last| last.end)..self.len,
+        }
+    }
+
     /// The values of the output projection `[vocab_size, hidden_size]`: the embedding's own where they are tied.
     #[must_use]
     pub fn head(&self) -> Range<usize> {
@@ -278,6 +309,11 @@ mod tests {
             assert_eq!(layout.layers().len(), config.num_layers);
             assert_eq!(layout.layers()[0].start, layout.specs()[0].len());
             assert!(layout.layers().windows(2).all(|w| w[0].end == w[1].start));
+            let end = layout.units().fold(0, |end, unit| {
+                assert_eq!(layout.unit(unit).start, end, "{unit:?}");
+                layout.unit(unit).end
+            });
+            assert_eq!(end, layout.len());
         }
     }
 

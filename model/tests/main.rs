@@ -7,6 +7,7 @@ mod common;
 mod decoding;
 mod derivative;
 mod files;
+mod layers;
 mod oracle;
 mod parity;
 mod scorers;

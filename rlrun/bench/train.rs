@@ -4,7 +4,7 @@
 //! before the clock starts.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use model::{Cores, ModelDirectory, Team};
 use rand_chacha::ChaCha8Rng;
@@ -43,6 +43,8 @@ pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>) -> Result<Work, Failure> 
         microbatch_tokens: args.microbatch_tokens,
         recompute: args.recompute,
         world: 1,
+        zero: 1,
+        wait: Duration::MAX,
     };
     let parameters = directory.load_parameters()?;
     let team = Arc::new(Team::new(cores, cores.total()));

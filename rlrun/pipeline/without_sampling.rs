@@ -39,7 +39,7 @@ impl Run<'_> {
             let clock = Instant::now();
             let (mut metrics, tokens) = lessons.step(state.version.0, &mut learner, &prepared.train)?;
             state.version = state.version.next();
-            state.updates = learner.optimizer().updates();
+            state.updates = learner.updates();
             state.trained_tokens += tokens;
             state.time_s = earlier + began.elapsed().as_secs_f64();
             let seconds = clock.elapsed().as_secs_f64();

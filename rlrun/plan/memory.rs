@@ -63,8 +63,8 @@ impl Memory {
         let mut parts = vec![
             part("process", "program, libraries, threads", PROCESS),
             part("tokenizer", "two open model directories", product(&[2, TOKENIZER, tokenizer])),
-            part("policy", "the weights that are trained", weights),
-            part("gradients", "one per rank", product(&[world, weights])),
+            part("policy", "the weights that are trained, as ranks have them", trained.weights),
+            part("gradients", "as ranks have them, and on their way between them", trained.gradients),
             part("optimizer", "what it remembers of every tensor", trained.optimizer),
             part(
                 "activations",
@@ -96,9 +96,11 @@ impl Memory {
             parts.push(part("reference", "the frozen policy, or a teacher of its size", weights));
         }
         if recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate) {
-            let state = recipe.optimizer().state_bytes(Layout::new(config).specs());
-            let what = "its weights, gradients of every rank and optimizer";
-            parts.push(part("critic", what, product(&[1 + world, weights]).saturating_add(state)));
+            let layout = Layout::new(config);
+            let (own, gradients) = of_ranks(recipe, &layout, None);
+            let state = recipe.optimizer().state_bytes(layout.specs());
+            let bytes = own.saturating_add(gradients).saturating_add(state);
+            parts.push(part("critic", "its weights, gradients of every rank and optimizer", bytes));
         }
         let models = recipe.rewards.iter().filter(|spec| spec.kind == "model");
         let configs = models.filter_map(|spec| Config::load(spec.path.as_deref()?).ok());
@@ -137,6 +139,10 @@ impl fmt::Display for Memory {
 /// Bytes that follow from what is trained, and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Trained {
+    /// Weights of all ranks.
+    weights: u64,
+    /// Gradients of all ranks.
+    gradients: u64,
     /// The state of the optimizer.
     optimizer: u64,
     /// What an update takes while it is made.
@@ -149,18 +155,49 @@ impl Trained {
     fn of(recipe: &Recipe, config: &Config) -> Self {
         let layout = Layout::new(config);
         let optimizer = recipe.optimizer();
-        let threads = recipe.placement.trainer_threads.unwrap_or_else(model::cores::available) as u64;
-        let of = |specs: &[ParameterSpec], adapter| Self {
+        // Ranks that share a step have a core each.
+        let cores = recipe.placement.trainer_threads.unwrap_or_else(model::cores::available) as u64;
+        let threads = if recipe.trainer.world > 1 { recipe.trainer.world as u64 } else { cores };
+        let changed =
+            |specs: &[ParameterSpec]| specs.iter().map(|spec| spec.len() as u64).fold(0, u64::saturating_add);
+        let of = |specs: &[ParameterSpec], adapter: u64, (weights, gradients)| Self {
+            weights,
+            gradients,
             optimizer: optimizer.state_bytes(specs),
             scratch: product(&[threads.min(specs.len() as u64), optimizer.scratch_bytes(specs)]),
             adapter,
         };
-        let Some(lora) = recipe.lora() else { return of(layout.specs(), 0) };
+        let Some(lora) = recipe.lora() else {
+            return of(layout.specs(), 0, of_ranks(recipe, &layout, None));
+        };
         let (specs, frozen) = lora.shapes(layout.specs());
-        let changed = specs.iter().map(|spec| spec.len() as u64).fold(0, u64::saturating_add);
-        let adapter = product(&[F32, changed.saturating_mul(2).saturating_add(frozen as u64)]);
-        of(&specs, adapter)
+        let changed = changed(&specs);
+        let values = changed.saturating_mul(2).saturating_add(frozen as u64);
+        let adapter = product(&[F32, recipe.trainer.world as u64, values]);
+        of(&specs, adapter, of_ranks(recipe, &layout, Some(changed)))
     }
+}
+
+/// Weights and gradients of all ranks, which are threads of one process; of an adapter that has `changed` values, those
+/// of the model under it. A stage shares what it names, and has units of every rank on their way.
+fn of_ranks(recipe: &Recipe, layout: &Layout, changed: Option<u64>) -> (u64, u64) {
+    let (world, zero) = (recipe.trainer.world as u64, recipe.trainer.zero);
+    let bytes = |values: usize| product(&[F32, values as u64]);
+    let all = bytes(layout.len());
+    if world == 1 {
+        return (all, all);
+    }
+    let layer = layout.layers().iter().map(std::ops::Range::len).max().unwrap_or(0);
+    let ends = layout.len() - layout.layers().iter().map(std::ops::Range::len).sum::<usize>();
+    // Of the layers those that leave, wait and are being reversed; of the weights the next one and the current.
+    let on_the_way = |layers: usize| product(&[world, bytes(ends.saturating_add(layers * layer))]);
+    let weights = match changed {
+        None if zero >= 3 => all.saturating_add(on_the_way(2)),
+        _ => product(&[world, all]),
+    };
+    let sums = changed.map_or(all, |changed| product(&[F32, changed]));
+    let full = if zero >= 2 { on_the_way(3) } else { product(&[world, all]) };
+    (weights, sums.saturating_add(full))
 }
 
 /// Bytes that follow from the shape of a model.
@@ -301,6 +338,30 @@ mod tests {
         let changed = 2 * (2 * (8 + 8) + 2 * (16 + 8));
         assert_eq!(bytes(&recipe, "optimizer"), 8 * changed);
         assert_eq!(bytes(&recipe, "adapter"), 4 * (2 * changed + 2 * (8 * 8 + 8 * 16)));
+    }
+
+    #[test]
+    fn every_stage_shares_one_thing_more() {
+        let mut config = config();
+        config.num_layers = 8;
+        let mut recipe = recipe();
+        recipe.trainer.world = 4;
+        let bytes = |recipe: &Recipe, name: &str| {
+            Memory::of(recipe, &config, 0).parts.iter().find(|part| part.name == name).unwrap().bytes
+        };
+        let layout = Layout::new(&config);
+        let weights = 4 * layout.len() as u64;
+        let (layer, ends) = (4 * layout.layers()[0].len() as u64, 4 * (10 * 8 + 8));
+        assert_eq!((bytes(&recipe, "policy"), bytes(&recipe, "gradients")), (4 * weights, 5 * weights));
+        recipe.trainer.zero = 2;
+        let in_flight = 4 * (ends + 3 * layer);
+        assert_eq!(
+            (bytes(&recipe, "policy"), bytes(&recipe, "gradients")),
+            (4 * weights, weights + in_flight)
+        );
+        recipe.trainer.zero = 3;
+        assert_eq!(bytes(&recipe, "policy"), weights + 4 * (ends + 2 * layer));
+        assert_eq!(bytes(&recipe, "optimizer"), 2 * weights, "it is shared in every stage");
     }
 
     #[test]

@@ -322,6 +322,14 @@ fn check_tokens(raw: &RawRecipe, max_prompt_length: usize, checker: &mut Checker
 }
 
 fn check_batch(raw: &RawRecipe, checker: &mut Checker<'_>) {
+    if !(1..=3).contains(&raw.trainer.zero) {
+        let message = format!("`trainer.zero` is {}, but the stages are 1, 2 and 3", raw.trainer.zero);
+        checker.report(
+            "trainer.zero",
+            message,
+            "1 shares the optimizer's state, 2 gradients too, 3 weights too",
+        );
+    }
     let groups = raw.buffer.batch_groups;
     for (path, parts) in
         [("trainer.minibatches", raw.trainer.minibatches), ("trainer.world", raw.trainer.world)]

@@ -426,6 +426,10 @@ pub struct Trainer {
     pub recompute: Recompute,
     /// Trainer workers that share a step.
     pub world: usize,
+    /// What trainer workers share beside the work: 1 the state of the optimizer, 2 gradients too, 3 weights too. The same
+    /// step with less memory for each, for more communication; with LoRA each has all weights in any case. DeepSpeed
+    /// `zero_optimization.stage`.
+    pub zero: usize,
 }
 
 impl Default for Trainer {
@@ -449,6 +453,7 @@ impl Default for Trainer {
             microbatch_tokens: 4096,
             recompute: Recompute::None,
             world: 1,
+            zero: 1,
         }
     }
 }

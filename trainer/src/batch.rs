@@ -5,13 +5,14 @@
 
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
 use trajectory::{Component, Group, PolicyVersion, Sample, Trajectory};
 
 use crate::algorithm::Algorithm;
 use crate::credit::{GroupOutcome, Outcome};
 
 /// How a batch is cut up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Split {
     /// Parts of whole groups, each with an optimizer step of its own; at least 1.
     pub minibatches: usize,

@@ -17,9 +17,10 @@
 //! Invariant: a checkpoint appears whole or not at all, so whatever has a name can be resumed from. Random streams are
 //! counted from seed and group, and groups come from the buffer's journal, so neither has a state to save.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
-use model::{ModelDirectory, Parameters, Team, atomic};
+use model::{ModelDirectory, ParameterSpec, Parameters, Team, atomic};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
@@ -129,17 +130,20 @@ pub fn save(
         return Ok(target);
     }
     if let Some(adapter) = learner.adapter() {
-        save_base(checkpoints, directory, || adapter.base_parameters(learner.parameters()))?;
+        let parameters = learner.parameters()?;
+        save_base(checkpoints, directory, || adapter.base_parameters(&parameters))?;
     }
+    let own = Written::of(learner)?;
+    let of_critic = critic.map(|network| Written::of(&network.learner)).transpose()?;
     atomic::directory(&target, |dir| {
-        write_network(dir, directory, learner)?;
+        own.write(dir, directory)?;
         if let Some(adapter) = learner.adapter() {
             lora_files::write(&adapter_path(dir), adapter, &base_path(checkpoints))?;
         }
-        if let Some(Network { learner, directory }) = critic {
+        if let (Some(Network { directory, .. }), Some(written)) = (critic, &of_critic) {
             let dir = critic_path(dir);
             std::fs::create_dir(&dir).map_err(write_error(dir.clone()))?;
-            write_network(&dir, directory, learner)?;
+            written.write(&dir, directory)?;
         }
         let numbers = dir.join("trainer.json");
         let json = serde_json::to_vec_pretty(state).unwrap_or_default();
@@ -154,12 +158,25 @@ pub fn save(
     Ok(target)
 }
 
-/// Writes the weights of a network and the state of its optimizer.
-fn write_network(dir: &Path, directory: &ModelDirectory, learner: &Learner) -> Result<(), model::ModelError> {
-    directory.export(&dir.join("model"), learner.parameters())?;
-    let optimizer = dir.join("optimizer.safetensors");
-    moment_files::write(&optimizer, learner.trained(), learner.optimizer())
-        .map_err(write_error(optimizer.clone()))
+/// What is written of a learner, collected from its ranks.
+struct Written<'a> {
+    parameters: Cow<'a, Parameters>,
+    optimizer: Cow<'a, Optimizer>,
+    trained: &'a [ParameterSpec],
+}
+
+impl<'a> Written<'a> {
+    fn of(learner: &'a Learner) -> Result<Self, TrainerError> {
+        let (parameters, optimizer) = (learner.parameters()?, learner.optimizer()?);
+        Ok(Self { parameters, optimizer, trained: learner.trained() })
+    }
+
+    /// Writes the weights of the network and the state of its optimizer.
+    fn write(&self, dir: &Path, directory: &ModelDirectory) -> Result<(), model::ModelError> {
+        directory.export(&dir.join("model"), &self.parameters)?;
+        let optimizer = dir.join("optimizer.safetensors");
+        moment_files::write(&optimizer, self.trained, &self.optimizer).map_err(write_error(optimizer.clone()))
+    }
 }
 
 fn write_error(path: PathBuf) -> impl FnOnce(std::io::Error) -> model::ModelError {

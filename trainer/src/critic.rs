@@ -21,7 +21,7 @@ pub enum CriticKind {
 }
 
 /// How the critic learns.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CriticConfig {
     /// Where values come from.
     pub kind: CriticKind,

@@ -45,6 +45,37 @@ pub enum TrainerError {
     /// The weights could not be published, or a sampler serves others than it says.
     #[error(transparent)]
     Weights(#[from] weights::WeightsError),
+    /// One of several ranks failed.
+    #[error("rank {rank} of {world} failed: {source}")]
+    Rank {
+        /// Which, from 0.
+        rank: usize,
+        /// How many there are.
+        world: usize,
+        /// Why.
+        source: Box<TrainerError>,
+    },
+    /// A rank met a bug.
+    #[error("it panicked: {message}; report this")]
+    Panicked {
+        /// What the panic said.
+        message: String,
+    },
+    /// A rank failed in an earlier call.
+    #[error("the ranks have ended after an earlier error; resume the run from its last checkpoint")]
+    RanksEnded,
+    /// Processes of one trainer do not understand each other.
+    #[error("a message between the ranks of the trainer: {reason}; all ranks need the same rlrun")]
+    Message {
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A thread could not be started.
+    #[error("cannot start a thread of the trainer: {source}; see how many threads the system allows")]
+    Thread {
+        /// What the system said.
+        source: std::io::Error,
+    },
     /// The ranks could not do something together.
     #[error(transparent)]
     Collective(#[from] crate::collective::CollectiveError),

@@ -2,26 +2,33 @@
 //! weights are frozen, and what is clipped and updated is the adapter.
 //!
 //! Invariant: a step is a function of the rows, the weights and the optimizer state, whatever the number of threads of
-//! its [`Team`]. Ranks (threads with gradients of their own) add theirs in order of rank, so a step repeats bit for bit,
-//! and world sizes differ by rounding only.
+//! its [`Team`]. Ranks add their gradients in order of rank, so a step repeats bit for bit, and world sizes differ by
+//! rounding only.
 
+use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use model::{
-    Config, Decoder, Gradients, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute,
+    Config, Decoder, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute,
     ResidentParameters, Team,
 };
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use trajectory::Sample;
 
 use crate::TrainerError;
+use crate::collective::{self, Collective};
+use crate::lead::{Command, Remote, decode, encode};
 use crate::lora::Adapter;
-use crate::norm::{clip, norm};
 use crate::optimizer::{Optimizer, OptimizerConfig};
-use crate::packing::{Packed, pack};
 use crate::plan::{MicroBatch, plan};
+use crate::rank::{Rank, Scored, Seed, Task};
+use crate::ranks::on_each;
 
 /// How the learner computes.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LearnerConfig {
     /// Hyperparameters of the optimizer.
     pub optimizer: OptimizerConfig,
@@ -31,8 +38,12 @@ pub struct LearnerConfig {
     pub microbatch_tokens: usize,
     /// What the backward computes again instead of keeping it.
     pub recompute: Recompute,
-    /// Ranks that share a step: threads with gradients of their own.
+    /// Ranks that share a step.
     pub world: usize,
+    /// What they share beside the work (ZeRO stages): 1 the optimizer's state, 2 gradients too, 3 weights too.
+    pub zero: usize,
+    /// Longest wait of one rank for another.
+    pub wait: Duration,
 }
 
 /// One policy in training.
@@ -40,14 +51,19 @@ pub struct LearnerConfig {
 pub struct Learner {
     config: LearnerConfig,
     model: Config,
-    /// Nobody else holds them between two calls.
-    parameters: Arc<Parameters>,
-    optimizer: Optimizer,
-    /// What is trained in place of the weights, if anything.
-    adapter: Option<Adapter>,
-    /// Of every rank, kept from step to step because zeroing is cheaper than allocating.
-    gradients: Vec<Gradients>,
+    /// Those of this process: all of them, or one.
+    ranks: Vec<Rank>,
     team: Arc<Team>,
+    /// Where every rank is a process.
+    spread: Option<Spread>,
+}
+
+/// The other processes of a learner.
+#[derive(Debug)]
+struct Spread {
+    collective: Arc<dyn Collective>,
+    /// Of the leader.
+    remote: Option<Remote>,
 }
 
 /// A model that is not trained: a reference policy or a teacher.
@@ -62,7 +78,7 @@ pub struct Frozen {
 /// A loss over the predictions of one row.
 pub trait RowLoss: Sync {
     /// What it reports of the tokens of a rank; merged in order of rank.
-    type Report: Default + Send;
+    type Report: Default + Send + Serialize + DeserializeOwned;
 
     /// Derivatives of the loss by each of `predictions`, which belong to the trained tokens of row `index`.
     fn row(
@@ -73,8 +89,20 @@ pub trait RowLoss: Sync {
     ) -> Vec<PredictionGradient>;
 }
 
+impl LearnerConfig {
+    /// Whether a rank keeps its own shards of the gradients only.
+    pub(crate) fn shares_gradients(&self) -> bool {
+        self.zero >= 2
+    }
+
+    /// Whether a rank keeps its own shards of the weights only.
+    pub(crate) fn shares_weights(&self) -> bool {
+        self.zero >= 3
+    }
+}
+
 impl Learner {
-    /// Trains all of `parameters`; `optimizer` is `None` for a fresh one.
+    /// Trains all of `parameters`; `optimizer` is `None` for a fresh one. With several ranks these are threads.
     #[must_use]
     pub fn new(
         config: LearnerConfig,
@@ -82,9 +110,8 @@ impl Learner {
         parameters: Parameters,
         optimizer: Option<Optimizer>,
     ) -> Self {
-        let specs = parameters.layout().specs();
-        let optimizer = optimizer.unwrap_or_else(|| Optimizer::new(config.optimizer, specs));
-        Self::with(config, model, parameters, None, optimizer)
+        let parameters = Arc::new(parameters);
+        Self::with(Seed { config, model, parameters, adapter: None, optimizer })
     }
 
     /// Trains `adapter` alone; the weights are those it was made for, changed by it. `optimizer` is `None` for a fresh
@@ -97,23 +124,30 @@ impl Learner {
         adapter: Adapter,
         optimizer: Option<Optimizer>,
     ) -> Self {
-        let optimizer = optimizer.unwrap_or_else(|| Optimizer::new(config.optimizer, adapter.specs()));
         adapter.merge(parameters.values_mut(), &Team::alone());
-        Self::with(config, model, parameters, Some(adapter), optimizer)
+        let parameters = Arc::new(parameters);
+        Self::with(Seed { config, model, parameters, adapter: Some(adapter), optimizer })
     }
 
-    fn with(
-        config: LearnerConfig,
-        model: Config,
-        parameters: Parameters,
-        adapter: Option<Adapter>,
-        optimizer: Optimizer,
-    ) -> Self {
-        let (parameters, team) = (Arc::new(parameters), Arc::new(Team::alone()));
-        Self { config, model, parameters, optimizer, adapter, gradients: Vec::new(), team }
+    fn with(seed: Seed) -> Self {
+        let (config, model, team) = (seed.config, seed.model.clone(), Arc::new(Team::alone()));
+        let ranks = if config.world > 1 {
+            let group = collective::threads::group(config.world, config.wait);
+            group.into_iter().map(|rank| seed.member(Arc::new(rank))).collect()
+        } else {
+            vec![seed.alone()]
+        };
+        Self { config, model, ranks, team, spread: None }
     }
 
-    /// The same, computing on the cores of `team`.
+    /// One of several processes, of which the leader has the others told what to do.
+    pub(crate) fn spread(rank: Rank, collective: Arc<dyn Collective>, remote: Option<Remote>) -> Self {
+        let (config, model) = (*rank.config(), rank.model().clone());
+        let spread = Some(Spread { collective, remote });
+        Self { config, model, ranks: vec![rank], team: Arc::new(Team::alone()), spread }
+    }
+
+    /// The same, computing on the cores of `team`; ranks that are threads have a core each.
     #[must_use]
     pub fn on(self, team: Arc<Team>) -> Self {
         Self { team, ..self }
@@ -125,28 +159,128 @@ impl Learner {
         &self.team
     }
 
-    /// The weights.
-    #[must_use]
-    pub fn parameters(&self) -> &Parameters {
-        &self.parameters
+    /// The weights: those of the first rank, or collected from all if each has its own only.
+    ///
+    /// # Errors
+    /// If a rank has failed.
+    pub fn parameters(&self) -> Result<Cow<'_, Parameters>, TrainerError> {
+        if let Some(whole) = self.first().whole() {
+            return Ok(Cow::Borrowed(whole));
+        }
+        let mut parameters = Parameters::zeros(Arc::clone(self.first().layout()));
+        self.write(parameters.values_mut())?;
+        Ok(Cow::Owned(parameters))
     }
 
-    /// The optimizer with its state.
+    /// All weights, if a rank of this process has them.
     #[must_use]
-    pub fn optimizer(&self) -> &Optimizer {
-        &self.optimizer
+    pub fn whole(&self) -> Option<&Parameters> {
+        self.first().whole().map(|parameters| &**parameters)
+    }
+
+    /// A copy of the weights that can be shared, made by their owners without another one in between.
+    ///
+    /// # Errors
+    /// If a rank has failed.
+    pub fn snapshot(&self) -> Result<Arc<[f32]>, TrainerError> {
+        if let Some(whole) = self.whole() {
+            return Ok(Arc::from(whole.values()));
+        }
+        let mut values: Arc<[f32]> = std::iter::repeat_n(0.0, self.first().layout().len()).collect();
+        if let Some(values) = Arc::get_mut(&mut values) {
+            self.write(values)?;
+        }
+        Ok(values)
+    }
+
+    /// Writes the weights to `values`, which has room for them: every rank what it owns.
+    ///
+    /// # Errors
+    /// If a rank has failed.
+    ///
+    /// # Panics
+    /// If `values` has another length.
+    pub fn write(&self, values: &mut [f32]) -> Result<(), TrainerError> {
+        if let Some(whole) = self.first().whole() {
+            values.copy_from_slice(whole.values());
+            return Ok(());
+        }
+        if self.tell(|network| Command::GatherWeights { network })? {
+            return self.first().gather_weights(Some(values));
+        }
+        for (range, own) in self.owned() {
+            values[range].copy_from_slice(own);
+        }
+        Ok(())
+    }
+
+    /// A follower's part of what the leader's [`Self::write`] does.
+    pub(crate) fn give_weights(&self) -> Result<(), TrainerError> {
+        self.first().gather_weights(None)
+    }
+
+    /// A follower's part of what the leader's [`Self::optimizer`] does.
+    pub(crate) fn give_optimizer(&self) -> Result<(), TrainerError> {
+        self.first().gather_optimizer().map(drop)
+    }
+
+    /// Whether its ranks are processes.
+    pub(crate) fn is_spread(&self) -> bool {
+        self.spread.is_some()
+    }
+
+    /// What tells the other processes, if this one leads any.
+    pub(crate) fn remote(&self) -> Option<&Remote> {
+        self.spread.as_ref().and_then(|spread| spread.remote.as_ref())
+    }
+
+    /// Tells the other processes to do what this one does next, if it leads any. Whether it does.
+    pub(crate) fn tell<'a>(&self, command: impl FnOnce(u32) -> Command<'a>) -> Result<bool, TrainerError> {
+        let Some(remote) = self.remote() else { return Ok(false) };
+        remote.tell(&command(remote.network))?;
+        Ok(true)
+    }
+
+    /// The weights that the ranks of this process own: where they lie in the flat parameters, and what they are. Owners
+    /// of all processes together own every value once.
+    #[must_use]
+    pub fn owned(&self) -> Vec<(Range<usize>, &[f32])> {
+        self.ranks.iter().flat_map(Rank::owned).collect()
+    }
+
+    /// Updates that the optimizer has done.
+    #[must_use]
+    pub fn updates(&self) -> u64 {
+        self.first().optimizer().updates()
+    }
+
+    /// The optimizer with its state: that of the only rank, or put together from the shards of all.
+    ///
+    /// # Errors
+    /// If a rank has failed.
+    pub fn optimizer(&self) -> Result<Cow<'_, Optimizer>, TrainerError> {
+        if self.first().fragments().is_none() {
+            return Ok(Cow::Borrowed(self.first().optimizer()));
+        }
+        if self.tell(|network| Command::GatherOptimizer { network })? {
+            return Ok(Cow::Owned(self.first().gather_optimizer()?));
+        }
+        let states =
+            self.ranks.iter().filter_map(|rank| Some((rank.fragments()?, rank.optimizer().states())));
+        let joined = Optimizer::join(self.config.optimizer, self.updates(), self.trained(), states);
+        Ok(Cow::Owned(joined))
     }
 
     /// What is trained in place of the weights, if anything.
     #[must_use]
     pub fn adapter(&self) -> Option<&Adapter> {
-        self.adapter.as_ref()
+        self.first().adapter()
     }
 
     /// The tensors that the optimizer moves, in the order of its states.
     #[must_use]
     pub fn trained(&self) -> &[ParameterSpec] {
-        self.adapter.as_ref().map_or(self.parameters.layout().specs(), Adapter::specs)
+        self.first().trained()
     }
 
     /// The model that is trained.
@@ -156,17 +290,19 @@ impl Learner {
     }
 
     /// Gives up the weights.
-    #[must_use]
-    pub fn into_parameters(self) -> Parameters {
-        Arc::unwrap_or_clone(self.parameters)
+    ///
+    /// # Errors
+    /// If a rank has failed.
+    pub fn into_parameters(self) -> Result<Parameters, TrainerError> {
+        Ok(self.parameters()?.into_owned())
     }
 
     /// Predictions of the trained tokens of each row under the current weights.
     ///
     /// # Errors
-    /// If a token lies beyond the vocabulary.
+    /// If a token lies beyond the vocabulary, or a rank fails.
     pub fn score(&self, rows: &[&Sample]) -> Result<Vec<Vec<Prediction>>, TrainerError> {
-        self.score_with(&self.decoder(), &self.team, rows)
+        self.scored(rows, |rank, task| rank.score(task, &self.rank_team(&self.team)))
     }
 
     /// The same under a model that is not trained, where that is placed.
@@ -180,34 +316,23 @@ impl Learner {
     ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
         let parameters = frozen.weights.get()?;
         let decoder = Decoder::trainable(frozen.weights.config(), &parameters, self.config.recompute);
-        self.score_with(&decoder, frozen.team.as_ref().unwrap_or(&self.team), rows)
+        let team = self.rank_team(frozen.team.as_ref().unwrap_or(&self.team));
+        self.scored(rows, |rank, task| rank.score_under(decoder.clone(), task, &team))
     }
 
-    fn score_with(
+    fn scored(
         &self,
-        decoder: &Decoder,
-        team: &Arc<Team>,
         rows: &[&Sample],
+        score: impl Fn(&Rank, Task<'_>) -> Result<Scored, TrainerError> + Sync,
     ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
-        let work = |batch: &MicroBatch, team: &Team| -> Result<Vec<(usize, Vec<Prediction>)>, TrainerError> {
-            let packed = pack(batch.rows.iter().map(|row| rows[*row]));
-            let all = decoder.score(&packed.pack, &packed.positions, &packed.targets, team)?;
-            let mut out = Vec::with_capacity(batch.rows.len());
-            let mut from = 0;
-            for (row, trained) in batch.rows.iter().zip(&packed.trained) {
-                out.push((*row, all[from..from + trained].to_vec()));
-                from += trained;
-            }
-            Ok(out)
-        };
+        let plan = self.plan(rows);
+        let task = Task { rows, plan: &plan };
         let mut scored = vec![Vec::new(); rows.len()];
-        let shares = self.shares(rows);
-        let ranks = std::iter::repeat_n((), shares.len());
-        let work = |(), mine: &[MicroBatch], team: &Team| {
-            mine.iter().map(|batch| work(batch, team)).collect::<Result<Vec<_>, _>>()
-        };
-        for rank in on_ranks(&shares, team, ranks, work)? {
-            rank.into_iter().flatten().for_each(|(row, predictions)| scored[row] = predictions);
+        for rank in on_each(self.ranks.iter().collect(), |rank| score(rank, task))? {
+            rank.into_iter().for_each(|(row, predictions)| scored[row] = predictions);
+        }
+        if let Some(Spread { collective, .. }) = &self.spread {
+            exchange_predictions(&**collective, task, &mut scored)?;
         }
         Ok(scored)
     }
@@ -216,118 +341,72 @@ impl Learner {
     /// rank reports.
     ///
     /// # Errors
-    /// If a token lies beyond the vocabulary or the gradient is not finite; the weights are then as before.
+    /// If a token lies beyond the vocabulary or the gradient is not finite; the weights are then as before. If one of
+    /// several ranks fails, after which nothing more can be done with any.
     pub fn step<L: RowLoss>(
         &mut self,
         rows: &[&Sample],
         loss: &L,
         learning_rate: f32,
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
-        let mut gradients = std::mem::take(&mut self.gradients);
-        let done = self.step_with(&mut gradients, rows, loss, learning_rate);
-        self.gradients = gradients;
-        done
-    }
-
-    fn step_with<L: RowLoss>(
-        &mut self,
-        gradients: &mut Vec<Gradients>,
-        rows: &[&Sample],
-        loss: &L,
-        learning_rate: f32,
-    ) -> Result<(f32, Vec<L::Report>), TrainerError> {
-        let shares = self.shares(rows);
-        gradients
-            .resize_with(shares.len().max(gradients.len()), || Gradients::zeros(self.parameters.layout()));
-        let work = |gradients: &mut Gradients, mine: &[MicroBatch], team: &Team| {
-            self.accumulate(rows, mine, loss, gradients, team)
-        };
-        let reports = on_ranks(&shares, &self.team, gradients.iter_mut(), work)?;
-        let Some((total, others)) = gradients[..shares.len()].split_first_mut() else {
-            return Ok((0.0, reports));
-        };
-        others.iter().for_each(|other| total.add(other, &self.team));
-        let adapted = self.adapter.as_ref().map(|adapter| adapter.gradients(total.values(), &self.team));
-        let gradients = adapted.as_deref().unwrap_or(total.values());
-        let norm = norm(gradients, &self.team);
-        if !norm.is_finite() {
-            return Err(TrainerError::GradientNotFinite {
-                update: self.optimizer.updates(),
-                rows: rows.len(),
-            });
+        let plan = self.plan(rows);
+        if rows.is_empty() {
+            return Ok((0.0, Vec::new()));
         }
-        let update = (gradients, clip(norm, self.config.max_grad_norm));
-        let Some(parameters) = Arc::get_mut(&mut self.parameters) else {
-            unreachable!("the decoders of this step are gone, and nobody else is given the parameters")
-        };
-        let team = &self.team;
-        if let Some(adapter) = &mut self.adapter {
-            adapter.update(&mut self.optimizer, update, learning_rate, team);
-            adapter.merge(parameters.values_mut(), team);
-        } else {
-            let layout = Arc::clone(parameters.layout());
-            self.optimizer.update(layout.specs(), parameters.values_mut(), update, learning_rate, team);
+        let (task, team) = (Task { rows, plan: &plan }, self.rank_team(&self.team));
+        let work = |rank: &mut &mut Rank| rank.step(task, loss, learning_rate, &team);
+        let done = on_each(self.ranks.iter_mut().collect(), work)?;
+        let norm = done.first().map_or(0.0, |(norm, _)| *norm);
+        let mut reports: Vec<L::Report> = done.into_iter().map(|(_, report)| report).collect();
+        if let (Some(Spread { collective, .. }), Some(own)) = (&self.spread, reports.first()) {
+            let all = collective.all_gather_bytes(encode(own)?)?;
+            reports = all.iter().map(|report| decode(report)).collect::<Result<_, _>>()?;
         }
         Ok((norm, reports))
     }
 
-    /// Adds up the gradients of the rows of `mine`, from zero.
-    fn accumulate<L: RowLoss>(
-        &self,
-        rows: &[&Sample],
-        mine: &[MicroBatch],
-        loss: &L,
-        gradients: &mut Gradients,
-        team: &Team,
-    ) -> Result<L::Report, TrainerError> {
-        gradients.clear(team);
-        let decoder = self.decoder();
-        let mut report = L::Report::default();
-        for batch in mine {
-            let Packed { pack, positions, targets, trained } = pack(batch.rows.iter().map(|row| rows[*row]));
-            let (predictions, trace) = decoder.forward(&pack, &positions, &targets, team)?;
-            let mut slopes = Vec::with_capacity(predictions.len());
-            for (row, trained) in batch.rows.iter().zip(&trained) {
-                let from = slopes.len();
-                slopes.extend(loss.row(*row, &predictions[from..from + trained], &mut report));
-            }
-            decoder.backward(&pack, trace, &targets, &slopes, gradients, team)?;
+    /// The micro-batches of every rank.
+    fn plan(&self, rows: &[&Sample]) -> Vec<Vec<MicroBatch>> {
+        plan(rows, &self.model, self.config.microbatch_tokens, self.config.world)
+    }
+
+    /// The cores of a rank, of those of `team`.
+    fn rank_team(&self, team: &Arc<Team>) -> Arc<Team> {
+        if self.ranks.len() > 1 { Arc::new(Team::alone()) } else { Arc::clone(team) }
+    }
+
+    fn first(&self) -> &Rank {
+        match self.ranks.first() {
+            Some(first) => first,
+            None => unreachable!("a learner has at least one rank"),
         }
-        Ok(report)
-    }
-
-    /// The network with the current weights.
-    fn decoder(&self) -> Decoder {
-        Decoder::trainable(&self.model, &self.parameters, self.config.recompute)
-    }
-
-    /// The micro-batches of every rank that has some.
-    fn shares(&self, rows: &[&Sample]) -> Vec<Vec<MicroBatch>> {
-        let mut shares = plan(rows, &self.model, self.config.microbatch_tokens, self.config.world);
-        shares.retain(|mine| !mine.is_empty());
-        shares
     }
 }
 
-/// Runs `work` on every rank's share of the micro-batches, with what belongs to the rank; results in order of rank.
-/// One rank has the whole team, several have a thread each.
-fn on_ranks<S: Send, R: Send>(
-    shares: &[Vec<MicroBatch>],
-    team: &Team,
-    states: impl Iterator<Item = S>,
-    work: impl Fn(S, &[MicroBatch], &Team) -> Result<R, TrainerError> + Sync,
-) -> Result<Vec<R>, TrainerError> {
-    let ranks = shares.iter().zip(states);
-    if shares.len() == 1 {
-        return ranks.map(|(mine, state)| work(state, mine, team)).collect();
+/// Gets the predictions of the other processes into `scored`, and gives them those of this one.
+fn exchange_predictions(
+    collective: &dyn Collective,
+    task: Task<'_>,
+    scored: &mut [Vec<Prediction>],
+) -> Result<(), TrainerError> {
+    const BYTES: usize = 12;
+    let rows_of = |rank: usize| task.plan[rank].iter().flat_map(|batch| &batch.rows).copied();
+    let numbers = |p: &Prediction| [p.logprob, p.entropy, p.value].map(f32::to_le_bytes).concat();
+    let own = rows_of(collective.rank()).flat_map(|row| scored[row].iter().flat_map(numbers)).collect();
+    for (rank, bytes) in collective.all_gather_bytes(own)?.iter().enumerate() {
+        let expected = rows_of(rank).map(|row| task.rows[row].trained_tokens()).sum::<usize>();
+        if bytes.len() != BYTES * expected {
+            let reason = format!("rank {rank} sent {} bytes for {expected} predictions", bytes.len());
+            return Err(TrainerError::Message { reason });
+        }
+        let (numbers, _) = bytes.as_chunks::<4>();
+        let (triples, _) = numbers.as_chunks::<3>();
+        let mut predictions = triples.iter().map(|triple| triple.map(f32::from_le_bytes));
+        for row in rows_of(rank).filter(|_| rank != collective.rank()) {
+            let next = predictions.by_ref().take(task.rows[row].trained_tokens());
+            scored[row] =
+                next.map(|[logprob, entropy, value]| Prediction { logprob, entropy, value }).collect();
+        }
     }
-    let work = &work;
-    std::thread::scope(|scope| {
-        let ranks: Vec<_> =
-            ranks.map(|(mine, state)| scope.spawn(move || work(state, mine, &Team::alone()))).collect();
-        ranks
-            .into_iter()
-            .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
-    })
+    Ok(())
 }

@@ -11,7 +11,7 @@
 //! - [`optimizer`]: AdamW with its [`moments`], Muon, Dion; [`schedule`]
 //! - [`lora`]: training a low-rank change of some weights, with its files
 //! - [`checkpoint`]
-//! - [`collective`]: what ranks say to each other
+//! - [`collective`]: what ranks say to each other; [`lead`] and [`mod@follow`]: ranks that are processes
 //!
 //! # Invariants
 //! - A step is a function of its batch and of the state before it: the same groups in the same order give the same
@@ -26,6 +26,9 @@ pub mod collective;
 pub mod credit;
 pub mod critic;
 mod error;
+mod exchange;
+pub mod follow;
+pub mod lead;
 pub mod learner;
 pub mod lora;
 mod lora_files;
@@ -36,17 +39,24 @@ mod norm;
 pub mod objective;
 pub mod optimizer;
 pub mod packing;
+mod pass;
 pub mod plan;
+mod rank;
+mod ranks;
 pub mod report;
 pub mod schedule;
+mod shards;
 pub mod supervised;
 pub mod terms;
+
 pub mod trainer;
 pub mod update;
 
 pub use checkpoint::{Checkpoint, TrainerState};
 pub use collective::{Collective, CollectiveError};
 pub use error::TrainerError;
+pub use follow::follow;
+pub use lead::Leader;
 pub use learner::{Frozen, Learner, LearnerConfig};
 pub use report::StepReport;
 pub use trainer::{Companions, Trainer, TrainerConfig};

@@ -46,7 +46,7 @@ pub enum TargetModule {
 }
 
 /// What is trained.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LoraConfig {
     /// Rank of the change, at least 1.
     pub rank: usize,
@@ -231,11 +231,21 @@ impl Adapter {
     /// If they are of another model.
     #[must_use]
     pub fn gradients(&self, of_parameters: &[f32], team: &Team) -> Vec<f32> {
+        self.gradients_within(&(0..of_parameters.len()), of_parameters, team)
+    }
+
+    /// The same of those weights that lie at `place` in the flat parameters, of which `of_parameters` are the gradients.
+    pub(crate) fn gradients_within(
+        &self,
+        place: &Range<usize>,
+        of_parameters: &[f32],
+        team: &Team,
+    ) -> Vec<f32> {
         let scale = self.config.scale();
-        let mut gradients = vec![0.0; self.values.len()];
-        let mut parts = Vec::with_capacity(self.pairs.len());
+        let mut gradients = vec![0.0; self.within(place).len()];
+        let mut parts = Vec::new();
         let mut rest = &mut gradients[..];
-        for pair in &self.pairs {
+        for pair in self.pairs.iter().filter(|pair| place.contains(&pair.weight.start)) {
             let (da, after) = rest.split_at_mut(pair.a.len());
             let (db, after) = after.split_at_mut(pair.b.len());
             parts.push((pair, da, db));
@@ -243,12 +253,26 @@ impl Adapter {
         }
         team.map(parts, |(pair, da, db)| {
             let (a, b) = self.matrices(pair);
-            let dw = Matrix::new(&of_parameters[pair.weight.clone()], pair.columns);
+            let weight = pair.weight.start - place.start..pair.weight.end - place.start;
+            let dw = Matrix::new(&of_parameters[weight], pair.columns);
             multiply(b.transposed(), dw, da);
             multiply(dw, a.transposed(), db);
             da.iter_mut().chain(db).for_each(|g| *g *= scale);
         });
         gradients
+    }
+
+    /// Where the matrices of the weights that lie at `place` in the flat parameters are among [`Self::values`].
+    pub(crate) fn within(&self, place: &Range<usize>) -> Range<usize> {
+        let mut before = self.pairs.iter().filter(|pair| pair.weight.start < place.start);
+        let start = before.next_back().map_or(0, |pair| pair.b.end);
+        let mut inside = self.pairs.iter().filter(|pair| place.contains(&pair.weight.start));
+        start..inside.next_back().map_or(start, |pair| pair.b.end)
+    }
+
+    /// The matrices with their values, to change.
+    pub(crate) fn parts_mut(&mut self) -> (&[ParameterSpec], &mut [f32]) {
+        (&self.specs, &mut self.values)
     }
 
     /// One update for `scale * gradients`, in the order of [`Self::specs`].
@@ -279,17 +303,43 @@ impl Adapter {
     }
 
     fn zeros(config: LoraConfig, base: &Parameters) -> Self {
-        let tensors = base.layout().specs();
-        let (specs, len) = config.shapes(tensors);
-        let (mut pairs, mut frozen) = (Vec::new(), Vec::with_capacity(len));
-        for ((weight, rows, columns), matrices) in config.targets(tensors).zip(specs.chunks_exact(2)) {
-            let (weight, from) = (weight.range(), frozen.len());
-            frozen.extend_from_slice(&base.values()[weight.clone()]);
-            let (a, b) = (matrices[0].range(), matrices[1].range());
-            pairs.push(Pair { weight, base: from..frozen.len(), a, b, rows, columns });
+        let mut adapter = Self::skeleton(config, base.layout().specs());
+        for pair in &adapter.pairs {
+            adapter.base.extend_from_slice(&base.values()[pair.weight.clone()]);
         }
-        let values = vec![0.0; specs.last().map_or(0, |last| last.range().end)];
-        Self { config, pairs, specs, values, base: frozen }
+        adapter.values = vec![0.0; adapter.lengths().0];
+        adapter
+    }
+
+    /// An adapter of a model of the tensors `tensors`, without any values.
+    pub(crate) fn skeleton(config: LoraConfig, tensors: &[ParameterSpec]) -> Self {
+        let (specs, _) = config.shapes(tensors);
+        let (mut pairs, mut frozen) = (Vec::new(), 0);
+        for ((weight, rows, columns), matrices) in config.targets(tensors).zip(specs.chunks_exact(2)) {
+            let weight = weight.range();
+            let base = frozen..frozen + weight.len();
+            frozen = base.end;
+            let (a, b) = (matrices[0].range(), matrices[1].range());
+            pairs.push(Pair { weight, base, a, b, rows, columns });
+        }
+        Self { config, pairs, specs, values: Vec::new(), base: Vec::new() }
+    }
+
+    /// How many values it has, and how many frozen weights.
+    pub(crate) fn lengths(&self) -> (usize, usize) {
+        let values = self.specs.last().map_or(0, |last| last.range().end);
+        (values, self.pairs.last().map_or(0, |last| last.base.end))
+    }
+
+    /// Gives a skeleton its values and its frozen weights.
+    pub(crate) fn fill(&mut self, values: Vec<f32>, base: Vec<f32>) {
+        debug_assert_eq!(self.lengths(), (values.len(), base.len()), "they are of another adapter");
+        (self.values, self.base) = (values, base);
+    }
+
+    /// The frozen weights of every pair, one after the other.
+    pub(crate) fn base(&self) -> &[f32] {
+        &self.base
     }
 
     /// `A [rank, columns]` and `B [rows, rank]`.

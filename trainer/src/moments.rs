@@ -10,6 +10,10 @@
 //! Invariant: the new bits of a value depend on the update and on the values of its block, so pieces that are cut
 //! between blocks can be updated in any order by whoever owns them.
 
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
 /// Values that share a scale; that of bitsandbytes and torchao.
 pub const BLOCK: usize = 256;
 /// Values of a piece, a multiple of [`BLOCK`]: 1 MiB or less of everything that an update touches.
@@ -28,8 +32,8 @@ const UNSIGNED: u32 = 255;
 /// A block with nothing above it is stored as zeros, since its scale could not be inverted.
 const SMALLEST: f32 = f32::MIN_POSITIVE * 65536.0;
 
-/// Both moments of one tensor.
-#[derive(Clone, Debug, PartialEq)]
+/// Both moments of one tensor, or of a fragment of one.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Moments {
     /// As they are, `[n]` each.
     Full {
@@ -48,7 +52,7 @@ pub enum Moments {
 }
 
 /// One moment of a tensor in 8 bits.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Coded {
     /// `[n]`
     pub codes: Vec<u8>,
@@ -120,9 +124,38 @@ impl Moments {
         }
     }
 
-    /// Cuts the update of a tensor into pieces, at the same places on every machine.
+    /// What belongs to the values `within`, which begin with a block.
+    pub(crate) fn cut(&self, within: &Range<usize>) -> Self {
+        match self {
+            Self::Full { first, second } => {
+                Self::Full { first: first[within.clone()].to_vec(), second: second[within.clone()].to_vec() }
+            }
+            Self::Coded { first, second } => {
+                Self::Coded { first: first.cut(within), second: second.cut(within) }
+            }
+        }
+    }
+
+    /// Puts `part` where [`Self::cut`] took it from.
+    pub(crate) fn paste(&mut self, within: &Range<usize>, part: &Self) {
+        match (self, part) {
+            (Self::Full { first, second }, Self::Full { first: m, second: v }) => {
+                first[within.clone()].copy_from_slice(m);
+                second[within.clone()].copy_from_slice(v);
+            }
+            (Self::Coded { first, second }, Self::Coded { first: m, second: v }) => {
+                first.paste(within, m);
+                second.paste(within, v);
+            }
+            _ => unreachable!("how moments are kept follows from the tensor and the configuration"),
+        }
+    }
+
+    /// Cuts the update of a tensor, or of a fragment that begins at `offset`, into pieces, at the same places on every
+    /// machine.
     pub(crate) fn pieces<'a>(
         &'a mut self,
+        offset: usize,
         values: &'a mut [f32],
         gradients: &'a [f32],
         factors: Factors,
@@ -141,7 +174,7 @@ impl Moments {
         };
         let pieces = values.chunks_mut(PIECE).zip(gradients.chunks(PIECE)).zip(moments).enumerate();
         pieces.map(move |(i, ((values, gradients), moments))| Piece {
-            offset: i * PIECE,
+            offset: offset + i * PIECE,
             values,
             gradients,
             moments,
@@ -151,6 +184,16 @@ impl Moments {
 }
 
 impl Coded {
+    fn cut(&self, within: &Range<usize>) -> Self {
+        let Self { codes, scales } = self;
+        Self { codes: codes[within.clone()].to_vec(), scales: scales[blocks(within)].to_vec() }
+    }
+
+    fn paste(&mut self, within: &Range<usize>, part: &Self) {
+        self.codes[within.clone()].copy_from_slice(&part.codes);
+        self.scales[blocks(within)].copy_from_slice(&part.scales);
+    }
+
     fn pieces(&mut self) -> impl Iterator<Item = CodedMut<'_>> {
         let pieces = self.codes.chunks_mut(PIECE).zip(self.scales.chunks_mut(PIECE / BLOCK));
         pieces.map(|(codes, scales)| CodedMut { codes, scales })
@@ -236,6 +279,11 @@ model::vectorized! {
             }
         }
     }
+}
+
+/// The blocks of values that begin with one.
+fn blocks(within: &Range<usize>) -> Range<usize> {
+    within.start / BLOCK..within.end.div_ceil(BLOCK)
 }
 
 /// The magnitude of a code.
@@ -413,7 +461,7 @@ mod tests {
             gradients[BLOCK..2 * BLOCK].fill(0.0);
             let factors = Factors { seed: noise(update), ..FACTORS };
             // From the last piece to the first: the order does not matter.
-            let pieces: Vec<_> = moments.pieces(&mut values, &gradients, factors).collect();
+            let pieces: Vec<_> = moments.pieces(0, &mut values, &gradients, factors).collect();
             pieces.into_iter().rev().for_each(Piece::update);
             let (first, second) = of(&mut expected_moments);
             reference(&mut expected, &gradients, first, second, factors);
@@ -427,7 +475,7 @@ mod tests {
         for gradient in [0.0, 1e-38, 1e-20, 1e15] {
             let (mut values, mut moments) = (vec![1.0; 300], Moments::coded(300));
             for _ in 0..3 {
-                moments.pieces(&mut values, &[gradient; 300], FACTORS).for_each(Piece::update);
+                moments.pieces(0, &mut values, &[gradient; 300], FACTORS).for_each(Piece::update);
             }
             assert!(
                 values.iter().all(|value| value.is_finite() && value.abs() <= 2.0),

@@ -11,7 +11,12 @@ const LANES: usize = 16;
 
 /// Euclidean norm, summed in f64.
 pub(crate) fn norm(values: &[f32], team: &Team) -> f32 {
-    team.map(values.chunks(BLOCK).collect(), squares).into_iter().sum::<f64>().sqrt() as f32
+    sum_of_squares(values, team).sqrt() as f32
+}
+
+/// The squares of all values, summed in f64.
+pub(crate) fn sum_of_squares(values: &[f32], team: &Team) -> f64 {
+    team.map(values.chunks(BLOCK).collect(), squares).into_iter().sum()
 }
 
 /// What gradients of this norm are multiplied with so that it is at most `max_norm`; 1 if it is.

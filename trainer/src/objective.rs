@@ -7,6 +7,7 @@
 use std::cmp::Ordering;
 
 use model::{Prediction, PredictionGradient};
+use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
 use crate::algorithm::{Algorithm, Proximal};
@@ -36,7 +37,7 @@ pub struct PolicyObjective<'a> {
 }
 
 /// How the value loss enters.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ValueTerm {
     /// Its factor beside the policy's loss; 1 for a critic of its own.
     pub coef: f64,

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use trajectory::{Component, Group, PolicyVersion};
 
 use crate::batch::BatchCounts;
@@ -36,7 +37,7 @@ pub struct StepReport {
 }
 
 /// A token whose log-probability the sampler recorded with other bits than the trainer computes with the same weights.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Mismatch {
     /// Row of the minibatch.
     pub row: usize,
@@ -49,7 +50,7 @@ pub struct Mismatch {
 }
 
 /// Sums over the trained tokens of a step. Fields that are means are divided by `tokens` when reported.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TokenSums {
     /// Number of tokens.
     pub tokens: u64,

@@ -3,10 +3,13 @@
 //! Invariant: the loss of a pair is a function of two rows that may lie in different micro-batches, so they are scored
 //! first; the weights do not change in between, and the gradient is exact.
 
+use std::borrow::Cow;
+
 use model::{Prediction, PredictionGradient};
 use trajectory::Sample;
 
 use crate::TrainerError;
+use crate::lead::{Command, Comparison};
 use crate::learner::{Frozen, Learner, RowLoss};
 use crate::loss::preference::{Pair, Preference, bradley_terry};
 
@@ -36,6 +39,21 @@ impl RowLoss for DemonstrationLoss {
         };
         predictions.iter().map(token).collect()
     }
+}
+
+/// One optimizer step that imitates `rows`: the norm of its gradient before clipping, and the loss.
+///
+/// # Errors
+/// Those of [`Learner::step`].
+pub fn imitate(
+    learner: &mut Learner,
+    rows: &[&Sample],
+    learning_rate: f32,
+) -> Result<(f32, f64), TrainerError> {
+    let samples = || rows.iter().copied().map(Cow::Borrowed).collect();
+    learner.tell(|network| Command::Imitate { network, rows: samples(), learning_rate })?;
+    let (norm, losses) = learner.step(rows, &DemonstrationLoss::over(rows), learning_rate)?;
+    Ok((norm, losses.iter().sum()))
 }
 
 /// What training on pairs minimises.
@@ -90,6 +108,7 @@ impl PairLoss {
         rows: &[&Sample],
         learning_rate: f32,
     ) -> Result<PairReport, TrainerError> {
+        self.tell(learner, rows, Some(learning_rate))?;
         let (report, slopes) = self.compare(learner, rows)?;
         let (grad_norm, _) = learner.step(rows, &Slopes(slopes), learning_rate)?;
         Ok(PairReport { grad_norm, ..report })
@@ -100,7 +119,27 @@ impl PairLoss {
     /// # Errors
     /// If a token lies beyond the vocabulary.
     pub fn measure(&self, learner: &Learner, rows: &[&Sample]) -> Result<PairReport, TrainerError> {
+        self.tell(learner, rows, None)?;
         Ok(self.compare(learner, rows)?.0)
+    }
+
+    /// Tells other processes of the learner to compare the same.
+    fn tell(
+        &self,
+        learner: &Learner,
+        rows: &[&Sample],
+        learning_rate: Option<f32>,
+    ) -> Result<(), TrainerError> {
+        let Some(remote) = learner.remote() else { return Ok(()) };
+        let comparison = match self {
+            Self::Reward { margin } => Comparison::Reward { margin: *margin },
+            Self::Preference { preference, reference } => {
+                remote.send_reference(reference)?;
+                Comparison::Preference(*preference)
+            }
+        };
+        let (network, rows) = (remote.network, rows.iter().copied().map(Cow::Borrowed).collect());
+        remote.tell(&Command::Compare { network, comparison, rows, learning_rate })
     }
 
     fn compare(

@@ -1,5 +1,6 @@
 //! One training step, top to bottom.
 
+use std::borrow::Cow;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,13 +9,14 @@ use std::time::{Duration, Instant};
 use buffer::{BufferError, Consumer, Lease, LeaseRequest};
 use model::ModelDirectory;
 use trajectory::{Group, PolicyVersion, Sample, Task};
-use weights::Publisher;
+use weights::{Publisher, Snapshot};
 
 use crate::TrainerError;
 use crate::algorithm::Algorithm;
 use crate::batch::{Batch, BatchCounts, Row, Split};
 use crate::checkpoint::{self, TrainerState};
-use crate::critic::Critic;
+use crate::critic::{Critic, Network};
+use crate::lead::{Command, UpdateCommand};
 use crate::learner::{Frozen, Learner};
 use crate::report::{BatchStatistics, Mismatch, StepReport, StepTime};
 use crate::schedule::Schedule;
@@ -229,10 +231,10 @@ impl Trainer {
     /// If the checkpoint cannot be written.
     pub fn checkpoint(&mut self) -> Result<PathBuf, TrainerError> {
         let clock = Instant::now();
-        let updates = self.learner.optimizer().updates();
+        let updates = self.learner.updates();
         let critic = self.companions.critic.as_ref().and_then(|critic| critic.network.as_ref());
         let state = TrainerState {
-            critic_updates: critic.map_or(0, |network| network.learner.optimizer().updates()),
+            critic_updates: critic.map_or(0, |network| network.learner.updates()),
             ..TrainerState::new(self.version, updates, self.trained_tokens, self.time_s())
         };
         let (to, keep) = (&self.config.checkpoints, self.config.keep_last);
@@ -269,6 +271,11 @@ impl Trainer {
             None => Vec::new(),
         };
         let batch = Batch::new(groups, &self.config.algorithm, self.config.split, &demonstrations);
+        self.tell_update(groups, &demonstrations, learning_rate)?;
+        let Companions { reference, critic, .. } = &mut self.companions;
+        let critic = critic.as_mut().map(|Critic { config, network }| {
+            (*config, network.as_mut().map(|network| &mut network.learner))
+        });
         let update = Update {
             algorithm: &self.config.algorithm,
             epochs: self.config.epochs,
@@ -276,12 +283,40 @@ impl Trainer {
             bitwise: self.config.bitwise,
             learning_rate,
             learner: &mut self.learner,
-            companions: &mut self.companions,
+            critic,
+            reference: reference.as_ref(),
         };
         match update.run(&batch)? {
             Ok(updated) => Ok((batch.counts, updated)),
             Err((row, mismatch)) => Err(self.not_bitwise(groups, row, mismatch)),
         }
+    }
+
+    /// Tells other processes of the trainer to make the same updates.
+    fn tell_update(
+        &self,
+        groups: &[Arc<Group>],
+        demonstrations: &[Option<Sample>],
+        learning_rate: f32,
+    ) -> Result<(), TrainerError> {
+        let Some(remote) = self.learner.remote() else { return Ok(()) };
+        if let Some(reference) = &self.companions.reference {
+            remote.send_reference(reference)?;
+        }
+        let number = |network: &Network| network.learner.remote().map(|remote| remote.network);
+        let critic = self.companions.critic.as_ref();
+        remote.tell(&Command::Update(Box::new(UpdateCommand {
+            network: remote.network,
+            critic: critic.map(|critic| (critic.config, critic.network.as_ref().and_then(number))),
+            algorithm: Cow::Borrowed(&self.config.algorithm),
+            split: self.config.split,
+            epochs: self.config.epochs,
+            bitwise: self.config.bitwise,
+            version: self.version,
+            learning_rate,
+            groups: groups.iter().map(|group| Cow::Borrowed(&**group)).collect(),
+            demonstrations: Cow::Borrowed(demonstrations),
+        })))
     }
 
     fn not_bitwise(&self, groups: &[Arc<Group>], row: Row<'_>, mismatch: Mismatch) -> TrainerError {
@@ -295,7 +330,11 @@ impl Trainer {
     }
 
     fn publish(&self) -> Result<(), TrainerError> {
-        // The one copy of the weights, straight into the memory that the samplers share.
-        Ok(self.publisher.publish_values(self.version, self.learner.parameters().values())?)
+        // The one copy of the weights, straight into the memory that the samplers share, by whoever has them.
+        match self.learner.whole() {
+            Some(whole) => self.publisher.publish_values(self.version, whole.values())?,
+            None => self.publisher.publish(Snapshot::new(self.version, self.learner.snapshot()?.into()))?,
+        }
+        Ok(())
     }
 }

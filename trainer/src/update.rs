@@ -10,14 +10,13 @@ use trajectory::{PolicyVersion, Sample};
 use crate::TrainerError;
 use crate::algorithm::{Algorithm, Proximal};
 use crate::batch::{Batch, Row};
-use crate::critic::{Critic, CriticConfig, CriticKind, Network};
-use crate::learner::Learner;
+use crate::critic::{CriticConfig, CriticKind};
+use crate::learner::{Frozen, Learner};
 use crate::loss::PolicyLoss;
 use crate::loss::trajectory_balance;
 use crate::objective::{PolicyObjective, ValueObjective, balance};
 use crate::report::{CriticReport, Mismatch, TokenSums};
 use crate::terms::{Scores, Terms, terms, wanted};
-use crate::trainer::Companions;
 
 /// What turns a batch into updates.
 #[derive(Debug)]
@@ -31,7 +30,10 @@ pub(crate) struct Update<'a> {
     pub(crate) bitwise: bool,
     pub(crate) learning_rate: f32,
     pub(crate) learner: &'a mut Learner,
-    pub(crate) companions: &'a mut Companions,
+    /// How the critic learns, and its network if it has one of its own.
+    pub(crate) critic: Option<(CriticConfig, Option<&'a mut Learner>)>,
+    /// The reference policy or teacher.
+    pub(crate) reference: Option<&'a Frozen>,
 }
 
 /// What the updates of a batch did. Sums are over the last epoch.
@@ -89,8 +91,9 @@ impl Update<'_> {
         updated: &mut Updated,
     ) -> Result<Result<(), Mismatch>, TrainerError> {
         let log_z = self.log_z(part)?;
-        let shared = self.companions.critic.as_ref().filter(|critic| critic.network.is_none());
-        let value_loss = shared.map(|critic| critic.config.term);
+        let shared = self.critic.as_ref().filter(|(_, network)| network.is_none());
+        let value_loss = shared.map(|(config, _)| config.term);
+        let spread = self.learner.is_spread();
         let objective = PolicyObjective {
             algorithm: self.algorithm,
             rows: part.rows,
@@ -101,14 +104,15 @@ impl Update<'_> {
         };
         let (learner, rate) = (&mut *self.learner, self.learning_rate);
         let mut step = || learner.step(&part.samples, &objective, rate);
-        let (grad_norm, reports) = match &mut self.companions.critic {
-            Some(Critic { config, network: Some(network) }) => {
+        let (grad_norm, reports) = match &mut self.critic {
+            Some((config, Some(network))) => {
                 let (config, version) = (*config, self.version);
                 let pretraining = version.0 < config.pretrain_steps;
                 let critic = || step_critic(config, network, part);
-                let (critic, policy) = beside(config.placement == Placement::Separated, critic, || {
-                    (!pretraining).then(&mut step).transpose()
-                });
+                let (critic, policy) =
+                    beside(config.placement == Placement::Separated && !spread, critic, || {
+                        (!pretraining).then(&mut step).transpose()
+                    });
                 updated.critic = Some(critic?);
                 match policy? {
                     Some(stepped) => stepped,
@@ -129,22 +133,25 @@ impl Update<'_> {
     /// The forward passes that the algorithm needs before the first of `updates`.
     fn scores(&self, rows: &[Row<'_>], updates: usize) -> Result<Scores, TrainerError> {
         let samples: Vec<&Sample> = rows.iter().map(|row| row.sample).collect();
-        let critic = self.companions.critic.as_ref();
-        let shared = critic.is_some_and(|critic| critic.config.kind == CriticKind::Shared);
+        let critic = self.critic.as_ref();
+        let shared = critic.is_some_and(|(config, _)| config.kind == CriticKind::Shared);
         // After the first optimizer step the policy is no longer the one that anchors the loss, nor the one that has
         // to have the sampler's bits.
         let anchored = self.algorithm.proximal == Proximal::Recompute && self.algorithm.uses_proximal();
         let needs_own =
             ((anchored || self.bitwise) && updates > 1) || self.algorithm.needs_scores() || shared;
-        let network = critic.and_then(|critic| Some((critic.config.placement, critic.network.as_ref()?)));
-        let reference = self.companions.reference.as_ref();
-        let separated = reference.is_some_and(|reference| reference.team.is_some());
+        let network = critic.and_then(|(config, network)| Some((config.placement, network.as_deref()?)));
+        let reference = self.reference;
+        // The calls of a process come one after the other, the same on all of them.
+        let spread = self.learner.is_spread();
+        let separated = reference.is_some_and(|reference| reference.team.is_some()) && !spread;
         // Models that are placed beside the policy score at the same time as it does.
         let own = || needs_own.then(|| self.learner.score(&samples)).transpose();
-        let values = || network.map(|(_, network)| network.learner.score(&samples)).transpose();
+        let values = || network.map(|(_, network)| network.score(&samples)).transpose();
         let theirs = || reference.map(|reference| self.learner.score_under(reference, &samples)).transpose();
         let (theirs, (values, own)) = beside(separated, theirs, || {
-            beside(network.is_some_and(|(placement, _)| placement == Placement::Separated), values, own)
+            let separated = network.is_some_and(|(placement, _)| placement == Placement::Separated);
+            beside(separated && !spread, values, own)
         });
         let (own, values, theirs) = (own?, values?, theirs?);
         let logprob = |prediction: &Prediction| prediction.logprob;
@@ -179,11 +186,11 @@ impl Update<'_> {
 /// One optimizer step of a critic of its own.
 fn step_critic(
     config: CriticConfig,
-    network: &mut Network,
+    network: &mut Learner,
     part: &Part<'_, '_>,
 ) -> Result<CriticReport, TrainerError> {
     let objective = ValueObjective { terms: part.terms, term: config.term };
-    let (grad_norm, reports) = network.learner.step(&part.samples, &objective, config.learning_rate)?;
+    let (grad_norm, reports) = network.step(&part.samples, &objective, config.learning_rate)?;
     let mut sums = TokenSums::default();
     reports.iter().for_each(|report| sums.merge(report));
     Ok(CriticReport { loss: sums.mean(sums.value_loss), grad_norm, ..CriticReport::default() })

@@ -12,13 +12,13 @@ use crate::{EIGHT_BIT, LEARNER, group, groups, learner, policy_step, samples};
 fn step(settings: LearnerConfig) -> (Vec<f32>, TokenSums) {
     let mut learner = learner(settings);
     let (_, sums) = policy_step(&mut learner, &groups(), 1e-2);
-    (learner.into_parameters().into_values(), sums)
+    (learner.into_parameters().unwrap().into_values(), sums)
 }
 
 #[test]
 fn world_sizes_and_micro_batches_give_the_same_step() {
     let (expected, sums) = step(LEARNER);
-    let start = learner(LEARNER).into_parameters().into_values();
+    let start = learner(LEARNER).into_parameters().unwrap().into_values();
     let moved: f32 = expected.iter().zip(&start).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     assert!(moved > 5e-3, "the step moves weights: {moved}");
     for world in [1, 2, 4] {
@@ -75,10 +75,10 @@ impl RowLoss for Infinite {
 fn a_gradient_that_is_not_finite_leaves_the_weights_alone() {
     let groups = groups();
     let mut learner: Learner = learner(LEARNER);
-    let before = learner.parameters().values().to_vec();
+    let before = learner.parameters().unwrap().values().to_vec();
     let error = learner.step(&samples(&groups), &Infinite, 1e-3).unwrap_err();
     assert!(matches!(error, TrainerError::GradientNotFinite { update: 0, rows: 18 }), "{error}");
-    assert_eq!(learner.parameters().values(), before);
+    assert_eq!(learner.parameters().unwrap().values(), before);
 }
 
 #[test]

@@ -5,9 +5,12 @@ mod goldens;
 mod identities;
 mod learner;
 mod lora;
+mod sharded;
+mod spread;
 mod step;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use model::{Config, Decoder, Pack, Parameters, Recompute, Sizes, Target, Team};
 use trainer::algorithm::Algorithm;
@@ -38,6 +41,8 @@ const LEARNER: LearnerConfig = LearnerConfig {
     recompute: Recompute::None,
     microbatch_tokens: 64,
     world: 1,
+    zero: 1,
+    wait: Duration::from_secs(60),
 };
 
 /// [`LEARNER`] with 8-bit moments.

@@ -12,11 +12,11 @@ use candle_core::{Result, Tensor};
 
 use crate::ops::heads::{self, Angles, HeadNorm, HeadShape};
 use crate::ops::int8::MAX_INPUT;
-use crate::ops::linear::{Linear, bias_gradient, weight_gradient};
+use crate::ops::linear::{Flat, Linear, bias_gradient, weight_gradient};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::swiglu::{swiglu, swiglu_backward};
 use crate::ops::{matrix, row_ranges};
-use crate::{Config, Layout, Parameters, Quantization, Team};
+use crate::{Config, Layout, Parameters, Quantization, Team, Unit};
 
 /// Weights of one layer.
 #[derive(Clone, Debug)]
@@ -34,7 +34,7 @@ pub(super) struct Block {
     places: Places,
 }
 
-/// Where the weights of a layer lie in the flat buffers of parameters and gradients.
+/// Where the weights of a layer lie among its values, and their gradients among its gradients.
 #[derive(Clone, Debug)]
 struct Places {
     attention_norm: Range<usize>,
@@ -100,7 +100,8 @@ impl Block {
         index: usize,
         quantization: Quantization,
     ) -> Self {
-        let at = |range: &Range<usize>| &parameters.values()[range.clone()];
+        let layer = &parameters.values()[parameters.layout().unit(Unit::Layer(index))];
+        let at = |range: &Range<usize>| &layer[range.clone()];
         let linear = |weight: &Range<usize>, input, bias: &Range<usize>| {
             let bias = (!bias.is_empty()).then(|| at(bias));
             match quantization {
@@ -108,25 +109,49 @@ impl Block {
                 _ => Linear::packed(at(weight), input, bias),
             }
         };
-        Self::new(config, parameters, index, linear)
+        Self::new(config, (parameters.layout(), index), layer, linear)
     }
 
-    /// A layer to train.
+    /// A layer to train, of the values of the whole model.
     pub(super) fn trainable(config: &Config, parameters: &Arc<Parameters>, index: usize) -> Self {
-        let linear = |weight: &Range<usize>, input, bias: &Range<usize>| {
-            Linear::flat(parameters, weight.clone(), input, bias)
+        let place = parameters.layout().unit(Unit::Layer(index));
+        Self::flat(config, (parameters.layout(), index), &Flat::Model(Arc::clone(parameters)), place.start)
+    }
+
+    /// A layer to train, of values of its own.
+    pub(super) fn of_unit(
+        config: &Config,
+        (layout, index): (&Layout, usize),
+        values: &Arc<Vec<f32>>,
+    ) -> Result<Self> {
+        let (expected, found) = (layout.unit(Unit::Layer(index)).len(), values.len());
+        if expected != found {
+            candle_core::bail!("layer {index} has {expected} values, {found} came");
+        }
+        Ok(Self::flat(config, (layout, index), &Flat::Unit(Arc::clone(values)), 0))
+    }
+
+    /// A layer to train whose first value is number `start` of `flat`.
+    fn flat(config: &Config, (layout, index): (&Layout, usize), flat: &Flat, start: usize) -> Self {
+        let moved = |range: &Range<usize>| match range.is_empty() {
+            true => 0..0,
+            false => start + range.start..start + range.end,
         };
-        Self::new(config, parameters, index, linear)
+        let linear = |weight: &Range<usize>, input, bias: &Range<usize>| {
+            Linear::flat(flat, moved(weight), input, &moved(bias))
+        };
+        let values = &flat.values()[start..start + layout.unit(Unit::Layer(index)).len()];
+        Self::new(config, (layout, index), values, linear)
     }
 
     fn new(
         config: &Config,
-        parameters: &Parameters,
-        index: usize,
+        (layout, index): (&Layout, usize),
+        values: &[f32],
         linear: impl Fn(&Range<usize>, usize, &Range<usize>) -> Linear,
     ) -> Self {
-        let places = Places::new(parameters.layout(), index);
-        let at = |range: &Range<usize>| parameters.values()[range.clone()].to_vec();
+        let places = Places::new(layout, index);
+        let at = |range: &Range<usize>| values[range.clone()].to_vec();
         let hidden = config.hidden_size;
         let query_width = config.num_heads * config.head_dim;
         Self {
@@ -227,7 +252,7 @@ impl Block {
         Ok(AttentionReverse { d_input, input, normed, d_prepared: kept, d_qkv, d_normed, d_middle })
     }
 
-    /// Adds the gradients of the second half's weights to the flat buffer `gradients`; `pieces` are in the order of their
+    /// Adds the gradients of the second half's weights to `gradients`, which are those of the layer; `pieces` are in the order of their
     /// tokens.
     pub(super) fn feed_forward_gradients(
         &self,
@@ -247,7 +272,7 @@ impl Block {
         team.map(jobs, |job| job()).into_iter().collect()
     }
 
-    /// Adds the gradients of the first half's weights to the flat buffer `gradients`, for `parts` in the order of their
+    /// Adds the gradients of the first half's weights to `gradients`, which are those of the layer, for `parts` in the order of their
     /// tokens.
     pub(super) fn attention_gradients(
         &self,
@@ -296,11 +321,10 @@ impl Block {
 
 impl Places {
     fn new(layout: &Layout, index: usize) -> Self {
+        let start = layout.unit(Unit::Layer(index)).start;
         let range = |name: &str| {
-            layout
-                .spec(&format!("model.layers.{index}.{name}"))
-                .map(crate::ParameterSpec::range)
-                .unwrap_or_default()
+            let spec = layout.spec(&format!("model.layers.{index}.{name}"));
+            spec.map_or(0..0, |spec| spec.offset - start..spec.range().end - start)
         };
         let span = |first: &str, last: &str| range(first).start..range(last).end;
         Self {

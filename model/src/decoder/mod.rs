@@ -6,25 +6,32 @@
 //!
 //! # Layout
 //! - `block`: one layer, forward and backward
-//! - `train`: packs and gradients
+//! - `pack`: sequences one after the other
+//! - `train`: forward and backward
+//! - `gradients`: where gradients go, and where layers come from
 //! - `decode`: the paged cache and the decode step
 
 mod block;
 mod decode;
+mod gradients;
+mod pack;
 mod train;
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 use crate::ops::heads::HeadShape;
-use crate::ops::linear::Linear;
+use crate::ops::linear::{Flat, Linear};
 use crate::ops::{embedding, matrix, values};
-use crate::{Config, Layout, Parameters};
+use crate::{Config, Layout, Parameters, Unit};
 use block::Block;
 pub use decode::{KvCache, StepSequence};
-pub use train::{Gradients, Pack, PackError, Recompute, Trace};
+pub use gradients::{GradientSink, Gradients, LayerSource};
+pub use pack::{Pack, PackError};
+pub use train::{Recompute, Trace};
 
 /// How coarsely the weights are represented that a sampler computes with.
 ///
@@ -67,8 +74,8 @@ const SMALL: usize = 1 << 24;
 enum Embedding {
     /// A copy, of a decoder that outlives its parameters.
     Own(Vec<f32>),
-    /// The first of the flat parameters.
-    Flat(Arc<Parameters>),
+    /// The first of flat values.
+    Flat(Flat),
 }
 
 impl Decoder {
@@ -106,30 +113,62 @@ impl Decoder {
     /// If the parameters are not those of `config`.
     #[must_use]
     pub fn trainable(config: &Config, parameters: &Arc<Parameters>, recompute: Recompute) -> Self {
+        let flat = Flat::Model(Arc::clone(parameters));
         Self {
-            embedding: Embedding::Flat(Arc::clone(parameters)),
+            embedding: Embedding::Flat(flat.clone()),
             blocks: (0..config.num_layers).map(|i| Block::trainable(config, parameters, i)).collect(),
-            head: Linear::flat(parameters, parameters.layout().head(), config.hidden_size, &(0..0)),
+            head: Linear::flat(&flat, parameters.layout().head(), config.hidden_size, &(0..0)),
             recompute,
             ..Self::bare(config, parameters)
         }
     }
 
+    /// A decoder to train and score with, of which only the embedding and the tail of `layout` are there: layers come
+    /// from a [`LayerSource`].
+    ///
+    /// # Panics
+    /// If the values are not those of `layout`, or that is not of `config`.
+    #[must_use]
+    pub fn without_layers(
+        config: &Config,
+        layout: &Arc<Layout>,
+        (embedding, tail): (&Arc<Vec<f32>>, &Arc<Vec<f32>>),
+        recompute: Recompute,
+    ) -> Self {
+        let (head, start) = (layout.head(), layout.unit(Unit::Tail).start);
+        let in_tail = |range: Range<usize>| range.start - start..range.end - start;
+        let (embedding, tail) = (Flat::Unit(Arc::clone(embedding)), Flat::Unit(Arc::clone(tail)));
+        let head = if head.start < start {
+            Linear::flat(&embedding, head, config.hidden_size, &(0..0))
+        } else {
+            Linear::flat(&tail, in_tail(head), config.hidden_size, &(0..0))
+        };
+        let of_tail = |range: Range<usize>| tail.values()[in_tail(range)].to_vec();
+        let value_head = layout.value_head().map_or(Vec::new(), of_tail);
+        let final_norm = layout.spec("model.norm.weight").map_or(Vec::new(), |norm| of_tail(norm.range()));
+        let embedding = Embedding::Flat(embedding);
+        Self { embedding, head, recompute, ..Self::without(config, layout, final_norm, value_head) }
+    }
+
     /// Without embedding, blocks and head.
     fn bare(config: &Config, parameters: &Parameters) -> Self {
+        let of = |range: Range<usize>| parameters.values()[range].to_vec();
+        let value_head = parameters.layout().value_head().map_or(Vec::new(), of);
+        let final_norm = parameters.get("model.norm.weight").to_vec();
+        Self::without(config, parameters.layout(), final_norm, value_head)
+    }
+
+    fn without(config: &Config, layout: &Arc<Layout>, final_norm: Vec<f32>, value_head: Vec<f32>) -> Self {
         Self {
             config: config.clone(),
             shape: HeadShape::of(config),
             inv_freq: config.inv_freq(),
             embedding: Embedding::Own(Vec::new()),
             blocks: Vec::new(),
-            final_norm: parameters.get("model.norm.weight").to_vec(),
+            final_norm,
             head: Linear::default(),
-            value_head: parameters
-                .layout()
-                .value_head()
-                .map_or(Vec::new(), |at| parameters.values()[at].to_vec()),
-            layout: Arc::clone(parameters.layout()),
+            value_head,
+            layout: Arc::clone(layout),
             recompute: Recompute::None,
             columns_are_shared: false,
         }
@@ -145,7 +184,7 @@ impl Decoder {
     fn embed(&self, token_ids: &[u32], first: usize) -> Result<Tensor> {
         let table = match &self.embedding {
             Embedding::Own(table) => table,
-            Embedding::Flat(parameters) => &parameters.values()[..self.embedding_len()],
+            Embedding::Flat(flat) => &flat.values()[..self.embedding_len()],
         };
         embedding::embed(token_ids, first, table, self.config.hidden_size)
     }

@@ -1,26 +1,23 @@
-//! Whole sequences: packs, the forward that remembers and the backward that adds up gradients.
+//! Whole sequences: the forward that remembers and the backward that adds up gradients.
 //!
-//! Invariant: no padding. A pack is one stream of tokens; a sequence sees only itself and the prefix that it continues.
-//! How tokens are shared among threads, and what is computed again instead of kept, changes no bit of any result.
+//! Invariant: how tokens are shared among threads, and what is computed again instead of kept, changes no bit of any result.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
 use super::block::{AttentionTrace, Block, FeedForwardReverse};
-use super::{Decoder, gather};
-use crate::ops::attention::{self, Segment};
+use super::pack::{Pack, Part};
+use super::{Decoder, GradientSink, LayerSource, gather};
+use crate::ops::attention;
 use crate::ops::head::{self, Prediction, PredictionGradient, Target};
 use crate::ops::heads::Angles;
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::{embedding, matrix, value, values};
-use crate::{Head, Layout, Team};
+use crate::{Head, Team, Unit};
 
 /// Tokens of a feed-forward block that are in memory at a time with [`Recompute::Sequence`].
 const CHUNK: usize = 256;
-/// Gradients that one thread sets to zero, or adds, at a time.
-const BLOCK: usize = 1 << 18;
 
 /// What the backward computes again instead of keeping it from the forward. Results are the same bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -33,141 +30,6 @@ pub enum Recompute {
     Block,
     /// Each layer, its feed-forward block 256 tokens at a time, as StreamBP does (arXiv 2506.03077).
     Sequence,
-}
-
-/// Sequences one after the other, without padding. Some may continue others: completions of a common prompt.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Pack {
-    token_ids: Vec<u32>,
-    positions: Vec<u32>,
-    segments: Vec<Segment>,
-}
-
-/// Why a sequence cannot be packed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum PackError {
-    /// There is nothing in it.
-    #[error("a sequence of a pack needs at least one token")]
-    Empty,
-    /// No sequence that stands alone begins there.
-    #[error("row {row} of the pack does not begin a sequence that can be continued")]
-    NoPrefix {
-        /// The row that was named.
-        row: usize,
-    },
-}
-
-impl Pack {
-    /// A pack without sequences.
-    #[must_use]
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Appends a sequence and returns the row of its first token.
-    ///
-    /// # Errors
-    /// If the sequence is empty.
-    pub fn push(&mut self, sequence: &[u32]) -> std::result::Result<usize, PackError> {
-        self.append(sequence, 0..0)
-    }
-
-    /// Appends a continuation of the sequence that begins at row `prefix`, which is computed once for all of its
-    /// continuations, and returns the row of its first token. Continuations follow their prefix, before the next
-    /// [`Pack::push`].
-    ///
-    /// # Errors
-    /// If the continuation is empty, or `prefix` is not the first row of the last sequence that was pushed.
-    pub fn push_continuation(
-        &mut self,
-        prefix: usize,
-        sequence: &[u32],
-    ) -> std::result::Result<usize, PackError> {
-        let whole = self.segments.iter().rfind(|segment| segment.prefix.is_empty());
-        let Some(found) = whole.filter(|segment| segment.rows.start == prefix) else {
-            return Err(PackError::NoPrefix { row: prefix });
-        };
-        let prefix = found.rows.clone();
-        self.append(sequence, prefix)
-    }
-
-    fn append(&mut self, sequence: &[u32], prefix: Range<usize>) -> std::result::Result<usize, PackError> {
-        if sequence.is_empty() {
-            return Err(PackError::Empty);
-        }
-        let start = self.token_ids.len();
-        self.token_ids.extend_from_slice(sequence);
-        self.positions.extend((prefix.len()..prefix.len() + sequence.len()).map(|p| p as u32));
-        self.segments.push(Segment { rows: start..self.token_ids.len(), prefix });
-        Ok(start)
-    }
-
-    /// `[T]` tokens of all sequences.
-    #[must_use]
-    pub fn token_ids(&self) -> &[u32] {
-        &self.token_ids
-    }
-
-    /// `[T]` position of each token in its sequence.
-    #[must_use]
-    pub fn positions(&self) -> &[u32] {
-        &self.positions
-    }
-
-    /// Cuts the pack into at most `count` parts of about equal length, between sequences that do not see each other.
-    fn parts(&self, count: usize) -> Vec<Part<'_>> {
-        let total = self.token_ids.len();
-        let mut parts: Vec<Part<'_>> = Vec::new();
-        let mut start = 0;
-        for (i, segment) in self.segments.iter().enumerate() {
-            let last = i + 1 == self.segments.len();
-            let cut = last || self.segments[i + 1].prefix.is_empty();
-            let due = segment.rows.end * count >= total * (parts.len() + 1);
-            if cut && (last || due) {
-                let rows = parts.last().map_or(0, |part| part.rows.end)..segment.rows.end;
-                parts.push(Part { pack: self, rows, segments: &self.segments[start..=i] });
-                start = i + 1;
-            }
-        }
-        parts
-    }
-
-    /// The parts of the given lengths.
-    fn parts_of(&self, lengths: &[usize]) -> Vec<Part<'_>> {
-        let (mut row, mut segment) = (0, 0);
-        lengths
-            .iter()
-            .map(|length| {
-                let rows = row..row + length;
-                let count = self.segments[segment..].partition_point(|s| s.rows.start < rows.end);
-                let segments = &self.segments[segment..segment + count];
-                (row, segment) = (rows.end, segment + count);
-                Part { pack: self, rows, segments }
-            })
-            .collect()
-    }
-}
-
-/// Rows of a pack that one thread computes.
-#[derive(Clone, Debug)]
-struct Part<'a> {
-    pack: &'a Pack,
-    rows: Range<usize>,
-    segments: &'a [Segment],
-}
-
-impl Part<'_> {
-    fn token_ids(&self) -> &[u32] {
-        &self.pack.token_ids[self.rows.clone()]
-    }
-
-    fn angles(&self, decoder: &Decoder) -> Angles {
-        Angles::new(&self.pack.positions[self.rows.clone()], &decoder.inv_freq)
-    }
-
-    fn attend(&self, decoder: &Decoder, qkv: &Tensor) -> Result<Tensor> {
-        attention::packed(qkv, self.segments, self.rows.start, decoder.shape)
-    }
 }
 
 /// What a forward computed on the way, for its backward.
@@ -197,55 +59,6 @@ struct LayerTrace {
     kept: Option<(AttentionTrace, Tensor)>,
 }
 
-/// Gradients of all weights as one flat buffer, laid out as the parameters are.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Gradients {
-    layout: Arc<Layout>,
-    values: Vec<f32>,
-}
-
-impl Gradients {
-    /// No gradient yet.
-    #[must_use]
-    pub fn zeros(layout: &Arc<Layout>) -> Self {
-        Self { layout: Arc::clone(layout), values: vec![0.0; layout.len()] }
-    }
-
-    /// All values in canonical order.
-    #[must_use]
-    pub fn values(&self) -> &[f32] {
-        &self.values
-    }
-
-    /// The same, to scale or clip.
-    pub fn values_mut(&mut self) -> &mut [f32] {
-        &mut self.values
-    }
-
-    /// Gradient of the tensor of this Hugging Face name, if the model has it.
-    #[must_use]
-    pub fn get(&self, name: &str) -> Option<&[f32]> {
-        self.layout.spec(name).map(|spec| &self.values[spec.range()])
-    }
-
-    /// Adds another rank's gradients.
-    ///
-    /// # Panics
-    /// If they are of another model.
-    pub fn add(&mut self, other: &Self, team: &Team) {
-        assert_eq!(self.values.len(), other.values.len(), "gradients of one model are added");
-        let blocks = self.values.chunks_mut(BLOCK).zip(other.values.chunks(BLOCK));
-        team.map(blocks.collect(), |(own, other): (&mut [f32], &[f32])| {
-            own.iter_mut().zip(other).for_each(|(a, b)| *a += b);
-        });
-    }
-
-    /// Sets all to zero.
-    pub fn clear(&mut self, team: &Team) {
-        team.map(self.values.chunks_mut(BLOCK).collect(), |block| block.fill(0.0));
-    }
-}
-
 impl Decoder {
     /// Predictions of `targets`, each from the hidden state at its row of the pack.
     ///
@@ -261,8 +74,48 @@ impl Decoder {
         targets: &[Target<'_>],
         team: &Team,
     ) -> Result<Vec<Prediction>> {
+        self.score_of(&self.outputs(pack, team)?, rows, targets, team)
+    }
+
+    /// The same, of layers that come from `source`.
+    ///
+    /// # Errors
+    /// If a token id lies beyond the vocabulary, or a layer does not come.
+    ///
+    /// # Panics
+    /// If there are not as many rows as targets.
+    pub fn score_through(
+        &self,
+        source: &mut dyn LayerSource,
+        pack: &Pack,
+        rows: &[usize],
+        targets: &[Target<'_>],
+        team: &Team,
+    ) -> Result<Vec<Prediction>> {
+        let parts = pack.parts(team.threads());
+        let angles: Vec<Angles> = parts.iter().map(|part| part.angles(self)).collect();
+        let embed = |part: &Part<'_>| self.embed(part.token_ids(), part.rows.start);
+        let mut outputs = parts.iter().map(embed).collect::<Result<Vec<_>>>()?;
+        for index in 0..self.config.num_layers {
+            let block = self.block_of(source, index)?;
+            let run = |((part, angles), x): ((&Part<'_>, &Angles), Tensor)| {
+                block.forward(&x, angles, |qkv| part.attend(self, qkv), &Team::alone())
+            };
+            let all = parts.iter().zip(&angles).zip(outputs).collect();
+            outputs = team.map(all, run).into_iter().collect::<Result<_>>()?;
+        }
+        self.score_of(&outputs, rows, targets, team)
+    }
+
+    /// Predictions from the residual stream after the last layer, part by part.
+    fn score_of(
+        &self,
+        outputs: &[Tensor],
+        rows: &[usize],
+        targets: &[Target<'_>],
+        team: &Team,
+    ) -> Result<Vec<Prediction>> {
         assert_eq!(rows.len(), targets.len(), "every target is predicted from a row");
-        let outputs = self.outputs(pack, team)?;
         let picked = gather(&outputs.iter().collect::<Vec<_>>(), rows)?;
         let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
         self.predict(&normed, targets, team)
@@ -284,7 +137,7 @@ impl Decoder {
     /// If a token id lies beyond the vocabulary.
     pub fn logits(&self, pack: &Pack) -> Result<Tensor> {
         let outputs = self.outputs(pack, &Team::alone())?;
-        let rows: Vec<usize> = (0..pack.token_ids.len()).collect();
+        let rows: Vec<usize> = (0..pack.token_ids().len()).collect();
         let all = gather(&outputs.iter().collect::<Vec<_>>(), &rows)?;
         self.head.apply(&rms_norm(&all, &self.final_norm, self.config.rms_norm_eps)?, &Team::alone())
     }
@@ -317,33 +170,81 @@ impl Decoder {
         targets: &[Target<'_>],
         team: &Team,
     ) -> Result<(Vec<Prediction>, Trace)> {
+        let run = |part: Part<'_>| -> Result<PartTrace> {
+            let mut trace = self.begin(&part)?;
+            self.blocks.iter().try_for_each(|block| self.advance(block, &part, &mut trace))?;
+            Ok(trace)
+        };
+        let parts = team.map(pack.parts(team.threads()), run).into_iter().collect::<Result<_>>()?;
+        self.traced(parts, rows, targets, team)
+    }
+
+    /// The same, of layers that come from `source`.
+    ///
+    /// # Errors
+    /// If a token id lies beyond the vocabulary, or a layer does not come.
+    ///
+    /// # Panics
+    /// If there are not as many rows as targets.
+    pub fn forward_through(
+        &self,
+        source: &mut dyn LayerSource,
+        pack: &Pack,
+        rows: &[usize],
+        targets: &[Target<'_>],
+        team: &Team,
+    ) -> Result<(Vec<Prediction>, Trace)> {
+        let parts = pack.parts(team.threads());
+        let begin = |part: &Part<'_>| self.begin(part);
+        let mut traces: Vec<PartTrace> =
+            team.map(parts.iter().collect(), begin).into_iter().collect::<Result<_>>()?;
+        for index in 0..self.config.num_layers {
+            let block = self.block_of(source, index)?;
+            let advance = |(part, trace): (&Part<'_>, &mut PartTrace)| self.advance(&block, part, trace);
+            team.map(parts.iter().zip(&mut traces).collect(), advance).into_iter().collect::<Result<()>>()?;
+        }
+        self.traced(traces, rows, targets, team)
+    }
+
+    /// What a forward gives, of its parts.
+    fn traced(
+        &self,
+        parts: Vec<PartTrace>,
+        rows: &[usize],
+        targets: &[Target<'_>],
+        team: &Team,
+    ) -> Result<(Vec<Prediction>, Trace)> {
         assert_eq!(rows.len(), targets.len(), "every target is predicted from a row");
-        let run = |part: Part<'_>| self.forward_part(&part);
-        let parts: Vec<PartTrace> =
-            team.map(pack.parts(team.threads()), run).into_iter().collect::<Result<_>>()?;
         let picked = gather(&parts.iter().map(|part| &part.output).collect::<Vec<_>>(), rows)?;
         let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
         let predictions = self.predict(&normed, targets, team)?;
         Ok((predictions, Trace { parts, rows: rows.to_vec(), picked, normed }))
     }
 
-    fn forward_part(&self, part: &Part<'_>) -> Result<PartTrace> {
-        let angles = part.angles(self);
-        let mut x = self.embed(part.token_ids(), part.rows.start)?;
-        let mut layers = Vec::with_capacity(self.blocks.len());
+    fn begin(&self, part: &Part<'_>) -> Result<PartTrace> {
+        let output = self.embed(part.token_ids(), part.rows.start)?;
+        let layers = Vec::with_capacity(self.config.num_layers);
+        Ok(PartTrace { angles: part.angles(self), layers, output })
+    }
+
+    /// Runs one more layer of a part.
+    fn advance(&self, block: &Block, part: &Part<'_>, trace: &mut PartTrace) -> Result<()> {
+        let PartTrace { angles, layers, output: x } = trace;
         let alone = Team::alone();
-        for block in &self.blocks {
-            let (kept, output) = if self.recompute == Recompute::None {
-                let attention = block.attention(&x, &angles, |qkv| part.attend(self, qkv), &alone)?;
-                let gate_up = block.gate_up(&attention.middle, &alone)?;
-                let output = block.feed_forward(&attention.middle, &gate_up, &alone)?;
-                (Some((attention, gate_up)), output)
-            } else {
-                (None, block.forward(&x, &angles, |qkv| part.attend(self, qkv), &alone)?)
-            };
-            layers.push(LayerTrace { input: std::mem::replace(&mut x, output), kept });
-        }
-        Ok(PartTrace { angles, layers, output: x })
+        let (kept, output) = if self.recompute == Recompute::None {
+            let attention = block.attention(x, angles, |qkv| part.attend(self, qkv), &alone)?;
+            let gate_up = block.gate_up(&attention.middle, &alone)?;
+            let output = block.feed_forward(&attention.middle, &gate_up, &alone)?;
+            (Some((attention, gate_up)), output)
+        } else {
+            (None, block.forward(x, angles, |qkv| part.attend(self, qkv), &alone)?)
+        };
+        layers.push(LayerTrace { input: std::mem::replace(x, output), kept });
+        Ok(())
+    }
+
+    fn block_of(&self, source: &mut dyn LayerSource, index: usize) -> Result<Block> {
+        Block::of_unit(&self.config, (&self.layout, index), &source.layer(index)?)
     }
 
     /// Adds to `gradients` those of `sum(prediction_gradients * predictions)`, for the forward that left `trace`.
@@ -359,64 +260,110 @@ impl Decoder {
         trace: Trace,
         targets: &[Target<'_>],
         prediction_gradients: &[PredictionGradient],
-        gradients: &mut Gradients,
+        gradients: &mut dyn GradientSink,
         team: &Team,
     ) -> Result<()> {
-        let Trace { mut parts, rows, picked, normed } = trace;
-        let g = gradients.values_mut();
+        let mut reversing = self.reverse_head(pack, trace, targets, prediction_gradients, gradients, team)?;
+        for (index, block) in self.blocks.iter().enumerate().rev() {
+            self.reverse_layer((index, block), &mut reversing, gradients, team)?;
+        }
+        self.reverse_embedding(&reversing, gradients)
+    }
+
+    /// The same, of layers that come from `source`.
+    ///
+    /// # Errors
+    /// If the trace is of another pack, or a layer does not come.
+    pub fn backward_through(
+        &self,
+        source: &mut dyn LayerSource,
+        (pack, trace): (&Pack, Trace),
+        targets: &[Target<'_>],
+        prediction_gradients: &[PredictionGradient],
+        gradients: &mut dyn GradientSink,
+        team: &Team,
+    ) -> Result<()> {
+        let mut reversing = self.reverse_head(pack, trace, targets, prediction_gradients, gradients, team)?;
+        for index in (0..self.config.num_layers).rev() {
+            let block = self.block_of(source, index)?;
+            self.reverse_layer((index, &block), &mut reversing, gradients, team)?;
+        }
+        self.reverse_embedding(&reversing, gradients)
+    }
+
+    /// Reverses what follows the last layer.
+    fn reverse_head<'a>(
+        &self,
+        pack: &'a Pack,
+        trace: Trace,
+        targets: &[Target<'_>],
+        prediction_gradients: &[PredictionGradient],
+        gradients: &mut dyn GradientSink,
+        team: &Team,
+    ) -> Result<ReversingPack<'a>> {
+        let Trace { parts, rows, picked, normed } = trace;
+        let start = self.layout.unit(Unit::Tail).start;
+        let in_tail = |range: Range<usize>| range.start - start..range.end - start;
         let mut d_normed = match self.config.head {
             Head::Value => matrix(vec![0.0; values(&normed)?.len()], self.config.hidden_size)?,
             Head::Language | Head::LanguageAndValue => {
-                let head_gradient = &mut g[self.layout.head()];
-                head::predict_backward(
-                    &normed,
-                    &self.head,
-                    targets,
-                    prediction_gradients,
-                    head_gradient,
-                    team,
-                )?
+                let place = self.layout.head();
+                let head_gradient = if place.start < start {
+                    &mut gradients.unit(Unit::Embedding)[place]
+                } else {
+                    &mut gradients.unit(Unit::Tail)[in_tail(place)]
+                };
+                let slopes = prediction_gradients;
+                head::predict_backward(&normed, &self.head, targets, slopes, head_gradient, team)?
             }
         };
         if let Some(place) = self.layout.value_head() {
-            let weight_gradient = &mut g[place];
+            let weight_gradient = &mut gradients.unit(Unit::Tail)[in_tail(place)];
             d_normed =
                 value::backward(&normed, &self.value_head, prediction_gradients, weight_gradient, d_normed)?;
         }
-        let norm_place =
-            self.layout.spec("model.norm.weight").map(crate::ParameterSpec::range).unwrap_or_default();
+        let norm = self.layout.spec("model.norm.weight").map_or(start..start, crate::ParameterSpec::range);
         let eps = self.config.rms_norm_eps;
-        rms_norm_weight_gradient(&picked, eps, &d_normed, &mut g[norm_place])?;
+        let norm_gradient = &mut gradients.unit(Unit::Tail)[in_tail(norm)];
+        rms_norm_weight_gradient(&picked, eps, &d_normed, norm_gradient)?;
+        gradients.done(Unit::Tail);
         let d_picked = rms_norm_backward(&picked, &self.final_norm, eps, &d_normed, None)?;
-
         // The parts of the forward are kept: they need not be as many as there are threads now.
         let cuts = pack.parts_of(&parts.iter().map(|part| part.output.dim(0)).collect::<Result<Vec<_>>>()?);
-        let mut d: Vec<Tensor> =
-            cuts.iter().map(|part| scatter(&d_picked, &rows, &part.rows)).collect::<Result<_>>()?;
-        drop((picked, normed, d_picked));
-        for block in self.blocks.iter().rev() {
-            let layer: Vec<_> = cuts.iter().zip(&mut parts).zip(d).collect();
-            d = self.reverse_layer(block, layer, g, team)?;
+        let d = cuts.iter().map(|part| scatter(&d_picked, &rows, &part.rows)).collect::<Result<_>>()?;
+        Ok(ReversingPack { cuts, parts, d })
+    }
+
+    /// Reverses the lookup of the embedding.
+    fn reverse_embedding(
+        &self,
+        reversing: &ReversingPack<'_>,
+        gradients: &mut dyn GradientSink,
+    ) -> Result<()> {
+        let table = gradients.unit(Unit::Embedding);
+        for (part, d) in reversing.cuts.iter().zip(&reversing.d) {
+            embedding::embed_backward(part.token_ids(), d, table)?;
         }
-        for (part, d) in cuts.iter().zip(&d) {
-            embedding::embed_backward(part.token_ids(), d, &mut g[..self.embedding_len()])?;
-        }
+        gradients.done(Unit::Embedding);
         Ok(())
     }
 
-    /// Reverses one layer: of each part what the layer kept, which is freed, and the gradient of its output. Returns
-    /// those of its input.
+    /// Reverses one layer: of each part what the layer kept, which is freed, and the gradient of its output, which becomes
+    /// that of its input.
     fn reverse_layer(
         &self,
-        block: &Block,
-        layer: Vec<((&Part<'_>, &mut PartTrace), Tensor)>,
-        gradients: &mut [f32],
+        (index, block): (usize, &Block),
+        reversing: &mut ReversingPack<'_>,
+        gradients: &mut dyn GradientSink,
         team: &Team,
-    ) -> Result<Vec<Tensor>> {
+    ) -> Result<()> {
+        let ReversingPack { cuts, parts, d } = reversing;
+        let layer: Vec<_> = cuts.iter().zip(parts).zip(std::mem::take(d)).collect();
         let begin = |((part, trace), g)| self.begin_reversing(block, part, trace, g);
         let mut parts: Vec<Reversing<'_>> = team.map(layer, begin).into_iter().collect::<Result<_>>()?;
 
-        let d_middle = self.reverse_feed_forward(block, &parts, gradients, team)?;
+        let unit = gradients.unit(Unit::Layer(index));
+        let d_middle = self.reverse_feed_forward(block, &parts, unit, team)?;
         parts.iter_mut().for_each(|part| part.gate_up = None);
 
         let reverse = |(reversing, d_middle): (&Reversing<'_>, Tensor)| {
@@ -428,11 +375,12 @@ impl Decoder {
         };
         let reversed = team.map(parts.iter().zip(d_middle).collect(), reverse);
         let reversed: Vec<_> = reversed.into_iter().collect::<Result<_>>()?;
-        let d = reversed.iter().map(|r| r.d_input.clone()).collect();
+        *d = reversed.iter().map(|r| r.d_input.clone()).collect();
         let done: Vec<_> =
             parts.iter().zip(reversed).map(|(part, r)| (&part.attention, r, part.angles)).collect();
-        block.attention_gradients(&done, gradients, team)?;
-        Ok(d)
+        block.attention_gradients(&done, unit, team)?;
+        gradients.done(Unit::Layer(index));
+        Ok(())
     }
 
     /// Takes what the layer kept of a part; what it did not keep is computed again, up to the middle of the layer.
@@ -491,6 +439,15 @@ impl Decoder {
         };
         d_middle.into_iter().map(join).collect()
     }
+}
+
+/// A pack on its way back.
+struct ReversingPack<'a> {
+    /// Its parts as the forward cut them.
+    cuts: Vec<Part<'a>>,
+    parts: Vec<PartTrace>,
+    /// Of each part, `[T, d]` gradient of the residual stream.
+    d: Vec<Tensor>,
 }
 
 /// One part of a layer that is being reversed.

@@ -31,11 +31,29 @@ impl Default for Linear {
     }
 }
 
+/// The flat values that a layer to train is a part of.
+#[derive(Clone, Debug)]
+pub(crate) enum Flat {
+    /// Those of a whole model.
+    Model(Arc<Parameters>),
+    /// Those of one unit of its layout.
+    Unit(Arc<Vec<f32>>),
+}
+
+impl Flat {
+    pub(crate) fn values(&self) -> &[f32] {
+        match self {
+            Self::Model(parameters) => parameters.values(),
+            Self::Unit(values) => values,
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 enum Weight {
     Packed(Panels),
-    /// A range of the flat parameters.
-    Flat(Arc<Parameters>, Range<usize>),
+    /// A range of flat values.
+    Flat(Flat, Range<usize>),
     /// With its bias.
     Int8(Int8Linear),
 }
@@ -58,16 +76,11 @@ impl Linear {
         Self { output: layer.output(), weight: Weight::Int8(layer), input, bias: None }
     }
 
-    /// A layer to train: `weight [out, in]` and `bias [out]`, empty for none, are ranges of `parameters`.
-    pub(crate) fn flat(
-        parameters: &Arc<Parameters>,
-        weight: Range<usize>,
-        input: usize,
-        bias: &Range<usize>,
-    ) -> Self {
-        let bias = (!bias.is_empty()).then(|| parameters.values()[bias.clone()].to_vec());
+    /// A layer to train: `weight [out, in]` and `bias [out]`, empty for none, are ranges of `flat`.
+    pub(crate) fn flat(flat: &Flat, weight: Range<usize>, input: usize, bias: &Range<usize>) -> Self {
+        let bias = (!bias.is_empty()).then(|| flat.values()[bias.clone()].to_vec());
         let output = weight.len() / input;
-        Self { weight: Weight::Flat(Arc::clone(parameters), weight), input, output, bias }
+        Self { weight: Weight::Flat(flat.clone(), weight), input, output, bias }
     }
 
     /// `x [T, in]` to `[T, out]`.
@@ -138,7 +151,7 @@ impl Linear {
     /// If the layer is one to sample with.
     pub(crate) fn weight(&self) -> &[f32] {
         match &self.weight {
-            Weight::Flat(parameters, range) => &parameters.values()[range.clone()],
+            Weight::Flat(flat, range) => &flat.values()[range.clone()],
             Weight::Packed(_) | Weight::Int8(_) => panic!("only a trainable layer is reversed"),
         }
     }
@@ -207,7 +220,7 @@ impl Linear {
         let mut parameters = Parameters::zeros(layout);
         let range = parameters.layout().head();
         parameters.values_mut()[range.clone()].copy_from_slice(weight);
-        Self::flat(&Arc::new(parameters), range, input, &(0..0))
+        Self::flat(&Flat::Model(Arc::new(parameters)), range, input, &(0..0))
     }
 }
 

@@ -45,12 +45,14 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<(), Failure> {
             microbatch_tokens: SEQUENCES * TOKENS,
             recompute: Recompute::None,
             world: 1,
+            zero: 1,
+            wait: std::time::Duration::MAX,
         };
         let cores = Cores::new(std::thread::available_parallelism().map_or(1, NonZeroUsize::get));
         let team = Arc::new(Team::new(&cores, cores.total()));
         let parameters = directory.load_parameters()?;
         let mut learner = Learner::new(config, directory.config().clone(), parameters, None).on(team);
-        publisher.publish_values(PolicyVersion(0), learner.parameters().values())?;
+        publisher.publish_values(PolicyVersion(0), learner.parameters()?.values())?;
         let mut rng = ChaCha8Rng::seed_from_u64(0);
         let (mut densities, mut sizes) = (Vec::new(), Vec::new());
         for step in 1..=bench.args.steps as u64 {
@@ -59,14 +61,14 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<(), Failure> {
             let samples = samples.collect::<Result<Vec<_>, Failure>>()?;
             let rows: Vec<&Sample> = samples.iter().collect();
             learner.step(&rows, &DemonstrationLoss::over(&rows), learning_rate)?;
-            publisher.publish_values(PolicyVersion(step), learner.parameters().values())?;
+            publisher.publish_values(PolicyVersion(step), learner.parameters()?.values())?;
             if let Some(cost) = publisher.last_push()? {
                 densities.extend(cost.density);
                 sizes.push(cost.delta_bytes.unwrap_or(cost.full_bytes) as f64 / cost.full_bytes as f64);
             }
         }
         let mut fields = bench.fields("density");
-        set(&mut fields, "megabytes", learner.parameters().values().len() as f64 * 4e-6);
+        set(&mut fields, "megabytes", learner.parameters()?.values().len() as f64 * 4e-6);
         set(&mut fields, "repeats", bench.args.steps);
         set(&mut fields, "learning_rate", f64::from(learning_rate));
         set(&mut fields, "density", median(&densities));

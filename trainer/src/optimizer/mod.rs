@@ -6,17 +6,20 @@
 //! which its paper uses a rate of 0.01 where AdamW has 0.0003 or so.
 //!
 //! Invariant: an update is made of parts that do not depend on each other (a matrix whole, other tensors in pieces that
-//! are cut at fixed places), so its bits do not depend on who computes them.
+//! are cut at fixed places), so its bits do not depend on who computes them: ranks can own fragments of tensors.
 
 mod dion;
 mod muon;
 mod orthonormal;
+
+use std::ops::Range;
 
 use model::{ParameterSpec, Team};
 use serde::{Deserialize, Serialize};
 
 use crate::adamw::Adam;
 use crate::moments::{BLOCK, MIN_CODED, Moments, Piece};
+use crate::shards::Fragment;
 
 /// Which optimizer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,18 +55,29 @@ pub struct OptimizerConfig {
     pub dion_rank_fraction: f32,
 }
 
-/// The optimizer of some tensors with its state.
+/// The optimizer of some tensors with its state. That of a rank has states of the fragments that it owns.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Optimizer {
     config: OptimizerConfig,
     /// Updates done.
     updates: u64,
-    /// Of every tensor, in their order.
+    /// Of every tensor, in their order; of a rank's fragments, in theirs.
     states: Vec<TensorState>,
 }
 
+/// What an update changes of a tensor, or of a fragment of one.
+#[derive(Debug)]
+pub(crate) struct Owned<'a> {
+    /// Number of the tensor.
+    pub(crate) tensor: usize,
+    /// Place of the first value in its tensor.
+    pub(crate) offset: usize,
+    pub(crate) values: &'a mut [f32],
+    pub(crate) gradients: &'a [f32],
+}
+
 /// What an optimizer remembers of one tensor.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum TensorState {
     /// AdamW.
     Moments(Moments),
@@ -142,6 +156,25 @@ impl OptimizerConfig {
             }
             _ => TensorState::Moments(Moments::full(spec.len())),
         }
+    }
+
+    /// The state of a fragment before the first update.
+    pub(crate) fn state_of(&self, fragment: &Fragment, spec: &ParameterSpec) -> TensorState {
+        let Fragment { tensor, within } = fragment;
+        let len = within.len();
+        match (self.kind, hidden_matrix(spec)) {
+            (OptimizerKind::Muon | OptimizerKind::Dion, Some(_)) => self.state(*tensor, spec),
+            // How moments are kept follows from the whole tensor.
+            (OptimizerKind::Adamw8bit, _) if spec.len() >= MIN_CODED => {
+                TensorState::Moments(Moments::coded(len))
+            }
+            _ => TensorState::Moments(Moments::full(len)),
+        }
+    }
+
+    /// Whether a tensor is moved as a whole, so that it cannot be shared.
+    pub(crate) fn moves_whole(&self, spec: &ParameterSpec) -> bool {
+        matches!(self.kind, OptimizerKind::Muon | OptimizerKind::Dion) && hidden_matrix(spec).is_some()
     }
 
     /// Memory of the state of all these tensors, bytes.
@@ -223,21 +256,43 @@ impl Optimizer {
                 && self.states.iter().map(TensorState::len).eq(specs.iter().map(ParameterSpec::len)),
             "one state per tensor"
         );
+        let mut rest = values;
+        let owned = specs.iter().enumerate().map(|(tensor, spec)| {
+            let (values, after) = std::mem::take(&mut rest).split_at_mut(spec.len());
+            rest = after;
+            Owned { tensor, offset: 0, values, gradients: &gradients[spec.range()] }
+        });
+        self.update_owned(specs, owned.collect(), scale, learning_rate, team);
+    }
+
+    /// Updates what each of the states belongs to, for `scale` times its gradients.
+    ///
+    /// # Panics
+    /// If there is not one of `owned` for each state.
+    pub(crate) fn update_owned(
+        &mut self,
+        specs: &[ParameterSpec],
+        owned: Vec<Owned<'_>>,
+        scale: f32,
+        learning_rate: f32,
+        team: &Team,
+    ) {
+        assert!(
+            self.states.iter().map(TensorState::len).eq(owned.iter().map(|owned| owned.values.len())),
+            "one state per fragment"
+        );
         self.updates += 1;
         let adam = Adam::new(&self.config, self.updates, learning_rate, scale);
         let OptimizerConfig { momentum, weight_decay, .. } = self.config;
         let matrix_factors = Factors { gradient: scale, momentum, learning_rate, weight_decay };
         let (mut matrices, mut pieces) = (Vec::new(), Vec::new());
-        let mut rest = values;
-        for ((tensor, spec), state) in (0..).zip(specs).zip(&mut self.states) {
-            let (values, after) = rest.split_at_mut(spec.len());
-            rest = after;
-            let gradients = &gradients[spec.range()];
+        for (Owned { tensor, offset, values, gradients }, state) in owned.into_iter().zip(&mut self.states) {
+            let spec = &specs[tensor];
             let columns = spec.shape.last().copied().unwrap_or(1);
             match state {
                 TensorState::Moments(moments) => {
-                    let factors = adam.of(tensor, spec.shape.len() > 1);
-                    pieces.extend(moments.pieces(values, gradients, factors).map(Part::Piece));
+                    let factors = adam.of(tensor as u32, spec.shape.len() > 1);
+                    pieces.extend(moments.pieces(offset, values, gradients, factors).map(Part::Piece));
                 }
                 TensorState::Muon(momentum) => {
                     matrices.push(Part::Muon(muon::Update {
@@ -259,6 +314,39 @@ impl Optimizer {
         matrices.append(&mut pieces);
         team.map(matrices, Part::run);
     }
+
+    /// The optimizer of a rank that owns `fragments`, before the first update.
+    pub(crate) fn of_fragments(
+        config: OptimizerConfig,
+        specs: &[ParameterSpec],
+        fragments: &[Fragment],
+    ) -> Self {
+        let state = |fragment: &Fragment| config.state_of(fragment, &specs[fragment.tensor]);
+        Self { config, updates: 0, states: fragments.iter().map(state).collect() }
+    }
+
+    /// Of an optimizer of whole tensors, what a rank needs that owns `fragments`.
+    pub(crate) fn cut(&self, fragments: &[Fragment]) -> Self {
+        let state = |fragment: &Fragment| self.states[fragment.tensor].cut(&fragment.within);
+        let states = fragments.iter().map(state).collect();
+        Self { config: self.config, updates: self.updates, states }
+    }
+
+    /// The optimizer of whole tensors, of what the ranks have: the fragments of each and their states.
+    pub(crate) fn join<'a>(
+        config: OptimizerConfig,
+        updates: u64,
+        specs: &[ParameterSpec],
+        ranks: impl Iterator<Item = (&'a [Fragment], &'a [TensorState])>,
+    ) -> Self {
+        let mut whole = Self { updates, ..Self::new(config, specs) };
+        for (fragments, states) in ranks {
+            for (fragment, state) in fragments.iter().zip(states) {
+                whole.states[fragment.tensor].paste(&fragment.within, state);
+            }
+        }
+        whole
+    }
 }
 
 impl TensorState {
@@ -269,6 +357,24 @@ impl TensorState {
         match self {
             Self::Moments(moments) => moments.len(),
             Self::Muon(momentum) | Self::Dion { momentum, .. } => momentum.len(),
+        }
+    }
+}
+
+impl TensorState {
+    /// What belongs to the values `within` of its tensor, which can be cut there.
+    pub(crate) fn cut(&self, within: &Range<usize>) -> Self {
+        match self {
+            Self::Moments(moments) => Self::Moments(moments.cut(within)),
+            Self::Muon(_) | Self::Dion { .. } => self.clone(),
+        }
+    }
+
+    /// Puts `part` where [`Self::cut`] took it from.
+    fn paste(&mut self, within: &Range<usize>, part: &Self) {
+        match (self, part) {
+            (Self::Moments(moments), Self::Moments(part)) => moments.paste(within, part),
+            (state, part) => *state = part.clone(),
         }
     }
 }

@@ -1,0 +1,188 @@
+//! A process that shares the work of a trainer which another one leads.
+//!
+//! Invariant: it decides nothing. Models, states of optimizers and batches come from the leader, and it makes the calls
+//! that the leader makes; what it computes differs from the leader's by its number alone. It waits for the next command as
+//! long as the leader lives.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use model::{Layout, Parameters, ResidentParameters, Team};
+use trajectory::{Group, Sample};
+
+use crate::TrainerError;
+use crate::batch::Batch;
+use crate::collective::Collective;
+use crate::lead::{
+    Command, Comparison, Header, UpdateCommand, decode, receive_units, receive_values, received,
+};
+use crate::learner::{Frozen, Learner};
+use crate::lora::Adapter;
+use crate::optimizer::{Optimizer, TensorState};
+use crate::rank::{Membership, Weights};
+use crate::supervised::{DemonstrationLoss, PairLoss};
+use crate::update::Update;
+
+/// Does what the leader of `collective`, rank 0, says until it says stop, computing on the cores of `team`.
+///
+/// # Errors
+/// If the leader or another rank is gone, or this one cannot do its part. Dropping the collective then ends the others.
+pub fn follow(collective: Arc<dyn Collective>, team: Arc<Team>) -> Result<(), TrainerError> {
+    let mut follower = Follower { collective, team, networks: HashMap::new(), references: HashMap::new() };
+    while follower.turn()? {}
+    Ok(())
+}
+
+struct Follower {
+    collective: Arc<dyn Collective>,
+    team: Arc<Team>,
+    networks: HashMap<u32, Learner>,
+    /// What networks are compared with, by their numbers.
+    references: HashMap<u32, Frozen>,
+}
+
+impl Follower {
+    /// Does one command; whether there will be another.
+    fn turn(&mut self) -> Result<bool, TrainerError> {
+        let bytes = self.collective.broadcast(0, Vec::new())?;
+        let command: Command<'static> = decode(&bytes)?;
+        drop(bytes);
+        let done = match command {
+            Command::Stop => return Ok(false),
+            Command::Network(header) => self.receive(header),
+            Command::Forget { network } => {
+                self.networks.remove(&network);
+                self.references.remove(&network);
+                Ok(())
+            }
+            Command::Reference { network, model } => self.receive_reference(network, &model),
+            Command::Update(command) => self.update(*command),
+            Command::Imitate { network, rows, learning_rate } => {
+                let rows: Vec<&Sample> = rows.iter().map(|row| &**row).collect();
+                let learner = self.learner(network)?;
+                learner.step(&rows, &DemonstrationLoss::over(&rows), learning_rate).map(drop)
+            }
+            Command::Compare { network, comparison, rows, learning_rate } => {
+                self.compare(network, comparison, &rows, learning_rate)
+            }
+            Command::GatherWeights { network } => self.learner(network)?.give_weights(),
+            Command::GatherOptimizer { network } => self.learner(network)?.give_optimizer(),
+        };
+        match done {
+            // All ranks met it, and it is the leader's to say what follows.
+            Err(TrainerError::GradientNotFinite { .. }) | Ok(()) => Ok(true),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn receive(&mut self, header: Header) -> Result<(), TrainerError> {
+        let Header { network, config, model, adapter, updates } = header;
+        let model = received(&model)?;
+        let layout = Arc::new(Layout::new(&model));
+        let collective = &*self.collective;
+        let skeleton = adapter.map(|config| Adapter::skeleton(config, layout.specs()));
+        let member = Membership::new(config, model, &layout, skeleton, Arc::clone(&self.collective));
+        let weights = if member.owns_weights() {
+            let mut own = Vec::new();
+            receive_units(collective, &layout, |unit, values| own.extend(member.own_of(unit, &values)))?;
+            Weights::Own(own)
+        } else {
+            Weights::Whole(Arc::new(receive_parameters(collective, &layout)?))
+        };
+        let mut member = member;
+        if let Some(adapter) = member.adapter_mut() {
+            let (values, base) = adapter.lengths();
+            let values = receive_values(collective, values)?;
+            adapter.fill(values, receive_values(collective, base)?);
+        }
+        let optimizer = match updates {
+            None => None,
+            Some(updates) => {
+                let mut own: Vec<TensorState> = Vec::new();
+                for tensor in 0..member.trained().len() {
+                    let state: TensorState = decode(&collective.broadcast(0, Vec::new())?)?;
+                    let mine = member.fragments().iter().filter(|fragment| fragment.tensor == tensor);
+                    own.extend(mine.map(|fragment| state.cut(&fragment.within)));
+                }
+                Some(Optimizer::resume(config.optimizer, updates, own))
+            }
+        };
+        let rank = member.rank(weights, optimizer);
+        let learner = Learner::spread(rank, Arc::clone(&self.collective), None).on(Arc::clone(&self.team));
+        self.networks.insert(network, learner);
+        Ok(())
+    }
+
+    fn receive_reference(&mut self, network: u32, model: &serde_json::Value) -> Result<(), TrainerError> {
+        let model = received(model)?;
+        let parameters = receive_parameters(&*self.collective, &Arc::new(Layout::new(&model)))?;
+        let weights = ResidentParameters::of(model, Arc::new(parameters));
+        self.references.insert(network, Frozen { weights, team: None });
+        Ok(())
+    }
+
+    fn update(&mut self, command: UpdateCommand<'_>) -> Result<(), TrainerError> {
+        let groups: Vec<Arc<Group>> =
+            command.groups.into_iter().map(|group| Arc::new(group.into_owned())).collect();
+        let batch = Batch::new(&groups, &command.algorithm, command.split, &command.demonstrations);
+        let network = command.critic.and_then(|(_, network)| network);
+        let mut critic = network.map(|network| self.taken(network)).transpose()?;
+        let mut learner = self.taken(command.network)?;
+        let update = Update {
+            algorithm: &command.algorithm,
+            epochs: command.epochs,
+            version: command.version,
+            bitwise: command.bitwise,
+            learning_rate: command.learning_rate,
+            learner: &mut learner,
+            critic: command.critic.map(|(config, _)| (config, critic.as_mut())),
+            reference: self.references.get(&command.network),
+        };
+        // What the rows say of each other is for the leader to judge.
+        let done = update.run(&batch).map(drop);
+        self.networks.insert(command.network, learner);
+        self.networks.extend(network.zip(critic));
+        done
+    }
+
+    fn compare(
+        &mut self,
+        network: u32,
+        comparison: Comparison,
+        rows: &[Cow<'_, Sample>],
+        learning_rate: Option<f32>,
+    ) -> Result<(), TrainerError> {
+        let loss = match comparison {
+            Comparison::Reward { margin } => PairLoss::Reward { margin },
+            Comparison::Preference(preference) => {
+                let reference = self.references.get(&network).cloned().ok_or_else(|| unknown(network))?;
+                PairLoss::Preference { preference, reference: Box::new(reference) }
+            }
+        };
+        let rows: Vec<&Sample> = rows.iter().map(|row| &**row).collect();
+        let learner = self.learner(network)?;
+        match learning_rate {
+            Some(rate) => loss.step(learner, &rows, rate).map(drop),
+            None => loss.measure(learner, &rows).map(drop),
+        }
+    }
+
+    fn learner(&mut self, network: u32) -> Result<&mut Learner, TrainerError> {
+        self.networks.get_mut(&network).ok_or_else(|| unknown(network))
+    }
+
+    fn taken(&mut self, network: u32) -> Result<Learner, TrainerError> {
+        self.networks.remove(&network).ok_or_else(|| unknown(network))
+    }
+}
+
+fn receive_parameters(collective: &dyn Collective, layout: &Arc<Layout>) -> Result<Parameters, TrainerError> {
+    let mut values = Vec::with_capacity(layout.len());
+    receive_units(collective, layout, |_, unit| values.extend(unit))?;
+    Ok(Parameters::from_values(Arc::clone(layout), values)?)
+}
+
+fn unknown(network: u32) -> TrainerError {
+    TrainerError::Message { reason: format!("the leader speaks of network {network}, which it has not sent") }
+}

@@ -1,0 +1,253 @@
+//! The first of several processes that train together, and what it tells the others.
+//!
+//! The leader holds the trainer; the others run [`follow`](crate::follow::follow()) and get everything from it: models,
+//! states of optimizers, batches. Data of a model follow its [`Command::Network`] as broadcasts, in the order of
+//! [`Leader::learner`].
+//!
+//! Invariant: whatever the leader does with its ranks it tells first, so that all make the same calls. A process cannot
+//! be told anything while it does what it was told before.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use model::{Config, Layout, Parameters, Team};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use trajectory::{Group, PolicyVersion, Sample};
+
+use crate::TrainerError;
+use crate::algorithm::Algorithm;
+use crate::batch::Split;
+use crate::collective::Collective;
+use crate::critic::CriticConfig;
+use crate::learner::{Frozen, Learner, LearnerConfig};
+use crate::lora::{Adapter, LoraConfig};
+use crate::loss::preference::Preference;
+use crate::optimizer::Optimizer;
+use crate::rank::Seed;
+
+/// The first process of a trainer of several. Dropping it ends the others.
+#[derive(Debug)]
+pub struct Leader {
+    collective: Arc<dyn Collective>,
+    networks: AtomicU32,
+}
+
+/// What a follower is to do.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Command<'a> {
+    /// To receive its part of a model.
+    Network(Header),
+    /// To let go of a model.
+    Forget { network: u32 },
+    /// To receive the model that a policy is compared with.
+    Reference { network: u32, model: serde_json::Value },
+    /// To make all updates of one batch.
+    Update(Box<UpdateCommand<'a>>),
+    /// To make a step on demonstrations.
+    Imitate { network: u32, rows: Vec<Cow<'a, Sample>>, learning_rate: f32 },
+    /// To compare pairs, and make a step if there is a learning rate.
+    Compare { network: u32, comparison: Comparison, rows: Vec<Cow<'a, Sample>>, learning_rate: Option<f32> },
+    /// To give its weights to the leader.
+    GatherWeights { network: u32 },
+    /// To give its states of the optimizer to the leader.
+    GatherOptimizer { network: u32 },
+    /// To end.
+    Stop,
+}
+
+/// A model in training.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Header {
+    pub(crate) network: u32,
+    pub(crate) config: LearnerConfig,
+    pub(crate) model: serde_json::Value,
+    pub(crate) adapter: Option<LoraConfig>,
+    /// Updates of an optimizer whose states follow; `None` for a fresh one.
+    pub(crate) updates: Option<u64>,
+}
+
+/// What [`Update`](crate::update) needs to know.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct UpdateCommand<'a> {
+    pub(crate) network: u32,
+    pub(crate) critic: Option<(CriticConfig, Option<u32>)>,
+    pub(crate) algorithm: Cow<'a, Algorithm>,
+    pub(crate) split: Split,
+    pub(crate) epochs: usize,
+    pub(crate) bitwise: bool,
+    pub(crate) version: PolicyVersion,
+    pub(crate) learning_rate: f32,
+    pub(crate) groups: Vec<Cow<'a, Group>>,
+    pub(crate) demonstrations: Cow<'a, [Option<Sample>]>,
+}
+
+/// How pairs are compared.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) enum Comparison {
+    /// With the reference.
+    Preference(Preference),
+    /// By their values.
+    Reward { margin: f64 },
+}
+
+/// A learner whose other ranks are told what to do.
+#[derive(Debug)]
+pub(crate) struct Remote {
+    leader: Arc<Leader>,
+    pub(crate) network: u32,
+    has_reference: AtomicBool,
+}
+
+impl Leader {
+    /// The leader of the processes of `collective`, whose rank 0 it is.
+    #[must_use]
+    pub fn new(collective: Arc<dyn Collective>) -> Arc<Self> {
+        Arc::new(Self { collective, networks: AtomicU32::new(0) })
+    }
+
+    /// A learner that is shared with the other processes, of which each gets its part. The arguments are those of
+    /// [`Learner::new`] and [`Learner::adapting`]; `config.world` is the number of processes.
+    ///
+    /// # Errors
+    /// If another process is gone, or the model's configuration does not read back as it is.
+    pub fn learner(
+        self: &Arc<Self>,
+        config: LearnerConfig,
+        model: Config,
+        mut parameters: Parameters,
+        adapter: Option<Adapter>,
+        optimizer: Option<Optimizer>,
+    ) -> Result<Learner, TrainerError> {
+        let config = LearnerConfig { world: self.collective.world(), ..config };
+        if let Some(adapter) = &adapter {
+            adapter.merge(parameters.values_mut(), &Team::alone());
+        }
+        let network = self.networks.fetch_add(1, Ordering::Relaxed);
+        self.tell(&Command::Network(Header {
+            network,
+            config,
+            model: sent(&model)?,
+            adapter: adapter.as_ref().map(|adapter| adapter.config().clone()),
+            updates: optimizer.as_ref().map(Optimizer::updates),
+        }))?;
+        self.send_units(&parameters)?;
+        if let Some(adapter) = &adapter {
+            self.collective.broadcast(0, bytes_of(adapter.values()))?;
+            self.collective.broadcast(0, bytes_of(adapter.base()))?;
+        }
+        for state in optimizer.iter().flat_map(Optimizer::states) {
+            self.collective.broadcast(0, encode(state)?)?;
+        }
+        let remote = Remote { leader: Arc::clone(self), network, has_reference: AtomicBool::new(false) };
+        let seed = Seed { config, model, parameters: Arc::new(parameters), adapter, optimizer };
+        let rank = seed.member(Arc::clone(&self.collective));
+        Ok(Learner::spread(rank, Arc::clone(&self.collective), Some(remote)))
+    }
+
+    fn send_units(&self, parameters: &Parameters) -> Result<(), TrainerError> {
+        let layout = parameters.layout();
+        for unit in layout.units() {
+            self.collective.broadcast(0, bytes_of(&parameters.values()[layout.unit(unit)]))?;
+        }
+        Ok(())
+    }
+
+    fn tell(&self, command: &Command<'_>) -> Result<(), TrainerError> {
+        self.collective.broadcast(0, encode(command)?)?;
+        Ok(())
+    }
+}
+
+impl Drop for Leader {
+    fn drop(&mut self) {
+        // If the others are gone there is nobody to stop, and the error has been seen by whoever met it.
+        let _ = self.tell(&Command::Stop);
+    }
+}
+
+impl Remote {
+    /// Tells the other ranks what this one does next.
+    ///
+    /// # Errors
+    /// If one of them is gone.
+    pub(crate) fn tell(&self, command: &Command<'_>) -> Result<(), TrainerError> {
+        self.leader.tell(command)
+    }
+
+    /// Sends the model that this one is compared with, once: it is the same as long as the learner lives.
+    ///
+    /// # Errors
+    /// If another rank is gone, or the model cannot be read.
+    pub(crate) fn send_reference(&self, frozen: &Frozen) -> Result<(), TrainerError> {
+        if self.has_reference.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        let model = sent(frozen.weights.config())?;
+        self.tell(&Command::Reference { network: self.network, model })?;
+        self.leader.send_units(&*frozen.weights.get()?)
+    }
+}
+
+impl Drop for Remote {
+    fn drop(&mut self) {
+        // As in the leader's.
+        let _ = self.tell(&Command::Forget { network: self.network });
+    }
+}
+
+/// Receives the weights that [`Leader::send_units`] sends, one unit after the other.
+pub(crate) fn receive_units(
+    collective: &dyn Collective,
+    layout: &Layout,
+    mut take: impl FnMut(usize, Vec<f32>),
+) -> Result<(), TrainerError> {
+    for (number, unit) in layout.units().enumerate() {
+        take(number, receive_values(collective, layout.unit(unit).len())?);
+    }
+    Ok(())
+}
+
+/// Receives this many values.
+pub(crate) fn receive_values(collective: &dyn Collective, len: usize) -> Result<Vec<f32>, TrainerError> {
+    let bytes = collective.broadcast(0, Vec::new())?;
+    let (values, _) = bytes.as_chunks();
+    if values.len() != len {
+        let reason = format!("{len} values were announced, {} came", values.len());
+        return Err(TrainerError::Message { reason });
+    }
+    Ok(values.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
+}
+
+/// The configuration as a follower reads it.
+fn sent(model: &Config) -> Result<serde_json::Value, TrainerError> {
+    let value = model.to_json();
+    if received(&value)? != *model {
+        let reason = format!("the model's configuration reads back as another: {value}");
+        return Err(TrainerError::Message { reason });
+    }
+    Ok(value)
+}
+
+/// The configuration that `sent` sent.
+pub(crate) fn received(model: &serde_json::Value) -> Result<Config, TrainerError> {
+    let map = model.as_object().cloned().unwrap_or_default();
+    Ok(Config::from_json(std::path::Path::new("the leader's model"), &map)?)
+}
+
+/// MessagePack with named fields.
+pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>, TrainerError> {
+    rmp_serde::to_vec_named(message).map_err(|error| TrainerError::Message { reason: error.to_string() })
+}
+
+/// What [`encode`] encoded.
+pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, TrainerError> {
+    rmp_serde::from_slice(bytes).map_err(|error| TrainerError::Message { reason: error.to_string() })
+}
+
+fn bytes_of(values: &[f32]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(4 * values.len());
+    values.iter().for_each(|value| bytes.extend_from_slice(&value.to_le_bytes()));
+    bytes
+}

@@ -1,0 +1,78 @@
+//! Ranks that are threads of this process: they run for the length of one call.
+//!
+//! Invariant: whatever becomes of a rank, the call ends: one that fails or panics leaves, which ends the waits of the
+//! others, and the error that comes out is the cause with the number of its rank, not what the others saw of it.
+
+use std::any::Any;
+use std::borrow::Borrow;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::TrainerError;
+use crate::rank::Rank;
+
+/// Runs `work` on every rank, on this thread if there is one, each on a thread of its own if there are several. Results
+/// are in order of rank.
+///
+/// # Errors
+/// That of the first rank that failed by itself.
+pub(crate) fn on_each<T: Borrow<Rank> + Send, R: Send>(
+    mut ranks: Vec<T>,
+    work: impl Fn(&mut T) -> Result<R, TrainerError> + Sync,
+) -> Result<Vec<R>, TrainerError> {
+    if ranks.len() == 1 {
+        return ranks.iter_mut().map(work).collect();
+    }
+    let (world, work) = (ranks.len(), &work);
+    let run = |mut rank: T| {
+        let result = catch_unwind(AssertUnwindSafe(|| work(&mut rank)))
+            .unwrap_or_else(|panic| Err(TrainerError::Panicked { message: message(&*panic) }));
+        if result.as_ref().is_err_and(|error| !is_common(error)) {
+            rank.borrow().leave();
+        }
+        result
+    };
+    let run = &run;
+    let results: Vec<Result<R, TrainerError>> = std::thread::scope(|scope| {
+        let start = |(number, rank): (usize, T)| {
+            let thread = std::thread::Builder::new().name(format!("rank {number}"));
+            thread.spawn_scoped(scope, move || run(rank)).map_err(|source| TrainerError::Thread { source })
+        };
+        let threads: Vec<_> = ranks.drain(..).enumerate().map(start).collect();
+        let join = |thread: Result<std::thread::ScopedJoinHandle<'_, _>, TrainerError>| {
+            thread?.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        threads.into_iter().map(join).collect()
+    });
+    let failed = |result: &Result<R, TrainerError>, seen: bool| {
+        result.as_ref().is_err_and(|error| seen || !is_seen(error))
+    };
+    let cause = [false, true].into_iter().find_map(|seen| results.iter().position(|r| failed(r, seen)));
+    let mut done = Vec::with_capacity(world);
+    for (rank, result) in results.into_iter().enumerate() {
+        match result {
+            Ok(value) => done.push(value),
+            Err(error) if cause == Some(rank) && is_common(&error) => return Err(error),
+            Err(error) if cause == Some(rank) => {
+                return Err(TrainerError::Rank { rank, world, source: Box::new(error) });
+            }
+            Err(_) => {}
+        }
+    }
+    Ok(done)
+}
+
+/// Whether all ranks met it at the same place, so that they can go on together.
+fn is_common(error: &TrainerError) -> bool {
+    matches!(error, TrainerError::GradientNotFinite { .. })
+}
+
+/// Whether it is what a rank sees of the failure of another.
+fn is_seen(error: &TrainerError) -> bool {
+    matches!(error, TrainerError::Collective(_) | TrainerError::RanksEnded)
+}
+
+/// What a panic says.
+fn message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+}

@@ -1,0 +1,194 @@
+//! Ranks that share a step, its optimizer, its gradients and its weights: the same step as one rank makes.
+
+use model::{Parameters, Prediction, PredictionGradient, Recompute};
+use trainer::learner::RowLoss;
+use trainer::lora::{Adapter, LoraConfig, TargetModule};
+use trainer::optimizer::{OptimizerConfig, OptimizerKind};
+use trainer::report::TokenSums;
+use trainer::supervised::DemonstrationLoss;
+use trainer::{Learner, LearnerConfig, TrainerError};
+
+use crate::{LEARNER, config, groups, learner, policy_step, samples, with_optimizer};
+
+const WORLDS: [usize; 2] = [2, 4];
+const STAGES: [usize; 3] = [1, 2, 3];
+
+/// Settings under which an update is a smooth function of the gradient: the first step of AdamW is the sign of each value
+/// otherwise, and turns rounding of what is near zero into differences of whole steps.
+fn smooth(kind: OptimizerKind) -> LearnerConfig {
+    let settings = with_optimizer(kind);
+    LearnerConfig { optimizer: OptimizerConfig { eps: 1e-2, ..settings.optimizer }, ..settings }
+}
+
+/// Weights after each of some steps, norms of the gradients, and what the last one reported.
+fn steps(mut learner: Learner) -> (Vec<Vec<f32>>, Vec<f32>, TokenSums) {
+    let groups = groups();
+    let (mut weights, mut norms) = (Vec::new(), Vec::new());
+    let mut sums = TokenSums::default();
+    for _ in 0..3 {
+        let (norm, of_step) = policy_step(&mut learner, &groups, 1e-2);
+        norms.push(norm);
+        weights.push(learner.parameters().unwrap().values().to_vec());
+        sums = of_step;
+    }
+    (weights, norms, sums)
+}
+
+/// Asserts that `ours` is `theirs` to rounding: relative to how large values of the model are.
+fn assert_same(ours: &[f32], theirs: &[f32], tolerance: f32, what: &str) {
+    let norm = (theirs.iter().map(|x| x * x).sum::<f32>() / theirs.len() as f32).sqrt();
+    let largest = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(largest <= tolerance * norm, "{what}: {largest} of {norm}");
+}
+
+#[test]
+fn every_world_and_stage_makes_the_step_of_one_rank() {
+    for kind in OptimizerKind::ALL {
+        let (expected, norms, sums) = steps(learner(smooth(kind)));
+        for world in WORLDS {
+            for zero in STAGES {
+                for microbatch_tokens in [20, 100_000] {
+                    let settings = LearnerConfig { world, zero, microbatch_tokens, ..smooth(kind) };
+                    let (values, other, reported) = steps(learner(settings));
+                    let what = format!("{kind:?}, world {world}, stage {zero}, {microbatch_tokens} tokens");
+                    assert_same(&values[0], &expected[0], 1e-6, &what);
+                    assert_same(&other[..1], &norms[..1], 1e-6, &what);
+                    // 8-bit moments round up or down by what is beyond the 4 bits that they keep.
+                    let tolerance = if kind == OptimizerKind::Adamw8bit { 1e-3 } else { 1e-5 };
+                    assert_same(&values[2], &expected[2], tolerance, &what);
+                    assert_same(&other, &norms, tolerance, &what);
+                    assert_eq!(reported.tokens, sums.tokens, "{what}");
+                    assert!((reported.loss - sums.loss).abs() < 1e-4, "{what}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn stages_give_the_same_bits() {
+    for kind in OptimizerKind::ALL {
+        for (world, recompute) in [(2, Recompute::None), (3, Recompute::Block), (4, Recompute::Sequence)] {
+            let run = |zero, microbatch_tokens| {
+                steps(learner(LearnerConfig { world, zero, microbatch_tokens, recompute, ..smooth(kind) }))
+            };
+            assert!(run(2, 20) == run(3, 20), "{kind:?}, world {world}: several micro-batches");
+            let one = run(1, 100_000);
+            assert!(one == run(2, 100_000) && one == run(3, 100_000), "{kind:?}, world {world}");
+            assert!(one == run(1, 100_000), "{kind:?}, world {world}: the same step twice");
+        }
+    }
+}
+
+fn adapting(settings: LearnerConfig) -> Learner {
+    let base = Parameters::random(&config(), 5);
+    let lora = LoraConfig { rank: 3, alpha: 6.0, target_modules: TargetModule::ALL.to_vec() };
+    let mut adapter = Adapter::new(lora, &base, 1);
+    for (i, value) in adapter.values_mut().iter_mut().enumerate() {
+        *value += 0.05 * (i as f32 * 0.7).sin();
+    }
+    Learner::adapting(settings, config(), base, adapter, None)
+}
+
+#[test]
+fn an_adapter_is_shared_as_weights_are() {
+    for kind in OptimizerKind::ALL {
+        let mut alone = adapting(smooth(kind));
+        let groups = groups();
+        let (norm, _) = policy_step(&mut alone, &groups, 1e-2);
+        for world in WORLDS {
+            for zero in STAGES {
+                let mut shared =
+                    adapting(LearnerConfig { world, zero, microbatch_tokens: 30, ..smooth(kind) });
+                let (other, _) = policy_step(&mut shared, &groups, 1e-2);
+                let what = format!("{kind:?}, world {world}, stage {zero}");
+                assert_same(&[other], &[norm], 1e-5, &what);
+                let (ours, theirs) = (shared.adapter().unwrap(), alone.adapter().unwrap());
+                assert_same(ours.values(), theirs.values(), 1e-5, &what);
+                let (ours, theirs) = (shared.parameters().unwrap(), alone.parameters().unwrap());
+                assert_same(ours.values(), theirs.values(), 1e-5, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn states_are_put_together_and_taken_apart() {
+    let groups = groups();
+    for kind in OptimizerKind::ALL {
+        for (before, after) in [(1, 4), (4, 1), (3, 2)] {
+            let settings = |world, zero| LearnerConfig { world, zero, ..smooth(kind) };
+            let mut learner = learner(settings(before, 3));
+            policy_step(&mut learner, &groups, 1e-2);
+            let (parameters, optimizer) =
+                (learner.parameters().unwrap().into_owned(), learner.optimizer().unwrap().into_owned());
+            let resumed =
+                Learner::new(settings(after, 2), config(), parameters.clone(), Some(optimizer.clone()));
+            assert_eq!(resumed.optimizer().unwrap().into_owned(), optimizer, "{kind:?}");
+            assert_eq!(resumed.parameters().unwrap().values(), parameters.values(), "{kind:?}");
+            assert_eq!(resumed.updates(), 1);
+            let mut written = vec![0.0; parameters.values().len()];
+            resumed.owned().into_iter().for_each(|(range, own)| written[range].copy_from_slice(own));
+            assert_eq!(written, parameters.values());
+        }
+    }
+}
+
+#[test]
+fn scores_are_the_same_bits_wherever_weights_are() {
+    let groups = groups();
+    let rows = samples(&groups);
+    let expected = learner(LEARNER).score(&rows).unwrap();
+    for (world, zero) in [(2, 1), (3, 2), (3, 3), (4, 3)] {
+        for microbatch_tokens in [20, 100_000] {
+            let learner = learner(LearnerConfig { world, zero, microbatch_tokens, ..LEARNER });
+            assert_eq!(learner.score(&rows).unwrap(), expected, "world {world}, stage {zero}");
+        }
+    }
+}
+
+/// A loss that is as bad as it can be for one row.
+struct Bad {
+    row: usize,
+    panics: bool,
+}
+
+impl RowLoss for Bad {
+    type Report = ();
+
+    fn row(&self, row: usize, predictions: &[Prediction], (): &mut ()) -> Vec<PredictionGradient> {
+        assert!(!self.panics || row != self.row, "row {row} is bad");
+        let logprob = if row == self.row { f32::INFINITY } else { 0.1 };
+        vec![PredictionGradient { logprob, entropy: 0.0, value: 0.0 }; predictions.len()]
+    }
+}
+
+#[test]
+fn all_ranks_agree_that_a_gradient_is_not_finite_and_go_on() {
+    let groups = groups();
+    let rows = samples(&groups);
+    for zero in STAGES {
+        let mut learner = learner(LearnerConfig { world: 3, zero, ..LEARNER });
+        let before = learner.parameters().unwrap().into_owned();
+        let error = learner.step(&rows, &Bad { row: 7, panics: false }, 1e-3).unwrap_err();
+        assert!(matches!(error, TrainerError::GradientNotFinite { update: 0, rows: 18 }), "{error}");
+        assert_eq!(learner.parameters().unwrap().values(), before.values());
+        learner.step(&rows, &DemonstrationLoss::over(&rows), 1e-3).unwrap();
+        assert_ne!(learner.parameters().unwrap().values(), before.values());
+    }
+}
+
+#[test]
+fn a_rank_that_panics_is_named_and_nobody_waits_for_it() {
+    let groups = groups();
+    let rows = samples(&groups);
+    for zero in STAGES {
+        let mut learner = learner(LearnerConfig { world: 3, zero, microbatch_tokens: 20, ..LEARNER });
+        let error = learner.step(&rows, &Bad { row: 11, panics: true }, 1e-3).unwrap_err();
+        assert!(matches!(error, TrainerError::Rank { world: 3, .. }), "{error}");
+        let message = error.to_string();
+        assert!(message.contains("row 11 is bad") && message.contains("of 3 failed"), "{message}");
+        let error = learner.step(&rows, &DemonstrationLoss::over(&rows), 1e-3).unwrap_err();
+        assert!(error.to_string().contains("ended after an earlier error"), "{error}");
+    }
+}

@@ -1,0 +1,351 @@
+//! Ranks that are processes, played by threads that share nothing but a collective: the same bits as ranks of one process.
+
+use std::ops::Range;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use buffer::{AdmitRequest, Buffer, BufferConfig, Consumer, OnStale, Producer};
+use model::{Config, Head, ModelDirectory, Parameters, Placement, ResidentParameters, Team, Unit};
+use trainer::algorithm::Algorithm;
+use trainer::collective::{Collective, CollectiveError, threads};
+use trainer::critic::{Critic, CriticConfig, CriticKind, Network};
+use trainer::lora::{Adapter, LoraConfig, TargetModule};
+use trainer::loss::preference::Preference;
+use trainer::objective::ValueTerm;
+use trainer::optimizer::{Optimizer, OptimizerKind};
+use trainer::schedule::{Schedule, Shape};
+use trainer::supervised::{PairLoss, imitate};
+use trainer::{
+    Companions, Frozen, Leader, Learner, LearnerConfig, Trainer, TrainerConfig, TrainerError, TrainerState,
+    follow,
+};
+use trajectory::{Group, PolicyVersion};
+use weights::Publisher;
+
+use crate::{LEARNER, SPLIT, config, group, groups, samples, with_optimizer};
+
+const SOON: Duration = Duration::from_secs(60);
+
+/// The leader of `world` ranks and its followers.
+struct Processes {
+    leader: Arc<Leader>,
+    followers: Vec<JoinHandle<Result<(), TrainerError>>>,
+}
+
+impl Processes {
+    fn new(world: usize) -> Self {
+        let mut ranks: Vec<Arc<dyn Collective>> =
+            threads::group(world, SOON).into_iter().map(|rank| Arc::new(rank) as Arc<_>).collect();
+        let leader = Leader::new(ranks.remove(0));
+        let start = |rank| std::thread::spawn(move || follow(rank, Arc::new(Team::alone())));
+        Self { leader, followers: ranks.into_iter().map(start).collect() }
+    }
+
+    /// Ends them all.
+    fn end(self) {
+        drop(self.leader);
+        self.followers.into_iter().for_each(|follower| follower.join().unwrap().unwrap());
+    }
+}
+
+/// How a learner is made: with threads as ranks, or with the followers of a leader.
+type Make<'a> = &'a dyn Fn(LearnerConfig, Config, Parameters, Option<Adapter>, Option<Optimizer>) -> Learner;
+
+/// Does `work` with both, and asserts that the result is the same.
+fn same<R: PartialEq>(world: usize, what: &str, work: impl Fn(Make<'_>) -> R) {
+    let with_threads = work(&|config, model, parameters, adapter, optimizer| {
+        let config = LearnerConfig { world, ..config };
+        match adapter {
+            Some(adapter) => Learner::adapting(config, model, parameters, adapter, optimizer),
+            None => Learner::new(config, model, parameters, optimizer),
+        }
+    });
+    let processes = Processes::new(world);
+    let leader = &processes.leader;
+    let with_processes = work(&|config, model, parameters, adapter, optimizer| {
+        leader.learner(config, model, parameters, adapter, optimizer).unwrap()
+    });
+    processes.end();
+    assert!(with_threads == with_processes, "{what}, world {world}");
+}
+
+/// Everything that a checkpoint would contain.
+fn state(learner: &Learner) -> (Parameters, Optimizer, Option<Adapter>) {
+    let (parameters, optimizer) = (learner.parameters().unwrap(), learner.optimizer().unwrap());
+    (parameters.into_owned(), optimizer.into_owned(), learner.adapter().cloned())
+}
+
+fn bits(learner: &Learner) -> (Vec<u32>, Optimizer, Option<Adapter>) {
+    let (parameters, optimizer, adapter) = state(learner);
+    (parameters.values().iter().map(|value| value.to_bits()).collect(), optimizer, adapter)
+}
+
+#[test]
+fn demonstrations_and_pairs_are_learned_by_all_processes() {
+    let groups = groups();
+    let rows = samples(&groups);
+    for (kind, world, zero) in
+        [(OptimizerKind::Adamw, 2, 1), (OptimizerKind::Adamw8bit, 3, 3), (OptimizerKind::Dion, 2, 2)]
+    {
+        same(world, &format!("{kind:?}, stage {zero}"), |make| {
+            let settings = LearnerConfig { zero, microbatch_tokens: 30, ..with_optimizer(kind) };
+            let parameters = Parameters::random(&config(), 5);
+            let mut learner = make(settings, config(), parameters.clone(), None, None);
+            let (norm, loss) = imitate(&mut learner, &rows, 1e-3).unwrap();
+            let (parameters, optimizer, _) = state(&learner);
+            drop(learner);
+            // What was there before is what another learner goes on from.
+            let mut learner = make(settings, config(), parameters.clone(), None, Some(optimizer));
+            let reference =
+                Frozen { weights: ResidentParameters::of(config(), Arc::new(parameters)), team: None };
+            let preference = Preference::Dpo { beta: 0.5, smoothing: 0.0 };
+            let pairs = PairLoss::Preference { preference, reference: Box::new(reference) };
+            let reports = [1e-3, 1e-3].map(|rate| pairs.step(&mut learner, &rows, rate).unwrap());
+            let measured = pairs.measure(&learner, &rows).unwrap();
+            assert_eq!(learner.updates(), 3);
+            (norm, loss, reports, measured, bits(&learner))
+        });
+    }
+}
+
+#[test]
+fn an_adapter_is_sent_and_trained() {
+    let groups = groups();
+    let rows = samples(&groups);
+    for zero in [1, 3] {
+        same(2, &format!("stage {zero}"), |make| {
+            let base = Parameters::random(&config(), 5);
+            let lora = LoraConfig { rank: 2, alpha: 4.0, target_modules: vec![TargetModule::QProj] };
+            let adapter = Adapter::new(lora, &base, 1);
+            let mut learner = make(LearnerConfig { zero, ..LEARNER }, config(), base, Some(adapter), None);
+            let losses: Vec<_> = (0..2).map(|_| imitate(&mut learner, &rows, 1e-2).unwrap()).collect();
+            (losses, bits(&learner))
+        });
+    }
+}
+
+/// Steps of a trainer with everything that can stand beside a policy.
+fn trained(
+    make: Make<'_>,
+    settings: LearnerConfig,
+    algorithm: &Algorithm,
+    critic: Option<CriticKind>,
+) -> impl PartialEq + use<> {
+    let files = tempfile::tempdir().unwrap();
+    let mut directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    let mut parameters = directory.load_parameters().unwrap();
+    let frozen = ResidentParameters::of(config(), Arc::new(parameters.clone()));
+    let network = (critic == Some(CriticKind::Separate)).then(|| {
+        let directory = ModelDirectory::open(directory.path()).unwrap().with_head(Head::Value);
+        let parameters = parameters.with_head(directory.config());
+        let learner = make(settings, directory.config().clone(), parameters, None, None);
+        Network { learner, directory }
+    });
+    if critic == Some(CriticKind::Shared) {
+        directory = directory.with_head(Head::LanguageAndValue);
+        parameters = parameters.with_head(directory.config());
+    }
+    let learner = make(settings, directory.config().clone(), parameters, None, None);
+    let critic = critic.map(|kind| {
+        let term = ValueTerm { coef: 0.5, clip: Some(0.2) };
+        let placement = Placement::Separated;
+        Critic {
+            config: CriticConfig { kind, term, learning_rate: 1e-3, pretrain_steps: 1, placement },
+            network,
+        }
+    });
+    let reference = algorithm.needs_reference().then(|| Frozen { weights: frozen, team: None });
+    let buffer_config = BufferConfig { on_stale: OnStale::Drop, ..BufferConfig::new(3, 2) };
+    let buffer = Arc::new(Buffer::in_memory(buffer_config).unwrap());
+    let (publisher, _hub) = weights::memory::hub();
+    let schedule =
+        Schedule { peak: 1e-3, shape: Shape::Constant, warmup_steps: 0, decay_steps: 0, steps: 10 };
+    let split = trainer::batch::Split { minibatches: 2, ..SPLIT };
+    let trainer_config = TrainerConfig {
+        algorithm: algorithm.clone(),
+        schedule,
+        split,
+        epochs: 2,
+        bitwise: false,
+        checkpoint_interval: 0,
+        keep_last: 1,
+        checkpoints: files.path().join("checkpoints"),
+        wait: SOON,
+    };
+    std::fs::create_dir(&trainer_config.checkpoints).unwrap();
+    let edges: (Arc<dyn Consumer>, Arc<dyn Publisher>) =
+        (Arc::clone(&buffer) as Arc<dyn Consumer>, Arc::new(publisher));
+    let demonstration = Group::clone(&group(9, &[1.0], 0.0)).trajectories.remove(0).sample;
+    let demonstrate = algorithm
+        .demonstration_gate
+        .is_some()
+        .then(|| -> trainer::trainer::Demonstrate { Box::new(move |_| Some(demonstration.clone())) });
+    let companions = Companions { reference, critic, demonstrate };
+    let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut trainer =
+        Trainer::start(trainer_config, (learner, companions, &state), directory, edges, stop).unwrap();
+    let mut reports = Vec::new();
+    for version in 0..2 {
+        for rewards in [&[1.0, 0.0, 0.3][..], &[0.0, 0.0, 0.2], &[0.5, 1.0]] {
+            let served = PolicyVersion(version);
+            let id = buffer.admit(AdmitRequest { served, limit: 1, hold: None }, SOON).unwrap()[0];
+            buffer.claim(id, served).unwrap();
+            buffer.finalize(Group::clone(&group(id.0, rewards, -0.1))).unwrap();
+        }
+        let report = trainer.step().unwrap().unwrap();
+        reports.push((report.sums, report.critic, report.grad_norm));
+    }
+    trainer.checkpoint().unwrap();
+    let critic = trainer.critic().and_then(|critic| critic.network.as_ref());
+    (reports, bits(trainer.learner()), critic.map(|network| bits(&network.learner)))
+}
+
+#[test]
+fn steps_of_a_trainer_are_those_of_one_process() {
+    let mut pulled = Algorithm::grpo();
+    pulled.divergence.coef = 0.1;
+    for (name, algorithm, critic, world, zero) in [
+        ("grpo", Algorithm::grpo(), None, 2, 3),
+        ("grpo with a reference", pulled, None, 3, 2),
+        ("hpt", Algorithm::hpt(), None, 2, 1),
+        ("ppo", Algorithm::ppo(), Some(CriticKind::Separate), 2, 3),
+        ("ppo", Algorithm::ppo(), Some(CriticKind::Shared), 2, 2),
+    ] {
+        let settings = LearnerConfig { zero, microbatch_tokens: 40, ..LEARNER };
+        let what = format!("{name} {critic:?}, stage {zero}");
+        same(world, &what, |make| trained(make, settings, &algorithm, critic));
+    }
+}
+
+#[test]
+fn a_follower_that_dies_ends_the_step_with_its_number() {
+    let groups = groups();
+    let rows = samples(&groups);
+    let mut ranks: Vec<Arc<dyn Collective>> =
+        threads::group(3, SOON).into_iter().map(|rank| Arc::new(rank) as Arc<_>).collect();
+    let leader = Leader::new(ranks.remove(0));
+    // It takes the model and then ends, as a process does that is killed.
+    let dying = ranks.pop().unwrap();
+    let lasting = ranks.pop().unwrap();
+    let lasting = std::thread::spawn(move || follow(lasting, Arc::new(Team::alone())));
+    let units = config().num_layers + 2;
+    let dying = std::thread::spawn(move || {
+        (0..=units).for_each(|_| drop(dying.broadcast(0, Vec::new()).unwrap()));
+    });
+    let parameters = Parameters::random(&config(), 5);
+    let settings = LearnerConfig { zero: 3, ..LEARNER };
+    let mut learner = leader.learner(settings, config(), parameters, None, None).unwrap();
+    dying.join().unwrap();
+    let error = imitate(&mut learner, &rows, 1e-3).unwrap_err();
+    assert!(error.to_string().contains("rank 2 is gone"), "{error}");
+    drop((learner, leader));
+    let error = lasting.join().unwrap().unwrap_err();
+    assert!(error.to_string().contains("rank 2 is gone"), "{error}");
+}
+
+/// What a rank asks of its collective: which call, of how many values, and on which thread.
+type Asked = (&'static str, usize, String);
+
+/// Writes down what a rank asks.
+#[derive(Debug)]
+struct Recording {
+    inner: threads::Threads,
+    log: Arc<Mutex<Vec<Asked>>>,
+}
+
+impl Recording {
+    fn note(&self, call: &'static str, len: usize) {
+        let thread = std::thread::current().name().unwrap_or_default().to_owned();
+        self.log.lock().unwrap().push((call, len, thread));
+    }
+}
+
+impl Collective for Recording {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn world(&self) -> usize {
+        self.inner.world()
+    }
+
+    fn reduce_scatter(
+        &self,
+        values: &[f32],
+        shards: &[Range<usize>],
+        own: &mut [f32],
+    ) -> Result<(), CollectiveError> {
+        self.note("reduce", values.len());
+        self.inner.reduce_scatter(values, shards, own)
+    }
+
+    fn all_gather(
+        &self,
+        own: &[f32],
+        shards: &[Range<usize>],
+        all: &mut [f32],
+    ) -> Result<(), CollectiveError> {
+        self.note("gather", all.len());
+        self.inner.all_gather(own, shards, all)
+    }
+
+    fn gather(
+        &self,
+        root: usize,
+        own: &[f32],
+        shards: &[Range<usize>],
+        all: Option<&mut [f32]>,
+    ) -> Result<(), CollectiveError> {
+        self.inner.gather(root, own, shards, all)
+    }
+
+    fn broadcast(&self, root: usize, bytes: Vec<u8>) -> Result<Vec<u8>, CollectiveError> {
+        self.inner.broadcast(root, bytes)
+    }
+
+    fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.inner.all_gather_bytes(bytes)
+    }
+
+    fn barrier(&self) -> Result<(), CollectiveError> {
+        self.inner.barrier()
+    }
+}
+
+/// Gradients leave on a thread of their own, the last unit's before the backward has the first layer's weights; and of the
+/// layers one is gathered ahead, none twice in a row.
+#[test]
+fn gradients_leave_before_the_backward_has_reached_the_first_layer() {
+    const LAYERS: usize = 4;
+    let mut config = config();
+    config.num_layers = LAYERS;
+    let groups = groups();
+    let rows = samples(&groups);
+    let parameters = Parameters::random(&config, 5);
+    let layout = Arc::clone(parameters.layout());
+    let len = |unit| layout.unit(unit).len();
+    let mut ranks = threads::group(2, SOON);
+    let log = Arc::new(Mutex::new(Vec::new()));
+    let follower = ranks.pop().unwrap();
+    let follower = std::thread::spawn(move || follow(Arc::new(follower), Arc::new(Team::alone())));
+    let leader = Leader::new(Arc::new(Recording { inner: ranks.pop().unwrap(), log: Arc::clone(&log) }));
+    let settings = LearnerConfig { zero: 3, microbatch_tokens: 100_000, ..LEARNER };
+    let mut learner = leader.learner(settings, config, parameters, None, None).unwrap();
+    imitate(&mut learner, &rows, 1e-3).unwrap();
+    let log = std::mem::take(&mut *log.lock().unwrap());
+    let calls: Vec<_> = log.iter().map(|(call, len, _)| (*call, *len)).collect();
+    let (embedding, layer, tail) = (len(Unit::Embedding), len(Unit::Layer(0)), len(Unit::Tail));
+    assert_eq!(calls[..2], [("gather", embedding), ("gather", tail)]);
+    let first_reduced = calls.iter().position(|call| call.0 == "reduce").unwrap();
+    let last_gathered = calls.iter().rposition(|call| call.0 == "gather").unwrap();
+    assert!(first_reduced + 1 < last_gathered, "{calls:?}");
+    let count = |wanted: (&str, usize)| calls.iter().filter(|call| **call == wanted).count();
+    assert_eq!(count(("gather", layer)), 2 * LAYERS - 1, "{calls:?}");
+    assert_eq!((count(("reduce", layer)), count(("reduce", tail))), (LAYERS, 1), "{calls:?}");
+    assert!(log.iter().all(|(_, _, thread)| thread == "exchange 0"), "{log:?}");
+    drop((learner, leader));
+    follower.join().unwrap().unwrap();
+}
