@@ -14,6 +14,7 @@ use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSour
 use rollout::{EngineConfig, Overlong, StopRules, WorkerConfig};
 use trainer::algorithm::Algorithm;
 use trainer::batch::Split;
+use trainer::checkpoint::{Retention, WriterConfig};
 use trainer::credit::Advantage;
 use trainer::critic::CriticConfig;
 use trainer::lora::LoraConfig;
@@ -23,7 +24,7 @@ use trainer::schedule::Schedule;
 use trainer::{LearnerConfig, TrainerConfig};
 use trajectory::Task;
 
-use crate::recipe::schema::RandomModel;
+use crate::recipe::schema::{Checkpoint, RandomModel};
 use crate::recipe::words::SupervisedKind;
 use crate::recipe::{DataSource, Recipe};
 
@@ -287,9 +288,22 @@ impl Recipe {
             epochs: self.trainer.epochs,
             bitwise: self.rollout.bitwise,
             checkpoint_interval: self.checkpoint.interval,
-            keep_last: self.checkpoint.keep_last,
-            checkpoints,
+            checkpoint: self.checkpoints(checkpoints),
             wait: self.wait(),
         }
+    }
+
+    /// How checkpoints are written.
+    #[must_use]
+    pub fn checkpoints(&self, checkpoints: PathBuf) -> WriterConfig {
+        let (retention, asynchronous) = (self.retention(), self.checkpoint.asynchronous);
+        WriterConfig { checkpoints, retention, asynchronous, wait: self.wait() }
+    }
+
+    /// Which checkpoints stay.
+    #[must_use]
+    pub fn retention(&self) -> Retention {
+        let Checkpoint { keep_last, keep_every, .. } = self.checkpoint;
+        Retention { keep_last, keep_every }
     }
 }
