@@ -117,7 +117,7 @@ impl Starting<'_> {
         };
         let learner =
             Learner::new(self.recipe.learner(), directory.config().clone(), parameters, optimizer).on(team);
-        Ok(Some(Critic { config, network: Some(Network { learner, directory }) }))
+        Ok(Some(Critic { config, network: Some(Network { learner, directory: Arc::new(directory) }) }))
     }
 
     fn demonstrate(&self) -> Result<Option<Demonstrate>, Failure> {

@@ -3,6 +3,7 @@
 //! - [`recipe`]: one TOML file that says everything about a run, with the origin of every value
 //! - [`program`]: what a program brings to every recipe, and its main function; [`args`], [`commands`]: the command line
 //!   and what it does; [`allocator`]: the memory of such a program
+//! - [`failpoints`]: places where tests make a run go wrong
 //! - [`reward`]: rewards tried by themselves
 //! - [`plan`]: what a recipe amounts to before it runs; [`mod@bench`]: what this machine does with a model; [`fit`]: how
 //!   far a run would go with more compute
@@ -37,6 +38,7 @@ mod companions;
 mod controller;
 mod curation;
 mod demonstrations;
+pub mod failpoints;
 pub mod failure;
 pub mod fit;
 mod forward_edge;

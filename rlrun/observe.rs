@@ -324,6 +324,8 @@ fn speed(metrics: &mut Metrics, inputs: &StepInputs<'_>) {
     metrics.set("time/wait_for_batch", time.wait_for_batch);
     metrics.set("time/forward_backward", time.forward_backward);
     metrics.set("time/save_ckpt", time.save_checkpoint);
+    metrics.set("time/wait_ckpt", time.wait_for_checkpoint);
+    metrics.set("time/write_ckpt", time.write_checkpoint);
     metrics.set("time/weight_sync", time.weight_sync);
     metrics.set("time/decode_stall", after.stall_s - before.stall_s);
     metrics.bottleneck = if trainer_idle > rollout_idle + CLEAR {

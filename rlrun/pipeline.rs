@@ -24,6 +24,7 @@ use rollout::curation::Curation;
 use rollout::evaluate::Evaluation;
 use rollout::scoring::Scorer;
 use rollout::{Engine, Progress, Worker};
+use trainer::checkpoint::{Contents, NetworkState};
 use trainer::critic::CriticKind;
 use trainer::lora::Adapter;
 use trainer::optimizer::{Optimizer, OptimizerConfig, OptimizerKind};
@@ -133,7 +134,7 @@ struct Run<'a> {
 /// What training starts from.
 struct Start {
     learner: Learner,
-    directory: ModelDirectory,
+    directory: Arc<ModelDirectory>,
     prepared: Prepared,
     state: TrainerState,
     /// Answers before the first step; `None` for a run that goes on after another.
@@ -224,6 +225,7 @@ impl Run<'_> {
             let path = trainer::checkpoint::path(&checkpoints, version);
             let Checkpoint { directory, parameters, adapter, optimizer, state } =
                 trainer::checkpoint::load(&path, recipe.optimizer(), recipe.lora().as_ref())?;
+            let directory = Arc::new(directory);
             let prepared = self.prepared(&directory)?;
             let learner = self.learner(&directory, parameters, adapter, Some(optimizer));
             self.report.note(&format!("resumed after step {} from {}", version.0, path.display()));
@@ -255,11 +257,13 @@ impl Run<'_> {
             let trained = adapter.values().len();
             self.report.note(&format!("LoRA trains {trained} parameters, all others are frozen"));
         }
+        let directory = Arc::new(directory);
         let learner = self.learner(&directory, parameters, adapter, None);
         let state = TrainerState::new(PolicyVersion::default(), 0, 0, 0.0);
         if recipe.warmup.is_some() && recipe.checkpoint.interval > 0 {
-            let keep = recipe.checkpoint.keep_last;
-            trainer::checkpoint::save(&checkpoints, &directory, (&learner, None), &state, keep)?;
+            let policy = NetworkState::of(&directory, &learner)?;
+            let contents = Contents { policy, critic: None, state: &state };
+            trainer::checkpoint::save(&checkpoints, &contents, recipe.retention())?;
         }
         let evaluation = self.evaluate(&prepared, &learner, &directory)?;
         Ok(Some(Start { learner, directory, prepared, state, evaluation }))
@@ -369,7 +373,7 @@ impl Run<'_> {
         stop.store(true, Ordering::Relaxed);
         let joined = samplers.finish();
         // What was trained is kept, however the sampler ended.
-        let saved = trained.is_ok().then(|| trainer.checkpoint()).transpose();
+        let saved = trained.is_ok().then(|| trainer.last_checkpoint()).transpose();
         // An error of the sampler stops the trainer, so it comes first; otherwise the trainer's own counts.
         joined?;
         let evaluation = trained?;

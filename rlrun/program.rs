@@ -11,6 +11,7 @@ use rewards::Registry;
 
 use crate::args::Cli;
 use crate::commands;
+use crate::failpoints;
 use crate::failure::Failure;
 
 /// Variables that begin so change values of a recipe.
@@ -68,7 +69,9 @@ pub fn main(registry: Registry) -> ExitCode {
     // A value that is not UTF-8 is shown as far as it can be, in the error that it causes.
     let text = |raw: std::ffi::OsString| raw.to_string_lossy().into_owned();
     let environment = std::env::vars_os().map(|(name, value)| (text(name), text(value)));
-    match commands::execute(&cli, &Program::new(registry, environment)) {
+    let program = Program::new(registry, environment);
+    let armed = program.environment().get(failpoints::VARIABLE).map_or(Ok(()), |text| failpoints::arm(text));
+    match armed.and_then(|()| commands::execute(&cli, &program)) {
         Ok(text) => {
             if !text.is_empty() {
                 print(&text);

@@ -15,6 +15,7 @@ use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSour
 use rollout::{EngineConfig, Overlong, StopRules, WorkerConfig};
 use trainer::algorithm::Algorithm;
 use trainer::batch::Split;
+use trainer::checkpoint::{Retention, WriterConfig};
 use trainer::credit::Advantage;
 use trainer::critic::CriticConfig;
 use trainer::lora::LoraConfig;
@@ -25,7 +26,7 @@ use trainer::{LearnerConfig, TrainerConfig};
 use trajectory::Task;
 use weights::{DeltaConfig, Dtype, HubConfig, PublishConfig};
 
-use crate::recipe::schema::RandomModel;
+use crate::recipe::schema::{Checkpoint, RandomModel};
 use crate::recipe::words::{SupervisedKind, WeightDtype, WeightTransport};
 use crate::recipe::{DataSource, Recipe};
 
@@ -330,9 +331,22 @@ impl Recipe {
             epochs: self.trainer.epochs,
             bitwise: self.rollout.bitwise,
             checkpoint_interval: self.checkpoint.interval,
-            keep_last: self.checkpoint.keep_last,
-            checkpoints,
+            checkpoint: self.checkpoints(checkpoints),
             wait: self.wait(),
         }
+    }
+
+    /// How checkpoints are written.
+    #[must_use]
+    pub fn checkpoints(&self, checkpoints: PathBuf) -> WriterConfig {
+        let (retention, asynchronous) = (self.retention(), self.checkpoint.asynchronous);
+        WriterConfig { checkpoints, retention, asynchronous, wait: self.wait() }
+    }
+
+    /// Which checkpoints stay.
+    #[must_use]
+    pub fn retention(&self) -> Retention {
+        let Checkpoint { keep_last, keep_every, .. } = self.checkpoint;
+        Retention { keep_last, keep_every }
     }
 }

@@ -101,7 +101,13 @@ impl Home {
 
     /// Runs to the end.
     pub(crate) fn rlrun(&self, args: &[&str]) -> Done {
-        let Output { status, stdout, stderr } = self.command(args).output().unwrap();
+        self.rlrun_with(&[], args)
+    }
+
+    /// The same with these variables.
+    pub(crate) fn rlrun_with(&self, variables: &[(&str, &str)], args: &[&str]) -> Done {
+        let mut command = self.command(args);
+        let Output { status, stdout, stderr } = command.envs(variables.iter().copied()).output().unwrap();
         let text = |bytes| String::from_utf8(bytes).unwrap();
         Done { status, stdout: text(stdout), stderr: text(stderr) }
     }

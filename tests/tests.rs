@@ -6,6 +6,7 @@ mod bench;
 mod bitwise;
 mod chaos;
 mod curation;
+mod failpoints;
 mod fit;
 mod learns;
 mod memory;

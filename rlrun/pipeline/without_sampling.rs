@@ -8,6 +8,7 @@ use std::time::Instant;
 use model::ModelDirectory;
 use rollout::evaluate::Evaluation;
 use trainer::Learner;
+use trainer::checkpoint::{Contents, NetworkState, Writer};
 
 use super::{Run, Start, Trained};
 use crate::failure::Failure;
@@ -33,8 +34,7 @@ impl Run<'_> {
         let (steps, every) = (self.recipe.trainer.steps, self.recipe.checkpoint.interval);
         let phase = self.report.phase("training", steps);
         let mut last = None;
-        let checkpoints = self.run_dir.checkpoints();
-        let keep = self.recipe.checkpoint.keep_last;
+        let mut writer = Writer::new(self.recipe.checkpoints(self.run_dir.checkpoints()));
         while state.version.0 < steps && !self.signals.stop_requested() {
             let clock = Instant::now();
             let (mut metrics, tokens) = lessons.step(state.version.0, &mut learner, &prepared.train)?;
@@ -54,11 +54,15 @@ impl Run<'_> {
             phase.set(version, "");
             if every > 0 && version.is_multiple_of(every) {
                 observer.sync()?;
-                trainer::checkpoint::save(&checkpoints, &directory, (&learner, None), &state, keep)?;
+                let policy = NetworkState::of(&directory, &learner)?;
+                writer.save(Contents { policy, critic: None, state: &state })?;
             }
+            // Nobody waits for it, but an error ends the run.
+            writer.look()?;
         }
         observer.sync()?;
-        trainer::checkpoint::save(&checkpoints, &directory, (&learner, None), &state, keep)?;
+        let policy = NetworkState::of(&directory, &learner)?;
+        writer.save_now(Contents { policy, critic: None, state: &state })?;
         Ok(Trained { version: state.version, time_s: state.time_s, evaluation: last })
     }
 

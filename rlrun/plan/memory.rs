@@ -102,6 +102,7 @@ impl Memory {
             let bytes = own.saturating_add(gradients).saturating_add(state);
             parts.push(part("critic", "its weights, gradients of every rank and optimizer", bytes));
         }
+        parts.extend(copied(recipe, &parts));
         let models = recipe.rewards.iter().filter(|spec| spec.kind == "model");
         let configs = models.filter_map(|spec| Config::load(spec.path.as_deref()?).ok());
         let scored = configs.fold(0_u64, |sum, config| {
@@ -134,6 +135,18 @@ impl fmt::Display for Memory {
         }
         write!(f, "  {:12} {:>10}  most resident memory, `memory/peak_mib`", "total", mebibytes(self.total()))
     }
+}
+
+/// What is copied to be written beside the steps, if it is.
+fn copied(recipe: &Recipe, parts: &[Part]) -> Option<Part> {
+    let of = |part: &&Part| ["policy", "optimizer", "adapter", "critic"].contains(&part.name);
+    let bytes = parts.iter().filter(of).fold(0_u64, |sum, part| sum.saturating_add(part.bytes));
+    let what = "at most: a copy of what is written beside the steps";
+    (recipe.checkpoint.asynchronous && recipe.checkpoint.interval > 0).then_some(Part {
+        name: "checkpoint",
+        what,
+        bytes,
+    })
 }
 
 /// Bytes that follow from what is trained, and how.

@@ -519,11 +519,15 @@ pub struct Checkpoint {
     pub interval: u64,
     /// Newest checkpoints that are kept. TRL `save_total_limit`, verl `max_actor_ckpt_to_keep`.
     pub keep_last: usize,
+    /// Versions that are multiples of it are kept for ever, beside the newest; 0 for none.
+    pub keep_every: u64,
+    /// Steps go on while a copy of everything is written; without it they wait, and the memory of the copy is saved.
+    pub asynchronous: bool,
 }
 
 impl Default for Checkpoint {
     fn default() -> Self {
-        Self { interval: 50, keep_last: 2 }
+        Self { interval: 50, keep_last: 2, keep_every: 0, asynchronous: true }
     }
 }
 

@@ -127,6 +127,7 @@ fn receive(
     after: Option<PolicyVersion>,
 ) -> Result<Option<Ready>, RolloutError> {
     let Some(snapshot) = subscriber.wait_newer(after, LOOK_UP)? else { return Ok(None) };
+    fail::fail_point!("weights-receive");
     let start = Instant::now();
     let parameters = Parameters::from_values(Arc::clone(layout), snapshot.values.to_vec())?;
     let digest = Digest::of(parameters.values());

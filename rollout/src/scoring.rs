@@ -189,6 +189,7 @@ fn store(buffer: &dyn Producer, curation: Option<&Curation>, mut group: Group) -
     if verdict == Verdict::Drop {
         return give_back(buffer, id, false);
     }
+    fail::fail_point!("group-hand-over");
     if buffer.finalize(group)? == Finalized::Full {
         return give_back(buffer, id, true);
     }
@@ -227,6 +228,7 @@ fn complete(
 
 /// Asks the rewards that judge a trajectory by itself.
 async fn judge(ended: Ended, rewards: Arc<RewardSet>) -> (Ended, PartScore) {
+    fail::fail_point!("reward-call");
     let part = rewards.begin(&ended.reward_input()).await;
     (ended, part)
 }

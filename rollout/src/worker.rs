@@ -292,7 +292,7 @@ impl Worker {
         let baseline = usize::from(self.config.greedy_baseline);
         let mut passed_over = 0;
         while self.engine.has_room(self.config.group_size + baseline) && passed_over < PASSED_OVER {
-            let one = AdmitRequest { served: version, limit: 1, hold: None, holder: None };
+            let one = AdmitRequest { served: version, limit: 1, hold: None, holder: self.config.holder };
             let group = match buffer.admit(one, Duration::ZERO) {
                 // If it took one after all, that comes back to the line when its hold is over.
                 Err(BufferError::Unclear { .. }) => break,
@@ -345,7 +345,8 @@ impl Worker {
         let wanted = config.slots() - config.batch_groups + 1;
         let mut free = Vec::new();
         while free.len() < wanted {
-            let request = AdmitRequest { served, limit: wanted - free.len(), hold: None, holder: None };
+            let request =
+                AdmitRequest { served, limit: wanted - free.len(), hold: None, holder: self.config.holder };
             let admitted = match buffer.admit(request, Duration::ZERO) {
                 Err(BufferError::Unclear { .. }) => break,
                 admitted => admitted?,

@@ -17,19 +17,24 @@
 //! Invariant: a checkpoint appears whole or not at all, so whatever has a name can be resumed from. Random streams are
 //! counted from seed and group, and groups come from the buffer's journal, so neither has a state to save.
 
+mod writer;
+
 use std::borrow::Cow;
+use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use model::{ModelDirectory, ParameterSpec, Parameters, Team, atomic};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
 use crate::TrainerError;
-use crate::critic::Network;
 use crate::learner::Learner;
 use crate::lora::{Adapter, LoraConfig};
 use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::{lora_files, moment_files};
+
+pub use writer::{CheckpointTime, Writer, WriterConfig};
 
 /// Version of the layout on disk.
 const FORMAT: u32 = 1;
@@ -65,6 +70,74 @@ pub struct Checkpoint {
     pub optimizer: Optimizer,
     /// Its numbers.
     pub state: TrainerState,
+}
+
+/// Which checkpoints stay when a new one is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Retention {
+    /// So many of the newest; at least one.
+    pub keep_last: usize,
+    /// Versions that are multiples of it, for ever; 0 for none.
+    pub keep_every: u64,
+}
+
+/// What a checkpoint is made of, between two steps.
+#[derive(Debug)]
+pub struct Contents<'a> {
+    /// The policy.
+    pub policy: NetworkState<'a>,
+    /// A critic of its own, if there is one.
+    pub critic: Option<NetworkState<'a>>,
+    /// The numbers.
+    pub state: &'a TrainerState,
+}
+
+/// A network in training.
+#[derive(Debug)]
+pub struct NetworkState<'a> {
+    /// Everything of its model that is no weight.
+    pub directory: &'a Arc<ModelDirectory>,
+    /// Its weights.
+    pub parameters: Cow<'a, Parameters>,
+    /// Its optimizer, with the state of every tensor that is trained.
+    pub optimizer: Cow<'a, Optimizer>,
+    /// What is trained in place of the weights, if anything; merged into them already.
+    pub adapter: Option<&'a Adapter>,
+}
+
+impl Retention {
+    /// The `keep_last` newest alone.
+    #[must_use]
+    pub fn last(keep_last: usize) -> Self {
+        Self { keep_last, keep_every: 0 }
+    }
+
+    fn keeps(self, version: PolicyVersion) -> bool {
+        self.keep_every > 0 && version.0.is_multiple_of(self.keep_every)
+    }
+}
+
+impl<'a> NetworkState<'a> {
+    /// That of `learner`, whose model is described by `directory`, collected from its ranks.
+    ///
+    /// # Errors
+    /// If a rank is gone.
+    pub fn of(directory: &'a Arc<ModelDirectory>, learner: &'a Learner) -> Result<Self, TrainerError> {
+        let (parameters, optimizer) = (learner.parameters()?, learner.optimizer()?);
+        Ok(Self { directory, parameters, optimizer, adapter: learner.adapter() })
+    }
+
+    /// Bytes of its files, without those that do not grow with the model.
+    fn bytes(&self) -> u64 {
+        let adapter = self.adapter.map_or(0, |adapter| adapter.values().len());
+        let values = 4 * (self.parameters.values().len() + adapter) as u64;
+        values.saturating_add(self.optimizer.config().state_bytes(self.trained()))
+    }
+
+    /// The tensors that the optimizer moves, in the order of its states.
+    fn trained(&self) -> &[ParameterSpec] {
+        self.adapter.map_or(self.parameters.layout().specs(), Adapter::specs)
+    }
 }
 
 impl TrainerState {
@@ -112,71 +185,84 @@ pub fn list(checkpoints: &Path) -> Vec<PolicyVersion> {
     versions
 }
 
-/// Writes the checkpoint of `state` if it is not there yet, then removes all but the `keep_last` newest.
+/// Writes a checkpoint of `contents` if it is not there yet, then removes those that `retention` does not keep.
 ///
 /// # Errors
-/// If something cannot be written.
+/// If something cannot be written; nothing has the checkpoint's name then.
 pub fn save(
     checkpoints: &Path,
-    directory: &ModelDirectory,
-    (learner, critic): (&Learner, Option<&Network>),
-    state: &TrainerState,
-    keep_last: usize,
+    contents: &Contents<'_>,
+    retention: Retention,
 ) -> Result<PathBuf, TrainerError> {
-    let target = path(checkpoints, state.version);
+    let target = path(checkpoints, contents.state.version);
     if target.exists() {
         // A run goes on from its newest checkpoint, so this is the same state; to write it anew would mean a moment
         // without it, in which a crash loses what the buffer has already forgotten.
         return Ok(target);
     }
-    if let Some(adapter) = learner.adapter() {
-        let parameters = learner.parameters()?;
-        save_base(checkpoints, directory, || adapter.base_parameters(&parameters))?;
-    }
-    let own = Written::of(learner)?;
-    let of_critic = critic.map(|network| Written::of(&network.learner)).transpose()?;
-    atomic::directory(&target, |dir| {
-        own.write(dir, directory)?;
-        if let Some(adapter) = learner.adapter() {
-            lora_files::write(&adapter_path(dir), adapter, &base_path(checkpoints))?;
-        }
-        if let (Some(Network { directory, .. }), Some(written)) = (critic, &of_critic) {
-            let dir = critic_path(dir);
-            std::fs::create_dir(&dir).map_err(write_error(dir.clone()))?;
-            written.write(&dir, directory)?;
-        }
-        let numbers = dir.join("trainer.json");
-        let json = serde_json::to_vec_pretty(state).unwrap_or_default();
-        std::fs::write(&numbers, json).map_err(write_error(numbers.clone()))
-    })?;
+    write(checkpoints, &target, contents).map_err(|error| no_space(error, &target, contents))?;
     let versions = list(checkpoints);
-    for old in &versions[..versions.len().saturating_sub(keep_last.max(1))] {
-        if *old != state.version {
+    for old in &versions[..versions.len().saturating_sub(retention.keep_last.max(1))] {
+        if *old != contents.state.version && !retention.keeps(*old) {
             remove(&path(checkpoints, *old))?;
         }
     }
     Ok(target)
 }
 
-/// What is written of a learner, collected from its ranks.
-struct Written<'a> {
-    parameters: Cow<'a, Parameters>,
-    optimizer: Cow<'a, Optimizer>,
-    trained: &'a [ParameterSpec],
+fn write(checkpoints: &Path, target: &Path, contents: &Contents<'_>) -> Result<(), TrainerError> {
+    let Contents { policy, critic, state } = contents;
+    if let Some(adapter) = policy.adapter {
+        save_base(checkpoints, policy.directory, || adapter.base_parameters(&policy.parameters))?;
+    }
+    Ok(atomic::directory(target, |dir| {
+        write_network(dir, policy)?;
+        if let Some(adapter) = policy.adapter {
+            lora_files::write(&adapter_path(dir), adapter, &base_path(checkpoints))?;
+        }
+        if let Some(critic) = critic {
+            let dir = critic_path(dir);
+            std::fs::create_dir(&dir).map_err(write_error(dir.clone()))?;
+            write_network(&dir, critic)?;
+        }
+        let numbers = dir.join("trainer.json");
+        let json = serde_json::to_vec_pretty(state).unwrap_or_default();
+        std::fs::write(&numbers, json).map_err(write_error(numbers.clone()))?;
+        fail::fail_point!("checkpoint-rename", |errno: Option<String>| {
+            let number = errno.and_then(|number| number.parse().ok()).unwrap_or_default();
+            Err(write_error(numbers.clone())(io::Error::from_raw_os_error(number)))
+        });
+        Ok(())
+    })?)
 }
 
-impl<'a> Written<'a> {
-    fn of(learner: &'a Learner) -> Result<Self, TrainerError> {
-        let (parameters, optimizer) = (learner.parameters()?, learner.optimizer()?);
-        Ok(Self { parameters, optimizer, trained: learner.trained() })
-    }
+/// Writes the weights of a network and the state of its optimizer.
+fn write_network(dir: &Path, network: &NetworkState<'_>) -> Result<(), model::ModelError> {
+    network.directory.export(&dir.join("model"), &network.parameters)?;
+    let optimizer = dir.join("optimizer.safetensors");
+    fail::fail_point!("checkpoint-write", |errno: Option<String>| {
+        let number = errno.and_then(|number| number.parse().ok()).unwrap_or_default();
+        Err(write_error(optimizer.clone())(io::Error::from_raw_os_error(number)))
+    });
+    moment_files::write(&optimizer, network.trained(), &network.optimizer)
+        .map_err(write_error(optimizer.clone()))
+}
 
-    /// Writes the weights of the network and the state of its optimizer.
-    fn write(&self, dir: &Path, directory: &ModelDirectory) -> Result<(), model::ModelError> {
-        directory.export(&dir.join("model"), &self.parameters)?;
-        let optimizer = dir.join("optimizer.safetensors");
-        moment_files::write(&optimizer, self.trained, &self.optimizer).map_err(write_error(optimizer.clone()))
+/// `error`, or what a full disk means for the checkpoint `target`.
+fn no_space(error: TrainerError, target: &Path, contents: &Contents<'_>) -> TrainerError {
+    let TrainerError::Model(model::ModelError::Write { path, source }) = &error else { return error };
+    let full = [io::ErrorKind::StorageFull, io::ErrorKind::QuotaExceeded, io::ErrorKind::FileTooLarge];
+    if !full.contains(&source.kind()) {
+        return error;
     }
+    let networks = [Some(&contents.policy), contents.critic.as_ref()];
+    let bytes = networks.into_iter().flatten().map(NetworkState::bytes).fold(0, u64::saturating_add);
+    let reason = format!(
+        "takes {bytes} bytes, and the disk is full ({}: {source}); the checkpoint before it is whole: make room, or \
+         lower checkpoint.keep_last, and go on with rlrun resume",
+        path.display()
+    );
+    TrainerError::Checkpoint { path: target.to_owned(), reason }
 }
 
 fn write_error(path: PathBuf) -> impl FnOnce(std::io::Error) -> model::ModelError {

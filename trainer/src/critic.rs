@@ -3,6 +3,8 @@
 //! Invariant: a critic of its own begins as the policy with a zero value head, has the policy's layout beside the head,
 //! its own optimizer and its own learning rate; its updates never touch the policy.
 
+use std::sync::Arc;
+
 use model::{ModelDirectory, Placement};
 use serde::{Deserialize, Serialize};
 
@@ -50,5 +52,5 @@ pub struct Network {
     /// Its weights in training.
     pub learner: Learner,
     /// Everything of its model that is no weight.
-    pub directory: ModelDirectory,
+    pub directory: Arc<ModelDirectory>,
 }

@@ -180,8 +180,12 @@ pub struct StepTime {
     pub wait_for_batch: f64,
     /// Packing, forward, backward, optimizer.
     pub forward_backward: f64,
-    /// Writing the checkpoint of the step before, if it was due.
+    /// Taking the checkpoint of the step before, if it was due: waiting for the one before that, copying or writing.
     pub save_checkpoint: f64,
+    /// Of that, waiting until the one before was on disk.
+    pub wait_for_checkpoint: f64,
+    /// Writing a checkpoint that has reached the disk since the step before; with `asynchronous`, beside the steps.
+    pub write_checkpoint: f64,
     /// Publishing the weights.
     pub weight_sync: f64,
 }

@@ -14,7 +14,7 @@ use weights::{Publisher, Snapshot};
 use crate::TrainerError;
 use crate::algorithm::Algorithm;
 use crate::batch::{Batch, BatchCounts, Row, Split};
-use crate::checkpoint::{self, TrainerState};
+use crate::checkpoint::{CheckpointTime, Contents, NetworkState, TrainerState, Writer, WriterConfig};
 use crate::critic::{Critic, Network};
 use crate::lead::{Command, UpdateCommand};
 use crate::learner::{Frozen, Learner};
@@ -62,10 +62,8 @@ pub struct TrainerConfig {
     pub bitwise: bool,
     /// Steps between checkpoints; 0 for none between.
     pub checkpoint_interval: u64,
-    /// Checkpoints kept.
-    pub keep_last: usize,
-    /// Where checkpoints go.
-    pub checkpoints: PathBuf,
+    /// How checkpoints are written.
+    pub checkpoint: WriterConfig,
     /// Longest wait for a batch.
     pub wait: Duration,
 }
@@ -80,13 +78,12 @@ pub struct Trainer {
     config: TrainerConfig,
     learner: Learner,
     companions: Companions,
-    directory: ModelDirectory,
+    directory: Arc<ModelDirectory>,
     buffer: Arc<dyn Consumer>,
     publisher: Arc<dyn Publisher>,
     version: PolicyVersion,
     trained_tokens: u64,
-    /// Time of the last checkpoint that no report has told of, seconds.
-    save_checkpoint_s: f64,
+    writer: Writer,
     stop: Arc<AtomicBool>,
     /// Wall time of earlier processes of this run, seconds.
     earlier_s: f64,
@@ -111,11 +108,12 @@ impl Trainer {
     pub fn start(
         config: TrainerConfig,
         (learner, companions, state): (Learner, Companions, &TrainerState),
-        directory: ModelDirectory,
+        directory: Arc<ModelDirectory>,
         (buffer, publisher): (Arc<dyn Consumer>, Arc<dyn Publisher>),
         stop: Arc<AtomicBool>,
     ) -> Result<Self, TrainerError> {
         let trainer = Self {
+            writer: Writer::new(config.checkpoint.clone()),
             config,
             learner,
             companions,
@@ -124,7 +122,6 @@ impl Trainer {
             publisher,
             version: state.version,
             trained_tokens: state.trained_tokens,
-            save_checkpoint_s: 0.0,
             stop,
             earlier_s: state.time_s,
             started: Instant::now(),
@@ -170,13 +167,16 @@ impl Trainer {
     ///
     /// # Errors
     /// No batch in time, a gradient that is not finite, a sampler that serves other weights than it says, bits that
-    /// differ where they must not.
+    /// differ where they must not, a checkpoint that could not be written.
     pub fn step(&mut self) -> Result<Option<StepReport>, TrainerError> {
+        let CheckpointTime { stall, wait, write } = self.checkpoint_time()?;
         let clock = Instant::now();
         let Some(lease) = self.lease()? else { return Ok(None) };
         let mut time = StepTime {
             wait_for_batch: clock.elapsed().as_secs_f64(),
-            save_checkpoint: std::mem::take(&mut self.save_checkpoint_s),
+            save_checkpoint: stall,
+            wait_for_checkpoint: wait,
+            write_checkpoint: write,
             ..StepTime::default()
         };
 
@@ -187,6 +187,7 @@ impl Trainer {
         let learning_rate = self.config.schedule.at(self.version.0);
         let (counts, updated) = self.update(&lease.groups, learning_rate)?;
         let Updated { sums, grad_norm, critic } = updated;
+        fail::fail_point!("after-optimizer");
         self.version = self.version.next();
         self.trained_tokens += sums.tokens;
         time.forward_backward = clock.elapsed().as_secs_f64();
@@ -225,26 +226,58 @@ impl Trainer {
         Ok(self.buffer.ack_through(CONSUMER, self.version)?)
     }
 
-    /// Writes a checkpoint of the current version, then lets the buffer forget the groups that are in it.
+    /// Takes a checkpoint of the current version. With `asynchronous` it is on disk some steps later; as soon as a step
+    /// finds it there the buffer forgets the groups that are in it.
     ///
     /// # Errors
-    /// If the checkpoint cannot be written.
-    pub fn checkpoint(&mut self) -> Result<PathBuf, TrainerError> {
-        let clock = Instant::now();
+    /// If the checkpoint, or the one before, cannot be written.
+    pub fn checkpoint(&mut self) -> Result<(), TrainerError> {
+        self.save(|writer, contents| writer.save(contents))
+    }
+
+    /// The last checkpoint of a run: that of the current version, on disk when this returns.
+    ///
+    /// # Errors
+    /// As [`Self::checkpoint`].
+    pub fn last_checkpoint(&mut self) -> Result<PathBuf, TrainerError> {
+        self.save(Writer::save_now)
+    }
+
+    /// Writes what there is with `write`, then lets the buffer forget the groups of what is on disk.
+    fn save<R>(
+        &mut self,
+        write: impl FnOnce(&mut Writer, Contents<'_>) -> Result<R, TrainerError>,
+    ) -> Result<R, TrainerError> {
         let updates = self.learner.updates();
         let critic = self.companions.critic.as_ref().and_then(|critic| critic.network.as_ref());
         let state = TrainerState {
             critic_updates: critic.map_or(0, |network| network.learner.updates()),
             ..TrainerState::new(self.version, updates, self.trained_tokens, self.time_s())
         };
-        let (to, keep) = (&self.config.checkpoints, self.config.keep_last);
-        let path = checkpoint::save(to, &self.directory, (&self.learner, critic), &state, keep)?;
-        self.buffer.ack_through(CONSUMER, self.version)?;
-        self.save_checkpoint_s += clock.elapsed().as_secs_f64();
-        Ok(path)
+        let critic =
+            critic.map(|network| NetworkState::of(&network.directory, &network.learner)).transpose()?;
+        let policy = NetworkState::of(&self.directory, &self.learner)?;
+        let written = write(&mut self.writer, Contents { policy, critic, state: &state })?;
+        self.forget_durable()?;
+        Ok(written)
+    }
+
+    /// Lets the buffer forget the groups that are in a checkpoint that has reached the disk since the last look.
+    fn forget_durable(&mut self) -> Result<(), TrainerError> {
+        match self.writer.look()? {
+            Some(version) => Ok(self.buffer.ack_through(CONSUMER, version)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Where the time of checkpoints went since the last step, which looks whether one has reached the disk.
+    fn checkpoint_time(&mut self) -> Result<CheckpointTime, TrainerError> {
+        self.forget_durable()?;
+        Ok(self.writer.take_time())
     }
 
     fn lease(&self) -> Result<Option<Lease>, TrainerError> {
+        fail::fail_point!("before-lease");
         let deadline = Instant::now() + self.config.wait;
         let request = LeaseRequest::step(CONSUMER, self.version);
         loop {
@@ -266,6 +299,7 @@ impl Trainer {
         groups: &[Arc<Group>],
         learning_rate: f32,
     ) -> Result<(BatchCounts, Updated), TrainerError> {
+        fail::fail_point!("rank-step");
         let demonstrations: Vec<Option<Sample>> = match &self.companions.demonstrate {
             Some(demonstrate) => groups.iter().map(|group| demonstrate(&group.task)).collect(),
             None => Vec::new(),
@@ -330,6 +364,7 @@ impl Trainer {
     }
 
     fn publish(&self) -> Result<(), TrainerError> {
+        fail::fail_point!("weights-publish");
         // The one copy of the weights, straight into the memory that the samplers share, by whoever has them.
         match self.learner.whole() {
             Some(whole) => self.publisher.publish_values(self.version, whole.values())?,

@@ -1,13 +1,15 @@
 //! What is written can be gone on from, bit for bit, and what is broken says so.
 
+use std::sync::Arc;
+
 use model::ModelDirectory;
-use trainer::checkpoint::{list, load, path, save};
+use trainer::checkpoint::{Contents, NetworkState, Retention, list, load, path};
 use trainer::moments::Moments;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind, TensorState};
 use trainer::{Learner, TrainerState};
 use trajectory::PolicyVersion;
 
-use crate::{EIGHT_BIT, LEARNER, config, groups, policy_step, with_optimizer};
+use crate::{EIGHT_BIT, LEARNER, config, groups, policy_step, save, with_optimizer};
 
 pub(crate) fn advance(learner: &mut Learner, steps: usize) {
     let groups = groups();
@@ -21,11 +23,11 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
     for kind in OptimizerKind::ALL {
         let settings = with_optimizer(kind);
         let files = tempfile::tempdir().unwrap();
-        let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+        let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
         let mut learner = Learner::new(settings, config(), directory.load_parameters().unwrap(), None);
         advance(&mut learner, 3);
         let state = TrainerState::new(PolicyVersion(3), learner.updates(), 77, 1.5);
-        let dir = save(files.path(), &directory, (&learner, None), &state, 2).unwrap();
+        let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
         let read = load(&dir, settings.optimizer, None).unwrap();
         assert_eq!((read.state, &read.optimizer), (state, &*learner.optimizer().unwrap()));
         let own = |state: &&TensorState| match state {
@@ -48,10 +50,10 @@ fn a_checkpoint_of_another_optimizer_is_refused() {
     let muon = with_optimizer(OptimizerKind::Muon);
     for (saved, wanted) in [(LEARNER, EIGHT_BIT), (EIGHT_BIT, LEARNER), (muon, LEARNER), (LEARNER, muon)] {
         let files = tempfile::tempdir().unwrap();
-        let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+        let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
         let learner = Learner::new(saved, config(), directory.load_parameters().unwrap(), None);
         let state = TrainerState::new(PolicyVersion(1), 0, 0, 0.0);
-        let dir = save(files.path(), &directory, (&learner, None), &state, 2).unwrap();
+        let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
         let message = load(&dir, wanted.optimizer, None).unwrap_err().to_string();
         let (saved, wanted) = (saved.optimizer.kind.as_str(), wanted.optimizer.kind.as_str());
         let says = format!(
@@ -64,11 +66,10 @@ fn a_checkpoint_of_another_optimizer_is_refused() {
 #[test]
 fn a_basis_of_another_rank_is_refused_with_its_key() {
     let files = tempfile::tempdir().unwrap();
-    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
     let settings = with_optimizer(OptimizerKind::Dion);
     let learner = Learner::new(settings, config(), directory.load_parameters().unwrap(), None);
-    let dir =
-        save(files.path(), &directory, (&learner, None), &TrainerState::new(PolicyVersion(1), 0, 0, 0.0), 2);
+    let dir = save(files.path(), &directory, &learner, &TrainerState::new(PolicyVersion(1), 0, 0, 0.0), 2);
     let wanted = OptimizerConfig { dion_rank_fraction: 0.25, ..settings.optimizer };
     let message = load(&dir.unwrap(), wanted, None).unwrap_err().to_string();
     assert!(message.contains("basis.") && message.contains("`trainer.dion_rank_fraction`"), "{message}");
@@ -77,29 +78,38 @@ fn a_basis_of_another_rank_is_refused_with_its_key() {
 #[test]
 fn only_the_newest_are_kept_and_the_same_step_can_be_written_again() {
     let files = tempfile::tempdir().unwrap();
-    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
     let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
     for version in [1, 2, 3, 2] {
-        save(
-            files.path(),
-            &directory,
-            (&learner, None),
-            &TrainerState::new(PolicyVersion(version), 0, 0, 0.0),
-            2,
-        )
-        .unwrap();
+        save(files.path(), &directory, &learner, &TrainerState::new(PolicyVersion(version), 0, 0, 0.0), 2)
+            .unwrap();
     }
     assert_eq!(list(files.path()), [PolicyVersion(2), PolicyVersion(3)]);
     assert!(list(&files.path().join("nowhere")).is_empty());
 }
 
 #[test]
+fn multiples_are_kept_for_ever() {
+    let files = tempfile::tempdir().unwrap();
+    let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
+    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
+    for version in 0..7 {
+        let state = TrainerState::new(PolicyVersion(version), 0, 0, 0.0);
+        let contents =
+            Contents { policy: NetworkState::of(&directory, &learner).unwrap(), critic: None, state: &state };
+        let retention = Retention { keep_last: 1, keep_every: 3 };
+        trainer::checkpoint::save(files.path(), &contents, retention).unwrap();
+    }
+    assert_eq!(list(files.path()), [0, 3, 6].map(PolicyVersion));
+}
+
+#[test]
 fn broken_checkpoints_are_named() {
     let files = tempfile::tempdir().unwrap();
-    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
     let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
     let state = TrainerState::new(PolicyVersion(1), 0, 0, 0.0);
-    let dir = save(files.path(), &directory, (&learner, None), &state, 2).unwrap();
+    let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
     assert_eq!(dir, path(files.path(), PolicyVersion(1)));
     let message = || load(&dir, LEARNER.optimizer, None).unwrap_err().to_string();
 

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use model::{
     Decoder, Gradients, ModelDirectory, Pack, Parameters, PredictionGradient, Recompute, Target, Team,
 };
-use trainer::checkpoint::{base_path, load, save};
+use trainer::checkpoint::{base_path, load};
 use trainer::lora::{Adapter, LoraConfig, TargetModule};
 use trainer::optimizer::OptimizerKind;
 use trainer::{Learner, LearnerConfig, TrainerState};
 use trajectory::PolicyVersion;
 
 use crate::checkpoint::advance;
-use crate::{LEARNER, config, groups, policy_step, with_optimizer};
+use crate::{LEARNER, config, groups, policy_step, save, with_optimizer};
 
 fn lora() -> LoraConfig {
     LoraConfig { rank: 3, alpha: 6.0, target_modules: TargetModule::ALL.to_vec() }
@@ -130,13 +130,13 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
     for kind in OptimizerKind::ALL {
         let settings = with_optimizer(kind);
         let files = tempfile::tempdir().unwrap();
-        let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+        let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
         let mut learner = learner(settings, moved());
         advance(&mut learner, 3);
         let state = |version, learner: &Learner| {
             TrainerState::new(PolicyVersion(version), learner.updates(), 77, 1.5)
         };
-        let dir = save(files.path(), &directory, (&learner, None), &state(3, &learner), 1).unwrap();
+        let dir = save(files.path(), &directory, &learner, &state(3, &learner), 1).unwrap();
         let read = load(&dir, settings.optimizer, Some(&lora())).unwrap();
         assert_eq!(read.adapter.as_ref(), learner.adapter());
         assert_eq!(read.parameters.values(), learner.parameters().unwrap().values());
@@ -157,7 +157,7 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
         // The next checkpoint leaves the frozen model alone, and outlives the last one.
         let written = |path: &str| std::fs::metadata(base_path(files.path()).join(path)).unwrap().modified();
         let before = written("model.safetensors").unwrap();
-        let dir = save(files.path(), &directory, (&resumed, None), &state(5, &resumed), 1).unwrap();
+        let dir = save(files.path(), &directory, &resumed, &state(5, &resumed), 1).unwrap();
         assert_eq!(written("model.safetensors").unwrap(), before);
         assert!(load(&dir, settings.optimizer, Some(&lora())).is_ok());
         let frozen = ModelDirectory::open(&base_path(files.path())).unwrap().load_parameters().unwrap();
@@ -168,14 +168,14 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
 #[test]
 fn checkpoints_of_something_else_are_refused() {
     let files = tempfile::tempdir().unwrap();
-    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
     let state = |version| TrainerState::new(PolicyVersion(version), 0, 0, 0.0);
-    let plain = save(files.path(), &directory, (&crate::learner(LEARNER), None), &state(1), 3).unwrap();
+    let plain = save(files.path(), &directory, &crate::learner(LEARNER), &state(1), 3).unwrap();
     let message = |dir: &std::path::Path, lora: Option<&LoraConfig>| {
         load(dir, LEARNER.optimizer, lora).unwrap_err().to_string()
     };
     assert!(message(&plain, Some(&lora())).contains("the recipe has a section `[lora]`"));
-    let adapted = save(files.path(), &directory, (&learner(LEARNER, moved()), None), &state(2), 3).unwrap();
+    let adapted = save(files.path(), &directory, &learner(LEARNER, moved()), &state(2), 3).unwrap();
     assert!(message(&adapted, None).contains("the recipe has no section `[lora]`"));
     let other = LoraConfig { rank: 4, ..lora() };
     assert!(message(&adapted, Some(&other)).contains("has rank = 3"), "{}", message(&adapted, Some(&other)));
@@ -191,9 +191,9 @@ fn checkpoints_of_something_else_are_refused() {
 #[test]
 fn a_frozen_model_of_a_killed_attempt_is_replaced() {
     let files = tempfile::tempdir().unwrap();
-    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
     directory.export(&base_path(files.path()), &Parameters::random(&config(), 6)).unwrap();
     let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);
-    let dir = save(files.path(), &directory, (&learner(LEARNER, moved()), None), &state, 1).unwrap();
+    let dir = save(files.path(), &directory, &learner(LEARNER, moved()), &state, 1).unwrap();
     assert!(load(&dir, LEARNER.optimizer, Some(&lora())).is_ok());
 }

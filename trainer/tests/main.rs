@@ -9,17 +9,19 @@ mod sharded;
 mod spread;
 mod step;
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use model::{Config, Decoder, Pack, Parameters, Recompute, Sizes, Target, Team};
+use model::{Config, Decoder, ModelDirectory, Pack, Parameters, Recompute, Sizes, Target, Team};
 use trainer::algorithm::Algorithm;
 use trainer::batch::{Batch, Split};
+use trainer::checkpoint::{Contents, NetworkState, Retention};
 use trainer::objective::PolicyObjective;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 use trainer::report::TokenSums;
 use trainer::terms::{Scores, terms};
-use trainer::{Learner, LearnerConfig};
+use trainer::{Learner, LearnerConfig, TrainerError, TrainerState};
 use trajectory::{
     Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
     Trajectory, Turn, VersionRun,
@@ -51,6 +53,18 @@ const EIGHT_BIT: LearnerConfig = with_optimizer(OptimizerKind::Adamw8bit);
 /// [`LEARNER`] with another optimizer.
 const fn with_optimizer(kind: OptimizerKind) -> LearnerConfig {
     LearnerConfig { optimizer: OptimizerConfig { kind, ..LEARNER.optimizer }, ..LEARNER }
+}
+
+/// Writes a checkpoint of `learner` and keeps so many.
+fn save(
+    checkpoints: &Path,
+    directory: &Arc<ModelDirectory>,
+    learner: &Learner,
+    state: &TrainerState,
+    keep_last: usize,
+) -> Result<PathBuf, TrainerError> {
+    let contents = Contents { policy: NetworkState::of(directory, learner).unwrap(), critic: None, state };
+    trainer::checkpoint::save(checkpoints, &contents, Retention::last(keep_last))
 }
 
 /// Small, but its embedding and its MLP are just large enough for 8-bit moments.

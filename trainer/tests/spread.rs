@@ -9,6 +9,7 @@ use std::time::Duration;
 use buffer::{AdmitRequest, Buffer, BufferConfig, Consumer, OnStale, Producer};
 use model::{Config, Head, ModelDirectory, Parameters, Placement, ResidentParameters, Team, Unit};
 use trainer::algorithm::Algorithm;
+use trainer::checkpoint::{Retention, WriterConfig};
 use trainer::collective::{Collective, CollectiveError, threads};
 use trainer::critic::{Critic, CriticConfig, CriticKind, Network};
 use trainer::lora::{Adapter, LoraConfig, TargetModule};
@@ -141,7 +142,7 @@ fn trained(
         let directory = ModelDirectory::open(directory.path()).unwrap().with_head(Head::Value);
         let parameters = parameters.with_head(directory.config());
         let learner = make(settings, directory.config().clone(), parameters, None, None);
-        Network { learner, directory }
+        Network { learner, directory: Arc::new(directory) }
     });
     if critic == Some(CriticKind::Shared) {
         directory = directory.with_head(Head::LanguageAndValue);
@@ -170,11 +171,15 @@ fn trained(
         epochs: 2,
         bitwise: false,
         checkpoint_interval: 0,
-        keep_last: 1,
-        checkpoints: files.path().join("checkpoints"),
+        checkpoint: WriterConfig {
+            checkpoints: files.path().join("checkpoints"),
+            retention: Retention::last(1),
+            asynchronous: true,
+            wait: SOON,
+        },
         wait: SOON,
     };
-    std::fs::create_dir(&trainer_config.checkpoints).unwrap();
+    std::fs::create_dir(&trainer_config.checkpoint.checkpoints).unwrap();
     let edges: (Arc<dyn Consumer>, Arc<dyn Publisher>) =
         (Arc::clone(&buffer) as Arc<dyn Consumer>, Arc::new(publisher));
     let demonstration = Group::clone(&group(9, &[1.0], 0.0)).trajectories.remove(0).sample;
@@ -186,12 +191,14 @@ fn trained(
     let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);
     let stop = Arc::new(AtomicBool::new(false));
     let mut trainer =
-        Trainer::start(trainer_config, (learner, companions, &state), directory, edges, stop).unwrap();
+        Trainer::start(trainer_config, (learner, companions, &state), Arc::new(directory), edges, stop)
+            .unwrap();
     let mut reports = Vec::new();
     for version in 0..2 {
         for rewards in [&[1.0, 0.0, 0.3][..], &[0.0, 0.0, 0.2], &[0.5, 1.0]] {
             let served = PolicyVersion(version);
-            let id = buffer.admit(AdmitRequest { served, limit: 1, hold: None }, SOON).unwrap()[0];
+            let id =
+                buffer.admit(AdmitRequest { served, limit: 1, hold: None, holder: None }, SOON).unwrap()[0];
             buffer.claim(id, served).unwrap();
             buffer.finalize(Group::clone(&group(id.0, rewards, -0.1))).unwrap();
         }

@@ -1,5 +1,6 @@
 //! The step of the trainer between a buffer and a publisher.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -7,6 +8,7 @@ use std::time::Duration;
 use buffer::{AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, OnStale, Producer};
 use model::ModelDirectory;
 use trainer::algorithm::{Algorithm, Proximal};
+use trainer::checkpoint::{Retention, WriterConfig, list, load};
 use trainer::schedule::{Schedule, Shape};
 use trainer::{Companions, Learner, Trainer, TrainerConfig, TrainerError, TrainerState};
 use trajectory::{Group, PolicyVersion};
@@ -39,11 +41,15 @@ fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
         epochs: 1,
         bitwise: false,
         checkpoint_interval: 2,
-        keep_last: 1,
-        checkpoints: files.path().join("checkpoints"),
+        checkpoint: WriterConfig {
+            checkpoints: files.path().join("checkpoints"),
+            retention: Retention::last(1),
+            asynchronous: true,
+            wait: SOON,
+        },
         wait: SOON,
     };
-    std::fs::create_dir(&settings.checkpoints).unwrap();
+    std::fs::create_dir(&settings.checkpoint.checkpoints).unwrap();
     change(&mut settings);
     let stop = Arc::new(AtomicBool::new(false));
     let edges: (Arc<dyn Consumer>, Arc<dyn Publisher>) =
@@ -52,7 +58,7 @@ fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
     let trainer = Trainer::start(
         settings,
         (learner, Companions::default(), &state),
-        directory,
+        Arc::new(directory),
         edges,
         Arc::clone(&stop),
     )
@@ -103,7 +109,7 @@ fn a_batch_without_variance_makes_a_version_without_a_change() {
 
 #[test]
 fn checkpoints_let_the_buffer_forget() {
-    let mut bench = bench(|_| {});
+    let mut bench = bench(|config| config.checkpoint.asynchronous = false);
     for version in 0..2 {
         (0..2).for_each(|_| put(&bench.buffer, version, &[1.0, 0.0]));
         bench.trainer.step().unwrap().unwrap();
@@ -119,6 +125,47 @@ fn checkpoints_let_the_buffer_forget() {
         );
     }
     assert!(bench.files.path().join("checkpoints/step_000002/model/config.json").is_file());
+}
+
+/// What is written beside the steps is of the moment when it was taken, and counts only when it is on disk.
+#[test]
+fn a_checkpoint_beside_the_steps_holds_what_was_when_it_was_due() {
+    let mut bench = bench(|config| config.checkpoint.retention.keep_last = 2);
+    (0..2).for_each(|_| put(&bench.buffer, 0, &[1.0, 0.0]));
+    bench.trainer.step().unwrap().unwrap();
+    let (first, optimizer) = (
+        bench.trainer.learner().parameters().unwrap().into_owned(),
+        bench.trainer.learner().optimizer().unwrap().into_owned(),
+    );
+    bench.trainer.checkpoint().unwrap();
+    (0..2).for_each(|_| put(&bench.buffer, 1, &[1.0, 0.0]));
+    bench.trainer.step().unwrap().unwrap();
+    assert_ne!(bench.trainer.learner().parameters().unwrap().values(), first.values());
+    // The last one is on disk when it returns, and so is the one before it.
+    let last = bench.trainer.last_checkpoint().unwrap();
+    assert_eq!(bench.buffer.stats().unwrap().leased, 0);
+    let read = |dir: &Path| load(dir, LEARNER.optimizer, None).unwrap();
+    assert!(last.ends_with("step_000002"));
+    assert_eq!(read(&last).parameters.values(), bench.trainer.learner().parameters().unwrap().values());
+    let read = read(&bench.files.path().join("checkpoints/step_000001"));
+    assert_eq!(read.parameters.values(), first.values());
+    assert_eq!((read.optimizer, read.state.version), (optimizer, PolicyVersion(1)));
+}
+
+#[test]
+fn an_error_of_a_checkpoint_beside_the_steps_ends_the_run() {
+    let mut bench = bench(|_| {});
+    (0..2).for_each(|_| put(&bench.buffer, 0, &[1.0, 0.0]));
+    bench.trainer.step().unwrap().unwrap();
+    // Where the directory of the checkpoint has to be made there is a file.
+    let checkpoints = bench.files.path().join("checkpoints");
+    std::fs::write(checkpoints.join("step_000001.partial"), "").unwrap();
+    // It shows at the first look after it has happened.
+    let taken = bench.trainer.checkpoint();
+    let error = taken.and_then(|()| bench.trainer.last_checkpoint()).unwrap_err().to_string();
+    assert!(error.contains("step_000001"), "{error}");
+    assert_eq!(bench.buffer.stats().unwrap().leased, 2, "nothing is forgotten that is in no checkpoint");
+    assert!(list(&checkpoints).is_empty());
 }
 
 #[test]

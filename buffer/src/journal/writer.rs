@@ -179,6 +179,10 @@ impl Writer {
                 tables.meta.insert("mark", encoded(&mark)?.as_slice())?;
             }
         }
+        fail::fail_point!("journal-commit", |errno: Option<String>| {
+            let number = errno.and_then(|number| number.parse().ok()).unwrap_or_default();
+            Err(std::io::Error::from_raw_os_error(number).into())
+        });
         transaction.commit()?;
         Ok(())
     }

@@ -1,12 +1,17 @@
 //! What the ranks of one trainer say to each other: sums, gathers, broadcasts.
 //!
 //! Ranks are SPMD: all of them make the same calls in the same order, and a call returns when this rank has what it asked
-//! for. [`threads`] are ranks of one process.
+//! for. [`threads`] are ranks of one process, [`tcp`] those of many; with the feature `mpi` there are those of `mpirun`.
+//! What the latter two share is in [`mesh`].
 //!
 //! Invariants: a sum is one chain in order of rank, so its bits depend neither on who came first nor on the
 //! implementation. No wait is without an end: a rank that is gone is noticed at once, one that hangs at the deadline, and
 //! the error names it. After an error nothing more can be done with a collective; it ends for all ranks.
 
+pub mod mesh;
+#[cfg(feature = "mpi")]
+pub mod mpi;
+pub mod tcp;
 pub mod threads;
 
 use std::fmt;
@@ -129,6 +134,26 @@ pub enum CollectiveError {
         operation: &'static str,
         /// What the other does.
         found: String,
+    },
+    /// The connection to a rank has failed.
+    #[error("rank {rank} cannot do `{operation}`: the connection to rank {peer} has failed: {source}")]
+    Connection {
+        /// Whose end.
+        rank: usize,
+        /// The other end.
+        peer: usize,
+        /// What they were to do together.
+        operation: &'static str,
+        /// What the system says.
+        source: std::io::Error,
+    },
+    /// A rank could not join the others.
+    #[error("cannot join the ranks at {address}: {reason}")]
+    Join {
+        /// Where rank 0 is, or should be.
+        address: String,
+        /// What went wrong and what to do.
+        reason: String,
     },
     /// The arguments of a call do not fit each other.
     #[error("rank {rank} cannot do `{operation}`: {reason}")]

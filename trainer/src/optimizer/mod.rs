@@ -226,6 +226,12 @@ impl Optimizer {
         self.updates
     }
 
+    /// Its hyperparameters.
+    #[must_use]
+    pub fn config(&self) -> &OptimizerConfig {
+        &self.config
+    }
+
     /// Which optimizer.
     #[must_use]
     pub fn kind(&self) -> OptimizerKind {

@@ -1,0 +1,124 @@
+//! Places where tests make a run go wrong: `RLRUN_FAILPOINTS="checkpoint-write=disk-full@2;journal-commit=delay(50)"`.
+//!
+//! Invariant: only a build for tests has them, because only a dev-dependency turns them on in the crate `fail`; another
+//! build refuses the variable. Nothing here is decided by chance.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::process::{Signal, getpid, kill_process};
+
+use crate::failure::Failure;
+
+/// The variable with places and what happens there.
+pub const VARIABLE: &str = "RLRUN_FAILPOINTS";
+
+/// Every place, and whether the system can refuse something there: an error or a full disk.
+pub const PLACES: [(&str, bool); 10] = [
+    // The journal is about to commit what has come.
+    ("journal-commit", true),
+    // The weights of a checkpoint are written, its optimizer is not.
+    ("checkpoint-write", true),
+    // A checkpoint is complete but for its name.
+    ("checkpoint-rename", true),
+    // A version is about to be told to the samplers.
+    ("weights-publish", false),
+    // A sampler has found a new version and copies it.
+    ("weights-receive", false),
+    // A scored group is about to be given to the buffer.
+    ("group-hand-over", false),
+    // Rewards are about to judge a trajectory.
+    ("reward-call", false),
+    // The trainer is about to ask for a batch.
+    ("before-lease", false),
+    // A rank is about to compute its share of a step.
+    ("rank-step", false),
+    // The weights have moved, and nobody knows it yet.
+    ("after-optimizer", false),
+];
+
+/// What the system calls an error of a device and a full disk: `EIO`, `ENOSPC`.
+const ERRORS: [(&str, u32); 2] = [("error", 5), ("disk-full", 28)];
+
+/// Makes happen what `text` says: `place=action` or `place=action@n`, separated by `;`. An action is `kill` (this
+/// process, as kill -9 does), `delay(milliseconds)`, `error` or `disk-full`; with `@n` it happens at the n-th time that a
+/// thread comes there, from 1, and no other.
+///
+/// # Errors
+/// If this build has no such places, or a word is unknown.
+pub fn arm(text: &str) -> Result<(), Failure> {
+    let refused = |why: String| Failure::Argument(format!("{VARIABLE}: {why}"));
+    if !fail::has_failpoints() {
+        let why = "this build has no failpoints; unset it, or use the program that `cargo test` builds";
+        return Err(refused(why.to_owned()));
+    }
+    for word in text.split(';').map(str::trim).filter(|word| !word.is_empty()) {
+        let (place, action) =
+            word.split_once('=').ok_or_else(|| refused(format!("`{word}` is not place=action")))?;
+        let Some((place, refuses)) = PLACES.into_iter().find(|(name, _)| *name == place) else {
+            let all: Vec<_> = PLACES.into_iter().map(|(name, _)| name).collect();
+            return Err(refused(format!("there is no place `{place}`; there are {}", all.join(", "))));
+        };
+        let (action, at) = match action.split_once('@') {
+            None => (action, None),
+            Some((action, at)) => match at.parse::<u64>() {
+                Ok(at) if at > 0 => (action, Some(at)),
+                _ => return Err(refused(format!("`{at}` is not a count from 1"))),
+            },
+        };
+        set(place, action, at, refuses).map_err(refused)?;
+    }
+    Ok(())
+}
+
+/// Arms one place; `refuses` says whether errors can happen there.
+fn set(place: &str, action: &str, at: Option<u64>, refuses: bool) -> Result<(), String> {
+    if action == "kill" {
+        let (at, passed) = (at.unwrap_or(1), AtomicU64::new(0));
+        return fail::cfg_callback(place, move || {
+            if passed.fetch_add(1, Ordering::Relaxed) + 1 == at {
+                // It cannot be refused: everybody may kill itself.
+                let _ = kill_process(getpid(), Signal::KILL);
+            }
+        });
+    }
+    let errors = ERRORS.into_iter().filter(|_| refuses);
+    let task = if let Some(ms) = action.strip_prefix("delay(").and_then(|rest| rest.strip_suffix(')')) {
+        format!("sleep({})", ms.parse::<u64>().map_err(|error| format!("`{action}`: {error}"))?)
+    } else if let Some((_, number)) = errors.clone().find(|(name, _)| *name == action) {
+        format!("return({number})")
+    } else {
+        let errors: String = errors.map(|(name, _)| format!(", {name}")).collect();
+        return Err(format!(
+            "`{action}` cannot happen at {place}; what can: kill, delay(milliseconds){errors}"
+        ));
+    };
+    let actions = match at {
+        None => task,
+        Some(1) => format!("1*{task}"),
+        Some(at) => format!("{}*off->1*{task}", at - 1),
+    };
+    fail::cfg(place, &actions)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Nothing is armed by words that are refused, or the other tests of this process would meet it.
+    #[test]
+    fn what_cannot_happen_is_refused() {
+        for (text, evidence) in [
+            ("before-lease", "not place=action"),
+            ("elsewhere=kill", "there are journal-commit, checkpoint-write"),
+            ("before-lease=kill@0", "not a count from 1"),
+            ("before-lease=explode", "what can: kill, delay(milliseconds)"),
+            ("before-lease=disk-full", "cannot happen at before-lease"),
+            ("journal-commit=full", "error, disk-full"),
+            ("before-lease=delay(long)", "invalid digit"),
+        ] {
+            let message = arm(text).unwrap_err().to_string();
+            assert!(message.starts_with(VARIABLE) && message.contains(evidence), "{text}: {message}");
+        }
+        arm(" ; ").unwrap();
+    }
+}

@@ -1,0 +1,114 @@
+//! Runs that are made to go wrong at one place after the other, and gone on with.
+
+use std::collections::BTreeSet;
+use std::fs;
+
+use rlrun::failpoints::{PLACES, VARIABLE};
+
+use crate::support::{Done, Home, Run};
+
+const STEPS: u64 = 6;
+const BATCH: u64 = 8;
+/// A checkpoint after every second step, so that each place is passed several times.
+const SETS: [&str; 3] = ["trainer.steps=6", "checkpoint.interval=2", "buffer.max_staleness=1"];
+
+/// The run `run`, started or gone on with, while `failpoints` are armed.
+fn attempt(home: &Home, first: bool, failpoints: &str) -> Done {
+    let sets = SETS.iter().flat_map(|set| ["--set", set]);
+    let start: Vec<&str> = ["small.toml", "--run-dir", "run"].into_iter().chain(sets).collect();
+    let args = if first { &start[..] } else { &["resume", "run"] };
+    home.rlrun_with(&[(VARIABLE, failpoints)], args)
+}
+
+/// Every step is there once, with groups of its own.
+fn every_group_was_trained_once(run: &Run) {
+    let steps: Vec<_> = run.metrics().iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, (0..=STEPS).collect::<Vec<_>>(), "every step is in metrics.jsonl once");
+    let groups: Vec<_> =
+        (1..=STEPS).flat_map(|step| run.samples(step)).map(|group| group["group"].as_u64()).collect();
+    assert_eq!(groups.len() as u64, BATCH * STEPS);
+    assert_eq!(groups.iter().collect::<BTreeSet<_>>().len(), groups.len(), "{groups:?}");
+    assert!(run.checkpoint(STEPS).join("trainer.json").is_file());
+}
+
+/// What has the name of a checkpoint is complete.
+fn no_checkpoint_is_half_written(run: &Run) {
+    for entry in fs::read_dir(run.path.join("checkpoints")).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if name.starts_with("step_") && !name.ends_with(".partial") {
+            assert!(path.join("trainer.json").is_file(), "{name} is not complete");
+        }
+    }
+}
+
+#[test]
+fn killed_at_every_place_a_run_trains_every_group_once() {
+    let home = Home::new();
+    for (number, (place, _)) in PLACES.into_iter().enumerate() {
+        // At another time at each, as far as a run that was resumed comes there so often.
+        let at = if place.starts_with("checkpoint") { 1 } else { 1 + number % 3 };
+        let done = attempt(&home, number == 0, &format!("{place}=kill@{at}"));
+        assert_eq!(done.status.code(), None, "killed at {place}\n{}\n{}", done.stdout, done.stderr);
+        no_checkpoint_is_half_written(&home.run("run"));
+    }
+    attempt(&home, false, "").ok();
+    every_group_was_trained_once(&home.run("run"));
+}
+
+#[test]
+fn a_full_disk_ends_a_run_and_leaves_nothing_half_written() {
+    let home = Home::new();
+    for (place, first) in [("checkpoint-write", true), ("checkpoint-rename", false)] {
+        // The second checkpoint of the process: the first, after the warm-up or the next due, is there to go on from.
+        let done = attempt(&home, first, &format!("{place}=disk-full@2"));
+        assert_eq!(done.status.code(), Some(1), "{}\n{}", done.stdout, done.stderr);
+        let (says, run) = (&done.stderr, home.run("run"));
+        assert!(
+            says.contains("checkpoints/step_") && says.contains(" bytes, and the disk is full"),
+            "{says}"
+        );
+        let entries = fs::read_dir(run.path.join("checkpoints")).unwrap();
+        assert!(entries.map(|entry| entry.unwrap().path()).all(|path| path.join("trainer.json").is_file()));
+    }
+    attempt(&home, false, "").ok();
+    every_group_was_trained_once(&home.run("run"));
+}
+
+#[test]
+fn an_error_of_the_journal_ends_a_run_that_can_be_gone_on_with() {
+    let home = Home::new();
+    let done = attempt(&home, true, "journal-commit=error@5");
+    assert_eq!(done.status.code(), Some(1), "{}\n{}", done.stdout, done.stderr);
+    assert!(done.stderr.contains("journal") && done.stderr.contains("os error 5"), "{}", done.stderr);
+    attempt(&home, false, "").ok();
+    every_group_was_trained_once(&home.run("run"));
+}
+
+#[test]
+fn delays_change_nothing_but_time() {
+    let home = Home::new();
+    let delays: Vec<_> = PLACES.into_iter().map(|(place, _)| format!("{place}=delay(3)")).collect();
+    attempt(&home, true, &delays.join(";")).ok();
+    every_group_was_trained_once(&home.run("run"));
+}
+
+#[test]
+fn a_slow_disk_delays_the_next_checkpoint_and_says_so() {
+    let home = Home::new();
+    let args =
+        ["small.toml", "--run-dir", "run", "--set", "trainer.steps=6", "--set", "checkpoint.interval=1"];
+    home.rlrun_with(&[(VARIABLE, "checkpoint-write=delay(1000)")], &args).ok();
+    let run = home.run("run");
+    every_group_was_trained_once(&run);
+    let (waited, wrote) = (run.values("time/wait_ckpt"), run.values("time/write_ckpt"));
+    assert!(wrote.iter().any(|seconds| *seconds >= 1.0), "{wrote:?}");
+    assert!(waited.iter().any(|seconds| *seconds > 0.0), "{waited:?}");
+}
+
+#[test]
+fn unknown_places_are_refused() {
+    let home = Home::new();
+    attempt(&home, true, "everywhere=kill").refused(&[VARIABLE, "there is no place `everywhere`"]);
+    assert!(!home.path("run").exists());
+}

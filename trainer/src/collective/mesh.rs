@@ -1,0 +1,341 @@
+//! The collective of ranks that send each other messages: every call is one exchange of frames between pairs.
+//!
+//! Invariant: every rank counts its calls, and a frame says which call it belongs to, with the operation and a digest of
+//! root and shards. A frame of another call is an error, never data. Sums are made here, in order of rank, so all ways to
+//! carry frames give the same bits.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+use super::{Call, Collective, CollectiveError, sum_in_order};
+
+/// Carries frames between this rank and the others.
+pub trait Wire: Send + fmt::Debug {
+    /// This rank.
+    fn rank(&self) -> usize;
+
+    /// How many ranks there are.
+    fn world(&self) -> usize;
+
+    /// Sends `sends[peer]` to every peer that has some, and takes from every peer what `receives[peer]` expects, at the
+    /// same time; every frame bears `stamp`. Nothing is sent to or expected of the rank itself. Returns when all has come
+    /// and what was sent is out of the caller's hands. If `patient`, the deadline begins with the first byte that comes.
+    ///
+    /// # Errors
+    /// If a peer is gone, does nothing until the deadline, or sends another frame than is expected.
+    fn exchange(
+        &mut self,
+        stamp: &Stamp,
+        sends: &[Option<&[u8]>],
+        receives: &mut [Receive<'_>],
+        patient: bool,
+    ) -> Result<(), CollectiveError>;
+}
+
+/// Which call of a rank a frame belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stamp {
+    /// What they do.
+    pub operation: &'static str,
+    /// Calls before.
+    pub number: u64,
+    /// Of operation, root and shards.
+    pub digest: u64,
+}
+
+/// What is expected of a peer.
+#[derive(Debug)]
+pub enum Receive<'a> {
+    /// No frame.
+    Nothing,
+    /// A frame of this length.
+    Exactly(&'a mut [u8]),
+    /// A frame of any length, put in place of the empty vector.
+    Any(Vec<u8>),
+}
+
+/// A rank among others that it exchanges frames with over `W`.
+#[derive(Debug)]
+pub struct Mesh<W> {
+    rank: usize,
+    world: usize,
+    state: Mutex<State<W>>,
+}
+
+#[derive(Debug)]
+struct State<W> {
+    wire: W,
+    /// Calls so far.
+    number: u64,
+    /// The error that has ended all, as text.
+    failure: Option<String>,
+    /// Shards of the other ranks that are to be added up, kept from call to call.
+    parts: Vec<f32>,
+}
+
+impl<W: Wire> Mesh<W> {
+    pub(super) fn new(wire: W) -> Self {
+        let (rank, world) = (wire.rank(), wire.world());
+        let state = State { wire, number: 0, failure: None, parts: Vec::new() };
+        Self { rank, world, state: Mutex::new(state) }
+    }
+
+    fn place(&self) -> (usize, usize) {
+        (self.rank, self.world)
+    }
+
+    /// Makes `call` with the others.
+    fn exchange(
+        &self,
+        call: &Call,
+        sends: &[Option<&[u8]>],
+        receives: &mut [Receive<'_>],
+    ) -> Result<(), CollectiveError> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).exchange(call, sends, receives)
+    }
+
+    /// `own` to every other rank.
+    fn to_all<'a>(&self, own: &'a [u8]) -> Vec<Option<&'a [u8]>> {
+        (0..self.world).map(|peer| (peer != self.rank).then_some(own)).collect()
+    }
+
+    /// From every other rank its shard of `all`; puts `own` into that of this rank.
+    fn shards_to_fill<'a>(
+        &self,
+        own: &[f32],
+        shards: &[Range<usize>],
+        mut all: &'a mut [f32],
+    ) -> Vec<Receive<'a>> {
+        let mut receives = Vec::with_capacity(self.world);
+        for (peer, shard) in shards.iter().enumerate() {
+            let (part, rest) = all.split_at_mut(shard.len());
+            all = rest;
+            if peer == self.rank {
+                part.copy_from_slice(own);
+                receives.push(Receive::Nothing);
+            } else {
+                receives.push(Receive::Exactly(bytemuck::cast_slice_mut(part)));
+            }
+        }
+        receives
+    }
+}
+
+impl<W: Wire> State<W> {
+    fn exchange(
+        &mut self,
+        call: &Call,
+        sends: &[Option<&[u8]>],
+        receives: &mut [Receive<'_>],
+    ) -> Result<(), CollectiveError> {
+        let (rank, operation) = (self.wire.rank(), call.operation);
+        if let Some(reason) = self.failure.clone() {
+            return Err(CollectiveError::GivenUp { rank, peer: rank, operation, reason });
+        }
+        let stamp = Stamp { operation, number: self.number, digest: call.digest() };
+        self.number += 1;
+        let patient = operation == Call::BROADCAST && call.root != Some(rank);
+        let done = self.wire.exchange(&stamp, sends, receives, patient);
+        self.failure = done.as_ref().err().map(ToString::to_string);
+        done
+    }
+}
+
+impl Call {
+    /// 64-bit FNV-1a of what has to be the same on all ranks.
+    fn digest(&self) -> u64 {
+        let root = self.root.map_or(u64::MAX, |root| root as u64);
+        let ends = self.shards.iter().map(|shard| shard.end as u64);
+        let numbers = ends.chain([root]).flat_map(u64::to_le_bytes);
+        let bytes = self.operation.bytes().chain(numbers);
+        bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+    }
+}
+
+impl<W: Wire> Collective for Mesh<W> {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world(&self) -> usize {
+        self.world
+    }
+
+    fn reduce_scatter(
+        &self,
+        values: &[f32],
+        shards: &[Range<usize>],
+        own: &mut [f32],
+    ) -> Result<(), CollectiveError> {
+        let call = Call::of(Call::REDUCE_SCATTER).with(shards);
+        let call = call.check(self.place(), own.len(), Some(values.len()))?;
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut parts = std::mem::take(&mut state.parts);
+        parts.resize((self.world - 1) * own.len(), 0.0);
+        let (mut sends, mut receives, mut rest) = (Vec::new(), Vec::new(), &mut parts[..]);
+        for (peer, shard) in shards.iter().enumerate() {
+            if peer == self.rank {
+                sends.push(None);
+                receives.push(Receive::Nothing);
+                continue;
+            }
+            sends.push(Some(bytemuck::cast_slice(&values[shard.clone()])));
+            let (part, others) = rest.split_at_mut(own.len());
+            rest = others;
+            receives.push(Receive::Exactly(bytemuck::cast_slice_mut(part)));
+        }
+        let done = state.exchange(&call, &sends, &mut receives);
+        drop(receives);
+        if done.is_ok() {
+            let part = |peer: usize| match peer.cmp(&self.rank) {
+                std::cmp::Ordering::Less => &parts[peer * own.len()..][..own.len()],
+                std::cmp::Ordering::Equal => &values[shards[peer].clone()],
+                std::cmp::Ordering::Greater => &parts[(peer - 1) * own.len()..][..own.len()],
+            };
+            let slices: Vec<&[f32]> = (0..self.world).map(part).collect();
+            sum_in_order(&slices, own);
+        }
+        state.parts = parts;
+        done
+    }
+
+    fn all_gather(
+        &self,
+        own: &[f32],
+        shards: &[Range<usize>],
+        all: &mut [f32],
+    ) -> Result<(), CollectiveError> {
+        let call = Call::of(Call::ALL_GATHER).with(shards);
+        let call = call.check(self.place(), own.len(), Some(all.len()))?;
+        let mut receives = self.shards_to_fill(own, shards, all);
+        self.exchange(&call, &self.to_all(bytemuck::cast_slice(own)), &mut receives)
+    }
+
+    fn gather(
+        &self,
+        root: usize,
+        own: &[f32],
+        shards: &[Range<usize>],
+        all: Option<&mut [f32]>,
+    ) -> Result<(), CollectiveError> {
+        let call = Call::of(Call::GATHER).to(root).with(shards);
+        let call = call.check_gather(self.place(), own.len(), all.as_deref().map(<[f32]>::len))?;
+        let mut sends = vec![None; self.world];
+        let mut receives = match all {
+            Some(all) => self.shards_to_fill(own, shards, all),
+            None => {
+                sends[root] = Some(bytemuck::cast_slice(own));
+                (0..self.world).map(|_| Receive::Nothing).collect()
+            }
+        };
+        self.exchange(&call, &sends, &mut receives)
+    }
+
+    fn broadcast(&self, root: usize, bytes: Vec<u8>) -> Result<Vec<u8>, CollectiveError> {
+        let call = Call::of(Call::BROADCAST).to(root).check_root(self.place())?;
+        let mut receives: Vec<_> = (0..self.world).map(|_| Receive::Nothing).collect();
+        if self.rank == root {
+            self.exchange(&call, &self.to_all(&bytes), &mut receives)?;
+            return Ok(bytes);
+        }
+        receives[root] = Receive::Any(Vec::new());
+        self.exchange(&call, &vec![None; self.world], &mut receives)?;
+        Ok(receives.swap_remove(root).into_bytes())
+    }
+
+    fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let receive = |peer| if peer == self.rank { Receive::Nothing } else { Receive::Any(Vec::new()) };
+        let mut receives: Vec<_> = (0..self.world).map(receive).collect();
+        self.exchange(&Call::of(Call::ALL_GATHER_BYTES), &self.to_all(&bytes), &mut receives)?;
+        let mut all: Vec<_> = receives.into_iter().map(Receive::into_bytes).collect();
+        all[self.rank] = bytes;
+        Ok(all)
+    }
+
+    fn barrier(&self) -> Result<(), CollectiveError> {
+        let receive = |peer| if peer == self.rank { Receive::Nothing } else { Receive::Exactly(&mut []) };
+        let mut receives: Vec<_> = (0..self.world).map(receive).collect();
+        self.exchange(&Call::of(Call::BARRIER), &self.to_all(&[]), &mut receives)
+    }
+}
+
+impl Receive<'_> {
+    /// What has come in place of an empty vector.
+    fn into_bytes(self) -> Vec<u8> {
+        if let Self::Any(bytes) = self { bytes } else { Vec::new() }
+    }
+
+    /// Room for a frame of `len` bytes; `None` if another length is expected, or no frame, or there is no memory for it.
+    pub(super) fn room(&mut self, len: usize) -> Option<&mut [u8]> {
+        match self {
+            Self::Nothing => None,
+            Self::Exactly(room) => (room.len() == len).then_some(room),
+            Self::Any(room) => {
+                room.try_reserve_exact(len).ok()?;
+                room.resize(len, 0);
+                Some(room)
+            }
+        }
+    }
+}
+
+/// Length of a header, bytes.
+pub(super) const HEADER: usize = 32;
+/// A frame without a call: the error of a rank, as text.
+pub(super) const GIVEN_UP: u64 = u64::MAX;
+/// What every frame begins with.
+const MAGIC: u64 = u64::from_le_bytes(*b"rlrunfr1");
+
+/// What stands before the bytes of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Header {
+    /// Calls before, or [`GIVEN_UP`].
+    pub number: u64,
+    pub digest: u64,
+    /// Bytes that follow.
+    pub len: u64,
+}
+
+impl Header {
+    pub(super) fn of(stamp: &Stamp, len: usize) -> Self {
+        Self { number: stamp.number, digest: stamp.digest, len: len as u64 }
+    }
+
+    pub(super) fn to_bytes(self) -> [u8; HEADER] {
+        let mut bytes = [0; HEADER];
+        let numbers = [MAGIC, self.number, self.digest, self.len];
+        bytes.chunks_exact_mut(8).zip(numbers).for_each(|(to, n)| to.copy_from_slice(&n.to_le_bytes()));
+        bytes
+    }
+
+    /// `None` for what is no header.
+    pub(super) fn from_bytes(bytes: &[u8; HEADER]) -> Option<Self> {
+        let mut numbers = bytes.chunks_exact(8).map(|n| u64::from_le_bytes(n.try_into().unwrap_or_default()));
+        let mut next = || numbers.next().unwrap_or_default();
+        let (magic, number, digest, len) = (next(), next(), next(), next());
+        (magic == MAGIC).then_some(Self { number, digest, len })
+    }
+
+    /// Room in `receive` for the frame that `peer` sends with this header, if it is the one that is expected.
+    pub(super) fn room<'a>(
+        self,
+        stamp: &Stamp,
+        (rank, peer): (usize, usize),
+        receive: &'a mut Receive<'_>,
+    ) -> Result<&'a mut [u8], CollectiveError> {
+        let len = usize::try_from(self.len).unwrap_or(usize::MAX);
+        let same = self.number == stamp.number && self.digest == stamp.digest;
+        if let Some(room) = receive.room(len).filter(|_| same) {
+            return Ok(room);
+        }
+        let found = if self.number != stamp.number {
+            format!("its call number {} where this is number {}", self.number, stamp.number)
+        } else if self.digest != stamp.digest {
+            "something else, or with other shards or another root".to_owned()
+        } else {
+            format!("it with {len} bytes, which are not those expected or do not fit into memory")
+        };
+        Err(CollectiveError::OutOfStep { rank, peer, operation: stamp.operation, found })
+    }
+}

@@ -1,0 +1,273 @@
+//! Ranks that `mpirun` starts, over the MPI library of the machine.
+//!
+//! MPI carries the frames of [`Mesh`](super::mesh::Mesh) from rank to rank, and nothing more: sums of MPI have the order
+//! of its implementation, and its collective calls know no deadline.
+//!
+//! Invariant: MPI reads and writes only memory that nobody else has until the transfer is complete. After an error some
+//! never are; their memory is then given up, and so is the end of MPI, which would wait for them: the process has to end
+//! with its error, upon which `mpirun` ends the others.
+
+use std::mem::ManuallyDrop;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ::mpi::Threading;
+use ::mpi::environment::Universe;
+use ::mpi::request::{Request, StaticScope};
+use ::mpi::topology::{Communicator, SimpleCommunicator};
+use ::mpi::traits::{Destination, Source};
+
+use super::CollectiveError;
+use super::mesh::{HEADER, Header, Mesh, Receive, Stamp, Wire};
+
+/// A rank that talks to the others over MPI.
+pub type Mpi = Mesh<Transfers>;
+
+/// Longest message; lengths are 32-bit numbers in MPI.
+const MAX_MESSAGE: usize = 1 << 28;
+/// How often it is looked whether a transfer is complete before the thread begins to sleep between looks.
+const LOOKS: u32 = 2000;
+/// Sleep between looks.
+const SLEEP: Duration = Duration::from_micros(100);
+
+/// Starts MPI, once in a process: the rank that `mpirun` has given this one. Ranks wait for each other for `deadline` at
+/// most. To be dropped on the thread that has called this, because MPI ends where it began.
+///
+/// # Errors
+/// If MPI was started before, or cannot be called from several threads, one after the other.
+pub fn start(deadline: Duration) -> Result<Mpi, CollectiveError> {
+    let fail = |reason: &str| {
+        Err(CollectiveError::Join { address: "MPI_COMM_WORLD".to_owned(), reason: reason.to_owned() })
+    };
+    let Some((universe, threading)) = ::mpi::initialize_with_threading(Threading::Serialized) else {
+        return fail("MPI was started before in this process");
+    };
+    if threading < Threading::Serialized {
+        return fail("this MPI library allows calls from one thread alone; install one built with threads");
+    }
+    // Ours alone, so that nothing else that uses MPI takes our messages.
+    let ranks = universe.world().duplicate();
+    let place = |place: i32| usize::try_from(place).unwrap_or_default();
+    let (rank, world) = (place(ranks.rank()), place(ranks.size()));
+    let mpi = ManuallyDrop::new(Running { ranks, _universe: universe });
+    Ok(Mesh::new(Transfers { rank, world, deadline, mpi, failed: false }))
+}
+
+/// The transfers of one rank.
+#[derive(Debug)]
+pub struct Transfers {
+    rank: usize,
+    world: usize,
+    deadline: Duration,
+    /// Dropped only if no call has failed.
+    mpi: ManuallyDrop<Running>,
+    failed: bool,
+}
+
+/// MPI, from the first field to the last in the order in which it ends.
+struct Running {
+    ranks: SimpleCommunicator,
+    _universe: Universe,
+}
+
+#[expect(unsafe_code, reason = "a handle of MPI is a pointer, which Rust takes for bound to its thread")]
+// SAFETY: MPI was started with calls from any thread, one after the other, and `Mesh` has a lock around every call.
+unsafe impl Send for Running {}
+
+impl std::fmt::Debug for Running {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Running")
+    }
+}
+
+impl Drop for Transfers {
+    #[expect(unsafe_code, reason = "drops what is kept after an error")]
+    fn drop(&mut self) {
+        if !self.failed {
+            // SAFETY: it is dropped here alone, and not used after.
+            unsafe { ManuallyDrop::drop(&mut self.mpi) }
+        }
+    }
+}
+
+/// A message on its way, with memory of its own.
+struct Transfer {
+    /// `None` when it is complete.
+    request: Option<Request<'static, [u8], StaticScope>>,
+    memory: *mut [u8],
+}
+
+impl Transfer {
+    fn send(mpi: &Running, peer: i32, bytes: &[u8]) -> Self {
+        let memory: *mut [u8] = Box::into_raw(Box::<[u8]>::from(bytes));
+        let bytes = Self::lend(memory);
+        let request = mpi.ranks.process_at_rank(peer).immediate_send(StaticScope, &*bytes);
+        Self { request: Some(request), memory }
+    }
+
+    fn receive(mpi: &Running, peer: i32, len: usize) -> Self {
+        let memory: *mut [u8] = Box::into_raw(vec![0; len].into_boxed_slice());
+        let request = mpi.ranks.process_at_rank(peer).immediate_receive_into(StaticScope, Self::lend(memory));
+        Self { request: Some(request), memory }
+    }
+
+    #[expect(
+        unsafe_code,
+        reason = "MPI has the memory until the transfer is complete, whatever happens here"
+    )]
+    fn lend(memory: *mut [u8]) -> &'static mut [u8] {
+        // SAFETY: made of a box that only `Drop` takes back, and only when the transfer is complete.
+        unsafe { &mut *memory }
+    }
+
+    /// Whether it is complete.
+    fn look(&mut self) -> bool {
+        self.request = self.request.take().and_then(|request| request.test().err());
+        self.request.is_none()
+    }
+
+    #[expect(unsafe_code, reason = "reads what MPI has written")]
+    /// What has come; nothing before that.
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: complete, so that MPI no longer writes, and the box is not taken back before `Drop`.
+        if self.request.is_none() { unsafe { &*self.memory } } else { &[] }
+    }
+}
+
+impl Drop for Transfer {
+    #[expect(unsafe_code, reason = "takes the memory back")]
+    fn drop(&mut self) {
+        match self.request.take() {
+            // SAFETY: made by `Box::into_raw`, taken back here alone, and MPI is done with it.
+            None => drop(unsafe { Box::from_raw(self.memory) }),
+            // To drop the request would end the process, and MPI still has the memory.
+            Some(request) => std::mem::forget(request),
+        }
+    }
+}
+
+/// What is left to come from a peer.
+struct Incoming {
+    peer: usize,
+    header: Transfer,
+    /// Once the header is there.
+    parts: Option<Vec<Transfer>>,
+}
+
+impl Incoming {
+    /// Goes on with what has come; whether all has, and whether anything has since the last look.
+    fn look(
+        &mut self,
+        transfers: &Transfers,
+        stamp: &Stamp,
+        receive: &mut Receive<'_>,
+    ) -> Result<(bool, bool), CollectiveError> {
+        let (rank, peer) = (transfers.rank, self.peer);
+        let Some(parts) = &mut self.parts else {
+            if !self.header.look() {
+                return Ok((false, false));
+            }
+            let header = self.header.bytes().try_into().ok().and_then(Header::from_bytes);
+            let Some(header) = header else {
+                let found = "something that is no frame of rlrun".to_owned();
+                return Err(CollectiveError::OutOfStep { rank, peer, operation: stamp.operation, found });
+            };
+            let room = header.room(stamp, (rank, peer), receive)?;
+            let part = |part: &mut [u8]| Transfer::receive(&transfers.mpi, number(peer), part.len());
+            self.parts = Some(room.chunks_mut(MAX_MESSAGE).map(part).collect());
+            return Ok((false, true));
+        };
+        let before = parts.iter().filter(|part| part.request.is_some()).count();
+        let left = parts.iter_mut().filter_map(|part| (!part.look()).then_some(())).count();
+        if left > 0 {
+            return Ok((false, left < before));
+        }
+        let room = match receive {
+            Receive::Nothing => &mut [],
+            Receive::Exactly(room) => &mut **room,
+            Receive::Any(room) => &mut room[..],
+        };
+        room.chunks_mut(MAX_MESSAGE).zip(parts).for_each(|(room, part)| room.copy_from_slice(part.bytes()));
+        Ok((true, true))
+    }
+}
+
+impl Transfers {
+    fn serve(
+        &self,
+        stamp: &Stamp,
+        sends: &[Option<&[u8]>],
+        receives: &mut [Receive<'_>],
+        mut patient: bool,
+    ) -> Result<(), CollectiveError> {
+        let expected = |peer: &usize| *peer != self.rank && !matches!(receives[*peer], Receive::Nothing);
+        let incoming = |peer| {
+            let header = Transfer::receive(&self.mpi, number(peer), HEADER);
+            Incoming { peer, header, parts: None }
+        };
+        let mut incoming: Vec<Incoming> = (0..self.world).filter(expected).map(incoming).collect();
+        let mut outgoing: Vec<(usize, Transfer)> = Vec::new();
+        for (peer, bytes) in sends.iter().enumerate().filter(|(peer, _)| *peer != self.rank) {
+            let Some(bytes) = bytes else { continue };
+            let header = Header::of(stamp, bytes.len()).to_bytes();
+            let parts = [&header[..]].into_iter().chain(bytes.chunks(MAX_MESSAGE));
+            outgoing.extend(parts.map(|part| (peer, Transfer::send(&self.mpi, number(peer), part))));
+        }
+        let (mut moved_at, mut looks) = (Instant::now(), 0);
+        loop {
+            let unsent = outgoing.len();
+            outgoing.retain_mut(|(_, transfer)| !transfer.look());
+            let mut moved = outgoing.len() < unsent;
+            let mut left = Vec::with_capacity(incoming.len());
+            for mut one in incoming {
+                let (done, came) = one.look(self, stamp, &mut receives[one.peer])?;
+                moved |= came;
+                patient &= !came;
+                if !done {
+                    left.push(one);
+                }
+            }
+            incoming = left;
+            if incoming.is_empty() && outgoing.is_empty() {
+                return Ok(());
+            }
+            if moved {
+                (moved_at, looks) = (Instant::now(), 0);
+            } else if !patient && moved_at.elapsed() >= self.deadline {
+                let peer = incoming.first().map(|one| one.peer);
+                let waits_for = peer.or(outgoing.first().map(|(peer, _)| *peer)).unwrap_or(self.rank);
+                let (rank, operation, seconds) = (self.rank, stamp.operation, self.deadline.as_secs_f64());
+                return Err(CollectiveError::Deadline { rank, waits_for, operation, seconds });
+            }
+            looks += 1;
+            if looks < LOOKS { thread::yield_now() } else { thread::sleep(SLEEP) }
+        }
+    }
+}
+
+impl Wire for Transfers {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world(&self) -> usize {
+        self.world
+    }
+
+    fn exchange(
+        &mut self,
+        stamp: &Stamp,
+        sends: &[Option<&[u8]>],
+        receives: &mut [Receive<'_>],
+        patient: bool,
+    ) -> Result<(), CollectiveError> {
+        let done = self.serve(stamp, sends, receives, patient);
+        self.failed |= done.is_err();
+        done
+    }
+}
+
+/// A rank as MPI counts.
+fn number(rank: usize) -> i32 {
+    i32::try_from(rank).unwrap_or(i32::MAX)
+}

@@ -1,0 +1,311 @@
+//! Frames over one connection to every other rank.
+//!
+//! Invariant: a call reads exactly the frames that it expects and leaves those of later calls in the socket. All
+//! connections are served from one loop, in both directions at once, so that ranks that send each other more than the
+//! sockets hold do not wait for each other.
+
+use std::borrow::Cow;
+use std::io::{ErrorKind, IoSlice, Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::collective::CollectiveError;
+use crate::collective::mesh::{GIVEN_UP, HEADER, Header, Receive, Stamp, Wire};
+
+/// How long a rank that gives up tries to tell the others why.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+/// Longest error of another rank that is read, bytes.
+const MAX_REASON: u64 = 4096;
+
+/// The connections of one rank.
+#[derive(Debug)]
+pub struct Sockets {
+    rank: usize,
+    /// Of every rank but this one; not blocking.
+    peers: Vec<Option<TcpStream>>,
+    deadline: Duration,
+}
+
+/// What is left to be sent to a peer.
+struct Sending<'a> {
+    header: [u8; HEADER],
+    bytes: Cow<'a, [u8]>,
+    sent: usize,
+}
+
+/// What is left to be read from a peer.
+struct Receiving {
+    header: [u8; HEADER],
+    /// Bytes so far, header included.
+    got: usize,
+    frame: Option<Header>,
+    /// The error of the peer, if it sends one.
+    reason: Vec<u8>,
+}
+
+/// One peer in one exchange.
+struct Link<'a, 'b> {
+    peer: usize,
+    stream: &'a TcpStream,
+    sending: Option<Sending<'a>>,
+    receiving: Option<(Receiving, &'a mut Receive<'b>)>,
+    /// Whether the peer no longer takes anything.
+    closed: bool,
+}
+
+/// What a look at a socket has given.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Moved {
+    Nothing,
+    Some,
+}
+
+impl Sockets {
+    pub(super) fn new(rank: usize, peers: Vec<Option<TcpStream>>, deadline: Duration) -> Self {
+        Self { rank, peers, deadline }
+    }
+
+    /// Serves `links` until all are done.
+    fn serve(
+        &self,
+        stamp: &Stamp,
+        links: &mut [Link<'_, '_>],
+        mut patient: bool,
+    ) -> Result<(), CollectiveError> {
+        let mut moved_at = Instant::now();
+        loop {
+            for link in &mut *links {
+                if link.advance(self.rank, stamp)? == Moved::Some {
+                    (moved_at, patient) = (Instant::now(), false);
+                }
+            }
+            if links.iter().all(Link::is_done) {
+                return Ok(());
+            }
+            let left = self.deadline.saturating_sub(moved_at.elapsed());
+            if left.is_zero() && !patient {
+                let receives = links.iter().find(|link| link.receiving.is_some());
+                let waits_for = receives.or_else(|| links.iter().find(|link| !link.is_done()));
+                return Err(CollectiveError::Deadline {
+                    rank: self.rank,
+                    waits_for: waits_for.map_or(self.rank, |link| link.peer),
+                    operation: stamp.operation,
+                    seconds: self.deadline.as_secs_f64(),
+                });
+            }
+            wait(links, (!patient).then_some(left));
+        }
+    }
+
+    /// Finishes the frames that were begun and sends `error` after them, as far as the others still listen. It is a
+    /// courtesy: who does not hear it notices that this rank is gone.
+    fn give_up(links: &mut [Link<'_, '_>], error: &CollectiveError) {
+        let reason = error.to_string();
+        let header = Header { number: GIVEN_UP, digest: 0, len: reason.len() as u64 }.to_bytes();
+        let until = Instant::now() + LAST_WORDS;
+        let mut told = vec![false; links.len()];
+        for link in &mut *links {
+            link.receiving = None;
+            // Nothing has gone out of it, so nothing of it has to.
+            if link.sending.as_ref().is_some_and(|sending| sending.sent == 0) {
+                link.sending = None;
+            }
+        }
+        loop {
+            for (link, told) in links.iter_mut().zip(&mut told) {
+                link.send();
+                if link.sending.is_none() && !*told {
+                    link.sending =
+                        Some(Sending { header, bytes: Cow::Owned(reason.clone().into_bytes()), sent: 0 });
+                    *told = true;
+                    link.send();
+                }
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() || links.iter().all(Link::is_done) {
+                return;
+            }
+            wait(links, Some(left));
+        }
+    }
+}
+
+impl Wire for Sockets {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world(&self) -> usize {
+        self.peers.len()
+    }
+
+    fn exchange(
+        &mut self,
+        stamp: &Stamp,
+        sends: &[Option<&[u8]>],
+        receives: &mut [Receive<'_>],
+        patient: bool,
+    ) -> Result<(), CollectiveError> {
+        let peers = self.peers.iter().zip(sends).zip(receives).enumerate();
+        let mut links: Vec<Link<'_, '_>> = peers
+            .filter_map(|(peer, ((stream, bytes), receive))| {
+                let sending = bytes.map(|bytes| {
+                    let header = Header::of(stamp, bytes.len()).to_bytes();
+                    Sending { header, bytes: Cow::Borrowed(bytes), sent: 0 }
+                });
+                let expects = !matches!(receive, Receive::Nothing);
+                let receiving = expects.then(|| (Receiving::default(), receive));
+                Some(Link { peer, stream: stream.as_ref()?, sending, receiving, closed: false })
+            })
+            .collect();
+        let done = self.serve(stamp, &mut links, patient);
+        if let Err(error) = &done {
+            Self::give_up(&mut links, error);
+            drop(links);
+            // Nothing more is said, and whoever waits is to notice.
+            self.peers.fill_with(|| None);
+        }
+        done
+    }
+}
+
+impl Default for Receiving {
+    fn default() -> Self {
+        Self { header: [0; HEADER], got: 0, frame: None, reason: Vec::new() }
+    }
+}
+
+impl Link<'_, '_> {
+    fn is_done(&self) -> bool {
+        (self.closed || self.sending.is_none()) && self.receiving.is_none()
+    }
+
+    /// Sends and receives what goes without waiting.
+    fn advance(&mut self, rank: usize, stamp: &Stamp) -> Result<Moved, CollectiveError> {
+        let sent = self.send();
+        let received = self.receive(rank, stamp)?;
+        if self.closed && self.receiving.is_none() {
+            // What it said last, if anything, is better than that it is gone.
+            let (mut nothing, mut said) = (Receive::Nothing, Receiving::default());
+            said.read(self.stream, (rank, self.peer), stamp, &mut nothing)?;
+            return Err(CollectiveError::Gone { rank, peer: self.peer, operation: stamp.operation });
+        }
+        Ok(if sent == Moved::Some { sent } else { received })
+    }
+
+    fn send(&mut self) -> Moved {
+        let mut moved = Moved::Nothing;
+        while let Some(sending) = self.sending.as_mut().filter(|_| !self.closed) {
+            let header = &sending.header[sending.sent.min(HEADER)..];
+            let bytes = &sending.bytes[sending.sent.saturating_sub(HEADER)..];
+            match self.stream.write_vectored(&[IoSlice::new(header), IoSlice::new(bytes)]) {
+                Ok(0) => self.closed = true,
+                Ok(sent) => {
+                    sending.sent += sent;
+                    moved = Moved::Some;
+                    if sending.sent == HEADER + sending.bytes.len() {
+                        self.sending = None;
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(_) => self.closed = true,
+            }
+        }
+        moved
+    }
+
+    fn receive(&mut self, rank: usize, stamp: &Stamp) -> Result<Moved, CollectiveError> {
+        let Some((receiving, receive)) = &mut self.receiving else { return Ok(Moved::Nothing) };
+        let before = receiving.got;
+        let done = receiving.read(self.stream, (rank, self.peer), stamp, receive)?;
+        let moved = if receiving.got > before { Moved::Some } else { Moved::Nothing };
+        if done {
+            self.receiving = None;
+        }
+        Ok(moved)
+    }
+}
+
+impl Receiving {
+    /// Reads what is there; whether the frame is complete.
+    fn read(
+        &mut self,
+        stream: &TcpStream,
+        (rank, peer): (usize, usize),
+        stamp: &Stamp,
+        receive: &mut Receive<'_>,
+    ) -> Result<bool, CollectiveError> {
+        let operation = stamp.operation;
+        loop {
+            let room = match self.frame {
+                None => &mut self.header[self.got..],
+                Some(header) if header.number == GIVEN_UP => &mut self.reason[self.got - HEADER..],
+                Some(_) => match receive {
+                    Receive::Nothing => &mut [],
+                    Receive::Exactly(bytes) => &mut bytes[self.got - HEADER..],
+                    Receive::Any(bytes) => &mut bytes[self.got - HEADER..],
+                },
+            };
+            if room.is_empty() {
+                if self.frame.is_some_and(|header| header.number == GIVEN_UP) {
+                    let reason = String::from_utf8_lossy(&self.reason).into_owned();
+                    return Err(CollectiveError::GivenUp { rank, peer, operation, reason });
+                }
+                return Ok(true);
+            }
+            match (&*stream).read(room) {
+                Ok(0) => return Err(CollectiveError::Gone { rank, peer, operation }),
+                Ok(count) => self.got += count,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => {
+                    return Err(CollectiveError::Gone { rank, peer, operation });
+                }
+                Err(source) => return Err(CollectiveError::Connection { rank, peer, operation, source }),
+            }
+            if self.frame.is_none() && self.got == HEADER {
+                self.begin((rank, peer), stamp, receive)?;
+            }
+        }
+    }
+
+    /// Looks at the header that has come.
+    fn begin(
+        &mut self,
+        (rank, peer): (usize, usize),
+        stamp: &Stamp,
+        receive: &mut Receive<'_>,
+    ) -> Result<(), CollectiveError> {
+        let Some(header) = Header::from_bytes(&self.header) else {
+            let found = "something that is no frame of rlrun".to_owned();
+            return Err(CollectiveError::OutOfStep { rank, peer, operation: stamp.operation, found });
+        };
+        self.frame = Some(header);
+        if header.number == GIVEN_UP {
+            let len = header.len.min(MAX_REASON);
+            self.reason.resize(usize::try_from(len).unwrap_or_default(), 0);
+        } else {
+            header.room(stamp, (rank, peer), receive)?;
+        }
+        Ok(())
+    }
+}
+
+/// Waits until one of the sockets that `links` wait for can go on, or `left` is over. Errors show when they do.
+fn wait(links: &[Link<'_, '_>], left: Option<Duration>) {
+    let waiting = links.iter().filter(|link| !link.is_done());
+    let mut fds: Vec<PollFd<'_>> = waiting
+        .map(|link| {
+            let mut flags = PollFlags::empty();
+            flags.set(PollFlags::IN, link.receiving.is_some());
+            flags.set(PollFlags::OUT, link.sending.is_some() && !link.closed);
+            PollFd::new(link.stream, flags)
+        })
+        .collect();
+    // A millisecond more than is left, so that what wakes up finds the time over.
+    let timeout = left.and_then(|left| Timespec::try_from(left + Duration::from_millis(1)).ok());
+    let _ = poll(&mut fds, timeout.as_ref());
+}
