@@ -306,7 +306,15 @@ impl Run<'_> {
         let evaluated = ModelDirectory::open(directory.path())?;
         let mut trainer =
             Trainer::start(config, (learner, companions, &state), directory, edges, Arc::clone(&stop))?;
-        let sampler = Sampler::spawn(worker, producer, Arc::clone(&stop))?;
+        let seats = self
+            .recipe
+            .is_colocated()
+            .then(|| model::turns::turns("the trainer", "a sampler", crate::allocator::release));
+        let seat = seats.map(|[first, second]| {
+            trainer.colocate(first, self.run_dir.path(), &prepared.budget);
+            second
+        });
+        let sampler = Sampler::spawn(worker.taking_turns(seat), producer, Arc::clone(&stop))?;
         let beside = (&sampler, prepared.rewards.as_deref());
         let trained = self.steps(&mut trainer, beside, observer, |trainer| {
             self.evaluate(&prepared, trainer.learner(), &evaluated)
@@ -346,7 +354,12 @@ impl Run<'_> {
             unreachable!("a recipe without rewards is refused where something is sampled")
         };
         let scorer = Scorer::start(self.runtime.handle(), rewards, producer, curation.clone(), capacity);
-        let applier = Applier::start(subscriber, engine.model().clone(), self.recipe.rollout.quantization);
+        let (config, quantization) = (engine.model().clone(), self.recipe.rollout.quantization);
+        let applier = if self.recipe.is_colocated() {
+            Applier::inline(subscriber, config, quantization)
+        } else {
+            Applier::start(subscriber, config, quantization)
+        };
         Worker::new(self.recipe.worker(), engine, Arc::clone(&prepared.train), applier, scorer)
             .curated(curation)
     }

@@ -24,7 +24,7 @@ use trainer::{LearnerConfig, TrainerConfig};
 use trajectory::Task;
 
 use crate::recipe::schema::RandomModel;
-use crate::recipe::words::SupervisedKind;
+use crate::recipe::words::{PolicyPlacement, SupervisedKind};
 use crate::recipe::{DataSource, Recipe};
 
 /// Longest sequence that a fresh model is made for beyond what the recipe needs, tokens.
@@ -162,6 +162,12 @@ impl Recipe {
     #[must_use]
     pub fn greedy_baseline(&self) -> bool {
         self.algorithm().advantage == Advantage::Greedy
+    }
+
+    /// Whether sampler and trainer take turns on one device.
+    #[must_use]
+    pub fn is_colocated(&self) -> bool {
+        self.placement.policy == Some(PolicyPlacement::Colocated)
     }
 
     /// What the sampler does.

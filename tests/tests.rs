@@ -4,6 +4,7 @@ mod algorithms;
 mod bad_input;
 mod bench;
 mod bitwise;
+mod colocated;
 mod curation;
 mod fit;
 mod learns;

@@ -416,10 +416,17 @@ impl Default for Trainer {
     }
 }
 
-/// `[placement]`: sampler and trainer share the cores of the machine; a core that one does not use is the other's.
+/// `[placement]`: who computes where. Sampler and trainer share the cores of the machine; a core that one does not use is the
+/// other's.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Placement {
+    /// Whether sampler and trainer work at the same time (separated, the default) or take turns (colocated). Colocated, the
+    /// sampler drops its weights and its cache when a batch is there, and computes again what is in flight when it goes on,
+    /// whatever `rollout.on_update` keeps; the trainer drops its gradients and keeps what `memory_mib` has room for. With
+    /// `max_staleness = 0` the results are the same bits. verl `hybrid_engine`, TRL `vllm_mode = "colocate"`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub policy: Option<PolicyPlacement>,
     /// Most cores that the sampler uses at a time; all if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rollout_threads: Option<usize>,
@@ -433,8 +440,10 @@ pub struct Placement {
     /// The same for a critic with a network of its own, which also learns at the same time as the policy.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub critic: Option<ModelPlacement>,
-    /// MiB that colocated models which are not trained (reward models, then the reference) may keep in memory together;
-    /// one that does not fit is read from its files for every use. Without it all stay.
+    /// MiB that colocated models may keep in memory together while they wait: reward models, then the reference, and with
+    /// `policy = "colocated"` the optimizer of the policy, its weights, and those of a critic of its own. A model that
+    /// does not fit is read from its files for every use; what is trained goes to a file in the run directory and comes
+    /// back for every step. Without it all stay.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u64>,
 }

@@ -30,6 +30,17 @@ pub enum Store {
     Http,
 }
 
+/// How sampler and trainer share the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PolicyPlacement {
+    /// They take turns, and who waits gives up its memory.
+    Colocated,
+    /// Both at once, each with its memory, sharing the cores.
+    #[default]
+    Separated,
+}
+
 /// Which groups a training step takes first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

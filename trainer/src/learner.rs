@@ -16,7 +16,7 @@ use trajectory::Sample;
 use crate::TrainerError;
 use crate::lora::Adapter;
 use crate::norm::{clip, norm};
-use crate::optimizer::{Optimizer, OptimizerConfig};
+use crate::optimizer::{Optimizer, OptimizerConfig, Stream};
 use crate::packing::{Packed, pack};
 use crate::plan::{MicroBatch, plan};
 
@@ -159,6 +159,38 @@ impl Learner {
     #[must_use]
     pub fn into_parameters(self) -> Parameters {
         Arc::unwrap_or_clone(self.parameters)
+    }
+
+    /// Memory of weights, gradients and optimizer, bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        let gradients: usize = self.gradients.iter().map(|rank| size_of_val(rank.values())).sum();
+        (gradients + size_of_val(self.parameters.values())) as u64 + self.optimizer.bytes()
+    }
+
+    /// Gives up the gradients, which begin at zero in every step. Returns their bytes.
+    pub(crate) fn drop_gradients(&mut self) -> u64 {
+        std::mem::take(&mut self.gradients).iter().map(|rank| size_of_val(rank.values()) as u64).sum()
+    }
+
+    /// What the optimizer remembers.
+    pub(crate) fn optimizer_streams(&mut self) -> Vec<Stream<'_>> {
+        self.optimizer.streams()
+    }
+
+    /// The weights, and the frozen ones under an adapter.
+    pub(crate) fn weight_streams(&mut self) -> Vec<Stream<'_>> {
+        let frozen = self.adapter.as_mut().map(Adapter::base_mut);
+        let weights = Arc::get_mut(&mut self.parameters).map(Parameters::buffer_mut);
+        weights.into_iter().chain(frozen).map(Stream::F32).collect()
+    }
+
+    /// Both.
+    pub(crate) fn all_streams(&mut self) -> Vec<Stream<'_>> {
+        let frozen = self.adapter.as_mut().map(Adapter::base_mut);
+        let weights = Arc::get_mut(&mut self.parameters).map(Parameters::buffer_mut);
+        let weights = weights.into_iter().chain(frozen).map(Stream::F32);
+        self.optimizer.streams().into_iter().chain(weights).collect()
     }
 
     /// Predictions of the trained tokens of each row under the current weights.

@@ -10,7 +10,7 @@
 //!   [`packing`]: a micro-batch as one token stream
 //! - [`optimizer`]: AdamW with its [`moments`], Muon, Dion; [`schedule`]
 //! - [`lora`]: training a low-rank change of some weights, with its files
-//! - [`checkpoint`]
+//! - [`checkpoint`]; [`colocation`]: a trainer that takes turns with a sampler
 //!
 //! # Invariants
 //! - A step is a function of its batch and of the state before it: the same groups in the same order give the same
@@ -21,6 +21,7 @@ mod adamw;
 pub mod algorithm;
 pub mod batch;
 pub mod checkpoint;
+pub mod colocation;
 pub mod credit;
 pub mod critic;
 mod error;
@@ -43,6 +44,7 @@ pub mod trainer;
 pub mod update;
 
 pub use checkpoint::{Checkpoint, TrainerState};
+pub use colocation::Colocation;
 pub use error::TrainerError;
 pub use learner::{Frozen, Learner, LearnerConfig};
 pub use report::StepReport;
