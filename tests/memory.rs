@@ -42,15 +42,9 @@ fn the_plan_predicts_the_peak_of_the_memory() {
     let home = Home::new();
     home.write("memory.toml", RECIPE);
     let together = predicted(&home, "together", &[]);
-    // Colocated, what does not stay goes to a file; the sampler's turn is made the larger one, so that it counts.
     let turns = ["--set", "placement.policy=\"colocated\""];
     let kept = predicted(&home, "kept", &turns);
     assert!(kept < 0.85 * together, "{kept} MiB in turns, {together} MiB together");
-    let large_cache = ["--set", "rollout.kv_cache_tokens=40000"];
-    let kept = predicted(&home, "large", &[&turns[..], &large_cache].concat());
-    let moved = ["--set", "placement.memory_mib=0"];
-    let moved = predicted(&home, "moved", &[&turns[..], &large_cache, &moved].concat());
-    assert!(moved < kept - 40.0, "{moved} MiB with everything moved, {kept} MiB without");
 }
 
 /// Plans and runs the recipe with further arguments; returns the peak, MiB.
