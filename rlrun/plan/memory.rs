@@ -133,10 +133,14 @@ impl Memory {
         if recipe.is_colocated() {
             turns::take_turns(&mut parts, recipe, weights);
         }
-        let mut memory = Self { parts };
-        let slack = memory.total() / 100 * SLACK;
-        memory.parts.push(part("slack", "freed blocks that the allocator keeps", slack));
-        memory
+        Self { parts }.with_slack()
+    }
+
+    fn with_slack(mut self) -> Self {
+        let (name, what) = ("slack", "freed blocks that the allocator keeps");
+        let bytes = self.total() / 100 * SLACK;
+        self.parts.push(Part { name, what, bytes, phase: Phase::Always });
+        self
     }
 
     /// The most that is there at the same time, bytes.
