@@ -23,6 +23,22 @@ impl Allocator {
     }
 }
 
+/// Gives back to the system what this thread has freed. Where another allocator is in use it does nothing.
+pub fn release() {
+    #[expect(
+        unsafe_code,
+        reason = "the allocator's own call for it, which its crate only declares with another dependency"
+    )]
+    unsafe extern "C" {
+        fn mi_collect(force: bool);
+    }
+    // SAFETY: mimalloc is linked, and collecting is allowed at any time on any thread.
+    #[expect(unsafe_code, reason = "the allocator's own call for it")]
+    unsafe {
+        mi_collect(true);
+    }
+}
+
 #[expect(unsafe_code, reason = "all calls are passed on; a stricter alignment satisfies every caller")]
 unsafe impl GlobalAlloc for Allocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {

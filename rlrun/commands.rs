@@ -113,6 +113,7 @@ fn ended(ending: Ending, run_dir: &Path) -> Result<String, Failure> {
 fn worker(what: &WorkerWhat, program: &Program) -> Result<String, Failure> {
     match what {
         WorkerWhat::Rollout(args) => workers::rollout::run(args, program).map(|()| String::new()),
+        WorkerWhat::Trainer(args) => workers::trainer::run(args, program).map(|()| String::new()),
         WorkerWhat::Reward(args) => workers::reward::run(args, program).map(|()| String::new()),
         WorkerWhat::Lead(args) => ended(controller::lead::run(args, program)?, &args.run),
     }
@@ -150,10 +151,11 @@ fn check(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
     // Whether weights are whole and of the right shapes shows only when they are read.
     recipe.adapter(&directory.load_parameters()?)?;
     let held_out = prepared.eval.as_ref().map_or(0, rollout::PromptSet::len);
+    let placement = plan::placement(&recipe).map_or_else(String::new, |line| line + "\n");
     let understood: String = prepared.understood().map(|line| line + "\n").collect();
     Ok(understood
         + &format!(
-            "{}: no mistakes found; {} parameters, {} tasks ({} left out as too long), {held_out} held out, longest prompt \
+            "{placement}{}: no mistakes found; {} parameters, {} tasks ({} left out as too long), {held_out} held out, longest prompt \
          {} tokens",
             args.recipe.display(),
             model::Layout::new(directory.config()).len(),

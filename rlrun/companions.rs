@@ -5,10 +5,14 @@
 
 use std::sync::Arc;
 
-use model::{Cores, Head, MemoryBudget, ModelDirectory, Placement, ResidentParameters, Team};
+use model::{
+    Config, Cores, Head, MemoryBudget, ModelDirectory, Parameters, Placement, ResidentParameters, Team,
+};
 use trainer::critic::{Critic, CriticKind, Network};
+use trainer::lora::Adapter;
+use trainer::optimizer::Optimizer;
 use trainer::trainer::Demonstrate;
-use trainer::{Companions, Frozen, Learner, TrainerState, checkpoint};
+use trainer::{Companions, Frozen, Leader, Learner, LearnerConfig, TrainerState, checkpoint};
 use trajectory::PolicyVersion;
 
 use crate::demonstrations;
@@ -26,6 +30,24 @@ pub(crate) struct Starting<'a> {
     pub(crate) state: &'a TrainerState,
     pub(crate) prepared: &'a Prepared,
     pub(crate) cores: &'a Arc<Cores>,
+    pub(crate) leader: Option<&'a Arc<Leader>>,
+}
+
+/// A learner, shared with the processes of `leader` if there is one.
+///
+/// # Errors
+/// If one of them is gone.
+pub(crate) fn learner(
+    leader: Option<&Arc<Leader>>,
+    config: LearnerConfig,
+    model: Config,
+    (parameters, adapter, optimizer): (Parameters, Option<Adapter>, Option<Optimizer>),
+) -> Result<Learner, Failure> {
+    Ok(match (leader, adapter) {
+        (Some(leader), adapter) => leader.learner(config, model, parameters, adapter, optimizer)?,
+        (None, Some(adapter)) => Learner::adapting(config, model, parameters, adapter, optimizer),
+        (None, None) => Learner::new(config, model, parameters, optimizer),
+    })
 }
 
 impl Starting<'_> {
@@ -115,8 +137,8 @@ impl Starting<'_> {
             Placement::Colocated => Arc::clone(self.learner.team()),
             Placement::Separated => self.own_team(),
         };
-        let learner =
-            Learner::new(self.recipe.learner(), directory.config().clone(), parameters, optimizer).on(team);
+        let (of_learner, model) = (self.recipe.learner(), directory.config().clone());
+        let learner = learner(self.leader, of_learner, model, (parameters, None, optimizer))?.on(team);
         Ok(Some(Critic { config, network: Some(Network { learner, directory: Arc::new(directory) }) }))
     }
 

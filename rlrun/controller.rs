@@ -15,6 +15,7 @@
 mod child;
 mod health;
 
+use std::ffi::OsString;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,6 +27,7 @@ use serde_json::json;
 use crate::failure::{Failure, REQUEUE};
 use crate::pipeline::Ending;
 use crate::recipe::Recipe;
+use crate::recipe::words::Ranks;
 use crate::run_dir::{JsonLines, RunDir};
 use crate::signals::Signals;
 use crate::workers::reward::is_served;
@@ -109,6 +111,8 @@ fn tokens(run: &Path) -> Result<PathBuf, Failure> {
 /// A worker that a run has.
 enum Worker {
     Rollout(usize),
+    /// This rank of the trainer; the lead is the first.
+    Rank(usize),
     /// The reward of this name, on this socket.
     Reward(String, TcpListener),
 }
@@ -121,7 +125,10 @@ fn workers(recipe: &Recipe) -> Result<Vec<Worker>, Failure> {
         Ok(Worker::Reward(spec.name().to_owned(), socket))
     };
     let rewards = recipe.rewards.iter().filter(|spec| is_served(spec)).map(reward);
-    rewards.chain((0..recipe.rollout_workers()).map(|number| Ok(Worker::Rollout(number)))).collect()
+    let ranks = if recipe.trainer.ranks == Ranks::Processes { 1..recipe.trainer.world } else { 0..0 };
+    let ranks = ranks.map(|rank| Ok(Worker::Rank(rank)));
+    let rollouts = (0..recipe.rollout_workers()).map(|number| Ok(Worker::Rollout(number)));
+    rewards.chain(ranks).chain(rollouts).collect()
 }
 
 /// Cores of every process.
@@ -133,9 +140,10 @@ struct Shares {
 
 impl Shares {
     fn of(recipe: &Recipe) -> Self {
+        let ranks = if recipe.trainer.ranks == Ranks::Processes { recipe.trainer.world } else { 1 };
         let (all, rollouts) = (model::Cores::all().total(), recipe.rollout_workers());
-        let rollout = recipe.placement.rollout_threads.unwrap_or((all / (rollouts + 1)).max(1));
-        let rest = all.saturating_sub(rollout * rollouts).max(1);
+        let rollout = recipe.placement.rollout_threads.unwrap_or((all / (rollouts + ranks)).max(1));
+        let rest = (all.saturating_sub(rollout * rollouts) / ranks).max(1);
         Self { rollout, lead: recipe.placement.trainer_threads.unwrap_or(rest) }
     }
 }
@@ -173,6 +181,11 @@ impl Start<'_> {
                     vec!["rollout".into(), "--threads".into(), threads.into()],
                     None,
                 )
+            }
+            Worker::Rank(rank) => {
+                let (rank, threads) = (rank.to_string(), self.shares.lead.to_string());
+                let args = ["trainer", "--rank", &rank, "--threads", &threads].map(OsString::from);
+                (format!("trainer {rank}"), args.to_vec(), None)
             }
             Worker::Reward(reward, socket) => {
                 let args = vec!["reward".into(), "--socket".into(), "--reward".into(), reward.into()];
@@ -355,6 +368,7 @@ pub(crate) mod lead {
 
     use buffer::http::Tokens;
     use model::Cores;
+    use trainer::TrainerError;
 
     use super::{Arc, Ending, Failure, Recipe, RunDir, system};
     use crate::args::LeadArgs;
@@ -363,6 +377,7 @@ pub(crate) mod lead {
     use crate::program::Program;
     use crate::report::{Report, Style};
     use crate::signals::end_with_parent;
+    use crate::workers::membership::token;
 
     /// Leads the run of its arguments, served on the socket that is its standard input.
     ///
@@ -374,15 +389,21 @@ pub(crate) mod lead {
             std::io::stdin().as_fd().try_clone_to_owned().map_err(system("take the run's socket"))?;
         let listener = TcpListener::from(socket);
         listener.local_addr().map_err(system("find a socket on standard input"))?;
-        let door = Door { listener: Arc::new(listener), tokens: Tokens::read(&args.token_file)? };
+        let (tokens, token) = (Tokens::read(&args.token_file)?, token(&args.token_file, "writer")?);
+        let door = Door { listener: Arc::new(listener), tokens, token };
         let run_dir = RunDir::open(&args.run)?;
         // The controller's layers are in it already.
         let program = program.without_overrides();
         let (recipe, _) = Recipe::load(&run_dir.resolved_recipe(), &[], &program).map_err(Failure::Recipe)?;
         let style = Style::detect(args.loudness.quiet, program.environment());
         let cores = args.threads.map_or_else(Cores::all, Cores::new);
-        let surroundings = Surroundings { cores, rewards: None, program, door: Some(door) };
-        pipeline::run_in(&recipe, &run_dir, &Arc::new(Report::new(style)), surroundings)
+        let surroundings = Surroundings { cores, door: Some(door), ..Surroundings::of(&program) };
+        let ended = pipeline::run_in(&recipe, &run_dir, &Arc::new(Report::new(style)), surroundings);
+        ended.map_err(|failure| match failure {
+            // All ranks are started again from the last checkpoint.
+            Failure::Trainer(TrainerError::Collective(error)) => Failure::Requeue(error.to_string()),
+            failure => failure,
+        })
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Invariant: sampler and trainer get the two contracts and do not learn where the buffer is.
 
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -38,6 +38,8 @@ pub(crate) struct Door {
     pub(crate) listener: Arc<TcpListener>,
     /// Who may do what.
     pub(crate) tokens: Tokens,
+    /// The token that workers know.
+    pub(crate) token: String,
 }
 
 /// Who opens the forward edge.
@@ -76,7 +78,7 @@ impl Opening<'_> {
         let files = buffer.tls_cert.as_deref().zip(buffer.tls_key.as_deref());
         let tls = files.map(|(certificate, key)| Tls::read(certificate, key)).transpose()?;
         let insecure = buffer.insecure;
-        if let Some(Door { listener, tokens }) = self.door {
+        if let Some(Door { listener, tokens, .. }) = self.door {
             let system =
                 |source| Failure::System { what: "read the address of the run's socket".to_owned(), source };
             let listen = listener.local_addr().map_err(system)?;
@@ -118,6 +120,8 @@ fn elsewhere(recipe: &Recipe) -> Result<Edge, Failure> {
 
 /// A server beside the run; ends when it is dropped.
 pub(crate) struct Served {
+    /// Where.
+    pub(crate) address: SocketAddr,
     stop: Arc<Notify>,
     task: Option<JoinHandle<()>>,
     runtime: tokio::runtime::Handle,
@@ -133,11 +137,12 @@ impl Served {
         let handle = runtime.handle();
         let scheme = if config.tls.is_some() { "https" } else { "http" };
         let server = handle.block_on(Server::bind(config, buffer))?;
-        report.note(&format!("the run is served on {scheme}://{}", server.local_addr()));
+        let address = server.local_addr();
+        report.note(&format!("the run is served on {scheme}://{address}"));
         let stop = Arc::new(Notify::new());
         let signal = Arc::clone(&stop);
         let task = handle.spawn(server.serve(async move { signal.notified().await }));
-        Ok(Self { stop, task: Some(task), runtime: handle.clone() })
+        Ok(Self { address, stop, task: Some(task), runtime: handle.clone() })
     }
 }
 

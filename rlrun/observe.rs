@@ -312,7 +312,11 @@ fn speed(metrics: &mut Metrics, inputs: &StepInputs<'_>) {
     let per_second = |count: u64, seconds: f64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
     let share = |part: f64, whole: f64| if whole > 0.0 { (part / whole).clamp(0.0, 1.0) } else { 0.0 };
     let sampled = after.engine.sampled_tokens - before.engine.sampled_tokens;
-    let worked = time.wait_for_batch + time.forward_backward + time.save_checkpoint + time.weight_sync;
+    let worked = time.wait_for_batch
+        + time.forward_backward
+        + time.save_checkpoint
+        + time.weight_sync
+        + time.phase_switch;
     let rollout_idle = share(idle, busy + idle);
     let trainer_idle = share(time.wait_for_batch, worked);
     metrics.set("rollout/tokens_per_s", per_second(sampled, busy));
@@ -328,6 +332,12 @@ fn speed(metrics: &mut Metrics, inputs: &StepInputs<'_>) {
     metrics.set("time/write_ckpt", time.write_checkpoint);
     metrics.set("time/weight_sync", time.weight_sync);
     metrics.set("time/decode_stall", after.stall_s - before.stall_s);
+    if inputs.step.freed_bytes > 0 || after.freed_bytes > 0 {
+        let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+        metrics.set("time/phase_switch", time.phase_switch + after.switch_s - before.switch_s);
+        metrics.set("memory/freed_trainer_mib", mib(inputs.step.freed_bytes));
+        metrics.set("memory/freed_sampler_mib", mib(after.freed_bytes));
+    }
     metrics.bottleneck = if trainer_idle > rollout_idle + CLEAR {
         format!("sampling: the trainer waits {:.0} % of the time", 100.0 * trainer_idle)
     } else if rollout_idle > trainer_idle + CLEAR {

@@ -12,6 +12,7 @@ mod samplers;
 mod view;
 mod without_sampling;
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -25,14 +26,15 @@ use rollout::evaluate::Evaluation;
 use rollout::scoring::Scorer;
 use rollout::{Engine, Progress, Worker};
 use trainer::checkpoint::{Contents, NetworkState};
+use trainer::collective::tcp;
 use trainer::critic::CriticKind;
 use trainer::lora::Adapter;
 use trainer::optimizer::{Optimizer, OptimizerConfig, OptimizerKind};
-use trainer::{Checkpoint, Learner, LearnerConfig, Trainer, TrainerState};
+use trainer::{Checkpoint, Leader, Learner, LearnerConfig, Trainer, TrainerError, TrainerState};
 use trajectory::PolicyVersion;
 use weights::{Hub, HubPublisher, Publisher, Subscriber};
 
-use crate::companions::Starting;
+use crate::companions::{Starting, learner};
 use crate::curation;
 use crate::failure::Failure;
 use crate::forward_edge::{Door, Edge, Opening};
@@ -41,14 +43,16 @@ use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
 use crate::recipe::Recipe;
 use crate::recipe::schema::Warmup;
-use crate::recipe::words::Store;
+use crate::recipe::words::{Ranks, Store};
 use crate::report::{Report, SamplePair, Summary};
 use crate::run_dir::RunDir;
 use crate::signals::Signals;
 use crate::supervised;
 use crate::warmup::warm_up;
 use crate::watchdog::{Limits, Watchdog};
+use crate::workers::membership::{derived, token};
 use crate::workers::reward::is_served;
+use crate::workers::trainer::MEETING;
 use exchange::Exchange;
 use samplers::{Sampler, Samplers};
 use view::{Doing, Stage, View};
@@ -81,8 +85,7 @@ pub fn run(
     report: &Arc<Report>,
     program: &Program,
 ) -> Result<Ending, Failure> {
-    let program = program.clone();
-    run_in(recipe, run_dir, report, Surroundings { cores: Cores::all(), rewards: None, program, door: None })
+    run_in(recipe, run_dir, report, Surroundings::of(program))
 }
 
 /// What a run finds around it.
@@ -96,6 +99,16 @@ pub struct Surroundings {
     pub rewards: Option<Arc<RewardSet>>,
     /// Where the run is served if its controller has chosen that: its samplers are processes then.
     pub(crate) door: Option<Door>,
+    /// Of the ranks that a launcher has started, this process being the first.
+    pub(crate) leader: Option<Arc<Leader>>,
+}
+
+impl Surroundings {
+    /// The whole machine and the recipe's rewards.
+    #[must_use]
+    pub fn of(program: &Program) -> Self {
+        Self { cores: Cores::all(), rewards: None, program: program.clone(), door: None, leader: None }
+    }
 }
 
 /// The same with other surroundings than the whole machine and the recipe's rewards.
@@ -111,10 +124,10 @@ pub fn run_in(
     let logs = run_dir.logs();
     let system = |source| Failure::System { what: format!("write a log in {}", logs.display()), source };
     report.log_to(&logs).map_err(system)?;
-    let Surroundings { cores, rewards, program, door } = surroundings;
+    let Surroundings { cores, rewards, program, door, leader } = surroundings;
     let (runtime, signals) = (RewardRuntime::new(&program, &cores)?, Signals::listen()?);
     let report = Arc::clone(report);
-    let mut run = Run { recipe, run_dir, report, rewards, runtime, signals, cores, door };
+    let mut run = Run { recipe, run_dir, report, rewards, runtime, signals, cores, door, leader };
     run.go()
 }
 
@@ -129,6 +142,8 @@ struct Run<'a> {
     signals: Signals,
     cores: Arc<Cores>,
     door: Option<Door>,
+    /// Of the ranks of the trainer, where they are processes.
+    leader: Option<Arc<Leader>>,
 }
 
 /// What training starts from.
@@ -155,7 +170,29 @@ impl Run<'_> {
             None => Some(self.exchange()?),
         };
         self.meet_servers(exchange.as_ref())?;
+        self.meet_ranks(exchange.as_ref())?;
         self.run(exchange)
+    }
+
+    /// Waits for the other processes of the trainer, if it has some that join.
+    fn meet_ranks(&mut self, exchange: Option<&Exchange>) -> Result<(), Failure> {
+        let (Some(exchange), Ranks::Processes) = (exchange, self.recipe.trainer.ranks) else { return Ok(()) };
+        let Some(served) = &exchange.edge.served else { return Ok(()) };
+        let own = self.recipe.buffer.token_file.as_deref().map(|file| token(file, "writer")).transpose()?;
+        let known = self.door.as_ref().map(|door| door.token.as_str()).or(own.as_deref());
+        let secret = derived(known, MEETING).unwrap_or_default();
+        let address = SocketAddr::new(served.address.ip(), 0);
+        let listener = tcp::Listener::bind(address, secret.as_bytes()).map_err(TrainerError::from)?;
+        let system = |source| Failure::System { what: "read the address for ranks".to_owned(), source };
+        let port = listener.local_addr().map_err(system)?.port();
+        exchange.desk.meet(Some(port));
+        let (world, wait) = (self.recipe.trainer.world, self.recipe.wait());
+        self.report.note(&format!("waiting for {} more ranks of the trainer", world - 1));
+        let collective = listener.accept(world, wait).map_err(TrainerError::from)?;
+        // One that comes later, because it was started again, waits until this process is started again too.
+        exchange.desk.meet(None);
+        self.leader = Some(Leader::new(Arc::new(collective)));
+        Ok(())
     }
 
     /// What stands between those who sample and those who train, before either is there.
@@ -227,7 +264,7 @@ impl Run<'_> {
                 trainer::checkpoint::load(&path, recipe.optimizer(), recipe.lora().as_ref())?;
             let directory = Arc::new(directory);
             let prepared = self.prepared(&directory)?;
-            let learner = self.learner(&directory, parameters, adapter, Some(optimizer));
+            let learner = self.learner(&directory, parameters, adapter, Some(optimizer))?;
             self.report.note(&format!("resumed after step {} from {}", version.0, path.display()));
             // A run that was killed before its first step may have been killed before its first line.
             let first = version == PolicyVersion::default();
@@ -258,7 +295,7 @@ impl Run<'_> {
             self.report.note(&format!("LoRA trains {trained} parameters, all others are frozen"));
         }
         let directory = Arc::new(directory);
-        let learner = self.learner(&directory, parameters, adapter, None);
+        let learner = self.learner(&directory, parameters, adapter, None)?;
         let state = TrainerState::new(PolicyVersion::default(), 0, 0, 0.0);
         if recipe.warmup.is_some() && recipe.checkpoint.interval > 0 {
             let policy = NetworkState::of(&directory, &learner)?;
@@ -284,13 +321,10 @@ impl Run<'_> {
         parameters: Parameters,
         adapter: Option<Adapter>,
         optimizer: Option<Optimizer>,
-    ) -> Learner {
+    ) -> Result<Learner, Failure> {
         let (config, model) = (self.recipe.learner(), directory.config().clone());
-        let learner = match adapter {
-            Some(adapter) => Learner::adapting(config, model, parameters, adapter, optimizer),
-            None => Learner::new(config, model, parameters, optimizer),
-        };
-        learner.on(Arc::new(self.recipe.trainer_team(&self.cores)))
+        let learner = learner(self.leader.as_ref(), config, model, (parameters, adapter, optimizer))?;
+        Ok(learner.on(Arc::new(self.recipe.trainer_team(&self.cores))))
     }
 
     /// The parameters after the warm-up; `None` if it was stopped.
@@ -308,7 +342,8 @@ impl Run<'_> {
         };
         let optimizer = OptimizerConfig::usual(kind, WARMUP_BETA2);
         let config = LearnerConfig { optimizer, ..self.recipe.learner() };
-        let mut learner = Learner::new(config, directory.config().clone(), parameters, None)
+        let model = directory.config().clone();
+        let mut learner = learner(self.leader.as_ref(), config, model, (parameters, None, None))?
             .on(Arc::new(self.recipe.trainer_team(&self.cores)));
         let phase = self.report.phase("warm-up", warmup.steps as u64);
         let mut last_loss = 0.0;
@@ -362,6 +397,15 @@ impl Run<'_> {
         let evaluated = ModelDirectory::open(directory.path())?;
         let mut trainer =
             Trainer::start(config, (learner, companions, &state), directory, edges, Arc::clone(&stop))?;
+        let seats = self
+            .recipe
+            .is_colocated()
+            .then(|| model::turns::turns("the trainer", "a sampler", crate::allocator::release));
+        let seat = seats.map(|[first, second]| {
+            trainer.colocate(first, self.run_dir.path(), &prepared.budget);
+            second
+        });
+        let worker = worker.map(|worker| worker.taking_turns(seat));
         let inside = worker.map(|worker| Sampler::spawn(worker, producer, Arc::clone(&stop))).transpose()?;
         let samplers = Samplers { inside, roster, rewards };
         let stage = Arc::new(Stage::default());
@@ -434,8 +478,9 @@ impl Run<'_> {
         (directory, prepared): (&'b ModelDirectory, &'b Prepared),
         state: &'b TrainerState,
     ) -> Starting<'b> {
-        let cores = &self.cores;
-        Starting { recipe: self.recipe, run_dir: self.run_dir, directory, learner, state, prepared, cores }
+        let (cores, leader) = (&self.cores, self.leader.as_ref());
+        let (recipe, run_dir) = (self.recipe, self.run_dir);
+        Starting { recipe, run_dir, directory, learner, state, prepared, cores, leader }
     }
 
     /// A sampler around `engine`, with its rewards and its source of weights.
@@ -451,7 +496,12 @@ impl Run<'_> {
             unreachable!("a recipe without rewards is refused where something is sampled")
         };
         let scorer = Scorer::start(self.runtime.handle(), rewards, producer, curation.clone(), capacity);
-        let applier = Applier::start(subscriber, engine.model().clone(), self.recipe.rollout.quantization);
+        let (config, quantization) = (engine.model().clone(), self.recipe.rollout.quantization);
+        let applier = if self.recipe.is_colocated() {
+            Applier::inline(subscriber, config, quantization)
+        } else {
+            Applier::start(subscriber, config, quantization)
+        };
         Worker::new(self.recipe.worker(), engine, Arc::clone(&prepared.train), applier, scorer)
             .curated(curation)
     }

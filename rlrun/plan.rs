@@ -5,6 +5,7 @@
 
 pub mod memory;
 
+use crate::recipe::words::OnUpdate;
 use crate::recipe::{DataSource, Recipe};
 
 /// What a step consists of.
@@ -89,6 +90,33 @@ pub fn describe(recipe: &Recipe) -> String {
         }
     }
     lines.join("\n")
+}
+
+/// Where sampler and trainer compute, in words; `None` where nothing is sampled.
+#[must_use]
+pub fn placement(recipe: &Recipe) -> Option<String> {
+    if recipe.supervised.is_some() {
+        return None;
+    }
+    if !recipe.is_colocated() {
+        return Some("placement: sampler and trainer work at the same time and share the cores".to_owned());
+    }
+    let stays = match recipe.placement.memory_mib {
+        None => "keeps its optimizer and its weights".to_owned(),
+        Some(mib) => {
+            format!("keeps of its optimizer and its weights what fits `placement.memory_mib` = {mib}")
+        }
+    };
+    let first = match recipe.rollout.on_update {
+        OnUpdate::Drain => "finishes what is in flight, then drops its weights and its cache",
+        OnUpdate::Keep | OnUpdate::Recompute => {
+            "drops its weights and its cache, and computes again what is in flight"
+        }
+    };
+    Some(format!(
+        "placement: sampler and trainer take turns; while the trainer works the sampler {first}; while the sampler works \
+         the trainer {stays}"
+    ))
 }
 
 /// Tokens of the longest prompt with the longest completion.

@@ -27,7 +27,7 @@ use trajectory::Task;
 use weights::{DeltaConfig, Dtype, HubConfig, PublishConfig};
 
 use crate::recipe::schema::{Checkpoint, RandomModel};
-use crate::recipe::words::{SupervisedKind, WeightDtype, WeightTransport};
+use crate::recipe::words::{PolicyPlacement, SupervisedKind, WeightDtype, WeightTransport};
 use crate::recipe::{DataSource, Recipe};
 
 /// Longest sequence that a fresh model is made for beyond what the recipe needs, tokens.
@@ -180,6 +180,12 @@ impl Recipe {
     #[must_use]
     pub fn greedy_baseline(&self) -> bool {
         self.algorithm().advantage == Advantage::Greedy
+    }
+
+    /// Whether sampler and trainer take turns on one device.
+    #[must_use]
+    pub fn is_colocated(&self) -> bool {
+        self.placement.policy == Some(PolicyPlacement::Colocated)
     }
 
     /// What the sampler does.

@@ -11,7 +11,7 @@
 //! - [`roster`]: who takes part, as the run sees it
 //! - [`routes`]: what the run serves to them
 //! - [`membership`]: the side of a worker
-//! - [`rollout`]: a worker that samples; [`reward`]: one that serves a reward model
+//! - [`rollout`]: a worker that samples; [`reward`]: one that serves a reward model; [`trainer`]: a further rank
 //!
 //! Invariant: a worker brings nothing of its own to a run but its machine: recipe and model come from the run. It ends when
 //! the run does, and a run does not end when a worker does.
@@ -21,3 +21,4 @@ pub(crate) mod reward;
 pub(crate) mod rollout;
 pub(crate) mod roster;
 pub(crate) mod routes;
+pub(crate) mod trainer;

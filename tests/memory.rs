@@ -41,14 +41,26 @@ interval = 0
 fn the_plan_predicts_the_peak_of_the_memory() {
     let home = Home::new();
     home.write("memory.toml", RECIPE);
-    let plan = home.rlrun(&["plan", "memory.toml"]).ok().stdout;
+    let together = predicted(&home, "together", &[]);
+    let turns = ["--set", "placement.policy=\"colocated\""];
+    let kept = predicted(&home, "kept", &turns);
+    assert!(kept < 0.85 * together, "{kept} MiB in turns, {together} MiB together");
+}
+
+/// Plans and runs the recipe with further arguments; returns the peak, MiB.
+fn predicted(home: &Home, name: &str, sets: &[&str]) -> f64 {
+    let plan = home.rlrun(&[&["plan", "memory.toml"], sets].concat()).ok().stdout;
     let total = plan.lines().find_map(|line| line.strip_prefix("  total ")).unwrap();
     let mut words = total.split_whitespace();
     let planned: f64 = words.next().unwrap().parse().unwrap();
     assert_eq!(words.next(), Some("MiB"), "{plan}");
 
-    home.rlrun(&["memory.toml", "--run-dir", "run", "--quiet"]).ok();
-    let peaks = home.run("run").values("memory/peak_mib");
+    home.rlrun(&[&["memory.toml", "--run-dir", name, "--quiet"], sets].concat()).ok();
+    let peaks = home.run(name).values("memory/peak_mib");
     let peak = peaks.into_iter().fold(0.0, f64::max);
-    assert!((planned / peak - 1.0).abs() <= TOLERANCE, "planned {planned} MiB, needed {peak} MiB\n{plan}");
+    assert!(
+        (planned / peak - 1.0).abs() <= TOLERANCE,
+        "{name}: planned {planned} MiB, needed {peak} MiB\n{plan}"
+    );
+    peak
 }

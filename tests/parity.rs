@@ -111,3 +111,26 @@ fn batching_and_storage_do_not_change_a_bit() {
     let (other, _) = run(root.path(), "b", &sets);
     assert!(expected.values() == other.values());
 }
+
+/// Whoever has the device, and wherever the trainer's numbers are meanwhile.
+#[test]
+fn taking_turns_does_not_change_a_bit() {
+    let root = tempfile::tempdir().unwrap();
+    let kinds: [(&str, &[&str]); 4] = [
+        ("full", &[]),
+        ("coded", &["trainer.optimizer=\"adamw8bit\"", "model.random.hidden_size=64", "trainer.world=2"]),
+        ("lora", &["lora.rank=2", "rollout.on_update=\"drain\"", "rollout.quantization=\"int8\""]),
+        ("dion", &["trainer.optimizer=\"dion\"", "algorithm.kl_coef=0.1", "buffer.store=\"memory\""]),
+    ];
+    for (name, sets) in kinds {
+        let run =
+            |how: &str, more: &[&str]| run(root.path(), &format!("{name}-{how}"), &[sets, more].concat()).0;
+        let expected = run("separated", &[]);
+        let colocated = "placement.policy=\"colocated\"";
+        for (how, more) in [("kept", &[colocated][..]), ("moved", &[colocated, "placement.memory_mib=0"][..])]
+        {
+            let other = run(how, more);
+            assert!(expected.values() == other.values(), "{name}: {how} differs");
+        }
+    }
+}

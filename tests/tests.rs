@@ -5,6 +5,7 @@ mod bad_input;
 mod bench;
 mod bitwise;
 mod chaos;
+mod colocated;
 mod curation;
 mod failpoints;
 mod fit;

@@ -3,7 +3,7 @@
 //! # Layout
 //! - [`directory`]: a model directory in Hugging Face layout, opened, made and exported; it is made of
 //!   [`config`], [`parameters`] (all weights as one flat buffer), [`tokenizer`] and [`chat`]
-//! - [`cores`]: the cores that computation may use, shared by all roles of a process
+//! - [`cores`]: the cores that computation may use, shared by all roles of a process; [`mod@turns`]: one device for two roles
 //! - [`decoder`]: the network, for whole sequences and for decoding from a paged cache
 //! - [`scorer`]: reward models, ours and those of candle-transformers; [`resident`]: weights that are not trained, kept or
 //!   swapped in
@@ -58,6 +58,7 @@ pub mod resident;
 pub mod sampling;
 pub mod scorer;
 pub mod tokenizer;
+pub mod turns;
 mod weight_files;
 
 pub use characters::{CHARACTERS, characters};
@@ -76,3 +77,4 @@ pub use resident::{MemoryBudget, Placement, ResidentParameters};
 pub use sampling::{Draw, Sampling};
 pub use scorer::{Answered, ReadyScorer, ScoreError, SequenceScorer};
 pub use tokenizer::{DecodeStream, SpecialTokens, Tokenizer};
+pub use turns::{Seat, TurnTimeout};

@@ -131,6 +131,12 @@ impl Parameters {
         &mut self.values
     }
 
+    /// The buffer itself, for weights that are out of memory while nobody computes with them: whoever takes the values
+    /// out puts the same ones back.
+    pub fn buffer_mut(&mut self) -> &mut Vec<f32> {
+        &mut self.values
+    }
+
     /// Gives up the flat buffer.
     #[must_use]
     pub fn into_values(self) -> Vec<f32> {

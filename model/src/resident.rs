@@ -45,7 +45,7 @@ impl MemoryBudget {
     }
 
     /// Takes `bytes` out of the budget, if they are there.
-    fn claim(&self, bytes: u64) -> bool {
+    pub fn claim(&self, bytes: u64) -> bool {
         let take = |left: u64| left.checked_sub(bytes);
         self.left.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).is_ok()
     }

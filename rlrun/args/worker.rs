@@ -12,6 +12,8 @@ use super::{Loudness, at_least_one};
 pub enum WorkerWhat {
     /// Sample for a run; any number may join and leave while it goes on
     Rollout(RolloutArgs),
+    /// Be a further rank of a run's trainer (`trainer.ranks = "processes"`)
+    Trainer(TrainerWorkerArgs),
     /// Serve a reward model of a run's recipe to its samplers
     Reward(RewardWorkerArgs),
     /// Lead a run from its last checkpoint, its address on standard input; started by the controller
@@ -49,6 +51,20 @@ pub struct RolloutArgs {
     #[command(flatten)]
     pub join: JoinArgs,
     /// Most cores at a time [default: the recipe's `placement.rollout_threads`, or all]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub threads: Option<usize>,
+}
+
+/// `rlrun worker trainer`.
+#[derive(Debug, Args)]
+pub struct TrainerWorkerArgs {
+    /// How it finds its run.
+    #[command(flatten)]
+    pub join: JoinArgs,
+    /// Which rank, from 1 on [default: as the launcher says (SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK, RANK), or any]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub rank: Option<usize>,
+    /// Most cores at a time [default: the recipe's `placement.trainer_threads`, or all]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub threads: Option<usize>,
 }

@@ -53,8 +53,7 @@ pub fn work(
     let run_dir =
         RunDir::create(&scratch.path().join("run"), RecipeTexts { given: &given, resolved: &resolved })?;
     let rewards = args.force_length.map(|_| alternating()).transpose()?;
-    let surroundings =
-        Surroundings { cores: Arc::clone(cores), rewards, program: program.clone(), door: None };
+    let surroundings = Surroundings { cores: Arc::clone(cores), rewards, ..Surroundings::of(program) };
     if pipeline::run_in(&recipe, &run_dir, &Arc::new(Report::new(Style::Quiet)), surroundings)?
         == Ending::Stopped
     {

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
 use ::rewards::reward_model::ModelServer;
@@ -44,7 +44,8 @@ impl Exchange {
         let roster = Arc::new(Roster::after(now_ns()));
         let system = |source| Failure::System { what: format!("read {}", recipe.display()), source };
         let text = std::fs::read_to_string(recipe).map_err(system)?;
-        let desk = Arc::new(Desk { roster: Arc::clone(&roster), recipe: text, model: OnceLock::new() });
+        let (model, ranks) = (OnceLock::new(), Mutex::new(None));
+        let desk = Arc::new(Desk { roster: Arc::clone(&roster), recipe: text, model, ranks });
         let routes = vec![(Role::Writer, desk.router()), (Role::Writer, weights::http::router(hub.clone()))];
         let edge = opening.open(routes)?;
         if let Some(buffer) = edge.own.clone() {

@@ -2,7 +2,10 @@
 //!
 //! Invariant: every part names what it is and follows from the recipe and the shape of the model; a test holds the sum
 //! against a real run (`tests/memory.rs`). Parts are added as if all were there at the same time, which in a run that
-//! samples and trains at once comes true sooner or later. Whatever grows with the dataset is left out.
+//! samples and trains at once comes true sooner or later; where they take turns, those of the larger turn. Whatever grows with
+//! the dataset is left out.
+
+mod turns;
 
 use std::fmt;
 
@@ -34,6 +37,20 @@ pub struct Part {
     pub what: &'static str,
     /// Bytes at the peak.
     pub bytes: u64,
+    /// When it is there.
+    pub phase: Phase,
+}
+
+/// When a part of the memory is there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Phase {
+    /// All the time.
+    #[default]
+    Always,
+    /// While the trainer has the device.
+    Training,
+    /// While the sampler has it.
+    Sampling,
 }
 
 /// The memory of a process that samples and trains.
@@ -59,7 +76,7 @@ impl Memory {
         // A step trains at most what it was handed.
         let micro_batch = (recipe.trainer.microbatch_tokens as u64)
             .min(super::BatchPlan::of(recipe).max_tokens.div_ceil(world.max(1)));
-        let part = |name, what, bytes| Part { name, what, bytes };
+        let part = |name, what, bytes| Part { name, what, bytes, phase: Phase::Always };
         let mut parts = vec![
             part("process", "program, libraries, threads", PROCESS),
             part("tokenizer", "two open model directories", product(&[2, TOKENIZER, tokenizer])),
@@ -116,22 +133,39 @@ impl Memory {
         } else if recipe.buffer.store == Store::Redb {
             parts.push(part("journal", "cache of the buffer", JOURNAL));
         }
-        let sum = parts.iter().fold(0_u64, |sum, part| sum.saturating_add(part.bytes));
-        parts.push(part("slack", "freed blocks that the allocator keeps", sum / 100 * SLACK));
-        Self { parts }
+        if recipe.is_colocated() {
+            turns::take_turns(&mut parts, recipe, weights);
+        }
+        Self { parts }.with_slack()
     }
 
-    /// The sum, bytes.
+    fn with_slack(mut self) -> Self {
+        let (name, what) = ("slack", "freed blocks that the allocator keeps");
+        let bytes = self.total() / 100 * SLACK;
+        self.parts.push(Part { name, what, bytes, phase: Phase::Always });
+        self
+    }
+
+    /// The most that is there at the same time, bytes.
     #[must_use]
     pub fn total(&self) -> u64 {
-        self.parts.iter().fold(0, |sum, part| sum.saturating_add(part.bytes))
+        let of = |phase| {
+            let parts = self.parts.iter().filter(|part| part.phase == phase);
+            parts.fold(0_u64, |sum, part| sum.saturating_add(part.bytes))
+        };
+        of(Phase::Always).saturating_add(of(Phase::Training).max(of(Phase::Sampling)))
     }
 }
 
 impl fmt::Display for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for Part { name, what, bytes } in &self.parts {
-            writeln!(f, "  {name:12} {:>10}  {what}", mebibytes(*bytes))?;
+        for Part { name, what, bytes, phase } in &self.parts {
+            let when = match phase {
+                Phase::Always => "",
+                Phase::Training => "; while the trainer has the device",
+                Phase::Sampling => "; while the sampler has the device",
+            };
+            writeln!(f, "  {name:12} {:>10}  {what}{when}", mebibytes(*bytes))?;
         }
         write!(f, "  {:12} {:>10}  most resident memory, `memory/peak_mib`", "total", mebibytes(self.total()))
     }
@@ -146,6 +180,7 @@ fn copied(recipe: &Recipe, parts: &[Part]) -> Option<Part> {
         name: "checkpoint",
         what,
         bytes,
+        phase: Phase::Always,
     })
 }
 

@@ -13,7 +13,7 @@ use super::layers::{Origin, Origins};
 use super::ranges::{Checker, check_ranges};
 use super::schema::{Buffer, RandomModel, RawData, RawModel, RawRecipe, Rollout, Warmup};
 use super::training::{check_lora, check_trainer};
-use super::words::{CriticKind, OnStale, Quantization, SampleOrder, Store, SupervisedKind};
+use super::words::{CriticKind, OnStale, Quantization, Ranks, SampleOrder, Store, SupervisedKind};
 use super::{Data, DataSource, Files, Model, Recipe};
 
 /// Checks everything; `stem` names the run if the recipe does not.
@@ -389,6 +389,31 @@ fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
         }
     }
     check_processes(recipe, checker);
+    check_ranks(recipe, checker);
+}
+
+/// Ranks that are processes need somebody to be, and an address to come to.
+fn check_ranks(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let (ranks, world) = (recipe.trainer.ranks, recipe.trainer.world);
+    if ranks == Ranks::Processes && world < 2 {
+        let help = "set `trainer.world` to their number, the first included";
+        checker.report("trainer.ranks", "`trainer.ranks` has no effect with one rank", help);
+    }
+    if ranks == Ranks::Processes && !recipe.placement.processes && recipe.buffer.listen.is_none() {
+        let message =
+            "ranks that are processes (`trainer.ranks`) join the run at its address, and it has none";
+        checker.report("trainer.ranks", message, "set `buffer.listen`, or `placement.processes = true`");
+    }
+    if ranks == Ranks::Mpi && !cfg!(feature = "mpi") {
+        let help =
+            "build it with `cargo build --release --features mpi`, which needs an MPI library and libclang";
+        checker.report("trainer.ranks", "this rlrun was built without MPI", help);
+    }
+    if ranks == Ranks::Mpi && recipe.placement.processes {
+        let message =
+            "`mpirun` starts the processes of the trainer, so a controller cannot (`placement.processes`)";
+        checker.report_latest(&["trainer.ranks", "placement.processes"], message, "remove one of the two");
+    }
 }
 
 /// What cannot be when the roles of a run are processes of their own.
@@ -406,6 +431,10 @@ fn check_processes(recipe: &Recipe, checker: &mut Checker<'_>) {
     let mut cannot = |path: &str, message: &str, help: &str| {
         checker.report_latest(&[path, "placement.processes"], message, help);
     };
+    if recipe.is_colocated() {
+        let message = "sampler and trainer take turns in one process (`placement.policy`), not as processes of their own";
+        cannot("placement.policy", message, "remove one of the two");
+    }
     if recipe.supervised.is_some() {
         cannot("supervised", "`placement.processes` has no effect without sampling", "remove it");
     }

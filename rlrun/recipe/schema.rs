@@ -426,6 +426,9 @@ pub struct Trainer {
     pub recompute: Recompute,
     /// Trainer workers that share a step.
     pub world: usize,
+    /// What these workers are: threads, processes (`rlrun worker trainer`; a run of processes starts them), or what `mpirun`
+    /// has started, in a binary built with the feature `mpi`.
+    pub ranks: Ranks,
     /// What trainer workers share beside the work: 1 the state of the optimizer, 2 gradients too, 3 weights too. The same
     /// step with less memory for each, for more communication; with LoRA each has all weights in any case. DeepSpeed
     /// `zero_optimization.stage`.
@@ -453,6 +456,7 @@ impl Default for Trainer {
             microbatch_tokens: 4096,
             recompute: Recompute::None,
             world: 1,
+            ranks: Ranks::Threads,
             zero: 1,
         }
     }
@@ -473,6 +477,12 @@ pub struct Placement {
     /// Of `processes`: how often a process may be started again within ten minutes before the run ends; 5 if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub restarts: Option<usize>,
+    /// Whether sampler and trainer work at the same time (separated, the default) or take turns (colocated). Colocated, the
+    /// sampler drops its weights and its cache when a batch is there, and computes again what is in flight when it goes on,
+    /// whatever `rollout.on_update` keeps; the trainer drops its gradients and keeps what `memory_mib` has room for. With
+    /// `max_staleness = 0` the results are the same bits. verl `hybrid_engine`, TRL `vllm_mode = "colocate"`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub policy: Option<PolicyPlacement>,
     /// Most cores that a sampler uses at a time; all if not given. With `processes` the cores are shared evenly if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rollout_threads: Option<usize>,
@@ -486,8 +496,10 @@ pub struct Placement {
     /// The same for a critic with a network of its own, which also learns at the same time as the policy.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub critic: Option<ModelPlacement>,
-    /// MiB that colocated models which are not trained (reward models, then the reference) may keep in memory together;
-    /// one that does not fit is read from its files for every use. Without it all stay.
+    /// MiB that colocated models may keep in memory together while they wait: reward models, then the reference, and with
+    /// `policy = "colocated"` the optimizer of the policy, its weights, and those of a critic of its own. A model that
+    /// does not fit is read from its files for every use; what is trained goes to a file in the run directory and comes
+    /// back for every step. Without it all stay.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u64>,
 }

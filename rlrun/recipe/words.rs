@@ -30,6 +30,19 @@ pub enum Store {
     Http,
 }
 
+/// What the workers of a trainer are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ranks {
+    /// Threads of the process.
+    #[default]
+    Threads,
+    /// Processes that join the run.
+    Processes,
+    /// Processes that `mpirun` has started.
+    Mpi,
+}
+
 /// How samplers in other processes get weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -50,6 +63,17 @@ pub enum WeightDtype {
     F32,
     /// The same, rounded to the upper half of their bits.
     Bf16,
+}
+
+/// How sampler and trainer share the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PolicyPlacement {
+    /// They take turns, and who waits gives up its memory.
+    Colocated,
+    /// Both at once, each with its memory, sharing the cores.
+    #[default]
+    Separated,
 }
 
 /// Which groups a training step takes first.

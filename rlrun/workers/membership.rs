@@ -81,6 +81,12 @@ pub(crate) fn token(file: &Path, role: &str) -> Result<String, Failure> {
     })
 }
 
+/// What processes of a run prove to each other that they know, made of its token for one `purpose`. Without a token anybody
+/// on this machine may come.
+pub(crate) fn derived(token: Option<&str>, purpose: &str) -> Option<String> {
+    token.map(|token| blake3::Hash::from(blake3::derive_key(purpose, token.as_bytes())).to_string())
+}
+
 impl Membership {
     /// Joins the run, as soon as it can be reached and is ready; `None` if `stop` is set before.
     ///

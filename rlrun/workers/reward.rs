@@ -16,7 +16,7 @@ use ::rewards::{LoadCounts, RewardSpec};
 use ::rollout::Progress;
 use model::{Placement, Quantization};
 
-use super::membership::{Account, Membership};
+use super::membership::{Account, Membership, derived};
 use super::roster::Role;
 use crate::args::RewardWorkerArgs;
 use crate::failure::Failure;
@@ -44,9 +44,7 @@ pub(crate) fn run(args: &RewardWorkerArgs, program: &Program) -> Result<(), Fail
     let served = served(args, program, &membership)?;
     let address = listener.local_addr().map_err(socket)?;
     // The same in every process of this reward: who has heard of one can ask the next.
-    let token = membership
-        .token()
-        .map(|token| blake3::Hash::from(blake3::derive_key(PURPOSE, token.as_bytes())).to_string());
+    let token = derived(membership.token(), PURPOSE);
     let config = ServedModel { token: token.clone(), ..served.config };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("serve").build();
     let runtime = runtime.map_err(|source| Failure::System { what: "start threads".to_owned(), source })?;

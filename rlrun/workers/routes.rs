@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use ::rewards::reward_model::ModelServer;
 use axum::Router;
@@ -62,6 +62,8 @@ pub(crate) struct Joined {
     pub(crate) model: Described,
     /// Who serves which reward.
     pub(crate) servers: BTreeMap<String, ModelServer>,
+    /// The port at which ranks of the trainer meet, on the host that serves the run.
+    pub(crate) ranks: Option<u16>,
 }
 
 /// The model that a run trains, without its weights.
@@ -91,6 +93,8 @@ pub(crate) struct Desk {
     pub(crate) recipe: String,
     /// Once it is known.
     pub(crate) model: OnceLock<Described>,
+    /// The port of [`Joined::ranks`], while ranks are waited for.
+    pub(crate) ranks: Mutex<Option<u16>>,
 }
 
 impl Desk {
@@ -106,6 +110,11 @@ impl Desk {
         // It is described once.
         let _ = self.model.set(Described { files, value_head });
         Ok(())
+    }
+
+    /// Ranks of the trainer meet at this port from now on, or nowhere.
+    pub(crate) fn meet(&self, port: Option<u16>) {
+        *self.ranks.lock().unwrap_or_else(PoisonError::into_inner) = port;
     }
 
     /// All routes.
@@ -159,9 +168,16 @@ async fn join(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) ->
         (Role::Rollout, Some(model)) => model.clone(),
         (Role::Trainer | Role::Reward, _) => Described::default(),
     };
+    let ranks = *desk.ranks.lock().unwrap_or_else(PoisonError::into_inner);
+    if role == Role::Trainer && ranks.is_none() {
+        return answer(&headers, &Answer { protocol, joined: None });
+    }
     let (name, instance) = desk.roster.join(role, name);
     let (recipe, servers) = (desk.recipe.clone(), desk.roster.servers());
-    answer(&headers, &Answer { protocol, joined: Some(Joined { name, instance, recipe, model, servers }) })
+    answer(
+        &headers,
+        &Answer { protocol, joined: Some(Joined { name, instance, recipe, model, servers, ranks }) },
+    )
 }
 
 async fn beat(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) -> Response {

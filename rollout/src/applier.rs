@@ -46,9 +46,20 @@ impl Ready {
     }
 }
 
-/// A thread that makes new versions ready. At most one waits to be taken, so memory is bounded by two versions.
+/// What makes new versions ready.
 pub struct Applier {
     subscriber: Arc<dyn Subscriber>,
+    source: Source,
+}
+
+enum Source {
+    /// A thread beside the decoding. At most one version waits to be taken, so memory is bounded by two versions.
+    Thread(Background),
+    /// Whoever takes a version makes it ready first.
+    Inline { config: Config, quantization: Quantization, layout: Arc<Layout>, after: Option<PolicyVersion> },
+}
+
+struct Background {
     ready: Receiver<Result<Ready, RolloutError>>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -66,7 +77,7 @@ impl Applier {
             let layout = Arc::new(Layout::new(&config));
             let mut after = None;
             while !asked_to_stop.load(Ordering::Relaxed) {
-                let next = receive(&*theirs, (&config, quantization), &layout, after).transpose();
+                let next = receive(&*theirs, (&config, quantization), &layout, (after, LOOK_UP)).transpose();
                 let Some(next) = next else { continue };
                 let failed = next.is_err();
                 after = next.as_ref().ok().map(|ready| ready.version).or(after);
@@ -75,19 +86,34 @@ impl Applier {
                 }
             }
         });
-        Self { subscriber, ready, stop, thread: Some(thread) }
+        Self { subscriber, source: Source::Thread(Background { ready, stop, thread: Some(thread) }) }
+    }
+
+    /// One without a thread, for a sampler that stands still whenever a version is published: nothing takes memory before
+    /// it is asked for.
+    #[must_use]
+    pub fn inline(subscriber: Arc<dyn Subscriber>, config: Config, quantization: Quantization) -> Self {
+        let layout = Arc::new(Layout::new(&config));
+        Self { subscriber, source: Source::Inline { config, quantization, layout, after: None } }
     }
 
     /// The newest version that is ready, waiting up to `wait` for one.
     ///
     /// # Errors
     /// If receiving failed.
-    pub fn take(&self, wait: Duration) -> Result<Option<Ready>, RolloutError> {
-        match self.ready.recv_timeout(wait) {
-            Ok(ready) => ready.map(Some),
-            Err(crossbeam::channel::RecvTimeoutError::Timeout) => Ok(None),
-            Err(crossbeam::channel::RecvTimeoutError::Disconnected) => {
-                Err(RolloutError::Ended { who: "the thread that receives weights" })
+    pub fn take(&mut self, wait: Duration) -> Result<Option<Ready>, RolloutError> {
+        match &mut self.source {
+            Source::Thread(Background { ready, .. }) => match ready.recv_timeout(wait) {
+                Ok(ready) => ready.map(Some),
+                Err(crossbeam::channel::RecvTimeoutError::Timeout) => Ok(None),
+                Err(crossbeam::channel::RecvTimeoutError::Disconnected) => {
+                    Err(RolloutError::Ended { who: "the thread that receives weights" })
+                }
+            },
+            Source::Inline { config, quantization, layout, after } => {
+                let ready = receive(&*self.subscriber, (config, *quantization), layout, (*after, wait))?;
+                *after = ready.as_ref().map(Ready::version).or(*after);
+                Ok(ready)
             }
         }
     }
@@ -105,11 +131,12 @@ impl Applier {
 
 impl std::fmt::Debug for Applier {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Applier").field("ready", &self.ready.len()).finish_non_exhaustive()
+        let inline = matches!(self.source, Source::Inline { .. });
+        f.debug_struct("Applier").field("inline", &inline).finish_non_exhaustive()
     }
 }
 
-impl Drop for Applier {
+impl Drop for Background {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         // A version that nobody took would keep the thread in its send.
@@ -124,9 +151,9 @@ fn receive(
     subscriber: &dyn Subscriber,
     (config, quantization): (&Config, Quantization),
     layout: &Arc<Layout>,
-    after: Option<PolicyVersion>,
+    (after, wait): (Option<PolicyVersion>, Duration),
 ) -> Result<Option<Ready>, RolloutError> {
-    let Some(snapshot) = subscriber.wait_newer(after, LOOK_UP)? else { return Ok(None) };
+    let Some(snapshot) = subscriber.wait_newer(after, wait)? else { return Ok(None) };
     fail::fail_point!("weights-receive");
     let start = Instant::now();
     let parameters = Parameters::from_values(Arc::clone(layout), snapshot.values.to_vec())?;

@@ -136,6 +136,9 @@ pub enum RolloutError {
         /// How long.
         seconds: f64,
     },
+    /// The trainer keeps the device that they share.
+    #[error(transparent)]
+    Turn(#[from] model::TurnTimeout),
     /// A part of the worker ended without saying why.
     #[error("{who} ended unexpectedly")]
     Ended {

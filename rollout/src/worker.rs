@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use buffer::{AdmitRequest, BufferError, Producer};
-use model::Sampling;
+use model::{Presence, Sampling, Seat};
 use trajectory::{GroupId, PolicyVersion};
 
 use crate::RolloutError;
@@ -115,6 +115,11 @@ pub struct Progress {
     pub groups: u64,
     /// What curation did; all zero without it.
     pub curation: CurationCounts,
+    /// Bytes that it gave up the last time that the trainer had the device; 0 if they do not take turns.
+    pub freed_bytes: u64,
+    /// Time in which it gave up its memory for the trainer, or made weights ready and computed again what was in flight,
+    /// seconds.
+    pub switch_s: f64,
 }
 
 impl Progress {
@@ -144,6 +149,10 @@ pub struct Worker {
     pending: Option<Ready>,
     started: HashMap<GroupId, Started>,
     curation: Option<Curation>,
+    /// Its place at a device that it shares with the trainer.
+    seat: Option<Seat>,
+    /// Since when it has had nothing to do, or was given the device.
+    waiting_since: Instant,
     progress: Progress,
     shared: Arc<Mutex<Progress>>,
 }
@@ -178,6 +187,8 @@ impl Worker {
             pending: None,
             started: HashMap::new(),
             curation: None,
+            seat: None,
+            waiting_since: Instant::now(),
             progress,
             shared,
         }
@@ -187,6 +198,16 @@ impl Worker {
     #[must_use]
     pub fn curated(self, curation: Option<Curation>) -> Self {
         Self { curation, ..self }
+    }
+
+    /// The same, standing still without weights whenever the trainer has the device. Its engine is parked until its first
+    /// turn, in which the published version is applied.
+    #[must_use]
+    pub fn taking_turns(mut self, seat: Option<Seat>) -> Self {
+        if seat.is_some() {
+            self.engine.park();
+        }
+        Self { seat, ..self }
     }
 
     /// Where its progress can be read while it runs.
@@ -202,6 +223,8 @@ impl Worker {
     pub fn run(mut self, buffer: &dyn Producer, stop: &AtomicBool) -> Result<(), RolloutError> {
         let result = self.work(buffer, stop);
         self.begins(Doing::Stopping);
+        // The trainer can go on to its last checkpoint.
+        self.seat = None;
         for group in self.started.keys() {
             give_back(buffer, *group, true)?;
         }
@@ -214,16 +237,19 @@ impl Worker {
     }
 
     fn work(&mut self, buffer: &dyn Producer, stop: &AtomicBool) -> Result<(), RolloutError> {
-        let mut waiting_since = Instant::now();
+        self.waiting_since = Instant::now();
         let team = Arc::clone(self.engine.team());
         let mut present = None;
         while !stop.load(Ordering::Relaxed) {
             if self.scorer.failed() {
                 return Err(RolloutError::Ended { who: "the scoring of trajectories" });
             }
+            if !self.has_turn(&mut present, stop)? {
+                continue;
+            }
             self.begins(Doing::Applying);
             self.apply_weights(Duration::ZERO)?;
-            if self.pending.is_none() {
+            if self.pending.is_none() && !self.makes_way() {
                 self.begins(Doing::Admitting);
                 self.admit(buffer)?;
             }
@@ -233,7 +259,7 @@ impl Worker {
                 self.begins(Doing::Waiting);
                 self.apply_weights(LOOK_UP)?;
                 self.progress.idle_s += start.elapsed().as_secs_f64();
-                if waiting_since.elapsed() > self.config.wait {
+                if self.waiting_since.elapsed() > self.config.wait {
                     return Err(self.waited_too_long());
                 }
             } else {
@@ -244,13 +270,13 @@ impl Worker {
                 self.progress.busy_s += start.elapsed().as_secs_f64();
                 self.begins(Doing::HandingOver);
                 self.hand_over(ended)?;
-                waiting_since = Instant::now();
+                self.waiting_since = Instant::now();
             }
             self.progress.engine = self.engine.counts();
             if let Some(curation) = &self.curation {
                 self.progress.curation = curation.counts();
             }
-            *self.shared.lock().unwrap_or_else(PoisonError::into_inner) = self.progress;
+            self.show();
         }
         Ok(())
     }
@@ -259,6 +285,48 @@ impl Worker {
     fn begins(&mut self, doing: Doing) {
         self.progress.doing = doing;
         self.shared.lock().unwrap_or_else(PoisonError::into_inner).doing = doing;
+    }
+
+    /// Lets others see how far it is.
+    fn show(&self) {
+        *self.shared.lock().unwrap_or_else(PoisonError::into_inner) = self.progress;
+    }
+
+    /// Whether the device is free for the next step. The trainer is given it as soon as it asks, or once nothing is in
+    /// flight any more if sequences are to finish under the weights that they began with; then this waits until it comes
+    /// back. False if there is a reason to look around first.
+    fn has_turn(&mut self, present: &mut Option<Presence>, stop: &AtomicBool) -> Result<bool, RolloutError> {
+        let Some(seat) = &self.seat else { return Ok(true) };
+        if seat.is_mine() && !self.engine.is_parked() {
+            let finishes = self.config.on_update == OnUpdate::Drain && !self.engine.is_idle();
+            if finishes || !seat.is_wanted() {
+                return Ok(true);
+            }
+            *present = None;
+            let start = Instant::now();
+            self.progress.freed_bytes = self.engine.park();
+            seat.pass();
+            self.progress.switch_s += start.elapsed().as_secs_f64();
+        }
+        self.show();
+        let start = Instant::now();
+        let taken = seat.take(self.config.wait, stop)?;
+        self.progress.idle_s += start.elapsed().as_secs_f64();
+        // Whoever gives the device back has published before.
+        self.waiting_since = Instant::now();
+        while taken && self.engine.is_parked() && !stop.load(Ordering::Relaxed) {
+            self.apply_weights(LOOK_UP)?;
+            if self.waiting_since.elapsed() > self.config.wait {
+                return Err(self.waited_too_long());
+            }
+        }
+        self.progress.switch_s += self.waiting_since.elapsed().as_secs_f64();
+        Ok(!self.engine.is_parked())
+    }
+
+    /// Whether nothing new starts because the trainer waits for the device.
+    fn makes_way(&self) -> bool {
+        self.seat.as_ref().is_some_and(Seat::is_wanted)
     }
 
     /// Swaps in a newer version if one is ready within `wait`.
@@ -271,9 +339,13 @@ impl Worker {
         }
         let Some(mut ready) = self.pending.take() else { return Ok(()) };
         let start = Instant::now();
-        self.engine.apply(ready.take_decoder(), ready.version());
-        if self.config.on_update == OnUpdate::Recompute {
-            self.engine.recompute()?;
+        if self.engine.is_parked() {
+            self.engine.unpark(ready.take_decoder(), ready.version())?;
+        } else {
+            self.engine.apply(ready.take_decoder(), ready.version());
+            if self.config.on_update == OnUpdate::Recompute {
+                self.engine.recompute()?;
+            }
         }
         self.progress.stall_s += start.elapsed().as_secs_f64();
         self.progress.served = ready.version();

@@ -103,3 +103,44 @@ fn recomputed_keys_and_values_are_those_of_the_new_weights() {
     }
     assert!(compared > 0 && kept_differs, "keeping the old cache is another distribution");
 }
+
+/// A sampler that stands still without weights in the middle of everything: completions that run, prompts half in the cache.
+#[test]
+fn a_parked_engine_frees_its_memory_and_goes_on_as_if_it_had_not_stood_still() {
+    let model = Model::new();
+    for update in [false, true] {
+        let new = |engine: &Engine| {
+            let parameters = if update { model.other_parameters() } else { model.parameters() };
+            let version = if update { PolicyVersion(4) } else { engine.version() };
+            (model.decoder(&parameters), version)
+        };
+        for steps in 0..12 {
+            let run = |park: bool| {
+                let mut engine = model.engine(CONFIG, &[]);
+                (0..4).for_each(|group| engine.submit(request(group * 3, 2, Sampling::PLAIN)).unwrap());
+                let mut completions = Vec::new();
+                for _ in 0..steps {
+                    completions.extend(engine.step().unwrap());
+                }
+                let (decoder, version) = new(&engine);
+                let before = engine.bytes();
+                if park {
+                    assert_eq!((engine.park(), engine.bytes(), engine.is_parked()), (before, 0, true));
+                    assert_eq!(engine.park(), 0, "there is nothing left to free");
+                    engine.unpark(decoder, version).unwrap();
+                    assert_eq!((engine.bytes(), engine.is_parked()), (before, false));
+                } else if update {
+                    engine.apply(decoder, version);
+                    engine.recompute().unwrap();
+                }
+                while !engine.is_idle() {
+                    completions.extend(engine.step().unwrap());
+                }
+                assert_eq!(engine.pages().0, engine.pages().1, "every page is given back");
+                completions.sort_by_key(|c| (c.group, c.index));
+                completions
+            };
+            assert_eq!(run(true), run(false), "parked after {steps} steps");
+        }
+    }
+}

@@ -90,6 +90,20 @@ pub enum TrainerError {
         /// What went wrong and what to do.
         reason: String,
     },
+    /// The sampler keeps the device that they share.
+    #[error(transparent)]
+    Turn(#[from] model::TurnTimeout),
+    /// What the trainer needs cannot be moved out of memory, or back.
+    #[error(
+        "what the trainer needs cannot be kept in a file in {directory} while the sampler has the device: {source}; make \
+         room there, or raise placement.memory_mib so that it stays in memory"
+    )]
+    Scratch {
+        /// Where the file is.
+        directory: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
     /// A LoRA adapter could not be read, or is not the one that the recipe describes.
     #[error("adapter {path}: {reason}")]
     Adapter {

@@ -22,7 +22,7 @@ use crate::TrainerError;
 use crate::collective::{self, Collective};
 use crate::lead::{Command, Remote, decode, encode};
 use crate::lora::Adapter;
-use crate::optimizer::{Optimizer, OptimizerConfig};
+use crate::optimizer::{Optimizer, OptimizerConfig, Stream};
 use crate::plan::{MicroBatch, plan};
 use crate::rank::{Rank, Scored, Seed, Task};
 use crate::ranks::on_each;
@@ -295,6 +295,32 @@ impl Learner {
     /// If a rank has failed.
     pub fn into_parameters(self) -> Result<Parameters, TrainerError> {
         Ok(self.parameters()?.into_owned())
+    }
+
+    /// Memory of weights, gradients and optimizer in this process, bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.ranks.iter().map(Rank::bytes).sum()
+    }
+
+    /// Gives up the gradients, which begin at zero in every step. Returns their bytes.
+    pub(crate) fn drop_gradients(&mut self) -> u64 {
+        self.ranks.iter_mut().map(Rank::drop_gradients).sum()
+    }
+
+    /// What the optimizer remembers.
+    pub(crate) fn optimizer_streams(&mut self) -> Vec<Stream<'_>> {
+        self.ranks.iter_mut().flat_map(|rank| rank.streams(true, false)).collect()
+    }
+
+    /// The weights, and the frozen ones under an adapter.
+    pub(crate) fn weight_streams(&mut self) -> Vec<Stream<'_>> {
+        self.ranks.iter_mut().flat_map(|rank| rank.streams(false, true)).collect()
+    }
+
+    /// Both.
+    pub(crate) fn all_streams(&mut self) -> Vec<Stream<'_>> {
+        self.ranks.iter_mut().flat_map(|rank| rank.streams(true, true)).collect()
     }
 
     /// Predictions of the trained tokens of each row under the current weights.

@@ -10,7 +10,7 @@
 //!   [`packing`]: a micro-batch as one token stream
 //! - [`optimizer`]: AdamW with its [`moments`], Muon, Dion; [`schedule`]
 //! - [`lora`]: training a low-rank change of some weights, with its files
-//! - [`checkpoint`]
+//! - [`checkpoint`]; [`colocation`]: a trainer that takes turns with a sampler
 //! - [`collective`]: what ranks say to each other; [`lead`] and [`mod@follow`]: ranks that are processes
 //!
 //! # Invariants
@@ -23,6 +23,7 @@ pub mod algorithm;
 pub mod batch;
 pub mod checkpoint;
 pub mod collective;
+pub mod colocation;
 pub mod credit;
 pub mod critic;
 mod error;
@@ -54,6 +55,7 @@ pub mod update;
 
 pub use checkpoint::{Checkpoint, TrainerState};
 pub use collective::{Collective, CollectiveError};
+pub use colocation::Colocation;
 pub use error::TrainerError;
 pub use follow::follow;
 pub use lead::Leader;

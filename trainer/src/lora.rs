@@ -152,6 +152,12 @@ impl LoraConfig {
 }
 
 impl Adapter {
+    /// The frozen weights under it, for them to be out of memory while nobody computes: whoever takes the values out puts
+    /// the same ones back.
+    pub(crate) fn base_mut(&mut self) -> &mut Vec<f32> {
+        &mut self.base
+    }
+
     /// A fresh adapter of the frozen weights `base`: `A` uniform within `1 / sqrt(in)`, which is what PEFT's Kaiming
     /// initialisation comes to, and `B` zero, so that nothing changes yet. The same seed gives the same bits on every
     /// platform, and a matrix does not depend on the others.

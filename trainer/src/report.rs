@@ -32,6 +32,8 @@ pub struct StepReport {
     pub learning_rate: f32,
     /// What the batch was made of.
     pub batch: BatchStatistics,
+    /// Bytes that the trainer gave up the last time that the sampler had the device; 0 if they do not take turns.
+    pub freed_bytes: u64,
     /// Where the time went, seconds.
     pub time: StepTime,
 }
@@ -188,6 +190,9 @@ pub struct StepTime {
     pub write_checkpoint: f64,
     /// Publishing the weights.
     pub weight_sync: f64,
+    /// Of a trainer that shares its device: moving out of memory for the sampler, waiting until that stands still, and
+    /// moving back.
+    pub phase_switch: f64,
 }
 
 /// Mean and spread of something.

@@ -1,13 +1,13 @@
 //! One training step, top to bottom.
 
 use std::borrow::Cow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use buffer::{BufferError, Consumer, Lease, LeaseRequest};
-use model::ModelDirectory;
+use model::{MemoryBudget, ModelDirectory, Seat};
 use trajectory::{Group, PolicyVersion, Sample, Task};
 use weights::{Publisher, Snapshot};
 
@@ -15,6 +15,7 @@ use crate::TrainerError;
 use crate::algorithm::Algorithm;
 use crate::batch::{Batch, BatchCounts, Row, Split};
 use crate::checkpoint::{CheckpointTime, Contents, NetworkState, TrainerState, Writer, WriterConfig};
+use crate::colocation::Colocation;
 use crate::critic::{Critic, Network};
 use crate::lead::{Command, UpdateCommand};
 use crate::learner::{Frozen, Learner};
@@ -78,6 +79,7 @@ pub struct Trainer {
     config: TrainerConfig,
     learner: Learner,
     companions: Companions,
+    colocation: Option<Colocation>,
     directory: Arc<ModelDirectory>,
     buffer: Arc<dyn Consumer>,
     publisher: Arc<dyn Publisher>,
@@ -117,6 +119,7 @@ impl Trainer {
             config,
             learner,
             companions,
+            colocation: None,
             directory,
             buffer,
             publisher,
@@ -129,6 +132,13 @@ impl Trainer {
         trainer.buffer.ack_through(CONSUMER, trainer.version)?;
         trainer.publish()?;
         Ok(trainer)
+    }
+
+    /// From now on it takes turns with a sampler on one device: between two steps it keeps in memory what `budget` has room
+    /// for, and the rest in a file in `directory`.
+    pub fn colocate(&mut self, seat: Seat, directory: &Path, budget: &MemoryBudget) {
+        let networks = networks(&mut self.learner, &mut self.companions);
+        self.colocation = Some(Colocation::new(seat, directory, budget, networks));
     }
 
     /// The policy's version: the number of steps done.
@@ -170,15 +180,13 @@ impl Trainer {
     /// differ where they must not, a checkpoint that could not be written.
     pub fn step(&mut self) -> Result<Option<StepReport>, TrainerError> {
         let CheckpointTime { stall, wait, write } = self.checkpoint_time()?;
-        let clock = Instant::now();
-        let Some(lease) = self.lease()? else { return Ok(None) };
         let mut time = StepTime {
-            wait_for_batch: clock.elapsed().as_secs_f64(),
             save_checkpoint: stall,
             wait_for_checkpoint: wait,
             write_checkpoint: write,
             ..StepTime::default()
         };
+        let Some(lease) = self.batch(&mut time)? else { return Ok(None) };
 
         // While it waits for a batch the sampler has the cores.
         let _present = self.learner.team().present();
@@ -192,6 +200,7 @@ impl Trainer {
         self.trained_tokens += sums.tokens;
         time.forward_backward = clock.elapsed().as_secs_f64();
 
+        self.colocation.iter().for_each(Colocation::release);
         let clock = Instant::now();
         self.publish()?;
         time.weight_sync = clock.elapsed().as_secs_f64();
@@ -206,6 +215,7 @@ impl Trainer {
             grad_norm,
             learning_rate,
             batch,
+            freed_bytes: self.colocation.as_ref().map_or(0, Colocation::freed_bytes),
             time,
         }))
     }
@@ -248,6 +258,9 @@ impl Trainer {
         &mut self,
         write: impl FnOnce(&mut Writer, Contents<'_>) -> Result<R, TrainerError>,
     ) -> Result<R, TrainerError> {
+        if let Some(colocation) = &mut self.colocation {
+            colocation.wake(networks(&mut self.learner, &mut self.companions))?;
+        }
         let updates = self.learner.updates();
         let critic = self.companions.critic.as_ref().and_then(|critic| critic.network.as_ref());
         let state = TrainerState {
@@ -274,6 +287,43 @@ impl Trainer {
     fn checkpoint_time(&mut self) -> Result<CheckpointTime, TrainerError> {
         self.forget_durable()?;
         Ok(self.writer.take_time())
+    }
+
+    /// The next batch, and the device to train on it. A sampler that shares the device has it until then, unless the batch
+    /// is there already.
+    fn batch(&mut self, time: &mut StepTime) -> Result<Option<Lease>, TrainerError> {
+        let mut ready = None;
+        if let Some(colocation) = self.colocation.as_mut().filter(|colocation| !colocation.is_resting()) {
+            let request = LeaseRequest::step(CONSUMER, self.version);
+            ready = match self.buffer.lease(&request, Duration::ZERO) {
+                Ok(lease) => Some(lease),
+                Err(BufferError::LeaseTimeout { .. }) => None,
+                Err(error) => return Err(error.into()),
+            };
+            if ready.is_none() {
+                let clock = Instant::now();
+                colocation.rest(networks(&mut self.learner, &mut self.companions))?;
+                time.phase_switch += clock.elapsed().as_secs_f64();
+            }
+        }
+        let clock = Instant::now();
+        let lease = match ready {
+            Some(lease) => lease,
+            None => match self.lease()? {
+                Some(lease) => lease,
+                None => return Ok(None),
+            },
+        };
+        time.wait_for_batch = clock.elapsed().as_secs_f64();
+        let clock = Instant::now();
+        if let Some(colocation) = &mut self.colocation {
+            let networks = networks(&mut self.learner, &mut self.companions);
+            if !colocation.take(networks, self.config.wait, &self.stop)? {
+                return Ok(None);
+            }
+            time.phase_switch += clock.elapsed().as_secs_f64();
+        }
+        Ok(Some(lease))
     }
 
     fn lease(&self) -> Result<Option<Lease>, TrainerError> {
@@ -372,4 +422,10 @@ impl Trainer {
         }
         Ok(())
     }
+}
+
+/// What learns: the policy, then a critic of its own.
+fn networks<'a>(policy: &'a mut Learner, companions: &'a mut Companions) -> Vec<&'a mut Learner> {
+    let critic = companions.critic.as_mut().and_then(|critic| critic.network.as_mut());
+    [policy].into_iter().chain(critic.map(|network| &mut network.learner)).collect()
 }

@@ -93,6 +93,11 @@ pub(super) struct FeedForwardReverse {
 type Job<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
 impl Block {
+    /// Memory of its linear layers, bytes.
+    pub(super) fn bytes(&self) -> usize {
+        [&self.qkv, &self.output, &self.gate_up, &self.down].map(Linear::bytes).iter().sum()
+    }
+
     /// A layer to sample with.
     pub(super) fn sampler(
         config: &Config,

@@ -61,6 +61,24 @@ impl KvCache {
         self.holders.len()
     }
 
+    /// Memory of all pages, bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.pages.iter().map(|page| size_of_val(&page[..]) as u64).sum()
+    }
+
+    /// Frees the memory of all keys and values. Who holds which page stays as it is; before the next step comes
+    /// [`KvCache::restore`].
+    pub fn forget(&mut self) {
+        self.pages.iter_mut().for_each(|page| *page = Vec::new());
+    }
+
+    /// Takes memory for all pages again; what is in them has to be computed anew.
+    pub fn restore(&mut self, config: &Config) {
+        let len = config.num_layers * self.layout.len();
+        self.pages.iter_mut().for_each(|page| *page = vec![0.0; len]);
+    }
+
     /// Takes a free page, or `None` if there is none.
     pub fn take(&mut self) -> Option<u32> {
         let page = self.free.pop()?;

@@ -180,6 +180,17 @@ impl Decoder {
         &self.config
     }
 
+    /// Memory of its own, bytes: of a decoder to sample with its packed weights, of one to train with next to nothing.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        let embedding = match &self.embedding {
+            Embedding::Own(table) => size_of_val(&table[..]),
+            Embedding::Flat(_) => 0,
+        };
+        let blocks: usize = self.blocks.iter().map(Block::bytes).sum();
+        (embedding + blocks + self.head.bytes()) as u64
+    }
+
     /// Hidden states `[T, d]` of tokens of which the first is number `first` of its batch.
     fn embed(&self, token_ids: &[u32], first: usize) -> Result<Tensor> {
         let table = match &self.embedding {

@@ -91,6 +91,11 @@ pub(crate) struct Panels {
 }
 
 impl Panels {
+    /// Memory of the packed values, bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        size_of_val(&self.values[..])
+    }
+
     pub(crate) fn new(matrix: Matrix<'_>) -> Self {
         let (inner, columns) = (matrix.rows, matrix.columns);
         let mut values = vec![0.0; inner * columns.next_multiple_of(STEP) + LINE / size_of::<f32>()];

@@ -64,6 +64,11 @@ struct Range {
 }
 
 impl Int8Linear {
+    /// Memory of the packed values, bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        size_of_val(&self.lines[..]) + size_of_val(&self.columns[..])
+    }
+
     /// Quantises and packs `weight [out, in]`.
     ///
     /// # Panics

@@ -83,6 +83,16 @@ impl Linear {
         Self { weight: Weight::Flat(flat.clone(), weight), input, output, bias }
     }
 
+    /// Memory of its own, bytes; weights that lie in the flat parameters are not its own.
+    pub(crate) fn bytes(&self) -> usize {
+        let weight = match &self.weight {
+            Weight::Packed(panels) => panels.bytes(),
+            Weight::Flat(..) => 0,
+            Weight::Int8(layer) => layer.bytes(),
+        };
+        weight + self.bias.as_deref().map_or(0, size_of_val)
+    }
+
     /// `x [T, in]` to `[T, out]`.
     pub(crate) fn apply(&self, x: &Tensor, team: &Team) -> Result<Tensor> {
         matrix(self.apply_values(x, team)?, self.output)

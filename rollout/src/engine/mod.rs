@@ -29,6 +29,9 @@ use sequence::Sequence;
 pub use sequence::{Completion, Request, random_stream, uniform};
 pub use stop::StopRules;
 
+/// What a caller has overlooked.
+const PARKED: &str = "a parked engine is given weights before it goes on";
+
 /// Bounds of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineConfig {
@@ -75,7 +78,9 @@ impl std::ops::AddAssign for EngineCounts {
 pub struct Engine {
     config: EngineConfig,
     stop: StopRules,
-    decoder: Decoder,
+    model: Config,
+    /// `None` while the engine is parked.
+    decoder: Option<Decoder>,
     version: PolicyVersion,
     cache: KvCache,
     /// Pages that accepted requests may hold at the same time, at worst.
@@ -111,7 +116,8 @@ impl Engine {
         Ok(Self {
             config,
             stop,
-            decoder,
+            model: decoder.config().clone(),
+            decoder: Some(decoder),
             version,
             cache,
             reserved: 0,
@@ -151,7 +157,7 @@ impl Engine {
     /// The model that it runs.
     #[must_use]
     pub fn model(&self) -> &Config {
-        self.decoder.config()
+        &self.model
     }
 
     /// What it has done.
@@ -226,15 +232,53 @@ impl Engine {
     /// If the version goes back.
     pub fn apply(&mut self, decoder: Decoder, version: PolicyVersion) {
         assert!(version >= self.version, "a sampler never goes back from {} to {version}", self.version);
-        self.decoder = decoder;
+        self.decoder = Some(decoder);
         self.version = version;
+    }
+
+    /// Memory of the packed weights and of the cache, bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.decoder.as_ref().map_or(0, Decoder::bytes) + self.cache.bytes()
+    }
+
+    /// Stands still and gives up the memory of its weights and of all keys and values, until [`Engine::unpark`]. What is
+    /// in flight keeps its tokens and its pages. Returns the bytes that it has freed.
+    pub fn park(&mut self) -> u64 {
+        let before = self.bytes();
+        self.decoder = None;
+        self.cache.forget();
+        before
+    }
+
+    /// Whether it stands still without weights.
+    #[must_use]
+    pub fn is_parked(&self) -> bool {
+        self.decoder.is_none()
+    }
+
+    /// Goes on with `decoder`, under which everything in flight is computed again.
+    ///
+    /// # Errors
+    /// If the network fails.
+    ///
+    /// # Panics
+    /// If the version goes back.
+    pub fn unpark(&mut self, decoder: Decoder, version: PolicyVersion) -> Result<(), RolloutError> {
+        self.apply(decoder, version);
+        self.cache.restore(&self.model);
+        self.recompute()
     }
 
     /// Computes the keys and values of everything in flight anew under the weights that are served now.
     ///
     /// # Errors
     /// If the network fails.
+    ///
+    /// # Panics
+    /// If the engine is parked.
     pub fn recompute(&mut self) -> Result<(), RolloutError> {
+        let decoder = self.decoder.as_ref().expect(PARKED);
         self.prompts.iter_mut().for_each(PromptJob::restart);
         let mut done: Option<GroupId> = None;
         for sequence in &self.running {
@@ -247,7 +291,7 @@ impl Engine {
             for position in (from..known).step_by(chunk) {
                 let tokens = &sequence.token_ids[position..(position + chunk).min(known)];
                 let step = StepSequence { tokens, position, pages: &sequence.pages, wanted: 0 };
-                self.decoder.step(&mut self.cache, &[step], &self.team)?;
+                decoder.step(&mut self.cache, &[step], &self.team)?;
             }
         }
         Ok(())
@@ -257,6 +301,9 @@ impl Engine {
     ///
     /// # Errors
     /// If the network or the tokenizer fails.
+    ///
+    /// # Panics
+    /// If the engine is parked.
     pub fn step(&mut self) -> Result<Vec<Completion>, RolloutError> {
         let decoding = self.running.len().min(self.config.max_running);
         for sequence in &mut self.running[..decoding] {
@@ -269,7 +316,8 @@ impl Engine {
         if sequences.is_empty() {
             return Ok(Vec::new());
         }
-        let logits = self.decoder.step(&mut self.cache, &sequences, &self.team)?;
+        let decoder = self.decoder.as_ref().expect(PARKED);
+        let logits = decoder.step(&mut self.cache, &sequences, &self.team)?;
         self.counts.steps += 1;
         let vocabulary = self.model().vocab_size;
         let mut logits = logits.chunks_exact(vocabulary);

@@ -18,7 +18,7 @@ use model::{ParameterSpec, Team};
 use serde::{Deserialize, Serialize};
 
 use crate::adamw::Adam;
-use crate::moments::{BLOCK, MIN_CODED, Moments, Piece};
+use crate::moments::{BLOCK, Coded, MIN_CODED, Moments, Piece};
 use crate::shards::Fragment;
 
 /// Which optimizer.
@@ -355,7 +355,52 @@ impl Optimizer {
     }
 }
 
+/// The numbers of a state, one stream after the other.
+pub(crate) enum Stream<'a> {
+    F32(&'a mut Vec<f32>),
+    U8(&'a mut Vec<u8>),
+}
+
+impl Optimizer {
+    /// Memory of everything that it remembers, bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.states.iter().map(|state| state.bytes() as u64).sum()
+    }
+
+    /// Everything that it remembers, to be taken out of memory and put back as it was.
+    pub(crate) fn streams(&mut self) -> Vec<Stream<'_>> {
+        self.states.iter_mut().flat_map(TensorState::streams).collect()
+    }
+}
+
 impl TensorState {
+    fn bytes(&self) -> usize {
+        let coded = |coded: &Coded| coded.codes.len() + size_of_val(&coded.scales[..]);
+        match self {
+            Self::Moments(Moments::Full { first, second }) => {
+                size_of_val(&first[..]) + size_of_val(&second[..])
+            }
+            Self::Moments(Moments::Coded { first, second }) => coded(first) + coded(second),
+            Self::Muon(momentum) => size_of_val(&momentum[..]),
+            Self::Dion { momentum, basis } => size_of_val(&momentum[..]) + size_of_val(&basis[..]),
+        }
+    }
+
+    fn streams(&mut self) -> Vec<Stream<'_>> {
+        match self {
+            Self::Moments(Moments::Full { first, second }) => vec![Stream::F32(first), Stream::F32(second)],
+            Self::Moments(Moments::Coded { first, second }) => vec![
+                Stream::U8(&mut first.codes),
+                Stream::F32(&mut first.scales),
+                Stream::U8(&mut second.codes),
+                Stream::F32(&mut second.scales),
+            ],
+            Self::Muon(momentum) => vec![Stream::F32(momentum)],
+            Self::Dion { momentum, basis } => vec![Stream::F32(momentum), Stream::F32(basis)],
+        }
+    }
+
     /// Number of values of its tensor.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "a tensor without values does not exist")]

@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""Asynchronous against synchronous training at equal resources, as in AReaL (arXiv 2505.24298, table 1 and figure 5c).
+
+    cargo build --release --workspace
+    benches/async.py run DIR [--seeds 3]     about half an hour on two cores
+    benches/async.py table DIR
+
+Tasks are numbers to count down from, so that the length of an answer follows from its prompt: log-normal, median 60 tokens,
+up to 450. A model learns them from demonstrations of which half leave a number out (benches/async_sft.toml); GRPO then
+sharpens it (benches/async.toml). The reward is 1 for the right answer and 0 otherwise, and comes from a server that takes its
+time, log-normal too: median 0.2 s, up to 5 s, as sandboxes and judges do. It sleeps, so that it takes no core from anybody.
+
+Arms differ in `buffer.max_staleness` alone; 0 is synchronous. They are run in turns, seed by seed, in the order of the table
+and back, so that whatever else the machine does meets all of them. `instant` arms have a server that answers at once: what is
+left of the difference then comes from generation alone. All runs start from the same model; a seed gives the order of tasks
+and the random numbers of the sampler.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Name, staleness, median of the server's time in seconds.
+ARMS = [
+    ("synchronous", 0, 0.2),
+    ("staleness 1", 1, 0.2),
+    ("staleness 2", 2, 0.2),
+    ("staleness 4", 4, 0.2),
+    ("staleness 8", 8, 0.2),
+    ("synchronous, instant", 0, 0.0),
+    ("staleness 4, instant", 4, 0.0),
+]
+LONGEST, SIGMA, REWARD_SIGMA, LONGEST_REWARD_S = 140, 0.8, 1.0, 5.0
+
+
+def count_down(number, without=None):
+    return " ".join(str(n) for n in range(number - 1, -1, -1) if n != without)
+
+
+def write_tasks(path, count, seed, demonstrations):
+    rng = random.Random(seed)
+    with open(path, "w") as file:
+        for _ in range(count):
+            number = max(2, min(LONGEST, round(rng.lognormvariate(3.1, SIGMA))))
+            row = {"prompt": "%d:" % number, "answer": count_down(number)}
+            if demonstrations:
+                without = rng.randrange(number) if rng.random() < 0.5 else None
+                row["completion"] = count_down(number, without)
+            file.write(json.dumps(row) + "\n")
+
+
+class Server:
+    """Judges answers after a time that follows from prompt and answer alone, so that it is the same in every arm."""
+
+    def __init__(self):
+        self.median = 0.0
+        self.port = None
+        ready = threading.Event()
+        threading.Thread(target=lambda: asyncio.run(self.serve(ready)), daemon=True).start()
+        ready.wait()
+
+    async def serve(self, ready):
+        server = await asyncio.start_server(self.connection, "127.0.0.1", 0, backlog=4096)
+        self.port = server.sockets[0].getsockname()[1]
+        ready.set()
+        await server.serve_forever()
+
+    async def connection(self, reader, writer):
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+                body = json.loads(await reader.readexactly(int(lengths[0].split(b":")[1])))
+                rng = random.Random(hashlib.sha256((body["prompt"] + body["response"]).encode()).digest())
+                if self.median > 0.0:
+                    seconds = self.median * rng.lognormvariate(0.0, REWARD_SIGMA)
+                    await asyncio.sleep(min(seconds, LONGEST_REWARD_S))
+                right = body["response"].strip() == body["label"].strip()
+                answer = b"1.0" if right else b"0.0"
+                writer.write(
+                    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 3\r\n\r\n" + answer
+                )
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+def rlrun(binary, recipe, run_dir, sets):
+    command = [binary, recipe, "--run-dir", run_dir, "--quiet"]
+    for value in sets:
+        command += ["--set", value]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def recipe_with(directory, port):
+    """benches/async.toml with the server's address."""
+    path = os.path.join(directory, "async.toml")
+    with open(path, "w") as file:
+        file.write("extends = %s\n" % json.dumps(os.path.join(ROOT, "benches", "async.toml")))
+        file.write('[[rewards]]\nkind = "http"\ndialect = "slime"\nconcurrency = 4096\ntimeout_s = 60\n')
+        file.write('url = "http://127.0.0.1:%d"\n' % port)
+    return path
+
+
+def place(directory, arm, seed):
+    return os.path.join(directory, "%s_%d" % (arm.replace(" ", "_").replace(",", ""), seed))
+
+
+def last_checkpoint(run_dir):
+    checkpoints = os.path.join(run_dir, "checkpoints")
+    return os.path.join(checkpoints, max(os.listdir(checkpoints)), "model")
+
+
+def run(directory, seeds, binary):
+    server = Server()
+    files = {name: os.path.join(directory, name + ".jsonl") for name in ("sft", "train", "eval")}
+    write_tasks(files["sft"], 20000, 1, True)
+    write_tasks(files["train"], 4000, 2, False)
+    write_tasks(files["eval"], 100, 3, True)
+    given = lambda name: "data.%s=%s" % ("eval" if name == "eval" else "train", json.dumps(files[name]))
+    base = os.path.join(directory, "base")
+    if not os.path.exists(base):
+        recipe = os.path.join(ROOT, "benches", "async_sft.toml")
+        rlrun(binary, recipe, base, [given("sft"), given("eval")])
+    model = "model.path=%s" % json.dumps(last_checkpoint(base))
+    for seed in range(seeds):
+        for arm, staleness, median in ARMS[:: -1 if seed % 2 else 1]:
+            run_dir = place(directory, arm, seed)
+            if os.path.exists(run_dir):
+                continue
+            server.median = median
+            sets = ["seed=%d" % seed, model, given("train"), "buffer.max_staleness=%d" % staleness]
+            rlrun(binary, recipe_with(directory, server.port), run_dir, sets)
+        print("seed %d done" % seed, flush=True)
+
+
+def measured(run_dir):
+    with open(os.path.join(run_dir, "metrics.jsonl")) as file:
+        steps = [line for line in map(json.loads, file) if "reward/mean" in line]
+    # The first steps fill the pipeline, in every arm.
+    warm = steps[5:]
+    seconds = sum(line["time/step"] for line in warm)
+    trained = sum(line["trainer/tokens_per_s"] * line["time/forward_backward"] for line in warm)
+    last = statistics.mean(line["reward/mean"] for line in steps[-10:])
+    wanted = 0.9
+    smooth = lambda i: statistics.mean(line["reward/mean"] for line in steps[max(0, i - 4) : i + 1])
+    reached = next((steps[i]["time_s"] for i in range(len(steps)) if smooth(i) >= wanted), None)
+    mean = lambda name: sum(line[name] * line["time/step"] for line in warm) / seconds
+    return {
+        "steps/s": len(warm) / seconds,
+        "tokens/s": trained / seconds,
+        "sampler idle": mean("rollout/idle_ratio"),
+        "trainer idle": mean("trainer/idle_ratio"),
+        "staleness": mean("staleness/mean"),
+        "reward, last 10 steps": last,
+        "reward, all steps": statistics.mean(line["reward/mean"] for line in steps),
+        "s to reward 0.9": reached if reached is not None else float("inf"),
+        "longest answer": max(line["completions/max_length"] for line in steps),
+        "mean answer": statistics.mean(line["completions/mean_length"] for line in steps),
+    }
+
+
+def table(directory):
+    complete = lambda seed: all(os.path.exists(place(directory, arm, seed)) for arm, _, _ in ARMS)
+    seeds = [seed for seed in range(100) if complete(seed)]
+    if not seeds:
+        sys.exit("%s holds no complete seed; run `benches/async.py run %s` first" % (directory, directory))
+    results = {arm: [measured(place(directory, arm, seed)) for seed in seeds] for arm, _, _ in ARMS}
+    columns = ["steps/s", "tokens/s", "sampler idle", "trainer idle", "staleness"]
+    columns += ["reward, last 10 steps", "reward, all steps", "s to reward 0.9", "mean answer", "longest answer"]
+    print("\nmedian (smallest to largest) of %d seeds; ratio: tokens/s over the synchronous run of the same seed\n" % len(seeds))
+    print("| arm | ratio | " + " | ".join(columns) + " |")
+    print("|---" * (2 + len(columns)) + "|")
+    for arm, _, median in ARMS:
+        against = results["synchronous" if median > 0.0 else "synchronous, instant"]
+        ratios = [mine["tokens/s"] / sync["tokens/s"] for mine, sync in zip(results[arm], against)]
+        cells = [spread(ratios)] + [spread([one[column] for one in results[arm]]) for column in columns]
+        print("| %s | %s |" % (arm, " | ".join(cells)))
+
+
+def spread(values):
+    show = lambda value: "%.0f" % value if value >= 100 else "%.2f" % value
+    return "%s (%s to %s)" % (show(statistics.median(values)), show(min(values)), show(max(values)))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=["run", "table"])
+    parser.add_argument("directory")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--binary", default=os.path.join(ROOT, "target", "release", "rlrun"))
+    arguments = parser.parse_args()
+    directory = os.path.abspath(arguments.directory)
+    os.makedirs(directory, exist_ok=True)
+    if arguments.verb == "run":
+        run(directory, arguments.seeds, arguments.binary)
+    table(directory)
+
+
+if __name__ == "__main__":
+    main()

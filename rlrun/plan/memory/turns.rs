@@ -1,0 +1,65 @@
+//! Which part of the memory is there when, where sampler and trainer take turns on one device.
+//!
+//! Invariant: parts move to a phase or shrink, none is added that a run at the same time does not have; what stays in memory
+//! follows from the same budget in the same order as in a run.
+
+use model::Placement;
+
+use super::{Part, Phase};
+use crate::recipe::Recipe;
+use crate::recipe::words::CriticKind;
+
+/// Puts every part of `parts` where it belongs; the policy has `weights` bytes.
+pub(super) fn take_turns(parts: &mut Vec<Part>, recipe: &Recipe, weights: u64) {
+    let sampling: u64 = bytes(parts, "kv cache").saturating_add(bytes(parts, "decoding"));
+    let mut left = recipe.placement.memory_mib.map(|mib| mib << 20);
+    let mut stays = |bytes: u64| match &mut left {
+        None => true,
+        Some(left) => {
+            let fits = bytes <= *left;
+            *left -= if fits { bytes } else { 0 };
+            fits
+        }
+    };
+    // In the order in which a run asks for room.
+    let (rewards, reference) = (bytes(parts, "rewards"), bytes(parts, "reference"));
+    stays(rewards);
+    if recipe.placement.reference != Some(Placement::Separated) {
+        stays(reference);
+    }
+    let phase = |stays: bool| if stays { Phase::Always } else { Phase::Training };
+    let optimizer = phase(stays(bytes(parts, "optimizer")));
+    let policy = phase(stays(weights));
+    let own_critic = recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate);
+    let critic = own_critic.then(|| {
+        let gradients = (recipe.trainer.world as u64).saturating_mul(weights);
+        let kept = bytes(parts, "critic").saturating_sub(gradients);
+        (phase(stays(kept)), gradients, kept)
+    });
+    for part in parts.iter_mut() {
+        match part.name {
+            "gradients" | "update" => part.phase = Phase::Training,
+            // When the activations are gone, the next version is copied to be published.
+            "activations" => (part.phase, part.bytes) = (Phase::Training, part.bytes.max(weights)),
+            "optimizer" => part.phase = optimizer,
+            "policy" => part.phase = policy,
+            "served" | "kv cache" | "decoding" => part.phase = Phase::Sampling,
+            // It is packed from a flat copy, which is gone before the cache is there.
+            "next" => (part.phase, part.bytes) = (Phase::Sampling, weights.saturating_sub(sampling)),
+            "critic" => {
+                if let Some((phase, _, kept)) = critic {
+                    (part.phase, part.bytes) = (phase, kept);
+                }
+            }
+            _ => {}
+        }
+    }
+    if let Some((_, bytes, _)) = critic {
+        let what = "those of the critic";
+        parts.push(Part { name: "its gradients", what, bytes, phase: Phase::Training });
+    }
+}
+
+fn bytes(parts: &[Part], name: &str) -> u64 {
+    parts.iter().find(|part| part.name == name).map_or(0, |part| part.bytes)
+}

@@ -1,0 +1,103 @@
+//! Sampler and trainer in turns on one device, as a user sees it.
+
+use crate::support::Home;
+
+/// With a larger bound sequences are in flight when the trainer asks for the device, texts are put into them, tasks are passed
+/// over, and a critic with a network of its own stands beside the policy.
+#[test]
+fn runs_of_every_kind_end_and_keep_the_bound() {
+    let home = Home::new();
+    let everything = [
+        "algorithm.kind=\"ppo\"",
+        "algorithm.kl_coef=0.05",
+        "critic.learning_rate=1e-3",
+        "rollout.interrupt_text=\"=\"",
+        "rollout.interrupt_after_min=3",
+        "rollout.interrupt_after_max=9",
+    ];
+    let curated = ["curation.dynamic_sampling=true"];
+    for (name, how, sets) in [
+        ("keep", "keep", &everything[..]),
+        ("recompute", "recompute", &curated[..]),
+        ("drain", "drain", &["placement.memory_mib=0"][..]),
+        (
+            "moved",
+            "keep",
+            &["placement.memory_mib=0", "algorithm.kind=\"ppo\"", "critic.learning_rate=1e-3"][..],
+        ),
+    ] {
+        let on_update = format!("rollout.on_update=\"{how}\"");
+        let colocated =
+            ["placement.policy=\"colocated\"", "buffer.max_staleness=2", "trainer.steps=6", &on_update];
+        let run = home.small(name, &[&colocated, sets].concat());
+        let of = |metric: &str| run.values(metric);
+        assert_eq!(run.steps().len(), 6);
+        assert!(of("staleness/max").iter().all(|staleness| *staleness <= 2.0), "{name}");
+        // A batch that is there already is trained on without a turn of the sampler, which then frees nothing.
+        assert!(of("time/phase_switch").iter().all(|seconds| *seconds >= 0.0), "{name}");
+        assert!(of("memory/freed_sampler_mib")[5] > 0.0 && of("memory/freed_trainer_mib")[5] > 0.0, "{name}");
+    }
+}
+
+#[test]
+fn what_does_not_stay_leaves_memory_and_nothing_behind() {
+    let home = Home::new();
+    let colocated = ["placement.policy=\"colocated\"", "buffer.max_staleness=0", "trainer.steps=3"];
+    let freed = |name: &str, sets: &[&str]| {
+        let run = home.small(name, &[&colocated, sets].concat());
+        let mut files: Vec<_> =
+            std::fs::read_dir(&run.path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        files.sort();
+        (run.values("memory/freed_trainer_mib")[2], files)
+    };
+    let (kept, files) = freed("kept", &[]);
+    let (moved, same) = freed("moved", &["placement.memory_mib=0"]);
+    // Gradients alone, or with the weights and both moments of AdamW.
+    assert!((moved / kept - 4.0).abs() < 1e-9, "{kept} MiB with everything kept, {moved} without");
+    assert_eq!(files, same);
+}
+
+#[test]
+fn a_run_that_was_killed_or_stopped_goes_on() {
+    let home = Home::new();
+    let sets = [
+        "placement.policy=\"colocated\"",
+        "placement.memory_mib=0",
+        "buffer.max_staleness=0",
+        "checkpoint.interval=2",
+        "trainer.steps=6",
+    ];
+    let weights =
+        |name: &str| std::fs::read(home.run(name).checkpoint(6).join("model/model.safetensors")).unwrap();
+    home.small("whole", &sets);
+    let mut child = home.start_small("killed", &sets);
+    assert!(home.run("killed").wait_for(crate::support::Moment::Step(3), &mut child));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    home.rlrun(&["resume", "killed"]).ok();
+    assert!(weights("whole") == weights("killed"));
+    let mut child = home.start_small("stopped", &sets);
+    assert!(home.run("stopped").wait_for(crate::support::Moment::Step(1), &mut child));
+    crate::support::interrupt(&child);
+    crate::support::finish(child).ok();
+    home.rlrun(&["resume", "stopped"]).ok();
+    assert!(weights("whole") == weights("stopped"));
+}
+
+#[test]
+fn the_placement_is_said_and_refused_where_nothing_is_sampled() {
+    let home = Home::new();
+    let check = |sets: &[&str]| {
+        let sets: Vec<_> = sets.iter().flat_map(|set| ["--set", set]).collect();
+        home.rlrun(&[&["check", "small.toml"], &sets[..]].concat())
+    };
+    assert!(check(&[]).ok().stdout.contains("placement: sampler and trainer work at the same time"));
+    let turns = check(&["placement.policy=\"colocated\"", "placement.memory_mib=7"]).ok().stdout;
+    assert!(turns.contains("take turns") && turns.contains("`placement.memory_mib` = 7"), "{turns}");
+    home.write(
+        "sft.toml",
+        "[model.random]\n[data.arithmetic]\n[supervised]\nkind = \"sft\"\n[[rewards]]\nkind = \"math\"\n[trainer]\nsteps = 1\n\
+         [placement]\npolicy = \"colocated\"\n",
+    );
+    home.rlrun(&["check", "sft.toml"]).refused(&["`placement.policy` has no effect"]);
+}

@@ -1,0 +1,202 @@
+//! A trainer that takes turns with a sampler on one device, and what of it is in memory meanwhile.
+//!
+//! While the sampler has its turn, gradients are dropped: every step begins them at zero. The state of the optimizer,
+//! then the weights (with an adapter also the frozen ones under it), of the policy and then of a critic of its own, stay in
+//! memory as far as the budget has room for them. What does not fit goes to one file per network and comes back before the
+//! next step. The files have no name, so that nothing is left behind, however the process ends.
+//!
+//! Invariant: what comes back has the bits that went, and nothing computes in between; a run ends with the same weights
+//! wherever they were.
+
+use std::fs::File;
+use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use model::{MemoryBudget, Seat};
+
+use crate::TrainerError;
+use crate::learner::Learner;
+use crate::optimizer::Stream;
+
+/// Bytes that small tensors are gathered into on their way to the file.
+const GATHERED: usize = 1 << 20;
+
+/// The trainer's place at a device that it shares with a sampler.
+#[derive(Debug)]
+pub struct Colocation {
+    seat: Seat,
+    directory: PathBuf,
+    /// Of the policy, then of the critic.
+    places: Vec<Place>,
+    resting: bool,
+    freed_bytes: u64,
+}
+
+/// Where the numbers of one network are while it rests.
+#[derive(Debug, Default)]
+struct Place {
+    optimizer_stays: bool,
+    weights_stay: bool,
+    file: Option<File>,
+    /// Numbers of every stream in the file.
+    lengths: Vec<usize>,
+}
+
+impl Colocation {
+    /// A place for `networks`, which keep in memory what `budget` has room for; the rest goes to files in `directory`.
+    pub(crate) fn new(
+        seat: Seat,
+        directory: &Path,
+        budget: &MemoryBudget,
+        networks: Vec<&mut Learner>,
+    ) -> Self {
+        let place = |network: &mut Learner| Place {
+            optimizer_stays: budget.claim(bytes(&network.optimizer_streams())),
+            weights_stay: budget.claim(bytes(&network.weight_streams())),
+            ..Place::default()
+        };
+        let places = networks.into_iter().map(place).collect();
+        Self { seat, directory: directory.to_owned(), places, resting: false, freed_bytes: 0 }
+    }
+
+    /// Whether the networks are out of memory.
+    pub(crate) fn is_resting(&self) -> bool {
+        self.resting
+    }
+
+    /// Bytes that were given up last.
+    pub(crate) fn freed_bytes(&self) -> u64 {
+        self.freed_bytes
+    }
+
+    /// Gives up the memory of `networks` and passes the device on.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub(crate) fn rest(&mut self, networks: Vec<&mut Learner>) -> Result<(), TrainerError> {
+        self.resting = true;
+        self.freed_bytes = 0;
+        for (network, place) in networks.into_iter().zip(&mut self.places) {
+            self.freed_bytes += network.drop_gradients();
+            let moved = place.store(network, &self.directory);
+            self.freed_bytes += moved.map_err(|source| scratch(&self.directory, source))?;
+        }
+        self.seat.pass();
+        Ok(())
+    }
+
+    /// Gives back to the system what a step has freed, before more is taken.
+    pub(crate) fn release(&self) {
+        self.seat.release();
+    }
+
+    /// Waits for the device, and takes everything back into memory; false if `stop` was set before.
+    ///
+    /// # Errors
+    /// If the sampler does not stand still within `wait`, or a file cannot be read.
+    pub(crate) fn take(
+        &mut self,
+        networks: Vec<&mut Learner>,
+        wait: Duration,
+        stop: &AtomicBool,
+    ) -> Result<bool, TrainerError> {
+        if !self.seat.take(wait, stop)? {
+            return Ok(false);
+        }
+        self.wake(networks)?;
+        Ok(true)
+    }
+
+    /// Takes everything back into memory.
+    ///
+    /// # Errors
+    /// If a file cannot be read.
+    pub(crate) fn wake(&mut self, networks: Vec<&mut Learner>) -> Result<(), TrainerError> {
+        if !std::mem::take(&mut self.resting) {
+            return Ok(());
+        }
+        for (network, place) in networks.into_iter().zip(&mut self.places) {
+            place.restore(network).map_err(|source| scratch(&self.directory, source))?;
+        }
+        Ok(())
+    }
+}
+
+impl Place {
+    /// Everything of `network` that does not stay.
+    fn leaving<'a>(&self, network: &'a mut Learner) -> Vec<Stream<'a>> {
+        match (self.optimizer_stays, self.weights_stay) {
+            (true, true) => Vec::new(),
+            (false, true) => network.optimizer_streams(),
+            (true, false) => network.weight_streams(),
+            (false, false) => network.all_streams(),
+        }
+    }
+
+    /// Moves what does not stay into the file; returns its bytes.
+    fn store(&mut self, network: &mut Learner, directory: &Path) -> io::Result<u64> {
+        let streams = self.leaving(network);
+        let moved = bytes(&streams);
+        if streams.is_empty() {
+            return Ok(0);
+        }
+        let mut file = match self.file.take() {
+            Some(file) => file,
+            None => tempfile::tempfile_in(directory)?,
+        };
+        file.rewind()?;
+        let mut writer = BufWriter::with_capacity(GATHERED, &file);
+        self.lengths.clear();
+        for stream in streams {
+            match stream {
+                Stream::F32(values) => {
+                    writer.write_all(bytemuck::cast_slice(values))?;
+                    self.lengths.push(std::mem::take(values).len());
+                }
+                Stream::U8(codes) => {
+                    writer.write_all(codes)?;
+                    self.lengths.push(std::mem::take(codes).len());
+                }
+            }
+        }
+        writer.flush()?;
+        drop(writer);
+        self.file = Some(file);
+        Ok(moved)
+    }
+
+    /// Reads back what was stored.
+    fn restore(&mut self, network: &mut Learner) -> io::Result<()> {
+        let leaving = self.leaving(network);
+        let Some(file) = &mut self.file else { return Ok(()) };
+        file.rewind()?;
+        let mut reader = BufReader::with_capacity(GATHERED, &*file);
+        for (stream, len) in leaving.into_iter().zip(&self.lengths) {
+            match stream {
+                Stream::F32(values) => {
+                    *values = vec![0.0; *len];
+                    reader.read_exact(bytemuck::cast_slice_mut(values))?;
+                }
+                Stream::U8(codes) => {
+                    *codes = vec![0; *len];
+                    reader.read_exact(codes)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn bytes(streams: &[Stream<'_>]) -> u64 {
+    let of = |stream: &Stream<'_>| match stream {
+        Stream::F32(values) => size_of_val(&values[..]),
+        Stream::U8(codes) => codes.len(),
+    };
+    streams.iter().map(|stream| of(stream) as u64).sum()
+}
+
+fn scratch(directory: &Path, source: io::Error) -> TrainerError {
+    TrainerError::Scratch { directory: directory.to_owned(), source }
+}
