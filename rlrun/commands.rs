@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use model::{Cores, Decoder, ModelDirectory, Sampling, Team};
 use rollout::{Engine, EngineConfig, Request, StopRules};
+use trainer::Leader;
 use trajectory::{GroupId, Message, PolicyVersion, Prompt};
 
 use crate::args::{
@@ -20,7 +21,7 @@ use crate::controller;
 use crate::failure::Failure;
 use crate::fit;
 use crate::init;
-use crate::pipeline::{self, Ending};
+use crate::pipeline::{self, Ending, Surroundings};
 use crate::plan;
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
@@ -69,10 +70,11 @@ fn run(args: &RunArgs, program: &Program) -> Result<String, Failure> {
         what: format!("read {}", args.recipe.recipe.display()),
         source,
     })?;
+    let Some(leader) = launched(&recipe)? else { return Ok(String::new()) };
     let place = run_dir::place(args.run_dir.as_deref(), &recipe.name);
     let resolved = recipe.resolved_toml(&origins);
     let run_dir = RunDir::create(&place, RecipeTexts { given: &given, resolved: &resolved })?;
-    let result = train(&recipe, run_dir, &args.loudness, program);
+    let result = train((&recipe, leader), run_dir, &args.loudness, program);
     if result.as_ref().is_err_and(|failure| failure.exit_code() == 2) {
         let run_dir = RunDir::open(&place)?;
         if !run_dir.has_begun() {
@@ -85,7 +87,7 @@ fn run(args: &RunArgs, program: &Program) -> Result<String, Failure> {
 
 /// Trains in `run_dir` as the recipe says: in this process, or in processes that this one looks after.
 fn train(
-    recipe: &Recipe,
+    (recipe, leader): (&Recipe, Option<Arc<Leader>>),
     run_dir: RunDir,
     loudness: &Loudness,
     program: &Program,
@@ -94,9 +96,35 @@ fn train(
     let ending = if recipe.placement.processes {
         controller::run(recipe, run_dir, loudness.quiet)?
     } else {
-        pipeline::run(recipe, &run_dir, &report(loudness, program), program)?
+        let surroundings = Surroundings { leader, ..Surroundings::of(program) };
+        pipeline::run_in(recipe, &run_dir, &report(loudness, program), surroundings)?
     };
     ended(ending, &path)
+}
+
+/// The leader of the ranks that `mpirun` has started, if the recipe says so and this is the first; `None` if this was
+/// another one, whose work is done.
+fn launched(recipe: &Recipe) -> Result<Option<Option<Arc<Leader>>>, Failure> {
+    #[cfg(feature = "mpi")]
+    if recipe.trainer.ranks == crate::recipe::words::Ranks::Mpi {
+        use trainer::{Collective, TrainerError, collective::mpi, follow};
+        let ranks = mpi::start(recipe.wait()).map_err(TrainerError::from)?;
+        if ranks.world() != recipe.trainer.world {
+            let (started, wanted) = (ranks.world(), recipe.trainer.world);
+            let what = format!(
+                "mpirun has started {started} ranks, and trainer.world is {wanted}: make them the same"
+            );
+            return Err(Failure::Argument(what));
+        }
+        if ranks.rank() == 0 {
+            return Ok(Some(Some(Leader::new(Arc::new(ranks)))));
+        }
+        follow(Arc::new(ranks), Arc::new(recipe.trainer_team(&Cores::all())))?;
+        return Ok(None);
+    }
+    // Without the feature a recipe that asks for it was refused.
+    let _ = recipe;
+    Ok(Some(None))
 }
 
 /// A run that its launcher has stopped asks to be started again.
@@ -128,7 +156,8 @@ fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Failure> {
     if !args.sets.is_empty() {
         run_dir.replace_resolved(&recipe.resolved_toml(&origins))?;
     }
-    let result = train(&recipe, run_dir, &args.loudness, program);
+    let Some(leader) = launched(&recipe)? else { return Ok(String::new()) };
+    let result = train((&recipe, leader), run_dir, &args.loudness, program);
     if result.as_ref().is_err_and(|failure| failure.exit_code() == 2) {
         // New values that do not fit model or data must not stand in the way of the next try.
         RunDir::open(&args.run)?.replace_resolved(&before)?;
@@ -395,7 +424,7 @@ mod tests {
         assert_eq!(execute_args(&["init", file]).unwrap(), format!("wrote {file}; next: rlrun {file}"));
         let checked = execute_args(&["check", file]).unwrap();
         assert!(
-            checked.starts_with(&format!("{file}: no mistakes found; 113600 parameters, 8000 tasks")),
+            checked.contains(&format!("{file}: no mistakes found; 113600 parameters, 8000 tasks")),
             "{checked}"
         );
         let plan = execute_args(&["plan", file, "--set", "trainer.steps=7"]).unwrap();

@@ -102,9 +102,12 @@ fn tokens(run: &Path) -> Result<PathBuf, Failure> {
     let mut random = std::fs::File::open("/dev/urandom").map_err(system("open /dev/urandom"))?;
     random.read_exact(&mut token).map_err(system("read /dev/urandom"))?;
     let hex: String = token.iter().map(|byte| format!("{byte:02x}")).collect();
-    let file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
-    let written = file.and_then(|mut file| writeln!(file, "admin {hex}"));
-    written.map_err(system(&format!("write {}", path.display())))?;
+    let begun = path.with_extension("new");
+    let file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&begun);
+    let written = file.and_then(|mut file| writeln!(file, "admin {hex}").and_then(|()| file.sync_all()));
+    written
+        .and_then(|()| std::fs::rename(&begun, &path))
+        .map_err(system(&format!("write {}", path.display())))?;
     Ok(path)
 }
 
@@ -222,13 +225,15 @@ impl Controller<'_> {
         self.event("start", LEAD, &json!({ "pid": lead.pid(), "url": self.start.url }))?;
         self.lead = Some(lead);
         let ended = self.watch(signals);
-        // What samples has nothing to save: what it had begun is begun again.
+        if let Some(lead) = &mut self.lead {
+            // It saves, for which it may need the other ranks.
+            lead.signal(Signal::TERM);
+            lead.end_by(Instant::now() + self.start.recipe.wait());
+        }
+        // Others have nothing to save: what they had begun is begun again.
         let deadline = Instant::now() + LEAVING;
         self.workers.iter().for_each(|worker| worker.signal(Signal::TERM));
         self.workers.iter_mut().for_each(|worker| worker.end_by(deadline));
-        if let Some(lead) = &mut self.lead {
-            lead.end_by(Instant::now());
-        }
         ended
     }
 
@@ -241,7 +246,7 @@ impl Controller<'_> {
                 let signal = if signals.terminated() { Signal::TERM } else { Signal::INT };
                 self.lead.iter().for_each(|lead| lead.signal(signal));
             }
-            if let Some(ending) = self.look_at_lead(told)? {
+            if let Some(ending) = self.look_at_lead(signals, told)? {
                 return Ok(ending);
             }
             if told || !self.health.has_answered() {
@@ -259,7 +264,7 @@ impl Controller<'_> {
     }
 
     /// Whether the lead has ended, and how.
-    fn look_at_lead(&mut self, told: bool) -> Result<Option<Ending>, Failure> {
+    fn look_at_lead(&mut self, signals: &Signals, told: bool) -> Result<Option<Ending>, Failure> {
         let limit = Duration::from_secs_f64(self.start.recipe.deadlines.heartbeat_s);
         let Some(lead) = &mut self.lead else { return Ok(None) };
         let Some(ended) = lead.ended()? else {
@@ -267,24 +272,29 @@ impl Controller<'_> {
                 let recovered = lead.recovered();
                 self.recovered(LEAD, recovered)?;
             }
-            if let Some(silent) = self.health.silent_since_answer()
-                && silent > limit
-                && let Some(lead) = &mut self.lead
-            {
-                // It may be stopped, or hang; either way nothing goes on without it.
-                lead.kill(&format!("did not answer for {:.0} s", silent.as_secs_f64()));
-                self.health.forget();
+            let wait = self.start.recipe.wait();
+            if let Some(lead) = &mut self.lead {
+                let (silent, limit) = match self.health.silent_since_answer() {
+                    Some(silent) => (silent, limit),
+                    // It opens its door before it does anything that takes long.
+                    None => (lead.started().elapsed(), wait.max(limit)),
+                };
+                if silent > limit {
+                    // It may be stopped, or hang; either way nothing goes on without it.
+                    lead.kill(&format!("did not answer for {:.0} s", silent.as_secs_f64()));
+                    self.health.forget();
+                }
             }
             return Ok(None);
         };
         match ended.code() {
             Some(0) if told => return Ok(Some(Ending::Stopped)),
             Some(0) => return Ok(Some(Ending::Done)),
-            Some(code) if code == i32::from(REQUEUE) && told => return Ok(Some(Ending::Requeued)),
-            // It has said why.
-            Some(code) if code != i32::from(REQUEUE) => {
-                return Err(Failure::Told(u8::try_from(code).unwrap_or(1)));
+            Some(code) if code == i32::from(REQUEUE) && told => {
+                return Ok(Some(if signals.terminated() { Ending::Requeued } else { Ending::Stopped }));
             }
+            // It has said why. A panic is no answer.
+            Some(code @ 1..=2) => return Err(Failure::Told(u8::try_from(code).unwrap_or(1))),
             _ if told => return Err(Failure::Died { name: LEAD.to_owned(), how: ended.to_string() }),
             _ => {}
         }
@@ -292,6 +302,7 @@ impl Controller<'_> {
         let again = self.start.lead()?;
         self.event("start", LEAD, &json!({ "pid": again.pid() }))?;
         self.health.forget();
+        self.workers.iter_mut().for_each(Child::forgotten);
         self.lead = self.lead.take().map(|lead| lead.replaced_by(again));
         Ok(None)
     }
@@ -301,9 +312,13 @@ impl Controller<'_> {
         let worker = &mut self.workers[number];
         let name = worker.name().to_owned();
         if let Some(ended) = worker.ended()? {
-            if ended.code() == Some(0) {
+            if ended.code() == Some(0) && worker.last_heard().is_some() {
                 // The run told it so because it is over, or somebody who wants it gone.
                 return Ok(());
+            }
+            if ended.code() == Some(0) {
+                // It was told so by a lead that has ended since.
+                return self.start_again(number, false);
             }
             if ended.code() == Some(2) {
                 return Err(Failure::Died { name, how: format!("{ended}: {}", worker.last_words()) });
@@ -311,19 +326,35 @@ impl Controller<'_> {
             let pid = worker.pid();
             self.health.ended(&name, pid);
             self.died(&name, &ended)?;
-            let again = self.start.worker(number)?;
-            self.event("start", &name, &json!({ "pid": again.pid() }))?;
-            let worker = self.workers.remove(number).replaced_by(again);
-            self.workers.insert(number, worker);
-            return Ok(());
+            return self.start_again(number, true);
         }
-        let Some(member) = self.health.member(&name, worker.pid()) else { return Ok(()) };
-        if Duration::from_secs_f64(member.silent_s) > limit {
-            worker.kill(&format!("said nothing for {:.0} s", member.silent_s));
-        } else if member.sampled_tokens > 0 || member.role != Role::Rollout {
+        let member = self.health.member(&name, worker.pid());
+        if let Some((member, asked)) = &member {
+            worker.heard(asked.checked_sub(Duration::from_secs_f64(member.silent_s)).unwrap_or(*asked));
+        }
+        // The lead forgets who is silent, and one that started again never heard of it.
+        let since = match (worker.last_heard(), self.health.first_answer()) {
+            (Some(heard), Some(first)) => Some(heard.max(first)),
+            (None, Some(first)) if first > worker.started() => Some(first),
+            _ => None,
+        };
+        if let Some(silent) = since.map(|since| since.elapsed()).filter(|silent| *silent > limit) {
+            worker.kill(&format!("said nothing for {:.0} s", silent.as_secs_f64()));
+        } else if member.is_some_and(|(member, _)| member.sampled_tokens > 0 || member.role != Role::Rollout)
+        {
             let recovered = worker.recovered();
             return self.recovered(&name, recovered);
         }
+        Ok(())
+    }
+
+    /// Starts a worker in place of one that has ended.
+    fn start_again(&mut self, number: usize, missed: bool) -> Result<(), Failure> {
+        let again = self.start.worker(number)?;
+        self.event("start", again.name(), &json!({ "pid": again.pid() }))?;
+        let worker = self.workers.remove(number);
+        let worker = if missed { worker.replaced_by(again) } else { worker.followed_by(again) };
+        self.workers.insert(number, worker);
         Ok(())
     }
 

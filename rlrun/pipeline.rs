@@ -36,7 +36,7 @@ use weights::{Hub, HubPublisher, Publisher, Subscriber};
 
 use crate::companions::{Starting, learner};
 use crate::curation;
-use crate::failure::Failure;
+use crate::failure::{Failure, REQUEUE};
 use crate::forward_edge::{Door, Edge, Opening};
 use crate::observe::{Observer, StepInputs};
 use crate::prepare::{Prepared, RewardRuntime};
@@ -121,11 +121,12 @@ pub fn run_in(
     report: &Arc<Report>,
     surroundings: Surroundings,
 ) -> Result<Ending, Failure> {
+    let signals = Signals::listen()?;
     let logs = run_dir.logs();
     let system = |source| Failure::System { what: format!("write a log in {}", logs.display()), source };
     report.log_to(&logs).map_err(system)?;
     let Surroundings { cores, rewards, program, door, leader } = surroundings;
-    let (runtime, signals) = (RewardRuntime::new(&program, &cores)?, Signals::listen()?);
+    let runtime = RewardRuntime::new(&program, &cores)?;
     let report = Arc::clone(report);
     let mut run = Run { recipe, run_dir, report, rewards, runtime, signals, cores, door, leader };
     run.go()
@@ -407,7 +408,7 @@ impl Run<'_> {
         });
         let worker = worker.map(|worker| worker.taking_turns(seat));
         let inside = worker.map(|worker| Sampler::spawn(worker, producer, Arc::clone(&stop))).transpose()?;
-        let samplers = Samplers { inside, roster, rewards };
+        let mut samplers = Samplers { inside, roster, rewards };
         let stage = Arc::new(Stage::default());
         let watchdog = self.watch(&samplers, &stage, consumer)?;
         let trained = self.steps(&mut trainer, (&samplers, &stage, &publisher), observer, |trainer| {
@@ -415,13 +416,14 @@ impl Run<'_> {
         });
         drop(watchdog);
         stop.store(true, Ordering::Relaxed);
-        let joined = samplers.finish();
+        let joined = samplers.join();
         // What was trained is kept, however the sampler ended.
-        let saved = trained.is_ok().then(|| trainer.last_checkpoint()).transpose();
+        let saved = trained.is_ok().then(|| observer.sync().and_then(|()| Ok(trainer.last_checkpoint()?)));
+        samplers.part();
         // An error of the sampler stops the trainer, so it comes first; otherwise the trainer's own counts.
         joined?;
         let evaluation = trained?;
-        saved?;
+        saved.transpose()?;
         Ok(Trained { version: trainer.version(), time_s: trainer.time_s(), evaluation })
     }
 
@@ -467,7 +469,9 @@ impl Run<'_> {
             hang: self.recipe.wait() * 2,
         };
         let report = Arc::clone(&self.report);
-        let end = || std::process::exit(1);
+        // A controller starts it again.
+        let status = if self.door.is_some() { i32::from(REQUEUE) } else { 1 };
+        let end = move || std::process::exit(status);
         Watchdog::start(limits, move || view.look(), move |text| report.note(text), end)
     }
 

@@ -1,4 +1,5 @@
-//! Ctrl-C and SIGTERM: the first asks the run to stop and save, the second ends the process at once.
+//! Ctrl-C and SIGTERM: the first asks the run to stop and save. A second Ctrl-C ends the process at once; a second SIGTERM is
+//! the same wish as the first, because launchers tell every process of a run and a controller tells its children too.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -50,14 +51,24 @@ impl Signals {
         };
         let listen = move || {
             runtime.block_on(async {
+                // Whether a user has asked before.
+                let mut asked = false;
                 loop {
-                    tokio::select! {
-                        _ = streams.0.recv() => {}
-                        _ = streams.1.recv() => by_launcher.store(true, Ordering::Relaxed),
+                    let interrupted = tokio::select! {
+                        _ = streams.0.recv() => true,
+                        _ = streams.1.recv() => false,
+                    };
+                    if !interrupted {
+                        by_launcher.store(true, Ordering::Relaxed);
                     }
                     if theirs.swap(true, Ordering::Relaxed) {
-                        std::process::exit(INTERRUPTED);
+                        if interrupted && std::mem::replace(&mut asked, true) {
+                            std::process::exit(INTERRUPTED);
+                        }
+                        asked |= interrupted;
+                        continue;
                     }
+                    asked = interrupted;
                     say();
                 }
             });

@@ -1,9 +1,9 @@
 //! Notices that a run does not get on, and says who waits for whom.
 //!
 //! Every role has deadlines of its own, whose errors name who waited for whom. This looks at the whole: as long as any
-//! count of the run moves (steps, tokens, groups, judged trajectories) it is silent. When nothing has moved for
-//! `deadlines.quiet_s`, it says what every role does; when nothing has moved for twice `deadlines.wait_s`, no role has kept
-//! its own deadline, and it ends the process: a thread that hangs cannot be ended alone, and a run that hangs silently
+//! count of the run moves (steps, tokens, groups) it is silent. When nothing has moved for `deadlines.quiet_s`, it says what
+//! every role does; when nothing has moved for twice `deadlines.wait_s` and the trainer only waits, no role has kept its own
+//! deadline, and it ends the process: a thread that hangs cannot be ended alone, and a run that hangs silently
 //! is worse than one that is started again from its last checkpoint.
 //!
 //! Invariant: it only reads, and waits for nothing longer than its own pace but the buffer's counts.
@@ -25,6 +25,8 @@ pub(crate) struct Situation {
     pub(crate) counts: Vec<u64>,
     /// What every role does, a sentence each.
     pub(crate) roles: Vec<String>,
+    /// Whether somebody computes or writes something that may take as long as it takes.
+    pub(crate) works: bool,
 }
 
 /// How long it lets a run stand still.
@@ -108,7 +110,7 @@ impl Stillness {
         Self { limits, counts: Vec::new(), moved: now, next: limits.quiet }
     }
 
-    fn see(&mut self, Situation { counts, roles }: Situation, now: Instant) -> Verdict {
+    fn see(&mut self, Situation { counts, roles, works }: Situation, now: Instant) -> Verdict {
         if counts != self.counts {
             (self.counts, self.moved, self.next) = (counts, now, self.limits.quiet);
             return Verdict::Fine;
@@ -118,7 +120,7 @@ impl Stillness {
             let roles: String = roles.iter().map(|role| format!("\n  {role}")).collect();
             format!("no progress for {:.0} s{end}:{roles}", still.as_secs_f64())
         };
-        if still >= self.limits.hang {
+        if still >= self.limits.hang && !works {
             return Verdict::Hangs(text(
                 ", and nobody has kept a deadline; the process ends, resume the run",
             ));
@@ -144,7 +146,10 @@ mod tests {
         let mut stillness = Stillness::new(limits, start);
         let mut see = |counts: &[u64], seconds: u32| {
             let roles = vec!["the trainer waits for a batch".to_owned(), "rollout 0 is decoding".to_owned()];
-            stillness.see(Situation { counts: counts.to_vec(), roles }, start + seconds * second)
+            stillness.see(
+                Situation { counts: counts.to_vec(), roles, works: counts[0] > 4 },
+                start + seconds * second,
+            )
         };
         for seconds in 0..50 {
             assert_eq!(see(&[3, u64::from(seconds)], seconds), Verdict::Fine, "a count moves");
@@ -158,5 +163,7 @@ mod tests {
         assert_eq!(see(&[4, 49], 157), Verdict::Fine);
         assert!(matches!(see(&[4, 49], 158), Verdict::Still(_)));
         assert!(matches!(see(&[4, 49], 248), Verdict::Hangs(_)));
+        assert_eq!(see(&[5, 49], 249), Verdict::Fine);
+        assert!(matches!(see(&[5, 49], 900), Verdict::Still(_)), "who works is not ended");
     }
 }

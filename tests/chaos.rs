@@ -49,13 +49,9 @@ fn strike(run: &Run, child: &mut std::process::Child, blows: &[(&str, Blow)]) {
 /// A run of processes under `blows`; what is asserted of it holds for every run.
 fn survives(home: &Home, name: &str, blows: &[(&str, Blow)]) -> Run {
     let run = home.run(name);
-    // As long as blows are to come, and long enough to learn.
-    let steps = (blows.len() as u64 * (PACE + 4) + 4).max(30);
-    let steps_set = format!("trainer.steps={steps}");
     let sets = [
         &PROCESSES[..],
         &[
-            &steps_set,
             "placement.restarts=1000",
             "deadlines.heartbeat_s=4",
             "buffer.max_staleness=2",
@@ -63,9 +59,13 @@ fn survives(home: &Home, name: &str, blows: &[(&str, Blow)]) -> Run {
         ],
     ]
     .concat();
-    let mut child = home.start_small(name, &sets);
+    let mut child = home.start_endless(name, &sets);
     strike(&run, &mut child, blows);
+    // Long enough to learn, whatever happened.
+    assert!(run.wait_for(Moment::Step(30), &mut child));
+    interrupt(&child);
     finish(child).ok();
+    let steps = run.steps().len() as u64;
     assert_eq!(run.values("step"), (1..=steps).map(|step| step as f64).collect::<Vec<_>>());
     every_group_once(&run, steps, BATCH).unwrap();
     assert!(run.values("staleness/max").iter().all(|max| *max <= 2.0), "{:?}", run.values("staleness/max"));
@@ -228,7 +228,8 @@ impl Drop for Wire {
 fn a_worker_that_is_cut_off_for_a_while_goes_on_afterwards() {
     let home = Home::new();
     let run = home.run("run");
-    let sets = ["buffer.listen=127.0.0.1:0", "buffer.max_staleness=2"];
+    // The sampler of the run leaves slots to others.
+    let sets = ["buffer.listen=127.0.0.1:0", "buffer.max_staleness=2", "rollout.max_running=64"];
     let sets = [&sets[..], &["deadlines.heartbeat_s=2"]].concat();
     let mut lead = home.start_endless("run", &sets);
     assert!(run.wait_for(Moment::Step(1), &mut lead));

@@ -125,6 +125,8 @@ fn a_reward_model_gives_equal_scores_wherever_it_is_placed() {
     let separated = run("separated", "placement = \"separated\"\nthreads = 1", &[]);
     let beside = run("beside", "placement = \"colocated\"\nbatch_tokens = 100", &[]);
     let swapped = run("swapped", "placement = \"colocated\"", &["placement.memory_mib=0"]);
+    // Asked by the processes that sample and by the one that trains, for evaluations.
+    let process = run("process", "placement = \"separated\"\nthreads = 1", &["placement.processes=true"]);
     let served = Served::start(&home, &["--model", "rm/checkpoints/step_000025/model"]);
     let rewards = format!("[[rewards]]\nkind = \"model\"\nurl = \"{}\"\n", served.url);
     let (elsewhere, _) = run_with(&home, "elsewhere", &rewards, &sync);
@@ -132,6 +134,7 @@ fn a_reward_model_gives_equal_scores_wherever_it_is_placed() {
     assert_eq!(separated, (elsewhere.values("reward/model/mean"), weights));
     assert_eq!(separated, beside);
     assert_eq!(separated, swapped);
+    assert_eq!(separated, process);
     assert!(separated.0.iter().any(|mean| *mean != separated.0[0]), "{:?}", separated.0);
 }
 

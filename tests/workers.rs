@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::served::{Client, Place};
-use crate::support::{Home, Moment, Run, Running, finish, interrupt, signal};
+use crate::support::{Home, Moment, Run, Running, finish, interrupt, signal, signal_process};
 
 /// Two samplers beside the trainer, each a process.
 pub(crate) const PROCESSES: [&str; 2] = ["placement.processes=true", "placement.rollout_workers=2"];
@@ -71,8 +71,27 @@ fn a_synchronous_run_of_processes_ends_with_the_bits_of_one_process() {
         for worker in ["rollout 0", "rollout 1"] {
             assert_eq!(pids(&many, worker).len(), 1, "{name}: {worker}");
         }
-        assert!(many.values("weights/received_bytes").iter().any(|bytes| *bytes > 0.0), "{name}");
+        assert!(many.values("weights/subscribers").iter().any(|subscribers| *subscribers == 2.0), "{name}");
     }
+}
+
+/// Ranks that are processes, of which one is killed: all are started again, and end with the bits of ranks that are threads.
+#[test]
+fn ranks_that_are_processes_end_with_the_bits_of_threads_also_when_one_is_killed() {
+    let home = Home::new();
+    let sets = ["buffer.max_staleness=0", "trainer.steps=9", "trainer.world=2", "trainer.zero=3"];
+    let threads = home.small("threads", &sets);
+    let processes = ["placement.processes=true", "trainer.ranks=processes"];
+    let run = home.run("processes");
+    let mut child = home.start_small("processes", &[&sets[..], &processes].concat());
+    assert!(run.wait_for(Moment::Step(4), &mut child));
+    signal_process(pids(&run, "trainer 1")[0], "KILL");
+    finish(child).ok();
+    assert_eq!((pids(&run, "trainer 1").len(), pids(&run, "the trainer").len()), (2, 2));
+    let weights = |run: &Run| fs::read(run.checkpoint(9).join("model/model.safetensors")).unwrap();
+    assert!(weights(&threads) == weights(&run), "the weights differ");
+    assert_eq!(threads.values("reward/mean"), run.values("reward/mean"));
+    every_group_once(&run, 9, 8).unwrap();
 }
 
 /// A run in one process is helped by others: one leaves when it is asked to, one is killed, one comes late.

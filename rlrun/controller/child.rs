@@ -44,6 +44,8 @@ pub(super) struct Child {
     missing: Option<Instant>,
     /// Why it was killed from here.
     why: Option<String>,
+    /// When the run heard of it last; `None` if the lead that there is now never has.
+    heard: Option<Instant>,
 }
 
 /// Killed when it is dropped.
@@ -104,6 +106,7 @@ impl Child {
             restarts: VecDeque::new(),
             missing: None,
             why: None,
+            heard: None,
         })
     }
 
@@ -117,6 +120,11 @@ impl Child {
 
     pub(super) fn started(&self) -> Instant {
         self.started
+    }
+
+    /// What is started in its place though it was not missed, with its history.
+    pub(super) fn followed_by(mut self, again: Self) -> Self {
+        Self { restarts: std::mem::take(&mut self.restarts), missing: self.missing, ..again }
     }
 
     /// How it ended, if it has.
@@ -138,6 +146,21 @@ impl Child {
     pub(super) fn replaced_by(mut self, again: Self) -> Self {
         let restarts = std::mem::take(&mut self.restarts);
         Self { restarts, missing: Some(self.missing.unwrap_or_else(Instant::now)), ..again }
+    }
+
+    /// The run has heard of it at `then`.
+    pub(super) fn heard(&mut self, then: Instant) {
+        self.heard = self.heard.max(Some(then));
+    }
+
+    /// When the run heard of it last, if the lead that there is now has.
+    pub(super) fn last_heard(&self) -> Option<Instant> {
+        self.heard
+    }
+
+    /// The lead is another one, which has not heard of it.
+    pub(super) fn forgotten(&mut self) {
+        self.heard = None;
     }
 
     /// How long it was missing, once, when it works again.

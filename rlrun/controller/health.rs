@@ -33,8 +33,12 @@ pub(super) struct Health {
 struct Known {
     /// When the last answer came, of the lead that there is now.
     answered: Option<Instant>,
+    /// When its first came.
+    first: Option<Instant>,
     /// Whether one ever did.
     ever: bool,
+    /// Counts leads: what was asked of the one before says nothing.
+    lead: u64,
     members: Vec<Member>,
     /// Processes that have ended, of which the run has not heard.
     ended: Vec<Ended>,
@@ -55,10 +59,13 @@ impl Health {
                     // A run that is away has nothing to give back: it is started again without it.
                     let _ = client.ask_once::<()>("/v1/run/ended", &ended, ANSWER);
                 }
-                let asked = Instant::now();
+                let (asked, lead) = (Instant::now(), lock(&theirs).lead);
                 if let Ok(members) = client.ask_once::<Vec<Member>>("/v1/run/workers", &(), ANSWER) {
                     let mut known = lock(&theirs);
-                    (known.answered, known.ever, known.members) = (Some(asked), true, members);
+                    if known.lead == lead {
+                        (known.answered, known.ever, known.members) = (Some(asked), true, members);
+                        known.first.get_or_insert(asked);
+                    }
                 }
                 std::thread::park_timeout(EVERY);
             }
@@ -89,7 +96,8 @@ impl Health {
     /// The lead is another one.
     pub(super) fn forget(&self) {
         let mut known = lock(&self.known);
-        known.answered = None;
+        (known.answered, known.first) = (None, None);
+        known.lead += 1;
         known.members.clear();
     }
 
@@ -99,9 +107,16 @@ impl Health {
         self.thread.iter().for_each(|thread| thread.thread().unpark());
     }
 
-    /// What is known of a worker's process.
-    pub(super) fn member(&self, name: &str, pid: u32) -> Option<Member> {
-        lock(&self.known).members.iter().find(|member| member.name == name && member.pid == pid).cloned()
+    /// When the lead that there is now answered for the first time, if it has.
+    pub(super) fn first_answer(&self) -> Option<Instant> {
+        lock(&self.known).first
+    }
+
+    /// What is known of a worker's process, and when that was asked.
+    pub(super) fn member(&self, name: &str, pid: u32) -> Option<(Member, Instant)> {
+        let known = lock(&self.known);
+        let member = known.members.iter().find(|member| member.name == name && member.pid == pid)?;
+        Some((member.clone(), known.answered?))
     }
 }
 

@@ -45,13 +45,17 @@ impl Samplers {
         loads
     }
 
-    /// Waits until all have ended, which they have been told.
+    /// Waits until that of this process has ended, which it has been told.
     ///
     /// # Errors
-    /// What ended the sampler of this process.
-    pub(super) fn finish(self) -> Result<(), Failure> {
+    /// What ended it.
+    pub(super) fn join(&mut self) -> Result<(), Failure> {
+        self.inside.take().map_or(Ok(()), Sampler::join)
+    }
+
+    /// Tells the others that the run is over, and waits until they have left.
+    pub(super) fn part(self) {
         self.roster.stop(LEAVING);
-        self.inside.map_or(Ok(()), Sampler::join)
     }
 }
 

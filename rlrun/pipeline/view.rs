@@ -41,6 +41,12 @@ impl Stage {
         self.entered.store(entered * 4 + doing as u64, Ordering::Relaxed);
     }
 
+    /// Whether it does anything but wait for a batch.
+    fn works(&self, stats: Option<&Stats>) -> bool {
+        let in_step = self.entered.load(Ordering::Relaxed) % 4 == Doing::Step as u64;
+        !in_step || stats.is_some_and(|stats| stats.next_step.0 > self.version.load(Ordering::Relaxed))
+    }
+
     fn describe(&self, stats: Option<&Stats>) -> String {
         let version = PolicyVersion(self.version.load(Ordering::Relaxed));
         let entered = self.entered.load(Ordering::Relaxed);
@@ -107,6 +113,7 @@ impl View {
                 roles.push(format!("reward `{name}` judges {running} trajectories, {waiting} wait for it"));
             }
         }
-        Situation { counts, roles }
+        let works = self.stage.works(stats.as_ref());
+        Situation { counts, roles, works }
     }
 }

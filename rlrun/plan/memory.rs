@@ -88,7 +88,7 @@ impl Memory {
                 "a full micro-batch of every rank, kept for its backward",
                 product(&[world, micro_batch, size.activations_per_token]),
             ),
-            part("published", "the newest version on its way to the sampler", weights),
+            part("published", "the newest version, and room for the next", product(&[2, weights])),
             part("served", "the version that is sampled from, packed", size.packed),
             part(
                 "next",

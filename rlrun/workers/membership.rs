@@ -92,8 +92,8 @@ impl Membership {
     ///
     /// # Errors
     /// A run that cannot be reached in time, or does not want this worker.
-    pub(crate) fn join(role: Role, args: &JoinArgs, stop: &AtomicBool) -> Result<Option<Self>, Failure> {
-        let config = client_config(args)?;
+    pub(crate) fn join(role: Role, args: &JoinArgs, stop: &Arc<AtomicBool>) -> Result<Option<Self>, Failure> {
+        let config = ClientConfig { give_up: Some(Arc::clone(stop)), ..client_config(args)? };
         let token = config.token.clone();
         let client = Arc::new(Client::new(config)?);
         let join = Join { protocol: PROTOCOL, role, name: args.name.clone() };

@@ -139,7 +139,8 @@ impl Roster {
     /// The name of a worker that joins, the one it asks for or the first that is free, and its instance.
     pub(crate) fn join(&self, role: Role, name: Option<String>) -> (String, u64) {
         let mut state = self.state();
-        let mut names = (0..).map(|n| format!("{} {n}", role.as_str()));
+        // A run of processes gives names of its own, which nobody takes by chance.
+        let mut names = (0..).map(|n| format!("guest {} {n}", role.as_str()));
         let name = name.or_else(|| names.find(|name| !state.workers.contains_key(name))).unwrap_or_default();
         state.leave(&name);
         state.instance += 1;
@@ -229,7 +230,9 @@ impl Roster {
     pub(crate) fn stop(&self, wait: Duration) {
         self.state().stopping = true;
         let deadline = Instant::now() + wait;
-        while Instant::now() < deadline && !self.state().workers.is_empty() {
+        // Ranks of the trainer end with the first of them.
+        let stay = |state: &State| state.workers.values().any(|worker| worker.beat.role != Role::Trainer);
+        while Instant::now() < deadline && stay(&self.state()) {
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -285,30 +288,33 @@ mod tests {
         roster.tell(move |instance| heard.lock().unwrap().push(instance));
         let sampled = || roster.progress(None).engine.sampled_tokens;
         let served = || roster.progress(None).served;
-        assert_eq!(roster.join(Role::Rollout, None), ("rollout 0".to_owned(), 101));
-        assert_eq!(roster.join(Role::Rollout, None), ("rollout 1".to_owned(), 102));
-        assert_eq!(roster.beat(beat("rollout 0", 101, 10)), Orders::default());
-        roster.beat(beat("rollout 1", 102, 20));
+        assert_eq!(roster.join(Role::Rollout, None), ("guest rollout 0".to_owned(), 101));
+        assert_eq!(roster.join(Role::Rollout, None), ("guest rollout 1".to_owned(), 102));
+        assert_eq!(roster.beat(beat("guest rollout 0", 101, 10)), Orders::default());
+        roster.beat(beat("guest rollout 1", 102, 20));
         assert_eq!((sampled(), served()), (30, PolicyVersion(10)));
         // Killed and started again: a new process under the old name begins at zero.
-        assert_eq!(roster.join(Role::Rollout, Some("rollout 0".to_owned())), ("rollout 0".to_owned(), 103));
+        assert_eq!(
+            roster.join(Role::Rollout, Some("guest rollout 0".to_owned())),
+            ("guest rollout 0".to_owned(), 103)
+        );
         assert_eq!((sampled(), served()), (30, PolicyVersion(20)));
-        roster.beat(beat("rollout 0", 103, 1));
+        roster.beat(beat("guest rollout 0", 103, 1));
         assert_eq!(sampled(), 31);
         // What is left of the one before is told to end, and counts nothing twice.
-        assert!(roster.beat(beat("rollout 0", 101, 12)).stop);
+        assert!(roster.beat(beat("guest rollout 0", 101, 12)).stop);
         assert_eq!(sampled(), 31);
-        roster.beat(Beat { leaves: true, ..beat("rollout 1", 102, 25) });
+        roster.beat(Beat { leaves: true, ..beat("guest rollout 1", 102, 25) });
         assert_eq!((sampled(), roster.members().len()), (36, 1));
-        assert_eq!(roster.drop_silent(Duration::ZERO), ["rollout 0"]);
+        assert_eq!(roster.drop_silent(Duration::ZERO), ["guest rollout 0"]);
         assert_eq!((sampled(), served()), (36, PolicyVersion(u64::MAX)));
         // It was only slow: what it did is not counted again.
-        roster.beat(beat("rollout 0", 103, 4));
+        roster.beat(beat("guest rollout 0", 103, 4));
         assert_eq!(sampled(), 39);
         assert_eq!(*gone.lock().unwrap(), [101, 102, 103]);
-        roster.ended("rollout 0", 9);
+        roster.ended("guest rollout 0", 9);
         assert_eq!(roster.members().len(), 1, "another process than that one has ended");
-        roster.ended("rollout 0", 0);
+        roster.ended("guest rollout 0", 0);
         assert_eq!(*gone.lock().unwrap(), [101, 102, 103, 103]);
     }
 

@@ -5,7 +5,7 @@
 //! to be scored is bounded; when it is full, the sampler waits.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use buffer::{BufferError, Finalized, Producer};
@@ -39,7 +39,11 @@ pub struct Scorer {
     task: JoinHandle<Result<(), RolloutError>>,
     give_up: Arc<Notify>,
     runtime: Handle,
+    open: Open,
 }
+
+/// Groups of which a completion has come and which are not with the buffer yet.
+type Open = Arc<Mutex<HashSet<GroupId>>>;
 
 impl Scorer {
     /// Starts scoring on `runtime`; at most `capacity` completions wait or are being scored. `curation` says which groups
@@ -54,9 +58,11 @@ impl Scorer {
     ) -> Self {
         let (sender, receiver) = mpsc::channel(capacity.max(1));
         let give_up = Arc::new(Notify::new());
-        let scoring = Scoring { rewards, buffer, curation, capacity: capacity.max(1), open: HashSet::new() };
+        let open = Open::default();
+        let capacity = capacity.max(1);
+        let scoring = Scoring { rewards, buffer, curation, capacity, open: Arc::clone(&open) };
         let task = runtime.spawn(scoring.run(receiver, Arc::clone(&give_up)));
-        Self { sender, task, give_up, runtime: runtime.clone() }
+        Self { sender, task, give_up, runtime: runtime.clone(), open }
     }
 
     /// Hands over a completion, waiting up to `wait` while too many are being scored.
@@ -76,6 +82,12 @@ impl Scorer {
         }
     }
 
+    /// Whether a completion of the group has come, and the group is not with the buffer yet.
+    #[must_use]
+    pub fn holds(&self, group: GroupId) -> bool {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner).contains(&group)
+    }
+
     /// Whether it ended before it was asked to: only an error does that.
     #[must_use]
     pub fn failed(&self) -> bool {
@@ -88,7 +100,7 @@ impl Scorer {
     /// # Errors
     /// What ended the scoring; a deadline.
     pub fn finish(self, grace: Duration, wait: Duration) -> Result<(), RolloutError> {
-        let Self { sender, mut task, give_up, runtime } = self;
+        let Self { sender, mut task, give_up, runtime, open: _ } = self;
         drop(sender);
         let ended = runtime.block_on(async {
             match tokio::time::timeout(grace, &mut task).await {
@@ -124,8 +136,7 @@ struct Scoring {
     buffer: Arc<dyn Producer>,
     curation: Option<Curation>,
     capacity: usize,
-    /// Groups of which a completion has come and which are not with the buffer yet.
-    open: HashSet<GroupId>,
+    open: Open,
 }
 
 impl Scoring {
@@ -150,7 +161,7 @@ impl Scoring {
                 ended = receiver.recv(), if receiving && judging.len() + completing.len() < self.capacity => match ended {
                     None => receiving = false,
                     Some(ended) => {
-                        self.open.insert(ended.completion.group);
+                        self.opened().insert(ended.completion.group);
                         judging.spawn(judge(ended, Arc::clone(&self.rewards)));
                     }
                 },
@@ -163,7 +174,7 @@ impl Scoring {
                 }
                 Some(group) = completing.join_next() => {
                     let group = group.map_err(|_| RolloutError::Ended { who: "the scoring of a group" })??;
-                    self.open.remove(&group.id);
+                    self.opened().remove(&group.id);
                     let (buffer, curation) = (Arc::clone(&self.buffer), self.curation.clone());
                     storing.spawn_blocking(move || store(buffer.as_ref(), curation.as_ref(), group));
                 }
@@ -175,9 +186,13 @@ impl Scoring {
         Ok(())
     }
 
+    fn opened(&self) -> MutexGuard<'_, HashSet<GroupId>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Gives back every group that is not with the buffer.
     fn give_back_all(&mut self) -> impl FnOnce() -> Result<(), RolloutError> + use<> {
-        let (open, buffer) = (std::mem::take(&mut self.open), Arc::clone(&self.buffer));
+        let (open, buffer) = (std::mem::take(&mut *self.opened()), Arc::clone(&self.buffer));
         move || open.into_iter().try_for_each(|group| give_back(buffer.as_ref(), group, true))
     }
 }

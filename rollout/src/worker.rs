@@ -22,6 +22,9 @@ use crate::scoring::{Ended, Scorer, give_back};
 /// How long an idle sampler waits for weights before it asks for a slot again.
 const LOOK_UP: Duration = Duration::from_millis(5);
 
+/// How long a sampler in another process stands in line for a slot before it looks for weights again.
+const IN_LINE: Duration = Duration::from_millis(20);
+
 /// How long rewards that are still running may take when a run ends; nobody waits for what they judge.
 const GRACE: Duration = Duration::from_secs(5);
 
@@ -362,10 +365,13 @@ impl Worker {
             }
         }
         let baseline = usize::from(self.config.greedy_baseline);
+        // Who asks from afar would otherwise find that others were there first, every time.
+        let afar = self.config.holder.is_some() && self.engine.is_idle();
+        let wait = if afar { IN_LINE } else { Duration::ZERO };
         let mut passed_over = 0;
         while self.engine.has_room(self.config.group_size + baseline) && passed_over < PASSED_OVER {
             let one = AdmitRequest { served: version, limit: 1, hold: None, holder: self.config.holder };
-            let group = match buffer.admit(one, Duration::ZERO) {
+            let group = match buffer.admit(one, wait) {
                 // If it took one after all, that comes back to the line when its hold is over.
                 Err(BufferError::Unclear { .. }) => break,
                 admitted => admitted?.pop(),
@@ -379,6 +385,14 @@ impl Worker {
                 passed_over += 1;
                 continue;
             };
+            if self.started.contains_key(&group) || self.scorer.holds(group) {
+                // Its hold was over while this sampler was stopped or cut off, and nobody has begun it meanwhile.
+                match buffer.claim(group, version) {
+                    Err(BufferError::WrongState { .. }) => {}
+                    claimed => claimed?,
+                }
+                continue;
+            }
             match buffer.claim(group, version) {
                 // A buffer that was started again knows of no admissions: it is in line again.
                 Err(BufferError::WrongState { .. }) => {

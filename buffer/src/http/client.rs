@@ -13,6 +13,7 @@ mod renewals;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -47,6 +48,8 @@ pub struct ClientConfig {
     pub patience: Duration,
     /// How soon what this client holds goes to others once it is gone; it is held anew three times as often.
     pub hold: Duration,
+    /// Patience ends when this is set: who is to end does not wait for a server that is away.
+    pub give_up: Option<Arc<AtomicBool>>,
 }
 
 impl ClientConfig {
@@ -54,7 +57,7 @@ impl ClientConfig {
     #[must_use]
     pub fn new(url: impl Into<String>) -> Self {
         let (patience, hold) = (Duration::from_secs(120), Duration::from_secs(60));
-        Self { url: url.into(), token: None, roots: None, patience, hold }
+        Self { url: url.into(), token: None, roots: None, patience, hold, give_up: None }
     }
 }
 

@@ -5,6 +5,7 @@
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use serde::de::DeserializeOwned;
@@ -121,11 +122,12 @@ pub(super) struct Core {
     url: String,
     authorization: Option<String>,
     patience: Duration,
+    give_up: Option<Arc<AtomicBool>>,
 }
 
 impl Core {
     pub(super) fn new(config: ClientConfig) -> Result<Self, BufferError> {
-        let ClientConfig { url, token, roots, patience, hold: _ } = config;
+        let ClientConfig { url, token, roots, patience, hold: _, give_up } = config;
         let failed = |reason: String| BufferError::Client { url: url.clone(), reason };
         if !(url.starts_with("http://") || url.starts_with("https://")) {
             return Err(failed("write it as http://HOST:PORT or https://HOST:PORT".to_owned()));
@@ -148,7 +150,7 @@ impl Core {
             .build()
             .new_agent();
         let authorization = token.map(|token| format!("Bearer {token}"));
-        Ok(Self { agent, url: url.trim_end_matches('/').to_owned(), authorization, patience })
+        Ok(Self { agent, url: url.trim_end_matches('/').to_owned(), authorization, patience, give_up })
     }
 
     pub(super) fn url(&self) -> &str {
@@ -252,7 +254,8 @@ impl Core {
                 }
             };
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            let gives_up = self.give_up.as_ref().is_some_and(|give_up| give_up.load(Ordering::Relaxed));
+            if left.is_zero() || gives_up {
                 let (request, waited) = (self.name(call), started.elapsed());
                 return Err(BufferError::Unreachable { request, attempts, waited, reason });
             }
