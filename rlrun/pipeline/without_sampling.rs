@@ -62,7 +62,7 @@ impl Run<'_> {
         }
         observer.sync()?;
         let policy = NetworkState::of(&directory, &learner)?;
-        writer.save_now(Contents { policy, critic: None, state: &state })?;
+        writer.save_now(&Contents { policy, critic: None, state: &state })?;
         Ok(Trained { version: state.version, time_s: state.time_s, evaluation: last })
     }
 

@@ -70,8 +70,8 @@ impl Memory {
         let (weights, world) = (size.weights, recipe.trainer.world as u64);
         let prompts = recipe.data.max_prompt_length as u64;
         let running = recipe.rollout.max_running as u64;
-        let rows = running
-            .saturating_add((recipe.rollout.prefill_chunk as u64).min(prompts.saturating_mul(running)));
+        let chunk = recipe.rollout.prefill_chunk as u64;
+        let rows = running.saturating_add(chunk.min(prompts.saturating_mul(running)));
         let positions = recipe.rollout.kv_cache_tokens.map_or_else(|| cache_positions(recipe), |n| n as u64);
         // A step trains at most what it was handed.
         let micro_batch = (recipe.trainer.microbatch_tokens as u64)
@@ -122,9 +122,8 @@ impl Memory {
         parts.extend(copied(recipe, &parts));
         let models = recipe.rewards.iter().filter(|spec| spec.kind == "model");
         let configs = models.filter_map(|spec| Config::load(spec.path.as_deref()?).ok());
-        let scored = configs.fold(0_u64, |sum, config| {
-            sum.saturating_add(product(&[F32, Layout::new(&config).len() as u64]))
-        });
+        let bytes = |config| product(&[F32, Layout::new(&config).len() as u64]);
+        let scored = configs.map(bytes).fold(0_u64, u64::saturating_add);
         if scored > 0 {
             parts.push(part("rewards", "reward models, all at the same time", scored));
         }

@@ -152,7 +152,7 @@ fn describing_files(directory: &Path) -> std::io::Result<BTreeMap<String, String
 async fn join(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) -> Response {
     let Join { protocol, role, name } = match read(&headers, &body) {
         Ok(join) => join,
-        Err(refused) => return refused,
+        Err(reason) => return bad_body(&reason),
     };
     if protocol != PROTOCOL {
         return problem(
@@ -183,7 +183,7 @@ async fn join(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) ->
 async fn beat(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) -> Response {
     match read::<Beat>(&headers, &body) {
         Ok(beat) => answer(&headers, &desk.roster.beat(beat)),
-        Err(refused) => refused,
+        Err(reason) => bad_body(&reason),
     }
 }
 
@@ -193,7 +193,7 @@ async fn ended(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) -
             desk.roster.ended(&name, pid);
             answer(&headers, &())
         }
-        Err(refused) => refused,
+        Err(reason) => bad_body(&reason),
     }
 }
 
@@ -205,13 +205,16 @@ fn named(headers: &HeaderMap, name: header::HeaderName) -> bool {
     headers.get(name).and_then(|value| value.to_str().ok()).is_some_and(|value| value.contains(MESSAGE_PACK))
 }
 
-fn read<T: DeserializeOwned>(headers: &HeaderMap, body: &Bytes) -> Result<T, Response> {
-    let value = if named(headers, header::CONTENT_TYPE) {
+fn read<T: DeserializeOwned>(headers: &HeaderMap, body: &Bytes) -> Result<T, String> {
+    if named(headers, header::CONTENT_TYPE) {
         rmp_serde::from_slice(body).map_err(|error| error.to_string())
     } else {
         serde_json::from_slice(body).map_err(|error| error.to_string())
-    };
-    value.map_err(|error| problem(StatusCode::UNPROCESSABLE_ENTITY, "bad_body", &error))
+    }
+}
+
+fn bad_body(reason: &str) -> Response {
+    problem(StatusCode::UNPROCESSABLE_ENTITY, "bad_body", reason)
 }
 
 fn answer(headers: &HeaderMap, value: &impl Serialize) -> Response {

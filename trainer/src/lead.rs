@@ -1,7 +1,7 @@
 //! The first of several processes that train together, and what it tells the others.
 //!
 //! The leader holds the trainer; the others run [`follow`](crate::follow::follow()) and get everything from it: models,
-//! states of optimizers, batches. Data of a model follow its [`Command::Network`] as broadcasts, in the order of
+//! states of optimizers, batches. Data of a model follow its `Command::Network` as broadcasts, in the order of
 //! [`Leader::learner`].
 //!
 //! Invariant: whatever the leader does with its ranks it tells first, so that all make the same calls. A process cannot

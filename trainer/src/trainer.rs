@@ -250,7 +250,7 @@ impl Trainer {
     /// # Errors
     /// As [`Self::checkpoint`].
     pub fn last_checkpoint(&mut self) -> Result<PathBuf, TrainerError> {
-        self.save(Writer::save_now)
+        self.save(|writer, contents| writer.save_now(&contents))
     }
 
     /// Writes what there is with `write`, then lets the buffer forget the groups of what is on disk.

@@ -127,6 +127,28 @@ fn an_adapter_is_sent_and_trained() {
     }
 }
 
+/// Two epochs of two minibatches.
+fn settings_of(algorithm: &Algorithm, files: &std::path::Path) -> TrainerConfig {
+    let schedule =
+        Schedule { peak: 1e-3, shape: Shape::Constant, warmup_steps: 0, decay_steps: 0, steps: 10 };
+    let split = trainer::batch::Split { minibatches: 2, ..SPLIT };
+    TrainerConfig {
+        algorithm: algorithm.clone(),
+        schedule,
+        split,
+        epochs: 2,
+        bitwise: false,
+        checkpoint_interval: 0,
+        checkpoint: WriterConfig {
+            checkpoints: files.join("checkpoints"),
+            retention: Retention::last(1),
+            asynchronous: true,
+            wait: SOON,
+        },
+        wait: SOON,
+    }
+}
+
 /// Steps of a trainer with everything that can stand beside a policy.
 fn trained(
     make: Make<'_>,
@@ -161,24 +183,7 @@ fn trained(
     let buffer_config = BufferConfig { on_stale: OnStale::Drop, ..BufferConfig::new(3, 2) };
     let buffer = Arc::new(Buffer::in_memory(buffer_config).unwrap());
     let (publisher, _hub) = weights::memory::hub();
-    let schedule =
-        Schedule { peak: 1e-3, shape: Shape::Constant, warmup_steps: 0, decay_steps: 0, steps: 10 };
-    let split = trainer::batch::Split { minibatches: 2, ..SPLIT };
-    let trainer_config = TrainerConfig {
-        algorithm: algorithm.clone(),
-        schedule,
-        split,
-        epochs: 2,
-        bitwise: false,
-        checkpoint_interval: 0,
-        checkpoint: WriterConfig {
-            checkpoints: files.path().join("checkpoints"),
-            retention: Retention::last(1),
-            asynchronous: true,
-            wait: SOON,
-        },
-        wait: SOON,
-    };
+    let trainer_config = settings_of(algorithm, files.path());
     std::fs::create_dir(&trainer_config.checkpoint.checkpoints).unwrap();
     let edges: (Arc<dyn Consumer>, Arc<dyn Publisher>) =
         (Arc::clone(&buffer) as Arc<dyn Consumer>, Arc::new(publisher));

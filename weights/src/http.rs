@@ -14,7 +14,7 @@
 //! with a stable `code`. Who may call, and over which connections, is up to the server that the routes are mounted in.
 //!
 //! Invariants:
-//! - Nothing waits on a thread of the server: calls that wait do so as tasks, and for no longer than [`MAX_WAIT`].
+//! - Nothing waits on a thread of the server: calls that wait do so as tasks, and for no longer than `MAX_WAIT`.
 //! - Weights are sent from where they lie; what a call sends beside them is bounded.
 //! - A sampler serves nothing that it has not digested.
 //!

@@ -74,7 +74,7 @@ impl Writer {
     /// If this one or the one before cannot be written, or the one before is not on disk in time.
     pub fn save(&mut self, contents: Contents<'_>) -> Result<(), TrainerError> {
         if !self.config.asynchronous {
-            return self.save_now(contents).map(drop);
+            return self.save_now(&contents).map(drop);
         }
         let clock = Instant::now();
         self.settle()?;
@@ -99,11 +99,11 @@ impl Writer {
     ///
     /// # Errors
     /// As [`Self::save`].
-    pub fn save_now(&mut self, contents: Contents<'_>) -> Result<PathBuf, TrainerError> {
+    pub fn save_now(&mut self, contents: &Contents<'_>) -> Result<PathBuf, TrainerError> {
         let clock = Instant::now();
         self.settle()?;
         let writing = Instant::now();
-        let path = save(&self.config.checkpoints, &contents, self.config.retention)?;
+        let path = save(&self.config.checkpoints, contents, self.config.retention)?;
         self.time.write += writing.elapsed().as_secs_f64();
         self.time.stall += clock.elapsed().as_secs_f64();
         self.durable = Some(contents.state.version);

@@ -25,6 +25,9 @@ pub(super) struct Renewals {
     thread: Option<JoinHandle<()>>,
 }
 
+/// Leases to be extended, and groups to be claimed again.
+type Due = (Vec<LeaseId>, Vec<(GroupId, PolicyVersion)>);
+
 #[derive(Default)]
 struct Shared {
     held: Mutex<Held>,
@@ -89,7 +92,7 @@ impl Shared {
     }
 
     /// Waits until `until`, or while nothing is held; what is held, or `None` at the end.
-    fn due(&self, until: Instant) -> Option<(Vec<LeaseId>, Vec<(GroupId, PolicyVersion)>)> {
+    fn due(&self, until: Instant) -> Option<Due> {
         let mut held = self.held();
         loop {
             if held.ended {
