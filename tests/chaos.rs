@@ -228,9 +228,9 @@ impl Drop for Wire {
 fn a_worker_that_is_cut_off_for_a_while_goes_on_afterwards() {
     let home = Home::new();
     let run = home.run("run");
-    // The sampler of the run leaves slots to others.
+    // The sampler of the run leaves slots to others, and versions do not come faster than they can be applied.
     let sets = ["buffer.listen=127.0.0.1:0", "buffer.max_staleness=2", "rollout.max_running=64"];
-    let sets = [&sets[..], &["deadlines.heartbeat_s=2"]].concat();
+    let sets = [&sets[..], &["deadlines.heartbeat_s=2", "trainer.learning_rate=1e-9"]].concat();
     let mut lead = home.start_endless("run", &sets);
     assert!(run.wait_for(Moment::Step(1), &mut lead));
     let url = served_on(&run);

@@ -13,7 +13,9 @@ use super::layers::{Origin, Origins};
 use super::ranges::{Checker, check_ranges};
 use super::schema::{Buffer, RandomModel, RawData, RawModel, RawRecipe, Rollout, Warmup};
 use super::training::{check_lora, check_trainer};
-use super::words::{CriticKind, OnStale, Quantization, Ranks, SampleOrder, Store, SupervisedKind};
+use super::words::{
+    CriticKind, OnStale, Quantization, Ranks, SampleOrder, Store, SupervisedKind, WeightDtype,
+};
 use super::{Data, DataSource, Files, Model, Recipe};
 
 /// Checks everything; `stem` names the run if the recipe does not.
@@ -45,6 +47,7 @@ pub(super) fn check(
     check_replay(&raw.buffer, &mut checker);
     check_store(&mut raw.buffer, &mut checker);
     check_bitwise(&raw.rollout, &mut checker);
+    check_rounding(&raw, &mut checker);
     check_trainer(&raw.trainer, &mut checker);
     check_lora(raw.lora.as_mut(), &mut checker);
     super::algorithm::check(&mut raw, &mut checker);
@@ -354,6 +357,16 @@ fn check_batch(raw: &RawRecipe, checker: &mut Checker<'_>) {
 }
 
 /// What is sampled from an approximation cannot have the bits of the original.
+/// Samplers of rounded weights compute other bits than the trainer.
+fn check_rounding(raw: &RawRecipe, checker: &mut Checker<'_>) {
+    if raw.rollout.bitwise && raw.weights.dtype == WeightDtype::Bf16 {
+        let message = "`rollout.bitwise` promises that sampler and trainer compute the same bits, which \
+                       `weights.dtype` cannot";
+        let paths = ["weights.dtype", "rollout.bitwise"];
+        checker.report_latest(&paths, message, "set `bitwise = false` or `dtype = \"f32\"`");
+    }
+}
+
 fn check_bitwise(rollout: &Rollout, checker: &mut Checker<'_>) {
     if rollout.bitwise && rollout.quantization != Quantization::None {
         let message = "`rollout.bitwise` promises that sampler and trainer compute the same bits, which \

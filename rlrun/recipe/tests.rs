@@ -115,6 +115,9 @@ fn a_promise_of_equal_bits_and_a_quantized_sampler_point_at_each_other() {
     for set in ["rollout.bitwise=false", "rollout.quantization=none"] {
         case.load(&[set], &[]).unwrap();
     }
+    let rounded = Case::new(&format!("{MINIMAL}[rollout]\nbitwise = true\n[weights]\ndtype = \"bf16\"\n"));
+    let shown = rounded.errors(&[], &[]);
+    assert!(shown.contains("`rollout.bitwise`") && shown.contains("`weights.dtype`"), "{shown}");
 }
 
 #[test]
