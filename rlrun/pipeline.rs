@@ -521,7 +521,7 @@ impl Run<'_> {
         let (steps, interval) = (self.recipe.trainer.steps, self.recipe.eval.interval);
         let phase = self.report.phase("training", steps);
         phase.set(trainer.version().0, "");
-        let mut progress = Progress::default();
+        let mut window = (Progress::default(), Progress::default());
         let mut last = None;
         let mut clock = Instant::now();
         while trainer.version().0 < steps {
@@ -533,18 +533,21 @@ impl Run<'_> {
             let evaluation = if due && !self.signals.stop_requested() { evaluate(trainer)? } else { None };
             stage.enter(Doing::Writing, trainer.version());
             let now = samplers.progress();
+            // Other processes say what they did each second; until they say so again, what they said last holds.
+            if now != window.1 {
+                window = (window.1, now);
+            }
             let lags = publisher.lags()?;
             observer.step(&StepInputs {
                 step: &step,
                 push: (publisher.last_push()?, &lags),
                 evaluation: evaluation.as_ref(),
                 rewards: &samplers.take_loads(),
-                sampler: (progress, now),
+                sampler: window,
                 step_s: clock.elapsed().as_secs_f64(),
                 time_s: trainer.time_s(),
             })?;
             clock = Instant::now();
-            progress = now;
             if trainer.checkpoint_due() {
                 observer.sync()?;
                 trainer.checkpoint()?;

@@ -143,7 +143,11 @@ impl Report {
     /// # Errors
     /// The file cannot be made.
     pub fn log_to(&self, logs: &Path) -> io::Result<()> {
-        let attempt = std::fs::read_dir(logs)?.count() + 1;
+        let names = std::fs::read_dir(logs)?.map(|entry| Ok(entry?.file_name()));
+        let names = names.collect::<io::Result<Vec<_>>>()?;
+        // Workers and rewards have logs of their own there.
+        let before = names.iter().filter(|name| name.to_string_lossy().starts_with("attempt_")).count();
+        let attempt = before + 1;
         let file = File::create(logs.join(format!("attempt_{attempt}.log")))?;
         self.out.lock().unwrap_or_else(PoisonError::into_inner).log = Some(file);
         Ok(())

@@ -408,6 +408,14 @@ fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
 /// Ranks that are processes need somebody to be, and an address to come to.
 fn check_ranks(recipe: &Recipe, checker: &mut Checker<'_>) {
     let (ranks, world) = (recipe.trainer.ranks, recipe.trainer.world);
+    if ranks == Ranks::Processes && recipe.supervised.is_some() {
+        let message = "ranks that are processes join a run that samples, and this one has `[supervised]`";
+        checker.report_latest(
+            &["trainer.ranks", "supervised"],
+            message,
+            "set `trainer.ranks` to \"threads\" or \"mpi\"",
+        );
+    }
     if ranks == Ranks::Processes && world < 2 {
         let help = "set `trainer.world` to their number, the first included";
         checker.report("trainer.ranks", "`trainer.ranks` has no effect with one rank", help);
