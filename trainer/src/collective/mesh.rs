@@ -284,13 +284,16 @@ impl Receive<'_> {
 pub(super) const HEADER: usize = 32;
 /// A frame without a call: the error of a rank, as text.
 pub(super) const GIVEN_UP: u64 = u64::MAX;
+/// A frame without a call and without bytes: a rank has waited for half of its deadline, for the rank that stands in place
+/// of the digest.
+pub(super) const WAITS: u64 = u64::MAX - 1;
 /// What every frame begins with.
 const MAGIC: u64 = u64::from_le_bytes(*b"rlrunfr1");
 
 /// What stands before the bytes of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
-    /// Calls before, or [`GIVEN_UP`].
+    /// Calls before, or [`GIVEN_UP`] or [`WAITS`].
     pub number: u64,
     pub digest: u64,
     /// Bytes that follow.

@@ -2,7 +2,8 @@
 //!
 //! Invariant: a call reads exactly the frames that it expects and leaves those of later calls in the socket. All
 //! connections are served from one loop, in both directions at once, so that ranks that send each other more than the
-//! sockets hold do not wait for each other.
+//! sockets hold do not wait for each other. A rank that has waited for half of its deadline tells for whom, so that the
+//! others name the rank that hangs and not one that waits for it too.
 
 use std::borrow::Cow;
 use std::io::{ErrorKind, IoSlice, Read, Write};
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::collective::CollectiveError;
-use crate::collective::mesh::{GIVEN_UP, HEADER, Header, Receive, Stamp, Wire};
+use crate::collective::mesh::{GIVEN_UP, HEADER, Header, Receive, Stamp, WAITS, Wire};
 
 /// How long a rank that gives up tries to tell the others why.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -43,6 +44,8 @@ struct Receiving {
     frame: Option<Header>,
     /// The error of the peer, if it sends one.
     reason: Vec<u8>,
+    /// The rank that the peer waits for itself, if it has told.
+    waits_for: Option<usize>,
 }
 
 /// One peer in one exchange.
@@ -74,29 +77,48 @@ impl Sockets {
         links: &mut [Link<'_, '_>],
         mut patient: bool,
     ) -> Result<(), CollectiveError> {
-        let mut moved_at = Instant::now();
+        let (mut moved_at, mut told) = (Instant::now(), false);
         loop {
             for link in &mut *links {
                 if link.advance(self.rank, stamp)? == Moved::Some {
-                    (moved_at, patient) = (Instant::now(), false);
+                    (moved_at, patient, told) = (Instant::now(), false, false);
                 }
             }
             if links.iter().all(Link::is_done) {
                 return Ok(());
             }
-            let left = self.deadline.saturating_sub(moved_at.elapsed());
+            let waited = moved_at.elapsed();
+            let left = self.deadline.saturating_sub(waited);
             if left.is_zero() && !patient {
-                let receives = links.iter().find(|link| link.receiving.is_some());
-                let waits_for = receives.or_else(|| links.iter().find(|link| !link.is_done()));
                 return Err(CollectiveError::Deadline {
                     rank: self.rank,
-                    waits_for: waits_for.map_or(self.rank, |link| link.peer),
+                    waits_for: self.waits_for(links),
                     operation: stamp.operation,
                     seconds: self.deadline.as_secs_f64(),
                 });
             }
-            wait(links, (!patient).then_some(left));
+            let until_told = (self.deadline / 2).saturating_sub(waited);
+            if until_told.is_zero() && !patient && !told {
+                told = true;
+                let header =
+                    Header { number: WAITS, digest: self.waits_for(links) as u64, len: 0 }.to_bytes();
+                for link in links.iter_mut().filter(|link| link.sending.is_none()) {
+                    link.sending = Some(Sending { header, bytes: Cow::Borrowed(&[]), sent: 0 });
+                    link.send();
+                }
+            }
+            let pause = if told { left } else { until_told };
+            wait(links, (!patient).then_some(pause));
         }
+    }
+
+    /// The rank that keeps `links` waiting: one that has not said that it waits itself, or else the one that it waits for.
+    fn waits_for(&self, links: &[Link<'_, '_>]) -> usize {
+        let named = |link: &Link<'_, '_>| Some(link.receiving.as_ref()?.0.waits_for);
+        let silent = links.iter().find(|link| named(link) == Some(None)).map(|link| link.peer);
+        let named = || links.iter().find_map(|link| named(link)?);
+        let takes_nothing = || links.iter().find(|link| !link.is_done()).map(|link| link.peer);
+        silent.or_else(named).or_else(takes_nothing).unwrap_or(self.rank)
     }
 
     /// Finishes the frames that were begun and sends `error` after them, as far as the others still listen. It is a
@@ -173,7 +195,7 @@ impl Wire for Sockets {
 
 impl Default for Receiving {
     fn default() -> Self {
-        Self { header: [0; HEADER], got: 0, frame: None, reason: Vec::new() }
+        Self { header: [0; HEADER], got: 0, frame: None, reason: Vec::new(), waits_for: None }
     }
 }
 
@@ -283,6 +305,11 @@ impl Receiving {
             let found = "something that is no frame of rlrun".to_owned();
             return Err(CollectiveError::OutOfStep { rank, peer, operation: stamp.operation, found });
         };
+        if header.number == WAITS {
+            self.waits_for = usize::try_from(header.digest).ok();
+            self.got = 0;
+            return Ok(());
+        }
         self.frame = Some(header);
         if header.number == GIVEN_UP {
             let len = header.len.min(MAX_REASON);
