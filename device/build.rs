@@ -1,0 +1,40 @@
+//! Compiles the kernels for the processor, if the emulator is wanted.
+
+fn main() {
+    println!("cargo::rerun-if-changed=kernels");
+    println!("cargo::rerun-if-changed=emulator");
+    #[cfg(feature = "emulator")]
+    emulator();
+}
+
+/// One unit of all kernels and the emulator: what registers a kernel by its name is linked with what looks it up.
+#[cfg(feature = "emulator")]
+fn emulator() {
+    let mut kernels: Vec<_> = std::fs::read_dir("kernels")
+        .expect("the kernels are beside this file")
+        .map(|entry| entry.expect("a directory can be read").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "cu"))
+        .collect();
+    kernels.sort();
+    let mut unit = String::from("#include \"emulator.cc\"\n");
+    for path in &kernels {
+        let name = path.file_name().and_then(|name| name.to_str()).expect("names are ASCII");
+        unit += &format!("#include \"{name}\"\n");
+    }
+    let out = std::env::var("OUT_DIR").expect("cargo sets it");
+    let path = std::path::Path::new(&out).join("unit.cc");
+    std::fs::write(&path, unit).expect("the build directory can be written");
+    cc::Build::new()
+        .cpp(true)
+        .std("c++17")
+        .file(path)
+        .include("emulator")
+        .include("kernels")
+        .define("RLRUN_EMULATED", None)
+        // Checked versions of longjmp take the change of stacks for an attack.
+        .flag("-U_FORTIFY_SOURCE")
+        .flag("-Wno-unknown-pragmas")
+        .flag("-Wno-unused-function")
+        .opt_level(2)
+        .compile("rlrun_emulator");
+}

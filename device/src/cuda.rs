@@ -1,0 +1,431 @@
+//! GPUs of NVIDIA, by the driver, nvrtc and cuBLAS that are there at run time.
+//!
+//! Invariant: every call of the driver is made with the context of the device current on the calling thread. A failure
+//! while something is freed is dropped: it shows again at the next call.
+
+mod libraries;
+mod listing;
+mod modules;
+
+use std::any::Any;
+use std::cell::Cell;
+use std::ffi::{c_int, c_void};
+use std::sync::Mutex;
+
+use cudarc::cublas::{result as cublas, sys as cublas_sys};
+use cudarc::driver::result::{self as driver, DriverError};
+use cudarc::driver::sys;
+
+pub(crate) use self::libraries::Library;
+pub(crate) use self::listing::inventory;
+use self::modules::Modules;
+pub(crate) use self::modules::{compile_all, keep_in};
+use crate::backend::{Backend, Handle, Launch, Operand, Product, Recording, Use};
+use crate::error::{DeviceError, Result};
+
+/// Scratch of cuBLAS, bytes: what NVIDIA recommends for Hopper. Given beforehand, so that products can be recorded.
+const WORKSPACE: usize = 32 << 20;
+
+thread_local! {
+    /// The context that is current on this thread, as far as is known.
+    static CURRENT: Cell<usize> = const { Cell::new(0) };
+}
+
+/// A GPU with a stream.
+#[derive(Debug)]
+pub(crate) struct Cuda {
+    name: String,
+    context: sys::CUcontext,
+    device: sys::CUdevice,
+    stream: sys::CUstream,
+    cublas: Mutex<Cublas>,
+    modules: Modules,
+}
+
+#[derive(Debug)]
+struct Cublas {
+    handle: cublas_sys::cublasHandle_t,
+    workspace: u64,
+}
+
+// SAFETY: contexts, streams and handles of CUDA may be used from any thread; the handle of cuBLAS is used under a lock.
+#[expect(unsafe_code, reason = "pointers of the driver")]
+unsafe impl Send for Cuda {}
+// SAFETY: as above.
+#[expect(unsafe_code, reason = "pointers of the driver")]
+unsafe impl Sync for Cuda {}
+
+#[derive(Debug)]
+struct Recorded {
+    graph: sys::CUgraph,
+    executable: sys::CUgraphExec,
+}
+
+// SAFETY: a graph may be launched and destroyed from any thread, one at a time.
+#[expect(unsafe_code, reason = "pointers of the driver")]
+unsafe impl Send for Recorded {}
+
+impl Recording for Recorded {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for Recorded {
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn drop(&mut self) {
+        // SAFETY: both were made by the driver and are not used any more.
+        unsafe {
+            let _ = driver::graph::exec_destroy(self.executable);
+            let _ = driver::graph::destroy(self.graph);
+        }
+    }
+}
+
+/// Gives a failed call its name.
+trait Named<T> {
+    fn named(self, device: &str, call: &'static str) -> Result<T>;
+}
+
+impl<T> Named<T> for std::result::Result<T, DriverError> {
+    fn named(self, device: &str, call: &'static str) -> Result<T> {
+        self.map_err(|error| DeviceError::Call { device: device.to_owned(), call, reason: text(error) })
+    }
+}
+
+fn text(error: DriverError) -> String {
+    let of = |text: std::result::Result<&std::ffi::CStr, DriverError>| {
+        text.map_or_else(|_| "unknown".to_owned(), |text| text.to_string_lossy().into_owned())
+    };
+    format!("{}: {}", of(error.error_name()), of(error.error_string()))
+}
+
+impl Cuda {
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    pub(crate) fn open(ordinal: usize) -> Result<Self> {
+        let name = format!("cuda:{ordinal}");
+        let unavailable = |reason: String| DeviceError::Unavailable { device: name.clone(), reason };
+        for library in [Library::Driver, Library::Nvrtc, Library::Cublas] {
+            library.check().map_err(unavailable)?;
+        }
+        driver::init().map_err(|error| unavailable(text(error)))?;
+        let count = driver::device::get_count().named(&name, "cuDeviceGetCount")?;
+        let number = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
+        if number >= count {
+            return Err(unavailable(format!("there are {count}; look at CUDA_VISIBLE_DEVICES")));
+        }
+        let device = driver::device::get(number).named(&name, "cuDeviceGet")?;
+        // SAFETY: the device was just got, and what is made of it is destroyed with this value.
+        unsafe {
+            let context = driver::primary_ctx::retain(device).named(&name, "cuDevicePrimaryCtxRetain")?;
+            driver::ctx::set_current(context).named(&name, "cuCtxSetCurrent")?;
+            CURRENT.set(context as usize);
+            keep_freed_memory(device).named(&name, "cuMemPoolSetAttribute")?;
+            let kind = driver::stream::StreamKind::NonBlocking;
+            let stream = driver::stream::create(kind).named(&name, "cuStreamCreate")?;
+            let cublas = Mutex::new(Cublas::new(&name, stream)?);
+            let modules = Modules::compile(&name, capability(device).named(&name, "cuDeviceGetAttribute")?)?;
+            Ok(Self { name, context, device, stream, cublas, modules })
+        }
+    }
+
+    /// The stream, for who gives work to it by another library.
+    pub(crate) fn stream(&self) -> sys::CUstream {
+        self.stream
+    }
+
+    pub(crate) fn ordinal(&self) -> c_int {
+        self.device
+    }
+
+    /// Makes the context current on this thread.
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    pub(crate) fn bind(&self) -> Result<()> {
+        if CURRENT.get() == self.context as usize {
+            return Ok(());
+        }
+        // SAFETY: the context lives as long as this value.
+        unsafe { driver::ctx::set_current(self.context) }.named(&self.name, "cuCtxSetCurrent")?;
+        CURRENT.set(self.context as usize);
+        Ok(())
+    }
+}
+
+impl Drop for Cuda {
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn drop(&mut self) {
+        if self.bind().is_err() {
+            return;
+        }
+        let cublas = self.cublas.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        // SAFETY: all buffers and graphs of the stream are gone, because they keep this value.
+        unsafe {
+            let _ = driver::stream::synchronize(self.stream);
+            let _ = cublas::destroy_handle(cublas.handle);
+            let _ = driver::free_sync(cublas.workspace);
+            self.modules.unload();
+            let _ = driver::stream::destroy(self.stream);
+            let _ = driver::primary_ctx::release(self.device);
+        }
+        // The next device with this address of a context has to be made current again.
+        CURRENT.set(0);
+    }
+}
+
+/// Compute capability, as 90 for 9.0.
+#[expect(unsafe_code, reason = "calls of the driver")]
+fn capability(device: sys::CUdevice) -> std::result::Result<i32, DriverError> {
+    use sys::CUdevice_attribute::{
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+    };
+    // SAFETY: the device is one of the driver's.
+    let [major, minor] = [MAJOR, MINOR].map(|what| unsafe { driver::device::get_attribute(device, what) });
+    Ok(major? * 10 + minor?)
+}
+
+/// Memory that is freed stays with the pool of the device, so that the next step finds it.
+#[expect(unsafe_code, reason = "calls of the driver")]
+unsafe fn keep_freed_memory(device: sys::CUdevice) -> std::result::Result<(), DriverError> {
+    let mut threshold = u64::MAX;
+    let value = std::ptr::from_mut(&mut threshold).cast::<c_void>();
+    let what = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    // SAFETY: the device is one of the driver's, and the value is of the attribute's type.
+    unsafe { driver::mem_pool::set_attribute(driver::device::get_default_mem_pool(device)?, what, value) }
+}
+
+impl Cublas {
+    #[expect(unsafe_code, reason = "calls of cuBLAS")]
+    fn new(name: &str, stream: sys::CUstream) -> Result<Self> {
+        let failed = |error: cublas::CublasError| DeviceError::Call {
+            device: name.to_owned(),
+            call: "cublasCreate",
+            reason: format!("{error:?}"),
+        };
+        let handle = cublas::create_handle().map_err(failed)?;
+        // SAFETY: stream and memory live as long as the handle.
+        unsafe {
+            cublas::set_stream(handle, stream.cast()).map_err(failed)?;
+            let workspace = driver::malloc_sync(WORKSPACE).named(name, "cuMemAlloc")?;
+            cublas_sys::cublasSetWorkspace_v2(handle, workspace as *mut c_void, WORKSPACE).result().map_err(failed)?;
+            Ok(Self { handle, workspace })
+        }
+    }
+}
+
+impl Backend for Cuda {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn allocate(&self, bytes: usize, usage: Use) -> Result<Option<u64>> {
+        self.bind()?;
+        // SAFETY: the stream lives; the address is used by the stream alone, or shared after a wait.
+        let allocated = unsafe {
+            match usage {
+                Use::Own => driver::malloc_async(self.stream, bytes),
+                // Handles can be had of these alone.
+                Use::Shared => driver::malloc_sync(bytes),
+            }
+        };
+        match allocated {
+            Ok(address) => Ok(Some(address)),
+            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(None),
+            Err(error) => Err(error).named(&self.name, "cuMemAlloc"),
+        }
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn free(&self, address: u64, _bytes: usize, usage: Use) {
+        if self.bind().is_err() {
+            return;
+        }
+        // SAFETY: it was allocated so, and its buffer is gone.
+        let _ = unsafe {
+            match usage {
+                Use::Own => driver::free_async(address, self.stream),
+                Use::Shared => driver::free_sync(address),
+            }
+        };
+    }
+
+    fn memory(&self) -> Result<(u64, u64)> {
+        self.bind()?;
+        let (free, total) = driver::mem_get_info().named(&self.name, "cuMemGetInfo")?;
+        Ok((free as u64, total as u64))
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn upload(&self, from: &[u8], to: u64) -> Result<()> {
+        self.bind()?;
+        // SAFETY: the view is of as many bytes; the driver has taken pageable memory when it returns.
+        unsafe { driver::memcpy_htod_async(to, from, self.stream) }.named(&self.name, "cuMemcpyHtoDAsync")
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
+        self.bind()?;
+        // SAFETY: the view is of as many bytes, which are borrowed until the wait is over.
+        unsafe { driver::memcpy_dtoh_async(to, from, self.stream) }.named(&self.name, "cuMemcpyDtoHAsync")?;
+        self.synchronize()
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
+        self.bind()?;
+        // SAFETY: both views are of this many bytes; addresses are unique over all devices.
+        unsafe { sys::cuMemcpyAsync(to, from, bytes, self.stream) }.result().named(&self.name, "cuMemcpyAsync")
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn clear(&self, address: u64, bytes: usize) -> Result<()> {
+        self.bind()?;
+        // SAFETY: the view is of this many bytes.
+        unsafe { driver::memset_d8_async(address, 0, bytes, self.stream) }.named(&self.name, "cuMemsetD8Async")
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn launch(&self, launch: &Launch<'_>) -> Result<()> {
+        self.bind()?;
+        let Launch { kernel, grid: [x, y, z], threads, shared, arguments } = *launch;
+        let function = self.modules.function(&self.name, kernel, shared)?;
+        let mut pointers: Vec<*mut c_void> =
+            arguments.iter().map(|argument| argument.bytes.as_ptr().cast_mut().cast()).collect();
+        let shared = u32::try_from(shared).unwrap_or(u32::MAX);
+        // SAFETY: the launchers give each kernel the arguments that it has, with addresses of buffers that live.
+        let launched =
+            unsafe { driver::launch_kernel(function, (x, y, z), (threads, 1, 1), shared, self.stream, &mut pointers) };
+        launched.map_err(|error| DeviceError::Kernel {
+            device: self.name.clone(),
+            kernel: kernel.to_owned(),
+            reason: text(error),
+        })
+    }
+
+    #[expect(unsafe_code, reason = "calls of cuBLAS")]
+    fn product(&self, product: &Product) -> Result<()> {
+        self.bind()?;
+        let Product { m, n, k, a, b, c, narrow_inputs, narrow_output, scale, keep } = *product;
+        let int = |value: usize| c_int::try_from(value).unwrap_or(c_int::MAX);
+        let kind = |narrow: bool| match narrow {
+            true => cublas_sys::cudaDataType::CUDA_R_16BF,
+            false => cublas_sys::cudaDataType::CUDA_R_32F,
+        };
+        let operation = |operand: Operand| match operand.transposed {
+            true => cublas_sys::cublasOperation_t::CUBLAS_OP_T,
+            false => cublas_sys::cublasOperation_t::CUBLAS_OP_N,
+        };
+        let cublas = self.cublas.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        // cuBLAS takes matrices column by column, which are these transposed: c' = b' a'.
+        // SAFETY: shapes and strides were checked against the views, whose buffers live.
+        let done = unsafe {
+            cublas::gemm_ex(
+                cublas.handle,
+                operation(b),
+                operation(a),
+                int(n),
+                int(m),
+                int(k),
+                std::ptr::from_ref(&scale).cast(),
+                b.address as *const c_void,
+                kind(narrow_inputs),
+                int(b.stride),
+                a.address as *const c_void,
+                kind(narrow_inputs),
+                int(a.stride),
+                std::ptr::from_ref(&keep).cast(),
+                c.address as *mut c_void,
+                kind(narrow_output),
+                int(c.stride),
+                cublas_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                cublas_sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+            )
+        };
+        done.map_err(|error| DeviceError::Call {
+            device: self.name.clone(),
+            call: "cublasGemmEx",
+            reason: format!("{error:?} for [{m}, {k}] times [{k}, {n}]"),
+        })
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn synchronize(&self) -> Result<()> {
+        self.bind()?;
+        // SAFETY: the stream lives.
+        unsafe { driver::stream::synchronize(self.stream) }.named(&self.name, "cuStreamSynchronize")
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn begin_recording(&self) -> Result<()> {
+        self.bind()?;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream lives.
+        unsafe { driver::stream::begin_capture(self.stream, mode) }.named(&self.name, "cuStreamBeginCapture")
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn end_recording(&self) -> Result<Box<dyn Recording>> {
+        self.bind()?;
+        // SAFETY: the stream lives and is capturing; the graph is destroyed with its executable.
+        unsafe {
+            let graph = driver::stream::end_capture(self.stream).named(&self.name, "cuStreamEndCapture")?;
+            let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+            let executable = driver::graph::instantiate(graph, flags).named(&self.name, "cuGraphInstantiate")?;
+            Ok(Box::new(Recorded { graph, executable }))
+        }
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn replay(&self, recording: &dyn Recording) -> Result<()> {
+        self.bind()?;
+        let recorded = recording.as_any().downcast_ref::<Recorded>().ok_or_else(|| DeviceError::Call {
+            device: self.name.clone(),
+            call: "cuGraphLaunch",
+            reason: "it was recorded by another device".to_owned(),
+        })?;
+        // SAFETY: graph and stream live.
+        unsafe { driver::graph::launch(recorded.executable, self.stream) }.named(&self.name, "cuGraphLaunch")
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn share(&self, address: u64) -> Result<Handle> {
+        self.bind()?;
+        let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+        // SAFETY: the address is the start of an allocation that was made to be shared.
+        unsafe { sys::cuIpcGetMemHandle(&raw mut handle, address) }.result().named(&self.name, "cuIpcGetMemHandle")?;
+        Ok(Handle::Cuda(handle.reserved.map(|byte| byte.cast_unsigned())))
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn open(&self, handle: &Handle, _bytes: usize) -> Result<u64> {
+        self.bind()?;
+        let Handle::Cuda(bytes) = handle else {
+            return Err(DeviceError::Call {
+                device: self.name.clone(),
+                call: "cuIpcOpenMemHandle",
+                reason: "it is the memory of an emulated device".to_owned(),
+            });
+        };
+        let handle = sys::CUipcMemHandle { reserved: bytes.map(u8::cast_signed) };
+        let mut address = 0;
+        let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        // SAFETY: a handle of another process; the driver checks it.
+        unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags) }
+            .result()
+            .named(&self.name, "cuIpcOpenMemHandle")?;
+        Ok(address)
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn close(&self, address: u64, _bytes: usize) {
+        if self.bind().is_err() || self.synchronize().is_err() {
+            return;
+        }
+        // SAFETY: it was opened so, and nobody has its address any more.
+        let _ = unsafe { sys::cuIpcCloseMemHandle(address) };
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

@@ -1,0 +1,208 @@
+//! The kernels, compiled for the device that is there and kept on disk.
+//!
+//! A compiled kernel is stored under a digest of its source, the compiler's version and the device's architecture, so that
+//! a stale one is never found.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_char, c_int};
+use std::path::PathBuf;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
+use cudarc::driver::result as driver;
+use cudarc::driver::sys;
+use cudarc::nvrtc::{result as nvrtc, sys as nvrtc_sys};
+
+use super::Named;
+use crate::error::{DeviceError, Result};
+
+/// What every source includes.
+const COMMON: &str = include_str!("../../kernels/common.cuh");
+/// How it does.
+const INCLUDE: &str = "#include \"common.cuh\"";
+/// Shared memory that a kernel has without asking, bytes.
+const SHARED: usize = 48 << 10;
+
+macro_rules! sources {
+    ($($file:literal),* $(,)?) => {
+        /// File and text of every source.
+        const SOURCES: &[(&str, &str)] =
+            &[$(($file, include_str!(concat!("../../kernels/", $file)))),*];
+    };
+}
+sources!(
+
+
+
+
+
+
+
+
+
+
+
+);
+
+/// Where compiled kernels are kept.
+static CACHE: OnceLock<PathBuf> = OnceLock::new();
+
+/// Keeps compiled kernels in `directory`, from the next device on that is opened. The first call counts.
+pub(crate) fn keep_in(directory: PathBuf) {
+    let _ = CACHE.set(directory);
+}
+
+/// Compiled kernels of a device.
+#[derive(Debug)]
+pub(super) struct Modules {
+    loaded: Vec<sys::CUmodule>,
+    /// Functions by name, with the dynamic shared memory that they were told of.
+    functions: Mutex<HashMap<String, (sys::CUfunction, usize)>>,
+}
+
+impl Modules {
+    /// Compiles what is not kept, each file on a thread of its own, and loads it. The device's context is current.
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    pub(super) fn compile(device: &str, capability: i32) -> Result<Self> {
+        let compiled: Vec<Result<Vec<u8>>> = std::thread::scope(|scope| {
+            let start = |(file, source): &(&'static str, &str)| {
+                let (file, source) = (*file, source.replacen(INCLUDE, COMMON, 1));
+                scope.spawn(move || binary(device, file, &source, capability))
+            };
+            let threads: Vec<_> = SOURCES.iter().map(start).collect();
+            let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
+                thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            };
+            threads.into_iter().map(join).collect()
+        });
+        let mut loaded = Vec::with_capacity(compiled.len());
+        for image in compiled {
+            // SAFETY: the image is what the compiler made, whole.
+            let module = unsafe { driver::module::load_data(image?.as_ptr().cast()) };
+            loaded.push(module.named(device, "cuModuleLoadData")?);
+        }
+        Ok(Self { loaded, functions: Mutex::default() })
+    }
+
+    /// The kernel of this name, which may use `shared` bytes of dynamic shared memory.
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    pub(super) fn function(&self, device: &str, kernel: &str, shared: usize) -> Result<sys::CUfunction> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = functions.get(kernel).copied();
+        let (function, allowed) = match known {
+            Some(known) => known,
+            None => (self.find(device, kernel)?, SHARED),
+        };
+        if shared > allowed {
+            let what = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let bytes = c_int::try_from(shared).unwrap_or(c_int::MAX);
+            // SAFETY: the function is of a module that lives.
+            unsafe { driver::function::set_function_attribute(function, what, bytes) }
+                .named(device, "cuFuncSetAttribute")?;
+        }
+        if known.is_none() || shared > allowed {
+            functions.insert(kernel.to_owned(), (function, allowed.max(shared)));
+        }
+        Ok(function)
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn find(&self, device: &str, kernel: &str) -> Result<sys::CUfunction> {
+        let missing =
+            |reason: &str| DeviceError::Kernel { device: device.to_owned(), kernel: kernel.to_owned(), reason: reason.to_owned() };
+        let name = CString::new(kernel).map_err(|_| missing("its name has a zero"))?;
+        // SAFETY: the modules live.
+        let found = self.loaded.iter().find_map(|module| unsafe { driver::module::get_function(*module, name.clone()).ok() });
+        found.ok_or_else(|| missing("it does not exist"))
+    }
+
+    /// Unloads everything; nothing of it may be used any more.
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    pub(super) unsafe fn unload(&self) {
+        for module in &self.loaded {
+            // SAFETY: the caller's word.
+            let _ = unsafe { driver::module::unload(*module) };
+        }
+    }
+}
+
+/// The kernels of a source for an architecture, from where they are kept or from the compiler.
+fn binary(device: &str, file: &'static str, source: &str, capability: i32) -> Result<Vec<u8>> {
+    let place = CACHE.get().map(|directory| {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(source.as_bytes()).update(&version().to_le_bytes()).update(&capability.to_le_bytes());
+        directory.join(format!("{}.cubin", hasher.finalize().to_hex()))
+    });
+    if let Some(kept) = place.as_ref().and_then(|place| std::fs::read(place).ok()) {
+        return Ok(kept);
+    }
+    let compiled = compile(device, file, source, capability)?;
+    if let Some(place) = place {
+        // Without it the next start is slower, no more. A half-written file never gets the name.
+        let aside = place.with_extension(format!("{}", std::process::id()));
+        let kept = place.parent().is_some_and(|parent| std::fs::create_dir_all(parent).is_ok())
+            && std::fs::write(&aside, &compiled).is_ok();
+        if kept {
+            let _ = std::fs::rename(&aside, &place);
+        }
+    }
+    Ok(compiled)
+}
+
+/// Version of the compiler.
+#[expect(unsafe_code, reason = "calls of nvrtc")]
+fn version() -> u64 {
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: the library was found.
+    let _ = unsafe { nvrtc_sys::nvrtcVersion(&raw mut major, &raw mut minor) };
+    major as u64 * 1000 + minor as u64
+}
+
+#[expect(unsafe_code, reason = "calls of nvrtc")]
+fn compile(device: &str, file: &'static str, source: &str, capability: i32) -> Result<Vec<u8>> {
+    let failed = |log: String| DeviceError::Compile { device: device.to_owned(), file, log };
+    let text = CString::new(source).map_err(|error| failed(error.to_string()))?;
+    let name = CString::new(file).map_err(|error| failed(error.to_string()))?;
+    let program = nvrtc::create_program(&text, Some(&name)).map_err(|error| failed(format!("{error:?}")))?;
+    let options = [format!("--gpu-architecture=sm_{capability}"), "--std=c++17".to_owned()];
+    // SAFETY: the program was just made, and is destroyed once.
+    unsafe {
+        let compiled = nvrtc::compile_program(program, &options);
+        let result = match compiled {
+            Ok(()) => image(program).map_err(&failed),
+            Err(error) => {
+                let log = nvrtc::get_program_log(program).unwrap_or_default();
+                let log = log.iter().map(|c| c.cast_unsigned()).take_while(|c| *c != 0).collect::<Vec<u8>>();
+                Err(failed(format!("{error:?}: {}", String::from_utf8_lossy(&log).trim())))
+            }
+        };
+        let _ = nvrtc::destroy_program(program);
+        result
+    }
+}
+
+/// What was compiled.
+#[expect(unsafe_code, reason = "calls of nvrtc")]
+unsafe fn image(program: nvrtc_sys::nvrtcProgram) -> std::result::Result<Vec<u8>, String> {
+    let mut len = 0;
+    // SAFETY: the program was compiled; the room is as large as is asked for.
+    unsafe {
+        nvrtc_sys::nvrtcGetCUBINSize(program, &raw mut len).result().map_err(|error| format!("{error:?}"))?;
+        let mut image = vec![0_u8; len];
+        let to = image.as_mut_ptr().cast::<c_char>();
+        nvrtc_sys::nvrtcGetCUBIN(program, to).result().map_err(|error| format!("{error:?}"))?;
+        Ok(image)
+    }
+}
+
+/// Compiles all kernels for an architecture, without a device.
+///
+/// # Errors
+/// If the compiler is not there, or one does not compile.
+pub(crate) fn compile_all(capability: i32) -> Result<()> {
+    super::Library::Nvrtc
+        .check()
+        .map_err(|reason| DeviceError::Unavailable { device: "nvrtc".to_owned(), reason })?;
+    SOURCES.iter().try_for_each(|(file, source)| {
+        compile("nvrtc", file, &source.replacen(INCLUDE, COMMON, 1), capability).map(drop)
+    })
+}

@@ -1,0 +1,37 @@
+//! Launches that are recorded once and replayed as one: a CUDA graph.
+
+use crate::backend::Recording;
+use crate::device::Device;
+use crate::error::Result;
+
+/// Recorded work. Whatever memory it works on has to live for as long as it does.
+#[derive(Debug)]
+pub struct Graph {
+    device: Device,
+    recording: Box<dyn Recording>,
+}
+
+impl Device {
+    /// Records what `work` asks of the device; nothing of it is done. `work` may not allocate, free, upload, download or
+    /// wait.
+    ///
+    /// # Errors
+    /// That of `work`, or if it did something that cannot be recorded.
+    pub fn record(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
+        self.inner.backend.begin_recording()?;
+        let done = work();
+        let recording = self.inner.backend.end_recording();
+        done?;
+        Ok(Graph { device: self.clone(), recording: recording? })
+    }
+}
+
+impl Graph {
+    /// Does what was recorded.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    pub fn replay(&self) -> Result<()> {
+        self.device.inner.backend.replay(&*self.recording)
+    }
+}

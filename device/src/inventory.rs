@@ -1,0 +1,62 @@
+//! Which devices there are, and why there are none.
+
+use std::path::PathBuf;
+
+/// One GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gpu {
+    /// Its number, as `cuda:N` names it.
+    pub ordinal: usize,
+    /// As its maker calls it.
+    pub name: String,
+    /// Compute capability, major and minor.
+    pub capability: (i32, i32),
+    /// Free memory, bytes.
+    pub free: u64,
+    /// All memory, bytes.
+    pub total: u64,
+}
+
+/// What there is of CUDA.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Inventory {
+    /// Version of CUDA that the driver supports, as 13000 for 13.0; `None` without a driver.
+    pub driver: Option<i32>,
+    /// Version of NCCL, as 22809 for 2.28.9; `None` if it is not found.
+    pub nccl: Option<i32>,
+    /// What is usable.
+    pub gpus: Vec<Gpu>,
+    /// Why CUDA cannot be used, and what helps; empty if it can.
+    pub missing: Vec<String>,
+}
+
+/// Keeps compiled kernels in `directory`, from the next device on that is opened.
+pub fn keep_kernels_in(directory: PathBuf) {
+    #[cfg(feature = "cuda")]
+    crate::cuda::keep_in(directory);
+    #[cfg(not(feature = "cuda"))]
+    drop(directory);
+}
+
+/// Compiles the kernels for a compute capability (90 for 9.0), which needs nvrtc and no GPU.
+///
+/// # Errors
+/// If the compiler is not there, or a kernel does not compile.
+#[cfg(feature = "cuda")]
+pub fn compile_kernels(capability: i32) -> crate::Result<()> {
+    crate::cuda::compile_all(capability)
+}
+
+/// Looks what there is.
+#[must_use]
+pub fn inventory() -> Inventory {
+    #[cfg(feature = "cuda")]
+    {
+        crate::cuda::inventory()
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        let missing = vec!["this program was built without CUDA; build it with `--features cuda`".to_owned()];
+        Inventory { missing, ..Inventory::default() }
+    }
+}

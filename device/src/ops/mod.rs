@@ -1,0 +1,1 @@
+//! The kernels, each with its launcher.

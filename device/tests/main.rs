@@ -1,0 +1,6 @@
+//! What a device computes, on the emulator and on a GPU where there is one.
+
+mod common;
+mod graphs;
+mod memory;
+mod products;
