@@ -222,7 +222,7 @@ fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure> {
     let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
     let parameters = directory.load_parameters()?;
     let decoder = Decoder::new(directory.config(), &parameters);
-    let Some(evaluation) = prepared.evaluate(&recipe, decoder, &directory, &runtime)? else {
+    let Some(evaluation) = prepared.evaluate(&recipe, decoder.into(), &directory, &runtime)? else {
         let what = format!("{} has no held-out tasks; name some under data.eval", args.recipe.display());
         return Err(Failure::NotThere(what));
     };

@@ -271,7 +271,7 @@ fn new_weights_are_served_from_the_next_step_on() {
     let page = cache.take().unwrap();
     let mut sampler = DeviceSampler::new(&device, &config, stage(1)).unwrap();
     for seed in [1, 2, 1, 3] {
-        let before = sampler.swap(stage(seed));
+        let before = sampler.swap(stage(seed)).unwrap();
         // What was served is free to be overwritten.
         drop(before);
         assert_eq!(logprob(&mut sampler, &mut cache, page, 0), fresh(seed), "weights {seed}");

@@ -87,7 +87,7 @@ pub(super) fn weight_gradient<T: Storage>(
 }
 
 impl<'a, T: Storage> Layer<'a, T> {
-    fn device(&self) -> &'a Device {
+    fn on(&self) -> &'a Device {
         &self.decoder.activations
     }
 
@@ -115,8 +115,8 @@ impl<'a, T: Storage> Layer<'a, T> {
 
     /// `[T, d]` a row of the stream, normalised by the weight at `norm`.
     fn normed(&self, x: View<'_, T>, norm: &Range<usize>) -> Result<Buffer<T>> {
-        let mut out = self.device().uninit(x.len())?;
-        rms_norm(self.device(), x, self.at(norm), self.eps(), out.all_mut())?;
+        let mut out = self.on().uninit(x.len())?;
+        rms_norm(self.on(), x, self.at(norm), self.eps(), out.all_mut())?;
         Ok(out)
     }
 
@@ -124,17 +124,17 @@ impl<'a, T: Storage> Layer<'a, T> {
     pub(super) fn forward(&self, x: &Buffer<T>, keep: bool) -> Result<(Buffer<T>, Option<Kept<T>>)> {
         let attention = self.attention(x)?;
         let gate_up = self.gate_up(attention.middle.all())?;
-        let mut out = self.device().uninit(x.len())?;
-        self.device().copy(attention.middle.all(), out.all_mut())?;
+        let mut out = self.on().uninit(x.len())?;
+        self.on().copy(attention.middle.all(), out.all_mut())?;
         let activated = self.activated(gate_up.all())?;
         let down = (self.at(&self.places.down), self.decoder.config.intermediate_size);
-        linear(self.device(), activated.all(), down, out.all_mut(), true)?;
+        linear(self.on(), activated.all(), down, out.all_mut(), true)?;
         Ok((out, keep.then_some(Kept { attention, gate_up })))
     }
 
     /// The first half.
     fn attention(&self, x: &Buffer<T>) -> Result<AttentionKept<T>> {
-        let (device, places, shape) = (self.device(), self.places, self.decoder.shape);
+        let (device, places, shape) = (self.on(), self.places, self.decoder.shape);
         let rows = x.len() / self.hidden();
         let normed = self.normed(x.all(), &places.attention_norm)?;
         let mut prepared = device.uninit(rows * shape.width())?;
@@ -174,15 +174,15 @@ impl<'a, T: Storage> Layer<'a, T> {
 
     fn gate_up_of(&self, normed: View<'_, T>) -> Result<Buffer<T>> {
         let rows = normed.len() / self.hidden();
-        let mut out = self.device().uninit(rows * 2 * self.decoder.config.intermediate_size)?;
-        linear(self.device(), normed, (self.at(&self.places.gate_up), self.hidden()), out.all_mut(), false)?;
+        let mut out = self.on().uninit(rows * 2 * self.decoder.config.intermediate_size)?;
+        linear(self.on(), normed, (self.at(&self.places.gate_up), self.hidden()), out.all_mut(), false)?;
         Ok(out)
     }
 
     /// `[T, m]`
     fn activated(&self, gate_up: View<'_, T>) -> Result<Buffer<T>> {
-        let mut out = self.device().uninit(gate_up.len() / 2)?;
-        swiglu(self.device(), gate_up, self.decoder.config.intermediate_size, out.all_mut())?;
+        let mut out = self.on().uninit(gate_up.len() / 2)?;
+        swiglu(self.on(), gate_up, self.decoder.config.intermediate_size, out.all_mut())?;
         Ok(out)
     }
 
@@ -200,7 +200,8 @@ impl<'a, T: Storage> Layer<'a, T> {
             Some(Kept { attention, gate_up }) => (attention, Some(gate_up)),
             None => (self.attention(x)?, None),
         };
-        let d_middle = self.feed_forward_backward(&attention.middle, gate_up, g, gradients, chunk)?;
+        let d_middle = self.feed_forward_backward(&attention.middle, gate_up.as_ref(), g, gradients, chunk)?;
+        drop(gate_up);
         self.attention_backward(x, attention, &d_middle, gradients)
     }
 
@@ -208,12 +209,12 @@ impl<'a, T: Storage> Layer<'a, T> {
     fn feed_forward_backward(
         &self,
         middle: &Buffer<T>,
-        gate_up: Option<Buffer<T>>,
+        gate_up: Option<&Buffer<T>>,
         g: &Buffer<T>,
         gradients: &mut ViewMut<'_, f32>,
         chunk: usize,
     ) -> Result<Buffer<T>> {
-        let (device, places, hidden) = (self.device(), self.places, self.hidden());
+        let (device, places, hidden) = (self.on(), self.places, self.hidden());
         let width = self.decoder.config.intermediate_size;
         let mut d_middle = device.uninit(middle.len())?;
         let rows = middle.len() / hidden;
@@ -222,7 +223,7 @@ impl<'a, T: Storage> Layer<'a, T> {
             let (middle, g) = (middle.view(piece.clone()), g.view(piece.clone()));
             let normed = self.normed(middle, &places.feed_forward_norm)?;
             let again = if gate_up.is_none() { Some(self.gate_up_of(normed.all())?) } else { None };
-            let gate_up = match (&gate_up, &again) {
+            let gate_up = match (gate_up, &again) {
                 (Some(kept), _) => kept.view(piece.start / hidden * 2 * width..piece.end / hidden * 2 * width),
                 (None, Some(again)) => again.all(),
                 (None, None) => unreachable!("one of the two is there"),
@@ -254,7 +255,7 @@ impl<'a, T: Storage> Layer<'a, T> {
         d_middle: &Buffer<T>,
         gradients: &mut ViewMut<'_, f32>,
     ) -> Result<Buffer<T>> {
-        let (device, places, shape) = (self.device(), self.places, self.decoder.shape);
+        let (device, places, shape) = (self.on(), self.places, self.decoder.shape);
         let AttentionKept { raw, prepared, attended, log_sums, middle } = kept;
         drop(middle);
         let query_width = shape.query_width();

@@ -124,18 +124,23 @@ impl DeviceSampler {
         either!(&self.inner, sampler => sampler.bytes())
     }
 
-    /// Serves `weights` from the next step on. Returns those that were served, for the next ones to be written to.
+    /// Serves `weights` from the next step on. Waits. Returns those that were served, for the next ones to be written to.
+    ///
+    /// # Errors
+    /// If something on the device failed.
     ///
     /// # Panics
     /// If they are stored in another type than those before, or are not as many.
-    pub fn swap(&mut self, weights: StagedWeights) -> StagedWeights {
-        match (&mut self.inner, weights) {
+    pub fn swap(&mut self, weights: StagedWeights) -> Result<StagedWeights> {
+        // What was served may still be read by a step that nobody has waited for.
+        self.device().synchronize()?;
+        Ok(match (&mut self.inner, weights) {
             (Inner::F32(sampler), StagedWeights::F32(buffer)) => StagedWeights::F32(sampler.swap(buffer)),
             (Inner::Bf16(sampler), StagedWeights::Bf16(buffer)) => StagedWeights::Bf16(sampler.swap(buffer)),
             (Inner::F32(_), StagedWeights::Bf16(_)) | (Inner::Bf16(_), StagedWeights::F32(_)) => {
                 unreachable!("a sampler keeps the type that its weights are stored in")
             }
-        }
+        })
     }
 
     /// Puts the tokens of `sequences` into the cache and keeps the last hidden states of the tokens whose logits are
