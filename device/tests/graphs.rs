@@ -1,3 +1,5 @@
+//! Launches that are recorded once and replayed.
+
 use device::{Matrix, MatrixMut};
 
 use crate::common::devices;

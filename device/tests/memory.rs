@@ -1,3 +1,5 @@
+//! Buffers, views, copies, and who holds how much.
+
 use device::device::Place;
 use device::{Device, DeviceError, bf16};
 

@@ -1,3 +1,5 @@
+//! Matrix products against a plain loop in f64.
+
 use device::{Matrix, MatrixMut, Storage, bf16};
 
 use crate::common::{assert_close, devices, noise};
