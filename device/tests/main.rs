@@ -2,5 +2,6 @@
 
 mod common;
 mod graphs;
+mod groups;
 mod memory;
 mod products;
