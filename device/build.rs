@@ -21,8 +21,7 @@ fn emulator() {
         let name = path.file_name().and_then(|name| name.to_str()).expect("names are ASCII");
         unit += &format!("#include \"{name}\"\n");
     }
-    let out = std::env::var("OUT_DIR").expect("cargo sets it");
-    let path = std::path::Path::new(&out).join("unit.cc");
+    let path = std::path::Path::new(&out_dir()).join("unit.cc");
     std::fs::write(&path, unit).expect("the build directory can be written");
     cc::Build::new()
         .cpp(true)
@@ -37,4 +36,11 @@ fn emulator() {
         .flag("-Wno-unused-function")
         .opt_level(2)
         .compile("rlrun_emulator");
+}
+
+/// Where cargo wants what is made.
+#[cfg(feature = "emulator")]
+#[expect(clippy::disallowed_methods, reason = "cargo tells build scripts by the environment")]
+fn out_dir() -> String {
+    std::env::var("OUT_DIR").expect("cargo sets it")
 }

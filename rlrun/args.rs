@@ -15,6 +15,7 @@ use trainer::optimizer::OptimizerKind;
 use crate::init::Template;
 
 mod buffer_bench;
+mod doctor;
 mod fit;
 mod reward;
 mod serve;
@@ -22,6 +23,7 @@ mod weights_bench;
 mod worker;
 
 pub use buffer_bench::BufferBenchArgs;
+pub use doctor::DoctorArgs;
 pub use fit::FitArgs;
 pub use reward::{GradeArgs, RewardTestArgs, RewardWhat};
 pub use serve::{KeepArgs, ServeBufferArgs, ServeRewardArgs, ServeWhat};
@@ -60,6 +62,8 @@ pub enum Command {
     Plan(RecipeArgs),
     /// Write a recipe to start from
     Init(InitArgs),
+    /// Show what of this machine rlrun can use, and why it cannot use the rest
+    Doctor(DoctorArgs),
     /// Measure the accuracy of a trained model
     Eval(EvalArgs),
     /// Let a model answer

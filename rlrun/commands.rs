@@ -7,7 +7,8 @@ use std::io::{BufRead, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use model::{Cores, Decoder, ModelDirectory, Sampling, Team};
+use device::inventory::inventory;
+use model::{Config, Cores, Decoder, ModelDirectory, Sampling, Team};
 use rollout::{Engine, EngineConfig, Request, StopRules};
 use trainer::Leader;
 use trajectory::{GroupId, Message, PolicyVersion, Prompt};
@@ -18,11 +19,13 @@ use crate::args::{
 };
 use crate::bench;
 use crate::controller;
+use crate::doctor;
 use crate::failure::Failure;
 use crate::fit;
 use crate::init;
 use crate::pipeline::{self, Ending, Surroundings};
 use crate::plan;
+use crate::plan::memory::{Memory, devices};
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
 use crate::recipe::{DataSource, Diagnostic, Model, Origins, Recipe};
@@ -44,6 +47,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Check(args) => check(args, program),
         Command::Plan(args) => plan(args, program),
         Command::Init(args) => write_template(args),
+        Command::Doctor(args) => Ok(doctor::run(args)),
         Command::Run(args) => run(args, program),
         Command::Eval(args) => eval(args, program),
         Command::Generate(args) => generate(args),
@@ -70,6 +74,7 @@ fn run(args: &RunArgs, program: &Program) -> Result<String, Failure> {
         what: format!("read {}", args.recipe.recipe.display()),
         source,
     })?;
+    refuse_what_does_not_fit(&recipe)?;
     let Some(leader) = launched(&recipe)? else { return Ok(String::new()) };
     let place = run_dir::place(args.run_dir.as_deref(), &recipe.name);
     let resolved = recipe.resolved_toml(&origins);
@@ -153,6 +158,7 @@ fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Failure> {
     let before = std::fs::read_to_string(&path)
         .map_err(|source| Failure::System { what: format!("read {}", path.display()), source })?;
     let (recipe, origins) = load(&path, &args.sets, program)?;
+    refuse_what_does_not_fit(&recipe)?;
     if !args.sets.is_empty() {
         run_dir.replace_resolved(&recipe.resolved_toml(&origins))?;
     }
@@ -196,12 +202,35 @@ fn check(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
 
 fn plan(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
     let (recipe, origins) = load(&args.recipe, &args.sets, program)?;
-    let (config, tokenizer) = match &recipe.model {
-        Model::Path(path) => (model::Config::load(path)?, file_size(&path.join("tokenizer.json"))?),
-        Model::Random(sizes) => (recipe.fresh_model(sizes), model::characters().to_string().len() as u64),
+    let config = shape(&recipe)?;
+    let tokenizer = match &recipe.model {
+        Model::Path(path) => file_size(&path.join("tokenizer.json"))?,
+        Model::Random(_) => model::characters().to_string().len() as u64,
     };
-    let memory = plan::memory::Memory::of(&recipe, &config, tokenizer);
-    Ok(format!("{}\n{}\nmemory\n{memory}", recipe.resolved_toml(&origins), plan::describe(&recipe)))
+    let memory = Memory::of(&recipe, &config, tokenizer);
+    let on_devices = match recipe.devices().any() {
+        true => devices::describe(&recipe, &config, &inventory()),
+        false => None,
+    };
+    let on_devices = on_devices.map_or_else(String::new, |text| format!("\n{text}"));
+    let (resolved, described) = (recipe.resolved_toml(&origins), plan::describe(&recipe));
+    Ok(format!("{resolved}\n{described}\nmemory\n{memory}{on_devices}"))
+}
+
+/// The shape of the recipe's model.
+fn shape(recipe: &Recipe) -> Result<Config, Failure> {
+    match &recipe.model {
+        Model::Path(path) => Ok(Config::load(path)?),
+        Model::Random(sizes) => Ok(recipe.fresh_model(sizes)),
+    }
+}
+
+/// A run that its devices have no room for is refused before it begins.
+fn refuse_what_does_not_fit(recipe: &Recipe) -> Result<(), Failure> {
+    if !recipe.devices().any() {
+        return Ok(());
+    }
+    devices::refuse(recipe, &shape(recipe)?, &inventory())
 }
 
 fn file_size(path: &Path) -> Result<u64, Failure> {
@@ -222,7 +251,7 @@ fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure> {
     let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
     let parameters = directory.load_parameters()?;
     let decoder = Decoder::new(directory.config(), &parameters);
-    let Some(evaluation) = prepared.evaluate(&recipe, decoder, &directory, &runtime)? else {
+    let Some(evaluation) = prepared.evaluate(&recipe, decoder.into(), &directory, &runtime)? else {
         let what = format!("{} has no held-out tasks; name some under data.eval", args.recipe.display());
         return Err(Failure::NotThere(what));
     };
@@ -437,6 +466,33 @@ mod tests {
             execute_args(&["check", file, "--set", "trainer.stepps=7", "--set", "seed=x"]).unwrap_err();
         assert_eq!((error.exit_code(), error.to_string().matches("error: ").count()), (2, 2), "{error}");
         assert_eq!(execute_args(&["init", file]).unwrap_err().exit_code(), 2);
+    }
+
+    #[test]
+    fn a_plan_for_a_device_names_it_or_says_what_this_program_lacks() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("mine.toml");
+        let file = file.to_str().unwrap();
+        execute_args(&["init", file]).unwrap();
+        assert!(!execute_args(&["plan", file]).unwrap().contains("the trainer, the sampler"));
+        let planned = execute_args(&["plan", file, "--set", "placement.device=emulated"]);
+        if cfg!(feature = "emulator") {
+            let plan = planned.unwrap();
+            assert!(plan.contains("\nemulated: the trainer, the sampler, in f32\n"), "{plan}");
+            assert!(
+                plan.lines()
+                    .any(|line| line.starts_with("device = \"emulated\" ") && line.ends_with("  # --set")),
+                "{plan}"
+            );
+        } else {
+            let error = planned.unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            assert!(error.to_string().contains("build it with `--features emulator`"), "{error}");
+        }
+        assert!(execute_args(&["doctor"]).unwrap().contains("\ndevices\n"));
+        let json: serde_json::Value =
+            serde_json::from_str(&execute_args(&["doctor", "--json"]).unwrap()).unwrap();
+        assert_eq!(json["devices"]["emulator"], cfg!(feature = "emulator"));
     }
 
     #[test]

@@ -52,6 +52,12 @@ pub enum Failure {
     /// The transport of the weights failed.
     #[error(transparent)]
     Weights(#[from] weights::WeightsError),
+    /// A device cannot be used, is full, or has failed.
+    #[error(transparent)]
+    Device(#[from] device::DeviceError),
+    /// The run needs more memory than a device has free.
+    #[error("{0}; `rlrun plan` shows all of it")]
+    DoesNotFit(String),
     /// The network failed.
     #[error("the network failed: {0}")]
     Compute(#[from] candle_core::Error),
@@ -106,6 +112,8 @@ impl Failure {
             | Self::NotThere(_)
             | Self::Tokens(_)
             | Self::Tls(_)
+            | Self::DoesNotFit(_)
+            | Self::Device(device::DeviceError::Unavailable { .. })
             | Self::Argument(_) => 2,
             Self::Requeue(_) => REQUEUE,
             Self::Told(status) => *status,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use model::{Cores, Decoder, MemoryBudget, ModelDirectory, Parameters, Team};
+use model::{Cores, MemoryBudget, ModelDirectory, Parameters, Team};
 use rewards::reward_model::{ModelContext, ModelServer};
 use rewards::{RewardContext, RewardSet};
 use rollout::evaluate::{Evaluation, EvaluationConfig, evaluate};
@@ -218,14 +218,14 @@ impl Prepared {
         self.train.iter().map(|(task, _)| Task::clone(task)).collect()
     }
 
-    /// Answers of `decoder` to the held-out tasks, if there are any.
+    /// Answers of `network` to the held-out tasks, if there are any.
     ///
     /// # Errors
     /// If generation or a reward with `on_error = "fail"` fails.
     pub fn evaluate(
         &self,
         recipe: &Recipe,
-        decoder: Decoder,
+        network: Network,
         directory: &ModelDirectory,
         runtime: &RewardRuntime,
     ) -> Result<Option<Evaluation>, Failure> {
@@ -237,7 +237,7 @@ impl Prepared {
         };
         let stop = recipe.stop_rules(directory);
         let team = Arc::clone(&self.team);
-        Ok(Some(evaluate(&config, (decoder, team), prompts, (&stop, rewards, runtime.handle()))?))
+        Ok(Some(evaluate(&config, (network, team), prompts, (&stop, rewards, runtime.handle()))?))
     }
 }
 

@@ -4,6 +4,7 @@
 //! made: 0 ok, 1 the run failed, 2 the input was wrong, 75 it should be started again.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -70,6 +71,9 @@ pub fn main(registry: Registry) -> ExitCode {
     let text = |raw: std::ffi::OsString| raw.to_string_lossy().into_owned();
     let environment = std::env::vars_os().map(|(name, value)| (text(name), text(value)));
     let program = Program::new(registry, environment);
+    if let Some(directory) = cache(program.environment()) {
+        device::inventory::keep_kernels_in(directory.join("rlrun").join("kernels"));
+    }
     let armed = program.environment().get(failpoints::VARIABLE).map_or(Ok(()), |text| failpoints::arm(text));
     match armed.and_then(|()| commands::execute(&cli, &program)) {
         Ok(text) => {
@@ -90,8 +94,31 @@ pub fn main(registry: Registry) -> ExitCode {
     }
 }
 
+/// Where programs of this user keep what they can make again: `XDG_CACHE_HOME`, which counts if it is absolute, or `~/.cache`.
+fn cache(environment: &BTreeMap<String, String>) -> Option<PathBuf> {
+    let absolute = |name: &str| environment.get(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    absolute("XDG_CACHE_HOME").or_else(|| absolute("HOME").map(|home| home.join(".cache")))
+}
+
 /// Prints to standard output; a closed pipe (`rlrun plan R | head`) is no error.
 fn print(text: &str) {
     use std::io::Write;
     let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cache_is_where_the_user_says_or_at_home() {
+        let at = |variables: &[(&str, &str)]| {
+            cache(&variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect())
+        };
+        let home = ("HOME", "/home/a");
+        assert_eq!(at(&[home]), Some(PathBuf::from("/home/a/.cache")));
+        assert_eq!(at(&[home, ("XDG_CACHE_HOME", "/var/c")]), Some(PathBuf::from("/var/c")));
+        assert_eq!(at(&[home, ("XDG_CACHE_HOME", "relative")]), Some(PathBuf::from("/home/a/.cache")));
+        assert_eq!(at(&[]), None);
+    }
 }

@@ -30,6 +30,10 @@ use crate::recipe::schema::{Checkpoint, RandomModel};
 use crate::recipe::words::{PolicyPlacement, SupervisedKind, WeightDtype, WeightTransport};
 use crate::recipe::{DataSource, Recipe};
 
+mod devices;
+
+pub use devices::Devices;
+
 /// Longest sequence that a fresh model is made for beyond what the recipe needs, tokens.
 const SPARE_POSITIONS: usize = 64;
 

@@ -12,8 +12,11 @@ use toml::{Table, Value};
 ///
 /// DESIGN in one table: groups go forward through `buffer`, versions back through `weights`, and nobody else connects
 /// the two halves. A new edge is a change of its own, argued for in its commit.
-const EDGES: [(&str, &[&str]); 8] = [
+const EDGES: [(&str, &[&str]); 9] = [
     ("trajectory", &[]),
+    // GPUs know nothing of what they compute. Whoever computes or carries weights may know them: `model`, `weights`,
+    // `trainer`, `rollout`, and `rlrun`.
+    ("device", &[]),
     // Prompts and chat messages come in the words of `trajectory`; of everything else the model knows nothing.
     ("model", &["trajectory"]),
     ("rewards", &["trajectory", "model"]),
@@ -21,7 +24,7 @@ const EDGES: [(&str, &[&str]); 8] = [
     ("weights", &["trajectory"]),
     ("rollout", &["trajectory", "model", "rewards", "buffer", "weights"]),
     ("trainer", &["trajectory", "model", "buffer", "weights"]),
-    ("rlrun", &["trajectory", "model", "rewards", "buffer", "weights", "rollout", "trainer"]),
+    ("rlrun", &["trajectory", "device", "model", "rewards", "buffer", "weights", "rollout", "trainer"]),
 ];
 
 /// All that `trajectory` may depend on: plain data and its errors.
@@ -107,7 +110,9 @@ fn the_vocabulary_knows_no_runtime_tensor_or_file() {
 #[test]
 fn only_the_entry_point_reads_the_environment() {
     let readers = ["env::var", "env::set_var", "env::args"];
-    let may = |path: &Path| path == Path::new("rlrun/program.rs") || is_test(path);
+    // What cargo says to a build script is said in variables.
+    let may =
+        |path: &Path| path == Path::new("rlrun/program.rs") || path.ends_with("build.rs") || is_test(path);
     for source in sources().iter().filter(|source| !may(&source.path)) {
         source.has_none_of(&readers, "only rlrun/program.rs reads the environment; pass the value in");
     }

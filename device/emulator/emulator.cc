@@ -61,6 +61,8 @@ struct Block {
     std::vector<unsigned char> shared;
     // Whether a fiber has come further since the scheduler last looked.
     bool moved = false;
+    // Blocks so far. Every other one runs its threads backwards: what misses a barrier does not always get away with it.
+    unsigned count = 0;
 
     ~Block() {
         for (void* stack : stacks) munmap(stack, STACK);
@@ -138,11 +140,13 @@ void run_block() {
         fiber.exchanges = 0;
         fiber.started = fiber.ended = false;
     }
+    bool backwards = block.count++ & 1u;
     unsigned left = threads;
     while (left > 0) {
         block.moved = false;
         left = 0;
-        for (unsigned i = 0; i < threads; ++i) {
+        for (unsigned turn = 0; turn < threads; ++turn) {
+            unsigned i = backwards ? threads - 1 - turn : turn;
             if (block.fibers[i].ended) continue;
             resume(i);
             left += !block.fibers[i].ended;

@@ -424,8 +424,4 @@ impl Backend for Cuda {
         // SAFETY: it was opened so, and nobody has its address any more.
         let _ = unsafe { sys::cuIpcCloseMemHandle(address) };
     }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
 }

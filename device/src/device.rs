@@ -293,7 +293,7 @@ impl Inner {
 fn remedy(label: &str) -> &'static str {
     match label {
         "activations" => {
-            "lower trainer.tokens_per_micro_batch, or set trainer.recompute to \"block\" or \"sequence\""
+            "lower trainer.microbatch_tokens, or set trainer.recompute to \"block\" or \"sequence\""
         }
         "key-value cache" => "lower rollout.kv_cache_tokens or rollout.max_running",
         "optimizer" => "set placement.optimizer = \"host\", or share it over more ranks (trainer.zero)",

@@ -302,8 +302,4 @@ impl Backend for Emulated {
             let _ = std::fs::remove_file(path);
         }
     }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
 }

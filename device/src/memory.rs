@@ -75,6 +75,12 @@ impl<T: Element> Buffer<T> {
         (self.len * size_of::<T>()) as u64
     }
 
+    /// What tells this buffer from all others that live.
+    #[must_use]
+    pub fn id(&self) -> u64 {
+        self.address
+    }
+
     /// All values.
     #[must_use]
     pub fn all(&self) -> View<'_, T> {

@@ -4,4 +4,5 @@ mod common;
 mod graphs;
 mod groups;
 mod memory;
+mod ops;
 mod products;

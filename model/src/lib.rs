@@ -5,6 +5,7 @@
 //!   [`config`], [`parameters`] (all weights as one flat buffer), [`tokenizer`] and [`chat`]
 //! - [`cores`]: the cores that computation may use, shared by all roles of a process; [`mod@turns`]: one device for two roles
 //! - [`decoder`]: the network, for whole sequences and for decoding from a paged cache
+//! - [`on_device`]: the same network on a GPU
 //! - [`scorer`]: reward models, ours and those of candle-transformers; [`resident`]: weights that are not trained, kept or
 //!   swapped in
 //! - `ops`: its hot operations, each with its backward
@@ -51,6 +52,7 @@ pub mod decoder;
 pub mod directory;
 pub mod error;
 pub mod machine;
+pub mod on_device;
 mod ops;
 pub mod parameters;
 pub mod products;

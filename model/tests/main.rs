@@ -8,6 +8,8 @@ mod decoding;
 mod derivative;
 mod files;
 mod layers;
+#[cfg(feature = "emulator")]
+mod on_device;
 mod oracle;
 mod parity;
 mod scorers;

@@ -5,6 +5,7 @@
 //! samples and trains at once comes true sooner or later; where they take turns, those of the larger turn. Whatever grows with
 //! the dataset is left out.
 
+pub mod devices;
 mod turns;
 
 use std::fmt;
@@ -65,17 +66,11 @@ impl Memory {
     /// Sums saturate.
     #[must_use]
     pub fn of(recipe: &Recipe, config: &Config, tokenizer: u64) -> Self {
-        let size = Size::of(config, recipe.trainer.recompute, recipe.rollout.quantization);
+        let size = Size::of(config, recipe.trainer.recompute, recipe.rollout.quantization, F32);
         let trained = Trained::of(recipe, config);
         let (weights, world) = (size.weights, recipe.trainer.world as u64);
-        let prompts = recipe.data.max_prompt_length as u64;
-        let running = recipe.rollout.max_running as u64;
-        let chunk = recipe.rollout.prefill_chunk as u64;
-        let rows = running.saturating_add(chunk.min(prompts.saturating_mul(running)));
-        let positions = recipe.rollout.kv_cache_tokens.map_or_else(|| cache_positions(recipe), |n| n as u64);
-        // A step trains at most what it was handed.
-        let micro_batch = (recipe.trainer.microbatch_tokens as u64)
-            .min(super::BatchPlan::of(recipe).max_tokens.div_ceil(world.max(1)));
+        let (positions, rows, micro_batch) =
+            (cache_positions(recipe), decoding_rows(recipe), micro_batch_tokens(recipe));
         let part = |name, what, bytes| Part { name, what, bytes, phase: Phase::Always };
         let mut parts = vec![
             part("process", "program, libraries, threads", PROCESS),
@@ -114,7 +109,7 @@ impl Memory {
         }
         if recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate) {
             let layout = Layout::new(config);
-            let (own, gradients) = of_ranks(recipe, &layout, None);
+            let (own, gradients) = of_ranks(recipe, &layout, None, F32);
             let state = recipe.optimizer().state_bytes(layout.specs());
             let bytes = own.saturating_add(gradients).saturating_add(state);
             parts.push(part("critic", "its weights, gradients of every rank and optimizer", bytes));
@@ -132,6 +127,7 @@ impl Memory {
         } else if recipe.buffer.store == Store::Redb {
             parts.push(part("journal", "cache of the buffer", JOURNAL));
         }
+        devices::leave_out(&mut parts, recipe);
         if recipe.is_colocated() {
             turns::take_turns(&mut parts, recipe, weights);
         }
@@ -148,26 +144,38 @@ impl Memory {
     /// The most that is there at the same time, bytes.
     #[must_use]
     pub fn total(&self) -> u64 {
-        let of = |phase| {
-            let parts = self.parts.iter().filter(|part| part.phase == phase);
-            parts.fold(0_u64, |sum, part| sum.saturating_add(part.bytes))
-        };
-        of(Phase::Always).saturating_add(of(Phase::Training).max(of(Phase::Sampling)))
+        peak(&self.parts)
     }
 }
 
 impl fmt::Display for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for Part { name, what, bytes, phase } in &self.parts {
-            let when = match phase {
-                Phase::Always => "",
-                Phase::Training => "; while the trainer has the device",
-                Phase::Sampling => "; while the sampler has the device",
-            };
-            writeln!(f, "  {name:12} {:>10}  {what}{when}", mebibytes(*bytes))?;
+        for part in &self.parts {
+            writeln!(f, "{part}")?;
         }
         write!(f, "  {:12} {:>10}  most resident memory, `memory/peak_mib`", "total", mebibytes(self.total()))
     }
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, what, bytes, phase } = self;
+        let when = match phase {
+            Phase::Always => "",
+            Phase::Training => "; while the trainer has the device",
+            Phase::Sampling => "; while the sampler has the device",
+        };
+        write!(f, "  {name:12} {:>10}  {what}{when}", mebibytes(*bytes))
+    }
+}
+
+/// The most of these that is there at the same time, bytes.
+fn peak(parts: &[Part]) -> u64 {
+    let of = |phase| {
+        let parts = parts.iter().filter(|part| part.phase == phase);
+        parts.fold(0_u64, |sum, part| sum.saturating_add(part.bytes))
+    };
+    of(Phase::Always).saturating_add(of(Phase::Training).max(of(Phase::Sampling)))
 }
 
 /// What is copied to be written beside the steps, if it is.
@@ -215,35 +223,36 @@ impl Trained {
             adapter,
         };
         let Some(lora) = recipe.lora() else {
-            return of(layout.specs(), 0, of_ranks(recipe, &layout, None));
+            return of(layout.specs(), 0, of_ranks(recipe, &layout, None, F32));
         };
         let (specs, frozen) = lora.shapes(layout.specs());
         let changed = changed(&specs);
         let values = changed.saturating_mul(2).saturating_add(frozen as u64);
         let adapter = product(&[F32, recipe.trainer.world as u64, values]);
-        of(&specs, adapter, of_ranks(recipe, &layout, Some(changed)))
+        of(&specs, adapter, of_ranks(recipe, &layout, Some(changed), F32))
     }
 }
 
 /// Weights and gradients of all ranks, which are threads of one process; of an adapter that has `changed` values, those
-/// of the model under it. A stage shares what it names, and has units of every rank on their way.
-fn of_ranks(recipe: &Recipe, layout: &Layout, changed: Option<u64>) -> (u64, u64) {
+/// of the model under it. A stage shares what it names, and has units of every rank on their way. A weight has `width` bytes, a
+/// gradient 4.
+fn of_ranks(recipe: &Recipe, layout: &Layout, changed: Option<u64>, width: u64) -> (u64, u64) {
     let (world, zero) = (recipe.trainer.world as u64, recipe.trainer.zero);
-    let bytes = |values: usize| product(&[F32, values as u64]);
-    let all = bytes(layout.len());
+    let of = |each: u64, values: usize| product(&[each, values as u64]);
+    let all = layout.len();
     if world == 1 {
-        return (all, all);
+        return (of(width, all), of(F32, all));
     }
     let layer = layout.layers().iter().map(std::ops::Range::len).max().unwrap_or(0);
     let ends = layout.len() - layout.layers().iter().map(std::ops::Range::len).sum::<usize>();
     // Of the layers those that leave, wait and are being reversed; of the weights the next one and the current.
-    let on_the_way = |layers: usize| product(&[world, bytes(ends.saturating_add(layers * layer))]);
+    let on_the_way = |each, layers: usize| product(&[world, of(each, ends.saturating_add(layers * layer))]);
     let weights = match changed {
-        None if zero >= 3 => all.saturating_add(on_the_way(2)),
-        _ => product(&[world, all]),
+        None if zero >= 3 => of(width, all).saturating_add(on_the_way(width, 2)),
+        _ => product(&[world, of(width, all)]),
     };
-    let sums = changed.map_or(all, |changed| product(&[F32, changed]));
-    let full = if zero >= 2 { on_the_way(3) } else { product(&[world, all]) };
+    let sums = changed.map_or(of(F32, all), |changed| product(&[F32, changed]));
+    let full = if zero >= 2 { on_the_way(F32, 3) } else { product(&[world, of(F32, all)]) };
     (weights, sums.saturating_add(full))
 }
 
@@ -258,12 +267,15 @@ struct Size {
     activations_per_token: u64,
     /// Key and value of a token in all layers.
     cache_per_token: u64,
-    /// A token on its way through one layer, and its logits twice.
+    /// A token on its way through one layer.
+    layer_per_token: u64,
+    /// The same, and its logits twice.
     decoding_per_token: u64,
 }
 
 impl Size {
-    fn of(config: &Config, recompute: Recompute, quantization: Quantization) -> Self {
+    /// A weight and a value on its way have `width` bytes, a logit 4.
+    fn of(config: &Config, recompute: Recompute, quantization: Quantization, width: u64) -> Self {
         let n = |size: usize| size as u64;
         let (hidden, middle) = (n(config.hidden_size), n(config.intermediate_size));
         let queries = n(config.num_heads) * n(config.head_dim);
@@ -276,7 +288,7 @@ impl Size {
         let matrices = n(config.num_layers) * hidden * (2 * queries + 2 * keys + 3 * middle);
         let saved = match quantization {
             Quantization::None => 0,
-            Quantization::Int8 => (F32 - 1) * matrices,
+            Quantization::Int8 => (width - 1) * matrices,
         };
         // The residual stream before and between the halves, the prepared projection (and the raw one where heads are
         // normalised), the attention, gate and up.
@@ -296,18 +308,34 @@ impl Size {
                 Recompute::Sequence => 0,
             };
         Self {
-            weights: F32 * weights,
-            packed: F32 * (weights + twice) - saved,
-            activations_per_token: product(&[F32, kept + back]),
-            cache_per_token: product(&[F32, 2, n(config.num_layers), keys]),
-            decoding_per_token: product(&[F32, layer + 2 * n(config.vocab_size)]),
+            weights: width * weights,
+            packed: width * (weights + twice) - saved,
+            activations_per_token: product(&[width, kept + back]),
+            cache_per_token: product(&[width, 2, n(config.num_layers), keys]),
+            layer_per_token: width * layer,
+            decoding_per_token: width * layer + product(&[F32, 2, n(config.vocab_size)]),
         }
     }
 }
 
-/// Positions of the sampler's cache when the recipe names no number: every sequence at its longest with a prompt of its
+/// Tokens of the largest micro-batch: a step trains at most what it was handed.
+fn micro_batch_tokens(recipe: &Recipe) -> u64 {
+    let world = (recipe.trainer.world as u64).max(1);
+    (recipe.trainer.microbatch_tokens as u64).min(super::BatchPlan::of(recipe).max_tokens.div_ceil(world))
+}
+
+/// Tokens of the largest step of the sampler.
+fn decoding_rows(recipe: &Recipe) -> u64 {
+    let (prompts, running) = (recipe.data.max_prompt_length as u64, recipe.rollout.max_running as u64);
+    running.saturating_add((recipe.rollout.prefill_chunk as u64).min(prompts.saturating_mul(running)))
+}
+
+/// Positions of the sampler's cache. When the recipe names no number: every sequence at its longest with a prompt of its
 /// own, in whole pages, one more for where a completion begins in the middle of one.
 fn cache_positions(recipe: &Recipe) -> u64 {
+    if let Some(positions) = recipe.rollout.kv_cache_tokens {
+        return positions as u64;
+    }
     let pages = KvCache::pages_for(recipe.data.max_prompt_length)
         + KvCache::pages_for(recipe.rollout.max_completion_length)
         + 1;

@@ -10,12 +10,11 @@ use rewards::Registry;
 use super::curation::check_curation;
 use super::diagnostic::Diagnostic;
 use super::layers::{Origin, Origins};
+use super::placement::check_placement;
 use super::ranges::{Checker, check_ranges};
 use super::schema::{Buffer, RandomModel, RawData, RawModel, RawRecipe, Rollout, Warmup};
 use super::training::{check_lora, check_trainer};
-use super::words::{
-    CriticKind, OnStale, Quantization, Ranks, SampleOrder, Store, SupervisedKind, WeightDtype,
-};
+use super::words::{OnStale, Quantization, SampleOrder, Store, SupervisedKind, WeightDtype};
 use super::{Data, DataSource, Files, Model, Recipe};
 
 /// Checks everything; `stem` names the run if the recipe does not.
@@ -29,6 +28,7 @@ pub(super) fn check(
     check_ranges(&raw, &mut checker);
     let name = raw.name.take().unwrap_or_else(|| stem.to_owned());
     check_name(&name, &mut checker);
+    let dtype = raw.model.dtype;
     let model = check_model(std::mem::take(&mut raw.model), &mut checker);
     let data = check_data(std::mem::take(&mut raw.data), &mut checker);
     let generated = data.as_ref().is_some_and(|data| matches!(data.source, DataSource::Arithmetic(_)));
@@ -57,6 +57,7 @@ pub(super) fn check(
         name,
         seed: raw.seed,
         model,
+        dtype,
         data,
         warmup,
         supervised: raw.supervised,
@@ -387,86 +388,6 @@ fn check_eval(recipe: &Recipe, checker: &mut Checker<'_>) {
                 "name held-out tasks in `data.eval` or `data.arithmetic.eval_tasks`, or remove `[eval]`";
             checker.report(path, format!("`{path}` has no effect: there are no held-out tasks"), help);
         }
-    }
-}
-
-/// Only what a run has can be placed.
-fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
-    let own_critic = recipe.critic.as_ref().is_some_and(|critic| critic.kind == CriticKind::Separate);
-    for (path, there, what) in [
-        ("placement.reference", recipe.needs_reference(), "compares with no reference"),
-        ("placement.critic", own_critic, "has no critic with a network of its own"),
-    ] {
-        if checker.given(path) && !there {
-            checker.report(path, format!("`{path}` has no effect: the run {what}"), "remove it");
-        }
-    }
-    check_processes(recipe, checker);
-    check_ranks(recipe, checker);
-}
-
-/// Ranks that are processes need somebody to be, and an address to come to.
-fn check_ranks(recipe: &Recipe, checker: &mut Checker<'_>) {
-    let (ranks, world) = (recipe.trainer.ranks, recipe.trainer.world);
-    if ranks == Ranks::Processes && recipe.supervised.is_some() {
-        let message = "ranks that are processes join a run that samples, and this one has `[supervised]`";
-        checker.report_latest(
-            &["trainer.ranks", "supervised"],
-            message,
-            "set `trainer.ranks` to \"threads\" or \"mpi\"",
-        );
-    }
-    if ranks == Ranks::Processes && world < 2 {
-        let help = "set `trainer.world` to their number, the first included";
-        checker.report("trainer.ranks", "`trainer.ranks` has no effect with one rank", help);
-    }
-    if ranks == Ranks::Processes && !recipe.placement.processes && recipe.buffer.listen.is_none() {
-        let message =
-            "ranks that are processes (`trainer.ranks`) join the run at its address, and it has none";
-        checker.report("trainer.ranks", message, "set `buffer.listen`, or `placement.processes = true`");
-    }
-    if ranks == Ranks::Mpi && !cfg!(feature = "mpi") {
-        let help =
-            "build it with `cargo build --release --features mpi`, which needs an MPI library and libclang";
-        checker.report("trainer.ranks", "this rlrun was built without MPI", help);
-    }
-    if ranks == Ranks::Mpi && recipe.placement.processes {
-        let message =
-            "`mpirun` starts the processes of the trainer, so a controller cannot (`placement.processes`)";
-        checker.report_latest(&["trainer.ranks", "placement.processes"], message, "remove one of the two");
-    }
-}
-
-/// What cannot be when the roles of a run are processes of their own.
-fn check_processes(recipe: &Recipe, checker: &mut Checker<'_>) {
-    if !recipe.placement.processes {
-        for key in ["rollout_workers", "restarts"] {
-            let path = format!("placement.{key}");
-            if checker.given(&path) {
-                let help = "remove it, or set `placement.processes = true`";
-                checker.report(&path, format!("`{path}` has no effect without `placement.processes`"), help);
-            }
-        }
-        return;
-    }
-    let mut cannot = |path: &str, message: &str, help: &str| {
-        checker.report_latest(&[path, "placement.processes"], message, help);
-    };
-    if recipe.is_colocated() {
-        let message = "sampler and trainer take turns in one process (`placement.policy`), not as processes of their own";
-        cannot("placement.policy", message, "remove one of the two");
-    }
-    if recipe.supervised.is_some() {
-        cannot("supervised", "`placement.processes` has no effect without sampling", "remove it");
-    }
-    if recipe.buffer.store != Store::Redb {
-        let message = "processes of a run (`placement.processes`) share its journal, so that nothing is lost when one dies";
-        cannot("buffer.store", message, "set `buffer.store` to \"redb\"");
-    }
-    if recipe.curation.is_on() {
-        let message = "curation (`[curation]`) decides with what one sampler knows, which processes of their own \
-                       (`placement.processes`) do not share";
-        cannot("curation", message, "remove one of the two");
     }
 }
 

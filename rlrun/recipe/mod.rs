@@ -13,6 +13,7 @@ mod decode;
 mod diagnostic;
 mod layers;
 mod peers;
+mod placement;
 mod ranges;
 mod resolved;
 mod rewards;
@@ -32,7 +33,7 @@ use schema::{
     RandomModel, Rollout, Supervised, Trainer, Warmup, Weights,
 };
 pub use source::Layer;
-use words::Overlong;
+use words::{ModelDtype, Overlong};
 
 use crate::program::Program;
 
@@ -45,6 +46,8 @@ pub struct Recipe {
     pub seed: u64,
     /// The policy.
     pub model: Model,
+    /// What it is stored in on a device.
+    pub dtype: ModelDtype,
     /// The tasks.
     pub data: Data,
     /// Supervised warm-up; only with generated tasks, `steps` at least 1.

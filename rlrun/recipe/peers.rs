@@ -6,8 +6,9 @@
 use super::schema::RawRecipe;
 
 /// Foreign name and ours, in the order of the schema.
-pub(super) const NAMES: [(&str, &str); 78] = [
+pub(super) const NAMES: [(&str, &str); 80] = [
     ("model_name_or_path", "model.path"),
+    ("torch_dtype", "model.dtype"),
     ("train_files", "data.train"),
     ("dataset_name", "data.train"),
     ("val_files", "data.eval"),
@@ -81,6 +82,7 @@ pub(super) const NAMES: [(&str, &str); 78] = [
     ("lora_rank", "lora.rank"),
     ("lora_alpha", "lora.alpha"),
     ("lora_target_modules", "lora.target_modules"),
+    ("optimizer_offload", "placement.optimizer"),
     ("test_freq", "eval.interval"),
     ("eval_steps", "eval.interval"),
     ("save_steps", "checkpoint.interval"),

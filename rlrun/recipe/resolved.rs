@@ -26,8 +26,9 @@ pub(super) fn write(recipe: &Recipe, origins: &Origins) -> String {
 }
 
 fn to_raw(recipe: &Recipe) -> RawRecipe {
-    let Recipe { name, seed, model, data, warmup, rollout, rewards, buffer, algorithm, trainer, .. } =
-        recipe.clone();
+    let Recipe {
+        name, seed, model, dtype, data, warmup, rollout, rewards, buffer, algorithm, trainer, ..
+    } = recipe.clone();
     let Recipe {
         supervised,
         critic,
@@ -42,8 +43,8 @@ fn to_raw(recipe: &Recipe) -> RawRecipe {
         ..
     } = recipe.clone();
     let model = match model {
-        Model::Path(path) => RawModel { path: Some(path), random: None },
-        Model::Random(random) => RawModel { path: None, random: Some(random) },
+        Model::Path(path) => RawModel { path: Some(path), dtype, random: None },
+        Model::Random(random) => RawModel { path: None, dtype, random: Some(random) },
     };
     RawRecipe {
         extends: Vec::new(),
@@ -127,6 +128,11 @@ fn drop_without_effect(table: &mut Table, recipe: &Recipe) {
         for key in recipe.buffer.keys_without_effect() {
             buffer.remove(*key);
         }
+    }
+    if let Some(Value::Table(placement)) = table.get_mut("placement")
+        && !recipe.devices().trains()
+    {
+        placement.remove("optimizer");
     }
     if let Some(Value::Table(trainer)) = table.get_mut("trainer") {
         for (key, _) in recipe.trainer.keys_without_effect() {

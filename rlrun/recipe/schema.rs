@@ -16,11 +16,13 @@ use super::words::*;
 mod algorithm;
 mod curation;
 mod lora;
+mod placement;
 mod supervised;
 
 pub use algorithm::{Algorithm, Critic};
 pub use curation::Curation;
 pub use lora::Lora;
+pub use placement::Placement;
 pub use supervised::Supervised;
 
 /// A recipe as written: all layers merged, nothing checked yet.
@@ -77,7 +79,7 @@ pub struct RawRecipe {
     pub deadlines: Deadlines,
 }
 
-/// `[model]`: exactly one of the two.
+/// `[model]`: exactly one of `path` and `random`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RawModel {
@@ -85,6 +87,9 @@ pub struct RawModel {
     /// `model_name_or_path`, verl `model.path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<PathBuf>,
+    /// What weights and activations are stored in on a device: `auto` is bf16 on CUDA, and f32 on the processor and the
+    /// emulator. The optimizer moves f32 weights in any case, and sums are made in f32. TRL, vLLM `dtype`.
+    pub dtype: ModelDtype,
     /// A new character-level model with random weights.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub random: Option<RandomModel>,
@@ -365,7 +370,8 @@ impl Default for Buffer {
 #[serde(default, deny_unknown_fields)]
 pub struct Weights {
     /// How samplers in other processes get them: those of this host map shared memory and others ask over HTTP (`auto`), or
-    /// all ask over HTTP (`http`).
+    /// all ask over HTTP (`http`). Between devices they need not come by the host: of one host they map the memory of the
+    /// device (`cuda-ipc`), or every rank of the trainer sends its part to all samplers (`nccl`).
     pub transport: WeightTransport,
     /// What is sampled with: the weights as they are trained (`f32`), or rounded to `bf16`, half as large; what that changes
     /// is measured and corrected as any mismatch is. prime-rl `weight_broadcast` and vLLM sample in bf16.
@@ -460,48 +466,6 @@ impl Default for Trainer {
             zero: 1,
         }
     }
-}
-
-/// `[placement]`: who computes where. In one process sampler and trainer share the cores of the machine; a core that one
-/// does not use is the other's.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Placement {
-    /// Whether trainer and samplers are processes of their own, started again when they die. What a core is shared by is then
-    /// fixed: see `rollout_threads` and `trainer_threads`.
-    pub processes: bool,
-    /// Of `processes`: samplers that are started here. Others can join whenever `buffer.listen` lets them; with 0 the run waits
-    /// for them; 1 if not given.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub rollout_workers: Option<usize>,
-    /// Of `processes`: how often a process may be started again within ten minutes before the run ends; 5 if not given.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub restarts: Option<usize>,
-    /// Whether sampler and trainer work at the same time (separated, the default) or take turns (colocated). Colocated, the
-    /// sampler drops its weights and its cache when a batch is there, and computes again what is in flight when it goes on,
-    /// whatever `rollout.on_update` keeps; the trainer drops its gradients and keeps what `memory_mib` has room for. With
-    /// `max_staleness = 0` the results are the same bits. verl `hybrid_engine`, TRL `vllm_mode = "colocate"`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub policy: Option<PolicyPlacement>,
-    /// Most cores that a sampler uses at a time; all if not given. With `processes` the cores are shared evenly if not given.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub rollout_threads: Option<usize>,
-    /// Most cores that the trainer uses at a time; all if not given.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub trainer_threads: Option<usize>,
-    /// Where the reference policy scores: on the trainer's cores, taking turns (colocated, the default), or at the same
-    /// time as the policy (separated). The results are the same bits.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub reference: Option<ModelPlacement>,
-    /// The same for a critic with a network of its own, which also learns at the same time as the policy.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub critic: Option<ModelPlacement>,
-    /// MiB that colocated models may keep in memory together while they wait: reward models, then the reference, and with
-    /// `policy = "colocated"` the optimizer of the policy, its weights, and those of a critic of its own. A model that
-    /// does not fit is read from its files for every use; what is trained goes to a file in the run directory and comes
-    /// back for every step. Without it all stay.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub memory_mib: Option<u64>,
 }
 
 /// `[eval]`: accuracy on held-out tasks, before, during and after.

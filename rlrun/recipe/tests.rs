@@ -9,6 +9,8 @@ use ::rewards::{Registry, RewardSpec};
 
 use super::*;
 
+mod devices;
+
 /// A directory with `run.toml` and whatever else a test writes; removed at the end.
 struct Case {
     directory: tempfile::TempDir,

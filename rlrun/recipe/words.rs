@@ -3,9 +3,14 @@
 //! Invariant: a word is the snake-case name of its variant, and the type of a word belongs to the crate that acts on it;
 //! here stand only the words that the program itself acts on.
 
-use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+use serde::de::{self, Deserializer};
+use serde::{Deserialize, Serialize, Serializer};
 
 pub use buffer::OnStale;
+pub use device::device::Place as DevicePlace;
 pub use model::{Architecture, Placement as ModelPlacement, Quantization, Recompute};
 pub use rollout::{OnUpdate, Overlong};
 pub use trainer::algorithm::{AlgorithmKind, Proximal};
@@ -52,6 +57,30 @@ pub enum WeightTransport {
     Auto,
     /// Over HTTP.
     Http,
+    /// Samplers of this host map the memory of the trainer's device.
+    #[serde(rename = "cuda-ipc")]
+    CudaIpc,
+    /// From the devices of all ranks of the trainer to those of all samplers, at once.
+    Nccl,
+}
+
+impl WeightTransport {
+    /// Whether weights go from device to device.
+    #[must_use]
+    pub fn is_between_devices(self) -> bool {
+        matches!(self, Self::CudaIpc | Self::Nccl)
+    }
+
+    /// The word of the recipe.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Http => "http",
+            Self::CudaIpc => "cuda-ipc",
+            Self::Nccl => "nccl",
+        }
+    }
 }
 
 /// What is sampled with.
@@ -63,6 +92,95 @@ pub enum WeightDtype {
     F32,
     /// The same, rounded to the upper half of their bits.
     Bf16,
+}
+
+/// What weights and activations are stored in on a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ModelDtype {
+    /// What the device is fast with: bf16 on CUDA, f32 elsewhere.
+    #[default]
+    Auto,
+    /// All 32 bits.
+    F32,
+    /// The upper 16.
+    Bf16,
+}
+
+/// Where the f32 weights and the state of the optimizer are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OptimizerHome {
+    /// With the weights.
+    #[default]
+    Device,
+    /// In the memory of the machine.
+    Host,
+}
+
+/// Where a role computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Device {
+    /// On the processor.
+    #[default]
+    Cpu,
+    /// On a device.
+    At(DevicePlace),
+}
+
+impl Device {
+    /// The device, if it is one.
+    #[must_use]
+    pub fn place(self) -> Option<DevicePlace> {
+        match self {
+            Self::Cpu => None,
+            Self::At(place) => Some(place),
+        }
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::At(place) => place.fmt(f),
+        }
+    }
+}
+
+impl FromStr for Device {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "cpu" {
+            return Ok(Self::Cpu);
+        }
+        text.parse().map(Self::At).map_err(|error| format!("{error}, or \"cpu\""))
+    }
+}
+
+impl Serialize for Device {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Device {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Visitor;
+        impl de::Visitor<'_> for Visitor {
+            type Value = Device;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string")
+            }
+
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<Device, E> {
+                text.parse().map_err(E::custom)
+            }
+        }
+        from.deserialize_str(Visitor)
+    }
 }
 
 /// How sampler and trainer share the device.

@@ -111,6 +111,12 @@ fn subscribe(
     let transport = match recipe.weights.transport {
         WeightTransport::Auto => Transport::Any,
         WeightTransport::Http => Transport::Http,
+        between @ (WeightTransport::CudaIpc | WeightTransport::Nccl) => {
+            let word = between.as_str();
+            return Err(Failure::Argument(format!(
+                "`weights.transport` \"{word}\" is for samplers on devices, and this one computes on the processor"
+            )));
+        }
     };
     let ClientConfig { url, token, roots, patience, .. } = client;
     let config = RemoteConfig::new(url, membership.joined.name.clone());

@@ -1,6 +1,6 @@
 //! New weights, received and packed beside the decoding, ready to be swapped in between two steps.
 //!
-//! Invariant: what is handed over carries the digest of the values that its decoder was packed from, computed after the
+//! Invariant: what is handed over carries the digest of the values that it was packed from or uploaded to, computed after the
 //! transfer: the receipt speaks of what is served, not of what was promised.
 
 use std::sync::Arc;
@@ -9,11 +9,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, bounded};
-use model::{Config, Decoder, Layout, Parameters, Quantization};
+use model::{Config, Layout, Parameters};
 use trajectory::PolicyVersion;
 use weights::{Digest, Receipt, Subscriber};
 
 use crate::RolloutError;
+use crate::engine::{ServeOn, Served};
 
 /// How long the thread waits for a newer version before it looks whether it should stop.
 const LOOK_UP: Duration = Duration::from_millis(50);
@@ -23,7 +24,7 @@ const LOOK_UP: Duration = Duration::from_millis(50);
 pub struct Ready {
     version: PolicyVersion,
     /// `None` once it is served.
-    decoder: Option<Decoder>,
+    served: Option<Served>,
     digest: Digest,
     took: Duration,
     /// Bytes that the transport moved.
@@ -37,12 +38,12 @@ impl Ready {
         self.version
     }
 
-    /// The version, packed; can be taken once.
+    /// The weights; can be taken once.
     ///
     /// # Panics
-    /// If it was taken before.
-    pub fn take_decoder(&mut self) -> Decoder {
-        self.decoder.take().expect("a version is served once")
+    /// If they were taken before.
+    pub fn take_served(&mut self) -> Served {
+        self.served.take().expect("a version is served once")
     }
 }
 
@@ -56,7 +57,7 @@ enum Source {
     /// A thread beside the decoding. At most one version waits to be taken, so memory is bounded by two versions.
     Thread(Background),
     /// Whoever takes a version makes it ready first.
-    Inline { config: Config, quantization: Quantization, layout: Arc<Layout>, after: Option<PolicyVersion> },
+    Inline { config: Config, on: ServeOn, layout: Arc<Layout>, after: Option<PolicyVersion> },
 }
 
 struct Background {
@@ -66,10 +67,10 @@ struct Background {
 }
 
 impl Applier {
-    /// Starts the thread, which packs each version as `quantization` says. The first that it makes ready is any that is
+    /// Starts the thread, which makes each version ready as `on` says. The first that it makes ready is any that is
     /// there.
     #[must_use]
-    pub fn start(subscriber: Arc<dyn Subscriber>, config: Config, quantization: Quantization) -> Self {
+    pub fn start(subscriber: Arc<dyn Subscriber>, config: Config, on: ServeOn) -> Self {
         let (sender, ready) = bounded(1);
         let stop = Arc::new(AtomicBool::new(false));
         let (theirs, asked_to_stop) = (Arc::clone(&subscriber), Arc::clone(&stop));
@@ -77,7 +78,7 @@ impl Applier {
             let layout = Arc::new(Layout::new(&config));
             let mut after = None;
             while !asked_to_stop.load(Ordering::Relaxed) {
-                let next = receive(&*theirs, (&config, quantization), &layout, (after, LOOK_UP)).transpose();
+                let next = receive(&*theirs, (&config, &on), &layout, (after, LOOK_UP)).transpose();
                 let Some(next) = next else { continue };
                 let failed = next.is_err();
                 after = next.as_ref().ok().map(|ready| ready.version).or(after);
@@ -92,9 +93,9 @@ impl Applier {
     /// One without a thread, for a sampler that stands still whenever a version is published: nothing takes memory before
     /// it is asked for.
     #[must_use]
-    pub fn inline(subscriber: Arc<dyn Subscriber>, config: Config, quantization: Quantization) -> Self {
+    pub fn inline(subscriber: Arc<dyn Subscriber>, config: Config, on: ServeOn) -> Self {
         let layout = Arc::new(Layout::new(&config));
-        Self { subscriber, source: Source::Inline { config, quantization, layout, after: None } }
+        Self { subscriber, source: Source::Inline { config, on, layout, after: None } }
     }
 
     /// The newest version that is ready, waiting up to `wait` for one.
@@ -110,8 +111,8 @@ impl Applier {
                     Err(RolloutError::Ended { who: "the thread that receives weights" })
                 }
             },
-            Source::Inline { config, quantization, layout, after } => {
-                let ready = receive(&*self.subscriber, (config, *quantization), layout, (*after, wait))?;
+            Source::Inline { config, on, layout, after } => {
+                let ready = receive(&*self.subscriber, (config, on), layout, (*after, wait))?;
                 *after = ready.as_ref().map(Ready::version).or(*after);
                 Ok(ready)
             }
@@ -149,7 +150,7 @@ impl Drop for Background {
 
 fn receive(
     subscriber: &dyn Subscriber,
-    (config, quantization): (&Config, Quantization),
+    (config, on): (&Config, &ServeOn),
     layout: &Arc<Layout>,
     (after, wait): (Option<PolicyVersion>, Duration),
 ) -> Result<Option<Ready>, RolloutError> {
@@ -157,9 +158,8 @@ fn receive(
     fail::fail_point!("weights-receive");
     let start = Instant::now();
     let parameters = Parameters::from_values(Arc::clone(layout), snapshot.values.to_vec())?;
-    let digest = Digest::of(parameters.values());
-    let decoder = Decoder::sampler(config, &parameters, quantization);
+    let (served, digest) = on.prepare(config, &parameters)?;
     let took = snapshot.received.took + start.elapsed();
     let (version, bytes) = (snapshot.version, snapshot.received.bytes);
-    Ok(Some(Ready { version, decoder: Some(decoder), digest, took, bytes }))
+    Ok(Some(Ready { version, served: Some(served), digest, took, bytes }))
 }

@@ -42,6 +42,9 @@ pub enum RolloutError {
         /// What the model can see.
         context: usize,
     },
+    /// A device cannot do its part.
+    #[error(transparent)]
+    Device(#[from] device::DeviceError),
     /// A request does not fit the cache.
     #[error(
         "the completions of one prompt may need {needed} positions of the key-value cache, there are {positions}; raise \

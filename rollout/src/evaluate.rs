@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use model::{Decoder, Sampling, Team};
+use model::{Sampling, Team};
 use rewards::RewardSet;
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 use trajectory::{GroupId, PolicyVersion, Score, Task};
 
 use crate::RolloutError;
-use crate::engine::{Completion, Engine, EngineConfig, Request, StopRules};
+use crate::engine::{Completion, Engine, EngineConfig, Network, Request, StopRules};
 use crate::prompts::PromptSet;
 use crate::scoring::reward_input;
 
@@ -66,18 +66,18 @@ impl Evaluation {
 /// An answer that is being scored.
 type Scoring = JoinHandle<Result<Answer, RolloutError>>;
 
-/// Lets `decoder` answer the tasks of `prompts`, on the cores of `team`.
+/// Lets `network` answer the tasks of `prompts`, on the cores of `team`.
 ///
 /// # Errors
 /// If the engine, the tokenizer or a reward with `on_error = "fail"` fails.
 pub fn evaluate(
     config: &EvaluationConfig,
-    (decoder, team): (Decoder, Arc<Team>),
+    (network, team): (Network, Arc<Team>),
     prompts: &PromptSet,
     (stop, rewards, runtime): (&StopRules, &Arc<RewardSet>, &Handle),
 ) -> Result<Evaluation, RolloutError> {
     let count = config.tasks.unwrap_or(usize::MAX).min(prompts.len());
-    let mut engine = Engine::new(config.engine, stop.clone(), decoder, PolicyVersion::default())?.on(team);
+    let mut engine = Engine::new(config.engine, stop.clone(), network, PolicyVersion::default())?.on(team);
     let mut waiting = prompts.iter().take(count).enumerate().peekable();
     let tasks: Vec<Arc<Task>> = prompts.iter().take(count).map(|(task, _)| Arc::clone(task)).collect();
     let mut scoring: Vec<Option<Scoring>> = (0..count).map(|_| None).collect();

@@ -24,7 +24,9 @@ pub mod scoring;
 pub mod tasks;
 pub mod worker;
 
-pub use engine::{Completion, Engine, EngineConfig, EngineCounts, Interruption, Request, StopRules};
+pub use engine::{
+    Completion, Engine, EngineConfig, EngineCounts, Interruption, Network, Request, ServeOn, Served, StopRules,
+};
 pub use error::RolloutError;
 pub use prompts::{Overlong, PromptSet};
 pub use worker::{Doing, OnUpdate, Progress, Worker, WorkerConfig};

@@ -343,9 +343,9 @@ impl Worker {
         let Some(mut ready) = self.pending.take() else { return Ok(()) };
         let start = Instant::now();
         if self.engine.is_parked() {
-            self.engine.unpark(ready.take_decoder(), ready.version())?;
+            self.engine.unpark(ready.take_served(), ready.version())?;
         } else {
-            self.engine.apply(ready.take_decoder(), ready.version());
+            self.engine.apply(ready.take_served(), ready.version())?;
             if self.config.on_update == OnUpdate::Recompute {
                 self.engine.recompute()?;
             }

@@ -15,10 +15,11 @@ use cudarc::nvrtc::{result as nvrtc, sys as nvrtc_sys};
 use super::Named;
 use crate::error::{DeviceError, Result};
 
-/// What every source includes.
-const COMMON: &str = include_str!("../../kernels/common.cuh");
-/// How it does.
-const INCLUDE: &str = "#include \"common.cuh\"";
+/// What sources include, in an order in which each needs only those before it.
+const HEADERS: [(&str, &str); 2] = [
+    ("#include \"common.cuh\"", include_str!("../../kernels/common.cuh")),
+    ("#include \"distribution.cuh\"", include_str!("../../kernels/distribution.cuh")),
+];
 /// Shared memory that a kernel has without asking, bytes.
 const SHARED: usize = 48 << 10;
 
@@ -30,17 +31,17 @@ macro_rules! sources {
     };
 }
 sources!(
-
-
-
-
-
-
-
-
-
-
-
+    "adamw.cu",
+    "attention.cu",
+    "digest.cu",
+    "head.cu",
+    "heads.cu",
+    "norm.cu",
+    "paged.cu",
+    "rows.cu",
+    "sampling.cu",
+    "swiglu.cu",
+    "vectors.cu",
 );
 
 /// Where compiled kernels are kept.
@@ -65,7 +66,7 @@ impl Modules {
     pub(super) fn compile(device: &str, capability: i32) -> Result<Self> {
         let compiled: Vec<Result<Vec<u8>>> = std::thread::scope(|scope| {
             let start = |(file, source): &(&'static str, &str)| {
-                let (file, source) = (*file, source.replacen(INCLUDE, COMMON, 1));
+                let (file, source) = (*file, whole(source));
                 scope.spawn(move || binary(device, file, &source, capability))
             };
             let threads: Vec<_> = SOURCES.iter().map(start).collect();
@@ -123,6 +124,17 @@ impl Modules {
             let _ = unsafe { driver::module::unload(*module) };
         }
     }
+}
+
+/// A source with all that it includes: the compiler is given one text and looks for no files.
+fn whole(source: &str) -> String {
+    let included = HEADERS.iter().filter(|(line, _)| source.contains(line));
+    let mut text: String = included.map(|(_, header)| *header).collect();
+    text += source;
+    for (line, _) in HEADERS {
+        text = text.replace(line, "");
+    }
+    text
 }
 
 /// The kernels of a source for an architecture, from where they are kept or from the compiler.
@@ -203,6 +215,6 @@ pub(crate) fn compile_all(capability: i32) -> Result<()> {
         .check()
         .map_err(|reason| DeviceError::Unavailable { device: "nvrtc".to_owned(), reason })?;
     SOURCES.iter().try_for_each(|(file, source)| {
-        compile("nvrtc", file, &source.replacen(INCLUDE, COMMON, 1), capability).map(drop)
+        compile("nvrtc", file, &whole(source), capability).map(drop)
     })
 }

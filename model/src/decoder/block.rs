@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
+use super::places::Places;
 use crate::ops::heads::{self, Angles, HeadNorm, HeadShape};
 use crate::ops::int8::MAX_INPUT;
 use crate::ops::linear::{Flat, Linear, bias_gradient, weight_gradient};
@@ -32,22 +33,6 @@ pub(super) struct Block {
     gate_up: Linear,
     down: Linear,
     places: Places,
-}
-
-/// Where the weights of a layer lie among its values, and their gradients among its gradients.
-#[derive(Clone, Debug)]
-struct Places {
-    attention_norm: Range<usize>,
-    /// Queries, keys and values one after the other, then their biases.
-    qkv: Range<usize>,
-    qkv_bias: Range<usize>,
-    head_norm: Range<usize>,
-    output: Range<usize>,
-    output_bias: Range<usize>,
-    feed_forward_norm: Range<usize>,
-    /// Gate and up, one after the other.
-    gate_up: Range<usize>,
-    down: Range<usize>,
 }
 
 /// What the attention half computed on the way, for its backward. `T` tokens.
@@ -321,28 +306,6 @@ impl Block {
     fn norm_of_heads(&self) -> Option<HeadNorm<'_>> {
         let (query, key) = self.head_norm.as_ref()?.split_at(self.shape.head_dim);
         Some(HeadNorm { query, key, eps: self.eps })
-    }
-}
-
-impl Places {
-    fn new(layout: &Layout, index: usize) -> Self {
-        let start = layout.unit(Unit::Layer(index)).start;
-        let range = |name: &str| {
-            let spec = layout.spec(&format!("model.layers.{index}.{name}"));
-            spec.map_or(0..0, |spec| spec.offset - start..spec.range().end - start)
-        };
-        let span = |first: &str, last: &str| range(first).start..range(last).end;
-        Self {
-            attention_norm: range("input_layernorm.weight"),
-            qkv: span("self_attn.q_proj.weight", "self_attn.v_proj.weight"),
-            qkv_bias: span("self_attn.q_proj.bias", "self_attn.v_proj.bias"),
-            head_norm: span("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
-            output: range("self_attn.o_proj.weight"),
-            output_bias: range("self_attn.o_proj.bias"),
-            feed_forward_norm: range("post_attention_layernorm.weight"),
-            gate_up: span("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            down: range("mlp.down_proj.weight"),
-        }
     }
 }
 

@@ -19,8 +19,10 @@ const WORTH_A_THREAD: usize = 4_000_000;
 #[derive(Debug)]
 pub struct KvCache {
     layout: PageLayout,
-    /// Each `[layers, layout.len()]`. A page that is being written stands empty here.
+    /// Each `[layers, layout.len()]`. A page that is being written stands empty here; all do if a device has the values.
     pages: Vec<Vec<f32>>,
+    /// Pages that a device has yet to copy, from and to; `None` if the values are here.
+    copies: Option<Vec<[u32; 2]>>,
     /// How many sequences hold each page.
     holders: Vec<u32>,
     free: Vec<u32>,
@@ -33,14 +35,28 @@ impl KvCache {
     /// A cache for at least `positions` positions, all free.
     #[must_use]
     pub fn new(config: &Config, positions: usize) -> Self {
+        let mut cache = Self::elsewhere(config, positions);
+        cache.copies = None;
+        cache.restore(config);
+        cache
+    }
+
+    /// A cache whose keys and values are on a device: who holds which page, and no more.
+    #[must_use]
+    pub fn elsewhere(config: &Config, positions: usize) -> Self {
         let pages = Self::pages_for(positions);
-        let layout = PageLayout::new(HeadShape::of(config));
         Self {
-            layout,
-            pages: vec![vec![0.0; config.num_layers * layout.len()]; pages],
+            layout: PageLayout::new(HeadShape::of(config)),
+            pages: vec![Vec::new(); pages],
+            copies: Some(Vec::new()),
             holders: vec![0; pages],
             free: (0..pages as u32).rev().collect(),
         }
+    }
+
+    /// Pages that were copied since the last call, from and to, in order: what a device has to do before its next step.
+    pub(crate) fn take_copies(&mut self) -> Vec<[u32; 2]> {
+        self.copies.as_mut().map_or_else(Vec::new, std::mem::take)
     }
 
     /// Pages that hold `positions` positions.
@@ -75,6 +91,9 @@ impl KvCache {
 
     /// Takes memory for all pages again; what is in them has to be computed anew.
     pub fn restore(&mut self, config: &Config) {
+        if self.copies.is_some() {
+            return;
+        }
         let len = config.num_layers * self.layout.len();
         self.pages.iter_mut().for_each(|page| *page = vec![0.0; len]);
     }
@@ -112,6 +131,11 @@ impl KvCache {
             return Some(page);
         }
         let copy = self.take()?;
+        if let Some(copies) = &mut self.copies {
+            copies.push([page, copy]);
+            self.holders[page as usize] -= 1;
+            return Some(copy);
+        }
         let mut to = std::mem::take(&mut self.pages[copy as usize]);
         to.copy_from_slice(&self.pages[page as usize]);
         self.pages[copy as usize] = to;

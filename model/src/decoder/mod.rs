@@ -5,7 +5,7 @@
 //! and values are in a [`KvCache`]. All three run the same blocks, on as many threads as their [`Team`](crate::Team) has.
 //!
 //! # Layout
-//! - `block`: one layer, forward and backward
+//! - `block`: one layer, forward and backward; `places`: where its weights lie
 //! - `pack`: sequences one after the other
 //! - `train`: forward and backward
 //! - `gradients`: where gradients go, and where layers come from
@@ -15,6 +15,7 @@ mod block;
 mod decode;
 mod gradients;
 mod pack;
+mod places;
 mod train;
 
 use std::ops::Range;
@@ -31,6 +32,7 @@ use block::Block;
 pub use decode::{KvCache, StepSequence};
 pub use gradients::{GradientSink, Gradients, LayerSource};
 pub use pack::{Pack, PackError};
+pub(crate) use places::Places;
 pub use train::{Recompute, Trace};
 
 /// How coarsely the weights are represented that a sampler computes with.

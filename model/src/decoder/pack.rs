@@ -89,6 +89,11 @@ impl Pack {
         &self.positions
     }
 
+    /// Rows of every sequence, and those of the one that it continues, empty for none; in their order.
+    pub(crate) fn segments(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+        self.segments.iter().map(|segment| (segment.rows.clone(), segment.prefix.clone()))
+    }
+
     /// Cuts the pack into at most `count` parts of about equal length, between sequences that do not see each other.
     pub(super) fn parts(&self, count: usize) -> Vec<Part<'_>> {
         let total = self.token_ids.len();

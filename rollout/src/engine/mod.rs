@@ -12,6 +12,7 @@
 //!   none waits for pages in the middle.
 
 mod interrupt;
+mod network;
 mod prompt;
 mod sequence;
 mod stop;
@@ -19,11 +20,15 @@ mod stop;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use model::{Config, Decoder, KvCache, Sampling, StepSequence, Team};
+use device::Device;
+use model::on_device::{DeviceSampler, DrawRequest};
+use model::{Config, KvCache, Sampling, StepSequence, Team};
 use trajectory::{GroupId, PolicyVersion};
 
 use crate::RolloutError;
 pub use interrupt::Interruption;
+use network::Logits;
+pub use network::{Network, ServeOn, Served};
 use prompt::PromptJob;
 use sequence::Sequence;
 pub use sequence::{Completion, Request, random_stream, uniform};
@@ -80,7 +85,9 @@ pub struct Engine {
     stop: StopRules,
     model: Config,
     /// `None` while the engine is parked.
-    decoder: Option<Decoder>,
+    network: Option<Network>,
+    /// Where networks are made that follow a parked one.
+    device: Option<Device>,
     version: PolicyVersion,
     cache: KvCache,
     /// Pages that accepted requests may hold at the same time, at worst.
@@ -95,16 +102,17 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// An engine that serves `decoder` as `version`.
+    /// An engine that serves `network` as `version`.
     ///
     /// # Errors
     /// If the cache cannot hold even one request of the largest kind.
     pub fn new(
         config: EngineConfig,
         stop: StopRules,
-        decoder: Decoder,
+        network: impl Into<Network>,
         version: PolicyVersion,
     ) -> Result<Self, RolloutError> {
+        let network = network.into();
         // Every sequence at its longest, with a prompt of its own.
         let all = config.max_running.max(config.max_samples) * Reservation::worst(&config).of(1);
         let positions = config.kv_cache_tokens.unwrap_or(all * KvCache::PAGE);
@@ -112,12 +120,17 @@ impl Engine {
         if positions < largest {
             return Err(RolloutError::CacheTooSmall { needed: largest, positions });
         }
-        let cache = KvCache::new(decoder.config(), positions);
+        let cache = network.cache(positions);
+        let device = match &network {
+            Network::Host(_) => None,
+            Network::Device(sampler) => Some(sampler.device().clone()),
+        };
         Ok(Self {
             config,
             stop,
-            model: decoder.config().clone(),
-            decoder: Some(decoder),
+            model: network.config().clone(),
+            network: Some(network),
+            device,
             version,
             cache,
             reserved: 0,
@@ -225,28 +238,39 @@ impl Engine {
         Ok(())
     }
 
-    /// Serves `decoder` as `version` from the next step on. Sequences in flight go on with the keys and values that
+    /// Serves `served` as `version` from the next step on. Sequences in flight go on with the keys and values that
     /// they have; see [`Engine::recompute`].
+    ///
+    /// # Errors
+    /// If the device fails.
     ///
     /// # Panics
     /// If the version goes back.
-    pub fn apply(&mut self, decoder: Decoder, version: PolicyVersion) {
+    pub fn apply(&mut self, served: impl Into<Served>, version: PolicyVersion) -> Result<(), RolloutError> {
         assert!(version >= self.version, "a sampler never goes back from {} to {version}", self.version);
-        self.decoder = Some(decoder);
+        match (&mut self.network, served.into()) {
+            (Some(network), served) => network.serve(served)?,
+            (parked, Served::Host(decoder)) => *parked = Some(Network::Host(decoder)),
+            (parked, Served::Device(staged)) => {
+                let Some(device) = &self.device else { unreachable!("the engine was made on a device") };
+                *parked = Some(Network::Device(Box::new(DeviceSampler::new(device, &self.model, staged)?)));
+            }
+        }
         self.version = version;
+        Ok(())
     }
 
     /// Memory of the packed weights and of the cache, bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.decoder.as_ref().map_or(0, Decoder::bytes) + self.cache.bytes()
+        self.network.as_ref().map_or(0, Network::bytes) + self.cache.bytes()
     }
 
     /// Stands still and gives up the memory of its weights and of all keys and values, until [`Engine::unpark`]. What is
     /// in flight keeps its tokens and its pages. Returns the bytes that it has freed.
     pub fn park(&mut self) -> u64 {
         let before = self.bytes();
-        self.decoder = None;
+        self.network = None;
         self.cache.forget();
         before
     }
@@ -254,18 +278,18 @@ impl Engine {
     /// Whether it stands still without weights.
     #[must_use]
     pub fn is_parked(&self) -> bool {
-        self.decoder.is_none()
+        self.network.is_none()
     }
 
-    /// Goes on with `decoder`, under which everything in flight is computed again.
+    /// Goes on with `served`, under which everything in flight is computed again.
     ///
     /// # Errors
     /// If the network fails.
     ///
     /// # Panics
     /// If the version goes back.
-    pub fn unpark(&mut self, decoder: Decoder, version: PolicyVersion) -> Result<(), RolloutError> {
-        self.apply(decoder, version);
+    pub fn unpark(&mut self, served: impl Into<Served>, version: PolicyVersion) -> Result<(), RolloutError> {
+        self.apply(served, version)?;
         self.cache.restore(&self.model);
         self.recompute()
     }
@@ -278,7 +302,7 @@ impl Engine {
     /// # Panics
     /// If the engine is parked.
     pub fn recompute(&mut self) -> Result<(), RolloutError> {
-        let decoder = self.decoder.as_ref().expect(PARKED);
+        let network = self.network.as_mut().expect(PARKED);
         self.prompts.iter_mut().for_each(PromptJob::restart);
         let mut done: Option<GroupId> = None;
         for sequence in &self.running {
@@ -291,7 +315,7 @@ impl Engine {
             for position in (from..known).step_by(chunk) {
                 let tokens = &sequence.token_ids[position..(position + chunk).min(known)];
                 let step = StepSequence { tokens, position, pages: &sequence.pages, wanted: 0 };
-                decoder.step(&mut self.cache, &[step], &self.team)?;
+                network.step(&mut self.cache, &[step], &self.team)?;
             }
         }
         Ok(())
@@ -316,18 +340,15 @@ impl Engine {
         if sequences.is_empty() {
             return Ok(Vec::new());
         }
-        let decoder = self.decoder.as_ref().expect(PARKED);
-        let logits = decoder.step(&mut self.cache, &sequences, &self.team)?;
+        let network = self.network.as_mut().expect(PARKED);
+        let logits = network.step(&mut self.cache, &sequences, &self.team)?;
         self.counts.steps += 1;
-        let vocabulary = self.model().vocab_size;
-        let mut logits = logits.chunks_exact(vocabulary);
-        let mut scratch = vec![0.0; vocabulary];
-        for (sequence, logits) in self.running[..decoding].iter_mut().zip(&mut logits) {
-            self.counts.interrupted += u64::from(sequence.is_interrupted_now());
-            sequence.draw(logits, &mut scratch, self.version);
-            self.counts.sampled_tokens += 1;
-        }
-        for tokens in prompt_jobs {
+        let interrupted = self.running[..decoding].iter().filter(|sequence| sequence.is_interrupted_now());
+        self.counts.interrupted += interrupted.count() as u64;
+        // Who goes on by which row of logits.
+        let mut rows: Vec<usize> = (0..decoding).collect();
+        let waiting = self.running.split_off(decoding);
+        for (row, tokens) in (decoding..).zip(prompt_jobs) {
             self.counts.prefilled_tokens += tokens as u64;
             let Some(mut job) = self.prompts.pop_front() else { break };
             job.advance(tokens, self.version);
@@ -335,17 +356,32 @@ impl Engine {
                 self.prompts.push_front(job);
                 break;
             }
-            let Some(logits) = logits.next() else { break };
             let interruption = self.interruption.as_ref();
-            for mut sequence in
-                job.into_sequences(&mut self.cache, self.config.seed, &self.stop, interruption)
-            {
-                sequence.draw(logits, &mut scratch, self.version);
-                self.counts.sampled_tokens += 1;
-                self.running.push(sequence);
-            }
+            let sequences = job.into_sequences(&mut self.cache, self.config.seed, &self.stop, interruption);
+            rows.resize(rows.len() + sequences.len(), row);
+            self.running.extend(sequences);
         }
+        self.draw(&logits, &rows)?;
+        let new = self.running.split_off(decoding);
+        self.running.extend(waiting);
+        self.running.extend(new);
         self.collect()
+    }
+
+    /// Lets every running sequence go on by its row of `logits`.
+    fn draw(&mut self, logits: &Logits, rows: &[usize]) -> Result<(), RolloutError> {
+        let version = self.version;
+        let asks = self.running.iter_mut().zip(rows).enumerate();
+        let asking: Vec<(usize, DrawRequest)> = asks
+            .filter_map(|(index, (sequence, row))| Some((index, sequence.asks(*row, version)?)))
+            .collect();
+        let requests: Vec<DrawRequest> = asking.iter().map(|(_, request)| *request).collect();
+        let draws = self.network.as_mut().expect(PARKED).draw(logits, &requests)?;
+        for ((index, _), draw) in asking.iter().zip(draws) {
+            self.running[*index].take(draw, version);
+        }
+        self.counts.sampled_tokens += rows.len() as u64;
+        Ok(())
     }
 
     /// How many tokens each of the first prompts prefills in this step; pages for them are taken.

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use model::on_device::DrawRequest;
 use model::{Draw, KvCache, Sampling, StepSequence};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -147,23 +148,28 @@ impl Sequence {
         self.interruption.as_ref().is_some_and(|planned| planned.begins(self.logprobs.len()))
     }
 
-    /// Draws the next token from `logits`, or puts in that of an interruption.
-    pub(super) fn draw(&mut self, logits: &[f32], scratch: &mut [f32], version: PolicyVersion) {
+    /// How the next token is drawn from row `row` of logits; `None` if it is that of an interruption, which is put in.
+    pub(super) fn asks(&mut self, row: usize, version: PolicyVersion) -> Option<DrawRequest> {
         if let Some(token) = self.interruption.as_ref().and_then(|planned| planned.token(self.logprobs.len()))
         {
-            self.token_ids.push(token);
-            self.logprobs.push(0.0);
-        } else {
-            scratch.copy_from_slice(logits);
-            let uniform = uniform(&mut self.rng);
-            let draw = Draw::new(scratch, self.sampling, uniform);
-            self.token_ids.push(draw.token);
-            self.logprobs.push(draw.logprob);
-            if let (Some(kept), Some(ids)) = (&mut self.kept, draw.kept) {
-                kept.ids.extend(ids);
-                kept.offsets.push(kept.ids.len() as u32);
-            }
+            self.push(token, 0.0, version);
+            return None;
         }
+        Some(DrawRequest { row, sampling: self.sampling, uniform: uniform(&mut self.rng) })
+    }
+
+    /// Goes on with what was drawn.
+    pub(super) fn take(&mut self, draw: Draw, version: PolicyVersion) {
+        if let (Some(kept), Some(ids)) = (&mut self.kept, draw.kept) {
+            kept.ids.extend(ids);
+            kept.offsets.push(kept.ids.len() as u32);
+        }
+        self.push(draw.token, draw.logprob, version);
+    }
+
+    fn push(&mut self, token: u32, logprob: f32, version: PolicyVersion) {
+        self.token_ids.push(token);
+        self.logprobs.push(logprob);
         match self.versions.last_mut() {
             Some(run) if run.version == version => run.len += 1,
             _ => self.versions.push(VersionRun { version, len: 1 }),

@@ -1,0 +1,110 @@
+// The head of a language model behind its matrix product: log-probability of the target token and entropy from rows of
+// logits, and the way back to the logits.
+//
+// A block takes a row. The forward reads it once; the backward reads it twice and writes it once.
+#include "common.cuh"
+#include "distribution.cuh"
+
+namespace head {
+using distribution::Distribution;
+using distribution::Row;
+
+// What the rows predict, from the first row of the launch on.
+struct Targets {
+    const uint32* tokens;
+    const float* temperatures;
+    // Row i keeps ids[starts[i]..starts[i + 1]], ascending; all tokens if that is none.
+    const uint64* starts;
+    const uint32* ids;
+};
+
+DEVICE Row row_of_block(const float* logits, int vocabulary, const Targets& targets) {
+    const float* row = logits + int64(blockIdx.x) * vocabulary;
+    uint64 begin = targets.starts[blockIdx.x];
+    int kept = int(targets.starts[blockIdx.x + 1] - begin);
+    if (kept > 0) return {row, targets.ids + begin, kept};
+    return {row, nullptr, vocabulary};
+}
+
+// Slopes of a loss by what `predict` says of a row.
+struct Slopes {
+    float logprob, entropy;
+};
+
+// d loss / d logit of a candidate that is not the target: d log p_t / d z_i = -p_i and d H / d z_i = -p_i (log p_i + H),
+// both times the scale. Without a slope the entropy has no say, not even as NaN.
+DEVICE float slope_of(float z, const Distribution& of, const Slopes& slopes) {
+    float log_p = distribution::above(z, of.top, of.scale) - of.log_sum;
+    float by = slopes.logprob;
+    if (slopes.entropy != 0) by = fmaf(slopes.entropy, log_p + of.entropy, by);
+    return -fast_exp(log_p) * by * of.scale;
+}
+
+template <typename T> struct alignas(4 * sizeof(T)) Four {
+    T at[4];
+};
+
+template <typename T> DEVICE void write_four(T* out, int slot, int count, bool aligned, const float (&values)[4]) {
+    if (aligned && slot + 4 <= count) {
+        Four<T> four;
+        for (int j = 0; j < 4; ++j) store(&four.at[j], values[j]);
+        *reinterpret_cast<Four<T>*>(out + slot) = four;
+    } else {
+        for (int j = 0; j < 4; ++j)
+            if (slot + j < count) store(out + slot + j, values[j]);
+    }
+}
+
+template <typename T>
+DEVICE void write_slopes(const Row& row, int vocabulary, uint32 token, const Distribution& of, const Slopes& slopes,
+                         T* out) {
+    bool aligned = reinterpret_cast<uint64>(out) % sizeof(Four<T>) == 0;
+    float hit = slopes.logprob * of.scale;
+    if (!row.ids) {
+        distribution::visit_part(row, [&](int slot, const float(&z)[4]) {
+            float values[4];
+            for (int j = 0; j < 4; ++j) values[j] = slope_of(z[j], of, slopes) + (uint32(slot + j) == token ? hit : 0.0f);
+            write_four(out, slot, row.count, aligned, values);
+        });
+        return;
+    }
+    const float zeros[4] = {};
+    for (int slot = 4 * int(threadIdx.x); slot < vocabulary; slot += 4 * distribution::THREADS)
+        write_four(out, slot, vocabulary, aligned, zeros);
+    BLOCK_SYNC();
+    for (int slot = int(threadIdx.x); slot < row.count; slot += distribution::THREADS) {
+        uint32 id = row.ids[slot];
+        store(out + id, slope_of(row.logits[id], of, slopes) + (id == token ? hit : 0.0f));
+    }
+}
+
+template <typename T>
+DEVICE void predict_backward(const float* logits, int vocabulary, const Targets& targets, const Slopes* slopes, T* out) {
+    Row row = row_of_block(logits, vocabulary, targets);
+    float masses[distribution::WARPS];
+    Distribution of = distribution::row_distribution(row, 1.0f / targets.temperatures[blockIdx.x], masses);
+    T* to = out + int64(blockIdx.x) * vocabulary;
+    write_slopes(row, vocabulary, targets.tokens[blockIdx.x], of, slopes[blockIdx.x], to);
+}
+}  // namespace head
+
+// out [n, 2]: log-probability of the target token and entropy, nats. starts [n + 1] may be those of rows amid others.
+KERNEL(512, predict, const float* logits, int vocabulary, const uint32* tokens, const float* temperatures,
+       const uint64* starts, const uint32* ids, float* out) {
+    distribution::Row row = head::row_of_block(logits, vocabulary, {tokens, temperatures, starts, ids});
+    float masses[distribution::WARPS];
+    distribution::Distribution of = distribution::row_distribution(row, 1.0f / temperatures[blockIdx.x], masses);
+    if (threadIdx.x > 0) return;
+    out[2 * int64(blockIdx.x)] = distribution::log_probability(of, row.logits[tokens[blockIdx.x]]);
+    out[2 * int64(blockIdx.x) + 1] = of.entropy;
+}
+
+// slopes [n, 2]: of a loss by the log-probability and by the entropy; out [n, vocabulary]: by the logits.
+#define PREDICT_BACKWARD(suffix, type)                                                                                  \
+    KERNEL(512, predict_backward_##suffix, const float* logits, int vocabulary, const uint32* tokens,                   \
+           const float* temperatures, const uint64* starts, const uint32* ids, const float* slopes, type* out) {        \
+        head::predict_backward(logits, vocabulary, {tokens, temperatures, starts, ids},                                 \
+                               reinterpret_cast<const head::Slopes*>(slopes), out);                                     \
+    }
+PREDICT_BACKWARD(f32, float)
+PREDICT_BACKWARD(bf16, bf16)

@@ -1,0 +1,269 @@
+// What happens to queries and keys between the projection and the attention: RMSNorm per head, and the rotary position
+// embedding in the half-split layout: pairs (x[i], x[i + half]) turn by position * inv_freq[i].
+//
+// Neighbouring lanes share a head, as many (a power of two) as have 16 bytes of each of its halves, so that both values of a
+// pair are in one lane and nothing but the sums of the norm goes between lanes.
+#include "common.cuh"
+
+namespace heads {
+// `n` neighbouring values, which are moved at once.
+template <typename T, int n> struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
+    T at[n];
+};
+
+template <int n, typename T> DEVICE Pack<T, n> load_pack(const T* from) { return *reinterpret_cast<const Pack<T, n>*>(from); }
+template <int n, typename T> DEVICE void store_pack(T* to, const Pack<T, n>& pack) {
+    *reinterpret_cast<Pack<T, n>*>(to) = pack;
+}
+
+DEVICE bool aligned(const void* pointer) { return (reinterpret_cast<uint64>(pointer) & 15u) == 0; }
+
+// How a row divides, and the angles [rows, head_dim / 2] of the rows.
+struct Heads {
+    int rows, heads, kv_heads, head_dim;
+    const float *cos, *sin;
+};
+
+// Of a row of the projection.
+DEVICE int64 width(const Heads& shape) { return int64(shape.heads + 2 * shape.kv_heads) * shape.head_dim; }
+
+// Values `i..i + n` of the first half of a head and their partners.
+template <int n> struct Pairs {
+    float first[n], second[n];
+};
+
+template <int n, typename T> DEVICE Pairs<n> load_pairs(const T* head, int i, int half) {
+    Pack<T, n> a = load_pack<n>(head + i), b = load_pack<n>(head + half + i);
+    Pairs<n> pairs;
+    for (int j = 0; j < n; ++j) {
+        pairs.first[j] = load(a.at[j]);
+        pairs.second[j] = load(b.at[j]);
+    }
+    return pairs;
+}
+
+template <int n, typename T> DEVICE void store_pairs(T* head, int i, int half, const Pairs<n>& pairs) {
+    Pack<T, n> a, b;
+    for (int j = 0; j < n; ++j) {
+        store(&a.at[j], pairs.first[j]);
+        store(&b.at[j], pairs.second[j]);
+    }
+    store_pack(head + i, a);
+    store_pack(head + half + i, b);
+}
+
+// By the angles of `row`, or back for `direction` -1.
+template <int n> DEVICE void rotate(Pairs<n>& pairs, const Heads& shape, int row, int i, float direction) {
+    int64 at = int64(row) * (shape.head_dim / 2) + i;
+    Pack<float, n> cos = load_pack<n>(shape.cos + at), sin = load_pack<n>(shape.sin + at);
+    for (int j = 0; j < n; ++j) {
+        float a = pairs.first[j], b = pairs.second[j], turn = direction * sin.at[j];
+        pairs.first[j] = a * cos.at[j] - b * turn;
+        pairs.second[j] = b * cos.at[j] + a * turn;
+    }
+}
+
+template <int n> DEVICE int lanes_of_head(int half) {
+    int lanes = 1;
+    while (lanes < 32 && lanes * n < half) lanes *= 2;
+    return lanes;
+}
+
+// Over the lanes of a head; all lanes of the warp take part.
+DEVICE float head_sum(float value, int lanes) {
+    for (int mask = lanes >> 1; mask > 0; mask >>= 1) value += shuffle_xor(value, mask);
+    return value;
+}
+
+DEVICE float inverse_rms(float squares, int width, float eps) { return 1.0f / sqrtf(squares / width + eps); }
+
+// A head that the calling lane shares: `active` is false for lanes that have none and only take part in sums.
+struct Item {
+    int row, head;
+    bool active;
+};
+
+// Calls visit(item, lane in the head, lanes of a head) for all queries and keys of all rows; whole warps call it.
+template <int n, typename Visit> DEVICE void visit_heads(const Heads& shape, Visit visit) {
+    int lanes = lanes_of_head<n>(shape.head_dim / 2), rotated = shape.heads + shape.kv_heads;
+    int each = 32 / lanes, warps = gridDim.x * (blockDim.x >> 5), count = shape.rows * rotated;
+    for (int64 base = int64(blockIdx.x * (blockDim.x >> 5) + warp_index()) * each; base < count; base += int64(warps) * each) {
+        int number = int(base) + int(lane_index()) / lanes;
+        Item item = {number / rotated, number % rotated, number < count};
+        visit(item, int(lane_index()) % lanes, lanes);
+    }
+}
+
+template <int n, typename T>
+DEVICE void prepare_heads(const Heads& shape, const T* query, const T* key, float eps, T* qkv) {
+    visit_heads<n>(shape, [=](Item item, int lane, int lanes) {
+        int half = shape.head_dim / 2;
+        T* head = qkv + item.row * width(shape) + item.head * shape.head_dim;
+        const T* weight = item.head < shape.heads ? query : key;
+        float inverse = 1.0f;
+        if (query) {
+            float squares = 0;
+            for (int i = lane * n; item.active && i < half; i += lanes * n) {
+                Pairs<n> x = load_pairs<n>(head, i, half);
+                for (int j = 0; j < n; ++j) squares += x.first[j] * x.first[j] + x.second[j] * x.second[j];
+            }
+            inverse = inverse_rms(head_sum(squares, lanes), shape.head_dim, eps);
+        }
+        for (int i = lane * n; item.active && i < half; i += lanes * n) {
+            Pairs<n> x = load_pairs<n>(head, i, half);
+            if (query) {
+                Pairs<n> w = load_pairs<n>(weight, i, half);
+                for (int j = 0; j < n; ++j) {
+                    x.first[j] *= inverse * w.first[j];
+                    x.second[j] *= inverse * w.second[j];
+                }
+            }
+            rotate(x, shape, item.row, i, 1.0f);
+            store_pairs(head, i, half, x);
+        }
+    });
+}
+
+template <int n, typename T>
+DEVICE void prepare_heads_backward(const Heads& shape, const T* raw, const T* query, const T* key, float eps, T* g) {
+    visit_heads<n>(shape, [=](Item item, int lane, int lanes) {
+        int half = shape.head_dim / 2;
+        int64 at = item.row * width(shape) + item.head * shape.head_dim;
+        const T* weight = item.head < shape.heads ? query : key;
+        float inverse = 1.0f, pull = 0.0f;
+        if (query) {
+            float squares = 0, product = 0;
+            for (int i = lane * n; item.active && i < half; i += lanes * n) {
+                Pairs<n> x = load_pairs<n>(raw + at, i, half), w = load_pairs<n>(weight, i, half);
+                Pairs<n> slope = load_pairs<n>(g + at, i, half);
+                rotate(slope, shape, item.row, i, -1.0f);
+                for (int j = 0; j < n; ++j) {
+                    squares += x.first[j] * x.first[j] + x.second[j] * x.second[j];
+                    product += slope.first[j] * w.first[j] * x.first[j] + slope.second[j] * w.second[j] * x.second[j];
+                }
+            }
+            inverse = inverse_rms(head_sum(squares, lanes), shape.head_dim, eps);
+            pull = head_sum(product, lanes) * inverse * inverse * inverse / shape.head_dim;
+        }
+        for (int i = lane * n; item.active && i < half; i += lanes * n) {
+            Pairs<n> slope = load_pairs<n>(g + at, i, half);
+            rotate(slope, shape, item.row, i, -1.0f);
+            if (query) {
+                Pairs<n> x = load_pairs<n>(raw + at, i, half), w = load_pairs<n>(weight, i, half);
+                for (int j = 0; j < n; ++j) {
+                    slope.first[j] = slope.first[j] * w.first[j] * inverse - x.first[j] * pull;
+                    slope.second[j] = slope.second[j] * w.second[j] * inverse - x.second[j] * pull;
+                }
+            }
+            store_pairs(g + at, i, half, slope);
+        }
+    });
+}
+
+constexpr int THREADS = 256;
+
+// Block (slab of rows, 0 for queries or 1 for keys): its part of the gradient of the norm's weight, into partial
+// [slabs, 2, head_dim]. Heads go to the groups of lanes in turn, and the groups are added in order.
+template <int n, typename T>
+DEVICE void norm_slopes(const Heads& shape, const T* raw, float eps, const T* g, int slab, float* partial) {
+    STATIC_SHARED(float, parts, [THREADS * 2 * n]);
+    int half = shape.head_dim / 2, lanes = lanes_of_head<n>(half), groups = THREADS / lanes, across = lanes * n;
+    int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+    int heads = blockIdx.y == 0 ? shape.heads : shape.kv_heads, before = blockIdx.y == 0 ? 0 : shape.heads;
+    int first = blockIdx.x * slab, count = min(slab, shape.rows - first) * heads;
+    float* to = partial + (int64(blockIdx.x) * 2 + blockIdx.y) * shape.head_dim;
+    // Once, unless the lanes of a warp have too little of a head together.
+    for (int chunk = 0; chunk < half; chunk += across) {
+        Pairs<n> own = {};
+        int column = chunk + lane * n;
+        for (int base = 0; base < count; base += groups) {
+            int item = base + group, row = first + item / heads;
+            int64 at = row * width(shape) + (before + item % heads) * shape.head_dim;
+            float squares = 0;
+            for (int i = lane * n; item < count && i < half; i += across) {
+                Pairs<n> x = load_pairs<n>(raw + at, i, half);
+                for (int j = 0; j < n; ++j) squares += x.first[j] * x.first[j] + x.second[j] * x.second[j];
+            }
+            float inverse = inverse_rms(head_sum(squares, lanes), shape.head_dim, eps);
+            if (item >= count || column >= half) continue;
+            Pairs<n> x = load_pairs<n>(raw + at, column, half), slope = load_pairs<n>(g + at, column, half);
+            rotate(slope, shape, row, column, -1.0f);
+            for (int j = 0; j < n; ++j) {
+                own.first[j] += slope.first[j] * x.first[j] * inverse;
+                own.second[j] += slope.second[j] * x.second[j] * inverse;
+            }
+        }
+        for (int j = 0; j < n; ++j) {
+            parts[group * 2 * across + lane * n + j] = own.first[j];
+            parts[(group * 2 + 1) * across + lane * n + j] = own.second[j];
+        }
+        BLOCK_SYNC();
+        for (int i = threadIdx.x; i < 2 * across; i += THREADS) {
+            float sum = 0;
+            for (int part = 0; part < groups; ++part) sum += parts[part * 2 * across + i];
+            if (chunk + i % across < half) to[i / across * half + chunk + i % across] = sum;
+        }
+        BLOCK_SYNC();
+    }
+}
+
+template <int n> DEVICE bool wide_heads(const Heads& shape) {
+    return shape.head_dim / 2 % n == 0 && aligned(shape.cos) && aligned(shape.sin);
+}
+
+template <typename T> DEVICE void prepare(const Heads& shape, const T* query, const T* key, float eps, T* qkv) {
+    constexpr int wide = 16 / sizeof(T);
+    // The absent pointer is on every boundary.
+    if (wide_heads<wide>(shape) && aligned(query) && aligned(key) && aligned(qkv))
+        prepare_heads<wide>(shape, query, key, eps, qkv);
+    else
+        prepare_heads<1>(shape, query, key, eps, qkv);
+}
+
+template <typename T>
+DEVICE void prepare_backward(const Heads& shape, const T* raw, const T* query, const T* key, float eps, T* g) {
+    constexpr int wide = 16 / sizeof(T);
+    if (wide_heads<wide>(shape) && aligned(raw) && aligned(query) && aligned(key) && aligned(g))
+        prepare_heads_backward<wide>(shape, raw, query, key, eps, g);
+    else
+        prepare_heads_backward<1>(shape, raw, query, key, eps, g);
+}
+
+template <typename T>
+DEVICE void head_norm_slopes(const Heads& shape, const T* raw, float eps, const T* g, int slab, float* partial) {
+    constexpr int wide = 16 / sizeof(T);
+    if (wide_heads<wide>(shape) && aligned(raw) && aligned(g))
+        norm_slopes<wide>(shape, raw, eps, g, slab, partial);
+    else
+        norm_slopes<1>(shape, raw, eps, g, slab, partial);
+}
+
+KERNEL(256, angles, const uint32* positions, const float* inv_freq, int rows, int half, float* cos, float* sin) {
+    int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= int64(rows) * half) return;
+    float angle = float(positions[i / half]) * inv_freq[i % half];
+    cos[i] = cosf(angle);
+    sin[i] = sinf(angle);
+}
+
+#define INSTANCES(T, suffix)                                                                                                 \
+    KERNEL(256, prepare_##suffix, int rows, int heads, int kv_heads, int head_dim, const float* cos, const float* sin,       \
+           const T* query, const T* key, float eps, T* qkv) {                                                                \
+        Heads shape = {rows, heads, kv_heads, head_dim, cos, sin};                                                           \
+        prepare(shape, query, key, eps, qkv);                                                                                \
+    }                                                                                                                        \
+    KERNEL(256, prepare_backward_##suffix, int rows, int heads, int kv_heads, int head_dim, const float* cos,                \
+           const float* sin, const T* raw, const T* query, const T* key, float eps, T* g) {                                  \
+        Heads shape = {rows, heads, kv_heads, head_dim, cos, sin};                                                           \
+        prepare_backward(shape, raw, query, key, eps, g);                                                                    \
+    }                                                                                                                        \
+    KERNEL(256, head_norm_slopes_##suffix, int rows, int heads, int kv_heads, int head_dim, const float* cos,                \
+           const float* sin, const T* raw, float eps, const T* g, int slab, float* partial) {                                \
+        Heads shape = {rows, heads, kv_heads, head_dim, cos, sin};                                                           \
+        head_norm_slopes(shape, raw, eps, g, slab, partial);                                                                 \
+    }
+
+INSTANCES(float, f32)
+INSTANCES(bf16, bf16)
+#undef INSTANCES
+}  // namespace heads

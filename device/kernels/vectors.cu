@@ -1,0 +1,89 @@
+// Elementwise work on flat vectors, and the sum of their squares.
+//
+// Threads go through a vector four values at a time, all threads of the grid side by side; where a pointer is not on a
+// boundary of 16 bytes, and at the end, one value at a time.
+#include "common.cuh"
+
+namespace vectors {
+// `n` neighbouring values, which are moved at once.
+template <typename T, int n> struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
+    T at[n];
+};
+
+template <int n, typename T> DEVICE Pack<T, n> load_pack(const T* from) { return *reinterpret_cast<const Pack<T, n>*>(from); }
+template <int n, typename T> DEVICE void store_pack(T* to, const Pack<T, n>& pack) {
+    *reinterpret_cast<Pack<T, n>*>(to) = pack;
+}
+
+DEVICE bool aligned(const void* pointer) { return (reinterpret_cast<uint64>(pointer) & 15u) == 0; }
+
+// The values of the calling thread: every `step` packs of four from 4 * first on up to `packed`, and behind them every `step`
+// values.
+struct Walk {
+    int64 first, step, packed;
+};
+
+DEVICE Walk walk(int64 count, bool wide) {
+    int64 first = int64(blockIdx.x) * blockDim.x + threadIdx.x, step = int64(gridDim.x) * blockDim.x;
+    return {first, step, wide ? count / 4 * 4 : 0};
+}
+
+template <int n, typename From, typename To> DEVICE void cast_at(const From* from, To* to) {
+    Pack<From, n> part = load_pack<n>(from);
+    Pack<To, n> result;
+    for (int j = 0; j < n; ++j) store(&result.at[j], load(part.at[j]));
+    store_pack(to, result);
+}
+
+template <typename From, typename To> DEVICE void cast(const From* from, int64 count, To* to) {
+    Walk by = walk(count, aligned(from) && aligned(to));
+    for (int64 i = by.first * 4; i < by.packed; i += by.step * 4) cast_at<4>(from + i, to + i);
+    for (int64 i = by.packed + by.first; i < count; i += by.step) cast_at<1>(from + i, to + i);
+}
+
+template <int n> DEVICE void add_at(const float* from, float* to) {
+    Pack<float, n> part = load_pack<n>(from), sum = load_pack<n>(to);
+    for (int j = 0; j < n; ++j) sum.at[j] += part.at[j];
+    store_pack(to, sum);
+}
+
+template <int n> DEVICE void scale_at(float by, float* x) {
+    Pack<float, n> part = load_pack<n>(x);
+    for (int j = 0; j < n; ++j) part.at[j] *= by;
+    store_pack(x, part);
+}
+
+template <int n> DEVICE double squares_at(const float* x) {
+    Pack<float, n> part = load_pack<n>(x);
+    double sum = 0;
+    for (int j = 0; j < n; ++j) sum += double(part.at[j]) * double(part.at[j]);
+    return sum;
+}
+
+KERNEL(256, cast_f32_f32, const float* from, int64 count, float* to) { cast(from, count, to); }
+KERNEL(256, cast_f32_bf16, const float* from, int64 count, bf16* to) { cast(from, count, to); }
+KERNEL(256, cast_bf16_f32, const bf16* from, int64 count, float* to) { cast(from, count, to); }
+KERNEL(256, cast_bf16_bf16, const bf16* from, int64 count, bf16* to) { cast(from, count, to); }
+
+KERNEL(256, add_f32, const float* from, int64 count, float* to) {
+    Walk by = walk(count, aligned(from) && aligned(to));
+    for (int64 i = by.first * 4; i < by.packed; i += by.step * 4) add_at<4>(from + i, to + i);
+    for (int64 i = by.packed + by.first; i < count; i += by.step) add_at<1>(from + i, to + i);
+}
+
+KERNEL(256, scale_f32, float factor, int64 count, float* x) {
+    Walk by = walk(count, aligned(x));
+    for (int64 i = by.first * 4; i < by.packed; i += by.step * 4) scale_at<4>(factor, x + i);
+    for (int64 i = by.packed + by.first; i < count; i += by.step) scale_at<1>(factor, x + i);
+}
+
+// One sum for each block, in f64: squares of f32 neither overflow nor vanish there.
+KERNEL(256, squares_f32, const float* x, int64 count, double* sums) {
+    Walk by = walk(count, aligned(x));
+    double sum = 0;
+    for (int64 i = by.first * 4; i < by.packed; i += by.step * 4) sum += squares_at<4>(x + i);
+    for (int64 i = by.packed + by.first; i < count; i += by.step) sum += squares_at<1>(x + i);
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+}
+}  // namespace vectors

@@ -1,0 +1,353 @@
+//! Causal attention of packed segments with grouped key-value heads, forward and backward.
+//!
+//! Invariant: the result of a query has the same bits however its sequence is packed: as a segment of its own, or behind a
+//! prefix that other segments share. Gradients have the same bits for equal segments in equal order.
+
+use std::ops::Range;
+
+use super::heads::HeadShape;
+use super::{rows_of, size};
+use crate::backend::Argument;
+use crate::device::Device;
+use crate::element::Storage;
+use crate::error::Result;
+use crate::memory::{Buffer, View, ViewMut};
+
+/// Queries, and keys, of one block, as in `kernels/attention.cu`.
+const TILE: usize = 64;
+/// Keys, or queries, that a warp of the plain kernels takes at a time.
+const LANES: usize = 32;
+/// Values between the rows of a tile of the tensor cores.
+const PAD: usize = 8;
+/// The widest head.
+const MAX_HEAD_DIM: usize = 256;
+/// Most queries that one block goes through for its keys. A prompt is seen by all its completions: without a bound the one
+/// block that has its keys would run long after all others.
+const MAX_QUERIES: usize = 1024;
+
+/// Tokens that attend to a common prefix and to those before them among themselves, as rows of a pack.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// The tokens.
+    pub rows: Range<usize>,
+    /// Rows of what comes before, earlier in the pack and in other segments; empty for nothing.
+    pub prefix: Range<usize>,
+}
+
+/// The segments of a pack, and how kernels go through them.
+#[derive(Debug)]
+pub struct Segments {
+    rows: usize,
+    /// Whether each row is in a segment.
+    whole: bool,
+    /// `[segments, 4]`: rows, prefix.
+    segments: Buffer<i32>,
+    /// `[tiles, 2]`: segment, first query.
+    tiles: Buffer<i32>,
+    /// `[jobs, 5]`: first key, keys, entries of `seen` from and to, slot of the scratch or -1.
+    jobs: Buffer<i32>,
+    /// `[_, 4]`: queries from and to, keys from and to.
+    seen: Buffer<i32>,
+    /// `[_, 4]`: first key, keys, slots from and to.
+    splits: Buffer<i32>,
+    slots: usize,
+}
+
+impl Segments {
+    /// The segments of a pack of `rows`, in the order of their rows. Rows that are in none get results and gradients of 0.
+    ///
+    /// # Errors
+    /// If there is no memory for the lists.
+    ///
+    /// # Panics
+    /// If segments overlap or are out of order, or a prefix is not of rows of segments before.
+    pub fn new(device: &Device, segments: &[Segment], rows: usize) -> Result<Self> {
+        let plan = Plan::new(segments, rows);
+        Ok(Self {
+            rows,
+            whole: plan.whole,
+            segments: device.upload(plan.segments.as_flattened())?,
+            tiles: device.upload(plan.tiles.as_flattened())?,
+            jobs: device.upload(plan.jobs.as_flattened())?,
+            seen: device.upload(plan.seen.as_flattened())?,
+            splits: device.upload(plan.splits.as_flattened())?,
+            slots: plan.slots,
+        })
+    }
+
+    /// Rows of the pack.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+}
+
+/// What [`Segments`] uploads.
+#[derive(Debug, Default)]
+struct Plan {
+    whole: bool,
+    segments: Vec<[i32; 4]>,
+    tiles: Vec<[i32; 2]>,
+    jobs: Vec<[i32; 5]>,
+    seen: Vec<[i32; 4]>,
+    splits: Vec<[i32; 4]>,
+    slots: usize,
+}
+
+/// Keys of one block, and the queries that see them.
+#[derive(Debug)]
+struct KeyTile {
+    keys: Range<usize>,
+    /// Queries and the keys of the tile that they see.
+    users: Vec<(Range<usize>, Range<usize>)>,
+}
+
+impl Plan {
+    fn new(segments: &[Segment], rows: usize) -> Self {
+        let mut plan = Self::default();
+        let mut covered = 0;
+        let mut end = 0;
+        // How many keys the tile's last query sees: the longest come first, so that none is left for the end.
+        let mut tiles = Vec::new();
+        for Segment { rows, prefix } in segments.iter().filter(|segment| !segment.rows.is_empty()) {
+            assert!(rows.start >= end, "segment {rows:?} begins before {end}, where the one before it ends");
+            let prefix = if prefix.is_empty() { 0..0 } else { prefix.clone() };
+            assert!(prefix.end <= rows.start, "prefix {prefix:?} is not before its segment {rows:?}");
+            (covered, end) = (covered + rows.len(), rows.end);
+            for first in rows.clone().step_by(TILE) {
+                let seen = prefix.len() + (first + TILE).min(rows.end) - rows.start;
+                tiles.push((seen, [size(plan.segments.len()), size(first)]));
+            }
+            plan.segments.push([rows.start, rows.end, prefix.start, prefix.end].map(size));
+        }
+        assert!(end <= rows, "segments end at row {end} of {rows}");
+        plan.whole = covered == rows;
+        tiles.sort_by_key(|(seen, _)| std::cmp::Reverse(*seen));
+        plan.tiles = tiles.into_iter().map(|(_, tile)| tile).collect();
+        plan.add_jobs(&key_tiles(segments));
+        plan
+    }
+
+    fn add_jobs(&mut self, tiles: &[KeyTile]) {
+        let mut jobs = Vec::new();
+        for KeyTile { keys, users } in tiles {
+            let [first, count] = [keys.start, keys.len()].map(size);
+            let queries: usize = users.iter().map(|(queries, _)| queries.len()).sum();
+            let parts = queries.div_ceil(MAX_QUERIES);
+            let room = queries.div_ceil(parts).next_multiple_of(TILE);
+            let (begin, first_slot) = (jobs.len(), self.slots);
+            let mut entries = self.seen.len();
+            let mut left = room;
+            for (queries, keys) in users {
+                let mut queries = queries.clone();
+                while !queries.is_empty() {
+                    let end = queries.end.min(queries.start + left);
+                    self.seen.push([queries.start, end, keys.start, keys.end].map(size));
+                    left -= end - queries.start;
+                    queries.start = end;
+                    if left == 0 {
+                        jobs.push((room, [first, count, size(entries), size(self.seen.len()), 0]));
+                        (entries, left) = (self.seen.len(), room);
+                    }
+                }
+            }
+            if left < room {
+                jobs.push((room - left, [first, count, size(entries), size(self.seen.len()), 0]));
+            }
+            let split = jobs.len() - begin > 1;
+            for (_, job) in &mut jobs[begin..] {
+                job[4] = if split { size(self.slots) } else { -1 };
+                self.slots += usize::from(split);
+            }
+            if split {
+                self.splits.push([first, count, size(first_slot), size(self.slots)]);
+            }
+        }
+        jobs.sort_by_key(|(queries, _)| std::cmp::Reverse(*queries));
+        self.jobs = jobs.into_iter().map(|(_, job)| job).collect();
+    }
+}
+
+/// The tiles of all keys, each with the queries of its own segment first and then those of segments that it is the prefix
+/// of, in their order.
+fn key_tiles(segments: &[Segment]) -> Vec<KeyTile> {
+    let mut tiles = Vec::new();
+    for Segment { rows, .. } in segments {
+        for first in rows.clone().step_by(TILE) {
+            let keys = first..(first + TILE).min(rows.end);
+            tiles.push(KeyTile { users: vec![(first..rows.end, keys.clone())], keys });
+        }
+    }
+    for Segment { rows, prefix } in segments.iter().filter(|s| !s.rows.is_empty() && !s.prefix.is_empty()) {
+        let mut covered = 0;
+        let from = tiles.partition_point(|tile| tile.keys.end <= prefix.start);
+        for tile in tiles[from..].iter_mut().take_while(|tile| tile.keys.start < prefix.end) {
+            let keys = prefix.start.max(tile.keys.start)..prefix.end.min(tile.keys.end);
+            covered += keys.len();
+            tile.users.push((rows.clone(), keys));
+        }
+        assert_eq!(covered, prefix.len(), "rows of the prefix {prefix:?} that are in segments");
+    }
+    tiles
+}
+
+/// Which kernels a shape is for.
+#[derive(Clone, Copy, Debug)]
+struct Kernels<T> {
+    /// Whether they use the tensor cores.
+    tensor: bool,
+    dim: usize,
+    storage: std::marker::PhantomData<T>,
+}
+
+impl<T: Storage> Kernels<T> {
+    fn new(shape: HeadShape) -> Self {
+        let HeadShape { heads, kv_heads, head_dim: dim } = shape;
+        assert!(kv_heads > 0 && heads.is_multiple_of(kv_heads), "{heads} heads in groups of {kv_heads}");
+        assert!((1..=MAX_HEAD_DIM).contains(&dim), "a head of {dim}; at most {MAX_HEAD_DIM} are supported");
+        Self { tensor: T::NARROW && matches!(dim, 64 | 128), dim, storage: std::marker::PhantomData }
+    }
+
+    fn name(self, what: &str) -> String {
+        if self.tensor {
+            format!("{what}_{}_{}", T::SUFFIX, self.dim)
+        } else {
+            format!("{what}_{}", T::SUFFIX)
+        }
+    }
+
+    fn threads(self) -> usize {
+        if self.tensor { 128 } else { 256 }
+    }
+
+    /// Shared memory of the forward, bytes: keys and values twice, or queries, keys, values and weights.
+    fn forward(self) -> usize {
+        match self.tensor {
+            true => self.narrow_rows(4 * TILE),
+            false => size_of::<f32>() * (TILE * self.dim + 2 * LANES * (self.dim + 1) + TILE * LANES),
+        }
+    }
+
+    /// The same for the gradient of queries: two more tiles, or one.
+    fn query_gradient(self) -> usize {
+        match self.tensor {
+            true => self.narrow_rows(6 * TILE),
+            false => self.forward() + size_of::<f32>() * TILE * self.dim,
+        }
+    }
+
+    /// The same for the gradient of keys: keys, values, and queries and gradients twice, or with two kinds of weights.
+    fn key_gradient(self) -> usize {
+        match self.tensor {
+            true => self.narrow_rows(2 * TILE + 4 * if self.dim > 64 { 32 } else { 64 }),
+            false => self.query_gradient() + size_of::<f32>() * TILE * LANES,
+        }
+    }
+
+    fn narrow_rows(self, rows: usize) -> usize {
+        rows * (self.dim + PAD) * size_of::<T>()
+    }
+
+    /// # Panics
+    /// If values do not begin where 16 bytes can be moved at once.
+    fn check(self, view: View<'_, T>) {
+        assert!(!self.tensor || view.address().is_multiple_of(16), "values begin on a boundary of 16 bytes");
+    }
+}
+
+fn shape_arguments(shape: HeadShape) -> [Argument; 3] {
+    [shape.heads, shape.kv_heads, shape.head_dim].map(|n| size(n).into())
+}
+
+fn scale(shape: HeadShape) -> Argument {
+    (shape.head_dim as f32).powf(-0.5).into()
+}
+
+/// Attention within each segment: `qkv [rows, width]` normalised and rotated, into `out [rows, query_width]`, and the
+/// logarithm of the sum of `exp(score)` of each query into `log_sums [heads, rows]`, for the backward.
+///
+/// # Errors
+/// If a launch fails.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn attention<T: Storage>(
+    device: &Device,
+    qkv: View<'_, T>,
+    segments: &Segments,
+    shape: HeadShape,
+    mut out: ViewMut<'_, T>,
+    log_sums: ViewMut<'_, f32>,
+) -> Result<()> {
+    let kernels = Kernels::<T>::new(shape);
+    let rows = rows_of(qkv.len(), shape.width());
+    assert_eq!(rows, segments.rows, "the segments are those of the pack");
+    assert_eq!(out.len(), rows * shape.query_width(), "the result is [rows, query_width]");
+    assert_eq!(log_sums.len(), rows * shape.heads, "the sums are [heads, rows]");
+    kernels.check(qkv);
+    kernels.check(out.as_view());
+    if !segments.whole {
+        device.clear(out.reborrow())?;
+    }
+    let [heads, kv_heads, dim] = shape_arguments(shape);
+    let (list, tiles) = (segments.segments.all().into(), segments.tiles.all().into());
+    let sums = log_sums.into();
+    let arguments =
+        [qkv.into(), list, tiles, size(rows).into(), heads, kv_heads, dim, scale(shape), out.into(), sums];
+    let grid = [shape.heads, segments.tiles.len() / 2, 1];
+    device.launch(&kernels.name("attention"), grid, kernels.threads(), kernels.forward(), &arguments)
+}
+
+/// The gradient of `qkv [rows, width]` for the gradient `g [rows, query_width]` of the result, into all of
+/// `dqkv [rows, width]`. `out` and `log_sums` are what [`attention`] wrote.
+///
+/// # Errors
+/// If a launch fails, or there is no memory for `heads` values a row, and for what splits of long sums need.
+///
+/// # Panics
+/// If the shapes do not fit.
+#[expect(clippy::too_many_arguments, reason = "what the forward had and made, and the two gradients")]
+pub fn attention_backward<T: Storage>(
+    device: &Device,
+    qkv: View<'_, T>,
+    segments: &Segments,
+    shape: HeadShape,
+    out: View<'_, T>,
+    log_sums: View<'_, f32>,
+    g: View<'_, T>,
+    mut dqkv: ViewMut<'_, T>,
+) -> Result<()> {
+    let kernels = Kernels::<T>::new(shape);
+    let rows = rows_of(qkv.len(), shape.width());
+    assert_eq!(rows, segments.rows, "the segments are those of the pack");
+    assert_eq!(dqkv.len(), qkv.len(), "the gradient is as large as what it is of");
+    assert_eq!([out.len(), g.len()], [rows * shape.query_width(); 2], "results are [rows, query_width]");
+    assert_eq!(log_sums.len(), rows * shape.heads, "the sums are [heads, rows]");
+    [qkv, out, g, dqkv.as_view()].into_iter().for_each(|view| kernels.check(view));
+    if !segments.whole {
+        device.clear(dqkv.reborrow())?;
+    }
+    let mut deltas = device.uninit::<f32>(rows * shape.heads)?;
+    let mut scratch = device.uninit::<f32>(segments.slots * 2 * TILE * shape.kv_width())?;
+    let [heads, kv_heads, dim] = shape_arguments(shape);
+    let (list, tiles) = (segments.segments.all().into(), segments.tiles.all().into());
+    let (qkv, out, g, rows) = (qkv.into(), out.into(), g.into(), size(rows).into());
+    let (log_sums, scale, to) = (log_sums.into(), scale(shape), Argument::from(&dqkv));
+    let deltas = deltas.all_mut().into();
+    let scratch = scratch.all_mut().into();
+
+    let arguments = [qkv, list, tiles, rows, heads, kv_heads, dim, scale, out, log_sums, g, deltas, to];
+    let grid = [shape.heads, segments.tiles.len() / 2, 1];
+    let name = kernels.name("attention_query_gradient");
+    device.launch(&name, grid, kernels.threads(), kernels.query_gradient(), &arguments)?;
+
+    let (jobs, seen) = (segments.jobs.all().into(), segments.seen.all().into());
+    let arguments = [qkv, jobs, seen, rows, heads, kv_heads, dim, scale, log_sums, g, deltas, scratch, to];
+    let grid = [shape.kv_heads, segments.jobs.len() / 5, 1];
+    let name = kernels.name("attention_key_gradient");
+    device.launch(&name, grid, kernels.threads(), kernels.key_gradient(), &arguments)?;
+
+    let arguments = [segments.splits.all().into(), heads, kv_heads, dim, scratch, to];
+    let grid = [shape.kv_heads, segments.splits.len() / 4, 1];
+    device.launch(&kernels.name("attention_join"), grid, 256, 0, &arguments)
+}

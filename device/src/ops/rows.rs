@@ -1,0 +1,198 @@
+//! Rows that are picked, put back and summed: the embedding and its gradient, rows that go on without the others, biases.
+
+use std::collections::BTreeMap;
+
+use super::{PACK, THREADS, rows_of, size, slabs, tiles};
+use crate::backend::Argument;
+use crate::device::Device;
+use crate::element::Storage;
+use crate::error::Result;
+use crate::memory::{Buffer, View, ViewMut};
+
+/// Fewest rows that a block sums columns over, eight for each of its warps.
+const SLAB: usize = 64;
+
+/// Row `rows[i]` of `from [n, width]` as row `i` of `out [rows.len(), width]`: the embedding of tokens, for instance. The
+/// host has checked that every one of `rows` is below `n`.
+///
+/// # Errors
+/// If the launch fails.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn gather_rows<T: Storage>(
+    device: &Device,
+    from: View<'_, T>,
+    rows: View<'_, u32>,
+    width: usize,
+    out: ViewMut<'_, T>,
+) -> Result<()> {
+    rows_of(from.len(), width);
+    assert_eq!(out.len(), rows.len() * width, "the result has a row for each that is picked");
+    let (blocks, threads) = tiles::<T>(width);
+    let arguments = [from.into(), rows.into(), size(width).into(), out.into()];
+    device.launch(&format!("gather_rows_{}", T::SUFFIX), [rows.len(), blocks, 1], threads, 0, &arguments)
+}
+
+/// Positions grouped by their key, on the device.
+#[derive(Debug)]
+pub struct Grouped {
+    /// The distinct keys, where the positions of each begin (and the last end), and the positions of each in order.
+    lists: Buffer<u32>,
+    groups: usize,
+    positions: usize,
+    /// Above every key.
+    end: usize,
+}
+
+impl Grouped {
+    /// The positions of `keys`, grouped by what is there.
+    ///
+    /// # Errors
+    /// If there is no memory for them.
+    ///
+    /// # Panics
+    /// If there are more than 2^31 of them.
+    pub fn new(device: &Device, keys: &[u32]) -> Result<Self> {
+        size(keys.len());
+        let mut groups: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+        for (position, key) in (0..).zip(keys) {
+            groups.entry(*key).or_default().push(position);
+        }
+        let mut lists: Vec<u32> = groups.keys().copied().collect();
+        let mut start = 0;
+        lists.push(start);
+        for positions in groups.values() {
+            start += positions.len() as u32;
+            lists.push(start);
+        }
+        lists.extend(groups.values().flatten());
+        let end = groups.last_key_value().map_or(0, |(key, _)| *key as usize + 1);
+        Ok(Self { lists: device.upload(&lists)?, groups: groups.len(), positions: keys.len(), end })
+    }
+
+    /// Number of positions.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.positions
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.positions == 0
+    }
+
+    /// Number of distinct keys.
+    #[must_use]
+    pub fn groups(&self) -> usize {
+        self.groups
+    }
+
+    /// Keys, starts and positions.
+    fn arguments(&self) -> [Argument; 3] {
+        let (starts, positions) = (self.groups, 2 * self.groups + 1);
+        let lists = self.lists.all();
+        [
+            lists.slice(0..starts).into(),
+            lists.slice(starts..positions).into(),
+            lists.slice(positions..lists.len()).into(),
+        ]
+    }
+
+    fn check(&self, len: usize, width: usize, to: usize) {
+        assert_eq!(len, self.positions * width, "a row for each position");
+        let rows = rows_of(to, width);
+        assert!(self.end <= rows, "a key is {} where {rows} rows are", self.end.saturating_sub(1));
+    }
+}
+
+/// Adds to each row `key` of `to [n, width]` the rows of `g [groups.len(), width]` whose positions have that key, one after
+/// the other: the gradient of the embedding.
+///
+/// # Errors
+/// If the launch fails.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn add_rows<T: Storage>(
+    device: &Device,
+    g: View<'_, T>,
+    groups: &Grouped,
+    width: usize,
+    to: ViewMut<'_, f32>,
+) -> Result<()> {
+    groups.check(g.len(), width, to.len());
+    let (blocks, threads) = tiles::<T>(width);
+    let [keys, starts, positions] = groups.arguments();
+    let arguments = [g.into(), keys, starts, positions, size(width).into(), to.into()];
+    device.launch(&format!("add_rows_{}", T::SUFFIX), [groups.groups, blocks, 1], threads, 0, &arguments)
+}
+
+/// Sets each row `key` of `to [n, width]` to the sum of the rows of `g [groups.len(), width]` whose positions have that
+/// key, and the other rows to zero: the gradient of what [`gather_rows`] picked from.
+///
+/// # Errors
+/// If the launch fails.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn scatter_rows<T: Storage>(
+    device: &Device,
+    g: View<'_, T>,
+    groups: &Grouped,
+    width: usize,
+    mut to: ViewMut<'_, T>,
+) -> Result<()> {
+    groups.check(g.len(), width, to.len());
+    device.clear(to.reborrow())?;
+    let (blocks, threads) = tiles::<T>(width);
+    let [keys, starts, positions] = groups.arguments();
+    let arguments = [g.into(), keys, starts, positions, size(width).into(), to.into()];
+    device.launch(&format!("scatter_rows_{}", T::SUFFIX), [groups.groups, blocks, 1], threads, 0, &arguments)
+}
+
+/// Adds `bias [width]` to each row of `x [rows, width]`.
+///
+/// # Errors
+/// If the launch fails.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn add_bias<T: Storage>(device: &Device, x: ViewMut<'_, T>, bias: View<'_, T>) -> Result<()> {
+    let width = bias.len();
+    let rows = rows_of(x.len(), width);
+    let (blocks, threads) = tiles::<T>(width);
+    let arguments = [bias.into(), size(width).into(), x.into()];
+    device.launch(&format!("add_bias_{}", T::SUFFIX), [rows, blocks, 1], threads, 0, &arguments)
+}
+
+/// Adds the sum of the rows of `g [rows, width]` to `to [width]`: the gradient of a bias.
+///
+/// # Errors
+/// If a launch fails, or there is no memory for the sums of parts.
+///
+/// # Panics
+/// If the shapes do not fit.
+pub fn column_sums<T: Storage>(device: &Device, g: View<'_, T>, to: ViewMut<'_, f32>) -> Result<()> {
+    let width = to.len();
+    let rows = rows_of(g.len(), width);
+    if rows == 0 {
+        return Ok(());
+    }
+    let (slab, parts) = slabs(rows, SLAB);
+    let mut partial = device.uninit::<f32>(parts * width)?;
+    let arguments =
+        [g.into(), size(rows).into(), size(slab).into(), size(width).into(), partial.all_mut().into()];
+    let grid = [width.div_ceil(32 * PACK / size_of::<T>()), parts, 1];
+    device.launch(&format!("column_parts_{}", T::SUFFIX), grid, THREADS, 0, &arguments)?;
+    add_partial_sums(device, partial.all(), to)
+}
+
+/// Adds the sums over the parts of `partial [parts, width]` to `to [width]`.
+pub(super) fn add_partial_sums(device: &Device, partial: View<'_, f32>, to: ViewMut<'_, f32>) -> Result<()> {
+    let width = to.len();
+    let parts = rows_of(partial.len(), width);
+    let arguments = [partial.into(), size(parts).into(), size(width).into(), to.into()];
+    device.launch("add_partial_sums", [width.div_ceil(32), 1, 1], THREADS, 0, &arguments)
+}

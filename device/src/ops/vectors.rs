@@ -1,0 +1,73 @@
+//! Elementwise work on flat vectors, and the sum of their squares.
+
+use super::THREADS;
+use crate::backend::Argument;
+use crate::device::Device;
+use crate::element::Storage;
+use crate::error::Result;
+use crate::memory::{View, ViewMut};
+
+/// Most blocks of a launch over a vector: more than a device runs at once.
+const BLOCKS: usize = 4096;
+/// Values that a thread moves at once.
+const VALUES: usize = 4;
+/// Values that a block sums at least.
+const SUMMED: usize = 1 << 14;
+
+/// Blocks over a vector of `len` values.
+pub(super) fn blocks(len: usize) -> usize {
+    len.div_ceil(VALUES * THREADS).min(BLOCKS)
+}
+
+/// The length of a vector as kernels take it.
+pub(super) fn count(len: usize) -> Argument {
+    (len as i64).into()
+}
+
+/// Each of the values `from [n]` as the nearest that `to [n]` can hold.
+///
+/// # Errors
+/// If the launch fails.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn cast<A: Storage, B: Storage>(device: &Device, from: View<'_, A>, to: ViewMut<'_, B>) -> Result<()> {
+    assert_eq!(from.len(), to.len(), "values go where as many are");
+    let grid = [blocks(from.len()), 1, 1];
+    let arguments = [from.into(), count(from.len()), to.into()];
+    device.launch(&format!("cast_{}_{}", A::SUFFIX, B::SUFFIX), grid, THREADS, 0, &arguments)
+}
+
+/// Adds `from [n]` to `to [n]`.
+///
+/// # Errors
+/// If the launch fails.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn add(device: &Device, from: View<'_, f32>, to: ViewMut<'_, f32>) -> Result<()> {
+    assert_eq!(from.len(), to.len(), "values are added to as many");
+    let grid = [blocks(from.len()), 1, 1];
+    device.launch("add_f32", grid, THREADS, 0, &[from.into(), count(from.len()), to.into()])
+}
+
+/// Multiplies `x [n]`.
+///
+/// # Errors
+/// If the launch fails.
+pub fn scale(device: &Device, by: f32, x: ViewMut<'_, f32>) -> Result<()> {
+    let (grid, len) = ([blocks(x.len()), 1, 1], count(x.len()));
+    device.launch("scale_f32", grid, THREADS, 0, &[by.into(), len, x.into()])
+}
+
+/// The sum of the squares of `x [n]`, in f64 all the way; NaN or infinite if one of them is. Waits.
+///
+/// # Errors
+/// If the launch or something before fails, or there is no memory for the sums of parts.
+pub fn sum_of_squares(device: &Device, x: View<'_, f32>) -> Result<f64> {
+    let parts = x.len().div_ceil(SUMMED).min(BLOCKS);
+    let mut sums = device.uninit::<f64>(parts)?;
+    let arguments = [x.into(), count(x.len()), sums.all_mut().into()];
+    device.launch("squares_f32", [parts, 1, 1], THREADS, 0, &arguments)?;
+    Ok(device.download(sums.all())?.iter().sum())
+}

@@ -1,0 +1,129 @@
+//! Log-probability, entropy and their gradients against plain loops.
+
+use device::ops::head::{HeadTargets, predict, predict_backward};
+use device::{Device, Storage, bf16};
+
+use crate::common::{assert_close, devices, noise, rounded};
+
+/// What a row predicts.
+struct Target {
+    token: u32,
+    temperature: f32,
+    kept: Option<Vec<u32>>,
+}
+
+/// Rows of each kind: plain ones, hot and cold ones, and ones of which few tokens are kept.
+fn targets(rows: usize, vocabulary: usize) -> Vec<Target> {
+    let target = |i: usize| {
+        let kept: Option<Vec<u32>> = match i % 4 {
+            2 => Some(
+                (0..vocabulary as u32)
+                    .filter(|id| *id == 0 || (id * 7 + i as u32).is_multiple_of(5))
+                    .collect(),
+            ),
+            3 => Some(vec![(i * 11 % vocabulary) as u32]),
+            _ => None,
+        };
+        let token = match &kept {
+            Some(kept) => kept[i % kept.len()],
+            None => (i * 31 % vocabulary) as u32,
+        };
+        Target { token, temperature: [1.0, 0.6, 1.3][i % 3], kept }
+    };
+    (0..rows).map(target).collect()
+}
+
+fn uploaded(device: &Device, targets: &[Target]) -> HeadTargets {
+    let rows = targets.iter().map(|target| (target.token, target.temperature, target.kept.as_deref()));
+    HeadTargets::new(device, rows).unwrap()
+}
+
+/// Log-probability and entropy, and what the loss `slopes[0] * logprob + slopes[1] * entropy` changes by with each logit.
+fn expected(logits: &[f32], target: &Target, slopes: &[f32]) -> ([f64; 2], Vec<f64>) {
+    let all: Vec<u32> = (0..logits.len() as u32).collect();
+    let kept = target.kept.as_ref().unwrap_or(&all);
+    let scale = 1.0 / f64::from(target.temperature);
+    let scaled = |id: u32| f64::from(logits[id as usize]) * scale;
+    let top = kept.iter().map(|id| scaled(*id)).fold(f64::NEG_INFINITY, f64::max);
+    let log_sum = top + kept.iter().map(|id| (scaled(*id) - top).exp()).sum::<f64>().ln();
+    let log_p = |id: u32| scaled(id) - log_sum;
+    let entropy = -kept.iter().map(|id| log_p(*id).exp() * log_p(*id)).sum::<f64>();
+    let mut gradient = vec![0.0; logits.len()];
+    for id in kept {
+        let p = log_p(*id).exp();
+        let hit = f64::from(u8::from(*id == target.token));
+        gradient[*id as usize] =
+            scale * (f64::from(slopes[0]) * (hit - p) - f64::from(slopes[1]) * p * (log_p(*id) + entropy));
+    }
+    ([log_p(target.token).min(0.0), entropy], gradient)
+}
+
+fn check<T: Storage>(device: &Device, rows: usize, vocabulary: usize, tolerance: f64) {
+    let logits: Vec<f32> = noise(rows * vocabulary, 5).iter().map(|z| 9.0 * z).collect();
+    let mut slopes = noise(2 * rows, 6);
+    slopes[1] = 0.0;
+    let all = targets(rows + 3, vocabulary);
+    let on_device = uploaded(device, &all);
+    assert_eq!(on_device.len(), rows + 3);
+    let logits_there = device.upload(&logits).unwrap();
+    let mut predicted = device.uninit(2 * rows).unwrap();
+    predict(device, logits_there.all(), vocabulary, &on_device, 3, predicted.all_mut()).unwrap();
+    let slopes_there = device.upload(&slopes).unwrap();
+    let mut gradient = device.uninit::<T>(logits.len()).unwrap();
+    let (slopes_view, out) = (slopes_there.all(), gradient.all_mut());
+    predict_backward(device, logits_there.all(), vocabulary, &on_device, 3, slopes_view, out).unwrap();
+    let (predicted, gradient) =
+        (device.download(predicted.all()).unwrap(), device.download(gradient.all()).unwrap());
+    for row in 0..rows {
+        let part = row * vocabulary..(row + 1) * vocabulary;
+        let pair = 2 * row..2 * row + 2;
+        let (prediction, slope) = expected(&logits[part.clone()], &all[row + 3], &slopes[pair.clone()]);
+        assert_close(&predicted[pair], &prediction, 1e-5);
+        let found: Vec<f32> = gradient[part].iter().map(|value| value.widen()).collect();
+        assert_close(&found, &slope, tolerance);
+        assert!(found.iter().zip(&slope).all(|(found, slope)| *slope != 0.0 || *found == 0.0), "row {row}");
+    }
+}
+
+#[test]
+fn predictions_and_gradients_are_those_of_the_formula() {
+    for device in devices() {
+        for (rows, vocabulary) in [(9, 37), (6, 1000), (5, 4099), (2, 9000), (3, 1)] {
+            check::<f32>(&device, rows, vocabulary, 2e-5);
+            check::<bf16>(&device, rows, vocabulary, 5e-3);
+        }
+    }
+}
+
+#[test]
+fn no_rows_are_no_work() {
+    for device in devices() {
+        let none = HeadTargets::new(&device, std::iter::empty()).unwrap();
+        assert!(none.is_empty());
+        let (logits, mut out) = (device.zeros::<f32>(0).unwrap(), device.zeros::<f32>(0).unwrap());
+        predict(&device, logits.all(), 10, &none, 0, out.all_mut()).unwrap();
+    }
+}
+
+/// Some engines say that a token is impossible by minus infinity; what is broken says so by NaN.
+#[test]
+fn infinite_and_broken_logits_are_told_apart() {
+    let mut logits = rounded(&noise(2 * 50, 7));
+    let whole = logits[..50].to_vec();
+    logits[5..45].fill(f32::NEG_INFINITY);
+    logits[70] = f32::NAN;
+    let open: Vec<u32> = (0..5).chain(45..50).collect();
+    for device in devices() {
+        let all = [
+            Target { token: 2, temperature: 0.8, kept: None },
+            Target { token: 2, temperature: 0.8, kept: None },
+        ];
+        let there = device.upload(&logits).unwrap();
+        let mut out = device.uninit(4).unwrap();
+        predict(&device, there.all(), 50, &uploaded(&device, &all), 0, out.all_mut()).unwrap();
+        let found = device.download(out.all()).unwrap();
+        let among = Target { token: 2, temperature: 0.8, kept: Some(open.clone()) };
+        assert_close(&found[..2], &expected(&whole, &among, &[0.0, 0.0]).0, 1e-5);
+        assert!(found[2..].iter().all(|value| value.is_nan()), "{found:?}");
+    }
+}

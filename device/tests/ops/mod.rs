@@ -1,0 +1,14 @@
+//! The kernels, each against a plain loop in f64.
+
+mod adamw;
+mod attention;
+mod digest;
+mod head;
+mod heads;
+mod norm;
+mod paged;
+mod rows;
+mod sampling;
+mod support;
+mod swiglu;
+mod vectors;

@@ -1,0 +1,107 @@
+use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
+use device::{Storage, bf16};
+
+use crate::common::{assert_close, devices, noise};
+
+use super::support::{narrow, wide, widen};
+
+const EPS: f32 = 1e-2;
+
+/// `1 / rms` of a row.
+fn inverse(x: &[f64]) -> f64 {
+    1.0 / (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64 + f64::from(EPS)).sqrt()
+}
+
+fn check<T: Storage>(tolerance: f64) {
+    for device in devices() {
+        for (rows, width) in [(3, 1), (5, 7), (2, 33), (67, 40), (3, 896), (0, 16), (2, 2600)] {
+            let x: Vec<T> = narrow(noise(rows * width, 1));
+            let (w, g): (Vec<T>, Vec<T>) = (narrow(noise(width, 2)), narrow(noise(rows * width, 3)));
+            let base: Vec<T> = narrow(noise(rows * width, 4));
+            let start = noise(width, 5);
+            let [on_x, on_w, on_g, on_base] =
+                [&x, &w, &g, &base].map(|values| device.upload(values).unwrap());
+            let mut out = device.zeros::<T>(rows * width).unwrap();
+            rms_norm(&device, on_x.all(), on_w.all(), EPS, out.all_mut()).unwrap();
+
+            let (x, w, g, base) = (wide(&x), wide(&w), wide(&g), wide(&base));
+            let mut expected = Vec::new();
+            let mut expected_dx = Vec::new();
+            let mut expected_dw: Vec<f64> = start.iter().map(|v| f64::from(*v)).collect();
+            for (x, g) in x.chunks(width).zip(g.chunks(width)) {
+                let inv = inverse(x);
+                let pull: f64 =
+                    (0..width).map(|i| g[i] * w[i] * x[i]).sum::<f64>() * inv.powi(3) / width as f64;
+                for i in 0..width {
+                    expected.push(x[i] * inv * w[i]);
+                    expected_dx.push(g[i] * w[i] * inv - x[i] * pull);
+                    expected_dw[i] += g[i] * x[i] * inv;
+                }
+            }
+            assert_close(&widen(&device.download(out.all()).unwrap()), &expected, tolerance);
+
+            for with_base in [false, true] {
+                let under = with_base.then(|| on_base.all());
+                rms_norm_backward(&device, on_x.all(), on_w.all(), EPS, on_g.all(), under, out.all_mut())
+                    .unwrap();
+                let expected: Vec<f64> = expected_dx
+                    .iter()
+                    .zip(&base)
+                    .map(|(dx, base)| if with_base { dx + base } else { *dx })
+                    .collect();
+                assert_close(&widen(&device.download(out.all()).unwrap()), &expected, tolerance);
+            }
+
+            let mut dw = device.upload(&start).unwrap();
+            rms_norm_weight_gradient(&device, on_x.all(), EPS, on_g.all(), dw.all_mut()).unwrap();
+            assert_close(&device.download(dw.all()).unwrap(), &expected_dw, 1e-5);
+        }
+    }
+}
+
+#[test]
+fn norms_are_those_of_f64() {
+    check::<f32>(2e-5);
+    check::<bf16>(8e-3);
+}
+
+#[test]
+fn a_view_that_begins_anywhere_is_normalised_the_same() {
+    for device in devices() {
+        let (rows, width) = (3, 64);
+        let x: Vec<bf16> = narrow(noise(rows * width + 1, 1));
+        let w: Vec<bf16> = narrow(noise(width, 2));
+        let (shifted, w) = (device.upload(&x).unwrap(), device.upload(&w).unwrap());
+        let straight = device.upload(&x[1..]).unwrap();
+        let mut out = [device.zeros::<bf16>(rows * width).unwrap(), device.zeros(rows * width).unwrap()];
+        rms_norm(&device, shifted.view(1..x.len()), w.all(), EPS, out[0].all_mut()).unwrap();
+        rms_norm(&device, straight.all(), w.all(), EPS, out[1].all_mut()).unwrap();
+        let [a, b] = out.map(|out| device.download(out.all()).unwrap());
+        assert_close(&widen(&a), &wide(&b), 8e-3);
+    }
+}
+
+#[test]
+fn many_rows_are_summed_in_parts() {
+    for device in devices() {
+        let (rows, width) = (SLABS_AND_MORE, 3);
+        let (x, g) = (noise(rows * width, 1), noise(rows * width, 2));
+        let [on_x, on_g] = [&x, &g].map(|values| device.upload(values).unwrap());
+        let mut found = Vec::new();
+        for _ in 0..2 {
+            let mut dw = device.zeros::<f32>(width).unwrap();
+            rms_norm_weight_gradient(&device, on_x.all(), EPS, on_g.all(), dw.all_mut()).unwrap();
+            found.push(device.download(dw.all()).unwrap());
+        }
+        let mut expected = vec![0.0; width];
+        for (x, g) in wide(&x).chunks(width).zip(wide(&g).chunks(width)) {
+            let inv = inverse(x);
+            (0..width).for_each(|i| expected[i] += g[i] * x[i] * inv);
+        }
+        assert_close(&found[0], &expected, 1e-4);
+        assert_eq!(found[0], found[1]);
+    }
+}
+
+/// Rows of which there are several for each of the most parts.
+const SLABS_AND_MORE: usize = 512 * 64 + 77;

@@ -1,0 +1,204 @@
+use device::ops::attention::Segment;
+use device::ops::heads::HeadShape;
+use device::ops::paged::{
+    NO_SLOT, PAGE, PagedTokens, copy_pages, page_len, paged_attention, scratch_len, write_pages,
+};
+use device::{Buffer, Device, Storage, bf16};
+
+use crate::common::{assert_close, devices, noise};
+
+use super::attention::{Reference, shape};
+use super::support::{narrow, wide, widen};
+
+/// Sequences in a cache of which every other page, and what lies behind the end of a sequence, is not a number.
+struct Cached<T: Storage> {
+    shape: HeadShape,
+    max_pages: usize,
+    /// `[rows, width]` of all sequences.
+    qkv: Vec<T>,
+    /// Rows of each sequence.
+    segments: Vec<Segment>,
+    tables: Buffer<u32>,
+    cache: Buffer<T>,
+}
+
+impl<T: Storage> Cached<T> {
+    fn new(device: &Device, lengths: &[usize], max_pages: usize, shape: HeadShape) -> Self {
+        let rows: usize = lengths.iter().sum();
+        let qkv: Vec<T> = narrow(noise(rows * shape.width(), 7).into_iter().map(|x| 2.0 * x).collect());
+        let mut segments = Vec::new();
+        let (mut start, mut pages) = (0, 0);
+        let mut tables = Vec::new();
+        let mut slots = Vec::new();
+        for length in lengths {
+            segments.push(Segment { rows: start..start + length, prefix: 0..0 });
+            start += length;
+            // Backwards, with one unused page between any two.
+            let used = length.div_ceil(PAGE);
+            let table: Vec<u32> = (0..used).map(|page| (pages + 2 * (used - page) - 1) as u32).collect();
+            pages += 2 * used;
+            slots.extend((0..*length).map(|at| table[at / PAGE] * PAGE as u32 + (at % PAGE) as u32));
+            tables.extend(table.into_iter().chain(std::iter::repeat(u32::MAX)).take(max_pages));
+        }
+        let nan = vec![T::narrow(f32::NAN); (pages + 1) * page_len(shape)];
+        let mut cache = device.upload(&nan).unwrap();
+        let (on_qkv, slots) = (device.upload(&qkv).unwrap(), device.upload(&slots).unwrap());
+        write_pages(device, on_qkv.all(), slots.all(), shape, cache.all_mut()).unwrap();
+        let tables = device.upload(&tables).unwrap();
+        Self { shape, max_pages, qkv, segments, tables, cache }
+    }
+
+    /// Results of tokens, given as sequence and position.
+    fn attend(&self, device: &Device, tokens: &[(usize, usize)]) -> Vec<T> {
+        let width = self.shape.width();
+        let row = |(sequence, at): &(usize, usize)| self.segments[*sequence].rows.start + at;
+        let qkv: Vec<T> =
+            tokens.iter().flat_map(|token| self.qkv[row(token) * width..][..width].to_vec()).collect();
+        let positions: Vec<u32> = tokens.iter().map(|(_, at)| *at as u32).collect();
+        let sequences: Vec<u32> = tokens.iter().map(|(sequence, _)| *sequence as u32).collect();
+        let [positions, sequences] = [positions, sequences].map(|values| device.upload(&values).unwrap());
+        let qkv = device.upload(&qkv).unwrap();
+        let mut out = device.zeros::<T>(tokens.len() * self.shape.query_width()).unwrap();
+        let mut scratch = device.zeros::<f32>(scratch_len(tokens.len(), self.max_pages, self.shape)).unwrap();
+        let paged = PagedTokens {
+            positions: positions.all(),
+            tables: self.tables.all(),
+            sequence_of: sequences.all(),
+            max_pages: self.max_pages,
+        };
+        let to = out.all_mut();
+        paged_attention(device, qkv.all(), self.cache.all(), &paged, self.shape, to, scratch.all_mut())
+            .unwrap();
+        device.download(out.all()).unwrap()
+    }
+}
+
+fn check<T: Storage + PartialEq>(shape: HeadShape, tolerance: f64) {
+    let width = shape.query_width();
+    for device in devices() {
+        let lengths = [1, 15, 16, 17, 130, 300, 600];
+        let cached = Cached::<T>::new(&device, &lengths, 40, shape);
+        let tokens: Vec<(usize, usize)> = lengths
+            .iter()
+            .enumerate()
+            .flat_map(|(sequence, length)| [(sequence, length - 1), (sequence, length / 2)])
+            .chain([(6, 255), (6, 256), (6, 511)])
+            .collect();
+        let found = cached.attend(&device, &tokens);
+        let qkv = wide(&cached.qkv);
+        let (expected, _) = Reference { qkv: &qkv, shape }.forward(&cached.segments);
+        let expected: Vec<f64> = tokens
+            .iter()
+            .flat_map(|(sequence, at)| {
+                expected[(cached.segments[*sequence].rows.start + at) * width..][..width].to_vec()
+            })
+            .collect();
+        assert_close(&widen(&found), &expected, tolerance);
+        // One by one.
+        for (i, token) in tokens.iter().enumerate().step_by(3) {
+            assert!(cached.attend(&device, &[*token]) == found[i * width..][..width], "{token:?} alone");
+        }
+        // In a grid without parts.
+        let short = Cached::<T>::new(&device, &lengths[..5], 9, shape);
+        assert!(short.attend(&device, &tokens[..10]) == found[..10 * width], "where contexts are short");
+        assert!(short.attend(&device, &[]).is_empty());
+    }
+}
+
+#[test]
+fn plain_kernels_are_right() {
+    check::<f32>(shape(2, 1, 16), 1e-5);
+    check::<f32>(shape(9, 1, 7), 1e-5);
+    check::<f32>(shape(14, 2, 40), 1e-5);
+    check::<bf16>(shape(2, 2, 16), 1e-2);
+    check::<bf16>(shape(1, 1, 256), 1e-2);
+}
+
+#[test]
+fn kernels_of_the_tensor_cores_are_right() {
+    check::<bf16>(shape(1, 1, 64), 1e-2);
+    check::<bf16>(shape(14, 2, 64), 1e-2);
+    check::<bf16>(shape(17, 1, 64), 1e-2);
+    check::<bf16>(shape(4, 2, 128), 1e-2);
+}
+
+#[test]
+fn what_was_recorded_follows_the_positions() {
+    let (shape, width) = (shape(2, 1, 64), shape(2, 1, 64).query_width());
+    for device in devices() {
+        let cached = Cached::<bf16>::new(&device, &[300], 20, shape);
+        let mut qkv = device.zeros::<bf16>(shape.width()).unwrap();
+        let mut positions = device.zeros::<u32>(1).unwrap();
+        let sequences = device.zeros::<u32>(1).unwrap();
+        let mut out = device.zeros::<bf16>(width).unwrap();
+        let mut scratch = device.zeros::<f32>(scratch_len(1, 20, shape)).unwrap();
+        let graph = device
+            .record(|| {
+                let tokens = PagedTokens {
+                    positions: positions.all(),
+                    tables: cached.tables.all(),
+                    sequence_of: sequences.all(),
+                    max_pages: 20,
+                };
+                let (cache, to, scratch) = (cached.cache.all(), out.all_mut(), scratch.all_mut());
+                paged_attention(&device, qkv.all(), cache, &tokens, shape, to, scratch)
+            })
+            .unwrap();
+        for at in [3, 270, 299, 255] {
+            let row = &cached.qkv[at * shape.width()..][..shape.width()];
+            device.upload_to(row, qkv.all_mut()).unwrap();
+            device.upload_to(&[at as u32], positions.all_mut()).unwrap();
+            graph.replay().unwrap();
+            assert!(device.download(out.all()).unwrap() == cached.attend(&device, &[(0, at)]), "at {at}");
+        }
+    }
+}
+
+#[test]
+fn tokens_without_a_slot_are_not_written() {
+    fn check<T: Storage + PartialEq>(shape: HeadShape) {
+        for device in devices() {
+            let qkv: Vec<T> = narrow(noise(3 * shape.width(), 1));
+            let mut cache = device.zeros::<T>(2 * page_len(shape)).unwrap();
+            let slots = device.upload(&[NO_SLOT, 5, PAGE as u32 + 2]).unwrap();
+            let on_qkv = device.upload(&qkv).unwrap();
+            write_pages(&device, on_qkv.all(), slots.all(), shape, cache.all_mut()).unwrap();
+            let mut expected = vec![T::default(); 2 * page_len(shape)];
+            for (row, page, place) in [(1, 0, 5), (2, 1, 2)] {
+                for part in 0..2 * shape.kv_heads {
+                    let from = row * shape.width() + (shape.heads + part) * shape.head_dim;
+                    let to = page * page_len(shape) + (part * PAGE + place) * shape.head_dim;
+                    expected[to..to + shape.head_dim].copy_from_slice(&qkv[from..][..shape.head_dim]);
+                }
+            }
+            assert!(device.download(cache.all()).unwrap() == expected);
+        }
+    }
+    check::<f32>(shape(2, 2, 7));
+    check::<f32>(shape(2, 1, 8));
+    check::<bf16>(shape(3, 1, 6));
+    check::<bf16>(shape(3, 3, 24));
+}
+
+#[test]
+fn pages_are_copied_in_every_layer() {
+    fn check<T: Storage + PartialEq>(shape: HeadShape) {
+        let (len, layers, pages) = (page_len(shape), 3, 5);
+        for device in devices() {
+            let mut expected: Vec<T> = narrow(noise(layers * pages * len, 2));
+            let mut cache = device.upload(&expected).unwrap();
+            let pairs = device.upload(&[4, 0, 1, 3, 4, 2_u32]).unwrap();
+            copy_pages(&device, pairs.all(), cache.all_mut(), pages * len, len).unwrap();
+            for layer in expected.chunks_mut(pages * len) {
+                for (from, to) in [(4, 0), (1, 3), (4, 2)] {
+                    layer.copy_within(from * len..(from + 1) * len, to * len);
+                }
+            }
+            assert!(device.download(cache.all()).unwrap() == expected);
+            let none = device.zeros::<u32>(0).unwrap();
+            copy_pages(&device, none.all(), cache.all_mut(), pages * len, len).unwrap();
+        }
+    }
+    check::<f32>(shape(2, 1, 7));
+    check::<bf16>(shape(4, 2, 64));
+}

@@ -1,0 +1,135 @@
+//! What follows the last layer: the norm, the language-model head with log-probability and entropy, and the value head.
+//!
+//! Invariant: logits exist for [`ROWS`] rows at a time; those of a pack are never in memory together.
+
+use std::ops::Range;
+
+use device::ops::head::{HeadTargets, predict, predict_backward};
+use device::{Buffer, Matrix, MatrixMut, Result, Storage, View};
+
+use super::layer::{input_gradient, weight_gradient};
+use super::units::{UnitGradients, UnitWeights, within};
+use super::DeviceDecoder;
+use crate::{Head, Prediction, PredictionGradient, Target, Unit};
+
+/// Rows whose logits are in memory at a time: enough for a product to be near its limit, and 0.3 GB of a vocabulary of
+/// 150 thousand.
+pub(super) const ROWS: usize = 512;
+
+/// What is predicted, on the device.
+#[derive(Debug)]
+pub(super) struct Asked {
+    targets: HeadTargets,
+    len: usize,
+}
+
+impl<T: Storage> DeviceDecoder<T> {
+    pub(super) fn ask(&self, targets: &[Target<'_>]) -> Result<Asked> {
+        let all = targets.iter().map(|target| (target.token, target.temperature, target.kept));
+        Ok(Asked { targets: HeadTargets::new(&self.activations, all)?, len: targets.len() })
+    }
+
+    /// Unit of the head, and where it lies in it.
+    pub(super) fn head_place(&self) -> (Unit, Range<usize>) {
+        let place = self.layout.head();
+        let unit = if place.start < self.layout.unit(Unit::Tail).start { Unit::Embedding } else { Unit::Tail };
+        (unit, within(&self.layout, unit, &place))
+    }
+
+    /// Where the weight of the final norm lies in the tail.
+    pub(super) fn final_norm(&self) -> Range<usize> {
+        let spec = self.layout.spec("model.norm.weight").map_or(0..0, crate::ParameterSpec::range);
+        within(&self.layout, Unit::Tail, &spec)
+    }
+
+    /// `[rows, V]` logits of `hidden [rows, d]`.
+    pub(super) fn logits(&self, hidden: View<'_, T>, weight: View<'_, T>) -> Result<Buffer<f32>> {
+        let (width, vocabulary) = (self.config.hidden_size, self.config.vocab_size);
+        let mut logits = self.activations.uninit(hidden.len() / width * vocabulary)?;
+        let (hidden, weight) = (Matrix::new(hidden, width), Matrix::new(weight, width).transposed());
+        self.device.product(hidden, weight, MatrixMut::new(logits.all_mut(), vocabulary), 1.0, 0.0)?;
+        Ok(logits)
+    }
+
+    /// Predictions of `normed [M, d]`. Waits.
+    pub(super) fn predictions(
+        &self,
+        weights: &mut dyn UnitWeights<T>,
+        normed: &Buffer<T>,
+        asked: &Asked,
+    ) -> Result<Vec<Prediction>> {
+        let (width, rows) = (self.config.hidden_size, asked.len);
+        let mut predictions = vec![Prediction::default(); rows];
+        if self.config.head != Head::Value {
+            let (unit, place) = self.head_place();
+            let weight = weights.unit(unit)?.slice(place);
+            let mut out = self.activations.uninit::<f32>(2 * rows)?;
+            for first in (0..rows).step_by(ROWS) {
+                let last = (first + ROWS).min(rows);
+                let logits = self.logits(normed.view(first * width..last * width), weight)?;
+                let (vocabulary, out) = (self.config.vocab_size, out.view_mut(2 * first..2 * last));
+                predict(&self.device, logits.all(), vocabulary, &asked.targets, first, out)?;
+            }
+            let found = self.device.download(out.all())?;
+            for (prediction, found) in predictions.iter_mut().zip(found.chunks_exact(2)) {
+                (prediction.logprob, prediction.entropy) = (found[0], found[1]);
+            }
+        }
+        if let Some(place) = self.layout.value_head() {
+            let tail = weights.unit(Unit::Tail)?;
+            let weight = tail.slice(within(&self.layout, Unit::Tail, &place));
+            let mut out = self.activations.uninit::<f32>(rows)?;
+            let (hidden, weight) = (Matrix::new(normed.all(), width), Matrix::new(weight, width).transposed());
+            self.device.product(hidden, weight, MatrixMut::new(out.all_mut(), 1), 1.0, 0.0)?;
+            let found = self.device.download(out.all())?;
+            predictions.iter_mut().zip(found).for_each(|(prediction, value)| prediction.value = value);
+        }
+        Ok(predictions)
+    }
+
+    /// `[M, d]` gradient of `normed`; adds those of the heads.
+    pub(super) fn predictions_backward(
+        &self,
+        weights: &mut dyn UnitWeights<T>,
+        normed: &Buffer<T>,
+        asked: &Asked,
+        slopes: &[PredictionGradient],
+        gradients: &mut dyn UnitGradients,
+    ) -> Result<Buffer<T>> {
+        let (device, width) = (&self.activations, self.config.hidden_size);
+        let mut d_normed = device.zeros::<T>(normed.len())?;
+        if self.config.head != Head::Value {
+            let (unit, place) = self.head_place();
+            let weight = weights.unit(unit)?.slice(place.clone());
+            let pairs: Vec<f32> = slopes.iter().flat_map(|slope| [slope.logprob, slope.entropy]).collect();
+            let (pairs, vocabulary) = (device.upload(&pairs)?, self.config.vocab_size);
+            for first in (0..asked.len).step_by(ROWS) {
+                let last = (first + ROWS).min(asked.len);
+                let piece = first * width..last * width;
+                let logits = self.logits(normed.view(piece.clone()), weight)?;
+                let mut d_logits = device.uninit::<T>(logits.len())?;
+                let (pairs, out) = (pairs.view(2 * first..2 * last), d_logits.all_mut());
+                predict_backward(device, logits.all(), vocabulary, &asked.targets, first, pairs, out)?;
+                drop(logits);
+                let of_head = &mut gradients.unit(unit)?;
+                let of_head = of_head.slice_mut(place.clone());
+                weight_gradient(device, normed.view(piece.clone()), (d_logits.all(), width), of_head)?;
+                let d_piece = input_gradient(device, d_logits.all(), (weight, width))?;
+                device.copy(d_piece.all(), d_normed.view_mut(piece))?;
+            }
+        }
+        if let Some(place) = self.layout.value_head()
+            && slopes.iter().any(|slope| slope.value != 0.0)
+        {
+            let place = within(&self.layout, Unit::Tail, &place);
+            let values: Vec<T> = slopes.iter().map(|slope| T::narrow(slope.value)).collect();
+            let values = device.upload(&values)?;
+            let weight = weights.unit(Unit::Tail)?.slice(place.clone());
+            let (column, row) = (Matrix::new(values.all(), 1), Matrix::new(weight, width));
+            device.product(column, row, MatrixMut::new(d_normed.all_mut(), width), 1.0, 1.0)?;
+            let of_head = &mut gradients.unit(Unit::Tail)?;
+            weight_gradient(device, normed.all(), (values.all(), width), of_head.slice_mut(place))?;
+        }
+        Ok(d_normed)
+    }
+}

@@ -1,0 +1,305 @@
+//! One layer on a device: the halves of `decoder::block`, with the same formulas.
+//!
+//! Invariant: the backward needs no other layer. A weight's gradient is added to while that of the input goes on.
+
+use std::ops::Range;
+
+use device::ops::attention::{Segments, attention, attention_backward};
+use device::ops::heads::{HeadNorm, head_norm_gradient, prepare, prepare_backward};
+use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
+use device::ops::rows::{add_bias, column_sums};
+use device::ops::swiglu::{swiglu, swiglu_backward};
+use device::{Buffer, Device, Matrix, MatrixMut, Result, Storage, View, ViewMut};
+
+use super::{Angles, DeviceDecoder};
+use crate::decoder::Places;
+
+/// What a layer's forward keeps for its backward. `T` tokens.
+#[derive(Debug)]
+pub(super) struct Kept<T: Storage> {
+    attention: AttentionKept<T>,
+    /// `[T, 2 m]`
+    gate_up: Buffer<T>,
+}
+
+/// What the attention half keeps.
+#[derive(Debug)]
+pub(super) struct AttentionKept<T: Storage> {
+    /// `[T, width]` the projection before norm and rotation, where heads are normalised.
+    raw: Option<Buffer<T>>,
+    /// `[T, width]`
+    prepared: Buffer<T>,
+    /// `[T, heads * head_dim]`
+    attended: Buffer<T>,
+    /// `[heads, T]`
+    log_sums: Buffer<f32>,
+    /// `[T, d]` the residual stream after this half.
+    middle: Buffer<T>,
+}
+
+/// A layer in a pass over a pack.
+pub(super) struct Layer<'a, T: Storage> {
+    pub(super) decoder: &'a DeviceDecoder<T>,
+    pub(super) places: &'a Places,
+    /// The values of its unit.
+    pub(super) weights: View<'a, T>,
+    pub(super) angles: &'a Angles,
+    pub(super) segments: &'a Segments,
+}
+
+/// `out [T, out] = x [T, in] W^T`, plus what is there if it is `kept`; `weight` is `[out, in]`.
+pub(super) fn linear<T: Storage>(
+    device: &Device,
+    x: View<'_, T>,
+    (weight, input): (View<'_, T>, usize),
+    out: ViewMut<'_, T>,
+    kept: bool,
+) -> Result<()> {
+    let output = weight.len() / input;
+    let keep = if kept { 1.0 } else { 0.0 };
+    let (x, weight) = (Matrix::new(x, input), Matrix::new(weight, input).transposed());
+    device.product(x, weight, MatrixMut::new(out, output), 1.0, keep)
+}
+
+/// `[T, in]` gradient of the input of [`linear`] for the gradient `g [T, out]` of its result.
+pub(super) fn input_gradient<T: Storage>(
+    device: &Device,
+    g: View<'_, T>,
+    (weight, input): (View<'_, T>, usize),
+) -> Result<Buffer<T>> {
+    let output = weight.len() / input;
+    let mut out = device.uninit(g.len() / output * input)?;
+    let (g, weight) = (Matrix::new(g, output), Matrix::new(weight, input));
+    device.product(g, weight, MatrixMut::new(out.all_mut(), input), 1.0, 0.0)?;
+    Ok(out)
+}
+
+/// Adds to `gradient [out, in]` that of the weight of [`linear`].
+pub(super) fn weight_gradient<T: Storage>(
+    device: &Device,
+    x: View<'_, T>,
+    (g, input): (View<'_, T>, usize),
+    gradient: ViewMut<'_, f32>,
+) -> Result<()> {
+    let output = gradient.len() / input;
+    let (g, x) = (Matrix::new(g, output).transposed(), Matrix::new(x, input));
+    device.product(g, x, MatrixMut::new(gradient, input), 1.0, 1.0)
+}
+
+impl<'a, T: Storage> Layer<'a, T> {
+    fn on(&self) -> &'a Device {
+        &self.decoder.activations
+    }
+
+    fn at(&self, range: &Range<usize>) -> View<'a, T> {
+        self.weights.slice(range.clone())
+    }
+
+    fn hidden(&self) -> usize {
+        self.decoder.config.hidden_size
+    }
+
+    fn eps(&self) -> f32 {
+        self.decoder.config.rms_norm_eps
+    }
+
+    fn head_norm(&self) -> Option<HeadNorm<'a, T>> {
+        let range = &self.places.head_norm;
+        if range.is_empty() {
+            return None;
+        }
+        let (both, dim) = (self.at(range), self.decoder.shape.head_dim);
+        let (query, key) = (both.slice(0..dim), both.slice(dim..2 * dim));
+        Some(HeadNorm { query, key, eps: self.eps() })
+    }
+
+    /// `[T, d]` a row of the stream, normalised by the weight at `norm`.
+    fn normed(&self, x: View<'_, T>, norm: &Range<usize>) -> Result<Buffer<T>> {
+        let mut out = self.on().uninit(x.len())?;
+        rms_norm(self.on(), x, self.at(norm), self.eps(), out.all_mut())?;
+        Ok(out)
+    }
+
+    /// Runs the layer on `x [T, d]`. Returns the stream after it, and what the backward needs if it is to `keep` that.
+    pub(super) fn forward(&self, x: &Buffer<T>, keep: bool) -> Result<(Buffer<T>, Option<Kept<T>>)> {
+        let attention = self.attention(x)?;
+        let gate_up = self.gate_up(attention.middle.all())?;
+        let mut out = self.on().uninit(x.len())?;
+        self.on().copy(attention.middle.all(), out.all_mut())?;
+        let activated = self.activated(gate_up.all())?;
+        let down = (self.at(&self.places.down), self.decoder.config.intermediate_size);
+        linear(self.on(), activated.all(), down, out.all_mut(), true)?;
+        Ok((out, keep.then_some(Kept { attention, gate_up })))
+    }
+
+    /// The first half.
+    fn attention(&self, x: &Buffer<T>) -> Result<AttentionKept<T>> {
+        let (device, places, shape) = (self.on(), self.places, self.decoder.shape);
+        let rows = x.len() / self.hidden();
+        let normed = self.normed(x.all(), &places.attention_norm)?;
+        let mut prepared = device.uninit(rows * shape.width())?;
+        linear(device, normed.all(), (self.at(&places.qkv), self.hidden()), prepared.all_mut(), false)?;
+        drop(normed);
+        if !places.qkv_bias.is_empty() {
+            add_bias(device, prepared.all_mut(), self.at(&places.qkv_bias))?;
+        }
+        let norm = self.head_norm();
+        let raw = match norm {
+            Some(_) => {
+                let mut raw = device.uninit(prepared.len())?;
+                device.copy(prepared.all(), raw.all_mut())?;
+                Some(raw)
+            }
+            None => None,
+        };
+        prepare(device, prepared.all_mut(), shape, norm, self.angles.cos.all(), self.angles.sin.all())?;
+        let mut attended = device.uninit(rows * shape.query_width())?;
+        let mut log_sums = device.uninit(rows * shape.heads)?;
+        attention(device, prepared.all(), self.segments, shape, attended.all_mut(), log_sums.all_mut())?;
+        let mut middle = device.uninit(x.len())?;
+        device.copy(x.all(), middle.all_mut())?;
+        let output = (self.at(&places.output), shape.query_width());
+        linear(device, attended.all(), output, middle.all_mut(), true)?;
+        if !places.output_bias.is_empty() {
+            add_bias(device, middle.all_mut(), self.at(&places.output_bias))?;
+        }
+        Ok(AttentionKept { raw, prepared, attended, log_sums, middle })
+    }
+
+    /// `[T, 2 m]` of the second half for its input `middle [T, d]`.
+    fn gate_up(&self, middle: View<'_, T>) -> Result<Buffer<T>> {
+        let normed = self.normed(middle, &self.places.feed_forward_norm)?;
+        self.gate_up_of(normed.all())
+    }
+
+    fn gate_up_of(&self, normed: View<'_, T>) -> Result<Buffer<T>> {
+        let rows = normed.len() / self.hidden();
+        let mut out = self.on().uninit(rows * 2 * self.decoder.config.intermediate_size)?;
+        linear(self.on(), normed, (self.at(&self.places.gate_up), self.hidden()), out.all_mut(), false)?;
+        Ok(out)
+    }
+
+    /// `[T, m]`
+    fn activated(&self, gate_up: View<'_, T>) -> Result<Buffer<T>> {
+        let mut out = self.on().uninit(gate_up.len() / 2)?;
+        swiglu(self.on(), gate_up, self.decoder.config.intermediate_size, out.all_mut())?;
+        Ok(out)
+    }
+
+    /// Reverses the layer for the gradient `g [T, d]` of the stream after it. Adds the gradients of its weights to
+    /// `gradients` and returns that of `x`. What was not kept is computed again; the second half in pieces of `chunk` rows.
+    pub(super) fn backward(
+        &self,
+        x: &Buffer<T>,
+        kept: Option<Kept<T>>,
+        g: &Buffer<T>,
+        gradients: &mut ViewMut<'_, f32>,
+        chunk: usize,
+    ) -> Result<Buffer<T>> {
+        let (attention, gate_up) = match kept {
+            Some(Kept { attention, gate_up }) => (attention, Some(gate_up)),
+            None => (self.attention(x)?, None),
+        };
+        let d_middle = self.feed_forward_backward(&attention.middle, gate_up.as_ref(), g, gradients, chunk)?;
+        drop(gate_up);
+        self.attention_backward(x, attention, &d_middle, gradients)
+    }
+
+    /// The second half: the gradient of `middle`.
+    fn feed_forward_backward(
+        &self,
+        middle: &Buffer<T>,
+        gate_up: Option<&Buffer<T>>,
+        g: &Buffer<T>,
+        gradients: &mut ViewMut<'_, f32>,
+        chunk: usize,
+    ) -> Result<Buffer<T>> {
+        let (device, places, hidden) = (self.on(), self.places, self.hidden());
+        let width = self.decoder.config.intermediate_size;
+        let mut d_middle = device.uninit(middle.len())?;
+        let rows = middle.len() / hidden;
+        for start in (0..rows).step_by(chunk.max(1)) {
+            let piece = start * hidden..(start + chunk).min(rows) * hidden;
+            let (middle, g) = (middle.view(piece.clone()), g.view(piece.clone()));
+            let normed = self.normed(middle, &places.feed_forward_norm)?;
+            let again = if gate_up.is_none() { Some(self.gate_up_of(normed.all())?) } else { None };
+            let gate_up = match (gate_up, &again) {
+                (Some(kept), _) => kept.view(piece.start / hidden * 2 * width..piece.end / hidden * 2 * width),
+                (None, Some(again)) => again.all(),
+                (None, None) => unreachable!("one of the two is there"),
+            };
+            let activated = self.activated(gate_up)?;
+            weight_gradient(device, activated.all(), (g, width), gradients.slice_mut(places.down.clone()))?;
+            drop(activated);
+            let d_activated = input_gradient(device, g, (self.at(&places.down), width))?;
+            let mut d_gate_up = device.uninit(gate_up.len())?;
+            swiglu_backward(device, gate_up, width, d_activated.all(), d_gate_up.all_mut())?;
+            drop((d_activated, again));
+            let of_gate_up = gradients.slice_mut(places.gate_up.clone());
+            weight_gradient(device, normed.all(), (d_gate_up.all(), hidden), of_gate_up)?;
+            let d_normed = input_gradient(device, d_gate_up.all(), (self.at(&places.gate_up), hidden))?;
+            let norm = &places.feed_forward_norm;
+            let d_piece = d_middle.view_mut(piece);
+            rms_norm_backward(device, middle, self.at(norm), self.eps(), d_normed.all(), Some(g), d_piece)?;
+            let of_norm = gradients.slice_mut(norm.clone());
+            rms_norm_weight_gradient(device, middle, self.eps(), d_normed.all(), of_norm)?;
+        }
+        Ok(d_middle)
+    }
+
+    /// The first half: the gradient of `x`.
+    fn attention_backward(
+        &self,
+        x: &Buffer<T>,
+        kept: AttentionKept<T>,
+        d_middle: &Buffer<T>,
+        gradients: &mut ViewMut<'_, f32>,
+    ) -> Result<Buffer<T>> {
+        let (device, places, shape) = (self.on(), self.places, self.decoder.shape);
+        let AttentionKept { raw, prepared, attended, log_sums, middle } = kept;
+        drop(middle);
+        let query_width = shape.query_width();
+        let of_output = gradients.slice_mut(places.output.clone());
+        weight_gradient(device, attended.all(), (d_middle.all(), query_width), of_output)?;
+        if !places.output_bias.is_empty() {
+            column_sums(device, d_middle.all(), gradients.slice_mut(places.output_bias.clone()))?;
+        }
+        let d_attended = input_gradient(device, d_middle.all(), (self.at(&places.output), query_width))?;
+        let mut d_qkv = device.uninit(prepared.len())?;
+        let (qkv, out) = (prepared.all(), attended.all());
+        attention_backward(
+            device,
+            qkv,
+            self.segments,
+            shape,
+            out,
+            log_sums.all(),
+            d_attended.all(),
+            d_qkv.all_mut(),
+        )?;
+        drop((d_attended, attended, prepared));
+        let (cos, sin) = (self.angles.cos.all(), self.angles.sin.all());
+        if let Some(raw) = &raw {
+            let of_norm = gradients.slice_mut(places.head_norm.clone());
+            head_norm_gradient(device, raw.all(), shape, self.eps(), cos, sin, d_qkv.all(), of_norm)?;
+        }
+        let raw = raw.as_ref().map(Buffer::all);
+        prepare_backward(device, raw, shape, self.head_norm(), cos, sin, d_qkv.all_mut())?;
+        let normed = self.normed(x.all(), &places.attention_norm)?;
+        let of_qkv = gradients.slice_mut(places.qkv.clone());
+        weight_gradient(device, normed.all(), (d_qkv.all(), self.hidden()), of_qkv)?;
+        drop(normed);
+        if !places.qkv_bias.is_empty() {
+            column_sums(device, d_qkv.all(), gradients.slice_mut(places.qkv_bias.clone()))?;
+        }
+        let d_normed = input_gradient(device, d_qkv.all(), (self.at(&places.qkv), self.hidden()))?;
+        drop(d_qkv);
+        let norm = &places.attention_norm;
+        let mut d_x = device.uninit(x.len())?;
+        let base = Some(d_middle.all());
+        rms_norm_backward(device, x.all(), self.at(norm), self.eps(), d_normed.all(), base, d_x.all_mut())?;
+        let of_norm = gradients.slice_mut(norm.clone());
+        rms_norm_weight_gradient(device, x.all(), self.eps(), d_normed.all(), of_norm)?;
+        Ok(d_x)
+    }
+}

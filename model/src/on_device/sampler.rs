@@ -1,0 +1,299 @@
+//! Decoding on a device from a cache in pages: the same step as [`crate::Decoder::step`].
+//!
+//! Who holds which page is the [`KvCache`]'s business, as on the processor; the keys and values themselves are here.
+//! Tokens are drawn on the device too: what a step sends back is the tokens and their log-probabilities.
+//!
+//! Invariant: weights are swapped between two steps, never within one, and what was recorded for other weights is never
+//! replayed.
+
+use std::sync::Arc;
+
+use device::ops::paged::copy_pages;
+use device::ops::sampling::{Drawn, KEPT, SamplingRows, sample};
+use device::{Buffer, Device, Result, Storage, bf16};
+
+use super::steps::{Shape, Steps};
+use super::{DeviceDecoder, Dtype, UnitWeights, Whole, check_ids};
+use crate::{Config, Draw, KvCache, Layout, Parameters, Recompute, Sampling, StepSequence};
+
+/// A token to draw.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DrawRequest {
+    /// Number of the row of logits among those that the step wanted.
+    pub row: usize,
+    /// How it is drawn.
+    pub sampling: Sampling,
+    /// Uniform in [0, 1).
+    pub uniform: f32,
+}
+
+/// Weights on a device, to be served from the next step on.
+#[derive(Debug)]
+pub enum StagedWeights {
+    /// Stored in f32.
+    F32(Buffer<f32>),
+    /// Stored in bf16.
+    Bf16(Buffer<bf16>),
+}
+
+/// A decoder to sample with on a device, with its cache.
+#[derive(Debug)]
+pub struct DeviceSampler {
+    inner: Inner,
+}
+
+#[derive(Debug)]
+enum Inner {
+    F32(Sampler<f32>),
+    Bf16(Sampler<bf16>),
+}
+
+/// Does the same for both types.
+macro_rules! either {
+    ($self:expr, $sampler:ident => $work:expr) => {
+        match $self {
+            Inner::F32($sampler) => $work,
+            Inner::Bf16($sampler) => $work,
+        }
+    };
+}
+
+impl StagedWeights {
+    /// The weights of `parameters`, each the nearest value of `dtype`.
+    ///
+    /// # Errors
+    /// [`device::DeviceError::OutOfMemory`].
+    pub fn upload(device: &Device, dtype: Dtype, parameters: &Parameters) -> Result<Self> {
+        Ok(match dtype {
+            Dtype::F32 => Self::F32(Whole::upload(device, parameters)?.into_buffer()),
+            Dtype::Bf16 => Self::Bf16(Whole::upload(device, parameters)?.into_buffer()),
+        })
+    }
+
+    /// Memory, bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Self::F32(buffer) => buffer.bytes(),
+            Self::Bf16(buffer) => buffer.bytes(),
+        }
+    }
+}
+
+impl DeviceSampler {
+    /// A decoder that serves `weights`.
+    ///
+    /// # Errors
+    /// If the device fails.
+    ///
+    /// # Panics
+    /// If the weights are not those of `config`.
+    pub fn new(device: &Device, config: &Config, weights: StagedWeights) -> Result<Self> {
+        let layout = Arc::new(Layout::new(config));
+        let inner = match weights {
+            StagedWeights::F32(buffer) => Inner::F32(Sampler::new(device, config, &layout, buffer)?),
+            StagedWeights::Bf16(buffer) => Inner::Bf16(Sampler::new(device, config, &layout, buffer)?),
+        };
+        Ok(Self { inner })
+    }
+
+    /// Where it computes.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        either!(&self.inner, sampler => sampler.decoder.device())
+    }
+
+    /// The configuration that it was made for.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        either!(&self.inner, sampler => sampler.decoder.config())
+    }
+
+    /// What weights are stored in.
+    #[must_use]
+    pub fn dtype(&self) -> Dtype {
+        match self.inner {
+            Inner::F32(_) => Dtype::F32,
+            Inner::Bf16(_) => Dtype::Bf16,
+        }
+    }
+
+    /// Memory of weights and cache, bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        either!(&self.inner, sampler => sampler.bytes())
+    }
+
+    /// Serves `weights` from the next step on. Waits. Returns those that were served, for the next ones to be written to.
+    ///
+    /// # Errors
+    /// If something on the device failed.
+    ///
+    /// # Panics
+    /// If they are stored in another type than those before, or are not as many.
+    pub fn swap(&mut self, weights: StagedWeights) -> Result<StagedWeights> {
+        // What was served may still be read by a step that nobody has waited for.
+        self.device().synchronize()?;
+        Ok(match (&mut self.inner, weights) {
+            (Inner::F32(sampler), StagedWeights::F32(buffer)) => StagedWeights::F32(sampler.swap(buffer)),
+            (Inner::Bf16(sampler), StagedWeights::Bf16(buffer)) => StagedWeights::Bf16(sampler.swap(buffer)),
+            (Inner::F32(_), StagedWeights::Bf16(_)) | (Inner::Bf16(_), StagedWeights::F32(_)) => {
+                unreachable!("a sampler keeps the type that its weights are stored in")
+            }
+        })
+    }
+
+    /// Puts the tokens of `sequences` into the cache and keeps the last hidden states of the tokens whose logits are
+    /// wanted, in order, for [`Self::draw`].
+    ///
+    /// # Errors
+    /// If a token id lies beyond the vocabulary, or the device fails.
+    ///
+    /// # Panics
+    /// If the pages of a sequence do not reach its last token.
+    pub fn step(&mut self, cache: &mut KvCache, sequences: &[StepSequence<'_>]) -> Result<()> {
+        either!(&mut self.inner, sampler => sampler.step(cache, sequences))
+    }
+
+    /// Draws tokens from the logits of the last step. Waits.
+    ///
+    /// # Errors
+    /// If the device fails.
+    ///
+    /// # Panics
+    /// If a row was not wanted.
+    pub fn draw(&mut self, requests: &[DrawRequest]) -> Result<Vec<Draw>> {
+        either!(&mut self.inner, sampler => sampler.draw(requests))
+    }
+
+    /// Gives up the memory of the cache, which the next step takes again; what was in it has to be computed anew.
+    pub fn forget(&mut self) {
+        either!(&mut self.inner, sampler => sampler.cache = None);
+    }
+}
+
+/// One in the type that it stores.
+#[derive(Debug)]
+struct Sampler<T: Storage> {
+    decoder: DeviceDecoder<T>,
+    weights: Whole<T>,
+    /// `[layers, pages + 1, 2, kv_heads, 16, head_dim]`; the last page is written by tokens that fill up a recorded step.
+    cache: Option<Buffer<T>>,
+    steps: Steps<T>,
+    drawing: Option<Drawing>,
+}
+
+/// Memory of draws.
+#[derive(Debug)]
+struct Drawing {
+    rows: usize,
+    drawn: Drawn,
+}
+
+impl<T: Storage> Sampler<T> {
+    fn new(device: &Device, config: &Config, layout: &Arc<Layout>, weights: Buffer<T>) -> Result<Self> {
+        let decoder = DeviceDecoder::new(device, config, layout, Recompute::None)?;
+        let weights = Whole::of(weights, layout);
+        Ok(Self { decoder, weights, cache: None, steps: Steps::default(), drawing: None })
+    }
+
+    fn bytes(&self) -> u64 {
+        self.weights.buffer().bytes() + self.cache.as_ref().map_or(0, Buffer::bytes)
+    }
+
+    fn swap(&mut self, weights: Buffer<T>) -> Buffer<T> {
+        let layout = Arc::clone(self.decoder.layout());
+        std::mem::replace(&mut self.weights, Whole::of(weights, &layout)).into_buffer()
+    }
+
+    /// Values of a page of one layer.
+    fn page_len(&self) -> usize {
+        2 * KvCache::PAGE * self.decoder.shape.kv_width()
+    }
+
+    fn step(&mut self, cache: &mut KvCache, sequences: &[StepSequence<'_>]) -> Result<()> {
+        let device = self.decoder.device().clone();
+        let pages = cache.total_pages() + 1;
+        let (page_len, layers) = (self.page_len(), self.decoder.config().num_layers);
+        let len = layers * pages * page_len;
+        if self.cache.as_ref().is_none_or(|values| values.len() != len) {
+            self.steps = Steps::default();
+            self.cache = Some(device.labelled("key-value cache").zeros(len)?);
+        }
+        let Some(values) = &mut self.cache else { unreachable!("it was made above") };
+        let copies = cache.take_copies();
+        if !copies.is_empty() {
+            let pairs = device.upload(copies.as_flattened())?;
+            copy_pages(&device, pairs.all(), values.all_mut(), pages * page_len, page_len)?;
+        }
+        for sequence in sequences {
+            check_ids(&device, sequence.tokens, self.decoder.config().vocab_size)?;
+        }
+        let shape = Shape { pages, page_len };
+        self.steps.run(&self.decoder, &mut self.weights, values, shape, sequences)
+    }
+
+    fn draw(&mut self, requests: &[DrawRequest]) -> Result<Vec<Draw>> {
+        let mut draws = Vec::with_capacity(requests.len());
+        for requests in requests.chunks(super::head::ROWS) {
+            self.draw_some(requests, &mut draws)?;
+        }
+        Ok(draws)
+    }
+
+    /// As many as logits are in memory of at a time.
+    fn draw_some(&mut self, requests: &[DrawRequest], draws: &mut Vec<Draw>) -> Result<()> {
+        let (decoder, device) = (&self.decoder, self.decoder.device().labelled("logits"));
+        let (count, vocabulary) = (requests.len(), decoder.config().vocab_size);
+        let rows: Vec<u32> = requests.iter().map(|request| request.row as u32).collect();
+        let hidden = self.steps.hidden(decoder, &rows)?;
+        let logits = decoder.logits_of(&mut self.weights, hidden.all())?;
+        let settings: Vec<f32> = requests
+            .iter()
+            .flat_map(|DrawRequest { sampling: s, uniform, .. }| [s.temperature, s.top_p, s.min_p, *uniform])
+            .collect();
+        let top_k: Vec<u32> = requests.iter().map(|request| request.sampling.top_k as u32).collect();
+        let (settings, top_k) = (device.upload(&settings)?, device.upload(&top_k)?);
+        if self.drawing.as_ref().is_none_or(|drawing| drawing.rows < count) {
+            let rows = count.next_power_of_two();
+            self.drawing = Some(Drawing { rows, drawn: Drawn::new(&device, rows)? });
+        }
+        let Some(Drawing { drawn, .. }) = &mut self.drawing else { unreachable!("it was made above") };
+        let rows = SamplingRows { settings: settings.all(), top_k: top_k.all() };
+        sample(&device, logits.all(), vocabulary, &rows, drawn)?;
+        let tokens = device.download(drawn.tokens.view(0..count))?;
+        let logprobs = device.download(drawn.logprobs.view(0..count))?;
+        let truncates = requests.iter().any(|request| request.sampling.truncates());
+        let counts = if truncates { device.download(drawn.kept_counts.view(0..count))? } else { Vec::new() };
+        for (i, request) in requests.iter().enumerate() {
+            let greedy = request.sampling.temperature == 0.0;
+            let kept = match counts.get(i).map(|count| *count as usize) {
+                Some(count) if request.sampling.truncates() && !greedy => {
+                    if count > KEPT {
+                        // Too many to list: from the logits, as on the processor.
+                        let mut logits = device.download(logits.view(i * vocabulary..(i + 1) * vocabulary))?;
+                        draws.push(Draw::new(&mut logits, request.sampling, request.uniform));
+                        continue;
+                    }
+                    Some(device.download(drawn.kept_ids.view(i * KEPT..i * KEPT + count))?)
+                }
+                _ => None,
+            };
+            draws.push(Draw { token: tokens[i], logprob: logprobs[i], kept });
+        }
+        Ok(())
+    }
+}
+
+impl<T: Storage> DeviceDecoder<T> {
+    /// `[rows, V]` logits of normalised hidden states `[rows, d]`.
+    fn logits_of(
+        &self,
+        weights: &mut dyn UnitWeights<T>,
+        hidden: device::View<'_, T>,
+    ) -> Result<Buffer<f32>> {
+        let (unit, place) = self.head_place();
+        let weight = weights.unit(unit)?.slice(place);
+        self.logits(hidden, weight)
+    }
+}

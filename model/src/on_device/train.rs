@@ -1,0 +1,168 @@
+//! Passes over packs: the forward that remembers and the backward that adds up gradients.
+//!
+//! Invariant: what is computed again instead of kept changes no bit of any result.
+
+use std::ops::Range;
+
+use device::ops::attention::{Segment, Segments};
+use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
+use device::ops::rows::{Grouped, add_rows, gather_rows, scatter_rows};
+use device::{Buffer, Result, Storage};
+
+use super::head::Asked;
+use super::layer::{Kept, Layer};
+use super::units::{UnitGradients, UnitWeights};
+use super::{Angles, DeviceDecoder};
+use crate::{Pack, Prediction, PredictionGradient, Recompute, Target, Unit};
+
+/// Tokens of a feed-forward block that are in memory at a time with [`Recompute::Sequence`].
+const CHUNK: usize = 4096;
+
+/// What a forward computed on the way, for its backward.
+#[derive(Debug)]
+pub struct DeviceTrace<T: Storage> {
+    angles: Angles,
+    segments: Segments,
+    layers: Vec<LayerTrace<T>>,
+    asked: Asked,
+    rows: Vec<u32>,
+    /// `[rows, d]` before and after the final norm.
+    picked: Buffer<T>,
+    normed: Buffer<T>,
+}
+
+#[derive(Debug)]
+struct LayerTrace<T: Storage> {
+    input: Buffer<T>,
+    /// Empty if it is computed again.
+    kept: Option<Kept<T>>,
+}
+
+impl<T: Storage> DeviceDecoder<T> {
+    /// Predictions of `targets`, each from the hidden state at its row of the pack. Waits.
+    ///
+    /// # Errors
+    /// If a token id lies beyond the vocabulary, weights do not come, or the device fails.
+    ///
+    /// # Panics
+    /// If there are not as many rows as targets.
+    pub fn score(
+        &self,
+        weights: &mut dyn UnitWeights<T>,
+        pack: &Pack,
+        rows: &[usize],
+        targets: &[Target<'_>],
+    ) -> Result<Vec<Prediction>> {
+        Ok(self.run(weights, pack, (rows, targets), None)?.0)
+    }
+
+    /// The same, with what the backward needs. Waits.
+    ///
+    /// # Errors
+    /// If a token id lies beyond the vocabulary, weights do not come, or the device fails.
+    ///
+    /// # Panics
+    /// If there are not as many rows as targets.
+    pub fn forward(
+        &self,
+        weights: &mut dyn UnitWeights<T>,
+        pack: &Pack,
+        rows: &[usize],
+        targets: &[Target<'_>],
+    ) -> Result<(Vec<Prediction>, DeviceTrace<T>)> {
+        self.run(weights, pack, (rows, targets), Some(self.recompute))
+    }
+
+    /// A forward; `recompute` is `None` where no backward follows.
+    fn run(
+        &self,
+        weights: &mut dyn UnitWeights<T>,
+        pack: &Pack,
+        (rows, targets): (&[usize], &[Target<'_>]),
+        recompute: Option<Recompute>,
+    ) -> Result<(Vec<Prediction>, DeviceTrace<T>)> {
+        assert_eq!(rows.len(), targets.len(), "every target is predicted from a row");
+        let (device, width) = (&self.activations, self.config.hidden_size);
+        let tokens = pack.token_ids().len();
+        let segments: Vec<Segment> = pack.segments().map(|(rows, prefix)| Segment { rows, prefix }).collect();
+        let segments = Segments::new(device, &segments, tokens)?;
+        let angles = self.angles(pack.positions())?;
+        let ids = self.ids(pack.token_ids())?;
+        let mut x = device.uninit(tokens * width)?;
+        let table = weights.unit(Unit::Embedding)?.slice(0..self.config.vocab_size * width);
+        gather_rows(device, table, ids.all(), width, x.all_mut())?;
+
+        let mut layers = Vec::new();
+        for (index, places) in self.places.iter().enumerate() {
+            let weights = weights.unit(Unit::Layer(index))?;
+            let layer = Layer { decoder: self, places, weights, angles: &angles, segments: &segments };
+            let (output, kept) = layer.forward(&x, recompute == Some(Recompute::None))?;
+            let input = std::mem::replace(&mut x, output);
+            if recompute.is_some() {
+                layers.push(LayerTrace { input, kept });
+            }
+        }
+        let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
+        let mut picked = device.uninit(rows.len() * width)?;
+        gather_rows(device, x.all(), device.upload(&rows)?.all(), width, picked.all_mut())?;
+        drop(x);
+        let mut normed = device.uninit(picked.len())?;
+        let norm = weights.unit(Unit::Tail)?.slice(self.final_norm());
+        rms_norm(device, picked.all(), norm, self.config.rms_norm_eps, normed.all_mut())?;
+        let asked = self.ask(targets)?;
+        let predictions = self.predictions(weights, &normed, &asked)?;
+        Ok((predictions, DeviceTrace { angles, segments, layers, asked, rows, picked, normed }))
+    }
+
+    /// Adds to `gradients` those of `sum(slopes * predictions)`, for the forward that left `trace`.
+    ///
+    /// # Errors
+    /// If weights do not come, gradients cannot be handed on, or the device fails.
+    ///
+    /// # Panics
+    /// If the trace is of another pack, or there are not as many slopes as predictions.
+    pub fn backward(
+        &self,
+        weights: &mut dyn UnitWeights<T>,
+        pack: &Pack,
+        trace: DeviceTrace<T>,
+        slopes: &[PredictionGradient],
+        gradients: &mut dyn UnitGradients,
+    ) -> Result<()> {
+        let DeviceTrace { angles, segments, mut layers, asked, rows, picked, normed } = trace;
+        assert_eq!(slopes.len(), rows.len(), "every prediction has a slope");
+        let (device, width) = (&self.activations, self.config.hidden_size);
+        let d_normed = self.predictions_backward(weights, &normed, &asked, slopes, gradients)?;
+        drop(normed);
+        let (place, eps): (Range<usize>, f32) = (self.final_norm(), self.config.rms_norm_eps);
+        let of_norm = &mut gradients.unit(Unit::Tail)?;
+        let of_norm = of_norm.slice_mut(place.clone());
+        rms_norm_weight_gradient(device, picked.all(), eps, d_normed.all(), of_norm)?;
+        gradients.done(Unit::Tail)?;
+        let mut d_picked = device.uninit(picked.len())?;
+        let norm = weights.unit(Unit::Tail)?.slice(place);
+        rms_norm_backward(device, picked.all(), norm, eps, d_normed.all(), None, d_picked.all_mut())?;
+        drop((d_normed, picked));
+        let tokens = pack.token_ids().len();
+        let mut d = device.uninit(tokens * width)?;
+        scatter_rows(device, d_picked.all(), &Grouped::new(device, &rows)?, width, d.all_mut())?;
+        drop(d_picked);
+
+        let chunk = if self.recompute == Recompute::Sequence { CHUNK } else { tokens };
+        for (index, places) in self.places.iter().enumerate().rev() {
+            let Some(LayerTrace { input, kept }) = layers.pop() else {
+                unreachable!("a trace has as many layers as the decoder")
+            };
+            let weights = weights.unit(Unit::Layer(index))?;
+            let layer = Layer { decoder: self, places, weights, angles: &angles, segments: &segments };
+            let mut unit = gradients.unit(Unit::Layer(index))?;
+            d = layer.backward(&input, kept, &d, &mut unit, chunk)?;
+            gradients.done(Unit::Layer(index))?;
+        }
+        let groups = Grouped::new(device, pack.token_ids())?;
+        let table = &mut gradients.unit(Unit::Embedding)?;
+        let table = table.slice_mut(0..self.config.vocab_size * width);
+        add_rows(device, d.all(), &groups, width, table)?;
+        gradients.done(Unit::Embedding)
+    }
+}

@@ -1,0 +1,159 @@
+//! Where the weights of a pass come from and its gradients go.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use device::ops::vectors::cast;
+use device::{Buffer, Device, Result, Storage, View, ViewMut};
+
+use crate::{Layout, Parameters, Unit};
+
+/// Weights, unit by unit.
+pub trait UnitWeights<T: Storage> {
+    /// The values of a unit, in the order of the layout, until the next call.
+    ///
+    /// # Errors
+    /// If they do not come.
+    fn unit(&mut self, unit: Unit) -> Result<View<'_, T>>;
+}
+
+/// Gradients, unit by unit: the tail first, then the layers from the last, then the embedding. Where the head is the
+/// embedding, that is asked for before the tail too.
+pub trait UnitGradients {
+    /// What the gradients of a unit are added to.
+    ///
+    /// # Errors
+    /// If there is no room for them.
+    fn unit(&mut self, unit: Unit) -> Result<ViewMut<'_, f32>>;
+
+    /// A unit is complete.
+    ///
+    /// # Errors
+    /// If it cannot be handed on.
+    fn done(&mut self, unit: Unit) -> Result<()>;
+}
+
+/// All weights of a model in one buffer.
+#[derive(Debug)]
+pub struct Whole<T: Storage> {
+    buffer: Buffer<T>,
+    layout: Arc<Layout>,
+}
+
+/// The gradients of all weights in one buffer.
+#[derive(Debug)]
+pub struct FlatGradients {
+    buffer: Buffer<f32>,
+    layout: Arc<Layout>,
+}
+
+/// Most values that are uploaded at a time on their way to another type.
+const PIECE: usize = 16 << 20;
+
+impl<T: Storage> Whole<T> {
+    /// Room for weights, with anything in it.
+    ///
+    /// # Errors
+    /// [`device::DeviceError::OutOfMemory`].
+    pub fn new(device: &Device, layout: &Arc<Layout>) -> Result<Self> {
+        Ok(Self { buffer: device.labelled("weights").uninit(layout.len())?, layout: Arc::clone(layout) })
+    }
+
+    /// The weights of `parameters`, each the nearest value of `T`.
+    ///
+    /// # Errors
+    /// [`device::DeviceError::OutOfMemory`].
+    pub fn upload(device: &Device, parameters: &Parameters) -> Result<Self> {
+        let mut whole = Self::new(device, parameters.layout())?;
+        upload_as(device, parameters.values(), &mut whole.buffer)?;
+        Ok(whole)
+    }
+
+    /// A buffer that holds weights already.
+    ///
+    /// # Panics
+    /// If it is not as long as the layout.
+    #[must_use]
+    pub fn of(buffer: Buffer<T>, layout: &Arc<Layout>) -> Self {
+        assert_eq!(buffer.len(), layout.len(), "weights have the length of their layout");
+        Self { buffer, layout: Arc::clone(layout) }
+    }
+
+    /// The values.
+    #[must_use]
+    pub fn buffer(&self) -> &Buffer<T> {
+        &self.buffer
+    }
+
+    /// The values, to be written.
+    pub fn buffer_mut(&mut self) -> &mut Buffer<T> {
+        &mut self.buffer
+    }
+
+    /// Gives up the buffer.
+    #[must_use]
+    pub fn into_buffer(self) -> Buffer<T> {
+        self.buffer
+    }
+}
+
+/// Writes `values` to a buffer as the nearest values of its type.
+pub(super) fn upload_as<T: Storage>(device: &Device, values: &[f32], to: &mut Buffer<T>) -> Result<()> {
+    for (number, piece) in values.chunks(PIECE).enumerate() {
+        let start = number * PIECE;
+        let staged = device.upload(piece)?;
+        cast(device, staged.all(), to.view_mut(start..start + piece.len()))?;
+    }
+    Ok(())
+}
+
+impl<T: Storage> UnitWeights<T> for Whole<T> {
+    fn unit(&mut self, unit: Unit) -> Result<View<'_, T>> {
+        Ok(self.buffer.view(self.layout.unit(unit)))
+    }
+}
+
+impl FlatGradients {
+    /// Gradients of zero.
+    ///
+    /// # Errors
+    /// [`device::DeviceError::OutOfMemory`].
+    pub fn new(device: &Device, layout: &Arc<Layout>) -> Result<Self> {
+        Ok(Self { buffer: device.labelled("gradients").zeros(layout.len())?, layout: Arc::clone(layout) })
+    }
+
+    /// Sets all to zero.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn clear(&mut self, device: &Device) -> Result<()> {
+        device.clear(self.buffer.all_mut())
+    }
+
+    /// The values.
+    #[must_use]
+    pub fn buffer(&self) -> &Buffer<f32> {
+        &self.buffer
+    }
+
+    /// The values, to be written.
+    pub fn buffer_mut(&mut self) -> &mut Buffer<f32> {
+        &mut self.buffer
+    }
+}
+
+impl UnitGradients for FlatGradients {
+    fn unit(&mut self, unit: Unit) -> Result<ViewMut<'_, f32>> {
+        Ok(self.buffer.view_mut(self.layout.unit(unit)))
+    }
+
+    fn done(&mut self, _unit: Unit) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A range of the flat layout as one of the unit that it lies in.
+pub(super) fn within(layout: &Layout, unit: Unit, range: &Range<usize>) -> Range<usize> {
+    let start = layout.unit(unit).start;
+    range.start - start..range.end - start
+}

@@ -1,0 +1,542 @@
+//! What a run needs of the memory of every device, and whether it is there.
+//!
+//! Invariant: the same arithmetic as for the processor, in the bytes that a device stores a value in; what is on a device is
+//! not counted on the host as well. A device that this machine does not have is planned for and not compared.
+
+use std::collections::BTreeSet;
+use std::fmt;
+
+use device::DeviceError;
+use device::device::Place;
+use device::inventory::Inventory;
+use model::{Config, Layout, Quantization, Recompute};
+use weights::Dtype;
+
+use super::{
+    F32, Part, Phase, Size, Trained, cache_positions, decoding_rows, mebibytes, micro_batch_tokens, of_ranks,
+    peak, product,
+};
+use crate::failure::Failure;
+use crate::recipe::Recipe;
+use crate::recipe::words::{CriticKind, Ranks, WeightTransport};
+use crate::settings::Devices;
+
+/// What the driver takes for a process on a GPU: its context, kernels and the heap of the device; about 0.5 GiB.
+const CONTEXT: u64 = 512 << 20;
+/// Scratch of cuBLAS for each stream, as `device` allocates it.
+const WORKSPACE: u64 = 32 << 20;
+/// Rows whose logits are there at the same time.
+const HEAD_ROWS: u64 = 512;
+/// Parts that a message names.
+const NAMED: usize = 3;
+
+/// What of a run is on one device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// The device.
+    pub place: Place,
+    /// Who computes on it, in words.
+    pub roles: String,
+    /// What they store values in.
+    pub dtype: Dtype,
+    /// What takes its memory.
+    pub parts: Vec<Part>,
+    /// Whether it is a device of this machine for sure; workers from elsewhere bring their own.
+    pub here: bool,
+}
+
+/// How many of each role compute on a device.
+#[derive(Clone, Copy, Debug)]
+struct Counts {
+    ranks: u64,
+    samplers: u64,
+    reference: bool,
+    leads: bool,
+}
+
+impl Counts {
+    fn of(recipe: &Recipe, devices: &Devices, place: Place) -> Self {
+        let on = |device: &Option<Place>| *device == Some(place);
+        let workers = if recipe.placement.processes { recipe.rollout_workers() } else { 1 };
+        let samples = recipe.supervised.is_none() && on(&devices.rollout);
+        Self {
+            ranks: devices.trainer.iter().filter(|device| on(device)).count() as u64,
+            samplers: if samples { workers as u64 } else { 0 },
+            reference: on(&devices.reference),
+            leads: devices.trainer.first().is_some_and(on),
+        }
+    }
+
+    /// Processes that have a context on the device.
+    fn processes(self, recipe: &Recipe) -> u64 {
+        let ranks = if recipe.trainer.ranks == Ranks::Threads { self.ranks.min(1) } else { self.ranks };
+        let lead = ranks.max(u64::from(self.reference));
+        if recipe.placement.processes { lead.saturating_add(self.samplers) } else { lead.max(1) }
+    }
+
+    fn words(self) -> String {
+        let count = |n: u64, one: &str, many: &str| match n {
+            0 => None,
+            1 => Some(one.to_owned()),
+            n => Some(format!("{n} {many}")),
+        };
+        let roles = [
+            count(self.ranks, "the trainer", "ranks of the trainer"),
+            count(self.samplers, "the sampler", "samplers"),
+            self.reference.then(|| "the reference".to_owned()),
+        ];
+        roles.into_iter().flatten().collect::<Vec<_>>().join(", ")
+    }
+}
+
+impl DeviceMemory {
+    /// The devices of `recipe` with what a model of the shape `config` needs there; none for a run on the processor. Sums
+    /// saturate.
+    #[must_use]
+    pub fn of(recipe: &Recipe, config: &Config) -> Vec<Self> {
+        let devices = recipe.devices();
+        let mut places: BTreeSet<Place> = devices.trainer.iter().flatten().copied().collect();
+        places.extend(devices.rollout.filter(|_| recipe.supervised.is_none()));
+        places.extend(devices.reference);
+        let on = |place| Self::on(place, recipe, config, &devices);
+        places.into_iter().map(on).collect()
+    }
+
+    fn on(place: Place, recipe: &Recipe, config: &Config, devices: &Devices) -> Self {
+        let (counts, dtype) = (Counts::of(recipe, devices, place), recipe.dtype_on(Some(place)));
+        // Of the two ways to compute again, a device has the coarser.
+        let recompute = match recipe.trainer.recompute {
+            Recompute::None => Recompute::None,
+            Recompute::Block | Recompute::Sequence => Recompute::Block,
+        };
+        let size = Size::of(config, recompute, Quantization::None, width(dtype));
+        let mut parts = Vec::new();
+        if counts.ranks > 0 {
+            training(&mut parts, (recipe, config), counts, (&size, devices));
+        }
+        if counts.reference {
+            parts.push(part("reference", "the frozen policy", size.weights));
+        }
+        if counts.samplers > 0 {
+            sampling(&mut parts, (recipe, config), counts.samplers, &size);
+        }
+        if matches!(place, Place::Cuda(_)) {
+            let opened = counts.ranks.saturating_add(counts.samplers).max(1);
+            let bytes =
+                product(&[CONTEXT, counts.processes(recipe)]).saturating_add(product(&[WORKSPACE, opened]));
+            parts.push(part("cuda", "contexts of its processes, scratch of cuBLAS", bytes));
+        }
+        if recipe.is_colocated() && counts.ranks > 0 && counts.samplers > 0 {
+            parts.iter_mut().for_each(|part| part.phase = phase(part.name));
+        }
+        let started = recipe.trainer.ranks == Ranks::Threads || recipe.placement.processes;
+        let here = counts.leads || counts.samplers > 0 || counts.reference || started;
+        Self { place, roles: counts.words(), dtype, parts, here }
+    }
+
+    /// The most that is needed at the same time, bytes.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        peak(&self.parts)
+    }
+
+    /// Why the run does not fit `free` bytes, and what helps; `None` if it does.
+    #[must_use]
+    pub fn shortage(&self, free: u64) -> Option<String> {
+        let needed = self.total();
+        if needed <= free {
+            return None;
+        }
+        let mut largest: Vec<&Part> = self.parts.iter().collect();
+        largest.sort_by_key(|part| std::cmp::Reverse(part.bytes));
+        let named = largest.iter().take(NAMED);
+        let named: Vec<_> = named.map(|part| format!("{} {}", part.name, mebibytes(part.bytes))).collect();
+        let mut remedies: Vec<&str> =
+            largest.iter().take(NAMED).filter_map(|part| self.remedy(part.name)).collect();
+        remedies.dedup();
+        Some(format!(
+            "does not fit: needs {} of {} free; the largest: {}; {}",
+            mebibytes(needed),
+            mebibytes(free),
+            named.join(", "),
+            remedies.join(", or ")
+        ))
+    }
+
+    /// What makes a part smaller.
+    fn remedy(&self, part: &str) -> Option<&'static str> {
+        match part {
+            "activations" => {
+                Some("lower `trainer.microbatch_tokens`, or set `trainer.recompute = \"block\"`")
+            }
+            "kv cache" | "decoding" => Some("lower `rollout.kv_cache_tokens` or `rollout.max_running`"),
+            "master" | "optimizer" => Some("set `placement.optimizer = \"host\"`, or raise `trainer.world`"),
+            "gradients" => Some("share them over more ranks (`trainer.world`, `trainer.zero = 2`)"),
+            "policy" | "served" | "next" | "slots" | "reference" if self.dtype == Dtype::F32 => {
+                Some("set `model.dtype = \"bf16\"`")
+            }
+            "policy" | "reference" => Some("share it over more ranks (`trainer.world`, `trainer.zero = 3`)"),
+            "served" | "next" => Some("give the sampler another device (`placement.rollout_device`)"),
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for DeviceMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let dtype = match self.dtype {
+            Dtype::F32 => "f32",
+            Dtype::Bf16 => "bf16",
+        };
+        writeln!(f, "{}: {}, in {dtype}", self.place, self.roles)?;
+        self.parts.iter().try_for_each(|part| writeln!(f, "{part}"))?;
+        write!(f, "  {:12} {:>10}  most at the same time", "total", mebibytes(self.total()))
+    }
+}
+
+/// All devices of a run with what there is of their memory; `None` for a run on the processor.
+#[must_use]
+pub fn describe(recipe: &Recipe, config: &Config, there: &Inventory) -> Option<String> {
+    let devices = DeviceMemory::of(recipe, config);
+    let described = devices.iter().map(|device| match free(device.place, there) {
+        Some(free) => {
+            let fits = || format!("fits: {} are free", mebibytes(free));
+            format!("{device}; {}", device.shortage(free).unwrap_or_else(fits))
+        }
+        None if device.place == Place::Emulated => format!("{device}; in the memory of this machine"),
+        None => format!("{device}; it is not there, so nothing is compared"),
+    });
+    let described: Vec<_> = described.collect();
+    (!described.is_empty()).then(|| described.join("\n"))
+}
+
+/// Refuses a run whose devices are not there or too small.
+///
+/// # Errors
+/// [`Failure::DoesNotFit`], or that a device cannot be used and why.
+pub fn refuse(recipe: &Recipe, config: &Config, there: &Inventory) -> Result<(), Failure> {
+    for device in DeviceMemory::of(recipe, config) {
+        if device.place == Place::Emulated || !device.here {
+            continue;
+        }
+        let Some(free) = free(device.place, there).filter(|_| there.missing.is_empty()) else {
+            return Err(unavailable(device.place, there).into());
+        };
+        if let Some(shortage) = device.shortage(free) {
+            return Err(Failure::DoesNotFit(format!("{} ({}) {shortage}", device.place, device.roles)));
+        }
+    }
+    Ok(())
+}
+
+/// Why a GPU cannot be used.
+fn unavailable(place: Place, there: &Inventory) -> DeviceError {
+    let reason = if there.missing.is_empty() {
+        format!("this machine shows {} GPUs; look at CUDA_VISIBLE_DEVICES", there.gpus.len())
+    } else {
+        there.missing.join("; ")
+    };
+    DeviceError::Unavailable { device: place.to_string(), reason }
+}
+
+fn free(place: Place, there: &Inventory) -> Option<u64> {
+    let Place::Cuda(ordinal) = place else { return None };
+    there.gpus.iter().find(|gpu| gpu.ordinal == ordinal).map(|gpu| gpu.free)
+}
+
+/// What ranks of the trainer need on a device.
+fn training(
+    parts: &mut Vec<Part>,
+    (recipe, config): (&Recipe, &Config),
+    counts: Counts,
+    (size, devices): (&Size, &Devices),
+) {
+    let (layout, ranks, world) = (Layout::new(config), counts.ranks, (recipe.trainer.world as u64).max(1));
+    let width = size.weights / (layout.len() as u64).max(1);
+    // Of what all ranks have together, that of those here.
+    let of_those_here = |all: u64| product(&[all.div_ceil(world), ranks]);
+    let trained = Trained::of(recipe, config);
+    let changed = recipe.lora().map(|lora| {
+        let (specs, _) = lora.shapes(layout.specs());
+        specs.iter().map(|spec| spec.len() as u64).fold(0, u64::saturating_add)
+    });
+    let (policy, gradients) = of_ranks(recipe, &layout, changed, width);
+    let master = if width < F32 { product(&[F32, layout.len() as u64]) } else { 0 };
+    parts.push(part("policy", "the weights that are computed with", of_those_here(policy)));
+    if devices.optimizer_on_device && master > 0 {
+        parts.push(part("master", "the same in f32, as the optimizer moves them", of_those_here(master)));
+    }
+    parts.push(part("gradients", "in f32, and on their way between ranks", of_those_here(gradients)));
+    if devices.optimizer_on_device {
+        let what = "what it remembers of every weight";
+        parts.push(part("optimizer", what, of_those_here(trained.optimizer)));
+    }
+    let tokens = micro_batch_tokens(recipe);
+    let kept = product(&[ranks, tokens, size.activations_per_token]);
+    parts.push(part("activations", "a full micro-batch, kept for its backward", kept));
+    let logit = [ranks, tokens.min(HEAD_ROWS), config.vocab_size as u64, F32 + width];
+    parts.push(part("logits", "of some rows, and their gradients", product(&logit)));
+    if recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate) {
+        let (own, gradients) = of_ranks(recipe, &layout, None, width);
+        let state = recipe.optimizer().state_bytes(layout.specs());
+        let moved = if devices.optimizer_on_device { master.saturating_add(state) } else { 0 };
+        let all = own.saturating_add(gradients).saturating_add(moved);
+        let what = "its weights, gradients and optimizer";
+        parts.push(part("critic", what, of_those_here(all)));
+    }
+    if counts.leads && recipe.weights.transport == WeightTransport::CudaIpc {
+        let what = "the newest version and the one before, for samplers to map";
+        parts.push(part("slots", what, product(&[2, size.weights])));
+    }
+}
+
+/// What samplers need on a device.
+fn sampling(parts: &mut Vec<Part>, (recipe, config): (&Recipe, &Config), samplers: u64, size: &Size) {
+    let weights = product(&[samplers, size.weights]);
+    let cache = product(&[samplers, cache_positions(recipe), size.cache_per_token]);
+    let logits = product(&[2, F32, recipe.rollout.max_running as u64, config.vocab_size as u64]);
+    let step = product(&[decoding_rows(recipe), size.layer_per_token]).saturating_add(logits);
+    parts.push(part("served", "the version that is sampled from", weights));
+    parts.push(part("next", "the version that comes in beside the decoding", weights));
+    parts.push(part("kv cache", "keys and values of all running sequences", cache));
+    parts.push(part("decoding", "one step of all running sequences", product(&[samplers, step])));
+}
+
+/// When a part is there, where sampler and trainer take turns.
+fn phase(part: &str) -> Phase {
+    match part {
+        "gradients" | "activations" | "logits" => Phase::Training,
+        "served" | "next" | "kv cache" | "decoding" => Phase::Sampling,
+        _ => Phase::Always,
+    }
+}
+
+/// Takes from the parts of the host what is on devices.
+pub(super) fn leave_out(parts: &mut Vec<Part>, recipe: &Recipe) {
+    let devices = recipe.devices();
+    let mut gone: Vec<&str> = Vec::new();
+    if devices.trains() {
+        gone.extend(["activations"]);
+        if devices.optimizer_on_device {
+            gone.extend(["policy", "gradients", "optimizer", "update", "critic"]);
+        }
+    }
+    if devices.rollout.is_some() {
+        gone.extend(["served", "next", "kv cache", "decoding"]);
+    }
+    let by_the_host = recipe.placement.processes && !recipe.weights.transport.is_between_devices();
+    if devices.trains() && devices.rollout.is_some() && !by_the_host {
+        gone.push("published");
+    }
+    if devices.reference.is_some() {
+        gone.push("reference");
+    }
+    parts.retain(|part| !gone.contains(&part.name));
+}
+
+fn part(name: &'static str, what: &'static str, bytes: u64) -> Part {
+    Part { name, what, bytes, phase: Phase::Always }
+}
+
+/// Bytes of a value.
+fn width(dtype: Dtype) -> u64 {
+    match dtype {
+        Dtype::F32 => F32,
+        Dtype::Bf16 => 2,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use device::inventory::Gpu;
+    use model::Sizes;
+
+    use super::super::Memory;
+    use super::*;
+    use crate::plan::tests::recipe;
+    use crate::recipe::schema::Lora;
+    use crate::recipe::words::{Device, ModelDtype, OptimizerHome, PolicyPlacement, WeightTransport};
+
+    const GPU: Device = Device::At(Place::Cuda(0));
+    const NEXT: Device = Device::At(Place::Cuda(1));
+
+    fn config() -> Config {
+        Config::fresh(&Sizes {
+            vocab_size: 10,
+            hidden_size: 8,
+            intermediate_size: 16,
+            num_layers: 2,
+            num_heads: 2,
+            num_kv_heads: 2,
+            max_position_embeddings: 64,
+        })
+    }
+
+    fn on(device: Device) -> Recipe {
+        let mut recipe = recipe();
+        recipe.placement.device = device;
+        recipe
+    }
+
+    fn bytes(device: &DeviceMemory, name: &str) -> Option<u64> {
+        Some(device.parts.iter().find(|part| part.name == name)?.bytes)
+    }
+
+    fn there(free: u64) -> Inventory {
+        let (name, capability, total) = ("a GPU".to_owned(), (9, 0), 1 << 40);
+        let gpus = vec![Gpu { ordinal: 0, name, capability, free, total }];
+        Inventory { driver: Some(13_000), nccl: None, gpus, missing: Vec::new() }
+    }
+
+    #[test]
+    fn parts_of_a_known_shape_count_what_they_say() {
+        let (config, recipe) = (config(), on(GPU));
+        let weights = Layout::new(&config).len() as u64;
+        let [device] = &DeviceMemory::of(&recipe, &config)[..] else { panic!("there is one device") };
+        assert_eq!((device.place, &device.roles[..]), (Place::Cuda(0), "the trainer, the sampler"));
+        let (attention, gate_up) = (2 * 8 + 24 + 8, 2 * 16);
+        let expected = [
+            ("policy", 2 * weights),
+            ("master", 4 * weights),
+            ("gradients", 4 * weights),
+            ("optimizer", 8 * weights),
+            ("activations", 100 * 2 * (2 * (attention + gate_up) + attention + 8 + 2 * gate_up)),
+            ("logits", 100 * 10 * (4 + 2)),
+            ("served", 2 * weights),
+            ("next", 2 * weights),
+            ("kv cache", 640 * 2 * 2 * 2 * 8),
+            ("decoding", (10 + 160) * 2 * (attention + gate_up) + 10 * 10 * 2 * 4),
+            ("cuda", (512 + 2 * 32) << 20),
+        ];
+        let found: Vec<_> = device.parts.iter().map(|part| (part.name, part.bytes)).collect();
+        assert_eq!(found, expected);
+        assert_eq!(device.total(), expected.iter().map(|(_, bytes)| bytes).sum::<u64>());
+        assert!(device.to_string().starts_with("cuda:0: the trainer, the sampler, in bf16\n"), "{device}");
+        assert_eq!(device.to_string().lines().count(), expected.len() + 2);
+    }
+
+    #[test]
+    fn what_is_computed_again_and_what_is_on_the_host_takes_no_room() {
+        let (config, mut recipe) = (config(), on(GPU));
+        let weights = Layout::new(&config).len() as u64;
+        let of = |recipe: &Recipe, name: &str| bytes(&DeviceMemory::of(recipe, &config)[0], name);
+        recipe.trainer.recompute = Recompute::Block;
+        let (attention, gate_up) = (2 * 8 + 24 + 8, 2 * 16);
+        let (kept, back) = (2 * 8 + attention + gate_up, attention + 8 + 2 * gate_up);
+        assert_eq!(of(&recipe, "activations"), Some(100 * 2 * (kept + back)));
+        recipe.placement.optimizer = OptimizerHome::Host;
+        assert_eq!((of(&recipe, "master"), of(&recipe, "optimizer")), (None, None));
+        recipe.placement.optimizer = OptimizerHome::Device;
+        recipe.dtype = ModelDtype::F32;
+        assert_eq!((of(&recipe, "policy"), of(&recipe, "master")), (Some(4 * weights), None));
+        recipe.weights.transport = WeightTransport::CudaIpc;
+        assert_eq!(of(&recipe, "slots"), Some(8 * weights));
+        recipe.lora = Some(Lora::default());
+        recipe.placement.optimizer = OptimizerHome::Host;
+        assert!(
+            of(&recipe, "gradients") > Some(4 * weights),
+            "those of the adapter beside those of the weights"
+        );
+    }
+
+    #[test]
+    fn ranks_are_one_device_further_each_and_share_as_their_stage_says() {
+        let (config, mut recipe) = (config(), on(GPU));
+        let weights = Layout::new(&config).len() as u64;
+        recipe.trainer.world = 2;
+        recipe.placement.rollout_device = Some(Device::At(Place::Cuda(2)));
+        let devices = DeviceMemory::of(&recipe, &config);
+        let places: Vec<_> = devices.iter().map(|device| (device.place, &device.roles[..])).collect();
+        let expected = [
+            (Place::Cuda(0), "the trainer"),
+            (Place::Cuda(1), "the trainer"),
+            (Place::Cuda(2), "the sampler"),
+        ];
+        assert_eq!(places, expected);
+        assert_eq!(bytes(&devices[1], "policy"), Some(2 * weights));
+        assert_eq!(bytes(&devices[1], "optimizer"), Some((8 * weights).div_ceil(2)));
+        assert_eq!(bytes(&devices[1], "gradients"), Some((4 * weights + 2 * 4 * weights).div_ceil(2)));
+        assert_eq!(bytes(&devices[2], "policy"), None);
+        assert_eq!(bytes(&devices[2], "cuda"), Some((512 + 32) << 20));
+        recipe.placement.trainer_devices = Some(vec![NEXT, NEXT]);
+        recipe.placement.rollout_device = Some(Device::Cpu);
+        let both = DeviceMemory::of(&recipe, &config);
+        assert_eq!((both.len(), &both[0].roles[..]), (1, "2 ranks of the trainer"));
+        assert_eq!(bytes(&both[0], "policy"), Some(4 * weights));
+    }
+
+    #[test]
+    fn those_who_take_turns_need_the_larger_turn() {
+        let (config, mut recipe) = (config(), on(GPU));
+        let together = DeviceMemory::of(&recipe, &config)[0].total();
+        recipe.placement.policy = Some(PolicyPlacement::Colocated);
+        let device = &DeviceMemory::of(&recipe, &config)[0];
+        let of = |names: &[&str]| names.iter().filter_map(|name| bytes(device, name)).sum::<u64>();
+        let training = of(&["gradients", "activations", "logits"]);
+        let sampling = of(&["served", "next", "kv cache", "decoding"]);
+        assert_eq!(device.total(), together - training.min(sampling));
+    }
+
+    #[test]
+    fn a_run_that_does_not_fit_is_refused_with_its_largest_parts_and_what_helps() {
+        let (config, recipe) = (config(), on(GPU));
+        refuse(&recipe, &config, &there(1 << 30)).unwrap();
+        let error = refuse(&recipe, &config, &there(1 << 20)).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        let text = error.to_string();
+        let begins = "cuda:0 (the trainer, the sampler) does not fit: needs 576.2 MiB of 1.0 MiB free; the largest: \
+                      cuda 576.0 MiB, activations 0.1 MiB, kv cache 0.0 MiB; ";
+        assert!(text.starts_with(begins), "{text}");
+        assert!(
+            text.contains("`trainer.microbatch_tokens`") && text.contains("`rollout.kv_cache_tokens`"),
+            "{text}"
+        );
+        let described = describe(&recipe, &config, &there(1 << 20)).unwrap();
+        assert!(described.contains("does not fit: needs 576.2 MiB of 1.0 MiB free"), "{described}");
+        let described = describe(&recipe, &config, &there(1 << 30)).unwrap();
+        assert!(described.ends_with("; fits: 1.0 GiB are free"), "{described}");
+        let described = describe(&recipe, &config, &Inventory::default()).unwrap();
+        assert!(described.ends_with("; it is not there, so nothing is compared"), "{described}");
+        assert_eq!(describe(&on(Device::Cpu), &config, &there(0)), None);
+    }
+
+    #[test]
+    fn a_device_that_is_not_there_is_refused_with_the_reason() {
+        let config = config();
+        let error = refuse(&on(NEXT), &config, &there(1 << 30)).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        assert!(error.to_string().contains("cuda:1 cannot be used: this machine shows 1 GPUs"), "{error}");
+        let without = Inventory { missing: vec!["no driver: install it".to_owned()], ..Inventory::default() };
+        let error = refuse(&on(GPU), &config, &without).unwrap_err();
+        assert_eq!(error.to_string(), "device cuda:0 cannot be used: no driver: install it");
+        refuse(&on(Device::At(Place::Emulated)), &config, &without).unwrap();
+        refuse(&on(Device::Cpu), &config, &without).unwrap();
+        // Ranks that join bring devices of their own.
+        let mut joined = on(GPU);
+        (joined.trainer.world, joined.trainer.ranks) = (2, Ranks::Processes);
+        refuse(&joined, &config, &there(1 << 30)).unwrap();
+    }
+
+    #[test]
+    fn the_host_keeps_what_no_device_has() {
+        let (config, mut recipe) = (config(), on(GPU));
+        let names = |recipe: &Recipe| -> Vec<&str> {
+            Memory::of(recipe, &config, 0).parts.iter().map(|part| part.name).collect()
+        };
+        let on_device =
+            ["policy", "gradients", "optimizer", "activations", "served", "next", "kv cache", "decoding"];
+        assert!(names(&recipe).iter().all(|name| !on_device.contains(name)), "{:?}", names(&recipe));
+        recipe.placement.optimizer = OptimizerHome::Host;
+        let kept = names(&recipe);
+        assert!(["policy", "gradients", "optimizer"].iter().all(|name| kept.contains(name)), "{kept:?}");
+        recipe.placement.rollout_device = Some(Device::Cpu);
+        assert!(names(&recipe).contains(&"kv cache") && names(&recipe).contains(&"published"));
+    }
+
+    #[test]
+    fn sizes_beyond_all_bounds_saturate() {
+        let mut recipe = on(GPU);
+        recipe.rollout.max_running = usize::MAX;
+        assert_eq!(DeviceMemory::of(&recipe, &config())[0].total(), u64::MAX);
+    }
+}

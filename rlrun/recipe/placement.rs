@@ -1,0 +1,287 @@
+//! The rules of `[placement]`: processes, ranks and devices.
+//!
+//! Invariant: what this program was not built for, and what a device cannot do, is refused here, before anything is opened;
+//! whether a device is there shows when it is looked for (`rlrun/plan/memory/devices.rs`).
+
+use super::Recipe;
+use super::ranges::Checker;
+use super::words::{
+    CriticKind, Device, DevicePlace, ModelDtype, OptimizerHome, OptimizerKind, Quantization, Ranks, Store,
+    WeightTransport,
+};
+
+/// Only what a run has can be placed.
+pub(super) fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let own_critic = recipe.critic.as_ref().is_some_and(|critic| critic.kind == CriticKind::Separate);
+    for (path, there, what) in [
+        ("placement.reference", recipe.needs_reference(), "compares with no reference"),
+        ("placement.reference_device", recipe.needs_reference(), "compares with no reference"),
+        ("placement.critic", own_critic, "has no critic with a network of its own"),
+    ] {
+        if checker.given(path) && !there {
+            checker.report(path, format!("`{path}` has no effect: the run {what}"), "remove it");
+        }
+    }
+    check_processes(recipe, checker);
+    check_ranks(recipe, checker);
+    check_devices(recipe, checker);
+}
+
+/// Ranks that are processes need somebody to be, and an address to come to.
+fn check_ranks(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let (ranks, world) = (recipe.trainer.ranks, recipe.trainer.world);
+    if ranks == Ranks::Processes && recipe.supervised.is_some() {
+        let message = "ranks that are processes join a run that samples, and this one has `[supervised]`";
+        checker.report_latest(
+            &["trainer.ranks", "supervised"],
+            message,
+            "set `trainer.ranks` to \"threads\" or \"mpi\"",
+        );
+    }
+    if ranks == Ranks::Processes && world < 2 {
+        let help = "set `trainer.world` to their number, the first included";
+        checker.report("trainer.ranks", "`trainer.ranks` has no effect with one rank", help);
+    }
+    if ranks == Ranks::Processes && !recipe.placement.processes && recipe.buffer.listen.is_none() {
+        let message =
+            "ranks that are processes (`trainer.ranks`) join the run at its address, and it has none";
+        checker.report("trainer.ranks", message, "set `buffer.listen`, or `placement.processes = true`");
+    }
+    if ranks == Ranks::Mpi && !cfg!(feature = "mpi") {
+        let help =
+            "build it with `cargo build --release --features mpi`, which needs an MPI library and libclang";
+        checker.report("trainer.ranks", "this rlrun was built without MPI", help);
+    }
+    if ranks == Ranks::Mpi && recipe.placement.processes {
+        let message =
+            "`mpirun` starts the processes of the trainer, so a controller cannot (`placement.processes`)";
+        checker.report_latest(&["trainer.ranks", "placement.processes"], message, "remove one of the two");
+    }
+}
+
+/// What cannot be when the roles of a run are processes of their own.
+fn check_processes(recipe: &Recipe, checker: &mut Checker<'_>) {
+    if !recipe.placement.processes {
+        for key in ["rollout_workers", "restarts"] {
+            let path = format!("placement.{key}");
+            if checker.given(&path) {
+                let help = "remove it, or set `placement.processes = true`";
+                checker.report(&path, format!("`{path}` has no effect without `placement.processes`"), help);
+            }
+        }
+        return;
+    }
+    let mut cannot = |path: &str, message: &str, help: &str| {
+        checker.report_latest(&[path, "placement.processes"], message, help);
+    };
+    if recipe.is_colocated() {
+        let message = "sampler and trainer take turns in one process (`placement.policy`), not as processes of their own";
+        cannot("placement.policy", message, "remove one of the two");
+    }
+    if recipe.supervised.is_some() {
+        cannot("supervised", "`placement.processes` has no effect without sampling", "remove it");
+    }
+    if recipe.buffer.store != Store::Redb {
+        let message = "processes of a run (`placement.processes`) share its journal, so that nothing is lost when one dies";
+        cannot("buffer.store", message, "set `buffer.store` to \"redb\"");
+    }
+    if recipe.curation.is_on() {
+        let message = "curation (`[curation]`) decides with what one sampler knows, which processes of their own \
+                       (`placement.processes`) do not share";
+        cannot("curation", message, "remove one of the two");
+    }
+}
+
+/// What has to be said about devices, and what they cannot do.
+fn check_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
+    check_ranks_on_devices(recipe, checker);
+    check_features(recipe, checker);
+    check_dtype(recipe, checker);
+    check_optimizer(recipe, checker);
+    check_sampler(recipe, checker);
+    check_transport(recipe, checker);
+}
+
+/// The keys that say where the trainer computes, the most specific last.
+const OF_TRAINER: [&str; 3] = ["placement.device", "placement.trainer_device", "placement.trainer_devices"];
+/// The same of the sampler.
+const OF_SAMPLER: [&str; 2] = ["placement.device", "placement.rollout_device"];
+
+/// The key that decided: the most specific one that is given.
+fn deciding<'a>(keys: &[&'a str], checker: &Checker<'_>) -> &'a str {
+    let given = keys.iter().rev().find(|key| checker.first_given(key).is_some());
+    given.or(keys.first()).copied().unwrap_or_default()
+}
+
+/// A list of devices names one for each rank, each a device of its own.
+fn check_ranks_on_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let (path, world) = ("placement.trainer_devices", recipe.trainer.world);
+    let Some(list) = &recipe.placement.trainer_devices else { return };
+    if recipe.placement.trainer_device.is_some() {
+        let message =
+            "both `placement.trainer_device` and `placement.trainer_devices` say where the trainer computes";
+        checker.report_latest(&[path, "placement.trainer_device"], message, "remove one of them");
+    }
+    if list.len() != world {
+        let message = format!("`{path}` names {} devices for {world} ranks (`trainer.world`)", list.len());
+        checker.report_latest(&[path, "trainer.world"], message, "name one for each rank");
+    }
+    if list.len() > 1 && list.contains(&Device::Cpu) {
+        let help = "name devices alone, or none for ranks on the processor";
+        checker.report(path, format!("`{path}` has the processor among devices"), help);
+    }
+    // Ranks that are processes may be on machines of their own.
+    let here = recipe.trainer.ranks == Ranks::Threads;
+    let twice = list.iter().enumerate().find(|(rank, device)| {
+        here && matches!(device, Device::At(DevicePlace::Cuda(_))) && list[..*rank].contains(device)
+    });
+    if let Some((_, device)) = twice {
+        let message = format!("`{path}` names \"{device}\" twice, and NCCL takes a GPU for one rank alone");
+        checker.report(path, message, "name a GPU of its own for each rank, or lower `trainer.world`");
+    }
+}
+
+/// This program must have been built for every device that is named, and devices of two kinds do not work together.
+fn check_features(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let devices = recipe.devices();
+    let mut roles: Vec<(&str, DevicePlace)> = Vec::new();
+    roles.extend(devices.trainer.iter().flatten().map(|place| (deciding(&OF_TRAINER, checker), *place)));
+    roles.extend(devices.rollout.map(|place| (deciding(&OF_SAMPLER, checker), place)));
+    if let (Some(_), Some(place)) = (recipe.placement.reference_device, devices.reference) {
+        roles.push(("placement.reference_device", place));
+    }
+    let is_cuda = |place: &DevicePlace| matches!(place, DevicePlace::Cuda(_));
+    let cuda = roles.iter().find(|(_, place)| is_cuda(place));
+    let emulated = roles.iter().find(|(_, place)| !is_cuda(place));
+    if let Some((path, place)) = cuda.filter(|_| !cfg!(feature = "cuda")) {
+        let message = format!("`{path}` is \"{place}\", and this program was built without CUDA");
+        checker.report(
+            path,
+            message,
+            "build it with `--features cuda`; `rlrun doctor` says what else is needed",
+        );
+    }
+    if let Some((path, _)) = emulated.filter(|_| !cfg!(feature = "emulator")) {
+        let message = format!("`{path}` is \"emulated\", and this program was built without the emulator");
+        checker.report(path, message, "it is for tests: build it with `--features emulator`");
+    }
+    if let (Some((one, _)), Some((other, _))) = (cuda, emulated) {
+        let message = "a GPU and the emulator have no memory in common";
+        checker.report_latest(&[one, other], message, "place all roles on devices of one kind");
+    }
+}
+
+/// The processor computes in f32.
+fn check_dtype(recipe: &Recipe, checker: &mut Checker<'_>) {
+    if recipe.dtype != ModelDtype::Bf16 {
+        return;
+    }
+    let devices = recipe.devices();
+    let who = match (devices.trains(), devices.rollout) {
+        (false, _) => "the trainer computes",
+        (true, None) if recipe.supervised.is_none() => "the sampler computes",
+        _ if recipe.needs_reference() && devices.reference.is_none() => "the reference computes",
+        _ => return,
+    };
+    let message = format!(
+        "`model.dtype` is \"bf16\", but {who} on the processor, whose kernels are f32 (`placement.device`)"
+    );
+    let help =
+        "set `model.dtype = \"auto\"`, or place it on a device; `weights.dtype` rounds what is sampled with";
+    checker.report("model.dtype", message, help);
+}
+
+/// A device has AdamW alone.
+fn check_optimizer(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let path = "placement.optimizer";
+    if !recipe.devices().trains() {
+        if checker.given(path) {
+            let message = format!("`{path}` has no effect: the trainer computes on the processor");
+            checker.report(path, message, "remove it, or set `placement.device`");
+        }
+        return;
+    }
+    if recipe.placement.optimizer == OptimizerHome::Host {
+        return;
+    }
+    let kind = recipe.trainer.optimizer;
+    let help = "set `placement.optimizer = \"host\"`";
+    if kind != OptimizerKind::Adamw {
+        let message = format!(
+            "`trainer.optimizer` is \"{}\", which moves weights on the host, and `{path}` is \"device\"",
+            kind.as_str()
+        );
+        checker.report_latest(&["trainer.optimizer", path], message, help);
+    }
+    if recipe.lora.is_some() {
+        let message = format!("`[lora]` is merged on the host, and `{path}` is \"device\"");
+        checker.report_latest(&["lora.rank", "lora", path], message, help);
+    }
+}
+
+/// What a sampler on a device does otherwise than one on the processor.
+fn check_sampler(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let devices = recipe.devices();
+    let key = deciding(&OF_SAMPLER, checker);
+    if devices.rollout.is_some() && recipe.rollout.quantization != Quantization::None {
+        let message = "`rollout.quantization` has kernels for the processor alone, and the sampler computes on a device";
+        let help = "remove it, or set `placement.rollout_device = \"cpu\"`";
+        checker.report_latest(&["rollout.quantization", key], message, help);
+    }
+    if recipe.rollout.bitwise && (devices.rollout.is_some() || devices.trains()) {
+        let message = "`rollout.bitwise` promises that sampler and trainer compute the same bits, which devices do not: \
+                       they read a cache and a pack with different kernels";
+        let key = if devices.rollout.is_some() { key } else { deciding(&OF_TRAINER, checker) };
+        let help = "remove it; `algorithm.correction` corrects the loss for the difference";
+        checker.report_latest(&["rollout.bitwise", key], message, help);
+    }
+    if recipe.is_colocated() && !devices.trainer.contains(&devices.rollout) {
+        let message = "sampler and trainer take turns (`placement.policy`), but not on the same device";
+        let help = "place both on one device, or remove `placement.policy`";
+        checker.report_latest(&["placement.policy", key, deciding(&OF_TRAINER, checker)], message, help);
+    }
+}
+
+/// A transport between devices needs devices, and somebody on the other side.
+fn check_transport(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let (path, transport) = ("weights.transport", recipe.weights.transport);
+    if !transport.is_between_devices() {
+        return;
+    }
+    let (word, devices) = (transport.as_str(), recipe.devices());
+    let Some(sampler) = devices.rollout.filter(|_| devices.trains()) else {
+        let who = if devices.trains() { "the sampler" } else { "the trainer" };
+        let message =
+            format!("`{path}` is \"{word}\", from device to device, but {who} computes on the processor");
+        checker.report(path, message, "set `placement.device`, or `weights.transport = \"auto\"`");
+        return;
+    };
+    let apart = recipe.placement.processes || recipe.buffer.listen.is_some();
+    if !apart && (transport == WeightTransport::CudaIpc || recipe.trainer.world < 2) {
+        let message = format!("`{path}` \"{word}\" has no effect in one process: its roles share the device");
+        let help = "remove it, or set `placement.processes = true`";
+        checker.report(path, message, help);
+    }
+    if transport == WeightTransport::Nccl {
+        // Those that join may do so from machines with GPUs of their own.
+        let here = !recipe.placement.processes || recipe.rollout_workers() > 0;
+        if here && matches!(sampler, DevicePlace::Cuda(_)) && devices.trainer.contains(&Some(sampler)) {
+            let message = format!(
+                "`{path}` is \"nccl\", which takes a GPU for one member alone, and \"{sampler}\" has a trainer and a \
+                 sampler"
+            );
+            let help = "give the sampler a GPU of its own (`placement.rollout_device`), or use \"cuda-ipc\"";
+            checker.report_latest(&[path, deciding(&OF_SAMPLER, checker)], message, help);
+        }
+        if sampler == DevicePlace::Emulated && (apart || recipe.trainer.ranks != Ranks::Threads) {
+            let message = format!("`{path}` is \"nccl\", but emulated devices of two processes cannot meet");
+            checker.report(path, message, "use \"cuda-ipc\"");
+        }
+    }
+    if checker.given("weights.dtype") {
+        let message = format!(
+            "`weights.dtype` has no effect with `{path}` \"{word}\": what is sent is what a device has"
+        );
+        checker.report("weights.dtype", message, "remove it; see `model.dtype`");
+    }
+}

@@ -1,0 +1,257 @@
+//! Devices in a recipe: what is said about them, what is refused, and where roles end up.
+
+use device::device::Place;
+use weights::Dtype;
+
+use super::super::words::{Device, ModelDtype, WeightTransport};
+use super::{Case, MINIMAL, Recipe};
+
+const EMULATED: &str = "placement.device=emulated";
+
+/// What is wrong beside that this program may have been built without the device.
+fn refused(sets: &[&str], message: &str, help: &str) {
+    let shown = Case::new(MINIMAL).errors(sets, &[]);
+    assert!(shown.contains(&format!("error: {message}")) && shown.contains(help), "{sets:?}: {shown}");
+}
+
+fn recipe(sets: &[&str]) -> Recipe {
+    Case::new(MINIMAL).load(sets, &[]).unwrap().0
+}
+
+#[test]
+fn devices_are_read_as_they_are_written() {
+    for (text, device) in [
+        ("cpu", Device::Cpu),
+        ("emulated", Device::At(Place::Emulated)),
+        ("cuda:0", Device::At(Place::Cuda(0))),
+        ("cuda:3", Device::At(Place::Cuda(3))),
+    ] {
+        assert_eq!(text.parse(), Ok(device));
+        assert_eq!(device.to_string(), text);
+    }
+    assert_eq!("cuda".parse(), Ok(Device::At(Place::Cuda(0))));
+    for text in ["gpu", "cuda:", "cuda:-1", "CPU", ""] {
+        let expected = format!("`placement.device`: `{text}` is no device; write \"cuda\" for the first GPU");
+        refused(&[&format!("placement.device={text:?}")], &expected, "--set:1:");
+    }
+    refused(&["placement.device=3"], "`placement.device`: expected a string", "--set:1:");
+    refused(
+        &["placement.trainer_devices=[\"cuda:0\", \"x\"]"],
+        "`placement.trainer_devices[1]`: `x` is no device",
+        "",
+    );
+}
+
+#[test]
+fn words_of_dtypes_and_transports_are_told() {
+    refused(&["model.dtype=f16"], "`model.dtype` cannot be \"f16\"", "\"auto\", \"f32\", \"bf16\"");
+    refused(
+        &["placement.optimizer=disk"],
+        "`placement.optimizer` cannot be \"disk\"",
+        "\"device\", \"host\"",
+    );
+    refused(
+        &["weights.transport=cuda_ipc"],
+        "`weights.transport` cannot be \"cuda_ipc\"",
+        "did you mean \"cuda-ipc\"?",
+    );
+    refused(&["model.torch_dtype=bf16"], "unknown key `model.torch_dtype`", "rlrun calls it `model.dtype`");
+}
+
+#[test]
+fn a_program_refuses_devices_that_it_was_built_without() {
+    let loads = |set: &str| Case::new(MINIMAL).load(&[set], &[]).is_ok();
+    for set in
+        ["placement.device=cuda:1", "placement.rollout_device=cuda", "placement.trainer_devices=[\"cuda:0\"]"]
+    {
+        assert_eq!(loads(set), cfg!(feature = "cuda"), "{set}");
+    }
+    assert_eq!(loads(EMULATED), cfg!(feature = "emulator"));
+    if !cfg!(feature = "cuda") {
+        refused(
+            &["placement.trainer_device=cuda:1"],
+            "`placement.trainer_device` is \"cuda:1\", and this program was built without CUDA",
+            "build it with `--features cuda`",
+        );
+    }
+    if !cfg!(feature = "emulator") {
+        refused(
+            &[EMULATED],
+            "`placement.device` is \"emulated\", and this program was built without the emulator",
+            "build it with `--features emulator`",
+        );
+    }
+}
+
+#[test]
+fn what_a_device_cannot_do_is_refused_with_the_reason() {
+    for (set, message, help) in [
+        (
+            "rollout.quantization=int8",
+            "`rollout.quantization` has kernels for the processor alone",
+            "rollout_device",
+        ),
+        ("rollout.bitwise=true", "`rollout.bitwise` promises that sampler and trainer", "remove it"),
+        (
+            "trainer.optimizer=muon",
+            "`trainer.optimizer` is \"muon\", which moves weights on the host",
+            "\"host\"",
+        ),
+        ("trainer.optimizer=adamw8bit", "`trainer.optimizer` is \"adamw8bit\", which moves", "\"host\""),
+        ("lora.rank=4", "`[lora]` is merged on the host", "placement.optimizer = \"host\""),
+        ("placement.rollout_device=cuda", "a GPU and the emulator have no memory in common", "one kind"),
+        (
+            "placement.reference_device=emulated",
+            "`placement.reference_device` has no effect: the run compares with no reference",
+            "remove it",
+        ),
+    ] {
+        refused(&[EMULATED, set], message, help);
+    }
+    refused(
+        &[EMULATED, "placement.policy=colocated", "placement.rollout_device=cpu"],
+        "sampler and trainer take turns (`placement.policy`), but not on the same device",
+        "place both on one device",
+    );
+    if cfg!(feature = "emulator") {
+        recipe(&[EMULATED, "placement.optimizer=host", "trainer.optimizer=muon", "lora.rank=4"]);
+        recipe(&[EMULATED, "placement.policy=colocated", "model.dtype=bf16"]);
+        recipe(&[EMULATED, "placement.rollout_device=cpu", "rollout.quantization=int8"]);
+    }
+}
+
+#[test]
+fn sixteen_bits_need_a_device_for_everybody() {
+    refused(
+        &["model.dtype=bf16"],
+        "`model.dtype` is \"bf16\", but the trainer computes on the processor, whose kernels are f32",
+        "`model.dtype = \"auto\"`",
+    );
+    refused(
+        &["model.dtype=bf16", EMULATED, "placement.rollout_device=cpu"],
+        "`model.dtype` is \"bf16\", but the sampler computes on the processor",
+        "weights.dtype",
+    );
+    refused(
+        &["model.dtype=bf16", EMULATED, "algorithm.kl_coef=0.1", "placement.reference_device=cpu"],
+        "`model.dtype` is \"bf16\", but the reference computes on the processor",
+        "weights.dtype",
+    );
+    recipe(&["model.dtype=f32"]);
+    refused(
+        &["placement.optimizer=host"],
+        "`placement.optimizer` has no effect: the trainer computes on the processor",
+        "set `placement.device`",
+    );
+}
+
+#[test]
+fn a_transport_between_devices_needs_devices_and_somebody_to_send_to() {
+    let processes = "placement.processes=true";
+    for transport in ["weights.transport=cuda-ipc", "weights.transport=nccl"] {
+        refused(&[transport, processes], "`weights.transport` is", "set `placement.device`");
+        refused(
+            &[transport, processes, EMULATED, "placement.rollout_device=cpu"],
+            "`weights.transport` is",
+            "weights.transport = \"auto\"",
+        );
+        refused(&[transport, EMULATED], "`weights.transport` \"", "set `placement.processes = true`");
+    }
+    let nccl = "weights.transport=nccl";
+    refused(
+        &[nccl, processes, "placement.device=cuda"],
+        "`weights.transport` is \"nccl\", which takes a GPU for one member alone, and \"cuda:0\" has",
+        "`placement.rollout_device`",
+    );
+    refused(
+        &[nccl, processes, EMULATED],
+        "`weights.transport` is \"nccl\", but emulated devices of two",
+        "cuda-ipc",
+    );
+    refused(
+        &["weights.transport=cuda-ipc", processes, EMULATED, "weights.dtype=bf16"],
+        "`weights.dtype` has no effect with `weights.transport` \"cuda-ipc\"",
+        "model.dtype",
+    );
+    if cfg!(feature = "emulator") {
+        let ipc = recipe(&["weights.transport=cuda-ipc", processes, EMULATED]);
+        assert_eq!(ipc.weights.transport, WeightTransport::CudaIpc);
+        recipe(&[nccl, EMULATED, "trainer.world=2"]);
+    }
+}
+
+#[test]
+fn a_list_of_devices_names_one_for_each_rank() {
+    let list = "placement.trainer_devices=[\"cuda:0\", \"cuda:0\"]";
+    let two = "trainer.world=2";
+    refused(&[list, two], "`placement.trainer_devices` names \"cuda:0\" twice", "a GPU of its own");
+    refused(&[list], "`placement.trainer_devices` names 2 devices for 1 ranks", "one for each rank");
+    refused(
+        &[list, two, "placement.trainer_device=cuda"],
+        "both `placement.trainer_device` and `placement.trainer_devices`",
+        "remove one",
+    );
+    refused(
+        &["placement.trainer_devices=[\"cuda:0\", \"cpu\"]", two],
+        "`placement.trainer_devices` has the processor among devices",
+        "devices alone",
+    );
+}
+
+#[test]
+fn roles_are_where_the_most_specific_key_says() {
+    let mut recipe = recipe(&["trainer.world=3", "algorithm.kl_coef=0.1"]);
+    let cuda = |ordinal| Some(Place::Cuda(ordinal));
+    assert!(!recipe.devices().any());
+    recipe.placement.device = Device::At(Place::Cuda(1));
+    let devices = recipe.devices();
+    assert_eq!(devices.trainer, [cuda(1), cuda(2), cuda(3)]);
+    assert_eq!((devices.rollout, devices.reference), (cuda(1), cuda(1)));
+    assert!(devices.optimizer_on_device);
+    recipe.placement.trainer_device = Some(Device::At(Place::Cuda(4)));
+    recipe.placement.rollout_device = Some(Device::Cpu);
+    let devices = recipe.devices();
+    assert_eq!(devices.trainer, [cuda(4), cuda(5), cuda(6)]);
+    assert_eq!((devices.rollout, devices.reference), (None, cuda(4)));
+    recipe.placement.reference_device = Some(Device::At(Place::Cuda(7)));
+    assert_eq!(recipe.devices().reference, cuda(7));
+    recipe.placement.device = Device::At(Place::Emulated);
+    recipe.placement.trainer_device = None;
+    assert_eq!(recipe.devices().trainer, [Some(Place::Emulated); 3]);
+}
+
+#[test]
+fn values_are_stored_as_the_device_is_fast_with_unless_the_recipe_says_otherwise() {
+    let mut recipe = recipe(&[]);
+    let of = |recipe: &Recipe| {
+        [None, Some(Place::Emulated), Some(Place::Cuda(0))].map(|place| recipe.dtype_on(place))
+    };
+    assert_eq!(of(&recipe), [Dtype::F32, Dtype::F32, Dtype::Bf16]);
+    recipe.dtype = ModelDtype::Bf16;
+    assert_eq!(of(&recipe), [Dtype::F32, Dtype::Bf16, Dtype::Bf16]);
+    recipe.dtype = ModelDtype::F32;
+    assert_eq!(of(&recipe), [Dtype::F32; 3]);
+}
+
+#[test]
+fn ranks_beyond_all_bounds_are_refused_and_not_counted_up_to() {
+    refused(&["trainer.world=9000000000000"], "`trainer.world` is 9000000000000, but a batch has only", "");
+}
+
+#[test]
+fn the_resolved_recipe_says_where_roles_compute() {
+    let mut recipe = recipe(&[]);
+    let (_, origins) = Case::new(MINIMAL).load(&[], &[]).unwrap();
+    let resolved = recipe.resolved_toml(&origins);
+    assert!(
+        resolved.contains("\ndevice = \"cpu\" ") && resolved.contains("\ndtype = \"auto\" "),
+        "{resolved}"
+    );
+    assert!(!resolved.contains("optimizer = \"device\""), "{resolved}");
+    recipe.placement.device = Device::At(Place::Cuda(2));
+    recipe.weights.transport = WeightTransport::CudaIpc;
+    let resolved = recipe.resolved_toml(&origins);
+    for line in ["\ndevice = \"cuda:2\" ", "\noptimizer = \"device\" ", "\ntransport = \"cuda-ipc\" "] {
+        assert!(resolved.contains(line), "{line}: {resolved}");
+    }
+}

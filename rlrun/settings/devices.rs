@@ -1,0 +1,78 @@
+//! Where the roles of a run compute.
+//!
+//! Invariant: nothing is opened or looked for here; `None` is the processor.
+
+use device::device::Place;
+use weights::Dtype;
+
+use crate::recipe::Recipe;
+use crate::recipe::words::{Device, ModelDtype, OptimizerHome};
+
+/// More ranks than any run has: a number that is wrong is refused, not counted up to.
+const MAX_RANKS: usize = 1 << 16;
+
+/// Where the roles of a run compute.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Devices {
+    /// Every rank of the trainer, in order; `trainer.world` of them unless the recipe is wrong.
+    pub trainer: Vec<Option<Place>>,
+    /// The sampler.
+    pub rollout: Option<Place>,
+    /// The reference, if the run has one. A critic computes where the trainer does.
+    pub reference: Option<Place>,
+    /// Whether the f32 weights and the state of the optimizer are on the devices of the trainer.
+    pub optimizer_on_device: bool,
+}
+
+impl Devices {
+    /// Whether the trainer computes on devices.
+    #[must_use]
+    pub fn trains(&self) -> bool {
+        self.trainer.iter().any(Option::is_some)
+    }
+
+    /// Whether anybody computes on a device.
+    #[must_use]
+    pub fn any(&self) -> bool {
+        self.trains() || self.rollout.is_some() || self.reference.is_some()
+    }
+}
+
+impl Recipe {
+    /// Where the roles compute.
+    #[must_use]
+    pub fn devices(&self) -> Devices {
+        let placement = &self.placement;
+        let first = placement.trainer_device.unwrap_or(placement.device);
+        let trainer: Vec<_> = match &placement.trainer_devices {
+            Some(list) => list.iter().map(|device| device.place()).collect(),
+            None => (0..self.trainer.world.min(MAX_RANKS)).map(|rank| further(first, rank).place()).collect(),
+        };
+        let reference = placement.reference_device.map_or(trainer.first().copied().flatten(), Device::place);
+        let optimizer_on_device =
+            placement.optimizer == OptimizerHome::Device && trainer.iter().any(Option::is_some);
+        Devices {
+            rollout: placement.rollout_device.unwrap_or(placement.device).place(),
+            reference: reference.filter(|_| self.needs_reference()),
+            trainer,
+            optimizer_on_device,
+        }
+    }
+
+    /// What weights and activations are stored in there.
+    #[must_use]
+    pub fn dtype_on(&self, place: Option<Place>) -> Dtype {
+        match (self.dtype, place) {
+            (_, None) | (ModelDtype::F32, _) | (ModelDtype::Auto, Some(Place::Emulated)) => Dtype::F32,
+            (ModelDtype::Bf16, Some(_)) | (ModelDtype::Auto, Some(Place::Cuda(_))) => Dtype::Bf16,
+        }
+    }
+}
+
+/// The GPU `rank` places after this one.
+fn further(first: Device, rank: usize) -> Device {
+    match first {
+        Device::At(Place::Cuda(ordinal)) => Device::At(Place::Cuda(ordinal.saturating_add(rank))),
+        Device::Cpu | Device::At(Place::Emulated) => first,
+    }
+}

@@ -1,0 +1,179 @@
+//! What an engine computes with: a decoder on the processor or on a device.
+//!
+//! Invariant: both draw from the same distributions by the same uniform numbers; what differs is where.
+
+use device::Device;
+use device::ops::digest::digest;
+use device::ops::vectors::cast;
+use model::on_device::{DeviceSampler, DrawRequest, Dtype, StagedWeights};
+use model::{Config, Decoder, Draw, KvCache, Parameters, Quantization, StepSequence, Team};
+use weights::Digest;
+
+use crate::RolloutError;
+
+/// Where the weights that a sampler serves are, and in which form.
+#[derive(Clone, Debug)]
+pub enum ServeOn {
+    /// On the processor, packed, or quantised.
+    Host(Quantization),
+    /// On a device.
+    Device(Device, Dtype),
+}
+
+/// Weights that can be served at once.
+#[derive(Debug)]
+pub enum Served {
+    /// Packed for the processor.
+    Host(Box<Decoder>),
+    /// On a device.
+    Device(StagedWeights),
+}
+
+impl ServeOn {
+    /// Makes `parameters` ready, with the digest of the values that were made ready.
+    ///
+    /// # Errors
+    /// If the device fails or has no memory.
+    pub fn prepare(&self, config: &Config, parameters: &Parameters) -> Result<(Served, Digest), RolloutError> {
+        let (device, dtype) = match self {
+            Self::Host(quantization) => {
+                let digest = Digest::of(parameters.values());
+                let decoder = Decoder::sampler(config, parameters, *quantization);
+                return Ok((decoder.into(), digest));
+            }
+            Self::Device(device, dtype) => (device, dtype),
+        };
+        let device = device.labelled("weights");
+        let whole = device.upload(parameters.values())?;
+        // Of what has arrived on the device.
+        let digest = Digest::from_bytes(digest(&device, whole.all())?);
+        let staged = match dtype {
+            Dtype::F32 => StagedWeights::F32(whole),
+            Dtype::Bf16 => {
+                let mut narrow = device.uninit(whole.len())?;
+                cast(&device, whole.all(), narrow.all_mut())?;
+                StagedWeights::Bf16(narrow)
+            }
+        };
+        // Served on another stream than this one.
+        device.synchronize()?;
+        Ok((Served::Device(staged), digest))
+    }
+}
+
+impl From<Decoder> for Served {
+    fn from(decoder: Decoder) -> Self {
+        Self::Host(Box::new(decoder))
+    }
+}
+
+/// A network that serves weights.
+#[derive(Debug)]
+pub enum Network {
+    /// On the processor.
+    Host(Box<Decoder>),
+    /// On a device.
+    Device(Box<DeviceSampler>),
+}
+
+impl From<Decoder> for Network {
+    fn from(decoder: Decoder) -> Self {
+        Self::Host(Box::new(decoder))
+    }
+}
+
+/// What a step gives to draw from, row by row.
+#[derive(Debug)]
+pub(super) enum Logits {
+    /// `[wanted, V]`
+    Host(Vec<f32>),
+    /// The device has kept them.
+    Device,
+}
+
+impl Network {
+    /// A network that serves `parameters`, on a stream of its own if it is on a device.
+    ///
+    /// # Errors
+    /// If the device fails or has no memory.
+    pub fn new(on: &ServeOn, config: &Config, parameters: &Parameters) -> Result<Self, RolloutError> {
+        let (served, _) = on.prepare(config, parameters)?;
+        Ok(match (served, on) {
+            (Served::Host(decoder), _) => Self::Host(decoder),
+            (Served::Device(staged), ServeOn::Device(device, _)) => {
+                Self::Device(Box::new(DeviceSampler::new(device, config, staged)?))
+            }
+            (Served::Device(_), ServeOn::Host(_)) => unreachable!("what is prepared for the host is there"),
+        })
+    }
+
+    /// The model that it runs.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        match self {
+            Self::Host(decoder) => decoder.config(),
+            Self::Device(sampler) => sampler.config(),
+        }
+    }
+
+    /// Memory of its own, bytes; with its cache if it is on a device.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Self::Host(decoder) => decoder.bytes(),
+            Self::Device(sampler) => sampler.bytes(),
+        }
+    }
+
+    /// A cache for this network.
+    pub(super) fn cache(&self, positions: usize) -> KvCache {
+        match self {
+            Self::Host(decoder) => KvCache::new(decoder.config(), positions),
+            Self::Device(sampler) => KvCache::elsewhere(sampler.config(), positions),
+        }
+    }
+
+    /// Serves `served` from the next step on.
+    pub(super) fn serve(&mut self, served: Served) -> Result<(), RolloutError> {
+        match (self, served) {
+            (Self::Host(decoder), Served::Host(new)) => *decoder = new,
+            (Self::Device(sampler), Served::Device(staged)) => drop(sampler.swap(staged)?),
+            (Self::Host(_), Served::Device(_)) | (Self::Device(_), Served::Host(_)) => {
+                unreachable!("an engine and its applier are made for the same place")
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn step(
+        &mut self,
+        cache: &mut KvCache,
+        sequences: &[StepSequence<'_>],
+        team: &Team,
+    ) -> Result<Logits, RolloutError> {
+        Ok(match self {
+            Self::Host(decoder) => Logits::Host(decoder.step(cache, sequences, team)?),
+            Self::Device(sampler) => {
+                sampler.step(cache, sequences)?;
+                Logits::Device
+            }
+        })
+    }
+
+    pub(super) fn draw(&mut self, logits: &Logits, requests: &[DrawRequest]) -> Result<Vec<Draw>, RolloutError> {
+        match (self, logits) {
+            (Self::Device(sampler), Logits::Device) => Ok(sampler.draw(requests)?),
+            (network, Logits::Host(logits)) => {
+                let vocabulary = network.config().vocab_size;
+                let mut scratch = vec![0.0; vocabulary];
+                let draw = |request: &DrawRequest| {
+                    let row = request.row * vocabulary;
+                    scratch.copy_from_slice(&logits[row..row + vocabulary]);
+                    Draw::new(&mut scratch, request.sampling, request.uniform)
+                };
+                Ok(requests.iter().map(draw).collect())
+            }
+            (Self::Host(_), Logits::Device) => unreachable!("the processor gives its logits"),
+        }
+    }
+}
