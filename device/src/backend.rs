@@ -173,6 +173,8 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// Ends the use of what [`Backend::open`] gave.
     fn close(&self, address: u64, bytes: usize);
 
+    /// For who knows which backend it is.
+    fn as_any(&self) -> &dyn Any;
 }
 
 /// Work that can be replayed.

@@ -1,7 +1,7 @@
 //! Weights that stay on devices: from the trainer's to those of samplers, never through the host.
 //!
 //! ```text
-//!   colocated   the trainer's weights --copy--> spare buffer, which samplers of the process decode from
+//!   colocated   the trainer's weights --copy--> a sampler's spare buffer, in the same process
 //!   cuda-ipc    the trainer's weights --copy--> slot 0 | 1 --copy--> a sampler's spare buffer, in another process
 //!   nccl        every owner's shard --broadcast in buckets--> the spare buffers of all samplers, on other GPUs
 //! ```
@@ -12,10 +12,10 @@
 //! weights as they are stored (bf16 as two bytes), by the device.
 //!
 //! - [`colocated`], [`ipc`], [`nccl`]: the transports; [`round`]: what the members of a broadcast are told
-//! - `control`: a sampler's line to the hub; `spares`: buffers that are used in turn
+//! - `control`: a sampler's line to the hub; `spares`: buffers that are used again
 //!
 //! Invariants:
-//! - Weights that somebody holds are not written.
+//! - What a sampler holds is not written.
 //! - A receipt has the digest of what lies in the sampler's own buffer.
 //! - Every wait for a peer has a deadline, and one that gives up says for whom it waited.
 
@@ -28,7 +28,6 @@ mod spares;
 #[cfg(all(test, feature = "emulator"))]
 mod tests;
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use device::{Buffer, Device, DeviceError, Storage, View};
@@ -49,6 +48,13 @@ pub trait DevicePublisher<T: Storage>: Send + Sync {
     /// A version that is not newer than the last and was not published; the same version with other weights; an earlier
     /// mismatch; samplers that do not give back memory; a device that fails.
     fn publish(&self, version: PolicyVersion, values: View<'_, T>) -> Result<(), WeightsError>;
+
+    /// Sends the newest version to samplers that have come since, if the transport has to be told; whether it did. `values`
+    /// must be those that were published. To be called between steps, and while samplers are waited for.
+    ///
+    /// # Errors
+    /// As [`DevicePublisher::publish`].
+    fn resend(&self, values: View<'_, T>) -> Result<bool, WeightsError>;
 
     /// As [`Publisher::wait_applied`](crate::Publisher::wait_applied).
     ///
@@ -71,9 +77,8 @@ pub trait DevicePublisher<T: Storage>: Send + Sync {
 
 /// The side of one sampler, called beside its decoding. Dropping it unsubscribes.
 pub trait DeviceSubscriber<T: Storage>: Send + Sync {
-    /// The newest version, whole, in a buffer that nobody writes while it is held, as soon as it is newer than `after`;
-    /// `None` if none came within `wait`. Of two versions that were handed out, the sampler has to let go of one before the
-    /// next can come.
+    /// The newest version, whole, in a buffer of the sampler's own, as soon as it is newer than `after`; `None` if none came
+    /// within `wait`.
     ///
     /// # Errors
     /// An earlier mismatch; [`WeightsError::PublisherGone`] if nothing newer will ever come; a device that fails.
@@ -91,6 +96,10 @@ pub trait DeviceSubscriber<T: Storage>: Send + Sync {
         self.wait_newer(after, Duration::ZERO)
     }
 
+    /// Takes a buffer to receive later versions into, such as that of the version before, once no work that reads it is under
+    /// way on any stream. Without that every version takes new memory.
+    fn give_back(&self, values: Buffer<T>);
+
     /// As [`Subscriber::applied`](crate::Subscriber::applied).
     ///
     /// # Errors
@@ -99,13 +108,12 @@ pub trait DeviceSubscriber<T: Storage>: Send + Sync {
 }
 
 /// The weights of one version on a device.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct DeviceWeights<T: Storage> {
     /// Which version.
     pub version: PolicyVersion,
-    /// `[parameters]` all weights, flat, in the canonical order of the model. To be held until no work that reads them is
-    /// under way on any stream.
-    pub values: Arc<Buffer<T>>,
+    /// `[parameters]` all weights, flat, in the canonical order of the model.
+    pub values: Buffer<T>,
     /// What they were digested to where they lie.
     pub digest: Digest,
     /// What it took to get them here.
@@ -118,18 +126,6 @@ impl<T: Storage> DeviceWeights<T> {
     pub fn receipt(&self, stalled: Duration) -> Receipt {
         let Received { bytes, took } = self.received;
         Receipt { version: self.version, digest: self.digest, took: took + stalled, stalled, bytes }
-    }
-
-    /// Copies them to a buffer that has its address, for who needs that. Waits.
-    ///
-    /// # Errors
-    /// A device that fails.
-    ///
-    /// # Panics
-    /// If it is not as long.
-    pub fn copy_to(&self, device: &Device, to: &mut Buffer<T>) -> Result<(), WeightsError> {
-        let copied = device.copy(self.values.all(), to.all_mut()).and_then(|()| device.synchronize());
-        copied.map_err(failed("copy weights"))
     }
 }
 
@@ -203,8 +199,7 @@ fn dtype<T: Storage>() -> Dtype {
 /// # Errors
 /// A device that fails.
 pub fn digest<T: Storage>(device: &Device, values: View<'_, T>) -> Result<Digest, WeightsError> {
-    let values = device.download(values).map_err(failed("digest weights"))?;
-    Ok(Digest::from_bytes(*blake3::hash(bytemuck::cast_slice(&values)).as_bytes()))
+    device::ops::digest::digest(device, values).map(Digest::from_bytes).map_err(failed("digest weights"))
 }
 
 /// Turns an error of a device into one of this crate.

@@ -163,7 +163,7 @@ pub enum WeightsError {
         reason: String,
     },
     /// Memory of a device that somebody does not give back.
-    #[error("{version} finds no free memory on the device for {:.1} s: {holders}; see why they do not go on", .waited.as_secs_f64())]
+    #[error("{version} finds no free slot on the device for {:.1} s: {holders}; see why it does not go on", .waited.as_secs_f64())]
     Held {
         /// The version that was to be published or received.
         version: PolicyVersion,

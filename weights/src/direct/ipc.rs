@@ -59,7 +59,7 @@ pub(crate) struct SlotAt {
 pub struct IpcConfig {
     /// Directory for locks, which samplers see too, such as `/dev/shm`.
     pub directory: PathBuf,
-    /// How long a push waits for samplers that copy out of a slot, and a sampler for a buffer of its own.
+    /// How long a push waits for samplers that copy out of a slot.
     pub wait: Duration,
 }
 
@@ -96,16 +96,13 @@ struct Slot<T: Storage> {
 pub struct IpcSubscriber<T: Storage> {
     control: Control,
     device: Device,
-    wait: Duration,
-    plane: Mutex<Plane<T>>,
+    spares: Spares<T>,
+    opened: Mutex<Opened<T>>,
 }
 
+/// Memory of the publisher by its handle.
 #[derive(Debug)]
-struct Plane<T: Storage> {
-    spares: Spares<T>,
-    /// Memory of the publisher by its handle.
-    opened: Vec<(String, Buffer<T>)>,
-}
+struct Opened<T: Storage>(Vec<(String, Buffer<T>)>);
 
 impl<T: Storage> IpcPublisher<T> {
     /// Publishes to `hub`, which must have no other publisher. Copies are made on the stream of `device`, in its order.
@@ -171,6 +168,11 @@ impl<T: Storage> DevicePublisher<T> for IpcPublisher<T> {
         let push = announce(&self.hub, &self.device, (version, direct), slot.buffer.all(), started)?;
         slots.last = Some(push);
         Ok(())
+    }
+
+    fn resend(&self, _values: View<'_, T>) -> Result<bool, WeightsError> {
+        // The slot is there for whoever comes.
+        Ok(false)
     }
 
     fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {
@@ -280,21 +282,20 @@ fn holders(slot: &Path) -> Vec<String> {
 }
 
 impl<T: Storage> IpcSubscriber<T> {
-    /// Subscribes to a hub in another process. `device` has a stream that is not the one that decodes; `wait` is how long a
-    /// new version waits for the sampler to let go of an old one.
+    /// Subscribes to a hub in another process. `device` has a stream that is not the one that decodes.
     ///
     /// # Errors
     /// As [`RemoteSubscriber::connect`](crate::http::RemoteSubscriber::connect).
-    pub fn connect(config: RemoteConfig, device: &Device, wait: Duration) -> Result<Self, WeightsError> {
-        Ok(Self::new(Control::there(config)?, device, wait))
+    pub fn connect(config: RemoteConfig, device: &Device) -> Result<Self, WeightsError> {
+        Ok(Self::new(Control::there(config)?, device))
     }
 
     /// Subscribes to a hub of this process, for emulated devices: a process cannot open its own memory of a GPU.
     ///
     /// # Errors
     /// As [`Hub::subscribe`].
-    pub fn within(hub: &Hub, name: &str, device: &Device, wait: Duration) -> Result<Self, WeightsError> {
-        Ok(Self::new(Control::here(hub, name)?, device, wait))
+    pub fn within(hub: &Hub, name: &str, device: &Device) -> Result<Self, WeightsError> {
+        Ok(Self::new(Control::here(hub, name)?, device))
     }
 
     /// Sends the last receipt now if the hub may not know it; calls that ask for versions do so by themselves.
@@ -305,27 +306,26 @@ impl<T: Storage> IpcSubscriber<T> {
         self.control.flush()
     }
 
-    fn new(control: Control, device: &Device, wait: Duration) -> Self {
-        let plane = Mutex::new(Plane { spares: Spares::new(device), opened: Vec::new() });
-        Self { control, device: device.clone(), wait, plane }
+    fn new(control: Control, device: &Device) -> Self {
+        let opened = Mutex::new(Opened(Vec::new()));
+        Self { control, device: device.clone(), spares: Spares::new(device), opened }
     }
 
     /// Copies what was announced; `None` if the publisher has gone on.
-    fn copy(&self, told: &Told, plane: &mut Plane<T>) -> Result<Option<DeviceWeights<T>>, WeightsError> {
+    fn copy(&self, told: &Told, opened: &mut Opened<T>) -> Result<Option<DeviceWeights<T>>, WeightsError> {
         told.check::<T>(TRANSPORT)?;
         let (version, started) = (told.version, Instant::now());
         let Some(at) = &told.direct.slot else {
             let what = "it comes otherwise".to_owned();
             return Err(WeightsError::OtherWay { version, transport: TRANSPORT, what });
         };
-        let mut spare = plane.spares.take(version, told.parameters, self.wait, || {})?;
-        let copied = self.copy_into(at, version, plane, &mut spare);
-        let values = plane.spares.keep(spare);
-        if !copied? {
+        let mut values = self.spares.take(told.parameters)?;
+        if !self.copy_into(at, version, opened, &mut values)? {
+            self.spares.give_back(values);
             return Ok(None);
         }
         let digest = digest(&self.device, values.all())?;
-        let bytes = (values.len() * size_of::<T>()) as u64;
+        let bytes = values.bytes();
         let received = Received { bytes, took: started.elapsed() };
         Ok(Some(DeviceWeights { version, values, digest, received }))
     }
@@ -335,11 +335,11 @@ impl<T: Storage> IpcSubscriber<T> {
         &self,
         at: &SlotAt,
         version: PolicyVersion,
-        plane: &mut Plane<T>,
+        opened: &mut Opened<T>,
         spare: &mut Buffer<T>,
     ) -> Result<bool, WeightsError> {
         let Some(held) = Pin::take(&at.lock, self.control.name(), version)? else { return Ok(false) };
-        let slot = match plane.open(&at.handle, &self.device, spare.len()) {
+        let slot = match opened.open(&at.handle, &self.device, spare.len()) {
             Ok(slot) => slot,
             // Its memory went with it; the next publisher announces another.
             Err(_) if shm::is_left(&at.lock) => return Ok(false),
@@ -352,25 +352,25 @@ impl<T: Storage> IpcSubscriber<T> {
     }
 }
 
-impl<T: Storage> Plane<T> {
+impl<T: Storage> Opened<T> {
     /// Memory of the publisher, which is opened once.
     fn open(&mut self, handle: &str, device: &Device, len: usize) -> Result<&Buffer<T>, WeightsError> {
-        let known = self.opened.iter().position(|(known, buffer)| known == handle && buffer.len() == len);
+        let known = self.0.iter().position(|(known, buffer)| known == handle && buffer.len() == len);
         let index = match known {
             Some(index) => index,
             None => {
-                self.opened.retain(|(known, _)| known != handle);
-                if self.opened.len() == OPENED {
-                    self.opened.remove(0);
+                self.0.retain(|(known, _)| known != handle);
+                if self.0.len() == OPENED {
+                    self.0.remove(0);
                 }
                 let what = "open memory of another process";
                 let read = handle.parse().map_err(|reason| WeightsError::Device { what, reason })?;
                 let buffer = device.open_shared(&read, len).map_err(failed(what))?;
-                self.opened.push((handle.to_owned(), buffer));
-                self.opened.len() - 1
+                self.0.push((handle.to_owned(), buffer));
+                self.0.len() - 1
             }
         };
-        Ok(&self.opened[index].1)
+        Ok(&self.0[index].1)
     }
 }
 
@@ -430,15 +430,15 @@ impl<T: Storage> DeviceSubscriber<T> for IpcSubscriber<T> {
         wait: Duration,
     ) -> Result<Option<DeviceWeights<T>>, WeightsError> {
         let deadline = Instant::now() + wait;
-        let mut plane = self.plane.lock().map_err(|_| WeightsError::Poisoned)?;
+        let mut opened = self.opened.lock().map_err(|_| WeightsError::Poisoned)?;
         loop {
             let told = self.control.told(After::Version(after), deadline);
             if matches!(told, Err(WeightsError::PublisherGone { .. })) {
                 // So is its memory.
-                plane.opened.clear();
+                opened.0.clear();
             }
             let Some(told) = told? else { return Ok(None) };
-            if let Some(weights) = self.copy(&told, &mut plane)? {
+            if let Some(weights) = self.copy(&told, &mut opened)? {
                 return Ok(Some(weights));
             }
             if Instant::now() >= deadline {
@@ -446,6 +446,10 @@ impl<T: Storage> DeviceSubscriber<T> for IpcSubscriber<T> {
             }
             std::thread::sleep(OVERTAKEN);
         }
+    }
+
+    fn give_back(&self, values: Buffer<T>) {
+        self.spares.give_back(values);
     }
 
     fn applied(&self, receipt: Receipt) -> Result<(), WeightsError> {

@@ -17,7 +17,7 @@
 //! Invariants:
 //! - Nobody waits for a peer longer than the deadline of the round; a group that failed is never used again.
 //! - What was received in part is never handed out.
-//! - Samplers that come later are members of the next round; [`NcclPublisher::resend`] makes one at once.
+//! - Samplers that come later are members of the next round; [`DevicePublisher::resend`] makes one at once.
 
 mod subscriber;
 
@@ -302,17 +302,6 @@ impl<T: Storage> NcclPublisher<T> {
         Self { lead: PushLead::new(hub, device, config), pushing }
     }
 
-    /// Sends the newest version again if a sampler is there that it was not sent to; whether it did. `values` must be those
-    /// that were published.
-    ///
-    /// # Errors
-    /// As [`DevicePublisher::publish`].
-    pub fn resend(&self, values: View<'_, T>) -> Result<bool, WeightsError> {
-        let (started, mut pushing) = (Instant::now(), self.pushing()?);
-        let Some(plan) = self.lead.resend()? else { return Ok(false) };
-        self.push(&mut pushing, plan, values, started).map(|()| true)
-    }
-
     /// The hub that is published to.
     #[must_use]
     pub fn hub(&self) -> &Hub {
@@ -354,6 +343,12 @@ impl<T: Storage> DevicePublisher<T> for NcclPublisher<T> {
         let shards = [0..values.len()];
         let plan = self.lead.plan(version, &shards)?;
         self.push(&mut pushing, plan, values, started)
+    }
+
+    fn resend(&self, values: View<'_, T>) -> Result<bool, WeightsError> {
+        let (started, mut pushing) = (Instant::now(), self.pushing()?);
+        let Some(plan) = self.lead.resend()? else { return Ok(false) };
+        self.push(&mut pushing, plan, values, started).map(|()| true)
     }
 
     fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {

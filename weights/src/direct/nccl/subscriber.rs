@@ -24,13 +24,12 @@ const MAX_FAILED: usize = 64;
 pub struct NcclSubscriber<T: Storage> {
     control: Control,
     device: Device,
-    wait: Duration,
-    plane: Mutex<Plane<T>>,
+    spares: Spares<T>,
+    plane: Mutex<Plane>,
 }
 
-#[derive(Debug)]
-struct Plane<T: Storage> {
-    spares: Spares<T>,
+#[derive(Debug, Default)]
+struct Plane {
     /// The last round that it was told of.
     round: u64,
     joined: Option<Joined>,
@@ -45,21 +44,20 @@ enum Ended {
 }
 
 impl<T: Storage> NcclSubscriber<T> {
-    /// Subscribes to a hub in another process. `device` has a stream that is not the one that decodes; `wait` is how long a
-    /// new version waits for the sampler to let go of an old one, and has to be far below the deadline of the publisher.
+    /// Subscribes to a hub in another process. `device` has a stream that is not the one that decodes.
     ///
     /// # Errors
     /// As [`RemoteSubscriber::connect`](crate::http::RemoteSubscriber::connect).
-    pub fn connect(config: RemoteConfig, device: &Device, wait: Duration) -> Result<Self, WeightsError> {
-        Ok(Self::new(Control::there(config)?, device, wait))
+    pub fn connect(config: RemoteConfig, device: &Device) -> Result<Self, WeightsError> {
+        Ok(Self::new(Control::there(config)?, device))
     }
 
     /// Subscribes to a hub of this process.
     ///
     /// # Errors
     /// As [`Hub::subscribe`].
-    pub fn within(hub: &Hub, name: &str, device: &Device, wait: Duration) -> Result<Self, WeightsError> {
-        Ok(Self::new(Control::here(hub, name)?, device, wait))
+    pub fn within(hub: &Hub, name: &str, device: &Device) -> Result<Self, WeightsError> {
+        Ok(Self::new(Control::here(hub, name)?, device))
     }
 
     /// Sends the last receipt now if the hub may not know it; calls that ask for versions do so by themselves.
@@ -79,13 +77,12 @@ impl<T: Storage> NcclSubscriber<T> {
         Ok(std::mem::take(&mut plane.failed))
     }
 
-    fn new(control: Control, device: &Device, wait: Duration) -> Self {
-        let plane = Plane { spares: Spares::new(device), round: 0, joined: None, failed: Vec::new() };
-        Self { control, device: device.clone(), wait, plane: Mutex::new(plane) }
+    fn new(control: Control, device: &Device) -> Self {
+        Self { control, device: device.clone(), spares: Spares::new(device), plane: Mutex::default() }
     }
 
     /// Takes part in a round; `None` if it is one of others, or failed.
-    fn take_part(&self, told: &Told, plane: &mut Plane<T>) -> Result<Option<DeviceWeights<T>>, WeightsError> {
+    fn take_part(&self, told: &Told, plane: &mut Plane) -> Result<Option<DeviceWeights<T>>, WeightsError> {
         let (version, started) = (told.version, Instant::now());
         let wrong = |what: String| WeightsError::OtherWay { version, transport: TRANSPORT, what };
         told.check::<T>(TRANSPORT)?;
@@ -96,10 +93,8 @@ impl<T: Storage> NcclSubscriber<T> {
             return Ok(None);
         };
         round.check(told.parameters).map_err(wrong)?;
-        let mut spare = plane.spares.take(version, told.parameters, self.wait, || {})?;
-        let received = plane.receive(&self.device, round, place + 1, &mut spare);
-        let values = plane.spares.keep(spare);
-        match received {
+        let mut values = self.spares.take(told.parameters)?;
+        match plane.receive(&self.device, round, place + 1, &mut values) {
             Ok(()) => {}
             Err(Ended::Own(error)) => {
                 plane.leave();
@@ -107,6 +102,7 @@ impl<T: Storage> NcclSubscriber<T> {
             }
             Err(Ended::Peers(error)) => {
                 plane.leave();
+                self.spares.give_back(values);
                 if plane.failed.len() < MAX_FAILED {
                     plane.failed.push(format!("{version}: {error}"));
                 }
@@ -115,15 +111,15 @@ impl<T: Storage> NcclSubscriber<T> {
         }
         let shards = round.cuts.iter().map(|(start, end)| digest(&self.device, values.view(*start..*end)));
         let digest = combined(&shards.collect::<Result<Vec<_>, _>>()?);
-        let bytes = (values.len() * size_of::<T>()) as u64;
+        let bytes = values.bytes();
         let received = Received { bytes, took: started.elapsed() };
         Ok(Some(DeviceWeights { version, values, digest, received }))
     }
 }
 
-impl<T: Storage> Plane<T> {
+impl Plane {
     /// Receives all shards, in the order of their owners.
-    fn receive(
+    fn receive<T: Storage>(
         &mut self,
         device: &Device,
         round: &Round,
@@ -185,14 +181,20 @@ impl<T: Storage> DeviceSubscriber<T> for NcclSubscriber<T> {
         let mut plane = self.plane.lock().map_err(|_| WeightsError::Poisoned)?;
         loop {
             let Some(told) = self.control.told(After::Round(plane.round), deadline)? else { return Ok(None) };
-            let received = self.take_part(&told, &mut plane)?;
-            if let Some(weights) = received.filter(|weights| Some(weights.version) > after) {
-                return Ok(Some(weights));
+            match self.take_part(&told, &mut plane)? {
+                Some(weights) if Some(weights.version) > after => return Ok(Some(weights)),
+                // It is there already.
+                Some(again) => self.spares.give_back(again.values),
+                None => {}
             }
             if Instant::now() >= deadline {
                 return Ok(None);
             }
         }
+    }
+
+    fn give_back(&self, values: Buffer<T>) {
+        self.spares.give_back(values);
     }
 
     fn applied(&self, receipt: Receipt) -> Result<(), WeightsError> {
