@@ -18,13 +18,13 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use buffer::{Consumer, Producer};
-use model::{Cores, Decoder, Head, ModelDirectory, Parameters};
+use model::{Cores, Head, ModelDirectory, Parameters};
 use rewards::RewardSet;
 use rollout::applier::Applier;
 use rollout::curation::Curation;
 use rollout::evaluate::Evaluation;
 use rollout::scoring::Scorer;
-use rollout::{Engine, Progress, Worker};
+use rollout::{Engine, Network, Progress, Worker};
 use trainer::checkpoint::{Contents, NetworkState};
 use trainer::collective::tcp;
 use trainer::critic::CriticKind;
@@ -436,16 +436,16 @@ impl Run<'_> {
         (producer, hub): (&Arc<dyn Producer>, &Hub),
     ) -> Result<Worker, Failure> {
         let subscriber = Arc::new(hub.subscribe("sampler 0")?);
-        let quantization = self.recipe.rollout.quantization;
-        let decoder = Decoder::sampler(directory.config(), &*learner.parameters()?, quantization);
+        let on = self.recipe.serve_on()?;
+        let network = Network::new(&on, directory.config(), &*learner.parameters()?)?;
         let engine = self.recipe.engine(prepared.train.longest());
         let stop_rules = self.recipe.stop_rules(directory);
         let interruption = self.recipe.interruption(&stop_rules)?;
-        let engine = Engine::new(engine, stop_rules, decoder, state.version)?
+        let engine = Engine::new(engine, stop_rules, network, state.version)?
             .interrupting(interruption)
             .on(Arc::clone(&prepared.team));
         let curation = curation::open(self.recipe, self.run_dir, &prepared.train)?;
-        Ok(self.sampler(engine, prepared, (Arc::clone(producer), curation), subscriber))
+        self.sampler(engine, prepared, (Arc::clone(producer), curation), subscriber)
     }
 
     /// The thread that notices when the run does not get on.
@@ -494,20 +494,21 @@ impl Run<'_> {
         prepared: &Prepared,
         (producer, curation): (Arc<dyn Producer>, Option<Curation>),
         subscriber: Arc<dyn Subscriber>,
-    ) -> Worker {
+    ) -> Result<Worker, Failure> {
         let capacity = self.recipe.rollout.max_running * 2;
         let Some(rewards) = prepared.rewards.clone() else {
             unreachable!("a recipe without rewards is refused where something is sampled")
         };
         let scorer = Scorer::start(self.runtime.handle(), rewards, producer, curation.clone(), capacity);
-        let (config, quantization) = (engine.model().clone(), self.recipe.rollout.quantization);
+        // What comes next is uploaded on another stream than that on which the engine goes on.
+        let (config, on) = (engine.model().clone(), self.recipe.serve_on()?);
         let applier = if self.recipe.is_colocated() {
-            Applier::inline(subscriber, config, quantization)
+            Applier::inline(subscriber, config, on)
         } else {
-            Applier::start(subscriber, config, quantization)
+            Applier::start(subscriber, config, on)
         };
-        Worker::new(self.recipe.worker(), engine, Arc::clone(&prepared.train), applier, scorer)
-            .curated(curation)
+        let worker = Worker::new(self.recipe.worker(), engine, Arc::clone(&prepared.train), applier, scorer);
+        Ok(worker.curated(curation))
     }
 
     /// The training steps, each measured; evaluations where they are due. Returns the last of them.
@@ -568,8 +569,8 @@ impl Run<'_> {
         learner: &Learner,
         directory: &ModelDirectory,
     ) -> Result<Option<Evaluation>, Failure> {
-        let decoder = Decoder::new(learner.model(), &*learner.parameters()?);
-        prepared.evaluate(self.recipe, decoder, directory, &self.runtime)
+        let network = Network::new(&self.recipe.evaluate_on()?, learner.model(), &*learner.parameters()?)?;
+        prepared.evaluate(self.recipe, network, directory, &self.runtime)
     }
 }
 

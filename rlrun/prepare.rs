@@ -9,7 +9,7 @@ use rewards::reward_model::{ModelContext, ModelServer};
 use rewards::{RewardContext, RewardSet};
 use rollout::evaluate::{Evaluation, EvaluationConfig, evaluate};
 use rollout::tasks::TaskOrder;
-use rollout::{PromptSet, RolloutError};
+use rollout::{Network, PromptSet, RolloutError};
 use tokio::runtime::{Handle, Runtime};
 use trainer::lora::Adapter;
 use trajectory::{Prompt, Task};

@@ -29,7 +29,7 @@ fn what_is_too_large_is_refused_with_those_who_have_the_memory() {
         assert!(matches!(error, DeviceError::OutOfMemory { .. }), "{error}");
         let text = error.to_string();
         assert!(text.contains("key-value cache (1.0 MiB)"), "{text}");
-        assert!(text.contains("tokens_per_micro_batch"), "{text}");
+        assert!(text.contains("microbatch_tokens"), "{text}");
         assert_eq!(device.held().0, [("key-value cache", 1 << 20)]);
         drop(cache);
         assert!(device.held().0.is_empty());

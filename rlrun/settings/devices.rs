@@ -1,9 +1,12 @@
 //! Where the roles of a run compute.
 //!
-//! Invariant: nothing is opened or looked for here; `None` is the processor.
+//! Invariant: `None` is the processor; nothing is opened or looked for but where it says so.
 
 use device::device::Place;
-use weights::Dtype;
+use device::{Device as Opened, DeviceError};
+use model::Quantization;
+use model::on_device::Dtype;
+use rollout::ServeOn;
 
 use crate::recipe::Recipe;
 use crate::recipe::words::{Device, ModelDtype, OptimizerHome};
@@ -66,6 +69,32 @@ impl Recipe {
             (_, None) | (ModelDtype::F32, _) | (ModelDtype::Auto, Some(Place::Emulated)) => Dtype::F32,
             (ModelDtype::Bf16, Some(_)) | (ModelDtype::Auto, Some(Place::Cuda(_))) => Dtype::Bf16,
         }
+    }
+}
+
+impl Recipe {
+    /// Where a sampler's weights are served, on a stream of its own.
+    ///
+    /// # Errors
+    /// If the device cannot be opened.
+    pub fn serve_on(&self) -> Result<ServeOn, DeviceError> {
+        self.serve_as(self.rollout.quantization)
+    }
+
+    /// The same for answers of the policy as it is trained, however coarsely it is sampled from.
+    ///
+    /// # Errors
+    /// If the device cannot be opened.
+    pub fn evaluate_on(&self) -> Result<ServeOn, DeviceError> {
+        self.serve_as(Quantization::None)
+    }
+
+    fn serve_as(&self, quantization: Quantization) -> Result<ServeOn, DeviceError> {
+        let place = self.devices().rollout;
+        Ok(match place {
+            None => ServeOn::Host(quantization),
+            Some(at) => ServeOn::Device(Opened::open(at)?, self.dtype_on(place)),
+        })
     }
 }
 

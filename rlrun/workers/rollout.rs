@@ -11,10 +11,10 @@ use ::rewards::reward_model::ModelServer;
 use ::rewards::{LoadCounts, RewardSet};
 use ::rollout::applier::Applier;
 use ::rollout::scoring::Scorer;
-use ::rollout::{Engine, Progress, Worker, WorkerConfig};
+use ::rollout::{Engine, Network, Progress, Worker, WorkerConfig};
 use buffer::Producer;
 use buffer::http::ClientConfig;
-use model::{Config, Cores, Decoder, Head, Layout, ModelDirectory, Parameters};
+use model::{Config, Cores, Head, Layout, ModelDirectory, Parameters};
 use trajectory::PolicyVersion;
 use weights::Subscriber;
 use weights::http::remote::Transport;
@@ -80,12 +80,11 @@ fn sample(
         return Ok(());
     };
     let subscriber: Arc<dyn Subscriber> = Arc::new(subscriber);
-    let quantization = recipe.rollout.quantization;
-    let decoder = Decoder::sampler(directory.config(), &parameters, quantization);
+    let network = Network::new(&recipe.serve_on()?, directory.config(), &parameters)?;
     drop(parameters);
     let stop_rules = recipe.stop_rules(&directory);
     let interruption = recipe.interruption(&stop_rules)?;
-    let engine = Engine::new(recipe.engine(prepared.train.longest()), stop_rules, decoder, version)?
+    let engine = Engine::new(recipe.engine(prepared.train.longest()), stop_rules, network, version)?
         .interrupting(interruption)
         .on(Arc::clone(&prepared.team));
     let Some(rewards) = prepared.rewards.clone() else {
@@ -95,7 +94,7 @@ fn sample(
     let capacity = recipe.rollout.max_running * 2;
     let scorer = Scorer::start(runtime.handle(), Arc::clone(&rewards), Arc::clone(&producer), None, capacity);
     let config = WorkerConfig { holder: Some(membership.joined.instance), ..recipe.worker() };
-    let applier = Applier::start(subscriber, engine.model().clone(), quantization);
+    let applier = Applier::start(subscriber, engine.model().clone(), recipe.serve_on()?);
     let worker = Worker::new(config, engine, Arc::clone(&prepared.train), applier, scorer);
     here.samples(worker.progress(), rewards);
     eprintln!("sampling from {version} on");

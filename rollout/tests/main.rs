@@ -3,6 +3,8 @@
 mod beside;
 mod curated;
 mod engine;
+#[cfg(feature = "emulator")]
+mod on_device;
 mod scoring;
 mod updates;
 

@@ -16,7 +16,7 @@ fn with_update(model: &Model, recompute: bool) -> Vec<Completion> {
     for _ in 0..9 {
         completions.extend(engine.step().unwrap());
     }
-    engine.apply(model.decoder(&model.other_parameters()), PolicyVersion(4));
+    engine.apply(model.decoder(&model.other_parameters()), PolicyVersion(4)).unwrap();
     if recompute {
         engine.recompute().unwrap();
     }
@@ -66,7 +66,7 @@ fn a_prompt_remembers_the_version_that_began_to_prefill_it() {
         assert!(length > CONFIG.prefill_chunk);
         engine.submit(request).unwrap();
         engine.step().unwrap();
-        engine.apply(model.decoder(&model.other_parameters()), PolicyVersion(4));
+        engine.apply(model.decoder(&model.other_parameters()), PolicyVersion(4)).unwrap();
         if recompute {
             engine.recompute().unwrap();
         }
@@ -130,7 +130,7 @@ fn a_parked_engine_frees_its_memory_and_goes_on_as_if_it_had_not_stood_still() {
                     engine.unpark(decoder, version).unwrap();
                     assert_eq!((engine.bytes(), engine.is_parked()), (before, false));
                 } else if update {
-                    engine.apply(decoder, version);
+                    engine.apply(decoder, version).unwrap();
                     engine.recompute().unwrap();
                 }
                 while !engine.is_idle() {

@@ -4,7 +4,7 @@ use device::device::Place;
 use device::{Device, bf16};
 
 /// The emulator, and the first GPU where there is one.
-pub fn devices() -> Vec<Device> {
+pub(crate) fn devices() -> Vec<Device> {
     let mut devices = Vec::new();
     if cfg!(feature = "emulator") {
         devices.push(Device::open(Place::Emulated).expect("the emulator is always there"));
@@ -16,7 +16,7 @@ pub fn devices() -> Vec<Device> {
 }
 
 /// `len` numbers between -1 and 1 that look random.
-pub fn noise(len: usize, seed: u64) -> Vec<f32> {
+pub(crate) fn noise(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
         state ^= state << 13;
@@ -28,12 +28,12 @@ pub fn noise(len: usize, seed: u64) -> Vec<f32> {
 }
 
 /// The nearest bf16 values, as f32.
-pub fn rounded(values: &[f32]) -> Vec<f32> {
+pub(crate) fn rounded(values: &[f32]) -> Vec<f32> {
     values.iter().map(|value| bf16::from_f32(*value).to_f32()).collect()
 }
 
 /// Checks that every value is within `relative` of the expected one or of the root mean square of all.
-pub fn assert_close(found: &[f32], expected: &[f64], relative: f64) {
+pub(crate) fn assert_close(found: &[f32], expected: &[f64], relative: f64) {
     assert_eq!(found.len(), expected.len());
     let scale = (expected.iter().map(|e| e * e).sum::<f64>() / expected.len().max(1) as f64).sqrt();
     for (i, (found, expected)) in found.iter().zip(expected).enumerate() {

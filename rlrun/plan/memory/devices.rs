@@ -10,7 +10,7 @@ use device::DeviceError;
 use device::device::Place;
 use device::inventory::Inventory;
 use model::{Config, Layout, Quantization, Recompute};
-use weights::Dtype;
+use model::on_device::Dtype;
 
 use super::{
     F32, Part, Phase, Size, Trained, cache_positions, decoding_rows, mebibytes, micro_batch_tokens, of_ranks,
@@ -340,10 +340,7 @@ fn part(name: &'static str, what: &'static str, bytes: u64) -> Part {
 
 /// Bytes of a value.
 fn width(dtype: Dtype) -> u64 {
-    match dtype {
-        Dtype::F32 => F32,
-        Dtype::Bf16 => 2,
-    }
+    dtype.bytes() as u64
 }
 
 #[cfg(test)]

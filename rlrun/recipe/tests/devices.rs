@@ -1,7 +1,7 @@
 //! Devices in a recipe: what is said about them, what is refused, and where roles end up.
 
 use device::device::Place;
-use weights::Dtype;
+use model::on_device::Dtype;
 
 use super::super::words::{Device, ModelDtype, WeightTransport};
 use super::{Case, MINIMAL, Recipe};

@@ -1,0 +1,89 @@
+//! The engine on a device: what it generates is what the processor generates, however it is batched.
+//!
+//! In f32 both draw the same tokens: their logits differ by rounding, and a uniform number as near to a boundary as that
+//! does not come up here.
+
+use device::Device;
+use device::device::Place;
+use model::Sampling;
+use model::on_device::Dtype;
+use rollout::{Completion, Engine, EngineConfig, Network, ServeOn};
+use trajectory::PolicyVersion;
+
+use crate::{CONFIG, Model, complete, request};
+
+const TRUNCATED: Sampling = Sampling { temperature: 0.8, top_p: 0.9, top_k: 12, min_p: 0.01 };
+
+fn on() -> ServeOn {
+    ServeOn::Device(Device::open(Place::Emulated).unwrap(), Dtype::F32)
+}
+
+fn engine(model: &Model, config: EngineConfig) -> Engine {
+    let network = Network::new(&on(), model.directory.config(), &model.parameters()).unwrap();
+    Engine::new(config, model.stop(&[]), network, PolicyVersion(0)).unwrap()
+}
+
+fn assert_same(found: &[Completion], expected: &[Completion]) {
+    assert_eq!(found.len(), expected.len());
+    for (found, expected) in found.iter().zip(expected) {
+        assert_eq!((found.group, found.index), (expected.group, expected.index));
+        assert_eq!(found.token_ids, expected.token_ids, "{} of {}", found.index, found.group);
+        assert_eq!(found.kept, expected.kept);
+        let off = found.logprobs.iter().zip(&expected.logprobs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(off < 1e-3, "{off}");
+    }
+}
+
+#[test]
+fn completions_are_those_of_the_processor() {
+    let model = Model::new();
+    for sampling in [Sampling::PLAIN, TRUNCATED, Sampling::GREEDY] {
+        let requests = || (0..4).map(|g| request(g, 3, sampling)).collect();
+        let expected = complete(&mut model.engine(CONFIG, &[]), requests());
+        let mut engine = engine(&model, CONFIG);
+        let found = complete(&mut engine, requests());
+        assert_same(&found, &expected);
+        assert_eq!(engine.pages().0, engine.pages().1, "every page is given back");
+    }
+}
+
+#[test]
+fn how_it_is_batched_and_chunked_does_not_matter() {
+    let model = Model::new();
+    let requests = || (0..5).map(|g| request(g, 2, Sampling::PLAIN)).collect();
+    let expected = complete(&mut model.engine(CONFIG, &[]), requests());
+    for (max_running, prefill_chunk) in [(3, 5), (20, 64)] {
+        let mut engine = engine(&model, EngineConfig { max_running, prefill_chunk, ..CONFIG });
+        assert_same(&complete(&mut engine, requests()), &expected);
+    }
+}
+
+#[test]
+fn new_weights_are_applied_in_the_middle_and_a_parked_engine_goes_on() {
+    let model = Model::new();
+    let other = model.other_parameters();
+    let go = |mut engine: Engine, on: &ServeOn, park: bool| {
+        let requests: Vec<_> = (0..3).map(|g| request(g, 2, Sampling::PLAIN)).collect();
+        requests.into_iter().for_each(|request| engine.submit(request).unwrap());
+        let mut completions = Vec::new();
+        for _ in 0..6 {
+            completions.extend(engine.step().unwrap());
+        }
+        let (served, _) = on.prepare(model.directory.config(), &other).unwrap();
+        if park {
+            assert!(engine.park() > 0 && engine.is_parked());
+            engine.unpark(served, PolicyVersion(1)).unwrap();
+        } else {
+            engine.apply(served, PolicyVersion(1)).unwrap();
+        }
+        while !engine.is_idle() {
+            completions.extend(engine.step().unwrap());
+        }
+        completions.sort_by_key(|c| (c.group, c.index));
+        completions
+    };
+    for park in [false, true] {
+        let expected = go(model.engine(CONFIG, &[]), &ServeOn::Host(model::Quantization::None), park);
+        assert_same(&go(engine(&model, CONFIG), &on(), park), &expected);
+    }
+}
