@@ -21,7 +21,7 @@ const EDGES: [(&str, &[&str]); 9] = [
     ("model", &["trajectory"]),
     ("rewards", &["trajectory", "model"]),
     ("buffer", &["trajectory"]),
-    ("weights", &["trajectory"]),
+    ("weights", &["trajectory", "device"]),
     ("rollout", &["trajectory", "model", "rewards", "buffer", "weights"]),
     ("trainer", &["trajectory", "model", "buffer", "weights"]),
     ("rlrun", &["trajectory", "device", "model", "rewards", "buffer", "weights", "rollout", "trainer"]),

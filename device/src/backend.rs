@@ -3,8 +3,12 @@
 use std::any::Any;
 use std::fmt;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use crate::error::Result;
+
+/// Bytes of CUDA's handle of an allocation.
+const HANDLE: usize = 64;
 
 /// One argument of a kernel.
 #[derive(Clone, Copy, Debug)]
@@ -46,9 +50,41 @@ pub(crate) enum Use {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Handle {
     /// CUDA's handle of an allocation.
-    Cuda([u8; 64]),
+    Cuda([u8; HANDLE]),
     /// A file in memory, of an emulated device.
     File(PathBuf),
+}
+
+impl fmt::Display for Handle {
+    /// As one line, which [`Handle::from_str`] reads in another process.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cuda(bytes) => {
+                f.write_str("cuda:")?;
+                bytes.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+            }
+            Self::File(path) => write!(f, "file:{}", path.display()),
+        }
+    }
+}
+
+impl FromStr for Handle {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let wrong = || format!("{text:?} is no handle of memory on a device");
+        let Some(digits) = text.strip_prefix("cuda:") else {
+            return text.strip_prefix("file:").map(|path| Self::File(path.into())).ok_or_else(wrong);
+        };
+        if digits.len() != 2 * HANDLE || !digits.is_ascii() {
+            return Err(wrong());
+        }
+        let mut bytes = [0; HANDLE];
+        for (index, byte) in bytes.iter_mut().enumerate() {
+            *byte = u8::from_str_radix(&digits[2 * index..2 * index + 2], 16).map_err(|_| wrong())?;
+        }
+        Ok(Self::Cuda(bytes))
+    }
 }
 
 /// One matrix of a product: address, distance of its rows in values, and whether it is taken transposed.
@@ -137,9 +173,27 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// Ends the use of what [`Backend::open`] gave.
     fn close(&self, address: u64, bytes: usize);
 
+    /// For who knows which backend it is.
+    fn as_any(&self) -> &dyn Any;
 }
 
 /// Work that can be replayed.
 pub(crate) trait Recording: Send + fmt::Debug {
     fn as_any(&self) -> &dyn Any;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handle_is_read_as_it_is_written() {
+        let bytes = std::array::from_fn(|index| index as u8 * 4);
+        for handle in [Handle::Cuda(bytes), Handle::File("/tmp/a b".into())] {
+            assert_eq!(handle.to_string().parse(), Ok(handle));
+        }
+        for text in ["", "cuda:", "cuda:00", "memory", &format!("cuda:{}", "x".repeat(128))] {
+            assert!(text.parse::<Handle>().is_err(), "{text}");
+        }
+    }
 }

@@ -134,10 +134,6 @@ impl Cuda {
         self.stream
     }
 
-    pub(crate) fn ordinal(&self) -> c_int {
-        self.device
-    }
-
     /// Makes the context current on this thread.
     #[expect(unsafe_code, reason = "calls of the driver")]
     pub(crate) fn bind(&self) -> Result<()> {
@@ -423,5 +419,9 @@ impl Backend for Cuda {
         }
         // SAFETY: it was opened so, and nobody has its address any more.
         let _ = unsafe { sys::cuIpcCloseMemHandle(address) };
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
     }
 }

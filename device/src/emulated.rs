@@ -302,4 +302,8 @@ impl Backend for Emulated {
             let _ = std::fs::remove_file(path);
         }
     }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
 }

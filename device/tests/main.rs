@@ -2,6 +2,7 @@
 
 mod common;
 mod graphs;
+mod groups;
 mod memory;
 mod ops;
 mod products;

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use device::device::Place;
 
 use super::at_least_one;
 
@@ -24,6 +25,9 @@ pub struct WeightsBenchArgs {
     /// Directory for shared memory
     #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
     pub shm: PathBuf,
+    /// Measure instead pushes that stay on devices: "cuda", "cuda:1", or "emulated"
+    #[arg(long, value_parser = str::parse::<Place>, conflicts_with = "density")]
+    pub device: Option<Place>,
     /// Measure instead how many bf16 weights change in a step of training at learning rates 1e-6, 1e-5 and 1e-4
     #[arg(long)]
     pub density: bool,

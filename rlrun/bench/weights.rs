@@ -1,6 +1,7 @@
 //! New weights on their way to a sampler, by every transport, against the speed of a copy.
 //!
 //! - [`receiver`]: a sampler's side as a process of its own; [`density`]: how many weights a step of training changes
+//! - `devices`: pushes that stay on devices, with `--device`
 //!
 //! Invariant: a push is timed from the call that publishes to the moment at which a subscriber has weights that it can
 //! pack, with the publisher and the subscriber that runs use. Copies are timed in between, so that both see the machine
@@ -10,16 +11,19 @@
 //! | field | is |
 //! |---|---|
 //! | `measure` | `weights` |
-//! | `of` | `copy`, `memory`, `shm`, `http_full`, `http_delta`, `sampler`, `stall` or `density` |
+//! | `of` | `copy`, `memory`, `shm`, `http_full`, `http_delta`, `sampler`, `stall` or `density`; `device_copy`, `device_memory`, `device_ipc` or `device_nccl` |
 //! | `megabytes`, `threads`, `repeats` | the model as f32, 10^6 bytes; threads that copy and digest; pushes behind a median |
 //! | `ready_s`, `gbytes_per_s` | median time until it is ready; weights as f32 per second of it, 10^9 bytes |
 //! | `of_copy_threads`, `of_copy_one` | `gbytes_per_s` by that of a copy between buffers in use, by all threads and by one |
 //! | `push_s`, `copied_s`, `digested_s`, `encoded_s` | the publisher's call in all, and its parts; it digests when samplers already read |
 //! | `bytes`, `density` | bytes moved to the subscriber; share of the weights that changed |
 //! | `digest_s`, `private_copy_s`, `packing_s` | what a sampler does with weights once they are ready: on one thread |
+//! | `device`, `moved_s` | where it is measured, in bf16: `bytes` are those of all weights, and `gbytes_per_s` those; until samplers could read it, or had received it |
+//! | `of_device_copy`, `moved_of_device_copy` | bytes per second until it is ready, digested; the same until it is moved; both by those of a copy on the device |
 //! | `swap_s`, `decode_step_s`, `of_step` | the pause of the decoding for new weights, a step of a tiny model, their ratio |
 
 pub mod density;
+mod devices;
 pub mod receiver;
 
 use std::hint::black_box;
@@ -53,12 +57,18 @@ const SOON: Duration = Duration::from_secs(120);
 /// Too little memory, a directory that cannot be used, a process that does not start.
 pub fn run(args: &WeightsBenchArgs, out: &mut dyn Write) -> Result<(), Failure> {
     if let Some(url) = &args.receive_from {
-        return receiver::receive(url, args.over_http, out);
+        return match args.device {
+            Some(place) => receiver::receive_on_device(url, place, out),
+            None => receiver::receive(url, args.over_http, out),
+        };
     }
     let threads = args.threads.unwrap_or(PublishConfig::default().threads);
     let mut bench = Bench { args, out, threads, copy_one: f64::NAN, copy_threads: f64::NAN };
     if args.density {
         return density::measure(&mut bench);
+    }
+    if let Some(place) = args.device {
+        return devices::measure(&mut bench, place);
     }
     let mut values = random_values(args.megabytes * 1_000_000 / 4);
     bench.copies(&values)?;
@@ -144,7 +154,7 @@ impl Bench<'_> {
         let dtype = if http { Dtype::Bf16 } else { Dtype::F32 };
         let hub = Hub::new(HubConfig { dtype, ..HubConfig::default() });
         let publisher = HubPublisher::new(hub.clone(), self.publishing(changed.filter(|_| http), !http))?;
-        let mut receiver = Receiver::start(hub, http)?;
+        let mut receiver = Receiver::start(hub, if http { &["--over-http"] } else { &[] })?;
         let (mut ready, mut costs, mut bytes) = (Vec::new(), Vec::new(), 0);
         for version in 0..self.args.repeats as u64 + WARM_UP {
             change(values, changed.unwrap_or(0.0), version);

@@ -134,6 +134,54 @@ pub enum WeightsError {
         /// What does not fit.
         reason: String,
     },
+    /// Weights on a device, where weights on the host were asked for.
+    #[error(
+        "{version} is on a device: subscribe as its transport wants it (cuda-ipc, nccl, or within the process)"
+    )]
+    OnDevice {
+        /// Which version.
+        version: PolicyVersion,
+    },
+    /// Weights that come another way than the subscriber is made for.
+    #[error(
+        "{version} does not come by {transport}: give trainer and samplers the same weights.transport ({what})"
+    )]
+    OtherWay {
+        /// Which version.
+        version: PolicyVersion,
+        /// How it was expected.
+        transport: &'static str,
+        /// What came.
+        what: String,
+    },
+    /// A device that fails.
+    #[error("the device cannot {what}: {reason}")]
+    Device {
+        /// What was tried.
+        what: &'static str,
+        /// What the device says.
+        reason: String,
+    },
+    /// Memory of a device that somebody does not give back.
+    #[error("{version} finds no free slot on the device for {:.1} s: {holders}; see why it does not go on", .waited.as_secs_f64())]
+    Held {
+        /// The version that was to be published or received.
+        version: PolicyVersion,
+        /// For how long.
+        waited: Duration,
+        /// Who holds it.
+        holders: String,
+    },
+    /// A version that did not get to the samplers.
+    #[error("{version} was not sent after {attempts} attempts: {reason}")]
+    NotSent {
+        /// Which version.
+        version: PolicyVersion,
+        /// How often it was tried, each time with those who still answered.
+        attempts: usize,
+        /// Why the last attempt failed.
+        reason: String,
+    },
     /// The trainer's process does not answer.
     #[error(
         "{name} cannot reach the trainer's weights at {url} for {:.1} s: {reason}; see whether the trainer runs and is \

@@ -20,6 +20,7 @@ use trajectory::PolicyVersion;
 pub(crate) use self::state::{Caller, Known};
 use self::state::{Seat, State};
 use crate::delta::Frame;
+use crate::direct::Direct;
 use crate::memory::MemorySubscriber;
 use crate::{Digest, Dtype, Lag, Receipt, Snapshot, WeightsError};
 
@@ -29,6 +30,8 @@ const MAX_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
 const MAX_NAME: usize = 128;
 /// Most subscribers.
 const MAX_SEATS: usize = 4096;
+/// How late a publisher that waits for subscribers can be.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// Most subscribers that were given up and not yet asked for.
 const MAX_LOST: usize = 256;
 
@@ -64,14 +67,30 @@ pub struct Lost {
     pub silent: Duration,
 }
 
-/// The newest version, as subscribers in other processes are told of it.
+/// The newest version, as subscribers are told of it.
 #[derive(Clone, Debug)]
 pub(crate) struct Announced {
-    pub(crate) snapshot: Arc<Snapshot>,
+    pub(crate) newest: Newest,
     /// `None` until it is digested; it can be fetched over the network from then on.
     pub(crate) digest: Option<Digest>,
-    /// Where it can be mapped on this host.
-    pub(crate) place: Option<PathBuf>,
+}
+
+/// The newest version, where it is.
+#[derive(Clone, Debug)]
+pub(crate) enum Newest {
+    /// In memory of the host, and perhaps in a file that can be mapped there.
+    Host(Arc<Snapshot>, Option<PathBuf>),
+    /// On a device: version, number of weights, and how samplers get them.
+    Device(PolicyVersion, usize, Direct),
+}
+
+/// What a subscriber knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum After {
+    /// The version, if it has any.
+    Version(Option<PolicyVersion>),
+    /// The number of the last round that it was told of. It is told of every round, also of one that repeats a version.
+    Round(u64),
 }
 
 #[derive(Debug)]
@@ -174,27 +193,27 @@ impl Hub {
         self.wake();
     }
 
-    /// The newest snapshot if it is newer than `after`.
-    pub(crate) fn newest(
-        &self,
-        caller: &Caller,
-        after: Option<PolicyVersion>,
-    ) -> Result<Option<Announced>, WeightsError> {
+    /// The newest version if it is newer than `after`.
+    pub(crate) fn newest(&self, caller: &Caller, after: After) -> Result<Option<Announced>, WeightsError> {
         let mut state = self.healthy()?;
-        state.seated(caller)?;
+        if state.seated(caller, after)? {
+            self.wake();
+        }
         state.newer(after)
     }
 
     pub(crate) fn wait_newer(
         &self,
         caller: &Caller,
-        after: Option<PolicyVersion>,
+        after: After,
         wait: Duration,
     ) -> Result<Option<Announced>, WeightsError> {
         let deadline = Instant::now() + wait.min(MAX_WAIT);
         let mut state = self.healthy()?;
         loop {
-            state.seated(caller)?;
+            if state.seated(caller, after)? {
+                self.wake();
+            }
             let newer = state.newer(after)?;
             if newer.is_some() || Instant::now() >= deadline {
                 return Ok(newer);
@@ -207,7 +226,7 @@ impl Hub {
     /// Takes a receipt for a version that `caller` heard of in the life `life` of a hub.
     pub(crate) fn accept(&self, caller: &Caller, life: u64, receipt: Receipt) -> Result<(), WeightsError> {
         let mut state = self.healthy()?;
-        state.seated(caller)?;
+        state.known_caller(caller)?;
         let result = state.accept(&caller.name, receipt, life == self.shared.life);
         if let Err(error) = &result {
             state.failure = Some(error.clone());
@@ -233,16 +252,38 @@ impl Hub {
     }
 
     /// Makes a version visible to those who share memory, and gives back the one before.
-    pub(crate) fn announce(
-        &self,
-        snapshot: Arc<Snapshot>,
-        place: Option<PathBuf>,
-    ) -> Result<Option<Arc<Snapshot>>, WeightsError> {
+    pub(crate) fn announce(&self, newest: Newest) -> Result<Option<Newest>, WeightsError> {
         let mut state = self.healthy()?;
-        let before = state.announce(snapshot, place);
+        let before = state.announce(newest);
         drop(state);
         self.wake();
         Ok(before)
+    }
+
+    /// Who takes part in rounds and was heard of since `since`, in the order of their names.
+    pub(crate) fn receivers(&self, since: Instant) -> Result<Vec<String>, WeightsError> {
+        Ok(self.healthy()?.receivers(since))
+    }
+
+    /// Waits until `enough` says so of [`Hub::receivers`] since `since`, at most for `wait`; who they are then.
+    pub(crate) fn wait_receivers(
+        &self,
+        since: Instant,
+        wait: Duration,
+        enough: impl Fn(&[String]) -> bool,
+    ) -> Result<Vec<String>, WeightsError> {
+        let deadline = Instant::now() + wait.min(MAX_WAIT);
+        let mut state = self.healthy()?;
+        loop {
+            let receivers = state.receivers(since);
+            let now = Instant::now();
+            if now >= deadline || enough(&receivers) {
+                return Ok(receivers);
+            }
+            // Calls that change nothing wake nobody.
+            state = self.wait(state, deadline.min(now + LOOK_AGAIN))?;
+            state.check()?;
+        }
     }
 
     /// Notes the digest of an announced version, which all receipts for it are compared with.
@@ -272,7 +313,8 @@ impl Hub {
     /// A version in full, as long as it is the newest and digested.
     pub(crate) fn full(&self, version: PolicyVersion) -> Result<Option<Arc<Snapshot>>, WeightsError> {
         let state = self.healthy()?;
-        Ok(state.newest.clone().filter(|newest| newest.version == version && state.settled))
+        let newest = state.newest.as_ref().filter(|newest| newest.version() == version && state.settled);
+        Ok(newest.and_then(Newest::snapshot).cloned())
     }
 
     pub(crate) fn sent(&self, bytes: u64) {
@@ -334,10 +376,44 @@ impl Hub {
     }
 }
 
-impl Announced {
+impl Newest {
+    pub(crate) fn version(&self) -> PolicyVersion {
+        match self {
+            Self::Host(snapshot, _) => snapshot.version,
+            Self::Device(version, ..) => *version,
+        }
+    }
+
+    /// Number of weights.
+    pub(crate) fn parameters(&self) -> usize {
+        match self {
+            Self::Host(snapshot, _) => snapshot.values.len(),
+            Self::Device(_, parameters, _) => *parameters,
+        }
+    }
+
+    /// The weights, if they are on the host.
+    pub(crate) fn snapshot(&self) -> Option<&Arc<Snapshot>> {
+        match self {
+            Self::Host(snapshot, _) => Some(snapshot),
+            Self::Device(..) => None,
+        }
+    }
+
     /// The file to map, if there is one.
     pub(crate) fn place(&self) -> Option<&Path> {
-        self.place.as_deref()
+        match self {
+            Self::Host(_, place) => place.as_deref(),
+            Self::Device(..) => None,
+        }
+    }
+
+    /// How to get them, if they are on a device.
+    pub(crate) fn direct(&self) -> Option<&Direct> {
+        match self {
+            Self::Host(..) => None,
+            Self::Device(_, _, direct) => Some(direct),
+        }
     }
 }
 

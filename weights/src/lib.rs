@@ -13,6 +13,7 @@
 //! - [`memory`]: subscribers within the process
 //! - `shm`: memory that the processes of one host share; [`ShardOwner`] for trainers with several ranks
 //! - [`http`]: everything for other processes, and the weights too where memory is not shared
+//! - [`direct`]: weights that stay on devices
 //! - `frame`, `delta`: pushes as bytes; `copier`, `digest`: all weights by several threads
 //!
 //! # Invariants
@@ -42,6 +43,7 @@ pub mod contract;
 mod copier;
 mod delta;
 mod digest;
+pub mod direct;
 mod error;
 mod frame;
 pub mod http;
@@ -54,6 +56,7 @@ pub mod values;
 
 pub use contract::{Lag, Publisher, Receipt, Subscriber};
 pub use copier::Copier;
+pub use direct::{DevicePublisher, DeviceSubscriber, DeviceWeights};
 pub use error::WeightsError;
 pub use hub::{Hub, HubConfig, Lost};
 pub use publisher::{DeltaConfig, HubPublisher, PublishConfig, PushCost};

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use trajectory::PolicyVersion;
 
-use crate::hub::{Announced, Caller, HubConfig};
+use crate::hub::{After, Announced, Caller, HubConfig};
 use crate::{Hub, HubPublisher, PublishConfig, Receipt, Snapshot, Subscriber, WeightsError};
 
 /// A hub's one publisher, and the hub to subscribe to, for subscribers within this process alone.
@@ -32,7 +32,7 @@ impl MemorySubscriber {
 
 impl Subscriber for MemorySubscriber {
     fn newest(&self, after: Option<PolicyVersion>) -> Result<Option<Arc<Snapshot>>, WeightsError> {
-        Ok(self.hub.newest(&self.caller, after)?.map(snapshot))
+        self.hub.newest(&self.caller, After::Version(after))?.map(snapshot).transpose()
     }
 
     fn wait_newer(
@@ -40,7 +40,7 @@ impl Subscriber for MemorySubscriber {
         after: Option<PolicyVersion>,
         wait: Duration,
     ) -> Result<Option<Arc<Snapshot>>, WeightsError> {
-        Ok(self.hub.wait_newer(&self.caller, after, wait)?.map(snapshot))
+        self.hub.wait_newer(&self.caller, After::Version(after), wait)?.map(snapshot).transpose()
     }
 
     fn applied(&self, receipt: Receipt) -> Result<(), WeightsError> {
@@ -54,6 +54,8 @@ impl Drop for MemorySubscriber {
     }
 }
 
-fn snapshot(announced: Announced) -> Arc<Snapshot> {
-    announced.snapshot
+#[expect(clippy::needless_pass_by_value, reason = "it is made for `map`")]
+fn snapshot(announced: Announced) -> Result<Arc<Snapshot>, WeightsError> {
+    let version = announced.newest.version();
+    announced.newest.snapshot().cloned().ok_or(WeightsError::OnDevice { version })
 }

@@ -12,7 +12,7 @@ use trajectory::PolicyVersion;
 
 use crate::copier::Copier;
 use crate::delta::{self, full_bytes};
-use crate::hub::Known;
+use crate::hub::{Known, Newest};
 use crate::shm::Store;
 use crate::{Digest, Dtype, Hub, Lag, Publisher, Snapshot, WeightsError};
 
@@ -156,7 +156,8 @@ impl HubPublisher {
         started: Instant,
     ) -> Result<(), WeightsError> {
         let (version, dtype, snapshot) = (snapshot.version, self.hub.dtype(), Arc::new(snapshot));
-        let before = self.hub.announce(Arc::clone(&snapshot), place)?;
+        let before = self.hub.announce(Newest::Host(Arc::clone(&snapshot), place))?;
+        let before = before.as_ref().and_then(Newest::snapshot);
         let copied = started.elapsed();
         let digest = snapshot.digest_on(self.threads);
         if let Some(store) = &pushing.store {
@@ -166,7 +167,7 @@ impl HubPublisher {
         self.hub.digested(version, digest)?;
         let encoded = match (self.deltas, before) {
             (Some(deltas), Some(before)) if pushing.since_full + 1 < deltas.full_every.get() => {
-                delta::encode(&before, &snapshot, dtype, (deltas.compress, self.threads))
+                delta::encode(before, &snapshot, dtype, (deltas.compress, self.threads))
             }
             _ => delta::Encoded::default(),
         };
@@ -245,7 +246,7 @@ impl Drop for HubPublisher {
 }
 
 /// A version that is published again must be what it was.
-fn same(version: PolicyVersion, before: Digest, now: Digest) -> Result<(), WeightsError> {
+pub(crate) fn same(version: PolicyVersion, before: Digest, now: Digest) -> Result<(), WeightsError> {
     if before == now {
         return Ok(());
     }

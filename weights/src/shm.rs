@@ -17,15 +17,18 @@
 //! - A sampler never delays the publisher.
 //! - What a killed publisher leaves is removed by the next that starts in the directory.
 //!
-//! - [`slot`]: one file; [`store`]: the publisher's side; [`reader`]: a sampler's; [`shard`]: an owner of a part
+//! - [`directory`]: where it is; [`slot`]: one file; [`store`]: the publisher's side; [`reader`]: a sampler's; [`shard`]: an owner of a part
 
+mod directory;
 mod reader;
 mod shard;
 mod slot;
 mod store;
 
+pub(crate) use self::directory::{Directory, is_left};
 pub(crate) use self::reader::Reader;
 pub use self::shard::ShardOwner;
+pub(crate) use self::slot::failed;
 pub(crate) use self::store::Store;
 
 #[cfg(test)]

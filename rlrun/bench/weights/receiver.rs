@@ -6,11 +6,14 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use device::device::Place;
+use device::{Device, bf16};
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 use weights::http::remote::Transport;
 use weights::http::{RemoteConfig, RemoteSubscriber, router};
-use weights::{Digest, Hub, Receipt, Subscriber, WeightsError};
+use weights::direct::ipc::IpcSubscriber;
+use weights::{DeviceSubscriber, Digest, Hub, Receipt, Subscriber, WeightsError};
 
 use super::SOON;
 use crate::failure::Failure;
@@ -36,11 +39,11 @@ pub struct Received {
 }
 
 impl Receiver {
-    /// Serves `hub` on loopback, and starts a process that subscribes to it.
+    /// Serves `hub` on loopback, and starts a process that subscribes to it, with these arguments more.
     ///
     /// # Errors
     /// A system without a free port, a process that does not start.
-    pub fn start(hub: Hub, over_http: bool) -> Result<Self, Failure> {
+    pub fn start(hub: Hub, arguments: &[&str]) -> Result<Self, Failure> {
         let system = |source| Failure::System { what: "start a process that receives".to_owned(), source };
         let server = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let server = server.map_err(system)?;
@@ -50,10 +53,7 @@ impl Receiver {
         server.spawn(async move { drop(axum::serve(listener, router(hub)).await) });
         let program = std::env::current_exe().map_err(system)?;
         let mut command = Command::new(program);
-        command.args(["bench", "weights", "--receive-from", &url]);
-        if over_http {
-            command.arg("--over-http");
-        }
+        command.args(["bench", "weights", "--receive-from", &url]).args(arguments);
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(system)?;
         let Some(stdout) = child.stdout.take() else {
             return Err(Failure::Internal("a child has no output".to_owned()));
@@ -106,8 +106,6 @@ pub fn receive(url: &str, over_http: bool, out: &mut dyn Write) -> Result<(), Fa
         };
         let received = Received { version: new.version.0, at_ns: now_ns(), bytes: new.received.bytes };
         after = Some(new.version);
-        let system = |source| Failure::System { what: "say what was received".to_owned(), source };
-        let line = serde_json::to_string(&received).map_err(|error| Failure::Internal(error.to_string()))?;
         let (version, digest, bytes) = (new.version, Digest::of(&new.values), received.bytes);
         subscriber.applied(Receipt {
             version,
@@ -118,8 +116,38 @@ pub fn receive(url: &str, over_http: bool, out: &mut dyn Write) -> Result<(), Fa
         })?;
         subscriber.flush()?;
         // Only now, so that the next push does not find it at work.
-        writeln!(out, "{line}").and_then(|()| out.flush()).map_err(system)?;
+        say(received, out)?;
     }
+}
+
+/// The same into memory of a device, where it is digested before it counts as received.
+///
+/// # Errors
+/// A device that cannot be used, a server that does not answer, weights that are not what they should be.
+pub fn receive_on_device(url: &str, place: Place, out: &mut dyn Write) -> Result<(), Failure> {
+    let device = Device::open(place)?;
+    let config = RemoteConfig { patience: Duration::from_secs(5), ..RemoteConfig::new(url, "receiver") };
+    let subscriber = IpcSubscriber::<bf16>::connect(config, &device)?;
+    let mut after = None;
+    loop {
+        let new = match subscriber.wait_newer(after, SOON) {
+            Ok(Some(new)) => new,
+            Ok(None) | Err(WeightsError::PublisherGone { .. }) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        };
+        let received = Received { version: new.version.0, at_ns: now_ns(), bytes: new.received.bytes };
+        after = Some(new.version);
+        subscriber.applied(new.receipt(Duration::ZERO))?;
+        subscriber.flush()?;
+        subscriber.give_back(new.values);
+        say(received, out)?;
+    }
+}
+
+fn say(received: Received, out: &mut dyn Write) -> Result<(), Failure> {
+    let line = serde_json::to_string(&received).map_err(|error| Failure::Internal(error.to_string()))?;
+    let system = |source| Failure::System { what: "say what was received".to_owned(), source };
+    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(system)
 }
 
 /// Nanoseconds since 1970.

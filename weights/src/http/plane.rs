@@ -14,6 +14,7 @@ use super::line::{Line, Trouble};
 use super::wire::{Delta, Full, News};
 use crate::copier::copy_rounded;
 use crate::delta::{apply, full_bytes, longest_payload, value_of};
+use crate::direct::Direct;
 use crate::frame::{HEADER, Header, Kind};
 use crate::shm::Reader;
 use crate::{Digest, Dtype, Received, Snapshot};
@@ -50,6 +51,8 @@ pub(super) struct Wanted {
     len: usize,
     dtype: Dtype,
     shm: Option<String>,
+    /// How to get it, if it is on a device.
+    direct: Option<Direct>,
 }
 
 impl Wanted {
@@ -64,11 +67,21 @@ impl Wanted {
             len: news.parameters as usize,
             dtype: dtype.ok_or_else(|| format!("weights are announced as {:?}", news.dtype))?,
             shm: news.shm,
+            direct: news.direct,
         })
     }
 
     pub(super) fn version(&self) -> PolicyVersion {
         self.version
+    }
+
+    /// Number of weights.
+    pub(super) fn parameters(&self) -> usize {
+        self.len
+    }
+
+    pub(super) fn direct(&self) -> Option<&Direct> {
+        self.direct.as_ref()
     }
 
     /// What to say of the version in an error.

@@ -13,7 +13,9 @@ use trajectory::PolicyVersion;
 
 use super::line::{Line, Trouble};
 use super::plane::{Plane, Wanted};
-use super::wire::{Applied, Ask, Done, Join, Joined, Leave, Told};
+use super::wire::{Applied, Ask, Done, Join, Joined, Leave, Told as Answer};
+use crate::direct::Told;
+use crate::hub::After;
 use crate::{Receipt, Snapshot, Subscriber, WeightsError};
 
 /// The longest wait of one request, which is how late a receipt can be sent; also a fraction of the hold, so that the
@@ -176,18 +178,16 @@ impl RemoteSubscriber {
     }
 
     /// Asks once, or pauses while the server is away.
-    fn ask(
-        &self,
-        after: Option<PolicyVersion>,
-        deadline: Instant,
-        shm: bool,
-    ) -> Result<Option<Wanted>, WeightsError> {
+    fn ask(&self, after: After, deadline: Instant, shm: bool) -> Result<Option<Wanted>, WeightsError> {
         self.send_receipt()?;
         let wait = deadline.saturating_duration_since(Instant::now()).min(self.longest_ask);
         let (name, connection) = (self.config.name.clone(), self.connection);
-        let after = after.map(|version| version.0);
-        let ask = Ask { name, connection, after, wait_ms: wait.as_millis() as u64, shm };
-        let told: Told = match self.line.get("newest", &ask, wait) {
+        let (after, round) = match after {
+            After::Version(version) => (version.map(|version| version.0), None),
+            After::Round(number) => (None, Some(number)),
+        };
+        let ask = Ask { name, connection, after, wait_ms: wait.as_millis() as u64, shm, round };
+        let told: Answer = match self.line.get("newest", &ask, wait) {
             Ok(told) => told,
             Err(trouble) => return self.trouble(trouble, None, deadline).map(|()| None),
         };
@@ -213,6 +213,30 @@ impl RemoteSubscriber {
             Ok(wanted) => Ok(Some(wanted)),
             Err(reason) => Err(self.bad_answer(reason)),
         }
+    }
+
+    /// What there is on a device after `after`, as soon as there is something; `None` if nothing came within `wait`.
+    pub(crate) fn wait_direct(&self, after: After, wait: Duration) -> Result<Option<Told>, WeightsError> {
+        let deadline = Instant::now() + wait;
+        loop {
+            if let Some(wanted) = self.ask(after, deadline, false)? {
+                let (version, parameters) = (wanted.version(), wanted.parameters());
+                let direct = wanted.direct().cloned().ok_or_else(|| WeightsError::OtherWay {
+                    version,
+                    transport: "a device",
+                    what: "it is in memory of the host".to_owned(),
+                })?;
+                return Ok(Some(Told { version, parameters, direct }));
+            }
+            if Instant::now() >= deadline {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// As it was given.
+    pub(crate) fn name(&self) -> &str {
+        &self.config.name
     }
 
     /// Gets the weights that were announced; `None` if the publisher has gone on or the server has gone away.
@@ -334,7 +358,13 @@ impl Subscriber for RemoteSubscriber {
         let deadline = Instant::now() + wait;
         let mut shm = self.config.transport != Transport::Http;
         loop {
-            if let Some(wanted) = self.ask(after, deadline, shm)?
+            let wanted = self.ask(After::Version(after), deadline, shm)?;
+            if let Some(wanted) = &wanted
+                && wanted.direct().is_some()
+            {
+                return Err(WeightsError::OnDevice { version: wanted.version() });
+            }
+            if let Some(wanted) = wanted
                 && let Some(snapshot) = self.get(&wanted, &mut shm, deadline)?
             {
                 let mut talk = self.talk()?;

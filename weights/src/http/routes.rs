@@ -57,14 +57,15 @@ async fn leave(State(hub): State<Hub>, asked: Asked<Leave>) -> Answer {
 
 async fn newest(State(hub): State<Hub>, asked: Asked<Ask>) -> Answer {
     let ask = query(asked)?;
-    let (caller, after) = (ask.caller(), ask.after());
+    let (caller, after) = (ask.caller(), ask.known());
     let deadline = Instant::now() + Duration::from_millis(ask.wait_ms).min(MAX_WAIT);
     loop {
         let told = hub.told();
         tokio::pin!(told);
         // What happens between the look and the wait would be missed otherwise.
         told.as_mut().enable();
-        let useful = |it: &Announced| it.digest.is_some() || ask.shm && it.place().is_some();
+        let at_once = |it: &Announced| ask.shm && it.newest.place().is_some() || it.newest.direct().is_some();
+        let useful = |it: &Announced| it.digest.is_some() || at_once(it);
         let news = hub.newest(&caller, after)?.filter(useful).map(|it| news(&it, hub.dtype()));
         if news.is_some() || Instant::now() >= deadline {
             let served = hub.served(&caller)?.map(|version| version.0);
@@ -143,11 +144,12 @@ impl AsRef<[u8]> for Whole {
 
 fn news(announced: &Announced, dtype: Dtype) -> News {
     News {
-        version: announced.snapshot.version.0,
+        version: announced.newest.version().0,
         digest: announced.digest.map(|digest| digest.to_string()),
-        parameters: announced.snapshot.values.len() as u64,
+        parameters: announced.newest.parameters() as u64,
         dtype: dtype.as_str().to_owned(),
-        shm: announced.place().and_then(|path| path.to_str()).map(str::to_owned),
+        shm: announced.newest.place().and_then(|path| path.to_str()).map(str::to_owned),
+        direct: announced.newest.direct().cloned(),
     }
 }
 

@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
-use crate::hub::Caller;
+use crate::direct::Direct;
+use crate::hub::{After, Caller};
 use crate::{Lag, WeightsError};
 
 /// Wants a seat.
@@ -38,6 +39,9 @@ pub(super) struct Ask {
     /// A version that is only in shared memory is welcome too.
     #[serde(default)]
     pub(super) shm: bool,
+    /// The last round of broadcasts that it was told of, if it takes part in them; `after` does not count then.
+    #[serde(default)]
+    pub(super) round: Option<u64>,
 }
 
 /// What there is.
@@ -60,6 +64,9 @@ pub(super) struct News {
     pub(super) dtype: String,
     /// File to map, on the trainer's host.
     pub(super) shm: Option<String>,
+    /// How to get it, if it is on a device.
+    #[serde(default)]
+    pub(super) direct: Option<Direct>,
 }
 
 /// Asks for all weights.
@@ -169,7 +176,7 @@ impl Ask {
         Caller { name: self.name.clone(), connection: self.connection }
     }
 
-    pub(super) fn after(&self) -> Option<PolicyVersion> {
-        self.after.map(PolicyVersion)
+    pub(super) fn known(&self) -> After {
+        self.round.map_or(After::Version(self.after.map(PolicyVersion)), After::Round)
     }
 }

@@ -3,15 +3,14 @@
 //! Invariant: a seat's receipt is `checked` if and only if its digest is that of the published version.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use trajectory::PolicyVersion;
 
-use super::{Announced, Lost, MAX_LOST, MAX_SEATS};
+use super::{After, Announced, Lost, MAX_LOST, MAX_SEATS, Newest};
 use crate::delta::{Frame, full_bytes};
-use crate::{Digest, Dtype, Lag, Receipt, Snapshot, WeightsError};
+use crate::{Digest, Dtype, Lag, Receipt, WeightsError};
 
 /// Digests that are kept even if no receipt can name them any more: a version can be published again.
 const DIGESTS_KEPT: usize = 1024;
@@ -34,9 +33,7 @@ pub(crate) enum Known {
 
 #[derive(Debug, Default)]
 pub(super) struct State {
-    pub(super) newest: Option<Arc<Snapshot>>,
-    /// Where the newest can be mapped.
-    place: Option<PathBuf>,
+    pub(super) newest: Option<Newest>,
     /// Whether the newest is digested and can be sent over the network.
     pub(super) settled: bool,
     /// Digests of published versions; `None` while one is computed.
@@ -58,6 +55,8 @@ pub(super) struct Seat {
     /// It can die without telling.
     remote: bool,
     seen: Instant,
+    /// It takes part in rounds.
+    receives: bool,
     claim: Option<Claim>,
 }
 
@@ -73,7 +72,7 @@ struct Claim {
 
 impl Seat {
     pub(super) fn new(connection: u64, remote: bool) -> Self {
-        Self { connection, remote, seen: Instant::now(), claim: None }
+        Self { connection, remote, seen: Instant::now(), receives: false, claim: None }
     }
 
     fn receipt(&self) -> Option<Receipt> {
@@ -95,9 +94,17 @@ impl State {
         Ok(())
     }
 
+    /// Notes that `caller` asked for what comes after `after`; whether that makes it one who takes part in rounds.
+    pub(super) fn seated(&mut self, caller: &Caller, after: After) -> Result<bool, WeightsError> {
+        self.known_caller(caller)?;
+        let receives = matches!(after, After::Round(_));
+        let seat = self.seats.get_mut(&caller.name);
+        Ok(seat.is_some_and(|seat| std::mem::replace(&mut seat.receives, receives) != receives))
+    }
+
     /// Notes that `caller` called, if no later one goes by its name. One that was given up, or that this hub does not know
     /// because it has just started, is seated again.
-    pub(super) fn seated(&mut self, caller: &Caller) -> Result<(), WeightsError> {
+    pub(super) fn known_caller(&mut self, caller: &Caller) -> Result<(), WeightsError> {
         match self.seats.get_mut(&caller.name) {
             Some(seat) if seat.connection == caller.connection => {
                 seat.seen = Instant::now();
@@ -127,18 +134,26 @@ impl State {
     }
 
     pub(super) fn newest_version(&self) -> Option<PolicyVersion> {
-        self.newest.as_ref().map(|snapshot| snapshot.version)
+        self.newest.as_ref().map(Newest::version)
     }
 
-    pub(super) fn newer(&self, after: Option<PolicyVersion>) -> Result<Option<Announced>, WeightsError> {
-        let newer = self.newest.as_ref().filter(|snapshot| Some(snapshot.version) > after);
+    /// Who takes part in rounds and was heard of since `since`, in the order of their names.
+    pub(super) fn receivers(&self, since: Instant) -> Vec<String> {
+        let there = self.seats.iter().filter(|(_, seat)| seat.receives && seat.seen >= since);
+        there.map(|(name, _)| name.clone()).collect()
+    }
+
+    pub(super) fn newer(&self, after: After) -> Result<Option<Announced>, WeightsError> {
+        let newer = self.newest.as_ref().filter(|newest| match after {
+            After::Version(version) => Some(newest.version()) > version,
+            After::Round(number) => newest.direct().is_none_or(|direct| direct.round_number() > number),
+        });
         if newer.is_none() && self.publisher_gone {
             return Err(WeightsError::PublisherGone { newest: self.newest_version() });
         }
-        let announced = |snapshot: &Arc<Snapshot>| Announced {
-            snapshot: Arc::clone(snapshot),
-            digest: self.digests.get(&snapshot.version).copied().flatten().filter(|_| self.settled),
-            place: self.place.clone(),
+        let announced = |newest: &Newest| Announced {
+            newest: newest.clone(),
+            digest: self.digests.get(&newest.version()).copied().flatten().filter(|_| self.settled),
         };
         Ok(newer.map(announced))
     }
@@ -153,15 +168,13 @@ impl State {
         }
     }
 
-    pub(super) fn announce(
-        &mut self,
-        snapshot: Arc<Snapshot>,
-        place: Option<PathBuf>,
-    ) -> Option<Arc<Snapshot>> {
-        self.digests.insert(snapshot.version, None);
-        self.place = place;
-        self.settled = false;
-        self.newest.replace(snapshot)
+    pub(super) fn announce(&mut self, newest: Newest) -> Option<Newest> {
+        // What is announced again, because it goes another way, stays what it was.
+        if self.newest_version() != Some(newest.version()) {
+            self.digests.insert(newest.version(), None);
+            self.settled = false;
+        }
+        self.newest.replace(newest)
     }
 
     pub(super) fn digested(&mut self, version: PolicyVersion, digest: Digest) -> Result<(), WeightsError> {
@@ -191,7 +204,7 @@ impl State {
     pub(super) fn delta(&self, from: PolicyVersion, dtype: Dtype) -> Option<Arc<Frame>> {
         let first = self.chain.iter().position(|frame| frame.base() == from)?;
         let bytes: u64 = self.chain.iter().skip(first).map(|frame| frame.bytes().len() as u64).sum();
-        let full = full_bytes(self.newest.as_ref()?.values.len(), dtype);
+        let full = full_bytes(self.newest.as_ref()?.snapshot()?.values.len(), dtype);
         (self.settled && bytes < full).then(|| Arc::clone(&self.chain[first]))
     }
 

@@ -134,7 +134,10 @@ fn what_was_applied_before_a_restart_is_compared_when_it_is_published_again() {
     let (publisher, hub, caller) = restarted(7);
     publisher.publish(snapshot(5)).unwrap();
     publisher.wait_applied(PolicyVersion(5), Duration::ZERO).unwrap();
-    assert!(hub.newest(&caller, Some(PolicyVersion(7))).unwrap().is_none(), "nobody goes back");
+    assert!(
+        hub.newest(&caller, After::Version(Some(PolicyVersion(7)))).unwrap().is_none(),
+        "nobody goes back"
+    );
     publisher.publish(snapshot(7)).unwrap();
     publisher.wait_applied(PolicyVersion(7), Duration::ZERO).unwrap();
 
@@ -153,7 +156,7 @@ fn the_later_of_two_with_one_name_keeps_it() {
     hub.accept(&old, hub.life(), receipt(&snapshot(1))).unwrap();
     let new = hub.connect("worker".to_owned(), true).unwrap();
     let taken = WeightsError::TakenOver { name: "worker".to_owned() };
-    assert_eq!(hub.newest(&old, None).unwrap_err(), taken);
+    assert_eq!(hub.newest(&old, After::Version(None)).unwrap_err(), taken);
     assert_eq!(hub.accept(&old, hub.life(), receipt(&snapshot(1))).unwrap_err(), taken);
     hub.leave(&old);
     assert_eq!(publisher.lags().unwrap().len(), 1, "the new one is still there");
@@ -193,13 +196,13 @@ fn a_receipt_counts_once_the_published_digest_is_there() {
     let hub = Hub::new(HubConfig::default());
     let caller = hub.connect("quick".to_owned(), true).unwrap();
     let new = Arc::new(snapshot(1));
-    hub.announce(Arc::clone(&new), None).unwrap();
+    hub.announce(Newest::Host(Arc::clone(&new), None)).unwrap();
     hub.accept(&caller, hub.life(), receipt(&new)).unwrap();
     assert!(hub.wait_applied(PolicyVersion(1), Duration::ZERO).is_err());
     hub.digested(PolicyVersion(1), new.digest()).unwrap();
     hub.wait_applied(PolicyVersion(1), Duration::ZERO).unwrap();
 
-    hub.announce(Arc::new(snapshot(2)), None).unwrap();
+    hub.announce(Newest::Host(Arc::new(snapshot(2)), None)).unwrap();
     hub.accept(&caller, hub.life(), Receipt { version: PolicyVersion(2), ..receipt(&new) }).unwrap();
     let error = hub.digested(PolicyVersion(2), snapshot(2).digest()).unwrap_err();
     assert!(matches!(error, WeightsError::Mismatch { .. }), "{error}");

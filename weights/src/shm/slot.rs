@@ -186,6 +186,6 @@ impl Slot {
 }
 
 /// An error of the system.
-pub(super) fn failed(path: &Path, what: &'static str, error: &io::Error) -> WeightsError {
+pub(crate) fn failed(path: &Path, what: &'static str, error: &io::Error) -> WeightsError {
     WeightsError::Shm { path: path.display().to_string(), what, reason: error.to_string() }
 }

@@ -1,34 +1,22 @@
 //! The publisher's slots. Invariant: the slot of the newest version is never written, nor is one that anybody holds.
 
-use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use trajectory::PolicyVersion;
 
+use super::directory::Directory;
 use super::slot::{Slot, failed};
 use crate::copier::copy_rounded;
 use crate::values::Hold;
 use crate::{Digest, Dtype, Values, WeightsError};
 
-/// How the directories of publishers begin.
-const PREFIX: &str = "rlrun-weights-";
-/// The file that a publisher holds locked.
-const OWNER: &str = "owner";
-/// A publisher that makes its directory needs no longer to lock it.
-const MAKING: Duration = Duration::from_secs(60);
-/// Directories that are tried, should another publisher remove one that is not locked yet.
-const TRIES: usize = 5;
-
 /// Slots of shared memory.
 #[derive(Debug)]
 pub(crate) struct Store {
-    directory: PathBuf,
-    /// Locked for as long as this lives.
-    _owner: File,
+    directory: Directory,
     slots: [Option<Owned>; 2],
     /// Which slot has the newest version.
     current: Option<usize>,
@@ -66,19 +54,8 @@ impl Hold for Own {
 impl Store {
     /// Makes a directory of its own in `directory`, and removes there what killed publishers left.
     pub(crate) fn create(directory: &Path) -> Result<Self, WeightsError> {
-        remove_stale(directory);
-        for _ in 0..TRIES {
-            let number = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
-            let own = directory.join(format!("{PREFIX}{}-{number}", std::process::id()));
-            let made = DirBuilder::new().mode(0o700).create(&own);
-            made.map_err(|error| failed(&own, "make a directory; name another one", &error))?;
-            if let Some(owner) = own_lock(&own).map_err(|error| failed(&own, "lock a file", &error))? {
-                let (slots, current, begun) = ([None, None], None, None);
-                return Ok(Self { directory: own, _owner: owner, slots, current, begun, made: 0 });
-            }
-        }
-        let error = io::Error::other(format!("it was removed {TRIES} times"));
-        Err(failed(directory, "keep a directory", &error))
+        let directory = Directory::create(directory)?;
+        Ok(Self { directory, slots: [None, None], current: None, begun: None, made: 0 })
     }
 
     /// Chooses the slot that `version` is written to; the path of its file.
@@ -153,7 +130,7 @@ impl Store {
             let removed = std::fs::remove_file(&old.path);
             removed.map_err(|error| failed(&old.path, "remove a file", &error))?;
         }
-        let path = self.directory.join(format!("slot-{}", self.made));
+        let path = self.directory.path().join(format!("slot-{}", self.made));
         self.made += 1;
         let (slot, file) = Slot::create(&path, len)?;
         let mut owned = Owned { path, file, slot: Arc::new(slot) };
@@ -171,7 +148,7 @@ impl Store {
 
     fn not_begun(&self) -> WeightsError {
         WeightsError::Shard {
-            path: self.directory.display().to_string(),
+            path: self.directory.path().display().to_string(),
             reason: "this version was not begun, or another was begun since: begin, place all shards, commit"
                 .to_owned(),
         }
@@ -182,45 +159,5 @@ impl Owned {
     /// Takes the slot from all readers, if there are none.
     fn lock(&mut self) -> bool {
         Arc::get_mut(&mut self.slot).is_some() && self.file.try_lock().is_ok()
-    }
-}
-
-impl Drop for Store {
-    fn drop(&mut self) {
-        // What cannot be removed is found by the next publisher. Readers keep what they have mapped.
-        let _ = std::fs::remove_dir_all(&self.directory);
-    }
-}
-
-/// The lock of a new directory; `None` if somebody took it for one that a killed publisher left.
-fn own_lock(own: &Path) -> io::Result<Option<File>> {
-    let path = own.join(OWNER);
-    let owner = match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        opened => opened?,
-    };
-    match owner.try_lock() {
-        Ok(()) => Ok(path.exists().then_some(owner)),
-        Err(TryLockError::WouldBlock) => Ok(None),
-        Err(TryLockError::Error(error)) => Err(error),
-    }
-}
-
-/// Removes what killed publishers left in `directory`. What cannot be read or removed is another user's.
-fn remove_stale(directory: &Path) {
-    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
-    for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(PREFIX)) {
-        let path = entry.path();
-        let stale = match File::open(path.join(OWNER)) {
-            Ok(owner) => owner.try_lock().is_ok(),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let age = entry.metadata().and_then(|about| about.modified()).map(|made| made.elapsed());
-                age.is_ok_and(|age| age.is_ok_and(|age| age > MAKING))
-            }
-            Err(_) => false,
-        };
-        if stale {
-            let _ = std::fs::remove_dir_all(&path);
-        }
     }
 }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use trajectory::PolicyVersion;
 
 use super::*;
+use crate::hub::After;
 use crate::{
     Digest, Dtype, Hub, HubConfig, HubPublisher, PublishConfig, Publisher, Subscriber, WeightsError,
 };
@@ -81,8 +82,9 @@ fn nothing_torn_is_ever_read() {
             scope.spawn(|| {
                 let mut reader = Reader::default();
                 while !done.load(Ordering::Relaxed) {
-                    let Some(newest) = hub.newest(&watcher, None).unwrap() else { continue };
-                    let (version, place) = (newest.snapshot.version, newest.place().unwrap().to_owned());
+                    let Some(newest) = hub.newest(&watcher, After::Version(None)).unwrap() else { continue };
+                    let (version, place) =
+                        (newest.newest.version(), newest.newest.place().unwrap().to_owned());
                     drop(newest);
                     let Ok(Some(pinned)) = reader.pin(&place, version) else { continue };
                     assert_eq!(Digest::of(&pinned.values), Digest::of(&values(version.0)), "{version}");

@@ -1,0 +1,185 @@
+//! One process: samplers swap in what the publisher has copied on the device.
+//!
+//! Invariant: one copy per push and sampler, and neither waits for the other. What a sampler has not taken yet is written over
+//! by what is newer.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use device::{Buffer, Device, Storage, View};
+use trajectory::PolicyVersion;
+
+use super::control::{Control, OVERTAKEN};
+use super::spares::Spares;
+use super::{
+    DevicePublisher, DevicePush, DeviceSubscriber, DeviceWeights, Direct, announce, digest, failed, is_new,
+};
+use crate::hub::After;
+use crate::{Hub, Lag, Receipt, Received, WeightsError};
+
+/// A hub's one publisher.
+#[derive(Debug)]
+pub struct DeviceMemory<T: Storage> {
+    hub: Hub,
+    device: Device,
+    pushing: Mutex<Pushing<T>>,
+}
+
+#[derive(Debug)]
+struct Pushing<T: Storage> {
+    samplers: Vec<Weak<Mailbox<T>>>,
+    last: Option<DevicePush>,
+}
+
+/// Where a sampler finds what is published.
+#[derive(Debug)]
+struct Mailbox<T: Storage> {
+    spares: Spares<T>,
+    newest: Mutex<Option<(PolicyVersion, Buffer<T>)>>,
+    /// What was put here last.
+    put: Mutex<Option<PolicyVersion>>,
+}
+
+/// The side of one sampler.
+#[derive(Debug)]
+pub struct DeviceMemorySubscriber<T: Storage> {
+    control: Control,
+    device: Device,
+    mailbox: Arc<Mailbox<T>>,
+}
+
+impl<T: Storage> DeviceMemory<T> {
+    /// Publishes to `hub`, which must have no other publisher. Copies are made on the stream of `device`, in its order.
+    #[must_use]
+    pub fn new(hub: Hub, device: &Device) -> Self {
+        let pushing = Mutex::new(Pushing { samplers: Vec::new(), last: None });
+        Self { hub, device: device.clone(), pushing }
+    }
+
+    /// Adds a subscriber, whose name must be free. `device` is the publisher's GPU or one that it reaches, with a stream
+    /// that is not the one that decodes. What was published before comes by [`DevicePublisher::resend`].
+    ///
+    /// # Errors
+    /// As [`Hub::subscribe`].
+    pub fn subscribe(&self, name: &str, device: &Device) -> Result<DeviceMemorySubscriber<T>, WeightsError> {
+        let control = Control::here(&self.hub, name)?;
+        let spares = Spares::new(device);
+        let mailbox = Arc::new(Mailbox { spares, newest: Mutex::default(), put: Mutex::default() });
+        self.pushing()?.samplers.push(Arc::downgrade(&mailbox));
+        Ok(DeviceMemorySubscriber { control, device: device.clone(), mailbox })
+    }
+
+    /// The hub that is published to.
+    #[must_use]
+    pub fn hub(&self) -> &Hub {
+        &self.hub
+    }
+
+    /// Copies a version to all samplers that do not have it yet; to how many.
+    fn put(
+        &self,
+        pushing: &mut Pushing<T>,
+        version: PolicyVersion,
+        values: View<'_, T>,
+    ) -> Result<usize, WeightsError> {
+        pushing.samplers.retain(|mailbox| mailbox.strong_count() > 0);
+        let there = pushing.samplers.iter().filter_map(Weak::upgrade);
+        let late: Vec<_> = there.filter(|mailbox| *lock(&mailbox.put) < Some(version)).collect();
+        let mut copies = Vec::with_capacity(late.len());
+        for mailbox in &late {
+            let untaken = lock(&mailbox.newest).take().map(|(_, buffer)| buffer);
+            let untaken = untaken.filter(|buffer| buffer.len() == values.len());
+            let mut copy = untaken.map_or_else(|| mailbox.spares.take(values.len()), Ok)?;
+            self.device.copy(values, copy.all_mut()).map_err(failed("copy weights"))?;
+            copies.push(copy);
+        }
+        // Others read them on streams of their own.
+        self.device.synchronize().map_err(failed("copy weights"))?;
+        for (mailbox, copy) in late.iter().zip(copies) {
+            *lock(&mailbox.newest) = Some((version, copy));
+            *lock(&mailbox.put) = Some(version);
+        }
+        Ok(late.len())
+    }
+
+    fn pushing(&self) -> Result<MutexGuard<'_, Pushing<T>>, WeightsError> {
+        self.pushing.lock().map_err(|_| WeightsError::Poisoned)
+    }
+}
+
+/// What is in there; every change of it is whole.
+fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<T: Storage> DevicePublisher<T> for DeviceMemory<T> {
+    fn publish(&self, version: PolicyVersion, values: View<'_, T>) -> Result<(), WeightsError> {
+        let started = Instant::now();
+        let mut pushing = self.pushing()?;
+        if !is_new(&self.hub, &self.device, version, values)? {
+            return Ok(());
+        }
+        self.put(&mut pushing, version, values)?;
+        let told = (version, Direct::within::<T>());
+        pushing.last = Some(announce(&self.hub, &self.device, told, values, started)?);
+        Ok(())
+    }
+
+    fn resend(&self, values: View<'_, T>) -> Result<bool, WeightsError> {
+        let mut pushing = self.pushing()?;
+        let Some(version) = pushing.last.map(|last| last.version) else { return Ok(false) };
+        Ok(self.put(&mut pushing, version, values)? > 0)
+    }
+
+    fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {
+        self.hub.wait_applied(version, wait)
+    }
+
+    fn lags(&self) -> Result<Vec<Lag>, WeightsError> {
+        self.hub.lags()
+    }
+
+    fn last_push(&self) -> Result<Option<DevicePush>, WeightsError> {
+        Ok(self.pushing()?.last)
+    }
+}
+
+impl<T: Storage> Drop for DeviceMemory<T> {
+    fn drop(&mut self) {
+        self.hub.publisher_gone();
+    }
+}
+
+impl<T: Storage> DeviceSubscriber<T> for DeviceMemorySubscriber<T> {
+    fn wait_newer(
+        &self,
+        after: Option<PolicyVersion>,
+        wait: Duration,
+    ) -> Result<Option<DeviceWeights<T>>, WeightsError> {
+        let deadline = Instant::now() + wait;
+        loop {
+            let Some(told) = self.control.told(After::Version(after), deadline)? else { return Ok(None) };
+            told.check::<T>("the memory of the process")?;
+            let (version, started) = (told.version, Instant::now());
+            // What is put here before it is announced is left until then.
+            if let Some((_, values)) = lock(&self.mailbox.newest).take_if(|(there, _)| *there == version) {
+                let digest = digest(&self.device, values.all())?;
+                let bytes = values.bytes();
+                let received = Received { bytes, took: started.elapsed() };
+                return Ok(Some(DeviceWeights { version, values, digest, received }));
+            }
+            if Instant::now() >= deadline {
+                return Ok(None);
+            }
+            std::thread::sleep(OVERTAKEN);
+        }
+    }
+
+    fn give_back(&self, values: Buffer<T>) {
+        self.mailbox.spares.give_back(values);
+    }
+
+    fn applied(&self, receipt: Receipt) -> Result<(), WeightsError> {
+        self.control.applied(receipt)
+    }
+}

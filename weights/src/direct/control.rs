@@ -1,0 +1,91 @@
+//! A sampler's line to the hub, which is in its process or in another. Invariant: both ways say the same.
+
+use std::time::{Duration, Instant};
+
+use trajectory::PolicyVersion;
+
+use super::Told;
+use crate::http::{RemoteConfig, RemoteSubscriber};
+use crate::hub::{After, Caller};
+use crate::{Hub, Receipt, WeightsError};
+
+/// The longest wait of one question, so that the hub hears of us in time.
+const LONGEST_ASK: Duration = Duration::from_millis(500);
+
+/// A seat at a hub. Dropping it leaves.
+#[derive(Debug)]
+pub(super) enum Control {
+    Here { hub: Hub, caller: Caller },
+    There(Box<RemoteSubscriber>),
+}
+
+impl Control {
+    /// Takes a seat at a hub of this process, under a name that must be free.
+    pub(super) fn here(hub: &Hub, name: &str) -> Result<Self, WeightsError> {
+        Ok(Self::Here { hub: hub.clone(), caller: hub.connect(name.to_owned(), false)? })
+    }
+
+    /// Takes a seat at a hub of another process.
+    pub(super) fn there(config: RemoteConfig) -> Result<Self, WeightsError> {
+        Ok(Self::There(Box::new(RemoteSubscriber::connect(config)?)))
+    }
+
+    pub(super) fn name(&self) -> &str {
+        match self {
+            Self::Here { caller, .. } => &caller.name,
+            Self::There(remote) => remote.name(),
+        }
+    }
+
+    /// What there is after `after`, as soon as there is something; `None` if nothing came by then.
+    pub(super) fn told(&self, after: After, deadline: Instant) -> Result<Option<Told>, WeightsError> {
+        let left = || deadline.saturating_duration_since(Instant::now());
+        match self {
+            Self::There(remote) => remote.wait_direct(after, left()),
+            Self::Here { hub, caller } => {
+                let announced = loop {
+                    match hub.wait_newer(caller, after, left().min(LONGEST_ASK))? {
+                        Some(announced) => break announced,
+                        None if left().is_zero() => return Ok(None),
+                        None => {}
+                    }
+                };
+                let (version, parameters) = (announced.newest.version(), announced.newest.parameters());
+                let direct = announced.newest.direct().cloned().ok_or_else(|| not_on_a_device(version))?;
+                Ok(Some(Told { version, parameters, direct }))
+            }
+        }
+    }
+
+    pub(super) fn applied(&self, receipt: Receipt) -> Result<(), WeightsError> {
+        match self {
+            Self::Here { hub, caller } => hub.accept(caller, hub.life(), receipt),
+            Self::There(remote) => crate::Subscriber::applied(&**remote, receipt),
+        }
+    }
+
+    /// Sends the last receipt now, where it would be sent with the next question.
+    pub(super) fn flush(&self) -> Result<(), WeightsError> {
+        match self {
+            Self::Here { .. } => Ok(()),
+            Self::There(remote) => remote.flush(),
+        }
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        if let Self::Here { hub, caller } = self {
+            hub.leave(caller);
+        }
+    }
+}
+
+/// What a subscriber waits for is in memory of the host.
+pub(super) fn not_on_a_device(version: PolicyVersion) -> WeightsError {
+    let what = "it is in memory of the host".to_owned();
+    WeightsError::OtherWay { version, transport: "a device", what }
+}
+
+/// Something that was announced is gone already: the next is announced at once.
+pub(super) const OVERTAKEN: Duration = Duration::from_millis(1);

@@ -1,0 +1,458 @@
+//! Processes of one host, on one GPU or on GPUs that reach each other: two slots of device memory that others can open.
+//!
+//! ```text
+//!   DIR/rlrun-weights-PID-NUMBER/     as of `shm`, of one publisher
+//!     owner
+//!     slot-0   slot-1                 the lock of each slot, with the version that lies in it
+//!     slot-0.NAME                     locked by the sampler NAME while it copies out of the slot
+//! ```
+//! A publisher copies a version into the slot that is not the newest, under the exclusive lock of its file, and announces
+//! the handle of its memory. A sampler opens that once, and copies out of it under the shared lock, which the system takes
+//! back if the sampler is killed. Copies are short, so that a publisher waits for them, up to its deadline.
+//!
+//! Invariants:
+//! - The slot of the newest version is never written, nor is one that somebody copies out of.
+//! - What a sampler has copied is of the version that the file names, because it looks under the lock.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use device::{Buffer, Device, Storage, View};
+use serde::{Deserialize, Serialize};
+use trajectory::PolicyVersion;
+
+use super::control::{Control, OVERTAKEN};
+use super::spares::Spares;
+use super::{
+    DevicePublisher, DevicePush, DeviceSubscriber, DeviceWeights, Direct, Told, announce, digest, failed,
+    is_new,
+};
+use crate::http::RemoteConfig;
+use crate::hub::After;
+use crate::shm::{self, Directory};
+use crate::{Hub, Lag, Receipt, Received, WeightsError};
+
+/// How it is called in a recipe.
+const TRANSPORT: &str = "cuda-ipc";
+/// What a file says while no version lies in its slot.
+const NONE: u64 = u64::MAX;
+/// Pause between two looks whether a slot is free.
+const PAUSE: Duration = Duration::from_millis(1);
+/// Slots that stay open: a publisher goes back and forth between two.
+const OPENED: usize = 2;
+
+/// Where a version lies.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct SlotAt {
+    /// The file that locks it.
+    pub(super) lock: PathBuf,
+    /// What its memory is opened with.
+    handle: String,
+}
+
+/// How to publish to other processes of this host.
+#[derive(Clone, Debug)]
+pub struct IpcConfig {
+    /// Directory for locks, which samplers see too, such as `/dev/shm`.
+    pub directory: PathBuf,
+    /// How long a push waits for samplers that copy out of a slot.
+    pub wait: Duration,
+}
+
+/// A hub's one publisher.
+#[derive(Debug)]
+pub struct IpcPublisher<T: Storage> {
+    hub: Hub,
+    device: Device,
+    wait: Duration,
+    slots: Mutex<Slots<T>>,
+}
+
+#[derive(Debug)]
+struct Slots<T: Storage> {
+    directory: Directory,
+    slots: [Option<Slot<T>>; 2],
+    /// Which of them has the newest version.
+    current: Option<usize>,
+    /// Files made so far.
+    made: u64,
+    last: Option<DevicePush>,
+}
+
+#[derive(Debug)]
+struct Slot<T: Storage> {
+    path: PathBuf,
+    file: File,
+    buffer: Buffer<T>,
+    handle: String,
+}
+
+/// The side of one sampler.
+#[derive(Debug)]
+pub struct IpcSubscriber<T: Storage> {
+    control: Control,
+    device: Device,
+    spares: Spares<T>,
+    opened: Mutex<Opened<T>>,
+}
+
+/// Memory of the publisher by its handle.
+#[derive(Debug)]
+struct Opened<T: Storage>(Vec<(String, Buffer<T>)>);
+
+impl<T: Storage> IpcPublisher<T> {
+    /// Publishes to `hub`, which must have no other publisher. Copies are made on the stream of `device`, in its order.
+    ///
+    /// # Errors
+    /// A directory that cannot be used.
+    pub fn new(hub: Hub, device: &Device, config: &IpcConfig) -> Result<Self, WeightsError> {
+        let directory = Directory::create(&config.directory)?;
+        let slots = Mutex::new(Slots { directory, slots: [None, None], current: None, made: 0, last: None });
+        Ok(Self { hub, device: device.labelled("slots of pushed weights"), wait: config.wait, slots })
+    }
+
+    /// The hub that is published to.
+    #[must_use]
+    pub fn hub(&self) -> &Hub {
+        &self.hub
+    }
+
+    /// Begins to write the slot that is not the newest, and stays there.
+    #[cfg(all(test, feature = "emulator"))]
+    pub(super) fn begin_to_write(&self, version: PolicyVersion) {
+        let mut slots = self.slots().expect("nobody panicked");
+        let index = 1 - slots.current.unwrap_or(1);
+        let len = slots.slots[index].as_ref().map_or(0, |slot| slot.buffer.len());
+        let slot = slots.free(index, &self.device, (version, len), self.wait).expect("nobody holds it");
+        slot.says(NONE).expect("the file can be written");
+    }
+
+    fn slots(&self) -> Result<MutexGuard<'_, Slots<T>>, WeightsError> {
+        self.slots.lock().map_err(|_| WeightsError::Poisoned)
+    }
+
+    /// Writes a version into a slot, which is free and stays so until this returns.
+    fn fill(
+        &self,
+        slot: &mut Slot<T>,
+        version: PolicyVersion,
+        values: View<'_, T>,
+    ) -> Result<(), WeightsError> {
+        slot.says(NONE)?;
+        let copied = self.device.copy(values, slot.buffer.all_mut()).and_then(|()| self.device.synchronize());
+        copied.map_err(failed("copy weights"))?;
+        slot.says(version.0)
+    }
+}
+
+impl<T: Storage> DevicePublisher<T> for IpcPublisher<T> {
+    fn publish(&self, version: PolicyVersion, values: View<'_, T>) -> Result<(), WeightsError> {
+        let started = Instant::now();
+        let mut slots = self.slots()?;
+        if !is_new(&self.hub, &self.device, version, values)? {
+            return Ok(());
+        }
+        let index = 1 - slots.current.unwrap_or(1);
+        let slot = slots.free(index, &self.device, (version, values.len()), self.wait)?;
+        let filled = self.fill(slot, version, values);
+        let unlocked = slot.file.unlock().map_err(|error| shm::failed(&slot.path, "unlock a file", &error));
+        filled.and(unlocked)?;
+        let at = SlotAt { lock: slot.path.clone(), handle: slot.handle.clone() };
+        let direct = Direct { slot: Some(at), ..Direct::within::<T>() };
+        slots.current = Some(index);
+        let Some(slot) = &slots.slots[index] else { return Ok(()) };
+        let push = announce(&self.hub, &self.device, (version, direct), slot.buffer.all(), started)?;
+        slots.last = Some(push);
+        Ok(())
+    }
+
+    fn resend(&self, _values: View<'_, T>) -> Result<bool, WeightsError> {
+        // The slot is there for whoever comes.
+        Ok(false)
+    }
+
+    fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {
+        self.hub.wait_applied(version, wait)
+    }
+
+    fn lags(&self) -> Result<Vec<Lag>, WeightsError> {
+        self.hub.lags()
+    }
+
+    fn last_push(&self) -> Result<Option<DevicePush>, WeightsError> {
+        Ok(self.slots()?.last)
+    }
+}
+
+impl<T: Storage> Drop for IpcPublisher<T> {
+    fn drop(&mut self) {
+        self.hub.publisher_gone();
+        let Ok(slots) = self.slots.get_mut() else { return };
+        // Memory that is copied out of must not go.
+        for slot in slots.slots.iter_mut().flatten() {
+            let _ = slot.lock(PolicyVersion(NONE), self.wait);
+        }
+    }
+}
+
+impl<T: Storage> Slots<T> {
+    /// The slot `index`, with room for so many weights, locked.
+    fn free(
+        &mut self,
+        index: usize,
+        device: &Device,
+        (version, len): (PolicyVersion, usize),
+        wait: Duration,
+    ) -> Result<&mut Slot<T>, WeightsError> {
+        if let Some(old) = self.slots[index].take_if(|slot| slot.buffer.len() != len) {
+            old.lock(version, wait)?;
+            // What is left behind goes with the directory.
+            let _ = std::fs::remove_file(&old.path);
+        }
+        if self.slots[index].is_none() {
+            let path = self.directory.path().join(format!("slot-{}", self.made));
+            self.made += 1;
+            self.slots[index] = Some(Slot::create(path, device, len)?);
+        }
+        let Some(slot) = &mut self.slots[index] else { unreachable!("it was just made") };
+        slot.lock(version, wait)?;
+        Ok(slot)
+    }
+}
+
+impl<T: Storage> Slot<T> {
+    fn create(path: PathBuf, device: &Device, len: usize) -> Result<Self, WeightsError> {
+        let made = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
+        let file = made.map_err(|error| shm::failed(&path, "make a file; name another directory", &error))?;
+        let buffer = device.shared(len).map_err(failed("make room for other processes"))?;
+        device.synchronize().map_err(failed("make room for other processes"))?;
+        let handle = buffer.handle().map_err(failed("share memory with other processes"))?.to_string();
+        let slot = Self { path, file, buffer, handle };
+        slot.says(NONE)?;
+        Ok(slot)
+    }
+
+    /// Takes the slot from all samplers, once none copies out of it.
+    fn lock(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {
+        let started = Instant::now();
+        loop {
+            match self.file.try_lock() {
+                Ok(()) => return Ok(()),
+                Err(TryLockError::Error(error)) => {
+                    return Err(shm::failed(&self.path, "lock a file", &error));
+                }
+                Err(TryLockError::WouldBlock) if started.elapsed() >= wait => {
+                    let holders = format!("{} copies out of the slot", holders(&self.path).join(", "));
+                    return Err(WeightsError::Held { version, waited: started.elapsed(), holders });
+                }
+                Err(TryLockError::WouldBlock) => std::thread::sleep(PAUSE),
+            }
+        }
+    }
+
+    fn says(&self, version: u64) -> Result<(), WeightsError> {
+        let written = self.file.write_all_at(&version.to_le_bytes(), 0);
+        written.map_err(|error| shm::failed(&self.path, "write a file", &error))
+    }
+}
+
+/// Names of the samplers that copy out of a slot.
+fn holders(slot: &Path) -> Vec<String> {
+    let mut names = Vec::new();
+    let beside = slot.parent().and_then(|directory| std::fs::read_dir(directory).ok());
+    for entry in beside.into_iter().flatten().flatten() {
+        let path = entry.path();
+        let of_slot = path.file_stem() == slot.file_name();
+        let Some(name) = path.extension().filter(|_| of_slot) else { continue };
+        // One that is not locked was left by a sampler that is gone.
+        let locked =
+            File::open(&path).is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)));
+        if locked {
+            names.push(name.to_string_lossy().into_owned());
+        }
+    }
+    if names.is_empty() {
+        names.push("a sampler".to_owned());
+    }
+    names
+}
+
+impl<T: Storage> IpcSubscriber<T> {
+    /// Subscribes to a hub in another process. `device` has a stream that is not the one that decodes.
+    ///
+    /// # Errors
+    /// As [`RemoteSubscriber::connect`](crate::http::RemoteSubscriber::connect).
+    pub fn connect(config: RemoteConfig, device: &Device) -> Result<Self, WeightsError> {
+        Ok(Self::new(Control::there(config)?, device))
+    }
+
+    /// Subscribes to a hub of this process, for emulated devices: a process cannot open its own memory of a GPU.
+    ///
+    /// # Errors
+    /// As [`Hub::subscribe`].
+    pub fn within(hub: &Hub, name: &str, device: &Device) -> Result<Self, WeightsError> {
+        Ok(Self::new(Control::here(hub, name)?, device))
+    }
+
+    /// Sends the last receipt now if the hub may not know it; calls that ask for versions do so by themselves.
+    ///
+    /// # Errors
+    /// As [`DeviceSubscriber::applied`].
+    pub fn flush(&self) -> Result<(), WeightsError> {
+        self.control.flush()
+    }
+
+    fn new(control: Control, device: &Device) -> Self {
+        let opened = Mutex::new(Opened(Vec::new()));
+        Self { control, device: device.clone(), spares: Spares::new(device), opened }
+    }
+
+    /// Copies what was announced; `None` if the publisher has gone on.
+    fn copy(&self, told: &Told, opened: &mut Opened<T>) -> Result<Option<DeviceWeights<T>>, WeightsError> {
+        told.check::<T>(TRANSPORT)?;
+        let (version, started) = (told.version, Instant::now());
+        let Some(at) = &told.direct.slot else {
+            let what = "it comes otherwise".to_owned();
+            return Err(WeightsError::OtherWay { version, transport: TRANSPORT, what });
+        };
+        let mut values = self.spares.take(told.parameters)?;
+        if !self.copy_into(at, version, opened, &mut values)? {
+            self.spares.give_back(values);
+            return Ok(None);
+        }
+        let digest = digest(&self.device, values.all())?;
+        let bytes = values.bytes();
+        let received = Received { bytes, took: started.elapsed() };
+        Ok(Some(DeviceWeights { version, values, digest, received }))
+    }
+
+    /// Copies out of a slot, if it still has the version.
+    fn copy_into(
+        &self,
+        at: &SlotAt,
+        version: PolicyVersion,
+        opened: &mut Opened<T>,
+        spare: &mut Buffer<T>,
+    ) -> Result<bool, WeightsError> {
+        let Some(held) = Pin::take(&at.lock, self.control.name(), version)? else { return Ok(false) };
+        let slot = match opened.open(&at.handle, &self.device, spare.len()) {
+            Ok(slot) => slot,
+            // Its memory went with it; the next publisher announces another.
+            Err(_) if shm::is_left(&at.lock) => return Ok(false),
+            Err(error) => return Err(error),
+        };
+        let copied = self.device.copy(slot.all(), spare.all_mut()).and_then(|()| self.device.synchronize());
+        drop(held);
+        copied.map_err(failed("copy weights of another process"))?;
+        Ok(true)
+    }
+}
+
+impl<T: Storage> Opened<T> {
+    /// Memory of the publisher, which is opened once.
+    fn open(&mut self, handle: &str, device: &Device, len: usize) -> Result<&Buffer<T>, WeightsError> {
+        let known = self.0.iter().position(|(known, buffer)| known == handle && buffer.len() == len);
+        let index = match known {
+            Some(index) => index,
+            None => {
+                self.0.retain(|(known, _)| known != handle);
+                if self.0.len() == OPENED {
+                    self.0.remove(0);
+                }
+                let what = "open memory of another process";
+                let read = handle.parse().map_err(|reason| WeightsError::Device { what, reason })?;
+                let buffer = device.open_shared(&read, len).map_err(failed(what))?;
+                self.0.push((handle.to_owned(), buffer));
+                self.0.len() - 1
+            }
+        };
+        Ok(&self.0[index].1)
+    }
+}
+
+/// A slot that nobody writes for as long as this lives.
+pub(super) struct Pin {
+    _lock: File,
+    /// Tells who it is, and the file of it.
+    name: Option<(File, PathBuf)>,
+}
+
+impl Pin {
+    /// Holds a slot if it has `version`; `None` if the publisher has gone on.
+    pub(super) fn take(
+        path: &Path,
+        name: &str,
+        version: PolicyVersion,
+    ) -> Result<Option<Self>, WeightsError> {
+        let lock = match File::open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(shm::failed(path, "open a file of the publisher", &error)),
+        };
+        match lock.try_lock_shared() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Ok(None),
+            Err(TryLockError::Error(error)) => return Err(shm::failed(path, "lock a file", &error)),
+        }
+        let mut says = [0; 8];
+        let read = lock.read_exact_at(&mut says, 0);
+        read.map_err(|error| shm::failed(path, "read a file of the publisher", &error))?;
+        if u64::from_le_bytes(says) != version.0 {
+            return Ok(None);
+        }
+        // For errors alone, so that it may fail.
+        let mut tag = path.as_os_str().to_owned();
+        tag.push(format!(".{}", name.replace('.', "-")));
+        let tag = PathBuf::from(tag);
+        let made = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&tag);
+        let name = made.ok().filter(|file| file.try_lock().is_ok()).map(|file| (file, tag));
+        Ok(Some(Self { _lock: lock, name }))
+    }
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        if let Some((_, tag)) = &self.name {
+            // It goes with the directory otherwise.
+            let _ = std::fs::remove_file(tag);
+        }
+    }
+}
+
+impl<T: Storage> DeviceSubscriber<T> for IpcSubscriber<T> {
+    fn wait_newer(
+        &self,
+        after: Option<PolicyVersion>,
+        wait: Duration,
+    ) -> Result<Option<DeviceWeights<T>>, WeightsError> {
+        let deadline = Instant::now() + wait;
+        let mut opened = self.opened.lock().map_err(|_| WeightsError::Poisoned)?;
+        loop {
+            let told = self.control.told(After::Version(after), deadline);
+            if matches!(told, Err(WeightsError::PublisherGone { .. })) {
+                // So is its memory.
+                opened.0.clear();
+            }
+            let Some(told) = told? else { return Ok(None) };
+            if let Some(weights) = self.copy(&told, &mut opened)? {
+                return Ok(Some(weights));
+            }
+            if Instant::now() >= deadline {
+                return Ok(None);
+            }
+            std::thread::sleep(OVERTAKEN);
+        }
+    }
+
+    fn give_back(&self, values: Buffer<T>) {
+        self.spares.give_back(values);
+    }
+
+    fn applied(&self, receipt: Receipt) -> Result<(), WeightsError> {
+        self.control.applied(receipt)
+    }
+}

@@ -1,0 +1,370 @@
+//! Many GPUs: every owner of a shard broadcasts it in buckets to all samplers.
+//!
+//! ```text
+//!   lead:     plan(v) --- hub: round, members, groups ---> samplers;  the plan --- ranks' own channel ---> owners
+//!   owners:   send(plan, shard)          group of owner 0: bucket, bucket, ...   group of owner 1: ...
+//!   samplers: receive into spare buffers, in the order of the owners
+//!   lead:     done(plan, digests of the shards), or again(plan): who is still there is a new epoch with new groups
+//! ```
+//! A trainer with one owner has all of it in a [`NcclPublisher`]. With several, the lead's rank makes the plan and gives it
+//! to the others, every rank sends, and all tell the lead how it went:
+//!
+//! ```text
+//!   plan = lead.plan(v, cuts)
+//!   loop { broadcast(plan.to_bytes()); sent = owner.send(plan, shard); gather(sent)
+//!          if all sent { lead.done(plan, digests); break }  plan = lead.again(plan, reason) }
+//! ```
+//! Invariants:
+//! - Nobody waits for a peer longer than the deadline of the round; a group that failed is never used again.
+//! - What was received in part is never handed out.
+//! - Samplers that come later are members of the next round; [`DevicePublisher::resend`] makes one at once.
+
+mod subscriber;
+
+pub use self::subscriber::NcclSubscriber;
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use device::{Device, Group, GroupId, Storage, View};
+use trajectory::PolicyVersion;
+
+use super::round::{Joined, PushPlan, Round, combined, hex};
+use super::{DevicePublisher, DevicePush, digest, dtype, failed};
+use crate::hub::{Known, Newest};
+use crate::publisher::same;
+use crate::{Digest, Hub, Lag, WeightsError};
+
+/// How it is called in a recipe.
+const TRANSPORT: &str = "nccl";
+/// A sampler that waits for versions calls far more often.
+const SILENT: Duration = Duration::from_secs(5);
+
+/// How to broadcast.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NcclConfig {
+    /// Bytes that are sent at once.
+    pub bucket_bytes: usize,
+    /// How long anybody waits for anybody.
+    pub deadline: Duration,
+    /// How long after a failure samplers are waited for, before those that did not call again are left out. What a sampler
+    /// waits at most between two calls is half a second.
+    pub grace: Duration,
+    /// How often a version is sent, each time to those who still answer, before it is given up.
+    pub attempts: usize,
+}
+
+impl Default for NcclConfig {
+    fn default() -> Self {
+        Self {
+            bucket_bytes: 64 << 20,
+            deadline: Duration::from_secs(30),
+            grace: Duration::from_secs(3),
+            attempts: 4,
+        }
+    }
+}
+
+/// Decides who takes part, for all owners of a hub's one publisher.
+#[derive(Debug)]
+pub struct PushLead<T: Storage> {
+    hub: Hub,
+    device: Device,
+    config: NcclConfig,
+    state: Mutex<State>,
+    values: PhantomData<fn(T)>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The last plan.
+    plan: Option<PushPlan>,
+    /// Its groups cannot be used again.
+    broken: bool,
+    /// The newest version whose digest the hub has.
+    digested: Option<PolicyVersion>,
+}
+
+/// An owner of a shard.
+#[derive(Debug)]
+pub struct PushOwner<T: Storage> {
+    device: Device,
+    index: usize,
+    joined: Option<Joined>,
+    values: PhantomData<fn(T)>,
+}
+
+/// A hub's one publisher, which owns all weights.
+#[derive(Debug)]
+pub struct NcclPublisher<T: Storage> {
+    lead: PushLead<T>,
+    pushing: Mutex<Pushing<T>>,
+}
+
+#[derive(Debug)]
+struct Pushing<T: Storage> {
+    owner: PushOwner<T>,
+    last: Option<DevicePush>,
+}
+
+impl<T: Storage> PushLead<T> {
+    /// For `hub`, which must have no other publisher. `device` is that of the lead's shard.
+    #[must_use]
+    pub fn new(hub: Hub, device: &Device, config: NcclConfig) -> Self {
+        Self { hub, device: device.clone(), config, state: Mutex::default(), values: PhantomData }
+    }
+
+    /// How a version goes to all samplers that are there: `cuts` are the shards of its owners, one after the other. The
+    /// samplers know when this returns.
+    ///
+    /// # Errors
+    /// As [`DevicePublisher::publish`].
+    pub fn plan(&self, version: PolicyVersion, cuts: &[Range<usize>]) -> Result<PushPlan, WeightsError> {
+        let mut state = self.state()?;
+        let cuts: Vec<_> = cuts.iter().map(|cut| (cut.start, cut.end)).collect();
+        if let Known::As(_) = self.hub.known(version)? {
+            // It is only compared.
+            state.digested = state.digested.max(Some(version));
+            return self.make(&state, version, cuts, Vec::new());
+        }
+        let members = self.there()?;
+        let plan = self.make(&state, version, cuts, members)?;
+        self.announce(&mut state, plan)
+    }
+
+    /// How it goes to those who still answer, after an attempt that failed for any owner.
+    ///
+    /// # Errors
+    /// An earlier mismatch; a device that fails.
+    pub fn again(&self, plan: &PushPlan) -> Result<PushPlan, WeightsError> {
+        let mut state = self.state()?;
+        state.broken = true;
+        let all = |there: &[String]| plan.members().iter().all(|member| there.contains(member));
+        let members = self.hub.wait_receivers(Instant::now(), self.config.grace, all)?;
+        let plan = self.make(&state, plan.version(), plan.round.cuts.clone(), members)?;
+        self.announce(&mut state, plan)
+    }
+
+    /// How the newest version goes to all who are there, if somebody is whom it was not sent to.
+    ///
+    /// # Errors
+    /// An earlier mismatch; a device that fails.
+    pub fn resend(&self) -> Result<Option<PushPlan>, WeightsError> {
+        let mut state = self.state()?;
+        let Some(last) = state.plan.clone() else { return Ok(None) };
+        let members = self.there()?;
+        if members.iter().all(|member| last.members().contains(member)) {
+            return Ok(None);
+        }
+        let plan = self.make(&state, last.version(), last.round.cuts, members)?;
+        self.announce(&mut state, plan).map(Some)
+    }
+
+    /// Notes that all owners have sent their shards, whose digests these are in order. Receipts are compared with them.
+    ///
+    /// # Errors
+    /// As [`DevicePublisher::publish`].
+    pub fn done(&self, plan: &PushPlan, shards: &[Digest]) -> Result<(), WeightsError> {
+        let mut state = self.state()?;
+        let (version, digest) = (plan.version(), combined(shards));
+        if state.digested >= Some(version) {
+            return match self.hub.known(version)? {
+                Known::As(before) => same(version, before, digest),
+                Known::New => Ok(()),
+            };
+        }
+        self.hub.digested(version, digest)?;
+        self.hub.settle(None)?;
+        state.digested = Some(version);
+        Ok(())
+    }
+
+    /// The hub that is published to.
+    #[must_use]
+    pub fn hub(&self) -> &Hub {
+        &self.hub
+    }
+
+    /// Samplers that were heard of lately. One that is busy with the last version may have been silent for a while.
+    fn there(&self) -> Result<Vec<String>, WeightsError> {
+        let (now, silent) = (Instant::now(), self.config.deadline.max(SILENT));
+        self.hub.receivers(now.checked_sub(silent).unwrap_or(now))
+    }
+
+    fn make(
+        &self,
+        state: &State,
+        version: PolicyVersion,
+        cuts: Vec<(usize, usize)>,
+        members: Vec<String>,
+    ) -> Result<PushPlan, WeightsError> {
+        let last = state.plan.as_ref().map(|plan| &plan.round);
+        let kept =
+            last.filter(|last| !state.broken && last.members == members && last.ids.len() == cuts.len());
+        let (epoch, ids) = match kept {
+            Some(last) => (last.epoch, last.ids.clone()),
+            None if members.is_empty() => (0, Vec::new()),
+            None => {
+                let new = |_| GroupId::new(&self.device).map(|id| hex(&id.to_bytes()));
+                let ids = (0..cuts.len()).map(new).collect::<Result<_, _>>();
+                (clock(), ids.map_err(failed("make a group"))?)
+            }
+        };
+        let number = clock().max(last.map_or(0, |last| last.number + 1));
+        let bucket = (self.config.bucket_bytes / size_of::<T>()).max(1);
+        let deadline_ms = self.config.deadline.as_millis() as u64;
+        let round = Round { number, epoch, ids, cuts, members, bucket, deadline_ms };
+        Ok(PushPlan { version: version.0, dtype: dtype::<T>().as_str().to_owned(), round })
+    }
+
+    fn announce(&self, state: &mut State, plan: PushPlan) -> Result<PushPlan, WeightsError> {
+        self.hub.announce(Newest::Device(plan.version(), plan.parameters(), plan.direct::<T>()))?;
+        state.broken = false;
+        state.plan = Some(plan.clone());
+        Ok(plan)
+    }
+
+    fn state(&self) -> Result<MutexGuard<'_, State>, WeightsError> {
+        self.state.lock().map_err(|_| WeightsError::Poisoned)
+    }
+}
+
+impl<T: Storage> Drop for PushLead<T> {
+    fn drop(&mut self) {
+        self.hub.publisher_gone();
+    }
+}
+
+impl<T: Storage> PushOwner<T> {
+    /// The owner of shard `index`, on the stream of `device`, in its order.
+    #[must_use]
+    pub fn new(device: &Device, index: usize) -> Self {
+        Self { device: device.clone(), index, joined: None, values: PhantomData }
+    }
+
+    /// Sends its shard as the plan says, and waits until all samplers have it; its digest.
+    ///
+    /// # Errors
+    /// Peers that are gone or do not come before the deadline; a plan of other weights; a device that fails.
+    pub fn send(&mut self, plan: &PushPlan, shard: View<'_, T>) -> Result<Digest, WeightsError> {
+        let round = &plan.round;
+        let wrong =
+            |what: String| WeightsError::OtherWay { version: plan.version(), transport: TRANSPORT, what };
+        round.check(plan.parameters()).map_err(wrong)?;
+        let (start, end) = round.cuts.get(self.index).copied().unwrap_or_default();
+        if (end - start, plan.is_of::<T>()) != (shard.len(), true) {
+            let what =
+                format!("owner {} has {} weights, and the plan {:?}", self.index, shard.len(), round.cuts);
+            return Err(wrong(what));
+        }
+        if round.members.is_empty() {
+            return digest(&self.device, shard);
+        }
+        if let Err(error) = self.broadcast(round, shard) {
+            if let Some(joined) = self.joined.take() {
+                joined.abort();
+            }
+            return Err(error);
+        }
+        digest(&self.device, shard)
+    }
+
+    fn broadcast(&mut self, round: &Round, shard: View<'_, T>) -> Result<(), WeightsError> {
+        if self.joined.as_ref().is_none_or(|joined| joined.epoch != round.epoch) {
+            if let Some(old) = self.joined.take() {
+                old.abort();
+            }
+            let what = "join samplers";
+            let id = round.id(self.index).map_err(|reason| WeightsError::Device { what, reason })?;
+            let group =
+                Group::join(&self.device, &id, 0, round.world(), round.deadline()).map_err(failed(what))?;
+            self.joined = Some(Joined { epoch: round.epoch, groups: vec![group] });
+        }
+        let start = round.cuts[self.index].0;
+        for group in self.joined.iter().flat_map(|joined| &joined.groups) {
+            for bucket in round.buckets(self.index) {
+                let bucket = shard.slice(bucket.start - start..bucket.end - start);
+                group.broadcast_own(bucket).map_err(failed("send weights"))?;
+            }
+            group.wait("weight push").map_err(failed("send weights"))?;
+        }
+        Ok(())
+    }
+}
+
+impl<T: Storage> NcclPublisher<T> {
+    /// Publishes to `hub`, which must have no other publisher.
+    #[must_use]
+    pub fn new(hub: Hub, device: &Device, config: NcclConfig) -> Self {
+        let pushing = Mutex::new(Pushing { owner: PushOwner::new(device, 0), last: None });
+        Self { lead: PushLead::new(hub, device, config), pushing }
+    }
+
+    /// The hub that is published to.
+    #[must_use]
+    pub fn hub(&self) -> &Hub {
+        &self.lead.hub
+    }
+
+    fn push(
+        &self,
+        pushing: &mut Pushing<T>,
+        mut plan: PushPlan,
+        values: View<'_, T>,
+        started: Instant,
+    ) -> Result<(), WeightsError> {
+        let (version, mut attempts) = (plan.version(), 1);
+        let (digest, moved) = loop {
+            match pushing.owner.send(&plan, values) {
+                Ok(digest) => break (digest, started.elapsed()),
+                Err(error) if attempts >= self.lead.config.attempts => {
+                    return Err(WeightsError::NotSent { version, attempts, reason: error.to_string() });
+                }
+                Err(_) => plan = self.lead.again(&plan)?,
+            }
+            attempts += 1;
+        };
+        self.lead.done(&plan, &[digest])?;
+        let bytes = (values.len() * size_of::<T>()) as u64;
+        pushing.last = Some(DevicePush { version, bytes, moved, took: started.elapsed(), attempts });
+        Ok(())
+    }
+
+    fn pushing(&self) -> Result<MutexGuard<'_, Pushing<T>>, WeightsError> {
+        self.pushing.lock().map_err(|_| WeightsError::Poisoned)
+    }
+}
+
+impl<T: Storage> DevicePublisher<T> for NcclPublisher<T> {
+    fn publish(&self, version: PolicyVersion, values: View<'_, T>) -> Result<(), WeightsError> {
+        let (started, mut pushing) = (Instant::now(), self.pushing()?);
+        let shards = [0..values.len()];
+        let plan = self.lead.plan(version, &shards)?;
+        self.push(&mut pushing, plan, values, started)
+    }
+
+    fn resend(&self, values: View<'_, T>) -> Result<bool, WeightsError> {
+        let (started, mut pushing) = (Instant::now(), self.pushing()?);
+        let Some(plan) = self.lead.resend()? else { return Ok(false) };
+        self.push(&mut pushing, plan, values, started).map(|()| true)
+    }
+
+    fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {
+        self.lead.hub.wait_applied(version, wait)
+    }
+
+    fn lags(&self) -> Result<Vec<Lag>, WeightsError> {
+        self.lead.hub.lags()
+    }
+
+    fn last_push(&self) -> Result<Option<DevicePush>, WeightsError> {
+        Ok(self.pushing()?.last)
+    }
+}
+
+/// Nanoseconds since 1970: numbers that go up also from one life of the trainer's process to the next.
+fn clock() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64)
+}

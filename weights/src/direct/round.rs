@@ -1,0 +1,203 @@
+//! What the members of a broadcast are told: who they are, how they find each other, and what is sent.
+//!
+//! Invariant: the number of a round goes up with every attempt, and the epoch with every change of the members; members of one
+//! epoch keep the groups that they have made.
+
+use std::fmt;
+use std::ops::Range;
+use std::time::Duration;
+
+use device::{Group, GroupId, Storage};
+use serde::{Deserialize, Serialize};
+use trajectory::PolicyVersion;
+
+use super::{Direct, dtype};
+use crate::{Digest, WeightsError};
+
+/// One attempt to send a version.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Round {
+    pub(super) number: u64,
+    pub(super) epoch: u64,
+    /// Identifiers of the groups, one for every owner, who is member 0 of it. As hexadecimal digits.
+    pub(super) ids: Vec<String>,
+    /// Where the shard of every owner begins and ends.
+    pub(super) cuts: Vec<(usize, usize)>,
+    /// The samplers, which are members 1 and on of every group.
+    pub(super) members: Vec<String>,
+    /// Weights that are sent at once.
+    pub(super) bucket: usize,
+    pub(super) deadline_ms: u64,
+}
+
+/// What every owner of a shard is told, by whatever channel the ranks of a trainer have.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PushPlan {
+    pub(super) version: u64,
+    pub(super) dtype: String,
+    pub(super) round: Round,
+}
+
+impl Round {
+    pub(super) fn deadline(&self) -> Duration {
+        Duration::from_millis(self.deadline_ms)
+    }
+
+    /// Members of each group: an owner, and all samplers.
+    pub(super) fn world(&self) -> usize {
+        self.members.len() + 1
+    }
+
+    pub(super) fn id(&self, owner: usize) -> Result<GroupId, String> {
+        let id = self.ids.get(owner).ok_or_else(|| format!("there is no owner {owner}"))?;
+        Ok(GroupId::from_bytes(&from_hex(id)?))
+    }
+
+    /// What is sent at once of the shard of an owner, in order.
+    pub(super) fn buckets(&self, owner: usize) -> impl Iterator<Item = Range<usize>> {
+        let (start, end) = self.cuts.get(owner).copied().unwrap_or_default();
+        let bucket = self.bucket.max(1);
+        (start..end).step_by(bucket).map(move |from| from..(from + bucket).min(end))
+    }
+
+    /// Whether the shards are all of `parameters` weights, one after the other, with a group for each.
+    pub(super) fn check(&self, parameters: usize) -> Result<(), String> {
+        let mut end = 0;
+        for cut in &self.cuts {
+            if cut.0 != end || cut.1 < cut.0 {
+                return Err(format!("the shards {:?} do not follow each other", self.cuts));
+            }
+            end = cut.1;
+        }
+        if end != parameters {
+            return Err(format!("the shards {:?} do not make up {parameters} weights", self.cuts));
+        }
+        if self.ids.len() != self.cuts.len() && !self.members.is_empty() {
+            return Err(format!("there are {} groups for {} shards", self.ids.len(), self.cuts.len()));
+        }
+        Ok(())
+    }
+}
+
+impl PushPlan {
+    /// The version that is sent.
+    #[must_use]
+    pub fn version(&self) -> PolicyVersion {
+        PolicyVersion(self.version)
+    }
+
+    /// Samplers that it is sent to, in the order of their names.
+    #[must_use]
+    pub fn members(&self) -> &[String] {
+        &self.round.members
+    }
+
+    /// For the channel to the other owners.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        serde_json::to_vec(self).unwrap_or_default()
+    }
+
+    /// From that channel.
+    ///
+    /// # Errors
+    /// What is no plan.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, WeightsError> {
+        let what = "read what is to be sent";
+        serde_json::from_slice(bytes)
+            .map_err(|error| WeightsError::Device { what, reason: error.to_string() })
+    }
+
+    /// Number of weights.
+    pub(super) fn parameters(&self) -> usize {
+        self.round.cuts.last().map_or(0, |cut| cut.1)
+    }
+
+    pub(super) fn direct<T: Storage>(&self) -> Direct {
+        Direct { round: Some(self.round.clone()), ..Direct::within::<T>() }
+    }
+
+    pub(super) fn is_of<T: Storage>(&self) -> bool {
+        self.dtype == dtype::<T>().as_str()
+    }
+}
+
+/// Groups of one epoch.
+#[derive(Debug)]
+pub(super) struct Joined {
+    pub(super) epoch: u64,
+    pub(super) groups: Vec<Group>,
+}
+
+impl Joined {
+    /// Leaves at once, also in the middle of a broadcast.
+    pub(super) fn abort(self) {
+        self.groups.iter().for_each(Group::abort);
+    }
+}
+
+/// The digest of weights whose shards were digested where they lie: that of the one, or BLAKE3 over those of several.
+pub(super) fn combined(shards: &[Digest]) -> Digest {
+    if let [one] = shards {
+        return *one;
+    }
+    let mut hasher = blake3::Hasher::new();
+    for shard in shards {
+        hasher.update(shard.as_bytes());
+    }
+    Digest::from_bytes(*hasher.finalize().as_bytes())
+}
+
+/// Bytes as hexadecimal digits.
+pub(super) fn hex(bytes: &[u8]) -> String {
+    struct Hex<'a>(&'a [u8]);
+    impl fmt::Display for Hex<'_> {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        }
+    }
+    Hex(bytes).to_string()
+}
+
+fn from_hex(text: &str) -> Result<Vec<u8>, String> {
+    let digit = |digit: u8| (digit as char).to_digit(16).map(|value| value as u8);
+    let byte = |pair: &[u8]| Some(digit(pair[0])? << 4 | digit(pair[1])?);
+    let (pairs, rest) = text.as_bytes().as_chunks::<2>();
+    let bytes: Option<Vec<u8>> = pairs.iter().map(|pair| byte(pair)).collect();
+    bytes.filter(|_| rest.is_empty()).ok_or_else(|| format!("{text:?} is no identifier of a group"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn round(cuts: &[(usize, usize)], bucket: usize) -> Round {
+        let (ids, members) = (vec![String::new(); cuts.len()], vec!["sampler".to_owned()]);
+        Round { number: 1, epoch: 1, ids, cuts: cuts.to_vec(), members, bucket, deadline_ms: 1 }
+    }
+
+    #[test]
+    fn buckets_make_up_the_shards() {
+        let round = round(&[(0, 7), (7, 7), (7, 10)], 3);
+        let buckets = |owner| round.buckets(owner).collect::<Vec<_>>();
+        assert_eq!(buckets(0), [0..3, 3..6, 6..7]);
+        assert_eq!(buckets(1), []);
+        assert_eq!(buckets(2), [7..10]);
+        assert_eq!(buckets(3), []);
+    }
+
+    #[test]
+    fn shards_that_do_not_make_up_the_weights_are_refused() {
+        assert_eq!(round(&[(0, 4), (4, 4), (4, 9)], 1).check(9), Ok(()));
+        for (cuts, len) in [(&[(0, 4), (5, 9)][..], 9), (&[(0, 4)], 9), (&[(0, 4), (4, 3)], 3), (&[], 1)] {
+            assert!(round(cuts, 1).check(len).is_err(), "{cuts:?}");
+        }
+    }
+
+    #[test]
+    fn bytes_are_read_as_they_are_written() {
+        let bytes: Vec<u8> = (0..=255).collect();
+        assert_eq!(from_hex(&hex(&bytes)), Ok(bytes));
+        assert!(from_hex("0").is_err() && from_hex("0g").is_err() && from_hex("\u{e4}").is_err());
+    }
+}

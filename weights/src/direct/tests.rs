@@ -1,0 +1,534 @@
+//! Pushes between emulated devices: within a process, between processes that are killed, and to several that come and go.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier, Mutex};
+use std::time::Duration;
+
+use device::device::Place;
+use device::{Buffer, bf16};
+use tokio::runtime::Runtime;
+
+use super::colocated::DeviceMemory;
+use super::control::Control;
+use super::ipc::{IpcConfig, IpcPublisher, IpcSubscriber, Pin};
+use super::nccl::{NcclConfig, NcclPublisher, NcclSubscriber, PushLead, PushOwner};
+use super::round::PushPlan;
+use super::*;
+use crate::HubConfig;
+use crate::http::{RemoteConfig, router};
+use crate::hub::After;
+
+const SOON: Duration = Duration::from_secs(30);
+const SHORT: Duration = Duration::from_millis(100);
+const LEN: usize = 5000;
+
+fn emulated() -> Device {
+    Device::open(Place::Emulated).unwrap()
+}
+
+/// Weights that say of which version they are.
+fn values<T: Storage>(version: u64) -> Vec<T> {
+    (0..LEN).map(|index| T::narrow(((index as u64 * 31 + version * 7) % 251) as f32)).collect()
+}
+
+fn digest_of<T: Storage>(version: u64) -> Digest {
+    Digest::from_bytes(*blake3::hash(bytemuck::cast_slice(&values::<T>(version))).as_bytes())
+}
+
+fn publish<T: Storage>(publisher: &dyn DevicePublisher<T>, version: u64) -> Result<(), WeightsError> {
+    let trained = emulated().upload(&values::<T>(version)).unwrap();
+    publisher.publish(PolicyVersion(version), trained.all())
+}
+
+fn next<T: Storage>(subscriber: &dyn DeviceSubscriber<T>, after: u64) -> DeviceWeights<T> {
+    let new = subscriber.wait_newer(Some(PolicyVersion(after)), SOON).unwrap();
+    new.expect("a version in time")
+}
+
+fn found<T: Storage>(values: &Buffer<T>) -> Vec<T> {
+    emulated().download(values.all()).unwrap()
+}
+
+fn check<T: Storage + PartialEq>(weights: &DeviceWeights<T>, version: u64) {
+    assert_eq!(weights.version, PolicyVersion(version));
+    assert!(found(&weights.values) == values::<T>(version), "not the weights of {version}");
+    assert_eq!(weights.digest, digest_of::<T>(version));
+}
+
+fn applied<T: Storage>(subscriber: &dyn DeviceSubscriber<T>, weights: &DeviceWeights<T>) {
+    subscriber.applied(weights.receipt(Duration::ZERO)).unwrap();
+}
+
+fn colocated() -> DeviceMemory<bf16> {
+    DeviceMemory::new(Hub::new(HubConfig::default()), &emulated())
+}
+
+#[test]
+fn colocated_samplers_take_turns_between_two_buffers() {
+    let publisher = colocated();
+    let samplers = ["a", "b"].map(|name| publisher.subscribe(name, &emulated()).unwrap());
+    assert!(samplers[0].newest(None).unwrap().is_none());
+    let mut serving: [Option<DeviceWeights<bf16>>; 2] = [None, None];
+    let mut places = Vec::new();
+    for version in 1..=6 {
+        publish(&publisher, version).unwrap();
+        for (sampler, serving) in samplers.iter().zip(&mut serving) {
+            assert!(publisher.wait_applied(PolicyVersion(version), Duration::ZERO).is_err());
+            let new = next(sampler, version - 1);
+            check(&new, version);
+            applied(sampler, &new);
+            if let Some(before) = serving.replace(new) {
+                check(&before, version - 1);
+                places.push(before.values.id());
+                sampler.give_back(before.values);
+            }
+        }
+        publisher.wait_applied(PolicyVersion(version), Duration::ZERO).unwrap();
+        let push = publisher.last_push().unwrap().unwrap();
+        assert_eq!((push.version, push.bytes), (PolicyVersion(version), 2 * LEN as u64));
+    }
+    assert_eq!(places[..6], places[4..10], "of each sampler every other version lies in the same place");
+    assert!(publisher.lags().unwrap().iter().all(|lag| lag.versions == 0));
+    drop(publisher);
+    let gone = samplers[0].newest(Some(PolicyVersion(6))).unwrap_err();
+    assert!(matches!(gone, WeightsError::PublisherGone { .. }), "{gone}");
+}
+
+#[test]
+fn what_a_colocated_sampler_holds_is_not_written_and_what_it_missed_is_forgotten() {
+    let publisher = colocated();
+    let sampler = publisher.subscribe("sampler", &emulated()).unwrap();
+    publish(&publisher, 1).unwrap();
+    let serving = next(&sampler, 0);
+    for version in 2..=5 {
+        publish(&publisher, version).unwrap();
+    }
+    let ready = next(&sampler, 1);
+    publish(&publisher, 6).unwrap();
+    check(&serving, 1);
+    check(&ready, 5);
+    check(&next(&sampler, 5), 6);
+    let late = publisher.subscribe("late", &emulated()).unwrap();
+    assert!(late.newest(None).unwrap().is_none(), "it was not there");
+    let trained = emulated().upload(&values::<bf16>(6)).unwrap();
+    assert!(publisher.resend(trained.all()).unwrap());
+    assert!(!publisher.resend(trained.all()).unwrap(), "all have it");
+    check(&next(&late, 0), 6);
+}
+
+#[test]
+fn weights_that_are_not_what_they_should_be_stop_the_run() {
+    let publisher = colocated();
+    let sampler = publisher.subscribe("sampler", &emulated()).unwrap();
+    publish(&publisher, 1).unwrap();
+    let receipt = Receipt { digest: digest_of::<bf16>(2), ..next(&sampler, 0).receipt(Duration::ZERO) };
+    let mismatch = sampler.applied(receipt).unwrap_err();
+    assert!(matches!(mismatch, WeightsError::Mismatch { .. }), "{mismatch}");
+    assert_eq!(publish(&publisher, 2).unwrap_err(), mismatch);
+}
+
+#[test]
+fn what_is_published_again_has_to_be_the_same() {
+    let publisher = colocated();
+    for version in [1, 2, 1] {
+        publish(&publisher, version).unwrap();
+    }
+    let other = emulated().upload(&values::<bf16>(9)).unwrap();
+    let error = publisher.publish(PolicyVersion(1), other.all()).unwrap_err();
+    assert!(matches!(error, WeightsError::Republished { .. }), "{error}");
+    assert!(matches!(publish(&publisher, 0).unwrap_err(), WeightsError::NotNewer { .. }));
+}
+
+#[test]
+fn weights_on_a_device_and_on_the_host_are_not_taken_for_each_other() {
+    let publisher = colocated();
+    let hub = publisher.hub().clone();
+    let on_host = hub.subscribe("host").unwrap();
+    let other = IpcSubscriber::<bf16>::within(&hub, "ipc", &emulated()).unwrap();
+    let narrow = IpcSubscriber::<f32>::within(&hub, "f32", &emulated()).unwrap();
+    publish(&publisher, 1).unwrap();
+    let error = crate::Subscriber::newest(&on_host, None).unwrap_err();
+    assert!(matches!(error, WeightsError::OnDevice { .. }), "{error}");
+    let error = other.newest(None).unwrap_err().to_string();
+    assert!(error.contains("cuda-ipc") && error.contains("otherwise"), "{error}");
+    let error = narrow.newest(None).unwrap_err().to_string();
+    assert!(error.contains("stored in bf16, and f32"), "{error}");
+}
+
+fn ipc(directory: &Path) -> IpcPublisher<f32> {
+    let config = IpcConfig { directory: directory.to_owned(), wait: SHORT };
+    IpcPublisher::new(Hub::new(HubConfig::default()), &emulated(), &config).unwrap()
+}
+
+#[test]
+fn slots_are_copied_out_of_and_used_in_turn() {
+    let directory = tempfile::tempdir().unwrap();
+    let publisher = ipc(directory.path());
+    let sampler = IpcSubscriber::<f32>::within(publisher.hub(), "sampler", &emulated()).unwrap();
+    let mut serving: Option<DeviceWeights<f32>> = None;
+    for version in 1..=6 {
+        publish(&publisher, version).unwrap();
+        let new = next(&sampler, version - 1);
+        check(&new, version);
+        assert_eq!(new.received.bytes, 4 * LEN as u64);
+        applied(&sampler, &new);
+        publisher.wait_applied(PolicyVersion(version), Duration::ZERO).unwrap();
+        if let Some(before) = serving.replace(new) {
+            check(&before, version - 1);
+            sampler.give_back(before.values);
+        }
+    }
+    let own = std::fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
+    assert_eq!(std::fs::read_dir(own).unwrap().count(), 3, "the owner, and two slots");
+    // A model of another size takes new slots.
+    let larger = emulated().upload(&vec![1.5_f32; LEN + 3]).unwrap();
+    publisher.publish(PolicyVersion(7), larger.all()).unwrap();
+    assert_eq!(found(&next(&sampler, 6).values), vec![1.5; LEN + 3]);
+    check(&serving.unwrap(), 6);
+    drop(publisher);
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn nothing_torn_is_ever_copied() {
+    let directory = tempfile::tempdir().unwrap();
+    let config = IpcConfig { directory: directory.path().to_owned(), wait: SOON };
+    let publisher = IpcPublisher::<f32>::new(Hub::new(HubConfig::default()), &emulated(), &config).unwrap();
+    let hub = publisher.hub().clone();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let readers = ["a", "b"].map(|name| {
+            let sampler = IpcSubscriber::<f32>::within(&hub, name, &emulated()).unwrap();
+            let done = &done;
+            scope.spawn(move || {
+                let mut last = 0;
+                while last < 20 || !done.load(Ordering::Relaxed) {
+                    let Some(new) = sampler.wait_newer(Some(PolicyVersion(last)), SHORT).unwrap() else {
+                        continue;
+                    };
+                    check(&new, new.version.0);
+                    last = new.version.0;
+                    sampler.give_back(new.values);
+                }
+            })
+        });
+        for version in 1..=60 {
+            publish(&publisher, version).unwrap();
+        }
+        done.store(true, Ordering::Relaxed);
+        readers.into_iter().for_each(|reader| reader.join().unwrap());
+    });
+}
+
+/// Serves a hub for as long as it lives; where.
+fn serve(hub: Hub) -> (Runtime, String) {
+    let tokio = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let listener = tokio.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio.spawn(async move { drop(axum::serve(listener, router(hub)).await) });
+    (tokio, url)
+}
+
+/// Runs a test of this binary as another process in `directory`.
+fn child(test: &str, directory: &Path) -> (Child, impl Iterator<Item = String> + use<>) {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact", &format!("direct::tests::{test}"), "--nocapture"])
+        .current_dir(directory)
+        // Where emulated devices keep what they share; a process that is killed leaves it there.
+        .env("TMPDIR", directory)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let said = |line: String| line.split_once("HERE ").map(|(_, said)| said.to_owned());
+    (child, lines.map_while(Result::ok).filter_map(said))
+}
+
+fn say(what: impl std::fmt::Display) {
+    // Not through the test harness, which may keep it back.
+    let mut stdout = std::io::stdout();
+    writeln!(stdout, "HERE {what}").unwrap();
+    stdout.flush().unwrap();
+}
+
+fn kill(mut child: Child) {
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+#[ignore = "the child of a test"]
+fn samples_in_another_process() {
+    let url = std::fs::read_to_string("url").unwrap();
+    let sampler = IpcSubscriber::<f32>::connect(RemoteConfig::new(url, "far"), &emulated()).unwrap();
+    let mut serving = next(&sampler, 0);
+    loop {
+        applied(&sampler, &serving);
+        sampler.flush().unwrap();
+        say(format!("{} {}", serving.version.0, serving.digest));
+        serving = next(&sampler, serving.version.0);
+    }
+}
+
+#[test]
+fn a_sampler_in_another_process_gets_every_version_and_may_be_killed() {
+    let directory = tempfile::tempdir().unwrap();
+    let publisher = ipc(directory.path());
+    let (_server, url) = serve(publisher.hub().clone());
+    std::fs::write(directory.path().join("url"), url).unwrap();
+    for round in 0..2 {
+        let (sampler, mut said) = child("samples_in_another_process", directory.path());
+        for version in 5 * round + 1..=5 * round + 4 {
+            publish(&publisher, version).unwrap();
+            publish(&publisher, version).unwrap();
+            let expected = format!("{version} {}", digest_of::<f32>(version));
+            assert!(said.any(|line| line == expected), "version {version} came");
+            publisher.wait_applied(PolicyVersion(version), SOON).unwrap();
+        }
+        kill(sampler);
+        publish(&publisher, 5 * round + 5).unwrap();
+    }
+}
+
+#[test]
+#[ignore = "the child of a test"]
+fn copies_and_is_killed() {
+    let slot = std::fs::read_to_string("slot").unwrap();
+    let _pin = Pin::take(Path::new(&slot), "far", PolicyVersion(1)).unwrap().unwrap();
+    say("holds it");
+    std::thread::sleep(Duration::from_secs(60));
+}
+
+/// The file of the slot with the newest version.
+fn slot(hub: &Hub) -> PathBuf {
+    let watcher = Control::here(hub, "watcher").unwrap();
+    let told = watcher.told(After::Version(None), Instant::now()).unwrap().unwrap();
+    told.direct.slot.unwrap().lock
+}
+
+#[test]
+fn a_slot_that_is_copied_out_of_is_not_written_until_that_ends_or_its_process_does() {
+    let directory = tempfile::tempdir().unwrap();
+    let publisher = ipc(directory.path());
+    publish(&publisher, 1).unwrap();
+    let first = slot(publisher.hub());
+    std::fs::write(directory.path().join("slot"), first.to_str().unwrap()).unwrap();
+    let (sampler, mut said) = child("copies_and_is_killed", directory.path());
+    said.next().expect("it holds the slot");
+    publish(&publisher, 2).unwrap();
+    let held = publish(&publisher, 3).unwrap_err();
+    assert!(held.to_string().contains("far copies out of the slot"), "{held}");
+    kill(sampler);
+    publish(&publisher, 3).unwrap();
+    assert_eq!(slot(publisher.hub()), first);
+    assert!(Pin::take(&first, "late", PolicyVersion(1)).unwrap().is_none(), "it was told of what is gone");
+}
+
+#[test]
+#[ignore = "the child of a test"]
+fn publishes_and_is_killed() {
+    let publisher = ipc(Path::new("."));
+    publish(&publisher, 1).unwrap();
+    let slot = slot(publisher.hub());
+    publish(&publisher, 2).unwrap();
+    // As in the middle of a copy.
+    publisher.begin_to_write(PolicyVersion(3));
+    say(slot.display());
+    std::thread::sleep(Duration::from_secs(60));
+}
+
+#[test]
+fn a_publisher_that_is_killed_in_the_middle_of_a_copy_leaves_nothing_that_is_taken_for_whole() {
+    let directory = tempfile::tempdir().unwrap();
+    let (publisher, mut said) = child("publishes_and_is_killed", directory.path());
+    let slot = directory.path().join(said.next().expect("it got there"));
+    assert!(Pin::take(&slot, "sampler", PolicyVersion(1)).unwrap().is_none(), "it is written");
+    assert!(!crate::shm::is_left(&slot));
+    kill(publisher);
+    assert!(crate::shm::is_left(&slot));
+    for version in [1, 3] {
+        assert!(Pin::take(&slot, "sampler", PolicyVersion(version)).unwrap().is_none(), "{version}");
+    }
+    let _next = ipc(directory.path());
+    assert!(!slot.exists(), "the next publisher removes what is left");
+}
+
+fn config(deadline: Duration) -> NcclConfig {
+    // Several buckets, the last one short.
+    NcclConfig { bucket_bytes: 4096, deadline, grace: Duration::from_secs(2), attempts: 4 }
+}
+
+fn nccl(deadline: Duration) -> NcclPublisher<bf16> {
+    NcclPublisher::new(Hub::new(HubConfig::default()), &emulated(), config(deadline))
+}
+
+/// Serves versions as they come until there are no more; which they were.
+fn serves<T: Storage + PartialEq>(sampler: &NcclSubscriber<T>) -> Vec<u64> {
+    let mut serving: Option<DeviceWeights<T>> = None;
+    let mut served = Vec::new();
+    loop {
+        match sampler.wait_newer(serving.as_ref().map(|weights| weights.version), SOON) {
+            Ok(Some(new)) => {
+                assert!(
+                    found(&new.values) == values::<T>(new.version.0),
+                    "not the weights of {}",
+                    new.version
+                );
+                applied(sampler, &new);
+                sampler.flush().unwrap();
+                served.push(new.version.0);
+                if let Some(before) = serving.replace(new) {
+                    sampler.give_back(before.values);
+                }
+            }
+            Err(WeightsError::PublisherGone { .. }) => return served,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn wait_for(hub: &Hub, names: &[&str]) {
+    let there =
+        hub.wait_receivers(Instant::now(), SOON, |there| names.iter().all(|n| there.iter().any(|t| t == n)));
+    assert_eq!(there.unwrap(), names);
+}
+
+#[test]
+fn a_version_is_broadcast_to_all_samplers_and_again_to_who_comes_late() {
+    let publisher = nccl(SOON);
+    let hub = publisher.hub().clone();
+    let (_server, url) = serve(hub.clone());
+    publish(&publisher, 1).unwrap();
+    std::thread::scope(|scope| {
+        let far = NcclSubscriber::<bf16>::connect(RemoteConfig::new(url, "far"), &emulated()).unwrap();
+        let far = scope.spawn(move || serves(&far));
+        wait_for(&hub, &["far"]);
+        let trained = emulated().upload(&values::<bf16>(1)).unwrap();
+        assert!(publisher.resend(trained.all()).unwrap(), "the first was sent to nobody");
+        assert!(!publisher.resend(trained.all()).unwrap(), "everybody has it");
+        publisher.wait_applied(PolicyVersion(1), SOON).unwrap();
+        let near = NcclSubscriber::<bf16>::within(&hub, "near", &emulated()).unwrap();
+        let near = scope.spawn(move || serves(&near));
+        wait_for(&hub, &["far", "near"]);
+        assert!(publisher.resend(trained.all()).unwrap());
+        for version in 2..=4 {
+            publisher.wait_applied(PolicyVersion(version - 1), SOON).unwrap();
+            publish(&publisher, version).unwrap();
+            assert_eq!(publisher.last_push().unwrap().unwrap().attempts, 1);
+        }
+        publish(&publisher, 3).unwrap();
+        publisher.wait_applied(PolicyVersion(4), SOON).unwrap();
+        drop(publisher);
+        assert_eq!(far.join().unwrap(), [1, 2, 3, 4]);
+        assert_eq!(near.join().unwrap(), [1, 2, 3, 4], "nothing twice");
+    });
+}
+
+#[test]
+fn a_sampler_that_dies_in_the_middle_of_a_push_is_left_out_of_the_next_attempt() {
+    // `joins`: it gets one bucket of several. Otherwise it does not even come.
+    for joins in [true, false] {
+        let publisher = nccl(if joins { SOON } else { SHORT });
+        let hub = publisher.hub().clone();
+        std::thread::scope(|scope| {
+            let good = NcclSubscriber::<bf16>::within(&hub, "good", &emulated()).unwrap();
+            let dying = Control::here(&hub, "dying").unwrap();
+            assert!(dying.told(After::Round(0), Instant::now()).unwrap().is_none());
+            let dies = scope.spawn(move || {
+                let told = dying.told(After::Round(0), Instant::now() + SOON).unwrap().unwrap();
+                let round = told.direct.round.unwrap();
+                assert_eq!(round.members, ["dying", "good"]);
+                if joins {
+                    let device = emulated();
+                    let group =
+                        device::Group::join(&device, &round.id(0).unwrap(), 1, 3, round.deadline()).unwrap();
+                    let mut bucket = device.zeros::<bf16>(2048).unwrap();
+                    group.broadcast(0, bucket.all_mut()).unwrap();
+                }
+                // Its process is gone: it says nothing any more, and its seat is there.
+                std::mem::forget(dying);
+            });
+            let serving = scope.spawn(move || {
+                let served = serves(&good);
+                (served, good.take_failed().unwrap())
+            });
+            wait_for(&hub, &["dying", "good"]);
+            publish(&publisher, 1).unwrap();
+            assert_eq!(publisher.last_push().unwrap().unwrap().attempts, 2);
+            dies.join().unwrap();
+            while !hub.lags().unwrap().iter().any(|lag| lag.subscriber == "good" && lag.receipt.is_some()) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let behind = publisher.wait_applied(PolicyVersion(1), Duration::ZERO).unwrap_err();
+            assert!(behind.to_string().contains("dying has applied none"), "{behind}");
+            drop(publisher);
+            let (served, failed) = serving.join().unwrap();
+            assert_eq!(served, [1]);
+            assert!(failed.len() == 1 && failed[0].contains("member 1"), "{failed:?}");
+        });
+    }
+}
+
+#[test]
+fn several_owners_send_their_shards() {
+    let hub = Hub::new(HubConfig::default());
+    let lead = Arc::new(PushLead::<f32>::new(hub.clone(), &emulated(), config(SOON)));
+    // One shard is empty.
+    let cuts = [0..1500, 1500..1500, 1500..LEN];
+    let (plans, barrier) = (Mutex::new(Vec::new()), Barrier::new(cuts.len()));
+    std::thread::scope(|scope| {
+        let sampler = NcclSubscriber::<f32>::within(&hub, "sampler", &emulated()).unwrap();
+        let serving = scope.spawn(move || serves(&sampler));
+        wait_for(&hub, &["sampler"]);
+        let owners = cuts.iter().enumerate().map(|(index, cut)| {
+            let lead = Arc::clone(&lead);
+            let (plans, barrier, cuts, hub) = (&plans, &barrier, &cuts, &hub);
+            scope.spawn(move || {
+                let mut owner = PushOwner::<f32>::new(&emulated(), index);
+                for version in 1..=3 {
+                    if index == 0 {
+                        let plan = lead.plan(PolicyVersion(version), cuts).unwrap();
+                        *plans.lock().unwrap() = plan.to_bytes();
+                    }
+                    barrier.wait();
+                    let plan = PushPlan::from_bytes(&plans.lock().unwrap()).unwrap();
+                    assert_eq!(plan.members(), ["sampler"]);
+                    let shard = emulated().upload(&values::<f32>(version)[cut.clone()]).unwrap();
+                    let sent = owner.send(&plan, shard.all()).unwrap();
+                    assert_eq!(sent, digest(&emulated(), shard.all()).unwrap());
+                    barrier.wait();
+                    if index == 0 {
+                        let all = values::<f32>(version);
+                        let of = |cut: &std::ops::Range<usize>| Digest::of(&all[cut.clone()]);
+                        lead.done(&plan, &cuts.each_ref().map(of)).unwrap();
+                        hub.wait_applied(PolicyVersion(version), SOON).unwrap();
+                    }
+                    barrier.wait();
+                }
+            })
+        });
+        owners.collect::<Vec<_>>().into_iter().for_each(|owner| owner.join().unwrap());
+        drop(lead);
+        assert_eq!(serving.join().unwrap(), [1, 2, 3]);
+    });
+}
+
+#[test]
+fn a_plan_of_other_weights_is_refused() {
+    let hub = Hub::new(HubConfig::default());
+    let lead = PushLead::<f32>::new(hub, &emulated(), config(SOON));
+    let plan = lead.plan(PolicyVersion(1), &[0..10, 10..30]).unwrap();
+    let shard = emulated().zeros::<f32>(10).unwrap();
+    for (index, cut) in [(0, 0..9), (1, 0..10), (2, 0..10)] {
+        let error = PushOwner::<f32>::new(&emulated(), index).send(&plan, shard.view(cut)).unwrap_err();
+        assert!(matches!(error, WeightsError::OtherWay { .. }), "{error}");
+    }
+    let narrow = emulated().zeros::<bf16>(10).unwrap();
+    assert!(PushOwner::<bf16>::new(&emulated(), 0).send(&plan, narrow.all()).is_err());
+    assert!(PushOwner::<f32>::new(&emulated(), 0).send(&plan, shard.all()).is_ok());
+    assert!(PushPlan::from_bytes(b"{}").is_err());
+}

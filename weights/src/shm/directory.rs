@@ -1,0 +1,95 @@
+//! A publisher's own directory among those of others. Invariant: it is there for as long as its publisher, and what a killed
+//! one leaves is removed by the next that starts beside it.
+
+use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use super::slot::failed;
+use crate::WeightsError;
+
+/// How the directories of publishers begin.
+const PREFIX: &str = "rlrun-weights-";
+/// The file that a publisher holds locked.
+const OWNER: &str = "owner";
+/// A publisher that makes its directory needs no longer to lock it.
+const MAKING: Duration = Duration::from_secs(60);
+/// Directories that are tried, should another publisher remove one that is not locked yet.
+const TRIES: usize = 5;
+
+/// A directory that is removed with its publisher.
+#[derive(Debug)]
+pub(crate) struct Directory {
+    path: PathBuf,
+    /// Locked for as long as this lives.
+    _owner: File,
+}
+
+impl Directory {
+    /// Makes one in `directory`, and removes there what killed publishers left.
+    pub(crate) fn create(directory: &Path) -> Result<Self, WeightsError> {
+        remove_stale(directory);
+        for _ in 0..TRIES {
+            let number = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+            let path = directory.join(format!("{PREFIX}{}-{number}", std::process::id()));
+            let made = DirBuilder::new().mode(0o700).create(&path);
+            made.map_err(|error| failed(&path, "make a directory; name another one", &error))?;
+            if let Some(owner) = own_lock(&path).map_err(|error| failed(&path, "lock a file", &error))? {
+                return Ok(Self { path, _owner: owner });
+            }
+        }
+        let error = io::Error::other(format!("it was removed {TRIES} times"));
+        Err(failed(directory, "keep a directory", &error))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// Whether the publisher of a file in its directory is gone.
+pub(crate) fn is_left(file: &Path) -> bool {
+    File::open(file.with_file_name(OWNER)).map_or(true, |owner| owner.try_lock().is_ok())
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        // What cannot be removed is found by the next publisher. Readers keep what they have mapped.
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}
+
+/// The lock of a new directory; `None` if somebody took it for one that a killed publisher left.
+fn own_lock(own: &Path) -> io::Result<Option<File>> {
+    let path = own.join(OWNER);
+    let owner = match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        opened => opened?,
+    };
+    match owner.try_lock() {
+        Ok(()) => Ok(path.exists().then_some(owner)),
+        Err(TryLockError::WouldBlock) => Ok(None),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
+/// Removes what killed publishers left in `directory`. What cannot be read or removed is another user's.
+fn remove_stale(directory: &Path) {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(PREFIX)) {
+        let path = entry.path();
+        let stale = match File::open(path.join(OWNER)) {
+            Ok(owner) => owner.try_lock().is_ok(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let age = entry.metadata().and_then(|about| about.modified()).map(|made| made.elapsed());
+                age.is_ok_and(|age| age.is_ok_and(|age| age > MAKING))
+            }
+            Err(_) => false,
+        };
+        if stale {
+            let _ = std::fs::remove_dir_all(&path);
+        }
+    }
+}
