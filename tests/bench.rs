@@ -235,3 +235,40 @@ fn mistakes_are_refused_with_the_nearest_name() {
         home.rlrun(args).refused(&[evidence]);
     }
 }
+
+#[cfg(feature = "emulator")]
+#[test]
+fn pushes_that_stay_on_devices_are_measured_against_a_copy() {
+    let home = Home::new();
+    let locks = home.path("locks");
+    std::fs::create_dir(&locks).unwrap();
+    let locks = locks.to_str().unwrap();
+    let results = objects(home.rlrun(&[
+        "bench",
+        "weights",
+        "--device",
+        "emulated",
+        "--megabytes",
+        "1",
+        "--repeats",
+        "2",
+        "--shm",
+        locks,
+        "--json",
+    ]));
+    let of: Vec<_> = results.iter().map(|result| result["of"].as_str().unwrap()).collect();
+    assert_eq!(of, ["device_copy", "device_memory", "device_ipc", "device_nccl"]);
+    for result in &results {
+        assert_eq!(
+            (&result["device"], &result["bytes"]),
+            (&"emulated".into(), &500_000.into()),
+            "{result:?}"
+        );
+        let of_push: &[&str] =
+            if result["of"] == "device_copy" { &[] } else { &["moved_s", "push_s", "of_device_copy"] };
+        for name in ["ready_s", "gbytes_per_s"].iter().chain(of_push) {
+            assert!(result[*name].as_f64().is_some_and(|value| value > 0.0), "{name} in {result:?}");
+        }
+    }
+    assert_eq!(std::fs::read_dir(locks).unwrap().count(), 0, "nothing is left behind");
+}

@@ -56,7 +56,7 @@ pub mod values;
 
 pub use contract::{Lag, Publisher, Receipt, Subscriber};
 pub use copier::Copier;
-pub use direct::{DevicePublisher, DeviceSubscriber, DeviceWeights};
+pub use direct::{DevicePublisher, DevicePush, DeviceSubscriber, DeviceWeights};
 pub use error::WeightsError;
 pub use hub::{Hub, HubConfig, Lost};
 pub use publisher::{DeltaConfig, HubPublisher, PublishConfig, PushCost};

@@ -41,7 +41,7 @@ impl Library {
                 "libcublas.so is not found: install the CUDA toolkit 12 or 13 (or `pip install nvidia-cublas`), and put its directory into LD_LIBRARY_PATH"
             }
             Self::Nccl => {
-                "libnccl.so is not found: install NCCL (or `pip install nvidia-nccl-cu13`), and put its directory into LD_LIBRARY_PATH"
+                "libnccl.so is not found: install NCCL (or `pip install nvidia-nccl-cu13`), and put its directory into LD_LIBRARY_PATH; where only libnccl.so.2 is there, make a link to it"
             }
         }
     }

@@ -10,9 +10,9 @@ use device::device::Place;
 use device::{Device, bf16};
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
+use weights::direct::ipc::IpcSubscriber;
 use weights::http::remote::Transport;
 use weights::http::{RemoteConfig, RemoteSubscriber, router};
-use weights::direct::ipc::IpcSubscriber;
 use weights::{DeviceSubscriber, Digest, Hub, Receipt, Subscriber, WeightsError};
 
 use super::SOON;
