@@ -273,6 +273,7 @@ impl Recipe {
             world: self.trainer.world,
             zero: self.trainer.zero,
             wait: self.wait(),
+            device: None,
         }
     }
 

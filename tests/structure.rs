@@ -20,7 +20,7 @@ const EDGES: [(&str, &[&str]); 8] = [
     ("buffer", &["trajectory"]),
     ("weights", &["trajectory"]),
     ("rollout", &["trajectory", "model", "rewards", "buffer", "weights"]),
-    ("trainer", &["trajectory", "model", "buffer", "weights"]),
+    ("trainer", &["trajectory", "device", "model", "buffer", "weights"]),
     ("rlrun", &["trajectory", "model", "rewards", "buffer", "weights", "rollout", "trainer"]),
 ];
 

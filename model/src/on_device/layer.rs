@@ -223,7 +223,9 @@ impl<'a, T: Storage> Layer<'a, T> {
             let normed = self.normed(middle, &places.feed_forward_norm)?;
             let again = if gate_up.is_none() { Some(self.gate_up_of(normed.all())?) } else { None };
             let gate_up = match (&gate_up, &again) {
-                (Some(kept), _) => kept.view(piece.start / hidden * 2 * width..piece.end / hidden * 2 * width),
+                (Some(kept), _) => {
+                    kept.view(piece.start / hidden * 2 * width..piece.end / hidden * 2 * width)
+                }
                 (None, Some(again)) => again.all(),
                 (None, None) => unreachable!("one of the two is there"),
             };
