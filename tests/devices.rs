@@ -31,11 +31,18 @@ fn on_devices_a_run_learns_the_same() {
         assert_eq!(other.values("step"), here.values("step"));
         for name in ["reward/mean", "grad_norm", "loss"] {
             for (found, expected) in other.values(name).iter().zip(here.values(name)) {
-                assert!((found - expected).abs() <= 1e-3 * expected.abs().max(1.0), "{name}: {found} {expected}");
+                assert!(
+                    (found - expected).abs() <= 1e-3 * expected.abs().max(1.0),
+                    "{name}: {found} {expected}"
+                );
             }
         }
         // Sampler and trainer differ by rounding alone, whoever of them is on a device.
-        assert!(other.values("logprob_abs_diff").iter().all(|off| *off < 1e-4), "{:?}", other.values("logprob_abs_diff"));
+        assert!(
+            other.values("logprob_abs_diff").iter().all(|off| *off < 1e-4),
+            "{:?}",
+            other.values("logprob_abs_diff")
+        );
         assert_eq!(texts(other, 1), texts(&here, 1));
     }
 }

@@ -29,7 +29,8 @@ fn assert_same(found: &[Completion], expected: &[Completion]) {
         assert_eq!((found.group, found.index), (expected.group, expected.index));
         assert_eq!(found.token_ids, expected.token_ids, "{} of {}", found.index, found.group);
         assert_eq!(found.kept, expected.kept);
-        let off = found.logprobs.iter().zip(&expected.logprobs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let off =
+            found.logprobs.iter().zip(&expected.logprobs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(off < 1e-3, "{off}");
     }
 }

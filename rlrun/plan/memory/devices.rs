@@ -9,8 +9,8 @@ use std::fmt;
 use device::DeviceError;
 use device::device::Place;
 use device::inventory::Inventory;
-use model::{Config, Layout, Quantization, Recompute};
 use model::on_device::Dtype;
+use model::{Config, Layout, Quantization, Recompute};
 
 use super::{
     F32, Part, Phase, Size, Trained, cache_positions, decoding_rows, mebibytes, micro_batch_tokens, of_ranks,
