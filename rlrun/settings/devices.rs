@@ -7,6 +7,7 @@ use device::{Device as Opened, DeviceError};
 use model::Quantization;
 use model::on_device::Dtype;
 use rollout::ServeOn;
+use trainer::on_device::{DeviceConfig, OptimizerPlace};
 
 use crate::recipe::Recipe;
 use crate::recipe::words::{Device, ModelDtype, OptimizerHome};
@@ -73,6 +74,17 @@ impl Recipe {
 }
 
 impl Recipe {
+    /// Where the ranks of the trainer compute; `None` for the processor.
+    #[must_use]
+    pub fn trains_on(&self) -> Option<DeviceConfig> {
+        let devices = self.devices();
+        let places: Vec<Place> = devices.trainer.iter().copied().flatten().collect();
+        let optimizer =
+            if devices.optimizer_on_device { OptimizerPlace::Device } else { OptimizerPlace::Host };
+        let place = *places.first()?;
+        Some(DeviceConfig { place, dtype: self.dtype_on(Some(place)), places: places.into(), optimizer })
+    }
+
     /// Where a sampler's weights are served, on a stream of its own.
     ///
     /// # Errors

@@ -340,8 +340,9 @@ impl<T: Storage> NcclPublisher<T> {
 impl<T: Storage> DevicePublisher<T> for NcclPublisher<T> {
     fn publish(&self, version: PolicyVersion, values: View<'_, T>) -> Result<(), WeightsError> {
         let (started, mut pushing) = (Instant::now(), self.pushing()?);
-        let shards = [0..values.len()];
-        let plan = self.lead.plan(version, &shards)?;
+        let whole = 0..values.len();
+        let shards = std::slice::from_ref(&whole);
+        let plan = self.lead.plan(version, shards)?;
         self.push(&mut pushing, plan, values, started)
     }
 

@@ -182,7 +182,7 @@ mod tests {
         let buckets = |owner| round.buckets(owner).collect::<Vec<_>>();
         assert_eq!(buckets(0), [0..3, 3..6, 6..7]);
         assert_eq!(buckets(1), []);
-        assert_eq!(buckets(2), [7..10]);
+        assert_eq!(buckets(2), vec![7..10]);
         assert_eq!(buckets(3), []);
     }
 
