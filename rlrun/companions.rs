@@ -45,8 +45,8 @@ pub(crate) fn learner(
 ) -> Result<Learner, Failure> {
     Ok(match (leader, adapter) {
         (Some(leader), adapter) => leader.learner(config, model, parameters, adapter, optimizer)?,
-        (None, Some(adapter)) => Learner::adapting(config, model, parameters, adapter, optimizer),
-        (None, None) => Learner::new(config, model, parameters, optimizer),
+        (None, Some(adapter)) => Learner::adapting(config, model, parameters, adapter, optimizer)?,
+        (None, None) => Learner::new(config, model, parameters, optimizer)?,
     })
 }
 

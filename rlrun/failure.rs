@@ -125,3 +125,33 @@ impl Failure {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use device::DeviceError;
+    use device::error::{Bytes, Held};
+
+    use super::*;
+
+    #[test]
+    fn a_device_that_is_not_there_is_input_and_one_that_is_full_is_a_failure_that_names_who_holds_it() {
+        let (device, reason) = ("cuda:0".to_owned(), "no driver".to_owned());
+        let gone = Failure::from(DeviceError::Unavailable { device: device.clone(), reason });
+        assert_eq!(gone.exit_code(), 2);
+        let full = Failure::from(DeviceError::OutOfMemory {
+            device,
+            wanted: Bytes(2 << 30),
+            label: "activations",
+            free: Bytes(1 << 30),
+            total: Bytes(80 << 30),
+            held: Held(vec![("optimizer", 40 << 30), ("weights", 20 << 30)]),
+            remedy: "lower it",
+        });
+        assert_eq!(full.exit_code(), 1);
+        let text = full.to_string();
+        assert!(
+            text.contains("2.00 GiB more of activations") && text.contains("optimizer (40.00 GiB)"),
+            "{text}"
+        );
+    }
+}

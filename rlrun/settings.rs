@@ -277,6 +277,7 @@ impl Recipe {
             world: self.trainer.world,
             zero: self.trainer.zero,
             wait: self.wait(),
+            device: None,
         }
     }
 

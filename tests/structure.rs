@@ -18,12 +18,12 @@ const EDGES: [(&str, &[&str]); 9] = [
     // `trainer`, `rollout`, and `rlrun`.
     ("device", &[]),
     // Prompts and chat messages come in the words of `trajectory`; of everything else the model knows nothing.
-    ("model", &["trajectory"]),
+    ("model", &["trajectory", "device"]),
     ("rewards", &["trajectory", "model"]),
     ("buffer", &["trajectory"]),
     ("weights", &["trajectory", "device"]),
-    ("rollout", &["trajectory", "model", "rewards", "buffer", "weights"]),
-    ("trainer", &["trajectory", "model", "buffer", "weights"]),
+    ("rollout", &["trajectory", "device", "model", "rewards", "buffer", "weights"]),
+    ("trainer", &["trajectory", "device", "model", "buffer", "weights"]),
     ("rlrun", &["trajectory", "device", "model", "rewards", "buffer", "weights", "rollout", "trainer"]),
 ];
 

@@ -7,6 +7,8 @@ mod bitwise;
 mod chaos;
 mod colocated;
 mod curation;
+#[cfg(feature = "emulator")]
+mod devices;
 mod failpoints;
 mod fit;
 mod learns;

@@ -172,7 +172,8 @@ impl Drop for Cuda {
 #[expect(unsafe_code, reason = "calls of the driver")]
 fn capability(device: sys::CUdevice) -> std::result::Result<i32, DriverError> {
     use sys::CUdevice_attribute::{
-        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
     };
     // SAFETY: the device is one of the driver's.
     let [major, minor] = [MAJOR, MINOR].map(|what| unsafe { driver::device::get_attribute(device, what) });
@@ -202,7 +203,9 @@ impl Cublas {
         unsafe {
             cublas::set_stream(handle, stream.cast()).map_err(failed)?;
             let workspace = driver::malloc_sync(WORKSPACE).named(name, "cuMemAlloc")?;
-            cublas_sys::cublasSetWorkspace_v2(handle, workspace as *mut c_void, WORKSPACE).result().map_err(failed)?;
+            cublas_sys::cublasSetWorkspace_v2(handle, workspace as *mut c_void, WORKSPACE)
+                .result()
+                .map_err(failed)?;
             Ok(Self { handle, workspace })
         }
     }
@@ -270,14 +273,17 @@ impl Backend for Cuda {
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
         self.bind()?;
         // SAFETY: both views are of this many bytes; addresses are unique over all devices.
-        unsafe { sys::cuMemcpyAsync(to, from, bytes, self.stream) }.result().named(&self.name, "cuMemcpyAsync")
+        unsafe { sys::cuMemcpyAsync(to, from, bytes, self.stream) }
+            .result()
+            .named(&self.name, "cuMemcpyAsync")
     }
 
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn clear(&self, address: u64, bytes: usize) -> Result<()> {
         self.bind()?;
         // SAFETY: the view is of this many bytes.
-        unsafe { driver::memset_d8_async(address, 0, bytes, self.stream) }.named(&self.name, "cuMemsetD8Async")
+        unsafe { driver::memset_d8_async(address, 0, bytes, self.stream) }
+            .named(&self.name, "cuMemsetD8Async")
     }
 
     #[expect(unsafe_code, reason = "calls of the driver")]
@@ -289,8 +295,9 @@ impl Backend for Cuda {
             arguments.iter().map(|argument| argument.bytes.as_ptr().cast_mut().cast()).collect();
         let shared = u32::try_from(shared).unwrap_or(u32::MAX);
         // SAFETY: the launchers give each kernel the arguments that it has, with addresses of buffers that live.
-        let launched =
-            unsafe { driver::launch_kernel(function, (x, y, z), (threads, 1, 1), shared, self.stream, &mut pointers) };
+        let launched = unsafe {
+            driver::launch_kernel(function, (x, y, z), (threads, 1, 1), shared, self.stream, &mut pointers)
+        };
         launched.map_err(|error| DeviceError::Kernel {
             device: self.name.clone(),
             kernel: kernel.to_owned(),
@@ -366,7 +373,8 @@ impl Backend for Cuda {
         unsafe {
             let graph = driver::stream::end_capture(self.stream).named(&self.name, "cuStreamEndCapture")?;
             let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-            let executable = driver::graph::instantiate(graph, flags).named(&self.name, "cuGraphInstantiate")?;
+            let executable =
+                driver::graph::instantiate(graph, flags).named(&self.name, "cuGraphInstantiate")?;
             Ok(Box::new(Recorded { graph, executable }))
         }
     }
@@ -388,7 +396,9 @@ impl Backend for Cuda {
         self.bind()?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
         // SAFETY: the address is the start of an allocation that was made to be shared.
-        unsafe { sys::cuIpcGetMemHandle(&raw mut handle, address) }.result().named(&self.name, "cuIpcGetMemHandle")?;
+        unsafe { sys::cuIpcGetMemHandle(&raw mut handle, address) }
+            .result()
+            .named(&self.name, "cuIpcGetMemHandle")?;
         Ok(Handle::Cuda(handle.reserved.map(|byte| byte.cast_unsigned())))
     }
 

@@ -56,9 +56,15 @@ impl std::str::FromStr for Place {
         match text {
             "cuda" => Ok(Self::Cuda(0)),
             "emulated" => Ok(Self::Emulated),
-            _ => text.strip_prefix("cuda:").and_then(|number| number.parse().ok()).map(Self::Cuda).ok_or_else(
-                || format!("`{text}` is no device; write \"cuda\" for the first GPU or \"cuda:1\" for the second"),
-            ),
+            _ => text
+                .strip_prefix("cuda:")
+                .and_then(|number| number.parse().ok())
+                .map(Self::Cuda)
+                .ok_or_else(|| {
+                    format!(
+                        "`{text}` is no device; write \"cuda\" for the first GPU or \"cuda:1\" for the second"
+                    )
+                }),
         }
     }
 }
@@ -297,7 +303,9 @@ fn remedy(label: &str) -> &'static str {
         }
         "key-value cache" => "lower rollout.kv_cache_tokens or rollout.max_running",
         "optimizer" => "set placement.optimizer = \"host\", or share it over more ranks (trainer.zero)",
-        _ => "`rlrun plan` shows what a run needs; share the model over more ranks, or place roles on other devices",
+        _ => {
+            "`rlrun plan` shows what a run needs; share the model over more ranks, or place roles on other devices"
+        }
     }
 }
 
@@ -311,7 +319,9 @@ fn open(place: Place) -> Result<Box<dyn Backend>> {
         _ => Err(DeviceError::Unavailable {
             device: place.to_string(),
             reason: match place {
-                Place::Cuda(_) => "this program was built without CUDA; build it with `--features cuda`".to_owned(),
+                Place::Cuda(_) => {
+                    "this program was built without CUDA; build it with `--features cuda`".to_owned()
+                }
                 Place::Emulated => "the emulator is for tests; build with `--features emulator`".to_owned(),
             },
         }),
@@ -324,7 +334,9 @@ mod tests {
 
     #[test]
     fn places_are_read_as_they_are_written() {
-        for (text, place) in [("cuda", Place::Cuda(0)), ("cuda:3", Place::Cuda(3)), ("emulated", Place::Emulated)] {
+        for (text, place) in
+            [("cuda", Place::Cuda(0)), ("cuda:3", Place::Cuda(3)), ("emulated", Place::Emulated)]
+        {
             assert_eq!(text.parse(), Ok(place));
         }
         assert_eq!(Place::Cuda(3).to_string(), "cuda:3");

@@ -87,7 +87,13 @@ impl Work {
                     arguments.iter().map(|argument| argument.bytes.as_ptr().cast_mut().cast()).collect();
                 // SAFETY: the launchers give each kernel the arguments that it has, with addresses of buffers that live.
                 let code = unsafe {
-                    rlrun_emulator_launch(kernel.as_ptr(), grid.as_ptr(), *threads, *shared, pointers.as_mut_ptr())
+                    rlrun_emulator_launch(
+                        kernel.as_ptr(),
+                        grid.as_ptr(),
+                        *threads,
+                        *shared,
+                        pointers.as_mut_ptr(),
+                    )
                 };
                 let reason = match code {
                     0 => return Ok(()),
@@ -153,7 +159,8 @@ impl Emulated {
 
     /// Address of a file's bytes; the file is removed with it if it is `own`.
     fn map(&self, path: PathBuf, bytes: usize, own: bool) -> Result<u64> {
-        let refused = |reason: String| failed("opening shared memory", format!("{}: {reason}", path.display()));
+        let refused =
+            |reason: String| failed("opening shared memory", format!("{}: {reason}", path.display()));
         let file = std::fs::File::options().read(true).write(true).open(&path);
         let file = file.map_err(|error| refused(error.to_string()))?;
         let map = MmapRaw::map_raw(&file).map_err(|error| refused(error.to_string()))?;
@@ -278,7 +285,8 @@ impl Backend for Emulated {
 
     fn replay(&self, recording: &dyn Recording) -> Result<()> {
         let recorded = recording.as_any().downcast_ref::<Recorded>();
-        let Recorded(work) = recorded.ok_or_else(|| failed("a replay", "it was recorded by another device"))?;
+        let Recorded(work) =
+            recorded.ok_or_else(|| failed("a replay", "it was recorded by another device"))?;
         work.iter().try_for_each(Work::run)
     }
 

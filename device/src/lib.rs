@@ -11,7 +11,10 @@
 //! - [`group`]: devices that sum up, gather and broadcast together (NCCL)
 //! - `cuda`, `emulated`: the two backends; [`inventory`]: which devices there are
 
-#![expect(clippy::needless_pass_by_value, reason = "a view that is written is given away, so that nobody else writes")]
+#![expect(
+    clippy::needless_pass_by_value,
+    reason = "a view that is written is given away, so that nobody else writes"
+)]
 #![cfg_attr(
     not(any(feature = "cuda", feature = "emulator")),
     expect(dead_code, reason = "without a backend no device opens")

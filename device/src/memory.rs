@@ -165,7 +165,11 @@ impl<'a, T: Element> View<'a, T> {
     pub fn slice(self, range: Range<usize>) -> View<'a, T> {
         let (start, end, len) = (range.start, range.end, self.len);
         assert!(start <= end && end <= len, "values {start}..{end} of {len}");
-        View { address: self.address + (start * size_of::<T>()) as u64, len: end - start, values: PhantomData }
+        View {
+            address: self.address + (start * size_of::<T>()) as u64,
+            len: end - start,
+            values: PhantomData,
+        }
     }
 
     pub(crate) fn address(self) -> u64 {

@@ -32,7 +32,11 @@ impl<'a, T: Storage> Matrix<'a, T> {
     /// If the values are no whole rows.
     #[must_use]
     pub fn new(values: View<'a, T>, columns: usize) -> Self {
-        assert!(columns > 0 && values.len().is_multiple_of(columns), "{} values in rows of {columns}", values.len());
+        assert!(
+            columns > 0 && values.len().is_multiple_of(columns),
+            "{} values in rows of {columns}",
+            values.len()
+        );
         Self { values, rows: values.len() / columns, columns, stride: columns, transposed: false }
     }
 
@@ -50,7 +54,11 @@ impl<'a, T: Storage> MatrixMut<'a, T> {
     /// If the values are no whole rows.
     #[must_use]
     pub fn new(values: ViewMut<'a, T>, columns: usize) -> Self {
-        assert!(columns > 0 && values.len().is_multiple_of(columns), "{} values in rows of {columns}", values.len());
+        assert!(
+            columns > 0 && values.len().is_multiple_of(columns),
+            "{} values in rows of {columns}",
+            values.len()
+        );
         Self { rows: values.len() / columns, columns, values }
     }
 }

@@ -1,3 +1,5 @@
+//! Launches that are recorded once and replayed.
+
 use device::{Matrix, MatrixMut};
 
 use crate::common::devices;
@@ -9,7 +11,13 @@ fn recorded_work_is_done_when_it_is_replayed() {
         let mut c = device.upload(&[1.0_f32]).unwrap();
         let graph = device
             .record(|| {
-                device.product(Matrix::new(a.all(), 1), Matrix::new(b.all(), 1), MatrixMut::new(c.all_mut(), 1), 1.0, 1.0)
+                device.product(
+                    Matrix::new(a.all(), 1),
+                    Matrix::new(b.all(), 1),
+                    MatrixMut::new(c.all_mut(), 1),
+                    1.0,
+                    1.0,
+                )
             })
             .unwrap();
         assert_eq!(device.download(c.all()).unwrap(), [1.0], "recorded, not done");

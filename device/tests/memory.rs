@@ -1,3 +1,5 @@
+//! Buffers, views, copies, and who holds how much.
+
 use device::device::Place;
 use device::{Device, DeviceError, bf16};
 
@@ -57,6 +59,7 @@ fn shared_memory_is_seen_by_who_opens_it() {
 fn a_device_that_is_not_there_says_what_is_missing() {
     let error = Device::open(Place::Cuda(63)).unwrap_err().to_string();
     assert!(error.contains("cuda:63 cannot be used"), "{error}");
-    let remedy = ["--features cuda", "install", "CUDA_VISIBLE_DEVICES"].iter().any(|word| error.contains(word));
+    let remedy =
+        ["--features cuda", "install", "CUDA_VISIBLE_DEVICES"].iter().any(|word| error.contains(word));
     assert!(remedy, "{error}");
 }

@@ -1,3 +1,5 @@
+//! Matrix products against a plain loop in f64.
+
 use device::{Matrix, MatrixMut, Storage, bf16};
 
 use crate::common::{assert_close, devices, noise};
@@ -11,8 +13,10 @@ fn check<A: Storage, C: Storage>(tolerance: f64) {
                 let c: Vec<C> = noise(m * n, 3).into_iter().map(C::narrow).collect();
                 let (on_a, on_b) = (device.upload(&a).unwrap(), device.upload(&b).unwrap());
                 let mut on_c = device.upload(&c).unwrap();
-                let left = if ta { Matrix::new(on_a.all(), m).transposed() } else { Matrix::new(on_a.all(), k) };
-                let right = if tb { Matrix::new(on_b.all(), k).transposed() } else { Matrix::new(on_b.all(), n) };
+                let left =
+                    if ta { Matrix::new(on_a.all(), m).transposed() } else { Matrix::new(on_a.all(), k) };
+                let right =
+                    if tb { Matrix::new(on_b.all(), k).transposed() } else { Matrix::new(on_b.all(), n) };
                 device.product(left, right, MatrixMut::new(on_c.all_mut(), n), 0.5, 2.0).unwrap();
                 let at = |i: usize, p: usize| f64::from(a[if ta { p * m + i } else { i * k + p }].widen());
                 let bt = |p: usize, j: usize| f64::from(b[if tb { j * k + p } else { p * n + j }].widen());

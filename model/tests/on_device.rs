@@ -6,10 +6,12 @@ use std::sync::Arc;
 
 use device::device::Place;
 use device::{Device, Storage, bf16};
-use model::on_device::{DeviceDecoder, DeviceSampler, DrawRequest, Dtype, FlatGradients, StagedWeights, Whole};
+use model::on_device::{
+    DeviceDecoder, DeviceSampler, DrawRequest, Dtype, FlatGradients, StagedWeights, Whole,
+};
 use model::{
-    Config, Decoder, Draw, Gradients, Head, KvCache, Pack, Parameters, PredictionGradient, Recompute, Sampling,
-    Sizes, StepSequence, Target, Team,
+    Config, Decoder, Draw, Gradients, Head, KvCache, Pack, Parameters, PredictionGradient, Recompute,
+    Sampling, Sizes, StepSequence, Target, Team,
 };
 
 use crate::common::bits;
@@ -42,10 +44,16 @@ fn configs() -> Vec<Config> {
 fn parameters(config: &Config) -> Parameters {
     let mut parameters = Parameters::random(config, 5);
     let wiggle = |i: usize| ((i * 7919) % 1009) as f32 / 1009.0 - 0.5;
-    parameters.values_mut().iter_mut().enumerate().for_each(|(i, value)| *value = *value * 2.0 + 0.05 * wiggle(i));
+    parameters
+        .values_mut()
+        .iter_mut()
+        .enumerate()
+        .for_each(|(i, value)| *value = *value * 2.0 + 0.05 * wiggle(i));
     // Sharp attention would make a rounding in bf16 as large as what it rounds.
     let layout = Arc::clone(parameters.layout());
-    for spec in layout.specs().iter().filter(|spec| spec.name.contains("self_attn.") && spec.name.contains("_norm")) {
+    for spec in
+        layout.specs().iter().filter(|spec| spec.name.contains("self_attn.") && spec.name.contains("_norm"))
+    {
         parameters.values_mut()[spec.range()].iter_mut().for_each(|value| *value *= 0.3);
     }
     parameters
@@ -94,7 +102,12 @@ impl Case {
     }
 
     /// The same on a device.
-    fn there<T: Storage>(&self, config: &Config, parameters: &Parameters, recompute: Recompute) -> (Vec<f32>, Vec<f32>) {
+    fn there<T: Storage>(
+        &self,
+        config: &Config,
+        parameters: &Parameters,
+        recompute: Recompute,
+    ) -> (Vec<f32>, Vec<f32>) {
         let device = Device::open(Place::Emulated).unwrap();
         let layout = parameters.layout();
         let decoder = DeviceDecoder::<T>::new(&device, config, layout, recompute).unwrap();

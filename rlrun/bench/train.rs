@@ -45,10 +45,11 @@ pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>) -> Result<Work, Failure> 
         world: 1,
         zero: 1,
         wait: Duration::MAX,
+        device: None,
     };
     let parameters = directory.load_parameters()?;
     let team = Arc::new(Team::new(cores, cores.total()));
-    let mut learner = Learner::new(config, directory.config().clone(), parameters, None).on(team);
+    let mut learner = Learner::new(config, directory.config().clone(), parameters, None)?.on(team);
     let mut rng = ChaCha8Rng::seed_from_u64(0);
     let samples = (0..args.sequences)
         .map(|_| sequence(random_tokens(&mut rng, args.length + 1, directory.config().vocab_size)))

@@ -25,7 +25,8 @@ pub mod tasks;
 pub mod worker;
 
 pub use engine::{
-    Completion, Engine, EngineConfig, EngineCounts, Interruption, Network, Request, ServeOn, Served, StopRules,
+    Completion, Engine, EngineConfig, EngineCounts, Interruption, Network, Request, ServeOn, Served,
+    StopRules,
 };
 pub use error::RolloutError;
 pub use prompts::{Overlong, PromptSet};

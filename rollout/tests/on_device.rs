@@ -29,7 +29,8 @@ fn assert_same(found: &[Completion], expected: &[Completion]) {
         assert_eq!((found.group, found.index), (expected.group, expected.index));
         assert_eq!(found.token_ids, expected.token_ids, "{} of {}", found.index, found.group);
         assert_eq!(found.kept, expected.kept);
-        let off = found.logprobs.iter().zip(&expected.logprobs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let off =
+            found.logprobs.iter().zip(&expected.logprobs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(off < 1e-3, "{off}");
     }
 }
@@ -38,7 +39,7 @@ fn assert_same(found: &[Completion], expected: &[Completion]) {
 fn completions_are_those_of_the_processor() {
     let model = Model::new();
     for sampling in [Sampling::PLAIN, TRUNCATED, Sampling::GREEDY] {
-        let requests = || (0..4).map(|g| request(g, 3, sampling)).collect();
+        let requests = || (0..2).map(|g| request(g, 2, sampling)).collect();
         let expected = complete(&mut model.engine(CONFIG, &[]), requests());
         let mut engine = engine(&model, CONFIG);
         let found = complete(&mut engine, requests());
@@ -50,12 +51,10 @@ fn completions_are_those_of_the_processor() {
 #[test]
 fn how_it_is_batched_and_chunked_does_not_matter() {
     let model = Model::new();
-    let requests = || (0..5).map(|g| request(g, 2, Sampling::PLAIN)).collect();
+    let requests = || (0..3).map(|g| request(g, 2, Sampling::PLAIN)).collect();
     let expected = complete(&mut model.engine(CONFIG, &[]), requests());
-    for (max_running, prefill_chunk) in [(3, 5), (20, 64)] {
-        let mut engine = engine(&model, EngineConfig { max_running, prefill_chunk, ..CONFIG });
-        assert_same(&complete(&mut engine, requests()), &expected);
-    }
+    let mut engine = engine(&model, EngineConfig { max_running: 3, prefill_chunk: 5, ..CONFIG });
+    assert_same(&complete(&mut engine, requests()), &expected);
 }
 
 #[test]
@@ -63,7 +62,7 @@ fn new_weights_are_applied_in_the_middle_and_a_parked_engine_goes_on() {
     let model = Model::new();
     let other = model.other_parameters();
     let go = |mut engine: Engine, on: &ServeOn, park: bool| {
-        let requests: Vec<_> = (0..3).map(|g| request(g, 2, Sampling::PLAIN)).collect();
+        let requests: Vec<_> = (0..2).map(|g| request(g, 2, Sampling::PLAIN)).collect();
         requests.into_iter().for_each(|request| engine.submit(request).unwrap());
         let mut completions = Vec::new();
         for _ in 0..6 {

@@ -3,7 +3,8 @@
 //! While the sampler has its turn, gradients are dropped: every step begins them at zero. The state of the optimizer,
 //! then the weights (with an adapter also the frozen ones under it), of the policy and then of a critic of its own, stay in
 //! memory as far as the budget has room for them. What does not fit goes to one file per network and comes back before the
-//! next step. The files have no name, so that nothing is left behind, however the process ends.
+//! next step. The files have no name, so that nothing is left behind, however the process ends. What a device has of them is
+//! kept there or leaves it likewise; the copy of a frozen network leaves it in any case.
 //!
 //! Invariant: what comes back has the bits that went, and nothing computes in between; a run ends with the same weights
 //! wherever they were.
@@ -52,10 +53,13 @@ impl Colocation {
         budget: &MemoryBudget,
         networks: Vec<&mut Learner>,
     ) -> Self {
-        let place = |network: &mut Learner| Place {
-            optimizer_stays: budget.claim(bytes(&network.optimizer_streams())),
-            weights_stay: budget.claim(bytes(&network.weight_streams())),
-            ..Place::default()
+        let place = |network: &mut Learner| {
+            let [optimizer, weights] = network.bytes_to_keep();
+            Place {
+                optimizer_stays: budget.claim(optimizer),
+                weights_stay: budget.claim(weights),
+                ..Place::default()
+            }
         };
         let places = networks.into_iter().map(place).collect();
         Self { seat, directory: directory.to_owned(), places, resting: false, freed_bytes: 0 }
@@ -80,6 +84,7 @@ impl Colocation {
         self.freed_bytes = 0;
         for (network, place) in networks.into_iter().zip(&mut self.places) {
             self.freed_bytes += network.drop_gradients();
+            self.freed_bytes += place.leave_device(network)?;
             let moved = place.store(network, &self.directory);
             self.freed_bytes += moved.map_err(|source| scratch(&self.directory, source))?;
         }
@@ -119,12 +124,18 @@ impl Colocation {
         }
         for (network, place) in networks.into_iter().zip(&mut self.places) {
             place.restore(network).map_err(|source| scratch(&self.directory, source))?;
+            network.to_device()?;
         }
         Ok(())
     }
 }
 
 impl Place {
+    /// Takes what does not stay off the device, to the host. Returns the bytes.
+    fn leave_device(&self, network: &mut Learner) -> Result<u64, TrainerError> {
+        network.to_host(!self.optimizer_stays, !self.weights_stay)
+    }
+
     /// Everything of `network` that does not stay.
     fn leaving<'a>(&self, network: &'a mut Learner) -> Vec<Stream<'a>> {
         match (self.optimizer_stays, self.weights_stay) {
@@ -138,7 +149,7 @@ impl Place {
     /// Moves what does not stay into the file; returns its bytes.
     fn store(&mut self, network: &mut Learner, directory: &Path) -> io::Result<u64> {
         let streams = self.leaving(network);
-        let moved = bytes(&streams);
+        let moved = streams.iter().map(Stream::bytes).sum();
         if streams.is_empty() {
             return Ok(0);
         }
@@ -187,14 +198,6 @@ impl Place {
         }
         Ok(())
     }
-}
-
-fn bytes(streams: &[Stream<'_>]) -> u64 {
-    let of = |stream: &Stream<'_>| match stream {
-        Stream::F32(values) => size_of_val(&values[..]),
-        Stream::U8(codes) => codes.len(),
-    };
-    streams.iter().map(|stream| of(stream) as u64).sum()
 }
 
 fn scratch(directory: &Path, source: io::Error) -> TrainerError {

@@ -11,6 +11,9 @@ pub enum TrainerError {
     /// The network could not compute.
     #[error("the network failed: {0}")]
     Compute(#[from] candle_core::Error),
+    /// A device could not be used, or has no room.
+    #[error(transparent)]
+    Device(#[from] device::DeviceError),
     /// A gradient is infinite or not a number.
     #[error(
         "the gradient of update {update} over {rows} rows is not finite; lower trainer.learning_rate, or check the rewards for extreme values"

@@ -261,7 +261,7 @@ impl LayerSource for Gathering<'_> {
 }
 
 /// Place of a unit among all of its layout.
-fn number(layout: &Layout, unit: Unit) -> usize {
+pub(crate) fn number(layout: &Layout, unit: Unit) -> usize {
     match unit {
         Unit::Embedding => 0,
         Unit::Layer(index) => index + 1,

@@ -82,6 +82,7 @@ impl Follower {
         let layout = Arc::new(Layout::new(&model));
         let collective = &*self.collective;
         let skeleton = adapter.map(|config| Adapter::skeleton(config, layout.specs()));
+        let optimizer_config = config.optimizer;
         let member = Membership::new(config, model, &layout, skeleton, Arc::clone(&self.collective));
         let weights = if member.owns_weights() {
             let mut own = Vec::new();
@@ -105,10 +106,10 @@ impl Follower {
                     let mine = member.fragments().iter().filter(|fragment| fragment.tensor == tensor);
                     own.extend(mine.map(|fragment| state.cut(&fragment.within)));
                 }
-                Some(Optimizer::resume(config.optimizer, updates, own))
+                Some(Optimizer::resume(optimizer_config, updates, own))
             }
         };
-        let rank = member.rank(weights, optimizer);
+        let rank = member.rank(weights, optimizer)?;
         let learner = Learner::spread(rank, Arc::clone(&self.collective), None).on(Arc::clone(&self.team));
         self.networks.insert(network, learner);
         Ok(())

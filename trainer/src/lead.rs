@@ -111,7 +111,7 @@ impl Leader {
     /// [`Learner::new`] and [`Learner::adapting`]; `config.world` is the number of processes.
     ///
     /// # Errors
-    /// If another process is gone, or the model's configuration does not read back as it is.
+    /// If another process is gone, a device is not there, or the model's configuration does not read back as it is.
     pub fn learner(
         self: &Arc<Self>,
         config: LearnerConfig,
@@ -127,7 +127,7 @@ impl Leader {
         let network = self.networks.fetch_add(1, Ordering::Relaxed);
         self.tell(&Command::Network(Header {
             network,
-            config,
+            config: config.clone(),
             model: sent(&model)?,
             adapter: adapter.as_ref().map(|adapter| adapter.config().clone()),
             updates: optimizer.as_ref().map(Optimizer::updates),
@@ -142,7 +142,7 @@ impl Leader {
         }
         let remote = Remote { leader: Arc::clone(self), network, has_reference: AtomicBool::new(false) };
         let seed = Seed { config, model, parameters: Arc::new(parameters), adapter, optimizer };
-        let rank = seed.member(Arc::clone(&self.collective));
+        let rank = seed.member(Arc::clone(&self.collective))?;
         Ok(Learner::spread(rank, Arc::clone(&self.collective), Some(remote)))
     }
 

@@ -10,9 +10,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use device::Device;
 use model::{
-    Config, Decoder, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute,
-    ResidentParameters, Team,
+    Config, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute, ResidentParameters, Team,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -22,13 +22,14 @@ use crate::TrainerError;
 use crate::collective::{self, Collective};
 use crate::lead::{Command, Remote, decode, encode};
 use crate::lora::Adapter;
+use crate::on_device::{DeviceConfig, DeviceWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig, Stream};
 use crate::plan::{MicroBatch, plan};
 use crate::rank::{Rank, Scored, Seed, Task};
 use crate::ranks::on_each;
 
 /// How the learner computes.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LearnerConfig {
     /// Hyperparameters of the optimizer.
     pub optimizer: OptimizerConfig,
@@ -44,6 +45,9 @@ pub struct LearnerConfig {
     pub zero: usize,
     /// Longest wait of one rank for another.
     pub wait: Duration,
+    /// Where ranks compute, if not on the processor.
+    #[serde(default)]
+    pub device: Option<DeviceConfig>,
 }
 
 /// One policy in training.
@@ -103,46 +107,50 @@ impl LearnerConfig {
 
 impl Learner {
     /// Trains all of `parameters`; `optimizer` is `None` for a fresh one. With several ranks these are threads.
-    #[must_use]
+    ///
+    /// # Errors
+    /// If a device of the configuration is not there, or has no room.
     pub fn new(
         config: LearnerConfig,
         model: Config,
         parameters: Parameters,
         optimizer: Option<Optimizer>,
-    ) -> Self {
+    ) -> Result<Self, TrainerError> {
         let parameters = Arc::new(parameters);
         Self::with(Seed { config, model, parameters, adapter: None, optimizer })
     }
 
     /// Trains `adapter` alone; the weights are those it was made for, changed by it. `optimizer` is `None` for a fresh
     /// one.
-    #[must_use]
+    ///
+    /// # Errors
+    /// As [`Self::new`].
     pub fn adapting(
         config: LearnerConfig,
         model: Config,
         mut parameters: Parameters,
         adapter: Adapter,
         optimizer: Option<Optimizer>,
-    ) -> Self {
+    ) -> Result<Self, TrainerError> {
         adapter.merge(parameters.values_mut(), &Team::alone());
         let parameters = Arc::new(parameters);
         Self::with(Seed { config, model, parameters, adapter: Some(adapter), optimizer })
     }
 
-    fn with(seed: Seed) -> Self {
-        let (config, model, team) = (seed.config, seed.model.clone(), Arc::new(Team::alone()));
+    fn with(seed: Seed) -> Result<Self, TrainerError> {
+        let (config, model, team) = (seed.config.clone(), seed.model.clone(), Arc::new(Team::alone()));
         let ranks = if config.world > 1 {
             let group = collective::threads::group(config.world, config.wait);
-            group.into_iter().map(|rank| seed.member(Arc::new(rank))).collect()
+            group.into_iter().map(|rank| seed.member(Arc::new(rank))).collect::<Result<_, _>>()?
         } else {
-            vec![seed.alone()]
+            vec![seed.alone()?]
         };
-        Self { config, model, ranks, team, spread: None }
+        Ok(Self { config, model, ranks, team, spread: None })
     }
 
     /// One of several processes, of which the leader has the others told what to do.
     pub(crate) fn spread(rank: Rank, collective: Arc<dyn Collective>, remote: Option<Remote>) -> Self {
-        let (config, model) = (*rank.config(), rank.model().clone());
+        let (config, model) = (rank.config().clone(), rank.model().clone());
         let spread = Some(Spread { collective, remote });
         Self { config, model, ranks: vec![rank], team: Arc::new(Team::alone()), spread }
     }
@@ -164,7 +172,7 @@ impl Learner {
     /// # Errors
     /// If a rank has failed.
     pub fn parameters(&self) -> Result<Cow<'_, Parameters>, TrainerError> {
-        if let Some(whole) = self.first().whole() {
+        if let Some(whole) = self.first().whole()? {
             return Ok(Cow::Borrowed(whole));
         }
         let mut parameters = Parameters::zeros(Arc::clone(self.first().layout()));
@@ -172,10 +180,20 @@ impl Learner {
         Ok(Cow::Owned(parameters))
     }
 
-    /// All weights, if a rank of this process has them.
+    /// All weights, if a rank of this process has them. Those that are trained on a device are brought to the host once
+    /// per version.
+    ///
+    /// # Errors
+    /// If a device fails.
+    pub fn whole(&self) -> Result<Option<&Parameters>, TrainerError> {
+        Ok(self.first().whole()?.map(|parameters| &**parameters))
+    }
+
+    /// The device of the first rank and the weights that it computes with; `None` if it computes on the processor, or they
+    /// are not all there.
     #[must_use]
-    pub fn whole(&self) -> Option<&Parameters> {
-        self.first().whole().map(|parameters| &**parameters)
+    pub fn device_weights(&self) -> Option<(&Device, DeviceWeights<'_>)> {
+        self.first().device_weights()
     }
 
     /// A copy of the weights that can be shared, made by their owners without another one in between.
@@ -183,7 +201,7 @@ impl Learner {
     /// # Errors
     /// If a rank has failed.
     pub fn snapshot(&self) -> Result<Arc<[f32]>, TrainerError> {
-        if let Some(whole) = self.whole() {
+        if let Some(whole) = self.whole()? {
             return Ok(Arc::from(whole.values()));
         }
         let mut values: Arc<[f32]> = std::iter::repeat_n(0.0, self.first().layout().len()).collect();
@@ -201,14 +219,14 @@ impl Learner {
     /// # Panics
     /// If `values` has another length.
     pub fn write(&self, values: &mut [f32]) -> Result<(), TrainerError> {
-        if let Some(whole) = self.first().whole() {
+        if let Some(whole) = self.first().whole()? {
             values.copy_from_slice(whole.values());
             return Ok(());
         }
         if self.tell(|network| Command::GatherWeights { network })? {
             return self.first().gather_weights(Some(values));
         }
-        for (range, own) in self.owned() {
+        for (range, own) in self.owned()? {
             values[range].copy_from_slice(own);
         }
         Ok(())
@@ -243,9 +261,12 @@ impl Learner {
 
     /// The weights that the ranks of this process own: where they lie in the flat parameters, and what they are. Owners
     /// of all processes together own every value once.
-    #[must_use]
-    pub fn owned(&self) -> Vec<(Range<usize>, &[f32])> {
-        self.ranks.iter().flat_map(Rank::owned).collect()
+    ///
+    /// # Errors
+    /// If a device fails.
+    pub fn owned(&self) -> Result<Vec<(Range<usize>, &[f32])>, TrainerError> {
+        let owned = self.ranks.iter().map(Rank::owned).collect::<Result<Vec<_>, _>>()?;
+        Ok(owned.into_iter().flatten().collect())
     }
 
     /// Updates that the optimizer has done.
@@ -260,7 +281,7 @@ impl Learner {
     /// If a rank has failed.
     pub fn optimizer(&self) -> Result<Cow<'_, Optimizer>, TrainerError> {
         if self.first().fragments().is_none() {
-            return Ok(Cow::Borrowed(self.first().optimizer()));
+            return self.first().whole_optimizer();
         }
         if self.tell(|network| Command::GatherOptimizer { network })? {
             return Ok(Cow::Owned(self.first().gather_optimizer()?));
@@ -308,6 +329,23 @@ impl Learner {
         self.ranks.iter_mut().map(Rank::drop_gradients).sum()
     }
 
+    /// Memory of the optimizer and of the weights, bytes.
+    pub(crate) fn bytes_to_keep(&mut self) -> [u64; 2] {
+        let add = |[a, b]: [u64; 2], [c, d]: [u64; 2]| [a + c, b + d];
+        self.ranks.iter_mut().map(Rank::bytes_to_keep).fold([0; 2], add)
+    }
+
+    /// Gives up the devices' memory of the optimizer, of the weights, or of both, and of networks that are not trained.
+    /// Returns the bytes.
+    pub(crate) fn to_host(&mut self, optimizer: bool, weights: bool) -> Result<u64, TrainerError> {
+        self.ranks.iter_mut().map(|rank| rank.to_host(optimizer, weights)).sum()
+    }
+
+    /// Brings back to the devices what is to be there.
+    pub(crate) fn to_device(&mut self) -> Result<(), TrainerError> {
+        self.ranks.iter_mut().try_for_each(Rank::to_device)
+    }
+
     /// What the optimizer remembers.
     pub(crate) fn optimizer_streams(&mut self) -> Vec<Stream<'_>> {
         self.ranks.iter_mut().flat_map(|rank| rank.streams(true, false)).collect()
@@ -341,9 +379,8 @@ impl Learner {
         rows: &[&Sample],
     ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
         let parameters = frozen.weights.get()?;
-        let decoder = Decoder::trainable(frozen.weights.config(), &parameters, self.config.recompute);
         let team = self.rank_team(frozen.team.as_ref().unwrap_or(&self.team));
-        self.scored(rows, |rank, task| rank.score_under(decoder.clone(), task, &team))
+        self.scored(rows, |rank, task| rank.score_under(frozen, &parameters, task, &team))
     }
 
     fn scored(

@@ -9,6 +9,7 @@
 //! - [`learner`]: forward, backward, clip, optimizer; [`mod@plan`]: rows to micro-batches, shared among ranks;
 //!   [`packing`]: a micro-batch as one token stream
 //! - [`optimizer`]: AdamW with its [`moments`], Muon, Dion; [`schedule`]
+//! - [`on_device`]: ranks that compute on a device
 //! - [`lora`]: training a low-rank change of some weights, with its files
 //! - [`checkpoint`]; [`colocation`]: a trainer that takes turns with a sampler
 //! - [`collective`]: what ranks say to each other; [`lead`] and [`mod@follow`]: ranks that are processes
@@ -38,6 +39,7 @@ mod moment_files;
 pub mod moments;
 mod norm;
 pub mod objective;
+pub mod on_device;
 pub mod optimizer;
 pub mod packing;
 mod pass;
@@ -60,5 +62,6 @@ pub use error::TrainerError;
 pub use follow::follow;
 pub use lead::Leader;
 pub use learner::{Frozen, Learner, LearnerConfig};
+pub use on_device::{DeviceConfig, DeviceWeights, OptimizerPlace};
 pub use report::StepReport;
 pub use trainer::{Companions, Trainer, TrainerConfig};

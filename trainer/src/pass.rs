@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use crate::TrainerError;
 use crate::exchange::Gathering;
+use crate::on_device::DevicePass;
 use crate::packing::Packed;
 
 /// The network of a rank.
@@ -19,6 +20,15 @@ pub(crate) enum Pass<'a> {
     Whole(Decoder),
     /// Layers are gathered from all ranks.
     Gathered(Decoder, Gathering<'a>),
+    /// It computes on a device.
+    Device(Box<dyn DevicePass + 'a>),
+}
+
+/// What a forward computed on the way, for its backward.
+pub(crate) enum Traced {
+    Host(Trace),
+    /// It is on the device.
+    Device,
 }
 
 impl<'a> Pass<'a> {
@@ -47,33 +57,39 @@ impl<'a> Pass<'a> {
         &mut self,
         packed: &Packed<'_>,
         team: &Team,
-    ) -> Result<(Vec<Prediction>, Trace), TrainerError> {
+    ) -> Result<(Vec<Prediction>, Traced), TrainerError> {
         let Packed { pack, positions, targets, .. } = packed;
-        Ok(match self {
+        let (predictions, trace) = match self {
             Self::Whole(decoder) => decoder.forward(pack, positions, targets, team)?,
             Self::Gathered(decoder, source) => {
                 source.backward = false;
                 decoder.forward_through(source, pack, positions, targets, team)?
             }
-        })
+            Self::Device(pass) => return Ok((pass.forward(packed)?, Traced::Device)),
+        };
+        Ok((predictions, Traced::Host(trace)))
     }
 
-    /// Adds the gradients of `slopes * predictions` to `sink`.
+    /// Adds the gradients of `slopes * predictions` to `sink`, without which they stay on the device.
     pub(crate) fn backward(
         &mut self,
         packed: &Packed<'_>,
-        trace: Trace,
+        trace: Traced,
         slopes: &[PredictionGradient],
-        sink: &mut dyn GradientSink,
+        sink: Option<&mut dyn GradientSink>,
         team: &Team,
     ) -> Result<(), TrainerError> {
         let Packed { pack, targets, .. } = packed;
-        match self {
-            Self::Whole(decoder) => decoder.backward(pack, trace, targets, slopes, sink, team)?,
-            Self::Gathered(decoder, source) => {
+        match (self, trace, sink) {
+            (Self::Whole(decoder), Traced::Host(trace), Some(sink)) => {
+                decoder.backward(pack, trace, targets, slopes, sink, team)?;
+            }
+            (Self::Gathered(decoder, source), Traced::Host(trace), Some(sink)) => {
                 source.backward = true;
                 decoder.backward_through(source, (pack, trace), targets, slopes, sink, team)?;
             }
+            (Self::Device(pass), _, sink) => pass.backward(packed, slopes, sink)?,
+            _ => unreachable!("what is computed on the host has a trace and a sink there"),
         }
         Ok(())
     }
@@ -91,18 +107,13 @@ impl<'a> Pass<'a> {
                 source.backward = false;
                 decoder.score_through(source, pack, positions, targets, team)?
             }
+            Self::Device(pass) => pass.score(packed)?,
         })
     }
 
     /// Takes part in a forward that only others make.
     pub(crate) fn skip_forward(&mut self) -> Result<(), TrainerError> {
-        if let Self::Gathered(decoder, source) = self {
-            source.backward = false;
-            for index in 0..decoder.config().num_layers {
-                source.layer(index)?;
-            }
-        }
-        Ok(())
+        (0..self.layers()).try_for_each(|index| self.skip_layer(index, false))
     }
 
     /// Takes part in a backward that only others make, with gradients of zero.
@@ -112,17 +123,31 @@ impl<'a> Pass<'a> {
             sink.done(unit);
         };
         hand_on(Unit::Tail);
-        let layers = match self {
-            Self::Whole(decoder) | Self::Gathered(decoder, _) => decoder.config().num_layers,
-        };
-        for index in (0..layers).rev() {
-            if let Self::Gathered(_, source) = self {
-                source.backward = true;
-                source.layer(index)?;
-            }
+        for index in (0..self.layers()).rev() {
+            self.skip_layer(index, true)?;
             hand_on(Unit::Layer(index));
         }
         hand_on(Unit::Embedding);
         Ok(())
+    }
+
+    /// Takes part in gathering a layer.
+    fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError> {
+        match self {
+            Self::Whole(_) => {}
+            Self::Gathered(_, source) => {
+                source.backward = backward;
+                source.layer(index)?;
+            }
+            Self::Device(pass) => pass.skip_layer(index, backward)?,
+        }
+        Ok(())
+    }
+
+    fn layers(&self) -> usize {
+        match self {
+            Self::Whole(decoder) | Self::Gathered(decoder, _) => decoder.config().num_layers,
+            Self::Device(pass) => pass.layers(),
+        }
     }
 }

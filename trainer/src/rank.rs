@@ -9,21 +9,24 @@
 //! update, the norm of the gradient, whether it is finite) has the same bits on all of them.
 
 mod memory;
+mod on_device;
+mod step;
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use model::{Config, Decoder, GradientSink, Gradients, Layout, ParameterSpec, Parameters, Prediction, Team};
+use device::Buffer;
+use model::{Config, Decoder, Gradients, Layout, ParameterSpec, Parameters, Prediction, Team};
 use trajectory::Sample;
 
 use crate::TrainerError;
 use crate::collective::Collective;
-use crate::exchange::{Line, Pool, exchange};
+use crate::exchange::{Ends, Line, Pool, exchange};
 use crate::lead::{decode, encode};
-use crate::learner::{LearnerConfig, RowLoss};
+use crate::learner::{Frozen, LearnerConfig};
 use crate::lora::Adapter;
-use crate::norm::{clip, norm, sum_of_squares};
-use crate::optimizer::{Optimizer, Owned, TensorState};
+use crate::on_device::Mirror;
+use crate::optimizer::{Optimizer, TensorState};
 use crate::packing::pack;
 use crate::pass::Pass;
 use crate::plan::MicroBatch;
@@ -65,9 +68,11 @@ pub(crate) struct Rank {
     adapter: Option<Adapter>,
     /// Its place among others, if there are any.
     place: Option<Place>,
+    /// Where it computes, if not on the processor.
+    device: Option<on_device::OnDevice>,
     /// Of a rank without others: kept from step to step because zeroing is cheaper than allocating.
     gradients: Option<Gradients>,
-    /// The gradients that this rank owns.
+    /// The gradients that this rank owns, of those that are not in the place above.
     own: Vec<f32>,
     pool: Pool,
 }
@@ -79,6 +84,8 @@ pub(crate) enum Weights {
     Whole(Arc<Parameters>),
     /// The own shards, one after the other.
     Own(Vec<f32>),
+    /// All of them, on the device.
+    Device(Mirror),
 }
 
 #[derive(Debug)]
@@ -105,27 +112,35 @@ pub(crate) type Scored = Vec<(usize, Vec<Prediction>)>;
 
 impl Seed {
     /// A learner of one rank.
-    pub(crate) fn alone(self) -> Rank {
+    ///
+    /// # Errors
+    /// If its device is not there, or has no room.
+    pub(crate) fn alone(self) -> Result<Rank, TrainerError> {
         let specs = self.adapter.as_ref().map_or(self.parameters.layout().specs(), Adapter::specs);
         let optimizer = self.optimizer.unwrap_or_else(|| Optimizer::new(self.config.optimizer, specs));
-        Rank {
+        let rank = Rank {
             layout: Arc::clone(self.parameters.layout()),
             weights: Weights::Whole(self.parameters),
             optimizer,
             adapter: self.adapter,
             place: None,
+            device: None,
             gradients: None,
             own: Vec::new(),
             pool: Pool::default(),
             config: self.config,
             model: self.model,
-        }
+        };
+        rank.on_device()
     }
 
     /// One of the ranks of `collective`.
-    pub(crate) fn member(&self, collective: Arc<dyn Collective>) -> Rank {
+    ///
+    /// # Errors
+    /// If its device is not there, or has no room.
+    pub(crate) fn member(&self, collective: Arc<dyn Collective>) -> Result<Rank, TrainerError> {
         let (model, adapter, layout) = (self.model.clone(), self.adapter.clone(), self.parameters.layout());
-        let member = Membership::new(self.config, model, layout, adapter, collective);
+        let member = Membership::new(self.config.clone(), model, layout, adapter, collective);
         let weights = if member.owns_weights() {
             Weights::Own(member.weights.pack(member.rank, self.parameters.values()))
         } else {
@@ -181,12 +196,15 @@ impl Membership {
     }
 
     /// The rank with its weights and the optimizer of its fragments; `None` for a fresh one.
-    pub(crate) fn rank(self, weights: Weights, optimizer: Option<Optimizer>) -> Rank {
+    ///
+    /// # Errors
+    /// If its device is not there, or has no room.
+    pub(crate) fn rank(self, weights: Weights, optimizer: Option<Optimizer>) -> Result<Rank, TrainerError> {
         let fresh = || Optimizer::of_fragments(self.config.optimizer, self.trained(), self.fragments());
         let optimizer = optimizer.unwrap_or_else(fresh);
         let collective = Mutex::new(Some(self.collective));
         let place = Place { rank: self.rank, collective, trained: self.trained, weights: self.weights };
-        Rank {
+        let rank = Rank {
             config: self.config,
             model: self.model,
             layout: self.layout,
@@ -194,10 +212,12 @@ impl Membership {
             optimizer,
             adapter: self.adapter,
             place: Some(place),
+            device: None,
             gradients: None,
             own: Vec::new(),
             pool: Pool::default(),
-        }
+        };
+        rank.on_device()
     }
 }
 
@@ -207,10 +227,14 @@ impl Rank {
     }
 
     /// All weights, if this rank has them.
-    pub(crate) fn whole(&self) -> Option<&Arc<Parameters>> {
+    ///
+    /// # Errors
+    /// If they are on a device, and it fails.
+    pub(crate) fn whole(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
         match &self.weights {
-            Weights::Whole(parameters) => Some(parameters),
-            Weights::Own(_) => None,
+            Weights::Whole(parameters) => Ok(Some(parameters)),
+            Weights::Own(_) => Ok(None),
+            Weights::Device(mirror) => self.mirrored(mirror).map(Some),
         }
     }
 
@@ -223,7 +247,7 @@ impl Rank {
         self.adapter.as_ref().map_or(self.layout.specs(), Adapter::specs)
     }
 
-    /// The optimizer: of whole tensors, or of [`Self::fragments`].
+    /// The optimizer: of whole tensors, or of [`Self::fragments`]; without states that are on a device.
     pub(crate) fn optimizer(&self) -> &Optimizer {
         &self.optimizer
     }
@@ -234,8 +258,12 @@ impl Rank {
     }
 
     /// The weights that this rank owns: where they lie in the flat parameters, and what they are.
-    pub(crate) fn owned(&self) -> Vec<(Range<usize>, &[f32])> {
-        match (&self.weights, &self.place) {
+    ///
+    /// # Errors
+    /// If they are on a device, and it fails.
+    pub(crate) fn owned(&self) -> Result<Vec<(Range<usize>, &[f32])>, TrainerError> {
+        Ok(match (&self.weights, &self.place) {
+            (Weights::Device(mirror), _) => vec![(0..self.layout.len(), self.mirrored(mirror)?.values())],
             (Weights::Whole(parameters), None) => vec![(0..self.layout.len(), parameters.values())],
             (Weights::Whole(parameters), Some(place)) => {
                 let owned = (0..place.weights.units()).map(|unit| place.weights.owned(place.rank, unit));
@@ -249,7 +277,7 @@ impl Rank {
                 (0..place.weights.units()).map(of).collect()
             }
             (Weights::Own(_), None) => unreachable!("a rank that is alone has all weights"),
-        }
+        })
     }
 
     pub(crate) fn config(&self) -> &LearnerConfig {
@@ -311,7 +339,7 @@ impl Rank {
     /// Predictions of this rank's rows under the current weights.
     ///
     /// # Errors
-    /// If a token lies beyond the vocabulary, or another rank does not take part.
+    /// If a token lies beyond the vocabulary, another rank does not take part, or the device fails.
     pub(crate) fn score(&self, task: Task<'_>, team: &Team) -> Result<Scored, TrainerError> {
         match (&self.weights, &self.place) {
             (Weights::Own(values), Some(place)) => {
@@ -323,187 +351,55 @@ impl Rank {
                     pool: &self.pool,
                 };
                 exchange(&line, &mut [], |ends| {
-                    let source = ends.gathering(&self.layout, &self.pool);
-                    let mut pass = Pass::gathered(&self.model, &self.layout, source, self.config.recompute)?;
-                    score_with(&mut pass, place.rank, task, team)
+                    score_with(&mut self.pass(Some(ends), None)?, place.rank, task, team)
                 })
             }
-            (Weights::Whole(parameters), _) => self.score_under(
-                Decoder::trainable(&self.model, parameters, self.config.recompute),
-                task,
-                team,
-            ),
+            (Weights::Whole(_) | Weights::Device(_), place) => {
+                let rank = place.as_ref().map_or(0, |place| place.rank);
+                score_with(&mut self.pass(None, None)?, rank, task, team)
+            }
             (Weights::Own(_), None) => unreachable!("a rank that is alone has all weights"),
         }
     }
 
-    /// The same under another network, whose weights are all there.
+    /// The same under another network, whose weights are `parameters`.
     ///
     /// # Errors
-    /// If a token lies beyond its vocabulary.
+    /// If a token lies beyond its vocabulary, or the device has no room for it.
     pub(crate) fn score_under(
         &self,
-        decoder: Decoder,
+        frozen: &Frozen,
+        parameters: &Arc<Parameters>,
         task: Task<'_>,
         team: &Team,
     ) -> Result<Scored, TrainerError> {
+        if let Some(device) = &self.device {
+            return self.score_frozen(device, (frozen, parameters), task, team);
+        }
         let rank = self.place.as_ref().map_or(0, |place| place.rank);
+        let decoder = Decoder::trainable(frozen.weights.config(), parameters, self.config.recompute);
         score_with(&mut Pass::Whole(decoder), rank, task, team)
     }
 
-    /// This rank's part of an optimizer step on the sum of `loss` over all rows. Returns the norm of the gradient, and
-    /// what this rank's rows report.
-    ///
-    /// # Errors
-    /// If a token lies beyond the vocabulary, another rank does not take part, or the gradient is not finite; the weights
-    /// are then as before.
-    pub(crate) fn step<L: RowLoss>(
-        &mut self,
-        task: Task<'_>,
-        loss: &L,
-        learning_rate: f32,
-        team: &Team,
-    ) -> Result<(f32, L::Report), TrainerError> {
-        if self.place.is_none() {
-            let mut gradients = self.gradients.take().unwrap_or_else(|| Gradients::zeros(&self.layout));
-            let done = self.step_alone(&mut gradients, task, loss, learning_rate, team);
-            self.gradients = Some(gradients);
-            return done;
-        }
-        let mut own = std::mem::take(&mut self.own);
-        let done = self.reduced(&mut own, task, loss, team).and_then(|report| {
-            let norm = self.update_own(&own, task.rows.len(), learning_rate, team)?;
-            Ok((norm, report))
-        });
-        self.own = own;
-        done
-    }
-
-    fn step_alone<L: RowLoss>(
-        &mut self,
-        gradients: &mut Gradients,
-        task: Task<'_>,
-        loss: &L,
-        learning_rate: f32,
-        team: &Team,
-    ) -> Result<(f32, L::Report), TrainerError> {
-        gradients.clear(team);
-        let Weights::Whole(parameters) = &mut self.weights else {
-            unreachable!("a rank that is alone has all weights")
-        };
-        let mut pass = Pass::whole(&self.model, parameters, self.config.recompute);
-        let mut report = L::Report::default();
-        for batch in task.plan.iter().flatten() {
-            reverse(&mut pass, (batch, task.rows), (loss, &mut report), gradients, team)?;
-        }
-        drop(pass);
-        let adapted = self.adapter.as_ref().map(|adapter| adapter.gradients(gradients.values(), team));
-        let gradients = adapted.as_deref().unwrap_or(gradients.values());
-        let norm = norm(gradients, team);
-        finite(norm, &self.optimizer, task.rows.len())?;
-        let update = (gradients, clip(norm, self.config.max_grad_norm));
-        let parameters = unshared(parameters);
-        if let Some(adapter) = &mut self.adapter {
-            adapter.update(&mut self.optimizer, update, learning_rate, team);
-            adapter.merge(parameters.values_mut(), team);
-        } else {
-            let layout = &self.layout;
-            self.optimizer.update(layout.specs(), parameters.values_mut(), update, learning_rate, team);
-        }
-        Ok((norm, report))
-    }
-
-    /// Makes `own` the sums over all ranks of the gradients that this rank owns.
-    fn reduced<L: RowLoss>(
-        &self,
-        own: &mut Vec<f32>,
-        task: Task<'_>,
-        loss: &L,
-        team: &Team,
-    ) -> Result<L::Report, TrainerError> {
-        let (Some(place), collective) = (&self.place, self.collective()?) else {
-            unreachable!("a rank that is alone reduces nothing")
-        };
-        let Place { rank, trained, weights, .. } = place;
-        own.resize(trained.len(*rank), 0.0);
-        let shared = match &self.weights {
-            Weights::Whole(_) => None,
-            Weights::Own(values) => Some((weights, &values[..])),
-        };
-        let line = Line { collective: &*collective, trained, weights: shared, pool: &self.pool };
-        let (mine, accumulates) = (&task.plan[*rank], !self.config.shares_gradients());
-        // Where gradients stay until the last, every rank hands them on once, however many micro-batches it has.
-        let most = task.plan.iter().map(Vec::len).max().unwrap_or(0);
-        let rounds = if accumulates { mine.len().max(1) } else { most };
-        exchange(&line, own, |ends| {
-            let adapter = self.adapter.as_ref().map(|adapter| (adapter, team));
-            let mut sink = ends.reducing(&self.layout, &self.pool, adapter);
-            let mut pass = match &self.weights {
-                Weights::Whole(parameters) => Pass::whole(&self.model, parameters, self.config.recompute),
-                Weights::Own(_) => {
-                    let source = ends.gathering(&self.layout, &self.pool);
-                    Pass::gathered(&self.model, &self.layout, source, self.config.recompute)?
-                }
-            };
-            let mut report = L::Report::default();
-            for round in 0..rounds {
-                sink.leave = !accumulates || round + 1 == rounds;
-                sink.first = accumulates || round == 0;
-                if let Some(batch) = mine.get(round) {
-                    reverse(&mut pass, (batch, task.rows), (loss, &mut report), &mut sink, team)?;
-                } else {
-                    pass.skip_forward()?;
-                    pass.skip_backward(&mut sink)?;
-                }
+    /// The network under the current weights, which come through `ends` if every rank has its own only. On a device
+    /// gradients are added up in `sums`, if there is such a place.
+    fn pass<'a>(
+        &'a self,
+        ends: Option<Ends>,
+        sums: Option<&'a mut Buffer<f32>>,
+    ) -> Result<Pass<'a>, TrainerError> {
+        let gathering = ends.map(|ends| ends.gathering(&self.layout, &self.pool));
+        Ok(match (&self.device, gathering, &self.weights) {
+            (Some(device), None, _) => Pass::Device(device.engine.pass(sums)),
+            (Some(device), Some(gathering), _) => Pass::Device(device.engine.gathered(gathering, sums)?),
+            (None, None, Weights::Whole(parameters)) => {
+                Pass::whole(&self.model, parameters, self.config.recompute)
             }
-            Ok(report)
+            (None, Some(gathering), _) => {
+                Pass::gathered(&self.model, &self.layout, gathering, self.config.recompute)?
+            }
+            (None, None, _) => unreachable!("weights that are not all on the host are gathered"),
         })
-    }
-
-    /// Updates what this rank owns for its gradients `own`, and gets what the others own. Returns the norm of the whole
-    /// gradient.
-    fn update_own(
-        &mut self,
-        own: &[f32],
-        rows: usize,
-        learning_rate: f32,
-        team: &Team,
-    ) -> Result<f32, TrainerError> {
-        let collective = self.collective()?;
-        let Some(Place { rank, trained, .. }) = &self.place else {
-            unreachable!("a rank that is alone owns everything")
-        };
-        let squares = collective.all_gather_bytes(sum_of_squares(own, team).to_le_bytes().to_vec())?;
-        let number = |bytes: &Vec<u8>| <[u8; 8]>::try_from(&bytes[..]).map_or(f64::NAN, f64::from_le_bytes);
-        let norm = squares.iter().map(number).sum::<f64>().sqrt() as f32;
-        finite(norm, &self.optimizer, rows)?;
-        let scale = clip(norm, self.config.max_grad_norm);
-        let fragments = trained.fragments(*rank);
-        if let Some(adapter) = &mut self.adapter {
-            let (specs, values) = adapter.parts_mut();
-            let owned = owned(specs, fragments, values, false, own);
-            self.optimizer.update_owned(specs, owned, scale, learning_rate, team);
-            gather(&*collective, trained, values)?;
-            let Weights::Whole(parameters) = &mut self.weights else {
-                unreachable!("with an adapter every rank has all weights")
-            };
-            adapter.merge(unshared(parameters).values_mut(), team);
-            return Ok(norm);
-        }
-        let specs = self.layout.specs();
-        match &mut self.weights {
-            Weights::Whole(parameters) => {
-                let values = unshared(parameters).values_mut();
-                let owned = owned(specs, fragments, values, false, own);
-                self.optimizer.update_owned(specs, owned, scale, learning_rate, team);
-                gather(&*collective, trained, values)?;
-            }
-            Weights::Own(values) => {
-                let owned = owned(specs, fragments, values, true, own);
-                self.optimizer.update_owned(specs, owned, scale, learning_rate, team);
-            }
-        }
-        Ok(norm)
     }
 }
 
@@ -525,69 +421,6 @@ fn score_with(pass: &mut Pass<'_>, rank: usize, task: Task<'_>, team: &Team) -> 
         }
     }
     Ok(scored)
-}
-
-/// Adds the gradients of a micro-batch of `rows` to `sink`, and what its loss says to `report`.
-fn reverse<L: RowLoss>(
-    pass: &mut Pass<'_>,
-    (batch, rows): (&MicroBatch, &[&Sample]),
-    (loss, report): (&L, &mut L::Report),
-    sink: &mut dyn GradientSink,
-    team: &Team,
-) -> Result<(), TrainerError> {
-    let packed = pack(batch.rows.iter().map(|row| rows[*row]));
-    let (predictions, trace) = pass.forward(&packed, team)?;
-    let mut slopes = Vec::with_capacity(predictions.len());
-    for (row, trained) in batch.rows.iter().zip(&packed.trained) {
-        let from = slopes.len();
-        slopes.extend(loss.row(*row, &predictions[from..from + trained], report));
-    }
-    pass.backward(&packed, trace, &slopes, sink, team)
-}
-
-/// What an update changes: of `values` those of `fragments`, which are all that is there if it is `packed`. `gradients`
-/// are packed.
-fn owned<'a>(
-    specs: &[ParameterSpec],
-    fragments: &[Fragment],
-    mut values: &'a mut [f32],
-    packed: bool,
-    mut gradients: &'a [f32],
-) -> Vec<Owned<'a>> {
-    let mut passed = 0;
-    let of = |Fragment { tensor, within }: &Fragment| {
-        let start = if packed { passed } else { specs[*tensor].offset + within.start };
-        let (_, rest) = std::mem::take(&mut values).split_at_mut(start - passed);
-        let (own, rest) = rest.split_at_mut(within.len());
-        let (own_gradients, others) = gradients.split_at(within.len());
-        (values, gradients, passed) = (rest, others, start + within.len());
-        Owned { tensor: *tensor, offset: within.start, values: own, gradients: own_gradients }
-    };
-    fragments.iter().map(of).collect()
-}
-
-/// Gets into `values` what the other ranks own of them.
-fn gather(collective: &dyn Collective, shards: &Shards, values: &mut [f32]) -> Result<(), TrainerError> {
-    for unit in 0..shards.units() {
-        let own = values[shards.owned(collective.rank(), unit)].to_vec();
-        collective.all_gather(&own, shards.cuts(unit), &mut values[shards.place(unit)])?;
-    }
-    Ok(())
-}
-
-fn finite(norm: f32, optimizer: &Optimizer, rows: usize) -> Result<(), TrainerError> {
-    if norm.is_finite() {
-        return Ok(());
-    }
-    Err(TrainerError::GradientNotFinite { update: optimizer.updates(), rows })
-}
-
-/// The parameters, to change.
-fn unshared(parameters: &mut Arc<Parameters>) -> &mut Parameters {
-    let Some(parameters) = Arc::get_mut(parameters) else {
-        unreachable!("the decoders of this step are gone, and nobody else is given the parameters")
-    };
-    parameters
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -416,7 +416,7 @@ impl Trainer {
     fn publish(&self) -> Result<(), TrainerError> {
         fail::fail_point!("weights-publish");
         // The one copy of the weights, straight into the memory that the samplers share, by whoever has them.
-        match self.learner.whole() {
+        match self.learner.whole()? {
             Some(whole) => self.publisher.publish_values(self.version, whole.values())?,
             None => self.publisher.publish(Snapshot::new(self.version, self.learner.snapshot()?.into()))?,
         }

@@ -9,7 +9,7 @@ use trainer::optimizer::{OptimizerConfig, OptimizerKind, TensorState};
 use trainer::{Learner, TrainerState};
 use trajectory::PolicyVersion;
 
-use crate::{EIGHT_BIT, LEARNER, config, groups, policy_step, save, with_optimizer};
+use crate::{LEARNER, config, eight_bit, groups, policy_step, save, with_optimizer};
 
 pub(crate) fn advance(learner: &mut Learner, steps: usize) {
     let groups = groups();
@@ -24,7 +24,8 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
         let settings = with_optimizer(kind);
         let files = tempfile::tempdir().unwrap();
         let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
-        let mut learner = Learner::new(settings, config(), directory.load_parameters().unwrap(), None);
+        let mut learner =
+            Learner::new(settings.clone(), config(), directory.load_parameters().unwrap(), None).unwrap();
         advance(&mut learner, 3);
         let state = TrainerState::new(PolicyVersion(3), learner.updates(), 77, 1.5);
         let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
@@ -37,7 +38,7 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
             TensorState::Dion { .. } => kind == OptimizerKind::Dion,
         };
         assert!(read.optimizer.states().iter().filter(own).count() > 0, "{kind:?}");
-        let mut resumed = Learner::new(settings, config(), read.parameters, Some(read.optimizer));
+        let mut resumed = Learner::new(settings, config(), read.parameters, Some(read.optimizer)).unwrap();
         advance(&mut resumed, 2);
         advance(&mut learner, 2);
         assert_eq!(resumed.parameters().unwrap().values(), learner.parameters().unwrap().values());
@@ -48,10 +49,13 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
 #[test]
 fn a_checkpoint_of_another_optimizer_is_refused() {
     let muon = with_optimizer(OptimizerKind::Muon);
-    for (saved, wanted) in [(LEARNER, EIGHT_BIT), (EIGHT_BIT, LEARNER), (muon, LEARNER), (LEARNER, muon)] {
+    for (saved, wanted) in
+        [(LEARNER, eight_bit()), (eight_bit(), LEARNER), (muon.clone(), LEARNER), (LEARNER, muon)]
+    {
         let files = tempfile::tempdir().unwrap();
         let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
-        let learner = Learner::new(saved, config(), directory.load_parameters().unwrap(), None);
+        let learner =
+            Learner::new(saved.clone(), config(), directory.load_parameters().unwrap(), None).unwrap();
         let state = TrainerState::new(PolicyVersion(1), 0, 0, 0.0);
         let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
         let message = load(&dir, wanted.optimizer, None).unwrap_err().to_string();
@@ -68,7 +72,8 @@ fn a_basis_of_another_rank_is_refused_with_its_key() {
     let files = tempfile::tempdir().unwrap();
     let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
     let settings = with_optimizer(OptimizerKind::Dion);
-    let learner = Learner::new(settings, config(), directory.load_parameters().unwrap(), None);
+    let learner =
+        Learner::new(settings.clone(), config(), directory.load_parameters().unwrap(), None).unwrap();
     let dir = save(files.path(), &directory, &learner, &TrainerState::new(PolicyVersion(1), 0, 0, 0.0), 2);
     let wanted = OptimizerConfig { dion_rank_fraction: 0.25, ..settings.optimizer };
     let message = load(&dir.unwrap(), wanted, None).unwrap_err().to_string();
@@ -79,7 +84,7 @@ fn a_basis_of_another_rank_is_refused_with_its_key() {
 fn only_the_newest_are_kept_and_the_same_step_can_be_written_again() {
     let files = tempfile::tempdir().unwrap();
     let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
-    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
+    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None).unwrap();
     for version in [1, 2, 3, 2] {
         save(files.path(), &directory, &learner, &TrainerState::new(PolicyVersion(version), 0, 0, 0.0), 2)
             .unwrap();
@@ -92,7 +97,7 @@ fn only_the_newest_are_kept_and_the_same_step_can_be_written_again() {
 fn multiples_are_kept_for_ever() {
     let files = tempfile::tempdir().unwrap();
     let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
-    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
+    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None).unwrap();
     for version in 0..7 {
         let state = TrainerState::new(PolicyVersion(version), 0, 0, 0.0);
         let contents =
@@ -107,7 +112,7 @@ fn multiples_are_kept_for_ever() {
 fn broken_checkpoints_are_named() {
     let files = tempfile::tempdir().unwrap();
     let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
-    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
+    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None).unwrap();
     let state = TrainerState::new(PolicyVersion(1), 0, 0, 0.0);
     let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
     assert_eq!(dir, path(files.path(), PolicyVersion(1)));

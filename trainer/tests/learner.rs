@@ -6,7 +6,7 @@ use trainer::report::TokenSums;
 use trainer::supervised::DemonstrationLoss;
 use trainer::{Learner, LearnerConfig, TrainerError};
 
-use crate::{EIGHT_BIT, LEARNER, group, groups, learner, policy_step, samples};
+use crate::{LEARNER, eight_bit, group, groups, learner, policy_step, samples};
 
 /// One step on all groups; the weights after it and the sums.
 fn step(settings: LearnerConfig) -> (Vec<f32>, TokenSums) {
@@ -104,7 +104,7 @@ fn moments_in_8_bits_learn_as_those_in_f32() {
         };
         (0..60).map(&mut step).collect::<Vec<f64>>()
     };
-    let (full, coded) = (losses(LEARNER), losses(EIGHT_BIT));
+    let (full, coded) = (losses(LEARNER), losses(eight_bit()));
     assert!(full[59] < 0.3 * full[0], "from {} to {}", full[0], full[59]);
     assert_ne!(full, coded);
     for (step, (full, coded)) in full.iter().zip(&coded).enumerate() {

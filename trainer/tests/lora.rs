@@ -32,7 +32,7 @@ fn moved() -> Adapter {
 }
 
 fn learner(settings: LearnerConfig, adapter: Adapter) -> Learner {
-    Learner::adapting(settings, config(), base(), adapter, None)
+    Learner::adapting(settings, config(), base(), adapter, None).unwrap()
 }
 
 const TOKENS: [u32; 9] = [3, 14, 15, 92, 65, 35, 89, 79, 32];
@@ -131,7 +131,7 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
         let settings = with_optimizer(kind);
         let files = tempfile::tempdir().unwrap();
         let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
-        let mut learner = learner(settings, moved());
+        let mut learner = learner(settings.clone(), moved());
         advance(&mut learner, 3);
         let state = |version, learner: &Learner| {
             TrainerState::new(PolicyVersion(version), learner.updates(), 77, 1.5)
@@ -141,12 +141,13 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
         assert_eq!(read.adapter.as_ref(), learner.adapter());
         assert_eq!(read.parameters.values(), learner.parameters().unwrap().values());
         let mut resumed = Learner::adapting(
-            settings,
+            settings.clone(),
             config(),
             read.parameters,
             read.adapter.unwrap(),
             Some(read.optimizer),
-        );
+        )
+        .unwrap();
         advance(&mut resumed, 2);
         advance(&mut learner, 2);
         assert_eq!(resumed.parameters().unwrap().values(), learner.parameters().unwrap().values());

@@ -5,6 +5,8 @@ mod goldens;
 mod identities;
 mod learner;
 mod lora;
+#[cfg(feature = "emulator")]
+mod on_device;
 mod sharded;
 mod spread;
 mod step;
@@ -45,13 +47,16 @@ const LEARNER: LearnerConfig = LearnerConfig {
     world: 1,
     zero: 1,
     wait: Duration::from_secs(60),
+    device: None,
 };
 
 /// [`LEARNER`] with 8-bit moments.
-const EIGHT_BIT: LearnerConfig = with_optimizer(OptimizerKind::Adamw8bit);
+fn eight_bit() -> LearnerConfig {
+    with_optimizer(OptimizerKind::Adamw8bit)
+}
 
 /// [`LEARNER`] with another optimizer.
-const fn with_optimizer(kind: OptimizerKind) -> LearnerConfig {
+fn with_optimizer(kind: OptimizerKind) -> LearnerConfig {
     LearnerConfig { optimizer: OptimizerConfig { kind, ..LEARNER.optimizer }, ..LEARNER }
 }
 
@@ -85,7 +90,7 @@ fn config() -> Config {
 fn learner(settings: LearnerConfig) -> Learner {
     let config = config();
     let parameters = Parameters::random(&config, 5);
-    Learner::new(settings, config, parameters, None)
+    Learner::new(settings, config, parameters, None).unwrap()
 }
 
 /// A group whose trajectories got `rewards`, with tokens made of its number and, as behavior log-probabilities, those of

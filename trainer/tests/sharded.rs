@@ -87,7 +87,7 @@ fn adapting(settings: LearnerConfig) -> Learner {
     for (i, value) in adapter.values_mut().iter_mut().enumerate() {
         *value += 0.05 * (i as f32 * 0.7).sin();
     }
-    Learner::adapting(settings, config(), base, adapter, None)
+    Learner::adapting(settings, config(), base, adapter, None).unwrap()
 }
 
 #[test]
@@ -123,12 +123,13 @@ fn states_are_put_together_and_taken_apart() {
             let (parameters, optimizer) =
                 (learner.parameters().unwrap().into_owned(), learner.optimizer().unwrap().into_owned());
             let resumed =
-                Learner::new(settings(after, 2), config(), parameters.clone(), Some(optimizer.clone()));
+                Learner::new(settings(after, 2), config(), parameters.clone(), Some(optimizer.clone()))
+                    .unwrap();
             assert_eq!(resumed.optimizer().unwrap().into_owned(), optimizer, "{kind:?}");
             assert_eq!(resumed.parameters().unwrap().values(), parameters.values(), "{kind:?}");
             assert_eq!(resumed.updates(), 1);
             let mut written = vec![0.0; parameters.values().len()];
-            resumed.owned().into_iter().for_each(|(range, own)| written[range].copy_from_slice(own));
+            resumed.owned().unwrap().into_iter().for_each(|(range, own)| written[range].copy_from_slice(own));
             assert_eq!(written, parameters.values());
         }
     }

@@ -59,8 +59,8 @@ fn same<R: PartialEq>(world: usize, what: &str, work: impl Fn(Make<'_>) -> R) {
     let with_threads = work(&|config, model, parameters, adapter, optimizer| {
         let config = LearnerConfig { world, ..config };
         match adapter {
-            Some(adapter) => Learner::adapting(config, model, parameters, adapter, optimizer),
-            None => Learner::new(config, model, parameters, optimizer),
+            Some(adapter) => Learner::adapting(config, model, parameters, adapter, optimizer).unwrap(),
+            None => Learner::new(config, model, parameters, optimizer).unwrap(),
         }
     });
     let processes = Processes::new(world);
@@ -93,7 +93,7 @@ fn demonstrations_and_pairs_are_learned_by_all_processes() {
         same(world, &format!("{kind:?}, stage {zero}"), |make| {
             let settings = LearnerConfig { zero, microbatch_tokens: 30, ..with_optimizer(kind) };
             let parameters = Parameters::random(&config(), 5);
-            let mut learner = make(settings, config(), parameters.clone(), None, None);
+            let mut learner = make(settings.clone(), config(), parameters.clone(), None, None);
             let (norm, loss) = imitate(&mut learner, &rows, 1e-3).unwrap();
             let (parameters, optimizer, _) = state(&learner);
             drop(learner);
@@ -163,7 +163,7 @@ fn trained(
     let network = (critic == Some(CriticKind::Separate)).then(|| {
         let directory = ModelDirectory::open(directory.path()).unwrap().with_head(Head::Value);
         let parameters = parameters.with_head(directory.config());
-        let learner = make(settings, directory.config().clone(), parameters, None, None);
+        let learner = make(settings.clone(), directory.config().clone(), parameters, None, None);
         Network { learner, directory: Arc::new(directory) }
     });
     if critic == Some(CriticKind::Shared) {
@@ -228,7 +228,7 @@ fn steps_of_a_trainer_are_those_of_one_process() {
     ] {
         let settings = LearnerConfig { zero, microbatch_tokens: 40, ..LEARNER };
         let what = format!("{name} {critic:?}, stage {zero}");
-        same(world, &what, |make| trained(make, settings, &algorithm, critic));
+        same(world, &what, |make| trained(make, settings.clone(), &algorithm, critic));
     }
 }
 

@@ -29,7 +29,7 @@ struct Bench {
 fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
     let files = tempfile::tempdir().unwrap();
     let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
-    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None);
+    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None).unwrap();
     let buffer_config = BufferConfig { on_stale: OnStale::Drop, ..BufferConfig::new(2, 2) };
     let buffer = Arc::new(Buffer::in_memory(buffer_config).unwrap());
     let (publisher, hub) = weights::memory::hub();

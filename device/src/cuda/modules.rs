@@ -108,11 +108,17 @@ impl Modules {
 
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn find(&self, device: &str, kernel: &str) -> Result<sys::CUfunction> {
-        let missing =
-            |reason: &str| DeviceError::Kernel { device: device.to_owned(), kernel: kernel.to_owned(), reason: reason.to_owned() };
+        let missing = |reason: &str| DeviceError::Kernel {
+            device: device.to_owned(),
+            kernel: kernel.to_owned(),
+            reason: reason.to_owned(),
+        };
         let name = CString::new(kernel).map_err(|_| missing("its name has a zero"))?;
         // SAFETY: the modules live.
-        let found = self.loaded.iter().find_map(|module| unsafe { driver::module::get_function(*module, name.clone()).ok() });
+        let found = self
+            .loaded
+            .iter()
+            .find_map(|module| unsafe { driver::module::get_function(*module, name.clone()).ok() });
         found.ok_or_else(|| missing("it does not exist"))
     }
 
@@ -214,7 +220,5 @@ pub(crate) fn compile_all(capability: i32) -> Result<()> {
     super::Library::Nvrtc
         .check()
         .map_err(|reason| DeviceError::Unavailable { device: "nvrtc".to_owned(), reason })?;
-    SOURCES.iter().try_for_each(|(file, source)| {
-        compile("nvrtc", file, &whole(source), capability).map(drop)
-    })
+    SOURCES.iter().try_for_each(|(file, source)| compile("nvrtc", file, &whole(source), capability).map(drop))
 }

@@ -7,9 +7,9 @@ use std::ops::Range;
 use device::ops::head::{HeadTargets, predict, predict_backward};
 use device::{Buffer, Matrix, MatrixMut, Result, Storage, View};
 
+use super::DeviceDecoder;
 use super::layer::{input_gradient, weight_gradient};
 use super::units::{UnitGradients, UnitWeights, within};
-use super::DeviceDecoder;
 use crate::{Head, Prediction, PredictionGradient, Target, Unit};
 
 /// Rows whose logits are in memory at a time: enough for a product to be near its limit, and 0.3 GB of a vocabulary of
@@ -32,7 +32,8 @@ impl<T: Storage> DeviceDecoder<T> {
     /// Unit of the head, and where it lies in it.
     pub(super) fn head_place(&self) -> (Unit, Range<usize>) {
         let place = self.layout.head();
-        let unit = if place.start < self.layout.unit(Unit::Tail).start { Unit::Embedding } else { Unit::Tail };
+        let unit =
+            if place.start < self.layout.unit(Unit::Tail).start { Unit::Embedding } else { Unit::Tail };
         (unit, within(&self.layout, unit, &place))
     }
 
@@ -79,7 +80,8 @@ impl<T: Storage> DeviceDecoder<T> {
             let tail = weights.unit(Unit::Tail)?;
             let weight = tail.slice(within(&self.layout, Unit::Tail, &place));
             let mut out = self.activations.uninit::<f32>(rows)?;
-            let (hidden, weight) = (Matrix::new(normed.all(), width), Matrix::new(weight, width).transposed());
+            let (hidden, weight) =
+                (Matrix::new(normed.all(), width), Matrix::new(weight, width).transposed());
             self.device.product(hidden, weight, MatrixMut::new(out.all_mut(), 1), 1.0, 0.0)?;
             let found = self.device.download(out.all())?;
             predictions.iter_mut().zip(found).for_each(|(prediction, value)| prediction.value = value);

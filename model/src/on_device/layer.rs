@@ -200,7 +200,8 @@ impl<'a, T: Storage> Layer<'a, T> {
             Some(Kept { attention, gate_up }) => (attention, Some(gate_up)),
             None => (self.attention(x)?, None),
         };
-        let d_middle = self.feed_forward_backward(&attention.middle, gate_up.as_ref(), g, gradients, chunk)?;
+        let d_middle =
+            self.feed_forward_backward(&attention.middle, gate_up.as_ref(), g, gradients, chunk)?;
         drop(gate_up);
         self.attention_backward(x, attention, &d_middle, gradients)
     }
@@ -224,7 +225,9 @@ impl<'a, T: Storage> Layer<'a, T> {
             let normed = self.normed(middle, &places.feed_forward_norm)?;
             let again = if gate_up.is_none() { Some(self.gate_up_of(normed.all())?) } else { None };
             let gate_up = match (gate_up, &again) {
-                (Some(kept), _) => kept.view(piece.start / hidden * 2 * width..piece.end / hidden * 2 * width),
+                (Some(kept), _) => {
+                    kept.view(piece.start / hidden * 2 * width..piece.end / hidden * 2 * width)
+                }
                 (None, Some(again)) => again.all(),
                 (None, None) => unreachable!("one of the two is there"),
             };

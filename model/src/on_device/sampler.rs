@@ -271,7 +271,8 @@ impl<T: Storage> Sampler<T> {
                 Some(count) if request.sampling.truncates() && !greedy => {
                     if count > KEPT {
                         // Too many to list: from the logits, as on the processor.
-                        let mut logits = device.download(logits.view(i * vocabulary..(i + 1) * vocabulary))?;
+                        let mut logits =
+                            device.download(logits.view(i * vocabulary..(i + 1) * vocabulary))?;
                         draws.push(Draw::new(&mut logits, request.sampling, request.uniform));
                         continue;
                     }

@@ -12,9 +12,9 @@ use device::ops::rows::{add_bias, gather_rows};
 use device::ops::swiglu::swiglu;
 use device::{Buffer, Device, Graph, Result, Storage, View};
 
+use super::DeviceDecoder;
 use super::layer::linear;
 use super::units::{UnitWeights, Whole};
-use super::DeviceDecoder;
 use crate::decoder::Places;
 use crate::{KvCache, StepSequence, Unit};
 

@@ -47,11 +47,12 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<(), Failure> {
             world: 1,
             zero: 1,
             wait: std::time::Duration::MAX,
+            device: None,
         };
         let cores = Cores::new(std::thread::available_parallelism().map_or(1, NonZeroUsize::get));
         let team = Arc::new(Team::new(&cores, cores.total()));
         let parameters = directory.load_parameters()?;
-        let mut learner = Learner::new(config, directory.config().clone(), parameters, None).on(team);
+        let mut learner = Learner::new(config, directory.config().clone(), parameters, None)?.on(team);
         publisher.publish_values(PolicyVersion(0), learner.parameters()?.values())?;
         let mut rng = ChaCha8Rng::seed_from_u64(0);
         let (mut densities, mut sizes) = (Vec::new(), Vec::new());

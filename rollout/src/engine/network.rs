@@ -34,7 +34,11 @@ impl ServeOn {
     ///
     /// # Errors
     /// If the device fails or has no memory.
-    pub fn prepare(&self, config: &Config, parameters: &Parameters) -> Result<(Served, Digest), RolloutError> {
+    pub fn prepare(
+        &self,
+        config: &Config,
+        parameters: &Parameters,
+    ) -> Result<(Served, Digest), RolloutError> {
         let (device, dtype) = match self {
             Self::Host(quantization) => {
                 let digest = Digest::of(parameters.values());
@@ -160,7 +164,11 @@ impl Network {
         })
     }
 
-    pub(super) fn draw(&mut self, logits: &Logits, requests: &[DrawRequest]) -> Result<Vec<Draw>, RolloutError> {
+    pub(super) fn draw(
+        &mut self,
+        logits: &Logits,
+        requests: &[DrawRequest],
+    ) -> Result<Vec<Draw>, RolloutError> {
         match (self, logits) {
             (Self::Device(sampler), Logits::Device) => Ok(sampler.draw(requests)?),
             (network, Logits::Host(logits)) => {

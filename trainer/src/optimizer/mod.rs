@@ -287,8 +287,7 @@ impl Optimizer {
             self.states.iter().map(TensorState::len).eq(owned.iter().map(|owned| owned.values.len())),
             "one state per fragment"
         );
-        self.updates += 1;
-        let adam = Adam::new(&self.config, self.updates, learning_rate, scale);
+        let adam = self.next_adam(scale, learning_rate);
         let OptimizerConfig { momentum, weight_decay, .. } = self.config;
         let matrix_factors = Factors { gradient: scale, momentum, learning_rate, weight_decay };
         let (mut matrices, mut pieces) = (Vec::new(), Vec::new());
@@ -319,6 +318,22 @@ impl Optimizer {
         // The long parts first, so that short ones fill up the end.
         matrices.append(&mut pieces);
         team.map(matrices, Part::run);
+    }
+
+    /// The numbers of the next update, of who has the states and does it.
+    pub(crate) fn next_adam(&mut self, scale: f32, learning_rate: f32) -> Adam {
+        self.updates += 1;
+        Adam::new(&self.config, self.updates, learning_rate, scale)
+    }
+
+    /// Takes the states out, for who does the updates elsewhere.
+    pub(crate) fn take_states(&mut self) -> Vec<TensorState> {
+        std::mem::take(&mut self.states)
+    }
+
+    /// Puts back what [`Self::take_states`] took, as it is now.
+    pub(crate) fn put_states(&mut self, states: Vec<TensorState>) {
+        self.states = states;
     }
 
     /// The optimizer of a rank that owns `fragments`, before the first update.
@@ -359,6 +374,15 @@ impl Optimizer {
 pub(crate) enum Stream<'a> {
     F32(&'a mut Vec<f32>),
     U8(&'a mut Vec<u8>),
+}
+
+impl Stream<'_> {
+    pub(crate) fn bytes(&self) -> u64 {
+        match self {
+            Self::F32(values) => size_of_val(&values[..]) as u64,
+            Self::U8(codes) => codes.len() as u64,
+        }
+    }
 }
 
 impl Optimizer {

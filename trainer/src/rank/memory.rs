@@ -14,14 +14,27 @@ impl Rank {
         let weights = match &self.weights {
             Weights::Whole(parameters) => size_of_val(parameters.values()),
             Weights::Own(own) => size_of_val(&own[..]),
+            Weights::Device(mirror) => mirror.bytes(),
         };
         let gradients = self.gradients.as_ref().map_or(0, |gradients| size_of_val(gradients.values()));
-        (weights + gradients + size_of_val(&self.own[..])) as u64 + self.optimizer.bytes()
+        let host = (weights + gradients + size_of_val(&self.own[..])) as u64 + self.optimizer.bytes();
+        host + self.device_bytes().iter().sum::<u64>()
+    }
+
+    /// Memory of the optimizer and of the weights with the frozen ones under an adapter, bytes: where they count, and
+    /// what a device computes with.
+    pub(crate) fn bytes_to_keep(&mut self) -> [u64; 2] {
+        let on_device = self.device_bytes();
+        let on_host = [(true, false), (false, true)].map(|(optimizer, weights)| {
+            self.streams(optimizer, weights).iter().map(Stream::bytes).sum::<u64>()
+        });
+        [on_host[0] + on_device[0], on_host[1] + on_device[1]]
     }
 
     /// Gives up the gradients that are only kept because zeroing is cheaper than allocating. Returns their bytes.
     pub(crate) fn drop_gradients(&mut self) -> u64 {
-        self.gradients.take().map_or(0, |gradients| size_of_val(gradients.values()) as u64)
+        let host = self.gradients.take().map_or(0, |gradients| size_of_val(gradients.values()) as u64);
+        host + self.drop_sums()
     }
 
     /// The numbers of the optimizer, of the weights with the frozen ones under an adapter, or of both.
@@ -31,6 +44,8 @@ impl Rank {
             let weights = match &mut self.weights {
                 Weights::Whole(parameters) => Arc::get_mut(parameters).map(Parameters::buffer_mut),
                 Weights::Own(own) => Some(own),
+                // It is brought to the host before it leaves.
+                Weights::Device(_) => None,
             };
             let frozen = self.adapter.as_mut().map(Adapter::base_mut);
             streams.extend(weights.into_iter().chain(frozen).map(Stream::F32));

@@ -1,0 +1,60 @@
+//! Runs whose roles compute on devices: the emulator, which runs the kernels that GPUs run.
+
+use crate::support::{Home, Run};
+
+/// A run of seconds for an emulator that takes a thousand times as long as a GPU.
+const FEW: [&str; 6] = [
+    "buffer.max_staleness=0",
+    "rollout.group_size=4",
+    "rollout.max_running=8",
+    "buffer.batch_groups=2",
+    "trainer.steps=3",
+    "eval.at_end=false",
+];
+
+fn run(home: &Home, name: &str, sets: &[&str]) -> Run {
+    home.small(name, &[&FEW, sets].concat())
+}
+
+/// What was sampled in a step.
+fn texts(run: &Run, step: u64) -> Vec<String> {
+    run.samples(step).iter().map(|group| group["samples"].to_string()).collect()
+}
+
+#[test]
+fn on_devices_a_run_learns_the_same() {
+    let home = Home::new();
+    let here = run(&home, "here", &[]);
+    let there = run(&home, "there", &["placement.device=emulated"]);
+    let sampler = run(&home, "sampler", &["placement.rollout_device=emulated"]);
+    for other in [&there, &sampler] {
+        assert_eq!(other.values("step"), here.values("step"));
+        for name in ["reward/mean", "grad_norm", "loss"] {
+            for (found, expected) in other.values(name).iter().zip(here.values(name)) {
+                assert!(
+                    (found - expected).abs() <= 1e-3 * expected.abs().max(1.0),
+                    "{name}: {found} {expected}"
+                );
+            }
+        }
+        // Sampler and trainer differ by rounding alone, whoever of them is on a device.
+        assert!(
+            other.values("logprob_abs_diff").iter().all(|off| *off < 1e-4),
+            "{:?}",
+            other.values("logprob_abs_diff")
+        );
+        assert_eq!(texts(other, 1), texts(&here, 1));
+    }
+}
+
+#[test]
+fn in_bf16_masters_and_moments_survive_a_resume() {
+    let home = Home::new();
+    let sets = ["placement.device=emulated", "model.dtype=bf16", "checkpoint.interval=1"];
+    let whole = run(&home, "whole", &sets);
+    let first = run(&home, "first", &[&sets[..], &["trainer.steps=2"]].concat());
+    home.rlrun(&["resume", "first", "--set", "trainer.steps=3"]).ok();
+    // What was resumed from has the bits that were saved: the step after it is the same.
+    assert_eq!(first.values("grad_norm"), whole.values("grad_norm"));
+    assert_eq!(texts(&first, 3), texts(&whole, 3));
+}

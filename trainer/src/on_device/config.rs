@@ -1,0 +1,113 @@
+//! Which device a rank computes on, and what is kept there.
+//!
+//! Invariant: the place of a rank follows from the configuration and its number, so that ranks need not agree on it.
+
+use std::sync::Arc;
+
+use device::device::Place;
+use model::on_device::Dtype;
+use serde::{Deserialize, Serialize};
+
+/// Where ranks compute.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DeviceConfig {
+    /// Device of the first rank. Further ranks have the GPUs that follow it.
+    #[serde(with = "text")]
+    pub place: Place,
+    /// Devices of the ranks in their order, and over again if there are more ranks; empty for those that follow `place`.
+    #[serde(with = "texts", default = "nowhere")]
+    pub places: Arc<[Place]>,
+    /// What weights are computed with, and activations kept in. What is trained is f32 whatever this is.
+    pub dtype: Dtype,
+    /// Where the weights are updated.
+    pub optimizer: OptimizerPlace,
+}
+
+/// Where the optimizer has its state and updates the weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OptimizerPlace {
+    /// On the device of a rank that is alone, if it is AdamW with f32 moments on all weights; on the host otherwise.
+    #[default]
+    Device,
+    /// On the host: 12 bytes per weight less on the device, and gradients and weights on the way between them.
+    Host,
+}
+
+impl DeviceConfig {
+    /// Everything on one device, or on those that follow it.
+    #[must_use]
+    pub fn new(place: Place, dtype: Dtype) -> Self {
+        Self { place, places: nowhere(), dtype, optimizer: OptimizerPlace::Device }
+    }
+
+    /// The device of a rank.
+    #[must_use]
+    pub fn place_of(&self, rank: usize) -> Place {
+        match (self.place, self.places.len()) {
+            (Place::Cuda(first), 0) => Place::Cuda(first + rank),
+            (place, 0) => place,
+            (_, places) => self.places[rank % places],
+        }
+    }
+}
+
+fn nowhere() -> Arc<[Place]> {
+    Arc::default()
+}
+
+/// A place as people write it.
+mod text {
+    use device::device::Place;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(place: &Place, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(place)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Place, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
+    }
+}
+
+/// Places as people write them.
+mod texts {
+    use std::sync::Arc;
+
+    use device::device::Place;
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(super) fn serialize<S: Serializer>(places: &Arc<[Place]>, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(places.iter().map(Place::to_string))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Arc<[Place]>, D::Error> {
+        let texts = Vec::<String>::deserialize(deserializer)?;
+        texts.iter().map(|text| text.parse()).collect::<Result<_, _>>().map_err(D::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_have_the_devices_that_follow_or_those_that_are_listed() {
+        let mut config = DeviceConfig::new(Place::Cuda(2), Dtype::Bf16);
+        assert_eq!([0, 1, 3].map(|rank| config.place_of(rank)), [2, 3, 5].map(Place::Cuda));
+        config.places = [Place::Cuda(5), Place::Cuda(1)].into();
+        assert_eq!([0, 1, 2].map(|rank| config.place_of(rank)), [5, 1, 5].map(Place::Cuda));
+        let emulated = DeviceConfig::new(Place::Emulated, Dtype::F32);
+        assert_eq!(emulated.place_of(3), Place::Emulated);
+    }
+
+    #[test]
+    fn a_configuration_comes_out_of_a_message_as_it_went_in() {
+        let mut config = DeviceConfig::new(Place::Cuda(2), Dtype::Bf16);
+        config.places = [Place::Cuda(5), Place::Emulated].into();
+        for config in [config, DeviceConfig::new(Place::Emulated, Dtype::F32)] {
+            let message = crate::lead::encode(&config).unwrap();
+            assert_eq!(crate::lead::decode::<DeviceConfig>(&message).unwrap(), config);
+        }
+    }
+}

@@ -1,0 +1,393 @@
+//! The weights that a rank has on its device, and the optimizer where it is there too.
+//!
+//! Invariant: what computes is the rounded form of what is trained, and changes with it. Where weights are computed with in
+//! f32 both are one buffer.
+
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use device::ops::adamw::{AdamwStep, adamw};
+use device::ops::vectors::sum_of_squares;
+use device::{Buffer, Device, Storage, View, bf16};
+use model::on_device::{DeviceDecoder, Dtype};
+use model::{Config, Layout, ParameterSpec, Parameters, Recompute};
+
+use super::DevicePass;
+use super::pass::{NetworkPass, Source, Uploading, upload};
+use crate::TrainerError;
+use crate::adamw::Adam;
+use crate::exchange::Gathering;
+use crate::moments::Moments;
+use crate::optimizer::TensorState;
+
+/// What a rank has on its device.
+pub(crate) trait Engine: fmt::Debug + Send + Sync {
+    fn device(&self) -> &Device;
+
+    /// Brings weights to the device. With `trained` they are updated there.
+    fn load(&mut self, values: &[f32], trained: bool) -> device::Result<()>;
+
+    /// The weights that are updated there.
+    fn read(&self, values: &mut [f32]) -> device::Result<()>;
+
+    /// Gives up the memory of the weights.
+    fn unload(&mut self);
+
+    fn has_weights(&self) -> bool;
+
+    /// Brings the moments of all tensors to the device, which are f32.
+    fn load_moments(&mut self, states: &[TensorState]) -> device::Result<()>;
+
+    /// The moments that are there, of each of the tensors `specs`; `None` if they are on the host.
+    fn read_moments(&self, specs: &[ParameterSpec]) -> device::Result<Option<Vec<TensorState>>>;
+
+    /// Gives up the memory of the moments.
+    fn unload_moments(&mut self);
+
+    /// The sum of the squares of `gradients`.
+    fn squares(&self, gradients: View<'_, f32>) -> device::Result<f64>;
+
+    /// Updates the weights of the tensors `specs`.
+    fn update(
+        &mut self,
+        adam: &Adam,
+        specs: &[ParameterSpec],
+        gradients: View<'_, f32>,
+    ) -> device::Result<()>;
+
+    /// A pass with the weights that are there.
+    fn pass<'a>(&'a self, sums: Option<&'a mut Buffer<f32>>) -> Box<dyn DevicePass + 'a>;
+
+    /// A pass with weights that come from all ranks.
+    fn gathered<'a>(
+        &'a self,
+        gathering: Gathering<'a>,
+        sums: Option<&'a mut Buffer<f32>>,
+    ) -> Result<Box<dyn DevicePass + 'a>, TrainerError>;
+
+    /// Another network, which is not trained. With `keep` it stays on the device until another one comes or
+    /// [`Self::forget`] is called.
+    fn frozen(
+        &self,
+        config: &Config,
+        parameters: &Arc<Parameters>,
+        keep: bool,
+    ) -> device::Result<Arc<dyn FrozenNetwork>>;
+
+    /// Gives up the memory of a network that is not trained; its bytes.
+    fn forget(&self) -> u64;
+
+    /// The weights that are computed with, if they are there.
+    fn weights(&self) -> Option<DeviceWeights<'_>>;
+
+    /// Memory of the weights and of the moments, bytes.
+    fn bytes(&self) -> [u64; 2];
+}
+
+/// A network on a device that is not trained.
+pub(crate) trait FrozenNetwork: Send + Sync {
+    fn pass(&self) -> Box<dyn DevicePass + '_>;
+}
+
+/// All weights of a model on a device, in the order of its layout.
+#[derive(Clone, Copy, Debug)]
+pub enum DeviceWeights<'a> {
+    /// As they are trained.
+    F32(View<'a, f32>),
+    /// Rounded.
+    Bf16(View<'a, bf16>),
+}
+
+/// The engine of weights that are computed with in `T`.
+struct OnDevice<T: Storage> {
+    device: Device,
+    layout: Arc<Layout>,
+    recompute: Recompute,
+    decoder: DeviceDecoder<T>,
+    weights: Option<Buffer<T>>,
+    /// What is trained, where `weights` are rounded and updated here.
+    masters: Option<Buffer<f32>>,
+    /// First and second.
+    moments: Option<[Buffer<f32>; 2]>,
+    frozen: Mutex<Option<Arc<Frozen<T>>>>,
+}
+
+/// A network that is not trained.
+struct Frozen<T: Storage> {
+    device: Device,
+    /// What it was made of, by which it is recognised.
+    parameters: Arc<Parameters>,
+    decoder: DeviceDecoder<T>,
+    weights: Buffer<T>,
+}
+
+/// Opens a device for a network, without weights.
+///
+/// # Errors
+/// If the device is not there.
+pub(crate) fn open(
+    place: device::device::Place,
+    dtype: Dtype,
+    model: &Config,
+    layout: &Arc<Layout>,
+    recompute: Recompute,
+) -> device::Result<Box<dyn Engine>> {
+    let device = Device::open(place)?;
+    Ok(match dtype {
+        Dtype::F32 => Box::new(OnDevice::<f32>::new(device, model, layout, recompute)?),
+        Dtype::Bf16 => Box::new(OnDevice::<bf16>::new(device, model, layout, recompute)?),
+    })
+}
+
+impl<T: Storage> OnDevice<T> {
+    fn new(
+        device: Device,
+        model: &Config,
+        layout: &Arc<Layout>,
+        recompute: Recompute,
+    ) -> device::Result<Self> {
+        let decoder = DeviceDecoder::new(&device, model, layout, recompute)?;
+        let (layout, frozen) = (Arc::clone(layout), Mutex::default());
+        Ok(Self { device, layout, recompute, decoder, weights: None, masters: None, moments: None, frozen })
+    }
+}
+
+impl<T: Storage> Engine for OnDevice<T> {
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn load(&mut self, values: &[f32], trained: bool) -> device::Result<()> {
+        let device = self.device.labelled("weights");
+        let weights = match self.weights.take() {
+            Some(weights) => weights,
+            None => device.uninit(values.len())?,
+        };
+        upload(&self.device, values, self.weights.insert(weights).all_mut())?;
+        self.masters = if trained && T::NARROW { Some(device.upload(values)?) } else { None };
+        Ok(())
+    }
+
+    fn read(&self, values: &mut [f32]) -> device::Result<()> {
+        let Some(trained) = self.masters.as_ref().or_else(|| self.weights.as_ref().and_then(as_f32)) else {
+            unreachable!("weights that are trained on the device are there")
+        };
+        self.device.download_to(trained.all(), values)
+    }
+
+    fn unload(&mut self) {
+        (self.weights, self.masters) = (None, None);
+    }
+
+    fn has_weights(&self) -> bool {
+        self.weights.is_some()
+    }
+
+    fn load_moments(&mut self, states: &[TensorState]) -> device::Result<()> {
+        let device = self.device.labelled("optimizer");
+        let len = self.layout.len();
+        let mut buffers = [device.uninit(len)?, device.uninit(len)?];
+        for (spec, state) in self.layout.specs().iter().zip(states) {
+            let TensorState::Moments(Moments::Full { first, second }) = state else {
+                unreachable!("other optimizers are on the host")
+            };
+            for (buffer, moments) in buffers.iter_mut().zip([first, second]) {
+                device.upload_to(moments, buffer.view_mut(spec.range()))?;
+            }
+        }
+        self.moments = Some(buffers);
+        Ok(())
+    }
+
+    fn read_moments(&self, specs: &[ParameterSpec]) -> device::Result<Option<Vec<TensorState>>> {
+        let Some([first, second]) = &self.moments else { return Ok(None) };
+        let of = |buffer: &Buffer<f32>, place: Range<usize>| self.device.download(buffer.view(place));
+        let state = |spec: &ParameterSpec| {
+            let (first, second) = (of(first, spec.range())?, of(second, spec.range())?);
+            Ok(TensorState::Moments(Moments::Full { first, second }))
+        };
+        specs.iter().map(state).collect::<device::Result<_>>().map(Some)
+    }
+
+    fn unload_moments(&mut self) {
+        self.moments = None;
+    }
+
+    fn squares(&self, gradients: View<'_, f32>) -> device::Result<f64> {
+        sum_of_squares(&self.device, gradients)
+    }
+
+    fn update(
+        &mut self,
+        adam: &Adam,
+        specs: &[ParameterSpec],
+        gradients: View<'_, f32>,
+    ) -> device::Result<()> {
+        let Self { device, weights, masters, moments, .. } = self;
+        let (Some(weights), Some([first, second])) = (weights, moments) else {
+            unreachable!("weights that are trained on the device are there, with their moments")
+        };
+        for (place, step) in steps(adam, specs) {
+            let (values, compute) = match (&mut *masters, &mut *weights) {
+                (Some(masters), weights) => {
+                    (masters.view_mut(place.clone()), Some(weights.view_mut(place.clone())))
+                }
+                (None, weights) => match as_f32_mut(weights) {
+                    Some(weights) => (weights.view_mut(place.clone()), None),
+                    None => unreachable!("rounded weights have what they are rounded from beside them"),
+                },
+            };
+            let (first, second) = (first.view_mut(place.clone()), second.view_mut(place.clone()));
+            adamw::<T>(device, &step, values, first, second, gradients.slice(place), compute)?;
+        }
+        Ok(())
+    }
+
+    fn pass<'a>(&'a self, sums: Option<&'a mut Buffer<f32>>) -> Box<dyn DevicePass + 'a> {
+        let Some(weights) = &self.weights else {
+            unreachable!("weights come back to the device before somebody computes")
+        };
+        let source = Source::Whole(weights.all(), &self.layout);
+        Box::new(NetworkPass::new((&self.device, &self.layout), &self.decoder, source, sums))
+    }
+
+    fn gathered<'a>(
+        &'a self,
+        gathering: Gathering<'a>,
+        sums: Option<&'a mut Buffer<f32>>,
+    ) -> Result<Box<dyn DevicePass + 'a>, TrainerError> {
+        let source = Source::Gathered(Box::new(Uploading::new(&self.device, &self.layout, gathering)?));
+        Ok(Box::new(NetworkPass::new((&self.device, &self.layout), &self.decoder, source, sums)))
+    }
+
+    fn frozen(
+        &self,
+        config: &Config,
+        parameters: &Arc<Parameters>,
+        keep: bool,
+    ) -> device::Result<Arc<dyn FrozenNetwork>> {
+        let mut kept = self.frozen.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(frozen) = &*kept
+            && Arc::ptr_eq(&frozen.parameters, parameters)
+        {
+            return Ok(Arc::clone(frozen) as _);
+        }
+        // Before the new one takes its room.
+        *kept = None;
+        let mut weights = self.device.labelled("frozen weights").uninit(parameters.layout().len())?;
+        upload(&self.device, parameters.values(), weights.all_mut())?;
+        let frozen = Arc::new(Frozen {
+            device: self.device.clone(),
+            parameters: Arc::clone(parameters),
+            decoder: DeviceDecoder::new(&self.device, config, parameters.layout(), self.recompute)?,
+            weights,
+        });
+        if keep {
+            *kept = Some(Arc::clone(&frozen));
+        }
+        Ok(frozen)
+    }
+
+    fn forget(&self) -> u64 {
+        let frozen = self.frozen.lock().unwrap_or_else(PoisonError::into_inner).take();
+        frozen.map_or(0, |frozen| frozen.weights.bytes())
+    }
+
+    fn weights(&self) -> Option<DeviceWeights<'_>> {
+        let weights = self.weights.as_ref()? as &dyn Any;
+        let f32s = weights.downcast_ref::<Buffer<f32>>().map(|weights| DeviceWeights::F32(weights.all()));
+        f32s.or_else(|| Some(DeviceWeights::Bf16(weights.downcast_ref::<Buffer<bf16>>()?.all())))
+    }
+
+    fn bytes(&self) -> [u64; 2] {
+        let weights = self.weights.as_ref().map_or(0, Buffer::bytes);
+        let masters = self.masters.as_ref().map_or(0, Buffer::bytes);
+        let moments = self.moments.iter().flatten().map(Buffer::bytes).sum();
+        [weights + masters, moments]
+    }
+}
+
+impl<T: Storage> fmt::Debug for OnDevice<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OnDevice").field("device", &self.device).finish_non_exhaustive()
+    }
+}
+
+impl<T: Storage> FrozenNetwork for Frozen<T> {
+    fn pass(&self) -> Box<dyn DevicePass + '_> {
+        let layout = self.parameters.layout();
+        let source = Source::Whole(self.weights.all(), layout);
+        Box::new(NetworkPass::new((&self.device, layout), &self.decoder, source, None))
+    }
+}
+
+/// The updates of neighbouring tensors, as few as there are changes of the numbers between them.
+fn steps(adam: &Adam, specs: &[ParameterSpec]) -> Vec<(Range<usize>, AdamwStep)> {
+    let mut steps: Vec<(Range<usize>, AdamwStep)> = Vec::new();
+    for (tensor, spec) in specs.iter().enumerate() {
+        let factors = adam.of(tensor as u32, spec.shape.len() > 1);
+        let step = AdamwStep {
+            gradient: factors.gradient,
+            beta1: factors.beta1,
+            beta2: factors.beta2,
+            eps: factors.eps,
+            step_size: factors.step_size,
+            second_scale: factors.second_scale,
+            keep: factors.keep,
+        };
+        match steps.last_mut() {
+            Some((place, last)) if *last == step && place.end == spec.offset => place.end = spec.range().end,
+            _ => steps.push((spec.range(), step)),
+        }
+    }
+    steps
+}
+
+/// The same buffer, if it holds f32.
+fn as_f32<T: Storage>(buffer: &Buffer<T>) -> Option<&Buffer<f32>> {
+    (buffer as &dyn Any).downcast_ref()
+}
+
+fn as_f32_mut<T: Storage>(buffer: &mut Buffer<T>) -> Option<&mut Buffer<f32>> {
+    (buffer as &mut dyn Any).downcast_mut()
+}
+
+#[cfg(test)]
+mod tests {
+    use model::Sizes;
+
+    use super::*;
+    use crate::optimizer::{OptimizerConfig, OptimizerKind};
+
+    #[test]
+    fn tensors_that_are_moved_alike_are_moved_together() {
+        let layout = Layout::new(&Config::fresh(&Sizes {
+            vocab_size: 4,
+            hidden_size: 4,
+            intermediate_size: 4,
+            num_layers: 2,
+            num_heads: 2,
+            num_kv_heads: 1,
+            max_position_embeddings: 8,
+        }));
+        for weight_decay in [0.0, 0.1] {
+            let config =
+                OptimizerConfig { weight_decay, ..OptimizerConfig::usual(OptimizerKind::Adamw, 0.95) };
+            let adam = Adam::new(&config, 3, 0.5, 0.7);
+            let steps = steps(&adam, layout.specs());
+            let mut end = 0;
+            for (place, step) in &steps {
+                assert_eq!(place.start, end);
+                end = place.end;
+                let inside = layout.specs().iter().filter(|spec| place.contains(&spec.offset));
+                let keep =
+                    inside.map(|spec| if spec.shape.len() > 1 { 1.0 - 0.5 * weight_decay } else { 1.0 });
+                assert!(keep.into_iter().all(|keep| keep == step.keep));
+            }
+            assert_eq!(end, layout.len());
+            assert_eq!(steps.len() == 1, weight_decay == 0.0);
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! Forward and backward on a device, and the ways of weights to it and of gradients from it.
+//!
+//! Invariant: what a pass asks of other ranks, it asks in the order in which a pass on the processor does, so that ranks
+//! that skip a pass stay in step with those that make it.
+
+use device::ops::vectors::cast;
+use device::{Buffer, Device, DeviceError, Storage, View, ViewMut};
+use model::on_device::{DeviceDecoder, DeviceTrace, UnitGradients, UnitWeights};
+use model::{GradientSink, LayerSource, Layout, Prediction, PredictionGradient, Unit};
+
+use crate::TrainerError;
+use crate::exchange::{Gathering, number};
+use crate::packing::Packed;
+
+/// Values that go to a device at a time, where they are rounded on the way.
+const STAGED: usize = 1 << 22;
+
+/// A network on a device, whatever its weights are stored in.
+pub(crate) trait DevicePass {
+    /// Predictions; what the backward needs stays on the device.
+    fn forward(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError>;
+
+    /// Adds the gradients of `slopes * predictions` of the last forward to `sink`; without one they stay on the device.
+    fn backward(
+        &mut self,
+        packed: &Packed<'_>,
+        slopes: &[PredictionGradient],
+        sink: Option<&mut dyn GradientSink>,
+    ) -> Result<(), TrainerError>;
+
+    /// Predictions alone.
+    fn score(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError>;
+
+    /// Takes part in gathering a layer that only others need.
+    fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError>;
+
+    /// Layers of the network.
+    fn layers(&self) -> usize;
+}
+
+/// A pass whose network is stored in `T`.
+pub(crate) struct NetworkPass<'a, T: Storage> {
+    device: &'a Device,
+    decoder: &'a DeviceDecoder<T>,
+    layout: &'a Layout,
+    source: Source<'a, T>,
+    /// Sums of all gradients, laid out as the weights are, where they are kept; otherwise a unit has its own until it is
+    /// done.
+    sums: Option<&'a mut Buffer<f32>>,
+    /// What the last forward left.
+    trace: Option<DeviceTrace<T>>,
+}
+
+/// Where the weights are.
+pub(crate) enum Source<'a, T: Storage> {
+    /// All on the device.
+    Whole(View<'a, T>, &'a Layout),
+    /// Layers come from all ranks when they are needed.
+    Gathered(Box<Uploading<'a, T>>),
+}
+
+/// Layers on their way from the other ranks to the device.
+pub(crate) struct Uploading<'a, T: Storage> {
+    device: &'a Device,
+    gathering: Gathering<'a>,
+    /// Embedding and tail.
+    ends: [Buffer<T>; 2],
+    /// The layer that was asked for last.
+    layer: Buffer<T>,
+    index: Option<usize>,
+}
+
+/// The way of gradients to the host.
+struct Handing<'a, 'b> {
+    device: &'a Device,
+    layout: &'a Layout,
+    sums: Option<&'a mut Buffer<f32>>,
+    /// Those of units that are not done.
+    units: Vec<Option<Buffer<f32>>>,
+    sink: Option<&'a mut (dyn GradientSink + 'b)>,
+    /// On the host, used again.
+    values: Vec<f32>,
+}
+
+/// Writes values from the host, rounded to what `to` holds.
+///
+/// # Errors
+/// If there is no memory for what is on the way, or the driver fails.
+pub(crate) fn upload<T: Storage>(
+    device: &Device,
+    values: &[f32],
+    mut to: ViewMut<'_, T>,
+) -> device::Result<()> {
+    if !T::NARROW {
+        return device.upload_to(bytemuck::cast_slice(values), to);
+    }
+    let mut staged = device.labelled("weights on the way").uninit::<f32>(values.len().min(STAGED))?;
+    for (i, values) in values.chunks(STAGED).enumerate() {
+        device.upload_to(values, staged.view_mut(0..values.len()))?;
+        let start = i * STAGED;
+        cast(device, staged.view(0..values.len()), to.slice_mut(start..start + values.len()))?;
+    }
+    Ok(())
+}
+
+impl<'a, T: Storage> NetworkPass<'a, T> {
+    /// A pass of `decoder`, whose weights come from `source`.
+    pub(crate) fn new(
+        (device, layout): (&'a Device, &'a Layout),
+        decoder: &'a DeviceDecoder<T>,
+        source: Source<'a, T>,
+        sums: Option<&'a mut Buffer<f32>>,
+    ) -> Self {
+        Self { device, decoder, layout, source, sums, trace: None }
+    }
+}
+
+impl<T: Storage> DevicePass for NetworkPass<'_, T> {
+    fn forward(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError> {
+        let Packed { pack, positions, targets, .. } = packed;
+        // What is left of a backward that failed would take room beside the new one.
+        self.trace = None;
+        self.source.turn(false);
+        let (predictions, trace) = self.decoder.forward(&mut self.source, pack, positions, targets)?;
+        self.trace = Some(trace);
+        Ok(predictions)
+    }
+
+    fn backward(
+        &mut self,
+        packed: &Packed<'_>,
+        slopes: &[PredictionGradient],
+        sink: Option<&mut dyn GradientSink>,
+    ) -> Result<(), TrainerError> {
+        let Some(trace) = self.trace.take() else { unreachable!("a backward follows a forward") };
+        self.source.turn(true);
+        let mut handing = Handing {
+            device: self.device,
+            layout: self.layout,
+            sums: self.sums.as_deref_mut(),
+            units: self.layout.units().map(|_| None).collect(),
+            sink,
+            values: Vec::new(),
+        };
+        self.decoder.backward(&mut self.source, &packed.pack, trace, slopes, &mut handing)?;
+        Ok(())
+    }
+
+    fn score(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError> {
+        let Packed { pack, positions, targets, .. } = packed;
+        self.source.turn(false);
+        Ok(self.decoder.score(&mut self.source, pack, positions, targets)?)
+    }
+
+    fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError> {
+        self.source.turn(backward);
+        if let Source::Gathered(uploading) = &mut self.source {
+            uploading.gathering.layer(index)?;
+        }
+        Ok(())
+    }
+
+    fn layers(&self) -> usize {
+        self.layout.layers().len()
+    }
+}
+
+impl<T: Storage> Source<'_, T> {
+    fn turn(&mut self, backward: bool) {
+        if let Self::Gathered(uploading) = self {
+            uploading.gathering.backward = backward;
+        }
+    }
+}
+
+impl<T: Storage> UnitWeights<T> for Source<'_, T> {
+    fn unit(&mut self, unit: Unit) -> device::Result<View<'_, T>> {
+        match self {
+            Self::Whole(all, layout) => Ok(all.slice(layout.unit(unit))),
+            Self::Gathered(uploading) => uploading.unit(unit),
+        }
+    }
+}
+
+impl<'a, T: Storage> Uploading<'a, T> {
+    /// Layers of `layout` that come through `gathering`; embedding and tail stay as long as this does.
+    ///
+    /// # Errors
+    /// If they do not come, or there is no room for them.
+    pub(crate) fn new(
+        device: &'a Device,
+        layout: &Layout,
+        mut gathering: Gathering<'a>,
+    ) -> Result<Self, TrainerError> {
+        let weights = device.labelled("weights");
+        let to_device = |values: &[f32]| -> device::Result<Buffer<T>> {
+            let mut buffer = weights.uninit(values.len())?;
+            upload(device, values, buffer.all_mut())?;
+            Ok(buffer)
+        };
+        let [embedding, tail] = gathering.ends()?;
+        let ends = [to_device(&embedding)?, to_device(&tail)?];
+        let largest = layout.layers().iter().map(ExactSizeIterator::len).max().unwrap_or(0);
+        let layer = weights.uninit(largest)?;
+        Ok(Self { device, gathering, ends, layer, index: None })
+    }
+
+    fn unit(&mut self, unit: Unit) -> device::Result<View<'_, T>> {
+        let index = match unit {
+            Unit::Embedding => return Ok(self.ends[0].all()),
+            Unit::Tail => return Ok(self.ends[1].all()),
+            Unit::Layer(index) => index,
+        };
+        // Also of a layer that is there, because the next one is requested with it.
+        let values = self.gathering.layer(index).map_err(|error| DeviceError::Unavailable {
+            device: self.device.name(),
+            reason: format!("its rank has no weights of layer {index}: {error}"),
+        })?;
+        if self.index != Some(index) {
+            upload(self.device, &values, self.layer.view_mut(0..values.len()))?;
+            self.index = Some(index);
+        }
+        Ok(self.layer.view(0..values.len()))
+    }
+}
+
+impl UnitGradients for Handing<'_, '_> {
+    fn unit(&mut self, unit: Unit) -> device::Result<ViewMut<'_, f32>> {
+        let place = self.layout.unit(unit);
+        if let Some(sums) = &mut self.sums {
+            return Ok(sums.view_mut(place));
+        }
+        let own = &mut self.units[number(self.layout, unit)];
+        let buffer = match own.take() {
+            Some(buffer) => buffer,
+            None => self.device.labelled("gradients").zeros(place.len())?,
+        };
+        Ok(own.insert(buffer).all_mut())
+    }
+
+    fn done(&mut self, unit: Unit) -> device::Result<()> {
+        let Some(sink) = &mut self.sink else { return Ok(()) };
+        let own = self.units[number(self.layout, unit)].take();
+        let from = match (&self.sums, &own) {
+            (Some(sums), _) => Some(sums.view(self.layout.unit(unit))),
+            (None, own) => own.as_ref().map(Buffer::all),
+        };
+        let to = sink.unit(unit);
+        if let Some(from) = from {
+            self.values.resize(from.len(), 0.0);
+            self.device.download_to(from, &mut self.values)?;
+            to.iter_mut().zip(&self.values).for_each(|(to, value)| *to += value);
+        }
+        sink.done(unit);
+        Ok(())
+    }
+}

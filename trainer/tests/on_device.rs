@@ -1,0 +1,398 @@
+//! Ranks on a device learn what ranks on the processor learn. The device is the emulator, which runs the kernels' source.
+
+use std::sync::Arc;
+
+use device::device::Place;
+use device::{DeviceError, bf16};
+use model::on_device::Dtype;
+use model::{
+    Config, Head, Layout, MemoryBudget, ModelDirectory, Parameters, Prediction, PredictionGradient,
+    Recompute, ResidentParameters, Team,
+};
+use trainer::checkpoint::load;
+use trainer::learner::RowLoss;
+use trainer::lora::{Adapter, LoraConfig, TargetModule};
+use trainer::moments::Moments;
+use trainer::optimizer::{Optimizer, OptimizerConfig, OptimizerKind, TensorState};
+use trainer::report::TokenSums;
+use trainer::supervised::DemonstrationLoss;
+use trainer::{
+    DeviceConfig, DeviceWeights, Frozen, Leader, Learner, LearnerConfig, OptimizerPlace, TrainerError,
+    TrainerState, follow,
+};
+use trajectory::PolicyVersion;
+
+use crate::{LEARNER, config, group, groups, learner, policy_step, samples, save, with_optimizer};
+
+/// Settings under which an update is a smooth function of the gradient, on the processor.
+fn smooth(kind: OptimizerKind) -> LearnerConfig {
+    let settings = with_optimizer(kind);
+    let optimizer = OptimizerConfig { eps: 1e-2, ..settings.optimizer };
+    LearnerConfig { optimizer, microbatch_tokens: 40, ..settings }
+}
+
+/// The same on a device.
+fn on_device(dtype: Dtype) -> LearnerConfig {
+    emulated(dtype, OptimizerPlace::Device, smooth(OptimizerKind::Adamw))
+}
+
+fn emulated(dtype: Dtype, optimizer: OptimizerPlace, settings: LearnerConfig) -> LearnerConfig {
+    let device = DeviceConfig { optimizer, ..DeviceConfig::new(Place::Emulated, dtype) };
+    LearnerConfig { device: Some(device), ..settings }
+}
+
+fn values(learner: &Learner) -> Vec<f32> {
+    learner.parameters().unwrap().values().to_vec()
+}
+
+/// Weights after each of some steps, norms of the gradients, and what the last one reported.
+fn steps(mut learner: Learner, steps: usize) -> (Vec<Vec<f32>>, Vec<f32>, TokenSums) {
+    let groups = groups();
+    let (mut weights, mut norms, mut sums) = (Vec::new(), Vec::new(), TokenSums::default());
+    for _ in 0..steps {
+        let (norm, of_step) = policy_step(&mut learner, &groups, 1e-2);
+        norms.push(norm);
+        weights.push(values(&learner));
+        sums = of_step;
+    }
+    (weights, norms, sums)
+}
+
+/// The largest difference, relative to how large values are.
+fn difference(ours: &[f32], theirs: &[f32]) -> f32 {
+    let norm = (theirs.iter().map(|x| x * x).sum::<f32>() / theirs.len() as f32).sqrt();
+    ours.iter().zip(theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / norm
+}
+
+fn assert_same(ours: &[f32], theirs: &[f32], tolerance: f32, what: &str) {
+    let found = difference(ours, theirs);
+    assert!(found <= tolerance, "{what}: {found} of 1");
+}
+
+#[test]
+fn steps_in_f32_are_those_of_the_processor() {
+    let (expected, norms, sums) = steps(learner(smooth(OptimizerKind::Adamw)), 5);
+    assert!(difference(&expected[0], &expected[4]) > 1e-2, "the steps move weights");
+    for place in [OptimizerPlace::Device, OptimizerPlace::Host] {
+        let settings = emulated(Dtype::F32, place, smooth(OptimizerKind::Adamw));
+        let (found, other, reported) = steps(learner(settings), 5);
+        for step in [0, 4] {
+            assert_same(&found[step], &expected[step], 1e-5, &format!("{place:?}, step {step}"));
+        }
+        assert_same(&other, &norms, 1e-5, "norms");
+        assert_eq!((reported.tokens, reported.clipped_low), (sums.tokens, sums.clipped_low));
+        assert!((reported.loss - sums.loss).abs() < 1e-5, "{} {}", reported.loss, sums.loss);
+        assert!((reported.entropy - sums.entropy).abs() < 1e-3 * sums.entropy.abs());
+    }
+}
+
+#[test]
+fn an_optimizer_on_the_host_makes_the_updates_of_one_on_the_device() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let run = |place| {
+            let mut learner = learner(emulated(dtype, place, smooth(OptimizerKind::Adamw)));
+            for _ in 0..3 {
+                policy_step(&mut learner, &groups(), 1e-2);
+            }
+            let optimizer = learner.optimizer().unwrap().into_owned();
+            (values(&learner), optimizer, learner.bytes())
+        };
+        let (on_device, optimizer, _) = run(OptimizerPlace::Device);
+        let (on_host, other, _) = run(OptimizerPlace::Host);
+        assert_same(&on_device, &on_host, 1e-6, &format!("{dtype:?}"));
+        assert_eq!((optimizer.updates(), other.updates()), (3, 3));
+        assert_eq!(optimizer.states().len(), other.states().len());
+    }
+}
+
+#[test]
+fn other_optimizers_and_adapters_are_updated_on_the_host() {
+    for kind in [OptimizerKind::Adamw8bit, OptimizerKind::Muon, OptimizerKind::Dion] {
+        let (expected, _, _) = steps(learner(smooth(kind)), 2);
+        let settings = emulated(Dtype::F32, OptimizerPlace::Device, smooth(kind));
+        let (found, _, _) = steps(learner(settings), 2);
+        // 8-bit moments round up or down by what is beyond the 4 bits that they keep.
+        let tolerance = if kind == OptimizerKind::Adamw8bit { 1e-3 } else { 1e-5 };
+        assert_same(&found[1], &expected[1], tolerance, &format!("{kind:?}"));
+    }
+    let adapting = |settings| {
+        let base = Parameters::random(&config(), 5);
+        let lora = LoraConfig { rank: 3, alpha: 6.0, target_modules: TargetModule::ALL.to_vec() };
+        let mut adapter = Adapter::new(lora, &base, 1);
+        let numbered = adapter.values_mut().iter_mut().enumerate();
+        numbered.for_each(|(i, value)| *value += 0.05 * (i as f32 * 0.7).sin());
+        let mut learner = Learner::adapting(settings, config(), base, adapter, None).unwrap();
+        policy_step(&mut learner, &groups(), 1e-2);
+        policy_step(&mut learner, &groups(), 1e-2);
+        (learner.adapter().unwrap().values().to_vec(), values(&learner))
+    };
+    let (expected, merged) = adapting(smooth(OptimizerKind::Adamw));
+    for world in [1, 2] {
+        let (found, other) = adapting(LearnerConfig { world, zero: 2, ..on_device(Dtype::F32) });
+        assert_same(&found, &expected, 1e-5, "the adapter");
+        assert_same(&other, &merged, 1e-5, "what it is merged into");
+    }
+}
+
+#[test]
+fn bf16_learns_as_f32_does() {
+    let groups = groups();
+    let rows = samples(&groups);
+    let losses = |dtype| {
+        let settings = emulated(dtype, OptimizerPlace::Device, LEARNER);
+        let mut learner = learner(settings);
+        let mut step = |_| {
+            let (_, losses) = learner.step(&rows, &DemonstrationLoss::over(&rows), 3e-3).unwrap();
+            losses.iter().sum()
+        };
+        (0..30).map(&mut step).collect::<Vec<f64>>()
+    };
+    let (full, rounded) = (losses(Dtype::F32), losses(Dtype::Bf16));
+    assert!(full[29] < 0.7 * full[0], "from {} to {}", full[0], full[29]);
+    assert_ne!(full, rounded);
+    for (step, (full, rounded)) in full.iter().zip(&rounded).enumerate() {
+        assert!((full - rounded).abs() < 0.03 * full, "step {step}: {rounded} in bf16, {full} in f32");
+    }
+}
+
+#[test]
+fn what_is_trained_keeps_updates_that_bf16_would_lose() {
+    let mut learner = learner(on_device(Dtype::Bf16));
+    let start = values(&learner);
+    for _ in 0..3 {
+        policy_step(&mut learner, &groups(), 1e-6);
+    }
+    let moved = values(&learner);
+    let changed = moved.iter().zip(&start).filter(|(a, b)| a != b).count();
+    assert!(changed > moved.len() / 2, "{changed} of {} weights have moved", moved.len());
+    let (device, DeviceWeights::Bf16(weights)) = learner.device_weights().unwrap() else {
+        panic!("bf16 was asked for")
+    };
+    let rounded: Vec<bf16> = moved.iter().map(|value| bf16::from_f32(*value)).collect();
+    assert!(device.download(weights).unwrap() == rounded, "it computes with what it trains, rounded");
+    let of_start = start.iter().map(|value| bf16::from_f32(*value));
+    let visible = rounded.iter().zip(of_start).filter(|(a, b)| **a != *b).count();
+    assert!(visible < changed / 20, "rounded {visible} of them are others");
+}
+
+#[test]
+fn what_is_computed_again_has_the_same_bits() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let run = |recompute| steps(learner(LearnerConfig { recompute, ..on_device(dtype) }), 2);
+        let expected = run(Recompute::None);
+        assert!(expected == run(Recompute::None), "{dtype:?}: the same steps twice");
+        for recompute in [Recompute::Block, Recompute::Sequence] {
+            assert!(expected == run(recompute), "{dtype:?}, {recompute:?}");
+        }
+    }
+}
+
+#[test]
+fn going_on_from_a_checkpoint_gives_the_same_bits() {
+    for (dtype, place) in [
+        (Dtype::F32, OptimizerPlace::Device),
+        (Dtype::Bf16, OptimizerPlace::Device),
+        (Dtype::Bf16, OptimizerPlace::Host),
+    ] {
+        let settings = emulated(dtype, place, LEARNER);
+        let files = tempfile::tempdir().unwrap();
+        let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
+        let new =
+            |parameters, optimizer| Learner::new(settings.clone(), config(), parameters, optimizer).unwrap();
+        let mut learner = new(directory.load_parameters().unwrap(), None);
+        crate::checkpoint::advance(&mut learner, 2);
+        let state = TrainerState::new(PolicyVersion(2), learner.updates(), 77, 1.5);
+        let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
+        let read = load(&dir, settings.optimizer, None).unwrap();
+        assert_eq!(read.parameters.values(), values(&learner));
+        assert_eq!(read.optimizer, *learner.optimizer().unwrap());
+        let moved = |state: &TensorState| matches!(state, TensorState::Moments(Moments::Full { first, .. }) if first.iter().any(|m| *m != 0.0));
+        assert!(read.optimizer.states().iter().any(moved), "the moments are those of the steps");
+        let mut resumed = new(read.parameters, Some(read.optimizer));
+        crate::checkpoint::advance(&mut resumed, 2);
+        crate::checkpoint::advance(&mut learner, 2);
+        assert_eq!(resumed.updates(), 4);
+        assert_eq!(values(&resumed), values(&learner));
+        assert_eq!(resumed.optimizer().unwrap(), learner.optimizer().unwrap());
+    }
+}
+
+#[test]
+fn ranks_that_share_a_step_make_that_of_one() {
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        let (expected, norms, sums) = steps(learner(on_device(dtype)), 2);
+        // Ranks add up in another order; where that turns the last bit of an f32 it may turn that of a bf16 too.
+        let tolerance = if dtype == Dtype::F32 { 1e-5 } else { 2e-3 };
+        for (world, zero, microbatch_tokens) in
+            [(2, 1, 20), (2, 2, 20), (3, 3, 20), (2, 3, 100_000), (2, 1, 100_000)]
+        {
+            let settings = LearnerConfig { world, zero, microbatch_tokens, ..on_device(dtype) };
+            let (found, other, reported) = steps(learner(settings), 2);
+            let what = format!("{dtype:?}, world {world}, stage {zero}, {microbatch_tokens} tokens");
+            assert_same(&found[1], &expected[1], tolerance, &what);
+            assert_same(&other, &norms, 10.0 * tolerance, &what);
+            assert_eq!(reported.tokens, sums.tokens, "{what}");
+        }
+        let run = |zero| {
+            steps(learner(LearnerConfig { world: 2, zero, microbatch_tokens: 20, ..on_device(dtype) }), 2)
+        };
+        assert!(run(2) == run(3), "{dtype:?}: gathered layers are those that are there");
+    }
+}
+
+#[test]
+fn a_device_belongs_to_every_process_of_a_trainer() {
+    let groups = groups();
+    let rows = samples(&groups);
+    for zero in [1, 3] {
+        let settings = LearnerConfig { world: 2, zero, microbatch_tokens: 30, ..on_device(Dtype::F32) };
+        let parameters = || Parameters::random(&config(), 5);
+        let step = |learner: &mut Learner| {
+            let stepped = trainer::supervised::imitate(learner, &rows, 1e-2).unwrap();
+            (stepped, values(learner), learner.optimizer().unwrap().into_owned())
+        };
+        let mut threads = Learner::new(settings.clone(), config(), parameters(), None).unwrap();
+        let expected = step(&mut threads);
+        let mut ranks = trainer::collective::threads::group(2, settings.wait).into_iter();
+        let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
+        let leader = Leader::new(Arc::new(first));
+        let follower = std::thread::spawn(move || follow(Arc::new(second), Arc::new(Team::alone())));
+        let mut learner = leader.learner(settings, config(), parameters(), None, None).unwrap();
+        let found = step(&mut learner);
+        drop(learner);
+        drop(leader);
+        follower.join().unwrap().unwrap();
+        assert!(found == expected, "stage {zero}");
+    }
+}
+
+#[test]
+fn scores_are_those_of_the_processor() {
+    let groups = groups();
+    let rows = samples(&groups);
+    let other = Arc::new(Parameters::random(&config(), 6));
+    let files = tempfile::tempdir().unwrap();
+    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 6).unwrap();
+    let kept = ResidentParameters::of(config(), other);
+    let budget = MemoryBudget::new(Some(0));
+    let swapped = ResidentParameters::open(directory.path(), &config(), &budget).unwrap();
+    assert!(swapped.is_swapped());
+    let flat = |scored: Vec<Vec<Prediction>>| -> Vec<f32> {
+        scored.into_iter().flatten().flat_map(|p| [p.logprob, p.entropy]).collect()
+    };
+    let processor = learner(smooth(OptimizerKind::Adamw));
+    let frozen = [kept, swapped].map(|weights| Frozen { weights, team: None });
+    let expected = flat(processor.score(&rows).unwrap());
+    let expected_under = flat(processor.score_under(&frozen[0], &rows).unwrap());
+    assert!(difference(&expected, &expected_under) > 0.1);
+    for (world, zero) in [(1, 1), (2, 1), (3, 3)] {
+        let learner = learner(LearnerConfig { world, zero, ..on_device(Dtype::F32) });
+        assert_same(&flat(learner.score(&rows).unwrap()), &expected, 1e-5, "its own weights");
+        for frozen in frozen.iter().chain(&frozen[..1]) {
+            let scored = flat(learner.score_under(frozen, &rows).unwrap());
+            assert_same(&scored, &expected_under, 1e-5, "frozen weights");
+        }
+        if let Some((device, _)) = learner.device_weights() {
+            let held = device.held();
+            let frozen = held.0.iter().find(|(label, _)| *label == "frozen weights").map(|(_, bytes)| *bytes);
+            assert_eq!(frozen, Some(4 * Layout::new(&config()).len() as u64), "one copy stays: {held}");
+        }
+    }
+    let rounded = flat(learner(on_device(Dtype::Bf16)).score(&rows).unwrap());
+    assert!(rounded != expected);
+    assert_same(&rounded, &expected, 0.1, "bf16");
+}
+
+/// The mean square of values, for a model that has nothing but them.
+struct Values;
+
+impl RowLoss for Values {
+    type Report = f64;
+
+    fn row(&self, _: usize, predictions: &[Prediction], report: &mut f64) -> Vec<PredictionGradient> {
+        let slope = |prediction: &Prediction| {
+            *report += f64::from(prediction.value - 1.0).powi(2);
+            PredictionGradient { value: 2.0 * (prediction.value - 1.0), ..PredictionGradient::default() }
+        };
+        predictions.iter().map(slope).collect()
+    }
+}
+
+#[test]
+fn a_critic_learns_on_a_device() {
+    let groups = groups();
+    let rows = samples(&groups);
+    let model = Config { head: Head::Value, ..config() };
+    let run = |settings| {
+        let parameters = Parameters::random(&config(), 5).with_head(&model);
+        let mut critic = Learner::new(settings, model.clone(), parameters, None).unwrap();
+        let losses: Vec<f64> =
+            (0..3).map(|_| critic.step(&rows, &Values, 1e-2).unwrap().1.iter().sum()).collect();
+        (losses, values(&critic))
+    };
+    let (losses, expected) = run(smooth(OptimizerKind::Adamw));
+    let (other, found) = run(on_device(Dtype::F32));
+    assert!(losses[2] < losses[0]);
+    assert!(losses.iter().zip(&other).all(|(a, b)| (a - b).abs() < 1e-4 * a), "{losses:?} {other:?}");
+    assert_same(&found, &expected, 1e-5, "weights");
+}
+
+/// A loss whose derivative overflows.
+struct Infinite;
+
+impl RowLoss for Infinite {
+    type Report = ();
+
+    fn row(&self, _: usize, predictions: &[Prediction], (): &mut ()) -> Vec<PredictionGradient> {
+        let slope = PredictionGradient { logprob: f32::INFINITY, ..PredictionGradient::default() };
+        vec![slope; predictions.len()]
+    }
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_leaves_everything_as_it_was() {
+    for (world, dtype, place) in [
+        (1, Dtype::F32, OptimizerPlace::Device),
+        (1, Dtype::Bf16, OptimizerPlace::Device),
+        (1, Dtype::Bf16, OptimizerPlace::Host),
+        (2, Dtype::F32, OptimizerPlace::Device),
+    ] {
+        let settings = LearnerConfig { world, ..emulated(dtype, place, LEARNER) };
+        let [mut learner, mut undisturbed] = [settings.clone(), settings].map(learner);
+        policy_step(&mut learner, &groups(), 1e-3);
+        policy_step(&mut undisturbed, &groups(), 1e-3);
+        let error = learner.step(&samples(&groups()), &Infinite, 1e-3).unwrap_err();
+        assert!(matches!(error, TrainerError::GradientNotFinite { update: 1, rows: 18 }), "{error}");
+        assert_eq!(values(&learner), values(&undisturbed));
+        policy_step(&mut learner, &groups(), 1e-3);
+        policy_step(&mut undisturbed, &groups(), 1e-3);
+        assert_eq!(values(&learner), values(&undisturbed), "the step after it");
+    }
+}
+
+#[test]
+fn a_device_that_is_not_there_or_too_small_is_an_error_with_its_text() {
+    let settings = LearnerConfig { device: Some(DeviceConfig::new(Place::Cuda(99), Dtype::F32)), ..LEARNER };
+    let parameters = Parameters::random(&config(), 5);
+    let error = Learner::new(settings, config(), parameters, None).unwrap_err();
+    assert!(matches!(error, TrainerError::Device(_)) && error.to_string().contains("cuda:99"), "{error}");
+
+    // Zeros that nobody reads take no memory of the host.
+    let huge = Config { vocab_size: 70_000_000, ..config() };
+    let parameters = Parameters::zeros(Arc::new(Layout::new(&huge)));
+    let settings = on_device(Dtype::F32);
+    let optimizer = Optimizer::resume(settings.optimizer, 0, Vec::new());
+    let error = Learner::new(settings, huge, parameters, Some(optimizer)).unwrap_err();
+    let TrainerError::Device(own @ DeviceError::OutOfMemory { label: "weights", .. }) = &error else {
+        panic!("{error}")
+    };
+    assert_eq!(error.to_string(), own.to_string());
+    assert!(own.to_string().contains("has no memory for") && own.to_string().contains("rlrun plan"), "{own}");
+}
+
+#[test]
+fn off_policy_tokens_are_weighted_on_a_device() {
+    let (_, sums) = policy_step(&mut learner(on_device(Dtype::F32)), &[group(0, &[1.0, 0.0], -0.3)], 1e-3);
+    let mean = sums.mean(sums.behavior_weight);
+    assert!((mean - 0.3_f64.exp()).abs() < 1e-4, "{mean}");
+}
