@@ -1,3 +1,5 @@
+//! Devices that work together: what comes out, and what happens when one of them does not.
+
 #![cfg(feature = "emulator")]
 
 use std::ops::Range;

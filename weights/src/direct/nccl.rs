@@ -340,9 +340,8 @@ impl<T: Storage> NcclPublisher<T> {
 impl<T: Storage> DevicePublisher<T> for NcclPublisher<T> {
     fn publish(&self, version: PolicyVersion, values: View<'_, T>) -> Result<(), WeightsError> {
         let (started, mut pushing) = (Instant::now(), self.pushing()?);
-        let whole = 0..values.len();
-        let shards = std::slice::from_ref(&whole);
-        let plan = self.lead.plan(version, shards)?;
+        let all = 0..values.len();
+        let plan = self.lead.plan(version, std::slice::from_ref(&all))?;
         self.push(&mut pushing, plan, values, started)
     }
 

@@ -178,11 +178,11 @@ mod tests {
 
     #[test]
     fn buckets_make_up_the_shards() {
-        let round = round(&[(0, 7), (7, 7), (7, 10)], 3);
+        let round = round(&[(0, 7), (7, 7), (7, 10)], 2);
         let buckets = |owner| round.buckets(owner).collect::<Vec<_>>();
-        assert_eq!(buckets(0), [0..3, 3..6, 6..7]);
+        assert_eq!(buckets(0), [0..2, 2..4, 4..6, 6..7]);
         assert_eq!(buckets(1), []);
-        assert_eq!(buckets(2), vec![7..10]);
+        assert_eq!(buckets(2), [7..9, 9..10]);
         assert_eq!(buckets(3), []);
     }
 
