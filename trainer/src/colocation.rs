@@ -124,7 +124,7 @@ impl Colocation {
         }
         for (network, place) in networks.into_iter().zip(&mut self.places) {
             place.restore(network).map_err(|source| scratch(&self.directory, source))?;
-            network.to_device()?;
+            network.enter_device()?;
         }
         Ok(())
     }
@@ -133,7 +133,7 @@ impl Colocation {
 impl Place {
     /// Takes what does not stay off the device, to the host. Returns the bytes.
     fn leave_device(&self, network: &mut Learner) -> Result<u64, TrainerError> {
-        network.to_host(!self.optimizer_stays, !self.weights_stay)
+        network.leave_device(!self.optimizer_stays, !self.weights_stay)
     }
 
     /// Everything of `network` that does not stay.

@@ -79,6 +79,9 @@ pub struct Frozen {
     pub team: Option<Arc<Team>>,
 }
 
+/// Some of a model's values: where they lie in the flat parameters, and what they are.
+pub type OwnedValues<'a> = Vec<(Range<usize>, &'a [f32])>;
+
 /// A loss over the predictions of one row.
 pub trait RowLoss: Sync {
     /// What it reports of the tokens of a rank; merged in order of rank.
@@ -264,7 +267,7 @@ impl Learner {
     ///
     /// # Errors
     /// If a device fails.
-    pub fn owned(&self) -> Result<Vec<(Range<usize>, &[f32])>, TrainerError> {
+    pub fn owned(&self) -> Result<OwnedValues<'_>, TrainerError> {
         let owned = self.ranks.iter().map(Rank::owned).collect::<Result<Vec<_>, _>>()?;
         Ok(owned.into_iter().flatten().collect())
     }
@@ -329,6 +332,13 @@ impl Learner {
         self.ranks.iter_mut().map(Rank::drop_gradients).sum()
     }
 
+    /// Memory of the optimizer and of the weights on devices, bytes.
+    #[must_use]
+    pub fn device_bytes(&self) -> [u64; 2] {
+        let add = |[a, b]: [u64; 2], [c, d]: [u64; 2]| [a + c, b + d];
+        self.ranks.iter().map(Rank::device_bytes).fold([0; 2], add)
+    }
+
     /// Memory of the optimizer and of the weights, bytes.
     pub(crate) fn bytes_to_keep(&mut self) -> [u64; 2] {
         let add = |[a, b]: [u64; 2], [c, d]: [u64; 2]| [a + c, b + d];
@@ -337,13 +347,13 @@ impl Learner {
 
     /// Gives up the devices' memory of the optimizer, of the weights, or of both, and of networks that are not trained.
     /// Returns the bytes.
-    pub(crate) fn to_host(&mut self, optimizer: bool, weights: bool) -> Result<u64, TrainerError> {
-        self.ranks.iter_mut().map(|rank| rank.to_host(optimizer, weights)).sum()
+    pub(crate) fn leave_device(&mut self, optimizer: bool, weights: bool) -> Result<u64, TrainerError> {
+        self.ranks.iter_mut().map(|rank| rank.leave_device(optimizer, weights)).sum()
     }
 
     /// Brings back to the devices what is to be there.
-    pub(crate) fn to_device(&mut self) -> Result<(), TrainerError> {
-        self.ranks.iter_mut().try_for_each(Rank::to_device)
+    pub(crate) fn enter_device(&mut self) -> Result<(), TrainerError> {
+        self.ranks.iter_mut().try_for_each(Rank::enter_device)
     }
 
     /// What the optimizer remembers.

@@ -12,7 +12,6 @@ mod memory;
 mod on_device;
 mod step;
 
-use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::Buffer;
@@ -23,7 +22,7 @@ use crate::TrainerError;
 use crate::collective::Collective;
 use crate::exchange::{Ends, Line, Pool, exchange};
 use crate::lead::{decode, encode};
-use crate::learner::{Frozen, LearnerConfig};
+use crate::learner::{Frozen, LearnerConfig, OwnedValues};
 use crate::lora::Adapter;
 use crate::on_device::Mirror;
 use crate::optimizer::{Optimizer, TensorState};
@@ -261,7 +260,7 @@ impl Rank {
     ///
     /// # Errors
     /// If they are on a device, and it fails.
-    pub(crate) fn owned(&self) -> Result<Vec<(Range<usize>, &[f32])>, TrainerError> {
+    pub(crate) fn owned(&self) -> Result<OwnedValues<'_>, TrainerError> {
         Ok(match (&self.weights, &self.place) {
             (Weights::Device(mirror), _) => vec![(0..self.layout.len(), self.mirrored(mirror)?.values())],
             (Weights::Whole(parameters), None) => vec![(0..self.layout.len(), parameters.values())],

@@ -16,6 +16,8 @@ mod config;
 mod engine;
 mod mirror;
 mod pass;
+#[cfg(all(test, feature = "emulator"))]
+mod tests;
 
 pub use config::{DeviceConfig, OptimizerPlace};
 pub use engine::DeviceWeights;

@@ -51,7 +51,7 @@ impl Rank {
         let place = config.place_of(rank);
         let engine = open(place, config.dtype, &self.model, &self.layout, self.config.recompute)?;
         self.device = Some(OnDevice { engine, sums: None, trains });
-        self.to_device()?;
+        self.enter_device()?;
         Ok(self)
     }
 
@@ -59,7 +59,7 @@ impl Rank {
     ///
     /// # Errors
     /// If the device has no room.
-    pub(crate) fn to_device(&mut self) -> Result<(), TrainerError> {
+    pub(crate) fn enter_device(&mut self) -> Result<(), TrainerError> {
         let Some(OnDevice { engine, trains, .. }) = &mut self.device else { return Ok(()) };
         if let Weights::Whole(parameters) = &self.weights
             && !engine.has_weights()
@@ -81,7 +81,7 @@ impl Rank {
     ///
     /// # Errors
     /// If the device fails.
-    pub(crate) fn to_host(&mut self, optimizer: bool, weights: bool) -> Result<u64, TrainerError> {
+    pub(crate) fn leave_device(&mut self, optimizer: bool, weights: bool) -> Result<u64, TrainerError> {
         let Some(OnDevice { engine, .. }) = &mut self.device else { return Ok(0) };
         let before = engine.bytes().iter().sum::<u64>();
         if optimizer && let Some(states) = engine.read_moments(self.layout.specs())? {
@@ -105,7 +105,7 @@ impl Rank {
     }
 
     /// The device's memory of optimizer and weights, bytes.
-    pub(super) fn device_bytes(&self) -> [u64; 2] {
+    pub(crate) fn device_bytes(&self) -> [u64; 2] {
         let [weights, moments] = self.device.as_ref().map_or([0; 2], |device| device.engine.bytes());
         [moments, weights]
     }

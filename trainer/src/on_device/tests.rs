@@ -1,0 +1,91 @@
+//! A learner that lets a sampler have the device goes on with the bits that it had.
+
+use std::time::Duration;
+
+use device::device::Place;
+use model::on_device::Dtype;
+use model::{Config, Layout, MemoryBudget, Parameters, Recompute, Sizes};
+use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
+
+use super::{DeviceConfig, OptimizerPlace};
+use crate::colocation::Colocation;
+use crate::learner::{Learner, LearnerConfig};
+use crate::optimizer::{OptimizerConfig, OptimizerKind};
+use crate::supervised::DemonstrationLoss;
+
+fn model() -> Config {
+    Config::fresh(&Sizes {
+        vocab_size: 20,
+        hidden_size: 16,
+        intermediate_size: 16,
+        num_layers: 1,
+        num_heads: 2,
+        num_kv_heads: 1,
+        max_position_embeddings: 16,
+    })
+}
+
+fn learner(dtype: Dtype, optimizer: OptimizerPlace) -> Learner {
+    let config = LearnerConfig {
+        optimizer: OptimizerConfig::usual(OptimizerKind::Adamw, 0.95),
+        max_grad_norm: 1.0,
+        microbatch_tokens: 64,
+        recompute: Recompute::None,
+        world: 1,
+        zero: 1,
+        wait: Duration::from_secs(60),
+        device: Some(DeviceConfig { optimizer, ..DeviceConfig::new(Place::Emulated, dtype) }),
+    };
+    Learner::new(config, model(), Parameters::random(&model(), 3), None).unwrap()
+}
+
+fn sample() -> Sample {
+    Sample::new(SampleStreams {
+        token_ids: vec![3, 14, 15, 9, 2, 6],
+        loss_mask: vec![false, false, true, true, true, true],
+        behavior_logprobs: vec![0.0, 0.0, -1.0, -1.0, -1.0, -1.0],
+        versions: vec![VersionRun { version: PolicyVersion(0), len: 6 }],
+        kept: None,
+        temperature: 1.0,
+    })
+    .unwrap()
+}
+
+fn step(learner: &mut Learner) {
+    let sample = sample();
+    learner.step(&[&sample], &DemonstrationLoss::over(&[&sample]), 1e-2).unwrap();
+}
+
+#[test]
+fn what_leaves_the_device_for_a_sampler_comes_back_as_it_was() {
+    let len = Layout::new(&model()).len() as u64;
+    for (dtype, place, computed) in [
+        (Dtype::F32, OptimizerPlace::Device, 4),
+        (Dtype::Bf16, OptimizerPlace::Device, 6),
+        (Dtype::Bf16, OptimizerPlace::Host, 2),
+    ] {
+        let mut undisturbed = learner(dtype, place);
+        (0..3).for_each(|_| step(&mut undisturbed));
+        let moments = if place == OptimizerPlace::Device { 8 } else { 0 };
+        // Room for everything, for the optimizer alone, for nothing.
+        for (budget, stays) in [(u64::MAX, moments + computed), (8 * len, moments), (0, 0)] {
+            let mut learner = learner(dtype, place);
+            let directory = tempfile::tempdir().unwrap();
+            let [seat, _other] = model::turns::turns("the trainer", "a sampler", || {});
+            let budget = MemoryBudget::new(Some(budget));
+            let mut colocation = Colocation::new(seat, directory.path(), &budget, vec![&mut learner]);
+            let held = |learner: &Learner| learner.device_bytes().iter().sum::<u64>();
+            for _ in 0..2 {
+                step(&mut learner);
+                assert_eq!(held(&learner), (moments + computed) * len);
+                colocation.rest(vec![&mut learner]).unwrap();
+                assert_eq!(held(&learner), stays * len, "{dtype:?} {place:?}");
+                assert!(colocation.freed_bytes() >= 4 * len, "gradients leave in any case");
+                colocation.wake(vec![&mut learner]).unwrap();
+            }
+            step(&mut learner);
+            assert!(learner.parameters().unwrap().values() == undisturbed.parameters().unwrap().values());
+            assert!(learner.optimizer().unwrap() == undisturbed.optimizer().unwrap());
+        }
+    }
+}
