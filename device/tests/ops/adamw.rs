@@ -1,3 +1,5 @@
+//! The optimizer's update against f64.
+
 use device::ops::adamw::{AdamwStep, adamw};
 use device::{Storage, bf16};
 

@@ -1,3 +1,5 @@
+//! Attention over packs, forward and backward, against plain loops in f64.
+
 use std::ops::Range;
 
 use device::ops::attention::{Segment, Segments, attention, attention_backward};

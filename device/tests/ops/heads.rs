@@ -1,3 +1,5 @@
+//! What happens to queries and keys, against f64.
+
 use device::ops::heads::{HeadNorm, HeadShape, angles, head_norm_gradient, prepare, prepare_backward};
 use device::{Device, Storage, bf16};
 

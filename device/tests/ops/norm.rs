@@ -1,3 +1,5 @@
+//! RMSNorm, forward and backward, against f64.
+
 use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use device::{Storage, bf16};
 

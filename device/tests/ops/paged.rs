@@ -1,3 +1,5 @@
+//! Attention over a cache in pages against plain loops in f64.
+
 use device::ops::attention::Segment;
 use device::ops::heads::HeadShape;
 use device::ops::paged::{

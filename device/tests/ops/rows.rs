@@ -1,3 +1,5 @@
+//! Rows picked, spread and summed, against plain loops.
+
 use device::ops::rows::{Grouped, add_bias, add_rows, column_sums, gather_rows, scatter_rows};
 use device::{Storage, bf16};
 

@@ -1,3 +1,5 @@
+//! The gated activation against f64.
+
 use device::ops::swiglu::{swiglu, swiglu_backward};
 use device::{Storage, bf16};
 

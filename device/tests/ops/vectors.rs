@@ -1,3 +1,5 @@
+//! Flat vectors: casts, sums and squares.
+
 use device::ops::vectors::{add, cast, scale, sum_of_squares};
 use device::{Storage, bf16};
 
