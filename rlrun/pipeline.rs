@@ -8,6 +8,7 @@
 //! both sides, measures, and stops the other when one ends. A run without sampling is in `rlrun/pipeline/without_sampling.rs`.
 
 mod exchange;
+mod push;
 mod samplers;
 mod view;
 mod without_sampling;
@@ -20,7 +21,7 @@ use std::time::{Duration, Instant};
 use buffer::{Consumer, Producer};
 use model::{Cores, Head, ModelDirectory, Parameters};
 use rewards::RewardSet;
-use rollout::applier::Applier;
+use rollout::applier::{Applier, Incoming};
 use rollout::curation::Curation;
 use rollout::evaluate::Evaluation;
 use rollout::scoring::Scorer;
@@ -32,7 +33,7 @@ use trainer::lora::Adapter;
 use trainer::optimizer::{Optimizer, OptimizerConfig, OptimizerKind};
 use trainer::{Checkpoint, Leader, Learner, LearnerConfig, Trainer, TrainerError, TrainerState};
 use trajectory::PolicyVersion;
-use weights::{Hub, HubPublisher, Publisher, Subscriber};
+use weights::Hub;
 
 use crate::companions::{Starting, learner};
 use crate::curation;
@@ -54,6 +55,7 @@ use crate::workers::membership::{derived, token};
 use crate::workers::reward::is_served;
 use crate::workers::trainer::MEETING;
 use exchange::Exchange;
+use push::Push;
 use samplers::{Sampler, Samplers};
 use view::{Doing, Stage, View};
 
@@ -386,15 +388,15 @@ impl Run<'_> {
         let Edge { producer, consumer, served, .. } = edge;
         desk.describe(&directory)?;
         let stop = self.signals.stop_flag();
+        let push = Push::new(self.recipe, &hub, served.is_some(), self.door.is_none())?;
         let worker = match self.door {
             Some(_) => None,
-            None => Some(self.worker(&learner, (&directory, &prepared), &state, (&producer, &hub))?),
+            None => Some(self.worker(&learner, (&directory, &prepared), &state, (&producer, &hub, &push))?),
         };
         let rewards = prepared.rewards.clone().filter(|_| worker.is_some());
 
         let config = self.recipe.trainer(self.run_dir.checkpoints());
-        let publisher = Arc::new(HubPublisher::new(hub.clone(), self.recipe.publish(served.is_some()))?);
-        let edges: (_, Arc<dyn Publisher>) = (Arc::clone(&consumer), Arc::clone(&publisher) as _);
+        let edges = (Arc::clone(&consumer), push.publishing());
         let evaluated = ModelDirectory::open(directory.path())?;
         let mut trainer =
             Trainer::start(config, (learner, companions, &state), directory, edges, Arc::clone(&stop))?;
@@ -411,7 +413,7 @@ impl Run<'_> {
         let mut samplers = Samplers { inside, roster, rewards };
         let stage = Arc::new(Stage::default());
         let watchdog = self.watch(&samplers, &stage, consumer)?;
-        let trained = self.steps(&mut trainer, (&samplers, &stage, &publisher), observer, |trainer| {
+        let trained = self.steps(&mut trainer, (&samplers, &stage, &push), observer, |trainer| {
             self.evaluate(&prepared, trainer.learner(), &evaluated)
         });
         drop(watchdog);
@@ -433,9 +435,8 @@ impl Run<'_> {
         learner: &Learner,
         (directory, prepared): (&ModelDirectory, &Prepared),
         state: &TrainerState,
-        (producer, hub): (&Arc<dyn Producer>, &Hub),
+        (producer, hub, push): (&Arc<dyn Producer>, &Hub, &Push),
     ) -> Result<Worker, Failure> {
-        let subscriber = Arc::new(hub.subscribe("sampler 0")?);
         let on = self.recipe.serve_on()?;
         let network = Network::new(&on, directory.config(), &*learner.parameters()?)?;
         let engine = self.recipe.engine(prepared.train.longest());
@@ -445,7 +446,8 @@ impl Run<'_> {
             .interrupting(interruption)
             .on(Arc::clone(&prepared.team));
         let curation = curation::open(self.recipe, self.run_dir, &prepared.train)?;
-        self.sampler(engine, prepared, (Arc::clone(producer), curation), subscriber)
+        let incoming = push.incoming(self.recipe, hub, engine.model())?;
+        Ok(self.sampler(engine, prepared, (Arc::clone(producer), curation), incoming))
     }
 
     /// The thread that notices when the run does not get on.
@@ -493,29 +495,26 @@ impl Run<'_> {
         engine: Engine,
         prepared: &Prepared,
         (producer, curation): (Arc<dyn Producer>, Option<Curation>),
-        subscriber: Arc<dyn Subscriber>,
-    ) -> Result<Worker, Failure> {
+        incoming: Incoming,
+    ) -> Worker {
         let capacity = self.recipe.rollout.max_running * 2;
         let Some(rewards) = prepared.rewards.clone() else {
             unreachable!("a recipe without rewards is refused where something is sampled")
         };
         let scorer = Scorer::start(self.runtime.handle(), rewards, producer, curation.clone(), capacity);
-        // What comes next is uploaded on another stream than that on which the engine goes on.
-        let (config, on) = (engine.model().clone(), self.recipe.serve_on()?);
-        let applier = if self.recipe.is_colocated() {
-            Applier::inline(subscriber, config, on)
-        } else {
-            Applier::start(subscriber, config, on)
+        let applier = match self.recipe.is_colocated() {
+            true => Applier::inline(incoming),
+            false => Applier::start(incoming),
         };
         let worker = Worker::new(self.recipe.worker(), engine, Arc::clone(&prepared.train), applier, scorer);
-        Ok(worker.curated(curation))
+        worker.curated(curation)
     }
 
     /// The training steps, each measured; evaluations where they are due. Returns the last of them.
     fn steps(
         &self,
         trainer: &mut Trainer,
-        (samplers, stage, publisher): (&Samplers, &Stage, &HubPublisher),
+        (samplers, stage, push): (&Samplers, &Stage, &Push),
         observer: &mut Observer<'_>,
         evaluate: impl Fn(&Trainer) -> Result<Option<Evaluation>, Failure>,
     ) -> Result<Option<Evaluation>, Failure> {
@@ -538,10 +537,10 @@ impl Run<'_> {
             if now != window.1 {
                 window = (window.1, now);
             }
-            let lags = publisher.lags()?;
+            let lags = push.lags()?;
             observer.step(&StepInputs {
                 step: &step,
-                push: (publisher.last_push()?, &lags),
+                push: (push.last()?, &lags),
                 evaluation: evaluation.as_ref(),
                 rewards: &samplers.take_loads(),
                 sampler: window,

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ::rewards::reward_model::ModelServer;
 use ::rewards::{LoadCounts, RewardSet};
-use ::rollout::applier::Applier;
+use ::rollout::applier::{Applier, Incoming};
 use ::rollout::scoring::Scorer;
 use ::rollout::{Engine, Network, Progress, Worker, WorkerConfig};
 use buffer::Producer;
@@ -94,7 +94,9 @@ fn sample(
     let capacity = recipe.rollout.max_running * 2;
     let scorer = Scorer::start(runtime.handle(), Arc::clone(&rewards), Arc::clone(&producer), None, capacity);
     let config = WorkerConfig { holder: Some(membership.joined.instance), ..recipe.worker() };
-    let applier = Applier::start(subscriber, engine.model().clone(), recipe.serve_on()?);
+    let (model, on) = (engine.model().clone(), recipe.serve_on()?);
+    let incoming = Incoming::Host { subscriber, config: model, on };
+    let applier = Applier::start(incoming);
     let worker = Worker::new(config, engine, Arc::clone(&prepared.train), applier, scorer);
     here.samples(worker.progress(), rewards);
     eprintln!("sampling from {version} on");

@@ -9,9 +9,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, bounded};
+use device::bf16;
+use model::on_device::StagedWeights;
 use model::{Config, Layout, Parameters};
 use trajectory::PolicyVersion;
-use weights::{Digest, Receipt, Subscriber};
+use weights::{DeviceSubscriber, DeviceWeights, Digest, Receipt, Subscriber, WeightsError};
 
 use crate::RolloutError;
 use crate::engine::{ServeOn, Served};
@@ -47,9 +49,27 @@ impl Ready {
     }
 }
 
+/// Where new versions come from.
+#[derive(Clone)]
+pub enum Incoming {
+    /// Memory of the host; they are made ready here.
+    Host {
+        /// What brings them.
+        subscriber: Arc<dyn Subscriber>,
+        /// Of what network they are.
+        config: Config,
+        /// Where they are to be served.
+        on: ServeOn,
+    },
+    /// A device, in f32, where they can be served as they come.
+    F32(Arc<dyn DeviceSubscriber<f32>>),
+    /// A device, in bf16.
+    Bf16(Arc<dyn DeviceSubscriber<bf16>>),
+}
+
 /// What makes new versions ready.
 pub struct Applier {
-    subscriber: Arc<dyn Subscriber>,
+    incoming: Incoming,
     source: Source,
 }
 
@@ -57,7 +77,7 @@ enum Source {
     /// A thread beside the decoding. At most one version waits to be taken, so memory is bounded by two versions.
     Thread(Background),
     /// Whoever takes a version makes it ready first.
-    Inline { config: Config, on: ServeOn, layout: Arc<Layout>, after: Option<PolicyVersion> },
+    Inline { after: Option<PolicyVersion> },
 }
 
 struct Background {
@@ -67,19 +87,16 @@ struct Background {
 }
 
 impl Applier {
-    /// Starts the thread, which makes each version ready as `on` says. The first that it makes ready is any that is
-    /// there.
+    /// Starts the thread, which makes each version ready. The first that it makes ready is any that is there.
     #[must_use]
-    pub fn start(subscriber: Arc<dyn Subscriber>, config: Config, on: ServeOn) -> Self {
+    pub fn start(incoming: Incoming) -> Self {
         let (sender, ready) = bounded(1);
         let stop = Arc::new(AtomicBool::new(false));
-        let (theirs, asked_to_stop) = (Arc::clone(&subscriber), Arc::clone(&stop));
+        let (theirs, asked_to_stop) = (incoming.clone(), Arc::clone(&stop));
         let thread = std::thread::spawn(move || {
-            let layout = Arc::new(Layout::new(&config));
             let mut after = None;
             while !asked_to_stop.load(Ordering::Relaxed) {
-                let next = receive(&*theirs, (&config, &on), &layout, (after, LOOK_UP)).transpose();
-                let Some(next) = next else { continue };
+                let Some(next) = theirs.receive(after, LOOK_UP).transpose() else { continue };
                 let failed = next.is_err();
                 after = next.as_ref().ok().map(|ready| ready.version).or(after);
                 if sender.send(next).is_err() || failed {
@@ -87,15 +104,14 @@ impl Applier {
                 }
             }
         });
-        Self { subscriber, source: Source::Thread(Background { ready, stop, thread: Some(thread) }) }
+        Self { incoming, source: Source::Thread(Background { ready, stop, thread: Some(thread) }) }
     }
 
     /// One without a thread, for a sampler that stands still whenever a version is published: nothing takes memory before
     /// it is asked for.
     #[must_use]
-    pub fn inline(subscriber: Arc<dyn Subscriber>, config: Config, on: ServeOn) -> Self {
-        let layout = Arc::new(Layout::new(&config));
-        Self { subscriber, source: Source::Inline { config, on, layout, after: None } }
+    pub fn inline(incoming: Incoming) -> Self {
+        Self { incoming, source: Source::Inline { after: None } }
     }
 
     /// The newest version that is ready, waiting up to `wait` for one.
@@ -111,8 +127,8 @@ impl Applier {
                     Err(RolloutError::Ended { who: "the thread that receives weights" })
                 }
             },
-            Source::Inline { config, on, layout, after } => {
-                let ready = receive(&*self.subscriber, (config, on), layout, (*after, wait))?;
+            Source::Inline { after } => {
+                let ready = self.incoming.receive(*after, wait)?;
                 *after = ready.as_ref().map(Ready::version).or(*after);
                 Ok(ready)
             }
@@ -126,7 +142,16 @@ impl Applier {
     pub fn confirm(&self, ready: &Ready, stalled: Duration) -> Result<(), RolloutError> {
         let Ready { version, digest, took, bytes, .. } = *ready;
         let receipt = Receipt { version, digest, took, stalled, bytes };
-        Ok(self.subscriber.applied(receipt)?)
+        Ok(self.incoming.applied(receipt)?)
+    }
+
+    /// Takes weights that are not served any more, to receive later ones into their memory.
+    pub fn give_back(&self, weights: StagedWeights) {
+        match (&self.incoming, weights) {
+            (Incoming::F32(subscriber), StagedWeights::F32(buffer)) => subscriber.give_back(buffer),
+            (Incoming::Bf16(subscriber), StagedWeights::Bf16(buffer)) => subscriber.give_back(buffer),
+            (_, weights) => drop(weights),
+        }
     }
 }
 
@@ -148,18 +173,48 @@ impl Drop for Background {
     }
 }
 
-fn receive(
-    subscriber: &dyn Subscriber,
-    (config, on): (&Config, &ServeOn),
-    layout: &Arc<Layout>,
-    (after, wait): (Option<PolicyVersion>, Duration),
-) -> Result<Option<Ready>, RolloutError> {
-    let Some(snapshot) = subscriber.wait_newer(after, wait)? else { return Ok(None) };
-    fail::fail_point!("weights-receive");
-    let start = Instant::now();
-    let parameters = Parameters::from_values(Arc::clone(layout), snapshot.values.to_vec())?;
-    let (served, digest) = on.prepare(config, &parameters)?;
-    let took = snapshot.received.took + start.elapsed();
-    let (version, bytes) = (snapshot.version, snapshot.received.bytes);
-    Ok(Some(Ready { version, served: Some(served), digest, took, bytes }))
+impl Incoming {
+    /// The newest version after `after`, made ready; `None` if none came within `wait`.
+    fn receive(&self, after: Option<PolicyVersion>, wait: Duration) -> Result<Option<Ready>, RolloutError> {
+        let (subscriber, config, on) = match self {
+            Self::F32(subscriber) => {
+                let next = subscriber.wait_newer(after, wait)?;
+                return Ok(next.map(|weights| Ready::of_device(weights, StagedWeights::F32)));
+            }
+            Self::Bf16(subscriber) => {
+                let next = subscriber.wait_newer(after, wait)?;
+                return Ok(next.map(|weights| Ready::of_device(weights, StagedWeights::Bf16)));
+            }
+            Self::Host { subscriber, config, on } => (subscriber, config, on),
+        };
+        let Some(snapshot) = subscriber.wait_newer(after, wait)? else { return Ok(None) };
+        fail::fail_point!("weights-receive");
+        let start = Instant::now();
+        let layout = Arc::new(Layout::new(config));
+        let parameters = Parameters::from_values(layout, snapshot.values.to_vec())?;
+        let (served, digest) = on.prepare(config, &parameters)?;
+        let took = snapshot.received.took + start.elapsed();
+        let (version, bytes) = (snapshot.version, snapshot.received.bytes);
+        Ok(Some(Ready { version, served: Some(served), digest, took, bytes }))
+    }
+
+    fn applied(&self, receipt: Receipt) -> Result<(), WeightsError> {
+        match self {
+            Self::Host { subscriber, .. } => subscriber.applied(receipt),
+            Self::F32(subscriber) => subscriber.applied(receipt),
+            Self::Bf16(subscriber) => subscriber.applied(receipt),
+        }
+    }
+}
+
+impl Ready {
+    /// Weights that lie on the device already.
+    fn of_device<T: device::Storage>(
+        weights: DeviceWeights<T>,
+        stage: impl FnOnce(device::Buffer<T>) -> StagedWeights,
+    ) -> Self {
+        let DeviceWeights { version, values, digest, received } = weights;
+        let served = Some(Served::Device(stage(values)));
+        Self { version, served, digest, took: received.took, bytes: received.bytes }
+    }
 }

@@ -345,7 +345,10 @@ impl Worker {
         if self.engine.is_parked() {
             self.engine.unpark(ready.take_served(), ready.version())?;
         } else {
-            self.engine.apply(ready.take_served(), ready.version())?;
+            let before = self.engine.apply(ready.take_served(), ready.version())?;
+            if let Some(before) = before {
+                self.applier.give_back(before);
+            }
             if self.config.on_update == OnUpdate::Recompute {
                 self.engine.recompute()?;
             }

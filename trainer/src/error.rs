@@ -14,6 +14,11 @@ pub enum TrainerError {
     /// A device could not be used, or has no room.
     #[error(transparent)]
     Device(#[from] device::DeviceError),
+    /// Weights are to be published from a device that does not have them.
+    #[error(
+        "the weights are to be published from the trainer's device, which does not have all of them; set weights.transport"
+    )]
+    NotOnDevice,
     /// A gradient is infinite or not a number.
     #[error(
         "the gradient of update {update} over {rows} rows is not finite; lower trainer.learning_rate, or check the rewards for extreme values"

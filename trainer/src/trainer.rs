@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use buffer::{BufferError, Consumer, Lease, LeaseRequest};
 use model::{MemoryBudget, ModelDirectory, Seat};
 use trajectory::{Group, PolicyVersion, Sample, Task};
-use weights::{Publisher, Snapshot};
 
 use crate::TrainerError;
 use crate::algorithm::Algorithm;
@@ -19,6 +18,7 @@ use crate::colocation::Colocation;
 use crate::critic::{Critic, Network};
 use crate::lead::{Command, UpdateCommand};
 use crate::learner::{Frozen, Learner};
+use crate::publishing::Publishing;
 use crate::report::{BatchStatistics, Mismatch, StepReport, StepTime};
 use crate::schedule::Schedule;
 use crate::update::{Update, Updated};
@@ -82,7 +82,7 @@ pub struct Trainer {
     colocation: Option<Colocation>,
     directory: Arc<ModelDirectory>,
     buffer: Arc<dyn Consumer>,
-    publisher: Arc<dyn Publisher>,
+    publisher: Publishing,
     version: PolicyVersion,
     trained_tokens: u64,
     writer: Writer,
@@ -111,7 +111,7 @@ impl Trainer {
         config: TrainerConfig,
         (learner, companions, state): (Learner, Companions, &TrainerState),
         directory: Arc<ModelDirectory>,
-        (buffer, publisher): (Arc<dyn Consumer>, Arc<dyn Publisher>),
+        (buffer, publisher): (Arc<dyn Consumer>, Publishing),
         stop: Arc<AtomicBool>,
     ) -> Result<Self, TrainerError> {
         let trainer = Self {
@@ -415,12 +415,7 @@ impl Trainer {
 
     fn publish(&self) -> Result<(), TrainerError> {
         fail::fail_point!("weights-publish");
-        // The one copy of the weights, straight into the memory that the samplers share, by whoever has them.
-        match self.learner.whole()? {
-            Some(whole) => self.publisher.publish_values(self.version, whole.values())?,
-            None => self.publisher.publish(Snapshot::new(self.version, self.learner.snapshot()?.into()))?,
-        }
-        Ok(())
+        self.publisher.publish(self.version, &self.learner)
     }
 }
 

@@ -23,7 +23,6 @@ use trainer::{
     follow,
 };
 use trajectory::{Group, PolicyVersion};
-use weights::Publisher;
 
 use crate::{LEARNER, SPLIT, config, group, groups, samples, with_optimizer};
 
@@ -185,8 +184,7 @@ fn trained(
     let (publisher, _hub) = weights::memory::hub();
     let trainer_config = settings_of(algorithm, files.path());
     std::fs::create_dir(&trainer_config.checkpoint.checkpoints).unwrap();
-    let edges: (Arc<dyn Consumer>, Arc<dyn Publisher>) =
-        (Arc::clone(&buffer) as Arc<dyn Consumer>, Arc::new(publisher));
+    let edges = (Arc::clone(&buffer) as Arc<dyn Consumer>, trainer::Publishing::Host(Arc::new(publisher)));
     let demonstration = Group::clone(&group(9, &[1.0], 0.0)).trajectories.remove(0).sample;
     let demonstrate = algorithm
         .demonstration_gate

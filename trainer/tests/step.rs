@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use buffer::{AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, OnStale, Producer};
 use model::ModelDirectory;
+use trainer::Publishing;
 use trainer::algorithm::{Algorithm, Proximal};
 use trainer::checkpoint::{Retention, WriterConfig, list, load};
 use trainer::schedule::{Schedule, Shape};
 use trainer::{Companions, Learner, Trainer, TrainerConfig, TrainerError, TrainerState};
 use trajectory::{Group, PolicyVersion};
-use weights::{Publisher, Subscriber};
+use weights::Subscriber;
 
 use crate::{LEARNER, SPLIT, config, group};
 
@@ -52,8 +53,7 @@ fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
     std::fs::create_dir(&settings.checkpoint.checkpoints).unwrap();
     change(&mut settings);
     let stop = Arc::new(AtomicBool::new(false));
-    let edges: (Arc<dyn Consumer>, Arc<dyn Publisher>) =
-        (Arc::clone(&buffer) as Arc<dyn Consumer>, Arc::new(publisher));
+    let edges = (Arc::clone(&buffer) as Arc<dyn Consumer>, Publishing::Host(Arc::new(publisher)));
     let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);
     let trainer = Trainer::start(
         settings,

@@ -21,7 +21,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use device::Device;
-use model::on_device::{DeviceSampler, DrawRequest};
+use model::on_device::{DeviceSampler, DrawRequest, StagedWeights};
 use model::{Config, KvCache, Sampling, StepSequence, Team};
 use trajectory::{GroupId, PolicyVersion};
 
@@ -239,25 +239,33 @@ impl Engine {
     }
 
     /// Serves `served` as `version` from the next step on. Sequences in flight go on with the keys and values that
-    /// they have; see [`Engine::recompute`].
+    /// they have; see [`Engine::recompute`]. Returns the weights that were served, if they are on a device.
     ///
     /// # Errors
     /// If the device fails.
     ///
     /// # Panics
     /// If the version goes back.
-    pub fn apply(&mut self, served: impl Into<Served>, version: PolicyVersion) -> Result<(), RolloutError> {
+    pub fn apply(
+        &mut self,
+        served: impl Into<Served>,
+        version: PolicyVersion,
+    ) -> Result<Option<StagedWeights>, RolloutError> {
         assert!(version >= self.version, "a sampler never goes back from {} to {version}", self.version);
-        match (&mut self.network, served.into()) {
+        let before = match (&mut self.network, served.into()) {
             (Some(network), served) => network.serve(served)?,
-            (parked, Served::Host(decoder)) => *parked = Some(Network::Host(decoder)),
+            (parked, Served::Host(decoder)) => {
+                *parked = Some(Network::Host(decoder));
+                None
+            }
             (parked, Served::Device(staged)) => {
                 let Some(device) = &self.device else { unreachable!("the engine was made on a device") };
                 *parked = Some(Network::Device(Box::new(DeviceSampler::new(device, &self.model, staged)?)));
+                None
             }
-        }
+        };
         self.version = version;
-        Ok(())
+        Ok(before)
     }
 
     /// Memory of the packed weights and of the cache, bytes.

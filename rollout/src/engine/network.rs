@@ -137,16 +137,16 @@ impl Network {
         }
     }
 
-    /// Serves `served` from the next step on.
-    pub(super) fn serve(&mut self, served: Served) -> Result<(), RolloutError> {
+    /// Serves `served` from the next step on. Returns what was served, if it is on a device.
+    pub(super) fn serve(&mut self, served: Served) -> Result<Option<StagedWeights>, RolloutError> {
         match (self, served) {
             (Self::Host(decoder), Served::Host(new)) => *decoder = new,
-            (Self::Device(sampler), Served::Device(staged)) => drop(sampler.swap(staged)?),
+            (Self::Device(sampler), Served::Device(staged)) => return Ok(Some(sampler.swap(staged)?)),
             (Self::Host(_), Served::Device(_)) | (Self::Device(_), Served::Host(_)) => {
                 unreachable!("an engine and its applier are made for the same place")
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     pub(super) fn step(
