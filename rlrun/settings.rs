@@ -38,7 +38,7 @@ pub use devices::Devices;
 const SPARE_POSITIONS: usize = 64;
 
 /// Where the system has files that are only memory.
-const SHARED_MEMORY: &str = "/dev/shm";
+pub(crate) const SHARED_MEMORY: &str = "/dev/shm";
 
 impl Recipe {
     /// The longest wait of one role for another.

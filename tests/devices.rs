@@ -58,3 +58,13 @@ fn in_bf16_masters_and_moments_survive_a_resume() {
     assert_eq!(first.values("grad_norm"), whole.values("grad_norm"));
     assert_eq!(texts(&first, 3), texts(&whole, 3));
 }
+
+#[test]
+fn processes_push_from_device_to_device() {
+    let home = Home::new();
+    let sets = ["placement.device=emulated", "placement.processes=true"];
+    let by_host = run(&home, "host", &sets);
+    let mapped = run(&home, "mapped", &[&sets[..], &["weights.transport=cuda-ipc"]].concat());
+    assert_eq!(texts(&mapped, 3), texts(&by_host, 3));
+    assert_eq!(mapped.values("grad_norm"), by_host.values("grad_norm"));
+}

@@ -2,17 +2,24 @@
 //!
 //! Invariant: publisher and sampler are made for the same way, by the same rule.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use device::{Device, bf16};
+use device::device::Place;
+use device::{Device, Storage, bf16};
 use model::on_device::Dtype;
 use rollout::applier::Incoming;
 use trainer::Publishing;
 use weights::direct::colocated::DeviceMemory;
-use weights::{DevicePublisher, DevicePush, Hub, HubPublisher, Lag, Publisher, PushCost, WeightsError};
+use weights::direct::ipc::{IpcConfig, IpcPublisher};
+use weights::{
+    DevicePublisher, DevicePush, DeviceSubscriber, Hub, HubPublisher, Lag, Publisher, PushCost, WeightsError,
+};
 
 use crate::failure::Failure;
 use crate::recipe::Recipe;
+use crate::recipe::words::WeightTransport;
+use crate::settings::SHARED_MEMORY;
 
 /// Name of the sampler of this process.
 const INSIDE: &str = "sampler 0";
@@ -20,8 +27,33 @@ const INSIDE: &str = "sampler 0";
 /// What versions are published through.
 pub(super) enum Push {
     Host(Arc<HubPublisher>),
-    F32(Arc<DeviceMemory<f32>>),
-    Bf16(Arc<DeviceMemory<bf16>>),
+    F32(Direct<f32>),
+    Bf16(Direct<bf16>),
+}
+
+/// From device to device.
+pub(super) struct Direct<T: Storage> {
+    publisher: Arc<dyn DevicePublisher<T>>,
+    /// The same, if it is to the sampler of this process.
+    memory: Option<Arc<DeviceMemory<T>>>,
+}
+
+impl<T: Storage> Direct<T> {
+    /// Copies are made on a stream of their own, after what the trainer was waited for.
+    fn new(recipe: &Recipe, hub: &Hub, place: Place, alone: bool) -> Result<Self, Failure> {
+        let device = Device::open(place)?;
+        if alone {
+            let memory = Arc::new(DeviceMemory::new(hub.clone(), &device));
+            return Ok(Self { publisher: Arc::clone(&memory) as _, memory: Some(memory) });
+        }
+        let config = IpcConfig { directory: PathBuf::from(SHARED_MEMORY), wait: recipe.wait() };
+        Ok(Self { publisher: Arc::new(IpcPublisher::new(hub.clone(), &device, &config)?), memory: None })
+    }
+
+    fn subscribe(&self, recipe: &Recipe) -> Result<Option<Arc<dyn DeviceSubscriber<T>>>, Failure> {
+        let (Some(memory), Some(place)) = (&self.memory, recipe.devices().rollout) else { return Ok(None) };
+        Ok(Some(Arc::new(memory.subscribe(INSIDE, &Device::open(place)?)?)))
+    }
 }
 
 impl Push {
@@ -29,20 +61,19 @@ impl Push {
     pub(super) fn new(recipe: &Recipe, hub: &Hub, served: bool, alone: bool) -> Result<Self, Failure> {
         let devices = recipe.devices();
         let trainer = devices.trainer.first().copied().flatten();
-        let direct = alone
-            && recipe.trainer.world == 1
-            && !recipe.is_colocated()
+        let inside = alone
             && !served
+            && !recipe.is_colocated()
+            && devices.trainer.len() == 1
             && devices.rollout.is_some()
             && recipe.dtype_on(devices.rollout) == recipe.dtype_on(trainer);
-        let Some(place) = trainer.filter(|_| direct) else {
+        let mapped = recipe.weights.transport == WeightTransport::CudaIpc;
+        let Some(place) = trainer.filter(|_| inside || mapped) else {
             return Ok(Self::Host(Arc::new(HubPublisher::new(hub.clone(), recipe.publish(served))?)));
         };
-        // Copies are made on a stream of their own, after what the trainer was waited for.
-        let device = Device::open(place)?;
         Ok(match recipe.dtype_on(trainer) {
-            Dtype::F32 => Self::F32(Arc::new(DeviceMemory::new(hub.clone(), &device))),
-            Dtype::Bf16 => Self::Bf16(Arc::new(DeviceMemory::new(hub.clone(), &device))),
+            Dtype::F32 => Self::F32(Direct::new(recipe, hub, place, inside)?),
+            Dtype::Bf16 => Self::Bf16(Direct::new(recipe, hub, place, inside)?),
         })
     }
 
@@ -50,8 +81,8 @@ impl Push {
     pub(super) fn publishing(&self) -> Publishing {
         match self {
             Self::Host(publisher) => Publishing::Host(Arc::clone(publisher) as Arc<dyn Publisher>),
-            Self::F32(memory) => Publishing::F32(Arc::clone(memory) as Arc<dyn DevicePublisher<f32>>),
-            Self::Bf16(memory) => Publishing::Bf16(Arc::clone(memory) as Arc<dyn DevicePublisher<bf16>>),
+            Self::F32(direct) => Publishing::F32(Arc::clone(&direct.publisher)),
+            Self::Bf16(direct) => Publishing::Bf16(Arc::clone(&direct.publisher)),
         }
     }
 
@@ -62,31 +93,25 @@ impl Push {
         hub: &Hub,
         model: &model::Config,
     ) -> Result<Incoming, Failure> {
-        let open = || recipe.devices().rollout.map(Device::open).transpose();
-        Ok(match (self, self.is_direct().then(open).transpose()?.flatten()) {
-            (Self::F32(memory), Some(device)) => Incoming::F32(Arc::new(memory.subscribe(INSIDE, &device)?)),
-            (Self::Bf16(memory), Some(device)) => {
-                Incoming::Bf16(Arc::new(memory.subscribe(INSIDE, &device)?))
-            }
-            _ => Incoming::Host {
-                subscriber: Arc::new(hub.subscribe(INSIDE)?),
-                config: model.clone(),
-                // What comes next is uploaded on another stream than that on which the engine goes on.
-                on: recipe.serve_on()?,
-            },
-        })
-    }
-
-    fn is_direct(&self) -> bool {
-        !matches!(self, Self::Host(_))
+        let direct = match self {
+            Self::Host(_) => None,
+            Self::F32(direct) => direct.subscribe(recipe)?.map(Incoming::F32),
+            Self::Bf16(direct) => direct.subscribe(recipe)?.map(Incoming::Bf16),
+        };
+        if let Some(direct) = direct {
+            return Ok(direct);
+        }
+        // What comes next is uploaded on another stream than that on which the engine goes on.
+        let on = recipe.serve_on()?;
+        Ok(Incoming::Host { subscriber: Arc::new(hub.subscribe(INSIDE)?), config: model.clone(), on })
     }
 
     /// How far samplers are behind.
     pub(super) fn lags(&self) -> Result<Vec<Lag>, WeightsError> {
         match self {
             Self::Host(publisher) => publisher.lags(),
-            Self::F32(memory) => memory.lags(),
-            Self::Bf16(memory) => memory.lags(),
+            Self::F32(direct) => direct.publisher.lags(),
+            Self::Bf16(direct) => direct.publisher.lags(),
         }
     }
 
@@ -104,8 +129,8 @@ impl Push {
         };
         Ok(match self {
             Self::Host(publisher) => publisher.last_push()?,
-            Self::F32(memory) => memory.last_push()?.map(cost),
-            Self::Bf16(memory) => memory.last_push()?.map(cost),
+            Self::F32(direct) => direct.publisher.last_push()?.map(cost),
+            Self::Bf16(direct) => direct.publisher.last_push()?.map(cost),
         })
     }
 }

@@ -249,34 +249,27 @@ fn check_transport(recipe: &Recipe, checker: &mut Checker<'_>) {
         return;
     }
     let (word, devices) = (transport.as_str(), recipe.devices());
-    let Some(sampler) = devices.rollout.filter(|_| devices.trains()) else {
+    if devices.rollout.is_none() || !devices.trains() {
         let who = if devices.trains() { "the sampler" } else { "the trainer" };
         let message =
             format!("`{path}` is \"{word}\", from device to device, but {who} computes on the processor");
         checker.report(path, message, "set `placement.device`, or `weights.transport = \"auto\"`");
         return;
-    };
+    }
     let apart = recipe.placement.processes || recipe.buffer.listen.is_some();
-    if !apart && (transport == WeightTransport::CudaIpc || recipe.trainer.world < 2) {
+    if !apart {
         let message = format!("`{path}` \"{word}\" has no effect in one process: its roles share the device");
         let help = "remove it, or set `placement.processes = true`";
         checker.report(path, message, help);
     }
-    if transport == WeightTransport::Nccl {
-        // Those that join may do so from machines with GPUs of their own.
-        let here = !recipe.placement.processes || recipe.rollout_workers() > 0;
-        if here && matches!(sampler, DevicePlace::Cuda(_)) && devices.trainer.contains(&Some(sampler)) {
-            let message = format!(
-                "`{path}` is \"nccl\", which takes a GPU for one member alone, and \"{sampler}\" has a trainer and a \
-                 sampler"
-            );
-            let help = "give the sampler a GPU of its own (`placement.rollout_device`), or use \"cuda-ipc\"";
-            checker.report_latest(&[path, deciding(&OF_SAMPLER, checker)], message, help);
-        }
-        if sampler == DevicePlace::Emulated && (apart || recipe.trainer.ranks != Ranks::Threads) {
-            let message = format!("`{path}` is \"nccl\", but emulated devices of two processes cannot meet");
-            checker.report(path, message, "use \"cuda-ipc\"");
-        }
+    let shares =
+        devices.trainer.len() == 1 && recipe.dtype_on(devices.rollout) == recipe.dtype_on(devices.trainer[0]);
+    if !shares {
+        let message = format!(
+            "`{path}` \"{word}\" is for one rank that has all weights, stored as the sampler's are; there are {} ranks",
+            devices.trainer.len()
+        );
+        checker.report(path, message, "use \"auto\"");
     }
     if checker.given("weights.dtype") {
         let message = format!(

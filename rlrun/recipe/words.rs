@@ -60,15 +60,13 @@ pub enum WeightTransport {
     /// Samplers of this host map the memory of the trainer's device.
     #[serde(rename = "cuda-ipc")]
     CudaIpc,
-    /// From the devices of all ranks of the trainer to those of all samplers, at once.
-    Nccl,
 }
 
 impl WeightTransport {
     /// Whether weights go from device to device.
     #[must_use]
     pub fn is_between_devices(self) -> bool {
-        matches!(self, Self::CudaIpc | Self::Nccl)
+        self == Self::CudaIpc
     }
 
     /// The word of the recipe.
@@ -78,7 +76,6 @@ impl WeightTransport {
             Self::Auto => "auto",
             Self::Http => "http",
             Self::CudaIpc => "cuda-ipc",
-            Self::Nccl => "nccl",
         }
     }
 }

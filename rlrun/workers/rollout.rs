@@ -14,11 +14,15 @@ use ::rollout::scoring::Scorer;
 use ::rollout::{Engine, Network, Progress, Worker, WorkerConfig};
 use buffer::Producer;
 use buffer::http::ClientConfig;
+use device::device::Place;
+use device::{Buffer, Device, Storage};
+use model::on_device::{DeviceSampler, Dtype, StagedWeights};
 use model::{Config, Cores, Head, Layout, ModelDirectory, Parameters};
 use trajectory::PolicyVersion;
-use weights::Subscriber;
+use weights::direct::ipc::IpcSubscriber;
 use weights::http::remote::Transport;
 use weights::http::{RemoteConfig, RemoteSubscriber};
+use weights::{DeviceSubscriber, Subscriber};
 
 use super::membership::{Account, Membership, client_config};
 use super::roster::Role;
@@ -75,13 +79,11 @@ fn sample(
     let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
 
     here.says("waits for the first weights");
-    let subscriber = subscribe(args, membership, &recipe)?;
-    let Some((version, parameters)) = first_weights(&subscriber, directory.config(), &recipe, stop)? else {
+    let Some(First { version, network, incoming }) =
+        first(remote(args, membership, &recipe)?, directory.config(), &recipe, stop)?
+    else {
         return Ok(());
     };
-    let subscriber: Arc<dyn Subscriber> = Arc::new(subscriber);
-    let network = Network::new(&recipe.serve_on()?, directory.config(), &parameters)?;
-    drop(parameters);
     let stop_rules = recipe.stop_rules(&directory);
     let interruption = recipe.interruption(&stop_rules)?;
     let engine = Engine::new(recipe.engine(prepared.train.longest()), stop_rules, network, version)?
@@ -94,8 +96,6 @@ fn sample(
     let capacity = recipe.rollout.max_running * 2;
     let scorer = Scorer::start(runtime.handle(), Arc::clone(&rewards), Arc::clone(&producer), None, capacity);
     let config = WorkerConfig { holder: Some(membership.joined.instance), ..recipe.worker() };
-    let (model, on) = (engine.model().clone(), recipe.serve_on()?);
-    let incoming = Incoming::Host { subscriber, config: model, on };
     let applier = Applier::start(incoming);
     let worker = Worker::new(config, engine, Arc::clone(&prepared.train), applier, scorer);
     here.samples(worker.progress(), rewards);
@@ -103,39 +103,83 @@ fn sample(
     Ok(worker.run(&*producer, stop)?)
 }
 
-fn subscribe(
-    args: &RolloutArgs,
-    membership: &Membership,
-    recipe: &Recipe,
-) -> Result<RemoteSubscriber, Failure> {
-    let client = client_config(&args.join)?;
+/// How to reach the run's hub.
+fn remote(args: &RolloutArgs, membership: &Membership, recipe: &Recipe) -> Result<RemoteConfig, Failure> {
     let transport = match recipe.weights.transport {
-        WeightTransport::Auto => Transport::Any,
+        WeightTransport::Auto | WeightTransport::CudaIpc => Transport::Any,
         WeightTransport::Http => Transport::Http,
-        between @ (WeightTransport::CudaIpc | WeightTransport::Nccl) => {
-            let word = between.as_str();
-            return Err(Failure::Argument(format!(
-                "`weights.transport` \"{word}\" is for samplers on devices, and this one computes on the processor"
-            )));
-        }
     };
-    let ClientConfig { url, token, roots, patience, .. } = client;
+    let ClientConfig { url, token, roots, patience, .. } = client_config(&args.join)?;
     let config = RemoteConfig::new(url, membership.joined.name.clone());
-    Ok(RemoteSubscriber::connect(RemoteConfig { token, roots, patience, transport, ..config })?)
+    Ok(RemoteConfig { token, roots, patience, transport, ..config })
+}
+
+/// What a sampler begins with.
+struct First {
+    version: PolicyVersion,
+    network: Network,
+    /// What brings the next versions.
+    incoming: Incoming,
 }
 
 /// The newest weights; `None` if the worker was told to stop before.
-fn first_weights(
-    subscriber: &RemoteSubscriber,
+fn first(
+    remote: RemoteConfig,
     config: &Config,
     recipe: &Recipe,
     stop: &AtomicBool,
-) -> Result<Option<(PolicyVersion, Parameters)>, Failure> {
+) -> Result<Option<First>, Failure> {
+    let place = recipe.devices().rollout;
+    if let Some(place) = place.filter(|_| recipe.weights.transport == WeightTransport::CudaIpc) {
+        return match recipe.dtype_on(Some(place)) {
+            Dtype::F32 => {
+                first_mapped(remote, (place, config), recipe, stop, StagedWeights::F32, Incoming::F32)
+            }
+            Dtype::Bf16 => {
+                first_mapped(remote, (place, config), recipe, stop, StagedWeights::Bf16, Incoming::Bf16)
+            }
+        };
+    }
+    let subscriber = RemoteSubscriber::connect(remote)?;
+    let Some(snapshot) = wait_for(recipe, stop, || Ok(subscriber.wait_newer(None, LOOK_UP)?))? else {
+        return Ok(None);
+    };
+    let parameters = Parameters::from_values(Arc::new(Layout::new(config)), snapshot.values.to_vec())?;
+    let version = snapshot.version;
+    drop(snapshot);
+    let network = Network::new(&recipe.serve_on()?, config, &parameters)?;
+    let (subscriber, config, on) = (Arc::new(subscriber), config.clone(), recipe.serve_on()?);
+    Ok(Some(First { version, network, incoming: Incoming::Host { subscriber, config, on } }))
+}
+
+/// The same from the memory of the trainer's device, to one that decodes on another stream than the one that receives.
+fn first_mapped<T: Storage>(
+    remote: RemoteConfig,
+    (place, config): (Place, &Config),
+    recipe: &Recipe,
+    stop: &AtomicBool,
+    stage: impl FnOnce(Buffer<T>) -> StagedWeights,
+    incoming: impl FnOnce(Arc<dyn DeviceSubscriber<T>>) -> Incoming,
+) -> Result<Option<First>, Failure> {
+    let subscriber = IpcSubscriber::<T>::connect(remote, &Device::open(place)?)?;
+    let Some(weights) = wait_for(recipe, stop, || Ok(subscriber.wait_newer(None, LOOK_UP)?))? else {
+        return Ok(None);
+    };
+    let sampler = DeviceSampler::new(&Device::open(place)?, config, stage(weights.values))?;
+    let (version, network) = (weights.version, Network::Device(Box::new(sampler)));
+    Ok(Some(First { version, network, incoming: incoming(Arc::new(subscriber)) }))
+}
+
+/// What `look` finds, as soon as it finds something; `None` if the worker was told to stop before.
+fn wait_for<W>(
+    recipe: &Recipe,
+    stop: &AtomicBool,
+    mut look: impl FnMut() -> Result<Option<W>, Failure>,
+) -> Result<Option<W>, Failure> {
     let deadline = Instant::now() + recipe.wait();
     while !stop.load(Ordering::Relaxed) {
-        if let Some(snapshot) = subscriber.wait_newer(None, LOOK_UP)? {
-            let layout = Arc::new(Layout::new(config));
-            return Ok(Some((snapshot.version, Parameters::from_values(layout, snapshot.values.to_vec())?)));
+        if let Some(found) = look()? {
+            return Ok(Some(found));
         }
         if Instant::now() > deadline {
             return Err(::rollout::RolloutError::Deadline {

@@ -148,25 +148,18 @@ fn sixteen_bits_need_a_device_for_everybody() {
 #[test]
 fn a_transport_between_devices_needs_devices_and_somebody_to_send_to() {
     let processes = "placement.processes=true";
-    for transport in ["weights.transport=cuda-ipc", "weights.transport=nccl"] {
-        refused(&[transport, processes], "`weights.transport` is", "set `placement.device`");
-        refused(
-            &[transport, processes, EMULATED, "placement.rollout_device=cpu"],
-            "`weights.transport` is",
-            "weights.transport = \"auto\"",
-        );
-        refused(&[transport, EMULATED], "`weights.transport` \"", "set `placement.processes = true`");
-    }
-    let nccl = "weights.transport=nccl";
+    let transport = "weights.transport=cuda-ipc";
+    refused(&[transport, processes], "`weights.transport` is", "set `placement.device`");
     refused(
-        &[nccl, processes, "placement.device=cuda"],
-        "`weights.transport` is \"nccl\", which takes a GPU for one member alone, and \"cuda:0\" has",
-        "`placement.rollout_device`",
+        &[transport, processes, EMULATED, "placement.rollout_device=cpu"],
+        "`weights.transport` is",
+        "weights.transport = \"auto\"",
     );
+    refused(&[transport, EMULATED], "`weights.transport` \"", "set `placement.processes = true`");
     refused(
-        &[nccl, processes, EMULATED],
-        "`weights.transport` is \"nccl\", but emulated devices of two",
-        "cuda-ipc",
+        &["weights.transport=cuda-ipc", processes, EMULATED, "trainer.world=2"],
+        "`weights.transport` \"cuda-ipc\" is for one rank that has all weights",
+        "\"auto\"",
     );
     refused(
         &["weights.transport=cuda-ipc", processes, EMULATED, "weights.dtype=bf16"],
@@ -176,7 +169,6 @@ fn a_transport_between_devices_needs_devices_and_somebody_to_send_to() {
     if cfg!(feature = "emulator") {
         let ipc = recipe(&["weights.transport=cuda-ipc", processes, EMULATED]);
         assert_eq!(ipc.weights.transport, WeightTransport::CudaIpc);
-        recipe(&[nccl, EMULATED, "trainer.world=2"]);
     }
 }
 
