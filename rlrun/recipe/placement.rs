@@ -7,7 +7,7 @@ use super::Recipe;
 use super::ranges::Checker;
 use super::words::{
     CriticKind, Device, DevicePlace, ModelDtype, OptimizerHome, OptimizerKind, Quantization, Ranks, Store,
-    WeightTransport,
+    WeightDtype,
 };
 
 /// Only what a run has can be placed.
@@ -195,7 +195,7 @@ fn check_dtype(recipe: &Recipe, checker: &mut Checker<'_>) {
 fn check_optimizer(recipe: &Recipe, checker: &mut Checker<'_>) {
     let path = "placement.optimizer";
     if !recipe.devices().trains() {
-        if checker.given(path) {
+        if recipe.placement.optimizer == OptimizerHome::Host {
             let message = format!("`{path}` has no effect: the trainer computes on the processor");
             checker.report(path, message, "remove it, or set `placement.device`");
         }
@@ -271,7 +271,7 @@ fn check_transport(recipe: &Recipe, checker: &mut Checker<'_>) {
         );
         checker.report(path, message, "use \"auto\"");
     }
-    if checker.given("weights.dtype") {
+    if recipe.weights.dtype == WeightDtype::Bf16 {
         let message = format!(
             "`weights.dtype` has no effect with `{path}` \"{word}\": what is sent is what a device has"
         );
