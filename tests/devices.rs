@@ -1,5 +1,7 @@
 //! Runs whose roles compute on devices: the emulator, which runs the kernels that GPUs run.
 
+use serde_json::{Map, Value};
+
 use crate::support::{Home, Run};
 
 /// A run of seconds for an emulator that takes a thousand times as long as a GPU.
@@ -20,7 +22,9 @@ fn run(home: &Home, name: &str, sets: &[&str]) -> Run {
 
 /// What was sampled in a step.
 fn texts(run: &Run, step: u64) -> Vec<String> {
-    run.samples(step).iter().map(|group| group["samples"].to_string()).collect()
+    let trajectories = |group: &Map<String, Value>| group["trajectories"].as_array().unwrap().clone();
+    let all = run.samples(step).iter().flat_map(trajectories).collect::<Vec<_>>();
+    all.iter().map(|trajectory| trajectory["completion"].to_string()).collect()
 }
 
 #[test]
