@@ -103,7 +103,11 @@ impl Push {
         }
         // What comes next is uploaded on another stream than that on which the engine goes on.
         let on = recipe.serve_on()?;
-        Ok(Incoming::Host { subscriber: Arc::new(hub.subscribe(INSIDE)?), config: model.clone(), on })
+        Ok(Incoming::Host {
+            subscriber: Arc::new(hub.subscribe(INSIDE)?),
+            config: Arc::new(model.clone()),
+            on,
+        })
     }
 
     /// How far samplers are behind.

@@ -148,7 +148,7 @@ fn first(
     let version = snapshot.version;
     drop(snapshot);
     let network = Network::new(&recipe.serve_on()?, config, &parameters)?;
-    let (subscriber, config, on) = (Arc::new(subscriber), config.clone(), recipe.serve_on()?);
+    let (subscriber, config, on) = (Arc::new(subscriber), Arc::new(config.clone()), recipe.serve_on()?);
     Ok(Some(First { version, network, incoming: Incoming::Host { subscriber, config, on } }))
 }
 

@@ -57,7 +57,7 @@ pub enum Incoming {
         /// What brings them.
         subscriber: Arc<dyn Subscriber>,
         /// Of what network they are.
-        config: Config,
+        config: Arc<Config>,
         /// Where they are to be served.
         on: ServeOn,
     },
@@ -65,6 +65,16 @@ pub enum Incoming {
     F32(Arc<dyn DeviceSubscriber<f32>>),
     /// A device, in bf16.
     Bf16(Arc<dyn DeviceSubscriber<bf16>>),
+}
+
+impl std::fmt::Debug for Incoming {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Host { .. } => "Host",
+            Self::F32(_) => "F32",
+            Self::Bf16(_) => "Bf16",
+        })
+    }
 }
 
 /// What makes new versions ready.
