@@ -8,7 +8,7 @@
 //! What samplers decode from is not touched: new weights are made ready in a spare buffer, on a stream of its own (a second
 //! [`Device::open`] of the same place), and a sampler takes them between two steps.
 //!
-//! The control plane is the [`Hub`](crate::Hub) as ever: newest version, receipts, lags. A digest here is BLAKE3 over the
+//! The control plane is the [`Hub`] as ever: newest version, receipts, lags. A digest here is BLAKE3 over the
 //! weights as they are stored (bf16 as two bytes), by the device.
 //!
 //! - [`colocated`], [`ipc`], [`nccl`]: the transports; [`round`]: what the members of a broadcast are told
