@@ -4,6 +4,7 @@
 //! hundreds of launches cost as much as one. Tokens that only fill up write to a page of their own and are never read.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use device::ops::heads::{HeadNorm, angles, prepare};
 use device::ops::norm::rms_norm;
@@ -101,19 +102,26 @@ impl<T: Storage> Steps<T> {
                 pages: columns.next_power_of_two(),
                 weights: weights.buffer().id(),
             };
-            if !self.recorded.contains_key(&key) {
-                if self.recorded.len() >= RECORDED {
-                    self.recorded.clear();
-                }
-                let mut memory = Memory::new(&device, decoder, key.tokens, key.tokens, key.pages)?;
-                let graph = device.record(|| layers(decoder, weights, cache, shape, &mut memory))?;
-                self.recorded.insert(key, Recorded { graph, memory });
+            let known = self.recorded.contains_key(&key);
+            if !known && self.recorded.len() >= RECORDED {
+                self.recorded.clear();
             }
-            let Some(Recorded { graph, memory }) = self.recorded.get_mut(&key) else {
-                unreachable!("it was recorded above")
+            let step = match self.recorded.entry(key) {
+                Entry::Occupied(step) => step.into_mut(),
+                Entry::Vacant(place) => {
+                    let mut memory = Memory::new(&device, decoder, key.tokens, key.tokens, key.pages)?;
+                    memory.fill(&device, shape, sequences)?;
+                    // Kernels are loaded when they are first launched, which a recording does not allow.
+                    layers(decoder, weights, cache, shape, &mut memory)?;
+                    let graph = device.record(|| layers(decoder, weights, cache, shape, &mut memory))?;
+                    place.insert(Recorded { graph, memory })
+                }
             };
-            memory.fill(&device, shape, sequences)?;
-            graph.replay()?;
+            let Recorded { graph, memory } = step;
+            if known {
+                memory.fill(&device, shape, sequences)?;
+                graph.replay()?;
+            }
             self.hidden = Some(pick(decoder, &device, memory, sequences, width)?);
         } else {
             let mut memory = Memory::new(&device, decoder, tokens, sequences.len(), columns)?;
