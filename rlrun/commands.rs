@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use device::inventory::inventory;
 use model::{Config, Cores, Decoder, ModelDirectory, Sampling, Team};
-use rollout::{Engine, EngineConfig, Request, StopRules};
+use rollout::{Engine, EngineConfig, Network, Request, StopRules};
 use trainer::Leader;
 use trajectory::{GroupId, Message, PolicyVersion, Prompt};
 
@@ -250,8 +250,8 @@ fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure> {
     let (runtime, scratch) = (RewardRuntime::new(program, &Cores::all())?, scratch_directory()?);
     let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
     let parameters = directory.load_parameters()?;
-    let decoder = Decoder::new(directory.config(), &parameters);
-    let Some(evaluation) = prepared.evaluate(&recipe, decoder.into(), &directory, &runtime)? else {
+    let network = Network::new(&recipe.evaluate_on()?, directory.config(), &parameters)?;
+    let Some(evaluation) = prepared.evaluate(&recipe, network, &directory, &runtime)? else {
         let what = format!("{} has no held-out tasks; name some under data.eval", args.recipe.display());
         return Err(Failure::NotThere(what));
     };

@@ -15,7 +15,6 @@ pub(super) fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
     let own_critic = recipe.critic.as_ref().is_some_and(|critic| critic.kind == CriticKind::Separate);
     for (path, there, what) in [
         ("placement.reference", recipe.needs_reference(), "compares with no reference"),
-        ("placement.reference_device", recipe.needs_reference(), "compares with no reference"),
         ("placement.critic", own_critic, "has no critic with a network of its own"),
     ] {
         if checker.given(path) && !there {
@@ -147,9 +146,6 @@ fn check_features(recipe: &Recipe, checker: &mut Checker<'_>) {
     let mut roles: Vec<(&str, DevicePlace)> = Vec::new();
     roles.extend(devices.trainer.iter().flatten().map(|place| (deciding(&OF_TRAINER, checker), *place)));
     roles.extend(devices.rollout.map(|place| (deciding(&OF_SAMPLER, checker), place)));
-    if let (Some(_), Some(place)) = (recipe.placement.reference_device, devices.reference) {
-        roles.push(("placement.reference_device", place));
-    }
     let is_cuda = |place: &DevicePlace| matches!(place, DevicePlace::Cuda(_));
     let cuda = roles.iter().find(|(_, place)| is_cuda(place));
     let emulated = roles.iter().find(|(_, place)| !is_cuda(place));
@@ -180,7 +176,6 @@ fn check_dtype(recipe: &Recipe, checker: &mut Checker<'_>) {
     let who = match (devices.trains(), devices.rollout) {
         (false, _) => "the trainer computes",
         (true, None) if recipe.supervised.is_none() => "the sampler computes",
-        _ if recipe.needs_reference() && devices.reference.is_none() => "the reference computes",
         _ => return,
     };
     let message = format!(

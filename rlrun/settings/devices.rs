@@ -22,7 +22,7 @@ pub struct Devices {
     pub trainer: Vec<Option<Place>>,
     /// The sampler.
     pub rollout: Option<Place>,
-    /// The reference, if the run has one. A critic computes where the trainer does.
+    /// The reference, if the run has one: where the trainer computes, as a critic does.
     pub reference: Option<Place>,
     /// Whether the f32 weights and the state of the optimizer are on the devices of the trainer.
     pub optimizer_on_device: bool,
@@ -38,7 +38,7 @@ impl Devices {
     /// Whether anybody computes on a device.
     #[must_use]
     pub fn any(&self) -> bool {
-        self.trains() || self.rollout.is_some() || self.reference.is_some()
+        self.trains() || self.rollout.is_some()
     }
 }
 
@@ -52,7 +52,7 @@ impl Recipe {
             Some(list) => list.iter().map(|device| device.place()).collect(),
             None => (0..self.trainer.world.min(MAX_RANKS)).map(|rank| further(first, rank).place()).collect(),
         };
-        let reference = placement.reference_device.map_or(trainer.first().copied().flatten(), Device::place);
+        let reference = trainer.first().copied().flatten();
         let optimizer_on_device =
             placement.optimizer == OptimizerHome::Device && trainer.iter().any(Option::is_some);
         Devices {

@@ -12,7 +12,8 @@ pub struct Placement {
     /// Where sampler and trainer compute: on the processor (`cpu`), on a GPU (`cuda` is `cuda:0`, the first visible one), or
     /// on the emulator of GPUs (`emulated`), which is for tests.
     pub device: Device,
-    /// Where the trainer computes, if elsewhere: the first of its ranks; rank r takes the GPU r places further on.
+    /// Where the trainer computes, if elsewhere, and with it critic and reference: the first of its ranks; rank r takes the
+    /// GPU r places further on.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trainer_device: Option<Device>,
     /// Of `trainer.world` ranks, where each computes, instead: such as `["cuda:0", "cuda:2"]`.
@@ -21,9 +22,6 @@ pub struct Placement {
     /// Where the sampler computes, if elsewhere.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rollout_device: Option<Device>,
-    /// Where the reference policy scores, if not where the trainer's first rank computes. A critic is where the trainer is.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub reference_device: Option<Device>,
     /// Of a trainer on a device: where the f32 weights and the state of the optimizer are, and are moved. The host has more
     /// memory and every optimizer, and LoRA; the device has AdamW. verl `optimizer_offload`.
     pub optimizer: OptimizerHome,

@@ -100,11 +100,6 @@ fn what_a_device_cannot_do_is_refused_with_the_reason() {
         ("trainer.optimizer=adamw8bit", "`trainer.optimizer` is \"adamw8bit\", which moves", "\"host\""),
         ("lora.rank=4", "`[lora]` is merged on the host", "placement.optimizer = \"host\""),
         ("placement.rollout_device=cuda", "a GPU and the emulator have no memory in common", "one kind"),
-        (
-            "placement.reference_device=emulated",
-            "`placement.reference_device` has no effect: the run compares with no reference",
-            "remove it",
-        ),
     ] {
         refused(&[EMULATED, set], message, help);
     }
@@ -130,11 +125,6 @@ fn sixteen_bits_need_a_device_for_everybody() {
     refused(
         &["model.dtype=bf16", EMULATED, "placement.rollout_device=cpu"],
         "`model.dtype` is \"bf16\", but the sampler computes on the processor",
-        "weights.dtype",
-    );
-    refused(
-        &["model.dtype=bf16", EMULATED, "algorithm.kl_coef=0.1", "placement.reference_device=cpu"],
-        "`model.dtype` is \"bf16\", but the reference computes on the processor",
         "weights.dtype",
     );
     recipe(&["model.dtype=f32"]);
@@ -205,8 +195,6 @@ fn roles_are_where_the_most_specific_key_says() {
     let devices = recipe.devices();
     assert_eq!(devices.trainer, [cuda(4), cuda(5), cuda(6)]);
     assert_eq!((devices.rollout, devices.reference), (None, cuda(4)));
-    recipe.placement.reference_device = Some(Device::At(Place::Cuda(7)));
-    assert_eq!(recipe.devices().reference, cuda(7));
     recipe.placement.device = Device::At(Place::Emulated);
     recipe.placement.trainer_device = None;
     assert_eq!(recipe.devices().trainer, [Some(Place::Emulated); 3]);
