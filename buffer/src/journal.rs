@@ -39,6 +39,7 @@ mod tables;
 mod writer;
 
 use held::Held;
+pub use open::JOURNAL_CACHE_BYTES;
 use open::Opened;
 use tables::SEGMENTS;
 use writer::Writer;

@@ -103,4 +103,5 @@ pub use contract::{
 };
 pub use error::BufferError;
 pub use events::{Event, EventKind, Events, Replay};
+pub use journal::JOURNAL_CACHE_BYTES;
 pub use listing::{GroupEntry, GroupFilter, GroupPage, GroupState, LeaseEntry};

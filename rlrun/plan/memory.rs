@@ -16,13 +16,15 @@ use crate::recipe::Recipe;
 use crate::recipe::words::{CriticKind, Store};
 
 /// What a run takes whose model takes nothing: program, libraries, threads and the heap that the allocator keeps for each
-/// of them, measured with a model of 0.2 million weights: 45 to 55 MiB.
-const PROCESS: u64 = 48 << 20;
+/// of them in pages of 2 MiB, measured with a model of 20 thousand weights: 70 to 100 MiB.
+const PROCESS: u64 = 72 << 20;
 /// Resident memory of an open tokenizer per byte of its `tokenizer.json`, measured with vocabularies of 50 000 and
 /// 150 000 tokens: 12 to 16.
 const TOKENIZER: u64 = 13;
-/// Memory of the journal, whose cache is bounded.
+/// Memory of a journal with nothing in it.
 const JOURNAL: u64 = 4 << 20;
+/// What the journal keeps in memory of each token that was written, as long as its cache has room.
+const JOURNAL_PER_TOKEN: u64 = 16;
 /// What the allocator keeps beyond what is in use, in hundredths: freed blocks that wait to be used again.
 const SLACK: u64 = 2;
 const F32: u64 = 4;
@@ -125,7 +127,7 @@ impl Memory {
         if recipe.supervised.is_some() {
             parts.retain(|part| !SAMPLING.contains(&part.name));
         } else if recipe.buffer.store == Store::Redb {
-            parts.push(part("journal", "cache of the buffer", JOURNAL));
+            parts.push(part("journal", "cache of the buffer at the end of the run", journal(recipe)));
         }
         devices::leave_out(&mut parts, recipe);
         if recipe.is_colocated() {
@@ -322,6 +324,12 @@ impl Size {
 fn micro_batch_tokens(recipe: &Recipe) -> u64 {
     let world = (recipe.trainer.world as u64).max(1);
     (recipe.trainer.microbatch_tokens as u64).min(super::BatchPlan::of(recipe).max_tokens.div_ceil(world))
+}
+
+/// Memory of the journal when all steps are made.
+fn journal(recipe: &Recipe) -> u64 {
+    let tokens = product(&[recipe.trainer.steps, super::BatchPlan::of(recipe).max_tokens]);
+    product(&[JOURNAL_PER_TOKEN, tokens]).saturating_add(JOURNAL).min(buffer::JOURNAL_CACHE_BYTES)
 }
 
 /// Tokens of the largest step of the sampler.

@@ -17,8 +17,8 @@ use super::{Place, StoredRow, failed};
 use crate::ledger::Kept;
 use crate::{BufferError, LeaseId};
 
-/// Pages that redb keeps in memory, in bytes: payloads are read seldom.
-const CACHE_BYTES: usize = 64 << 20;
+/// Pages of a journal that are kept in memory at most, in bytes: payloads are read seldom.
+pub const JOURNAL_CACHE_BYTES: u64 = 64 << 20;
 
 /// A journal with what it kept.
 pub(super) struct Opened {
@@ -33,7 +33,9 @@ pub(super) struct Opened {
 
 /// The journal in a file, a new one if there is none.
 pub(super) fn file(path: &Path) -> Result<Opened, BufferError> {
-    let create = |at: &Path| unpanicked(path, || redb::Builder::new().set_cache_size(CACHE_BYTES).create(at));
+    let create = |at: &Path| {
+        unpanicked(path, || redb::Builder::new().set_cache_size(JOURNAL_CACHE_BYTES as usize).create(at))
+    };
     let database = if path.exists() {
         create(path)?
     } else {
@@ -55,7 +57,7 @@ pub(super) fn backend(path: &Path, backend: impl StorageBackend) -> Result<Opene
     let backend = AssertUnwindSafe(backend);
     let create = || {
         let AssertUnwindSafe(backend) = { backend };
-        redb::Builder::new().set_cache_size(CACHE_BYTES).create_with_backend(backend)
+        redb::Builder::new().set_cache_size(JOURNAL_CACHE_BYTES as usize).create_with_backend(backend)
     };
     load(path, Held::new(unpanicked(path, create)?), 0)
 }
