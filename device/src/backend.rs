@@ -128,6 +128,9 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// As people call it.
     fn name(&self) -> String;
 
+    /// Which device of all machines it is, whoever opened it; emulated ones are as many as are opened.
+    fn identity(&self) -> Result<String>;
+
     /// Address of new memory with anything in it; `None` if there is none. `bytes` is not 0.
     fn allocate(&self, bytes: usize, usage: Use) -> Result<Option<u64>>;
 

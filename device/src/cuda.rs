@@ -216,6 +216,11 @@ impl Backend for Cuda {
         self.name.clone()
     }
 
+    fn identity(&self) -> Result<String> {
+        let uuid = driver::device::get_uuid(self.device).named(&self.name, "cuDeviceGetUuid")?;
+        Ok(uuid.bytes.iter().map(|byte| format!("{:02x}", byte.cast_unsigned())).collect())
+    }
+
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn allocate(&self, bytes: usize, usage: Use) -> Result<Option<u64>> {
         self.bind()?;

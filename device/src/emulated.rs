@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use memmap2::MmapRaw;
 
@@ -23,11 +23,15 @@ const ALIGNMENT: usize = 256;
 static USED: AtomicU64 = AtomicU64::new(0);
 /// Makes names of shared memory.
 static SHARED: AtomicU64 = AtomicU64::new(0);
+/// Devices that were asked who they are.
+static NAMED: AtomicU64 = AtomicU64::new(0);
 
 /// An emulated device.
 #[derive(Debug, Default)]
 pub(crate) struct Emulated {
     recording: Mutex<Option<Vec<Work>>>,
+    /// Its number among those of this process, once somebody asked.
+    number: OnceLock<u64>,
     /// Shared memory by its address, with its file if it is of this device.
     mapped: Mutex<HashMap<u64, (MmapRaw, Option<PathBuf>)>>,
 }
@@ -193,6 +197,11 @@ fn layout(bytes: usize) -> std::alloc::Layout {
 impl Backend for Emulated {
     fn name(&self) -> String {
         "emulated".to_owned()
+    }
+
+    fn identity(&self) -> Result<String> {
+        let number = self.number.get_or_init(|| NAMED.fetch_add(1, Ordering::Relaxed));
+        Ok(format!("{}-{number}", std::process::id()))
     }
 
     #[expect(unsafe_code, reason = "memory by address")]

@@ -36,6 +36,15 @@ const EMULATED: u8 = 2;
 #[derive(Clone, PartialEq, Eq)]
 pub struct GroupId(Vec<u8>);
 
+/// What a device says of itself, for all to see whether they can make a group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Candidate {
+    /// Where those are that it can meet; or why it can meet nobody.
+    ground: std::result::Result<String, String>,
+    /// Which device it is.
+    identity: String,
+}
+
 /// The membership of one device in a group. Dropping it leaves.
 #[derive(Debug)]
 pub struct Group {
@@ -105,6 +114,69 @@ impl GroupId {
 
     fn tagged(tag: u8, id: &[u8]) -> Self {
         Self(std::iter::once(tag).chain(id.iter().copied()).collect())
+    }
+}
+
+impl Candidate {
+    /// What `device` says.
+    ///
+    /// # Errors
+    /// If the driver does not say which it is.
+    pub fn new(device: &Device) -> Result<Self> {
+        let backend = &device.inner.backend;
+        let ground = match backend.as_any() {
+            #[cfg(feature = "cuda")]
+            any if any.is::<crate::cuda::Cuda>() => match nccl::check(device) {
+                Ok(()) => Ok("NCCL".to_owned()),
+                Err(error) => Err(error.to_string()),
+            },
+            #[cfg(feature = "emulator")]
+            any if any.is::<crate::emulated::Emulated>() => Ok(format!("process {}", std::process::id())),
+            _ => Err(format!("{} cannot meet others", backend.name())),
+        };
+        Ok(Self { ground, identity: backend.identity()? })
+    }
+
+    /// For the channel to the others.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let (word, ground) = match &self.ground {
+            Ok(ground) => ("meets", ground),
+            Err(reason) => ("cannot", reason),
+        };
+        format!("{word}\n{}\n{ground}", self.identity).into_bytes()
+    }
+
+    /// From that channel.
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8]) -> Self {
+        let text = String::from_utf8_lossy(bytes);
+        let mut lines = text.splitn(3, '\n');
+        let mut next = || lines.next().unwrap_or_default().to_owned();
+        let (word, identity, ground) = (next(), next(), next());
+        Self { ground: if word == "meets" { Ok(ground) } else { Err(ground) }, identity }
+    }
+
+    /// Why these, in order of rank, cannot make a group; `None` if they can.
+    #[must_use]
+    pub fn obstacle(all: &[Self]) -> Option<String> {
+        for (rank, candidate) in all.iter().enumerate() {
+            let ground = match &candidate.ground {
+                Ok(ground) => ground,
+                Err(reason) => return Some(format!("rank {rank}: {reason}")),
+            };
+            for (other, before) in all[..rank].iter().enumerate() {
+                if before.identity == candidate.identity {
+                    return Some(format!("ranks {other} and {rank} compute on one device"));
+                }
+                if before.ground.as_ref() != Ok(ground) {
+                    return Some(format!(
+                        "ranks {other} and {rank} are on devices that cannot reach each other"
+                    ));
+                }
+            }
+        }
+        None
     }
 }
 
@@ -348,6 +420,28 @@ fn failed(device: &Device, operation: &'static str, waited: Duration, reason: St
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn devices_meet_that_are_different_and_reach_each_other() {
+        let candidate = |ground: &str, identity: &str| Candidate {
+            ground: Ok(ground.to_owned()),
+            identity: identity.to_owned(),
+        };
+        let [a, b, again, elsewhere] = [("NCCL", "a"), ("NCCL", "b"), ("NCCL", "a"), ("process 1", "c")]
+            .map(|(ground, identity)| candidate(ground, identity));
+        let without = Candidate { ground: Err("no\nlibrary".to_owned()), identity: "d".to_owned() };
+        for candidate in [&a, &elsewhere, &without] {
+            assert_eq!(Candidate::from_bytes(&candidate.to_bytes()), *candidate);
+        }
+        let obstacle = |all: &[&Candidate]| {
+            Candidate::obstacle(&all.iter().map(|candidate| (*candidate).clone()).collect::<Vec<_>>())
+        };
+        assert_eq!(obstacle(&[&a, &b]), None);
+        assert!(obstacle(&[&a, &b, &again]).is_some_and(|why| why.contains("ranks 0 and 2 compute on one")));
+        assert!(obstacle(&[&a, &elsewhere]).is_some_and(|why| why.contains("cannot reach")));
+        assert!(obstacle(&[&a, &without]).is_some_and(|why| why.contains("rank 1: no\nlibrary")));
+        assert_eq!(obstacle(&[]), None);
+    }
 
     #[test]
     fn an_identifier_travels_as_bytes() {

@@ -180,6 +180,12 @@ fn tokens_beyond_the_vocabulary_are_refused() {
     let target = Target { token: 1, temperature: 1.0, kept: None };
     let error = decoder.score(&mut weights, &pack, &[0], &[target]).unwrap_err().to_string();
     assert!(error.contains("token 1 has id 29") && error.contains("ends at 29"), "{error}");
+    let mut pack = Pack::new();
+    pack.push(&[1, 2]).unwrap();
+    for target in [Target { token: 29, ..target }, Target { kept: Some(&[1, 29]), ..target }] {
+        let error = decoder.score(&mut weights, &pack, &[0], &[target]).unwrap_err().to_string();
+        assert!(error.contains("head") && error.contains("has id 29"), "{error}");
+    }
 }
 
 /// Three sequences that share a prompt, step by step, with the logits of the processor: prefilled in two chunks, then one

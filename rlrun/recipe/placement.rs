@@ -6,8 +6,8 @@
 use super::Recipe;
 use super::ranges::Checker;
 use super::words::{
-    CriticKind, Device, DevicePlace, ModelDtype, OptimizerHome, OptimizerKind, Quantization, Ranks, Store,
-    WeightDtype,
+    Collective, CriticKind, Device, DevicePlace, ModelDtype, OptimizerHome, OptimizerKind, Quantization,
+    Ranks, Store, WeightDtype,
 };
 
 /// Only what a run has can be placed.
@@ -97,6 +97,7 @@ fn check_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
     check_features(recipe, checker);
     check_dtype(recipe, checker);
     check_optimizer(recipe, checker);
+    check_collective(recipe, checker);
     check_sampler(recipe, checker);
     check_transport(recipe, checker);
 }
@@ -212,6 +213,32 @@ fn check_optimizer(recipe: &Recipe, checker: &mut Checker<'_>) {
         let message = format!("`[lora]` is merged on the host, and `{path}` is \"device\"");
         checker.report_latest(&["lora.rank", "lora", path], message, help);
     }
+}
+
+/// Ranks exchange from device to device where each has one and updates weights there.
+fn check_collective(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let (path, collective) = ("trainer.collective", recipe.trainer.collective);
+    if collective == Collective::Auto {
+        return;
+    }
+    let devices = recipe.devices();
+    if !devices.trains() || recipe.trainer.world == 1 {
+        let message = format!("`{path}` has no effect: it is of several trainer workers on devices");
+        checker.report(path, message, "remove it, or set `placement.device` and `trainer.world`");
+        return;
+    }
+    if collective == Collective::Host || devices.meets {
+        return;
+    }
+    let (keys, why): (&[&str], _) = if recipe.is_colocated() {
+        (&["placement.policy", path], "they take turns with a sampler, to which they leave their devices")
+    } else if recipe.placement.optimizer == OptimizerHome::Host {
+        (&["placement.optimizer", path], "`placement.optimizer` is \"host\"")
+    } else {
+        (&["placement.trainer_devices", path], "some of them compute on the same device")
+    };
+    let message = format!("`{path}` is \"device\", but the workers cannot exchange there: {why}");
+    checker.report_latest(keys, message, "set `trainer.collective = \"auto\"`, or change the other");
 }
 
 /// What a sampler on a device does otherwise than one on the processor.

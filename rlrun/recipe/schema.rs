@@ -439,6 +439,10 @@ pub struct Trainer {
     /// step with less memory for each, for more communication; with LoRA each has all weights in any case. DeepSpeed
     /// `zero_optimization.stage`.
     pub zero: usize,
+    /// Of trainer workers on devices: where they exchange gradients and weights. From device to device (NCCL) each updates what
+    /// it owns there, which needs a GPU for each and AdamW; through the host they meet in its memory. `auto` is the first where
+    /// that can be.
+    pub collective: Collective,
 }
 
 impl Default for Trainer {
@@ -464,6 +468,7 @@ impl Default for Trainer {
             world: 1,
             ranks: Ranks::Threads,
             zero: 1,
+            collective: Collective::Auto,
         }
     }
 }

@@ -115,6 +115,19 @@ pub enum OptimizerHome {
     Host,
 }
 
+/// Where ranks that compute on devices exchange gradients and weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Collective {
+    /// From device to device where that can be, through the host where not.
+    #[default]
+    Auto,
+    /// From device to device, by NCCL.
+    Device,
+    /// Through the host.
+    Host,
+}
+
 /// Where a role computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Device {

@@ -2,15 +2,24 @@
 //!
 //! Invariant: `None` is the processor; nothing is opened or looked for but where it says so.
 
+use std::collections::BTreeSet;
+
 use device::device::Place;
 use device::{Device as Opened, DeviceError};
 use model::Quantization;
 use model::on_device::Dtype;
 use rollout::ServeOn;
-use trainer::on_device::{DeviceConfig, OptimizerPlace};
+use trainer::on_device::{CollectivePlace, DeviceConfig, OptimizerPlace};
 
 use crate::recipe::Recipe;
-use crate::recipe::words::{Device, ModelDtype, OptimizerHome};
+use crate::recipe::words::{Collective, Device, ModelDtype, OptimizerHome, OptimizerKind, Ranks};
+
+/// Whether ranks on these devices can exchange from one to the other: GPUs that differ, emulators of one process.
+fn reach_each_other(devices: &[Option<Place>], ranks: Ranks) -> bool {
+    let emulated = devices.iter().all(|device| *device == Some(Place::Emulated));
+    let different: BTreeSet<_> = devices.iter().flatten().collect();
+    if emulated { ranks == Ranks::Threads } else { different.len() == devices.len() }
+}
 
 /// More ranks than any run has: a number that is wrong is refused, not counted up to.
 const MAX_RANKS: usize = 1 << 16;
@@ -26,6 +35,8 @@ pub struct Devices {
     pub reference: Option<Place>,
     /// Whether the f32 weights and the state of the optimizer are on the devices of the trainer.
     pub optimizer_on_device: bool,
+    /// Whether the ranks exchange from device to device, as far as the recipe tells.
+    pub meets: bool,
 }
 
 impl Devices {
@@ -53,13 +64,20 @@ impl Recipe {
             None => (0..self.trainer.world.min(MAX_RANKS)).map(|rank| further(first, rank).place()).collect(),
         };
         let reference = trainer.first().copied().flatten();
-        let optimizer_on_device =
-            placement.optimizer == OptimizerHome::Device && trainer.iter().any(Option::is_some);
+        let on_device = placement.optimizer == OptimizerHome::Device && trainer.iter().any(Option::is_some);
+        let meets = on_device
+            && trainer.len() > 1
+            && self.collective() != CollectivePlace::Host
+            && self.trainer.optimizer == OptimizerKind::Adamw
+            && self.lora.is_none()
+            && reach_each_other(&trainer, self.trainer.ranks);
+        let optimizer_on_device = on_device && (trainer.len() == 1 || meets);
         Devices {
             rollout: placement.rollout_device.unwrap_or(placement.device).place(),
             reference: reference.filter(|_| self.needs_reference()),
             trainer,
             optimizer_on_device,
+            meets,
         }
     }
 
@@ -79,10 +97,24 @@ impl Recipe {
     pub fn trains_on(&self) -> Option<DeviceConfig> {
         let devices = self.devices();
         let places: Vec<Place> = devices.trainer.iter().copied().flatten().collect();
-        let optimizer =
-            if devices.optimizer_on_device { OptimizerPlace::Device } else { OptimizerPlace::Host };
-        let place = *places.first()?;
-        Some(DeviceConfig { place, dtype: self.dtype_on(Some(place)), places: places.into(), optimizer })
+        let optimizer = match self.placement.optimizer {
+            OptimizerHome::Device => OptimizerPlace::Device,
+            OptimizerHome::Host => OptimizerPlace::Host,
+        };
+        let (place, collective) = (*places.first()?, self.collective());
+        let dtype = self.dtype_on(Some(place));
+        Some(DeviceConfig { place, dtype, places: places.into(), optimizer, collective })
+    }
+
+    /// Where ranks exchange. What they share on their devices cannot leave for a sampler, so those that take turns with one
+    /// exchange through the host.
+    fn collective(&self) -> CollectivePlace {
+        match self.trainer.collective {
+            _ if self.is_colocated() => CollectivePlace::Host,
+            Collective::Auto => CollectivePlace::Auto,
+            Collective::Device => CollectivePlace::Device,
+            Collective::Host => CollectivePlace::Host,
+        }
     }
 
     /// Where a sampler's weights are served, on a stream of its own.

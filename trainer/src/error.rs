@@ -19,6 +19,14 @@ pub enum TrainerError {
         "the weights are to be published from the trainer's device, which does not have all of them; set weights.transport"
     )]
     NotOnDevice,
+    /// Ranks are to exchange from device to device and cannot.
+    #[error(
+        "the ranks cannot exchange from device to device: {reason}; set trainer.collective = \"auto\" to let them do it through the host"
+    )]
+    NoCollective {
+        /// Who cannot.
+        reason: String,
+    },
     /// A gradient is infinite or not a number.
     #[error(
         "the gradient of update {update} over {rows} rows is not finite; lower trainer.learning_rate, or check the rewards for extreme values"

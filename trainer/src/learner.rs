@@ -26,7 +26,7 @@ use crate::on_device::{DeviceConfig, DeviceWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig, Stream};
 use crate::plan::{MicroBatch, plan};
 use crate::rank::{Rank, Scored, Seed, Task};
-use crate::ranks::on_each;
+use crate::ranks::{make, on_each};
 
 /// How the learner computes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -144,7 +144,7 @@ impl Learner {
         let (config, model, team) = (seed.config.clone(), seed.model.clone(), Arc::new(Team::alone()));
         let ranks = if config.world > 1 {
             let group = collective::threads::group(config.world, config.wait);
-            group.into_iter().map(|rank| seed.member(Arc::new(rank))).collect::<Result<_, _>>()?
+            make(group, |rank| seed.member(Arc::new(rank)))?
         } else {
             vec![seed.alone()?]
         };
@@ -289,8 +289,9 @@ impl Learner {
         if self.tell(|network| Command::GatherOptimizer { network })? {
             return Ok(Cow::Owned(self.first().gather_optimizer()?));
         }
-        let states =
-            self.ranks.iter().filter_map(|rank| Some((rank.fragments()?, rank.optimizer().states())));
+        let states = self.ranks.iter().map(Rank::states).collect::<Result<Vec<_>, _>>()?;
+        let fragments = self.ranks.iter().filter_map(Rank::fragments);
+        let states = fragments.zip(states.iter().map(|states| &**states));
         let joined = Optimizer::join(self.config.optimizer, self.updates(), self.trained(), states);
         Ok(Cow::Owned(joined))
     }

@@ -63,7 +63,7 @@ pub use error::TrainerError;
 pub use follow::follow;
 pub use lead::Leader;
 pub use learner::{Frozen, Learner, LearnerConfig};
-pub use on_device::{DeviceConfig, DeviceWeights, OptimizerPlace};
+pub use on_device::{CollectivePlace, DeviceConfig, DeviceWeights, OptimizerPlace};
 pub use publishing::Publishing;
 pub use report::StepReport;
 pub use trainer::{Companions, Trainer, TrainerConfig};

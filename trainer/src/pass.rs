@@ -116,19 +116,37 @@ impl<'a> Pass<'a> {
         (0..self.layers()).try_for_each(|index| self.skip_layer(index, false))
     }
 
-    /// Takes part in a backward that only others make, with gradients of zero.
-    pub(crate) fn skip_backward(&mut self, sink: &mut dyn GradientSink) -> Result<(), TrainerError> {
-        let mut hand_on = |unit| {
-            sink.unit(unit);
-            sink.done(unit);
+    /// Takes part in a forward and a backward that only others make.
+    pub(crate) fn skip(&mut self, sink: Option<&mut dyn GradientSink>) -> Result<(), TrainerError> {
+        self.skip_forward()?;
+        self.skip_backward(sink)
+    }
+
+    /// Takes part in a backward that only others make, with gradients of zero, which go to `sink` or from device to device.
+    fn skip_backward(&mut self, mut sink: Option<&mut dyn GradientSink>) -> Result<(), TrainerError> {
+        let mut hand_on = |pass: &mut Self, unit| match (&mut sink, pass) {
+            (Some(sink), _) => {
+                sink.unit(unit);
+                sink.done(unit);
+                Ok(())
+            }
+            (None, Self::Device(pass)) => pass.skip_unit(unit),
+            (None, _) => unreachable!("what is computed on the host has a sink there"),
         };
-        hand_on(Unit::Tail);
+        hand_on(self, Unit::Tail)?;
         for index in (0..self.layers()).rev() {
             self.skip_layer(index, true)?;
-            hand_on(Unit::Layer(index));
+            hand_on(self, Unit::Layer(index))?;
         }
-        hand_on(Unit::Embedding);
-        Ok(())
+        hand_on(self, Unit::Embedding)
+    }
+
+    /// Where ranks meet on their devices: whether gradients of the next backward leave for their owners, and are the
+    /// `first` of the step that do.
+    pub(crate) fn reduces(&mut self, leave: bool, first: bool) {
+        if let Self::Device(pass) = self {
+            pass.reduces(leave, first);
+        }
     }
 
     /// Takes part in gathering a layer.

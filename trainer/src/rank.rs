@@ -84,7 +84,9 @@ pub(crate) enum Weights {
     /// The own shards, one after the other.
     Own(Vec<f32>),
     /// All of them, on the device.
-    Device(Mirror),
+    Device(Mirror<Parameters>),
+    /// The own shards, one after the other, on the device.
+    DeviceOwn(Mirror<Vec<f32>>),
 }
 
 #[derive(Debug)]
@@ -108,6 +110,15 @@ pub(crate) struct Task<'a> {
 
 /// Predictions of some rows, each with the index of its row.
 pub(crate) type Scored = Vec<(usize, Vec<Prediction>)>;
+
+impl Place {
+    /// What this rank owns, which is `values` one after the other: where it lies in the flat parameters, and what it is.
+    fn owned<'a>(&self, values: &'a [f32]) -> OwnedValues<'a> {
+        let Self { rank, weights, .. } = self;
+        let of = |unit| (weights.owned(*rank, unit), &values[weights.packed(*rank, unit)]);
+        (0..weights.units()).map(of).collect()
+    }
+}
 
 impl Seed {
     /// A learner of one rank.
@@ -232,7 +243,7 @@ impl Rank {
     pub(crate) fn whole(&self) -> Result<Option<&Arc<Parameters>>, TrainerError> {
         match &self.weights {
             Weights::Whole(parameters) => Ok(Some(parameters)),
-            Weights::Own(_) => Ok(None),
+            Weights::Own(_) | Weights::DeviceOwn(_) => Ok(None),
             Weights::Device(mirror) => self.mirrored(mirror).map(Some),
         }
     }
@@ -268,14 +279,11 @@ impl Rank {
                 let owned = (0..place.weights.units()).map(|unit| place.weights.owned(place.rank, unit));
                 owned.map(|range| (range.clone(), &parameters.values()[range])).collect()
             }
-            (Weights::Own(values), Some(place)) => {
-                let of = |unit| {
-                    let Place { rank, weights, .. } = place;
-                    (weights.owned(*rank, unit), &values[weights.packed(*rank, unit)])
-                };
-                (0..place.weights.units()).map(of).collect()
+            (Weights::Own(values), Some(place)) => place.owned(values),
+            (Weights::DeviceOwn(mirror), Some(place)) => place.owned(self.mirrored_own(mirror)?),
+            (Weights::Own(_) | Weights::DeviceOwn(_), None) => {
+                unreachable!("a rank that is alone has all weights")
             }
-            (Weights::Own(_), None) => unreachable!("a rank that is alone has all weights"),
         })
     }
 
@@ -292,8 +300,17 @@ impl Rank {
     /// # Errors
     /// If another rank does not take part.
     pub(crate) fn gather_weights(&self, mut all: Option<&mut [f32]>) -> Result<(), TrainerError> {
-        let (Some(Place { rank, weights, .. }), Weights::Own(own)) = (&self.place, &self.weights) else {
-            unreachable!("weights that every rank has are not collected")
+        let (Some(Place { rank, weights, .. }), own) = (
+            &self.place,
+            match &self.weights {
+                Weights::Own(own) => &own[..],
+                Weights::DeviceOwn(mirror) => self.mirrored_own(mirror)?,
+                Weights::Whole(_) | Weights::Device(_) => {
+                    unreachable!("weights that every rank has are not collected")
+                }
+            },
+        ) else {
+            unreachable!("a rank that is alone has all weights")
         };
         let collective = self.collective()?;
         for unit in 0..weights.units() {
@@ -311,7 +328,7 @@ impl Rank {
         let Some(Place { trained, .. }) = &self.place else {
             unreachable!("an optimizer that one rank has is not collected")
         };
-        let all = self.collective()?.all_gather_bytes(encode(&self.optimizer.states())?)?;
+        let all = self.collective()?.all_gather_bytes(encode(&&*self.states()?)?)?;
         let states: Vec<Vec<TensorState>> =
             all.iter().map(|bytes| decode(bytes)).collect::<Result<_, _>>()?;
         let ranks = states.iter().enumerate().map(|(rank, states)| (trained.fragments(rank), &states[..]));
@@ -333,6 +350,9 @@ impl Rank {
         if let Some(place) = &self.place {
             lock(&place.collective).take();
         }
+        if let Some(device) = &self.device {
+            device.engine.leave();
+        }
     }
 
     /// Predictions of this rank's rows under the current weights.
@@ -353,7 +373,7 @@ impl Rank {
                     score_with(&mut self.pass(Some(ends), None)?, place.rank, task, team)
                 })
             }
-            (Weights::Whole(_) | Weights::Device(_), place) => {
+            (Weights::Whole(_) | Weights::Device(_) | Weights::DeviceOwn(_), place) => {
                 let rank = place.as_ref().map_or(0, |place| place.rank);
                 score_with(&mut self.pass(None, None)?, rank, task, team)
             }
@@ -389,7 +409,7 @@ impl Rank {
     ) -> Result<Pass<'a>, TrainerError> {
         let gathering = ends.map(|ends| ends.gathering(&self.layout, &self.pool));
         Ok(match (&self.device, gathering, &self.weights) {
-            (Some(device), None, _) => Pass::Device(device.engine.pass(sums)),
+            (Some(device), None, _) => Pass::Device(device.engine.pass(sums, None)?),
             (Some(device), Some(gathering), _) => Pass::Device(device.engine.gathered(gathering, sums)?),
             (None, None, Weights::Whole(parameters)) => {
                 Pass::whole(&self.model, parameters, self.config.recompute)

@@ -22,7 +22,7 @@ pub(crate) fn on_each<T: Borrow<Rank> + Send, R: Send>(
     if ranks.len() == 1 {
         return ranks.iter_mut().map(work).collect();
     }
-    let (world, work) = (ranks.len(), &work);
+    let work = &work;
     let run = |mut rank: T| {
         let result = catch_unwind(AssertUnwindSafe(|| work(&mut rank)))
             .unwrap_or_else(|panic| Err(TrainerError::Panicked { message: message(&*panic) }));
@@ -43,6 +43,31 @@ pub(crate) fn on_each<T: Borrow<Rank> + Send, R: Send>(
         };
         threads.into_iter().map(join).collect()
     });
+    all_done(results)
+}
+
+/// Makes every rank on a thread of its own, because they meet while they are made.
+///
+/// # Errors
+/// As [`on_each`].
+pub(crate) fn make<S: Send>(
+    seeds: Vec<S>,
+    work: impl Fn(S) -> Result<Rank, TrainerError> + Sync,
+) -> Result<Vec<Rank>, TrainerError> {
+    let work = &work;
+    let results = std::thread::scope(|scope| {
+        let threads: Vec<_> = seeds.into_iter().map(|seed| scope.spawn(move || work(seed))).collect();
+        let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
+            thread.join().unwrap_or_else(|panic| Err(TrainerError::Panicked { message: message(&*panic) }))
+        };
+        threads.into_iter().map(join).collect()
+    });
+    all_done(results)
+}
+
+/// What all ranks have made, or the error of the one that is the cause of the others'.
+fn all_done<R>(results: Vec<Result<R, TrainerError>>) -> Result<Vec<R>, TrainerError> {
+    let world = results.len();
     let failed = |result: &Result<R, TrainerError>, seen: bool| {
         result.as_ref().is_err_and(|error| seen || !is_seen(error))
     };
@@ -68,7 +93,12 @@ fn is_common(error: &TrainerError) -> bool {
 
 /// Whether it is what a rank sees of the failure of another.
 fn is_seen(error: &TrainerError) -> bool {
-    matches!(error, TrainerError::Collective(_) | TrainerError::RanksEnded)
+    matches!(
+        error,
+        TrainerError::Collective(_)
+            | TrainerError::RanksEnded
+            | TrainerError::Device(device::DeviceError::Group { .. })
+    )
 }
 
 /// What a panic says.

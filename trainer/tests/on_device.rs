@@ -1,6 +1,7 @@
 //! Ranks on a device learn what ranks on the processor learn. The device is the emulator, which runs the kernels' source.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use device::device::Place;
 use device::{DeviceError, bf16};
@@ -17,10 +18,10 @@ use trainer::optimizer::{Optimizer, OptimizerConfig, OptimizerKind, TensorState}
 use trainer::report::TokenSums;
 use trainer::supervised::DemonstrationLoss;
 use trainer::{
-    DeviceConfig, DeviceWeights, Frozen, Leader, Learner, LearnerConfig, OptimizerPlace, TrainerError,
-    TrainerState, follow,
+    CollectivePlace, DeviceConfig, DeviceWeights, Frozen, Leader, Learner, LearnerConfig, OptimizerPlace,
+    TrainerError, TrainerState, follow,
 };
-use trajectory::{Group, PolicyVersion};
+use trajectory::{Group, PolicyVersion, Sample, SampleStreams, VersionRun};
 
 use crate::{LEARNER, config, group, learner, policy_step, samples, save, with_optimizer};
 
@@ -198,12 +199,14 @@ fn what_is_computed_again_has_the_same_bits() {
 
 #[test]
 fn going_on_from_a_checkpoint_gives_the_same_bits() {
-    for (dtype, place) in [
-        (Dtype::F32, OptimizerPlace::Device),
-        (Dtype::Bf16, OptimizerPlace::Device),
-        (Dtype::Bf16, OptimizerPlace::Host),
+    for (dtype, place, world, zero) in [
+        (Dtype::F32, OptimizerPlace::Device, 1, 1),
+        (Dtype::Bf16, OptimizerPlace::Device, 1, 1),
+        (Dtype::Bf16, OptimizerPlace::Host, 1, 1),
+        (Dtype::Bf16, OptimizerPlace::Device, 2, 2),
+        (Dtype::F32, OptimizerPlace::Device, 3, 3),
     ] {
-        let settings = emulated(dtype, place, &LEARNER);
+        let settings = LearnerConfig { world, zero, ..emulated(dtype, place, &LEARNER) };
         let files = tempfile::tempdir().unwrap();
         let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
         let new =
@@ -226,35 +229,115 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
     }
 }
 
+/// Ranks that exchange through the host, or from device to device.
+fn exchanging(collective: CollectivePlace, settings: LearnerConfig) -> LearnerConfig {
+    let device = settings.device.map(|device| DeviceConfig { collective, ..device });
+    LearnerConfig { device, ..settings }
+}
+
 #[test]
 fn ranks_that_share_a_step_make_that_of_one() {
     for dtype in [Dtype::F32, Dtype::Bf16] {
         let (expected, norms, sums) = steps(learner(on_device(dtype)), 2);
         // Ranks add up in another order; where that turns the last bit of an f32 it may turn that of a bf16 too.
         let tolerance = if dtype == Dtype::F32 { 1e-5 } else { 2e-3 };
-        for (world, zero, microbatch_tokens) in
-            [(2, 1, 20), (2, 2, 20), (3, 3, 20), (2, 3, 100_000), (2, 1, 100_000)]
-        {
-            let settings = LearnerConfig { world, zero, microbatch_tokens, ..on_device(dtype) };
-            let (found, other, reported) = steps(learner(settings), 2);
-            let what = format!("{dtype:?}, world {world}, stage {zero}, {microbatch_tokens} tokens");
-            assert_same(&found[1], &expected[1], tolerance, &what);
-            assert_same(&other, &norms, 10.0 * tolerance, &what);
-            assert_eq!(reported.tokens, sums.tokens, "{what}");
+        for collective in [CollectivePlace::Host, CollectivePlace::Device] {
+            let run = |world, zero, microbatch_tokens| {
+                let settings = LearnerConfig { world, zero, microbatch_tokens, ..on_device(dtype) };
+                let found = steps(learner(exchanging(collective, settings)), 2);
+                let what = format!(
+                    "{dtype:?}, {collective:?}, {world} ranks, stage {zero}, {microbatch_tokens} tokens"
+                );
+                assert_same(&found.0[1], &expected[1], tolerance, &what);
+                assert_same(&found.1, &norms, 10.0 * tolerance, &what);
+                assert_eq!(found.2.tokens, sums.tokens, "{what}");
+                found
+            };
+            run(3, 3, 20);
+            // One of the ranks has nothing to compute.
+            run(2, 1, 100_000);
+            run(2, 3, 100_000);
+            run(2, 1, 20);
+            assert!(run(2, 2, 20) == run(2, 3, 20), "{dtype:?}: gathered layers are those that are there");
         }
-        let run = |zero| {
-            steps(learner(LearnerConfig { world: 2, zero, microbatch_tokens: 20, ..on_device(dtype) }), 2)
-        };
-        assert!(run(2) == run(3), "{dtype:?}: gathered layers are those that are there");
     }
+}
+
+#[test]
+fn ranks_that_meet_on_their_devices_update_what_they_own_there() {
+    let all = 4 * Layout::new(&config()).len() as u64;
+    for (zero, computed) in [(1, 2 * all), (3, 0)] {
+        let settings = LearnerConfig { world: 2, zero, ..on_device(Dtype::F32) };
+        let [mut meeting, mut apart] = [CollectivePlace::Device, CollectivePlace::Host]
+            .map(|collective| learner(exchanging(collective, settings.clone())));
+        advance(&mut meeting, 1);
+        advance(&mut apart, 1);
+        // What is trained in f32 and what is computed with, once among them; and all weights of each, if it has them.
+        assert_eq!(meeting.device_bytes(), [2 * all, 2 * all + computed], "stage {zero}");
+        assert_eq!(apart.device_bytes()[0], 0, "moments are on the host");
+        assert!(meeting.whole().unwrap().is_none(), "each owns its part");
+        assert_eq!(meeting.device_weights().is_some(), zero == 1);
+        let owned: usize = meeting.owned().unwrap().iter().map(|(_, values)| values.len()).sum();
+        assert_eq!(4 * owned as u64, all);
+        let (ours, theirs) = (meeting.optimizer().unwrap(), apart.optimizer().unwrap());
+        assert_eq!((ours.updates(), ours.states().len()), (1, theirs.states().len()));
+    }
+}
+
+#[test]
+fn ranks_that_cannot_meet_on_their_devices_say_why() {
+    let settings = LearnerConfig { world: 2, ..emulated(Dtype::F32, OptimizerPlace::Host, &LEARNER) };
+    let parameters = || Parameters::random(&config(), 5);
+    let wished = exchanging(CollectivePlace::Device, settings.clone());
+    let error = Learner::new(wished, config(), parameters(), None).unwrap_err().to_string();
+    assert!(error.contains("update weights on the host") && error.contains("trainer.collective"), "{error}");
+    let learner = Learner::new(settings, config(), parameters(), None).unwrap();
+    assert!(learner.whole().unwrap().is_some(), "through the host they can");
+}
+
+#[test]
+fn a_rank_that_is_gone_ends_the_step_of_those_on_devices() {
+    let groups = batch();
+    let rows = samples(&groups);
+    let settings = LearnerConfig { world: 2, zero: 2, microbatch_tokens: 30, ..on_device(Dtype::F32) };
+    let settings = LearnerConfig { wait: Duration::from_secs(20), ..settings };
+    let mut ranks = trainer::collective::threads::group(2, settings.wait).into_iter();
+    let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
+    let leader = Leader::new(Arc::new(first));
+    let follower = std::thread::spawn(move || follow(Arc::new(second), Arc::new(Team::alone())));
+    let parameters = Parameters::random(&config(), 5);
+    let mut learner = leader.learner(settings, config(), parameters, None, None).unwrap();
+    // A token that the model does not have ends the rank whose row it is in; the other hears of it.
+    let beyond = Sample::new(SampleStreams {
+        token_ids: vec![1, 1_000_000],
+        loss_mask: vec![false, true],
+        behavior_logprobs: vec![0.0, -1.0],
+        versions: vec![VersionRun { version: PolicyVersion(0), len: 2 }],
+        kept: None,
+        temperature: 1.0,
+    })
+    .unwrap();
+    let rows: Vec<&Sample> = rows.into_iter().chain([&beyond]).collect();
+    let error = trainer::supervised::imitate(&mut learner, &rows, 1e-2).unwrap_err().to_string();
+    drop(learner);
+    drop(leader);
+    let other = follower.join().unwrap().unwrap_err().to_string();
+    let said = [&error, &other].into_iter().filter(|text| text.contains("1000000")).count();
+    assert_eq!(said, 1, "one names the token, the other that somebody is gone: {error}; {other}");
 }
 
 #[test]
 fn a_device_belongs_to_every_process_of_a_trainer() {
     let groups = batch();
     let rows = samples(&groups);
-    for zero in [1, 3] {
+    for (zero, collective) in [
+        (1, CollectivePlace::Host),
+        (3, CollectivePlace::Host),
+        (2, CollectivePlace::Auto),
+        (3, CollectivePlace::Auto),
+    ] {
         let settings = LearnerConfig { world: 2, zero, microbatch_tokens: 30, ..on_device(Dtype::F32) };
+        let settings = exchanging(collective, settings);
         let parameters = || Parameters::random(&config(), 5);
         let step = |learner: &mut Learner| {
             let stepped = trainer::supervised::imitate(learner, &rows, 1e-2).unwrap();
@@ -271,7 +354,7 @@ fn a_device_belongs_to_every_process_of_a_trainer() {
         drop(learner);
         drop(leader);
         follower.join().unwrap().unwrap();
-        assert!(found == expected, "stage {zero}");
+        assert!(found == expected, "stage {zero}, {collective:?}");
     }
 }
 

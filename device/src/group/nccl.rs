@@ -321,7 +321,8 @@ fn cuda(device: &Device) -> Result<&Cuda> {
     cuda.ok_or_else(|| failed(device, "join", Duration::ZERO, "it is no GPU".to_owned()))
 }
 
-fn check(device: &Device) -> Result<()> {
+/// Whether NCCL is there.
+pub(super) fn check(device: &Device) -> Result<()> {
     Library::Nccl.check().map_err(|reason| DeviceError::Unavailable { device: device.name(), reason })
 }
 

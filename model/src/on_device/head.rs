@@ -7,9 +7,9 @@ use std::ops::Range;
 use device::ops::head::{HeadTargets, predict, predict_backward};
 use device::{Buffer, Matrix, MatrixMut, Result, Storage, View};
 
-use super::DeviceDecoder;
 use super::layer::{input_gradient, weight_gradient};
 use super::units::{UnitGradients, UnitWeights, within};
+use super::{DeviceDecoder, check_ids};
 use crate::{Head, Prediction, PredictionGradient, Target, Unit};
 
 /// Rows whose logits are in memory at a time: enough for a product to be near its limit, and 0.3 GB of a vocabulary of
@@ -24,7 +24,13 @@ pub(super) struct Asked {
 }
 
 impl<T: Storage> DeviceDecoder<T> {
+    /// Targets, checked: a kernel would read beyond the logits.
     pub(super) fn ask(&self, targets: &[Target<'_>]) -> Result<Asked> {
+        let tokens: Vec<u32> = targets.iter().map(|target| target.token).collect();
+        let kept = targets.iter().filter_map(|target| target.kept);
+        for ids in std::iter::once(&tokens[..]).chain(kept) {
+            check_ids(&self.device, "head", ids, self.config.vocab_size)?;
+        }
         let all = targets.iter().map(|target| (target.token, target.temperature, target.kept));
         Ok(Asked { targets: HeadTargets::new(&self.activations, all)?, len: targets.len() })
     }

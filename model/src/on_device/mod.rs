@@ -125,17 +125,17 @@ impl<T: Storage> DeviceDecoder<T> {
 
     /// Ids of tokens, checked: a kernel would read beyond the table.
     fn ids(&self, token_ids: &[u32]) -> Result<Buffer<u32>> {
-        check_ids(&self.device, token_ids, self.config.vocab_size)?;
+        check_ids(&self.device, "gather_rows", token_ids, self.config.vocab_size)?;
         self.activations.upload(token_ids)
     }
 }
 
-/// An error for an id beyond the vocabulary.
-fn check_ids(device: &Device, token_ids: &[u32], vocabulary: usize) -> Result<()> {
+/// An error for an id beyond the vocabulary, which `kernel` would be given.
+fn check_ids(device: &Device, kernel: &str, token_ids: &[u32], vocabulary: usize) -> Result<()> {
     let Some(at) = token_ids.iter().position(|id| *id as usize >= vocabulary) else { return Ok(()) };
     Err(device::DeviceError::Kernel {
         device: device.name(),
-        kernel: "gather_rows".to_owned(),
+        kernel: kernel.to_owned(),
         reason: format!("token {at} has id {}, but the vocabulary ends at {vocabulary}", token_ids[at]),
     })
 }

@@ -227,7 +227,7 @@ impl<T: Storage> Sampler<T> {
             copy_pages(&device, pairs.all(), values.all_mut(), pages * page_len, page_len)?;
         }
         for sequence in sequences {
-            check_ids(&device, sequence.tokens, self.decoder.config().vocab_size)?;
+            check_ids(&device, "gather_rows", sequence.tokens, self.decoder.config().vocab_size)?;
         }
         let shape = Shape { pages, page_len };
         self.steps.run(&self.decoder, &mut self.weights, values, shape, sequences)

@@ -87,7 +87,7 @@ impl<T: Storage> DeviceDecoder<T> {
         let segments: Vec<Segment> = pack.segments().map(|(rows, prefix)| Segment { rows, prefix }).collect();
         let segments = Segments::new(device, &segments, tokens)?;
         let angles = self.angles(pack.positions())?;
-        let ids = self.ids(pack.token_ids())?;
+        let (ids, asked) = (self.ids(pack.token_ids())?, self.ask(targets)?);
         let mut x = device.uninit(tokens * width)?;
         let table = weights.unit(Unit::Embedding)?.slice(0..self.config.vocab_size * width);
         gather_rows(device, table, ids.all(), width, x.all_mut())?;
@@ -109,7 +109,6 @@ impl<T: Storage> DeviceDecoder<T> {
         let mut normed = device.uninit(picked.len())?;
         let norm = weights.unit(Unit::Tail)?.slice(self.final_norm());
         rms_norm(device, picked.all(), norm, self.config.rms_norm_eps, normed.all_mut())?;
-        let asked = self.ask(targets)?;
         let predictions = self.predictions(weights, &normed, &asked)?;
         Ok((predictions, DeviceTrace { angles, segments, layers, asked, rows, picked, normed }))
     }

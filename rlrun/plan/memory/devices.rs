@@ -261,7 +261,7 @@ fn training(
         specs.iter().map(|spec| spec.len() as u64).fold(0, u64::saturating_add)
     });
     let (policy, gradients) = of_ranks(recipe, &layout, changed, width);
-    let master = if width < F32 { product(&[F32, layout.len() as u64]) } else { 0 };
+    let master = masters(&layout, width, (recipe, devices));
     parts.push(part("policy", "the weights that are computed with", of_those_here(policy)));
     if devices.optimizer_on_device && master > 0 {
         parts.push(part("master", "the same in f32, as the optimizer moves them", of_those_here(master)));
@@ -288,6 +288,14 @@ fn training(
         let what = "the newest version and the one before, for samplers to map";
         parts.push(part("slots", what, product(&[2, size.weights])));
     }
+}
+
+/// What is moved in f32 beside what is computed with, of all ranks, bytes. Ranks that exchange from device to device have it
+/// in any case, and where each computes with all weights also its own part of them once more.
+fn masters(layout: &Layout, width: u64, (recipe, devices): (&Recipe, &Devices)) -> u64 {
+    let own = if devices.meets && recipe.trainer.zero < 3 { width } else { 0 };
+    let moved = if devices.meets || width < F32 { F32 } else { 0 };
+    product(&[own + moved, layout.len() as u64])
 }
 
 /// What samplers need on a device.

@@ -21,13 +21,29 @@ pub struct DeviceConfig {
     pub dtype: Dtype,
     /// Where the weights are updated.
     pub optimizer: OptimizerPlace,
+    /// Where ranks exchange gradients and weights.
+    pub collective: CollectivePlace,
+}
+
+/// Where ranks that compute on devices exchange gradients and weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CollectivePlace {
+    /// From device to device where that can be, through the host where not.
+    #[default]
+    Auto,
+    /// From device to device: by NCCL, where every rank has a GPU of its own and updates weights with AdamW there.
+    Device,
+    /// Through the host.
+    Host,
 }
 
 /// Where the optimizer has its state and updates the weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OptimizerPlace {
-    /// On the device of a rank that is alone, if it is AdamW with f32 moments on all weights; on the host otherwise.
+    /// On the device, if it is AdamW with f32 moments on all weights, of a rank that is alone or exchanges with others from
+    /// device to device; on the host otherwise.
     #[default]
     Device,
     /// On the host: 12 bytes per weight less on the device, and gradients and weights on the way between them.
@@ -38,7 +54,8 @@ impl DeviceConfig {
     /// Everything on one device, or on those that follow it.
     #[must_use]
     pub fn new(place: Place, dtype: Dtype) -> Self {
-        Self { place, places: nowhere(), dtype, optimizer: OptimizerPlace::Device }
+        let (optimizer, collective) = (OptimizerPlace::Device, CollectivePlace::Auto);
+        Self { place, places: nowhere(), dtype, optimizer, collective }
     }
 
     /// The device of a rank.

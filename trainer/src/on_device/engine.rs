@@ -1,7 +1,10 @@
 //! The weights that a rank has on its device, and the optimizer where it is there too.
 //!
-//! Invariant: what computes is the rounded form of what is trained, and changes with it. Where weights are computed with in
-//! f32 both are one buffer.
+//! A rank that is alone trains all weights. One that meets others on their devices trains those that it owns, which lie one
+//! after the other, in the order of its fragments; it computes with all of them, or gets them layer by layer.
+//!
+//! Invariant: what computes is the rounded form of what is trained, and changes with it. Where a rank that is alone computes
+//! in f32 both are one buffer.
 
 use std::any::Any;
 use std::fmt;
@@ -9,24 +12,32 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use device::ops::adamw::{AdamwStep, adamw};
-use device::ops::vectors::sum_of_squares;
+use device::ops::vectors::{cast, sum_of_squares};
 use device::{Buffer, Device, Storage, View, bf16};
 use model::on_device::{DeviceDecoder, Dtype};
 use model::{Config, Layout, ParameterSpec, Parameters, Recompute};
 
 use super::DevicePass;
 use super::pass::{NetworkPass, Source, Uploading, upload};
+use super::share::{Collecting, Reducing, Share};
 use crate::TrainerError;
 use crate::adamw::Adam;
 use crate::exchange::Gathering;
 use crate::moments::Moments;
 use crate::optimizer::TensorState;
+use crate::shards::Fragment;
 
 /// What a rank has on its device.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
     fn device(&self) -> &Device;
 
-    /// Brings weights to the device. With `trained` they are updated there.
+    /// From now on the rank meets others on their devices. Comes before any weights.
+    fn meet(&mut self, share: Share);
+
+    /// Lets the others know that this rank does not go on.
+    fn leave(&self);
+
+    /// Brings weights to the device, of a rank that meets others those that it owns. With `trained` they are updated there.
     fn load(&mut self, values: &[f32], trained: bool) -> device::Result<()>;
 
     /// The weights that are updated there.
@@ -40,27 +51,30 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Brings the moments of all tensors to the device, which are f32.
     fn load_moments(&mut self, states: &[TensorState]) -> device::Result<()>;
 
-    /// The moments that are there, of each of the tensors `specs`; `None` if they are on the host.
-    fn read_moments(&self, specs: &[ParameterSpec]) -> device::Result<Option<Vec<TensorState>>>;
+    /// The moments that are there, of each tensor or fragment; `None` if they are on the host.
+    fn read_moments(&self) -> device::Result<Option<Vec<TensorState>>>;
 
     /// Gives up the memory of the moments.
     fn unload_moments(&mut self);
 
-    /// The sum of the squares of `gradients`.
+    /// The sum of the squares of `gradients`, which are of what is trained here.
     fn squares(&self, gradients: View<'_, f32>) -> device::Result<f64>;
 
-    /// Updates the weights of the tensors `specs`.
-    fn update(
-        &mut self,
-        adam: &Adam,
-        specs: &[ParameterSpec],
-        gradients: View<'_, f32>,
-    ) -> device::Result<()>;
+    /// Updates what is trained here.
+    fn update(&mut self, adam: &Adam, gradients: View<'_, f32>) -> device::Result<()>;
 
-    /// A pass with the weights that are there.
-    fn pass<'a>(&'a self, sums: Option<&'a mut Buffer<f32>>) -> Box<dyn DevicePass + 'a>;
+    /// How many values are trained here.
+    fn trained(&self) -> usize;
 
-    /// A pass with weights that come from all ranks.
+    /// A pass with the weights that are there, or come from the devices of all ranks. Gradients are added up in `sums`, or
+    /// in a buffer of their own for each unit; those that this rank owns of the sums over all ranks go to `own`.
+    fn pass<'a>(
+        &'a self,
+        sums: Option<&'a mut Buffer<f32>>,
+        own: Option<&'a mut Buffer<f32>>,
+    ) -> device::Result<Box<dyn DevicePass + 'a>>;
+
+    /// A pass with weights that come from all ranks through the host.
     fn gathered<'a>(
         &'a self,
         gathering: Gathering<'a>,
@@ -106,12 +120,27 @@ struct OnDevice<T: Storage> {
     layout: Arc<Layout>,
     recompute: Recompute,
     decoder: DeviceDecoder<T>,
+    /// All of them, or what is owned where layers are collected from all ranks.
     weights: Option<Buffer<T>>,
-    /// What is trained, where `weights` are rounded and updated here.
+    /// What is trained here, where that is not `weights`.
     masters: Option<Buffer<f32>>,
+    /// What is trained here, rounded, where that is not a part of `weights` in one piece.
+    rounded: Option<Buffer<T>>,
     /// First and second.
     moments: Option<[Buffer<f32>; 2]>,
+    /// What is trained here, in its order.
+    pieces: Vec<Piece>,
+    share: Option<Share>,
     frozen: Mutex<Option<Arc<Frozen<T>>>>,
+}
+
+/// A tensor or a part of one.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    tensor: u32,
+    /// Whether the tensor has more than one dimension.
+    matrix: bool,
+    len: usize,
 }
 
 /// A network that is not trained.
@@ -149,8 +178,51 @@ impl<T: Storage> OnDevice<T> {
         recompute: Recompute,
     ) -> device::Result<Self> {
         let decoder = DeviceDecoder::new(&device, model, layout, recompute)?;
-        let (layout, frozen) = (Arc::clone(layout), Mutex::default());
-        Ok(Self { device, layout, recompute, decoder, weights: None, masters: None, moments: None, frozen })
+        let whole = layout.specs().iter().enumerate();
+        let pieces = whole.map(|(tensor, spec)| Piece::new(tensor, spec, spec.len())).collect();
+        Ok(Self {
+            device,
+            layout: Arc::clone(layout),
+            recompute,
+            decoder,
+            weights: None,
+            masters: None,
+            rounded: None,
+            moments: None,
+            pieces,
+            share: None,
+            frozen: Mutex::default(),
+        })
+    }
+
+    /// Brings what this rank owns to the device, and makes of that of all what it computes with.
+    fn load_shared(&mut self, values: &[f32]) -> device::Result<()> {
+        let weights = self.device.labelled("weights");
+        let masters = weights.upload(values)?;
+        let mut rounded = weights.uninit(values.len())?;
+        cast(&self.device, masters.all(), rounded.all_mut())?;
+        self.masters = Some(masters);
+        if self.share.as_ref().is_some_and(|share| share.weights) {
+            self.weights = Some(rounded);
+            return Ok(());
+        }
+        self.rounded = Some(rounded);
+        self.weights = Some(weights.uninit(self.layout.len())?);
+        self.gather()
+    }
+
+    /// Computes with what all ranks have updated.
+    fn gather(&mut self) -> device::Result<()> {
+        match (&self.share, &self.rounded, &mut self.weights) {
+            (Some(share), Some(rounded), Some(weights)) => share.gather(rounded.all(), weights),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Piece {
+    fn new(tensor: usize, spec: &ParameterSpec, len: usize) -> Self {
+        Self { tensor: tensor as u32, matrix: spec.shape.len() > 1, len }
     }
 }
 
@@ -159,7 +231,25 @@ impl<T: Storage> Engine for OnDevice<T> {
         &self.device
     }
 
+    fn meet(&mut self, share: Share) {
+        let specs = self.layout.specs();
+        let pieces = share.fragments().iter();
+        let piece =
+            |fragment: &Fragment| Piece::new(fragment.tensor, &specs[fragment.tensor], fragment.within.len());
+        self.pieces = pieces.map(piece).collect();
+        self.share = Some(share);
+    }
+
+    fn leave(&self) {
+        if let Some(share) = &self.share {
+            share.leave();
+        }
+    }
+
     fn load(&mut self, values: &[f32], trained: bool) -> device::Result<()> {
+        if self.share.is_some() {
+            return self.load_shared(values);
+        }
         let device = self.device.labelled("weights");
         let weights = match self.weights.take() {
             Some(weights) => weights,
@@ -178,7 +268,7 @@ impl<T: Storage> Engine for OnDevice<T> {
     }
 
     fn unload(&mut self) {
-        (self.weights, self.masters) = (None, None);
+        (self.weights, self.masters, self.rounded) = (None, None, None);
     }
 
     fn has_weights(&self) -> bool {
@@ -187,28 +277,28 @@ impl<T: Storage> Engine for OnDevice<T> {
 
     fn load_moments(&mut self, states: &[TensorState]) -> device::Result<()> {
         let device = self.device.labelled("optimizer");
-        let len = self.layout.len();
+        let len = self.trained();
         let mut buffers = [device.uninit(len)?, device.uninit(len)?];
-        for (spec, state) in self.layout.specs().iter().zip(states) {
+        for ((_, place), state) in places(&self.pieces).zip(states) {
             let TensorState::Moments(Moments::Full { first, second }) = state else {
                 unreachable!("other optimizers are on the host")
             };
             for (buffer, moments) in buffers.iter_mut().zip([first, second]) {
-                device.upload_to(moments, buffer.view_mut(spec.range()))?;
+                device.upload_to(moments, buffer.view_mut(place.clone()))?;
             }
         }
         self.moments = Some(buffers);
         Ok(())
     }
 
-    fn read_moments(&self, specs: &[ParameterSpec]) -> device::Result<Option<Vec<TensorState>>> {
+    fn read_moments(&self) -> device::Result<Option<Vec<TensorState>>> {
         let Some([first, second]) = &self.moments else { return Ok(None) };
         let of = |buffer: &Buffer<f32>, place: Range<usize>| self.device.download(buffer.view(place));
-        let state = |spec: &ParameterSpec| {
-            let (first, second) = (of(first, spec.range())?, of(second, spec.range())?);
+        let state = |(_, place): (Piece, Range<usize>)| {
+            let (first, second) = (of(first, place.clone())?, of(second, place)?);
             Ok(TensorState::Moments(Moments::Full { first, second }))
         };
-        specs.iter().map(state).collect::<device::Result<_>>().map(Some)
+        places(&self.pieces).map(state).collect::<device::Result<_>>().map(Some)
     }
 
     fn unload_moments(&mut self) {
@@ -216,20 +306,18 @@ impl<T: Storage> Engine for OnDevice<T> {
     }
 
     fn squares(&self, gradients: View<'_, f32>) -> device::Result<f64> {
+        if let Some(share) = &self.share {
+            share.wait("add up gradients")?;
+        }
         sum_of_squares(&self.device, gradients)
     }
 
-    fn update(
-        &mut self,
-        adam: &Adam,
-        specs: &[ParameterSpec],
-        gradients: View<'_, f32>,
-    ) -> device::Result<()> {
-        let Self { device, weights, masters, moments, .. } = self;
-        let (Some(weights), Some([first, second])) = (weights, moments) else {
+    fn update(&mut self, adam: &Adam, gradients: View<'_, f32>) -> device::Result<()> {
+        let Self { device, weights, masters, rounded, moments, pieces, .. } = self;
+        let (Some(weights), Some([first, second])) = (rounded.as_mut().or(weights.as_mut()), moments) else {
             unreachable!("weights that are trained on the device are there, with their moments")
         };
-        for (place, step) in steps(adam, specs) {
+        for (place, step) in steps(adam, pieces) {
             let (values, compute) = match (&mut *masters, &mut *weights) {
                 (Some(masters), weights) => {
                     (masters.view_mut(place.clone()), Some(weights.view_mut(place.clone())))
@@ -242,15 +330,35 @@ impl<T: Storage> Engine for OnDevice<T> {
             let (first, second) = (first.view_mut(place.clone()), second.view_mut(place.clone()));
             adamw::<T>(device, &step, values, first, second, gradients.slice(place), compute)?;
         }
-        Ok(())
+        self.gather()
     }
 
-    fn pass<'a>(&'a self, sums: Option<&'a mut Buffer<f32>>) -> Box<dyn DevicePass + 'a> {
+    fn trained(&self) -> usize {
+        self.pieces.iter().map(|piece| piece.len).sum()
+    }
+
+    fn pass<'a>(
+        &'a self,
+        sums: Option<&'a mut Buffer<f32>>,
+        own: Option<&'a mut Buffer<f32>>,
+    ) -> device::Result<Box<dyn DevicePass + 'a>> {
         let Some(weights) = &self.weights else {
             unreachable!("weights come back to the device before somebody computes")
         };
-        let source = Source::Whole(weights.all(), &self.layout);
-        Box::new(NetworkPass::new((&self.device, &self.layout), &self.decoder, source, sums))
+        let source = match &self.share {
+            Some(share) if share.weights => {
+                let collecting = Collecting::new(&self.device, &self.layout, share, weights.all())?;
+                Source::Collected(Box::new(collecting))
+            }
+            _ => Source::Whole(weights.all(), &self.layout),
+        };
+        let pass = NetworkPass::new((&self.device, &self.layout), &self.decoder, source, sums);
+        Ok(match (&self.share, own) {
+            (Some(share), Some(own)) => {
+                Box::new(pass.reducing(Reducing { share, own, leave: true, first: true }))
+            }
+            _ => Box::new(pass),
+        })
     }
 
     fn gathered<'a>(
@@ -296,6 +404,9 @@ impl<T: Storage> Engine for OnDevice<T> {
     }
 
     fn weights(&self) -> Option<DeviceWeights<'_>> {
+        if self.share.as_ref().is_some_and(|share| share.weights) {
+            return None;
+        }
         let weights = self.weights.as_ref()? as &dyn Any;
         let f32s = weights.downcast_ref::<Buffer<f32>>().map(|weights| DeviceWeights::F32(weights.all()));
         f32s.or_else(|| Some(DeviceWeights::Bf16(weights.downcast_ref::<Buffer<bf16>>()?.all())))
@@ -304,8 +415,9 @@ impl<T: Storage> Engine for OnDevice<T> {
     fn bytes(&self) -> [u64; 2] {
         let weights = self.weights.as_ref().map_or(0, Buffer::bytes);
         let masters = self.masters.as_ref().map_or(0, Buffer::bytes);
+        let rounded = self.rounded.as_ref().map_or(0, Buffer::bytes);
         let moments = self.moments.iter().flatten().map(Buffer::bytes).sum();
-        [weights + masters, moments]
+        [weights + masters + rounded, moments]
     }
 }
 
@@ -323,11 +435,20 @@ impl<T: Storage> FrozenNetwork for Frozen<T> {
     }
 }
 
-/// The updates of neighbouring tensors, as few as there are changes of the numbers between them.
-fn steps(adam: &Adam, specs: &[ParameterSpec]) -> Vec<(Range<usize>, AdamwStep)> {
+/// Pieces with where they lie, one after the other.
+fn places(pieces: &[Piece]) -> impl Iterator<Item = (Piece, Range<usize>)> + '_ {
+    let mut end = 0;
+    pieces.iter().map(move |piece| {
+        end += piece.len;
+        (*piece, end - piece.len..end)
+    })
+}
+
+/// The updates of neighbouring pieces, as few as there are changes of the numbers between them.
+fn steps(adam: &Adam, pieces: &[Piece]) -> Vec<(Range<usize>, AdamwStep)> {
     let mut steps: Vec<(Range<usize>, AdamwStep)> = Vec::new();
-    for (tensor, spec) in specs.iter().enumerate() {
-        let factors = adam.of(tensor as u32, spec.shape.len() > 1);
+    for (piece, own) in places(pieces) {
+        let factors = adam.of(piece.tensor, piece.matrix);
         let step = AdamwStep {
             gradient: factors.gradient,
             beta1: factors.beta1,
@@ -338,8 +459,8 @@ fn steps(adam: &Adam, specs: &[ParameterSpec]) -> Vec<(Range<usize>, AdamwStep)>
             keep: factors.keep,
         };
         match steps.last_mut() {
-            Some((place, last)) if *last == step && place.end == spec.offset => place.end = spec.range().end,
-            _ => steps.push((spec.range(), step)),
+            Some((place, last)) if *last == step => place.end = own.end,
+            _ => steps.push((own, step)),
         }
     }
     steps
@@ -376,7 +497,9 @@ mod tests {
             let config =
                 OptimizerConfig { weight_decay, ..OptimizerConfig::usual(OptimizerKind::Adamw, 0.95) };
             let adam = Adam::new(&config, 3, 0.5, 0.7);
-            let steps = steps(&adam, layout.specs());
+            let whole = layout.specs().iter().enumerate();
+            let pieces: Vec<_> = whole.map(|(tensor, spec)| Piece::new(tensor, spec, spec.len())).collect();
+            let steps = steps(&adam, &pieces);
             let mut end = 0;
             for (place, step) in &steps {
                 assert_eq!(place.start, end);

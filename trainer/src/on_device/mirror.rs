@@ -1,36 +1,62 @@
-//! The host's copy of weights that are trained on a device.
+//! The host's copy of weights that are trained on a device: of all of them, or of those that a rank owns.
 //!
 //! Invariant: it is made when somebody asks for it and once per version, into the memory that the one before had.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use model::{Layout, Parameters};
+use model::Parameters;
 
 use crate::TrainerError;
 
-/// A copy that may be out of date, and then is made anew.
-#[derive(Debug)]
-pub(crate) struct Mirror {
-    current: OnceLock<Arc<Parameters>>,
-    /// Those of an earlier version, to be overwritten.
-    spare: Mutex<Option<Parameters>>,
+/// Values that a copy can be made in.
+pub(crate) trait Values {
+    fn all(&self) -> &[f32];
+    fn all_mut(&mut self) -> &mut [f32];
 }
 
-impl Mirror {
-    /// One that is up to date.
-    pub(crate) fn of(parameters: Arc<Parameters>) -> Self {
-        Self { current: OnceLock::from(parameters), spare: Mutex::default() }
+impl Values for Parameters {
+    fn all(&self) -> &[f32] {
+        self.values()
     }
 
-    /// The copy; `read` writes the weights where they go, if it is out of date.
+    fn all_mut(&mut self) -> &mut [f32] {
+        self.values_mut()
+    }
+}
+
+impl Values for Vec<f32> {
+    fn all(&self) -> &[f32] {
+        self
+    }
+
+    fn all_mut(&mut self) -> &mut [f32] {
+        self
+    }
+}
+
+/// A copy that may be out of date, and then is made anew.
+#[derive(Debug)]
+pub(crate) struct Mirror<V> {
+    current: OnceLock<Arc<V>>,
+    /// Those of an earlier version, to be overwritten.
+    spare: Mutex<Option<V>>,
+}
+
+impl<V: Values> Mirror<V> {
+    /// One that is up to date.
+    pub(crate) fn of(values: Arc<V>) -> Self {
+        Self { current: OnceLock::from(values), spare: Mutex::default() }
+    }
+
+    /// The copy; if it is out of date, `read` writes the weights where they go, which `new` makes if there is no room.
     ///
     /// # Errors
     /// That of `read`.
     pub(crate) fn get(
         &self,
-        layout: &Arc<Layout>,
+        new: impl FnOnce() -> V,
         read: impl FnOnce(&mut [f32]) -> Result<(), TrainerError>,
-    ) -> Result<&Arc<Parameters>, TrainerError> {
+    ) -> Result<&Arc<V>, TrainerError> {
         if let Some(current) = self.current.get() {
             return Ok(current);
         }
@@ -39,23 +65,23 @@ impl Mirror {
         if let Some(current) = self.current.get() {
             return Ok(current);
         }
-        let mut parameters = spare.take().unwrap_or_else(|| Parameters::zeros(Arc::clone(layout)));
-        read(parameters.values_mut())?;
-        Ok(self.current.get_or_init(|| Arc::new(parameters)))
+        let mut values = spare.take().unwrap_or_else(new);
+        read(values.all_mut())?;
+        Ok(self.current.get_or_init(|| Arc::new(values)))
     }
 
     /// Says that the weights are others now.
     pub(crate) fn outdate(&mut self) {
-        if let Some(parameters) = self.current.take().and_then(Arc::into_inner) {
-            *self.spare.get_mut().unwrap_or_else(PoisonError::into_inner) = Some(parameters);
+        if let Some(values) = self.current.take().and_then(Arc::into_inner) {
+            *self.spare.get_mut().unwrap_or_else(PoisonError::into_inner) = Some(values);
         }
     }
 
     /// Memory, bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let bytes = |parameters: &Parameters| size_of_val(parameters.values());
+        let bytes = |values: &V| size_of_val(values.all());
         let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
-        self.current.get().map_or(0, |parameters| bytes(parameters)) + spare.as_ref().map_or(0, bytes)
+        self.current.get().map_or(0, |values| bytes(values)) + spare.as_ref().map_or(0, bytes)
     }
 }
 
@@ -79,19 +105,20 @@ mod tests {
         let first = Arc::new(Parameters::random(&config, 1));
         let layout = Arc::clone(first.layout());
         let mut mirror = Mirror::of(Arc::clone(&first));
+        let zeros = || Parameters::zeros(Arc::clone(&layout));
         let never = |_: &mut [f32]| unreachable!("it is up to date");
-        assert_eq!(mirror.get(&layout, never).unwrap().values(), first.values());
+        assert_eq!(mirror.get(zeros, never).unwrap().values(), first.values());
         drop(first);
         for version in 1..3 {
             mirror.outdate();
-            let failed = mirror.get(&layout, |_| Err(TrainerError::RanksEnded));
+            let failed = mirror.get(zeros, |_| Err(TrainerError::RanksEnded));
             assert!(matches!(failed, Err(TrainerError::RanksEnded)));
             let read = |values: &mut [f32]| {
                 values.fill(version as f32);
                 Ok(())
             };
-            assert!(mirror.get(&layout, read).unwrap().values().iter().all(|v| *v == version as f32));
-            assert!(mirror.get(&layout, never).unwrap().values().iter().all(|v| *v == version as f32));
+            assert!(mirror.get(zeros, read).unwrap().values().iter().all(|v| *v == version as f32));
+            assert!(mirror.get(zeros, never).unwrap().values().iter().all(|v| *v == version as f32));
             assert_eq!(mirror.bytes(), 4 * layout.len());
         }
     }

@@ -8,6 +8,7 @@ use device::{Buffer, Device, DeviceError, Storage, View, ViewMut};
 use model::on_device::{DeviceDecoder, DeviceTrace, UnitGradients, UnitWeights};
 use model::{GradientSink, LayerSource, Layout, Prediction, PredictionGradient, Unit};
 
+use super::share::{Collecting, Reducing};
 use crate::TrainerError;
 use crate::exchange::{Gathering, number};
 use crate::packing::Packed;
@@ -34,6 +35,12 @@ pub(crate) trait DevicePass {
     /// Takes part in gathering a layer that only others need.
     fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError>;
 
+    /// Where ranks meet on their devices: takes part in adding up a unit that only others have gradients of.
+    fn skip_unit(&mut self, unit: Unit) -> Result<(), TrainerError>;
+
+    /// The same: whether gradients of the next backward leave for their owners, and are the `first` of the step that do.
+    fn reduces(&mut self, leave: bool, first: bool);
+
     /// Layers of the network.
     fn layers(&self) -> usize;
 }
@@ -47,6 +54,8 @@ pub(crate) struct NetworkPass<'a, T: Storage> {
     /// Sums of all gradients, laid out as the weights are, where they are kept; otherwise a unit has its own until it is
     /// done.
     sums: Option<&'a mut Buffer<f32>>,
+    /// Where ranks meet on their devices.
+    reducing: Option<Reducing<'a>>,
     /// What the last forward left.
     trace: Option<DeviceTrace<T>>,
 }
@@ -55,8 +64,10 @@ pub(crate) struct NetworkPass<'a, T: Storage> {
 pub(crate) enum Source<'a, T: Storage> {
     /// All on the device.
     Whole(View<'a, T>, &'a Layout),
-    /// Layers come from all ranks when they are needed.
+    /// Layers come from all ranks, through the host, when they are needed.
     Gathered(Box<Uploading<'a, T>>),
+    /// The same from device to device.
+    Collected(Box<Collecting<'a, T>>),
 }
 
 /// Layers on their way from the other ranks to the device.
@@ -70,14 +81,15 @@ pub(crate) struct Uploading<'a, T: Storage> {
     index: Option<usize>,
 }
 
-/// The way of gradients to the host.
-struct Handing<'a, 'b> {
+/// The way of gradients to the host, or to the devices of their owners.
+struct Handing<'a, 'b, 'c> {
     device: &'a Device,
     layout: &'a Layout,
     sums: Option<&'a mut Buffer<f32>>,
     /// Those of units that are not done.
     units: Vec<Option<Buffer<f32>>>,
     sink: Option<&'a mut (dyn GradientSink + 'b)>,
+    reducing: Option<&'a mut Reducing<'c>>,
     /// On the host, used again.
     values: Vec<f32>,
 }
@@ -111,13 +123,21 @@ impl<'a, T: Storage> NetworkPass<'a, T> {
         source: Source<'a, T>,
         sums: Option<&'a mut Buffer<f32>>,
     ) -> Self {
-        Self { device, decoder, layout, source, sums, trace: None }
+        Self { device, decoder, layout, source, sums, reducing: None, trace: None }
+    }
+
+    /// The same, whose gradients go to their owners.
+    pub(crate) fn reducing(self, reducing: Reducing<'a>) -> Self {
+        Self { reducing: Some(reducing), ..self }
     }
 }
 
 impl<T: Storage> DevicePass for NetworkPass<'_, T> {
     fn forward(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError> {
         let Packed { pack, positions, targets, .. } = packed;
+        if let Some(reducing) = &self.reducing {
+            reducing.share.wait("add up gradients")?;
+        }
         // What is left of a backward that failed would take room beside the new one.
         self.trace = None;
         self.source.turn(false);
@@ -140,6 +160,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
             sums: self.sums.as_deref_mut(),
             units: self.layout.units().map(|_| None).collect(),
             sink,
+            reducing: self.reducing.as_mut(),
             values: Vec::new(),
         };
         self.decoder.backward(&mut self.source, &packed.pack, trace, slopes, &mut handing)?;
@@ -154,10 +175,24 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
 
     fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError> {
         self.source.turn(backward);
-        if let Source::Gathered(uploading) = &mut self.source {
-            uploading.gathering.layer(index)?;
+        match &mut self.source {
+            Source::Whole(..) => {}
+            Source::Gathered(uploading) => drop(uploading.gathering.layer(index)?),
+            Source::Collected(collecting) => drop(collecting.unit(Unit::Layer(index))?),
         }
         Ok(())
+    }
+
+    fn skip_unit(&mut self, unit: Unit) -> Result<(), TrainerError> {
+        let Some(reducing) = self.reducing.as_mut().filter(|reducing| reducing.leave) else { return Ok(()) };
+        let sums = self.sums.as_ref().map(|sums| sums.view(self.layout.unit(unit)));
+        Ok(reducing.unit(self.device, number(self.layout, unit), sums)?)
+    }
+
+    fn reduces(&mut self, leave: bool, first: bool) {
+        if let Some(reducing) = &mut self.reducing {
+            (reducing.leave, reducing.first) = (leave, first);
+        }
     }
 
     fn layers(&self) -> usize {
@@ -167,8 +202,10 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
 
 impl<T: Storage> Source<'_, T> {
     fn turn(&mut self, backward: bool) {
-        if let Self::Gathered(uploading) = self {
-            uploading.gathering.backward = backward;
+        match self {
+            Self::Whole(..) => {}
+            Self::Gathered(uploading) => uploading.gathering.backward = backward,
+            Self::Collected(collecting) => collecting.backward = backward,
         }
     }
 }
@@ -178,6 +215,7 @@ impl<T: Storage> UnitWeights<T> for Source<'_, T> {
         match self {
             Self::Whole(all, layout) => Ok(all.slice(layout.unit(unit))),
             Self::Gathered(uploading) => uploading.unit(unit),
+            Self::Collected(collecting) => collecting.unit(unit),
         }
     }
 }
@@ -224,7 +262,7 @@ impl<'a, T: Storage> Uploading<'a, T> {
     }
 }
 
-impl UnitGradients for Handing<'_, '_> {
+impl UnitGradients for Handing<'_, '_, '_> {
     fn unit(&mut self, unit: Unit) -> device::Result<ViewMut<'_, f32>> {
         let place = self.layout.unit(unit);
         if let Some(sums) = &mut self.sums {
@@ -239,12 +277,19 @@ impl UnitGradients for Handing<'_, '_> {
     }
 
     fn done(&mut self, unit: Unit) -> device::Result<()> {
-        let Some(sink) = &mut self.sink else { return Ok(()) };
+        let leaves = self.reducing.as_ref().is_some_and(|reducing| reducing.leave);
+        if self.sink.is_none() && !leaves {
+            return Ok(());
+        }
         let own = self.units[number(self.layout, unit)].take();
         let from = match (&self.sums, &own) {
             (Some(sums), _) => Some(sums.view(self.layout.unit(unit))),
             (None, own) => own.as_ref().map(Buffer::all),
         };
+        if let Some(reducing) = &mut self.reducing {
+            return reducing.unit(self.device, number(self.layout, unit), from);
+        }
+        let Some(sink) = &mut self.sink else { return Ok(()) };
         let to = sink.unit(unit);
         if let Some(from) = from {
             self.values.resize(from.len(), 0.0);

@@ -15,6 +15,7 @@ impl Rank {
             Weights::Whole(parameters) => size_of_val(parameters.values()),
             Weights::Own(own) => size_of_val(&own[..]),
             Weights::Device(mirror) => mirror.bytes(),
+            Weights::DeviceOwn(mirror) => mirror.bytes(),
         };
         let gradients = self.gradients.as_ref().map_or(0, |gradients| size_of_val(gradients.values()));
         let host = (weights + gradients + size_of_val(&self.own[..])) as u64 + self.optimizer.bytes();
@@ -45,7 +46,7 @@ impl Rank {
                 Weights::Whole(parameters) => Arc::get_mut(parameters).map(Parameters::buffer_mut),
                 Weights::Own(own) => Some(own),
                 // It is brought to the host before it leaves.
-                Weights::Device(_) => None,
+                Weights::Device(_) | Weights::DeviceOwn(_) => None,
             };
             let frozen = self.adapter.as_mut().map(Adapter::base_mut);
             streams.extend(weights.into_iter().chain(frozen).map(Stream::F32));

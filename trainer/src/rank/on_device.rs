@@ -1,21 +1,23 @@
 //! The part of a rank that is on a device.
 //!
 //! Invariant: weights and optimizer are in one place that counts: on the device, where the rank trains there, or on the
-//! host. They move as a whole and unchanged.
+//! host. They move as a whole and unchanged. A rank that meets others on their devices owns its shards of the weights alone,
+//! whatever it computes with.
 
 use std::borrow::Cow;
 use std::sync::Arc;
 
+use device::group::{Candidate, Group, GroupId};
 use device::{Buffer, Device};
 use model::{Parameters, Team};
 
-use super::step::finite;
-use super::{Rank, Task, Weights};
+use super::step::{Rounds, finite, norm_of_all};
+use super::{Place, Rank, Task, Weights};
 use crate::TrainerError;
 use crate::learner::{Frozen, RowLoss};
 use crate::norm::clip;
-use crate::on_device::{DeviceWeights, Engine, Mirror, OptimizerPlace, open};
-use crate::optimizer::{Optimizer, OptimizerKind};
+use crate::on_device::{CollectivePlace, DeviceWeights, Engine, Mirror, OptimizerPlace, Share, open};
+use crate::optimizer::{Optimizer, OptimizerKind, TensorState};
 use crate::pass::Pass;
 use crate::rank::{Scored, score_with};
 
@@ -25,8 +27,12 @@ pub(super) struct OnDevice {
     pub(super) engine: Box<dyn Engine>,
     /// Sums of gradients, kept from step to step as the host's are.
     sums: Option<Buffer<f32>>,
+    /// Sums over all ranks that this one owns, where it meets the others on their devices.
+    own: Option<Buffer<f32>>,
     /// Whether the weights are updated there.
     trains: bool,
+    /// Whether the ranks meet on their devices.
+    pub(super) meets: bool,
 }
 
 impl OnDevice {
@@ -44,15 +50,44 @@ impl Rank {
     pub(super) fn on_device(mut self) -> Result<Self, TrainerError> {
         let Some(config) = &self.config.device else { return Ok(self) };
         let rank = self.place.as_ref().map_or(0, |place| place.rank);
-        let trains = self.place.is_none()
-            && self.adapter.is_none()
+        let movable = self.adapter.is_none()
             && config.optimizer == OptimizerPlace::Device
             && self.config.optimizer.kind == OptimizerKind::Adamw;
         let place = config.place_of(rank);
-        let engine = open(place, config.dtype, &self.model, &self.layout, self.config.recompute)?;
-        self.device = Some(OnDevice { engine, sums: None, trains });
+        let mut engine = open(place, config.dtype, &self.model, &self.layout, self.config.recompute)?;
+        if !movable && self.place.is_some() && config.collective == CollectivePlace::Device {
+            let reason = "they update weights on the host, as LoRA and other optimizers than AdamW do";
+            return Err(TrainerError::NoCollective { reason: reason.to_owned() });
+        }
+        let meets = movable && self.meet(&mut *engine, config.collective)?;
+        let trains = movable && (meets || self.place.is_none());
+        if let (true, Some(place), Weights::Whole(all)) = (meets, &self.place, &self.weights) {
+            self.weights = Weights::Own(place.weights.pack(rank, all.values()));
+        }
+        self.device = Some(OnDevice { engine, sums: None, own: None, trains, meets });
         self.enter_device()?;
         Ok(self)
+    }
+
+    /// Meets the other ranks on their devices, if there are any and that is possible. Whether it does.
+    fn meet(&self, engine: &mut dyn Engine, wish: CollectivePlace) -> Result<bool, TrainerError> {
+        let Some(place) = self.place.as_ref().filter(|_| wish != CollectivePlace::Host) else {
+            return Ok(false);
+        };
+        let (collective, device) = (self.collective()?, engine.device());
+        let all = collective.all_gather_bytes(Candidate::new(device)?.to_bytes())?;
+        let all: Vec<_> = all.iter().map(|bytes| Candidate::from_bytes(bytes)).collect();
+        if let Some(reason) = Candidate::obstacle(&all) {
+            return match wish {
+                CollectivePlace::Device => Err(TrainerError::NoCollective { reason }),
+                _ => Ok(false),
+            };
+        }
+        let id = if place.rank == 0 { GroupId::new(device)?.to_bytes() } else { Vec::new() };
+        let id = GroupId::from_bytes(&collective.broadcast(0, id)?);
+        let group = Group::join(device, &id, place.rank, collective.world(), self.config.wait)?;
+        engine.meet(Share::new(group, place.weights.clone(), self.config.shares_weights()));
+        Ok(true)
     }
 
     /// Brings to the device what belongs there and is on the host.
@@ -60,13 +95,20 @@ impl Rank {
     /// # Errors
     /// If the device has no room.
     pub(crate) fn enter_device(&mut self) -> Result<(), TrainerError> {
-        let Some(OnDevice { engine, trains, .. }) = &mut self.device else { return Ok(()) };
-        if let Weights::Whole(parameters) = &self.weights
-            && !engine.has_weights()
-        {
-            engine.load(parameters.values(), *trains)?;
-            if *trains {
-                self.weights = Weights::Device(Mirror::of(Arc::clone(parameters)));
+        let Some(OnDevice { engine, trains, meets, .. }) = &mut self.device else { return Ok(()) };
+        if !engine.has_weights() {
+            match &mut self.weights {
+                Weights::Whole(parameters) => {
+                    engine.load(parameters.values(), *trains)?;
+                    if *trains {
+                        self.weights = Weights::Device(Mirror::of(Arc::clone(parameters)));
+                    }
+                }
+                Weights::Own(own) if *meets => {
+                    engine.load(own, true)?;
+                    self.weights = Weights::DeviceOwn(Mirror::of(Arc::new(std::mem::take(own))));
+                }
+                Weights::Own(_) | Weights::Device(_) | Weights::DeviceOwn(_) => {}
             }
         }
         if *trains && !self.optimizer.states().is_empty() {
@@ -76,22 +118,23 @@ impl Rank {
         Ok(())
     }
 
-    /// Gives up the device's memory of the optimizer, of the weights, or of both; what counts of it goes to the host.
-    /// Returns the bytes.
+    /// Gives up the device's memory of the optimizer, of the weights, or of both; what counts of it goes to the host. What
+    /// ranks share that meet on their devices stays there: it takes all of them to bring it back. Returns the bytes.
     ///
     /// # Errors
     /// If the device fails.
     pub(crate) fn leave_device(&mut self, optimizer: bool, weights: bool) -> Result<u64, TrainerError> {
-        let Some(OnDevice { engine, .. }) = &mut self.device else { return Ok(0) };
+        let Some(OnDevice { engine, meets: false, .. }) = &mut self.device else { return Ok(0) };
         let before = engine.bytes().iter().sum::<u64>();
-        if optimizer && let Some(states) = engine.read_moments(self.layout.specs())? {
+        if optimizer && let Some(states) = engine.read_moments()? {
             self.optimizer.put_states(states);
             engine.unload_moments();
         }
         if weights {
             if let Weights::Device(mirror) = &self.weights {
                 let read = |values: &mut [f32]| Ok(engine.read(values)?);
-                self.weights = Weights::Whole(Arc::clone(mirror.get(&self.layout, read)?));
+                let new = || Parameters::zeros(Arc::clone(&self.layout));
+                self.weights = Weights::Whole(Arc::clone(mirror.get(new, read)?));
             }
             engine.unload();
         }
@@ -100,8 +143,8 @@ impl Rank {
 
     /// Gives up the device's gradients. Returns their bytes.
     pub(super) fn drop_sums(&mut self) -> u64 {
-        let sums = self.device.as_mut().and_then(|device| device.sums.take());
-        sums.map_or(0, |sums| sums.bytes())
+        let Some(device) = &mut self.device else { return 0 };
+        [device.sums.take(), device.own.take()].iter().flatten().map(Buffer::bytes).sum()
     }
 
     /// The device's memory of optimizer and weights, bytes.
@@ -117,9 +160,35 @@ impl Rank {
     }
 
     /// The weights of `mirror`, which belong to the device.
-    pub(super) fn mirrored<'a>(&'a self, mirror: &'a Mirror) -> Result<&'a Arc<Parameters>, TrainerError> {
+    pub(super) fn mirrored<'a>(
+        &'a self,
+        mirror: &'a Mirror<Parameters>,
+    ) -> Result<&'a Arc<Parameters>, TrainerError> {
         let Some(device) = &self.device else { unreachable!("weights of a device have one") };
-        mirror.get(&self.layout, |values| Ok(device.engine.read(values)?))
+        let new = || Parameters::zeros(Arc::clone(&self.layout));
+        mirror.get(new, |values| Ok(device.engine.read(values)?))
+    }
+
+    /// The same of those that this rank owns.
+    pub(super) fn mirrored_own<'a>(
+        &'a self,
+        mirror: &'a Mirror<Vec<f32>>,
+    ) -> Result<&'a [f32], TrainerError> {
+        let Some(device) = &self.device else { unreachable!("weights of a device have one") };
+        let new = || vec![0.0; device.engine.trained()];
+        Ok(mirror.get(new, |values| Ok(device.engine.read(values)?))?)
+    }
+
+    /// What the optimizer remembers of each tensor or fragment, wherever that is.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub(crate) fn states(&self) -> Result<Cow<'_, [TensorState]>, TrainerError> {
+        let states = match &self.device {
+            Some(device) => device.engine.read_moments()?,
+            None => None,
+        };
+        Ok(states.map_or(Cow::Borrowed(self.optimizer.states()), Cow::Owned))
     }
 
     /// The optimizer with its states, wherever they are.
@@ -127,12 +196,11 @@ impl Rank {
     /// # Errors
     /// If the device fails.
     pub(crate) fn whole_optimizer(&self) -> Result<Cow<'_, Optimizer>, TrainerError> {
-        let states = match &self.device {
-            Some(device) => device.engine.read_moments(self.layout.specs())?,
-            None => None,
-        };
         let resumed = |states| Optimizer::resume(self.config.optimizer, self.optimizer.updates(), states);
-        Ok(states.map_or(Cow::Borrowed(&self.optimizer), |states| Cow::Owned(resumed(states))))
+        Ok(match self.states()? {
+            Cow::Borrowed(_) => Cow::Borrowed(&self.optimizer),
+            Cow::Owned(states) => Cow::Owned(resumed(states)),
+        })
     }
 
     /// Predictions under another network on the device.
@@ -196,7 +264,7 @@ impl Rank {
         team: &Team,
     ) -> Result<(f32, L::Report), TrainerError> {
         let Some(on_device) = &mut self.device else { unreachable!("sums are taken of a device") };
-        let mut pass = Pass::Device(on_device.engine.pass(Some(&mut *sums)));
+        let mut pass = Pass::Device(on_device.engine.pass(Some(&mut *sums), None)?);
         let mut report = L::Report::default();
         for batch in task.plan.iter().flatten() {
             super::step::reverse(&mut pass, (batch, task.rows), (loss, &mut report), None, team)?;
@@ -206,7 +274,7 @@ impl Rank {
             let norm = on_device.engine.squares(sums.all())?.sqrt() as f32;
             finite(norm, &self.optimizer, task.rows.len())?;
             let adam = self.optimizer.next_adam(clip(norm, self.config.max_grad_norm), learning_rate);
-            on_device.engine.update(&adam, self.layout.specs(), sums.all())?;
+            on_device.engine.update(&adam, sums.all())?;
             if let Weights::Device(mirror) = &mut self.weights {
                 mirror.outdate();
             }
@@ -221,6 +289,50 @@ impl Rank {
         self.own = gradients;
         let norm = norm?;
         self.refresh()?;
+        Ok((norm, report))
+    }
+
+    /// A step of a rank that meets the others on their devices, with gradients in `sums` if they stay for longer than a pass.
+    pub(super) fn step_on_devices<L: RowLoss>(
+        &mut self,
+        mut sums: Option<&mut Buffer<f32>>,
+        task: Task<'_>,
+        loss: &L,
+        learning_rate: f32,
+        team: &Team,
+    ) -> Result<(f32, L::Report), TrainerError> {
+        let collective = self.collective()?;
+        let (Some(on_device), Some(Place { rank, .. })) = (&mut self.device, &self.place) else {
+            unreachable!("ranks that meet on their devices have a place and a device")
+        };
+        let OnDevice { engine, own, .. } = on_device;
+        let own = match own {
+            Some(own) => {
+                engine.device().clear(own.all_mut())?;
+                own
+            }
+            None => own.insert(engine.device().labelled("gradients").zeros(engine.trained())?),
+        };
+        let rounds = Rounds::of(task.plan, *rank, !self.config.shares_gradients());
+        let mut report = L::Report::default();
+        let mut pass = Pass::Device(engine.pass(sums.as_deref_mut(), Some(&mut *own))?);
+        for round in 0..rounds.count {
+            pass.reduces(rounds.leave(round), rounds.first(round));
+            match task.plan[*rank].get(round) {
+                Some(batch) => {
+                    super::step::reverse(&mut pass, (batch, task.rows), (loss, &mut report), None, team)?;
+                }
+                None => pass.skip(None)?,
+            }
+        }
+        drop(pass);
+        let norm = norm_of_all(&*collective, engine.squares(own.all())?)?;
+        finite(norm, &self.optimizer, task.rows.len())?;
+        let adam = self.optimizer.next_adam(clip(norm, self.config.max_grad_norm), learning_rate);
+        engine.update(&adam, own.all())?;
+        if let Weights::DeviceOwn(mirror) = &mut self.weights {
+            mirror.outdate();
+        }
         Ok((norm, report))
     }
 }

@@ -36,6 +36,9 @@ impl Rank {
     ) -> Result<(f32, L::Report), TrainerError> {
         let mut sums = self.take_sums()?;
         let done = match &mut sums {
+            sums if self.device.as_ref().is_some_and(|device| device.meets) => {
+                self.step_on_devices(sums.as_mut(), task, loss, learning_rate, team)
+            }
             Some(sums) if self.place.is_none() => self.step_on_device(sums, task, loss, learning_rate, team),
             None if self.place.is_none() => self.step_on_host(task, loss, learning_rate, team),
             sums => self.step_among_others(sums.as_mut(), task, loss, learning_rate, team),
@@ -139,14 +142,11 @@ impl Rank {
         let Place { rank, trained, weights, .. } = place;
         own.resize(trained.len(*rank), 0.0);
         let shared = match &self.weights {
-            Weights::Whole(_) | Weights::Device(_) => None,
+            Weights::Whole(_) | Weights::Device(_) | Weights::DeviceOwn(_) => None,
             Weights::Own(values) => Some((weights, &values[..])),
         };
         let line = Line { collective: &*collective, trained, weights: shared, pool: &self.pool };
-        let (mine, accumulates) = (&task.plan[*rank], !self.config.shares_gradients());
-        // Where gradients stay until the last, every rank hands them on once, however many micro-batches it has.
-        let most = task.plan.iter().map(Vec::len).max().unwrap_or(0);
-        let rounds = if accumulates { mine.len().max(1) } else { most };
+        let rounds = Rounds::of(task.plan, *rank, !self.config.shares_gradients());
         // Gradients that stay do so where they are computed.
         let on_device = sums.is_some();
         exchange(&line, own, |ends| {
@@ -154,16 +154,14 @@ impl Rank {
             let mut sink = ends.reducing(&self.layout, &self.pool, adapter);
             let mut pass = self.pass(shared.is_some().then_some(ends), sums)?;
             let mut report = L::Report::default();
-            for round in 0..rounds {
-                sink.leave = !accumulates || round + 1 == rounds;
-                sink.first = accumulates || round == 0;
-                if let Some(batch) = mine.get(round) {
+            for round in 0..rounds.count {
+                (sink.leave, sink.first) = (rounds.leave(round), rounds.first(round));
+                if let Some(batch) = task.plan[*rank].get(round) {
                     let to: Option<&mut dyn GradientSink> =
                         if sink.leave || !on_device { Some(&mut sink) } else { None };
                     reverse(&mut pass, (batch, task.rows), (loss, &mut report), to, team)?;
                 } else {
-                    pass.skip_forward()?;
-                    pass.skip_backward(&mut sink)?;
+                    pass.skip(Some(&mut sink))?;
                 }
             }
             Ok(report)
@@ -183,9 +181,7 @@ impl Rank {
         let Some(Place { rank, trained, .. }) = &self.place else {
             unreachable!("a rank that is alone owns everything")
         };
-        let squares = collective.all_gather_bytes(sum_of_squares(own, team).to_le_bytes().to_vec())?;
-        let number = |bytes: &Vec<u8>| <[u8; 8]>::try_from(&bytes[..]).map_or(f64::NAN, f64::from_le_bytes);
-        let norm = squares.iter().map(number).sum::<f64>().sqrt() as f32;
+        let norm = norm_of_all(&*collective, sum_of_squares(own, team))?;
         finite(norm, &self.optimizer, rows)?;
         let scale = clip(norm, self.config.max_grad_norm);
         let fragments = trained.fragments(*rank);
@@ -212,10 +208,44 @@ impl Rank {
                 let owned = owned(specs, fragments, values, true, own);
                 self.optimizer.update_owned(specs, owned, scale, learning_rate, team);
             }
-            Weights::Device(_) => unreachable!("ranks that share a step update on the host"),
+            Weights::Device(_) | Weights::DeviceOwn(_) => {
+                unreachable!("ranks that exchange through the host update there")
+            }
         }
         Ok(norm)
     }
+}
+
+/// The rounds of a step of a rank among others, in which it reverses a micro-batch or takes part in what others do.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rounds {
+    pub(super) count: usize,
+    /// Whether gradients stay until the last round. Every rank hands them on once then, however many micro-batches it has.
+    accumulates: bool,
+}
+
+impl Rounds {
+    pub(super) fn of(plan: &[Vec<MicroBatch>], rank: usize, accumulates: bool) -> Self {
+        let most = plan.iter().map(Vec::len).max().unwrap_or(0);
+        Self { count: if accumulates { plan[rank].len().max(1) } else { most }, accumulates }
+    }
+
+    /// Whether gradients leave at the end of a round.
+    pub(super) fn leave(self, round: usize) -> bool {
+        !self.accumulates || round + 1 == self.count
+    }
+
+    /// Whether they are the first of the step that do.
+    pub(super) fn first(self, round: usize) -> bool {
+        self.accumulates || round == 0
+    }
+}
+
+/// The norm of the gradient of which every rank has a part with these `squares` as their sum.
+pub(super) fn norm_of_all(collective: &dyn Collective, squares: f64) -> Result<f32, TrainerError> {
+    let all = collective.all_gather_bytes(squares.to_le_bytes().to_vec())?;
+    let number = |bytes: &Vec<u8>| <[u8; 8]>::try_from(&bytes[..]).map_or(f64::NAN, f64::from_le_bytes);
+    Ok(all.iter().map(number).sum::<f64>().sqrt() as f32)
 }
 
 /// Adds the gradients of a micro-batch of `rows` to `sink`, or to what the device sums up, and what its loss says to

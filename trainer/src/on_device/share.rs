@@ -1,0 +1,158 @@
+//! What ranks exchange from device to device: ZeRO over a group of devices.
+//!
+//! Everything is work on the one stream of the rank's device, in the order of the passes; a rank without rows makes the
+//! same calls with gradients of zero.
+//!
+//! Invariant: nothing that waits for the device follows a call of the group before [`Share::wait`] has, which knows the
+//! deadline and the operation.
+
+use device::ops::vectors::add;
+use device::{Buffer, Device, Element, Group, Storage, View, ViewMut};
+use model::{Layout, Unit};
+
+use crate::exchange::number;
+use crate::shards::{Fragment, Shards};
+
+/// The place of a rank among those that exchange on their devices.
+#[derive(Debug)]
+pub(crate) struct Share {
+    group: Group,
+    /// Who owns what, of weights and gradients alike.
+    shards: Shards,
+    /// Whether weights too are with their owners only.
+    pub(crate) weights: bool,
+}
+
+/// The way of gradients to their owners.
+pub(crate) struct Reducing<'a> {
+    pub(crate) share: &'a Share,
+    /// The sums that this rank owns, one after the other.
+    pub(crate) own: &'a mut Buffer<f32>,
+    /// Whether units leave when they are done, or stay to be added to.
+    pub(crate) leave: bool,
+    /// Whether they are the first of their step to leave.
+    pub(crate) first: bool,
+}
+
+/// Layers that come from their owners when they are needed.
+pub(crate) struct Collecting<'a, T: Storage> {
+    share: &'a Share,
+    layout: &'a Layout,
+    /// What this rank owns, one after the other.
+    own: View<'a, T>,
+    /// Embedding and tail, for as long as this lives.
+    ends: [Buffer<T>; 2],
+    /// The layer that was asked for last.
+    layer: Buffer<T>,
+    index: Option<usize>,
+    /// Whether a backward follows, or goes on.
+    pub(crate) backward: bool,
+}
+
+impl Share {
+    /// The part in `group` of a rank, whose `shards` are of the model that is trained.
+    pub(crate) fn new(group: Group, shards: Shards, weights: bool) -> Self {
+        Self { group, shards, weights }
+    }
+
+    /// What this rank owns, in the order in which it has it.
+    pub(crate) fn fragments(&self) -> &[Fragment] {
+        self.shards.fragments(self.group.rank())
+    }
+
+    /// Puts what all ranks own of every unit into `all`.
+    pub(crate) fn gather<T: Element>(&self, own: View<'_, T>, all: &mut Buffer<T>) -> device::Result<()> {
+        for unit in 0..self.shards.units() {
+            self.gather_unit(unit, own, all.view_mut(self.shards.place(unit)))?;
+        }
+        self.wait("gather weights")
+    }
+
+    fn gather_unit<T: Element>(
+        &self,
+        unit: usize,
+        own: View<'_, T>,
+        all: ViewMut<'_, T>,
+    ) -> device::Result<()> {
+        let own = own.slice(self.shards.packed(self.group.rank(), unit));
+        self.group.all_gather(own, self.shards.cuts(unit), all)
+    }
+
+    /// Waits until everything that was asked for is done.
+    pub(crate) fn wait(&self, operation: &'static str) -> device::Result<()> {
+        self.group.wait(operation)
+    }
+
+    /// Ends it for all ranks.
+    pub(crate) fn leave(&self) {
+        self.group.abort();
+    }
+}
+
+impl Reducing<'_> {
+    /// Adds up a unit over all ranks; those of this rank are `values`, or zero.
+    pub(crate) fn unit(
+        &mut self,
+        device: &Device,
+        unit: usize,
+        values: Option<View<'_, f32>>,
+    ) -> device::Result<()> {
+        let Share { group, shards, .. } = self.share;
+        let cuts = shards.cuts(unit);
+        let zeros = match values {
+            Some(_) => None,
+            None => Some(device.labelled("gradients").zeros(shards.place(unit).len())?),
+        };
+        let Some(values) = values.or_else(|| zeros.as_ref().map(Buffer::all)) else {
+            unreachable!("what has no values has zeros")
+        };
+        let mut own = self.own.view_mut(shards.packed(group.rank(), unit));
+        if self.first {
+            return group.reduce_scatter(values, cuts, own);
+        }
+        let mut sums = device.labelled("gradients").uninit::<f32>(own.len())?;
+        group.reduce_scatter(values, cuts, sums.all_mut())?;
+        add(device, sums.all(), own.reborrow())
+    }
+}
+
+impl<'a, T: Storage> Collecting<'a, T> {
+    /// Layers of `layout`, of which this rank owns `own`.
+    pub(crate) fn new(
+        device: &Device,
+        layout: &'a Layout,
+        share: &'a Share,
+        own: View<'a, T>,
+    ) -> device::Result<Self> {
+        let weights = device.labelled("weights");
+        let end = |unit| {
+            let mut values = weights.uninit(layout.unit(unit).len())?;
+            share.gather_unit(number(layout, unit), own, values.all_mut())?;
+            Ok(values)
+        };
+        let ends = [end(Unit::Embedding)?, end(Unit::Tail)?];
+        let largest = layout.layers().iter().map(ExactSizeIterator::len).max().unwrap_or(0);
+        let layer = weights.uninit(largest)?;
+        Ok(Self { share, layout, own, ends, layer, index: None, backward: false })
+    }
+
+    pub(crate) fn unit(&mut self, unit: Unit) -> device::Result<View<'_, T>> {
+        let index = match unit {
+            Unit::Embedding => return Ok(self.ends[0].all()),
+            Unit::Tail => {
+                // The predictions follow, which are waited for.
+                if !self.backward {
+                    self.share.wait("gather layers")?;
+                }
+                return Ok(self.ends[1].all());
+            }
+            Unit::Layer(index) => index,
+        };
+        let len = self.layout.unit(unit).len();
+        if self.index != Some(index) {
+            self.share.gather_unit(number(self.layout, unit), self.own, self.layer.view_mut(0..len))?;
+            self.index = Some(index);
+        }
+        Ok(self.layer.view(0..len))
+    }
+}
