@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand};
 
+use device::device::Place;
+use model::on_device::Dtype;
 use model::{Quantization, Recompute};
 use trainer::optimizer::OptimizerKind;
 
@@ -241,6 +243,17 @@ pub struct BenchModel {
     pub output: BenchOutput,
 }
 
+/// Where a measure computes.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct BenchDevice {
+    /// Compute on a device, such as cuda or cuda:1, instead of the processor
+    #[arg(long, value_parser = str::parse::<Place>)]
+    pub device: Option<Place>,
+    /// What weights and activations are stored in there: f32 or bf16 [default: bf16 on a GPU]
+    #[arg(long, value_parser = dtype())]
+    pub dtype: Option<Dtype>,
+}
+
 /// How a measurement is made and shown.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct BenchOutput {
@@ -258,6 +271,9 @@ pub struct GenerateBenchArgs {
     /// What is measured.
     #[command(flatten)]
     pub target: BenchModel,
+    /// Where it computes.
+    #[command(flatten)]
+    pub on: BenchDevice,
     /// Completions sampled together
     #[arg(long, default_value_t = 64, value_parser = at_least_one)]
     pub batch: usize,
@@ -290,6 +306,9 @@ pub struct TrainBenchArgs {
     /// What is measured.
     #[command(flatten)]
     pub target: BenchModel,
+    /// Where it computes.
+    #[command(flatten)]
+    pub on: BenchDevice,
     /// Sequences of an optimizer step
     #[arg(long, default_value_t = 256, value_parser = at_least_one)]
     pub sequences: usize,
@@ -452,6 +471,12 @@ fn quantization() -> impl TypedValueParser<Value = Quantization> {
         "int8" => Quantization::Int8,
         _ => Quantization::None,
     })
+}
+
+/// The words of `model.dtype` that name a type.
+fn dtype() -> impl TypedValueParser<Value = Dtype> {
+    PossibleValuesParser::new(["f32", "bf16"])
+        .map(|word| if word == "f32" { Dtype::F32 } else { Dtype::Bf16 })
 }
 
 /// The words of `trainer.recompute` in a recipe.

@@ -1,7 +1,7 @@
 //! `rlrun bench`: what this binary does on this machine, and how far that is from what the machine could do.
 //!
 //! # Layout
-//! - [`machine`]: its limits
+//! - [`machine`]: its limits; [`accelerator`]: those of a device
 //! - [`cost`]: the arithmetic and the traffic that a piece of work needs at least
 //! - [`measure`]: one result, as a row of a table and as one JSON object, whose fields are listed there
 //! - [`generate`], [`train`], [`steps`], [`ops`]: what is measured
@@ -10,6 +10,7 @@
 //!
 //! Invariant: nothing here computes. What is timed is the code that a run executes.
 
+pub mod accelerator;
 pub mod buffer;
 pub mod cost;
 pub mod generate;
@@ -26,7 +27,9 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 
+use device::device::Place;
 use model::Cores;
+use serde_json::Value;
 
 use crate::args::{
     BenchArgs, BenchOutput, BenchWhat, GenerateBenchArgs, LoopBenchArgs, OpsBenchArgs, TrainBenchArgs,
@@ -35,8 +38,12 @@ use crate::chart::{Chart, Mark, Scale, Series};
 use crate::failure::Failure;
 use crate::memory::PeakMemory;
 use crate::program::Program;
+use accelerator::Accelerator;
 use machine::{Machine, Peaks};
 use measure::{Measure, Work};
+
+/// Bytes of a MiB.
+const MIB: f64 = 1_048_576.0;
 
 /// Measures what `args` ask for and writes every result to `out` as soon as it is there.
 ///
@@ -71,12 +78,15 @@ pub fn run(args: &BenchArgs, program: &Program, out: &mut dyn Write) -> Result<(
 struct Bench<'a> {
     machine: Machine,
     json: bool,
-    /// Threads of the rows under the last header of the table.
-    described: Option<usize>,
+    /// What the rows under the last header of the table were measured on.
+    described: Option<Subject>,
     /// The limits as measured after the last piece of work, which is before the next.
     peaks: Peaks,
     out: &'a mut dyn Write,
 }
+
+/// Threads of the processor, or a device.
+type Subject = (usize, Option<Place>);
 
 impl<'a> Bench<'a> {
     fn start(output: BenchOutput, out: &'a mut dyn Write) -> Result<Self, Failure> {
@@ -88,8 +98,10 @@ impl<'a> Bench<'a> {
 
     fn generate(&mut self, args: &GenerateBenchArgs) -> Result<(), Failure> {
         let (cores, mut curve) = (self.cores(), Vec::new());
+        let on = Accelerator::open(&args.on)?;
         for batch in args.batches() {
-            for measure in self.measure(|| Ok(vec![generate::work(args, batch, &cores)?]))? {
+            let work = || Ok(vec![generate::work(args, batch, &cores, on.as_ref())?]);
+            for measure in self.measure(on.as_ref(), work)? {
                 curve.push((batch as f64, 1e3 * measure.seconds() / measure.tokens()));
             }
         }
@@ -106,14 +118,14 @@ impl<'a> Bench<'a> {
     }
 
     fn train(&mut self, args: &TrainBenchArgs) -> Result<(), Failure> {
-        let cores = self.cores();
-        self.measure(|| Ok(vec![train::work(args, &cores)?])).map(|_| ())
+        let (cores, on) = (self.cores(), Accelerator::open(&args.on)?);
+        self.measure(on.as_ref(), || Ok(vec![train::work(args, &cores, on.as_ref())?])).map(|_| ())
     }
 
     fn steps(&mut self, args: &LoopBenchArgs, program: &Program) -> Result<(), Failure> {
         for staleness in &args.staleness {
             let cores = self.cores();
-            self.measure(|| Ok(vec![steps::work(args, *staleness, &cores, program)?]))?;
+            self.measure(None, || Ok(vec![steps::work(args, *staleness, &cores, program)?]))?;
         }
         Ok(())
     }
@@ -122,7 +134,7 @@ impl<'a> Bench<'a> {
         // Operations do not share their work, so one thread is what they are held against.
         let all = std::mem::replace(&mut self.machine, Machine::new(1));
         self.peaks = self.machine.peaks()?;
-        self.measure(|| ops::work(args))?;
+        self.measure(None, || ops::work(args))?;
         self.machine = all;
         self.peaks = self.machine.peaks()?;
         Ok(())
@@ -133,28 +145,37 @@ impl<'a> Bench<'a> {
         Cores::new(self.machine.threads())
     }
 
-    /// Does `work` between two looks at the limits of the machine, and writes down what came out.
+    /// Does `work` between two looks at the limits of the machine, or of the device that it is done on, and writes down what
+    /// came out.
     fn measure(
         &mut self,
+        on: Option<&Accelerator>,
         work: impl FnOnce() -> Result<Vec<Work>, Failure>,
     ) -> Result<Vec<Measure>, Failure> {
+        let before = on.map_or(Ok(self.peaks), Accelerator::peaks)?;
         let memory = PeakMemory::start();
         let done = work()?;
         let memory = memory.stop();
-        let after = self.machine.peaks()?;
-        let before = std::mem::replace(&mut self.peaks, after);
+        let after = on.map_or_else(|| self.machine.peaks(), Accelerator::peaks)?;
+        if on.is_none() {
+            self.peaks = after;
+        }
         let (peaks, threads) = ([before, after], self.machine.threads());
         let measures: Vec<Measure> =
             done.into_iter().map(|work| Measure { work, memory, peaks, threads }).collect();
-        self.write(&measures)
+        self.write(on, &measures)
             .map_err(|source| Failure::System { what: "write a result".to_owned(), source })?;
         Ok(measures)
     }
 
-    fn write(&mut self, measures: &[Measure]) -> std::io::Result<()> {
-        let threads = self.machine.threads();
-        if !self.json && self.described.replace(threads) != Some(threads) {
-            writeln!(self.out, "{}\n{}", self.machine.describe(&self.peaks), measure::header())?;
+    fn write(&mut self, on: Option<&Accelerator>, measures: &[Measure]) -> std::io::Result<()> {
+        let subject = (self.machine.threads(), on.map(|on| on.place));
+        if !self.json && self.described.replace(subject) != Some(subject) {
+            let description = match (on, measures.first()) {
+                (Some(on), Some(measure)) => on.describe(&measure.peaks[1]),
+                _ => self.machine.describe(&self.peaks),
+            };
+            writeln!(self.out, "{description}\n{}", measure::header())?;
         }
         for measure in measures {
             if self.json {
@@ -173,6 +194,11 @@ fn defaults<T: clap::Args>(model: &Path) -> Result<T, Failure> {
     let matches = T::augment_args(clap::Command::new("bench")).try_get_matches_from(line);
     let parsed = matches.and_then(|matches| T::from_arg_matches(&matches));
     parsed.map_err(|error| Failure::Internal(format!("a measure has no defaults: {error}")))
+}
+
+/// Settings, with the device that something was measured on.
+fn with_device(on: Option<&Accelerator>, settings: Vec<(&'static str, Value)>) -> Vec<(&'static str, Value)> {
+    settings.into_iter().chain(on.into_iter().flat_map(Accelerator::settings)).collect()
 }
 
 /// The last part of a model's path.

@@ -50,6 +50,31 @@ fn assert_measured(object: &Map<String, Value>) {
     assert_eq!(object["model"], "tiny");
 }
 
+#[cfg(feature = "emulator")]
+#[test]
+fn a_device_is_held_against_its_own_limits() {
+    let home = Home::new();
+    tiny(&home);
+    let common = ["--model", "tiny", "--repeats", "1", "--threads", "1", "--device", "emulated", "--json"];
+    let generate = ["bench", "generate", "--batch", "2", "--group", "2", "--prompt", "3", "--new", "4"];
+    let train = ["bench", "train", "--sequences", "2", "--length", "6", "--dtype", "bf16"];
+    for (what, tokens, dtype) in [(&generate[..], 8.0, "f32"), (&train[..], 12.0, "bf16")] {
+        let [found] = &objects(home.rlrun(&[what, &common[..]].concat()))[..] else { panic!("one result") };
+        assert_measured(found);
+        assert_eq!((&found["device"], &found["dtype"]), (&"emulated".into(), &dtype.into()));
+        assert_eq!(found["tokens"], tokens);
+        assert!(found["device_mib"].as_f64().is_some_and(|mib| mib > 0.0), "{found:?}");
+    }
+    let table = home.rlrun(&[&generate[..], &common[..8]].concat()).ok().stdout;
+    assert!(
+        table.starts_with("emulated: at most ") && table.contains("device emulated, dtype f32"),
+        "{table}"
+    );
+    let quantized = home.rlrun(&[&generate[..], &common[..8], &["--quantization", "int8"]].concat());
+    quantized.refused(&["--quantization has kernels for the processor alone"]);
+    home.rlrun(&[&train[..], &common[..6]].concat()).refused(&["--dtype bf16 needs --device"]);
+}
+
 #[test]
 fn sampling_and_training_are_measured() {
     let home = Home::new();

@@ -66,6 +66,23 @@ fn in_bf16_masters_and_moments_survive_a_resume() {
 }
 
 #[test]
+fn ranks_exchange_from_device_to_device() {
+    let home = Home::new();
+    let sets =
+        ["placement.trainer_device=emulated", "trainer.world=2", "trainer.zero=2", "checkpoint.interval=1"];
+    let by_host = run(&home, "host", &[&sets[..], &["trainer.collective=host"]].concat());
+    let direct = run(&home, "direct", &[&sets[..], &["trainer.collective=device"]].concat());
+    assert_eq!(texts(&direct, 1), texts(&by_host, 1));
+    for (found, expected) in direct.values("optim/grad_norm").iter().zip(by_host.values("optim/grad_norm")) {
+        assert!((found - expected).abs() <= 1e-3 * expected, "{found} {expected}");
+    }
+    // What they share is put together again, and shared by another number of ranks.
+    let sets = ["--set", "trainer.steps=4", "--set", "trainer.world=1", "--set", "trainer.collective=auto"];
+    home.rlrun(&[&["resume", "direct"], &sets[..]].concat()).ok();
+    assert_eq!(home.run("direct").values("step").last(), Some(&4.0));
+}
+
+#[test]
 fn processes_push_from_device_to_device() {
     let home = Home::new();
     let sets = ["placement.device=emulated", "placement.processes=true"];

@@ -63,6 +63,8 @@ pub struct Shape {
     query_width: f64,
     /// Width of all key heads.
     kv_width: f64,
+    /// Bytes of a number.
+    number: f64,
 }
 
 /// Completions as the engine samples them.
@@ -96,14 +98,21 @@ impl Shape {
             layers: config.num_layers as f64,
             query_width: query_width as f64,
             kv_width: kv_width as f64,
+            number: F32,
         }
+    }
+
+    /// The same with numbers of so many bytes; an optimizer's are f32 in any case.
+    #[must_use]
+    pub fn stored_in(self, bytes: usize) -> Self {
+        Self { number: bytes as f64, ..self }
     }
 
     /// Sampling with a cache.
     #[must_use]
     pub fn sampling(&self, work: &Sampling) -> Cost {
         let Sampling { prompts, prompt, completions, new, passes, quantization } = *work;
-        let weight = if quantization == Quantization::Int8 { 1.0 } else { F32 };
+        let weight = if quantization == Quantization::Int8 { 1.0 } else { self.number };
         let seen_by_prompt = prompt * (prompt + 1.0) / 2.0;
         let decoded = (new - 1.0).max(0.0);
         let seen_by_completion = decoded * prompt + decoded * (decoded + 1.0) / 2.0;
@@ -112,8 +121,8 @@ impl Shape {
         let seen = prompts * seen_by_prompt + completions * seen_by_completion;
         Cost {
             flops: 2.0 * self.matrices * tokens + 2.0 * self.head * logits + self.attention(seen),
-            bytes: passes * (weight * self.matrices + F32 * self.head)
-                + F32 * 2.0 * self.layers * self.kv_width * completions * seen_by_completion,
+            bytes: passes * (weight * self.matrices + self.number * self.head)
+                + self.number * 2.0 * self.layers * self.kv_width * completions * seen_by_completion,
         }
     }
 
@@ -127,8 +136,9 @@ impl Shape {
             seen += length * (length + 1.0) / 2.0;
         }
         let forward = 2.0 * self.matrices * tokens + 2.0 * self.head * logits + self.attention(seen);
-        let optimizer = 7.0 * self.parameters;
-        Cost { flops: 3.0 * forward, bytes: F32 * (passes * 4.0 * (self.matrices + self.head) + optimizer) }
+        // Read in the forward and in the backward; gradients are f32.
+        let matrices = (2.0 * self.number + 2.0 * F32) * (self.matrices + self.head);
+        Cost { flops: 3.0 * forward, bytes: passes * matrices + F32 * 7.0 * self.parameters }
     }
 
     /// Operations of attention when tokens see `seen` tokens in all.
@@ -165,6 +175,8 @@ mod tests {
         assert_eq!(cost.bytes, 4.0 * (4.0 * 280.0 + 7.0 * shape().parameters));
         let two = shape().training([3.0, 1.0], 3.0, 2.0);
         assert_eq!(two.flops - cost.flops, 3.0 * (480.0 + 80.0 + 32.0), "a second sequence sees only itself");
+        let narrow = shape().stored_in(2).training([3.0], 2.0, 1.0);
+        assert_eq!(cost.bytes - narrow.bytes, 2.0 * 2.0 * 280.0, "gradients and optimizer stay f32");
     }
 
     #[test]
@@ -178,6 +190,7 @@ mod tests {
         assert_eq!(cost.flops, matrices + logits + seen);
         // Three passes over 280 weights; a key and a value of width 2 in 2 layers for each of the 14 tokens seen.
         assert_eq!(cost.bytes, 4.0 * (3.0 * 280.0 + 2.0 * 2.0 * 2.0 * 14.0));
+        assert_eq!(shape().stored_in(2).sampling(&work).bytes, cost.bytes / 2.0);
         let quantized = shape().sampling(&Sampling { quantization: Quantization::Int8, ..work });
         assert_eq!(cost.bytes - quantized.bytes, 3.0 * 3.0 * 240.0, "a byte for a weight of a layer");
     }

@@ -6,27 +6,34 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use model::{Cores, Decoder, ModelDirectory, Team};
+use device::Device;
+use model::{Cores, ModelDirectory, Quantization, Team};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
-use rollout::{Engine, EngineConfig, Request, StopRules};
+use rollout::{Engine, EngineConfig, Network, Request, ServeOn, StopRules};
 use serde_json::json;
 use trajectory::{GroupId, PolicyVersion};
 
+use super::accelerator::Accelerator;
 use super::cost::{Sampling, Shape};
 use super::measure::Work;
-use super::model_name;
+use super::{MIB, model_name, with_device};
 use crate::args::GenerateBenchArgs;
 use crate::failure::Failure;
 
 /// Prompt tokens read beside one decoding step.
 const PREFILL_CHUNK: usize = 256;
 
-/// Samples `batch` completions at the same time, as often as `args` say, on all of `cores`.
+/// Samples `batch` completions at the same time, as often as `args` say, on all of `cores` or on a device.
 ///
 /// # Errors
 /// A batch that is not whole groups, a model that cannot be used, or lengths beyond its context.
-pub fn work(args: &GenerateBenchArgs, batch: usize, cores: &Arc<Cores>) -> Result<Work, Failure> {
+pub fn work(
+    args: &GenerateBenchArgs,
+    batch: usize,
+    cores: &Arc<Cores>,
+    on: Option<&Accelerator>,
+) -> Result<Work, Failure> {
     let group = args.group.min(batch);
     if !batch.is_multiple_of(group) {
         return Err(Failure::Argument(format!(
@@ -35,7 +42,17 @@ pub fn work(args: &GenerateBenchArgs, batch: usize, cores: &Arc<Cores>) -> Resul
     }
     let directory = ModelDirectory::open(&args.target.model)?;
     let parameters = directory.load_parameters()?;
-    let decoder = Decoder::sampler(directory.config(), &parameters, args.quantization);
+    let serve_on = match on {
+        None => ServeOn::Host(args.quantization),
+        Some(on) if args.quantization == Quantization::None => {
+            ServeOn::Device(Device::open(on.place)?, on.dtype)
+        }
+        Some(_) => {
+            let what = "--quantization has kernels for the processor alone, and --device is given".to_owned();
+            return Err(Failure::Argument(what));
+        }
+    };
+    let network = Network::new(&serve_on, directory.config(), &parameters)?;
     drop(parameters);
     let config = EngineConfig {
         max_running: batch,
@@ -49,7 +66,7 @@ pub fn work(args: &GenerateBenchArgs, batch: usize, cores: &Arc<Cores>) -> Resul
     let stop =
         StopRules { token_ids: Vec::new(), strings: Vec::new(), tokenizer: directory.tokenizer().clone() };
     let team = Arc::new(Team::new(cores, cores.total()));
-    let mut engine = Engine::new(config, stop, decoder, PolicyVersion::default())?.on(team);
+    let mut engine = Engine::new(config, stop, network, PolicyVersion::default())?.on(team);
     let mut rng = ChaCha8Rng::seed_from_u64(0);
     let vocabulary = directory.config().vocab_size;
     let (mut seconds, mut passes) = (Vec::with_capacity(args.repeats), 0);
@@ -64,7 +81,12 @@ pub fn work(args: &GenerateBenchArgs, batch: usize, cores: &Arc<Cores>) -> Resul
         }
         passes = engine.counts().steps - before;
     }
-    let shape = Shape::new(directory.config());
+    let number = on.map_or(size_of::<f32>(), |on| on.dtype.bytes());
+    let shape = Shape::new(directory.config()).stored_in(number);
+    let held = match &serve_on {
+        ServeOn::Host(_) => None,
+        ServeOn::Device(device, _) => Some(device.memory()?),
+    };
     let sampling = Sampling {
         prompts: (batch / group) as f64,
         prompt: args.prompt as f64,
@@ -77,17 +99,20 @@ pub fn work(args: &GenerateBenchArgs, batch: usize, cores: &Arc<Cores>) -> Resul
         name: "generate",
         model: model_name(&args.target.model),
         parameters: shape.parameters as usize,
-        settings: vec![
-            ("batch", json!(batch)),
-            ("group", json!(group)),
-            ("prompt", json!(args.prompt)),
-            ("new", json!(args.new)),
-            ("quantization", json!(args.quantization)),
-        ],
+        settings: with_device(
+            on,
+            vec![
+                ("batch", json!(batch)),
+                ("group", json!(group)),
+                ("prompt", json!(args.prompt)),
+                ("new", json!(args.new)),
+                ("quantization", json!(args.quantization)),
+            ],
+        ),
         seconds,
         tokens: (batch * args.new) as f64,
         cost: shape.sampling(&sampling),
-        further: Vec::new(),
+        further: held.map(|(free, total)| ("device_mib", (total - free) as f64 / MIB)).into_iter().collect(),
     })
 }
 

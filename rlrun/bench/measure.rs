@@ -13,6 +13,7 @@
 //! | `peak_gflops`, `peak_gbytes_per_s` | limits of the machine, the better of before and after |
 //! | `peak_drift` | by how much the arithmetic limit differed between before and after, relative |
 //! | `share_of_fma`, `share_of_bandwidth` | `gflops` and `gbytes_per_s` by their limits |
+//! | `device`, `dtype`, `device_mib` | where it computed, if not on the processor, and in what; memory of the device in use at the end. Limits are those of the device then: products of large matrices, and a copy, read and written |
 //! | `memory_mib`, `memory_before_mib` | most resident memory meanwhile, loading included, and resident before |
 //!
 //! Further fields of a measure stand behind these. Invariant: a field keeps its name and its meaning; what is not

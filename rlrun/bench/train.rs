@@ -13,24 +13,25 @@ use serde_json::json;
 use trainer::optimizer::OptimizerConfig;
 use trainer::plan::plan;
 use trainer::supervised::DemonstrationLoss;
-use trainer::{Learner, LearnerConfig};
+use trainer::{DeviceConfig, Learner, LearnerConfig};
 use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
 
+use super::accelerator::Accelerator;
 use super::cost::Shape;
 use super::generate::random_tokens;
 use super::measure::Work;
-use super::model_name;
+use super::{MIB, model_name, with_device};
 use crate::args::TrainBenchArgs;
 use crate::failure::Failure;
 
 /// Small enough that the weights of a real model stay what they are, whatever the number of repeats.
 const LEARNING_RATE: f32 = 1e-6;
 
-/// Takes as many optimizer steps as `args` say, on all of `cores`.
+/// Takes as many optimizer steps as `args` say, on all of `cores` or on a device.
 ///
 /// # Errors
 /// A model that cannot be used, or sequences longer than its context.
-pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>) -> Result<Work, Failure> {
+pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>, on: Option<&Accelerator>) -> Result<Work, Failure> {
     let directory = ModelDirectory::open(&args.target.model)?;
     let context = directory.config().max_context();
     if args.length > context {
@@ -45,7 +46,7 @@ pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>) -> Result<Work, Failure> 
         world: 1,
         zero: 1,
         wait: Duration::MAX,
-        device: None,
+        device: on.map(|on| DeviceConfig::new(on.place, on.dtype)),
     };
     let parameters = directory.load_parameters()?;
     let team = Arc::new(Team::new(cores, cores.total()));
@@ -59,6 +60,9 @@ pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>) -> Result<Work, Failure> 
     for repeat in 0..=args.repeats {
         let clock = Instant::now();
         learner.step(&rows, &DemonstrationLoss::over(&rows), LEARNING_RATE)?;
+        if let Some((device, _)) = learner.device_weights() {
+            device.synchronize()?;
+        }
         if repeat > 0 {
             seconds.push(clock.elapsed().as_secs_f64());
         }
@@ -66,22 +70,28 @@ pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>) -> Result<Work, Failure> 
     let lengths = vec![args.length; args.sequences];
     let shares = plan(&rows, directory.config(), args.microbatch_tokens, 1);
     let passes: usize = shares.iter().map(Vec::len).sum();
-    let (shape, tokens) = (Shape::new(directory.config()), (args.sequences * args.length) as f64);
+    let number = on.map_or(size_of::<f32>(), |on| on.dtype.bytes());
+    let shape = Shape::new(directory.config()).stored_in(number);
+    let tokens = (args.sequences * args.length) as f64;
+    let held = learner.device_weights().map(|(device, _)| device.memory()).transpose()?;
     Ok(Work {
         name: "train",
         model: model_name(&args.target.model),
         parameters: shape.parameters as usize,
-        settings: vec![
-            ("sequences", json!(args.sequences)),
-            ("length", json!(args.length)),
-            ("microbatch_tokens", json!(args.microbatch_tokens)),
-            ("optimizer", json!(args.optimizer)),
-            ("recompute", json!(args.recompute)),
-        ],
+        settings: with_device(
+            on,
+            vec![
+                ("sequences", json!(args.sequences)),
+                ("length", json!(args.length)),
+                ("microbatch_tokens", json!(args.microbatch_tokens)),
+                ("optimizer", json!(args.optimizer)),
+                ("recompute", json!(args.recompute)),
+            ],
+        ),
         seconds,
         tokens,
         cost: shape.training(lengths.iter().map(|length| *length as f64), tokens, passes as f64),
-        further: Vec::new(),
+        further: held.map(|(free, total)| ("device_mib", (total - free) as f64 / MIB)).into_iter().collect(),
     })
 }
 

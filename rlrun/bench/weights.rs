@@ -42,7 +42,7 @@ use weights::{
 
 use super::generate;
 use super::measure::median;
-use crate::args::{BenchModel, BenchOutput, GenerateBenchArgs, WeightsBenchArgs};
+use crate::args::{BenchDevice, BenchModel, BenchOutput, GenerateBenchArgs, WeightsBenchArgs};
 use crate::failure::Failure;
 use receiver::Receiver;
 
@@ -255,6 +255,7 @@ impl Bench<'_> {
         let (batch, new) = (64, 64);
         let output = BenchOutput { threads: None, json: false };
         let generate = GenerateBenchArgs {
+            on: BenchDevice { device: None, dtype: None },
             target: BenchModel { model: path, output },
             batch,
             group: 8,
@@ -265,7 +266,7 @@ impl Bench<'_> {
             sweep: false,
             plot: None,
         };
-        let work = generate::work(&generate, batch, &Cores::new(threads))?;
+        let work = generate::work(&generate, batch, &Cores::new(threads), None)?;
         let (swap, step) = (median(&swaps), median(&work.seconds) / new as f64);
         let mut fields = self.fields("stall");
         set(&mut fields, "megabytes", parameters.values().len() as f64 * 4e-6);

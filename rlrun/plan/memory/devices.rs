@@ -360,7 +360,9 @@ mod tests {
     use super::*;
     use crate::plan::tests::recipe;
     use crate::recipe::schema::Lora;
-    use crate::recipe::words::{Device, ModelDtype, OptimizerHome, PolicyPlacement, WeightTransport};
+    use crate::recipe::words::{
+        Collective, Device, ModelDtype, OptimizerHome, PolicyPlacement, WeightTransport,
+    };
 
     const GPU: Device = Device::At(Place::Cuda(0));
     const NEXT: Device = Device::At(Place::Cuda(1));
@@ -456,9 +458,14 @@ mod tests {
         assert_eq!(places, expected);
         assert_eq!(bytes(&devices[1], "policy"), Some(2 * weights));
         assert_eq!(bytes(&devices[1], "optimizer"), Some((8 * weights).div_ceil(2)));
+        let master = Some(((4 + 2) * weights).div_ceil(2));
+        assert_eq!(bytes(&devices[1], "master"), master, "its part, and that rounded for the others");
         assert_eq!(bytes(&devices[1], "gradients"), Some((4 * weights + 2 * 4 * weights).div_ceil(2)));
         assert_eq!(bytes(&devices[2], "policy"), None);
         assert_eq!(bytes(&devices[2], "cuda"), Some((512 + 32) << 20));
+        recipe.trainer.collective = Collective::Host;
+        let by_host = &DeviceMemory::of(&recipe, &config)[1];
+        assert_eq!((bytes(by_host, "master"), bytes(by_host, "optimizer")), (None, None));
         recipe.placement.trainer_devices = Some(vec![NEXT, NEXT]);
         recipe.placement.rollout_device = Some(Device::Cpu);
         let both = DeviceMemory::of(&recipe, &config);

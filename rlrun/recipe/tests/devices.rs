@@ -3,7 +3,7 @@
 use device::device::Place;
 use model::on_device::Dtype;
 
-use super::super::words::{Device, ModelDtype, WeightTransport};
+use super::super::words::{Collective, Device, ModelDtype, WeightTransport};
 use super::{Case, MINIMAL, Recipe};
 
 const EMULATED: &str = "placement.device=emulated";
@@ -178,6 +178,30 @@ fn a_list_of_devices_names_one_for_each_rank() {
         "`placement.trainer_devices` has the processor among devices",
         "devices alone",
     );
+}
+
+#[test]
+fn ranks_exchange_from_device_to_device_where_they_can() {
+    let (two, wished) = ("trainer.world=2", "trainer.collective=device");
+    refused(&[wished], "`trainer.collective` has no effect", "`placement.device` and `trainer.world`");
+    refused(&["trainer.collective=host", EMULATED], "`trainer.collective` has no effect", "`trainer.world`");
+    for (set, why) in [
+        ("placement.policy=colocated", "they take turns with a sampler"),
+        ("placement.optimizer=host", "`placement.optimizer` is \"host\""),
+        ("trainer.ranks=processes", "some of them compute on the same device"),
+    ] {
+        let message = "`trainer.collective` is \"device\", but the workers cannot exchange there: ";
+        refused(&[EMULATED, two, wished, set], &format!("{message}{why}"), "trainer.collective = \"auto\"");
+    }
+    let mut recipe = recipe(&[two]);
+    let meets = |recipe: &Recipe| (recipe.devices().meets, recipe.devices().optimizer_on_device);
+    assert_eq!(meets(&recipe), (false, false));
+    recipe.placement.device = Device::At(Place::Cuda(0));
+    assert_eq!(meets(&recipe), (true, true));
+    recipe.trainer.collective = Collective::Host;
+    assert_eq!(meets(&recipe), (false, false), "what exchanges through the host is updated there");
+    recipe.trainer.world = 1;
+    assert_eq!(meets(&recipe), (false, true), "there is nobody to meet");
 }
 
 #[test]

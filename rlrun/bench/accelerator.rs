@@ -1,0 +1,119 @@
+//! A device that something is measured on, and its limits.
+//!
+//! Invariant: limits are measured in what the work stores its numbers in, by the same library of products; the traffic limit
+//! counts what a copy reads and what it writes.
+
+use std::time::Instant;
+
+use device::device::Place;
+use device::{Device, Matrix, MatrixMut, Storage, bf16};
+use model::on_device::Dtype;
+use serde_json::{Value, json};
+
+use super::machine::Peaks;
+use crate::args::BenchDevice;
+use crate::failure::Failure;
+
+/// The best of so many tries counts: a limit is what was reached once.
+const TRIES: usize = 5;
+
+/// A device, opened for its limits alone.
+#[derive(Debug)]
+pub struct Accelerator {
+    /// Which it is.
+    pub place: Place,
+    /// What weights and activations are stored in.
+    pub dtype: Dtype,
+    device: Device,
+}
+
+impl Accelerator {
+    /// The device that `args` name; `None` for the processor.
+    ///
+    /// # Errors
+    /// If it is not there; a dtype without a device.
+    pub fn open(args: &BenchDevice) -> Result<Option<Self>, Failure> {
+        let (place, dtype) = match (args.device, args.dtype) {
+            (None, None | Some(Dtype::F32)) => return Ok(None),
+            (None, Some(Dtype::Bf16)) => {
+                let what = "--dtype bf16 needs --device: the processor computes in f32".to_owned();
+                return Err(Failure::Argument(what));
+            }
+            (Some(place), dtype) => (place, dtype),
+        };
+        let usual = if matches!(place, Place::Cuda(_)) { Dtype::Bf16 } else { Dtype::F32 };
+        Ok(Some(Self { place, dtype: dtype.unwrap_or(usual), device: Device::open(place)? }))
+    }
+
+    /// What a result says of it.
+    #[must_use]
+    pub fn settings(&self) -> [(&'static str, Value); 2] {
+        [("device", json!(self.place.to_string())), ("dtype", json!(self.word()))]
+    }
+
+    /// Measures both limits.
+    ///
+    /// # Errors
+    /// If the device fails or has no memory.
+    pub fn peaks(&self) -> Result<Peaks, Failure> {
+        match self.dtype {
+            Dtype::F32 => self.measured::<f32>(),
+            Dtype::Bf16 => self.measured::<bf16>(),
+        }
+    }
+
+    /// The device in one line.
+    #[must_use]
+    pub fn describe(&self, peaks: &Peaks) -> String {
+        format!(
+            "{}: at most {:.0} GFLOP/s of products in {}, {:.1} GB/s of a copy, read and written",
+            self.device.name(),
+            peaks.gflops,
+            self.word(),
+            peaks.gbytes_per_s
+        )
+    }
+
+    fn word(&self) -> &'static str {
+        match self.dtype {
+            Dtype::F32 => "f32",
+            Dtype::Bf16 => "bf16",
+        }
+    }
+
+    fn measured<T: Storage>(&self) -> Result<Peaks, Failure> {
+        // Enough for a GPU to be busy with, and for an emulator not to be.
+        let (width, bytes) = match self.place {
+            Place::Cuda(_) => (8192, 1 << 30),
+            Place::Emulated => (64, 1 << 20),
+        };
+        let device = self.device.labelled("limits");
+        let (a, b) = (device.zeros::<T>(width * width)?, device.zeros::<T>(width * width)?);
+        let mut c = device.zeros::<T>(width * width)?;
+        let product = self.best(|| {
+            let (a, b) = (Matrix::new(a.all(), width), Matrix::new(b.all(), width));
+            device.product(a, b, MatrixMut::new(c.all_mut(), width), 1.0, 0.0)
+        })?;
+        drop((a, b, c));
+        let from = device.zeros::<u8>(bytes)?;
+        let mut to = device.zeros::<u8>(bytes)?;
+        let copy = self.best(|| device.copy(from.all(), to.all_mut()))?;
+        let (flops, moved) = (2.0 * (width as f64).powi(3), 2.0 * bytes as f64);
+        Ok(Peaks { gflops: flops / product / 1e9, gbytes_per_s: moved / copy / 1e9 })
+    }
+
+    /// The shortest of some tries, seconds, after one that is not timed.
+    fn best(&self, mut work: impl FnMut() -> device::Result<()>) -> Result<f64, Failure> {
+        let mut best = f64::INFINITY;
+        for attempt in 0..=TRIES {
+            self.device.synchronize()?;
+            let clock = Instant::now();
+            work()?;
+            self.device.synchronize()?;
+            if attempt > 0 {
+                best = best.min(clock.elapsed().as_secs_f64());
+            }
+        }
+        Ok(best)
+    }
+}
