@@ -14,6 +14,7 @@ use model::on_device::Dtype;
 use model::{Quantization, Recompute};
 use trainer::optimizer::OptimizerKind;
 
+use crate::failure::Failure;
 use crate::init::Template;
 
 mod buffer_bench;
@@ -166,6 +167,9 @@ pub struct GenerateArgs {
     /// Chat until the end of input
     #[arg(long, conflicts_with = "prompts")]
     pub interactive: bool,
+    /// Where it computes.
+    #[command(flatten)]
+    pub on: ComputeOn,
 }
 
 /// `rlrun export`.
@@ -243,15 +247,33 @@ pub struct BenchModel {
     pub output: BenchOutput,
 }
 
-/// Where a measure computes.
-#[derive(Clone, Copy, Debug, Args)]
-pub struct BenchDevice {
+/// Where a command computes.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub struct ComputeOn {
     /// Compute on a device, such as cuda or cuda:1, instead of the processor
     #[arg(long, value_parser = str::parse::<Place>)]
     pub device: Option<Place>,
     /// What weights and activations are stored in there: f32 or bf16 [default: bf16 on a GPU]
     #[arg(long, value_parser = dtype())]
     pub dtype: Option<Dtype>,
+}
+
+impl ComputeOn {
+    /// The device and what is stored in there; `None` for the processor.
+    ///
+    /// # Errors
+    /// A dtype that only devices have, without one.
+    pub fn device(&self) -> Result<Option<(Place, Dtype)>, Failure> {
+        match (self.device, self.dtype) {
+            (None, None | Some(Dtype::F32)) => Ok(None),
+            (None, Some(Dtype::Bf16)) => {
+                let what = "--dtype bf16 needs --device: the processor computes in f32".to_owned();
+                Err(Failure::Argument(what))
+            }
+            (Some(place @ Place::Cuda(_)), dtype) => Ok(Some((place, dtype.unwrap_or(Dtype::Bf16)))),
+            (Some(place), dtype) => Ok(Some((place, dtype.unwrap_or(Dtype::F32)))),
+        }
+    }
 }
 
 /// How a measurement is made and shown.
@@ -273,7 +295,7 @@ pub struct GenerateBenchArgs {
     pub target: BenchModel,
     /// Where it computes.
     #[command(flatten)]
-    pub on: BenchDevice,
+    pub on: ComputeOn,
     /// Completions sampled together
     #[arg(long, default_value_t = 64, value_parser = at_least_one)]
     pub batch: usize,
@@ -308,7 +330,7 @@ pub struct TrainBenchArgs {
     pub target: BenchModel,
     /// Where it computes.
     #[command(flatten)]
-    pub on: BenchDevice,
+    pub on: ComputeOn,
     /// Sequences of an optimizer step
     #[arg(long, default_value_t = 256, value_parser = at_least_one)]
     pub sequences: usize,

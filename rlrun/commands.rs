@@ -7,9 +7,10 @@ use std::io::{BufRead, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use device::Device;
 use device::inventory::inventory;
-use model::{Config, Cores, Decoder, ModelDirectory, Sampling, Team};
-use rollout::{Engine, EngineConfig, Network, Request, StopRules};
+use model::{Config, Cores, ModelDirectory, Quantization, Sampling, Team};
+use rollout::{Engine, EngineConfig, Network, Request, ServeOn, StopRules};
 use trainer::Leader;
 use trajectory::{GroupId, Message, PolicyVersion, Prompt};
 
@@ -325,8 +326,12 @@ impl Speaker {
             strings: Vec::new(),
             tokenizer: directory.tokenizer().clone(),
         };
-        let (decoder, cores) = (Decoder::new(directory.config(), &parameters), Cores::all());
-        let engine = Engine::new(config, stop, decoder, PolicyVersion::default())?
+        let on = match args.on.device()? {
+            None => ServeOn::Host(Quantization::None),
+            Some((place, dtype)) => ServeOn::Device(Device::open(place)?, dtype),
+        };
+        let (network, cores) = (Network::new(&on, directory.config(), &parameters)?, Cores::all());
+        let engine = Engine::new(config, stop, network, PolicyVersion::default())?
             .on(Arc::new(Team::new(&cores, cores.total())));
         let sampling = Sampling { temperature: args.temperature as f32, ..Sampling::PLAIN };
         Ok(Self { directory, engine, sampling, max_tokens, asked: 0 })

@@ -54,6 +54,18 @@ fn on_devices_a_run_learns_the_same() {
 }
 
 #[test]
+fn a_model_answers_on_a_device_as_on_the_processor() {
+    let home = Home::new();
+    run(&home, "run", &[]);
+    let answer = |more: &[&str]| {
+        home.rlrun(&[&["generate", "run", "12+34=", "5+5=", "--max-tokens", "6"], more].concat()).ok().stdout
+    };
+    let here = answer(&[]);
+    assert_eq!(answer(&["--device", "emulated"]), here);
+    assert_eq!(here.lines().count(), 2);
+}
+
+#[test]
 fn in_bf16_masters_and_moments_survive_a_resume() {
     let home = Home::new();
     let sets = ["placement.device=emulated", "model.dtype=bf16", "checkpoint.interval=1"];

@@ -11,7 +11,7 @@ use model::on_device::Dtype;
 use serde_json::{Value, json};
 
 use super::machine::Peaks;
-use crate::args::BenchDevice;
+use crate::args::ComputeOn;
 use crate::failure::Failure;
 
 /// The best of so many tries counts: a limit is what was reached once.
@@ -32,17 +32,9 @@ impl Accelerator {
     ///
     /// # Errors
     /// If it is not there; a dtype without a device.
-    pub fn open(args: &BenchDevice) -> Result<Option<Self>, Failure> {
-        let (place, dtype) = match (args.device, args.dtype) {
-            (None, None | Some(Dtype::F32)) => return Ok(None),
-            (None, Some(Dtype::Bf16)) => {
-                let what = "--dtype bf16 needs --device: the processor computes in f32".to_owned();
-                return Err(Failure::Argument(what));
-            }
-            (Some(place), dtype) => (place, dtype),
-        };
-        let usual = if matches!(place, Place::Cuda(_)) { Dtype::Bf16 } else { Dtype::F32 };
-        Ok(Some(Self { place, dtype: dtype.unwrap_or(usual), device: Device::open(place)? }))
+    pub fn open(args: &ComputeOn) -> Result<Option<Self>, Failure> {
+        let Some((place, dtype)) = args.device()? else { return Ok(None) };
+        Ok(Some(Self { place, dtype, device: Device::open(place)? }))
     }
 
     /// What a result says of it.

@@ -42,7 +42,7 @@ use weights::{
 
 use super::generate;
 use super::measure::median;
-use crate::args::{BenchDevice, BenchModel, BenchOutput, GenerateBenchArgs, WeightsBenchArgs};
+use crate::args::{BenchModel, BenchOutput, ComputeOn, GenerateBenchArgs, WeightsBenchArgs};
 use crate::failure::Failure;
 use receiver::Receiver;
 
@@ -255,7 +255,7 @@ impl Bench<'_> {
         let (batch, new) = (64, 64);
         let output = BenchOutput { threads: None, json: false };
         let generate = GenerateBenchArgs {
-            on: BenchDevice { device: None, dtype: None },
+            on: ComputeOn::default(),
             target: BenchModel { model: path, output },
             batch,
             group: 8,
