@@ -9,15 +9,13 @@ use std::path::{Path, PathBuf};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand};
 
-use device::device::Place;
-use model::on_device::Dtype;
 use model::{Quantization, Recompute};
 use trainer::optimizer::OptimizerKind;
 
-use crate::failure::Failure;
 use crate::init::Template;
 
 mod buffer_bench;
+mod compute_on;
 mod doctor;
 mod fit;
 mod reward;
@@ -26,6 +24,7 @@ mod weights_bench;
 mod worker;
 
 pub use buffer_bench::BufferBenchArgs;
+pub use compute_on::ComputeOn;
 pub use doctor::DoctorArgs;
 pub use fit::FitArgs;
 pub use reward::{GradeArgs, RewardTestArgs, RewardWhat};
@@ -247,35 +246,6 @@ pub struct BenchModel {
     pub output: BenchOutput,
 }
 
-/// Where a command computes.
-#[derive(Clone, Copy, Debug, Default, Args)]
-pub struct ComputeOn {
-    /// Compute on a device, such as cuda or cuda:1, instead of the processor
-    #[arg(long, value_parser = str::parse::<Place>)]
-    pub device: Option<Place>,
-    /// What weights and activations are stored in there: f32 or bf16 [default: bf16 on a GPU]
-    #[arg(long, value_parser = dtype())]
-    pub dtype: Option<Dtype>,
-}
-
-impl ComputeOn {
-    /// The device and what is stored in there; `None` for the processor.
-    ///
-    /// # Errors
-    /// A dtype that only devices have, without one.
-    pub fn device(&self) -> Result<Option<(Place, Dtype)>, Failure> {
-        match (self.device, self.dtype) {
-            (None, None | Some(Dtype::F32)) => Ok(None),
-            (None, Some(Dtype::Bf16)) => {
-                let what = "--dtype bf16 needs --device: the processor computes in f32".to_owned();
-                Err(Failure::Argument(what))
-            }
-            (Some(place @ Place::Cuda(_)), dtype) => Ok(Some((place, dtype.unwrap_or(Dtype::Bf16)))),
-            (Some(place), dtype) => Ok(Some((place, dtype.unwrap_or(Dtype::F32)))),
-        }
-    }
-}
-
 /// How a measurement is made and shown.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct BenchOutput {
@@ -493,12 +463,6 @@ fn quantization() -> impl TypedValueParser<Value = Quantization> {
         "int8" => Quantization::Int8,
         _ => Quantization::None,
     })
-}
-
-/// The words of `model.dtype` that name a type.
-fn dtype() -> impl TypedValueParser<Value = Dtype> {
-    PossibleValuesParser::new(["f32", "bf16"])
-        .map(|word| if word == "f32" { Dtype::F32 } else { Dtype::Bf16 })
 }
 
 /// The words of `trainer.recompute` in a recipe.

@@ -27,6 +27,7 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Arc;
 
+use device::Device;
 use device::device::Place;
 use model::Cores;
 use serde_json::Value;
@@ -41,9 +42,6 @@ use crate::program::Program;
 use accelerator::Accelerator;
 use machine::{Machine, Peaks};
 use measure::{Measure, Work};
-
-/// Bytes of a MiB.
-const MIB: f64 = 1_048_576.0;
 
 /// Measures what `args` ask for and writes every result to `out` as soon as it is there.
 ///
@@ -199,6 +197,12 @@ fn defaults<T: clap::Args>(model: &Path) -> Result<T, Failure> {
 /// Settings, with the device that something was measured on.
 fn with_device(on: Option<&Accelerator>, settings: Vec<(&'static str, Value)>) -> Vec<(&'static str, Value)> {
     settings.into_iter().chain(on.into_iter().flat_map(Accelerator::settings)).collect()
+}
+
+/// Memory of a device in use, by everybody.
+fn device_mib(device: &Device) -> Result<(&'static str, f64), Failure> {
+    let (free, total) = device.memory()?;
+    Ok(("device_mib", total.saturating_sub(free) as f64 / f64::from(1 << 20)))
 }
 
 /// The last part of a model's path.

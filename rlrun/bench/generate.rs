@@ -17,7 +17,7 @@ use trajectory::{GroupId, PolicyVersion};
 use super::accelerator::Accelerator;
 use super::cost::{Sampling, Shape};
 use super::measure::Work;
-use super::{MIB, model_name, with_device};
+use super::{device_mib, model_name, with_device};
 use crate::args::GenerateBenchArgs;
 use crate::failure::Failure;
 
@@ -41,19 +41,7 @@ pub fn work(
         )));
     }
     let directory = ModelDirectory::open(&args.target.model)?;
-    let parameters = directory.load_parameters()?;
-    let serve_on = match on {
-        None => ServeOn::Host(args.quantization),
-        Some(on) if args.quantization == Quantization::None => {
-            ServeOn::Device(Device::open(on.place)?, on.dtype)
-        }
-        Some(_) => {
-            let what = "--quantization has kernels for the processor alone, and --device is given".to_owned();
-            return Err(Failure::Argument(what));
-        }
-    };
-    let network = Network::new(&serve_on, directory.config(), &parameters)?;
-    drop(parameters);
+    let (network, device) = network(args, on, &directory)?;
     let config = EngineConfig {
         max_running: batch,
         prefill_chunk: PREFILL_CHUNK,
@@ -83,10 +71,6 @@ pub fn work(
     }
     let number = on.map_or(size_of::<f32>(), |on| on.dtype.bytes());
     let shape = Shape::new(directory.config()).stored_in(number);
-    let held = match &serve_on {
-        ServeOn::Host(_) => None,
-        ServeOn::Device(device, _) => Some(device.memory()?),
-    };
     let sampling = Sampling {
         prompts: (batch / group) as f64,
         prompt: args.prompt as f64,
@@ -112,8 +96,29 @@ pub fn work(
         seconds,
         tokens: (batch * args.new) as f64,
         cost: shape.sampling(&sampling),
-        further: held.map(|(free, total)| ("device_mib", (total - free) as f64 / MIB)).into_iter().collect(),
+        further: device.iter().map(device_mib).collect::<Result<_, _>>()?,
     })
+}
+
+/// The network that samples, and its device if it has one.
+fn network(
+    args: &GenerateBenchArgs,
+    on: Option<&Accelerator>,
+    directory: &ModelDirectory,
+) -> Result<(Network, Option<Device>), Failure> {
+    let device = on.map(|on| Device::open(on.place)).transpose()?;
+    let on = match (on, &device) {
+        (Some(on), Some(device)) if args.quantization == Quantization::None => {
+            ServeOn::Device(device.clone(), on.dtype)
+        }
+        (Some(_), _) => {
+            let what = "--quantization has kernels for the processor alone, and --device is given".to_owned();
+            return Err(Failure::Argument(what));
+        }
+        (None, _) => ServeOn::Host(args.quantization),
+    };
+    let network = Network::new(&on, directory.config(), &directory.load_parameters()?)?;
+    Ok((network, device))
 }
 
 /// Random tokens, the same for the same state of `rng`.

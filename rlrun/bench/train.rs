@@ -20,7 +20,7 @@ use super::accelerator::Accelerator;
 use super::cost::Shape;
 use super::generate::random_tokens;
 use super::measure::Work;
-use super::{MIB, model_name, with_device};
+use super::{device_mib, model_name, with_device};
 use crate::args::TrainBenchArgs;
 use crate::failure::Failure;
 
@@ -73,7 +73,6 @@ pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>, on: Option<&Accelerator>)
     let number = on.map_or(size_of::<f32>(), |on| on.dtype.bytes());
     let shape = Shape::new(directory.config()).stored_in(number);
     let tokens = (args.sequences * args.length) as f64;
-    let held = learner.device_weights().map(|(device, _)| device.memory()).transpose()?;
     Ok(Work {
         name: "train",
         model: model_name(&args.target.model),
@@ -91,7 +90,11 @@ pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>, on: Option<&Accelerator>)
         seconds,
         tokens,
         cost: shape.training(lengths.iter().map(|length| *length as f64), tokens, passes as f64),
-        further: held.map(|(free, total)| ("device_mib", (total - free) as f64 / MIB)).into_iter().collect(),
+        further: learner
+            .device_weights()
+            .iter()
+            .map(|(device, _)| device_mib(device))
+            .collect::<Result<_, _>>()?,
     })
 }
 

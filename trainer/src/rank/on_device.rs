@@ -295,7 +295,7 @@ impl Rank {
     /// A step of a rank that meets the others on their devices, with gradients in `sums` if they stay for longer than a pass.
     pub(super) fn step_on_devices<L: RowLoss>(
         &mut self,
-        mut sums: Option<&mut Buffer<f32>>,
+        sums: Option<&mut Buffer<f32>>,
         task: Task<'_>,
         loss: &L,
         learning_rate: f32,
@@ -315,7 +315,7 @@ impl Rank {
         };
         let rounds = Rounds::of(task.plan, *rank, !self.config.shares_gradients());
         let mut report = L::Report::default();
-        let mut pass = Pass::Device(engine.pass(sums.as_deref_mut(), Some(&mut *own))?);
+        let mut pass = Pass::Device(engine.pass(sums, Some(&mut *own))?);
         for round in 0..rounds.count {
             pass.reduces(rounds.leave(round), rounds.first(round));
             match task.plan[*rank].get(round) {

@@ -1,0 +1,43 @@
+//! Where a command computes that no recipe speaks for.
+
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use device::device::Place;
+use model::on_device::Dtype;
+
+use crate::failure::Failure;
+
+/// Where a command computes.
+#[derive(Clone, Copy, Debug, Default, Args)]
+pub struct ComputeOn {
+    /// Compute on a device, such as cuda or cuda:1, instead of the processor
+    #[arg(long, value_parser = str::parse::<Place>)]
+    pub device: Option<Place>,
+    /// What weights and activations are stored in there: f32 or bf16 [default: bf16 on a GPU]
+    #[arg(long, value_parser = dtype())]
+    pub dtype: Option<Dtype>,
+}
+
+impl ComputeOn {
+    /// The device and what is stored in there; `None` for the processor.
+    ///
+    /// # Errors
+    /// A dtype that only devices have, without one.
+    pub fn device(&self) -> Result<Option<(Place, Dtype)>, Failure> {
+        match (self.device, self.dtype) {
+            (None, None | Some(Dtype::F32)) => Ok(None),
+            (None, Some(Dtype::Bf16)) => {
+                let what = "--dtype bf16 needs --device: the processor computes in f32".to_owned();
+                Err(Failure::Argument(what))
+            }
+            (Some(place @ Place::Cuda(_)), dtype) => Ok(Some((place, dtype.unwrap_or(Dtype::Bf16)))),
+            (Some(place), dtype) => Ok(Some((place, dtype.unwrap_or(Dtype::F32)))),
+        }
+    }
+}
+
+/// The words of `model.dtype` that name a type.
+fn dtype() -> impl TypedValueParser<Value = Dtype> {
+    PossibleValuesParser::new(["f32", "bf16"])
+        .map(|word| if word == "f32" { Dtype::F32 } else { Dtype::Bf16 })
+}
