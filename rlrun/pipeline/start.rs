@@ -106,6 +106,11 @@ impl Run<'_> {
     ) -> Result<Learner, Failure> {
         let (config, model) = (self.recipe.learner(), directory.config().clone());
         let learner = learner(self.leader.as_ref(), config, model, (parameters, adapter, optimizer))?;
+        match learner.meets_on_devices() {
+            Some(true) => self.report.note("ranks exchange from device to device"),
+            Some(false) => self.report.note("ranks exchange through the host"),
+            None => {}
+        }
         Ok(learner.on(Arc::new(self.recipe.trainer_team(&self.cores))))
     }
 

@@ -199,6 +199,13 @@ impl Learner {
         self.first().device_weights()
     }
 
+    /// Whether the ranks exchange from device to device, and not through the host; `None` if they compute on the processor, or
+    /// there is one.
+    #[must_use]
+    pub fn meets_on_devices(&self) -> Option<bool> {
+        self.first().meets_on_devices()
+    }
+
     /// A copy of the weights that can be shared, made by their owners without another one in between.
     ///
     /// # Errors

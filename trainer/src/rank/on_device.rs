@@ -153,6 +153,11 @@ impl Rank {
         [moments, weights]
     }
 
+    /// Whether it exchanges with the others from device to device; `None` if it computes on the processor, or alone.
+    pub(crate) fn meets_on_devices(&self) -> Option<bool> {
+        self.device.as_ref().filter(|_| self.place.is_some()).map(|device| device.meets)
+    }
+
     /// The device and the weights that it computes with, if they are there.
     pub(crate) fn device_weights(&self) -> Option<(&Device, DeviceWeights<'_>)> {
         let engine = &self.device.as_ref()?.engine;
