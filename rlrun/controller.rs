@@ -179,11 +179,12 @@ impl Start<'_> {
         let (name, mut args, socket) = match &self.workers[number] {
             Worker::Rollout(number) => {
                 let threads = self.shares.rollout.to_string();
-                (
-                    format!("rollout {number}"),
-                    vec!["rollout".into(), "--threads".into(), threads.into()],
-                    None,
-                )
+                let mut args: Vec<OsString> = vec!["rollout".into(), "--threads".into(), threads.into()];
+                let devices = self.recipe.placement.rollout_devices.as_ref();
+                if let Some(device) = devices.and_then(|devices| devices.get(*number)) {
+                    args.extend(["--device".into(), device.to_string().into()]);
+                }
+                (format!("rollout {number}"), args, None)
             }
             Worker::Rank(rank) => {
                 let (rank, threads) = (rank.to_string(), self.shares.lead.to_string());

@@ -76,7 +76,7 @@ impl fmt::Display for Findings {
         let none = |what: Option<String>| what.unwrap_or_else(|| "not found".to_owned());
         let driver = none(driver.map(|version| format!("for CUDA {}", version_of_cuda(version))));
         let nccl = nccl.map(version_of_nccl).unwrap_or_else(|| {
-            "not found; only several GPUs need it: install NCCL (or `pip install nvidia-nccl-cu13`), and put its directory \
+            "not found; only several GPUs need it, such as those of `weights.transport = \"nccl\"`: install NCCL (or `pip install nvidia-nccl-cu13`), and put its directory \
              into LD_LIBRARY_PATH"
                 .to_owned()
         });

@@ -99,7 +99,39 @@ fn processes_push_from_device_to_device() {
     let home = Home::new();
     let sets = ["placement.device=emulated", "placement.processes=true"];
     let by_host = run(&home, "host", &sets);
-    let mapped = run(&home, "mapped", &[&sets[..], &["weights.transport=cuda-ipc"]].concat());
-    assert_eq!(texts(&mapped, 3), texts(&by_host, 3));
-    assert_eq!(mapped.values("optim/grad_norm"), by_host.values("optim/grad_norm"));
+    // The worker is told which device is its own.
+    let devices = ["weights.transport=cuda-ipc", "placement.rollout_devices=[\"emulated\"]"];
+    let elsewhere = ["placement.device=cpu", "placement.trainer_device=emulated"];
+    let mapped = run(&home, "mapped", &[&sets[..], &elsewhere, &devices].concat());
+    assert_same(&mapped, &by_host);
+}
+
+#[test]
+fn a_broadcast_within_a_process_brings_the_same_bits() {
+    let home = Home::new();
+    let sets = ["placement.device=emulated", "checkpoint.interval=0"];
+    let by_host = run(&home, "host", &[&sets[..], &["buffer.listen=127.0.0.1:0"]].concat());
+    let broadcast = run(&home, "broadcast", &[&sets[..], &["weights.transport=nccl"]].concat());
+    assert_same(&broadcast, &by_host);
+    let weights = |run: &Run| std::fs::read(run.checkpoint(3).join("model/model.safetensors")).unwrap();
+    assert!(weights(&broadcast) == weights(&by_host));
+    assert!(broadcast.values("weights/received_bytes").last().is_some_and(|bytes| *bytes > 0.0));
+}
+
+#[test]
+fn the_first_of_ranks_that_exchange_on_their_devices_broadcasts() {
+    let home = Home::new();
+    let sets =
+        ["placement.device=emulated", "trainer.world=2", "trainer.zero=2", "trainer.collective=device"];
+    let by_host = run(&home, "host", &sets);
+    let broadcast = run(&home, "broadcast", &[&sets[..], &["weights.transport=nccl"]].concat());
+    assert_same(&broadcast, &by_host);
+}
+
+/// Asserts that two runs have sampled and trained the same.
+fn assert_same(one: &Run, other: &Run) {
+    for step in 1..=3 {
+        assert_eq!(texts(one, step), texts(other, step));
+    }
+    assert_eq!(one.values("optim/grad_norm"), other.values("optim/grad_norm"));
 }

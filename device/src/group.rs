@@ -6,7 +6,7 @@
 //! ```
 //! Invariants:
 //! - All members make the same calls in the same order.
-//! - No call waits longer than the deadline that the group was joined with; [`Group::wait`] is where GPUs are waited for.
+//! - No call waits longer than the [`Patience`] that the group was joined with; [`Group::wait`] is where GPUs are waited for.
 //! - A group that failed once is dead: its devices are free for other work, every later call fails at once, and a new
 //!   [`GroupId`] makes a new group of whoever is still there.
 //!
@@ -16,10 +16,12 @@
 mod emulated;
 #[cfg(feature = "cuda")]
 mod nccl;
+#[cfg(any(feature = "cuda", feature = "emulator"))]
+mod waiting;
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::device::Device;
@@ -45,6 +47,15 @@ pub struct Candidate {
     identity: String,
 }
 
+/// How long the members of a group wait for each other.
+#[derive(Clone)]
+pub struct Patience {
+    /// At most.
+    pub deadline: Duration,
+    /// Asked now and then while a member waits: why it should not, if there is a reason that the group cannot see.
+    pub give_up: Option<Arc<dyn Fn() -> Option<String> + Send + Sync>>,
+}
+
 /// The membership of one device in a group. Dropping it leaves.
 #[derive(Debug)]
 pub struct Group {
@@ -62,6 +73,18 @@ pub struct Group {
 struct Part {
     address: u64,
     bytes: usize,
+}
+
+impl From<Duration> for Patience {
+    fn from(deadline: Duration) -> Self {
+        Self { deadline, give_up: None }
+    }
+}
+
+impl fmt::Debug for Patience {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Patience").field("deadline", &self.deadline).finish_non_exhaustive()
+    }
 }
 
 /// What connects the members. Ranges are bytes; `operation` stands in errors.
@@ -188,7 +211,7 @@ impl fmt::Debug for GroupId {
 
 impl Group {
     /// Makes `device` member `rank` of the `world` members of the group `id`, and waits until all have come. Nothing of
-    /// the group waits longer than `deadline` from then on.
+    /// the group waits longer than `patience` from then on.
     ///
     /// # Errors
     /// NCCL that is not there; members that do not come, two on one GPU, or several with one rank.
@@ -200,10 +223,11 @@ impl Group {
         id: &GroupId,
         rank: usize,
         world: usize,
-        deadline: Duration,
+        patience: impl Into<Patience>,
     ) -> Result<Self> {
         assert!(rank < world, "member {rank} of {world}");
-        let members = if world == 1 { None } else { Some(connect(device, id, (rank, world), deadline)?) };
+        let members =
+            if world == 1 { None } else { Some(connect(device, id, (rank, world), patience.into())?) };
         Ok(Self { device: device.clone(), rank, world, members, dead: OnceLock::new() })
     }
 
@@ -393,18 +417,18 @@ fn connect(
     device: &Device,
     id: &GroupId,
     place: (usize, usize),
-    deadline: Duration,
+    patience: Patience,
 ) -> Result<Box<dyn Members>> {
     let backend = device.inner.backend.as_any();
     #[cfg(feature = "cuda")]
     if let (true, Some((&NCCL, id))) = (backend.is::<crate::cuda::Cuda>(), id.0.split_first()) {
-        return Ok(Box::new(nccl::Communicator::join(device, id, place, deadline)?));
+        return Ok(Box::new(nccl::Communicator::join(device, id, place, patience)?));
     }
     #[cfg(feature = "emulator")]
     if let (true, Some((&EMULATED, id))) = (backend.is::<crate::emulated::Emulated>(), id.0.split_first()) {
-        return Ok(Box::new(emulated::Member::join(device, id, place, deadline)?));
+        return Ok(Box::new(emulated::Member::join(device, id, place, patience)?));
     }
-    let (_, _, _) = (place, deadline, (NCCL, EMULATED, id));
+    let (_, _, _) = (place, patience, (NCCL, EMULATED, id));
     Err(other_kind(device, backend))
 }
 

@@ -40,7 +40,7 @@ pub use device::Device;
 pub use element::{Element, Storage};
 pub use error::{DeviceError, Result};
 pub use graph::Graph;
-pub use group::{Group, GroupId};
+pub use group::{Group, GroupId, Patience};
 pub use half::bf16;
 pub use memory::{Buffer, View, ViewMut};
 pub use product::{Matrix, MatrixMut};

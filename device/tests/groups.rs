@@ -3,10 +3,11 @@
 #![cfg(feature = "emulator")]
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use device::device::Place;
-use device::{Device, DeviceError, Group, GroupId, bf16};
+use device::{Device, DeviceError, Group, GroupId, Patience, bf16};
 use proptest::prelude::*;
 
 use crate::common::noise;
@@ -109,6 +110,16 @@ fn a_member_that_never_comes_is_named_when_the_deadline_is_over() {
     let error = Group::join(&emulated(), &id, 0, 2, Duration::from_millis(50)).unwrap_err();
     assert!(started.elapsed() >= Duration::from_millis(50));
     assert!(reason(&error).contains("`join`: member 1 did not come"), "{error}");
+}
+
+#[test]
+fn who_waits_gives_up_for_a_reason_that_the_group_cannot_see() {
+    let id = GroupId::new(&emulated()).unwrap();
+    let asked = Instant::now();
+    let give_up = move || (asked.elapsed() > Duration::from_millis(30)).then(|| "the world ends".to_owned());
+    let patience = Patience { deadline: SOON, give_up: Some(Arc::new(give_up)) };
+    let error = Group::join(&emulated(), &id, 0, 2, patience).unwrap_err();
+    assert!(reason(&error).contains("`join`: the world ends") && asked.elapsed() < SOON, "{error}");
 }
 
 #[test]

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{ArgAction, Args, Subcommand};
 
 use super::{Loudness, at_least_one};
+use crate::recipe::words::Device;
 
 /// What a worker does for a run.
 #[derive(Debug, Subcommand)]
@@ -53,6 +54,9 @@ pub struct RolloutArgs {
     /// Most cores at a time [default: the recipe's `placement.rollout_threads`, or all]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub threads: Option<usize>,
+    /// Where it computes, such as cuda:1 [default: where the recipe's `placement` says]
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<Device>,
 }
 
 /// `rlrun worker trainer`.

@@ -48,10 +48,12 @@ impl Exchange {
         let desk = Arc::new(Desk { roster: Arc::clone(&roster), recipe: text, model, ranks });
         let routes = vec![(Role::Writer, desk.router()), (Role::Writer, weights::http::router(hub.clone()))];
         let edge = opening.open(routes)?;
-        if let Some(buffer) = edge.own.clone() {
+        let (buffer, seats) = (edge.own.clone(), hub.clone());
+        roster.tell(move |name, instance| {
             // A buffer that has failed says so to whoever uses it next.
-            roster.tell(move |instance| drop(buffer.abandon(instance)));
-        }
+            buffer.iter().for_each(|buffer| drop(buffer.abandon(instance)));
+            seats.forget(name);
+        });
         Ok(Self { edge, hub, roster, desk })
     }
 

@@ -1,4 +1,4 @@
-//! The backward edge of a run: through memory of the host, or from device to device within this process.
+//! The backward edge of a run: through memory of the host, or from device to device.
 //!
 //! Invariant: publisher and sampler are made for the same way, by the same rule.
 
@@ -12,6 +12,7 @@ use rollout::applier::Incoming;
 use trainer::Publishing;
 use weights::direct::colocated::DeviceMemory;
 use weights::direct::ipc::{IpcConfig, IpcPublisher};
+use weights::direct::nccl::{NcclConfig, NcclPublisher, NcclSubscriber};
 use weights::{
     DevicePublisher, DevicePush, DeviceSubscriber, Hub, HubPublisher, Lag, Publisher, PushCost, WeightsError,
 };
@@ -34,25 +35,58 @@ pub(super) enum Push {
 /// From device to device.
 pub(super) struct Direct<T: Storage> {
     publisher: Arc<dyn DevicePublisher<T>>,
-    /// The same, if it is to the sampler of this process.
-    memory: Option<Arc<DeviceMemory<T>>>,
+    inside: Inside<T>,
+}
+
+/// How the sampler of this process gets it.
+enum Inside<T: Storage> {
+    /// By a copy that the publisher makes.
+    Memory(Arc<DeviceMemory<T>>),
+    /// As a member of the broadcasts.
+    Broadcast,
+    /// There is none: it could not open memory of its own process.
+    Nobody,
+}
+
+/// Ways between devices.
+#[derive(Clone, Copy)]
+enum Way {
+    Memory,
+    Ipc,
+    Nccl,
 }
 
 impl<T: Storage> Direct<T> {
     /// Copies are made on a stream of their own, after what the trainer was waited for.
-    fn new(recipe: &Recipe, hub: &Hub, place: Place, alone: bool) -> Result<Self, Failure> {
-        let device = Device::open(place)?;
-        if alone {
-            let memory = Arc::new(DeviceMemory::new(hub.clone(), &device));
-            return Ok(Self { publisher: Arc::clone(&memory) as _, memory: Some(memory) });
-        }
-        let config = IpcConfig { directory: PathBuf::from(SHARED_MEMORY), wait: recipe.wait() };
-        Ok(Self { publisher: Arc::new(IpcPublisher::new(hub.clone(), &device, &config)?), memory: None })
+    fn new(recipe: &Recipe, hub: &Hub, place: Place, way: Way) -> Result<Self, Failure> {
+        let (hub, device) = (hub.clone(), Device::open(place)?);
+        let (publisher, inside): (Arc<dyn DevicePublisher<T>>, _) = match way {
+            Way::Memory => {
+                let memory = Arc::new(DeviceMemory::new(hub, &device));
+                (Arc::clone(&memory) as _, Inside::Memory(memory))
+            }
+            Way::Ipc => {
+                let config = IpcConfig { directory: PathBuf::from(SHARED_MEMORY), wait: recipe.wait() };
+                (Arc::new(IpcPublisher::new(hub, &device, &config)?), Inside::Nobody)
+            }
+            Way::Nccl => {
+                let config = NcclConfig { deadline: recipe.wait(), ..NcclConfig::default() };
+                (Arc::new(NcclPublisher::new(hub, &device, config)), Inside::Broadcast)
+            }
+        };
+        Ok(Self { publisher, inside })
     }
 
     fn subscribe(&self, recipe: &Recipe) -> Result<Option<Arc<dyn DeviceSubscriber<T>>>, Failure> {
-        let (Some(memory), Some(place)) = (&self.memory, recipe.devices().rollout) else { return Ok(None) };
-        Ok(Some(Arc::new(memory.subscribe(INSIDE, &Device::open(place)?)?)))
+        let Some(place) = recipe.devices().rollout else { return Ok(None) };
+        Ok(match &self.inside {
+            Inside::Memory(memory) => Some(Arc::new(memory.subscribe(INSIDE, &Device::open(place)?)?)),
+            Inside::Broadcast => {
+                let device = Device::open(place)?;
+                Some(Arc::new(NcclSubscriber::within(self.publisher.hub(), INSIDE, &device)?))
+            }
+            Inside::Nobody => None,
+        })
     }
 }
 
@@ -67,13 +101,17 @@ impl Push {
             && devices.trainer.len() == 1
             && devices.rollout.is_some()
             && recipe.dtype_on(devices.rollout) == recipe.dtype_on(trainer);
-        let mapped = recipe.weights.transport == WeightTransport::CudaIpc;
-        let Some(place) = trainer.filter(|_| inside || mapped) else {
+        let way = match recipe.weights.transport {
+            WeightTransport::CudaIpc => Some(Way::Ipc),
+            WeightTransport::Nccl => Some(Way::Nccl),
+            WeightTransport::Auto | WeightTransport::Http => inside.then_some(Way::Memory),
+        };
+        let Some((place, way)) = trainer.zip(way) else {
             return Ok(Self::Host(Arc::new(HubPublisher::new(hub.clone(), recipe.publish(served))?)));
         };
         Ok(match recipe.dtype_on(trainer) {
-            Dtype::F32 => Self::F32(Direct::new(recipe, hub, place, inside)?),
-            Dtype::Bf16 => Self::Bf16(Direct::new(recipe, hub, place, inside)?),
+            Dtype::F32 => Self::F32(Direct::new(recipe, hub, place, way)?),
+            Dtype::Bf16 => Self::Bf16(Direct::new(recipe, hub, place, way)?),
         })
     }
 

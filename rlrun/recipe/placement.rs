@@ -7,8 +7,9 @@ use super::Recipe;
 use super::ranges::Checker;
 use super::words::{
     Collective, CriticKind, Device, DevicePlace, ModelDtype, OptimizerHome, OptimizerKind, Quantization,
-    Ranks, Store, WeightDtype,
+    Ranks, Store, WeightDtype, WeightTransport,
 };
+use crate::settings::Devices;
 
 /// Only what a run has can be placed.
 pub(super) fn check_placement(recipe: &Recipe, checker: &mut Checker<'_>) {
@@ -61,9 +62,9 @@ fn check_ranks(recipe: &Recipe, checker: &mut Checker<'_>) {
 /// What cannot be when the roles of a run are processes of their own.
 fn check_processes(recipe: &Recipe, checker: &mut Checker<'_>) {
     if !recipe.placement.processes {
-        for key in ["rollout_workers", "restarts"] {
+        for key in ["rollout_workers", "rollout_devices", "restarts"] {
             let path = format!("placement.{key}");
-            if checker.given(&path) {
+            if checker.first_given(&path).is_some() {
                 let help = "remove it, or set `placement.processes = true`";
                 checker.report(&path, format!("`{path}` has no effect without `placement.processes`"), help);
             }
@@ -94,6 +95,7 @@ fn check_processes(recipe: &Recipe, checker: &mut Checker<'_>) {
 /// What has to be said about devices, and what they cannot do.
 fn check_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
     check_ranks_on_devices(recipe, checker);
+    check_samplers_on_devices(recipe, checker);
     check_features(recipe, checker);
     check_dtype(recipe, checker);
     check_optimizer(recipe, checker);
@@ -105,7 +107,7 @@ fn check_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
 /// The keys that say where the trainer computes, the most specific last.
 const OF_TRAINER: [&str; 3] = ["placement.device", "placement.trainer_device", "placement.trainer_devices"];
 /// The same of the sampler.
-const OF_SAMPLER: [&str; 2] = ["placement.device", "placement.rollout_device"];
+const OF_SAMPLER: [&str; 3] = ["placement.device", "placement.rollout_device", "placement.rollout_devices"];
 
 /// The key that decided: the most specific one that is given.
 fn deciding<'a>(keys: &[&'a str], checker: &Checker<'_>) -> &'a str {
@@ -115,21 +117,10 @@ fn deciding<'a>(keys: &[&'a str], checker: &Checker<'_>) -> &'a str {
 
 /// A list of devices names one for each rank, each a device of its own.
 fn check_ranks_on_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
-    let (path, world) = ("placement.trainer_devices", recipe.trainer.world);
+    let path = "placement.trainer_devices";
     let Some(list) = &recipe.placement.trainer_devices else { return };
-    if recipe.placement.trainer_device.is_some() {
-        let message =
-            "both `placement.trainer_device` and `placement.trainer_devices` say where the trainer computes";
-        checker.report_latest(&[path, "placement.trainer_device"], message, "remove one of them");
-    }
-    if list.len() != world {
-        let message = format!("`{path}` names {} devices for {world} ranks (`trainer.world`)", list.len());
-        checker.report_latest(&[path, "trainer.world"], message, "name one for each rank");
-    }
-    if list.len() > 1 && list.contains(&Device::Cpu) {
-        let help = "name devices alone, or none for ranks on the processor";
-        checker.report(path, format!("`{path}` has the processor among devices"), help);
-    }
+    let one = recipe.placement.trainer_device.map(|_| "placement.trainer_device");
+    check_list(checker, (path, one), list, ("trainer.world", recipe.trainer.world, "rank", "the trainer"));
     // Ranks that are processes may be on machines of their own.
     let here = recipe.trainer.ranks == Ranks::Threads;
     let twice = list.iter().enumerate().find(|(rank, device)| {
@@ -141,12 +132,46 @@ fn check_ranks_on_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
     }
 }
 
+/// The same of samplers, which may share a device.
+fn check_samplers_on_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let Some(list) = &recipe.placement.rollout_devices else { return };
+    if !recipe.placement.processes {
+        // It has no effect, and that was said.
+        return;
+    }
+    let one = recipe.placement.rollout_device.map(|_| "placement.rollout_device");
+    let workers = ("placement.rollout_workers", recipe.rollout_workers(), "sampler", "the sampler");
+    check_list(checker, ("placement.rollout_devices", one), list, workers);
+}
+
+/// A list of devices at `path` names one for each of `count`, as `key` says, and nobody says the same by `one`.
+fn check_list(
+    checker: &mut Checker<'_>,
+    (path, one): (&str, Option<&str>),
+    list: &[Device],
+    (key, count, member, who): (&str, usize, &str, &str),
+) {
+    if let Some(one) = one {
+        let message = format!("both `{one}` and `{path}` say where {who} computes");
+        checker.report_latest(&[path, one], message, "remove one of them");
+    }
+    if list.len() != count {
+        let message = format!("`{path}` names {} devices for {count} {member}s (`{key}`)", list.len());
+        checker.report_latest(&[path, key], message, &format!("name one for each {member}"));
+    }
+    if list.len() > 1 && list.contains(&Device::Cpu) {
+        let help = format!("name devices alone, or none for {member}s on the processor");
+        checker.report(path, format!("`{path}` has the processor among devices"), &help);
+    }
+}
+
 /// This program must have been built for every device that is named, and devices of two kinds do not work together.
 fn check_features(recipe: &Recipe, checker: &mut Checker<'_>) {
     let devices = recipe.devices();
     let mut roles: Vec<(&str, DevicePlace)> = Vec::new();
     roles.extend(devices.trainer.iter().flatten().map(|place| (deciding(&OF_TRAINER, checker), *place)));
-    roles.extend(devices.rollout.map(|place| (deciding(&OF_SAMPLER, checker), place)));
+    let samplers = devices.rollouts.iter().chain([&devices.rollout]).flatten();
+    roles.extend(samplers.map(|place| (deciding(&OF_SAMPLER, checker), *place)));
     let is_cuda = |place: &DevicePlace| matches!(place, DevicePlace::Cuda(_));
     let cuda = roles.iter().find(|(_, place)| is_cuda(place));
     let emulated = roles.iter().find(|(_, place)| !is_cuda(place));
@@ -278,25 +303,70 @@ fn check_transport(recipe: &Recipe, checker: &mut Checker<'_>) {
         checker.report(path, message, "set `placement.device`, or `weights.transport = \"auto\"`");
         return;
     }
-    let apart = recipe.placement.processes || recipe.buffer.listen.is_some();
-    if !apart {
-        let message = format!("`{path}` \"{word}\" has no effect in one process: its roles share the device");
+    if transport == WeightTransport::Nccl {
+        check_broadcast(recipe, &devices, checker);
+    } else if !recipe.placement.processes {
+        let message = match recipe.buffer.listen {
+            None => format!("`{path}` \"{word}\" has no effect in one process: its roles share the device"),
+            Some(_) => format!(
+                "`{path}` \"{word}\" is for other processes, and one sampler is in that of the trainer, whose memory it \
+                 cannot map"
+            ),
+        };
         let help = "remove it, or set `placement.processes = true`";
         checker.report(path, message, help);
     }
-    let shares =
-        devices.trainer.len() == 1 && recipe.dtype_on(devices.rollout) == recipe.dtype_on(devices.trainer[0]);
-    if !shares {
+    if devices.trainer.len() > 1 && recipe.trainer.zero >= 3 {
         let message = format!(
-            "`{path}` \"{word}\" is for one rank that has all weights, stored as the sampler's are; there are {} ranks",
-            devices.trainer.len()
+            "`{path}` \"{word}\" is of a rank that has all weights, and with `trainer.zero` = {} none has",
+            recipe.trainer.zero
         );
-        checker.report(path, message, "use \"auto\"");
+        checker.report_latest(&[path, "trainer.zero"], message, "use \"auto\", or lower `trainer.zero`");
+    }
+    if recipe.dtype_on(devices.rollout) != recipe.dtype_on(devices.trainer[0]) {
+        let message = format!("`{path}` \"{word}\" is between devices that store weights alike");
+        checker.report(path, message, "set `model.dtype`, or use \"auto\"");
     }
     if recipe.weights.dtype == WeightDtype::Bf16 {
         let message = format!(
             "`weights.dtype` has no effect with `{path}` \"{word}\": what is sent is what a device has"
         );
         checker.report("weights.dtype", message, "remove it; see `model.dtype`");
+    }
+}
+
+/// A broadcast is between devices that differ, each of one member.
+fn check_broadcast(recipe: &Recipe, devices: &Devices, checker: &mut Checker<'_>) {
+    let (path, key) = ("weights.transport", deciding(&OF_SAMPLER, checker));
+    if recipe.is_colocated() {
+        let message = "sampler and trainer take turns on one device (`placement.policy`), and `weights.transport` \"nccl\" \
+                       is between several";
+        checker.report_latest(&[path, "placement.policy"], message, "remove one of the two");
+        return;
+    }
+    let trainer = devices.trainer.first().copied().flatten();
+    let apart = recipe.placement.processes || recipe.buffer.listen.is_some();
+    if apart && trainer == Some(DevicePlace::Emulated) {
+        let message = "emulated devices broadcast (`weights.transport` \"nccl\") within one process alone, and samplers \
+                       are other processes (`placement.processes`, `buffer.listen`)";
+        checker.report_latest(&[path, key], message, "use \"cuda-ipc\" or \"auto\"");
+    }
+    let gpus = devices.rollouts.iter().flatten().filter(|place| matches!(place, DevicePlace::Cuda(_)));
+    let gpus: Vec<_> = gpus.collect();
+    if let Some(shared) = gpus.iter().find(|place| trainer == Some(***place)) {
+        let message = format!(
+            "trainer and sampler are both on {shared}, and `{path}` \"nccl\" takes a GPU for one of them alone"
+        );
+        let help = "set `placement.trainer_device` and `placement.rollout_device` (or `placement.rollout_devices`) to GPUs \
+                    that differ, or use \"cuda-ipc\"";
+        checker.report_latest(&[path, key, deciding(&OF_TRAINER, checker)], message, help);
+    } else if let Some((_, twice)) =
+        gpus.iter().enumerate().find(|(index, place)| gpus[..*index].contains(place))
+    {
+        let message = format!(
+            "several samplers are on {twice}, and `{path}` \"nccl\" takes a GPU for one of them alone"
+        );
+        let help = "name a GPU for each in `placement.rollout_devices`, or use \"cuda-ipc\"";
+        checker.report_latest(&[path, key, "placement.rollout_workers"], message, help);
     }
 }

@@ -370,8 +370,8 @@ impl Default for Buffer {
 #[serde(default, deny_unknown_fields)]
 pub struct Weights {
     /// How samplers in other processes get them: those of this host map shared memory and others ask over HTTP (`auto`), or
-    /// all ask over HTTP (`http`). Between devices of one host they need not come by its memory: samplers map that of the
-    /// trainer's device (`cuda-ipc`).
+    /// all ask over HTTP (`http`). Between devices they need not come by the host's memory: samplers of one host map that of
+    /// the trainer's device (`cuda-ipc`), or it broadcasts to samplers with GPUs of their own, here or elsewhere (`nccl`).
     pub transport: WeightTransport,
     /// What is sampled with: the weights as they are trained (`f32`), or rounded to `bf16`, half as large; what that changes
     /// is measured and corrected as any mismatch is. prime-rl `weight_broadcast` and vLLM sample in bf16.

@@ -60,13 +60,15 @@ pub enum WeightTransport {
     /// Samplers of this host map the memory of the trainer's device.
     #[serde(rename = "cuda-ipc")]
     CudaIpc,
+    /// The trainer's device broadcasts to those of all samplers.
+    Nccl,
 }
 
 impl WeightTransport {
     /// Whether weights go from device to device.
     #[must_use]
     pub fn is_between_devices(self) -> bool {
-        self == Self::CudaIpc
+        matches!(self, Self::CudaIpc | Self::Nccl)
     }
 
     /// The word of the recipe.
@@ -76,6 +78,7 @@ impl WeightTransport {
             Self::Auto => "auto",
             Self::Http => "http",
             Self::CudaIpc => "cuda-ipc",
+            Self::Nccl => "nccl",
         }
     }
 }

@@ -21,7 +21,7 @@ fn reach_each_other(devices: &[Option<Place>], ranks: Ranks) -> bool {
     if emulated { ranks == Ranks::Threads } else { different.len() == devices.len() }
 }
 
-/// More ranks than any run has: a number that is wrong is refused, not counted up to.
+/// More ranks or samplers than any run has: a number that is wrong is refused, not counted up to.
 const MAX_RANKS: usize = 1 << 16;
 
 /// Where the roles of a run compute.
@@ -29,8 +29,10 @@ const MAX_RANKS: usize = 1 << 16;
 pub struct Devices {
     /// Every rank of the trainer, in order; `trainer.world` of them unless the recipe is wrong.
     pub trainer: Vec<Option<Place>>,
-    /// The sampler.
+    /// The sampler, the first of them if there are several, and what answers for the trainer when it measures.
     pub rollout: Option<Place>,
+    /// Every sampler that the run starts, in order.
+    pub rollouts: Vec<Option<Place>>,
     /// The reference, if the run has one: where the trainer computes, as a critic does.
     pub reference: Option<Place>,
     /// Whether the f32 weights and the state of the optimizer are on the devices of the trainer.
@@ -49,7 +51,7 @@ impl Devices {
     /// Whether anybody computes on a device.
     #[must_use]
     pub fn any(&self) -> bool {
-        self.trains() || self.rollout.is_some()
+        self.trains() || self.rollouts.iter().chain([&self.rollout]).any(Option::is_some)
     }
 }
 
@@ -63,6 +65,12 @@ impl Recipe {
             Some(list) => list.iter().map(|device| device.place()).collect(),
             None => (0..self.trainer.world.min(MAX_RANKS)).map(|rank| further(first, rank).place()).collect(),
         };
+        let rollout = placement.rollout_device.unwrap_or(placement.device).place();
+        let samplers = if placement.processes { self.rollout_workers() } else { 1 };
+        let rollouts: Vec<_> = match &placement.rollout_devices {
+            Some(list) => list.iter().map(|device| device.place()).collect(),
+            None => vec![rollout; samplers.min(MAX_RANKS)],
+        };
         let reference = trainer.first().copied().flatten();
         let on_device = placement.optimizer == OptimizerHome::Device && trainer.iter().any(Option::is_some);
         let meets = on_device
@@ -73,7 +81,8 @@ impl Recipe {
             && reach_each_other(&trainer, self.trainer.ranks);
         let optimizer_on_device = on_device && (trainer.len() == 1 || meets);
         Devices {
-            rollout: placement.rollout_device.unwrap_or(placement.device).place(),
+            rollout: rollouts.first().copied().unwrap_or(rollout),
+            rollouts,
             reference: reference.filter(|_| self.needs_reference()),
             trainer,
             optimizer_on_device,

@@ -17,9 +17,10 @@ use buffer::http::ClientConfig;
 use device::device::Place;
 use device::{Buffer, Device, Storage};
 use model::on_device::{DeviceSampler, Dtype, StagedWeights};
-use model::{Config, Cores, Head, Layout, ModelDirectory, Parameters};
+use model::{Config, Cores, Head, Layout, ModelDirectory, Parameters, Quantization};
 use trajectory::PolicyVersion;
 use weights::direct::ipc::IpcSubscriber;
+use weights::direct::nccl::NcclSubscriber;
 use weights::http::remote::Transport;
 use weights::http::{RemoteConfig, RemoteSubscriber};
 use weights::{DeviceSubscriber, Subscriber};
@@ -31,7 +32,7 @@ use crate::failure::Failure;
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
 use crate::recipe::Recipe;
-use crate::recipe::words::WeightTransport;
+use crate::recipe::words::{Device as Where, WeightTransport};
 use crate::signals::{Signals, end_with_parent};
 
 /// How often a worker that waits for the first weights looks whether it should stop.
@@ -67,7 +68,9 @@ fn sample(
         .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
     let (recipe, directory) = membership.unpack(scratch.path())?;
     // The run has resolved the recipe; variables of this machine do not change it.
-    let (recipe, _) = Recipe::load(&recipe, &[], &program.without_overrides()).map_err(Failure::Recipe)?;
+    let (mut recipe, _) =
+        Recipe::load(&recipe, &[], &program.without_overrides()).map_err(Failure::Recipe)?;
+    settle_device(&mut recipe, args.device)?;
     let directory = ModelDirectory::open(&directory)?;
     let directory = match membership.joined.model.value_head {
         true => directory.with_head(Head::LanguageAndValue),
@@ -103,10 +106,37 @@ fn sample(
     Ok(worker.run(&*producer, stop)?)
 }
 
+/// Makes `recipe` that of this one sampler, which computes on `device`, or where all do.
+fn settle_device(recipe: &mut Recipe, device: Option<Where>) -> Result<(), Failure> {
+    let refused = |text: &str| Err(Failure::Argument(text.to_owned()));
+    let placement = &mut recipe.placement;
+    match (device, &placement.rollout_devices) {
+        (None, None) => return Ok(()),
+        (None, Some(_)) => {
+            return refused(
+                "the run gives each of its own samplers a device (`placement.rollout_devices`): say with --device which one \
+                 this worker has",
+            );
+        }
+        (Some(device), _) => {
+            (placement.rollout_device, placement.rollout_devices) = (Some(device), None);
+        }
+    }
+    match recipe.devices().rollout {
+        None if recipe.weights.transport.is_between_devices() => refused(
+            "the weights of this run go from device to device (`weights.transport`), and --device is the processor",
+        ),
+        Some(_) if recipe.rollout.quantization != Quantization::None => refused(
+            "this run samples with `rollout.quantization`, which has kernels for the processor alone: leave --device out",
+        ),
+        _ => Ok(()),
+    }
+}
+
 /// How to reach the run's hub.
 fn remote(args: &RolloutArgs, membership: &Membership, recipe: &Recipe) -> Result<RemoteConfig, Failure> {
     let transport = match recipe.weights.transport {
-        WeightTransport::Auto | WeightTransport::CudaIpc => Transport::Any,
+        WeightTransport::Auto | WeightTransport::CudaIpc | WeightTransport::Nccl => Transport::Any,
         WeightTransport::Http => Transport::Http,
     };
     let ClientConfig { url, token, roots, patience, .. } = client_config(&args.join)?;
@@ -130,13 +160,13 @@ fn first(
     stop: &AtomicBool,
 ) -> Result<Option<First>, Failure> {
     let place = recipe.devices().rollout;
-    if let Some(place) = place.filter(|_| recipe.weights.transport == WeightTransport::CudaIpc) {
+    if let Some(place) = place.filter(|_| recipe.weights.transport.is_between_devices()) {
         return match recipe.dtype_on(Some(place)) {
             Dtype::F32 => {
-                first_mapped(remote, (place, config), recipe, stop, StagedWeights::F32, Incoming::F32)
+                first_direct(remote, (place, config), recipe, stop, StagedWeights::F32, Incoming::F32)
             }
             Dtype::Bf16 => {
-                first_mapped(remote, (place, config), recipe, stop, StagedWeights::Bf16, Incoming::Bf16)
+                first_direct(remote, (place, config), recipe, stop, StagedWeights::Bf16, Incoming::Bf16)
             }
         };
     }
@@ -152,8 +182,8 @@ fn first(
     Ok(Some(First { version, network, incoming: Incoming::Host { subscriber, config, on } }))
 }
 
-/// The same from the memory of the trainer's device, to one that decodes on another stream than the one that receives.
-fn first_mapped<T: Storage>(
+/// The same from the trainer's device, to one that decodes on another stream than the one that receives.
+fn first_direct<T: Storage>(
     remote: RemoteConfig,
     (place, config): (Place, &Config),
     recipe: &Recipe,
@@ -161,13 +191,17 @@ fn first_mapped<T: Storage>(
     stage: impl FnOnce(Buffer<T>) -> StagedWeights,
     incoming: impl FnOnce(Arc<dyn DeviceSubscriber<T>>) -> Incoming,
 ) -> Result<Option<First>, Failure> {
-    let subscriber = IpcSubscriber::<T>::connect(remote, &Device::open(place)?)?;
+    let device = Device::open(place)?;
+    let subscriber: Arc<dyn DeviceSubscriber<T>> = match recipe.weights.transport {
+        WeightTransport::Nccl => Arc::new(NcclSubscriber::connect(remote, &device)?),
+        _ => Arc::new(IpcSubscriber::connect(remote, &device)?),
+    };
     let Some(weights) = wait_for(recipe, stop, || Ok(subscriber.wait_newer(None, LOOK_UP)?))? else {
         return Ok(None);
     };
     let sampler = DeviceSampler::new(&Device::open(place)?, config, stage(weights.values))?;
     let (version, network) = (weights.version, Network::Device(Box::new(sampler)));
-    Ok(Some(First { version, network, incoming: incoming(Arc::new(subscriber)) }))
+    Ok(Some(First { version, network, incoming: incoming(subscriber) }))
 }
 
 /// What `look` finds, as soon as it finds something; `None` if the worker was told to stop before.

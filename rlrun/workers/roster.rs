@@ -91,11 +91,14 @@ pub(crate) struct Member {
     pub(crate) sampled_tokens: u64,
 }
 
+/// Hears the name of a worker that is gone, and its instance.
+type Gone = Box<dyn Fn(&str, u64) + Send + Sync>;
+
 /// The table of workers.
 pub(crate) struct Roster {
     state: Mutex<State>,
-    /// Hears of every instance that is gone, so that others can go on with what it held.
-    gone: OnceLock<Box<dyn Fn(u64) + Send + Sync>>,
+    /// So that others can go on with what it held, and without it.
+    gone: OnceLock<Gone>,
 }
 
 impl fmt::Debug for Roster {
@@ -113,7 +116,7 @@ struct State {
     /// The newest instance.
     instance: u64,
     /// Instances that are gone and of which nobody was told yet.
-    left: Vec<u64>,
+    left: Vec<(String, u64)>,
     stopping: bool,
 }
 
@@ -132,7 +135,7 @@ impl Roster {
     }
 
     /// Tells `gone` of every instance that is gone from now on. The first who asks hears it.
-    pub(crate) fn tell(&self, gone: impl Fn(u64) + Send + Sync + 'static) {
+    pub(crate) fn tell(&self, gone: impl Fn(&str, u64) + Send + Sync + 'static) {
         let _ = self.gone.set(Box::new(gone));
     }
 
@@ -242,7 +245,7 @@ impl Roster {
         let left = std::mem::take(&mut state.left);
         drop(state);
         if let Some(gone) = self.gone.get() {
-            left.into_iter().for_each(gone);
+            left.iter().for_each(|(name, instance)| gone(name, *instance));
         }
     }
 
@@ -263,7 +266,7 @@ impl State {
 
     fn leave(&mut self, name: &str) {
         let Some(Worker { beat, .. }) = self.workers.remove(name) else { return };
-        self.left.push(beat.instance);
+        self.left.push((beat.name, beat.instance));
         self.gone.extend(beat.progress.map(|progress| (beat.instance, progress)));
     }
 }
@@ -285,7 +288,7 @@ mod tests {
         let roster = Roster::after(100);
         let gone = std::sync::Arc::new(Mutex::new(Vec::new()));
         let heard = std::sync::Arc::clone(&gone);
-        roster.tell(move |instance| heard.lock().unwrap().push(instance));
+        roster.tell(move |_, instance| heard.lock().unwrap().push(instance));
         let sampled = || roster.progress(None).engine.sampled_tokens;
         let served = || roster.progress(None).served;
         assert_eq!(roster.join(Role::Rollout, None), ("guest rollout 0".to_owned(), 101));

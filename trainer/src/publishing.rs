@@ -58,4 +58,19 @@ impl Publishing {
         }
         Ok(())
     }
+
+    /// Sends the version that `learner` has published last to samplers that have come since, if its way has to be told. The
+    /// weights are those that were published, and still where they were, as long as no update begins.
+    ///
+    /// # Errors
+    /// If the transport fails.
+    pub(crate) fn resend(&self, learner: &Learner) -> Result<(), TrainerError> {
+        match (self, learner.device_weights()) {
+            (Self::F32(publisher), Some((_, DeviceWeights::F32(values)))) => publisher.resend(values)?,
+            (Self::Bf16(publisher), Some((_, DeviceWeights::Bf16(values)))) => publisher.resend(values)?,
+            // Whoever comes finds it on the host.
+            _ => false,
+        };
+        Ok(())
+    }
 }

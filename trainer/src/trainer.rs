@@ -334,6 +334,8 @@ impl Trainer {
             if self.stop.load(Ordering::Relaxed) {
                 return Ok(None);
             }
+            // Groups may be waited for from a sampler that waits for the weights.
+            self.publisher.resend(&self.learner)?;
             let left = deadline.saturating_duration_since(Instant::now());
             match self.buffer.lease(&request, left.min(LOOK_UP)) {
                 Ok(lease) => return Ok(Some(lease)),

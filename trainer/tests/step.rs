@@ -11,30 +11,40 @@ use trainer::Publishing;
 use trainer::algorithm::{Algorithm, Proximal};
 use trainer::checkpoint::{Retention, WriterConfig, list, load};
 use trainer::schedule::{Schedule, Shape};
-use trainer::{Companions, Learner, Trainer, TrainerConfig, TrainerError, TrainerState};
+use trainer::{Companions, Learner, LearnerConfig, Trainer, TrainerConfig, TrainerError, TrainerState};
 use trajectory::{Group, PolicyVersion};
 use weights::Subscriber;
+use weights::memory::MemorySubscriber;
 
 use crate::{LEARNER, SPLIT, config, group};
 
 const SOON: Duration = Duration::from_secs(20);
 
-struct Bench {
+struct Bench<S> {
     files: tempfile::TempDir,
     buffer: Arc<Buffer>,
-    subscriber: weights::memory::MemorySubscriber,
+    subscriber: S,
     trainer: Trainer,
     stop: Arc<AtomicBool>,
 }
 
-fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
-    let files = tempfile::tempdir().unwrap();
-    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
-    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None).unwrap();
-    let buffer_config = BufferConfig { on_stale: OnStale::Drop, ..BufferConfig::new(2, 2) };
-    let buffer = Arc::new(Buffer::in_memory(buffer_config).unwrap());
+fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench<MemorySubscriber> {
     let (publisher, hub) = weights::memory::hub();
     let subscriber = hub.subscribe("sampler").unwrap();
+    bench_of(LEARNER, (Publishing::Host(Arc::new(publisher)), subscriber), change)
+}
+
+/// The same with ranks of one's own, and both ends of the backward edge.
+fn bench_of<S>(
+    learner: LearnerConfig,
+    (publishing, subscriber): (Publishing, S),
+    change: impl FnOnce(&mut TrainerConfig),
+) -> Bench<S> {
+    let files = tempfile::tempdir().unwrap();
+    let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
+    let learner = Learner::new(learner, config(), directory.load_parameters().unwrap(), None).unwrap();
+    let buffer_config = BufferConfig { on_stale: OnStale::Drop, ..BufferConfig::new(2, 2) };
+    let buffer = Arc::new(Buffer::in_memory(buffer_config).unwrap());
     let mut settings = TrainerConfig {
         algorithm: Algorithm::grpo(),
         schedule: Schedule { peak: 1e-2, shape: Shape::Constant, warmup_steps: 0, decay_steps: 0, steps: 10 },
@@ -53,7 +63,7 @@ fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench {
     std::fs::create_dir(&settings.checkpoint.checkpoints).unwrap();
     change(&mut settings);
     let stop = Arc::new(AtomicBool::new(false));
-    let edges = (Arc::clone(&buffer) as Arc<dyn Consumer>, Publishing::Host(Arc::new(publisher)));
+    let edges = (Arc::clone(&buffer) as Arc<dyn Consumer>, publishing);
     let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);
     let trainer = Trainer::start(
         settings,
@@ -95,6 +105,36 @@ fn a_step_makes_the_next_version_and_publishes_it() {
     assert_eq!(second.version, PolicyVersion(1));
     assert_ne!(first.digest(), second.digest());
     assert_eq!(&second.values[..], bench.trainer.learner().parameters().unwrap().values());
+}
+
+/// The first version is published before a sampler is there, and no step ends without one.
+#[cfg(feature = "emulator")]
+#[test]
+fn a_sampler_that_comes_while_a_batch_is_waited_for_is_sent_what_was_published() {
+    use device::Device;
+    use device::device::Place;
+    use trainer::DeviceConfig;
+    use weights::direct::nccl::{NcclConfig, NcclPublisher, NcclSubscriber};
+    use weights::{DeviceSubscriber, Hub, HubConfig};
+
+    let emulated = || Device::open(Place::Emulated).unwrap();
+    let hub = Hub::new(HubConfig::default());
+    let publisher = NcclPublisher::<f32>::new(hub.clone(), &emulated(), NcclConfig::default());
+    let device = DeviceConfig::new(Place::Emulated, model::on_device::Dtype::F32);
+    let learner = LearnerConfig { device: Some(device), ..LEARNER };
+    let mut bench = bench_of(learner, (Publishing::F32(Arc::new(publisher)), ()), |_| {});
+    let stop = Arc::clone(&bench.stop);
+    let late = std::thread::spawn(move || {
+        let sampler = NcclSubscriber::<f32>::within(&hub, "late", &emulated()).unwrap();
+        let sent = sampler.wait_newer(None, SOON).unwrap();
+        stop.store(true, Ordering::Relaxed);
+        let sent = sent.expect("the version that the trainer starts from");
+        (sent.version, emulated().download(sent.values.all()).unwrap())
+    });
+    assert!(bench.trainer.step().unwrap().is_none(), "it was stopped");
+    let (version, values) = late.join().unwrap();
+    assert_eq!(version, PolicyVersion(0));
+    assert_eq!(values, bench.trainer.learner().parameters().unwrap().values());
 }
 
 #[test]

@@ -56,23 +56,30 @@ pub trait DevicePublisher<T: Storage>: Send + Sync {
     /// As [`DevicePublisher::publish`].
     fn resend(&self, values: View<'_, T>) -> Result<bool, WeightsError>;
 
-    /// As [`Publisher::wait_applied`](crate::Publisher::wait_applied).
-    ///
-    /// # Errors
-    /// [`WeightsError::NotApplied`], which names who is behind; an earlier mismatch.
-    fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError>;
-
-    /// As [`Publisher::lags`](crate::Publisher::lags).
-    ///
-    /// # Errors
-    /// An earlier mismatch.
-    fn lags(&self) -> Result<Vec<Lag>, WeightsError>;
-
     /// What the last push cost; `None` before the first.
     ///
     /// # Errors
     /// A thread that panicked in the middle of a push.
     fn last_push(&self) -> Result<Option<DevicePush>, WeightsError>;
+
+    /// The hub that is published to.
+    fn hub(&self) -> &Hub;
+
+    /// As [`Publisher::wait_applied`](crate::Publisher::wait_applied).
+    ///
+    /// # Errors
+    /// [`WeightsError::NotApplied`], which names who is behind; an earlier mismatch.
+    fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {
+        self.hub().wait_applied(version, wait)
+    }
+
+    /// As [`Publisher::lags`](crate::Publisher::lags).
+    ///
+    /// # Errors
+    /// An earlier mismatch.
+    fn lags(&self) -> Result<Vec<Lag>, WeightsError> {
+        self.hub().lags()
+    }
 }
 
 /// The side of one sampler, called beside its decoding. Dropping it unsubscribes.

@@ -260,9 +260,23 @@ impl Hub {
         Ok(before)
     }
 
-    /// Who takes part in rounds and was heard of since `since`, in the order of their names.
-    pub(crate) fn receivers(&self, since: Instant) -> Result<Vec<String>, WeightsError> {
-        Ok(self.healthy()?.receivers(since))
+    /// Takes the seat of whoever goes by `name`, whose process has ended. One that was only slow is seated again when it calls.
+    pub fn forget(&self, name: &str) {
+        if let Ok(mut state) = self.state() {
+            state.seats.remove(name);
+        }
+        self.wake();
+    }
+
+    /// Who takes part in rounds and was heard of lately, in the order of their names.
+    pub(crate) fn receivers(&self) -> Result<Vec<Caller>, WeightsError> {
+        Ok(self.healthy()?.receivers(self.lately()))
+    }
+
+    /// Why the first of `members` that does not call any more does not.
+    pub(crate) fn gone(&self, members: &[Caller]) -> Option<String> {
+        let Ok(state) = self.state() else { return Some(WeightsError::Poisoned.to_string()) };
+        members.iter().find_map(|member| state.gone(member, self.lately()))
     }
 
     /// Waits until `enough` says so of [`Hub::receivers`] since `since`, at most for `wait`; who they are then.
@@ -270,8 +284,8 @@ impl Hub {
         &self,
         since: Instant,
         wait: Duration,
-        enough: impl Fn(&[String]) -> bool,
-    ) -> Result<Vec<String>, WeightsError> {
+        enough: impl Fn(&[Caller]) -> bool,
+    ) -> Result<Vec<Caller>, WeightsError> {
         let deadline = Instant::now() + wait.min(MAX_WAIT);
         let mut state = self.healthy()?;
         loop {
@@ -347,6 +361,12 @@ impl Hub {
             state.publisher_gone = true;
         }
         self.wake();
+    }
+
+    /// Who was not heard of since then is no longer waited for.
+    fn lately(&self) -> Instant {
+        let now = Instant::now();
+        now.checked_sub(self.hold()).unwrap_or(now)
     }
 
     fn state(&self) -> Result<MutexGuard<'_, State>, WeightsError> {

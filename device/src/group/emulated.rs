@@ -6,9 +6,10 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use super::{Members, Part, failed};
+use super::waiting::{LOOK_UP, Waiting};
+use super::{Members, Part, Patience, failed};
 use crate::device::Device;
 use crate::error::Result;
 
@@ -22,7 +23,7 @@ static MADE: AtomicU64 = AtomicU64::new(0);
 pub(super) struct Member {
     device: Device,
     rank: usize,
-    deadline: Duration,
+    patience: Patience,
     meeting: Arc<Meeting>,
     /// Calls made so far, which are numbered alike by all.
     calls: AtomicU64,
@@ -66,7 +67,7 @@ impl Member {
         device: &Device,
         id: &[u8],
         (rank, world): (usize, usize),
-        deadline: Duration,
+        patience: Patience,
     ) -> Result<Self> {
         let meeting = {
             let mut meetings = MEETINGS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -92,7 +93,7 @@ impl Member {
         drop(state);
         let (device, calls) = (device.clone(), AtomicU64::new(0));
         // From here on it leaves when it is dropped.
-        let member = Self { device, rank, deadline, meeting: Arc::clone(&meeting), calls };
+        let member = Self { device, rank, patience, meeting: Arc::clone(&meeting), calls };
         meeting.changed.notify_all();
         member.until("join", |state| {
             let missing = state.come.iter().position(|come| !come);
@@ -135,25 +136,26 @@ impl Member {
         Ok(given)
     }
 
-    /// Waits until nobody is missing, at most until the deadline, and no longer than all who are missing are there.
+    /// Waits until nobody is missing, as long as the patience lasts, and no longer than all who are missing are there.
     fn until(
         &self,
         operation: &'static str,
         missing: impl Fn(&State) -> std::result::Result<(), usize>,
     ) -> Result<()> {
-        let started = Instant::now();
+        let mut waiting = Waiting::begin(&self.patience);
         let mut state = self.meeting.state();
         loop {
             let Err(rank) = missing(&state) else { return Ok(()) };
-            let waited = started.elapsed();
+            let waited = waiting.started.elapsed();
             if state.gone[rank] {
                 return Err(failed(&self.device, operation, waited, format!("member {rank} is gone")));
             }
-            let Some(left) = self.deadline.checked_sub(waited) else {
-                return Err(failed(&self.device, operation, waited, format!("member {rank} did not come")));
-            };
-            let waiting = self.meeting.changed.wait_timeout(state, left);
-            state = waiting.unwrap_or_else(PoisonError::into_inner).0;
+            if let Some(reason) = waiting.over(|| format!("member {rank} did not come")) {
+                return Err(failed(&self.device, operation, waited, reason));
+            }
+            let left = self.patience.deadline.saturating_sub(waited).min(LOOK_UP);
+            let woken = self.meeting.changed.wait_timeout(state, left);
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys as driver_sys;
 use cudarc::nccl::{result as nccl, sys};
 
-use super::{Members, Part, failed};
+use super::waiting::Waiting;
+use super::{Members, Part, Patience, failed};
 use crate::cuda::{Cuda, Library};
 use crate::device::Device;
 use crate::error::{DeviceError, Result};
@@ -32,7 +33,7 @@ pub(super) struct Communicator {
     device: Device,
     rank: usize,
     world: usize,
-    deadline: Duration,
+    patience: Patience,
     /// `None` once it was aborted.
     raw: Mutex<Option<Raw>>,
 }
@@ -66,7 +67,7 @@ impl Communicator {
         device: &Device,
         id: &[u8],
         (rank, world): (usize, usize),
-        deadline: Duration,
+        patience: Patience,
     ) -> Result<Self> {
         let refused = |reason: String| failed(device, "join", Duration::ZERO, reason);
         check(device)?;
@@ -86,8 +87,8 @@ impl Communicator {
             return Err(refused(last(answer, None)));
         }
         let communicator =
-            Self { device: device.clone(), rank, world, deadline, raw: Mutex::new(Some(Raw(raw))) };
-        let joined = communicator.settle(Raw(raw), answer, "join", deadline);
+            Self { device: device.clone(), rank, world, patience, raw: Mutex::new(Some(Raw(raw))) };
+        let joined = communicator.settle(Raw(raw), answer, "join", &communicator.patience);
         if joined.is_err() {
             communicator.abort();
         }
@@ -118,7 +119,7 @@ impl Communicator {
         if let Answer::Failed(reason) = answer(called, Some(raw)) {
             return Err(self.failed(operation, Duration::ZERO, reason));
         }
-        self.settle(raw, ended, operation, self.deadline)
+        self.settle(raw, ended, operation, &self.patience)
     }
 
     /// Waits until a call is no longer under way.
@@ -127,19 +128,20 @@ impl Communicator {
         raw: Raw,
         first: sys::ncclResult_t,
         operation: &'static str,
-        deadline: Duration,
+        patience: &Patience,
     ) -> Result<()> {
-        let started = Instant::now();
+        let mut waiting = Waiting::begin(patience);
         let mut state = answer(first, Some(raw));
         loop {
-            match state {
+            let over = match state {
                 Answer::Done => return Ok(()),
-                Answer::Failed(reason) => return Err(self.failed(operation, started.elapsed(), reason)),
-                Answer::UnderWay if started.elapsed() >= deadline => {
-                    return Err(self.failed(operation, started.elapsed(), self.missing()));
-                }
-                Answer::UnderWay => std::thread::sleep(PAUSE),
+                Answer::Failed(reason) => Some(reason),
+                Answer::UnderWay => waiting.over(|| self.missing()),
+            };
+            if let Some(reason) = over {
+                return Err(self.failed(operation, waiting.started.elapsed(), reason));
             }
+            std::thread::sleep(PAUSE);
             state = self.state(raw);
         }
     }
@@ -243,21 +245,22 @@ impl Members for Communicator {
     }
 
     fn wait(&self, operation: &'static str) -> Result<()> {
-        let started = Instant::now();
+        let mut waiting = Waiting::begin(&self.patience);
         let guard = self.raw();
         let Some(raw) = *guard else {
             return Err(self.failed(operation, Duration::ZERO, "it was aborted".to_owned()));
         };
         loop {
             let idle = self.idle()?;
-            match self.state(raw) {
-                Answer::Failed(reason) => return Err(self.failed(operation, started.elapsed(), reason)),
+            let over = match self.state(raw) {
                 Answer::Done if idle => return Ok(()),
-                _ if started.elapsed() >= self.deadline => {
-                    return Err(self.failed(operation, started.elapsed(), self.missing()));
-                }
-                _ => std::thread::sleep(PAUSE),
+                Answer::Failed(reason) => Some(reason),
+                Answer::Done | Answer::UnderWay => waiting.over(|| self.missing()),
+            };
+            if let Some(reason) = over {
+                return Err(self.failed(operation, waiting.started.elapsed(), reason));
             }
+            std::thread::sleep(PAUSE);
         }
     }
 
@@ -286,7 +289,8 @@ impl Drop for Communicator {
         // Others may still read what this one has sent: it leaves with them, unless they do not.
         // SAFETY: the communicator lives.
         let begun = unsafe { sys::ncclCommFinalize(raw.0) };
-        if self.settle(raw, begun, "leave", self.deadline.min(LEAVING)).is_err() {
+        let leaving = Patience::from(self.patience.deadline.min(LEAVING));
+        if self.settle(raw, begun, "leave", &leaving).is_err() {
             return self.abort();
         }
         *self.raw() = None;

@@ -29,6 +29,9 @@ const WORKSPACE: u64 = 32 << 20;
 const HEAD_ROWS: u64 = 512;
 /// Parts that a message names.
 const NAMED: usize = 3;
+/// What is missing for `weights.transport = "nccl"`, and what helps.
+const NO_NCCL: &str = "`weights.transport` \"nccl\" needs NCCL, which was not found: install it (or `pip install nvidia-nccl-cu13`), \
+                       and put its directory into LD_LIBRARY_PATH";
 
 /// What of a run is on one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,11 +60,10 @@ struct Counts {
 impl Counts {
     fn of(recipe: &Recipe, devices: &Devices, place: Place) -> Self {
         let on = |device: &Option<Place>| *device == Some(place);
-        let workers = if recipe.placement.processes { recipe.rollout_workers() } else { 1 };
-        let samples = recipe.supervised.is_none() && on(&devices.rollout);
+        let samplers = devices.rollouts.iter().filter(|device| recipe.supervised.is_none() && on(device));
         Self {
             ranks: devices.trainer.iter().filter(|device| on(device)).count() as u64,
-            samplers: if samples { workers as u64 } else { 0 },
+            samplers: samplers.count() as u64,
             reference: on(&devices.reference),
             leads: devices.trainer.first().is_some_and(on),
         }
@@ -96,7 +98,8 @@ impl DeviceMemory {
     pub fn of(recipe: &Recipe, config: &Config) -> Vec<Self> {
         let devices = recipe.devices();
         let mut places: BTreeSet<Place> = devices.trainer.iter().flatten().copied().collect();
-        places.extend(devices.rollout.filter(|_| recipe.supervised.is_none()));
+        let samplers = devices.rollouts.iter().chain([&devices.rollout]).flatten();
+        places.extend(samplers.filter(|_| recipe.supervised.is_none()));
         places.extend(devices.reference);
         let on = |place| Self::on(place, recipe, config, &devices);
         places.into_iter().map(on).collect()
@@ -176,7 +179,9 @@ impl DeviceMemory {
                 Some("set `model.dtype = \"bf16\"`")
             }
             "policy" | "reference" => Some("share it over more ranks (`trainer.world`, `trainer.zero = 3`)"),
-            "served" | "next" => Some("give the sampler another device (`placement.rollout_device`)"),
+            "served" | "next" => Some(
+                "give the sampler another device (`placement.rollout_device`, or `placement.rollout_devices` for several)",
+            ),
             _ => None,
         }
     }
@@ -206,8 +211,18 @@ pub fn describe(recipe: &Recipe, config: &Config, there: &Inventory) -> Option<S
         None if device.place == Place::Emulated => format!("{device}; in the memory of this machine"),
         None => format!("{device}; it is not there, so nothing is compared"),
     });
-    let described: Vec<_> = described.collect();
+    let mut described: Vec<_> = described.collect();
+    if needs_nccl(recipe) && there.missing.is_empty() {
+        let found = if there.nccl.is_some() { "it is there" } else { NO_NCCL };
+        described.push(format!("weights go from GPU to GPU by NCCL: {found}"));
+    }
     (!described.is_empty()).then(|| described.join("\n"))
+}
+
+/// Whether weights are broadcast between GPUs.
+fn needs_nccl(recipe: &Recipe) -> bool {
+    let gpu = |place: &Option<Place>| matches!(place, Some(Place::Cuda(_)));
+    recipe.weights.transport == WeightTransport::Nccl && recipe.devices().trainer.iter().any(gpu)
 }
 
 /// Refuses a run whose devices are not there or too small.
@@ -224,6 +239,10 @@ pub fn refuse(recipe: &Recipe, config: &Config, there: &Inventory) -> Result<(),
         };
         if let Some(shortage) = device.shortage(free) {
             return Err(Failure::DoesNotFit(format!("{} ({}) {shortage}", device.place, device.roles)));
+        }
+        if needs_nccl(recipe) && there.nccl.is_none() {
+            let (device, reason) = (device.place.to_string(), NO_NCCL.to_owned());
+            return Err(DeviceError::Unavailable { device, reason }.into());
         }
     }
     Ok(())
@@ -471,6 +490,40 @@ mod tests {
         let both = DeviceMemory::of(&recipe, &config);
         assert_eq!((both.len(), &both[0].roles[..]), (1, "2 ranks of the trainer"));
         assert_eq!(bytes(&both[0], "policy"), Some(4 * weights));
+    }
+
+    #[test]
+    fn samplers_have_the_devices_that_are_listed() {
+        let (config, mut recipe) = (config(), on(GPU));
+        (recipe.placement.processes, recipe.placement.rollout_workers) = (true, Some(3));
+        let roles = |recipe: &Recipe| -> Vec<String> {
+            let devices = DeviceMemory::of(recipe, &config);
+            devices.iter().map(|device| format!("{}: {}", device.place, device.roles)).collect()
+        };
+        assert_eq!(roles(&recipe), ["cuda:0: the trainer, 3 samplers"]);
+        recipe.placement.rollout_devices = Some(vec![NEXT, GPU, NEXT]);
+        assert_eq!(roles(&recipe), ["cuda:0: the trainer, the sampler", "cuda:1: 2 samplers"]);
+        let both = DeviceMemory::of(&recipe, &config);
+        assert_eq!(bytes(&both[1], "served"), bytes(&both[0], "served").map(|bytes| 2 * bytes));
+    }
+
+    #[test]
+    fn a_broadcast_needs_nccl() {
+        let (config, mut recipe) = (config(), on(GPU));
+        recipe.placement.rollout_device = Some(NEXT);
+        recipe.weights.transport = WeightTransport::Nccl;
+        let mut found = there(1 << 30);
+        found.gpus.push(Gpu { ordinal: 1, ..found.gpus[0].clone() });
+        let error = refuse(&recipe, &config, &found).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        assert!(error.to_string().contains("needs NCCL, which was not found: install it"), "{error}");
+        assert!(describe(&recipe, &config, &found).unwrap().contains("needs NCCL"));
+        found.nccl = Some(22_809);
+        refuse(&recipe, &config, &found).unwrap();
+        assert!(describe(&recipe, &config, &found).unwrap().ends_with("by NCCL: it is there"));
+        recipe.weights.transport = WeightTransport::Auto;
+        found.nccl = None;
+        refuse(&recipe, &config, &found).unwrap();
     }
 
     #[test]

@@ -19,9 +19,13 @@ pub struct Placement {
     /// Of `trainer.world` ranks, where each computes, instead: such as `["cuda:0", "cuda:2"]`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub trainer_devices: Option<Vec<Device>>,
-    /// Where the sampler computes, if elsewhere.
+    /// Where the sampler computes, if elsewhere; with `processes` every sampler.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rollout_device: Option<Device>,
+    /// Of `rollout_workers` samplers that are processes, where each computes, instead: such as `["cuda:1", "cuda:2"]`. Who
+    /// joins from elsewhere says it with `rlrun worker rollout --device`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rollout_devices: Option<Vec<Device>>,
     /// Of a trainer on a device: where the f32 weights and the state of the optimizer are, and are moved. The host has more
     /// memory and every optimizer, and LoRA; the device has AdamW. verl `optimizer_offload`.
     pub optimizer: OptimizerHome,

@@ -147,9 +147,14 @@ fn a_transport_between_devices_needs_devices_and_somebody_to_send_to() {
     );
     refused(&[transport, EMULATED], "`weights.transport` \"", "set `placement.processes = true`");
     refused(
-        &["weights.transport=cuda-ipc", processes, EMULATED, "trainer.world=2"],
-        "`weights.transport` \"cuda-ipc\" is for one rank that has all weights",
-        "\"auto\"",
+        &[transport, EMULATED, "buffer.listen=127.0.0.1:0"],
+        "`weights.transport` \"cuda-ipc\" is for other processes",
+        "set `placement.processes = true`",
+    );
+    refused(
+        &["weights.transport=cuda-ipc", processes, EMULATED, "trainer.world=2", "trainer.zero=3"],
+        "`weights.transport` \"cuda-ipc\" is of a rank that has all weights, and with `trainer.zero` = 3 none has",
+        "lower `trainer.zero`",
     );
     refused(
         &["weights.transport=cuda-ipc", processes, EMULATED, "weights.dtype=bf16"],
@@ -159,6 +164,96 @@ fn a_transport_between_devices_needs_devices_and_somebody_to_send_to() {
     if cfg!(feature = "emulator") {
         let ipc = recipe(&["weights.transport=cuda-ipc", processes, EMULATED]);
         assert_eq!(ipc.weights.transport, WeightTransport::CudaIpc);
+    }
+}
+
+#[test]
+fn a_broadcast_is_between_gpus_that_differ() {
+    let nccl = "weights.transport=nccl";
+    let (trainer, sampler) = ("placement.trainer_device=cuda:0", "placement.rollout_device=cuda:1");
+    refused(
+        &["placement.device=cuda", nccl],
+        "trainer and sampler are both on cuda:0, and `weights.transport` \"nccl\" takes a GPU for one of them alone",
+        "set `placement.trainer_device` and `placement.rollout_device`",
+    );
+    let (processes, three) = ("placement.processes=true", "placement.rollout_workers=3");
+    refused(
+        &[trainer, sampler, nccl, processes, three],
+        "several samplers are on cuda:1, and `weights.transport` \"nccl\" takes a GPU",
+        "name a GPU for each in `placement.rollout_devices`",
+    );
+    let list = |devices: &str| format!("placement.rollout_devices=[{devices}]");
+    refused(
+        &[trainer, nccl, processes, three, &list("\"cuda:1\", \"cuda:2\", \"cuda:0\"")],
+        "trainer and sampler are both on cuda:0",
+        "GPUs that differ",
+    );
+    refused(
+        &[trainer, nccl, processes, three, &list("\"cuda:1\", \"cuda:2\", \"cuda:1\"")],
+        "several samplers are on cuda:1",
+        "cuda-ipc",
+    );
+    refused(
+        &[trainer, nccl],
+        "`weights.transport` is \"nccl\", from device to device, but the sampler computes on the processor",
+        "set `placement.device`",
+    );
+    refused(
+        &[trainer, "trainer.world=2", "trainer.zero=3", "placement.rollout_device=cuda:2", nccl],
+        "`weights.transport` \"nccl\" is of a rank that has all weights",
+        "\"auto\"",
+    );
+    refused(
+        &[EMULATED, nccl, "placement.policy=colocated"],
+        "sampler and trainer take turns on one device (`placement.policy`)",
+        "remove one of the two",
+    );
+    refused(
+        &[EMULATED, nccl, processes],
+        "emulated devices broadcast (`weights.transport` \"nccl\") within one process alone",
+        "\"cuda-ipc\"",
+    );
+    if cfg!(feature = "emulator") {
+        assert_eq!(recipe(&[EMULATED, nccl]).weights.transport, WeightTransport::Nccl);
+        recipe(&[EMULATED, nccl, "trainer.world=2", "trainer.zero=2"]);
+    }
+    if cfg!(feature = "cuda") {
+        recipe(&[trainer, sampler, nccl]);
+        recipe(&[trainer, nccl, processes, three, &list("\"cuda:1\", \"cuda:2\", \"cuda:3\"")]);
+        // Samplers of other machines have GPUs of other machines.
+        recipe(&["placement.device=cuda", nccl, processes, "placement.rollout_workers=0"]);
+    }
+}
+
+#[test]
+fn a_list_of_devices_names_one_for_each_sampler() {
+    let list = "placement.rollout_devices=[\"cuda:0\", \"cuda:0\"]";
+    let (processes, two) = ("placement.processes=true", "placement.rollout_workers=2");
+    refused(
+        &[list, processes],
+        "`placement.rollout_devices` names 2 devices for 1 samplers (`placement.rollout_workers`)",
+        "one for each sampler",
+    );
+    refused(
+        &[list, processes, two, "placement.rollout_device=cuda"],
+        "both `placement.rollout_device` and `placement.rollout_devices` say where the sampler computes",
+        "remove one",
+    );
+    refused(
+        &["placement.rollout_devices=[\"cuda:0\", \"cpu\"]", processes, two],
+        "`placement.rollout_devices` has the processor among devices",
+        "devices alone",
+    );
+    refused(
+        &["placement.rollout_devices=[\"cuda:0\"]"],
+        "`placement.rollout_devices` has no effect without `placement.processes`",
+        "placement.processes = true",
+    );
+    if cfg!(feature = "cuda") {
+        // One GPU may have several of them.
+        let both = recipe(&[list, processes, two, "placement.trainer_device=cuda"]).devices();
+        assert_eq!(both.rollouts, [Some(Place::Cuda(0)); 2]);
+        assert_eq!(both.rollout, Some(Place::Cuda(0)));
     }
 }
 

@@ -15,7 +15,7 @@ use super::{
     DevicePublisher, DevicePush, DeviceSubscriber, DeviceWeights, Direct, announce, digest, failed, is_new,
 };
 use crate::hub::After;
-use crate::{Hub, Lag, Receipt, Received, WeightsError};
+use crate::{Hub, Receipt, Received, WeightsError};
 
 /// A hub's one publisher.
 #[derive(Debug)]
@@ -69,12 +69,6 @@ impl<T: Storage> DeviceMemory<T> {
         Ok(DeviceMemorySubscriber { control, device: device.clone(), mailbox })
     }
 
-    /// The hub that is published to.
-    #[must_use]
-    pub fn hub(&self) -> &Hub {
-        &self.hub
-    }
-
     /// Copies a version to all samplers that do not have it yet; to how many.
     fn put(
         &self,
@@ -85,6 +79,9 @@ impl<T: Storage> DeviceMemory<T> {
         pushing.samplers.retain(|mailbox| mailbox.strong_count() > 0);
         let there = pushing.samplers.iter().filter_map(Weak::upgrade);
         let late: Vec<_> = there.filter(|mailbox| *lock(&mailbox.put) < Some(version)).collect();
+        if late.is_empty() {
+            return Ok(0);
+        }
         let mut copies = Vec::with_capacity(late.len());
         for mailbox in &late {
             let untaken = lock(&mailbox.newest).take().map(|(_, buffer)| buffer);
@@ -131,16 +128,12 @@ impl<T: Storage> DevicePublisher<T> for DeviceMemory<T> {
         Ok(self.put(&mut pushing, version, values)? > 0)
     }
 
-    fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {
-        self.hub.wait_applied(version, wait)
-    }
-
-    fn lags(&self) -> Result<Vec<Lag>, WeightsError> {
-        self.hub.lags()
-    }
-
     fn last_push(&self) -> Result<Option<DevicePush>, WeightsError> {
         Ok(self.pushing()?.last)
+    }
+
+    fn hub(&self) -> &Hub {
+        &self.hub
     }
 }
 

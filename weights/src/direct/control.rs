@@ -37,6 +37,14 @@ impl Control {
         }
     }
 
+    /// Whether it holds the seat of `member`.
+    pub(super) fn is(&self, member: &Caller) -> bool {
+        match self {
+            Self::Here { caller, .. } => caller == member,
+            Self::There(remote) => (remote.name(), remote.connection()) == (&member.name, member.connection),
+        }
+    }
+
     /// What there is after `after`, as soon as there is something; `None` if nothing came by then.
     pub(super) fn told(&self, after: After, deadline: Instant) -> Result<Option<Told>, WeightsError> {
         let left = || deadline.saturating_duration_since(Instant::now());

@@ -34,7 +34,7 @@ use super::{
 use crate::http::RemoteConfig;
 use crate::hub::After;
 use crate::shm::{self, Directory};
-use crate::{Hub, Lag, Receipt, Received, WeightsError};
+use crate::{Hub, Receipt, Received, WeightsError};
 
 /// How it is called in a recipe.
 const TRANSPORT: &str = "cuda-ipc";
@@ -115,12 +115,6 @@ impl<T: Storage> IpcPublisher<T> {
         Ok(Self { hub, device: device.labelled("slots of pushed weights"), wait: config.wait, slots })
     }
 
-    /// The hub that is published to.
-    #[must_use]
-    pub fn hub(&self) -> &Hub {
-        &self.hub
-    }
-
     /// Begins to write the slot that is not the newest, and stays there.
     #[cfg(all(test, feature = "emulator"))]
     pub(super) fn begin_to_write(&self, version: PolicyVersion) {
@@ -175,16 +169,12 @@ impl<T: Storage> DevicePublisher<T> for IpcPublisher<T> {
         Ok(false)
     }
 
-    fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {
-        self.hub.wait_applied(version, wait)
-    }
-
-    fn lags(&self) -> Result<Vec<Lag>, WeightsError> {
-        self.hub.lags()
-    }
-
     fn last_push(&self) -> Result<Option<DevicePush>, WeightsError> {
         Ok(self.slots()?.last)
+    }
+
+    fn hub(&self) -> &Hub {
+        &self.hub
     }
 }
 

@@ -15,7 +15,8 @@
 //!          if all sent { lead.done(plan, digests); break }  plan = lead.again(plan, reason) }
 //! ```
 //! Invariants:
-//! - Nobody waits for a peer longer than the deadline of the round; a group that failed is never used again.
+//! - Nobody waits for a peer longer than the deadline of the round, nor for one that the hub has not heard of for its hold:
+//!   samplers ask it meanwhile whether there is another round. A group that failed is never used again.
 //! - What was received in part is never handed out.
 //! - Samplers that come later are members of the next round; [`DevicePublisher::resend`] makes one at once.
 
@@ -25,22 +26,21 @@ pub use self::subscriber::NcclSubscriber;
 
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::{Mutex, MutexGuard};
+use std::slice;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use device::{Device, Group, GroupId, Storage, View};
+use device::{Device, Group, GroupId, Patience, Storage, View};
 use trajectory::PolicyVersion;
 
 use super::round::{Joined, PushPlan, Round, combined, hex};
 use super::{DevicePublisher, DevicePush, digest, dtype, failed};
-use crate::hub::{Known, Newest};
+use crate::hub::{Caller, Known, Newest};
 use crate::publisher::same;
-use crate::{Digest, Hub, Lag, WeightsError};
+use crate::{Digest, Hub, WeightsError};
 
 /// How it is called in a recipe.
 const TRANSPORT: &str = "nccl";
-/// A sampler that waits for versions calls far more often.
-const SILENT: Duration = Duration::from_secs(5);
 
 /// How to broadcast.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,6 +93,8 @@ pub struct PushOwner<T: Storage> {
     device: Device,
     index: usize,
     joined: Option<Joined>,
+    /// Where it is known who is gone.
+    hub: Option<Hub>,
     values: PhantomData<fn(T)>,
 }
 
@@ -129,7 +131,7 @@ impl<T: Storage> PushLead<T> {
             state.digested = state.digested.max(Some(version));
             return self.make(&state, version, cuts, Vec::new());
         }
-        let members = self.there()?;
+        let members = self.hub.receivers()?;
         let plan = self.make(&state, version, cuts, members)?;
         self.announce(&mut state, plan)
     }
@@ -141,7 +143,13 @@ impl<T: Storage> PushLead<T> {
     pub fn again(&self, plan: &PushPlan) -> Result<PushPlan, WeightsError> {
         let mut state = self.state()?;
         state.broken = true;
-        let all = |there: &[String]| plan.members().iter().all(|member| there.contains(member));
+        let left: Vec<_> = plan
+            .round
+            .members
+            .iter()
+            .filter(|member| self.hub.gone(slice::from_ref(member)).is_none())
+            .collect();
+        let all = |there: &[Caller]| left.iter().all(|member| there.contains(member));
         let members = self.hub.wait_receivers(Instant::now(), self.config.grace, all)?;
         let plan = self.make(&state, plan.version(), plan.round.cuts.clone(), members)?;
         self.announce(&mut state, plan)
@@ -153,12 +161,13 @@ impl<T: Storage> PushLead<T> {
     /// An earlier mismatch; a device that fails.
     pub fn resend(&self) -> Result<Option<PushPlan>, WeightsError> {
         let mut state = self.state()?;
-        let Some(last) = state.plan.clone() else { return Ok(None) };
-        let members = self.there()?;
-        if members.iter().all(|member| last.members().contains(member)) {
+        let Some(last) = &state.plan else { return Ok(None) };
+        let members = self.hub.receivers()?;
+        if members.iter().all(|member| last.round.members.contains(member)) {
             return Ok(None);
         }
-        let plan = self.make(&state, last.version(), last.round.cuts, members)?;
+        let (version, cuts) = (last.version(), last.round.cuts.clone());
+        let plan = self.make(&state, version, cuts, members)?;
         self.announce(&mut state, plan).map(Some)
     }
 
@@ -187,18 +196,12 @@ impl<T: Storage> PushLead<T> {
         &self.hub
     }
 
-    /// Samplers that were heard of lately. One that is busy with the last version may have been silent for a while.
-    fn there(&self) -> Result<Vec<String>, WeightsError> {
-        let (now, silent) = (Instant::now(), self.config.deadline.max(SILENT));
-        self.hub.receivers(now.checked_sub(silent).unwrap_or(now))
-    }
-
     fn make(
         &self,
         state: &State,
         version: PolicyVersion,
         cuts: Vec<(usize, usize)>,
-        members: Vec<String>,
+        members: Vec<Caller>,
     ) -> Result<PushPlan, WeightsError> {
         let last = state.plan.as_ref().map(|plan| &plan.round);
         let kept =
@@ -241,7 +244,13 @@ impl<T: Storage> PushOwner<T> {
     /// The owner of shard `index`, on the stream of `device`, in its order.
     #[must_use]
     pub fn new(device: &Device, index: usize) -> Self {
-        Self { device: device.clone(), index, joined: None, values: PhantomData }
+        Self { device: device.clone(), index, joined: None, hub: None, values: PhantomData }
+    }
+
+    /// The same in the process of `hub`: it does not wait for samplers of which that knows that they are gone.
+    #[must_use]
+    pub fn watching(self, hub: Hub) -> Self {
+        Self { hub: Some(hub), ..self }
     }
 
     /// Sends its shard as the plan says, and waits until all samplers have it; its digest.
@@ -278,8 +287,12 @@ impl<T: Storage> PushOwner<T> {
             }
             let what = "join samplers";
             let id = round.id(self.index).map_err(|reason| WeightsError::Device { what, reason })?;
-            let group =
-                Group::join(&self.device, &id, 0, round.world(), round.deadline()).map_err(failed(what))?;
+            let give_up = self.hub.clone().map(|hub| {
+                let members = round.members.clone();
+                Arc::new(move || hub.gone(&members)) as _
+            });
+            let patience = Patience { deadline: round.deadline(), give_up };
+            let group = Group::join(&self.device, &id, 0, round.world(), patience).map_err(failed(what))?;
             self.joined = Some(Joined { epoch: round.epoch, groups: vec![group] });
         }
         let start = round.cuts[self.index].0;
@@ -298,14 +311,9 @@ impl<T: Storage> NcclPublisher<T> {
     /// Publishes to `hub`, which must have no other publisher.
     #[must_use]
     pub fn new(hub: Hub, device: &Device, config: NcclConfig) -> Self {
-        let pushing = Mutex::new(Pushing { owner: PushOwner::new(device, 0), last: None });
+        let owner = PushOwner::new(device, 0).watching(hub.clone());
+        let pushing = Mutex::new(Pushing { owner, last: None });
         Self { lead: PushLead::new(hub, device, config), pushing }
-    }
-
-    /// The hub that is published to.
-    #[must_use]
-    pub fn hub(&self) -> &Hub {
-        &self.lead.hub
     }
 
     fn push(
@@ -341,7 +349,7 @@ impl<T: Storage> DevicePublisher<T> for NcclPublisher<T> {
     fn publish(&self, version: PolicyVersion, values: View<'_, T>) -> Result<(), WeightsError> {
         let (started, mut pushing) = (Instant::now(), self.pushing()?);
         let all = 0..values.len();
-        let plan = self.lead.plan(version, std::slice::from_ref(&all))?;
+        let plan = self.lead.plan(version, slice::from_ref(&all))?;
         self.push(&mut pushing, plan, values, started)
     }
 
@@ -351,16 +359,12 @@ impl<T: Storage> DevicePublisher<T> for NcclPublisher<T> {
         self.push(&mut pushing, plan, values, started).map(|()| true)
     }
 
-    fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {
-        self.lead.hub.wait_applied(version, wait)
-    }
-
-    fn lags(&self) -> Result<Vec<Lag>, WeightsError> {
-        self.lead.hub.lags()
-    }
-
     fn last_push(&self) -> Result<Option<DevicePush>, WeightsError> {
         Ok(self.pushing()?.last)
+    }
+
+    fn hub(&self) -> &Hub {
+        &self.lead.hub
     }
 }
 

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
 use super::{Direct, dtype};
+use crate::hub::Caller;
 use crate::{Digest, WeightsError};
 
 /// One attempt to send a version.
@@ -23,8 +24,8 @@ pub(crate) struct Round {
     pub(super) ids: Vec<String>,
     /// Where the shard of every owner begins and ends.
     pub(super) cuts: Vec<(usize, usize)>,
-    /// The samplers, which are members 1 and on of every group.
-    pub(super) members: Vec<String>,
+    /// The samplers, which are members 1 and on of every group. One that was started again is another.
+    pub(super) members: Vec<Caller>,
     /// Weights that are sent at once.
     pub(super) bucket: usize,
     pub(super) deadline_ms: u64,
@@ -86,10 +87,10 @@ impl PushPlan {
         PolicyVersion(self.version)
     }
 
-    /// Samplers that it is sent to, in the order of their names.
+    /// Names of the samplers that it is sent to, in order.
     #[must_use]
-    pub fn members(&self) -> &[String] {
-        &self.round.members
+    pub fn members(&self) -> Vec<&str> {
+        self.round.members.iter().map(|member| &member.name[..]).collect()
     }
 
     /// For the channel to the other owners.
@@ -172,7 +173,8 @@ mod tests {
     use super::*;
 
     fn round(cuts: &[(usize, usize)], bucket: usize) -> Round {
-        let (ids, members) = (vec![String::new(); cuts.len()], vec!["sampler".to_owned()]);
+        let member = Caller { name: "sampler".to_owned(), connection: 1 };
+        let (ids, members) = (vec![String::new(); cuts.len()], vec![member]);
         Round { number: 1, epoch: 1, ids, cuts: cuts.to_vec(), members, bucket, deadline_ms: 1 }
     }
 

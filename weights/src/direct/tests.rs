@@ -19,7 +19,7 @@ use super::round::PushPlan;
 use super::*;
 use crate::HubConfig;
 use crate::http::{RemoteConfig, router};
-use crate::hub::After;
+use crate::hub::{After, Caller};
 
 const SOON: Duration = Duration::from_secs(30);
 const SHORT: Duration = Duration::from_millis(100);
@@ -392,9 +392,9 @@ fn serves<T: Storage + PartialEq>(sampler: &NcclSubscriber<T>) -> Vec<u64> {
 }
 
 fn wait_for(hub: &Hub, names: &[&str]) {
-    let there =
-        hub.wait_receivers(Instant::now(), SOON, |there| names.iter().all(|n| there.iter().any(|t| t == n)));
-    assert_eq!(there.unwrap(), names);
+    let of = |there: &[Caller]| there.iter().map(|caller| caller.name.clone()).collect::<Vec<_>>();
+    let there = hub.wait_receivers(Instant::now(), SOON, |there| of(there) == names);
+    assert_eq!(of(&there.unwrap()), names);
 }
 
 #[test]
@@ -441,7 +441,7 @@ fn a_sampler_that_dies_in_the_middle_of_a_push_is_left_out_of_the_next_attempt()
             let dies = scope.spawn(move || {
                 let told = dying.told(After::Round(0), Instant::now() + SOON).unwrap().unwrap();
                 let round = told.direct.round.unwrap();
-                assert_eq!(round.members, ["dying", "good"]);
+                assert_eq!(round.members.iter().map(|m| &m.name[..]).collect::<Vec<_>>(), ["dying", "good"]);
                 if joins {
                     let device = emulated();
                     let group =
@@ -471,6 +471,37 @@ fn a_sampler_that_dies_in_the_middle_of_a_push_is_left_out_of_the_next_attempt()
             assert!(failed.len() == 1 && failed[0].contains("member 1"), "{failed:?}");
         });
     }
+}
+
+#[test]
+fn nobody_waits_for_a_sampler_that_is_known_to_be_gone() {
+    let publisher = nccl(10 * SOON);
+    let hub = publisher.hub().clone();
+    let (_server, url) = serve(hub.clone());
+    let connect = || NcclSubscriber::<bf16>::connect(RemoteConfig::new(&url, "far"), &emulated()).unwrap();
+    std::thread::scope(|scope| {
+        let first = connect();
+        assert!(first.newest(None).unwrap().is_none());
+        let pushing = scope.spawn(|| publish(&publisher, 1));
+        // Its process is killed when the push waits for it.
+        let watcher = Control::here(&hub, "watcher").unwrap();
+        watcher.told(After::Version(None), Instant::now() + SOON).unwrap().unwrap();
+        std::mem::forget(first);
+        hub.forget("far");
+        pushing.join().unwrap().unwrap();
+    });
+    assert_eq!(publisher.last_push().unwrap().unwrap().attempts, 2);
+    std::thread::scope(|scope| {
+        let again = connect();
+        let again = scope.spawn(move || serves(&again));
+        wait_for(&hub, &["far"]);
+        let trained = emulated().upload(&values::<bf16>(1)).unwrap();
+        assert!(publisher.resend(trained.all()).unwrap(), "it goes by the name of one that was sent it");
+        publisher.wait_applied(PolicyVersion(1), SOON).unwrap();
+        publish(&publisher, 2).unwrap();
+        drop(publisher);
+        assert_eq!(again.join().unwrap(), [1, 2]);
+    });
 }
 
 #[test]

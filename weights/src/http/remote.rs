@@ -234,6 +234,11 @@ impl RemoteSubscriber {
         }
     }
 
+    /// Which of those who went by its name it is.
+    pub(crate) fn connection(&self) -> u64 {
+        self.connection
+    }
+
     /// As it was given.
     pub(crate) fn name(&self) -> &str {
         &self.config.name

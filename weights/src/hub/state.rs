@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
 use super::{After, Announced, Lost, MAX_LOST, MAX_SEATS, Newest};
@@ -16,7 +17,7 @@ use crate::{Digest, Dtype, Lag, Receipt, WeightsError};
 const DIGESTS_KEPT: usize = 1024;
 
 /// Who calls: a name, and which of those who went by it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Caller {
     pub(crate) name: String,
     pub(crate) connection: u64,
@@ -138,9 +139,23 @@ impl State {
     }
 
     /// Who takes part in rounds and was heard of since `since`, in the order of their names.
-    pub(super) fn receivers(&self, since: Instant) -> Vec<String> {
+    pub(super) fn receivers(&self, since: Instant) -> Vec<Caller> {
         let there = self.seats.iter().filter(|(_, seat)| seat.receives && seat.seen >= since);
-        there.map(|(name, _)| name.clone()).collect()
+        there.map(|(name, seat)| Caller { name: name.clone(), connection: seat.connection }).collect()
+    }
+
+    /// Why `member` does not call any more, if so: it has left, another has its name, or it was silent since `since`.
+    pub(super) fn gone(&self, member: &Caller, since: Instant) -> Option<String> {
+        match self.seats.get(&member.name) {
+            Some(seat) if seat.connection == member.connection && seat.seen >= since => None,
+            Some(seat) if seat.connection == member.connection => Some(format!(
+                "nothing was heard of {} for {:.1} s",
+                member.name,
+                seat.seen.elapsed().as_secs_f64()
+            )),
+            Some(_) => Some(format!("{} was started again", member.name)),
+            None => Some(format!("{} has left", member.name)),
+        }
     }
 
     pub(super) fn newer(&self, after: After) -> Result<Option<Announced>, WeightsError> {

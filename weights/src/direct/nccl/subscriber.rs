@@ -1,10 +1,11 @@
 //! The side of one sampler. Invariant: it takes part in every round that names it, also in one of a version that it has, because
-//! the others cannot go on without it.
+//! the others cannot go on without it, and waits for nobody once there is another round.
 
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use device::{Buffer, Device, DeviceError, Group, Storage};
+use device::{Buffer, Device, DeviceError, Group, Patience, Storage};
 use trajectory::PolicyVersion;
 
 use super::super::control::Control;
@@ -18,11 +19,13 @@ use crate::{Hub, Receipt, Received, WeightsError};
 
 /// Rounds that failed and are kept for whoever asks.
 const MAX_FAILED: usize = 64;
+/// How often a sampler that waits for others in a round asks whether there is another, by which the hub hears of it.
+const ASK: Duration = Duration::from_millis(500);
 
 /// The side of one sampler, on a GPU of its own.
 #[derive(Debug)]
 pub struct NcclSubscriber<T: Storage> {
-    control: Control,
+    control: Arc<Control>,
     device: Device,
     spares: Spares<T>,
     plane: Mutex<Plane>,
@@ -31,7 +34,7 @@ pub struct NcclSubscriber<T: Storage> {
 #[derive(Debug, Default)]
 struct Plane {
     /// The last round that it was told of.
-    round: u64,
+    round: Arc<AtomicU64>,
     joined: Option<Joined>,
     failed: Vec<String>,
 }
@@ -78,7 +81,8 @@ impl<T: Storage> NcclSubscriber<T> {
     }
 
     fn new(control: Control, device: &Device) -> Self {
-        Self { control, device: device.clone(), spares: Spares::new(device), plane: Mutex::default() }
+        let (control, plane) = (Arc::new(control), Mutex::default());
+        Self { control, device: device.clone(), spares: Spares::new(device), plane }
     }
 
     /// Takes part in a round; `None` if it is one of others, or failed.
@@ -87,14 +91,14 @@ impl<T: Storage> NcclSubscriber<T> {
         let wrong = |what: String| WeightsError::OtherWay { version, transport: TRANSPORT, what };
         told.check::<T>(TRANSPORT)?;
         let round = told.direct.round.as_ref().ok_or_else(|| wrong("it comes otherwise".to_owned()))?;
-        plane.round = round.number;
-        let Some(place) = round.members.iter().position(|member| member == self.control.name()) else {
+        plane.round.store(round.number, Ordering::Relaxed);
+        let Some(place) = round.members.iter().position(|member| self.control.is(member)) else {
             plane.leave();
             return Ok(None);
         };
         round.check(told.parameters).map_err(wrong)?;
         let mut values = self.spares.take(told.parameters)?;
-        match plane.receive(&self.device, round, place + 1, &mut values) {
+        match plane.receive((&self.device, &self.control), round, place + 1, &mut values) {
             Ok(()) => {}
             Err(Ended::Own(error)) => {
                 plane.leave();
@@ -121,7 +125,7 @@ impl Plane {
     /// Receives all shards, in the order of their owners.
     fn receive<T: Storage>(
         &mut self,
-        device: &Device,
+        (device, control): (&Device, &Arc<Control>),
         round: &Round,
         rank: usize,
         into: &mut Buffer<T>,
@@ -132,8 +136,9 @@ impl Plane {
             let join = |owner: usize| {
                 let id =
                     round.id(owner).map_err(|reason| Ended::Own(WeightsError::Device { what, reason }))?;
-                Group::join(device, &id, rank, round.world(), round.deadline())
-                    .map_err(|error| ended(what, error))
+                let give_up = other_round(Arc::clone(control), Arc::clone(&self.round));
+                let patience = Patience { deadline: round.deadline(), give_up: Some(Arc::new(give_up)) };
+                Group::join(device, &id, rank, round.world(), patience).map_err(|error| ended(what, error))
             };
             let mut joined = Joined { epoch: round.epoch, groups: Vec::new() };
             for owner in 0..round.cuts.len() {
@@ -164,6 +169,23 @@ impl Plane {
     }
 }
 
+/// Says that there is another round than `round`, or none any more. It asks the hub that now and then.
+fn other_round(control: Arc<Control>, round: Arc<AtomicU64>) -> impl Fn() -> Option<String> {
+    let asked = Mutex::new(Instant::now());
+    move || {
+        let mut asked = asked.lock().unwrap_or_else(PoisonError::into_inner);
+        if asked.elapsed() < ASK {
+            return None;
+        }
+        let told = control.told(After::Round(round.load(Ordering::Relaxed)), Instant::now());
+        *asked = Instant::now();
+        told.map_or_else(
+            |error| Some(error.to_string()),
+            |told| told.map(|_| "there is another round".to_owned()),
+        )
+    }
+}
+
 fn ended(what: &'static str, error: DeviceError) -> Ended {
     match error {
         DeviceError::Group { .. } => Ended::Peers(error),
@@ -180,7 +202,8 @@ impl<T: Storage> DeviceSubscriber<T> for NcclSubscriber<T> {
         let deadline = Instant::now() + wait;
         let mut plane = self.plane.lock().map_err(|_| WeightsError::Poisoned)?;
         loop {
-            let Some(told) = self.control.told(After::Round(plane.round), deadline)? else { return Ok(None) };
+            let known = After::Round(plane.round.load(Ordering::Relaxed));
+            let Some(told) = self.control.told(known, deadline)? else { return Ok(None) };
             match self.take_part(&told, &mut plane)? {
                 Some(weights) if Some(weights.version) > after => return Ok(Some(weights)),
                 // It is there already.
