@@ -1,0 +1,93 @@
+//! What each role needs of a device.
+//!
+//! Invariant: parts of ranks are those of all ranks together, divided among them.
+
+use model::{Config, Layout};
+
+use super::super::{
+    F32, Part, Phase, Size, Trained, cache_positions, decoding_rows, micro_batch_tokens, of_ranks, product,
+};
+use super::{Counts, HEAD_ROWS, part};
+use crate::recipe::Recipe;
+use crate::recipe::words::{CriticKind, WeightTransport};
+use crate::settings::Devices;
+
+/// What ranks of the trainer need on a device.
+pub(super) fn training(
+    parts: &mut Vec<Part>,
+    (recipe, config): (&Recipe, &Config),
+    counts: Counts,
+    (size, devices): (&Size, &Devices),
+) {
+    let (layout, ranks, world) = (Layout::new(config), counts.ranks, (recipe.trainer.world as u64).max(1));
+    let width = size.weights / (layout.len() as u64).max(1);
+    // Of what all ranks have together, that of those here.
+    let of_those_here = |all: u64| product(&[all.div_ceil(world), ranks]);
+    let trained = Trained::of(recipe, config);
+    let changed = recipe.lora().map(|lora| {
+        let (specs, _) = lora.shapes(layout.specs());
+        specs.iter().map(|spec| spec.len() as u64).fold(0, u64::saturating_add)
+    });
+    let (policy, gradients) = of_ranks(recipe, &layout, changed, width);
+    let master = masters(&layout, width, (recipe, devices));
+    parts.push(part("policy", "the weights that are computed with", of_those_here(policy)));
+    if devices.optimizer_on_device && master > 0 {
+        parts.push(part("master", "the same in f32, as the optimizer moves them", of_those_here(master)));
+    }
+    parts.push(part("gradients", "in f32, and on their way between ranks", of_those_here(gradients)));
+    if devices.optimizer_on_device {
+        let what = "what it remembers of every weight";
+        parts.push(part("optimizer", what, of_those_here(trained.optimizer)));
+    }
+    let tokens = micro_batch_tokens(recipe);
+    let kept = product(&[ranks, tokens, size.activations_per_token]);
+    parts.push(part("activations", "a full micro-batch, kept for its backward", kept));
+    let logit = [ranks, tokens.min(HEAD_ROWS), config.vocab_size as u64, F32 + width];
+    parts.push(part("logits", "of some rows, and their gradients", product(&logit)));
+    if recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate) {
+        let (own, gradients) = of_ranks(recipe, &layout, None, width);
+        let state = recipe.optimizer().state_bytes(layout.specs());
+        let moved = if devices.optimizer_on_device { master.saturating_add(state) } else { 0 };
+        let all = own.saturating_add(gradients).saturating_add(moved);
+        let what = "its weights, gradients and optimizer";
+        parts.push(part("critic", what, of_those_here(all)));
+    }
+    if counts.leads && recipe.weights.transport == WeightTransport::CudaIpc {
+        let what = "the newest version and the one before, for samplers to map";
+        parts.push(part("slots", what, product(&[2, size.weights])));
+    }
+}
+
+/// What is moved in f32 beside what is computed with, of all ranks, bytes. Ranks that exchange from device to device have it
+/// in any case, and where each computes with all weights also its own part of them once more.
+fn masters(layout: &Layout, width: u64, (recipe, devices): (&Recipe, &Devices)) -> u64 {
+    let own = if devices.meets && recipe.trainer.zero < 3 { width } else { 0 };
+    let moved = if devices.meets || width < F32 { F32 } else { 0 };
+    product(&[own + moved, layout.len() as u64])
+}
+
+/// What samplers need on a device.
+pub(super) fn sampling(
+    parts: &mut Vec<Part>,
+    (recipe, config): (&Recipe, &Config),
+    samplers: u64,
+    size: &Size,
+) {
+    let weights = product(&[samplers, size.weights]);
+    let cache = product(&[samplers, cache_positions(recipe), size.cache_per_token]);
+    let logits = product(&[2, F32, recipe.rollout.max_running as u64, config.vocab_size as u64]);
+    let step = product(&[decoding_rows(recipe), size.layer_per_token]).saturating_add(logits);
+    parts.push(part("served", "the version that is sampled from", weights));
+    parts.push(part("next", "the version that comes in beside the decoding", weights));
+    parts.push(part("kv cache", "keys and values of all running sequences", cache));
+    parts.push(part("decoding", "one step of all running sequences", product(&[samplers, step])));
+}
+
+/// When a part is there, where sampler and trainer take turns.
+pub(super) fn phase(part: &str) -> Phase {
+    match part {
+        "gradients" | "activations" | "logits" => Phase::Training,
+        "served" | "next" | "kv cache" | "decoding" => Phase::Sampling,
+        _ => Phase::Always,
+    }
+}
