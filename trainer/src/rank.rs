@@ -300,16 +300,14 @@ impl Rank {
     /// # Errors
     /// If another rank does not take part.
     pub(crate) fn gather_weights(&self, mut all: Option<&mut [f32]>) -> Result<(), TrainerError> {
-        let (Some(Place { rank, weights, .. }), own) = (
-            &self.place,
-            match &self.weights {
-                Weights::Own(own) => &own[..],
-                Weights::DeviceOwn(mirror) => self.mirrored_own(mirror)?,
-                Weights::Whole(_) | Weights::Device(_) => {
-                    unreachable!("weights that every rank has are not collected")
-                }
-            },
-        ) else {
+        let own = match &self.weights {
+            Weights::Own(own) => &own[..],
+            Weights::DeviceOwn(mirror) => self.mirrored_own(mirror)?,
+            Weights::Whole(_) | Weights::Device(_) => {
+                unreachable!("weights that every rank has are not collected")
+            }
+        };
+        let Some(Place { rank, weights, .. }) = &self.place else {
             unreachable!("a rank that is alone has all weights")
         };
         let collective = self.collective()?;
