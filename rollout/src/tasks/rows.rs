@@ -6,13 +6,14 @@
 use std::fmt;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use arrow_json::WriterBuilder;
-use arrow_json::writer::LineDelimited;
-use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
-use serde_json::{Map, Value};
+use parquet::errors::ParquetError;
+use parquet::file::serialized_reader::SerializedFileReader;
+use parquet::record::Field;
+use serde_json::{Map, Number, Value};
 
 use super::TaskError;
 
@@ -146,50 +147,62 @@ impl Rows {
     }
 
     fn read_parquet(&mut self, path: &Path) -> Result<(), TaskError> {
-        let broken = |error: &dyn fmt::Display| TaskError::Parquet {
-            path: path.to_owned(),
-            reason: error.to_string(),
-        };
-        let shared: Arc<Path> = path.into();
         let file = File::open(path).map_err(|source| TaskError::Read { path: path.to_owned(), source })?;
-        let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(|e| broken(&e))?;
-        let wanted = self.limit - self.rows.len();
-        let batches = builder.with_limit(wanted).build().map_err(|e| broken(&e))?;
-        let mut number = 0;
-        for batch in batches {
-            let mut writer =
-                WriterBuilder::new().with_explicit_nulls(true).build::<_, LineDelimited>(Vec::new());
-            writer.write(&batch.map_err(|e| broken(&e))?).map_err(|e| broken(&e))?;
-            writer.finish().map_err(|e| broken(&e))?;
-            let lines = writer.into_inner();
-            for value in serde_json::Deserializer::from_slice(&lines).into_iter() {
-                number += 1;
-                self.push(Place { path: shared.clone(), row: number }, value.map_err(|e| broken(&e))?)?;
-            }
+        let broken = |reason: String| TaskError::Parquet { path: path.to_owned(), reason };
+        // The reader panics at some pages that end too soon, and at kinds that it does not know.
+        let read = catch_unwind(AssertUnwindSafe(|| self.read_rows(path, file)));
+        let read = read.map_err(|panic| {
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no reason is given");
+            broken(format!("it is damaged, or has a column of a kind that is not read ({text})"))
+        });
+        read?.map_err(|error| broken(error.to_string()))
+    }
+
+    fn read_rows(&mut self, path: &Path, file: File) -> Result<(), ParquetError> {
+        let shared: Arc<Path> = path.into();
+        let rows = SerializedFileReader::new(file)?.into_iter();
+        for (number, row) in (1..).zip(rows.take(self.limit - self.rows.len())) {
+            self.rows
+                .push(Row { place: Place { path: shared.clone(), row: number }, columns: object(&row?) });
         }
         Ok(())
     }
 }
 
+/// A row or a struct of a Parquet file.
+fn object(row: &parquet::record::Row) -> Map<String, Value> {
+    row.get_column_iter().map(|(name, field)| (name.clone(), cell(field))).collect()
+}
+
+fn cell(field: &Field) -> Value {
+    match field {
+        // The shortest number that is this one in 32 bits: 0.1, and not the f64 next to it.
+        Field::Float(x) => {
+            x.to_string().parse::<f64>().ok().and_then(Number::from_f64).map_or(Value::Null, Value::Number)
+        }
+        Field::Group(row) => Value::Object(object(row)),
+        Field::ListInternal(list) => list.elements().iter().map(cell).collect(),
+        Field::MapInternal(map) => {
+            let name = |key: &Field| match cell(key) {
+                Value::String(name) => name,
+                other => other.to_string(),
+            };
+            Value::Object(map.entries().iter().map(|(key, value)| (name(key), cell(value))).collect())
+        }
+        _ => field.to_json_value(),
+    }
+}
+
 #[cfg(test)]
 pub(super) mod tests {
-    use std::io::Cursor;
-
-    use arrow_json::ReaderBuilder;
-    use arrow_json::reader::infer_json_schema;
-    use parquet::arrow::ArrowWriter;
     use serde_json::json;
 
     use super::*;
 
-    /// Writes JSON Lines as Parquet.
-    pub(in super::super) fn write_parquet(path: &Path, lines: &str) {
-        let (schema, _) = infer_json_schema(Cursor::new(lines), None).unwrap();
-        let mut reader = ReaderBuilder::new(Arc::new(schema)).build(Cursor::new(lines)).unwrap();
-        let batch = reader.next().unwrap().unwrap();
-        let mut writer = ArrowWriter::try_new(File::create(path).unwrap(), batch.schema(), None).unwrap();
-        writer.write(&batch).unwrap();
-        writer.close().unwrap();
+    /// A Parquet file that pyarrow has written.
+    pub(in super::super) fn fixture(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("src/tasks/fixtures").join(name)
     }
 
     const LINES: &str = concat!(
@@ -202,16 +215,55 @@ pub(super) mod tests {
     #[test]
     fn parquet_and_lines_give_the_same_rows() {
         let dir = tempfile::tempdir().unwrap();
-        let (lines, parquet) = (dir.path().join("a.jsonl"), dir.path().join("a.parquet"));
+        let (lines, parquet) = (dir.path().join("a.jsonl"), fixture("rows.parquet"));
         std::fs::write(&lines, LINES).unwrap();
-        write_parquet(&parquet, LINES);
         let columns = |path: &PathBuf| -> Vec<_> {
             read(std::slice::from_ref(path), None).unwrap().into_iter().map(|row| row.columns).collect()
         };
         assert_eq!(columns(&lines), columns(&parquet));
         assert_eq!(columns(&lines)[1]["x"], json!(1.5));
         let second = &read(&[parquet], None).unwrap()[1];
-        assert!(second.place.to_string().ends_with("a.parquet:2"));
+        assert!(second.place.to_string().ends_with("rows.parquet:2"));
+    }
+
+    #[test]
+    fn columns_of_every_kind_are_read() {
+        let rows = read(&[fixture("kinds.parquet")], None).unwrap();
+        let expected = [
+            json!({
+                "large": "a\u{e9}\u{4e2d}", "categories": "easy", "flag": true, "small": -3, "unsigned": u64::MAX,
+                "single": 0.1, "nothing": null, "lists": [[1, 2], []], "large_lists": ["x"], "map": {"k": 0.1},
+                "price": "1.50", "day": "2024-02-29", "time": "2024-02-29 12:30:00.000000 +00:00", "bytes": "AP8="
+            }),
+            json!({
+                "large": null, "categories": "hard", "flag": null, "small": 200, "unsigned": 0, "single": -2.0,
+                "nothing": null, "lists": null, "large_lists": [], "map": {}, "price": null, "day": null,
+                "time": null, "bytes": ""
+            }),
+        ];
+        assert_eq!(rows.len(), 2);
+        for (row, expected) in rows.into_iter().zip(expected) {
+            assert_eq!(Value::Object(row.columns), expected);
+        }
+    }
+
+    #[test]
+    fn damaged_parquet_files_are_errors() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("damaged.parquet");
+        for name in ["rows.parquet", "kinds.parquet", "verl.parquet"] {
+            let whole = std::fs::read(fixture(name)).unwrap();
+            for at in 0..whole.len() {
+                let mut damaged = whole.clone();
+                damaged[at] ^= 1 << (at % 8);
+                std::fs::write(&path, &damaged).unwrap();
+                if let Err(error) = read(std::slice::from_ref(&path), None) {
+                    assert!(matches!(error, TaskError::Parquet { .. }), "byte {at} of {name}: {error}");
+                }
+            }
+            std::fs::write(&path, &whole[..whole.len() / 2]).unwrap();
+            assert!(matches!(read(std::slice::from_ref(&path), None), Err(TaskError::Parquet { .. })));
+        }
     }
 
     #[test]
@@ -234,9 +286,7 @@ pub(super) mod tests {
 
     #[test]
     fn limits_reach_into_parquet_files() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("a.parquet");
-        write_parquet(&path, LINES);
+        let path = fixture("rows.parquet");
         assert_eq!(read(&[path.clone(), path], Some(3)).unwrap().len(), 3);
     }
 

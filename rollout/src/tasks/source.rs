@@ -132,7 +132,7 @@ fn missing(row: &Row, column: &str, purpose: &'static str) -> TaskError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tasks::rows::tests::write_parquet;
+    use crate::tasks::rows::tests::fixture;
 
     fn load(source: &TaskSource, lines: &str) -> Result<Vec<Task>, TaskError> {
         let dir = tempfile::tempdir().unwrap();
@@ -166,15 +166,12 @@ mod tests {
 
     #[test]
     fn the_layout_of_verl_is_read_from_parquet() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("train.parquet");
-        let line = r#"{"data_source":"gsm8k","prompt":[{"role":"user","content":"2+2"}],"ability":"math","reward_model":{"style":"rule","ground_truth":"4"},"extra_info":{"index":0}}"#;
-        write_parquet(&path, line);
         let source = TaskSource { system_prompt: Some("Be brief.".into()), ..TaskSource::default() };
-        let tasks = source.load(&[path]).unwrap();
-        assert_eq!(messages(&tasks[0]), [("system", "Be brief."), ("user", "2+2")]);
-        assert_eq!(tasks[0].answer.as_deref(), Some("4"));
-        assert_eq!(tasks[0].columns["extra_info"]["index"], 0);
+        let tasks = source.load(&[fixture("verl.parquet")]).unwrap();
+        assert_eq!(tasks.len(), 3);
+        assert_eq!(messages(&tasks[2]), [("system", "Be brief."), ("user", "2+2")]);
+        assert_eq!(tasks[2].answer.as_deref(), Some("4"));
+        assert_eq!(tasks[2].columns["extra_info"]["index"], 2);
     }
 
     #[test]
