@@ -324,14 +324,14 @@ impl Controller<'_> {
             if ended.code() == Some(2) {
                 return Err(Failure::Died { name, how: format!("{ended}: {}", worker.last_words()) });
             }
-            let pid = worker.pid();
-            self.health.ended(&name, pid);
+            self.health.ended(worker);
             self.died(&name, &ended)?;
             return self.start_again(number, true);
         }
         let member = self.health.member(&name, worker.pid());
         if let Some((member, asked)) = &member {
-            worker.heard(asked.checked_sub(Duration::from_secs_f64(member.silent_s)).unwrap_or(*asked));
+            let then = asked.checked_sub(Duration::from_secs_f64(member.silent_s)).unwrap_or(*asked);
+            worker.heard(then, member.instance);
         }
         // The lead forgets who is silent, and one that started again never heard of it.
         let since = match (worker.last_heard(), self.health.first_answer()) {

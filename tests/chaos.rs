@@ -107,7 +107,7 @@ fn a_run_whose_processes_are_killed_again_and_again_ends_as_if_nothing_had_happe
 
 /// `cargo test --workspace --test tests -- --ignored --nocapture two_hundred`
 #[test]
-#[ignore = "takes an hour; the same with twenty is above"]
+#[ignore = "takes a quarter of an hour; the same with seven of each role is above"]
 fn two_hundred_kills_of_every_role() {
     let home = Home::new();
     for round in 0..10 {

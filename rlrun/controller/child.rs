@@ -46,6 +46,8 @@ pub(super) struct Child {
     why: Option<String>,
     /// When the run heard of it last; `None` if the lead that there is now never has.
     heard: Option<Instant>,
+    /// What the run calls this process, once one of its leads has heard of it.
+    instance: Option<u64>,
 }
 
 /// Killed when it is dropped.
@@ -107,6 +109,7 @@ impl Child {
             missing: None,
             why: None,
             heard: None,
+            instance: None,
         })
     }
 
@@ -148,9 +151,14 @@ impl Child {
         Self { restarts, missing: Some(self.missing.unwrap_or_else(Instant::now)), ..again }
     }
 
-    /// The run has heard of it at `then`.
-    pub(super) fn heard(&mut self, then: Instant) {
-        self.heard = self.heard.max(Some(then));
+    /// The run has heard of it at `then`, as this instance.
+    pub(super) fn heard(&mut self, then: Instant, instance: u64) {
+        (self.heard, self.instance) = (self.heard.max(Some(then)), Some(instance));
+    }
+
+    /// What the run calls this process, if one of its leads has heard of it.
+    pub(super) fn instance(&self) -> Option<u64> {
+        self.instance
     }
 
     /// When the run heard of it last, if the lead that there is now has.

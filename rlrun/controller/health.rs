@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use buffer::http::{Client, ClientConfig};
 
+use super::child::Child;
 use super::system;
 use crate::failure::Failure;
 use crate::workers::membership::token;
@@ -102,8 +103,9 @@ impl Health {
     }
 
     /// Tells the run that the process of a worker has ended.
-    pub(super) fn ended(&self, name: &str, pid: u32) {
-        lock(&self.known).ended.push(Ended { name: name.to_owned(), pid });
+    pub(super) fn ended(&self, worker: &Child) {
+        let (name, pid, instance) = (worker.name().to_owned(), worker.pid(), worker.instance());
+        lock(&self.known).ended.push(Ended { name, pid, instance });
         self.thread.iter().for_each(|thread| thread.thread().unpark());
     }
 

@@ -52,7 +52,7 @@ impl Exchange {
         roster.tell(move |name, instance| {
             // A buffer that has failed says so to whoever uses it next.
             buffer.iter().for_each(|buffer| drop(buffer.abandon(instance)));
-            seats.forget(name);
+            name.into_iter().for_each(|name| seats.forget(name));
         });
         Ok(Self { edge, hub, roster, desk })
     }

@@ -79,6 +79,8 @@ pub(crate) struct Member {
     pub(crate) role: Role,
     /// Its process.
     pub(crate) pid: u32,
+    /// What tells it from one before it under its name.
+    pub(crate) instance: u64,
     /// Its machine.
     pub(crate) host: String,
     /// What it does.
@@ -91,8 +93,8 @@ pub(crate) struct Member {
     pub(crate) sampled_tokens: u64,
 }
 
-/// Hears the name of a worker that is gone, and its instance.
-type Gone = Box<dyn Fn(&str, u64) + Send + Sync>;
+/// Hears the name of a worker that is gone, unless another has it by now, and its instance.
+type Gone = Box<dyn Fn(Option<&str>, u64) + Send + Sync>;
 
 /// The table of workers.
 pub(crate) struct Roster {
@@ -116,7 +118,7 @@ struct State {
     /// The newest instance.
     instance: u64,
     /// Instances that are gone and of which nobody was told yet.
-    left: Vec<(String, u64)>,
+    left: Vec<(Option<String>, u64)>,
     stopping: bool,
 }
 
@@ -135,7 +137,7 @@ impl Roster {
     }
 
     /// Tells `gone` of every instance that is gone from now on. The first who asks hears it.
-    pub(crate) fn tell(&self, gone: impl Fn(&str, u64) + Send + Sync + 'static) {
+    pub(crate) fn tell(&self, gone: impl Fn(Option<&str>, u64) + Send + Sync + 'static) {
         let _ = self.gone.set(Box::new(gone));
     }
 
@@ -174,11 +176,17 @@ impl Roster {
         Orders { stop }
     }
 
-    /// The process of a worker has ended, says who looks after it.
-    pub(crate) fn ended(&self, name: &str, pid: u32) {
+    /// The process of a worker has ended, says who looks after it. A run that was started again may hear of its `instance`
+    /// by this alone.
+    pub(crate) fn ended(&self, name: &str, pid: u32, instance: Option<u64>) {
         let mut state = self.state();
-        if state.workers.get(name).is_some_and(|worker| worker.beat.pid == pid) {
-            state.leave(name);
+        match state.workers.get(name) {
+            Some(worker) if worker.beat.pid == pid => state.leave(name),
+            there => {
+                let free = there.is_none().then(|| name.to_owned());
+                let gone = instance.filter(|gone| there.is_none_or(|worker| worker.beat.instance != *gone));
+                state.left.extend(gone.map(|gone| (free, gone)));
+            }
         }
         self.settle(state);
     }
@@ -210,6 +218,7 @@ impl Roster {
             name: worker.beat.name.clone(),
             role: worker.beat.role,
             pid: worker.beat.pid,
+            instance: worker.beat.instance,
             host: worker.beat.host.clone(),
             doing: worker.beat.doing.clone(),
             doing_s: worker.doing_since.elapsed().as_secs_f64(),
@@ -245,7 +254,7 @@ impl Roster {
         let left = std::mem::take(&mut state.left);
         drop(state);
         if let Some(gone) = self.gone.get() {
-            left.iter().for_each(|(name, instance)| gone(name, *instance));
+            left.iter().for_each(|(name, instance)| gone(name.as_deref(), *instance));
         }
     }
 
@@ -266,7 +275,7 @@ impl State {
 
     fn leave(&mut self, name: &str) {
         let Some(Worker { beat, .. }) = self.workers.remove(name) else { return };
-        self.left.push((beat.name, beat.instance));
+        self.left.push((Some(beat.name), beat.instance));
         self.gone.extend(beat.progress.map(|progress| (beat.instance, progress)));
     }
 }
@@ -315,10 +324,14 @@ mod tests {
         roster.beat(beat("guest rollout 0", 103, 4));
         assert_eq!(sampled(), 39);
         assert_eq!(*gone.lock().unwrap(), [101, 102, 103]);
-        roster.ended("guest rollout 0", 9);
+        roster.ended("guest rollout 0", 9, Some(103));
+        roster.ended("guest rollout 0", 9, Some(98));
         assert_eq!(roster.members().len(), 1, "another process than that one has ended");
-        roster.ended("guest rollout 0", 0);
-        assert_eq!(*gone.lock().unwrap(), [101, 102, 103, 103]);
+        roster.ended("guest rollout 0", 0, None);
+        assert_eq!(*gone.lock().unwrap(), [101, 102, 103, 98, 103]);
+        roster.ended("rollout 1", 7, None);
+        roster.ended("rollout 1", 7, Some(99));
+        assert_eq!(*gone.lock().unwrap(), [101, 102, 103, 98, 103, 99], "a run before this one knew it");
     }
 
     #[test]

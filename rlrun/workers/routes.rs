@@ -82,6 +82,8 @@ pub(crate) struct Ended {
     pub(crate) name: String,
     /// The process.
     pub(crate) pid: u32,
+    /// Its instance, as far as any lead of the run has heard of it.
+    pub(crate) instance: Option<u64>,
 }
 
 /// What a run tells its workers, and hears from them.
@@ -189,8 +191,8 @@ async fn beat(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) ->
 
 async fn ended(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) -> Response {
     match read::<Ended>(&headers, &body) {
-        Ok(Ended { name, pid }) => {
-            desk.roster.ended(&name, pid);
+        Ok(Ended { name, pid, instance }) => {
+            desk.roster.ended(&name, pid, instance);
             answer(&headers, &())
         }
         Err(reason) => bad_body(&reason),
