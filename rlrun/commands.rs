@@ -36,9 +36,6 @@ use crate::run_dir::{self, RecipeTexts, RunDir};
 use crate::serve;
 use crate::workers;
 
-/// Prompt tokens that a chat or a single answer prefills at once.
-const PREFILL_CHUNK: usize = 256;
-
 /// Does what the command line says; `program` is what it is done with. Returns what there is to say.
 ///
 /// # Errors
@@ -312,9 +309,10 @@ impl Speaker {
         let parameters = directory.load_parameters()?;
         let context = directory.config().max_context();
         let max_tokens = args.max_tokens.min(context.saturating_sub(1)).max(1);
+        let device = args.on.device()?;
         let config = EngineConfig {
             max_running: 1,
-            prefill_chunk: PREFILL_CHUNK,
+            prefill_chunk: EngineConfig::usual_prefill_chunk(device.is_some()),
             kv_cache_tokens: None,
             max_prompt_length: context,
             max_completion_length: max_tokens,
@@ -326,7 +324,7 @@ impl Speaker {
             strings: Vec::new(),
             tokenizer: directory.tokenizer().clone(),
         };
-        let on = match args.on.device()? {
+        let on = match device {
             None => ServeOn::Host(Quantization::None),
             Some((place, dtype)) => ServeOn::Device(Device::open(place)?, dtype),
         };

@@ -142,12 +142,19 @@ impl Recipe {
         StopRules { token_ids, strings: self.rollout.stop.clone(), tokenizer }
     }
 
+    /// Prompt tokens that the sampler reads per decoding step.
+    #[must_use]
+    pub fn prefill_chunk(&self) -> usize {
+        let usual = || EngineConfig::usual_prefill_chunk(self.devices().rollout.is_some());
+        self.rollout.prefill_chunk.unwrap_or_else(usual)
+    }
+
     /// Bounds of the sampler, for prompts of at most `longest_prompt` tokens.
     #[must_use]
     pub fn engine(&self, longest_prompt: usize) -> EngineConfig {
         EngineConfig {
             max_running: self.rollout.max_running,
-            prefill_chunk: self.rollout.prefill_chunk,
+            prefill_chunk: self.prefill_chunk(),
             kv_cache_tokens: self.rollout.kv_cache_tokens,
             max_prompt_length: longest_prompt,
             max_completion_length: self.rollout.max_completion_length,

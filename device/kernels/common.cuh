@@ -29,6 +29,9 @@ typedef long long int64;
 #define INFINITE __int_as_float(0x7f800000)
 #endif
 
+// Positions of a page of a key-value cache.
+constexpr int PAGE = 16;
+
 // The upper half of an f32, rounded to nearest, ties to even.
 struct bf16 {
     unsigned short bits;

@@ -10,8 +10,8 @@
 #define UNROLL _Pragma("unroll")
 
 namespace paged {
-// Positions of a page, and pages of a part.
-constexpr int PAGE = 16, PART = 16;
+// Pages of a part.
+constexpr int PART = 16;
 constexpr int WARPS = 4;
 // Query heads of a block: rows of a product on the tensor cores, and what fits into registers without them.
 constexpr int WIDE_HEADS = 16, PLAIN_HEADS = 8;

@@ -266,6 +266,60 @@ fn decoding_gives_the_tokens_of_the_processor() {
     decodes(Dtype::Bf16, &config(false, true, Head::Language), 0.3);
 }
 
+/// A sequence goes on token by token while a long prompt comes in beside it, in chunks of more and of less than a tile.
+#[test]
+fn prompts_come_in_beside_the_decoding() {
+    let config = config(false, true, Head::Language);
+    let parameters = parameters(&config);
+    let device = Device::open(Place::Emulated).unwrap();
+    let staged = StagedWeights::upload(&device, Dtype::F32, &parameters).unwrap();
+    let mut sampler = DeviceSampler::new(&device, &config, staged).unwrap();
+    let decoder = Decoder::new(&config, &parameters);
+    let mut caches = [KvCache::new(&config, 16 * 16), KvCache::elsewhere(&config, 16 * 16)];
+    let text = |n: usize, by: usize| -> Vec<u32> { (0..n).map(|i| (i * by % 29) as u32).collect() };
+    let (short, long) = (text(30, 11), text(120, 7));
+    let mut take = |n: usize| -> Vec<u32> {
+        let pages =
+            caches.each_mut().map(|cache| (0..n).map(|_| cache.take().unwrap()).collect::<Vec<u32>>());
+        assert_eq!(pages[0], pages[1], "both caches hand out the same pages");
+        pages[0].clone()
+    };
+    let (own, others) = (take(2), take(8));
+    let part = |of: std::ops::Range<usize>| StepSequence {
+        tokens: &long[of.clone()],
+        position: of.start,
+        pages: &others,
+        wanted: usize::from(of.end > 69),
+    };
+    let next = |position: usize| StepSequence {
+        tokens: &short[position..=position],
+        position,
+        pages: &own,
+        wanted: 1,
+    };
+    let prompt = StepSequence { tokens: &short[..20], position: 0, pages: &own, wanted: 1 };
+    let steps = [
+        vec![prompt],
+        vec![next(20), part(0..69)],
+        vec![next(21), part(69..118)],
+        vec![next(22), part(118..119)],
+        vec![next(23), part(119..120)],
+    ];
+    for (number, step) in steps.iter().enumerate() {
+        let logits = decoder.step(&mut caches[0], step, &Team::alone()).unwrap();
+        sampler.step(&mut caches[1], step).unwrap();
+        for (row, own) in logits.chunks(config.vocab_size).enumerate() {
+            let expected = Draw::new(&mut own.to_vec(), Sampling::PLAIN, 0.4);
+            let drawn = sampler
+                .draw(&[DrawRequest { row, sampling: Sampling::PLAIN, uniform: 0.4 }])
+                .unwrap()
+                .remove(0);
+            assert_eq!(drawn.token, expected.token, "row {row} of step {number}");
+            assert!((drawn.logprob - expected.logprob).abs() < 1e-4, "{drawn:?} {expected:?}");
+        }
+    }
+}
+
 #[test]
 fn new_weights_are_served_from_the_next_step_on() {
     let config = config(false, true, Head::Language);

@@ -21,9 +21,6 @@ use super::{device_mib, model_name, with_device};
 use crate::args::GenerateBenchArgs;
 use crate::failure::Failure;
 
-/// Prompt tokens read beside one decoding step.
-const PREFILL_CHUNK: usize = 256;
-
 /// Samples `batch` completions at the same time, as often as `args` say, on all of `cores` or on a device.
 ///
 /// # Errors
@@ -44,7 +41,7 @@ pub fn work(
     let (network, device) = network(args, on, &directory)?;
     let config = EngineConfig {
         max_running: batch,
-        prefill_chunk: PREFILL_CHUNK,
+        prefill_chunk: EngineConfig::usual_prefill_chunk(on.is_some()),
         kv_cache_tokens: None,
         max_prompt_length: args.prompt,
         max_completion_length: args.new,

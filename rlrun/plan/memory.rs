@@ -335,7 +335,7 @@ fn journal(recipe: &Recipe) -> u64 {
 /// Tokens of the largest step of the sampler.
 fn decoding_rows(recipe: &Recipe) -> u64 {
     let (prompts, running) = (recipe.data.max_prompt_length as u64, recipe.rollout.max_running as u64);
-    running.saturating_add((recipe.rollout.prefill_chunk as u64).min(prompts.saturating_mul(running)))
+    running.saturating_add((recipe.prefill_chunk() as u64).min(prompts.saturating_mul(running)))
 }
 
 /// Positions of the sampler's cache. When the recipe names no number: every sequence at its longest with a prompt of its

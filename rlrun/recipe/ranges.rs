@@ -100,7 +100,7 @@ pub(super) fn check_ranges(raw: &RawRecipe, checker: &mut Checker<'_>) {
         ("rollout.group_size", raw.rollout.group_size),
         ("rollout.max_completion_length", raw.rollout.max_completion_length),
         ("rollout.max_running", raw.rollout.max_running),
-        ("rollout.prefill_chunk", raw.rollout.prefill_chunk),
+        ("rollout.prefill_chunk", raw.rollout.prefill_chunk.unwrap_or(1)),
         ("buffer.batch_groups", raw.buffer.batch_groups),
         ("buffer.max_uses", raw.buffer.max_uses as usize),
         ("buffer.max_mib", usize::try_from(raw.buffer.max_mib).unwrap_or(usize::MAX)),

@@ -247,8 +247,9 @@ pub struct Rollout {
     pub ignore_stop: bool,
     /// Sequences decoded together. vLLM `max_num_seqs`, AReaL `max_concurrent_rollouts`.
     pub max_running: usize,
-    /// Prompt tokens read per decoding step. vLLM `max_num_batched_tokens`.
-    pub prefill_chunk: usize,
+    /// Prompt tokens read per decoding step; 256, or 2048 on a device, if not given. vLLM `max_num_batched_tokens`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prefill_chunk: Option<usize>,
     /// Tokens that the paged KV cache holds; enough for `max_running` sequences of full length if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_cache_tokens: Option<usize>,
@@ -286,7 +287,7 @@ impl Default for Rollout {
             stop_token_ids: Vec::new(),
             ignore_stop: false,
             max_running: 64,
-            prefill_chunk: 256,
+            prefill_chunk: None,
             kv_cache_tokens: None,
             interrupt_text: None,
             interrupt_after_min: None,

@@ -16,8 +16,9 @@ use super::Named;
 use crate::error::{DeviceError, Result};
 
 /// What sources include, in an order in which each needs only those before it.
-const HEADERS: [(&str, &str); 2] = [
+const HEADERS: [(&str, &str); 3] = [
     ("#include \"common.cuh\"", include_str!("../../kernels/common.cuh")),
+    ("#include \"attention.cuh\"", include_str!("../../kernels/attention.cuh")),
     ("#include \"distribution.cuh\"", include_str!("../../kernels/distribution.cuh")),
 ];
 /// Shared memory that a kernel has without asking, bytes.
@@ -38,6 +39,7 @@ sources!(
     "heads.cu",
     "norm.cu",
     "paged.cu",
+    "prefill.cu",
     "rows.cu",
     "sampling.cu",
     "swiglu.cu",

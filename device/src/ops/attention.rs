@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::memory::{Buffer, View, ViewMut};
 
 /// Queries, and keys, of one block, as in `kernels/attention.cu`.
-const TILE: usize = 64;
+pub(super) const TILE: usize = 64;
 /// Keys, or queries, that a warp of the plain kernels takes at a time.
 const LANES: usize = 32;
 /// Values between the rows of a tile of the tensor cores.
@@ -193,7 +193,7 @@ fn key_tiles(segments: &[Segment]) -> Vec<KeyTile> {
 
 /// Which kernels a shape is for.
 #[derive(Clone, Copy, Debug)]
-struct Kernels<T> {
+pub(super) struct Kernels<T> {
     /// Whether they use the tensor cores.
     tensor: bool,
     dim: usize,
@@ -201,14 +201,14 @@ struct Kernels<T> {
 }
 
 impl<T: Storage> Kernels<T> {
-    fn new(shape: HeadShape) -> Self {
+    pub(super) fn new(shape: HeadShape) -> Self {
         let HeadShape { heads, kv_heads, head_dim: dim } = shape;
         assert!(kv_heads > 0 && heads.is_multiple_of(kv_heads), "{heads} heads in groups of {kv_heads}");
         assert!((1..=MAX_HEAD_DIM).contains(&dim), "a head of {dim}; at most {MAX_HEAD_DIM} are supported");
         Self { tensor: T::NARROW && matches!(dim, 64 | 128), dim, storage: std::marker::PhantomData }
     }
 
-    fn name(self, what: &str) -> String {
+    pub(super) fn name(self, what: &str) -> String {
         if self.tensor {
             format!("{what}_{}_{}", T::SUFFIX, self.dim)
         } else {
@@ -216,12 +216,12 @@ impl<T: Storage> Kernels<T> {
         }
     }
 
-    fn threads(self) -> usize {
+    pub(super) fn threads(self) -> usize {
         if self.tensor { 128 } else { 256 }
     }
 
     /// Shared memory of the forward, bytes: keys and values twice, or queries, keys, values and weights.
-    fn forward(self) -> usize {
+    pub(super) fn forward(self) -> usize {
         match self.tensor {
             true => self.narrow_rows(4 * TILE),
             false => size_of::<f32>() * (TILE * self.dim + 2 * LANES * (self.dim + 1) + TILE * LANES),
@@ -250,16 +250,16 @@ impl<T: Storage> Kernels<T> {
 
     /// # Panics
     /// If values do not begin where 16 bytes can be moved at once.
-    fn check(self, view: View<'_, T>) {
+    pub(super) fn check(self, view: View<'_, T>) {
         assert!(!self.tensor || view.address().is_multiple_of(16), "values begin on a boundary of 16 bytes");
     }
 }
 
-fn shape_arguments(shape: HeadShape) -> [Argument; 3] {
+pub(super) fn shape_arguments(shape: HeadShape) -> [Argument; 3] {
     [shape.heads, shape.kv_heads, shape.head_dim].map(|n| size(n).into())
 }
 
-fn scale(shape: HeadShape) -> Argument {
+pub(super) fn scale(shape: HeadShape) -> Argument {
     (shape.head_dim as f32).powf(-0.5).into()
 }
 

@@ -5,7 +5,7 @@
 //!
 //! # Layout
 //! - [`norm`], [`heads`], [`swiglu`]: between the matrix products of a layer
-//! - [`attention`], [`paged`]: over packed sequences, and over a cache in pages
+//! - [`attention`]: over packed sequences; [`paged`], [`prefill`]: over a cache in pages, of one new token and of several
 //! - [`head`], [`sampling`]: what logits say about tokens, and tokens drawn from them
 //! - [`rows`], [`vectors`]: rows picked and summed, and flat vectors
 //! - [`adamw`]: the optimizer
@@ -18,6 +18,7 @@ pub mod head;
 pub mod heads;
 pub mod norm;
 pub mod paged;
+pub mod prefill;
 pub mod rows;
 pub mod sampling;
 pub mod swiglu;

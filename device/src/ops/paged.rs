@@ -18,8 +18,8 @@ pub const PAGE: usize = 16;
 /// The slot of a token that is not to be written.
 pub const NO_SLOT: u32 = u32::MAX;
 
-/// Pages of one block.
-const PART: usize = 16;
+/// Pages of one block, each of which leaves a part of the result of a token in scratch.
+pub const PART: usize = 16;
 /// Threads of a block, and warps.
 const THREADS_OF_PART: usize = 128;
 const WARPS: usize = 4;

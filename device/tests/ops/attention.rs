@@ -129,7 +129,12 @@ fn steep<T: Storage>(len: usize, seed: u64) -> Vec<T> {
     narrow(noise(len, seed).into_iter().map(|x| 2.0 * x).collect())
 }
 
-fn forward<T: Storage>(device: &Device, qkv: &[T], list: &[Segment], shape: HeadShape) -> (Vec<T>, Vec<f32>) {
+pub(super) fn forward<T: Storage>(
+    device: &Device,
+    qkv: &[T],
+    list: &[Segment],
+    shape: HeadShape,
+) -> (Vec<T>, Vec<f32>) {
     let rows = qkv.len() / shape.width();
     let on_segments = Segments::new(device, list, rows).unwrap();
     let on_qkv = device.upload(qkv).unwrap();

@@ -7,6 +7,7 @@ mod head;
 mod heads;
 mod norm;
 mod paged;
+mod prefill;
 mod rows;
 mod sampling;
 mod support;

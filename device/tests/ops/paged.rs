@@ -13,19 +13,19 @@ use super::attention::{Reference, shape};
 use super::support::{narrow, wide, widen};
 
 /// Sequences in a cache of which every other page, and what lies behind the end of a sequence, is not a number.
-struct Cached<T: Storage> {
-    shape: HeadShape,
-    max_pages: usize,
+pub(super) struct Cached<T: Storage> {
+    pub(super) shape: HeadShape,
+    pub(super) max_pages: usize,
     /// `[rows, width]` of all sequences.
-    qkv: Vec<T>,
+    pub(super) qkv: Vec<T>,
     /// Rows of each sequence.
-    segments: Vec<Segment>,
-    tables: Buffer<u32>,
-    cache: Buffer<T>,
+    pub(super) segments: Vec<Segment>,
+    pub(super) tables: Buffer<u32>,
+    pub(super) cache: Buffer<T>,
 }
 
 impl<T: Storage> Cached<T> {
-    fn new(device: &Device, lengths: &[usize], max_pages: usize, shape: HeadShape) -> Self {
+    pub(super) fn new(device: &Device, lengths: &[usize], max_pages: usize, shape: HeadShape) -> Self {
         let rows: usize = lengths.iter().sum();
         let qkv: Vec<T> = narrow(noise(rows * shape.width(), 7).into_iter().map(|x| 2.0 * x).collect());
         let mut segments = Vec::new();

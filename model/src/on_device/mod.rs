@@ -24,6 +24,7 @@ use device::{Buffer, Device, Result, Storage, bf16};
 use serde::{Deserialize, Serialize};
 
 pub use self::sampler::{DeviceSampler, DrawRequest, StagedWeights};
+pub use self::steps::recorded_tokens;
 pub use self::train::DeviceTrace;
 pub use self::units::{FlatGradients, UnitGradients, UnitWeights, Whole};
 use crate::decoder::Places;

@@ -172,7 +172,8 @@ impl DeviceMemory {
             "activations" => {
                 Some("lower `trainer.microbatch_tokens`, or set `trainer.recompute = \"block\"`")
             }
-            "kv cache" | "decoding" => Some("lower `rollout.kv_cache_tokens` or `rollout.max_running`"),
+            "kv cache" => Some("lower `rollout.kv_cache_tokens` or `rollout.max_running`"),
+            "decoding" => Some("lower `rollout.prefill_chunk` or `rollout.max_running`"),
             "master" | "optimizer" => Some("set `placement.optimizer = \"host\"`, or raise `trainer.world`"),
             "gradients" => Some("share them over more ranks (`trainer.world`, `trainer.zero = 2`)"),
             "policy" | "served" | "next" | "slots" | "reference" if self.dtype == Dtype::F32 => {
@@ -357,7 +358,10 @@ mod tests {
             ("served", 2 * weights),
             ("next", 2 * weights),
             ("kv cache", 640 * 2 * 2 * 2 * 8),
-            ("decoding", (10 + 160) * 2 * (attention + gate_up) + 10 * 10 * 2 * 4),
+            (
+                "decoding",
+                (10 + 160) * (2 * (attention + gate_up) + 2 * 16 + 4 * 4) + 4 * 256 + 10 * 10 * 2 * 4,
+            ),
             ("cuda", (512 + 2 * 32) << 20),
         ];
         let found: Vec<_> = device.parts.iter().map(|part| (part.name, part.bytes)).collect();

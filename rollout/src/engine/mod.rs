@@ -56,6 +56,16 @@ pub struct EngineConfig {
     pub seed: u64,
 }
 
+impl EngineConfig {
+    /// What [`Self::prefill_chunk`] is where nobody says it. On the processor it keeps steps short for the sequences that
+    /// decode beside it; a device has to read all weights in every step, and what is not one token of each sequence is not
+    /// replayed: few large chunks cost it less than many small ones.
+    #[must_use]
+    pub fn usual_prefill_chunk(on_device: bool) -> usize {
+        if on_device { 2048 } else { 256 }
+    }
+}
+
 /// What an engine has done since it was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct EngineCounts {

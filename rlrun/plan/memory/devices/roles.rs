@@ -2,6 +2,7 @@
 //!
 //! Invariant: parts of ranks are those of all ranks together, divided among them.
 
+use device::ops::paged::{PAGE, PART};
 use model::{Config, Layout};
 
 use super::super::{
@@ -20,7 +21,7 @@ pub(super) fn training(
     (size, devices): (&Size, &Devices),
 ) {
     let (layout, ranks, world) = (Layout::new(config), counts.ranks, (recipe.trainer.world as u64).max(1));
-    let width = size.weights / (layout.len() as u64).max(1);
+    let width = value_bytes(&layout, size);
     // Of what all ranks have together, that of those here.
     let of_those_here = |all: u64| product(&[all.div_ceil(world), ranks]);
     let trained = Trained::of(recipe, config);
@@ -58,6 +59,11 @@ pub(super) fn training(
     }
 }
 
+/// Bytes that a weight is stored in.
+fn value_bytes(layout: &Layout, size: &Size) -> u64 {
+    size.weights / (layout.len() as u64).max(1)
+}
+
 /// What is moved in f32 beside what is computed with, of all ranks, bytes. Ranks that exchange from device to device have it
 /// in any case, and where each computes with all weights also its own part of them once more.
 fn masters(layout: &Layout, width: u64, (recipe, devices): (&Recipe, &Devices)) -> u64 {
@@ -76,11 +82,31 @@ pub(super) fn sampling(
     let weights = product(&[samplers, size.weights]);
     let cache = product(&[samplers, cache_positions(recipe), size.cache_per_token]);
     let logits = product(&[2, F32, recipe.rollout.max_running as u64, config.vocab_size as u64]);
-    let step = product(&[decoding_rows(recipe), size.layer_per_token]).saturating_add(logits);
+    let per_token = size.layer_per_token.saturating_add(activated(config, size));
+    let step = product(&[decoding_rows(recipe), per_token])
+        .saturating_add(parts_of_contexts(recipe, config))
+        .saturating_add(logits);
     parts.push(part("served", "the version that is sampled from", weights));
     parts.push(part("next", "the version that comes in beside the decoding", weights));
     parts.push(part("kv cache", "keys and values of all running sequences", cache));
     parts.push(part("decoding", "one step of all running sequences", product(&[samplers, step])));
+}
+
+/// What a step has of a token beside its way through a layer, bytes: the activation, and the angles of its position.
+fn activated(config: &Config, size: &Size) -> u64 {
+    let width = value_bytes(&Layout::new(config), size);
+    width * config.intermediate_size as u64 + F32 * config.head_dim as u64
+}
+
+/// Scratch of attention over contexts in several parts, of all running sequences at their longest, bytes. Sizes are rounded
+/// up as those of the steps.
+fn parts_of_contexts(recipe: &Recipe, config: &Config) -> u64 {
+    let longest = recipe.data.max_prompt_length.saturating_add(recipe.rollout.max_completion_length);
+    let parts = longest.div_ceil(PAGE).checked_next_power_of_two().unwrap_or(usize::MAX).div_ceil(PART);
+    let of_part = config.num_heads * (config.head_dim + 2);
+    let sequences = model::on_device::recorded_tokens(recipe.rollout.max_running);
+    let values = product(&[sequences as u64, parts as u64, of_part as u64]);
+    product(&[F32, values.checked_next_power_of_two().unwrap_or(values)])
 }
 
 /// When a part is there, where sampler and trainer take turns.

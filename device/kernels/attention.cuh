@@ -1,0 +1,357 @@
+// What attention of tiles of queries is made of, over keys and values in a pack or in pages.
+//
+// Keys are numbered by "places", in the order in which queries see them, and tiles of keys begin at fixed places: a query
+// meets the same tiles, and its result has the same bits, wherever its keys lie and whatever else is in the batch.
+//
+// Two families: on the tensor cores for bf16 heads of 64 and 128, and plain f32 for everything else, up to 256.
+#pragma once
+#include "common.cuh"
+
+#define UNROLL _Pragma("unroll")
+
+namespace attention {
+// Queries, and keys, of one block; src/ops/attention.rs and src/ops/prefill.rs make their lists by it.
+constexpr int TILE = 64;
+// Values between the rows of a tile in shared memory, so that rows begin in different banks.
+constexpr int PAD = 8;
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// Rows of queries, and those of what comes before them.
+struct Segment { int first, end, prefix_first, prefix_end; };
+// Columns of a row.
+struct Heads { int heads, kv_heads, dim; };
+
+DEVICE int64 row_width(const Heads& of) { return int64(of.heads + 2 * of.kv_heads) * of.dim; }
+DEVICE int64 query_width(const Heads& of) { return int64(of.heads) * of.dim; }
+DEVICE int group_of(const Heads& of) { return of.heads / of.kv_heads; }
+DEVICE int key_column(const Heads& of, int kv) { return (of.heads + kv) * of.dim; }
+DEVICE int value_column(const Heads& of, int kv) { return (of.heads + of.kv_heads + kv) * of.dim; }
+
+// A tile of queries of one head: the place of the first query, and how many places the last one sees.
+struct QueryBlock {
+    Heads of;
+    Segment segment;
+    int head, kv, first, first_place, seen;
+};
+
+// Of the calling block, in a grid of [heads, tiles].
+DEVICE QueryBlock query_block(const Heads& of, const Segment& segment, int first) {
+    const int head = blockIdx.x, first_place = segment.prefix_end - segment.prefix_first + first - segment.first;
+    return {of, segment, head, head / group_of(of), first, first_place, first_place + min(TILE, segment.end - first)};
+}
+
+// The row of a query, negative beyond the end.
+DEVICE int query_row(const QueryBlock& block, int i) { return block.first + i < block.segment.end ? block.first + i : -1; }
+
+// Where the keys and values of a block are: in rows of the pack, or of the cache, if there is a table of its pages.
+template <typename T> struct KeyRows {
+    const T *keys, *values;
+    int64 stride;
+    const uint32* pages;
+    // From one page of the cache to the next.
+    int page_rows;
+};
+
+template <typename T> DEVICE KeyRows<T> keys_in_pack(const T* qkv, const QueryBlock& block) {
+    const Heads& of = block.of;
+    return {qkv + key_column(of, block.kv), qkv + value_column(of, block.kv), row_width(of), nullptr, 0};
+}
+
+// The row of a place, negative behind what the block sees.
+template <typename T> DEVICE int key_row(const KeyRows<T>& from, const QueryBlock& block, int place) {
+    const Segment& segment = block.segment;
+    if (place >= block.seen) return -1;
+    if (from.pages) return int(from.pages[place / PAGE]) * from.page_rows + place % PAGE;
+    int own = place - (segment.prefix_end - segment.prefix_first);
+    return own < 0 ? segment.prefix_first + place : segment.first + own;
+}
+
+// ---------------------------------------------------------------------------------------------------- tensor cores
+
+DEVICE float exp2_fast(float value) {
+#ifdef RLRUN_EMULATED
+    return exp2f(value);
+#else
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+    return result;
+#endif
+}
+
+// `copy_async` of one f32, or zero.
+DEVICE void copy_async_word(float* to, const float* from, bool valid) {
+#ifdef RLRUN_EMULATED
+    *to = valid ? *from : 0.0f;
+#else
+    uint32 address = (uint32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address), "l"(from), "r"(valid ? 4 : 0));
+#endif
+}
+
+// Starts to copy `D` columns of `N` rows to a tile; `row` tells the row for each, negative for one of zeros.
+template <int D, int N, typename Row> DEVICE void copy_tile(bf16* to, const bf16* from, int64 stride, Row row) {
+    constexpr int CHUNKS = D / 8;
+    UNROLL for (int i = 0; i < N * CHUNKS / 128; ++i) {
+        int chunk = i * 128 + int(threadIdx.x);
+        int r = chunk / CHUNKS, column = chunk % CHUNKS * 8;
+        int at = row(r);
+        copy_async(to + r * (D + PAD) + column, from + (at < 0 ? 0 : at) * stride + column, at < 0 ? 0 : 16);
+    }
+}
+
+// Starts to copy the keys and values of the places from `first` on.
+template <int D>
+DEVICE void fetch_keys(bf16* keys, bf16* values, const KeyRows<bf16>& from, const QueryBlock& block, int first) {
+    auto row = [&](int i) { return key_row(from, block, first + i); };
+    copy_tile<D, TILE>(keys, from.keys, from.stride, row);
+    copy_tile<D, TILE>(values, from.values, from.stride, row);
+    copy_commit();
+}
+
+// Two products with the halves of 16 x 16 values as `load_a` and `load_a_transposed` give them.
+DEVICE void mma_pair(float (&low)[4], float (&high)[4], const uint32 (&a)[4], const uint32 (&b)[4]) {
+    const uint32 first[2] = {b[0], b[2]}, second[2] = {b[1], b[3]};
+    mma(low, a, first);
+    mma(high, a, second);
+}
+
+// c [16, N] += a [16, D] * b [N, D]^T, `b` a tile; `load` gives the operand of 16 columns of `a`.
+template <int D, int N, typename Load> DEVICE void add_dots(float (&c)[N / 8][4], const bf16* b, Load load) {
+    UNROLL for (int k = 0; k < D / 16; ++k) {
+        uint32 rows[4];
+        load(rows, k);
+        UNROLL for (int n = 0; n < N / 16; ++n) {
+            uint32 columns[4];
+            load_a(columns, b + 16 * n * (D + PAD) + 16 * k, D + PAD);
+            mma_pair(c[2 * n], c[2 * n + 1], rows, columns);
+        }
+    }
+}
+
+// The same for the calling warp's 16 rows of a tile.
+template <int D, int N> DEVICE void add_tile_dots(float (&c)[N / 8][4], const bf16* a, const bf16* b) {
+    const bf16* own = a + 16 * warp_index() * (D + PAD);
+    add_dots<D, N>(c, b, [&](uint32(&rows)[4], int k) { load_a(rows, own + 16 * k, D + PAD); });
+}
+
+// c [16, D] += weights [16, N] * b [N, D], `b` a tile: results of a product are the left side of the next as they lie.
+template <int D, int N> DEVICE void add_weighted(float (&c)[D / 8][4], const float (&weights)[N / 8][4], const bf16* b) {
+    UNROLL for (int k = 0; k < N / 16; ++k) {
+        const float(&low)[4] = weights[2 * k];
+        const float(&high)[4] = weights[2 * k + 1];
+        const uint32 a[4] = {pack_bf16(low[0], low[1]), pack_bf16(low[2], low[3]), pack_bf16(high[0], high[1]),
+                             pack_bf16(high[2], high[3])};
+        UNROLL for (int n = 0; n < D / 16; ++n) {
+            uint32 columns[4];
+            load_a_transposed(columns, b + 16 * k * (D + PAD) + 16 * n, D + PAD);
+            mma_pair(c[2 * n], c[2 * n + 1], a, columns);
+        }
+    }
+}
+
+// Waits for the tiles that the next products need, `more` having been started after them.
+DEVICE void await_tiles(bool more) {
+    more ? copy_wait<1>() : copy_wait<0>();
+    BLOCK_SYNC();
+}
+
+// Over the lanes that hold one row of a result of `mma`.
+DEVICE float quad_sum(float value) {
+    value += shuffle_xor(value, 1);
+    return value + shuffle_xor(value, 2);
+}
+
+DEVICE void store_pair(bf16* to, float low, float high) { *reinterpret_cast<uint32*>(to) = pack_bf16(low, high); }
+
+// Scores of two rows of queries become weights `2^(scale * (score - top))`, and what was summed before is brought to the new top.
+template <int D>
+DEVICE void soften(float (&s)[TILE / 8][4], float (&sums)[D / 8][4], float (&top)[2], float (&total)[2], float scale) {
+    UNROLL for (int r = 0; r < 2; ++r) {
+        float high = top[r];
+        UNROLL for (int n = 0; n < TILE / 8; ++n) high = fmaxf(high, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+        high = fmaxf(high, shuffle_xor(high, 1));
+        high = fmaxf(high, shuffle_xor(high, 2));
+        float kept = exp2_fast((top[r] - high) * scale), shift = high * scale;
+        float sum = total[r] * kept;
+        UNROLL for (int i = 0; i < TILE / 4; ++i) {
+            float& weight = s[i / 2][2 * r + i % 2];
+            weight = exp2_fast(fmaf(weight, scale, -shift));
+            sum += weight;
+        }
+        UNROLL for (int n = 0; n < D / 8; ++n) {
+            sums[n][2 * r] *= kept;
+            sums[n][2 * r + 1] *= kept;
+        }
+        total[r] = sum;
+        top[r] = high;
+    }
+}
+
+// The results of a block's queries, and if they are wanted `log_sums [heads, rows]`.
+template <int D>
+DEVICE void attend(const bf16* qkv, const KeyRows<bf16>& from, const QueryBlock& block, int rows, float scale, bf16* out,
+                   float* log_sums) {
+    constexpr int SIZE = TILE * (D + PAD);
+    DYNAMIC_SHARED(bf16, shared);
+    bf16 *keys = shared, *values = shared + 2 * SIZE;
+    const Heads& of = block.of;
+    const int warp = warp_index(), g = lane_index() / 4, t2 = lane_index() % 4 * 2;
+    auto query = [&](int i) { return query_row(block, i); };
+    auto fetch = [&](int t) { fetch_keys<D>(keys + (t & 1) * SIZE, values + (t & 1) * SIZE, from, block, t * TILE); };
+    // Queries pass through the second tile of keys on their way to registers.
+    copy_tile<D, TILE>(keys + SIZE, qkv + block.head * D, row_width(of), query);
+    copy_commit();
+    fetch(0);
+    await_tiles(true);
+    uint32 q[D / 16][4];
+    UNROLL for (int k = 0; k < D / 16; ++k) load_a(q[k], keys + SIZE + 16 * warp * (D + PAD) + 16 * k, D + PAD);
+    BLOCK_SYNC();
+
+    float sums[D / 8][4] = {}, top[2] = {-INFINITE, -INFINITE}, total[2] = {};
+    const int count = (block.seen + TILE - 1) / TILE;
+    for (int t = 0; t < count; ++t) {
+        if (t + 1 < count) fetch(t + 1);
+        await_tiles(t + 1 < count);
+        float s[TILE / 8][4] = {};
+        add_dots<D, TILE>(s, keys + (t & 1) * SIZE, [&](uint32(&a)[4], int k) {
+            UNROLL for (int i = 0; i < 4; ++i) a[i] = q[k][i];
+        });
+        if ((t + 1) * TILE - 1 > block.first_place) {
+            UNROLL for (int i = 0; i < TILE / 2; ++i) {
+                int n = i / 4, e = i % 4, place = t * TILE + 8 * n + t2 + (e & 1);
+                if (place > block.first_place + 16 * warp + g + 8 * (e >> 1)) s[n][e] = -INFINITE;
+            }
+        }
+        soften<D>(s, sums, top, total, scale * LOG2_E);
+        add_weighted<D, TILE>(sums, s, values + (t & 1) * SIZE);
+        BLOCK_SYNC();
+    }
+
+    UNROLL for (int r = 0; r < 2; ++r) {
+        float sum = quad_sum(total[r]);
+        int row = query(16 * warp + g + 8 * r);
+        if (row < 0) continue;
+        if (log_sums && t2 == 0) log_sums[int64(block.head) * rows + row] = top[r] * scale + logf(sum);
+        float inverse = 1.0f / sum;
+        bf16* to = out + row * query_width(of) + block.head * D + t2;
+        UNROLL for (int n = 0; n < D / 8; ++n) store_pair(to + 8 * n, sums[n][2 * r] * inverse, sums[n][2 * r + 1] * inverse);
+    }
+}
+
+// ------------------------------------------------------------------------------------------------------------ plain
+
+// Keys, or queries, that the lanes of a warp take at a time.
+// Rows of a tile that each of the 8 warps has, and columns that each lane has, 32 apart.
+constexpr int LANES = 32, SHARE = 8, COLUMNS = 8;
+
+// `count` rows of `dim` values to rows `stride` apart; `row` tells the row for each, negative for one of zeros.
+template <typename T, typename Row>
+DEVICE void load_rows(float* to, int stride, int count, const T* from, int64 from_stride, int dim, Row row) {
+    for (int i = warp_index(); i < count; i += 8) {
+        int at = row(i);
+        for (int c = lane_index(); c < dim; c += 32) to[i * stride + c] = at < 0 ? 0.0f : load(from[at * from_stride + c]);
+    }
+}
+
+// The keys and values of the places from `first` on, when all are done with those before.
+template <typename T>
+DEVICE void load_keys(float* keys, float* values, const KeyRows<T>& from, const QueryBlock& block, int first) {
+    auto row = [&](int i) { return key_row(from, block, first + i); };
+    const int dim = block.of.dim;
+    BLOCK_SYNC();
+    load_rows(keys, dim + 1, LANES, from.keys, from.stride, dim, row);
+    load_rows(values, dim + 1, LANES, from.values, from.stride, dim, row);
+    BLOCK_SYNC();
+}
+
+// The products of a warp's rows with the one of each lane, which lie `dim + 1` apart: in different banks.
+DEVICE void dots(float (&s)[SHARE], const float* rows, const float* lanes, int dim) {
+    const float* own = lanes + lane_index() * (dim + 1);
+    for (int r = 0; r < SHARE; ++r) s[r] = 0.0f;
+    for (int d = 0; d < dim; ++d) {
+        float value = own[d];
+        for (int r = 0; r < SHARE; ++r) s[r] = fmaf(rows[r * dim + d], value, s[r]);
+    }
+}
+
+// sums += weights [SHARE, LANES] * from [LANES, dim], rows of the latter `dim + 1` apart.
+DEVICE void add_rows(float (&sums)[SHARE][COLUMNS], const float* weights, const float* from, int dim) {
+    for (int j = 0; j < LANES; ++j) {
+        for (int c = 0; c < COLUMNS; ++c) {
+            int column = 32 * c + lane_index();
+            if (32 * c >= dim) break;
+            float value = column < dim ? from[j * (dim + 1) + column] : 0.0f;
+            for (int r = 0; r < SHARE; ++r) sums[r][c] = fmaf(weights[r * LANES + j], value, sums[r][c]);
+        }
+    }
+}
+
+template <typename T> DEVICE void store_row(T* to, const float (&sums)[COLUMNS], float by, int dim) {
+    for (int c = 0; c < COLUMNS; ++c) {
+        int column = 32 * c + lane_index();
+        if (column < dim) store(to + column, sums[c] * by);
+    }
+}
+
+// What `attend` makes. For the gradient: that of a block's queries, and `deltas`.
+template <typename T, bool GRADIENT>
+DEVICE void plain_queries(const T* qkv, const KeyRows<T>& from, const QueryBlock& block, int rows, float scale, const T* out,
+                          float* log_sums, const T* gradient, float* deltas, T* to) {
+    DYNAMIC_SHARED(float, shared);
+    const Heads& of = block.of;
+    const int dim = of.dim, part = LANES * (dim + 1), first = warp_index() * SHARE;
+    float *queries = shared, *keys = queries + TILE * dim, *values = keys + part, *weights = values + part + first * LANES;
+    float* slopes = values + part + TILE * LANES;
+    auto query = [&](int i) { return query_row(block, i); };
+    load_rows(queries, dim, TILE, qkv + block.head * dim, row_width(of), dim, query);
+    if (GRADIENT) load_rows(slopes, dim, TILE, gradient + block.head * dim, query_width(of), dim, query);
+    BLOCK_SYNC();
+
+    // Of a row: the highest score so far and the sum of weights by it, or log_sum and delta.
+    float top[SHARE], total[SHARE], sums[SHARE][COLUMNS] = {};
+    UNROLL for (int r = 0; r < SHARE; ++r) {
+        top[r] = -INFINITE, total[r] = 0.0f;
+        int row = query(first + r);
+        if (!GRADIENT || row < 0) continue;
+        const T* result = out + row * query_width(of) + block.head * dim;
+        for (int c = lane_index(); c < dim; c += 32) total[r] += load(result[c]) * slopes[(first + r) * dim + c];
+        total[r] = warp_sum(total[r]);
+        top[r] = log_sums[int64(block.head) * rows + row];
+        if (lane_index() == 0) deltas[int64(block.head) * rows + row] = total[r];
+    }
+    for (int start = 0; start < block.seen; start += LANES) {
+        load_keys(keys, values, from, block, start);
+        float s[SHARE], d[SHARE];
+        dots(s, queries + first * dim, keys, dim);
+        if (GRADIENT) dots(d, slopes + first * dim, values, dim);
+        UNROLL for (int r = 0; r < SHARE; ++r) {
+            float score = start + int(lane_index()) <= block.first_place + first + r ? s[r] * scale : -INFINITE;
+            if (GRADIENT) {
+                weights[r * LANES + lane_index()] = expf(score - top[r]) * (d[r] - total[r]);
+                continue;
+            }
+            float high = fmaxf(top[r], warp_max(score)), kept = expf(top[r] - high), weight = expf(score - high);
+            weights[r * LANES + lane_index()] = weight;
+            total[r] = total[r] * kept + weight;
+            top[r] = high;
+            UNROLL for (int c = 0; c < COLUMNS; ++c) sums[r][c] *= kept;
+        }
+        WARP_SYNC();
+        add_rows(sums, weights, GRADIENT ? keys : values, dim);
+    }
+    UNROLL for (int r = 0; r < SHARE; ++r) {
+        int row = query(first + r);
+        float sum = GRADIENT ? 1.0f : warp_sum(total[r]);
+        if (row < 0) continue;
+        if (!GRADIENT && log_sums && lane_index() == 0) log_sums[int64(block.head) * rows + row] = top[r] + logf(sum);
+        int64 stride = GRADIENT ? row_width(of) : query_width(of);
+        store_row(to + row * stride + block.head * dim, sums[r], GRADIENT ? scale : 1.0f / sum, dim);
+    }
+}
+
+template <typename T>
+DEVICE void plain_attend(const T* qkv, const KeyRows<T>& from, const QueryBlock& block, int rows, float scale, T* out,
+                         float* log_sums) {
+    plain_queries<T, false>(qkv, from, block, rows, scale, nullptr, log_sums, nullptr, nullptr, out);
+}
+}  // namespace attention

@@ -1,0 +1,50 @@
+// Attention of the new tokens of sequences over a cache in pages, several tokens of each.
+//
+// What `paged.cu` reads once for every token is read once for every tile of queries here. It is the forward of the trainer
+// with keys from pages: the bits are the same.
+#include "common.cuh"
+#include "attention.cuh"
+
+namespace prefill {
+using namespace attention;
+
+// At most TILE queries `first..end`, the first of them at `place` of a sequence.
+struct PageTile { int first, end, place, sequence; };
+
+DEVICE QueryBlock query_block(const PageTile& tile, const Heads& of) {
+    return attention::query_block(of, Segment{tile.first, tile.end, 0, tile.place}, tile.first);
+}
+
+template <typename T>
+DEVICE KeyRows<T> keys_in_pages(const T* cache, const uint32* tables, int max_pages, const PageTile& tile, const QueryBlock& block) {
+    const Heads& of = block.of;
+    const T* keys = cache + block.kv * PAGE * of.dim;
+    const T* values = keys + of.kv_heads * PAGE * of.dim;
+    return {keys, values, of.dim, tables + int64(tile.sequence) * max_pages, 2 * of.kv_heads * PAGE};
+}
+
+// Grid [heads, tiles].
+template <int D>
+DEVICE void forward(const bf16* qkv, const bf16* cache, const PageTile& tile, const uint32* tables, int max_pages,
+                    const Heads& all, float scale, bf16* out) {
+    const QueryBlock block = query_block(tile, {all.heads, all.kv_heads, D});
+    attend<D>(qkv, keys_in_pages(cache, tables, max_pages, tile, block), block, 0, scale, out, nullptr);
+}
+
+template <typename T>
+DEVICE void plain_forward(const T* qkv, const T* cache, const PageTile& tile, const uint32* tables, int max_pages,
+                          const Heads& of, float scale, T* out) {
+    const QueryBlock block = query_block(tile, of);
+    plain_attend(qkv, keys_in_pages(cache, tables, max_pages, tile, block), block, 0, scale, out, nullptr);
+}
+
+#define PREFILL_KERNEL(threads, name, T, forward)                                                                           \
+    KERNEL(threads, prefill_attention_##name, const T* qkv, const T* cache, const PageTile* tiles, const uint32* tables,    \
+           int max_pages, int heads, int kv_heads, int dim, float scale, T* out) {                                          \
+        forward(qkv, cache, tiles[blockIdx.y], tables, max_pages, Heads{heads, kv_heads, dim}, scale, out);                 \
+    }
+PREFILL_KERNEL(128, bf16_64, bf16, forward<64>)
+PREFILL_KERNEL(128, bf16_128, bf16, forward<128>)
+PREFILL_KERNEL(256, bf16, bf16, plain_forward<bf16>)
+PREFILL_KERNEL(256, f32, float, plain_forward<float>)
+}  // namespace prefill

@@ -1,0 +1,71 @@
+//! Attention of chunks over a cache in pages: the bits of attention over whole sequences.
+
+use std::ops::Range;
+
+use device::ops::heads::HeadShape;
+use device::ops::prefill::{Chunk, Chunks, prefill_attention};
+use device::{Device, Storage, bf16};
+
+use crate::common::{assert_close, devices};
+
+use super::attention::{Reference, forward, shape};
+use super::paged::Cached;
+use super::support::{wide, widen};
+
+/// Results of `places` of sequences, one behind the other.
+fn attend<T: Storage>(device: &Device, cached: &Cached<T>, chunks: &[(usize, Range<usize>)]) -> Vec<T> {
+    let (mut rows, mut list) = (Vec::new(), Vec::new());
+    let width = cached.shape.width();
+    for (sequence, places) in chunks {
+        let (from, begin) = (cached.segments[*sequence].rows.start, rows.len() / width);
+        rows.extend_from_slice(&cached.qkv[(from + places.start) * width..(from + places.end) * width]);
+        list.push(Chunk { rows: begin..begin + places.len(), position: places.start, sequence: *sequence });
+    }
+    let list = Chunks::new(device, &list).unwrap();
+    let qkv = device.upload(&rows).unwrap();
+    let mut out = device.zeros::<T>(rows.len() / width * cached.shape.query_width()).unwrap();
+    let tables = (cached.tables.all(), cached.max_pages);
+    prefill_attention(device, qkv.all(), cached.cache.all(), &list, tables, cached.shape, out.all_mut())
+        .unwrap();
+    device.download(out.all()).unwrap()
+}
+
+fn check<T: Storage + PartialEq>(shape: HeadShape, tolerance: f64) {
+    let width = shape.query_width();
+    for device in devices() {
+        let lengths = [1, 15, 64, 65, 130, 200];
+        let cached = Cached::<T>::new(&device, &lengths, 16, shape);
+        let whole: Vec<_> = lengths.iter().copied().enumerate().map(|(i, length)| (i, 0..length)).collect();
+        let found = attend(&device, &cached, &whole);
+        let qkv = wide(&cached.qkv);
+        let (expected, _) = Reference { qkv: &qkv, shape }.forward(&cached.segments);
+        assert_close(&widen(&found), &expected, tolerance);
+        let (in_a_pack, _) = forward(&device, &cached.qkv, &cached.segments, shape);
+        assert!(found == in_a_pack, "the bits of a pack");
+
+        // However they are cut, in any order.
+        let cut = [(5, 70..200), (4, 127..130), (0, 0..1), (4, 0..127), (5, 0..70), (3, 64..65)];
+        let pieces = attend(&device, &cached, &cut);
+        let mut at = 0;
+        for (sequence, places) in cut {
+            let from = cached.segments[sequence].rows.start + places.start;
+            let of_whole = &found[from * width..(from + places.len()) * width];
+            assert!(pieces[at..at + of_whole.len()] == *of_whole, "{places:?} of sequence {sequence}");
+            at += of_whole.len();
+        }
+        assert!(attend(&device, &cached, &[]).is_empty());
+    }
+}
+
+#[test]
+fn plain_kernels_are_right() {
+    check::<f32>(shape(2, 1, 16), 1e-5);
+    check::<f32>(shape(3, 3, 7), 1e-5);
+    check::<bf16>(shape(2, 1, 40), 1e-2);
+}
+
+#[test]
+fn kernels_of_the_tensor_cores_are_right() {
+    check::<bf16>(shape(4, 2, 64), 1e-2);
+    check::<bf16>(shape(2, 2, 128), 1e-2);
+}
