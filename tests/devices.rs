@@ -119,7 +119,7 @@ fn a_broadcast_within_a_process_brings_the_same_bits() {
 }
 
 #[test]
-fn the_first_of_ranks_that_exchange_on_their_devices_broadcasts() {
+fn ranks_broadcast_a_shard_each() {
     let home = Home::new();
     let sets =
         ["placement.device=emulated", "trainer.world=2", "trainer.zero=2", "trainer.collective=device"];

@@ -19,7 +19,7 @@ use weights::{
 
 use crate::failure::Failure;
 use crate::recipe::Recipe;
-use crate::recipe::words::WeightTransport;
+use crate::recipe::words::{Ranks, WeightTransport};
 use crate::settings::SHARED_MEMORY;
 
 /// Name of the sampler of this process.
@@ -70,7 +70,11 @@ impl<T: Storage> Direct<T> {
                 (Arc::new(IpcPublisher::new(hub, &device, &config)?), Inside::Nobody)
             }
             Way::Nccl => {
-                let config = NcclConfig { deadline: recipe.wait(), ..NcclConfig::default() };
+                let elsewhere = recipe.trainer.ranks != Ranks::Threads && recipe.trainer.world > 1;
+                // Ranks elsewhere do not hear of a sampler that is gone. They join, wait for it and give up within the time
+                // that the first rank waits for them.
+                let deadline = if elsewhere { recipe.wait() / 3 } else { recipe.wait() };
+                let config = NcclConfig { deadline, ..NcclConfig::default() };
                 (Arc::new(NcclPublisher::new(hub, &device, config)), Inside::Broadcast)
             }
         };

@@ -353,7 +353,10 @@ fn check_broadcast(recipe: &Recipe, devices: &Devices, checker: &mut Checker<'_>
     }
     let gpus = devices.rollouts.iter().flatten().filter(|place| matches!(place, DevicePlace::Cuda(_)));
     let gpus: Vec<_> = gpus.collect();
-    if let Some(shared) = gpus.iter().find(|place| trainer == Some(***place)) {
+    // Other ranks may be on other machines, unless they are threads.
+    let here = if recipe.trainer.ranks == Ranks::Threads { devices.trainer.len() } else { 1 };
+    let trainers: Vec<_> = devices.trainer.iter().take(here).flatten().collect();
+    if let Some(shared) = gpus.iter().find(|place| trainers.contains(place)) {
         let message = format!(
             "trainer and sampler are both on {shared}, and `{path}` \"nccl\" takes a GPU for one of them alone"
         );

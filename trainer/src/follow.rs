@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use model::{Layout, Parameters, ResidentParameters, Team};
 use trajectory::{Group, Sample};
+use weights::direct::round::PushPlan;
 
 use crate::TrainerError;
 use crate::batch::Batch;
@@ -65,6 +66,11 @@ impl Follower {
             }
             Command::Compare { network, comparison, rows, learning_rate } => {
                 self.compare(network, comparison, &rows, learning_rate)
+            }
+            Command::Send { network, plan } => {
+                let plan = PushPlan::from_bytes(&plan)?;
+                // What went wrong is for the leader to judge.
+                self.learner(network)?.send_own(&plan, None).map(drop)
             }
             Command::GatherWeights { network } => self.learner(network)?.give_weights(),
             Command::GatherOptimizer { network } => self.learner(network)?.give_optimizer(),

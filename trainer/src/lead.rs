@@ -51,6 +51,8 @@ pub(crate) enum Command<'a> {
     Compare { network: u32, comparison: Comparison, rows: Vec<Cow<'a, Sample>>, learning_rate: Option<f32> },
     /// To give its weights to the leader.
     GatherWeights { network: u32 },
+    /// To send its shard of the weights to samplers.
+    Send { network: u32, plan: Vec<u8> },
     /// To give its states of the optimizer to the leader.
     GatherOptimizer { network: u32 },
     /// To end.

@@ -17,6 +17,8 @@ use model::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use trajectory::Sample;
+use weights::direct::round::PushPlan;
+use weights::{Digest, Hub, WeightsError};
 
 use crate::TrainerError;
 use crate::collective::{self, Collective};
@@ -25,7 +27,7 @@ use crate::lora::Adapter;
 use crate::on_device::{DeviceConfig, DeviceWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig, Stream};
 use crate::plan::{MicroBatch, plan};
-use crate::rank::{Rank, Scored, Seed, Task};
+use crate::rank::{Rank, Scored, Seed, Step, Task};
 use crate::ranks::{make, on_each};
 
 /// How the learner computes.
@@ -242,6 +244,53 @@ impl Learner {
         Ok(())
     }
 
+    /// Has every rank send its shard of the weights on its device to all samplers of `plan`; their digests, or why one could
+    /// not. `hub` is that of the samplers.
+    ///
+    /// # Errors
+    /// If another rank does not take part.
+    pub(crate) fn send(
+        &self,
+        plan: &PushPlan,
+        hub: &Hub,
+    ) -> Result<Result<Vec<Digest>, WeightsError>, TrainerError> {
+        if self.tell(|network| Command::Send { network, plan: plan.to_bytes() })? {
+            return self.send_own(plan, Some(hub));
+        }
+        let sent = on_each(self.ranks.iter().collect(), |rank| Ok(rank.send(plan, Some(hub))))?;
+        Ok(sent.into_iter().collect())
+    }
+
+    /// A rank's part of that among processes.
+    pub(crate) fn send_own(
+        &self,
+        plan: &PushPlan,
+        hub: Option<&Hub>,
+    ) -> Result<Result<Vec<Digest>, WeightsError>, TrainerError> {
+        let own =
+            self.first().send(plan, hub).map(|digest| *digest.as_bytes()).map_err(|error| error.to_string());
+        let all = self.first().collective()?.all_gather_bytes(encode(&own)?)?;
+        let mut digests = Vec::with_capacity(all.len());
+        for (rank, bytes) in all.iter().enumerate() {
+            match decode::<Result<[u8; 32], String>>(bytes)? {
+                Ok(digest) => digests.push(Digest::from_bytes(digest)),
+                Err(reason) => {
+                    let reason = format!("rank {rank}: {reason}");
+                    return Ok(Err(WeightsError::Device { what: "send weights", reason }));
+                }
+            }
+        }
+        Ok(Ok(digests))
+    }
+
+    /// How the weights are shared for [`Self::send`]: as many to each rank, in whole chunks of a digest.
+    pub(crate) fn push_cuts(&self) -> Vec<Range<usize>> {
+        const CHUNK: usize = 1024;
+        let (len, world) = (self.first().layout().len(), self.config.world);
+        let end = |rank: usize| if rank == world { len } else { len * rank / world / CHUNK * CHUNK };
+        (0..world).map(|rank| end(rank)..end(rank + 1)).collect()
+    }
+
     /// A follower's part of what the leader's [`Self::write`] does.
     pub(crate) fn give_weights(&self) -> Result<(), TrainerError> {
         self.first().gather_weights(None)
@@ -434,8 +483,9 @@ impl Learner {
         if rows.is_empty() {
             return Ok((0.0, Vec::new()));
         }
-        let (task, team) = (Task { rows, plan: &plan }, self.rank_team(&self.team));
-        let work = |rank: &mut &mut Rank| rank.step(task, loss, learning_rate, &team);
+        let team = &self.rank_team(&self.team);
+        let step = Step { task: Task { rows, plan: &plan }, loss, learning_rate, team };
+        let work = |rank: &mut &mut Rank| rank.step(&step);
         let done = on_each(self.ranks.iter_mut().collect(), work)?;
         let norm = done.first().map_or(0.0, |(norm, _)| *norm);
         let mut reports: Vec<L::Report> = done.into_iter().map(|(_, report)| report).collect();

@@ -4,9 +4,11 @@
 
 use std::sync::Arc;
 
-use device::bf16;
+use device::{Device, Storage, View, bf16};
 use trajectory::PolicyVersion;
-use weights::{DevicePublisher, Publisher, Snapshot};
+use weights::direct::nccl::NcclPublisher;
+use weights::direct::round::PushPlan;
+use weights::{DevicePublisher, Digest, Hub, Publisher, Snapshot, WeightsError};
 
 use crate::TrainerError;
 use crate::learner::Learner;
@@ -46,13 +48,10 @@ impl Publishing {
                 None => publisher.publish(Snapshot::new(version, learner.snapshot()?.into()))?,
             },
             (Self::F32(publisher), Some((device, DeviceWeights::F32(values)))) => {
-                // They are copied on another stream than the one that has made them.
-                device.synchronize()?;
-                publisher.publish(version, values)?;
+                publish_from(&**publisher, version, learner, (device, values))?;
             }
             (Self::Bf16(publisher), Some((device, DeviceWeights::Bf16(values)))) => {
-                device.synchronize()?;
-                publisher.publish(version, values)?;
+                publish_from(&**publisher, version, learner, (device, values))?;
             }
             (Self::F32(_) | Self::Bf16(_), _) => return Err(TrainerError::NotOnDevice),
         }
@@ -66,11 +65,77 @@ impl Publishing {
     /// If the transport fails.
     pub(crate) fn resend(&self, learner: &Learner) -> Result<(), TrainerError> {
         match (self, learner.device_weights()) {
-            (Self::F32(publisher), Some((_, DeviceWeights::F32(values)))) => publisher.resend(values)?,
-            (Self::Bf16(publisher), Some((_, DeviceWeights::Bf16(values)))) => publisher.resend(values)?,
+            (Self::F32(publisher), Some((_, DeviceWeights::F32(values)))) => {
+                resend_from(&**publisher, learner, values)?
+            }
+            (Self::Bf16(publisher), Some((_, DeviceWeights::Bf16(values)))) => {
+                resend_from(&**publisher, learner, values)?
+            }
             // Whoever comes finds it on the host.
             _ => false,
         };
         Ok(())
+    }
+}
+
+/// From the device of a rank that is alone, or by all ranks a shard each.
+fn publish_from<T: Storage>(
+    publisher: &dyn DevicePublisher<T>,
+    version: PolicyVersion,
+    learner: &Learner,
+    (device, values): (&Device, View<'_, T>),
+) -> Result<(), TrainerError> {
+    // They may be copied on another stream than the one that has made them.
+    device.synchronize()?;
+    match by_all(publisher, learner) {
+        Some(all) => {
+            together(learner, publisher.hub(), |send| all.publish_shards(version, &learner.push_cuts(), send))
+        }
+        None => Ok(publisher.publish(version, values)?),
+    }
+}
+
+fn resend_from<T: Storage>(
+    publisher: &dyn DevicePublisher<T>,
+    learner: &Learner,
+    values: View<'_, T>,
+) -> Result<bool, TrainerError> {
+    match by_all(publisher, learner) {
+        Some(all) => together(learner, publisher.hub(), |send| all.resend_shards(send)),
+        None => Ok(publisher.resend(values)?),
+    }
+}
+
+/// The publisher, if all ranks send through it.
+fn by_all<'a, T: Storage>(
+    publisher: &'a dyn DevicePublisher<T>,
+    learner: &Learner,
+) -> Option<&'a NcclPublisher<T>> {
+    publisher.broadcasting().filter(|_| learner.meets_on_devices().is_some())
+}
+
+/// Has all ranks send what `push` plans.
+fn together<R>(
+    learner: &Learner,
+    hub: &Hub,
+    push: impl FnOnce(&mut dyn FnMut(&PushPlan) -> Result<Vec<Digest>, WeightsError>) -> Result<R, WeightsError>,
+) -> Result<R, TrainerError> {
+    // Without the others no other attempt can succeed.
+    let mut ended: Option<TrainerError> = None;
+    let mut send = |plan: &PushPlan| {
+        let sent = match ended {
+            None => learner.send(plan, hub),
+            Some(_) => Err(TrainerError::RanksEnded),
+        };
+        sent.unwrap_or_else(|error| {
+            let reason = error.to_string();
+            ended.get_or_insert(error);
+            Err(WeightsError::Device { what: "send weights", reason })
+        })
+    };
+    let pushed = push(&mut send);
+    match ended {
+        Some(error) => Err(error),
+        None => Ok(pushed?),
     }
 }

@@ -12,6 +12,8 @@ mod memory;
 mod on_device;
 mod step;
 
+pub(crate) use step::Step;
+
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::Buffer;

@@ -65,6 +65,11 @@ pub trait DevicePublisher<T: Storage>: Send + Sync {
     /// The hub that is published to.
     fn hub(&self) -> &Hub;
 
+    /// The same publisher, if several owners can send a shard each through it.
+    fn broadcasting(&self) -> Option<&nccl::NcclPublisher<T>> {
+        None
+    }
+
     /// As [`Publisher::wait_applied`](crate::Publisher::wait_applied).
     ///
     /// # Errors

@@ -273,6 +273,20 @@ impl Hub {
         Ok(self.healthy()?.receivers(self.lately()))
     }
 
+    /// Notes that an owner of a shard cannot send it in a round, so that nobody waits for the others of that round.
+    pub(crate) fn fail_round(&self, round: u64, reason: String) {
+        let Ok(mut state) = self.state() else { return };
+        if state.failed_round.as_ref().is_none_or(|(failed, _)| *failed < round) {
+            state.failed_round = Some((round, reason));
+        }
+    }
+
+    /// Why a round cannot end well, if an owner of a shard has said so.
+    pub(crate) fn failed_round(&self, round: u64) -> Option<String> {
+        let state = self.state().ok()?;
+        state.failed_round.as_ref().filter(|(failed, _)| *failed == round).map(|(_, reason)| reason.clone())
+    }
+
     /// Why the first of `members` that does not call any more does not.
     pub(crate) fn gone(&self, members: &[Caller]) -> Option<String> {
         let Ok(state) = self.state() else { return Some(WeightsError::Poisoned.to_string()) };

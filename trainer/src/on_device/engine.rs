@@ -16,6 +16,9 @@ use device::ops::vectors::{cast, sum_of_squares};
 use device::{Buffer, Device, Storage, View, bf16};
 use model::on_device::{DeviceDecoder, Dtype};
 use model::{Config, Layout, ParameterSpec, Parameters, Recompute};
+use weights::direct::nccl::PushOwner;
+use weights::direct::round::PushPlan;
+use weights::{Digest, Hub, WeightsError};
 
 use super::DevicePass;
 use super::pass::{NetworkPass, Source, Uploading, upload};
@@ -96,6 +99,10 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// The weights that are computed with, if they are there.
     fn weights(&self) -> Option<DeviceWeights<'_>>;
 
+    /// Sends its shard of the weights, as the owner with the number `index`, to all samplers of `plan`; its digest. `hub` is
+    /// that of the samplers, in the process that has it.
+    fn send(&self, plan: &PushPlan, index: usize, hub: Option<&Hub>) -> Result<Digest, WeightsError>;
+
     /// Memory of the weights and of the moments, bytes.
     fn bytes(&self) -> [u64; 2];
 }
@@ -131,6 +138,8 @@ struct OnDevice<T: Storage> {
     /// What is trained here, in its order.
     pieces: Vec<Piece>,
     share: Option<Share>,
+    /// Its end of broadcasts to samplers.
+    owner: Mutex<Option<PushOwner<T>>>,
     frozen: Mutex<Option<Arc<Frozen<T>>>>,
 }
 
@@ -191,6 +200,7 @@ impl<T: Storage> OnDevice<T> {
             moments: None,
             pieces,
             share: None,
+            owner: Mutex::default(),
             frozen: Mutex::default(),
         })
     }
@@ -410,6 +420,26 @@ impl<T: Storage> Engine for OnDevice<T> {
         let weights = self.weights.as_ref()? as &dyn Any;
         let f32s = weights.downcast_ref::<Buffer<f32>>().map(|weights| DeviceWeights::F32(weights.all()));
         f32s.or_else(|| Some(DeviceWeights::Bf16(weights.downcast_ref::<Buffer<bf16>>()?.all())))
+    }
+
+    fn send(&self, plan: &PushPlan, index: usize, hub: Option<&Hub>) -> Result<Digest, WeightsError> {
+        let (cut, what) = (plan.cut(index), "send weights");
+        let whole =
+            self.weights.as_ref().filter(|all| all.len() == self.layout.len() && cut.end <= all.len());
+        let Some(weights) = whole else {
+            let reason =
+                format!("{} does not have all weights, of which it is to send {cut:?}", self.device.name());
+            return Err(WeightsError::Device { what, reason });
+        };
+        let mut owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
+        let owner = owner.get_or_insert_with(|| {
+            let owner = PushOwner::new(&self.device, index);
+            match hub {
+                Some(hub) => owner.watching(hub.clone()),
+                None => owner,
+            }
+        });
+        owner.send(plan, weights.view(cut))
     }
 
     fn bytes(&self) -> [u64; 2] {

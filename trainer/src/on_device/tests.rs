@@ -1,23 +1,28 @@
 //! A learner that lets a sampler have the device goes on with the bits that it had.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use device::Device;
 use device::device::Place;
 use model::on_device::Dtype;
-use model::{Config, Layout, MemoryBudget, Parameters, Recompute, Sizes};
+use model::{Config, Layout, MemoryBudget, Parameters, Recompute, Sizes, Team};
 use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
+use weights::direct::nccl::{NcclConfig, NcclPublisher, NcclSubscriber};
+use weights::{DevicePublisher, DeviceSubscriber, Hub, HubConfig};
 
 use super::{DeviceConfig, OptimizerPlace};
 use crate::colocation::Colocation;
 use crate::learner::{Learner, LearnerConfig};
 use crate::optimizer::{OptimizerConfig, OptimizerKind};
-use crate::supervised::DemonstrationLoss;
+use crate::supervised::{DemonstrationLoss, imitate};
+use crate::{Leader, Publishing, follow};
 
 fn model() -> Config {
     Config::fresh(&Sizes {
         vocab_size: 20,
         hidden_size: 16,
-        intermediate_size: 16,
+        intermediate_size: 64,
         num_layers: 1,
         num_heads: 2,
         num_kv_heads: 1,
@@ -25,8 +30,8 @@ fn model() -> Config {
     })
 }
 
-fn learner(dtype: Dtype, optimizer: OptimizerPlace) -> Learner {
-    let config = LearnerConfig {
+fn settings(dtype: Dtype, optimizer: OptimizerPlace) -> LearnerConfig {
+    LearnerConfig {
         optimizer: OptimizerConfig::usual(OptimizerKind::Adamw, 0.95),
         max_grad_norm: 1.0,
         microbatch_tokens: 64,
@@ -35,8 +40,11 @@ fn learner(dtype: Dtype, optimizer: OptimizerPlace) -> Learner {
         zero: 1,
         wait: Duration::from_secs(60),
         device: Some(DeviceConfig { optimizer, ..DeviceConfig::new(Place::Emulated, dtype) }),
-    };
-    Learner::new(config, model(), Parameters::random(&model(), 3), None).unwrap()
+    }
+}
+
+fn learner(dtype: Dtype, optimizer: OptimizerPlace) -> Learner {
+    Learner::new(settings(dtype, optimizer), model(), Parameters::random(&model(), 3), None).unwrap()
 }
 
 fn sample() -> Sample {
@@ -88,4 +96,37 @@ fn what_leaves_the_device_for_a_sampler_comes_back_as_it_was() {
             assert!(learner.optimizer().unwrap() == undisturbed.optimizer().unwrap());
         }
     }
+}
+
+#[test]
+fn ranks_in_processes_of_their_own_broadcast_a_shard_each() {
+    let settings = LearnerConfig { world: 2, zero: 2, ..settings(Dtype::F32, OptimizerPlace::Device) };
+    let mut ranks = crate::collective::threads::group(2, Duration::from_secs(60)).into_iter();
+    let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
+    let leader = Leader::new(Arc::new(first));
+    let follower = std::thread::spawn(move || follow(Arc::new(second), Arc::new(Team::alone())));
+    let parameters = Parameters::random(&model(), 3);
+    let mut trained = leader.learner(settings, model(), parameters, None, None).unwrap();
+    // The others are told of this one.
+    imitate(&mut trained, &[&sample()], 1e-2).unwrap();
+
+    let hub = Hub::new(HubConfig::default());
+    let device = || Device::open(Place::Emulated).unwrap();
+    let publisher = Arc::new(NcclPublisher::<f32>::new(hub.clone(), &device(), NcclConfig::default()));
+    let sampler = NcclSubscriber::<f32>::within(&hub, "sampler", &device()).unwrap();
+    assert!(sampler.newest(None).unwrap().is_none(), "it is there before the first version is");
+    let wait = Duration::from_secs(60);
+    let receiving = std::thread::spawn(move || sampler.wait_newer(None, wait).unwrap().unwrap());
+    let publishing = Publishing::F32(Arc::clone(&publisher) as _);
+    publishing.publish(PolicyVersion(1), &trained).unwrap();
+    let weights = receiving.join().unwrap();
+    let values = device().download(weights.values.all()).unwrap();
+    assert!(values == trained.parameters().unwrap().values());
+    assert_eq!(publisher.last_push().unwrap().unwrap().attempts, 1);
+    let cuts = trained.push_cuts();
+    assert_eq!((cuts.len(), cuts[0].start, cuts[1].end), (2, 0, Layout::new(&model()).len()));
+    assert!(cuts.iter().all(|cut| !cut.is_empty()), "{cuts:?}");
+    drop(trained);
+    drop(leader);
+    follower.join().unwrap().unwrap();
 }

@@ -10,8 +10,10 @@ use std::sync::Arc;
 use device::group::{Candidate, Group, GroupId};
 use device::{Buffer, Device};
 use model::{Parameters, Team};
+use weights::direct::round::PushPlan;
+use weights::{Digest, Hub, WeightsError};
 
-use super::step::{Rounds, finite, norm_of_all};
+use super::step::{Rounds, Step, finite, norm_of_all};
 use super::{Place, Rank, Task, Weights};
 use crate::TrainerError;
 use crate::learner::{Frozen, RowLoss};
@@ -158,6 +160,21 @@ impl Rank {
         self.device.as_ref().filter(|_| self.place.is_some()).map(|device| device.meets)
     }
 
+    /// Sends its shard of the weights to all samplers of `plan`; its digest.
+    ///
+    /// # Errors
+    /// Samplers that are gone or do not come in time; a device that fails, or does not have all weights.
+    pub(crate) fn send(&self, plan: &PushPlan, hub: Option<&Hub>) -> Result<Digest, WeightsError> {
+        let rank = self.place.as_ref().map_or(0, |place| place.rank);
+        match &self.device {
+            Some(device) => device.engine.send(plan, rank, hub),
+            None => {
+                let reason = format!("rank {rank} computes on the processor");
+                Err(WeightsError::Device { what: "send weights", reason })
+            }
+        }
+    }
+
     /// The device and the weights that it computes with, if they are there.
     pub(crate) fn device_weights(&self) -> Option<(&Device, DeviceWeights<'_>)> {
         let engine = &self.device.as_ref()?.engine;
@@ -263,22 +280,19 @@ impl Rank {
     pub(super) fn step_on_device<L: RowLoss>(
         &mut self,
         sums: &mut Buffer<f32>,
-        task: Task<'_>,
-        loss: &L,
-        learning_rate: f32,
-        team: &Team,
+        step: &Step<'_, L>,
     ) -> Result<(f32, L::Report), TrainerError> {
         let Some(on_device) = &mut self.device else { unreachable!("sums are taken of a device") };
         let mut pass = Pass::Device(on_device.engine.pass(Some(&mut *sums), None)?);
         let mut report = L::Report::default();
-        for batch in task.plan.iter().flatten() {
-            super::step::reverse(&mut pass, (batch, task.rows), (loss, &mut report), None, team)?;
+        for batch in step.task.plan.iter().flatten() {
+            step.reverse(&mut pass, batch, &mut report, None)?;
         }
         drop(pass);
         if on_device.trains {
             let norm = on_device.engine.squares(sums.all())?.sqrt() as f32;
-            finite(norm, &self.optimizer, task.rows.len())?;
-            let adam = self.optimizer.next_adam(clip(norm, self.config.max_grad_norm), learning_rate);
+            finite(norm, &self.optimizer, step.task)?;
+            let adam = self.optimizer.next_adam(clip(norm, self.config.max_grad_norm), step.learning_rate);
             on_device.engine.update(&adam, sums.all())?;
             if let Weights::Device(mirror) = &mut self.weights {
                 mirror.outdate();
@@ -288,9 +302,7 @@ impl Rank {
         let mut gradients = std::mem::take(&mut self.own);
         gradients.resize(sums.len(), 0.0);
         let downloaded = on_device.engine.device().download_to(sums.all(), &mut gradients);
-        let norm = downloaded
-            .map_err(TrainerError::from)
-            .and_then(|()| self.update_alone(&gradients, task.rows.len(), learning_rate, team));
+        let norm = downloaded.map_err(TrainerError::from).and_then(|()| self.update_alone(&gradients, step));
         self.own = gradients;
         let norm = norm?;
         self.refresh()?;
@@ -301,10 +313,7 @@ impl Rank {
     pub(super) fn step_on_devices<L: RowLoss>(
         &mut self,
         sums: Option<&mut Buffer<f32>>,
-        task: Task<'_>,
-        loss: &L,
-        learning_rate: f32,
-        team: &Team,
+        step: &Step<'_, L>,
     ) -> Result<(f32, L::Report), TrainerError> {
         let collective = self.collective()?;
         let (Some(on_device), Some(Place { rank, .. })) = (&mut self.device, &self.place) else {
@@ -318,22 +327,22 @@ impl Rank {
             }
             None => own.insert(engine.device().labelled("gradients").zeros(engine.trained())?),
         };
-        let rounds = Rounds::of(task.plan, *rank, !self.config.shares_gradients());
+        let rounds = Rounds::of(step.task.plan, *rank, !self.config.shares_gradients());
         let mut report = L::Report::default();
         let mut pass = Pass::Device(engine.pass(sums, Some(&mut *own))?);
         for round in 0..rounds.count {
             pass.reduces(rounds.leave(round), rounds.first(round));
-            match task.plan[*rank].get(round) {
+            match step.task.plan[*rank].get(round) {
                 Some(batch) => {
-                    super::step::reverse(&mut pass, (batch, task.rows), (loss, &mut report), None, team)?;
+                    step.reverse(&mut pass, batch, &mut report, None)?;
                 }
                 None => pass.skip(None)?,
             }
         }
         drop(pass);
         let norm = norm_of_all(&*collective, engine.squares(own.all())?)?;
-        finite(norm, &self.optimizer, task.rows.len())?;
-        let adam = self.optimizer.next_adam(clip(norm, self.config.max_grad_norm), learning_rate);
+        finite(norm, &self.optimizer, step.task)?;
+        let adam = self.optimizer.next_adam(clip(norm, self.config.max_grad_norm), step.learning_rate);
         engine.update(&adam, own.all())?;
         if let Weights::DeviceOwn(mirror) = &mut self.weights {
             mirror.outdate();

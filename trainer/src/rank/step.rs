@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use device::Buffer;
 use model::{GradientSink, Gradients, ParameterSpec, Parameters, Team};
-use trajectory::Sample;
 
 use super::{Place, Rank, Task, Weights};
 use crate::TrainerError;
@@ -20,44 +19,40 @@ use crate::pass::Pass;
 use crate::plan::MicroBatch;
 use crate::shards::{Fragment, Shards};
 
+/// An optimizer step on the sum of `loss` over all rows of `task`.
+#[derive(Debug)]
+pub(crate) struct Step<'a, L> {
+    pub(crate) task: Task<'a>,
+    pub(crate) loss: &'a L,
+    pub(crate) learning_rate: f32,
+    pub(crate) team: &'a Team,
+}
+
 impl Rank {
-    /// This rank's part of an optimizer step on the sum of `loss` over all rows. Returns the norm of the gradient, and
-    /// what this rank's rows report.
+    /// This rank's part of a step. Returns the norm of the gradient, and what this rank's rows report.
     ///
     /// # Errors
     /// If a token lies beyond the vocabulary, another rank does not take part, or the gradient is not finite; the weights
     /// are then as before.
-    pub(crate) fn step<L: RowLoss>(
-        &mut self,
-        task: Task<'_>,
-        loss: &L,
-        learning_rate: f32,
-        team: &Team,
-    ) -> Result<(f32, L::Report), TrainerError> {
+    pub(crate) fn step<L: RowLoss>(&mut self, step: &Step<'_, L>) -> Result<(f32, L::Report), TrainerError> {
         let mut sums = self.take_sums()?;
         let done = match &mut sums {
             sums if self.device.as_ref().is_some_and(|device| device.meets) => {
-                self.step_on_devices(sums.as_mut(), task, loss, learning_rate, team)
+                self.step_on_devices(sums.as_mut(), step)
             }
-            Some(sums) if self.place.is_none() => self.step_on_device(sums, task, loss, learning_rate, team),
-            None if self.place.is_none() => self.step_on_host(task, loss, learning_rate, team),
-            sums => self.step_among_others(sums.as_mut(), task, loss, learning_rate, team),
+            Some(sums) if self.place.is_none() => self.step_on_device(sums, step),
+            None if self.place.is_none() => self.step_on_host(step),
+            sums => self.step_among_others(sums.as_mut(), step),
         };
         self.put_sums(sums);
         done
     }
 
     /// A step of a rank that is alone.
-    fn step_on_host<L: RowLoss>(
-        &mut self,
-        task: Task<'_>,
-        loss: &L,
-        learning_rate: f32,
-        team: &Team,
-    ) -> Result<(f32, L::Report), TrainerError> {
+    fn step_on_host<L: RowLoss>(&mut self, step: &Step<'_, L>) -> Result<(f32, L::Report), TrainerError> {
         let mut gradients = self.gradients.take().unwrap_or_else(|| Gradients::zeros(&self.layout));
-        let done = self.accumulate(&mut gradients, task, loss, team).and_then(|report| {
-            let norm = self.update_alone(gradients.values(), task.rows.len(), learning_rate, team)?;
+        let done = self.accumulate(&mut gradients, step).and_then(|report| {
+            let norm = self.update_alone(gradients.values(), step)?;
             Ok((norm, report))
         });
         self.gradients = Some(gradients);
@@ -68,26 +63,22 @@ impl Rank {
     fn accumulate<L: RowLoss>(
         &self,
         gradients: &mut Gradients,
-        task: Task<'_>,
-        loss: &L,
-        team: &Team,
+        step: &Step<'_, L>,
     ) -> Result<L::Report, TrainerError> {
-        gradients.clear(team);
+        gradients.clear(step.team);
         let mut pass = self.pass(None, None)?;
         let mut report = L::Report::default();
-        for batch in task.plan.iter().flatten() {
-            reverse(&mut pass, (batch, task.rows), (loss, &mut report), Some(&mut *gradients), team)?;
+        for batch in step.task.plan.iter().flatten() {
+            step.reverse(&mut pass, batch, &mut report, Some(&mut *gradients))?;
         }
         Ok(report)
     }
 
     /// Updates all weights, or the adapter, on the host. Returns the norm of the gradient.
-    pub(super) fn update_alone(
+    pub(super) fn update_alone<L>(
         &mut self,
         gradients: &[f32],
-        rows: usize,
-        learning_rate: f32,
-        team: &Team,
+        &Step { task, learning_rate, team, .. }: &Step<'_, L>,
     ) -> Result<f32, TrainerError> {
         let Weights::Whole(parameters) = &mut self.weights else {
             unreachable!("weights that are updated on the host are there, all of a rank that is alone")
@@ -95,7 +86,7 @@ impl Rank {
         let adapted = self.adapter.as_ref().map(|adapter| adapter.gradients(gradients, team));
         let gradients = adapted.as_deref().unwrap_or(gradients);
         let norm = norm(gradients, team);
-        finite(norm, &self.optimizer, rows)?;
+        finite(norm, &self.optimizer, task)?;
         let update = (gradients, clip(norm, self.config.max_grad_norm));
         let parameters = unshared(parameters);
         if let Some(adapter) = &mut self.adapter {
@@ -112,14 +103,11 @@ impl Rank {
     fn step_among_others<L: RowLoss>(
         &mut self,
         sums: Option<&mut Buffer<f32>>,
-        task: Task<'_>,
-        loss: &L,
-        learning_rate: f32,
-        team: &Team,
+        step: &Step<'_, L>,
     ) -> Result<(f32, L::Report), TrainerError> {
         let mut own = std::mem::take(&mut self.own);
-        let done = self.reduced((&mut own, sums), task, loss, team).and_then(|report| {
-            let norm = self.update_own(&own, task.rows.len(), learning_rate, team)?;
+        let done = self.reduced((&mut own, sums), step).and_then(|report| {
+            let norm = self.update_own(&own, step)?;
             Ok((norm, report))
         });
         self.own = own;
@@ -132,9 +120,7 @@ impl Rank {
     fn reduced<L: RowLoss>(
         &self,
         (own, sums): (&mut Vec<f32>, Option<&mut Buffer<f32>>),
-        task: Task<'_>,
-        loss: &L,
-        team: &Team,
+        step: &Step<'_, L>,
     ) -> Result<L::Report, TrainerError> {
         let (Some(place), collective) = (&self.place, self.collective()?) else {
             unreachable!("a rank that is alone reduces nothing")
@@ -146,7 +132,8 @@ impl Rank {
             Weights::Own(values) => Some((weights, &values[..])),
         };
         let line = Line { collective: &*collective, trained, weights: shared, pool: &self.pool };
-        let rounds = Rounds::of(task.plan, *rank, !self.config.shares_gradients());
+        let (plan, team) = (step.task.plan, step.team);
+        let rounds = Rounds::of(plan, *rank, !self.config.shares_gradients());
         // Gradients that stay do so where they are computed.
         let on_device = sums.is_some();
         exchange(&line, own, |ends| {
@@ -156,10 +143,10 @@ impl Rank {
             let mut report = L::Report::default();
             for round in 0..rounds.count {
                 (sink.leave, sink.first) = (rounds.leave(round), rounds.first(round));
-                if let Some(batch) = task.plan[*rank].get(round) {
+                if let Some(batch) = plan[*rank].get(round) {
                     let to: Option<&mut dyn GradientSink> =
                         if sink.leave || !on_device { Some(&mut sink) } else { None };
-                    reverse(&mut pass, (batch, task.rows), (loss, &mut report), to, team)?;
+                    step.reverse(&mut pass, batch, &mut report, to)?;
                 } else {
                     pass.skip(Some(&mut sink))?;
                 }
@@ -170,19 +157,17 @@ impl Rank {
 
     /// Updates what this rank owns for its gradients `own`, and gets what the others own. Returns the norm of the whole
     /// gradient.
-    fn update_own(
+    fn update_own<L>(
         &mut self,
         own: &[f32],
-        rows: usize,
-        learning_rate: f32,
-        team: &Team,
+        &Step { task, learning_rate, team, .. }: &Step<'_, L>,
     ) -> Result<f32, TrainerError> {
         let collective = self.collective()?;
         let Some(Place { rank, trained, .. }) = &self.place else {
             unreachable!("a rank that is alone owns everything")
         };
         let norm = norm_of_all(&*collective, sum_of_squares(own, team))?;
-        finite(norm, &self.optimizer, rows)?;
+        finite(norm, &self.optimizer, task)?;
         let scale = clip(norm, self.config.max_grad_norm);
         let fragments = trained.fragments(*rank);
         if let Some(adapter) = &mut self.adapter {
@@ -213,6 +198,26 @@ impl Rank {
             }
         }
         Ok(norm)
+    }
+}
+
+impl<L: RowLoss> Step<'_, L> {
+    /// Adds the gradients of a micro-batch to `sink`, or to what the device sums up, and what its loss says to `report`.
+    pub(super) fn reverse(
+        &self,
+        pass: &mut Pass<'_>,
+        batch: &MicroBatch,
+        report: &mut L::Report,
+        sink: Option<&mut dyn GradientSink>,
+    ) -> Result<(), TrainerError> {
+        let packed = pack(batch.rows.iter().map(|row| self.task.rows[*row]));
+        let (predictions, trace) = pass.forward(&packed, self.team)?;
+        let mut slopes = Vec::with_capacity(predictions.len());
+        for (row, trained) in batch.rows.iter().zip(&packed.trained) {
+            let from = slopes.len();
+            slopes.extend(self.loss.row(*row, &predictions[from..from + trained], report));
+        }
+        pass.backward(&packed, trace, &slopes, sink, self.team)
     }
 }
 
@@ -248,25 +253,6 @@ pub(super) fn norm_of_all(collective: &dyn Collective, squares: f64) -> Result<f
     Ok(all.iter().map(number).sum::<f64>().sqrt() as f32)
 }
 
-/// Adds the gradients of a micro-batch of `rows` to `sink`, or to what the device sums up, and what its loss says to
-/// `report`.
-pub(super) fn reverse<L: RowLoss>(
-    pass: &mut Pass<'_>,
-    (batch, rows): (&MicroBatch, &[&Sample]),
-    (loss, report): (&L, &mut L::Report),
-    sink: Option<&mut dyn GradientSink>,
-    team: &Team,
-) -> Result<(), TrainerError> {
-    let packed = pack(batch.rows.iter().map(|row| rows[*row]));
-    let (predictions, trace) = pass.forward(&packed, team)?;
-    let mut slopes = Vec::with_capacity(predictions.len());
-    for (row, trained) in batch.rows.iter().zip(&packed.trained) {
-        let from = slopes.len();
-        slopes.extend(loss.row(*row, &predictions[from..from + trained], report));
-    }
-    pass.backward(&packed, trace, &slopes, sink, team)
-}
-
 /// What an update changes: of `values` those of `fragments`, which are all that is there if it is `packed`. `gradients`
 /// are packed.
 fn owned<'a>(
@@ -297,11 +283,11 @@ fn gather(collective: &dyn Collective, shards: &Shards, values: &mut [f32]) -> R
     Ok(())
 }
 
-pub(super) fn finite(norm: f32, optimizer: &Optimizer, rows: usize) -> Result<(), TrainerError> {
+pub(super) fn finite(norm: f32, optimizer: &Optimizer, task: Task<'_>) -> Result<(), TrainerError> {
     if norm.is_finite() {
         return Ok(());
     }
-    Err(TrainerError::GradientNotFinite { update: optimizer.updates(), rows })
+    Err(TrainerError::GradientNotFinite { update: optimizer.updates(), rows: task.rows.len() })
 }
 
 /// The parameters, to change.

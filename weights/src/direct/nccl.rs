@@ -6,17 +6,12 @@
 //!   samplers: receive into spare buffers, in the order of the owners
 //!   lead:     done(plan, digests of the shards), or again(plan): who is still there is a new epoch with new groups
 //! ```
-//! A trainer with one owner has all of it in a [`NcclPublisher`]. With several, the lead's rank makes the plan and gives it
-//! to the others, every rank sends, and all tell the lead how it went:
-//!
-//! ```text
-//!   plan = lead.plan(v, cuts)
-//!   loop { broadcast(plan.to_bytes()); sent = owner.send(plan, shard); gather(sent)
-//!          if all sent { lead.done(plan, digests); break }  plan = lead.again(plan, reason) }
-//! ```
+//! A [`NcclPublisher`] is the lead, and the owner where there is one. With several, [`NcclPublisher::publish_shards`] makes the
+//! plan, its caller gives it to all ranks and gathers how it went, and what failed for one is done again by all.
 //! Invariants:
 //! - Nobody waits for a peer longer than the deadline of the round, nor for one that the hub has not heard of for its hold:
 //!   samplers ask it meanwhile whether there is another round. A group that failed is never used again.
+//! - An owner that fails is not waited for by the others of its process: the hub tells them.
 //! - What was received in part is never handed out.
 //! - Samplers that come later are members of the next round; [`DevicePublisher::resend`] makes one at once.
 
@@ -27,6 +22,7 @@ pub use self::subscriber::NcclSubscriber;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::slice;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -93,12 +89,14 @@ pub struct PushOwner<T: Storage> {
     device: Device,
     index: usize,
     joined: Option<Joined>,
-    /// Where it is known who is gone.
+    /// Where it is known who is gone, and which owners cannot send.
     hub: Option<Hub>,
+    /// The number of the round that it sends in.
+    round: Arc<AtomicU64>,
     values: PhantomData<fn(T)>,
 }
 
-/// A hub's one publisher, which owns all weights.
+/// A hub's one publisher, which owns all weights or leads the owners of shards.
 #[derive(Debug)]
 pub struct NcclPublisher<T: Storage> {
     lead: PushLead<T>,
@@ -244,10 +242,12 @@ impl<T: Storage> PushOwner<T> {
     /// The owner of shard `index`, on the stream of `device`, in its order.
     #[must_use]
     pub fn new(device: &Device, index: usize) -> Self {
-        Self { device: device.clone(), index, joined: None, hub: None, values: PhantomData }
+        let round = Arc::default();
+        Self { device: device.clone(), index, joined: None, hub: None, round, values: PhantomData }
     }
 
-    /// The same in the process of `hub`: it does not wait for samplers of which that knows that they are gone.
+    /// The same in the process of `hub`: it does not wait for samplers of which that knows that they are gone, nor when
+    /// another owner there has failed.
     #[must_use]
     pub fn watching(self, hub: Hub) -> Self {
         Self { hub: Some(hub), ..self }
@@ -258,6 +258,15 @@ impl<T: Storage> PushOwner<T> {
     /// # Errors
     /// Peers that are gone or do not come before the deadline; a plan of other weights; a device that fails.
     pub fn send(&mut self, plan: &PushPlan, shard: View<'_, T>) -> Result<Digest, WeightsError> {
+        self.round.store(plan.round.number, Ordering::Relaxed);
+        let sent = self.attempt(plan, shard);
+        if let (Err(error), Some(hub)) = (&sent, &self.hub) {
+            hub.fail_round(plan.round.number, format!("owner {} has failed: {error}", self.index));
+        }
+        sent
+    }
+
+    fn attempt(&mut self, plan: &PushPlan, shard: View<'_, T>) -> Result<Digest, WeightsError> {
         let round = &plan.round;
         let wrong =
             |what: String| WeightsError::OtherWay { version: plan.version(), transport: TRANSPORT, what };
@@ -288,8 +297,9 @@ impl<T: Storage> PushOwner<T> {
             let what = "join samplers";
             let id = round.id(self.index).map_err(|reason| WeightsError::Device { what, reason })?;
             let give_up = self.hub.clone().map(|hub| {
-                let members = round.members.clone();
-                Arc::new(move || hub.gone(&members)) as _
+                let (members, round) = (round.members.clone(), Arc::clone(&self.round));
+                let failed = move |hub: &Hub| hub.failed_round(round.load(Ordering::Relaxed));
+                Arc::new(move || hub.gone(&members).or_else(|| failed(&hub))) as _
             });
             let patience = Patience { deadline: round.deadline(), give_up };
             let group = Group::join(&self.device, &id, 0, round.world(), patience).map_err(failed(what))?;
@@ -316,17 +326,47 @@ impl<T: Storage> NcclPublisher<T> {
         Self { lead: PushLead::new(hub, device, config), pushing }
     }
 
+    /// Publishes a version of which several owners have a shard each, in the order of `cuts`: `send` has all of them send
+    /// theirs ([`PushOwner::send`]) and gives their digests, once for every attempt. Otherwise as
+    /// [`DevicePublisher::publish`].
+    ///
+    /// # Errors
+    /// As [`DevicePublisher::publish`].
+    pub fn publish_shards(
+        &self,
+        version: PolicyVersion,
+        cuts: &[Range<usize>],
+        mut send: impl FnMut(&PushPlan) -> Result<Vec<Digest>, WeightsError>,
+    ) -> Result<(), WeightsError> {
+        let (started, mut pushing) = (Instant::now(), self.pushing()?);
+        let plan = self.lead.plan(version, cuts)?;
+        self.push(&mut pushing, plan, started, |_, plan| send(plan))
+    }
+
+    /// The same for [`DevicePublisher::resend`].
+    ///
+    /// # Errors
+    /// As [`DevicePublisher::publish`].
+    pub fn resend_shards(
+        &self,
+        mut send: impl FnMut(&PushPlan) -> Result<Vec<Digest>, WeightsError>,
+    ) -> Result<bool, WeightsError> {
+        let (started, mut pushing) = (Instant::now(), self.pushing()?);
+        let Some(plan) = self.lead.resend()? else { return Ok(false) };
+        self.push(&mut pushing, plan, started, |_, plan| send(plan)).map(|()| true)
+    }
+
     fn push(
         &self,
         pushing: &mut Pushing<T>,
         mut plan: PushPlan,
-        values: View<'_, T>,
         started: Instant,
+        mut send: impl FnMut(&mut PushOwner<T>, &PushPlan) -> Result<Vec<Digest>, WeightsError>,
     ) -> Result<(), WeightsError> {
         let (version, mut attempts) = (plan.version(), 1);
-        let (digest, moved) = loop {
-            match pushing.owner.send(&plan, values) {
-                Ok(digest) => break (digest, started.elapsed()),
+        let (digests, moved) = loop {
+            match send(&mut pushing.owner, &plan) {
+                Ok(digests) => break (digests, started.elapsed()),
                 Err(error) if attempts >= self.lead.config.attempts => {
                     return Err(WeightsError::NotSent { version, attempts, reason: error.to_string() });
                 }
@@ -334,8 +374,8 @@ impl<T: Storage> NcclPublisher<T> {
             }
             attempts += 1;
         };
-        self.lead.done(&plan, &[digest])?;
-        let bytes = (values.len() * size_of::<T>()) as u64;
+        self.lead.done(&plan, &digests)?;
+        let bytes = (plan.parameters() * size_of::<T>()) as u64;
         pushing.last = Some(DevicePush { version, bytes, moved, took: started.elapsed(), attempts });
         Ok(())
     }
@@ -350,13 +390,14 @@ impl<T: Storage> DevicePublisher<T> for NcclPublisher<T> {
         let (started, mut pushing) = (Instant::now(), self.pushing()?);
         let all = 0..values.len();
         let plan = self.lead.plan(version, slice::from_ref(&all))?;
-        self.push(&mut pushing, plan, values, started)
+        self.push(&mut pushing, plan, started, |owner, plan| Ok(vec![owner.send(plan, values)?]))
     }
 
     fn resend(&self, values: View<'_, T>) -> Result<bool, WeightsError> {
         let (started, mut pushing) = (Instant::now(), self.pushing()?);
         let Some(plan) = self.lead.resend()? else { return Ok(false) };
-        self.push(&mut pushing, plan, values, started).map(|()| true)
+        let send = |owner: &mut PushOwner<T>, plan: &PushPlan| Ok(vec![owner.send(plan, values)?]);
+        self.push(&mut pushing, plan, started, send).map(|()| true)
     }
 
     fn last_push(&self) -> Result<Option<DevicePush>, WeightsError> {
@@ -365,6 +406,10 @@ impl<T: Storage> DevicePublisher<T> for NcclPublisher<T> {
 
     fn hub(&self) -> &Hub {
         &self.lead.hub
+    }
+
+    fn broadcasting(&self) -> Option<&NcclPublisher<T>> {
+        Some(self)
     }
 }
 

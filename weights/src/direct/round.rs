@@ -109,6 +109,12 @@ impl PushPlan {
             .map_err(|error| WeightsError::Device { what, reason: error.to_string() })
     }
 
+    /// The weights that an owner sends; none if there is no such owner.
+    #[must_use]
+    pub fn cut(&self, owner: usize) -> Range<usize> {
+        self.round.cuts.get(owner).map_or(0..0, |(start, end)| *start..*end)
+    }
+
     /// Number of weights.
     pub(super) fn parameters(&self) -> usize {
         self.round.cuts.last().map_or(0, |cut| cut.1)

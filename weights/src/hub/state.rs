@@ -47,6 +47,8 @@ pub(super) struct State {
     pub(super) bytes_sent: u64,
     pub(super) publisher_gone: bool,
     pub(super) failure: Option<WeightsError>,
+    /// The last round that an owner of a shard could not send in, and why.
+    pub(super) failed_round: Option<(u64, String)>,
 }
 
 /// A subscriber.
