@@ -30,6 +30,9 @@ use crate::moments::Moments;
 use crate::optimizer::TensorState;
 use crate::shards::Fragment;
 
+/// What no code path can bring about.
+const ROUNDED: &str = "rounded weights that are trained have what they are rounded from beside them";
+
 /// What a rank has on its device.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
     fn device(&self) -> &Device;
@@ -127,12 +130,7 @@ struct OnDevice<T: Storage> {
     layout: Arc<Layout>,
     recompute: Recompute,
     decoder: DeviceDecoder<T>,
-    /// All of them, or what is owned where layers are collected from all ranks.
-    weights: Option<Buffer<T>>,
-    /// What is trained here, where that is not `weights`.
-    masters: Option<Buffer<f32>>,
-    /// What is trained here, rounded, where that is not a part of `weights` in one piece.
-    rounded: Option<Buffer<T>>,
+    held: Option<Held<T>>,
     /// First and second.
     moments: Option<[Buffer<f32>; 2]>,
     /// What is trained here, in its order.
@@ -141,6 +139,22 @@ struct OnDevice<T: Storage> {
     /// Its end of broadcasts to samplers.
     owner: Mutex<Option<PushOwner<T>>>,
     frozen: Mutex<Option<Arc<Frozen<T>>>>,
+}
+
+/// Weights on the device.
+enum Held<T: Storage> {
+    /// All, of a rank that is alone. What is trained stands beside them where they are its rounded form.
+    Alone { weights: Buffer<T>, masters: Option<Buffer<f32>> },
+    /// All, which is what all ranks own, gathered.
+    Gathered { weights: Buffer<T>, own: Own<T> },
+    /// What this rank owns; a pass collects the layers that it is at.
+    Sharded(Own<T>),
+}
+
+/// What a rank that meets others owns, and trains.
+struct Own<T: Storage> {
+    masters: Buffer<f32>,
+    rounded: Buffer<T>,
 }
 
 /// A tensor or a part of one.
@@ -194,9 +208,7 @@ impl<T: Storage> OnDevice<T> {
             layout: Arc::clone(layout),
             recompute,
             decoder,
-            weights: None,
-            masters: None,
-            rounded: None,
+            held: None,
             moments: None,
             pieces,
             share: None,
@@ -206,26 +218,74 @@ impl<T: Storage> OnDevice<T> {
     }
 
     /// Brings what this rank owns to the device, and makes of that of all what it computes with.
-    fn load_shared(&mut self, values: &[f32]) -> device::Result<()> {
-        let weights = self.device.labelled("weights");
-        let masters = weights.upload(values)?;
-        let mut rounded = weights.uninit(values.len())?;
+    fn load_own(&mut self, values: &[f32]) -> device::Result<()> {
+        let device = self.device.labelled("weights");
+        let masters = device.upload(values)?;
+        let mut rounded = device.uninit(values.len())?;
         cast(&self.device, masters.all(), rounded.all_mut())?;
-        self.masters = Some(masters);
-        if self.share.as_ref().is_some_and(|share| share.weights) {
-            self.weights = Some(rounded);
-            return Ok(());
-        }
-        self.rounded = Some(rounded);
-        self.weights = Some(weights.uninit(self.layout.len())?);
+        let own = Own { masters, rounded };
+        self.held = Some(if self.share.as_ref().is_some_and(|share| share.weights) {
+            Held::Sharded(own)
+        } else {
+            Held::Gathered { weights: device.uninit(self.layout.len())?, own }
+        });
         self.gather()
     }
 
     /// Computes with what all ranks have updated.
     fn gather(&mut self) -> device::Result<()> {
-        match (&self.share, &self.rounded, &mut self.weights) {
-            (Some(share), Some(rounded), Some(weights)) => share.gather(rounded.all(), weights),
+        match (&self.share, &mut self.held) {
+            (Some(share), Some(Held::Gathered { weights, own })) => share.gather(own.rounded.all(), weights),
             _ => Ok(()),
+        }
+    }
+
+    /// The weights, of whoever cannot be called before they are there.
+    fn held(&self) -> &Held<T> {
+        let Some(held) = &self.held else { unreachable!("weights come to the device before somebody asks") };
+        held
+    }
+}
+
+impl<T: Storage> Held<T> {
+    /// All of them, if they are here.
+    fn all(&self) -> Option<&Buffer<T>> {
+        match self {
+            Self::Alone { weights, .. } | Self::Gathered { weights, .. } => Some(weights),
+            Self::Sharded(_) => None,
+        }
+    }
+
+    /// What is trained here.
+    fn trained(&self) -> &Buffer<f32> {
+        match self {
+            Self::Alone { masters: Some(masters), .. } => masters,
+            Self::Alone { weights, .. } => match (weights as &dyn Any).downcast_ref() {
+                Some(weights) => weights,
+                None => unreachable!("{ROUNDED}"),
+            },
+            Self::Gathered { own, .. } | Self::Sharded(own) => &own.masters,
+        }
+    }
+
+    /// What is trained here, and its rounded form, if that is something else.
+    fn to_train(&mut self) -> (&mut Buffer<f32>, Option<&mut Buffer<T>>) {
+        match self {
+            Self::Alone { weights, masters: Some(masters) } => (masters, Some(weights)),
+            Self::Alone { weights, masters: None } => match (weights as &mut dyn Any).downcast_mut() {
+                Some(weights) => (weights, None),
+                None => unreachable!("{ROUNDED}"),
+            },
+            Self::Gathered { own, .. } | Self::Sharded(own) => (&mut own.masters, Some(&mut own.rounded)),
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        let own = |own: &Own<T>| own.masters.bytes() + own.rounded.bytes();
+        match self {
+            Self::Alone { weights, masters } => weights.bytes() + masters.as_ref().map_or(0, Buffer::bytes),
+            Self::Gathered { weights, own: shard } => weights.bytes() + own(shard),
+            Self::Sharded(shard) => own(shard),
         }
     }
 }
@@ -258,31 +318,29 @@ impl<T: Storage> Engine for OnDevice<T> {
 
     fn load(&mut self, values: &[f32], trained: bool) -> device::Result<()> {
         if self.share.is_some() {
-            return self.load_shared(values);
+            return self.load_own(values);
         }
         let device = self.device.labelled("weights");
-        let weights = match self.weights.take() {
-            Some(weights) => weights,
-            None => device.uninit(values.len())?,
+        let mut weights = match self.held.take() {
+            Some(Held::Alone { weights, .. }) => weights,
+            _ => device.uninit(values.len())?,
         };
-        upload(&self.device, values, self.weights.insert(weights).all_mut())?;
-        self.masters = if trained && T::NARROW { Some(device.upload(values)?) } else { None };
+        upload(&self.device, values, weights.all_mut())?;
+        let masters = if trained && T::NARROW { Some(device.upload(values)?) } else { None };
+        self.held = Some(Held::Alone { weights, masters });
         Ok(())
     }
 
     fn read(&self, values: &mut [f32]) -> device::Result<()> {
-        let Some(trained) = self.masters.as_ref().or_else(|| self.weights.as_ref().and_then(as_f32)) else {
-            unreachable!("weights that are trained on the device are there")
-        };
-        self.device.download_to(trained.all(), values)
+        self.device.download_to(self.held().trained().all(), values)
     }
 
     fn unload(&mut self) {
-        (self.weights, self.masters, self.rounded) = (None, None, None);
+        self.held = None;
     }
 
     fn has_weights(&self) -> bool {
-        self.weights.is_some()
+        self.held.is_some()
     }
 
     fn load_moments(&mut self, states: &[TensorState]) -> device::Result<()> {
@@ -323,22 +381,15 @@ impl<T: Storage> Engine for OnDevice<T> {
     }
 
     fn update(&mut self, adam: &Adam, gradients: View<'_, f32>) -> device::Result<()> {
-        let Self { device, weights, masters, rounded, moments, pieces, .. } = self;
-        let (Some(weights), Some([first, second])) = (rounded.as_mut().or(weights.as_mut()), moments) else {
+        let Self { device, held: Some(held), moments: Some([first, second]), pieces, .. } = self else {
             unreachable!("weights that are trained on the device are there, with their moments")
         };
+        let (values, mut rounded) = held.to_train();
         for (place, step) in steps(adam, pieces) {
-            let (values, compute) = match (&mut *masters, &mut *weights) {
-                (Some(masters), weights) => {
-                    (masters.view_mut(place.clone()), Some(weights.view_mut(place.clone())))
-                }
-                (None, weights) => match as_f32_mut(weights) {
-                    Some(weights) => (weights.view_mut(place.clone()), None),
-                    None => unreachable!("rounded weights have what they are rounded from beside them"),
-                },
-            };
+            let rounded = rounded.as_mut().map(|rounded| rounded.view_mut(place.clone()));
             let (first, second) = (first.view_mut(place.clone()), second.view_mut(place.clone()));
-            adamw::<T>(device, &step, values, first, second, gradients.slice(place), compute)?;
+            let (values, gradients) = (values.view_mut(place.clone()), gradients.slice(place));
+            adamw::<T>(device, &step, values, first, second, gradients, rounded)?;
         }
         self.gather()
     }
@@ -352,15 +403,15 @@ impl<T: Storage> Engine for OnDevice<T> {
         sums: Option<&'a mut Buffer<f32>>,
         own: Option<&'a mut Buffer<f32>>,
     ) -> device::Result<Box<dyn DevicePass + 'a>> {
-        let Some(weights) = &self.weights else {
-            unreachable!("weights come back to the device before somebody computes")
-        };
-        let source = match &self.share {
-            Some(share) if share.weights => {
-                let collecting = Collecting::new(&self.device, &self.layout, share, weights.all())?;
+        let source = match (self.held(), &self.share) {
+            (Held::Sharded(own), Some(share)) => {
+                let collecting = Collecting::new(&self.device, &self.layout, share, own.rounded.all())?;
                 Source::Collected(Box::new(collecting))
             }
-            _ => Source::Whole(weights.all(), &self.layout),
+            (Held::Sharded(_), None) => unreachable!("who owns a shard meets the others"),
+            (Held::Alone { weights, .. } | Held::Gathered { weights, .. }, _) => {
+                Source::Whole(weights.all(), &self.layout)
+            }
         };
         let pass = NetworkPass::new((&self.device, &self.layout), &self.decoder, source, sums);
         Ok(match (&self.share, own) {
@@ -414,19 +465,15 @@ impl<T: Storage> Engine for OnDevice<T> {
     }
 
     fn weights(&self) -> Option<DeviceWeights<'_>> {
-        if self.share.as_ref().is_some_and(|share| share.weights) {
-            return None;
-        }
-        let weights = self.weights.as_ref()? as &dyn Any;
+        let weights = self.held.as_ref()?.all()? as &dyn Any;
         let f32s = weights.downcast_ref::<Buffer<f32>>().map(|weights| DeviceWeights::F32(weights.all()));
         f32s.or_else(|| Some(DeviceWeights::Bf16(weights.downcast_ref::<Buffer<bf16>>()?.all())))
     }
 
     fn send(&self, plan: &PushPlan, index: usize, hub: Option<&Hub>) -> Result<Digest, WeightsError> {
         let (cut, what) = (plan.cut(index), "send weights");
-        let whole =
-            self.weights.as_ref().filter(|all| all.len() == self.layout.len() && cut.end <= all.len());
-        let Some(weights) = whole else {
+        let all = self.held.as_ref().and_then(Held::all).filter(|all| cut.end <= all.len());
+        let Some(weights) = all else {
             let reason =
                 format!("{} does not have all weights, of which it is to send {cut:?}", self.device.name());
             return Err(WeightsError::Device { what, reason });
@@ -443,11 +490,8 @@ impl<T: Storage> Engine for OnDevice<T> {
     }
 
     fn bytes(&self) -> [u64; 2] {
-        let weights = self.weights.as_ref().map_or(0, Buffer::bytes);
-        let masters = self.masters.as_ref().map_or(0, Buffer::bytes);
-        let rounded = self.rounded.as_ref().map_or(0, Buffer::bytes);
         let moments = self.moments.iter().flatten().map(Buffer::bytes).sum();
-        [weights + masters + rounded, moments]
+        [self.held.as_ref().map_or(0, Held::bytes), moments]
     }
 }
 
@@ -494,15 +538,6 @@ fn steps(adam: &Adam, pieces: &[Piece]) -> Vec<(Range<usize>, AdamwStep)> {
         }
     }
     steps
-}
-
-/// The same buffer, if it holds f32.
-fn as_f32<T: Storage>(buffer: &Buffer<T>) -> Option<&Buffer<f32>> {
-    (buffer as &dyn Any).downcast_ref()
-}
-
-fn as_f32_mut<T: Storage>(buffer: &mut Buffer<T>) -> Option<&mut Buffer<f32>> {
-    (buffer as &mut dyn Any).downcast_mut()
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@
 
 use std::borrow::Cow;
 use std::io::{ErrorKind, IoSlice, Read, Write};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -16,7 +16,9 @@ use crate::collective::CollectiveError;
 use crate::collective::mesh::{GIVEN_UP, HEADER, Header, Receive, Stamp, WAITS, Wire};
 
 /// How long a rank that gives up tries to tell the others why.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Most that a rank that gives up throws away at once, bytes.
+const WASTE: usize = 16 << 10;
 /// Longest error of another rank that is read, bytes.
 const MAX_REASON: u64 = 4096;
 
@@ -56,6 +58,14 @@ struct Link<'a, 'b> {
     receiving: Option<(Receiving, &'a mut Receive<'b>)>,
     /// Whether the peer no longer takes anything.
     closed: bool,
+}
+
+/// How far a rank that gives up is with one peer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Parting {
+    Untold,
+    Told,
+    Over,
 }
 
 /// What a look at a socket has given.
@@ -108,7 +118,9 @@ impl Sockets {
                 }
             }
             let pause = if told { left } else { until_told };
-            wait(links, (!patient).then_some(pause));
+            let waiting = links.iter().filter(|link| !link.is_done());
+            let waiting = waiting.map(|link| link.waits(link.receiving.is_some())).collect();
+            wait(waiting, (!patient).then_some(pause));
         }
     }
 
@@ -121,13 +133,14 @@ impl Sockets {
         silent.or_else(named).or_else(takes_nothing).unwrap_or(self.rank)
     }
 
-    /// Finishes the frames that were begun and sends `error` after them, as far as the others still listen. It is a
-    /// courtesy: who does not hear it notices that this rank is gone.
+    /// Finishes the frames that were begun, sends `error` after them, and takes what still comes until the others hang up:
+    /// to close a connection with something unread would take back what was sent over it last. It is a courtesy: who does
+    /// not hear it notices that this rank is gone.
     fn give_up(links: &mut [Link<'_, '_>], error: &CollectiveError) {
         let reason = error.to_string();
         let header = Header { number: GIVEN_UP, digest: 0, len: reason.len() as u64 }.to_bytes();
         let until = Instant::now() + LAST_WORDS;
-        let mut told = vec![false; links.len()];
+        let mut partings = vec![Parting::Untold; links.len()];
         for link in &mut *links {
             link.receiving = None;
             // Nothing has gone out of it, so nothing of it has to.
@@ -136,20 +149,29 @@ impl Sockets {
             }
         }
         loop {
-            for (link, told) in links.iter_mut().zip(&mut told) {
+            for (link, parting) in links.iter_mut().zip(&mut partings) {
                 link.send();
-                if link.sending.is_none() && !*told {
-                    link.sending =
-                        Some(Sending { header, bytes: Cow::Owned(reason.clone().into_bytes()), sent: 0 });
-                    *told = true;
+                if link.sending.is_none() && *parting == Parting::Untold {
+                    let bytes = Cow::Owned(reason.clone().into_bytes());
+                    link.sending = Some(Sending { header, bytes, sent: 0 });
+                    *parting = Parting::Told;
                     link.send();
+                }
+                if link.sending.is_none() && *parting == Parting::Told {
+                    // If it cannot be shut, it is gone.
+                    let _ = link.stream.shutdown(Shutdown::Write);
+                }
+                if link.closed || link.hangs_up() {
+                    *parting = Parting::Over;
                 }
             }
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || links.iter().all(Link::is_done) {
+            let open = links.iter().zip(&partings).filter(|(_, parting)| **parting != Parting::Over);
+            let open: Vec<_> = open.map(|(link, _)| link.waits(true)).collect();
+            if left.is_zero() || open.is_empty() {
                 return;
             }
-            wait(links, Some(left));
+            wait(open, Some(left));
         }
     }
 }
@@ -204,6 +226,14 @@ impl Link<'_, '_> {
         (self.closed || self.sending.is_none()) && self.receiving.is_none()
     }
 
+    /// To be waited for until it can send what it has to send, or has received something, if it `receives`.
+    fn waits(&self, receives: bool) -> PollFd<'_> {
+        let mut flags = PollFlags::empty();
+        flags.set(PollFlags::IN, receives);
+        flags.set(PollFlags::OUT, self.sending.is_some() && !self.closed);
+        PollFd::new(self.stream, flags)
+    }
+
     /// Sends and receives what goes without waiting.
     fn advance(&mut self, rank: usize, stamp: &Stamp) -> Result<Moved, CollectiveError> {
         let sent = self.send();
@@ -237,6 +267,15 @@ impl Link<'_, '_> {
             }
         }
         moved
+    }
+
+    /// Throws away some of what has come; whether nothing more will.
+    fn hangs_up(&self) -> bool {
+        let mut stream = self.stream;
+        match stream.read(&mut [0; WASTE]) {
+            Ok(read) => read == 0,
+            Err(error) => !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
+        }
     }
 
     fn receive(&mut self, rank: usize, stamp: &Stamp) -> Result<Moved, CollectiveError> {
@@ -321,18 +360,64 @@ impl Receiving {
     }
 }
 
-/// Waits until one of the sockets that `links` wait for can go on, or `left` is over. Errors show when they do.
-fn wait(links: &[Link<'_, '_>], left: Option<Duration>) {
-    let waiting = links.iter().filter(|link| !link.is_done());
-    let mut fds: Vec<PollFd<'_>> = waiting
-        .map(|link| {
-            let mut flags = PollFlags::empty();
-            flags.set(PollFlags::IN, link.receiving.is_some());
-            flags.set(PollFlags::OUT, link.sending.is_some() && !link.closed);
-            PollFd::new(link.stream, flags)
-        })
-        .collect();
+/// Waits until one of `links` can do what it waits for, or `left` is over. Errors show when they do.
+fn wait(mut links: Vec<PollFd<'_>>, left: Option<Duration>) {
     // A millisecond more than is left, so that what wakes up finds the time over.
     let timeout = left.and_then(|left| Timespec::try_from(left + Duration::from_millis(1)).ok());
-    let _ = poll(&mut fds, timeout.as_ref());
+    let _ = poll(&mut links, timeout.as_ref());
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, TcpListener};
+    use std::thread;
+
+    use rustix::net::sockopt;
+
+    use super::*;
+
+    /// Longer than what sockets hold.
+    const MANY: usize = 8 << 20;
+
+    /// Both ends of a connection; the second holds little of what comes.
+    fn connection() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port is free");
+        sockopt::set_socket_recv_buffer_size(&listener, 64 << 10).expect("it can hold less");
+        let first = TcpStream::connect(listener.local_addr().expect("it listens")).expect("it connects");
+        first.set_nonblocking(true).expect("it can be made so");
+        (first, listener.accept().expect("it connects").0)
+    }
+
+    #[test]
+    fn whoever_is_slow_and_still_sends_hears_why_a_rank_gave_up() {
+        let ((near, far), (to_gone, gone)) = (connection(), connection());
+        drop(gone);
+        let stamp = Stamp { operation: "all_gather", number: 0, digest: 0 };
+        let said = thread::scope(|scope| {
+            scope.spawn(|| {
+                let header = Header::of(&stamp, MANY).to_bytes();
+                // Ends early, with what is read of it.
+                (&far).write_all(&header).and_then(|()| (&far).write_all(&vec![0; MANY]))
+            });
+            let peer = scope.spawn(|| {
+                let (mut frame, mut last_words) = (vec![0; HEADER + MANY], Vec::new());
+                let (first, rest) = frame.split_at_mut(MANY - (256 << 10));
+                (&far).read_exact(first).expect("a frame that was begun is finished");
+                // Time for the rank to put the rest into its socket, and to hang up if it does not wait.
+                thread::sleep(LAST_WORDS / 20);
+                (&far).read_exact(rest).expect("a frame that was begun is finished");
+                (&far).read_to_end(&mut last_words).expect("it hangs up in good order");
+                far.shutdown(Shutdown::Both).expect("it is there");
+                last_words
+            });
+            let mut rank = Sockets::new(0, vec![None, Some(near), Some(to_gone)], Duration::from_secs(60));
+            let (bytes, mut room) = (vec![0; MANY], vec![0; MANY]);
+            let mut receives = [Receive::Nothing, Receive::Exactly(&mut room), Receive::Any(Vec::new())];
+            let error = rank.exchange(&stamp, &[None, Some(&bytes), None], &mut receives, false);
+            assert!(matches!(error, Err(CollectiveError::Gone { peer: 2, .. })), "{error:?}");
+            peer.join().expect("the peer hears all")
+        });
+        let said = String::from_utf8_lossy(&said[HEADER..]);
+        assert!(said.contains("rank 2 is gone"), "{said}");
+    }
 }
