@@ -269,7 +269,7 @@ impl<T: Storage> Held<T> {
     }
 
     /// What is trained here, and its rounded form, if that is something else.
-    fn to_train(&mut self) -> (&mut Buffer<f32>, Option<&mut Buffer<T>>) {
+    fn trained_mut(&mut self) -> (&mut Buffer<f32>, Option<&mut Buffer<T>>) {
         match self {
             Self::Alone { weights, masters: Some(masters) } => (masters, Some(weights)),
             Self::Alone { weights, masters: None } => match (weights as &mut dyn Any).downcast_mut() {
@@ -384,7 +384,7 @@ impl<T: Storage> Engine for OnDevice<T> {
         let Self { device, held: Some(held), moments: Some([first, second]), pieces, .. } = self else {
             unreachable!("weights that are trained on the device are there, with their moments")
         };
-        let (values, mut rounded) = held.to_train();
+        let (values, mut rounded) = held.trained_mut();
         for (place, step) in steps(adam, pieces) {
             let rounded = rounded.as_mut().map(|rounded| rounded.view_mut(place.clone()));
             let (first, second) = (first.view_mut(place.clone()), second.view_mut(place.clone()));
