@@ -32,6 +32,8 @@ fn emulator() {
         .define("RLRUN_EMULATED", None)
         // Checked versions of longjmp take the change of stacks for an attack.
         .flag("-U_FORTIFY_SOURCE")
+        // A product is rounded before it is added to something; kernels that want otherwise say so.
+        .flag("-ffp-contract=off")
         .flag("-Wno-unknown-pragmas")
         .flag("-Wno-unused-function")
         .opt_level(2)

@@ -71,6 +71,7 @@ template <typename... Parameters> struct Unpack<void (*)(Parameters...)> {
 #define STATIC_SHARED(type, name, size) alignas(16) static thread_local type name size
 
 static inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
+static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 template <typename T> static inline T min(T a, T b) { return a < b ? a : b; }
 template <typename T> static inline T max(T a, T b) { return a > b ? a : b; }

@@ -62,7 +62,7 @@ template <typename Visit> DEVICE void visit_part(const Row& row, Visit visit) {
 
 // What a logit is above another one, scaled; NaN stays NaN.
 DEVICE float above(float z, float top, float scale) {
-    float d = (z - top) * scale;
+    float d = __fmul_rn(z - top, scale);
     return d < LOWEST ? LOWEST : d;
 }
 
@@ -84,10 +84,11 @@ struct Mass {
     float top, sum, moment;
 };
 
+// Its products are rounded before somebody adds them to something, in all kernels alike.
 DEVICE void raise_top(Mass& mass, float top, float scale) {
     float d = above(mass.top, top, scale), factor = fast_exp(d);
-    mass.moment = fmaf(d, mass.sum, mass.moment) * factor;
-    mass.sum *= factor;
+    mass.moment = __fmul_rn(fmaf(d, mass.sum, mass.moment), factor);
+    mass.sum = __fmul_rn(mass.sum, factor);
     mass.top = top;
 }
 

@@ -320,8 +320,10 @@ DEVICE void sample(Row row, const Settings& asked, uint32 top_k, const Drawn& ou
             kept = truncate(row, asked, top_k, out.kept_ids, out.scratch);
             row = {row.logits, out.kept_ids, kept};
         }
-        // The same in all threads.
-        if (kept <= KEPT) {
+        // Both are the same in all threads.
+        if (row.count == 0) {
+            logprob = INFINITE - INFINITE;
+        } else if (kept <= KEPT) {
             float masses[WARPS];
             distribution::Distribution of = distribution::row_distribution(row, 1.0f / asked.temperature, masses);
             int slot = draw(row, of, masses, asked.uniform);
@@ -338,11 +340,23 @@ DEVICE void sample(Row row, const Settings& asked, uint32 top_k, const Drawn& ou
 
 // settings [n, 4]: temperature, top_p, min_p and the uniform number in [0, 1); top_k [n]. Of each row the token, its
 // log-probability, the number of tokens that truncation left (0 where nothing was to be cut off) and their ids [n, 4096],
-// ascending. A row of which more than 4096 are left has its number of them, and no token.
+// ascending. A row of which more than 4096 are left has its number of them, and no token. One of which none is left, because
+// of logits that are no numbers, has NaN for a log-probability.
 KERNEL(512, sample, const float* logits, int vocabulary, const float* settings, const uint32* top_k, uint32* tokens,
        float* logprobs, uint32* kept_counts, uint32* kept_ids, uint32* scratch) {
     int64 at = blockIdx.x, list = at * sampling::KEPT;
     sampling::Settings asked = {settings[4 * at], settings[4 * at + 1], settings[4 * at + 2], settings[4 * at + 3]};
     sampling::sample({logits + at * vocabulary, nullptr, vocabulary}, asked, top_k[at],
                      {tokens + at, logprobs + at, kept_counts + at, kept_ids + list, scratch + list});
+}
+
+// Puts the lists of all rows that have one behind each other: counts [n], ids [n, 4096], packed [n * 4096].
+KERNEL(512, pack_kept, const uint32* counts, const uint32* ids, uint32* packed) {
+    int row = int(blockIdx.x);
+    auto listed = [&](int of) { return counts[of] <= uint32(sampling::KEPT) ? counts[of] : 0u; };
+    uint32 before = 0;
+    for (int other = int(threadIdx.x); other < row; other += 512) before += listed(other);
+    before = block_sum(before);
+    const uint32* own = ids + int64(row) * sampling::KEPT;
+    for (uint32 i = threadIdx.x; i < listed(row); i += 512) packed[before + i] = own[i];
 }

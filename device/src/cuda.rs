@@ -202,6 +202,9 @@ impl Cublas {
         // SAFETY: stream and memory live as long as the handle.
         unsafe {
             cublas::set_stream(handle, stream.cast()).map_err(failed)?;
+            // Sums are in f32 to their end, also where a product is cut along its inner dimension.
+            let mode = cublas_sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
+            cublas_sys::cublasSetMathMode(handle, mode).result().map_err(failed)?;
             let workspace = driver::malloc_sync(WORKSPACE).named(name, "cuMemAlloc")?;
             cublas_sys::cublasSetWorkspace_v2(handle, workspace as *mut c_void, WORKSPACE)
                 .result()

@@ -7,13 +7,14 @@ use crate::error::Result;
 /// Recorded work. Whatever memory it works on has to live for as long as it does.
 #[derive(Debug)]
 pub struct Graph {
-    device: Device,
+    // Goes before the device.
     recording: Box<dyn Recording>,
+    device: Device,
 }
 
 impl Device {
     /// Records what `work` asks of the device; nothing of it is done. `work` may not allocate, free, upload, download or
-    /// wait.
+    /// wait, and has to have been done once before, because drivers before CUDA 12.3 cannot load a kernel while they record.
     ///
     /// # Errors
     /// That of `work`, or if it did something that cannot be recorded.

@@ -9,19 +9,15 @@ fn recorded_work_is_done_when_it_is_replayed() {
     for device in devices() {
         let (a, b) = (device.upload(&[2.0_f32]).unwrap(), device.upload(&[3.0_f32]).unwrap());
         let mut c = device.upload(&[1.0_f32]).unwrap();
-        let graph = device
-            .record(|| {
-                device.product(
-                    Matrix::new(a.all(), 1),
-                    Matrix::new(b.all(), 1),
-                    MatrixMut::new(c.all_mut(), 1),
-                    1.0,
-                    1.0,
-                )
-            })
-            .unwrap();
-        assert_eq!(device.download(c.all()).unwrap(), [1.0], "recorded, not done");
-        for expected in [7.0, 13.0] {
+        let mut add = || {
+            let (a, b) = (Matrix::new(a.all(), 1), Matrix::new(b.all(), 1));
+            device.product(a, b, MatrixMut::new(c.all_mut(), 1), 1.0, 1.0)
+        };
+        // What is recorded has to be loaded.
+        add().unwrap();
+        let graph = device.record(add).unwrap();
+        assert_eq!(device.download(c.all()).unwrap(), [7.0], "recorded, not done");
+        for expected in [13.0, 19.0] {
             graph.replay().unwrap();
             assert_eq!(device.download(c.all()).unwrap(), [expected]);
         }

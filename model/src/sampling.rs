@@ -67,7 +67,9 @@ impl Draw {
         };
         let log_normalizer = scale_and_normalizer(candidates, scale);
         let slot = inverse_cdf(candidates, log_normalizer, uniform);
-        let logprob = (candidates[slot] - log_normalizer).min(0.0);
+        let logprob = candidates[slot] - log_normalizer;
+        // NaN stays, for who checks what was sampled.
+        let logprob = if logprob > 0.0 { 0.0 } else { logprob };
         let token = kept.as_ref().map_or(slot as u32, |kept| kept[slot]);
         Self { token, logprob, kept }
     }
@@ -154,6 +156,15 @@ mod tests {
 
     use super::*;
     use crate::ops::check::noise;
+
+    #[test]
+    fn logits_that_are_no_numbers_show_in_the_log_probability() {
+        for sampling in [Sampling::PLAIN, Sampling { top_p: 0.5, min_p: 0.1, ..Sampling::PLAIN }] {
+            let mut logits = [0.0, f32::NAN, 1.0];
+            let draw = Draw::new(&mut logits, sampling, 0.5);
+            assert!(draw.logprob.is_nan() && draw.token < 3, "{sampling:?} {draw:?}");
+        }
+    }
 
     /// Draws at evenly spaced uniform numbers hit each token as often as its probability says.
     #[test]

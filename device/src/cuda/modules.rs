@@ -1,14 +1,15 @@
 //! The kernels, compiled for the device that is there and kept on disk.
 //!
-//! A compiled kernel is stored under a digest of its source, the compiler's version and the device's architecture, so that
-//! a stale one is never found.
+//! A compiled kernel is stored under a digest of its source, of the compiler's version and of its options, which name the
+//! device's architecture, so that a stale one is never found. One that cannot be loaded is compiled again.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_int};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use cudarc::driver::result as driver;
+use cudarc::driver::result::{self as driver, DriverError};
 use cudarc::driver::sys;
 use cudarc::nvrtc::{result as nvrtc, sys as nvrtc_sys};
 
@@ -49,6 +50,9 @@ sources!(
 /// Where compiled kernels are kept.
 static CACHE: OnceLock<PathBuf> = OnceLock::new();
 
+/// How many were stored by this process.
+static STORED: AtomicU64 = AtomicU64::new(0);
+
 /// Keeps compiled kernels in `directory`, from the next device on that is opened. The first call counts.
 pub(crate) fn keep_in(directory: PathBuf) {
     let _ = CACHE.set(directory);
@@ -64,12 +68,11 @@ pub(super) struct Modules {
 
 impl Modules {
     /// Compiles what is not kept, each file on a thread of its own, and loads it. The device's context is current.
-    #[expect(unsafe_code, reason = "calls of the driver")]
     pub(super) fn compile(device: &str, capability: i32) -> Result<Self> {
-        let compiled: Vec<Result<Vec<u8>>> = std::thread::scope(|scope| {
+        let images: Vec<Result<Image>> = std::thread::scope(|scope| {
             let start = |(file, source): &(&'static str, &str)| {
-                let (file, source) = (*file, whole(source));
-                scope.spawn(move || binary(device, file, &source, capability))
+                let source = Source { device, file, text: whole(source), capability };
+                scope.spawn(move || Image::of(source))
             };
             let threads: Vec<_> = SOURCES.iter().map(start).collect();
             let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
@@ -77,13 +80,11 @@ impl Modules {
             };
             threads.into_iter().map(join).collect()
         });
-        let mut loaded = Vec::with_capacity(compiled.len());
-        for image in compiled {
-            // SAFETY: the image is what the compiler made, whole.
-            let module = unsafe { driver::module::load_data(image?.as_ptr().cast()) };
-            loaded.push(module.named(device, "cuModuleLoadData")?);
+        let mut modules = Self { loaded: Vec::with_capacity(images.len()), functions: Mutex::default() };
+        for image in images {
+            modules.loaded.push(image?.load()?);
         }
-        Ok(Self { loaded, functions: Mutex::default() })
+        Ok(modules)
     }
 
     /// The kernel of this name, which may use `shared` bytes of dynamic shared memory.
@@ -145,27 +146,77 @@ fn whole(source: &str) -> String {
     text
 }
 
-/// The kernels of a source for an architecture, from where they are kept or from the compiler.
-fn binary(device: &str, file: &'static str, source: &str, capability: i32) -> Result<Vec<u8>> {
-    let place = CACHE.get().map(|directory| {
+/// What is compiled.
+struct Source<'a> {
+    device: &'a str,
+    file: &'static str,
+    text: String,
+    capability: i32,
+}
+
+/// The kernels of a source, compiled.
+struct Image<'a> {
+    source: Source<'a>,
+    bytes: Vec<u8>,
+    /// Whether the bytes were found on disk.
+    kept: bool,
+}
+
+impl Source<'_> {
+    fn options(&self) -> [String; 2] {
+        [format!("--gpu-architecture=sm_{}", self.capability), "--std=c++17".to_owned()]
+    }
+
+    /// Where it is kept when it is compiled.
+    fn place(&self) -> Option<PathBuf> {
         let mut hasher = blake3::Hasher::new();
-        hasher.update(source.as_bytes()).update(&version().to_le_bytes()).update(&capability.to_le_bytes());
-        directory.join(format!("{}.cubin", hasher.finalize().to_hex()))
-    });
-    if let Some(kept) = place.as_ref().and_then(|place| std::fs::read(place).ok()) {
-        return Ok(kept);
+        hasher.update(self.text.as_bytes()).update(&version().to_le_bytes());
+        self.options().iter().for_each(|option| {
+            hasher.update(&[0]).update(option.as_bytes());
+        });
+        Some(CACHE.get()?.join(format!("{}.cubin", hasher.finalize().to_hex())))
     }
-    let compiled = compile(device, file, source, capability)?;
-    if let Some(place) = place {
-        // Without it the next start is slower, no more. A half-written file never gets the name.
-        let aside = place.with_extension(format!("{}", std::process::id()));
-        let kept = place.parent().is_some_and(|parent| std::fs::create_dir_all(parent).is_ok())
-            && std::fs::write(&aside, &compiled).is_ok();
-        if kept {
-            let _ = std::fs::rename(&aside, &place);
+
+    /// Compiles and keeps it.
+    fn compile(&self) -> Result<Vec<u8>> {
+        let compiled = compile(self)?;
+        if let Some(place) = self.place() {
+            // Without it the next start is slower, no more. A half-written file never gets the name.
+            let number = STORED.fetch_add(1, Ordering::Relaxed);
+            let aside = place.with_extension(format!("{}-{number}", std::process::id()));
+            let kept = place.parent().is_some_and(|parent| std::fs::create_dir_all(parent).is_ok())
+                && std::fs::write(&aside, &compiled).is_ok();
+            if kept {
+                let _ = std::fs::rename(&aside, &place);
+            }
         }
+        Ok(compiled)
     }
-    Ok(compiled)
+}
+
+impl<'a> Image<'a> {
+    /// From where it is kept, or else from the compiler.
+    fn of(source: Source<'a>) -> Result<Self> {
+        let found = source.place().and_then(|place| std::fs::read(place).ok());
+        let kept = found.is_some();
+        let bytes = found.map_or_else(|| source.compile(), Ok)?;
+        Ok(Self { source, bytes, kept })
+    }
+
+    /// Loads it for the device whose context is current.
+    fn load(self) -> Result<sys::CUmodule> {
+        match load(&self.bytes) {
+            Err(_) if self.kept => load(&self.source.compile()?),
+            loaded => loaded,
+        }
+        .named(self.source.device, "cuModuleLoadData")
+    }
+}
+
+#[expect(unsafe_code, reason = "calls of the driver")]
+fn load(image: &[u8]) -> std::result::Result<sys::CUmodule, DriverError> {
+    // SAFETY: the image lives as long as the call, and the driver checks what it is.
+    unsafe { driver::module::load_data(image.as_ptr().cast()) }
 }
 
 /// Version of the compiler.
@@ -178,15 +229,15 @@ fn version() -> u64 {
 }
 
 #[expect(unsafe_code, reason = "calls of nvrtc")]
-fn compile(device: &str, file: &'static str, source: &str, capability: i32) -> Result<Vec<u8>> {
-    let failed = |log: String| DeviceError::Compile { device: device.to_owned(), file, log };
-    let text = CString::new(source).map_err(|error| failed(error.to_string()))?;
+fn compile(source: &Source<'_>) -> Result<Vec<u8>> {
+    let (device, file) = (source.device.to_owned(), source.file);
+    let failed = |log: String| DeviceError::Compile { device: device.clone(), file, log };
+    let text = CString::new(source.text.as_str()).map_err(|error| failed(error.to_string()))?;
     let name = CString::new(file).map_err(|error| failed(error.to_string()))?;
     let program = nvrtc::create_program(&text, Some(&name)).map_err(|error| failed(format!("{error:?}")))?;
-    let options = [format!("--gpu-architecture=sm_{capability}"), "--std=c++17".to_owned()];
     // SAFETY: the program was just made, and is destroyed once.
     unsafe {
-        let compiled = nvrtc::compile_program(program, &options);
+        let compiled = nvrtc::compile_program(program, &source.options());
         let result = match compiled {
             Ok(()) => image(program).map_err(&failed),
             Err(error) => {
@@ -222,5 +273,7 @@ pub(crate) fn compile_all(capability: i32) -> Result<()> {
     super::Library::Nvrtc
         .check()
         .map_err(|reason| DeviceError::Unavailable { device: "nvrtc".to_owned(), reason })?;
-    SOURCES.iter().try_for_each(|(file, source)| compile("nvrtc", file, &whole(source), capability).map(drop))
+    SOURCES.iter().try_for_each(|(file, source)| {
+        compile(&Source { device: "nvrtc", file, text: whole(source), capability }).map(drop)
+    })
 }

@@ -36,8 +36,9 @@ pub struct Drawn {
     pub kept_counts: Buffer<u32>,
     /// `[rows, KEPT]` the tokens that truncation left, ascending, from the start of each row on; the rest has anything in it.
     pub kept_ids: Buffer<u32>,
-    /// `[rows, KEPT]` candidates that are left on the way.
-    scratch: Buffer<u32>,
+    /// `[rows * KEPT]` the lists of `kept_ids`, one right behind the other, after [`pack_kept`]; rows with more than
+    /// [`KEPT`] have none.
+    pub packed_ids: Buffer<u32>,
 }
 
 impl Drawn {
@@ -51,7 +52,7 @@ impl Drawn {
             logprobs: device.zeros(rows)?,
             kept_counts: device.zeros(rows)?,
             kept_ids: device.uninit(rows * KEPT)?,
-            scratch: device.uninit(rows * KEPT)?,
+            packed_ids: device.uninit(rows * KEPT)?,
         })
     }
 
@@ -91,7 +92,22 @@ pub fn sample(
         out.logprobs.all_mut().into(),
         out.kept_counts.all_mut().into(),
         out.kept_ids.all_mut().into(),
-        out.scratch.all_mut().into(),
+        // Candidates that are left on the way.
+        out.packed_ids.all_mut().into(),
     ];
     device.launch("sample", [n, 1, 1], ROW_THREADS, 0, &arguments)
+}
+
+/// Packs the lists of the first `n` rows, so that one download brings all.
+///
+/// # Errors
+/// If the launch fails.
+///
+/// # Panics
+/// If there are fewer rows.
+pub fn pack_kept(device: &Device, n: usize, out: &mut Drawn) -> Result<()> {
+    assert!(n <= out.rows(), "{n} rows of {}", out.rows());
+    let arguments =
+        [out.kept_counts.all().into(), out.kept_ids.all().into(), out.packed_ids.all_mut().into()];
+    device.launch("pack_kept", [n, 1, 1], ROW_THREADS, 0, &arguments)
 }

@@ -134,18 +134,19 @@ fn what_was_recorded_follows_the_positions() {
         let sequences = device.zeros::<u32>(1).unwrap();
         let mut out = device.zeros::<bf16>(width).unwrap();
         let mut scratch = device.zeros::<f32>(scratch_len(1, 20, shape)).unwrap();
-        let graph = device
-            .record(|| {
-                let tokens = PagedTokens {
-                    positions: positions.all(),
-                    tables: cached.tables.all(),
-                    sequence_of: sequences.all(),
-                    max_pages: 20,
-                };
-                let (cache, to, scratch) = (cached.cache.all(), out.all_mut(), scratch.all_mut());
-                paged_attention(&device, qkv.all(), cache, &tokens, shape, to, scratch)
-            })
-            .unwrap();
+        let mut attend = || {
+            let tokens = PagedTokens {
+                positions: positions.all(),
+                tables: cached.tables.all(),
+                sequence_of: sequences.all(),
+                max_pages: 20,
+            };
+            let (cache, to, scratch) = (cached.cache.all(), out.all_mut(), scratch.all_mut());
+            paged_attention(&device, qkv.all(), cache, &tokens, shape, to, scratch)
+        };
+        // What is recorded has to be loaded.
+        attend().unwrap();
+        let graph = device.record(attend).unwrap();
         for at in [3, 270, 299, 255] {
             let row = &cached.qkv[at * shape.width()..][..shape.width()];
             device.upload_to(row, qkv.all_mut()).unwrap();

@@ -2,7 +2,7 @@
 
 use device::Device;
 use device::ops::head::{HeadTargets, predict};
-use device::ops::sampling::{Drawn, KEPT, SamplingRows, sample};
+use device::ops::sampling::{Drawn, KEPT, SamplingRows, pack_kept, sample};
 
 use crate::common::{devices, noise};
 
@@ -26,7 +26,7 @@ struct Draw {
     kept: Vec<u32>,
 }
 
-fn download(device: &Device, drawn: &Drawn, rows: usize) -> Vec<Draw> {
+fn download(device: &Device, drawn: &mut Drawn, rows: usize) -> Vec<Draw> {
     let tokens = device.download(drawn.tokens.view(0..rows)).unwrap();
     let logprobs = device.download(drawn.logprobs.view(0..rows)).unwrap();
     let counts = device.download(drawn.kept_counts.view(0..rows)).unwrap();
@@ -36,7 +36,12 @@ fn download(device: &Device, drawn: &Drawn, rows: usize) -> Vec<Draw> {
         let kept = ids[row * KEPT..][..kept_count.min(KEPT)].to_vec();
         Draw { token: tokens[row], logprob: logprobs[row], kept_count, kept }
     };
-    (0..rows).map(draw).collect()
+    let draws: Vec<Draw> = (0..rows).map(draw).collect();
+    pack_kept(device, rows, drawn).unwrap();
+    let listed = draws.iter().filter(|draw| draw.kept_count <= KEPT);
+    let lists: Vec<u32> = listed.flat_map(|draw| draw.kept.iter().copied()).collect();
+    assert_eq!(device.download(drawn.packed_ids.view(0..lists.len())).unwrap(), lists);
+    draws
 }
 
 /// Draws for each row of `logits [n, V]` by its settings and its uniform number.
@@ -48,7 +53,7 @@ fn draws(device: &Device, logits: &[f32], rows: &[(Settings, f32)]) -> Vec<Draw>
     let mut drawn = Drawn::new(device, rows.len() + 1).unwrap();
     let asked = SamplingRows { settings: settings.all(), top_k: top_k.all() };
     sample(device, logits_there.all(), logits.len() / rows.len(), &asked, &mut drawn).unwrap();
-    download(device, &drawn, rows.len())
+    download(device, &mut drawn, rows.len())
 }
 
 /// Top-k, then top-p within it, then min-p, ascending by id; `None` if nothing is to be cut off.
@@ -241,13 +246,35 @@ fn drawing_can_be_replayed() {
         let mut drawn = Drawn::new(&device, 1).unwrap();
         let graph = {
             let rows = SamplingRows { settings: settings.all(), top_k: top_k.all() };
+            // What is recorded has to be loaded.
+            sample(&device, there.all(), vocabulary, &rows, &mut drawn).unwrap();
             device.record(|| sample(&device, there.all(), vocabulary, &rows, &mut drawn)).unwrap()
         };
         for uniform in [0.1, 0.5, 0.9] {
             let values = [asked.temperature, asked.top_p, asked.min_p, uniform];
             device.upload_to(&values, settings.all_mut()).unwrap();
             graph.replay().unwrap();
-            check(&logits, asked, uniform, &download(&device, &drawn, 1)[0]);
+            check(&logits, asked, uniform, &download(&device, &mut drawn, 1)[0]);
+        }
+    }
+}
+
+/// A model that has gone to pieces costs neither the device nor a token that does not exist, and shows.
+#[test]
+fn logits_that_are_no_numbers_are_noticed() {
+    let vocabulary = 300;
+    let mut logits = noise(4 * vocabulary, 15);
+    logits[..vocabulary].fill(f32::NAN);
+    logits[vocabulary..2 * vocabulary].fill(f32::NEG_INFINITY);
+    logits[2 * vocabulary + 7] = f32::INFINITY;
+    logits[3 * vocabulary + 7] = f32::NAN;
+    for device in devices() {
+        for asked in all_settings() {
+            let found = draws(&device, &logits, &[(asked, 0.5); 4]);
+            assert!(found.iter().all(|draw| (draw.token as usize) < vocabulary), "{asked:?} {found:?}");
+            if asked.min_p > 0.0 && asked.temperature > 0.0 {
+                assert!(found[..3].iter().all(|draw| draw.logprob.is_nan()), "{asked:?} {found:?}");
+            }
         }
     }
 }

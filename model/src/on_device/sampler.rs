@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use device::ops::paged::copy_pages;
-use device::ops::sampling::{Drawn, KEPT, SamplingRows, sample};
+use device::ops::sampling::{Drawn, KEPT, SamplingRows, pack_kept, sample};
 use device::{Buffer, Device, Result, Storage, bf16};
 
 use super::steps::{Shape, Steps};
@@ -264,26 +264,35 @@ impl<T: Storage> Sampler<T> {
         let tokens = device.download(drawn.tokens.view(0..count))?;
         let logprobs = device.download(drawn.logprobs.view(0..count))?;
         let truncates = requests.iter().any(|request| request.sampling.truncates());
-        let counts = if truncates { device.download(drawn.kept_counts.view(0..count))? } else { Vec::new() };
+        let mut kept = if truncates { kept_of(&device, count, drawn)? } else { Vec::new() };
         for (i, request) in requests.iter().enumerate() {
-            let greedy = request.sampling.temperature == 0.0;
-            let kept = match counts.get(i).map(|count| *count as usize) {
-                Some(count) if request.sampling.truncates() && !greedy => {
-                    if count > KEPT {
-                        // Too many to list: from the logits, as on the processor.
-                        let mut logits =
-                            device.download(logits.view(i * vocabulary..(i + 1) * vocabulary))?;
-                        draws.push(Draw::new(&mut logits, request.sampling, request.uniform));
-                        continue;
-                    }
-                    Some(device.download(drawn.kept_ids.view(i * KEPT..i * KEPT + count))?)
+            let truncated = request.sampling.truncates() && request.sampling.temperature != 0.0;
+            let kept = match kept.get_mut(i).filter(|_| truncated) {
+                // Too many to list: from the logits, as on the processor.
+                Some(None) => {
+                    let mut logits = device.download(logits.view(i * vocabulary..(i + 1) * vocabulary))?;
+                    draws.push(Draw::new(&mut logits, request.sampling, request.uniform));
+                    continue;
                 }
-                _ => None,
+                Some(kept) => kept.take(),
+                None => None,
             };
             draws.push(Draw { token: tokens[i], logprob: logprobs[i], kept });
         }
         Ok(())
     }
+}
+
+/// The tokens that truncation left each of `rows`; `None` where they are too many to list.
+fn kept_of(device: &Device, rows: usize, drawn: &mut Drawn) -> Result<Vec<Option<Vec<u32>>>> {
+    pack_kept(device, rows, drawn)?;
+    let counts = device.download(drawn.kept_counts.view(0..rows))?;
+    let counts = counts.into_iter().map(|count| Some(count as usize).filter(|count| *count <= KEPT));
+    let counts: Vec<_> = counts.collect();
+    let ids = device.download(drawn.packed_ids.view(0..counts.iter().flatten().sum()))?;
+    let mut rest = ids.as_slice();
+    let mut list = |count: usize| rest.split_off(..count).unwrap_or_default().to_vec();
+    Ok(counts.into_iter().map(|count| count.map(&mut list)).collect())
 }
 
 impl<T: Storage> DeviceDecoder<T> {
