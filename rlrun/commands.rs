@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use device::Device;
-use device::inventory::inventory;
+
 use model::{Config, Cores, ModelDirectory, Quantization, Sampling, Team};
 use rollout::{Engine, EngineConfig, Network, Request, ServeOn, StopRules};
 use trainer::Leader;
@@ -207,7 +207,7 @@ fn plan(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
     };
     let memory = Memory::of(&recipe, &config, tokenizer);
     let on_devices = match recipe.devices().any() {
-        true => devices::describe(&recipe, &config, &inventory()),
+        true => devices::describe(&recipe, &config, &devices::there(&recipe, &config)),
         false => None,
     };
     let on_devices = on_devices.map_or_else(String::new, |text| format!("\n{text}"));
@@ -228,7 +228,8 @@ fn refuse_what_does_not_fit(recipe: &Recipe) -> Result<(), Failure> {
     if !recipe.devices().any() {
         return Ok(());
     }
-    devices::refuse(recipe, &shape(recipe)?, &inventory())
+    let config = shape(recipe)?;
+    devices::refuse(recipe, &config, &devices::there(recipe, &config))
 }
 
 fn file_size(path: &Path) -> Result<u64, Failure> {

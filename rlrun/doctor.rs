@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use device::inventory::{Gpu, Inventory, inventory};
+use device::inventory::{Gpu, Inventory, NCCL_REMEDY, inventory};
 use serde_json::{Value, json};
 
 use crate::args::DoctorArgs;
@@ -40,7 +40,7 @@ pub(crate) fn run(args: &DoctorArgs) -> String {
 
 impl Findings {
     fn json(&self) -> Value {
-        let Inventory { driver, nccl, gpus, missing } = &self.devices;
+        let Inventory { driver, nccl, gpus, unusable, missing, .. } = &self.devices;
         let gpu = |gpu: &Gpu| {
             json!({
                 "device": format!("cuda:{}", gpu.ordinal),
@@ -50,6 +50,8 @@ impl Findings {
                 "total_bytes": gpu.total,
             })
         };
+        let broken =
+            |(ordinal, why): &(usize, String)| json!({ "device": format!("cuda:{ordinal}"), "why": why });
         json!({
             "version": env!("CARGO_PKG_VERSION"),
             "cores": self.cores,
@@ -60,6 +62,7 @@ impl Findings {
                 "driver_cuda_version": driver.map(version_of_cuda),
                 "nccl_version": nccl.map(version_of_nccl),
                 "gpus": gpus.iter().map(gpu).collect::<Vec<_>>(),
+                "unusable": unusable.iter().map(broken).collect::<Vec<_>>(),
                 "emulator": self.built.emulator,
             },
         })
@@ -68,7 +71,7 @@ impl Findings {
 
 impl fmt::Display for Findings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inventory { driver, nccl, gpus, missing } = &self.devices;
+        let Inventory { driver, nccl, gpus, unusable, missing, .. } = &self.devices;
         writeln!(f, "rlrun {}\n", env!("CARGO_PKG_VERSION"))?;
         writeln!(f, "machine\n  {:10}  {}", "cores", self.cores)?;
         let free = self.memory.map_or_else(|| "unknown".to_owned(), |bytes| gibibytes(bytes as u64));
@@ -76,9 +79,7 @@ impl fmt::Display for Findings {
         let none = |what: Option<String>| what.unwrap_or_else(|| "not found".to_owned());
         let driver = none(driver.map(|version| format!("for CUDA {}", version_of_cuda(version))));
         let nccl = nccl.map(version_of_nccl).unwrap_or_else(|| {
-            "not found; only several GPUs need it, such as those of `weights.transport = \"nccl\"`: install NCCL (or `pip install nvidia-nccl-cu13`), and put its directory \
-             into LD_LIBRARY_PATH"
-                .to_owned()
+            format!("not found; only several GPUs need it, such as those of `weights.transport = \"nccl\"`: {NCCL_REMEDY}")
         });
         // Without CUDA nobody has looked.
         if self.built.cuda {
@@ -89,6 +90,9 @@ impl fmt::Display for Findings {
             let (free, total) = (gibibytes(gpu.free), gibibytes(gpu.total));
             let place = format!("cuda:{}", gpu.ordinal);
             writeln!(f, "  {place:10}  {name}, compute capability {capability}, {free} of {total} free")?;
+        }
+        for (ordinal, why) in unusable {
+            writeln!(f, "  {:10}  not usable: {why}", format!("cuda:{ordinal}"))?;
         }
         if missing.is_empty() {
             writeln!(f, "  {:10}  used where `[placement]` says so", "CUDA")?;
@@ -157,7 +161,7 @@ mod tests {
             total: 140 << 30,
         };
         let there =
-            Inventory { driver: Some(13_010), nccl: Some(22_809), gpus: vec![gpu], missing: Vec::new() };
+            Inventory { driver: Some(13_010), nccl: Some(22_809), gpus: vec![gpu], ..Inventory::default() };
         let findings = findings(there, true);
         let text = findings.to_string();
         for line in [
@@ -172,6 +176,16 @@ mod tests {
         assert_eq!(json["devices"]["gpus"][0]["device"], "cuda:1");
         assert_eq!(json["devices"]["nccl_version"], "2.28.9");
         assert_eq!(json["devices"]["cuda_is_used"], true);
+    }
+
+    #[test]
+    fn a_gpu_that_cannot_be_used_does_not_hide_the_others() {
+        let unusable = vec![(5, "CUDA_ERROR_OUT_OF_MEMORY: out of memory".to_owned())];
+        let found = findings(Inventory { visible: 8, unusable, ..Inventory::default() }, true);
+        let text = found.to_string();
+        assert!(text.contains("cuda:5      not usable: CUDA_ERROR_OUT_OF_MEMORY"), "{text}");
+        assert!(text.contains("used where `[placement]` says so"), "{text}");
+        assert_eq!(found.json()["devices"]["unusable"][0]["device"], "cuda:5");
     }
 
     #[test]

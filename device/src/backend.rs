@@ -146,8 +146,11 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     /// Device to host. Waits.
     fn download(&self, from: u64, to: &mut [u8]) -> Result<()>;
 
-    /// Within the device, or from another one.
+    /// Within the device, or from what it has opened.
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()>;
+
+    /// From this device to `other`, on the stream of this one.
+    fn copy_to(&self, other: &dyn Backend, from: u64, to: u64, bytes: usize) -> Result<()>;
 
     /// Sets bytes to zero.
     fn clear(&self, address: u64, bytes: usize) -> Result<()>;

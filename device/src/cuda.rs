@@ -3,6 +3,7 @@
 //! Invariant: every call of the driver is made with the context of the device current on the calling thread. A failure
 //! while something is freed is dropped: it shows again at the next call.
 
+mod captures;
 mod libraries;
 mod listing;
 mod modules;
@@ -23,8 +24,14 @@ pub(crate) use self::modules::{compile_all, keep_in};
 use crate::backend::{Backend, Handle, Launch, Operand, Product, Recording, Use};
 use crate::error::{DeviceError, Result};
 
+/// There is not as much memory.
+const NO_MEMORY: DriverError = DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
 /// Scratch of cuBLAS, bytes: what NVIDIA recommends for Hopper. Given beforehand, so that products can be recorded.
 const WORKSPACE: usize = 32 << 20;
+
+/// Whether a GPU reads memory of the host by the host's page tables.
+const READS_HOST: sys::CUdevice_attribute =
+    sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES;
 
 thread_local! {
     /// The context that is current on this thread, as far as is known.
@@ -40,6 +47,8 @@ pub(crate) struct Cuda {
     stream: sys::CUstream,
     cublas: Mutex<Cublas>,
     modules: Modules,
+    /// Whether it reads memory of the host where it is, which then has to stay until it has.
+    reads_host: bool,
 }
 
 #[derive(Debug)]
@@ -112,20 +121,40 @@ impl Cuda {
         let count = driver::device::get_count().named(&name, "cuDeviceGetCount")?;
         let number = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
         if number >= count {
-            return Err(unavailable(format!("there are {count}; look at CUDA_VISIBLE_DEVICES")));
+            let remedy =
+                "look at CUDA_VISIBLE_DEVICES, or name a device for each rank in placement.trainer_devices";
+            return Err(unavailable(format!("there are {count}; {remedy}")));
+        }
+        if let Some(quarrel) = libraries::quarrels().into_iter().next() {
+            return Err(unavailable(quarrel));
         }
         let device = driver::device::get(number).named(&name, "cuDeviceGet")?;
-        // SAFETY: the device was just got, and what is made of it is destroyed with this value.
+        // SAFETY: the device was just got; what is retained is released with what it was retained for.
         unsafe {
             let context = driver::primary_ctx::retain(device).named(&name, "cuDevicePrimaryCtxRetain")?;
+            Self::within(name, device, context).inspect_err(|_| {
+                let _ = driver::primary_ctx::release(device);
+            })
+        }
+    }
+
+    /// With a stream of its own in a context that lives as long as the value.
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    unsafe fn within(name: String, device: sys::CUdevice, context: sys::CUcontext) -> Result<Self> {
+        // SAFETY: the caller's word; what is made here is destroyed with this value.
+        unsafe {
             driver::ctx::set_current(context).named(&name, "cuCtxSetCurrent")?;
             CURRENT.set(context as usize);
             keep_freed_memory(device).named(&name, "cuMemPoolSetAttribute")?;
             let kind = driver::stream::StreamKind::NonBlocking;
             let stream = driver::stream::create(kind).named(&name, "cuStreamCreate")?;
-            let cublas = Mutex::new(Cublas::new(&name, stream)?);
+            let cublas = {
+                let _nobody_records = captures::none();
+                Mutex::new(Cublas::new(&name, stream)?)
+            };
             let modules = Modules::compile(&name, capability(device).named(&name, "cuDeviceGetAttribute")?)?;
-            Ok(Self { name, context, device, stream, cublas, modules })
+            let reads_host = driver::device::get_attribute(device, READS_HOST).is_ok_and(|reads| reads != 0);
+            Ok(Self { name, context, device, stream, cublas, modules, reads_host })
         }
     }
 
@@ -153,6 +182,7 @@ impl Drop for Cuda {
         if self.bind().is_err() {
             return;
         }
+        let _nobody_records = captures::none();
         let cublas = self.cublas.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         // SAFETY: all buffers and graphs of the stream are gone, because they keep this value.
         unsafe {
@@ -228,16 +258,26 @@ impl Backend for Cuda {
     fn allocate(&self, bytes: usize, usage: Use) -> Result<Option<u64>> {
         self.bind()?;
         // SAFETY: the stream lives; the address is used by the stream alone, or shared after a wait.
-        let allocated = unsafe {
+        let allocate = || unsafe {
             match usage {
                 Use::Own => driver::malloc_async(self.stream, bytes),
                 // Handles can be had of these alone.
                 Use::Shared => driver::malloc_sync(bytes),
             }
         };
+        let mut allocated = allocate();
+        if matches!(allocated, Err(NO_MEMORY)) {
+            // What was freed and is kept for the next step may be what is missing.
+            // SAFETY: the pool is the device's own.
+            let _ = unsafe {
+                driver::device::get_default_mem_pool(self.device)
+                    .and_then(|pool| driver::mem_pool::trim_to(pool, 0))
+            };
+            allocated = allocate();
+        }
         match allocated {
             Ok(address) => Ok(Some(address)),
-            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(None),
+            Err(NO_MEMORY) => Ok(None),
             Err(error) => Err(error).named(&self.name, "cuMemAlloc"),
         }
     }
@@ -265,8 +305,9 @@ impl Backend for Cuda {
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn upload(&self, from: &[u8], to: u64) -> Result<()> {
         self.bind()?;
-        // SAFETY: the view is of as many bytes; the driver has taken pageable memory when it returns.
-        unsafe { driver::memcpy_htod_async(to, from, self.stream) }.named(&self.name, "cuMemcpyHtoDAsync")
+        // SAFETY: the view is of as many bytes. The driver has taken pageable memory when it returns, or is waited for.
+        unsafe { driver::memcpy_htod_async(to, from, self.stream) }.named(&self.name, "cuMemcpyHtoDAsync")?;
+        if self.reads_host { self.synchronize() } else { Ok(()) }
     }
 
     #[expect(unsafe_code, reason = "calls of the driver")]
@@ -280,10 +321,21 @@ impl Backend for Cuda {
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
         self.bind()?;
-        // SAFETY: both views are of this many bytes; addresses are unique over all devices.
+        // SAFETY: both views are of this many bytes.
         unsafe { sys::cuMemcpyAsync(to, from, bytes, self.stream) }
             .result()
             .named(&self.name, "cuMemcpyAsync")
+    }
+
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn copy_to(&self, other: &dyn Backend, from: u64, to: u64, bytes: usize) -> Result<()> {
+        let other = other.as_any().downcast_ref::<Self>().filter(|other| other.context != self.context);
+        let Some(other) = other else { return self.copy(from, to, bytes) };
+        self.bind()?;
+        // What comes from the pools of two GPUs neither can read of the other; the driver knows a way nevertheless.
+        // SAFETY: both views are of this many bytes, and both contexts live.
+        unsafe { driver::memcpy_peer_async(other.context, to, self.context, from, bytes, self.stream) }
+            .named(&self.name, "cuMemcpyPeerAsync")
     }
 
     #[expect(unsafe_code, reason = "calls of the driver")]
@@ -370,16 +422,23 @@ impl Backend for Cuda {
     fn begin_recording(&self) -> Result<()> {
         self.bind()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        captures::begin();
         // SAFETY: the stream lives.
-        unsafe { driver::stream::begin_capture(self.stream, mode) }.named(&self.name, "cuStreamBeginCapture")
+        let begun = unsafe { driver::stream::begin_capture(self.stream, mode) };
+        if begun.is_err() {
+            captures::end();
+        }
+        begun.named(&self.name, "cuStreamBeginCapture")
     }
 
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn end_recording(&self) -> Result<Box<dyn Recording>> {
-        self.bind()?;
+        let bound = self.bind();
         // SAFETY: the stream lives and is capturing; the graph is destroyed with its executable.
         unsafe {
-            let graph = driver::stream::end_capture(self.stream).named(&self.name, "cuStreamEndCapture")?;
+            let ended = driver::stream::end_capture(self.stream);
+            captures::end();
+            let graph = bound.and(ended.named(&self.name, "cuStreamEndCapture"))?;
             let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
             let executable =
                 driver::graph::instantiate(graph, flags).named(&self.name, "cuGraphInstantiate")?;

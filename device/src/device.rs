@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::backend::{Argument, Backend, Handle, Launch, Use};
 use crate::element::Element;
@@ -27,6 +27,8 @@ pub struct Device {
 #[derive(Debug)]
 pub(crate) struct Inner {
     pub(crate) backend: Box<dyn Backend>,
+    /// Which device of all machines it is.
+    identity: String,
     /// Bytes by what they are for.
     held: Mutex<BTreeMap<&'static str, u64>>,
 }
@@ -76,7 +78,11 @@ impl Device {
     /// If it is not there, or this program was built without what it needs; the error says what is missing.
     pub fn open(place: Place) -> Result<Self> {
         let backend = open(place)?;
-        Ok(Self { inner: Arc::new(Inner { backend, held: Mutex::default() }), label: "other things" })
+        let inner = Arc::new(Inner { identity: backend.identity()?, backend, held: Mutex::default() });
+        let mut opened = opened();
+        opened.retain(|device| device.strong_count() > 0);
+        opened.push(Arc::downgrade(&inner));
+        Ok(Self { inner, label: "other things" })
     }
 
     /// The same device; what is allocated through this value counts as `label`.
@@ -99,10 +105,10 @@ impl Device {
         self.inner.backend.memory()
     }
 
-    /// What this process holds on the device, the largest first.
+    /// What was allocated through this device and its clones, the largest first.
     #[must_use]
     pub fn held(&self) -> Held {
-        self.inner.largest(usize::MAX)
+        Held::of(&self.inner.held())
     }
 
     /// New values with anything in them.
@@ -193,7 +199,7 @@ impl Device {
         self.inner.backend.download(from.address(), bytemuck::cast_slice_mut(to))
     }
 
-    /// Copies values, also from another device.
+    /// Copies values within the device, or from what it has opened.
     ///
     /// # Errors
     /// If the driver fails.
@@ -206,6 +212,22 @@ impl Device {
             return Ok(());
         }
         self.inner.backend.copy(from.address(), to.address(), from.len() * size_of::<T>())
+    }
+
+    /// Copies values of this device to what `other` has, on the stream of this one.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    ///
+    /// # Panics
+    /// If there is not room for as many.
+    pub fn copy_to<T: Element>(&self, other: &Self, from: View<'_, T>, to: ViewMut<'_, T>) -> Result<()> {
+        assert_eq!(from.len(), to.len(), "values go where as many are");
+        if from.is_empty() {
+            return Ok(());
+        }
+        let bytes = from.len() * size_of::<T>();
+        self.inner.backend.copy_to(&*other.inner.backend, from.address(), to.address(), bytes)
     }
 
     /// Sets values to zero.
@@ -268,7 +290,7 @@ impl Inner {
             label,
             free: Bytes(free),
             total: Bytes(total),
-            held: self.largest(NAMED),
+            held: self.largest_of_all(),
             remedy: remedy(label),
         })
     }
@@ -280,19 +302,28 @@ impl Inner {
         }
     }
 
-    fn largest(&self, count: usize) -> Held {
-        let held = self.held();
-        let mut all: Vec<_> =
-            held.iter().filter(|(_, bytes)| **bytes > 0).map(|(label, bytes)| (*label, *bytes)).collect();
-        all.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
-        all.truncate(count);
-        Held(all)
+    /// The largest consumers of this process on the same device, by whichever stream.
+    fn largest_of_all(&self) -> Held {
+        let devices: Vec<_> = opened().iter().filter_map(Weak::upgrade).collect();
+        let mut all: BTreeMap<&'static str, u64> = BTreeMap::new();
+        for device in devices.iter().filter(|device| device.identity == self.identity) {
+            device.held().iter().for_each(|(label, bytes)| *all.entry(label).or_default() += bytes);
+        }
+        let mut held = Held::of(&all);
+        held.0.truncate(NAMED);
+        held
     }
 
     fn held(&self) -> MutexGuard<'_, BTreeMap<&'static str, u64>> {
         // Numbers, each change of which is whole.
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// All that are open in this process.
+fn opened() -> MutexGuard<'static, Vec<Weak<Inner>>> {
+    static OPENED: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
+    OPENED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What helps when there is no memory for something.

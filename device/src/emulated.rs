@@ -263,6 +263,10 @@ impl Backend for Emulated {
         self.work(Work::Copy { from, to, bytes })
     }
 
+    fn copy_to(&self, _other: &dyn Backend, from: u64, to: u64, bytes: usize) -> Result<()> {
+        self.copy(from, to, bytes)
+    }
+
     fn clear(&self, address: u64, bytes: usize) -> Result<()> {
         self.work(Work::Clear { address, bytes })
     }

@@ -1,5 +1,6 @@
 //! What can go wrong with a device.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// Results of this crate.
@@ -98,6 +99,16 @@ impl fmt::Display for Bytes {
 /// Who holds how much, the largest first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Held(pub Vec<(&'static str, u64)>);
+
+impl Held {
+    /// Of what each label holds, bytes.
+    pub(crate) fn of(held: &BTreeMap<&'static str, u64>) -> Self {
+        let mut all: Vec<_> =
+            held.iter().filter(|(_, bytes)| **bytes > 0).map(|(label, bytes)| (*label, *bytes)).collect();
+        all.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        Self(all)
+    }
+}
 
 impl fmt::Display for Held {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

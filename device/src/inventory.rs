@@ -2,6 +2,11 @@
 
 use std::path::PathBuf;
 
+use crate::device::Place;
+
+/// What helps where NCCL is not found.
+pub const NCCL_REMEDY: &str = "install NCCL (or `pip install nvidia-nccl-cu13`, for a driver of CUDA 12 `nvidia-nccl-cu12`), and put its directory into LD_LIBRARY_PATH; where only libnccl.so.2 is in it, `ln -s libnccl.so.2 libnccl.so` there";
+
 /// One GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpu {
@@ -24,8 +29,12 @@ pub struct Inventory {
     pub driver: Option<i32>,
     /// Version of NCCL, as 22809 for 2.28.9; `None` if it is not found.
     pub nccl: Option<i32>,
-    /// What is usable.
+    /// How many GPUs the driver shows.
+    pub visible: usize,
+    /// What is usable of those that were looked at.
     pub gpus: Vec<Gpu>,
+    /// What is not, by its number, and why.
+    pub unusable: Vec<(usize, String)>,
     /// Why CUDA cannot be used, and what helps; empty if it can.
     pub missing: Vec<String>,
 }
@@ -50,12 +59,23 @@ pub fn compile_kernels(capability: i32) -> crate::Result<()> {
 /// Looks what there is.
 #[must_use]
 pub fn inventory() -> Inventory {
+    look(None)
+}
+
+/// The same, of the GPUs among `places` alone: to look at one takes some memory of it for a moment.
+#[must_use]
+pub fn inventory_of(places: &[Place]) -> Inventory {
+    look(Some(places))
+}
+
+fn look(at: Option<&[Place]>) -> Inventory {
     #[cfg(feature = "cuda")]
     {
-        crate::cuda::inventory()
+        crate::cuda::inventory(at)
     }
     #[cfg(not(feature = "cuda"))]
     {
+        let _ = at;
         let missing = vec!["this program was built without CUDA; build it with `--features cuda`".to_owned()];
         Inventory { missing, ..Inventory::default() }
     }

@@ -25,14 +25,14 @@ fn what_goes_up_comes_down() {
 #[test]
 fn what_is_too_large_is_refused_with_those_who_have_the_memory() {
     for device in devices() {
-        let cache = device.labelled("key-value cache").zeros::<u8>(1 << 20).unwrap();
+        let cache = device.labelled("key-value cache").uninit::<u8>(64 << 20).unwrap();
         let total = device.memory().unwrap().1 as usize;
         let error = device.labelled("activations").uninit::<u8>(total + 1).unwrap_err();
         assert!(matches!(error, DeviceError::OutOfMemory { .. }), "{error}");
         let text = error.to_string();
-        assert!(text.contains("key-value cache (1.0 MiB)"), "{text}");
+        assert!(text.contains("key-value cache (64.0 MiB)"), "{text}");
         assert!(text.contains("microbatch_tokens"), "{text}");
-        assert_eq!(device.held().0, [("key-value cache", 1 << 20)]);
+        assert_eq!(device.held().0, [("key-value cache", 64 << 20)]);
         drop(cache);
         assert!(device.held().0.is_empty());
     }

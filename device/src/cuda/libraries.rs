@@ -4,7 +4,11 @@
 
 use std::ffi::c_int;
 
+use cudarc::cublas::sys as cublas_sys;
 use cudarc::driver::sys;
+
+use super::modules;
+use crate::inventory::NCCL_REMEDY;
 
 /// A library that is opened at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,24 +35,23 @@ impl Library {
     }
 
     /// Where it comes from.
-    pub(crate) fn remedy(self) -> &'static str {
-        match self {
+    fn remedy(self) -> String {
+        let remedy = match self {
             Self::Driver => "libcuda.so is not found: install NVIDIA's driver",
             Self::Nvrtc => {
-                "libnvrtc.so is not found: install the CUDA toolkit 12 or 13 (or `pip install nvidia-cuda-nvrtc`), and put its directory into LD_LIBRARY_PATH"
+                "libnvrtc.so is not found: install the CUDA toolkit 12 or 13 (or `pip install nvidia-cuda-nvrtc`, for a driver of CUDA 12 `nvidia-cuda-nvrtc-cu12`), and put its directory into LD_LIBRARY_PATH"
             }
             Self::Cublas => {
-                "libcublas.so is not found: install the CUDA toolkit 12 or 13 (or `pip install nvidia-cublas`), and put its directory into LD_LIBRARY_PATH"
+                "libcublas.so is not found: install the CUDA toolkit 12 or 13 (or `pip install nvidia-cublas`, for a driver of CUDA 12 `nvidia-cublas-cu12`), and put its directory into LD_LIBRARY_PATH"
             }
-            Self::Nccl => {
-                "libnccl.so is not found: install NCCL (or `pip install nvidia-nccl-cu13`), and put its directory into LD_LIBRARY_PATH; where only libnccl.so.2 is there, make a link to it"
-            }
-        }
+            Self::Nccl => return format!("libnccl.so is not found: {NCCL_REMEDY}"),
+        };
+        remedy.to_owned()
     }
 
     /// What helps if it is not there.
     pub(crate) fn check(self) -> Result<(), String> {
-        if self.is_there() { Ok(()) } else { Err(self.remedy().to_owned()) }
+        if self.is_there() { Ok(()) } else { Err(self.remedy()) }
     }
 }
 
@@ -62,4 +65,49 @@ pub(crate) fn version_of_driver() -> Option<i32> {
     // SAFETY: the driver is there.
     unsafe { sys::cuDriverGetVersion(&raw mut version) }.result().ok()?;
     Some(version)
+}
+
+/// Libraries that are newer than the driver takes, each with what helps: drivers run nothing that a compiler of a later major
+/// version has made.
+pub(crate) fn quarrels() -> Vec<String> {
+    let Some(driver) = version_of_driver() else { return Vec::new() };
+    let nvrtc =
+        Library::Nvrtc.is_there().then(|| (modules::version() / 1000, "libnvrtc.so", "nvidia-cuda-nvrtc"));
+    let cublas = Library::Cublas.is_there().then(|| (version_of_cublas(), "libcublas.so", "nvidia-cublas"));
+    let found = [nvrtc, cublas].into_iter().flatten();
+    found.filter_map(|(major, file, package)| quarrel(driver, major, file, package)).collect()
+}
+
+fn quarrel(driver: c_int, major: c_int, file: &str, package: &str) -> Option<String> {
+    let (wanted, minor) = (driver / 1000, driver % 1000 / 10);
+    (major > wanted).then(|| {
+        format!(
+            "{file} is of CUDA {major}, and the driver of CUDA {wanted}.{minor}: `pip install {package}-cu{wanted}` and put \
+             its directory first into LD_LIBRARY_PATH, or update the driver"
+        )
+    })
+}
+
+/// Major version.
+#[expect(unsafe_code, reason = "calls of cuBLAS")]
+fn version_of_cublas() -> c_int {
+    let mut major = 0;
+    // SAFETY: the library was found.
+    let _ = unsafe {
+        cublas_sys::cublasGetProperty(cublas_sys::libraryPropertyType_t::MAJOR_VERSION, &raw mut major)
+    };
+    major
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_may_not_be_newer_than_the_driver() {
+        assert_eq!(quarrel(13_000, 13, "libnvrtc.so", "nvidia-cuda-nvrtc"), None);
+        assert_eq!(quarrel(13_000, 12, "libnvrtc.so", "nvidia-cuda-nvrtc"), None);
+        let said = quarrel(12_040, 13, "libnvrtc.so", "nvidia-cuda-nvrtc").expect("too new");
+        assert!(said.contains("driver of CUDA 12.4") && said.contains("nvidia-cuda-nvrtc-cu12"), "{said}");
+    }
 }

@@ -13,7 +13,7 @@ use cudarc::driver::result::{self as driver, DriverError};
 use cudarc::driver::sys;
 use cudarc::nvrtc::{result as nvrtc, sys as nvrtc_sys};
 
-use super::Named;
+use super::{Named, text};
 use crate::error::{DeviceError, Result};
 
 /// What sources include, in an order in which each needs only those before it.
@@ -80,6 +80,7 @@ impl Modules {
             };
             threads.into_iter().map(join).collect()
         });
+        let _nobody_records = super::captures::none();
         let mut modules = Self { loaded: Vec::with_capacity(images.len()), functions: Mutex::default() };
         for image in images {
             modules.loaded.push(image?.load()?);
@@ -117,12 +118,15 @@ impl Modules {
             reason: reason.to_owned(),
         };
         let name = CString::new(kernel).map_err(|_| missing("its name has a zero"))?;
-        // SAFETY: the modules live.
-        let found = self
-            .loaded
-            .iter()
-            .find_map(|module| unsafe { driver::module::get_function(*module, name.clone()).ok() });
-        found.ok_or_else(|| missing("it does not exist"))
+        for module in &self.loaded {
+            // SAFETY: the module lives.
+            match unsafe { driver::module::get_function(*module, name.clone()) } {
+                Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_FOUND)) => {}
+                // It is loaded when it is first asked for, for which there may be no memory.
+                found => return found.map_err(|error| missing(&text(error))),
+            }
+        }
+        Err(missing("it does not exist"))
     }
 
     /// Unloads everything; nothing of it may be used any more.
@@ -219,13 +223,13 @@ fn load(image: &[u8]) -> std::result::Result<sys::CUmodule, DriverError> {
     unsafe { driver::module::load_data(image.as_ptr().cast()) }
 }
 
-/// Version of the compiler.
+/// Version of the compiler, as 13000 for 13.0.
 #[expect(unsafe_code, reason = "calls of nvrtc")]
-fn version() -> u64 {
+pub(super) fn version() -> i32 {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: the library was found.
     let _ = unsafe { nvrtc_sys::nvrtcVersion(&raw mut major, &raw mut minor) };
-    major as u64 * 1000 + minor as u64
+    major * 1000 + minor * 10
 }
 
 #[expect(unsafe_code, reason = "calls of nvrtc")]

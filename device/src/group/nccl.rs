@@ -1,12 +1,17 @@
 //! GPUs, by NCCL: a communicator that never blocks, so that every wait of ours has a deadline.
 //!
-//! Invariant: a communicator is destroyed or aborted once, and not used after. What it still had on the stream is over then.
+//! Invariants:
+//! - A communicator is destroyed or aborted once, and not used after. What it still had on the stream is over then.
+//! - The host never is more than [`AHEAD`] calls ahead of the stream, and waits for it with a deadline: a driver whose queue
+//!   is full would wait without one.
 
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use cudarc::driver::result::{DriverError, event};
 use cudarc::driver::sys as driver_sys;
 use cudarc::nccl::{result as nccl, sys};
 
@@ -22,6 +27,10 @@ const MAGIC: c_uint = 0xcafe_beef;
 const UNDEFINED: c_int = c_int::MIN;
 /// The version whose configuration cudarc describes, as NCCL counts.
 const DESCRIBED: c_int = 23_000;
+/// The oldest version that can be told not to block.
+const OLDEST: c_int = 21_400;
+/// Most calls of a member that the stream has not done.
+const AHEAD: usize = 4;
 /// Pause between two looks at something that is under way: far below what a bucket takes.
 const PAUSE: Duration = Duration::from_micros(50);
 /// How long leaving may take before it is done by force.
@@ -34,12 +43,39 @@ pub(super) struct Communicator {
     rank: usize,
     world: usize,
     patience: Patience,
+    /// Ends every wait: somebody wants to abort.
+    leaving: AtomicBool,
+    joined: Mutex<Joined>,
+}
+
+#[derive(Debug)]
+struct Joined {
     /// `None` once it was aborted.
-    raw: Mutex<Option<Raw>>,
+    raw: Option<Raw>,
+    /// How many calls the stream was given.
+    calls: usize,
+    /// Behind each of the last calls, by its number.
+    done: [Option<Mark>; AHEAD],
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Raw(sys::ncclComm_t);
+
+/// A place on the stream.
+#[derive(Debug)]
+struct Mark(driver_sys::CUevent);
+
+// SAFETY: an event may be used from any thread.
+#[expect(unsafe_code, reason = "a pointer of the driver")]
+unsafe impl Send for Mark {}
+
+impl Drop for Mark {
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn drop(&mut self) {
+        // SAFETY: it is used no more; one that is not reached yet goes when it is.
+        let _ = unsafe { event::destroy(self.0) };
+    }
+}
 
 // SAFETY: a communicator may be used from any thread, one at a time, which the lock sees to.
 #[expect(unsafe_code, reason = "a pointer of NCCL")]
@@ -49,7 +85,14 @@ unsafe impl Send for Raw {}
 enum Answer {
     Done,
     UnderWay,
-    Failed(String),
+    Failed(Failure),
+}
+
+/// Why a call failed.
+struct Failure {
+    reason: String,
+    /// Whether it is of this member's own making, whoever the others are.
+    own: bool,
 }
 
 /// The 128 bytes that members find each other by.
@@ -57,7 +100,7 @@ pub(super) fn new_id(device: &Device) -> Result<Vec<u8>> {
     cuda(device)?.bind()?;
     check(device)?;
     let id = nccl::get_uniqueid()
-        .map_err(|error| failed(device, "ncclGetUniqueId", Duration::ZERO, last(error.0, None)))?;
+        .map_err(|error| failed(device, "ncclGetUniqueId", Duration::ZERO, last(error.0, None).reason))?;
     Ok(id.internal.iter().map(|byte| byte.cast_unsigned()).collect())
 }
 
@@ -76,7 +119,7 @@ impl Communicator {
             .try_into()
             .map_err(|_| refused(format!("an identifier has 128 bytes and not {}", id.len())))?;
         let id = sys::ncclUniqueId { internal: internal.map(|byte| byte.cast_signed()) };
-        let version = nccl::get_nccl_version().map_err(|error| refused(last(error.0, None)))?;
+        let version = version().map_err(&refused)?;
         let mut config = config(version);
         let mut raw = std::ptr::null_mut();
         let int = |number: usize| c_int::try_from(number).unwrap_or(c_int::MAX);
@@ -84,10 +127,17 @@ impl Communicator {
         let answer =
             unsafe { sys::ncclCommInitRankConfig(&raw mut raw, int(world), id, int(rank), &raw mut config) };
         if raw.is_null() {
-            return Err(refused(last(answer, None)));
+            return Err(refused(last(answer, None).reason));
         }
-        let communicator =
-            Self { device: device.clone(), rank, world, patience, raw: Mutex::new(Some(Raw(raw))) };
+        let joined = Joined { raw: Some(Raw(raw)), calls: 0, done: [const { None }; AHEAD] };
+        let communicator = Self {
+            device: device.clone(),
+            rank,
+            world,
+            patience,
+            leaving: AtomicBool::new(false),
+            joined: Mutex::new(joined),
+        };
         let joined = communicator.settle(Raw(raw), answer, "join", &communicator.patience);
         if joined.is_err() {
             communicator.abort();
@@ -103,11 +153,11 @@ impl Communicator {
     ) -> Result<()> {
         let cuda = cuda(&self.device)?;
         cuda.bind()?;
-        let guard = self.raw();
-        let Some(raw) = *guard else {
-            return Err(self.failed(operation, Duration::ZERO, "it was aborted".to_owned()));
-        };
-        let fails = |error: nccl::NcclError| self.failed(operation, Duration::ZERO, last(error.0, Some(raw)));
+        let mut joined = self.joined();
+        let raw = self.living(&joined, operation)?;
+        self.keep_pace(&joined, raw, operation)?;
+        let fails =
+            |error: nccl::NcclError| self.because(operation, Duration::ZERO, last(error.0, Some(raw)));
         nccl::group_start().map_err(fails)?;
         let called = calls(raw.0, cuda.stream().cast());
         // What was begun has to be ended even if it failed.
@@ -116,10 +166,78 @@ impl Communicator {
             Ok(_) => sys::ncclResult_t::ncclSuccess,
             Err(error) => error.0,
         };
-        if let Answer::Failed(reason) = answer(called, Some(raw)) {
-            return Err(self.failed(operation, Duration::ZERO, reason));
+        if let Answer::Failed(failure) = answer(called, Some(raw)) {
+            return Err(self.because(operation, Duration::ZERO, failure));
         }
-        self.settle(raw, ended, operation, &self.patience)
+        self.settle(raw, ended, operation, &self.patience)?;
+        self.mark(&mut joined, cuda)
+    }
+
+    /// Waits until there is room for one more call among those that the stream has not done.
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn keep_pace(&self, joined: &Joined, raw: Raw, operation: &'static str) -> Result<()> {
+        let Some(Mark(oldest)) = &joined.done[joined.calls % AHEAD] else { return Ok(()) };
+        // SAFETY: the event lives.
+        let reached = || match unsafe { event::query(*oldest) } {
+            Ok(()) => Ok(true),
+            Err(DriverError(driver_sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
+            Err(error) => Err(self.broken("cuEventQuery", error)),
+        };
+        self.until(raw, operation, reached)
+    }
+
+    /// Notes where the stream has done the call that it was given last.
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    fn mark(&self, joined: &mut Joined, cuda: &Cuda) -> Result<()> {
+        let place = &mut joined.done[joined.calls % AHEAD];
+        joined.calls += 1;
+        let mark = match place.take() {
+            Some(mark) => mark,
+            None => Mark(
+                event::create(driver_sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+                    .map_err(|error| self.broken("cuEventCreate", error))?,
+            ),
+        };
+        // SAFETY: event and stream live.
+        unsafe { event::record(mark.0, cuda.stream()) }
+            .map_err(|error| self.broken("cuEventRecord", error))?;
+        *place = Some(mark);
+        Ok(())
+    }
+
+    /// Waits for something that the stream will have done.
+    fn until(
+        &self,
+        raw: Raw,
+        operation: &'static str,
+        mut reached: impl FnMut() -> Result<bool>,
+    ) -> Result<()> {
+        let mut waiting = Waiting::begin(&self.patience);
+        loop {
+            let there = reached()?;
+            let over = match self.state(raw) {
+                Answer::Done if there => return Ok(()),
+                Answer::Failed(failure) => Some(failure),
+                Answer::Done | Answer::UnderWay => self.over(&mut waiting),
+            };
+            if let Some(failure) = over {
+                return Err(self.because(operation, waiting.started.elapsed(), failure));
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Why a wait is over, if it is.
+    fn over(&self, waiting: &mut Waiting<'_>) -> Option<Failure> {
+        let left = || "this member leaves".to_owned();
+        let leaving = self.leaving.load(Ordering::Relaxed).then(left);
+        let reason = leaving.or_else(|| waiting.over(|| self.missing()))?;
+        Some(Failure { reason, own: false })
+    }
+
+    fn living(&self, joined: &Joined, operation: &'static str) -> Result<Raw> {
+        let gone = || self.failed(operation, Duration::ZERO, "it was aborted".to_owned());
+        joined.raw.ok_or_else(gone)
     }
 
     /// Waits until a call is no longer under way.
@@ -135,11 +253,11 @@ impl Communicator {
         loop {
             let over = match state {
                 Answer::Done => return Ok(()),
-                Answer::Failed(reason) => Some(reason),
-                Answer::UnderWay => waiting.over(|| self.missing()),
+                Answer::Failed(failure) => Some(failure),
+                Answer::UnderWay => self.over(&mut waiting),
             };
-            if let Some(reason) = over {
-                return Err(self.failed(operation, waiting.started.elapsed(), reason));
+            if let Some(failure) = over {
+                return Err(self.because(operation, waiting.started.elapsed(), failure));
             }
             std::thread::sleep(PAUSE);
             state = self.state(raw);
@@ -153,10 +271,13 @@ impl Communicator {
         // SAFETY: the communicator lives, and a result is an int.
         let asked = unsafe { sys::ncclCommGetAsyncError(raw.0, (&raw mut state).cast()) };
         match (answer(asked, Some(raw)), state) {
-            (Answer::Failed(reason), _) => Answer::Failed(reason),
+            (Answer::Failed(failure), _) => Answer::Failed(failure),
             (_, 0) => Answer::Done,
             (_, state) if state == sys::ncclResult_t::ncclInProgress as c_int => Answer::UnderWay,
-            (_, state) => Answer::Failed(said(&format!("NCCL's error {state}"), Some(raw))),
+            (_, state) => {
+                let own = OWN.iter().any(|own| *own as c_int == state);
+                Answer::Failed(Failure { reason: said(&format!("NCCL's error {state}"), Some(raw)), own })
+            }
         }
     }
 
@@ -169,12 +290,12 @@ impl Communicator {
         match unsafe { driver_sys::cuStreamQuery(cuda.stream()) } {
             driver_sys::CUresult::CUDA_SUCCESS => Ok(true),
             driver_sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            error => Err(DeviceError::Call {
-                device: self.device.name(),
-                call: "cuStreamQuery",
-                reason: format!("{error:?}"),
-            }),
+            error => Err(self.broken("cuStreamQuery", DriverError(error))),
         }
+    }
+
+    fn broken(&self, call: &'static str, error: DriverError) -> DeviceError {
+        DeviceError::Call { device: self.device.name(), call, reason: format!("{error:?}") }
     }
 
     fn missing(&self) -> String {
@@ -188,8 +309,15 @@ impl Communicator {
         failed(&self.device, operation, waited, reason)
     }
 
-    fn raw(&self) -> MutexGuard<'_, Option<Raw>> {
-        self.raw.lock().unwrap_or_else(PoisonError::into_inner)
+    fn because(&self, operation: &'static str, waited: Duration, failure: Failure) -> DeviceError {
+        if failure.own {
+            return DeviceError::Call { device: self.device.name(), call: operation, reason: failure.reason };
+        }
+        self.failed(operation, waited, failure.reason)
+    }
+
+    fn joined(&self) -> MutexGuard<'_, Joined> {
+        self.joined.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -245,28 +373,15 @@ impl Members for Communicator {
     }
 
     fn wait(&self, operation: &'static str) -> Result<()> {
-        let mut waiting = Waiting::begin(&self.patience);
-        let guard = self.raw();
-        let Some(raw) = *guard else {
-            return Err(self.failed(operation, Duration::ZERO, "it was aborted".to_owned()));
-        };
-        loop {
-            let idle = self.idle()?;
-            let over = match self.state(raw) {
-                Answer::Done if idle => return Ok(()),
-                Answer::Failed(reason) => Some(reason),
-                Answer::Done | Answer::UnderWay => waiting.over(|| self.missing()),
-            };
-            if let Some(reason) = over {
-                return Err(self.failed(operation, waiting.started.elapsed(), reason));
-            }
-            std::thread::sleep(PAUSE);
-        }
+        let joined = self.joined();
+        let raw = self.living(&joined, operation)?;
+        self.until(raw, operation, || self.idle())
     }
 
     #[expect(unsafe_code, reason = "calls of NCCL")]
     fn abort(&self) {
-        let Some(raw) = self.raw().take() else { return };
+        self.leaving.store(true, Ordering::Relaxed);
+        let Some(raw) = self.joined().raw.take() else { return };
         if cuda(&self.device).is_ok_and(|cuda| cuda.bind().is_ok()) {
             // SAFETY: the communicator lives, and nobody has it any more.
             let _ = unsafe { sys::ncclCommAbort(raw.0) };
@@ -282,7 +397,7 @@ impl Members for Communicator {
 impl Drop for Communicator {
     #[expect(unsafe_code, reason = "calls of NCCL")]
     fn drop(&mut self) {
-        let Some(raw) = *self.raw() else { return };
+        let Some(raw) = self.joined().raw else { return };
         if cuda(&self.device).is_ok_and(|cuda| cuda.bind().is_err()) {
             return;
         }
@@ -293,7 +408,7 @@ impl Drop for Communicator {
         if self.settle(raw, begun, "leave", &leaving).is_err() {
             return self.abort();
         }
-        *self.raw() = None;
+        self.joined().raw = None;
         // SAFETY: it was finalized, and nobody has it any more.
         let _ = unsafe { sys::ncclCommDestroy(raw.0) };
     }
@@ -327,8 +442,25 @@ fn cuda(device: &Device) -> Result<&Cuda> {
 
 /// Whether NCCL is there.
 pub(super) fn check(device: &Device) -> Result<()> {
-    Library::Nccl.check().map_err(|reason| DeviceError::Unavailable { device: device.name(), reason })
+    let there = Library::Nccl.check().and_then(|()| version().map(drop));
+    there.map_err(|reason| DeviceError::Unavailable { device: device.name(), reason })
 }
+
+/// As 22809 for 2.28.9. The library is there.
+fn version() -> std::result::Result<c_int, String> {
+    let version = nccl::get_nccl_version().map_err(|error| last(error.0, None).reason)?;
+    if version < OLDEST {
+        return Err(format!("libnccl.so is of version {version}, and has to be of {OLDEST} (2.14) or later"));
+    }
+    Ok(version)
+}
+
+/// Failures that are this member's own: a GPU or a call that is at fault, not one of the others.
+const OWN: [sys::ncclResult_t; 3] = [
+    sys::ncclResult_t::ncclUnhandledCudaError,
+    sys::ncclResult_t::ncclInvalidArgument,
+    sys::ncclResult_t::ncclInvalidUsage,
+];
 
 fn answer(result: sys::ncclResult_t, raw: Option<Raw>) -> Answer {
     match result {
@@ -339,8 +471,8 @@ fn answer(result: sys::ncclResult_t, raw: Option<Raw>) -> Answer {
 }
 
 /// What NCCL says of a failure.
-fn last(result: sys::ncclResult_t, raw: Option<Raw>) -> String {
-    said(&format!("{result:?}"), raw)
+fn last(result: sys::ncclResult_t, raw: Option<Raw>) -> Failure {
+    Failure { reason: said(&format!("{result:?}"), raw), own: OWN.contains(&result) }
 }
 
 /// The same with its last words, and what helps where that is known.

@@ -23,6 +23,8 @@ use crate::{KvCache, StepSequence, Unit};
 
 /// Recordings that are kept: sizes of steps, times two sets of weights that alternate.
 const RECORDED: usize = 64;
+/// Most recordings that fail in a row without an error.
+const MAX_FAILED: usize = 8;
 
 /// Size of the cache.
 #[derive(Clone, Copy, Debug)]
@@ -42,6 +44,8 @@ pub(super) struct Steps<T: Storage> {
     memory: Option<Memory<T>>,
     /// `[wanted, d]` of the last step, after the final norm.
     hidden: Option<Buffer<T>>,
+    /// Recordings that failed in a row.
+    failed: usize,
 }
 
 /// What a recording is of.
@@ -111,7 +115,7 @@ impl<T: Storage> Rows<T> {
 
 impl<T: Storage> Default for Steps<T> {
     fn default() -> Self {
-        Self { recorded: HashMap::new(), memory: None, hidden: None }
+        Self { recorded: HashMap::new(), memory: None, hidden: None, failed: 0 }
     }
 }
 
@@ -150,8 +154,15 @@ impl<T: Storage> Steps<T> {
             }
             // Kernels are loaded when they are first launched, which a recording does not allow.
             layers(decoder, weights, cache, shape, (memory, sizes, None))?;
-            let graph = device.record(|| layers(decoder, weights, cache, shape, (memory, sizes, None)))?;
-            self.recorded.insert(key, graph);
+            match device.record(|| layers(decoder, weights, cache, shape, (memory, sizes, None))) {
+                Ok(graph) => {
+                    self.recorded.insert(key, graph);
+                    self.failed = 0;
+                }
+                // Whatever else of the process uses the GPU may spoil a recording; the step is made nevertheless.
+                Err(_) if self.failed < MAX_FAILED => self.failed += 1,
+                Err(error) => return Err(error),
+            }
         }
         self.hidden = Some(pick(decoder, memory.normed.of(tokens), sequences)?);
         Ok(())

@@ -1,6 +1,10 @@
 //! Passes over packs: the forward that remembers and the backward that adds up gradients.
 //!
-//! Invariant: what is computed again instead of kept changes no bit of any result.
+//! Invariants:
+//! - What is computed again instead of kept changes no bit of any result, but for [`Recompute::Sequence`] on a GPU, whose
+//!   library may add up the products of fewer rows in another order.
+//! - Everything from the host is on its way before the first weights are asked for: they may come from other devices, and
+//!   an upload may wait for them without a deadline.
 
 use std::ops::Range;
 
@@ -25,10 +29,19 @@ pub struct DeviceTrace<T: Storage> {
     segments: Segments,
     layers: Vec<LayerTrace<T>>,
     asked: Asked,
-    rows: Vec<u32>,
+    groups: Groups,
     /// `[rows, d]` before and after the final norm.
     picked: Buffer<T>,
     normed: Buffer<T>,
+}
+
+/// Rows that add up to one.
+#[derive(Debug)]
+struct Groups {
+    /// By the row that they were picked from.
+    picked: Grouped,
+    /// By token id.
+    ids: Grouped,
 }
 
 #[derive(Debug)]
@@ -88,6 +101,12 @@ impl<T: Storage> DeviceDecoder<T> {
         let segments = Segments::new(device, &segments, tokens)?;
         let angles = self.angles(pack.positions())?;
         let (ids, asked) = (self.ids(pack.token_ids())?, self.ask(targets)?);
+        let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
+        let rows_there = device.upload(&rows)?;
+        // A score has no use for them.
+        let (of_rows, of_ids): (&[u32], &[u32]) =
+            if recompute.is_some() { (&rows, pack.token_ids()) } else { (&[], &[]) };
+        let groups = Groups { picked: Grouped::new(device, of_rows)?, ids: Grouped::new(device, of_ids)? };
         let mut x = device.uninit(tokens * width)?;
         let table = weights.unit(Unit::Embedding)?.slice(0..self.config.vocab_size * width);
         gather_rows(device, table, ids.all(), width, x.all_mut())?;
@@ -102,15 +121,14 @@ impl<T: Storage> DeviceDecoder<T> {
                 layers.push(LayerTrace { input, kept });
             }
         }
-        let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
         let mut picked = device.uninit(rows.len() * width)?;
-        gather_rows(device, x.all(), device.upload(&rows)?.all(), width, picked.all_mut())?;
-        drop(x);
+        gather_rows(device, x.all(), rows_there.all(), width, picked.all_mut())?;
+        drop((x, rows_there));
         let mut normed = device.uninit(picked.len())?;
         let norm = weights.unit(Unit::Tail)?.slice(self.final_norm());
         rms_norm(device, picked.all(), norm, self.config.rms_norm_eps, normed.all_mut())?;
         let predictions = self.predictions(weights, &normed, &asked)?;
-        Ok((predictions, DeviceTrace { angles, segments, layers, asked, rows, picked, normed }))
+        Ok((predictions, DeviceTrace { angles, segments, layers, asked, groups, picked, normed }))
     }
 
     /// Adds to `gradients` those of `sum(slopes * predictions)`, for the forward that left `trace`.
@@ -128,9 +146,9 @@ impl<T: Storage> DeviceDecoder<T> {
         slopes: &[PredictionGradient],
         gradients: &mut dyn UnitGradients,
     ) -> Result<()> {
-        let DeviceTrace { angles, segments, mut layers, asked, rows, picked, normed } = trace;
-        assert_eq!(slopes.len(), rows.len(), "every prediction has a slope");
+        let DeviceTrace { angles, segments, mut layers, asked, groups, picked, normed } = trace;
         let (device, width) = (&self.activations, self.config.hidden_size);
+        assert_eq!(slopes.len() * width, picked.len(), "every prediction has a slope");
         let d_normed = self.predictions_backward(weights, &normed, &asked, slopes, gradients)?;
         drop(normed);
         let (place, eps): (Range<usize>, f32) = (self.final_norm(), self.config.rms_norm_eps);
@@ -144,7 +162,7 @@ impl<T: Storage> DeviceDecoder<T> {
         drop((d_normed, picked));
         let tokens = pack.token_ids().len();
         let mut d = device.uninit(tokens * width)?;
-        scatter_rows(device, d_picked.all(), &Grouped::new(device, &rows)?, width, d.all_mut())?;
+        scatter_rows(device, d_picked.all(), &groups.picked, width, d.all_mut())?;
         drop(d_picked);
 
         let chunk = if self.recompute == Recompute::Sequence { CHUNK } else { tokens };
@@ -158,10 +176,9 @@ impl<T: Storage> DeviceDecoder<T> {
             d = layer.backward(&input, kept, &d, &mut unit, chunk)?;
             gradients.done(Unit::Layer(index))?;
         }
-        let groups = Grouped::new(device, pack.token_ids())?;
         let table = &mut gradients.unit(Unit::Embedding)?;
         let table = table.slice_mut(0..self.config.vocab_size * width);
-        add_rows(device, d.all(), &groups, width, table)?;
+        add_rows(device, d.all(), &groups.ids, width, table)?;
         gradients.done(Unit::Embedding)
     }
 }

@@ -10,7 +10,7 @@ use std::fmt;
 
 use device::DeviceError;
 use device::device::Place;
-use device::inventory::Inventory;
+use device::inventory::{Inventory, NCCL_REMEDY, inventory_of};
 use model::on_device::Dtype;
 use model::{Config, Quantization, Recompute};
 
@@ -29,10 +29,6 @@ const WORKSPACE: u64 = 32 << 20;
 const HEAD_ROWS: u64 = 512;
 /// Parts that a message names.
 const NAMED: usize = 3;
-/// What is missing for `weights.transport = "nccl"`, and what helps.
-const NO_NCCL: &str = "`weights.transport` \"nccl\" needs NCCL, which was not found: install it (or `pip install nvidia-nccl-cu13`), \
-                       and put its directory into LD_LIBRARY_PATH";
-
 /// What of a run is on one device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceMemory {
@@ -200,6 +196,13 @@ impl fmt::Display for DeviceMemory {
     }
 }
 
+/// What this machine has of the devices of `recipe`.
+#[must_use]
+pub fn there(recipe: &Recipe, config: &Config) -> Inventory {
+    let places: Vec<_> = DeviceMemory::of(recipe, config).iter().map(|device| device.place).collect();
+    inventory_of(&places)
+}
+
 /// All devices of a run with what there is of their memory; `None` for a run on the processor.
 #[must_use]
 pub fn describe(recipe: &Recipe, config: &Config, there: &Inventory) -> Option<String> {
@@ -214,7 +217,7 @@ pub fn describe(recipe: &Recipe, config: &Config, there: &Inventory) -> Option<S
     });
     let mut described: Vec<_> = described.collect();
     if needs_nccl(recipe) && there.missing.is_empty() {
-        let found = if there.nccl.is_some() { "it is there" } else { NO_NCCL };
+        let found = if there.nccl.is_some() { "it is there".to_owned() } else { no_nccl() };
         described.push(format!("weights go from GPU to GPU by NCCL: {found}"));
     }
     (!described.is_empty()).then(|| described.join("\n"))
@@ -242,19 +245,24 @@ pub fn refuse(recipe: &Recipe, config: &Config, there: &Inventory) -> Result<(),
             return Err(Failure::DoesNotFit(format!("{} ({}) {shortage}", device.place, device.roles)));
         }
         if needs_nccl(recipe) && there.nccl.is_none() {
-            let (device, reason) = (device.place.to_string(), NO_NCCL.to_owned());
+            let (device, reason) = (device.place.to_string(), no_nccl());
             return Err(DeviceError::Unavailable { device, reason }.into());
         }
     }
     Ok(())
 }
 
+fn no_nccl() -> String {
+    format!("`weights.transport` \"nccl\" needs NCCL, which was not found: {NCCL_REMEDY}")
+}
+
 /// Why a GPU cannot be used.
 fn unavailable(place: Place, there: &Inventory) -> DeviceError {
-    let reason = if there.missing.is_empty() {
-        format!("this machine shows {} GPUs; look at CUDA_VISIBLE_DEVICES", there.gpus.len())
-    } else {
-        there.missing.join("; ")
+    let own = there.unusable.iter().find(|(ordinal, _)| place == Place::Cuda(*ordinal));
+    let reason = match own {
+        _ if !there.missing.is_empty() => there.missing.join("; "),
+        Some((_, why)) => format!("{why}; `nvidia-smi` shows who has it"),
+        None => format!("this machine shows {} GPUs; look at CUDA_VISIBLE_DEVICES", there.visible),
     };
     DeviceError::Unavailable { device: place.to_string(), reason }
 }
@@ -335,10 +343,10 @@ mod tests {
         Some(device.parts.iter().find(|part| part.name == name)?.bytes)
     }
 
-    fn there(free: u64) -> Inventory {
+    fn with_free(free: u64) -> Inventory {
         let (name, capability, total) = ("a GPU".to_owned(), (9, 0), 1 << 40);
         let gpus = vec![Gpu { ordinal: 0, name, capability, free, total }];
-        Inventory { driver: Some(13_000), nccl: None, gpus, missing: Vec::new() }
+        Inventory { driver: Some(13_000), visible: 1, gpus, ..Inventory::default() }
     }
 
     #[test]
@@ -442,11 +450,11 @@ mod tests {
         let (config, mut recipe) = (config(), on(GPU));
         recipe.placement.rollout_device = Some(NEXT);
         recipe.weights.transport = WeightTransport::Nccl;
-        let mut found = there(1 << 30);
+        let mut found = with_free(1 << 30);
         found.gpus.push(Gpu { ordinal: 1, ..found.gpus[0].clone() });
         let error = refuse(&recipe, &config, &found).unwrap_err();
         assert_eq!(error.exit_code(), 2);
-        assert!(error.to_string().contains("needs NCCL, which was not found: install it"), "{error}");
+        assert!(error.to_string().contains("needs NCCL, which was not found: install NCCL"), "{error}");
         assert!(describe(&recipe, &config, &found).unwrap().contains("needs NCCL"));
         found.nccl = Some(22_809);
         refuse(&recipe, &config, &found).unwrap();
@@ -471,8 +479,8 @@ mod tests {
     #[test]
     fn a_run_that_does_not_fit_is_refused_with_its_largest_parts_and_what_helps() {
         let (config, recipe) = (config(), on(GPU));
-        refuse(&recipe, &config, &there(1 << 30)).unwrap();
-        let error = refuse(&recipe, &config, &there(1 << 20)).unwrap_err();
+        refuse(&recipe, &config, &with_free(1 << 30)).unwrap();
+        let error = refuse(&recipe, &config, &with_free(1 << 20)).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         let text = error.to_string();
         let begins = "cuda:0 (the trainer, the sampler) does not fit: needs 576.2 MiB of 1.0 MiB free; the largest: \
@@ -482,21 +490,26 @@ mod tests {
             text.contains("`trainer.microbatch_tokens`") && text.contains("`rollout.kv_cache_tokens`"),
             "{text}"
         );
-        let described = describe(&recipe, &config, &there(1 << 20)).unwrap();
+        let described = describe(&recipe, &config, &with_free(1 << 20)).unwrap();
         assert!(described.contains("does not fit: needs 576.2 MiB of 1.0 MiB free"), "{described}");
-        let described = describe(&recipe, &config, &there(1 << 30)).unwrap();
+        let described = describe(&recipe, &config, &with_free(1 << 30)).unwrap();
         assert!(described.ends_with("; fits: 1.0 GiB are free"), "{described}");
         let described = describe(&recipe, &config, &Inventory::default()).unwrap();
         assert!(described.ends_with("; it is not there, so nothing is compared"), "{described}");
-        assert_eq!(describe(&on(Device::Cpu), &config, &there(0)), None);
+        assert_eq!(describe(&on(Device::Cpu), &config, &with_free(0)), None);
     }
 
     #[test]
     fn a_device_that_is_not_there_is_refused_with_the_reason() {
         let config = config();
-        let error = refuse(&on(NEXT), &config, &there(1 << 30)).unwrap_err();
+        let error = refuse(&on(NEXT), &config, &with_free(1 << 30)).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains("cuda:1 cannot be used: this machine shows 1 GPUs"), "{error}");
+        let full = (1, "CUDA_ERROR_OUT_OF_MEMORY: out of memory".to_owned());
+        let full = Inventory { visible: 2, unusable: vec![full], ..with_free(1 << 30) };
+        let error = refuse(&on(NEXT), &config, &full).unwrap_err().to_string();
+        assert!(error.contains("cuda:1 cannot be used: CUDA_ERROR_OUT_OF_MEMORY"), "{error}");
+        refuse(&on(GPU), &config, &full).unwrap();
         let without = Inventory { missing: vec!["no driver: install it".to_owned()], ..Inventory::default() };
         let error = refuse(&on(GPU), &config, &without).unwrap_err();
         assert_eq!(error.to_string(), "device cuda:0 cannot be used: no driver: install it");
@@ -505,7 +518,7 @@ mod tests {
         // Ranks that join bring devices of their own.
         let mut joined = on(GPU);
         (joined.trainer.world, joined.trainer.ranks) = (2, Ranks::Processes);
-        refuse(&joined, &config, &there(1 << 30)).unwrap();
+        refuse(&joined, &config, &with_free(1 << 30)).unwrap();
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //!
 //! # Invariants
 //! - A completion depends on the weights, the prompt and its own random stream, bit for bit, never on what it was
-//!   batched with.
+//!   batched with; on a GPU up to rounding, because its library multiplies few rows otherwise than many.
 //! - Every token remembers the policy version that sampled it.
 //! - The pages that an accepted request may ever need are reserved when it is accepted: no sequence is preempted and
 //!   none waits for pages in the middle.

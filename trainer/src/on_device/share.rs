@@ -4,7 +4,7 @@
 //! same calls with gradients of zero.
 //!
 //! Invariant: nothing that waits for the device follows a call of the group before [`Share::wait`] has, which knows the
-//! deadline and the operation.
+//! deadline and the operation. What comes from the host counts as such.
 
 use device::ops::vectors::add;
 use device::{Buffer, Device, Element, Group, Storage, View, ViewMut};
@@ -131,6 +131,7 @@ impl<'a, T: Storage> Collecting<'a, T> {
             Ok(values)
         };
         let ends = [end(Unit::Embedding)?, end(Unit::Tail)?];
+        share.wait("gather weights")?;
         let largest = layout.layers().iter().map(ExactSizeIterator::len).max().unwrap_or(0);
         let layer = weights.uninit(largest)?;
         Ok(Self { share, layout, own, ends, layer, index: None, backward: false })

@@ -87,7 +87,8 @@ impl<T: Storage> DeviceMemory<T> {
             let untaken = lock(&mailbox.newest).take().map(|(_, buffer)| buffer);
             let untaken = untaken.filter(|buffer| buffer.len() == values.len());
             let mut copy = untaken.map_or_else(|| mailbox.spares.take(values.len()), Ok)?;
-            self.device.copy(values, copy.all_mut()).map_err(failed("copy weights"))?;
+            let copied = self.device.copy_to(mailbox.spares.device(), values, copy.all_mut());
+            copied.map_err(failed("copy weights"))?;
             copies.push(copy);
         }
         // Others read them on streams of their own.

@@ -100,9 +100,17 @@ pub struct IpcSubscriber<T: Storage> {
     opened: Mutex<Opened<T>>,
 }
 
-/// Memory of the publisher by its handle.
+/// Slots of publishers, each opened once.
 #[derive(Debug)]
-struct Opened<T: Storage>(Vec<(String, Buffer<T>)>);
+struct Opened<T: Storage>(Vec<OpenedSlot<T>>);
+
+#[derive(Debug)]
+struct OpenedSlot<T: Storage> {
+    handle: String,
+    /// Tells whether the publisher lives.
+    lock: PathBuf,
+    buffer: Buffer<T>,
+}
 
 impl<T: Storage> IpcPublisher<T> {
     /// Publishes to `hub`, which must have no other publisher. Copies are made on the stream of `device`, in its order.
@@ -329,7 +337,7 @@ impl<T: Storage> IpcSubscriber<T> {
         spare: &mut Buffer<T>,
     ) -> Result<bool, WeightsError> {
         let Some(held) = Pin::take(&at.lock, self.control.name(), version)? else { return Ok(false) };
-        let slot = match opened.open(&at.handle, &self.device, spare.len()) {
+        let slot = match opened.open(at, &self.device, spare.len()) {
             Ok(slot) => slot,
             // Its memory went with it; the next publisher announces another.
             Err(_) if shm::is_left(&at.lock) => return Ok(false),
@@ -343,24 +351,31 @@ impl<T: Storage> IpcSubscriber<T> {
 }
 
 impl<T: Storage> Opened<T> {
-    /// Memory of the publisher, which is opened once.
-    fn open(&mut self, handle: &str, device: &Device, len: usize) -> Result<&Buffer<T>, WeightsError> {
-        let known = self.0.iter().position(|(known, buffer)| known == handle && buffer.len() == len);
+    /// Memory of the publisher.
+    fn open(&mut self, at: &SlotAt, device: &Device, len: usize) -> Result<&Buffer<T>, WeightsError> {
+        let known = self.0.iter().position(|slot| slot.handle == at.handle && slot.buffer.len() == len);
         let index = match known {
             Some(index) => index,
             None => {
-                self.0.retain(|(known, _)| known != handle);
+                self.close_left();
+                self.0.retain(|slot| slot.handle != at.handle);
                 if self.0.len() == OPENED {
                     self.0.remove(0);
                 }
                 let what = "open memory of another process";
-                let read = handle.parse().map_err(|reason| WeightsError::Device { what, reason })?;
+                let read = at.handle.parse().map_err(|reason| WeightsError::Device { what, reason })?;
                 let buffer = device.open_shared(&read, len).map_err(failed(what))?;
-                self.0.push((handle.to_owned(), buffer));
+                self.0.push(OpenedSlot { handle: at.handle.clone(), lock: at.lock.clone(), buffer });
                 self.0.len() - 1
             }
         };
-        Ok(&self.0[index].1)
+        Ok(&self.0[index].buffer)
+    }
+
+    /// Gives up what publishers have left that died: the driver keeps it for as long as it is open somewhere, and who takes
+    /// their place needs the room.
+    fn close_left(&mut self) {
+        self.0.retain(|slot| !shm::is_left(&slot.lock));
     }
 }
 
@@ -423,9 +438,11 @@ impl<T: Storage> DeviceSubscriber<T> for IpcSubscriber<T> {
         let mut opened = self.opened.lock().map_err(|_| WeightsError::Poisoned)?;
         loop {
             let told = self.control.told(After::Version(after), deadline);
-            if matches!(told, Err(WeightsError::PublisherGone { .. })) {
+            match told {
                 // So is its memory.
-                opened.0.clear();
+                Err(WeightsError::PublisherGone { .. }) => opened.0.clear(),
+                Err(_) => opened.close_left(),
+                Ok(_) => {}
             }
             let Some(told) = told? else { return Ok(None) };
             if let Some(weights) = self.copy(&told, &mut opened)? {

@@ -22,6 +22,11 @@ impl<T: Storage> Spares<T> {
         Self { device: device.labelled("pushed weights"), free: Mutex::default() }
     }
 
+    /// Where they are.
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// A buffer of its own for so many weights, with anything in it.
     pub(super) fn take(&self, len: usize) -> Result<Buffer<T>, WeightsError> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
