@@ -47,7 +47,8 @@ fn the_plan_predicts_the_peak_of_the_memory() {
     assert!(kept < 0.85 * together, "{kept} MiB in turns, {together} MiB together");
 }
 
-/// Plans and runs the recipe with further arguments; returns the peak, MiB.
+/// Plans and runs the recipe with further arguments; returns the peak, MiB: the median of three runs, because the allocator
+/// keeps what was freed for a while, more of it if the machine is busy.
 fn predicted(home: &Home, name: &str, sets: &[&str]) -> f64 {
     let plan = home.rlrun(&[&["plan", "memory.toml"], sets].concat()).ok().stdout;
     let total = plan.lines().find_map(|line| line.strip_prefix("  total ")).unwrap();
@@ -55,12 +56,16 @@ fn predicted(home: &Home, name: &str, sets: &[&str]) -> f64 {
     let planned: f64 = words.next().unwrap().parse().unwrap();
     assert_eq!(words.next(), Some("MiB"), "{plan}");
 
-    home.rlrun(&[&["memory.toml", "--run-dir", name, "--quiet"], sets].concat()).ok();
-    let peaks = home.run(name).values("memory/peak_mib");
-    let peak = peaks.into_iter().fold(0.0, f64::max);
+    let mut peaks = [0, 1, 2].map(|number| {
+        let name = format!("{name}{number}");
+        home.rlrun(&[&["memory.toml", "--run-dir", &name, "--quiet"], sets].concat()).ok();
+        home.run(&name).values("memory/peak_mib").into_iter().fold(0.0, f64::max)
+    });
+    peaks.sort_by(f64::total_cmp);
+    let peak = peaks[1];
     assert!(
         (planned / peak - 1.0).abs() <= TOLERANCE,
-        "{name}: planned {planned} MiB, needed {peak} MiB\n{plan}"
+        "{name}: planned {planned} MiB, needed {peaks:?} MiB\n{plan}"
     );
     peak
 }
