@@ -12,6 +12,7 @@ use std::any::Any;
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
 use std::sync::Mutex;
+use std::time::{Duration, Instant};
 
 use cudarc::cublas::{result as cublas, sys as cublas_sys};
 use cudarc::driver::result::{self as driver, DriverError};
@@ -32,6 +33,10 @@ const WORKSPACE: usize = 32 << 20;
 /// Whether a GPU reads memory of the host by the host's page tables.
 const READS_HOST: sys::CUdevice_attribute =
     sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES;
+
+/// How long a device that is full waits for what is being freed, and how often it looks.
+const FREEING: Duration = Duration::from_secs(1);
+const LOOK: Duration = Duration::from_micros(50);
 
 thread_local! {
     /// The context that is current on this thread, as far as is known.
@@ -141,7 +146,7 @@ impl Cuda {
     /// With a stream of its own in a context that lives as long as the value.
     #[expect(unsafe_code, reason = "calls of the driver")]
     unsafe fn within(name: String, device: sys::CUdevice, context: sys::CUcontext) -> Result<Self> {
-        // SAFETY: the caller's word; what is made here is destroyed with this value.
+        // SAFETY: the caller's word. What is made here is destroyed with this value, or after an error with the context.
         unsafe {
             driver::ctx::set_current(context).named(&name, "cuCtxSetCurrent")?;
             CURRENT.set(context as usize);
@@ -163,6 +168,18 @@ impl Cuda {
         self.stream
     }
 
+    /// Whether the stream has nothing to do.
+    #[expect(unsafe_code, reason = "calls of the driver")]
+    pub(crate) fn is_idle(&self) -> Result<bool> {
+        self.bind()?;
+        // SAFETY: the stream lives.
+        match unsafe { sys::cuStreamQuery(self.stream) } {
+            sys::CUresult::CUDA_SUCCESS => Ok(true),
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            error => Err(DriverError(error)).named(&self.name, "cuStreamQuery"),
+        }
+    }
+
     /// Makes the context current on this thread.
     #[expect(unsafe_code, reason = "calls of the driver")]
     pub(crate) fn bind(&self) -> Result<()> {
@@ -182,11 +199,11 @@ impl Drop for Cuda {
         if self.bind().is_err() {
             return;
         }
-        let _nobody_records = captures::none();
         let cublas = self.cublas.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         // SAFETY: all buffers and graphs of the stream are gone, because they keep this value.
         unsafe {
             let _ = driver::stream::synchronize(self.stream);
+            let _nobody_records = captures::none();
             let _ = cublas::destroy_handle(cublas.handle);
             let _ = driver::free_sync(cublas.workspace);
             self.modules.unload();
@@ -267,7 +284,11 @@ impl Backend for Cuda {
         };
         let mut allocated = allocate();
         if matches!(allocated, Err(NO_MEMORY)) {
-            // What was freed and is kept for the next step may be what is missing.
+            // What was freed and is kept for the next step may be what is missing. The pool has it once the stream is there.
+            let started = Instant::now();
+            while started.elapsed() < FREEING && self.is_idle().is_ok_and(|idle| !idle) {
+                std::thread::sleep(LOOK);
+            }
             // SAFETY: the pool is the device's own.
             let _ = unsafe {
                 driver::device::get_default_mem_pool(self.device)

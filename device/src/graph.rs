@@ -1,6 +1,6 @@
 //! Launches that are recorded once and replayed as one: a CUDA graph.
 
-use crate::backend::Recording;
+use crate::backend::{Backend, Recording};
 use crate::device::Device;
 use crate::error::Result;
 
@@ -20,10 +20,23 @@ impl Device {
     /// That of `work`, or if it did something that cannot be recorded.
     pub fn record(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
         self.inner.backend.begin_recording()?;
+        let mut ends = Ends(Some(&*self.inner.backend));
         let done = work();
-        let recording = self.inner.backend.end_recording();
+        let Some(backend) = ends.0.take() else { unreachable!("it is taken once") };
+        let recording = backend.end_recording();
         done?;
-        Ok(Graph { device: self.clone(), recording: recording? })
+        Ok(Graph { recording: recording?, device: self.clone() })
+    }
+}
+
+/// Ends a recording in the middle of which somebody panics.
+struct Ends<'a>(Option<&'a dyn Backend>);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        if let Some(backend) = self.0 {
+            drop(backend.end_recording());
+        }
     }
 }
 

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use crate::device::Place;
 
+/// The oldest version of NCCL that can be told not to block: 2.14.
+pub const OLDEST_NCCL: i32 = 21_400;
 /// What helps where NCCL is not found.
 pub const NCCL_REMEDY: &str = "install NCCL (or `pip install nvidia-nccl-cu13`, for a driver of CUDA 12 `nvidia-nccl-cu12`), and put its directory into LD_LIBRARY_PATH; where only libnccl.so.2 is in it, `ln -s libnccl.so.2 libnccl.so` there";
 

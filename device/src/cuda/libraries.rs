@@ -82,8 +82,8 @@ fn quarrel(driver: c_int, major: c_int, file: &str, package: &str) -> Option<Str
     let (wanted, minor) = (driver / 1000, driver % 1000 / 10);
     (major > wanted).then(|| {
         format!(
-            "{file} is of CUDA {major}, and the driver of CUDA {wanted}.{minor}: `pip install {package}-cu{wanted}` and put \
-             its directory first into LD_LIBRARY_PATH, or update the driver"
+            "{file} is of CUDA {major}, and the driver of CUDA {wanted}.{minor}: update the driver, or `pip install \
+             {package}-cu{wanted}`, `ln -s {file}.{wanted} {file}` in its directory, and put that first into LD_LIBRARY_PATH"
         )
     })
 }
@@ -108,6 +108,10 @@ mod tests {
         assert_eq!(quarrel(13_000, 13, "libnvrtc.so", "nvidia-cuda-nvrtc"), None);
         assert_eq!(quarrel(13_000, 12, "libnvrtc.so", "nvidia-cuda-nvrtc"), None);
         let said = quarrel(12_040, 13, "libnvrtc.so", "nvidia-cuda-nvrtc").expect("too new");
-        assert!(said.contains("driver of CUDA 12.4") && said.contains("nvidia-cuda-nvrtc-cu12"), "{said}");
+        assert!(
+            said.contains("driver of CUDA 12.4")
+                && said.contains("nvidia-cuda-nvrtc-cu12`, `ln -s libnvrtc.so.12 libnvrtc.so`"),
+            "{said}"
+        );
     }
 }

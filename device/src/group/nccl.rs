@@ -20,6 +20,7 @@ use super::{Members, Part, Patience, failed};
 use crate::cuda::{Cuda, Library};
 use crate::device::Device;
 use crate::error::{DeviceError, Result};
+use crate::inventory::OLDEST_NCCL;
 
 /// What tells NCCL that a configuration is one.
 const MAGIC: c_uint = 0xcafe_beef;
@@ -27,8 +28,6 @@ const MAGIC: c_uint = 0xcafe_beef;
 const UNDEFINED: c_int = c_int::MIN;
 /// The version whose configuration cudarc describes, as NCCL counts.
 const DESCRIBED: c_int = 23_000;
-/// The oldest version that can be told not to block.
-const OLDEST: c_int = 21_400;
 /// Most calls of a member that the stream has not done.
 const AHEAD: usize = 4;
 /// Pause between two looks at something that is under way: far below what a bucket takes.
@@ -138,7 +137,8 @@ impl Communicator {
             leaving: AtomicBool::new(false),
             joined: Mutex::new(joined),
         };
-        let joined = communicator.settle(Raw(raw), answer, "join", &communicator.patience);
+        let joined =
+            communicator.settle(Raw(raw), answer, "join", &mut Waiting::begin(&communicator.patience));
         if joined.is_err() {
             communicator.abort();
         }
@@ -155,7 +155,8 @@ impl Communicator {
         cuda.bind()?;
         let mut joined = self.joined();
         let raw = self.living(&joined, operation)?;
-        self.keep_pace(&joined, raw, operation)?;
+        let mut waiting = Waiting::begin(&self.patience);
+        self.keep_pace(&joined, raw, operation, &mut waiting)?;
         let fails =
             |error: nccl::NcclError| self.because(operation, Duration::ZERO, last(error.0, Some(raw)));
         nccl::group_start().map_err(fails)?;
@@ -169,13 +170,19 @@ impl Communicator {
         if let Answer::Failed(failure) = answer(called, Some(raw)) {
             return Err(self.because(operation, Duration::ZERO, failure));
         }
-        self.settle(raw, ended, operation, &self.patience)?;
+        self.settle(raw, ended, operation, &mut waiting)?;
         self.mark(&mut joined, cuda)
     }
 
     /// Waits until there is room for one more call among those that the stream has not done.
     #[expect(unsafe_code, reason = "calls of the driver")]
-    fn keep_pace(&self, joined: &Joined, raw: Raw, operation: &'static str) -> Result<()> {
+    fn keep_pace(
+        &self,
+        joined: &Joined,
+        raw: Raw,
+        operation: &'static str,
+        waiting: &mut Waiting<'_>,
+    ) -> Result<()> {
         let Some(Mark(oldest)) = &joined.done[joined.calls % AHEAD] else { return Ok(()) };
         // SAFETY: the event lives.
         let reached = || match unsafe { event::query(*oldest) } {
@@ -183,7 +190,7 @@ impl Communicator {
             Err(DriverError(driver_sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
             Err(error) => Err(self.broken("cuEventQuery", error)),
         };
-        self.until(raw, operation, reached)
+        self.until(raw, operation, waiting, reached)
     }
 
     /// Notes where the stream has done the call that it was given last.
@@ -210,15 +217,15 @@ impl Communicator {
         &self,
         raw: Raw,
         operation: &'static str,
+        waiting: &mut Waiting<'_>,
         mut reached: impl FnMut() -> Result<bool>,
     ) -> Result<()> {
-        let mut waiting = Waiting::begin(&self.patience);
         loop {
             let there = reached()?;
             let over = match self.state(raw) {
                 Answer::Done if there => return Ok(()),
                 Answer::Failed(failure) => Some(failure),
-                Answer::Done | Answer::UnderWay => self.over(&mut waiting),
+                Answer::Done | Answer::UnderWay => self.over(waiting),
             };
             if let Some(failure) = over {
                 return Err(self.because(operation, waiting.started.elapsed(), failure));
@@ -246,15 +253,14 @@ impl Communicator {
         raw: Raw,
         first: sys::ncclResult_t,
         operation: &'static str,
-        patience: &Patience,
+        waiting: &mut Waiting<'_>,
     ) -> Result<()> {
-        let mut waiting = Waiting::begin(patience);
         let mut state = answer(first, Some(raw));
         loop {
             let over = match state {
                 Answer::Done => return Ok(()),
                 Answer::Failed(failure) => Some(failure),
-                Answer::UnderWay => self.over(&mut waiting),
+                Answer::UnderWay => self.over(waiting),
             };
             if let Some(failure) = over {
                 return Err(self.because(operation, waiting.started.elapsed(), failure));
@@ -282,16 +288,8 @@ impl Communicator {
     }
 
     /// Whether the stream has nothing to do any more.
-    #[expect(unsafe_code, reason = "calls of the driver")]
     fn idle(&self) -> Result<bool> {
-        let cuda = cuda(&self.device)?;
-        cuda.bind()?;
-        // SAFETY: the stream lives.
-        match unsafe { driver_sys::cuStreamQuery(cuda.stream()) } {
-            driver_sys::CUresult::CUDA_SUCCESS => Ok(true),
-            driver_sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            error => Err(self.broken("cuStreamQuery", DriverError(error))),
-        }
+        cuda(&self.device)?.is_idle()
     }
 
     fn broken(&self, call: &'static str, error: DriverError) -> DeviceError {
@@ -310,7 +308,8 @@ impl Communicator {
     }
 
     fn because(&self, operation: &'static str, waited: Duration, failure: Failure) -> DeviceError {
-        if failure.own {
+        // Errors of CUDA come from the memory of a member that has died, too: its own are those that stay.
+        if failure.own || self.idle().is_err() {
             return DeviceError::Call { device: self.device.name(), call: operation, reason: failure.reason };
         }
         self.failed(operation, waited, failure.reason)
@@ -375,7 +374,7 @@ impl Members for Communicator {
     fn wait(&self, operation: &'static str) -> Result<()> {
         let joined = self.joined();
         let raw = self.living(&joined, operation)?;
-        self.until(raw, operation, || self.idle())
+        self.until(raw, operation, &mut Waiting::begin(&self.patience), || self.idle())
     }
 
     #[expect(unsafe_code, reason = "calls of NCCL")]
@@ -394,23 +393,32 @@ impl Members for Communicator {
     }
 }
 
-impl Drop for Communicator {
+impl Communicator {
+    /// Leaves the others, in good order if they let it.
     #[expect(unsafe_code, reason = "calls of NCCL")]
-    fn drop(&mut self) {
+    fn leave(&self) {
         let Some(raw) = self.joined().raw else { return };
-        if cuda(&self.device).is_ok_and(|cuda| cuda.bind().is_err()) {
-            return;
-        }
         // Others may still read what this one has sent: it leaves with them, unless they do not.
         // SAFETY: the communicator lives.
         let begun = unsafe { sys::ncclCommFinalize(raw.0) };
-        let leaving = Patience::from(self.patience.deadline.min(LEAVING));
-        if self.settle(raw, begun, "leave", &leaving).is_err() {
+        let patience = Patience::from(self.patience.deadline.min(LEAVING));
+        if self.settle(raw, begun, "leave", &mut Waiting::begin(&patience)).is_err() {
             return self.abort();
         }
         self.joined().raw = None;
         // SAFETY: it was finalized, and nobody has it any more.
         let _ = unsafe { sys::ncclCommDestroy(raw.0) };
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        if cuda(&self.device).is_ok_and(|cuda| cuda.bind().is_err()) {
+            return;
+        }
+        self.leave();
+        // Before the device, which may go with this value.
+        self.joined().done = [const { None }; AHEAD];
     }
 }
 
@@ -449,18 +457,17 @@ pub(super) fn check(device: &Device) -> Result<()> {
 /// As 22809 for 2.28.9. The library is there.
 fn version() -> std::result::Result<c_int, String> {
     let version = nccl::get_nccl_version().map_err(|error| last(error.0, None).reason)?;
-    if version < OLDEST {
-        return Err(format!("libnccl.so is of version {version}, and has to be of {OLDEST} (2.14) or later"));
+    if version < OLDEST_NCCL {
+        return Err(format!(
+            "libnccl.so is of version {version}, and has to be of {OLDEST_NCCL} (2.14) or later"
+        ));
     }
     Ok(version)
 }
 
-/// Failures that are this member's own: a GPU or a call that is at fault, not one of the others.
-const OWN: [sys::ncclResult_t; 3] = [
-    sys::ncclResult_t::ncclUnhandledCudaError,
-    sys::ncclResult_t::ncclInvalidArgument,
-    sys::ncclResult_t::ncclInvalidUsage,
-];
+/// Failures that are this member's own: its calls are at fault.
+const OWN: [sys::ncclResult_t; 2] =
+    [sys::ncclResult_t::ncclInvalidArgument, sys::ncclResult_t::ncclInvalidUsage];
 
 fn answer(result: sys::ncclResult_t, raw: Option<Raw>) -> Answer {
     match result {

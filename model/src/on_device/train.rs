@@ -3,8 +3,8 @@
 //! Invariants:
 //! - What is computed again instead of kept changes no bit of any result, but for [`Recompute::Sequence`] on a GPU, whose
 //!   library may add up the products of fewer rows in another order.
-//! - Everything from the host is on its way before the first weights are asked for: they may come from other devices, and
-//!   an upload may wait for them without a deadline.
+//! - Everything that a forward needs of the host, and what its backward hands on after it, is on its way before the first
+//!   layer is asked for: layers may come from other devices, and an upload may wait for them without a deadline.
 
 use std::ops::Range;
 

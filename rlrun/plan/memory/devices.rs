@@ -10,7 +10,7 @@ use std::fmt;
 
 use device::DeviceError;
 use device::device::Place;
-use device::inventory::{Inventory, NCCL_REMEDY, inventory_of};
+use device::inventory::{Inventory, NCCL_REMEDY, OLDEST_NCCL, inventory_of};
 use model::on_device::Dtype;
 use model::{Config, Quantization, Recompute};
 
@@ -213,11 +213,14 @@ pub fn describe(recipe: &Recipe, config: &Config, there: &Inventory) -> Option<S
             format!("{device}; {}", device.shortage(free).unwrap_or_else(fits))
         }
         None if device.place == Place::Emulated => format!("{device}; in the memory of this machine"),
-        None => format!("{device}; it is not there, so nothing is compared"),
+        None => match unusable(device.place, there) {
+            Some(why) => format!("{device}; it cannot be used: {why}"),
+            None => format!("{device}; it is not there, so nothing is compared"),
+        },
     });
     let mut described: Vec<_> = described.collect();
     if needs_nccl(recipe) && there.missing.is_empty() {
-        let found = if there.nccl.is_some() { "it is there".to_owned() } else { no_nccl() };
+        let found = if has_nccl(there) { "it is there".to_owned() } else { no_nccl() };
         described.push(format!("weights go from GPU to GPU by NCCL: {found}"));
     }
     (!described.is_empty()).then(|| described.join("\n"))
@@ -244,7 +247,7 @@ pub fn refuse(recipe: &Recipe, config: &Config, there: &Inventory) -> Result<(),
         if let Some(shortage) = device.shortage(free) {
             return Err(Failure::DoesNotFit(format!("{} ({}) {shortage}", device.place, device.roles)));
         }
-        if needs_nccl(recipe) && there.nccl.is_none() {
+        if needs_nccl(recipe) && !has_nccl(there) {
             let (device, reason) = (device.place.to_string(), no_nccl());
             return Err(DeviceError::Unavailable { device, reason }.into());
         }
@@ -252,16 +255,24 @@ pub fn refuse(recipe: &Recipe, config: &Config, there: &Inventory) -> Result<(),
     Ok(())
 }
 
+fn has_nccl(there: &Inventory) -> bool {
+    there.nccl.is_some_and(|version| version >= OLDEST_NCCL)
+}
+
 fn no_nccl() -> String {
-    format!("`weights.transport` \"nccl\" needs NCCL, which was not found: {NCCL_REMEDY}")
+    format!("`weights.transport` \"nccl\" needs NCCL 2.14 or later, which was not found: {NCCL_REMEDY}")
+}
+
+/// Why the driver cannot use a GPU that it shows.
+fn unusable(place: Place, there: &Inventory) -> Option<&str> {
+    there.unusable.iter().find(|(ordinal, _)| place == Place::Cuda(*ordinal)).map(|(_, why)| why.as_str())
 }
 
 /// Why a GPU cannot be used.
 fn unavailable(place: Place, there: &Inventory) -> DeviceError {
-    let own = there.unusable.iter().find(|(ordinal, _)| place == Place::Cuda(*ordinal));
-    let reason = match own {
+    let reason = match unusable(place, there) {
         _ if !there.missing.is_empty() => there.missing.join("; "),
-        Some((_, why)) => format!("{why}; `nvidia-smi` shows who has it"),
+        Some(why) => format!("{why}; `nvidia-smi` shows who has it"),
         None => format!("this machine shows {} GPUs; look at CUDA_VISIBLE_DEVICES", there.visible),
     };
     DeviceError::Unavailable { device: place.to_string(), reason }
@@ -454,8 +465,13 @@ mod tests {
         found.gpus.push(Gpu { ordinal: 1, ..found.gpus[0].clone() });
         let error = refuse(&recipe, &config, &found).unwrap_err();
         assert_eq!(error.exit_code(), 2);
-        assert!(error.to_string().contains("needs NCCL, which was not found: install NCCL"), "{error}");
+        assert!(
+            error.to_string().contains("needs NCCL 2.14 or later, which was not found: install NCCL"),
+            "{error}"
+        );
         assert!(describe(&recipe, &config, &found).unwrap().contains("needs NCCL"));
+        found.nccl = Some(21_304);
+        refuse(&recipe, &config, &found).unwrap_err();
         found.nccl = Some(22_809);
         refuse(&recipe, &config, &found).unwrap();
         assert!(describe(&recipe, &config, &found).unwrap().ends_with("by NCCL: it is there"));

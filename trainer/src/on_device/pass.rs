@@ -178,7 +178,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
         match &mut self.source {
             Source::Whole(..) => {}
             Source::Gathered(uploading) => drop(uploading.gathering.layer(index)?),
-            Source::Collected(collecting) => drop(collecting.unit(Unit::Layer(index))?),
+            Source::Collected(collecting) => collecting.skip(index)?,
         }
         Ok(())
     }

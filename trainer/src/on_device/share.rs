@@ -137,6 +137,15 @@ impl<'a, T: Storage> Collecting<'a, T> {
         Ok(Self { share, layout, own, ends, layer, index: None, backward: false })
     }
 
+    /// Takes part where this rank has nothing to compute.
+    pub(crate) fn skip(&mut self, index: usize) -> device::Result<()> {
+        self.unit(Unit::Layer(index))?;
+        if !self.backward && index + 1 == self.layout.layers().len() {
+            self.share.wait("gather layers")?;
+        }
+        Ok(())
+    }
+
     pub(crate) fn unit(&mut self, unit: Unit) -> device::Result<View<'_, T>> {
         let index = match unit {
             Unit::Embedding => return Ok(self.ends[0].all()),
