@@ -283,14 +283,20 @@ DEVICE int draw(const Row& row, const distribution::Distribution& of, const floa
 // What is asked of a row.
 struct Settings {
     float temperature, top_p, min_p, uniform;
+    uint32 top_k;
 };
+
+// Of a row, as the host has packed them.
+DEVICE Settings settings_of(const uint32* packed) {
+    return {bits_to_float(packed[0]), bits_to_float(packed[1]), bits_to_float(packed[2]), bits_to_float(packed[3]), packed[4]};
+}
 
 // Top-k, then top-p within it, then min-p. Every thread gets the number of candidates that are left, whose ids are in `ids`,
 // ascending, if they are at most KEPT. `scratch` has as much room.
-DEVICE int truncate(Row row, const Settings& settings, uint32 top_k, uint32* ids, uint32* scratch) {
+DEVICE int truncate(Row row, const Settings& settings, uint32* ids, uint32* scratch) {
     Measure counts = {true, 0, 0}, masses = {false, most_likely(row).z, 1.0f / settings.temperature};
     // None reaches a min_p above 1, and the most likely candidate is always kept.
-    if (settings.min_p > 1) top_k = 1;
+    uint32 top_k = settings.min_p > 1 ? 1 : settings.top_k;
     bool by_count = top_k > 0 && top_k < uint32(row.count), by_mass = settings.top_p < 1;
     Cut cut = {0, 0};
 #pragma unroll 1
@@ -302,22 +308,21 @@ DEVICE int truncate(Row row, const Settings& settings, uint32 top_k, uint32* ids
     return collect(row, {cut, masses, min(settings.min_p, 1.0f)}, ids);
 }
 
-// Where the results of a row go.
+// Where the results of a row go: token, bits of its log-probability and number of tokens that are left; their ids.
 struct Drawn {
-    uint32* token;
-    float* logprob;
-    uint32 *kept_count, *kept_ids, *scratch;
+    uint32 *draw, *kept_ids, *scratch;
 };
+constexpr int SETTINGS = 5, DRAW = 3;
 
-DEVICE void sample(Row row, const Settings& asked, uint32 top_k, const Drawn& out) {
+DEVICE void sample(Row row, const Settings& asked, const Drawn& out) {
     uint32 token = 0;
     float logprob = 0;
     int kept = 0;
     if (asked.temperature == 0) {
         token = uint32(most_likely(row).slot);
     } else {
-        if (asked.top_p < 1 || top_k > 0 || asked.min_p > 0) {
-            kept = truncate(row, asked, top_k, out.kept_ids, out.scratch);
+        if (asked.top_p < 1 || asked.top_k > 0 || asked.min_p > 0) {
+            kept = truncate(row, asked, out.kept_ids, out.scratch);
             row = {row.logits, out.kept_ids, kept};
         }
         // Both are the same in all threads.
@@ -332,28 +337,30 @@ DEVICE void sample(Row row, const Settings& asked, uint32 top_k, const Drawn& ou
         }
     }
     if (threadIdx.x > 0) return;
-    *out.token = token;
-    *out.logprob = logprob;
-    *out.kept_count = uint32(kept);
+    out.draw[0] = token;
+    out.draw[1] = float_to_bits(logprob);
+    out.draw[2] = uint32(kept);
 }
 }  // namespace sampling
 
-// settings [n, 4]: temperature, top_p, min_p and the uniform number in [0, 1); top_k [n]. Of each row the token, its
-// log-probability, the number of tokens that truncation left (0 where nothing was to be cut off) and their ids [n, 4096],
-// ascending. A row of which more than 4096 are left has its number of them, and no token. One of which none is left, because
-// of logits that are no numbers, has NaN for a log-probability.
-KERNEL(512, sample, const float* logits, int vocabulary, const float* settings, const uint32* top_k, uint32* tokens,
-       float* logprobs, uint32* kept_counts, uint32* kept_ids, uint32* scratch) {
+// settings [n, 5]: bits of temperature, top_p, min_p and of the uniform number in [0, 1), and top_k. draws [n, 3]: of each row
+// the token, the bits of its log-probability, and the number of tokens that truncation left (0 where nothing was to be cut
+// off), with their ids in kept_ids [n, 4096], ascending. A row of which more than 4096 are left has its number of them, and no
+// token. One of which none is left, because of logits that are no numbers, has NaN for a log-probability.
+KERNEL(512, sample, const float* logits, int vocabulary, const uint32* settings, uint32* draws, uint32* kept_ids,
+       uint32* scratch) {
     int64 at = blockIdx.x, list = at * sampling::KEPT;
-    sampling::Settings asked = {settings[4 * at], settings[4 * at + 1], settings[4 * at + 2], settings[4 * at + 3]};
-    sampling::sample({logits + at * vocabulary, nullptr, vocabulary}, asked, top_k[at],
-                     {tokens + at, logprobs + at, kept_counts + at, kept_ids + list, scratch + list});
+    sampling::sample({logits + at * vocabulary, nullptr, vocabulary}, sampling::settings_of(settings + sampling::SETTINGS * at),
+                     {draws + sampling::DRAW * at, kept_ids + list, scratch + list});
 }
 
-// Puts the lists of all rows that have one behind each other: counts [n], ids [n, 4096], packed [n * 4096].
-KERNEL(512, pack_kept, const uint32* counts, const uint32* ids, uint32* packed) {
+// Puts the lists of all rows that have one behind each other: draws [n, 3], ids [n, 4096], packed [n * 4096].
+KERNEL(512, pack_kept, const uint32* draws, const uint32* ids, uint32* packed) {
     int row = int(blockIdx.x);
-    auto listed = [&](int of) { return counts[of] <= uint32(sampling::KEPT) ? counts[of] : 0u; };
+    auto listed = [&](int of) {
+        uint32 count = draws[sampling::DRAW * of + 2];
+        return count <= uint32(sampling::KEPT) ? count : 0u;
+    };
     uint32 before = 0;
     for (int other = int(threadIdx.x); other < row; other += 512) before += listed(other);
     before = block_sum(before);

@@ -11,34 +11,70 @@ use crate::memory::{Buffer, View};
 
 /// Most tokens that truncation may leave a row whose token is drawn on the device.
 pub const KEPT: usize = 4096;
-/// Settings of a row.
-pub const SETTINGS: usize = 4;
+/// Numbers that a [`Choice`] is packed into.
+pub const SETTINGS: usize = 5;
+/// Numbers that a draw is unpacked from.
+pub const DRAW: usize = 3;
 
-/// How the token of each row is chosen; on the device, where the host overwrites it from step to step.
-#[derive(Clone, Copy, Debug)]
-pub struct SamplingRows<'a> {
-    /// `[n, 4]`: the temperature, where 0 takes the most likely token; top-p, where 1 keeps all; min-p, where 0 keeps all;
-    /// the uniform number in [0, 1) that the token is drawn by.
-    pub settings: View<'a, f32>,
-    /// `[n]`: keeps this many of the most likely tokens; 0 keeps all.
-    pub top_k: View<'a, u32>,
+/// How the token of a row is chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Choice {
+    /// 0 takes the most likely token.
+    pub temperature: f32,
+    /// 1 keeps all.
+    pub top_p: f32,
+    /// 0 keeps all.
+    pub min_p: f32,
+    /// The number in [0, 1) that the token is drawn by.
+    pub uniform: f32,
+    /// Keeps this many of the most likely tokens; 0 keeps all.
+    pub top_k: u32,
+}
+
+/// What was drawn for a row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RowDraw {
+    /// The token.
+    pub token: u32,
+    /// Its log-probability under the distribution drawn from, nats; 0 for a greedy choice.
+    pub logprob: f32,
+    /// Number of tokens that truncation left; 0 where nothing was to be cut off. If it is more than [`KEPT`], the other
+    /// fields and the ids mean nothing, and the host draws from the logits.
+    pub kept: usize,
 }
 
 /// Tokens as they were drawn, for up to as many rows as there is room for.
 #[derive(Debug)]
 pub struct Drawn {
-    /// `[rows]`
-    pub tokens: Buffer<u32>,
-    /// `[rows]` log-probabilities under the distributions drawn from, nats; 0 for a greedy choice.
-    pub logprobs: Buffer<f32>,
-    /// `[rows]` numbers of tokens that truncation left; 0 where nothing was to be cut off. If a row has more than [`KEPT`],
-    /// its token, its log-probability and its ids mean nothing, and the host draws from its logits.
-    pub kept_counts: Buffer<u32>,
+    /// `[rows, 3]`, which [`RowDraw::unpack`] reads.
+    pub draws: Buffer<u32>,
     /// `[rows, KEPT]` the tokens that truncation left, ascending, from the start of each row on; the rest has anything in it.
     pub kept_ids: Buffer<u32>,
     /// `[rows * KEPT]` the lists of `kept_ids`, one right behind the other, after [`pack_kept`]; rows with more than
     /// [`KEPT`] have none.
     pub packed_ids: Buffer<u32>,
+}
+
+impl Choice {
+    /// As the device takes it, so that one upload brings the choices of all rows.
+    #[must_use]
+    pub fn pack(self) -> [u32; SETTINGS] {
+        let Self { temperature, top_p, min_p, uniform, top_k } = self;
+        let [temperature, top_p, min_p, uniform] = [temperature, top_p, min_p, uniform].map(f32::to_bits);
+        [temperature, top_p, min_p, uniform, top_k]
+    }
+}
+
+impl RowDraw {
+    /// The draws `[n, 3]` of rows, as one download brings them.
+    pub fn unpack(draws: &[u32]) -> impl Iterator<Item = Self> {
+        let (draws, _) = draws.as_chunks::<DRAW>();
+        draws.iter().map(|[token, logprob, kept]| Self {
+            token: *token,
+            logprob: f32::from_bits(*logprob),
+            kept: *kept as usize,
+        })
+    }
 }
 
 impl Drawn {
@@ -48,9 +84,7 @@ impl Drawn {
     /// If there is no memory for it.
     pub fn new(device: &Device, rows: usize) -> Result<Self> {
         Ok(Self {
-            tokens: device.zeros(rows)?,
-            logprobs: device.zeros(rows)?,
-            kept_counts: device.zeros(rows)?,
+            draws: device.zeros(DRAW * rows)?,
             kept_ids: device.uninit(rows * KEPT)?,
             packed_ids: device.uninit(rows * KEPT)?,
         })
@@ -59,13 +93,13 @@ impl Drawn {
     /// Most rows.
     #[must_use]
     pub fn rows(&self) -> usize {
-        self.tokens.len()
+        self.draws.len() / DRAW
     }
 }
 
-/// Draws a token for each row of `logits [n, vocabulary]` into the first `n` rows of `out`: top-k, then top-p within it, then
-/// min-p, where the most likely token always stays, equal logits go by their ids, and the token is where the running sum of
-/// probabilities in the order of ids passes the uniform number.
+/// Draws a token for each row of `logits [n, vocabulary]` into the first `n` rows of `out`, by its [`Choice`] in `choices
+/// [n, 5]`: top-k, then top-p within it, then min-p, where the most likely token always stays, equal logits go by their ids,
+/// and the token is where the running sum of probabilities in the order of ids passes the uniform number.
 ///
 /// # Errors
 /// If the launch fails.
@@ -76,21 +110,17 @@ pub fn sample(
     device: &Device,
     logits: View<'_, f32>,
     vocabulary: usize,
-    rows: &SamplingRows<'_>,
+    choices: View<'_, u32>,
     out: &mut Drawn,
 ) -> Result<()> {
     let n = rows_of(logits.len(), vocabulary);
-    let (settings, top_k) = (rows.settings.len(), rows.top_k.len());
-    assert!(settings == SETTINGS * n && top_k == n, "{settings} and {top_k} settings for {n} rows");
+    assert_eq!(choices.len(), SETTINGS * n, "{SETTINGS} numbers for each of {n} rows");
     assert!(n <= out.rows(), "{n} rows where there is room for {}", out.rows());
     let arguments = [
         logits.into(),
         size(vocabulary).into(),
-        rows.settings.into(),
-        rows.top_k.into(),
-        out.tokens.all_mut().into(),
-        out.logprobs.all_mut().into(),
-        out.kept_counts.all_mut().into(),
+        choices.into(),
+        out.draws.all_mut().into(),
         out.kept_ids.all_mut().into(),
         // Candidates that are left on the way.
         out.packed_ids.all_mut().into(),
@@ -107,7 +137,6 @@ pub fn sample(
 /// If there are fewer rows.
 pub fn pack_kept(device: &Device, n: usize, out: &mut Drawn) -> Result<()> {
     assert!(n <= out.rows(), "{n} rows of {}", out.rows());
-    let arguments =
-        [out.kept_counts.all().into(), out.kept_ids.all().into(), out.packed_ids.all_mut().into()];
+    let arguments = [out.draws.all().into(), out.kept_ids.all().into(), out.packed_ids.all_mut().into()];
     device.launch("pack_kept", [n, 1, 1], ROW_THREADS, 0, &arguments)
 }

@@ -2,7 +2,7 @@
 
 use device::Device;
 use device::ops::head::{HeadTargets, predict};
-use device::ops::sampling::{Drawn, KEPT, SamplingRows, pack_kept, sample};
+use device::ops::sampling::{Choice, DRAW, Drawn, KEPT, RowDraw, SETTINGS, pack_kept, sample};
 
 use crate::common::{devices, noise};
 
@@ -27,16 +27,13 @@ struct Draw {
 }
 
 fn download(device: &Device, drawn: &mut Drawn, rows: usize) -> Vec<Draw> {
-    let tokens = device.download(drawn.tokens.view(0..rows)).unwrap();
-    let logprobs = device.download(drawn.logprobs.view(0..rows)).unwrap();
-    let counts = device.download(drawn.kept_counts.view(0..rows)).unwrap();
+    let packed = device.download(drawn.draws.view(0..DRAW * rows)).unwrap();
     let ids = device.download(drawn.kept_ids.view(0..rows * KEPT)).unwrap();
-    let draw = |row: usize| {
-        let kept_count = counts[row] as usize;
-        let kept = ids[row * KEPT..][..kept_count.min(KEPT)].to_vec();
-        Draw { token: tokens[row], logprob: logprobs[row], kept_count, kept }
+    let draw = |(row, found): (usize, RowDraw)| {
+        let kept = ids[row * KEPT..][..found.kept.min(KEPT)].to_vec();
+        Draw { token: found.token, logprob: found.logprob, kept_count: found.kept, kept }
     };
-    let draws: Vec<Draw> = (0..rows).map(draw).collect();
+    let draws: Vec<Draw> = RowDraw::unpack(&packed).enumerate().map(draw).collect();
     pack_kept(device, rows, drawn).unwrap();
     let listed = draws.iter().filter(|draw| draw.kept_count <= KEPT);
     let lists: Vec<u32> = listed.flat_map(|draw| draw.kept.iter().copied()).collect();
@@ -44,15 +41,19 @@ fn download(device: &Device, drawn: &mut Drawn, rows: usize) -> Vec<Draw> {
     draws
 }
 
+impl Settings {
+    fn pack(self, uniform: f32) -> [u32; SETTINGS] {
+        let Self { temperature, top_p, top_k, min_p } = self;
+        Choice { temperature, top_p, min_p, uniform, top_k }.pack()
+    }
+}
+
 /// Draws for each row of `logits [n, V]` by its settings and its uniform number.
 fn draws(device: &Device, logits: &[f32], rows: &[(Settings, f32)]) -> Vec<Draw> {
-    let settings: Vec<f32> = rows.iter().flat_map(|(s, u)| [s.temperature, s.top_p, s.min_p, *u]).collect();
-    let top_k: Vec<u32> = rows.iter().map(|(s, _)| s.top_k).collect();
-    let (logits_there, settings) = (device.upload(logits).unwrap(), device.upload(&settings).unwrap());
-    let top_k = device.upload(&top_k).unwrap();
+    let choices: Vec<u32> = rows.iter().flat_map(|(asked, uniform)| asked.pack(*uniform)).collect();
+    let (logits_there, choices) = (device.upload(logits).unwrap(), device.upload(&choices).unwrap());
     let mut drawn = Drawn::new(device, rows.len() + 1).unwrap();
-    let asked = SamplingRows { settings: settings.all(), top_k: top_k.all() };
-    sample(device, logits_there.all(), logits.len() / rows.len(), &asked, &mut drawn).unwrap();
+    sample(device, logits_there.all(), logits.len() / rows.len(), choices.all(), &mut drawn).unwrap();
     download(device, &mut drawn, rows.len())
 }
 
@@ -242,17 +243,16 @@ fn drawing_can_be_replayed() {
     let asked = Settings { top_p: 0.9, ..PLAIN };
     for device in devices() {
         let there = device.upload(&logits).unwrap();
-        let (mut settings, top_k) = (device.zeros::<f32>(4).unwrap(), device.zeros::<u32>(1).unwrap());
+        let mut choice = device.zeros::<u32>(SETTINGS).unwrap();
         let mut drawn = Drawn::new(&device, 1).unwrap();
+        // What is recorded has to be loaded.
+        sample(&device, there.all(), vocabulary, choice.all(), &mut drawn).unwrap();
         let graph = {
-            let rows = SamplingRows { settings: settings.all(), top_k: top_k.all() };
-            // What is recorded has to be loaded.
-            sample(&device, there.all(), vocabulary, &rows, &mut drawn).unwrap();
-            device.record(|| sample(&device, there.all(), vocabulary, &rows, &mut drawn)).unwrap()
+            let choice = choice.all();
+            device.record(|| sample(&device, there.all(), vocabulary, choice, &mut drawn)).unwrap()
         };
         for uniform in [0.1, 0.5, 0.9] {
-            let values = [asked.temperature, asked.top_p, asked.min_p, uniform];
-            device.upload_to(&values, settings.all_mut()).unwrap();
+            device.upload_to(&asked.pack(uniform), choice.all_mut()).unwrap();
             graph.replay().unwrap();
             check(&logits, asked, uniform, &download(&device, &mut drawn, 1)[0]);
         }
@@ -282,8 +282,9 @@ fn logits_that_are_no_numbers_are_noticed() {
 #[test]
 fn no_rows_are_no_work() {
     for device in devices() {
-        let (floats, ids) = (device.zeros::<f32>(0).unwrap(), device.zeros::<u32>(0).unwrap());
-        let asked = SamplingRows { settings: floats.all(), top_k: ids.all() };
-        sample(&device, floats.all(), 10, &asked, &mut Drawn::new(&device, 0).unwrap()).unwrap();
+        let (floats, numbers) = (device.zeros::<f32>(0).unwrap(), device.zeros::<u32>(0).unwrap());
+        let mut drawn = Drawn::new(&device, 0).unwrap();
+        sample(&device, floats.all(), 10, numbers.all(), &mut drawn).unwrap();
+        pack_kept(&device, 0, &mut drawn).unwrap();
     }
 }

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use device::ops::paged::copy_pages;
-use device::ops::sampling::{Drawn, KEPT, SamplingRows, pack_kept, sample};
+use device::ops::sampling::{Choice, DRAW, Drawn, KEPT, RowDraw, SETTINGS, pack_kept, sample};
 use device::{Buffer, Device, Result, Storage, bf16};
 
 use super::steps::{Shape, Steps};
@@ -180,14 +180,8 @@ struct Sampler<T: Storage> {
     /// `[layers, pages + 1, 2, kv_heads, 16, head_dim]`; the last page is written by tokens that fill up a recorded step.
     cache: Option<Buffer<T>>,
     steps: Steps<T>,
-    drawing: Option<Drawing>,
-}
-
-/// Memory of draws.
-#[derive(Debug)]
-struct Drawing {
-    rows: usize,
-    drawn: Drawn,
+    /// Memory of draws.
+    drawing: Option<Drawn>,
 }
 
 impl<T: Storage> Sampler<T> {
@@ -245,27 +239,24 @@ impl<T: Storage> Sampler<T> {
     fn draw_some(&mut self, requests: &[DrawRequest], draws: &mut Vec<Draw>) -> Result<()> {
         let (decoder, device) = (&self.decoder, self.decoder.device().labelled("logits"));
         let (count, vocabulary) = (requests.len(), decoder.config().vocab_size);
-        let rows: Vec<u32> = requests.iter().map(|request| request.row as u32).collect();
-        let hidden = self.steps.hidden(decoder, &rows)?;
+        let wanted = self.steps.wanted(decoder);
+        assert!(requests.iter().all(|request| request.row < wanted), "{requests:?} of {wanted} rows");
+        // What the host has to say goes there at once, and what it is told comes back at once.
+        let mut numbers: Vec<u32> = requests.iter().map(|request| request.row as u32).collect();
+        numbers.extend(requests.iter().flat_map(DrawRequest::pack));
+        let numbers = device.upload(&numbers)?;
+        let hidden = self.steps.hidden(decoder, numbers.view(0..count))?;
         let logits = decoder.logits_of(&mut self.weights, hidden.all())?;
-        let settings: Vec<f32> = requests
-            .iter()
-            .flat_map(|DrawRequest { sampling: s, uniform, .. }| [s.temperature, s.top_p, s.min_p, *uniform])
-            .collect();
-        let top_k: Vec<u32> = requests.iter().map(|request| request.sampling.top_k as u32).collect();
-        let (settings, top_k) = (device.upload(&settings)?, device.upload(&top_k)?);
-        if self.drawing.as_ref().is_none_or(|drawing| drawing.rows < count) {
-            let rows = count.next_power_of_two();
-            self.drawing = Some(Drawing { rows, drawn: Drawn::new(&device, rows)? });
+        if self.drawing.as_ref().is_none_or(|drawing| drawing.rows() < count) {
+            self.drawing = Some(Drawn::new(&device, count.next_power_of_two())?);
         }
-        let Some(Drawing { drawn, .. }) = &mut self.drawing else { unreachable!("it was made above") };
-        let rows = SamplingRows { settings: settings.all(), top_k: top_k.all() };
-        sample(&device, logits.all(), vocabulary, &rows, drawn)?;
-        let tokens = device.download(drawn.tokens.view(0..count))?;
-        let logprobs = device.download(drawn.logprobs.view(0..count))?;
-        let truncates = requests.iter().any(|request| request.sampling.truncates());
-        let mut kept = if truncates { kept_of(&device, count, drawn)? } else { Vec::new() };
-        for (i, request) in requests.iter().enumerate() {
+        let Some(drawn) = &mut self.drawing else { unreachable!("it was made above") };
+        sample(&device, logits.all(), vocabulary, numbers.view(count..numbers.len()), drawn)?;
+        let packed = device.download(drawn.draws.view(0..DRAW * count))?;
+        let found: Vec<RowDraw> = RowDraw::unpack(&packed).collect();
+        let listed = requests.iter().any(|request| request.sampling.truncates());
+        let mut kept = if listed { kept_of(&device, &found, drawn)? } else { Vec::new() };
+        for (i, (request, found)) in requests.iter().zip(found).enumerate() {
             let truncated = request.sampling.truncates() && request.sampling.temperature != 0.0;
             let kept = match kept.get_mut(i).filter(|_| truncated) {
                 // Too many to list: from the logits, as on the processor.
@@ -277,22 +268,30 @@ impl<T: Storage> Sampler<T> {
                 Some(kept) => kept.take(),
                 None => None,
             };
-            draws.push(Draw { token: tokens[i], logprob: logprobs[i], kept });
+            draws.push(Draw { token: found.token, logprob: found.logprob, kept });
         }
         Ok(())
     }
 }
 
-/// The tokens that truncation left each of `rows`; `None` where they are too many to list.
-fn kept_of(device: &Device, rows: usize, drawn: &mut Drawn) -> Result<Vec<Option<Vec<u32>>>> {
-    pack_kept(device, rows, drawn)?;
-    let counts = device.download(drawn.kept_counts.view(0..rows))?;
-    let counts = counts.into_iter().map(|count| Some(count as usize).filter(|count| *count <= KEPT));
+/// The tokens that truncation left each row of `found`; `None` where they are too many to list.
+fn kept_of(device: &Device, found: &[RowDraw], drawn: &mut Drawn) -> Result<Vec<Option<Vec<u32>>>> {
+    pack_kept(device, found.len(), drawn)?;
+    let counts = found.iter().map(|draw| Some(draw.kept).filter(|kept| *kept <= KEPT));
     let counts: Vec<_> = counts.collect();
     let ids = device.download(drawn.packed_ids.view(0..counts.iter().flatten().sum()))?;
     let mut rest = ids.as_slice();
     let mut list = |count: usize| rest.split_off(..count).unwrap_or_default().to_vec();
     Ok(counts.into_iter().map(|count| count.map(&mut list)).collect())
+}
+
+impl DrawRequest {
+    /// How its token is chosen, for the device.
+    fn pack(&self) -> [u32; SETTINGS] {
+        let Sampling { temperature, top_p, min_p, top_k } = self.sampling;
+        let top_k = u32::try_from(top_k).unwrap_or(u32::MAX);
+        Choice { temperature, top_p, min_p, uniform: self.uniform, top_k }.pack()
+    }
 }
 
 impl<T: Storage> DeviceDecoder<T> {

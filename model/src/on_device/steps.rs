@@ -168,16 +168,20 @@ impl<T: Storage> Steps<T> {
         Ok(())
     }
 
-    /// Hidden states of the last step: of those that were wanted, the ones with these numbers.
-    pub(super) fn hidden(&self, decoder: &DeviceDecoder<T>, rows: &[u32]) -> Result<Buffer<T>> {
+    /// Hidden states of the last step: of those that were wanted, the ones with these numbers, each below
+    /// [`Self::wanted`].
+    pub(super) fn hidden(&self, decoder: &DeviceDecoder<T>, rows: View<'_, u32>) -> Result<Buffer<T>> {
         let width = decoder.config().hidden_size;
         let hidden = self.hidden.as_ref().map_or_else(|| unreachable!("a step was made"), Buffer::all);
-        let wanted = hidden.len() / width;
-        assert!(rows.iter().all(|row| (*row as usize) < wanted), "rows {rows:?} of {wanted}");
         let device = decoder.device().labelled("steps");
         let mut out = device.uninit(rows.len() * width)?;
-        gather_rows(&device, hidden, device.upload(rows)?.all(), width, out.all_mut())?;
+        gather_rows(&device, hidden, rows, width, out.all_mut())?;
         Ok(out)
+    }
+
+    /// How many hidden states of the last step were wanted.
+    pub(super) fn wanted(&self, decoder: &DeviceDecoder<T>) -> usize {
+        self.hidden.as_ref().map_or(0, Buffer::len) / decoder.config().hidden_size
     }
 }
 
