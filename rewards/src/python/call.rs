@@ -108,7 +108,7 @@ impl Worker {
             Ok(_) => "ended together with the parent process of the workers".to_owned(),
             Err(_) => "closed its socket without ending".to_owned(),
         };
-        format!("{how}{}", self.tail.told())
+        format!("{how}{}", self.tail.told_at_end().await)
     }
 }
 
@@ -286,7 +286,7 @@ impl Call {
                 drop(worker);
                 format!(
                     "the function wrote to the socket of its worker ({what}), which was ended{}",
-                    tail.told()
+                    tail.told_at_end().await
                 )
             }
             None => format!("its process was {}", worker.how_it_ended().await),

@@ -8,11 +8,16 @@ use std::fs::File;
 use std::io::{self, PipeReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::watch;
 
 /// Size at which a log is put aside.
 const MAX_BYTES: u64 = 8 << 20;
 /// Bytes of the last output of a process that are remembered.
 const TAIL_BYTES: usize = 2 << 10;
+/// How long the last output of a process that has ended is waited for.
+const OUTPUT_DEADLINE: Duration = Duration::from_secs(2);
 /// Lines of it that a message shows.
 const TAIL_LINES: usize = 8;
 
@@ -57,7 +62,11 @@ impl Log {
 
 /// The last output of one process.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Tail(Arc<Mutex<VecDeque<u8>>>);
+pub(super) struct Tail {
+    kept: Arc<Mutex<VecDeque<u8>>>,
+    /// Whether nobody is left to write, and all is kept.
+    ended: watch::Sender<bool>,
+}
 
 impl Tail {
     /// Copies what arrives to the log, on a thread that ends when nobody is left to write.
@@ -70,20 +79,28 @@ impl Tail {
                 log.append(&bytes[..read]);
                 tail.push(&bytes[..read]);
             }
+            tail.ended.send_replace(true);
         };
         thread.spawn(copy).map(drop)
     }
 
     fn push(&self, bytes: &[u8]) {
-        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         kept.extend(&bytes[bytes.len().saturating_sub(TAIL_BYTES)..]);
         let surplus = kept.len().saturating_sub(TAIL_BYTES);
         kept.drain(..surplus);
     }
 
+    /// [`Self::told`] of a process that has ended: when all of its output is there, or what it has started goes on writing.
+    pub(super) async fn told_at_end(&self) -> String {
+        let mut ended = self.ended.subscribe();
+        let _ = tokio::time::timeout(OUTPUT_DEADLINE, ended.wait_for(|ended| *ended)).await;
+        self.told()
+    }
+
     /// The last lines, ready to stand at the end of a message; empty if nothing was printed.
     pub(super) fn told(&self) -> String {
-        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let text = String::from_utf8_lossy(&kept.iter().copied().collect::<Vec<_>>()).into_owned();
         // Our own frames of a Python stack say nothing to the author of the function.
         let ours =
