@@ -13,7 +13,8 @@
 //! - `controller`: the processes of a run, if it has some; `workers`: what they do, and what they and the run say to each
 //!   other; `watchdog`: who waits for whom when a run stands still
 //! - [`run_dir`]: where a run leaves everything
-//! - [`metrics`], [`report`], [`chart`]: the measurements of a step and how they are shown; [`memory`]: that of the process
+//! - [`metrics`], [`report`], [`chart`]: the measurements of a step and how they are shown, `diagnosis` what they say about
+//!   whether the run learns; [`memory`]: that of the process
 //!
 //! # Invariants
 //! - Only [`program`] reads the environment, once.
@@ -39,6 +40,7 @@ mod companions;
 mod controller;
 mod curation;
 mod demonstrations;
+mod diagnosis;
 mod doctor;
 pub mod failpoints;
 pub mod failure;

@@ -5,12 +5,14 @@
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
-/// Named measurements in order, and the one-line reason which side is the bottleneck.
+/// Named measurements in order, what is wrong with the step, and which side is the bottleneck.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Metrics {
     values: Vec<(String, f64)>,
     /// Which side holds the run up, such as `trainer waits for rollout`; empty if nothing does.
     pub bottleneck: String,
+    /// What keeps the policy from learning, such as a collapse that begins; empty if nothing does.
+    pub diagnosis: String,
 }
 
 impl Metrics {
@@ -23,10 +25,24 @@ impl Metrics {
         }
     }
 
+    /// The measurements of a line of `metrics.jsonl`.
+    #[must_use]
+    pub fn read(line: &serde_json::Map<String, serde_json::Value>) -> Self {
+        let values = line.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()?)));
+        Self { values: values.collect(), ..Self::default() }
+    }
+
     /// A measurement, if it was taken.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<f64> {
         self.values.iter().find(|(known, _)| known == name).map(|(_, value)| *value)
+    }
+
+    /// Diagnosis and bottleneck in one line, for the end of a row.
+    #[must_use]
+    pub fn remarks(&self) -> String {
+        let said = [&self.diagnosis, &self.bottleneck];
+        said.into_iter().filter(|text| !text.is_empty()).cloned().collect::<Vec<_>>().join("; ")
     }
 
     /// All measurements in order.
@@ -49,6 +65,9 @@ impl Serialize for Metrics {
         }
         if !self.bottleneck.is_empty() {
             map.serialize_entry("bottleneck", &self.bottleneck)?;
+        }
+        if !self.diagnosis.is_empty() {
+            map.serialize_entry("diagnosis", &self.diagnosis)?;
         }
         map.end()
     }

@@ -17,6 +17,7 @@ use trainer::StepReport;
 use trainer::report::ComponentStatistics;
 use trajectory::{Group, PolicyVersion};
 
+use crate::diagnosis::Diagnosis;
 use crate::failure::Failure;
 use crate::metrics::Metrics;
 use crate::prepare::prompt_text;
@@ -38,6 +39,9 @@ pub struct Observer<'a> {
     report: &'a Report,
     /// `None` until it is known after which step the run goes on.
     metrics: Option<JsonLines>,
+    diagnosis: Diagnosis,
+    /// The version that this attempt at the run starts from.
+    first: PolicyVersion,
     events: JsonLines,
     dropped_stale: u64,
     /// Rewards of which a failure has been shown.
@@ -77,6 +81,8 @@ impl<'a> Observer<'a> {
             run_dir,
             report,
             metrics: None,
+            diagnosis: Diagnosis::new(recipe),
+            first: PolicyVersion(0),
             events,
             dropped_stale: 0,
             shown: BTreeSet::new(),
@@ -89,7 +95,16 @@ impl<'a> Observer<'a> {
     /// # Errors
     /// If the file cannot be written.
     pub fn resume_after(&mut self, version: PolicyVersion) -> Result<(), Failure> {
-        self.metrics = Some(self.run_dir.metrics(version.0)?);
+        let metrics = self.run_dir.metrics(version.0)?;
+        self.metrics = Some(metrics);
+        self.first = version;
+        for line in self.lines().lines() {
+            let Ok(line) = serde_json::from_str(line) else { continue };
+            let metrics = Metrics::read(&line);
+            if metrics.get("step").is_some_and(|step| step > 0.0) {
+                self.diagnosis.observe(&metrics);
+            }
+        }
         Ok(())
     }
 
@@ -110,11 +125,21 @@ impl<'a> Observer<'a> {
         Ok(self.events.sync()?)
     }
 
+    /// What the metrics of all steps show, a line each; none if nothing is wrong.
+    #[must_use]
+    pub fn diagnosis(&self) -> Vec<String> {
+        self.diagnosis.summary()
+    }
+
+    /// The metrics that are written so far; empty if there are none.
+    fn lines(&self) -> String {
+        std::fs::read_to_string(self.run_dir.path().join("metrics.jsonl")).unwrap_or_default()
+    }
+
     /// Accuracy in the first line of the metrics: before any training, also of a run that was resumed.
     #[must_use]
     pub fn first_accuracy(&self) -> Option<f64> {
-        let text = std::fs::read_to_string(self.run_dir.path().join("metrics.jsonl")).ok()?;
-        let first: serde_json::Value = serde_json::from_str(text.lines().next()?).ok()?;
+        let first: serde_json::Value = serde_json::from_str(self.lines().lines().next()?).ok()?;
         (first.get("step")?.as_u64()? == 0).then(|| first.get("eval/accuracy")?.as_f64()).flatten()
     }
 
@@ -155,10 +180,24 @@ impl<'a> Observer<'a> {
         if let Some(peak) = crate::memory::peak_mib() {
             metrics.set("memory/peak_mib", peak);
         }
+        metrics.diagnosis = self.diagnosis.observe(&metrics);
+        self.explain_star(&metrics);
         self.write(&metrics)?;
         self.samples(inputs.step)?;
         self.report.step(&metrics);
         self.failures(inputs)
+    }
+
+    /// Says before the first marked reward what the mark means.
+    fn explain_star(&self, metrics: &Metrics) {
+        let step = metrics.get("step").unwrap_or_default() as u64;
+        if metrics.get("buffer/filling") == Some(1.0) && step == self.first.0 + 1 {
+            let steps = self.recipe.buffer.max_staleness;
+            self.report.note(&format!(
+                "*: while the buffer fills, for {steps} steps, batches hold the completions that ended first, which are the \
+                 shortest: their mean reward does not compare with that of later batches"
+            ));
+        }
     }
 
     /// Shows the first failure of every reward in full, and ends a run whose rewards judge nothing any more.
@@ -203,6 +242,8 @@ impl<'a> Observer<'a> {
         let scored = |value: f64| if batch.scored > 0 { value } else { f64::NAN };
         metrics.set("reward/mean", scored(batch.reward.mean));
         metrics.set("reward/std", scored(batch.reward.std));
+        let filling = version.0 <= self.first.0 + self.recipe.buffer.max_staleness;
+        metrics.set("buffer/filling", f64::from(filling));
         metrics.set("reward/frac_zero_std", counts.zero_variance as f64 / groups);
         if let Some(evaluation) = inputs.evaluation {
             metrics.set("eval/accuracy", evaluation.accuracy());

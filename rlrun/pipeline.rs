@@ -217,6 +217,7 @@ impl Run<'_> {
             (Some(supervised), _) => self.supervise(supervised, start, &mut observer)?,
             (None, None) => unreachable!("what is sampled for is opened first"),
         };
+        observer.diagnosis().iter().for_each(|line| self.report.note(line));
         let done = trained.version.0 >= self.recipe.trainer.steps;
         let ending = if done { Ending::Done } else { stopped() };
         observer.event("end", &serde_json::json!({ "version": trained.version, "done": done }))?;

@@ -81,7 +81,9 @@ impl Measured {
         for (index, line) in self.lines.iter().enumerate() {
             let before = index.checked_sub(1).map_or(0.0, |last| compute_by_line[last]);
             let compute = if after { compute_by_line[index] } else { before };
-            if let Some(value) = number(line, metric) {
+            // While the buffer fills, batches hold the shortest completions, whose rewards are no point of the curve.
+            let biased = metric.starts_with("reward/") && number(line, "buffer/filling") == Some(1.0);
+            if let Some(value) = number(line, metric).filter(|_| !biased) {
                 points.push(Point { compute, value });
             }
         }
@@ -205,6 +207,14 @@ mod tests {
         assert_eq!(computes(&reward.points), computes(&eval.points)[..10]);
         assert_eq!(reward.points[0], Point { compute: 0.0, value: 0.01 });
         assert_eq!(computes(&run.curve("eval/accuracy", "time_s", ALL).unwrap().points)[..2], [0.0, 1.5]);
+    }
+
+    #[test]
+    fn rewards_while_the_buffer_fills_are_left_out() {
+        let mut run = steps();
+        run.lines[1].insert("buffer/filling".to_owned(), 1.into());
+        let first = |metric: &str| run.curve(metric, "step", ALL).unwrap().points[0].value;
+        assert_eq!((first("reward/mean"), first("eval/accuracy")), (0.02, 0.1));
     }
 
     #[test]

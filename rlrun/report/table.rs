@@ -13,7 +13,7 @@ type Column = (&'static str, usize, fn(&Metrics) -> String);
 
 const COLUMNS: [Column; 10] = [
     ("step", 5, |m| decimals(m.get("step"), 0)),
-    ("reward", 7, |m| decimals(m.get("reward/mean"), 3)),
+    ("reward", 7, reward),
     ("accuracy", 8, |m| decimals(m.get("eval/accuracy"), 3)),
     ("loss", 9, |m| decimals(m.get("loss/mean"), 5)),
     ("stale", 8, staleness),
@@ -21,7 +21,7 @@ const COLUMNS: [Column; 10] = [
     ("train/s", 8, |m| thousands(m.get("trainer/tokens_per_s"))),
     ("idle s/t", 9, idle),
     ("time", 7, |m| seconds(m.get("time/step"))),
-    ("bottleneck", 0, |m| m.bottleneck.clone()),
+    ("bottleneck", 0, Metrics::remarks),
 ];
 
 /// The header of the table.
@@ -41,7 +41,7 @@ pub(super) fn line(metrics: &Metrics) -> String {
         "step {}: reward {}, accuracy {}, loss {}, staleness {}, sampling {} tok/s, training {} tok/s, \
          idle sampler/trainer {}, {}",
         number("step", 0),
-        number("reward/mean", 3),
+        reward(metrics),
         number("eval/accuracy", 3),
         number("loss/mean", 5),
         staleness(metrics),
@@ -50,9 +50,10 @@ pub(super) fn line(metrics: &Metrics) -> String {
         idle(metrics),
         seconds(metrics.get("time/step")),
     );
-    if !metrics.bottleneck.is_empty() {
+    let remarks = metrics.remarks();
+    if !remarks.is_empty() {
         line.push_str("; ");
-        line.push_str(&metrics.bottleneck);
+        line.push_str(&remarks);
     }
     line
 }
@@ -64,6 +65,12 @@ fn join(cells: [(String, usize); 10]) -> String {
 
 fn decimals(value: Option<f64>, places: usize) -> String {
     value.filter(|value| !value.is_nan()).map_or("-".to_owned(), |value| format!("{value:.places$}"))
+}
+
+/// Mean reward of the batch; a star while the buffer fills, when batches hold the shortest completions.
+fn reward(metrics: &Metrics) -> String {
+    let star = if metrics.get("buffer/filling") == Some(1.0) { "*" } else { "" };
+    decimals(metrics.get("reward/mean"), 3) + star
 }
 
 /// Mean and maximum in versions.
@@ -122,6 +129,17 @@ mod tests {
             "   12    0.457         -   -0.01235     1.2/4     12.3k      1.0k     3%/40%    1.23s  trainer waits for rollout",
         ];
         assert_eq!([header(), row(&metrics())], expected);
+    }
+
+    #[test]
+    fn rewards_of_batches_while_the_buffer_fills_have_a_star() {
+        let mut metrics = metrics();
+        metrics.set("buffer/filling", 1.0);
+        metrics.diagnosis = "every trajectory has the reward 0.000".to_owned();
+        assert!(row(&metrics).starts_with("   12   0.457* "), "{}", row(&metrics));
+        assert!(line(&metrics).contains("reward 0.457*, "));
+        let remarks = "every trajectory has the reward 0.000; trainer waits for rollout";
+        assert!(row(&metrics).ends_with(remarks) && line(&metrics).ends_with(remarks));
     }
 
     #[test]
