@@ -4,6 +4,7 @@
     cargo build --release --workspace
     benches/async.py run DIR [--seeds 3]     about half an hour on two cores
     benches/async.py table DIR
+    benches/async.py anchors DIR [--seeds 5]  about an hour: what keeps the policy from collapsing under staleness
 
 Tasks are numbers to count down from, so that the length of an answer follows from its prompt: log-normal, median 60 tokens,
 up to 450. A model learns them from demonstrations of which half leave a number out (benches/async_sft.toml); GRPO then
@@ -14,6 +15,9 @@ Arms differ in `buffer.max_staleness` alone; 0 is synchronous. They are run in t
 and back, so that whatever else the machine does meets all of them. `instant` arms have a server that answers at once: what is
 left of the difference then comes from generation alone. All runs start from the same model; a seed gives the order of tasks
 and the random numbers of the sampler.
+
+`anchors` runs the same training without the server (`kind = "exact"`), for each policy that can anchor the clip, with each
+bound on staleness; at 0 all arms are the same run.
 """
 
 import argparse
@@ -38,6 +42,16 @@ ARMS = [
     ("synchronous, instant", 0, 0.0),
     ("staleness 4, instant", 4, 0.0),
 ]
+# Arms of `anchors`.
+ANCHORS = {
+    "sampler (default)": [],
+    "recomputed, sequence mask": ["algorithm.proximal=recompute"],
+    "recomputed, weight up to 2": ["algorithm.correction=token_truncate"],
+    "sampler, upper bound alone": ["algorithm.clip_eps_low=1.0"],
+    "sampler, lower bound alone": ["algorithm.clip_eps_high=1e9"],
+    "sampler, no bounds": ["algorithm.clip_eps_low=1.0", "algorithm.clip_eps_high=1e9"],
+}
+STALENESS = [0, 1, 2, 4, 8, 16]
 LONGEST, SIGMA, REWARD_SIGMA, LONGEST_REWARD_S = 140, 0.8, 1.0, 5.0
 
 
@@ -121,8 +135,8 @@ def last_checkpoint(run_dir):
     return os.path.join(checkpoints, max(os.listdir(checkpoints)), "model")
 
 
-def run(directory, seeds, binary):
-    server = Server()
+def prepare(directory, binary):
+    """Task files, and the model that all runs start from."""
     files = {name: os.path.join(directory, name + ".jsonl") for name in ("sft", "train", "eval")}
     write_tasks(files["sft"], 20000, 1, True)
     write_tasks(files["train"], 4000, 2, False)
@@ -132,16 +146,63 @@ def run(directory, seeds, binary):
     if not os.path.exists(base):
         recipe = os.path.join(ROOT, "benches", "async_sft.toml")
         rlrun(binary, recipe, base, [given("sft"), given("eval")])
-    model = "model.path=%s" % json.dumps(last_checkpoint(base))
+    return ["model.path=%s" % json.dumps(last_checkpoint(base)), given("train")]
+
+
+def run(directory, seeds, binary):
+    common = prepare(directory, binary)
+    server = Server()
     for seed in range(seeds):
         for arm, staleness, median in ARMS[:: -1 if seed % 2 else 1]:
             run_dir = place(directory, arm, seed)
             if os.path.exists(run_dir):
                 continue
             server.median = median
-            sets = ["seed=%d" % seed, model, given("train"), "buffer.max_staleness=%d" % staleness]
+            sets = ["seed=%d" % seed, "buffer.max_staleness=%d" % staleness] + common
             rlrun(binary, recipe_with(directory, server.port), run_dir, sets)
         print("seed %d done" % seed, flush=True)
+
+
+def anchored(directory, arm, staleness, seed):
+    # Without staleness every anchor is the policy before the step.
+    arm = arm if staleness > 0 else "sampler (default)"
+    return place(directory, "anchor %s staleness %d" % (arm.replace("(", "").replace(")", ""), staleness), seed)
+
+
+def run_anchors(directory, seeds, binary):
+    common = prepare(directory, binary)
+    recipe = os.path.join(directory, "exact.toml")
+    with open(recipe, "w") as file:
+        file.write("extends = %s\n" % json.dumps(os.path.join(ROOT, "benches", "async.toml")))
+        file.write('[[rewards]]\nkind = "exact"\n')
+    for seed in range(seeds):
+        for staleness in STALENESS:
+            for arm, sets in ANCHORS.items():
+                run_dir = anchored(directory, arm, staleness, seed)
+                if not os.path.exists(run_dir):
+                    given = ["seed=%d" % seed, "buffer.max_staleness=%d" % staleness]
+                    rlrun(binary, recipe, run_dir, given + common + sets)
+        print("seed %d done" % seed, flush=True)
+
+
+def table_of_anchors(directory, seeds):
+    print("\nreward of the last 10 steps, and share of completions at the length limit: mean +- deviation of %d seeds\n" % seeds)
+    print("| clip anchored at | " + " | ".join(map(str, STALENESS)) + " |")
+    print("|---" * (1 + len(STALENESS)) + "|")
+    for arm in ANCHORS:
+        cells = []
+        for staleness in STALENESS:
+            ends = [ended(anchored(directory, arm, staleness, seed)) for seed in range(seeds)]
+            reward, cut = zip(*ends)
+            deviation = statistics.stdev(reward) if seeds > 1 else 0.0
+            cells.append("%.2f +- %.2f, %.0f %%" % (statistics.mean(reward), deviation, 100 * statistics.mean(cut)))
+        print("| %s | %s |" % (arm, " | ".join(cells)))
+
+
+def ended(run_dir):
+    with open(os.path.join(run_dir, "metrics.jsonl")) as file:
+        last = [line for line in map(json.loads, file) if "reward/mean" in line][-10:]
+    return tuple(statistics.mean(line[name] for line in last) for name in ("reward/mean", "completions/clipped_ratio"))
 
 
 def measured(run_dir):
@@ -195,15 +256,18 @@ def spread(values):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["run", "table"])
+    parser.add_argument("verb", choices=["run", "table", "anchors"])
     parser.add_argument("directory")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, help="3, of `anchors` 5")
     parser.add_argument("--binary", default=os.path.join(ROOT, "target", "release", "rlrun"))
     arguments = parser.parse_args()
     directory = os.path.abspath(arguments.directory)
     os.makedirs(directory, exist_ok=True)
+    if arguments.verb == "anchors":
+        run_anchors(directory, arguments.seeds or 5, arguments.binary)
+        return table_of_anchors(directory, arguments.seeds or 5)
     if arguments.verb == "run":
-        run(directory, arguments.seeds, arguments.binary)
+        run(directory, arguments.seeds or 3, arguments.binary)
     table(directory)
 
 

@@ -20,13 +20,14 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 STALENESS = [0, 1, 2, 4, 8, 16]
 ARMS = {
-    "naive PPO": ["algorithm.proximal=behavior"],
+    "PPO, anchored at the sampler": [],
     "recomputed, uncorrected": ["algorithm.correction=none"],
-    "decoupled PPO": [],
-    "decoupled PPO, sequence mask": ["algorithm.correction=sequence_mask"],
+    "decoupled PPO": ["algorithm.correction=token_truncate"],
+    "decoupled PPO, sequence mask": ["algorithm.proximal=recompute"],
     "AIPO": ["algorithm.kind=aipo"],
     "CISPO": ["algorithm.kind=cispo"],
     "TB": ["algorithm.kind=tb"],
+    "REINFORCE": ["algorithm.kind=reinforce"],
     "REINFORCE, uncorrected": ["algorithm.kind=reinforce", "algorithm.correction=none"],
 }
 

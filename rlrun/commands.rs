@@ -34,6 +34,7 @@ use crate::report::{Report, Style};
 use crate::reward;
 use crate::run_dir::{self, RecipeTexts, RunDir};
 use crate::serve;
+use crate::supervised::Lessons;
 use crate::workers;
 
 /// Does what the command line says; `program` is what it is done with. Returns what there is to say.
@@ -183,6 +184,11 @@ fn check(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
     let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
     // Whether weights are whole and of the right shapes shows only when they are read.
     recipe.adapter(&directory.load_parameters()?)?;
+    if let Some(supervised) = &recipe.supervised {
+        let files = ModelDirectory::open(directory.path())?;
+        // Without the reference: only its completions are looked at.
+        Lessons::new(&recipe, supervised, (files, &prepared), None)?;
+    }
     let held_out = prepared.eval.as_ref().map_or(0, rollout::PromptSet::len);
     let placement = plan::placement(&recipe).map_or_else(String::new, |line| line + "\n");
     let understood: String = prepared.understood().map(|line| line + "\n").collect();

@@ -47,9 +47,18 @@ pub(crate) fn sample(directory: &ModelDirectory, prompt: &Prompt, text: &str) ->
 /// # Errors
 /// If there is nothing before them.
 pub(crate) fn masked(token_ids: Vec<u32>, trained: usize) -> Result<Sample, Failure> {
+    let loss_mask = (0..token_ids.len()).map(|t| t >= trained).collect();
+    learnt(token_ids, loss_mask)
+}
+
+/// Tokens of which those of `loss_mask` are in the loss.
+///
+/// # Errors
+/// If none is, or the first.
+pub(crate) fn learnt(token_ids: Vec<u32>, loss_mask: Vec<bool>) -> Result<Sample, Failure> {
     let tokens = token_ids.len();
     let streams = SampleStreams {
-        loss_mask: (0..tokens).map(|t| t >= trained).collect(),
+        loss_mask,
         behavior_logprobs: vec![0.0; tokens],
         versions: vec![VersionRun { version: PolicyVersion::default(), len: tokens as u32 }],
         kept: None,

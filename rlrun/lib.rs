@@ -38,6 +38,7 @@ pub mod chart;
 pub mod commands;
 mod companions;
 mod controller;
+mod conversations;
 mod curation;
 mod demonstrations;
 mod diagnosis;

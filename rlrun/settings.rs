@@ -90,6 +90,7 @@ impl Recipe {
                     system_prompt: files.system_prompt.clone(),
                     prompt_template: files.prompt_template.clone(),
                     chat: files.chat,
+                    conversation_column: self.supervised.as_ref().map(|s| s.conversation_column().to_owned()),
                     limit,
                 };
                 let eval = match &files.eval[..] {

@@ -5,13 +5,13 @@
 use model::{Head, ModelDirectory};
 use rollout::PromptSet;
 use rollout::tasks::arithmetic::{Demonstration, Sum};
-use serde_json::Value;
 use trainer::loss::preference::Preference;
 use trainer::schedule::Schedule;
 use trainer::supervised::{PairLoss, PairReport, imitate};
 use trainer::{Frozen, Learner};
 use trajectory::{GroupId, Sample, Task};
 
+use crate::conversations::{self, Completion};
 use crate::demonstrations::{self, masked};
 use crate::failure::Failure;
 use crate::metrics::Metrics;
@@ -71,18 +71,27 @@ impl<'a> Lessons<'a> {
             directory,
             pairs,
         };
+        lessons.check(prepared)?;
+        Ok(lessons)
+    }
+
+    /// Makes every example once. Returns how many there are to train on.
+    ///
+    /// # Errors
+    /// A task without a completion, one that is too long, or none to compare.
+    pub(crate) fn check(&self, prepared: &Prepared) -> Result<usize, Failure> {
         let mut examples = 0;
         for (task, _) in prepared.train.iter() {
-            examples += usize::from(!lessons.texts(task)?.is_empty());
+            examples += usize::from(!self.example(task)?.is_empty());
         }
         if examples == 0 {
             let what = "no task has a right and a wrong answer that differ, so there is nothing to compare";
             return Err(Failure::Argument(what.to_owned()));
         }
         for (task, _) in prepared.eval.iter().flat_map(PromptSet::iter) {
-            lessons.texts(task)?;
+            self.example(task)?;
         }
-        Ok(lessons)
+        Ok(examples)
     }
 
     /// One step; `step` counts from 0. Returns what there is to report.
@@ -145,34 +154,67 @@ impl<'a> Lessons<'a> {
         Ok((all > 0.0).then(|| right / all))
     }
 
+    /// Mean negative log-likelihood of the held-out demonstrations, nats a token; `None` for pairs.
+    ///
+    /// # Errors
+    /// A task without an example, or a pass that fails.
+    pub(crate) fn loss(&self, learner: &Learner, tasks: &PromptSet) -> Result<Option<f64>, Failure> {
+        if self.config.kind != SupervisedKind::Sft {
+            return Ok(None);
+        }
+        let mut samples = Vec::new();
+        for (task, _) in tasks.iter() {
+            samples.extend(self.example(task)?);
+        }
+        let (mut sum, mut tokens) = (0.0, 0);
+        for chunk in samples.chunks(2 * MEASURED) {
+            let rows: Vec<&Sample> = chunk.iter().collect();
+            for prediction in learner.score(&rows)?.iter().flatten() {
+                sum -= f64::from(prediction.logprob);
+                tokens += 1;
+            }
+        }
+        Ok((tokens > 0).then(|| sum / f64::from(tokens)))
+    }
+
     fn rows_per_example(&self) -> usize {
         if self.config.kind == SupervisedKind::Sft { 1 } else { 2 }
     }
 
     /// The rows of a task: a demonstration, or a chosen and a rejected completion; nothing where those are the same.
     fn example(&self, task: &Task) -> Result<Vec<Sample>, Failure> {
-        self.texts(task)?.iter().map(|text| self.row(task, text)).collect()
+        self.completions(task)?.iter().map(|completion| self.row(task, completion)).collect()
     }
 
-    fn texts(&self, task: &Task) -> Result<Vec<String>, Failure> {
-        let texts = if self.config.kind == SupervisedKind::Sft {
-            let column = (!self.generated).then_some(self.config.completion_column.as_str());
-            vec![demonstrations::text(task, column)?]
-        } else if self.generated {
-            let sum = Sum::of(task)?;
-            [Demonstration::Right, Demonstration::Wrong].map(|kind| sum.demonstration(kind)).to_vec()
-        } else {
-            vec![
-                completion(task, &self.config.chosen_column)?,
-                completion(task, &self.config.rejected_column)?,
-            ]
+    fn completions(&self, task: &Task) -> Result<Vec<Completion>, Failure> {
+        let Supervised { kind, completion_column, messages_column, chosen_column, rejected_column, .. } =
+            self.config;
+        let completions = match (kind, self.generated) {
+            (SupervisedKind::Sft, true) => vec![Completion::Text(demonstrations::text(task, None)?)],
+            (SupervisedKind::Sft, false) => {
+                let whole = || conversations::conversation(task, messages_column);
+                let given = task.columns.contains_key(completion_column);
+                match if given { None } else { whole()? } {
+                    Some(conversation) => vec![conversation],
+                    None => vec![conversations::completion(task, completion_column)?],
+                }
+            }
+            (_, true) => {
+                let sum = Sum::of(task)?;
+                let text = |kind| Completion::Text(sum.demonstration(kind));
+                [Demonstration::Right, Demonstration::Wrong].map(text).to_vec()
+            }
+            (_, false) => [chosen_column, rejected_column]
+                .map(|column| conversations::completion(task, column))
+                .into_iter()
+                .collect::<Result<_, _>>()?,
         };
-        let same = matches!(&texts[..], [chosen, rejected] if chosen == rejected);
-        Ok(if same { Vec::new() } else { texts })
+        let same = matches!(&completions[..], [chosen, rejected] if chosen == rejected);
+        Ok(if same { Vec::new() } else { completions })
     }
 
-    fn row(&self, task: &Task, text: &str) -> Result<Sample, Failure> {
-        let mut sample = demonstrations::sample(&self.directory, &task.prompt, text)?;
+    fn row(&self, task: &Task, completion: &Completion) -> Result<Sample, Failure> {
+        let mut sample = completion.sample(&self.directory, task)?;
         if self.config.kind == SupervisedKind::RewardModel {
             // Judged at its last token: the value that stands before one more, which itself is never read.
             let mut token_ids = sample.token_ids().to_vec();
@@ -191,11 +233,3 @@ impl<'a> Lessons<'a> {
     }
 }
 
-/// A completion of a pair: a text, or messages of which the last one counts (TRL's two forms).
-fn completion(task: &Task, column: &str) -> Result<String, Failure> {
-    let last = task.columns.get(column).and_then(Value::as_array).and_then(|messages| messages.last());
-    match last.and_then(|message| message.get("content")).and_then(Value::as_str) {
-        Some(text) => Ok(text.to_owned()),
-        None => demonstrations::text(task, Some(column)),
-    }
-}

@@ -80,6 +80,11 @@ impl Run<'_> {
         {
             metrics.set("eval/pair_accuracy", accuracy);
         }
+        if let Some(tasks) = &prepared.eval
+            && let Some(loss) = lessons.loss(learner, tasks)?
+        {
+            metrics.set("eval/loss", loss);
+        }
         let evaluation = self.evaluate(prepared, learner, directory)?;
         if let Some(evaluation) = &evaluation {
             metrics.set("eval/accuracy", evaluation.accuracy());

@@ -122,14 +122,28 @@ impl schema::Algorithm {
             without_effect.extend(keys.iter().filter(|(_, given)| *given).map(|(key, _)| *key));
             return;
         }
-        algorithm.proximal = *self.proximal.get_or_insert(algorithm.proximal);
+        let anchored = algorithm.loss.uses_proximal();
+        if !anchored && self.proximal == Some(Proximal::Behavior) {
+            // It would take the correction away and put no clip in its place.
+            without_effect.push("proximal");
+            self.proximal = None;
+        }
+        // A correction compares with the policy before the step: with it the recipe asks for the decoupled objective.
+        let corrected = keys[1..].iter().any(|(_, given)| *given);
+        let default = if corrected { Proximal::Recompute } else { algorithm.proximal };
+        algorithm.proximal = *self.proximal.get_or_insert(default);
         if algorithm.proximal == Proximal::Behavior {
             // Anchored at the policy that sampled, there is nothing to correct.
             algorithm.correction = Correction::None;
             without_effect.extend(keys[1..].iter().filter(|(_, given)| *given).map(|(key, _)| *key));
             return;
         }
-        let kind = *self.correction.get_or_insert(CorrectionKind::TokenTruncate);
+        // An interpolated policy is not known before the updates, so that nothing can be masked by it.
+        let default = match algorithm.proximal {
+            Proximal::Interpolate => CorrectionKind::TokenTruncate,
+            Proximal::Recompute | Proximal::Behavior => CorrectionKind::SequenceMask,
+        };
+        let kind = *self.correction.get_or_insert(default);
         let (cap, floor) = kind.bounds();
         for (name, given, of) in [
             ("behavior_weight_cap", &mut self.behavior_weight_cap, cap),

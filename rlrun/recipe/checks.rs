@@ -14,7 +14,7 @@ use super::placement::check_placement;
 use super::ranges::{Checker, check_ranges};
 use super::schema::{Buffer, RandomModel, RawData, RawModel, RawRecipe, Rollout, Warmup};
 use super::training::{check_lora, check_trainer};
-use super::words::{OnStale, Quantization, SampleOrder, Store, SupervisedKind, WeightDtype};
+use super::words::{OnStale, Quantization, SampleOrder, Store, WeightDtype};
 use super::{Data, DataSource, Files, Model, Recipe};
 
 /// Checks everything; `stem` names the run if the recipe does not.
@@ -34,8 +34,7 @@ pub(super) fn check(
     let generated = data.as_ref().is_some_and(|data| matches!(data.source, DataSource::Arithmetic(_)));
     let warmup = check_warmup(raw.warmup.take(), data.is_none() || generated, &mut checker);
     super::supervised::check(&raw, generated, &mut checker);
-    let scored = raw.supervised.as_ref().is_none_or(|s| s.kind != SupervisedKind::RewardModel);
-    if raw.rewards.is_empty() && scored {
+    if raw.rewards.is_empty() && raw.supervised.is_none() {
         let help = "write a section `[[rewards]]` with `kind = \"math\"` or another kind";
         checker.report("rewards", "there is no reward: nothing could be learnt", help);
     }

@@ -16,9 +16,9 @@ impl Supervised {
     pub(super) fn keys_without_effect(&self) -> &'static [&'static str] {
         match self.kind {
             SupervisedKind::Sft => &["chosen_column", "rejected_column", "beta", "smoothing", "margin"],
-            SupervisedKind::Dpo => &["completion_column", "margin"],
-            SupervisedKind::Ipo => &["completion_column", "smoothing", "margin"],
-            SupervisedKind::RewardModel => &["completion_column", "beta", "smoothing"],
+            SupervisedKind::Dpo => &["completion_column", "messages_column", "margin"],
+            SupervisedKind::Ipo => &["completion_column", "messages_column", "smoothing", "margin"],
+            SupervisedKind::RewardModel => &["completion_column", "messages_column", "beta", "smoothing"],
         }
     }
 }
@@ -39,7 +39,7 @@ pub(super) fn check(raw: &RawRecipe, generated: bool, checker: &mut Checker<'_>)
         }
     }
     if generated {
-        for key in ["completion_column", "chosen_column", "rejected_column"] {
+        for key in ["completion_column", "messages_column", "chosen_column", "rejected_column"] {
             let path = format!("supervised.{key}");
             if checker.given(&path) {
                 let message = format!("`{path}` has no effect on the generated tasks of `data.arithmetic`");

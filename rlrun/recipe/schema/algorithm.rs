@@ -32,10 +32,13 @@ pub struct Algorithm {
     /// Largest importance weight of `cispo`, `scale_rl`, `aipo`, `dppo` and `distill`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub importance_cap: Option<f64>,
-    /// The policy that anchors the loss. AReaL `use_decoupled_loss` and `prox_logp_method`, verl `bypass_mode`.
+    /// The policy that anchors the loss: of losses with a clip the one that sampled, so that the clip bounds the distance from
+    /// it; of `gspo`, of losses without a clip, and where a correction is given, the one before the step. AReaL `use_decoupled_loss` and
+    /// `prox_logp_method`, verl `bypass_mode`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub proximal: Option<Proximal>,
-    /// How what another policy sampled is weighted or left out. verl `rollout_correction`, TRL
+    /// How what another policy sampled is weighted or left out, compared with the policy before the step; `sequence_mask` if
+    /// that anchors the loss, none if the sampler does. verl `rollout_correction`, TRL
     /// `vllm_importance_sampling_mode`, slime `use_tis`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub correction: Option<CorrectionKind>,

@@ -14,11 +14,15 @@ pub struct Supervised {
     pub kind: SupervisedKind,
     /// Demonstrations or pairs per step. TRL `per_device_train_batch_size`.
     pub batch: usize,
-    /// Of `sft`: column of what is to be imitated.
+    /// Of `sft`: column of what is to be imitated, a text or a list of messages. TRL `completion`.
     pub completion_column: String,
-    /// Of pairs: column of the better completion.
+    /// Of `sft`: column of whole conversations, of which every assistant turn is imitated; read where a row has no
+    /// completion. TRL `messages`.
+    pub messages_column: String,
+    /// Of pairs: column of the better completion: a text, or a list of messages with or without those of the prompt. TRL
+    /// `chosen`.
     pub chosen_column: String,
-    /// Of pairs: column of the worse completion.
+    /// Of pairs: column of the worse completion. TRL `rejected`.
     pub rejected_column: String,
     /// Of `dpo` and `ipo`: strength of the pull towards the policy that training starts from. TRL `beta`.
     pub beta: f64,
@@ -28,12 +32,21 @@ pub struct Supervised {
     pub margin: f64,
 }
 
+impl Supervised {
+    /// Column of conversations that hold their own prompt.
+    #[must_use]
+    pub fn conversation_column(&self) -> &str {
+        if self.kind == SupervisedKind::Sft { &self.messages_column } else { &self.chosen_column }
+    }
+}
+
 impl Default for Supervised {
     fn default() -> Self {
         Self {
             kind: SupervisedKind::Sft,
             batch: 64,
             completion_column: "completion".to_owned(),
+            messages_column: "messages".to_owned(),
             chosen_column: "chosen".to_owned(),
             rejected_column: "rejected".to_owned(),
             beta: 0.1,

@@ -42,25 +42,55 @@ pub fn from_cell(row: &Row, column: &str, value: &Value) -> Result<Prompt, TaskE
         found,
         expected: "a prompt must be a string, or a list of messages with `role` and `content` as strings",
     };
-    match value {
-        Value::String(text) => Ok(Prompt::Text(text.clone())),
-        Value::Array(list) if list.is_empty() => Err(wrong("an empty list".to_owned())),
-        Value::Array(list) => list
-            .iter()
-            .enumerate()
-            .map(|(at, message)| {
-                let part = |key: &str| match message.get(key) {
-                    Some(Value::String(text)) => Ok(text.clone()),
-                    Some(other) => {
-                        Err(wrong(format!("a list whose message {at} has {} as `{key}`", type_of(other))))
-                    }
-                    None => Err(wrong(format!("a list whose message {at} has no `{key}`"))),
-                };
-                Ok(Message { role: part("role")?, content: part("content")? })
-            })
-            .collect::<Result<_, _>>()
-            .map(Prompt::Messages),
-        other => Err(wrong(type_of(other).to_owned())),
+    match (value, messages(value)) {
+        (Value::String(text), _) => Ok(Prompt::Text(text.clone())),
+        (_, Ok(messages)) => Ok(Prompt::Messages(messages)),
+        (_, Err(found)) => Err(wrong(found)),
+    }
+}
+
+/// Reads a list of messages.
+///
+/// # Errors
+/// What the value is instead: another type, an empty list, a list with a message without `role` and `content` as strings.
+pub fn messages(value: &Value) -> Result<Vec<Message>, String> {
+    let Value::Array(list) = value else { return Err(type_of(value).to_owned()) };
+    if list.is_empty() {
+        return Err("an empty list".to_owned());
+    }
+    let message = |(at, message): (usize, &Value)| {
+        let part = |key: &str| match message.get(key) {
+            Some(Value::String(text)) => Ok(text.clone()),
+            Some(other) => Err(format!("a list whose message {at} has {} as `{key}`", type_of(other))),
+            None => Err(format!("a list whose message {at} has no `{key}`")),
+        };
+        Ok(Message { role: part("role")?, content: part("content")? })
+    };
+    list.iter().enumerate().map(message).collect()
+}
+
+/// The prompt of a conversation: its messages before the last assistant turn.
+///
+/// # Errors
+/// As [`from_cell`]; a text; a conversation without an assistant turn, or with nothing before it.
+pub fn of_conversation(row: &Row, column: &str, value: &Value) -> Result<Prompt, TaskError> {
+    let wrong = |found: &str| TaskError::CellType {
+        place: row.place.clone(),
+        column: column.to_owned(),
+        found: found.to_owned(),
+        expected: "a conversation must be a list of messages, with an assistant turn after the prompt; name the column of \
+                   the prompt in `prompt_column` if it stands elsewhere",
+    };
+    let Prompt::Messages(mut messages) = from_cell(row, column, value)? else {
+        return Err(wrong(type_of(value)));
+    };
+    match messages.iter().rposition(|message| message.role == "assistant") {
+        None => Err(wrong("a list with no assistant turn")),
+        Some(0) => Err(wrong("a list with nothing before its last assistant turn")),
+        Some(last) => {
+            messages.truncate(last);
+            Ok(Prompt::Messages(messages))
+        }
     }
 }
 

@@ -31,6 +31,9 @@ pub struct TaskSource {
     pub prompt_template: Option<String>,
     /// Make messages of prompts that are text, so that the chat template of the model is applied.
     pub chat: bool,
+    /// Column of whole conversations, which hold their own prompt: the messages before the last assistant turn. Read where
+    /// a row has no prompt column of the usual names and none is given.
+    pub conversation_column: Option<String>,
     /// Rows that are read at most.
     pub limit: Option<usize>,
 }
@@ -56,11 +59,15 @@ impl TaskSource {
             (None, Some(column)) => PromptFrom::Column(column.clone()),
             (None, None) => {
                 let present = |column: &&str| prompt::cell(&first.columns, column).is_some();
-                let column = PROMPT_COLUMNS.into_iter().find(present);
-                let column = column.ok_or_else(|| {
-                    missing(first, &PROMPT_COLUMNS.join("`, `"), "the prompt (`prompt_column`)")
-                })?;
-                PromptFrom::Column(column.to_owned())
+                let conversation = self.conversation_column.as_deref().filter(|column| present(column));
+                match (PROMPT_COLUMNS.into_iter().find(present), conversation) {
+                    (Some(column), _) => PromptFrom::Column(column.to_owned()),
+                    (None, Some(column)) => PromptFrom::Conversation(column.to_owned()),
+                    (None, None) => {
+                        let usual = PROMPT_COLUMNS.join("`, `");
+                        return Err(missing(first, &usual, "the prompt (`prompt_column`)"));
+                    }
+                }
             }
         };
         let usable =
@@ -79,6 +86,11 @@ impl TaskSource {
                 let value = prompt::cell(&row.columns, column)
                     .ok_or_else(|| missing(&row, column, "the prompt (`prompt_column`)"))?;
                 prompt::from_cell(&row, column, value)?
+            }
+            PromptFrom::Conversation(column) => {
+                let value = prompt::cell(&row.columns, column)
+                    .ok_or_else(|| missing(&row, column, "a conversation"))?;
+                prompt::of_conversation(&row, column, value)?
             }
         };
         let answer = columns.answer.as_ref().map(|column| answer(&row, column)).transpose()?;
@@ -106,6 +118,7 @@ struct Columns {
 
 enum PromptFrom {
     Column(String),
+    Conversation(String),
     Template(String),
 }
 
@@ -162,6 +175,23 @@ mod tests {
         let task = &both.unwrap()[0];
         assert_eq!((&task.prompt, task.answer.as_deref()), (&Prompt::Text("p".into()), Some("l")));
         assert_eq!(load(&TaskSource::default(), r#"{"prompt": "p"}"#).unwrap()[0].answer, None);
+    }
+
+    #[test]
+    fn a_conversation_holds_its_own_prompt() {
+        let source = TaskSource { conversation_column: Some("messages".into()), ..TaskSource::default() };
+        let turn = |role: &str, content: &str| format!(r#"{{"role":"{role}","content":"{content}"}}"#);
+        let of = |turns: &[String]| load(&source, &format!(r#"{{"messages":[{}]}}"#, turns.join(",")));
+        let (ask, answer, more) = (turn("user", "a"), turn("assistant", "b"), turn("user", "c"));
+        let tasks = of(&[ask.clone(), answer.clone(), more.clone(), answer.clone()]).unwrap();
+        assert_eq!(messages(&tasks[0]), [("user", "a"), ("assistant", "b"), ("user", "c")]);
+        // A prompt column of the row comes first, and without an answer there is nothing to learn.
+        let with_prompt = r#"{"prompt":"p","messages":[{"role":"user","content":"a"}]}"#;
+        assert_eq!(load(&source, with_prompt).unwrap()[0].prompt, Prompt::Text("p".into()));
+        for (turns, found) in [(vec![ask.clone(), more], "no assistant turn"), (vec![answer], "nothing before its last")] {
+            let message = of(&turns).unwrap_err().to_string();
+            assert!(message.contains(found), "{message}");
+        }
     }
 
     #[test]

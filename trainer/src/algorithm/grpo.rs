@@ -1,8 +1,9 @@
 //! GRPO (DeepSeekMath, arXiv 2402.03300): the advantage is the reward normalised in its group, the loss PPO's clip.
 //!
-//! Decoupled as in AReaL (arXiv 2505.24298, equation 5): the clip is anchored at the policy before the step, and what an
-//! older policy sampled is weighted by `min(exp(proximal - behavior), 2)`. Tokens are averaged over the batch, as in
-//! DAPO; `loss_agg = "sequence_mean"` and a divergence of 0.04 are the paper's.
+//! The clip is anchored at the policy that sampled, so that it bounds how far a step moves from there however stale a token
+//! is. Anchored at the policy before the step (`proximal = "recompute"`, AReaL's decoupled objective) it never acts where a
+//! batch makes one update, and nothing bounds the step: `benches/async.py anchors` shows the collapse from staleness 4 on.
+//! Tokens are averaged over the batch, as in DAPO; `loss_agg = "sequence_mean"` and a divergence of 0.04 are the paper's.
 
 use super::Algorithm;
 use crate::credit::{Advantage, ScaleRewards};
@@ -15,8 +16,8 @@ impl Algorithm {
         Self {
             advantage: Advantage::Group { scale: ScaleRewards::Group },
             loss: PolicyLoss::Clip { low: 0.2, high: 0.2, dual: None },
-            proximal: super::Proximal::Recompute,
-            correction: Correction::TokenTruncate { cap: 2.0 },
+            proximal: super::Proximal::Behavior,
+            correction: Correction::None,
             aggregation: Aggregation::TokenMean,
             divergence: Divergence::OFF,
             entropy_coef: 0.0,

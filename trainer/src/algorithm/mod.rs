@@ -67,11 +67,11 @@ pub struct Algorithm {
 #[serde(rename_all = "snake_case")]
 pub enum Proximal {
     /// The policy before the step: decoupled PPO (AReaL, arXiv 2505.24298).
-    #[default]
     Recompute,
     /// Between the sampler's and the current one, by staleness, without a forward pass (A-3PO).
     Interpolate,
-    /// The one that sampled: PPO as if the samples were fresh, without a correction.
+    /// The one that sampled, without a correction: the clip bounds the distance from it (PPO, arXiv 1707.06347).
+    #[default]
     Behavior,
 }
 
@@ -228,6 +228,17 @@ impl AlgorithmKind {
 }
 
 impl Algorithm {
+    /// The defaults of losses that are not anchored at the policy that sampled: compared with the policy before the step,
+    /// without the sequences whose probability has changed by more than a factor of 2 since they were sampled.
+    #[must_use]
+    pub fn decoupled() -> Self {
+        Self {
+            proximal: Proximal::Recompute,
+            correction: Correction::SequenceMask { low: 0.5, high: 2.0 },
+            ..Self::grpo()
+        }
+    }
+
     /// Whether a step needs log-probabilities under the reference policy.
     #[must_use]
     pub fn needs_reference(&self) -> bool {

@@ -10,6 +10,6 @@ impl Algorithm {
     /// Its defaults.
     #[must_use]
     pub fn opo() -> Self {
-        Self { advantage: Advantage::LengthWeighted, loss: PolicyLoss::Reinforce, ..Self::grpo() }
+        Self { advantage: Advantage::LengthWeighted, loss: PolicyLoss::Reinforce, ..Self::decoupled() }
     }
 }

@@ -10,6 +10,6 @@ impl Algorithm {
     /// Its defaults.
     #[must_use]
     pub fn remax() -> Self {
-        Self { advantage: Advantage::Greedy, loss: PolicyLoss::Reinforce, ..Self::grpo() }
+        Self { advantage: Advantage::Greedy, loss: PolicyLoss::Reinforce, ..Self::decoupled() }
     }
 }

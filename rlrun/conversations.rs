@@ -1,0 +1,140 @@
+//! Completions that are learnt from as they are written: texts, or messages as TRL writes them.
+//!
+//! Invariant: the tokens of an assistant turn are those that sampling would have to produce behind the rendered
+//! conversation before it: the encoded text and the token that ends it. Nothing else is in the loss.
+
+use model::{ModelDirectory, SpecialTokens};
+use rollout::tasks::prompt;
+use serde_json::Value;
+use trajectory::{Message, Prompt, Sample, Task};
+
+use crate::demonstrations;
+use crate::failure::Failure;
+
+/// What is learnt to follow a prompt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Completion {
+    /// One answer.
+    Text(String),
+    /// A conversation whose assistant turns from `learnt` on are in the loss.
+    Messages {
+        /// All messages, with those of the prompt.
+        messages: Vec<Message>,
+        /// The first message that may be in the loss.
+        learnt: usize,
+    },
+}
+
+/// The completion in `column`: a text, or a list of messages. A list that begins with the messages of the prompt, or with
+/// the prompt as a user's message, is the whole conversation; any other follows the prompt.
+///
+/// # Errors
+/// If the task has no such column, it is neither, or no assistant turn follows the prompt.
+pub(crate) fn completion(task: &Task, column: &str) -> Result<Completion, Failure> {
+    let Some(list @ Value::Array(_)) = task.columns.get(column) else {
+        return Ok(Completion::Text(demonstrations::text(task, Some(column))?));
+    };
+    let messages = messages(task, column, list)?;
+    let before = match &task.prompt {
+        Prompt::Messages(prompt) => prompt.clone(),
+        Prompt::Text(text) => vec![Message { role: "user".to_owned(), content: text.clone() }],
+    };
+    // A system message of the recipe stands before those of the row.
+    let asked: Vec<&Message> = before.iter().filter(|message| message.role != "system").collect();
+    let given: Vec<&Message> = messages.iter().filter(|message| message.role != "system").collect();
+    let whole = given.len() > asked.len() && given[..asked.len()] == asked[..];
+    let answers: Vec<Message> = if whole { given[asked.len()..].iter().map(|&m| m.clone()).collect() } else { messages };
+    let learnt = before.len();
+    match &answers[..] {
+        // One answer to the prompt as it is sampled from.
+        [answer] if answer.role == "assistant" => return Ok(Completion::Text(answer.content.clone())),
+        answers if answers.iter().any(|message| message.role == "assistant") => {}
+        _ => return Err(wrong(task, column, "has no assistant turn after the prompt")),
+    }
+    Ok(Completion::Messages { messages: before.into_iter().chain(answers).collect(), learnt })
+}
+
+/// The conversation in `column`, of which every assistant turn is learnt; `None` if the task has no such column.
+///
+/// # Errors
+/// If it is no list of messages, or has no assistant turn.
+pub(crate) fn conversation(task: &Task, column: &str) -> Result<Option<Completion>, Failure> {
+    let Some(value) = task.columns.get(column) else { return Ok(None) };
+    let mut messages = messages(task, column, value)?;
+    if !messages.iter().any(|message| message.role == "assistant") {
+        return Err(wrong(task, column, "has no assistant turn"));
+    }
+    // `data.system_prompt` stands in the prompt of the task, in place of the row's own.
+    if let Prompt::Messages(prompt) = &task.prompt
+        && let Some(system) = prompt.first().filter(|message| message.role == "system")
+    {
+        messages.retain(|message| message.role != "system");
+        messages.insert(0, system.clone());
+    }
+    Ok(Some(Completion::Messages { messages, learnt: 0 }))
+}
+
+impl Completion {
+    /// Prompt and completion as something to learn.
+    ///
+    /// # Errors
+    /// If there is no chat template for messages, or it refuses them or rewrites earlier turns.
+    pub(crate) fn sample(&self, directory: &ModelDirectory, task: &Task) -> Result<Sample, Failure> {
+        match self {
+            Self::Text(text) => demonstrations::sample(directory, &task.prompt, text),
+            Self::Messages { messages, learnt } => {
+                let (token_ids, mask) = turns(directory, messages, *learnt).map_err(|error| match error {
+                    Failure::Argument(reason) => Failure::Argument(format!("task {}: {reason}", task.id.0)),
+                    other => other,
+                })?;
+                demonstrations::learnt(token_ids, mask)
+            }
+        }
+    }
+}
+
+/// The tokens of a conversation up to its last assistant turn, and which of them are in the loss.
+fn turns(
+    directory: &ModelDirectory,
+    messages: &[Message],
+    learnt: usize,
+) -> Result<(Vec<u32>, Vec<bool>), Failure> {
+    let no_template = "messages need a chat template, and the model has none; give texts, or add `chat_template.jinja`";
+    let template = directory.template().ok_or_else(|| Failure::Argument(no_template.to_owned()))?;
+    let encode = |text: &str| directory.tokenizer().encode(text, SpecialTokens::Omit);
+    let (mut token_ids, mut mask, mut done) = (Vec::new(), Vec::new(), String::new());
+    let mut push = |ids: &[u32], learnt: bool| {
+        token_ids.extend_from_slice(ids);
+        mask.extend(std::iter::repeat_n(learnt, ids.len()));
+    };
+    for turn in (learnt..messages.len()).filter(|at| messages[*at].role == "assistant") {
+        let before = template.render(&messages[..turn], true)?;
+        let after = template.render(&messages[..=turn], false)?;
+        let (Some(asked), Some(answered)) = (before.strip_prefix(&done), after.strip_prefix(&before)) else {
+            return Err(Failure::Argument(format!(
+                "{} renders the turns before message {turn} differently once it follows, so that the tokens that the \
+                 assistant would have sampled are not known; give conversations with one assistant turn, or another template",
+                template.path().display()
+            )));
+        };
+        push(&encode(asked)?, false);
+        let ids = encode(answered)?;
+        // What the template writes after the end of the turn is not sampled.
+        let ends = |id: &u32| directory.stop_token_ids().contains(id);
+        let end = ids.iter().position(ends).map_or(ids.len(), |end| end + 1);
+        push(&ids[..end], true);
+        push(&ids[end..], false);
+        done = after;
+    }
+    Ok((token_ids, mask))
+}
+
+fn messages(task: &Task, column: &str, value: &Value) -> Result<Vec<Message>, Failure> {
+    let expected = "a list of messages with `role` and `content` as strings";
+    prompt::messages(value)
+        .map_err(|found| wrong(task, column, &format!("is {found}; it must be {expected}")))
+}
+
+fn wrong(task: &Task, column: &str, what: &str) -> Failure {
+    Failure::Argument(format!("task {}: column `{column}` {what}", task.id.0))
+}
