@@ -245,13 +245,16 @@ pub enum CorrectionKind {
     TokenTruncate,
     /// The weight of a sequence is at most the cap.
     SequenceTruncate,
-    /// Tokens outside the bounds are left out.
+    /// Tokens outside the bounds are left out; the others have their ratio as weight (IcePop).
     TokenMask,
-    /// Sequences outside the bounds are left out.
+    /// Sequences whose ratio (the product over tokens) is outside the bounds are left out; the others have it as weight
+    /// (verl `decoupled_seq_is_rs`, TRL `sequence_mask`).
     SequenceMask,
-    /// The same, of the geometric mean of the tokens' weights.
+    /// Sequences whose geometric mean of the tokens' ratios is outside the bounds are left out; a token of the others has
+    /// its ratio as weight, at most 2 (verl `decoupled_geo_rs_token_tis`).
     GeometricMask,
-    /// Sequences whose divergence is above the cap are left out.
+    /// Sequences whose divergence (mean k3, nats) is above the cap are left out; a token of the others has its ratio as
+    /// weight, at most 2 (verl `decoupled_k3_rs_token_tis`).
     K3Mask,
 }
 

@@ -38,8 +38,9 @@ pub struct Algorithm {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub proximal: Option<Proximal>,
     /// How what another policy sampled is weighted or left out, compared with the policy before the step; `sequence_mask` if
-    /// that anchors the loss, none if the sampler does. verl `rollout_correction`, TRL
-    /// `vllm_importance_sampling_mode`, slime `use_tis`.
+    /// that anchors the loss, none if the sampler does. No weight is unbounded: `sequence_mask` weighs by the sequence's
+    /// ratio, `token_mask` by the token's, `geometric_mask` and `k3_mask` by the token's, at most 2. verl
+    /// `rollout_correction`, TRL `vllm_importance_sampling_mode`, slime `use_tis`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub correction: Option<CorrectionKind>,
     /// Upper bound of exp(proximal - behavior) in the correction: largest weight, or where masking begins. TRL

@@ -275,8 +275,10 @@ def trajectory_balance_group(currents, references, rewards, beta):
 
 def correction(name, proximal, behavior, cap=None, low=None, high=None):
     """rho = exp(proximal - behavior). Truncated importance sampling by token or sequence; IcePop's
-    mask by token (arXiv 2510.18855); masks of a whole row by the product, the geometric mean or
-    the mean k3 of its ratios, whose kept tokens carry their own rho."""
+    mask by token (arXiv 2510.18855), whose kept tokens carry their own rho; masks of a whole row by
+    the product of its ratios, which its tokens then carry (verl decoupled_seq_is_rs, TRL
+    sequence_mask), or by their geometric mean or mean k3, whose kept tokens carry min(rho, 2)
+    (verl decoupled_geo_rs_token_tis and decoupled_k3_rs_token_tis)."""
     log_rho = proximal - behavior
     rho = bounded_exp(log_rho)
     every = torch.ones_like(rho, dtype=torch.bool)
@@ -287,17 +289,19 @@ def correction(name, proximal, behavior, cap=None, low=None, high=None):
     if name == "sequence_truncate":
         return torch.clamp(bounded_exp(log_rho.sum()), max=cap).expand(len(rho)), every
     if name == "token_mask":
-        kept = (rho >= low) & (rho <= high)
+        kept, weight = (rho >= low) & (rho <= high), rho
     elif name == "sequence_mask":
-        kept = every & (low <= bounded_exp(log_rho.sum()) <= high)
+        product = bounded_exp(log_rho.sum())
+        kept, weight = every & (low <= product <= high), product.expand(len(rho))
     elif name == "geometric_mask":
-        kept = every & (low <= bounded_exp(log_rho.mean()) <= high)
+        kept, weight = every & (low <= bounded_exp(log_rho.mean()) <= high), torch.clamp(rho, max=2.0)
     elif name == "k3_mask":
         bounded = torch.clamp(log_rho, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         kept = every & (torch.mean(rho - bounded - 1.0) <= high)
+        weight = torch.clamp(rho, max=2.0)
     else:
         raise ValueError(name)
-    return torch.where(kept, rho, tensor(0.0)), kept
+    return torch.where(kept, weight, tensor(0.0)), kept
 
 
 def divergence(estimator, current, reference):
