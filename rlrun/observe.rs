@@ -235,7 +235,7 @@ impl<'a> Observer<'a> {
     }
 
     fn policy(&self, metrics: &mut Metrics, inputs: &StepInputs<'_>) {
-        let StepReport { version, counts, sums, grad_norm, learning_rate, batch, .. } = inputs.step;
+        let StepReport { version, counts, sums, grad_norm, updates, learning_rate, batch, .. } = inputs.step;
         let groups = counts.groups.max(1) as f64;
         metrics.set("step", version.0 as f64);
         metrics.set("time_s", inputs.time_s);
@@ -250,8 +250,8 @@ impl<'a> Observer<'a> {
         }
         metrics.set("loss/mean", sums.loss);
         metrics.set("entropy/mean", sums.mean(sums.entropy));
-        metrics.set("kl/mismatch", sums.mean_sampled(sums.mismatch));
-        metrics.set("logprob_abs_diff/mean", sums.mean_sampled(sums.logprob_abs_diff));
+        metrics.set("kl/mismatch", sums.mean_compared(sums.mismatch));
+        metrics.set("logprob_abs_diff/mean", sums.mean_compared(sums.logprob_abs_diff));
         metrics.set("logprob_abs_diff/max", sums.logprob_abs_diff_max);
         metrics.set("is/mean", sums.mean_kept(sums.behavior_weight));
         metrics.set("is/max", sums.behavior_weight_max);
@@ -262,6 +262,7 @@ impl<'a> Observer<'a> {
         self.algorithm(metrics, inputs.step);
         metrics.set("optim/grad_norm", f64::from(*grad_norm));
         metrics.set("optim/lr", f64::from(*learning_rate));
+        metrics.set("optim/updates", *updates as f64);
         metrics.set("completions/mean_length", batch.length.mean);
         metrics.set("completions/min_length", batch.length.min);
         metrics.set("completions/max_length", batch.length.max);

@@ -27,7 +27,8 @@ pub struct BatchCounts {
     pub groups: usize,
     /// Groups whose rewards are all equal.
     pub zero_variance: usize,
-    /// Trajectories left out because a reward failed.
+    /// Trajectories left out because a reward failed: their own, or those of all others of a group that they would be
+    /// compared with.
     pub unscored: usize,
     /// Tokens that count, whether they have a gradient or not.
     pub trained_tokens: usize,
@@ -48,7 +49,7 @@ pub struct Batch<'a> {
 /// A group of a batch.
 #[derive(Debug)]
 pub struct BatchGroup<'a> {
-    /// Samples of the trajectories that have a reward.
+    /// Samples of the trajectories that have a reward, and one to compare it with if the algorithm does that.
     pub samples: Vec<&'a Sample>,
     /// What they achieved, in the same order.
     pub outcome: GroupOutcome,
@@ -102,7 +103,10 @@ impl<'a> Batch<'a> {
                 demonstration,
             }
         };
-        let groups = groups.iter().enumerate().map(&mut of).collect();
+        let mut groups: Vec<BatchGroup<'_>> = groups.iter().enumerate().map(&mut of).collect();
+        if algorithm.needs_groups() {
+            groups.iter_mut().for_each(|group| group.leave_out_alone(&mut counts));
+        }
         Self { groups, counts, split }
     }
 
@@ -140,6 +144,18 @@ impl<'a> Batch<'a> {
     #[must_use]
     pub fn max_completion_length(&self) -> usize {
         self.split.max_completion_length
+    }
+}
+
+impl BatchGroup<'_> {
+    /// Leaves out a trajectory that is alone: with nothing to compare it with, its reward is no advantage.
+    fn leave_out_alone(&mut self, counts: &mut BatchCounts) {
+        if let [sample] = self.samples[..] {
+            counts.unscored += 1;
+            counts.trained_tokens -= sample.trained_tokens();
+            self.samples.clear();
+            self.outcome.trajectories.clear();
+        }
     }
 }
 
@@ -184,7 +200,7 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::loss::Correction;
-    use crate::terms::{Scores, Terms, terms, wanted};
+    use crate::terms::{Scores, Terms, scored, terms, wanted};
 
     /// A group whose trajectories have the given rewards and numbers of completion tokens after two of prompt.
     pub(crate) fn group(id: u64, outcomes: &[(Option<f64>, usize)]) -> Group {
@@ -240,10 +256,26 @@ pub(crate) mod tests {
         let dropping = Algorithm { drop_zero_variance: true, ..grpo.clone() };
         let all = wanted_terms(&batch, &dropping, Scores::default());
         assert!(all.iter().all(|terms| terms.weights.iter().all(|weight| *weight == 1.0 / 8.0)));
-        // A pull towards the reference has a gradient everywhere.
+        // A pull towards the reference has a gradient everywhere, but in what is dropped.
         let mut pulled = grpo;
         pulled.divergence.coef = 0.1;
         assert_eq!(wanted(&batch, &pulled), [true, true]);
+        let pulled = Algorithm { drop_zero_variance: true, ..pulled };
+        assert_eq!(wanted(&batch, &pulled), [true, false]);
+        assert!(wanted_terms(&batch, &pulled, Scores::default()).iter().all(|t| t.weights[0] == 1.0 / 8.0));
+    }
+
+    /// ScaleRL: what is dropped leaves the batch, so it is not in its deviation either.
+    #[test]
+    fn a_dropped_group_does_not_change_the_advantages() {
+        let whole = groups(&[&[(Some(1.0), 3), (Some(0.0), 5)], &[(Some(1.0), 4), (Some(1.0), 4)]]);
+        let algorithm = Algorithm::scale_rl();
+        let advantages = |groups: &[Arc<Group>]| -> Vec<Vec<f64>> {
+            let batch = Batch::new(groups, &algorithm, split(1), &[]);
+            wanted_terms(&batch, &algorithm, Scores::default()).into_iter().map(|t| t.advantages).collect()
+        };
+        assert_eq!(advantages(&whole), advantages(&whole[..1]));
+        assert!((advantages(&whole)[0][0] - 0.5 / 0.5_f64.sqrt()).abs() < 1e-5);
     }
 
     #[test]
@@ -253,6 +285,30 @@ pub(crate) mod tests {
         let rows = batch.rows(|_| true);
         assert_eq!((rows.len(), batch.counts.unscored, batch.counts.trained_tokens), (2, 1, 5));
         assert_eq!(rows.iter().map(|row| row.trajectory).collect::<Vec<_>>(), [Some(0), Some(2)]);
+    }
+
+    /// With a pull towards the reference too, under which its reward would have been its advantage.
+    #[test]
+    fn a_lone_survivor_of_its_group_is_left_out() {
+        let groups = groups(&[&[(Some(1.0), 3), (None, 5)], &[(Some(1.0), 4), (Some(0.0), 2)]]);
+        let pull = crate::loss::Divergence { coef: 0.1, ..crate::loss::Divergence::OFF };
+        for aggregation in [crate::loss::Aggregation::TokenMean, crate::loss::Aggregation::PromptMean] {
+            for divergence in [crate::loss::Divergence::OFF, pull] {
+                let grpo = Algorithm { aggregation, divergence, ..Algorithm::grpo() };
+                let batch = Batch::new(&groups, &grpo, split(1), &[]);
+                assert_eq!((batch.counts.unscored, batch.counts.trained_tokens), (2, 6));
+                let wanted = wanted(&batch, &grpo);
+                let rows = batch.rows(|group| wanted[group]);
+                assert!(rows.iter().all(|row| row.group == 1) && rows.len() == 2, "{divergence:?}");
+                let all = wanted_terms(&batch, &grpo, Scores::default());
+                assert_eq!(all[0].weights[0], 1.0 / 6.0, "{aggregation:?}");
+            }
+        }
+        // Compared with the batch, with a greedy completion or with nothing, it is as good as any.
+        for algorithm in [Algorithm::reinforce(), Algorithm::remax(), Algorithm::ppo()] {
+            let batch = Batch::new(&groups, &algorithm, split(1), &[]);
+            assert_eq!((batch.counts.unscored, batch.rows(|_| true).len()), (1, 3));
+        }
     }
 
     #[test]
@@ -299,7 +355,58 @@ pub(crate) mod tests {
         let selective = Algorithm { entropy_share: 0.4, ..Algorithm::grpo() };
         let batch = Batch::new(&groups, &selective, split(1), &[]);
         let all = wanted_terms(&batch, &selective, scores);
-        assert_eq!((&all[0].weights[..], &all[1].weights[..]), (&[0.0, 0.5, 0.0][..], &[0.5, 0.0][..]));
+        assert_eq!(
+            (&all[0].selected[..], &all[1].selected[..]),
+            (&[false, true, false][..], &[true, false][..])
+        );
+        assert!(all.iter().all(|terms| terms.weights.iter().all(|weight| *weight == 1.0 / 5.0)));
+    }
+
+    /// Whether a pull that is next to nothing has the groups without variance computed or not.
+    #[test]
+    fn the_entropy_share_is_of_all_tokens() {
+        let groups = groups(&[&[(Some(1.0), 3), (Some(0.0), 2)], &[(Some(1.0), 4), (Some(1.0), 1)]]);
+        let scores = Scores {
+            before: Some(vec![vec![-2.0; 3], vec![-2.0; 2], vec![-2.0; 4], vec![-2.0]]),
+            entropy: Some(vec![vec![0.1, 2.0, 0.3], vec![1.0, 0.2], vec![3.0, 4.0, 0.1, 0.1], vec![5.0]]),
+            ..Scores::default()
+        };
+        let selective = Algorithm { entropy_share: 0.4, ..Algorithm::grpo() };
+        let mut pulled = selective.clone();
+        pulled.divergence.coef = 1e-12;
+        for algorithm in [selective, pulled] {
+            let batch = Batch::new(&groups, &algorithm, split(1), &[]);
+            assert_eq!(scored(&batch, &algorithm), [true, true]);
+            let rows = batch.rows(|_| true);
+            let all = terms(&batch, &rows, scores.clone(), &algorithm, PolicyVersion(0));
+            // The quantile 0.6 of ten tokens lies between 1.0 and 2.0.
+            assert_eq!(
+                (&all[0].selected[..], &all[1].selected[..]),
+                (&[false, true, false][..], &[false; 2][..])
+            );
+            assert!(all[..2].iter().all(|terms| terms.weights.iter().all(|weight| *weight == 0.1)));
+        }
+        // What is dropped is no token of the batch.
+        let dropping = Algorithm { entropy_share: 0.4, ..Algorithm::scale_rl() };
+        let batch = Batch::new(&groups, &dropping, split(1), &[]);
+        assert_eq!(scored(&batch, &dropping), [true, false]);
+    }
+
+    /// VAPO: over the tokens of right trajectories alone, minibatch by minibatch.
+    #[test]
+    fn the_likelihood_of_right_answers_is_a_mean_over_their_tokens() {
+        let groups = groups(&[&[(Some(1.0), 3), (Some(0.0), 5)], &[(Some(1.0), 4), (Some(1.0), 2)]]);
+        let vapo = Algorithm::vapo();
+        for (minibatches, expected) in
+            [(1, [1.0 / 9.0, 0.0, 1.0 / 9.0, 1.0 / 9.0]), (2, [1.0 / 3.0, 0.0, 1.0 / 6.0, 1.0 / 6.0])]
+        {
+            let batch = Batch::new(&groups, &vapo, split(minibatches), &[]);
+            let values = Some(vec![vec![0.0; 3], vec![0.0; 5], vec![0.0; 4], vec![0.0; 2]]);
+            let all = wanted_terms(&batch, &vapo, Scores { values, ..Scores::default() });
+            for (terms, expected) in all.iter().zip(expected) {
+                assert!(terms.likelihood_weights.iter().all(|weight| *weight == expected), "{expected}");
+            }
+        }
     }
 
     #[test]

@@ -468,7 +468,7 @@ impl Learner {
     }
 
     /// One optimizer step on the sum of `loss` over `rows`. Returns the gradient norm before clipping, and what each
-    /// rank reports.
+    /// rank reports. Without a row, or with a gradient of zero, there is no update: no moments, no weight decay.
     ///
     /// # Errors
     /// If a token lies beyond the vocabulary or the gradient is not finite; the weights are then as before. If one of

@@ -32,6 +32,9 @@ pub struct PolicyObjective<'a> {
     pub log_z: Vec<f64>,
     /// Weight and clip of the value loss, if the policy is its own critic.
     pub critic: Option<ValueTerm>,
+    /// Whether what the sampler recorded is compared with the policy before the step, which is the one being differentiated
+    /// where `terms` do not have it.
+    pub compares: bool,
     /// The version before the step, if what it has sampled must have the bits that it computes now.
     pub bitwise: Option<PolicyVersion>,
 }
@@ -154,7 +157,9 @@ impl PolicyObjective<'_> {
     ) -> (Predicted, TokenSums) {
         let algorithm = self.algorithm;
         let (weight, current) = (terms.weights[t], prediction.logprob);
-        let correction = corrected.weights[t];
+        let selected = terms.selected.get(t).is_none_or(|selected| *selected);
+        let correction = if selected { corrected.weights[t] } else { 0.0 };
+        let likelihood = algorithm.nll_coef * terms.likelihood_weights[t];
         let mut loss = correction * token.loss;
         let mut slope = correction * token.derivative;
         let mut sums = TokenSums { tokens: 1, entropy: prediction.entropy, ..TokenSums::default() };
@@ -168,10 +173,6 @@ impl PolicyObjective<'_> {
                     slope += algorithm.divergence.coef * derivative;
                 }
             }
-            if terms.reward > 0.0 {
-                loss -= algorithm.nll_coef * current;
-                slope -= algorithm.nll_coef;
-            }
             entropy = -algorithm.entropy_coef;
             loss += entropy * prediction.entropy;
         }
@@ -183,9 +184,12 @@ impl PolicyObjective<'_> {
             value_slope = term.coef * derivative;
             sums.value_loss = value_loss;
         }
-        sums.loss = weight * loss;
-        let gradient =
-            Predicted { logprob: weight * slope, entropy: weight * entropy, value: weight * value_slope };
+        sums.loss = weight * loss - likelihood * current;
+        let gradient = Predicted {
+            logprob: weight * slope - likelihood,
+            entropy: weight * entropy,
+            value: weight * value_slope,
+        };
         (gradient, sums)
     }
 
@@ -199,17 +203,19 @@ impl PolicyObjective<'_> {
         report: &mut TokenSums,
     ) {
         let (terms, sample) = (&self.terms[index], self.rows[index].sample);
-        let before = terms.before.as_deref().unwrap_or(current);
+        let before = self.compares.then(|| terms.before.as_deref().unwrap_or(current));
         let bitwise =
             self.bitwise.is_some_and(|version| sample.versions().iter().all(|run| run.version == version));
-        for (t, (current, behavior)) in current.iter().zip(&terms.behavior).enumerate() {
-            // Not a number is no match either.
-            let differs = bitwise && before[t].partial_cmp(behavior) != Some(Ordering::Equal);
-            let mismatch =
-                Mismatch { row: index, token: t, behavior: *behavior as f32, proximal: before[t] as f32 };
+        for (t, behavior) in terms.behavior.iter().enumerate() {
             let weight = corrected.weights[t] * losses[t].weight;
-            let masked = terms.weights[t] == 0.0;
-            report.compare(current - behavior, (!masked).then_some((weight, losses[t].clipped)));
+            let masked = terms.weights[t] == 0.0 || terms.selected.get(t) == Some(&false);
+            report.weigh((!masked).then_some((weight, losses[t].clipped)));
+            let Some(before) = before.map(|before| before[t]) else { continue };
+            report.compare(before - behavior);
+            // Not a number is no match either.
+            let differs = bitwise && before.partial_cmp(behavior) != Some(Ordering::Equal);
+            let mismatch =
+                Mismatch { row: index, token: t, behavior: *behavior as f32, proximal: before as f32 };
             report.mismatched = report.mismatched.or(differs.then_some(mismatch));
         }
     }

@@ -28,6 +28,9 @@ pub struct StepReport {
     pub critic: Option<CriticReport>,
     /// Norm of the last gradient before clipping.
     pub grad_norm: f32,
+    /// Updates that the optimizer of the policy made: one for each minibatch and epoch that had a gradient. With none the
+    /// version is a new one of the same weights.
+    pub updates: u64,
     /// Learning rate of the step.
     pub learning_rate: f32,
     /// What the batch was made of.
@@ -58,20 +61,24 @@ pub struct TokenSums {
     pub tokens: u64,
     /// Weighted losses: already a mean over the minibatch.
     pub loss: f64,
-    /// Entropy of the current policy, nats.
+    /// Entropy of the current policy, nats. Like all of these it is of the rows that are computed: groups that are left out
+    /// because they have no gradient are not in it.
     pub entropy: f64,
     /// Divergence from the reference policy, as the algorithm estimates it, nats.
     pub reference_divergence: f64,
     /// Loss of the critic.
     pub value_loss: f64,
-    /// Tokens that a policy has sampled: all but those of demonstrations. What follows is of them.
-    pub sampled: u64,
-    /// `|current - behavior|`, nats.
+    /// Sampled tokens whose log-probability under the policy before the step is known: all, or those up to the first update
+    /// if there are several and the algorithm makes no forward pass before them. The next three are of them.
+    pub compared: u64,
+    /// `|before - behavior|`, nats: of the policy before the step, however many updates it makes.
     pub logprob_abs_diff: f64,
     /// The largest of them.
     pub logprob_abs_diff_max: f64,
-    /// `exp(d) - d - 1` with `d = current - behavior`: an estimate of the divergence of sampler and trainer (k3).
+    /// `exp(d) - d - 1` with `d = before - behavior`: an estimate of the divergence of sampler and trainer (k3).
     pub mismatch: f64,
+    /// Tokens that a policy has sampled: all but those of demonstrations. What follows is of them.
+    pub sampled: u64,
     /// Weights for the behavior policy, after their bounds.
     pub behavior_weight: f64,
     /// Their squares.
@@ -98,6 +105,7 @@ impl TokenSums {
         self.entropy += other.entropy;
         self.reference_divergence += other.reference_divergence;
         self.value_loss += other.value_loss;
+        self.compared += other.compared;
         self.sampled += other.sampled;
         self.logprob_abs_diff += other.logprob_abs_diff;
         self.logprob_abs_diff_max = self.logprob_abs_diff_max.max(other.logprob_abs_diff_max);
@@ -112,13 +120,23 @@ impl TokenSums {
         self.mismatched = self.mismatched.or(other.mismatched);
     }
 
-    /// Notes how far the trainer's log-probability of a token is from the sampler's, nats, and the weight and bound that
-    /// it was trained with; `None` if it was left out.
-    pub(crate) fn compare(&mut self, difference: f64, trained: Option<(f64, Clipped)>) {
-        self.sampled += 1;
+    /// What the sums of an epoch start from when these are those of the epoch before: sampler and trainer are compared once.
+    pub(crate) fn next_epoch(self) -> Self {
+        let Self { compared, logprob_abs_diff, logprob_abs_diff_max, mismatch, .. } = self;
+        Self { compared, logprob_abs_diff, logprob_abs_diff_max, mismatch, ..Self::default() }
+    }
+
+    /// Notes how far the log-probability of a token under the policy before the step is from the sampler's, nats.
+    pub(crate) fn compare(&mut self, difference: f64) {
+        self.compared += 1;
         self.logprob_abs_diff += difference.abs();
         self.logprob_abs_diff_max = self.logprob_abs_diff_max.max(difference.abs());
         self.mismatch += difference.exp() - difference - 1.0;
+    }
+
+    /// Notes a sampled token with the weight and bound that it was trained with; `None` if it was left out.
+    pub(crate) fn weigh(&mut self, trained: Option<(f64, Clipped)>) {
+        self.sampled += 1;
         let Some((weight, clipped)) = trained else {
             self.masked += 1;
             return;
@@ -138,6 +156,12 @@ impl TokenSums {
     #[must_use]
     pub fn mean(&self, sum: f64) -> f64 {
         if self.tokens == 0 { 0.0 } else { sum / self.tokens as f64 }
+    }
+
+    /// Mean of one of the sums over the tokens that were compared with the sampler; 0 for none.
+    #[must_use]
+    pub fn mean_compared(&self, sum: f64) -> f64 {
+        if self.compared == 0 { 0.0 } else { sum / self.compared as f64 }
     }
 
     /// Mean of one of the sums over the sampled tokens; 0 for none.

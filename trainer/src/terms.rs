@@ -1,14 +1,16 @@
 //! What the loss of a step needs to know of every row before any gradient: advantages, corrections, weights.
 //!
-//! Invariant: everything that is divided by is counted here, after masks: a masked token leaves the loss and every
-//! denominator; a token that is left out because its gradient is zero stays in them.
+//! Invariant: everything that is divided by is counted here, after the masks of corrections: a masked token leaves the loss
+//! and every denominator. A token that is left out because its gradient is zero stays in them, and so does one that the
+//! entropy share takes the policy loss of. Which tokens of a group a correction would mask is known only of groups that are
+//! scored: of one that is left out before that, all tokens count.
 
 use std::collections::BTreeSet;
 
 use trajectory::PolicyVersion;
 
 use crate::algorithm::{Algorithm, Proximal};
-use crate::batch::{Batch, Row, behavior};
+use crate::batch::{Batch, BatchGroup, Row, behavior};
 use crate::credit::{Advantage, Advantages, GroupOutcome};
 use crate::loss::correction::Corrected;
 use crate::loss::{Aggregation, Counts};
@@ -50,6 +52,12 @@ pub struct Terms {
     pub staleness: Vec<u64>,
     /// Factor of each token's loss: 0 where the token is masked.
     pub weights: Vec<f64>,
+    /// Whether the policy loss of each token counts: those of the largest entropy; empty for all. The other parts of the
+    /// loss count in any case.
+    pub selected: Vec<bool>,
+    /// Factor of each token's negative log-likelihood: one over the tokens of the right trajectories of the minibatch (VAPO,
+    /// arXiv 2504.05118); 0 where the token is masked or its trajectory is not right.
+    pub likelihood_weights: Vec<f64>,
     /// Reward of the trajectory; 0 for a demonstration.
     pub reward: f64,
     /// Whether the row is a demonstration, to be imitated.
@@ -62,10 +70,21 @@ pub fn wanted(batch: &Batch<'_>, algorithm: &Algorithm) -> Vec<bool> {
     let leave_out = algorithm.is_advantage_alone() && algorithm.advantage.needs_variance();
     // What is charged for divergence differs between trajectories, whatever their rewards.
     let leave_out = leave_out && !algorithm.divergence.in_reward();
+    // What leaves the denominators leaves the step, whatever else has a gradient.
+    let leave_out = leave_out || algorithm.drop_zero_variance;
     batch.groups.iter().map(|group| !(leave_out && group.zero_variance)).collect()
 }
 
-/// Terms of `rows`, which are those of [`wanted`] groups in the order of the batch. `version` is the one that the step
+/// Which groups are scored, if any are: those with a gradient, and under an entropy share all that count, because its
+/// quantile is over all their tokens.
+#[must_use]
+pub fn scored(batch: &Batch<'_>, algorithm: &Algorithm) -> Vec<bool> {
+    let dropped = |group: usize| algorithm.drop_zero_variance && batch.groups[group].zero_variance;
+    let wanted = wanted(batch, algorithm).into_iter().enumerate();
+    wanted.map(|(group, wanted)| wanted || (algorithm.entropy_share < 1.0 && !dropped(group))).collect()
+}
+
+/// Terms of `rows`, which are those of [`scored`] groups in the order of the batch. `version` is the one that the step
 /// starts from.
 #[must_use]
 pub fn terms(
@@ -104,7 +123,7 @@ pub fn terms(
             terms
         })
         .collect();
-    let mut kept: Vec<Vec<bool>> = all
+    let kept: Vec<Vec<bool>> = all
         .iter()
         .map(|terms| match &terms.corrected {
             Some(corrected) => corrected.kept.clone(),
@@ -112,7 +131,7 @@ pub fn terms(
         })
         .collect();
     if let Some(entropy) = scores.entropy.filter(|_| algorithm.entropy_share < 1.0) {
-        keep_uncertain(&mut kept, &entropy, &all, algorithm.entropy_share);
+        select_uncertain(&entropy, &mut all, algorithm.entropy_share);
     }
     weigh(batch, rows, &kept, algorithm, &mut all);
     all
@@ -143,7 +162,12 @@ fn outcomes(
     scores: &Scores,
     algorithm: &Algorithm,
 ) -> Vec<GroupOutcome> {
-    let mut outcomes: Vec<GroupOutcome> = batch.groups.iter().map(|group| group.outcome.clone()).collect();
+    let outcome = |group: &BatchGroup<'_>| {
+        // What is dropped is compared with nothing: it is not in the deviation of the batch either.
+        let dropped = algorithm.drop_zero_variance && group.zero_variance;
+        if dropped { GroupOutcome::default() } else { group.outcome.clone() }
+    };
+    let mut outcomes: Vec<GroupOutcome> = batch.groups.iter().map(outcome).collect();
     for (i, row) in rows.iter().enumerate() {
         let Some(t) = row.trajectory else { continue };
         let outcome = &mut outcomes[row.group].trajectories[t];
@@ -163,18 +187,22 @@ fn outcomes(
     outcomes
 }
 
-/// Keeps the tokens of the largest entropy: `share` of all tokens of the batch that are still kept. Demonstrations stay
-/// whole.
-fn keep_uncertain(kept: &mut [Vec<bool>], entropy: &[Vec<f64>], terms: &[Terms], share: f64) {
-    let sampled = |i: usize| !terms[i].demonstration;
-    let all = entropy.iter().zip(&*kept).enumerate().filter(|(i, _)| sampled(*i));
-    let mut values: Vec<f64> =
-        all.flat_map(|(_, (row, kept))| row.iter().zip(kept).filter(|(_, k)| **k).map(|(e, _)| *e)).collect();
-    values.sort_by(|a, b| b.total_cmp(a));
-    let count = (share * values.len() as f64).ceil() as usize;
-    let Some(least) = count.checked_sub(1).and_then(|last| values.get(last)) else { return };
-    for (i, row) in entropy.iter().enumerate().filter(|(i, _)| sampled(*i)) {
-        kept[i].iter_mut().zip(row).for_each(|(kept, entropy)| *kept &= entropy >= least);
+/// Selects the tokens whose entropy is at least the quantile `1 - share` of all tokens of the batch, interpolated between
+/// neighbours (arXiv 2506.01939; TRL `top_entropy_quantile`). Demonstrations stay whole.
+fn select_uncertain(entropy: &[Vec<f64>], terms: &mut [Terms], share: f64) {
+    let mut values: Vec<f64> = entropy
+        .iter()
+        .zip(&*terms)
+        .filter(|(_, terms)| !terms.demonstration)
+        .flat_map(|(row, _)| row.iter().copied())
+        .collect();
+    values.sort_by(f64::total_cmp);
+    let Some(last) = values.len().checked_sub(1) else { return };
+    let place = (1.0 - share).clamp(0.0, 1.0) * last as f64;
+    let (below, above) = (values[place.floor() as usize], values[place.ceil() as usize]);
+    let least = below + (above - below) * place.fract();
+    for (terms, row) in terms.iter_mut().zip(entropy).filter(|(terms, _)| !terms.demonstration) {
+        terms.selected = row.iter().map(|entropy| *entropy >= least).collect();
     }
 }
 
@@ -210,10 +238,15 @@ fn weigh(
                 sequences += 1;
                 groups.insert(group);
             }
-            groups.extend(of.samples.is_empty().then_some(group));
+            // A demonstrated task counts although no trajectory of it has a reward; another one is not there.
+            groups.extend((of.samples.is_empty() && of.demonstration.is_some()).then_some(group));
         }
         let batch_tokens = part.clone().map(|group| group_tokens[group]).sum();
-        for i in inside {
+        let right = |i: usize| terms[i].reward > 0.0 && !terms[i].demonstration;
+        let right_tokens: usize = inside.iter().copied().filter(|i| right(*i)).map(tokens).sum();
+        let likelihood = |i: usize| if right(i) { 1.0 / right_tokens.max(1) as f64 } else { 0.0 };
+        let likelihoods: Vec<f64> = inside.iter().copied().map(likelihood).collect();
+        for (i, likelihood) in inside.into_iter().zip(likelihoods) {
             let counts = Counts {
                 sequence_tokens: tokens(i),
                 group_tokens: group_tokens[rows[i].group],
@@ -229,7 +262,8 @@ fn weigh(
             } else {
                 algorithm.aggregation.token_weight(&counts)
             };
-            terms[i].weights = kept[i].iter().map(|kept| if *kept { weight } else { 0.0 }).collect();
+            let each = |weight: f64| kept[i].iter().map(|kept| if *kept { weight } else { 0.0 }).collect();
+            (terms[i].weights, terms[i].likelihood_weights) = (each(weight), each(likelihood));
         }
     }
 }

@@ -193,6 +193,7 @@ impl Trainer {
         let clock = Instant::now();
         let batch = BatchStatistics::of(&lease.groups, self.version);
         let learning_rate = self.config.schedule.at(self.version.0);
+        let updates_before = self.learner.updates();
         let (counts, updated) = self.update(&lease.groups, learning_rate)?;
         let Updated { sums, grad_norm, critic } = updated;
         fail::fail_point!("after-optimizer");
@@ -213,6 +214,7 @@ impl Trainer {
             sums,
             critic,
             grad_norm,
+            updates: self.learner.updates() - updates_before,
             learning_rate,
             batch,
             freed_bytes: self.colocation.as_ref().map_or(0, Colocation::freed_bytes),

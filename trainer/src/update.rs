@@ -16,7 +16,7 @@ use crate::loss::PolicyLoss;
 use crate::loss::trajectory_balance;
 use crate::objective::{PolicyObjective, ValueObjective, balance};
 use crate::report::{CriticReport, Mismatch, TokenSums};
-use crate::terms::{Scores, Terms, terms, wanted};
+use crate::terms::{Scores, Terms, scored, terms, wanted};
 
 /// What turns a batch into updates.
 #[derive(Debug)]
@@ -58,11 +58,14 @@ impl Update<'_> {
         mut self,
         batch: &Batch<'b>,
     ) -> Result<Result<Updated, (Row<'b>, Mismatch)>, TrainerError> {
-        let wanted = wanted(batch, self.algorithm);
-        let rows = batch.rows(|group| wanted[group]);
+        let (wanted, scored) = (wanted(batch, self.algorithm), scored(batch, self.algorithm));
+        let rows = batch.rows(|group| scored[group]);
         let parts = batch.parts();
         let scores = self.scores(&rows, parts.len() * self.epochs)?;
+        let (knows_before, first) = (scores.before.is_some(), self.learner.updates());
         let terms = terms(batch, &rows, scores, self.algorithm, self.version);
+        let with_gradient = |(row, _): &(Row<'_>, Terms)| row.trajectory.is_none() || wanted[row.group];
+        let (rows, terms): (Vec<_>, Vec<_>) = rows.into_iter().zip(terms).filter(with_gradient).unzip();
         let cut = |part: &std::ops::Range<usize>| {
             let (from, to) = (first_of(&rows, part.start), first_of(&rows, part.end));
             let rows = &rows[from..to];
@@ -70,10 +73,11 @@ impl Update<'_> {
         };
         let parts: Vec<Part<'_, '_>> = parts.iter().map(cut).collect();
         let mut updated = Updated::default();
-        for _ in 0..self.epochs {
-            updated.sums = TokenSums::default();
+        for epoch in 0..self.epochs {
+            updated.sums = updated.sums.next_epoch();
             for part in &parts {
-                if let Err(mismatch) = self.part(part, &mut updated)? {
+                let compares = epoch == 0 && (knows_before || self.learner.updates() == first);
+                if let Err(mismatch) = self.part(part, compares, &mut updated)? {
                     return Ok(Err((part.rows[mismatch.row], mismatch)));
                 }
             }
@@ -84,10 +88,12 @@ impl Update<'_> {
         Ok(Ok(updated))
     }
 
-    /// One optimizer step of the policy, of the critic, or of both.
+    /// One optimizer step of the policy, of the critic, or of both. `compares` is whether the policy before all updates is
+    /// known.
     fn part(
         &mut self,
         part: &Part<'_, '_>,
+        compares: bool,
         updated: &mut Updated,
     ) -> Result<Result<(), Mismatch>, TrainerError> {
         let log_z = self.log_z(part)?;
@@ -100,6 +106,7 @@ impl Update<'_> {
             terms: part.terms,
             log_z,
             critic: value_loss,
+            compares,
             bitwise: self.bitwise.then_some(self.version),
         };
         let (learner, rate) = (&mut *self.learner, self.learning_rate);

@@ -16,7 +16,7 @@ use trainer::loss::{
 };
 use trainer::objective::{PolicyObjective, Predicted};
 use trainer::report::TokenSums;
-use trainer::terms::{Scores, terms};
+use trainer::terms::{Scores, scored, terms};
 use trajectory::{
     Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
     Trajectory, Turn, VersionRun,
@@ -333,11 +333,12 @@ fn batches() {
             aggregation: word(&case["aggregation"]),
             divergence,
             entropy_coef: number(&case["entropy_coef"]),
+            entropy_share: number(&case["entropy_share"]),
+            nll_coef: number(&case["nll_coef"]),
+            drop_zero_variance: word(&case["drop_zero_variance"]),
             proximal: Proximal::Recompute,
             ..Algorithm::grpo()
         };
-        let members: Vec<&Value> =
-            case["groups"].as_array().unwrap().iter().flat_map(|group| group.as_array().unwrap()).collect();
         let groups: Vec<std::sync::Arc<Group>> = case["groups"]
             .as_array()
             .unwrap()
@@ -348,9 +349,13 @@ fn batches() {
         let length = case["max_completion_length"].as_u64().unwrap() as usize;
         let split = Split { minibatches: 1, max_completion_length: length };
         let batch = Batch::new(&groups, &algorithm, split, &[]);
-        let rows = batch.rows(|_| true);
+        let scored = scored(&batch, &algorithm);
+        let rows = batch.rows(|group| scored[group]);
+        let members: Vec<&Value> =
+            rows.iter().map(|row| &case["groups"][row.group][row.trajectory.unwrap()]).collect();
         let each = |key: &str| Some(members.iter().map(|member| numbers(&member[key])).collect());
-        let scores = Scores { before: each("proximal"), reference: each("reference"), ..Scores::default() };
+        let [before, reference, entropy] = ["proximal", "reference", "entropy"].map(each);
+        let scores = Scores { before, reference, entropy, ..Scores::default() };
         let terms = terms(&batch, &rows, scores, &algorithm, PolicyVersion(0));
         let objective = PolicyObjective {
             algorithm: &algorithm,
@@ -358,6 +363,7 @@ fn batches() {
             terms: &terms,
             log_z: Vec::new(),
             critic: None,
+            compares: true,
             bitwise: None,
         };
         let mut sums = TokenSums::default();

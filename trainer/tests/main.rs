@@ -164,6 +164,7 @@ fn policy_step(learner: &mut Learner, groups: &[Arc<Group>], learning_rate: f32)
         terms: &terms,
         log_z: Vec::new(),
         critic: None,
+        compares: true,
         bitwise: None,
     };
     let samples: Vec<&Sample> = rows.iter().map(|row| row.sample).collect();

@@ -23,6 +23,7 @@ use trainer::{
 };
 use trajectory::{Group, PolicyVersion, Sample, SampleStreams, VersionRun};
 
+use crate::sharded::Flat;
 use crate::{LEARNER, config, group, learner, policy_step, samples, save, with_optimizer};
 
 /// Settings under which an update is a smooth function of the gradient, on the processor.
@@ -95,6 +96,24 @@ fn steps_in_f32_are_those_of_the_processor() {
         assert_eq!((reported.tokens, reported.clipped_low), (sums.tokens, sums.clipped_low));
         assert!((reported.loss - sums.loss).abs() < 1e-5, "{} {}", reported.loss, sums.loss);
         assert!((reported.entropy - sums.entropy).abs() < 1e-3 * sums.entropy.abs());
+    }
+}
+
+#[test]
+fn a_gradient_of_zero_is_no_update_on_a_device() {
+    let groups = batch();
+    let rows = samples(&groups);
+    for place in [OptimizerPlace::Device, OptimizerPlace::Host] {
+        for (world, zero) in [(1, 1), (2, 3)] {
+            let settings = emulated(Dtype::F32, place, &smooth(OptimizerKind::Adamw));
+            let mut learner = learner(LearnerConfig { world, zero, ..settings });
+            advance(&mut learner, 1);
+            let (before, optimizer) = (values(&learner), learner.optimizer().unwrap().into_owned());
+            let (norm, _) = learner.step(&rows, &Flat, 1e-2).unwrap();
+            assert_eq!((norm, learner.updates()), (0.0, 1), "{place:?}, world {world}");
+            assert_eq!(values(&learner), before, "{place:?}, world {world}");
+            assert!(*learner.optimizer().unwrap() == optimizer, "{place:?}, world {world}");
+        }
     }
 }
 

@@ -112,6 +112,38 @@ fn an_adapter_is_shared_as_weights_are() {
     }
 }
 
+/// A loss without a gradient.
+pub(crate) struct Flat;
+
+impl RowLoss for Flat {
+    type Report = ();
+
+    fn row(&self, _: usize, predictions: &[Prediction], (): &mut ()) -> Vec<PredictionGradient> {
+        vec![PredictionGradient::default(); predictions.len()]
+    }
+}
+
+#[test]
+fn a_gradient_of_zero_is_no_update_on_any_rank() {
+    let groups = groups();
+    let rows = samples(&groups);
+    for kind in OptimizerKind::ALL {
+        for (world, zero) in [(1, 1), (2, 1), (2, 2), (4, 3)] {
+            let settings = LearnerConfig { world, zero, ..with_optimizer(kind) };
+            for mut learner in [learner(settings.clone()), adapting(settings)] {
+                policy_step(&mut learner, &groups, 1e-2);
+                let weights = learner.parameters().unwrap().into_owned();
+                let optimizer = learner.optimizer().unwrap().into_owned();
+                let (norm, _) = learner.step(&rows, &Flat, 1e-2).unwrap();
+                let what = format!("{kind:?}, world {world}, stage {zero}");
+                assert_eq!((norm, learner.updates()), (0.0, 1), "{what}");
+                assert_eq!(learner.parameters().unwrap().values(), weights.values(), "{what}");
+                assert!(*learner.optimizer().unwrap() == optimizer, "{what}");
+            }
+        }
+    }
+}
+
 #[test]
 fn states_are_put_together_and_taken_apart() {
     let groups = groups();

@@ -6,17 +6,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use buffer::{AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, OnStale, Producer};
-use model::ModelDirectory;
+use model::{ModelDirectory, ResidentParameters};
 use trainer::Publishing;
 use trainer::algorithm::{Algorithm, Proximal};
 use trainer::checkpoint::{Retention, WriterConfig, list, load};
+use trainer::learner::Frozen;
+use trainer::optimizer::OptimizerKind;
 use trainer::schedule::{Schedule, Shape};
 use trainer::{Companions, Learner, LearnerConfig, Trainer, TrainerConfig, TrainerError, TrainerState};
 use trajectory::{Group, PolicyVersion};
 use weights::Subscriber;
 use weights::memory::MemorySubscriber;
 
-use crate::{LEARNER, SPLIT, config, group};
+use crate::{LEARNER, SPLIT, config, group, with_optimizer};
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -63,11 +65,16 @@ fn bench_of<S>(
     std::fs::create_dir(&settings.checkpoint.checkpoints).unwrap();
     change(&mut settings);
     let stop = Arc::new(AtomicBool::new(false));
+    // What a pull is towards: the weights that training starts from.
+    let reference = settings.algorithm.needs_reference().then(|| {
+        let parameters = Arc::new(directory.load_parameters().unwrap());
+        Frozen { weights: ResidentParameters::of(config(), parameters), team: None }
+    });
     let edges = (Arc::clone(&buffer) as Arc<dyn Consumer>, publishing);
     let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);
     let trainer = Trainer::start(
         settings,
-        (learner, Companions::default(), &state),
+        (learner, Companions { reference, ..Companions::default() }, &state),
         Arc::new(directory),
         edges,
         Arc::clone(&stop),
@@ -147,6 +154,60 @@ fn a_batch_without_variance_makes_a_version_without_a_change() {
     assert_eq!(bench.trainer.learner().parameters().unwrap().values(), before);
 }
 
+/// Whether its rows are left out before the forward pass, or only turn out to have no advantage: nothing decays, no momentum
+/// goes on.
+#[test]
+fn a_batch_without_a_gradient_makes_no_update() {
+    for (kind, algorithm, world, zero) in [
+        (OptimizerKind::Adamw, Algorithm::grpo(), 1, 1),
+        (OptimizerKind::Adamw, Algorithm::reinforce(), 1, 1),
+        (OptimizerKind::Adamw, Algorithm::reinforce(), 2, 1),
+        (OptimizerKind::Muon, Algorithm::reinforce(), 2, 3),
+        (OptimizerKind::Dion, Algorithm::process(), 1, 1),
+    ] {
+        let (publisher, hub) = weights::memory::hub();
+        let edges = (Publishing::Host(Arc::new(publisher)), hub.subscribe("sampler").unwrap());
+        let learner = LearnerConfig { world, zero, ..with_optimizer(kind) };
+        let mut bench = bench_of(learner, edges, |config| {
+            (config.algorithm, config.split.minibatches) = (algorithm, 2);
+        });
+        (0..2).for_each(|_| put(&bench.buffer, 0, &[1.0, 0.0]));
+        assert_eq!(bench.trainer.step().unwrap().unwrap().updates, 2);
+        (0..2).for_each(|_| put(&bench.buffer, 1, &[1.0, 1.0]));
+        let state = |bench: &Bench<_>| {
+            let learner = bench.trainer.learner();
+            (learner.parameters().unwrap().into_owned(), learner.optimizer().unwrap().into_owned())
+        };
+        let (weights, optimizer) = state(&bench);
+        let report = bench.trainer.step().unwrap().unwrap();
+        assert_eq!((report.version, report.updates, report.grad_norm), (PolicyVersion(2), 0, 0.0));
+        let (after, optimizer_after) = state(&bench);
+        assert_eq!(after.values(), weights.values(), "{kind:?}, world {world}");
+        assert_eq!(optimizer_after, optimizer, "{kind:?}, world {world}");
+    }
+}
+
+/// What is trained on, and what it is divided by, does not depend on which groups have another gradient beside.
+#[test]
+fn an_entropy_share_is_the_same_step_with_a_pull_that_is_next_to_nothing() {
+    let norm = |change: &dyn Fn(&mut Algorithm)| {
+        let mut bench = bench(|config| {
+            config.algorithm.entropy_share = 0.2;
+            change(&mut config.algorithm);
+        });
+        put(&bench.buffer, 0, &[1.0, 0.0, 0.0]);
+        put(&bench.buffer, 0, &[1.0, 1.0, 1.0]);
+        bench.trainer.step().unwrap().unwrap().grad_norm
+    };
+    let plain = norm(&|_| {});
+    let pulled = norm(&|algorithm| algorithm.divergence.coef = 1e-12);
+    let spread = norm(&|algorithm| algorithm.entropy_coef = 1e-12);
+    let whole = norm(&|algorithm| algorithm.entropy_share = 1.0);
+    assert!((plain / pulled - 1.0).abs() < 1e-4, "{plain} {pulled}");
+    assert!((plain / spread - 1.0).abs() < 1e-4, "{plain} {spread}");
+    assert!((plain / whole - 1.0).abs() > 0.05, "{plain} {whole}");
+}
+
 #[test]
 fn checkpoints_let_the_buffer_forget() {
     let mut bench = bench(|config| config.checkpoint.asynchronous = false);
@@ -218,7 +279,37 @@ fn later_minibatches_are_clipped_against_the_policy_before_the_step() {
     assert!(clipped > 0, "after five large updates some ratio has left the clip");
     // The behavior policy is the one before the step, so the correction weight is 1 although the policy has moved.
     assert!((report.sums.mean(report.sums.behavior_weight) - 1.0).abs() < 1e-6);
-    assert!(report.sums.logprob_abs_diff_max > 0.1);
+    // So the policy before the step is the one that the sampler is compared with.
+    assert!(report.sums.logprob_abs_diff_max < 1e-6);
+    assert!(report.sums.mean_compared(report.sums.mismatch).abs() < 1e-6);
+}
+
+/// However many updates there are, and whether the algorithm looks at that policy or not.
+#[test]
+fn sampler_and_trainer_are_compared_before_the_first_update() {
+    let naive = Algorithm { proximal: Proximal::Behavior, ..Algorithm::grpo() };
+    for algorithm in [Algorithm::grpo(), Algorithm::cispo(), naive] {
+        for (minibatches, epochs) in [(1, 1), (1, 3), (2, 1), (2, 2)] {
+            let mut bench = bench(|config| {
+                config.algorithm = algorithm.clone();
+                (config.split.minibatches, config.epochs) = (minibatches, epochs);
+                config.schedule.peak = 1e-3;
+            });
+            (0..2).for_each(|_| put_off_policy(&bench.buffer, 0, &[1.0, 0.0, 0.3], -0.2));
+            let report = bench.trainer.step().unwrap().unwrap();
+            let sums = &report.sums;
+            assert_eq!(report.updates as usize, minibatches * epochs);
+            assert!(sums.compared > 0 && sums.sampled >= sums.compared);
+            let k3 = 0.2_f64.exp() - 0.2 - 1.0;
+            for (ours, expected) in [
+                (sums.mean_compared(sums.logprob_abs_diff), 0.2),
+                (sums.logprob_abs_diff_max, 0.2),
+                (sums.mean_compared(sums.mismatch), k3),
+            ] {
+                assert!((ours - expected).abs() < 1e-5, "{ours} {expected}, {minibatches} x {epochs}");
+            }
+        }
+    }
 }
 
 /// Samples that were not drawn from the policy before the step, though its version says so: a quantised sampler.

@@ -52,11 +52,12 @@ pub struct Algorithm {
     pub divergence: Divergence,
     /// How much the entropy of the policy is worth, per nat.
     pub entropy_coef: f64,
-    /// Weight of the negative log-likelihood of trajectories with a positive reward.
+    /// Weight of the negative log-likelihood of trajectories with a positive reward, averaged over their tokens.
     pub nll_coef: f64,
-    /// Share of the tokens that are trained on: those of the largest entropy (arXiv 2506.01939); 1 is all.
+    /// Share of the tokens whose policy loss counts: those of the largest entropy of all tokens of the batch (arXiv
+    /// 2506.01939); 1 is all. What the loss is divided by does not change.
     pub entropy_share: f64,
-    /// Whether groups whose rewards are all equal leave the denominators too.
+    /// Whether groups whose rewards are all equal leave the batch, with its denominators and its deviation.
     pub drop_zero_variance: bool,
     /// A group whose share of right answers is at most this is replaced by a demonstration.
     pub demonstration_gate: Option<f64>,
@@ -125,6 +126,7 @@ pub enum AlgorithmKind {
     /// Pass@k training (arXiv 2508.10751): a task counts as solved if one of k attempts is right.
     PassAtK,
     /// Process supervision (DeepSeekMath, arXiv 2402.03300): tokens are judged by the rewards of their turn and later ones.
+    /// The same as [`Self::Grpo`] for trajectories without rewards of turns.
     Process,
     /// HPT (arXiv 2509.04419): reinforcement learning where the policy solves the task, a demonstration where it does not.
     Hpt,

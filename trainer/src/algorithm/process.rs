@@ -1,6 +1,7 @@
 //! Process supervision (DeepSeekMath, arXiv 2402.03300): tokens are judged by the rewards of their turn and later ones.
 //!
-//! Turns get their rewards from whoever produced them; a trajectory without any is one turn.
+//! Turns get their rewards from the program that produced the group. A trajectory without any is one turn, whose advantage
+//! is that of GRPO: that is what rlrun's own rollouts, which have a single turn without a reward of its own, are trained as.
 
 use super::Algorithm;
 use crate::credit::Advantage;

@@ -1,6 +1,6 @@
 //! ScaleRL (arXiv 2510.13786): CISPO, rewards normalised over the batch, tasks count the same.
 //!
-//! Groups whose rewards are all equal leave the batch and its denominators. Its other parts live elsewhere:
+//! Groups whose rewards are all equal leave the batch, its denominators and its deviation. Its other parts live elsewhere:
 //! `curation.max_pass_rate` is no-positive-resampling, `rollout.interrupt_text` its length control; the head is computed
 //! in f32 in any case.
 

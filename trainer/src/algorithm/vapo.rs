@@ -1,6 +1,7 @@
 //! VAPO (arXiv 2504.05118): PPO whose lambda grows with the length, with a wider clip and imitation of what was right.
 //!
-//! Lambda is `1 - 1 / (0.05 T)`, that of the critic 1; the negative log-likelihood of right answers is added with 0.1.
+//! Lambda is `1 - 1 / (0.05 T)`, that of the critic 1; the negative log-likelihood of right answers, a mean over their tokens
+//! alone, is added with 0.1.
 //! The critic is to be pre-trained (`critic.pretrain_steps`).
 
 use super::Algorithm;

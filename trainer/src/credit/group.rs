@@ -1,6 +1,7 @@
 //! Against the other trajectories of the same task.
 //!
-//! Invariant: an advantage of a group of one is its reward, since there is nothing to compare it with.
+//! Invariant: an advantage of a group of one is its reward, since there is nothing to compare it with. A batch leaves such
+//! groups out where the algorithm compares.
 
 use serde::{Deserialize, Serialize};
 

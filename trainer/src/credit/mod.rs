@@ -116,6 +116,12 @@ impl Advantage {
         }
     }
 
+    /// Whether what is taken off the reward changes it.
+    #[must_use]
+    pub fn counts_penalties(&self) -> bool {
+        !matches!(self, Self::PerReward { .. } | Self::PassAtK { .. } | Self::Process | Self::Teacher)
+    }
+
     /// Advantages of a batch. Penalties are taken off the reward, token by token where tokens are told apart.
     #[must_use]
     pub fn of(&self, groups: &[GroupOutcome]) -> Advantages {

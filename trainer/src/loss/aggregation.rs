@@ -19,8 +19,8 @@ pub enum Aggregation {
     SequenceSum,
 }
 
-/// Token counts that an aggregation divides by. Tokens that are left out because their gradient is zero count; those
-/// that a correction masks do not.
+/// Token counts that an aggregation divides by. Tokens that are left out because their gradient is zero count, and so do
+/// those that an entropy share leaves out; those that a correction masks do not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counts {
     /// Trained tokens of the trajectory.

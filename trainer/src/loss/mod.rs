@@ -113,7 +113,7 @@ pub enum PolicyLoss {
         /// Bounds for bad trajectories.
         negative: (f64, f64),
     },
-    /// REINFORCE without the tokens whose probability moved away too far (DPPO, arXiv 2602.04879).
+    /// REINFORCE without the tokens whose probability moved away too far (DPPO, arXiv 2602.04879, verl `dppo_tv`).
     Dppo {
         /// Bad tokens are left out once their probability fell by more than this.
         low: f64,

@@ -34,8 +34,9 @@ pub fn topr(row: RowTerms<'_>, positive: (f64, f64), negative: (f64, f64)) -> Ve
     weighted(row, weight)
 }
 
-/// DPPO with binary total variation (arXiv 2602.04879): a token is left out if its probability moved by more than a bound
-/// in the direction that its advantage pushes it; the others are weighted by their importance ratio, at most `cap`.
+/// DPPO with binary total variation (arXiv 2602.04879) as its authors wrote it for verl (`dppo_tv`): a token is left out if
+/// its probability moved by more than a bound in the direction that its advantage pushes it; the others are weighted by their
+/// importance ratio, at most `cap`, without a gradient. prime-rl's loss has the same gradient without a cap.
 #[must_use]
 pub fn dppo(row: RowTerms<'_>, (low, high): (f64, f64), cap: f64) -> Vec<TokenLoss> {
     let weight = |t: usize| {
@@ -73,4 +74,35 @@ fn weighted(row: RowTerms<'_>, weight: impl Fn(usize) -> (f64, Clipped)) -> Vec<
         TokenLoss { loss: derivative * current, derivative, weight, clipped }
     };
     row.current.iter().zip(row.advantages).enumerate().map(of).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::algorithm::Algorithm;
+
+    /// The weight that the default of `dppo` gives a token whose probability rose from `behavior` by a factor of `ratio`.
+    fn dppo_weight(behavior: f64, ratio: f64, advantage: f64) -> (f64, Clipped) {
+        let (behavior, current) = ([behavior.ln()], [(behavior * ratio).ln()]);
+        let row =
+            RowTerms { current: &current, proximal: &current, behavior: &behavior, advantages: &[advantage] };
+        let token = Algorithm::dppo().loss.row(row)[0];
+        (token.weight, token.clipped)
+    }
+
+    #[test]
+    fn dppo_keeps_large_ratios_of_small_probabilities_up_to_its_cap() {
+        let close = |(weight, clipped): (f64, Clipped), expected: f64| {
+            (weight - expected).abs() < 1e-9 && clipped == Clipped::No
+        };
+        // 0.001 to 0.035: the ratio is large, the probability has hardly moved.
+        for (ratio, weight) in [(1.0, 1.0), (5.0, 5.0), (15.0, 15.0), (35.0, 20.0)] {
+            assert!(close(dppo_weight(1e-3, ratio, 1.0), weight), "{ratio}");
+            assert!(close(dppo_weight(1e-3, ratio, -1.0), weight), "{ratio}");
+        }
+        // 0.01 to 0.35: it moved by more than 0.2, which leaves out a good token and no bad one.
+        assert_eq!(dppo_weight(1e-2, 35.0, 1.0), (0.0, Clipped::High));
+        assert!(close(dppo_weight(1e-2, 35.0, -1.0), 20.0));
+        assert_eq!(dppo_weight(0.5, 0.5, -1.0), (0.0, Clipped::Low));
+    }
 }

@@ -292,6 +292,9 @@ impl Rank {
         if on_device.trains {
             let norm = on_device.engine.squares(sums.all())?.sqrt() as f32;
             finite(norm, &self.optimizer, step.task)?;
+            if norm == 0.0 {
+                return Ok((norm, report));
+            }
             let adam = self.optimizer.next_adam(clip(norm, self.config.max_grad_norm), step.learning_rate);
             on_device.engine.update(&adam, sums.all())?;
             if let Weights::Device(mirror) = &mut self.weights {
@@ -342,6 +345,9 @@ impl Rank {
         drop(pass);
         let norm = norm_of_all(&*collective, engine.squares(own.all())?)?;
         finite(norm, &self.optimizer, step.task)?;
+        if norm == 0.0 {
+            return Ok((norm, report));
+        }
         let adam = self.optimizer.next_adam(clip(norm, self.config.max_grad_norm), step.learning_rate);
         engine.update(&adam, own.all())?;
         if let Weights::DeviceOwn(mirror) = &mut self.weights {

@@ -1,6 +1,8 @@
 //! What a rank does in a step.
 //!
-//! Invariant: a step that fails leaves the weights as they were, unless the error is one of a device or of another rank.
+//! Invariant: a step that fails leaves the weights as they were, unless the error is one of a device or of another rank. A
+//! gradient that is zero everywhere makes no update: weights, moments and the number of updates stay as they are, nothing
+//! decays, with every optimizer and on every rank.
 
 use std::sync::Arc;
 
@@ -87,6 +89,9 @@ impl Rank {
         let gradients = adapted.as_deref().unwrap_or(gradients);
         let norm = norm(gradients, team);
         finite(norm, &self.optimizer, task)?;
+        if norm == 0.0 {
+            return Ok(norm);
+        }
         let update = (gradients, clip(norm, self.config.max_grad_norm));
         let parameters = unshared(parameters);
         if let Some(adapter) = &mut self.adapter {
@@ -168,6 +173,9 @@ impl Rank {
         };
         let norm = norm_of_all(&*collective, sum_of_squares(own, team))?;
         finite(norm, &self.optimizer, task)?;
+        if norm == 0.0 {
+            return Ok(norm);
+        }
         let scale = clip(norm, self.config.max_grad_norm);
         let fragments = trained.fragments(*rank);
         if let Some(adapter) = &mut self.adapter {

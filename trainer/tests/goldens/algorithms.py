@@ -161,7 +161,7 @@ def loss_cases():
         ("topr", {"positive": [0.5, 2.0], "negative": [0.0, 1.5]}),
         ("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}),
         ("gmpo", {"low": 0.4, "high": 0.4}),
-        ("dppo", {"low": 0.1, "high": 0.2, "cap": 5.0}),
+        ("dppo", {"low": 0.1, "high": 0.2, "cap": 20.0}),
         ("reinforce", {}),
         ("nll", {}),
     ]
@@ -181,6 +181,10 @@ def loss_cases():
                 out.append(loss_case(name, "all_huge", params, [-0.5] * 3, [-30.5] * 3, [-30.5] * 3, a[:3]))
         still = logprobs(3)
         out.append(loss_case(name, "zero_advantages", params, still, near(still, 0.5), near(still, 0.5), [0.0] * 3))
+    # Ratios of 35, 15 and 1/35 of tokens that stay rare, and of 35 of one that does not.
+    now, then = [-4.0, -4.0, -7.5553, -0.5], [-7.5553, -6.7081, -4.0, -4.0553]
+    for a in (1.0, -1.0):
+        out.append(loss_case("dppo", "large", {"low": 0.2, "high": 0.2, "cap": 20.0}, now, then, then, [a] * 4))
     return out + balance_cases()
 
 
@@ -270,7 +274,8 @@ def correction_cases():
 def divergence_cases():
     out = []
     for estimator in ("k1", "k2", "k3"):
-        for current, reference in [(logprobs(6), logprobs(6)), ([-0.5, -25.0, -1.0], [-25.0, -0.5, -1.0])]:
+        far = ([-0.5, -25.0, -1.0, -5.0, -3.0, -0.5], [-25.0, -0.5, -1.0, -1.0, -1.0, -13.0])
+        for current, reference in [(logprobs(6), logprobs(6)), far]:
             c = tensor(current).requires_grad_(True)
             values = divergence(estimator, c, tensor(reference))
             values.sum().backward()
@@ -476,7 +481,7 @@ BATCHES = {
     ),
     "sapo": (GROUP, {"name": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}, TRUNCATE, "sequence_mean", {}),
     "gmpo": (GROUP, {"name": "gmpo", "low": 0.4, "high": 0.4}, BARE, "sequence_mean", {}),
-    "dppo": (GROUP, {"name": "dppo", "low": 0.1, "high": 0.1, "cap": 5.0}, BARE, "token_mean", {}),
+    "dppo": (GROUP, {"name": "dppo", "low": 0.1, "high": 0.1, "cap": 20.0}, BARE, "token_mean", {}),
     "icepop": (
         GROUP,
         CLIP,
@@ -502,6 +507,28 @@ BATCHES = {
     "sequence_truncate": (GROUP, CLIP, {"name": "sequence_truncate", "cap": 2.0}, "token_mean", {}),
     "pass_at_k": ({"name": "pass_at_k", "k": 2}, CLIP, TRUNCATE, "sequence_mean", {}),
     "entropy": (GROUP, CLIP, TRUNCATE, "token_mean", {"entropy_coef": 0.05}),
+    "entropy_share": (
+        GROUP,
+        CLIP,
+        TRUNCATE,
+        "token_mean",
+        {"entropy_share": 0.3, "kl": {"coef": 0.04, "estimator": "k3"}},
+    ),
+    "entropy_share_masked": (
+        GROUP,
+        CLIP,
+        {"name": "token_mask", "low": 0.5, "high": 1.5},
+        "sequence_mean",
+        {"entropy_share": 0.3},
+    ),
+    "likelihood": (GROUP, CLIP, {"name": "token_mask", "low": 0.5, "high": 1.5}, "token_mean", {"nll_coef": 0.1}),
+    "scale_rl_dropped": (
+        {"name": "group", "scale": "batch"},
+        {"name": "cispo", "low": 0.0, "high": 5.0},
+        BARE,
+        "prompt_mean",
+        {"drop_zero_variance": True},
+    ),
 }
 
 
@@ -511,6 +538,8 @@ def batch_cases():
         rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
         if kind == "geometric_mask":
             rewards.append([1.0, 0.0])
+        if kind in ("entropy_share", "scale_rl_dropped"):
+            rewards.append([1.0, 1.0, 1.0])
         if kind == "topr":
             rewards = [[2.0 * r - 1.0 for r in own] for own in rewards]
         batch = {
@@ -521,6 +550,9 @@ def batch_cases():
             "aggregation": aggregation,
             "kl": None,
             "entropy_coef": 0.0,
+            "entropy_share": 1.0,
+            "nll_coef": 0.0,
+            "drop_zero_variance": False,
             "max_completion_length": 8,
             **more,
             "groups": batch_groups(rewards),

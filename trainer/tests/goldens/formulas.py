@@ -237,8 +237,9 @@ def gmpo_loss(row, low, high):
 
 
 def dppo_loss(row, low, high, cap):
-    """DPPO, binary total variation (arXiv 2602.04879): a token whose probability has already moved
-    past the bound in the direction of its advantage is dropped; the others carry a capped ratio."""
+    """DPPO, binary total variation (arXiv 2602.04879; verl dppo_tv, cap 20): a token whose probability
+    has already moved past the bound in the direction of its advantage is dropped; the others carry a
+    capped ratio."""
     a = row["advantages"]
     moved = torch.exp(row["current"]) - torch.exp(row["behavior"])
     dropped = ((a > 0) & (moved > high)) | ((a < 0) & (moved < -low))
@@ -305,10 +306,12 @@ def correction(name, proximal, behavior, cap=None, low=None, high=None):
 
 
 def divergence(estimator, current, reference):
-    """Schulman's estimators of KL(current || reference), d = log reference - log current within
-    [-10, 10]: k1 = -d, k2 = d^2 / 2, k3 = e^d - d - 1."""
-    d = torch.clamp(reference - current, -10.0, 10.0)
-    return {"k1": -d, "k2": d**2 / 2.0, "k3": torch.exp(d) - d - 1.0}[estimator]
+    """Schulman's estimators of KL(current || reference), d = log reference - log current: k1 = -d,
+    k2 = d^2 / 2, k3 = e^d - d - 1, which verl bounds: d to [-20, 20], the value to 10."""
+    d = reference - current
+    near = torch.clamp(d, -20.0, 20.0)
+    k3 = torch.clamp(torch.exp(near) - near - 1.0, -10.0, 10.0)
+    return {"k1": -d, "k2": d**2 / 2.0, "k3": k3}[estimator]
 
 
 # Aggregation, advantage estimation with a critic, value and preference losses --------------------
@@ -378,9 +381,23 @@ def kept_weights(mode, kept, max_completion_length):
     return [[next(weights) if n > 0 else 0.0 for n in group] for group in counts]
 
 
+def selected_tokens(rows, share):
+    """The tokens whose entropy is at least the quantile 1 - share of all (arXiv 2506.01939; TRL
+    top_entropy_quantile)."""
+    every = torch.cat([row["entropy"] for group in rows for row in group]).detach()
+    least = torch.quantile(every, 1.0 - share)
+    return [[row["entropy"].detach() >= least for row in group] for group in rows]
+
+
 def batch_loss(batch):
-    """Sum over kept tokens of w (correction * policy loss + coef KL) - w entropy_coef entropy.
+    """Sum over kept tokens of w (correction * policy loss + coef KL) - w entropy_coef entropy, less
+    nll_coef times the mean log-probability of the kept tokens of right trajectories (VAPO, arXiv
+    2504.05118). The policy loss is that of selected tokens; w counts all that are kept. With
+    `drop_zero_variance` groups of equal rewards are not there (ScaleRL, arXiv 2510.13786).
     Fills `expected` with the loss and its gradients by `current` and by `entropy`."""
+    everything = batch["groups"]
+    if batch["drop_zero_variance"]:
+        batch = {**batch, "groups": [g for g in everything if len({t["reward"] for t in g}) > 1]}
     given = [[{"length": len(t["current"]), **t} for t in g] for g in batch["groups"]]
     chosen = dict(batch["advantage"])
     advantages = ADVANTAGES[chosen.pop("name")](given, **chosen)
@@ -392,6 +409,9 @@ def batch_loss(batch):
     weights = kept_weights(
         batch["aggregation"], [[kept for _, kept in g] for g in fixed], batch["max_completion_length"]
     )
+    selected = selected_tokens(rows, batch["entropy_share"])
+    right = [[t["reward"] > 0.5 for t in g] for g in batch["groups"]]
+    likely = [fixed[g][i][1].sum() for g, own in enumerate(right) for i, yes in enumerate(own) if yes]
     total = tensor(0.0)
     for g, group in enumerate(rows):
         for i, row in enumerate(group):
@@ -399,11 +419,14 @@ def batch_loss(batch):
             row["entropy"].requires_grad_(True)
             row["advantages"] = torch.full_like(row["proximal"], advantages[g][i])
             rho, kept = fixed[g][i]
-            token = rho * loss_of(row, **loss) - batch["entropy_coef"] * row["entropy"]
+            policy = torch.where(selected[g][i], rho * loss_of(row, **loss), tensor(0.0))
+            token = policy - batch["entropy_coef"] * row["entropy"]
             if batch["kl"] is not None:
                 kl = divergence(batch["kl"]["estimator"], row["current"], row["reference"])
                 token = token + batch["kl"]["coef"] * kl
             total = total + weights[g][i] * torch.where(kept, token, tensor(0.0)).sum()
+            if batch["nll_coef"] and right[g][i]:
+                total = total - batch["nll_coef"] * row["current"][kept].sum() / sum(likely)
     total.backward()
     grads = {s: [[r[s].grad.tolist() for r in g] for g in rows] for s in ("current", "entropy")}
     batch["expected"] = {
@@ -412,4 +435,4 @@ def batch_loss(batch):
         "gradient": grads["current"],
         "entropy_gradient": grads["entropy"],
     }
-    return batch
+    return {**batch, "groups": everything}
