@@ -192,7 +192,9 @@ fn check(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
     let held_out = prepared.eval.as_ref().map_or(0, rollout::PromptSet::len);
     let placement = plan::placement(&recipe).map_or_else(String::new, |line| line + "\n");
     let understood: String = prepared.understood().map(|line| line + "\n").collect();
+    let note = recipe.algorithm.note().map_or_else(String::new, |note| format!("{note}\n"));
     Ok(understood
+        + &note
         + &format!(
             "{placement}{}: no mistakes found; {} parameters, {} tasks ({} left out as too long), {held_out} held out, longest prompt \
          {} tokens",
@@ -466,6 +468,9 @@ mod tests {
             checked.contains(&format!("{file}: no mistakes found; 113600 parameters, 8000 tasks")),
             "{checked}"
         );
+        // A kind that does here what another one does.
+        let process = execute_args(&["check", file, "--set", "algorithm.kind=process"]).unwrap();
+        assert!(!checked.contains("note: ") && process.contains("it trains as \"grpo\" does"), "{process}");
         let plan = execute_args(&["plan", file, "--set", "trainer.steps=7"]).unwrap();
         assert!(
             plan.lines().any(|line| line.starts_with("steps = 7 ") && line.ends_with("  # --set"))

@@ -38,13 +38,6 @@ impl Metrics {
         self.values.iter().find(|(known, _)| known == name).map(|(_, value)| *value)
     }
 
-    /// Diagnosis and bottleneck in one line, for the end of a row.
-    #[must_use]
-    pub fn remarks(&self) -> String {
-        let said = [&self.diagnosis, &self.bottleneck];
-        said.into_iter().filter(|text| !text.is_empty()).cloned().collect::<Vec<_>>().join("; ")
-    }
-
     /// All measurements in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
         self.values.iter().map(|(name, value)| (name.as_str(), *value))

@@ -245,6 +245,10 @@ fn keys_that_say_nothing_to_the_algorithm_are_refused() {
         &["`algorithm.clip_eps_low` has no effect"],
     );
     refused(&["algorithm.kind=grpo", "algorithm.beta=0.1"], &["`algorithm.beta` has no effect", "\"grpo\""]);
+    refused(
+        &["algorithm.kind=gdpo", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+        &["`algorithm.kl_in` has no effect"],
+    );
     refused(&["algorithm.kl_estimator=k1"], &["`algorithm.kl_estimator` has no effect"]);
     refused(&["algorithm.proximal=behavior", "algorithm.correction=token_mask"], &["`algorithm.correction`"]);
     refused(

@@ -10,7 +10,7 @@ use trainer::loss::{Correction, PolicyLoss};
 
 use super::ranges::Checker;
 use super::schema::{self, RawRecipe};
-use super::words::{CorrectionKind, CriticKind, Proximal};
+use super::words::{AlgorithmKind, CorrectionKind, CriticKind, Proximal};
 
 /// Factor of the value loss of a critic that is a head of the policy.
 const SHARED_COEF: f64 = 0.5;
@@ -23,6 +23,15 @@ impl schema::Algorithm {
         let mut given = self.clone();
         given.apply(&mut algorithm);
         algorithm
+    }
+
+    /// What a user should know of a kind that does less than its name says.
+    #[must_use]
+    pub fn note(&self) -> Option<&'static str> {
+        (self.kind == AlgorithmKind::Process).then_some(
+            "note: `algorithm.kind = \"process\"` judges turns by rewards of their own; rlrun's own rollouts have one turn \
+             without any, so it trains as \"grpo\" does unless other programs send groups with rewards of turns",
+        )
     }
 
     /// Changes `algorithm` by the keys that say something to it, and fills in those that are not given. Returns the keys
@@ -90,6 +99,9 @@ impl schema::Algorithm {
         } else {
             algorithm.divergence.estimator = *self.kl_estimator.get_or_insert_default();
             algorithm.divergence.place = *self.kl_in.get_or_insert_default();
+            let charged = algorithm.advantage.counts_penalties()
+                && !matches!(algorithm.loss, PolicyLoss::TrajectoryBalance { .. });
+            without_effect.extend((algorithm.divergence.in_reward() && !charged).then_some("kl_in"));
         }
         algorithm.entropy_coef = self.entropy_coef;
         without_effect

@@ -408,7 +408,8 @@ pub struct Trainer {
     /// Of `schedule = "wsd"`, which needs it: steps at the end over which the learning rate falls to 0.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decay_steps: Option<u64>,
-    /// Decoupled weight decay.
+    /// Decoupled weight decay. A minibatch without a gradient (all groups have equal rewards) makes no update with any
+    /// optimizer: no moments, no decay; the step still makes a version. `optim/updates` counts the updates of a step.
     pub weight_decay: f64,
     /// Decay of the first moment.
     pub adam_beta1: f64,

@@ -21,7 +21,7 @@ const COLUMNS: [Column; 10] = [
     ("train/s", 8, |m| thousands(m.get("trainer/tokens_per_s"))),
     ("idle s/t", 9, idle),
     ("time", 7, |m| seconds(m.get("time/step"))),
-    ("bottleneck", 0, Metrics::remarks),
+    ("bottleneck", 0, remarks),
 ];
 
 /// The header of the table.
@@ -50,12 +50,19 @@ pub(super) fn line(metrics: &Metrics) -> String {
         idle(metrics),
         seconds(metrics.get("time/step")),
     );
-    let remarks = metrics.remarks();
+    let remarks = remarks(metrics);
     if !remarks.is_empty() {
         line.push_str("; ");
         line.push_str(&remarks);
     }
     line
+}
+
+/// What is wrong with the step, what it waited for, and whether it left the policy as it was.
+fn remarks(metrics: &Metrics) -> String {
+    let unchanged = metrics.get("optim/updates") == Some(0.0);
+    let remarks = [&*metrics.diagnosis, &*metrics.bottleneck, if unchanged { "no policy update" } else { "" }];
+    remarks.into_iter().filter(|remark| !remark.is_empty()).collect::<Vec<_>>().join("; ")
 }
 
 fn join(cells: [(String, usize); 10]) -> String {
@@ -140,6 +147,17 @@ mod tests {
         assert!(line(&metrics).contains("reward 0.457*, "));
         let remarks = "every trajectory has the reward 0.000; trainer waits for rollout";
         assert!(row(&metrics).ends_with(remarks) && line(&metrics).ends_with(remarks));
+    }
+
+    #[test]
+    fn a_step_without_an_update_says_so() {
+        let mut metrics = metrics();
+        metrics.set("optim/updates", 1.0);
+        assert!(!line(&metrics).contains("update") && !row(&metrics).contains("update"));
+        metrics.set("optim/updates", 0.0);
+        for shown in [line(&metrics), row(&metrics)] {
+            assert!(shown.ends_with("trainer waits for rollout; no policy update"), "{shown}");
+        }
     }
 
     #[test]

@@ -16,7 +16,9 @@ use crate::recipe::words::{
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Algorithm {
-    /// Which algorithm. verl `adv_estimator` and `policy_loss.loss_mode`, TRL `loss_type`.
+    /// Which algorithm. `process` judges the turns of a trajectory by rewards of their own; rlrun's own rollouts have one
+    /// turn without any, of which it makes what `grpo` does. verl `adv_estimator` and `policy_loss.loss_mode`, TRL
+    /// `loss_type`.
     pub kind: AlgorithmKind,
     /// How far the ratio may fall below 1; of `gmpo` the log-ratio below 0, of `dppo` the probability. TRL `epsilon`,
     /// verl `clip_ratio_low`, AReaL `eps_clip`.
@@ -25,11 +27,12 @@ pub struct Algorithm {
     /// How far it may rise. TRL `epsilon_high`, verl `clip_ratio_high`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clip_eps_high: Option<f64>,
-    /// Bound of the loss of bad tokens whose ratio rose, as a multiple of the advantage; above 1. TRL `delta`, verl
-    /// `clip_ratio_c`.
+    /// Bound of the loss of bad tokens whose ratio rose, as a multiple of the advantage; above 1. None if not given, as in
+    /// the papers of these kinds, TRL (`delta`) and AReaL (`c_clip`); verl has 3 (`clip_ratio_c`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dual_clip: Option<f64>,
-    /// Largest importance weight of `cispo`, `scale_rl`, `aipo`, `dppo` and `distill`.
+    /// Largest importance weight of `cispo`, `scale_rl`, `distill` (5), `aipo` (2) and `dppo` (20, as verl's `dppo_tv`;
+    /// prime-rl has none).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub importance_cap: Option<f64>,
     /// The policy that anchors the loss: of losses with a clip the one that sampled, so that the clip bounds the distance from
@@ -59,7 +62,8 @@ pub struct Algorithm {
     pub loss_agg: Option<Aggregation>,
     /// Strength of the pull towards the reference policy; 0 is off. TRL `beta`, verl `kl_loss_coef`.
     pub kl_coef: f64,
-    /// How the divergence is estimated; `k3` if not given. verl `kl_loss_type`.
+    /// How the divergence is estimated; `k3` if not given, which is at most 10 nats a token, as in verl. verl
+    /// `kl_loss_type`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kl_estimator: Option<Estimator>,
     /// Whether it stands in the loss, which is the default, or is taken off the reward. verl `use_kl_loss`,
@@ -72,11 +76,13 @@ pub struct Algorithm {
     pub reference: Option<PathBuf>,
     /// What a nat of entropy is worth. verl `entropy_coeff`.
     pub entropy_coef: f64,
-    /// Share of the tokens that are trained on, those of the largest entropy; all if not given. TRL
-    /// `top_entropy_quantile`.
+    /// Share of the tokens whose policy loss counts, those of the largest entropy of the batch; all if not given. Losses are
+    /// still divided by all tokens, and divergence, entropy bonus and likelihood are of all of them. Below 1, groups with
+    /// equal rewards cost a forward pass. TRL `top_entropy_quantile`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub entropy_share: Option<f64>,
-    /// Weight of the negative log-likelihood of trajectories with a positive reward.
+    /// Weight of the negative log-likelihood of trajectories with a positive reward: the mean over their tokens, whatever
+    /// `loss_agg` is. VAPO's is 0.1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nll_coef: Option<f64>,
     /// What a reward is worth one token earlier, of `ppo`, `vapo`, `reinforce_pp` and its baseline. verl `gamma`.
