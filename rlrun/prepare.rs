@@ -94,6 +94,7 @@ impl RewardRuntime {
         let context = RewardContext {
             decode: Some(Arc::new(move |ids: &[u32]| tokenizer.decode_special(ids).unwrap_or_default())),
             max_steps: recipe.trainer.steps,
+            group_size: recipe.rollout.group_size + usize::from(recipe.greedy_baseline()),
             models,
             ..self.context(scratch)
         };

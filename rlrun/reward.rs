@@ -8,7 +8,7 @@ use std::io::{BufRead, Write};
 use std::path::Path;
 
 use model::{Cores, ModelDirectory, SpecialTokens};
-use rewards::{Judged, Latency, Reward, RewardInput, RewardSet, RewardSpec};
+use rewards::{Judged, Latency, Reward, RewardInput, RewardSet, RewardSpec, Scope};
 use serde_json::{Map, Value, json};
 use trajectory::{Prompt, Task, TaskId};
 
@@ -140,7 +140,10 @@ impl Grader<'_> {
                 .iter()
                 .map(|place| RewardInput::text(&cases[*place].task, &cases[*place].text))
                 .collect();
-            let judged = self.runtime.handle().block_on(reward.score(&inputs));
+            // Cases are no group: a reward that compares sees each by itself.
+            let at_once = if reward.scope() == Scope::Group { 1 } else { inputs.len().max(1) };
+            let calls = inputs.chunks(at_once);
+            let judged = calls.flat_map(|inputs| self.runtime.handle().block_on(reward.score(inputs)));
             for (place, judged) in places.into_iter().zip(judged) {
                 verdicts[place] = verdict(judged);
             }
@@ -179,7 +182,12 @@ pub fn test(args: &RewardTestArgs, program: &Program) -> Result<String, Failure>
     let mut text = String::new();
     for weighted in rewards.rewards() {
         let about = weighted.reward.about().map_or(String::new(), |about| format!(": {about}"));
-        let _ = writeln!(text, "reward `{}`, weight {}{about}", weighted.reward.name(), weighted.weight);
+        let group = match weighted.reward.scope() {
+            Scope::Group => "; here the reference and the wrong answer of a row are one group of 2",
+            Scope::Trajectory => "",
+        };
+        let _ =
+            writeln!(text, "reward `{}`, weight {}{about}{group}", weighted.reward.name(), weighted.weight);
     }
     let mut failures = 0;
     for (row, task) in tasks.iter().take(args.n).enumerate() {

@@ -271,6 +271,9 @@ fn a_python_function_is_a_reward_like_any_other() {
     );
     let shown = home.rlrun(&["reward", "test", "run.toml", "--n", "1"]).ok().stdout;
     assert!(shown.contains("ends_with_answer") && shown.contains("trl"), "{shown}");
+    assert!(shown.contains("are one group of 2"), "{shown}");
+    let checked = home.rlrun(&["check", "run.toml"]).ok().stdout;
+    assert!(checked.contains("called once per group: the 8 completions of a task in training"), "{checked}");
 }
 
 /// The processes whose working directory is `directory`; none where the system does not tell.

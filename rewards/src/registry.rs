@@ -40,6 +40,8 @@ pub struct RewardContext {
     pub decode: Option<Arc<Decode>>,
     /// Training steps of the run.
     pub max_steps: u64,
+    /// Most completions of a task that training samples together; 0 where there is no training.
+    pub group_size: usize,
     /// What reward models need.
     pub models: ModelContext,
 }

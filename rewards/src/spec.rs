@@ -87,7 +87,10 @@ pub struct RewardSpec {
     /// `model`, separated: most cores that it uses at a time; all if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub threads: Option<usize>,
-    /// `python`: single trajectories as they end (the default), or whole groups, for functions that compare.
+    /// `python`: what one call gets. `group`: all completions of a task that are sampled together, the default for
+    /// functions that take lists (dialects `trl`, `verl_batch`, `slime_group`, `verifiers_group`). `trajectory`: a
+    /// completion as soon as it ends; functions that take lists get those that wait, of any tasks, and must judge each
+    /// by itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scope: Option<Scope>,
     /// `python`: whose convention the function follows: `auto` (the default, by its parameters), `trl`, `verl`, `verl_batch`,
@@ -97,7 +100,7 @@ pub struct RewardSpec {
     /// `python`, `code`: interpreter; `python3` if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub python: Option<String>,
-    /// `python`: most trajectories that one process is given at a time; 64 if not given. `http`, dialect `openrlhf`: most
+    /// `python`: most trajectories that one process is given at a time, groups aside, which stay whole; 64 if not given. `http`, dialect `openrlhf`: most
     /// trajectories of one request; 1 if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch: Option<usize>,

@@ -226,7 +226,16 @@ pub(super) fn supposes(before: &str) -> bool {
 
 /// Whether the clause of a number that stands between `before` and `after` states it.
 pub(super) fn states(before: &str, after: &str) -> bool {
+    let timed = words(after).next().is_some_and(times) && before.trim_end().ends_with("after");
+    // "it is full after 6 minutes"
+    let before = if timed { before.trim_end().trim_end_matches("after") } else { before };
     follows(after) && precedes(before)
+}
+
+/// Whether a word is a unit of time.
+fn times(word: &str) -> bool {
+    let unit = super::words::unit(word);
+    unit.is_some_and(|unit| matches!(&*unit, "s" | "min" | "h" | "day" | "week" | "month" | "year"))
 }
 
 /// The words after a number to the end of its clause: none may widen it or take it back.
@@ -234,13 +243,11 @@ fn follows(after: &str) -> bool {
     let end = after.find(['.', '!', '?', '\n', ';']).unwrap_or(after.len());
     let mut seen = words(&after[..end]).map(lower);
     let (first, second) = (seen.next().unwrap_or_default(), seen.next().unwrap_or_default());
+    let widens = |word: &str| {
+        matches!(word, "more" | "less" | "fewer" | "greater" | "above" | "below" | "over" | "under" | "so")
+    };
     let bound = match first.as_str() {
-        "or" | "and" => {
-            matches!(
-                second.as_str(),
-                "more" | "less" | "fewer" | "greater" | "above" | "below" | "over" | "under" | "so"
-            )
-        }
+        "or" | "and" => widens(&second),
         "at" => matches!(second.as_str(), "most" | "least"),
         "times" | "squared" | "cubed" | "factorial" | "plus" | "minus" | "modulo" => true,
         "is" | "was" => denies(&second),
@@ -249,7 +256,11 @@ fn follows(after: &str) -> bool {
     let taken_back = words(&after[..end])
         .map(lower)
         .any(|word| word == "but" || word.starts_with("fail") || word.ends_with("n't"));
-    !bound && !taken_back && !denies(&first)
+    // "64 pens or more"
+    let rest: Vec<String> = words(&after[..end]).take(6).map(lower).collect();
+    let widened = rest.windows(2).any(|pair| pair[0] == "or" && widens(&pair[1]))
+        && !rest.iter().any(|word| word == "whether");
+    !bound && !widened && !taken_back && !denies(&first)
 }
 
 /// The words before a number in its clause.
@@ -271,8 +282,19 @@ fn precedes(before: &str) -> bool {
     // After a copula only what follows it speaks about the number, and what stands next to it may deny it.
     let copula =
         |word: &String| matches!(word.as_str(), "is" | "are" | "was" | "were" | "be" | "equal" | "equals");
-    let from = all.iter().rposition(copula).map_or(0, |at| at.saturating_sub(2));
-    let spoken = &all[from..];
+    let copula = all.iter().rposition(copula);
+    let from = copula.map_or(0, |at| at.saturating_sub(2));
+    let mut spoken = &all[from..];
+    // "cannot be 7" and "does not equal 7", but "the number of those that are not blue is 7".
+    let plain = |word: &String| matches!(word.as_str(), "is" | "are" | "was" | "were");
+    if let Some(at) = copula.filter(|at| plain(&all[*at])) {
+        let not = |word: &String| word == "not" || word.ends_with("n't");
+        let denied = all[from..at].iter().rposition(not).map_or(from, |before| from + before + 1);
+        spoken = &all[denied.min(at)..];
+    }
+    if all.windows(3).any(|three| three[0] == "not" && three[1] == "the" && three[2] == "case") {
+        return false;
+    }
     let supposed =
         matches!(all.first().map(String::as_str), Some("if" | "suppose" | "assume" | "unless" | "whether"));
     let impossible = all

@@ -9,10 +9,11 @@ use std::cell::Cell;
 
 use super::identity;
 use super::matrix;
+use super::naming::{assignment, is_name, named_apart, record};
 use super::node::{Calculus, Function, Joint, Node, Relation};
 use super::notation::{close, meridiem, plain_percentage, time_of_day};
 use super::region::{flipped, region};
-use super::words;
+use super::units;
 
 /// Most scalar comparisons of one verdict.
 const BUDGET: u32 = 2500;
@@ -48,13 +49,9 @@ impl Comparison<'_> {
         if let (Some(a), Some(b)) = (record(gold), record(pred))
             && a.len() > 1
             && a.len() == b.len()
-            && b.iter().all(|(name, _)| a.iter().any(|(known, _)| known == name))
+            && let Some(pairs) = self.paired(&a, &b)
         {
-            return all(a.iter().map(|(name, value)| {
-                b.iter()
-                    .find(|(known, _)| known == name)
-                    .map_or(Some(false), |(_, other)| self.answers(value, other))
-            }));
+            return all(pairs.iter().map(|(value, other)| self.answers(value, other)));
         }
         match (assignment(gold), assignment(pred)) {
             (Some((a, x)), Some((b, y))) => {
@@ -190,6 +187,9 @@ impl Comparison<'_> {
         if let (Node::Named(a), Node::Named(b)) = (gold, pred) {
             return Some(a == b);
         }
+        if restates(gold, pred) {
+            return Some(false);
+        }
         if let (Some((a, name)), Some((b, other))) = (region(gold, true), region(pred, true)) {
             let named = name.is_none() || other.is_none() || name == other;
             return Some(named && a.equals(&b));
@@ -234,6 +234,7 @@ impl Comparison<'_> {
         }
         if is_inequality(gold)
             && is_inequality(pred)
+            && !restates(gold, pred)
             && let (Some((a, name)), Some((b, other))) = (region(gold, true), region(pred, true))
         {
             return Some(name == other && a.equals(&b));
@@ -246,7 +247,10 @@ impl Comparison<'_> {
 
     /// `x \in S` and other relations that are no equations.
     fn membership(&self, gold: &Node, pred: &Node) -> Option<bool> {
-        if let (Some((a, name)), Some((b, other))) = (region(gold, true), region(pred, true)) {
+        if !restates(gold, pred)
+            && let (Some((a, name)), Some((b, other))) =
+                (region(gold, true), region(pred, true))
+        {
             return Some((name.is_none() || other.is_none() || name == other) && a.equals(&b));
         }
         let (Node::Chain(a, left), Node::Chain(b, right)) = (gold, pred) else { return None };
@@ -262,18 +266,43 @@ impl Comparison<'_> {
         if gold == pred || self.scalars(gold, pred) == Some(true) {
             return Some(value.clone());
         }
-        // W(n) = ... and W(x) = ... define one function.
-        let (Node::Apply(f, a), Node::Apply(g, b)) = (gold, pred) else { return None };
-        let symbols = |node: &Node| matches!(node, Node::Symbol(_));
-        if f != g || a.len() != b.len() || !a.iter().chain(b).all(symbols) {
-            return None;
+        let symbols = |nodes: &[Node]| {
+            let name = |node: &Node| match node {
+                Node::Symbol(name) => Some(name.clone()),
+                _ => None,
+            };
+            nodes.iter().map(name).collect::<Option<Vec<String>>>()
+        };
+        match (gold, pred) {
+            // W(n) = ... and W(x) = ... define one function.
+            (Node::Apply(f, a), Node::Apply(g, b)) if f == g && a.len() == b.len() => {
+                let (wanted, found) = (symbols(a)?, symbols(b)?);
+                // g(s) = x is not g(x) = x.
+                let taken = |name: &str| value.any(&|node| matches!(node, Node::Symbol(other) if other == name));
+                if wanted.iter().any(|name| !found.contains(name) && taken(name)) {
+                    return None;
+                }
+                let at = |name: &str| found.iter().position(|known| known == name);
+                Some(value.renamed(&|name| at(name).map_or(name, |at| &wanted[at]).to_owned()))
+            }
+            // So does W = ...
+            (Node::Apply(f, arguments), Node::Symbol(g)) | (Node::Symbol(g), Node::Apply(f, arguments))
+                if f == g && symbols(arguments).is_some() =>
+            {
+                Some(value.clone())
+            }
+            _ => None,
         }
-        let mut value = value.clone();
-        for (gold, pred) in a.iter().zip(b) {
-            let Node::Symbol(name) = pred else { return None };
-            value = value.substitute(name, gold);
-        }
-        Some(value)
+    }
+
+    /// The values of two records by name, those of the second in the variables of the first; `None` if names differ.
+    fn paired<'n>(
+        &self,
+        gold: &[(&'n Node, &'n Node)],
+        pred: &[(&'n Node, &'n Node)],
+    ) -> Option<Vec<(&'n Node, Node)>> {
+        let partner = |name: &Node| pred.iter().find_map(|(known, other)| self.same_name(name, known, other));
+        gold.iter().map(|(name, value)| Some((*value, partner(name)?))).collect()
     }
 
     fn scalars(&self, gold: &Node, pred: &Node) -> Option<bool> {
@@ -366,30 +395,6 @@ fn is_zero(node: &Node) -> bool {
     matches!(node, Node::Number(literal) if literal.value == num_rational::BigRational::from_integer(0.into()))
 }
 
-/// The name and the value of `x = 5`, `f(x) = 2x`, `x = 2 + 3 = 5` or `(x, y) = (1, 2)`.
-fn assignment(node: &Node) -> Option<(&Node, &Node)> {
-    let Node::Chain(first, rest) = node else { return None };
-    let equal = rest.iter().all(|(relation, _)| *relation == Relation::Equal);
-    let member = matches!(rest.as_slice(), [(Relation::In, _)]);
-    let (_, value) = rest.last()?;
-    ((equal && (is_name(first) || rest.len() > 1)) || (member && is_name(first))).then_some((first, value))
-}
-
-/// Whether a side is made of names alone, as `AB`, `\frac{NO}{BO}`, `f(x)`, `|AB|` or `V_1 : V_2` are.
-fn is_name(node: &Node) -> bool {
-    match node {
-        Node::Symbol(_) | Node::Apply(..) => true,
-        Node::Product(parts) | Node::Sum(parts) | Node::Ratio(parts) | Node::Tuple(parts) => {
-            parts.iter().all(is_name)
-        }
-        Node::Function(Function::Exp | Function::Ln, _) => false,
-        Node::Function(_, parts) => parts.iter().all(is_name),
-        Node::Quotient(a, b) => is_name(a) && is_name(b),
-        Node::Quantity(part, _) => is_name(part),
-        _ => false,
-    }
-}
-
 fn is_equation(node: &Node) -> bool {
     matches!(node, Node::Chain(_, rest) if rest.iter().all(|(relation, _)| *relation == Relation::Equal))
 }
@@ -406,6 +411,37 @@ fn is_region(node: &Node) -> bool {
         || is_inequality(node)
 }
 
+/// Whether the answer leaves an absolute value to be solved that the reference has solved: `|2x + 1| < 5` for `(-3, 2)`,
+/// which is the question. `|x - 1| < 2` is as solved as `(-1, 3)`.
+fn restates(gold: &Node, pred: &Node) -> bool {
+    let varies = |node: &Node| {
+        let mut names = vec![];
+        node.variables(&mut names);
+        !names.is_empty()
+    };
+    let absolute = |node: &Node| matches!(node, Node::Function(Function::Abs, _)) && varies(node);
+    // `x`, `x + c` and `c - x`: a plain variable and terms without any.
+    let shifted = |node: &Node| {
+        let terms = if let Node::Sum(terms) = node { terms.as_slice() } else { std::slice::from_ref(node) };
+        let plain = |term: &&Node| match term {
+            Node::Negate(part) => matches!(&**part, Node::Symbol(_)),
+            term => matches!(term, Node::Symbol(_)),
+        };
+        terms.iter().filter(|term| varies(term)).all(|term| plain(&term))
+    };
+    let solved = |side: &Node| match side {
+        Node::Function(Function::Abs, inner) => inner.iter().all(shifted),
+        side => !varies(side),
+    };
+    let leaves = |node: &Node| match node {
+        Node::Chain(first, rest) if node.any(&absolute) => {
+            !(solved(first) && rest.iter().all(|(_, side)| solved(side)))
+        }
+        _ => false,
+    };
+    pred.any(&leaves) && !gold.any(&absolute)
+}
+
 /// Inequalities about one variable that are joined.
 fn region_list(node: &Node) -> bool {
     matches!(node, Node::List(_, parts) if parts.iter().all(is_inequality) && region(node, true).is_some())
@@ -416,32 +452,6 @@ fn elements(node: &Node) -> Option<&[Node]> {
         Node::List(_, parts) | Node::Set(parts) | Node::Tuple(parts) => Some(parts),
         _ => None,
     }
-}
-
-/// Whether the parts are assignments to names that all differ, more than by an index.
-fn named_apart(parts: &[Node]) -> bool {
-    let base = |node: &Node| match assignment(node) {
-        Some((Node::Symbol(name), _)) => Some(name.split('_').next().unwrap_or(name).to_owned()),
-        Some((name, _)) => Some(format!("{name:?}")),
-        None => None,
-    };
-    let names: Option<Vec<String>> = parts.iter().map(base).collect();
-    names.is_some_and(|names| names.iter().enumerate().all(|(at, name)| !names[..at].contains(name)))
-}
-
-/// Names and values of `x = 1, y = 2` and of `(x, y) = (1, 2)`.
-fn record(node: &Node) -> Option<Vec<(&Node, &Node)>> {
-    if let Node::List(_, parts) = node {
-        let parts = parts.iter().map(assignment).collect::<Option<Vec<_>>>()?;
-        let apart = parts
-            .iter()
-            .enumerate()
-            .all(|(at, (name, _))| !parts[..at].iter().any(|(known, _)| known == name));
-        return apart.then_some(parts);
-    }
-    let (name, value) = assignment(node)?;
-    let (Node::Tuple(names), Node::Tuple(values)) = (name, value) else { return None };
-    (names.len() == values.len()).then(|| names.iter().zip(values).collect())
 }
 
 /// Left minus right of every relation of a chain, turned to `=`, `\ne`, `<` or `\le`.
@@ -469,8 +479,7 @@ fn differences(node: &Node) -> Option<Vec<(Relation, Node)>> {
 /// The scalar without its unit, and the unit if it is a physical one.
 fn without_unit(node: &Node) -> (&Node, Option<String>) {
     let Node::Quantity(part, unit) = node else { return (node, None) };
-    let (name, power) = unit.split_once('^').unwrap_or((unit, ""));
-    (part, words::unit(name).map(|name| format!("{name}{power}")))
+    (part, units::physical(unit))
 }
 
 /// The answer with both signs of `\pm` spelled out, approximations cut off and remarks on integers dropped.

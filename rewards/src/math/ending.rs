@@ -10,6 +10,7 @@ use regex::Regex;
 use super::clause;
 use super::extract::{Found, MAX_BOXES, MAX_WHOLE};
 use super::lex;
+use super::units;
 
 /// Characters before the last digit of a text that its last number may begin in.
 const WINDOW: usize = 80;
@@ -85,8 +86,10 @@ fn joins(word: &str) -> bool {
     ["and", "or"].iter().any(|joint| word.strip_prefix(joint).is_some_and(|rest| rest.len() < 2))
 }
 
-/// Whether a run of letters is no command; joints do not count.
+/// Whether a run of letters is no command; joints and names of environments do not count.
 fn has_plain_word(text: &str) -> bool {
+    static ENVIRONMENT: LazyLock<Regex> = LazyLock::new(|| compiled(r"\\(?:begin|end)\{[a-zA-Z]+\*?\}"));
+    let text = if text.contains("\\begin{") { ENVIRONMENT.replace_all(text, "") } else { text.into() };
     let mut before = ' ';
     text.split_inclusive(|c: char| !c.is_ascii_alphabetic()).any(|piece| {
         let word = piece.trim_end_matches(|c: char| !c.is_ascii_alphabetic());
@@ -160,7 +163,13 @@ fn last_number(text: &str, plain: usize) -> Option<Cow<'_, str>> {
     let from = text[..digit].char_indices().rev().nth(WINDOW).map_or(0, |(at, _)| at);
     let window = text[from..].find(char::is_whitespace).filter(|_| from > 0).map_or(from, |at| from + at);
     let found = NUMBER.find_at(text, window.min(digit).max(plain));
-    let found = std::iter::successors(found, |found| NUMBER.find_at(text, found.end())).last()?;
+    let all = std::iter::successors(found, |found| NUMBER.find_at(text, found.end()));
+    let found = all.clone().last()?;
+    // "9.8 m/s^2" ends with 9.8.
+    let found = match units::number_before(&text[..found.end()]) {
+        Some(end) => all.filter(|found| found.end() == end).last()?,
+        None => found,
+    };
     let (before, after) = (&text[..found.start()], &text[found.end()..]);
     let negative = before.ends_with(['-', '\u{2212}']);
     let before = if negative { before.trim_end_matches(['-', '\u{2212}']) } else { before };
@@ -179,10 +188,11 @@ fn last_number(text: &str, plain: usize) -> Option<Cow<'_, str>> {
     let joined_before = before.chars().next_back().is_some_and(touches)
         || before.trim_end().chars().next_back().is_some_and(|c| operates(c) && c != '=')
         || ends_with_operator(before.trim_end());
-    let unit = unit_length(after);
+    let unit = units::length(after);
     let joined_after =
         after[unit..].chars().next().is_some_and(|c| (touches(c) && c != ')') || ['!', '?'].contains(&c))
             || after[unit..].trim_start().chars().next().is_some_and(operates);
+    let joined_after = joined_after || units::multiplies(&after[unit..]);
     if joined_before || joined_after || !clause::states(before, &after[unit..]) {
         return None;
     }
@@ -199,13 +209,6 @@ fn ends_with_operator(text: &str) -> bool {
     let command = &text[stem.len()..];
     let relation = !matches!(command, "" | "approx" | "quad" | "qquad" | "text" | "boxed" | "n");
     (stem.ends_with('\\') && relation) || ["!=", "<=", ">="].iter().any(|sign| text.ends_with(sign))
-}
-
-/// Bytes of a unit that follows a number without a blank.
-fn unit_length(after: &str) -> usize {
-    let len = after.bytes().take_while(u8::is_ascii_alphabetic).count();
-    let ends = after[len..].chars().next().is_none_or(|c| c.is_whitespace() || ".,;:)*".contains(c));
-    if len > 1 && ends && super::words::unit(&after[..len]).is_some() { len } else { 0 }
 }
 
 pub(super) fn compiled(pattern: &str) -> Regex {

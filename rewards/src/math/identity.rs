@@ -241,6 +241,15 @@ fn decimal(node: &Node) -> Option<(&Literal, bool)> {
     }
 }
 
+/// Whether one of two constants is a decimal that stands for the other, which is no decimal.
+pub(super) fn rounded_alike(gold: &Node, pred: &Node) -> bool {
+    let long = || match (rational::exact(gold), rational::exact(pred)) {
+        (Some(a), Some(b)) => long_decimals(gold, pred, &a, &b),
+        _ => false,
+    };
+    rounds(gold, pred) || rounds(pred, gold) || long()
+}
+
 /// Whether the first is the decimal of at least [`MIN_SIGNIFICANT`] digits to which the second is rounded or cut off.
 fn rounds(decimal_side: &Node, other: &Node) -> bool {
     let Some((literal, negative)) = decimal(decimal_side) else { return false };

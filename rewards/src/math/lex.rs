@@ -8,6 +8,7 @@ use num_rational::BigRational;
 use num_traits::Pow;
 
 use super::node::{Literal, Relation};
+use super::units::{self, superscript};
 use super::words;
 
 /// Longest answer that is read, in bytes.
@@ -134,6 +135,8 @@ impl Lexer {
         let mut decimals = "";
         let point = rest.strip_prefix('.').or_else(|| rest.strip_prefix("{.}"));
         let comma = rest.strip_prefix(',').filter(|_| mode == Mode::PlainDecimalComma);
+        // `0{,}5`, where the braces mark no thousands.
+        let comma = comma.or_else(|| rest.strip_prefix("{,}").filter(|_| text.len() - rest.len() == digits.len()));
         if let Some(after) = point.or(comma) {
             let len = digit_count(after);
             if len > 0
@@ -214,6 +217,7 @@ impl Lexer {
             "pi" | "sqrt" | "frac" => Token::Command(lower.to_owned()),
             name if run == name
                 && is_function(name)
+                && !self.is_time(name, rest)
                 && (mode != Mode::Formula || rest.trim_start().starts_with('(')) =>
             {
                 Token::Command(name.to_owned())
@@ -222,6 +226,12 @@ impl Lexer {
         };
         self.push(token, spaced);
         true
+    }
+
+    /// Whether `min` or `sec` after a number is a unit and no function.
+    fn is_time(&self, name: &str, rest: &str) -> bool {
+        let number = matches!(self.out.last(), Some(Lexeme { token: Token::Number(..), .. }));
+        number && matches!(name, "min" | "sec") && !rest.trim_start().starts_with(['(', '{', '_', '\\'])
     }
 
     fn command<'a>(&mut self, text: &'a str, mode: Mode, spaced: bool, depth: usize) -> Option<&'a str> {
@@ -299,10 +309,14 @@ impl Lexer {
         let len = super::extract::balanced(inner)?;
         let (content, rest) = (&inner[..len], &inner[len + 1..]);
         let trimmed = content.trim();
-        if is_function(trimmed) {
+        if is_function(trimmed) && !self.is_time(trimmed, rest) {
             self.push(Token::Command(trimmed.to_owned()), spaced);
         } else if !self.out.is_empty() && words::unit(trimmed).is_some() {
             self.push(Token::Word(trimmed.to_owned()), true);
+        } else if let Some((unit, power)) = units::with_exponent(trimmed).filter(|_| !self.out.is_empty()) {
+            self.push(Token::Word(unit.to_owned()), true);
+            self.push(Token::Sign('^'), false);
+            self.push(Token::Number(literal(power, "")?, power.to_owned()), false);
         } else if name == "operatorname" {
             self.push(Token::Symbol(trimmed.to_owned()), spaced);
         } else if !trimmed.is_empty() && trimmed != "th" {
@@ -314,6 +328,20 @@ impl Lexer {
             }
         }
         Some(rest)
+    }
+
+    /// A run of superscript digits is an exponent.
+    fn superscript<'a>(&mut self, text: &'a str) -> Option<&'a str> {
+        let len = text.find(|c| superscript(c).is_none()).unwrap_or(text.len());
+        let plain: String = text[..len].chars().filter_map(superscript).collect();
+        let digits = plain.strip_prefix('-').unwrap_or(&plain);
+        let number = literal(digits, "").filter(|_| !digits.contains('-'))?;
+        self.push(Token::Sign('^'), false);
+        if digits.len() < plain.len() {
+            self.push(Token::Sign('-'), false);
+        }
+        self.push(Token::Number(number, digits.to_owned()), false);
+        Some(&text[len..])
     }
 
     fn sign<'a>(&mut self, text: &'a str, spaced: bool) -> Option<&'a str> {
@@ -344,11 +372,7 @@ impl Lexer {
                 (Token::Sign(sign), rest)
             }
             '.' | '"' | '`' | '?' | '\u{20ac}' | '\u{a3}' | '\u{a5}' | '\u{2019}' => return Some(rest),
-            '\u{b2}' | '\u{b3}' => {
-                self.push(Token::Sign('^'), false);
-                let digit = if sign == '\u{b2}' { "2" } else { "3" };
-                (Token::Number(literal(digit, "")?, digit.to_owned()), rest)
-            }
+            sign if superscript(sign).is_some() => return self.superscript(text),
             sign => (unicode(sign)?, rest),
         };
         self.push(token, spaced);
@@ -513,6 +537,8 @@ fn unicode(sign: char) -> Option<Token> {
         '\u{221a}' => Token::Command("sqrt".to_owned()),
         '\u{3c0}' => Token::Command("pi".to_owned()),
         '\u{2205}' => Token::Command("emptyset".to_owned()),
+        '\u{21a6}' => Token::Command("mapsto".to_owned()),
+        '\u{2192}' => Token::Command("to".to_owned()),
         '\u{211d}' => Token::Symbol("\u{211d}".to_owned()),
         sign if sign.is_alphabetic() => Token::Symbol(sign.to_string()),
         _ => return None,

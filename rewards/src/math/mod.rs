@@ -29,6 +29,7 @@ mod identity;
 mod lex;
 mod matrix;
 mod modular;
+mod naming;
 mod node;
 mod notation;
 mod numeric;
@@ -38,6 +39,8 @@ mod parse;
 mod rational;
 mod region;
 mod reward;
+mod system;
+mod units;
 mod words;
 
 pub(crate) use reward::kind;
@@ -49,6 +52,7 @@ use extract::Found;
 use lex::Mode;
 use node::Node;
 use parse::Options;
+use units::Side;
 
 /// What the grader says about one completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,11 +126,11 @@ pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> Ver
     if same_text(&gold.text, &preds) {
         return Verdict { equal: Some(true), decided_by: DecidedBy::Text };
     }
-    let golds = first_readable(&golds);
+    let golds = first_readable(&golds, Side::Reference);
     if golds.is_empty() {
         return Verdict { equal: None, decided_by: DecidedBy::Unknown };
     }
-    let readings = first_readable(&preds);
+    let readings = first_readable(&preds, Side::Answer);
     let words = |node: &Node| matches!(node, Node::Words(_));
     if readings.is_empty() || (readings.iter().all(words) && !golds.iter().any(words)) {
         return Verdict { equal: Some(false), decided_by: DecidedBy::NoAnswer };
@@ -182,17 +186,17 @@ fn shape(gold: &Node) -> DecidedBy {
 }
 
 /// All readings of the first candidate that can be read.
-fn first_readable(found: &[Found<'_>]) -> Vec<Node> {
-    found.iter().map(readings).find(|readings| !readings.is_empty()).unwrap_or_default()
+fn first_readable(found: &[Found<'_>], side: Side) -> Vec<Node> {
+    found.iter().map(|found| readings(found, side)).find(|readings| !readings.is_empty()).unwrap_or_default()
 }
 
 /// The trees that an answer may mean: `1/2x`, commas and runs of letters can be read in two ways.
-fn readings(found: &Found<'_>) -> Vec<Node> {
+fn readings(found: &Found<'_>, side: Side) -> Vec<Node> {
     let text = words::one_meridiem(found.text.trim());
     let text = &*text;
     if let Some((letter, rest)) = choice(text) {
         let rest = Found { text: rest.into(), formula: found.formula };
-        let mut nodes = readings(&rest);
+        let mut nodes = readings(&rest, side);
         nodes.push(Node::Symbol(letter.to_owned()));
         return nodes;
     }
@@ -204,13 +208,18 @@ fn readings(found: &Found<'_>) -> Vec<Node> {
         }
     } else {
         modes.push(Mode::Plain);
-        if cents_after_comma(text) {
-            modes.push(Mode::PlainDecimalComma);
-        }
+    }
+    let short = !found.formula && text.len() <= lex::MAX_BYTES;
+    let with_units = if short { units::with_units(text, side) } else { None };
+    // In a formula a comma after another digit than zero lists.
+    if units::decimal_comma(text, side) && (!found.formula || text.trim_start_matches('-').starts_with("0,")) {
+        modes.push(Mode::PlainDecimalComma);
     }
     let quotient = text.contains('/') && text.contains(|c: char| c.is_ascii_digit());
     let mut nodes: Vec<Node> = vec![];
-    for mode in modes {
+    let texts = modes.into_iter().map(|mode| (text, mode));
+    let texts = texts.chain(with_units.iter().map(|text| (text.as_str(), Mode::Plain)));
+    for (text, mode) in texts {
         for loose_division in [false, true] {
             if loose_division && !quotient {
                 continue;
@@ -239,14 +248,6 @@ fn valued(node: Node, text: &str) -> Node {
         },
         node => node,
     }
-}
-
-/// Whether a whole text is an amount with a decimal comma: two digits after it, as prices have, and nothing else.
-fn cents_after_comma(text: &str) -> bool {
-    let digits = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit());
-    text.trim_start_matches('-')
-        .split_once(',')
-        .is_some_and(|(whole, cents)| !whole.is_empty() && cents.len() == 2 && digits(whole) && digits(cents))
 }
 
 /// The letter and the value of an answer such as `(B) 6`, `B) 6` or `\textbf{(B)}\ 6`, which states both.
@@ -285,6 +286,10 @@ fn plain_integer(text: &str) -> Option<(bool, u64)> {
     let text = text.trim();
     let (negative, digits) = text.strip_prefix('-').map_or((false, text), |digits| (true, digits));
     let digits = digits.strip_prefix('$').unwrap_or(digits);
+    // `0,111` has no thousands.
+    if digits.starts_with('0') && digits.contains(',') {
+        return None;
+    }
     let groups = digits.split(',');
     let mut value = 0u64;
     for (at, group) in groups.enumerate() {

@@ -37,7 +37,7 @@ impl Parser<'_> {
                 }
                 Some(Token::Command(name)) if name == "circ" => {
                     self.at += 1;
-                    node = Node::Degree(Box::new(node));
+                    node = self.degree(node);
                 }
                 Some(Token::Command(name)) if name == "choose" => {
                     self.at += 1;
@@ -48,12 +48,26 @@ impl Parser<'_> {
         }
     }
 
+    /// An angle, or with a `C` or `F` after it a temperature.
+    fn degree(&mut self, node: Node) -> Node {
+        let scale = match self.peek() {
+            Some(Token::Symbol(name)) if matches!(node, Node::Number(_)) => match name.as_str() {
+                "C" => "celsius",
+                "F" => "fahrenheit",
+                _ => return Node::Degree(Box::new(node)),
+            },
+            _ => return Node::Degree(Box::new(node)),
+        };
+        self.at += 1;
+        Node::Quantity(Box::new(node), scale.to_owned())
+    }
+
     fn power(&mut self, base: Node) -> Option<Node> {
         let braced = self.sign('{');
         let inner = self.peek_at(usize::from(braced));
         if matches!(inner, Some(Token::Command(name)) if name == "circ") {
             self.at += 1 + 2 * usize::from(braced);
-            return Some(Node::Degree(Box::new(base)));
+            return Some(self.degree(base));
         }
         let transposes = match inner {
             Some(Token::Symbol(name)) => name == "T",
@@ -107,9 +121,12 @@ impl Parser<'_> {
             Token::Sign('(') => self.enclosed(|parser| parser.parenthesis(false)),
             Token::Sign('[') => self.enclosed(|parser| parser.parenthesis(true)),
             Token::Sign('{') => self.enclosed(Self::braces),
-            Token::SetOpen => self.enclosed(Self::set),
+            Token::SetOpen => self.enclosed(Self::set_or_system),
             Token::Sign('|') => self.absolute(),
-            Token::Begin(environment) => self.enclosed(|parser| parser.matrix(environment)),
+            Token::Begin(environment) => self.enclosed(|parser| match parser.begins_system(environment) {
+                true => parser.system(environment),
+                false => parser.matrix(environment),
+            }),
             _ => None,
         }
     }
@@ -253,7 +270,7 @@ impl Parser<'_> {
     }
 
     /// After `\{`: elements, or a condition.
-    fn set(&mut self) -> Option<Node> {
+    pub(super) fn set(&mut self) -> Option<Node> {
         if self.peek() == Some(&Token::SetClose) {
             self.at += 1;
             return Some(Node::Named('0'));
@@ -284,7 +301,10 @@ impl Parser<'_> {
     }
 
     fn absolute(&mut self) -> Option<Node> {
-        let double = self.eat('|');
+        // `||v||` is a norm, `||x| - 2|` an absolute value within another.
+        let bar = |lexeme: &super::lex::Lexeme| lexeme.token == Token::Sign('|');
+        let closes = self.lexemes[self.at..].windows(3).any(|three| bar(&three[1]) && bar(&three[2]));
+        let double = self.sign('|') && closes && self.eat('|');
         self.bars += 1;
         let inner = self.sum();
         self.bars -= 1;

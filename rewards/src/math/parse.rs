@@ -8,6 +8,7 @@ use num_traits::{One, Signed};
 use super::clause;
 use super::lex::{self, Lexeme, Mode, Token};
 use super::node::{Joint, Node, Relation};
+use super::system::mapsto;
 use super::words;
 
 /// Deepest nesting that is read.
@@ -175,7 +176,10 @@ impl<'a> Parser<'a> {
     }
 
     /// A chain of relations, or a set expression.
-    fn element(&mut self) -> Option<Node> {
+    pub(super) fn element(&mut self) -> Option<Node> {
+        if let Some(function) = self.named_mapping() {
+            return Some(function);
+        }
         let label = self.leading_words()?;
         let first = match label {
             Some(words) if self.at_end() || self.separates() => return Some(Node::Words(words)),
@@ -183,19 +187,30 @@ impl<'a> Parser<'a> {
             Some(words) if words.ends_with("negative") => self.set_expression()?.negated(),
             _ => self.set_expression()?,
         };
+        if matches!(first, Node::Symbol(_)) && self.command_is(mapsto) {
+            return self.set_expression();
+        }
         let mut rest = vec![];
-        while let Some(Token::Relation(relation)) = self.peek() {
-            self.at += 1;
-            let trailing = self.at_end() && *relation == Relation::Equal;
+        while let Some((relation, length)) = self.relation() {
+            self.at += length;
+            let trailing = self.at_end() && relation == Relation::Equal;
             if trailing || rest.len() > MAX_PARTS {
                 return None;
             }
             let negative = self.leading_words()?.is_some_and(|words| words.ends_with("negative"));
             let member = self.set_expression()?;
             let member = if negative { member.negated() } else { member };
-            rest.push((*relation, member));
+            rest.push((relation, member));
         }
         Some(if rest.is_empty() { first } else { Node::Chain(Box::new(first), rest) })
+    }
+
+    /// The relation that is next, with the marks of alignment around it, and its tokens.
+    fn relation(&self) -> Option<(Relation, usize)> {
+        let mark = |at: usize| usize::from(self.peek_at(at) == Some(&Token::Sign('&')));
+        let before = mark(0);
+        let Some(Token::Relation(relation)) = self.peek_at(before) else { return None };
+        Some((*relation, before + 1 + mark(before + 1)))
     }
 
     fn separates(&self) -> bool {
@@ -243,7 +258,7 @@ impl<'a> Parser<'a> {
     }
 
     /// Unions, intersections and differences over sums.
-    fn set_expression(&mut self) -> Option<Node> {
+    pub(super) fn set_expression(&mut self) -> Option<Node> {
         let mut node = self.sum()?;
         while let Some(Token::Sign(sign)) = self.peek() {
             let join = match sign {
@@ -411,6 +426,13 @@ impl<'a> Parser<'a> {
         let mut unit = String::new();
         loop {
             match self.peek() {
+                // "cm2"
+                Some(Token::Number(_, power))
+                    if !self.spaced() && (power == "2" || power == "3") && words::unit(&unit).is_some() =>
+                {
+                    unit.push('^');
+                    unit.push_str(power);
+                }
                 Some(Token::Word(word)) if !matches!(word.as_str(), "and" | "or") => {
                     if words::changes_value(word) || unit.len() > 200 {
                         return None;
@@ -424,7 +446,12 @@ impl<'a> Parser<'a> {
                 Some(Token::Sign('^')) => {
                     self.at += 1;
                     unit.push('^');
-                    let Node::Number(power) = self.script()? else { return None };
+                    let (power, sign) = match self.script()? {
+                        Node::Negate(power) => (*power, "-"),
+                        power => (power, ""),
+                    };
+                    let Node::Number(power) = power else { return None };
+                    unit.push_str(sign);
                     unit.push_str(&power.value.to_string());
                     continue;
                 }
@@ -443,7 +470,17 @@ impl<'a> Parser<'a> {
             Some(Token::Sign(sign)) => "([{".contains(*sign),
             Some(Token::Command(name)) => !matches!(
                 name.as_str(),
-                "mod" | "bmod" | "pmod" | "to" | "rightarrow" | "choose" | "rfloor" | "rceil" | "circ"
+                "mod"
+                    | "bmod"
+                    | "pmod"
+                    | "to"
+                    | "rightarrow"
+                    | "mapsto"
+                    | "longmapsto"
+                    | "choose"
+                    | "rfloor"
+                    | "rceil"
+                    | "circ"
             ),
             _ => false,
         }

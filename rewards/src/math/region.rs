@@ -5,12 +5,19 @@
 use num_rational::BigRational;
 use num_traits::{Signed, ToPrimitive, Zero};
 
-use super::node::{Interval, Joint, Node, Relation};
+use super::identity;
+use super::node::{Function, Interval, Joint, Node, Relation};
 use super::numeric::constant;
 use super::rational;
 
 /// Most spans of a region.
 const MAX_SPANS: usize = 64;
+/// Absolute values within each other that are solved; each takes several times the work.
+const MAX_ABSOLUTES: u32 = 2;
+/// Most nodes of an inequality with absolute values that is solved.
+const MAX_NODES: usize = 80;
+/// The name of an absolute value while it is solved for; no variable can have it.
+const ABSOLUTE: &str = "| |";
 
 /// A union of intervals.
 #[derive(Clone, Debug)]
@@ -28,6 +35,8 @@ struct End {
     value: f64,
     exact: Option<BigRational>,
     closed: bool,
+    /// As written, or computed.
+    node: Node,
 }
 
 impl Region {
@@ -40,9 +49,11 @@ impl Region {
         Self(vec![Span { low: closed.clone(), high: closed }])
     }
 
-    /// Whether both are the same set.
+    /// Whether both are the same set. A decimal end stands for the value that it is rounded to, as decimals do.
     pub(super) fn equals(&self, other: &Self) -> bool {
-        let same = |a: &End, b: &End| a.closed == b.closed && a.same_place(b);
+        let same = |a: &End, b: &End| {
+            a.closed == b.closed && (a.same_place(b) || identity::rounded_alike(&a.node, &b.node))
+        };
         self.0.len() == other.0.len()
             && self.0.iter().zip(&other.0).all(|(a, b)| same(&a.low, &b.low) && same(&a.high, &b.high))
     }
@@ -102,7 +113,8 @@ impl Span {
 
 impl End {
     fn infinite(sign: f64) -> Self {
-        Self { value: sign * f64::INFINITY, exact: None, closed: false }
+        let node = if sign < 0.0 { Node::Infinity.negated() } else { Node::Infinity };
+        Self { value: sign * f64::INFINITY, exact: None, closed: false, node }
     }
 
     fn same_place(&self, other: &Self) -> bool {
@@ -125,14 +137,14 @@ impl End {
             Some(exact) => exact.to_f64()?,
             None => constant(node).filter(|value| value.real())?.re,
         };
-        Some(Self { value, exact, closed })
+        Some(Self { value, exact, closed, node: node.clone() })
     }
 }
 
 /// What an answer means as a set of real numbers, and the variable that it is about, if it names one.
 ///
 /// `pairs`: whether `(1, 2)` is an open interval.
-pub(super) fn region(node: &Node, pairs: bool) -> Option<(Region, Option<&str>)> {
+pub(super) fn region(node: &Node, pairs: bool) -> Option<(Region, Option<String>)> {
     let plain = |region| Some((region, None));
     match node {
         Node::Named('R') => plain(Region::all()),
@@ -167,7 +179,7 @@ fn interval_span(interval: &Interval) -> Option<Span> {
 }
 
 /// Several inequalities about one variable: all of them after `and`, any of them otherwise.
-fn list(joint: Joint, parts: &[Node]) -> Option<(Region, Option<&str>)> {
+fn list(joint: Joint, parts: &[Node]) -> Option<(Region, Option<String>)> {
     let mut any: Option<Region> = None;
     let mut all: Option<Region> = None;
     let mut name = None;
@@ -194,53 +206,159 @@ fn list(joint: Joint, parts: &[Node]) -> Option<(Region, Option<&str>)> {
     Some((all.or(any)?, name))
 }
 
-/// `2 < x \le 7`, `x \in S`, `x \ne 3`, `2x + 1 > 0`.
-fn chain<'a>(first: &'a Node, rest: &'a [(Relation, Node)]) -> Option<(Region, Option<&'a str>)> {
+/// `2 < x \le 7`, `x \in S`, `x \ne 3`, `2x + 1 > 0`, `|x - 1| > 2`, `0 < f(x) < 1`.
+fn chain(first: &Node, rest: &[(Relation, Node)]) -> Option<(Region, Option<String>)> {
+    if let Some((value, name)) = function_value(first, rest) {
+        let as_variable = |node: &Node| if node == value { Node::Symbol(name.clone()) } else { node.clone() };
+        let rest: Vec<_> = rest.iter().map(|(relation, node)| (*relation, as_variable(node))).collect();
+        return chain(&as_variable(first), &rest);
+    }
     if let (Node::Symbol(name), [(relation @ (Relation::In | Relation::NotIn), set)]) = (first, rest) {
         let (set, _) = region(set, true)?;
         let set = if *relation == Relation::In { set } else { set.complement() };
-        return Some((set, Some(name)));
+        return Some((set, Some(name.clone())));
     }
     let mut names = vec![];
     first.variables(&mut names);
     rest.iter().for_each(|(_, member)| member.variables(&mut names));
     let [name] = names.as_slice() else { return None };
+    let absolute = |node: &Node| node.any(&|node| matches!(node, Node::Function(Function::Abs, _)));
+    let nodes = size(first) + rest.iter().map(|(_, member)| size(member)).sum::<usize>();
+    if nodes > MAX_NODES && (absolute(first) || rest.iter().any(|(_, member)| absolute(member))) {
+        return None;
+    }
     let mut left = first;
     let mut all = Region::all();
     for (relation, right) in rest {
-        all = all.intersection(&half_line(left, *relation, right, name)?)?;
+        all = all.intersection(&half_line(left, *relation, right, (name, 0))?)?;
         left = right;
     }
-    Some((all, Some(name)))
+    Some((all, Some((*name).to_owned())))
 }
 
-/// Where a linear inequality of one variable holds.
-fn half_line(left: &Node, relation: Relation, right: &Node, name: &str) -> Option<Region> {
+/// The value of an unknown function that a chain is about, and a name for it: the other members have no variables.
+fn function_value<'a>(first: &'a Node, rest: &'a [(Relation, Node)]) -> Option<(&'a Node, String)> {
+    let open = |node: &&Node| {
+        node.any(&|node| match node {
+            Node::Symbol(name) => name != "e" && name != "i",
+            node => matches!(node, Node::Apply(..)),
+        })
+    };
+    let mut members = std::iter::once(first).chain(rest.iter().map(|(_, node)| node)).filter(open);
+    let value = members.next().filter(|value| matches!(value, Node::Apply(..)))?;
+    members.all(|other| other == value).then(|| (value, format!("{value:?}")))
+}
+
+/// Where an inequality of one variable holds that is linear, or linear in an absolute value of what is; with the name of
+/// the variable, and how many absolute values are open.
+fn half_line(left: &Node, relation: Relation, right: &Node, (name, depth): (&str, u32)) -> Option<Region> {
     for (side, other, relation) in [(left, right, relation), (right, left, flipped(relation))] {
         if matches!(side, Node::Symbol(symbol) if symbol == name) && end_of(other, name).is_some() {
             return ray(&end_of(other, name)?, relation);
         }
     }
-    // a x + b with exact a and b, from the values at 0, 1 and 2.
     let difference = left.clone().minus(right.clone());
-    let at = |x: i64| rational::exact(&difference.substitute(name, &Node::integer(x)));
-    let (zero, one, two, far) = (at(0)?, at(1)?, at(2)?, at(17)?);
-    let slope = &one - &zero;
-    let linear = two - &one == slope && far == &zero + &slope * BigRational::from_integer(17.into());
-    if slope.is_zero() || !linear {
+    let mut absolutes = vec![];
+    kinks(&difference, name, &mut absolutes);
+    match absolutes.as_slice() {
+        [] => {
+            let (end, falls) = root(&difference, name)?;
+            ray(&end, if falls { flipped(relation) } else { relation })
+        }
+        [Node::Function(Function::Abs, inner)] if depth < MAX_ABSOLUTES => {
+            let absolute = absolutes[0];
+            let outer = replaced(&difference, absolute, &Node::Symbol(ABSOLUTE.to_owned()));
+            if holds(&outer, name) {
+                return None;
+            }
+            let zero = Node::integer(0);
+            let sizes = half_line(&outer, relation, &zero, (ABSOLUTE, depth))?
+                .intersection(&ray(&End::read(&zero, false)?, Relation::GreaterEqual)?)?;
+            absolute_within(&sizes, inner.first()?, (name, depth + 1))
+        }
+        _ => None,
+    }
+}
+
+/// Where the absolute value of `inner` is one of `sizes`, none of which is negative.
+fn absolute_within(sizes: &Region, inner: &Node, about: (&str, u32)) -> Option<Region> {
+    let mut all = Region(vec![]);
+    for span in &sizes.0 {
+        for inner in [inner.clone(), inner.clone().negated()] {
+            let mut part = Region::all();
+            let lower = if span.low.closed { Relation::GreaterEqual } else { Relation::Greater };
+            let upper = if span.high.closed { Relation::LessEqual } else { Relation::Less };
+            for (end, relation) in [(&span.low, lower), (&span.high, upper)] {
+                if end.value.is_finite() {
+                    part = part.intersection(&half_line(&inner, relation, &end.node, about)?)?;
+                }
+            }
+            all = all.union(part)?;
+        }
+    }
+    Some(all)
+}
+
+/// Where a linear expression is 0, and whether it falls there: from its values at 0, 1, 2 and 17, exact ones if there are.
+fn root(node: &Node, name: &str) -> Option<(End, bool)> {
+    let at = |x: i64| node.substitute(name, &Node::integer(x));
+    let exact = |x: i64| rational::exact(&at(x));
+    if let (Some(zero), Some(one), Some(two), Some(far)) = (exact(0), exact(1), exact(2), exact(17)) {
+        let slope = &one - &zero;
+        let linear = two - &one == slope && far == &zero + &slope * BigRational::from_integer(17.into());
+        if slope.is_zero() || !linear {
+            return None;
+        }
+        let place = -zero / &slope;
+        let whole = |value: &num_bigint::BigInt| Box::new(Node::rational(value.clone().into()));
+        // A quotient: a number would be one as written.
+        let node = match place.is_integer() {
+            true => Node::rational(place.clone()),
+            false => Node::Quotient(whole(place.numer()), whole(place.denom())),
+        };
+        return Some((
+            End { value: place.to_f64()?, exact: Some(place), closed: false, node },
+            slope.is_negative(),
+        ));
+    }
+    let value = |x: i64| constant(&at(x)).filter(|value| value.real()).map(|value| value.re);
+    let (zero, one, two, far) = (value(0)?, value(1)?, value(2)?, value(17)?);
+    let (slope, scale) = (one - zero, 1e-11 * (zero.abs() + one.abs() + far.abs()));
+    let linear = (two - one - slope).abs() <= scale && (far - zero - 17.0 * slope).abs() <= 17.0 * scale;
+    if !linear || slope.abs() <= 1e3 * scale {
         return None;
     }
-    let place = -zero / &slope;
-    let end = End { value: place.to_f64()?, exact: Some(place), closed: false };
-    ray(&end, if slope.is_negative() { flipped(relation) } else { relation })
+    let place = Node::Quotient(Box::new(at(0).negated()), Box::new(at(1).minus(at(0))));
+    Some((End::read(&place, false)?, slope < 0.0))
+}
+
+/// Adds the outermost functions with kinks or steps that depend on the variable.
+fn kinks<'a>(node: &'a Node, name: &str, into: &mut Vec<&'a Node>) {
+    use Function::{Abs, Ceil, Floor, Gcd, Lcm, Max, Min, Mod};
+    match node {
+        Node::Function(Abs | Ceil | Floor | Gcd | Lcm | Max | Min | Mod, _) if holds(node, name) => {
+            if !into.contains(&node) {
+                into.push(node);
+            }
+        }
+        node => node.children().into_iter().for_each(|child| kinks(child, name, into)),
+    }
+}
+
+fn size(node: &Node) -> usize {
+    1 + node.children().into_iter().map(size).sum::<usize>()
+}
+
+fn replaced(node: &Node, part: &Node, by: &Node) -> Node {
+    if node == part { by.clone() } else { node.map(&mut |child| replaced(child, part, by)) }
+}
+
+fn holds(node: &Node, name: &str) -> bool {
+    node.any(&|node| matches!(node, Node::Symbol(symbol) if symbol == name))
 }
 
 fn end_of(node: &Node, name: &str) -> Option<End> {
-    if node.any(&|node| matches!(node, Node::Symbol(symbol) if symbol == name)) {
-        None
-    } else {
-        End::read(node, false)
-    }
+    if holds(node, name) { None } else { End::read(node, false) }
 }
 
 fn ray(end: &End, relation: Relation) -> Option<Region> {

@@ -11,7 +11,7 @@ use regex::Regex;
 ///
 /// `None` for things that are counted (`apples`, `bolts of fabric`), which an answer may or may not name.
 pub(super) fn unit(words: &str) -> Option<String> {
-    const UNITS: [(&str, &[&str]); 33] = [
+    const UNITS: [(&str, &[&str]); 35] = [
         ("mm", &["mm", "millimeter", "millimetre"]),
         ("cm", &["cm", "centimeter", "centimetre"]),
         ("dm", &["dm", "decimeter", "decimetre"]),
@@ -45,6 +45,8 @@ pub(super) fn unit(words: &str) -> Option<String> {
         ("ohm", &["ohm"]),
         ("radian", &["rad", "radian"]),
         ("acre", &["acre"]),
+        ("celsius", &["celsius"]),
+        ("fahrenheit", &["fahrenheit"]),
     ];
     let words = words.trim().to_ascii_lowercase();
     let names = |name: &str| UNITS.iter().find(|(_, all)| all.contains(&name)).map(|(unit, _)| *unit);

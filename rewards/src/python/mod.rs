@@ -109,6 +109,10 @@ pub struct PythonReward {
     name: String,
     hello: Hello,
     scope: Scope,
+    /// Most trajectories of a call that is not for a group.
+    batch: usize,
+    /// Most trajectories of a group in training; 0 if that is not known.
+    group_size: usize,
     timeout: Duration,
     needs: Needs,
     load: Load,
@@ -168,7 +172,8 @@ impl PythonReward {
         let batch = spec.batch.unwrap_or(BATCH).min(most);
         let pool = Pool::start(setup, parent, rules, workers, batch);
         let needs = Needs::new(&hello, context.decode.clone(), context.max_steps);
-        Ok(Self { name, hello, scope, timeout, needs, load: Load::default(), pool })
+        let (load, group_size) = (Load::default(), context.group_size);
+        Ok(Self { name, hello, scope, batch, group_size, timeout, needs, load, pool })
     }
 
     /// Name of the dialect in which the function is called.
@@ -199,6 +204,23 @@ impl PythonReward {
     #[must_use]
     pub fn processes(&self) -> Vec<u32> {
         self.pool.processes()
+    }
+
+    /// The batch that one call of the function gets.
+    fn sees(&self) -> String {
+        match (self.hello.batch, self.scope) {
+            (true, Scope::Group) if self.group_size == 0 => "called once per group of completions of a task".to_owned(),
+            (true, Scope::Group) => format!(
+                "called once per group: the {} completions of a task in training, those that it samples of a task in an \
+                 evaluation",
+                self.group_size
+            ),
+            (true, Scope::Trajectory) => format!(
+                "called with 1 to {} completions of any tasks, those that happen to wait: it must judge each by itself",
+                self.batch
+            ),
+            (false, _) => "called once per completion".to_owned(),
+        }
     }
 
     fn error(&self, input: &RewardInput<'_>, failure: Failure) -> RewardError {
@@ -277,7 +299,8 @@ impl Reward for PythonReward {
         let how = self
             .spawn_reason()
             .map_or(String::new(), |reason| format!("; each process imports it anew: {reason}"));
-        Some(format!("function `{}` in the dialect of {}{how}", self.function(), self.dialect()))
+        let (function, dialect) = (self.function(), self.dialect());
+        Some(format!("function `{function}` in the dialect of {dialect}, {}{how}", self.sees()))
     }
 
     fn load(&self) -> &Load {
@@ -327,7 +350,8 @@ fn check(spec: &RewardSpec, source: Option<&str>) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether the function gets single trajectories or groups.
+/// Whether the function gets single trajectories or groups. One that takes lists gets groups unless the recipe says
+/// otherwise: it may compare what it is given, and what else waits at that moment depends on timing alone.
 fn scope(spec: &RewardSpec, hello: &Hello) -> Result<Scope, String> {
     match spec.scope {
         Some(Scope::Trajectory) if hello.group => Err(format!(
@@ -335,7 +359,7 @@ fn scope(spec: &RewardSpec, hello: &Hello) -> Result<Scope, String> {
             hello.dialect
         )),
         Some(scope) => Ok(scope),
-        None if hello.group => Ok(Scope::Group),
+        None if hello.batch => Ok(Scope::Group),
         None => Ok(Scope::Trajectory),
     }
 }

@@ -1,7 +1,7 @@
 //! Each dialect with functions of the shape that its authors document.
 
 use rewards::python::math_verify;
-use rewards::{Reward, RewardContext, RewardError, RewardSpec, Scope};
+use rewards::{Judged, Reward, RewardContext, RewardError, RewardSpec, Scope};
 use serde_json::{Value, json};
 
 use crate::support::{NO_CACHE, chat, fixture, input, message, outcome, run, spec, task, value, values};
@@ -63,11 +63,75 @@ fn results_of_another_length_or_type_are_errors_that_show_them() {
 #[test]
 fn an_exception_in_a_batch_charges_only_the_one_that_causes_it() {
     let Some(run) = run() else { return };
-    let reward = run.reward("trl_rewards.py", json!({"function": "reward_odd", "workers": 1}));
+    let keys = json!({"function": "reward_odd", "workers": 1, "scope": "trajectory"});
+    let reward = run.reward("trl_rewards.py", keys);
     let mut judged = run.all(&reward, &["a", "b", "bad", "c", "d"]);
     let bad = message(judged.remove(2));
     assert!(bad.contains("ValueError: one of 1 is bad") && bad.contains("trl_rewards.py"), "{bad}");
     assert_eq!(values(&judged), [Some(1.0); 4]);
+}
+
+/// Whatever else waits at that moment, a function that takes lists sees one group at a time.
+#[test]
+fn functions_that_take_lists_see_whole_groups() {
+    let Some(run) = run() else { return };
+    let row = task(json!({}));
+    let groups: Vec<Vec<_>> = [1, 3, 8, 2, 8]
+        .iter()
+        .map(|size| (0..*size).map(|_| input(&row, "4", &[4])).collect())
+        .collect();
+    let sizes = |judged: &Judged, detail: Option<&str>| match detail {
+        Some(detail) => outcome(judged).details[detail].as_f64(),
+        None => outcome(judged).value,
+    };
+    for (file, function, detail) in [
+        ("trl_rewards.py", "reward_batch_size", None),
+        ("verl_batch_reward.py", "compute_score", Some("of")),
+    ] {
+        // One worker: all groups but the first wait together.
+        let reward = run.reward(file, json!({"function": function, "workers": 1}));
+        assert_eq!(reward.scope(), Scope::Group, "{file}");
+        let judged = run.together(groups.iter().map(|group| reward.score(group)).collect());
+        for (group, judged) in groups.iter().zip(&judged) {
+            let seen: Vec<_> = judged.iter().map(|judged| sizes(judged, detail)).collect();
+            assert_eq!(seen, vec![Some(group.len() as f64); group.len()], "{file}");
+        }
+        let single = run.reward(file, json!({"function": function, "scope": "trajectory"}));
+        assert_eq!(single.scope(), Scope::Trajectory, "{file}");
+    }
+}
+
+/// What a group would be worth without the completion that fails is not what it is worth, so that all of it fails.
+#[test]
+fn an_exception_in_a_group_charges_all_of_it() {
+    let Some(run) = run() else { return };
+    let reward = run.reward("trl_rewards.py", json!({"function": "reward_odd", "workers": 1}));
+    let row = task(json!({}));
+    let score = |texts: &[&str]| {
+        let inputs: Vec<_> = texts.iter().map(|text| input(&row, text, &[4])).collect();
+        run.runtime.block_on(reward.score(&inputs))
+    };
+    let failed = score(&["a", "bad", "c"]);
+    assert_eq!(failed.len(), 3);
+    for judged in failed {
+        let message = message(judged);
+        assert!(message.contains("ValueError: one of 3 is bad"), "{message}");
+    }
+    assert_eq!(values(&score(&["a", "b"])), [Some(1.0); 2]);
+}
+
+#[test]
+fn a_reward_says_the_batch_that_its_function_sees() {
+    let Some(mut run) = run() else { return };
+    run.context.group_size = 8;
+    let about = |file: &str, keys: Value| run.reward(file, keys).about().unwrap();
+    let group = about("trl_rewards.py", json!({"function": "reward_length"}));
+    assert!(group.contains("once per group: the 8 completions of a task in training"), "{group}");
+    let keys = json!({"function": "reward_length", "scope": "trajectory", "batch": 16});
+    let single = about("trl_rewards.py", keys);
+    assert!(single.contains("1 to 16 completions of any tasks"), "{single}");
+    let one = about("verl_reward.py", json!({}));
+    assert!(one.contains("in the dialect of verl, called once per completion"), "{one}");
 }
 
 #[test]

@@ -137,7 +137,7 @@ fn calls_in_one_event_loop_are_charged_one_by_one() {
 #[test]
 fn a_batch_that_hangs_or_dies_is_called_again_one_by_one() {
     let Some(run) = run() else { return };
-    let keys = json!({"function": "reward_odd", "timeout_s": 1.5, "workers": 1});
+    let keys = json!({"function": "reward_odd", "timeout_s": 1.5, "workers": 1, "scope": "trajectory"});
     let reward = run.reward("trl_rewards.py", keys);
     let mut judged = run.all(&reward, &["a", "hang", "b", "die", "c"]);
     let died = message(judged.remove(3));

@@ -2,10 +2,11 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use rewards::python::PythonReward;
-use rewards::{Judged, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
+use rewards::{BoxFuture, Judged, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
@@ -75,26 +76,23 @@ impl Run {
         let tasks: Vec<_> = texts.iter().map(|_| task(json!({}))).collect();
         let inputs: Vec<_> =
             tasks.iter().zip(texts).map(|(task, text)| [RewardInput::text(task, text)]).collect();
-        self.runtime.block_on(async {
-            let mut calls: Vec<_> = inputs.iter().map(|input| reward.score(input)).collect();
-            let mut judged: Vec<Option<Judged>> = calls.iter().map(|_| None).collect();
-            std::future::poll_fn(|context| {
-                for (call, judged) in calls.iter_mut().zip(&mut judged) {
-                    if judged.is_none()
-                        && let std::task::Poll::Ready(mut outcomes) = call.as_mut().poll(context)
-                    {
-                        *judged = outcomes.pop();
-                    }
+        self.together(inputs.iter().map(|input| reward.score(input)).collect()).into_iter().flatten().collect()
+    }
+
+    /// The outcomes of calls that are made at the same time.
+    pub(crate) fn together(&self, mut calls: Vec<BoxFuture<'_, Vec<Judged>>>) -> Vec<Vec<Judged>> {
+        let mut judged: Vec<Option<Vec<Judged>>> = calls.iter().map(|_| None).collect();
+        self.runtime.block_on(std::future::poll_fn(|context| {
+            for (call, judged) in calls.iter_mut().zip(&mut judged) {
+                if judged.is_none()
+                    && let Poll::Ready(outcomes) = call.as_mut().poll(context)
+                {
+                    *judged = Some(outcomes);
                 }
-                if judged.iter().all(Option::is_some) {
-                    std::task::Poll::Ready(())
-                } else {
-                    std::task::Poll::Pending
-                }
-            })
-            .await;
-            judged.into_iter().flatten().collect()
-        })
+            }
+            if judged.iter().all(Option::is_some) { Poll::Ready(()) } else { Poll::Pending }
+        }));
+        judged.into_iter().flatten().collect()
     }
 }
 

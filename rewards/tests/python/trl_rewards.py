@@ -50,6 +50,10 @@ def reward_everything(prompts, completions, completion_ids, trainer_state, log_e
     return [float(len(prompts))] * len(completions)
 
 
+def reward_batch_size(completions, **kwargs):
+    return [float(len(completions))] * len(completions)
+
+
 def reward_short(completions, **kwargs):
     return [1.0]
 

@@ -1,0 +1,139 @@
+//! Functions given by `f: x \mapsto 2x`, and systems in an environment: equations and inequalities row by row.
+//!
+//! Invariant: as in `operand`, a function that does not read what it is for returns `None` and leaves its tokens.
+
+use super::lex::Token;
+use super::node::{Joint, Node, Relation};
+use super::parse::Parser;
+
+/// Nesting up to which mappings are read: what turns out to be none is read once more.
+const MAX_DEPTH: usize = 8;
+/// Most rows of a system.
+const MAX_ROWS: usize = 16;
+
+impl Parser<'_> {
+    /// `f: x \mapsto 2x` as `f(x) = 2x`, also with domain and codomain, or with `f(x) = 2x` after these.
+    pub(super) fn named_mapping(&mut self) -> Option<Node> {
+        let arrow = |token: Option<&Token>| matches!(token, Some(Token::Command(name)) if name == "to" || mapsto(name));
+        let named = self.depth <= MAX_DEPTH
+            && matches!(self.peek(), Some(Token::Symbol(_)))
+            && (1..4).any(|ahead| self.peek_at(ahead) == Some(&Token::Sign(':')));
+        if !named || !(2..40).any(|ahead| arrow(self.peek_at(ahead))) {
+            return None;
+        }
+        self.tried(|parser| {
+            let Node::Symbol(name) = parser.primary()? else { return None };
+            parser.expect(':')?;
+            let domain = parser.tried(|parser| {
+                parser.set_expression()?;
+                parser.command_is(|name| name == "to" || name == "rightarrow").then_some(())?;
+                parser.set_expression()
+            });
+            if domain.is_some() {
+                let _ = parser.eat(',') || parser.eat(';') || parser.eat(':');
+            }
+            let Token::Symbol(_) = parser.peek()? else { return None };
+            match parser.set_expression()? {
+                argument @ Node::Symbol(_) => {
+                    parser.command_is(mapsto).then_some(())?;
+                    let value = parser.set_expression()?;
+                    let function = Box::new(Node::Apply(name, vec![argument]));
+                    Some(Node::Chain(function, vec![(Relation::Equal, value)]))
+                }
+                value @ Node::Apply(..) if matches!(&value, Node::Apply(other, _) if *other == name) => {
+                    let Token::Relation(Relation::Equal) = parser.peek()? else { return None };
+                    parser.at += 1;
+                    Some(Node::Chain(Box::new(value), vec![(Relation::Equal, parser.set_expression()?)]))
+                }
+                _ => None,
+            }
+        })
+    }
+
+    /// After `\{`: a set, or a system after a brace that may stay open (`\left\{ ... \right.`).
+    pub(super) fn set_or_system(&mut self) -> Option<Node> {
+        let Some(Token::Begin(environment)) = self.peek() else { return self.set() };
+        self.at += 1;
+        if !self.begins_system(environment) {
+            self.at -= 1;
+            return self.set();
+        }
+        let system = self.system(environment)?;
+        self.at += usize::from(self.peek() == Some(&Token::SetClose));
+        Some(system)
+    }
+
+    /// Whether an environment whose begin was read has a relation in its own rows: cells of matrices have none.
+    pub(super) fn begins_system(&self, environment: &str) -> bool {
+        let mut open = 1usize;
+        let own = self.lexemes[self.at..].iter().map_while(|lexeme| {
+            match lexeme.token {
+                Token::Begin(_) => open += 1,
+                Token::End(_) => open -= 1,
+                _ => {}
+            }
+            (open > 0).then_some((open, &lexeme.token))
+        });
+        holds_system(environment)
+            && own.into_iter().any(|(open, token)| open == 1 && matches!(token, Token::Relation(_)))
+    }
+
+    /// Eats a command whose name fulfils the condition.
+    pub(super) fn command_is(&mut self, condition: impl Fn(&str) -> bool) -> bool {
+        let found = matches!(self.peek(), Some(Token::Command(name)) if condition(name));
+        self.at += usize::from(found);
+        found
+    }
+
+    /// What is read, or `None` with all tokens still there.
+    fn tried<T>(&mut self, read: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
+        let from = self.at;
+        let read = self.nested(read);
+        if read.is_none() {
+            self.at = from;
+        }
+        read
+    }
+
+    /// Rows to the end of an environment whose begin was read, each of them one relation; all of them hold.
+    ///
+    /// `\begin{cases} a & x > 0 \\ b & x \le 0 \end{cases}` is no system but one function, which is not read.
+    pub(super) fn system(&mut self, environment: &str) -> Option<Node> {
+        self.nested(|parser| {
+            if environment == "array" && parser.eat('{') {
+                while !parser.eat('}') {
+                    parser.peek()?;
+                    parser.at += 1;
+                }
+            }
+            let mut rows = vec![];
+            loop {
+                match parser.peek()? {
+                    Token::End(_) => break,
+                    Token::Break | Token::Sign(',' | ';') => parser.at += 1,
+                    Token::Sign('&') if rows.is_empty() => parser.at += 1,
+                    _ => rows.push(parser.element()?),
+                }
+                let relation = rows.iter().all(|row| matches!(row, Node::Chain(..)));
+                if rows.len() > MAX_ROWS || !relation {
+                    return None;
+                }
+            }
+            parser.at += 1;
+            if rows.len() > 1 { Some(Node::List(Joint::And, rows)) } else { rows.pop() }
+        })
+    }
+}
+
+/// Whether a command of this name takes an argument to its value.
+pub(super) fn mapsto(name: &str) -> bool {
+    name == "mapsto" || name == "longmapsto"
+}
+
+/// Whether an environment may hold a system.
+fn holds_system(environment: &str) -> bool {
+    matches!(
+        environment.trim_end_matches('*'),
+        "cases" | "dcases" | "rcases" | "aligned" | "align" | "gathered" | "gather" | "alignedat" | "array"
+    )
+}
