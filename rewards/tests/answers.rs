@@ -117,15 +117,9 @@ fn systems_and_matrices() {
         &[
             ("f(x)=2x+1, g(x)=x^2-1", r"\boxed{g(x)=(x-1)(x+1),\ f(x)=1+2x}"),
             ("f(x)=x^2", r"\boxed{f: x \mapsto x^2}"),
-            (
-                "f(x)=2x, g(x)=x-1",
-                r"\boxed{\begin{cases} f(x)=x+x \\ g(x)=-1+x \end{cases}}",
-            ),
+            ("f(x)=2x, g(x)=x-1", r"\boxed{\begin{cases} f(x)=x+x \\ g(x)=-1+x \end{cases}}"),
             ("x=1, y=2", r"\boxed{\begin{cases}x=1\\y=2\end{cases}}"),
-            (
-                r"\begin{pmatrix}1/3&2\\0&1\end{pmatrix}",
-                r"\boxed{\begin{pmatrix}0.3333&2\\0&1\end{pmatrix}}",
-            ),
+            (r"\begin{pmatrix}1/3&2\\0&1\end{pmatrix}", r"\boxed{\begin{pmatrix}0.3333&2\\0&1\end{pmatrix}}"),
             (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{bmatrix}1\\2\end{bmatrix}}"),
         ],
         &[
@@ -133,10 +127,7 @@ fn systems_and_matrices() {
             ("f(x)=x^2", r"\boxed{f: x \mapsto x^3}"),
             ("f(x)=x^2", r"\boxed{g: x \mapsto x^2}"),
             ("x=1, y=2", r"\boxed{\begin{cases}x=2\\y=1\end{cases}}"),
-            (
-                r"\begin{pmatrix}1/3&2\\0&1\end{pmatrix}",
-                r"\boxed{\begin{pmatrix}0.3334&2\\0&1\end{pmatrix}}",
-            ),
+            (r"\begin{pmatrix}1/3&2\\0&1\end{pmatrix}", r"\boxed{\begin{pmatrix}0.3334&2\\0&1\end{pmatrix}}"),
         ],
     );
 }

@@ -248,8 +248,7 @@ impl Comparison<'_> {
     /// `x \in S` and other relations that are no equations.
     fn membership(&self, gold: &Node, pred: &Node) -> Option<bool> {
         if !restates(gold, pred)
-            && let (Some((a, name)), Some((b, other))) =
-                (region(gold, true), region(pred, true))
+            && let (Some((a, name)), Some((b, other))) = (region(gold, true), region(pred, true))
         {
             return Some((name.is_none() || other.is_none() || name == other) && a.equals(&b));
         }
@@ -278,7 +277,8 @@ impl Comparison<'_> {
             (Node::Apply(f, a), Node::Apply(g, b)) if f == g && a.len() == b.len() => {
                 let (wanted, found) = (symbols(a)?, symbols(b)?);
                 // g(s) = x is not g(x) = x.
-                let taken = |name: &str| value.any(&|node| matches!(node, Node::Symbol(other) if other == name));
+                let taken =
+                    |name: &str| value.any(&|node| matches!(node, Node::Symbol(other) if other == name));
                 if wanted.iter().any(|name| !found.contains(name) && taken(name)) {
                     return None;
                 }

@@ -43,6 +43,10 @@ pub(super) fn ending(text: &str) -> Vec<Found<'_>> {
             found.push(Found::plain(whole));
         }
     }
+    if let Some(surd) = last_surd(text, plain) {
+        found.push(Found::plain(surd));
+        return found;
+    }
     // The numbers inside formulas are parts of them, and no answer by themselves.
     if rest.contains(|c: char| c.is_ascii_digit()) {
         found.extend(last_number(text, plain).map(Found::plain));
@@ -57,28 +61,44 @@ pub(super) fn ending(text: &str) -> Vec<Found<'_>> {
 ///
 /// A single `$...$` that spans lines is more likely two amounts of money: it ends what is searched, and is no answer.
 pub(super) fn last_formulas(text: &str) -> Option<(Option<Found<'_>>, (usize, usize))> {
-    let all = formulas(text);
+    let mut all = formulas(text);
+    // "$x + 1$, where $x$ is the length"
+    while all.len() > 1 && all.last().is_some_and(|last| text[..last.whole.0].trim_end().ends_with(" where"))
+    {
+        all.pop();
+    }
     let (last, earlier) = all.split_last()?;
     if !last.whole_line {
         return Some((None, last.whole));
     }
-    let mut group = vec![&text[last.content.0..last.content.1]];
+    let mut group = text[last.content.0..last.content.1].to_owned();
+    let mut count = 1;
     let mut start = last.whole.0;
     for formula in earlier.iter().rev() {
         let gap = text[formula.whole.1..start].trim();
         let lists = matches!(gap, "," | "and" | "or" | ", and" | ", or" | ";");
-        if !lists || group.len() >= MAX_BOXES || !formula.whole_line {
+        if !lists || count >= MAX_BOXES || !formula.whole_line {
             break;
         }
-        group.push(&text[formula.content.0..formula.content.1]);
+        let formula_text = &text[formula.content.0..formula.content.1];
+        // Conditions that are joined by "and" hold together, by "or" one of them; values are a list.
+        let joint = match (bounds(formula_text) && bounds(&group), gap.trim_start_matches([',', ' '])) {
+            (true, "and") => " \\text{ and } ",
+            (true, "or") => " \\text{ or } ",
+            _ => ", ",
+        };
+        group = format!("{formula_text}{joint}{group}");
+        count += 1;
         start = formula.whole.0;
     }
-    group.reverse();
-    let found = match group.as_slice() {
-        [single] => Found::formula(*single),
-        several => Found::formula(several.join(", ")),
-    };
-    Some((Some(found), (start, last.whole.1)))
+    Some((Some(Found::formula(group)), (start, last.whole.1)))
+}
+
+/// Whether a formula is an inequality.
+fn bounds(formula: &str) -> bool {
+    ["<", ">", "\\le", "\\ge", "\\lt", "\\gt", "\u{2264}", "\u{2265}"]
+        .iter()
+        .any(|sign| formula.match_indices(sign).any(|(at, _)| !formula[at..].starts_with("\\left")))
 }
 
 /// `and`, `or`, also without a blank before the variable that follows.
@@ -155,7 +175,7 @@ fn close_of(inner: &str, close: &str) -> Option<usize> {
 fn last_number(text: &str, plain: usize) -> Option<Cow<'_, str>> {
     static NUMBER: LazyLock<Regex> = LazyLock::new(|| {
         compiled(
-            r"[0-9]{1,3}(?: [0-9]{3})+\b|[0-9]+ [0-9]+/[0-9]+|[0-9.,:/]*[0-9](?:[0-9.,:/]*[0-9])?(?:[eE][+-]?[0-9]+)?",
+            r"[0-9]{1,3}(?: [0-9]{3})+\b|[0-9]+ [0-9]+/[0-9]+|[0-9.]+ : [0-9.]*[0-9]|[0-9.,:/]*[0-9](?:[0-9.,:/]*[0-9])?(?:[eE][+-]?[0-9]+)?",
         )
     });
     // Only where the last number can be: from the white space before its last digits on.
@@ -201,6 +221,29 @@ fn last_number(text: &str, plain: usize) -> Option<Cow<'_, str>> {
     }
     let sign = text[..found.start()].chars().next_back().filter(|_| negative).map_or(0, char::len_utf8);
     Some(text[found.start() - sign..found.end() + unit].into())
+}
+
+/// A multiple of a root or of pi that is the last number of a text, in plain signs: `2√3`, `3π/4`.
+fn last_surd(text: &str, plain: usize) -> Option<&str> {
+    static SURD: LazyLock<Regex> = LazyLock::new(|| {
+        compiled(r"[-\x{2212}]?(?:[0-9]+(?:\.[0-9]+|/[0-9]+)?)?(?:\x{221a}\(?[0-9]+\)?|\x{3c0})(?:/[0-9]+)?")
+    });
+    let sign = text[plain..].rfind(['\u{221a}', '\u{3c0}']).map(|at| plain + at)?;
+    let from = text[..sign].char_indices().rev().nth(WINDOW).map_or(0, |(at, _)| at).max(plain);
+    let found = SURD.find_iter(&text[from..]).last()?;
+    let (start, end) = (from + found.start(), from + found.end());
+    let (before, after) = (&text[..start], &text[end..]);
+    let apart = |c: Option<char>| c.is_none_or(|c| c.is_whitespace() || "=*$.,;:!)(".contains(c));
+    let operates = |c: char| "+-*/^<>\u{2212}\u{d7}\u{f7}\u{b7}\u{2264}\u{2265}\u{2248}(".contains(c);
+    let alone = apart(before.chars().next_back())
+        && apart(after.chars().next())
+        && !before.trim_end().ends_with(operates)
+        && !after.trim_start().starts_with(operates)
+        && !after.starts_with('!')
+        && found.as_str().contains('(') == found.as_str().contains(')');
+    let digits = after.trim_start().trim_start_matches(|c: char| c.is_ascii_alphabetic() || c == '^');
+    let later = digits.trim_start_matches(['2', '3']).contains(|c: char| c.is_ascii_digit());
+    (alone && !later && !units::multiplies(after) && clause::states(before, after)).then_some(found.as_str())
 }
 
 /// Whether a text ends with a command other than a blank or an approximate equality, as in `x \\le`, or with `!=` and `<=`.

@@ -136,7 +136,8 @@ impl Lexer {
         let point = rest.strip_prefix('.').or_else(|| rest.strip_prefix("{.}"));
         let comma = rest.strip_prefix(',').filter(|_| mode == Mode::PlainDecimalComma);
         // `0{,}5`, where the braces mark no thousands.
-        let comma = comma.or_else(|| rest.strip_prefix("{,}").filter(|_| text.len() - rest.len() == digits.len()));
+        let comma =
+            comma.or_else(|| rest.strip_prefix("{,}").filter(|_| text.len() - rest.len() == digits.len()));
         if let Some(after) = point.or(comma) {
             let len = digit_count(after);
             if len > 0
@@ -373,6 +374,14 @@ impl Lexer {
             }
             '.' | '"' | '`' | '?' | '\u{20ac}' | '\u{a3}' | '\u{a5}' | '\u{2019}' => return Some(rest),
             sign if superscript(sign).is_some() => return self.superscript(text),
+            sign if units::fraction(sign).is_some() => {
+                let (numerator, denominator) = units::fraction(sign)?;
+                self.push(Token::Command("frac".to_owned()), spaced);
+                for digit in [numerator, denominator] {
+                    self.push(Token::Number(literal(digit, "")?, digit.to_owned()), false);
+                }
+                return Some(rest);
+            }
             sign => (unicode(sign)?, rest),
         };
         self.push(token, spaced);

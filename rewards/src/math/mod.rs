@@ -212,7 +212,8 @@ fn readings(found: &Found<'_>, side: Side) -> Vec<Node> {
     let short = !found.formula && text.len() <= lex::MAX_BYTES;
     let with_units = if short { units::with_units(text, side) } else { None };
     // In a formula a comma after another digit than zero lists.
-    if units::decimal_comma(text, side) && (!found.formula || text.trim_start_matches('-').starts_with("0,")) {
+    if units::decimal_comma(text, side) && (!found.formula || text.trim_start_matches('-').starts_with("0,"))
+    {
         modes.push(Mode::PlainDecimalComma);
     }
     let quotient = text.contains('/') && text.contains(|c: char| c.is_ascii_digit());

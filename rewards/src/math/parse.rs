@@ -206,7 +206,7 @@ impl<'a> Parser<'a> {
     }
 
     /// The relation that is next, with the marks of alignment around it, and its tokens.
-    fn relation(&self) -> Option<(Relation, usize)> {
+    pub(super) fn relation(&self) -> Option<(Relation, usize)> {
         let mark = |at: usize| usize::from(self.peek_at(at) == Some(&Token::Sign('&')));
         let before = mark(0);
         let Some(Token::Relation(relation)) = self.peek_at(before) else { return None };

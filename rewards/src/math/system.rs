@@ -111,8 +111,14 @@ impl Parser<'_> {
                 match parser.peek()? {
                     Token::End(_) => break,
                     Token::Break | Token::Sign(',' | ';') => parser.at += 1,
-                    Token::Sign('&') if rows.is_empty() => parser.at += 1,
-                    _ => rows.push(parser.element()?),
+                    _ => match (parser.relation(), rows.last_mut()) {
+                        // A row that begins with a relation goes on with the one before.
+                        (Some((relation, length)), Some(Node::Chain(_, rest))) if rest.len() < MAX_ROWS => {
+                            parser.at += length;
+                            rest.push((relation, parser.set_expression()?));
+                        }
+                        _ => rows.push(parser.element()?),
+                    },
                 }
                 let relation = rows.iter().all(|row| matches!(row, Node::Chain(..)));
                 if rows.len() > MAX_ROWS || !relation {

@@ -30,6 +30,21 @@ pub(super) fn superscript(c: char) -> Option<char> {
     })
 }
 
+/// Numerator and denominator of a fraction that is one character.
+pub(super) fn fraction(c: char) -> Option<(&'static str, &'static str)> {
+    Some(match c {
+        '\u{bd}' => ("1", "2"),
+        '\u{bc}' => ("1", "4"),
+        '\u{be}' => ("3", "4"),
+        '\u{2153}' => ("1", "3"),
+        '\u{2154}' => ("2", "3"),
+        '\u{2155}' => ("1", "5"),
+        '\u{2159}' => ("1", "6"),
+        '\u{215b}' => ("1", "8"),
+        _ => return None,
+    })
+}
+
 /// A unit with its exponent, and another one that it is divided by.
 const UNIT: &str = r"(mm|cm|dm|km|m|in|ft|yd|mi|mg|kg|g|ml|mL|l|L)(\x{b2}|\x{b3}|\^?\{?[23]\}?)?(?:/(mm|cm|km|m|s|sec|min|h|hr|day|kg|g|ml|mL|l|L)(\x{b2}|\x{b3}|\^?\{?[23]\}?)?)?";
 
@@ -62,7 +77,8 @@ fn raised(power: &str) -> String {
 
 /// A unit and its exponent in a text of nothing else, as in `\text{m^2}`.
 pub(super) fn with_exponent(text: &str) -> Option<(&str, &str)> {
-    let exponents = [("^2", "2"), ("^{2}", "2"), ("\u{b2}", "2"), ("^3", "3"), ("^{3}", "3"), ("\u{b3}", "3")];
+    let exponents =
+        [("^2", "2"), ("^{2}", "2"), ("\u{b2}", "2"), ("^3", "3"), ("^{3}", "3"), ("\u{b3}", "3")];
     let (unit, exponent) =
         exponents.iter().find_map(|(end, exponent)| Some((text.strip_suffix(end)?.trim_end(), *exponent)))?;
     words::unit(unit).map(|_| (unit, exponent))
@@ -70,8 +86,7 @@ pub(super) fn with_exponent(text: &str) -> Option<(&str, &str)> {
 
 /// Where the number ends whose unit a text ends with, the exponent as its last digit: `9.8` in `9.8 m/s^2`.
 pub(super) fn number_before(text: &str) -> Option<usize> {
-    static TRAILING: LazyLock<Regex> =
-        LazyLock::new(|| compiled(&format!(r"[0-9][ \x{{a0}}]?{UNIT}$")));
+    static TRAILING: LazyLock<Regex> = LazyLock::new(|| compiled(&format!(r"[0-9][ \x{{a0}}]?{UNIT}$")));
     // No unit is longer.
     let from = text.char_indices().rev().nth(24).map_or(0, |(at, _)| at);
     let found = TRAILING.find_iter(&text[from..]).last()?;
@@ -85,15 +100,14 @@ pub(super) fn multiplies(after: &str) -> bool {
     let (first, second) = (chars.next().unwrap_or(' '), chars.next().unwrap_or(' '));
     let raised = superscript(second).is_some() || second == '^';
     let variable = "xyzn".contains(first) && !second.is_alphanumeric() && second != '-' && second != '\'';
-    rest.len() < after.len()
-        && first.is_ascii_alphabetic()
-        && (variable || (raised && length(rest) == 0))
+    rest.len() < after.len() && first.is_ascii_alphabetic() && (variable || (raised && length(rest) == 0))
 }
 
 /// Bytes of a unit that follows a number without a blank.
 pub(super) fn length(after: &str) -> usize {
     static LEADING: LazyLock<Regex> = LazyLock::new(|| compiled(&format!("^{UNIT}")));
-    let ends = |len: usize| after[len..].chars().next().is_none_or(|c| c.is_whitespace() || ".,;:)*".contains(c));
+    let ends =
+        |len: usize| after[len..].chars().next().is_none_or(|c| c.is_whitespace() || ".,;:)*".contains(c));
     if let Some(found) = LEADING.find(after).filter(|found| found.len() > 1 && ends(found.len())) {
         return found.len();
     }
@@ -112,7 +126,8 @@ pub(super) fn decimal_comma(text: &str, side: Side) -> bool {
     let (decimals, unit) = rest.split_at(len);
     let zero = whole == "0" && len >= if side == Side::Reference { 2 } else { 1 };
     let price = len == 2 && !whole.is_empty() && whole.bytes().all(|byte| byte.is_ascii_digit());
-    let alone = unit.is_empty() || (zero && !unit.contains(|c: char| c.is_ascii_digit() || ",;()[]{}=".contains(c)));
+    let alone =
+        unit.is_empty() || (zero && !unit.contains(|c: char| c.is_ascii_digit() || ",;()[]{}=".contains(c)));
     !decimals.is_empty() && alone && (zero || price)
 }
 

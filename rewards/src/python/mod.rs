@@ -209,7 +209,9 @@ impl PythonReward {
     /// The batch that one call of the function gets.
     fn sees(&self) -> String {
         match (self.hello.batch, self.scope) {
-            (true, Scope::Group) if self.group_size == 0 => "called once per group of completions of a task".to_owned(),
+            (true, Scope::Group) if self.group_size == 0 => {
+                "called once per group of completions of a task".to_owned()
+            }
             (true, Scope::Group) => format!(
                 "called once per group: the {} completions of a task in training, those that it samples of a task in an \
                  evaluation",

@@ -76,18 +76,15 @@ fn an_exception_in_a_batch_charges_only_the_one_that_causes_it() {
 fn functions_that_take_lists_see_whole_groups() {
     let Some(run) = run() else { return };
     let row = task(json!({}));
-    let groups: Vec<Vec<_>> = [1, 3, 8, 2, 8]
-        .iter()
-        .map(|size| (0..*size).map(|_| input(&row, "4", &[4])).collect())
-        .collect();
+    let groups: Vec<Vec<_>> =
+        [1, 3, 8, 2, 8].iter().map(|size| (0..*size).map(|_| input(&row, "4", &[4])).collect()).collect();
     let sizes = |judged: &Judged, detail: Option<&str>| match detail {
         Some(detail) => outcome(judged).details[detail].as_f64(),
         None => outcome(judged).value,
     };
-    for (file, function, detail) in [
-        ("trl_rewards.py", "reward_batch_size", None),
-        ("verl_batch_reward.py", "compute_score", Some("of")),
-    ] {
+    for (file, function, detail) in
+        [("trl_rewards.py", "reward_batch_size", None), ("verl_batch_reward.py", "compute_score", Some("of"))]
+    {
         // One worker: all groups but the first wait together.
         let reward = run.reward(file, json!({"function": function, "workers": 1}));
         assert_eq!(reward.scope(), Scope::Group, "{file}");

@@ -76,7 +76,10 @@ impl Run {
         let tasks: Vec<_> = texts.iter().map(|_| task(json!({}))).collect();
         let inputs: Vec<_> =
             tasks.iter().zip(texts).map(|(task, text)| [RewardInput::text(task, text)]).collect();
-        self.together(inputs.iter().map(|input| reward.score(input)).collect()).into_iter().flatten().collect()
+        self.together(inputs.iter().map(|input| reward.score(input)).collect())
+            .into_iter()
+            .flatten()
+            .collect()
     }
 
     /// The outcomes of calls that are made at the same time.
