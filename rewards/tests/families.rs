@@ -54,6 +54,7 @@ fn numbers_stand_next_to_units() {
             ("$4m^2$", "4m\u{b2}"),
             ("x^4", "x\u{2074}"),
             ("30", "It takes 30 sec."),
+            (r"2\sec x", "2 sec x"),
             ("30", "30 min"),
             ("30", r"\boxed{30\text{ min}}"),
             ("30", r"\boxed{30\ \mathrm{sec}}"),
@@ -95,6 +96,8 @@ fn numbers_stand_next_to_units() {
             (r"30\text{ min}", "30 sec"),
             ("30", r"30\min(2,3)"),
             ("30", "there are 30 n"),
+            ("2", "2 sec x"),
+            ("2", "so it is 2 sin(x)"),
         ],
     );
 }
@@ -286,6 +289,11 @@ fn functions_are_named_in_any_order_and_form() {
             ("f(x)=x^2", r"\boxed{f: \mathbb{R} \to \mathbb{R},\ f(x) = x\cdot x}"),
             ("f(x)=x^2", r"\boxed{x \mapsto x^2}"),
             (r"f: x \mapsto x^2", r"\boxed{f(x)=x^2}"),
+            ("f(x)=x^2", "\\boxed{f: x \u{2192} x^2}"),
+            (
+                r"\begin{cases}x=1\\y=2\end{cases} \text{ or } \begin{cases}x=3\\y=4\end{cases}",
+                r"\boxed{\begin{cases}y=4\\x=3\end{cases} \text{ or } \begin{cases}x=1\\y=2\end{cases}}",
+            ),
             (r"f: x \mapsto x^2", r"\boxed{x^2}"),
             ("f(x,y)=x-y", r"\boxed{f(y,x)=y-x}"),
             ("f(x)=2x, g(x)=x", r"\boxed{f = 2x, g = x}"),
@@ -305,6 +313,11 @@ fn functions_are_named_in_any_order_and_form() {
             ("f(x)=2x+1, g(x)=x^2-1", r"\boxed{f: x \mapsto x^2-1,\ g: x \mapsto 2x+1}"),
             ("f(x)=x^2", r"\boxed{f: x \mapsto x^3}"),
             ("f(x)=x^2", r"\boxed{g: x \mapsto x^2}"),
+            ("f(x)=x^2", "\\boxed{f: x \u{2192} x^3}"),
+            (
+                r"\begin{cases}x=1\\y=2\end{cases} \text{ or } \begin{cases}x=3\\y=4\end{cases}",
+                r"\boxed{\begin{cases}x=1\\y=4\end{cases} \text{ or } \begin{cases}x=3\\y=2\end{cases}}",
+            ),
             ("f(x)=x^2", r"\boxed{f: x \mapsto t^2}"),
             ("f(x)=x^2", r"\boxed{f: \mathbb{R} \to \mathbb{R}}"),
             ("f(x)=x^2", r"\boxed{x \mapsto x}"),
@@ -430,4 +443,43 @@ fn long_solutions_end_with_their_answer() {
         same.iter().chain(&different).map(|(gold, end)| (*gold, format!("{WORK}{end}"))).collect();
     let pairs: Vec<(&str, &str)> = texts.iter().map(|(gold, text)| (*gold, text.as_str())).collect();
     check(&pairs[..same.len()], &pairs[same.len()..]);
+}
+
+/// Each of these is as long or as deep as a limit allows, or longer.
+#[test]
+fn hostile_forms_of_the_families_are_judged_at_once() {
+    let nested = |open: &str, inner: &str, close: &str, times: usize| {
+        format!("${}{inner}{}$", open.repeat(times), close.repeat(times))
+    };
+    let texts = [
+        format!("${}x{} < 1$", "|".repeat(7), "|-1".repeat(7)),
+        nested("|", "x < 1", "|", 300),
+        format!("${}$", ["||x|-2|"; 60].join(" < ")),
+        format!("${} < 1$", ["|x-1|"; 200].join("+")),
+        format!("${} < 1$", "||x|-1|".repeat(80)),
+        nested("\\begin{array}", "x=1", "\\end{array}", 60),
+        nested("\\begin{cases}x=", "1", "\\end{cases}", 60),
+        nested("\\left\\{\\begin{aligned}x=", "1", "\\end{aligned}\\right.", 60),
+        nested("f:(", "x \\to x \\mapsto x", ")", 60),
+        format!("${}\\to x \\mapsto x$", "f: ".repeat(300)),
+        format!("5{}", "\u{b2}".repeat(3000)),
+        "5m\u{b2}".repeat(1200),
+        format!("1 {}", "m/s".repeat(50_000)),
+        "0,1 ".repeat(50_000),
+        "\u{221a}".repeat(50_000),
+        "2\u{221a}2 ".repeat(30_000),
+        "where $x$ ".repeat(20_000),
+        "$x<1$ and ".repeat(20_000),
+        "\\begin{cases}".repeat(10_000),
+        "5 or more ".repeat(20_000),
+    ];
+    let begun = std::time::Instant::now();
+    for text in &texts {
+        for gold in ["5", "(0,1)", "|x| < 1"] {
+            grade(gold, text, false, true);
+            grade(text, gold, false, true);
+        }
+    }
+    // Milliseconds each where nothing else runs.
+    assert!(begun.elapsed().as_secs() < 20, "{:?}", begun.elapsed());
 }

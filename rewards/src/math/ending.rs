@@ -18,7 +18,8 @@ const WINDOW: usize = 80;
 /// The formula or number that ends the text, whichever is later, or a short text as a whole.
 pub(super) fn ending(text: &str) -> Vec<Found<'_>> {
     let formulas = last_formulas(text);
-    let plain = formulas.as_ref().map_or(0, |(_, (_, end))| *end);
+    // Formulas that words explain are behind the one that counts.
+    let plain = self::formulas(text).last().map_or(0, |formula| formula.whole.1);
     let rest = &text[plain..];
     let mut found = vec![];
     if formulas.is_none() {
@@ -72,9 +73,8 @@ pub(super) fn last_formulas(text: &str) -> Option<(Option<Found<'_>>, (usize, us
         return Some((None, last.whole));
     }
     let mut group = text[last.content.0..last.content.1].to_owned();
-    let mut count = 1;
     let mut start = last.whole.0;
-    for formula in earlier.iter().rev() {
+    for (count, formula) in (1..).zip(earlier.iter().rev()) {
         let gap = text[formula.whole.1..start].trim();
         let lists = matches!(gap, "," | "and" | "or" | ", and" | ", or" | ";");
         if !lists || count >= MAX_BOXES || !formula.whole_line {
@@ -88,7 +88,6 @@ pub(super) fn last_formulas(text: &str) -> Option<(Option<Found<'_>>, (usize, us
             _ => ", ",
         };
         group = format!("{formula_text}{joint}{group}");
-        count += 1;
         start = formula.whole.0;
     }
     Some((Some(Found::formula(group)), (start, last.whole.1)))

@@ -232,7 +232,10 @@ impl Lexer {
     /// Whether `min` or `sec` after a number is a unit and no function.
     fn is_time(&self, name: &str, rest: &str) -> bool {
         let number = matches!(self.out.last(), Some(Lexeme { token: Token::Number(..), .. }));
-        number && matches!(name, "min" | "sec") && !rest.trim_start().starts_with(['(', '{', '_', '\\'])
+        let rest = rest.trim_start();
+        // `2 sec x`
+        let argument = rest.bytes().take_while(u8::is_ascii_alphabetic).count() == 1;
+        number && matches!(name, "min" | "sec") && !argument && !rest.starts_with(['(', '{', '_', '\\'])
     }
 
     fn command<'a>(&mut self, text: &'a str, mode: Mode, spaced: bool, depth: usize) -> Option<&'a str> {

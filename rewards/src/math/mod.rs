@@ -9,8 +9,10 @@
 //!   for a value without a finite decimal form that it is rounded to or cut off from (`0.3333` is 1/3, `0.33` is not).
 //! - Expressions: equal at random points. Of rational ones the error probability is below 1e-46, see `identity`.
 //! - `x = 5` is the value 5; a value never stands for an unsolved equation.
+//!   Ends of intervals and cells of matrices are numbers in this respect too.
 //! - Physical units may be left out but not contradict each other; other words after a number do not count.
-//! - Tuples are ordered, sets and lists are not, `(1, 2)` is also an open interval, `x > 2` is `(2, \infty)`.
+//! - Tuples are ordered, sets and lists are not, `(1, 2)` is also an open interval, `x > 2` is `(2, \infty)`, and so are
+//!   `0 < f(x) < 1` and `|x - 1| > 2` the sets that they describe; systems and functions are compared by name.
 //!
 //! # What is unknown
 //! A reference outside of the grammar, unless both answers are the same text. The reward's `on_unknown` says what then.
@@ -464,7 +466,9 @@ mod tests {
         ---\\---\\\\---1------0---7/0---,---.---1,000---e9---10^---\\times---=---x--- ---\n---%---^\\circ---{,}---\u{e9}\
         ---\u{2212}---\u{1f600}---\u{b0}---_5---!---|---<---\\le---\\in---\\cup---\\infty---\\pm---\\{---\\}---\\int_0^1\
         ---dx---\\sum_{n=1}^---\\lim_{x\\to 0}---\\begin{pmatrix}---&---\\end{pmatrix}---\\sin---\\log_---f(---and---or\
-        ---million---cm---'---^---\\overline{3}---\\mathbb{R}---9^9^9---\\{x|---\\max(---\\det---\\partial---\\choose";
+        ---million---cm---'---^---\\overline{3}---\\mathbb{R}---9^9^9---\\{x|---\\max(---\\det---\\partial---\\choose\
+        ---\\begin{cases}---\\end{cases}---f: ---\\mapsto---\\to---\u{b2}---\u{207b}---\u{bd}---m/s---0,1---||---\\text{m^2}\
+        ---\u{221a}3---2\u{3c0}---f(x)---\\left\\{---where $x$";
 
     fn texts() -> impl Strategy<Value = String> {
         let pieces: Vec<&str> = PIECES.split("---").chain(["-"]).collect();

@@ -8,7 +8,7 @@ use num_traits::{One, Signed};
 use super::clause;
 use super::lex::{self, Lexeme, Mode, Token};
 use super::node::{Joint, Node, Relation};
-use super::system::mapsto;
+use super::system::{as_part, mapsto};
 use super::words;
 
 /// Deepest nesting that is read.
@@ -158,6 +158,9 @@ impl<'a> Parser<'a> {
             }
         }
         // `1, 2; 3, 4` are pairs; `1; 2; 3` are elements.
+        if groups.iter().map(Vec::len).sum::<usize>() > 1 {
+            groups = groups.into_iter().map(|group| group.into_iter().map(as_part).collect()).collect();
+        }
         let paired = groups.len() > 1 && groups.iter().any(|group| group.len() > 1);
         let parts = if paired {
             groups.into_iter().map(Node::Tuple).collect()
@@ -167,7 +170,7 @@ impl<'a> Parser<'a> {
         Some((joint, parts))
     }
 
-    fn at_end(&self) -> bool {
+    pub(super) fn at_end(&self) -> bool {
         match self.peek() {
             None | Some(Token::SetClose | Token::End(_) | Token::Break) => true,
             Some(Token::Sign(sign)) => ")]}".contains(*sign),
@@ -213,7 +216,7 @@ impl<'a> Parser<'a> {
         Some((*relation, before + 1 + mark(before + 1)))
     }
 
-    fn separates(&self) -> bool {
+    pub(super) fn separates(&self) -> bool {
         matches!(self.peek(), Some(Token::Sign(',' | ';'))) || matches!(self.word(), Some("and" | "or"))
     }
 

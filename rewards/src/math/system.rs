@@ -25,10 +25,17 @@ impl Parser<'_> {
             let Node::Symbol(name) = parser.primary()? else { return None };
             parser.expect(':')?;
             let domain = parser.tried(|parser| {
-                parser.set_expression()?;
+                let from = parser.set_expression()?;
                 parser.command_is(|name| name == "to" || name == "rightarrow").then_some(())?;
-                parser.set_expression()
+                Some((from, parser.set_expression()?))
             });
+            // `f: x \to 2x` has the argument where others have the domain.
+            if let Some((argument @ Node::Symbol(_), value)) = &domain
+                && (parser.at_end() || parser.separates())
+            {
+                let function = Box::new(Node::Apply(name, vec![argument.clone()]));
+                return Some(Node::Chain(function, vec![(Relation::Equal, value.clone())]));
+            }
             if domain.is_some() {
                 let _ = parser.eat(',') || parser.eat(';') || parser.eat(':');
             }
@@ -128,6 +135,20 @@ impl Parser<'_> {
             parser.at += 1;
             if rows.len() > 1 { Some(Node::List(Joint::And, rows)) } else { rows.pop() }
         })
+    }
+}
+
+/// A system beside others as one part of their list, its rows in one order: rows of different systems stay apart.
+pub(super) fn as_part(node: Node) -> Node {
+    match node {
+        Node::List(Joint::And, mut rows) => {
+            rows.sort_by_cached_key(|row| match row {
+                Node::Chain(first, _) => format!("{first:?}"),
+                row => format!("{row:?}"),
+            });
+            Node::Tuple(rows)
+        }
+        node => node,
     }
 }
 

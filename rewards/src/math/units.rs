@@ -99,6 +99,13 @@ pub(super) fn multiplies(after: &str) -> bool {
     let mut chars = rest.chars();
     let (first, second) = (chars.next().unwrap_or(' '), chars.next().unwrap_or(' '));
     let raised = superscript(second).is_some() || second == '^';
+    let len = rest.bytes().take_while(u8::is_ascii_alphabetic).count();
+    let argument = rest[len..].trim_start();
+    let applied = argument.starts_with(['(', '\u{3c0}', '\u{3b8}'])
+        || argument.bytes().take_while(u8::is_ascii_alphabetic).count() == 1;
+    if rest.len() < after.len() && applied && super::lex::is_function(&rest[..len]) {
+        return true;
+    }
     let variable = "xyzn".contains(first) && !second.is_alphanumeric() && second != '-' && second != '\'';
     rest.len() < after.len() && first.is_ascii_alphabetic() && (variable || (raised && length(rest) == 0))
 }
