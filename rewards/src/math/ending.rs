@@ -222,7 +222,7 @@ fn last_number(text: &str, plain: usize) -> Option<Cow<'_, str>> {
     Some(text[found.start() - sign..found.end() + unit].into())
 }
 
-/// A multiple of a root or of pi that is the last number of a text, in plain signs: `2√3`, `3π/4`.
+/// A multiple of a root or of pi that is the last number of a text, in plain signs: `2\u{221a}3`, `3\u{3c0}/4`.
 fn last_surd(text: &str, plain: usize) -> Option<&str> {
     static SURD: LazyLock<Regex> = LazyLock::new(|| {
         compiled(r"[-\x{2212}]?(?:[0-9]+(?:\.[0-9]+|/[0-9]+)?)?(?:\x{221a}\(?[0-9]+\)?|\x{3c0})(?:/[0-9]+)?")

@@ -1,6 +1,6 @@
 //! Units beside numbers in plain text, where a letter may also be a variable, and decimal commas.
 //!
-//! Invariant: a single letter counts as a unit only with an exponent or in a quotient of units (`12m²`, `5 m/s`), and a
+//! Invariant: a single letter counts as a unit only with an exponent or in a quotient of units (`12m^2`, `5 m/s`), and a
 //! comma as a decimal point only where it cannot mark thousands.
 
 use std::sync::LazyLock;
@@ -93,7 +93,7 @@ pub(super) fn number_before(text: &str) -> Option<usize> {
     Some(from + found.start() + 1)
 }
 
-/// Whether what follows a number after a blank is a variable that multiplies it: `9 n`, `9.8 x²`, but no unit.
+/// Whether what follows a number after a blank is a variable that multiplies it: `9 n`, `9.8 x^2`, but no unit.
 pub(super) fn multiplies(after: &str) -> bool {
     let rest = after.trim_start_matches([' ', '\u{a0}']);
     let mut chars = rest.chars();
