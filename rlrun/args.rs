@@ -197,6 +197,9 @@ pub struct ResumeArgs {
     /// Change a value of the run's recipe; can be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
+    /// Go on with an empty journal if it is missing: groups that no checkpoint contains are lost, and tasks begin anew
+    #[arg(long)]
+    pub without_journal: bool,
     /// How much is shown.
     #[command(flatten)]
     pub loudness: Loudness,

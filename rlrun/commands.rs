@@ -7,6 +7,7 @@ use std::io::{BufRead, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use buffer::Buffer;
 use device::Device;
 
 use model::{Config, Cores, ModelDirectory, Quantization, Sampling, Team};
@@ -23,12 +24,14 @@ use crate::controller;
 use crate::doctor;
 use crate::failure::Failure;
 use crate::fit;
+use crate::forward_edge;
 use crate::init;
 use crate::pipeline::{self, Ending, Surroundings};
 use crate::plan;
 use crate::plan::memory::{Memory, devices};
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
+use crate::recipe::words::Store;
 use crate::recipe::{DataSource, Diagnostic, Model, Origins, Recipe};
 use crate::report::{Report, Style};
 use crate::reward;
@@ -158,6 +161,11 @@ fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Failure> {
         .map_err(|source| Failure::System { what: format!("read {}", path.display()), source })?;
     let (recipe, origins) = load(&path, &args.sets, program)?;
     refuse_what_does_not_fit(&recipe)?;
+    let journal = forward_edge::journal(run_dir.path());
+    let keeps_one = recipe.buffer.store == Store::Redb && recipe.supervised.is_none();
+    if args.without_journal && keeps_one && !journal.exists() {
+        drop(Buffer::open(journal, recipe.buffer_config())?);
+    }
     if !args.sets.is_empty() {
         run_dir.replace_resolved(&recipe.resolved_toml(&origins))?;
     }

@@ -3,7 +3,7 @@
 //! Invariant: sampler and trainer get the two contracts and do not learn where the buffer is.
 
 use std::net::{SocketAddr, TcpListener};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use axum::Router;
@@ -18,6 +18,11 @@ use crate::recipe::Recipe;
 use crate::recipe::words::Store;
 use crate::report::Report;
 use crate::workers::membership::token;
+
+/// The journal of the run in `run_dir`.
+pub(crate) fn journal(run_dir: &Path) -> PathBuf {
+    run_dir.join("buffer.redb")
+}
 
 /// Both ends of the buffer of a run.
 pub(crate) struct Edge {
@@ -50,6 +55,8 @@ pub(crate) struct Opening<'a> {
     pub(crate) report: &'a Report,
     /// In place of the recipe's address.
     pub(crate) door: Option<&'a Door>,
+    /// Whether the run has made anything that its journal belongs to.
+    pub(crate) has_begun: bool,
 }
 
 impl Opening<'_> {
@@ -61,7 +68,7 @@ impl Opening<'_> {
     pub(crate) fn open(&self, routes: Vec<(Role, Router)>) -> Result<Edge, Failure> {
         let config = self.recipe.buffer_config();
         let own = match self.recipe.buffer.store {
-            Store::Redb => Buffer::open(self.run_dir.join("buffer.redb"), config)?,
+            Store::Redb => Buffer::open(self.journal()?, config)?,
             Store::Memory => Buffer::in_memory(config)?,
             Store::Http => return elsewhere(self.recipe),
         };
@@ -70,6 +77,20 @@ impl Opening<'_> {
         let served = self.server(routes)?.map(serve).transpose()?;
         let producer = Arc::clone(&own) as Arc<dyn Producer>;
         Ok(Edge { producer, consumer: Arc::clone(&own) as Arc<dyn Consumer>, own: Some(own), served })
+    }
+
+    /// The path of the journal. A run that has begun does not go on without its groups unnoticed.
+    fn journal(&self) -> Result<PathBuf, Failure> {
+        let path = journal(self.run_dir);
+        if !self.has_begun || path.exists() {
+            return Ok(path);
+        }
+        Err(Failure::Argument(format!(
+            "journal {} is missing, and with it the groups that no checkpoint contains: put it back, or go on without them \
+             with `rlrun resume {} --without-journal`",
+            path.display(),
+            self.run_dir.display()
+        )))
     }
 
     /// Where and to whom the run is served; not at all without an address.
@@ -89,12 +110,20 @@ impl Opening<'_> {
                 tls,
                 insecure,
                 routes,
+                own_trainer: true,
                 ..ServerConfig::new(listen)
             }));
         }
         let Some(listen) = buffer.listen else { return Ok(None) };
         let tokens = buffer.token_file.as_deref().map(Tokens::read).transpose()?;
-        Ok(Some(ServerConfig { tokens, tls, insecure, routes, ..ServerConfig::new(listen) }))
+        Ok(Some(ServerConfig {
+            tokens,
+            tls,
+            insecure,
+            routes,
+            own_trainer: true,
+            ..ServerConfig::new(listen)
+        }))
     }
 }
 

@@ -187,6 +187,7 @@ impl Run<'_> {
             runtime: &self.runtime,
             report: &self.report,
             door: self.door.as_ref(),
+            has_begun: self.run_dir.has_begun(),
         };
         Exchange::open(&opening, &self.run_dir.resolved_recipe())
     }
@@ -264,6 +265,9 @@ impl Run<'_> {
         let evaluated = ModelDirectory::open(directory.path())?;
         let mut trainer =
             Trainer::start(config, (learner, companions, &state), directory, edges, Arc::clone(&stop))?;
+        if let Some(lost) = trainer.lost_lease() {
+            self.report.note(&format!("warning: {lost}; the checkpoint contains these groups all the same"));
+        }
         let seats = self
             .recipe
             .is_colocated()

@@ -37,10 +37,10 @@ pub fn buffer(args: &ServeBufferArgs) -> Result<String, Failure> {
     let path = args.dir.join(JOURNAL);
     let keep = args.keep.buffer_config();
     let buffer = Arc::new(Buffer::open(&path, keep)?);
-    let reopen = move || Buffer::open(&path, keep);
+    let reopen = buffer.reopen();
     runtime()?.block_on(async {
         let signals = Signals::listen()?;
-        let config = ServerConfig { reopen: Some(Arc::new(reopen)), ..config };
+        let config = ServerConfig { reopen, ..config };
         let scheme = if config.tls.is_some() { "https" } else { "http" };
         let server = Server::bind(config, buffer).await?;
         say(&format!("listening on {scheme}://{}", server.local_addr()));

@@ -187,3 +187,36 @@ fn a_resume_with_values_that_do_not_fit_changes_nothing() {
         .refused(&["the model can see"]);
     assert_eq!(resolved(), before);
 }
+
+/// The journal holds groups that no checkpoint has: without it a run goes on only if it is asked to.
+#[test]
+fn a_run_whose_journal_is_missing_goes_on_only_without_it() {
+    let home = Home::new();
+    let run = home.small("run", &["trainer.steps=4"]);
+    let journal = run.path.join("buffer.redb");
+    fs::remove_file(&journal).unwrap();
+    let resume = ["resume", "run", "--set", "trainer.steps=6"];
+    home.rlrun(&resume).refused(&["buffer.redb is missing", "`rlrun resume run --without-journal`"]);
+    assert!(!journal.exists(), "a refusal leaves nothing behind");
+    assert!(fs::read_to_string(run.path.join("resolved.toml")).unwrap().contains("steps = 4 "));
+    home.rlrun(&[&resume[..], &["--without-journal"]].concat()).ok();
+    assert_eq!(run.values("step"), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+    assert!(journal.exists());
+    // With a journal there is nothing to waive.
+    home.rlrun(&["resume", "run", "--without-journal", "--set", "trainer.steps=7"]).ok();
+    assert_eq!(run.steps().len(), 7);
+}
+
+/// A run whose journal is removed under it ends with that, and not with a lasting gap.
+#[test]
+fn a_run_whose_journal_is_removed_ends_and_says_so() {
+    let home = Home::new();
+    let run = home.run("run");
+    let mut child = home.start_endless("run", &[]);
+    assert!(run.wait_for(Moment::Step(2), &mut child));
+    fs::remove_file(run.path.join("buffer.redb")).unwrap();
+    let done = finish(child);
+    assert_eq!(done.status.code(), Some(1), "{}", done.stderr);
+    assert!(done.stderr.contains("was removed while it was open"), "{}", done.stderr);
+    home.rlrun(&["resume", "run"]).refused(&["is missing", "--without-journal"]);
+}

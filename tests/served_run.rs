@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::served::{Client, Place, Server};
 use crate::support::{Home, Moment, Run, finish, interrupt};
@@ -76,4 +76,34 @@ fn a_run_can_be_watched_through_the_buffer_that_it_serves() {
     assert!(stats["next_step"].as_u64() >= Some(2), "{stats}");
     interrupt(&child);
     finish(child).ok();
+}
+
+/// A client with every right cannot stand in for the trainer of a run, so that it can neither end the run nor spoil what is
+/// resumed.
+#[test]
+fn a_client_that_acknowledges_what_nobody_trained_is_refused_and_the_run_goes_on() {
+    let home = Home::new();
+    let run = home.run("run");
+    let mut child =
+        home.start_small("run", &["trainer.steps=6", "checkpoint.interval=2", "buffer.listen=127.0.0.1:0"]);
+    assert!(run.wait_for(Moment::Start(1), &mut child));
+    let log = std::fs::read_to_string(run.path.join("logs/attempt_1.log")).unwrap();
+    let address = log.split("served on http://").nth(1).and_then(|rest| rest.split_whitespace().next());
+    let place = Place::at(address.unwrap_or_else(|| panic!("{log}")).parse().unwrap());
+    let mut client = Client::new(&place);
+    for (method, path, body) in [
+        ("POST", "/v1/leases/ack", json!({ "consumer": "trainer", "through": 99_999 })),
+        ("POST", "/v1/leases/0/ack", json!({})),
+        ("POST", "/v1/leases/0/release", json!({})),
+        ("POST", "/v1/leases/0/extend", json!({ "hold_ms": 100 })),
+        ("POST", "/v1/leases", json!({ "consumer": "trainer", "step": 0, "hold_ms": 100 })),
+        ("PUT", "/v1/policy/version", json!({ "version": 99_999 })),
+        ("PUT", "/v1/policy/version", json!({ "version": u64::MAX, "rewind": true })),
+    ] {
+        let (status, answer, _) = client.ask(method, path, &body);
+        assert_eq!((status, &answer["code"]), (403, &json!("own_trainer")), "{method} {path}: {answer}");
+    }
+    finish(child).ok();
+    home.rlrun(&["resume", "run", "--set", "trainer.steps=8"]).ok();
+    assert_eq!(run.values("step"), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 use trajectory::{Group, GroupId, PolicyVersion};
 
-use crate::journal::Journal;
+use crate::journal::{Journal, OpenFile};
 use crate::ledger::{Begin, Kept, Leased, Ledger};
 use crate::memory::Memory;
 use crate::payload::{Incoming, Prepared};
@@ -34,6 +34,8 @@ pub struct Buffer {
     config: BufferConfig,
     shared: Arc<Shared>,
     store: Box<dyn Store>,
+    /// Of its journal, if that is in one.
+    file: Option<Arc<OpenFile>>,
 }
 
 /// A group, and its payload if it is finalized.
@@ -75,7 +77,8 @@ impl Buffer {
     pub fn open(path: impl AsRef<Path>, config: BufferConfig) -> Result<Self, BufferError> {
         let config = config.checked()?;
         let (journal, kept, opening) = Journal::open(path.as_ref(), config.compact_above)?;
-        Ok(Self::over(config, Box::new(journal), kept, opening))
+        let file = journal.file();
+        Ok(Self { file, ..Self::over(config, Box::new(journal), kept, opening) })
     }
 
     /// The same in another storage than a file, such as one that fails on purpose.
@@ -96,7 +99,7 @@ impl Buffer {
             events: Events::new(opening),
             opened: Instant::now(),
         };
-        Self { config, shared: Arc::new(shared), store }
+        Self { config, shared: Arc::new(shared), store, file: None }
     }
 
     /// How it was configured.

@@ -21,7 +21,7 @@ pub trait Producer: Send + Sync {
     fn admit(&self, request: AdmitRequest, wait: Duration) -> Result<Vec<GroupId>, BufferError>;
 
     /// Admitted to claimed: `served` is about to sample the first token. It counts as the oldest version of the
-    /// group until that is finalized. Claimed again, the group is only held anew.
+    /// group until that is finalized, unless it is older than at admission. Claimed again, the group is only held anew.
     ///
     /// # Errors
     /// [`BufferError::WrongState`] if the group is not in flight; [`BufferError::FutureVersion`].
@@ -64,13 +64,14 @@ pub trait Consumer: Send + Sync {
     /// Holds a lease for `hold` from now on.
     ///
     /// # Errors
-    /// [`BufferError::LeaseLost`] if it is over and its groups have gone to others or out of the bound.
+    /// [`BufferError::LeaseLost`] if it is over and its groups have gone to others or out of the bound;
+    /// [`BufferError::LeaseOver`] if it was acknowledged or released.
     fn extend(&self, lease: LeaseId, hold: Duration) -> Result<(), BufferError>;
 
-    /// Done with one lease: every group has one use less, and is forgotten after its last.
+    /// Done with one lease: every group has one use less, and is forgotten after its last. Idempotent.
     ///
     /// # Errors
-    /// [`BufferError::LeaseLost`]; a store that cannot write.
+    /// [`BufferError::LeaseLost`]; [`BufferError::LeaseOver`] if it was released; a store that cannot write.
     fn ack(&self, lease: LeaseId) -> Result<(), BufferError>;
 
     /// The checkpoint that contains every step below `through` is on disk (or the run keeps none): acknowledges what
@@ -78,20 +79,24 @@ pub trait Consumer: Send + Sync {
     /// Idempotent.
     ///
     /// # Errors
-    /// A store that cannot write.
+    /// [`BufferError::LeaseLost`] for the lowest of those leases that was lost, the others being acknowledged; for every
+    /// repetition, but not for a later `through`. [`BufferError::FutureVersion`] for steps that cannot have begun, which
+    /// changes nothing; a store that cannot write.
     fn ack_through(&self, consumer: &str, through: PolicyVersion) -> Result<(), BufferError>;
 
-    /// Gives a lease back untrained: its groups can be leased again.
+    /// Gives a lease back untrained: its groups can be leased again. Idempotent.
     ///
     /// # Errors
-    /// [`BufferError::LeaseLost`]; a store that cannot write.
+    /// [`BufferError::LeaseLost`]; [`BufferError::LeaseOver`] if it was acknowledged; a store that cannot write.
     fn release(&self, lease: LeaseId) -> Result<(), BufferError>;
 
-    /// The trainer has made `version`: steps before it are over. Only with `rewind` does the version go back, for a
-    /// trainer that starts again from an older checkpoint than its leases.
+    /// The trainer has made `version`: steps before it are over. With `rewind` it starts from a checkpoint of that version,
+    /// which can be an older one than its leases or a much later one; what is in flight from later versions goes first in
+    /// line again.
     ///
     /// # Errors
-    /// [`BufferError::VersionBehind`].
+    /// Without `rewind`, [`BufferError::VersionBehind`], and [`BufferError::VersionJump`] for a version that would put all
+    /// groups over the bound.
     fn set_version(&self, version: PolicyVersion, rewind: bool) -> Result<(), BufferError>;
 
     /// Counts of everything in the buffer.
@@ -172,12 +177,12 @@ impl fmt::Display for LeaseId {
 pub enum Finalized {
     /// It is stored.
     Accepted,
-    /// It, or with `dedup` every trajectory of it, was stored before (and perhaps leased, trained or evicted since);
-    /// nothing changed.
+    /// It, or with `dedup` every trajectory of it, was stored before (and perhaps leased, trained or evicted since, but not
+    /// dropped untrained); nothing changed.
     Duplicate,
     /// It is over the bound already. If it was admitted, its slot is free and its task first in line again.
     Stale,
-    /// There is no room: it holds no slot and none is free, or the buffer holds as many bytes as it may. It can be tried
+    /// There is no room: it holds no slot, or one for a later version, and none is free, or the buffer holds as many bytes as it may. It can be tried
     /// again later, or thrown away: an admitted group is generated again.
     Full,
 }

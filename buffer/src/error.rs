@@ -104,6 +104,25 @@ pub enum BufferError {
         /// The latest that anybody can have.
         known: PolicyVersion,
     },
+    /// A version that would put everything in the buffer over the bound.
+    #[error(
+        "{version} is too far ahead of the trainer, which is at {known}: every group here would be over max_staleness; to \
+         start from another checkpoint, rewind to its version"
+    )]
+    VersionJump {
+        /// The version that was named.
+        version: PolicyVersion,
+        /// The latest that anybody can have.
+        known: PolicyVersion,
+    },
+    /// A lease that ended otherwise than the request would end it.
+    #[error("{lease} was {how} already, so that nothing is done now: lease again")]
+    LeaseOver {
+        /// Which one.
+        lease: LeaseId,
+        /// How it ended.
+        how: &'static str,
+    },
     /// A lease whose groups others have.
     #[error(
         "{lease} is lost: its hold was over and its groups have gone to others, or out of the bound; do not count what \
@@ -212,9 +231,21 @@ pub enum BufferError {
         /// What it looks like.
         found: String,
     },
+    /// The file of an open journal is not where it was.
+    #[error(
+        "journal {} {found} while it was open: nothing is acknowledged any more, and what was acknowledged is only in the \
+         file that was there; put that file back before it is opened again, or go on without its groups",
+        .path.display()
+    )]
+    JournalMoved {
+        /// The journal.
+        path: PathBuf,
+        /// What is found in its place.
+        found: String,
+    },
     /// An older program wrote the journal.
     #[error(
-        "journal {} has format {found}, which was never released; this program reads {known}: finish the run with the \
+        "journal {} has format {found}, which was never released; this program reads {known} and later: finish the run with the \
          program that wrote it, or use another directory",
         .path.display()
     )]
@@ -223,7 +254,7 @@ pub enum BufferError {
         path: PathBuf,
         /// Its format.
         found: u64,
-        /// The format known here.
+        /// The oldest format known here.
         known: u64,
     },
     /// A newer program wrote the journal.

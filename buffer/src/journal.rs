@@ -12,7 +12,8 @@
 //! keys      id -> digest of the key that the group came with
 //! ```
 //!
-//! One thread writes: it takes all that is queued into one transaction, then acknowledges. Each commit also writes what
+//! One thread writes: it takes all that is queued into one transaction, then acknowledges, if the file is still at its path.
+//! Each commit also writes what
 //! redb needs to open the file after a crash without falling back to an older commit (quick repair), which costs a second
 //! fsync. Opening compares the checksums of the whole file before it trusts any of it.
 
@@ -33,11 +34,13 @@ use crate::ledger::{Change, Kept, Row};
 use crate::payload;
 use crate::store::{Append, Done, Store, WRITE_WAIT};
 
+mod file;
 mod held;
 mod open;
 mod tables;
 mod writer;
 
+pub(crate) use file::OpenFile;
 use held::Held;
 pub use open::JOURNAL_CACHE_BYTES;
 use open::Opened;
@@ -81,7 +84,18 @@ pub(crate) struct Journal {
     queue: Option<Sender<Request>>,
     writer: Option<JoinHandle<()>>,
     /// The writer's first failure.
-    broken: Arc<Mutex<Option<String>>>,
+    broken: Arc<Mutex<Option<Broken>>>,
+    /// `None` in a storage that is not a file.
+    file: Option<Arc<OpenFile>>,
+}
+
+/// Why the writer has stopped.
+#[derive(Clone, Debug)]
+enum Broken {
+    /// It cannot write.
+    Failed(String),
+    /// It writes where nobody will look: what is found in place of the file.
+    Moved(String),
 }
 
 /// What the writer is asked for.
@@ -119,7 +133,8 @@ impl Journal {
     }
 
     fn start(path: &Path, opened: Opened, compact_above: u64) -> Result<(Self, Kept, u64), BufferError> {
-        let Opened { database, kept, places, opening, file_bytes } = opened;
+        let Opened { database, kept, places, opening, file_bytes, file } = opened;
+        let file = file.map(Arc::new);
         let database = Arc::new(RwLock::new(database));
         let places = Arc::new(Mutex::new(places));
         let (at_hand, broken) = (Arc::default(), Arc::default());
@@ -130,6 +145,7 @@ impl Journal {
             Arc::clone(&places),
             Arc::clone(&at_hand),
             Arc::clone(&broken),
+            file.clone(),
             writer::Space { peak: file_bytes, compact_above },
         );
         let writer = std::thread::Builder::new()
@@ -144,8 +160,14 @@ impl Journal {
             queue: Some(queue),
             writer: Some(writer),
             broken,
+            file,
         };
         Ok((journal, kept, opening))
+    }
+
+    /// The file, if it is in one.
+    pub(crate) fn file(&self) -> Option<Arc<OpenFile>> {
+        self.file.clone()
     }
 
     fn stopped(&self) -> BufferError {
@@ -208,6 +230,9 @@ impl Store for Journal {
     }
 
     fn failure(&self) -> Option<BufferError> {
+        if let Some(found) = self.file.as_ref().and_then(|file| file.moved()) {
+            lock(&self.broken).get_or_insert(Broken::Moved(found));
+        }
         let ended = self.writer.as_ref().is_none_or(JoinHandle::is_finished);
         (ended || lock(&self.broken).is_some()).then(|| self.stopped())
     }
@@ -324,9 +349,13 @@ fn check(payload: &[u8]) -> u64 {
     twox_hash::XxHash64::oneshot(0, payload)
 }
 
-fn stopped(path: &Path, broken: &Mutex<Option<String>>) -> BufferError {
-    let cause = lock(broken).clone().unwrap_or_else(|| "it panicked".to_owned());
-    BufferError::WriterStopped { path: path.to_owned(), cause }
+fn stopped(path: &Path, broken: &Mutex<Option<Broken>>) -> BufferError {
+    let path = path.to_owned();
+    match lock(broken).clone() {
+        Some(Broken::Moved(found)) => BufferError::JournalMoved { path, found },
+        Some(Broken::Failed(cause)) => BufferError::WriterStopped { path, cause },
+        None => BufferError::WriterStopped { path, cause: "it panicked".to_owned() },
+    }
 }
 
 fn failed<E>(path: &Path, action: &'static str) -> impl Fn(E) -> BufferError

@@ -1,30 +1,40 @@
 //! The policy of the buffer as a pure state machine: ids, slots, order, staleness. No I/O or lock; the time is told.
 //!
-//! Invariant, with `v` the step that leases are for, `B = batch_groups` and `eta = max_staleness`: of the live groups
-//! (admitted, claimed or finalized, not leased), at most `(d - v + 1) * B` less what was leased for `v` have a deadline
-//! of `d` or less, for every `d >= v`. The deadline of a group is the last step that may train it: its oldest version +
-//! `eta`.
+//! Invariant, with `v` the step that leases are for, `B = batch_groups`, `eta = max_staleness` and `L(s)` the groups that are
+//! leased for step `s`, `B` at most: of the live groups (admitted, claimed or finalized, not leased), at most
+//! `R(d) = sum over s = v..d of (B - L(s))` have a deadline of `d` or less, for every `d >= v`. The deadline of a group is the
+//! last step that may train it: its oldest version + `eta`. `L(s)` counts the open leases of a step after `v`, of which
+//! there are some once the trainer went back, and for `v` also what was acknowledged since the step began.
 //!
 //! Why slots and earliest deadline first keep the bound in [`OnStale::Wait`](crate::OnStale::Wait), for steps that train
 //! `B` groups:
-//! - Admission for a sampler that serves `a` leaves at most `(eta + 1) * B - (v - a) * B = (d - v + 1) * B` groups live
-//!   or leased for `v`, `d = a + eta` being the deadline of those it lets in; so it keeps the invariant at `d` and
-//!   later, and earlier deadlines do not see it. Claiming and finalizing move a deadline only back, the other verbs only
-//!   remove groups. A group that comes without a slot is admitted as it arrives, by the same rule.
+//! - Admission for a sampler that serves `a` lets groups in with the deadline `d = a + eta`, and only as long as no more
+//!   than `R(d)` groups are live, whatever their deadlines; so it keeps the invariant at `d` and later, and earlier
+//!   deadlines do not see it. A group that comes without a slot is admitted as it arrives, by the same rule, and so is one
+//!   that is older than its slot was given for. All other claims and arrivals move a deadline only back.
 //! - The lease of step `v` takes the `B` earliest deadlines of what is finalized, and leaves only if afterwards at
-//!   most `(d - v) * B` groups have a deadline of `d` or less: the invariant of `v + 1`. No other `B` finalized groups
-//!   would cover any `d` better. If all live groups are finalized, it holds: either all `B` taken are due by `d`, which
-//!   is what the invariant leaves to be done, or none due by `d` remains. A lease of fewer groups leaves the rest of the
-//!   step's `B` to others.
+//!   most `R(d)` groups have a deadline of `d` or less, its own now being in `L(v)`. No other `B` finalized groups
+//!   would cover any `d` better. If all live groups are finalized, it holds: either all groups taken are due by `d`, and
+//!   both sides become less by as many, or none due by `d` remains. A lease of fewer groups leaves the rest of the step's
+//!   `B` to others.
+//! - The next step begins when `L(v) = B`, so that no `R(d)` changes: the term that it loses is 0.
 //! - With `d = v` the condition says that a group leaves with the step of its deadline at the latest: none is ever
 //!   over the bound, and the slow one is waited for instead.
-//! - Nobody waits in a circle: while the lease waits, no step is unfinished, so a sampler that serves `v` finds a
-//!   free slot unless `(eta + 1) * B >= B` groups are live; those finish, and then the lease leaves.
+//! - Nobody waits in a circle: while the lease of step `v` waits, `L(v) < B`, so a sampler that serves `v` finds a free
+//!   slot unless `R(v + eta) >= B - L(v)` groups, or all slots, are live; those finish, and then the lease leaves.
 //!
-//! A crash only removes live groups, which keeps the invariant. What breaks it from outside (a sampler that goes back in
-//! version, steps that train more or less than `B` groups, a lease given back late) costs groups, never the bound or
-//! progress: groups over the bound are dropped, groups in flight over the bound are not waited for, and where more is due
-//! than steps can take, a full batch of what is due leaves.
+//! A trainer that goes back from `w` to an older step `v` asks for its old steps again. Those of them whose leases are open
+//! get the same groups, which are not live; those that were acknowledged get others. So `L(s)` is what is open for `s`:
+//! `R(d)` is then what these steps still take, and a group that arrives meanwhile finds room only beside what is given
+//! again. For `d >= w` every `R(d)` becomes greater, or stays as it is. For `d < w` no live group has such a deadline: step
+//! `d` ended with `R(d) = 0`, and groups in flight from versions that are undone are taken back. Leases given again change neither side; the step that one is given again for begins with `L` as it was counted
+//! before. One that is released for step `s >= v` gives room to every `d >= s`, and adds live groups only for `d` not before
+//! their deadlines, which are not before `s`.
+//!
+//! A crash only removes live groups, which keeps the invariant. What breaks it from outside (steps that train more or less
+//! than `B` groups, a lease of a step before `v` given back) costs groups, never the bound or progress: groups over the
+//! bound are dropped, groups in flight over the bound are not waited for, and where more is due than steps can take, a full
+//! batch of what is due leaves.
 //!
 //! Replay (another order, or more uses than one) keeps the bound in the same place, at the lease, and paces by what is
 //! live alone; a group that was never used when it goes over the bound is generated again, one that was is evicted.
@@ -46,6 +56,7 @@ mod lease;
 mod listing;
 mod seen;
 mod select;
+mod steps;
 
 /// Groups with keys have ids from here on; below 2^53, so that every JSON reader keeps them exact.
 pub(crate) const KEYED: u64 = 1 << 52;
@@ -111,7 +122,12 @@ pub(crate) struct Ledger {
     pool: BTreeSet<(PolicyVersion, GroupId)>,
     /// How many live groups (in flight or in the pool) count from each version.
     due: BTreeMap<PolicyVersion, usize>,
+    /// Open or expired.
     leases: BTreeMap<LeaseId, lease::Record>,
+    /// Leases that ended otherwise than acknowledged; at most [`lease::ENDED_KEPT`].
+    ended: BTreeMap<LeaseId, LeaseRow>,
+    /// How the leases below ended is not remembered, unless they are in `leases`.
+    forgotten_leases: u64,
     named: HashMap<(String, PolicyVersion), LeaseId>,
     /// Leases that are over their hold, and whose groups nobody else has yet.
     expired: BTreeSet<LeaseId>,
@@ -119,6 +135,8 @@ pub(crate) struct Ledger {
     step: PolicyVersion,
     /// Groups leased for `step`.
     taken: usize,
+    /// Groups in open leases, by the step of the lease.
+    leased: BTreeMap<PolicyVersion, usize>,
     /// The latest version that anybody can have: that of `step`, or the next once groups were leased for it, even if
     /// they came back since.
     known: PolicyVersion,
@@ -155,11 +173,14 @@ impl Ledger {
             pool: BTreeSet::new(),
             due: BTreeMap::new(),
             leases: BTreeMap::new(),
+            ended: BTreeMap::new(),
+            forgotten_leases: mark.forgotten_leases,
             named: HashMap::new(),
             expired: BTreeSet::new(),
             next_lease: leases.iter().map(|(id, _)| id.0 + 1).max().unwrap_or(0).max(mark.next_lease),
             step: mark.step,
             taken: mark.taken,
+            leased: BTreeMap::new(),
             known: mark.known,
             holds: BTreeSet::new(),
             keys: Keys::default(),
@@ -180,41 +201,16 @@ impl Ledger {
             ledger.stored.insert(row.id, Stored { row, out: 0 });
         }
         leases.into_iter().for_each(|(id, row)| ledger.restore_lease(id, row, now));
+        // Earlier programs did not count the open leases of a step that the trainer had gone back to.
+        ledger.taken = ledger.taken.max(ledger.leased.get(&ledger.step).copied().unwrap_or(0));
         let ids: Vec<GroupId> = ledger.stored.keys().copied().collect();
         ids.into_iter().for_each(|id| ledger.enter_pool(id));
         ledger
     }
 
-    /// The latest version that anybody can have.
-    pub(crate) fn known(&self) -> PolicyVersion {
-        self.known
-    }
-
-    /// The step that a full batch would be leased for now.
-    fn next_step(&self) -> PolicyVersion {
-        if self.taken >= self.config.batch_groups { self.step.next() } else { self.step }
-    }
-
     /// When the next hold is over, if any can be.
     pub(crate) fn next_expiry(&self) -> Option<u64> {
         self.holds.first().map(|(until, _)| *until)
-    }
-
-    /// Slots that are free as seen by a sampler that serves `served`.
-    ///
-    /// Every step that it has not yet applied holds `batch_groups` of them.
-    pub(crate) fn free(&self, served: PolicyVersion) -> usize {
-        if self.bytes >= self.config.max_bytes {
-            return 0;
-        }
-        let mut used = self.flights.len() + self.pool.len();
-        if !self.config.replays() && served <= self.step {
-            let unseen_steps = usize::try_from(served.staleness_at(self.step)).unwrap_or(usize::MAX);
-            let batch = self.config.batch_groups;
-            used =
-                used.saturating_add(unseen_steps.saturating_mul(batch)).saturating_add(self.taken.min(batch));
-        }
-        self.config.slots().saturating_sub(used)
     }
 
     /// Takes up to `limit` free slots, for ids that are to be done again first, lowest first.
@@ -242,12 +238,9 @@ impl Ledger {
     ) -> Result<(), BufferError> {
         self.not_from_the_future(served)?;
         match self.flights.get(&group).map(|flight| (flight.stage, flight.version, flight.hold)) {
-            Some((Stage::Admitted, _, hold)) => {
-                self.land(group);
-                self.take_off(group, Stage::Claimed, served, hold, now);
-                Ok(())
-            }
-            Some((Stage::Claimed, version, hold)) => {
+            Some((stage @ (Stage::Admitted | Stage::Claimed), version, hold)) => {
+                // An older one than at its admission is looked at when the group arrives.
+                let version = if stage == Stage::Admitted { version.max(served) } else { version };
                 self.land(group);
                 self.take_off(group, Stage::Claimed, version, hold, now);
                 Ok(())
@@ -306,20 +299,6 @@ impl Ledger {
         any
     }
 
-    /// The trainer has made `version`.
-    pub(crate) fn set_version(&mut self, version: PolicyVersion, rewind: bool) -> Result<(), BufferError> {
-        if version < self.known() && version != self.step && !rewind {
-            return Err(BufferError::VersionBehind { version, known: self.known() });
-        }
-        if rewind {
-            self.known = self.known.min(version);
-        }
-        if version != self.step {
-            self.begin_step(version);
-        }
-        Ok(())
-    }
-
     /// Removes a group for good, wherever it is; false if it is not here.
     pub(crate) fn evict(&mut self, group: GroupId) -> bool {
         let flying = self.flights.get(&group).is_some_and(|flight| flight.stage != Stage::Writing);
@@ -370,11 +349,6 @@ impl Ledger {
         self.flights.get(&group).is_some_and(|flight| flight.stage == Stage::Writing)
     }
 
-    /// The version that the trainer has, as far as is known here.
-    pub(crate) fn policy_version(&self) -> PolicyVersion {
-        self.step
-    }
-
     pub(crate) fn stats(&self) -> Stats {
         let admitted = self.flights.values().filter(|flight| flight.stage == Stage::Admitted).count();
         let mut in_flight: Vec<_> = self.flights.iter().map(|(id, flight)| (*id, flight.version)).collect();
@@ -404,19 +378,6 @@ impl Ledger {
             next_id: GroupId(self.next_id),
             next_step,
         }
-    }
-
-    /// From now on leases are for `step`.
-    fn begin_step(&mut self, step: PolicyVersion) {
-        (self.step, self.taken) = (step, 0);
-        self.known = self.known.max(step);
-        self.change();
-        self.tell(EventKind::Version, Vec::new(), None, Some(step));
-    }
-
-    fn not_from_the_future(&self, version: PolicyVersion) -> Result<(), BufferError> {
-        let known = self.known();
-        if version > known { Err(BufferError::FutureVersion { version, known }) } else { Ok(()) }
     }
 
     fn take_off(&mut self, group: GroupId, stage: Stage, version: PolicyVersion, hold: Hold, now: u64) {
@@ -504,6 +465,7 @@ impl Ledger {
             step: self.step,
             taken: self.taken,
             known: self.known,
+            forgotten_leases: self.forgotten_leases,
         }
     }
 

@@ -90,6 +90,7 @@ pub struct Trainer {
     /// Wall time of earlier processes of this run, seconds.
     earlier_s: f64,
     started: Instant,
+    lost_lease: Option<BufferError>,
 }
 
 impl std::fmt::Debug for Trainer {
@@ -114,7 +115,7 @@ impl Trainer {
         (buffer, publisher): (Arc<dyn Consumer>, Publishing),
         stop: Arc<AtomicBool>,
     ) -> Result<Self, TrainerError> {
-        let trainer = Self {
+        let mut trainer = Self {
             writer: Writer::new(config.checkpoint.clone()),
             config,
             learner,
@@ -128,10 +129,28 @@ impl Trainer {
             stop,
             earlier_s: state.time_s,
             started: Instant::now(),
+            lost_lease: None,
         };
-        trainer.buffer.ack_through(CONSUMER, trainer.version)?;
+        trainer.acknowledge_start()?;
         trainer.publish()?;
         Ok(trainer)
+    }
+
+    /// Everything before the version that it starts from is in a checkpoint.
+    fn acknowledge_start(&mut self) -> Result<(), TrainerError> {
+        match self.buffer.ack_through(CONSUMER, self.version) {
+            // A buffer that has seen none of the steps before the checkpoint, such as an empty one.
+            Err(BufferError::FutureVersion { .. }) => {
+                self.buffer.set_version(self.version, true)?;
+                Ok(self.buffer.ack_through(CONSUMER, self.version)?)
+            }
+            // The checkpoint contains groups that another consumer got as well. That cannot be changed by training on.
+            Err(error @ BufferError::LeaseLost { .. }) => {
+                self.lost_lease = Some(error);
+                Ok(())
+            }
+            acknowledged => Ok(acknowledged?),
+        }
     }
 
     /// From now on it takes turns with a sampler on one device: between two steps it keeps in memory what `budget` has room
@@ -151,6 +170,12 @@ impl Trainer {
     #[must_use]
     pub fn learner(&self) -> &Learner {
         &self.learner
+    }
+
+    /// A lease that was lost before the start, although its groups are in the checkpoint that it starts from.
+    #[must_use]
+    pub fn lost_lease(&self) -> Option<&BufferError> {
+        self.lost_lease.as_ref()
     }
 
     /// Wall time of the run, earlier processes included, seconds.

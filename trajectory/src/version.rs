@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 pub struct PolicyVersion(pub u64);
 
 impl PolicyVersion {
-    /// The version that one more training step produces.
+    /// The version that one more training step produces; the largest number has none after it.
     #[must_use]
     pub fn next(self) -> Self {
-        Self(self.0 + 1)
+        Self(self.0.saturating_add(1))
     }
 
     /// Staleness in versions of a token sampled at `self` when a trainer at `trainer` consumes it; 0 for a token

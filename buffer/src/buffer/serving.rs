@@ -10,6 +10,7 @@ use tokio::sync::oneshot;
 use trajectory::{GroupId, PolicyVersion};
 
 use super::{Buffer, MAX_WAIT};
+use crate::http::Reopen;
 use crate::ledger::{Begin, Ledger};
 use crate::payload::{Incoming, Prepared};
 use crate::store::{Done, WRITE_WAIT};
@@ -25,6 +26,17 @@ enum Underway {
 }
 
 impl Buffer {
+    /// Opens its journal again after the storage failed, but only while the file at its path is the same: what was
+    /// acknowledged is in no other. `None` if it is not in a file.
+    #[must_use]
+    pub fn reopen(&self) -> Option<Reopen> {
+        let (file, config) = (Arc::clone(self.file.as_ref()?), self.config);
+        Some(Arc::new(move || {
+            file.still_there()?;
+            Self::open(file.path(), config)
+        }))
+    }
+
     /// The version that the trainer has; unlike [`Consumer::stats`](crate::Consumer::stats) it counts nothing.
     pub(crate) fn policy_version(&self) -> Result<PolicyVersion, BufferError> {
         Ok(self.shared.ledger()?.policy_version())

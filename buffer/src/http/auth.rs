@@ -164,10 +164,22 @@ pub(crate) struct Access {
     pub(super) tokens: Option<Tokens>,
     /// Names in `Host` that are ours; `None`: any.
     pub(super) hosts: Option<Vec<String>>,
+    /// Whether the serving process is the trainer, and the only one.
+    pub(super) own_trainer: bool,
 }
 
 impl Access {
     fn check(&self, parts: &Parts, need: Need) -> Result<(), Problem> {
+        self.check_role(parts, need)?;
+        if self.own_trainer && need == Need::Train {
+            let detail = "this run leases, acknowledges and counts its versions itself, since a second trainer would take \
+                          its groups away: serve a buffer of its own with `rlrun serve buffer`";
+            return Err(Problem::new(Code::OwnTrainer, detail));
+        }
+        Ok(())
+    }
+
+    fn check_role(&self, parts: &Parts, need: Need) -> Result<(), Problem> {
         let Some(tokens) = &self.tokens else { return Ok(()) };
         let Some(token) = bearer(parts) else {
             return Err(Problem::new(Code::Unauthorized, "send the header `Authorization: Bearer TOKEN`"));

@@ -98,16 +98,19 @@ fn codes_of(operation: &str) -> &'static [Code] {
         "lease" => &[
             Code::OutOfRange,
             Code::BadConsumer,
+            Code::OwnTrainer,
             Code::StepPassed,
             Code::FutureVersion,
             Code::UnknownGroup,
             Code::DamagedGroup,
             Code::Stopping,
         ],
-        "ack" | "release" => &[Code::UnknownLease, Code::LeaseLost],
-        "extend" => &[Code::UnknownLease, Code::LeaseLost, Code::OutOfRange],
-        "ack_through" => &[Code::LeaseLost, Code::BadConsumer],
-        "set_version" => &[Code::VersionBehind, Code::FutureVersion],
+        "ack" | "release" => &[Code::OwnTrainer, Code::UnknownLease, Code::LeaseLost, Code::LeaseOver],
+        "extend" => {
+            &[Code::OwnTrainer, Code::UnknownLease, Code::LeaseLost, Code::LeaseOver, Code::OutOfRange]
+        }
+        "ack_through" => &[Code::OwnTrainer, Code::LeaseLost, Code::BadConsumer, Code::FutureVersion],
+        "set_version" => &[Code::OwnTrainer, Code::VersionBehind, Code::VersionJump],
         _ => &[],
     }
 }

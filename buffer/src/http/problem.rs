@@ -48,6 +48,7 @@ codes! {
     Incomplete = BAD_REQUEST "incomplete" "the body ended early";
     Unauthorized = UNAUTHORIZED "unauthorized" "a token is needed that this server knows";
     Forbidden = FORBIDDEN "forbidden" "the role of the token does not allow this";
+    OwnTrainer = FORBIDDEN "own_trainer" "the run trains on its buffer itself";
     ForeignOrigin = FORBIDDEN "foreign_origin" "a page of another site must not use this server";
     NotFound = NOT_FOUND "not_found" "there is no such route";
     MethodNotAllowed = METHOD_NOT_ALLOWED "method_not_allowed" "the route has no such method";
@@ -64,10 +65,12 @@ codes! {
     UnknownGroup = NOT_FOUND "unknown_group" "there is no such group";
     UnknownLease = NOT_FOUND "unknown_lease" "there never was such a lease";
     LeaseLost = CONFLICT "lease_lost" "the lease is over";
+    LeaseOver = CONFLICT "lease_over" "the lease ended in another way";
     WrongState = CONFLICT "wrong_state" "the verb does not fit the life of the group";
     StepPassed = CONFLICT "step_passed" "the groups of the step are gone";
     VersionBehind = CONFLICT "version_behind" "the version is older than the one known";
     FutureVersion = UNPROCESSABLE_ENTITY "future_version" "no trainer has made that version yet";
+    VersionJump = UNPROCESSABLE_ENTITY "version_jump" "the version would put every group over the bound";
     // A group cannot be stored as it is.
     EmptyGroup = UNPROCESSABLE_ENTITY "empty_group" "the group has no trajectories";
     EmptyTrajectory = UNPROCESSABLE_ENTITY "empty_trajectory" "a trajectory has no tokens";
@@ -137,12 +140,12 @@ pub(crate) struct Evidence {
 impl Evidence {
     fn of(error: &BufferError) -> Self {
         let (found, bound) = match error {
-            BufferError::FutureVersion { version, known } | BufferError::VersionBehind { version, known } => {
-                (version.0, Some(known.0))
-            }
+            BufferError::FutureVersion { version, known }
+            | BufferError::VersionBehind { version, known }
+            | BufferError::VersionJump { version, known } => (version.0, Some(known.0)),
             BufferError::StepPassed { step, next } => (step.0, Some(next.0)),
             BufferError::UnknownLease { lease, next } => (lease.0, Some(next.0)),
-            BufferError::LeaseLost { lease } => (lease.0, None),
+            BufferError::LeaseLost { lease } | BufferError::LeaseOver { lease, .. } => (lease.0, None),
             BufferError::WrongState { group, .. } => (group.0, None),
             BufferError::UnknownGroup { group, next } => (group.0, Some(next.0)),
             BufferError::GroupTooLarge { bytes, limit } => (*bytes, Some(*limit)),
@@ -192,7 +195,9 @@ impl From<&BufferError> for Problem {
             BufferError::StepPassed { .. } => Code::StepPassed,
             BufferError::FutureVersion { .. } => Code::FutureVersion,
             BufferError::VersionBehind { .. } => Code::VersionBehind,
+            BufferError::VersionJump { .. } => Code::VersionJump,
             BufferError::LeaseLost { .. } => Code::LeaseLost,
+            BufferError::LeaseOver { .. } => Code::LeaseOver,
             BufferError::UnknownLease { .. } => Code::UnknownLease,
             BufferError::UnknownGroup { .. } | BufferError::Gone { .. } => Code::UnknownGroup,
             BufferError::GroupTooLarge { .. } => Code::GroupTooLarge,
@@ -202,6 +207,7 @@ impl From<&BufferError> for Problem {
             BufferError::Damaged { .. } => Code::DamagedGroup,
             BufferError::NotWritable { .. }
             | BufferError::Journal { .. }
+            | BufferError::JournalMoved { .. }
             | BufferError::WriterStopped { .. }
             | BufferError::WriteTimeout { .. }
             | BufferError::StillWriting { .. } => Code::StorageFailed,

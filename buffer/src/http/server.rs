@@ -65,6 +65,8 @@ pub struct ServerConfig {
     pub insecure: bool,
     /// Names that clients may use for a server on loopback, beside `localhost` and its addresses.
     pub allow_hosts: Vec<String>,
+    /// Whether the serving process trains on the buffer itself, so that no client may lease, acknowledge or set the version.
+    pub own_trainer: bool,
     /// How to go on after the storage failed; `None`: not at all.
     pub reopen: Option<Reopen>,
     /// Who hears that the storage failed, and that it works again.
@@ -84,6 +86,7 @@ impl ServerConfig {
             tls: None,
             insecure: false,
             allow_hosts: Vec::new(),
+            own_trainer: false,
             reopen: None,
             notice: None,
         }
@@ -107,7 +110,7 @@ impl ServerConfig {
         let names = LOOPBACK_NAMES.into_iter().map(str::to_owned).chain(self.allow_hosts.iter().cloned());
         // Elsewhere names are the network's business, and tokens keep strangers out.
         let hosts = self.listen.ip().is_loopback().then(|| names.collect());
-        Access { tokens: self.tokens.clone(), hosts }
+        Access { tokens: self.tokens.clone(), hosts, own_trainer: self.own_trainer }
     }
 }
 

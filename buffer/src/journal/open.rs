@@ -11,8 +11,9 @@ use redb::{Database, DatabaseError, ReadableTable, StorageBackend, StorageError}
 use serde::de::DeserializeOwned;
 use trajectory::GroupId;
 
+use super::file::OpenFile;
 use super::held::Held;
-use super::tables::{FORMAT, KEYS, LEASES, META, ROWS, SEGMENTS};
+use super::tables::{FORMAT, KEYS, LEASES, META, OLDEST_FORMAT, ROWS, SEGMENTS};
 use super::{Place, StoredRow, failed};
 use crate::ledger::Kept;
 use crate::{BufferError, LeaseId};
@@ -29,6 +30,8 @@ pub(super) struct Opened {
     pub(super) opening: u64,
     /// Size of the file; 0 if it is not one.
     pub(super) file_bytes: u64,
+    /// Itself, if it is one.
+    pub(super) file: Option<OpenFile>,
 }
 
 /// The journal in a file, a new one if there is none.
@@ -49,7 +52,8 @@ pub(super) fn file(path: &Path) -> Result<Opened, BufferError> {
         made
     };
     let file_bytes = std::fs::metadata(path).map_err(failed(path, "measure"))?.len();
-    load(path, Held::new(database), file_bytes)
+    let file = OpenFile::of(path).map_err(|error| unwritable(path, error))?;
+    Ok(Opened { file_bytes, file: Some(file), ..load(path, Held::new(database))? })
 }
 
 /// The journal in another storage.
@@ -59,7 +63,7 @@ pub(super) fn backend(path: &Path, backend: impl StorageBackend) -> Result<Opene
         let AssertUnwindSafe(backend) = { backend };
         redb::Builder::new().set_cache_size(JOURNAL_CACHE_BYTES as usize).create_with_backend(backend)
     };
-    load(path, Held::new(unpanicked(path, create)?), 0)
+    load(path, Held::new(unpanicked(path, create)?))
 }
 
 /// redb checks what it reads, but not all of it: a damaged file can also make it panic.
@@ -105,7 +109,7 @@ pub(super) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
 ///
 /// The checksums of all pages come first, before anything is written: redb trusts what it reads, and a damaged list of
 /// free pages makes it panic in the midst of a commit and once more while that unwinds, which would end the process.
-fn load(path: &Path, mut database: Held, file_bytes: u64) -> Result<Opened, BufferError> {
+fn load(path: &Path, mut database: Held) -> Result<Opened, BufferError> {
     // What was only not put in order, as after a crash, redb has put in order by then.
     unpanicked(path, || database.check_integrity())?;
     let stored = catch_unwind(AssertUnwindSafe(|| read_tables(&database)))
@@ -116,8 +120,8 @@ fn load(path: &Path, mut database: Held, file_bytes: u64) -> Result<Opened, Buff
         Some(found) if found > FORMAT => {
             return Err(BufferError::NewerFormat { path: path.to_owned(), found, known: FORMAT });
         }
-        Some(found) if found < FORMAT => {
-            return Err(BufferError::OlderFormat { path: path.to_owned(), found, known: FORMAT });
+        Some(found) if found < OLDEST_FORMAT => {
+            return Err(BufferError::OlderFormat { path: path.to_owned(), found, known: OLDEST_FORMAT });
         }
         Some(_) => {}
     }
@@ -134,7 +138,7 @@ fn load(path: &Path, mut database: Held, file_bytes: u64) -> Result<Opened, Buff
         places.insert(row.id, place);
         kept.rows.push(row);
     }
-    Ok(Opened { database, kept, places, opening: stored.opening, file_bytes })
+    Ok(Opened { database, kept, places, opening: stored.opening, file_bytes: 0, file: None })
 }
 
 fn read_error(path: &Path, error: redb::Error) -> BufferError {
@@ -171,8 +175,11 @@ fn read_tables(database: &Database) -> Result<Stored, redb::Error> {
         }
         let number = |bytes: &[u8]| bytes.try_into().ok().map(u64::from_le_bytes);
         stored.format = meta.get("format")?.and_then(|bytes| number(bytes.value()));
-        if stored.format != Some(FORMAT) {
-            return Ok(stored);
+        match stored.format {
+            Some(FORMAT) => {}
+            // What is written from now on can be of the current format, which the earlier program must not misread.
+            Some(OLDEST_FORMAT..FORMAT) => drop(meta.insert("format", FORMAT.to_le_bytes().as_slice())?),
+            _ => return Ok(stored),
         }
         stored.mark = meta.get("mark")?.map(|bytes| bytes.value().to_vec());
         stored.opening = meta.get("openings")?.and_then(|bytes| number(bytes.value())).unwrap_or(0) + 1;

@@ -1,4 +1,19 @@
-//! The tables of the journal. Invariant: what is in them is read by [`super::open`] and written by [`super::writer`].
+//! The tables of the journal and the rule of its format. Invariant: what is in them is read by [`super::open`] and written by
+//! [`super::writer`].
+//!
+//! One number, [`FORMAT`], is the format of all that is in the file: rows, leases, mark and payloads of groups. Formats from
+//! [`OLDEST_FORMAT`] on are read, and become the current one when they are opened; others are refused by name.
+//! - A field that an older program may ignore keeps the number: it goes to the end, and has `#[serde(default)]`.
+//! - A field or value that an older program would misread, such as a new state of a lease, raises it. A new field still has
+//!   a default, so that files of the formats before are read.
+//! - A raised number brings a file of the format before along, `buffer/tests/journals/format_N.redb.zst`, written by the
+//!   program that still had it (`buffer/tests/buffer/formats.rs`).
+//!
+//! | format | what came with it |
+//! |---|---|
+//! | 1 | never released |
+//! | 2 | narrow rows beside payloads in segments |
+//! | 3 | released leases are remembered; which acknowledgement named a lost lease |
 
 use redb::TableDefinition;
 
@@ -14,5 +29,7 @@ pub(super) const LEASES: TableDefinition<'_, u64, &[u8]> = TableDefinition::new(
 /// Id to the digest of a key.
 pub(super) const KEYS: TableDefinition<'_, u64, u128> = TableDefinition::new("keys");
 
-/// Raised whenever an older program could misread what a newer one wrote. Format 1 was never released.
-pub(super) const FORMAT: u64 = 2;
+/// What is written.
+pub(super) const FORMAT: u64 = 3;
+/// The oldest that is read.
+pub(super) const OLDEST_FORMAT: u64 = 2;

@@ -1,7 +1,7 @@
 //! The one thread that writes: all that is queued in one transaction, then the acknowledgements.
 //!
-//! Invariant: nothing is acknowledged before the commit that contains it is on disk; after a failure nothing is
-//! acknowledged any more. Payloads of one commit lie together in segments, so that a group costs neither a page of its own
+//! Invariant: nothing is acknowledged before the commit that contains it is on disk, in a file that can be found again;
+//! after a failure nothing is acknowledged any more. Payloads of one commit lie together in segments, so that a group costs neither a page of its own
 //! nor an insertion into the tree of payloads.
 
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ use trajectory::{GroupId, PolicyVersion};
 use super::held::Held;
 use super::open::panic_text;
 use super::tables::{KEYS, LEASES, META, ROWS, SEGMENTS};
-use super::{AtHand, Place, Places, Request, StoredRow, check, lock, stopped};
+use super::{AtHand, Broken, OpenFile, Place, Places, Request, StoredRow, check, lock, stopped};
 use crate::BufferError;
 use crate::ledger::{Change, Row};
 use crate::store::{Append, Done};
@@ -47,7 +47,8 @@ pub(super) struct Writer {
     database: Arc<RwLock<Held>>,
     places: Arc<Places>,
     at_hand: Arc<Mutex<AtHand>>,
-    broken: Arc<Mutex<Option<String>>>,
+    broken: Arc<Mutex<Option<Broken>>>,
+    file: Option<Arc<OpenFile>>,
     space: Space,
     /// Groups that are left in each segment, and its bytes.
     segments: HashMap<u64, (usize, u64)>,
@@ -76,7 +77,8 @@ impl Writer {
         database: Arc<RwLock<Held>>,
         places: Arc<Places>,
         at_hand: Arc<Mutex<AtHand>>,
-        broken: Arc<Mutex<Option<String>>>,
+        broken: Arc<Mutex<Option<Broken>>>,
+        file: Option<Arc<OpenFile>>,
         space: Space,
     ) -> Self {
         let mut segments: HashMap<u64, (usize, u64)> = HashMap::new();
@@ -93,6 +95,7 @@ impl Writer {
             places,
             at_hand,
             broken,
+            file,
             space,
             segments,
             next_segment,
@@ -112,11 +115,14 @@ impl Writer {
     }
 
     /// Writes until all senders are gone; after a failure says why, and what is not kept.
-    fn write_until_closed(&mut self, requests: &Receiver<Request>) -> Result<(), (String, Promises)> {
+    fn write_until_closed(&mut self, requests: &Receiver<Request>) -> Result<(), (Broken, Promises)> {
         while let Ok(first) = requests.recv() {
             let mut promises = Promises::default();
             if let Err(cause) = unpanicked(|| self.write_together(first, requests, &mut promises)) {
-                return Err((cause, promises));
+                return Err((Broken::Failed(cause), promises));
+            }
+            if let Some(found) = self.file.as_ref().and_then(|file| file.moved()) {
+                return Err((Broken::Moved(found), promises));
             }
             {
                 let mut at_hand = lock(&self.at_hand);
@@ -124,7 +130,8 @@ impl Writer {
             }
             promises.done.into_iter().for_each(|done| done(Ok(())));
             if requests.is_empty() {
-                unpanicked(|| self.give_space_back()).map_err(|cause| (cause, Promises::default()))?;
+                unpanicked(|| self.give_space_back())
+                    .map_err(|cause| (Broken::Failed(cause), Promises::default()))?;
             }
         }
         Ok(())
@@ -264,6 +271,9 @@ impl Writer {
                 Some(lease) => drop(tables.leases.insert(id.0, encoded(lease)?.as_slice())?),
                 None => drop(tables.leases.remove(id.0)?),
             }
+        }
+        for group in &change.keys {
+            tables.keys.remove(group.0)?;
         }
         if let Some(below) = change.keys_below {
             tables.keys.retain_in(..below.0, |_, _| false)?;

@@ -59,6 +59,9 @@ impl Ledger {
             self.count_dropped(1);
             return Ok(Begin::Answer(known, Finalized::Stale));
         }
+        let hold = self.flights.get(&group).map(|flight| flight.hold).unwrap_or_default();
+        self.give_up_slot_if_older(group, oldest);
+        let in_flight = self.flights.contains_key(&group);
         if (!in_flight && self.free(oldest) == 0) || self.bytes + bytes > self.config.max_bytes {
             return Ok(Begin::Answer(known, Finalized::Full));
         }
@@ -70,7 +73,6 @@ impl Ledger {
             self.evicted += 1;
             return Ok(Begin::Answer(known, Finalized::Duplicate));
         }
-        let hold = self.flights.get(&group).map(|flight| flight.hold).unwrap_or_default();
         if in_flight {
             self.land(group);
         }

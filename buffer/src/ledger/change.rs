@@ -36,16 +36,21 @@ pub(crate) struct LeaseRow {
     pub(crate) groups: Vec<GroupId>,
     pub(crate) hold_ms: Option<u64>,
     pub(crate) state: LeaseState,
+    /// Once it is lost: the latest version of the acknowledgement that was answered with this loss first.
+    #[serde(default)]
+    pub(crate) named_through: Option<PolicyVersion>,
 }
 
-/// Where a lease that is not acknowledged is in its life.
+/// Where a lease that is not acknowledged is in its life. A new state needs a new format of the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum LeaseState {
     Open,
     /// Over its hold: its groups can go to others, and until they do it can be taken up again.
     Expired,
-    /// Others have its groups; kept, without them, so that nobody takes it for acknowledged.
+    /// Others have its groups; kept, without them, so that it does not count as acknowledged.
     Lost,
+    /// Given back; kept, without its groups, so that it does not count as acknowledged.
+    Released,
 }
 
 /// What rows cannot say: the ids and steps that left no row. Written with every change.
@@ -64,6 +69,9 @@ pub(crate) struct Mark {
     pub(crate) taken: usize,
     /// The latest version that anybody can have.
     pub(crate) known: PolicyVersion,
+    /// How the leases below ended is not remembered.
+    #[serde(default)]
+    pub(crate) forgotten_leases: u64,
 }
 
 impl Mark {
@@ -93,6 +101,8 @@ pub(crate) struct Change {
     pub(crate) forget: Vec<(PolicyVersion, GroupId)>,
     /// Leases that are new or different, or gone.
     pub(crate) leases: Vec<(LeaseId, Option<LeaseRow>)>,
+    /// Groups whose keys are forgotten, so that their sender can send them again.
+    pub(crate) keys: Vec<GroupId>,
     /// Keys of groups below are forgotten.
     pub(crate) keys_below: Option<GroupId>,
     pub(crate) mark: Mark,

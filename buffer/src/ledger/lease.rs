@@ -1,13 +1,24 @@
 //! Leases: given, given again, held, over, acknowledged. Invariant: a group is in as many open leases as its `out` says,
-//! and with those and its acknowledged uses never over `max_uses`.
+//! and with those and its acknowledged uses never over `max_uses`. A lease ends in one way, and a request that names it
+//! afterwards is answered by that: what ended it succeeds again, everything else is an error.
 
 use trajectory::{GroupId, PolicyVersion};
 
 use super::{Held, KEYED, LeaseRow, LeaseState, Ledger, millis};
 use crate::{BufferError, EventKind, LeaseId, LeaseRequest, OnStale};
 
-/// Leases that were lost and of which that is remembered.
-const LOST_KEPT: usize = 1 << 16;
+/// Leases that were lost or released and of which that is remembered.
+pub(super) const ENDED_KEPT: usize = 1 << 16;
+
+/// How a lease that is neither open nor expired ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    Acknowledged,
+    Released,
+    Lost,
+    /// It was never given.
+    Never,
+}
 
 /// A lease with the end of its hold.
 #[derive(Clone, Debug)]
@@ -44,6 +55,7 @@ impl Ledger {
             && let Some(&id) = self.named.get(&(request.consumer.clone(), step))
             && self.take_up(id).is_ok()
         {
+            self.come_to(step);
             self.hold(id, request.hold.map(millis), now);
             let groups = self.leases[&id].row.groups.clone();
             return Ok(Some(Leased { id, step, groups, dropped_stale: self.tell_dropped() }));
@@ -77,13 +89,15 @@ impl Ledger {
         Ok(())
     }
 
-    /// A lease that is gone, not lost, was acknowledged before.
+    /// Succeeds again for a lease that was acknowledged.
     pub(crate) fn ack(&mut self, lease: LeaseId) -> Result<(), BufferError> {
-        if !self.leases.contains_key(&lease) && lease.0 < self.next_lease {
+        if self.end_of(lease) == Some(End::Acknowledged) {
             return Ok(());
         }
         self.take_up(lease)?;
         let Some(record) = self.remove_lease(lease) else { return Ok(()) };
+        self.change().leases.push((lease, None));
+        self.count_ended(record.row.step, record.row.groups.len());
         for &group in &record.row.groups {
             let Some(stored) = self.stored.get_mut(&group) else { continue };
             stored.out -= 1;
@@ -100,40 +114,67 @@ impl Ledger {
         Ok(())
     }
 
-    /// Acknowledges what `consumer` leased for steps below `through`; those that were lost are named once.
+    /// Acknowledges what `consumer` leased for steps below `through`. The lowest of those that were lost is named, by every
+    /// repetition with the same `through`, but not once it went on to a later one.
     pub(crate) fn ack_through(&mut self, consumer: &str, through: PolicyVersion) -> Result<(), BufferError> {
+        self.not_from_the_future(through)?;
         let of_consumer = |record: &Record| record.row.consumer == consumer && record.row.step < through;
         let done: Vec<LeaseId> =
             self.leases.iter().filter(|(_, record)| of_consumer(record)).map(|(id, _)| *id).collect();
-        let mut lost = Ok(());
         for lease in done {
-            if let Err(error) = self.ack(lease) {
-                self.remove_lease(lease);
-                lost = Err(error);
-            }
+            // To take one up can lose another, which is named below.
+            let _ = self.ack(lease);
         }
         if through > self.step {
             self.begin_step(through);
         }
+        self.name_lost(consumer, through)
+    }
+
+    /// The lowest lease that `consumer` lost for a step below `through` and that no earlier version named.
+    fn name_lost(&mut self, consumer: &str, through: PolicyVersion) -> Result<(), BufferError> {
+        let (mut lost, mut changed) = (Ok(()), Vec::new());
+        for (&lease, row) in &mut self.ended {
+            let concerned = row.state == LeaseState::Lost && row.step < through && row.consumer == consumer;
+            if !concerned || row.named_through.is_some_and(|named| named < through) {
+                continue;
+            }
+            if lost.is_ok() {
+                lost = Err(BufferError::LeaseLost { lease });
+            }
+            if row.named_through.is_none() {
+                row.named_through = Some(through);
+                changed.push((lease, Some(row.clone())));
+            }
+        }
+        if !changed.is_empty() {
+            self.change().leases.extend(changed);
+        }
         lost
     }
 
-    /// Takes a lease back as if it had not been given.
+    /// Takes a lease back as if it had not been given. Succeeds again for one that was taken back.
     pub(crate) fn release(&mut self, lease: LeaseId) -> Result<(), BufferError> {
-        if !self.leases.contains_key(&lease) && lease.0 < self.next_lease {
+        if self.end_of(lease) == Some(End::Released) {
             return Ok(());
         }
         self.take_up(lease)?;
-        let Some(record) = self.remove_lease(lease) else { return Ok(()) };
-        self.put_back(&record.row);
-        self.tell(EventKind::Released, record.row.groups, Some(lease), Some(record.row.step));
+        let Some(Record { row, .. }) = self.remove_lease(lease) else { return Ok(()) };
+        self.put_back(&row);
+        self.tell(EventKind::Released, row.groups.clone(), Some(lease), Some(row.step));
+        self.remember_end(lease, LeaseRow { state: LeaseState::Released, ..row });
         Ok(())
     }
 
     pub(super) fn restore_lease(&mut self, id: LeaseId, mut row: LeaseRow, now: u64) {
         row.groups.retain(|group| self.stored.contains_key(group));
         match row.state {
+            LeaseState::Lost | LeaseState::Released => {
+                self.ended.insert(id, row);
+                return;
+            }
             LeaseState::Open => {
+                self.count_leased(row.step, row.groups.len());
                 for group in &row.groups {
                     if let Some(stored) = self.stored.get_mut(group) {
                         stored.out += 1;
@@ -143,9 +184,8 @@ impl Ledger {
             LeaseState::Expired => {
                 self.expired.insert(id);
             }
-            LeaseState::Lost => {}
         }
-        if row.named && row.state != LeaseState::Lost {
+        if row.named {
             self.named.insert((row.consumer.clone(), row.step), id);
         }
         let (hold_ms, open) = (row.hold_ms, row.state == LeaseState::Open);
@@ -174,21 +214,33 @@ impl Ledger {
         };
         let lost: Vec<LeaseId> = self.expired.iter().filter(of_group).copied().collect();
         for lease in lost {
-            self.expired.remove(&lease);
-            let Some(record) = self.leases.get_mut(&lease) else { continue };
-            record.row.state = LeaseState::Lost;
-            record.row.groups.clear();
-            let row = record.row.clone();
-            let name = (row.consumer.clone(), row.step);
-            if self.named.get(&name) == Some(&lease) {
-                self.named.remove(&name);
-            }
-            self.change().leases.push((lease, Some(row)));
+            let Some(Record { row, .. }) = self.remove_lease(lease) else { continue };
+            self.remember_end(lease, LeaseRow { state: LeaseState::Lost, ..row });
         }
-        let is_lost = |record: &&Record| record.row.state == LeaseState::Lost;
-        if self.leases.len() > LOST_KEPT && self.leases.values().filter(is_lost).count() > LOST_KEPT {
-            let oldest = self.leases.iter().find(|(_, record)| is_lost(record)).map(|(id, _)| *id);
-            oldest.into_iter().for_each(|id| drop(self.remove_lease(id)));
+    }
+
+    /// Keeps how a lease ended, and forgets that of the oldest if there are too many.
+    fn remember_end(&mut self, lease: LeaseId, row: LeaseRow) {
+        let row = LeaseRow { groups: Vec::new(), hold_ms: None, ..row };
+        self.change().leases.push((lease, Some(row.clone())));
+        self.ended.insert(lease, row);
+        if self.ended.len() > ENDED_KEPT
+            && let Some((oldest, _)) = self.ended.pop_first()
+        {
+            self.forgotten_leases = self.forgotten_leases.max(oldest.0 + 1);
+            self.change().leases.push((oldest, None));
+        }
+    }
+
+    /// How a lease ended; `None` if it is open or expired. One of which that is forgotten counts as lost.
+    fn end_of(&self, lease: LeaseId) -> Option<End> {
+        match self.ended.get(&lease).map(|row| row.state) {
+            _ if self.leases.contains_key(&lease) => None,
+            _ if lease.0 >= self.next_lease => Some(End::Never),
+            Some(LeaseState::Released) => Some(End::Released),
+            Some(_) => Some(End::Lost),
+            None if lease.0 < self.forgotten_leases => Some(End::Lost),
+            None => Some(End::Acknowledged),
         }
     }
 
@@ -200,6 +252,9 @@ impl Ledger {
                 record.row.groups.retain(|other| *other != group);
                 changed.push((*id, Some(record.row.clone())));
             }
+        }
+        for (_, row) in &changed {
+            row.iter().for_each(|row| self.count_ended(row.step, 1));
         }
         self.change().leases.extend(changed);
     }
@@ -226,6 +281,10 @@ impl Ledger {
             }
             if group.0 < KEYED {
                 self.again.insert(group);
+            } else {
+                // Sent again, it is not there: it is taken if it is young enough now, and refused as stale if not.
+                self.keys.remove(group);
+                self.change().keys.push(group);
             }
             dropped.push(group);
         }
@@ -251,6 +310,7 @@ impl Ledger {
         let id = LeaseId(self.next_lease);
         self.next_lease += 1;
         self.taken += groups.len();
+        self.count_leased(step, groups.len());
         self.known = self.known.max(step.next());
         groups.iter().for_each(|group| self.take(*group));
         let named = request.step.is_some();
@@ -259,7 +319,8 @@ impl Ledger {
         }
         self.tell(EventKind::Leased, groups.clone(), Some(id), Some(step));
         let (consumer, hold_ms) = (request.consumer.clone(), request.hold.map(millis));
-        let row = LeaseRow { consumer, step, named, groups, hold_ms, state: LeaseState::Open };
+        let row =
+            LeaseRow { consumer, step, named, groups, hold_ms, state: LeaseState::Open, named_through: None };
         self.change().leases.push((id, Some(row.clone())));
         self.leases.insert(id, Record { row, until: None });
         id
@@ -283,6 +344,7 @@ impl Ledger {
         if row.step == self.step {
             self.taken = self.taken.saturating_sub(row.groups.len());
         }
+        self.count_ended(row.step, row.groups.len());
         for &group in &row.groups {
             let Some(stored) = self.stored.get_mut(&group) else { continue };
             stored.out -= 1;
@@ -292,28 +354,29 @@ impl Ledger {
 
     /// Makes sure that a lease is open, taking it up again if its hold was over and nobody has its groups.
     fn take_up(&mut self, lease: LeaseId) -> Result<(), BufferError> {
-        let Some(record) = self.leases.get(&lease) else {
-            let next = LeaseId(self.next_lease);
-            return Err(if lease < next {
-                BufferError::LeaseLost { lease }
-            } else {
-                BufferError::UnknownLease { lease, next }
+        if let Some(end) = self.end_of(lease) {
+            return Err(match end {
+                End::Acknowledged => BufferError::LeaseOver { lease, how: "acknowledged" },
+                End::Released => BufferError::LeaseOver { lease, how: "released" },
+                End::Lost => BufferError::LeaseLost { lease },
+                End::Never => BufferError::UnknownLease { lease, next: LeaseId(self.next_lease) },
             });
-        };
+        }
+        let record = &self.leases[&lease];
         match record.row.state {
-            LeaseState::Open => Ok(()),
-            LeaseState::Lost => Err(BufferError::LeaseLost { lease }),
             LeaseState::Expired => {
                 self.expired.remove(&lease);
                 let row = LeaseRow { state: LeaseState::Open, ..record.row.clone() };
                 if row.step == self.step {
                     self.taken += row.groups.len();
                 }
+                self.count_leased(row.step, row.groups.len());
                 row.groups.iter().for_each(|group| self.take(*group));
                 self.change().leases.push((lease, Some(row.clone())));
                 self.leases.insert(lease, Record { row, until: None });
                 Ok(())
             }
+            LeaseState::Open | LeaseState::Lost | LeaseState::Released => Ok(()),
         }
     }
 
@@ -340,6 +403,7 @@ impl Ledger {
         }
     }
 
+    /// Takes a lease that is open or expired out; what is written of it is the caller's to say.
     fn remove_lease(&mut self, lease: LeaseId) -> Option<Record> {
         self.let_go(lease);
         self.expired.remove(&lease);
@@ -348,7 +412,6 @@ impl Ledger {
         if self.named.get(&name) == Some(&lease) {
             self.named.remove(&name);
         }
-        self.change().leases.push((lease, None));
         Some(record)
     }
 

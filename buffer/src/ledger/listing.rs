@@ -73,7 +73,7 @@ impl Ledger {
         let wanted = |name: &str| consumer.is_none_or(|consumer| consumer == name);
         self.leases
             .iter()
-            .filter(|(_, record)| record.row.state != LeaseState::Lost && wanted(&record.row.consumer))
+            .filter(|(_, record)| wanted(&record.row.consumer))
             .map(|(id, record)| LeaseEntry {
                 id: *id,
                 consumer: record.row.consumer.clone(),

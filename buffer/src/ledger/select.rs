@@ -113,20 +113,18 @@ impl Ledger {
     /// Whether later leases can still train in time all that stays behind `batch`, or at least nothing that is still in
     /// flight would make a better batch for them.
     fn leaves_time(&self, batch: &[Candidate]) -> bool {
-        let bound = self.config.max_staleness;
-        let per_step = self.config.batch_groups;
-        let rest_of_step = per_step.saturating_sub(self.taken.saturating_add(batch.len()));
+        let before = self.config.batch_groups.saturating_sub(self.taken);
+        let after = before.saturating_sub(batch.len());
         let mut in_batch: BTreeMap<PolicyVersion, usize> = BTreeMap::new();
         batch.iter().for_each(|(version, _)| *in_batch.entry(*version).or_default() += 1);
         // What is in flight over the bound is not waited for.
-        let usable = PolicyVersion(self.step.0.saturating_sub(bound));
+        let usable = PolicyVersion(self.step.0.saturating_sub(self.config.max_staleness));
         let (mut all, mut taken) = (0usize, 0usize);
         self.due.range(usable..).all(|(version, live)| {
             all += live;
             taken += in_batch.get(version).copied().unwrap_or(0);
-            let later_steps = version.0.saturating_add(bound) - self.step.0;
-            let later_steps = usize::try_from(later_steps).unwrap_or(usize::MAX);
-            let room = later_steps.saturating_mul(per_step).saturating_add(rest_of_step);
+            // What this and later steps can take besides the batch.
+            let room = self.room_through(self.last_step_of(*version)).saturating_sub(before) + after;
             taken >= all.saturating_sub(room).min(batch.len())
         })
     }

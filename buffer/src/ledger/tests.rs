@@ -2,6 +2,7 @@
 
 mod contract;
 mod pacing;
+mod rewind;
 
 use trajectory::TaskId;
 
@@ -57,6 +58,9 @@ impl Disk {
                 Some(lease) => drop(self.leases.insert(id, lease)),
                 None => drop(self.leases.remove(&id)),
             }
+        }
+        for id in change.keys {
+            self.keys.remove(&id);
         }
         self.mark = change.mark;
     }

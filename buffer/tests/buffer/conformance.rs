@@ -340,6 +340,70 @@ fn a_lease_can_be_released(buffer: &impl Both) {
     assert_eq!(leased(buffer, 0), first);
 }
 
+fn a_lease_that_ended_answers_the_same_however_often_it_is_asked(buffer: &impl Both) {
+    generate(buffer, v(0), 4);
+    let released = lease(buffer, 0, NOW).unwrap();
+    buffer.release(released.id).unwrap();
+    let acked = buffer.lease(&LeaseRequest::step("other", v(0)), NOW).unwrap();
+    assert_eq!(acked.groups, released.groups, "others have them now");
+    buffer.ack(acked.id).unwrap();
+    for _ in 0..2 {
+        let error = buffer.ack(released.id).unwrap_err();
+        assert!(matches!(error, BufferError::LeaseOver { how: "released", .. }), "{error}");
+        buffer.release(released.id).unwrap();
+        buffer.ack(acked.id).unwrap();
+        for result in
+            [buffer.release(acked.id), buffer.extend(acked.id, SOON), buffer.extend(released.id, SOON)]
+        {
+            assert!(matches!(result, Err(BufferError::LeaseOver { .. })), "{result:?}");
+        }
+    }
+    let gone = LeaseRequest { hold: Some(HOLD), ..LeaseRequest::step("gone", v(1)) };
+    let lost = buffer.lease(&gone, NOW).unwrap();
+    buffer.lease(&LeaseRequest::step("other", v(1)), SOON).unwrap();
+    for _ in 0..2 {
+        let error = buffer.ack_through("gone", v(2)).unwrap_err();
+        assert!(matches!(error, BufferError::LeaseLost { lease } if lease == lost.id), "{error}");
+        assert!(matches!(buffer.ack(lost.id), Err(BufferError::LeaseLost { .. })));
+    }
+}
+
+fn a_version_that_nobody_made_is_refused_and_changes_nothing(buffer: &impl Both) {
+    generate(buffer, v(0), 2);
+    let first = lease(buffer, 0, NOW).unwrap();
+    for version in [99_999, u64::MAX].map(v) {
+        let error = buffer.ack_through(TRAINER, version).unwrap_err();
+        assert!(matches!(error, BufferError::FutureVersion { .. }), "{error}");
+        let error = buffer.set_version(version, false).unwrap_err();
+        assert!(matches!(error, BufferError::VersionJump { .. }), "{error}");
+        let served = AdmitRequest { served: version, limit: 1, hold: None, holder: None };
+        assert!(matches!(buffer.admit(served, NOW), Err(BufferError::FutureVersion { .. })));
+        let error = buffer.submit("key", group(GroupId(0), version)).unwrap_err();
+        assert!(matches!(error, BufferError::FutureVersion { .. }), "{error}");
+    }
+    assert!(buffer.set_version(v(u64::MAX), true).is_err());
+    assert_eq!(lease(buffer, 0, NOW).unwrap(), first);
+    buffer.ack_through(TRAINER, v(1)).unwrap();
+    assert_eq!(buffer.stats().unwrap().next_step, v(1));
+}
+
+fn a_trainer_that_goes_back_gets_its_steps_again_and_nothing_is_dropped(buffer: &impl Both) {
+    let foreign = |key: &str, version: u64| buffer.submit(key, group(GroupId(0), v(version))).unwrap().answer;
+    for key in ["1", "2"] {
+        assert_eq!(foreign(key, 0), Finalized::Accepted);
+    }
+    let first = leased(buffer, 0);
+    buffer.set_version(v(1), false).unwrap();
+    buffer.set_version(v(0), true).unwrap();
+    let accepted: Vec<String> =
+        (3..9).map(|key| key.to_string()).filter(|key| foreign(key, 0) == Finalized::Accepted).collect();
+    assert_eq!(accepted.len(), 2, "those of step 1, beside those of step 0");
+    assert_eq!(leased(buffer, 0), first);
+    assert_eq!(leased(buffer, 1).len(), 2);
+    assert_eq!(leased(buffer, 0), first);
+    assert_eq!(buffer.stats().unwrap().dropped_stale, 0);
+}
+
 /// Set up with `OnStale::Drop`.
 fn what_is_over_the_bound_is_dropped_and_generated_again(buffer: &impl Both) {
     let old = generate(buffer, v(0), 4);
@@ -490,6 +554,9 @@ suite! {
     the_oldest_leave_first_and_in_order_of_id: config(2, 1);
     a_step_gets_its_batch_again_until_it_is_acknowledged: config(2, 1);
     a_lease_can_be_released: config(2, 1);
+    a_lease_that_ended_answers_the_same_however_often_it_is_asked: config(2, 1);
+    a_version_that_nobody_made_is_refused_and_changes_nothing: config(2, 1);
+    a_trainer_that_goes_back_gets_its_steps_again_and_nothing_is_dropped: config(2, 1);
     groups_with_a_key_need_no_admission_and_are_taken_once: config(2, 1);
     without_a_slot_a_group_with_a_key_finds_the_buffer_full: config(2, 1);
     a_buffer_that_is_full_of_bytes_admits_nothing: BufferConfig { max_bytes: 4096, ..config(8, 8) };

@@ -79,10 +79,52 @@ fn a_newer_format_is_not_guessed_at() {
     let path = directory.path().join("buffer.redb");
     drop(Buffer::open(&path, config(1, 0)).unwrap());
     let write = Database::create(&path).unwrap().begin_write().unwrap();
-    write.open_table(META).unwrap().insert("format", 3u64.to_le_bytes().as_slice()).unwrap();
+    write.open_table(META).unwrap().insert("format", 4u64.to_le_bytes().as_slice()).unwrap();
     write.commit().unwrap();
     let error = Buffer::open(&path, config(1, 0)).unwrap_err();
-    assert!(matches!(error, BufferError::NewerFormat { found: 3, known: 2, .. }), "{error}");
+    assert!(matches!(error, BufferError::NewerFormat { found: 4, known: 3, .. }), "{error}");
+}
+
+#[test]
+fn a_journal_that_is_removed_or_replaced_accepts_nothing_any_more() {
+    let directory = tempfile::tempdir().unwrap();
+    let (path, aside) = (directory.path().join("buffer.redb"), directory.path().join("aside.redb"));
+    for replaced in [false, true] {
+        let buffer = Buffer::open(&path, config(2, 2)).unwrap();
+        let reopen = buffer.reopen().unwrap();
+        buffer.submit("before", group(GroupId(0), v(0))).unwrap();
+        assert!(buffer.failure().is_none());
+        std::fs::rename(&path, &aside).unwrap();
+        if replaced {
+            // The same bytes are another file.
+            std::fs::copy(&aside, &path).unwrap();
+        }
+        let found = if replaced { "was replaced by another file while" } else { "was removed while" };
+        let refused = buffer.submit(&format!("after {replaced}"), group(GroupId(1), v(0))).unwrap_err();
+        assert!(matches!(refused, BufferError::JournalMoved { .. }), "{refused}");
+        assert!(refused.to_string().contains(found), "{refused}");
+        assert!(buffer.submit("later", group(GroupId(2), v(0))).is_err());
+        assert!(buffer.failure().is_some_and(|error| error.to_string().contains(found)));
+        drop(buffer);
+        assert!(
+            matches!(reopen().unwrap_err(), BufferError::JournalMoved { .. }),
+            "another file is no way to go on"
+        );
+        std::fs::rename(&aside, &path).unwrap();
+        let again = reopen().unwrap().submit("before", group(GroupId(0), v(0))).unwrap();
+        assert_eq!(again.answer, Finalized::Duplicate, "nothing was lost");
+    }
+}
+
+#[test]
+fn a_journal_that_is_gone_is_noticed_while_nothing_is_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("buffer.redb");
+    let buffer = Buffer::open(&path, config(2, 2)).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    assert!(buffer.failure().is_some());
+    assert!(!path.exists(), "nothing takes its place");
+    assert!(Buffer::in_memory(config(2, 2)).unwrap().reopen().is_none());
 }
 
 #[test]

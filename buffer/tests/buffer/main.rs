@@ -2,6 +2,7 @@
 
 mod conformance;
 mod crash;
+mod formats;
 mod http;
 mod journal;
 mod served;

@@ -25,8 +25,8 @@ impl Served {
     pub(crate) fn journal(directory: &tempfile::TempDir, config: BufferConfig) -> Self {
         let path = directory.path().join("buffer.redb");
         let buffer = Buffer::open(&path, config).unwrap();
-        let reopen = Arc::new(move || Buffer::open(&path, config));
-        Self::start(buffer, ServerConfig { reopen: Some(reopen), ..loopback() })
+        let reopen = buffer.reopen();
+        Self::start(buffer, ServerConfig { reopen, ..loopback() })
     }
 
     /// Serves a buffer in memory.

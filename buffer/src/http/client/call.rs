@@ -205,6 +205,10 @@ impl Core {
         let is = |known: Code| known.as_str() == code;
         match (found, bound) {
             (Some(lease), _) if is(Code::LeaseLost) => BufferError::LeaseLost { lease: LeaseId(lease) },
+            (Some(lease), _) if is(Code::LeaseOver) => {
+                let how = if detail.contains("released") { "released" } else { "acknowledged" };
+                BufferError::LeaseOver { lease: LeaseId(lease), how }
+            }
             (Some(lease), Some(next)) if is(Code::UnknownLease) => {
                 BufferError::UnknownLease { lease: LeaseId(lease), next: LeaseId(next) }
             }
@@ -214,6 +218,9 @@ impl Core {
             }
             (Some(version), Some(known)) if is(Code::FutureVersion) => {
                 BufferError::FutureVersion { version: PolicyVersion(version), known: PolicyVersion(known) }
+            }
+            (Some(version), Some(known)) if is(Code::VersionJump) => {
+                BufferError::VersionJump { version: PolicyVersion(version), known: PolicyVersion(known) }
             }
             (Some(version), Some(known)) if is(Code::VersionBehind) => {
                 BufferError::VersionBehind { version: PolicyVersion(version), known: PolicyVersion(known) }

@@ -104,7 +104,8 @@ pub(super) async fn ack(
     accept.answer(&Done {})
 }
 
-/// A checkpoint that contains every step below `through` is on disk: done with all leases for them. Idempotent.
+/// A checkpoint that contains every step below `through` is on disk: done with all leases for them. Idempotent: also the loss
+/// of a lease is answered again, until `through` goes on.
 #[utoipa::path(
     post, path = "/v1/leases/ack", operation_id = "ack_through", tag = "leases", request_body = AckThroughRequest,
     responses((status = 200, body = Done, description = "They are done with, durably"))

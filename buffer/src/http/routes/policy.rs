@@ -33,7 +33,8 @@ pub(super) async fn version(State(shared): State<Arc<Shared>>, accept: Accept) -
     accept.answer(&VersionBody { version: buffer.policy_version()?.0 })
 }
 
-/// The trainer has made a version. Idempotent; backwards only with `rewind`.
+/// The trainer has made a version. Idempotent; backwards, or so far ahead that all groups would be over the bound, only with
+/// `rewind`.
 #[utoipa::path(
     put, path = "/v1/policy/version", operation_id = "set_version", tag = "policy", request_body = VersionRequest,
     responses((status = 200, body = Done, description = "It is known, durably"))

@@ -362,7 +362,7 @@ pub(crate) struct AckThroughRequest {
 pub(crate) struct VersionRequest {
     /// The newest version.
     pub(crate) version: u64,
-    /// Whether it may be older than the one known: a trainer starts again from an old checkpoint.
+    /// Whether it may be any other than the next: a trainer starts from another checkpoint.
     #[serde(default)]
     pub(crate) rewind: bool,
 }

@@ -34,6 +34,14 @@ struct Story {
     evicted: bool,
 }
 
+/// How a lease ended, for its consumer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    Acked,
+    Released,
+    Lost,
+}
+
 struct World {
     dice: Dice,
     config: BufferConfig,
@@ -46,6 +54,8 @@ struct World {
     promises: BTreeMap<LeaseId, Promise>,
     in_flight: BTreeMap<GroupId, PolicyVersion>,
     next_key: u128,
+    /// Leases that are over, and whether they were acknowledged, released or lost.
+    ended: Vec<(LeaseId, End)>,
     /// The highest step for which anything may have been dropped.
     highest: PolicyVersion,
     handed_out: u64,
@@ -80,6 +90,7 @@ impl World {
             promises: BTreeMap::new(),
             in_flight: BTreeMap::new(),
             next_key: 0,
+            ended: Vec::new(),
             highest: PolicyVersion(0),
             handed_out: 0,
             acked: 0,
@@ -89,7 +100,7 @@ impl World {
 
     fn verb(&mut self) {
         self.now += self.dice.below(20);
-        match self.dice.below(24) {
+        match self.dice.below(26) {
             0..=3 => self.admit(),
             4..=6 => self.finalize(),
             7..=9 => self.submit(),
@@ -100,6 +111,8 @@ impl World {
             19 => self.release(),
             20 => self.extend(),
             21 => self.set_version(),
+            24 => self.repeat_an_end(),
+            25 if self.dice.once_in(8) => self.rewind(),
             22 if self.dice.once_in(4) => self.evict(),
             23 if self.dice.once_in(8) => self.crash(),
             _ => {
@@ -169,7 +182,12 @@ impl World {
     }
 
     fn arrive(&mut self, identity: Identity, oldest: PolicyVersion) {
-        let begin = self.ledger.begin(&arrival(identity, oldest), self.now).unwrap();
+        let known = self.ledger.known();
+        let begin = match self.ledger.begin(&arrival(identity, oldest), self.now) {
+            // From a version that was undone since its admission.
+            Err(BufferError::FutureVersion { .. }) if oldest > known => return,
+            begin => begin.unwrap(),
+        };
         match begin {
             Begin::Write { group, .. } => {
                 let works = !self.dice.once_in(20);
@@ -222,7 +240,9 @@ impl World {
         let leased = self.ledger.lease(&request, self.now, self.dice.once_in(2));
         self.flush(true);
         let Ok(Some(Leased { id, step, groups, .. })) = leased else { return };
-        assert!(!groups.is_empty() && groups.is_sorted_by(|a, b| a < b));
+        // All groups of a lease that is given again can have been evicted.
+        assert!(!groups.is_empty() || self.promises.contains_key(&id), "a lease of nothing");
+        assert!(groups.is_sorted_by(|a, b| a < b));
         let until = request.hold.map(|hold| self.now + millis(hold));
         let named = request.step.is_some();
         if let Some(before) = self.promises.get(&id) {
@@ -265,12 +285,13 @@ impl World {
     fn ack(&mut self) {
         let Some(id) = self.any_promise() else { return };
         let acked = self.ledger.ack(id);
-        let promise = self.promises.remove(&id).unwrap();
-        self.settle(acked.is_ok(), &promise);
+        self.settle(acked.is_ok(), id);
         self.flush(true);
     }
 
-    fn settle(&mut self, acked: bool, promise: &Promise) {
+    fn settle(&mut self, acked: bool, id: LeaseId) {
+        let promise = self.promises.remove(&id).unwrap();
+        self.ended.push((id, if acked { End::Acked } else { End::Lost }));
         if !acked {
             assert!(promise.until.is_some_and(|until| until <= self.now), "a lease is lost in its hold");
             self.lost += 1;
@@ -288,21 +309,40 @@ impl World {
         let of = |promise: &Promise| promise.consumer == consumer && promise.step < through;
         let done: Vec<LeaseId> =
             self.promises.iter().filter(|(_, promise)| of(promise)).map(|(id, _)| *id).collect();
+        let answer = self.ledger.ack_through(&consumer, through).map_err(|error| error.to_string());
         for id in done {
-            let promise = self.promises.remove(&id).unwrap();
-            // What the ledger holds for lost it does not acknowledge.
-            let lost = self.ledger.leases.get(&id).is_none_or(|record| record.row.state == LeaseState::Lost);
-            self.settle(!lost, &promise);
+            let acked = self.ledger.ack(id).is_ok();
+            self.settle(acked, id);
         }
-        let _ = self.ledger.ack_through(&consumer, through);
+        self.flush(true);
+        let again = self.ledger.ack_through(&consumer, through).map_err(|error| error.to_string());
+        assert_eq!(answer, again, "another answer to the same acknowledgement");
         self.flush(true);
     }
 
     fn release(&mut self) {
         let Some(id) = self.any_promise() else { return };
-        let _ = self.ledger.release(id);
+        let released = self.ledger.release(id).is_ok();
         self.promises.remove(&id);
+        self.ended.push((id, if released { End::Released } else { End::Lost }));
         self.flush(true);
+    }
+
+    /// What ended a lease succeeds again, and nothing else does.
+    fn repeat_an_end(&mut self) {
+        let n = self.dice.below(self.ended.len().max(1) as u64) as usize;
+        let Some(&(id, end)) = self.ended.get(n) else { return };
+        assert_eq!(self.ledger.ack(id).is_ok(), end == End::Acked, "{id} was {end:?}");
+        assert_eq!(self.ledger.release(id).is_ok(), end == End::Released, "{id} was {end:?}");
+        assert!(self.ledger.extend(id, 1, self.now).is_err(), "{id} was {end:?}");
+    }
+
+    /// The trainer goes back to an older version.
+    fn rewind(&mut self) {
+        let version = PolicyVersion(self.dice.below(self.ledger.known().0 + 1));
+        self.ledger.set_version(version, true).unwrap();
+        self.flush(true);
+        assert_eq!((self.ledger.policy_version(), self.ledger.known()), (version, version));
     }
 
     fn extend(&mut self) {
@@ -318,11 +358,12 @@ impl World {
         } else {
             assert!(promise.until.is_some_and(|until| until <= self.now), "a lease is lost in its hold");
             self.promises.remove(&id);
+            self.ended.push((id, End::Lost));
         }
     }
 
     fn set_version(&mut self) {
-        let ahead = self.dice.below(3);
+        let ahead = self.dice.below(3).min(self.config.max_staleness + 1);
         self.ledger.set_version(PolicyVersion(self.ledger.known().0 + ahead), false).unwrap();
         self.flush(true);
     }
@@ -393,6 +434,12 @@ impl World {
         let bytes: u64 = self.ledger.stored.values().map(|stored| stored.row.bytes).sum();
         assert_eq!(stats.bytes, bytes, "bytes do not add up");
         assert!(stats.bytes <= self.config.max_bytes);
+        for (step, leased) in &self.ledger.leased {
+            let open = self.ledger.leases.values().filter(|record| record.row.state == LeaseState::Open);
+            let of_step = open.filter(|record| record.row.step == *step);
+            let groups: usize = of_step.map(|record| record.row.groups.len()).sum();
+            assert_eq!(groups, *leased, "leased for {step}");
+        }
         let live: usize = self.ledger.due.values().sum();
         assert_eq!(live, self.ledger.flights.len() + self.ledger.pool.len(), "deadlines do not add up");
         for (id, stored) in &self.ledger.stored {

@@ -10,9 +10,13 @@ use crate::{Finalized, LeaseRequest, OnStale};
 
 const STEPS: u64 = 25;
 const TRAINER: &str = "trainer";
+/// How often a trainer goes back at most, so that it arrives.
+const REWINDS: u32 = 20;
 
 struct InFlight {
     id: GroupId,
+    /// The version that its slot was given for.
+    admitted: PolicyVersion,
     claimed: Option<PolicyVersion>,
     ticks: u64,
 }
@@ -37,12 +41,27 @@ struct World {
     batches: BTreeMap<PolicyVersion, Vec<GroupId>>,
     evicted: u64,
     dropped: u64,
-    crashes: bool,
+    /// Groups with a key that were over the bound when they came; they are not stored.
+    refused: u64,
+    next_key: u128,
+    /// What was trained in steps whose groups are forgotten, before the trainer went back to them.
+    undone: Vec<GroupId>,
+    disturbances: Disturbances,
+    rewound: u32,
     newest: u64,
 }
 
+/// What happens to a trainer beside training.
+#[derive(Clone, Copy, Debug, Default)]
+struct Disturbances {
+    /// The buffer and all others start again.
+    crashes: bool,
+    /// It goes back to an older version and leases its steps again.
+    rewinds: bool,
+}
+
 impl World {
-    fn new(config: BufferConfig, seed: u64, crashes: bool) -> Self {
+    fn new(config: BufferConfig, seed: u64, disturbances: Disturbances) -> Self {
         let mut dice = Dice(seed);
         let samplers = (0..=dice.below(3)).map(|_| Sampler::default()).collect();
         Self {
@@ -57,7 +76,11 @@ impl World {
             batches: BTreeMap::new(),
             evicted: 0,
             dropped: 0,
-            crashes,
+            refused: 0,
+            next_key: 0,
+            undone: Vec::new(),
+            disturbances,
+            rewound: 0,
             newest: 0,
         }
     }
@@ -72,9 +95,16 @@ impl World {
         for index in 0..self.samplers.len() {
             self.sample(index);
         }
+        if self.dice.once_in(4) {
+            self.submit();
+        }
         self.train();
-        if self.crashes && self.dice.once_in(40) {
+        if self.disturbances.crashes && self.dice.once_in(40) {
             self.crash();
+        }
+        if self.disturbances.rewinds && self.rewound < REWINDS && self.dice.once_in(40) {
+            self.rewound += 1;
+            self.rewind();
         }
         // Slots as of the newest version ever; after a crash, a released batch comes on top of what was admitted then.
         self.newest = self.newest.max(self.trainer.0);
@@ -93,7 +123,7 @@ impl World {
         let request = AdmitRequest { served: sampler.served, limit, hold: None, holder: None };
         for id in self.ledger.admit(request, 0).unwrap() {
             let ticks = self.dice.ticks();
-            sampler.groups.push(InFlight { id, claimed: None, ticks });
+            sampler.groups.push(InFlight { id, admitted: sampler.served, claimed: None, ticks });
         }
         for mut group in std::mem::take(&mut sampler.groups) {
             match group.claimed {
@@ -135,6 +165,23 @@ impl World {
         }
     }
 
+    /// A group that nobody admitted, of any version that may still be trained.
+    fn submit(&mut self) {
+        let behind = self.dice.below(self.config.max_staleness + 2);
+        let oldest = PolicyVersion(self.trainer.0.saturating_sub(behind));
+        let key = self.next_key;
+        self.next_key += 1;
+        match self.ledger.begin(&arrival(Identity::Keyed(key), oldest), 0).unwrap() {
+            Begin::Write { group, .. } => {
+                self.disk.append(row(group, oldest), Some(key));
+                self.ledger.end(group, Some(row(group, oldest)), 0);
+            }
+            Begin::Answer(None, Finalized::Stale) => self.refused += 1,
+            Begin::Answer(None, Finalized::Full) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+
     fn train(&mut self) {
         match self.training {
             None => self.lease(),
@@ -151,7 +198,7 @@ impl World {
                 if self.dice.once_in(3) {
                     self.checkpoint = self.trainer;
                     // A crash between checkpoint and acknowledgement.
-                    if self.crashes && self.dice.once_in(5) {
+                    if self.disturbances.crashes && self.dice.once_in(5) {
                         return self.crash();
                     }
                     self.acknowledge();
@@ -188,6 +235,21 @@ impl World {
         self.training = Some(self.dice.below(6));
     }
 
+    /// The trainer goes back to any version it had; what was acknowledged before its last checkpoint is not there again.
+    fn rewind(&mut self) {
+        let version = PolicyVersion(self.dice.below(self.trainer.0 + 1));
+        self.ledger.set_version(version, true).unwrap();
+        self.keep();
+        for step in version.0..self.checkpoint.0 {
+            self.undone.extend(self.batches.remove(&PolicyVersion(step)).unwrap());
+        }
+        (self.trainer, self.checkpoint, self.training) = (version, self.checkpoint.min(version), None);
+        for sampler in &mut self.samplers {
+            sampler.served = sampler.served.min(version);
+            sampler.groups.retain(|group| group.claimed.unwrap_or(group.admitted) <= version);
+        }
+    }
+
     /// Everything but rows, mark and checkpoint is lost.
     fn crash(&mut self) {
         self.ledger = self.disk.reopen(self.config, 0);
@@ -199,13 +261,18 @@ impl World {
 
     fn check_conservation(&self) {
         let mut seen = BTreeSet::new();
+        assert!(
+            self.undone.iter().all(|id| seen.insert(*id)),
+            "a group is trained after it was acknowledged"
+        );
         assert!(self.batches.values().flatten().all(|id| seen.insert(*id)), "a group is in two batches");
         let batched = seen.len();
         let in_pool = self.ledger.pool.iter().map(|(_, id)| *id);
         let live = self.ledger.flights.keys().copied().chain(in_pool);
         assert!(live.chain(self.ledger.again.iter().copied()).all(|id| seen.insert(id)));
-        let evicted = self.ledger.next_id - seen.len() as u64;
-        if self.crashes {
+        let admitted = seen.iter().filter(|id| id.0 < KEYED).count();
+        let evicted = self.ledger.next_id - admitted as u64;
+        if self.disturbances.crashes {
             assert!(evicted <= self.evicted, "{evicted} ids are nowhere, {} were evicted", self.evicted);
         } else {
             assert_eq!(evicted, self.evicted, "ids are lost");
@@ -213,13 +280,15 @@ impl World {
         let flying: usize = self.samplers.iter().map(|sampler| sampler.groups.len()).sum();
         let stats = self.ledger.stats();
         assert_eq!(stats.admitted + stats.claimed, flying);
-        assert!(stats.dropped_stale == self.dropped || self.crashes && stats.dropped_stale < self.dropped);
+        let dropped = self.dropped + self.refused;
+        let lost_count = self.disturbances.crashes && stats.dropped_stale < dropped;
+        assert!(stats.dropped_stale == dropped || lost_count);
         assert!(stats.leased <= batched);
     }
 }
 
-fn run(config: BufferConfig, seed: u64, crashes: bool) -> World {
-    let mut world = World::new(config, seed, crashes);
+fn run(config: BufferConfig, seed: u64, disturbances: Disturbances) -> World {
+    let mut world = World::new(config, seed, disturbances);
     let mut ticks = 0;
     while world.trainer.0 < STEPS {
         world.tick();
@@ -241,8 +310,10 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn every_schedule_keeps_the_bound_and_loses_nothing(config in configs(), seed: u64, crashes: bool) {
-        let world = run(config, seed, crashes);
+    fn every_schedule_keeps_the_bound_and_loses_nothing(
+        config in configs(), seed: u64, crashes: bool, rewinds: bool,
+    ) {
+        let world = run(config, seed, Disturbances { crashes, rewinds });
         if config.on_stale == OnStale::Wait {
             prop_assert_eq!(world.dropped, 0, "pacing threw work away");
         }
@@ -252,7 +323,7 @@ proptest! {
 #[test]
 fn without_waiting_slow_groups_are_dropped() {
     let config = BufferConfig { on_stale: OnStale::Drop, ..BufferConfig::new(2, 1) };
-    let dropped: u64 = (0..20).map(|seed| run(config, seed, false).dropped).sum();
+    let dropped: u64 = (0..20).map(|seed| run(config, seed, Disturbances::default()).dropped).sum();
     assert!(dropped > 0, "the schedules are too tame to show that waiting matters");
 }
 
@@ -291,7 +362,7 @@ fn a_batch_waits_for_the_group_whose_last_step_it_is() {
 fn what_no_waiting_saves_is_not_waited_for() {
     let mut ledger = Ledger::restore(BufferConfig::new(1, 1), Kept::default(), 0);
     admit(&mut ledger, 0, 2);
-    ledger.set_version(PolicyVersion(9), false).unwrap();
+    ledger.set_version(PolicyVersion(9), true).unwrap();
     finalize(&mut ledger, 1, 9);
     // The trainer was at 9 at once: group 0, in flight since 0, is over the bound already.
     assert_eq!(leased(&mut ledger, 9), Some(vec![1]));

@@ -68,6 +68,42 @@ fn too_many_connections_are_closed_and_counted() {
 }
 
 #[test]
+fn a_server_whose_journal_was_removed_accepts_nothing_and_makes_no_other() {
+    let directory = tempfile::tempdir().unwrap();
+    let served = Served::journal(&directory, config(8, 1));
+    assert_eq!(statuses(&store(&served, &[keyed("before")])), ["accepted"]);
+    std::fs::remove_file(directory.path().join("buffer.redb")).unwrap();
+    // Longer than it waits before it tries to open a journal again.
+    let end = std::time::Instant::now() + Duration::from_millis(1500);
+    while std::time::Instant::now() < end {
+        let problem = store(&served, &[keyed("after")]).is_problem(503, "storage_failed");
+        assert!(problem["detail"].as_str().unwrap().contains("was removed while it was open"), "{problem}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_run_that_trains_itself_lets_nobody_lease_or_count() {
+    let config = ServerConfig { own_trainer: true, ..loopback() };
+    let served = Served::start(Buffer::in_memory(super::super::config(2, 1)).unwrap(), config);
+    assert_eq!(statuses(&store(&served, &[keyed("a")])), ["accepted"]);
+    for (path, body) in [
+        ("/v1/leases", json!({ "consumer": TRAINER, "step": 0, "groups": 1 })),
+        ("/v1/leases/ack", json!({ "consumer": TRAINER, "through": 99_999 })),
+        ("/v1/leases/0/ack", json!({})),
+        ("/v1/leases/0/release", json!({})),
+        ("/v1/leases/0/extend", json!({ "hold_ms": 100 })),
+    ] {
+        served.post(path, &body).is_problem(403, "own_trainer");
+    }
+    let version = json!({ "version": u64::MAX }).to_string();
+    let put = served.ask("PUT", "/v1/policy/version", &[], version.as_bytes());
+    put.is_problem(403, "own_trainer");
+    assert_eq!(served.get("/v1/stats").json()["finalized"], 1);
+}
+
+#[test]
 fn a_stop_finishes_what_was_begun() {
     let directory = tempfile::tempdir().unwrap();
     let mut served = Served::journal(&directory, config(8, 1));

@@ -1,0 +1,163 @@
+//! Which step leases are for, and how many groups the steps from it on can still take. Invariant: `leased` counts the groups
+//! in open leases by the step of their lease, and `taken` is at least its count for the current step.
+
+use trajectory::{GroupId, PolicyVersion};
+
+use super::{KEYED, Ledger, Stage};
+use crate::{BufferError, EventKind};
+
+/// The latest version that a trainer can have; below 2^53, so that every JSON reader keeps it exact.
+const MAX_VERSION: PolicyVersion = PolicyVersion((1 << 53) - 1);
+
+impl Ledger {
+    /// The latest version that anybody can have.
+    pub(crate) fn known(&self) -> PolicyVersion {
+        self.known
+    }
+
+    /// The version that the trainer has, as far as is known here.
+    pub(crate) fn policy_version(&self) -> PolicyVersion {
+        self.step
+    }
+
+    /// The first step that has groups to take, if every step takes a full batch.
+    pub(super) fn next_step(&self) -> PolicyVersion {
+        let batch = self.config.batch_groups;
+        if self.taken < batch {
+            return self.step;
+        }
+        let mut next = self.step.next();
+        for (step, leased) in self.leased.range(next..) {
+            if *step != next || *leased < batch {
+                break;
+            }
+            next = next.next();
+        }
+        next
+    }
+
+    /// Groups that the steps from the current one to `last` can still take, if each takes a full batch.
+    pub(super) fn room_through(&self, last: PolicyVersion) -> usize {
+        let Some(later) = last.0.checked_sub(self.step.0) else { return 0 };
+        let batch = self.config.batch_groups;
+        let steps = usize::try_from(later).unwrap_or(usize::MAX).saturating_add(1);
+        let after = self.step.next();
+        let leased: usize = if after <= last {
+            self.leased.range(after..=last).map(|(_, leased)| (*leased).min(batch)).sum()
+        } else {
+            0
+        };
+        steps.saturating_mul(batch).saturating_sub(leased).saturating_sub(self.taken.min(batch))
+    }
+
+    /// Slots that are free as seen by a sampler that serves `served`: no more groups than the steps up to the last that
+    /// can train them have room for.
+    pub(crate) fn free(&self, served: PolicyVersion) -> usize {
+        if self.bytes >= self.config.max_bytes {
+            return 0;
+        }
+        let mut slots = self.config.slots();
+        if !self.config.replays() {
+            slots = slots.min(self.room_through(self.last_step_of(served)));
+        }
+        slots.saturating_sub(self.flights.len() + self.pool.len())
+    }
+
+    /// The last step that may train a group of `version`.
+    pub(super) fn last_step_of(&self, version: PolicyVersion) -> PolicyVersion {
+        PolicyVersion(version.0.saturating_add(self.config.max_staleness))
+    }
+
+    /// The trainer has made `version`; with `rewind` it starts from a checkpoint of that version, whatever came before.
+    pub(crate) fn set_version(&mut self, version: PolicyVersion, rewind: bool) -> Result<(), BufferError> {
+        let known = self.known;
+        if version > MAX_VERSION || !rewind && version > self.furthest() {
+            return Err(BufferError::VersionJump { version, known });
+        }
+        if rewind {
+            self.undo_after(version);
+            self.begin_step(version);
+        } else if version < known && version != self.step {
+            return Err(BufferError::VersionBehind { version, known });
+        } else if version != self.step {
+            self.begin_step(version);
+        }
+        Ok(())
+    }
+
+    /// The latest version that the trainer can go to without putting all that is here over the bound.
+    fn furthest(&self) -> PolicyVersion {
+        let empty = self.flights.is_empty() && self.pool.is_empty() && self.leases.is_empty();
+        if empty { MAX_VERSION } else { self.last_step_of(self.known.next()) }
+    }
+
+    /// Versions after `version` were never made: no group counts from one of them any more, unless it has arrived.
+    fn undo_after(&mut self, version: PolicyVersion) {
+        self.known = self.known.min(version);
+        let undone = self
+            .flights
+            .iter()
+            .filter(|(_, flight)| flight.version > version && flight.stage != Stage::Writing);
+        let undone: Vec<GroupId> = undone.map(|(group, _)| *group).collect();
+        for group in undone {
+            self.land(group);
+            self.again.insert(group);
+        }
+    }
+
+    /// From now on leases are for `step`. What is leased for it already is given again, not trained beside other groups.
+    pub(super) fn begin_step(&mut self, step: PolicyVersion) {
+        self.taken = self.leased.get(&step).copied().unwrap_or(0);
+        self.step = step;
+        self.known = self.known.max(step);
+        self.change();
+        self.tell(EventKind::Version, Vec::new(), None, Some(step));
+    }
+
+    /// A lease for `step` is given again: a trainer that has gone back has come so far again.
+    pub(super) fn come_to(&mut self, step: PolicyVersion) {
+        if step > self.known {
+            return;
+        }
+        if step > self.step {
+            self.begin_step(step);
+        }
+        if self.known < step.next() {
+            self.known = step.next();
+            self.change();
+        }
+    }
+
+    /// `count` more groups are in open leases for `step`.
+    pub(super) fn count_leased(&mut self, step: PolicyVersion, count: usize) {
+        if count > 0 {
+            *self.leased.entry(step).or_default() += count;
+        }
+    }
+
+    /// `count` groups less are in open leases for `step`.
+    pub(super) fn count_ended(&mut self, step: PolicyVersion, count: usize) {
+        if let Some(leased) = self.leased.get_mut(&step) {
+            *leased = leased.saturating_sub(count);
+            if *leased == 0 {
+                self.leased.remove(&step);
+            }
+        }
+    }
+
+    pub(super) fn not_from_the_future(&self, version: PolicyVersion) -> Result<(), BufferError> {
+        let known = self.known;
+        if version > known { Err(BufferError::FutureVersion { version, known }) } else { Ok(()) }
+    }
+
+    /// The slot of a group that turns out older than the slot was given for: it is given back, so that the group needs
+    /// room like one that never had a slot.
+    pub(super) fn give_up_slot_if_older(&mut self, group: GroupId, oldest: PolicyVersion) {
+        if self.flights.get(&group).is_some_and(|flight| oldest < flight.version) {
+            self.land(group);
+            if group.0 < KEYED {
+                self.again.insert(group);
+            }
+        }
+    }
+}
