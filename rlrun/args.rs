@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand};
 
-use model::{Quantization, Recompute};
+use model::{Quantization, Recompute, WeightDtype};
 use trainer::optimizer::OptimizerKind;
 
 use crate::init::Template;
@@ -186,6 +186,9 @@ pub struct ExportArgs {
     /// Write the LoRA adapter alone, for PEFT, instead of the model with it merged in
     #[arg(long)]
     pub adapter: bool,
+    /// Number format of the weights; f32 is what was trained, 16 bits round it
+    #[arg(long, default_value = "f32", value_parser = weight_dtype(), conflicts_with = "adapter")]
+    pub dtype: WeightDtype,
 }
 
 /// `rlrun resume`.
@@ -200,6 +203,9 @@ pub struct ResumeArgs {
     /// Go on with an empty journal if it is missing: groups that no checkpoint contains are lost, and tasks begin anew
     #[arg(long)]
     pub without_journal: bool,
+    /// Go on from the checkpoint of this step instead of the last; later ones are kept under other names
+    #[arg(long, value_name = "STEP")]
+    pub from: Option<u64>,
     /// How much is shown.
     #[command(flatten)]
     pub loudness: Loudness,
@@ -460,6 +466,12 @@ fn optimizer() -> impl TypedValueParser<Value = OptimizerKind> {
     words.map(move |word| all.into_iter().find(|kind| kind.as_str() == word).unwrap_or_default())
 }
 
+/// The words of `--dtype`.
+fn weight_dtype() -> impl TypedValueParser<Value = WeightDtype> {
+    PossibleValuesParser::new(WeightDtype::ALL.map(WeightDtype::as_str))
+        .map(|word| WeightDtype::ALL.into_iter().find(|dtype| dtype.as_str() == word).unwrap_or_default())
+}
+
 /// The words of `rollout.quantization` in a recipe.
 fn quantization() -> impl TypedValueParser<Value = Quantization> {
     PossibleValuesParser::new(["none", "int8"]).map(|word| match word.as_str() {
@@ -565,7 +577,8 @@ mod tests {
         assert_eq!((generate.prompts.len(), generate.temperature, generate.max_tokens), (2, 1.0, 256));
         assert!(parse(&["generate", "m", "--interactive"]).is_ok());
         assert!(parse(&["eval", "m", "--recipe", "r.toml"]).is_ok());
-        assert!(parse(&["export", "r", "--step", "3", "--out", "d"]).is_ok());
+        assert!(parse(&["export", "r", "--step", "3", "--out", "d", "--dtype", "bf16"]).is_ok());
+        assert!(parse(&["resume", "r", "--from", "3"]).is_ok());
         assert!(parse(&["resume", "r", "--set", "trainer.steps=9", "-q"]).is_ok());
         assert!(parse(&["plan", "r.toml", "--set", "a.b=c"]).is_ok());
     }

@@ -53,7 +53,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Run(args) => run(args, program),
         Command::Eval(args) => eval(args, program),
         Command::Generate(args) => generate(args),
-        Command::Export(args) => export(args),
+        Command::Export(args) => export(args, program),
         Command::Resume(args) => resume(args, program),
         Command::Worker(what) => worker(what, program),
         Command::Serve(ServeWhat::Buffer(args)) => serve::buffer(args),
@@ -81,7 +81,7 @@ fn run(args: &RunArgs, program: &Program) -> Result<String, Failure> {
     let place = run_dir::place(args.run_dir.as_deref(), &recipe.name);
     let resolved = recipe.resolved_toml(&origins);
     let run_dir = RunDir::create(&place, RecipeTexts { given: &given, resolved: &resolved })?;
-    let result = train((&recipe, leader), run_dir, &args.loudness, program);
+    let result = train((&recipe, leader), (run_dir, None), &args.loudness, program);
     if result.as_ref().is_err_and(|failure| failure.exit_code() == 2) {
         let run_dir = RunDir::open(&place)?;
         if !run_dir.has_begun() {
@@ -92,18 +92,25 @@ fn run(args: &RunArgs, program: &Program) -> Result<String, Failure> {
     result
 }
 
-/// Trains in `run_dir` as the recipe says: in this process, or in processes that this one looks after.
+/// Trains in `run_dir` as the recipe says: in this process, or in processes that this one looks after. It goes on from
+/// the checkpoint `from`, or from the last.
 fn train(
     (recipe, leader): (&Recipe, Option<Arc<Leader>>),
-    run_dir: RunDir,
+    (run_dir, from): (RunDir, Option<PolicyVersion>),
     loudness: &Loudness,
     program: &Program,
 ) -> Result<String, Failure> {
     let path = run_dir.path().to_path_buf();
     let ending = if recipe.placement.processes {
+        // The process that leads may be started again, and goes on from the last checkpoint whenever it is.
+        let aside = from.map(|from| trainer::checkpoint::set_aside_after(&run_dir.checkpoints(), Some(from)));
+        for (version, place) in aside.transpose()?.unwrap_or_default() {
+            let (version, place) = (version.0, place.display());
+            report(loudness, program).note(&format!("the checkpoint of step {version} is kept in {place}"));
+        }
         controller::run(recipe, run_dir, loudness.quiet)?
     } else {
-        let surroundings = Surroundings { leader, ..Surroundings::of(program) };
+        let surroundings = Surroundings { leader, from, ..Surroundings::of(program) };
         pipeline::run_in(recipe, &run_dir, &report(loudness, program), surroundings)?
     };
     ended(ending, &path)
@@ -151,6 +158,9 @@ fn worker(what: &WorkerWhat, program: &Program) -> Result<String, Failure> {
         WorkerWhat::Trainer(args) => workers::trainer::run(args, program).map(|()| String::new()),
         WorkerWhat::Reward(args) => workers::reward::run(args, program).map(|()| String::new()),
         WorkerWhat::Lead(args) => ended(controller::lead::run(args, program)?, &args.run),
+        WorkerWhat::Templates => model::chat::serve().map(|()| String::new()).map_err(|source| {
+            Failure::System { what: "render chat templates for another process".to_owned(), source }
+        }),
     }
 }
 
@@ -166,11 +176,15 @@ fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Failure> {
     if args.without_journal && keeps_one && !journal.exists() {
         drop(Buffer::open(journal, recipe.buffer_config())?);
     }
+    let from = args.from.map(PolicyVersion);
+    if let Some(from) = from {
+        trainer::checkpoint::check(&checkpoint_of(&args.run, Some(from.0))?)?;
+    }
     if !args.sets.is_empty() {
         run_dir.replace_resolved(&recipe.resolved_toml(&origins))?;
     }
     let Some(leader) = launched(&recipe)? else { return Ok(String::new()) };
-    let result = train((&recipe, leader), run_dir, &args.loudness, program);
+    let result = train((&recipe, leader), (run_dir, from), &args.loudness, program);
     if result.as_ref().is_err_and(|failure| failure.exit_code() == 2) {
         // New values that do not fit model or data must not stand in the way of the next try.
         RunDir::open(&args.run)?.replace_resolved(&before)?;
@@ -201,10 +215,11 @@ fn check(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
     let placement = plan::placement(&recipe).map_or_else(String::new, |line| line + "\n");
     let understood: String = prepared.understood().map(|line| line + "\n").collect();
     let note = recipe.algorithm.note().map_or_else(String::new, |note| format!("{note}\n"));
+    let window = directory.config().window_note().map_or_else(String::new, |note| note + "\n");
     Ok(understood
         + &note
         + &format!(
-            "{placement}{}: no mistakes found; {} parameters, {} tasks ({} left out as too long), {held_out} held out, longest prompt \
+            "{placement}{window}{}: no mistakes found; {} parameters, {} tasks ({} left out as too long), {held_out} held out, longest prompt \
          {} tokens",
             args.recipe.display(),
             model::Layout::new(directory.config()).len(),
@@ -274,20 +289,48 @@ fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure> {
     Ok(format!("accuracy {accuracy:.4} on {tasks} tasks, {} tokens sampled", evaluation.tokens))
 }
 
-fn export(args: &ExportArgs) -> Result<String, Failure> {
+fn export(args: &ExportArgs, program: &Program) -> Result<String, Failure> {
     let model = model_of(&args.run, args.step)?;
     if args.adapter {
-        let adapter = trainer::checkpoint::adapter_path(model.parent().unwrap_or(&model));
+        let checkpoint = model.parent().unwrap_or(&model);
+        let adapter = trainer::checkpoint::adapter_path(checkpoint);
         if !adapter.is_dir() {
             let what = format!("{} has no adapter; it was trained without `[lora]`", args.run.display());
             return Err(Failure::NotThere(what));
         }
-        trainer::lora::export(&adapter, &args.out)?;
-        return Ok(format!("wrote {} from {}", args.out.display(), adapter.display()));
+        trainer::checkpoint::check(checkpoint)?;
+        let base = base_of(&args.run, program)?;
+        trainer::lora::export(&adapter, &args.out, &base)?;
+        let (out, adapter) = (args.out.display(), adapter.display());
+        return Ok(format!("wrote {out} from {adapter}, for the model {base}"));
     }
     let directory = ModelDirectory::open(&model)?;
-    directory.export(&args.out, &directory.load_parameters()?)?;
-    Ok(format!("wrote {} from {}", args.out.display(), model.display()))
+    directory.export(&args.out, &directory.load_parameters()?, args.dtype)?;
+    let (out, dtype) = (args.out.display(), args.dtype.declared());
+    Ok(format!("wrote {out} from {} as {dtype}", model.display()))
+}
+
+/// The model that the adapter of a run belongs to, as PEFT is to load it: that of its recipe, by its name on the hub if it
+/// lies in the cache of the hub. A model that the run made or warmed up is only in the run.
+fn base_of(run: &Path, program: &Program) -> Result<String, Failure> {
+    let (recipe, _) = load(&run.join("resolved.toml"), &[], program)?;
+    let path = match &recipe.model {
+        Model::Path(path) if recipe.warmup.is_none() => path.clone(),
+        Model::Path(_) | Model::Random(_) => trainer::checkpoint::base_path(&run.join("checkpoints")),
+    };
+    if let Some(name) = hub_name(&path) {
+        return Ok(name);
+    }
+    let path = std::path::absolute(&path).unwrap_or(path);
+    Ok(path.to_string_lossy().into_owned())
+}
+
+/// `ORG/NAME` of a directory `models--ORG--NAME/snapshots/REVISION`.
+fn hub_name(path: &Path) -> Option<String> {
+    let mut above = path.components().rev().skip(1).map(|part| part.as_os_str().to_string_lossy());
+    let (snapshots, model) = (above.next()?, above.next()?);
+    let name = model.strip_prefix("models--").filter(|_| snapshots == "snapshots")?;
+    Some(name.replacen("--", "/", 1))
 }
 
 fn generate(args: &GenerateArgs) -> Result<String, Failure> {
@@ -397,6 +440,11 @@ fn model_of(target: &Path, step: Option<u64>) -> Result<PathBuf, Failure> {
     if step.is_none() && target.join("config.json").is_file() {
         return Ok(target.to_path_buf());
     }
+    Ok(checkpoint_of(target, step)?.join("model"))
+}
+
+/// A run's checkpoint (the newest without `step`).
+fn checkpoint_of(target: &Path, step: Option<u64>) -> Result<PathBuf, Failure> {
     let checkpoints = target.join("checkpoints");
     let versions = trainer::checkpoint::list(&checkpoints);
     let chosen = match step {
@@ -417,7 +465,7 @@ fn model_of(target: &Path, step: Option<u64>) -> Result<PathBuf, Failure> {
             ),
         }));
     };
-    Ok(trainer::checkpoint::path(&checkpoints, *version).join("model"))
+    Ok(trainer::checkpoint::path(&checkpoints, *version))
 }
 
 /// A directory that disappears again, for the fresh model of a check.

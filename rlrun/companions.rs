@@ -82,7 +82,7 @@ impl Starting<'_> {
                 let what = format!("{}: the run's reference policy is not there any more", path.display());
                 return Err(Failure::NotThere(what));
             }
-            self.directory.export(&path, &*self.learner.parameters()?)?;
+            self.directory.save(&path, &*self.learner.parameters()?)?;
         }
         Ok(Some(self.frozen(&ModelDirectory::open(&path)?)?))
     }

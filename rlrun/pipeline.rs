@@ -9,6 +9,7 @@
 
 mod exchange;
 mod push;
+mod rewind;
 mod samplers;
 mod start;
 mod view;
@@ -94,13 +95,16 @@ pub struct Surroundings {
     pub(crate) door: Option<Door>,
     /// Of the ranks that a launcher has started, this process being the first.
     pub(crate) leader: Option<Arc<Leader>>,
+    /// The checkpoint to go on from, if it is not the last.
+    pub(crate) from: Option<PolicyVersion>,
 }
 
 impl Surroundings {
     /// The whole machine and the recipe's rewards.
     #[must_use]
     pub fn of(program: &Program) -> Self {
-        Self { cores: Cores::all(), rewards: None, program: program.clone(), door: None, leader: None }
+        let (cores, program) = (Cores::all(), program.clone());
+        Self { cores, rewards: None, program, door: None, leader: None, from: None }
     }
 }
 
@@ -118,10 +122,10 @@ pub fn run_in(
     let logs = run_dir.logs();
     let system = |source| Failure::System { what: format!("write a log in {}", logs.display()), source };
     report.log_to(&logs).map_err(system)?;
-    let Surroundings { cores, rewards, program, door, leader } = surroundings;
+    let Surroundings { cores, rewards, program, door, leader, from } = surroundings;
     let runtime = RewardRuntime::new(&program, &cores)?;
     let report = Arc::clone(report);
-    let mut run = Run { recipe, run_dir, report, rewards, runtime, signals, cores, door, leader };
+    let mut run = Run { recipe, run_dir, report, rewards, runtime, signals, cores, door, leader, from };
     run.go()
 }
 
@@ -138,6 +142,8 @@ struct Run<'a> {
     door: Option<Door>,
     /// Of the ranks of the trainer, where they are processes.
     leader: Option<Arc<Leader>>,
+    /// The checkpoint to go on from, if it is not the last.
+    from: Option<PolicyVersion>,
 }
 
 /// What training ends with.
@@ -205,7 +211,7 @@ impl Run<'_> {
     fn run(&self, exchange: Option<Exchange>) -> Result<Ending, Failure> {
         let mut observer = Observer::new(self.recipe, self.run_dir, &self.report)?;
         let stopped = || if self.signals.terminated() { Ending::Requeued } else { Ending::Stopped };
-        let Some(start) = self.starting_point()? else { return Ok(stopped()) };
+        let Some(start) = self.starting_point(&mut observer)? else { return Ok(stopped()) };
         let version = start.state.version;
         observer.event("start", &serde_json::json!({ "version": version, "time_s": start.state.time_s }))?;
         observer.resume_after(version)?;
@@ -247,10 +253,11 @@ impl Run<'_> {
         exchange: Exchange,
         observer: &mut Observer<'_>,
     ) -> Result<Trained, Failure> {
-        let Start { learner, directory, prepared, state, .. } = start;
+        let Start { learner, directory, prepared, state, went_back, .. } = start;
         let companions = self.beside(&learner, (&directory, &prepared), &state).companions()?;
         let Exchange { edge, hub, roster, desk } = exchange;
-        let Edge { producer, consumer, served, .. } = edge;
+        let Edge { producer, consumer, own, served } = edge;
+        self.rewind((own.as_ref(), &consumer), (state.version, went_back), observer)?;
         desk.describe(&directory)?;
         let stop = self.signals.stop_flag();
         let push = Push::new(self.recipe, &hub, served.is_some(), self.door.is_none())?;

@@ -137,7 +137,9 @@ impl Recipe {
                 if path.exists() {
                     return Ok(ModelDirectory::open(&path)?);
                 }
-                Ok(ModelDirectory::fresh(&path, &self.fresh_model(sizes), self.seed)?)
+                let fresh = ModelDirectory::fresh(&path, &self.fresh_model(sizes), self.seed)?;
+                model::manifest::write(&path)?;
+                Ok(fresh)
             }
         }
     }
@@ -178,7 +180,8 @@ impl Prepared {
         let context = directory.config().max_context();
         let completion = recipe.rollout.max_completion_length;
         if longest + completion > context {
-            return Err(RolloutError::ContextTooShort { prompt: longest, completion, context }.into());
+            let limit = directory.config().context_limit();
+            return Err(RolloutError::ContextTooShort { prompt: longest, completion, limit }.into());
         }
         let team = Arc::new(recipe.rollout_team(&runtime.cores));
         let budget = Arc::new(MemoryBudget::new(recipe.placement.memory_mib.map(|mib| mib << 20)));
@@ -199,6 +202,7 @@ impl Prepared {
             "model {name}, {parameters} parameters; {} tasks to train on, {held_out} held out",
             self.train.len()
         ));
+        directory.config().window_note().iter().for_each(|note| report.note(note));
         self.understood().for_each(|line| report.note(&line));
         if self.train.dropped() > 0 {
             report.note(&format!("{} tasks left out: their prompts are too long", self.train.dropped()));

@@ -74,6 +74,11 @@ pub fn main(registry: Registry) -> ExitCode {
     if let Some(directory) = cache(program.environment()) {
         device::inventory::keep_kernels_in(directory.join("rlrun").join("kernels"));
     }
+    // Of a binary that was replaced meanwhile Linux still knows the file; elsewhere its path has to do.
+    let own = if cfg!(target_os = "linux") { Ok("/proc/self/exe".into()) } else { std::env::current_exe() };
+    if let Ok(own) = own {
+        model::chat::render_apart(own, &["worker", "templates"]);
+    }
     let armed = program.environment().get(failpoints::VARIABLE).map_or(Ok(()), |text| failpoints::arm(text));
     match armed.and_then(|()| commands::execute(&cli, &program)) {
         Ok(text) => {

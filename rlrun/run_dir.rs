@@ -4,7 +4,7 @@
 //! Files are the truth; nothing here interprets checkpoints or samples.
 //!
 //! ```text
-//! recipe.toml resolved.toml metrics.jsonl events.jsonl curation.jsonl samples/ logs/ checkpoints/ lock
+//! run.json recipe.toml resolved.toml metrics.jsonl events.jsonl curation.jsonl samples/ logs/ checkpoints/ lock
 //! ```
 
 mod lines;
@@ -52,6 +52,14 @@ pub enum RunDirError {
         /// What the holder wrote about itself.
         pid: String,
     },
+    /// It was written by another rlrun in a way that this one does not know.
+    #[error("run directory `{path}` {reason}; use the rlrun that wrote it")]
+    Format {
+        /// The directory.
+        path: PathBuf,
+        /// What is not known.
+        reason: String,
+    },
     /// The file system refused.
     #[error("cannot {verb} `{path}`: {source}; choose a writable place with `--run-dir DIR`")]
     Io {
@@ -66,6 +74,13 @@ pub enum RunDirError {
     #[error(transparent)]
     Lines(#[from] JsonLinesError),
 }
+
+/// Version of the layout: 2 has `run.json` and checkpoints with manifests, 1 had neither.
+const FORMAT: u64 = 2;
+/// File of the layout's version.
+const FORMAT_FILE: &str = "run.json";
+/// Longest file of that kind, bytes.
+const MAX_FORMAT_BYTES: u64 = 1 << 16;
 
 /// A run directory held by this process until it is dropped.
 #[derive(Debug)]
@@ -109,21 +124,27 @@ impl RunDir {
             std::fs::create_dir(&directory).map_err(|source| failed("create", &directory, source))?;
         }
         // `resolved.toml` makes it a run, so it comes last: a crash before leaves nothing that looks resumable.
+        write_format(path)?;
         for (name, text) in [("recipe.toml", texts.given), ("resolved.toml", texts.resolved)] {
             write_atomic(&path.join(name), text.as_bytes())?;
         }
         Ok(Self { path: path.to_path_buf(), _lock: lock })
     }
 
-    /// Holds an existing run directory to go on with it.
+    /// Holds an existing run directory to go on with it. One of format 1, which had no `run.json`, becomes one of today's:
+    /// what is in it is read as it is, and what is written from now on has digests.
     ///
     /// # Errors
-    /// It is no run directory, is held by another process, or cannot be written.
+    /// It is no run directory, of a newer format, held by another process, or cannot be written.
     pub fn open(path: &Path) -> Result<Self, RunDirError> {
         if !path.join("resolved.toml").is_file() {
             return Err(RunDirError::NotARun { path: path.to_path_buf() });
         }
+        let format = read_format(path)?;
         let lock = Lock::take(path)?;
+        if format < FORMAT {
+            write_format(path)?;
+        }
         Ok(Self { path: path.to_path_buf(), _lock: lock })
     }
 
@@ -199,6 +220,28 @@ impl RunDir {
     /// The file cannot be written.
     pub fn replace_resolved(&self, resolved: &str) -> Result<(), RunDirError> {
         write_atomic(&self.resolved_recipe(), resolved.as_bytes())
+    }
+}
+
+fn write_format(path: &Path) -> Result<(), RunDirError> {
+    let format = serde_json::json!({ "format": FORMAT, "rlrun": env!("CARGO_PKG_VERSION") });
+    write_atomic(&path.join(FORMAT_FILE), format!("{format:#}\n").as_bytes())
+}
+
+fn read_format(path: &Path) -> Result<u64, RunDirError> {
+    let file = path.join(FORMAT_FILE);
+    let text = match model::files::read(&file, MAX_FORMAT_BYTES) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(1),
+        Err(error) => return Err(failed("read", &file, error)),
+    };
+    let value: Option<serde_json::Value> = serde_json::from_slice(&text).ok();
+    let format = value.as_ref().and_then(|value| value["format"].as_u64());
+    let refused = |reason| RunDirError::Format { path: path.to_path_buf(), reason };
+    match format {
+        Some(format @ 1..=FORMAT) => Ok(format),
+        Some(format) => Err(refused(format!("has format {format}, and this rlrun reads 1 to {FORMAT}"))),
+        None => Err(refused(format!("has a `{FORMAT_FILE}` without a format"))),
     }
 }
 
@@ -295,6 +338,25 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let error = RunDir::open(directory.path()).unwrap_err().to_string();
         assert!(error.ends_with("it has no `resolved.toml`; start a run with `rlrun RECIPE`"), "{error}");
+    }
+
+    #[test]
+    fn a_directory_of_format_1_becomes_one_of_today_and_a_newer_one_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        drop(RunDir::create(directory.path(), TEXTS).unwrap());
+        let file = directory.path().join(FORMAT_FILE);
+        let written = fs::read_to_string(&file).unwrap();
+        assert!(written.contains("\"format\": 2"), "{written}");
+        fs::remove_file(&file).unwrap();
+        drop(RunDir::open(directory.path()).unwrap());
+        assert_eq!(fs::read_to_string(&file).unwrap(), written);
+        for (content, reason) in
+            [("{\"format\": 3}", "has format 3, and this rlrun reads 1 to 2"), ("{}", "without a format")]
+        {
+            fs::write(&file, content).unwrap();
+            let error = RunDir::open(directory.path()).unwrap_err().to_string();
+            assert!(error.contains(reason) && error.ends_with("use the rlrun that wrote it"), "{error}");
+        }
     }
 
     #[test]

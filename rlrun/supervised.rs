@@ -225,8 +225,9 @@ impl<'a> Lessons<'a> {
         let tokens = sample.token_ids().len();
         if tokens > self.max_context {
             return Err(Failure::Argument(format!(
-                "task {} has {tokens} tokens with its completion, more than the model's context of {}; leave it out",
-                task.id.0, self.max_context
+                "task {} has {tokens} tokens with its completion, more than the {}; leave it out",
+                task.id.0,
+                self.directory.config().context_limit()
             )));
         }
         Ok(sample)

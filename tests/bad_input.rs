@@ -57,6 +57,50 @@ impl Bench {
     }
 }
 
+/// Files of a model are data: a template that never ends, a pipe where a file should be.
+#[test]
+fn a_model_that_would_hang_or_fill_the_memory_is_refused() {
+    let bench = Bench::new();
+    let chat = ["data.chat=true"];
+    let loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}\
+                 {% endfor %}{% endfor %}";
+    bench.home.write("model/chat_template.jinja", loops);
+    bench.refuses(&chat, &["chat_template.jinja", "it gave no text within 10 s"]);
+    let doubling = "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}\
+                    {% endfor %}{{ ns.s }}";
+    bench.home.write("model/chat_template.jinja", doubling);
+    bench.refuses(&chat, &["chat_template.jinja", "of memory"]);
+    bench.home.write("model/chat_template.jinja", "{{ messages[0].content }}");
+    bench.home.rlrun(&["check", "recipe.toml", "--set", "data.chat=true"]).ok();
+    for file in ["model/chat_template.jinja", "model/config.json", "model/model.safetensors", "tasks.jsonl"] {
+        let (path, kept) = (bench.file(file), bench.file("kept"));
+        std::fs::rename(&path, &kept).unwrap();
+        let made = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+        assert!(made.success());
+        let name = file.rsplit('/').next().unwrap();
+        bench.home.rlrun(&["check", "recipe.toml", "--set", "data.chat=true"]).refused(&[name]);
+        std::fs::rename(&kept, &path).unwrap();
+    }
+}
+
+/// A sliding window is named, whether sequences fit it or not.
+#[test]
+fn a_sliding_window_is_said_not_to_be_supported() {
+    let bench = Bench::new();
+    bench.configure(|config| {
+        config["use_sliding_window"] = true.into();
+        config["sliding_window"] = 16.into();
+        config["max_window_layers"] = 0.into();
+    });
+    let check = bench.home.rlrun(&["check", "recipe.toml"]).ok();
+    assert!(check.stdout.contains("a sliding attention window of 16 tokens, which is not supported yet"));
+    let sets = ["rollout.max_completion_length=14"];
+    bench.refuses(
+        &sets,
+        &["16 tokens of the model's sliding attention window; windows are not supported yet"],
+    );
+}
+
 /// What the other tests change is otherwise fine.
 #[test]
 fn the_recipe_without_a_mistake_runs_even_after_a_failure() {

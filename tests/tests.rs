@@ -5,6 +5,7 @@ mod bad_input;
 mod bench;
 mod bitwise;
 mod chaos;
+mod checkpoints;
 mod colocated;
 mod curation;
 #[cfg(feature = "emulator")]

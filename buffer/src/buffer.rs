@@ -12,7 +12,7 @@ use tokio::sync::Notify;
 use trajectory::{Group, GroupId, PolicyVersion};
 
 use crate::journal::{Journal, OpenFile};
-use crate::ledger::{Begin, Kept, Leased, Ledger};
+use crate::ledger::{Begin, Kept, Leased, Ledger, Rewound};
 use crate::memory::Memory;
 use crate::payload::{Incoming, Prepared};
 use crate::store::{Append, Done, Store, WRITE_WAIT};
@@ -169,6 +169,37 @@ impl Buffer {
     /// A store that cannot write.
     pub fn evict_below(&self, version: PolicyVersion) -> Result<u64, BufferError> {
         self.settle(|ledger, _| Ok(ledger.evict_below(version)))
+    }
+
+    /// Goes back to `version` for `consumer`, who goes on from an older checkpoint than the last one that it has
+    /// acknowledged; `None`, and nothing changes, if what it needs is still here. What was sampled by later versions is
+    /// sampled again: those versions are made anew, and will be other policies.
+    ///
+    /// # Errors
+    /// A group that cannot be read, a store that cannot write.
+    pub fn rewind(&self, consumer: &str, version: PolicyVersion) -> Result<Option<Rewound>, BufferError> {
+        let ledger = self.shared.ledger()?;
+        let (gone, groups) = (ledger.gone_since(consumer, version), ledger.stored_groups());
+        drop(ledger);
+        if gone == 0 {
+            return Ok(None);
+        }
+        let mut rewound = Rewound { gone, ..Rewound::default() };
+        for group in groups {
+            let read = self.store.read(&[group], false)?;
+            let samples = read.iter().flat_map(|group| &group.trajectories).map(|found| &found.sample);
+            if samples.flat_map(|sample| sample.versions()).all(|run| run.version <= version) {
+                continue;
+            }
+            let again = self.settle(|ledger, _| Ok(ledger.sample_again(group)))?;
+            *(if again { &mut rewound.again } else { &mut rewound.dropped }) += 1;
+        }
+        // Comes last: until the version has gone back, a rewind that was interrupted is begun anew.
+        self.settle(|ledger, _| {
+            ledger.rewind(version);
+            Ok(())
+        })?;
+        Ok(Some(rewound))
     }
 
     /// Takes what `holder` has in flight from it, because it is gone: it goes first in line again. Returns how many groups

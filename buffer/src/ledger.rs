@@ -48,12 +48,14 @@ use crate::{AdmitRequest, BufferConfig, BufferError, EventKind, LeaseId, Stats};
 pub(crate) use arrival::{Arrival, Begin, Identity};
 pub(crate) use change::{Change, LeaseRow, LeaseState, Mark, Row};
 pub(crate) use lease::Leased;
+pub use rewind::Rewound;
 use seen::{Contents, Keys};
 
 mod arrival;
 mod change;
 mod lease;
 mod listing;
+mod rewind;
 mod seen;
 mod select;
 mod steps;

@@ -104,4 +104,5 @@ pub use contract::{
 pub use error::BufferError;
 pub use events::{Event, EventKind, Events, Replay};
 pub use journal::JOURNAL_CACHE_BYTES;
+pub use ledger::Rewound;
 pub use listing::{GroupEntry, GroupFilter, GroupPage, GroupState, LeaseEntry};

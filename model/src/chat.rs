@@ -3,44 +3,101 @@
 //! Invariant: the text is what transformers' `apply_chat_template` gives, byte for byte. It invents no template: a model
 //! without one takes text prompts only.
 
+mod apart;
+
+use std::io;
 use std::path::{Path, PathBuf};
 
 use hf_chat_template::{Error, TokenizerConfig};
+use serde::{Deserialize, Serialize};
 use trajectory::Message;
 
-use crate::ModelError;
+use crate::{ModelError, files};
+
+pub use apart::{render_apart, serve};
 
 /// A compiled chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    inner: hf_chat_template::ChatTemplate,
+    inner: Inner,
     path: PathBuf,
+}
+
+#[derive(Debug)]
+enum Inner {
+    /// In this process.
+    Here(Compiled),
+    /// In another one; the digest of the sources, and them.
+    Apart(String, Sources),
+}
+
+/// The texts that a template is compiled from.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Sources {
+    /// `chat_template.jinja`; without it the template stands in the config.
+    template: Option<String>,
+    /// `tokenizer_config.json`, which has the special tokens.
+    config: Option<String>,
+}
+
+/// A message as it is sent to another process.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Turn {
+    role: String,
+    content: String,
+}
+
+/// A template in this process.
+#[derive(Debug)]
+struct Compiled(hf_chat_template::ChatTemplate);
+
+/// Why there is no text.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+enum Failed {
+    /// The template does not compile.
+    Compile(String),
+    /// The template refuses the conversation, in these words.
+    Raised(String),
+    /// The template fails.
+    Render(String),
 }
 
 impl ChatTemplate {
     /// Reads `chat_template.jinja` of a model directory or, without it, the `chat_template` of its
     /// `tokenizer_config.json` (one template, or a list of which the one named `default` counts). `None` if the model
-    /// has no template.
+    /// has no template. After [`render_apart`] it runs in a process of its own, which has limits.
     ///
     /// # Errors
     /// If a file cannot be read, or the template does not compile.
     pub fn load(dir: &Path) -> Result<Option<Self>, ModelError> {
-        let config_path = dir.join("tokenizer_config.json");
-        let config = read(&config_path)?.map_or(Ok(TokenizerConfig::default()), |text| {
-            serde_json::from_str(&text)
-                .map_err(|err| ModelError::Json { path: config_path.clone(), reason: err.to_string() })
-        })?;
-        let path = dir.join("chat_template.jinja");
-        let (compiled, path) = if let Some(text) = read(&path)? {
-            (hf_chat_template::ChatTemplate::from_template_and_config(&text, &config), path)
-        } else if config.chat_template.is_some() {
-            (hf_chat_template::ChatTemplate::from_tokenizer_config(&config), config_path)
-        } else {
-            return Ok(None);
+        let read = |path: &Path, limit| {
+            files::read_text_if_there(path, limit)
+                .map_err(|source| ModelError::Read { path: path.to_owned(), source })
         };
-        match compiled {
+        let config_path = dir.join("tokenizer_config.json");
+        let config = read(&config_path, files::MAX_JSON_BYTES)?;
+        let parsed = parse(config.as_deref())
+            .map_err(|err| ModelError::Json { path: config_path.clone(), reason: err.to_string() })?;
+        let path = dir.join("chat_template.jinja");
+        let template = read(&path, files::MAX_TEMPLATE_BYTES)?;
+        let path = match template {
+            Some(_) => path,
+            None if parsed.chat_template.is_some() => config_path,
+            None => return Ok(None),
+        };
+        let sources = Sources { template, config };
+        let inner = match apart::renderer() {
+            None => Compiled::new(&sources).map(Inner::Here),
+            Some(renderer) => {
+                let key = sources.key();
+                renderer.ask((&key, &sources), None).map(|_| Inner::Apart(key, sources))
+            }
+        };
+        match inner {
             Ok(inner) => Ok(Some(Self { inner, path })),
-            Err(err) => Err(ModelError::Template { path, reason: err.to_string() }),
+            Err(Failed::Compile(reason) | Failed::Raised(reason) | Failed::Render(reason)) => {
+                Err(ModelError::Template { path, reason })
+            }
         }
     }
 
@@ -48,18 +105,25 @@ impl ChatTemplate {
     /// before sampling.
     ///
     /// # Errors
-    /// If the template refuses the conversation (many insist on alternating roles) or fails on it.
+    /// If the template refuses the conversation (many insist on alternating roles), fails on it, or needs more time or
+    /// memory than its process has.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, ModelError> {
-        let converted: Vec<_> = messages
-            .iter()
-            .map(|m| hf_chat_template::Message::new(m.role.as_str(), m.content.as_str()))
-            .collect();
-        self.inner.render_messages(&converted, add_generation_prompt).map_err(|err| ModelError::Render {
+        let turn = |message: &Message| Turn { role: message.role.clone(), content: message.content.clone() };
+        let turns: Vec<Turn> = messages.iter().map(turn).collect();
+        let rendered = match (&self.inner, apart::renderer()) {
+            (Inner::Here(compiled), _) => compiled.render(&turns, add_generation_prompt),
+            (Inner::Apart(key, sources), Some(renderer)) => {
+                renderer.ask((key, sources), Some((turns, add_generation_prompt)))
+            }
+            (Inner::Apart(_, sources), None) => {
+                Compiled::new(sources).and_then(|compiled| compiled.render(&turns, add_generation_prompt))
+            }
+        };
+        rendered.map_err(|failed| ModelError::Render {
             path: self.path.clone(),
             roles: messages.iter().map(|m| m.role.as_str()).collect::<Vec<_>>().join(", "),
-            reason: match err {
-                Error::TemplateRaised { message } => message,
-                other => other.to_string(),
+            reason: match failed {
+                Failed::Compile(reason) | Failed::Raised(reason) | Failed::Render(reason) => reason,
             },
         })
     }
@@ -71,12 +135,41 @@ impl ChatTemplate {
     }
 }
 
-fn read(path: &Path) -> Result<Option<String>, ModelError> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text)),
-        Err(err) if err.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(ModelError::Read { path: path.to_owned(), source }),
+impl Sources {
+    /// A digest of both.
+    fn key(&self) -> String {
+        let mut hasher = blake3::Hasher::new();
+        for text in [&self.template, &self.config] {
+            hasher.update(&(text.as_ref().map_or(u64::MAX, |text| text.len() as u64)).to_le_bytes());
+            hasher.update(text.as_deref().unwrap_or_default().as_bytes());
+        }
+        hasher.finalize().to_hex().to_string()
     }
+}
+
+impl Compiled {
+    fn new(sources: &Sources) -> Result<Self, Failed> {
+        let config = parse(sources.config.as_deref()).map_err(|error| Failed::Compile(error.to_string()))?;
+        let compiled = match &sources.template {
+            Some(text) => hf_chat_template::ChatTemplate::from_template_and_config(text, &config),
+            None => hf_chat_template::ChatTemplate::from_tokenizer_config(&config),
+        };
+        compiled.map(Self).map_err(|error| Failed::Compile(error.to_string()))
+    }
+
+    fn render(&self, turns: &[Turn], add_generation_prompt: bool) -> Result<String, Failed> {
+        let message = |turn: &Turn| hf_chat_template::Message::new(turn.role.as_str(), turn.content.as_str());
+        let messages: Vec<_> = turns.iter().map(message).collect();
+        self.0.render_messages(&messages, add_generation_prompt).map_err(|error| match error {
+            Error::TemplateRaised { message } => Failed::Raised(message),
+            other => Failed::Render(other.to_string()),
+        })
+    }
+}
+
+/// The content of a `tokenizer_config.json`, if there is one.
+fn parse(config: Option<&str>) -> io::Result<TokenizerConfig> {
+    config.map_or(Ok(TokenizerConfig::default()), |text| Ok(serde_json::from_str(text)?))
 }
 
 #[cfg(test)]

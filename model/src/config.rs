@@ -166,6 +166,30 @@ impl Config {
         self.sliding_window.map_or(self.max_position_embeddings, |w| w.min(self.max_position_embeddings))
     }
 
+    /// What limits sequences, and why, for messages: the positions, or the window.
+    #[must_use]
+    pub fn context_limit(&self) -> String {
+        let most = self.max_context();
+        match self.sliding_window {
+            Some(window) if window < self.max_position_embeddings => format!(
+                "{window} tokens of the model's sliding attention window; windows are not supported yet, and up to their \
+                 length sequences are computed as without one"
+            ),
+            _ => format!("{most} tokens that the model can see (max_position_embeddings)"),
+        }
+    }
+
+    /// What a user has to know of a model with a sliding window, if this is one.
+    #[must_use]
+    pub fn window_note(&self) -> Option<String> {
+        let window = self.sliding_window.filter(|window| *window < self.max_position_embeddings)?;
+        let positions = self.max_position_embeddings;
+        Some(format!(
+            "the model has a sliding attention window of {window} tokens, which is not supported yet: sequences of up to \
+             {window} tokens are computed exactly, and longer ones are refused (the model has {positions} positions)"
+        ))
+    }
+
     /// `[head_dim / 2]` radians per position of each rotary pair, scaling applied, in the order and rounding of
     /// transformers.
     #[must_use]

@@ -1,9 +1,10 @@
 //! A model directory as Hugging Face tools write and read it.
 //!
 //! Invariant: what an open directory says fits together (every id of the tokenizer has a row of the embedding), and what
-//! is exported differs from it in the weights alone, whatever has become of its files since. It does not download, and
-//! it holds no weights itself.
+//! is exported differs from it in the weights and their declared number format alone, whatever has become of its files
+//! since. It does not download, and it holds no weights itself.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::{fmt, fs};
@@ -11,10 +12,10 @@ use std::{fmt, fs};
 use serde_json::{Value, json};
 use trajectory::Prompt;
 
-use crate::atomic;
 use crate::characters::{characters, characters_config};
 use crate::tokenizer::encode_error;
-use crate::{ChatTemplate, Config, Head, ModelError, Parameters, SpecialTokens, Tokenizer};
+use crate::{ChatTemplate, Config, Head, ModelError, Parameters, SpecialTokens, Tokenizer, WeightDtype};
+use crate::{atomic, files, manifest};
 
 /// Bytes per weight file before an export is split, as transformers has long done it.
 const MAX_SHARD_BYTES: usize = 5_000_000_000;
@@ -84,7 +85,7 @@ impl ModelDirectory {
             write_json(&dir.join("generation_config.json"), &generation)?;
             write_json(&dir.join("tokenizer.json"), &tokenizer)?;
             write_json(&dir.join("tokenizer_config.json"), &characters_config(config.max_context()))?;
-            Parameters::random(config, seed).save(dir, MAX_SHARD_BYTES)
+            Parameters::random(config, seed).save(dir, WeightDtype::F32, MAX_SHARD_BYTES)
         })?;
         Self::open(dir)
     }
@@ -104,31 +105,57 @@ impl ModelDirectory {
         self
     }
 
-    /// Reads the weights.
+    /// Reads the weights. All files of a directory that has a manifest are compared with it first.
     ///
     /// # Errors
-    /// See [`Parameters::load`].
+    /// See [`Parameters::load`] and [`manifest::check`].
     pub fn load_parameters(&self) -> Result<Parameters, ModelError> {
+        manifest::check(&self.path)?;
         Parameters::load(&self.path, &self.config)
     }
 
-    /// Writes a new directory with these weights and everything else as it is here. It appears whole or not at all.
-    /// Weights are written as f32; readers such as transformers convert them to the type that config.json names.
+    /// Writes a new directory with these weights as `dtype`, which its `config.json` declares, and everything else as it
+    /// is here. It appears whole or not at all.
     ///
     /// # Errors
-    /// If `out_dir` exists already or cannot be written, the weights are of another model, or not finite.
-    pub fn export(&self, out_dir: &Path, parameters: &Parameters) -> Result<(), ModelError> {
+    /// If `out_dir` exists already or cannot be written, the weights are of another model, or not finite in `dtype`.
+    pub fn export(
+        &self,
+        out_dir: &Path,
+        parameters: &Parameters,
+        dtype: WeightDtype,
+    ) -> Result<(), ModelError> {
+        self.check_layout(parameters)?;
+        atomic::directory(out_dir, |dir| self.fill(dir, parameters, dtype))
+    }
+
+    /// The same for rlrun itself to read back: as f32, which loses nothing, and with a manifest.
+    ///
+    /// # Errors
+    /// Those of [`Self::export`].
+    pub fn save(&self, out_dir: &Path, parameters: &Parameters) -> Result<(), ModelError> {
+        self.check_layout(parameters)?;
+        atomic::directory(out_dir, |dir| {
+            self.fill(dir, parameters, WeightDtype::F32)?;
+            manifest::write(dir)
+        })
+    }
+
+    fn check_layout(&self, parameters: &Parameters) -> Result<(), ModelError> {
         let expected = crate::Layout::new(&self.config);
         if **parameters.layout() != expected {
             return Err(ModelError::Length { expected: expected.len(), found: parameters.values().len() });
         }
-        atomic::directory(out_dir, |dir| {
-            for (name, content) in &self.copied {
-                let to = dir.join(name);
-                fs::write(&to, content).map_err(|source| ModelError::Write { path: to, source })?;
-            }
-            parameters.save(dir, MAX_SHARD_BYTES)
-        })
+        Ok(())
+    }
+
+    fn fill(&self, dir: &Path, parameters: &Parameters, dtype: WeightDtype) -> Result<(), ModelError> {
+        for (name, content) in &self.copied {
+            let to = dir.join(name);
+            let content = if *name == "config.json" { declaring(content, dtype) } else { content.into() };
+            fs::write(&to, content).map_err(|source| ModelError::Write { path: to, source })?;
+        }
+        parameters.save(dir, dtype, MAX_SHARD_BYTES)
     }
 
     /// Tokens of a prompt, at least one. Text gets the special tokens that `tokenizer.json` puts around texts; messages
@@ -197,11 +224,27 @@ impl fmt::Debug for ModelDirectory {
 fn read_copied(dir: &Path) -> Result<Vec<(&'static str, Vec<u8>)>, ModelError> {
     let there = COPIED.into_iter().map(|name| (name, dir.join(name))).filter(|(_, path)| path.exists());
     there
-        .map(|(name, path)| match fs::read(&path) {
+        .map(|(name, path)| match files::read(&path, files::MAX_TOKENIZER_BYTES) {
             Ok(content) => Ok((name, content)),
             Err(source) => Err(ModelError::Read { path, source }),
         })
         .collect()
+}
+
+/// The content of a `config.json` with `dtype` as the number format of the weights. Readers such as transformers convert
+/// what they read to it. The key is `dtype` since transformers 4.56, which still reads the `torch_dtype` of before.
+fn declaring(config: &[u8], dtype: WeightDtype) -> Cow<'_, [u8]> {
+    let Ok(Value::Object(mut map)) = serde_json::from_slice(config) else { return config.into() };
+    let there: Vec<&str> =
+        ["dtype", "torch_dtype"].into_iter().filter(|key| map.contains_key(*key)).collect();
+    let keys = if there.is_empty() { vec!["torch_dtype"] } else { there };
+    if keys.iter().all(|key| map.get(*key).and_then(Value::as_str) == Some(dtype.declared())) {
+        return config.into();
+    }
+    for key in keys {
+        map.insert(key.to_owned(), dtype.declared().into());
+    }
+    format!("{:#}\n", Value::Object(map)).into_bytes().into()
 }
 
 fn check_vocabulary(tokenizer: &Tokenizer, config: &Config) -> Result<(), ModelError> {
@@ -219,7 +262,7 @@ fn check_vocabulary(tokenizer: &Tokenizer, config: &Config) -> Result<(), ModelE
 
 /// The id of `eos_token` in `tokenizer_config.json`, which chat fine-tunes change more readily than `config.json`.
 fn end_token(dir: &Path, tokenizer: &Tokenizer) -> Option<u32> {
-    let text = fs::read_to_string(dir.join("tokenizer_config.json")).ok()?;
+    let text = files::read_text(&dir.join("tokenizer_config.json"), files::MAX_JSON_BYTES).ok()?;
     let config: Value = serde_json::from_str(&text).ok()?;
     let token = &config["eos_token"];
     tokenizer.token_id(token.as_str().or_else(|| token["content"].as_str())?)

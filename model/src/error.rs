@@ -32,6 +32,21 @@ pub enum ModelError {
         /// What is wrong, with line and column.
         reason: String,
     },
+    /// A file is not the one that was written.
+    #[error(
+        "{} is damaged: {reason} ({}); restore it from a copy, or use an earlier checkpoint. A file that was changed on \
+         purpose is accepted without the manifest",
+        path.display(),
+        manifest.display()
+    )]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What differs.
+        reason: String,
+        /// Where its digest stands.
+        manifest: PathBuf,
+    },
     /// A key that has no default is not there.
     #[error("{} has no key `{key}`, which every model of this kind needs", path.display())]
     MissingKey {

@@ -3,6 +3,7 @@
 //! # Layout
 //! - [`directory`]: a model directory in Hugging Face layout, opened, made and exported; it is made of
 //!   [`config`], [`parameters`] (all weights as one flat buffer), [`tokenizer`] and [`chat`]
+//! - [`files`]: files that others made, read within bounds; [`manifest`]: a digest of every file of a directory
 //! - [`cores`]: the cores that computation may use, shared by all roles of a process; [`mod@turns`]: one device for two roles
 //! - [`decoder`]: the network, for whole sequences and for decoding from a paged cache
 //! - [`on_device`]: the same network on a GPU
@@ -51,7 +52,9 @@ pub mod cores;
 pub mod decoder;
 pub mod directory;
 pub mod error;
+pub mod files;
 pub mod machine;
+pub mod manifest;
 pub mod on_device;
 mod ops;
 pub mod parameters;
@@ -62,6 +65,7 @@ pub mod scorer;
 pub mod tokenizer;
 pub mod turns;
 mod weight_files;
+mod weight_writer;
 
 pub use characters::{CHARACTERS, characters};
 pub use chat::ChatTemplate;
@@ -80,3 +84,4 @@ pub use sampling::{Draw, Sampling};
 pub use scorer::{Answered, ReadyScorer, ScoreError, SequenceScorer};
 pub use tokenizer::{DecodeStream, SpecialTokens, Tokenizer};
 pub use turns::{Seat, TurnTimeout};
+pub use weight_writer::WeightDtype;

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::manifest;
 use crate::{Config, Layout, ModelError, Parameters};
 
 /// Where a model computes that is not the policy.
@@ -61,8 +62,9 @@ impl ResidentParameters {
     /// The weights in `directory`, which has the shape `config`: read once and kept if `budget` has room for them.
     ///
     /// # Errors
-    /// Those of [`Parameters::load`]; also of a model that does not stay, so that a broken file shows at once.
+    /// Those of [`Parameters::load`] and [`manifest::check`]; also of a model that does not stay, so that a broken file shows at once.
     pub fn open(directory: &Path, config: &Config, budget: &MemoryBudget) -> Result<Self, ModelError> {
+        manifest::check(directory)?;
         let loaded = Parameters::load(directory, config)?;
         let bytes = (Layout::new(config).len() as u64).saturating_mul(size_of::<f32>() as u64);
         let kept = budget.claim(bytes).then(|| Arc::new(loaded));

@@ -15,6 +15,7 @@ use candle_transformers::models::{debertav2, xlm_roberta};
 use serde_json::Value;
 use trajectory::Prompt;
 
+use crate::files;
 use crate::resident::{MemoryBudget, ResidentParameters};
 use crate::{
     Decoder, Head, ModelDirectory, ModelError, Pack, Quantization, Recompute, SpecialTokens, Target, Team,
@@ -386,6 +387,7 @@ impl Classifier {
 
 fn config_json(path: &Path) -> Result<Value, ModelError> {
     let file = path.join("config.json");
-    let bytes = std::fs::read(&file).map_err(|source| ModelError::Read { path: file.clone(), source })?;
+    let bytes = files::read(&file, files::MAX_JSON_BYTES)
+        .map_err(|source| ModelError::Read { path: file.clone(), source })?;
     serde_json::from_slice(&bytes).map_err(|error| ModelError::Json { path: file, reason: error.to_string() })
 }

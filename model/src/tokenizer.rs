@@ -3,12 +3,15 @@
 //! Invariant: encoding neither cuts nor pads, whatever the file asks for: a prompt that is too long is for the caller
 //! to refuse. It does not know chat templates; see `chat`.
 
+mod bounds;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::Value;
 
-use crate::ModelError;
+use crate::{ModelError, files};
+use bounds::Growth;
 
 /// A tokenizer; clones share it.
 #[derive(Clone)]
@@ -16,6 +19,7 @@ pub struct Tokenizer {
     inner: Arc<tokenizers::Tokenizer>,
     path: PathBuf,
     vocab_size: usize,
+    growth: Growth,
 }
 
 /// Whether encoding puts the model's own special tokens, such as a beginning of text, around a text.
@@ -41,8 +45,8 @@ impl Tokenizer {
     /// # Errors
     /// If the file cannot be read or is none that the tokenizers library understands.
     pub fn load(path: &Path) -> Result<Self, ModelError> {
-        let bytes =
-            std::fs::read(path).map_err(|source| ModelError::Read { path: path.to_owned(), source })?;
+        let bytes = files::read(path, files::MAX_TOKENIZER_BYTES)
+            .map_err(|source| ModelError::Read { path: path.to_owned(), source })?;
         Self::from_bytes(path, &bytes)
     }
 
@@ -59,6 +63,7 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer has no token for a part of it.
     pub fn encode(&self, text: &str, special: SpecialTokens) -> Result<Vec<u32>, ModelError> {
+        self.growth.check(text.len()).map_err(|reason| encode_error(text, &reason))?;
         let encoding = self.inner.encode_fast(text, special == SpecialTokens::Add);
         Ok(encoding.map_err(|err| encode_error(text, &err.to_string()))?.get_ids().to_vec())
     }
@@ -90,6 +95,9 @@ impl Tokenizer {
     /// # Errors
     /// If the tokenizer has no token for a part of them.
     pub fn encode_pair(&self, first: &str, second: &str) -> Result<Vec<u32>, ModelError> {
+        for text in [first, second] {
+            self.growth.check(text.len()).map_err(|reason| encode_error(text, &reason))?;
+        }
         let encoding = self.inner.encode_fast((first, second), true);
         Ok(encoding.map_err(|err| encode_error(second, &err.to_string()))?.get_ids().to_vec())
     }
@@ -138,12 +146,17 @@ impl Tokenizer {
 
     fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, ModelError> {
         let error = |reason: String| ModelError::Tokenizer { path: path.to_owned(), reason };
+        let growth = Growth::of(bytes).map_err(error)?;
         let mut inner = tokenizers::Tokenizer::from_bytes(bytes).map_err(|err| error(err.to_string()))?;
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|err| error(err.to_string()))?;
-        let highest = inner.get_vocab(true).into_values().max();
-        let vocab_size = highest.ok_or_else(|| error("its vocabulary is empty".to_owned()))? as usize + 1;
-        Ok(Self { inner: Arc::new(inner), path: path.to_owned(), vocab_size })
+        let vocabulary = inner.get_vocab(true);
+        let highest = vocabulary.values().max().copied();
+        let highest = highest.ok_or_else(|| error("its vocabulary is empty".to_owned()))?;
+        let longest = vocabulary.keys().map(String::len).max().unwrap_or(0);
+        bounds::check_vocabulary(highest, longest).map_err(error)?;
+        let vocab_size = highest as usize + 1;
+        Ok(Self { inner: Arc::new(inner), path: path.to_owned(), vocab_size, growth })
     }
 }
 
@@ -212,6 +225,22 @@ mod tests {
             assert!(matches!(err, ModelError::Tokenizer { .. }), "{err}");
             assert!(err.to_string().contains("tokenizer.json"), "{err}");
         }
+    }
+
+    #[test]
+    fn a_normalizer_that_multiplies_is_refused() {
+        let mut json = characters();
+        let replacement =
+            serde_json::json!({"type": "Replace", "pattern": {"String": "a"}, "content": "a".repeat(99)});
+        json["normalizer"] =
+            serde_json::json!({"type": "Sequence", "normalizers": vec![replacement.clone(); 30]});
+        let error = Tokenizer::from_json(Path::new("tokenizer.json"), &json).unwrap_err().to_string();
+        assert!(error.contains("its normalizer can make"), "{error}");
+        json["normalizer"] = replacement;
+        let tokenizer = Tokenizer::from_json(Path::new("tokenizer.json"), &json).unwrap();
+        assert_eq!(tokenizer.encode("aa", SpecialTokens::Omit).unwrap().len(), 198);
+        let error = tokenizer.encode(&"a".repeat(1 << 20), SpecialTokens::Omit).unwrap_err().to_string();
+        assert!(error.contains("a text of 1048576 bytes") && error.contains("can make"), "{error}");
     }
 
     #[test]

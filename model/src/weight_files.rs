@@ -1,26 +1,24 @@
-//! Safetensors files of a model to [`Parameters`] and back.
+//! Safetensors files of a model to [`Parameters`].
 //!
-//! Invariant: a load either fills every tensor of the layout with finite numbers or names what is wrong; a save is
-//! lossless (f32) and appears whole or not at all. It neither converts to narrower formats nor follows the network.
+//! Invariant: a load either fills every tensor of the layout with finite numbers or names what is wrong. Saving is in
+//! `weight_writer`.
 
-use std::borrow::Cow;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fs::{self, File};
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 use half::{bf16, f16};
 use memmap2::Mmap;
-use safetensors::tensor::{Dtype, TensorView, View};
-use safetensors::{SafeTensorError, SafeTensors};
-use serde_json::{Value, json};
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::Value;
 
-use crate::atomic;
+use crate::files;
 use crate::{Config, Layout, ModelError, ParameterSpec, Parameters};
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(crate) const SINGLE: &str = "model.safetensors";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 /// Tensor names listed in an error before it says how many there are.
 const NAMES_SHOWN: usize = 3;
 
@@ -40,79 +38,6 @@ impl Parameters {
             loader.read(file)?;
         }
         loader.finish(source)
-    }
-
-    /// Writes `model.safetensors`, or shards of at most `max_shard_bytes` (a larger tensor gets a shard of its own) and
-    /// their index, as f32, the way transformers does. The directory must exist. Nothing is overwritten; a reader sees
-    /// no weights before all are there.
-    ///
-    /// # Errors
-    /// If the directory holds weights already, a weight is not finite, or a file cannot be written.
-    pub fn save(&self, dir: &Path, max_shard_bytes: usize) -> Result<(), ModelError> {
-        for name in [SINGLE, INDEX] {
-            if dir.join(name).exists() {
-                return Err(ModelError::Exists { path: dir.join(name) });
-            }
-        }
-        let specs = self.layout().specs();
-        let counts = specs.iter().map(|spec| non_finite(&self.values()[spec.range()]));
-        refuse_non_finite(dir, specs.iter().zip(counts))?;
-        let shards = shards(specs, max_shard_bytes);
-        if let [shard] = shards.as_slice() {
-            return self.write_shard(dir, SINGLE, shard);
-        }
-        let mut weight_map = BTreeMap::new();
-        for (index, shard) in shards.iter().enumerate() {
-            let name = format!("model-{:05}-of-{:05}.safetensors", index + 1, shards.len());
-            self.write_shard(dir, &name, shard)?;
-            weight_map.extend(shard.iter().map(|spec| (spec.name.clone(), name.clone())));
-        }
-        let metadata =
-            json!({"total_size": 4 * self.layout().len(), "total_parameters": self.layout().len()});
-        let index = json!({"metadata": metadata, "weight_map": weight_map});
-        atomic::file(&dir.join(INDEX), |temporary| {
-            fs::write(temporary, format!("{index:#}\n"))
-                .map_err(|source| ModelError::Write { path: temporary.to_owned(), source })
-        })
-    }
-
-    fn write_shard(&self, dir: &Path, name: &str, specs: &[ParameterSpec]) -> Result<(), ModelError> {
-        let views =
-            specs.iter().map(|spec| (&spec.name, Values { spec, values: &self.values()[spec.range()] }));
-        let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-        atomic::file(&dir.join(name), |temporary| {
-            safetensors::serialize_to_file(views, Some(format), temporary).map_err(|err| {
-                let source = match err {
-                    SafeTensorError::IoError(source) => source,
-                    other => std::io::Error::other(other.to_string()),
-                };
-                ModelError::Write { path: temporary.to_owned(), source }
-            })
-        })
-    }
-}
-
-/// One tensor on its way into a file; its bytes are made only when they are written.
-struct Values<'a> {
-    spec: &'a ParameterSpec,
-    values: &'a [f32],
-}
-
-impl View for Values<'_> {
-    fn dtype(&self) -> Dtype {
-        Dtype::F32
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.spec.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        self.values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>().into()
-    }
-
-    fn data_len(&self) -> usize {
-        4 * self.values.len()
     }
 }
 
@@ -148,7 +73,7 @@ fn each_tensor(
     mut visit: impl FnMut(&str, &TensorView<'_>) -> Result<(), ModelError>,
 ) -> Result<(), ModelError> {
     let read = |source| ModelError::Read { path: path.to_owned(), source };
-    let file = File::open(path).map_err(read)?;
+    let file = files::open(path).map_err(read)?;
     #[expect(
         unsafe_code,
         reason = "reading weights of many gigabytes without a second copy; nobody writes to a \
@@ -249,8 +174,8 @@ fn weight_files(dir: &Path) -> Result<(PathBuf, Vec<PathBuf>), ModelError> {
     if !index.exists() {
         return Err(ModelError::NoWeights { dir: dir.to_owned() });
     }
-    let text =
-        fs::read_to_string(&index).map_err(|source| ModelError::Read { path: index.clone(), source })?;
+    let text = files::read_text(&index, files::MAX_JSON_BYTES)
+        .map_err(|source| ModelError::Read { path: index.clone(), source })?;
     let json = |reason: String| ModelError::Json { path: index.clone(), reason };
     let value: Value = serde_json::from_str(&text).map_err(|err| json(err.to_string()))?;
     let map = value.get("weight_map").and_then(Value::as_object);
@@ -293,11 +218,11 @@ fn widen(tensor: &TensorView<'_>, values: &mut [f32]) -> bool {
     true
 }
 
-fn non_finite(values: &[f32]) -> usize {
+pub(crate) fn non_finite(values: &[f32]) -> usize {
     values.iter().filter(|x| !x.is_finite()).count()
 }
 
-fn refuse_non_finite<'a>(
+pub(crate) fn refuse_non_finite<'a>(
     path: &Path,
     counts: impl Iterator<Item = (&'a ParameterSpec, usize)>,
 ) -> Result<(), ModelError> {
@@ -316,29 +241,12 @@ fn first_of<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
     shown.join(", ")
 }
 
-/// Cuts the canonical order into runs of at most `max_bytes`, each of at least one tensor.
-fn shards(specs: &[ParameterSpec], max_bytes: usize) -> Vec<Vec<ParameterSpec>> {
-    let mut shards: Vec<Vec<ParameterSpec>> = Vec::new();
-    let mut room = 0;
-    for spec in specs {
-        let bytes = 4 * spec.len();
-        match shards.last_mut().filter(|_| bytes <= room) {
-            Some(shard) => {
-                shard.push(spec.clone());
-                room -= bytes;
-            }
-            None => {
-                shards.push(vec![spec.clone()]);
-                room = max_bytes.saturating_sub(bytes);
-            }
-        }
-    }
-    shards
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
+    use crate::WeightDtype;
     use crate::config::tests::tiny;
     use proptest::prelude::*;
     use tempfile::TempDir;
@@ -347,7 +255,7 @@ mod tests {
         let [_, config] = tiny();
         let parameters = Parameters::random(&config, 3);
         let dir = tempfile::tempdir().unwrap();
-        parameters.save(dir.path(), max_shard_bytes).unwrap();
+        parameters.save(dir.path(), WeightDtype::F32, max_shard_bytes).unwrap();
         (dir, config, parameters)
     }
 
@@ -406,7 +314,7 @@ mod tests {
     fn nothing_is_overwritten() {
         for max_shard_bytes in [usize::MAX, 20_000] {
             let (dir, _, parameters) = saved(max_shard_bytes);
-            let err = parameters.save(dir.path(), max_shard_bytes).unwrap_err();
+            let err = parameters.save(dir.path(), WeightDtype::F32, max_shard_bytes).unwrap_err();
             assert!(matches!(err, ModelError::Exists { .. }), "{err}");
         }
     }
@@ -505,8 +413,10 @@ mod tests {
         parameters.values_mut()[5] = f32::INFINITY;
         rewrite(&dir, &tensors(&parameters));
         fs::create_dir(dir.path().join("out")).unwrap();
-        for err in [failure(&dir, &config), parameters.save(&dir.path().join("out"), usize::MAX).unwrap_err()]
-        {
+        for err in [
+            failure(&dir, &config),
+            parameters.save(&dir.path().join("out"), WeightDtype::F32, usize::MAX).unwrap_err(),
+        ] {
             let ModelError::NonFinite { tensor, count, .. } = &err else { panic!("{err}") };
             assert_eq!((tensor.as_str(), *count), ("model.embed_tokens.weight", 2));
         }

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use model::{
     ChatTemplate, Config, ModelDirectory, ModelError, Parameters, RopeScaling, Sizes, SpecialTokens,
-    Tokenizer, characters,
+    Tokenizer, WeightDtype, characters,
 };
 use serde_json::{Value, json};
 use trajectory::{Message, Prompt};
@@ -82,14 +82,13 @@ fn an_export_differs_in_the_weights_alone() {
         let root = tempfile::tempdir().unwrap();
         let source = root.path().join("source");
         fs::create_dir(&source).unwrap();
-        for file in ["config.json", "generation_config.json"] {
-            fs::copy(golden.dir.join(file), source.join(file)).unwrap();
-        }
+        fs::copy(golden.dir.join("generation_config.json"), source.join("generation_config.json")).unwrap();
+        fs::write(source.join("config.json"), config_with(&golden.dir, "torch_dtype", "float32")).unwrap();
         fs::write(source.join("tokenizer.json"), characters().to_string()).unwrap();
         fs::write(source.join("chat_template.jinja"), "{{ messages }}").unwrap();
         let directory = ModelDirectory::open(&source).unwrap();
         let out = root.path().join("deep/out");
-        directory.export(&out, &golden.parameters).unwrap();
+        directory.export(&out, &golden.parameters, WeightDtype::F32).unwrap();
         for entry in fs::read_dir(&source).unwrap() {
             let file = entry.unwrap().file_name();
             assert_eq!(fs::read(source.join(&file)).unwrap(), fs::read(out.join(&file)).unwrap(), "{file:?}");
@@ -100,8 +99,73 @@ fn an_export_differs_in_the_weights_alone() {
         let bits =
             |parameters: &Parameters| parameters.values().iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&again.load_parameters().unwrap()), bits(&golden.parameters), "{name}");
-        assert!(matches!(directory.export(&out, &golden.parameters), Err(ModelError::Exists { .. })));
+        assert!(matches!(
+            directory.export(&out, &golden.parameters, WeightDtype::F32),
+            Err(ModelError::Exists { .. })
+        ));
     }
+}
+
+/// The `config.json` of `dir` that declares `dtype` under `key`, and under no other.
+fn config_with(dir: &Path, key: &str, dtype: &str) -> String {
+    let mut config: serde_json::Value =
+        serde_json::from_slice(&fs::read(dir.join("config.json")).unwrap()).unwrap();
+    let map = config.as_object_mut().unwrap();
+    map.remove("torch_dtype");
+    map.remove("dtype");
+    map.insert(key.to_owned(), dtype.into());
+    format!("{config:#}\n")
+}
+
+#[test]
+fn what_is_written_is_what_is_declared() {
+    for key in ["dtype", "torch_dtype", "unknown"] {
+        let root = tempfile::tempdir().unwrap();
+        let path = fresh(root.path()).path().to_owned();
+        fs::write(path.join("config.json"), config_with(&path, key, "bfloat16")).unwrap();
+        let directory = ModelDirectory::open(&path).unwrap();
+        let parameters = directory.load_parameters().unwrap();
+        for dtype in WeightDtype::ALL {
+            let out = root.path().join(dtype.as_str());
+            directory.export(&out, &parameters, dtype).unwrap();
+            let config: serde_json::Value =
+                serde_json::from_slice(&fs::read(out.join("config.json")).unwrap()).unwrap();
+            let declared = if key == "unknown" { "torch_dtype" } else { key };
+            assert_eq!(config[declared], dtype.declared());
+            let file = fs::read(out.join("model.safetensors")).unwrap();
+            let tensors = safetensors::SafeTensors::deserialize(&file).unwrap();
+            let stored = format!("{:?}", tensors.iter().next().unwrap().1.dtype()).to_lowercase();
+            assert_eq!(stored, dtype.as_str());
+            assert!(!out.join("manifest.json").exists(), "users may change what is exported");
+        }
+        directory.save(&root.path().join("own"), &parameters).unwrap();
+        let again = ModelDirectory::open(&root.path().join("own")).unwrap();
+        assert_eq!(again.load_parameters().unwrap().values(), parameters.values());
+    }
+}
+
+#[test]
+fn a_flipped_bit_of_a_directory_of_rlrun_is_not_loaded() {
+    let root = tempfile::tempdir().unwrap();
+    let (directory, path) = (fresh(root.path()), root.path().join("saved"));
+    directory.save(&path, &directory.load_parameters().unwrap()).unwrap();
+    for name in ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"] {
+        let whole = fs::read(path.join(name)).unwrap();
+        let mut bytes = whole.clone();
+        // In the last number of a file of weights, and in white space otherwise: both would be read without a word.
+        let at = bytes.len() - 3;
+        bytes[at] = if name == "model.safetensors" { bytes[at] ^ 1 } else { b' ' };
+        fs::write(path.join(name), &bytes).unwrap();
+        if bytes != whole
+            && let Ok(directory) = ModelDirectory::open(&path)
+        {
+            let error = directory.load_parameters().unwrap_err();
+            assert!(matches!(error, ModelError::Damaged { .. }), "{name}: {error}");
+            assert!(error.to_string().contains(name), "{error}");
+        }
+        fs::write(path.join(name), &whole).unwrap();
+    }
+    ModelDirectory::open(&path).unwrap().load_parameters().unwrap();
 }
 
 #[test]
@@ -109,7 +173,7 @@ fn weights_of_another_model_are_not_exported() {
     let root = tempfile::tempdir().unwrap();
     let directory = fresh(root.path());
     let out = root.path().join("out");
-    let err = directory.export(&out, &Golden::open("llama").parameters).unwrap_err();
+    let err = directory.export(&out, &Golden::open("llama").parameters, WeightDtype::F32).unwrap_err();
     assert!(matches!(err, ModelError::Length { .. }), "{err}");
     assert!(!out.exists());
 }

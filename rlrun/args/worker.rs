@@ -20,6 +20,9 @@ pub enum WorkerWhat {
     /// Lead a run from its last checkpoint, its address on standard input; started by the controller
     #[command(hide = true)]
     Lead(LeadArgs),
+    /// Render chat templates for the process that started this one, under limits
+    #[command(hide = true)]
+    Templates,
 }
 
 /// How a worker finds its run.

@@ -1,21 +1,24 @@
 //! What a run starts from: its last checkpoint, or the model of the recipe, warmed up.
 //!
-//! Invariant: what the training steps start from is saved before the first of them.
+//! Invariant: what the training steps start from is saved before the first of them. A checkpoint that is newer than the
+//! one that a run goes on from does not keep its name.
 
 use std::sync::Arc;
 
 use model::{Head, ModelDirectory, Parameters};
 use rollout::evaluate::Evaluation;
-use trainer::checkpoint::{Contents, NetworkState};
+use serde_json::json;
+use trainer::checkpoint::{Contents, NetworkState, Whole, set_aside_after};
 use trainer::critic::CriticKind;
 use trainer::lora::Adapter;
 use trainer::optimizer::{Optimizer, OptimizerConfig, OptimizerKind};
-use trainer::{Checkpoint, Learner, LearnerConfig, TrainerState};
+use trainer::{Checkpoint, Learner, LearnerConfig, TrainerError, TrainerState};
 use trajectory::PolicyVersion;
 
 use super::Run;
 use crate::companions::learner;
 use crate::failure::Failure;
+use crate::observe::Observer;
 use crate::prepare::Prepared;
 use crate::recipe::schema::Warmup;
 use crate::supervised;
@@ -25,6 +28,9 @@ use crate::warmup::warm_up;
 const WARMUP_BETA2: f32 = 0.95;
 /// Steps of the warm-up between looks at the accuracy, if the recipe names one to stop at.
 const WARMUP_LOOK_UP: u64 = 50;
+/// A checkpoint that cannot be used, and why.
+type Damage = (PolicyVersion, String);
+
 /// What training starts from.
 pub(super) struct Start {
     pub(super) learner: Learner,
@@ -33,26 +39,18 @@ pub(super) struct Start {
     pub(super) state: TrainerState,
     /// Answers before the first step; `None` for a run that goes on after another.
     pub(super) evaluation: Option<Evaluation>,
+    /// Whether there were newer checkpoints than the one that it goes on from.
+    pub(super) went_back: bool,
 }
 
 impl Run<'_> {
     /// The last checkpoint, or the model of the recipe, warmed up if the recipe says so. `None` if it was stopped.
-    pub(super) fn starting_point(&self) -> Result<Option<Start>, Failure> {
+    pub(super) fn starting_point(&self, observer: &mut Observer<'_>) -> Result<Option<Start>, Failure> {
+        if let Some(resumed) = self.resumed(observer)? {
+            return Ok(Some(resumed));
+        }
         let recipe = self.recipe;
         let checkpoints = self.run_dir.checkpoints();
-        if let Some(version) = trainer::checkpoint::list(&checkpoints).pop() {
-            let path = trainer::checkpoint::path(&checkpoints, version);
-            let Checkpoint { directory, parameters, adapter, optimizer, state } =
-                trainer::checkpoint::load(&path, recipe.optimizer(), recipe.lora().as_ref())?;
-            let directory = Arc::new(directory);
-            let prepared = self.prepared(&directory)?;
-            let learner = self.learner(&directory, parameters, adapter, Some(optimizer))?;
-            self.report.note(&format!("resumed after step {} from {}", version.0, path.display()));
-            // A run that was killed before its first step may have been killed before its first line.
-            let first = version == PolicyVersion::default();
-            let evaluation = if first { self.evaluate(&prepared, &learner, &directory)? } else { None };
-            return Ok(Some(Start { learner, directory, prepared, state, evaluation }));
-        }
         let mut directory = recipe.open_model(self.run_dir.path())?;
         let prepared = self.prepared(&directory)?;
         prepared.announce(&self.report, &directory);
@@ -85,7 +83,66 @@ impl Run<'_> {
             trainer::checkpoint::save(&checkpoints, &contents, recipe.retention())?;
         }
         let evaluation = self.evaluate(&prepared, &learner, &directory)?;
-        Ok(Some(Start { learner, directory, prepared, state, evaluation }))
+        Ok(Some(Start { learner, directory, prepared, state, evaluation, went_back: false }))
+    }
+
+    /// What the checkpoint of [`Run::from`] holds, or the newest that is whole; `None` if there is no checkpoint.
+    fn resumed(&self, observer: &mut Observer<'_>) -> Result<Option<Start>, Failure> {
+        let Some((checkpoint, damage)) = self.checkpoint()? else { return Ok(None) };
+        let Checkpoint { directory, parameters, adapter, optimizer, state, whole } = checkpoint;
+        let (checkpoints, version) = (self.run_dir.checkpoints(), state.version);
+        let path = trainer::checkpoint::path(&checkpoints, version);
+        let directory = Arc::new(directory);
+        let prepared = self.prepared(&directory)?;
+        let learner = self.learner(&directory, parameters, adapter, Some(optimizer))?;
+        // Nothing that the user can mend stands in the way any more.
+        for (damaged, reason) in &damage {
+            self.report.note(&format!("the checkpoint of step {} cannot be used: {reason}", damaged.0));
+            observer.event("checkpoint_damaged", &json!({ "version": damaged, "reason": reason }))?;
+        }
+        let aside = set_aside_after(&checkpoints, Some(version))?;
+        for (later, place) in &aside {
+            let place = place.display();
+            self.report.note(&format!("the checkpoint of step {} is kept in {place}", later.0));
+            observer
+                .event("checkpoint_set_aside", &json!({ "version": later, "place": place.to_string() }))?;
+        }
+        self.report.note(&format!("resumed after step {} from {}", version.0, path.display()));
+        if whole == Whole::Undigested {
+            self.report
+                .note("its files carry no digests, as those of format 1: they were not checked for damage");
+        }
+        // A run that was killed before its first step may have been killed before its first line.
+        let first = version == PolicyVersion::default();
+        let evaluation = if first { self.evaluate(&prepared, &learner, &directory)? } else { None };
+        let went_back = !aside.is_empty();
+        Ok(Some(Start { learner, directory, prepared, state, evaluation, went_back }))
+    }
+
+    /// The checkpoint of [`Run::from`], or the newest that is whole, with newer ones that are not and why.
+    fn checkpoint(&self) -> Result<Option<(Checkpoint, Vec<Damage>)>, Failure> {
+        let checkpoints = self.run_dir.checkpoints();
+        let (optimizer, lora) = (self.recipe.optimizer(), self.recipe.lora());
+        let mut versions = trainer::checkpoint::list(&checkpoints);
+        if let Some(from) = self.from {
+            versions.retain(|version| *version == from);
+        }
+        let mut damage = Vec::new();
+        for version in versions.into_iter().rev() {
+            let path = trainer::checkpoint::path(&checkpoints, version);
+            match trainer::checkpoint::load(&path, optimizer, lora.as_ref()) {
+                Ok(checkpoint) => return Ok(Some((checkpoint, damage))),
+                Err(TrainerError::Damaged { reason, .. }) => damage.push((version, reason)),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let reasons = damage.iter().map(|(version, reason)| format!("\n  step {}: {reason}", version.0));
+        let reasons: String = reasons.collect();
+        if reasons.is_empty() {
+            return Ok(None);
+        }
+        let place = checkpoints.display();
+        Err(Failure::NotThere(format!("no checkpoint in {place} can be resumed from:{reasons}")))
     }
 
     fn prepared(&self, directory: &ModelDirectory) -> Result<Prepared, Failure> {

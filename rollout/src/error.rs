@@ -16,8 +16,7 @@ pub enum RolloutError {
     },
     /// Prompt and completion do not fit the model.
     #[error(
-        "the prompt of {group} has {prompt} tokens; with {completion} of completion that is more than the {context} \
-         the model can see; lower rollout.max_completion_length or data.max_prompt_length"
+        "the prompt of {group} has {prompt} tokens; with {completion} of completion that is more than the {limit}; lower rollout.max_completion_length or data.max_prompt_length"
     )]
     PromptTooLong {
         /// Whose prompt.
@@ -26,21 +25,20 @@ pub enum RolloutError {
         prompt: usize,
         /// Longest completion.
         completion: usize,
-        /// What the model can see.
-        context: usize,
+        /// What limits it; see [`model::Config::context_limit`].
+        limit: String,
     },
     /// The longest prompt of the dataset does not fit the model.
     #[error(
-        "the longest prompt has {prompt} tokens; with {completion} of completion that is more than the {context} the \
-         model can see; lower rollout.max_completion_length or data.max_prompt_length"
+        "the longest prompt has {prompt} tokens; with {completion} of completion that is more than the {limit}; lower rollout.max_completion_length or data.max_prompt_length"
     )]
     ContextTooShort {
         /// Tokens of the longest prompt.
         prompt: usize,
         /// Longest completion.
         completion: usize,
-        /// What the model can see.
-        context: usize,
+        /// What limits it; see [`model::Config::context_limit`].
+        limit: String,
     },
     /// A device cannot do its part.
     #[error(transparent)]

@@ -6,7 +6,8 @@
 //!   adapter/                with LoRA: the adapter in PEFT's layout; `model/` has it merged in
 //!   optimizer.safetensors   the state of every tensor that is trained
 //!   critic/                 with a critic of its own: the same two of its network, as a sequence classifier
-//!   trainer.json            version, updates, tokens
+//!   trainer.json            format, version, updates, tokens
+//!   manifest.json           a digest of every file
 //! checkpoints/base/         with LoRA: the frozen model as a Hugging Face directory, written once
 //! ```
 //!
@@ -14,9 +15,11 @@
 //! they were when training began. They take the space of one checkpoint, and a run stays whole when its directory moves
 //! or the model that it started from goes away.
 //!
-//! Invariant: a checkpoint appears whole or not at all, so whatever has a name can be resumed from. Random streams are
-//! counted from seed and group, and groups come from the buffer's journal, so neither has a state to save.
+//! Invariant: a checkpoint appears whole or not at all, and is read only if every file is the one that was written.
+//! Random streams are counted from seed and group, and groups come from the buffer's journal, so neither has a state to
+//! save.
 
+mod whole;
 mod writer;
 
 use std::borrow::Cow;
@@ -24,7 +27,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use model::{ModelDirectory, ParameterSpec, Parameters, Team, atomic};
+use model::{ModelDirectory, ParameterSpec, Parameters, Team, atomic, files, manifest};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
@@ -34,10 +37,15 @@ use crate::lora::{Adapter, LoraConfig};
 use crate::optimizer::{Optimizer, OptimizerConfig};
 use crate::{lora_files, moment_files};
 
+pub use whole::{Whole, check, set_aside_after};
 pub use writer::{CheckpointTime, Writer, WriterConfig};
 
-/// Version of the layout on disk.
-const FORMAT: u32 = 1;
+/// Version of the layout on disk: 2 has a manifest, 1 had none.
+const FORMAT: u32 = 2;
+/// The oldest layout that is read.
+const OLDEST_FORMAT: u32 = 1;
+/// File of the numbers.
+const NUMBERS: &str = "trainer.json";
 
 /// The numbers of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -70,6 +78,8 @@ pub struct Checkpoint {
     pub optimizer: Optimizer,
     /// Its numbers.
     pub state: TrainerState,
+    /// Whether its files have digests.
+    pub whole: Whole,
 }
 
 /// Which checkpoints stay when a new one is there.
@@ -219,15 +229,18 @@ fn write(checkpoints: &Path, target: &Path, contents: &Contents<'_>) -> Result<(
         write_network(dir, policy)?;
         if let Some(adapter) = policy.adapter {
             lora_files::write(&adapter_path(dir), adapter, &base_path(checkpoints))?;
+            // One of its own: adapters are also read alone.
+            manifest::write(&adapter_path(dir))?;
         }
         if let Some(critic) = critic {
             let dir = critic_path(dir);
             std::fs::create_dir(&dir).map_err(write_error(dir.clone()))?;
             write_network(&dir, critic)?;
         }
-        let numbers = dir.join("trainer.json");
+        let numbers = dir.join(NUMBERS);
         let json = serde_json::to_vec_pretty(state).unwrap_or_default();
         std::fs::write(&numbers, json).map_err(write_error(numbers.clone()))?;
+        manifest::write(dir)?;
         fail::fail_point!("checkpoint-rename", |errno: Option<String>| {
             let number = errno.and_then(|number| number.parse().ok()).unwrap_or_default();
             Err(write_error(numbers.clone())(io::Error::from_raw_os_error(number)))
@@ -238,7 +251,7 @@ fn write(checkpoints: &Path, target: &Path, contents: &Contents<'_>) -> Result<(
 
 /// Writes the weights of a network and the state of its optimizer.
 fn write_network(dir: &Path, network: &NetworkState<'_>) -> Result<(), model::ModelError> {
-    network.directory.export(&dir.join("model"), &network.parameters)?;
+    network.directory.save(&dir.join("model"), &network.parameters)?;
     let optimizer = dir.join("optimizer.safetensors");
     fail::fail_point!("checkpoint-write", |errno: Option<String>| {
         let number = errno.and_then(|number| number.parse().ok()).unwrap_or_default();
@@ -283,35 +296,48 @@ fn save_base(
         }
         remove(&path)?;
     }
-    Ok(directory.export(&path, &base())?)
+    Ok(directory.save(&path, &base())?)
 }
 
-/// Reads the checkpoint in `dir`.
+/// Reads the checkpoint in `dir`. Its files are compared with its manifest, if it has one.
 ///
 /// # Errors
-/// If a file is missing or broken, the layout is of a newer rlrun, the state is of another optimizer than `optimizer`, or
-/// another adapter was trained than `lora` (none if `None`).
+/// If a file is missing, broken or not the one that was written, the layout is of a newer rlrun, the state is of another
+/// optimizer than `optimizer`, or another adapter was trained than `lora` (none if `None`).
 pub fn load(
     dir: &Path,
     optimizer: OptimizerConfig,
     lora: Option<&LoraConfig>,
 ) -> Result<Checkpoint, TrainerError> {
+    let whole = check(dir)?;
+    // What is written from now on is of today's layout.
+    let state = TrainerState { format: FORMAT, ..numbers(dir)? };
     let directory = ModelDirectory::open(&dir.join("model"))?;
-    let parameters = directory.load_parameters()?;
-    let numbers = dir.join("trainer.json");
-    let json = std::fs::read(&numbers).map_err(|e| broken(&numbers, format!("cannot be read: {e}")))?;
-    let state: TrainerState =
-        serde_json::from_slice(&json).map_err(|e| broken(&numbers, format!("is not valid: {e}")))?;
-    if state.format != FORMAT {
-        let reason =
-            format!("has format {}, this rlrun reads {FORMAT}; use the rlrun that wrote it", state.format);
-        return Err(broken(&numbers, reason));
-    }
+    // What `check` has compared already is not compared again.
+    let parameters = Parameters::load(directory.path(), directory.config())?;
     let adapter = load_adapter(dir, &parameters, lora)?;
     let specs = adapter.as_ref().map_or(parameters.layout().specs(), Adapter::specs);
     let states = moment_files::read(&dir.join("optimizer.safetensors"), specs, &optimizer)?;
     let optimizer = Optimizer::resume(optimizer, state.updates, states);
-    Ok(Checkpoint { directory, parameters, adapter, optimizer, state })
+    Ok(Checkpoint { directory, parameters, adapter, optimizer, state, whole })
+}
+
+/// Reads the numbers of the checkpoint in `dir`.
+fn numbers(dir: &Path) -> Result<TrainerState, TrainerError> {
+    let path = dir.join(NUMBERS);
+    let damaged = |reason| TrainerError::Damaged { checkpoint: dir.to_owned(), reason };
+    let json = files::read(&path, files::MAX_JSON_BYTES)
+        .map_err(|error| damaged(format!("{NUMBERS} cannot be read: {error}")))?;
+    let state: TrainerState =
+        serde_json::from_slice(&json).map_err(|error| damaged(format!("{NUMBERS} is not valid: {error}")))?;
+    if (OLDEST_FORMAT..=FORMAT).contains(&state.format) {
+        return Ok(state);
+    }
+    let found = state.format;
+    let reason = format!(
+        "has format {found}, this rlrun reads {OLDEST_FORMAT} to {FORMAT}; use the rlrun that wrote it"
+    );
+    Err(broken(&path, reason))
 }
 
 /// Reads the critic of the checkpoint in `dir`, whose numbers are `state`, with its directory and its optimizer.

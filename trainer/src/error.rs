@@ -106,6 +106,14 @@ pub enum TrainerError {
         /// What went wrong and what to do.
         reason: String,
     },
+    /// A checkpoint is not the one that was written.
+    #[error("checkpoint {checkpoint}: {reason}")]
+    Damaged {
+        /// Its directory.
+        checkpoint: PathBuf,
+        /// What is wrong and what to do.
+        reason: String,
+    },
     /// The sampler keeps the device that they share.
     #[error(transparent)]
     Turn(#[from] model::TurnTimeout),

@@ -85,12 +85,13 @@ struct Pair {
     columns: usize,
 }
 
-/// Copies an adapter from its checkpoint to a new directory.
+/// Copies an adapter from its checkpoint to a new directory. PEFT is told that it belongs to `base`, a directory or a
+/// name on the hub.
 ///
 /// # Errors
 /// If there is something at `to`, or a file cannot be read or written.
-pub fn export(from: &Path, to: &Path) -> Result<(), TrainerError> {
-    lora_files::copy(from, to)
+pub fn export(from: &Path, to: &Path, base: &str) -> Result<(), TrainerError> {
+    lora_files::copy(from, to, base)
 }
 
 impl TargetModule {

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 
 use half::{bf16, f16};
-use model::{ModelError, ParameterSpec, atomic};
+use model::{ModelError, ParameterSpec, atomic, files, manifest};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
@@ -19,6 +19,8 @@ use crate::moment_files::{Numbers, Stored, serialize};
 
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
+/// Key of the model that an adapter belongs to.
+const BASE: &str = "base_model_name_or_path";
 
 /// Keys of PEFT's config that change what an adapter computes, with the JSON that leaves plain LoRA; a key that is
 /// absent or null does too.
@@ -61,7 +63,7 @@ pub(crate) fn write(dir: &Path, adapter: &Adapter, base: &Path) -> Result<(), Mo
     let config = json!({
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.to_string_lossy(),
+        BASE: base.to_string_lossy(),
         "r": rank,
         "lora_alpha": number(*alpha),
         "lora_dropout": 0.0,
@@ -88,13 +90,19 @@ pub(crate) fn write(dir: &Path, adapter: &Adapter, base: &Path) -> Result<(), Mo
     serialize(&path, tensors, metadata).map_err(error(&path))
 }
 
-/// Copies an adapter to a new directory, which appears whole or not at all.
-pub(crate) fn copy(from: &Path, to: &Path) -> Result<(), TrainerError> {
+/// Copies an adapter to a new directory, which appears whole or not at all; PEFT is told that it belongs to `base`.
+pub(crate) fn copy(from: &Path, to: &Path, base: &str) -> Result<(), TrainerError> {
+    let own = from.join(CONFIG);
+    let unusable = |reason: String| TrainerError::Adapter { path: own.clone(), reason };
+    let config = files::read(&own, files::MAX_JSON_BYTES);
+    let config = config.map_err(|error| unusable(format!("cannot be read: {error}")))?;
+    let config = serde_json::from_slice(&config);
+    let mut config: Value = config.map_err(|error| unusable(format!("is not JSON: {error}")))?;
+    config[BASE] = base.into();
     atomic::directory(to, |dir| {
-        for name in [CONFIG, WEIGHTS] {
-            let path = to.join(name);
-            fs::copy(from.join(name), dir.join(name)).map_err(|source| ModelError::Write { path, source })?;
-        }
+        let error = |name| move |source| ModelError::Write { path: to.join(name), source };
+        fs::write(dir.join(CONFIG), format!("{config:#}\n")).map_err(error(CONFIG))?;
+        fs::copy(from.join(WEIGHTS), dir.join(WEIGHTS)).map_err(error(WEIGHTS))?;
         Ok(())
     })?;
     Ok(())
@@ -107,9 +115,10 @@ pub(crate) fn read(
     specs: &[ParameterSpec],
     values: &mut [f32],
 ) -> Result<(), TrainerError> {
-    let file = |name: &str| {
+    manifest::check(dir)?;
+    let file = |name: &str, limit| {
         let path = dir.join(name);
-        match fs::read(&path) {
+        match files::read(&path, limit) {
             Ok(bytes) => Ok((path, bytes)),
             Err(error) => {
                 let reason = format!("cannot be read: {error}; name a directory that PEFT has written");
@@ -117,9 +126,11 @@ pub(crate) fn read(
             }
         }
     };
-    let (path, bytes) = file(CONFIG)?;
+    let (path, bytes) = file(CONFIG, files::MAX_JSON_BYTES)?;
     check_config(&bytes, expected).map_err(|reason| TrainerError::Adapter { path, reason })?;
-    let (path, bytes) = file(WEIGHTS)?;
+    // As many bytes as f32 takes, and a header.
+    let weights = 4 * values.len() as u64;
+    let (path, bytes) = file(WEIGHTS, weights + files::MAX_JSON_BYTES)?;
     read_weights(&bytes, specs, values).map_err(|reason| TrainerError::Adapter { path, reason })
 }
 

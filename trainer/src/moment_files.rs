@@ -12,11 +12,10 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::fs::File;
 use std::path::Path;
 
 use memmap2::Mmap;
-use model::ParameterSpec;
+use model::{ParameterSpec, files};
 use safetensors::tensor::{Dtype, View};
 use safetensors::{SafeTensorError, SafeTensors};
 
@@ -76,7 +75,7 @@ pub(crate) fn read(
         reason: format!("{reason}; resume from an earlier checkpoint"),
     };
     let unreadable = |error: std::io::Error| broken(format!("cannot be read: {error}"));
-    let file = File::open(path).map_err(unreadable)?;
+    let file = files::open(path).map_err(unreadable)?;
     #[expect(
         unsafe_code,
         reason = "reading moments of many gigabytes without a second copy; nobody writes to a checkpoint that has its name"

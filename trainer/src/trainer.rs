@@ -72,7 +72,7 @@ pub struct TrainerConfig {
 /// How often a trainer that waits for a batch looks whether it should stop.
 const LOOK_UP: Duration = Duration::from_millis(100);
 /// The name under which a trainer leases.
-const CONSUMER: &str = "trainer";
+pub const CONSUMER: &str = "trainer";
 
 /// Turns batches into versions.
 pub struct Trainer {

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use model::ModelDirectory;
-use trainer::checkpoint::{Contents, NetworkState, Retention, list, load, path};
+use trainer::checkpoint::{Contents, NetworkState, Retention, Whole, list, load, path, set_aside_after};
 use trainer::moments::Moments;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind, TensorState};
-use trainer::{Learner, TrainerState};
+use trainer::{Learner, TrainerError, TrainerState};
 use trajectory::PolicyVersion;
 
 use crate::{LEARNER, config, eight_bit, groups, policy_step, save, with_optimizer};
@@ -130,8 +130,66 @@ fn broken_checkpoints_are_named() {
 
     let numbers = dir.join("trainer.json");
     let json = std::fs::read_to_string(&numbers).unwrap();
-    std::fs::write(&numbers, json.replace("\"format\": 1", "\"format\": 9")).unwrap();
+    std::fs::write(&numbers, json.replace("\"format\": 2", "\"format\": 9")).unwrap();
+    model::manifest::write(&dir).unwrap();
     assert!(message().contains("trainer.json") && message().contains("format 9"), "{}", message());
     std::fs::remove_file(&numbers).unwrap();
-    assert!(message().contains("cannot be read"), "{}", message());
+    assert!(message().contains("trainer.json is damaged: it is missing"), "{}", message());
+}
+
+/// Every file of a checkpoint is compared with its digest, also one whose change no reader would notice.
+#[test]
+fn a_flipped_bit_of_any_file_is_damage() {
+    let files = tempfile::tempdir().unwrap();
+    let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
+    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None).unwrap();
+    let state = TrainerState::new(PolicyVersion(1), 0, 0, 0.0);
+    let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
+    assert_eq!(load(&dir, LEARNER.optimizer, None).unwrap().whole, Whole::Digested);
+    let names = ["trainer.json", "optimizer.safetensors", "model/model.safetensors", "model/config.json"];
+    for name in names.into_iter().chain(["model/manifest.json", "model/tokenizer.json"]) {
+        let path = dir.join(name);
+        let whole = std::fs::read(&path).unwrap();
+        let mut bytes = whole.clone();
+        let last = bytes.len() - 2;
+        bytes[last] ^= 1;
+        std::fs::write(&path, &bytes).unwrap();
+        let error = load(&dir, LEARNER.optimizer, None).unwrap_err();
+        assert!(matches!(error, TrainerError::Damaged { .. }), "{name}: {error}");
+        assert!(error.to_string().contains(name), "{error}");
+        std::fs::write(&path, &whole).unwrap();
+    }
+    std::fs::remove_file(dir.join("manifest.json")).unwrap();
+    let error = load(&dir, LEARNER.optimizer, None).unwrap_err().to_string();
+    assert!(error.contains("manifest.json is missing, and format 2 has one"), "{error}");
+}
+
+#[test]
+fn a_checkpoint_of_format_1_is_read_without_digests() {
+    let files = tempfile::tempdir().unwrap();
+    let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
+    let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None).unwrap();
+    let state = TrainerState { format: 1, ..TrainerState::new(PolicyVersion(1), 0, 0, 0.0) };
+    let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
+    for manifest in ["manifest.json", "model/manifest.json"] {
+        std::fs::remove_file(dir.join(manifest)).unwrap();
+    }
+    assert_eq!(load(&dir, LEARNER.optimizer, None).unwrap().whole, Whole::Undigested);
+}
+
+#[test]
+fn checkpoints_that_are_set_aside_keep_their_files_and_are_not_found() {
+    let files = tempfile::tempdir().unwrap();
+    for version in 1..4 {
+        std::fs::create_dir(path(files.path(), PolicyVersion(version))).unwrap();
+    }
+    let aside = set_aside_after(files.path(), Some(PolicyVersion(1))).unwrap();
+    assert_eq!(aside.iter().map(|(version, _)| version.0).collect::<Vec<_>>(), [3, 2]);
+    assert!(aside.iter().all(|(_, place)| place.is_dir()));
+    assert_eq!(list(files.path()), [PolicyVersion(1)]);
+    std::fs::create_dir(path(files.path(), PolicyVersion(3))).unwrap();
+    let again = set_aside_after(files.path(), Some(PolicyVersion(2))).unwrap();
+    assert!(again[0].1.ends_with("step_000003.aside1"), "{again:?}");
+    set_aside_after(files.path(), None).unwrap();
+    assert!(list(files.path()).is_empty());
 }

@@ -184,7 +184,7 @@ fn checkpoints_of_something_else_are_refused() {
     // A frozen model that is not the one under the adapter.
     let path = base_path(files.path());
     std::fs::remove_dir_all(&path).unwrap();
-    directory.export(&path, &Parameters::random(&config(), 6)).unwrap();
+    directory.save(&path, &Parameters::random(&config(), 6)).unwrap();
     let message = message(&adapted, Some(&lora()));
     assert!(message.contains("base") && message.contains("is not the model of the checkpoint"), "{message}");
 }
@@ -193,7 +193,7 @@ fn checkpoints_of_something_else_are_refused() {
 fn a_frozen_model_of_a_killed_attempt_is_replaced() {
     let files = tempfile::tempdir().unwrap();
     let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
-    directory.export(&base_path(files.path()), &Parameters::random(&config(), 6)).unwrap();
+    directory.save(&base_path(files.path()), &Parameters::random(&config(), 6)).unwrap();
     let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);
     let dir = save(files.path(), &directory, &learner(LEARNER, moved()), &state, 1).unwrap();
     assert!(load(&dir, LEARNER.optimizer, Some(&lora())).is_ok());

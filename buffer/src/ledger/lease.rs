@@ -340,7 +340,7 @@ impl Ledger {
     }
 
     /// Its groups are leased once less.
-    fn put_back(&mut self, row: &LeaseRow) {
+    pub(super) fn put_back(&mut self, row: &LeaseRow) {
         if row.step == self.step {
             self.taken = self.taken.saturating_sub(row.groups.len());
         }
@@ -404,7 +404,7 @@ impl Ledger {
     }
 
     /// Takes a lease that is open or expired out; what is written of it is the caller's to say.
-    fn remove_lease(&mut self, lease: LeaseId) -> Option<Record> {
+    pub(super) fn remove_lease(&mut self, lease: LeaseId) -> Option<Record> {
         self.let_go(lease);
         self.expired.remove(&lease);
         let record = self.leases.remove(&lease)?;

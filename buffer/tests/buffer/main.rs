@@ -5,6 +5,7 @@ mod crash;
 mod formats;
 mod http;
 mod journal;
+mod rewind;
 mod served;
 
 use std::time::Duration;

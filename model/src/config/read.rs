@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use super::keys::Keys;
 use super::{Architecture, Config, Head, RopeScaling};
-use crate::ModelError;
+use crate::{ModelError, files};
 
 /// Far above any model that exists, and low enough that no size computed from a config overflows.
 const MAX_WEIGHTS: u128 = 1 << 44;
@@ -132,8 +132,8 @@ impl Config {
 }
 
 fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
-    let text =
-        std::fs::read_to_string(path).map_err(|source| ModelError::Read { path: path.to_owned(), source })?;
+    let text = files::read_text(path, files::MAX_JSON_BYTES)
+        .map_err(|source| ModelError::Read { path: path.to_owned(), source })?;
     serde_json::from_str(&text)
         .map_err(|err| ModelError::Json { path: path.to_owned(), reason: err.to_string() })
 }

@@ -184,6 +184,12 @@ fn defaults_are_those_of_the_family() {
     assert_eq!((qwen2.max_context(), qwen2.qkv_bias, qwen2.o_bias), (64, true, false));
     let upper = json!({"sliding_window": 16, "use_sliding_window": true, "max_window_layers": 1});
     assert_eq!(with(&upper).unwrap().max_context(), 16);
+    let note = with(&upper).unwrap().window_note().unwrap();
+    assert!(note.contains("a sliding attention window of 16 tokens, which is not supported yet"), "{note}");
+    assert!(with(&upper).unwrap().context_limit().contains("windows are not supported yet"));
+    assert!(with(&json!({})).unwrap().context_limit().contains("max_position_embeddings"));
+    let wide = json!({"sliding_window": 64, "use_sliding_window": true, "max_window_layers": 1});
+    assert_eq!(with(&wide).unwrap().window_note(), None);
     let none = json!({"sliding_window": 16, "use_sliding_window": true, "max_window_layers": 2});
     assert_eq!(with(&none).unwrap().max_context(), 64);
     let mut qwen3 = tiny()[1].to_json().as_object().unwrap().clone();

@@ -231,7 +231,7 @@ impl Engine {
                 group: request.group,
                 prompt: length,
                 completion: request.max_completion_length,
-                context,
+                limit: self.model().context_limit(),
             });
         }
         let reservation = Reservation::new(length, length + request.max_completion_length);

@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,6 +16,9 @@ use parquet::record::Field;
 use serde_json::{Map, Number, Value};
 
 use super::TaskError;
+
+/// Longest line of a text file, bytes.
+const MAX_LINE_BYTES: u64 = 64 << 20;
 
 /// One row of a dataset.
 #[derive(Clone, Debug, PartialEq)]
@@ -126,12 +129,18 @@ impl Rows {
     fn read_lines(&mut self, path: &Path) -> Result<(), TaskError> {
         let unreadable = |source| TaskError::Read { path: path.to_owned(), source };
         let shared: Arc<Path> = path.into();
-        let mut reader = BufReader::new(File::open(path).map_err(unreadable)?);
+        let mut reader = BufReader::new(model::files::open(path).map_err(unreadable)?);
         let mut line = Vec::new();
         for number in 1.. {
             line.clear();
-            if self.full() || reader.read_until(b'\n', &mut line).map_err(unreadable)? == 0 {
+            let mut bounded = Read::take(&mut reader, MAX_LINE_BYTES + 1);
+            if self.full() || bounded.read_until(b'\n', &mut line).map_err(unreadable)? == 0 {
                 break;
+            }
+            if line.len() as u64 > MAX_LINE_BYTES {
+                let reason =
+                    format!("it is longer than {} MiB; one row stands in a line", MAX_LINE_BYTES >> 20);
+                return Err(TaskError::Json { path: path.to_owned(), line: number, reason });
             }
             if line.iter().all(u8::is_ascii_whitespace) {
                 continue;
@@ -147,7 +156,8 @@ impl Rows {
     }
 
     fn read_parquet(&mut self, path: &Path) -> Result<(), TaskError> {
-        let file = File::open(path).map_err(|source| TaskError::Read { path: path.to_owned(), source })?;
+        let file =
+            model::files::open(path).map_err(|source| TaskError::Read { path: path.to_owned(), source })?;
         let broken = |reason: String| TaskError::Parquet { path: path.to_owned(), reason };
         // The reader panics at some pages that end too soon, and at kinds that it does not know.
         let read = catch_unwind(AssertUnwindSafe(|| self.read_rows(path, file)));

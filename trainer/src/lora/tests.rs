@@ -156,9 +156,15 @@ fn files_give_back_what_was_written() {
     assert_eq!((json["r"].as_i64(), json["lora_alpha"].as_i64()), (Some(4), Some(6)));
     assert!(json["base_model_name_or_path"].as_str().unwrap().ends_with("base"));
     let copy = files.path().join("copy");
-    export(&dir, &copy).unwrap();
+    export(&dir, &copy, "org/name").unwrap();
     assert_eq!(Adapter::open(&copy, adapter.config(), &base).unwrap(), adapter);
-    assert!(export(&dir, &copy).unwrap_err().to_string().contains("exists"));
+    let exported: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(copy.join("adapter_config.json")).unwrap()).unwrap();
+    let renamed = serde_json::json!({"base_model_name_or_path": "org/name"});
+    let mut expected = json.clone();
+    expected.as_object_mut().unwrap().extend(renamed.as_object().unwrap().clone());
+    assert_eq!(exported, expected);
+    assert!(export(&dir, &copy, "org/name").unwrap_err().to_string().contains("exists"));
 }
 
 #[test]

@@ -1,0 +1,356 @@
+//! Chat templates in a process of their own, which has limits.
+//!
+//! A template is a program that came with a model: nested loops run for years, and forty doublings of a string take all
+//! memory of the machine. Neither can be stopped from within a process, so they happen in another, which is killed.
+//!
+//! ```text
+//! frame    length u32, little endian; JSON
+//! parent   {"key", "sources" (only the first time), "render": {"messages", "add_generation_prompt"} or null}
+//! child    {"Text"} | {"Raised"} | {"Compile"} | {"Render"}
+//! ```
+//!
+//! Invariant: [`Renderer::ask`] returns within twice [`TIME`], whatever the template does, and takes no more memory here
+//! than a text of [`MAX_TEXT_BYTES`]. A process that has failed is not used again.
+
+use std::collections::HashSet;
+use std::ffi::OsString;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Resource, Rlimit, setrlimit};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use super::{Compiled, Failed, Sources, Turn};
+
+/// Longest time for one text.
+pub(super) const TIME: Duration = Duration::from_secs(10);
+/// Memory of the process beyond what it has when it starts, bytes.
+const MEMORY: u64 = 1 << 30;
+/// Longest text that a template may give, bytes.
+const MAX_TEXT_BYTES: usize = 16 << 20;
+/// Longest conversation, bytes as JSON.
+const MAX_REQUEST_BYTES: usize = 64 << 20;
+/// Stack of the thread that renders, bytes: calls nest up to a depth that the engine limits.
+const STACK_BYTES: usize = 64 << 20;
+/// Exit status of a process whose template took too long.
+const TOO_LONG: i32 = 124;
+
+/// The renderer of this process, if it has one.
+static RENDERER: OnceLock<Renderer> = OnceLock::new();
+
+/// From now on templates are compiled and rendered in a process of their own: `program` with `arguments`, which has to
+/// call [`serve`]. Without this call they are in this process, without limits. Only the first call counts.
+pub fn render_apart(program: PathBuf, arguments: &[&str]) {
+    let arguments = arguments.iter().map(OsString::from).collect();
+    drop(RENDERER.set(Renderer { program, arguments, process: Mutex::default() }));
+}
+
+/// The renderer of this process, if it has one.
+pub(super) fn renderer() -> Option<&'static Renderer> {
+    RENDERER.get()
+}
+
+/// What another process is asked.
+#[derive(Serialize, Deserialize)]
+struct Request {
+    /// Digest of the sources.
+    key: String,
+    /// If the process does not have them yet.
+    sources: Option<Sources>,
+    /// `None` only compiles.
+    render: Option<(Vec<Turn>, bool)>,
+}
+
+/// Renders templates in another process.
+#[derive(Debug)]
+pub(super) struct Renderer {
+    program: PathBuf,
+    arguments: Vec<OsString>,
+    process: Mutex<Option<Process>>,
+}
+
+#[derive(Debug)]
+struct Process {
+    child: Child,
+    stream: UnixStream,
+    /// Sources that it has, by key.
+    known: HashSet<String>,
+}
+
+impl Renderer {
+    /// The text of a conversation; nothing without one, if the template compiles.
+    pub(super) fn ask(
+        &self,
+        (key, sources): (&str, &Sources),
+        render: Option<(Vec<Turn>, bool)>,
+    ) -> Result<String, Failed> {
+        let mut held = self.process.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut process = match held.take() {
+            Some(process) => process,
+            None => self.start().map_err(|error| {
+                Failed::Render(format!("the process that renders templates does not start: {error}"))
+            })?,
+        };
+        let sources = (!process.known.contains(key)).then(|| sources.clone());
+        let request = Request { key: key.to_owned(), sources, render };
+        let deadline = Instant::now() + 2 * TIME;
+        let answered = match send(&mut process.stream, &request, (MAX_REQUEST_BYTES, deadline)) {
+            // Nothing was written, and another conversation may be shorter.
+            Err(error) if error.kind() == io::ErrorKind::FileTooLarge => {
+                *held = Some(process);
+                return Err(Failed::Render(format!("the conversation is too long: {error}")));
+            }
+            sent => sent.and_then(|()| receive(&mut process.stream, (MAX_TEXT_BYTES + 1024, deadline))),
+        };
+        match answered {
+            Ok(answer) => {
+                if !matches!(answer, Err(Failed::Compile(_))) {
+                    process.known.insert(request.key);
+                }
+                *held = Some(process);
+                answer
+            }
+            Err(error) => Err(Failed::Render(process.last_words(&error))),
+        }
+    }
+
+    fn start(&self) -> io::Result<Process> {
+        let (stream, theirs) = UnixStream::pair()?;
+        let child = Command::new(&self.program)
+            .args(&self.arguments)
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()?;
+        Ok(Process { child, stream, known: HashSet::new() })
+    }
+}
+
+impl Process {
+    /// Why it did not answer; it is gone afterwards.
+    fn last_words(mut self, error: &io::Error) -> String {
+        let slow = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);
+        let ended = if slow { None } else { self.child.wait().ok() };
+        match ended {
+            None => format!("it gave no text within {} s", TIME.as_secs()),
+            Some(status) if status.code() == Some(TOO_LONG) => {
+                format!("it gave no text within {} s", TIME.as_secs())
+            }
+            Some(status) if status.signal().is_some() => {
+                format!("it needs more than {} MiB of memory, or nests too deeply", MEMORY >> 20)
+            }
+            Some(status) => format!("the process that renders it ended with {status}"),
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // One that has ended already cannot be killed, which is as well.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Renders templates for the process at the other end of standard input until that closes it.
+///
+/// # Errors
+/// If standard input is not the socket of [`render_apart`], or the limits cannot be set.
+pub fn serve() -> io::Result<()> {
+    let mut stream = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let limit = |bytes| Rlimit { current: Some(bytes), maximum: Some(bytes) };
+    setrlimit(Resource::Core, limit(0))?;
+    setrlimit(Resource::As, limit(address_space()? + STACK_BYTES as u64 + MEMORY))?;
+    let (asks, asked) = sync_channel::<Request>(0);
+    let (answers, answered) = sync_channel(0);
+    let render = move || {
+        let mut templates = std::collections::HashMap::new();
+        while let Ok(Request { key, sources, render }) = asked.recv() {
+            let answer = match sources {
+                Some(sources) => Compiled::new(&sources).map(|compiled| {
+                    templates.insert(key.clone(), compiled);
+                }),
+                None => Ok(()),
+            };
+            let answer = answer.and_then(|()| match (templates.get(&key), &render) {
+                (Some(template), Some((messages, open))) => template.render(messages, *open),
+                (Some(_), None) => Ok(String::new()),
+                (None, _) => Err(Failed::Render("its sources were not sent".to_owned())),
+            });
+            if answers.send(answer).is_err() {
+                break;
+            }
+        }
+    };
+    thread::Builder::new().stack_size(STACK_BYTES).spawn(render)?;
+    loop {
+        // However long the other process does something else.
+        stream.set_read_timeout(None)?;
+        let mut first = [0; 4];
+        match stream.read_exact(&mut first) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
+            Err(error) => return Err(error),
+        }
+        let deadline = Instant::now() + TIME;
+        let request = body(&mut stream, first, (MAX_REQUEST_BYTES, deadline))?;
+        asks.send(request).map_err(io::Error::other)?;
+        let answer = match answered.recv_timeout(TIME) {
+            Ok(Ok(text)) if text.len() > MAX_TEXT_BYTES => {
+                Err(Failed::Render(format!("it gives more than {} MiB of text", MAX_TEXT_BYTES >> 20)))
+            }
+            Ok(answer) => answer,
+            Err(RecvTimeoutError::Timeout) => std::process::exit(TOO_LONG),
+            Err(RecvTimeoutError::Disconnected) => return Err(io::Error::other("the renderer panicked")),
+        };
+        send(&mut stream, &answer, (usize::MAX, Instant::now() + TIME))?;
+    }
+}
+
+/// Bytes of address space that this process has taken.
+fn address_space() -> io::Result<u64> {
+    let status = match std::fs::read_to_string("/proc/self/status") {
+        Ok(status) => status,
+        // Other systems do not say; the limit is then above what any process starts with.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(1 << 33),
+        Err(error) => return Err(error),
+    };
+    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")?.trim().strip_suffix(" kB"));
+    let size = size.and_then(|kib| kib.parse::<u64>().ok());
+    size.map(|kib| kib << 10).ok_or_else(|| io::Error::other("/proc/self/status has no VmSize"))
+}
+
+fn send(
+    stream: &mut UnixStream,
+    message: &impl Serialize,
+    (limit, deadline): (usize, Instant),
+) -> io::Result<()> {
+    let json = serde_json::to_vec(message)?;
+    if json.len() > limit {
+        let text = format!("{} bytes, and at most {limit} are sent", json.len());
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, text));
+    }
+    let length = u32::try_from(json.len()).map_err(io::Error::other)?;
+    let frame = [&length.to_le_bytes()[..], &json].concat();
+    let mut rest = frame.as_slice();
+    while !rest.is_empty() {
+        stream.set_write_timeout(Some(left(deadline)?))?;
+        match stream.write(rest) {
+            Ok(written) => rest = &rest[written..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+fn receive<T: DeserializeOwned>(stream: &mut UnixStream, bounds: (usize, Instant)) -> io::Result<T> {
+    let mut first = [0; 4];
+    fill(stream, &mut first, bounds.1)?;
+    body(stream, first, bounds)
+}
+
+fn body<T: DeserializeOwned>(
+    stream: &mut UnixStream,
+    length: [u8; 4],
+    (limit, deadline): (usize, Instant),
+) -> io::Result<T> {
+    let length = u32::from_le_bytes(length) as usize;
+    // Every byte of a text takes up to six in JSON.
+    if length > limit.saturating_mul(6) {
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("a frame of {length} bytes")));
+    }
+    let mut json = vec![0; length];
+    fill(stream, &mut json, deadline)?;
+    Ok(serde_json::from_slice(&json)?)
+}
+
+fn fill(stream: &mut UnixStream, buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
+    let mut filled = 0;
+    while filled < buffer.len() {
+        stream.set_read_timeout(Some(left(deadline)?))?;
+        match stream.read(&mut buffer[filled..]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+fn left(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The process of the tests below: this binary with this test alone.
+    #[test]
+    #[ignore = "started by other tests, with a socket as standard input"]
+    fn rendering_process() {
+        serve().unwrap();
+    }
+
+    fn renderer() -> Renderer {
+        let arguments = ["--exact", "chat::apart::tests::rendering_process", "--ignored"];
+        let arguments = arguments.into_iter().map(OsString::from).collect();
+        Renderer { program: std::env::current_exe().unwrap(), arguments, process: Mutex::default() }
+    }
+
+    fn render(renderer: &Renderer, template: &str) -> Result<String, Failed> {
+        let sources = Sources { template: Some(template.to_owned()), config: None };
+        let turn = Turn { role: "user".to_owned(), content: "hi".to_owned() };
+        renderer.ask((&sources.key(), &sources), Some((vec![turn], true)))
+    }
+
+    fn failure(renderer: &Renderer, template: &str) -> String {
+        let Err(Failed::Render(reason)) = render(renderer, template) else {
+            panic!("{template} is rendered")
+        };
+        reason
+    }
+
+    #[test]
+    fn templates_that_take_all_memory_or_time_are_ended_and_others_go_on() {
+        let renderer = renderer();
+        let plain = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}";
+        assert_eq!(render(&renderer, plain), Ok("[user]hi".to_owned()));
+        assert_eq!(render(&renderer, plain), Ok("[user]hi".to_owned()));
+        let doubling = "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}\
+                        {% endfor %}{{ ns.s | length }}";
+        assert!(failure(&renderer, doubling).contains("1024 MiB of memory"));
+        let lists = "{% set ns = namespace(s=[1, 2]) %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}\
+                     {% endfor %}{{ ns.s | list | length }}";
+        failure(&renderer, lists);
+        assert!(failure(&renderer, "{{ 'a' * 90000000 }}").contains("more than 16 MiB of text"));
+        let range = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}\
+                     {% endfor %}{% endfor %}";
+        assert!(failure(&renderer, range).contains("no text within 10 s"));
+        assert_eq!(render(&renderer, plain), Ok("[user]hi".to_owned()));
+    }
+
+    #[test]
+    fn what_a_template_says_comes_back() {
+        let renderer = renderer();
+        let raised = render(&renderer, "{{ raise_exception('roles must alternate') }}");
+        assert_eq!(raised, Err(Failed::Raised("roles must alternate".to_owned())));
+        assert!(matches!(render(&renderer, "{% for %}"), Err(Failed::Compile(_))));
+        let deep = "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(1) }}";
+        failure(&renderer, deep);
+        let nested = format!("{}x{}", "{% if true %}".repeat(5000), "{% endif %}".repeat(5000));
+        assert!(matches!(render(&renderer, &nested), Err(Failed::Compile(_))));
+    }
+}
