@@ -69,7 +69,10 @@ fn a_model_that_would_hang_or_fill_the_memory_is_refused() {
     let doubling = "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}\
                     {% endfor %}{{ ns.s }}";
     bench.home.write("model/chat_template.jinja", doubling);
-    bench.refuses(&chat, &["chat_template.jinja", "of memory"]);
+    let said =
+        bench.home.rlrun(&["check", "recipe.toml", "--set", chat[0]]).refused(&["chat_template.jinja"]);
+    // On a machine that is very busy the time may be over first.
+    assert!(said.contains("256 MiB of memory") || said.contains("within 10 s"), "{said}");
     bench.home.write("model/chat_template.jinja", "{{ messages[0].content }}");
     bench.home.rlrun(&["check", "recipe.toml", "--set", "data.chat=true"]).ok();
     for file in ["model/chat_template.jinja", "model/config.json", "model/model.safetensors", "tasks.jsonl"] {

@@ -128,7 +128,7 @@ fn an_export_declares_what_it_writes_and_an_adapter_names_the_model_of_the_user(
         assert_eq!(config["torch_dtype"], declared);
     }
     let size = |dtype: &str| fs::metadata(home.path(dtype).join("model.safetensors")).unwrap().len();
-    assert!(size("bf16") < size("f32") && size("bf16") == size("f16"));
+    assert!(size("bf16") < size("f32") && size("f16") < size("f32"));
     home.rlrun(&["export", "run", "--adapter", "--out", "adapter"]).ok();
     let config = fs::read(home.path("adapter/adapter_config.json")).unwrap();
     let config: Value = serde_json::from_slice(&config).unwrap();

@@ -14,7 +14,7 @@ fn four_steps(buffer: &Buffer) -> BTreeSet<u64> {
         trained.extend(leased(buffer, step));
         if step < 3 {
             buffer.set_version(v(step + 1), false).unwrap();
-            generate(buffer, v(step), 2);
+            generate(buffer, v(step + 1), 2);
         }
     }
     buffer.ack_through(TRAINER, v(3)).unwrap();
@@ -37,9 +37,9 @@ fn what_is_left_of_later_versions_is_sampled_again_and_what_is_gone_is_counted()
     assert_eq!(buffer.rewind(TRAINER, v(3)).unwrap(), None);
     assert_eq!(leased(&buffer, 3).len(), 2);
 
-    // Steps 1 and 2 were acknowledged: four groups. Those of step 3 and the two behind it were sampled by versions 1 and 2.
+    // Steps 1 and 2 were acknowledged: four groups. Those of step 3 and the two behind it were sampled by versions 2 and 3.
     let rewound = buffer.rewind(TRAINER, v(1)).unwrap().unwrap();
-    assert_eq!((rewound.gone, rewound.dropped), (4, 0));
+    assert_eq!((rewound.gone, rewound.again, rewound.dropped), (4, 4, 0));
     assert_eq!(buffer.rewind(TRAINER, v(1)).unwrap(), None, "once is enough");
     drop(buffer);
     let buffer = open();

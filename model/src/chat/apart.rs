@@ -34,7 +34,7 @@ use super::{Compiled, Failed, Sources, Turn};
 /// Longest time for one text.
 pub(super) const TIME: Duration = Duration::from_secs(10);
 /// Memory of the process beyond what it has when it starts, bytes.
-const MEMORY: u64 = 1 << 30;
+const MEMORY: u64 = 256 << 20;
 /// Longest text that a template may give, bytes.
 const MAX_TEXT_BYTES: usize = 16 << 20;
 /// Longest conversation, bytes as JSON.
@@ -331,11 +331,13 @@ mod tests {
         assert_eq!(render(&renderer, plain), Ok("[user]hi".to_owned()));
         let doubling = "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}\
                         {% endfor %}{{ ns.s | length }}";
-        assert!(failure(&renderer, doubling).contains("1024 MiB of memory"));
+        // On a machine that is very busy the time may be over first.
+        let ended = failure(&renderer, doubling);
+        assert!(ended.contains("256 MiB of memory") || ended.contains("within 10 s"), "{ended}");
         let lists = "{% set ns = namespace(s=[1, 2]) %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}\
                      {% endfor %}{{ ns.s | list | length }}";
         failure(&renderer, lists);
-        assert!(failure(&renderer, "{{ 'a' * 90000000 }}").contains("more than 16 MiB of text"));
+        assert!(failure(&renderer, "{{ 'a' * 30000000 }}").contains("more than 16 MiB of text"));
         let range = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}\
                      {% endfor %}{% endfor %}";
         assert!(failure(&renderer, range).contains("no text within 10 s"));
