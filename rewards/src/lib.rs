@@ -59,6 +59,7 @@ pub mod load;
 pub mod math;
 pub mod math_dapo;
 pub mod python;
+mod reaper;
 pub mod regex;
 pub mod registry;
 pub mod repetition;

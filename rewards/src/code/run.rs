@@ -4,7 +4,6 @@
 //! only by what it gave for it; that it ended, or said that it passed, counts for nothing. A harness that never said that it
 //! runs is a failure of the sandbox, and tests in which nothing could fail are an error.
 
-use std::hash::{BuildHasher, RandomState};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -13,6 +12,7 @@ use serde_json::{Value, json};
 
 use super::compare::{same_output, same_value};
 use super::suite::{Call, Streams, Suite};
+use crate::reaper::{hex, random};
 use crate::sandbox::{Dialog, End, Job, Limits, Ran, Sandbox, SandboxError};
 
 const HARNESS: &str = include_str!("harness.py");
@@ -107,7 +107,7 @@ impl Trial {
             Suite::Asserts { setup, tests, entry_point } => {
                 let opening =
                     json!({"form": "tests", "program": program, "prelude": PRELUDE, "setup": setup});
-                let nonces: Vec<String> = tests.iter().map(|_| nonce()).collect();
+                let nonces = tests.iter().map(|_| nonce()).collect::<Result<Vec<_>, _>>()?;
                 let questions = tests
                     .iter()
                     .zip(&nonces)
@@ -403,10 +403,9 @@ fn environment() -> Vec<(String, String)> {
     .to_vec()
 }
 
-/// A word that nobody can guess.
-fn nonce() -> String {
-    let word = || RandomState::new().hash_one("test");
-    format!("{:016x}{:016x}", word(), word())
+/// A word that a program cannot guess, whatever words it has seen.
+fn nonce() -> Result<String, SandboxError> {
+    Ok(hex(&random::<16>()?))
 }
 
 fn line(order: &Value) -> Vec<u8> {

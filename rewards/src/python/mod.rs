@@ -38,6 +38,7 @@ use self::pool::Pool;
 use self::protocol::{Config, Hello};
 use self::zygote::{BOOTSTRAP, Setup, Zygote};
 use crate::load::{Load, Waiting};
+use crate::reaper::Reaper;
 use crate::registry::{Kind, RewardContext};
 use crate::{BoxFuture, Judged, Outcome, Reward, RewardError, RewardInput, RewardSpec, Scope};
 
@@ -155,6 +156,7 @@ impl PythonReward {
             environment: environment(&context.environment, spec.environment.as_deref().unwrap_or_default()),
             log: Arc::clone(&log),
             runtime: runtime.clone(),
+            reaper: Arc::new(Reaper::start().map_err(|error| failed(error.to_string()))?),
             closed: AtomicBool::new(false),
         });
         let parent = Zygote::start(&setup).map_err(failed)?;

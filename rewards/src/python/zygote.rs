@@ -1,8 +1,8 @@
 //! The warm parent process of a reward: it has imported the file of the user, and forks workers in milliseconds.
 //!
 //! Invariant: no process outlives its [`Zygote`]. When this side ends, for whatever reason, the parent sees its socket
-//! close and ends every worker and all that they started; when the parent dies, this side does. Whatever left its session
-//! and its parent is found by the mark in its environment.
+//! close and ends every worker and all that they started; when the parent dies, this side does; when both are killed at
+//! once, the reaper does. Whatever left its session and its parent is found by the mark in its environment.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, IoSlice, PipeWriter, Read, Write};
@@ -22,6 +22,7 @@ use tokio::sync::oneshot;
 
 use super::log::{Log, Tail};
 use super::protocol::{Broken, Config, Frames, Greeting, Hello, Notice, frame, framed, parse};
+use crate::reaper::{MARK, Mark, Reaper, Ticket};
 
 /// How long the parent may import, and a worker that is a new process.
 pub(super) const START_DEADLINE: Duration = Duration::from_secs(60);
@@ -29,8 +30,6 @@ pub(super) const START_DEADLINE: Duration = Duration::from_secs(60);
 const FORK_DEADLINE: Duration = Duration::from_secs(20);
 /// How long the parent may clean up before everything is ended from here.
 const END_DEADLINE: Duration = Duration::from_secs(2);
-/// Variable that marks every process of a pool.
-const MARK: &str = "RLRUN_REWARD_POOL";
 
 /// Both halves of the Python side, run as one module.
 const SOURCE: &str = concat!(include_str!("dialects.py"), "\n\n", include_str!("worker.py"));
@@ -83,6 +82,7 @@ pub(super) struct Setup {
     pub(super) environment: BTreeMap<String, String>,
     pub(super) log: Arc<Log>,
     pub(super) runtime: Handle,
+    pub(super) reaper: Arc<Reaper>,
     /// Set when nobody waits for a start any more.
     pub(super) closed: AtomicBool,
 }
@@ -106,14 +106,17 @@ pub(super) struct Zygote {
 #[derive(Debug, Default)]
 struct Links {
     pending: Option<(u64, oneshot::Sender<Result<Forked, String>>)>,
-    exits: HashMap<i32, oneshot::Sender<Exit>>,
+    /// The group of each is known to the reaper: what a function started may have another environment.
+    exits: HashMap<i32, (oneshot::Sender<Exit>, Option<Ticket>)>,
     ended: bool,
 }
 
 #[derive(Debug)]
 struct Process {
     child: Mutex<Child>,
-    mark: String,
+    mark: Mark,
+    /// Until it is gone, with all that has the mark.
+    _ticket: Ticket,
 }
 
 impl Zygote {
@@ -123,13 +126,13 @@ impl Zygote {
     /// # Errors
     /// What keeps the file from being used, and what to do.
     pub(super) fn start(setup: &Setup) -> Result<Self, String> {
-        static POOLS: AtomicU64 = AtomicU64::new(0);
         let failed = |error: io::Error| format!("its parent process cannot be started: {error}");
         let (ours, theirs) = Socket::pair().map_err(failed)?;
         let (output, input) = io::pipe().map_err(failed)?;
-        let mark = format!("{}-{}", std::process::id(), POOLS.fetch_add(1, Ordering::Relaxed));
+        let (mark, ticket) = (Mark::new().map_err(failed)?, setup.reaper.ticket().map_err(failed)?);
+        ticket.add_mark(&mark).map_err(failed)?;
         let mut command = Command::new(&setup.python);
-        command.args(["-c", BOOTSTRAP]).env_clear().envs(&setup.environment).env(MARK, &mark);
+        command.args(["-c", BOOTSTRAP]).env_clear().envs(&setup.environment).env(MARK, mark.as_str());
         command.stdin(OwnedFd::from(theirs)).stdout(input.try_clone().map_err(failed)?).stderr(input);
         let child = command.spawn().map_err(|error| {
             let python = &setup.python;
@@ -137,7 +140,7 @@ impl Zygote {
         })?;
         // The command holds the other ends of the socket and the pipe.
         drop(command);
-        let process = Arc::new(Process { child: Mutex::new(child), mark });
+        let process = Arc::new(Process { child: Mutex::new(child), mark, _ticket: ticket });
         let tail = Tail::default();
         let followed = tail.follow(output, Arc::clone(&setup.log)).map_err(failed);
         let hello = match followed.and_then(|()| greet(&ours, setup)) {
@@ -156,7 +159,9 @@ impl Zygote {
         let _entered = setup.runtime.enter();
         let control = Arc::new(UnixStream::from_std(ours).map_err(failed)?);
         let links = Arc::new(Mutex::new(Links::default()));
-        let listening = listen(Frames::new(Arc::clone(&control)), Arc::clone(&links), Arc::clone(&process));
+        let reaper = Arc::clone(&setup.reaper);
+        let frames = Frames::new(Arc::clone(&control));
+        let listening = listen(frames, reaper, Arc::clone(&links), Arc::clone(&process));
         setup.runtime.spawn(listening);
         let (turn, next) = (tokio::sync::Mutex::new(()), AtomicU64::new(0));
         Ok(Self { hello, process, control, plug, links, turn, next, log: Arc::clone(&setup.log) })
@@ -266,8 +271,8 @@ pub(super) fn end_group(pid: i32) {
 }
 
 /// Ends every process with the mark in its environment; more may have been forked while the list was read.
-fn end_marked(mark: &str) {
-    let wanted = format!("{MARK}={mark}");
+fn end_marked(mark: &Mark) {
+    let wanted = format!("{MARK}={}", mark.as_str());
     for _ in 0..100 {
         let mut found = false;
         for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
@@ -333,18 +338,20 @@ fn greet(socket: &Socket, setup: &Setup) -> Result<Greeting, String> {
 }
 
 /// Hands on what the parent says, until it is gone; then ends what it left.
-async fn listen(mut control: Frames, links: Arc<Mutex<Links>>, process: Arc<Process>) {
+async fn listen(mut control: Frames, reaper: Arc<Reaper>, links: Arc<Mutex<Links>>, process: Arc<Process>) {
     while let Ok(notice) = control.next::<Notice>().await {
         let mut links = lock(&links);
         match notice {
             Notice::Forked { id, pid } => {
                 let (tell, exit) = oneshot::channel();
-                links.exits.insert(pid, tell);
+                // Without it the mark still finds all that kept its environment.
+                let ticket = reaper.ticket().and_then(|ticket| ticket.add(pid).map(|()| ticket)).ok();
+                links.exits.insert(pid, (tell, ticket));
                 answer(&mut links, id, Ok(Forked { pid, exit }));
             }
             Notice::Refused { id, reason } => answer(&mut links, id, Err(reason)),
             Notice::Exited { pid, signal, code } => {
-                if let Some(tell) = links.exits.remove(&pid) {
+                if let Some((tell, _ticket)) = links.exits.remove(&pid) {
                     // Nobody listens to the end of a worker that was given up.
                     let _ = tell.send(Exit { signal, code });
                 }

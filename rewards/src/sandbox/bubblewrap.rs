@@ -1,21 +1,24 @@
 //! A program in namespaces of its own, made by `bwrap`.
 //!
 //! Invariant: the program sees the paths of its view, read-only, a `/tmp` of bounded size and four devices; its process
-//! namespace ends with it or with us, and everything in it too. That it was really started is known from `bwrap`, which reports
+//! namespace ends with it or with us, and everything in it too: until it may pass the gate its first process is in the process
+//! group of `bwrap`, and before it may pass the reaper knows it. That it was really started is known from `bwrap`, which reports
 //! an exit code only after a successful exec, never from the output of the program.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Arc, Weak};
 
 use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal};
 use serde::Deserialize;
 
 use super::filter::{self, Allowed};
-use super::spawn::{Channel, Confinement, Talk, arguments, in_memory, spawn};
+use super::spawn::{Channel, Confinement, Talk, arguments, gate, in_memory, spawn};
 use super::view::DEVICES;
 use super::watch::{Ends, Warden, watch};
 use super::{End, Job, Limits, Ran, SandboxError, View};
+use crate::reaper::{Reaper, Ticket};
 
 /// Bytes of files that the program may write.
 const TMP_BYTES: u32 = 64 << 20;
@@ -30,14 +33,14 @@ pub(super) fn run(
     view: &View,
     (nobody, processes): (bool, bool),
     job: Job<'_>,
-    limits: &Limits,
+    (limits, reaper): (&Limits, &Reaper),
 ) -> Result<Ran, SandboxError> {
     use std::os::unix::process::CommandExt;
     let allowed = Allowed { processes, signals: true };
     let filter = in_memory("filter", &filter::bytes(&filter::program(allowed)))?;
     let file = job.file.map(|(name, contents)| in_memory(name, contents)).transpose()?;
     let inside = job.file.map(|(name, _)| format!("{BOX}/{name}"));
-    let (status, gate) = (Channel::from_program()?, Channel::to_program()?);
+    let (status, gate) = (Channel::from_program()?, gate()?);
     let talk = Talk::open(&job)?;
     let mut command = Command::new(bwrap);
     command.env_clear().args(namespaces()).args(mounts(view));
@@ -57,8 +60,9 @@ pub(super) fn run(
     let mut inherited = vec![&filter, &status.theirs, &gate.theirs];
     inherited.extend(&file);
     inherited.extend(talk.iter().flat_map(|talk| [&talk.orders.theirs, &talk.report.theirs]));
-    let child = spawn(command, &inherited, limits, Confinement::default())?;
-    let mut warden = Init { gate: Some(gate.ours), processes: limits.processes, ..Init::default() };
+    let child = spawn(command, &inherited, (limits, reaper), Confinement::default())?;
+    let ticket = Arc::downgrade(&child.ticket);
+    let mut warden = Init { gate: Some(gate.ours), processes: limits.processes, ticket, ..Init::default() };
     drop((filter, file, status.theirs, gate.theirs));
     let ends = Ends { talk, status: Some(status.ours), warden: Some(&mut warden) };
     let ran = watch(child, job, limits, ends)?;
@@ -120,6 +124,8 @@ struct Init {
     /// `bwrap` waits for a byte from here before it starts the program.
     gate: Option<OwnedFd>,
     processes: u64,
+    /// That of `bwrap`, for as long as it is watched.
+    ticket: Weak<Ticket>,
     exit_code: Option<i32>,
     killed: bool,
 }
@@ -147,6 +153,10 @@ impl Warden for Init {
             let most = Some(self.processes + 1);
             let limit = Rlimit { current: most, maximum: most };
             rustix::process::prlimit(Some(pid), Resource::Nproc, limit)?;
+            if let Some(ticket) = self.ticket.upgrade() {
+                // It leaves the group of `bwrap` beyond the gate, and asks to die with it only later.
+                ticket.add(pid.as_raw_nonzero().get())?;
+            }
             rustix::io::write(&gate, b"1")?;
         }
         if self.killed {

@@ -1,7 +1,7 @@
 //! A program under Landlock and seccomp, for machines without user namespaces; and one under limits only.
 //!
 //! Invariant: under Landlock it opens nothing but the paths of its view, read-only, starts no process and signals none, so
-//! that killing it kills all of it. It does not hide names and sizes of files, which Landlock cannot do.
+//! that killing it kills all of it; the reaper does so if this process dies first. It does not hide names and sizes of files, which Landlock cannot do.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -18,9 +18,15 @@ use super::spawn::{Confinement, Talk, arguments, spawn};
 use super::view::DEVICES;
 use super::watch::{Ends, watch};
 use super::{Job, Limits, Ran, SandboxError, View};
+use crate::reaper::Reaper;
 
 /// Runs `job` under Landlock; its file lies in a directory of its own under `scratch`, removed afterwards.
-pub(super) fn run(view: &View, scratch: &Path, job: Job<'_>, limits: &Limits) -> Result<Ran, SandboxError> {
+pub(super) fn run(
+    view: &View,
+    scratch: &Path,
+    job: Job<'_>,
+    limits: (&Limits, &Reaper),
+) -> Result<Ran, SandboxError> {
     let allowed = Allowed { processes: false, signals: false };
     let place = place(scratch, &job)?;
     let mut readable = view.paths();
@@ -35,7 +41,11 @@ pub(super) fn run(view: &View, scratch: &Path, job: Job<'_>, limits: &Limits) ->
 }
 
 /// Runs `job` with all that its user may do.
-pub(super) fn run_unconfined(scratch: &Path, job: Job<'_>, limits: &Limits) -> Result<Ran, SandboxError> {
+pub(super) fn run_unconfined(
+    scratch: &Path,
+    job: Job<'_>,
+    limits: (&Limits, &Reaper),
+) -> Result<Ran, SandboxError> {
     let place = match place(scratch, &job)? {
         Some(place) => place,
         None => tempfile::Builder::new().prefix("program-").tempdir_in(scratch)?,
@@ -56,7 +66,7 @@ fn start(
     place: Option<&TempDir>,
     directory: &str,
     job: Job<'_>,
-    limits: &Limits,
+    limits: (&Limits, &Reaper),
     confinement: Confinement,
 ) -> Result<Ran, SandboxError> {
     let file = job.file.zip(place).map(|((name, _), place)| place.path().join(name).display().to_string());
@@ -73,7 +83,7 @@ fn start(
     // That exec succeeded is known from here on: the standard library hears of a failure through a pipe.
     let child = spawn(command, &inherited, limits, confinement)
         .map_err(|error| SandboxError::Failed { reason: format!("{program}: {error}") })?;
-    watch(child, job, limits, Ends { talk, status: None, warden: None })
+    watch(child, job, limits.0, Ends { talk, status: None, warden: None })
 }
 
 /// Rules under which `readable` can be read and run, devices be used, and nothing else be opened. The third version of

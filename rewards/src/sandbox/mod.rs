@@ -1,7 +1,8 @@
 //! Runs a program that nobody trusts: no network, no files, no environment, and bounds on everything it can use up.
 //!
 //! Invariant: what the program does ends as a [`Ran`], however badly it behaves; only a failure of the sandbox itself is a
-//! [`SandboxError`]. When [`Sandbox::run`] returns, no process of the program is left. It judges nothing that it reports.
+//! [`SandboxError`]. When [`Sandbox::run`] returns, no process of the program is left, and none is if this process is killed
+//! before. It judges nothing that it reports.
 //!
 //! | | `bubblewrap` | `landlock` | `none` |
 //! |---|---|---|---|
@@ -20,10 +21,12 @@ pub(crate) mod view;
 mod watch;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 pub use self::view::View;
+use crate::reaper::Reaper;
 
 /// How a program is confined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -179,6 +182,8 @@ pub struct Sandbox {
     view: View,
     bwrap: Option<PathBuf>,
     scratch: PathBuf,
+    /// Kills what runs when this process is killed.
+    reaper: Arc<Reaper>,
 }
 
 /// Longest time of the run that shows whether a sandbox works.
@@ -206,9 +211,10 @@ impl Sandbox {
             Choice::Unconfined => vec![Method::Unconfined],
         };
         let mut tried = Vec::new();
+        let reaper = Arc::new(Reaper::start()?);
         for method in methods {
             let (view, bwrap, scratch) = (view.clone(), bwrap.clone(), scratch.to_path_buf());
-            let sandbox = Self { method, view, bwrap, scratch };
+            let sandbox = Self { method, view, bwrap, scratch, reaper: Arc::clone(&reaper) };
             match sandbox.probe() {
                 Ok(()) => return Ok(sandbox),
                 Err(reason) => tried.push(format!("{}: {reason}", method.name())),
@@ -228,6 +234,7 @@ impl Sandbox {
     /// # Errors
     /// The program was not started, or could not be watched.
     pub fn run(&self, job: Job<'_>, limits: &Limits) -> Result<Ran, SandboxError> {
+        let limits = (limits, &*self.reaper);
         match (self.method, &self.bwrap) {
             (Method::Bubblewrap { nobody, processes }, Some(bwrap)) => {
                 bubblewrap::run(bwrap, &self.view, (nobody, processes), job, limits)

@@ -1,12 +1,14 @@
 //! Starts a program: pipes, limits, and what happens between fork and exec.
 //!
 //! Invariant: between fork and exec there are system calls only, on values made before the fork: no allocation, no lock. A
-//! program inherits the descriptors that it is meant to have and no others.
+//! program inherits the descriptors that it is meant to have and no others. Before it runs it has registered itself with the
+//! reaper, so that it ends with this process whatever it does to its signals, descriptors and threads.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 
 use rustix::fs::OFlags;
 use rustix::io::FdFlags;
@@ -14,6 +16,7 @@ use rustix::pipe::PipeFlags;
 use rustix::process::{Resource, Rlimit, Signal};
 
 use super::{Job, Limits};
+use crate::reaper::{Reaper, Ticket};
 
 /// Largest file, bytes.
 const FILE_BYTES: u64 = 16 << 20;
@@ -31,6 +34,13 @@ pub(super) struct Confinement {
     pub(super) filter: Vec<libc::sock_filter>,
     /// Whether privileges are given up, those of root included.
     pub(super) unprivileged: bool,
+}
+
+/// A process that runs, and what ends it with this one.
+#[derive(Debug)]
+pub(super) struct Spawned {
+    pub(super) child: Child,
+    pub(super) ticket: Arc<Ticket>,
 }
 
 /// Both ends of a pipe: ours does not wait, theirs is inherited.
@@ -69,6 +79,17 @@ pub(super) fn raised(fd: &impl AsFd) -> io::Result<OwnedFd> {
     Ok(rustix::io::fcntl_dupfd_cloexec(fd, FIRST_FD)?)
 }
 
+/// A pipe whose reader holds it open for writing too, so that it waits for ever if we die, and never reads an end.
+pub(super) fn gate() -> io::Result<Channel> {
+    let Channel { ours, theirs } = Channel::to_program()?;
+    let both = rustix::fs::open(
+        format!("/proc/self/fd/{}", theirs.as_raw_fd()),
+        OFlags::RDWR | OFlags::CLOEXEC,
+        rustix::fs::Mode::empty(),
+    )?;
+    Ok(Channel { ours, theirs: raised(&both)? })
+}
+
 /// The pipes of a dialog.
 #[derive(Debug)]
 pub(super) struct Talk {
@@ -101,14 +122,17 @@ pub(super) fn arguments(job: &Job<'_>, file: Option<&str>, talk: Option<&Talk>) 
 pub(super) fn spawn(
     mut command: Command,
     inherited: &[&OwnedFd],
-    limits: &Limits,
+    (limits, reaper): (&Limits, &Reaper),
     confinement: Confinement,
-) -> io::Result<Child> {
+) -> io::Result<Spawned> {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     let parent = rustix::process::getpid();
     let kept: Vec<RawFd> = inherited.iter().map(|fd| fd.as_raw_fd()).collect();
     let limits = resource_limits(limits);
+    let ticket = Arc::new(reaper.ticket()?);
+    let theirs = Arc::clone(&ticket);
     let prepare = move || {
+        theirs.add(rustix::process::getpid().as_raw_nonzero().get())?;
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
         // The parent may have died before that.
         if rustix::process::getppid() != Some(parent) {
@@ -128,7 +152,8 @@ pub(super) fn spawn(
     unsafe {
         command.pre_exec(prepare);
     }
-    command.spawn()
+    let child = command.spawn()?;
+    Ok(Spawned { child, ticket })
 }
 
 fn resource_limits(limits: &Limits) -> [(Resource, u64); 5] {

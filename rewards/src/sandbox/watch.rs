@@ -13,7 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use super::spawn::{Talk, ours};
+use super::spawn::{Spawned, Talk, ours};
 use super::{Dialog, End, Job, Limits, Ran, SandboxError};
 
 /// How often a cancellation is looked for.
@@ -38,9 +38,9 @@ pub(super) struct Ends<'a> {
     pub(super) warden: Option<&'a mut dyn Warden>,
 }
 
-/// Watches `child`, which leads its own process group, to its end.
+/// Watches a process, which leads its own process group, to its end.
 pub(super) fn watch(
-    mut child: Child,
+    Spawned { mut child, ticket }: Spawned,
     job: Job<'_>,
     limits: &Limits,
     ends: Ends<'_>,
@@ -53,6 +53,8 @@ pub(super) fn watch(
     });
     // Also where watching failed: nothing of it stays.
     kill_group(&child);
+    // Its number is its own until it is waited for.
+    drop(ticket);
     let status = child.wait()?;
     let (killed, stdout, stderr) = result?;
     let end = killed.map_or_else(

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use rewards::{Judged, Reward, RewardInput};
 use serde_json::json;
 
-use crate::support::{fixture, kill, lives, pids, run, task, until, value};
+use crate::support::{fixture, kill, lives, pids, run, signal, task, until, value};
 
 /// Scores many texts while `disturb` is called with the process ids, and sees that none is lost.
 fn none_is_lost(disturb: impl Fn(&[u32]) + Send + Sync) {
@@ -106,8 +106,9 @@ fn files_that_start_threads_get_new_processes() {
     assert!(!processes.into_iter().any(lives));
 }
 
-/// Kills a process with `kill -9` that runs the ignored test `of`, once it has written process ids to `file`.
-fn killed(of: &str, file: &str, count: usize) {
+/// Kills a process with `kill -9` that runs the ignored test `of`, once it has written process ids to `file`, and with it
+/// those that `others` chooses of what it wrote to `processes`, so that they cannot clean up.
+fn killed(of: &str, file: &str, count: usize, others: fn(&[u32]) -> &[u32]) {
     let Some(run) = run() else { return };
     let directory = run.directory.path();
     std::fs::write(directory.join("go"), "").unwrap();
@@ -119,25 +120,44 @@ fn killed(of: &str, file: &str, count: usize) {
         .spawn()
         .unwrap();
     until("it has started what it starts", || pids(&directory.join(file)).len() == count);
-    let started = [pids(&directory.join(file)), pids(&directory.join("processes"))].concat();
+    let processes = pids(&directory.join("processes"));
+    let started = [pids(&directory.join(file)), processes.clone()].concat();
+    others(&processes).iter().for_each(|pid| signal(*pid, "STOP"));
     child.kill().unwrap();
     child.wait().unwrap();
+    others(&processes).iter().copied().for_each(kill);
     until("all that it started is gone", || !started.iter().copied().any(lives));
 }
 
 #[test]
 fn when_rlrun_is_killed_nothing_is_left() {
-    killed("a_run_with_a_hanging_call", "children", 4);
+    killed("a_run_with_a_hanging_call", "children", 4, |_| &[]);
+}
+
+#[test]
+fn when_rlrun_and_the_parent_process_are_killed_at_once_nothing_is_left() {
+    killed("a_run_with_hanging_programs", "programs", 2, |processes| &processes[..1]);
 }
 
 #[test]
 fn when_rlrun_is_killed_during_an_import_nothing_is_left() {
-    killed("a_run_with_a_hanging_import", "importing", 2);
+    killed("a_run_with_a_hanging_import", "importing", 2, |_| &[]);
 }
 
 #[test]
 #[ignore = "started, and killed, by when_rlrun_is_killed_nothing_is_left"]
 fn a_run_with_a_hanging_call() {
+    hang("fork children");
+}
+
+#[test]
+#[ignore = "started, and killed, by when_rlrun_and_the_parent_process_are_killed_at_once_nothing_is_left"]
+fn a_run_with_hanging_programs() {
+    hang("programs programs");
+}
+
+/// Writes down the processes of a reward and has one of them judge `text`, which takes for ever.
+fn hang(text: &str) {
     if !Path::new("go").exists() {
         return;
     }
@@ -146,7 +166,7 @@ fn a_run_with_a_hanging_call() {
     until("workers are there", || reward.processes().len() == 3);
     let lines: String = reward.processes().iter().map(|pid| format!("{pid}\n")).collect();
     std::fs::write("processes", lines).unwrap();
-    let _ = run.one(&reward, "fork children");
+    let _ = run.one(&reward, text);
 }
 
 #[test]

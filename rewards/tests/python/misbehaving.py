@@ -41,6 +41,12 @@ def compute_score(solution_str, ground_truth, extra_info=None, **kwargs):
                 spin()
         subprocess.Popen([sys.executable, "-c", "import os,sys,time; print(os.getpid(), file=open(sys.argv[1],'a')); time.sleep(1000)", rest], start_new_session=True)
         spin()
+    if word == "programs":
+        # One in a session of its own, and one with an environment of its own.
+        own = [sys.executable, "-c", "import os,sys,time; print(os.getpid(), file=open(sys.argv[1],'a')); time.sleep(1000)", rest]
+        subprocess.Popen(own, start_new_session=True)
+        subprocess.Popen(own, env={})
+        spin()
     if word == "memory":
         return float(len(bytearray(1 << 40)))
     if word == "grow":

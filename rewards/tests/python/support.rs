@@ -161,8 +161,12 @@ pub(crate) fn lives(pid: u32) -> bool {
 }
 
 pub(crate) fn kill(pid: u32) {
-    let killed = std::process::Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap();
-    assert!(killed.success(), "process {pid} is not there");
+    signal(pid, "KILL");
+}
+
+pub(crate) fn signal(pid: u32, name: &str) {
+    let sent = std::process::Command::new("kill").args(["-s", name, &pid.to_string()]).status().unwrap();
+    assert!(sent.success(), "process {pid} is not there");
 }
 
 /// Process ids that functions wrote, one a line.
