@@ -4,7 +4,6 @@
 //! Invariant: nothing that a stranger sends is believed, and none holds up the ranks for longer than [`PATIENCE`]. What
 //! follows is neither encrypted nor authenticated: the network between ranks has to be one's own.
 
-use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
@@ -60,7 +59,7 @@ impl Hello {
     /// Connects as this one; an error of kind `PermissionDenied` if the other does not know the secret.
     pub(super) fn say(self, stream: &mut TcpStream, secret: &Secret) -> io::Result<()> {
         be_brief(stream)?;
-        let nonce = nonce();
+        let nonce = nonce()?;
         let mut hello = [0; HELLO];
         hello[..8].copy_from_slice(&MAGIC);
         hello[8..8 + NONCE].copy_from_slice(&nonce);
@@ -86,7 +85,7 @@ impl Hello {
         if hello[..8] != MAGIC {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "it is no rank of this rlrun"));
         }
-        let nonce = nonce();
+        let nonce = nonce()?;
         stream.write_all(&nonce)?;
         stream.write_all(secret.proof(&[b"accepts", &hello, &nonce]).as_bytes())?;
         let mut proof = [0; PROOF];
@@ -107,11 +106,12 @@ fn be_brief(stream: &TcpStream) -> io::Result<()> {
     stream.set_write_timeout(Some(PATIENCE))
 }
 
-/// A number that nobody can guess: the keys of hash maps come from the operating system's randomness.
-fn nonce() -> [u8; NONCE] {
+/// A number of the system's random source, which nobody can guess from others that it has given.
+fn nonce() -> io::Result<[u8; NONCE]> {
     let mut nonce = [0; NONCE];
-    nonce.chunks_exact_mut(8).zip(0_u64..).for_each(|(part, index)| {
-        part.copy_from_slice(&RandomState::new().hash_one(index).to_le_bytes());
-    });
-    nonce
+    getrandom::fill(&mut nonce).map_err(|error| {
+        let message = format!("the system gives no random bytes: {error}");
+        io::Error::other(message)
+    })?;
+    Ok(nonce)
 }
