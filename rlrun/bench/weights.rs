@@ -58,8 +58,8 @@ const SOON: Duration = Duration::from_secs(120);
 pub fn run(args: &WeightsBenchArgs, out: &mut dyn Write) -> Result<(), Failure> {
     if let Some(url) = &args.receive_from {
         return match args.device {
-            Some(place) => receiver::receive_on_device(url, place, out),
-            None => receiver::receive(url, args.over_http, out),
+            Some(place) => receiver::receive_on_device(url, (place, &args.shm), out),
+            None => receiver::receive(url, (args.over_http, &args.shm), out),
         };
     }
     let threads = args.threads.unwrap_or(PublishConfig::default().threads);
@@ -154,7 +154,7 @@ impl Bench<'_> {
         let dtype = if http { Dtype::Bf16 } else { Dtype::F32 };
         let hub = Hub::new(HubConfig { dtype, ..HubConfig::default() });
         let publisher = HubPublisher::new(hub.clone(), self.publishing(changed.filter(|_| http), !http))?;
-        let mut receiver = Receiver::start(hub, if http { &["--over-http"] } else { &[] })?;
+        let mut receiver = Receiver::start(hub, &self.args.shm, if http { &["--over-http"] } else { &[] })?;
         let (mut ready, mut costs, mut bytes) = (Vec::new(), Vec::new(), 0);
         for version in 0..self.args.repeats as u64 + WARM_UP {
             change(values, changed.unwrap_or(0.0), version);

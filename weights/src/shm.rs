@@ -25,7 +25,7 @@ mod shard;
 mod slot;
 mod store;
 
-pub(crate) use self::directory::{Directory, is_left};
+pub(crate) use self::directory::{Directory, is_left, is_of_publisher};
 pub(crate) use self::reader::Reader;
 pub use self::shard::ShardOwner;
 pub(crate) use self::slot::failed;

@@ -90,7 +90,8 @@ impl Devices<'_, '_> {
         let hub = Hub::new(HubConfig::default());
         let config = IpcConfig { directory: self.bench.args.shm.clone(), wait: SOON };
         let publisher = IpcPublisher::<bf16>::new(hub.clone(), &self.device, &config)?;
-        let mut receiver = Receiver::start(hub, &["--device", &self.place.to_string()])?;
+        let mut receiver =
+            Receiver::start(hub, &self.bench.args.shm, &["--device", &self.place.to_string()])?;
         let mut taken = Vec::new();
         for version in 0..self.bench.args.repeats as u64 + WARM_UP {
             let started = receiver::now_ns();

@@ -3,6 +3,7 @@
 //! Invariant: both processes read the same clock of the system, which is what makes their times comparable.
 
 use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -39,11 +40,12 @@ pub struct Received {
 }
 
 impl Receiver {
-    /// Serves `hub` on loopback, and starts a process that subscribes to it, with these arguments more.
+    /// Serves `hub` on loopback, and starts a process that subscribes to it and finds its weights in `shm`, with these
+    /// arguments more.
     ///
     /// # Errors
     /// A system without a free port, a process that does not start.
-    pub fn start(hub: Hub, arguments: &[&str]) -> Result<Self, Failure> {
+    pub fn start(hub: Hub, shm: &Path, arguments: &[&str]) -> Result<Self, Failure> {
         let system = |source| Failure::System { what: "start a process that receives".to_owned(), source };
         let server = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let server = server.map_err(system)?;
@@ -53,7 +55,7 @@ impl Receiver {
         server.spawn(async move { drop(axum::serve(listener, router(hub)).await) });
         let program = std::env::current_exe().map_err(system)?;
         let mut command = Command::new(program);
-        command.args(["bench", "weights", "--receive-from", &url]).args(arguments);
+        command.args(["bench", "weights", "--receive-from", &url]).arg("--shm").arg(shm).args(arguments);
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(system)?;
         let Some(stdout) = child.stdout.take() else {
             return Err(Failure::Internal("a child has no output".to_owned()));
@@ -91,11 +93,12 @@ impl Drop for Receiver {
 ///
 /// # Errors
 /// A server that does not answer, weights that are not what they should be.
-pub fn receive(url: &str, over_http: bool, out: &mut dyn Write) -> Result<(), Failure> {
+pub fn receive(url: &str, (over_http, shm): (bool, &Path), out: &mut dyn Write) -> Result<(), Failure> {
     let transport = if over_http { Transport::Http } else { Transport::Shm };
     let threads = weights::PublishConfig::default().threads;
     let patience = Duration::from_secs(5);
-    let config = RemoteConfig { transport, threads, patience, ..RemoteConfig::new(url, "receiver") };
+    let shared = shm.to_owned();
+    let config = RemoteConfig { transport, threads, patience, shared, ..RemoteConfig::new(url, "receiver") };
     let subscriber = RemoteSubscriber::connect(config)?;
     let mut after = None;
     loop {
@@ -124,9 +127,14 @@ pub fn receive(url: &str, over_http: bool, out: &mut dyn Write) -> Result<(), Fa
 ///
 /// # Errors
 /// A device that cannot be used, a server that does not answer, weights that are not what they should be.
-pub fn receive_on_device(url: &str, place: Place, out: &mut dyn Write) -> Result<(), Failure> {
+pub fn receive_on_device(
+    url: &str,
+    (place, shm): (Place, &Path),
+    out: &mut dyn Write,
+) -> Result<(), Failure> {
     let device = Device::open(place)?;
-    let config = RemoteConfig { patience: Duration::from_secs(5), ..RemoteConfig::new(url, "receiver") };
+    let (patience, shared) = (Duration::from_secs(5), shm.to_owned());
+    let config = RemoteConfig { patience, shared, ..RemoteConfig::new(url, "receiver") };
     let subscriber = IpcSubscriber::<bf16>::connect(config, &device)?;
     let mut after = None;
     loop {

@@ -37,6 +37,14 @@ impl Control {
         }
     }
 
+    /// Whether a file that the hub names may be opened: what another process says is not believed.
+    pub(super) fn is_shared(&self, file: &std::path::Path) -> bool {
+        match self {
+            Self::Here { .. } => true,
+            Self::There(remote) => remote.is_shared(file),
+        }
+    }
+
     /// Whether it holds the seat of `member`.
     pub(super) fn is(&self, member: &Caller) -> bool {
         match self {

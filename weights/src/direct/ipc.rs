@@ -318,6 +318,11 @@ impl<T: Storage> IpcSubscriber<T> {
             return Err(WeightsError::OtherWay { version, transport: TRANSPORT, what });
         };
         let mut values = self.spares.take(told.parameters)?;
+        if !self.control.is_shared(&at.lock) {
+            let what =
+                format!("the server names {:?}, which is no file of a publisher of this host", at.lock);
+            return Err(WeightsError::OtherWay { version, transport: TRANSPORT, what });
+        }
         if !self.copy_into(at, version, opened, &mut values)? {
             self.spares.give_back(values);
             return Ok(None);
@@ -411,7 +416,7 @@ impl Pin {
         }
         // For errors alone, so that it may fail.
         let mut tag = path.as_os_str().to_owned();
-        tag.push(format!(".{}", name.replace('.', "-")));
+        tag.push(format!(".{}", name.replace(['.', '/'], "-")));
         let tag = PathBuf::from(tag);
         let made = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&tag);
         let name = made.ok().filter(|file| file.try_lock().is_ok()).map(|file| (file, tag));

@@ -264,7 +264,9 @@ fn kill(mut child: Child) {
 #[ignore = "the child of a test"]
 fn samples_in_another_process() {
     let url = std::fs::read_to_string("url").unwrap();
-    let sampler = IpcSubscriber::<f32>::connect(RemoteConfig::new(url, "far"), &emulated()).unwrap();
+    let shared = std::env::current_dir().unwrap();
+    let config = RemoteConfig { shared, ..RemoteConfig::new(url, "far") };
+    let sampler = IpcSubscriber::<f32>::connect(config, &emulated()).unwrap();
     let mut serving = next(&sampler, 0);
     loop {
         applied(&sampler, &serving);

@@ -4,7 +4,7 @@
 //! damaged is thrown away together with what it was applied to.
 
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -16,7 +16,7 @@ use crate::copier::copy_rounded;
 use crate::delta::{apply, full_bytes, longest_payload, value_of};
 use crate::direct::Direct;
 use crate::frame::{HEADER, Header, Kind};
-use crate::shm::Reader;
+use crate::shm::{Reader, is_of_publisher};
 use crate::{Digest, Dtype, Received, Snapshot};
 
 /// Bytes of rounded weights that are read at once.
@@ -28,6 +28,8 @@ const MAX_WEIGHTS: u64 = 1 << 40;
 #[derive(Debug)]
 pub(super) struct Plane {
     threads: usize,
+    /// Where publishers of this host have their directories.
+    shared: PathBuf,
     reader: Reader,
     /// The newest version that came over the network.
     held: Option<Held>,
@@ -91,14 +93,18 @@ impl Wanted {
 }
 
 impl Plane {
-    pub(super) fn new(threads: usize) -> Self {
-        Self { threads, reader: Reader::default(), held: None, spare: None }
+    pub(super) fn new(threads: usize, shared: PathBuf) -> Self {
+        Self { threads, shared, reader: Reader::default(), held: None, spare: None }
     }
 
     /// The weights where the publisher put them; `None` if they cannot be had there (any more), with the reason if it will
     /// stay so.
     pub(super) fn shared(&mut self, wanted: &Wanted) -> Result<Option<Snapshot>, String> {
         let Some(path) = &wanted.shm else { return Err("the publisher has no shared memory".to_owned()) };
+        if !is_of_publisher(Path::new(path), &self.shared) {
+            let shared = self.shared.display();
+            return Err(format!("the server names {path:?}, which is no file of a publisher in {shared}"));
+        }
         let started = Instant::now();
         let pinned = self.reader.pin(Path::new(path), wanted.version).map_err(|error| error.to_string())?;
         let Some(pinned) = pinned else { return Ok(None) };

@@ -5,7 +5,7 @@
 //! sampler does beside its decoding, so that this never stands still for the network.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -69,6 +69,8 @@ pub struct RemoteConfig {
     pub transport: Transport,
     /// Threads that apply changes and digest what came.
     pub threads: usize,
+    /// Where publishers of this host have their directories. No other file is opened, whatever a server names.
+    pub shared: PathBuf,
 }
 
 /// A subscriber to a hub in another process. Dropping it leaves.
@@ -114,6 +116,7 @@ impl RemoteConfig {
             patience: Duration::from_secs(120),
             transport: Transport::Any,
             threads: 1,
+            shared: PathBuf::from("/dev/shm"),
         }
     }
 }
@@ -128,6 +131,7 @@ impl fmt::Debug for RemoteConfig {
             .field("patience", &self.patience)
             .field("transport", &self.transport)
             .field("threads", &self.threads)
+            .field("shared", &self.shared)
             .finish()
     }
 }
@@ -156,7 +160,7 @@ impl RemoteSubscriber {
             pause = (2 * pause).min(LONGEST_PAUSE);
         };
         let longest_ask = (Duration::from_millis(joined.hold_ms) / 3).min(LONGEST_ASK);
-        let (plane, talk) = (Mutex::new(Plane::new(config.threads)), Mutex::default());
+        let (plane, talk) = (Mutex::new(Plane::new(config.threads, config.shared.clone())), Mutex::default());
         let (connection, sending) = (joined.connection, Mutex::new(()));
         Ok(Self { config, line, connection, longest_ask, plane, talk, sending })
     }
@@ -237,6 +241,11 @@ impl RemoteSubscriber {
     /// Which of those who went by its name it is.
     pub(crate) fn connection(&self) -> u64 {
         self.connection
+    }
+
+    /// Whether a file that the server names is one of a publisher of this host.
+    pub(crate) fn is_shared(&self, file: &Path) -> bool {
+        crate::shm::is_of_publisher(file, &self.config.shared)
     }
 
     /// As it was given.

@@ -179,7 +179,8 @@ fn shared_memory_is_used_where_it_can_be() {
     let (publisher, hub) = publisher(Dtype::F32, config);
     let served = Served::start(router(hub.clone()));
     let connect = |name, transport| {
-        RemoteSubscriber::connect(RemoteConfig { transport, ..served.config(name) }).unwrap()
+        let shared = directory.path().to_owned();
+        RemoteSubscriber::connect(RemoteConfig { transport, shared, ..served.config(name) }).unwrap()
     };
     let subscribers = [("a", Transport::Any), ("b", Transport::Shm), ("c", Transport::Http)]
         .map(|(name, it)| connect(name, it));
@@ -193,6 +194,10 @@ fn shared_memory_is_used_where_it_can_be() {
         }
         publisher.wait_applied(PolicyVersion(version), Duration::ZERO).unwrap();
     }
+    // What a server names elsewhere is not opened.
+    let elsewhere = RemoteConfig { transport: Transport::Shm, ..served.config("elsewhere") };
+    let error = RemoteSubscriber::connect(elsewhere).unwrap().wait_newer(None, SOON).unwrap_err();
+    assert!(error.to_string().contains("no file of a publisher in /dev/shm"), "{error}");
     // Of another host the file cannot be opened.
     std::fs::remove_dir_all(directory.path()).unwrap();
     assert!(next(&connect("d", Transport::Any), None).received.bytes > 0);

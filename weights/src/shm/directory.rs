@@ -12,6 +12,8 @@ use crate::WeightsError;
 
 /// How the directories of publishers begin.
 const PREFIX: &str = "rlrun-weights-";
+/// How the files of weights in them begin.
+const SLOT: &str = "slot-";
 /// The file that a publisher holds locked.
 const OWNER: &str = "owner";
 /// A publisher that makes its directory needs no longer to lock it.
@@ -47,6 +49,23 @@ impl Directory {
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
+}
+
+/// Whether `file` is one in the directory of a publisher in `directory`, and no link or device. What a server names is opened
+/// only then.
+pub(crate) fn is_of_publisher(file: &Path, directory: &Path) -> bool {
+    let named = |path: &Path, prefix: &str| {
+        path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with(prefix))
+    };
+    let of_publisher = |own: &Path| {
+        own.parent() == Some(directory) && named(own, PREFIX) && is(own, std::fs::FileType::is_dir)
+    };
+    named(file, SLOT) && file.parent().is_some_and(of_publisher) && is(file, std::fs::FileType::is_file)
+}
+
+/// Whether what is there is of this kind itself, not by a link. Where there is nothing, nothing can be opened either.
+fn is(path: &Path, kind: fn(&std::fs::FileType) -> bool) -> bool {
+    path.symlink_metadata().map_or(true, |metadata| kind(&metadata.file_type()))
 }
 
 /// Whether the publisher of a file in its directory is gone.

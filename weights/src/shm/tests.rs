@@ -247,3 +247,30 @@ fn a_reader_that_is_killed_gives_its_slot_back() {
         }
     }
 }
+
+#[test]
+fn only_files_of_publishers_are_opened() {
+    use super::directory::is_of_publisher;
+    let directory = tempfile::tempdir().unwrap();
+    let here = directory.path();
+    let own = here.join("rlrun-weights-1-2");
+    std::fs::create_dir_all(own.join("slot-directory")).unwrap();
+    std::fs::write(own.join("slot-0"), "").unwrap();
+    std::os::unix::fs::symlink("/etc/passwd", own.join("slot-link")).unwrap();
+    std::os::unix::fs::symlink(&own, here.join("rlrun-weights-link")).unwrap();
+    assert!(is_of_publisher(&own.join("slot-0"), here));
+    for other in [
+        own.join("slot-directory"),
+        own.join("slot-link"),
+        own.join("owner"),
+        own.join("../slot-0"),
+        own.join("x/slot-0"),
+        here.join("rlrun-weights-link/slot-0"),
+        here.join("other/slot-0"),
+        here.join("slot-0"),
+        "/etc/passwd".into(),
+        "slot-0".into(),
+    ] {
+        assert!(!is_of_publisher(&other, here), "{}", other.display());
+    }
+}
