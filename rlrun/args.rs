@@ -30,7 +30,9 @@ pub use fit::FitArgs;
 pub use reward::{GradeArgs, RewardTestArgs, RewardWhat};
 pub use serve::{KeepArgs, ServeBufferArgs, ServeRewardArgs, ServeWhat};
 pub use weights_bench::WeightsBenchArgs;
-pub use worker::{JoinArgs, LeadArgs, RewardWorkerArgs, RolloutArgs, TrainerWorkerArgs, WorkerWhat};
+pub use worker::{
+    AllowArgs, JoinArgs, LeadArgs, RewardWorkerArgs, RolloutArgs, TrainerWorkerArgs, WorkerWhat,
+};
 
 const USAGE: &str = "rlrun RECIPE.toml [OPTIONS]\n       rlrun COMMAND";
 

@@ -53,6 +53,8 @@ const TOKENS: &str = "tokens";
 pub(crate) fn run(recipe: &Recipe, run_dir: RunDir, quiet: bool) -> Result<Ending, Failure> {
     let path = std::path::absolute(run_dir.path()).map_err(system("find the run directory"))?;
     let events = JsonLines::open(&run_dir.logs().join("controller.jsonl"), None)?;
+    let recipe_file =
+        std::path::absolute(run_dir.resolved_recipe()).map_err(system("find the recipe of the run"))?;
     // The lead holds it.
     drop(run_dir);
     let signals = Signals::listen_quietly()?;
@@ -68,7 +70,8 @@ pub(crate) fn run(recipe: &Recipe, run_dir: RunDir, quiet: bool) -> Result<Endin
     let program = std::env::current_exe().map_err(system("find the program that is running"))?;
     let shares = Shares::of(recipe);
     let workers = workers(recipe)?;
-    let start = Start { program, path, url, token_file, listener, workers, shares, quiet, recipe };
+    let start =
+        Start { program, path, recipe_file, url, token_file, listener, workers, shares, quiet, recipe };
     let health = Health::start(&start.url, &start.token_file, recipe.buffer.tls_cert.as_deref())?;
     Controller { start: &start, events, health, lead: None, workers: Vec::new(), began: Instant::now() }
         .go(&signals)
@@ -155,6 +158,8 @@ impl Shares {
 struct Start<'a> {
     program: PathBuf,
     path: PathBuf,
+    /// The recipe of the run, every value spelled out.
+    recipe_file: PathBuf,
     url: String,
     token_file: PathBuf,
     listener: TcpListener,
@@ -201,6 +206,10 @@ impl Start<'_> {
         args.extend(["--join".into(), (&self.url).into()]);
         args.extend(["--token-file".into(), self.token_file.clone().into_os_string()]);
         args.extend(["--name".into(), (&name).into()]);
+        if !matches!(self.workers[number], Worker::Rank(_)) {
+            // What the recipe names on this machine is its owner's own.
+            args.extend(["--recipe".into(), self.recipe_file.clone().into_os_string()]);
+        }
         args.extend(["--patience".into(), self.recipe.deadlines.wait_s.to_string().into()]);
         if let Some(certificate) = &self.recipe.buffer.tls_cert {
             args.extend(["--tls-ca".into(), certificate.clone().into_os_string()]);

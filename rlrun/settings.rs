@@ -37,6 +37,9 @@ pub use devices::Devices;
 /// Longest sequence that a fresh model is made for beyond what the recipe needs, tokens.
 const SPARE_POSITIONS: usize = 64;
 
+/// A wait of thirty years is as long as any; what is longer has no moment at which it ends.
+pub(crate) const LONGEST_WAIT_S: f64 = 1e9;
+
 /// Where the system has files that are only memory.
 pub(crate) const SHARED_MEMORY: &str = "/dev/shm";
 
@@ -44,7 +47,7 @@ impl Recipe {
     /// The longest wait of one role for another.
     #[must_use]
     pub fn wait(&self) -> Duration {
-        Duration::from_secs_f64(self.deadlines.wait_s)
+        Duration::from_secs_f64(self.deadlines.wait_s.min(LONGEST_WAIT_S))
     }
 
     /// The config of a fresh model.

@@ -10,13 +10,14 @@
 //!
 //! - [`roster`]: who takes part, as the run sees it
 //! - [`routes`]: what the run serves to them
-//! - [`membership`]: the side of a worker
+//! - [`membership`]: the side of a worker; [`permissions`]: what a run may decide of it
 //! - [`rollout`]: a worker that samples; [`reward`]: one that serves a reward model; [`trainer`]: a further rank
 //!
-//! Invariant: a worker brings nothing of its own to a run but its machine: recipe and model come from the run. It ends when
-//! the run does, and a run does not end when a worker does.
+//! Invariant: recipe and model come from the run, as data; what is read and run on the machine of a worker is what its operator
+//! has allowed. It ends when the run does, and a run does not end when a worker does.
 
 pub(crate) mod membership;
+pub(crate) mod permissions;
 pub(crate) mod reward;
 pub(crate) mod rollout;
 pub(crate) mod roster;

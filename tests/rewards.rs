@@ -239,7 +239,7 @@ fn rewards_can_be_tried_by_themselves() {
 }
 
 /// Whether there is a python3 that can host rewards; says so if not.
-fn python_is_there() -> bool {
+pub(crate) fn python_is_there() -> bool {
     let asked = "import sys; sys.exit(sys.version_info < (3, 9))";
     let there = Command::new("python3").args(["-c", asked]).status().is_ok_and(|status| status.success());
     if !there {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
+use crate::rewards::python_is_there;
 use crate::served::{Client, Place};
 use crate::support::{Home, Moment, Run, Running, finish, interrupt, signal, signal_process};
 
@@ -141,6 +142,62 @@ fn workers_join_and_leave_while_a_run_goes_on() {
     let last = run.steps().len() as u64;
     every_group_once(&run, last, 8).unwrap();
     assert!(run.values("staleness/max").iter().all(|max| *max <= 2.0));
+}
+
+/// A run with a dataset and a function of its own: a worker reads and runs neither until its operator allows it.
+#[test]
+fn a_worker_reads_and_runs_what_its_operator_allows() {
+    if !python_is_there() {
+        return;
+    }
+    let home = Home::new();
+    let run = home.run("run");
+    let tasks: String =
+        (0..20).map(|n| format!("{{\"prompt\": \"{n}+{n}=\", \"answer\": \"{}\"}}\n", n + n)).collect();
+    home.write("data/tasks.jsonl", tasks);
+    // Whoever imports it leaves a letter beside it.
+    home.write(
+        "score.py",
+        "import os\nopen(os.path.join(os.path.dirname(__file__), 'imports'), 'a').write('x')\n\
+         def score(completions, **kwargs):\n    return [float(len(c) % 2) for c in completions]\n",
+    );
+    home.write(
+        "own.toml",
+        "[model.random]\n[data]\ntrain = \"data/tasks.jsonl\"\n[rollout]\ngroup_size = 2\n\
+         max_completion_length = 4\nmax_running = 16\n[[rewards]]\nkind = \"python\"\npath = \"score.py\"\n\
+         [buffer]\nbatch_groups = 4\nmax_staleness = 2\nlisten = \"127.0.0.1:0\"\n[trainer]\nsteps = 100000\n\
+         learning_rate = 1e-9\n",
+    );
+    let mut lead = home.start(&["-q", "own.toml", "--run-dir", "run"]);
+    assert!(run.wait_for(Moment::Step(1), &mut lead));
+    let url = served_on(&run);
+    let join = |name: &str, more: &[&str]| {
+        let args = ["worker", "rollout", "--join", &url, "--name", name, "--threads", "1", "--patience", "5"];
+        home.start(&[&args[..], more].concat())
+    };
+    let imports = || fs::read_to_string(home.path("imports")).unwrap().len();
+    assert_eq!(imports(), 1, "the run's own");
+    let all = ["`rewards[0].path`", "score.py", "--allow-code", "`data.train`", "--allow-path", "--recipe"];
+    finish(join("nothing", &[])).refused(&all);
+    let said = finish(join("code", &["--allow-code", "score.py"])).refused(&["`data.train`", "tasks.jsonl"]);
+    assert!(!said.contains("rewards[0]"), "{said}");
+    finish(join("paths", &["--allow-path", "data"])).refused(&["`rewards[0].path`"]);
+    finish(join("other", &["--allow-path", "data", "--allow-code", "own.toml"]))
+        .refused(&["`rewards[0].path`"]);
+    assert_eq!(imports(), 1, "a worker that was refused has run code");
+    let sampled = |name: &str| {
+        let member = members(&url).into_iter().find(|member| member["name"] == name);
+        member.and_then(|member| member["sampled_tokens"].as_u64()).unwrap_or(0)
+    };
+    let show = || format!("{:?}", members(&url));
+    let flags = join("flags", &["--allow-path", "data", "--allow-code", "score.py"]);
+    let recipe = join("recipe", &["--recipe", "own.toml"]);
+    until("work of both", &|| sampled("flags") > 0 && sampled("recipe") > 0, &show);
+    assert_eq!(imports(), 3);
+    interrupt(&lead);
+    finish(lead).ok();
+    finish(flags).ok();
+    finish(recipe).ok();
 }
 
 #[test]

@@ -48,12 +48,29 @@ pub struct JoinArgs {
     pub parent: Option<u32>,
 }
 
+/// What the operator of a worker allows its run, beside data.
+#[derive(Clone, Debug, Default, Args)]
+pub struct AllowArgs {
+    /// Recipe of this machine: paths, code, programs, addresses and variables come from it, rewards by name and kind
+    #[arg(long, value_name = "FILE")]
+    pub recipe: Option<PathBuf>,
+    /// Files and directories that the run may have read here: datasets, reward models
+    #[arg(long = "allow-path", value_name = "PATH", num_args = 1..)]
+    pub paths: Vec<PathBuf>,
+}
+
 /// `rlrun worker rollout`.
 #[derive(Debug, Args)]
 pub struct RolloutArgs {
     /// How it finds its run.
     #[command(flatten)]
     pub join: JoinArgs,
+    /// What the run may have read here.
+    #[command(flatten)]
+    pub allow: AllowArgs,
+    /// Files whose code the run may have run here, such as reward functions; with `:FUNCTION` where the run names one
+    #[arg(long = "allow-code", value_name = "FILE[:FUNCTION]", num_args = 1..)]
+    pub code: Vec<String>,
     /// Most cores at a time [default: the recipe's `placement.rollout_threads`, or all]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub threads: Option<usize>,
@@ -68,9 +85,13 @@ pub struct TrainerWorkerArgs {
     /// How it finds its run.
     #[command(flatten)]
     pub join: JoinArgs,
-    /// Which rank, from 1 on [default: as the launcher says (SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK, RANK), or any]
+    /// Which rank, from 1 on [default: that of a launcher which has started as many processes as the trainer has ranks
+    /// (SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK, RANK), or any that is free]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub rank: Option<usize>,
+    /// Add N to the rank that the launcher gives, however many processes it has started; 1 if it starts all but the run
+    #[arg(long, value_name = "N", conflicts_with = "rank")]
+    pub rank_offset: Option<usize>,
     /// Most cores at a time [default: the recipe's `placement.trainer_threads`, or all]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub threads: Option<usize>,
@@ -82,6 +103,9 @@ pub struct RewardWorkerArgs {
     /// How it finds its run.
     #[command(flatten)]
     pub join: JoinArgs,
+    /// What the run may have read here.
+    #[command(flatten)]
+    pub allow: AllowArgs,
     /// Name of the reward in the recipe
     #[arg(long, value_name = "NAME")]
     pub reward: String,

@@ -16,10 +16,12 @@ use ::rollout::Progress;
 use buffer::BufferError;
 use buffer::http::{Client, ClientConfig};
 
+use super::permissions::Permissions;
 use super::roster::{Beat, Orders, Role};
-use super::routes::{Answer, Join, Joined, PROTOCOL};
+use super::routes::{Answer, DESCRIBING, Join, Joined, PROTOCOL};
 use crate::args::JoinArgs;
 use crate::failure::Failure;
+use crate::recipe::schema::RawRecipe;
 
 /// How often a worker says what it does.
 const EVERY: Duration = Duration::from_secs(1);
@@ -27,6 +29,8 @@ const EVERY: Duration = Duration::from_secs(1);
 const LOOK_UP: Duration = Duration::from_millis(50);
 /// Longest time for one word; the next one says the same.
 const ANSWER: Duration = Duration::from_secs(5);
+/// Longest name of a worker, bytes.
+const MAX_NAME: usize = 512;
 /// How soon others do what a worker began that is gone.
 const HOLD: Duration = Duration::from_secs(15);
 
@@ -101,6 +105,12 @@ impl Membership {
         let mut heard = Instant::now();
         while !stop.load(Ordering::Relaxed) {
             match client.ask_once("/v1/run/join", &join, ANSWER) {
+                Ok(Answer { joined: Some(joined), .. }) if !is_plain(&joined.name) => {
+                    return Err(Failure::Argument(format!(
+                        "the run calls this worker {:.100?}, which is no name; it may be another version of rlrun",
+                        joined.name
+                    )));
+                }
                 Ok(Answer { joined: Some(joined), .. }) => {
                     let (lost, over) = (Arc::default(), Arc::default());
                     let thread = None;
@@ -130,18 +140,39 @@ impl Membership {
         Arc::clone(&self.client)
     }
 
-    /// Writes the recipe and the files of the model to `scratch`; their places.
+    /// The recipe of the run as it was written, for roles that read single values of it. Nothing that it names is opened.
     ///
     /// # Errors
-    /// A directory that cannot be written.
-    pub(crate) fn unpack(&self, scratch: &Path) -> Result<(PathBuf, PathBuf), Failure> {
+    /// It is no recipe of this rlrun.
+    pub(crate) fn raw_recipe(&self) -> Result<RawRecipe, Failure> {
+        toml::from_str(&self.joined.recipe).map_err(|error| {
+            Failure::Argument(format!("the run sent what is no recipe of this rlrun: {}", error.message()))
+        })
+    }
+
+    /// Writes the recipe, as far as `permissions` let the run decide it, and the files of the model to `scratch`, a fresh
+    /// directory; their places.
+    ///
+    /// # Errors
+    /// Values that only the operator of this machine may choose, files that describe no model, a directory that cannot be
+    /// written.
+    pub(crate) fn unpack(
+        &self,
+        permissions: &Permissions,
+        scratch: &Path,
+    ) -> Result<(PathBuf, PathBuf), Failure> {
         let (recipe, model) = (scratch.join("recipe.toml"), scratch.join("model"));
+        let settled = permissions.settle(&self.joined.recipe, &model)?;
+        let files = &self.joined.model.files;
+        if let Some(name) = files.keys().find(|name| !DESCRIBING.contains(&&name[..])) {
+            return Err(Failure::Argument(format!(
+                "the run sent a file {name:?}, which describes no model; it may be another version of rlrun"
+            )));
+        }
         let failed = |source| Failure::System { what: format!("write in {}", scratch.display()), source };
-        std::fs::create_dir_all(&model).map_err(failed)?;
-        std::fs::write(&recipe, &self.joined.recipe).map_err(failed)?;
-        for (name, text) in &self.joined.model.files {
-            // A name is one part of a path, whoever sends it.
-            let name = Path::new(name).file_name().unwrap_or_default();
+        std::fs::create_dir(&model).map_err(failed)?;
+        std::fs::write(&recipe, settled).map_err(failed)?;
+        for (name, text) in files {
             std::fs::write(model.join(name), text).map_err(failed)?;
         }
         Ok((recipe, model))
@@ -181,6 +212,11 @@ impl Membership {
         let lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner).take();
         lost.map_or_else(|| work.map_err(requeue), |lost| Err(away(lost)))
     }
+}
+
+/// Whether it can be printed and be part of the name of a file.
+fn is_plain(name: &str) -> bool {
+    (1..=MAX_NAME).contains(&name.len()) && !name.chars().any(|c| c.is_control() || c == '/')
 }
 
 /// A run that cannot be reached may come again.

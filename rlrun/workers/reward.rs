@@ -1,6 +1,6 @@
 //! `rlrun worker reward`: serves a reward model of a run's recipe to the samplers of the run.
 //!
-//! Invariant: which model and how is the recipe's business; the process ends with the run. Whoever is a member of the run
+//! Invariant: which model and how is the recipe's business, whether it may be read its operator's; the process ends with the run. Whoever is a member of the run
 //! hears of its address and its token from the run, and nobody else does.
 
 use std::net::TcpListener;
@@ -17,11 +17,11 @@ use ::rollout::Progress;
 use model::{Placement, Quantization};
 
 use super::membership::{Account, Membership, derived};
+use super::permissions::Permissions;
 use super::roster::Role;
 use crate::args::RewardWorkerArgs;
 use crate::failure::Failure;
 use crate::program::Program;
-use crate::recipe::Recipe;
 use crate::signals::{Signals, end_with_parent};
 
 /// What the token of a run is made into.
@@ -37,11 +37,12 @@ pub(crate) fn run(args: &RewardWorkerArgs, program: &Program) -> Result<(), Fail
     if let Some(parent) = args.join.parent {
         end_with_parent(parent)?;
     }
+    let permissions = Permissions::new(&args.allow, &[], program)?;
     let signals = Signals::listen()?;
     let stop = signals.stop_flag();
     let Some(mut membership) = Membership::join(Role::Reward, &args.join, &stop)? else { return Ok(()) };
     let listener = listener(args)?;
-    let served = served(args, program, &membership)?;
+    let served = served(args, &permissions, &membership)?;
     let address = listener.local_addr().map_err(socket)?;
     // The same in every process of this reward: who has heard of one can ask the next.
     let token = derived(membership.token(), PURPOSE);
@@ -85,18 +86,20 @@ struct What {
     config: ServedModel,
 }
 
-fn served(args: &RewardWorkerArgs, program: &Program, membership: &Membership) -> Result<What, Failure> {
-    let scratch = tempfile::tempdir()
-        .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
-    let (recipe, _) = membership.unpack(scratch.path())?;
-    let (recipe, _) = Recipe::load(&recipe, &[], &program.without_overrides()).map_err(Failure::Recipe)?;
-    let spec = recipe.rewards.iter().find(|spec| spec.name() == args.reward).filter(|spec| is_served(spec));
-    let Some((spec, path)) = spec.and_then(|spec| Some((spec, spec.path.clone()?))) else {
+fn served(
+    args: &RewardWorkerArgs,
+    permissions: &Permissions,
+    membership: &Membership,
+) -> Result<What, Failure> {
+    let recipe = membership.raw_recipe()?;
+    let mut named = recipe.rewards.iter().filter(|spec| spec.name() == args.reward && is_served(spec));
+    let Some(spec) = named.next() else {
         return Err(Failure::Argument(format!(
             "the run has no reward `{}` of kind \"model\" with a `path` that is not colocated",
             args.reward
         )));
     };
+    let path = permissions.reward_model(spec)?;
     let config = ServedModel {
         batch_tokens: spec.batch_tokens,
         threads: args.threads.or(spec.threads),

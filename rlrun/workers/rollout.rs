@@ -1,7 +1,7 @@
 //! `rlrun worker rollout`: samples for a run that is served elsewhere.
 //!
-//! Invariant: what is sampled and how is the run's business. This process brings cores; recipe, tokenizer and weights come
-//! from the run, datasets and reward files lie where the recipe says they do.
+//! Invariant: what is sampled and how is the run's business: its data, tokenizer and weights are taken as data. What is read
+//! and run on this machine is its operator's: see [`permissions`](super::permissions).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,6 +26,7 @@ use weights::http::{RemoteConfig, RemoteSubscriber};
 use weights::{DeviceSubscriber, Subscriber};
 
 use super::membership::{Account, Membership, client_config};
+use super::permissions::Permissions;
 use super::roster::Role;
 use crate::args::RolloutArgs;
 use crate::failure::Failure;
@@ -46,19 +47,20 @@ pub(crate) fn run(args: &RolloutArgs, program: &Program) -> Result<(), Failure> 
     if let Some(parent) = args.join.parent {
         end_with_parent(parent)?;
     }
+    let permissions = Permissions::new(&args.allow, &args.code, program)?;
     let signals = Signals::listen()?;
     let stop = signals.stop_flag();
     let Some(mut membership) = Membership::join(Role::Rollout, &args.join, &stop)? else { return Ok(()) };
     eprintln!("joined {} as {}", args.join.join, membership.joined.name);
     let here = Arc::new(Here::default());
     membership.begin(Told(Arc::clone(&here)), Arc::clone(&stop))?;
-    let work = sample(args, program, &membership, (&here, &stop));
+    let work = sample((args, &permissions), program, &membership, (&here, &stop));
     here.says("is leaving");
     membership.leave(work)
 }
 
 fn sample(
-    args: &RolloutArgs,
+    (args, permissions): (&RolloutArgs, &Permissions),
     program: &Program,
     membership: &Membership,
     (here, stop): (&Here, &Arc<AtomicBool>),
@@ -66,7 +68,7 @@ fn sample(
     here.says("reads recipe, model and data");
     let scratch = tempfile::tempdir()
         .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
-    let (recipe, directory) = membership.unpack(scratch.path())?;
+    let (recipe, directory) = membership.unpack(permissions, scratch.path())?;
     // The run has resolved the recipe; variables of this machine do not change it.
     let (mut recipe, _) =
         Recipe::load(&recipe, &[], &program.without_overrides()).map_err(Failure::Recipe)?;
@@ -78,7 +80,9 @@ fn sample(
     };
     let cores = args.threads.map_or_else(Cores::all, Cores::new);
     let mut runtime = RewardRuntime::new(program, &cores)?;
-    runtime.ask(membership.joined.servers.clone());
+    if permissions.allow_servers() {
+        runtime.ask(membership.joined.servers.clone());
+    }
     let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
 
     here.says("waits for the first weights");

@@ -24,6 +24,19 @@ use crate::failure::Failure;
 /// A file of a model directory that is not weights is at most this large, bytes; tokenizers of large vocabularies have
 /// 10 to 35 MB.
 const MAX_FILE: u64 = 256 << 20;
+/// The files of a model directory that describe a model. A worker takes no others from a run.
+pub(crate) const DESCRIBING: [&str; 10] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+];
 /// Version of what is said here; another one does not understand this one.
 pub(crate) const PROTOCOL: u32 = 1;
 
@@ -130,17 +143,14 @@ impl Desk {
     }
 }
 
-/// The files of a model directory that describe the model: all but its weights.
+/// The files of a model directory that describe the model.
 fn describing_files(directory: &Path) -> std::io::Result<BTreeMap<String, String>> {
     let mut files = BTreeMap::new();
     for entry in std::fs::read_dir(directory)? {
         let path = entry?.path();
-        let describes =
-            ["json", "jinja", "txt", "model"].iter().any(|e| path.extension().is_some_and(|x| x == *e));
-        let (Some(name), true) = (path.file_name().and_then(|name| name.to_str()), describes) else {
-            continue;
-        };
-        if name.ends_with(".index.json") || std::fs::metadata(&path)?.len() > MAX_FILE {
+        let name = path.file_name().and_then(|name| name.to_str());
+        let Some(name) = name.filter(|name| DESCRIBING.contains(name)) else { continue };
+        if std::fs::metadata(&path)?.len() > MAX_FILE {
             continue;
         }
         // What is no text is nothing that describes a model to us.

@@ -1,8 +1,9 @@
 //! `rlrun worker trainer`: a further rank of a trainer whose ranks are processes.
 //!
 //! Invariant: it has nothing of its own but its cores: models, states of optimizers and batches come from the first rank,
-//! and it ends with that.
+//! and it ends with that. Of the recipe of the run it reads numbers, and opens nothing that it names.
 
+use std::collections::BTreeMap;
 use std::net::ToSocketAddrs;
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,13 +20,18 @@ use super::roster::Role;
 use crate::args::TrainerWorkerArgs;
 use crate::failure::Failure;
 use crate::program::Program;
-use crate::recipe::Recipe;
+use crate::settings::LONGEST_WAIT_S;
 use crate::signals::{Signals, end_with_parent};
 
 /// What ranks prove to each other that they know is made of the run's token for this.
 pub(crate) const MEETING: &str = "rlrun 2026 meeting of the ranks of a trainer";
-/// Where launchers say which process this is.
-const RANK_VARIABLES: [&str; 4] = ["SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"];
+/// Where launchers say which process this is, and of how many. They start many things that are no ranks of a trainer.
+const RANK_VARIABLES: [(&str, &str); 4] = [
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("RANK", "WORLD_SIZE"),
+];
 
 /// Follows the first rank until the run ends.
 ///
@@ -35,21 +41,22 @@ pub(crate) fn run(args: &TrainerWorkerArgs, program: &Program) -> Result<(), Fai
     if let Some(parent) = args.join.parent {
         end_with_parent(parent)?;
     }
-    let rank = rank(args, program)?;
     let signals = Signals::listen()?;
     let stop = signals.stop_flag();
     let Some(mut membership) = Membership::join(Role::Trainer, &args.join, &stop)? else { return Ok(()) };
-    let scratch = tempfile::tempdir()
-        .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
-    let (recipe, _) = membership.unpack(scratch.path())?;
-    let (recipe, _) = Recipe::load(&recipe, &[], &program.without_overrides()).map_err(Failure::Recipe)?;
+    let recipe = membership.raw_recipe()?;
+    let rank = rank(args, program.environment(), recipe.trainer.world)?;
+    let wait = Duration::try_from_secs_f64(recipe.deadlines.wait_s.min(LONGEST_WAIT_S)).map_err(|error| {
+        Failure::Argument(format!("the run sent `deadlines.wait_s` = {}: {error}", recipe.deadlines.wait_s))
+    })?;
     let secret = derived(membership.token(), MEETING).unwrap_or_default();
-    let collective = meet(&args.join.join, &membership, (&secret, rank), recipe.wait())?;
+    let collective = meet(&args.join.join, &membership, (&secret, rank), wait)?;
     let told = Told { rank: ::trainer::Collective::rank(&collective) };
     eprintln!("joined {} as rank {}", args.join.join, told.rank);
     membership.begin(told, stop)?;
     let cores = args.threads.map_or_else(Cores::all, Cores::new);
-    let followed = follow(Arc::new(collective), Arc::new(recipe.trainer_team(&cores)) as Arc<Team>);
+    let threads = recipe.placement.trainer_threads.unwrap_or(cores.total()).max(1);
+    let followed = follow(Arc::new(collective), Arc::new(Team::new(&cores, threads)));
     membership.leave(followed.map_err(gone))
 }
 
@@ -61,21 +68,40 @@ fn gone(error: TrainerError) -> Failure {
     }
 }
 
-/// The rank that was asked for; `None` for any.
-fn rank(args: &TrainerWorkerArgs, program: &Program) -> Result<Option<usize>, Failure> {
-    let said = RANK_VARIABLES.iter().find_map(|name| Some((name, program.environment().get(*name)?)));
-    let of_launcher = match (args.rank, said) {
-        (None, Some((name, value))) => Some(value.parse::<usize>().map_err(|_| {
-            Failure::Argument(format!(
-                "the variable {name} is `{value}`, which is no rank; give one with --rank"
-            ))
-        })?),
-        (rank, _) => rank,
+/// The rank of a trainer with `world` of them that was asked for; `None` for any that is free. What a launcher says counts
+/// only if it has started as many processes as there are ranks, or with an offset.
+fn rank(
+    args: &TrainerWorkerArgs,
+    environment: &BTreeMap<String, String>,
+    world: usize,
+) -> Result<Option<usize>, Failure> {
+    let number = |name: &str| environment.get(name)?.trim().parse::<usize>().ok();
+    let refused = |said: &str, rank: usize| {
+        Failure::Argument(format!(
+            "{said} is rank {rank}, and the ranks that join this trainer are 1 to {} (`trainer.world` is {world}, the first is \
+             the run itself); name one with --rank, or what to add to the launcher's with --rank-offset",
+            world.saturating_sub(1)
+        ))
     };
-    if of_launcher == Some(0) {
-        return Err(Failure::Argument("the first rank is the run itself: rlrun RECIPE".to_owned()));
-    }
-    Ok(of_launcher)
+    let (said, rank) = if let Some(rank) = args.rank {
+        ("--rank".to_owned(), rank)
+    } else if let Some(offset) = args.rank_offset {
+        let said = RANK_VARIABLES.iter().find_map(|(rank, _)| Some((rank, number(rank)?)));
+        let Some((name, rank)) = said else {
+            let names = RANK_VARIABLES.map(|(rank, _)| rank).join(", ");
+            return Err(Failure::Argument(format!(
+                "--rank-offset adds to the rank that a launcher gives, and none is in {names}; use --rank"
+            )));
+        };
+        (format!("{name} with --rank-offset {offset}"), rank.saturating_add(offset))
+    } else {
+        let whole = RANK_VARIABLES.iter().find(|(_, size)| number(size) == Some(world));
+        let Some((name, rank)) = whole.and_then(|(rank, _)| Some((rank, number(rank)?))) else {
+            return Ok(None);
+        };
+        ((*name).to_owned(), rank)
+    };
+    if (1..world).contains(&rank) { Ok(Some(rank)) } else { Err(refused(&said, rank)) }
 }
 
 /// Meets the other ranks, on the host that serves the run.
@@ -117,5 +143,58 @@ impl Account for Told {
 
     fn serves(&self) -> Option<(String, ModelServer)> {
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: TrainerWorkerArgs,
+    }
+
+    fn rank_of(flags: &[&str], variables: &[(&str, &str)], world: usize) -> Result<Option<usize>, String> {
+        let line = ["rlrun", "--join", "http://127.0.0.1:1"].iter().chain(flags);
+        let args = Line::try_parse_from(line).map_err(|error| error.to_string())?.args;
+        let environment = variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        rank(&args, &environment.collect(), world).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_launcher_is_believed_if_its_size_is_that_of_the_trainer() {
+        let slurm = |rank, size| [("SLURM_PROCID", rank), ("SLURM_STEP_NUM_TASKS", size)];
+        assert_eq!(rank_of(&[], &[], 3), Ok(None));
+        assert_eq!(rank_of(&[], &slurm("2", "3"), 3), Ok(Some(2)));
+        // Variables of something else: a shell of a launcher, a job with other tasks, no number.
+        assert_eq!(rank_of(&[], &[("SLURM_PROCID", "0"), ("RANK", "0")], 3), Ok(None));
+        assert_eq!(rank_of(&[], &slurm("0", "1"), 3), Ok(None));
+        assert_eq!(rank_of(&[], &slurm("x", "3"), 3), Ok(None));
+        let both = [&slurm("0", "1")[..], &[("RANK", "1"), ("WORLD_SIZE", "3")]].concat();
+        assert_eq!(rank_of(&[], &both, 3), Ok(Some(1)));
+        let first = rank_of(&[], &slurm("0", "3"), 3).unwrap_err();
+        assert!(first.contains("SLURM_PROCID is rank 0") && first.contains("--rank-offset"), "{first}");
+    }
+
+    #[test]
+    fn a_flag_is_believed_before_a_launcher() {
+        let slurm = [("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "2")];
+        assert_eq!(rank_of(&["--rank-offset", "1"], &slurm, 3), Ok(Some(1)));
+        assert_eq!(rank_of(&["--rank", "2"], &slurm, 3), Ok(Some(2)));
+        for (flags, part) in [
+            (&["--rank", "3"][..], "--rank is rank 3"),
+            (&["--rank-offset", "3"], "SLURM_PROCID with --rank-offset 3 is rank 3"),
+            (&["--rank-offset", "0"], "is rank 0, and the ranks that join this trainer are 1 to 2"),
+            (&["--rank", "1", "--rank-offset", "1"], "cannot be used with"),
+        ] {
+            let error = rank_of(flags, &slurm, 3).unwrap_err();
+            assert!(error.contains(part), "{error}");
+        }
+        let none = rank_of(&["--rank-offset", "1"], &[], 3).unwrap_err();
+        assert!(none.contains("none is in SLURM_PROCID"), "{none}");
     }
 }
