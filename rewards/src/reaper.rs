@@ -245,7 +245,9 @@ mod tests {
         let mut member = Command::new("/bin/sh");
         member.args(["-c", "while :; do :; done"]).stdin(Stdio::null());
         let mut member = member.process_group(ticketed.id().try_into().unwrap()).spawn().unwrap();
-        let mut shell = Command::new("/bin/sh").args(["-c", SCRIPT]).stdin(Stdio::piped()).spawn().unwrap();
+        let mut shell = Command::new("/bin/sh");
+        shell.args(["-c", SCRIPT]).stdin(Stdio::piped()).stderr(Stdio::null());
+        let mut shell = shell.spawn().unwrap();
         // Ticket 1 begins as ticket 11 does, and ends; 2 holds two processes.
         let lines = format!(
             "1 {}\n11 {}\n2 1{}\n12 {}\n11 {}\n3 {}\n2\n1\n",
