@@ -476,8 +476,9 @@ fn hostile_forms_of_the_families_are_judged_at_once() {
     let begun = std::time::Instant::now();
     for text in &texts {
         for gold in ["5", "(0,1)", "|x| < 1"] {
-            grade(gold, text, false, true);
-            grade(text, gold, false, true);
+            let forth = grade(gold, text, false, true);
+            assert_eq!(forth, grade(gold, text, false, true));
+            assert_eq!(grade(text, gold, false, true), grade(text, gold, false, true));
         }
     }
     // Milliseconds each where nothing else runs.
