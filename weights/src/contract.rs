@@ -62,7 +62,8 @@ pub trait Subscriber: Send + Sync {
     ///
     /// # Errors
     /// [`WeightsError::Mismatch`] if the digest is not that of the version, [`WeightsError::NeverPublished`],
-    /// [`WeightsError::WentBack`]; all of them also fail every later call of the publisher.
+    /// [`WeightsError::WentBack`]; of a sampler in the publisher's process all of them also fail every later call of the
+    /// publisher, one in another process is left out.
     fn applied(&self, receipt: Receipt) -> Result<(), WeightsError>;
 }
 

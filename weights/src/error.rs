@@ -88,6 +88,22 @@ pub enum WeightsError {
         /// The name.
         name: String,
     },
+    /// The caller said what cannot be true, and is no longer asked.
+    #[error(
+        "{name} was left out of the run because its last receipt cannot be true: see the log of the run, then start it anew"
+    )]
+    LeftOut {
+        /// Its name.
+        name: String,
+    },
+    /// A connection that no hub has given out.
+    #[error("{name} calls as connection {connection}, which no run has given out: subscribe first")]
+    BadConnection {
+        /// Its name.
+        name: String,
+        /// What it calls itself.
+        connection: u64,
+    },
     /// A name that nobody can have.
     #[error(
         "{name:?} is no name of a subscriber: 1 to {limit} letters, digits, spaces and -_.: are possible"

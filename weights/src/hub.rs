@@ -1,7 +1,8 @@
 //! The one place that knows what is published and who serves what, for every transport.
 //!
 //! Invariant: the newest version and what each subscriber serves only go up, and a receipt counts only once its digest
-//! was compared. Of older versions only digests are kept.
+//! was compared. Of older versions only digests are kept. A receipt that cannot be true stops the run if it is of this
+//! process; a subscriber in another process is left out for it, named, and the run goes on.
 //!
 //! A subscriber is a *seat* with a name and the number of its connection. Connections are numbered by the clock, so that
 //! they go up also from one life of the trainer's process to the next: a hub that has just started seats whoever calls,
@@ -32,8 +33,10 @@ const MAX_NAME: usize = 128;
 const MAX_SEATS: usize = 4096;
 /// How late a publisher that waits for subscribers can be.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
-/// Most subscribers that were given up and not yet asked for.
+/// Most subscribers that were given up, or left out, and not yet asked for.
 const MAX_LOST: usize = 256;
+/// How far the clock of an earlier life of the trainer's process may have been ahead of that of this one, nanoseconds.
+const CLOCK_SKEW: u64 = 3_600_000_000_000;
 
 /// What a hub may decide.
 #[derive(Clone, Copy, Debug)]
@@ -65,6 +68,15 @@ pub struct Lost {
     pub served: Option<PolicyVersion>,
     /// For how long nothing was heard of it.
     pub silent: Duration,
+}
+
+/// A subscriber in another process that was left out, because it said what cannot be true.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeftOut {
+    /// Its name.
+    pub subscriber: String,
+    /// What it said.
+    pub error: WeightsError,
 }
 
 /// The newest version, as subscribers are told of it.
@@ -131,6 +143,15 @@ impl Hub {
         Ok(std::mem::take(&mut state.lost))
     }
 
+    /// Subscribers in other processes that were left out since this was last asked. They are waited for and counted no
+    /// longer, and their calls are refused until they subscribe anew.
+    ///
+    /// # Errors
+    /// A thread that panicked in the middle of a change.
+    pub fn take_left_out(&self) -> Result<Vec<LeftOut>, WeightsError> {
+        Ok(std::mem::take(&mut self.state()?.left_out))
+    }
+
     /// Bytes of weights that were sent over the network so far.
     ///
     /// # Errors
@@ -164,15 +185,10 @@ impl Hub {
     /// A seat for `name`. Of two in this process that want it the second is refused; a process that comes later takes it,
     /// because it may well be the same worker, started again.
     pub(crate) fn connect(&self, name: String, remote: bool) -> Result<Caller, WeightsError> {
-        let allowed = |c: char| c.is_ascii_alphanumeric() || " -_.:".contains(c);
-        if !(1..=MAX_NAME).contains(&name.len()) || !name.chars().all(allowed) {
-            return Err(WeightsError::BadName {
-                name: name.chars().take(MAX_NAME).collect(),
-                limit: MAX_NAME,
-            });
-        }
+        check_name(&name)?;
         let mut state = self.healthy()?;
-        if !remote && state.seats.contains_key(&name) {
+        // One of this process keeps its seat: whoever may call over the network could stop the run otherwise.
+        if state.seats.get(&name).is_some_and(|seat| !remote || !seat.is_remote()) {
             return Err(WeightsError::NameTaken { name });
         }
         let held = state.seats.get(&name).map_or(0, |seat| seat.connection);
@@ -181,6 +197,19 @@ impl Hub {
         state.seat(&name, Seat::new(connection, remote))?;
         drop(state);
         self.wake();
+        Ok(Caller { name, connection })
+    }
+
+    /// A subscriber in another process, as it calls itself: neither one of this process nor a connection that no hub can
+    /// have given out yet.
+    pub(crate) fn remote_caller(&self, name: String, connection: u64) -> Result<Caller, WeightsError> {
+        check_name(&name)?;
+        if connection > clock().saturating_add(CLOCK_SKEW) {
+            return Err(WeightsError::BadConnection { name, connection });
+        }
+        if self.state()?.seats.get(&name).is_some_and(|seat| !seat.is_remote()) {
+            return Err(WeightsError::NameTaken { name });
+        }
         Ok(Caller { name, connection })
     }
 
@@ -223,12 +252,15 @@ impl Hub {
         }
     }
 
-    /// Takes a receipt for a version that `caller` heard of in the life `life` of a hub.
+    /// Takes a receipt for a version that `caller` heard of in the life `life` of a hub. One that cannot be true stops the
+    /// run if `caller` is of this process; otherwise `caller` is left out.
     pub(crate) fn accept(&self, caller: &Caller, life: u64, receipt: Receipt) -> Result<(), WeightsError> {
         let mut state = self.healthy()?;
         state.known_caller(caller)?;
         let result = state.accept(&caller.name, receipt, life == self.shared.life);
-        if let Err(error) = &result {
+        if let Err(error) = &result
+            && !state.leave_out(&caller.name, error)
+        {
             state.failure = Some(error.clone());
         }
         drop(state);
@@ -262,7 +294,9 @@ impl Hub {
 
     /// Takes the seat of whoever goes by `name`, whose process has ended. One that was only slow is seated again when it calls.
     pub fn forget(&self, name: &str) {
-        if let Ok(mut state) = self.state() {
+        if let Ok(mut state) = self.state()
+            && state.seats.get(name).is_some_and(Seat::is_remote)
+        {
             state.seats.remove(name);
         }
         self.wake();
@@ -449,6 +483,14 @@ impl Newest {
             Self::Device(_, _, direct) => Some(direct),
         }
     }
+}
+
+fn check_name(name: &str) -> Result<(), WeightsError> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || " -_.:".contains(c);
+    if (1..=MAX_NAME).contains(&name.len()) && name.chars().all(allowed) {
+        return Ok(());
+    }
+    Err(WeightsError::BadName { name: name.chars().take(MAX_NAME).collect(), limit: MAX_NAME })
 }
 
 /// Nanoseconds since 1970.

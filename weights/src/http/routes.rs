@@ -19,7 +19,7 @@ use super::MAX_WAIT;
 use super::wire::{Applied, Ask, Delta, Done, Full, Join, Joined, LagBody, Leave, News, Problem, Told};
 use crate::delta::put_word;
 use crate::frame::Header;
-use crate::hub::{Announced, Caller, Hub};
+use crate::hub::{Announced, Hub};
 use crate::{Digest, Dtype, Receipt, Values};
 
 /// Largest body of a request, bytes.
@@ -51,13 +51,14 @@ async fn join(State(hub): State<Hub>, body: Bytes) -> Answer {
 
 async fn leave(State(hub): State<Hub>, asked: Asked<Leave>) -> Answer {
     let Leave { name, connection } = query(asked)?;
-    hub.leave(&Caller { name, connection });
+    hub.leave(&hub.remote_caller(name, connection)?);
     Ok(json(&Done {}))
 }
 
 async fn newest(State(hub): State<Hub>, asked: Asked<Ask>) -> Answer {
     let ask = query(asked)?;
-    let (caller, after) = (ask.caller(), ask.known());
+    let after = ask.known();
+    let caller = hub.remote_caller(ask.name, ask.connection)?;
     let deadline = Instant::now() + Duration::from_millis(ask.wait_ms).min(MAX_WAIT);
     loop {
         let told = hub.told();
@@ -124,7 +125,7 @@ async fn applied(State(hub): State<Hub>, body: Bytes) -> Answer {
     let digest: Digest = digest.parse().map_err(|error| Problem::new(400, "bad_request", error))?;
     let (took, stalled) = (Duration::from_micros(took_us), Duration::from_micros(stalled_us));
     let receipt = Receipt { version: PolicyVersion(version), digest, took, stalled, bytes };
-    hub.accept(&Caller { name, connection }, life, receipt)?;
+    hub.accept(&hub.remote_caller(name, connection)?, life, receipt)?;
     Ok(json(&Done {}))
 }
 

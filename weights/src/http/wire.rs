@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
 use crate::direct::Direct;
-use crate::hub::{After, Caller};
+use crate::hub::After;
 use crate::{Lag, WeightsError};
 
 /// Wants a seat.
@@ -147,6 +147,9 @@ impl From<WeightsError> for Problem {
             }
             WeightsError::TakenOver { .. } => (409, Self::TAKEN_OVER),
             WeightsError::BadName { .. } => (400, "bad_name"),
+            WeightsError::BadConnection { .. } => (400, "bad_connection"),
+            WeightsError::NameTaken { .. } => (409, "name_taken"),
+            WeightsError::LeftOut { .. } => (409, "left_out"),
             WeightsError::TooMany { .. } => (429, "too_many_subscribers"),
             WeightsError::Mismatch { .. } => (409, "mismatch"),
             WeightsError::NeverPublished { .. } => (409, "never_published"),
@@ -172,10 +175,6 @@ impl From<&Lag> for LagBody {
 }
 
 impl Ask {
-    pub(super) fn caller(&self) -> Caller {
-        Caller { name: self.name.clone(), connection: self.connection }
-    }
-
     pub(super) fn known(&self) -> After {
         self.round.map_or(After::Version(self.after.map(PolicyVersion)), After::Round)
     }

@@ -9,12 +9,14 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
-use super::{After, Announced, Lost, MAX_LOST, MAX_SEATS, Newest};
+use super::{After, Announced, LeftOut, Lost, MAX_LOST, MAX_SEATS, Newest};
 use crate::delta::{Frame, full_bytes};
 use crate::{Digest, Dtype, Lag, Receipt, WeightsError};
 
 /// Digests that are kept even if no receipt can name them any more: a version can be published again.
 const DIGESTS_KEPT: usize = 1024;
+/// No run has so many steps: a receipt for a version beyond is of none.
+const MAX_VERSION: PolicyVersion = PolicyVersion(1 << 53);
 
 /// Who calls: a name, and which of those who went by it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,6 +45,10 @@ pub(super) struct State {
     chain: VecDeque<Arc<Frame>>,
     pub(super) seats: BTreeMap<String, Seat>,
     pub(super) lost: Vec<Lost>,
+    /// Who was left out and not yet asked for.
+    pub(super) left_out: Vec<LeftOut>,
+    /// The last connection of each name that was left out.
+    refused: BTreeMap<String, u64>,
     pub(super) last_connection: u64,
     pub(super) bytes_sent: u64,
     pub(super) publisher_gone: bool,
@@ -81,6 +87,10 @@ impl Seat {
     fn receipt(&self) -> Option<Receipt> {
         self.claim.map(|claim| claim.receipt)
     }
+
+    pub(super) fn is_remote(&self) -> bool {
+        self.remote
+    }
 }
 
 impl State {
@@ -108,16 +118,33 @@ impl State {
     /// Notes that `caller` called, if no later one goes by its name. One that was given up, or that this hub does not know
     /// because it has just started, is seated again.
     pub(super) fn known_caller(&mut self, caller: &Caller) -> Result<(), WeightsError> {
+        if self.refused.get(&caller.name).is_some_and(|refused| *refused >= caller.connection) {
+            return Err(WeightsError::LeftOut { name: caller.name.clone() });
+        }
         match self.seats.get_mut(&caller.name) {
             Some(seat) if seat.connection == caller.connection => {
                 seat.seen = Instant::now();
                 Ok(())
             }
-            Some(seat) if seat.connection > caller.connection => {
+            Some(seat) if seat.connection > caller.connection || !seat.remote => {
                 Err(WeightsError::TakenOver { name: caller.name.clone() })
             }
             _ => self.seat(&caller.name, Seat::new(caller.connection, true)),
         }
+    }
+
+    /// Leaves out the subscriber `name` for what it said, if it is in another process; false if it is in this one.
+    pub(super) fn leave_out(&mut self, name: &str, error: &WeightsError) -> bool {
+        let Some(seat) = self.seats.get(name).filter(|seat| seat.remote) else { return false };
+        if self.refused.len() >= MAX_SEATS {
+            self.refused.pop_first();
+        }
+        self.refused.insert(name.to_owned(), seat.connection);
+        self.seats.remove(name);
+        if self.left_out.len() < MAX_LOST {
+            self.left_out.push(LeftOut { subscriber: name.to_owned(), error: error.clone() });
+        }
+        true
     }
 
     /// Removes who was silent for longer than `hold`; when the next one will be.
@@ -196,17 +223,23 @@ impl State {
 
     pub(super) fn digested(&mut self, version: PolicyVersion, digest: Digest) -> Result<(), WeightsError> {
         self.digests.insert(version, Some(digest));
+        let mut wrong = Vec::new();
         for (name, seat) in &mut self.seats {
             let claim =
                 seat.claim.as_mut().filter(|claim| claim.receipt.version == version && !claim.checked);
             let Some(claim) = claim else { continue };
             let served = claim.receipt.digest;
-            if served != digest {
-                return Err(differs(name, claim.of_this_life, version, served, digest));
+            claim.checked = served == digest;
+            if !claim.checked {
+                wrong.push((name.clone(), differs(name, claim.of_this_life, version, served, digest)));
             }
-            claim.checked = true;
         }
         self.forget_digests();
+        for (name, error) in wrong {
+            if !self.leave_out(&name, &error) {
+                return Err(error);
+            }
+        }
         Ok(())
     }
 
@@ -236,6 +269,8 @@ impl State {
         if let Some(from) = before.map(|before| before.version).filter(|before| version < *before) {
             return Err(WeightsError::WentBack { subscriber: name.to_owned(), from, version });
         }
+        // No former life can have got so far either.
+        let of_this_life = of_this_life || version > MAX_VERSION;
         let checked = match self.digests.get(&version) {
             Some(Some(published)) if *published != served => {
                 return Err(differs(name, of_this_life, version, served, *published));

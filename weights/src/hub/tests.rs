@@ -141,11 +141,71 @@ fn what_was_applied_before_a_restart_is_compared_when_it_is_published_again() {
     publisher.publish(snapshot(7)).unwrap();
     publisher.wait_applied(PolicyVersion(7), Duration::ZERO).unwrap();
 
-    let (publisher, _hub, _) = restarted(7);
+    let (publisher, hub, _) = restarted(7);
     publisher.publish(snapshot(6)).unwrap();
-    let error = publisher.publish(Snapshot::new(PolicyVersion(7), vec![0.5; 64].into())).unwrap_err();
-    assert!(matches!(&error, WeightsError::Republished { who, .. } if who == "worker"), "{error}");
-    assert_eq!(publisher.lags().unwrap_err(), error);
+    publisher.publish(Snapshot::new(PolicyVersion(7), vec![0.5; 64].into())).unwrap();
+    let left_out = hub.take_left_out().unwrap();
+    assert!(
+        matches!(&left_out[..], [LeftOut { error: WeightsError::Republished { who, .. }, .. }] if who == "worker"),
+        "{left_out:?}"
+    );
+    assert!(publisher.lags().unwrap().is_empty(), "the run goes on without it");
+}
+
+#[test]
+fn a_process_that_lies_is_left_out_and_the_run_goes_on() {
+    let (publisher, hub) = hub();
+    let inside = hub.subscribe("sampler 0").unwrap();
+    publisher.publish(snapshot(1)).unwrap();
+    inside.applied(receipt(&snapshot(1))).unwrap();
+    let life = hub.life();
+    let of = |version| Receipt { version: PolicyVersion(version), ..receipt(&snapshot(9)) };
+    // Another digest, versions that were never published, of this life and of none.
+    let lies = [(life, of(1)), (life, of(7)), (life, of(u64::MAX)), (life - 1, of(u64::MAX))];
+    for (n, (life, lie)) in lies.into_iter().enumerate() {
+        let liar = hub.connect("liar".to_owned(), true).unwrap();
+        let error = hub.accept(&liar, life, lie).unwrap_err();
+        let left_out = [LeftOut { subscriber: "liar".to_owned(), error }];
+        assert_eq!(hub.take_left_out().unwrap(), left_out, "lie {n}");
+        let gone = WeightsError::LeftOut { name: "liar".to_owned() };
+        assert_eq!(hub.newest(&liar, After::Version(None)).unwrap_err(), gone);
+        assert_eq!(hub.accept(&liar, hub.life(), receipt(&snapshot(1))).unwrap_err(), gone);
+        assert_eq!(publisher.lags().unwrap().len(), 1, "nobody counts it");
+    }
+    // A receipt of a former life is compared when its version is published again.
+    let liar = hub.connect("liar".to_owned(), true).unwrap();
+    hub.accept(&liar, life - 1, of(2)).unwrap();
+    publisher.publish(snapshot(2)).unwrap();
+    assert_eq!(hub.take_left_out().unwrap().len(), 1);
+    inside.applied(receipt(&snapshot(2))).unwrap();
+    publisher.wait_applied(PolicyVersion(2), Duration::ZERO).unwrap();
+    // Started anew it is welcome.
+    let honest = hub.connect("liar".to_owned(), true).unwrap();
+    hub.accept(&honest, life, receipt(&snapshot(2))).unwrap();
+    // The promise stands: what is of this process stops the run.
+    inside.applied(Receipt { version: PolicyVersion(2), ..receipt(&snapshot(1)) }).unwrap_err();
+    assert!(matches!(publisher.lags().unwrap_err(), WeightsError::Mismatch { .. }));
+}
+
+#[test]
+fn nobody_takes_the_seat_of_a_sampler_of_this_process() {
+    let (publisher, hub) = hub();
+    let inside = hub.subscribe("sampler 0").unwrap();
+    publisher.publish(snapshot(1)).unwrap();
+    let taken = WeightsError::NameTaken { name: "sampler 0".to_owned() };
+    assert_eq!(hub.connect("sampler 0".to_owned(), true).unwrap_err(), taken);
+    assert_eq!(hub.remote_caller("sampler 0".to_owned(), clock()).unwrap_err(), taken);
+    // No hub gives such connections out, and counting on from them would not end well.
+    for connection in [u64::MAX, u64::MAX - 1] {
+        let error = hub.remote_caller("worker".to_owned(), connection).unwrap_err();
+        assert!(matches!(error, WeightsError::BadConnection { .. }), "{error}");
+    }
+    let error = hub.remote_caller("x".repeat(10_000), 1).unwrap_err();
+    assert!(matches!(&error, WeightsError::BadName { name, .. } if name.len() == 128), "{error}");
+    hub.forget("sampler 0");
+    inside.applied(receipt(&snapshot(1))).unwrap();
+    inside.applied(Receipt { version: PolicyVersion(1), ..receipt(&snapshot(2)) }).unwrap_err();
+    assert!(matches!(publisher.lags().unwrap_err(), WeightsError::Mismatch { .. }), "it was never a guest");
 }
 
 #[test]
@@ -204,9 +264,10 @@ fn a_receipt_counts_once_the_published_digest_is_there() {
 
     hub.announce(Newest::Host(Arc::new(snapshot(2)), None)).unwrap();
     hub.accept(&caller, hub.life(), Receipt { version: PolicyVersion(2), ..receipt(&new) }).unwrap();
-    let error = hub.digested(PolicyVersion(2), snapshot(2).digest()).unwrap_err();
-    assert!(matches!(error, WeightsError::Mismatch { .. }), "{error}");
-    assert_eq!(hub.lags().unwrap_err(), error);
+    hub.digested(PolicyVersion(2), snapshot(2).digest()).unwrap();
+    let left_out = hub.take_left_out().unwrap();
+    assert!(matches!(left_out[0].error, WeightsError::Mismatch { .. }), "{left_out:?}");
+    assert!(hub.lags().unwrap().is_empty());
 }
 
 #[test]
