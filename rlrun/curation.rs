@@ -78,11 +78,11 @@ pub(crate) fn measure(recipe: &Recipe, metrics: &mut Metrics, (before, after): (
             ("shrunk", then.shrunk, now.shrunk),
             ("replayed_successes", then.replayed_successes, now.replayed_successes),
         ] {
-            metrics.set(&format!("curation/{name}"), (after - before) as f64);
+            metrics.set(&format!("curation/{name}"), after.saturating_sub(before) as f64);
         }
     }
     if recipe.rollout.interrupt_text.is_some() {
-        let interrupted = after.engine.interrupted - before.engine.interrupted;
+        let interrupted = after.engine.interrupted.saturating_sub(before.engine.interrupted);
         metrics.set("curation/interrupted", interrupted as f64);
     }
 }

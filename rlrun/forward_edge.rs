@@ -4,15 +4,16 @@
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use axum::Router;
-use buffer::http::{Client, ClientConfig, Role, Server, ServerConfig, Tls, Tokens};
-use buffer::{Buffer, Consumer, Producer};
+use buffer::http::{Client, ClientConfig, RefusedGroup, Role, Server, ServerConfig, Tls, Tokens};
+use buffer::{Buffer, Consumer, GroupLimits, Producer};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
 use crate::failure::Failure;
+use crate::peers::Peers;
 use crate::prepare::RewardRuntime;
 use crate::recipe::Recipe;
 use crate::recipe::words::Store;
@@ -57,6 +58,10 @@ pub(crate) struct Opening<'a> {
     pub(crate) door: Option<&'a Door>,
     /// Whether the run has made anything that its journal belongs to.
     pub(crate) has_begun: bool,
+    /// What groups from elsewhere must keep to, as soon as the model is open.
+    pub(crate) limits: &'a Arc<OnceLock<GroupLimits>>,
+    /// Who hears of those that do not.
+    pub(crate) peers: &'a Arc<Peers>,
 }
 
 impl Opening<'_> {
@@ -73,7 +78,16 @@ impl Opening<'_> {
             Store::Http => return elsewhere(self.recipe),
         };
         let own = Arc::new(own);
-        let serve = |config| Served::start(config, Arc::clone(&own), self.runtime, self.report);
+        let peers = Arc::clone(self.peers);
+        let refused = move |RefusedGroup { sender, code, detail }: RefusedGroup<'_>| {
+            let sender = sender.map_or_else(|| "an unknown address".to_owned(), |sender| sender.to_string());
+            peers.refuse(&sender, (code, detail));
+        };
+        let serve = |config| {
+            let limits = Some(Arc::clone(self.limits));
+            let config = ServerConfig { group_limits: limits, refused: Some(Arc::new(refused)), ..config };
+            Served::start(config, Arc::clone(&own), self.runtime, self.report)
+        };
         let served = self.server(routes)?.map(serve).transpose()?;
         let producer = Arc::clone(&own) as Arc<dyn Producer>;
         Ok(Edge { producer, consumer: Arc::clone(&own) as Arc<dyn Consumer>, own: Some(own), served })

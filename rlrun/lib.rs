@@ -51,6 +51,7 @@ pub mod init;
 pub mod memory;
 pub mod metrics;
 pub mod observe;
+pub mod peers;
 pub mod pipeline;
 pub mod plan;
 pub mod prepare;

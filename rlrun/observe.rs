@@ -2,6 +2,7 @@
 //!
 //! Invariant: files are the truth and are written first; the terminal shows the same numbers.
 
+mod peers;
 mod rewards;
 mod weights;
 
@@ -20,6 +21,7 @@ use trajectory::{Group, PolicyVersion};
 use crate::diagnosis::Diagnosis;
 use crate::failure::Failure;
 use crate::metrics::Metrics;
+use crate::peers::Refused;
 use crate::prepare::prompt_text;
 use crate::recipe::Recipe;
 use crate::report::Report;
@@ -44,6 +46,8 @@ pub struct Observer<'a> {
     first: PolicyVersion,
     events: JsonLines,
     dropped_stale: u64,
+    /// What came from outside and was refused or set aside.
+    counts: peers::Counts,
     /// Rewards of which a failure has been shown.
     shown: BTreeSet<String>,
     /// Steps in a row of which no trajectory could be scored.
@@ -61,6 +65,8 @@ pub struct StepInputs<'a> {
     pub rewards: &'a [(String, LoadCounts)],
     /// What the last push of weights cost, and who serves what.
     pub push: (Option<PushCost>, &'a [Lag]),
+    /// What of other processes was refused while it was made.
+    pub refused: &'a [Refused],
     /// What the sampler had done before and after the step.
     pub sampler: (Progress, Progress),
     /// Wall time of the step with its evaluation, seconds.
@@ -85,6 +91,7 @@ impl<'a> Observer<'a> {
             first: PolicyVersion(0),
             events,
             dropped_stale: 0,
+            counts: peers::Counts::default(),
             shown: BTreeSet::new(),
             unscored: 0,
         })
@@ -176,6 +183,7 @@ impl<'a> Observer<'a> {
         speed(&mut metrics, inputs);
         rewards::name_culprits(&mut metrics, inputs);
         weights::measure(&mut metrics, inputs.push);
+        self.peers(&mut metrics, inputs)?;
         crate::curation::measure(self.recipe, &mut metrics, inputs.sampler);
         if let Some(peak) = crate::memory::peak_mib() {
             metrics.set("memory/peak_mib", peak);
@@ -353,7 +361,7 @@ fn speed(metrics: &mut Metrics, inputs: &StepInputs<'_>) {
     let (busy, idle) = (after.busy_s - before.busy_s, after.idle_s - before.idle_s);
     let per_second = |count: u64, seconds: f64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
     let share = |part: f64, whole: f64| if whole > 0.0 { (part / whole).clamp(0.0, 1.0) } else { 0.0 };
-    let sampled = after.engine.sampled_tokens - before.engine.sampled_tokens;
+    let sampled = after.engine.sampled_tokens.saturating_sub(before.engine.sampled_tokens);
     let worked = time.wait_for_batch
         + time.forward_backward
         + time.save_checkpoint

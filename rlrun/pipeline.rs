@@ -16,11 +16,11 @@ mod view;
 mod without_sampling;
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use buffer::{Consumer, Producer};
+use buffer::{Consumer, GroupLimits, Producer};
 use model::{Cores, ModelDirectory};
 use rewards::RewardSet;
 use rollout::applier::{Applier, Incoming};
@@ -38,6 +38,7 @@ use crate::curation;
 use crate::failure::{Failure, REQUEUE};
 use crate::forward_edge::{Door, Edge, Opening};
 use crate::observe::{Observer, StepInputs};
+use crate::peers::Peers;
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
 use crate::recipe::Recipe;
@@ -125,7 +126,9 @@ pub fn run_in(
     let Surroundings { cores, rewards, program, door, leader, from } = surroundings;
     let runtime = RewardRuntime::new(&program, &cores)?;
     let report = Arc::clone(report);
-    let mut run = Run { recipe, run_dir, report, rewards, runtime, signals, cores, door, leader, from };
+    let (limits, peers) = (Arc::default(), Arc::default());
+    let mut run =
+        Run { recipe, run_dir, report, rewards, runtime, signals, cores, door, leader, from, limits, peers };
     run.go()
 }
 
@@ -144,6 +147,10 @@ struct Run<'a> {
     leader: Option<Arc<Leader>>,
     /// The checkpoint to go on from, if it is not the last.
     from: Option<PolicyVersion>,
+    /// What groups from elsewhere must keep to, once the model is open.
+    limits: Arc<OnceLock<GroupLimits>>,
+    /// What other processes sent that was refused.
+    peers: Arc<Peers>,
 }
 
 /// What training ends with.
@@ -194,6 +201,8 @@ impl Run<'_> {
             report: &self.report,
             door: self.door.as_ref(),
             has_begun: self.run_dir.has_begun(),
+            limits: &self.limits,
+            peers: &self.peers,
         };
         Exchange::open(&opening, &self.run_dir.resolved_recipe())
     }
@@ -287,7 +296,7 @@ impl Run<'_> {
         let inside = worker.map(|worker| Sampler::spawn(worker, producer, Arc::clone(&stop))).transpose()?;
         let mut samplers = Samplers { inside, roster, rewards };
         let stage = Arc::new(Stage::default());
-        let watchdog = self.watch(&samplers, &stage, consumer)?;
+        let watchdog = self.watch(&samplers, &stage, (consumer, hub.clone()))?;
         let trained = self.steps(&mut trainer, (&samplers, &stage, &push), observer, |trainer| {
             self.evaluate(&prepared, trainer.learner(), &evaluated)
         });
@@ -330,7 +339,7 @@ impl Run<'_> {
         &self,
         samplers: &Samplers,
         stage: &Arc<Stage>,
-        consumer: Arc<dyn Consumer>,
+        (consumer, hub): (Arc<dyn Consumer>, Hub),
     ) -> Result<Watchdog, Failure> {
         let view = View {
             stage: Arc::clone(stage),
@@ -338,6 +347,8 @@ impl Run<'_> {
             roster: Arc::clone(&samplers.roster),
             rewards: samplers.rewards.clone(),
             consumer,
+            hub,
+            peers: Arc::clone(&self.peers),
             heartbeat: Duration::from_secs_f64(self.recipe.deadlines.heartbeat_s),
             report: Arc::clone(&self.report),
         };
@@ -412,12 +423,13 @@ impl Run<'_> {
             if now != window.1 {
                 window = (window.1, now);
             }
-            let lags = push.lags()?;
+            let (lags, refused) = (push.lags()?, self.peers.take());
             observer.step(&StepInputs {
                 step: &step,
                 push: (push.last()?, &lags),
                 evaluation: evaluation.as_ref(),
                 rewards: &samplers.take_loads(),
+                refused: &refused,
                 sampler: window,
                 step_s: clock.elapsed().as_secs_f64(),
                 time_s: trainer.time_s(),

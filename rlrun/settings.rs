@@ -153,6 +153,16 @@ impl Recipe {
         self.rollout.prefill_chunk.unwrap_or_else(usual)
     }
 
+    /// What groups from elsewhere must keep to, for a policy like `model`.
+    #[must_use]
+    pub fn group_limits(&self, model: &model::Config) -> buffer::GroupLimits {
+        buffer::GroupLimits {
+            vocabulary: u32::try_from(model.vocab_size).unwrap_or(u32::MAX),
+            context: model.max_context(),
+            trajectories: self.rollout.group_size,
+        }
+    }
+
     /// Bounds of the sampler, for prompts of at most `longest_prompt` tokens.
     #[must_use]
     pub fn engine(&self, longest_prompt: usize) -> EngineConfig {

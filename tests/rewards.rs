@@ -54,12 +54,20 @@ fn a_served_reward_model_answers_others_and_refuses_what_it_cannot_answer() {
         (Some("s3cres"), asked.to_string(), 401),
         (Some("s3cret"), "{".to_owned(), 422),
         (Some("s3cret"), "{\"query\": [\"\"]}".to_owned(), 422),
+        (Some("s3cret"), format!("{{\"query\": [{}]}}", vec!["\"\""; 5000].join(",")), 422),
         (Some("s3cret"), format!("{{\"query\": [{:?}]}}", "x".repeat(1000)), 422),
     ] {
         let (found, said) = post(&format!("{}/get_reward", served.url), token, &body);
         assert_eq!(found, status, "{said}");
         assert!(said["detail"].is_string(), "{said}");
     }
+    let host = served.url.strip_prefix("http://").unwrap();
+    let mut stream = std::net::TcpStream::connect(host).unwrap();
+    let head = format!("GET /healthz HTTP/1.1\r\nhost: {host}\r\nhost: other\r\nconnection: close\r\n\r\n");
+    std::io::Write::write_all(&mut stream, head.as_bytes()).unwrap();
+    let mut answer = String::new();
+    std::io::Read::read_to_string(&mut stream, &mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");
     // As a reward, with the token from the environment; without it the run does not begin.
     let rewards =
         format!("[[rewards]]\nkind = \"model\"\nurl = \"{}\"\ntoken_env = \"RM_TOKEN\"\n", served.url);

@@ -6,11 +6,16 @@ use serde_json::{Value, json};
 
 use crate::served::{Client, Place, Server};
 use crate::support::{Home, Moment, Run, finish, interrupt};
+use crate::workers::{served_on, until};
 
 /// Synchronous, so that two runs compute the same bits.
 const SYNCHRONOUS: [&str; 3] = ["buffer.max_staleness=0", "checkpoint.interval=2", "buffer.batch_groups=4"];
 
 fn serve(home: &Home) -> Server {
+    serve_in(home, "served")
+}
+
+fn serve_in(home: &Home, directory: &str) -> Server {
     let mut command = Command::new(env!("CARGO_BIN_EXE_rlrun"));
     command.args([
         "serve",
@@ -23,7 +28,7 @@ fn serve(home: &Home) -> Server {
         "0",
         "--dir",
     ]);
-    Server::start(command.arg(home.path("served"))).unwrap()
+    Server::start(command.arg(home.path(directory))).unwrap()
 }
 
 /// Four steps in two goes.
@@ -106,4 +111,126 @@ fn a_client_that_acknowledges_what_nobody_trained_is_refused_and_the_run_goes_on
     finish(child).ok();
     home.rlrun(&["resume", "run", "--set", "trainer.steps=8"]).ok();
     assert_eq!(run.values("step"), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
+}
+
+/// A group of one trajectory with these tokens, sampled by `version`.
+fn group(key: &str, tokens: &[u64], version: u64) -> Value {
+    let trained: Vec<bool> = (0..tokens.len()).map(|t| t > 0).collect();
+    let logprobs: Vec<f64> = trained.iter().map(|trained| if *trained { -0.5 } else { 0.0 }).collect();
+    json!({ "key": key, "trajectories": [{
+        "token_ids": tokens, "loss_mask": trained, "behavior_logprobs": logprobs, "policy_version": version,
+        "reward": 1.0,
+    }] })
+}
+
+fn events(run: &Run, name: &str) -> Vec<Value> {
+    let text = std::fs::read_to_string(run.path.join("events.jsonl")).unwrap();
+    // The last line may be on its way.
+    let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    events.filter(|event| event["event"] == name).collect()
+}
+
+/// A buffer that knows no model takes any tokens; the run that trains on them may not end for it, nor begin to.
+#[test]
+fn a_group_in_the_journal_that_cannot_be_trained_on_is_set_aside_and_named() {
+    let home = Home::new();
+    let run = home.small("run", &[&SYNCHRONOUS[..], &["trainer.steps=2"]].concat());
+    let server = serve_in(&home, "run");
+    let groups = json!({ "groups": [group("poison", &[1, 50_000], 2)] });
+    let (status, answer, _) = Client::new(&Place::at(server.address)).ask("POST", "/v1/groups", &groups);
+    assert_eq!((status, &answer["results"][0]["status"]), (200, &json!("accepted")), "{answer}");
+    drop(server);
+    let said = home.rlrun(&["resume", "run", "--set", "trainer.steps=4"]).ok();
+    assert_eq!(run.values("buffer/quarantined"), [0.0, 0.0, 1.0, 1.0]);
+    let quarantined = events(&run, "quarantine");
+    assert_eq!(quarantined.len(), 1, "{quarantined:?}");
+    assert_eq!(quarantined[0]["fields"]["sender"], "127.0.0.1 as \"poison\"");
+    let reason = quarantined[0]["fields"]["reason"].as_str().unwrap();
+    assert!(reason.contains("token id 50000; the vocabulary of the run has"), "{reason}");
+    for named in ["1 groups were set aside in quarantine", "as \"poison\" was set aside", reason] {
+        assert!(said.stdout.contains(named), "`{named}` is missing in {}", said.stdout);
+    }
+    assert!(std::fs::read_to_string(run.path.join("quarantine.jsonl")).unwrap().contains("50000"));
+    let trained = (1..=4).flat_map(|step| run.samples(step)).count();
+    assert_eq!(trained, 16, "its place was taken by another");
+}
+
+/// Whoever may write can say what cannot be true, and the run goes on without it.
+#[test]
+fn what_peers_send_does_not_end_a_run() {
+    let home = Home::new();
+    let run = home.run("run");
+    let sets = ["buffer.listen=127.0.0.1:0", "trainer.learning_rate=1e-9"];
+    let mut child = home.start_endless("run", &sets);
+    assert!(run.wait_for(Moment::Step(2), &mut child));
+    let place = Place::at(served_on(&run).strip_prefix("http://").unwrap().parse().unwrap());
+    let ask = |method: &str, path: &str, body: &Value| {
+        let (status, answer, _) = Client::new(&place).ask(method, path, body);
+        (status, answer)
+    };
+    let mut kept = group("kept", &[1, 2], 0);
+    kept["trajectories"][0]["kept"] = json!({ "offsets": [0, 2], "ids": [2, 50_000] });
+    let bad = [
+        group("ids", &[1, 50_000], 0),
+        kept,
+        group("long", &[1; 100_000], 0),
+        group("late", &[1, 2], u64::MAX),
+    ];
+    let (status, answer) = ask("POST", "/v1/groups", &json!({ "groups": bad }));
+    let codes: Vec<&Value> =
+        answer["results"].as_array().unwrap().iter().map(|result| &result["code"]).collect();
+    let expected =
+        ["token_out_of_vocabulary", "token_out_of_vocabulary", "too_many_tokens", "future_version"];
+    assert_eq!((status, codes), (200, expected.map(Value::from).iter().collect()), "{answer}");
+    // Weights: another's seat, and receipts that cannot be true.
+    let subscribe = |name: &str| ask("POST", "/v1/weights/subscribers", &json!({ "name": name }));
+    assert_eq!(subscribe("sampler 0").1["code"], "name_taken");
+    let wrong = "00".repeat(32);
+    for (name, version) in [("liar", None), ("prophet", Some(u64::MAX))] {
+        let connection = subscribe(name).1["connection"].as_u64().unwrap();
+        let newest = format!("/v1/weights/newest?name={name}&connection={connection}&wait_ms=20000");
+        let told = ask("GET", &newest, &Value::Null).1;
+        let digest = told["news"]["digest"].as_str().map_or(wrong.clone(), |digest| {
+            digest.chars().map(|c| if c == '0' { '1' } else { '0' }).collect()
+        });
+        let receipt = json!({
+            "name": name, "connection": connection, "life": told["life"], "digest": digest,
+            "version": version.unwrap_or_else(|| told["news"]["version"].as_u64().unwrap()),
+            "took_us": u64::MAX, "stalled_us": u64::MAX, "bytes": u64::MAX,
+        });
+        let (status, answer) = ask("POST", "/v1/weights/receipts", &receipt);
+        assert_eq!(status, 409, "{answer}");
+        assert_eq!(ask("GET", &newest, &Value::Null).1["code"], "left_out");
+    }
+    let foreign = json!({
+        "name": "sampler 0", "connection": u64::MAX, "life": 0, "digest": wrong, "version": 1,
+        "took_us": 0, "stalled_us": 0, "bytes": 0,
+    });
+    assert_eq!(ask("POST", "/v1/weights/receipts", &foreign).0, 400);
+    // Workers.
+    let long = "x".repeat(100_000);
+    let join = json!({ "protocol": 1, "role": "rollout", "name": long });
+    assert_eq!(ask("POST", "/v1/run/join", &join).1["code"], "bad_name");
+    let progress = json!({ "groups": u64::MAX, "engine": {
+        "sampled_tokens": u64::MAX, "prefilled_tokens": u64::MAX, "steps": u64::MAX, "interrupted": u64::MAX
+    } });
+    for name in ["a", "b"] {
+        let beat = json!({
+            "name": name, "role": "rollout", "instance": 7, "pid": 1, "host": "h", "doing": "d", "progress": progress,
+            "rewards": [], "serves": null, "leaves": false,
+        });
+        assert_eq!(ask("POST", "/v1/run/beat", &beat).0, 200);
+    }
+    for (sender, code) in
+        [("127.0.0.1", "token_out_of_vocabulary"), ("liar", "left_out"), ("prophet", "left_out")]
+    {
+        let of = |event: &Value| event["fields"]["sender"] == sender && event["fields"]["code"] == code;
+        let show = || format!("{:?}", events(&run, "refused"));
+        until(&format!("{code} of {sender}"), &|| events(&run, "refused").iter().any(of), &show);
+    }
+    let steps = run.steps().len() as u64;
+    assert!(run.wait_for(Moment::Step(steps + 2), &mut child), "the run goes on");
+    interrupt(&child);
+    finish(child).ok();
+    assert!(run.values("peers/refused").last() >= Some(&6.0), "{:?}", run.values("peers/refused"));
 }

@@ -147,6 +147,12 @@ impl Buffer {
         Ok(Some((entry, group)))
     }
 
+    /// Who sent a stored group, if it came from another process and that is known.
+    #[must_use]
+    pub fn sender(&self, id: GroupId) -> Option<String> {
+        self.store.sender(id)
+    }
+
     /// The leases that are not acknowledged, of one consumer or of all.
     ///
     /// # Errors
@@ -298,6 +304,7 @@ impl Buffer {
             key: written.key,
             payload: written.payload,
             group: Arc::new(written.group),
+            sender: written.sender,
             done: ended,
         });
     }
@@ -374,7 +381,7 @@ impl Producer for Buffer {
     }
 
     fn finalize(&self, group: Group) -> Result<Finalized, BufferError> {
-        Ok(self.store(Incoming::Admitted(group))?.answer)
+        Ok(self.store(Incoming::admitted(group))?.answer)
     }
 
     fn abort(&self, group: GroupId, retry: bool) -> Result<(), BufferError> {
@@ -387,7 +394,7 @@ impl Producer for Buffer {
     }
 
     fn submit(&self, key: &str, group: Group) -> Result<Submitted, BufferError> {
-        self.store(Incoming::Keyed(key.to_owned(), group))
+        self.store(Incoming::keyed(key, group))
     }
 }
 
@@ -453,6 +460,12 @@ impl Consumer for Buffer {
 
     fn release(&self, lease: LeaseId) -> Result<(), BufferError> {
         self.settle(|ledger, _| ledger.release(lease))
+    }
+
+    fn quarantine(&self, group: GroupId) -> Result<Option<String>, BufferError> {
+        let sender = self.sender(group);
+        self.settle(|ledger, _| Ok(ledger.quarantine(group)))?;
+        Ok(sender)
     }
 
     fn set_version(&self, version: PolicyVersion, rewind: bool) -> Result<(), BufferError> {

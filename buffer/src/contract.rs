@@ -90,6 +90,13 @@ pub trait Consumer: Send + Sync {
     /// [`BufferError::LeaseLost`]; [`BufferError::LeaseOver`] if it was acknowledged; a store that cannot write.
     fn release(&self, lease: LeaseId) -> Result<(), BufferError>;
 
+    /// Sets a stored group aside that cannot be trained on, for good: no lease has it any more, its slot is free, and its
+    /// task is generated again if it was admitted. Returns who sent it, as far as that is known. Idempotent.
+    ///
+    /// # Errors
+    /// A store that cannot write.
+    fn quarantine(&self, group: GroupId) -> Result<Option<String>, BufferError>;
+
     /// The trainer has made `version`: steps before it are over. With `rewind` it starts from a checkpoint of that version,
     /// which can be an older one than its leases or a much later one; what is in flight from later versions goes first in
     /// line again.
@@ -236,6 +243,8 @@ pub struct Stats {
     pub evicted: u64,
     /// Leases and admissions whose hold was over, since the buffer was opened.
     pub expired: u64,
+    /// Groups set aside because they cannot be trained on, since the buffer was opened.
+    pub quarantined: u64,
     /// Versions between the oldest group that is not leased and the next step; 0 if there is none.
     pub oldest_age: u64,
     /// The oldest groups not yet finalized with the version that they count from; at most
@@ -276,6 +285,9 @@ impl fmt::Display for Stats {
         )?;
         if bytes >= max_bytes {
             write!(f, "; full: {bytes} bytes of groups, {max_bytes} are allowed")?;
+        }
+        if self.quarantined > 0 {
+            write!(f, "; {} set aside because they cannot be trained on", self.quarantined)?;
         }
         write!(f, "; oldest in flight: ")?;
         if self.oldest_in_flight.is_empty() {

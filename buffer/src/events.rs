@@ -29,6 +29,8 @@ pub enum EventKind {
     Dropped,
     /// Groups were removed for good.
     Evicted,
+    /// Groups were set aside: they cannot be trained on.
+    Quarantined,
     /// The trainer has a new version.
     Version,
 }

@@ -20,7 +20,7 @@ pub fn bodies(bytes: &[u8]) {
     let Some((&choice, body)) = bytes.split_first() else { return };
     decode(choice, body);
     for group in groups(choice, body) {
-        let incoming = Incoming::Keyed("key".to_owned(), group.clone());
+        let incoming = Incoming::keyed("key", group.clone());
         let prepared = Prepared::new(incoming, false).expect("what the parser takes can be stored");
         let stored = crate::payload::decode(group.id, &prepared.payload).expect("what is stored can be read");
         assert_eq!(stored, group, "what is stored is what was sent");

@@ -51,7 +51,8 @@ use writer::Writer;
 const QUEUE: usize = 8192;
 /// Of those, places that groups leave to changes, which cannot be refused.
 const QUEUE_FOR_CHANGES: usize = 1024;
-/// Bytes of groups that are also kept in memory until they are leased, so that the first lease need not read.
+/// Bytes of groups, as they are in memory, that are also kept there until they are leased, so that the first lease need
+/// not read.
 const AT_HAND_BYTES: u64 = 256 << 20;
 
 /// Where a payload is.
@@ -217,6 +218,19 @@ impl Store for Journal {
             .unwrap_or_else(|panic| Err(failed(&self.path, "read a group")(open::panic_text(panic.as_ref()))))
     }
 
+    fn sender(&self, id: GroupId) -> Option<String> {
+        let place = lock(&self.places).get(&id).copied()?;
+        // redb panics when it meets some kinds of damage.
+        let read = catch_unwind(AssertUnwindSafe(|| {
+            let database = self.database.read().unwrap_or_else(PoisonError::into_inner);
+            let transaction = database.begin_read().ok()?;
+            let segments = transaction.open_table(SEGMENTS).ok()?;
+            let segment = segments.get(place.segment).ok()??;
+            payload::sender(place.payload(segment.value()).ok()?)
+        }));
+        read.ok()?
+    }
+
     fn at_hand(&self, ids: &[GroupId]) -> bool {
         let at_hand = lock(&self.at_hand);
         ids.iter().all(|id| at_hand.groups.contains_key(id))
@@ -292,6 +306,11 @@ impl Journal {
 impl Place {
     /// The group in its segment, or how one sees that it is not what was written.
     fn decode(&self, id: GroupId, segment: &[u8]) -> Result<Group, String> {
+        payload::decode(id, self.payload(segment)?)
+    }
+
+    /// Its bytes.
+    fn payload<'s>(&self, segment: &'s [u8]) -> Result<&'s [u8], String> {
         let (start, length) = (self.offset as usize, self.length as usize);
         let bytes = segment.get(start..start.saturating_add(length)).ok_or_else(|| {
             format!("its segment has {} bytes, it ends at {}", segment.len(), start + length)
@@ -299,7 +318,7 @@ impl Place {
         if check(bytes) != self.check {
             return Err("its checksum is wrong".to_owned());
         }
-        payload::decode(id, bytes)
+        Ok(bytes)
     }
 }
 

@@ -55,6 +55,7 @@ mod arrival;
 mod change;
 mod lease;
 mod listing;
+mod quarantine;
 mod rewind;
 mod seen;
 mod select;
@@ -151,6 +152,7 @@ pub(crate) struct Ledger {
     dropped_untold: u64,
     evicted: u64,
     expiries: u64,
+    quarantined: u64,
     /// What is to be written since [`Ledger::take_change`].
     change: Option<Change>,
     occurrences: Vec<Occurrence>,
@@ -192,6 +194,7 @@ impl Ledger {
             dropped_untold: 0,
             evicted: 0,
             expiries: 0,
+            quarantined: 0,
             change: None,
             occurrences: Vec::new(),
         };
@@ -369,6 +372,7 @@ impl Ledger {
             dropped_stale: self.dropped_stale,
             evicted: self.evicted,
             expired: self.expiries,
+            quarantined: self.quarantined,
             oldest_age: self.due.first_key_value().map_or(0, |(version, _)| version.staleness_at(next_step)),
             oldest_in_flight: in_flight,
             batch_groups: self.config.batch_groups,

@@ -29,6 +29,7 @@
 //!
 //! # Layout
 //! - `contract`: [`Producer`] and [`Consumer`], what the two sides may ask, here or over a wire
+//! - `group_limits`: what a run knows of the groups that it can train on
 //! - `config`: [`BufferConfig`]; `error`: [`BufferError`]; `listing`, `events`: what it shows of itself
 //! - `ledger`: ids, slots, order, staleness and leases as a pure state machine, and why they keep the bound
 //! - `buffer`: the ledger behind a lock and a store behind the ledger; for threads, and for the tasks of a server
@@ -88,6 +89,7 @@ mod error;
 mod events;
 #[cfg(fuzzing)]
 pub mod fuzzing;
+mod group_limits;
 pub mod http;
 mod journal;
 mod ledger;
@@ -103,6 +105,7 @@ pub use contract::{
 };
 pub use error::BufferError;
 pub use events::{Event, EventKind, Events, Replay};
+pub use group_limits::{GroupLimits, Unfit};
 pub use journal::JOURNAL_CACHE_BYTES;
 pub use ledger::Rewound;
 pub use listing::{GroupEntry, GroupFilter, GroupPage, GroupState, LeaseEntry};

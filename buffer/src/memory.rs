@@ -14,13 +14,13 @@ use crate::store::{Append, Done, Store};
 /// A store that forgets everything with its process.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
-    groups: Mutex<HashMap<GroupId, Arc<Group>>>,
+    groups: Mutex<HashMap<GroupId, (Arc<Group>, Option<String>)>>,
 }
 
 impl Store for Memory {
     fn append(&self, append: Append) {
-        let Append { row, group, done, .. } = append;
-        self.groups.lock().unwrap_or_else(PoisonError::into_inner).insert(row.id, group);
+        let Append { row, group, sender, done, .. } = append;
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner).insert(row.id, (group, sender));
         done(Ok(()));
     }
 
@@ -37,8 +37,14 @@ impl Store for Memory {
 
     fn read(&self, ids: &[GroupId], _last: bool) -> Result<Vec<Arc<Group>>, BufferError> {
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-        let read = |id: &GroupId| groups.get(id).map(Arc::clone).ok_or(BufferError::Gone { group: *id });
+        let read = |id: &GroupId| {
+            groups.get(id).map(|(group, _)| Arc::clone(group)).ok_or(BufferError::Gone { group: *id })
+        };
         ids.iter().map(read).collect()
+    }
+
+    fn sender(&self, id: GroupId) -> Option<String> {
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner).get(&id)?.1.clone()
     }
 
     fn at_hand(&self, _ids: &[GroupId]) -> bool {

@@ -2,9 +2,10 @@
 //! id is not part of it, since a group with a key has none before it is accepted.
 
 use serde::{Deserialize, Serialize, Serializer};
+use serde_json::{Map, Value};
 use trajectory::{
-    Group, GroupId, KeptTokens, PolicyVersion, Sample, SampleStreams, Score, Task, Trajectory, Turn,
-    VersionRun,
+    Component, Group, GroupId, KeptTokens, PolicyVersion, Sample, SampleStreams, Score, Task, Trajectory,
+    Turn, VersionRun,
 };
 
 use crate::BufferError;
@@ -15,11 +16,28 @@ pub(crate) const MAX_KEY: usize = 128;
 
 /// A group on its way into the buffer.
 #[derive(Clone, Debug)]
-pub(crate) enum Incoming {
+pub(crate) struct Incoming {
+    /// The key of its sender's; `None`: it has the id of its admission.
+    key: Option<String>,
+    group: Group,
+    /// Who sent it, for people; `None`: this process.
+    sender: Option<String>,
+}
+
+impl Incoming {
     /// Under the id of its admission.
-    Admitted(Group),
+    pub(crate) fn admitted(group: Group) -> Self {
+        Self { key: None, group, sender: None }
+    }
+
     /// Under a key of its sender's.
-    Keyed(String, Group),
+    pub(crate) fn keyed(key: impl Into<String>, group: Group) -> Self {
+        Self { key: Some(key.into()), group, sender: None }
+    }
+
+    pub(crate) fn sent_by(self, sender: String) -> Self {
+        Self { sender: Some(sender), ..self }
+    }
 }
 
 /// A group with all that is known of it.
@@ -30,6 +48,7 @@ pub(crate) struct Prepared {
     oldest: PolicyVersion,
     newest: PolicyVersion,
     contents: Vec<u128>,
+    sender: Option<String>,
     pub(crate) payload: Vec<u8>,
 }
 
@@ -39,6 +58,8 @@ pub(crate) struct Prepared {
 struct Encoded<'a> {
     task: &'a Task,
     trajectories: Vec<EncodedTrajectory<'a>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sender: Option<&'a str>,
 }
 
 #[derive(Serialize)]
@@ -95,21 +116,20 @@ impl Prepared {
     /// # Errors
     /// A group without trajectories; an unusable key.
     pub(crate) fn new(incoming: Incoming, dedup: bool) -> Result<Self, BufferError> {
-        let (identity, group) = match incoming {
-            Incoming::Admitted(group) => (Identity::Admitted(group.id), group),
-            Incoming::Keyed(key, group) => {
-                if key.is_empty() || key.len() > MAX_KEY {
-                    return Err(BufferError::Key { length: key.len(), limit: MAX_KEY });
-                }
-                (Identity::Keyed(digest(&[key.as_bytes()])), group)
+        let Incoming { key, group, sender } = incoming;
+        let identity = match key {
+            None => Identity::Admitted(group.id),
+            Some(key) if key.is_empty() || key.len() > MAX_KEY => {
+                return Err(BufferError::Key { length: key.len(), limit: MAX_KEY });
             }
+            Some(key) => Identity::Keyed(digest(&[key.as_bytes()])),
         };
         let oldest = group.oldest_version().ok_or(BufferError::EmptyGroup { group: group.id })?;
         let runs = group.trajectories.iter().flat_map(|trajectory| trajectory.sample.versions());
         let newest = runs.map(|run| run.version).max().unwrap_or(oldest);
         let contents = if dedup { contents(&group) } else { Vec::new() };
-        let payload = encode(&group)?;
-        Ok(Self { identity, group, oldest, newest, contents, payload })
+        let payload = encode(&group, sender.as_deref())?;
+        Ok(Self { identity, group, oldest, newest, contents, sender, payload })
     }
 
     pub(crate) fn arrival(&self) -> Arrival<'_> {
@@ -128,9 +148,9 @@ impl Prepared {
         if keep.contains(&false) {
             retain(&mut self.group.trajectories, keep);
             retain(&mut self.contents, keep);
-            self.payload = encode(&self.group)?;
+            self.payload = encode(&self.group, self.sender.as_deref())?;
         }
-        let Self { identity, group, oldest, contents, payload, .. } = self;
+        let Self { identity, group, oldest, contents, sender, payload, .. } = self;
         let rewards: Vec<f64> = group.rewards().collect();
         let tokens = group.trajectories.iter().map(|trajectory| trajectory.sample.token_ids().len() as u64);
         let row = Row {
@@ -147,7 +167,7 @@ impl Prepared {
             Identity::Keyed(key) => Some(key),
             Identity::Admitted(_) => None,
         };
-        Ok(Written { row, key, payload, group })
+        Ok(Written { row, key, payload, group, sender })
     }
 }
 
@@ -158,13 +178,14 @@ pub(crate) struct Written {
     pub(crate) key: Option<u128>,
     pub(crate) payload: Vec<u8>,
     pub(crate) group: Group,
+    pub(crate) sender: Option<String>,
 }
 
 /// MessagePack with named fields, so that a later program can add some.
-fn encode(group: &Group) -> Result<Vec<u8>, BufferError> {
+fn encode(group: &Group, sender: Option<&str>) -> Result<Vec<u8>, BufferError> {
     let Group { task, trajectories, id } = group;
     let trajectories = trajectories.iter().map(EncodedTrajectory::from).collect();
-    rmp_serde::to_vec_named(&Encoded { task, trajectories })
+    rmp_serde::to_vec_named(&Encoded { task, trajectories, sender })
         .map_err(|error| BufferError::NotEncodable { group: *id, reason: error.to_string() })
 }
 
@@ -176,6 +197,45 @@ pub(crate) fn decode(id: GroupId, payload: &[u8]) -> Result<Group, String> {
     let decoded: Decoded<'_> = rmp_serde::from_slice(payload).map_err(|error| error.to_string())?;
     let trajectories = decoded.trajectories.into_iter().map(Trajectory::try_from);
     Ok(Group { id, task: decoded.task, trajectories: trajectories.collect::<Result<_, _>>()? })
+}
+
+/// Who sent the group that [`Prepared`] encoded, if it was written down.
+pub(crate) fn sender(payload: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Sent {
+        #[serde(default)]
+        sender: Option<String>,
+    }
+    rmp_serde::from_slice::<Sent>(payload).ok()?.sender
+}
+
+/// About how many bytes a group takes in memory: columns and details take many times what they are encoded as.
+pub(crate) fn weight(group: &Group) -> u64 {
+    const STRUCT: usize = 512;
+    let map =
+        |map: &Map<String, Value>| map.iter().map(|(name, value)| name.len() + value_weight(value)).sum();
+    let component = |component: &Component| STRUCT + map(&component.details);
+    let trajectory = |t: &Trajectory| {
+        let kept = t.sample.kept().map_or(0, |kept| kept.ids.len() + kept.offsets.len());
+        let numbers = 3 * t.sample.token_ids().len() + kept;
+        let components: usize = t.score.components.iter().map(component).sum();
+        STRUCT + 4 * numbers + t.text.len() + components
+    };
+    let columns: usize = map(&group.task.columns);
+    (STRUCT + columns + group.trajectories.iter().map(trajectory).sum::<usize>()) as u64
+}
+
+fn value_weight(value: &Value) -> usize {
+    const EACH: usize = 2 * size_of::<Value>();
+    EACH + match value {
+        Value::Null | Value::Bool(_) | Value::Number(_) => 0,
+        Value::String(text) => text.len(),
+        Value::Array(items) => EACH + items.iter().map(value_weight).sum::<usize>(),
+        // Its table and its first entries.
+        Value::Object(map) => {
+            4 * EACH + map.iter().map(|(name, value)| name.len() + value_weight(value)).sum::<usize>()
+        }
+    }
 }
 
 impl<'a> From<&'a Trajectory> for EncodedTrajectory<'a> {

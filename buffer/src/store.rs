@@ -23,6 +23,8 @@ pub(crate) struct Append {
     /// The group as [`crate::payload`] encodes it.
     pub(crate) payload: Vec<u8>,
     pub(crate) group: Arc<Group>,
+    /// Who sent it; it is part of the payload too.
+    pub(crate) sender: Option<String>,
     pub(crate) done: Done,
 }
 
@@ -44,6 +46,9 @@ pub(crate) trait Store: Send + Sync {
     /// The payloads of stored groups, in the order of `ids`; `last` of the groups that will not be asked for again
     /// in the ordinary course of things.
     fn read(&self, ids: &[GroupId], last: bool) -> Result<Vec<Arc<Group>>, BufferError>;
+
+    /// Who sent a stored group, if that is known and can be read.
+    fn sender(&self, id: GroupId) -> Option<String>;
 
     /// Whether a read of `ids` needs no disk.
     fn at_hand(&self, ids: &[GroupId]) -> bool;

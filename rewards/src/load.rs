@@ -71,11 +71,11 @@ impl LoadCounts {
     /// Adds what another worker's reward of this name had to do. Of percentiles the worse are kept: those of both
     /// together are not known.
     pub fn add(&mut self, other: Self) {
-        self.waiting += other.waiting;
-        self.running += other.running;
-        self.scored += other.scored;
-        self.errors += other.errors;
-        self.timeouts += other.timeouts;
+        self.waiting = self.waiting.saturating_add(other.waiting);
+        self.running = self.running.saturating_add(other.running);
+        self.scored = self.scored.saturating_add(other.scored);
+        self.errors = self.errors.saturating_add(other.errors);
+        self.timeouts = self.timeouts.saturating_add(other.timeouts);
         self.example = self.example.take().or(other.example);
         self.waited.add(other.waited);
         self.ran.add(other.ran);

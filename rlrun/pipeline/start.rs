@@ -146,6 +146,8 @@ impl Run<'_> {
     }
 
     fn prepared(&self, directory: &ModelDirectory) -> Result<Prepared, Failure> {
+        // Set once: a run has one policy.
+        let _ = self.limits.set(self.recipe.group_limits(directory.config()));
         let prepared = Prepared::new(self.recipe, directory, (&self.runtime, &self.run_dir.logs()))?;
         Ok(match &self.rewards {
             Some(rewards) => Prepared { rewards: Some(Arc::clone(rewards)), ..prepared },

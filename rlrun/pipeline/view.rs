@@ -1,6 +1,7 @@
 //! What the watchdog sees of a run: what has been done, and what every role does just now.
 //!
-//! Invariant: looking changes nothing, but that workers of which nothing was heard for too long are forgotten.
+//! Invariant: looking changes nothing, but that workers of which nothing was heard for too long are forgotten, and those
+//! that serve other weights than they say.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,7 +11,9 @@ use ::rewards::RewardSet;
 use buffer::{Consumer, Stats};
 use rollout::Progress;
 use trajectory::PolicyVersion;
+use weights::{Hub, LeftOut};
 
+use crate::peers::Peers;
 use crate::report::Report;
 use crate::watchdog::Situation;
 use crate::workers::roster::Roster;
@@ -74,6 +77,8 @@ pub(super) struct View {
     pub(super) roster: Arc<Roster>,
     pub(super) rewards: Option<Arc<RewardSet>>,
     pub(super) consumer: Arc<dyn Consumer>,
+    pub(super) hub: Hub,
+    pub(super) peers: Arc<Peers>,
     /// Silence after which a worker is forgotten.
     pub(super) heartbeat: Duration,
     pub(super) report: Arc<Report>,
@@ -86,6 +91,12 @@ impl View {
             self.report.note(&format!(
                 "{name} has not been heard of for {silent:.0} s; others will do what it had begun"
             ));
+        }
+        // A hub that has failed says so to whoever uses it next.
+        for LeftOut { subscriber, error } in self.hub.take_left_out().unwrap_or_default() {
+            self.roster.expel(&subscriber);
+            self.peers.refuse(&subscriber, ("left_out", &error.to_string()));
+            self.report.note(&format!("{subscriber} is left out, and the run goes on without it: {error}"));
         }
         let inside = self.inside.as_ref().map(|p| *p.lock().unwrap_or_else(PoisonError::into_inner));
         let all = self.roster.progress(inside);

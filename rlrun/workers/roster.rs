@@ -1,9 +1,10 @@
 //! Who takes part in a run from other processes, and what each of them does just now.
 //!
 //! Invariant: nothing that a worker did is forgotten when it leaves or is killed: the counts of a run only go up. A worker
-//! that comes again under a name takes the place of the one before.
+//! that comes again under a name takes the place of the one before. What workers say of themselves is bounded: how many
+//! there are, their names and texts, and every number.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,6 +14,15 @@ use ::rewards::reward_model::ModelServer;
 use ::rollout::Progress;
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
+
+/// Most workers, and most instances of which it is remembered what they did.
+const MAX_WORKERS: usize = 4096;
+/// Most bytes of a name, of a worker as of a reward.
+const MAX_NAME: usize = 128;
+/// Most characters of any other text.
+const MAX_TEXT: usize = 1024;
+/// Most rewards that one worker speaks of, and of which counts are kept.
+const MAX_REWARDS: usize = 64;
 
 /// What a worker is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -61,6 +71,17 @@ pub(crate) struct Beat {
     pub(crate) serves: Option<(String, ModelServer)>,
     /// This is the last one.
     pub(crate) leaves: bool,
+}
+
+/// Why a worker cannot take part.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Unwelcome {
+    /// A name that nobody can have.
+    #[error("{0:?} is no name of a worker: 1 to {MAX_NAME} bytes without control characters are possible")]
+    Name(String),
+    /// Too many workers.
+    #[error("there are {MAX_WORKERS} workers already: is one started again and again?")]
+    TooMany,
 }
 
 /// What a worker hears in return.
@@ -114,6 +135,10 @@ struct State {
     workers: BTreeMap<String, Worker>,
     /// What workers did that are not there any more, by instance: one that was only silent can come back.
     gone: BTreeMap<u64, Progress>,
+    /// The same of earlier instances, all together.
+    long_gone: Option<Progress>,
+    /// Instances that were left out of the run.
+    expelled: BTreeSet<u64>,
     loads: BTreeMap<String, LoadCounts>,
     /// The newest instance.
     instance: u64,
@@ -142,8 +167,13 @@ impl Roster {
     }
 
     /// The name of a worker that joins, the one it asks for or the first that is free, and its instance.
-    pub(crate) fn join(&self, role: Role, name: Option<String>) -> (String, u64) {
+    ///
+    /// # Errors
+    /// A name that nobody can have, too many workers.
+    pub(crate) fn join(&self, role: Role, name: Option<String>) -> Result<(String, u64), Unwelcome> {
+        name.as_deref().map_or(Ok(()), check_name)?;
         let mut state = self.state();
+        state.room_for(name.as_deref())?;
         // A run of processes gives names of its own, which nobody takes by chance.
         let mut names = (0..).map(|n| format!("guest {} {n}", role.as_str()));
         let name = name.or_else(|| names.find(|name| !state.workers.contains_key(name))).unwrap_or_default();
@@ -154,18 +184,42 @@ impl Roster {
             Beat { name: name.clone(), role, instance, doing: "is starting".to_owned(), ..Beat::default() };
         state.put(beat);
         self.settle(state);
-        (name, instance)
+        Ok((name, instance))
+    }
+
+    /// Leaves the worker `name` out of the run: what it held goes to others, and it is told to end.
+    pub(crate) fn expel(&self, name: &str) {
+        let mut state = self.state();
+        let Some(instance) = state.workers.get(name).map(|worker| worker.beat.instance) else { return };
+        if state.expelled.len() == MAX_WORKERS {
+            state.expelled.pop_first();
+        }
+        state.expelled.insert(instance);
+        state.leave(name);
+        self.settle(state);
     }
 
     /// Takes down what a worker says. One that is not known was forgotten by a run that was started again.
-    pub(crate) fn beat(&self, beat: Beat) -> Orders {
+    ///
+    /// # Errors
+    /// A name that nobody can have, too many workers.
+    pub(crate) fn beat(&self, beat: Beat) -> Result<Orders, Unwelcome> {
+        check_name(&beat.name)?;
+        let beat = beat.bounded();
         let mut state = self.state();
+        state.room_for(Some(&beat.name))?;
+        if state.expelled.contains(&beat.instance) {
+            return Ok(Orders { stop: true });
+        }
         let known = state.workers.get(&beat.name).map(|worker| worker.beat.instance);
         if known.is_some_and(|known| known > beat.instance) {
             // It was replaced, and does not know it yet.
-            return Orders { stop: true };
+            return Ok(Orders { stop: true });
         }
         for (name, counts) in &beat.rewards {
+            if state.loads.len() >= MAX_REWARDS && !state.loads.contains_key(name) {
+                continue;
+            }
             state.loads.entry(name.clone()).or_default().add(counts.clone());
         }
         let leaves = beat.leaves.then(|| beat.name.clone());
@@ -173,7 +227,7 @@ impl Roster {
         leaves.iter().for_each(|name| state.leave(name));
         let stop = state.stopping;
         self.settle(state);
-        Orders { stop }
+        Ok(Orders { stop })
     }
 
     /// The process of a worker has ended, says who looks after it. A run that was started again may hear of its `instance`
@@ -198,6 +252,7 @@ impl Roster {
         let start = inside.unwrap_or(Progress { served: PolicyVersion(u64::MAX), ..Progress::default() });
         let rollouts = state.workers.values().filter_map(|worker| worker.beat.progress.as_ref());
         let all = rollouts.fold(start, |all, progress| all.and(progress));
+        let all = state.long_gone.iter().fold(all, |all, progress| all.and(progress));
         let with_gone = state.gone.values().fold(all, |all, progress| all.and(progress));
         Progress { served: all.served, ..with_gone }
     }
@@ -264,6 +319,33 @@ impl Roster {
     }
 }
 
+fn check_name(name: &str) -> Result<(), Unwelcome> {
+    if (1..=MAX_NAME).contains(&name.len()) && !name.chars().any(char::is_control) {
+        return Ok(());
+    }
+    Err(Unwelcome::Name(name.chars().take(MAX_NAME).collect()))
+}
+
+impl Beat {
+    /// What a worker says, cut to what a run can keep and add up.
+    fn bounded(mut self) -> Self {
+        let cut = |text: &mut String| *text = text.chars().take(MAX_TEXT).collect();
+        cut(&mut self.host);
+        cut(&mut self.doing);
+        self.rewards.truncate(MAX_REWARDS);
+        self.rewards.retain(|(name, _)| name.len() <= MAX_NAME);
+        self.rewards.iter_mut().filter_map(|(_, counts)| counts.example.as_mut()).for_each(cut);
+        self.serves = self.serves.filter(|(name, _)| name.len() <= MAX_NAME);
+        if let Some(progress) = &mut self.progress {
+            let Progress { busy_s, idle_s, stall_s, switch_s, .. } = progress;
+            for seconds in [busy_s, idle_s, stall_s, switch_s] {
+                *seconds = if seconds.is_finite() { *seconds } else { 0.0 };
+            }
+        }
+        self
+    }
+}
+
 impl State {
     fn put(&mut self, beat: Beat) {
         self.gone.remove(&beat.instance);
@@ -277,6 +359,16 @@ impl State {
         let Some(Worker { beat, .. }) = self.workers.remove(name) else { return };
         self.left.push((Some(beat.name), beat.instance));
         self.gone.extend(beat.progress.map(|progress| (beat.instance, progress)));
+        if self.gone.len() > MAX_WORKERS
+            && let Some((_, first)) = self.gone.pop_first()
+        {
+            self.long_gone = Some(self.long_gone.map_or(first, |before| before.and(&first)));
+        }
+    }
+
+    fn room_for(&self, name: Option<&str>) -> Result<(), Unwelcome> {
+        let known = name.is_some_and(|name| self.workers.contains_key(name));
+        if known || self.workers.len() < MAX_WORKERS { Ok(()) } else { Err(Unwelcome::TooMany) }
     }
 }
 
@@ -300,28 +392,28 @@ mod tests {
         roster.tell(move |_, instance| heard.lock().unwrap().push(instance));
         let sampled = || roster.progress(None).engine.sampled_tokens;
         let served = || roster.progress(None).served;
-        assert_eq!(roster.join(Role::Rollout, None), ("guest rollout 0".to_owned(), 101));
-        assert_eq!(roster.join(Role::Rollout, None), ("guest rollout 1".to_owned(), 102));
-        assert_eq!(roster.beat(beat("guest rollout 0", 101, 10)), Orders::default());
-        roster.beat(beat("guest rollout 1", 102, 20));
+        assert_eq!(roster.join(Role::Rollout, None), Ok(("guest rollout 0".to_owned(), 101)));
+        assert_eq!(roster.join(Role::Rollout, None), Ok(("guest rollout 1".to_owned(), 102)));
+        assert_eq!(roster.beat(beat("guest rollout 0", 101, 10)), Ok(Orders::default()));
+        roster.beat(beat("guest rollout 1", 102, 20)).unwrap();
         assert_eq!((sampled(), served()), (30, PolicyVersion(10)));
         // Killed and started again: a new process under the old name begins at zero.
         assert_eq!(
             roster.join(Role::Rollout, Some("guest rollout 0".to_owned())),
-            ("guest rollout 0".to_owned(), 103)
+            Ok(("guest rollout 0".to_owned(), 103))
         );
         assert_eq!((sampled(), served()), (30, PolicyVersion(20)));
-        roster.beat(beat("guest rollout 0", 103, 1));
+        roster.beat(beat("guest rollout 0", 103, 1)).unwrap();
         assert_eq!(sampled(), 31);
         // What is left of the one before is told to end, and counts nothing twice.
-        assert!(roster.beat(beat("guest rollout 0", 101, 12)).stop);
+        assert!(roster.beat(beat("guest rollout 0", 101, 12)).unwrap().stop);
         assert_eq!(sampled(), 31);
-        roster.beat(Beat { leaves: true, ..beat("guest rollout 1", 102, 25) });
+        roster.beat(Beat { leaves: true, ..beat("guest rollout 1", 102, 25) }).unwrap();
         assert_eq!((sampled(), roster.members().len()), (36, 1));
         assert_eq!(roster.drop_silent(Duration::ZERO), ["guest rollout 0"]);
         assert_eq!((sampled(), served()), (36, PolicyVersion(u64::MAX)));
         // It was only slow: what it did is not counted again.
-        roster.beat(beat("guest rollout 0", 103, 4));
+        roster.beat(beat("guest rollout 0", 103, 4)).unwrap();
         assert_eq!(sampled(), 39);
         assert_eq!(*gone.lock().unwrap(), [101, 102, 103]);
         roster.ended("guest rollout 0", 9, Some(103));
@@ -340,12 +432,43 @@ mod tests {
         let counts = LoadCounts { scored: 2, ..LoadCounts::default() };
         for instance in 1..=2 {
             let rewards = vec![("math".to_owned(), counts.clone())];
-            roster.beat(Beat { rewards, ..beat(&format!("rollout {instance}"), instance, 1) });
+            roster.beat(Beat { rewards, ..beat(&format!("rollout {instance}"), instance, 1) }).unwrap();
         }
         let loads = roster.take_loads();
         assert_eq!((loads.len(), loads[0].1.scored), (1, 4));
         assert!(roster.take_loads().is_empty());
         roster.stop(Duration::ZERO);
-        assert!(roster.beat(beat("rollout 1", 1, 3)).stop);
+        assert!(roster.beat(beat("rollout 1", 1, 3)).unwrap().stop);
+    }
+
+    #[test]
+    fn what_workers_say_of_themselves_is_bounded() {
+        let roster = Roster::after(0);
+        let long = "x".repeat(100_000);
+        for name in [&long[..], "", "a\nb"] {
+            assert!(matches!(roster.join(Role::Rollout, Some(name.to_owned())), Err(Unwelcome::Name(_))));
+            assert!(matches!(roster.beat(beat(name, 1, 1)), Err(Unwelcome::Name(_))));
+        }
+        let counts = LoadCounts { example: Some(long.clone()), scored: u64::MAX, ..LoadCounts::default() };
+        let rewards = (0..100).map(|n| (n.to_string(), counts.clone())).collect();
+        let said = Beat { host: long.clone(), doing: long.clone(), rewards, ..beat("a", 1, u64::MAX) };
+        roster.beat(said.clone()).unwrap();
+        roster.beat(Beat { name: "b".to_owned(), instance: 2, ..said }).unwrap();
+        let members = roster.members();
+        assert!(members.iter().all(|member| member.host.len() + member.doing.len() == 2 * MAX_TEXT));
+        assert_eq!(roster.progress(None).engine.sampled_tokens, u64::MAX, "nothing overflows");
+        let loads = roster.take_loads();
+        assert_eq!((loads.len(), loads[0].1.scored), (MAX_REWARDS, u64::MAX));
+        assert!(loads.iter().all(|(_, load)| load.example.as_ref().unwrap().len() == MAX_TEXT));
+        for n in 0..MAX_WORKERS - 2 {
+            roster.join(Role::Rollout, Some(format!("w{n}"))).unwrap();
+        }
+        assert_eq!(roster.join(Role::Rollout, None), Err(Unwelcome::TooMany));
+        assert_eq!(roster.beat(beat("another", 9, 1)), Err(Unwelcome::TooMany));
+        roster.beat(beat("a", 1, u64::MAX)).unwrap();
+        // What is left out stays out.
+        roster.expel("a");
+        assert!(roster.beat(beat("a", 1, 1)).unwrap().stop);
+        assert_eq!(roster.members().len(), MAX_WORKERS - 1);
     }
 }

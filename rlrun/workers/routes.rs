@@ -1,6 +1,7 @@
 //! What a run serves to its workers beside the buffer: how to join, what to say each second, and who is there.
 //!
-//! Invariant: nothing here waits or computes; a request takes one short lock. Bodies are MessagePack or, for people, JSON.
+//! Invariant: nothing here waits or computes; a request takes one short lock. Bodies are MessagePack or, for people, JSON,
+//! and no longer than what a worker has to say.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,7 +10,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use ::rewards::reward_model::ModelServer;
 use axum::Router;
 use axum::body::Bytes;
-use axum::extract::State;
+use axum::extract::{DefaultBodyLimit, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -18,7 +19,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::roster::{Beat, Role, Roster};
+use super::roster::{Beat, Role, Roster, Unwelcome};
 use crate::failure::Failure;
 
 /// A file of a model directory that is not weights is at most this large, bytes; tokenizers of large vocabularies have
@@ -39,6 +40,9 @@ pub(crate) const DESCRIBING: [&str; 10] = [
 ];
 /// Version of what is said here; another one does not understand this one.
 pub(crate) const PROTOCOL: u32 = 1;
+
+/// Longest body, bytes: a worker speaks of itself and of some rewards.
+const MAX_BODY: usize = 256 << 10;
 
 const MESSAGE_PACK: &str = "application/msgpack";
 
@@ -139,6 +143,7 @@ impl Desk {
             .route("/v1/run/beat", post(beat))
             .route("/v1/run/ended", post(ended))
             .route("/v1/run/workers", get(workers).post(workers))
+            .layer(DefaultBodyLimit::max(MAX_BODY))
             .with_state(Arc::clone(self))
     }
 }
@@ -184,7 +189,10 @@ async fn join(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) ->
     if role == Role::Trainer && ranks.is_none() {
         return answer(&headers, &Answer { protocol, joined: None });
     }
-    let (name, instance) = desk.roster.join(role, name);
+    let (name, instance) = match desk.roster.join(role, name) {
+        Ok(joined) => joined,
+        Err(unwelcome) => return refused(&unwelcome),
+    };
     let (recipe, servers) = (desk.recipe.clone(), desk.roster.servers());
     answer(
         &headers,
@@ -194,7 +202,10 @@ async fn join(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) ->
 
 async fn beat(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) -> Response {
     match read::<Beat>(&headers, &body) {
-        Ok(beat) => answer(&headers, &desk.roster.beat(beat)),
+        Ok(beat) => match desk.roster.beat(beat) {
+            Ok(orders) => answer(&headers, &orders),
+            Err(unwelcome) => refused(&unwelcome),
+        },
         Err(reason) => bad_body(&reason),
     }
 }
@@ -223,6 +234,14 @@ fn read<T: DeserializeOwned>(headers: &HeaderMap, body: &Bytes) -> Result<T, Str
     } else {
         serde_json::from_slice(body).map_err(|error| error.to_string())
     }
+}
+
+fn refused(unwelcome: &Unwelcome) -> Response {
+    let (status, code) = match unwelcome {
+        Unwelcome::Name(_) => (StatusCode::UNPROCESSABLE_ENTITY, "bad_name"),
+        Unwelcome::TooMany => (StatusCode::TOO_MANY_REQUESTS, "too_many_workers"),
+    };
+    problem(status, code, &unwelcome.to_string())
 }
 
 fn bad_body(reason: &str) -> Response {

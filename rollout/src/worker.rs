@@ -132,7 +132,8 @@ impl Progress {
         self.busy_s += other.busy_s;
         self.idle_s += other.idle_s;
         self.stall_s += other.stall_s;
-        self.groups += other.groups;
+        // Other processes say so of themselves.
+        self.groups = self.groups.saturating_add(other.groups);
         self.served = self.served.min(other.served);
         self.engine += other.engine;
         self.curation += other.curation;

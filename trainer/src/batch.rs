@@ -1,10 +1,11 @@
 //! From leased groups to the rows of a training step.
 //!
-//! Invariant: a row is a trajectory with a reward, or a demonstration in place of a group; which rows are computed never
+//! Invariant: every group passes [`unfit`] before a batch is made of it. A row is a trajectory with a reward, or a demonstration in place of a group; which rows are computed never
 //! changes the step: what is left out because its gradient is zero still counts wherever losses are divided.
 
 use std::ops::Range;
 
+use buffer::{GroupLimits, Unfit};
 use serde::{Deserialize, Serialize};
 use trajectory::{Component, Group, PolicyVersion, Sample, Trajectory};
 
@@ -157,6 +158,13 @@ impl BatchGroup<'_> {
             self.outcome.trajectories.clear();
         }
     }
+}
+
+/// Which of `groups` cannot be trained on, and why.
+#[must_use]
+pub fn unfit<G: AsRef<Group>>(groups: &[G], limits: &GroupLimits) -> Vec<(usize, Unfit)> {
+    let check = |(at, group): (usize, &G)| Some((at, limits.check(group.as_ref()).err()?));
+    groups.iter().enumerate().filter_map(check).collect()
 }
 
 fn outcome(trajectory: &Trajectory, reward: f64) -> Outcome {

@@ -45,6 +45,7 @@ pub mod packing;
 mod pass;
 pub mod plan;
 pub mod publishing;
+mod quarantine;
 mod rank;
 mod ranks;
 pub mod report;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use buffer::Unfit;
 use serde::{Deserialize, Serialize};
 use trajectory::{Component, Group, PolicyVersion};
 
@@ -37,8 +38,23 @@ pub struct StepReport {
     pub batch: BatchStatistics,
     /// Bytes that the trainer gave up the last time that the sampler had the device; 0 if they do not take turns.
     pub freed_bytes: u64,
+    /// Groups that were set aside since the step before because they cannot be trained on; the first of them.
+    pub quarantined: Vec<Quarantined>,
+    /// How many groups that are.
+    pub quarantined_groups: u64,
     /// Where the time went, seconds.
     pub time: StepTime,
+}
+
+/// A group that was set aside because it cannot be trained on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Quarantined {
+    /// The group.
+    pub group: Arc<Group>,
+    /// Who sent it, if that is known; the run's own sampler sends without a name.
+    pub sender: Option<String>,
+    /// Why.
+    pub reason: Unfit,
 }
 
 /// A token whose log-probability the sampler recorded with other bits than the trainer computes with the same weights.

@@ -19,6 +19,7 @@ use crate::critic::{Critic, Network};
 use crate::lead::{Command, UpdateCommand};
 use crate::learner::{Frozen, Learner};
 use crate::publishing::Publishing;
+use crate::quarantine::Quarantine;
 use crate::report::{BatchStatistics, Mismatch, StepReport, StepTime};
 use crate::schedule::Schedule;
 use crate::update::{Update, Updated};
@@ -83,6 +84,7 @@ pub struct Trainer {
     directory: Arc<ModelDirectory>,
     buffer: Arc<dyn Consumer>,
     publisher: Publishing,
+    quarantine: Quarantine,
     version: PolicyVersion,
     trained_tokens: u64,
     writer: Writer,
@@ -121,6 +123,7 @@ impl Trainer {
             learner,
             companions,
             colocation: None,
+            quarantine: Quarantine::new(directory.config()),
             directory,
             buffer,
             publisher,
@@ -230,6 +233,7 @@ impl Trainer {
         let clock = Instant::now();
         self.publish()?;
         time.weight_sync = clock.elapsed().as_secs_f64();
+        let (quarantined, quarantined_groups) = self.quarantine.take();
         Ok(Some(StepReport {
             version: self.version,
             groups: lease.groups,
@@ -243,6 +247,8 @@ impl Trainer {
             learning_rate,
             batch,
             freed_bytes: self.colocation.as_ref().map_or(0, Colocation::freed_bytes),
+            quarantined,
+            quarantined_groups,
             time,
         }))
     }
@@ -323,7 +329,7 @@ impl Trainer {
         if let Some(colocation) = self.colocation.as_mut().filter(|colocation| !colocation.is_resting()) {
             let request = LeaseRequest::step(CONSUMER, self.version);
             ready = match self.buffer.lease(&request, Duration::ZERO) {
-                Ok(lease) => Some(lease),
+                Ok(lease) => self.quarantine.pass(&*self.buffer, lease)?,
                 Err(BufferError::LeaseTimeout { .. }) => None,
                 Err(error) => return Err(error.into()),
             };
@@ -353,7 +359,7 @@ impl Trainer {
         Ok(Some(lease))
     }
 
-    fn lease(&self) -> Result<Option<Lease>, TrainerError> {
+    fn lease(&mut self) -> Result<Option<Lease>, TrainerError> {
         fail::fail_point!("before-lease");
         let deadline = Instant::now() + self.config.wait;
         let request = LeaseRequest::step(CONSUMER, self.version);
@@ -365,7 +371,11 @@ impl Trainer {
             self.publisher.resend(&self.learner)?;
             let left = deadline.saturating_duration_since(Instant::now());
             match self.buffer.lease(&request, left.min(LOOK_UP)) {
-                Ok(lease) => return Ok(Some(lease)),
+                Ok(lease) => {
+                    if let Some(lease) = self.quarantine.pass(&*self.buffer, lease)? {
+                        return Ok(Some(lease));
+                    }
+                }
                 Err(BufferError::LeaseTimeout { .. }) if left > LOOK_UP => {}
                 Err(error) => return Err(error.into()),
             }
@@ -380,7 +390,10 @@ impl Trainer {
     ) -> Result<(BatchCounts, Updated), TrainerError> {
         fail::fail_point!("rank-step");
         let demonstrations: Vec<Option<Sample>> = match &self.companions.demonstrate {
-            Some(demonstrate) => groups.iter().map(|group| demonstrate(&group.task)).collect(),
+            Some(demonstrate) => {
+                let of = |group: &Arc<Group>| demonstrate(&group.task).filter(|s| self.quarantine.sees(s));
+                groups.iter().map(of).collect()
+            }
             None => Vec::new(),
         };
         let batch = Batch::new(groups, &self.config.algorithm, self.config.split, &demonstrations);

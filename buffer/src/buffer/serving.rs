@@ -171,6 +171,10 @@ impl Buffer {
         self.settle_async(|ledger, _| Ok(ledger.evict_below(version))).await
     }
 
+    pub(crate) async fn quarantine_async(&self, group: GroupId) -> Result<bool, BufferError> {
+        self.settle_async(|ledger, _| Ok(ledger.quarantine(group))).await
+    }
+
     fn start(&self, incoming: Incoming) -> Underway {
         match Prepared::new(incoming, self.config.dedup) {
             Ok(prepared) => self.start_prepared(prepared),

@@ -206,8 +206,13 @@ impl Access {
 
     fn check_names(&self, parts: &Parts) -> Result<(), Problem> {
         let text = |name| parts.headers.get(name).map(|value| value.to_str().unwrap_or("?"));
-        let host = text(HOST).or_else(|| parts.uri.authority().map(|authority| authority.as_str()));
-        let host = host.unwrap_or_default();
+        let target = parts.uri.authority().map(|authority| authority.as_str());
+        let differs = target.zip(text(HOST)).is_some_and(|(target, host)| !target.eq_ignore_ascii_case(host));
+        if differs || parts.headers.get_all(HOST).iter().nth(1).is_some() {
+            // What checks one and what uses the other would not mean the same.
+            return Err(Problem::new(Code::BadHost, "send one header `Host`, with the host of the request"));
+        }
+        let host = text(HOST).or(target).unwrap_or_default();
         if let Some(hosts) = &self.hosts
             && !hosts.iter().any(|ours| ours.eq_ignore_ascii_case(without_port(host)))
         {

@@ -1,7 +1,8 @@
 //! Bodies in and out: JSON or MessagePack, plain or compressed, within their limits.
 //!
-//! Invariant: no bytes whatever make the server panic, take more memory than [`Limits`] allows, or hold it longer. What
-//! cannot be read is answered with the place where reading ended.
+//! Invariant: no bytes whatever make the server panic, take more memory than [`Limits`] allows, or hold it longer: what a
+//! body takes decoded is counted, and has room reserved, before it is decoded. What cannot be read is answered with the
+//! place where reading ended.
 
 use std::io::Read;
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::OwnedSemaphorePermit;
 
+use super::cost::Cost;
 use super::limits::Limits;
 use super::problem::{Code, Problem};
 use super::state::Shared;
@@ -57,6 +59,51 @@ impl Format {
         } else {
             None
         }
+    }
+
+    /// Bytes that a body takes decoded as one of the requests, at most `limit`.
+    fn cost(self, bytes: &[u8], limit: usize) -> Result<usize, Problem> {
+        let cost = Cost::at_most(limit);
+        let counted = self.count(bytes, &cost, false);
+        if cost.is_over() {
+            let detail = format!(
+                "the body has {} bytes and takes more than {limit} decoded; send fewer groups, columns or values at once",
+                bytes.len()
+            );
+            return Err(Problem::new(Code::DecodedTooLarge, detail));
+        }
+        // The path of a mistake costs time for every value, so it is looked for only when there is one.
+        let counted = counted.or_else(|_| self.count(bytes, &Cost::at_most(limit), true));
+        counted.map_err(|reason| Problem::new(Code::BadBody, reason))?;
+        Ok(cost.bytes())
+    }
+
+    /// Reads a whole body into `cost`; with `named` an error begins with the path to the mistake.
+    fn count(self, bytes: &[u8], cost: &Cost, named: bool) -> Result<(), String> {
+        let mut track = serde_path_to_error::Track::new();
+        let counted = match self {
+            Self::Json => {
+                let mut json = serde_json::Deserializer::from_slice(bytes);
+                let counted = match named {
+                    true => cost.count(serde_path_to_error::Deserializer::new(&mut json, &mut track)),
+                    false => cost.count(&mut json),
+                };
+                counted.and_then(|()| json.end()).map_err(|error| error.to_string())
+            }
+            Self::MessagePack => {
+                let mut pack = rmp_serde::Deserializer::new(bytes);
+                pack.set_max_depth(MAX_DEPTH);
+                let counted = match named {
+                    true => cost.count(serde_path_to_error::Deserializer::new(&mut pack, &mut track)),
+                    false => cost.count(&mut pack),
+                };
+                counted.map_err(|error| error.to_string())
+            }
+        };
+        counted.map_err(|reason| match track.path().to_string() {
+            path if path == "." => reason,
+            path => format!("{path}: {reason}"),
+        })
     }
 
     /// Reads a whole body.
@@ -163,8 +210,18 @@ impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<Shared>> for Body<T> 
 
     async fn from_request(request: Request, shared: &Arc<Shared>) -> Result<Self, Problem> {
         let format = format_of(request.headers())?;
-        let (bytes, reserved) = read(request, shared).await?;
-        let value = if bytes.len() <= DECODE_INLINE {
+        let (bytes, mut reserved) = read(request, shared).await?;
+        let (length, limit) = (bytes.len(), shared.limits.decoded_bytes);
+        let cost = if length <= DECODE_INLINE {
+            format.cost(&bytes, limit)?
+        } else {
+            let bytes = bytes.clone();
+            aside(move || format.cost(&bytes, limit)).await??
+        };
+        if cost > Limits::SMALL_BODY {
+            enlarge(shared, &mut reserved, length.saturating_add(cost))?;
+        }
+        let value = if length <= DECODE_INLINE {
             format.decode(&bytes)?
         } else {
             aside(move || format.decode(&bytes)).await??
@@ -315,6 +372,29 @@ async fn reserve(shared: &Shared, bytes: usize) -> Result<OwnedSemaphorePermit, 
             "other large bodies take all the room: try again later, or send less at once",
         )),
     }
+}
+
+/// Room for a body that needs `bytes` decoded. It is not waited for: who waits holds what it has, and many such would wait
+/// for each other.
+fn enlarge(
+    shared: &Shared,
+    reserved: &mut Option<OwnedSemaphorePermit>,
+    bytes: usize,
+) -> Result<(), Problem> {
+    let kib = u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX);
+    let has = reserved.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+    let more = kib.saturating_sub(u32::try_from(has).unwrap_or(u32::MAX));
+    let Ok(more) = Arc::clone(&shared.bodies).try_acquire_many_owned(more) else {
+        return Err(Problem::new(
+            Code::Busy,
+            "other large bodies take all the room: try again later, or send less at once",
+        ));
+    };
+    match reserved {
+        Some(reserved) => reserved.merge(more),
+        None => *reserved = Some(more),
+    }
+    Ok(())
 }
 
 fn decompress(encoding: Encoding, bytes: &[u8], limit: usize) -> Result<Bytes, Problem> {

@@ -26,7 +26,7 @@ use super::problem::Evidence;
 use super::wire::{
     AbortRequest, AckThroughRequest, AdmissionsAnswer, AdmissionsRequest, AppendAnswer, ClaimRequest, Done,
     ExtendRequest, GroupView, ItemLimits, ItemResult, ItemStatus, LeaseAnswer, LeaseBody, LeasesRequest,
-    MAX_WAIT_MS, Nothing, StatsBody, SubmissionsView, VersionRequest, milliseconds,
+    MAX_WAIT_MS, Nothing, QuarantinedBody, StatsBody, SubmissionsView, VersionRequest, milliseconds,
 };
 use crate::{
     AdmitRequest, BufferError, Consumer, Finalized, Lease, LeaseId, LeaseRequest, Producer, Stats, Submitted,
@@ -139,7 +139,15 @@ impl Client {
 
     /// What a server hands out, as a lease.
     fn lease_of(&self, call: &Call, body: LeaseBody, hold: Option<Duration>) -> Result<Lease, BufferError> {
-        let any = ItemLimits { trajectories: usize::MAX, tokens: usize::MAX, vocabulary: None };
+        let most = usize::MAX;
+        let any = ItemLimits {
+            trajectories: most,
+            tokens: most,
+            vocabulary: None,
+            values: most,
+            name_bytes: most,
+            depth: most,
+        };
         let groups = body.groups.into_iter().map(|submission| match submission.check(any) {
             Ok((_, group)) => Ok(Arc::new(group)),
             Err(rejection) => Err(self.core.bad_answer(call, rejection.detail)),
@@ -279,6 +287,11 @@ impl Consumer for Client {
     fn release(&self, lease: LeaseId) -> Result<(), BufferError> {
         self.renewals.remove(lease);
         self.core.ask(&Call::post(format!("/v1/leases/{}/release", lease.0), &Nothing {})?).map(done)
+    }
+
+    fn quarantine(&self, group: GroupId) -> Result<Option<String>, BufferError> {
+        let call = Call::post(format!("/v1/groups/{}/quarantine", group.0), &Nothing {})?;
+        self.core.ask(&call).map(|QuarantinedBody { sender, .. }| sender)
     }
 
     fn set_version(&self, version: PolicyVersion, rewind: bool) -> Result<(), BufferError> {

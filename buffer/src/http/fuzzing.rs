@@ -30,6 +30,13 @@ pub(crate) fn decode(choice: u8, body: &[u8]) {
 /// The groups that would be stored of `body`.
 pub(crate) fn groups(choice: u8, body: &[u8]) -> Vec<Group> {
     let Ok(request) = format(choice).decode::<AppendRequest>(body) else { return Vec::new() };
-    let limits = ItemLimits { trajectories: 64, tokens: 1 << 16, vocabulary: Some(200_000) };
+    let limits = ItemLimits {
+        trajectories: 64,
+        tokens: 1 << 16,
+        vocabulary: Some(200_000),
+        values: 1 << 14,
+        name_bytes: 256,
+        depth: 64,
+    };
     request.groups.into_iter().filter_map(|group| Some(group.check(limits).ok()?.1)).collect()
 }

@@ -8,7 +8,11 @@ use std::time::Duration;
 pub struct Limits {
     /// Bytes of a body, after decompression.
     pub body_bytes: usize,
-    /// Bytes of all bodies together that are above [`Limits::SMALL_BODY`]; at least `body_bytes`.
+    /// Bytes that a body takes decoded, counted before it is: more than it has, since what can have any shape takes many
+    /// times what it is sent as.
+    pub decoded_bytes: usize,
+    /// Bytes of all bodies together that are above [`Limits::SMALL_BODY`], as they come and decoded; at least
+    /// `body_bytes` and `decoded_bytes`.
     pub bodies_bytes: usize,
     /// How long a body may take to arrive, and then to find room.
     pub body_read: Duration,
@@ -26,6 +30,12 @@ pub struct Limits {
     pub trajectories: usize,
     /// Tokens in a trajectory.
     pub tokens: usize,
+    /// Values in the columns of a group and the details of its rewards.
+    pub values: usize,
+    /// Bytes of the name of a column, a detail or a reward.
+    pub name_bytes: usize,
+    /// Lists and objects within each other in a column or a detail.
+    pub depth: usize,
     /// Token ids are below; `None`: any id.
     pub vocabulary: Option<u32>,
 }
@@ -39,6 +49,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             body_bytes: 64 << 20,
+            decoded_bytes: 256 << 20,
             bodies_bytes: 1 << 30,
             body_read: Duration::from_secs(30),
             head_read: Duration::from_secs(10),
@@ -48,6 +59,9 @@ impl Default for Limits {
             connections: 4096,
             trajectories: 4096,
             tokens: 1 << 20,
+            values: 1 << 14,
+            name_bytes: 256,
+            depth: 64,
             vocabulary: None,
         }
     }

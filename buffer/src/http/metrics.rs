@@ -33,6 +33,8 @@ pub(crate) struct Metrics {
     pub(super) connections: AtomicU64,
     /// Connections that were closed at once because there were too many.
     pub(super) refused_connections: AtomicU64,
+    /// Groups that were answered with `invalid`.
+    pub(super) refused_groups: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -89,6 +91,9 @@ impl Metrics {
             refused,
             load(&self.refused_connections),
         )?;
+        let invalid = "Groups that were not stored because they are invalid.";
+        let refused = load(&self.refused_groups);
+        single(text, "rlrun_buffer_groups_refused_total", "counter", invalid, refused)?;
         single(text, "rlrun_buffer_up", "gauge", "1 if the buffer is usable.", u64::from(stats.is_some()))?;
         stats.map_or(Ok(()), |stats| write_stats(text, stats))
     }
@@ -122,6 +127,7 @@ fn write_stats(text: &mut String, stats: &Stats) -> std::fmt::Result {
         ("dropped_stale_total", "counter", "Groups dropped over the bound.", stats.dropped_stale),
         ("evicted_total", "counter", "Groups evicted.", stats.evicted),
         ("expired_total", "counter", "Leases and admissions whose hold was over.", stats.expired),
+        ("quarantined_total", "counter", "Groups set aside: they cannot be trained on.", stats.quarantined),
         ("oldest_age", "gauge", "Versions between the oldest group and the next step.", stats.oldest_age),
         ("slots", "gauge", "Slots in all.", count(stats.slots)),
         ("slots_free", "gauge", "Slots free for a sampler with the newest version.", count(stats.slots_free)),

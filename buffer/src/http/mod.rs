@@ -4,7 +4,7 @@
 //! # Layout
 //! - `server`: connections, from the listener to the last answer; `tls`: certificates
 //! - `routes`: what is asked of the buffer; `auth`: who may ask; `events`: what happens, as a stream
-//! - `wire`: requests and answers; `body`: their bytes; `problem`: errors
+//! - `wire`: requests and answers; `body`: their bytes; `cost`: what those take decoded; `problem`: errors
 //! - `state`: the buffer that is served, also after its storage failed; `limits`: what requests may take
 //! - `openapi`: the document of all this, made from the routes; `metrics`: what was counted
 //! - `client`: the other side
@@ -16,6 +16,7 @@
 mod auth;
 mod body;
 mod client;
+mod cost;
 mod events;
 #[cfg(fuzzing)]
 pub(crate) mod fuzzing;
@@ -34,4 +35,5 @@ pub use auth::{Role, TokenError, Tokens};
 pub use client::{Client, ClientConfig};
 pub use limits::Limits;
 pub use server::{Notice, Reopen, Server, ServerConfig, ServerError};
+pub use state::{OnRefused, RefusedGroup};
 pub use tls::{Tls, TlsError};

@@ -65,7 +65,7 @@ impl Modify for Token {
 }
 
 /// What any request can be answered, whatever it asks.
-const ALWAYS: &[Code] = &[Code::ForeignOrigin, Code::WrongHost, Code::Internal];
+const ALWAYS: &[Code] = &[Code::BadHost, Code::ForeignOrigin, Code::WrongHost, Code::Internal];
 /// What a route for tokens can answer.
 const WITH_TOKEN: &[Code] = &[Code::Unauthorized, Code::Forbidden];
 /// What a route with parameters can answer.
@@ -78,6 +78,7 @@ const WITH_BODY: &[Code] = &[
     Code::Incomplete,
     Code::BodyTimeout,
     Code::BodyTooLarge,
+    Code::DecodedTooLarge,
     Code::UnsupportedMediaType,
     Code::UnsupportedEncoding,
     Code::BadBody,
@@ -89,7 +90,7 @@ const OF_BUFFER: &[Code] = &[Code::StorageFailed];
 /// What an operation can answer beside these.
 fn codes_of(operation: &str) -> &'static [Code] {
     match operation {
-        "append_groups" => &[Code::Full],
+        "append_groups" => &[Code::Full, Code::Preparing],
         "list_groups" => &[Code::OutOfRange],
         "get_group" => &[Code::UnknownGroup, Code::DamagedGroup],
         "admit" => &[Code::OutOfRange, Code::FutureVersion, Code::Stopping],
@@ -136,10 +137,9 @@ fn complete_operation(operation: &mut Operation, path: &str) {
     let in_two_formats = has_formats && operation.responses.responses.values_mut().any(in_both_formats);
     // Verbs without fields read a body as well, an empty one.
     let reads_body = path.starts_with("/v1/")
-        && operation
-            .operation_id
-            .as_deref()
-            .is_some_and(|id| operation.request_body.is_some() || matches!(id, "ack" | "release"));
+        && operation.operation_id.as_deref().is_some_and(|id| {
+            operation.request_body.is_some() || matches!(id, "ack" | "release" | "quarantine")
+        });
     let mut codes = ALWAYS.to_vec();
     for (applies, more) in [
         (!is_open, WITH_TOKEN),

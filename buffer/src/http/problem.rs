@@ -45,6 +45,7 @@ codes! {
     BadQuery = BAD_REQUEST "bad_query" "the query is not as documented";
     BadPath = BAD_REQUEST "bad_path" "a part of the path is not as documented";
     BadEncoding = BAD_REQUEST "bad_encoding" "the body cannot be decompressed";
+    BadHost = BAD_REQUEST "bad_host" "the request names more than one host";
     Incomplete = BAD_REQUEST "incomplete" "the body ended early";
     Unauthorized = UNAUTHORIZED "unauthorized" "a token is needed that this server knows";
     Forbidden = FORBIDDEN "forbidden" "the role of the token does not allow this";
@@ -55,6 +56,7 @@ codes! {
     NotAcceptable = NOT_ACCEPTABLE "not_acceptable" "answers are JSON or MessagePack";
     BodyTimeout = REQUEST_TIMEOUT "body_timeout" "the body did not arrive in time";
     BodyTooLarge = PAYLOAD_TOO_LARGE "body_too_large" "the body is larger than this server takes";
+    DecodedTooLarge = PAYLOAD_TOO_LARGE "decoded_too_large" "the body takes more memory than this server gives";
     UnsupportedMediaType = UNSUPPORTED_MEDIA_TYPE "unsupported_media_type" "bodies are JSON or MessagePack";
     UnsupportedEncoding = UNSUPPORTED_MEDIA_TYPE "unsupported_encoding" "bodies are plain, gzip or zstd";
     WrongHost = MISDIRECTED_REQUEST "wrong_host" "this server does not answer to that name";
@@ -92,7 +94,13 @@ codes! {
     BadBaseline = UNPROCESSABLE_ENTITY "bad_baseline" "a baseline has tokens that are trained on";
     BadIndex = UNPROCESSABLE_ENTITY "bad_index" "the trajectories are not ordered by index";
     BadVersions = UNPROCESSABLE_ENTITY "bad_versions" "the policy versions of a trajectory are not usable";
+    NameTooLong = UNPROCESSABLE_ENTITY "name_too_long" "a name is too long";
+    TooManyValues = UNPROCESSABLE_ENTITY "too_many_values" "columns and details have too many values";
+    TooDeep = UNPROCESSABLE_ENTITY "too_deep" "columns or details are nested too deeply";
+    LogprobTooLow = UNPROCESSABLE_ENTITY "logprob_too_low" "a log-probability is lower than any sampler's";
+    RewardOutOfRange = UNPROCESSABLE_ENTITY "reward_out_of_range" "a reward is too large to train on";
     // Not now.
+    Preparing = SERVICE_UNAVAILABLE "preparing" "the run does not know yet what it trains";
     Full = TOO_MANY_REQUESTS "full" "the buffer has no room";
     Busy = SERVICE_UNAVAILABLE "busy" "too many large bodies are on their way";
     StorageFailed = SERVICE_UNAVAILABLE "storage_failed" "the journal cannot be read or written";

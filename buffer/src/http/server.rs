@@ -4,13 +4,16 @@
 //! too slow, and ends with the server: after a stop no task of it is left.
 
 use std::fmt;
-use std::net::SocketAddr;
-use std::sync::Arc;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use axum::Router;
+use axum::extract::Request;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use hyper_util::service::TowerToHyperService;
@@ -25,9 +28,9 @@ use super::auth::{Access, Role, Tokens};
 use super::limits::Limits;
 use super::routes;
 use super::stall::NoStall;
-use super::state::Shared;
+use super::state::{Entry, OnRefused, Shared};
 use super::tls::Tls;
-use crate::{Buffer, BufferError};
+use crate::{Buffer, BufferError, GroupLimits};
 
 /// How often holds that are over are ended, so that watchers hear of it.
 const EXPIRE_EVERY: Duration = Duration::from_millis(250);
@@ -63,6 +66,11 @@ pub struct ServerConfig {
     pub tls: Option<Tls>,
     /// Whether tokens may go unencrypted over a network.
     pub insecure: bool,
+    /// What the run knows of groups that trains on them, once it does: others are refused, and all of them until then.
+    /// `None`: the server takes any group.
+    pub group_limits: Option<Arc<OnceLock<GroupLimits>>>,
+    /// Who hears of groups that are refused as invalid.
+    pub refused: Option<OnRefused>,
     /// Names that clients may use for a server on loopback, beside `localhost` and its addresses.
     pub allow_hosts: Vec<String>,
     /// Whether the serving process trains on the buffer itself, so that no client may lease, acknowledge or set the version.
@@ -85,6 +93,8 @@ impl ServerConfig {
             tokens: None,
             tls: None,
             insecure: false,
+            group_limits: None,
+            refused: None,
             allow_hosts: Vec::new(),
             own_trainer: false,
             reopen: None,
@@ -188,7 +198,8 @@ impl Server {
         };
         let listener = listener.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let shared = Arc::new(Shared::new(buffer, config.limits, config.access()));
+        let entry = Entry { limits: config.group_limits.clone(), refused: config.refused.clone() };
+        let shared = Arc::new(Shared::new(buffer, config.limits, config.access(), entry));
         let router = routes::router(&shared, std::mem::take(&mut config.routes));
         Ok(Self { listener, address, router, shared, config })
     }
@@ -223,7 +234,7 @@ impl Server {
                 // A panic of a handler was printed, and took only its own connection with it.
                 Some(_) = connections.join_next() => {}
                 accepted = listener.accept() => match accepted {
-                    Ok((stream, _)) => door.let_in(stream, &graceful, &mut connections),
+                    Ok((stream, peer)) => door.let_in(stream, peer.ip(), &graceful, &mut connections),
                     // The client left meanwhile, or the system has no room; neither is the listener's end.
                     Err(_) => tokio::time::sleep(ACCEPT_AGAIN).await,
                 },
@@ -273,7 +284,13 @@ struct Door {
 
 impl Door {
     /// Starts the task of a connection, or closes it if there are too many.
-    fn let_in(&self, stream: TcpStream, graceful: &GracefulShutdown, connections: &mut JoinSet<()>) {
+    fn let_in(
+        &self,
+        stream: TcpStream,
+        peer: IpAddr,
+        graceful: &GracefulShutdown,
+        connections: &mut JoinSet<()>,
+    ) {
         let Ok(place) = Arc::clone(&self.room).try_acquire_owned() else {
             self.shared.metrics.refused_connections.fetch_add(1, Ordering::Relaxed);
             return;
@@ -285,12 +302,12 @@ impl Door {
         let stream = NoStall::new(stream, limits.write_stall);
         match self.tls.clone() {
             None => connections.spawn(async move {
-                converse(stream, router, limits, watcher).await;
+                converse((stream, Peer(peer)), router, limits, watcher).await;
                 drop(open);
             }),
             Some(tls) => connections.spawn(async move {
                 if let Ok(Ok(stream)) = tokio::time::timeout(limits.handshake, tls.accept(stream)).await {
-                    converse(stream, router, limits, watcher).await;
+                    converse((stream, Peer(peer)), router, limits, watcher).await;
                 }
                 drop(open);
             }),
@@ -300,18 +317,27 @@ impl Door {
 
 /// Answers the requests of one connection. How it ends is the client's business: it has its answers or has gone.
 async fn converse(
-    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    (stream, peer): (impl AsyncRead + AsyncWrite + Unpin + Send + 'static, Peer),
     router: Router,
     limits: Limits,
     watcher: Watcher,
 ) {
+    let routes = TowerToHyperService::new(router);
+    let service = service_fn(move |mut request: Request<Incoming>| {
+        request.extensions_mut().insert(peer);
+        routes.call(request)
+    });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(limits.head_read)
         .max_buf_size(READ_BYTES)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+        .serve_connection(TokioIo::new(stream), service);
     let _ = watcher.watch(connection).await;
 }
+
+/// Where a request comes from; each has it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Peer(pub(crate) IpAddr);
 
 /// Counts a connection while it is open.
 struct Open {

@@ -3,6 +3,9 @@
 //! Invariant: nobody keeps the buffer longer than a request that goes on working, and waits end when its storage fails. So
 //! the last one soon lets go of it, and the journal can be opened again.
 
+use std::fmt;
+use std::net::IpAddr;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use axum::body::Bytes;
@@ -12,8 +15,37 @@ use super::auth::Access;
 use super::limits::Limits;
 use super::metrics::Metrics;
 use super::problem::{Code, Problem};
-use super::wire::ItemLimits;
-use crate::{Buffer, BufferError};
+use super::wire::{ItemLimits, Rejection};
+use crate::{Buffer, BufferError, GroupLimits};
+
+/// Hears of every group that is refused as invalid; called by the tasks that answer, so it must not wait.
+pub type OnRefused = Arc<dyn Fn(RefusedGroup<'_>) + Send + Sync>;
+
+/// A group that was refused as invalid.
+#[derive(Clone, Copy, Debug)]
+pub struct RefusedGroup<'a> {
+    /// The address that it came from, if that is known.
+    pub sender: Option<IpAddr>,
+    /// The reason, as it is answered.
+    pub code: &'a str,
+    /// The evidence, as it is answered.
+    pub detail: &'a str,
+}
+
+/// Which groups are taken.
+#[derive(Default)]
+pub(super) struct Entry {
+    /// What the run knows of groups that trains on them, as soon as it does; `None`: any group is taken.
+    pub(super) limits: Option<Arc<OnceLock<GroupLimits>>>,
+    /// Who hears of those that are not.
+    pub(super) refused: Option<OnRefused>,
+}
+
+impl fmt::Debug for Entry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Entry").field("limits", &self.limits).finish_non_exhaustive()
+    }
+}
 
 /// What all requests share.
 #[derive(Debug)]
@@ -25,6 +57,7 @@ pub(crate) struct Shared {
     pub(super) bodies: Arc<Semaphore>,
     pub(super) limits: Limits,
     pub(super) access: Access,
+    entry: Entry,
     pub(super) metrics: Metrics,
     /// The OpenAPI document, once the routes are known.
     pub(super) openapi: OnceLock<Bytes>,
@@ -44,13 +77,15 @@ struct Interruptions {
 }
 
 impl Shared {
-    pub(super) fn new(buffer: Arc<Buffer>, limits: Limits, access: Access) -> Self {
+    pub(super) fn new(buffer: Arc<Buffer>, limits: Limits, access: Access, entry: Entry) -> Self {
+        let room = limits.bodies_bytes.max(limits.body_bytes).max(limits.decoded_bytes);
         Self {
             served: RwLock::new(Served::Buffer(buffer)),
             interruptions: watch::Sender::default(),
-            bodies: Arc::new(Semaphore::new(limits.bodies_bytes.max(limits.body_bytes).div_ceil(1024))),
+            bodies: Arc::new(Semaphore::new(room.div_ceil(1024))),
             limits,
             access,
+            entry,
             metrics: Metrics::default(),
             openapi: OnceLock::new(),
         }
@@ -134,7 +169,26 @@ impl Shared {
 
     /// What one group may have.
     pub(super) fn item_limits(&self) -> ItemLimits {
-        let Limits { trajectories, tokens, vocabulary, .. } = self.limits;
-        ItemLimits { trajectories, tokens, vocabulary }
+        let Limits { trajectories, tokens, vocabulary, values, name_bytes, depth, .. } = self.limits;
+        ItemLimits { trajectories, tokens, vocabulary, values, name_bytes, depth }
+    }
+
+    /// What the run knows of groups that trains on them; `None` where that is nobody's business.
+    ///
+    /// # Errors
+    /// [`Code::Preparing`] while the run does not know it yet.
+    pub(super) fn group_limits(&self) -> Result<Option<GroupLimits>, Problem> {
+        let Some(limits) = &self.entry.limits else { return Ok(None) };
+        limits.get().copied().map(Some).ok_or_else(|| {
+            Problem::new(Code::Preparing, "the run is still opening its model: send the same again soon")
+        })
+    }
+
+    /// Counts and passes on that a group is not stored.
+    pub(super) fn refused(&self, sender: Option<IpAddr>, rejection: &Rejection) {
+        self.metrics.refused_groups.fetch_add(1, Ordering::Relaxed);
+        if let Some(refused) = &self.entry.refused {
+            refused(RefusedGroup { sender, code: rejection.code.as_str(), detail: &rejection.detail });
+        }
     }
 }

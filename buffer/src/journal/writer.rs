@@ -151,10 +151,11 @@ impl Writer {
         let mut next = Some(first);
         while let Some(request) = next {
             match request {
-                Request::Append(Append { row, key, payload, group, done }) => {
+                Request::Append(Append { row, key, payload, group, done, .. }) => {
                     bytes += payload.len();
                     promises.done.push(done);
-                    promises.at_hand.push((row.id, group, row.bytes));
+                    let weight = crate::payload::weight(&group);
+                    promises.at_hand.push((row.id, group, weight));
                     appends.push((row, key, payload));
                 }
                 Request::Change(change, done) => {

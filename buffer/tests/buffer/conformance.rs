@@ -508,6 +508,28 @@ fn threads_train_every_group_once_and_within_the_bound(buffer: &impl Both) {
     assert!(buffer.stats().unwrap().leased <= 6, "acknowledged groups are forgotten");
 }
 
+fn what_cannot_be_trained_on_leaves_its_lease_and_its_slot(buffer: &impl Both) {
+    let keyed = buffer.submit("mine", group(GroupId(0), v(0))).unwrap().group.unwrap();
+    let ids = generate(buffer, v(0), 2);
+    assert_eq!(leased(buffer, 0), [0, 1]);
+    let here = |sender: Option<String>| sender.is_none_or(|sender| sender.starts_with("127.0.0.1"));
+    assert!(here(buffer.quarantine(ids[1]).unwrap()));
+    assert_eq!(buffer.quarantine(ids[1]).unwrap(), None, "it is there once");
+    let rest = lease(buffer, 0, NOW).unwrap();
+    assert_eq!(rest.groups.iter().map(|group| group.id).collect::<Vec<_>>(), [ids[0]]);
+    let stats = buffer.stats().unwrap();
+    assert_eq!((stats.quarantined, stats.leased, stats.again), (1, 1, 1));
+    assert!(stats.to_string().contains("1 set aside because they cannot be trained on"), "{stats}");
+    // Given back, the rest makes a batch with others.
+    buffer.release(rest.id).unwrap();
+    assert_eq!(leased(buffer, 0), [0, keyed.0]);
+    assert_eq!(admit(buffer, v(0), 1), [ids[1]], "its task is generated again");
+    assert!(here(buffer.quarantine(keyed).unwrap()));
+    assert_eq!(buffer.submit("mine", group(GroupId(0), v(0))).unwrap().answer, Finalized::Duplicate);
+    assert_eq!(buffer.stats().unwrap().quarantined, 2);
+    buffer.ack_through(TRAINER, v(1)).unwrap();
+}
+
 fn synchronous_batches_are_the_tasks_in_order(buffer: &impl Both) {
     for step in 0..3 {
         let mut ids = admit(buffer, v(step), 9);
@@ -576,6 +598,7 @@ suite! {
     what_is_there_already_is_left_out: BufferConfig { dedup: true, ..config(2, 1) };
     what_is_over_the_bound_is_dropped_and_generated_again:
         BufferConfig { on_stale: OnStale::Drop, ..config(2, 1) };
+    what_cannot_be_trained_on_leaves_its_lease_and_its_slot: config(2, 1);
     who_waits_for_whom_is_said: config(2, 1);
     a_held_batch_is_explained: config(2, 1);
     waiting_ends_when_the_other_side_acts: config(2, 1);

@@ -179,7 +179,9 @@ impl Answer {
         let item = exact.or_else(|| paths.iter().find(|(template, _)| is_it(template)).map(|(_, item)| item));
         let operation = item.and_then(|item| item.get(method.to_ascii_lowercase()));
         // What is no operation is answered 404 or 405, and documented nowhere.
-        let Some(operation) = operation else { return assert!([404, 405, 421, 403].contains(&self.status)) };
+        let Some(operation) = operation else {
+            return assert!([400, 404, 405, 421, 403].contains(&self.status));
+        };
         let response = &operation["responses"][self.status.to_string()];
         assert!(response.is_object(), "{method} {path} may not answer {}: {}", self.status, self.text());
         if self.headers.get("content-type").is_some_and(|media_type| media_type == "application/problem+json")

@@ -1,7 +1,8 @@
 //! A reward model as a process of its own, over HTTP.
 //!
 //! Invariant: nothing is scored for whoever lacks the token, if there is one; a body that is too long, too slow or no
-//! question is refused and said why. Requests that come together are packed together.
+//! question is refused and said why. Requests that come together are packed together; only so many are read at a time, so
+//! that what they take is bounded.
 //!
 //! - `POST /v1/scores`: one sequence, as tokens or as texts: what `kind = "model"` with a `url` sends
 //! - `POST /get_reward`: `{"query": [..]}` -> `{"rewards": [..]}`: what OpenRLHF and `kind = "http"` send
@@ -17,10 +18,13 @@ use axum::Router;
 use axum::body::to_bytes;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use model::{Answered, Cores, MemoryBudget, Quantization, SequenceScorer, SpecialTokens, Team};
+use serde::de::{self, Deserializer, SeqAccess, Visitor};
 use serde_json::{Value, json};
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::service::Service;
 use super::wire::{Answer, Asked, Described, MODEL, SCORES};
@@ -33,6 +37,8 @@ const MAX_BODY: usize = 16 << 20;
 const BODY_TIME: Duration = Duration::from_secs(30);
 /// Most queries of one request.
 const MAX_QUERIES: usize = 4096;
+/// Bodies that are read, and until they are answered kept, at the same time.
+const MAX_READ: usize = 32;
 
 /// How a reward model is served.
 #[derive(Clone, Debug)]
@@ -66,6 +72,8 @@ struct Served {
     scorer: Arc<SequenceScorer>,
     service: Service,
     token: Option<String>,
+    /// For bodies.
+    room: Semaphore,
 }
 
 impl Server {
@@ -109,13 +117,15 @@ impl Server {
         let address = listener.local_addr().map_err(unusable)?;
         listener.set_nonblocking(true).map_err(unusable)?;
         let listener = tokio::net::TcpListener::from_std(listener).map_err(unusable)?;
-        let served = Arc::new(Served { scorer, service, token: config.token });
+        let served =
+            Arc::new(Served { scorer, service, token: config.token, room: Semaphore::new(MAX_READ) });
         let router = Router::new()
             .route(SCORES, post(scores))
             .route("/get_reward", post(get_reward))
             .route(MODEL, get(describe))
             .route("/healthz", get(async || "ok\n"))
-            .with_state(served);
+            .with_state(served)
+            .layer(axum::middleware::from_fn(one_host));
         Ok(Self { listener, router, address })
     }
 
@@ -164,15 +174,26 @@ impl Served {
         ))
     }
 
-    async fn body<T: serde::de::DeserializeOwned>(&self, request: Request) -> Result<T, Refused> {
+    /// What is asked; while the permit lives, what it took is not free for others.
+    async fn body<T: serde::de::DeserializeOwned>(
+        &self,
+        request: Request,
+    ) -> Result<(T, SemaphorePermit<'_>), Refused> {
         self.admit(request.headers())?;
+        let busy = || {
+            let detail = format!("{MAX_READ} requests are being answered; try again later");
+            Refused(StatusCode::SERVICE_UNAVAILABLE, detail)
+        };
+        let room = tokio::time::timeout(BODY_TIME, self.room.acquire()).await;
+        let room = room.ok().and_then(Result::ok).ok_or_else(busy)?;
         let read = tokio::time::timeout(BODY_TIME, to_bytes(request.into_body(), MAX_BODY)).await;
         let late = |_| Refused(StatusCode::REQUEST_TIMEOUT, format!("no whole body within {BODY_TIME:?}"));
         let long = |_| Refused(StatusCode::PAYLOAD_TOO_LARGE, format!("at most {MAX_BODY} bytes are read"));
         let bytes = read.map_err(late)?.map_err(long)?;
-        serde_json::from_slice(&bytes).map_err(|error| {
+        let asked = serde_json::from_slice(&bytes).map_err(|error| {
             Refused(StatusCode::UNPROCESSABLE_ENTITY, format!("not what is asked for: {error}"))
-        })
+        })?;
+        Ok((asked, room))
     }
 
     async fn score(&self, tokens: Result<Answered, String>) -> Answer {
@@ -188,7 +209,8 @@ impl Served {
 }
 
 async fn scores(State(served): State<Arc<Served>>, request: Request) -> Result<Response, Refused> {
-    let tokens = match served.body(request).await? {
+    let (asked, _room) = served.body(request).await?;
+    let tokens = match asked {
         Asked::Tokens { prompt_ids: prompt, completion_ids: completion } => {
             Ok(Answered { prompt, completion })
         }
@@ -203,13 +225,10 @@ async fn scores(State(served): State<Arc<Served>>, request: Request) -> Result<R
 async fn get_reward(State(served): State<Arc<Served>>, request: Request) -> Result<Response, Refused> {
     #[derive(serde::Deserialize)]
     struct Queries {
+        #[serde(deserialize_with = "queries")]
         query: Vec<String>,
     }
-    let Queries { query } = served.body(request).await?;
-    if query.len() > MAX_QUERIES {
-        let detail = format!("{} queries; at most {MAX_QUERIES} are answered at once", query.len());
-        return Err(Refused(StatusCode::PAYLOAD_TOO_LARGE, detail));
-    }
+    let (Queries { query }, _room) = served.body(request).await?;
     let encode = |text: &String| {
         let completion = served.scorer.tokenizer().encode(text, SpecialTokens::Omit);
         completion
@@ -223,6 +242,38 @@ async fn get_reward(State(served): State<Arc<Served>>, request: Request) -> Resu
     }
     let rewards: Vec<_> = answers.iter().map(|answer| answer.score).collect();
     Ok(answered(&json!({ "rewards": rewards, "scores": rewards, "extra_logs": {} })))
+}
+
+/// Stops at the first query too many, before it takes memory.
+fn queries<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::Error> {
+    struct Bounded;
+    impl<'de> Visitor<'de> for Bounded {
+        type Value = Vec<String>;
+
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            write!(f, "at most {MAX_QUERIES} queries at once")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<Vec<String>, A::Error> {
+            let mut queries = Vec::new();
+            while let Some(query) = sequence.next_element()? {
+                if queries.len() == MAX_QUERIES {
+                    return Err(de::Error::invalid_length(MAX_QUERIES + 1, &self));
+                }
+                queries.push(query);
+            }
+            Ok(queries)
+        }
+    }
+    deserializer.deserialize_seq(Bounded)
+}
+
+/// In front of all routes: what checks one host and what uses another would not mean the same.
+async fn one_host(request: Request, next: Next) -> Response {
+    if request.headers().get_all(header::HOST).iter().nth(1).is_some() {
+        return Refused(StatusCode::BAD_REQUEST, "send one header `Host`".to_owned()).into_response();
+    }
+    next.run(request).await
 }
 
 async fn describe(State(served): State<Arc<Served>>, headers: HeaderMap) -> Result<Response, Refused> {

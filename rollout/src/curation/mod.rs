@@ -99,13 +99,13 @@ pub struct CurationCounts {
 
 impl std::ops::AddAssign for CurationCounts {
     fn add_assign(&mut self, other: Self) {
-        self.refilled += other.refilled;
-        self.let_through += other.let_through;
-        self.retired += other.retired;
-        self.unlearnable += other.unlearnable;
-        self.pooled_out += other.pooled_out;
-        self.shrunk += other.shrunk;
-        self.replayed_successes += other.replayed_successes;
+        self.refilled = self.refilled.saturating_add(other.refilled);
+        self.let_through = self.let_through.saturating_add(other.let_through);
+        self.retired = self.retired.saturating_add(other.retired);
+        self.unlearnable = self.unlearnable.saturating_add(other.unlearnable);
+        self.pooled_out = self.pooled_out.saturating_add(other.pooled_out);
+        self.shrunk = self.shrunk.saturating_add(other.shrunk);
+        self.replayed_successes = self.replayed_successes.saturating_add(other.replayed_successes);
     }
 }
 

@@ -81,10 +81,10 @@ pub struct EngineCounts {
 
 impl std::ops::AddAssign for EngineCounts {
     fn add_assign(&mut self, other: Self) {
-        self.sampled_tokens += other.sampled_tokens;
-        self.prefilled_tokens += other.prefilled_tokens;
-        self.steps += other.steps;
-        self.interrupted += other.interrupted;
+        self.sampled_tokens = self.sampled_tokens.saturating_add(other.sampled_tokens);
+        self.prefilled_tokens = self.prefilled_tokens.saturating_add(other.prefilled_tokens);
+        self.steps = self.steps.saturating_add(other.steps);
+        self.interrupted = self.interrupted.saturating_add(other.interrupted);
     }
 }
 

@@ -1,7 +1,9 @@
 //! Groups: stored, listed, shown, removed.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::extract::State;
 use axum::response::Response;
 use serde::{Deserialize, Serialize};
@@ -9,16 +11,17 @@ use trajectory::{GroupId, PolicyVersion};
 use utoipa::{IntoParams, ToSchema};
 
 use super::{Number, Parameters};
-use crate::http::body::{Accept, Body, aside};
+use crate::http::body::{Accept, Body, NoFields, aside};
 use crate::http::metrics::Stopwatch;
-use crate::http::problem::{self, Code, Problem};
+use crate::http::problem::{self, Code, Evidence, Problem};
+use crate::http::server::Peer;
 use crate::http::state::Shared;
 use crate::http::wire::{
     AppendAnswer, AppendRequest, EntryBody, Evicted, GroupAnswerView, GroupView, GroupsAnswer, Identity,
-    ItemResult, ItemStatus, Rejection, State as GroupStateBody, Submission,
+    ItemResult, ItemStatus, QuarantinedBody, Rejection, State as GroupStateBody, Submission,
 };
 use crate::payload::Incoming;
-use crate::{Buffer, BufferError, Finalized, GroupFilter, Submitted};
+use crate::{Buffer, BufferError, Finalized, GroupFilter, GroupLimits, Submitted, Unfit};
 
 /// Groups on a page, unless the client says otherwise.
 const PAGE: usize = 100;
@@ -37,21 +40,26 @@ const MAX_PAGE: usize = 1000;
 )]
 pub(super) async fn append(
     State(shared): State<Arc<Shared>>,
+    Extension(Peer(peer)): Extension<Peer>,
     accept: Accept,
     body: Body<AppendRequest>,
 ) -> Result<Response, Problem> {
     let stopwatch = Stopwatch::start();
     let Body { value: AppendRequest { groups }, reserved } = body;
     let buffer = shared.buffer()?;
+    let limits = shared.group_limits()?;
     let mut results = Vec::with_capacity(groups.len());
     let mut incoming = Vec::with_capacity(groups.len());
     for submission in groups {
-        match checked(submission, &shared) {
+        match checked(submission, &shared, limits, peer) {
             Ok(group) => {
                 incoming.push(group);
                 results.push(None);
             }
-            Err(rejection) => results.push(Some(ItemResult::invalid(rejection))),
+            Err(rejection) => {
+                shared.refused(Some(peer), &rejection);
+                results.push(Some(ItemResult::invalid(rejection)));
+            }
         }
     }
     let mut answers = buffer.append_async(incoming).await.into_iter();
@@ -59,7 +67,7 @@ pub(super) async fn append(
     for (index, result) in results.iter_mut().enumerate().filter(|(_, result)| result.is_none()) {
         // As many answers as groups.
         let Some(answer) = answers.next() else { break };
-        *result = Some(answered(answer, index, &shared, &buffer)?);
+        *result = Some(answered(answer, (index, peer), &shared, &buffer)?);
     }
     let results: Vec<ItemResult> = results.into_iter().flatten().collect();
     let answer = AppendAnswer { results, policy_version: buffer.policy_version()?.0 };
@@ -97,12 +105,36 @@ impl AppendProblem {
     }
 }
 
-fn checked(submission: Submission, shared: &Shared) -> Result<Incoming, Rejection> {
+fn checked(
+    submission: Submission,
+    shared: &Shared,
+    limits: Option<GroupLimits>,
+    peer: IpAddr,
+) -> Result<Incoming, Rejection> {
     let (identity, group) = submission.check(shared.item_limits())?;
+    if let Some(unfit) = limits.and_then(|limits| limits.check(&group).err()) {
+        let (code, detail) = (code_of(&unfit), unfit.to_string());
+        return Err(Rejection { code, detail, evidence: Evidence::default() });
+    }
     Ok(match identity {
-        Identity::Admitted(_) => Incoming::Admitted(group),
-        Identity::Key(key) => Incoming::Keyed(key, group),
+        Identity::Admitted(_) => Incoming::admitted(group).sent_by(peer.to_string()),
+        Identity::Key(key) => {
+            let sender = format!("{peer} as {key:?}");
+            Incoming::keyed(key, group).sent_by(sender)
+        }
     })
+}
+
+fn code_of(unfit: &Unfit) -> Code {
+    match unfit {
+        Unfit::Vocabulary { .. } => Code::TokenOutOfVocabulary,
+        Unfit::Context { .. } => Code::TooManyTokens,
+        Unfit::Size { .. } => Code::TooManyTrajectories,
+        Unfit::Logprob { .. } => Code::LogprobTooLow,
+        Unfit::Temperature { .. } => Code::BadTemperature,
+        Unfit::Reward { .. } => Code::RewardOutOfRange,
+        Unfit::Turn { .. } => Code::BadTurn,
+    }
 }
 
 /// What became of one group.
@@ -112,7 +144,7 @@ fn checked(submission: Submission, shared: &Shared) -> Result<Incoming, Rejectio
 /// those that are stored are duplicates.
 fn answered(
     answer: Result<Submitted, BufferError>,
-    index: usize,
+    (index, peer): (usize, IpAddr),
     shared: &Shared,
     buffer: &Buffer,
 ) -> Result<ItemResult, Problem> {
@@ -135,7 +167,9 @@ fn answered(
                 _ => return Err(problem.at(index)),
             };
             let evidence = problem.evidence();
-            Ok(ItemResult::invalid(Rejection { code, detail: problem.detail, evidence }))
+            let rejection = Rejection { code, detail: problem.detail, evidence };
+            shared.refused(Some(peer), &rejection);
+            Ok(ItemResult::invalid(rejection))
         }
     }
 }
@@ -236,6 +270,26 @@ pub(super) async fn evict(
     let buffer = shared.buffer()?;
     let evicted = buffer.evict_async(GroupId(id)).await.map_err(|error| shared.problem(&buffer, &error))?;
     accept.answer(&Evicted { evicted: u64::from(evicted) })
+}
+
+/// Set a stored group aside because it cannot be trained on: no lease has it any more, and its slot is free.
+#[utoipa::path(
+    post, path = "/v1/groups/{id}/quarantine", operation_id = "quarantine", tag = "groups",
+    params(("id" = u64, Path, description = "Its id")),
+    responses((status = 200, body = QuarantinedBody, description = "It is set aside, durably"))
+)]
+pub(super) async fn quarantine(
+    State(shared): State<Arc<Shared>>,
+    accept: Accept,
+    Number(id): Number,
+    _: NoFields,
+) -> Result<Response, Problem> {
+    let buffer = shared.buffer()?;
+    // It may have to be read from the disk.
+    let (sender, buffer) = aside(move || (buffer.sender(GroupId(id)), buffer)).await?;
+    let set_aside = buffer.quarantine_async(GroupId(id)).await;
+    let quarantined = set_aside.map_err(|error| shared.problem(&buffer, &error))?;
+    accept.answer(&QuarantinedBody { quarantined, sender })
 }
 
 /// Which groups to remove.

@@ -53,6 +53,7 @@ pub(crate) fn router(shared: &Arc<Shared>, beside: Vec<(Role, Router)>) -> Route
         .routes(routes!(leases::ack))
         .routes(routes!(leases::release))
         .routes(routes!(leases::extend))
+        .routes(routes!(groups::quarantine))
         .routes(routes!(policy::set_version));
     let administer = OpenApiRouter::new().routes(routes!(groups::evict)).routes(routes!(groups::evict_below));
     let (router, document) = OpenApiRouter::with_openapi(Document::openapi())

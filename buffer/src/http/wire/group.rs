@@ -15,6 +15,7 @@ use trajectory::{
 };
 use utoipa::ToSchema;
 
+use super::free::Free;
 use super::schema;
 use crate::http::problem::{Code, Evidence};
 
@@ -171,6 +172,12 @@ pub(crate) struct ItemLimits {
     pub(crate) tokens: usize,
     /// Token ids are below; none: any id.
     pub(crate) vocabulary: Option<u32>,
+    /// Values in columns and details together.
+    pub(crate) values: usize,
+    /// Bytes of the name of a column, a detail or a reward.
+    pub(crate) name_bytes: usize,
+    /// Lists and objects within each other.
+    pub(crate) depth: usize,
 }
 
 /// Under which name a group is stored.
@@ -188,9 +195,9 @@ pub(crate) struct Rejection {
     pub(crate) evidence: Evidence,
 }
 
-type Checked<T> = Result<T, Rejection>;
+pub(super) type Checked<T> = Result<T, Rejection>;
 
-fn reject<T>(code: Code, detail: impl Into<String>) -> Checked<T> {
+pub(super) fn reject<T>(code: Code, detail: impl Into<String>) -> Checked<T> {
     Err(Rejection { code, detail: detail.into(), evidence: Evidence::default() })
 }
 
@@ -221,9 +228,11 @@ impl Submission {
                 format!("{count} trajectories, at most {most} are taken"),
             );
         }
+        let mut free = Free::new(limits);
+        self.task.iter().try_for_each(|task| free.check("columns", &task.columns))?;
         let mut trajectories: Vec<Trajectory> = Vec::with_capacity(count);
         for (n, body) in self.trajectories.into_iter().enumerate() {
-            let trajectory = body.check(n, limits).map_err(|rejection| Rejection {
+            let trajectory = body.check(n, limits, &mut free).map_err(|rejection| Rejection {
                 detail: format!("trajectories[{n}]: {}", rejection.detail),
                 ..rejection
             })?;
@@ -263,7 +272,7 @@ impl TaskBody {
 }
 
 impl TrajectoryBody {
-    fn check(self, position: usize, limits: ItemLimits) -> Checked<Trajectory> {
+    fn check(self, position: usize, limits: ItemLimits, free: &mut Free) -> Checked<Trajectory> {
         let tokens = self.token_ids.len();
         if tokens == 0 {
             return reject(Code::EmptyTrajectory, "`token_ids` is empty");
@@ -280,6 +289,10 @@ impl TrajectoryBody {
                 let detail = format!("token id {id}; the vocabulary has {size} ids, from 0");
                 return reject(Code::TokenOutOfVocabulary, detail);
             }
+        }
+        for reward in &self.rewards {
+            free.name("rewards", &reward.name)?;
+            free.check("details", &reward.details)?;
         }
         check_turns(&self.turns, tokens)?;
         let components = self.rewards.iter().filter_map(|reward| reward.value);

@@ -3,6 +3,7 @@
 //! Invariant: a field that is not documented is refused, so nothing that a client says is ignored. Shapes are checked
 //! here, meaning where a body becomes something of `trajectory`; what the buffer knows is the buffer's business.
 
+mod free;
 mod group;
 mod reports;
 mod schema;
@@ -10,7 +11,8 @@ mod verbs;
 
 pub(crate) use group::{GroupView, Identity, ItemLimits, Rejection, Submission};
 pub(crate) use reports::{
-    EntryBody, EventBody, Evicted, GroupAnswerView, GroupsAnswer, LeasesAnswer, State, StatsBody, kind,
+    EntryBody, EventBody, Evicted, GroupAnswerView, GroupsAnswer, LeasesAnswer, QuarantinedBody, State,
+    StatsBody, kind,
 };
 pub(crate) use verbs::{
     AbortRequest, AckThroughRequest, AdmissionsAnswer, AdmissionsRequest, AppendAnswer, AppendRequest,

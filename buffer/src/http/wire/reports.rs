@@ -100,6 +100,16 @@ pub(crate) struct Evicted {
     pub(crate) evicted: u64,
 }
 
+/// A group is set aside.
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
+#[schema(as = Quarantined)]
+pub(crate) struct QuarantinedBody {
+    /// False if it is not stored, also because it was set aside before.
+    pub(crate) quarantined: bool,
+    /// Who sent it, if that is known.
+    pub(crate) sender: Option<String>,
+}
+
 /// A lease that is not acknowledged.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = LeaseEntry)]
@@ -158,6 +168,9 @@ pub(crate) struct StatsBody {
     evicted: u64,
     /// Leases and admissions whose hold was over, since the buffer was opened.
     expired: u64,
+    /// Groups set aside because they cannot be trained on, since the buffer was opened.
+    #[serde(default)]
+    quarantined: u64,
     /// Versions between the oldest group that is not leased and the next step.
     oldest_age: u64,
     /// The oldest groups not yet stored, with the version that they count from; at most 4.
@@ -202,6 +215,7 @@ impl From<&Stats> for StatsBody {
             dropped_stale: stats.dropped_stale,
             evicted: stats.evicted,
             expired: stats.expired,
+            quarantined: stats.quarantined,
             oldest_age: stats.oldest_age,
             oldest_in_flight: stats.oldest_in_flight.iter().map(in_flight).collect(),
             batch_groups: stats.batch_groups,
@@ -230,6 +244,7 @@ impl From<StatsBody> for Stats {
             dropped_stale: stats.dropped_stale,
             evicted: stats.evicted,
             expired: stats.expired,
+            quarantined: stats.quarantined,
             oldest_age: stats.oldest_age,
             oldest_in_flight: stats.oldest_in_flight.iter().map(in_flight).collect(),
             batch_groups: stats.batch_groups,
@@ -281,6 +296,7 @@ pub(crate) fn kind(kind: EventKind) -> &'static str {
         EventKind::Expired => "expired",
         EventKind::Dropped => "dropped",
         EventKind::Evicted => "evicted",
+        EventKind::Quarantined => "quarantined",
         EventKind::Version => "version",
     }
 }

@@ -25,7 +25,7 @@ fn guarded() -> Served {
 }
 
 /// Every route with who may use it.
-const ROUTES: [(&str, &str, &[&str]); 22] = [
+const ROUTES: [(&str, &str, &[&str]); 23] = [
     ("GET", "/healthz", &["", WRITER, TRAINER, ADMIN]),
     ("GET", "/readyz", &["", WRITER, TRAINER, ADMIN]),
     ("GET", "/metrics", &[WRITER, TRAINER, ADMIN]),
@@ -40,6 +40,7 @@ const ROUTES: [(&str, &str, &[&str]); 22] = [
     ("POST", "/v1/admissions", &[WRITER, ADMIN]),
     ("POST", "/v1/admissions/1/claim", &[WRITER, ADMIN]),
     ("POST", "/v1/admissions/1/abort", &[WRITER, ADMIN]),
+    ("POST", "/v1/groups/1/quarantine", &[TRAINER, ADMIN]),
     ("POST", "/v1/leases", &[TRAINER, ADMIN]),
     ("POST", "/v1/leases/ack", &[TRAINER, ADMIN]),
     ("POST", "/v1/leases/1/ack", &[TRAINER, ADMIN]),
@@ -129,6 +130,15 @@ fn a_token_file_says_which_line_is_wrong() {
 
 #[test]
 fn a_server_answers_to_its_own_names_only() {
+    let twice = Served::memory(config(1, 1));
+    let ours = twice.address.to_string();
+    for other in ["evil.example", &ours] {
+        // Names that differ in no letter are two all the same.
+        twice.ask("GET", "/v1/stats", &[("host", &ours), ("host", other)], b"").is_problem(400, "bad_host");
+        twice.ask("GET", "/nowhere", &[("host", other), ("host", &ours)], b"").is_problem(400, "bad_host");
+    }
+    let elsewhere = format!("http://evil.example{}", "/v1/stats");
+    twice.ask("GET", &elsewhere, &[("host", &ours)], b"").is_problem(400, "bad_host");
     let config = ServerConfig { allow_hosts: vec!["buffer.local".to_owned()], ..loopback() };
     let served = Served::start(Buffer::in_memory(super::super::config(1, 1)).unwrap(), config);
     let stats = |headers: &[(&str, &str)]| served.ask("GET", "/v1/stats", headers, b"");

@@ -164,6 +164,71 @@ fn nesting_is_bounded() {
     append(&served, &[PACK], &deep).is_problem(422, "bad_body");
 }
 
+/// Small on the wire, and dozens of times the largest body once they are values.
+#[test]
+fn what_a_body_takes_decoded_is_bounded_before_it_is_decoded() {
+    const BODY: usize = 4 << 20;
+    let limits = Limits { body_bytes: BODY, decoded_bytes: 32 << 20, ..Limits::default() };
+    let served =
+        Served::start(Buffer::in_memory(config(8, 1)).unwrap(), ServerConfig { limits, ..loopback() });
+    let filled = |start: &str, item: &str, end: &str| {
+        let mut body = start.to_owned();
+        while body.len() + item.len() + end.len() < BODY {
+            body.push_str(item);
+        }
+        body.truncate(body.len() - 1);
+        body + end
+    };
+    let task = r#"{"groups":[{"key":"k","trajectories":[],"task":{"prompt":"","columns":{"a":["#;
+    let unnamed = r#"{"groups":[[null,"k",[0,"",null,{"a":["#;
+    let tiny = r#"{"token_ids":[],"loss_mask":[],"behavior_logprobs":[]},"#;
+    for body in [
+        filled(task, "0,", "]}}}]}"),
+        filled(task, "{\"\":0},", "]}}}]}"),
+        filled(r#"{"groups":[{"key":"k","trajectories":["#, tiny, "]}]}"),
+        // Structs as lists of their fields.
+        filled(unnamed, "{\"\":0},", "]}]]]}"),
+    ] {
+        let pack = rmp_serde::to_vec_named(&serde_json::from_str::<Value>(&body).unwrap()).unwrap();
+        for (kind, body) in [(JSON, body.as_bytes()), (PACK, &pack[..])] {
+            for (encoding, bytes) in [("identity", body.to_vec()), ("gzip", gzip(body)), ("zstd", zstd(body))]
+            {
+                append(&served, &[kind, ("content-encoding", encoding)], &bytes)
+                    .is_problem(413, "decoded_too_large");
+            }
+        }
+    }
+    // As many numbers in a stream are no more than they look like.
+    let ids = filled(r#"{"groups":[{"key":"k","trajectories":[{"token_ids":["#, "0,", "]}]}]}");
+    append(&served, &[JSON], &ids.as_bytes()[..]).is_problem(422, "bad_body");
+    let stats = served.get("/v1/stats").json();
+    assert_eq!((&stats["finalized"], &stats["claimed"]), (&json!(0), &json!(0)));
+}
+
+#[test]
+fn columns_and_details_are_bounded() {
+    let served = Served::memory(config(8, 1));
+    let with = |columns: &Value, reward: &Value| {
+        let mut group = keyed("k");
+        group["task"] = json!({ "prompt": "", "columns": columns });
+        group["trajectories"][0]["rewards"] = json!([reward]);
+        let answer = super::store(&served, &[group]).json();
+        answer["results"][0]["code"].as_str().unwrap_or_default().to_owned()
+    };
+    let (long, plain) = ("x".repeat(300), json!({ "name": "r" }));
+    let deep = (0..70).fold(json!(0), |inner, _| json!([inner]));
+    assert_eq!(with(&json!({ &long: 0 }), &plain), "name_too_long");
+    assert_eq!(with(&json!({ "a": { &long: 0 } }), &plain), "name_too_long");
+    assert_eq!(with(&json!({}), &json!({ "name": long })), "name_too_long");
+    assert_eq!(with(&json!({ "a": vec![0; 20_000] }), &plain), "too_many_values");
+    assert_eq!(
+        with(&json!({}), &json!({ "name": "r", "details": { "a": vec![0; 20_000] } })),
+        "too_many_values"
+    );
+    assert_eq!(with(&json!({ "a": deep }), &plain), "too_deep");
+    assert_eq!(with(&json!({ "a": vec![0; 16_000] }), &json!({ "name": "r", "details": { "b": 1 } })), "");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 

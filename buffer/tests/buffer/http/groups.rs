@@ -1,12 +1,14 @@
 //! Groups and leases on the wire.
 
 use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, OnceLock};
 
-use buffer::{BufferConfig, Consumer, Producer};
+use buffer::http::{OnRefused, ServerConfig};
+use buffer::{Buffer, BufferConfig, Consumer, GroupLimits, Producer};
 use serde_json::{Value, json};
 use trajectory::GroupId;
 
-use super::super::served::Served;
+use super::super::served::{Served, loopback};
 use super::super::{config, generate, group, v};
 use super::{keyed, statuses, store, trajectory};
 
@@ -317,4 +319,75 @@ fn leases_are_listed_until_they_are_acknowledged() {
         .into_iter()
         .collect();
     assert!(!ids.is_empty());
+}
+
+/// What the run knows of the groups that it trains on, told while the server runs.
+#[test]
+fn a_run_takes_only_groups_that_it_can_train_on_and_hears_of_the_others() {
+    let (told, limits) = (Arc::new(Mutex::new(Vec::new())), Arc::new(OnceLock::new()));
+    let heard = Arc::clone(&told);
+    let refused: OnRefused = Arc::new(move |group| {
+        heard.lock().unwrap().push((group.sender.unwrap().to_string(), group.code.to_owned()));
+    });
+    let config =
+        ServerConfig { group_limits: Some(Arc::clone(&limits)), refused: Some(refused), ..loopback() };
+    let served = Served::start(Buffer::in_memory(super::super::config(8, 1)).unwrap(), config);
+    store(&served, &[keyed("early")]).is_problem(503, "preparing");
+    limits.set(GroupLimits { vocabulary: 10, context: 4, trajectories: 2 }).unwrap();
+    let with = |key: &str, field: &str, value: Value| {
+        let mut group = keyed(key);
+        group["trajectories"][0][field] = value;
+        group
+    };
+    let mut three = keyed("three");
+    three["trajectories"] = json!([trajectory(), trajectory(), trajectory()]);
+    let mut long = keyed("long");
+    long["trajectories"][0] = json!({
+        "token_ids": [1, 2, 3, 4, 5], "loss_mask": [false, true, true, true, true],
+        "behavior_logprobs": [0, -1, -1, -1, -1], "policy_version": 0
+    });
+    let groups = [
+        keyed("sound"),
+        with("ids", "token_ids", json!([1, 50_000, 3])),
+        with("kept", "kept", json!({ "offsets": [0, 2, 3], "ids": [2, 50_000, 3] })),
+        with("low", "behavior_logprobs", json!([0.0, -1e30, -0.25])),
+        with("cold", "temperature", json!(1e-20)),
+        with("rich", "reward", json!(1e300)),
+        with("future", "policy_version", json!(u64::MAX)),
+        three,
+        long,
+    ];
+    let answer = store(&served, &groups);
+    let codes: Vec<String> = answer.json()["results"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|result| result["code"].as_str().unwrap_or("stored").to_owned())
+        .collect();
+    let expected = [
+        "stored",
+        "token_out_of_vocabulary",
+        "token_out_of_vocabulary",
+        "logprob_too_low",
+        "bad_temperature",
+        "reward_out_of_range",
+        "future_version",
+        "too_many_trajectories",
+        "too_many_tokens",
+    ];
+    assert_eq!(codes, expected);
+    let mut refused: Vec<String> = told.lock().unwrap().iter().map(|(_, code)| code.clone()).collect();
+    refused.sort();
+    let mut wanted: Vec<&str> = expected[1..].to_vec();
+    wanted.sort_unstable();
+    assert_eq!(refused, wanted);
+    assert!(told.lock().unwrap().iter().all(|(sender, _)| sender == "127.0.0.1"));
+    assert!(served.get("/metrics").text().contains("rlrun_buffer_groups_refused_total 8"));
+    let sound = format!("/v1/groups/{}/quarantine", answer.json()["results"][0]["id"]);
+    let set_aside = served.post(&sound, &json!({})).json();
+    assert_eq!(set_aside, json!({ "quarantined": true, "sender": "127.0.0.1 as \"sound\"" }));
+    assert_eq!(served.get("/v1/stats").json()["quarantined"], 1);
+    // By itself a buffer knows no model.
+    let generic = Served::memory(super::super::config(8, 1));
+    assert_eq!(statuses(&store(&generic, &groups[1..2])), ["accepted"]);
 }

@@ -1,0 +1,64 @@
+//! Bounds on what of a group has a shape of its client's own: the columns of its task and the details of its rewards.
+//!
+//! Invariant: what passes has at most so many values, none deeper and no name longer than [`ItemLimits`] says, over all of a
+//! group together.
+
+use serde_json::{Map, Value};
+
+use super::group::{Checked, ItemLimits, reject};
+use crate::http::problem::Code;
+
+/// Counts the values of one group.
+#[derive(Debug)]
+pub(super) struct Free {
+    limits: ItemLimits,
+    values: usize,
+}
+
+impl Free {
+    /// None yet.
+    pub(super) fn new(limits: ItemLimits) -> Self {
+        Self { limits, values: 0 }
+    }
+
+    /// One more set of columns or details, in the field `field`.
+    pub(super) fn check(&mut self, field: &str, map: &Map<String, Value>) -> Checked<()> {
+        map.iter().try_for_each(|(name, value)| {
+            self.name(field, name)?;
+            self.value(field, value, 0)
+        })
+    }
+
+    /// The name of something.
+    pub(super) fn name(&self, field: &str, name: &str) -> Checked<()> {
+        let (found, limit) = (name.len(), self.limits.name_bytes);
+        if found > limit {
+            let begin: String = name.chars().take(32).collect();
+            let detail =
+                format!("`{field}` has a name of {found} bytes, at most {limit} are taken: {begin:?}...");
+            return reject(Code::NameTooLong, detail);
+        }
+        Ok(())
+    }
+
+    fn value(&mut self, field: &str, value: &Value, depth: usize) -> Checked<()> {
+        let ItemLimits { values, depth: deepest, .. } = self.limits;
+        self.values += 1;
+        if self.values > values {
+            let detail = format!("columns and details have more than {values} values, with `{field}`");
+            return reject(Code::TooManyValues, detail);
+        }
+        if depth > deepest {
+            let detail = format!("`{field}` has more than {deepest} lists and objects within each other");
+            return reject(Code::TooDeep, detail);
+        }
+        match value {
+            Value::Array(items) => items.iter().try_for_each(|item| self.value(field, item, depth + 1)),
+            Value::Object(map) => map.iter().try_for_each(|(name, item)| {
+                self.name(field, name)?;
+                self.value(field, item, depth + 1)
+            }),
+            Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_) => Ok(()),
+        }
+    }
+}

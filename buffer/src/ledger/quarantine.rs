@@ -1,0 +1,29 @@
+//! Groups that cannot be trained on, whoever let them in. Invariant: what is set aside is in no lease and holds no slot, and
+//! what was admitted is generated again.
+
+use trajectory::GroupId;
+
+use super::{KEYED, LeaseState, Ledger};
+use crate::EventKind;
+
+impl Ledger {
+    /// Sets a stored group aside for good; false if it is not stored.
+    pub(crate) fn quarantine(&mut self, group: GroupId) -> bool {
+        if !self.stored.contains_key(&group) {
+            return false;
+        }
+        let in_step = self.leases.values().filter(|record| {
+            let row = &record.row;
+            row.state == LeaseState::Open && row.step == self.step && row.groups.contains(&group)
+        });
+        self.taken = self.taken.saturating_sub(in_step.count());
+        self.leave_leases(group);
+        self.forget(group);
+        if group.0 < KEYED {
+            self.again.insert(group);
+        }
+        self.quarantined += 1;
+        self.tell(EventKind::Quarantined, vec![group], None, None);
+        true
+    }
+}
