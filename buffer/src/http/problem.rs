@@ -13,6 +13,9 @@ use crate::BufferError;
 /// Seconds after which it makes sense to try again what is refused for a while.
 const RETRY_AFTER: HeaderValue = HeaderValue::from_static("1");
 
+/// Characters of a detail: it can repeat what a client sent.
+const MAX_DETAIL: usize = 2000;
+
 macro_rules! codes {
     ($($name:ident = $status:ident $text:tt $title:literal;)*) => {
         /// What went wrong; stable in meaning and spelling.
@@ -168,12 +171,16 @@ impl Problem {
     pub(crate) const MEDIA_TYPE: &'static str = "application/problem+json";
 
     pub(crate) fn new(code: Code, detail: impl Into<String>) -> Self {
+        let mut detail: String = detail.into();
+        if let Some((end, _)) = detail.char_indices().nth(MAX_DETAIL) {
+            detail.truncate(end);
+        }
         Self {
             kind: about_blank(),
             title: code.title().to_owned(),
             status: code.status().as_u16(),
             code,
-            detail: detail.into(),
+            detail,
             index: None,
             found: None,
             bound: None,
