@@ -54,7 +54,7 @@ fn a_served_reward_model_answers_others_and_refuses_what_it_cannot_answer() {
         (Some("s3cres"), asked.to_string(), 401),
         (Some("s3cret"), "{".to_owned(), 422),
         (Some("s3cret"), "{\"query\": [\"\"]}".to_owned(), 422),
-        (Some("s3cret"), format!("{{\"query\": [{}]}}", vec!["\"\""; 5000].join(",")), 422),
+        (Some("s3cret"), format!("{{\"query\": [{}]}}", ["\"\""; 5000].join(",")), 422),
         (Some("s3cret"), format!("{{\"query\": [{:?}]}}", "x".repeat(1000)), 422),
     ] {
         let (found, said) = post(&format!("{}/get_reward", served.url), token, &body);

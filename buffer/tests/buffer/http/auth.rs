@@ -137,8 +137,8 @@ fn a_server_answers_to_its_own_names_only() {
         twice.ask("GET", "/v1/stats", &[("host", &ours), ("host", other)], b"").is_problem(400, "bad_host");
         twice.ask("GET", "/nowhere", &[("host", other), ("host", &ours)], b"").is_problem(400, "bad_host");
     }
-    let elsewhere = format!("http://evil.example{}", "/v1/stats");
-    twice.ask("GET", &elsewhere, &[("host", &ours)], b"").is_problem(400, "bad_host");
+
+    twice.ask("GET", "http://evil.example/v1/stats", &[("host", &ours)], b"").is_problem(400, "bad_host");
     let config = ServerConfig { allow_hosts: vec!["buffer.local".to_owned()], ..loopback() };
     let served = Served::start(Buffer::in_memory(super::super::config(1, 1)).unwrap(), config);
     let stats = |headers: &[(&str, &str)]| served.ask("GET", "/v1/stats", headers, b"");

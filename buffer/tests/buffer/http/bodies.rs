@@ -200,7 +200,7 @@ fn what_a_body_takes_decoded_is_bounded_before_it_is_decoded() {
     }
     // As many numbers in a stream are no more than they look like.
     let ids = filled(r#"{"groups":[{"key":"k","trajectories":[{"token_ids":["#, "0,", "]}]}]}");
-    append(&served, &[JSON], &ids.as_bytes()[..]).is_problem(422, "bad_body");
+    append(&served, &[JSON], ids.as_bytes()).is_problem(422, "bad_body");
     let stats = served.get("/v1/stats").json();
     assert_eq!((&stats["finalized"], &stats["claimed"]), (&json!(0), &json!(0)));
 }
