@@ -145,6 +145,15 @@ pub struct EvalArgs {
     /// Recipe that names the tasks and rewards
     #[arg(long, value_name = "RECIPE")]
     pub recipe: PathBuf,
+    /// Answers per task, for avg@n and pass@k; more than one needs a temperature [default: eval.samples]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub samples: Option<usize>,
+    /// Sampling temperature; 0 takes the most likely token [default: eval.temperature]
+    #[arg(long, value_parser = temperature, allow_negative_numbers = true)]
+    pub temperature: Option<f64>,
+    /// Most tasks of a set [default: eval.tasks]
+    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    pub tasks: Option<usize>,
     /// Change a value of the recipe; can be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,

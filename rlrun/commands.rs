@@ -6,11 +6,13 @@
 use std::io::{BufRead, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use buffer::Buffer;
 use device::Device;
 
 use model::{Config, Cores, ModelDirectory, Quantization, Sampling, Team};
+use rollout::evaluate::Watch;
 use rollout::{Engine, EngineConfig, Network, Request, ServeOn, StopRules};
 use trainer::Leader;
 use trajectory::{GroupId, Message, PolicyVersion, Prompt};
@@ -22,6 +24,7 @@ use crate::args::{
 use crate::bench;
 use crate::controller;
 use crate::doctor;
+use crate::evaluation::Which;
 use crate::failure::Failure;
 use crate::fit;
 use crate::forward_edge;
@@ -37,6 +40,7 @@ use crate::report::{Report, Style};
 use crate::reward;
 use crate::run_dir::{self, RecipeTexts, RunDir};
 use crate::serve;
+use crate::stage::{Doing, Stage};
 use crate::supervised::Lessons;
 use crate::workers;
 
@@ -211,9 +215,10 @@ fn check(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
         // Without the reference: only its completions are looked at.
         Lessons::new(&recipe, supervised, (files, &prepared), None)?;
     }
-    let held_out = prepared.eval.as_ref().map_or(0, rollout::PromptSet::len);
+    let held_out = prepared.held_out();
     let placement = plan::placement(&recipe).map_or_else(String::new, |line| line + "\n");
-    let understood: String = prepared.understood().map(|line| line + "\n").collect();
+    let understood = prepared.understood().chain(recipe.describe_correct());
+    let understood: String = understood.map(|line| line + "\n").collect();
     let note = recipe.algorithm.note().map_or_else(String::new, |note| format!("{note}\n"));
     let window = directory.config().window_note().map_or_else(String::new, |note| note + "\n");
     Ok(understood
@@ -275,18 +280,36 @@ fn write_template(args: &InitArgs) -> Result<String, Failure> {
 }
 
 fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure> {
-    let (recipe, _) = load(&args.recipe, &args.sets, program)?;
+    let mut sets = args.sets.clone();
+    sets.extend(args.samples.map(|samples| format!("eval.samples={samples}")));
+    sets.extend(args.temperature.map(|temperature| format!("eval.temperature={temperature}")));
+    sets.extend(args.tasks.map(|tasks| format!("eval.tasks={tasks}")));
+    let (recipe, _) = load(&args.recipe, &sets, program)?;
+    // An interrupt ends the process at once: there is nothing to save.
+    let (stage, stop) = (Arc::new(Stage::default()), AtomicBool::new(false));
+    let _watchdog = stage.watch_alone(&recipe, |text| eprintln!("{text}"))?;
     let directory = ModelDirectory::open(&model_of(&args.target, None)?)?;
     let (runtime, scratch) = (RewardRuntime::new(program, &Cores::all())?, scratch_directory()?);
     let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
+    stage.meet(prepared.rewards.clone());
     let parameters = directory.load_parameters()?;
     let network = Network::new(&recipe.evaluate_on()?, directory.config(), &parameters)?;
-    let Some(evaluation) = prepared.evaluate(&recipe, network, &directory, &runtime)? else {
+    stage.enter(Doing::Evaluation);
+    let watch = Watch { stop: &stop, progress: stage.evaluation(), show: &|_| {} };
+    let evaluated = prepared.evaluate(&recipe, (network, &directory), (&runtime, &watch), Which::All)?;
+    let Some(evaluated) = evaluated else {
         let what = format!("{} has no held-out tasks; name some under data.eval", args.recipe.display());
         return Err(Failure::NotThere(what));
     };
-    let (accuracy, tasks) = (evaluation.accuracy(), evaluation.answers.len());
-    Ok(format!("accuracy {accuracy:.4} on {tasks} tasks, {} tokens sampled", evaluation.tokens))
+    if let Some(why) = evaluated.diagnosis() {
+        return Err(Failure::Unscored(why));
+    }
+    let mut lines = evaluated.lines();
+    if let Some(line) = lines.last_mut() {
+        *line += &format!(", {} tokens sampled", evaluated.tokens());
+    }
+    lines.extend(evaluated.failures());
+    Ok(lines.join("\n"))
 }
 
 fn export(args: &ExportArgs, program: &Program) -> Result<String, Failure> {

@@ -26,7 +26,6 @@ impl Recipe {
             batch_groups: self.buffer.batch_groups,
             max_staleness: self.buffer.max_staleness,
             steps: self.trainer.steps,
-            pass_reward: curation.pass_reward,
             max_refill_ratio: curation.dynamic_sampling.then_some(curation.max_refill_ratio),
             max_pass_rate: curation.max_pass_rate,
             filter_after: curation.filter_after,

@@ -129,7 +129,9 @@ impl Plan {
         let values = || curve.points.iter().map(|point| point.value);
         let (low, high) =
             (values().fold(f64::INFINITY, f64::min), values().fold(f64::NEG_INFINITY, f64::max));
-        let accuracy = (self.metric.ends_with("/accuracy") && high <= 1.0).then_some(1.0);
+        let share = self.metric.ends_with("/accuracy")
+            || ["/avg@", "/pass@"].iter().any(|kind| self.metric.contains(kind));
+        let accuracy = (share && high <= 1.0).then_some(1.0);
         match self.ceiling.or(accuracy) {
             Some(value) => Ceiling { value, is_real: true },
             None => Ceiling { value: high + 2.0 * (high - low), is_real: false },

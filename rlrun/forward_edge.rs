@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use axum::Router;
-use buffer::http::{Client, ClientConfig, RefusedGroup, Role, Server, ServerConfig, Tls, Tokens};
+use buffer::http::{Client, ClientConfig, Limits, RefusedGroup, Role, Server, ServerConfig, Tls, Tokens};
 use buffer::{Buffer, Consumer, GroupLimits, Producer};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
@@ -113,6 +113,7 @@ impl Opening<'_> {
         let files = buffer.tls_cert.as_deref().zip(buffer.tls_key.as_deref());
         let tls = files.map(|(certificate, key)| Tls::read(certificate, key)).transpose()?;
         let insecure = buffer.insecure;
+        let limits = Limits { correct: self.recipe.algorithm().needs_correct(), ..Limits::default() };
         if let Some(Door { listener, tokens, .. }) = self.door {
             let system =
                 |source| Failure::System { what: "read the address of the run's socket".to_owned(), source };
@@ -125,6 +126,7 @@ impl Opening<'_> {
                 insecure,
                 routes,
                 own_trainer: true,
+                limits,
                 ..ServerConfig::new(listen)
             }));
         }
@@ -135,6 +137,7 @@ impl Opening<'_> {
             tls,
             insecure,
             routes,
+            limits,
             own_trainer: true,
             ..ServerConfig::new(listen)
         }))

@@ -11,7 +11,8 @@
 //! - [`pipeline`]: a run, `forward_edge` its buffer, `curation` its choice of tasks, `companions` what stands beside the policy; [`serve`]: a part of a run as a
 //!   process of its own
 //! - `controller`: the processes of a run, if it has some; `workers`: what they do, and what they and the run say to each
-//!   other; `watchdog`: who waits for whom when a run stands still
+//!   other; `stage`: what the process does; `watchdog`: who waits for whom when a run stands still
+//! - [`evaluation`]: what is measured on held-out tasks
 //! - [`run_dir`]: where a run leaves everything
 //! - [`metrics`], [`report`], [`chart`]: the measurements of a step and how they are shown, `diagnosis` what they say about
 //!   whether the run learns; [`memory`]: that of the process
@@ -43,6 +44,7 @@ mod curation;
 mod demonstrations;
 mod diagnosis;
 mod doctor;
+pub mod evaluation;
 pub mod failpoints;
 pub mod failure;
 pub mod fit;
@@ -63,6 +65,7 @@ pub mod run_dir;
 pub mod serve;
 pub mod settings;
 pub mod signals;
+mod stage;
 mod supervised;
 pub mod warmup;
 mod watchdog;

@@ -12,13 +12,13 @@ use std::io::Write;
 use ::rewards::LoadCounts;
 use ::weights::{Lag, PushCost};
 use rollout::Progress;
-use rollout::evaluate::Evaluation;
 use serde_json::json;
 use trainer::StepReport;
 use trainer::report::ComponentStatistics;
 use trajectory::{Group, PolicyVersion};
 
 use crate::diagnosis::Diagnosis;
+use crate::evaluation::Evaluated;
 use crate::failure::Failure;
 use crate::metrics::Metrics;
 use crate::peers::Refused;
@@ -60,7 +60,7 @@ pub struct StepInputs<'a> {
     /// What the trainer says.
     pub step: &'a StepReport,
     /// Answers to the held-out tasks, if it was time for them.
-    pub evaluation: Option<&'a Evaluation>,
+    pub evaluation: Option<&'a Evaluated>,
     /// What the rewards had to do while it was made, by name.
     pub rewards: &'a [(String, LoadCounts)],
     /// What the last push of weights cost, and who serves what.
@@ -143,32 +143,62 @@ impl<'a> Observer<'a> {
         std::fs::read_to_string(self.run_dir.path().join("metrics.jsonl")).unwrap_or_default()
     }
 
-    /// Accuracy in the first line of the metrics: before any training, also of a run that was resumed.
+    /// A measurement in the first line of the metrics: before any training, also of a run that was resumed.
     #[must_use]
-    pub fn first_accuracy(&self) -> Option<f64> {
+    pub fn first_value(&self, metric: &str) -> Option<f64> {
         let first: serde_json::Value = serde_json::from_str(self.lines().lines().next()?).ok()?;
-        (first.get("step")?.as_u64()? == 0).then(|| first.get("eval/accuracy")?.as_f64()).flatten()
+        (first.get("step")?.as_u64()? == 0).then(|| first.get(metric)?.as_f64()).flatten()
     }
 
-    /// Writes the accuracy that training starts from.
+    /// Writes and shows the evaluation that training starts from.
     ///
     /// # Errors
     /// If a file cannot be written.
-    pub fn initial(&mut self, version: PolicyVersion, evaluation: &Evaluation) -> Result<(), Failure> {
+    pub fn initial(&mut self, version: PolicyVersion, evaluation: &Evaluated) -> Result<(), Failure> {
+        self.evaluated(version, 0.0, evaluation)?;
+        let lines = evaluation.lines();
+        lines.iter().for_each(|line| self.report.note(&format!("before training: {line}")));
+        self.failures_of(evaluation);
+        Ok(())
+    }
+
+    /// Writes the evaluation of a step whose line was written without it, because the run was stopped in between; a line
+    /// that has it stays alone.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub fn late(
+        &mut self,
+        version: PolicyVersion,
+        time_s: f64,
+        evaluation: &Evaluated,
+    ) -> Result<(), Failure> {
+        self.failures_of(evaluation);
+        let text = std::fs::read_to_string(self.run_dir.path().join("metrics.jsonl")).unwrap_or_default();
+        let there = format!("\"{}\"", evaluation.mark());
+        if text.lines().last().is_some_and(|line| line.contains(&there)) {
+            return Ok(());
+        }
+        self.evaluated(version, time_s, evaluation)
+    }
+
+    fn evaluated(
+        &mut self,
+        version: PolicyVersion,
+        time_s: f64,
+        evaluation: &Evaluated,
+    ) -> Result<(), Failure> {
         let mut metrics = Metrics::default();
         metrics.set("step", version.0 as f64);
-        metrics.set("time_s", 0.0);
-        metrics.set("eval/accuracy", evaluation.accuracy());
-        self.write(&metrics)?;
-        self.report.note(&format!(
-            "accuracy before training: {:.3} on {} held-out tasks",
-            evaluation.accuracy(),
-            evaluation.answers.len()
-        ));
-        if let (failed, Some(example)) = evaluation.failed() {
-            self.report.note(&format!("{failed} of them are left out of it: {example}"));
-        }
-        Ok(())
+        metrics.set("time_s", time_s);
+        evaluation.measure(&mut metrics);
+        self.write(&metrics)
+    }
+
+    /// Says what failed in an evaluation, and if nothing of it could be judged.
+    pub fn failures_of(&self, evaluation: &Evaluated) {
+        let lines = evaluation.diagnosis().map_or_else(|| evaluation.failures(), |why| vec![why]);
+        lines.iter().for_each(|line| self.report.note(&format!("evaluation: {line}")));
     }
 
     /// Writes and shows a step.
@@ -193,6 +223,7 @@ impl<'a> Observer<'a> {
         self.write(&metrics)?;
         self.samples(inputs.step)?;
         self.report.step(&metrics);
+        inputs.evaluation.iter().for_each(|evaluation| self.failures_of(evaluation));
         self.failures(inputs)
     }
 
@@ -215,15 +246,24 @@ impl<'a> Observer<'a> {
                 self.report.note(&format!("the first failure of reward `{name}`: {example}"));
             }
         }
-        let batch = &inputs.step.batch;
-        self.unscored = if batch.scored == 0 { self.unscored + 1 } else { 0 };
+        let (batch, unjudged) = (&inputs.step.batch, inputs.step.counts.unjudged);
+        if unjudged > 0 && self.shown.insert("eval.correct".to_owned()) {
+            self.report.note(&format!(
+                "{unjudged} trajectories of step {} were left out: they came without `correct`, and `algorithm.kind = \"{}\"` \
+                 asks which answers are correct",
+                inputs.step.version.0,
+                self.recipe.algorithm.kind.as_str()
+            ));
+        }
+        self.unscored = if batch.scored == unjudged { self.unscored + 1 } else { 0 };
         if self.unscored < UNSCORED {
             return Ok(());
         }
         let failed =
             |(name, said): (&String, &ComponentStatistics)| format!("`{name}` {} times", said.failed);
-        let failed: Vec<_> =
+        let mut failed: Vec<_> =
             batch.components.iter().filter(|(_, said)| said.failed > 0).map(failed).collect();
+        failed.extend((unjudged > 0).then(|| format!("to say what is correct {unjudged} trajectories")));
         Err(Failure::Unscored(format!(
             "no trajectory of the last {UNSCORED} steps could be scored, so there is nothing to learn from; in the last one \
              failed {}. The messages stand in {}",
@@ -254,7 +294,7 @@ impl<'a> Observer<'a> {
         metrics.set("buffer/filling", f64::from(filling));
         metrics.set("reward/frac_zero_std", counts.zero_variance as f64 / groups);
         if let Some(evaluation) = inputs.evaluation {
-            metrics.set("eval/accuracy", evaluation.accuracy());
+            evaluation.measure(metrics);
         }
         metrics.set("loss/mean", sums.loss);
         metrics.set("entropy/mean", sums.mean(sums.entropy));
@@ -268,6 +308,9 @@ impl<'a> Observer<'a> {
         metrics.set("clip/low_mean", sums.mean_sampled(sums.clipped_low as f64));
         metrics.set("clip/high_mean", sums.mean_sampled(sums.clipped_high as f64));
         self.algorithm(metrics, inputs.step);
+        if counts.unjudged > 0 {
+            metrics.set("reward/unjudged", counts.unjudged as f64);
+        }
         metrics.set("optim/grad_norm", f64::from(*grad_norm));
         metrics.set("optim/lr", f64::from(*learning_rate));
         metrics.set("optim/updates", *updates as f64);

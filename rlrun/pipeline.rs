@@ -25,7 +25,7 @@ use model::{Cores, ModelDirectory};
 use rewards::RewardSet;
 use rollout::applier::{Applier, Incoming};
 use rollout::curation::Curation;
-use rollout::evaluate::Evaluation;
+use rollout::evaluate::Watch;
 use rollout::scoring::Scorer;
 use rollout::{Engine, Network, Progress, Worker};
 use trainer::collective::tcp;
@@ -35,6 +35,7 @@ use weights::Hub;
 
 use crate::companions::Starting;
 use crate::curation;
+use crate::evaluation::{Evaluated, Which};
 use crate::failure::{Failure, REQUEUE};
 use crate::forward_edge::{Door, Edge, Opening};
 use crate::observe::{Observer, StepInputs};
@@ -46,7 +47,8 @@ use crate::recipe::words::{Ranks, Store};
 use crate::report::{Report, SamplePair, Summary};
 use crate::run_dir::RunDir;
 use crate::signals::Signals;
-use crate::watchdog::{Limits, Watchdog};
+use crate::stage::{self, Doing, Stage};
+use crate::watchdog::Watchdog;
 use crate::workers::membership::{derived, token};
 use crate::workers::reward::is_served;
 use crate::workers::trainer::MEETING;
@@ -54,7 +56,7 @@ use exchange::Exchange;
 use push::Push;
 use samplers::{Sampler, Samplers};
 use start::Start;
-use view::{Doing, Stage, View};
+use view::View;
 
 /// Pairs of answers shown at the end.
 const SHOWN: usize = 6;
@@ -126,9 +128,22 @@ pub fn run_in(
     let Surroundings { cores, rewards, program, door, leader, from } = surroundings;
     let runtime = RewardRuntime::new(&program, &cores)?;
     let report = Arc::clone(report);
-    let (limits, peers) = (Arc::default(), Arc::default());
-    let mut run =
-        Run { recipe, run_dir, report, rewards, runtime, signals, cores, door, leader, from, limits, peers };
+    let (limits, peers, stage) = (Arc::default(), Arc::default(), Arc::default());
+    let mut run = Run {
+        recipe,
+        run_dir,
+        report,
+        rewards,
+        runtime,
+        signals,
+        cores,
+        door,
+        leader,
+        from,
+        limits,
+        peers,
+        stage,
+    };
     run.go()
 }
 
@@ -151,13 +166,18 @@ struct Run<'a> {
     limits: Arc<OnceLock<GroupLimits>>,
     /// What other processes sent that was refused.
     peers: Arc<Peers>,
+    /// What this thread does.
+    stage: Arc<Stage>,
 }
 
 /// What training ends with.
 struct Trained {
     version: PolicyVersion,
     time_s: f64,
-    evaluation: Option<Evaluation>,
+    /// Of the last version, if it was evaluated.
+    evaluation: Option<Evaluated>,
+    /// Whether all steps are done and their evaluation was stopped.
+    cut_short: bool,
 }
 
 impl Run<'_> {
@@ -220,6 +240,8 @@ impl Run<'_> {
     fn run(&self, exchange: Option<Exchange>) -> Result<Ending, Failure> {
         let mut observer = Observer::new(self.recipe, self.run_dir, &self.report)?;
         let stopped = || if self.signals.terminated() { Ending::Requeued } else { Ending::Stopped };
+        let report = Arc::clone(&self.report);
+        let watchdog = self.stage.watch_alone(self.recipe, move |text| report.note(text))?;
         let Some(start) = self.starting_point(&mut observer)? else { return Ok(stopped()) };
         let version = start.state.version;
         observer.event("start", &serde_json::json!({ "version": version, "time_s": start.state.time_s }))?;
@@ -229,18 +251,19 @@ impl Run<'_> {
         }
         let before = start.evaluation.clone();
         let trained = match (&self.recipe.supervised, exchange) {
-            (None, Some(exchange)) => self.train(start, exchange, &mut observer)?,
+            (None, Some(exchange)) => self.train(start, exchange, &mut observer, watchdog)?,
             (Some(supervised), _) => self.supervise(supervised, start, &mut observer)?,
             (None, None) => unreachable!("what is sampled for is opened first"),
         };
         observer.diagnosis().iter().for_each(|line| self.report.note(line));
-        let done = trained.version.0 >= self.recipe.trainer.steps;
+        let done = trained.version.0 >= self.recipe.trainer.steps && !trained.cut_short;
         let ending = if done { Ending::Done } else { stopped() };
         observer.event("end", &serde_json::json!({ "version": trained.version, "done": done }))?;
         if done {
+            let accuracy = trained.evaluation.as_ref().and_then(Evaluated::accuracy);
             self.report.summary(&Summary {
-                accuracy_before: observer.first_accuracy(),
-                accuracy_after: trained.evaluation.as_ref().map(Evaluation::accuracy),
+                accuracy_before: accuracy.as_ref().and_then(|(metric, _)| observer.first_value(metric)),
+                accuracy_after: accuracy.map(|(_, accuracy)| accuracy),
                 steps: trained.version.0,
                 time_s: trained.time_s,
                 run_dir: self.run_dir.path().to_path_buf(),
@@ -261,7 +284,9 @@ impl Run<'_> {
         start: Start,
         exchange: Exchange,
         observer: &mut Observer<'_>,
+        watchdog: Watchdog,
     ) -> Result<Trained, Failure> {
+        self.stage.enter(Doing::Opening);
         let Start { learner, directory, prepared, state, went_back, .. } = start;
         let companions = self.beside(&learner, (&directory, &prepared), &state).companions()?;
         let Exchange { edge, hub, roster, desk } = exchange;
@@ -295,12 +320,14 @@ impl Run<'_> {
         let worker = worker.map(|worker| worker.taking_turns(seat));
         let inside = worker.map(|worker| Sampler::spawn(worker, producer, Arc::clone(&stop))).transpose()?;
         let mut samplers = Samplers { inside, roster, rewards };
-        let stage = Arc::new(Stage::default());
-        let watchdog = self.watch(&samplers, &stage, (consumer, hub.clone()))?;
-        let trained = self.steps(&mut trainer, (&samplers, &stage, &push), observer, |trainer| {
+        // From here on it looks at the samplers too.
+        drop(watchdog);
+        let watchdog = self.watch(&samplers, (consumer, hub.clone()))?;
+        let trained = self.steps(&mut trainer, (&samplers, &push), observer, |trainer| {
             self.evaluate(&prepared, trainer.learner(), &evaluated)
         });
         drop(watchdog);
+        let cut_short = self.is_cut_short(&prepared);
         stop.store(true, Ordering::Relaxed);
         let joined = samplers.join();
         // What was trained is kept, however the sampler ended.
@@ -310,7 +337,8 @@ impl Run<'_> {
         joined?;
         let evaluation = trained?;
         saved.transpose()?;
-        Ok(Trained { version: trainer.version(), time_s: trainer.time_s(), evaluation })
+        let cut_short = cut_short && evaluation.is_none();
+        Ok(Trained { version: trainer.version(), time_s: trainer.time_s(), evaluation, cut_short })
     }
 
     /// The sampler of this process, around the weights that training starts from.
@@ -338,29 +366,23 @@ impl Run<'_> {
     fn watch(
         &self,
         samplers: &Samplers,
-        stage: &Arc<Stage>,
         (consumer, hub): (Arc<dyn Consumer>, Hub),
     ) -> Result<Watchdog, Failure> {
         let view = View {
-            stage: Arc::clone(stage),
+            stage: Arc::clone(&self.stage),
             inside: samplers.inside.as_ref().map(|sampler| Arc::clone(&sampler.progress)),
             roster: Arc::clone(&samplers.roster),
-            rewards: samplers.rewards.clone(),
             consumer,
             hub,
             peers: Arc::clone(&self.peers),
             heartbeat: Duration::from_secs_f64(self.recipe.deadlines.heartbeat_s),
             report: Arc::clone(&self.report),
         };
-        let limits = Limits {
-            quiet: Duration::from_secs_f64(self.recipe.deadlines.quiet_s),
-            hang: self.recipe.wait() * 2,
-        };
         let report = Arc::clone(&self.report);
         // A controller starts it again.
         let status = if self.door.is_some() { i32::from(REQUEUE) } else { 1 };
         let end = move || std::process::exit(status);
-        Watchdog::start(limits, move || view.look(), move |text| report.note(text), end)
+        Watchdog::start(stage::limits(self.recipe), move || view.look(), move |text| report.note(text), end)
     }
 
     /// What stands beside the policy that training starts from.
@@ -396,14 +418,14 @@ impl Run<'_> {
         worker.curated(curation)
     }
 
-    /// The training steps, each measured; evaluations where they are due. Returns the last of them.
+    /// The training steps, each measured; evaluations where they are due. Returns that of the last version.
     fn steps(
         &self,
         trainer: &mut Trainer,
-        (samplers, stage, push): (&Samplers, &Stage, &Push),
+        (samplers, push): (&Samplers, &Push),
         observer: &mut Observer<'_>,
-        evaluate: impl Fn(&Trainer) -> Result<Option<Evaluation>, Failure>,
-    ) -> Result<Option<Evaluation>, Failure> {
+        evaluate: impl Fn(&Trainer) -> Result<Option<Evaluated>, Failure>,
+    ) -> Result<Option<Evaluated>, Failure> {
         let (steps, interval) = (self.recipe.trainer.steps, self.recipe.eval.interval);
         let phase = self.report.phase("training", steps);
         phase.set(trainer.version().0, "");
@@ -411,13 +433,14 @@ impl Run<'_> {
         let mut last = None;
         let mut clock = Instant::now();
         while trainer.version().0 < steps {
-            stage.enter(Doing::Step, trainer.version());
-            let Some(step) = trainer.step()? else { return Ok(last) };
+            self.stage.reach(trainer.version());
+            self.stage.enter(Doing::Step);
+            let Some(step) = trainer.step()? else { return Ok(None) };
             let version = trainer.version().0;
-            stage.enter(Doing::Evaluation, trainer.version());
+            self.stage.reach(trainer.version());
             let due = version == steps || (interval > 0 && version.is_multiple_of(interval));
             let evaluation = if due && !self.signals.stop_requested() { evaluate(trainer)? } else { None };
-            stage.enter(Doing::Writing, trainer.version());
+            self.stage.enter(Doing::Writing);
             let now = samplers.progress();
             // Other processes say what they did each second; until they say so again, what they said last holds.
             if now != window.1 {
@@ -442,31 +465,63 @@ impl Run<'_> {
                 trainer.forget()?;
             }
             phase.set(version, &format!("reward {:.3}", step.batch.reward.mean));
-            last = evaluation.or(last);
+            last = evaluation;
         }
-        // A run that was resumed after its last step has measured nothing yet.
-        if last.is_none() { evaluate(trainer) } else { Ok(last) }
+        if last.is_none() && !self.signals.stop_requested() {
+            // A run that was resumed after its last step has measured nothing yet.
+            last = evaluate(trainer)?;
+            last.iter().try_for_each(|of| observer.late(trainer.version(), trainer.time_s(), of))?;
+        }
+        Ok(last)
     }
 
-    /// Answers of the policy as it is trained, in f32 however coarsely it is sampled from.
+    /// Answers of the policy as it is trained, in f32 however coarsely it is sampled from; `None` without held-out tasks, or
+    /// if it was stopped.
     fn evaluate(
         &self,
         prepared: &Prepared,
         learner: &Learner,
         directory: &ModelDirectory,
-    ) -> Result<Option<Evaluation>, Failure> {
+    ) -> Result<Option<Evaluated>, Failure> {
+        self.look(Which::All, prepared, learner, directory)
+    }
+
+    /// The same for some of the sets.
+    fn look(
+        &self,
+        which: Which,
+        prepared: &Prepared,
+        learner: &Learner,
+        directory: &ModelDirectory,
+    ) -> Result<Option<Evaluated>, Failure> {
+        let sets = prepared.evaluation_sets(self.recipe, which);
+        if sets.is_empty() || self.signals.stop_requested() {
+            return Ok(None);
+        }
+        self.stage.enter(Doing::Evaluation);
+        let answers: usize = sets.iter().map(|(_, set)| set.answers()).sum();
+        let bar = self.report.bar("evaluation", answers as u64);
         let network = Network::new(&self.recipe.evaluate_on()?, learner.model(), &*learner.parameters()?)?;
-        prepared.evaluate(self.recipe, network, directory, &self.runtime)
+        let (stop, show) = (self.signals.stop_flag(), |judged| bar.set(judged, ""));
+        let watch = Watch { stop: &stop, progress: self.stage.evaluation(), show: &show };
+        prepared.evaluate(self.recipe, (network, directory), (&self.runtime, &watch), which)
+    }
+
+    /// Whether an evaluation that is missing at the end was stopped.
+    fn is_cut_short(&self, prepared: &Prepared) -> bool {
+        self.signals.stop_requested() && !prepared.evaluation_sets(self.recipe, Which::All).is_empty()
     }
 }
 
 /// The same tasks answered before and after, those first that changed.
-fn pairs(before: Option<&Evaluation>, after: Option<&Evaluation>) -> Vec<SamplePair> {
+fn pairs(before: Option<&Evaluated>, after: Option<&Evaluated>) -> Vec<SamplePair> {
     let (Some(before), Some(after)) = (before, after) else { return Vec::new() };
+    let (before, after) = (before.first(), after.first());
     let mut pairs: Vec<SamplePair> = before
         .answers
         .iter()
         .zip(&after.answers)
+        .step_by(before.samples.max(1))
         .map(|(before, after)| SamplePair {
             prompt: crate::prepare::prompt_text(&before.task),
             before: before.text.clone(),

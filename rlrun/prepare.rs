@@ -7,15 +7,16 @@ use std::sync::Arc;
 use model::{Cores, MemoryBudget, ModelDirectory, Parameters, Team};
 use rewards::reward_model::{ModelContext, ModelServer};
 use rewards::{RewardContext, RewardSet};
-use rollout::evaluate::{Evaluation, EvaluationConfig, evaluate};
 use rollout::tasks::TaskOrder;
-use rollout::{Network, PromptSet, RolloutError};
+use rollout::{PromptSet, RolloutError};
 use tokio::runtime::{Handle, Runtime};
 use trainer::lora::Adapter;
 use trajectory::{Prompt, Task};
 
+use crate::evaluation::NamedSet;
 use crate::failure::Failure;
 use crate::program::Program;
+use crate::recipe::schema::EvalSet;
 use crate::recipe::{Model, Recipe};
 use crate::report::Report;
 
@@ -98,7 +99,8 @@ impl RewardRuntime {
             models,
             ..self.context(scratch)
         };
-        Ok(RewardSet::from_specs(&recipe.rewards, self.program.registry(), &context)?)
+        let rewards = RewardSet::from_specs(&recipe.rewards, self.program.registry(), &context)?;
+        Ok(rewards.judged_by(recipe.criterion())?)
     }
 }
 
@@ -114,8 +116,10 @@ impl Drop for RewardRuntime {
 pub struct Prepared {
     /// Training tasks with their prompts.
     pub train: Arc<PromptSet>,
-    /// Held-out tasks, if there are any.
+    /// Held-out tasks of `[data]`, if there are any.
     pub eval: Option<PromptSet>,
+    /// Further sets of held-out tasks.
+    pub sets: Vec<NamedSet>,
     /// What trajectories are worth; `None` where nothing is sampled, as for a reward model.
     pub rewards: Option<Arc<RewardSet>>,
     /// The cores that the sampler may use, and models that are colocated with it.
@@ -176,7 +180,18 @@ impl Prepared {
         let set = |tasks, order| PromptSet::new(tasks, directory, limit, recipe.overlong(), order);
         let train = set(train, recipe.task_order())?;
         let eval = if eval.is_empty() { None } else { Some(set(eval, TaskOrder::File)?) };
-        let longest = train.longest().max(eval.as_ref().map_or(0, PromptSet::longest));
+        let named = |(of, tasks): (&EvalSet, Vec<Task>)| {
+            let samples = of.samples.unwrap_or(recipe.eval.samples);
+            Ok::<_, RolloutError>(NamedSet {
+                name: of.name.clone(),
+                prompts: set(tasks, TaskOrder::File)?,
+                samples,
+            })
+        };
+        let sets: Vec<NamedSet> =
+            recipe.eval_set_tasks()?.into_iter().map(named).collect::<Result<_, _>>()?;
+        let held_out = eval.iter().chain(sets.iter().map(|set| &set.prompts)).map(PromptSet::longest);
+        let longest = held_out.fold(train.longest(), usize::max);
         let context = directory.config().max_context();
         let completion = recipe.rollout.max_completion_length;
         if longest + completion > context {
@@ -190,13 +205,13 @@ impl Prepared {
         } else {
             Some(Arc::new(runtime.rewards(recipe, directory, (&team, &budget), scratch)?))
         };
-        Ok(Self { train: Arc::new(train), eval, rewards, team, budget })
+        Ok(Self { train: Arc::new(train), eval, sets, rewards, team, budget })
     }
 
     /// Says what there is to train on.
-    pub fn announce(&self, report: &Report, directory: &ModelDirectory) {
+    pub fn announce(&self, recipe: &Recipe, report: &Report, directory: &ModelDirectory) {
         let parameters = model::Layout::new(directory.config()).len();
-        let held_out = self.eval.as_ref().map_or(0, PromptSet::len);
+        let held_out = self.held_out();
         let name = directory.config().architecture.model_type();
         report.note(&format!(
             "model {name}, {parameters} parameters; {} tasks to train on, {held_out} held out",
@@ -204,9 +219,19 @@ impl Prepared {
         ));
         directory.config().window_note().iter().for_each(|note| report.note(note));
         self.understood().for_each(|line| report.note(&line));
+        if recipe.criterion().is_none() {
+            recipe.describe_correct().iter().for_each(|line| report.note(line));
+        }
         if self.train.dropped() > 0 {
             report.note(&format!("{} tasks left out: their prompts are too long", self.train.dropped()));
         }
+    }
+
+    /// Held-out tasks of all sets.
+    #[must_use]
+    pub fn held_out(&self) -> usize {
+        let sets = self.eval.iter().chain(self.sets.iter().map(|set| &set.prompts));
+        sets.map(PromptSet::len).sum()
     }
 
     /// How rewards were understood that say so, one line each.
@@ -221,28 +246,6 @@ impl Prepared {
     #[must_use]
     pub fn train_tasks(&self) -> Vec<Task> {
         self.train.iter().map(|(task, _)| Task::clone(task)).collect()
-    }
-
-    /// Answers of `network` to the held-out tasks, if there are any.
-    ///
-    /// # Errors
-    /// If generation or a reward with `on_error = "fail"` fails.
-    pub fn evaluate(
-        &self,
-        recipe: &Recipe,
-        network: Network,
-        directory: &ModelDirectory,
-        runtime: &RewardRuntime,
-    ) -> Result<Option<Evaluation>, Failure> {
-        let (Some(prompts), Some(rewards)) = (&self.eval, &self.rewards) else { return Ok(None) };
-        let config = EvaluationConfig {
-            engine: recipe.engine(prompts.longest()),
-            sampling: recipe.eval_sampling(),
-            tasks: recipe.eval.tasks,
-        };
-        let stop = recipe.stop_rules(directory);
-        let team = Arc::clone(&self.team);
-        Ok(Some(evaluate(&config, (network, team), prompts, (&stop, rewards, runtime.handle()))?))
     }
 }
 

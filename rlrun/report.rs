@@ -102,12 +102,18 @@ impl Report {
     /// Starts a part of the run of `total` units (steps, tasks or trajectories).
     #[must_use]
     pub fn phase(&self, name: &str, total: u64) -> Phase<'_> {
+        if matches!(self.style, Style::Plain | Style::Quiet) {
+            self.write(&format!("{name}: {total} to do"));
+        }
+        self.bar(name, total)
+    }
+
+    /// The same for a part that comes often: without a terminal it is not announced.
+    #[must_use]
+    pub fn bar(&self, name: &str, total: u64) -> Phase<'_> {
         let bar = match self.style {
             Style::Terminal { .. } => Some(self.bars.add(new_bar(name, total))),
-            Style::Plain | Style::Quiet => {
-                self.write(&format!("{name}: {total} to do"));
-                None
-            }
+            Style::Plain | Style::Quiet => None,
         };
         Phase { report: self, name: name.to_owned(), bar }
     }

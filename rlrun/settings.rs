@@ -26,7 +26,7 @@ use trainer::{LearnerConfig, TrainerConfig};
 use trajectory::Task;
 use weights::{DeltaConfig, Dtype, HubConfig, PublishConfig};
 
-use crate::recipe::schema::{Checkpoint, RandomModel};
+use crate::recipe::schema::{Checkpoint, EvalSet, RandomModel};
 use crate::recipe::words::{PolicyPlacement, SupervisedKind, WeightDtype, WeightTransport};
 use crate::recipe::{DataSource, Recipe};
 
@@ -87,21 +87,52 @@ impl Recipe {
                 Ok((train, eval))
             }
             DataSource::Files(files) => {
-                let source = |limit| TaskSource {
-                    prompt_column: files.prompt_column.clone(),
-                    answer_column: files.answer_column.clone(),
-                    system_prompt: files.system_prompt.clone(),
-                    prompt_template: files.prompt_template.clone(),
-                    chat: files.chat,
-                    conversation_column: self.supervised.as_ref().map(|s| s.conversation_column().to_owned()),
-                    limit,
-                };
+                let source = |limit| TaskSource { limit, ..self.task_source() };
                 let eval = match &files.eval[..] {
                     [] => Vec::new(),
                     paths => source(self.eval.tasks).load(paths)?,
                 };
                 Ok((source(None).load(&files.train)?, eval))
             }
+        }
+    }
+
+    /// Tasks of the further sets of held-out tasks, in their order.
+    ///
+    /// # Errors
+    /// If a dataset cannot be read or a column is missing.
+    pub fn eval_set_tasks(&self) -> Result<Vec<(&EvalSet, Vec<Task>)>, TaskError> {
+        let load = |set| Ok((set, self.eval_source(set).load(&set.path)?));
+        self.eval.sets.iter().map(load).collect()
+    }
+
+    /// How a row of the set becomes a task: as in `[data]`, but for the columns that the set names itself.
+    fn eval_source(&self, set: &EvalSet) -> TaskSource {
+        let base = self.task_source();
+        let own = set.prompt_column.is_some() || set.prompt_template.is_some();
+        let prompt = |own_key: &Option<String>, key| if own { own_key.clone() } else { key };
+        TaskSource {
+            prompt_column: prompt(&set.prompt_column, base.prompt_column),
+            prompt_template: prompt(&set.prompt_template, base.prompt_template),
+            answer_column: set.answer_column.clone().or(base.answer_column),
+            limit: set.tasks.or(self.eval.tasks),
+            ..base
+        }
+    }
+
+    /// How a row of the files of `[data]` becomes a task.
+    fn task_source(&self) -> TaskSource {
+        match &self.data.source {
+            DataSource::Arithmetic(_) => TaskSource::default(),
+            DataSource::Files(files) => TaskSource {
+                prompt_column: files.prompt_column.clone(),
+                answer_column: files.answer_column.clone(),
+                system_prompt: files.system_prompt.clone(),
+                prompt_template: files.prompt_template.clone(),
+                chat: files.chat,
+                conversation_column: self.supervised.as_ref().map(|s| s.conversation_column().to_owned()),
+                limit: None,
+            },
         }
     }
 

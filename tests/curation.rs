@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-use crate::support::{Home, Moment, Run, finish};
+use crate::support::{CORRECT, Home, Moment, Run, finish};
 
 /// Few tasks, small groups, and a policy that stays as it is: a task passes about every other time.
 const STILL: [&str; 5] = [
@@ -169,8 +169,12 @@ fn groups_of_tasks_that_succeed_are_smaller() {
 #[test]
 fn a_run_whose_tasks_are_all_filtered_out_ends_and_says_so() {
     let home = Home::new();
-    let few =
-        ["data.arithmetic.train_tasks=8", "data.arithmetic.eval_tasks=1", "curation.max_pass_rate=0.01"];
+    let few = [
+        CORRECT,
+        "data.arithmetic.train_tasks=8",
+        "data.arithmetic.eval_tasks=1",
+        "curation.max_pass_rate=0.01",
+    ];
     for staleness in ["buffer.max_staleness=0", "buffer.max_staleness=3"] {
         let sets = [&few[..], &[staleness]].concat();
         let args = sets.iter().flat_map(|set| ["--set", set]);

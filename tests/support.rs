@@ -41,6 +41,9 @@ interval = 3
 samples = 8
 "#;
 
+/// What answers `small.toml` calls correct.
+pub(crate) const CORRECT: &str = "eval.correct.reward=regex";
+
 /// How often a run in progress is looked at.
 const LOOK_UP: Duration = Duration::from_millis(2);
 
@@ -130,7 +133,12 @@ impl Home {
     }
 
     pub(crate) fn start(&self, args: &[&str]) -> Running {
-        Running(self.command(args).spawn().unwrap())
+        self.start_with(&[], args)
+    }
+
+    /// The same with these variables.
+    pub(crate) fn start_with(&self, variables: &[(&str, &str)], args: &[&str]) -> Running {
+        Running(self.command(args).envs(variables.iter().copied()).spawn().unwrap())
     }
 
     pub(crate) fn run(&self, name: &str) -> Run {
@@ -138,8 +146,9 @@ impl Home {
     }
 }
 
+/// Its reward compares with no reference, so that what is correct has to be said.
 fn small_args<'a>(name: &'a str, sets: &[&'a str]) -> Vec<&'a str> {
-    let sets = sets.iter().flat_map(|set| ["--set", set]);
+    let sets = [CORRECT].iter().chain(sets).flat_map(|set| ["--set", set]);
     ["small.toml", "--run-dir", name].into_iter().chain(sets).collect()
 }
 
@@ -260,6 +269,20 @@ impl Run {
             if child.try_wait().unwrap().is_some() {
                 return false;
             }
+            std::thread::sleep(LOOK_UP);
+        }
+    }
+
+    /// Waits until what the run has shown contains `text`.
+    ///
+    /// # Panics
+    /// If `child` ends before, or ten minutes go by.
+    pub(crate) fn wait_to_show(&self, text: &str, child: &mut Child) {
+        let start = std::time::Instant::now();
+        let shown = || std::fs::read_to_string(self.path.join("logs/attempt_1.log")).unwrap_or_default();
+        while !shown().contains(text) {
+            assert!(child.try_wait().unwrap().is_none(), "`{text}` is missing in:\n{}", shown());
+            assert!(start.elapsed().as_secs() < 600, "`{text}` is missing in:\n{}", shown());
             std::thread::sleep(LOOK_UP);
         }
     }

@@ -10,6 +10,7 @@ mod colocated;
 mod curation;
 #[cfg(feature = "emulator")]
 mod devices;
+mod evaluation;
 mod failpoints;
 mod fit;
 mod learns;

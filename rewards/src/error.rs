@@ -17,6 +17,14 @@ pub enum RewardError {
         /// The name.
         name: String,
     },
+    /// What is correct is to be judged by a reward that is not there.
+    #[error("there is no reward `{name}` to judge what is correct; there are {known}")]
+    UnknownCriterion {
+        /// The name.
+        name: String,
+        /// The names that there are, as text.
+        known: String,
+    },
     /// A kind that there is none of.
     #[error("there is no reward of kind `{kind}`; there are {known}")]
     UnknownKind {

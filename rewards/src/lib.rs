@@ -45,6 +45,7 @@
 #[cfg(target_os = "linux")]
 pub mod code;
 pub mod countdown;
+pub mod criterion;
 pub mod error;
 pub mod exact;
 pub mod format;
@@ -70,6 +71,7 @@ pub mod sandbox;
 pub mod set;
 pub mod spec;
 
+pub use criterion::Criterion;
 pub use error::RewardError;
 pub use function::{Builtin, FunctionError, Scored};
 pub use limited::Limited;

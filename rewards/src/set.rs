@@ -13,14 +13,15 @@ use trajectory::{Component, Score};
 
 use crate::reward::Judged;
 use crate::{
-    BoxFuture, LoadCounts, Outcome, Registry, Reward, RewardContext, RewardError, RewardInput, RewardSpec,
-    Scope,
+    BoxFuture, Criterion, LoadCounts, Outcome, Registry, Reward, RewardContext, RewardError, RewardInput,
+    RewardSpec, Scope,
 };
 
 /// Rewards that together say what a trajectory is worth.
 #[derive(Debug)]
 pub struct RewardSet {
     rewards: Vec<WeightedReward>,
+    criterion: Option<Criterion>,
 }
 
 /// One summand of a [`RewardSet`].
@@ -73,7 +74,28 @@ impl RewardSet {
                 return Err(RewardError::Weight { reward: reward.name().to_owned(), weight: *weight });
             }
         }
-        Ok(Self { rewards })
+        Ok(Self { rewards, criterion: None })
+    }
+
+    /// The same, saying of every answer whether it is correct by `criterion`; without one nothing is said.
+    ///
+    /// # Errors
+    /// A criterion that names no reward of the set.
+    pub fn judged_by(self, criterion: Option<Criterion>) -> Result<Self, RewardError> {
+        let names = || self.rewards.iter().map(|weighted| weighted.reward.name());
+        if let Some(Criterion { reward, .. }) = &criterion
+            && !names().any(|name| name == reward)
+        {
+            let known = names().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+            return Err(RewardError::UnknownCriterion { name: reward.clone(), known });
+        }
+        Ok(Self { criterion, ..self })
+    }
+
+    /// What is correct, if anything says so.
+    #[must_use]
+    pub fn criterion(&self) -> Option<&Criterion> {
+        self.criterion.as_ref()
     }
 
     /// Builds what a recipe states.
@@ -175,7 +197,10 @@ impl RewardSet {
         let total = if failed || !(applied || watched) { None } else { Some(total) };
         match total {
             Some(value) if !value.is_finite() => Err(not_finite("total", input, value)),
-            total => Ok(Score { total, components }),
+            total => {
+                let correct = self.criterion.as_ref().map(|criterion| criterion.judge(&components));
+                Ok(Score { total, components, correct })
+            }
         }
     }
 }
@@ -263,6 +288,26 @@ mod tests {
         assert_eq!(score.total, Some(-5.0));
         let components: Vec<_> = score.components.iter().map(|c| (c.name.as_str(), c.value)).collect();
         assert_eq!(components, [("a", Some(2.0)), ("b", Some(-3.0))]);
+    }
+
+    #[test]
+    fn what_is_correct_does_not_depend_on_weights() {
+        let task = task("4");
+        let judged = |rewards: Vec<WeightedReward>, reward: &str| {
+            let criterion = Criterion { reward: reward.to_owned(), threshold: 1.0 };
+            let set = RewardSet::new(rewards)?.judged_by(Some(criterion))?;
+            Ok::<_, RewardError>(block_on(set.score(&[input(&task, "4")]))?.remove(0).correct)
+        };
+        for weight in [0.0, 0.5, -1.0, 3.0] {
+            let with = |value| vec![constant("bonus", 5.0, 1.0), constant("math", value, weight)];
+            assert_eq!(judged(with(1.0), "math").unwrap(), Some(true));
+            assert_eq!(judged(with(0.9), "math").unwrap(), Some(false));
+        }
+        let failed = vec![failing(OnError::Zero, 1.0), constant("a", 2.0, 1.0)];
+        assert_eq!(judged(failed, "judge").unwrap(), Some(false), "what failed is not correct");
+        let error = judged(vec![constant("a", 0.0, 1.0)], "b").unwrap_err().to_string();
+        assert_eq!(error, "there is no reward `b` to judge what is correct; there are `a`");
+        assert_eq!(score(vec![constant("a", 1.0, 1.0)]).unwrap().correct, None, "nothing says what is");
     }
 
     #[test]

@@ -257,7 +257,7 @@ fn plain_group(bytes: usize) -> Group {
     let sample = Sample::new(streams).expect("all streams are made for the same tokens");
     let prompt = Prompt::Text(String::new());
     let task = Task { id: TaskId(0), prompt, answer: None, columns: Map::new() };
-    let score = Score { total: Some(1.0), components: Vec::new() };
+    let score = Score { total: Some(1.0), ..Score::default() };
     let (turns, text) = (Vec::new(), String::new());
     let trajectory = Trajectory { index: 0, sample, turns, text, score, baseline: false };
     Group { id: GroupId(0), task, trajectories: vec![trajectory] }

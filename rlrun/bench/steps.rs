@@ -144,7 +144,7 @@ impl Steps {
         // The time of a step that was evaluated, as the last of a recipe with held-out tasks is, holds the evaluation.
         let measured: Vec<(f64, &Map<String, Value>)> = lines
             .windows(2)
-            .filter(|pair| !pair[1].contains_key("eval/accuracy"))
+            .filter(|pair| !pair[1].keys().any(|name| name.starts_with("eval/")))
             .map(|pair| (number(&pair[1], "time_s") - number(&pair[0], "time_s"), &pair[1]))
             .collect();
         let starting = STARTING.max(staleness as usize + 1).min(measured.len() / 2);

@@ -6,7 +6,6 @@
 use std::sync::Arc;
 
 use model::{Head, ModelDirectory, Parameters};
-use rollout::evaluate::Evaluation;
 use serde_json::json;
 use trainer::checkpoint::{Contents, NetworkState, Whole, set_aside_after};
 use trainer::critic::CriticKind;
@@ -17,10 +16,12 @@ use trajectory::PolicyVersion;
 
 use super::Run;
 use crate::companions::learner;
+use crate::evaluation::{Evaluated, Which};
 use crate::failure::Failure;
 use crate::observe::Observer;
 use crate::prepare::Prepared;
 use crate::recipe::schema::Warmup;
+use crate::stage::Doing;
 use crate::supervised;
 use crate::warmup::warm_up;
 
@@ -38,7 +39,7 @@ pub(super) struct Start {
     pub(super) prepared: Prepared,
     pub(super) state: TrainerState,
     /// Answers before the first step; `None` for a run that goes on after another.
-    pub(super) evaluation: Option<Evaluation>,
+    pub(super) evaluation: Option<Evaluated>,
     /// Whether there were newer checkpoints than the one that it goes on from.
     pub(super) went_back: bool,
 }
@@ -50,10 +51,11 @@ impl Run<'_> {
             return Ok(Some(resumed));
         }
         let recipe = self.recipe;
+        self.stage.enter(Doing::Opening);
         let checkpoints = self.run_dir.checkpoints();
         let mut directory = recipe.open_model(self.run_dir.path())?;
         let prepared = self.prepared(&directory)?;
-        prepared.announce(&self.report, &directory);
+        prepared.announce(recipe, &self.report, &directory);
         let mut parameters = directory.load_parameters()?;
         // What is wrong with an adapter shows before the warm-up, not after it.
         recipe.adapter(&parameters)?;
@@ -83,7 +85,7 @@ impl Run<'_> {
             trainer::checkpoint::save(&checkpoints, &contents, recipe.retention())?;
         }
         let evaluation = self.evaluate(&prepared, &learner, &directory)?;
-        Ok(Some(Start { learner, directory, prepared, state, evaluation, went_back: false }))
+        Ok(self.unless_stopped(Start { learner, directory, prepared, state, evaluation, went_back: false }))
     }
 
     /// What the checkpoint of [`Run::from`] holds, or the newest that is whole; `None` if there is no checkpoint.
@@ -107,6 +109,7 @@ impl Run<'_> {
             observer
                 .event("checkpoint_set_aside", &json!({ "version": later, "place": place.to_string() }))?;
         }
+        self.stage.reach(version);
         self.report.note(&format!("resumed after step {} from {}", version.0, path.display()));
         if whole == Whole::Undigested {
             self.report
@@ -116,7 +119,7 @@ impl Run<'_> {
         let first = version == PolicyVersion::default();
         let evaluation = if first { self.evaluate(&prepared, &learner, &directory)? } else { None };
         let went_back = !aside.is_empty();
-        Ok(Some(Start { learner, directory, prepared, state, evaluation, went_back }))
+        Ok(self.unless_stopped(Start { learner, directory, prepared, state, evaluation, went_back }))
     }
 
     /// The checkpoint of [`Run::from`], or the newest that is whole, with newer ones that are not and why.
@@ -145,14 +148,26 @@ impl Run<'_> {
         Err(Failure::NotThere(format!("no checkpoint in {place} can be resumed from:{reasons}")))
     }
 
+    /// The start, if nothing has asked to stop before the first step; what it evaluated is measured again later.
+    fn unless_stopped(&self, start: Start) -> Option<Start> {
+        if !self.signals.stop_requested() {
+            return Some(start);
+        }
+        let run_dir = self.run_dir.path().display();
+        self.report.note(&format!("stopped before the next step; go on with: rlrun resume {run_dir}"));
+        None
+    }
+
     fn prepared(&self, directory: &ModelDirectory) -> Result<Prepared, Failure> {
         // Set once: a run has one policy.
         let _ = self.limits.set(self.recipe.group_limits(directory.config()));
         let prepared = Prepared::new(self.recipe, directory, (&self.runtime, &self.run_dir.logs()))?;
-        Ok(match &self.rewards {
+        let prepared = match &self.rewards {
             Some(rewards) => Prepared { rewards: Some(Arc::clone(rewards)), ..prepared },
             None => prepared,
-        })
+        };
+        self.stage.meet(prepared.rewards.clone());
+        Ok(prepared)
     }
 
     /// The learner of the training steps, on the cores that the recipe gives the trainer.
@@ -192,15 +207,17 @@ impl Run<'_> {
         let mut learner = learner(self.leader.as_ref(), config, model, (parameters, None, None))?
             .on(Arc::new(self.recipe.trainer_team(&self.cores)));
         let phase = self.report.phase("warm-up", warmup.steps as u64);
+        self.stage.enter(Doing::WarmUp);
         let mut last_loss = 0.0;
         let tasks = prepared.train_tasks();
         warm_up(warmup, self.recipe.seed, (&mut learner, directory), &tasks, |step, loss, learner| {
             last_loss = loss;
+            self.stage.enter(Doing::WarmUp);
             phase.set(step, &format!("loss {loss:.3}"));
             if let Some(wanted) = warmup.stop_accuracy
                 && step.is_multiple_of(WARMUP_LOOK_UP)
-                && let Some(evaluation) = self.evaluate(prepared, learner, directory)?
-                && evaluation.accuracy() >= wanted
+                && let Some(evaluation) = self.look(Which::First, prepared, learner, directory)?
+                && evaluation.accuracy().is_some_and(|(_, accuracy)| accuracy >= wanted)
             {
                 return Ok(false);
             }

@@ -3,79 +3,24 @@
 //! Invariant: looking changes nothing, but that workers of which nothing was heard for too long are forgotten, and those
 //! that serve other weights than they say.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use ::rewards::RewardSet;
-use buffer::{Consumer, Stats};
+use buffer::Consumer;
 use rollout::Progress;
-use trajectory::PolicyVersion;
 use weights::{Hub, LeftOut};
 
 use crate::peers::Peers;
 use crate::report::Report;
+use crate::stage::Stage;
 use crate::watchdog::Situation;
 use crate::workers::roster::Roster;
-
-/// What the thread of the trainer does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Doing {
-    /// A training step: it waits for a batch, or computes.
-    Step,
-    /// It looks how good the policy is.
-    Evaluation,
-    /// It writes metrics or a checkpoint.
-    Writing,
-}
-
-/// Where the trainer is: how often it went on, what it does, at which version.
-#[derive(Debug, Default)]
-pub(super) struct Stage {
-    /// Stages entered, times four, and the last of them.
-    entered: AtomicU64,
-    version: AtomicU64,
-}
-
-impl Stage {
-    pub(super) fn enter(&self, doing: Doing, version: PolicyVersion) {
-        self.version.store(version.0, Ordering::Relaxed);
-        let entered = self.entered.load(Ordering::Relaxed) / 4 + 1;
-        self.entered.store(entered * 4 + doing as u64, Ordering::Relaxed);
-    }
-
-    /// Whether it does anything but wait for a batch.
-    fn works(&self, stats: Option<&Stats>) -> bool {
-        let in_step = self.entered.load(Ordering::Relaxed) % 4 == Doing::Step as u64;
-        !in_step || stats.is_some_and(|stats| stats.next_step.0 > self.version.load(Ordering::Relaxed))
-    }
-
-    fn describe(&self, stats: Option<&Stats>) -> String {
-        let version = PolicyVersion(self.version.load(Ordering::Relaxed));
-        let entered = self.entered.load(Ordering::Relaxed);
-        if entered % 4 == Doing::Evaluation as u64 {
-            return format!("the trainer evaluates {version}, or waits for rewards of that");
-        }
-        if entered % 4 == Doing::Writing as u64 {
-            return format!("the trainer writes down the step to {version}, or its checkpoint");
-        }
-        match stats {
-            Some(stats) if stats.next_step <= version => format!(
-                "the trainer waits for a batch of {} groups for the step from {version}; the buffer has {stats}",
-                stats.batch_groups
-            ),
-            Some(_) => format!("the trainer computes the step from {version}"),
-            None => format!("the trainer is in the step from {version}; the buffer does not answer"),
-        }
-    }
-}
 
 /// See the module.
 pub(super) struct View {
     pub(super) stage: Arc<Stage>,
     pub(super) inside: Option<Arc<Mutex<Progress>>>,
     pub(super) roster: Arc<Roster>,
-    pub(super) rewards: Option<Arc<RewardSet>>,
     pub(super) consumer: Arc<dyn Consumer>,
     pub(super) hub: Hub,
     pub(super) peers: Arc<Peers>,
@@ -101,11 +46,12 @@ impl View {
         let inside = self.inside.as_ref().map(|p| *p.lock().unwrap_or_else(PoisonError::into_inner));
         let all = self.roster.progress(inside);
         let stats = self.consumer.stats().ok();
-        let mut counts = vec![self.stage.entered.load(Ordering::Relaxed), all.engine.steps, all.groups];
+        let mut counts = self.stage.counts();
+        counts.extend([all.engine.steps, all.groups]);
         counts.extend(stats.iter().flat_map(|stats| {
             [stats.next_step.0, stats.next_id.0, stats.finalized as u64, stats.leased as u64, stats.expired]
         }));
-        let mut roles = vec![self.stage.describe(stats.as_ref())];
+        let mut roles = vec![self.stage.describe_beside(stats.as_ref())];
         roles.extend(inside.map(|progress| format!("sampler 0 {}", progress.doing)));
         let members = self.roster.members();
         if inside.is_none() && members.is_empty() {
@@ -117,13 +63,7 @@ impl View {
                 member.name, member.pid, member.host, member.doing, member.doing_s, member.silent_s
             )
         }));
-        for weighted in self.rewards.iter().flat_map(|rewards| rewards.rewards()) {
-            let (waiting, running) = weighted.reward.load().now();
-            if waiting + running > 0 {
-                let name = weighted.reward.name();
-                roles.push(format!("reward `{name}` judges {running} trajectories, {waiting} wait for it"));
-            }
-        }
+        roles.extend(self.stage.describe_rewards());
         let works = self.stage.works(stats.as_ref());
         Situation { counts, roles, works }
     }

@@ -6,16 +6,17 @@
 use std::time::Instant;
 
 use model::ModelDirectory;
-use rollout::evaluate::Evaluation;
 use trainer::Learner;
 use trainer::checkpoint::{Contents, NetworkState, Writer};
 
 use super::{Run, Start, Trained};
+use crate::evaluation::Evaluated;
 use crate::failure::Failure;
 use crate::metrics::Metrics;
 use crate::observe::Observer;
 use crate::prepare::Prepared;
 use crate::recipe::schema::Supervised;
+use crate::stage::Doing;
 use crate::supervised::Lessons;
 
 impl Run<'_> {
@@ -37,8 +38,10 @@ impl Run<'_> {
         let mut writer = Writer::new(self.recipe.checkpoints(self.run_dir.checkpoints()));
         while state.version.0 < steps && !self.signals.stop_requested() {
             let clock = Instant::now();
+            self.stage.enter(Doing::Step);
             let (mut metrics, tokens) = lessons.step(state.version.0, &mut learner, &prepared.train)?;
             state.version = state.version.next();
+            self.stage.reach(state.version);
             state.updates = learner.updates();
             state.trained_tokens += tokens;
             state.time_s = earlier + began.elapsed().as_secs_f64();
@@ -48,8 +51,10 @@ impl Run<'_> {
             metrics.set("trainer/tokens_per_s", tokens as f64 / seconds.max(f64::MIN_POSITIVE));
             let (version, interval) = (state.version.0, self.recipe.eval.interval);
             if version == steps || (interval > 0 && version.is_multiple_of(interval)) {
-                last = self.examine(&lessons, &prepared, &learner, &directory, &mut metrics)?.or(last);
+                last = self.examine(&lessons, &prepared, &learner, &directory, &mut metrics)?;
+                last.iter().for_each(|evaluation| observer.failures_of(evaluation));
             }
+            self.stage.enter(Doing::Writing);
             observer.record(&metrics)?;
             phase.set(version, "");
             if every > 0 && version.is_multiple_of(every) {
@@ -63,7 +68,13 @@ impl Run<'_> {
         observer.sync()?;
         let policy = NetworkState::of(&directory, &learner)?;
         writer.save_now(&Contents { policy, critic: None, state: &state })?;
-        Ok(Trained { version: state.version, time_s: state.time_s, evaluation: last })
+        let version = state.version;
+        if last.is_none() && version.0 >= steps {
+            last = self.evaluate(&prepared, &learner, &directory)?;
+            last.iter().try_for_each(|evaluation| observer.late(version, state.time_s, evaluation))?;
+        }
+        let cut_short = last.is_none() && self.is_cut_short(&prepared);
+        Ok(Trained { version: state.version, time_s: state.time_s, evaluation: last, cut_short })
     }
 
     /// Measures on held-out tasks: answers of a policy, and how well pairs are told apart.
@@ -74,7 +85,7 @@ impl Run<'_> {
         learner: &Learner,
         directory: &ModelDirectory,
         metrics: &mut Metrics,
-    ) -> Result<Option<Evaluation>, Failure> {
+    ) -> Result<Option<Evaluated>, Failure> {
         if let Some(tasks) = &prepared.eval
             && let Some(accuracy) = lessons.pair_accuracy(learner, tasks)?
         {
@@ -87,7 +98,7 @@ impl Run<'_> {
         }
         let evaluation = self.evaluate(prepared, learner, directory)?;
         if let Some(evaluation) = &evaluation {
-            metrics.set("eval/accuracy", evaluation.accuracy());
+            evaluation.measure(metrics);
         }
         Ok(evaluation)
     }

@@ -50,6 +50,7 @@ pub(super) fn check(
     check_trainer(&raw.trainer, &mut checker);
     check_lora(raw.lora.as_mut(), &mut checker);
     super::algorithm::check(&mut raw, &mut checker);
+    super::eval::check(&mut raw, &mut checker);
     check_curation(&raw, &mut checker);
     let (Some(model), Some(data)) = (model, data) else { return Err(checker.errors) };
     let recipe = Recipe {
@@ -75,7 +76,7 @@ pub(super) fn check(
         placement: raw.placement,
         deadlines: raw.deadlines,
     };
-    check_eval(&recipe, &mut checker);
+    super::eval::check_effect(&recipe, &mut checker);
     check_placement(&recipe, &mut checker);
     if checker.errors.is_empty() { Ok(recipe) } else { Err(checker.errors) }
 }
@@ -376,21 +377,8 @@ fn check_bitwise(rollout: &Rollout, checker: &mut Checker<'_>) {
     }
 }
 
-/// Keys about evaluation without tasks for it would be silently ignored.
-fn check_eval(recipe: &Recipe, checker: &mut Checker<'_>) {
-    if recipe.has_eval_tasks() {
-        return;
-    }
-    for path in ["eval.interval", "eval.tasks", "eval.temperature"] {
-        if checker.given(path) {
-            let help =
-                "name held-out tasks in `data.eval` or `data.arithmetic.eval_tasks`, or remove `[eval]`";
-            checker.report(path, format!("`{path}` has no effect: there are no held-out tasks"), help);
-        }
-    }
-}
-
-fn all_existing(paths: &[PathBuf], key: &str, checker: &mut Checker<'_>) -> Option<Vec<PathBuf>> {
+/// The absolute paths of several files, each reported where it is named.
+pub(super) fn all_existing(paths: &[PathBuf], key: &str, checker: &mut Checker<'_>) -> Option<Vec<PathBuf>> {
     let help = "check the path";
     // A single string has its origin under the key itself, a list under its elements.
     let element = |index: usize| format!("{key}[{index}]");

@@ -19,7 +19,6 @@ pub(super) fn check_curation(raw: &RawRecipe, checker: &mut Checker<'_>) {
 fn check_ranges(curation: &Curation, checker: &mut Checker<'_>) {
     for (path, value, bounds) in [
         ("curation.max_refill_ratio", curation.max_refill_ratio, POSITIVE),
-        ("curation.pass_reward", curation.pass_reward, super::ranges::ANY),
         ("curation.max_pass_rate", curation.max_pass_rate.unwrap_or(1.0), FRACTION),
         ("curation.easy_pass_rate", curation.easy_pass_rate.unwrap_or(1.0), FRACTION),
         ("curation.easy_share", curation.easy_share, FRACTION),
@@ -155,7 +154,6 @@ mod tests {
         let all = load(&[
             "curation.dynamic_sampling=true",
             "curation.max_refill_ratio=3.5",
-            "curation.pass_reward=0.5",
             "curation.max_pass_rate=0.9",
             "curation.filter_after=16",
             "curation.easy_pass_rate=0.8",
@@ -177,7 +175,6 @@ mod tests {
     fn keys_that_would_do_nothing_or_harm_are_refused() {
         for (sets, evidence) in [
             (&["curation.max_refill_ratio=3"][..], "has no effect without `curation.dynamic_sampling`"),
-            (&["curation.pass_reward=0.5"], "has no effect without `curation.max_pass_rate`"),
             (&["curation.easy_share=0.5"], "has no effect without `curation.easy_pass_rate`"),
             (&["curation.min_group_size=4"], "has no effect without `curation.shrink_above`"),
             (&["curation.max_pass_rate=1.5"], "must be above 0 and at most 1"),

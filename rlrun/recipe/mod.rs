@@ -11,6 +11,7 @@ mod checks;
 mod curation;
 mod decode;
 mod diagnostic;
+mod eval;
 mod layers;
 mod peers;
 mod placement;
@@ -27,6 +28,7 @@ use std::path::{Path, PathBuf};
 
 use ::rewards::RewardSpec;
 pub use diagnostic::{Diagnostic, Place};
+pub use eval::DEFAULT_SET;
 pub use layers::{Origin, Origins};
 use schema::{
     Algorithm, Arithmetic, Buffer, Checkpoint, Critic, Curation, Deadlines, Eval, Log, Lora, Placement,
@@ -70,7 +72,7 @@ pub struct Recipe {
     pub trainer: Trainer,
     /// What of the policy is updated, if not all of it; the path in it is absolute.
     pub lora: Option<Lora>,
-    /// How accuracy is measured.
+    /// Which answers are correct, by a named reward if anything says so, and how accuracy is measured; paths are absolute.
     pub eval: Eval,
     /// What is kept to resume from.
     pub checkpoint: Checkpoint,
@@ -161,10 +163,11 @@ impl Recipe {
     /// Whether there are held-out tasks to measure accuracy on.
     #[must_use]
     pub fn has_eval_tasks(&self) -> bool {
-        match &self.data.source {
+        let default = match &self.data.source {
             DataSource::Files(files) => !files.eval.is_empty(),
             DataSource::Arithmetic(arithmetic) => arithmetic.eval_tasks > 0,
-        }
+        };
+        default || !self.eval.sets.is_empty()
     }
 }
 

@@ -6,7 +6,7 @@
 use super::schema::RawRecipe;
 
 /// Foreign name and ours, in the order of the schema.
-pub(super) const NAMES: [(&str, &str); 80] = [
+pub(super) const NAMES: [(&str, &str); 81] = [
     ("model_name_or_path", "model.path"),
     ("torch_dtype", "model.dtype"),
     ("train_files", "data.train"),
@@ -83,6 +83,8 @@ pub(super) const NAMES: [(&str, &str); 80] = [
     ("lora_alpha", "lora.alpha"),
     ("lora_target_modules", "lora.target_modules"),
     ("optimizer_offload", "placement.optimizer"),
+    // A key of earlier versions.
+    ("pass_reward", "eval.correct.threshold"),
     ("test_freq", "eval.interval"),
     ("eval_steps", "eval.interval"),
     ("save_steps", "checkpoint.interval"),

@@ -15,12 +15,14 @@ use super::words::*;
 
 mod algorithm;
 mod curation;
+mod eval;
 mod lora;
 mod placement;
 mod supervised;
 
 pub use algorithm::{Algorithm, Critic};
 pub use curation::Curation;
+pub use eval::{Correct, Eval, EvalSet};
 pub use lora::Lora;
 pub use placement::Placement;
 pub use supervised::Supervised;
@@ -67,7 +69,7 @@ pub struct RawRecipe {
     pub lora: Option<Lora>,
     /// Who computes where.
     pub placement: Placement,
-    /// How accuracy is measured.
+    /// Which answers are correct, and how accuracy is measured.
     pub eval: Eval,
     /// What is kept to resume from.
     pub checkpoint: Checkpoint,
@@ -472,25 +474,6 @@ impl Default for Trainer {
             zero: 1,
             collective: Collective::Auto,
         }
-    }
-}
-
-/// `[eval]`: accuracy on held-out tasks, before, during and after.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Eval {
-    /// Steps between evaluations; 0 is only before and after. TRL `eval_steps`, verl `test_freq`.
-    pub interval: u64,
-    /// Most tasks; all if not given.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub tasks: Option<usize>,
-    /// Sampling temperature; 0 takes the most likely token.
-    pub temperature: f64,
-}
-
-impl Default for Eval {
-    fn default() -> Self {
-        Self { interval: 10, tasks: None, temperature: 0.0 }
     }
 }
 

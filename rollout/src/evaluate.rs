@@ -1,17 +1,35 @@
-//! Accuracy of a policy on held-out tasks: the same engine, without buffer and without training.
+//! How good a policy is on held-out tasks: the same engine, without buffer and without training.
+//!
+//! # Layout
+//! - `statistics`: pass@k and intervals
+//!
+//! Invariant: every answer counts in the accuracy; one that could not be judged is not correct, and is counted as failed.
+//! An evaluation that is stopped ends within a decoding step, and one whose rewards do not answer ends with an error.
 
+mod statistics;
+
+use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use model::{Sampling, Team};
 use rewards::RewardSet;
 use tokio::runtime::Handle;
-use tokio::task::JoinHandle;
+use tokio::task::JoinSet;
 use trajectory::{GroupId, PolicyVersion, Score, Task};
 
 use crate::RolloutError;
 use crate::engine::{Completion, Engine, EngineConfig, Network, Request, StopRules};
 use crate::prompts::PromptSet;
 use crate::scoring::reward_input;
+
+pub use statistics::{interval, pass_at_k, powers_of_two};
+
+/// How often an evaluation that only waits for rewards looks whether it should stop.
+const LOOK_UP: Duration = Duration::from_millis(50);
+/// Bit of a group's id from which on it names the set: random streams of a set do not depend on the others.
+const SET: u32 = 40;
 
 /// How an evaluation samples.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -20,93 +38,347 @@ pub struct EvaluationConfig {
     pub engine: EngineConfig,
     /// How tokens are chosen.
     pub sampling: Sampling,
-    /// Tasks evaluated, from the first on; `None` for all.
-    pub tasks: Option<usize>,
+    /// Longest wait for the next answer to be judged.
+    pub wait: Duration,
 }
 
-/// One task with the answer of the policy.
+/// Held-out tasks that are evaluated together.
+#[derive(Clone, Copy, Debug)]
+pub struct EvaluationSet<'a> {
+    /// The tasks.
+    pub prompts: &'a PromptSet,
+    /// How many of them, from the first on; `None` for all.
+    pub tasks: Option<usize>,
+    /// Answers per task, at least 1.
+    pub samples: usize,
+}
+
+impl EvaluationSet<'_> {
+    /// Tasks that are asked.
+    #[must_use]
+    pub fn tasks(&self) -> usize {
+        self.tasks.unwrap_or(usize::MAX).min(self.prompts.len())
+    }
+
+    /// Answers that are made.
+    #[must_use]
+    pub fn answers(&self) -> usize {
+        self.tasks() * self.samples
+    }
+}
+
+/// How far an evaluation is; for threads that look.
+#[derive(Debug, Default)]
+pub struct EvaluationProgress {
+    /// Answers that are asked for.
+    pub answers: AtomicU64,
+    /// Answers that are generated.
+    pub generated: AtomicU64,
+    /// Answers that are judged.
+    pub judged: AtomicU64,
+    /// Decoding steps of all evaluations so far.
+    pub steps: AtomicU64,
+}
+
+/// Who looks at an evaluation.
+#[derive(Clone, Copy)]
+pub struct Watch<'a> {
+    /// Set when the evaluation should end without a result.
+    pub stop: &'a AtomicBool,
+    /// Where it says how far it is.
+    pub progress: &'a EvaluationProgress,
+    /// Called with the number of judged answers when it changes.
+    pub show: &'a dyn Fn(u64),
+}
+
+impl std::fmt::Debug for Watch<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Watch").field("progress", &self.progress).finish_non_exhaustive()
+    }
+}
+
+/// One answer of the policy.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Answer {
     /// What was asked.
     pub task: Arc<Task>,
     /// What the policy said.
     pub text: String,
+    /// Tokens of the answer.
+    pub tokens: usize,
     /// What it is worth.
     pub score: Score,
 }
 
-/// The answers of a policy, in the order of the tasks.
+/// The answers of a policy to one set.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Evaluation {
-    /// One per task.
+    /// All answers to a task in a row, in the order of the tasks.
     pub answers: Vec<Answer>,
-    /// Tokens sampled.
-    pub tokens: u64,
+    /// Answers per task.
+    pub samples: usize,
+    /// Name of the reward that judges what is correct, if one does.
+    pub criterion: Option<String>,
+}
+
+/// Answers for which one reward failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failures {
+    /// How many.
+    pub answers: usize,
+    /// Why the first of them failed.
+    pub example: String,
 }
 
 impl Evaluation {
-    /// Mean of the first reward of the recipe, which is the one that judges correctness, over the answers that it could
-    /// judge; not a number if there is none.
+    /// Number of tasks.
     #[must_use]
-    pub fn accuracy(&self) -> f64 {
-        let judged = self.answers.iter().filter_map(|answer| answer.score.components.first()?.value);
-        let (sum, count) = judged.fold((0.0, 0), |(sum, count), value| (sum + value, count + 1));
-        sum / f64::from(count)
+    pub fn tasks(&self) -> usize {
+        self.answers.len() / self.samples.max(1)
     }
 
-    /// How many answers the first reward could not judge, and why not the first of them.
+    /// Tokens sampled.
     #[must_use]
-    pub fn failed(&self) -> (usize, Option<&str>) {
-        let failures =
-            self.answers.iter().filter_map(|answer| answer.score.components.first()?.error.as_deref());
-        (failures.clone().count(), failures.clone().next())
+    pub fn tokens(&self) -> usize {
+        self.answers.iter().map(|answer| answer.tokens).sum()
+    }
+
+    /// Correct answers of every task; `None` if nothing says what is correct.
+    fn correct(&self) -> Option<Vec<usize>> {
+        self.criterion.as_ref()?;
+        let correct = |answer: &&Answer| answer.score.correct == Some(true);
+        Some(self.answers.chunks(self.samples.max(1)).map(|of| of.iter().filter(correct).count()).collect())
+    }
+
+    fn shares(&self) -> Option<Vec<f64>> {
+        let correct = self.correct().filter(|correct| !correct.is_empty())?;
+        Some(correct.into_iter().map(|correct| correct as f64 / self.samples as f64).collect())
+    }
+
+    /// Share of correct answers among all answers, which with n answers per task is avg@n; `None` if nothing says what is
+    /// correct.
+    #[must_use]
+    pub fn accuracy(&self) -> Option<f64> {
+        let shares = self.shares()?;
+        Some(shares.iter().sum::<f64>() / shares.len() as f64)
+    }
+
+    /// 95 % interval of the accuracy: see [`interval`].
+    #[must_use]
+    pub fn interval(&self) -> Option<(f64, f64)> {
+        Some(interval(&self.shares()?, self.samples))
+    }
+
+    /// Mean over the tasks of [`pass_at_k`], for every power of two up to the number of answers; nothing if nothing says
+    /// what is correct.
+    #[must_use]
+    pub fn pass_at(&self) -> Vec<(usize, f64)> {
+        let Some(correct) = self.correct().filter(|correct| !correct.is_empty()) else { return Vec::new() };
+        let mean = |k| {
+            let each = correct.iter().map(|correct| pass_at_k(self.samples, *correct, k));
+            each.sum::<f64>() / correct.len() as f64
+        };
+        powers_of_two(self.samples).map(|k| (k, mean(k))).collect()
+    }
+
+    /// Mean weighted total over the answers that have one; `None` if none has.
+    #[must_use]
+    pub fn reward(&self) -> Option<f64> {
+        let totals: Vec<f64> = self.answers.iter().filter_map(|answer| answer.score.total).collect();
+        (!totals.is_empty()).then(|| totals.iter().sum::<f64>() / totals.len() as f64)
+    }
+
+    /// Answers for which at least one reward failed.
+    #[must_use]
+    pub fn failed(&self) -> usize {
+        let failed = |answer: &&Answer| answer.score.components.iter().any(|said| said.error.is_some());
+        self.answers.iter().filter(failed).count()
+    }
+
+    /// The rewards that failed, by name.
+    #[must_use]
+    pub fn failures(&self) -> BTreeMap<&str, Failures> {
+        let mut failures: BTreeMap<&str, Failures> = BTreeMap::new();
+        for component in self.answers.iter().flat_map(|answer| &answer.score.components) {
+            let Some(error) = &component.error else { continue };
+            let of = failures
+                .entry(&component.name)
+                .or_insert_with(|| Failures { answers: 0, example: error.clone() });
+            of.answers += 1;
+        }
+        failures
+    }
+
+    /// Answers that the criterion has judged, right or wrong: all but those for which it failed or did not apply.
+    #[must_use]
+    pub fn judged(&self) -> usize {
+        let judged = |answer: &&Answer| {
+            let of = |name: &String| answer.score.components.iter().find(|said| said.name == *name);
+            self.criterion.as_ref().and_then(of).is_some_and(|said| said.value.is_some())
+        };
+        self.answers.iter().filter(judged).count()
     }
 }
 
-/// An answer that is being scored.
-type Scoring = JoinHandle<Result<Answer, RolloutError>>;
+/// Where the answers to the tasks of a set stand among all.
+struct Plan {
+    /// First answer.
+    first: usize,
+    /// Requests per task, of `chunk` answers each but the last.
+    requests: usize,
+    chunk: usize,
+}
 
-/// Lets `network` answer the tasks of `prompts`, on the cores of `team`.
-///
-/// # Errors
-/// If the engine, the tokenizer or a reward with `on_error = "fail"` fails.
-pub fn evaluate(
-    config: &EvaluationConfig,
-    (network, team): (Network, Arc<Team>),
-    prompts: &PromptSet,
-    (stop, rewards, runtime): (&StopRules, &Arc<RewardSet>, &Handle),
-) -> Result<Evaluation, RolloutError> {
-    let count = config.tasks.unwrap_or(usize::MAX).min(prompts.len());
-    let mut engine = Engine::new(config.engine, stop.clone(), network, PolicyVersion::default())?.on(team);
-    let mut waiting = prompts.iter().take(count).enumerate().peekable();
-    let tasks: Vec<Arc<Task>> = prompts.iter().take(count).map(|(task, _)| Arc::clone(task)).collect();
-    let mut scoring: Vec<Option<Scoring>> = (0..count).map(|_| None).collect();
-    while waiting.peek().is_some() || !engine.is_idle() {
-        while engine.has_room(1) {
-            let Some((place, (_, prompt))) = waiting.next() else { break };
-            engine.submit(Request {
-                group: GroupId(place as u64),
+impl Plan {
+    fn of(sets: &[EvaluationSet<'_>], most: usize) -> Vec<Self> {
+        let mut first = 0;
+        let plan = |set: &EvaluationSet<'_>| {
+            let chunk = set.samples.min(most).max(1);
+            let plan = Self { first, requests: set.samples.div_ceil(chunk), chunk };
+            first += set.answers();
+            plan
+        };
+        sets.iter().map(plan).collect()
+    }
+
+    /// Task and answer, among those of all sets, of a completion.
+    fn place(&self, set: &EvaluationSet<'_>, completion: &Completion) -> (usize, usize) {
+        let request = (completion.group.0 & ((1 << SET) - 1)) as usize;
+        let (task, part) = (request / self.requests, request % self.requests);
+        let answer = part * self.chunk + completion.index as usize;
+        (task, self.first + task * set.samples + answer)
+    }
+}
+
+/// What an evaluation asks the engine, in order.
+fn requests<'a>(
+    sets: &'a [EvaluationSet<'a>],
+    plans: &'a [Plan],
+    config: &'a EvaluationConfig,
+) -> impl Iterator<Item = Request> + 'a {
+    let of_set = move |(n, (set, plan)): (usize, (&'a EvaluationSet<'a>, &'a Plan))| {
+        let tasks = set.prompts.iter().take(set.tasks()).enumerate();
+        tasks.flat_map(move |(task, (_, prompt))| {
+            (0..plan.requests).map(move |part| Request {
+                group: GroupId(((n as u64) << SET) | (task * plan.requests + part) as u64),
                 prompt: prompt.to_vec(),
-                samples: 1,
+                samples: plan.chunk.min(set.samples - part * plan.chunk),
                 sampling: config.sampling,
                 max_completion_length: config.engine.max_completion_length,
                 baseline: false,
-            })?;
+            })
+        })
+    };
+    sets.iter().zip(plans).enumerate().flat_map(of_set)
+}
+
+/// Answers that are being judged; those that are left when it is dropped are given up.
+struct Judging<'a> {
+    open: JoinSet<(usize, Result<Answer, RolloutError>)>,
+    answers: Vec<Option<Answer>>,
+    watch: &'a Watch<'a>,
+    /// When the last answer came.
+    last: Instant,
+}
+
+impl Judging<'_> {
+    fn take(
+        &mut self,
+        joined: Result<(usize, Result<Answer, RolloutError>), tokio::task::JoinError>,
+    ) -> Result<(), RolloutError> {
+        let ended = |_| RolloutError::Ended { who: "the scoring of an evaluation" };
+        let (place, answer) = joined.map_err(ended)?;
+        self.answers[place] = Some(answer?);
+        self.last = Instant::now();
+        let judged = self.watch.progress.judged.fetch_add(1, Ordering::Relaxed) + 1;
+        (self.watch.show)(judged);
+        Ok(())
+    }
+
+    /// Takes what has been judged meanwhile.
+    fn poll(&mut self) -> Result<(), RolloutError> {
+        while let Some(joined) = self.open.try_join_next() {
+            self.take(joined)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for all that is left; false if it should stop.
+    fn finish(&mut self, runtime: &Handle, wait: Duration) -> Result<bool, RolloutError> {
+        self.last = Instant::now();
+        while !self.open.is_empty() {
+            if self.watch.stop.load(Ordering::Relaxed) {
+                return Ok(false);
+            }
+            let next = async { tokio::time::timeout(LOOK_UP, self.open.join_next()).await };
+            match runtime.block_on(next) {
+                Ok(Some(joined)) => self.take(joined)?,
+                Ok(None) => break,
+                Err(_) if self.last.elapsed() >= wait => {
+                    let (open, all) = (self.open.len(), self.answers.len());
+                    return Err(RolloutError::Deadline {
+                        who: "an evaluation",
+                        whom: format!("rewards to judge {open} of {all} answers"),
+                        seconds: wait.as_secs_f64(),
+                    });
+                }
+                Err(_) => {}
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Lets `network` answer the tasks of `sets`, on the cores of `team`; one evaluation per set, or `None` if it was stopped.
+///
+/// # Errors
+/// If the engine, the tokenizer or a reward with `on_error = "fail"` fails; rewards that judge nothing for `config.wait`.
+pub fn evaluate(
+    config: &EvaluationConfig,
+    (network, team): (Network, Arc<Team>),
+    sets: &[EvaluationSet<'_>],
+    (stop, rewards, runtime): (&StopRules, &Arc<RewardSet>, &Handle),
+    watch: &Watch<'_>,
+) -> Result<Option<Vec<Evaluation>>, RolloutError> {
+    let plans = Plan::of(sets, config.engine.max_samples);
+    let all: usize = sets.iter().map(EvaluationSet::answers).sum();
+    watch.progress.answers.store(all as u64, Ordering::Relaxed);
+    watch.progress.generated.store(0, Ordering::Relaxed);
+    watch.progress.judged.store(0, Ordering::Relaxed);
+    let mut engine = Engine::new(config.engine, stop.clone(), network, PolicyVersion::default())?.on(team);
+    let mut waiting = requests(sets, &plans, config).peekable();
+    let mut judging = Judging { open: JoinSet::new(), answers: vec![None; all], watch, last: Instant::now() };
+    while waiting.peek().is_some() || !engine.is_idle() {
+        if watch.stop.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        while let Some(request) = waiting.next_if(|request| engine.has_room(request.samples)) {
+            engine.submit(request)?;
         }
         for completion in engine.step()? {
-            let place = completion.group.0 as usize;
-            let (task, rewards) = (Arc::clone(&tasks[place]), Arc::clone(rewards));
-            let max_completion_length = config.engine.max_completion_length;
+            let n = (completion.group.0 >> SET) as usize;
+            let (task, place) = plans[n].place(&sets[n], &completion);
+            let task = Arc::clone(sets[n].prompts.task(task));
+            let (rewards, longest) = (Arc::clone(rewards), config.engine.max_completion_length);
             // Rewards run beside the generation of what is still open.
-            scoring[place] = Some(runtime.spawn(score(task, completion, max_completion_length, rewards)));
+            let judge = async move { (place, score(task, completion, longest, rewards).await) };
+            judging.open.spawn_on(judge, runtime);
+            watch.progress.generated.fetch_add(1, Ordering::Relaxed);
         }
+        watch.progress.steps.fetch_add(1, Ordering::Relaxed);
+        judging.poll()?;
     }
-    let mut answers = Vec::with_capacity(count);
-    for scored in scoring.into_iter().flatten() {
-        let ended = |_| RolloutError::Ended { who: "the scoring of an evaluation" };
-        answers.push(runtime.block_on(scored).map_err(ended)??);
+    if !judging.finish(runtime, config.wait)? {
+        return Ok(None);
     }
-    Ok(Evaluation { answers, tokens: engine.counts().sampled_tokens })
+    let mut answers = judging.answers.into_iter().flatten();
+    let criterion = rewards.criterion().map(|criterion| criterion.reward.clone());
+    let of_set = |set: &EvaluationSet<'_>| Evaluation {
+        answers: answers.by_ref().take(set.answers()).collect(),
+        samples: set.samples,
+        criterion: criterion.clone(),
+    };
+    Ok(Some(sets.iter().map(of_set).collect()))
 }
 
 async fn score(
@@ -117,5 +389,67 @@ async fn score(
 ) -> Result<Answer, RolloutError> {
     let score = rewards.score(&[reward_input(&task, &completion, max_completion_length)]).await?;
     let score = score.into_iter().next().unwrap_or_default();
-    Ok(Answer { task, text: completion.text, score })
+    let tokens = completion.token_ids.len() - completion.prompt_length;
+    Ok(Answer { task, text: completion.text, tokens, score })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Map;
+    use trajectory::{Component, Prompt, TaskId};
+
+    use super::*;
+
+    /// Answers with the value that `math` gives them; `None`: it failed.
+    fn evaluation(samples: usize, values: &[Option<f64>]) -> Evaluation {
+        let task = Arc::new(Task {
+            id: TaskId(0),
+            prompt: Prompt::Text(String::new()),
+            answer: None,
+            columns: Map::new(),
+        });
+        let answer = |value: &Option<f64>| {
+            let error = value.is_none().then(|| "no answer within 5 s".to_owned());
+            let math = Component { name: "math".to_owned(), value: *value, error, ..Component::default() };
+            let correct = Some(value.is_some_and(|value| value >= 1.0));
+            let score = Score { total: value.map(|value| value - 0.5), components: vec![math], correct };
+            Answer { task: Arc::clone(&task), text: String::new(), tokens: 3, score }
+        };
+        Evaluation {
+            answers: values.iter().map(answer).collect(),
+            samples,
+            criterion: Some("math".to_owned()),
+        }
+    }
+
+    #[test]
+    fn what_failed_is_wrong_and_counted() {
+        let some = evaluation(1, &[Some(1.0), None, None, Some(0.5), Some(2.0)]);
+        assert_eq!((some.accuracy(), some.failed(), some.judged(), some.tokens()), (Some(0.4), 2, 3, 15));
+        assert!((some.reward().unwrap() - 2.0 / 3.0).abs() < 1e-12, "{:?}", some.reward());
+        let failures = some.failures();
+        assert_eq!((failures.len(), failures["math"].answers), (1, 2));
+        assert_eq!(failures["math"].example, "no answer within 5 s");
+        let none = evaluation(1, &[None, None]);
+        assert_eq!((none.accuracy(), none.reward(), none.judged(), none.failed()), (Some(0.0), None, 0, 2));
+        assert_eq!(none.pass_at(), [(1, 0.0)]);
+    }
+
+    #[test]
+    fn several_answers_give_avg_and_pass_at_k() {
+        let [right, wrong] = [Some(1.0), Some(0.0)];
+        let four = evaluation(4, &[right, wrong, wrong, wrong, wrong, wrong, wrong, wrong]);
+        assert_eq!((four.tasks(), four.accuracy()), (2, Some(0.125)));
+        assert_eq!(four.pass_at(), [(1, 0.125), (2, 0.25), (4, 0.5)]);
+        let (low, high) = four.interval().unwrap();
+        assert!(low < 0.05 && high > 0.45, "two tasks say little: {low} {high}");
+    }
+
+    #[test]
+    fn without_a_criterion_there_is_no_accuracy() {
+        let undeclared = Evaluation { criterion: None, ..evaluation(2, &[Some(1.0), Some(0.0)]) };
+        assert_eq!((undeclared.accuracy(), undeclared.interval(), undeclared.judged()), (None, None, 0));
+        assert!(undeclared.pass_at().is_empty());
+        assert_eq!(undeclared.reward(), Some(0.0));
+    }
 }

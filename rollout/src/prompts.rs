@@ -69,6 +69,15 @@ impl PromptSet {
         (&self.tasks[place], &self.prompts[place])
     }
 
+    /// A task by its place in the file; tasks that were left out have none.
+    ///
+    /// # Panics
+    /// If there are not so many tasks.
+    #[must_use]
+    pub fn task(&self, place: usize) -> &Arc<Task> {
+        &self.tasks[place]
+    }
+
     /// All tasks in file order, with their prompts.
     pub fn iter(&self) -> impl Iterator<Item = (&Arc<Task>, &Arc<[u32]>)> {
         self.tasks.iter().zip(&self.prompts)

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use buffer::{AdmitRequest, Buffer, BufferConfig, Consumer, LeaseRequest, Producer};
 use model::Sampling;
-use rewards::{BoxFuture, Judged, Load, OnError, Reward, RewardInput, RewardSet, WeightedReward};
+use rewards::{BoxFuture, Criterion, Judged, Load, OnError, Reward, RewardInput, RewardSet, WeightedReward};
 use rollout::curation::{Curation, CurationConfig, Curator, Decision, Outcome, OutcomeSink};
 use rollout::scoring::{Ended, Scorer};
 use rollout::{Request, RolloutError};
@@ -22,7 +22,6 @@ const DYNAMIC: CurationConfig = CurationConfig {
     batch_groups: 1,
     max_staleness: 1,
     steps: 10,
-    pass_reward: 1.0,
     max_refill_ratio: Some(10.0),
     max_pass_rate: None,
     filter_after: None,
@@ -80,7 +79,9 @@ fn two_groups(sink: Box<dyn OutcomeSink>) -> (Result<(), RolloutError>, Arc<Buff
     let curation = Curation::new(Curator::new(DYNAMIC, [TaskId(0), TaskId(1)]), sink);
     let reward =
         WeightedReward { reward: Box::new(ByPlace::default()), weight: 1.0, on_error: OnError::Skip };
-    let rewards = Arc::new(RewardSet::new(vec![reward]).unwrap());
+    let criterion = Criterion { reward: "place".to_owned(), threshold: 1.0 };
+    let rewards = RewardSet::new(vec![reward]).unwrap().judged_by(Some(criterion)).unwrap();
+    let rewards = Arc::new(rewards);
     let producer: Arc<dyn Producer> = Arc::clone(&buffer) as Arc<dyn Producer>;
     let scorer = Scorer::start(runtime.handle(), rewards, producer, Some(curation.clone()), 8);
     let admitted =

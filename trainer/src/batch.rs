@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use trajectory::{Component, Group, PolicyVersion, Sample, Trajectory};
 
 use crate::algorithm::Algorithm;
-use crate::credit::{GroupOutcome, Outcome};
+use crate::credit::{Advantage, GroupOutcome, Outcome};
 
 /// How a batch is cut up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,6 +31,8 @@ pub struct BatchCounts {
     /// Trajectories left out because a reward failed: their own, or those of all others of a group that they would be
     /// compared with.
     pub unscored: usize,
+    /// Trajectories left out because nothing says whether they are correct, which the algorithm asks.
+    pub unjudged: usize,
     /// Tokens that count, whether they have a gradient or not.
     pub trained_tokens: usize,
     /// Groups in whose place a demonstration was trained on.
@@ -54,7 +56,7 @@ pub struct BatchGroup<'a> {
     pub samples: Vec<&'a Sample>,
     /// What they achieved, in the same order.
     pub outcome: GroupOutcome,
-    /// Whether all rewards are equal.
+    /// Whether what the trajectories are compared by is equal: their rewards, or whether they are correct.
     pub zero_variance: bool,
     /// What is trained on instead, if the policy did not solve the task.
     pub demonstration: Option<&'a Sample>,
@@ -86,21 +88,34 @@ impl<'a> Batch<'a> {
             let scored: Vec<(&Trajectory, f64)> =
                 group.sampled().filter_map(|t| Some((t, t.score.total?))).collect();
             counts.unscored += group.sampled().count() - scored.len();
-            counts.trained_tokens += scored.iter().map(|(t, _)| t.sample.trained_tokens()).sum::<usize>();
+            let judged = |(trajectory, reward): (&'a Trajectory, f64)| {
+                let correct = trajectory.score.correct.or((!algorithm.needs_correct()).then_some(false));
+                Some((trajectory, reward, correct?))
+            };
+            let before = scored.len();
+            let scored: Vec<(&Trajectory, f64, bool)> = scored.into_iter().filter_map(judged).collect();
+            counts.unjudged += before - scored.len();
+            counts.trained_tokens += scored.iter().map(|(t, ..)| t.sample.trained_tokens()).sum::<usize>();
             counts.zero_variance += usize::from(group.zero_variance());
             let solved =
-                crate::credit::mean(scored.iter().map(|(_, reward)| f64::from(u8::from(*reward > 0.5))));
+                crate::credit::mean(scored.iter().map(|(.., correct)| f64::from(u8::from(*correct))));
             let demonstration = demonstrations.get(i).and_then(Option::as_ref);
             let demonstration =
                 demonstration.filter(|_| algorithm.demonstration_gate.is_some_and(|gate| solved <= gate));
             counts.demonstrated += usize::from(demonstration.is_some());
             BatchGroup {
-                samples: scored.iter().map(|(t, _)| &t.sample).collect(),
+                samples: scored.iter().map(|(t, ..)| &t.sample).collect(),
                 outcome: GroupOutcome {
-                    trajectories: scored.iter().map(|(t, reward)| outcome(t, *reward)).collect(),
+                    trajectories: scored
+                        .iter()
+                        .map(|(t, reward, correct)| outcome(t, *reward, *correct))
+                        .collect(),
                     greedy: group.baseline_reward(),
                 },
-                zero_variance: group.zero_variance(),
+                zero_variance: match algorithm.advantage {
+                    Advantage::PassAtK { .. } => scored.windows(2).all(|pair| pair[0].2 == pair[1].2),
+                    _ => group.zero_variance(),
+                },
                 demonstration,
             }
         };
@@ -167,7 +182,7 @@ pub fn unfit<G: AsRef<Group>>(groups: &[G], limits: &GroupLimits) -> Vec<(usize,
     groups.iter().enumerate().filter_map(check).collect()
 }
 
-fn outcome(trajectory: &Trajectory, reward: f64) -> Outcome {
+fn outcome(trajectory: &Trajectory, reward: f64, correct: bool) -> Outcome {
     let mask = trajectory.sample.loss_mask();
     let trained = |range: &Range<usize>| mask[range.clone()].iter().filter(|trained| **trained).count();
     let has_turns = trajectory.turns.iter().any(|turn| turn.reward.is_some());
@@ -175,6 +190,7 @@ fn outcome(trajectory: &Trajectory, reward: f64) -> Outcome {
     let component = |component: &Component| component.value.unwrap_or(0.0);
     Outcome {
         reward,
+        correct,
         tokens: trajectory.sample.trained_tokens(),
         components: trajectory.score.components.iter().map(component).collect(),
         turns: turns.map(|turn| (trained(&turn.completion), turn.reward.unwrap_or(0.0))).collect(),
@@ -225,7 +241,7 @@ pub(crate) mod tests {
             .unwrap(),
             turns: vec![Turn { completion: 2..2 + *tokens, stop: StopReason::StopToken, reward: None }],
             text: String::new(),
-            score: Score { total: *reward, components: Vec::new() },
+            score: Score { total: *reward, correct: reward.map(|reward| reward > 0.5), ..Score::default() },
             baseline: false,
         };
         let task = Task {
@@ -317,6 +333,45 @@ pub(crate) mod tests {
             let batch = Batch::new(&groups, &algorithm, split(1), &[]);
             assert_eq!((batch.counts.unscored, batch.rows(|_| true).len()), (1, 3));
         }
+    }
+
+    /// A weight of 0.5, or one of 0, must not decide what is right.
+    #[test]
+    fn what_is_correct_is_what_the_trajectory_says() {
+        let mut judged = group(0, &[(Some(0.5), 2), (Some(0.0), 2), (Some(0.0), 2), (Some(0.5), 2)]);
+        for (trajectory, correct) in judged.trajectories.iter_mut().zip([true, false, false, true]) {
+            trajectory.score.correct = Some(correct);
+        }
+        // All rewards are equal, as where the reward that judges is only watched.
+        let mut watched = group(1, &[(Some(1.0), 2); 4]);
+        watched.trajectories[1].score.correct = Some(false);
+        let groups = [Arc::new(judged), Arc::new(watched)];
+        let pass = Algorithm { advantage: Advantage::PassAtK { k: 2 }, ..Algorithm::pass_at_k() };
+        let batch = Batch::new(&groups, &pass, split(1), &[]);
+        assert_eq!(wanted(&batch, &pass), [true, true]);
+        let all = wanted_terms(&batch, &pass, Scores::default());
+        let signs: Vec<bool> = all.iter().map(|terms| terms.advantages[0] > 0.0).collect();
+        assert_eq!(signs, [true, false, false, true, true, false, true, true]);
+        let vapo = wanted_terms(&batch, &Algorithm { nll_coef: 0.1, ..Algorithm::grpo() }, Scores::default());
+        assert_eq!(vapo.iter().map(|terms| terms.correct).collect::<Vec<_>>(), signs);
+        let demonstrations = [Some(group(7, &[(None, 6)]).trajectories.remove(0).sample), None];
+        let hpt = Batch::new(&groups, &Algorithm::hpt(), split(1), &demonstrations);
+        assert_eq!(hpt.counts.demonstrated, 0, "half of the group is correct, though no reward is above 0.5");
+    }
+
+    #[test]
+    fn an_algorithm_that_asks_leaves_out_what_does_not_say_whether_it_is_correct() {
+        let mut foreign = group(0, &[(Some(1.0), 3), (Some(0.0), 3), (Some(0.0), 3), (None, 3)]);
+        foreign.trajectories[0].score.correct = None;
+        let groups = [Arc::new(foreign)];
+        let counts = |algorithm: &Algorithm| {
+            let batch = Batch::new(&groups, algorithm, split(1), &[]);
+            (batch.rows(|_| true).len(), batch.counts.unscored, batch.counts.unjudged)
+        };
+        assert_eq!(counts(&Algorithm::pass_at_k()), (2, 1, 1));
+        assert_eq!(counts(&Algorithm::vapo()), (2, 1, 1));
+        assert_eq!(counts(&Algorithm::hpt()), (2, 1, 1));
+        assert_eq!(counts(&Algorithm::grpo()), (3, 1, 0));
     }
 
     #[test]

@@ -60,6 +60,8 @@ pub struct Terms {
     pub likelihood_weights: Vec<f64>,
     /// Reward of the trajectory; 0 for a demonstration.
     pub reward: f64,
+    /// Whether the trajectory is correct; false for a demonstration.
+    pub correct: bool,
     /// Whether the row is a demonstration, to be imitated.
     pub demonstration: bool,
 }
@@ -118,6 +120,7 @@ pub fn terms(
                 terms.advantages.clone_from(&advantages[row.group][t]);
                 terms.returns = returns.get(row.group).map_or_else(Vec::new, |group| group[t].clone());
                 terms.reward = outcomes[row.group].trajectories[t].reward;
+                terms.correct = outcomes[row.group].trajectories[t].correct;
             }
             terms.anchor(algorithm);
             terms
@@ -242,7 +245,7 @@ fn weigh(
             groups.extend((of.samples.is_empty() && of.demonstration.is_some()).then_some(group));
         }
         let batch_tokens = part.clone().map(|group| group_tokens[group]).sum();
-        let right = |i: usize| terms[i].reward > 0.0 && !terms[i].demonstration;
+        let right = |i: usize| terms[i].correct && !terms[i].demonstration;
         let right_tokens: usize = inside.iter().copied().filter(|i| right(*i)).map(tokens).sum();
         let likelihood = |i: usize| if right(i) { 1.0 / right_tokens.max(1) as f64 } else { 0.0 };
         let likelihoods: Vec<f64> = inside.iter().copied().map(likelihood).collect();

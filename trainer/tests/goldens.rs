@@ -72,6 +72,7 @@ fn outcome(of: &Value) -> Outcome {
     let tokens = turns.iter().map(|(tokens, _)| tokens).sum();
     Outcome {
         reward: of["reward"].as_f64().unwrap_or(0.0),
+        correct: of["reward"].as_f64().is_some_and(|reward| reward > 0.5),
         tokens: of["length"].as_u64().map_or(tokens, |n| n as usize),
         components: of.get("components").map(numbers).unwrap_or_default(),
         turns,
@@ -300,7 +301,11 @@ fn group(id: usize, members: &[Value]) -> Group {
             sample: Sample::new(streams).unwrap(),
             turns: vec![Turn { completion: 2..tokens, stop: StopReason::StopToken, reward: None }],
             text: String::new(),
-            score: Score { total: Some(number(&member["reward"])), components: Vec::new() },
+            score: Score {
+                total: Some(number(&member["reward"])),
+                correct: Some(number(&member["reward"]) > 0.5),
+                ..Score::default()
+            },
             baseline: false,
         }
     };

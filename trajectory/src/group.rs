@@ -77,6 +77,10 @@ pub struct Score {
     pub total: Option<f64>,
     /// Each reward by itself, in the order of the recipe.
     pub components: Vec<Component>,
+    /// Whether the answer is correct by the criterion of the run (`eval.correct`), whatever the weights are; `None` if
+    /// nothing says so: the run has no criterion, or the group comes from elsewhere without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub correct: Option<bool>,
 }
 
 /// One episode of the policy on a task.
@@ -176,7 +180,7 @@ mod tests {
             .unwrap(),
             turns: vec![Turn { completion: 1..2, stop: StopReason::Length, reward: None }],
             text: String::new(),
-            score: Score { total: *total, components: Vec::new() },
+            score: Score { total: *total, ..Score::default() },
             baseline: *baseline,
         };
         let task =
@@ -202,14 +206,18 @@ mod tests {
         let json = serde_json::to_string(&plain).unwrap();
         assert!(
             !json.contains("baseline")
+                && !json.contains("correct")
                 && json.contains(r#""turns":[{"completion":{"start":1,"end":2},"stop":"length"}]"#),
             "{json}"
         );
         assert_eq!(serde_json::from_str::<Group>(&json).unwrap(), plain);
         let mut full = group(&[(Some(1.0), true)]);
         full.trajectories[0].turns[0].reward = Some(-0.25);
+        full.trajectories[0].score.correct = Some(false);
         let json = serde_json::to_string(&full).unwrap();
-        assert!(json.contains(r#""baseline":true"#) && json.contains(r#""reward":-0.25"#), "{json}");
+        for field in [r#""baseline":true"#, r#""reward":-0.25"#, r#""correct":false"#] {
+            assert!(json.contains(field), "{json}");
+        }
         assert_eq!(serde_json::from_str::<Group>(&json).unwrap(), full);
     }
 }

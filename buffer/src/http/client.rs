@@ -147,6 +147,7 @@ impl Client {
             values: most,
             name_bytes: most,
             depth: most,
+            correct: false,
         };
         let groups = body.groups.into_iter().map(|submission| match submission.check(any) {
             Ok((_, group)) => Ok(Arc::new(group)),

@@ -37,6 +37,7 @@ pub(crate) fn groups(choice: u8, body: &[u8]) -> Vec<Group> {
         values: 1 << 14,
         name_bytes: 256,
         depth: 64,
+        correct: false,
     };
     request.groups.into_iter().filter_map(|group| Some(group.check(limits).ok()?.1)).collect()
 }

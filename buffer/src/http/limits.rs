@@ -38,6 +38,8 @@ pub struct Limits {
     pub depth: usize,
     /// Token ids are below; `None`: any id.
     pub vocabulary: Option<u32>,
+    /// Whether every trajectory with a reward has to say whether it is correct.
+    pub correct: bool,
 }
 
 impl Limits {
@@ -63,6 +65,7 @@ impl Default for Limits {
             name_bytes: 256,
             depth: 64,
             vocabulary: None,
+            correct: false,
         }
     }
 }

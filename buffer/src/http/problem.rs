@@ -95,6 +95,7 @@ codes! {
     BadTemperature = UNPROCESSABLE_ENTITY "bad_temperature" "the temperature cannot have sampled anything";
     BadTurn = UNPROCESSABLE_ENTITY "bad_turn" "the turns do not fit the tokens";
     BadBaseline = UNPROCESSABLE_ENTITY "bad_baseline" "a baseline has tokens that are trained on";
+    NoVerdict = UNPROCESSABLE_ENTITY "no_verdict" "a trajectory does not say whether it is correct";
     BadIndex = UNPROCESSABLE_ENTITY "bad_index" "the trajectories are not ordered by index";
     BadVersions = UNPROCESSABLE_ENTITY "bad_versions" "the policy versions of a trajectory are not usable";
     NameTooLong = UNPROCESSABLE_ENTITY "name_too_long" "a name is too long";

@@ -169,8 +169,8 @@ impl Shared {
 
     /// What one group may have.
     pub(super) fn item_limits(&self) -> ItemLimits {
-        let Limits { trajectories, tokens, vocabulary, values, name_bytes, depth, .. } = self.limits;
-        ItemLimits { trajectories, tokens, vocabulary, values, name_bytes, depth }
+        let Limits { trajectories, tokens, vocabulary, values, name_bytes, depth, correct, .. } = self.limits;
+        ItemLimits { trajectories, tokens, vocabulary, values, name_bytes, depth, correct }
     }
 
     /// What the run knows of groups that trains on them; `None` where that is nobody's business.

@@ -56,7 +56,11 @@ fn group(id: GroupId, served: PolicyVersion) -> Group {
         sample: sample.clone(),
         turns: vec![Turn { completion: 1..3, stop: StopReason::Length, reward: Some(-0.5) }],
         text: format!("text {}", id.0),
-        score: Score { total: Some(1.0 / f64::from(index + 3)), components: vec![failed.clone()] },
+        score: Score {
+            total: Some(1.0 / f64::from(index + 3)),
+            components: vec![failed.clone()],
+            correct: [None, Some(true), Some(false)][index as usize % 3],
+        },
         baseline: false,
     };
     Group {

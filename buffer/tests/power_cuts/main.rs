@@ -226,7 +226,11 @@ fn group_of(id: GroupId, version: PolicyVersion, (n, tokens): (u64, usize)) -> G
     })
     .unwrap();
     let component = Component { name: "judge".to_owned(), value: Some(n as f64), ..Component::default() };
-    let score = Score { total: Some(1.0 / n.max(1) as f64), components: vec![component] };
+    let score = Score {
+        total: Some(1.0 / n.max(1) as f64),
+        components: vec![component],
+        correct: Some(n.is_multiple_of(2)),
+    };
     let turns = vec![Turn { completion: 1..tokens + 1, stop: StopReason::Length, reward: None }];
     let prompt = Prompt::Text(format!("question {n}"));
     Group {

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 /// `[curation]`: which tasks are drawn and which groups are trained on; all off by default.
 ///
-/// A trajectory passes if its first reward, the one that judges correctness, reaches `pass_reward`. The pass rate of a
-/// task is that of the newest group that was sampled of it, in this run.
+/// A trajectory passes if it is correct (`[eval.correct]`). The pass rate of a task is that of the newest group that was
+/// sampled of it, in this run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Curation {
@@ -17,8 +17,6 @@ pub struct Curation {
     /// Of `dynamic_sampling`: most groups dropped for every one that is kept, counted over a batch; beyond it groups go
     /// through as they are. verl `max_num_gen_batches`.
     pub max_refill_ratio: f64,
-    /// Value of the first reward from which on a trajectory passes.
-    pub pass_reward: f64,
     /// A task with this pass rate or a higher one is not drawn again (ScaleRL's no-positive-resampling has 0.9).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_pass_rate: Option<f64>,
@@ -50,7 +48,6 @@ impl Default for Curation {
         Self {
             dynamic_sampling: false,
             max_refill_ratio: 10.0,
-            pass_reward: 1.0,
             max_pass_rate: None,
             filter_after: None,
             easy_pass_rate: None,
@@ -68,11 +65,12 @@ impl Curation {
     /// Whether anything is on.
     #[must_use]
     pub fn is_on(&self) -> bool {
-        self.dynamic_sampling || self.judges()
+        self.dynamic_sampling || self.asks_what_passes()
     }
 
     /// Whether anything asks which trajectories pass.
-    fn judges(&self) -> bool {
+    #[must_use]
+    pub fn asks_what_passes(&self) -> bool {
         let rates = [self.max_pass_rate, self.easy_pass_rate, self.hard_pass_rate, self.shrink_above];
         self.success_pool || self.filter_after.is_some() || rates.iter().any(Option::is_some)
     }
@@ -80,10 +78,8 @@ impl Curation {
     /// The keys that say nothing as long as the key beside them is not set.
     #[must_use]
     pub fn keys_without_effect(&self) -> Vec<(&'static str, &'static str)> {
-        let any = "max_pass_rate";
         [
             (self.dynamic_sampling, "max_refill_ratio", "dynamic_sampling"),
-            (self.judges(), "pass_reward", any),
             (self.easy_pass_rate.is_some(), "easy_share", "easy_pass_rate"),
             (self.hard_pass_rate.is_some(), "hard_share", "hard_pass_rate"),
             (self.shrink_above.is_some(), "min_group_size", "shrink_above"),

@@ -159,7 +159,7 @@ impl Curator {
     /// What to do with a scored group, which may get a stored success.
     pub fn settle(&mut self, group: &mut Group) -> Settled {
         self.pending.remove(&group.id);
-        let outcome = Outcome::of(group, self.config.pass_reward);
+        let outcome = Outcome::of(group);
         if let Some(outcome) = &outcome {
             self.learn(outcome);
             if self.config.success_pool {
@@ -213,7 +213,7 @@ impl Curator {
             return;
         }
         let success = group.sampled().filter(|t| t.score.total.is_some());
-        if let Some(success) = success.filter(|t| passed(t, self.config.pass_reward)).last() {
+        if let Some(success) = success.filter(|t| passed(t)).last() {
             self.successes.keep(outcome.task, success, served, bound);
         }
     }

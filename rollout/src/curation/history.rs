@@ -27,23 +27,18 @@ pub struct Outcome {
 impl Outcome {
     /// The outcome of a scored group; `None` if no trajectory of it has a score.
     #[must_use]
-    pub fn of(group: &Group, pass_reward: f64) -> Option<Self> {
+    pub fn of(group: &Group) -> Option<Self> {
         let scored = || group.sampled().filter(|trajectory| trajectory.score.total.is_some());
         let trajectories = scored().count() as u64;
-        let passes = scored().filter(|trajectory| passed(trajectory, pass_reward)).count() as u64;
+        let passes = scored().filter(|trajectory| passed(trajectory)).count() as u64;
         let version = group.oldest_version().filter(|_| trajectories > 0)?;
         Some(Self { task: group.task.id, group: group.id, version, passes, trajectories })
     }
 }
 
-/// Whether a trajectory is a success: its first reward, which is the one that judges correctness, reaches `pass_reward`.
-/// Penalties and bonuses beside it do not count; where rewards are not told apart, their sum does.
-pub(super) fn passed(trajectory: &Trajectory, pass_reward: f64) -> bool {
-    let judged = match trajectory.score.components.first() {
-        Some(first) => first.value,
-        None => trajectory.score.total,
-    };
-    judged.is_some_and(|reward| reward >= pass_reward)
+/// Whether a trajectory is a success: it is correct by the criterion of the run, whatever penalties and bonuses there are.
+pub(super) fn passed(trajectory: &Trajectory) -> bool {
+    trajectory.score.correct == Some(true)
 }
 
 /// What is remembered of one task.

@@ -42,8 +42,6 @@ pub struct CurationConfig {
     pub max_staleness: u64,
     /// Training steps of the run: a sampler of the last version has nothing left to do.
     pub steps: u64,
-    /// Value of the first reward from which on a trajectory counts as a success.
-    pub pass_reward: f64,
     /// Groups whose rewards are all equal are dropped, at most so many for every group that is kept; `None`: kept.
     pub max_refill_ratio: Option<f64>,
     /// A task that passes at least this share of its newest group is not drawn again.

@@ -15,7 +15,6 @@ const OFF: CurationConfig = CurationConfig {
     batch_groups: 4,
     max_staleness: 2,
     steps: 100,
-    pass_reward: 1.0,
     max_refill_ratio: None,
     max_pass_rate: None,
     filter_after: None,
@@ -51,6 +50,7 @@ fn group(id: u64, task: u64, version: u64, rewards: &[f64]) -> Group {
                 value: Some(*reward),
                 ..Component::default()
             }],
+            correct: Some(*reward >= 1.0),
         },
         baseline: false,
     };
@@ -182,7 +182,7 @@ fn a_task_that_passes_is_retired_by_its_newest_group() {
     assert_eq!(start(&mut curator, 0, 3), Some(8));
     curator.settle(&mut group(0, 3, 0, &[1.0, 1.0, 0.0, 0.0]));
     assert_eq!(start(&mut curator, 1, 3), Some(8));
-    // Penalties beside the first reward do not make a failure of a success: the totals are 0.9.
+    // Penalties do not make a failure of a correct answer: the totals are 0.9.
     curator.settle(&mut group(1, 3, 1, &[1.0, 1.0, 1.0, 0.0]));
     assert_eq!(curator.decide(GroupId(2), TaskId(3)), Decision::Skip(Skip::Retired));
     assert_eq!(start(&mut curator, 3, 4), Some(8), "others are drawn");

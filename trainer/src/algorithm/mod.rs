@@ -255,6 +255,14 @@ impl Algorithm {
         matches!(self.advantage, Advantage::Gae(_))
     }
 
+    /// Whether a step asks which answers are correct; trajectories that do not say so are left out then.
+    #[must_use]
+    pub fn needs_correct(&self) -> bool {
+        matches!(self.advantage, Advantage::PassAtK { .. })
+            || self.demonstration_gate.is_some()
+            || self.nll_coef != 0.0
+    }
+
     /// Whether a trajectory is compared with others of its group.
     #[must_use]
     pub fn needs_groups(&self) -> bool {

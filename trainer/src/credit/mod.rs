@@ -29,6 +29,8 @@ pub const EPSILON: f64 = 1e-6;
 pub struct Outcome {
     /// What it is worth.
     pub reward: f64,
+    /// Whether it is correct, whatever it is worth.
+    pub correct: bool,
     /// Trained tokens, `T`.
     pub tokens: usize,
     /// Each reward by itself, before weighting, in the order of the recipe; 0 for one that failed.
@@ -141,7 +143,7 @@ impl Advantage {
             Self::BatchMean => each_trajectory(groups, batch::centred(&totals(groups))),
             Self::None => each_trajectory(groups, totals(groups)),
             Self::PassAtK { k } => each_group(groups, |group, _| {
-                let right: Vec<bool> = group.trajectories.iter().map(|t| t.reward > 0.5).collect();
+                let right: Vec<bool> = group.trajectories.iter().map(|t| t.correct).collect();
                 pass_at_k::advantages(&right, *k)
             }),
             Self::Process => groups.iter().map(process::advantages).collect(),

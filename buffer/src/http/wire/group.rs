@@ -102,6 +102,8 @@ pub(super) struct TrajectoryBody {
     /// Each reward by itself.
     #[serde(default)]
     rewards: Vec<RewardBody>,
+    /// Whether the answer is correct, whatever its reward; algorithms that ask need it.
+    correct: Option<bool>,
     /// Whether it was decoded greedily only to be compared with: its loss mask is false everywhere.
     #[serde(default)]
     baseline: bool,
@@ -178,6 +180,8 @@ pub(crate) struct ItemLimits {
     pub(crate) name_bytes: usize,
     /// Lists and objects within each other.
     pub(crate) depth: usize,
+    /// Whether every trajectory with a reward has to say whether it is correct.
+    pub(crate) correct: bool,
 }
 
 /// Under which name a group is stored.
@@ -306,6 +310,10 @@ impl TrajectoryBody {
             let detail = format!("`loss_mask` is true at token {token}; a `baseline` is not trained on");
             return reject(Code::BadBaseline, detail);
         }
+        if limits.correct && self.correct.is_none() && self.reward.is_some() && !self.baseline {
+            let detail = "`correct` is missing; the algorithm of this run asks which answers are correct";
+            return reject(Code::NoVerdict, detail);
+        }
         let sample = Sample::new(SampleStreams {
             versions: runs(self.versions, self.policy_version, tokens)?,
             token_ids: self.token_ids,
@@ -331,6 +339,7 @@ impl TrajectoryBody {
             score: Score {
                 total: self.reward,
                 components: self.rewards.into_iter().map(component).collect(),
+                correct: self.correct,
             },
             baseline: self.baseline,
         })
@@ -481,7 +490,7 @@ struct TrajectoryView<'a>(&'a Trajectory);
 impl Serialize for TrajectoryView<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let Trajectory { index, sample, turns, text, score, baseline } = self.0;
-        let mut trajectory = serializer.serialize_struct("Trajectory", 12)?;
+        let mut trajectory = serializer.serialize_struct("Trajectory", 13)?;
         trajectory.serialize_field("token_ids", sample.token_ids())?;
         trajectory.serialize_field("loss_mask", sample.loss_mask())?;
         trajectory.serialize_field("behavior_logprobs", sample.behavior_logprobs())?;
@@ -499,6 +508,7 @@ impl Serialize for TrajectoryView<'_> {
         trajectory.serialize_field("text", text)?;
         trajectory.serialize_field("reward", &score.total)?;
         trajectory.serialize_field("rewards", &score.components)?;
+        trajectory.serialize_field("correct", &score.correct)?;
         trajectory.serialize_field("baseline", baseline)?;
         trajectory.end()
     }

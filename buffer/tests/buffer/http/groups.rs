@@ -42,6 +42,7 @@ fn a_group_comes_out_as_it_went_in() {
             "text": "4",
             "reward": 0.1,
             "rewards": [{"name": "math", "value": 0.1, "error": null}, {"name": "judge", "value": null, "error": "late"}],
+            "correct": false,
             "baseline": false
         }, {
             "token_ids": [1, 2],
@@ -55,6 +56,7 @@ fn a_group_comes_out_as_it_went_in() {
             "text": "5",
             "reward": 0.0,
             "rewards": [],
+            "correct": null,
             "baseline": true
         }]
     });
@@ -178,6 +180,25 @@ fn each_group_is_refused_by_itself_and_says_why() {
         assert!(["accepted", "duplicate"].contains(&results[1]["status"].as_str().unwrap()), "{results}");
     }
     assert_eq!(served.get("/v1/stats").json()["finalized"], 1);
+}
+
+/// A run whose algorithm asks which answers are correct takes none that do not say so; what is not trained on need not.
+#[test]
+fn a_group_says_what_is_correct_where_that_is_asked() {
+    let limits = buffer::http::Limits { correct: true, ..buffer::http::Limits::default() };
+    let served = Served::start(
+        buffer::Buffer::in_memory(config(8, 1)).unwrap(),
+        buffer::http::ServerConfig { limits, ..super::super::served::loopback() },
+    );
+    let scored = with(&[("reward", json!(1.0))]);
+    let mut judged = with(&[("reward", json!(0.5)), ("correct", json!(true))]);
+    let mut unscored = keyed("k");
+    (judged["key"], unscored["key"]) = (json!("judged"), json!("unscored"));
+    let answer = store(&served, &[scored, judged, unscored]);
+    assert_eq!(statuses(&answer), ["invalid", "accepted", "accepted"]);
+    let refused = &answer.json()["results"][0];
+    assert_eq!(refused["code"], "no_verdict", "{refused}");
+    assert!(refused["detail"].as_str().unwrap().contains("`correct` is missing"), "{refused}");
 }
 
 #[test]

@@ -1,0 +1,313 @@
+//! Evaluations of a policy: which sets are asked, what is written down of them, and what is said.
+//!
+//! Invariant: failures are said wherever an accuracy is. An accuracy is never left out because rewards failed, and never
+//! there where nothing says which answers are correct.
+
+use std::sync::Arc;
+
+use model::ModelDirectory;
+use rollout::evaluate::{Evaluation, EvaluationConfig, EvaluationSet, Failures, Watch, evaluate};
+use rollout::{Network, PromptSet};
+
+use crate::failure::Failure;
+use crate::metrics::Metrics;
+use crate::prepare::{Prepared, RewardRuntime};
+use crate::recipe::{DEFAULT_SET, Recipe};
+
+/// A further set of held-out tasks.
+#[derive(Debug)]
+pub struct NamedSet {
+    /// Its name in metrics.
+    pub name: String,
+    /// Its tasks.
+    pub prompts: PromptSet,
+    /// Answers per task.
+    pub samples: usize,
+}
+
+/// Which sets are asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    /// All of them.
+    All,
+    /// The first: that of `data.eval`, if there is one.
+    First,
+}
+
+/// The answers of a policy to all sets that it was asked.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Evaluated {
+    /// Name and answers of each, at least one; the one of `data.eval` first.
+    sets: Vec<(String, Evaluation)>,
+}
+
+impl Prepared {
+    /// The sets of held-out tasks by name, the one of `data.eval` first.
+    #[must_use]
+    pub fn evaluation_sets(&self, recipe: &Recipe, which: Which) -> Vec<(&str, EvaluationSet<'_>)> {
+        let (tasks, samples) = (recipe.eval.tasks, recipe.eval.samples);
+        let default =
+            self.eval.iter().map(|prompts| (DEFAULT_SET, EvaluationSet { prompts, tasks, samples }));
+        // Files of further sets are read up to their number of tasks.
+        let further = self.sets.iter().map(|NamedSet { name, prompts, samples }| {
+            (&name[..], EvaluationSet { prompts, tasks: None, samples: *samples })
+        });
+        let asked = if which == Which::First { 1 } else { usize::MAX };
+        // Without rewards nothing could be said of an answer.
+        default.chain(further).take(asked).filter(|_| self.rewards.is_some()).collect()
+    }
+
+    /// Answers of `network` to the held-out tasks; `None` if there are none, or it was stopped.
+    ///
+    /// # Errors
+    /// If generation or a reward with `on_error = "fail"` fails, or rewards judge nothing for `deadlines.wait_s`.
+    pub fn evaluate(
+        &self,
+        recipe: &Recipe,
+        (network, directory): (Network, &ModelDirectory),
+        (runtime, watch): (&RewardRuntime, &Watch<'_>),
+        which: Which,
+    ) -> Result<Option<Evaluated>, Failure> {
+        let (names, sets): (Vec<&str>, Vec<_>) = self.evaluation_sets(recipe, which).into_iter().unzip();
+        let (Some(rewards), false) = (&self.rewards, sets.is_empty()) else { return Ok(None) };
+        let longest = sets.iter().map(|set| set.prompts.longest()).max().unwrap_or(0);
+        let config = EvaluationConfig {
+            engine: recipe.engine(longest),
+            sampling: recipe.eval_sampling(),
+            wait: recipe.wait(),
+        };
+        let stop = recipe.stop_rules(directory);
+        let network = (network, Arc::clone(&self.team));
+        let evaluations = evaluate(&config, network, &sets, (&stop, rewards, runtime.handle()), watch)?;
+        let named = |all: Vec<Evaluation>| names.into_iter().map(str::to_owned).zip(all).collect();
+        Ok(evaluations.map(|all| Evaluated { sets: named(all) }))
+    }
+}
+
+impl Evaluated {
+    /// The first set: that of `data.eval`, if there is one.
+    #[must_use]
+    pub fn first(&self) -> &Evaluation {
+        &self.sets[0].1
+    }
+
+    /// Share of correct answers of the first set, and the name of its metric; `None` if nothing says what is correct.
+    #[must_use]
+    pub fn accuracy(&self) -> Option<(String, f64)> {
+        let (name, evaluation) = &self.sets[0];
+        Some((metric(name, "accuracy"), evaluation.accuracy()?))
+    }
+
+    /// A metric that every evaluation of these sets writes.
+    #[must_use]
+    pub fn mark(&self) -> String {
+        metric(&self.sets[0].0, "failed")
+    }
+
+    /// Writes down what was measured: of the set `default` under `eval/`, of others under `eval/NAME/`.
+    pub fn measure(&self, metrics: &mut Metrics) {
+        for (name, evaluation) in &self.sets {
+            let mut set = |key: &str, value: Option<f64>| {
+                if let Some(value) = value {
+                    metrics.set(&metric(name, key), value);
+                }
+            };
+            set("accuracy", evaluation.accuracy());
+            set("accuracy_low", evaluation.interval().map(|(low, _)| low));
+            set("accuracy_high", evaluation.interval().map(|(_, high)| high));
+            if evaluation.samples > 1 {
+                set(&format!("avg@{}", evaluation.samples), evaluation.accuracy());
+                evaluation.pass_at().into_iter().for_each(|(k, pass)| set(&format!("pass@{k}"), Some(pass)));
+            }
+            set("reward", evaluation.reward());
+            set("failed", Some(evaluation.failed() as f64));
+        }
+    }
+
+    /// Tokens sampled.
+    #[must_use]
+    pub fn tokens(&self) -> usize {
+        self.sets.iter().map(|(_, evaluation)| evaluation.tokens()).sum()
+    }
+
+    /// What was measured, one line per set.
+    #[must_use]
+    pub fn lines(&self) -> Vec<String> {
+        self.sets.iter().map(|(name, evaluation)| prefix(name) + &line(evaluation)).collect()
+    }
+
+    /// What failed, one line per set and reward.
+    #[must_use]
+    pub fn failures(&self) -> Vec<String> {
+        let of_set = |(name, evaluation): &(String, Evaluation)| -> Vec<String> {
+            failures(evaluation).into_iter().map(|line| prefix(name) + &line).collect()
+        };
+        self.sets.iter().flat_map(of_set).collect()
+    }
+
+    /// Why an accuracy says nothing of the policy: a set of which no answer could be judged.
+    #[must_use]
+    pub fn diagnosis(&self) -> Option<String> {
+        let unjudged = |(_, evaluation): &&(String, Evaluation)| {
+            evaluation.criterion.is_some() && !evaluation.answers.is_empty() && evaluation.judged() == 0
+        };
+        let (name, evaluation) = self.sets.iter().find(unjudged)?;
+        let (reward, answers) = (evaluation.criterion.as_deref()?, evaluation.answers.len());
+        let why = match evaluation.failures().get(reward) {
+            Some(Failures { example, .. }) => format!("the first of its failures: {example}"),
+            None => "it does not apply to any of them".to_owned(),
+        };
+        Some(format!(
+            "{}accuracy 0, because reward `{reward}` could judge none of {answers} answers; {why}",
+            prefix(name)
+        ))
+    }
+}
+
+fn prefix(set: &str) -> String {
+    if set == DEFAULT_SET { String::new() } else { format!("{set}: ") }
+}
+
+fn metric(set: &str, key: &str) -> String {
+    if set == DEFAULT_SET { format!("eval/{key}") } else { format!("eval/{set}/{key}") }
+}
+
+fn line(evaluation: &Evaluation) -> String {
+    let (tasks, samples) = (evaluation.tasks(), evaluation.samples);
+    let each = if samples > 1 { format!(", {samples} answers each") } else { String::new() };
+    let mut line = match (evaluation.accuracy(), evaluation.interval()) {
+        (Some(accuracy), Some((low, high))) => {
+            format!("accuracy {accuracy:.4} on {tasks} tasks{each} (95 % interval {low:.3} to {high:.3})")
+        }
+        _ => format!(
+            "no accuracy on {tasks} tasks{each}: nothing says which answers are correct (`eval.correct`)"
+        ),
+    };
+    if samples > 1 && evaluation.criterion.is_some() {
+        line += &format!(", avg@{samples} {:.4}", evaluation.accuracy().unwrap_or_default());
+        for (k, pass) in evaluation.pass_at() {
+            line += &format!(", pass@{k} {pass:.4}");
+        }
+    }
+    if let Some(reward) = evaluation.reward() {
+        line += &format!(", reward {reward:.4}");
+    }
+    let failed = evaluation.failed();
+    if failed > 0 {
+        line += &format!(", {failed} of {} answers failed", evaluation.answers.len());
+    }
+    line
+}
+
+fn failures(evaluation: &Evaluation) -> Vec<String> {
+    let all = evaluation.answers.len();
+    let failed = |(reward, Failures { answers, example }): (&str, Failures)| {
+        let wrong = evaluation.criterion.as_deref() == Some(reward);
+        let wrong = if wrong { ", which count as wrong" } else { "" };
+        format!("reward `{reward}` failed for {answers} of {all} answers{wrong}; the first: {example}")
+    };
+    let mut lines: Vec<String> = evaluation.failures().into_iter().map(failed).collect();
+    let failed = evaluation
+        .criterion
+        .as_deref()
+        .map_or(0, |reward| evaluation.failures().get(reward).map_or(0, |failures| failures.answers));
+    let silent = all - evaluation.judged() - failed;
+    if let Some(reward) = evaluation.criterion.as_deref().filter(|_| silent > 0) {
+        lines.push(format!(
+            "reward `{reward}` does not apply to {silent} of {all} answers, which count as wrong"
+        ));
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use rollout::evaluate::Answer;
+    use serde_json::Map;
+    use trajectory::{Component, Prompt, Score, Task, TaskId};
+
+    use super::*;
+
+    /// Answers with the value that `math` gives them; an error where it failed, nothing where it does not apply.
+    fn evaluation(samples: usize, values: &[Result<Option<f64>, &str>]) -> Evaluation {
+        let prompt = Prompt::Text(String::new());
+        let task = Arc::new(Task { id: TaskId(0), prompt, answer: None, columns: Map::new() });
+        let answer = |said: &Result<Option<f64>, &str>| {
+            let (value, error) = (said.unwrap_or(None), said.err().map(str::to_owned));
+            let math = Component { name: "math".to_owned(), value, error, ..Component::default() };
+            let correct = Some(value.is_some_and(|value| value >= 1.0));
+            let score = Score { total: value.map(|value| 2.0 * value), components: vec![math], correct };
+            Answer { task: Arc::clone(&task), text: String::new(), tokens: 1, score }
+        };
+        let criterion = Some("math".to_owned());
+        Evaluation { answers: values.iter().map(answer).collect(), samples, criterion }
+    }
+
+    fn evaluated(sets: Vec<(&str, Evaluation)>) -> Evaluated {
+        Evaluated { sets: sets.into_iter().map(|(name, of)| (name.to_owned(), of)).collect() }
+    }
+
+    #[test]
+    fn every_set_has_metrics_and_a_line_of_its_own() {
+        let values = [Ok(Some(1.0)), Err("late"), Ok(None), Ok(Some(0.0))];
+        let both = evaluated(vec![("default", evaluation(1, &values)), ("aime", evaluation(2, &values))]);
+        let mut metrics = Metrics::default();
+        both.measure(&mut metrics);
+        for (name, expected) in [
+            ("eval/accuracy", 0.25),
+            ("eval/reward", 1.0),
+            ("eval/failed", 1.0),
+            ("eval/aime/accuracy", 0.25),
+            ("eval/aime/avg@2", 0.25),
+            ("eval/aime/pass@1", 0.25),
+            ("eval/aime/pass@2", 0.5),
+            ("eval/aime/failed", 1.0),
+        ] {
+            assert_eq!(metrics.get(name), Some(expected), "{name}");
+        }
+        assert_eq!(metrics.get("eval/pass@1"), None);
+        assert!(metrics.get("eval/accuracy_low").unwrap() < 0.25);
+        assert_eq!(
+            both.lines(),
+            [
+                "accuracy 0.2500 on 4 tasks (95 % interval 0.046 to 0.699), reward 1.0000, 1 of 4 answers failed",
+                "aime: accuracy 0.2500 on 2 tasks, 2 answers each (95 % interval 0.037 to 0.744), avg@2 0.2500, \
+                 pass@1 0.2500, pass@2 0.5000, reward 1.0000, 1 of 4 answers failed"
+            ]
+        );
+        assert_eq!(
+            both.failures()[..2],
+            [
+                "reward `math` failed for 1 of 4 answers, which count as wrong; the first: late",
+                "reward `math` does not apply to 1 of 4 answers, which count as wrong"
+            ]
+        );
+        assert_eq!((both.failures().len(), both.diagnosis()), (4, None));
+        assert_eq!(both.accuracy(), Some(("eval/accuracy".to_owned(), 0.25)));
+    }
+
+    #[test]
+    fn an_accuracy_of_nothing_judged_is_explained_and_none_is_invented() {
+        let failed = evaluated(vec![("held", evaluation(1, &[Err("gone"), Err("gone")]))]);
+        assert_eq!(
+            failed.diagnosis().unwrap(),
+            "held: accuracy 0, because reward `math` could judge none of 2 answers; the first of its failures: gone"
+        );
+        let mut metrics = Metrics::default();
+        failed.measure(&mut metrics);
+        assert_eq!(
+            (metrics.get("eval/held/accuracy"), metrics.get("eval/held/failed")),
+            (Some(0.0), Some(2.0))
+        );
+        assert_eq!(metrics.get("eval/held/reward"), None);
+        let silent = evaluated(vec![("default", evaluation(1, &[Ok(None)]))]);
+        assert!(silent.diagnosis().unwrap().ends_with("it does not apply to any of them"));
+        let undeclared = Evaluation { criterion: None, ..evaluation(1, &[Ok(Some(1.0))]) };
+        let undeclared = evaluated(vec![("default", undeclared)]);
+        let mut metrics = Metrics::default();
+        undeclared.measure(&mut metrics);
+        assert_eq!((metrics.get("eval/accuracy"), metrics.get("eval/reward")), (None, Some(2.0)));
+        assert_eq!((undeclared.accuracy(), undeclared.diagnosis()), (None, None));
+        assert!(undeclared.lines()[0].starts_with("no accuracy on 1 tasks: nothing says"));
+    }
+}
