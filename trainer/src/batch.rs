@@ -344,14 +344,14 @@ pub(crate) mod tests {
         }
         // All rewards are equal, as where the reward that judges is only watched.
         let mut watched = group(1, &[(Some(1.0), 2); 4]);
-        watched.trajectories[1].score.correct = Some(false);
+        watched.trajectories[1..].iter_mut().for_each(|wrong| wrong.score.correct = Some(false));
         let groups = [Arc::new(judged), Arc::new(watched)];
         let pass = Algorithm { advantage: Advantage::PassAtK { k: 2 }, ..Algorithm::pass_at_k() };
         let batch = Batch::new(&groups, &pass, split(1), &[]);
         assert_eq!(wanted(&batch, &pass), [true, true]);
         let all = wanted_terms(&batch, &pass, Scores::default());
         let signs: Vec<bool> = all.iter().map(|terms| terms.advantages[0] > 0.0).collect();
-        assert_eq!(signs, [true, false, false, true, true, false, true, true]);
+        assert_eq!(signs, [true, false, false, true, true, false, false, false]);
         let vapo = wanted_terms(&batch, &Algorithm { nll_coef: 0.1, ..Algorithm::grpo() }, Scores::default());
         assert_eq!(vapo.iter().map(|terms| terms.correct).collect::<Vec<_>>(), signs);
         let demonstrations = [Some(group(7, &[(None, 6)]).trajectories.remove(0).sample), None];
