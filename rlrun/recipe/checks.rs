@@ -50,7 +50,7 @@ pub(super) fn check(
     check_trainer(&raw.trainer, &mut checker);
     check_lora(raw.lora.as_mut(), &mut checker);
     super::algorithm::check(&mut raw, &mut checker);
-    super::eval::check(&mut raw, &mut checker);
+    super::eval::check(&mut raw, warmup.as_ref(), &mut checker);
     check_curation(&raw, &mut checker);
     let (Some(model), Some(data)) = (model, data) else { return Err(checker.errors) };
     let recipe = Recipe {

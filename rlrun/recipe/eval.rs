@@ -11,16 +11,16 @@ use rewards::criterion::VERIFIABLE;
 use super::Recipe;
 use super::checks::all_existing;
 use super::ranges::{ANY, Checker};
-use super::schema::{Correct, EvalSet, RawRecipe};
+use super::schema::{Correct, EvalSet, RawRecipe, Warmup};
 
 /// Name of the set of `data.eval` or `data.arithmetic`.
 pub const DEFAULT_SET: &str = "default";
 
-/// Checks the section; fills in the criterion and the paths of the sets.
-pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
+/// Checks the section; fills in the criterion and the paths of the sets. `warmup` is that of the recipe, taken out of it.
+pub(super) fn check(raw: &mut RawRecipe, warmup: Option<&Warmup>, checker: &mut Checker<'_>) {
     checker.at_least_one("eval.samples", raw.eval.samples);
     check_criterion(raw, checker);
-    check_who_asks(raw, checker);
+    check_who_asks(raw, warmup, checker);
     let mut names = BTreeSet::from([DEFAULT_SET.to_owned()]);
     for (index, set) in raw.eval.sets.iter_mut().enumerate() {
         check_set(index, set, &mut names, checker);
@@ -63,12 +63,12 @@ fn check_criterion(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
 }
 
 /// What cannot work without knowing which answers are correct.
-fn check_who_asks(raw: &RawRecipe, checker: &mut Checker<'_>) {
+fn check_who_asks(raw: &RawRecipe, warmup: Option<&Warmup>, checker: &mut Checker<'_>) {
     if raw.eval.correct.is_some() {
         return;
     }
     let kind = raw.algorithm.kind.as_str();
-    let stops = raw.warmup.as_ref().is_some_and(|warmup| warmup.steps > 0 && warmup.stop_accuracy.is_some());
+    let stops = warmup.is_some_and(|warmup| warmup.stop_accuracy.is_some());
     let learns = raw.supervised.is_none() && raw.algorithm.algorithm().needs_correct();
     for (asks, path, who) in [
         (stops, "warmup.stop_accuracy", "`warmup.stop_accuracy`".to_owned()),
