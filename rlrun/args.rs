@@ -124,6 +124,9 @@ pub struct Loudness {
     /// Show nothing but errors
     #[arg(short, long, action = ArgAction::SetTrue)]
     pub quiet: bool,
+    /// Characters of a line of the step table [default: as many as the terminal has]
+    #[arg(long, value_name = "COLUMNS", value_parser = at_least_one)]
+    pub width: Option<usize>,
 }
 
 /// `rlrun init`.
@@ -452,7 +455,7 @@ fn first_positional(args: &[OsString]) -> Option<&OsStr> {
     let mut rest = args.iter().skip(1);
     while let Some(arg) = rest.next() {
         let text = arg.to_string_lossy();
-        if ["--set", "--run-dir", "--name"].contains(&text.as_ref()) {
+        if ["--set", "--run-dir", "--name", "--width"].contains(&text.as_ref()) {
             rest.next();
         } else if !text.starts_with('-') {
             return Some(arg);
@@ -535,14 +538,15 @@ mod tests {
     #[test]
     fn a_bare_recipe_runs() {
         for args in [
-            ["a.toml", "-q", "--set", "x.y=1", "--name", "n"],
-            ["-q", "--set", "x.y=1", "--name", "n", "a.toml"],
-            ["--set", "x.y=1", "--name=n", "-q", "--", "a.toml"],
+            &["a.toml", "-q", "--set", "x.y=1", "--name", "n", "--width", "80"][..],
+            &["-q", "--width", "80", "--set", "x.y=1", "--name", "n", "a.toml"],
+            &["--set", "x.y=1", "--name=n", "-q", "--width=80", "--", "a.toml"],
         ] {
-            let run = parse_run(&args);
+            let run = parse_run(args);
             assert_eq!(run.recipe.recipe, Path::new("a.toml"));
             assert_eq!(run.all_sets(), ["x.y=1", "name=\"n\""]);
             assert!(run.loudness.quiet);
+            assert_eq!(run.loudness.width, Some(80));
         }
         assert_eq!(parse_run(&["run", "check"]).recipe.recipe, Path::new("check"));
         assert_eq!(parse_run(&["run", "a.toml", "--run-dir", "d"]).run_dir.unwrap(), Path::new("d"));

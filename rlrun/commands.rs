@@ -112,7 +112,7 @@ fn train(
             let (version, place) = (version.0, place.display());
             report(loudness, program).note(&format!("the checkpoint of step {version} is kept in {place}"));
         }
-        controller::run(recipe, run_dir, loudness.quiet)?
+        controller::run(recipe, run_dir, *loudness)?
     } else {
         let surroundings = Surroundings { leader, from, ..Surroundings::of(program) };
         pipeline::run_in(recipe, &run_dir, &report(loudness, program), surroundings)?
@@ -198,7 +198,8 @@ fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Failure> {
 
 /// The report of a run as loud as the user wants it.
 fn report(loudness: &Loudness, program: &Program) -> Arc<Report> {
-    Arc::new(Report::new(Style::detect(loudness.quiet, program.environment())))
+    let style = Style::detect(loudness.quiet, program.environment());
+    Arc::new(Report::new(style).wide(loudness.width))
 }
 
 fn check(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {

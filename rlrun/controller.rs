@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::json;
 
+use crate::args::Loudness;
 use crate::failure::{Failure, REQUEUE};
 use crate::pipeline::Ending;
 use crate::recipe::Recipe;
@@ -50,7 +51,7 @@ const TOKENS: &str = "tokens";
 ///
 /// # Errors
 /// Whatever ended the run; a process that cannot be kept alive.
-pub(crate) fn run(recipe: &Recipe, run_dir: RunDir, quiet: bool) -> Result<Ending, Failure> {
+pub(crate) fn run(recipe: &Recipe, run_dir: RunDir, loudness: Loudness) -> Result<Ending, Failure> {
     let path = std::path::absolute(run_dir.path()).map_err(system("find the run directory"))?;
     let events = JsonLines::open(&run_dir.logs().join("controller.jsonl"), None)?;
     let recipe_file =
@@ -71,7 +72,7 @@ pub(crate) fn run(recipe: &Recipe, run_dir: RunDir, quiet: bool) -> Result<Endin
     let shares = Shares::of(recipe);
     let workers = workers(recipe)?;
     let start =
-        Start { program, path, recipe_file, url, token_file, listener, workers, shares, quiet, recipe };
+        Start { program, path, recipe_file, url, token_file, listener, workers, shares, loudness, recipe };
     let health = Health::start(&start.url, &start.token_file, recipe.buffer.tls_cert.as_deref())?;
     Controller { start: &start, events, health, lead: None, workers: Vec::new(), began: Instant::now() }
         .go(&signals)
@@ -165,7 +166,7 @@ struct Start<'a> {
     listener: TcpListener,
     workers: Vec<Worker>,
     shares: Shares,
-    quiet: bool,
+    loudness: Loudness,
     recipe: &'a Recipe,
 }
 
@@ -175,7 +176,9 @@ impl Start<'_> {
             vec!["worker".into(), "lead".into(), "--run".into(), self.path.clone().into_os_string()];
         args.extend(["--token-file".into(), self.token_file.clone().into_os_string()]);
         args.extend(["--threads".into(), self.shares.lead.to_string().into()]);
-        args.extend(self.quiet.then(|| "--quiet".into()));
+        args.extend(self.loudness.quiet.then(|| "--quiet".into()));
+        let width = self.loudness.width.map(|width| ["--width".into(), width.to_string().into()]);
+        args.extend(width.into_iter().flatten());
         let socket = self.listener.try_clone().map_err(system("share the run's socket"))?;
         Child::start(LEAD, &self.program, args, child::Surroundings::Lead(socket))
     }
@@ -439,7 +442,8 @@ pub(crate) mod lead {
         let style = Style::detect(args.loudness.quiet, program.environment());
         let cores = args.threads.map_or_else(Cores::all, Cores::new);
         let surroundings = Surroundings { cores, door: Some(door), ..Surroundings::of(&program) };
-        let ended = pipeline::run_in(&recipe, &run_dir, &Arc::new(Report::new(style)), surroundings);
+        let report = Arc::new(Report::new(style).wide(args.loudness.width));
+        let ended = pipeline::run_in(&recipe, &run_dir, &report, surroundings);
         ended.map_err(|failure| match failure {
             // All ranks are started again from the last checkpoint.
             Failure::Trainer(TrainerError::Collective(error)) => Failure::Requeue(error.to_string()),

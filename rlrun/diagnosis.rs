@@ -71,11 +71,16 @@ impl Diagnosis {
         }
     }
 
-    /// What a step shows, in one line for the step table; empty if nothing is wrong.
-    pub(crate) fn observe(&mut self, metrics: &Metrics) -> String {
+    /// What a step shows, a sentence each for the step table; nothing if nothing is wrong.
+    pub(crate) fn observe(&mut self, metrics: &Metrics) -> Vec<String> {
         self.steps += 1;
-        let findings = [self.nothing_to_learn(metrics), self.collapsing(metrics)];
-        findings.into_iter().flatten().collect::<Vec<_>>().join("; ")
+        let unchanged = metrics.get("optim/updates") == Some(0.0);
+        let found = [
+            self.nothing_to_learn(metrics),
+            self.collapsing(metrics),
+            unchanged.then(|| "no policy update".to_owned()),
+        ];
+        found.into_iter().flatten().collect()
     }
 
     /// What the run as a whole shows, a line each.
@@ -242,14 +247,14 @@ mod tests {
     fn a_collapse_is_named_with_its_evidence_and_the_keys_once() {
         let mut diagnosis = watch();
         for i in 0..20 {
-            assert_eq!(diagnosis.observe(&step(i, 0.5 + 0.02 * i as f64, WELL)), "");
+            assert!(diagnosis.observe(&step(i, 0.5 + 0.02 * i as f64, WELL)).is_empty());
         }
         let falling = |i: u64| {
             let lost = (i - 19) as f64 / 10.0;
             step(i, 0.9 - 0.8 * lost, (0.9 * lost, 0.002 + 0.1 * lost, 0.2 + lost))
         };
-        let said: Vec<String> = (20..30).map(|i| diagnosis.observe(&falling(i))).collect();
-        let first = said.iter().find(|said| !said.is_empty()).unwrap();
+        let said: Vec<String> = (20..30).flat_map(|i| diagnosis.observe(&falling(i))).collect();
+        let first = &said[0];
         for part in ["reward 0.8", "length limit", "kl/mismatch", "entropy", "what helps: `key`"] {
             assert!(first.contains(part), "{first}");
         }
@@ -265,7 +270,7 @@ mod tests {
             // From batch to batch the reward differs; in the end harder tasks come.
             let noise = if i % 2 == 0 { 0.06 } else { -0.06 };
             let reward = if i < 40 { 0.7 + noise } else { 0.3 + noise };
-            assert_eq!(diagnosis.observe(&step(i, reward, WELL)), "", "step {i}");
+            assert_eq!(diagnosis.observe(&step(i, reward, WELL)), Vec::<String>::new(), "step {i}");
         }
         assert_eq!(diagnosis.summary(), Vec::<String>::new());
     }
@@ -274,20 +279,17 @@ mod tests {
     fn rewards_that_do_not_differ_are_named_at_once() {
         let mut diagnosis = watch();
         let constant = step(1, 0.0, WELL);
-        assert_eq!(
-            diagnosis.observe(&constant),
-            "every trajectory has the reward 0.000: nothing can be learnt"
-        );
+        let found = diagnosis.observe(&constant);
+        assert_eq!(found, ["every trajectory has the reward 0.000: nothing can be learnt"]);
         let mut equal = step(2, 0.5, WELL);
         equal.set("reward/frac_zero_std", 1.0);
-        assert_eq!(
-            diagnosis.observe(&equal),
-            "no group has two different rewards: nothing can be learnt"
-        );
-        assert!(diagnosis.observe(&constant).contains("3 steps in a row: look at the samples"));
+        equal.set("optim/updates", 0.0);
+        let found = diagnosis.observe(&equal);
+        assert_eq!(found, ["no group has two different rewards: nothing can be learnt", "no policy update"]);
+        assert!(diagnosis.observe(&constant)[0].contains("3 steps in a row: look at the samples"));
         assert!(diagnosis.summary()[0].starts_with("3 of 3 steps in a row had nothing to learn from"));
-        assert_eq!(diagnosis.observe(&step(4, 0.5, WELL)), "");
+        assert!(diagnosis.observe(&step(4, 0.5, WELL)).is_empty());
         diagnosis.needs_groups = false;
-        assert_eq!(diagnosis.observe(&equal), "", "whose advantage compares batches can learn from it");
+        assert_eq!(diagnosis.observe(&equal), ["no policy update"], "an advantage over the batch differs");
     }
 }

@@ -5,14 +5,14 @@
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
-/// Named measurements in order, what is wrong with the step, and which side is the bottleneck.
+/// Named measurements in order, which side is the bottleneck, and what else there is to say.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Metrics {
     values: Vec<(String, f64)>,
     /// Which side holds the run up, such as `trainer waits for rollout`; empty if nothing does.
     pub bottleneck: String,
-    /// What keeps the policy from learning, such as a collapse that begins; empty if nothing does.
-    pub diagnosis: String,
+    /// What else the step has to say, one sentence each, such as a reward that failed; shown below its row.
+    pub notes: Vec<String>,
 }
 
 impl Metrics {
@@ -38,6 +38,12 @@ impl Metrics {
         self.values.iter().find(|(known, _)| known == name).map(|(_, value)| *value)
     }
 
+    /// The bottleneck, if there is one, and the notes.
+    pub fn remarks(&self) -> impl Iterator<Item = &str> {
+        let bottleneck = (!self.bottleneck.is_empty()).then_some(self.bottleneck.as_str());
+        bottleneck.into_iter().chain(self.notes.iter().map(String::as_str))
+    }
+
     /// All measurements in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, f64)> {
         self.values.iter().map(|(name, value)| (name.as_str(), *value))
@@ -56,11 +62,9 @@ impl Serialize for Metrics {
                 map.serialize_entry(name, &value)?;
             }
         }
-        if !self.bottleneck.is_empty() {
-            map.serialize_entry("bottleneck", &self.bottleneck)?;
-        }
-        if !self.diagnosis.is_empty() {
-            map.serialize_entry("diagnosis", &self.diagnosis)?;
+        let remarks: Vec<&str> = self.remarks().collect();
+        if !remarks.is_empty() {
+            map.serialize_entry("bottleneck", &remarks.join("; "))?;
         }
         map.end()
     }
@@ -76,7 +80,9 @@ mod tests {
         for (name, value) in [("step", 3.0), ("reward/mean", 0.5), ("kl/mismatch", f64::NAN), ("step", 4.0)] {
             metrics.set(name, value);
         }
-        let expected = r#"{"step":4,"reward/mean":0.5,"kl/mismatch":null,"bottleneck":"rollout"}"#;
+        metrics.notes.push("reward `a`: 2 errors".to_owned());
+        let expected =
+            r#"{"step":4,"reward/mean":0.5,"kl/mismatch":null,"bottleneck":"rollout; reward `a`: 2 errors"}"#;
         assert_eq!(serde_json::to_string(&metrics).unwrap(), expected);
     }
 }

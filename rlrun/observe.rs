@@ -218,7 +218,8 @@ impl<'a> Observer<'a> {
         if let Some(peak) = crate::memory::peak_mib() {
             metrics.set("memory/peak_mib", peak);
         }
-        metrics.diagnosis = self.diagnosis.observe(&metrics);
+        let found = self.diagnosis.observe(&metrics);
+        metrics.notes.splice(0..0, found);
         self.explain_star(&metrics);
         self.write(&metrics)?;
         self.samples(inputs.step)?;

@@ -48,9 +48,14 @@ impl Style {
     }
 }
 
+/// Characters of a line where no terminal says how many it has.
+const USUAL_WIDTH: usize = 80;
+
 /// The report of one run; shared by all roles.
 pub struct Report {
     style: Style,
+    /// Characters of a line, if the user has said how many.
+    width: Option<usize>,
     bars: MultiProgress,
     out: Mutex<Out>,
 }
@@ -58,6 +63,8 @@ pub struct Report {
 struct Out {
     writer: Box<dyn Write + Send>,
     rows: usize,
+    /// The columns of the last header.
+    layout: Option<table::Layout>,
     /// A copy of every line, whatever the style.
     log: Option<File>,
 }
@@ -95,8 +102,20 @@ impl Report {
     /// A report to any writer.
     #[must_use]
     pub fn with_writer(style: Style, writer: Box<dyn Write + Send>) -> Self {
-        let out = Mutex::new(Out { writer, rows: 0, log: None });
-        Self { style, bars: MultiProgress::new(), out }
+        let out = Mutex::new(Out { writer, rows: 0, layout: None, log: None });
+        Self { style, width: None, bars: MultiProgress::new(), out }
+    }
+
+    /// The same for lines of `width` characters; `None` is as many as the terminal has.
+    #[must_use]
+    pub fn wide(self, width: Option<usize>) -> Self {
+        Self { width, ..self }
+    }
+
+    /// Characters of a line: those of the terminal as it is now, which a user may resize.
+    fn width(&self) -> usize {
+        let of_terminal = || console::Term::stdout().size_checked().map(|(_, columns)| usize::from(columns));
+        self.width.or_else(of_terminal).unwrap_or(USUAL_WIDTH)
     }
 
     /// Starts a part of the run of `total` units (steps, tasks or trajectories).
@@ -123,14 +142,16 @@ impl Report {
         match self.style {
             Style::Quiet | Style::Plain => self.write(&table::line(metrics)),
             Style::Terminal { color } => {
-                let rows = {
+                let layout = table::Layout::fitting(self.width());
+                let header_due = {
                     let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
                     out.rows += 1;
-                    out.rows - 1
+                    let due = (out.rows - 1).is_multiple_of(table::HEADER_EVERY);
+                    out.layout.replace(layout) != Some(layout) || due
                 };
-                let row = table::row(metrics);
-                if rows.is_multiple_of(table::HEADER_EVERY) {
-                    let header = console::style(table::header()).bold().force_styling(color);
+                let row = layout.row(metrics);
+                if header_due {
+                    let header = console::style(layout.header()).bold().force_styling(color);
                     self.write(&format!("{header}\n{row}"));
                 } else {
                     self.write(&row);
@@ -161,7 +182,7 @@ impl Report {
 
     /// Shows what the run achieved and what can be done with it.
     pub fn summary(&self, summary: &Summary) {
-        self.note(&summary.to_string());
+        self.note(&format!("{summary:width$}", width = self.width()));
     }
 
     fn write(&self, text: &str) {
@@ -231,7 +252,7 @@ mod tests {
 
     fn shown(style: Style, show: impl FnOnce(&Report)) -> String {
         let text = Shown::default();
-        show(&Report::with_writer(style, Box::new(text.clone())));
+        show(&Report::with_writer(style, Box::new(text.clone())).wide(Some(100)));
         let bytes = text.0.lock().unwrap().clone();
         String::from_utf8(bytes).unwrap()
     }
@@ -269,5 +290,27 @@ mod tests {
         assert!(!plain.contains('\u{1b}'));
         assert!(shown(Style::Terminal { color: true }, steps).contains('\u{1b}'));
         assert_eq!(shown(Style::Quiet, steps), "");
+    }
+
+    #[test]
+    fn a_terminal_of_eighty_columns_is_not_overrun() {
+        let text = Shown::default();
+        let report = Report::with_writer(Style::Terminal { color: false }, Box::new(text.clone()));
+        let report = report.wide(Some(80));
+        let mut metrics = Metrics::default();
+        metrics.notes.push("reward `code`: 3 errors, ".repeat(9));
+        report.step(&metrics);
+        let row = |letter: char| letter.to_string().repeat(200);
+        let pair = SamplePair { prompt: row('p'), before: row('b'), after: row('a') };
+        report.summary(&Summary {
+            samples: vec![pair],
+            run_dir: "outputs/mine".into(),
+            ..Summary::default()
+        });
+        let shown = String::from_utf8(text.0.lock().unwrap().clone()).unwrap();
+        assert!(shown.lines().count() > 8, "{shown}");
+        for line in shown.lines() {
+            assert!(line.chars().count() <= 80, "{line}");
+        }
     }
 }

@@ -54,7 +54,7 @@ pub(super) fn measure(specs: &[RewardSpec], metrics: &mut Metrics, inputs: &Step
 ///
 /// A run waits for a reward if a role was idle and judging a trajectory, queue included, took a good part of the step.
 pub(super) fn name_culprits(metrics: &mut Metrics, inputs: &StepInputs<'_>) {
-    let mut said = Vec::new();
+    let mut notes = Vec::new();
     let idle = |role: &str| metrics.get(&format!("{role}/idle_ratio")).unwrap_or(0.0) > super::CLEAR;
     let took = |load: &LoadCounts| load.waited.p95_s + load.ran.p95_s;
     let slowest = inputs.rewards.iter().max_by(|a, b| took(&a.1).total_cmp(&took(&b.1)));
@@ -62,7 +62,7 @@ pub(super) fn name_culprits(metrics: &mut Metrics, inputs: &StepInputs<'_>) {
         && took(load) > LONG * inputs.step_s
         && (idle("rollout") || idle("trainer"))
     {
-        said.push(format!(
+        notes.push(format!(
             "reward `{name}` is slow: {:.2} s each after {:.2} s in the queue (p95), {} waiting",
             load.ran.p95_s, load.waited.p95_s, load.waiting
         ));
@@ -70,11 +70,8 @@ pub(super) fn name_culprits(metrics: &mut Metrics, inputs: &StepInputs<'_>) {
     for (name, LoadCounts { errors, timeouts, .. }) in inputs.rewards {
         if *errors > 0 {
             let timeouts = if *timeouts > 0 { format!(", {timeouts} timeouts") } else { String::new() };
-            said.push(format!("reward `{name}`: {errors} errors{timeouts}"));
+            notes.push(format!("reward `{name}`: {errors} errors{timeouts}"));
         }
     }
-    if !metrics.bottleneck.is_empty() {
-        said.insert(0, std::mem::take(&mut metrics.bottleneck));
-    }
-    metrics.bottleneck = said.join("; ");
+    metrics.notes.extend(notes);
 }

@@ -1,6 +1,7 @@
 //! The last thing a run shows: what it achieved and what to do next.
 //!
-//! Invariant: text of a model is shown with its control characters escaped, since a terminal would obey them.
+//! Invariant: text of a model is shown with its control characters escaped, since a terminal would obey them. Nothing of
+//! a task takes more than a line.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -33,17 +34,23 @@ pub struct SamplePair {
     pub after: String,
 }
 
-/// Characters per column of the samples: three fit a terminal of 100.
-const WIDTH: usize = 30;
+/// Characters of a line, if the format does not say how many.
+const USUAL_WIDTH: usize = 80;
+/// Most characters of a prompt in a command to go on with.
+const PROMPT_WIDTH: usize = 40;
 
+/// The width of the format is that of the terminal, such as `{summary:80}`.
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Three columns and the spaces between them.
+        let width = ((f.width().unwrap_or(USUAL_WIDTH).saturating_sub(4)) / 3).clamp(12, 30);
         writeln!(f)?;
         if !self.samples.is_empty() {
-            writeln!(f, "{:WIDTH$}  {:WIDTH$}  after", "task", "before")?;
+            writeln!(f, "{:width$}  {:width$}  after", "task", "before")?;
         }
         for SamplePair { prompt, before, after } in &self.samples {
-            writeln!(f, "{:WIDTH$}  {:WIDTH$}  {}", cell(prompt), cell(before), cell(after))?;
+            let [prompt, before, after] = [prompt, before, after].map(|text| cell(text, width));
+            writeln!(f, "{prompt:width$}  {before:width$}  {after}")?;
         }
         if !self.samples.is_empty() {
             writeln!(f)?;
@@ -54,7 +61,8 @@ impl fmt::Display for Summary {
             writeln!(f, "{} steps, {:.0} s", self.steps, self.time_s)?;
         }
         let run = shell_quoted(&self.run_dir.display().to_string());
-        let prompt = self.samples.first().map_or("'PROMPT'".to_owned(), |pair| shell_quoted(&pair.prompt));
+        let prompt = self.samples.first().map(|pair| shell_quoted(&one_line(&pair.prompt)));
+        let prompt = prompt.unwrap_or_else(|| "'PROMPT'".to_owned());
         writeln!(f, "everything is in {run}; next:")?;
         writeln!(f, "  rlrun generate {run} {prompt}")?;
         writeln!(f, "  rlrun generate {run} --interactive")?;
@@ -64,19 +72,31 @@ impl fmt::Display for Summary {
 }
 
 /// A text as one cell: control characters escaped, the middle of a long one left out, since ends hold the answers.
-fn cell(text: &str) -> String {
+fn cell(text: &str, width: usize) -> String {
     let shown: Vec<char> = text.chars().flat_map(escaped).collect();
-    if shown.len() <= WIDTH {
+    if shown.len() <= width {
         return shown.into_iter().collect();
     }
-    let head = WIDTH / 2;
-    let tail = WIDTH - head - 2;
+    let head = width / 2;
+    let tail = width - head - 2;
     shown[..head]
         .iter()
         .copied()
         .chain("..".chars())
         .chain(shown[shown.len() - tail..].iter().copied())
         .collect()
+}
+
+/// A prompt that can be typed: its beginning, up to a word, where it is long or has several lines.
+fn one_line(prompt: &str) -> String {
+    let prompt = prompt.trim();
+    let line = prompt.lines().next().unwrap_or_default().trim_end();
+    if line.chars().count() <= PROMPT_WIDTH {
+        return if line.len() == prompt.len() { line.to_owned() } else { format!("{line} ...") };
+    }
+    let start: String = line.chars().take(PROMPT_WIDTH).collect();
+    let words = start.rfind(char::is_whitespace).map_or(&start[..], |end| start[..end].trim_end());
+    format!("{words} ...")
 }
 
 fn escaped(c: char) -> Box<dyn Iterator<Item = char>> {
@@ -118,13 +138,30 @@ everything is in 'outputs/my run'; next:
   rlrun generate 'outputs/my run' --interactive
   rlrun export 'outputs/my run' --out DIR
   rlrun resume 'outputs/my run' --set trainer.steps=120";
-        assert_eq!(summary.to_string(), expected);
+        assert_eq!(format!("{summary:100}"), expected);
+    }
+
+    #[test]
+    fn a_long_prompt_is_one_short_line_of_the_commands() {
+        assert_eq!(one_line("37+48="), "37+48=");
+        assert_eq!(one_line("  What is 1+1?\n"), "What is 1+1?");
+        assert_eq!(one_line("Solve:\n\n  x = 1\n"), "Solve: ...");
+        assert_eq!(
+            one_line("Natalia sold clips to 48 of her friends in April, and then she sold half as many."),
+            "Natalia sold clips to 48 of her friends ..."
+        );
+        assert_eq!(one_line(&"x".repeat(50)), format!("{} ...", "x".repeat(40)));
+        assert_eq!(one_line(""), "");
+        let prompt = "Question: a\nb\nc\nd\nAnswer: ".to_owned();
+        let samples = vec![SamplePair { prompt, before: String::new(), after: String::new() }];
+        let shown = Summary { samples, run_dir: "r".into(), ..Summary::default() }.to_string();
+        assert!(shown.contains("\n  rlrun generate r 'Question: a ...'\n"), "{shown}");
     }
 
     #[test]
     fn long_texts_keep_both_ends() {
         let text = format!("{}{}", "a".repeat(50), "#### 18");
-        assert_eq!(cell(&text), "aaaaaaaaaaaaaaa..aaaaaa#### 18");
+        assert_eq!(cell(&text, 30), "aaaaaaaaaaaaaaa..aaaaaa#### 18");
         assert_eq!(shell_quoted("it's"), "'it'\\''s'");
     }
 }
