@@ -185,7 +185,7 @@ fn broken_datasets_are_named_to_the_line() {
     bench.home.write("tasks.jsonl", format!("{ROWS}{{\"question\":\"3\"}}\n"));
     bench.refuses(&[], &["tasks.jsonl:3: no column `answer`", "`question`"]);
     bench.home.write("tasks.jsonl", "\n\n");
-    bench.refuses(&[], &["the dataset has no rows", "tasks.jsonl"]);
+    bench.refuses(&[], &["the dataset has no rows", "tasks.jsonl", "`data.train` and `data.eval`"]);
     bench.home.write("tasks.csv", "question,answer\n");
     bench.refuses(&["data.train=\"tasks.csv\""], &["tasks.csv", ".jsonl"]);
     bench.refuses(&["data.train=\"nothing.jsonl\""], &["nothing.jsonl"]);

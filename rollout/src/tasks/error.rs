@@ -105,7 +105,7 @@ pub enum TaskError {
         expected: &'static str,
     },
     /// No row at all.
-    #[error("the dataset has no rows ({}); check the path and `limit`", list(.paths))]
+    #[error("the dataset has no rows ({}); name files with a row per task in `data.train` and `data.eval`", list(.paths))]
     Empty {
         /// Where rows were looked for.
         paths: Vec<String>,
