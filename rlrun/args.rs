@@ -17,6 +17,7 @@ use crate::init::Template;
 mod buffer_bench;
 mod compute_on;
 mod doctor;
+mod explain;
 mod fit;
 mod reward;
 mod serve;
@@ -26,6 +27,7 @@ mod worker;
 pub use buffer_bench::BufferBenchArgs;
 pub use compute_on::ComputeOn;
 pub use doctor::DoctorArgs;
+pub use explain::ExplainArgs;
 pub use fit::FitArgs;
 pub use reward::{GradeArgs, RewardTestArgs, RewardWhat};
 pub use serve::{KeepArgs, ServeBufferArgs, ServeRewardArgs, ServeWhat};
@@ -42,6 +44,7 @@ Examples:
   rlrun grpo_math.toml                            run it
   rlrun grpo_math.toml --set trainer.steps=10     run it with another value
   rlrun generate outputs/grpo_math '37+48='       ask the trained model
+  rlrun explain trainer.learning_rate             say what a key means
 
 Values come from the recipe, the files it extends, variables such as RLRUN__TRAINER__STEPS, and --set; later wins.
 Exit status: 0 done, 1 the run failed, 2 the input was wrong.";
@@ -68,6 +71,8 @@ pub enum Command {
     Init(InitArgs),
     /// Show what of this machine rlrun can use, and why it cannot use the rest
     Doctor(DoctorArgs),
+    /// Say what a key, a section or a word of a recipe means, and what other frameworks call it
+    Explain(ExplainArgs),
     /// Measure the accuracy of a trained model
     Eval(EvalArgs),
     /// Let a model answer
@@ -96,7 +101,7 @@ pub enum Command {
 pub struct RecipeArgs {
     /// Recipe file
     pub recipe: PathBuf,
-    /// Change a value, such as `trainer.learning_rate=1e-6`; can be repeated
+    /// Change a value, such as `trainer.learning_rate=1e-6` or `rewards[0].weight=0.5`; can be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
 }
@@ -211,7 +216,7 @@ pub struct ResumeArgs {
     /// Run directory
     #[arg(value_name = "RUN")]
     pub run: PathBuf,
-    /// Change a value of the run's recipe; can be repeated
+    /// Change a value of the run's recipe, if it may change (`rlrun explain KEY` says so); can be repeated
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
     /// Go on with an empty journal if it is missing: groups that no checkpoint contains are lost, and tasks begin anew
@@ -596,5 +601,6 @@ mod tests {
         assert!(parse(&["resume", "r", "--from", "3"]).is_ok());
         assert!(parse(&["resume", "r", "--set", "trainer.steps=9", "-q"]).is_ok());
         assert!(parse(&["plan", "r.toml", "--set", "a.b=c"]).is_ok());
+        assert!(parse(&["explain"]).is_ok() && parse(&["explain", "trainer.steps", "grpo"]).is_ok());
     }
 }

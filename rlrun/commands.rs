@@ -25,6 +25,7 @@ use crate::bench;
 use crate::controller;
 use crate::doctor;
 use crate::evaluation::Which;
+use crate::explain;
 use crate::failure::Failure;
 use crate::fit;
 use crate::forward_edge;
@@ -35,7 +36,7 @@ use crate::plan::memory::{Memory, devices};
 use crate::prepare::{Prepared, RewardRuntime};
 use crate::program::Program;
 use crate::recipe::words::Store;
-use crate::recipe::{DataSource, Diagnostic, Model, Origins, Recipe};
+use crate::recipe::{Change, DataSource, Diagnostic, Model, Origins, Recipe, Resumption};
 use crate::report::{Report, Style};
 use crate::reward;
 use crate::run_dir::{self, RecipeTexts, RunDir};
@@ -54,6 +55,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Plan(args) => plan(args, program),
         Command::Init(args) => write_template(args),
         Command::Doctor(args) => Ok(doctor::run(args)),
+        Command::Explain(args) => explain::run(args, program),
         Command::Run(args) => run(args, program),
         Command::Eval(args) => eval(args, program),
         Command::Generate(args) => generate(args),
@@ -173,7 +175,9 @@ fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Failure> {
     let path = run_dir.resolved_recipe();
     let before = std::fs::read_to_string(&path)
         .map_err(|source| Failure::System { what: format!("read {}", path.display()), source })?;
-    let (recipe, origins) = load(&path, &args.sets, program)?;
+    let resume = run_dir.resumes()? + 1;
+    let Resumption { recipe, origins, changes } =
+        Recipe::resume(&path, &args.sets, (program, resume)).map_err(Failure::Recipe)?;
     refuse_what_does_not_fit(&recipe)?;
     let journal = forward_edge::journal(run_dir.path());
     let keeps_one = recipe.buffer.store == Store::Redb && recipe.supervised.is_none();
@@ -184,16 +188,29 @@ fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Failure> {
     if let Some(from) = from {
         trainer::checkpoint::check(&checkpoint_of(&args.run, Some(from.0))?)?;
     }
-    if !args.sets.is_empty() {
+    if !changes.is_empty() {
         run_dir.replace_resolved(&recipe.resolved_toml(&origins))?;
+        let shown: Vec<String> = changes.iter().map(ToString::to_string).collect();
+        report(&args.loudness, program).note(&format!("resume {resume} changes {}", shown.join(", ")));
     }
+    let said: Vec<_> = changes.iter().map(Change::to_json).collect();
+    record(&run_dir, "resume", &serde_json::json!({ "resume": resume, "changes": said }))?;
     let Some(leader) = launched(&recipe)? else { return Ok(String::new()) };
     let result = train((&recipe, leader), (run_dir, from), &args.loudness, program);
-    if result.as_ref().is_err_and(|failure| failure.exit_code() == 2) {
+    if result.as_ref().is_err_and(|failure| failure.exit_code() == 2) && !changes.is_empty() {
         // New values that do not fit model or data must not stand in the way of the next try.
-        RunDir::open(&args.run)?.replace_resolved(&before)?;
+        let run_dir = RunDir::open(&args.run)?;
+        run_dir.replace_resolved(&before)?;
+        record(&run_dir, "changes_undone", &serde_json::json!({ "resume": resume }))?;
     }
     result
+}
+
+/// Adds an event to those of the run.
+fn record(run_dir: &RunDir, event: &str, fields: &serde_json::Value) -> Result<(), Failure> {
+    let mut events = run_dir.events()?;
+    events.append(&serde_json::json!({ "event": event, "fields": fields }))?;
+    Ok(events.sync()?)
 }
 
 /// The report of a run as loud as the user wants it.

@@ -5,7 +5,7 @@
 //!   and what it does; [`allocator`]: the memory of such a program
 //! - [`failpoints`]: places where tests make a run go wrong
 //! - [`reward`]: rewards tried by themselves
-//! - `doctor`: what of this machine can be used
+//! - `doctor`: what of this machine can be used; `explain`: what a key of a recipe means
 //! - [`plan`]: what a recipe amounts to before it runs; [`mod@bench`]: what this machine does with a model; [`fit`]: how
 //!   far a run would go with more compute
 //! - [`pipeline`]: a run, `forward_edge` its buffer, `curation` its choice of tasks, `companions` what stands beside the policy; [`serve`]: a part of a run as a
@@ -45,6 +45,7 @@ mod demonstrations;
 mod diagnosis;
 mod doctor;
 pub mod evaluation;
+mod explain;
 pub mod failpoints;
 pub mod failure;
 pub mod fit;

@@ -14,6 +14,7 @@ use std::sync::{Mutex, PoisonError};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 pub use summary::{SamplePair, Summary};
+pub(crate) use table::wrapped;
 
 use crate::metrics::Metrics;
 

@@ -214,6 +214,21 @@ impl RunDir {
         Ok(JsonLines::open(&self.path.join("events.jsonl"), None)?)
     }
 
+    /// How often the run has been resumed.
+    ///
+    /// # Errors
+    /// As [`events`](Self::events).
+    pub fn resumes(&self) -> Result<usize, RunDirError> {
+        drop(self.events()?);
+        let path = self.path.join("events.jsonl");
+        let text = std::fs::read_to_string(&path).map_err(|source| failed("read", &path, source))?;
+        let is_resume = |line: &str| {
+            let event: Option<serde_json::Value> = serde_json::from_str(line).ok();
+            event.is_some_and(|event| event["event"] == "resume")
+        };
+        Ok(text.lines().filter(|line| is_resume(line)).count())
+    }
+
     /// Replaces `resolved.toml` after a resume with other values.
     ///
     /// # Errors

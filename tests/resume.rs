@@ -176,6 +176,68 @@ fn a_finished_run_is_left_as_it_is_and_can_be_prolonged() {
     assert!(fs::read_to_string(run.path.join("resolved.toml")).unwrap().contains("steps = 5 "));
 }
 
+/// What a resume may change is applied from the next step on, and written down; what the run is stays.
+#[test]
+fn a_resume_applies_and_records_what_it_may_change_and_refuses_the_rest() {
+    let home = Home::new();
+    let run = home.small("run", &["trainer.steps=2", "buffer.max_staleness=2"]);
+    let files = || {
+        ["resolved.toml", "events.jsonl", "metrics.jsonl"].map(|file| fs::read(run.path.join(file)).unwrap())
+    };
+    let before = files();
+    let refused = home.rlrun(&["resume", "run", "--set", "model.path=.", "--set", "trainer.steps=9"]);
+    refused.refused(&["`model.path` cannot change when a run is resumed", "--> --set:1:", "start a new run"]);
+    home.rlrun_with(&[("RLRUN__SEED", "3")], &["resume", "run"])
+        .refused(&["`seed` cannot change", "environment"]);
+    assert!(files() == before, "a refused resume has changed a file of the run");
+
+    let sets = [
+        "trainer.steps=5",
+        "trainer.learning_rate=5e-4",
+        "trainer.max_grad_norm=0.5",
+        "buffer.max_staleness=0",
+        "eval.interval=1",
+        "eval.tasks=10",
+        "checkpoint.interval=1",
+        "checkpoint.keep_last=2",
+        "log.samples=1",
+        "rollout.temperature=0.9",
+    ];
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+    let done = home.rlrun(&[&["resume", "run"], &sets[..]].concat()).ok();
+    assert!(
+        done.stdout.contains("resume 1 changes ") && done.stdout.contains("trainer.steps 2 -> 5"),
+        "{}",
+        done.stdout
+    );
+    // A pipe gets one plain line per step.
+    let shown = done.stdout.lines().filter(|line| line.starts_with("step ") && line.contains(" tok/s"));
+    assert_eq!((shown.count(), done.stdout.contains('\u{1b}')), (3, false), "{}", done.stdout);
+    let rates = run.values("optim/lr");
+    let expected = [1e-3, 1e-3, 5e-4, 5e-4, 5e-4];
+    assert!(rates.iter().zip(expected).all(|(rate, is)| (rate - is).abs() < 1e-9), "{rates:?}");
+    let steps = run.steps();
+    assert_eq!(steps.len(), 5);
+    assert!(steps[2..].iter().all(|step| step["eval/accuracy"].is_number()), "{steps:?}");
+    // What was sampled before may be older.
+    assert_eq!(run.values("staleness/max")[4], 0.0);
+    let kept = (0..=5).filter(|step| run.checkpoint(*step).is_dir());
+    assert_eq!(kept.collect::<Vec<u64>>(), [4, 5]);
+    assert_eq!([1, 3].map(|step| run.samples(step).len()), [8, 1]);
+
+    let resolved = fs::read_to_string(run.path.join("resolved.toml")).unwrap();
+    let line = |key: &str| resolved.lines().find(|line| line.starts_with(key)).unwrap();
+    assert!(line("learning_rate = 0.0005").ends_with("  # resume 1 (--set)"), "{resolved}");
+    assert!(line("group_size = 8").contains("small.toml:"), "{resolved}");
+    home.rlrun(&["resume", "run", "--set", "trainer.steps=6"]).ok();
+    let events = fs::read_to_string(run.path.join("events.jsonl")).unwrap();
+    let resumes: Vec<&str> = events.lines().filter(|line| line.contains(r#""event":"resume""#)).collect();
+    assert_eq!(resumes.len(), 2, "{events}");
+    assert!(resumes[0].contains(r#"{"key":"eval.tasks","from":null,"to":10}"#), "{events}");
+    let second = r#"{"resume":2,"changes":[{"key":"trainer.steps","from":5,"to":6}]}"#;
+    assert!(resumes[1].contains(second), "{events}");
+}
+
 /// Values that do not fit are refused and forgotten.
 #[test]
 fn a_resume_with_values_that_do_not_fit_changes_nothing() {

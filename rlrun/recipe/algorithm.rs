@@ -34,6 +34,14 @@ impl schema::Algorithm {
         )
     }
 
+    /// The section with every key that says something to `kind`, as it is by default.
+    #[must_use]
+    pub fn usual(kind: AlgorithmKind) -> Self {
+        let mut section = Self { kind, ..Self::default() };
+        section.apply(&mut kind.algorithm());
+        section
+    }
+
     /// Changes `algorithm` by the keys that say something to it, and fills in those that are not given. Returns the keys
     /// that are given and say nothing.
     fn apply(&mut self, algorithm: &mut Algorithm) -> Vec<&'static str> {
@@ -203,7 +211,13 @@ pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
     for key in raw.algorithm.apply(&mut algorithm) {
         let path = format!("algorithm.{key}");
         let message = format!("`{path}` has no effect on `algorithm.kind = \"{kind}\"` as it is set up here");
-        checker.report(&path, message, "remove it");
+        // TRL and others call the strength of the pull towards the reference so.
+        let help = if key == "beta" {
+            "remove it; what TRL calls `beta` is `algorithm.kl_coef`"
+        } else {
+            "remove it"
+        };
+        checker.report(&path, message, help);
     }
     check_values(&raw.algorithm, checker);
     if algorithm.correction.masks() && algorithm.proximal == Proximal::Interpolate {

@@ -27,7 +27,7 @@ pub(super) fn decode(mut table: DeTable<'_>, sources: &Sources) -> Result<RawRec
         };
         let path = Path::from(error.path());
         let inner = error.into_inner();
-        errors.push(explain(inner.message(), &path, inner.span(), sources));
+        errors.push(explain(inner.message(), (&path, path.find(&table)), inner.span(), sources));
         if !path.remove_from(&mut table) {
             return Err(errors);
         }
@@ -94,6 +94,19 @@ impl std::fmt::Display for Path {
 }
 
 impl Path {
+    /// What stands there.
+    fn find<'t, 'v>(&self, table: &'t DeTable<'v>) -> Option<&'t DeValue<'v>> {
+        let mut steps = self.steps.iter();
+        let Step::Key(first) = steps.next()? else { return None };
+        steps.try_fold(table.get(first.as_str())?.get_ref(), |value, step| {
+            let inner = match step {
+                Step::Key(key) => value.as_table()?.get(key.as_str())?,
+                Step::Index(index) => value.as_array()?.get(*index)?,
+            };
+            Some(inner.get_ref())
+        })
+    }
+
     /// Takes the entry out of the table; false if that cannot be done without renumbering a list.
     fn remove_from(&self, table: &mut DeTable<'_>) -> bool {
         let Some((Step::Key(last), steps)) = self.steps.split_last() else { return false };
@@ -122,20 +135,26 @@ impl Path {
 }
 
 /// Serde's message in the words of a recipe.
-fn explain(message: &str, path: &Path, span: Option<Range<usize>>, sources: &Sources) -> Diagnostic {
+fn explain(
+    message: &str,
+    (path, value): (&Path, Option<&DeValue<'_>>),
+    span: Option<Range<usize>>,
+    sources: &Sources,
+) -> Diagnostic {
     let place = span.filter(|span| !span.is_empty()).map(|span| sources.place(&span));
     let mut quoted = message.split('`').skip(1).step_by(2);
     if message.starts_with("unknown field") {
         let key = quoted.next().unwrap_or_default();
         let known: Vec<_> = quoted.collect();
         let diagnostic = Diagnostic::new(format!("unknown key `{path}`"), place);
-        return diagnostic.help(suggest_key(key, &known, &path.parent()));
+        return diagnostic.help(suggest_key((key, value), &known, &path.parent()));
     }
     if message.starts_with("unknown variant") {
         let word = quoted.next().unwrap_or_default();
         let known: Vec<_> = quoted.collect();
         let list = known.iter().map(|word| format!("\"{word}\"")).collect::<Vec<_>>().join(", ");
-        let help = match nearest(word, &known) {
+        let theirs = peers::our_word(&path.to_string(), word);
+        let help = match theirs.or_else(|| nearest(word, &known)) {
             Some(near) => format!("did you mean \"{near}\"? it takes {list}"),
             None => format!("it takes {list}"),
         };
@@ -145,7 +164,22 @@ fn explain(message: &str, path: &Path, span: Option<Range<usize>>, sources: &Sou
         let key = quoted.next().unwrap_or_default();
         return Diagnostic::new(format!("`{path}` needs the key `{key}`"), place);
     }
-    Diagnostic::new(format!("`{path}`: {}", plain_types(message)), place)
+    let diagnostic = Diagnostic::new(format!("`{path}`: {}", plain_types(message)), place);
+    match value.and_then(|value| as_toml(value.as_str()?, message)) {
+        Some(meant) => diagnostic.help(format!("write {meant}, without quotes")),
+        None => diagnostic,
+    }
+}
+
+/// A text as the truth value or the number that it stands for: in quotes, or as Python writes it.
+fn as_toml(text: &str, message: &str) -> Option<String> {
+    let lower = text.trim().to_ascii_lowercase();
+    let wants = |what: &str| message.ends_with(what);
+    let flag = wants("a boolean") && ["true", "false"].contains(&&lower[..]);
+    let number = ["f64", "usize", "u64", "u32"].into_iter().any(wants)
+        && lower.starts_with(|c: char| c.is_ascii_digit() || c == '-')
+        && lower.parse::<f64>().is_ok_and(f64::is_finite);
+    (flag || number).then_some(lower)
 }
 
 /// Rust's type names in the words of a reader.
@@ -169,24 +203,34 @@ fn plain_types(message: &str) -> String {
 }
 
 /// The remedy for an unknown key: its nearest name, the name that peers give it, or the names there are.
-fn suggest_key(key: &str, known: &[&str], section: &str) -> String {
+fn suggest_key((key, value): (&str, Option<&DeValue<'_>>), known: &[&str], section: &str) -> String {
     let full = |name: &str| if section.is_empty() { name.to_owned() } else { format!("{section}.{name}") };
-    if let Some(ours) = peers::our_name(key) {
-        return format!("rlrun calls it `{ours}`");
-    }
-    if let Some(near) = nearest(key, known) {
-        return format!("did you mean `{}`?", full(near));
+    if let Some(hint) = peers::hint(&full(key), value) {
+        return hint;
     }
     if let Some(elsewhere) = peers::key_elsewhere(key) {
         return format!("there is `{elsewhere}`");
+    }
+    if let Some(near) = nearest(key, known) {
+        return format!("did you mean `{}`?", full(near));
     }
     let names = known.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
     if section.is_empty() { format!("there are {names}") } else { format!("`{section}` takes {names}") }
 }
 
-/// The known name that `word` may be meant for.
-pub(super) fn nearest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
+/// The known name that `word` may be meant for: the same one in other letters, or one of few other letters.
+pub(crate) fn nearest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
+    let letters = |text: &str| -> String {
+        text.chars().filter(|c| c.is_alphanumeric()).flat_map(char::to_lowercase).collect()
+    };
+    let bare = letters(word);
+    if !bare.is_empty()
+        && let Some(same) = known.iter().copied().find(|name| letters(name) == bare)
+    {
+        return Some(same);
+    }
+    let word = word.to_lowercase();
     let allowed = (word.chars().count() / 3).max(1);
-    let distance = |name: &str| strsim::damerau_levenshtein(word, name);
+    let distance = |name: &str| strsim::damerau_levenshtein(&word, name);
     known.iter().copied().min_by_key(|name| distance(name)).filter(|name| distance(name) <= allowed)
 }

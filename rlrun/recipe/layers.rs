@@ -1,6 +1,7 @@
 //! From the layers (bases, recipe, environment, `--set`) to one table with the origin of every value.
 //!
-//! Invariant: later layers win key by key; lists are replaced whole; keys that exclude each other (`model.path` and
+//! Invariant: later layers win key by key; lists are replaced whole, unless a layer names the elements that it changes
+//! (`rlrun/recipe/elements.rs`); keys that exclude each other (`model.path` and
 //! `model.random`) replace each other across layers, so that a layer can always change its base. Values are not
 //! looked at.
 
@@ -13,6 +14,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::diagnostic::{Diagnostic, Place};
+use super::elements::{self, Elements, merge_table};
 use super::source::{Layer, Source, Sources};
 use crate::program::OVERRIDE;
 
@@ -20,6 +22,8 @@ use crate::program::OVERRIDE;
 #[derive(Clone, Debug, Default)]
 pub struct Origins {
     entries: BTreeMap<String, Origin>,
+    /// Of a run that is resumed: what its recipe says about each value.
+    recorded: BTreeMap<String, String>,
 }
 
 /// Where one value was written.
@@ -50,9 +54,21 @@ impl Origins {
         self.entries.keys().find(under).cloned()
     }
 
-    /// `file:line:column` of the key, `--set`, `environment`, or `default`.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&String, &Origin)> {
+        self.entries.iter()
+    }
+
+    /// Says from now on of these values what is written here.
+    pub(super) fn record(&mut self, descriptions: BTreeMap<String, String>) {
+        self.recorded = descriptions;
+    }
+
+    /// `file:line:column` of the key, `--set`, `environment`, or `default`; `resume 2 (--set)` of what a resume changed.
     #[must_use]
     pub fn describe(&self, path: &str) -> String {
+        if let Some(description) = self.recorded.get(path) {
+            return description.clone();
+        }
         match self.get(path) {
             None => "default".to_owned(),
             Some(origin) => match origin.layer {
@@ -89,16 +105,27 @@ pub(super) fn read(
     if errors.is_empty() { Ok(sources) } else { Err(errors) }
 }
 
-/// Parses and merges all layers.
-pub(super) fn merge(sources: &Sources) -> Result<(DeTable<'_>, Origins), Vec<Diagnostic>> {
+/// Parses and merges all layers. Of files the values `without`, by their paths, are left out.
+pub(super) fn merge<'s>(
+    sources: &'s Sources,
+    without: &[String],
+) -> Result<(DeTable<'s>, Origins), Vec<Diagnostic>> {
     let mut merged = DeTable::new();
     let mut errors = Vec::new();
     for source in sources.iter() {
         match parse(source) {
             Ok(table) => {
-                let table = shift_table(table, source.base);
+                let mut table = shift_table(table, source.base);
+                if matches!(source.layer, Layer::Base | Layer::Recipe) {
+                    without.iter().for_each(|path| elements::remove(&mut table, path));
+                }
                 drop_alternatives(&mut merged, &table);
-                merge_table(&mut merged, table);
+                let place = |span: &Range<usize>| sources.place(span);
+                merge_table(
+                    &mut merged,
+                    table,
+                    &mut Elements { path: "", place: &place, errors: &mut errors },
+                );
             }
             Err(error) => errors.push(*error),
         }
@@ -188,7 +215,7 @@ fn local_place(source: &Source, span: Range<usize>) -> Place {
     here.place(&span)
 }
 
-/// `a.b=value` (or `A__B=value`) as nested tables. A value that is no TOML is a string, unless it starts like a TOML
+/// `a.b=value` (or `A__B=value`) as nested tables; `a[0].b=value` has the key `[0]` under `a`. A value that is no TOML is a string, unless it starts like a TOML
 /// list, table or string.
 fn parse_assignment<'a>(
     source: &'a Source,
@@ -219,10 +246,13 @@ fn parse_assignment<'a>(
     for part in text[key_start..equals].split(separator) {
         let key = part.trim();
         let start = at + (part.len() - part.trim_start().len());
-        if key.is_empty() || !key.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-') {
+        let (name, indexes) = elements::split_indexes(key);
+        if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-') {
             return Err(fail(format!("`{key}` is not a key"), start..start + key.len().max(1)));
         }
-        keys.push(Spanned::new(start..start + key.len(), Cow::Owned(key.to_ascii_lowercase())));
+        for step in [name].into_iter().chain(indexes) {
+            keys.push(Spanned::new(start..start + key.len(), Cow::Owned(step.to_ascii_lowercase())));
+        }
         at += part.len() + separator.len();
     }
     if keys.first().is_some_and(|key| key.get_ref() == "extends") {
@@ -270,23 +300,6 @@ fn drop_alternatives(below: &mut DeTable<'_>, above: &DeTable<'_>) {
                     below.remove(*key);
                 }
             }
-        }
-    }
-}
-
-fn merge_table<'a>(below: &mut DeTable<'a>, above: DeTable<'a>) {
-    for (key, value) in above {
-        let both_tables = value.get_ref().is_table()
-            && below.get(key.get_ref().as_ref()).is_some_and(|old| old.get_ref().is_table());
-        if both_tables {
-            let old = below.get_mut(key.get_ref().as_ref()).map(Spanned::get_mut);
-            if let (Some(DeValue::Table(old)), DeValue::Table(new)) = (old, value.into_inner()) {
-                merge_table(old, new);
-            }
-        } else {
-            // An insert alone would keep the old key, and with it the old span.
-            below.remove(key.get_ref().as_ref());
-            below.insert(key, value);
         }
     }
 }

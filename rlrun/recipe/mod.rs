@@ -9,14 +9,17 @@
 mod algorithm;
 mod checks;
 mod curation;
-mod decode;
+pub(crate) mod decode;
 mod diagnostic;
+mod elements;
 mod eval;
 mod layers;
-mod peers;
+pub(crate) mod manual;
+pub(crate) mod peers;
 mod placement;
 mod ranges;
 mod resolved;
+pub(crate) mod resume;
 mod rewards;
 pub mod schema;
 mod source;
@@ -30,6 +33,7 @@ use ::rewards::RewardSpec;
 pub use diagnostic::{Diagnostic, Place};
 pub use eval::DEFAULT_SET;
 pub use layers::{Origin, Origins};
+pub use resume::{Change, Resumption};
 use schema::{
     Algorithm, Arithmetic, Buffer, Checkpoint, Critic, Curation, Deadlines, Eval, Log, Lora, Placement,
     RandomModel, Rollout, Supervised, Trainer, Warmup, Weights,
@@ -147,7 +151,7 @@ impl Recipe {
     /// unknown keys, wrong types, values out of range, keys that contradict each other, paths that do not exist.
     pub fn load(path: &Path, sets: &[String], program: &Program) -> Result<(Self, Origins), Vec<Diagnostic>> {
         let sources = layers::read(path, sets, program.environment().as_ref().clone())?;
-        let (table, origins) = layers::merge(&sources)?;
+        let (table, origins) = layers::merge(&sources, &[])?;
         let raw = decode::decode(table, &sources)?;
         let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
         let recipe = checks::check(raw, stem, &origins, program.registry())?;

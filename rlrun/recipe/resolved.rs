@@ -14,15 +14,20 @@ use super::{Data, DataSource, Model, Recipe};
 /// Writes the recipe.
 pub(super) fn write(recipe: &Recipe, origins: &Origins) -> String {
     let mut out = String::from("# The recipe as resolved. Behind every value stands where it came from.\n");
+    write_table(&mut out, &table(recipe), "", origins);
+    out
+}
+
+/// Every value of the recipe that has an effect.
+pub(super) fn table(recipe: &Recipe) -> Table {
     match Value::try_from(to_raw(recipe)) {
         Ok(Value::Table(mut table)) => {
             drop_without_effect(&mut table, recipe);
-            write_table(&mut out, &table, "", origins);
+            table
         }
         // Names and numbers of a checked recipe are representable: paths are UTF-8, the seed fits 63 bits.
         other => unreachable!("a checked recipe is a TOML table, not {other:?}"),
     }
-    out
 }
 
 fn to_raw(recipe: &Recipe) -> RawRecipe {
@@ -155,7 +160,7 @@ fn write_table(out: &mut String, table: &Table, path: &str, origins: &Origins) {
     };
     // `write!` into a string cannot fail.
     for (key, value) in table.iter().filter(|(_, value)| !is_section(value)) {
-        let assignment = format!("{key} = {value}");
+        let assignment = format!("{key} = {}", one_line(value));
         let _ = writeln!(out, "{assignment:<36}  # {}", comment(&origins.describe(&under(key))));
     }
     for (key, value) in table.iter().filter(|(_, value)| is_section(value)) {
@@ -178,6 +183,26 @@ fn write_table(out: &mut String, table: &Table, path: &str, origins: &Origins) {
             }
             _ => {}
         }
+    }
+}
+
+/// The value on one line, so that its origin stands behind it: texts of several lines have their line breaks escaped.
+fn one_line(value: &Value) -> String {
+    let shown = value.to_string();
+    match value {
+        Value::String(text) if shown.contains('\n') => {
+            let escaped = text.chars().map(|c| match c {
+                '"' | '\\' => format!("\\{c}"),
+                '\n' => "\\n".to_owned(),
+                c if c.is_control() => format!("\\U{:08X}", u32::from(c)),
+                c => c.to_string(),
+            });
+            format!("\"{}\"", escaped.collect::<String>())
+        }
+        Value::Array(list) if shown.contains('\n') => {
+            format!("[{}]", list.iter().map(one_line).collect::<Vec<_>>().join(", "))
+        }
+        _ => shown,
     }
 }
 

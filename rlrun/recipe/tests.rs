@@ -10,6 +10,11 @@ use ::rewards::{Registry, RewardSpec};
 use super::*;
 
 mod devices;
+mod elements;
+mod manual;
+mod messages;
+mod peers;
+mod resume;
 
 /// A directory with `run.toml` and whatever else a test writes; removed at the end.
 struct Case {
@@ -382,16 +387,6 @@ fn the_resolved_recipe_loads_as_an_equal_one() {
         );
         let rate = resolved.lines().find(|line| line.starts_with("learning_rate = 0.000001 "));
         assert!(rate.is_some_and(|line| line.ends_with("  # default")), "{resolved}");
-    }
-}
-
-#[test]
-fn names_of_peers_lead_to_keys_that_exist() {
-    let case = Case::new(MINIMAL);
-    for (foreign, ours) in peers::NAMES {
-        // No key takes this table, so every key that exists complains about the type.
-        let shown = case.errors(&[&format!("{ours}={{}}")], &[]);
-        assert!(shown.starts_with(&format!("error: `{ours}`: expected ")), "{foreign}: {shown}");
     }
 }
 

@@ -105,7 +105,7 @@ fn plain(text: &str) -> String {
 }
 
 /// The text as lines of at most `room` characters, broken between words where that can be.
-fn wrapped(text: &str, room: usize) -> Vec<String> {
+pub(crate) fn wrapped(text: &str, room: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in text.split_whitespace() {
         let mut rest: Vec<char> = word.chars().collect();

@@ -1,0 +1,12 @@
+//! The command line of `rlrun explain`.
+
+use clap::Args;
+
+/// `rlrun explain`.
+#[derive(Debug, Args)]
+pub struct ExplainArgs {
+    /// Keys (trainer.steps, steps), sections (trainer), words (grpo), or what another framework calls a key [default: a list
+    /// of all sections]
+    #[arg(value_name = "KEY")]
+    pub names: Vec<String>,
+}
