@@ -12,6 +12,7 @@ use toml::{Table, Value};
 
 use super::diagnostic::Diagnostic;
 use super::layers::{self, Origins};
+use super::schema::RawRecipe;
 use super::source::Layer;
 use super::{Recipe, checks, decode, manual, resolved};
 use crate::program::Program;
@@ -85,22 +86,24 @@ impl Recipe {
         let stem = resolved.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
         let recorded = layers::read(resolved, &[], [])?;
         let (table, before_origins) = layers::merge(&recorded, &[])?;
-        let before = checks::check(decode::decode(table, &recorded)?, stem, &before_origins, registry)?;
+        let raw_before = decode::decode(table, &recorded)?;
+        let written_before = written(&raw_before);
+        let before = checks::check(raw_before, stem, &before_origins, registry)?;
         let origins_so_far = comments(&before_origins);
 
         let sources = layers::read(resolved, sets, program.environment().as_ref().clone())?;
         let following = following(&layers::merge(&sources, &[])?.1, &origins_so_far);
         let (table, mut origins) = layers::merge(&sources, &following)?;
         let raw = decode::decode(table, &sources)?;
-        let recipe = checks::check(raw, stem, &origins, registry)?;
-        let changes = changes(&resolved::table(&before), &resolved::table(&recipe));
         let run = resolved.parent().unwrap_or(Path::new("RUN"));
-        let mut refused: Vec<_> =
-            changes.iter().filter_map(|change| refusal(change, run, &origins)).collect();
-        // What goes because another key has come (`model.random` for `model.path`) has no place of its own.
-        if refused.iter().any(|refusal| refusal.place.is_some()) {
-            refused.retain(|refusal| refusal.place.is_some());
-        }
+        let wanted = changes(&written_before, &written(&raw));
+        // What may not change is no change to look for mistakes in.
+        let recipe = checks::check(raw, stem, &origins, registry).map_err(|mistakes| {
+            let refused = refusals(&wanted, run, &origins);
+            if refused.is_empty() { mistakes } else { refused }
+        })?;
+        let changes = changes(&resolved::table(&before), &resolved::table(&recipe));
+        let refused = refusals(&changes, run, &origins);
         if !refused.is_empty() {
             return Err(refused);
         }
@@ -173,6 +176,21 @@ fn changes(before: &Table, after: &Table) -> Vec<Change> {
     let paths = after.iter().chain(gone).map(|(path, _)| path.clone());
     let changes = paths.map(|key| Change { from: value(&before, &key), to: value(&after, &key), key });
     changes.filter(|change| change.from != change.to).collect()
+}
+
+/// A recipe as it is written, before anything is filled in.
+fn written(raw: &RawRecipe) -> Table {
+    Table::try_from(raw).unwrap_or_default()
+}
+
+/// Why changes are not those that a resume may make.
+fn refusals(changes: &[Change], run: &Path, origins: &Origins) -> Vec<Diagnostic> {
+    let mut refused: Vec<_> = changes.iter().filter_map(|change| refusal(change, run, origins)).collect();
+    // What goes because another key has come (`model.random` for `model.path`) has no place of its own.
+    if refused.iter().any(|refusal| refusal.place.is_some()) {
+        refused.retain(|refusal| refusal.place.is_some());
+    }
+    refused
 }
 
 /// Why a change is not one that a resume may make.

@@ -96,6 +96,13 @@ fn what_the_run_is_cannot_change() {
         assert!(error.starts_with(&start) && error.contains(why), "{set}: {error}");
         assert!(error.contains(" --> --set:1:") && error.contains("start a new run"), "{set}: {error}");
     }
+    // Also where the change would be a mistake.
+    for (set, key) in
+        [("rewards.exact.kind=regex", "rewards[0].kind"), ("algorithm.kind=ppo", "algorithm.kind")]
+    {
+        let error = resume(&path, &[set, "algorithm.scale_rewards=batch"], &[], 1).unwrap_err();
+        assert!(error.starts_with(&format!("error: `{key}` cannot change")), "{set}: {error}");
+    }
     let error = resume(&path, &[], &[("RLRUN__SEED", "7")], 1).unwrap_err();
     assert!(error.contains(" --> environment:1:"), "{error}");
     // The same value is no change.
