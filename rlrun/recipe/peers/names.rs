@@ -232,7 +232,9 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
         "trainer.recompute",
         "",
     ),
+    ("eval.n val_kwargs.n n_samples_per_eval_prompt", "eval.samples", ""),
     ("val_kwargs.temperature", "eval.temperature", ""),
+    ("pass_reward", "eval.correct.threshold", "it was a key of `[curation]`"),
     ("ckpt.keep_interval", "checkpoint.keep_every", ""),
     (
         "weight_broadcast.type weight_update_mode update_weight_transport weight_sync_backend",
@@ -302,11 +304,6 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
         "",
         "a reward model is a section `[[rewards]]` with `kind = \"model\"` and `path`, a server one with \
          `kind = \"http\"` and `url`",
-    ),
-    (
-        "eval.n val_kwargs.n n_samples_per_eval_prompt",
-        "",
-        "an evaluation samples one completion per task; `rollout.group_size` is that of training",
     ),
     ("val_before_train eval_on_start", "", "tasks are evaluated before the first step in any case"),
     ("save_hf_ckpt", "", "every checkpoint has a directory `model/` in Hugging Face format"),
