@@ -275,6 +275,8 @@ impl Workload {
         for id in over.into_iter().filter(|id| !content.is_leased(*id)).collect::<Vec<_>>() {
             content.groups.remove(&id);
             self.stale.insert(id);
+            // Dropped untrained, it can be sent again under its key.
+            self.keys.retain(|_, known| *known != id);
         }
     }
 
