@@ -196,7 +196,7 @@ mod tests {
             sample: Sample::new(streams).unwrap(),
             turns: vec![Turn { completion: 1..2, stop: StopReason::Length, reward: None }],
             text: String::new(),
-            score: Score { total: Some(1e9), components: Vec::new() },
+            score: Score { total: Some(1e9), components: Vec::new(), correct: None },
             baseline: false,
         }
     }
