@@ -96,12 +96,10 @@ fn to_raw_data(data: Data) -> RawData {
 
 /// Takes out what has no effect in this recipe: written down it would be an error.
 fn drop_without_effect(table: &mut Table, recipe: &Recipe) {
-    if !recipe.has_eval_tasks() {
-        if let Some(Value::Table(eval)) = table.get_mut("eval") {
-            for key in super::eval::WITHOUT_TASKS {
-                eval.remove(key);
-            }
-        }
+    if let Some(Value::Table(eval)) = table.get_mut("eval")
+        && !recipe.has_eval_tasks()
+    {
+        super::eval::WITHOUT_TASKS.iter().for_each(|key| drop(eval.remove(*key)));
     }
     if let (DataSource::Arithmetic(_), Some(Value::Table(data))) =
         (&recipe.data.source, table.get_mut("data"))
