@@ -19,6 +19,7 @@ mod compute_on;
 mod doctor;
 mod explain;
 mod fit;
+mod resume;
 mod reward;
 mod serve;
 mod weights_bench;
@@ -29,6 +30,7 @@ pub use compute_on::ComputeOn;
 pub use doctor::DoctorArgs;
 pub use explain::ExplainArgs;
 pub use fit::FitArgs;
+pub use resume::ResumeArgs;
 pub use reward::{GradeArgs, RewardTestArgs, RewardWhat};
 pub use serve::{KeepArgs, ServeBufferArgs, ServeRewardArgs, ServeWhat};
 pub use weights_bench::WeightsBenchArgs;
@@ -208,26 +210,6 @@ pub struct ExportArgs {
     /// Number format of the weights; f32 is what was trained, 16 bits round it
     #[arg(long, default_value = "f32", value_parser = weight_dtype(), conflicts_with = "adapter")]
     pub dtype: WeightDtype,
-}
-
-/// `rlrun resume`.
-#[derive(Debug, Args)]
-pub struct ResumeArgs {
-    /// Run directory
-    #[arg(value_name = "RUN")]
-    pub run: PathBuf,
-    /// Change a value of the run's recipe, if it may change (`rlrun explain KEY` says so); can be repeated
-    #[arg(long = "set", value_name = "KEY=VALUE")]
-    pub sets: Vec<String>,
-    /// Go on with an empty journal if it is missing: groups that no checkpoint contains are lost, and tasks begin anew
-    #[arg(long)]
-    pub without_journal: bool,
-    /// Go on from the checkpoint of this step instead of the last; later ones are kept under other names
-    #[arg(long, value_name = "STEP")]
-    pub from: Option<u64>,
-    /// How much is shown.
-    #[command(flatten)]
-    pub loudness: Loudness,
 }
 
 /// `rlrun bench`.

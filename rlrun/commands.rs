@@ -3,6 +3,8 @@
 //! Invariant: a command returns what it has to say or one error with its exit status. Only what grows while the user
 //! watches (the report of a run, a chat, measurements) is written before the command ends.
 
+mod export;
+
 use std::io::{BufRead, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,7 +20,7 @@ use trainer::Leader;
 use trajectory::{GroupId, Message, PolicyVersion, Prompt};
 
 use crate::args::{
-    Cli, Command, EvalArgs, ExportArgs, GenerateArgs, InitArgs, Loudness, RecipeArgs, ResumeArgs, RewardWhat,
+    Cli, Command, EvalArgs, GenerateArgs, InitArgs, Loudness, RecipeArgs, ResumeArgs, RewardWhat,
     RunArgs, ServeWhat, WorkerWhat,
 };
 use crate::bench;
@@ -59,7 +61,7 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Run(args) => run(args, program),
         Command::Eval(args) => eval(args, program),
         Command::Generate(args) => generate(args),
-        Command::Export(args) => export(args, program),
+        Command::Export(args) => export::export(args, program),
         Command::Resume(args) => resume(args, program),
         Command::Worker(what) => worker(what, program),
         Command::Serve(ServeWhat::Buffer(args)) => serve::buffer(args),
@@ -328,50 +330,6 @@ fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure> {
     }
     lines.extend(evaluated.failures());
     Ok(lines.join("\n"))
-}
-
-fn export(args: &ExportArgs, program: &Program) -> Result<String, Failure> {
-    let model = model_of(&args.run, args.step)?;
-    if args.adapter {
-        let checkpoint = model.parent().unwrap_or(&model);
-        let adapter = trainer::checkpoint::adapter_path(checkpoint);
-        if !adapter.is_dir() {
-            let what = format!("{} has no adapter; it was trained without `[lora]`", args.run.display());
-            return Err(Failure::NotThere(what));
-        }
-        trainer::checkpoint::check(checkpoint)?;
-        let base = base_of(&args.run, program)?;
-        trainer::lora::export(&adapter, &args.out, &base)?;
-        let (out, adapter) = (args.out.display(), adapter.display());
-        return Ok(format!("wrote {out} from {adapter}, for the model {base}"));
-    }
-    let directory = ModelDirectory::open(&model)?;
-    directory.export(&args.out, &directory.load_parameters()?, args.dtype)?;
-    let (out, dtype) = (args.out.display(), args.dtype.declared());
-    Ok(format!("wrote {out} from {} as {dtype}", model.display()))
-}
-
-/// The model that the adapter of a run belongs to, as PEFT is to load it: that of its recipe, by its name on the hub if it
-/// lies in the cache of the hub. A model that the run made or warmed up is only in the run.
-fn base_of(run: &Path, program: &Program) -> Result<String, Failure> {
-    let (recipe, _) = load(&run.join("resolved.toml"), &[], program)?;
-    let path = match &recipe.model {
-        Model::Path(path) if recipe.warmup.is_none() => path.clone(),
-        Model::Path(_) | Model::Random(_) => trainer::checkpoint::base_path(&run.join("checkpoints")),
-    };
-    if let Some(name) = hub_name(&path) {
-        return Ok(name);
-    }
-    let path = std::path::absolute(&path).unwrap_or(path);
-    Ok(path.to_string_lossy().into_owned())
-}
-
-/// `ORG/NAME` of a directory `models--ORG--NAME/snapshots/REVISION`.
-fn hub_name(path: &Path) -> Option<String> {
-    let mut above = path.components().rev().skip(1).map(|part| part.as_os_str().to_string_lossy());
-    let (snapshots, model) = (above.next()?, above.next()?);
-    let name = model.strip_prefix("models--").filter(|_| snapshots == "snapshots")?;
-    Some(name.replacen("--", "/", 1))
 }
 
 fn generate(args: &GenerateArgs) -> Result<String, Failure> {

@@ -1,0 +1,58 @@
+//! `rlrun export`: a model as a Hugging Face directory, or its adapter for PEFT.
+//!
+//! Invariant: what is declared is what is written, and an adapter names a model that exists outside the run if it can.
+
+use std::path::Path;
+
+use model::ModelDirectory;
+
+use super::{load, model_of};
+use crate::args::ExportArgs;
+use crate::failure::Failure;
+use crate::program::Program;
+use crate::recipe::Model;
+
+/// Writes what a run has trained.
+pub(super) fn export(args: &ExportArgs, program: &Program) -> Result<String, Failure> {
+    let model = model_of(&args.run, args.step)?;
+    if args.adapter {
+        let checkpoint = model.parent().unwrap_or(&model);
+        let adapter = trainer::checkpoint::adapter_path(checkpoint);
+        if !adapter.is_dir() {
+            let what = format!("{} has no adapter; it was trained without `[lora]`", args.run.display());
+            return Err(Failure::NotThere(what));
+        }
+        trainer::checkpoint::check(checkpoint)?;
+        let base = base_of(&args.run, program)?;
+        trainer::lora::export(&adapter, &args.out, &base)?;
+        let (out, adapter) = (args.out.display(), adapter.display());
+        return Ok(format!("wrote {out} from {adapter}, for the model {base}"));
+    }
+    let directory = ModelDirectory::open(&model)?;
+    directory.export(&args.out, &directory.load_parameters()?, args.dtype)?;
+    let (out, dtype) = (args.out.display(), args.dtype.declared());
+    Ok(format!("wrote {out} from {} as {dtype}", model.display()))
+}
+
+/// The model that the adapter of a run belongs to, as PEFT is to load it: that of its recipe, by its name on the hub if it
+/// lies in the cache of the hub. A model that the run made or warmed up is only in the run.
+fn base_of(run: &Path, program: &Program) -> Result<String, Failure> {
+    let (recipe, _) = load(&run.join("resolved.toml"), &[], program)?;
+    let path = match &recipe.model {
+        Model::Path(path) if recipe.warmup.is_none() => path.clone(),
+        Model::Path(_) | Model::Random(_) => trainer::checkpoint::base_path(&run.join("checkpoints")),
+    };
+    if let Some(name) = hub_name(&path) {
+        return Ok(name);
+    }
+    let path = std::path::absolute(&path).unwrap_or(path);
+    Ok(path.to_string_lossy().into_owned())
+}
+
+/// `ORG/NAME` of a directory `models--ORG--NAME/snapshots/REVISION`.
+fn hub_name(path: &Path) -> Option<String> {
+    let mut above = path.components().rev().skip(1).map(|part| part.as_os_str().to_string_lossy());
+    let (snapshots, model) = (above.next()?, above.next()?);
+    let name = model.strip_prefix("models--").filter(|_| snapshots == "snapshots")?;
+    Some(name.replacen("--", "/", 1))
+}
