@@ -11,10 +11,13 @@ use crate::BufferError;
 use crate::ledger::Change;
 use crate::store::{Append, Done, Store};
 
+/// A group and who sent it.
+type Sent = (Arc<Group>, Option<String>);
+
 /// A store that forgets everything with its process.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
-    groups: Mutex<HashMap<GroupId, (Arc<Group>, Option<String>)>>,
+    groups: Mutex<HashMap<GroupId, Sent>>,
 }
 
 impl Store for Memory {
