@@ -401,7 +401,7 @@ pub(crate) mod tests {
             let masking = Algorithm {
                 correction: Correction::GeometricMask { low: 0.9, high: 1.1 },
                 aggregation,
-                ..Algorithm::grpo()
+                ..Algorithm::decoupled()
             };
             let batch = Batch::new(&groups, &masking, split(1), &[]);
             let all = wanted_terms(&batch, &masking, scores.clone());

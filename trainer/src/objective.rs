@@ -15,7 +15,7 @@ use crate::batch::Row;
 use crate::learner::RowLoss;
 use crate::loss::correction::{Corrected, interpolated};
 use crate::loss::trajectory_balance::{self, Balance};
-use crate::loss::{PolicyLoss, RowTerms, TokenLoss, value, weighted};
+use crate::loss::{PolicyLoss, Ratio, RowTerms, TokenLoss, value, weighted};
 use crate::report::{Mismatch, TokenSums};
 use crate::terms::Terms;
 
@@ -206,8 +206,11 @@ impl PolicyObjective<'_> {
         let before = self.compares.then(|| terms.before.as_deref().unwrap_or(current));
         let bitwise =
             self.bitwise.is_some_and(|version| sample.versions().iter().all(|run| run.version == version));
+        // Anchored at the sampler, the ratio of the loss is the importance weight.
+        let anchored = self.algorithm.proximal == Proximal::Behavior && self.algorithm.loss.uses_proximal();
         for (t, behavior) in terms.behavior.iter().enumerate() {
-            let weight = corrected.weights[t] * losses[t].weight;
+            let ratio = if anchored { Ratio::of(current[t] - behavior).value } else { 1.0 };
+            let weight = corrected.weights[t] * losses[t].weight * ratio;
             let masked = terms.weights[t] == 0.0 || terms.selected.get(t) == Some(&false);
             report.weigh((!masked).then_some((weight, losses[t].clipped)));
             let Some(before) = before.map(|before| before[t]) else { continue };

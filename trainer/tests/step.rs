@@ -11,6 +11,7 @@ use trainer::Publishing;
 use trainer::algorithm::{Algorithm, Proximal};
 use trainer::checkpoint::{Retention, WriterConfig, list, load};
 use trainer::learner::Frozen;
+use trainer::loss::Correction;
 use trainer::optimizer::OptimizerKind;
 use trainer::schedule::{Schedule, Shape};
 use trainer::{Companions, Learner, LearnerConfig, Trainer, TrainerConfig, TrainerError, TrainerState};
@@ -318,7 +319,14 @@ fn the_correction_weighs_what_the_policy_did_not_sample_itself_at_no_staleness()
     let moved = 0.2_f32;
     for updates in [1, 3] {
         let run = |off_policy: f32| {
-            let mut bench = bench(|config| (config.epochs, config.schedule.peak) = (updates, 1e-5));
+            let decoupled = Algorithm {
+                correction: Correction::TokenTruncate { cap: 2.0 },
+                ..Algorithm::decoupled()
+            };
+            let mut bench = bench(|config| {
+                config.algorithm = decoupled;
+                (config.epochs, config.schedule.peak) = (updates, 1e-5);
+            });
             (0..2).for_each(|_| put_off_policy(&bench.buffer, 0, &[1.0, 0.0, 0.3], off_policy));
             bench.trainer.step().unwrap().unwrap()
         };

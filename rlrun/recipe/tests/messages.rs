@@ -8,7 +8,7 @@ use crate::recipe::manual;
 /// Folders whose messages speak of recipes.
 const FOLDERS: [&str; 8] = ["rlrun", "rollout", "trainer", "rewards", "model", "buffer", "weights", "device"];
 /// Files of HTTP bodies, model directories and columns of datasets, whose names in backticks are no keys of a recipe.
-const OF_OTHERS: [&str; 9] = [
+const OF_OTHERS: [&str; 10] = [
     "buffer/src/http/",
     "model/src/",
     "weights/src/",
@@ -16,11 +16,12 @@ const OF_OTHERS: [&str; 9] = [
     "rewards/src/code/suite.rs",
     "rewards/src/countdown.rs",
     "rewards/src/http/",
+    "rewards/src/reward_model/wire.rs",
     "rewards/src/sandbox/",
     "rollout/src/tasks/prompt.rs",
 ];
-/// Names in backticks that are commands, files or columns.
-const NO_KEYS: [&str; 4] = ["mpirun", "a", "b", "rlrun"];
+/// Names in backticks that are commands, files, columns or fields of a group.
+const NO_KEYS: [&str; 5] = ["mpirun", "a", "b", "rlrun", "correct"];
 /// Endings of files and of names that only look like a key, such as `model.safetensors`.
 const ENDINGS: [&str; 10] =
     [".rs", ".json", ".jsonl", ".redb", ".toml", ".safetensors", ".old", ".weight", ".layers", ".layers.0"];

@@ -44,7 +44,7 @@ fn foreign_keys_are_explained_in_any_section() {
         ("trainer.beta=0.04", "rlrun calls it `algorithm.kl_coef`"),
         ("report_to=wandb", "nothing is uploaded: every metric of a step is in `metrics.jsonl`"),
         ("log.report_to=[\"wandb\"]", "nothing is uploaded"),
-        ("eval.n=8", "an evaluation samples one completion per task"),
+        ("eval.n=8", "rlrun calls it `eval.samples`"),
         ("rollout.n=8", "rlrun calls it `rollout.group_size`"),
         ("actor_rollout_ref.rollout.n=8", "`actor_rollout_ref.rollout.n` is `rollout.group_size`"),
         (
