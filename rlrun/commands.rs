@@ -20,8 +20,8 @@ use trainer::Leader;
 use trajectory::{GroupId, Message, PolicyVersion, Prompt};
 
 use crate::args::{
-    Cli, Command, EvalArgs, GenerateArgs, InitArgs, Loudness, RecipeArgs, ResumeArgs, RewardWhat,
-    RunArgs, ServeWhat, WorkerWhat,
+    Cli, Command, EvalArgs, GenerateArgs, InitArgs, Loudness, RecipeArgs, ResumeArgs, RewardWhat, RunArgs,
+    ServeWhat, WorkerWhat,
 };
 use crate::bench;
 use crate::controller;

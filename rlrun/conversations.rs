@@ -43,7 +43,8 @@ pub(crate) fn completion(task: &Task, column: &str) -> Result<Completion, Failur
     let asked: Vec<&Message> = before.iter().filter(|message| message.role != "system").collect();
     let given: Vec<&Message> = messages.iter().filter(|message| message.role != "system").collect();
     let whole = given.len() > asked.len() && given[..asked.len()] == asked[..];
-    let answers: Vec<Message> = if whole { given[asked.len()..].iter().map(|&m| m.clone()).collect() } else { messages };
+    let answers: Vec<Message> =
+        if whole { given[asked.len()..].iter().map(|&m| m.clone()).collect() } else { messages };
     let learnt = before.len();
     match &answers[..] {
         // One answer to the prompt as it is sampled from.
@@ -99,7 +100,8 @@ fn turns(
     messages: &[Message],
     learnt: usize,
 ) -> Result<(Vec<u32>, Vec<bool>), Failure> {
-    let no_template = "messages need a chat template, and the model has none; give texts, or add `chat_template.jinja`";
+    let no_template =
+        "messages need a chat template, and the model has none; give texts, or add `chat_template.jinja`";
     let template = directory.template().ok_or_else(|| Failure::Argument(no_template.to_owned()))?;
     let encode = |text: &str| directory.tokenizer().encode(text, SpecialTokens::Omit);
     let (mut token_ids, mut mask, mut done) = (Vec::new(), Vec::new(), String::new());
@@ -137,4 +139,116 @@ fn messages(task: &Task, column: &str, value: &Value) -> Result<Vec<Message>, Fa
 
 fn wrong(task: &Task, column: &str, what: &str) -> Failure {
     Failure::Argument(format!("task {}: column `{column}` {what}", task.id.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use model::{Config, Sizes};
+    use serde_json::json;
+    use trajectory::TaskId;
+
+    use super::*;
+
+    const SIZES: Sizes = Sizes {
+        vocab_size: model::CHARACTERS,
+        hidden_size: 16,
+        intermediate_size: 32,
+        num_layers: 1,
+        num_heads: 2,
+        num_kv_heads: 2,
+        max_position_embeddings: 64,
+    };
+    const TEMPLATE: &str = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>\n{% endfor %}\
+                            {% if add_generation_prompt %}[assistant]{% endif %}";
+
+    fn with_template(dir: &Path, template: &str) -> ModelDirectory {
+        let path = dir.join("model");
+        ModelDirectory::fresh(&path, &Config::fresh(&SIZES), 1).unwrap();
+        std::fs::write(path.join("chat_template.jinja"), template).unwrap();
+        ModelDirectory::open(&path).unwrap()
+    }
+
+    fn task(prompt: Prompt, columns: &Value) -> Task {
+        let Value::Object(columns) = columns.clone() else { panic!("no columns") };
+        Task { id: TaskId(3), prompt, answer: None, columns }
+    }
+
+    fn turn(role: &str, content: &str) -> Message {
+        Message { role: role.to_owned(), content: content.to_owned() }
+    }
+
+    /// What is read and what is learnt of a sample, as text with its special tokens.
+    fn parts(directory: &ModelDirectory, sample: &Sample) -> (String, String) {
+        let of = |learnt: bool| {
+            let tokens = sample.token_ids().iter().zip(sample.loss_mask());
+            let ids: Vec<u32> = tokens.filter(|(_, mask)| **mask == learnt).map(|(id, _)| *id).collect();
+            directory.tokenizer().decode_special(&ids).unwrap()
+        };
+        (of(false), of(true))
+    }
+
+    #[test]
+    fn assistant_turns_alone_are_learnt() {
+        let files = tempfile::tempdir().unwrap();
+        let directory = with_template(files.path(), TEMPLATE);
+        let columns = json!({ "messages": [
+            {"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}, {"role": "user", "content": "e"},
+        ]});
+        let task = task(Prompt::Messages(vec![turn("user", "a")]), &columns);
+        let whole = conversation(&task, "messages").unwrap().unwrap().sample(&directory, &task).unwrap();
+        let read = "[system]s<eos>\n[user]a<eos>\n[assistant]\n[user]c<eos>\n[assistant]\n";
+        assert_eq!(parts(&directory, &whole), (read.to_owned(), "b<eos>d<eos>".to_owned()));
+        assert_eq!(conversation(&task, "other").unwrap(), None);
+    }
+
+    #[test]
+    fn a_completion_is_a_text_or_messages_with_or_without_the_prompt() {
+        let files = tempfile::tempdir().unwrap();
+        let directory = with_template(files.path(), TEMPLATE);
+        let ask = json!({"role": "user", "content": "a"});
+        let answer = json!({"role": "assistant", "content": "b"});
+        let prompt = || Prompt::Messages(vec![turn("user", "a")]);
+        for value in [json!("b"), json!([answer]), json!([ask, answer])] {
+            let task = task(prompt(), &json!({ "completion": value }));
+            assert_eq!(completion(&task, "completion").unwrap(), Completion::Text("b".to_owned()));
+        }
+        // A prompt that is text, beside whole conversations.
+        let text = task(Prompt::Text("a".to_owned()), &json!({ "chosen": [ask, answer] }));
+        assert_eq!(completion(&text, "chosen").unwrap(), Completion::Text("b".to_owned()));
+        let turns = json!({ "completion": [answer, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}] });
+        let several = task(prompt(), &turns);
+        let sample = completion(&several, "completion").unwrap().sample(&directory, &several).unwrap();
+        let read = "[user]a<eos>\n[assistant]\n[user]c<eos>\n[assistant]\n";
+        assert_eq!(parts(&directory, &sample), (read.to_owned(), "b<eos>d<eos>".to_owned()));
+    }
+
+    #[test]
+    fn what_cannot_be_learnt_says_why() {
+        let files = tempfile::tempdir().unwrap();
+        // Earlier answers are rewritten, as templates do that leave out earlier thoughts.
+        let forgets = "{% for m in messages %}[{{ m.role }}]{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}<eos>\
+                       {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}";
+        let directory = with_template(files.path(), forgets);
+        let answer = json!({"role": "assistant", "content": "b"});
+        let ask = json!({"role": "user", "content": "a"});
+        let several = task(Prompt::Text("a".to_owned()), &json!({ "messages": [ask, answer, ask, answer] }));
+        let error =
+            conversation(&several, "messages").unwrap().unwrap().sample(&directory, &several).unwrap_err();
+        for part in ["task 3", "chat_template.jinja", "before message 3", "one assistant turn"] {
+            assert!(error.to_string().contains(part), "{error}");
+        }
+        let unanswered =
+            task(Prompt::Text("a".to_owned()), &json!({ "messages": [ask], "completion": [ask], "x": [{}] }));
+        let error = |failed: Failure| failed.to_string();
+        assert!(
+            conversation(&unanswered, "messages").map_err(error).unwrap_err().contains("no assistant turn")
+        );
+        let message = completion(&unanswered, "completion").map_err(error).unwrap_err();
+        assert!(message.contains("no assistant turn after the prompt"), "{message}");
+        assert!(completion(&unanswered, "x").map_err(error).unwrap_err().contains("no `role`"));
+        assert!(completion(&unanswered, "y").map_err(error).unwrap_err().contains("column `y`"));
+    }
 }

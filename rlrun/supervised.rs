@@ -233,4 +233,3 @@ impl<'a> Lessons<'a> {
         Ok(sample)
     }
 }
-

@@ -204,7 +204,7 @@ fn what_is_learnt_without_sampling() {
 #[test]
 fn pairs_and_demonstrations_come_from_files_too() {
     let home = Home::new();
-    // Both forms of TRL: texts, and messages of which the last one counts.
+    // Both forms of TRL: texts, and messages.
     let row = |n: usize| {
         let rejected = format!(r#"[{{"role": "assistant", "content": "{n} is odd"}}]"#);
         format!(r#"{{"prompt": "{n}?", "chosen": "{n} is even", "rejected": {rejected}, "text": "even"}}"#)

@@ -195,3 +195,50 @@ fn models_of_every_family_train_on_columns_of_any_name() {
         home.rlrun(&["generate", "out", "1+1=", "--max-tokens", "4"]).ok();
     }
 }
+
+/// As TRL's users have them: conversations without a prompt column, and no reward.
+#[test]
+fn conversations_are_learnt_without_a_reward() {
+    let home = Home::new();
+    make_chat_model(&home);
+    let turn = |role: &str, content: &str| serde_json::json!({ "role": role, "content": content });
+    let lines = |row: &dyn Fn(usize) -> serde_json::Value| {
+        (0..16).map(|n| row(n).to_string() + "\n").collect::<String>()
+    };
+    home.write("sft.jsonl", lines(&|n| {
+        let (ask, more) = (turn("user", &format!("{n}?")), turn("user", "and?"));
+        serde_json::json!({ "messages": [ask, turn("assistant", "even"), more, turn("assistant", "even")] })
+    }));
+    home.write(
+        "pairs.jsonl",
+        lines(&|n| {
+            let ask = turn("user", &format!("{n}?"));
+            let answered = |text: &str| serde_json::json!([ask, turn("assistant", text)]);
+            serde_json::json!({ "chosen": answered("even"), "rejected": answered("odd") })
+        }),
+    );
+    let recipe = |file: &str, kind: &str| {
+        format!(
+            "[model]\npath = \"chat_model\"\n[data]\ntrain = \"{file}\"\neval = \"{file}\"\nmax_prompt_length = 64\n[rollout]\n\
+             max_completion_length = 16\n[trainer]\nsteps = 20\nlearning_rate = 1e-2\n[eval]\ninterval = 10\n[supervised]\n\
+             batch = 8\nkind = \"{kind}\"\n"
+        )
+    };
+    home.write("sft.toml", recipe("sft.jsonl", "sft"));
+    home.write("dpo.toml", recipe("pairs.jsonl", "dpo"));
+    for name in ["sft", "dpo"] {
+        home.rlrun(&["check", &format!("{name}.toml")]).ok();
+        home.rlrun(&[&format!("{name}.toml"), "--run-dir", name]).ok();
+    }
+    let measured = |run: &str, name: &str| -> Vec<f64> {
+        home.run(run).metrics().iter().filter_map(|line| line.get(name)?.as_f64()).collect()
+    };
+    let losses = measured("sft", "eval/loss");
+    assert!(losses.len() == 2 && losses[1] < losses[0], "{losses:?}");
+    assert_eq!(measured("dpo", "eval/pair_accuracy").last(), Some(&1.0));
+    // The rows are looked at before anything is done.
+    home.write("sft.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"1?\"}]}\n");
+    home.rlrun(&["check", "sft.toml"]).refused(&["sft.jsonl:1", "`messages`", "no assistant turn"]);
+    home.write("pairs.jsonl", "{\"prompt\": \"1?\", \"chosen\": \"even\"}\n");
+    home.rlrun(&["check", "dpo.toml"]).refused(&["task 0", "`rejected`"]);
+}

@@ -319,10 +319,8 @@ fn the_correction_weighs_what_the_policy_did_not_sample_itself_at_no_staleness()
     let moved = 0.2_f32;
     for updates in [1, 3] {
         let run = |off_policy: f32| {
-            let decoupled = Algorithm {
-                correction: Correction::TokenTruncate { cap: 2.0 },
-                ..Algorithm::decoupled()
-            };
+            let decoupled =
+                Algorithm { correction: Correction::TokenTruncate { cap: 2.0 }, ..Algorithm::decoupled() };
             let mut bench = bench(|config| {
                 config.algorithm = decoupled;
                 (config.epochs, config.schedule.peak) = (updates, 1e-5);

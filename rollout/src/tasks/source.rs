@@ -188,7 +188,9 @@ mod tests {
         // A prompt column of the row comes first, and without an answer there is nothing to learn.
         let with_prompt = r#"{"prompt":"p","messages":[{"role":"user","content":"a"}]}"#;
         assert_eq!(load(&source, with_prompt).unwrap()[0].prompt, Prompt::Text("p".into()));
-        for (turns, found) in [(vec![ask.clone(), more], "no assistant turn"), (vec![answer], "nothing before its last")] {
+        for (turns, found) in
+            [(vec![ask.clone(), more], "no assistant turn"), (vec![answer], "nothing before its last")]
+        {
             let message = of(&turns).unwrap_err().to_string();
             assert!(message.contains(found), "{message}");
         }
