@@ -47,7 +47,7 @@ fn killed_at_every_place_a_run_trains_every_group_once() {
     let home = Home::new();
     for (number, (place, _)) in PLACES.into_iter().enumerate() {
         // At another time at each, as far as a run that was resumed comes there so often.
-        let at = if place.starts_with("checkpoint") { 1 } else { 1 + number % 3 };
+        let at = if place.starts_with("checkpoint") { 1 } else { 1 + number % 2 };
         let done = attempt(&home, number == 0, &format!("{place}=kill@{at}"));
         assert_eq!(done.status.code(), None, "killed at {place}\n{}\n{}", done.stdout, done.stderr);
         no_checkpoint_is_half_written(&home.run("run"));
