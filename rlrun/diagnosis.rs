@@ -138,7 +138,12 @@ impl Diagnosis {
             Some(best) if best.reward >= now.reward => best,
             _ => *self.best.insert(now),
         };
-        let found = best.worsened(&now)?;
+        if !best.has_fallen_to(&now) {
+            // A policy that has recovered has not collapsed.
+            self.collapse = None;
+            return None;
+        }
+        let found = best.evidence(&now)?;
         let step = metrics.get("step").unwrap_or_default() as u64;
         match &self.collapse {
             Some(_) => Some(format!("the policy is collapsing: {found}")),
@@ -166,13 +171,15 @@ impl Signs {
         }
     }
 
-    /// The evidence, if the reward has fallen from here to `now` and the policy shows why.
-    fn worsened(&self, now: &Self) -> Option<String> {
+    /// Whether the reward has fallen from here to `now`.
+    fn has_fallen_to(&self, now: &Self) -> bool {
         // A spread near 0 belongs to a policy that was always right: a tenth of its reward is a fall then.
         let fall = (FALL * self.spread).max(0.1 * self.reward.abs());
-        if now.reward >= self.reward - fall || self.reward == now.reward {
-            return None;
-        }
+        now.reward < self.reward - fall
+    }
+
+    /// The fall from here to `now`, if the policy shows why.
+    fn evidence(&self, now: &Self) -> Option<String> {
         let mut evidence = vec![format!("reward {:.3} -> {:.3}", self.reward, now.reward)];
         if now.cut_off > self.cut_off + MORE_CUT_OFF {
             evidence.push(format!(
@@ -261,6 +268,8 @@ mod tests {
         assert!(said.last().unwrap().starts_with("the policy is collapsing: reward"));
         assert_eq!(said.iter().filter(|said| said.contains("what helps")).count(), 1, "{said:?}");
         assert!(diagnosis.summary()[0].starts_with("the policy began to collapse at step 2"));
+        (30..40).for_each(|i| drop(diagnosis.observe(&step(i, 0.9, WELL))));
+        assert_eq!(diagnosis.summary(), Vec::<String>::new(), "it has recovered");
     }
 
     #[test]
