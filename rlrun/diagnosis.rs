@@ -203,7 +203,8 @@ impl Signs {
 fn remedies(recipe: &Recipe) -> String {
     let given = &recipe.algorithm;
     let mut keys = Vec::new();
-    if given.proximal.is_some_and(|proximal| proximal != Proximal::Behavior) {
+    let clipped = recipe.supervised.is_none() && recipe.algorithm().loss.uses_proximal();
+    if clipped && given.proximal.is_some_and(|proximal| proximal != Proximal::Behavior) {
         keys.push("`algorithm.proximal = \"behavior\"`");
         if !recipe.algorithm().correction.masks() {
             keys.push("`algorithm.correction = \"sequence_mask\"`");

@@ -6,7 +6,6 @@ mod peers;
 mod rewards;
 mod weights;
 
-use std::collections::BTreeSet;
 use std::io::Write;
 
 use ::rewards::LoadCounts;
@@ -48,8 +47,8 @@ pub struct Observer<'a> {
     dropped_stale: u64,
     /// What came from outside and was refused or set aside.
     counts: peers::Counts,
-    /// Rewards of which a failure has been shown.
-    shown: BTreeSet<String>,
+    /// Whether trajectories that do not say whether they are correct have been named.
+    unjudged_named: bool,
     /// Steps in a row of which no trajectory could be scored.
     unscored: u32,
 }
@@ -92,7 +91,7 @@ impl<'a> Observer<'a> {
             events,
             dropped_stale: 0,
             counts: peers::Counts::default(),
-            shown: BTreeSet::new(),
+            unjudged_named: false,
             unscored: 0,
         })
     }
@@ -243,12 +242,12 @@ impl<'a> Observer<'a> {
     /// Shows the first failure of every reward in full, and ends a run whose rewards judge nothing any more.
     fn failures(&mut self, inputs: &StepInputs<'_>) -> Result<(), Failure> {
         for (name, load) in inputs.rewards {
-            if let Some(example) = load.example.as_ref().filter(|_| self.shown.insert(name.clone())) {
-                self.report.note(&format!("the first failure of reward `{name}`: {example}"));
+            if let Some(example) = &load.example {
+                self.report.first_failure(name, example);
             }
         }
         let (batch, unjudged) = (&inputs.step.batch, inputs.step.counts.unjudged);
-        if unjudged > 0 && self.shown.insert("eval.correct".to_owned()) {
+        if unjudged > 0 && !std::mem::replace(&mut self.unjudged_named, true) {
             self.report.note(&format!(
                 "{unjudged} trajectories of step {} were left out: they came without `correct`, and `algorithm.kind = \"{}\"` \
                  asks which answers are correct",

@@ -6,7 +6,7 @@
 mod summary;
 mod table;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
@@ -59,6 +59,8 @@ pub struct Report {
     width: Option<usize>,
     bars: MultiProgress,
     out: Mutex<Out>,
+    /// Rewards of which a failure has been shown.
+    failed: Mutex<BTreeSet<String>>,
 }
 
 struct Out {
@@ -104,7 +106,7 @@ impl Report {
     #[must_use]
     pub fn with_writer(style: Style, writer: Box<dyn Write + Send>) -> Self {
         let out = Mutex::new(Out { writer, rows: 0, layout: None, log: None });
-        Self { style, width: None, bars: MultiProgress::new(), out }
+        Self { style, width: None, bars: MultiProgress::new(), out, failed: Mutex::default() }
     }
 
     /// The same for lines of `width` characters; `None` is as many as the terminal has.
@@ -158,6 +160,14 @@ impl Report {
                     self.write(&row);
                 }
             }
+        }
+    }
+
+    /// Shows the first failure of a reward in full; later ones are counted in the step line.
+    pub fn first_failure(&self, reward: &str, failure: &str) {
+        let first = self.failed.lock().unwrap_or_else(PoisonError::into_inner).insert(reward.to_owned());
+        if first {
+            self.note(&format!("the first failure of reward `{reward}`: {failure}"));
         }
     }
 
@@ -281,6 +291,17 @@ mod tests {
         });
         assert_eq!(text.lines().count(), 4, "{text}");
         assert!(text.starts_with("warm-up: 10 to do\nwarm-up: accuracy 0.30\nstep -"), "{text}");
+    }
+
+    #[test]
+    fn a_reward_that_fails_is_shown_in_full_once() {
+        let text = shown(Style::Plain, |report| {
+            report.first_failure("code", "no sandbox");
+            report.first_failure("code", "no sandbox either");
+            report.first_failure("judge", "no answer");
+        });
+        let expected = "the first failure of reward `code`: no sandbox\nthe first failure of reward `judge`: no answer\n";
+        assert_eq!(text, expected);
     }
 
     #[test]

@@ -135,6 +135,15 @@ impl Stage {
         rewards.iter().flat_map(|rewards| rewards.rewards()).filter_map(busy).collect()
     }
 
+    /// Rewards that have failed lately, with what they said first.
+    pub(crate) fn failures(&self) -> Vec<(String, String)> {
+        let rewards = self.rewards.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let failed = |weighted: &rewards::WeightedReward| {
+            Some((weighted.reward.name().to_owned(), weighted.reward.load().first_failure()?))
+        };
+        rewards.iter().flat_map(|rewards| rewards.rewards()).filter_map(failed).collect()
+    }
+
     /// What is seen where nothing samples beside the trainer.
     fn alone(&self) -> Situation {
         let mut roles = vec![self.describe()];

@@ -115,6 +115,12 @@ impl Load {
         example.get_or_insert_with(|| error.to_string());
     }
 
+    /// The first failure since [`Self::take`] was called last.
+    #[must_use]
+    pub fn first_failure(&self) -> Option<String> {
+        self.example.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// What there is now, and what has happened since this was called last.
     #[must_use]
     pub fn take(&self) -> LoadCounts {

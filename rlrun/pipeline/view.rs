@@ -43,6 +43,10 @@ impl View {
             self.peers.refuse(&subscriber, ("left_out", &error.to_string()));
             self.report.note(&format!("{subscriber} is left out, and the run goes on without it: {error}"));
         }
+        // Not only when the step ends: a first batch may never come of rewards that fail.
+        for (reward, failure) in self.stage.failures() {
+            self.report.first_failure(&reward, &failure);
+        }
         let inside = self.inside.as_ref().map(|p| *p.lock().unwrap_or_else(PoisonError::into_inner));
         let all = self.roster.progress(inside);
         let stats = self.consumer.stats().ok();
