@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use buffer::{Buffer, BufferError, Consumer, Finalized, LeaseId, LeaseRequest, Producer};
-use trajectory::GroupId;
+use trajectory::{Group, GroupId, PolicyVersion};
 
 use super::{NOW, SOON, TRAINER, admit, config, generate, group, lease, leased, v};
 
@@ -47,6 +47,13 @@ fn write_the_journal_of_the_current_format() {
     std::fs::write(kept(CURRENT), bytes).unwrap();
 }
 
+/// A group of a journal that knew nothing of correct answers.
+fn unjudged(id: GroupId, version: PolicyVersion) -> Group {
+    let mut group = group(id, version);
+    group.trajectories.iter_mut().for_each(|trajectory| trajectory.score.correct = None);
+    group
+}
+
 #[test]
 fn a_journal_of_an_earlier_format_is_gone_on_with() {
     let directory = tempfile::tempdir().unwrap();
@@ -60,10 +67,7 @@ fn a_journal_of_an_earlier_format_is_gone_on_with() {
         assert_eq!((stats.policy_version, stats.next_step), (v(2), v(2)));
         assert_eq!((stats.finalized, stats.leased, stats.again), (2, 4, 1));
         let first = lease(&buffer, 0, NOW).unwrap();
-        // It knew nothing of correct answers.
-        let mut expected = group(GroupId(0), v(0));
-        expected.trajectories.iter_mut().for_each(|trajectory| trajectory.score.correct = None);
-        assert_eq!((first.id, &*first.groups[0]), (LeaseId(0), &expected));
+        assert_eq!((first.id, &*first.groups[0]), (LeaseId(0), &unjudged(GroupId(0), v(0))));
         assert_eq!(leased(&buffer, 1), [2, 3]);
         let lost = buffer.ack(LeaseId(1));
         assert!(matches!(lost, Err(BufferError::LeaseLost { lease: LeaseId(1) })), "{lost:?}");
@@ -74,6 +78,6 @@ fn a_journal_of_an_earlier_format_is_gone_on_with() {
     buffer.ack_through(TRAINER, v(2)).unwrap();
     assert_eq!(admit(&buffer, v(2), 1), [GroupId(4)]);
     let last = lease(&buffer, 2, NOW).unwrap();
-    assert_eq!(*last.groups[0], group(GroupId(5), v(2)));
-    assert_eq!(last.groups[1].trajectories, group(GroupId(0), v(0)).trajectories);
+    assert_eq!(*last.groups[0], unjudged(GroupId(5), v(2)));
+    assert_eq!(last.groups[1].trajectories, unjudged(GroupId(0), v(0)).trajectories);
 }

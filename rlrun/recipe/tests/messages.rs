@@ -8,12 +8,13 @@ use crate::recipe::manual;
 /// Folders whose messages speak of recipes.
 const FOLDERS: [&str; 8] = ["rlrun", "rollout", "trainer", "rewards", "model", "buffer", "weights", "device"];
 /// Files of HTTP bodies, model directories and columns of datasets, whose names in backticks are no keys of a recipe.
-const OF_OTHERS: [&str; 10] = [
+const OF_OTHERS: [&str; 11] = [
     "buffer/src/http/",
     "model/src/",
     "weights/src/",
     "trainer/src/lora_files.rs",
     "rewards/src/code/suite.rs",
+    "rlrun/conversations.rs",
     "rewards/src/countdown.rs",
     "rewards/src/http/",
     "rewards/src/reward_model/wire.rs",
