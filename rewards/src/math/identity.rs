@@ -27,6 +27,8 @@ const POINTS: usize = 8;
 const DRAWS: u64 = 16;
 /// Significant digits from which a decimal stands for a value that has no finite decimal form.
 const MIN_SIGNIFICANT: u32 = 4;
+/// The same in an answer of several numbers, which all have to agree.
+const MIN_SIGNIFICANT_OF_PART: u32 = 2;
 /// Decimal places from which a decimal is compared to six places, as Math-Verify does with all.
 const LONG_DECIMAL: u32 = 7;
 
@@ -40,12 +42,12 @@ pub(super) fn equal(gold: &Node, pred: &Node, seed: u64, left: &Cell<u32>) -> Op
     }
     match (rational::exact(gold), rational::exact(pred)) {
         (Some(a), Some(b)) => {
-            Some(a == b || long_decimals(gold, pred, &a, &b) || rounds(gold, pred) || rounds(pred, gold))
+            Some(a == b || long_decimals(gold, pred, &a, &b) || either_rounds(gold, pred, MIN_SIGNIFICANT))
         }
         _ => {
             let same = modularly(gold, pred, seed).or_else(|| numerically(gold, pred, seed, left));
             match same {
-                Some(false) => Some(rounds(gold, pred) || rounds(pred, gold)),
+                Some(false) => Some(either_rounds(gold, pred, MIN_SIGNIFICANT)),
                 same => same,
             }
         }
@@ -247,13 +249,22 @@ pub(super) fn rounded_alike(gold: &Node, pred: &Node) -> bool {
         (Some(a), Some(b)) => long_decimals(gold, pred, &a, &b),
         _ => false,
     };
-    rounds(gold, pred) || rounds(pred, gold) || long()
+    either_rounds(gold, pred, MIN_SIGNIFICANT) || long()
 }
 
-/// Whether the first is the decimal of at least [`MIN_SIGNIFICANT`] digits to which the second is rounded or cut off.
-fn rounds(decimal_side: &Node, other: &Node) -> bool {
+/// The same of a cell of a matrix or an end of an interval, where fewer digits do.
+pub(super) fn rounded_part(gold: &Node, pred: &Node) -> bool {
+    rounded_alike(gold, pred) || either_rounds(gold, pred, MIN_SIGNIFICANT_OF_PART)
+}
+
+fn either_rounds(gold: &Node, pred: &Node, digits: u32) -> bool {
+    rounds(gold, pred, digits) || rounds(pred, gold, digits)
+}
+
+/// Whether the first is the decimal of at least `digits` significant digits to which the second is rounded or cut off.
+fn rounds(decimal_side: &Node, other: &Node, digits: u32) -> bool {
     let Some((literal, negative)) = decimal(decimal_side) else { return false };
-    if literal.places == 0 || literal.significant < MIN_SIGNIFICANT || decimal(other).is_some() {
+    if literal.places == 0 || literal.significant < digits || decimal(other).is_some() {
         return false;
     }
     let unit = BigRational::new(One::one(), num_bigint::BigInt::from(10u8).pow(literal.places));

@@ -9,7 +9,7 @@
 //!   for a value without a finite decimal form that it is rounded to or cut off from (`0.3333` is 1/3, `0.33` is not).
 //! - Expressions: equal at random points. Of rational ones the error probability is below 1e-46, see `identity`.
 //! - `x = 5` is the value 5; a value never stands for an unsolved equation.
-//!   Ends of intervals and cells of matrices are numbers in this respect too.
+//!   Ends of intervals and cells of matrices are numbers in this respect too; two significant digits do there.
 //! - Physical units may be left out but not contradict each other; other words after a number do not count.
 //! - Tuples are ordered, sets and lists are not, `(1, 2)` is also an open interval, `x > 2` is `(2, \infty)`, and so are
 //!   `0 < f(x) < 1` and `|x - 1| > 2` the sets that they describe; systems and functions are compared by name.

@@ -52,7 +52,7 @@ impl Region {
     /// Whether both are the same set. A decimal end stands for the value that it is rounded to, as decimals do.
     pub(super) fn equals(&self, other: &Self) -> bool {
         let same = |a: &End, b: &End| {
-            a.closed == b.closed && (a.same_place(b) || identity::rounded_alike(&a.node, &b.node))
+            a.closed == b.closed && (a.same_place(b) || identity::rounded_part(&a.node, &b.node))
         };
         self.0.len() == other.0.len()
             && self.0.iter().zip(&other.0).all(|(a, b)| same(&a.low, &b.low) && same(&a.high, &b.high))
