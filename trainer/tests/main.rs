@@ -19,6 +19,7 @@ use model::{Config, Decoder, ModelDirectory, Pack, Parameters, Recompute, Sizes,
 use trainer::algorithm::Algorithm;
 use trainer::batch::{Batch, Split};
 use trainer::checkpoint::{Contents, NetworkState, Retention};
+use trainer::loss::Correction;
 use trainer::objective::PolicyObjective;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 use trainer::report::TokenSums;
@@ -152,9 +153,11 @@ fn groups() -> Vec<Arc<Group>> {
     rewards.iter().enumerate().map(|(id, rewards)| group(id as u64, rewards, 0.0)).collect()
 }
 
-/// One policy step on all of `groups` with GRPO; the norm of the gradient and what the tokens say.
+/// One policy step on all of `groups` with a loss that the distance from the sampler never takes the gradient from; the norm
+/// of the gradient and what the tokens say.
 fn policy_step(learner: &mut Learner, groups: &[Arc<Group>], learning_rate: f32) -> (f32, TokenSums) {
-    let algorithm = Algorithm::grpo();
+    let correction = Correction::TokenTruncate { cap: 2.0 };
+    let algorithm = Algorithm { correction, ..Algorithm::decoupled() };
     let batch = Batch::new(groups, &algorithm, SPLIT, &[]);
     let rows = batch.rows(|group| !batch.groups[group].zero_variance);
     let terms = terms(&batch, &rows, Scores::default(), &algorithm, PolicyVersion(0));

@@ -272,7 +272,10 @@ fn an_error_of_a_checkpoint_beside_the_steps_ends_the_run() {
 
 #[test]
 fn later_minibatches_are_clipped_against_the_policy_before_the_step() {
-    let mut bench = bench(|config| (config.split.minibatches, config.epochs) = (2, 3));
+    let mut bench = bench(|config| {
+        config.algorithm = Algorithm::decoupled();
+        (config.split.minibatches, config.epochs) = (2, 3);
+    });
     (0..2).for_each(|_| put(&bench.buffer, 0, &[1.0, 0.0, 0.3]));
     let report = bench.trainer.step().unwrap().unwrap();
     assert_eq!(bench.trainer.learner().updates(), 6);
