@@ -29,7 +29,7 @@ use std::sync::Arc;
 
 use device::Device;
 use device::device::Place;
-use model::Cores;
+use model::SharedCores;
 use serde_json::Value;
 
 use crate::args::{
@@ -139,8 +139,8 @@ impl<'a> Bench<'a> {
     }
 
     /// Cores for one piece of work, with helper threads of their own.
-    fn cores(&self) -> Arc<Cores> {
-        Cores::new(self.machine.threads())
+    fn cores(&self) -> Arc<SharedCores> {
+        SharedCores::new(self.machine.threads())
     }
 
     /// Does `work` between two looks at the limits of the machine, or of the device that it is done on, and writes down what

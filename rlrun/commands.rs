@@ -13,7 +13,7 @@ use std::sync::atomic::AtomicBool;
 use buffer::Buffer;
 use device::Device;
 
-use model::{Config, Cores, ModelDirectory, Quantization, Sampling, Team};
+use model::{Config, ModelDirectory, Quantization, Sampling, SharedCores, ThreadPool};
 use rollout::evaluate::Watch;
 use rollout::{Engine, EngineConfig, Network, Request, ServeOn, StopRules};
 use trainer::Leader;
@@ -141,7 +141,7 @@ fn launched(recipe: &Recipe) -> Result<Option<Option<Arc<Leader>>>, Failure> {
         if ranks.rank() == 0 {
             return Ok(Some(Some(Leader::new(Arc::new(ranks)))));
         }
-        follow(Arc::new(ranks), Arc::new(recipe.trainer_team(&Cores::all())))?;
+        follow(Arc::new(ranks), Arc::new(recipe.trainer_pool(&SharedCores::all())))?;
         return Ok(None);
     }
     // Without the feature a recipe that asks for it was refused.
@@ -226,7 +226,7 @@ fn check(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
     check_files(&recipe, &origins).map_err(Failure::Recipe)?;
     let scratch = scratch_directory()?;
     let directory = recipe.open_model(scratch.path())?;
-    let runtime = RewardRuntime::new(program, &Cores::all())?;
+    let runtime = RewardRuntime::new(program, &SharedCores::all())?;
     let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
     // Whether weights are whole and of the right shapes shows only when they are read.
     recipe.adapter(&directory.load_parameters()?)?;
@@ -309,7 +309,7 @@ fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure> {
     let (stage, stop) = (Arc::new(Stage::default()), AtomicBool::new(false));
     let _watchdog = stage.watch_alone(&recipe, |text| eprintln!("{text}"))?;
     let directory = ModelDirectory::open(&model_of(&args.target, None)?)?;
-    let (runtime, scratch) = (RewardRuntime::new(program, &Cores::all())?, scratch_directory()?);
+    let (runtime, scratch) = (RewardRuntime::new(program, &SharedCores::all())?, scratch_directory()?);
     let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
     stage.meet(prepared.rewards.clone());
     let parameters = directory.load_parameters()?;
@@ -387,9 +387,9 @@ impl Speaker {
             None => ServeOn::Host(Quantization::None),
             Some((place, dtype)) => ServeOn::Device(Device::open(place)?, dtype),
         };
-        let (network, cores) = (Network::new(&on, directory.config(), &parameters)?, Cores::all());
+        let (network, cores) = (Network::new(&on, directory.config(), &parameters)?, SharedCores::all());
         let engine = Engine::new(config, stop, network, PolicyVersion::default())?
-            .on(Arc::new(Team::new(&cores, cores.total())));
+            .on(Arc::new(ThreadPool::new(&cores, cores.total())));
         let sampling = Sampling { temperature: args.temperature as f32, ..Sampling::PLAIN };
         Ok(Self { directory, engine, sampling, max_tokens, asked: 0 })
     }

@@ -6,7 +6,8 @@
 use std::sync::Arc;
 
 use model::{
-    Config, Cores, Head, MemoryBudget, ModelDirectory, Parameters, Placement, ResidentParameters, Team,
+    Config, Head, MemoryBudget, ModelDirectory, Parameters, Placement, ResidentParameters, SharedCores,
+    ThreadPool,
 };
 use trainer::critic::{Critic, CriticKind, Network};
 use trainer::lora::Adapter;
@@ -29,7 +30,7 @@ pub(crate) struct Starting<'a> {
     pub(crate) learner: &'a Learner,
     pub(crate) state: &'a TrainerState,
     pub(crate) prepared: &'a Prepared,
-    pub(crate) cores: &'a Arc<Cores>,
+    pub(crate) cores: &'a Arc<SharedCores>,
     pub(crate) leader: Option<&'a Arc<Leader>>,
 }
 
@@ -93,12 +94,12 @@ impl Starting<'_> {
         let everything = MemoryBudget::default();
         let budget = if separated { &everything } else { &*self.prepared.budget };
         let weights = ResidentParameters::open(directory.path(), directory.config(), budget)?;
-        Ok(Frozen { weights, team: separated.then(|| self.own_team()) })
+        Ok(Frozen { weights, pool: separated.then(|| self.own_pool()) })
     }
 
     /// The cores of a model that is placed beside the policy.
-    fn own_team(&self) -> Arc<Team> {
-        Arc::new(self.recipe.trainer_team(self.cores))
+    fn own_pool(&self) -> Arc<ThreadPool> {
+        Arc::new(self.recipe.trainer_pool(self.cores))
     }
 
     /// Log-probabilities of tokens are only comparable if tokens mean the same.
@@ -133,12 +134,12 @@ impl Starting<'_> {
             let parameters = self.learner.parameters()?.with_head(directory.config());
             (directory, parameters, None)
         };
-        let team = match config.placement {
-            Placement::Colocated => Arc::clone(self.learner.team()),
-            Placement::Separated => self.own_team(),
+        let pool = match config.placement {
+            Placement::Colocated => Arc::clone(self.learner.pool()),
+            Placement::Separated => self.own_pool(),
         };
         let (of_learner, model) = (self.recipe.learner(), directory.config().clone());
-        let learner = learner(self.leader, of_learner, model, (parameters, None, optimizer))?.on(team);
+        let learner = learner(self.leader, of_learner, model, (parameters, None, optimizer))?.on(pool);
         Ok(Some(Critic { config, network: Some(Network { learner, directory: Arc::new(directory) }) }))
     }
 

@@ -148,7 +148,7 @@ struct Shares {
 impl Shares {
     fn of(recipe: &Recipe) -> Self {
         let ranks = if recipe.trainer.ranks == Ranks::Processes { recipe.trainer.world } else { 1 };
-        let (all, rollouts) = (model::Cores::all().total(), recipe.rollout_workers());
+        let (all, rollouts) = (model::SharedCores::all().total(), recipe.rollout_workers());
         let rollout = recipe.placement.rollout_threads.unwrap_or((all / (rollouts + ranks)).max(1));
         let rest = (all.saturating_sub(rollout * rollouts) / ranks).max(1);
         Self { rollout, lead: recipe.placement.trainer_threads.unwrap_or(rest) }
@@ -411,7 +411,7 @@ pub(crate) mod lead {
     use std::os::fd::AsFd;
 
     use buffer::http::Tokens;
-    use model::Cores;
+    use model::SharedCores;
     use trainer::TrainerError;
 
     use super::{Arc, Ending, Failure, Recipe, RunDir, system};
@@ -440,7 +440,7 @@ pub(crate) mod lead {
         let program = program.without_overrides();
         let (recipe, _) = Recipe::load(&run_dir.resolved_recipe(), &[], &program).map_err(Failure::Recipe)?;
         let style = Style::detect(args.loudness.quiet, program.environment());
-        let cores = args.threads.map_or_else(Cores::all, Cores::new);
+        let cores = args.threads.map_or_else(SharedCores::all, SharedCores::new);
         let surroundings = Surroundings { cores, door: Some(door), ..Surroundings::of(&program) };
         let report = Arc::new(Report::new(style).wide(args.loudness.width));
         let ended = pipeline::run_in(&recipe, &run_dir, &report, surroundings);

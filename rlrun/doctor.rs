@@ -30,7 +30,7 @@ struct Built {
 /// Looks, and says it.
 pub(crate) fn run(args: &DoctorArgs) -> String {
     let findings = Findings {
-        cores: model::cores::available(),
+        cores: model::thread_pool::available_cores(),
         memory: memory::available(),
         devices: inventory(),
         built: Built { cuda: cfg!(feature = "cuda"), emulator: cfg!(feature = "emulator") },

@@ -77,7 +77,7 @@ impl Prepared {
             wait: recipe.wait(),
         };
         let stop = recipe.stop_rules(directory);
-        let network = (network, Arc::clone(&self.team));
+        let network = (network, Arc::clone(&self.pool));
         let evaluations = evaluate(&config, network, &sets, (&stop, rewards, runtime.handle()), watch)?;
         let named = |all: Vec<Evaluation>| names.into_iter().map(str::to_owned).zip(all).collect();
         Ok(evaluations.map(|all| Evaluated { sets: named(all) }))

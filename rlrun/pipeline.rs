@@ -21,7 +21,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use buffer::{Consumer, GroupLimits, Producer};
-use model::{Cores, ModelDirectory};
+use model::{ModelDirectory, SharedCores};
 use rewards::RewardSet;
 use rollout::applier::{Applier, Incoming};
 use rollout::curation::Curation;
@@ -89,7 +89,7 @@ pub fn run(
 #[derive(Debug)]
 pub struct Surroundings {
     /// The cores that sampler and trainer share.
-    pub cores: Arc<Cores>,
+    pub cores: Arc<SharedCores>,
     /// The kinds of rewards that the recipe names, and the variables of the process.
     pub program: Program,
     /// Rewards in place of the recipe's, if there are any.
@@ -106,7 +106,7 @@ impl Surroundings {
     /// The whole machine and the recipe's rewards.
     #[must_use]
     pub fn of(program: &Program) -> Self {
-        let (cores, program) = (Cores::all(), program.clone());
+        let (cores, program) = (SharedCores::all(), program.clone());
         Self { cores, rewards: None, program, door: None, leader: None, from: None }
     }
 }
@@ -156,7 +156,7 @@ struct Run<'a> {
     rewards: Option<Arc<RewardSet>>,
     runtime: RewardRuntime,
     signals: Signals,
-    cores: Arc<Cores>,
+    cores: Arc<SharedCores>,
     door: Option<Door>,
     /// Of the ranks of the trainer, where they are processes.
     leader: Option<Arc<Leader>>,
@@ -309,15 +309,15 @@ impl Run<'_> {
         if let Some(lost) = trainer.lost_lease() {
             self.report.note(&format!("warning: {lost}; the checkpoint contains these groups all the same"));
         }
-        let seats = self
+        let turns = self
             .recipe
             .is_colocated()
-            .then(|| model::turns::turns("the trainer", "a sampler", crate::allocator::release));
-        let seat = seats.map(|[first, second]| {
+            .then(|| model::turns::share_device("the trainer", "a sampler", crate::allocator::release));
+        let turn = turns.map(|[first, second]| {
             trainer.colocate(first, self.run_dir.path(), &prepared.budget);
             second
         });
-        let worker = worker.map(|worker| worker.taking_turns(seat));
+        let worker = worker.map(|worker| worker.taking_turns(turn));
         let inside = worker.map(|worker| Sampler::spawn(worker, producer, Arc::clone(&stop))).transpose()?;
         let mut samplers = Samplers { inside, roster, rewards };
         // From here on it looks at the samplers too.
@@ -356,7 +356,7 @@ impl Run<'_> {
         let interruption = self.recipe.interruption(&stop_rules)?;
         let engine = Engine::new(engine, stop_rules, network, state.version)?
             .interrupting(interruption)
-            .on(Arc::clone(&prepared.team));
+            .on(Arc::clone(&prepared.pool));
         let curation = curation::open(self.recipe, self.run_dir, &prepared.train)?;
         let incoming = push.incoming(self.recipe, hub, engine.model())?;
         Ok(self.sampler(engine, prepared, (Arc::clone(producer), curation), incoming))

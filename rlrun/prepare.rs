@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use model::{Cores, MemoryBudget, ModelDirectory, Parameters, Team};
+use model::{MemoryBudget, ModelDirectory, Parameters, SharedCores, ThreadPool};
 use rewards::reward_model::{ModelContext, ModelServer};
 use rewards::{RewardContext, RewardSet};
 use rollout::tasks::TaskOrder;
@@ -27,7 +27,7 @@ pub struct RewardRuntime {
     runtime: Option<Runtime>,
     handle: Handle,
     program: Program,
-    cores: Arc<Cores>,
+    cores: Arc<SharedCores>,
     /// Reward models of the recipe that other processes serve.
     servers: Arc<BTreeMap<String, ModelServer>>,
 }
@@ -37,7 +37,7 @@ impl RewardRuntime {
     ///
     /// # Errors
     /// If the system gives no thread.
-    pub fn new(program: &Program, cores: &Arc<Cores>) -> Result<Self, Failure> {
+    pub fn new(program: &Program, cores: &Arc<SharedCores>) -> Result<Self, Failure> {
         let system =
             |source| Failure::System { what: "start the thread that waits for rewards".to_owned(), source };
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -81,12 +81,12 @@ impl RewardRuntime {
         &self,
         recipe: &Recipe,
         directory: &ModelDirectory,
-        (team, budget): (&Arc<Team>, &Arc<MemoryBudget>),
+        (pool, budget): (&Arc<ThreadPool>, &Arc<MemoryBudget>),
         scratch: &Path,
     ) -> Result<RewardSet, Failure> {
         let models = ModelContext {
             policy_tokenizer: Some(directory.tokenizer().fingerprint()),
-            policy_team: Some(Arc::clone(team)),
+            policy_pool: Some(Arc::clone(pool)),
             cores: Some(Arc::clone(&self.cores)),
             budget: Arc::clone(budget),
             servers: Arc::clone(&self.servers),
@@ -123,7 +123,7 @@ pub struct Prepared {
     /// What trajectories are worth; `None` where nothing is sampled, as for a reward model.
     pub rewards: Option<Arc<RewardSet>>,
     /// The cores that the sampler may use, and models that are colocated with it.
-    pub team: Arc<Team>,
+    pub pool: Arc<ThreadPool>,
     /// What is left for models that are not trained.
     pub budget: Arc<MemoryBudget>,
 }
@@ -198,14 +198,14 @@ impl Prepared {
             let limit = directory.config().context_limit();
             return Err(RolloutError::ContextTooShort { prompt: longest, completion, limit }.into());
         }
-        let team = Arc::new(recipe.rollout_team(&runtime.cores));
+        let pool = Arc::new(recipe.rollout_pool(&runtime.cores));
         let budget = Arc::new(MemoryBudget::new(recipe.placement.memory_mib.map(|mib| mib << 20)));
         let rewards = if recipe.rewards.is_empty() {
             None
         } else {
-            Some(Arc::new(runtime.rewards(recipe, directory, (&team, &budget), scratch)?))
+            Some(Arc::new(runtime.rewards(recipe, directory, (&pool, &budget), scratch)?))
         };
-        Ok(Self { train: Arc::new(train), eval, sets, rewards, team, budget })
+        Ok(Self { train: Arc::new(train), eval, sets, rewards, pool, budget })
     }
 
     /// Says what there is to train on.

@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use std::io::{BufRead, Write};
 use std::path::Path;
 
-use model::{Cores, ModelDirectory, SpecialTokens};
+use model::{ModelDirectory, SharedCores, SpecialTokens};
 use rewards::{Judged, Latency, Reward, RewardInput, RewardSet, RewardSpec, Scope};
 use serde_json::{Map, Value, json};
 use trajectory::{Prompt, Task, TaskId};
@@ -41,7 +41,7 @@ pub fn grade(
         let what = what.to_owned();
         move |source| Failure::System { what, source }
     };
-    let runtime = RewardRuntime::new(program, &Cores::all())?;
+    let runtime = RewardRuntime::new(program, &SharedCores::all())?;
     let scratch = tempfile::tempdir().map_err(system("make a temporary directory"))?;
     let mut grader =
         Grader { args, program, runtime: &runtime, scratch: scratch.path(), built: HashMap::new() };
@@ -173,7 +173,7 @@ pub fn test(args: &RewardTestArgs, program: &Program) -> Result<String, Failure>
     let scratch = tempfile::tempdir()
         .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
     let directory = recipe.open_model(scratch.path())?;
-    let runtime = RewardRuntime::new(program, &Cores::all())?;
+    let runtime = RewardRuntime::new(program, &SharedCores::all())?;
     let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
     let Some(rewards) = &prepared.rewards else {
         return Err(Failure::NotThere(format!("{} has no rewards", args.recipe.display())));

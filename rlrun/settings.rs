@@ -10,7 +10,7 @@ use std::time::Duration;
 use buffer::BufferConfig;
 use std::sync::Arc;
 
-use model::{Architecture, Config, Cores, ModelDirectory, Placement, Sampling, Sizes, Team};
+use model::{Architecture, Config, ModelDirectory, Placement, Sampling, SharedCores, Sizes, ThreadPool};
 use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource};
 use rollout::{EngineConfig, Overlong, StopRules, WorkerConfig};
 use trainer::algorithm::Algorithm;
@@ -210,14 +210,14 @@ impl Recipe {
 
     /// The sampler's share of the cores.
     #[must_use]
-    pub fn rollout_team(&self, cores: &Arc<Cores>) -> Team {
-        Team::new(cores, self.placement.rollout_threads.unwrap_or(cores.total()))
+    pub fn rollout_pool(&self, cores: &Arc<SharedCores>) -> ThreadPool {
+        ThreadPool::new(cores, self.placement.rollout_threads.unwrap_or(cores.total()))
     }
 
     /// The trainer's share of the cores.
     #[must_use]
-    pub fn trainer_team(&self, cores: &Arc<Cores>) -> Team {
-        Team::new(cores, self.placement.trainer_threads.unwrap_or(cores.total()))
+    pub fn trainer_pool(&self, cores: &Arc<SharedCores>) -> ThreadPool {
+        ThreadPool::new(cores, self.placement.trainer_threads.unwrap_or(cores.total()))
     }
 
     /// Samplers that a run of processes starts.

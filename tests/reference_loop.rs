@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use model::{
     Decoder, Draw, Gradients, ModelDirectory, Pack, Parameters, PredictionGradient, Recompute, Sampling,
-    Target, Team,
+    Target, ThreadPool,
 };
 use rollout::PromptSet;
 use rollout::engine::{random_stream, uniform};
@@ -153,11 +153,11 @@ fn gradients(
             }
         }
     }
-    let (predictions, trace) = policy.forward(&pack, &rows, &targets, &Team::alone()).unwrap();
+    let (predictions, trace) = policy.forward(&pack, &rows, &targets, &ThreadPool::single()).unwrap();
     let behavior = groups.iter().flatten().flat_map(|t| &t.behavior_logprobs);
     assert!(predictions.iter().map(|p| &p.logprob).eq(behavior), "trainer and sampler agree bit for bit");
     let mut gradients = Gradients::zeros(parameters.layout());
-    policy.backward(&pack, trace, &targets, &slopes, &mut gradients, &Team::alone()).unwrap();
+    policy.backward(&pack, trace, &targets, &slopes, &mut gradients, &ThreadPool::single()).unwrap();
     gradients
 }
 

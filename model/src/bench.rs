@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use candle_core::Result;
 
-use crate::Team;
+use crate::ThreadPool;
 use crate::machine::{Level, level};
 use crate::ops::attention::{self, PAGE, PageLayout, Segment};
 use crate::ops::heads::HeadShape;
@@ -179,7 +179,7 @@ pub fn operations(config: &Config, rows: usize) -> Result<Vec<Operation>> {
     all.push(Operation::new("norm", (0, 2 * rows * hidden), move || rms_norm(&x, &scale, 1e-6).map(done)));
     let gate_up = random(2 * middle)?;
     all.push(Operation::new("swiglu", (0, 3 * rows * middle), move || {
-        swiglu(&gate_up, &Team::alone()).map(done)
+        swiglu(&gate_up, &ThreadPool::single()).map(done)
     }));
     Ok(all)
 }
@@ -200,8 +200,8 @@ fn products(
     let [forward, train, dx, dw] = names;
     let (x_packed, x_flat, g_flat, back) = (x.clone(), x.clone(), g.clone(), flat.clone());
     Ok([
-        Operation::new(forward, cost, move || packed.apply(&x_packed, &Team::alone()).map(done)),
-        Operation::new(train, cost, move || flat.apply(&x_flat, &Team::alone()).map(done)),
+        Operation::new(forward, cost, move || packed.apply(&x_packed, &ThreadPool::single()).map(done)),
+        Operation::new(train, cost, move || flat.apply(&x_flat, &ThreadPool::single()).map(done)),
         Operation::new(dx, cost, move || back.input_gradient(&g_flat).map(done)),
         Operation::new(dw, cost, move || weight_gradient(&x, &g, 0..output, &mut gradient)),
     ])

@@ -4,7 +4,7 @@
 //! - [`directory`]: a model directory in Hugging Face layout, opened, made and exported; it is made of
 //!   [`config`], [`parameters`] (all weights as one flat buffer), [`tokenizer`] and [`chat`]
 //! - [`files`]: files that others made, read within bounds; [`manifest`]: a digest of every file of a directory
-//! - [`cores`]: the cores that computation may use, shared by all roles of a process; [`mod@turns`]: one device for two roles
+//! - [`mod@thread_pool`]: thread pools of the roles over the cores of a process; [`mod@turns`]: one device for two roles
 //! - [`decoder`]: the network, for whole sequences and for decoding from a paged cache
 //! - [`on_device`]: the same network on a GPU
 //! - [`scorer`]: reward models, ours and those of candle-transformers; [`resident`]: weights that are not trained, kept or
@@ -19,7 +19,7 @@
 //! # Example
 //! A fresh model that nobody has trained, and the token it puts behind three others:
 //! ```
-//! use model::{Config, Decoder, Draw, KvCache, Parameters, Sampling, Sizes, StepSequence, Team};
+//! use model::{Config, Decoder, Draw, KvCache, Parameters, Sampling, Sizes, StepSequence, ThreadPool};
 //!
 //! let config = Config::fresh(&Sizes {
 //!     vocab_size: 100,
@@ -36,7 +36,7 @@
 //! let mut cache = KvCache::new(&config, config.max_context());
 //! let pages = [cache.take().expect("nobody holds a page of a new cache")];
 //! let prompt = StepSequence { tokens: &[22, 16, 22], position: 0, pages: &pages, wanted: 1 };
-//! let mut logits = decoder.step(&mut cache, &[prompt], &Team::alone())?;
+//! let mut logits = decoder.step(&mut cache, &[prompt], &ThreadPool::single())?;
 //! let uniform = 0.5;
 //! let draw = Draw::new(&mut logits, Sampling::PLAIN, uniform);
 //! assert!(draw.token < 100 && draw.logprob < 0.0);
@@ -48,7 +48,6 @@ pub mod bench;
 pub mod characters;
 pub mod chat;
 pub mod config;
-pub mod cores;
 pub mod decoder;
 pub mod directory;
 pub mod error;
@@ -62,6 +61,7 @@ pub mod products;
 pub mod resident;
 pub mod sampling;
 pub mod scorer;
+pub mod thread_pool;
 pub mod tokenizer;
 pub mod turns;
 mod weight_files;
@@ -70,7 +70,6 @@ mod weight_writer;
 pub use characters::{CHARACTERS, characters};
 pub use chat::ChatTemplate;
 pub use config::{Architecture, Config, Head, RopeScaling, Sizes};
-pub use cores::{Cores, Presence, Team};
 pub use decoder::{
     Decoder, GradientSink, Gradients, KvCache, LayerSource, Pack, PackError, Quantization, Recompute,
     StepSequence, Trace,
@@ -81,7 +80,8 @@ pub use ops::head::{Prediction, PredictionGradient, Target};
 pub use parameters::{Layout, ParameterSpec, Parameters, Unit};
 pub use resident::{MemoryBudget, Placement, ResidentParameters};
 pub use sampling::{Draw, Sampling};
-pub use scorer::{Answered, ReadyScorer, ScoreError, SequenceScorer};
+pub use scorer::{LoadedScorer, PromptCompletion, ScoreError, SequenceScorer};
+pub use thread_pool::{CoreReservation, SharedCores, ThreadPool};
 pub use tokenizer::{DecodeStream, SpecialTokens, Tokenizer};
-pub use turns::{Seat, TurnTimeout};
+pub use turns::{DeviceTurn, TurnTimeout};
 pub use weight_writer::WeightDtype;

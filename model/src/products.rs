@@ -6,22 +6,22 @@
 
 use crate::ops::gemm::{self, Right};
 
-pub use crate::ops::gemm::Matrix;
+pub use crate::ops::gemm::StridedMatrix;
 
 /// `out = left [rows, inner] x right [inner, columns]`; `out` is `[rows, columns]`, row-major.
 ///
 /// # Panics
 /// If the shapes do not fit each other.
-pub fn multiply(left: Matrix<'_>, right: Matrix<'_>, out: &mut [f32]) {
-    gemm::multiply(left, Right::Matrix(right), out);
+pub fn multiply(left: StridedMatrix<'_>, right: StridedMatrix<'_>, out: &mut [f32]) {
+    gemm::multiply(left, Right::Unpacked(right), out);
 }
 
 /// `out += left x right`, as [`multiply`].
 ///
 /// # Panics
 /// If the shapes do not fit each other.
-pub fn multiply_add(left: Matrix<'_>, right: Matrix<'_>, out: &mut [f32]) {
-    gemm::multiply_add(left, Right::Matrix(right), out);
+pub fn multiply_add(left: StridedMatrix<'_>, right: StridedMatrix<'_>, out: &mut [f32]) {
+    gemm::multiply_add(left, Right::Unpacked(right), out);
 }
 
 #[cfg(test)]
@@ -32,7 +32,7 @@ mod tests {
     fn both_sides_can_be_transposed_and_sums_go_on_from_what_is_there() {
         // [2, 3] and [3, 2], small whole numbers, so that every order of summation is exact.
         let (a, b) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0, 10.0, 11.0, 12.0]);
-        let (a, b) = (Matrix::new(&a, 3), Matrix::new(&b, 2));
+        let (a, b) = (StridedMatrix::new(&a, 3), StridedMatrix::new(&b, 2));
         let mut out = [0.0; 4];
         multiply(a, b, &mut out);
         assert_eq!(out, [58.0, 64.0, 139.0, 154.0]);

@@ -18,8 +18,8 @@ use trajectory::Prompt;
 use crate::files;
 use crate::resident::{MemoryBudget, ResidentParameters};
 use crate::{
-    Decoder, Head, ModelDirectory, ModelError, Pack, Quantization, Recompute, SpecialTokens, Target, Team,
-    Tokenizer,
+    Decoder, Head, ModelDirectory, ModelError, Pack, Quantization, Recompute, SpecialTokens, Target,
+    ThreadPool, Tokenizer,
 };
 
 /// A reward model, ready to score.
@@ -31,14 +31,14 @@ pub struct SequenceScorer {
 
 /// Tokens of a prompt and of what answers it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Answered {
+pub struct PromptCompletion {
     /// The prompt; empty where both are encoded as one.
     pub prompt: Vec<u32>,
     /// Its completion, with the token that ends it if it has ended.
     pub completion: Vec<u32>,
 }
 
-impl Answered {
+impl PromptCompletion {
     /// Tokens in all.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -159,13 +159,18 @@ impl SequenceScorer {
     ///
     /// # Errors
     /// If the tokenizer or the template refuses them.
-    pub fn encode(&self, prompt: &Prompt, completion: &str, ended: bool) -> Result<Answered, ModelError> {
+    pub fn encode(
+        &self,
+        prompt: &Prompt,
+        completion: &str,
+        ended: bool,
+    ) -> Result<PromptCompletion, ModelError> {
         match &self.network {
             Network::Decoder(ours) => {
                 let prompt = ours.directory.encode_prompt(prompt)?;
                 let mut completion = self.tokenizer.encode(completion, SpecialTokens::Omit)?;
                 completion.extend(ours.directory.stop_token_ids().first().filter(|_| ended));
-                Ok(Answered { prompt, completion })
+                Ok(PromptCompletion { prompt, completion })
             }
             Network::Classifier(_) => {
                 let prompt = match prompt {
@@ -174,7 +179,7 @@ impl SequenceScorer {
                         messages.iter().map(|m| m.content.as_str()).collect::<Vec<_>>().join("\n")
                     }
                 };
-                Ok(Answered {
+                Ok(PromptCompletion {
                     prompt: Vec::new(),
                     completion: self.tokenizer.encode_pair(&prompt, completion)?,
                 })
@@ -183,28 +188,28 @@ impl SequenceScorer {
     }
 
     /// `[N]` scores of sequences, each with at least one token and at most [`SequenceScorer::max_context`], on the cores of
-    /// `team`. They are packed up to `batch_tokens` tokens, a longer one by itself; weights that are swapped in are read
+    /// `pool`. They are packed up to `batch_tokens` tokens, a longer one by itself; weights that are swapped in are read
     /// once.
     ///
     /// # Errors
     /// If weights cannot be read again, or a token lies beyond the vocabulary.
     pub fn score(
         &self,
-        sequences: &[Answered],
+        sequences: &[PromptCompletion],
         batch_tokens: usize,
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<Vec<f32>, ScoreError> {
-        let ready = self.ready()?;
+        let ready = self.load()?;
         let mut scores = Vec::with_capacity(sequences.len());
         let mut rest = sequences;
         while !rest.is_empty() {
             let mut tokens = 0;
-            let fits = |answered: &&Answered| {
+            let fits = |answered: &&PromptCompletion| {
                 tokens += answered.len();
                 tokens <= batch_tokens
             };
             let (now, later) = rest.split_at(rest.iter().take_while(fits).count().max(1));
-            scores.extend(ready.score(now, team)?);
+            scores.extend(ready.score(now, pool)?);
             rest = later;
         }
         Ok(scores)
@@ -214,52 +219,52 @@ impl SequenceScorer {
     ///
     /// # Errors
     /// If weights that are swapped in cannot be read again.
-    pub fn ready(&self) -> Result<ReadyScorer<'_>, ModelError> {
+    pub fn load(&self) -> Result<LoadedScorer<'_>, ModelError> {
         Ok(match &self.network {
             Network::Decoder(ours) => match &ours.ready {
-                Some(ready) => ReadyScorer::Kept(ready),
-                None => ReadyScorer::Swapped(Box::new(decoder(&ours.parameters, ours.quantization)?)),
+                Some(ready) => LoadedScorer::Kept(ready),
+                None => LoadedScorer::Swapped(Box::new(decoder(&ours.parameters, ours.quantization)?)),
             },
-            Network::Classifier(classifier) => ReadyScorer::Classifier(ReadyClassifier(classifier)),
+            Network::Classifier(classifier) => LoadedScorer::Classifier(LoadedClassifier(classifier)),
         })
     }
 }
 
 /// A reward model with its weights in memory.
-pub enum ReadyScorer<'a> {
+pub enum LoadedScorer<'a> {
     /// They stay.
     Kept(&'a Decoder),
     /// They go with this.
     Swapped(Box<Decoder>),
     /// They stay, of another architecture.
-    Classifier(ReadyClassifier<'a>),
+    Classifier(LoadedClassifier<'a>),
 }
 
 /// A classifier of another architecture.
-pub struct ReadyClassifier<'a>(&'a Classifier);
+pub struct LoadedClassifier<'a>(&'a Classifier);
 
-impl std::fmt::Debug for ReadyScorer<'_> {
+impl std::fmt::Debug for LoadedScorer<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ReadyScorer").finish_non_exhaustive()
+        f.debug_struct("LoadedScorer").finish_non_exhaustive()
     }
 }
 
-impl std::fmt::Debug for ReadyClassifier<'_> {
+impl std::fmt::Debug for LoadedClassifier<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ReadyClassifier").finish_non_exhaustive()
+        f.debug_struct("LoadedClassifier").finish_non_exhaustive()
     }
 }
 
-impl ReadyScorer<'_> {
+impl LoadedScorer<'_> {
     /// `[N]` scores of sequences as one pack.
     ///
     /// # Errors
     /// If a token lies beyond the vocabulary, or a sequence has none.
-    pub fn score(&self, sequences: &[Answered], team: &Team) -> Result<Vec<f32>, ScoreError> {
+    pub fn score(&self, sequences: &[PromptCompletion], pool: &ThreadPool) -> Result<Vec<f32>, ScoreError> {
         match self {
-            Self::Kept(decoder) => score_pack(decoder, sequences, team),
-            Self::Swapped(decoder) => score_pack(decoder, sequences, team),
-            Self::Classifier(ReadyClassifier(classifier)) => {
+            Self::Kept(decoder) => score_pack(decoder, sequences, pool),
+            Self::Swapped(decoder) => score_pack(decoder, sequences, pool),
+            Self::Classifier(LoadedClassifier(classifier)) => {
                 sequences.iter().map(|answered| Ok(classifier.score(&answered.completion)?)).collect()
             }
         }
@@ -289,11 +294,15 @@ fn decoder(parameters: &ResidentParameters, quantization: Quantization) -> Resul
 }
 
 /// Scores sequences as one pack; the prompt of neighbours is computed once, where it is the same.
-fn score_pack(decoder: &Decoder, sequences: &[Answered], team: &Team) -> Result<Vec<f32>, ScoreError> {
+fn score_pack(
+    decoder: &Decoder,
+    sequences: &[PromptCompletion],
+    pool: &ThreadPool,
+) -> Result<Vec<f32>, ScoreError> {
     let mut pack = Pack::new();
     let mut rows = Vec::with_capacity(sequences.len());
     let mut shared: Option<(&[u32], usize)> = None;
-    for Answered { prompt, completion } in sequences {
+    for PromptCompletion { prompt, completion } in sequences {
         let push = |pack: &mut Pack, tokens: &[u32]| pack.push(tokens).map_err(|_| ScoreError::Empty);
         rows.push(match (shared, completion.as_slice()) {
             _ if prompt.is_empty() => {
@@ -318,7 +327,7 @@ fn score_pack(decoder: &Decoder, sequences: &[Answered], team: &Team) -> Result<
     // A value head looks at no target.
     let target = Target { token: 0, temperature: 1.0, kept: None };
     let targets = vec![target; rows.len()];
-    Ok(decoder.score(&pack, &rows, &targets, team)?.iter().map(|prediction| prediction.value).collect())
+    Ok(decoder.score(&pack, &rows, &targets, pool)?.iter().map(|prediction| prediction.value).collect())
 }
 
 impl Classifier {

@@ -1,134 +1,135 @@
-//! One device that two roles use in turns.
+//! Time-sharing of one device by two roles: colocated placement.
 //!
-//! Invariant: at most one role has the device. It changes hands when its holder passes it on or leaves for good, and no
-//! other way; whoever waits for it has a deadline, and its error names the other.
+//! Invariant: at most one role owns the device. Ownership moves to the other role when the owner passes it on or its
+//! [`DeviceTurn`] is dropped. A wait has a deadline, and its error names the owner.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a role waits before it looks whether it should stop.
-const LOOK_UP: Duration = Duration::from_millis(20);
+/// Interval at which a waiting role polls its stop flag.
+const POLL: Duration = Duration::from_millis(20);
 
-/// The place of one of the two roles at the device. Who drops it leaves the device to the other.
+/// One role's handle on the shared device. Dropping it gives the device to the other role for good.
 #[derive(Debug)]
-pub struct Seat {
-    table: Arc<Table>,
-    mine: usize,
+pub struct DeviceTurn {
+    shared: Arc<SharedTurns>,
+    /// Number of this role, 0 or 1.
+    role: usize,
 }
 
-/// What both seats share.
+/// State that both roles share.
 #[derive(Debug)]
-struct Table {
+struct SharedTurns {
     names: [&'static str; 2],
     release: fn(),
-    state: Mutex<State>,
+    state: Mutex<TurnState>,
     changed: Condvar,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct State {
-    holder: usize,
-    waits: [bool; 2],
-    gone: [bool; 2],
+struct TurnState {
+    owner: usize,
+    waiting: [bool; 2],
+    dropped: [bool; 2],
 }
 
-/// A role has waited too long for the other.
+/// A role waited past its deadline for the device.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error(
     "{who} waited {seconds:.0} s for its turn on the device, which {whom} has and does not pass on \
      (placement.policy = \"colocated\"); raise deadlines.wait_s if that is expected"
 )]
 pub struct TurnTimeout {
-    /// Who waited.
+    /// The role that waited.
     pub who: &'static str,
-    /// Who has the device.
+    /// The role that owns the device.
     pub whom: &'static str,
-    /// How long, seconds.
+    /// Time waited, seconds.
     pub seconds: f64,
 }
 
-/// The seats of two roles at one device, which the first has. `release` makes the allocator give back to the system what its
-/// caller has freed; it is called before the device is passed on.
+/// Handles for two roles that time-share one device; the first role owns it. `release` makes the allocator return freed
+/// memory to the system; it is called before the device is passed on.
 #[must_use]
-pub fn turns(first: &'static str, second: &'static str, release: fn()) -> [Seat; 2] {
+pub fn share_device(first: &'static str, second: &'static str, release: fn()) -> [DeviceTurn; 2] {
     let (state, changed) = (Mutex::default(), Condvar::new());
-    let table = Arc::new(Table { names: [first, second], release, state, changed });
-    [0, 1].map(|mine| Seat { table: Arc::clone(&table), mine })
+    let shared = Arc::new(SharedTurns { names: [first, second], release, state, changed });
+    [0, 1].map(|role| DeviceTurn { shared: Arc::clone(&shared), role })
 }
 
-impl Seat {
-    /// Whether it is this role's turn.
+impl DeviceTurn {
+    /// Whether this role owns the device.
     #[must_use]
     pub fn is_mine(&self) -> bool {
-        self.state().holder == self.mine
+        self.state().owner == self.role
     }
 
     /// Whether the other role waits for the device.
     #[must_use]
     pub fn is_wanted(&self) -> bool {
-        self.state().waits[self.other()]
+        self.state().waiting[self.other()]
     }
 
-    /// Gives the device to the other role, if this one has it and the other has not left.
+    /// Gives the device to the other role, if this one owns it and the other's handle is not dropped.
     pub fn pass(&self) {
         self.release();
         let mut state = self.state();
-        if state.holder == self.mine && !state.gone[self.other()] {
-            state.holder = self.other();
-            self.table.changed.notify_all();
+        if state.owner == self.role && !state.dropped[self.other()] {
+            state.owner = self.other();
+            self.shared.changed.notify_all();
         }
     }
 
-    /// Gives back to the system what the calling thread has freed.
+    /// Returns memory that the calling thread has freed to the system.
     pub fn release(&self) {
-        (self.table.release)();
+        (self.shared.release)();
     }
 
-    /// Waits for this role's turn; false if `stop` was set before.
+    /// Waits until this role owns the device; false if `stop` is set first.
     ///
     /// # Errors
     /// If the other role does not pass the device on within `wait`.
     pub fn take(&self, wait: Duration, stop: &AtomicBool) -> Result<bool, TurnTimeout> {
         let started = Instant::now();
         let mut state = self.state();
-        state.waits[self.mine] = true;
+        state.waiting[self.role] = true;
         let taken = loop {
             if stop.load(Ordering::Relaxed) {
                 break Ok(false);
             }
-            if state.holder == self.mine {
+            if state.owner == self.role {
                 break Ok(true);
             }
             let waited = started.elapsed();
             if waited >= wait {
-                let [who, whom] = [self.mine, self.other()].map(|role| self.table.names[role]);
+                let [who, whom] = [self.role, self.other()].map(|role| self.shared.names[role]);
                 break Err(TurnTimeout { who, whom, seconds: waited.as_secs_f64() });
             }
-            let next = self.table.changed.wait_timeout(state, LOOK_UP.min(wait.saturating_sub(waited)));
+            let next = self.shared.changed.wait_timeout(state, POLL.min(wait.saturating_sub(waited)));
             state = next.unwrap_or_else(PoisonError::into_inner).0;
         };
-        state.waits[self.mine] = false;
+        state.waiting[self.role] = false;
         taken
     }
 
     fn other(&self) -> usize {
-        1 - self.mine
+        1 - self.role
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        // A state is a few flags, each change of which is whole.
-        self.table.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, TurnState> {
+        // A panic cannot leave the flags half-changed, so a poisoned lock is usable.
+        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Drop for Seat {
+impl Drop for DeviceTurn {
     fn drop(&mut self) {
         let other = self.other();
         let mut state = self.state();
-        state.gone[self.mine] = true;
-        state.holder = other;
-        self.table.changed.notify_all();
+        state.dropped[self.role] = true;
+        state.owner = other;
+        self.shared.changed.notify_all();
     }
 }
 
@@ -141,33 +142,35 @@ mod tests {
     const SOON: Duration = Duration::from_secs(60);
 
     #[test]
-    fn only_one_has_the_device_and_both_come_to_it() {
+    fn one_role_owns_the_device_at_a_time_and_both_get_it() {
         let (inside, stop) = (AtomicUsize::new(0), AtomicBool::new(false));
-        let turn = |seat: Seat| {
+        let turn = |turn: DeviceTurn| {
             for _ in 0..200 {
-                assert!(seat.take(SOON, &stop).unwrap());
-                assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "the other is at the device");
-                assert!(seat.is_mine());
+                assert!(turn.take(SOON, &stop).unwrap());
+                assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "the other role owns the device");
+                assert!(turn.is_mine());
                 inside.fetch_sub(1, Ordering::SeqCst);
-                seat.pass();
+                turn.pass();
             }
         };
         std::thread::scope(|scope| {
-            turns("a", "b", || ()).map(|seat| scope.spawn(|| turn(seat))).into_iter().for_each(|one| {
-                one.join().unwrap();
-            });
+            share_device("a", "b", || ()).map(|handle| scope.spawn(|| turn(handle))).into_iter().for_each(
+                |one| {
+                    one.join().unwrap();
+                },
+            );
         });
     }
 
     #[test]
-    fn who_waits_is_seen_and_has_a_deadline_with_names() {
-        let [first, second] = turns("the trainer", "a sampler", || ());
+    fn a_waiting_role_is_visible_and_its_deadline_names_the_owner() {
+        let [first, second] = share_device("the trainer", "a sampler", || ());
         let stop = AtomicBool::new(false);
         assert!(first.is_mine() && !first.is_wanted());
         let error = second.take(Duration::from_millis(30), &stop).unwrap_err();
         assert!(error.to_string().starts_with("a sampler waited 0 s for its turn"), "{error}");
         assert!(error.to_string().contains("which the trainer has"), "{error}");
-        assert!(!first.is_wanted(), "it waits no more");
+        assert!(!first.is_wanted(), "it has stopped waiting");
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| second.take(SOON, &stop));
             while !first.is_wanted() {
@@ -179,12 +182,12 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_ends_the_wait_and_who_leaves_gives_the_device_away() {
-        let [first, second] = turns("a", "b", || ());
+    fn stop_ends_the_wait_and_a_dropped_handle_frees_the_device() {
+        let [first, second] = share_device("a", "b", || ());
         assert_eq!(second.take(SOON, &AtomicBool::new(true)), Ok(false));
         drop(first);
         assert_eq!(second.take(SOON, &AtomicBool::new(false)), Ok(true));
         second.pass();
-        assert!(second.is_mine(), "nobody is there to have it");
+        assert!(second.is_mine(), "the other handle is dropped");
     }
 }

@@ -3,7 +3,7 @@
 //! Invariant: nothing here has a tolerance. Pages come from a cache that other sequences have filled before, so that a
 //! key which is read without having been written shows.
 
-use model::{Cores, Decoder, KvCache, Pack, Quantization, StepSequence, Team};
+use model::{Decoder, KvCache, Pack, Quantization, SharedCores, StepSequence, ThreadPool};
 use proptest::prelude::*;
 
 use crate::common::{Golden, MODELS, bits, logits_of, pack_of};
@@ -50,10 +50,16 @@ impl Running {
 
 /// Feeds all sequences together, `chunks[s]` tokens of sequence `s` at a time, to their ends.
 fn run(decoder: &Decoder, cache: &mut KvCache, running: &mut [Running], chunks: &[usize]) {
-    run_on(&Team::alone(), decoder, cache, running, chunks);
+    run_on(&ThreadPool::single(), decoder, cache, running, chunks);
 }
 
-fn run_on(team: &Team, decoder: &Decoder, cache: &mut KvCache, running: &mut [Running], chunks: &[usize]) {
+fn run_on(
+    pool: &ThreadPool,
+    decoder: &Decoder,
+    cache: &mut KvCache,
+    running: &mut [Running],
+    chunks: &[usize],
+) {
     while running.iter().any(|r| r.left() > 0) {
         let counts: Vec<usize> = running.iter().zip(chunks).map(|(r, chunk)| r.left().min(*chunk)).collect();
         running.iter_mut().zip(&counts).for_each(|(r, count)| r.prepare(cache, *count));
@@ -68,7 +74,7 @@ fn run_on(team: &Team, decoder: &Decoder, cache: &mut KvCache, running: &mut [Ru
             })
             .filter(|sequence| !sequence.tokens.is_empty())
             .collect();
-        let logits = decoder.step(cache, &sequences, team).unwrap();
+        let logits = decoder.step(cache, &sequences, pool).unwrap();
         let mut logits = logits.chunks(decoder.config().vocab_size);
         for (r, count) in running.iter_mut().zip(&counts) {
             logits.by_ref().take(*count).for_each(|row| r.logits.extend_from_slice(row));
@@ -165,7 +171,7 @@ fn only_the_wanted_logits_are_returned() {
             StepSequence { tokens: &long, position: 0, pages: &pages[0], wanted: wanted[0] },
             StepSequence { tokens: &short, position: 0, pages: &pages[1], wanted: wanted[1] },
         ];
-        bits(&decoder.step(cache, &sequences, &Team::alone()).unwrap())
+        bits(&decoder.step(cache, &sequences, &ThreadPool::single()).unwrap())
     };
     let both = [expected(&decoder, &long, 2), expected(&decoder, &short, 1)].concat();
     assert_eq!(step(&mut cache, [2, 1]), both);
@@ -178,15 +184,15 @@ fn only_the_wanted_logits_are_returned() {
 fn threads_change_nothing() {
     let decoder = decoder("qwen2");
     let sequences: Vec<_> = (0..60).map(|s| tokens(150 + s % 7, s)).collect();
-    let logits = |team: &Team| {
+    let logits = |pool: &ThreadPool| {
         let mut cache = KvCache::new(decoder.config(), sequences.len() * 160);
         let mut running: Vec<_> = sequences.iter().cloned().map(Running::new).collect();
-        run_on(team, &decoder, &mut cache, &mut running, &[80; 60]);
+        run_on(pool, &decoder, &mut cache, &mut running, &[80; 60]);
         release(&mut cache, &running);
         running.iter().flat_map(|r| bits(&r.logits)).collect::<Vec<_>>()
     };
-    let alone = logits(&Team::alone());
-    assert!(logits(&Team::new(&Cores::new(3), 3)) == alone);
+    let alone = logits(&ThreadPool::single());
+    assert!(logits(&ThreadPool::new(&SharedCores::new(3), 3)) == alone);
 }
 
 /// A page that failed to be written is in its place again.
@@ -198,7 +204,7 @@ fn a_step_that_fails_leaves_the_cache_usable() {
     let good = tokens(4, 1);
     let mut step = |tokens: &[u32]| {
         let sequence = StepSequence { tokens, position: 0, pages: &page, wanted: 1 };
-        decoder.step(&mut cache, &[sequence], &Team::alone())
+        decoder.step(&mut cache, &[sequence], &ThreadPool::single())
     };
     let err = step(&[5, 100]).unwrap_err().to_string();
     assert!(err.contains("token 1 has id 100, but the vocabulary ends at 100"), "{err}");

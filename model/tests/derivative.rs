@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use model::{
     Config, Decoder, Gradients, Head, Pack, Parameters, PredictionGradient, Recompute, RopeScaling, Sizes,
-    Target, Team,
+    Target, ThreadPool,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -60,7 +60,8 @@ impl Loss {
 
     fn value(&self, config: &Config, parameters: &Parameters) -> f64 {
         let decoder = Decoder::new(config, parameters);
-        let predictions = decoder.score(&self.pack, &self.rows, &self.targets, &Team::alone()).unwrap();
+        let predictions =
+            decoder.score(&self.pack, &self.rows, &self.targets, &ThreadPool::single()).unwrap();
         let term = |(p, g): (&model::Prediction, &PredictionGradient)| {
             f64::from(p.logprob) * f64::from(g.logprob)
                 + f64::from(p.entropy) * f64::from(g.entropy)
@@ -70,11 +71,11 @@ impl Loss {
     }
 
     fn gradients(&self, config: &Config, parameters: &Parameters) -> Gradients {
-        let team = Team::alone();
+        let pool = ThreadPool::single();
         let decoder = Decoder::trainable(config, &Arc::new(parameters.clone()), Recompute::None);
-        let (_, trace) = decoder.forward(&self.pack, &self.rows, &self.targets, &team).unwrap();
+        let (_, trace) = decoder.forward(&self.pack, &self.rows, &self.targets, &pool).unwrap();
         let mut gradients = Gradients::zeros(parameters.layout());
-        decoder.backward(&self.pack, trace, &self.targets, &self.gradients, &mut gradients, &team).unwrap();
+        decoder.backward(&self.pack, trace, &self.targets, &self.gradients, &mut gradients, &pool).unwrap();
         gradients
     }
 }

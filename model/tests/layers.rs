@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use model::{
-    Cores, Decoder, GradientSink, Gradients, LayerSource, Layout, Parameters, PredictionGradient, Recompute,
-    Target, Team, Unit,
+    Decoder, GradientSink, Gradients, LayerSource, Layout, Parameters, PredictionGradient, Recompute,
+    SharedCores, Target, ThreadPool, Unit,
 };
 
 use crate::common::{Golden, MODELS, bits, pack_of};
@@ -63,24 +63,24 @@ fn layers_that_come_one_at_a_time_give_the_same_bits() {
         for (recompute, threads) in
             [(Recompute::None, 1), (Recompute::Block, 2), (Recompute::Sequence, 1), (Recompute::None, 3)]
         {
-            let team = Team::new(&Cores::new(threads), threads);
+            let pool = ThreadPool::new(&SharedCores::new(threads), threads);
             let whole = Decoder::trainable(config, &parameters, recompute);
-            let (expected, trace) = whole.forward(&pack, &rows, &targets, &team).unwrap();
+            let (expected, trace) = whole.forward(&pack, &rows, &targets, &pool).unwrap();
             let mut flat = Gradients::zeros(layout);
-            whole.backward(&pack, trace, &targets, &slopes, &mut flat, &team).unwrap();
+            whole.backward(&pack, trace, &targets, &slopes, &mut flat, &pool).unwrap();
 
             let ends = (&unit(&parameters, Unit::Embedding), &unit(&parameters, Unit::Tail));
             let decoder = Decoder::without_layers(config, layout, ends, recompute);
             let mut source = Cut { parameters: &parameters, asked: Vec::new() };
-            let scored = decoder.score_through(&mut source, &pack, &rows, &targets, &team).unwrap();
+            let scored = decoder.score_through(&mut source, &pack, &rows, &targets, &pool).unwrap();
             let (predicted, trace) =
-                decoder.forward_through(&mut source, &pack, &rows, &targets, &team).unwrap();
+                decoder.forward_through(&mut source, &pack, &rows, &targets, &pool).unwrap();
             assert_eq!((&scored, &predicted), (&expected, &expected), "{name}");
             source.asked.clear();
             let units = layout.units().map(|unit| vec![0.0; layout.unit(unit).len()]).collect();
             let mut apart = Apart { layout: Arc::clone(layout), units, said: Vec::new() };
             let way = (&pack, trace);
-            decoder.backward_through(&mut source, way, &targets, &slopes, &mut apart, &team).unwrap();
+            decoder.backward_through(&mut source, way, &targets, &slopes, &mut apart, &pool).unwrap();
             assert_eq!(bits(&apart.units.concat()), bits(flat.values()), "{name} {recompute:?}");
             assert_eq!(source.asked, (0..config.num_layers).rev().collect::<Vec<_>>());
             done_in_order(layout, &apart.said);

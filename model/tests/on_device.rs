@@ -7,11 +7,11 @@ use std::sync::Arc;
 use device::device::Place;
 use device::{Device, Storage, bf16};
 use model::on_device::{
-    DeviceDecoder, DeviceSampler, DrawRequest, Dtype, FlatGradients, StagedWeights, Whole,
+    DeviceDecoder, DeviceSampler, DrawRequest, Dtype, FlatGradients, FlatWeights, StagedWeights,
 };
 use model::{
     Config, Decoder, Draw, Gradients, Head, KvCache, Pack, Parameters, PredictionGradient, Recompute,
-    Sampling, Sizes, StepSequence, Target, Team,
+    Sampling, Sizes, StepSequence, Target, ThreadPool,
 };
 
 use crate::common::bits;
@@ -93,11 +93,11 @@ impl Case {
 
     /// Predictions as numbers, and gradients, on the processor.
     fn here(&self, config: &Config, parameters: &Parameters) -> (Vec<f32>, Vec<f32>) {
-        let team = Team::alone();
+        let pool = ThreadPool::single();
         let decoder = Decoder::trainable(config, &Arc::new(parameters.clone()), Recompute::None);
-        let (predictions, trace) = decoder.forward(&self.pack, &self.rows, &self.targets, &team).unwrap();
+        let (predictions, trace) = decoder.forward(&self.pack, &self.rows, &self.targets, &pool).unwrap();
         let mut gradients = Gradients::zeros(parameters.layout());
-        decoder.backward(&self.pack, trace, &self.targets, &self.slopes, &mut gradients, &team).unwrap();
+        decoder.backward(&self.pack, trace, &self.targets, &self.slopes, &mut gradients, &pool).unwrap();
         (flat(&predictions), gradients.values().to_vec())
     }
 
@@ -111,7 +111,7 @@ impl Case {
         let device = Device::open(Place::Emulated).unwrap();
         let layout = parameters.layout();
         let decoder = DeviceDecoder::<T>::new(&device, config, layout, recompute).unwrap();
-        let mut weights = Whole::upload(&device, parameters).unwrap();
+        let mut weights = FlatWeights::upload(&device, parameters).unwrap();
         let mut gradients = FlatGradients::new(&device, layout).unwrap();
         let (rows, targets) = (&self.rows, &self.targets);
         let (predictions, trace) = decoder.forward(&mut weights, &self.pack, rows, targets).unwrap();
@@ -174,7 +174,7 @@ fn tokens_beyond_the_vocabulary_are_refused() {
     let parameters = parameters(&config);
     let device = Device::open(Place::Emulated).unwrap();
     let decoder = DeviceDecoder::<f32>::new(&device, &config, parameters.layout(), Recompute::None).unwrap();
-    let mut weights = Whole::upload(&device, &parameters).unwrap();
+    let mut weights = FlatWeights::upload(&device, &parameters).unwrap();
     let mut pack = Pack::new();
     pack.push(&[1, 29]).unwrap();
     let target = Target { token: 1, temperature: 1.0, kept: None };
@@ -206,7 +206,7 @@ fn decodes(dtype: Dtype, config: &Config, tolerance: f32) {
         cache.share(&pages[0]);
     }
     let both = |caches: &mut [KvCache; 2], sampler: &mut DeviceSampler, sequences: &[StepSequence<'_>]| {
-        let logits = decoder.step(&mut caches[0], sequences, &Team::alone()).unwrap();
+        let logits = decoder.step(&mut caches[0], sequences, &ThreadPool::single()).unwrap();
         sampler.step(&mut caches[1], sequences).unwrap();
         logits
     };
@@ -306,7 +306,7 @@ fn prompts_come_in_beside_the_decoding() {
         vec![next(23), part(119..120)],
     ];
     for (number, step) in steps.iter().enumerate() {
-        let logits = decoder.step(&mut caches[0], step, &Team::alone()).unwrap();
+        let logits = decoder.step(&mut caches[0], step, &ThreadPool::single()).unwrap();
         sampler.step(&mut caches[1], step).unwrap();
         for (row, own) in logits.chunks(config.vocab_size).enumerate() {
             let expected = Draw::new(&mut own.to_vec(), Sampling::PLAIN, 0.4);

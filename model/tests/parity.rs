@@ -6,7 +6,8 @@
 use std::sync::Arc;
 
 use model::{
-    Cores, Decoder, Gradients, Pack, PackError, Prediction, PredictionGradient, Recompute, Target, Team,
+    Decoder, Gradients, Pack, PackError, Prediction, PredictionGradient, Recompute, SharedCores, Target,
+    ThreadPool,
 };
 
 use crate::common::{Golden, MODELS, bits, logits_of, pack_of};
@@ -54,14 +55,20 @@ fn trainable_with(golden: &Golden, recompute: Recompute) -> Decoder {
 
 /// Adds the gradients of the sequences at `indices`, packed in this order.
 fn reverse(decoder: &Decoder, golden: &Golden, indices: &[usize], gradients: &mut Gradients) {
-    reverse_on(&Team::alone(), decoder, golden, indices, gradients);
+    reverse_on(&ThreadPool::single(), decoder, golden, indices, gradients);
 }
 
-fn reverse_on(team: &Team, decoder: &Decoder, golden: &Golden, indices: &[usize], gradients: &mut Gradients) {
+fn reverse_on(
+    pool: &ThreadPool,
+    decoder: &Decoder,
+    golden: &Golden,
+    indices: &[usize],
+    gradients: &mut Gradients,
+) {
     let (pack, loss) =
         (pack_of(indices.iter().map(|i| &golden.sequences[*i].tokens[..])), Loss::new(golden, indices));
-    let (_, trace) = decoder.forward(&pack, &loss.rows, &loss.targets, team).unwrap();
-    decoder.backward(&pack, trace, &loss.targets, &loss.gradients, gradients, team).unwrap();
+    let (_, trace) = decoder.forward(&pack, &loss.rows, &loss.targets, pool).unwrap();
+    decoder.backward(&pack, trace, &loss.targets, &loss.gradients, gradients, pool).unwrap();
 }
 
 fn all(golden: &Golden) -> Vec<usize> {
@@ -107,7 +114,8 @@ fn loss_and_gradients_are_those_of_pytorch() {
         let golden = Golden::open(name);
         let (decoder, loss) = (trainable(&golden), Loss::new(&golden, &all(&golden)));
         let pack = pack_of(golden.sequences.iter().map(|s| &s.tokens[..]));
-        let (predictions, _) = decoder.forward(&pack, &loss.rows, &loss.targets, &Team::alone()).unwrap();
+        let (predictions, _) =
+            decoder.forward(&pack, &loss.rows, &loss.targets, &ThreadPool::single()).unwrap();
         let value = loss.value(&predictions);
         assert!((value - f64::from(golden.loss)).abs() <= 1e-3, "{name}: loss {value}, not {}", golden.loss);
 
@@ -129,7 +137,7 @@ fn gradients_of_packs_add_up() {
         reverse(&decoder, &golden, &[3, 1], &mut parts);
         let mut rest = Gradients::zeros(golden.parameters.layout());
         reverse(&decoder, &golden, &[2, 0], &mut rest);
-        parts.add(&rest, &Team::alone());
+        parts.add(&rest, &ThreadPool::single());
         assert_gradients(name, &golden, &parts, whole.values(), 1e-5);
     }
 }
@@ -139,18 +147,18 @@ fn gradients_of_packs_add_up() {
 fn threads_and_recomputation_change_nothing() {
     for name in MODELS {
         let golden = Golden::open(name);
-        let gradients = |team: &Team, recompute: Recompute| {
+        let gradients = |pool: &ThreadPool, recompute: Recompute| {
             let mut gradients = Gradients::zeros(golden.parameters.layout());
             // Sequences of 4 lengths, over and over: more tokens than a chunk of the recomputation has.
             let indices: Vec<usize> = (0..40).map(|i| i * 3 % golden.sequences.len()).collect();
-            reverse_on(team, &trainable_with(&golden, recompute), &golden, &indices, &mut gradients);
+            reverse_on(pool, &trainable_with(&golden, recompute), &golden, &indices, &mut gradients);
             bits(gradients.values())
         };
-        let expected = gradients(&Team::alone(), Recompute::None);
+        let expected = gradients(&ThreadPool::single(), Recompute::None);
         for threads in [1, 2, 3] {
-            let team = Team::new(&Cores::new(threads), threads);
+            let pool = ThreadPool::new(&SharedCores::new(threads), threads);
             for recompute in [Recompute::None, Recompute::Block, Recompute::Sequence] {
-                assert!(gradients(&team, recompute) == expected, "{name}: {threads} threads, {recompute:?}");
+                assert!(gradients(&pool, recompute) == expected, "{name}: {threads} threads, {recompute:?}");
             }
         }
     }
@@ -165,7 +173,7 @@ fn a_shared_prefix_changes_nothing_but_the_cost() {
         let decoder = trainable(&golden);
         let prompt = &golden.sequences[0].tokens[..];
         let completions: Vec<&[u32]> = golden.sequences[1..].iter().map(|s| &s.tokens[..]).collect();
-        let team = Team::alone();
+        let pool = ThreadPool::single();
         // Every token of a completion is predicted, the first from the last of the prompt.
         let (mut shared, mut alone) = (Pack::new(), Pack::new());
         let prefix = shared.push(prompt).unwrap();
@@ -185,9 +193,9 @@ fn a_shared_prefix_changes_nothing_but_the_cost() {
             }
         }
         let of = |pack: &Pack, rows: &[usize]| {
-            let (predictions, trace) = decoder.forward(pack, rows, &targets, &team).unwrap();
+            let (predictions, trace) = decoder.forward(pack, rows, &targets, &pool).unwrap();
             let mut gradients = Gradients::zeros(golden.parameters.layout());
-            decoder.backward(pack, trace, &targets, &slopes, &mut gradients, &team).unwrap();
+            decoder.backward(pack, trace, &targets, &slopes, &mut gradients, &pool).unwrap();
             (bits(&predictions.iter().map(|p| p.logprob).collect::<Vec<_>>()), gradients)
         };
         let (expected, whole) = of(&alone, &rows_alone);
@@ -205,9 +213,9 @@ fn scoring_gives_the_bits_of_the_forward() {
         let loss = Loss::new(&golden, &all(&golden));
         let pack = pack_of(golden.sequences.iter().map(|s| &s.tokens[..]));
         let (forward, _) =
-            trainable(&golden).forward(&pack, &loss.rows, &loss.targets, &Team::alone()).unwrap();
+            trainable(&golden).forward(&pack, &loss.rows, &loss.targets, &ThreadPool::single()).unwrap();
         let frozen = Decoder::new(&golden.config, &golden.parameters);
-        let score = frozen.score(&pack, &loss.rows, &loss.targets, &Team::alone()).unwrap();
+        let score = frozen.score(&pack, &loss.rows, &loss.targets, &ThreadPool::single()).unwrap();
         let of = |p: &[Prediction]| bits(&p.iter().flat_map(|p| [p.logprob, p.entropy]).collect::<Vec<_>>());
         assert_eq!(of(&score), of(&forward), "{name}");
         assert!(score.iter().all(|p| p.logprob < 0.0 && p.entropy > 0.0), "{name}");

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use model::{Answered, Cores, MemoryBudget, Quantization, SequenceScorer, Team};
+use model::{MemoryBudget, PromptCompletion, Quantization, SequenceScorer, SharedCores, ThreadPool};
 use serde_json::Value;
 use trajectory::Prompt;
 
@@ -11,7 +11,7 @@ const TOLERANCE: f64 = 2e-5;
 
 struct Golden {
     scorer: SequenceScorer,
-    answered: Vec<Answered>,
+    answered: Vec<PromptCompletion>,
     scores: Vec<f64>,
 }
 
@@ -43,7 +43,7 @@ fn golden(name: &str, budget: Option<u64>) -> Golden {
 fn reward_models_score_as_transformers_does() {
     for name in ["scorer_qwen2", "scorer_deberta", "scorer_xlm_roberta"] {
         let Golden { scorer, answered, scores } = golden(name, None);
-        let found = scorer.score(&answered, 1000, &Team::alone()).unwrap();
+        let found = scorer.score(&answered, 1000, &ThreadPool::single()).unwrap();
         for (found, expected) in found.iter().zip(&scores) {
             assert!((f64::from(*found) - expected).abs() < TOLERANCE, "{name}: {found} is not {expected}");
         }
@@ -56,17 +56,19 @@ fn a_score_does_not_depend_on_the_batch_the_threads_or_where_the_weights_are() {
     let Golden { scorer, answered, .. } = golden("scorer_qwen2", None);
     // Completions of one prompt share it, in any order, beside others.
     let mut mixed = answered.clone();
-    mixed.extend(answered.iter().map(|a| Answered { prompt: answered[0].prompt.clone(), ..a.clone() }));
-    mixed.push(Answered { prompt: Vec::new(), completion: answered[1].prompt.clone() });
-    mixed.push(Answered { prompt: answered[1].prompt.clone(), completion: Vec::new() });
-    let together = scorer.score(&mixed, 1000, &Team::alone()).unwrap();
-    let team = Team::new(&Cores::new(3), 3);
-    assert_eq!(scorer.score(&mixed, 50, &team).unwrap(), together);
+    mixed.extend(
+        answered.iter().map(|a| PromptCompletion { prompt: answered[0].prompt.clone(), ..a.clone() }),
+    );
+    mixed.push(PromptCompletion { prompt: Vec::new(), completion: answered[1].prompt.clone() });
+    mixed.push(PromptCompletion { prompt: answered[1].prompt.clone(), completion: Vec::new() });
+    let together = scorer.score(&mixed, 1000, &ThreadPool::single()).unwrap();
+    let pool = ThreadPool::new(&SharedCores::new(3), 3);
+    assert_eq!(scorer.score(&mixed, 50, &pool).unwrap(), together);
     let swapped = golden("scorer_qwen2", Some(0)).scorer;
     assert!(swapped.is_swapped() && !scorer.is_swapped());
     for (one, expected) in mixed.iter().zip(&together) {
-        assert_eq!(scorer.score(std::slice::from_ref(one), 1, &Team::alone()).unwrap(), [*expected]);
-        assert_eq!(swapped.score(std::slice::from_ref(one), 1, &Team::alone()).unwrap(), [*expected]);
+        assert_eq!(scorer.score(std::slice::from_ref(one), 1, &ThreadPool::single()).unwrap(), [*expected]);
+        assert_eq!(swapped.score(std::slice::from_ref(one), 1, &ThreadPool::single()).unwrap(), [*expected]);
     }
     assert_eq!(together[mixed.len() - 2], together[mixed.len() - 1], "a prompt is a prompt");
 }

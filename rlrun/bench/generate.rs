@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use device::Device;
-use model::{Cores, ModelDirectory, Quantization, Team};
+use model::{ModelDirectory, Quantization, SharedCores, ThreadPool};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use rollout::{Engine, EngineConfig, Network, Request, ServeOn, StopRules};
@@ -28,7 +28,7 @@ use crate::failure::Failure;
 pub fn work(
     args: &GenerateBenchArgs,
     batch: usize,
-    cores: &Arc<Cores>,
+    cores: &Arc<SharedCores>,
     on: Option<&Accelerator>,
 ) -> Result<Work, Failure> {
     let group = args.group.min(batch);
@@ -50,8 +50,8 @@ pub fn work(
     };
     let stop =
         StopRules { token_ids: Vec::new(), strings: Vec::new(), tokenizer: directory.tokenizer().clone() };
-    let team = Arc::new(Team::new(cores, cores.total()));
-    let mut engine = Engine::new(config, stop, network, PolicyVersion::default())?.on(team);
+    let pool = Arc::new(ThreadPool::new(cores, cores.total()));
+    let mut engine = Engine::new(config, stop, network, PolicyVersion::default())?.on(pool);
     let mut rng = ChaCha8Rng::seed_from_u64(0);
     let vocabulary = directory.config().vocab_size;
     let (mut seconds, mut passes) = (Vec::with_capacity(args.repeats), 0);

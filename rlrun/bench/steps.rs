@@ -7,7 +7,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use model::{Cores, ModelDirectory};
+use model::{ModelDirectory, SharedCores};
 use rewards::{Builtin, OnError, RewardInput, RewardSet, WeightedReward};
 use serde_json::{Map, Value, json};
 
@@ -37,7 +37,7 @@ const ALWAYS: [&str; 2] = ["checkpoint.interval=0", "log.samples=0"];
 pub fn work(
     args: &LoopBenchArgs,
     staleness: u64,
-    cores: &Arc<Cores>,
+    cores: &Arc<SharedCores>,
     program: &Program,
 ) -> Result<Work, Failure> {
     let scratch = tempfile::tempdir()

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use model::{Cores, ModelDirectory, Team};
+use model::{ModelDirectory, SharedCores, ThreadPool};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 use serde_json::json;
@@ -31,7 +31,11 @@ const LEARNING_RATE: f32 = 1e-6;
 ///
 /// # Errors
 /// A model that cannot be used, or sequences longer than its context.
-pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>, on: Option<&Accelerator>) -> Result<Work, Failure> {
+pub fn work(
+    args: &TrainBenchArgs,
+    cores: &Arc<SharedCores>,
+    on: Option<&Accelerator>,
+) -> Result<Work, Failure> {
     let directory = ModelDirectory::open(&args.target.model)?;
     let context = directory.config().max_context();
     if args.length > context {
@@ -49,8 +53,8 @@ pub fn work(args: &TrainBenchArgs, cores: &Arc<Cores>, on: Option<&Accelerator>)
         device: on.map(|on| DeviceConfig::new(on.place, on.dtype)),
     };
     let parameters = directory.load_parameters()?;
-    let team = Arc::new(Team::new(cores, cores.total()));
-    let mut learner = Learner::new(config, directory.config().clone(), parameters, None)?.on(team);
+    let pool = Arc::new(ThreadPool::new(cores, cores.total()));
+    let mut learner = Learner::new(config, directory.config().clone(), parameters, None)?.on(pool);
     let mut rng = ChaCha8Rng::seed_from_u64(0);
     let samples = (0..args.sequences)
         .map(|_| sequence(random_tokens(&mut rng, args.length + 1, directory.config().vocab_size)))

@@ -32,7 +32,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use model::{Config, Cores, Decoder, Layout, ModelDirectory, Parameters, Quantization, Sizes};
+use model::{Config, Decoder, Layout, ModelDirectory, Parameters, Quantization, SharedCores, Sizes};
 use serde_json::{Map, Value};
 use trajectory::PolicyVersion;
 use weights::{
@@ -266,7 +266,7 @@ impl Bench<'_> {
             sweep: false,
             plot: None,
         };
-        let work = generate::work(&generate, batch, &Cores::new(threads), None)?;
+        let work = generate::work(&generate, batch, &SharedCores::new(threads), None)?;
         let (swap, step) = (median(&swaps), median(&work.seconds) / new as f64);
         let mut fields = self.fields("stall");
         set(&mut fields, "megabytes", parameters.values().len() as f64 * 4e-6);

@@ -185,7 +185,7 @@ impl Run<'_> {
             Some(false) => self.report.note("ranks exchange through the host"),
             None => {}
         }
-        Ok(learner.on(Arc::new(self.recipe.trainer_team(&self.cores))))
+        Ok(learner.on(Arc::new(self.recipe.trainer_pool(&self.cores))))
     }
 
     /// The parameters after the warm-up; `None` if it was stopped.
@@ -205,7 +205,7 @@ impl Run<'_> {
         let config = LearnerConfig { optimizer, ..self.recipe.learner() };
         let model = directory.config().clone();
         let mut learner = learner(self.leader.as_ref(), config, model, (parameters, None, None))?
-            .on(Arc::new(self.recipe.trainer_team(&self.cores)));
+            .on(Arc::new(self.recipe.trainer_pool(&self.cores)));
         let phase = self.report.phase("warm-up", warmup.steps as u64);
         self.stage.enter(Doing::WarmUp);
         let mut last_loss = 0.0;

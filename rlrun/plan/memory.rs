@@ -213,7 +213,8 @@ impl Trained {
         let layout = Layout::new(config);
         let optimizer = recipe.optimizer();
         // Ranks that share a step have a core each.
-        let cores = recipe.placement.trainer_threads.unwrap_or_else(model::cores::available) as u64;
+        let cores =
+            recipe.placement.trainer_threads.unwrap_or_else(model::thread_pool::available_cores) as u64;
         let threads = if recipe.trainer.world > 1 { recipe.trainer.world as u64 } else { cores };
         let changed =
             |specs: &[ParameterSpec]| specs.iter().map(|spec| spec.len() as u64).fold(0, u64::saturating_add);

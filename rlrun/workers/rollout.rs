@@ -17,7 +17,7 @@ use buffer::http::ClientConfig;
 use device::device::Place;
 use device::{Buffer, Device, Storage};
 use model::on_device::{DeviceSampler, Dtype, StagedWeights};
-use model::{Config, Cores, Head, Layout, ModelDirectory, Parameters, Quantization};
+use model::{Config, Head, Layout, ModelDirectory, Parameters, Quantization, SharedCores};
 use trajectory::PolicyVersion;
 use weights::direct::ipc::IpcSubscriber;
 use weights::direct::nccl::NcclSubscriber;
@@ -78,7 +78,7 @@ fn sample(
         true => directory.with_head(Head::LanguageAndValue),
         false => directory,
     };
-    let cores = args.threads.map_or_else(Cores::all, Cores::new);
+    let cores = args.threads.map_or_else(SharedCores::all, SharedCores::new);
     let mut runtime = RewardRuntime::new(program, &cores)?;
     if permissions.allow_servers() {
         runtime.ask(membership.joined.servers.clone());
@@ -95,7 +95,7 @@ fn sample(
     let interruption = recipe.interruption(&stop_rules)?;
     let engine = Engine::new(recipe.engine(prepared.train.longest()), stop_rules, network, version)?
         .interrupting(interruption)
-        .on(Arc::clone(&prepared.team));
+        .on(Arc::clone(&prepared.pool));
     let Some(rewards) = prepared.rewards.clone() else {
         return Err(Failure::Argument("the run samples nothing: its recipe has no rewards".to_owned()));
     };

@@ -13,7 +13,7 @@ use ::rewards::reward_model::ModelServer;
 use ::rollout::Progress;
 use ::trainer::collective::tcp;
 use ::trainer::{TrainerError, follow};
-use model::{Cores, Team};
+use model::{SharedCores, ThreadPool};
 
 use super::membership::{Account, Membership, derived};
 use super::roster::Role;
@@ -54,9 +54,9 @@ pub(crate) fn run(args: &TrainerWorkerArgs, program: &Program) -> Result<(), Fai
     let told = Told { rank: ::trainer::Collective::rank(&collective) };
     eprintln!("joined {} as rank {}", args.join.join, told.rank);
     membership.begin(told, stop)?;
-    let cores = args.threads.map_or_else(Cores::all, Cores::new);
+    let cores = args.threads.map_or_else(SharedCores::all, SharedCores::new);
     let threads = recipe.placement.trainer_threads.unwrap_or(cores.total()).max(1);
-    let followed = follow(Arc::new(collective), Arc::new(Team::new(&cores, threads)));
+    let followed = follow(Arc::new(collective), Arc::new(ThreadPool::new(&cores, threads)));
     membership.leave(followed.map_err(gone))
 }
 

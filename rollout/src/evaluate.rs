@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use model::{Sampling, Team};
+use model::{Sampling, ThreadPool};
 use rewards::RewardSet;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
@@ -329,13 +329,13 @@ impl Judging<'_> {
     }
 }
 
-/// Lets `network` answer the tasks of `sets`, on the cores of `team`; one evaluation per set, or `None` if it was stopped.
+/// Lets `network` answer the tasks of `sets`, on the cores of `pool`; one evaluation per set, or `None` if it was stopped.
 ///
 /// # Errors
 /// If the engine, the tokenizer or a reward with `on_error = "fail"` fails; rewards that judge nothing for `config.wait`.
 pub fn evaluate(
     config: &EvaluationConfig,
-    (network, team): (Network, Arc<Team>),
+    (network, pool): (Network, Arc<ThreadPool>),
     sets: &[EvaluationSet<'_>],
     (stop, rewards, runtime): (&StopRules, &Arc<RewardSet>, &Handle),
     watch: &Watch<'_>,
@@ -345,7 +345,7 @@ pub fn evaluate(
     watch.progress.answers.store(all as u64, Ordering::Relaxed);
     watch.progress.generated.store(0, Ordering::Relaxed);
     watch.progress.judged.store(0, Ordering::Relaxed);
-    let mut engine = Engine::new(config.engine, stop.clone(), network, PolicyVersion::default())?.on(team);
+    let mut engine = Engine::new(config.engine, stop.clone(), network, PolicyVersion::default())?.on(pool);
     let mut waiting = requests(sets, &plans, config).peekable();
     let mut judging = Judging { open: JoinSet::new(), answers: vec![None; all], watch, last: Instant::now() };
     while waiting.peek().is_some() || !engine.is_idle() {

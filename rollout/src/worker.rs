@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use buffer::{AdmitRequest, BufferError, Producer};
-use model::{Presence, Sampling, Seat};
+use model::{CoreReservation, DeviceTurn, Sampling};
 use trajectory::{GroupId, PolicyVersion};
 
 use crate::RolloutError;
@@ -154,7 +154,7 @@ pub struct Worker {
     started: HashMap<GroupId, Started>,
     curation: Option<Curation>,
     /// Its place at a device that it shares with the trainer.
-    seat: Option<Seat>,
+    turn: Option<DeviceTurn>,
     /// Since when it has had nothing to do, or was given the device.
     waiting_since: Instant,
     progress: Progress,
@@ -191,7 +191,7 @@ impl Worker {
             pending: None,
             started: HashMap::new(),
             curation: None,
-            seat: None,
+            turn: None,
             waiting_since: Instant::now(),
             progress,
             shared,
@@ -207,11 +207,11 @@ impl Worker {
     /// The same, standing still without weights whenever the trainer has the device. Its engine is parked until its first
     /// turn, in which the published version is applied.
     #[must_use]
-    pub fn taking_turns(mut self, seat: Option<Seat>) -> Self {
-        if seat.is_some() {
+    pub fn taking_turns(mut self, turn: Option<DeviceTurn>) -> Self {
+        if turn.is_some() {
             self.engine.park();
         }
-        Self { seat, ..self }
+        Self { turn, ..self }
     }
 
     /// Where its progress can be read while it runs.
@@ -228,7 +228,7 @@ impl Worker {
         let result = self.work(buffer, stop);
         self.begins(Doing::Stopping);
         // The trainer can go on to its last checkpoint.
-        self.seat = None;
+        self.turn = None;
         for group in self.started.keys() {
             give_back(buffer, *group, true)?;
         }
@@ -242,13 +242,13 @@ impl Worker {
 
     fn work(&mut self, buffer: &dyn Producer, stop: &AtomicBool) -> Result<(), RolloutError> {
         self.waiting_since = Instant::now();
-        let team = Arc::clone(self.engine.team());
-        let mut present = None;
+        let pool = Arc::clone(self.engine.pool());
+        let mut reservation = None;
         while !stop.load(Ordering::Relaxed) {
             if self.scorer.failed() {
                 return Err(RolloutError::Ended { who: "the scoring of trajectories" });
             }
-            if !self.has_turn(&mut present, stop)? {
+            if !self.has_turn(&mut reservation, stop)? {
                 continue;
             }
             self.begins(Doing::Applying);
@@ -259,7 +259,7 @@ impl Worker {
             }
             let start = Instant::now();
             if self.engine.is_idle() {
-                present = None;
+                reservation = None;
                 self.begins(Doing::Waiting);
                 self.apply_weights(LOOK_UP)?;
                 self.progress.idle_s += start.elapsed().as_secs_f64();
@@ -268,7 +268,7 @@ impl Worker {
                 }
             } else {
                 // Between two steps nobody else should begin to use its core.
-                present.get_or_insert_with(|| team.present());
+                reservation.get_or_insert_with(|| pool.reserve_core());
                 self.begins(Doing::Decoding);
                 let ended = self.engine.step()?;
                 self.progress.busy_s += start.elapsed().as_secs_f64();
@@ -299,22 +299,26 @@ impl Worker {
     /// Whether the device is free for the next step. The trainer is given it as soon as it asks, or once nothing is in
     /// flight any more if sequences are to finish under the weights that they began with; then this waits until it comes
     /// back. False if there is a reason to look around first.
-    fn has_turn(&mut self, present: &mut Option<Presence>, stop: &AtomicBool) -> Result<bool, RolloutError> {
-        let Some(seat) = &self.seat else { return Ok(true) };
-        if seat.is_mine() && !self.engine.is_parked() {
+    fn has_turn(
+        &mut self,
+        reservation: &mut Option<CoreReservation>,
+        stop: &AtomicBool,
+    ) -> Result<bool, RolloutError> {
+        let Some(turn) = &self.turn else { return Ok(true) };
+        if turn.is_mine() && !self.engine.is_parked() {
             let finishes = self.config.on_update == OnUpdate::Drain && !self.engine.is_idle();
-            if finishes || !seat.is_wanted() {
+            if finishes || !turn.is_wanted() {
                 return Ok(true);
             }
-            *present = None;
+            *reservation = None;
             let start = Instant::now();
             self.progress.freed_bytes = self.engine.park();
-            seat.pass();
+            turn.pass();
             self.progress.switch_s += start.elapsed().as_secs_f64();
         }
         self.show();
         let start = Instant::now();
-        let taken = seat.take(self.config.wait, stop)?;
+        let taken = turn.take(self.config.wait, stop)?;
         self.progress.idle_s += start.elapsed().as_secs_f64();
         // Whoever gives the device back has published before.
         self.waiting_since = Instant::now();
@@ -330,7 +334,7 @@ impl Worker {
 
     /// Whether nothing new starts because the trainer waits for the device.
     fn makes_way(&self) -> bool {
-        self.seat.as_ref().is_some_and(Seat::is_wanted)
+        self.turn.as_ref().is_some_and(DeviceTurn::is_wanted)
     }
 
     /// Swaps in a newer version if one is ready within `wait`.

@@ -1,6 +1,6 @@
 //! What an engine does beside sampling: texts put into completions, and greedy baselines.
 
-use model::{Pack, Sampling, Target, Team};
+use model::{Pack, Sampling, Target, ThreadPool};
 use proptest::prelude::*;
 use rollout::{Completion, EngineConfig, Interruption, Request, RolloutError};
 use trajectory::StopReason;
@@ -79,7 +79,7 @@ fn sampling_goes_on_after_the_text() {
         let target =
             |row: &usize| Target { token: sample.token_ids()[row + 1], temperature: 1.0, kept: None };
         let targets: Vec<_> = rows.iter().map(target).collect();
-        let scored = decoder.score(&pack, &rows, &targets, &Team::alone()).unwrap();
+        let scored = decoder.score(&pack, &rows, &targets, &ThreadPool::single()).unwrap();
         let recorded = rows.iter().map(|row| sample.behavior_logprobs()[row + 1]);
         assert!(scored.iter().map(|prediction| prediction.logprob).eq(recorded));
         let end = completion.inserted.map_or(usize::MAX, |inserted| inserted.end + completion.prompt_length);

@@ -1,6 +1,6 @@
 //! What the engine generates, and that nothing but weights, prompt and random stream matters to it.
 
-use model::{Draw, Pack, Sampling, Target, Team};
+use model::{Draw, Pack, Sampling, Target, ThreadPool};
 use proptest::prelude::*;
 use rollout::engine::{random_stream, uniform};
 use rollout::{Completion, EngineConfig, RolloutError};
@@ -118,7 +118,7 @@ fn log_probabilities_are_those_of_the_trainer() {
             })
             .collect();
         let scored: Vec<f32> = decoder
-            .score(&pack, &rows, &targets, &Team::alone())
+            .score(&pack, &rows, &targets, &ThreadPool::single())
             .unwrap()
             .iter()
             .map(|prediction| prediction.logprob)

@@ -1,6 +1,6 @@
 //! New weights in the middle of a completion.
 
-use model::{Pack, Sampling, Target, Team};
+use model::{Pack, Sampling, Target, ThreadPool};
 use rollout::{Completion, Engine};
 use trajectory::PolicyVersion;
 
@@ -35,7 +35,7 @@ fn under_new_weights(model: &Model, completion: &Completion) -> Vec<f32> {
     let rows: Vec<usize> = (completion.prompt_length - 1..completion.token_ids.len() - 1).collect();
     let target = |row: &usize| Target { token: completion.token_ids[row + 1], temperature: 1.0, kept: None };
     let targets: Vec<_> = rows.iter().map(target).collect();
-    decoder.score(&pack, &rows, &targets, &Team::alone()).unwrap().iter().map(|p| p.logprob).collect()
+    decoder.score(&pack, &rows, &targets, &ThreadPool::single()).unwrap().iter().map(|p| p.logprob).collect()
 }
 
 #[test]

@@ -42,7 +42,7 @@ impl Adam {
 
 #[cfg(test)]
 mod tests {
-    use model::{Config, Layout, Sizes, Team};
+    use model::{Config, Layout, Sizes, ThreadPool};
 
     use super::*;
     use crate::optimizer::{Optimizer, OptimizerKind};
@@ -69,7 +69,7 @@ mod tests {
         let expected = [(0.89, -1.88), (0.787_170_7, -1.910_129_6), (0.799_641, -1.931_345_8)];
         for ((g0, g1), (e0, e1)) in [(0.5, -1.0), (0.25, 3.0), (-1.0, 0.1)].into_iter().zip(expected) {
             (gradients[0], gradients[1]) = (g0, g1);
-            optimizer.update(layout.specs(), &mut values, (&gradients, 1.0), 0.1, &Team::alone());
+            optimizer.update(layout.specs(), &mut values, (&gradients, 1.0), 0.1, &ThreadPool::single());
             assert!(
                 (values[0] - e0).abs() < 2e-6 && (values[1] - e1).abs() < 2e-6,
                 "{} {}",
@@ -105,7 +105,13 @@ mod tests {
             };
             let gradients: Vec<f32> = values.iter().enumerate().map(gradient).collect();
             let left = 1.0 - step as f32 / STEPS as f32;
-            optimizer.update(layout.specs(), &mut values, (&gradients, 1.0), 0.02 * left, &Team::alone());
+            optimizer.update(
+                layout.specs(),
+                &mut values,
+                (&gradients, 1.0),
+                0.02 * left,
+                &ThreadPool::single(),
+            );
         }
         let squares = values.iter().zip(&target).map(|(value, target)| (f64::from(*value) - target).powi(2));
         squares.sum::<f64>() / layout.len() as f64

@@ -27,7 +27,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use model::{ModelDirectory, ParameterSpec, Parameters, Team, atomic, files, manifest};
+use model::{ModelDirectory, ParameterSpec, Parameters, ThreadPool, atomic, files, manifest};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
@@ -388,7 +388,7 @@ fn load_adapter(
         return Err(broken(&base, "is a model of another shape than the checkpoint".to_owned()));
     }
     let adapter = Adapter::open(&path, lora, &parameters)?;
-    adapter.merge(parameters.values_mut(), &Team::alone());
+    adapter.merge(parameters.values_mut(), &ThreadPool::single());
     if parameters.values() != merged.values() {
         let reason = format!(
             "with {} merged in is not the model of the checkpoint; restore the one that the run has written",

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use model::{MemoryBudget, Seat};
+use model::{DeviceTurn, MemoryBudget};
 
 use crate::TrainerError;
 use crate::learner::Learner;
@@ -27,7 +27,7 @@ const GATHERED: usize = 1 << 20;
 /// The trainer's place at a device that it shares with a sampler.
 #[derive(Debug)]
 pub struct Colocation {
-    seat: Seat,
+    turn: DeviceTurn,
     directory: PathBuf,
     /// Of the policy, then of the critic.
     places: Vec<Place>,
@@ -48,7 +48,7 @@ struct Place {
 impl Colocation {
     /// A place for `networks`, which keep in memory what `budget` has room for; the rest goes to files in `directory`.
     pub(crate) fn new(
-        seat: Seat,
+        turn: DeviceTurn,
         directory: &Path,
         budget: &MemoryBudget,
         networks: Vec<&mut Learner>,
@@ -62,7 +62,7 @@ impl Colocation {
             }
         };
         let places = networks.into_iter().map(place).collect();
-        Self { seat, directory: directory.to_owned(), places, resting: false, freed_bytes: 0 }
+        Self { turn, directory: directory.to_owned(), places, resting: false, freed_bytes: 0 }
     }
 
     /// Whether the networks are out of memory.
@@ -88,13 +88,13 @@ impl Colocation {
             let moved = place.store(network, &self.directory);
             self.freed_bytes += moved.map_err(|source| scratch(&self.directory, source))?;
         }
-        self.seat.pass();
+        self.turn.pass();
         Ok(())
     }
 
     /// Gives back to the system what a step has freed, before more is taken.
     pub(crate) fn release(&self) {
-        self.seat.release();
+        self.turn.release();
     }
 
     /// Waits for the device, and takes everything back into memory; false if `stop` was set before.
@@ -107,7 +107,7 @@ impl Colocation {
         wait: Duration,
         stop: &AtomicBool,
     ) -> Result<bool, TrainerError> {
-        if !self.seat.take(wait, stop)? {
+        if !self.turn.take(wait, stop)? {
             return Ok(false);
         }
         self.wake(networks)?;

@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::bail;
-use model::{GradientSink, LayerSource, Layout, Team, Unit};
+use model::{GradientSink, LayerSource, Layout, ThreadPool, Unit};
 
 use crate::TrainerError;
 use crate::collective::{Collective, CollectiveError};
@@ -55,7 +55,7 @@ pub(crate) struct Reducing<'a> {
     layout: &'a Layout,
     pool: &'a Pool,
     /// What is trained in place of the weights, and who computes its gradients.
-    adapter: Option<(&'a Adapter, &'a Team)>,
+    adapter: Option<(&'a Adapter, &'a ThreadPool)>,
     units: Vec<Option<Vec<f32>>>,
     /// Whether units leave when they are done, or stay to be added to.
     pub(crate) leave: bool,
@@ -157,7 +157,7 @@ impl Ends {
         &self,
         layout: &'a Layout,
         pool: &'a Pool,
-        adapter: Option<(&'a Adapter, &'a Team)>,
+        adapter: Option<(&'a Adapter, &'a ThreadPool)>,
     ) -> Reducing<'a> {
         let units = layout.units().map(|_| None).collect();
         let requests = self.requests.clone();
@@ -188,8 +188,8 @@ impl GradientSink for Reducing<'_> {
         let Some(values) = self.units[number(self.layout, unit)].take() else { return };
         let (unit, values) = match (self.adapter, unit) {
             (None, unit) => (number(self.layout, unit), values),
-            (Some((adapter, team)), Unit::Layer(index)) => {
-                let gradients = adapter.gradients_within(&self.layout.unit(unit), &values, team);
+            (Some((adapter, threads)), Unit::Layer(index)) => {
+                let gradients = adapter.gradients_within(&self.layout.unit(unit), &values, threads);
                 // In place of the buffer that the communication thread puts into the pool.
                 let mut own = self.pool.take(gradients.len());
                 own.copy_from_slice(&gradients);

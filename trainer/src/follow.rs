@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use model::{Layout, Parameters, ResidentParameters, Team};
+use model::{Layout, Parameters, ResidentParameters, ThreadPool};
 use trajectory::{Group, Sample};
 use weights::direct::round::PushPlan;
 
@@ -25,19 +25,19 @@ use crate::rank::{Membership, Weights};
 use crate::supervised::{DemonstrationLoss, PairLoss};
 use crate::update::Update;
 
-/// Does what the leader of `collective`, rank 0, says until it says stop, computing on the cores of `team`.
+/// Does what the leader of `collective`, rank 0, says until it says stop, computing on the cores of `pool`.
 ///
 /// # Errors
 /// If the leader or another rank is gone, or this one cannot do its part. Dropping the collective then ends the others.
-pub fn follow(collective: Arc<dyn Collective>, team: Arc<Team>) -> Result<(), TrainerError> {
-    let mut follower = Follower { collective, team, networks: HashMap::new(), references: HashMap::new() };
+pub fn follow(collective: Arc<dyn Collective>, pool: Arc<ThreadPool>) -> Result<(), TrainerError> {
+    let mut follower = Follower { collective, pool, networks: HashMap::new(), references: HashMap::new() };
     while follower.turn()? {}
     Ok(())
 }
 
 struct Follower {
     collective: Arc<dyn Collective>,
-    team: Arc<Team>,
+    pool: Arc<ThreadPool>,
     networks: HashMap<u32, Learner>,
     /// What networks are compared with, by their numbers.
     references: HashMap<u32, Frozen>,
@@ -116,7 +116,7 @@ impl Follower {
             }
         };
         let rank = member.rank(weights, optimizer)?;
-        let learner = Learner::spread(rank, Arc::clone(&self.collective), None).on(Arc::clone(&self.team));
+        let learner = Learner::spread(rank, Arc::clone(&self.collective), None).on(Arc::clone(&self.pool));
         self.networks.insert(network, learner);
         Ok(())
     }
@@ -125,7 +125,7 @@ impl Follower {
         let model = received(model)?;
         let parameters = receive_parameters(&*self.collective, &Arc::new(Layout::new(&model)))?;
         let weights = ResidentParameters::of(model, Arc::new(parameters));
-        self.references.insert(network, Frozen { weights, team: None });
+        self.references.insert(network, Frozen { weights, pool: None });
         Ok(())
     }
 

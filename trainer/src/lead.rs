@@ -11,7 +11,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use model::{Config, Layout, Parameters, Team};
+use model::{Config, Layout, Parameters, ThreadPool};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use trajectory::{Group, PolicyVersion, Sample};
@@ -124,7 +124,7 @@ impl Leader {
     ) -> Result<Learner, TrainerError> {
         let config = LearnerConfig { world: self.collective.world(), ..config };
         if let Some(adapter) = &adapter {
-            adapter.merge(parameters.values_mut(), &Team::alone());
+            adapter.merge(parameters.values_mut(), &ThreadPool::single());
         }
         let network = self.networks.fetch_add(1, Ordering::Relaxed);
         self.tell(&Command::Network(Header {

@@ -2,7 +2,7 @@
 //! weights are frozen, and what is clipped and updated is the adapter.
 //!
 //! Invariant: a step is a function of the rows, the weights and the optimizer state, whatever the number of threads of
-//! its [`Team`]. Ranks add their gradients in order of rank, so a step repeats bit for bit, and world sizes differ by
+//! its [`ThreadPool`]. Ranks add their gradients in order of rank, so a step repeats bit for bit, and world sizes differ by
 //! rounding only.
 
 use std::borrow::Cow;
@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use device::Device;
 use model::{
-    Config, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute, ResidentParameters, Team,
+    Config, ParameterSpec, Parameters, Prediction, PredictionGradient, Recompute, ResidentParameters,
+    ThreadPool,
 };
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -59,7 +60,7 @@ pub struct Learner {
     model: Config,
     /// Those of this process: all of them, or one.
     ranks: Vec<Rank>,
-    team: Arc<Team>,
+    pool: Arc<ThreadPool>,
     /// Where every rank is a process.
     spread: Option<Spread>,
 }
@@ -78,7 +79,7 @@ pub struct Frozen {
     /// Its shape and its weights, in memory always or only while it scores.
     pub weights: ResidentParameters,
     /// The cores that it has to itself, beside the policy; `None` if it takes turns with the policy on the policy's.
-    pub team: Option<Arc<Team>>,
+    pub pool: Option<Arc<ThreadPool>>,
 }
 
 /// Some of a model's values: where they lie in the flat parameters, and what they are.
@@ -137,39 +138,39 @@ impl Learner {
         adapter: Adapter,
         optimizer: Option<Optimizer>,
     ) -> Result<Self, TrainerError> {
-        adapter.merge(parameters.values_mut(), &Team::alone());
+        adapter.merge(parameters.values_mut(), &ThreadPool::single());
         let parameters = Arc::new(parameters);
         Self::with(Seed { config, model, parameters, adapter: Some(adapter), optimizer })
     }
 
     fn with(seed: Seed) -> Result<Self, TrainerError> {
-        let (config, model, team) = (seed.config.clone(), seed.model.clone(), Arc::new(Team::alone()));
+        let (config, model, pool) = (seed.config.clone(), seed.model.clone(), Arc::new(ThreadPool::single()));
         let ranks = if config.world > 1 {
             let group = collective::threads::group(config.world, config.wait);
             make(group, |rank| seed.member(Arc::new(rank)))?
         } else {
             vec![seed.alone()?]
         };
-        Ok(Self { config, model, ranks, team, spread: None })
+        Ok(Self { config, model, ranks, pool, spread: None })
     }
 
     /// One of several processes, of which the leader has the others told what to do.
     pub(crate) fn spread(rank: Rank, collective: Arc<dyn Collective>, remote: Option<Remote>) -> Self {
         let (config, model) = (rank.config().clone(), rank.model().clone());
         let spread = Some(Spread { collective, remote });
-        Self { config, model, ranks: vec![rank], team: Arc::new(Team::alone()), spread }
+        Self { config, model, ranks: vec![rank], pool: Arc::new(ThreadPool::single()), spread }
     }
 
-    /// The same, computing on the cores of `team`; ranks that are threads have a core each.
+    /// The same, computing on the cores of `pool`; ranks that are threads have a core each.
     #[must_use]
-    pub fn on(self, team: Arc<Team>) -> Self {
-        Self { team, ..self }
+    pub fn on(self, pool: Arc<ThreadPool>) -> Self {
+        Self { pool, ..self }
     }
 
     /// The cores that it computes on.
     #[must_use]
-    pub fn team(&self) -> &Arc<Team> {
-        &self.team
+    pub fn pool(&self) -> &Arc<ThreadPool> {
+        &self.pool
     }
 
     /// The weights: those of the first rank, or collected from all if each has its own only.
@@ -433,7 +434,7 @@ impl Learner {
     /// # Errors
     /// If a token lies beyond the vocabulary, or a rank fails.
     pub fn score(&self, rows: &[&Sample]) -> Result<Vec<Vec<Prediction>>, TrainerError> {
-        self.scored(rows, |rank, task| rank.score(task, &self.rank_team(&self.team)))
+        self.scored(rows, |rank, task| rank.score(task, &self.rank_pool(&self.pool)))
     }
 
     /// The same under a model that is not trained, where that is placed.
@@ -446,8 +447,8 @@ impl Learner {
         rows: &[&Sample],
     ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
         let parameters = frozen.weights.get()?;
-        let team = self.rank_team(frozen.team.as_ref().unwrap_or(&self.team));
-        self.scored(rows, |rank, task| rank.score_under(frozen, &parameters, task, &team))
+        let pool = self.rank_pool(frozen.pool.as_ref().unwrap_or(&self.pool));
+        self.scored(rows, |rank, task| rank.score_under(frozen, &parameters, task, &pool))
     }
 
     fn scored(
@@ -483,8 +484,8 @@ impl Learner {
         if rows.is_empty() {
             return Ok((0.0, Vec::new()));
         }
-        let team = &self.rank_team(&self.team);
-        let step = Step { task: Task { rows, plan: &plan }, loss, learning_rate, team };
+        let pool = &self.rank_pool(&self.pool);
+        let step = Step { task: Task { rows, plan: &plan }, loss, learning_rate, pool };
         let work = |rank: &mut &mut Rank| rank.step(&step);
         let done = on_each(self.ranks.iter_mut().collect(), work)?;
         let norm = done.first().map_or(0.0, |(norm, _)| *norm);
@@ -501,9 +502,9 @@ impl Learner {
         plan(rows, &self.model, self.config.microbatch_tokens, self.config.world)
     }
 
-    /// The cores of a rank, of those of `team`.
-    fn rank_team(&self, team: &Arc<Team>) -> Arc<Team> {
-        if self.ranks.len() > 1 { Arc::new(Team::alone()) } else { Arc::clone(team) }
+    /// The cores of a rank, of those of `pool`.
+    fn rank_pool(&self, pool: &Arc<ThreadPool>) -> Arc<ThreadPool> {
+        if self.ranks.len() > 1 { Arc::new(ThreadPool::single()) } else { Arc::clone(pool) }
     }
 
     fn first(&self) -> &Rank {

@@ -15,8 +15,8 @@
 use std::ops::Range;
 use std::path::Path;
 
-use model::products::{Matrix, multiply};
-use model::{ParameterSpec, Parameters, Team};
+use model::products::{StridedMatrix, multiply};
+use model::{ParameterSpec, Parameters, ThreadPool};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use serde::{Deserialize, Serialize};
@@ -215,7 +215,7 @@ impl Adapter {
     ///
     /// # Panics
     /// If they are of another model.
-    pub fn merge(&self, parameters: &mut [f32], team: &Team) {
+    pub fn merge(&self, parameters: &mut [f32], pool: &ThreadPool) {
         let scale = self.config.scale();
         let mut parts = Vec::with_capacity(self.pairs.len());
         let (mut rest, mut at) = (parameters, 0);
@@ -224,7 +224,7 @@ impl Adapter {
             parts.push((pair, weight));
             (rest, at) = (after, pair.weight.end);
         }
-        team.map(parts, |(pair, weight)| {
+        pool.map(parts, |(pair, weight)| {
             let (a, b) = self.matrices(pair);
             multiply(b, a, weight);
             let base = &self.base[pair.base.clone()];
@@ -237,8 +237,8 @@ impl Adapter {
     /// # Panics
     /// If they are of another model.
     #[must_use]
-    pub fn gradients(&self, of_parameters: &[f32], team: &Team) -> Vec<f32> {
-        self.gradients_within(&(0..of_parameters.len()), of_parameters, team)
+    pub fn gradients(&self, of_parameters: &[f32], pool: &ThreadPool) -> Vec<f32> {
+        self.gradients_within(&(0..of_parameters.len()), of_parameters, pool)
     }
 
     /// The same of those weights that lie at `place` in the flat parameters, of which `of_parameters` are the gradients.
@@ -246,7 +246,7 @@ impl Adapter {
         &self,
         place: &Range<usize>,
         of_parameters: &[f32],
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Vec<f32> {
         let scale = self.config.scale();
         let mut gradients = vec![0.0; self.within(place).len()];
@@ -258,10 +258,10 @@ impl Adapter {
             parts.push((pair, da, db));
             rest = after;
         }
-        team.map(parts, |(pair, da, db)| {
+        pool.map(parts, |(pair, da, db)| {
             let (a, b) = self.matrices(pair);
             let weight = pair.weight.start - place.start..pair.weight.end - place.start;
-            let dw = Matrix::new(&of_parameters[weight], pair.columns);
+            let dw = StridedMatrix::new(&of_parameters[weight], pair.columns);
             multiply(b.transposed(), dw, da);
             multiply(dw, a.transposed(), db);
             da.iter_mut().chain(db).for_each(|g| *g *= scale);
@@ -291,9 +291,9 @@ impl Adapter {
         optimizer: &mut Optimizer,
         (gradients, scale): (&[f32], f32),
         learning_rate: f32,
-        team: &Team,
+        pool: &ThreadPool,
     ) {
-        optimizer.update(&self.specs, &mut self.values, (gradients, scale), learning_rate, team);
+        optimizer.update(&self.specs, &mut self.values, (gradients, scale), learning_rate, pool);
     }
 
     /// The frozen model: `merged` without the change.
@@ -350,10 +350,10 @@ impl Adapter {
     }
 
     /// `A [rank, columns]` and `B [rows, rank]`.
-    fn matrices(&self, pair: &Pair) -> (Matrix<'_>, Matrix<'_>) {
+    fn matrices(&self, pair: &Pair) -> (StridedMatrix<'_>, StridedMatrix<'_>) {
         let (a, b) = (&self.values[pair.a.clone()], &self.values[pair.b.clone()]);
         debug_assert_eq!(b.len(), pair.rows * self.config.rank, "B is [rows, rank]");
-        (Matrix::new(a, pair.columns), Matrix::new(b, self.config.rank))
+        (StridedMatrix::new(a, pair.columns), StridedMatrix::new(b, self.config.rank))
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Invariant: the sum is made of fixed blocks, each of fixed lanes, added in order: the same bits on every machine.
 
-use model::Team;
+use model::ThreadPool;
 
 /// Values summed on their own.
 const BLOCK: usize = 1 << 16;
@@ -10,13 +10,13 @@ const BLOCK: usize = 1 << 16;
 const LANES: usize = 16;
 
 /// Euclidean norm, summed in f64.
-pub(crate) fn norm(values: &[f32], team: &Team) -> f32 {
-    sum_of_squares(values, team).sqrt() as f32
+pub(crate) fn norm(values: &[f32], pool: &ThreadPool) -> f32 {
+    sum_of_squares(values, pool).sqrt() as f32
 }
 
 /// The squares of all values, summed in f64.
-pub(crate) fn sum_of_squares(values: &[f32], team: &Team) -> f64 {
-    team.map(values.chunks(BLOCK).collect(), squares).into_iter().sum()
+pub(crate) fn sum_of_squares(values: &[f32], pool: &ThreadPool) -> f64 {
+    pool.map(values.chunks(BLOCK).collect(), squares).into_iter().sum()
 }
 
 /// What gradients of this norm are multiplied with so that it is at most `max_norm`; 1 if it is.
@@ -50,13 +50,13 @@ mod tests {
         for len in [0, 1, 15, 16, 17, 1000, BLOCK, BLOCK + 1, 3 * BLOCK + 37] {
             let values: Vec<f32> = (0..len).map(|i| ((i * 37 % 1001) as f32 - 500.0) / 16.0).collect();
             let exact = (0..len).map(|i| (i as i64 * 37 % 1001 - 500).pow(2)).sum::<i64>() as f64 / 256.0;
-            assert_eq!(norm(&values, &Team::alone()), exact.sqrt() as f32, "{len} values");
+            assert_eq!(norm(&values, &ThreadPool::single()), exact.sqrt() as f32, "{len} values");
         }
         assert!(
-            norm(&[1.0, f32::INFINITY], &Team::alone()).is_infinite()
-                && norm(&[f32::NAN], &Team::alone()).is_nan()
+            norm(&[1.0, f32::INFINITY], &ThreadPool::single()).is_infinite()
+                && norm(&[f32::NAN], &ThreadPool::single()).is_nan()
         );
-        assert_eq!(norm(&[3e38, 3e38], &Team::alone()), f32::INFINITY);
+        assert_eq!(norm(&[3e38, 3e38], &ThreadPool::single()), f32::INFINITY);
     }
 
     #[test]

@@ -5,7 +5,7 @@
 
 use model::{
     Config, Decoder, GradientSink, LayerSource, Layout, Parameters, Prediction, PredictionGradient,
-    Recompute, Team, Trace, Unit,
+    Recompute, ThreadPool, Trace, Unit,
 };
 use std::sync::Arc;
 
@@ -56,14 +56,14 @@ impl<'a> Pass<'a> {
     pub(crate) fn forward(
         &mut self,
         packed: &Packed<'_>,
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<(Vec<Prediction>, Traced), TrainerError> {
         let Packed { pack, positions, targets, .. } = packed;
         let (predictions, trace) = match self {
-            Self::Whole(decoder) => decoder.forward(pack, positions, targets, team)?,
+            Self::Whole(decoder) => decoder.forward(pack, positions, targets, pool)?,
             Self::Gathered(decoder, source) => {
                 source.backward = false;
-                decoder.forward_through(source, pack, positions, targets, team)?
+                decoder.forward_through(source, pack, positions, targets, pool)?
             }
             Self::Device(pass) => return Ok((pass.forward(packed)?, Traced::Device)),
         };
@@ -77,16 +77,16 @@ impl<'a> Pass<'a> {
         trace: Traced,
         slopes: &[PredictionGradient],
         sink: Option<&mut dyn GradientSink>,
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<(), TrainerError> {
         let Packed { pack, targets, .. } = packed;
         match (self, trace, sink) {
             (Self::Whole(decoder), Traced::Host(trace), Some(sink)) => {
-                decoder.backward(pack, trace, targets, slopes, sink, team)?;
+                decoder.backward(pack, trace, targets, slopes, sink, pool)?;
             }
             (Self::Gathered(decoder, source), Traced::Host(trace), Some(sink)) => {
                 source.backward = true;
-                decoder.backward_through(source, (pack, trace), targets, slopes, sink, team)?;
+                decoder.backward_through(source, (pack, trace), targets, slopes, sink, pool)?;
             }
             (Self::Device(pass), _, sink) => pass.backward(packed, slopes, sink)?,
             _ => unreachable!("what is computed on the host has a trace and a sink there"),
@@ -98,14 +98,14 @@ impl<'a> Pass<'a> {
     pub(crate) fn score(
         &mut self,
         packed: &Packed<'_>,
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<Vec<Prediction>, TrainerError> {
         let Packed { pack, positions, targets, .. } = packed;
         Ok(match self {
-            Self::Whole(decoder) => decoder.score(pack, positions, targets, team)?,
+            Self::Whole(decoder) => decoder.score(pack, positions, targets, pool)?,
             Self::Gathered(decoder, source) => {
                 source.backward = false;
-                decoder.score_through(source, pack, positions, targets, team)?
+                decoder.score_through(source, pack, positions, targets, pool)?
             }
             Self::Device(pass) => pass.score(packed)?,
         })

@@ -17,7 +17,7 @@ pub(crate) use step::Step;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::Buffer;
-use model::{Config, Decoder, Gradients, Layout, ParameterSpec, Parameters, Prediction, Team};
+use model::{Config, Decoder, Gradients, Layout, ParameterSpec, Parameters, Prediction, ThreadPool};
 use trajectory::Sample;
 
 use crate::TrainerError;
@@ -359,7 +359,7 @@ impl Rank {
     ///
     /// # Errors
     /// If a token lies beyond the vocabulary, another rank does not take part, or the device fails.
-    pub(crate) fn score(&self, task: Task<'_>, team: &Team) -> Result<Scored, TrainerError> {
+    pub(crate) fn score(&self, task: Task<'_>, pool: &ThreadPool) -> Result<Scored, TrainerError> {
         match (&self.weights, &self.place) {
             (Weights::Own(values), Some(place)) => {
                 let collective = self.collective()?;
@@ -370,12 +370,12 @@ impl Rank {
                     pool: &self.pool,
                 };
                 exchange(&line, &mut [], |ends| {
-                    score_with(&mut self.pass(Some(ends), None)?, place.rank, task, team)
+                    score_with(&mut self.pass(Some(ends), None)?, place.rank, task, pool)
                 })
             }
             (Weights::Whole(_) | Weights::Device(_) | Weights::DeviceOwn(_), place) => {
                 let rank = place.as_ref().map_or(0, |place| place.rank);
-                score_with(&mut self.pass(None, None)?, rank, task, team)
+                score_with(&mut self.pass(None, None)?, rank, task, pool)
             }
             (Weights::Own(_), None) => unreachable!("a rank that is alone has all weights"),
         }
@@ -390,14 +390,14 @@ impl Rank {
         frozen: &Frozen,
         parameters: &Arc<Parameters>,
         task: Task<'_>,
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<Scored, TrainerError> {
         if let Some(device) = &self.device {
-            return self.score_frozen(device, (frozen, parameters), task, team);
+            return self.score_frozen(device, (frozen, parameters), task, pool);
         }
         let rank = self.place.as_ref().map_or(0, |place| place.rank);
         let decoder = Decoder::trainable(frozen.weights.config(), parameters, self.config.recompute);
-        score_with(&mut Pass::Whole(decoder), rank, task, team)
+        score_with(&mut Pass::Whole(decoder), rank, task, pool)
     }
 
     /// The network under the current weights, which come through `ends` if every rank has its own only. On a device
@@ -423,7 +423,12 @@ impl Rank {
 }
 
 /// Predictions of the rows of a rank, which takes part in the passes of the others.
-fn score_with(pass: &mut Pass<'_>, rank: usize, task: Task<'_>, team: &Team) -> Result<Scored, TrainerError> {
+fn score_with(
+    pass: &mut Pass<'_>,
+    rank: usize,
+    task: Task<'_>,
+    pool: &ThreadPool,
+) -> Result<Scored, TrainerError> {
     let most = task.plan.iter().map(Vec::len).max().unwrap_or(0);
     let mut scored = Scored::new();
     for round in 0..most {
@@ -432,7 +437,7 @@ fn score_with(pass: &mut Pass<'_>, rank: usize, task: Task<'_>, team: &Team) -> 
             continue;
         };
         let packed = pack(batch.rows.iter().map(|row| task.rows[*row]));
-        let all = pass.score(&packed, team)?;
+        let all = pass.score(&packed, pool)?;
         let mut from = 0;
         for (row, trained) in batch.rows.iter().zip(&packed.trained) {
             scored.push((*row, all[from..from + trained].to_vec()));

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use buffer::{BufferError, Consumer, Lease, LeaseRequest};
-use model::{MemoryBudget, ModelDirectory, Seat};
+use model::{DeviceTurn, MemoryBudget, ModelDirectory};
 use trajectory::{Group, PolicyVersion, Sample, Task};
 
 use crate::TrainerError;
@@ -158,9 +158,9 @@ impl Trainer {
 
     /// From now on it takes turns with a sampler on one device: between two steps it keeps in memory what `budget` has room
     /// for, and the rest in a file in `directory`.
-    pub fn colocate(&mut self, seat: Seat, directory: &Path, budget: &MemoryBudget) {
+    pub fn colocate(&mut self, turn: DeviceTurn, directory: &Path, budget: &MemoryBudget) {
         let networks = networks(&mut self.learner, &mut self.companions);
-        self.colocation = Some(Colocation::new(seat, directory, budget, networks));
+        self.colocation = Some(Colocation::new(turn, directory, budget, networks));
     }
 
     /// The policy's version: the number of steps done.
@@ -217,7 +217,7 @@ impl Trainer {
         let Some(lease) = self.batch(&mut time)? else { return Ok(None) };
 
         // While it waits for a batch the sampler has the cores.
-        let _present = self.learner.team().present();
+        let _reservation = self.learner.pool().reserve_core();
         let clock = Instant::now();
         let batch = BatchStatistics::of(&lease.groups, self.version);
         let learning_rate = self.config.schedule.at(self.version.0);

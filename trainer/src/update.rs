@@ -151,7 +151,7 @@ impl Update<'_> {
         let reference = self.reference;
         // The calls of a process come one after the other, the same on all of them.
         let spread = self.learner.is_spread();
-        let separated = reference.is_some_and(|reference| reference.team.is_some()) && !spread;
+        let separated = reference.is_some_and(|reference| reference.pool.is_some()) && !spread;
         // Models that are placed beside the policy score at the same time as it does.
         let own = || needs_own.then(|| self.learner.score(&samples)).transpose();
         let values = || network.map(|(_, network)| network.score(&samples)).transpose();

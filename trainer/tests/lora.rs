@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use model::{
-    Decoder, Gradients, ModelDirectory, Pack, Parameters, PredictionGradient, Recompute, Target, Team,
+    Decoder, Gradients, ModelDirectory, Pack, Parameters, PredictionGradient, Recompute, Target, ThreadPool,
 };
 use trainer::checkpoint::{base_path, load};
 use trainer::lora::{Adapter, LoraConfig, TargetModule};
@@ -39,7 +39,7 @@ const TOKENS: [u32; 9] = [3, 14, 15, 92, 65, 35, 89, 79, 32];
 
 /// A loss of one sequence and its gradients by all weights.
 fn loss(parameters: &Parameters) -> (f64, Gradients) {
-    let (config, team) = (config(), Team::alone());
+    let (config, pool) = (config(), ThreadPool::single());
     let mut pack = Pack::new();
     pack.push(&TOKENS).unwrap();
     let rows: Vec<usize> = (0..TOKENS.len() - 1).collect();
@@ -49,18 +49,18 @@ fn loss(parameters: &Parameters) -> (f64, Gradients) {
         |row: &usize| PredictionGradient { logprob: 1.0 - 0.3 * *row as f32, entropy: 0.2, value: 0.0 };
     let slopes: Vec<_> = rows.iter().map(slope).collect();
     let decoder = Decoder::trainable(&config, &Arc::new(parameters.clone()), Recompute::None);
-    let (predictions, trace) = decoder.forward(&pack, &rows, &targets, &team).unwrap();
+    let (predictions, trace) = decoder.forward(&pack, &rows, &targets, &pool).unwrap();
     let value = predictions.iter().zip(&slopes).map(|(p, s)| {
         f64::from(p.logprob) * f64::from(s.logprob) + f64::from(p.entropy) * f64::from(s.entropy)
     });
     let mut gradients = Gradients::zeros(parameters.layout());
-    decoder.backward(&pack, trace, &targets, &slopes, &mut gradients, &team).unwrap();
+    decoder.backward(&pack, trace, &targets, &slopes, &mut gradients, &pool).unwrap();
     (value.sum(), gradients)
 }
 
 fn merged(adapter: &Adapter) -> Parameters {
     let mut parameters = base();
-    adapter.merge(parameters.values_mut(), &Team::alone());
+    adapter.merge(parameters.values_mut(), &ThreadPool::single());
     parameters
 }
 
@@ -68,7 +68,7 @@ fn merged(adapter: &Adapter) -> Parameters {
 fn gradients_are_finite_differences_of_the_loss() {
     let mut adapter = moved();
     let (_, full) = loss(&merged(&adapter));
-    let gradients = adapter.gradients(full.values(), &Team::alone());
+    let gradients = adapter.gradients(full.values(), &ThreadPool::single());
     for index in 0..adapter.specs().len() {
         let spec = adapter.specs()[index].clone();
         let direction: Vec<f32> = spec.range().map(|i| (i as f32 * 1.3).cos()).collect();
@@ -120,7 +120,7 @@ fn only_the_adapter_moves_and_only_it_is_clipped() {
     assert_eq!(learner.optimizer().unwrap().states().len(), adapter.specs().len());
     assert_eq!(learner.parameters().unwrap().values(), {
         let mut parameters = base;
-        adapter.merge(parameters.values_mut(), &Team::alone());
+        adapter.merge(parameters.values_mut(), &ThreadPool::single());
         parameters.into_values()
     });
 }

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use model::{Config, Decoder, ModelDirectory, Pack, Parameters, Recompute, Sizes, Target, Team};
+use model::{Config, Decoder, ModelDirectory, Pack, Parameters, Recompute, Sizes, Target, ThreadPool};
 use trainer::algorithm::Algorithm;
 use trainer::batch::{Batch, Split};
 use trainer::checkpoint::{Contents, NetworkState, Retention};
@@ -108,7 +108,7 @@ fn group(id: u64, rewards: &[f64], off_policy: f32) -> Arc<Group> {
         let rows: Vec<usize> = (1..tokens - 1).collect();
         let target = |row: &usize| Target { token: token_ids[row + 1], temperature: 1.0, kept: None };
         let targets: Vec<_> = rows.iter().map(target).collect();
-        let scored = decoder.score(&pack, &rows, &targets, &Team::alone()).unwrap();
+        let scored = decoder.score(&pack, &rows, &targets, &ThreadPool::single()).unwrap();
         let behavior = scored.iter().map(|p| (p.logprob + off_policy).min(0.0));
         let sample = Sample::new(SampleStreams {
             loss_mask: (0..tokens).map(|t| t >= 2).collect(),

@@ -8,7 +8,7 @@ use device::{DeviceError, bf16};
 use model::on_device::Dtype;
 use model::{
     Config, Head, Layout, MemoryBudget, ModelDirectory, Parameters, Prediction, PredictionGradient,
-    Recompute, ResidentParameters, Team,
+    Recompute, ResidentParameters, ThreadPool,
 };
 use trainer::checkpoint::load;
 use trainer::learner::RowLoss;
@@ -323,7 +323,7 @@ fn a_rank_that_is_gone_ends_the_step_of_those_on_devices() {
     let mut ranks = trainer::collective::threads::group(2, settings.wait).into_iter();
     let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
     let leader = Leader::new(Arc::new(first));
-    let follower = std::thread::spawn(move || follow(Arc::new(second), Arc::new(Team::alone())));
+    let follower = std::thread::spawn(move || follow(Arc::new(second), Arc::new(ThreadPool::single())));
     let parameters = Parameters::random(&config(), 5);
     let mut learner = leader.learner(settings, config(), parameters, None, None).unwrap();
     // A token that the model does not have ends the rank whose row it is in; the other hears of it.
@@ -367,7 +367,7 @@ fn a_device_belongs_to_every_process_of_a_trainer() {
         let mut ranks = trainer::collective::threads::group(2, settings.wait).into_iter();
         let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
         let leader = Leader::new(Arc::new(first));
-        let follower = std::thread::spawn(move || follow(Arc::new(second), Arc::new(Team::alone())));
+        let follower = std::thread::spawn(move || follow(Arc::new(second), Arc::new(ThreadPool::single())));
         let mut learner = leader.learner(settings, config(), parameters(), None, None).unwrap();
         let found = step(&mut learner);
         drop(learner);
@@ -392,7 +392,7 @@ fn scores_are_those_of_the_processor() {
         scored.into_iter().flatten().flat_map(|p| [p.logprob, p.entropy]).collect()
     };
     let processor = learner(smooth(OptimizerKind::Adamw));
-    let frozen = [kept, swapped].map(|weights| Frozen { weights, team: None });
+    let frozen = [kept, swapped].map(|weights| Frozen { weights, pool: None });
     let expected = flat(processor.score(&rows).unwrap());
     let expected_under = flat(processor.score_under(&frozen[0], &rows).unwrap());
     assert!(difference(&expected, &expected_under) > 0.1);

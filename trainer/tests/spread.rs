@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use buffer::{AdmitRequest, Buffer, BufferConfig, Consumer, OnStale, Producer};
-use model::{Config, Head, ModelDirectory, Parameters, Placement, ResidentParameters, Team, Unit};
+use model::{Config, Head, ModelDirectory, Parameters, Placement, ResidentParameters, ThreadPool, Unit};
 use trainer::algorithm::Algorithm;
 use trainer::checkpoint::{Retention, WriterConfig};
 use trainer::collective::{Collective, CollectiveError, threads};
@@ -39,7 +39,7 @@ impl Processes {
         let mut ranks: Vec<Arc<dyn Collective>> =
             threads::group(world, SOON).into_iter().map(|rank| Arc::new(rank) as Arc<_>).collect();
         let leader = Leader::new(ranks.remove(0));
-        let start = |rank| std::thread::spawn(move || follow(rank, Arc::new(Team::alone())));
+        let start = |rank| std::thread::spawn(move || follow(rank, Arc::new(ThreadPool::single())));
         Self { leader, followers: ranks.into_iter().map(start).collect() }
     }
 
@@ -99,7 +99,7 @@ fn demonstrations_and_pairs_are_learned_by_all_processes() {
             // What was there before is what another learner goes on from.
             let mut learner = make(settings, config(), parameters.clone(), None, Some(optimizer));
             let reference =
-                Frozen { weights: ResidentParameters::of(config(), Arc::new(parameters)), team: None };
+                Frozen { weights: ResidentParameters::of(config(), Arc::new(parameters)), pool: None };
             let preference = Preference::Dpo { beta: 0.5, smoothing: 0.0 };
             let pairs = PairLoss::Preference { preference, reference: Box::new(reference) };
             let reports = [1e-3, 1e-3].map(|rate| pairs.step(&mut learner, &rows, rate).unwrap());
@@ -178,7 +178,7 @@ fn trained(
             network,
         }
     });
-    let reference = algorithm.needs_reference().then(|| Frozen { weights: frozen, team: None });
+    let reference = algorithm.needs_reference().then(|| Frozen { weights: frozen, pool: None });
     let buffer_config = BufferConfig { on_stale: OnStale::Drop, ..BufferConfig::new(3, 2) };
     let buffer = Arc::new(Buffer::in_memory(buffer_config).unwrap());
     let (publisher, _hub) = weights::memory::hub();
@@ -240,7 +240,7 @@ fn a_follower_that_dies_ends_the_step_with_its_number() {
     // It takes the model and then ends, as a process does that is killed.
     let dying = ranks.pop().unwrap();
     let lasting = ranks.pop().unwrap();
-    let lasting = std::thread::spawn(move || follow(lasting, Arc::new(Team::alone())));
+    let lasting = std::thread::spawn(move || follow(lasting, Arc::new(ThreadPool::single())));
     let units = config().num_layers + 2;
     let dying = std::thread::spawn(move || {
         (0..=units).for_each(|_| drop(dying.broadcast(0, Vec::new()).unwrap()));
@@ -340,7 +340,7 @@ fn gradients_leave_before_the_backward_has_reached_the_first_layer() {
     let mut ranks = threads::group(2, SOON);
     let log = Arc::new(Mutex::new(Vec::new()));
     let follower = ranks.pop().unwrap();
-    let follower = std::thread::spawn(move || follow(Arc::new(follower), Arc::new(Team::alone())));
+    let follower = std::thread::spawn(move || follow(Arc::new(follower), Arc::new(ThreadPool::single())));
     let leader = Leader::new(Arc::new(Recording { inner: ranks.pop().unwrap(), log: Arc::clone(&log) }));
     let settings = LearnerConfig { zero: 3, microbatch_tokens: 100_000, ..LEARNER };
     let mut learner = leader.learner(settings, config, parameters, None, None).unwrap();

@@ -69,7 +69,7 @@ fn bench_of<S>(
     // What a pull is towards: the weights that training starts from.
     let reference = settings.algorithm.needs_reference().then(|| {
         let parameters = Arc::new(directory.load_parameters().unwrap());
-        Frozen { weights: ResidentParameters::of(config(), parameters), team: None }
+        Frozen { weights: ResidentParameters::of(config(), parameters), pool: None }
     });
     let edges = (Arc::clone(&buffer) as Arc<dyn Consumer>, publishing);
     let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);

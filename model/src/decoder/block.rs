@@ -17,7 +17,7 @@ use crate::ops::linear::{Flat, Linear, bias_gradient, weight_gradient};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::swiglu::{swiglu, swiglu_backward};
 use crate::ops::{matrix, row_ranges};
-use crate::{Config, Layout, Parameters, Quantization, Team, Unit};
+use crate::{Config, Layout, Parameters, Quantization, ThreadPool, Unit};
 
 /// Weights of one layer.
 #[derive(Clone, Debug)]
@@ -165,10 +165,10 @@ impl Block {
         x: &Tensor,
         angles: &Angles,
         attend: impl FnOnce(&Tensor) -> Result<Tensor>,
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<Tensor> {
-        let AttentionTrace { middle, .. } = self.attention(x, angles, attend, team)?;
-        self.feed_forward(&middle, &self.gate_up(&middle, team)?, team)
+        let AttentionTrace { middle, .. } = self.attention(x, angles, attend, pool)?;
+        self.feed_forward(&middle, &self.gate_up(&middle, pool)?, pool)
     }
 
     /// The first half on `x [T, d]`.
@@ -177,26 +177,31 @@ impl Block {
         x: &Tensor,
         angles: &Angles,
         attend: impl FnOnce(&Tensor) -> Result<Tensor>,
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<AttentionTrace> {
-        let mut qkv = self.qkv.apply_values(&rms_norm(x, &self.attention_norm, self.eps)?, team)?;
+        let mut qkv = self.qkv.apply_values(&rms_norm(x, &self.attention_norm, self.eps)?, pool)?;
         let width = self.shape.width();
         let raw = self.head_norm.is_some().then(|| matrix(qkv.clone(), width)).transpose()?;
         heads::prepare(&mut qkv, self.shape, self.norm_of_heads(), angles);
         let prepared = matrix(qkv, width)?;
         let attended = attend(&prepared)?;
-        let middle = self.output.add_to(x, &attended, team)?;
+        let middle = self.output.add_to(x, &attended, pool)?;
         Ok(AttentionTrace { raw, prepared, attended, middle })
     }
 
     /// `[T, 2 m]` gate and up of the second half, for its input `middle [T, d]`.
-    pub(super) fn gate_up(&self, middle: &Tensor, team: &Team) -> Result<Tensor> {
-        self.gate_up.apply(&rms_norm(middle, &self.feed_forward_norm, self.eps)?, team)
+    pub(super) fn gate_up(&self, middle: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
+        self.gate_up.apply(&rms_norm(middle, &self.feed_forward_norm, self.eps)?, pool)
     }
 
     /// `[T, d]` the residual stream after the second half.
-    pub(super) fn feed_forward(&self, middle: &Tensor, gate_up: &Tensor, team: &Team) -> Result<Tensor> {
-        self.down.add_to(middle, &swiglu(gate_up, team)?, team)
+    pub(super) fn feed_forward(
+        &self,
+        middle: &Tensor,
+        gate_up: &Tensor,
+        pool: &ThreadPool,
+    ) -> Result<Tensor> {
+        self.down.add_to(middle, &swiglu(gate_up, pool)?, pool)
     }
 
     /// Reverses the second half for the gradient `g [T, d]` of its result. `gate_up` is computed again if it was not kept.
@@ -206,7 +211,7 @@ impl Block {
         gate_up: Option<&Tensor>,
         g: &Tensor,
     ) -> Result<FeedForwardReverse> {
-        let alone = Team::alone();
+        let alone = ThreadPool::single();
         let normed = rms_norm(middle, &self.feed_forward_norm, self.eps)?;
         let again = if gate_up.is_none() { Some(self.gate_up.apply(&normed, &alone)?) } else { None };
         let Some(gate_up) = gate_up.or(again.as_ref()) else { unreachable!("one of the two is there") };
@@ -248,18 +253,18 @@ impl Block {
         &self,
         pieces: &[FeedForwardReverse],
         gradients: &mut [f32],
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<()> {
         let places = &self.places;
         let [norm, gate_up, down] =
             carve(gradients, [&places.feed_forward_norm, &places.gate_up, &places.down]);
         let mut jobs: Vec<Job<'_>> = Vec::new();
-        weight_jobs(&mut jobs, pieces, gate_up, |p| (&p.normed, &p.d_gate_up), team);
-        weight_jobs(&mut jobs, pieces, down, |p| (&p.activated, &p.g), team);
+        weight_jobs(&mut jobs, pieces, gate_up, |p| (&p.normed, &p.d_gate_up), pool);
+        weight_jobs(&mut jobs, pieces, down, |p| (&p.activated, &p.g), pool);
         jobs.push(Box::new(|| {
             pieces.iter().try_for_each(|p| rms_norm_weight_gradient(&p.middle, self.eps, &p.d_normed, norm))
         }));
-        team.map(jobs, |job| job()).into_iter().collect()
+        pool.map(jobs, |job| job()).into_iter().collect()
     }
 
     /// Adds the gradients of the first half's weights to `gradients`, which are those of the layer, for `parts` in the order of their
@@ -268,7 +273,7 @@ impl Block {
         &self,
         parts: &[(&AttentionTrace, AttentionReverse, &Angles)],
         gradients: &mut [f32],
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<()> {
         let places = &self.places;
         let [norm, qkv, qkv_bias, head_norm, output, output_bias] = carve(
@@ -283,8 +288,8 @@ impl Block {
             ],
         );
         let mut jobs: Vec<Job<'_>> = Vec::new();
-        weight_jobs(&mut jobs, parts, qkv, |(_, r, _)| (&r.normed, &r.d_qkv), team);
-        weight_jobs(&mut jobs, parts, output, |(trace, r, _)| (&trace.attended, &r.d_middle), team);
+        weight_jobs(&mut jobs, parts, qkv, |(_, r, _)| (&r.normed, &r.d_qkv), pool);
+        weight_jobs(&mut jobs, parts, output, |(trace, r, _)| (&trace.attended, &r.d_middle), pool);
         jobs.push(Box::new(|| {
             for (trace, r, angles) in parts {
                 rms_norm_weight_gradient(&r.input, self.eps, &r.d_normed, norm)?;
@@ -300,7 +305,7 @@ impl Block {
             }
             Ok(())
         }));
-        team.map(jobs, |job| job()).into_iter().collect()
+        pool.map(jobs, |job| job()).into_iter().collect()
     }
 
     fn norm_of_heads(&self) -> Option<HeadNorm<'_>> {
@@ -330,14 +335,14 @@ fn weight_jobs<'a, P: Sync>(
     pieces: &'a [P],
     gradient: &'a mut [f32],
     operands: impl Fn(&P) -> (&Tensor, &Tensor) + Send + Sync + Copy + 'a,
-    team: &Team,
+    pool: &ThreadPool,
 ) {
     let Some(output) = pieces.first().and_then(|piece| operands(piece).1.dims().last().copied()) else {
         return;
     };
     let input = gradient.len() / output;
     let mut rest = gradient;
-    for rows in row_ranges(output, team.threads(), 8) {
+    for rows in row_ranges(output, pool.threads(), 8) {
         let (own, after) = rest.split_at_mut(rows.len() * input);
         rest = after;
         jobs.push(Box::new(move || {

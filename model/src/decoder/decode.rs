@@ -10,7 +10,7 @@ use crate::ops::attention::{PAGE, PageLayout};
 use crate::ops::heads::{Angles, HeadShape};
 use crate::ops::norm::rms_norm;
 use crate::ops::{matrix, unwritten, values};
-use crate::{Config, Team};
+use crate::{Config, ThreadPool};
 
 /// Multiplications for which it pays to wake another thread.
 const WORTH_A_THREAD: usize = 4_000_000;
@@ -200,16 +200,21 @@ impl Decoder {
     ///
     /// # Panics
     /// If the pages of a sequence do not reach its last token, or two sequences write to the same page.
-    pub fn step(&self, cache: &mut KvCache, sequences: &[StepSequence<'_>], team: &Team) -> Result<Vec<f32>> {
+    pub fn step(
+        &self,
+        cache: &mut KvCache,
+        sequences: &[StepSequence<'_>],
+        pool: &ThreadPool,
+    ) -> Result<Vec<f32>> {
         let tokens: usize = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
         let worth = tokens * self.layout.len() / WORTH_A_THREAD + 1;
-        let alone = Team::alone();
+        let alone = ThreadPool::single();
         // Weights that a core's cache cannot hold come from memory for every thread that reads them: threads share their
         // columns, and meet at every layer. Small ones are read whole by each, for some of the sequences.
         let (count, inside) = match worth {
             1 => (1, &alone),
-            _ if self.columns_are_shared => (1, team),
-            _ => (team.threads().min(worth), &alone),
+            _ if self.columns_are_shared => (1, pool),
+            _ => (pool.threads().min(worth), &alone),
         };
         let parts = split(sequences, tokens, count);
         let parts: Vec<Part<'_>> = parts
@@ -220,7 +225,7 @@ impl Decoder {
             })
             .collect();
         let shared = &*cache;
-        let done = team.map(parts, |mut part| {
+        let done = pool.map(parts, |mut part| {
             let logits = self.step_part(shared, &mut part, inside);
             (part, logits)
         });
@@ -239,7 +244,7 @@ impl Decoder {
         failed.map_or(Ok(all), Err)
     }
 
-    fn step_part(&self, cache: &KvCache, part: &mut Part<'_>, team: &Team) -> Result<Vec<f32>> {
+    fn step_part(&self, cache: &KvCache, part: &mut Part<'_>, pool: &ThreadPool) -> Result<Vec<f32>> {
         let Part { sequences, own } = part;
         let (mut token_ids, mut positions, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for sequence in *sequences {
@@ -250,8 +255,8 @@ impl Decoder {
         let angles = Angles::new(&positions, &self.inv_freq);
         let mut x = self.embed(&token_ids, 0)?;
         for (layer, block) in self.blocks.iter().enumerate() {
-            let attend = |qkv: &Tensor| self.attend(cache, (sequences, own), layer, qkv, team);
-            x = block.forward(&x, &angles, attend, team)?;
+            let attend = |qkv: &Tensor| self.attend(cache, (sequences, own), layer, qkv, pool);
+            x = block.forward(&x, &angles, attend, pool)?;
         }
         let picked = gather(&[&x], &wanted)?;
         let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
@@ -267,14 +272,14 @@ impl Decoder {
         (sequences, mut own): (&[StepSequence<'_>], &mut [Vec<Vec<f32>>]),
         layer: usize,
         qkv: &Tensor,
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<Tensor> {
         let (rows, width, query_width) = (qkv.dim(0)?, self.shape.width(), self.shape.query_width());
         let mut out = unwritten(rows * query_width);
         let qkv = values(qkv)?;
         let (mut qkv, mut rest) = (&qkv[..], &mut out[..]);
         let mut parts = Vec::new();
-        for sequences in split(sequences, rows, team.threads()) {
+        for sequences in split(sequences, rows, pool.threads()) {
             let rows: usize = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
             let (own_part, own_rest) = own.split_at_mut(sequences.len());
             let (qkv_part, qkv_rest) = qkv.split_at(rows * width);
@@ -282,7 +287,7 @@ impl Decoder {
             (own, qkv, rest) = (own_rest, qkv_rest, out_rest);
             parts.push((sequences, own_part, qkv_part, out_part));
         }
-        team.map(parts, |(sequences, own, qkv, out)| {
+        pool.map(parts, |(sequences, own, qkv, out)| {
             self.attend_part(cache, (sequences, own), layer, qkv, out);
         });
         matrix(out, query_width)
@@ -336,7 +341,7 @@ fn split<'a>(sequences: &'a [StepSequence<'a>], tokens: usize, count: usize) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Cores, Parameters, Sizes};
+    use crate::{Parameters, SharedCores, Sizes};
 
     /// Both ways of sharing a step among threads give the bits of one thread.
     #[test]
@@ -355,7 +360,7 @@ mod tests {
         let large = Decoder { columns_are_shared: true, ..small.clone() };
         let tokens: Vec<Vec<u32>> =
             (0..40).map(|s| (0..1 + s % 9).map(|t| 4 + (s * 7 + t * 13) % 90).collect()).collect();
-        let logits = |decoder: &Decoder, team: &Team| {
+        let logits = |decoder: &Decoder, pool: &ThreadPool| {
             let mut cache = KvCache::new(&config, 2 * PAGE * tokens.len());
             let pages: Vec<[u32; 2]> =
                 tokens.iter().map(|_| [(); 2].map(|()| cache.take().unwrap())).collect();
@@ -370,15 +375,15 @@ mod tests {
                         StepSequence { tokens, position, pages, wanted: 1 }
                     })
                     .collect();
-                all.extend(decoder.step(&mut cache, &sequences, team).unwrap());
+                all.extend(decoder.step(&mut cache, &sequences, pool).unwrap());
             }
             all.into_iter().map(f32::to_bits).collect::<Vec<_>>()
         };
-        let expected = logits(&small, &Team::alone());
-        let cores = Cores::new(3);
+        let expected = logits(&small, &ThreadPool::single());
+        let cores = SharedCores::new(3);
         for decoder in [&small, &large] {
             for threads in [1, 2, 3] {
-                assert!(logits(decoder, &Team::new(&cores, threads)) == expected, "{threads} threads");
+                assert!(logits(decoder, &ThreadPool::new(&cores, threads)) == expected, "{threads} threads");
             }
         }
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use candle_core::Result;
 
-use crate::{Layout, Team, Unit};
+use crate::{Layout, ThreadPool, Unit};
 
 /// Gradients that one thread sets to zero, or adds, at a time.
 const BLOCK: usize = 1 << 18;
@@ -67,17 +67,17 @@ impl Gradients {
     ///
     /// # Panics
     /// If they are of another model.
-    pub fn add(&mut self, other: &Self, team: &Team) {
+    pub fn add(&mut self, other: &Self, pool: &ThreadPool) {
         assert_eq!(self.values.len(), other.values.len(), "gradients of one model are added");
         let blocks = self.values.chunks_mut(BLOCK).zip(other.values.chunks(BLOCK));
-        team.map(blocks.collect(), |(own, other): (&mut [f32], &[f32])| {
+        pool.map(blocks.collect(), |(own, other): (&mut [f32], &[f32])| {
             own.iter_mut().zip(other).for_each(|(a, b)| *a += b);
         });
     }
 
     /// Sets all to zero.
-    pub fn clear(&mut self, team: &Team) {
-        team.map(self.values.chunks_mut(BLOCK).collect(), |block| block.fill(0.0));
+    pub fn clear(&mut self, pool: &ThreadPool) {
+        pool.map(self.values.chunks_mut(BLOCK).collect(), |block| block.fill(0.0));
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! [`Decoder`] is immutable: one policy version. [`Decoder::forward`] runs a [`Pack`] of whole sequences and keeps what
 //! the backward needs, [`Decoder::backward`] reverses it layer by layer, [`Decoder::step`] continues sequences whose keys
-//! and values are in a [`KvCache`]. All three run the same blocks, on as many threads as their [`Team`](crate::Team) has.
+//! and values are in a [`KvCache`]. All three run the same blocks, on as many threads as their [`ThreadPool`](crate::ThreadPool) has.
 //!
 //! # Layout
 //! - `block`: one layer, forward and backward; `places`: where its weights lie

@@ -1,4 +1,4 @@
-//! Whole sequences: the forward that remembers and the backward that adds up gradients.
+//! Training passes over whole sequences: the forward with its activations, and the backward that accumulates gradients.
 //!
 //! Invariant: how tokens are shared among threads, and what is computed again instead of kept, changes no bit of any result.
 
@@ -14,7 +14,7 @@ use crate::ops::head::{self, Prediction, PredictionGradient, Target};
 use crate::ops::heads::Angles;
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::{embedding, matrix, value, values};
-use crate::{Head, Team, Unit};
+use crate::{Head, ThreadPool, Unit};
 
 /// Tokens of a feed-forward block that are in memory at a time with [`Recompute::Sequence`].
 const CHUNK: usize = 256;
@@ -72,9 +72,9 @@ impl Decoder {
         pack: &Pack,
         rows: &[usize],
         targets: &[Target<'_>],
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<Vec<Prediction>> {
-        self.score_of(&self.outputs(pack, team)?, rows, targets, team)
+        self.score_of(&self.outputs(pack, pool)?, rows, targets, pool)
     }
 
     /// The same, of layers that come from `source`.
@@ -90,21 +90,21 @@ impl Decoder {
         pack: &Pack,
         rows: &[usize],
         targets: &[Target<'_>],
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<Vec<Prediction>> {
-        let parts = pack.parts(team.threads());
+        let parts = pack.parts(pool.threads());
         let angles: Vec<Angles> = parts.iter().map(|part| part.angles(self)).collect();
         let embed = |part: &Part<'_>| self.embed(part.token_ids(), part.rows.start);
         let mut outputs = parts.iter().map(embed).collect::<Result<Vec<_>>>()?;
         for index in 0..self.config.num_layers {
             let block = self.block_of(source, index)?;
             let run = |((part, angles), x): ((&Part<'_>, &Angles), Tensor)| {
-                block.forward(&x, angles, |qkv| part.attend(self, qkv), &Team::alone())
+                block.forward(&x, angles, |qkv| part.attend(self, qkv), &ThreadPool::single())
             };
             let all = parts.iter().zip(&angles).zip(outputs).collect();
-            outputs = team.map(all, run).into_iter().collect::<Result<_>>()?;
+            outputs = pool.map(all, run).into_iter().collect::<Result<_>>()?;
         }
-        self.score_of(&outputs, rows, targets, team)
+        self.score_of(&outputs, rows, targets, pool)
     }
 
     /// Predictions from the residual stream after the last layer, part by part.
@@ -113,19 +113,19 @@ impl Decoder {
         outputs: &[Tensor],
         rows: &[usize],
         targets: &[Target<'_>],
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<Vec<Prediction>> {
         assert_eq!(rows.len(), targets.len(), "every target is predicted from a row");
         let picked = gather(&outputs.iter().collect::<Vec<_>>(), rows)?;
         let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
-        self.predict(&normed, targets, team)
+        self.predict(&normed, targets, pool)
     }
 
     /// Predictions from the hidden states `[targets, d]` after the final norm.
-    fn predict(&self, normed: &Tensor, targets: &[Target<'_>], team: &Team) -> Result<Vec<Prediction>> {
+    fn predict(&self, normed: &Tensor, targets: &[Target<'_>], pool: &ThreadPool) -> Result<Vec<Prediction>> {
         let mut predictions = match self.config.head {
             Head::Value => vec![Prediction::default(); targets.len()],
-            Head::Language | Head::LanguageAndValue => head::predict(normed, &self.head, targets, team)?,
+            Head::Language | Head::LanguageAndValue => head::predict(normed, &self.head, targets, pool)?,
         };
         value::predict(normed, &self.value_head, &mut predictions)?;
         Ok(predictions)
@@ -136,24 +136,24 @@ impl Decoder {
     /// # Errors
     /// If a token id lies beyond the vocabulary.
     pub fn logits(&self, pack: &Pack) -> Result<Tensor> {
-        let outputs = self.outputs(pack, &Team::alone())?;
+        let outputs = self.outputs(pack, &ThreadPool::single())?;
         let rows: Vec<usize> = (0..pack.token_ids().len()).collect();
         let all = gather(&outputs.iter().collect::<Vec<_>>(), &rows)?;
-        self.head.apply(&rms_norm(&all, &self.final_norm, self.config.rms_norm_eps)?, &Team::alone())
+        self.head.apply(&rms_norm(&all, &self.final_norm, self.config.rms_norm_eps)?, &ThreadPool::single())
     }
 
     /// The residual stream after the last layer, part by part.
-    fn outputs(&self, pack: &Pack, team: &Team) -> Result<Vec<Tensor>> {
+    fn outputs(&self, pack: &Pack, pool: &ThreadPool) -> Result<Vec<Tensor>> {
         let run = |part: Part<'_>| {
             let angles = part.angles(self);
-            let alone = Team::alone();
+            let alone = ThreadPool::single();
             let mut x = self.embed(part.token_ids(), part.rows.start)?;
             for block in &self.blocks {
                 x = block.forward(&x, &angles, |qkv| part.attend(self, qkv), &alone)?;
             }
             Ok(x)
         };
-        team.map(pack.parts(team.threads()), run).into_iter().collect()
+        pool.map(pack.parts(pool.threads()), run).into_iter().collect()
     }
 
     /// Runs the pack and predicts `targets`, each from the hidden state at its row of the pack.
@@ -168,15 +168,15 @@ impl Decoder {
         pack: &Pack,
         rows: &[usize],
         targets: &[Target<'_>],
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<(Vec<Prediction>, Trace)> {
         let run = |part: Part<'_>| -> Result<PartTrace> {
             let mut trace = self.begin(&part)?;
             self.blocks.iter().try_for_each(|block| self.advance(block, &part, &mut trace))?;
             Ok(trace)
         };
-        let parts = team.map(pack.parts(team.threads()), run).into_iter().collect::<Result<_>>()?;
-        self.traced(parts, rows, targets, team)
+        let parts = pool.map(pack.parts(pool.threads()), run).into_iter().collect::<Result<_>>()?;
+        self.traced(parts, rows, targets, pool)
     }
 
     /// The same, of layers that come from `source`.
@@ -192,18 +192,18 @@ impl Decoder {
         pack: &Pack,
         rows: &[usize],
         targets: &[Target<'_>],
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<(Vec<Prediction>, Trace)> {
-        let parts = pack.parts(team.threads());
+        let parts = pack.parts(pool.threads());
         let begin = |part: &Part<'_>| self.begin(part);
         let mut traces: Vec<PartTrace> =
-            team.map(parts.iter().collect(), begin).into_iter().collect::<Result<_>>()?;
+            pool.map(parts.iter().collect(), begin).into_iter().collect::<Result<_>>()?;
         for index in 0..self.config.num_layers {
             let block = self.block_of(source, index)?;
             let advance = |(part, trace): (&Part<'_>, &mut PartTrace)| self.advance(&block, part, trace);
-            team.map(parts.iter().zip(&mut traces).collect(), advance).into_iter().collect::<Result<()>>()?;
+            pool.map(parts.iter().zip(&mut traces).collect(), advance).into_iter().collect::<Result<()>>()?;
         }
-        self.traced(traces, rows, targets, team)
+        self.traced(traces, rows, targets, pool)
     }
 
     /// What a forward gives, of its parts.
@@ -212,12 +212,12 @@ impl Decoder {
         parts: Vec<PartTrace>,
         rows: &[usize],
         targets: &[Target<'_>],
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<(Vec<Prediction>, Trace)> {
         assert_eq!(rows.len(), targets.len(), "every target is predicted from a row");
         let picked = gather(&parts.iter().map(|part| &part.output).collect::<Vec<_>>(), rows)?;
         let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
-        let predictions = self.predict(&normed, targets, team)?;
+        let predictions = self.predict(&normed, targets, pool)?;
         Ok((predictions, Trace { parts, rows: rows.to_vec(), picked, normed }))
     }
 
@@ -230,7 +230,7 @@ impl Decoder {
     /// Runs one more layer of a part.
     fn advance(&self, block: &Block, part: &Part<'_>, trace: &mut PartTrace) -> Result<()> {
         let PartTrace { angles, layers, output: x } = trace;
-        let alone = Team::alone();
+        let alone = ThreadPool::single();
         let (kept, output) = if self.recompute == Recompute::None {
             let attention = block.attention(x, angles, |qkv| part.attend(self, qkv), &alone)?;
             let gate_up = block.gate_up(&attention.middle, &alone)?;
@@ -261,11 +261,11 @@ impl Decoder {
         targets: &[Target<'_>],
         prediction_gradients: &[PredictionGradient],
         gradients: &mut dyn GradientSink,
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<()> {
-        let mut reversing = self.reverse_head(pack, trace, targets, prediction_gradients, gradients, team)?;
+        let mut reversing = self.reverse_head(pack, trace, targets, prediction_gradients, gradients, pool)?;
         for (index, block) in self.blocks.iter().enumerate().rev() {
-            self.reverse_layer((index, block), &mut reversing, gradients, team)?;
+            self.reverse_layer((index, block), &mut reversing, gradients, pool)?;
         }
         self.reverse_embedding(&reversing, gradients)
     }
@@ -281,12 +281,12 @@ impl Decoder {
         targets: &[Target<'_>],
         prediction_gradients: &[PredictionGradient],
         gradients: &mut dyn GradientSink,
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<()> {
-        let mut reversing = self.reverse_head(pack, trace, targets, prediction_gradients, gradients, team)?;
+        let mut reversing = self.reverse_head(pack, trace, targets, prediction_gradients, gradients, pool)?;
         for index in (0..self.config.num_layers).rev() {
             let block = self.block_of(source, index)?;
-            self.reverse_layer((index, &block), &mut reversing, gradients, team)?;
+            self.reverse_layer((index, &block), &mut reversing, gradients, pool)?;
         }
         self.reverse_embedding(&reversing, gradients)
     }
@@ -299,7 +299,7 @@ impl Decoder {
         targets: &[Target<'_>],
         prediction_gradients: &[PredictionGradient],
         gradients: &mut dyn GradientSink,
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<ReversingPack<'a>> {
         let Trace { parts, rows, picked, normed } = trace;
         let start = self.layout.unit(Unit::Tail).start;
@@ -314,7 +314,7 @@ impl Decoder {
                     &mut gradients.unit(Unit::Tail)[in_tail(place)]
                 };
                 let slopes = prediction_gradients;
-                head::predict_backward(&normed, &self.head, targets, slopes, head_gradient, team)?
+                head::predict_backward(&normed, &self.head, targets, slopes, head_gradient, pool)?
             }
         };
         if let Some(place) = self.layout.value_head() {
@@ -355,15 +355,15 @@ impl Decoder {
         (index, block): (usize, &Block),
         reversing: &mut ReversingPack<'_>,
         gradients: &mut dyn GradientSink,
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<()> {
         let ReversingPack { cuts, parts, d } = reversing;
         let layer: Vec<_> = cuts.iter().zip(parts).zip(std::mem::take(d)).collect();
         let begin = |((part, trace), g)| self.begin_reversing(block, part, trace, g);
-        let mut parts: Vec<Reversing<'_>> = team.map(layer, begin).into_iter().collect::<Result<_>>()?;
+        let mut parts: Vec<Reversing<'_>> = pool.map(layer, begin).into_iter().collect::<Result<_>>()?;
 
         let unit = gradients.unit(Unit::Layer(index));
-        let d_middle = self.reverse_feed_forward(block, &parts, unit, team)?;
+        let d_middle = self.reverse_feed_forward(block, &parts, unit, pool)?;
         parts.iter_mut().for_each(|part| part.gate_up = None);
 
         let reverse = |(reversing, d_middle): (&Reversing<'_>, Tensor)| {
@@ -373,12 +373,12 @@ impl Decoder {
             };
             block.attention_backward(input, attention, angles, &d_middle, attend_backward)
         };
-        let reversed = team.map(parts.iter().zip(d_middle).collect(), reverse);
+        let reversed = pool.map(parts.iter().zip(d_middle).collect(), reverse);
         let reversed: Vec<_> = reversed.into_iter().collect::<Result<_>>()?;
         *d = reversed.iter().map(|r| r.d_input.clone()).collect();
         let done: Vec<_> =
             parts.iter().zip(reversed).map(|(part, r)| (&part.attention, r, part.angles)).collect();
-        block.attention_gradients(&done, unit, team)?;
+        block.attention_gradients(&done, unit, pool)?;
         gradients.done(Unit::Layer(index));
         Ok(())
     }
@@ -398,7 +398,7 @@ impl Decoder {
             Some((attention, gate_up)) => (attention, Some(gate_up)),
             None => {
                 let attend = |qkv: &Tensor| part.attend(self, qkv);
-                (block.attention(&input, &trace.angles, attend, &Team::alone())?, None)
+                (block.attention(&input, &trace.angles, attend, &ThreadPool::single())?, None)
             }
         };
         Ok(Reversing { part, angles: &trace.angles, input, attention, gate_up, g })
@@ -410,13 +410,13 @@ impl Decoder {
         block: &Block,
         parts: &[Reversing<'_>],
         gradients: &mut [f32],
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<Vec<Tensor>> {
         let whole = |(p, part): (usize, &Reversing<'_>)| (p, 0..part.part.rows.len());
         let whole: Vec<(usize, Range<usize>)> = parts.iter().enumerate().map(whole).collect();
         let chunks = match self.recompute {
             Recompute::None | Recompute::Block => vec![whole],
-            Recompute::Sequence => chunks(&whole, team.threads()),
+            Recompute::Sequence => chunks(&whole, pool.threads()),
         };
         let mut d_middle: Vec<Vec<Tensor>> = vec![Vec::new(); parts.len()];
         for pieces in chunks {
@@ -427,11 +427,11 @@ impl Decoder {
                 block.feed_forward_backward(&cut(&attention.middle)?, gate_up.as_ref(), &cut(g)?)
             };
             let reversed: Vec<_> =
-                team.map(pieces.iter().collect(), reverse).into_iter().collect::<Result<_>>()?;
+                pool.map(pieces.iter().collect(), reverse).into_iter().collect::<Result<_>>()?;
             for ((p, _), piece) in pieces.iter().zip(&reversed) {
                 d_middle[*p].push(piece.d_middle.clone());
             }
-            block.feed_forward_gradients(&reversed, gradients, team)?;
+            block.feed_forward_gradients(&reversed, gradients, pool)?;
         }
         let join = |pieces: Vec<Tensor>| match &pieces[..] {
             [only] => Ok(only.clone()),

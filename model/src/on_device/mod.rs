@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 pub use self::sampler::{DeviceSampler, DrawRequest, StagedWeights};
 pub use self::steps::recorded_tokens;
 pub use self::train::DeviceTrace;
-pub use self::units::{FlatGradients, UnitGradients, UnitWeights, Whole};
+pub use self::units::{FlatGradients, FlatWeights, UnitGradients, UnitWeights};
 use crate::decoder::Places;
 use crate::{Config, Layout, Recompute};
 

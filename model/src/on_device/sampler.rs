@@ -13,7 +13,7 @@ use device::ops::sampling::{Choice, DRAW, Drawn, KEPT, RowDraw, SETTINGS, pack_k
 use device::{Buffer, Device, Result, Storage, bf16};
 
 use super::steps::{Shape, Steps};
-use super::{DeviceDecoder, Dtype, UnitWeights, Whole, check_ids};
+use super::{DeviceDecoder, Dtype, FlatWeights, UnitWeights, check_ids};
 use crate::{Config, Draw, KvCache, Layout, Parameters, Recompute, Sampling, StepSequence};
 
 /// A token to draw.
@@ -65,8 +65,8 @@ impl StagedWeights {
     /// [`device::DeviceError::OutOfMemory`].
     pub fn upload(device: &Device, dtype: Dtype, parameters: &Parameters) -> Result<Self> {
         Ok(match dtype {
-            Dtype::F32 => Self::F32(Whole::upload(device, parameters)?.into_buffer()),
-            Dtype::Bf16 => Self::Bf16(Whole::upload(device, parameters)?.into_buffer()),
+            Dtype::F32 => Self::F32(FlatWeights::upload(device, parameters)?.into_buffer()),
+            Dtype::Bf16 => Self::Bf16(FlatWeights::upload(device, parameters)?.into_buffer()),
         })
     }
 
@@ -176,7 +176,7 @@ impl DeviceSampler {
 #[derive(Debug)]
 struct Sampler<T: Storage> {
     decoder: DeviceDecoder<T>,
-    weights: Whole<T>,
+    weights: FlatWeights<T>,
     /// `[layers, pages + 1, 2, kv_heads, 16, head_dim]`; the last page is written by tokens that fill up a recorded step.
     cache: Option<Buffer<T>>,
     steps: Steps<T>,
@@ -187,7 +187,7 @@ struct Sampler<T: Storage> {
 impl<T: Storage> Sampler<T> {
     fn new(device: &Device, config: &Config, layout: &Arc<Layout>, weights: Buffer<T>) -> Result<Self> {
         let decoder = DeviceDecoder::new(device, config, layout, Recompute::None)?;
-        let weights = Whole::of(weights, layout);
+        let weights = FlatWeights::of(weights, layout);
         Ok(Self { decoder, weights, cache: None, steps: Steps::default(), drawing: None })
     }
 
@@ -197,7 +197,7 @@ impl<T: Storage> Sampler<T> {
 
     fn swap(&mut self, weights: Buffer<T>) -> Buffer<T> {
         let layout = Arc::clone(self.decoder.layout());
-        std::mem::replace(&mut self.weights, Whole::of(weights, &layout)).into_buffer()
+        std::mem::replace(&mut self.weights, FlatWeights::of(weights, &layout)).into_buffer()
     }
 
     /// Values of a page of one layer.

@@ -17,7 +17,7 @@ use device::{Buffer, Device, Graph, Result, Storage, View, ViewMut};
 
 use super::DeviceDecoder;
 use super::layer::linear;
-use super::units::{UnitWeights, Whole};
+use super::units::{FlatWeights, UnitWeights};
 use crate::decoder::Places;
 use crate::{KvCache, StepSequence, Unit};
 
@@ -124,7 +124,7 @@ impl<T: Storage> Steps<T> {
     pub(super) fn run(
         &mut self,
         decoder: &DeviceDecoder<T>,
-        weights: &mut Whole<T>,
+        weights: &mut FlatWeights<T>,
         cache: &mut Buffer<T>,
         shape: Shape,
         sequences: &[StepSequence<'_>],
@@ -307,7 +307,7 @@ struct StepLayer<'a, T: Storage> {
 /// The whole network up to the final norm, on what `memory` was filled with. Only launches.
 fn layers<T: Storage>(
     decoder: &DeviceDecoder<T>,
-    weights: &mut Whole<T>,
+    weights: &mut FlatWeights<T>,
     cache: &mut Buffer<T>,
     shape: Shape,
     (memory, sizes, chunks): (&mut Memory<T>, Sizes, Option<&Chunks>),

@@ -35,7 +35,7 @@ pub trait UnitGradients {
 
 /// All weights of a model in one buffer.
 #[derive(Debug)]
-pub struct Whole<T: Storage> {
+pub struct FlatWeights<T: Storage> {
     buffer: Buffer<T>,
     layout: Arc<Layout>,
 }
@@ -50,7 +50,7 @@ pub struct FlatGradients {
 /// Most values that are uploaded at a time on their way to another type.
 const PIECE: usize = 16 << 20;
 
-impl<T: Storage> Whole<T> {
+impl<T: Storage> FlatWeights<T> {
     /// Room for weights, with anything in it.
     ///
     /// # Errors
@@ -107,7 +107,7 @@ pub(super) fn upload_as<T: Storage>(device: &Device, values: &[f32], to: &mut Bu
     Ok(())
 }
 
-impl<T: Storage> UnitWeights<T> for Whole<T> {
+impl<T: Storage> UnitWeights<T> for FlatWeights<T> {
     fn unit(&mut self, unit: Unit) -> Result<View<'_, T>> {
         Ok(self.buffer.view(self.layout.unit(unit)))
     }

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-use super::gemm::{Matrix, Out, Panels, Right, product};
+use super::gemm::{Out, Panels, Right, StridedMatrix, product};
 use super::heads::HeadShape;
 use super::simd::{LANES, dot, exp, max, sum, vectorized};
 use super::{matrix, unwritten, values};
@@ -77,13 +77,13 @@ impl<'a> Heads<'a> {
     }
 
     /// Columns of a row from `column` on, for `rows`: `[rows, head_dim]`.
-    fn columns(&self, rows: Range<usize>, column: usize) -> Matrix<'a> {
+    fn columns(&self, rows: Range<usize>, column: usize) -> StridedMatrix<'a> {
         let width = self.shape.width();
         let values = &self.qkv[(rows.start * width + column).min(self.qkv.len())..];
-        Matrix::strided(values, (rows.len(), self.shape.head_dim), width)
+        StridedMatrix::strided(values, (rows.len(), self.shape.head_dim), width)
     }
 
-    fn both(&self, column: usize, pack: impl Fn(Matrix<'_>) -> Panels) -> Both {
+    fn both(&self, column: usize, pack: impl Fn(StridedMatrix<'_>) -> Panels) -> Both {
         Both {
             prefix: pack(self.columns(self.prefix.clone(), column)),
             own: pack(self.columns(self.rows.clone(), column)),
@@ -126,7 +126,7 @@ impl<'a> Heads<'a> {
     }
 
     /// `left [block, head_dim] x columns [head_dim, prefix + block.end]`.
-    fn scores(&self, left: Matrix<'_>, columns: &Both, block: &Range<usize>, out: &mut [f32]) {
+    fn scores(&self, left: StridedMatrix<'_>, columns: &Both, block: &Range<usize>, out: &mut [f32]) {
         let (before, dim) = (self.prefix.len(), self.shape.head_dim);
         let row_stride = before + block.end;
         product(left, columns.prefix.part(dim, before), Out::new(out, row_stride), true);
@@ -138,9 +138,9 @@ impl<'a> Heads<'a> {
     fn combine(&self, left: &[f32], rows: &Both, block: &Range<usize>, out: &mut [f32], row_stride: usize) {
         let (before, dim) = (self.prefix.len(), self.shape.head_dim);
         let seen = before + block.end;
-        let prefix = Matrix::strided(left, (block.len(), before), seen);
+        let prefix = StridedMatrix::strided(left, (block.len(), before), seen);
         product(prefix, rows.prefix.part(before, dim), Out::new(out, row_stride), true);
-        let own = Matrix::strided(&left[before..], (block.len(), block.end), seen);
+        let own = StridedMatrix::strided(&left[before..], (block.len(), block.end), seen);
         product(own, rows.own.part(block.end, dim), Out::new(out, row_stride), false);
     }
 
@@ -177,7 +177,7 @@ impl<'a> Heads<'a> {
                     let seen = before + block.end;
                     self.weights(h, &block, &keys, &mut weights);
                     let at = rows.start * query_width + self.query_column(h);
-                    let g = Matrix::strided(&g[at..], (block.len(), dim), query_width);
+                    let g = StridedMatrix::strided(&g[at..], (block.len(), dim), query_width);
                     slopes.resize(block.len() * seen, 0.0);
                     self.scores(g, &values, &block, &mut slopes);
                     softmax_slopes(&weights, &mut slopes, seen, before + block.start, scale);
@@ -192,11 +192,11 @@ impl<'a> Heads<'a> {
                         for (from, count, row) in
                             [(0, before, self.prefix.start), (before, block.end, self.rows.start)]
                         {
-                            let left =
-                                Matrix::strided(&matrix[from..], (block.len(), count), seen).transposed();
+                            let left = StridedMatrix::strided(&matrix[from..], (block.len(), count), seen)
+                                .transposed();
                             let at = row * width + column;
                             let to = Out::new(&mut out[at..], width);
-                            product(left, Right::Matrix(right), to, false);
+                            product(left, Right::Unpacked(right), to, false);
                         }
                     }
                 }

@@ -1,4 +1,4 @@
-//! Matrix products of strided matrices, with the right one packed into panels once or on the way.
+//! StridedMatrix products of strided matrices, with the right one packed into panels once or on the way.
 //!
 //! Invariant: every element of a result is one chain of fused multiply-adds over the inner dimension in ascending
 //! order, from what stands there (or zero), however many rows are multiplied together and on whatever machine: a
@@ -31,7 +31,7 @@ const LINE: usize = 64;
 
 /// A matrix `[rows, columns]` by strides.
 #[derive(Clone, Copy, Debug)]
-pub struct Matrix<'a> {
+pub struct StridedMatrix<'a> {
     values: &'a [f32],
     rows: usize,
     columns: usize,
@@ -39,7 +39,7 @@ pub struct Matrix<'a> {
     column_stride: usize,
 }
 
-impl<'a> Matrix<'a> {
+impl<'a> StridedMatrix<'a> {
     /// `values` is `[rows, columns]` row-major.
     #[must_use]
     pub fn new(values: &'a [f32], columns: usize) -> Self {
@@ -96,7 +96,7 @@ impl Panels {
         size_of_val(&self.values[..])
     }
 
-    pub(crate) fn new(matrix: Matrix<'_>) -> Self {
+    pub(crate) fn new(matrix: StridedMatrix<'_>) -> Self {
         let (inner, columns) = (matrix.rows, matrix.columns);
         let mut values = vec![0.0; inner * columns.next_multiple_of(STEP) + LINE / size_of::<f32>()];
         let start = line_start(&values);
@@ -151,14 +151,14 @@ pub(crate) enum Right<'a> {
     /// rows, and these columns, of which the first begins a panel.
     Panels { panels: &'a Panels, inner: usize, first: usize, columns: usize },
     /// Packed block by block on the way: for many rows, without a copy of the whole.
-    Matrix(Matrix<'a>),
+    Unpacked(StridedMatrix<'a>),
 }
 
 impl Right<'_> {
     fn shape(self) -> (usize, usize) {
         match self {
             Self::Panels { inner, columns, .. } => (inner, columns),
-            Self::Matrix(matrix) => (matrix.rows, matrix.columns),
+            Self::Unpacked(matrix) => (matrix.rows, matrix.columns),
         }
     }
 }
@@ -235,13 +235,13 @@ impl<'a> Out<'a> {
 ///
 /// # Panics
 /// If the shapes do not fit each other.
-pub(crate) fn multiply(left: Matrix<'_>, right: Right<'_>, out: &mut [f32]) {
+pub(crate) fn multiply(left: StridedMatrix<'_>, right: Right<'_>, out: &mut [f32]) {
     let row_stride = right.shape().1;
     product(left, right, Out::new(out, row_stride), true);
 }
 
 /// `out += left x right`, as [`multiply`].
-pub(crate) fn multiply_add(left: Matrix<'_>, right: Right<'_>, out: &mut [f32]) {
+pub(crate) fn multiply_add(left: StridedMatrix<'_>, right: Right<'_>, out: &mut [f32]) {
     let row_stride = right.shape().1;
     product(left, right, Out::new(out, row_stride), false);
 }
@@ -250,7 +250,7 @@ pub(crate) fn multiply_add(left: Matrix<'_>, right: Right<'_>, out: &mut [f32]) 
 ///
 /// # Panics
 /// If the shapes do not fit each other.
-pub(crate) fn product(left: Matrix<'_>, right: Right<'_>, mut out: Out<'_>, fresh: bool) {
+pub(crate) fn product(left: StridedMatrix<'_>, right: Right<'_>, mut out: Out<'_>, fresh: bool) {
     let (inner, columns) = right.shape();
     assert_eq!(left.columns, inner, "the inner dimensions agree");
     if left.rows == 0 || columns == 0 {
@@ -311,7 +311,7 @@ macro_rules! widest {
 
 widest! {
     fn multiply_blocks(
-        left: Matrix<'_>,
+        left: StridedMatrix<'_>,
         right: Right<'_>,
         out: &mut Out<'_>,
         fresh: bool,
@@ -322,14 +322,14 @@ widest! {
 
 widest! {
     /// Packs one panel of a matrix, as [`pack_block`].
-    fn pack_panel(matrix: Matrix<'_>, steps: Range<usize>, first: usize, panel: &mut [f32]) =
+    fn pack_panel(matrix: StridedMatrix<'_>, steps: Range<usize>, first: usize, panel: &mut [f32]) =
         pack_block::<__m512> | <__m256> | <>
 }
 
 /// `N` registers of type `V` by at most `R` rows make the largest tile.
 #[inline(always)]
 fn blocks<V: Vector, const N: usize, const R: usize>(
-    left: Matrix<'_>,
+    left: StridedMatrix<'_>,
     right: Right<'_>,
     out: &mut Out<'_>,
     fresh: bool,
@@ -350,7 +350,7 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
                 let wide = NR.min(columns - first);
                 let (panel, padded, next) = match right {
                     Right::Panels { .. } => right.packed(first, &steps),
-                    Right::Matrix(matrix) => {
+                    Right::Unpacked(matrix) => {
                         let padded = wide.next_multiple_of(STEP);
                         let panel = &mut buffer[..steps.len() * padded];
                         pack_block::<V>(matrix, steps.clone(), first, panel);

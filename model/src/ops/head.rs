@@ -4,11 +4,11 @@
 
 use candle_core::{Result, Tensor};
 
-use super::gemm::{Matrix, Right, multiply, multiply_add};
+use super::gemm::{Right, StridedMatrix, multiply, multiply_add};
 use super::linear::Linear;
 use super::softmax::{probabilities, scale_and_normalizer};
 use super::{matrix, row_ranges, unwritten, values};
-use crate::Team;
+use crate::ThreadPool;
 
 /// Logits of one thread that are in memory at a time, in the forward: they stay in its cache.
 const FORWARD: usize = 1 << 18;
@@ -54,7 +54,7 @@ pub(crate) fn predict(
     hidden: &Tensor,
     head: &Linear,
     targets: &[Target<'_>],
-    team: &Team,
+    pool: &ThreadPool,
 ) -> Result<Vec<Prediction>> {
     let (_, width) = hidden.dims2()?;
     let hidden = values(hidden)?;
@@ -66,7 +66,7 @@ pub(crate) fn predict(
         for_each_row(&hidden[rows.start * width..rows.end * width], width, head, &targets[rows], visit);
         predictions
     };
-    Ok(team.map(row_ranges(targets.len(), team.threads(), 1), predict).concat())
+    Ok(pool.map(row_ranges(targets.len(), pool.threads(), 1), predict).concat())
 }
 
 /// Gradient of `hidden [M, d]`; adds that of the head's weight to `weight_gradient [V, d]`.
@@ -76,7 +76,7 @@ pub(crate) fn predict_backward(
     targets: &[Target<'_>],
     gradients: &[PredictionGradient],
     weight_gradient: &mut [f32],
-    team: &Team,
+    pool: &ThreadPool,
 ) -> Result<Tensor> {
     let (_, width) = hidden.dims2()?;
     let (hidden, vocabulary) = (values(hidden)?, head.output());
@@ -86,10 +86,10 @@ pub(crate) fn predict_backward(
     let chunks = chunks.zip(hidden.chunks(rows * width).zip(d_hidden.chunks_mut(rows * width)));
     for ((targets, gradients), (hidden, d_hidden)) in chunks {
         let mut d_logits = vec![0.0; targets.len() * vocabulary];
-        let ranges = row_ranges(targets.len(), team.threads(), 1);
+        let ranges = row_ranges(targets.len(), pool.threads(), 1);
         let per_part = ranges[0].len();
         let outs = d_logits.chunks_mut(per_part * vocabulary).zip(d_hidden.chunks_mut(per_part * width));
-        team.map(ranges.into_iter().zip(outs).collect(), |(rows, (d_logits, d_hidden))| {
+        pool.map(ranges.into_iter().zip(outs).collect(), |(rows, (d_logits, d_hidden))| {
             let mut outs = d_logits.chunks_exact_mut(vocabulary).zip(&gradients[rows.clone()]);
             let hidden = &hidden[rows.start * width..rows.end * width];
             for_each_row(hidden, width, head, &targets[rows], |row, target| {
@@ -97,15 +97,15 @@ pub(crate) fn predict_backward(
                     Distribution::new(row, target).backward(*gradient, out);
                 }
             });
-            let weight = Right::Matrix(Matrix::new(head.weight(), width));
-            multiply(Matrix::new(d_logits, vocabulary), weight, d_hidden);
+            let weight = Right::Unpacked(StridedMatrix::new(head.weight(), width));
+            multiply(StridedMatrix::new(d_logits, vocabulary), weight, d_hidden);
         });
-        let ranges = row_ranges(vocabulary, team.threads(), 8);
+        let ranges = row_ranges(vocabulary, pool.threads(), 8);
         let per_part = ranges[0].len();
         let outs = weight_gradient.chunks_mut(per_part * width);
-        team.map(ranges.into_iter().zip(outs).collect(), |(rows, out)| {
-            let left = Matrix::new(&d_logits, vocabulary).transposed().rows(rows);
-            multiply_add(left, Right::Matrix(Matrix::new(hidden, width)), out);
+        pool.map(ranges.into_iter().zip(outs).collect(), |(rows, out)| {
+            let left = StridedMatrix::new(&d_logits, vocabulary).transposed().rows(rows);
+            multiply_add(left, Right::Unpacked(StridedMatrix::new(hidden, width)), out);
         });
     }
     matrix(d_hidden, width)
@@ -200,7 +200,7 @@ mod tests {
     fn loss(hidden: &[f32], weight: &[f32], targets: &[Target<'_>], c: &[PredictionGradient]) -> f64 {
         let hidden = Tensor::from_vec(hidden.to_vec(), (targets.len(), WIDTH), &Device::Cpu).unwrap();
         let predictions =
-            predict(&hidden, &Linear::packed(weight, WIDTH, None), targets, &Team::alone()).unwrap();
+            predict(&hidden, &Linear::packed(weight, WIDTH, None), targets, &ThreadPool::single()).unwrap();
         let term = |(p, c): (&Prediction, &PredictionGradient)| {
             f64::from(p.logprob) * f64::from(c.logprob) + f64::from(p.entropy) * f64::from(c.entropy)
         };
@@ -225,7 +225,7 @@ mod tests {
         let tensor = Tensor::from_vec(hidden.clone(), (rows, WIDTH), &Device::Cpu).unwrap();
         let mut dw = vec![0.0; weight.len()];
         let layer = Linear::trainable(&weight, WIDTH);
-        let dh = predict_backward(&tensor, &layer, &targets, &c, &mut dw, &Team::alone()).unwrap();
+        let dh = predict_backward(&tensor, &layer, &targets, &c, &mut dw, &ThreadPool::single()).unwrap();
         gradient(|h| loss(h, &weight, &targets, &c), &hidden, &values(&dh).unwrap(), 2e-3);
         gradient(|w| loss(&hidden, w, &targets, &c), &weight, &dw, 2e-3);
     }
@@ -240,7 +240,7 @@ mod tests {
             .iter()
             .map(|t| {
                 let target = Target { token: *t, temperature: 0.8, kept: Some(&kept) };
-                predict(&hidden, &head, &[target], &Team::alone()).unwrap()[0].logprob.exp()
+                predict(&hidden, &head, &[target], &ThreadPool::single()).unwrap()[0].logprob.exp()
             })
             .sum();
         assert!((total - 1.0).abs() < 1e-6, "{total}");

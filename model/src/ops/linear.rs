@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use super::gemm::{Matrix, Out, Panels, Right, multiply, multiply_add, product};
+use super::gemm::{Out, Panels, Right, StridedMatrix, multiply, multiply_add, product};
 use super::int8::Int8Linear;
 use super::simd::vectorized;
 use super::{matrix, unwritten, values};
-use crate::{Parameters, Team};
+use crate::{Parameters, ThreadPool};
 
 /// One linear layer. Its weight is `[out, in]`, as Hugging Face stores it.
 #[derive(Clone, Debug)]
@@ -61,7 +61,7 @@ enum Weight {
 impl Linear {
     /// A layer to sample with: packs `weight [out, in]`.
     pub(crate) fn packed(weight: &[f32], input: usize, bias: Option<&[f32]>) -> Self {
-        let panels = Panels::new(Matrix::new(weight, input).transposed());
+        let panels = Panels::new(StridedMatrix::new(weight, input).transposed());
         Self {
             output: panels.columns(),
             weight: Weight::Packed(panels),
@@ -94,45 +94,45 @@ impl Linear {
     }
 
     /// `x [T, in]` to `[T, out]`.
-    pub(crate) fn apply(&self, x: &Tensor, team: &Team) -> Result<Tensor> {
-        matrix(self.apply_values(x, team)?, self.output)
+    pub(crate) fn apply(&self, x: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
+        matrix(self.apply_values(x, pool)?, self.output)
     }
 
     /// The same, as plain values.
-    pub(crate) fn apply_values(&self, x: &Tensor, team: &Team) -> Result<Vec<f32>> {
+    pub(crate) fn apply_values(&self, x: &Tensor, pool: &ThreadPool) -> Result<Vec<f32>> {
         let mut out = unwritten(x.dim(0)? * self.output);
-        self.run(&values(x)?, &mut out, true, team);
+        self.run(&values(x)?, &mut out, true, pool);
         Ok(out)
     }
 
     /// `base [T, out]` plus the layer's result for `x [T, in]`.
-    pub(crate) fn add_to(&self, base: &Tensor, x: &Tensor, team: &Team) -> Result<Tensor> {
+    pub(crate) fn add_to(&self, base: &Tensor, x: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
         let mut out = values(base)?.to_vec();
-        self.run(&values(x)?, &mut out, false, team);
+        self.run(&values(x)?, &mut out, false, pool);
         matrix(out, self.output)
     }
 
     /// `x [T, in]` to `out [T, out]`.
     pub(crate) fn apply_slice(&self, x: &[f32], out: &mut [f32]) {
-        self.run(x, out, true, &Team::alone());
+        self.run(x, out, true, &ThreadPool::single());
     }
 
     /// Writes the layer's result for `x [T, in]` to `out [T, out]`, or adds it if not `fresh`. Threads share the columns
     /// of packed weights, so that each reads only its part of them.
-    fn run(&self, x: &[f32], out: &mut [f32], fresh: bool, team: &Team) {
+    fn run(&self, x: &[f32], out: &mut [f32], fresh: bool, pool: &ThreadPool) {
         match &self.weight {
             Weight::Int8(layer) if fresh => layer.apply_slice(x, out),
             Weight::Int8(layer) => layer.add_slice(x, out),
             Weight::Packed(panels) => {
-                let ranges = panels.split(team.threads());
+                let ranges = panels.split(pool.threads());
                 let outs = Out::columns(out, self.output, &ranges);
-                team.map(ranges.into_iter().zip(outs).collect(), |(columns, out)| {
-                    product(Matrix::new(x, self.input), panels.columns_of(columns), out, fresh);
+                pool.map(ranges.into_iter().zip(outs).collect(), |(columns, out)| {
+                    product(StridedMatrix::new(x, self.input), panels.columns_of(columns), out, fresh);
                 });
             }
             Weight::Flat(..) => {
-                let weight = Right::Matrix(Matrix::new(self.weight(), self.input).transposed());
-                product(Matrix::new(x, self.input), weight, Out::new(out, self.output), fresh);
+                let weight = Right::Unpacked(StridedMatrix::new(self.weight(), self.input).transposed());
+                product(StridedMatrix::new(x, self.input), weight, Out::new(out, self.output), fresh);
             }
         }
         if let Some(bias) = &self.bias {
@@ -148,8 +148,8 @@ impl Linear {
         let g = values(g)?;
         let mut dx = unwritten(g.len() / self.output * self.input);
         multiply(
-            Matrix::new(&g, self.output),
-            Right::Matrix(Matrix::new(self.weight(), self.input)),
+            StridedMatrix::new(&g, self.output),
+            Right::Unpacked(StridedMatrix::new(self.weight(), self.input)),
             &mut dx,
         );
         matrix(dx, self.input)
@@ -182,8 +182,8 @@ pub(crate) fn weight_gradient(
 ) -> Result<()> {
     let ((_, input), (_, output)) = (x.dims2()?, g.dims2()?);
     let (x, g) = (values(x)?, values(g)?);
-    let left = Matrix::new(&g, output).transposed().rows(rows);
-    multiply_add(left, Right::Matrix(Matrix::new(&x, input)), gradient);
+    let left = StridedMatrix::new(&g, output).transposed().rows(rows);
+    multiply_add(left, Right::Unpacked(StridedMatrix::new(&x, input)), gradient);
     Ok(())
 }
 
@@ -248,7 +248,8 @@ mod tests {
             (noise(rows * input, 1), noise(input * output, 2), noise(output, 3), noise(rows * output, 4));
         let tensor = |v: &[f32], n: usize| Tensor::from_vec(v.to_vec(), (rows, n), &Device::Cpu).unwrap();
         let loss = |x: &[f32], w: &[f32], b: &[f32]| {
-            let y = Linear::packed(w, input, Some(b)).apply(&tensor(x, input), &Team::alone()).unwrap();
+            let y =
+                Linear::packed(w, input, Some(b)).apply(&tensor(x, input), &ThreadPool::single()).unwrap();
             weighted(&values(&y).unwrap(), &c)
         };
         let (tx, tc) = (tensor(&x, input), tensor(&c, output));
@@ -270,10 +271,11 @@ mod tests {
         let (x, c) = (noise(3 * 20, 1), noise(3 * 30, 2));
         let tensor = |v: &[f32], n: usize| Tensor::from_vec(v.to_vec(), (3, n), &Device::Cpu).unwrap();
         let base = tensor(&c, 30);
-        let of = |layer: &Linear, x: &[f32]| layer.apply_values(&tensor(x, 20), &Team::alone()).unwrap();
+        let of =
+            |layer: &Linear, x: &[f32]| layer.apply_values(&tensor(x, 20), &ThreadPool::single()).unwrap();
         assert_eq!(of(&flat, &x), of(&packed, &x));
         let added = |layer: &Linear| {
-            values(&layer.add_to(&base, &tensor(&x, 20), &Team::alone()).unwrap()).unwrap().to_vec()
+            values(&layer.add_to(&base, &tensor(&x, 20), &ThreadPool::single()).unwrap()).unwrap().to_vec()
         };
         assert_eq!(added(&flat), added(&packed));
         let dx = flat.input_gradient(&tensor(&c, 30)).unwrap();

@@ -7,7 +7,7 @@
 //! # Invariants
 //! - A row of any result depends on its own inputs only, bit for bit, never on what it is batched with.
 //! - Sampling and training call the same functions, so equal weights give equal log-probabilities.
-//! - An operation runs on the thread that calls it, unless it is told a [`Team`](crate::Team); how many threads took part
+//! - An operation runs on the thread that calls it, unless it is told a [`ThreadPool`](crate::ThreadPool); how many threads took part
 //!   changes no bit.
 //!
 //! # Layout

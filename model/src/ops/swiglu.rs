@@ -4,16 +4,16 @@ use candle_core::{Result, Tensor};
 
 use super::simd::{exp, vectorized};
 use super::{matrix, row_ranges, unwritten, values};
-use crate::Team;
+use crate::ThreadPool;
 
 /// `gate_up [T, 2 m]`, the gate in the first half of each row, to `[T, m]`.
-pub(crate) fn swiglu(gate_up: &Tensor, team: &Team) -> Result<Tensor> {
+pub(crate) fn swiglu(gate_up: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
     let (rows, width) = gate_up.dims2()?;
     let mut out = unwritten(rows * width / 2);
     let gate_up = values(gate_up)?;
-    let each = row_ranges(rows, team.threads(), 1)[0].len().max(1);
+    let each = row_ranges(rows, pool.threads(), 1)[0].len().max(1);
     let parts = gate_up.chunks(each * width).zip(out.chunks_mut(each * width / 2));
-    team.map(parts.collect(), |(gate_up, out)| forward(gate_up, width / 2, out));
+    pool.map(parts.collect(), |(gate_up, out)| forward(gate_up, width / 2, out));
     matrix(out, width / 2)
 }
 

@@ -21,7 +21,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use model::{Answered, Cores, MemoryBudget, Placement, Quantization, SequenceScorer, Team};
+use model::{
+    MemoryBudget, Placement, PromptCompletion, Quantization, SequenceScorer, SharedCores, ThreadPool,
+};
 
 use serde::{Deserialize, Serialize};
 
@@ -41,9 +43,9 @@ pub struct ModelContext {
     /// [`model::Tokenizer::fingerprint`] of the policy's tokenizer.
     pub policy_tokenizer: Option<String>,
     /// The cores that the sampler may use.
-    pub policy_team: Option<Arc<Team>>,
+    pub policy_pool: Option<Arc<ThreadPool>>,
     /// All cores of the process.
-    pub cores: Option<Arc<Cores>>,
+    pub cores: Option<Arc<SharedCores>>,
     /// What colocated models may keep in memory together.
     pub budget: Arc<MemoryBudget>,
     /// Models of the recipe that another process of the run serves, by the name of their reward.
@@ -125,9 +127,9 @@ impl RewardModel {
     }
 
     /// The tokens of a trajectory, if the model reads them.
-    fn sampled(&self, input: &RewardInput<'_>) -> Option<Answered> {
+    fn sampled(&self, input: &RewardInput<'_>) -> Option<PromptCompletion> {
         let known = self.shares_tokens && !input.prompt_ids.is_empty();
-        known.then(|| Answered {
+        known.then(|| PromptCompletion {
             prompt: input.prompt_ids.to_vec(),
             completion: input.completion_ids.to_vec(),
         })
@@ -188,12 +190,12 @@ fn start(
     let scorer =
         SequenceScorer::open(path, quantization, budget).map_err(|error| failed(error.to_string()))?;
     let scorer = Arc::new(scorer);
-    let cores = models.cores.clone().unwrap_or_else(Cores::all);
-    let team = match (placement, &models.policy_team) {
-        (Placement::Colocated, Some(team)) => Arc::clone(team),
-        _ => Arc::new(Team::new(&cores, spec.threads.unwrap_or(cores.total()))),
+    let cores = models.cores.clone().unwrap_or_else(SharedCores::all);
+    let pool = match (placement, &models.policy_pool) {
+        (Placement::Colocated, Some(pool)) => Arc::clone(pool),
+        _ => Arc::new(ThreadPool::new(&cores, spec.threads.unwrap_or(cores.total()))),
     };
-    let service = Service::start(spec, Arc::clone(&scorer), team, spec.batch_tokens.unwrap_or(BATCH_TOKENS))?;
+    let service = Service::start(spec, Arc::clone(&scorer), pool, spec.batch_tokens.unwrap_or(BATCH_TOKENS))?;
     let place = match (placement, scorer.is_swapped()) {
         (Placement::Separated, _) => "separated",
         (Placement::Colocated, false) => "colocated, beside the policy",
@@ -221,7 +223,7 @@ fn check_keys(spec: &RewardSpec) -> Result<(), RewardError> {
 }
 
 /// The tokens, if a model can read them.
-fn checked(tokens: Answered, longest: usize) -> Result<Answered, String> {
+fn checked(tokens: PromptCompletion, longest: usize) -> Result<PromptCompletion, String> {
     let length = tokens.len();
     if length > longest {
         return Err(format!(

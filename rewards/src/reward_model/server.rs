@@ -21,7 +21,9 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use model::{Answered, Cores, MemoryBudget, Quantization, SequenceScorer, SpecialTokens, Team};
+use model::{
+    MemoryBudget, PromptCompletion, Quantization, SequenceScorer, SharedCores, SpecialTokens, ThreadPool,
+};
 use serde::de::{self, Deserializer, SeqAccess, Visitor};
 use serde_json::{Value, json};
 use tokio::sync::{Semaphore, SemaphorePermit};
@@ -109,10 +111,10 @@ impl Server {
         let scorer = SequenceScorer::open(path, config.quantization, &MemoryBudget::default())
             .map_err(|error| failed(error.to_string()))?;
         let scorer = Arc::new(scorer);
-        let cores = Cores::all();
-        let team = Arc::new(Team::new(&cores, config.threads.unwrap_or(cores.total())));
+        let cores = SharedCores::all();
+        let pool = Arc::new(ThreadPool::new(&cores, config.threads.unwrap_or(cores.total())));
         let batch_tokens = config.batch_tokens.unwrap_or(BATCH_TOKENS);
-        let service = Service::start(&spec, Arc::clone(&scorer), team, batch_tokens)?;
+        let service = Service::start(&spec, Arc::clone(&scorer), pool, batch_tokens)?;
         let unusable = |error: std::io::Error| failed(format!("its socket cannot be used: {error}"));
         let address = listener.local_addr().map_err(unusable)?;
         listener.set_nonblocking(true).map_err(unusable)?;
@@ -196,7 +198,7 @@ impl Served {
         Ok((asked, room))
     }
 
-    async fn score(&self, tokens: Result<Answered, String>) -> Answer {
+    async fn score(&self, tokens: Result<PromptCompletion, String>) -> Answer {
         let score = match tokens.and_then(|tokens| checked(tokens, self.scorer.max_context())) {
             Ok(tokens) => self.service.ask(tokens, || ()).await.map_err(|lost| lost.to_string()),
             Err(reason) => Err(reason),
@@ -212,7 +214,7 @@ async fn scores(State(served): State<Arc<Served>>, request: Request) -> Result<R
     let (asked, _room) = served.body(request).await?;
     let tokens = match asked {
         Asked::Tokens { prompt_ids: prompt, completion_ids: completion } => {
-            Ok(Answered { prompt, completion })
+            Ok(PromptCompletion { prompt, completion })
         }
         Asked::Texts { prompt, completion, ended } => {
             served.scorer.encode(&prompt.into(), &completion, ended).map_err(|error| error.to_string())
@@ -232,7 +234,7 @@ async fn get_reward(State(served): State<Arc<Served>>, request: Request) -> Resu
     let encode = |text: &String| {
         let completion = served.scorer.tokenizer().encode(text, SpecialTokens::Omit);
         completion
-            .map(|completion| Answered { prompt: Vec::new(), completion })
+            .map(|completion| PromptCompletion { prompt: Vec::new(), completion })
             .map_err(|error| error.to_string())
     };
     let asked = query.iter().map(|text| Box::pin(served.score(encode(text))) as crate::BoxFuture<'_, _>);

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use model::{Answered, SequenceScorer, Team};
+use model::{PromptCompletion, SequenceScorer, ThreadPool};
 use tokio::sync::oneshot;
 
 use crate::load::Waiting;
@@ -16,7 +16,7 @@ use crate::{RewardError, RewardInput, RewardSpec};
 
 /// A sequence that waits for its score.
 struct Request {
-    answered: Answered,
+    answered: PromptCompletion,
     /// Its turn has come.
     begun: oneshot::Sender<()>,
     scored: oneshot::Sender<Result<f32, String>>,
@@ -36,7 +36,7 @@ impl Service {
     pub(super) fn start(
         spec: &RewardSpec,
         scorer: Arc<SequenceScorer>,
-        team: Arc<Team>,
+        pool: Arc<ThreadPool>,
         batch_tokens: usize,
     ) -> Result<Self, RewardError> {
         let name = spec.name().to_owned();
@@ -47,14 +47,18 @@ impl Service {
         };
         let thread = std::thread::Builder::new()
             .name(format!("reward {name}"))
-            .spawn(move || serve(&receiver, &scorer, &team, batch_tokens))
+            .spawn(move || serve(&receiver, &scorer, &pool, batch_tokens))
             .map_err(failed)?;
         Ok(Self { name, timeout: spec.timeout(), requests: Some(requests), thread: Some(thread) })
     }
 
     /// The score of a sequence; `begin` is called when its turn has come, and what it returns is kept until the end. The
     /// timeout begins with the turn: waiting in the queue is not the model's time.
-    pub(super) async fn ask<T>(&self, answered: Answered, begin: impl FnOnce() -> T) -> Result<f32, Lost> {
+    pub(super) async fn ask<T>(
+        &self,
+        answered: PromptCompletion,
+        begin: impl FnOnce() -> T,
+    ) -> Result<f32, Lost> {
         let ((begun, began), (scored, score)) = (oneshot::channel(), oneshot::channel());
         let requests = self.requests.as_ref().ok_or(Lost::Gone)?;
         requests.send(Request { answered, begun, scored }).map_err(|_| Lost::Gone)?;
@@ -71,7 +75,7 @@ impl Service {
     /// The same for a trajectory that waits.
     pub(super) async fn score(
         &self,
-        answered: Answered,
+        answered: PromptCompletion,
         waiting: Waiting<'_>,
         input: &RewardInput<'_>,
     ) -> Result<f32, RewardError> {
@@ -107,10 +111,10 @@ impl Drop for Service {
     }
 }
 
-fn serve(requests: &Receiver<Request>, scorer: &SequenceScorer, team: &Arc<Team>, batch_tokens: usize) {
+fn serve(requests: &Receiver<Request>, scorer: &SequenceScorer, pool: &Arc<ThreadPool>, batch_tokens: usize) {
     while let Ok(first) = requests.recv() {
         // Weights that are swapped in stay until nothing waits any more.
-        let ready = scorer.ready();
+        let ready = scorer.load();
         let mut next = Some(first);
         while let Some(first) = next.take().or_else(|| requests.try_recv().ok()) {
             let mut tokens = first.answered.len();
@@ -126,8 +130,8 @@ fn serve(requests: &Receiver<Request>, scorer: &SequenceScorer, team: &Arc<Team>
             batch.retain(|request| !request.scored.is_closed());
             match &ready {
                 Ok(ready) => answer(batch, |answered| {
-                    let _present = team.present();
-                    ready.score(answered, team).map_err(|error| error.to_string())
+                    let _reservation = pool.reserve_core();
+                    ready.score(answered, pool).map_err(|error| error.to_string())
                 }),
                 Err(error) => answer(batch, |_| Err(error.to_string())),
             }
@@ -136,7 +140,7 @@ fn serve(requests: &Receiver<Request>, scorer: &SequenceScorer, team: &Arc<Team>
 }
 
 /// Scores a batch and tells everybody.
-fn answer(mut batch: Vec<Request>, score: impl FnOnce(&[Answered]) -> Result<Vec<f32>, String>) {
+fn answer(mut batch: Vec<Request>, score: impl FnOnce(&[PromptCompletion]) -> Result<Vec<f32>, String>) {
     // Completions of one prompt become neighbours, so that the prompt is computed once.
     batch.sort_by(|a, b| a.answered.prompt.cmp(&b.answered.prompt));
     let (answered, tell): (Vec<_>, Vec<_>) =

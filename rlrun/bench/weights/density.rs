@@ -5,7 +5,7 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use model::{Config, Cores, ModelDirectory, Recompute, Sizes, Team};
+use model::{Config, ModelDirectory, Recompute, SharedCores, Sizes, ThreadPool};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
@@ -49,10 +49,10 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<(), Failure> {
             wait: std::time::Duration::MAX,
             device: None,
         };
-        let cores = Cores::new(std::thread::available_parallelism().map_or(1, NonZeroUsize::get));
-        let team = Arc::new(Team::new(&cores, cores.total()));
+        let cores = SharedCores::new(std::thread::available_parallelism().map_or(1, NonZeroUsize::get));
+        let pool = Arc::new(ThreadPool::new(&cores, cores.total()));
         let parameters = directory.load_parameters()?;
-        let mut learner = Learner::new(config, directory.config().clone(), parameters, None)?.on(team);
+        let mut learner = Learner::new(config, directory.config().clone(), parameters, None)?.on(pool);
         publisher.publish_values(PolicyVersion(0), learner.parameters()?.values())?;
         let mut rng = ChaCha8Rng::seed_from_u64(0);
         let (mut densities, mut sizes) = (Vec::new(), Vec::new());

@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use device::Device;
 use model::on_device::{DeviceSampler, DrawRequest, StagedWeights};
-use model::{Config, KvCache, Sampling, StepSequence, Team};
+use model::{Config, KvCache, Sampling, StepSequence, ThreadPool};
 use trajectory::{GroupId, PolicyVersion};
 
 use crate::RolloutError;
@@ -108,7 +108,7 @@ pub struct Engine {
     running: Vec<Sequence>,
     counts: EngineCounts,
     interruption: Option<Interruption>,
-    team: Arc<Team>,
+    pool: Arc<ThreadPool>,
 }
 
 impl Engine {
@@ -149,14 +149,14 @@ impl Engine {
             running: Vec::new(),
             counts: EngineCounts::default(),
             interruption: None,
-            team: Arc::new(Team::alone()),
+            pool: Arc::new(ThreadPool::single()),
         })
     }
 
-    /// The same, computing on the cores of `team`.
+    /// The same, computing on the cores of `pool`.
     #[must_use]
-    pub fn on(self, team: Arc<Team>) -> Self {
-        Self { team, ..self }
+    pub fn on(self, pool: Arc<ThreadPool>) -> Self {
+        Self { pool, ..self }
     }
 
     /// The same, putting a text into completions that do not end in time.
@@ -167,8 +167,8 @@ impl Engine {
 
     /// The cores that it computes on.
     #[must_use]
-    pub fn team(&self) -> &Arc<Team> {
-        &self.team
+    pub fn pool(&self) -> &Arc<ThreadPool> {
+        &self.pool
     }
 
     /// The version that it samples from.
@@ -333,7 +333,7 @@ impl Engine {
             for position in (from..known).step_by(chunk) {
                 let tokens = &sequence.token_ids[position..(position + chunk).min(known)];
                 let step = StepSequence { tokens, position, pages: &sequence.pages, wanted: 0 };
-                network.step(&mut self.cache, &[step], &self.team)?;
+                network.step(&mut self.cache, &[step], &self.pool)?;
             }
         }
         Ok(())
@@ -359,7 +359,7 @@ impl Engine {
             return Ok(Vec::new());
         }
         let network = self.network.as_mut().expect(PARKED);
-        let logits = network.step(&mut self.cache, &sequences, &self.team)?;
+        let logits = network.step(&mut self.cache, &sequences, &self.pool)?;
         self.counts.steps += 1;
         let interrupted = self.running[..decoding].iter().filter(|sequence| sequence.is_interrupted_now());
         self.counts.interrupted += interrupted.count() as u64;

@@ -6,7 +6,7 @@ use device::Device;
 use device::ops::digest::digest;
 use device::ops::vectors::cast;
 use model::on_device::{DeviceSampler, DrawRequest, Dtype, StagedWeights};
-use model::{Config, Decoder, Draw, KvCache, Parameters, Quantization, StepSequence, Team};
+use model::{Config, Decoder, Draw, KvCache, Parameters, Quantization, StepSequence, ThreadPool};
 use weights::Digest;
 
 use crate::RolloutError;
@@ -153,10 +153,10 @@ impl Network {
         &mut self,
         cache: &mut KvCache,
         sequences: &[StepSequence<'_>],
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<Logits, RolloutError> {
         Ok(match self {
-            Self::Host(decoder) => Logits::Host(decoder.step(cache, sequences, team)?),
+            Self::Host(decoder) => Logits::Host(decoder.step(cache, sequences, pool)?),
             Self::Device(sampler) => {
                 sampler.step(cache, sequences)?;
                 Logits::Device

@@ -1,7 +1,7 @@
 //! An adapter against its formula in f64, and its files against what PEFT writes.
 
 use half::{bf16, f16};
-use model::{Config, Cores, Layout, Sizes};
+use model::{Config, Layout, SharedCores, Sizes};
 use safetensors::tensor::{Dtype, TensorView};
 
 use super::*;
@@ -56,7 +56,7 @@ fn a_fresh_adapter_is_peft_s_and_changes_nothing() {
         assert!(high <= bound && high > 0.7 * bound && low >= -bound && low < -0.7 * bound, "{}", spec.name);
     }
     let mut merged = base.clone();
-    adapter.merge(merged.values_mut(), &Team::alone());
+    adapter.merge(merged.values_mut(), &ThreadPool::single());
     assert_eq!(merged.values(), base.values());
     assert_eq!(adapter, Adapter::new(config(&TargetModule::ALL), &base, 7));
     assert_ne!(adapter.values(), Adapter::new(config(&TargetModule::ALL), &base, 8).values());
@@ -68,7 +68,7 @@ fn merged_is_the_base_plus_the_scaled_product() {
     let targets = [TargetModule::DownProj, TargetModule::QProj, TargetModule::VProj];
     let adapter = changed(&targets, &base);
     let mut merged = base.clone();
-    adapter.merge(merged.values_mut(), &Team::alone());
+    adapter.merge(merged.values_mut(), &ThreadPool::single());
     let of = |name: &str| {
         let spec = adapter.specs().iter().find(|spec| spec.name.ends_with(name))?;
         Some((&adapter.values()[spec.range()], spec.shape[1]))
@@ -93,7 +93,7 @@ fn merged_is_the_base_plus_the_scaled_product() {
     assert_eq!(adapter.base_parameters(&merged).values(), base.values());
     // Merging again, over what was merged, and on more threads, gives the same bits.
     let again = merged.values().to_vec();
-    adapter.merge(merged.values_mut(), &Team::new(&Cores::new(3), 3));
+    adapter.merge(merged.values_mut(), &ThreadPool::new(&SharedCores::new(3), 3));
     assert_eq!(merged.values(), again);
 }
 
@@ -105,11 +105,11 @@ fn gradients_are_the_derivative_of_a_function_of_the_weights() {
     let mut adapter = changed(&TargetModule::ALL, &base);
     let g: Vec<f32> =
         (0..base.values().len()).map(|i| noise(i as u32 ^ 99) as f32 / u32::MAX as f32 - 0.5).collect();
-    let gradients = adapter.gradients(&g, &Team::alone());
-    assert_eq!(gradients, adapter.gradients(&g, &Team::new(&Cores::new(3), 3)));
+    let gradients = adapter.gradients(&g, &ThreadPool::single());
+    assert_eq!(gradients, adapter.gradients(&g, &ThreadPool::new(&SharedCores::new(3), 3)));
     let value = |adapter: &Adapter| {
         let mut merged = base.clone();
-        adapter.merge(merged.values_mut(), &Team::alone());
+        adapter.merge(merged.values_mut(), &ThreadPool::single());
         merged.values().iter().zip(&g).map(|(w, g)| f64::from(*w) * f64::from(*g)).sum::<f64>()
     };
     for index in (0..adapter.specs().len()).step_by(3) {

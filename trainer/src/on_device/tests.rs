@@ -6,7 +6,7 @@ use std::time::Duration;
 use device::Device;
 use device::device::Place;
 use model::on_device::Dtype;
-use model::{Config, Layout, MemoryBudget, Parameters, Recompute, Sizes, Team};
+use model::{Config, Layout, MemoryBudget, Parameters, Recompute, Sizes, ThreadPool};
 use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
 use weights::direct::nccl::{NcclConfig, NcclPublisher, NcclSubscriber};
 use weights::{DevicePublisher, DeviceSubscriber, Hub, HubConfig};
@@ -79,9 +79,9 @@ fn what_leaves_the_device_for_a_sampler_comes_back_as_it_was() {
         for (budget, stays) in [(u64::MAX, moments + computed), (8 * len, moments), (0, 0)] {
             let mut learner = learner(dtype, place);
             let directory = tempfile::tempdir().unwrap();
-            let [seat, _other] = model::turns::turns("the trainer", "a sampler", || {});
+            let [turn, _other] = model::turns::share_device("the trainer", "a sampler", || {});
             let budget = MemoryBudget::new(Some(budget));
-            let mut colocation = Colocation::new(seat, directory.path(), &budget, vec![&mut learner]);
+            let mut colocation = Colocation::new(turn, directory.path(), &budget, vec![&mut learner]);
             let held = |learner: &Learner| learner.device_bytes().iter().sum::<u64>();
             for _ in 0..2 {
                 step(&mut learner);
@@ -104,7 +104,7 @@ fn ranks_in_processes_of_their_own_broadcast_a_shard_each() {
     let mut ranks = crate::collective::threads::group(2, Duration::from_secs(60)).into_iter();
     let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
     let leader = Leader::new(Arc::new(first));
-    let follower = std::thread::spawn(move || follow(Arc::new(second), Arc::new(Team::alone())));
+    let follower = std::thread::spawn(move || follow(Arc::new(second), Arc::new(ThreadPool::single())));
     let parameters = Parameters::random(&model(), 3);
     let mut trained = leader.learner(settings, model(), parameters, None, None).unwrap();
     // The others are told of this one.

@@ -13,8 +13,8 @@
 //! are stored transposed, `[rank, columns]` and `[rank, rows]`. A direction that `B` does not have, such as every one of
 //! a gradient that is zero, updates nothing and keeps its vector in `Q`, where the formula would divide by zero.
 
-use model::Team;
-use model::products::{Matrix, multiply, multiply_add};
+use model::ThreadPool;
+use model::products::{StridedMatrix, multiply, multiply_add};
 
 use super::Factors;
 use super::orthonormal::{length, orthonormalize};
@@ -69,12 +69,12 @@ impl Update<'_> {
 
         // P^T = orthonormal(Q^T B^T), R^T = P^T B.
         let (mut left, mut right) = (vec![0.0; rank * rows], vec![0.0; rank * columns]);
-        let b = Matrix::new(momentum, columns);
-        multiply(Matrix::new(basis, columns), b.transposed(), &mut left);
+        let b = StridedMatrix::new(momentum, columns);
+        multiply(StridedMatrix::new(basis, columns), b.transposed(), &mut left);
         orthonormalize(&mut left, rows);
-        multiply(Matrix::new(&left, rows), b, &mut right);
+        multiply(StridedMatrix::new(&left, rows), b, &mut right);
 
-        let whole = f64::from(norm(momentum, &Team::alone()));
+        let whole = f64::from(norm(momentum, &ThreadPool::single()));
         let lengths: Vec<f64> = right.chunks_exact(columns).map(length).collect();
         for ((r, length), q) in right.chunks_exact(columns).zip(&lengths).zip(basis.chunks_exact_mut(columns))
         {
@@ -84,7 +84,11 @@ impl Update<'_> {
             }
         }
         right.iter_mut().for_each(|r| *r *= factors.momentum - 1.0);
-        multiply_add(Matrix::new(&left, rows).transposed(), Matrix::new(&right, columns), momentum);
+        multiply_add(
+            StridedMatrix::new(&left, rows).transposed(),
+            StridedMatrix::new(&right, columns),
+            momentum,
+        );
 
         let step = factors.learning_rate * (rows as f32 / columns as f32).sqrt();
         for (p, length) in left.chunks_exact_mut(rows).zip(&lengths) {
@@ -93,7 +97,11 @@ impl Update<'_> {
         }
         let keep = 1.0 - factors.learning_rate * factors.weight_decay;
         values.iter_mut().for_each(|value| *value *= keep);
-        multiply_add(Matrix::new(&left, rows).transposed(), Matrix::new(basis, columns), values);
+        multiply_add(
+            StridedMatrix::new(&left, rows).transposed(),
+            StridedMatrix::new(basis, columns),
+            values,
+        );
     }
 }
 
@@ -135,7 +143,7 @@ mod tests {
             row.iter_mut().for_each(|x| *x *= 0.5_f32.powi(k as i32));
         }
         let mut out = vec![0.0; rows * columns];
-        multiply(Matrix::new(&u, rows).transposed(), Matrix::new(&v, columns), &mut out);
+        multiply(StridedMatrix::new(&u, rows).transposed(), StridedMatrix::new(&v, columns), &mut out);
         out
     }
 
@@ -178,7 +186,7 @@ mod tests {
         // The used part is a projection of B, so the rest is orthogonal to it.
         let inner: f64 = used.iter().zip(&once.momentum).map(|(u, m)| f64::from(*u) * f64::from(*m)).sum();
         assert!(inner.abs() < 1e-6, "{inner}");
-        assert!(norm(&once.momentum, &Team::alone()) > 0.05);
+        assert!(norm(&once.momentum, &ThreadPool::single()) > 0.05);
         assert_eq!(once.basis.len(), 3 * columns);
         let update = singular_values(&once.update, columns);
         assert!(update[3] < 1e-5, "an update has the rank of its basis: {update:?}");

@@ -14,7 +14,7 @@ mod orthonormal;
 
 use std::ops::Range;
 
-use model::{ParameterSpec, Team};
+use model::{ParameterSpec, ThreadPool};
 use serde::{Deserialize, Serialize};
 
 use crate::adamw::Adam;
@@ -254,7 +254,7 @@ impl Optimizer {
         values: &mut [f32],
         (gradients, scale): (&[f32], f32),
         learning_rate: f32,
-        team: &Team,
+        pool: &ThreadPool,
     ) {
         assert!(
             values.len() == gradients.len()
@@ -268,7 +268,7 @@ impl Optimizer {
             rest = after;
             Owned { tensor, offset: 0, values, gradients: &gradients[spec.range()] }
         });
-        self.update_owned(specs, owned.collect(), scale, learning_rate, team);
+        self.update_owned(specs, owned.collect(), scale, learning_rate, pool);
     }
 
     /// Updates what each of the states belongs to, for `scale` times its gradients.
@@ -281,7 +281,7 @@ impl Optimizer {
         owned: Vec<Owned<'_>>,
         scale: f32,
         learning_rate: f32,
-        team: &Team,
+        pool: &ThreadPool,
     ) {
         assert!(
             self.states.iter().map(TensorState::len).eq(owned.iter().map(|owned| owned.values.len())),
@@ -317,7 +317,7 @@ impl Optimizer {
         }
         // The long parts first, so that short ones fill up the end.
         matrices.append(&mut pieces);
-        team.map(matrices, Part::run);
+        pool.map(matrices, Part::run);
     }
 
     /// The numbers of the next update, of who has the states and does it.

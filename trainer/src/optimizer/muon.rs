@@ -11,8 +11,8 @@
 //!
 //! Invariant: the new bits of a matrix depend on itself, its gradient and its momentum; one thread computes it.
 
-use model::Team;
-use model::products::{Matrix, multiply, multiply_add};
+use model::ThreadPool;
+use model::products::{StridedMatrix, multiply, multiply_add};
 
 use super::Factors;
 use crate::norm::norm;
@@ -68,25 +68,25 @@ fn newton_schulz(mut x: Vec<f32>, columns: usize) -> Vec<f32> {
     let [a, b, c] = COEFFICIENTS;
     let rows = x.len() / columns;
     let side = rows.min(columns);
-    let inverse = 1.0 / (norm(&x, &Team::alone()) + EPS);
+    let inverse = 1.0 / (norm(&x, &ThreadPool::single()) + EPS);
     x.iter_mut().for_each(|value| *value *= inverse);
     let (mut gram, mut square) = (vec![0.0; side * side], vec![0.0; side * side]);
     let mut next = vec![0.0; x.len()];
     for _ in 0..ITERATIONS {
         // The polynomial of the smaller of X X^T and X^T X: both sides give the same result.
-        let matrix = Matrix::new(&x, columns);
+        let matrix = StridedMatrix::new(&x, columns);
         if rows <= columns {
             multiply(matrix, matrix.transposed(), &mut gram);
         } else {
             multiply(matrix.transposed(), matrix, &mut gram);
         }
-        multiply(Matrix::new(&gram, side), Matrix::new(&gram, side), &mut square);
+        multiply(StridedMatrix::new(&gram, side), StridedMatrix::new(&gram, side), &mut square);
         gram.iter_mut().zip(&square).for_each(|(gram, square)| *gram = b * *gram + c * square);
         next.iter_mut().zip(&x).for_each(|(next, x)| *next = a * x);
         if rows <= columns {
-            multiply_add(Matrix::new(&gram, side), matrix, &mut next);
+            multiply_add(StridedMatrix::new(&gram, side), matrix, &mut next);
         } else {
-            multiply_add(matrix, Matrix::new(&gram, side), &mut next);
+            multiply_add(matrix, StridedMatrix::new(&gram, side), &mut next);
         }
         std::mem::swap(&mut x, &mut next);
     }

@@ -3,7 +3,7 @@
 //! Invariant: rows come out orthonormal to rounding, in their order, each in the span of itself and those before it; a
 //! row that depends on those before it comes out zero instead of as noise.
 
-use model::products::{Matrix, multiply, multiply_add};
+use model::products::{StridedMatrix, multiply, multiply_add};
 
 /// Rows that are made orthonormal among themselves in f64; what concerns earlier rows are matrix products.
 const PANEL: usize = 32;
@@ -24,10 +24,10 @@ pub(super) fn orthonormalize(values: &mut [f32], width: usize) {
         for _ in 0..2 {
             if first > 0 {
                 let coefficients = &mut coefficients[..panel.len() / width * first];
-                let before = Matrix::new(before, width);
-                multiply(Matrix::new(panel, width), before.transposed(), coefficients);
+                let before = StridedMatrix::new(before, width);
+                multiply(StridedMatrix::new(panel, width), before.transposed(), coefficients);
                 coefficients.iter_mut().for_each(|c| *c = -*c);
-                multiply_add(Matrix::new(coefficients, first), before, panel);
+                multiply_add(StridedMatrix::new(coefficients, first), before, panel);
             }
             gram_schmidt(panel, width, &mut lengths);
         }

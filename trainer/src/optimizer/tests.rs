@@ -1,6 +1,6 @@
 //! What all optimizers have in common.
 
-use model::{Config, Cores, Layout, Sizes};
+use model::{Config, Layout, SharedCores, Sizes};
 
 use super::check::random;
 use super::*;
@@ -39,7 +39,7 @@ fn distance(config: OptimizerConfig, peak: f32) -> f64 {
         let gradients: Vec<f32> = values.iter().enumerate().map(gradient).collect();
         let left = 1.0 - step as f32 / STEPS as f32;
         let update = (&gradients[..], 1.0);
-        optimizer.update(layout.specs(), &mut values, update, peak * left, &Team::alone());
+        optimizer.update(layout.specs(), &mut values, update, peak * left, &ThreadPool::single());
     }
     let squares = values.iter().zip(&target).map(|(value, target)| f64::from(value - target).powi(2));
     squares.sum::<f64>() / layout.len() as f64
@@ -58,19 +58,19 @@ fn all_converge_on_a_quadratic() {
 fn the_number_of_threads_changes_no_bit() {
     let layout = layout();
     for config in configs() {
-        let run = |team: &Team| {
+        let run = |pool: &ThreadPool| {
             let mut optimizer = Optimizer::new(config, layout.specs());
             let mut values = random(layout.len(), 1);
             for step in 0..3 {
                 let gradients = random(layout.len(), 2 + step);
-                optimizer.update(layout.specs(), &mut values, (&gradients, 0.5), 0.1, team);
+                optimizer.update(layout.specs(), &mut values, (&gradients, 0.5), 0.1, pool);
             }
             (values, optimizer)
         };
-        let alone = run(&Team::alone());
+        let alone = run(&ThreadPool::single());
         for threads in [2, 3, 8] {
             assert!(
-                run(&Team::new(&Cores::new(threads), threads)) == alone,
+                run(&ThreadPool::new(&SharedCores::new(threads), threads)) == alone,
                 "{config:?} on {threads} threads"
             );
         }
@@ -116,7 +116,7 @@ fn neighbours_in_memory_are_separate_matrices() {
         let mut gradients = vec![0.0; layout.len()];
         let k = spec("k").range();
         gradients[k.clone()].copy_from_slice(&random(k.len(), 1));
-        optimizer.update(layout.specs(), &mut values, (&gradients, 1.0), 0.1, &Team::alone());
+        optimizer.update(layout.specs(), &mut values, (&gradients, 1.0), 0.1, &ThreadPool::single());
         assert!(values[k.clone()].iter().all(|x| *x != 0.0));
         assert!(values[..k.start].iter().chain(&values[k.end..]).all(|x| *x == 0.0), "{config:?}");
     }

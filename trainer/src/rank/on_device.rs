@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use device::group::{Candidate, Group, GroupId};
 use device::{Buffer, Device};
-use model::{Parameters, Team};
+use model::{Parameters, ThreadPool};
 use weights::direct::round::PushPlan;
 use weights::{Digest, Hub, WeightsError};
 
@@ -234,13 +234,13 @@ impl Rank {
         device: &OnDevice,
         (frozen, parameters): (&Frozen, &Arc<Parameters>),
         task: Task<'_>,
-        team: &Team,
+        pool: &ThreadPool,
     ) -> Result<Scored, TrainerError> {
         // A model that is swapped in is let go on the device as it is on the host.
         let keep = !frozen.weights.is_swapped();
         let network = device.engine.frozen(frozen.weights.config(), parameters, keep)?;
         let rank = self.place.as_ref().map_or(0, |place| place.rank);
-        score_with(&mut Pass::Device(network.pass()), rank, task, team)
+        score_with(&mut Pass::Device(network.pass()), rank, task, pool)
     }
 
     /// A place for sums of gradients on the device, all zero: where there is one, and gradients stay for longer than a

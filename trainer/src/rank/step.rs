@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use device::Buffer;
-use model::{GradientSink, Gradients, ParameterSpec, Parameters, Team};
+use model::{GradientSink, Gradients, ParameterSpec, Parameters, ThreadPool};
 
 use super::{Place, Rank, Task, Weights};
 use crate::TrainerError;
@@ -27,7 +27,7 @@ pub(crate) struct Step<'a, L> {
     pub(crate) task: Task<'a>,
     pub(crate) loss: &'a L,
     pub(crate) learning_rate: f32,
-    pub(crate) team: &'a Team,
+    pub(crate) pool: &'a ThreadPool,
 }
 
 impl Rank {
@@ -67,7 +67,7 @@ impl Rank {
         gradients: &mut Gradients,
         step: &Step<'_, L>,
     ) -> Result<L::Report, TrainerError> {
-        gradients.clear(step.team);
+        gradients.clear(step.pool);
         let mut pass = self.pass(None, None)?;
         let mut report = L::Report::default();
         for batch in step.task.plan.iter().flatten() {
@@ -80,14 +80,14 @@ impl Rank {
     pub(super) fn update_alone<L>(
         &mut self,
         gradients: &[f32],
-        &Step { task, learning_rate, team, .. }: &Step<'_, L>,
+        &Step { task, learning_rate, pool, .. }: &Step<'_, L>,
     ) -> Result<f32, TrainerError> {
         let Weights::Whole(parameters) = &mut self.weights else {
             unreachable!("weights that are updated on the host are there, all of a rank that is alone")
         };
-        let adapted = self.adapter.as_ref().map(|adapter| adapter.gradients(gradients, team));
+        let adapted = self.adapter.as_ref().map(|adapter| adapter.gradients(gradients, pool));
         let gradients = adapted.as_deref().unwrap_or(gradients);
-        let norm = norm(gradients, team);
+        let norm = norm(gradients, pool);
         finite(norm, &self.optimizer, task)?;
         if norm == 0.0 {
             return Ok(norm);
@@ -95,11 +95,11 @@ impl Rank {
         let update = (gradients, clip(norm, self.config.max_grad_norm));
         let parameters = unshared(parameters);
         if let Some(adapter) = &mut self.adapter {
-            adapter.update(&mut self.optimizer, update, learning_rate, team);
-            adapter.merge(parameters.values_mut(), team);
+            adapter.update(&mut self.optimizer, update, learning_rate, pool);
+            adapter.merge(parameters.values_mut(), pool);
         } else {
             let layout = &self.layout;
-            self.optimizer.update(layout.specs(), parameters.values_mut(), update, learning_rate, team);
+            self.optimizer.update(layout.specs(), parameters.values_mut(), update, learning_rate, pool);
         }
         Ok(norm)
     }
@@ -137,12 +137,12 @@ impl Rank {
             Weights::Own(values) => Some((weights, &values[..])),
         };
         let line = Line { collective: &*collective, trained, weights: shared, pool: &self.pool };
-        let (plan, team) = (step.task.plan, step.team);
+        let (plan, pool) = (step.task.plan, step.pool);
         let rounds = Rounds::of(plan, *rank, !self.config.shares_gradients());
         // Gradients that stay do so where they are computed.
         let on_device = sums.is_some();
         exchange(&line, own, |ends| {
-            let adapter = self.adapter.as_ref().map(|adapter| (adapter, team));
+            let adapter = self.adapter.as_ref().map(|adapter| (adapter, pool));
             let mut sink = ends.reducing(&self.layout, &self.pool, adapter);
             let mut pass = self.pass(shared.is_some().then_some(ends), sums)?;
             let mut report = L::Report::default();
@@ -165,13 +165,13 @@ impl Rank {
     fn update_own<L>(
         &mut self,
         own: &[f32],
-        &Step { task, learning_rate, team, .. }: &Step<'_, L>,
+        &Step { task, learning_rate, pool, .. }: &Step<'_, L>,
     ) -> Result<f32, TrainerError> {
         let collective = self.collective()?;
         let Some(Place { rank, trained, .. }) = &self.place else {
             unreachable!("a rank that is alone owns everything")
         };
-        let norm = norm_of_all(&*collective, sum_of_squares(own, team))?;
+        let norm = norm_of_all(&*collective, sum_of_squares(own, pool))?;
         finite(norm, &self.optimizer, task)?;
         if norm == 0.0 {
             return Ok(norm);
@@ -181,12 +181,12 @@ impl Rank {
         if let Some(adapter) = &mut self.adapter {
             let (specs, values) = adapter.parts_mut();
             let owned = owned(specs, fragments, values, false, own);
-            self.optimizer.update_owned(specs, owned, scale, learning_rate, team);
+            self.optimizer.update_owned(specs, owned, scale, learning_rate, pool);
             gather(&*collective, trained, values)?;
             let Weights::Whole(parameters) = &mut self.weights else {
                 unreachable!("with an adapter every rank has all weights")
             };
-            adapter.merge(unshared(parameters).values_mut(), team);
+            adapter.merge(unshared(parameters).values_mut(), pool);
             return Ok(norm);
         }
         let specs = self.layout.specs();
@@ -194,12 +194,12 @@ impl Rank {
             Weights::Whole(parameters) => {
                 let values = unshared(parameters).values_mut();
                 let owned = owned(specs, fragments, values, false, own);
-                self.optimizer.update_owned(specs, owned, scale, learning_rate, team);
+                self.optimizer.update_owned(specs, owned, scale, learning_rate, pool);
                 gather(&*collective, trained, values)?;
             }
             Weights::Own(values) => {
                 let owned = owned(specs, fragments, values, true, own);
-                self.optimizer.update_owned(specs, owned, scale, learning_rate, team);
+                self.optimizer.update_owned(specs, owned, scale, learning_rate, pool);
             }
             Weights::Device(_) | Weights::DeviceOwn(_) => {
                 unreachable!("ranks that exchange through the host update there")
@@ -219,13 +219,13 @@ impl<L: RowLoss> Step<'_, L> {
         sink: Option<&mut dyn GradientSink>,
     ) -> Result<(), TrainerError> {
         let packed = pack(batch.rows.iter().map(|row| self.task.rows[*row]));
-        let (predictions, trace) = pass.forward(&packed, self.team)?;
+        let (predictions, trace) = pass.forward(&packed, self.pool)?;
         let mut slopes = Vec::with_capacity(predictions.len());
         for (row, trained) in batch.rows.iter().zip(&packed.trained) {
             let from = slopes.len();
             slopes.extend(self.loss.row(*row, &predictions[from..from + trained], report));
         }
-        pass.backward(&packed, trace, &slopes, sink, self.team)
+        pass.backward(&packed, trace, &slopes, sink, self.pool)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Matrix, NR, STEP};
+use super::{NR, STEP, StridedMatrix};
 use crate::ops::simd::{Vector, prefetch};
 
 /// How many rows further on memory is asked for while rows are packed, of which each is in other lines and pages.
@@ -11,7 +11,7 @@ const AHEAD: usize = 8;
 /// Packs rows of a transposed left matrix as tiles `[inner, R]`.
 #[inline(always)]
 pub(super) fn pack_rows<const R: usize>(
-    left: Matrix<'_>,
+    left: StridedMatrix<'_>,
     rows: Range<usize>,
     steps: Range<usize>,
     tiles: &mut Vec<f32>,
@@ -45,7 +45,7 @@ pub(super) fn pack_rows<const R: usize>(
 /// Packs columns from `first` on of `steps` of the inner dimension as `[steps, width]`, zeros beyond the last column.
 #[inline(always)]
 pub(super) fn pack_block<V: Vector>(
-    matrix: Matrix<'_>,
+    matrix: StridedMatrix<'_>,
     steps: Range<usize>,
     first: usize,
     panel: &mut [f32],

@@ -1,13 +1,13 @@
-//! The cores that computation may use, shared by all roles of a process.
+//! Thread pools over the cores of a process, which all roles share.
 //!
-//! A role (sampler, trainer) computes through its [`Team`]: its own thread, and helper threads for as many cores as
-//! nobody else is using at that moment. While sampler and trainer are both busy each has its own core; while one waits,
-//! the other has them all. No core is promised to anybody twice, so nothing is oversubscribed.
+//! A role (sampler, trainer) computes through its [`ThreadPool`]: the calling thread and one worker thread per idle core.
+//! While sampler and trainer are both busy, each uses one core; while one is idle, the other uses all cores. A core runs
+//! one thread at a time, so the process is never oversubscribed.
 //!
 //! # Invariants
-//! - Results do not depend on how many threads took part: parts are cut by the caller and come back in their order.
-//! - A caller never waits for a helper that has not begun: parts that nobody took are its own. A helper that the system
-//!   does not let run costs its share and no more.
+//! - Results do not depend on the number of threads: the caller cuts the parts, and results come back in their order.
+//! - A caller never waits for a worker that has not started: the caller computes the remaining parts itself. A worker that
+//!   the system does not schedule slows a computation down and never blocks it.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -16,46 +16,46 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a thread looks for work, or for the end of it, before it sleeps: about what waking it up would cost.
+/// Time that a thread spins, for a job or for the end of one, before it sleeps: about the cost of waking it up.
 const SPIN: Duration = Duration::from_micros(30);
 
-/// A number of cores and the helper threads for them. The threads end with the last clone of the `Arc`.
+/// The cores of a process, with one worker thread for each but the first. The threads end with the last clone of the `Arc`.
 #[derive(Debug)]
-pub struct Cores {
+pub struct SharedCores {
     total: usize,
-    /// Cores that somebody is using.
+    /// Cores in use.
     busy: AtomicUsize,
-    queue: Arc<Queue>,
+    queue: Arc<JobQueue>,
 }
 
-/// What helpers wait at.
+/// Jobs that are offered to the workers.
 #[derive(Debug, Default)]
-struct Queue {
-    jobs: Mutex<VecDeque<Arc<Job>>>,
-    /// Length of `jobs`, to look at without the lock.
+struct JobQueue {
+    jobs: Mutex<VecDeque<Arc<PoolJob>>>,
+    /// Length of `jobs`, readable without the lock.
     waiting: AtomicUsize,
     changed: Condvar,
     closed: AtomicBool,
 }
 
-impl Cores {
-    /// `total` cores, at least 1: the callers' own threads and `total - 1` helpers.
+impl SharedCores {
+    /// `total` cores, at least 1: the callers' threads and `total - 1` workers.
     #[must_use]
     pub fn new(total: usize) -> Arc<Self> {
-        let queue = Arc::new(Queue::default());
+        let queue = Arc::new(JobQueue::default());
         for index in 1..total {
             let queue = Arc::clone(&queue);
-            // A system that gives no thread leaves the work to the callers.
-            let helper = std::thread::Builder::new().name(format!("compute-{index}"));
-            drop(helper.spawn(move || queue.serve()));
+            // Without the thread the callers compute its share.
+            let worker = std::thread::Builder::new().name(format!("compute-{index}"));
+            drop(worker.spawn(move || queue.serve()));
         }
         Arc::new(Self { total: total.max(1), busy: AtomicUsize::new(0), queue })
     }
 
-    /// As many as the system lets this process use.
+    /// All cores that the system lets this process use.
     #[must_use]
     pub fn all() -> Arc<Self> {
-        Self::new(available())
+        Self::new(available_cores())
     }
 
     /// Number of cores.
@@ -64,8 +64,8 @@ impl Cores {
         self.total
     }
 
-    /// Takes up to `wanted` cores that nobody uses beside the `own` of the caller, which are taken in any case.
-    fn claim(&self, own: usize, wanted: usize) -> Claim<'_> {
+    /// Marks the caller's `own` cores and up to `wanted` idle ones as in use.
+    fn claim(&self, own: usize, wanted: usize) -> ClaimedCores<'_> {
         let mut extra = 0;
         let update = |busy: usize| {
             extra = wanted.min(self.total.saturating_sub(busy + own));
@@ -73,11 +73,11 @@ impl Cores {
         };
         // The closure never refuses.
         let _before = self.busy.fetch_update(Ordering::AcqRel, Ordering::Acquire, update);
-        Claim { cores: self, taken: own + extra, extra }
+        ClaimedCores { cores: self, taken: own + extra, extra }
     }
 }
 
-impl Drop for Cores {
+impl Drop for SharedCores {
     fn drop(&mut self) {
         self.queue.closed.store(true, Ordering::Release);
         let _jobs = self.queue.lock();
@@ -87,139 +87,143 @@ impl Drop for Cores {
 
 /// Number of cores that the system lets this process use.
 #[must_use]
-pub fn available() -> usize {
+pub fn available_cores() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
-/// Cores in use until it is dropped.
+/// Cores in use until this is dropped.
 #[derive(Debug)]
-struct Claim<'a> {
-    cores: &'a Cores,
+struct ClaimedCores<'a> {
+    cores: &'a SharedCores,
     taken: usize,
     extra: usize,
 }
 
-impl Drop for Claim<'_> {
+impl Drop for ClaimedCores<'_> {
     fn drop(&mut self) {
         self.cores.busy.fetch_sub(self.taken, Ordering::AcqRel);
     }
 }
 
-/// The share of one role: its own thread and helpers.
+/// The thread pool of one role: the calling thread and workers on idle cores.
 #[derive(Debug)]
-pub struct Team {
+pub struct ThreadPool {
     /// `None` for the calling thread alone.
-    cores: Option<Arc<Cores>>,
-    most: usize,
-    /// Whether the role counts as using a core all the time.
-    present: AtomicBool,
+    cores: Option<Arc<SharedCores>>,
+    max_threads: usize,
+    /// Whether one core stays in use between two computations.
+    reserved: AtomicBool,
 }
 
-/// A role's own core, in use until this is dropped.
+/// Keeps one core in use for a role until it is dropped.
 #[derive(Debug)]
-pub struct Presence {
-    team: Arc<Team>,
-    /// Whether this one marked it; another that is inside of it changes nothing.
-    first: bool,
+pub struct CoreReservation {
+    pool: Arc<ThreadPool>,
+    /// Whether this is the outermost reservation; nested ones have no effect.
+    outermost: bool,
 }
 
-impl Drop for Presence {
+impl Drop for CoreReservation {
     fn drop(&mut self) {
-        if self.first {
-            self.team.present.store(false, Ordering::Release);
-            if let Some(cores) = &self.team.cores {
+        if self.outermost {
+            self.pool.reserved.store(false, Ordering::Release);
+            if let Some(cores) = &self.pool.cores {
                 cores.busy.fetch_sub(1, Ordering::AcqRel);
             }
         }
     }
 }
 
-impl Team {
-    /// The calling thread and nobody else.
+impl ThreadPool {
+    /// A pool of the calling thread alone.
     #[must_use]
-    pub fn alone() -> Self {
-        Self { cores: None, most: 1, present: AtomicBool::new(false) }
+    pub fn single() -> Self {
+        Self { cores: None, max_threads: 1, reserved: AtomicBool::new(false) }
     }
 
-    /// A role that uses at most `most` of `cores` at a time.
+    /// A pool of at most `max_threads` threads at a time, on idle cores of `cores`.
     #[must_use]
-    pub fn new(cores: &Arc<Cores>, most: usize) -> Self {
-        Self { cores: Some(Arc::clone(cores)), most: most.max(1), present: AtomicBool::new(false) }
+    pub fn new(cores: &Arc<SharedCores>, max_threads: usize) -> Self {
+        let max_threads = max_threads.max(1);
+        Self { cores: Some(Arc::clone(cores)), max_threads, reserved: AtomicBool::new(false) }
     }
 
-    /// Most threads that work at a time.
+    /// Most threads that compute at a time.
     #[must_use]
-    pub fn most(&self) -> usize {
-        self.most
+    pub fn max_threads(&self) -> usize {
+        self.max_threads
     }
 
-    /// Marks the role's own core as in use until the guard is dropped: between two pieces of work that follow each other
-    /// closely, nobody else should begin to use it.
+    /// Keeps one core in use until the guard is dropped, so that another role does not take it between two computations
+    /// that follow each other closely.
     #[must_use]
-    pub fn present(self: &Arc<Self>) -> Presence {
-        let first = !self.present.swap(true, Ordering::AcqRel);
-        if let Some(cores) = self.cores.as_ref().filter(|_| first) {
+    pub fn reserve_core(self: &Arc<Self>) -> CoreReservation {
+        let outermost = !self.reserved.swap(true, Ordering::AcqRel);
+        if let Some(cores) = self.cores.as_ref().filter(|_| outermost) {
             cores.busy.fetch_add(1, Ordering::AcqRel);
         }
-        Presence { team: Arc::clone(self), first }
+        CoreReservation { pool: Arc::clone(self), outermost }
     }
 
-    /// Threads that would work now, at least 1: into how many parts it pays to cut.
+    /// Threads that a computation would use now, at least 1: the number of parts to cut it into.
     #[must_use]
     pub fn threads(&self) -> usize {
         let Some(cores) = &self.cores else { return 1 };
-        let own = usize::from(self.present.load(Ordering::Acquire));
+        let own = usize::from(self.reserved.load(Ordering::Acquire));
         let others = cores.busy.load(Ordering::Acquire).saturating_sub(own);
-        self.most.min(cores.total.saturating_sub(others)).max(1)
+        self.max_threads.min(cores.total.saturating_sub(others)).max(1)
     }
 
-    /// Runs `work` on every part, on this thread and on free cores. Results are in the order of the parts.
+    /// Parallel map: runs `work` on every part, on this thread and on idle cores. Results are in the order of the parts.
     ///
     /// # Panics
-    /// If `work` does.
+    /// If `work` panics.
     pub fn map<P: Send, R: Send>(&self, parts: Vec<P>, work: impl Fn(P) -> R + Sync) -> Vec<R> {
-        let Some(cores) = self.cores.as_ref().filter(|_| self.most > 1 && parts.len() > 1) else {
+        let Some(cores) = self.cores.as_ref().filter(|_| self.max_threads > 1 && parts.len() > 1) else {
             return parts.into_iter().map(work).collect();
         };
-        let own = usize::from(!self.present.load(Ordering::Acquire));
-        let claim = cores.claim(own, (self.most - 1).min(parts.len() - 1));
+        let own = usize::from(!self.reserved.load(Ordering::Acquire));
+        let claim = cores.claim(own, (self.max_threads - 1).min(parts.len() - 1));
         if claim.extra == 0 {
             return parts.into_iter().map(work).collect();
         }
-        let slots: Vec<Mutex<Slot<P, R>>> = parts.into_iter().map(|p| Mutex::new(Slot::Waiting(p))).collect();
+        let slots: Vec<Mutex<PartSlot<P, R>>> =
+            parts.into_iter().map(|p| Mutex::new(PartSlot::Waiting(p))).collect();
         let next = AtomicUsize::new(0);
         let take_parts = || {
             while let Some(slot) = slots.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let taken = std::mem::replace(&mut *lock(slot), Slot::Taken);
-                if let Slot::Waiting(part) = taken {
+                let taken = std::mem::replace(&mut *lock(slot), PartSlot::Taken);
+                if let PartSlot::Waiting(part) = taken {
                     let result = work(part);
-                    *lock(slot) = Slot::Done(result);
+                    *lock(slot) = PartSlot::Done(result);
                 }
             }
         };
         cores.queue.run(&take_parts, claim.extra);
         let done = slots.into_iter().map(|slot| slot.into_inner().unwrap_or_else(PoisonError::into_inner));
         done.map(|slot| match slot {
-            Slot::Done(result) => result,
-            Slot::Waiting(_) | Slot::Taken => unreachable!("every part was taken and a panic was passed on"),
+            PartSlot::Done(result) => result,
+            PartSlot::Waiting(_) | PartSlot::Taken => {
+                unreachable!("every part was taken, and a panic was resumed")
+            }
         })
         .collect()
     }
 }
 
 /// A part on its way to its result.
-enum Slot<P, R> {
+enum PartSlot<P, R> {
     Waiting(P),
     Taken,
     Done(R),
 }
 
-/// Work that several threads do together.
-struct Job {
-    /// The closure of the caller, who does not return before `state` is closed and nobody is active.
+/// A closure that several threads run at the same time.
+struct PoolJob {
+    /// The caller's closure. The caller returns after `state` is closed and no worker is active.
     work: *const (dyn Fn() + Sync),
     state: Mutex<JobState>,
-    /// Helpers at work, to look at without the lock.
+    /// Workers that run the closure, readable without the lock.
     active: AtomicUsize,
     done: Condvar,
 }
@@ -231,19 +235,19 @@ struct JobState {
     panic: Option<Box<dyn Any + Send>>,
 }
 
-#[expect(unsafe_code, reason = "`work` points to a Sync closure and is called only while its owner waits")]
-unsafe impl Send for Job {}
-#[expect(unsafe_code, reason = "`work` points to a Sync closure and is called only while its owner waits")]
-unsafe impl Sync for Job {}
+#[expect(unsafe_code, reason = "`work` points to a Sync closure and is called only while the caller waits")]
+unsafe impl Send for PoolJob {}
+#[expect(unsafe_code, reason = "`work` points to a Sync closure and is called only while the caller waits")]
+unsafe impl Sync for PoolJob {}
 
-impl std::fmt::Debug for Job {
+impl std::fmt::Debug for PoolJob {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Job").field("active", &self.active).finish_non_exhaustive()
+        f.debug_struct("PoolJob").field("active", &self.active).finish_non_exhaustive()
     }
 }
 
-impl Job {
-    /// A helper's turn.
+impl PoolJob {
+    /// Runs the closure on a worker, if the job is not closed.
     fn help(&self) {
         {
             let mut state = lock(&self.state);
@@ -253,7 +257,7 @@ impl Job {
             state.active += 1;
             self.active.store(state.active, Ordering::Release);
         }
-        #[expect(unsafe_code, reason = "the job is not closed, so its owner waits for this thread")]
+        #[expect(unsafe_code, reason = "the job is not closed, so the caller waits for this thread")]
         let result = catch_unwind(AssertUnwindSafe(|| unsafe { (*self.work)() }));
         let mut state = lock(&self.state);
         if let Err(panic) = result {
@@ -264,7 +268,7 @@ impl Job {
         self.done.notify_one();
     }
 
-    /// Lets nobody begin any more, and waits for those who have.
+    /// Closes the job to workers that have not started it and joins those that have.
     fn close(&self) -> Option<Box<dyn Any + Send>> {
         lock(&self.state).closed = true;
         let start = Instant::now();
@@ -272,7 +276,7 @@ impl Job {
             std::hint::spin_loop();
         }
         let mut state = lock(&self.state);
-        // Deadline and name: a helper runs a finite part of a computation and nothing that waits for anybody.
+        // No deadline is needed: a worker runs a finite computation that waits for nothing.
         while state.active > 0 {
             state = self.done.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -280,17 +284,17 @@ impl Job {
     }
 }
 
-impl Queue {
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Arc<Job>>> {
+impl JobQueue {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Arc<PoolJob>>> {
         lock(&self.jobs)
     }
 
-    /// Calls `work` on this thread and offers it to `helpers` others.
-    fn run(&self, work: &(dyn Fn() + Sync), helpers: usize) {
-        #[expect(unsafe_code, reason = "only the lifetime changes, and `close` outwaits every use")]
+    /// Runs `work` on this thread and offers it to `workers` others.
+    fn run(&self, work: &(dyn Fn() + Sync), workers: usize) {
+        #[expect(unsafe_code, reason = "only the lifetime changes, and `close` returns after the last use")]
         let work_of_job: *const (dyn Fn() + Sync) =
             unsafe { std::mem::transmute::<&(dyn Fn() + Sync), &'static (dyn Fn() + Sync)>(work) };
-        let job = Arc::new(Job {
+        let job = Arc::new(PoolJob {
             work: work_of_job,
             state: Mutex::default(),
             active: AtomicUsize::new(0),
@@ -298,7 +302,7 @@ impl Queue {
         });
         {
             let mut jobs = self.lock();
-            jobs.extend(std::iter::repeat_n(&job, helpers).cloned());
+            jobs.extend(std::iter::repeat_n(&job, workers).cloned());
             self.waiting.store(jobs.len(), Ordering::Release);
             self.changed.notify_all();
         }
@@ -310,14 +314,14 @@ impl Queue {
         }
     }
 
-    /// Takes back offers that nobody has taken up.
-    fn withdraw(&self, job: &Arc<Job>) {
+    /// Removes the offers that no worker has accepted.
+    fn withdraw(&self, job: &Arc<PoolJob>) {
         let mut jobs = self.lock();
         jobs.retain(|other| !Arc::ptr_eq(other, job));
         self.waiting.store(jobs.len(), Ordering::Release);
     }
 
-    /// The life of a helper.
+    /// The main loop of a worker.
     fn serve(&self) {
         let mut since = Instant::now();
         while !self.closed.load(Ordering::Acquire) {
@@ -351,9 +355,9 @@ mod tests {
 
     use super::*;
 
-    fn threads_of(team: &Team, parts: usize) -> HashSet<ThreadId> {
-        // Parts long enough that every thread that may help does.
-        let seen = team.map((0..parts).collect(), |_| {
+    fn threads_of(pool: &ThreadPool, parts: usize) -> HashSet<ThreadId> {
+        // Parts are long enough for every worker to take one.
+        let seen = pool.map((0..parts).collect(), |_| {
             std::thread::sleep(Duration::from_millis(20));
             std::thread::current().id()
         });
@@ -361,12 +365,12 @@ mod tests {
     }
 
     #[test]
-    fn results_come_in_order_and_once() {
-        let cores = Cores::new(4);
-        for most in 1..6 {
-            let team = Team::new(&cores, most);
+    fn every_part_has_one_result_in_order() {
+        let cores = SharedCores::new(4);
+        for max_threads in 1..6 {
+            let pool = ThreadPool::new(&cores, max_threads);
             for n in 0..50 {
-                let squares = team.map((0..n).collect(), |i: usize| i * i);
+                let squares = pool.map((0..n).collect(), |i: usize| i * i);
                 assert_eq!(squares, (0..n).map(|i| i * i).collect::<Vec<_>>());
             }
         }
@@ -374,33 +378,33 @@ mod tests {
     }
 
     #[test]
-    fn a_core_in_use_is_nobody_elses() {
-        let cores = Cores::new(3);
-        let (sampler, trainer) = (Arc::new(Team::new(&cores, 3)), Arc::new(Team::new(&cores, 2)));
+    fn a_core_in_use_is_not_given_to_another_pool() {
+        let cores = SharedCores::new(3);
+        let (sampler, trainer) = (Arc::new(ThreadPool::new(&cores, 3)), Arc::new(ThreadPool::new(&cores, 2)));
         assert_eq!((sampler.threads(), trainer.threads()), (3, 2));
         assert_eq!(threads_of(&sampler, 6).len(), 3);
         assert_eq!(threads_of(&trainer, 6).len(), 2);
-        let sampling = sampler.present();
+        let sampling = sampler.reserve_core();
         assert_eq!((sampler.threads(), trainer.threads()), (3, 2));
-        let training = trainer.present();
+        let training = trainer.reserve_core();
         assert_eq!((sampler.threads(), trainer.threads()), (2, 2));
         assert_eq!(threads_of(&sampler, 6).len(), 2);
         drop(training);
         assert_eq!(threads_of(&sampler, 6).len(), 3);
         drop(sampling);
         assert_eq!(cores.busy.load(Ordering::Relaxed), 0);
-        assert_eq!(threads_of(&Team::alone(), 6).len(), 1);
+        assert_eq!(threads_of(&ThreadPool::single(), 6).len(), 1);
     }
 
     #[test]
     fn two_roles_at_once_finish() {
-        let cores = Cores::new(3);
+        let cores = SharedCores::new(3);
         std::thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| {
-                    let team = Team::new(&cores, 3);
+                    let pool = ThreadPool::new(&cores, 3);
                     for n in 0..200 {
-                        let sum: usize = team.map((0..n).collect(), |i: usize| i).into_iter().sum();
+                        let sum: usize = pool.map((0..n).collect(), |i: usize| i).into_iter().sum();
                         assert_eq!(sum, (0..n).sum::<usize>());
                     }
                 });
@@ -410,14 +414,14 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_is_passed_on_and_leaves_nothing_behind() {
-        let cores = Cores::new(2);
-        let team = Team::new(&cores, 2);
+    fn a_panic_reaches_the_caller_and_frees_all_cores() {
+        let cores = SharedCores::new(2);
+        let pool = ThreadPool::new(&cores, 2);
         for bad in [0, 7] {
-            let run = || team.map((0..8).collect(), |i: usize| assert_ne!(i, bad, "part {i}"));
+            let run = || pool.map((0..8).collect(), |i: usize| assert_ne!(i, bad, "part {i}"));
             assert!(catch_unwind(AssertUnwindSafe(run)).is_err());
             assert_eq!(cores.busy.load(Ordering::Relaxed), 0);
-            assert_eq!(team.map(vec![1, 2, 3], |i: usize| i + 1), [2, 3, 4]);
+            assert_eq!(pool.map(vec![1, 2, 3], |i: usize| i + 1), [2, 3, 4]);
         }
     }
 }
