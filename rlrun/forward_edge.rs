@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use axum::Router;
-use buffer::http::{Client, ClientConfig, Limits, RefusedGroup, Role, Server, ServerConfig, Tls, Tokens};
+use buffer::http::{
+    Client, ClientConfig, RefusedGroup, Role, Server, ServerConfig, ServerLimits, Tls, Tokens,
+};
 use buffer::{Buffer, Consumer, GroupLimits, Producer};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
@@ -113,7 +115,8 @@ impl Opening<'_> {
         let files = buffer.tls_cert.as_deref().zip(buffer.tls_key.as_deref());
         let tls = files.map(|(certificate, key)| Tls::read(certificate, key)).transpose()?;
         let insecure = buffer.insecure;
-        let limits = Limits { correct: self.recipe.algorithm().needs_correct(), ..Limits::default() };
+        let limits =
+            ServerLimits { correct: self.recipe.algorithm().needs_correct(), ..ServerLimits::default() };
         if let Some(Door { listener, tokens, .. }) = self.door {
             let system =
                 |source| Failure::System { what: "read the address of the run's socket".to_owned(), source };

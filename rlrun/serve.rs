@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use buffer::http::{Limits, Server, ServerConfig, Tls, Tokens};
+use buffer::http::{Server, ServerConfig, ServerLimits, Tls, Tokens};
 use buffer::{Buffer, BufferConfig, BufferError};
 use model::Quantization;
 use rewards::reward_model::{self, server::ServedModel};
@@ -108,7 +108,7 @@ fn server_config(args: &ServeBufferArgs) -> Result<ServerConfig, Failure> {
         }
     };
     Ok(ServerConfig {
-        limits: Limits { vocabulary: args.vocab_size, ..Limits::default() },
+        limits: ServerLimits { vocabulary: args.vocab_size, ..ServerLimits::default() },
         tokens,
         tls: files.map(|(certificate, key)| Tls::read(certificate, key)).transpose()?,
         insecure: args.insecure,

@@ -11,20 +11,20 @@ use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 use trajectory::{Group, GroupId, PolicyVersion};
 
-use crate::journal::{Journal, OpenFile};
-use crate::ledger::{Begin, Kept, Leased, Ledger, Rewound};
-use crate::memory::Memory;
-use crate::payload::{Incoming, Prepared};
-use crate::store::{Append, Done, Store, WRITE_WAIT};
+use crate::journal::{JournalStore, OpenFile};
+use crate::ledger::{ArrivalDecision, GrantedLease, Ledger, Recovered, Rewound};
+use crate::memory::MemoryStore;
+use crate::payload::{IncomingGroup, PreparedGroup};
+use crate::store::{AppendGroup, Store, WRITE_WAIT, WriteCompletion};
 use crate::{
     AdmitRequest, BufferConfig, BufferError, Consumer, Events, Finalized, GroupEntry, GroupFilter, GroupPage,
     Lease, LeaseEntry, LeaseId, LeaseRequest, Producer, Stats, Submitted,
 };
 
-mod receipt;
+mod completion;
 mod serving;
 
-use receipt::{Receipt, receipt};
+use completion::{CompletionReceiver, completion};
 
 /// The longest that any call waits, whatever it was told.
 const MAX_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
@@ -32,7 +32,7 @@ const MAX_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
 /// A buffer, in memory or in a journal.
 pub struct Buffer {
     config: BufferConfig,
-    shared: Arc<Shared>,
+    shared: Arc<BufferShared>,
     store: Box<dyn Store>,
     /// Of its journal, if that is in one.
     file: Option<Arc<OpenFile>>,
@@ -42,12 +42,12 @@ pub struct Buffer {
 pub type WithPayload = (GroupEntry, Option<Arc<Group>>);
 
 /// What the writer of the store shares with the callers.
-struct Shared {
+struct BufferShared {
     ledger: Mutex<Ledger>,
     /// A slot or bytes may have become free.
-    room: Signal,
+    slots_freed: Signal,
     /// A batch may be complete.
-    batch: Signal,
+    batch_changed: Signal,
     events: Events,
     opened: Instant,
 }
@@ -66,7 +66,7 @@ impl Buffer {
     /// A configuration that admits nothing, too much, or contradicts itself.
     pub fn in_memory(config: BufferConfig) -> Result<Self, BufferError> {
         let config = config.checked()?;
-        Ok(Self::over(config, Box::<Memory>::default(), Kept::default(), 1))
+        Ok(Self::over(config, Box::<MemoryStore>::default(), Recovered::default(), 1))
     }
 
     /// The buffer in the journal at `path`, a new one if there is none; it survives kill -9. The directory must exist.
@@ -76,7 +76,7 @@ impl Buffer {
     /// not readable and writable.
     pub fn open(path: impl AsRef<Path>, config: BufferConfig) -> Result<Self, BufferError> {
         let config = config.checked()?;
-        let (journal, kept, opening) = Journal::open(path.as_ref(), config.compact_above)?;
+        let (journal, kept, opening) = JournalStore::open(path.as_ref(), config.compact_above)?;
         let file = journal.file();
         Ok(Self { file, ..Self::over(config, Box::new(journal), kept, opening) })
     }
@@ -87,15 +87,15 @@ impl Buffer {
     /// Those of [`Buffer::open`].
     pub fn open_on(backend: impl redb::StorageBackend, config: BufferConfig) -> Result<Self, BufferError> {
         let config = config.checked()?;
-        let (journal, kept, opening) = Journal::open_on(backend, config.compact_above)?;
+        let (journal, kept, opening) = JournalStore::open_on(backend, config.compact_above)?;
         Ok(Self::over(config, Box::new(journal), kept, opening))
     }
 
-    fn over(config: BufferConfig, store: Box<dyn Store>, kept: Kept, opening: u64) -> Self {
-        let shared = Shared {
+    fn over(config: BufferConfig, store: Box<dyn Store>, kept: Recovered, opening: u64) -> Self {
+        let shared = BufferShared {
             ledger: Mutex::new(Ledger::restore(config, kept, 0)),
-            room: Signal::default(),
-            batch: Signal::default(),
+            slots_freed: Signal::default(),
+            batch_changed: Signal::default(),
             events: Events::new(opening),
             opened: Instant::now(),
         };
@@ -238,21 +238,21 @@ impl Buffer {
     /// Changes the ledger and waits until that is durable.
     fn settle<T>(
         &self,
-        verb: impl FnOnce(&mut Ledger, u64) -> Result<T, BufferError>,
+        change: impl FnOnce(&mut Ledger, u64) -> Result<T, BufferError>,
     ) -> Result<T, BufferError> {
-        let (done, receipt) = receipt();
+        let (done, completed) = completion();
         let mut ledger = self.shared.ledger()?;
         self.store.ready()?;
-        let result = verb(&mut ledger, self.shared.now());
+        let result = change(&mut ledger, self.shared.now());
         self.commit(&mut ledger, done);
         drop(ledger);
         self.shared.notify();
-        self.wait_for(&receipt)?;
+        self.wait_for(&completed)?;
         result
     }
 
     /// Sends what the ledger wants written; `done` is told when it is, or now if there is nothing.
-    fn commit(&self, ledger: &mut Ledger, done: Done) {
+    fn commit(&self, ledger: &mut Ledger, done: WriteCompletion) {
         let (change, occurrences) = ledger.take_change();
         let Some(change) = change else {
             self.shared.events.publish(occurrences);
@@ -268,24 +268,24 @@ impl Buffer {
         self.store.submit(change, durable);
     }
 
-    fn wait_for(&self, receipt: &Receipt) -> Result<(), BufferError> {
-        receipt.wait(WRITE_WAIT).unwrap_or_else(|waited| Err(self.store.unanswered(waited)))
+    fn wait_for(&self, completed: &CompletionReceiver) -> Result<(), BufferError> {
+        completed.wait(WRITE_WAIT).unwrap_or_else(|waited| Err(self.store.unanswered(waited)))
     }
 
     /// Asks the ledger about an arrival, which may free the slot of another.
-    fn begin(&self, prepared: &Prepared) -> Result<Begin, BufferError> {
+    fn begin(&self, prepared: &PreparedGroup) -> Result<ArrivalDecision, BufferError> {
         let mut ledger = self.shared.ledger()?;
         let begin = ledger.begin(&prepared.arrival(), self.shared.now());
         self.shared.events.publish(ledger.take_occurrences());
         drop(ledger);
-        if matches!(begin, Ok(Begin::Answer(_, Finalized::Stale))) {
-            self.shared.room.all();
+        if matches!(begin, Ok(ArrivalDecision::Answer(_, Finalized::Stale))) {
+            self.shared.slots_freed.all();
         }
         begin
     }
 
     /// Writes what the ledger has begun.
-    fn write(&self, prepared: Prepared, group: GroupId, keep: &[bool], done: Done) {
+    fn write(&self, prepared: PreparedGroup, group: GroupId, keep: &[bool], done: WriteCompletion) {
         let shared = Arc::clone(&self.shared);
         let written = match prepared.finish(group, keep) {
             Ok(written) => written,
@@ -299,7 +299,7 @@ impl Buffer {
             shared.end(group, result.is_ok().then_some(row));
             done(result);
         });
-        self.store.append(Append {
+        self.store.append(AppendGroup {
             row: written.row,
             key: written.key,
             payload: written.payload,
@@ -310,36 +310,36 @@ impl Buffer {
     }
 
     /// Stores a group, waiting for room and for others who store the same.
-    fn store(&self, incoming: Incoming) -> Result<Submitted, BufferError> {
-        let prepared = Prepared::new(incoming, self.config.dedup)?;
+    fn store(&self, incoming: IncomingGroup) -> Result<Submitted, BufferError> {
+        let prepared = PreparedGroup::new(incoming, self.config.dedup)?;
         let deadline = Instant::now() + 2 * WRITE_WAIT;
         loop {
             let (group, keep) = match self.begin(&prepared)? {
-                Begin::Write { group, keep } => (group, keep),
-                Begin::Answer(Some(group), Finalized::Full) if Instant::now() < deadline => {
+                ArrivalDecision::Write { group, keep } => (group, keep),
+                ArrivalDecision::Answer(Some(group), Finalized::Full) if Instant::now() < deadline => {
                     let ledger = self.shared.ledger()?;
                     if !ledger.is_in_flight(group) {
                         return Ok(Submitted { answer: Finalized::Full, group: Some(group) });
                     }
                     // It has a slot, so that only bytes are missing.
-                    drop(self.shared.wait(&self.shared.room, ledger, deadline)?);
+                    drop(self.shared.wait(&self.shared.slots_freed, ledger, deadline)?);
                     continue;
                 }
-                Begin::Answer(group, answer) => return Ok(Submitted { answer, group }),
-                Begin::Elsewhere(group) if Instant::now() >= deadline => {
+                ArrivalDecision::Answer(group, answer) => return Ok(Submitted { answer, group }),
+                ArrivalDecision::Elsewhere(group) if Instant::now() >= deadline => {
                     return Err(BufferError::StillWriting { group, waited: 2 * WRITE_WAIT });
                 }
-                Begin::Elsewhere(group) => {
+                ArrivalDecision::Elsewhere(group) => {
                     let ledger = self.shared.ledger()?;
                     if ledger.is_being_written(group) {
-                        drop(self.shared.wait(&self.shared.batch, ledger, deadline)?);
+                        drop(self.shared.wait(&self.shared.batch_changed, ledger, deadline)?);
                     }
                     continue;
                 }
             };
-            let (done, receipt) = receipt();
+            let (done, completed) = completion();
             self.write(prepared, group, &keep, done);
-            return match self.wait_for(&receipt) {
+            return match self.wait_for(&completed) {
                 Ok(()) => Ok(Submitted { answer: Finalized::Accepted, group: Some(group) }),
                 Err(BufferError::QueueFull { .. }) => Ok(Submitted { answer: Finalized::Full, group: None }),
                 Err(error) => Err(error),
@@ -347,8 +347,8 @@ impl Buffer {
         }
     }
 
-    fn handed_out(&self, request: &LeaseRequest, leased: Leased) -> Result<Lease, BufferError> {
-        let Leased { id, step, groups, dropped_stale } = leased;
+    fn handed_out(&self, request: &LeaseRequest, leased: GrantedLease) -> Result<Lease, BufferError> {
+        let GrantedLease { id, step, groups, dropped_stale } = leased;
         let groups = self.store.read(&groups, self.config.max_uses == 1)?;
         let (consumer, hold) = (request.consumer.clone(), request.hold);
         Ok(Lease { id, consumer, step, groups, hold, dropped_stale })
@@ -370,18 +370,18 @@ impl Producer for Buffer {
             if request.limit == 0 || !ids.is_empty() || Instant::now() >= deadline {
                 return Ok(ids);
             }
-            ledger = self.shared.wait(&self.shared.room, ledger, deadline)?;
+            ledger = self.shared.wait(&self.shared.slots_freed, ledger, deadline)?;
         }
     }
 
     fn claim(&self, group: GroupId, served: PolicyVersion) -> Result<(), BufferError> {
         self.shared.ledger()?.claim(group, served, self.shared.now())?;
-        self.shared.batch.all();
+        self.shared.batch_changed.all();
         Ok(())
     }
 
     fn finalize(&self, group: Group) -> Result<Finalized, BufferError> {
-        Ok(self.store(Incoming::admitted(group))?.answer)
+        Ok(self.store(IncomingGroup::admitted(group))?.answer)
     }
 
     fn abort(&self, group: GroupId, retry: bool) -> Result<(), BufferError> {
@@ -394,7 +394,7 @@ impl Producer for Buffer {
     }
 
     fn submit(&self, key: &str, group: Group) -> Result<Submitted, BufferError> {
-        self.store(Incoming::keyed(key, group))
+        self.store(IncomingGroup::keyed(key, group))
     }
 }
 
@@ -413,13 +413,13 @@ impl Buffer {
         ledger: &mut Ledger,
         request: &LeaseRequest,
         last_call: bool,
-        done: Done,
-    ) -> Result<Option<Leased>, BufferError> {
+        done: WriteCompletion,
+    ) -> Result<Option<GrantedLease>, BufferError> {
         self.store.ready()?;
         let attempt = ledger.lease(request, self.shared.now(), last_call);
         self.commit(ledger, done);
         if attempt.is_ok() {
-            self.shared.room.all();
+            self.shared.slots_freed.all();
         }
         attempt
     }
@@ -431,17 +431,17 @@ impl Consumer for Buffer {
         let deadline = started + wait.min(MAX_WAIT);
         let mut ledger = self.shared.ledger()?;
         loop {
-            let (done, receipt) = receipt();
+            let (done, completed) = completion();
             let last_call = Instant::now() >= deadline;
             if let Some(leased) = self.try_lease(&mut ledger, request, last_call, done)? {
                 drop(ledger);
-                self.wait_for(&receipt)?;
+                self.wait_for(&completed)?;
                 return self.handed_out(request, leased);
             }
             if last_call {
                 return Err(self.no_batch(&ledger, request, started.elapsed()));
             }
-            ledger = self.shared.wait(&self.shared.batch, ledger, deadline)?;
+            ledger = self.shared.wait(&self.shared.batch_changed, ledger, deadline)?;
         }
     }
 
@@ -477,7 +477,7 @@ impl Consumer for Buffer {
     }
 }
 
-impl Shared {
+impl BufferShared {
     fn ledger(&self) -> Result<MutexGuard<'_, Ledger>, BufferError> {
         self.ledger.lock().map_err(|_| BufferError::Poisoned)
     }
@@ -488,22 +488,22 @@ impl Shared {
     }
 
     /// The write of a group ended.
-    fn end(&self, group: GroupId, written: Option<crate::ledger::Row>) {
+    fn end(&self, group: GroupId, written: Option<crate::ledger::GroupRow>) {
         // After a panic under the lock every other call says so.
         let Ok(mut ledger) = self.ledger.lock() else { return };
         let failed = written.is_none();
         ledger.end(group, written, self.now());
         self.events.publish(ledger.take_occurrences());
         drop(ledger);
-        self.batch.all();
+        self.batch_changed.all();
         if failed {
-            self.room.all();
+            self.slots_freed.all();
         }
     }
 
     fn notify(&self) {
-        self.room.all();
-        self.batch.all();
+        self.slots_freed.all();
+        self.batch_changed.all();
     }
 
     /// When to look again at the latest: at `deadline`, or when the next hold is over.

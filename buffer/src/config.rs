@@ -1,36 +1,35 @@
-//! How much may be in the buffer, how old it may be, and what is handed out first.
+//! Configuration of a buffer: capacity, staleness bound, order of leases.
 
 use serde::{Deserialize, Serialize};
 
 use crate::BufferError;
 
-/// How much may be in the buffer, how old it may be, and what is handed out first.
+/// Configuration of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BufferConfig {
     /// Groups per training step, at least 1.
     pub batch_groups: usize,
-    /// How many versions the oldest token of a group may be behind the version that a step starts from; 0 is
+    /// Maximum number of versions between the oldest token of a group and the version that a step starts from; 0 is
     /// synchronous training.
     pub max_staleness: u64,
-    /// What becomes of groups that are too slow. Only [`Order::Fifo`] with `max_uses` 1 can wait for them.
+    /// What happens to groups that are too slow. Only [`Order::Fifo`] with `max_uses` 1 can wait for them.
     pub on_stale: OnStale,
     /// Which groups a lease takes first.
     pub order: Order,
-    /// How often a group is handed out before it is forgotten, each time for another step; at least 1.
+    /// Number of times a group is leased before it is removed, each time for another step; at least 1.
     pub max_uses: u32,
-    /// Whether a trajectory is left out if the buffer holds one of the same task with the same tokens.
+    /// Whether the buffer drops a trajectory with the same task and the same tokens as a stored one.
     pub dedup: bool,
-    /// Most bytes of groups, as encoded, that are kept at the same time.
+    /// Maximum number of bytes of encoded groups that are stored at a time.
     pub max_bytes: u64,
-    /// Bytes of groups from which on a journal gives disk space back: when three quarters of the largest number of bytes
-    /// it held, and at least so much, are no longer needed.
+    /// A journal is compacted when three quarters of its peak size, and at least this number of bytes, are unused.
     pub compact_above: u64,
-    /// Seed of the orders that draw.
+    /// Seed of the randomized orders.
     pub seed: u64,
 }
 
 impl BufferConfig {
-    /// Most slots that a buffer can have.
+    /// Maximum number of slots of a buffer.
     pub const MAX_SLOTS: usize = 1 << 24;
 
     /// First in, first out; waits for slow groups; up to 16 GiB.
@@ -49,14 +48,14 @@ impl BufferConfig {
         }
     }
 
-    /// Groups that can be outstanding.
+    /// Number of slots: groups admitted, claimed or finalized at a time.
     #[must_use]
     pub fn slots(&self) -> usize {
         let versions = usize::try_from(self.max_staleness).unwrap_or(usize::MAX).saturating_add(1);
         versions.saturating_mul(self.batch_groups)
     }
 
-    /// Whether groups are replayed: drawn out of order or handed out more than once.
+    /// Whether groups are replayed: leased out of order or more than once.
     #[must_use]
     pub fn replays(&self) -> bool {
         self.order != Order::Fifo || self.max_uses > 1
@@ -88,22 +87,22 @@ impl BufferConfig {
     }
 }
 
-/// What becomes of groups that are too slow for the bound.
+/// What happens to groups that are too slow for the staleness bound.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnStale {
-    /// The trainer does not wait for them: over the bound they are dropped, counted and generated afresh.
+    /// The trainer does not wait. Groups over the bound are dropped, counted and generated again.
     Drop,
-    /// The trainer waits for them in time, so that none is ever over the bound. Only after a crash or a change of the
-    /// configuration can there be groups that no waiting saves; those are dropped and counted.
+    /// The trainer waits for slow groups early enough, so that none exceeds the bound. Only after a crash or a change
+    /// of the configuration can groups exceed it; those are dropped and counted.
     #[default]
     Wait,
 }
 
-/// Which groups a lease takes first. Within a lease groups are always ordered by id.
+/// Order in which a lease takes groups. Within a lease, groups are always sorted by id.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Order {
-    /// The oldest version first, so that none has to be thrown away.
+    /// Earliest deadline first: the oldest version first, so that no group becomes stale.
     #[default]
     Fifo,
     /// The newest version first (TBA's recency sampling).
@@ -111,10 +110,10 @@ pub enum Order {
     /// Drawn without replacement with weights `exp(mean reward / temperature)` (TBA's reward-prioritised sampling);
     /// a group without rewards counts as 0.
     Reward {
-        /// Above 0; the smaller, the greedier.
+        /// Above 0; a smaller value prefers high rewards more strongly.
         temperature: f64,
     },
-    /// Drawn without replacement, all alike.
+    /// Drawn without replacement, uniformly.
     Uniform,
 }
 

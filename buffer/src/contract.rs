@@ -1,5 +1,5 @@
-//! What rollout and trainer may ask of a buffer, wherever it runs. Invariant: everything here is ids and plain data
-//! that could go over a wire; nothing refers into a store.
+//! The contract between rollout and trainer, for a buffer in this process or behind HTTP. Invariant: all arguments
+//! and results are ids and plain data that can be sent over a network; nothing refers into a store.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,150 +10,152 @@ use trajectory::{Group, GroupId, PolicyVersion};
 
 use crate::BufferError;
 
-/// The side of the samplers.
+/// Publisher side of the buffer: the samplers.
 pub trait Producer: Send + Sync {
-    /// Takes free slots for a sampler; ids that are to be generated again come first, lowest first. Waits up to `wait`
-    /// while no slot is free; empty if none became free, which is not an error: the trainer is behind, or the sampler
-    /// has yet to apply its newest version.
+    /// Admission control: reserves free slots for a sampler. Ids queued for re-admission come first, lowest first.
+    /// Waits up to `wait` while no slot is free. Returns an empty list if none became free, which is not an error:
+    /// the trainer is behind, or the sampler has not applied its newest version yet.
     ///
     /// # Errors
-    /// [`BufferError::FutureVersion`]; a buffer that has failed.
+    /// [`BufferError::FutureVersion`]; a failed buffer.
     fn admit(&self, request: AdmitRequest, wait: Duration) -> Result<Vec<GroupId>, BufferError>;
 
-    /// Admitted to claimed: `served` is about to sample the first token. It counts as the oldest version of the
-    /// group until that is finalized, unless it is older than at admission. Claimed again, the group is only held anew.
+    /// Admitted to claimed: the sampler is about to sample the first token from version `served`. That version counts
+    /// as the oldest of the group until it is finalized, unless it is older than the version at admission. A repeated
+    /// claim is a heartbeat: it only extends the hold.
     ///
     /// # Errors
     /// [`BufferError::WrongState`] if the group is not in flight; [`BufferError::FutureVersion`].
     fn claim(&self, group: GroupId, served: PolicyVersion) -> Result<(), BufferError>;
 
-    /// Claimed to finalized; returns when the group is as durable as the store makes it. Idempotent by id.
+    /// Claimed to finalized. Returns once the group is as durable as the store makes it. Idempotent by id.
     ///
-    /// A group whose hold is over is still taken, if nobody generated it meanwhile and a slot is free.
+    /// A group whose hold expired is still accepted if no other sampler generated it meanwhile and a slot is free.
     ///
     /// # Errors
-    /// A group that no buffer can take, because it has no trajectories, comes from the future or was never admitted; a
+    /// A group that no buffer accepts: it has no trajectories, a version from the future, or was never admitted. A
     /// store that cannot write.
     fn finalize(&self, group: Group) -> Result<Finalized, BufferError>;
 
-    /// Gives the slot of a group in flight back. With `retry` the group goes first in line again, otherwise it is
-    /// evicted for good; in a journal an eviction lasts from the next lease on, and a crash before repeats it.
+    /// Frees the slot of a group in flight. With `retry` the group is queued for re-admission, otherwise it is
+    /// evicted for good. In a journal the eviction is durable from the next lease on; after a crash before that, the
+    /// group is admitted again.
     ///
     /// # Errors
     /// [`BufferError::WrongState`] if the group is not in flight.
     fn abort(&self, group: GroupId, retry: bool) -> Result<(), BufferError>;
 
-    /// Stores a group that nobody admitted under a key of the caller's; idempotent by key. The id in `group` is
-    /// ignored, the answer has the one that the buffer gave it. The group takes a slot when it arrives.
+    /// Stores a group without admission, under an idempotency key of the caller. The buffer ignores the id in `group`
+    /// and answers the id that it assigned. The group takes a slot when it arrives.
     ///
     /// # Errors
     /// Those of [`Producer::finalize`]; a key that is empty or too long.
     fn submit(&self, key: &str, group: Group) -> Result<Submitted, BufferError>;
 }
 
-/// The side of the trainer.
+/// Subscriber side of the buffer: the trainer.
 pub trait Consumer: Send + Sync {
-    /// Hands out groups for a training step, none over the bound, and waits up to `wait` for them. A named step that the
-    /// consumer has leased and not acknowledged gets the same groups in the same order.
+    /// Leases groups for a training step, none over the staleness bound, and waits up to `wait` for them. A consumer
+    /// that repeats a named step before its acknowledgement gets the same groups in the same order.
     ///
     /// # Errors
-    /// [`BufferError::LeaseTimeout`], which says who waits for whom; [`BufferError::StepPassed`] for a step whose
-    /// groups are gone; [`BufferError::FutureVersion`] for one that cannot have begun.
+    /// [`BufferError::LeaseTimeout`] with the counts that explain it; [`BufferError::StepPassed`] for a step whose
+    /// groups are no longer stored; [`BufferError::FutureVersion`] for a step that cannot have begun.
     fn lease(&self, request: &LeaseRequest, wait: Duration) -> Result<Lease, BufferError>;
 
-    /// Holds a lease for `hold` from now on.
+    /// Extends a lease to `hold` from now (the consumer's heartbeat).
     ///
     /// # Errors
-    /// [`BufferError::LeaseLost`] if it is over and its groups have gone to others or out of the bound;
+    /// [`BufferError::LeaseLost`] if it expired and its groups were leased again or became stale;
     /// [`BufferError::LeaseOver`] if it was acknowledged or released.
     fn extend(&self, lease: LeaseId, hold: Duration) -> Result<(), BufferError>;
 
-    /// Done with one lease: every group has one use less, and is forgotten after its last. Idempotent.
+    /// Acknowledges one lease: uses one use of every group and removes the groups without uses left. Idempotent.
     ///
     /// # Errors
     /// [`BufferError::LeaseLost`]; [`BufferError::LeaseOver`] if it was released; a store that cannot write.
     fn ack(&self, lease: LeaseId) -> Result<(), BufferError>;
 
-    /// The checkpoint that contains every step below `through` is on disk (or the run keeps none): acknowledges what
-    /// `consumer` leased for those steps. Until then it is kept, so whoever trains has to call this now and then.
-    /// Idempotent.
+    /// Acknowledges what `consumer` leased for steps below `through`, because the checkpoint that contains these
+    /// steps is on disk (or the run writes none). Groups stay stored until then, so a trainer must call this
+    /// regularly. Idempotent.
     ///
     /// # Errors
-    /// [`BufferError::LeaseLost`] for the lowest of those leases that was lost, the others being acknowledged; for every
-    /// repetition, but not for a later `through`. [`BufferError::FutureVersion`] for steps that cannot have begun, which
-    /// changes nothing; a store that cannot write.
+    /// [`BufferError::LeaseLost`] for the lowest of those leases that was lost; the others are acknowledged. Every
+    /// repetition reports it, a later `through` does not. [`BufferError::FutureVersion`] for steps that cannot have
+    /// begun, which changes nothing. A store that cannot write.
     fn ack_through(&self, consumer: &str, through: PolicyVersion) -> Result<(), BufferError>;
 
-    /// Gives a lease back untrained: its groups can be leased again. Idempotent.
+    /// Returns a lease untrained: its groups can be leased again. Idempotent.
     ///
     /// # Errors
     /// [`BufferError::LeaseLost`]; [`BufferError::LeaseOver`] if it was acknowledged; a store that cannot write.
     fn release(&self, lease: LeaseId) -> Result<(), BufferError>;
 
-    /// Sets a stored group aside that cannot be trained on, for good: no lease has it any more, its slot is free, and its
-    /// task is generated again if it was admitted. Returns who sent it, as far as that is known. Idempotent.
+    /// Quarantines a stored group that cannot be trained on, for good: it leaves all leases, its slot is freed, and
+    /// an admitted task is generated again. Returns the sender of the group if it is known. Idempotent.
     ///
     /// # Errors
     /// A store that cannot write.
     fn quarantine(&self, group: GroupId) -> Result<Option<String>, BufferError>;
 
-    /// The trainer has made `version`: steps before it are over. With `rewind` it starts from a checkpoint of that version,
-    /// which can be an older one than its leases or a much later one; what is in flight from later versions goes first in
-    /// line again.
+    /// Sets the policy version of the trainer; steps before it are over. With `rewind` the trainer starts from a
+    /// checkpoint of that version, which can be older than its leases or much newer. Groups in flight from later
+    /// versions are queued for re-admission.
     ///
     /// # Errors
-    /// Without `rewind`, [`BufferError::VersionBehind`], and [`BufferError::VersionJump`] for a version that would put all
-    /// groups over the bound.
+    /// Without `rewind`: [`BufferError::VersionBehind`], and [`BufferError::VersionJump`] for a version that would
+    /// put all groups over the staleness bound.
     fn set_version(&self, version: PolicyVersion, rewind: bool) -> Result<(), BufferError>;
 
-    /// Counts of everything in the buffer.
+    /// Counts of all states.
     ///
     /// # Errors
-    /// Only if the buffer itself has failed.
+    /// A failed buffer.
     fn stats(&self) -> Result<Stats, BufferError>;
 }
 
-/// A sampler asks for slots.
+/// Request of a sampler for slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AdmitRequest {
-    /// The version that the sampler serves.
+    /// The policy version that the sampler serves.
     pub served: PolicyVersion,
-    /// Most slots.
+    /// Maximum number of slots.
     pub limit: usize,
-    /// A group that is neither claimed again nor finalized for so long goes first in line again; `None`: never, for
-    /// samplers that end with the buffer.
+    /// A group that is neither claimed again nor finalized within this time is queued for re-admission; `None`: no
+    /// timeout, for samplers in the buffer's process.
     pub hold: Option<Duration>,
-    /// Who asks: what it has in flight can be taken from it at once when it is known to be gone
-    /// ([`Buffer::abandon`](crate::Buffer::abandon)).
+    /// Id of the sampler's process. When that process is known to have ended, all its groups in flight are revoked at
+    /// once ([`Buffer::abandon`](crate::Buffer::abandon)).
     pub holder: Option<u64>,
 }
 
-/// A consumer asks for groups.
+/// Request of a consumer for groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeaseRequest {
-    /// Who trains, 1 to [`LeaseRequest::MAX_CONSUMER`] bytes.
+    /// Name of the consumer, 1 to [`LeaseRequest::MAX_CONSUMER`] bytes.
     pub consumer: String,
-    /// The version that the step starts from; `None`: the version that the buffer knows of, and always a new lease.
+    /// The version that the step starts from; `None`: the buffer's current version, and always a new lease.
     pub step: Option<PolicyVersion>,
-    /// Most groups; `None`: `batch_groups`, or what `tokens` allows.
+    /// Maximum number of groups; `None`: `batch_groups`, or as `tokens` allows.
     pub groups: Option<usize>,
-    /// Fewer groups than asked for are handed out when the wait is over, but not fewer than this; `None`: `groups`, or
-    /// 1 if only `tokens` is given.
+    /// Minimum number of groups that is leased when the wait is over; `None`: `groups`, or 1 if only `tokens` is
+    /// given.
     pub at_least: Option<usize>,
-    /// Most tokens in all trajectories together, though at least one group.
+    /// Maximum number of tokens in all trajectories together; at least one group is leased.
     pub tokens: Option<u64>,
-    /// A stricter bound than the buffer's, versions.
+    /// A stricter staleness bound than the buffer's, versions.
     pub max_staleness: Option<u64>,
-    /// The groups go back if the lease is not extended or acknowledged for so long; `None`: never, for a trainer that
-    /// ends with the buffer.
+    /// The lease expires if it is neither extended nor acknowledged within this time; `None`: never, for a trainer in
+    /// the buffer's process.
     pub hold: Option<Duration>,
 }
 
 impl LeaseRequest {
-    /// Longest name of a consumer, bytes.
+    /// Maximum length of a consumer's name, bytes.
     pub const MAX_CONSUMER: usize = 64;
 
-    /// A whole batch for the step that starts from `step`, held until it is acknowledged.
+    /// A whole batch for the step that starts from `step`, leased until it is acknowledged.
     #[must_use]
     pub fn step(consumer: impl Into<String>, step: PolicyVersion) -> Self {
         Self {
@@ -168,7 +170,8 @@ impl LeaseRequest {
     }
 }
 
-/// Name of a lease, unique in a buffer for ever.
+/// Id of a lease, unique over the life of a buffer. It is also the fencing token of the lease: after expiry no call
+/// with this id succeeds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct LeaseId(pub u64);
@@ -179,53 +182,54 @@ impl fmt::Display for LeaseId {
     }
 }
 
-/// What became of a group that was finalized.
+/// Result of a finalized group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Finalized {
-    /// It is stored.
+    /// The group is stored.
     Accepted,
-    /// It, or with `dedup` every trajectory of it, was stored before (and perhaps leased, trained or evicted since, but not
-    /// dropped untrained); nothing changed.
+    /// The group, or with `dedup` every trajectory of it, was stored before. It may have been leased, trained or
+    /// evicted since, but not dropped untrained. Nothing changed.
     Duplicate,
-    /// It is over the bound already. If it was admitted, its slot is free and its task first in line again.
+    /// The group is already over the staleness bound. If it was admitted, its slot is freed and its task is queued
+    /// for re-admission.
     Stale,
-    /// There is no room: it holds no slot, or one for a later version, and none is free, or the buffer holds as many bytes as it may. It can be tried
-    /// again later, or thrown away: an admitted group is generated again.
+    /// Back-pressure: the group has no slot, or one for a later version, and none is free; or the buffer is at its
+    /// limit of bytes. The sender can retry later, or drop the group: an admitted group is generated again.
     Full,
 }
 
-/// A group that came with a key.
+/// Result of a group that was submitted under a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Submitted {
-    /// What became of it.
+    /// What the buffer did with it.
     pub answer: Finalized,
     /// Its id, if the buffer has or had it.
     pub group: Option<GroupId>,
 }
 
-/// Groups that a consumer trains on.
+/// Groups leased for training.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Lease {
-    /// Its name.
+    /// Id of the lease.
     pub id: LeaseId,
-    /// Who trains.
+    /// Name of the consumer.
     pub consumer: String,
     /// The version that the step starts from.
     pub step: PolicyVersion,
     /// Ordered by id.
     pub groups: Vec<Arc<Group>>,
-    /// How long it is held without a sign of the consumer.
+    /// The lease expires after this time without a call of the consumer.
     pub hold: Option<Duration>,
-    /// Groups over the bound that were dropped since the lease before.
+    /// Groups dropped as stale since the previous lease.
     pub dropped_stale: u64,
 }
 
-/// What is in the buffer, and who waits for whom.
+/// Counts of all states of the buffer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stats {
-    /// The version that the buffer knows the trainer to have.
+    /// The policy version of the trainer, as the buffer knows it.
     pub policy_version: PolicyVersion,
-    /// Groups that have a slot but no token.
+    /// Groups with a slot and no token yet.
     pub admitted: usize,
     /// Groups that are being generated, scored or written.
     pub claimed: usize,
@@ -235,32 +239,32 @@ pub struct Stats {
     pub leased: usize,
     /// Leases not acknowledged.
     pub leases: usize,
-    /// Groups first in line to be generated again.
+    /// Groups queued for re-admission.
     pub again: usize,
-    /// Groups dropped because they were over the bound, since the buffer was opened.
+    /// Groups dropped as stale since the buffer was opened.
     pub dropped_stale: u64,
     /// Groups evicted since the buffer was opened: aborted for good, removed, or used and then over the bound.
     pub evicted: u64,
-    /// Leases and admissions whose hold was over, since the buffer was opened.
+    /// Leases and admissions that expired since the buffer was opened.
     pub expired: u64,
-    /// Groups set aside because they cannot be trained on, since the buffer was opened.
+    /// Groups quarantined since the buffer was opened: they cannot be trained on.
     pub quarantined: u64,
-    /// Versions between the oldest group that is not leased and the next step; 0 if there is none.
+    /// Versions between the oldest unleased group and the next step; 0 if there is none.
     pub oldest_age: u64,
-    /// The oldest groups not yet finalized with the version that they count from; at most
+    /// The oldest groups not yet finalized, with the version that they count from; at most
     /// [`Stats::NAMED_IN_FLIGHT`].
     pub oldest_in_flight: Vec<(GroupId, PolicyVersion)>,
     /// Groups per training step.
     pub batch_groups: usize,
-    /// Most versions between the oldest token of a group and the step that trains on it.
+    /// Maximum number of versions between the oldest token of a group and the step that trains on it.
     pub max_staleness: u64,
-    /// Slots in all.
+    /// Number of slots.
     pub slots: usize,
     /// Slots free for a sampler that serves `next_step`.
     pub slots_free: usize,
-    /// Bytes of all groups that are kept.
+    /// Bytes of all stored groups.
     pub bytes: u64,
-    /// Most bytes that may be kept.
+    /// Maximum number of bytes stored.
     pub max_bytes: u64,
     /// The lowest id that was never admitted.
     pub next_id: GroupId,
@@ -269,7 +273,7 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// How many groups in flight are named.
+    /// Number of groups in flight that [`Stats::oldest_in_flight`] lists.
     pub const NAMED_IN_FLIGHT: usize = 4;
 }
 

@@ -1,4 +1,4 @@
-//! What can go wrong at the buffer. Every message says what was found and what to do about it.
+//! Errors of the buffer. Each message states the evidence, then the remedy.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -7,11 +7,11 @@ use trajectory::{GroupId, PolicyVersion};
 
 use crate::{LeaseId, Order, Stats};
 
-/// Why the buffer did not do what it was asked.
+/// Why a buffer call failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BufferError {
-    /// The configuration admits nothing, or more than can be kept.
+    /// The configuration admits no group, or more groups than fit.
     #[error(
         "batch_groups = {batch_groups} with max_staleness = {max_staleness} makes (max_staleness + 1) * batch_groups \
          slots; there must be between 1 and {limit}"
@@ -19,181 +19,182 @@ pub enum BufferError {
     Config {
         /// Groups per step.
         batch_groups: usize,
-        /// The bound, in versions.
+        /// The staleness bound, in versions.
         max_staleness: u64,
-        /// Most slots there can be.
+        /// Maximum number of slots.
         limit: usize,
     },
-    /// Replay hands out of order, so that no waiting keeps slow groups within the bound.
+    /// Replay leases out of order, so waiting cannot keep slow groups within the staleness bound.
     #[error(
         "on_stale = \"wait\" needs order = \"fifo\" and max_uses = 1, but order = \"{order}\" and max_uses = {max_uses}: \
          set on_stale = \"drop\""
     )]
     ReplayWaits {
-        /// The order.
+        /// The order of leases.
         order: Order,
         /// Uses of each group.
         max_uses: u32,
     },
-    /// A value that no buffer can work with.
+    /// A setting with an unusable value.
     #[error("{key} = {value} is not usable: it must be above 0")]
     Unusable {
-        /// Which setting.
+        /// The setting.
         key: &'static str,
         /// Its value.
         value: String,
     },
-    /// A group without trajectories has no version and trains nothing.
+    /// A group without trajectories has no policy version and trains nothing.
     #[error("{group} has no trajectories: abort it instead of finalizing it")]
     EmptyGroup {
-        /// Which one.
+        /// The group.
         group: GroupId,
     },
-    /// The verb does not fit the life of the group.
+    /// The group is in another state than the call needs.
     #[error("{group} is {is}, but must be {needs}: discard what was generated for it and ask for admission")]
     WrongState {
-        /// Which one.
+        /// The group.
         group: GroupId,
-        /// Where it is in its life.
+        /// Its current state.
         is: &'static str,
-        /// Where it would have to be.
+        /// The state that the call needs.
         needs: &'static str,
     },
-    /// No batch could be put together in time.
+    /// No batch was complete before the deadline.
     #[error("no batch for the step from {step} within {:.1} s: {stats}; {}", .waited.as_secs_f64(), remedy(*.held_for_slow))]
     LeaseTimeout {
-        /// The step that asked.
+        /// The requested step.
         step: PolicyVersion,
-        /// How long it waited.
+        /// How long the call waited.
         waited: Duration,
-        /// Whether a batch was there, but held back so that slow groups stay within the bound.
+        /// Whether enough groups were finalized, but the lease waited for slow groups to keep them within the bound.
         held_for_slow: bool,
-        /// Who waits for whom.
+        /// Counts at the deadline.
         stats: Box<Stats>,
     },
-    /// The groups of the step were forgotten or given back, and later steps were leased.
+    /// The groups of the step were acknowledged, or released, and later steps were leased.
     #[error(
         "the step from {step} cannot be leased: the next is {next}, and what was leased for earlier steps was \
          acknowledged with a checkpoint or went to others; resume from a later checkpoint, set the version back, or start \
          with an empty buffer"
     )]
     StepPassed {
-        /// The step that asked.
+        /// The requested step.
         step: PolicyVersion,
         /// The lowest step that can be leased.
         next: PolicyVersion,
     },
-    /// A version that the trainer cannot have made.
+    /// A version that the trainer cannot have produced yet.
     #[error(
         "{version} is ahead of the trainer, which is at {known}: tell the buffer the new version first, or see which \
          trainer the sampler gets its weights from"
     )]
     FutureVersion {
-        /// The version that was named.
+        /// The requested version.
         version: PolicyVersion,
-        /// The latest that anybody can have.
+        /// The newest version that can exist.
         known: PolicyVersion,
     },
-    /// A version that is over.
+    /// A version older than the trainer's.
     #[error(
         "{version} is behind the trainer, which is at {known}: to start again from an older checkpoint, rewind"
     )]
     VersionBehind {
-        /// The version that was named.
+        /// The requested version.
         version: PolicyVersion,
-        /// The latest that anybody can have.
+        /// The newest version that can exist.
         known: PolicyVersion,
     },
-    /// A version that would put everything in the buffer over the bound.
+    /// A version so far ahead that every group in the buffer would exceed the staleness bound.
     #[error(
         "{version} is too far ahead of the trainer, which is at {known}: every group here would be over max_staleness; to \
          start from another checkpoint, rewind to its version"
     )]
     VersionJump {
-        /// The version that was named.
+        /// The requested version.
         version: PolicyVersion,
-        /// The latest that anybody can have.
+        /// The newest version that can exist.
         known: PolicyVersion,
     },
-    /// A lease that ended otherwise than the request would end it.
+    /// The lease already ended in another way than this call would end it.
     #[error("{lease} was {how} already, so that nothing is done now: lease again")]
     LeaseOver {
-        /// Which one.
+        /// The lease.
         lease: LeaseId,
         /// How it ended.
         how: &'static str,
     },
-    /// A lease whose groups others have.
+    /// The lease expired, and its groups were leased again or became stale.
     #[error(
         "{lease} is lost: its hold was over and its groups have gone to others, or out of the bound; do not count what \
          was trained on it as done, and lease again with a longer hold"
     )]
     LeaseLost {
-        /// Which one.
+        /// The lease.
         lease: LeaseId,
     },
-    /// A lease that was never given.
+    /// A lease id that was never issued.
     #[error("{lease} was never given, the next one is {next}: see whether it is of another buffer")]
     UnknownLease {
-        /// Which one.
+        /// The lease.
         lease: LeaseId,
-        /// The next to be given.
+        /// The next id to be issued.
         next: LeaseId,
     },
-    /// A group that was never admitted.
+    /// A group id that was never admitted.
     #[error(
         "{group} was never admitted, the next one is {next}: ask for admission, or submit the group under a key"
     )]
     UnknownGroup {
-        /// Which one.
+        /// The group.
         group: GroupId,
-        /// The next to be admitted.
+        /// The next id to be admitted.
         next: GroupId,
     },
-    /// A group that the buffer could not even keep alone.
+    /// A group larger than the whole buffer.
     #[error(
         "a group of {bytes} bytes is larger than the whole buffer may be ({limit} bytes): raise max_bytes"
     )]
     GroupTooLarge {
-        /// Its size as encoded.
+        /// Its size as encoded, bytes.
         bytes: u64,
-        /// Most bytes that may be kept.
+        /// Maximum number of bytes stored.
         limit: u64,
     },
-    /// A group that has no encoding.
+    /// A group that cannot be encoded.
     #[error("{group} cannot be encoded: {reason}")]
     NotEncodable {
-        /// Which one.
+        /// The group.
         group: GroupId,
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// Too many writes wait for the disk; a sender hears of it as [`Finalized::Full`](crate::Finalized::Full).
+    /// Back-pressure: too many writes wait for the store. A sender receives
+    /// [`Finalized::Full`](crate::Finalized::Full).
     #[error("{waiting} writes wait for the disk already: try again later")]
     QueueFull {
-        /// How many.
+        /// Number of waiting writes.
         waiting: usize,
     },
-    /// A group was forgotten between two steps of a call.
+    /// A group was evicted between two steps of a call.
     #[error("{group} was evicted meanwhile: ask again")]
     Gone {
-        /// Which one.
+        /// The group.
         group: GroupId,
     },
-    /// A consumer without a usable name.
+    /// A consumer with an unusable name.
     #[error("the name of a consumer has {length} bytes; it must have 1 to {limit}")]
     Consumer {
         /// Bytes of the name.
         length: usize,
-        /// Most bytes.
+        /// Maximum number of bytes.
         limit: usize,
     },
-    /// A key that cannot be used.
+    /// An unusable idempotency key.
     #[error("a key has {length} bytes; it must have 1 to {limit}")]
     Key {
         /// Bytes of the key.
         length: usize,
-        /// Most bytes.
+        /// Maximum number of bytes.
         limit: usize,
     },
     /// Another process has the journal open.
@@ -202,45 +203,45 @@ pub enum BufferError {
         /// The journal.
         path: PathBuf,
     },
-    /// The journal or its directory cannot be written.
+    /// The journal or its directory is not writable.
     #[error("journal {} cannot be written ({source}): make it and its directory writable, or use another", .path.display())]
     NotWritable {
         /// The journal.
         path: PathBuf,
-        /// What the system said.
+        /// The system's answer.
         source: std::io::Error,
     },
-    /// A group is not what was written.
+    /// A stored group differs from what was written.
     #[error(
-        "journal {}: {group} is damaged ({reason}): see to the disk; evict the group to go on without it",
+        "journal {}: {group} is damaged ({reason}): check the disk; evict the group to continue without it",
         .path.display()
     )]
     Damaged {
         /// The journal.
         path: PathBuf,
-        /// Which one.
+        /// The group.
         group: GroupId,
-        /// How it shows.
+        /// What is wrong with it.
         reason: String,
     },
-    /// The file is something else.
+    /// The file is not a journal.
     #[error("{} is not a journal of this program ({found}): move it away, or use another run directory", .path.display())]
     NotAJournal {
         /// The file.
         path: PathBuf,
-        /// What it looks like.
+        /// What it is instead.
         found: String,
     },
-    /// The file of an open journal is not where it was.
+    /// The file of an open journal was moved, replaced or removed.
     #[error(
         "journal {} {found} while it was open: nothing is acknowledged any more, and what was acknowledged is only in the \
-         file that was there; put that file back before it is opened again, or go on without its groups",
+         file that was there; put that file back before it is opened again, or continue without its groups",
         .path.display()
     )]
     JournalMoved {
         /// The journal.
         path: PathBuf,
-        /// What is found in its place.
+        /// What is at its path now.
         found: String,
     },
     /// An older program wrote the journal.
@@ -275,44 +276,44 @@ pub enum BufferError {
     Journal {
         /// The journal.
         path: PathBuf,
-        /// What was being done.
+        /// The operation that failed.
         action: &'static str,
-        /// What the store said.
+        /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// An earlier failure of the writer; nothing is acknowledged any more.
-    #[error("journal {}: the writer has stopped: {cause}; nothing that was acknowledged is lost: see to the disk, then go on", .path.display())]
+    /// The journal writer failed earlier; nothing is acknowledged any more.
+    #[error("journal {}: the writer has stopped: {cause}; nothing that was acknowledged is lost: check the disk, then resume the run", .path.display())]
     WriterStopped {
         /// The journal.
         path: PathBuf,
         /// The first failure.
         cause: String,
     },
-    /// The disk did not answer.
+    /// The disk did not acknowledge a write in time.
     #[error("journal {}: no write was acknowledged within {} s: check the disk, then resume the run", .path.display(), .waited.as_secs())]
     WriteTimeout {
         /// The journal.
         path: PathBuf,
-        /// How long it waited.
+        /// How long the call waited.
         waited: Duration,
     },
-    /// Two calls finalize the same group and the first does not come back.
+    /// Two calls finalize the same group, and the first one does not finish.
     #[error("{group} is being written by another call, which did not end within {} s: check the disk", .waited.as_secs())]
     StillWriting {
-        /// Which one.
+        /// The group.
         group: GroupId,
-        /// How long it waited.
+        /// How long the call waited.
         waited: Duration,
     },
-    /// A client was told to do what it cannot.
+    /// The client cannot use this configuration.
     #[error("the buffer at {url} cannot be used: {reason}")]
     Client {
         /// The server.
         url: String,
-        /// Why not, and what to do about it.
+        /// The reason, and the remedy.
         reason: String,
     },
-    /// A server did not answer, however often it was asked.
+    /// The server did not answer within the deadline, over all attempts.
     #[error(
         "{request}: no answer in {:.0} s and {attempts} attempts ({reason}): see whether the server runs and can be reached",
         .waited.as_secs_f64()
@@ -320,43 +321,43 @@ pub enum BufferError {
     Unreachable {
         /// Method and URL.
         request: String,
-        /// How often it was asked.
+        /// Number of attempts.
         attempts: u32,
-        /// How long it took in all.
+        /// Time over all attempts.
         waited: Duration,
-        /// How the last attempt ended.
+        /// Why the last attempt failed.
         reason: String,
     },
-    /// The answer was lost, and to ask again could do the same twice.
+    /// The answer was lost, and repeating the request could apply it twice.
     #[error(
         "{request}: it is not known whether it was done ({reason}); what was taken by it is free again when its hold is over"
     )]
     Unclear {
         /// Method and URL.
         request: String,
-        /// How the attempt ended.
+        /// Why the attempt failed.
         reason: String,
     },
-    /// A server refused.
+    /// The server refused the request.
     #[error("{detail} ({request}: {status} {code})")]
     Refused {
         /// Method and URL.
         request: String,
         /// The HTTP status.
         status: u16,
-        /// The stable name of what is wrong.
+        /// The stable error code.
         code: String,
-        /// What was found and what to do about it.
+        /// The evidence, and the remedy.
         detail: String,
     },
-    /// An answer that is none.
+    /// An answer that cannot be decoded.
     #[error(
         "{request}: the answer cannot be read ({reason}): see whether a buffer of this version is at this address"
     )]
     BadAnswer {
         /// Method and URL.
         request: String,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
     /// A thread panicked in the middle of a change.
@@ -365,23 +366,23 @@ pub enum BufferError {
 }
 
 impl BufferError {
-    /// Where a group can be that is not where a verb needs it.
+    /// States of a group in errors.
     pub(crate) const STATES: [&'static str; 7] = [
         "admitted",
         "claimed",
         "being written",
         "finalized",
-        "in line to be admitted again",
+        "queued for re-admission",
         "not yet admitted",
         "leased, trained or evicted",
     ];
-    /// Where verbs need a group.
+    /// States that calls need a group to be in.
     pub(crate) const NEEDS: [&'static str; 2] = ["admitted", "admitted or claimed"];
 }
 
 fn remedy(held_for_slow: bool) -> &'static str {
     if held_for_slow {
-        "a batch is held back so that the oldest in flight stay within max_staleness: see why they are slow, or set \
+        "a complete batch waits so that the oldest in flight stay within max_staleness: see why they are slow, or set \
          on_stale = \"drop\""
     } else {
         "the trainer waits for the samplers: see why the oldest in flight are slow, or give rollout more devices"

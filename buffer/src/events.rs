@@ -1,5 +1,5 @@
-//! What happened, for those who watch. Invariant: ids ascend, also over restarts; the last [`Events::KEPT`] can be read
-//! again, and who missed more is told so.
+//! Recent events for subscribers. Invariant: ids ascend, also over restarts; the last [`Events::KEPT`] events can be
+//! replayed, and a subscriber that missed more receives a gap.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
@@ -9,57 +9,57 @@ use tokio::sync::Notify;
 use trajectory::{GroupId, PolicyVersion};
 
 use crate::LeaseId;
-use crate::ledger::Occurrence;
+use crate::ledger::LedgerEvent;
 
-/// What happened.
+/// Kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EventKind {
     /// A group was stored.
     Finalized,
-    /// Groups were handed out.
+    /// Groups were leased.
     Leased,
     /// A lease was acknowledged.
     Acked,
-    /// A lease was given back.
+    /// A lease was released.
     Released,
-    /// The hold of a lease or of an admission was over.
+    /// A lease or an admission expired.
     Expired,
-    /// Groups over the bound were dropped.
+    /// Groups over the staleness bound were dropped.
     Dropped,
-    /// Groups were removed for good.
+    /// Groups were evicted.
     Evicted,
-    /// Groups were set aside: they cannot be trained on.
+    /// Groups were quarantined: they cannot be trained on.
     Quarantined,
-    /// The trainer has a new version.
+    /// The trainer published a new version.
     Version,
 }
 
-/// Something that happened, after it was durable.
+/// An event, visible once the change is durable.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Event {
     /// Ascending.
     pub id: u64,
-    /// What happened.
+    /// Its kind.
     pub kind: EventKind,
-    /// To which groups.
+    /// The groups concerned.
     pub groups: Vec<GroupId>,
-    /// By which lease.
+    /// The lease concerned.
     pub lease: Option<LeaseId>,
-    /// At which version or step.
+    /// The version or step concerned.
     pub version: Option<PolicyVersion>,
 }
 
-/// What a watcher gets.
+/// Result of a replay.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Replay {
-    /// All after the id that it named, oldest first; perhaps none yet.
+    /// All events after the requested id, oldest first; may be empty.
     Events(Vec<Event>),
-    /// Some are gone: what it knows is out of date. It can go on after this id.
+    /// Some events are no longer stored: the subscriber's state is out of date. It can continue after this id.
     Gap(u64),
 }
 
-/// The latest events.
+/// Ring buffer of the latest events.
 #[derive(Debug)]
 pub struct Events {
     ring: Mutex<Ring>,
@@ -74,24 +74,24 @@ struct Ring {
 }
 
 impl Events {
-    /// Events that can be read again.
+    /// Number of events that can be replayed.
     pub const KEPT: usize = 8192;
-    /// Ids that one opening of a buffer has.
+    /// Range of ids of one opening of a buffer.
     const PER_OPENING: u64 = 1 << 32;
 
-    /// Of the `opening`-th opening of a buffer, from 1.
+    /// For the `opening`-th opening of a buffer, from 1.
     pub(crate) fn new(opening: u64) -> Self {
         let ring = Ring { next: opening.saturating_mul(Self::PER_OPENING), events: VecDeque::new() };
         Self { ring: Mutex::new(ring), changed: Notify::new() }
     }
 
-    pub(crate) fn publish(&self, occurrences: Vec<Occurrence>) {
+    pub(crate) fn publish(&self, occurrences: Vec<LedgerEvent>) {
         if occurrences.is_empty() {
             return;
         }
-        // A ring that a panic left is still a ring.
+        // The ring is valid after a panic of another thread.
         let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
-        for Occurrence { kind, groups, lease, version } in occurrences {
+        for LedgerEvent { kind, groups, lease, version } in occurrences {
             let id = ring.next;
             ring.next += 1;
             if ring.events.len() == Self::KEPT {
@@ -103,7 +103,7 @@ impl Events {
         self.changed.notify_waiters();
     }
 
-    /// At most `limit` events after the one with id `after`; `None`: what comes from now on.
+    /// At most `limit` events after the id `after`; `None`: a gap that names the newest id.
     pub fn after(&self, after: Option<u64>, limit: usize) -> Replay {
         let ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
         let newest = ring.next - 1;
@@ -116,7 +116,7 @@ impl Events {
         Replay::Events(ring.events.iter().skip(skip).take(limit).cloned().collect())
     }
 
-    /// Resolves when something happened after this was called; call it before [`Events::after`].
+    /// Resolves after the next event. Call it before [`Events::after`], or events between the two calls are missed.
     pub fn changed(&self) -> tokio::sync::futures::Notified<'_> {
         self.changed.notified()
     }
@@ -126,8 +126,8 @@ impl Events {
 mod tests {
     use super::*;
 
-    fn happened(n: u64) -> Occurrence {
-        Occurrence { kind: EventKind::Finalized, groups: vec![GroupId(n)], lease: None, version: None }
+    fn happened(n: u64) -> LedgerEvent {
+        LedgerEvent { kind: EventKind::Finalized, groups: vec![GroupId(n)], lease: None, version: None }
     }
 
     fn groups(replay: Replay) -> Vec<u64> {
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn who_missed_nothing_goes_on_and_who_missed_some_is_told() {
+    fn a_subscriber_continues_after_its_last_event_or_receives_a_gap() {
         let events = Events::new(3);
         let Replay::Gap(start) = events.after(None, 9) else { panic!("from now on") };
         events.publish((0..5).map(happened).collect());

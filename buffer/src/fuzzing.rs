@@ -1,5 +1,5 @@
-//! Doors for the fuzz targets in `buffer/fuzz`, which see no more than other users. Invariant: only a build for fuzzing has
-//! them, and they panic for nothing but a mistake of the buffer.
+//! Entry points of the fuzz targets in `buffer/fuzz`. Invariant: they exist only in fuzzing builds, and a panic in
+//! them is a bug of the buffer.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
@@ -11,34 +11,34 @@ use trajectory::{
 };
 
 use crate::http::fuzzing::{decode, groups};
-use crate::ledger::{LeaseRow, Mark, Row};
-use crate::payload::{Incoming, Prepared};
+use crate::ledger::{GroupRow, LeaseRow, Watermarks};
+use crate::payload::{IncomingGroup, PreparedGroup};
 use crate::{Buffer, BufferConfig, GroupFilter, Producer};
 
-/// The first byte chooses verb and format, the others are the body.
+/// Parses a request body: the first byte selects request type and format, the rest is the body.
 pub fn bodies(bytes: &[u8]) {
     let Some((&choice, body)) = bytes.split_first() else { return };
     decode(choice, body);
     for group in groups(choice, body) {
-        let incoming = Incoming::keyed("key", group.clone());
-        let prepared = Prepared::new(incoming, false).expect("what the parser takes can be stored");
+        let incoming = IncomingGroup::keyed("key", group.clone());
+        let prepared = PreparedGroup::new(incoming, false).expect("what the parser takes can be stored");
         let stored = crate::payload::decode(group.id, &prepared.payload).expect("what is stored can be read");
         assert_eq!(stored, group, "what is stored is what was sent");
     }
 }
 
-/// Every kind of record, from the same bytes.
+/// Decodes every record type from the same bytes.
 pub fn records(bytes: &[u8]) {
     if let Ok(group) = crate::payload::decode(GroupId(0), bytes) {
-        // What was damaged in a way that no checksum noticed is still a group that trains.
+        // Damage that no checksum detects must still decode to a valid group.
         assert!(group.trajectories.iter().all(|trajectory| !trajectory.sample.token_ids().is_empty()));
     }
-    drop(rmp_serde::from_slice::<Row>(bytes));
+    drop(rmp_serde::from_slice::<GroupRow>(bytes));
     drop(rmp_serde::from_slice::<LeaseRow>(bytes));
-    drop(rmp_serde::from_slice::<Mark>(bytes));
+    drop(rmp_serde::from_slice::<Watermarks>(bytes));
 }
 
-/// Each five bytes change one: where, below 4 GiB, and to what.
+/// Opens a damaged journal. Each five bytes change one byte: its offset (below 4 GiB) and its new value.
 pub fn journal(bytes: &[u8]) {
     static IMAGE: OnceLock<Vec<u8>> = OnceLock::new();
     let mut image = IMAGE.get_or_init(image).clone();
@@ -49,7 +49,7 @@ pub fn journal(bytes: &[u8]) {
     let backend = InMemoryBackend::new();
     let filled = backend.set_len(image.len() as u64).and_then(|()| backend.write(0, &image));
     filled.expect("memory takes what it is given");
-    // Such as those that redb has for what it did not expect; a server turns them into errors as well.
+    // Panics of redb on unexpected input; the server turns them into errors too.
     let quiet = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| ()));
     let outcome = catch_unwind(AssertUnwindSafe(|| read_all(backend)));
@@ -57,7 +57,7 @@ pub fn journal(bytes: &[u8]) {
     assert!(outcome.is_ok(), "opening or reading a damaged journal panicked");
 }
 
-/// Reads all that can be read; errors are as good as groups.
+/// Reads everything readable; errors are as good as groups.
 fn read_all(backend: InMemoryBackend) {
     let Ok(buffer) = Buffer::open_on(backend, BufferConfig::new(4, 1000)) else { return };
     let listed = buffer.list(&GroupFilter::default(), None, usize::MAX);
@@ -68,7 +68,7 @@ fn read_all(backend: InMemoryBackend) {
     }
 }
 
-/// A journal with some groups.
+/// A journal with 20 groups.
 fn image() -> Vec<u8> {
     let backend = SharedMemory::default();
     let buffer = Buffer::open_on(backend.clone(), BufferConfig::new(4, 1000)).expect("memory can be opened");

@@ -1,26 +1,26 @@
-//! What whoever trains on groups knows of them, so that a group which cannot be trained on is found before it is.
+//! Validation of groups against the model and the recipe that train on them.
 //!
-//! Invariant: what passes reaches no index out of bounds and no infinite number in a training step. The buffer by itself
-//! knows none of these numbers: it is told them, or takes any group.
+//! Invariant: a group that passes causes no index out of bounds and no non-finite number in a training step. The
+//! buffer does not know these limits by itself; without them it accepts any group.
 
 use trajectory::{Group, Trajectory};
 
-/// Lowest behavior log-probability of a trained token, nats. No sampler draws a token that improbable, and the inverse of
-/// what is above fits into f32 together with any advantage.
+/// Minimum behavior log-probability of a trained token, nats. No sampler draws a less probable token, and the inverse
+/// of a probability above it fits into f32 together with any advantage.
 const MIN_LOGPROB: f32 = -50.0;
-/// Largest reward in absolute value, for the same reason.
+/// Maximum absolute reward, for the same reason.
 const MAX_REWARD: f64 = 1e9;
-/// Temperatures between which logits stay finite when they are divided.
+/// Range of temperatures for which divided logits stay finite.
 const TEMPERATURES: std::ops::RangeInclusive<f32> = 1e-6..=1e6;
 
-/// What whoever trains on groups knows of them.
+/// Limits of the model and the recipe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GroupLimits {
-    /// Token ids are below.
+    /// Vocabulary size: token ids are below it.
     pub vocabulary: u32,
-    /// Most tokens of a trajectory, prompt and completion: what the model can see.
+    /// Context length of the model: maximum number of tokens of a trajectory, prompt and completion.
     pub context: usize,
-    /// Most trajectories that are trained on; one baseline may come on top.
+    /// Maximum number of trained trajectories of a group; one baseline trajectory may come on top.
     pub trajectories: usize,
 }
 
@@ -28,17 +28,17 @@ pub struct GroupLimits {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Unfit {
-    /// A token, or one that truncation kept, that the model does not have.
+    /// A sampled token, or a token kept by truncation, outside the vocabulary.
     #[error("trajectory {trajectory}: token id {id}; the vocabulary of the run has {vocabulary} ids, from 0")]
     Vocabulary {
         /// Its index in the group.
         trajectory: u32,
         /// The token.
         id: u32,
-        /// Ids of the model.
+        /// Vocabulary size.
         vocabulary: u32,
     },
-    /// More tokens than the model can see.
+    /// More tokens than the context length.
     #[error("trajectory {trajectory} has {tokens} tokens; the model of the run sees {context}")]
     Context {
         /// Its index in the group.
@@ -48,17 +48,17 @@ pub enum Unfit {
         /// Most tokens.
         context: usize,
     },
-    /// More trajectories than a group of the run has.
+    /// More trajectories than the run's group size.
     #[error("{found} trajectories and {baselines} baselines; a group of the run has at most {limit} and one")]
     Size {
-        /// Trajectories to train on.
+        /// Trained trajectories.
         found: usize,
         /// Baselines.
         baselines: usize,
-        /// Most trajectories to train on.
+        /// Maximum number of trained trajectories.
         limit: usize,
     },
-    /// A log-probability that nothing is sampled with.
+    /// A log-probability that no sampler produces.
     #[error(
         "trajectory {trajectory}: behavior log-probability {value} of token {token}; no sampler draws below {MIN_LOGPROB}"
     )]
@@ -70,7 +70,7 @@ pub enum Unfit {
         /// Nats.
         value: f32,
     },
-    /// A temperature that cannot be divided by.
+    /// A temperature that logits cannot be divided by.
     #[error(
         "trajectory {trajectory}: temperature {value}; from {:e} to {:e} is possible",
         TEMPERATURES.start(),
@@ -90,16 +90,16 @@ pub enum Unfit {
         /// The reward.
         value: f64,
     },
-    /// A model call outside the tokens.
+    /// A turn outside the tokens of its trajectory.
     #[error(
         "trajectory {trajectory}: turn {turn} ends at token {end} of {tokens}, or begins before the one before"
     )]
     Turn {
         /// Its index in the group.
         trajectory: u32,
-        /// Which turn, from 0.
+        /// Index of the turn.
         turn: usize,
-        /// Where it ends.
+        /// Index of its last token, exclusive.
         end: usize,
         /// Tokens of the trajectory.
         tokens: usize,
@@ -107,10 +107,10 @@ pub enum Unfit {
 }
 
 impl GroupLimits {
-    /// Whether `group` can be trained on.
+    /// Checks that `group` can be trained on.
     ///
     /// # Errors
-    /// The first thing that cannot.
+    /// The first violation.
     pub fn check(&self, group: &Group) -> Result<(), Unfit> {
         let found = group.sampled().count();
         let baselines = group.trajectories.len() - found;
@@ -148,7 +148,7 @@ fn check_rewards(found: &Trajectory) -> Result<(), Unfit> {
     let components = found.score.components.iter().filter_map(|component| component.value);
     let turns = found.turns.iter().filter_map(|turn| turn.reward);
     let mut all = found.score.total.into_iter().chain(components).chain(turns);
-    // Not a number is not within either.
+    // NaN is in no range.
     match all.find(|value| !(-MAX_REWARD..=MAX_REWARD).contains(value)) {
         Some(value) => Err(Unfit::Reward { trajectory: found.index, value }),
         None => Ok(()),

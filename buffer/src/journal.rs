@@ -30,22 +30,22 @@ use serde::{Deserialize, Serialize};
 use trajectory::{Group, GroupId};
 
 use crate::BufferError;
-use crate::ledger::{Change, Kept, Row};
+use crate::ledger::{GroupRow, LedgerChange, Recovered};
 use crate::payload;
-use crate::store::{Append, Done, Store, WRITE_WAIT};
+use crate::store::{AppendGroup, Store, WRITE_WAIT, WriteCompletion};
 
+mod database;
 mod file;
-mod held;
 mod open;
 mod tables;
 mod writer;
 
+use database::PanicSafeDatabase;
 pub(crate) use file::OpenFile;
-use held::Held;
 pub use open::JOURNAL_CACHE_BYTES;
-use open::Opened;
+use open::OpenedJournal;
 use tables::SEGMENTS;
-use writer::Writer;
+use writer::JournalWriter;
 
 /// Writes that wait for the writer; groups beyond are refused.
 const QUEUE: usize = 8192;
@@ -57,7 +57,7 @@ const AT_HAND_BYTES: u64 = 256 << 20;
 
 /// Where a payload is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Place {
+struct PayloadLocation {
     segment: u64,
     offset: u32,
     length: u32,
@@ -68,31 +68,31 @@ struct Place {
 /// A row as it is written.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct StoredRow {
-    row: Row,
-    place: Place,
+    row: GroupRow,
+    place: PayloadLocation,
 }
 
-type Places = Mutex<HashMap<GroupId, Place>>;
+type PayloadLocations = Mutex<HashMap<GroupId, PayloadLocation>>;
 
 /// The store of a buffer that survives its process.
-pub(crate) struct Journal {
+pub(crate) struct JournalStore {
     path: PathBuf,
     /// Written by the writer alone, who needs it exclusively only to give disk space back.
-    database: Arc<RwLock<Held>>,
-    places: Arc<Places>,
-    at_hand: Arc<Mutex<AtHand>>,
+    database: Arc<RwLock<PanicSafeDatabase>>,
+    places: Arc<PayloadLocations>,
+    at_hand: Arc<Mutex<PayloadCache>>,
     /// `None` only while the store is being dropped.
-    queue: Option<Sender<Request>>,
+    queue: Option<Sender<WriteRequest>>,
     writer: Option<JoinHandle<()>>,
     /// The writer's first failure.
-    broken: Arc<Mutex<Option<Broken>>>,
+    broken: Arc<Mutex<Option<WriterFailure>>>,
     /// `None` in a storage that is not a file.
     file: Option<Arc<OpenFile>>,
 }
 
 /// Why the writer has stopped.
 #[derive(Clone, Debug)]
-enum Broken {
+enum WriterFailure {
     /// It cannot write.
     Failed(String),
     /// It writes where nobody will look: what is found in place of the file.
@@ -100,24 +100,24 @@ enum Broken {
 }
 
 /// What the writer is asked for.
-enum Request {
-    Append(Append),
-    Change(Change, Done),
+enum WriteRequest {
+    AppendGroup(AppendGroup),
+    LedgerChange(LedgerChange, WriteCompletion),
 }
 
 /// Groups in memory, as many as fit.
 #[derive(Debug, Default)]
-struct AtHand {
+struct PayloadCache {
     groups: HashMap<GroupId, (Arc<Group>, u64)>,
     bytes: u64,
 }
 
-impl Journal {
+impl JournalStore {
     /// The journal at `path`, what it kept, and how often it has been opened with this time.
     ///
     /// # Errors
     /// Those of [`Buffer::open`](crate::Buffer::open).
-    pub(crate) fn open(path: &Path, compact_above: u64) -> Result<(Self, Kept, u64), BufferError> {
+    pub(crate) fn open(path: &Path, compact_above: u64) -> Result<(Self, Recovered, u64), BufferError> {
         Self::start(path, open::file(path)?, compact_above)
     }
 
@@ -128,26 +128,30 @@ impl Journal {
     pub(crate) fn open_on(
         backend: impl StorageBackend,
         compact_above: u64,
-    ) -> Result<(Self, Kept, u64), BufferError> {
+    ) -> Result<(Self, Recovered, u64), BufferError> {
         let path = Path::new("(in a storage that is not a file)");
         Self::start(path, open::backend(path, backend)?, compact_above)
     }
 
-    fn start(path: &Path, opened: Opened, compact_above: u64) -> Result<(Self, Kept, u64), BufferError> {
-        let Opened { database, kept, places, opening, file_bytes, file } = opened;
+    fn start(
+        path: &Path,
+        opened: OpenedJournal,
+        compact_above: u64,
+    ) -> Result<(Self, Recovered, u64), BufferError> {
+        let OpenedJournal { database, kept, places, opening, file_bytes, file } = opened;
         let file = file.map(Arc::new);
         let database = Arc::new(RwLock::new(database));
         let places = Arc::new(Mutex::new(places));
         let (at_hand, broken) = (Arc::default(), Arc::default());
         let (queue, requests) = bounded(QUEUE);
-        let writer = Writer::new(
+        let writer = JournalWriter::new(
             path,
             Arc::clone(&database),
             Arc::clone(&places),
             Arc::clone(&at_hand),
             Arc::clone(&broken),
             file.clone(),
-            writer::Space { peak: file_bytes, compact_above },
+            writer::CompactionState { peak: file_bytes, compact_above },
         );
         let writer = std::thread::Builder::new()
             .name("journal-writer".to_owned())
@@ -176,14 +180,14 @@ impl Journal {
     }
 }
 
-impl Store for Journal {
-    fn append(&self, append: Append) {
+impl Store for JournalStore {
+    fn append(&self, append: AppendGroup) {
         let Some(queue) = self.queue.as_ref() else { return (append.done)(Err(self.stopped())) };
         let waiting = queue.len();
         if waiting >= QUEUE - QUEUE_FOR_CHANGES {
             return (append.done)(Err(BufferError::QueueFull { waiting }));
         }
-        match queue.try_send(Request::Append(append)) {
+        match queue.try_send(WriteRequest::AppendGroup(append)) {
             Ok(()) => {}
             Err(TrySendError::Full(request)) => request.done(Err(BufferError::QueueFull { waiting })),
             Err(TrySendError::Disconnected(request)) => request.done(Err(self.stopped())),
@@ -196,9 +200,9 @@ impl Store for Journal {
         if waiting + QUEUE_FOR_CHANGES / 2 > QUEUE { Err(BufferError::QueueFull { waiting }) } else { Ok(()) }
     }
 
-    fn submit(&self, change: Change, done: Done) {
+    fn submit(&self, change: LedgerChange, done: WriteCompletion) {
         let Some(queue) = self.queue.as_ref() else { return done(Err(self.stopped())) };
-        if let Err(error) = queue.send_timeout(Request::Change(change, done), WRITE_WAIT) {
+        if let Err(error) = queue.send_timeout(WriteRequest::LedgerChange(change, done), WRITE_WAIT) {
             let timeout = error.is_timeout();
             let error_to_tell = if timeout { self.unanswered(Some(WRITE_WAIT)) } else { self.stopped() };
             error.into_inner().done(Err(error_to_tell));
@@ -245,14 +249,14 @@ impl Store for Journal {
 
     fn failure(&self) -> Option<BufferError> {
         if let Some(found) = self.file.as_ref().and_then(|file| file.moved()) {
-            lock(&self.broken).get_or_insert(Broken::Moved(found));
+            lock(&self.broken).get_or_insert(WriterFailure::Moved(found));
         }
         let ended = self.writer.as_ref().is_none_or(JoinHandle::is_finished);
         (ended || lock(&self.broken).is_some()).then(|| self.stopped())
     }
 }
 
-impl Journal {
+impl JournalStore {
     /// Reads from the file what is not in `found`; each segment once if its groups are asked for in a row.
     fn read_missing(
         &self,
@@ -260,7 +264,7 @@ impl Journal {
         found: Vec<Option<Arc<Group>>>,
     ) -> Result<Vec<Arc<Group>>, BufferError> {
         let path = &self.path;
-        let places: Vec<Option<Place>> = {
+        let places: Vec<Option<PayloadLocation>> = {
             let places = lock(&self.places);
             ids.iter().map(|id| places.get(id).copied()).collect()
         };
@@ -291,7 +295,7 @@ impl Journal {
     }
 }
 
-impl Journal {
+impl JournalStore {
     /// The segment of a group is not there: somebody forgot the group meanwhile, or the file is damaged.
     fn without_segment(&self, group: GroupId) -> BufferError {
         if lock(&self.places).contains_key(&group) {
@@ -303,7 +307,7 @@ impl Journal {
     }
 }
 
-impl Place {
+impl PayloadLocation {
     /// The group in its segment, or how one sees that it is not what was written.
     fn decode(&self, id: GroupId, segment: &[u8]) -> Result<Group, String> {
         payload::decode(id, self.payload(segment)?)
@@ -322,7 +326,7 @@ impl Place {
     }
 }
 
-impl AtHand {
+impl PayloadCache {
     fn put(&mut self, id: GroupId, group: Arc<Group>, bytes: u64) {
         if self.bytes + bytes <= AT_HAND_BYTES {
             self.bytes += bytes;
@@ -341,15 +345,15 @@ impl AtHand {
     }
 }
 
-impl Request {
+impl WriteRequest {
     fn done(self, result: Result<(), BufferError>) {
         match self {
-            Self::Append(Append { done, .. }) | Self::Change(_, done) => done(result),
+            Self::AppendGroup(AppendGroup { done, .. }) | Self::LedgerChange(_, done) => done(result),
         }
     }
 }
 
-impl Drop for Journal {
+impl Drop for JournalStore {
     fn drop(&mut self) {
         self.queue = None;
         if let Some(writer) = self.writer.take() {
@@ -368,11 +372,11 @@ fn check(payload: &[u8]) -> u64 {
     twox_hash::XxHash64::oneshot(0, payload)
 }
 
-fn stopped(path: &Path, broken: &Mutex<Option<Broken>>) -> BufferError {
+fn stopped(path: &Path, broken: &Mutex<Option<WriterFailure>>) -> BufferError {
     let path = path.to_owned();
     match lock(broken).clone() {
-        Some(Broken::Moved(found)) => BufferError::JournalMoved { path, found },
-        Some(Broken::Failed(cause)) => BufferError::WriterStopped { path, cause },
+        Some(WriterFailure::Moved(found)) => BufferError::JournalMoved { path, found },
+        Some(WriterFailure::Failed(cause)) => BufferError::WriterStopped { path, cause },
         None => BufferError::WriterStopped { path, cause: "it panicked".to_owned() },
     }
 }

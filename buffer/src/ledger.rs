@@ -45,19 +45,19 @@ use trajectory::{GroupId, PolicyVersion};
 
 use crate::{AdmitRequest, BufferConfig, BufferError, EventKind, LeaseId, Stats};
 
-pub(crate) use arrival::{Arrival, Begin, Identity};
-pub(crate) use change::{Change, LeaseRow, LeaseState, Mark, Row};
-pub(crate) use lease::Leased;
+pub(crate) use arrival::{Arrival, ArrivalDecision, ArrivalIdentity};
+pub(crate) use change::{GroupRow, LeaseRow, LeaseState, LedgerChange, Watermarks};
+use dedup::{ContentIndex, KeyIndex};
+pub(crate) use lease::GrantedLease;
 pub use rewind::Rewound;
-use seen::{Contents, Keys};
 
 mod arrival;
 mod change;
+mod dedup;
 mod lease;
 mod listing;
 mod quarantine;
 mod rewind;
-mod seen;
 mod select;
 mod steps;
 
@@ -65,18 +65,18 @@ mod steps;
 pub(crate) const KEYED: u64 = 1 << 52;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
+enum InFlightStage {
     Admitted,
     Claimed,
     Writing,
 }
 
 #[derive(Clone, Debug)]
-struct Flight {
-    stage: Stage,
+struct InFlightGroup {
+    stage: InFlightStage,
     /// What counts as the oldest version: served at admission, then at the claim, then the oldest in the group.
     version: PolicyVersion,
-    hold: Hold,
+    hold: GroupHold,
     until: Option<u64>,
     /// While it is written: its size and contents.
     bytes: u64,
@@ -85,27 +85,27 @@ struct Flight {
 
 /// Who generates a group, and for how long it is held without a sign of that.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Hold {
+struct GroupHold {
     ms: Option<u64>,
     holder: Option<u64>,
 }
 
 #[derive(Clone, Debug)]
-struct Stored {
-    row: Row,
+struct StoredGroup {
+    row: GroupRow,
     /// Leases that it is in.
     out: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Held {
-    Flight(GroupId),
+enum HoldTarget {
+    Group(GroupId),
     Lease(LeaseId),
 }
 
 /// Something that watchers hear of.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Occurrence {
+pub(crate) struct LedgerEvent {
     pub(crate) kind: EventKind,
     pub(crate) groups: Vec<GroupId>,
     pub(crate) lease: Option<LeaseId>,
@@ -119,14 +119,14 @@ pub(crate) struct Ledger {
     next_keyed: u64,
     /// Ids to be admitted before new ones.
     again: BTreeSet<GroupId>,
-    flights: BTreeMap<GroupId, Flight>,
-    stored: BTreeMap<GroupId, Stored>,
+    flights: BTreeMap<GroupId, InFlightGroup>,
+    stored: BTreeMap<GroupId, StoredGroup>,
     /// What can be leased, by its oldest version: stored, with a use left.
     pool: BTreeSet<(PolicyVersion, GroupId)>,
     /// How many live groups (in flight or in the pool) count from each version.
     due: BTreeMap<PolicyVersion, usize>,
     /// Open or expired.
-    leases: BTreeMap<LeaseId, lease::Record>,
+    leases: BTreeMap<LeaseId, lease::LeaseRecord>,
     /// Leases that ended otherwise than acknowledged; at most [`lease::ENDED_KEPT`].
     ended: BTreeMap<LeaseId, LeaseRow>,
     /// How the leases below ended is not remembered, unless they are in `leases`.
@@ -143,9 +143,9 @@ pub(crate) struct Ledger {
     /// The latest version that anybody can have: that of `step`, or the next once groups were leased for it, even if
     /// they came back since.
     known: PolicyVersion,
-    holds: BTreeSet<(u64, Held)>,
-    keys: Keys,
-    contents: Contents,
+    holds: BTreeSet<(u64, HoldTarget)>,
+    keys: KeyIndex,
+    contents: ContentIndex,
     bytes: u64,
     dropped_stale: u64,
     /// Of those, how many no lease has told of.
@@ -154,15 +154,15 @@ pub(crate) struct Ledger {
     expiries: u64,
     quarantined: u64,
     /// What is to be written since [`Ledger::take_change`].
-    change: Option<Change>,
-    occurrences: Vec<Occurrence>,
+    change: Option<LedgerChange>,
+    occurrences: Vec<LedgerEvent>,
 }
 
 impl Ledger {
     /// A ledger of what a store kept. What was in flight is first in line again; open leases are held anew from `now`.
-    pub(crate) fn restore(config: BufferConfig, kept: Kept, now: u64) -> Self {
-        let Kept { rows, leases, keys, mark } = kept;
-        let admitted = |row: &&Row| row.id.0 < KEYED;
+    pub(crate) fn restore(config: BufferConfig, kept: Recovered, now: u64) -> Self {
+        let Recovered { rows, leases, keys, mark } = kept;
+        let admitted = |row: &&GroupRow| row.id.0 < KEYED;
         let next_id =
             rows.iter().filter(admitted).map(|row| row.id.0 + 1).max().unwrap_or(0).max(mark.next_id);
         let keyed = rows.iter().map(|row| row.id).chain(keys.iter().map(|(id, _)| *id));
@@ -187,8 +187,8 @@ impl Ledger {
             leased: BTreeMap::new(),
             known: mark.known,
             holds: BTreeSet::new(),
-            keys: Keys::default(),
-            contents: Contents::default(),
+            keys: KeyIndex::default(),
+            contents: ContentIndex::default(),
             bytes: 0,
             dropped_stale: 0,
             dropped_untold: 0,
@@ -203,7 +203,7 @@ impl Ledger {
             ledger.again.remove(&row.id);
             ledger.bytes += row.bytes;
             ledger.contents.add(&row.contents);
-            ledger.stored.insert(row.id, Stored { row, out: 0 });
+            ledger.stored.insert(row.id, StoredGroup { row, out: 0 });
         }
         leases.into_iter().for_each(|(id, row)| ledger.restore_lease(id, row, now));
         // Earlier programs did not count the open leases of a step that the trainer had gone back to.
@@ -228,8 +228,8 @@ impl Ledger {
                 self.next_id += 1;
                 GroupId(self.next_id - 1)
             });
-            let hold = Hold { ms: request.hold.map(millis), holder: request.holder };
-            self.take_off(id, Stage::Admitted, request.served, hold, now);
+            let hold = GroupHold { ms: request.hold.map(millis), holder: request.holder };
+            self.take_off(id, InFlightStage::Admitted, request.served, hold, now);
             ids.push(id);
         }
         Ok(ids)
@@ -243,11 +243,11 @@ impl Ledger {
     ) -> Result<(), BufferError> {
         self.not_from_the_future(served)?;
         match self.flights.get(&group).map(|flight| (flight.stage, flight.version, flight.hold)) {
-            Some((stage @ (Stage::Admitted | Stage::Claimed), version, hold)) => {
+            Some((stage @ (InFlightStage::Admitted | InFlightStage::Claimed), version, hold)) => {
                 // An older one than at its admission is looked at when the group arrives.
-                let version = if stage == Stage::Admitted { version.max(served) } else { version };
+                let version = if stage == InFlightStage::Admitted { version.max(served) } else { version };
                 self.land(group);
-                self.take_off(group, Stage::Claimed, version, hold, now);
+                self.take_off(group, InFlightStage::Claimed, version, hold, now);
                 Ok(())
             }
             _ => Err(BufferError::WrongState { group, is: self.state(group), needs: BufferError::NEEDS[0] }),
@@ -256,7 +256,7 @@ impl Ledger {
 
     pub(crate) fn abort(&mut self, group: GroupId, retry: bool) -> Result<(), BufferError> {
         match self.flights.get(&group) {
-            Some(Flight { stage: Stage::Admitted | Stage::Claimed, .. }) => {}
+            Some(InFlightGroup { stage: InFlightStage::Admitted | InFlightStage::Claimed, .. }) => {}
             _ => {
                 let is = self.state(group);
                 return Err(BufferError::WrongState { group, is, needs: BufferError::NEEDS[1] });
@@ -274,7 +274,9 @@ impl Ledger {
 
     /// Everything that `holder` has in flight goes first in line again; how many that are. What is being written is safe.
     pub(crate) fn abandon(&mut self, holder: u64) -> usize {
-        let theirs = |flight: &Flight| flight.hold.holder == Some(holder) && flight.stage != Stage::Writing;
+        let theirs = |flight: &InFlightGroup| {
+            flight.hold.holder == Some(holder) && flight.stage != InFlightStage::Writing
+        };
         let groups = self.flights.iter().filter(|(_, flight)| theirs(flight)).map(|(group, _)| *group);
         let groups: Vec<GroupId> = groups.collect();
         for group in &groups {
@@ -293,12 +295,12 @@ impl Ledger {
             any = true;
             self.expiries += 1;
             match held {
-                Held::Flight(group) => {
+                HoldTarget::Group(group) => {
                     self.land(group);
                     self.again.insert(group);
                     self.tell(EventKind::Expired, vec![group], None, None);
                 }
-                Held::Lease(lease) => self.expire_lease(lease),
+                HoldTarget::Lease(lease) => self.expire_lease(lease),
             }
         }
         any
@@ -306,7 +308,7 @@ impl Ledger {
 
     /// Removes a group for good, wherever it is; false if it is not here.
     pub(crate) fn evict(&mut self, group: GroupId) -> bool {
-        let flying = self.flights.get(&group).is_some_and(|flight| flight.stage != Stage::Writing);
+        let flying = self.flights.get(&group).is_some_and(|flight| flight.stage != InFlightStage::Writing);
         if flying {
             self.land(group);
         } else if self.stored.contains_key(&group) {
@@ -336,13 +338,13 @@ impl Ledger {
     }
 
     /// What is to be written since the last call, and what happened.
-    pub(crate) fn take_change(&mut self) -> (Option<Change>, Vec<Occurrence>) {
-        let change = self.change.take().map(|change| Change { mark: self.mark(), ..change });
+    pub(crate) fn take_change(&mut self) -> (Option<LedgerChange>, Vec<LedgerEvent>) {
+        let change = self.change.take().map(|change| LedgerChange { mark: self.mark(), ..change });
         (change, std::mem::take(&mut self.occurrences))
     }
 
     /// What happened since the last call, if nothing has to be written first.
-    pub(crate) fn take_occurrences(&mut self) -> Vec<Occurrence> {
+    pub(crate) fn take_occurrences(&mut self) -> Vec<LedgerEvent> {
         if self.change.is_some() { Vec::new() } else { std::mem::take(&mut self.occurrences) }
     }
 
@@ -351,11 +353,11 @@ impl Ledger {
     }
 
     pub(crate) fn is_being_written(&self, group: GroupId) -> bool {
-        self.flights.get(&group).is_some_and(|flight| flight.stage == Stage::Writing)
+        self.flights.get(&group).is_some_and(|flight| flight.stage == InFlightStage::Writing)
     }
 
     pub(crate) fn stats(&self) -> Stats {
-        let admitted = self.flights.values().filter(|flight| flight.stage == Stage::Admitted).count();
+        let admitted = self.flights.values().filter(|flight| flight.stage == InFlightStage::Admitted).count();
         let mut in_flight: Vec<_> = self.flights.iter().map(|(id, flight)| (*id, flight.version)).collect();
         in_flight.sort_unstable_by_key(|&(id, version)| (version, id));
         in_flight.truncate(Stats::NAMED_IN_FLIGHT);
@@ -386,21 +388,28 @@ impl Ledger {
         }
     }
 
-    fn take_off(&mut self, group: GroupId, stage: Stage, version: PolicyVersion, hold: Hold, now: u64) {
-        let until = hold.ms.filter(|_| stage != Stage::Writing).map(|hold| now.saturating_add(hold));
+    fn take_off(
+        &mut self,
+        group: GroupId,
+        stage: InFlightStage,
+        version: PolicyVersion,
+        hold: GroupHold,
+        now: u64,
+    ) {
+        let until = hold.ms.filter(|_| stage != InFlightStage::Writing).map(|hold| now.saturating_add(hold));
         if let Some(until) = until {
-            self.holds.insert((until, Held::Flight(group)));
+            self.holds.insert((until, HoldTarget::Group(group)));
         }
         *self.due.entry(version).or_default() += 1;
-        let flight = Flight { stage, version, hold, until, bytes: 0, contents: Vec::new() };
+        let flight = InFlightGroup { stage, version, hold, until, bytes: 0, contents: Vec::new() };
         self.flights.insert(group, flight);
     }
 
-    fn land(&mut self, group: GroupId) -> Option<Flight> {
+    fn land(&mut self, group: GroupId) -> Option<InFlightGroup> {
         let flight = self.flights.remove(&group)?;
         self.due_less(flight.version);
         if let Some(until) = flight.until {
-            self.holds.remove(&(until, Held::Flight(group)));
+            self.holds.remove(&(until, HoldTarget::Group(group)));
         }
         Some(flight)
     }
@@ -431,7 +440,7 @@ impl Ledger {
 
     /// Forgets a stored group.
     fn forget(&mut self, group: GroupId) {
-        let Some(Stored { row, .. }) = self.stored.remove(&group) else { return };
+        let Some(StoredGroup { row, .. }) = self.stored.remove(&group) else { return };
         self.leave_pool(row.oldest, group);
         self.bytes -= row.bytes;
         self.contents.remove(&row.contents);
@@ -444,7 +453,7 @@ impl Ledger {
         self.dropped_untold += count;
     }
 
-    fn change(&mut self) -> &mut Change {
+    fn change(&mut self) -> &mut LedgerChange {
         self.change.get_or_insert_default()
     }
 
@@ -455,18 +464,18 @@ impl Ledger {
         lease: Option<LeaseId>,
         version: Option<PolicyVersion>,
     ) {
-        self.occurrences.push(Occurrence { kind, groups, lease, version });
+        self.occurrences.push(LedgerEvent { kind, groups, lease, version });
     }
 
-    fn mark(&self) -> Mark {
+    fn mark(&self) -> Watermarks {
         // In flight and in line are disjoint and each is ascending.
         let admitted = self.flights.keys().copied().filter(|id| id.0 < KEYED);
         let mut pending: Vec<GroupId> = admitted.chain(self.again.iter().copied()).collect();
         pending.sort_unstable();
-        Mark {
+        Watermarks {
             next_id: self.next_id,
             next_keyed: self.next_keyed,
-            pending: Mark::ranges(pending.into_iter()),
+            pending: Watermarks::ranges(pending.into_iter()),
             next_lease: self.next_lease,
             step: self.step,
             taken: self.taken,
@@ -478,9 +487,9 @@ impl Ledger {
     fn state(&self, group: GroupId) -> &'static str {
         let [admitted, claimed, writing, finalized, again, not_yet, past] = BufferError::STATES;
         match self.flights.get(&group).map(|flight| flight.stage) {
-            Some(Stage::Admitted) => admitted,
-            Some(Stage::Claimed) => claimed,
-            Some(Stage::Writing) => writing,
+            Some(InFlightStage::Admitted) => admitted,
+            Some(InFlightStage::Claimed) => claimed,
+            Some(InFlightStage::Writing) => writing,
             None if self.stored.get(&group).is_some_and(|stored| stored.out == 0) => finalized,
             None if self.again.contains(&group) => again,
             None if group.0 >= self.next_id && group.0 < KEYED => not_yet,
@@ -491,12 +500,12 @@ impl Ledger {
 
 /// What a store kept.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Kept {
-    pub(crate) rows: Vec<Row>,
+pub(crate) struct Recovered {
+    pub(crate) rows: Vec<GroupRow>,
     pub(crate) leases: Vec<(LeaseId, LeaseRow)>,
     /// Digests of keys.
     pub(crate) keys: Vec<(GroupId, u128)>,
-    pub(crate) mark: Mark,
+    pub(crate) mark: Watermarks,
 }
 
 /// Whole milliseconds, as many as there are.

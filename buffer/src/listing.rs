@@ -1,21 +1,21 @@
-//! What the buffer shows of its groups and leases. Invariant: plain data, no payloads.
+//! Views of groups and leases for inspection. Invariant: plain data, no payloads.
 
 use serde::{Deserialize, Serialize};
 use trajectory::{GroupId, PolicyVersion, TaskId};
 
 use crate::LeaseId;
 
-/// Where a group is in its life.
+/// State of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GroupState {
-    /// It has a slot, but no token.
+    /// It has a slot and no token yet.
     Admitted,
     /// It is being generated, scored or written.
     Claimed,
     /// It can be leased.
     Finalized,
-    /// It is leased.
+    /// It is in an open lease.
     Leased,
 }
 
@@ -24,25 +24,25 @@ pub enum GroupState {
 pub struct GroupEntry {
     /// Its id.
     pub id: GroupId,
-    /// Where it is in its life.
+    /// Its state.
     pub state: GroupState,
-    /// Its oldest version, or what counts as that while it is in flight.
+    /// Its oldest version; while it is in flight, the version that counts as the oldest.
     pub policy_version: PolicyVersion,
     /// Its task; `None` while it is in flight.
     pub task: Option<TaskId>,
     /// Tokens of all its samples; 0 while it is in flight.
     pub tokens: u64,
-    /// Size as it is kept; 0 until it is written.
+    /// Bytes of the encoded payload; 0 until it is written.
     pub bytes: u64,
     /// Mean over the trajectories that have a reward.
     pub reward: Option<f64>,
-    /// How often it was leased and acknowledged.
+    /// Number of acknowledged leases.
     pub uses: u32,
-    /// Whether it came with a key rather than by admission.
+    /// Whether it came under an idempotency key instead of an admission.
     pub keyed: bool,
 }
 
-/// Which groups to list; what is `None` lets all pass.
+/// Filter of a list; a `None` field matches all groups.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct GroupFilter {
     /// With this oldest version.
@@ -53,28 +53,28 @@ pub struct GroupFilter {
     pub state: Option<GroupState>,
 }
 
-/// Some groups of a list.
+/// A page of a list of groups.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GroupPage {
     /// Ascending by id.
     pub groups: Vec<GroupEntry>,
-    /// Where to go on; `None` if there are no more. Also a page without groups can have more behind it.
+    /// Cursor of the next page; `None` at the end. A page without groups can have a next page.
     pub next: Option<GroupId>,
 }
 
 /// A lease that is not acknowledged.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseEntry {
-    /// Its name.
+    /// Its id.
     pub id: LeaseId,
-    /// Who trains.
+    /// Name of the consumer.
     pub consumer: String,
     /// The version that the step starts from.
     pub step: PolicyVersion,
     /// Ordered by id.
     pub groups: Vec<GroupId>,
-    /// Milliseconds until its hold is over; `None` if it has no hold, or is over.
+    /// Milliseconds until it expires; `None` without a hold, or once it has expired.
     pub expires_in_ms: Option<u64>,
-    /// Whether its hold is over; it can be taken up again until others have its groups.
+    /// Whether it has expired. An expired lease can be extended until its groups are leased again.
     pub expired: bool,
 }

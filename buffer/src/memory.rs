@@ -1,5 +1,5 @@
-//! Groups in memory, for runs that need not survive their process. Invariant: one entry per group that the ledger keeps.
-//! Nothing here is durable.
+//! Store in memory, for runs that need not survive their process. Invariant: one entry per group of the ledger.
+//! Nothing is durable.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,21 +8,21 @@ use std::time::Duration;
 use trajectory::{Group, GroupId};
 
 use crate::BufferError;
-use crate::ledger::Change;
-use crate::store::{Append, Done, Store};
+use crate::ledger::LedgerChange;
+use crate::store::{AppendGroup, Store, WriteCompletion};
 
-/// A group and who sent it.
-type Sent = (Arc<Group>, Option<String>);
+/// A group and its sender.
+type MemoryGroup = (Arc<Group>, Option<String>);
 
-/// A store that forgets everything with its process.
+/// A store that loses everything when its process ends.
 #[derive(Debug, Default)]
-pub(crate) struct Memory {
-    groups: Mutex<HashMap<GroupId, Sent>>,
+pub(crate) struct MemoryStore {
+    groups: Mutex<HashMap<GroupId, MemoryGroup>>,
 }
 
-impl Store for Memory {
-    fn append(&self, append: Append) {
-        let Append { row, group, sender, done, .. } = append;
+impl Store for MemoryStore {
+    fn append(&self, append: AppendGroup) {
+        let AppendGroup { row, group, sender, done, .. } = append;
         self.groups.lock().unwrap_or_else(PoisonError::into_inner).insert(row.id, (group, sender));
         done(Ok(()));
     }
@@ -31,7 +31,7 @@ impl Store for Memory {
         Ok(())
     }
 
-    fn submit(&self, change: Change, done: Done) {
+    fn submit(&self, change: LedgerChange, done: WriteCompletion) {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         change.forget.iter().for_each(|(_, id)| drop(groups.remove(id)));
         drop(groups);

@@ -9,14 +9,14 @@ use trajectory::{
 };
 
 use crate::BufferError;
-use crate::ledger::{Arrival, Identity, Row};
+use crate::ledger::{Arrival, ArrivalIdentity, GroupRow};
 
 /// Longest key, bytes.
 pub(crate) const MAX_KEY: usize = 128;
 
 /// A group on its way into the buffer.
 #[derive(Clone, Debug)]
-pub(crate) struct Incoming {
+pub(crate) struct IncomingGroup {
     /// The key of its sender's; `None`: it has the id of its admission.
     key: Option<String>,
     group: Group,
@@ -24,7 +24,7 @@ pub(crate) struct Incoming {
     sender: Option<String>,
 }
 
-impl Incoming {
+impl IncomingGroup {
     /// Under the id of its admission.
     pub(crate) fn admitted(group: Group) -> Self {
         Self { key: None, group, sender: None }
@@ -42,8 +42,8 @@ impl Incoming {
 
 /// A group with all that is known of it.
 #[derive(Debug)]
-pub(crate) struct Prepared {
-    identity: Identity,
+pub(crate) struct PreparedGroup {
+    identity: ArrivalIdentity,
     pub(crate) group: Group,
     oldest: PolicyVersion,
     newest: PolicyVersion,
@@ -55,7 +55,7 @@ pub(crate) struct Prepared {
 /// What is encoded. Streams are bytes, little-endian: a group has thousands of numbers, and they are copied rather than
 /// written one by one.
 #[derive(Serialize)]
-struct Encoded<'a> {
+struct EncodedGroup<'a> {
     task: &'a Task,
     trajectories: Vec<EncodedTrajectory<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -65,9 +65,9 @@ struct Encoded<'a> {
 #[derive(Serialize)]
 struct EncodedTrajectory<'a> {
     index: u32,
-    token_ids: Bytes<'a>,
-    loss_mask: Bytes<'a>,
-    behavior_logprobs: Bytes<'a>,
+    token_ids: ByteField<'a>,
+    loss_mask: ByteField<'a>,
+    behavior_logprobs: ByteField<'a>,
     versions: &'a [VersionRun],
     kept: Option<&'a KeptTokens>,
     temperature: f32,
@@ -80,7 +80,7 @@ struct EncodedTrajectory<'a> {
 
 /// The same, read in place.
 #[derive(Deserialize)]
-struct Decoded<'a> {
+struct DecodedGroup<'a> {
     task: Task,
     #[serde(borrow)]
     trajectories: Vec<DecodedTrajectory<'a>>,
@@ -104,25 +104,25 @@ struct DecodedTrajectory<'a> {
 }
 
 /// A slice as one value.
-struct Bytes<'a>(&'a [u8]);
+struct ByteField<'a>(&'a [u8]);
 
-impl Serialize for Bytes<'_> {
+impl Serialize for ByteField<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_bytes(self.0)
     }
 }
 
-impl Prepared {
+impl PreparedGroup {
     /// # Errors
     /// A group without trajectories; an unusable key.
-    pub(crate) fn new(incoming: Incoming, dedup: bool) -> Result<Self, BufferError> {
-        let Incoming { key, group, sender } = incoming;
+    pub(crate) fn new(incoming: IncomingGroup, dedup: bool) -> Result<Self, BufferError> {
+        let IncomingGroup { key, group, sender } = incoming;
         let identity = match key {
-            None => Identity::Admitted(group.id),
+            None => ArrivalIdentity::Admitted(group.id),
             Some(key) if key.is_empty() || key.len() > MAX_KEY => {
                 return Err(BufferError::Key { length: key.len(), limit: MAX_KEY });
             }
-            Some(key) => Identity::Keyed(digest(&[key.as_bytes()])),
+            Some(key) => ArrivalIdentity::Keyed(digest(&[key.as_bytes()])),
         };
         let oldest = group.oldest_version().ok_or(BufferError::EmptyGroup { group: group.id })?;
         let runs = group.trajectories.iter().flat_map(|trajectory| trajectory.sample.versions());
@@ -143,7 +143,7 @@ impl Prepared {
     }
 
     /// What is written of it: under `id`, without the trajectories that are not to be kept.
-    pub(crate) fn finish(mut self, id: GroupId, keep: &[bool]) -> Result<Written, BufferError> {
+    pub(crate) fn finish(mut self, id: GroupId, keep: &[bool]) -> Result<FinishedGroup, BufferError> {
         self.group.id = id;
         if keep.contains(&false) {
             retain(&mut self.group.trajectories, keep);
@@ -153,7 +153,7 @@ impl Prepared {
         let Self { identity, group, oldest, contents, sender, payload, .. } = self;
         let rewards: Vec<f64> = group.rewards().collect();
         let tokens = group.trajectories.iter().map(|trajectory| trajectory.sample.token_ids().len() as u64);
-        let row = Row {
+        let row = GroupRow {
             id,
             oldest,
             task: group.task.id,
@@ -164,17 +164,17 @@ impl Prepared {
             contents,
         };
         let key = match identity {
-            Identity::Keyed(key) => Some(key),
-            Identity::Admitted(_) => None,
+            ArrivalIdentity::Keyed(key) => Some(key),
+            ArrivalIdentity::Admitted(_) => None,
         };
-        Ok(Written { row, key, payload, group, sender })
+        Ok(FinishedGroup { row, key, payload, group, sender })
     }
 }
 
 /// A group as it is kept.
 #[derive(Debug)]
-pub(crate) struct Written {
-    pub(crate) row: Row,
+pub(crate) struct FinishedGroup {
+    pub(crate) row: GroupRow,
     pub(crate) key: Option<u128>,
     pub(crate) payload: Vec<u8>,
     pub(crate) group: Group,
@@ -185,28 +185,28 @@ pub(crate) struct Written {
 fn encode(group: &Group, sender: Option<&str>) -> Result<Vec<u8>, BufferError> {
     let Group { task, trajectories, id } = group;
     let trajectories = trajectories.iter().map(EncodedTrajectory::from).collect();
-    rmp_serde::to_vec_named(&Encoded { task, trajectories, sender })
+    rmp_serde::to_vec_named(&EncodedGroup { task, trajectories, sender })
         .map_err(|error| BufferError::NotEncodable { group: *id, reason: error.to_string() })
 }
 
-/// The group that [`Prepared`] encoded.
+/// The group that [`PreparedGroup`] encoded.
 ///
 /// # Errors
 /// What is wrong with the bytes.
 pub(crate) fn decode(id: GroupId, payload: &[u8]) -> Result<Group, String> {
-    let decoded: Decoded<'_> = rmp_serde::from_slice(payload).map_err(|error| error.to_string())?;
+    let decoded: DecodedGroup<'_> = rmp_serde::from_slice(payload).map_err(|error| error.to_string())?;
     let trajectories = decoded.trajectories.into_iter().map(Trajectory::try_from);
     Ok(Group { id, task: decoded.task, trajectories: trajectories.collect::<Result<_, _>>()? })
 }
 
-/// Who sent the group that [`Prepared`] encoded, if it was written down.
+/// Who sent the group that [`PreparedGroup`] encoded, if it was written down.
 pub(crate) fn sender(payload: &[u8]) -> Option<String> {
     #[derive(Deserialize)]
-    struct Sent {
+    struct SenderField {
         #[serde(default)]
         sender: Option<String>,
     }
-    rmp_serde::from_slice::<Sent>(payload).ok()?.sender
+    rmp_serde::from_slice::<SenderField>(payload).ok()?.sender
 }
 
 /// About how many bytes a group takes in memory: columns and details take many times what they are encoded as.
@@ -243,9 +243,9 @@ impl<'a> From<&'a Trajectory> for EncodedTrajectory<'a> {
         let Trajectory { index, sample, turns, text, score, baseline } = trajectory;
         Self {
             index: *index,
-            token_ids: Bytes(bytemuck::cast_slice(sample.token_ids())),
-            loss_mask: Bytes(bytemuck::cast_slice(sample.loss_mask())),
-            behavior_logprobs: Bytes(bytemuck::cast_slice(sample.behavior_logprobs())),
+            token_ids: ByteField(bytemuck::cast_slice(sample.token_ids())),
+            loss_mask: ByteField(bytemuck::cast_slice(sample.loss_mask())),
+            behavior_logprobs: ByteField(bytemuck::cast_slice(sample.behavior_logprobs())),
             versions: sample.versions(),
             kept: sample.kept(),
             temperature: sample.temperature(),

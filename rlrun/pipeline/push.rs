@@ -10,7 +10,7 @@ use device::{Device, Storage, bf16};
 use model::on_device::Dtype;
 use rollout::applier::Incoming;
 use trainer::Publishing;
-use weights::direct::colocated::DeviceMemory;
+use weights::direct::colocated::ColocatedPublisher;
 use weights::direct::ipc::{IpcConfig, IpcPublisher};
 use weights::direct::nccl::{NcclConfig, NcclPublisher, NcclSubscriber};
 use weights::{
@@ -41,7 +41,7 @@ pub(super) struct Direct<T: Storage> {
 /// How the sampler of this process gets it.
 enum Inside<T: Storage> {
     /// By a copy that the publisher makes.
-    Memory(Arc<DeviceMemory<T>>),
+    Memory(Arc<ColocatedPublisher<T>>),
     /// As a member of the broadcasts.
     Broadcast,
     /// There is none: it could not open memory of its own process.
@@ -62,7 +62,7 @@ impl<T: Storage> Direct<T> {
         let (hub, device) = (hub.clone(), Device::open(place)?);
         let (publisher, inside): (Arc<dyn DevicePublisher<T>>, _) = match way {
             Way::Memory => {
-                let memory = Arc::new(DeviceMemory::new(hub, &device));
+                let memory = Arc::new(ColocatedPublisher::new(hub, &device));
                 (Arc::clone(&memory) as _, Inside::Memory(memory))
             }
             Way::Ipc => {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use buffer::Consumer;
 use rollout::Progress;
-use weights::{Hub, LeftOut};
+use weights::{Hub, RejectedSubscriber};
 
 use crate::peers::Peers;
 use crate::report::Report;
@@ -38,7 +38,7 @@ impl View {
             ));
         }
         // A hub that has failed says so to whoever uses it next.
-        for LeftOut { subscriber, error } in self.hub.take_left_out().unwrap_or_default() {
+        for RejectedSubscriber { subscriber, error } in self.hub.take_rejected().unwrap_or_default() {
             self.roster.expel(&subscriber);
             self.peers.refuse(&subscriber, ("left_out", &error.to_string()));
             self.report.note(&format!("{subscriber} is left out, and the run goes on without it: {error}"));

@@ -21,7 +21,7 @@ use model::{Config, Head, Layout, ModelDirectory, Parameters, Quantization, Shar
 use trajectory::PolicyVersion;
 use weights::direct::ipc::IpcSubscriber;
 use weights::direct::nccl::NcclSubscriber;
-use weights::http::remote::Transport;
+use weights::http::remote::RemoteTransport;
 use weights::http::{RemoteConfig, RemoteSubscriber};
 use weights::{DeviceSubscriber, Subscriber};
 
@@ -140,8 +140,8 @@ fn settle_device(recipe: &mut Recipe, device: Option<Where>) -> Result<(), Failu
 /// How to reach the run's hub.
 fn remote(args: &RolloutArgs, membership: &Membership, recipe: &Recipe) -> Result<RemoteConfig, Failure> {
     let transport = match recipe.weights.transport {
-        WeightTransport::Auto | WeightTransport::CudaIpc | WeightTransport::Nccl => Transport::Any,
-        WeightTransport::Http => Transport::Http,
+        WeightTransport::Auto | WeightTransport::CudaIpc | WeightTransport::Nccl => RemoteTransport::Any,
+        WeightTransport::Http => RemoteTransport::Http,
     };
     let ClientConfig { url, token, roots, patience, .. } = client_config(&args.join)?;
     let config = RemoteConfig::new(url, membership.joined.name.clone());

@@ -15,7 +15,7 @@
 use trajectory::PolicyVersion;
 
 use crate::copier::share;
-use crate::frame::{HEADER, Header, Kind};
+use crate::frame::{FrameHeader, FrameKind, HEADER};
 use crate::{Dtype, Snapshot};
 
 /// Weights of a block: enough for the overhead not to count, few enough that threads end together.
@@ -27,21 +27,21 @@ const LEVEL: i32 = 1;
 
 /// A delta as it is sent.
 #[derive(Debug)]
-pub(crate) struct Frame {
+pub(crate) struct DeltaFrame {
     base: PolicyVersion,
     bytes: axum::body::Bytes,
 }
 
 /// What was found.
 #[derive(Debug, Default)]
-pub(crate) struct Encoded {
+pub(crate) struct DeltaEncoding {
     /// `None` if it would be no smaller than all weights.
-    pub(crate) frame: Option<Frame>,
+    pub(crate) frame: Option<DeltaFrame>,
     /// Share of the weights that changed.
     pub(crate) density: Option<f64>,
 }
 
-impl Frame {
+impl DeltaFrame {
     /// The version that it is applied to.
     pub(crate) fn base(&self) -> PolicyVersion {
         self.base
@@ -69,9 +69,9 @@ pub(crate) fn encode(
     new: &Snapshot,
     dtype: Dtype,
     (compress, threads): (bool, usize),
-) -> Encoded {
+) -> DeltaEncoding {
     if base.values.len() != new.values.len() || new.values.is_empty() {
-        return Encoded::default();
+        return DeltaEncoding::default();
     }
     let blocks: Vec<_> = base.values.chunks(BLOCK).zip(new.values.chunks(BLOCK)).collect();
     let blocks = share(threads, blocks, |(old, new)| {
@@ -83,14 +83,14 @@ pub(crate) fn encode(
     let density = Some(changed as f64 / values as f64);
     let payload: usize = blocks.iter().map(|(_, bytes)| bytes.len()).sum();
     if (HEADER + payload) as u64 >= full_bytes(values, dtype) {
-        return Encoded { frame: None, density };
+        return DeltaEncoding { frame: None, density };
     }
     let mut bytes = Vec::with_capacity(HEADER + payload);
     bytes.resize(HEADER, 0);
     blocks.iter().for_each(|(_, block)| bytes.extend_from_slice(block));
     let checksum = *blake3::hash(&bytes[HEADER..]).as_bytes();
-    let header = Header {
-        kind: Kind::Delta { base: base.version, of: base.digest(), checksum },
+    let header = FrameHeader {
+        kind: FrameKind::Delta { base: base.version, of: base.digest(), checksum },
         dtype,
         version: new.version,
         digest: new.digest(),
@@ -99,18 +99,18 @@ pub(crate) fn encode(
         payload: payload as u64,
     };
     bytes[..HEADER].copy_from_slice(&header.encode());
-    Encoded { frame: Some(Frame { base: base.version, bytes: bytes.into() }), density }
+    DeltaEncoding { frame: Some(DeltaFrame { base: base.version, bytes: bytes.into() }), density }
 }
 
 /// Applies the payload of a delta to the weights of its base. The caller compares the digest afterwards; after an error the
 /// weights are of no version.
 pub(crate) fn apply(
-    header: &Header,
+    header: &FrameHeader,
     payload: &[u8],
     values: &mut [f32],
     threads: usize,
 ) -> Result<(), String> {
-    let Kind::Delta { checksum, .. } = header.kind else { return Err("it is no delta".to_owned()) };
+    let FrameKind::Delta { checksum, .. } = header.kind else { return Err("it is no delta".to_owned()) };
     if *blake3::hash(payload).as_bytes() != checksum {
         return Err("its payload does not have the checksum that the header names".to_owned());
     }

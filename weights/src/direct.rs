@@ -20,11 +20,11 @@
 //! - Every wait for a peer has a deadline, and one that gives up says for whom it waited.
 
 pub mod colocated;
-mod control;
+mod hub_connection;
 pub mod ipc;
 pub mod nccl;
 pub mod round;
-mod spares;
+mod spare_buffers;
 #[cfg(all(test, feature = "emulator"))]
 mod tests;
 
@@ -34,8 +34,8 @@ use device::{Buffer, Device, DeviceError, Storage, View};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
-use self::round::Round;
-use crate::hub::{Known, Newest};
+use self::round::BroadcastRound;
+use crate::hub::{PublicationStatus, PublishedVersion};
 use crate::publisher::same;
 use crate::{Digest, Dtype, Hub, Lag, Receipt, Received, WeightsError};
 
@@ -158,26 +158,26 @@ pub struct DevicePush {
 
 /// How samplers get a version that is on a device, as the hub tells it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Direct {
+pub(crate) struct DeviceLocation {
     /// What it is stored in.
     dtype: String,
     /// Where it can be opened on this host.
     #[serde(default)]
-    slot: Option<ipc::SlotAt>,
+    slot: Option<ipc::SlotAddress>,
     /// Who broadcasts it to whom.
     #[serde(default)]
-    round: Option<Round>,
+    round: Option<BroadcastRound>,
 }
 
 /// A version on a device, as a subscriber is told of it.
 #[derive(Clone, Debug)]
-pub(crate) struct Told {
+pub(crate) struct PushNotice {
     pub(crate) version: PolicyVersion,
     pub(crate) parameters: usize,
-    pub(crate) direct: Direct,
+    pub(crate) direct: DeviceLocation,
 }
 
-impl Direct {
+impl DeviceLocation {
     /// Weights of `T` that nobody else can reach.
     fn within<T: Storage>() -> Self {
         Self { dtype: dtype::<T>().as_str().to_owned(), slot: None, round: None }
@@ -189,7 +189,7 @@ impl Direct {
     }
 }
 
-impl Told {
+impl PushNotice {
     /// Checks that the weights are of the type that the subscriber wants.
     fn check<T: Storage>(&self, transport: &'static str) -> Result<(), WeightsError> {
         let wanted = dtype::<T>().as_str();
@@ -227,8 +227,10 @@ fn is_new<T: Storage>(
     values: View<'_, T>,
 ) -> Result<bool, WeightsError> {
     match hub.known(version)? {
-        Known::New => Ok(true),
-        Known::As(before) => same(version, before, digest(device, values)?).map(|()| false),
+        PublicationStatus::New => Ok(true),
+        PublicationStatus::Published(before) => {
+            same(version, before, digest(device, values)?).map(|()| false)
+        }
     }
 }
 
@@ -236,11 +238,11 @@ fn is_new<T: Storage>(
 fn announce<T: Storage>(
     hub: &Hub,
     device: &Device,
-    (version, direct): (PolicyVersion, Direct),
+    (version, direct): (PolicyVersion, DeviceLocation),
     values: View<'_, T>,
     started: Instant,
 ) -> Result<DevicePush, WeightsError> {
-    hub.announce(Newest::Device(version, values.len(), direct))?;
+    hub.announce(PublishedVersion::Device(version, values.len(), direct))?;
     let moved = started.elapsed();
     hub.digested(version, digest(device, values)?)?;
     hub.settle(None)?;

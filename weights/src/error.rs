@@ -92,7 +92,7 @@ pub enum WeightsError {
     #[error(
         "{name} was left out of the run because its last receipt cannot be true: see the log of the run, then start it anew"
     )]
-    LeftOut {
+    Rejected {
         /// Its name.
         name: String,
     },

@@ -26,7 +26,7 @@ const NO_DIGEST: [u8; 32] = [0; 32];
 
 /// What follows a header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum FrameKind {
     /// All weights.
     Full,
     /// What changed since the version `base`, whose weights have the digest `of`; `checksum` is that of the payload.
@@ -35,8 +35,8 @@ pub(crate) enum Kind {
 
 /// The head of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Header {
-    pub(crate) kind: Kind,
+pub(crate) struct FrameHeader {
+    pub(crate) kind: FrameKind,
     pub(crate) dtype: Dtype,
     pub(crate) version: PolicyVersion,
     /// Of the weights that the receiver then has.
@@ -49,17 +49,17 @@ pub(crate) struct Header {
     pub(crate) payload: u64,
 }
 
-impl Header {
+impl FrameHeader {
     /// The head of a full push.
     pub(crate) fn full(version: PolicyVersion, digest: Digest, values: usize, dtype: Dtype) -> Self {
         let (values, payload) = (values as u64, (values * dtype.bytes()) as u64);
-        Self { kind: Kind::Full, dtype, version, digest, values, changed: values, payload }
+        Self { kind: FrameKind::Full, dtype, version, digest, values, changed: values, payload }
     }
 
     pub(crate) fn encode(&self) -> [u8; HEADER] {
         let (kind, base, of, checksum) = match self.kind {
-            Kind::Full => (1, PolicyVersion(0), NO_DIGEST, NO_DIGEST),
-            Kind::Delta { base, of, checksum } => (2, base, *of.as_bytes(), checksum),
+            FrameKind::Full => (1, PolicyVersion(0), NO_DIGEST, NO_DIGEST),
+            FrameKind::Delta { base, of, checksum } => (2, base, *of.as_bytes(), checksum),
         };
         let mut bytes = [0; HEADER];
         bytes[..8].copy_from_slice(&MAGIC);
@@ -93,8 +93,8 @@ impl Header {
         };
         let dtype = Dtype::ALL.into_iter().find(|dtype| dtype.bytes() == usize::from(bytes[9]));
         let kind = match bytes[8] {
-            1 => Kind::Full,
-            2 => Kind::Delta {
+            1 => FrameKind::Full,
+            2 => FrameKind::Delta {
                 base: PolicyVersion(number(24)),
                 of: Digest::from_bytes(digest(56)),
                 checksum: digest(120),
@@ -120,15 +120,15 @@ mod tests {
     #[test]
     fn a_header_is_read_as_it_was_written_and_not_with_another_byte() {
         let (digest, of) = (Digest::of(&[1.0]), Digest::of(&[2.0]));
-        let full = Header::full(PolicyVersion(7), digest, 1000, Dtype::Bf16);
-        let kind = Kind::Delta { base: PolicyVersion(6), of, checksum: [9; 32] };
-        for header in [full, Header { kind, changed: 3, payload: 77, ..full }] {
+        let full = FrameHeader::full(PolicyVersion(7), digest, 1000, Dtype::Bf16);
+        let kind = FrameKind::Delta { base: PolicyVersion(6), of, checksum: [9; 32] };
+        for header in [full, FrameHeader { kind, changed: 3, payload: 77, ..full }] {
             let bytes = header.encode();
-            assert_eq!(Header::decode(&bytes), Ok(header));
+            assert_eq!(FrameHeader::decode(&bytes), Ok(header));
             for at in 0..HEADER {
                 let mut damaged = bytes;
                 damaged[at] ^= 1 << (at % 8);
-                assert!(Header::decode(&damaged).is_err(), "byte {at}");
+                assert!(FrameHeader::decode(&damaged).is_err(), "byte {at}");
             }
         }
     }

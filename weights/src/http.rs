@@ -21,8 +21,8 @@
 //! - `routes`: the server's side; [`remote`]: a sampler's; `plane`: how it gets weights; `line`: how it asks
 //! - `wire`: requests and answers
 
-mod line;
-mod plane;
+mod client;
+mod receiver;
 pub mod remote;
 mod routes;
 mod wire;

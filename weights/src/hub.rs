@@ -18,10 +18,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::Notify;
 use trajectory::PolicyVersion;
 
-pub(crate) use self::state::{Caller, Known};
-use self::state::{Seat, State};
-use crate::delta::Frame;
-use crate::direct::Direct;
+use self::state::{HubState, Registration};
+pub(crate) use self::state::{PublicationStatus, SubscriberId};
+use crate::delta::DeltaFrame;
+use crate::direct::DeviceLocation;
 use crate::memory::MemorySubscriber;
 use crate::{Digest, Dtype, Lag, Receipt, Snapshot, WeightsError};
 
@@ -30,11 +30,11 @@ const MAX_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
 /// Most bytes of a name.
 const MAX_NAME: usize = 128;
 /// Most subscribers.
-const MAX_SEATS: usize = 4096;
+const MAX_SUBSCRIBERS: usize = 4096;
 /// How late a publisher that waits for subscribers can be.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// Most subscribers that were given up, or left out, and not yet asked for.
-const MAX_LOST: usize = 256;
+const MAX_REPORTED: usize = 256;
 /// How far the clock of an earlier life of the trainer's process may have been ahead of that of this one, nanoseconds.
 const CLOCK_SKEW: u64 = 3_600_000_000_000;
 
@@ -56,12 +56,12 @@ impl Default for HubConfig {
 /// Where samplers subscribe; clones are the same hub.
 #[derive(Clone, Debug)]
 pub struct Hub {
-    shared: Arc<Shared>,
+    shared: Arc<HubShared>,
 }
 
 /// A subscriber that was silent for too long.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lost {
+pub struct SilentSubscriber {
     /// Its name.
     pub subscriber: String,
     /// What it served, if it applied anything.
@@ -72,7 +72,7 @@ pub struct Lost {
 
 /// A subscriber in another process that was left out, because it said what cannot be true.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LeftOut {
+pub struct RejectedSubscriber {
     /// Its name.
     pub subscriber: String,
     /// What it said.
@@ -81,19 +81,19 @@ pub struct LeftOut {
 
 /// The newest version, as subscribers are told of it.
 #[derive(Clone, Debug)]
-pub(crate) struct Announced {
-    pub(crate) newest: Newest,
+pub(crate) struct Announcement {
+    pub(crate) newest: PublishedVersion,
     /// `None` until it is digested; it can be fetched over the network from then on.
     pub(crate) digest: Option<Digest>,
 }
 
 /// The newest version, where it is.
 #[derive(Clone, Debug)]
-pub(crate) enum Newest {
+pub(crate) enum PublishedVersion {
     /// In memory of the host, and perhaps in a file that can be mapped there.
     Host(Arc<Snapshot>, Option<PathBuf>),
     /// On a device: version, number of weights, and how samplers get them.
-    Device(PolicyVersion, usize, Direct),
+    Device(PolicyVersion, usize, DeviceLocation),
 }
 
 /// What a subscriber knows.
@@ -106,22 +106,22 @@ pub(crate) enum After {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct HubShared {
     config: HubConfig,
     /// The life of this hub, which receipts name.
     life: u64,
-    state: Mutex<State>,
+    state: Mutex<HubState>,
     changed: Condvar,
     /// The same for those who wait without a thread.
-    told: Notify,
+    changed_async: Notify,
 }
 
 impl Hub {
     /// A hub to which nothing was published.
     #[must_use]
     pub fn new(config: HubConfig) -> Self {
-        let (state, changed, told) = (Mutex::default(), Condvar::new(), Notify::new());
-        Self { shared: Arc::new(Shared { config, life: clock(), state, changed, told }) }
+        let (state, changed, changed_async) = (Mutex::default(), Condvar::new(), Notify::new());
+        Self { shared: Arc::new(HubShared { config, life: clock(), state, changed, changed_async }) }
     }
 
     /// Adds a subscriber within this process, whose name must be free; it stands in receipts and errors.
@@ -137,10 +137,10 @@ impl Hub {
     ///
     /// # Errors
     /// A thread that panicked in the middle of a change.
-    pub fn take_lost(&self) -> Result<Vec<Lost>, WeightsError> {
+    pub fn take_silent(&self) -> Result<Vec<SilentSubscriber>, WeightsError> {
         let mut state = self.state()?;
-        state.give_up_silent(self.hold());
-        Ok(std::mem::take(&mut state.lost))
+        state.expire_silent(self.hold());
+        Ok(std::mem::take(&mut state.silent))
     }
 
     /// Subscribers in other processes that were left out since this was last asked. They are waited for and counted no
@@ -148,8 +148,8 @@ impl Hub {
     ///
     /// # Errors
     /// A thread that panicked in the middle of a change.
-    pub fn take_left_out(&self) -> Result<Vec<LeftOut>, WeightsError> {
-        Ok(std::mem::take(&mut self.state()?.left_out))
+    pub fn take_rejected(&self) -> Result<Vec<RejectedSubscriber>, WeightsError> {
+        Ok(std::mem::take(&mut self.state()?.rejected))
     }
 
     /// Bytes of weights that were sent over the network so far.
@@ -166,7 +166,7 @@ impl Hub {
     /// An earlier mismatch.
     pub fn lags(&self) -> Result<Vec<Lag>, WeightsError> {
         let mut state = self.healthy()?;
-        state.give_up_silent(self.hold());
+        state.expire_silent(self.hold());
         Ok(state.lags())
     }
 
@@ -184,48 +184,55 @@ impl Hub {
 
     /// A seat for `name`. Of two in this process that want it the second is refused; a process that comes later takes it,
     /// because it may well be the same worker, started again.
-    pub(crate) fn connect(&self, name: String, remote: bool) -> Result<Caller, WeightsError> {
+    pub(crate) fn connect(&self, name: String, remote: bool) -> Result<SubscriberId, WeightsError> {
         check_name(&name)?;
         let mut state = self.healthy()?;
         // One of this process keeps its seat: whoever may call over the network could stop the run otherwise.
-        if state.seats.get(&name).is_some_and(|seat| !remote || !seat.is_remote()) {
+        if state.registrations.get(&name).is_some_and(|registration| !remote || !registration.is_remote()) {
             return Err(WeightsError::NameTaken { name });
         }
-        let held = state.seats.get(&name).map_or(0, |seat| seat.connection);
+        let held = state.registrations.get(&name).map_or(0, |registration| registration.connection);
         let connection = clock().max(state.last_connection + 1).max(held + 1);
         state.last_connection = connection;
-        state.seat(&name, Seat::new(connection, remote))?;
+        state.register(&name, Registration::new(connection, remote))?;
         drop(state);
         self.wake();
-        Ok(Caller { name, connection })
+        Ok(SubscriberId { name, connection })
     }
 
     /// A subscriber in another process, as it calls itself: neither one of this process nor a connection that no hub can
     /// have given out yet.
-    pub(crate) fn remote_caller(&self, name: String, connection: u64) -> Result<Caller, WeightsError> {
+    pub(crate) fn remote_caller(&self, name: String, connection: u64) -> Result<SubscriberId, WeightsError> {
         check_name(&name)?;
         if connection > clock().saturating_add(CLOCK_SKEW) {
             return Err(WeightsError::BadConnection { name, connection });
         }
-        if self.state()?.seats.get(&name).is_some_and(|seat| !seat.is_remote()) {
+        if self.state()?.registrations.get(&name).is_some_and(|registration| !registration.is_remote()) {
             return Err(WeightsError::NameTaken { name });
         }
-        Ok(Caller { name, connection })
+        Ok(SubscriberId { name, connection })
     }
 
-    pub(crate) fn leave(&self, caller: &Caller) {
+    pub(crate) fn leave(&self, caller: &SubscriberId) {
         if let Ok(mut state) = self.state()
-            && state.seats.get(&caller.name).is_some_and(|seat| seat.connection == caller.connection)
+            && state
+                .registrations
+                .get(&caller.name)
+                .is_some_and(|registration| registration.connection == caller.connection)
         {
-            state.seats.remove(&caller.name);
+            state.registrations.remove(&caller.name);
         }
         self.wake();
     }
 
     /// The newest version if it is newer than `after`.
-    pub(crate) fn newest(&self, caller: &Caller, after: After) -> Result<Option<Announced>, WeightsError> {
+    pub(crate) fn newest(
+        &self,
+        caller: &SubscriberId,
+        after: After,
+    ) -> Result<Option<Announcement>, WeightsError> {
         let mut state = self.healthy()?;
-        if state.seated(caller, after)? {
+        if state.record_poll(caller, after)? {
             self.wake();
         }
         state.newer(after)
@@ -233,14 +240,14 @@ impl Hub {
 
     pub(crate) fn wait_newer(
         &self,
-        caller: &Caller,
+        caller: &SubscriberId,
         after: After,
         wait: Duration,
-    ) -> Result<Option<Announced>, WeightsError> {
+    ) -> Result<Option<Announcement>, WeightsError> {
         let deadline = Instant::now() + wait.min(MAX_WAIT);
         let mut state = self.healthy()?;
         loop {
-            if state.seated(caller, after)? {
+            if state.record_poll(caller, after)? {
                 self.wake();
             }
             let newer = state.newer(after)?;
@@ -254,12 +261,17 @@ impl Hub {
 
     /// Takes a receipt for a version that `caller` heard of in the life `life` of a hub. One that cannot be true stops the
     /// run if `caller` is of this process; otherwise `caller` is left out.
-    pub(crate) fn accept(&self, caller: &Caller, life: u64, receipt: Receipt) -> Result<(), WeightsError> {
+    pub(crate) fn accept(
+        &self,
+        caller: &SubscriberId,
+        life: u64,
+        receipt: Receipt,
+    ) -> Result<(), WeightsError> {
         let mut state = self.healthy()?;
-        state.known_caller(caller)?;
+        state.record_call(caller)?;
         let result = state.accept(&caller.name, receipt, life == self.shared.life);
         if let Err(error) = &result
-            && !state.leave_out(&caller.name, error)
+            && !state.reject(&caller.name, error)
         {
             state.failure = Some(error.clone());
         }
@@ -269,22 +281,25 @@ impl Hub {
     }
 
     /// What the hub believes that `caller` serves.
-    pub(crate) fn served(&self, caller: &Caller) -> Result<Option<PolicyVersion>, WeightsError> {
+    pub(crate) fn served(&self, caller: &SubscriberId) -> Result<Option<PolicyVersion>, WeightsError> {
         Ok(self.state()?.served(&caller.name))
     }
 
     /// Resolves when something may have changed after the call.
-    pub(crate) fn told(&self) -> tokio::sync::futures::Notified<'_> {
-        self.shared.told.notified()
+    pub(crate) fn changed_async(&self) -> tokio::sync::futures::Notified<'_> {
+        self.shared.changed_async.notified()
     }
 
     /// What is known of a version that is about to be published.
-    pub(crate) fn known(&self, version: PolicyVersion) -> Result<Known, WeightsError> {
+    pub(crate) fn known(&self, version: PolicyVersion) -> Result<PublicationStatus, WeightsError> {
         self.healthy()?.known(version)
     }
 
     /// Makes a version visible to those who share memory, and gives back the one before.
-    pub(crate) fn announce(&self, newest: Newest) -> Result<Option<Newest>, WeightsError> {
+    pub(crate) fn announce(
+        &self,
+        newest: PublishedVersion,
+    ) -> Result<Option<PublishedVersion>, WeightsError> {
         let mut state = self.healthy()?;
         let before = state.announce(newest);
         drop(state);
@@ -295,15 +310,15 @@ impl Hub {
     /// Takes the seat of whoever goes by `name`, whose process has ended. One that was only slow is seated again when it calls.
     pub fn forget(&self, name: &str) {
         if let Ok(mut state) = self.state()
-            && state.seats.get(name).is_some_and(Seat::is_remote)
+            && state.registrations.get(name).is_some_and(Registration::is_remote)
         {
-            state.seats.remove(name);
+            state.registrations.remove(name);
         }
         self.wake();
     }
 
     /// Who takes part in rounds and was heard of lately, in the order of their names.
-    pub(crate) fn receivers(&self) -> Result<Vec<Caller>, WeightsError> {
+    pub(crate) fn receivers(&self) -> Result<Vec<SubscriberId>, WeightsError> {
         Ok(self.healthy()?.receivers(self.lately()))
     }
 
@@ -322,9 +337,9 @@ impl Hub {
     }
 
     /// Why the first of `members` that does not call any more does not.
-    pub(crate) fn gone(&self, members: &[Caller]) -> Option<String> {
+    pub(crate) fn departed(&self, members: &[SubscriberId]) -> Option<String> {
         let Ok(state) = self.state() else { return Some(WeightsError::Poisoned.to_string()) };
-        members.iter().find_map(|member| state.gone(member, self.lately()))
+        members.iter().find_map(|member| state.departed(member, self.lately()))
     }
 
     /// Waits until `enough` says so of [`Hub::receivers`] since `since`, at most for `wait`; who they are then.
@@ -332,8 +347,8 @@ impl Hub {
         &self,
         since: Instant,
         wait: Duration,
-        enough: impl Fn(&[Caller]) -> bool,
-    ) -> Result<Vec<Caller>, WeightsError> {
+        enough: impl Fn(&[SubscriberId]) -> bool,
+    ) -> Result<Vec<SubscriberId>, WeightsError> {
         let deadline = Instant::now() + wait.min(MAX_WAIT);
         let mut state = self.healthy()?;
         loop {
@@ -361,14 +376,14 @@ impl Hub {
     }
 
     /// Makes a digested version visible to the network: with the `delta` from the one before, or without.
-    pub(crate) fn settle(&self, delta: Option<Arc<Frame>>) -> Result<(), WeightsError> {
+    pub(crate) fn settle(&self, delta: Option<Arc<DeltaFrame>>) -> Result<(), WeightsError> {
         self.healthy()?.settle(delta);
         self.wake();
         Ok(())
     }
 
     /// The delta that begins at `from`, if it and all after it together are there and worth it.
-    pub(crate) fn delta(&self, from: PolicyVersion) -> Result<Option<Arc<Frame>>, WeightsError> {
+    pub(crate) fn delta(&self, from: PolicyVersion) -> Result<Option<Arc<DeltaFrame>>, WeightsError> {
         Ok(self.healthy()?.delta(from, self.dtype()))
     }
 
@@ -376,7 +391,7 @@ impl Hub {
     pub(crate) fn full(&self, version: PolicyVersion) -> Result<Option<Arc<Snapshot>>, WeightsError> {
         let state = self.healthy()?;
         let newest = state.newest.as_ref().filter(|newest| newest.version() == version && state.settled);
-        Ok(newest.and_then(Newest::snapshot).cloned())
+        Ok(newest.and_then(PublishedVersion::snapshot).cloned())
     }
 
     pub(crate) fn sent(&self, bytes: u64) {
@@ -390,7 +405,7 @@ impl Hub {
         let deadline = started + wait.min(MAX_WAIT);
         let mut state = self.healthy()?;
         loop {
-            let next_silent = state.give_up_silent(self.hold());
+            let next_silent = state.expire_silent(self.hold());
             let behind = state.behind(version);
             if behind.is_empty() {
                 return Ok(());
@@ -417,11 +432,11 @@ impl Hub {
         now.checked_sub(self.hold()).unwrap_or(now)
     }
 
-    fn state(&self) -> Result<MutexGuard<'_, State>, WeightsError> {
+    fn state(&self) -> Result<MutexGuard<'_, HubState>, WeightsError> {
         self.shared.state.lock().map_err(|_| WeightsError::Poisoned)
     }
 
-    fn healthy(&self) -> Result<MutexGuard<'_, State>, WeightsError> {
+    fn healthy(&self) -> Result<MutexGuard<'_, HubState>, WeightsError> {
         let state = self.state()?;
         state.check()?;
         Ok(state)
@@ -429,22 +444,22 @@ impl Hub {
 
     fn wake(&self) {
         self.shared.changed.notify_all();
-        self.shared.told.notify_waiters();
+        self.shared.changed_async.notify_waiters();
     }
 
     /// Waits until something changed or the deadline is over.
     fn wait<'a>(
         &self,
-        state: MutexGuard<'a, State>,
+        state: MutexGuard<'a, HubState>,
         deadline: Instant,
-    ) -> Result<MutexGuard<'a, State>, WeightsError> {
+    ) -> Result<MutexGuard<'a, HubState>, WeightsError> {
         let left = deadline.saturating_duration_since(Instant::now());
         let (state, _) = self.shared.changed.wait_timeout(state, left).map_err(|_| WeightsError::Poisoned)?;
         Ok(state)
     }
 }
 
-impl Newest {
+impl PublishedVersion {
     pub(crate) fn version(&self) -> PolicyVersion {
         match self {
             Self::Host(snapshot, _) => snapshot.version,
@@ -477,7 +492,7 @@ impl Newest {
     }
 
     /// How to get them, if they are on a device.
-    pub(crate) fn direct(&self) -> Option<&Direct> {
+    pub(crate) fn direct(&self) -> Option<&DeviceLocation> {
         match self {
             Self::Host(..) => None,
             Self::Device(_, _, direct) => Some(direct),

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use trajectory::PolicyVersion;
 
-use crate::hub::{After, Announced, Caller, HubConfig};
+use crate::hub::{After, Announcement, HubConfig, SubscriberId};
 use crate::{Hub, HubPublisher, PublishConfig, Receipt, Snapshot, Subscriber, WeightsError};
 
 /// A hub's one publisher, and the hub to subscribe to, for subscribers within this process alone.
@@ -21,11 +21,11 @@ pub fn hub() -> (HubPublisher, Hub) {
 #[derive(Debug)]
 pub struct MemorySubscriber {
     hub: Hub,
-    caller: Caller,
+    caller: SubscriberId,
 }
 
 impl MemorySubscriber {
-    pub(crate) fn new(hub: Hub, caller: Caller) -> Self {
+    pub(crate) fn new(hub: Hub, caller: SubscriberId) -> Self {
         Self { hub, caller }
     }
 }
@@ -55,7 +55,7 @@ impl Drop for MemorySubscriber {
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "it is made for `map`")]
-fn snapshot(announced: Announced) -> Result<Arc<Snapshot>, WeightsError> {
+fn snapshot(announced: Announcement) -> Result<Arc<Snapshot>, WeightsError> {
     let version = announced.newest.version();
     announced.newest.snapshot().cloned().ok_or(WeightsError::OnDevice { version })
 }

@@ -12,8 +12,8 @@ use trajectory::PolicyVersion;
 
 use crate::copier::Copier;
 use crate::delta::{self, full_bytes};
-use crate::hub::{Known, Newest};
-use crate::shm::Store;
+use crate::hub::{PublicationStatus, PublishedVersion};
+use crate::shm::SlotWriter;
 use crate::{Digest, Dtype, Hub, Lag, Publisher, Snapshot, WeightsError};
 
 /// Most threads that copy and digest: memory is not faster with more.
@@ -66,13 +66,13 @@ pub struct HubPublisher {
     hub: Hub,
     threads: usize,
     deltas: Option<DeltaConfig>,
-    pushing: Mutex<Pushing>,
+    pushing: Mutex<PublisherState>,
 }
 
 #[derive(Debug)]
-struct Pushing {
+struct PublisherState {
     copier: Copier,
-    store: Option<Store>,
+    store: Option<SlotWriter>,
     /// Pushes since the last that had to be full.
     since_full: usize,
     last: Option<PushCost>,
@@ -92,15 +92,15 @@ impl HubPublisher {
     /// A directory for shared memory that cannot be used.
     pub fn new(hub: Hub, config: PublishConfig) -> Result<Self, WeightsError> {
         let PublishConfig { threads, deltas, shm } = config;
-        let store = shm.map(|directory| Store::create(&directory)).transpose()?;
-        let pushing = Pushing { copier: Copier::new(threads), store, since_full: 0, last: None };
+        let store = shm.map(|directory| SlotWriter::create(&directory)).transpose()?;
+        let pushing = PublisherState { copier: Copier::new(threads), store, since_full: 0, last: None };
         Ok(Self { hub, threads, deltas, pushing: Mutex::new(pushing) })
     }
 
     /// Publishes to the subscribers within this process.
     #[must_use]
     pub(crate) fn in_memory(hub: Hub, threads: usize) -> Self {
-        let pushing = Pushing { copier: Copier::new(threads), store: None, since_full: 0, last: None };
+        let pushing = PublisherState { copier: Copier::new(threads), store: None, since_full: 0, last: None };
         Self { hub, threads, deltas: None, pushing: Mutex::new(pushing) }
     }
 
@@ -122,7 +122,7 @@ impl HubPublisher {
     pub fn commit(&self, version: PolicyVersion) -> Result<(), WeightsError> {
         let started = Instant::now();
         let mut pushing = self.pushing()?;
-        if let Known::As(before) = self.hub.known(version)? {
+        if let PublicationStatus::Published(before) = self.hub.known(version)? {
             let values = pushing.store()?.begun(version)?;
             return same(version, before, Digest::on(&values, self.threads));
         }
@@ -144,20 +144,20 @@ impl HubPublisher {
         &self.hub
     }
 
-    fn pushing(&self) -> Result<MutexGuard<'_, Pushing>, WeightsError> {
+    fn pushing(&self) -> Result<MutexGuard<'_, PublisherState>, WeightsError> {
         self.pushing.lock().map_err(|_| WeightsError::Poisoned)
     }
 
     fn push(
         &self,
-        mut pushing: MutexGuard<'_, Pushing>,
+        mut pushing: MutexGuard<'_, PublisherState>,
         snapshot: Snapshot,
         place: Option<PathBuf>,
         started: Instant,
     ) -> Result<(), WeightsError> {
         let (version, dtype, snapshot) = (snapshot.version, self.hub.dtype(), Arc::new(snapshot));
-        let before = self.hub.announce(Newest::Host(Arc::clone(&snapshot), place))?;
-        let before = before.as_ref().and_then(Newest::snapshot);
+        let before = self.hub.announce(PublishedVersion::Host(Arc::clone(&snapshot), place))?;
+        let before = before.as_ref().and_then(PublishedVersion::snapshot);
         let copied = started.elapsed();
         let digest = snapshot.digest_on(self.threads);
         if let Some(store) = &pushing.store {
@@ -169,7 +169,7 @@ impl HubPublisher {
             (Some(deltas), Some(before)) if pushing.since_full + 1 < deltas.full_every.get() => {
                 delta::encode(before, &snapshot, dtype, (deltas.compress, self.threads))
             }
-            _ => delta::Encoded::default(),
+            _ => delta::DeltaEncoding::default(),
         };
         let delta_bytes = encoded.frame.as_ref().map(|frame| frame.bytes().len() as u64);
         pushing.since_full = if delta_bytes.is_some() { pushing.since_full + 1 } else { 0 };
@@ -189,8 +189,8 @@ impl HubPublisher {
     }
 }
 
-impl Pushing {
-    fn store(&mut self) -> Result<&mut Store, WeightsError> {
+impl PublisherState {
+    fn store(&mut self) -> Result<&mut SlotWriter, WeightsError> {
         self.store.as_mut().ok_or_else(|| WeightsError::Shard {
             path: "nowhere".to_owned(),
             reason: "this publisher was made without a directory for shared memory".to_owned(),
@@ -207,8 +207,10 @@ impl Publisher for HubPublisher {
             return self.publish_values(snapshot.version, &snapshot.values);
         }
         match self.hub.known(snapshot.version)? {
-            Known::As(before) => same(snapshot.version, before, snapshot.digest_on(self.threads)),
-            Known::New => self.push(pushing, snapshot, None, started),
+            PublicationStatus::Published(before) => {
+                same(snapshot.version, before, snapshot.digest_on(self.threads))
+            }
+            PublicationStatus::New => self.push(pushing, snapshot, None, started),
         }
     }
 
@@ -216,7 +218,7 @@ impl Publisher for HubPublisher {
         let started = Instant::now();
         let mut pushing = self.pushing()?;
         let (dtype, threads) = (self.hub.dtype(), self.threads);
-        if let Known::As(before) = self.hub.known(version)? {
+        if let PublicationStatus::Published(before) = self.hub.known(version)? {
             let again = pushing.copier.copy(values, dtype);
             return same(version, before, Digest::on(&again, threads));
         }

@@ -25,11 +25,11 @@ mod shard;
 mod slot;
 mod store;
 
-pub(crate) use self::directory::{Directory, is_left, is_of_publisher};
-pub(crate) use self::reader::Reader;
+pub(crate) use self::directory::{PublisherDirectory, is_left, is_of_publisher};
+pub(crate) use self::reader::SlotReader;
 pub use self::shard::ShardOwner;
 pub(crate) use self::slot::failed;
-pub(crate) use self::store::Store;
+pub(crate) use self::store::SlotWriter;
 
 #[cfg(test)]
 mod tests;

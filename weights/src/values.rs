@@ -7,19 +7,19 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 /// Memory with weights that outlives every view of it, such as a part of a file that is mapped and held against writers.
-pub trait Hold: Send + Sync {
+pub trait WeightMemory: Send + Sync {
     /// `[parameters]` the weights, the same at every call.
     fn values(&self) -> &[f32];
 }
 
 /// `[parameters]` weights; clones share them.
 #[derive(Clone)]
-pub struct Values(Source);
+pub struct Values(ValuesStorage);
 
 #[derive(Clone)]
-enum Source {
+enum ValuesStorage {
     Heap(Arc<[f32]>),
-    Held(Arc<dyn Hold>),
+    Owned(Arc<dyn WeightMemory>),
 }
 
 /// How many bits of a weight are published.
@@ -35,8 +35,8 @@ pub enum Dtype {
 impl Values {
     /// Weights that lie in memory with an owner of its own.
     #[must_use]
-    pub fn held(owner: Arc<dyn Hold>) -> Self {
-        Self(Source::Held(owner))
+    pub fn owned_by(owner: Arc<dyn WeightMemory>) -> Self {
+        Self(ValuesStorage::Owned(owner))
     }
 }
 
@@ -45,8 +45,8 @@ impl Deref for Values {
 
     fn deref(&self) -> &[f32] {
         match &self.0 {
-            Source::Heap(values) => values,
-            Source::Held(owner) => owner.values(),
+            ValuesStorage::Heap(values) => values,
+            ValuesStorage::Owned(owner) => owner.values(),
         }
     }
 }
@@ -60,27 +60,27 @@ impl AsRef<[u8]> for Values {
 
 impl From<Arc<[f32]>> for Values {
     fn from(values: Arc<[f32]>) -> Self {
-        Self(Source::Heap(values))
+        Self(ValuesStorage::Heap(values))
     }
 }
 
 impl From<Vec<f32>> for Values {
     fn from(values: Vec<f32>) -> Self {
-        Self(Source::Heap(values.into()))
+        Self(ValuesStorage::Heap(values.into()))
     }
 }
 
 impl From<&[f32]> for Values {
     fn from(values: &[f32]) -> Self {
-        Self(Source::Heap(values.into()))
+        Self(ValuesStorage::Heap(values.into()))
     }
 }
 
 impl fmt::Debug for Values {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = match &self.0 {
-            Source::Heap(_) => "heap",
-            Source::Held(_) => "held",
+            ValuesStorage::Heap(_) => "heap",
+            ValuesStorage::Owned(_) => "held",
         };
         write!(f, "Values({} in {place})", self.len())
     }
@@ -155,13 +155,14 @@ mod tests {
 
     #[test]
     fn clones_share_and_both_sources_read_the_same() {
-        struct Vector(Vec<f32>);
-        impl Hold for Vector {
+        struct OwnedVector(Vec<f32>);
+        impl WeightMemory for OwnedVector {
             fn values(&self) -> &[f32] {
                 &self.0
             }
         }
-        let (heap, held) = (Values::from(vec![1.0, 2.0]), Values::held(Arc::new(Vector(vec![1.0, 2.0]))));
+        let (heap, held) =
+            (Values::from(vec![1.0, 2.0]), Values::owned_by(Arc::new(OwnedVector(vec![1.0, 2.0]))));
         assert_eq!(heap[..], held[..]);
         for values in [heap, held] {
             assert_eq!(values.clone().as_ptr(), values.as_ptr());

@@ -11,18 +11,18 @@ use trajectory::{GroupId, PolicyVersion};
 
 use super::{Buffer, MAX_WAIT};
 use crate::http::Reopen;
-use crate::ledger::{Begin, Ledger};
-use crate::payload::{Incoming, Prepared};
-use crate::store::{Done, WRITE_WAIT};
+use crate::ledger::{ArrivalDecision, Ledger};
+use crate::payload::{IncomingGroup, PreparedGroup};
+use crate::store::{WRITE_WAIT, WriteCompletion};
 use crate::{AdmitRequest, BufferError, Finalized, Lease, LeaseRequest, Submitted};
 
-type Receipt = oneshot::Receiver<Result<(), BufferError>>;
+type CompletionFuture = oneshot::Receiver<Result<(), BufferError>>;
 
 /// A group that is on its way: answered, or waiting for the disk or for another who writes the same.
-enum Underway {
+enum PendingAppend {
     Answered(Result<Submitted, BufferError>),
-    Writing(GroupId, Receipt),
-    Elsewhere(GroupId, Box<Prepared>),
+    Writing(GroupId, CompletionFuture),
+    Elsewhere(GroupId, Box<PreparedGroup>),
 }
 
 impl Buffer {
@@ -49,7 +49,7 @@ impl Buffer {
     ) -> Result<Vec<GroupId>, BufferError> {
         let deadline = Instant::now() + wait.min(MAX_WAIT);
         loop {
-            let changed = self.shared.room.tasks.notified();
+            let changed = self.shared.slots_freed.tasks.notified();
             let until = {
                 let mut ledger = self.shared.ledger()?;
                 let ids = self.try_admit(&mut ledger, request)?;
@@ -71,8 +71,8 @@ impl Buffer {
         let started = Instant::now();
         let deadline = started + wait.min(MAX_WAIT);
         loop {
-            let changed = self.shared.batch.tasks.notified();
-            let (done, receipt) = receipt();
+            let changed = self.shared.batch_changed.tasks.notified();
+            let (done, completed) = completion();
             let last_call = Instant::now() >= deadline;
             let attempt = {
                 let mut ledger = self.shared.ledger()?;
@@ -84,7 +84,7 @@ impl Buffer {
             };
             match attempt {
                 Ok(leased) => {
-                    self.told(receipt).await?;
+                    self.wait_for_async(completed).await?;
                     if self.store.at_hand(&leased.groups) {
                         return self.handed_out(request, leased);
                     }
@@ -99,14 +99,18 @@ impl Buffer {
     }
 
     /// Stores groups that came together: they are queued at once and share an fsync.
-    pub(crate) async fn append_async(&self, incoming: Vec<Incoming>) -> Vec<Result<Submitted, BufferError>> {
-        let underway: Vec<Underway> = incoming.into_iter().map(|incoming| self.start(incoming)).collect();
+    pub(crate) async fn append_async(
+        &self,
+        incoming: Vec<IncomingGroup>,
+    ) -> Vec<Result<Submitted, BufferError>> {
+        let underway: Vec<PendingAppend> =
+            incoming.into_iter().map(|incoming| self.start(incoming)).collect();
         let mut answers = Vec::with_capacity(underway.len());
         for group in underway {
             answers.push(match group {
-                Underway::Answered(answer) => answer,
-                Underway::Writing(group, receipt) => self.written(group, receipt).await,
-                Underway::Elsewhere(_, prepared) => self.after_others(*prepared).await,
+                PendingAppend::Answered(answer) => answer,
+                PendingAppend::Writing(group, completed) => self.written(group, completed).await,
+                PendingAppend::Elsewhere(_, prepared) => self.after_others(*prepared).await,
             });
         }
         answers
@@ -115,18 +119,18 @@ impl Buffer {
     /// Changes the ledger and waits until that is durable.
     pub(crate) async fn settle_async<T>(
         &self,
-        verb: impl FnOnce(&mut Ledger, u64) -> Result<T, BufferError>,
+        change: impl FnOnce(&mut Ledger, u64) -> Result<T, BufferError>,
     ) -> Result<T, BufferError> {
-        let (done, receipt) = receipt();
+        let (done, completed) = completion();
         let result = {
             let mut ledger = self.shared.ledger()?;
             self.store.ready()?;
-            let result = verb(&mut ledger, self.shared.now());
+            let result = change(&mut ledger, self.shared.now());
             self.commit(&mut ledger, done);
             result
         };
         self.shared.notify();
-        self.told(receipt).await?;
+        self.wait_for_async(completed).await?;
         result
     }
 
@@ -175,28 +179,30 @@ impl Buffer {
         self.settle_async(|ledger, _| Ok(ledger.quarantine(group))).await
     }
 
-    fn start(&self, incoming: Incoming) -> Underway {
-        match Prepared::new(incoming, self.config.dedup) {
+    fn start(&self, incoming: IncomingGroup) -> PendingAppend {
+        match PreparedGroup::new(incoming, self.config.dedup) {
             Ok(prepared) => self.start_prepared(prepared),
-            Err(error) => Underway::Answered(Err(error)),
+            Err(error) => PendingAppend::Answered(Err(error)),
         }
     }
 
-    fn start_prepared(&self, prepared: Prepared) -> Underway {
+    fn start_prepared(&self, prepared: PreparedGroup) -> PendingAppend {
         match self.begin(&prepared) {
-            Err(error) => Underway::Answered(Err(error)),
-            Ok(Begin::Answer(group, answer)) => Underway::Answered(Ok(Submitted { answer, group })),
-            Ok(Begin::Elsewhere(group)) => Underway::Elsewhere(group, Box::new(prepared)),
-            Ok(Begin::Write { group, keep }) => {
-                let (done, receipt) = receipt();
+            Err(error) => PendingAppend::Answered(Err(error)),
+            Ok(ArrivalDecision::Answer(group, answer)) => {
+                PendingAppend::Answered(Ok(Submitted { answer, group }))
+            }
+            Ok(ArrivalDecision::Elsewhere(group)) => PendingAppend::Elsewhere(group, Box::new(prepared)),
+            Ok(ArrivalDecision::Write { group, keep }) => {
+                let (done, completed) = completion();
                 self.write(prepared, group, &keep, done);
-                Underway::Writing(group, receipt)
+                PendingAppend::Writing(group, completed)
             }
         }
     }
 
-    async fn written(&self, group: GroupId, receipt: Receipt) -> Result<Submitted, BufferError> {
-        match self.told(receipt).await {
+    async fn written(&self, group: GroupId, completed: CompletionFuture) -> Result<Submitted, BufferError> {
+        match self.wait_for_async(completed).await {
             Ok(()) => Ok(Submitted { answer: Finalized::Accepted, group: Some(group) }),
             Err(BufferError::QueueFull { .. }) => Ok(Submitted { answer: Finalized::Full, group: None }),
             Err(error) => Err(error),
@@ -204,14 +210,14 @@ impl Buffer {
     }
 
     /// Waits for whoever writes the same group, then starts again.
-    async fn after_others(&self, mut prepared: Prepared) -> Result<Submitted, BufferError> {
+    async fn after_others(&self, mut prepared: PreparedGroup) -> Result<Submitted, BufferError> {
         let deadline = Instant::now() + 2 * WRITE_WAIT;
         loop {
-            let changed = self.shared.batch.tasks.notified();
+            let changed = self.shared.batch_changed.tasks.notified();
             let group = match self.start_prepared(prepared) {
-                Underway::Answered(answer) => return answer,
-                Underway::Writing(group, receipt) => return self.written(group, receipt).await,
-                Underway::Elsewhere(group, again) => {
+                PendingAppend::Answered(answer) => return answer,
+                PendingAppend::Writing(group, completed) => return self.written(group, completed).await,
+                PendingAppend::Elsewhere(group, again) => {
                     prepared = *again;
                     group
                 }
@@ -222,8 +228,8 @@ impl Buffer {
         }
     }
 
-    async fn told(&self, receipt: Receipt) -> Result<(), BufferError> {
-        match tokio::time::timeout(WRITE_WAIT, receipt).await {
+    async fn wait_for_async(&self, completed: CompletionFuture) -> Result<(), BufferError> {
+        match tokio::time::timeout(WRITE_WAIT, completed).await {
             Ok(Ok(result)) => result,
             Ok(Err(_)) => Err(self.store.unanswered(None)),
             Err(_) => Err(self.store.unanswered(Some(WRITE_WAIT))),
@@ -231,7 +237,7 @@ impl Buffer {
     }
 }
 
-fn receipt() -> (Done, Receipt) {
+fn completion() -> (WriteCompletion, CompletionFuture) {
     let (sender, receiver) = oneshot::channel();
     // Whoever gave up waiting does not want to hear it.
     (Box::new(move |result| drop(sender.send(result))), receiver)

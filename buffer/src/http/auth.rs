@@ -13,8 +13,8 @@ use axum::http::request::Parts;
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
-use super::problem::{Code, Problem};
-use super::state::Shared;
+use super::problem::{Problem, ProblemCode};
+use super::state::ServerState;
 
 /// Shortest token, bytes: below, it can be guessed.
 const MIN_TOKEN: usize = 16;
@@ -42,27 +42,27 @@ impl Role {
     }
 
     /// What only this role may do, and those above it.
-    pub(crate) fn need(self) -> Need {
+    pub(crate) fn need(self) -> Permission {
         match self {
-            Self::Writer => Need::Write,
-            Self::Trainer => Need::Train,
-            Self::Admin => Need::Administer,
+            Self::Writer => Permission::Write,
+            Self::Trainer => Permission::Train,
+            Self::Admin => Permission::Administer,
         }
     }
 
-    fn may(self, need: Need) -> bool {
+    fn may(self, need: Permission) -> bool {
         match need {
-            Need::Read => true,
-            Need::Write => matches!(self, Self::Writer | Self::Admin),
-            Need::Train => matches!(self, Self::Trainer | Self::Admin),
-            Need::Administer => self == Self::Admin,
+            Permission::Read => true,
+            Permission::Write => matches!(self, Self::Writer | Self::Admin),
+            Permission::Train => matches!(self, Self::Trainer | Self::Admin),
+            Permission::Administer => self == Self::Admin,
         }
     }
 }
 
 /// What a route asks of a role.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Need {
+pub(crate) enum Permission {
     Read,
     Write,
     Train,
@@ -159,7 +159,7 @@ impl fmt::Debug for Tokens {
 
 /// Who may come in.
 #[derive(Clone, Debug)]
-pub(crate) struct Access {
+pub(crate) struct AccessControl {
     /// None: everybody may do everything.
     pub(super) tokens: Option<Tokens>,
     /// Names in `Host` that are ours; `None`: any.
@@ -168,25 +168,28 @@ pub(crate) struct Access {
     pub(super) own_trainer: bool,
 }
 
-impl Access {
-    fn check(&self, parts: &Parts, need: Need) -> Result<(), Problem> {
+impl AccessControl {
+    fn check(&self, parts: &Parts, need: Permission) -> Result<(), Problem> {
         self.check_role(parts, need)?;
-        if self.own_trainer && need == Need::Train {
+        if self.own_trainer && need == Permission::Train {
             let detail = "this run leases, acknowledges and counts its versions itself, since a second trainer would take \
                           its groups away: serve a buffer of its own with `rlrun serve buffer`";
-            return Err(Problem::new(Code::OwnTrainer, detail));
+            return Err(Problem::new(ProblemCode::OwnTrainer, detail));
         }
         Ok(())
     }
 
-    fn check_role(&self, parts: &Parts, need: Need) -> Result<(), Problem> {
+    fn check_role(&self, parts: &Parts, need: Permission) -> Result<(), Problem> {
         let Some(tokens) = &self.tokens else { return Ok(()) };
         let Some(token) = bearer(parts) else {
-            return Err(Problem::new(Code::Unauthorized, "send the header `Authorization: Bearer TOKEN`"));
+            return Err(Problem::new(
+                ProblemCode::Unauthorized,
+                "send the header `Authorization: Bearer TOKEN`",
+            ));
         };
         let Some(role) = tokens.role(token) else {
             return Err(Problem::new(
-                Code::Unauthorized,
+                ProblemCode::Unauthorized,
                 "the token is not in the token file of this server",
             ));
         };
@@ -194,14 +197,14 @@ impl Access {
             return Ok(());
         }
         let needed = match need {
-            Need::Read => "reads",
-            Need::Write => "writes",
-            Need::Train => "trains",
-            Need::Administer => "administers",
+            Permission::Read => "reads",
+            Permission::Write => "writes",
+            Permission::Train => "trains",
+            Permission::Administer => "administers",
         };
         let detail =
             format!("the token is one of a {}, the route is for a role that {needed}", role.as_str());
-        Err(Problem::new(Code::Forbidden, detail))
+        Err(Problem::new(ProblemCode::Forbidden, detail))
     }
 
     fn check_names(&self, parts: &Parts) -> Result<(), Problem> {
@@ -210,7 +213,10 @@ impl Access {
         let differs = target.zip(text(HOST)).is_some_and(|(target, host)| !target.eq_ignore_ascii_case(host));
         if differs || parts.headers.get_all(HOST).iter().nth(1).is_some() {
             // What checks one and what uses the other would not mean the same.
-            return Err(Problem::new(Code::BadHost, "send one header `Host`, with the host of the request"));
+            return Err(Problem::new(
+                ProblemCode::BadHost,
+                "send one header `Host`, with the host of the request",
+            ));
         }
         let host = text(HOST).or(target).unwrap_or_default();
         if let Some(hosts) = &self.hosts
@@ -220,7 +226,7 @@ impl Access {
                 "`Host: {host}` is not a name of this server; use {}, or allow the name",
                 hosts.join(" or ")
             );
-            return Err(Problem::new(Code::WrongHost, detail));
+            return Err(Problem::new(ProblemCode::WrongHost, detail));
         }
         let Some(origin) = text(ORIGIN) else { return Ok(()) };
         let site = origin.split_once("://").map(|(_, site)| site);
@@ -228,7 +234,7 @@ impl Access {
             return Ok(());
         }
         let detail = format!("a page of {origin} asks for {host}; only pages of this server may");
-        Err(Problem::new(Code::ForeignOrigin, detail))
+        Err(Problem::new(ProblemCode::ForeignOrigin, detail))
     }
 }
 
@@ -247,7 +253,7 @@ fn without_port(host: &str) -> &str {
 
 /// In front of the routes that need something of a role.
 pub(crate) async fn allow(
-    State((shared, need)): State<(Arc<Shared>, Need)>,
+    State((shared, need)): State<(Arc<ServerState>, Permission)>,
     request: Request,
     next: Next,
 ) -> Response {
@@ -260,7 +266,7 @@ pub(crate) async fn allow(
 
 /// In front of all routes.
 pub(crate) async fn answer_to_our_names(
-    State(shared): State<Arc<Shared>>,
+    State(shared): State<Arc<ServerState>>,
     request: Request,
     next: Next,
 ) -> Response {

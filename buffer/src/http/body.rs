@@ -1,6 +1,6 @@
 //! Bodies in and out: JSON or MessagePack, plain or compressed, within their limits.
 //!
-//! Invariant: no bytes whatever make the server panic, take more memory than [`Limits`] allows, or hold it longer: what a
+//! Invariant: no bytes whatever make the server panic, take more memory than [`ServerLimits`] allows, or hold it longer: what a
 //! body takes decoded is counted, and has room reserved, before it is decoded. What cannot be read is answered with the
 //! place where reading ended.
 
@@ -18,11 +18,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::OwnedSemaphorePermit;
 
-use super::cost::Cost;
-use super::limits::Limits;
-use super::problem::{Code, Problem};
-use super::state::Shared;
-use super::wire::Nothing;
+use super::cost::DecodeCost;
+use super::limits::ServerLimits;
+use super::problem::{Problem, ProblemCode};
+use super::state::ServerState;
+use super::wire::EmptyRequest;
 
 /// A larger body is decoded where it keeps no other request waiting.
 const DECODE_INLINE: usize = 256 << 10;
@@ -33,12 +33,12 @@ const ZSTD_WINDOW: u32 = 23;
 
 /// How values are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Format {
+pub(crate) enum WireFormat {
     Json,
     MessagePack,
 }
 
-impl Format {
+impl WireFormat {
     pub(crate) const JSON: &'static str = "application/json";
     pub(crate) const MESSAGE_PACK: &'static str = "application/msgpack";
 
@@ -63,23 +63,23 @@ impl Format {
 
     /// Bytes that a body takes decoded as one of the requests, at most `limit`.
     fn cost(self, bytes: &[u8], limit: usize) -> Result<usize, Problem> {
-        let cost = Cost::at_most(limit);
+        let cost = DecodeCost::at_most(limit);
         let counted = self.count(bytes, &cost, false);
         if cost.is_over() {
             let detail = format!(
                 "the body has {} bytes and takes more than {limit} decoded; send fewer groups, columns or values at once",
                 bytes.len()
             );
-            return Err(Problem::new(Code::DecodedTooLarge, detail));
+            return Err(Problem::new(ProblemCode::DecodedTooLarge, detail));
         }
         // The path of a mistake costs time for every value, so it is looked for only when there is one.
-        let counted = counted.or_else(|_| self.count(bytes, &Cost::at_most(limit), true));
-        counted.map_err(|reason| Problem::new(Code::BadBody, reason))?;
+        let counted = counted.or_else(|_| self.count(bytes, &DecodeCost::at_most(limit), true));
+        counted.map_err(|reason| Problem::new(ProblemCode::BadBody, reason))?;
         Ok(cost.bytes())
     }
 
     /// Reads a whole body into `cost`; with `named` an error begins with the path to the mistake.
-    fn count(self, bytes: &[u8], cost: &Cost, named: bool) -> Result<(), String> {
+    fn count(self, bytes: &[u8], cost: &DecodeCost, named: bool) -> Result<(), String> {
         let mut track = serde_path_to_error::Track::new();
         let counted = match self {
             Self::Json => {
@@ -131,7 +131,7 @@ impl Format {
                 }
             }
         };
-        decoded.map_err(|error: String| Problem::new(Code::BadBody, error))
+        decoded.map_err(|error: String| Problem::new(ProblemCode::BadBody, error))
     }
 
     /// Writes a whole body.
@@ -140,8 +140,9 @@ impl Format {
             Self::Json => serde_json::to_vec(value).map_err(|error| error.to_string()),
             Self::MessagePack => rmp_serde::to_vec_named(value).map_err(|error| error.to_string()),
         };
-        encoded
-            .map_err(|error| Problem::new(Code::Internal, format!("the answer cannot be encoded: {error}")))
+        encoded.map_err(|error| {
+            Problem::new(ProblemCode::Internal, format!("the answer cannot be encoded: {error}"))
+        })
     }
 }
 
@@ -153,7 +154,7 @@ fn describe<E: std::error::Error>(error: serde_path_to_error::Error<E>) -> Strin
 
 /// What the client wants to read; decided before anything is done for it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Accept(Format);
+pub(crate) struct Accept(WireFormat);
 
 impl Accept {
     pub(crate) fn answer(self, value: &impl Serialize) -> Result<Response, Problem> {
@@ -173,16 +174,16 @@ impl<S: Send + Sync> FromRequestParts<S> for Accept {
 }
 
 /// The format that an `Accept` header likes best; of equals the first.
-fn accepted(header: &str) -> Result<Format, Problem> {
+fn accepted(header: &str) -> Result<WireFormat, Problem> {
     if header.trim().is_empty() {
-        return Ok(Format::Json);
+        return Ok(WireFormat::Json);
     }
-    let mut best: Option<(f32, Format)> = None;
+    let mut best: Option<(f32, WireFormat)> = None;
     for range in header.split(',') {
         let mut parts = range.split(';').map(str::trim);
         let format = match parts.next().unwrap_or_default() {
-            "*/*" | "application/*" => Some(Format::Json),
-            name => Format::named(name),
+            "*/*" | "application/*" => Some(WireFormat::Json),
+            name => WireFormat::named(name),
         };
         let weight = parts.find_map(|part| part.strip_prefix("q=")?.parse().ok()).unwrap_or(1.0);
         if let Some(format) =
@@ -193,22 +194,22 @@ fn accepted(header: &str) -> Result<Format, Problem> {
     }
     best.map(|(_, format)| format).ok_or_else(|| {
         let detail =
-            format!("`Accept: {header}` names neither {} nor {}", Format::JSON, Format::MESSAGE_PACK);
-        Problem::new(Code::NotAcceptable, detail)
+            format!("`Accept: {header}` names neither {} nor {}", WireFormat::JSON, WireFormat::MESSAGE_PACK);
+        Problem::new(ProblemCode::NotAcceptable, detail)
     })
 }
 
 /// A decoded body. While it lives, what it took is not free for other large bodies.
 #[derive(Debug)]
-pub(crate) struct Body<T> {
+pub(crate) struct DecodedBody<T> {
     pub(crate) value: T,
     pub(crate) reserved: Option<OwnedSemaphorePermit>,
 }
 
-impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<Shared>> for Body<T> {
+impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<ServerState>> for DecodedBody<T> {
     type Rejection = Problem;
 
-    async fn from_request(request: Request, shared: &Arc<Shared>) -> Result<Self, Problem> {
+    async fn from_request(request: Request, shared: &Arc<ServerState>) -> Result<Self, Problem> {
         let format = format_of(request.headers())?;
         let (bytes, mut reserved) = read(request, shared).await?;
         let (length, limit) = (bytes.len(), shared.limits.decoded_bytes);
@@ -218,7 +219,7 @@ impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<Shared>> for Body<T> 
             let bytes = bytes.clone();
             aside(move || format.cost(&bytes, limit)).await??
         };
-        if cost > Limits::SMALL_BODY {
+        if cost > ServerLimits::SMALL_BODY {
             enlarge(shared, &mut reserved, length.saturating_add(cost))?;
         }
         let value = if length <= DECODE_INLINE {
@@ -234,14 +235,14 @@ impl<T: DeserializeOwned + Send + 'static> FromRequest<Arc<Shared>> for Body<T> 
 #[derive(Debug)]
 pub(crate) struct NoFields;
 
-impl FromRequest<Arc<Shared>> for NoFields {
+impl FromRequest<Arc<ServerState>> for NoFields {
     type Rejection = Problem;
 
-    async fn from_request(request: Request, shared: &Arc<Shared>) -> Result<Self, Problem> {
+    async fn from_request(request: Request, shared: &Arc<ServerState>) -> Result<Self, Problem> {
         let format = format_of(request.headers());
         let (bytes, _) = read(request, shared).await?;
         if !bytes.is_empty() {
-            format?.decode::<Nothing>(&bytes)?;
+            format?.decode::<EmptyRequest>(&bytes)?;
         }
         Ok(Self)
     }
@@ -253,7 +254,7 @@ pub(crate) async fn aside<T: Send + 'static>(
 ) -> Result<T, Problem> {
     tokio::task::spawn_blocking(work)
         .await
-        .map_err(|error| Problem::new(Code::Internal, format!("a request failed: {error}")))
+        .map_err(|error| Problem::new(ProblemCode::Internal, format!("a request failed: {error}")))
 }
 
 fn header<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h str> {
@@ -261,13 +262,13 @@ fn header<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h str> {
     headers.get(name).map(|value| value.to_str().unwrap_or("?").trim())
 }
 
-fn format_of(headers: &HeaderMap) -> Result<Format, Problem> {
-    let Some(media_type) = header(headers, &CONTENT_TYPE) else { return Ok(Format::Json) };
+fn format_of(headers: &HeaderMap) -> Result<WireFormat, Problem> {
+    let Some(media_type) = header(headers, &CONTENT_TYPE) else { return Ok(WireFormat::Json) };
     let name = media_type.split(';').next().unwrap_or_default().trim();
-    Format::named(name).ok_or_else(|| {
-        let (json, pack) = (Format::JSON, Format::MESSAGE_PACK);
+    WireFormat::named(name).ok_or_else(|| {
+        let (json, pack) = (WireFormat::JSON, WireFormat::MESSAGE_PACK);
         let detail = format!("`Content-Type: {media_type}` is not read here; send {json} or {pack}");
-        Problem::new(Code::UnsupportedMediaType, detail)
+        Problem::new(ProblemCode::UnsupportedMediaType, detail)
     })
 }
 
@@ -288,26 +289,31 @@ fn encoding_of(headers: &HeaderMap) -> Result<Encoding, Problem> {
         _ => {
             let detail =
                 format!("`Content-Encoding: {name}` is not read here; send plain bytes, gzip or zstd");
-            Err(Problem::new(Code::UnsupportedEncoding, detail))
+            Err(Problem::new(ProblemCode::UnsupportedEncoding, detail))
         }
     }
 }
 
 /// The whole body, decompressed.
-async fn read(request: Request, shared: &Shared) -> Result<(Bytes, Option<OwnedSemaphorePermit>), Problem> {
+async fn read(
+    request: Request,
+    shared: &ServerState,
+) -> Result<(Bytes, Option<OwnedSemaphorePermit>), Problem> {
     let encoding = encoding_of(request.headers())?;
     let length = header(request.headers(), &CONTENT_LENGTH).and_then(|length| length.parse().ok());
     let limits = shared.limits;
     let arrival = tokio::time::timeout(limits.body_read, arrive(request, length, shared));
     let (bytes, mut reserved) = arrival.await.map_err(|_| {
         let detail = format!("the body took longer than {} s", limits.body_read.as_secs());
-        Problem::new(Code::BodyTimeout, detail)
+        Problem::new(ProblemCode::BodyTimeout, detail)
     })??;
     if encoding == Encoding::Plain {
         return Ok((bytes, reserved));
     }
-    match decompress(encoding, &bytes, Limits::SMALL_BODY.min(limits.body_bytes)) {
-        Err(problem) if problem.code == Code::BodyTooLarge && Limits::SMALL_BODY < limits.body_bytes => {
+    match decompress(encoding, &bytes, ServerLimits::SMALL_BODY.min(limits.body_bytes)) {
+        Err(problem)
+            if problem.code == ProblemCode::BodyTooLarge && ServerLimits::SMALL_BODY < limits.body_bytes =>
+        {
             // What is reserved for the compressed body does not count twice.
             drop(reserved.take());
             let reserved = reserve(shared, limits.body_bytes).await?;
@@ -322,7 +328,7 @@ async fn read(request: Request, shared: &Shared) -> Result<(Bytes, Option<OwnedS
 async fn arrive(
     request: Request,
     length: Option<usize>,
-    shared: &Shared,
+    shared: &ServerState,
 ) -> Result<(Bytes, Option<OwnedSemaphorePermit>), Problem> {
     let limit = shared.limits.body_bytes;
     if length.is_some_and(|length| length > limit) {
@@ -333,14 +339,14 @@ async fn arrive(
     let mut first = Bytes::new();
     let mut reserved = None;
     while let Some(frame) = body.frame().await {
-        let frame =
-            frame.map_err(|error| Problem::new(Code::Incomplete, format!("the body broke off: {error}")))?;
+        let frame = frame
+            .map_err(|error| Problem::new(ProblemCode::Incomplete, format!("the body broke off: {error}")))?;
         let Ok(bytes) = frame.into_data() else { continue };
         let total = first.len() + whole.len() + bytes.len();
         if total > limit {
             return Err(too_large(limit));
         }
-        if total > Limits::SMALL_BODY && reserved.is_none() {
+        if total > ServerLimits::SMALL_BODY && reserved.is_none() {
             reserved = Some(reserve(shared, length.unwrap_or(limit)).await?);
         }
         // A body that comes in one piece is never copied.
@@ -358,17 +364,20 @@ async fn arrive(
 }
 
 fn too_large(limit: usize) -> Problem {
-    Problem::new(Code::BodyTooLarge, format!("the body has more than {limit} bytes; send less at once"))
+    Problem::new(
+        ProblemCode::BodyTooLarge,
+        format!("the body has more than {limit} bytes; send less at once"),
+    )
 }
 
 /// Room for a large body; waits for others to leave.
-async fn reserve(shared: &Shared, bytes: usize) -> Result<OwnedSemaphorePermit, Problem> {
+async fn reserve(shared: &ServerState, bytes: usize) -> Result<OwnedSemaphorePermit, Problem> {
     let kib = u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX);
     let room = Arc::clone(&shared.bodies).acquire_many_owned(kib);
     match tokio::time::timeout(shared.limits.body_read, room).await {
         Ok(Ok(reserved)) => Ok(reserved),
         _ => Err(Problem::new(
-            Code::Busy,
+            ProblemCode::Busy,
             "other large bodies take all the room: try again later, or send less at once",
         )),
     }
@@ -377,7 +386,7 @@ async fn reserve(shared: &Shared, bytes: usize) -> Result<OwnedSemaphorePermit, 
 /// Room for a body that needs `bytes` decoded. It is not waited for: who waits holds what it has, and many such would wait
 /// for each other.
 fn enlarge(
-    shared: &Shared,
+    shared: &ServerState,
     reserved: &mut Option<OwnedSemaphorePermit>,
     bytes: usize,
 ) -> Result<(), Problem> {
@@ -386,7 +395,7 @@ fn enlarge(
     let more = kib.saturating_sub(u32::try_from(has).unwrap_or(u32::MAX));
     let Ok(more) = Arc::clone(&shared.bodies).try_acquire_many_owned(more) else {
         return Err(Problem::new(
-            Code::Busy,
+            ProblemCode::Busy,
             "other large bodies take all the room: try again later, or send less at once",
         ));
     };
@@ -399,7 +408,7 @@ fn enlarge(
 
 fn decompress(encoding: Encoding, bytes: &[u8], limit: usize) -> Result<Bytes, Problem> {
     let bad = |error: std::io::Error| {
-        Problem::new(Code::BadEncoding, format!("the body is not what its encoding says: {error}"))
+        Problem::new(ProblemCode::BadEncoding, format!("the body is not what its encoding says: {error}"))
     };
     let mut whole = Vec::new();
     let mut take = |reader: &mut dyn Read| reader.take(limit as u64 + 1).read_to_end(&mut whole).map_err(bad);

@@ -8,7 +8,7 @@
 //! the request was certainly not sent. What they took comes back when its hold is over.
 
 mod call;
-mod renewals;
+mod renewal;
 
 use std::fmt;
 use std::path::PathBuf;
@@ -20,13 +20,14 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use trajectory::{Group, GroupId, PolicyVersion};
 
-use self::call::{Answer, Call, Core, Repeat};
-use self::renewals::Renewals;
+use self::call::{ClientCall, ClientCore, ClientResponse, RetryPolicy};
+use self::renewal::LeaseRenewal;
 use super::problem::Evidence;
 use super::wire::{
-    AbortRequest, AckThroughRequest, AdmissionsAnswer, AdmissionsRequest, AppendAnswer, ClaimRequest, Done,
-    ExtendRequest, GroupView, ItemLimits, ItemResult, ItemStatus, LeaseAnswer, LeaseBody, LeasesRequest,
-    MAX_WAIT_MS, Nothing, QuarantinedBody, StatsBody, SubmissionsView, VersionRequest, milliseconds,
+    AbortRequest, AckThroughRequest, AdmissionsAnswer, AdmissionsRequest, AppendAnswer, ClaimRequest,
+    EmptyAnswer, EmptyRequest, ExtendRequest, GroupView, ItemLimits, ItemResult, ItemStatus, LeaseAnswer,
+    LeaseBody, LeasesRequest, MAX_WAIT_MS, QuarantinedBody, StatsBody, SubmissionsView, VersionRequest,
+    milliseconds,
 };
 use crate::{
     AdmitRequest, BufferError, Consumer, Finalized, Lease, LeaseId, LeaseRequest, Producer, Stats, Submitted,
@@ -77,8 +78,8 @@ impl fmt::Debug for ClientConfig {
 /// until it is finalized or aborted; or until this is dropped.
 #[derive(Debug)]
 pub struct Client {
-    core: Arc<Core>,
-    renewals: Renewals,
+    core: Arc<ClientCore>,
+    renewals: LeaseRenewal,
 }
 
 impl Client {
@@ -88,8 +89,8 @@ impl Client {
     /// A URL or certificates that cannot be used; a system without room for a thread.
     pub fn new(config: ClientConfig) -> Result<Self, BufferError> {
         let hold = config.hold;
-        let core = Arc::new(Core::new(config)?);
-        let renewals = Renewals::start(Arc::clone(&core), hold)?;
+        let core = Arc::new(ClientCore::new(config)?);
+        let renewals = LeaseRenewal::start(Arc::clone(&core), hold)?;
         Ok(Self { core, renewals })
     }
 
@@ -99,7 +100,7 @@ impl Client {
     /// # Errors
     /// A server that cannot be reached, refuses, or answers something else than `T`.
     pub fn ask<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, BufferError> {
-        self.core.ask(&Call::post(path.to_owned(), body)?)
+        self.core.ask(&ClientCall::post(path.to_owned(), body)?)
     }
 
     /// The same in one attempt that takes at most `limit`.
@@ -112,12 +113,12 @@ impl Client {
         body: &impl Serialize,
         limit: Duration,
     ) -> Result<T, BufferError> {
-        self.core.ask_once(&Call::post(path.to_owned(), body)?, limit)
+        self.core.ask_once(&ClientCall::post(path.to_owned(), body)?, limit)
     }
 
     /// Sends one group.
     fn append(&self, view: GroupView<'_>) -> Result<Submitted, BufferError> {
-        let call = Call::post("/v1/groups".to_owned(), &SubmissionsView { groups: [view] })?;
+        let call = ClientCall::post("/v1/groups".to_owned(), &SubmissionsView { groups: [view] })?;
         let answer: AppendAnswer = self.core.ask_or_full(&call)?;
         let result = answer.results.into_iter().next();
         let result = result.ok_or_else(|| self.core.bad_answer(&call, "there is no result for the group"))?;
@@ -131,14 +132,25 @@ impl Client {
         Ok(Submitted { answer, group: result.id.map(GroupId) })
     }
 
-    fn invalid(&self, call: &Call, result: ItemResult) -> BufferError {
+    fn invalid(&self, call: &ClientCall, result: ItemResult) -> BufferError {
         let ItemResult { code, detail, found, bound, .. } = result;
         let code = code.map_or("invalid", |code| code.as_str()).to_owned();
-        self.core.refused(call, Answer::OK, code, detail.unwrap_or_default(), Evidence { found, bound })
+        self.core.refused(
+            call,
+            ClientResponse::OK,
+            code,
+            detail.unwrap_or_default(),
+            Evidence { found, bound },
+        )
     }
 
     /// What a server hands out, as a lease.
-    fn lease_of(&self, call: &Call, body: LeaseBody, hold: Option<Duration>) -> Result<Lease, BufferError> {
+    fn lease_of(
+        &self,
+        call: &ClientCall,
+        body: LeaseBody,
+        hold: Option<Duration>,
+    ) -> Result<Lease, BufferError> {
         let most = usize::MAX;
         let any = ItemLimits {
             trajectories: most,
@@ -186,8 +198,9 @@ impl Producer for Client {
                 hold_ms: milliseconds(request.hold.unwrap_or(self.renewals.hold())),
                 holder: request.holder,
             };
-            let call =
-                Call::post("/v1/admissions".to_owned(), &body)?.waiting(wait_ms).repeat(Repeat::IfNotSent);
+            let call = ClientCall::post("/v1/admissions".to_owned(), &body)?
+                .waiting(wait_ms)
+                .repeat(RetryPolicy::IfNotSent);
             let answer: AdmissionsAnswer = self.core.ask(&call)?;
             if !answer.ids.is_empty() || Instant::now() >= deadline {
                 return Ok(answer.ids.into_iter().map(GroupId).collect());
@@ -212,8 +225,8 @@ impl Producer for Client {
 
     fn abort(&self, group: GroupId, retry: bool) -> Result<(), BufferError> {
         self.renewals.remove_group(group);
-        let call = Call::post(format!("/v1/admissions/{}/abort", group.0), &AbortRequest { retry })?;
-        self.core.ask(&call.repeat(Repeat::IfNotSent)).map(done)
+        let call = ClientCall::post(format!("/v1/admissions/{}/abort", group.0), &AbortRequest { retry })?;
+        self.core.ask(&call.repeat(RetryPolicy::IfNotSent)).map(done)
     }
 
     fn submit(&self, key: &str, group: Group) -> Result<Submitted, BufferError> {
@@ -237,7 +250,7 @@ impl Consumer for Client {
         }
         let started = Instant::now();
         let deadline = started + wait;
-        let repeat = if request.step.is_some() { Repeat::Always } else { Repeat::IfNotSent };
+        let repeat = if request.step.is_some() { RetryPolicy::Always } else { RetryPolicy::IfNotSent };
         loop {
             let left = milliseconds(deadline.saturating_duration_since(Instant::now()));
             let wait_ms = left.min(MAX_WAIT_MS);
@@ -252,7 +265,7 @@ impl Consumer for Client {
                 wait_ms,
                 hold_ms: milliseconds(request.hold.unwrap_or(self.renewals.hold())),
             };
-            let call = Call::post("/v1/leases".to_owned(), &body)?.waiting(wait_ms).repeat(repeat);
+            let call = ClientCall::post("/v1/leases".to_owned(), &body)?.waiting(wait_ms).repeat(repeat);
             let answer: LeaseAnswer = self.core.ask(&call)?;
             if let Some(lease) = answer.lease {
                 return self.lease_of(&call, lease, request.hold);
@@ -276,41 +289,43 @@ impl Consumer for Client {
 
     fn ack(&self, lease: LeaseId) -> Result<(), BufferError> {
         self.renewals.remove(lease);
-        self.core.ask(&Call::post(format!("/v1/leases/{}/ack", lease.0), &Nothing {})?).map(done)
+        self.core.ask(&ClientCall::post(format!("/v1/leases/{}/ack", lease.0), &EmptyRequest {})?).map(done)
     }
 
     fn ack_through(&self, consumer: &str, through: PolicyVersion) -> Result<(), BufferError> {
         self.renewals.remove_through(consumer, through);
         let body = AckThroughRequest { consumer: consumer.to_owned(), through: through.0 };
-        self.core.ask(&Call::post("/v1/leases/ack".to_owned(), &body)?).map(done)
+        self.core.ask(&ClientCall::post("/v1/leases/ack".to_owned(), &body)?).map(done)
     }
 
     fn release(&self, lease: LeaseId) -> Result<(), BufferError> {
         self.renewals.remove(lease);
-        self.core.ask(&Call::post(format!("/v1/leases/{}/release", lease.0), &Nothing {})?).map(done)
+        self.core
+            .ask(&ClientCall::post(format!("/v1/leases/{}/release", lease.0), &EmptyRequest {})?)
+            .map(done)
     }
 
     fn quarantine(&self, group: GroupId) -> Result<Option<String>, BufferError> {
-        let call = Call::post(format!("/v1/groups/{}/quarantine", group.0), &Nothing {})?;
+        let call = ClientCall::post(format!("/v1/groups/{}/quarantine", group.0), &EmptyRequest {})?;
         self.core.ask(&call).map(|QuarantinedBody { sender, .. }| sender)
     }
 
     fn set_version(&self, version: PolicyVersion, rewind: bool) -> Result<(), BufferError> {
         let body = VersionRequest { version: version.0, rewind };
-        self.core.ask(&Call::put("/v1/policy/version".to_owned(), &body)?).map(done)
+        self.core.ask(&ClientCall::put("/v1/policy/version".to_owned(), &body)?).map(done)
     }
 
     fn stats(&self) -> Result<Stats, BufferError> {
-        self.core.ask(&Call::get("/v1/stats".to_owned())).map(|stats: StatsBody| stats.into())
+        self.core.ask(&ClientCall::get("/v1/stats".to_owned())).map(|stats: StatsBody| stats.into())
     }
 }
 
-fn done(_: Done) {}
+fn done(_: EmptyAnswer) {}
 
-fn claim(group: GroupId, served: PolicyVersion) -> Result<Call, BufferError> {
-    Call::post(format!("/v1/admissions/{}/claim", group.0), &ClaimRequest { served_version: served.0 })
+fn claim(group: GroupId, served: PolicyVersion) -> Result<ClientCall, BufferError> {
+    ClientCall::post(format!("/v1/admissions/{}/claim", group.0), &ClaimRequest { served_version: served.0 })
 }
 
-fn extension(lease: LeaseId, hold: Duration) -> Result<Call, BufferError> {
-    Call::post(format!("/v1/leases/{}/extend", lease.0), &ExtendRequest { hold_ms: milliseconds(hold) })
+fn extension(lease: LeaseId, hold: Duration) -> Result<ClientCall, BufferError> {
+    ClientCall::post(format!("/v1/leases/{}/extend", lease.0), &ExtendRequest { hold_ms: milliseconds(hold) })
 }

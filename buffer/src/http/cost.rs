@@ -35,12 +35,12 @@ const ENTRY: usize = GROWTH * (size_of::<Value>() + 32) + AROUND;
 
 /// Counts what is decoded from now on.
 #[derive(Debug)]
-pub(super) struct Cost {
+pub(super) struct DecodeCost {
     used: Cell<usize>,
     limit: usize,
 }
 
-impl Cost {
+impl DecodeCost {
     /// Nothing yet; at most `limit` bytes.
     pub(super) fn at_most(limit: usize) -> Self {
         Self { used: Cell::new(0), limit }
@@ -58,7 +58,7 @@ impl Cost {
 
     /// Reads one value and counts it.
     pub(super) fn count<'de, D: Deserializer<'de>>(&self, deserializer: D) -> Result<(), D::Error> {
-        Counted { cost: self, place: Place::Record }.deserialize(deserializer)
+        CostVisitor { cost: self, place: DecodedShape::Record }.deserialize(deserializer)
     }
 
     fn add<E: de::Error>(&self, bytes: usize) -> Result<(), E> {
@@ -72,7 +72,7 @@ impl Cost {
 
 /// What a value is decoded as.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Place {
+enum DecodedShape {
     /// A struct of `wire`.
     Record,
     /// A list of them.
@@ -86,14 +86,14 @@ enum Place {
 
 /// One value.
 #[derive(Clone, Copy)]
-struct Counted<'a> {
-    cost: &'a Cost,
-    place: Place,
+struct CostVisitor<'a> {
+    cost: &'a DecodeCost,
+    place: DecodedShape,
 }
 
-impl Counted<'_> {
+impl CostVisitor<'_> {
     fn is_free(self) -> bool {
-        self.place == Place::Free
+        self.place == DecodedShape::Free
     }
 
     fn scalar<E: de::Error>(self) -> Result<(), E> {
@@ -106,7 +106,7 @@ impl Counted<'_> {
     }
 }
 
-impl<'de> DeserializeSeed<'de> for Counted<'_> {
+impl<'de> DeserializeSeed<'de> for CostVisitor<'_> {
     type Value = ();
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
@@ -114,7 +114,7 @@ impl<'de> DeserializeSeed<'de> for Counted<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for Counted<'_> {
+impl<'de> Visitor<'de> for CostVisitor<'_> {
     type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -160,14 +160,14 @@ impl<'de> Visitor<'de> for Counted<'_> {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<(), A::Error> {
         let (around, place) = match self.place {
-            Place::List => (AROUND, Place::Record),
-            Place::Stream => (AROUND, Place::Stream),
-            Place::Record | Place::Free => (ANY, Place::Free),
+            DecodedShape::List => (AROUND, DecodedShape::Record),
+            DecodedShape::Stream => (AROUND, DecodedShape::Stream),
+            DecodedShape::Record | DecodedShape::Free => (ANY, DecodedShape::Free),
         };
         self.cost.add(around)?;
         let mut first = true;
-        while sequence.next_element_seed(Counted { place, ..self })?.is_some() {
-            if std::mem::take(&mut first) && place == Place::Free {
+        while sequence.next_element_seed(CostVisitor { place, ..self })?.is_some() {
+            if std::mem::take(&mut first) && place == DecodedShape::Free {
                 self.cost.add(FIRST)?;
             }
         }
@@ -175,64 +175,64 @@ impl<'de> Visitor<'de> for Counted<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        let is_record = self.place == Place::Record;
+        let is_record = self.place == DecodedShape::Record;
         self.cost.add(if is_record { STRUCT } else { ANY })?;
         let mut first = true;
-        while let Some(place) = map.next_key_seed(Name { cost: self.cost, is_record })? {
+        while let Some(place) = map.next_key_seed(FieldNameVisitor { cost: self.cost, is_record })? {
             if std::mem::take(&mut first) && !is_record {
                 self.cost.add(MAP)?;
             }
-            map.next_value_seed(Counted { place, ..self })?;
+            map.next_value_seed(CostVisitor { place, ..self })?;
         }
         Ok(())
     }
 }
 
 /// The name of a field; what stands under it.
-struct Name<'a> {
-    cost: &'a Cost,
+struct FieldNameVisitor<'a> {
+    cost: &'a DecodeCost,
     /// It is one of a struct.
     is_record: bool,
 }
 
-impl<'de> DeserializeSeed<'de> for Name<'_> {
-    type Value = Place;
+impl<'de> DeserializeSeed<'de> for FieldNameVisitor<'_> {
+    type Value = DecodedShape;
 
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Place, D::Error> {
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<DecodedShape, D::Error> {
         deserializer.deserialize_any(self)
     }
 }
 
-impl Visitor<'_> for Name<'_> {
-    type Value = Place;
+impl Visitor<'_> for FieldNameVisitor<'_> {
+    type Value = DecodedShape;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the name of a field")
     }
 
-    fn visit_str<E: de::Error>(self, name: &str) -> Result<Place, E> {
+    fn visit_str<E: de::Error>(self, name: &str) -> Result<DecodedShape, E> {
         if !self.is_record {
             self.cost.add(ENTRY.saturating_add(name.len()))?;
-            return Ok(Place::Free);
+            return Ok(DecodedShape::Free);
         }
         let is = |names: &[&str]| names.contains(&name);
         Ok(match name {
-            _ if is(&LISTS) => Place::List,
-            _ if is(&RECORDS) => Place::Record,
-            _ if is(&FREE) => Place::Free,
-            _ => Place::Stream,
+            _ if is(&LISTS) => DecodedShape::List,
+            _ if is(&RECORDS) => DecodedShape::Record,
+            _ if is(&FREE) => DecodedShape::Free,
+            _ => DecodedShape::Stream,
         })
     }
 
     /// MessagePack can give the number of a field for its name.
-    fn visit_u64<E: de::Error>(self, _: u64) -> Result<Place, E> {
+    fn visit_u64<E: de::Error>(self, _: u64) -> Result<DecodedShape, E> {
         self.cost.add(ENTRY)?;
-        Ok(Place::Free)
+        Ok(DecodedShape::Free)
     }
 
-    fn visit_bytes<E: de::Error>(self, name: &[u8]) -> Result<Place, E> {
+    fn visit_bytes<E: de::Error>(self, name: &[u8]) -> Result<DecodedShape, E> {
         self.cost.add(ENTRY.saturating_add(name.len()))?;
-        Ok(Place::Free)
+        Ok(DecodedShape::Free)
     }
 }
 
@@ -243,7 +243,7 @@ mod tests {
     use super::*;
 
     fn cost(value: &Value) -> usize {
-        let cost = Cost::at_most(usize::MAX);
+        let cost = DecodeCost::at_most(usize::MAX);
         cost.count(value).unwrap();
         cost.bytes()
     }
@@ -287,7 +287,7 @@ mod tests {
 
     #[test]
     fn counting_ends_at_the_limit() {
-        let cost = Cost::at_most(10_000);
+        let cost = DecodeCost::at_most(10_000);
         let error = cost.count(&json!({ "columns": vec![0; 1_000_000] })).unwrap_err().to_string();
         assert!(error.contains("more than 10000 bytes"), "{error}");
         assert!(cost.is_over() && cost.bytes() < 11_000, "{} bytes", cost.bytes());

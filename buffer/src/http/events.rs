@@ -15,9 +15,9 @@ use futures_util::stream::{self, Stream};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-use super::problem::{Code, Problem};
-use super::routes::Parameters;
-use super::state::Shared;
+use super::problem::{Problem, ProblemCode};
+use super::routes::QueryParameters;
+use super::state::ServerState;
 use super::wire::{EventBody, kind};
 use crate::{Event, Replay};
 
@@ -38,7 +38,8 @@ pub(super) struct EventsQuery {
 
 /// Some events are gone: what the watcher knows of groups is out of date, and `/v1/groups` tells what there is.
 #[derive(Debug, Serialize, ToSchema)]
-struct Gap {
+#[schema(as = Gap)]
+struct EventGap {
     /// Events go on after this id.
     after: u64,
 }
@@ -51,31 +52,33 @@ struct Gap {
         description = "`id:`, `event:` and `data:` with an Event as JSON"))
 )]
 pub(super) async fn events(
-    State(shared): State<Arc<Shared>>,
+    State(shared): State<Arc<ServerState>>,
     headers: HeaderMap,
-    Parameters(query): Parameters<EventsQuery>,
+    QueryParameters(query): QueryParameters<EventsQuery>,
 ) -> Result<Response, Problem> {
     let seen = match headers.get(LAST_EVENT_ID) {
         None => query.after,
         Some(value) => {
             let id = value.to_str().ok().and_then(|text| text.trim().parse().ok());
-            Some(id.ok_or_else(|| Problem::new(Code::BadQuery, "`Last-Event-ID` is not an id of an event"))?)
+            Some(id.ok_or_else(|| {
+                Problem::new(ProblemCode::BadQuery, "`Last-Event-ID` is not an id of an event")
+            })?)
         }
     };
     // Refused now rather than in the middle of the stream.
     shared.buffer()?;
-    let watcher = Watcher { shared, seen, ready: VecDeque::new() };
+    let watcher = EventSubscriber { shared, seen, ready: VecDeque::new() };
     Ok(Sse::new(watcher.stream()).keep_alive(KeepAlive::default()).into_response())
 }
 
-struct Watcher {
-    shared: Arc<Shared>,
+struct EventSubscriber {
+    shared: Arc<ServerState>,
     /// The last event that it has; `None`: it wants what comes.
     seen: Option<u64>,
     ready: VecDeque<Message>,
 }
 
-impl Watcher {
+impl EventSubscriber {
     /// Ends when the server stops or the storage fails; the watcher comes back and goes on where it was.
     fn stream(self) -> impl Stream<Item = Result<Message, Infallible>> {
         stream::unfold(self, |mut watcher| async move {
@@ -98,7 +101,7 @@ impl Watcher {
                 }
                 Replay::Gap(after) => {
                     if self.seen.is_some() {
-                        self.ready.push_back(named(after, "gap", &Gap { after }));
+                        self.ready.push_back(named(after, "gap", &EventGap { after }));
                     }
                     self.seen = Some(after);
                 }

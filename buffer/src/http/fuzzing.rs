@@ -2,14 +2,14 @@
 
 use trajectory::Group;
 
-use super::body::Format;
+use super::body::WireFormat;
 use super::wire::{
-    AbortRequest, AckThroughRequest, AdmissionsRequest, AppendRequest, ClaimRequest, ExtendRequest,
-    ItemLimits, LeasesRequest, Nothing, VersionRequest,
+    AbortRequest, AckThroughRequest, AdmissionsRequest, AppendRequest, ClaimRequest, EmptyRequest,
+    ExtendRequest, ItemLimits, LeasesRequest, VersionRequest,
 };
 
-fn format(choice: u8) -> Format {
-    if choice.is_multiple_of(2) { Format::Json } else { Format::MessagePack }
+fn format(choice: u8) -> WireFormat {
+    if choice.is_multiple_of(2) { WireFormat::Json } else { WireFormat::MessagePack }
 }
 
 /// Reads `body` as some verb would.
@@ -23,7 +23,7 @@ pub(crate) fn decode(choice: u8, body: &[u8]) {
         4 => drop(format.decode::<VersionRequest>(body)),
         5 => drop(format.decode::<ClaimRequest>(body)),
         6 => drop(format.decode::<AbortRequest>(body)),
-        _ => drop(format.decode::<Nothing>(body)),
+        _ => drop(format.decode::<EmptyRequest>(body)),
     }
 }
 

@@ -5,13 +5,13 @@ use std::time::Duration;
 
 /// What one request, and all of them together, may take.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct ServerLimits {
     /// Bytes of a body, after decompression.
     pub body_bytes: usize,
     /// Bytes that a body takes decoded, counted before it is: more than it has, since what can have any shape takes many
     /// times what it is sent as.
     pub decoded_bytes: usize,
-    /// Bytes of all bodies together that are above [`Limits::SMALL_BODY`], as they come and decoded; at least
+    /// Bytes of all bodies together that are above [`ServerLimits::SMALL_BODY`], as they come and decoded; at least
     /// `body_bytes` and `decoded_bytes`.
     pub bodies_bytes: usize,
     /// How long a body may take to arrive, and then to find room.
@@ -42,12 +42,12 @@ pub struct Limits {
     pub correct: bool,
 }
 
-impl Limits {
+impl ServerLimits {
     /// Bodies up to here are not counted among all bodies: all connections together hold little of them.
     pub const SMALL_BODY: usize = 128 << 10;
 }
 
-impl Default for Limits {
+impl Default for ServerLimits {
     fn default() -> Self {
         Self {
             body_bytes: 64 << 20,

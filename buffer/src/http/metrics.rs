@@ -12,7 +12,7 @@ use axum::http::{Method, StatusCode};
 use axum::middleware::Next;
 use axum::response::Response;
 
-use super::state::Shared;
+use super::state::ServerState;
 use crate::Stats;
 
 /// Upper bounds of the histogram, seconds; an fsync of a good disk takes one, of a bad one fifty milliseconds.
@@ -22,12 +22,12 @@ const BOUNDS: [f64; 12] = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0
 const NO_ROUTE: &str = "none";
 
 /// Requests to one route, by method and status.
-type Answers = BTreeMap<(&'static str, u16), u64>;
+type RequestCounts = BTreeMap<(&'static str, u16), u64>;
 
 /// Everything that is counted.
 #[derive(Debug, Default)]
-pub(crate) struct Metrics {
-    requests: Mutex<BTreeMap<String, Answers>>,
+pub(crate) struct BufferMetrics {
+    requests: Mutex<BTreeMap<String, RequestCounts>>,
     append: Histogram,
     /// Connections that are open.
     pub(super) connections: AtomicU64,
@@ -44,7 +44,7 @@ struct Histogram {
     nanoseconds: AtomicU64,
 }
 
-impl Metrics {
+impl BufferMetrics {
     /// One request that stored groups, from its body to its answer.
     pub(super) fn appended(&self, took: Duration) {
         let seconds = took.as_secs_f64();
@@ -155,7 +155,7 @@ fn known(method: &Method) -> &'static str {
 }
 
 /// In front of all routes.
-pub(crate) async fn count(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
+pub(crate) async fn count(State(shared): State<Arc<ServerState>>, request: Request, next: Next) -> Response {
     let route = request.extensions().get::<MatchedPath>().cloned();
     let method = request.method().clone();
     let response = next.run(request).await;

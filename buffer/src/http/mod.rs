@@ -10,7 +10,7 @@
 //! - `client`: the other side
 //!
 //! # Invariants
-//! - Everything has a limit in [`Limits`]: what a client sends, how long it takes, how many there are.
+//! - Everything has a limit in [`ServerLimits`]: what a client sends, how long it takes, how many there are.
 //! - What is answered with success is as durable as the buffer makes it.
 
 mod auth;
@@ -26,14 +26,14 @@ mod openapi;
 mod problem;
 mod routes;
 mod server;
-mod stall;
 mod state;
 mod tls;
 mod wire;
+mod write_deadline;
 
 pub use auth::{Role, TokenError, Tokens};
 pub use client::{Client, ClientConfig};
-pub use limits::Limits;
-pub use server::{Notice, Reopen, Server, ServerConfig, ServerError};
+pub use limits::ServerLimits;
+pub use server::{Reopen, Server, ServerConfig, ServerError, StorageNotice};
 pub use state::{OnRefused, RefusedGroup};
 pub use tls::{Tls, TlsError};

@@ -15,9 +15,9 @@ use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
 use utoipa::openapi::{ContentBuilder, OpenApi as Whole, Ref, RefOr, ResponseBuilder};
 use utoipa::{Modify, OpenApi, ToSchema};
 
-use super::body::Format;
-use super::problem::{Code, Problem};
-use super::state::Shared;
+use super::body::WireFormat;
+use super::problem::{Problem, ProblemCode};
+use super::state::ServerState;
 
 const PAGE: &str = include_str!("docs.html");
 
@@ -37,8 +37,8 @@ const PAGE_POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style
                        with `Retry-After` when.",
         license(name = "MIT OR Apache-2.0")
     ),
-    components(schemas(Problem, Code)),
-    modifiers(&Token),
+    components(schemas(Problem, ProblemCode)),
+    modifiers(&TokenSecurity),
     security(("token" = [])),
     tags(
         (name = "groups", description = "Store, list, show and remove groups. Role: writer; any may read; admin removes."),
@@ -49,11 +49,11 @@ const PAGE_POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style
         (name = "health", description = "The server itself; its health needs no token."),
     )
 )]
-pub(super) struct Document;
+pub(super) struct OpenApiDocument;
 
-struct Token;
+struct TokenSecurity;
 
-impl Modify for Token {
+impl Modify for TokenSecurity {
     fn modify(&self, document: &mut Whole) {
         let bearer = HttpBuilder::new()
             .scheme(HttpAuthScheme::Bearer)
@@ -65,53 +65,68 @@ impl Modify for Token {
 }
 
 /// What any request can be answered, whatever it asks.
-const ALWAYS: &[Code] = &[Code::BadHost, Code::ForeignOrigin, Code::WrongHost, Code::Internal];
+const ALWAYS: &[ProblemCode] =
+    &[ProblemCode::BadHost, ProblemCode::ForeignOrigin, ProblemCode::WrongHost, ProblemCode::Internal];
 /// What a route for tokens can answer.
-const WITH_TOKEN: &[Code] = &[Code::Unauthorized, Code::Forbidden];
+const WITH_TOKEN: &[ProblemCode] = &[ProblemCode::Unauthorized, ProblemCode::Forbidden];
 /// What a route with parameters can answer.
-const WITH_PARAMETERS: &[Code] = &[Code::BadQuery, Code::BadPath];
+const WITH_PARAMETERS: &[ProblemCode] = &[ProblemCode::BadQuery, ProblemCode::BadPath];
 /// What a route that answers in two formats can answer.
-const WITH_FORMATS: &[Code] = &[Code::NotAcceptable];
+const WITH_FORMATS: &[ProblemCode] = &[ProblemCode::NotAcceptable];
 /// What a route with a body can answer.
-const WITH_BODY: &[Code] = &[
-    Code::BadEncoding,
-    Code::Incomplete,
-    Code::BodyTimeout,
-    Code::BodyTooLarge,
-    Code::DecodedTooLarge,
-    Code::UnsupportedMediaType,
-    Code::UnsupportedEncoding,
-    Code::BadBody,
-    Code::Busy,
+const WITH_BODY: &[ProblemCode] = &[
+    ProblemCode::BadEncoding,
+    ProblemCode::Incomplete,
+    ProblemCode::BodyTimeout,
+    ProblemCode::BodyTooLarge,
+    ProblemCode::DecodedTooLarge,
+    ProblemCode::UnsupportedMediaType,
+    ProblemCode::UnsupportedEncoding,
+    ProblemCode::BadBody,
+    ProblemCode::Busy,
 ];
 /// What every route that asks the buffer can answer.
-const OF_BUFFER: &[Code] = &[Code::StorageFailed];
+const OF_BUFFER: &[ProblemCode] = &[ProblemCode::StorageFailed];
 
 /// What an operation can answer beside these.
-fn codes_of(operation: &str) -> &'static [Code] {
+fn codes_of(operation: &str) -> &'static [ProblemCode] {
     match operation {
-        "append_groups" => &[Code::Full, Code::Preparing],
-        "list_groups" => &[Code::OutOfRange],
-        "get_group" => &[Code::UnknownGroup, Code::DamagedGroup],
-        "admit" => &[Code::OutOfRange, Code::FutureVersion, Code::Stopping],
-        "claim" => &[Code::WrongState, Code::UnknownGroup, Code::FutureVersion],
-        "abort" => &[Code::WrongState, Code::UnknownGroup],
+        "append_groups" => &[ProblemCode::Full, ProblemCode::Preparing],
+        "list_groups" => &[ProblemCode::OutOfRange],
+        "get_group" => &[ProblemCode::UnknownGroup, ProblemCode::DamagedGroup],
+        "admit" => &[ProblemCode::OutOfRange, ProblemCode::FutureVersion, ProblemCode::Stopping],
+        "claim" => &[ProblemCode::WrongState, ProblemCode::UnknownGroup, ProblemCode::FutureVersion],
+        "abort" => &[ProblemCode::WrongState, ProblemCode::UnknownGroup],
         "lease" => &[
-            Code::OutOfRange,
-            Code::BadConsumer,
-            Code::OwnTrainer,
-            Code::StepPassed,
-            Code::FutureVersion,
-            Code::UnknownGroup,
-            Code::DamagedGroup,
-            Code::Stopping,
+            ProblemCode::OutOfRange,
+            ProblemCode::BadConsumer,
+            ProblemCode::OwnTrainer,
+            ProblemCode::StepPassed,
+            ProblemCode::FutureVersion,
+            ProblemCode::UnknownGroup,
+            ProblemCode::DamagedGroup,
+            ProblemCode::Stopping,
         ],
-        "ack" | "release" => &[Code::OwnTrainer, Code::UnknownLease, Code::LeaseLost, Code::LeaseOver],
-        "extend" => {
-            &[Code::OwnTrainer, Code::UnknownLease, Code::LeaseLost, Code::LeaseOver, Code::OutOfRange]
-        }
-        "ack_through" => &[Code::OwnTrainer, Code::LeaseLost, Code::BadConsumer, Code::FutureVersion],
-        "set_version" => &[Code::OwnTrainer, Code::VersionBehind, Code::VersionJump],
+        "ack" | "release" => &[
+            ProblemCode::OwnTrainer,
+            ProblemCode::UnknownLease,
+            ProblemCode::LeaseLost,
+            ProblemCode::LeaseOver,
+        ],
+        "extend" => &[
+            ProblemCode::OwnTrainer,
+            ProblemCode::UnknownLease,
+            ProblemCode::LeaseLost,
+            ProblemCode::LeaseOver,
+            ProblemCode::OutOfRange,
+        ],
+        "ack_through" => &[
+            ProblemCode::OwnTrainer,
+            ProblemCode::LeaseLost,
+            ProblemCode::BadConsumer,
+            ProblemCode::FutureVersion,
+        ],
+        "set_version" => &[ProblemCode::OwnTrainer, ProblemCode::VersionBehind, ProblemCode::VersionJump],
         _ => &[],
     }
 }
@@ -151,7 +166,7 @@ fn complete_operation(operation: &mut Operation, path: &str) {
     ] {
         codes.extend(more.iter().filter(|_| applies));
     }
-    let mut by_status: BTreeMap<u16, Vec<Code>> = BTreeMap::new();
+    let mut by_status: BTreeMap<u16, Vec<ProblemCode>> = BTreeMap::new();
     for code in codes {
         by_status.entry(code.status().as_u16()).or_default().push(code);
     }
@@ -159,21 +174,21 @@ fn complete_operation(operation: &mut Operation, path: &str) {
         operation.responses.responses.entry(status.to_string()).or_insert_with(|| problems(&codes));
     }
     if let Some(RefOr::T(body)) = &mut operation.request_body
-        && let Some(json) = body.content.get(Format::JSON).cloned()
+        && let Some(json) = body.content.get(WireFormat::JSON).cloned()
     {
-        body.content.insert(Format::MESSAGE_PACK.to_owned(), json);
+        body.content.insert(WireFormat::MESSAGE_PACK.to_owned(), json);
     }
 }
 
 /// Whether the answer is JSON; then it can be had as MessagePack too.
 fn in_both_formats(response: &mut RefOr<utoipa::openapi::Response>) -> bool {
     let RefOr::T(response) = response else { return false };
-    let Some(json) = response.content.get(Format::JSON).cloned() else { return false };
-    response.content.insert(Format::MESSAGE_PACK.to_owned(), json);
+    let Some(json) = response.content.get(WireFormat::JSON).cloned() else { return false };
+    response.content.insert(WireFormat::MESSAGE_PACK.to_owned(), json);
     true
 }
 
-fn problems(codes: &[Code]) -> RefOr<utoipa::openapi::Response> {
+fn problems(codes: &[ProblemCode]) -> RefOr<utoipa::openapi::Response> {
     let lines: Vec<String> =
         codes.iter().map(|code| format!("`{}`: {}", code.as_str(), code.title())).collect();
     let content = ContentBuilder::new().schema(Some(Ref::from_schema_name(Problem::name()))).build();
@@ -187,9 +202,9 @@ fn problems(codes: &[Code]) -> RefOr<utoipa::openapi::Response> {
     get, path = "/openapi.json", operation_id = "openapi", tag = "health",
     responses((status = 200, content_type = "application/json", body = Object, description = "OpenAPI 3.1"))
 )]
-pub(super) async fn document(State(shared): State<Arc<Shared>>) -> Response {
+pub(super) async fn document(State(shared): State<Arc<ServerState>>) -> Response {
     let document = shared.openapi.get().cloned().unwrap_or_else(Bytes::new);
-    ([(CONTENT_TYPE, Format::JSON)], document).into_response()
+    ([(CONTENT_TYPE, WireFormat::JSON)], document).into_response()
 }
 
 /// This document for people.

@@ -1,6 +1,6 @@
 //! Why a request was not done: `application/problem+json` with a code that programs can rely on.
 //!
-//! Invariant: every answer of the server that is not a success is made here, so that [`Code`] lists all that can go
+//! Invariant: every answer of the server that is not a success is made here, so that [`ProblemCode`] lists all that can go
 //! wrong, and the OpenAPI document takes its errors from this list. Details are for people and may change.
 
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
@@ -20,11 +20,12 @@ macro_rules! codes {
     ($($name:ident = $status:ident $text:tt $title:literal;)*) => {
         /// What went wrong; stable in meaning and spelling.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
-        pub(crate) enum Code {
+        #[schema(as = Code)]
+        pub(crate) enum ProblemCode {
             $(#[doc = $title] #[serde(rename = $text)] $name,)*
         }
 
-        impl Code {
+        impl ProblemCode {
             /// The HTTP status that goes with it.
             pub(crate) fn status(self) -> StatusCode {
                 match self { $(Self::$name => StatusCode::$status,)* }
@@ -126,7 +127,7 @@ pub(crate) struct Problem {
     /// The HTTP status.
     pub(crate) status: u16,
     /// What went wrong; stable.
-    pub(crate) code: Code,
+    pub(crate) code: ProblemCode,
     /// What was found in this request and what to do about it, for people.
     pub(crate) detail: String,
     /// Which item of the request it is about, from 0.
@@ -171,7 +172,7 @@ impl Problem {
     /// The media type of problems.
     pub(crate) const MEDIA_TYPE: &'static str = "application/problem+json";
 
-    pub(crate) fn new(code: Code, detail: impl Into<String>) -> Self {
+    pub(crate) fn new(code: ProblemCode, detail: impl Into<String>) -> Self {
         let mut detail: String = detail.into();
         if let Some((end, _)) = detail.char_indices().nth(MAX_DETAIL) {
             detail.truncate(end);
@@ -206,28 +207,28 @@ impl Problem {
 impl From<&BufferError> for Problem {
     fn from(error: &BufferError) -> Self {
         let code = match error {
-            BufferError::EmptyGroup { .. } => Code::EmptyGroup,
-            BufferError::WrongState { .. } => Code::WrongState,
-            BufferError::StepPassed { .. } => Code::StepPassed,
-            BufferError::FutureVersion { .. } => Code::FutureVersion,
-            BufferError::VersionBehind { .. } => Code::VersionBehind,
-            BufferError::VersionJump { .. } => Code::VersionJump,
-            BufferError::LeaseLost { .. } => Code::LeaseLost,
-            BufferError::LeaseOver { .. } => Code::LeaseOver,
-            BufferError::UnknownLease { .. } => Code::UnknownLease,
-            BufferError::UnknownGroup { .. } | BufferError::Gone { .. } => Code::UnknownGroup,
-            BufferError::GroupTooLarge { .. } => Code::GroupTooLarge,
-            BufferError::QueueFull { .. } => Code::Full,
-            BufferError::Consumer { .. } => Code::BadConsumer,
-            BufferError::Key { .. } => Code::BadKey,
-            BufferError::Damaged { .. } => Code::DamagedGroup,
+            BufferError::EmptyGroup { .. } => ProblemCode::EmptyGroup,
+            BufferError::WrongState { .. } => ProblemCode::WrongState,
+            BufferError::StepPassed { .. } => ProblemCode::StepPassed,
+            BufferError::FutureVersion { .. } => ProblemCode::FutureVersion,
+            BufferError::VersionBehind { .. } => ProblemCode::VersionBehind,
+            BufferError::VersionJump { .. } => ProblemCode::VersionJump,
+            BufferError::LeaseLost { .. } => ProblemCode::LeaseLost,
+            BufferError::LeaseOver { .. } => ProblemCode::LeaseOver,
+            BufferError::UnknownLease { .. } => ProblemCode::UnknownLease,
+            BufferError::UnknownGroup { .. } | BufferError::Gone { .. } => ProblemCode::UnknownGroup,
+            BufferError::GroupTooLarge { .. } => ProblemCode::GroupTooLarge,
+            BufferError::QueueFull { .. } => ProblemCode::Full,
+            BufferError::Consumer { .. } => ProblemCode::BadConsumer,
+            BufferError::Key { .. } => ProblemCode::BadKey,
+            BufferError::Damaged { .. } => ProblemCode::DamagedGroup,
             BufferError::NotWritable { .. }
             | BufferError::Journal { .. }
             | BufferError::JournalMoved { .. }
             | BufferError::WriterStopped { .. }
             | BufferError::WriteTimeout { .. }
-            | BufferError::StillWriting { .. } => Code::StorageFailed,
-            _ => Code::Internal,
+            | BufferError::StillWriting { .. } => ProblemCode::StorageFailed,
+            _ => ProblemCode::Internal,
         };
         let Evidence { found, bound } = Evidence::of(error);
         Self { found, bound, ..Self::new(code, error.to_string()) }
@@ -260,7 +261,7 @@ pub(crate) fn with_problem_headers(problem: &Problem, body: &impl Serialize) -> 
     if problem.is_for_now() {
         headers.insert(header::RETRY_AFTER, RETRY_AFTER);
     }
-    if problem.code == Code::Unauthorized {
+    if problem.code == ProblemCode::Unauthorized {
         headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
     }
     response
@@ -279,11 +280,11 @@ mod tests {
 
     #[test]
     fn codes_are_described_as_they_are_sent() {
-        let schema = serde_json::to_value(Code::schema()).unwrap();
+        let schema = serde_json::to_value(ProblemCode::schema()).unwrap();
         let described = schema["enum"].as_array().unwrap();
         assert!(described.len() > 40, "{described:?}");
         for name in described {
-            let code: Code = serde_json::from_value(name.clone()).unwrap();
+            let code: ProblemCode = serde_json::from_value(name.clone()).unwrap();
             assert_eq!(*name, code.as_str());
         }
     }

@@ -24,12 +24,12 @@ use tokio::task::JoinSet;
 use tokio::time::MissedTickBehavior;
 use tokio_rustls::TlsAcceptor;
 
-use super::auth::{Access, Role, Tokens};
-use super::limits::Limits;
+use super::auth::{AccessControl, Role, Tokens};
+use super::limits::ServerLimits;
 use super::routes;
-use super::stall::NoStall;
-use super::state::{Entry, OnRefused, Shared};
+use super::state::{GroupValidation, OnRefused, ServerState};
 use super::tls::Tls;
+use super::write_deadline::WriteDeadline;
 use crate::{Buffer, BufferError, GroupLimits};
 
 /// How often holds that are over are ended, so that watchers hear of it.
@@ -47,7 +47,7 @@ const LOOPBACK_NAMES: [&str; 3] = ["localhost", "127.0.0.1", "[::1]"];
 pub type Reopen = Arc<dyn Fn() -> Result<Buffer, BufferError> + Send + Sync>;
 
 /// Hears of what happens to a server as a whole.
-pub type Notice = Arc<dyn Fn(&str) + Send + Sync>;
+pub type StorageNotice = Arc<dyn Fn(&str) + Send + Sync>;
 
 /// How to serve.
 #[derive(Clone)]
@@ -59,7 +59,7 @@ pub struct ServerConfig {
     /// What is served beside the buffer, and whose token it takes. These routes bound their own bodies.
     pub routes: Vec<(Role, Router)>,
     /// What requests may take.
-    pub limits: Limits,
+    pub limits: ServerLimits,
     /// Who may do what; `None`, on loopback only: everybody everything.
     pub tokens: Option<Tokens>,
     /// The certificate; `None`: plain HTTP.
@@ -78,7 +78,7 @@ pub struct ServerConfig {
     /// How to go on after the storage failed; `None`: not at all.
     pub reopen: Option<Reopen>,
     /// Who hears that the storage failed, and that it works again.
-    pub notice: Option<Notice>,
+    pub notice: Option<StorageNotice>,
 }
 
 impl ServerConfig {
@@ -89,7 +89,7 @@ impl ServerConfig {
             listen,
             listener: None,
             routes: Vec::new(),
-            limits: Limits::default(),
+            limits: ServerLimits::default(),
             tokens: None,
             tls: None,
             insecure: false,
@@ -116,11 +116,11 @@ impl ServerConfig {
         Ok(())
     }
 
-    fn access(&self) -> Access {
+    fn access(&self) -> AccessControl {
         let names = LOOPBACK_NAMES.into_iter().map(str::to_owned).chain(self.allow_hosts.iter().cloned());
         // Elsewhere names are the network's business, and tokens keep strangers out.
         let hosts = self.listen.ip().is_loopback().then(|| names.collect());
-        Access { tokens: self.tokens.clone(), hosts, own_trainer: self.own_trainer }
+        AccessControl { tokens: self.tokens.clone(), hosts, own_trainer: self.own_trainer }
     }
 }
 
@@ -178,7 +178,7 @@ pub struct Server {
     listener: TcpListener,
     address: SocketAddr,
     router: Router,
-    shared: Arc<Shared>,
+    shared: Arc<ServerState>,
     config: ServerConfig,
 }
 
@@ -198,8 +198,8 @@ impl Server {
         };
         let listener = listener.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let entry = Entry { limits: config.group_limits.clone(), refused: config.refused.clone() };
-        let shared = Arc::new(Shared::new(buffer, config.limits, config.access(), entry));
+        let entry = GroupValidation { limits: config.group_limits.clone(), refused: config.refused.clone() };
+        let shared = Arc::new(ServerState::new(buffer, config.limits, config.access(), entry));
         let router = routes::router(&shared, std::mem::take(&mut config.routes));
         Ok(Self { listener, address, router, shared, config })
     }
@@ -211,17 +211,18 @@ impl Server {
     }
 
     /// Answers requests until `stop`. Then no connection is accepted any more, waits end, and requests under way have
-    /// [`Limits::stop`] to finish.
+    /// [`ServerLimits::stop`] to finish.
     pub async fn serve(self, stop: impl Future<Output = ()>) {
         let Self { listener, address: _, router, shared, config } = self;
-        let keeper = Keeper { shared: Arc::clone(&shared), reopen: config.reopen, notice: config.notice };
+        let watchdog =
+            StorageWatchdog { shared: Arc::clone(&shared), reopen: config.reopen, notice: config.notice };
         let mut tasks = JoinSet::new();
-        tasks.spawn(keeper.keep());
-        let door = Door {
+        tasks.spawn(watchdog.run());
+        let acceptor = ConnectionAcceptor {
             router,
             limits: config.limits,
             tls: config.tls.as_ref().map(Tls::acceptor),
-            room: Arc::new(Semaphore::new(config.limits.connections)),
+            permits: Arc::new(Semaphore::new(config.limits.connections)),
             shared: Arc::clone(&shared),
         };
         let mut connections = JoinSet::new();
@@ -234,7 +235,7 @@ impl Server {
                 // A panic of a handler was printed, and took only its own connection with it.
                 Some(_) = connections.join_next() => {}
                 accepted = listener.accept() => match accepted {
-                    Ok((stream, peer)) => door.let_in(stream, peer.ip(), &graceful, &mut connections),
+                    Ok((stream, peer)) => acceptor.accept(stream, peer.ip(), &graceful, &mut connections),
                     // The client left meanwhile, or the system has no room; neither is the listener's end.
                     Err(_) => tokio::time::sleep(ACCEPT_AGAIN).await,
                 },
@@ -274,40 +275,40 @@ fn adopt(listener: &std::net::TcpListener) -> std::io::Result<TcpListener> {
 }
 
 /// What every connection gets.
-struct Door {
+struct ConnectionAcceptor {
     router: Router,
-    limits: Limits,
+    limits: ServerLimits,
     tls: Option<TlsAcceptor>,
-    room: Arc<Semaphore>,
-    shared: Arc<Shared>,
+    permits: Arc<Semaphore>,
+    shared: Arc<ServerState>,
 }
 
-impl Door {
+impl ConnectionAcceptor {
     /// Starts the task of a connection, or closes it if there are too many.
-    fn let_in(
+    fn accept(
         &self,
         stream: TcpStream,
         peer: IpAddr,
         graceful: &GracefulShutdown,
         connections: &mut JoinSet<()>,
     ) {
-        let Ok(place) = Arc::clone(&self.room).try_acquire_owned() else {
+        let Ok(permit) = Arc::clone(&self.permits).try_acquire_owned() else {
             self.shared.metrics.refused_connections.fetch_add(1, Ordering::Relaxed);
             return;
         };
         // Answers are written whole; nothing is gained by holding the last piece back. If it cannot be set, it is slower.
         let _ = stream.set_nodelay(true);
-        let open = Open::new(Arc::clone(&self.shared), place);
+        let open = OpenConnection::new(Arc::clone(&self.shared), permit);
         let (router, limits, watcher) = (self.router.clone(), self.limits, graceful.watcher());
-        let stream = NoStall::new(stream, limits.write_stall);
+        let stream = WriteDeadline::new(stream, limits.write_stall);
         match self.tls.clone() {
             None => connections.spawn(async move {
-                converse((stream, Peer(peer)), router, limits, watcher).await;
+                serve_connection((stream, ClientAddress(peer)), router, limits, watcher).await;
                 drop(open);
             }),
             Some(tls) => connections.spawn(async move {
                 if let Ok(Ok(stream)) = tokio::time::timeout(limits.handshake, tls.accept(stream)).await {
-                    converse((stream, Peer(peer)), router, limits, watcher).await;
+                    serve_connection((stream, ClientAddress(peer)), router, limits, watcher).await;
                 }
                 drop(open);
             }),
@@ -316,10 +317,10 @@ impl Door {
 }
 
 /// Answers the requests of one connection. How it ends is the client's business: it has its answers or has gone.
-async fn converse(
-    (stream, peer): (impl AsyncRead + AsyncWrite + Unpin + Send + 'static, Peer),
+async fn serve_connection(
+    (stream, peer): (impl AsyncRead + AsyncWrite + Unpin + Send + 'static, ClientAddress),
     router: Router,
-    limits: Limits,
+    limits: ServerLimits,
     watcher: Watcher,
 ) {
     let routes = TowerToHyperService::new(router);
@@ -337,36 +338,36 @@ async fn converse(
 
 /// Where a request comes from; each has it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Peer(pub(crate) IpAddr);
+pub(crate) struct ClientAddress(pub(crate) IpAddr);
 
 /// Counts a connection while it is open.
-struct Open {
-    shared: Arc<Shared>,
-    _place: OwnedSemaphorePermit,
+struct OpenConnection {
+    shared: Arc<ServerState>,
+    _permit: OwnedSemaphorePermit,
 }
 
-impl Open {
-    fn new(shared: Arc<Shared>, place: OwnedSemaphorePermit) -> Self {
+impl OpenConnection {
+    fn new(shared: Arc<ServerState>, permit: OwnedSemaphorePermit) -> Self {
         shared.metrics.connections.fetch_add(1, Ordering::Relaxed);
-        Self { shared, _place: place }
+        Self { shared, _permit: permit }
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenConnection {
     fn drop(&mut self) {
         self.shared.metrics.connections.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 /// Looks after the buffer while nobody asks for it.
-struct Keeper {
-    shared: Arc<Shared>,
+struct StorageWatchdog {
+    shared: Arc<ServerState>,
     reopen: Option<Reopen>,
-    notice: Option<Notice>,
+    notice: Option<StorageNotice>,
 }
 
-impl Keeper {
-    async fn keep(self) {
+impl StorageWatchdog {
+    async fn run(self) {
         let mut tick = tokio::time::interval(EXPIRE_EVERY);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -390,7 +391,7 @@ impl Keeper {
     /// Opens the buffer again, as soon as that is possible.
     async fn recover(&self) {
         if let Err(problem) = self.shared.buffer() {
-            self.tell(&format!("storage failed: {}", problem.detail));
+            self.notify(&format!("storage failed: {}", problem.detail));
         }
         let Some(reopen) = &self.reopen else { return std::future::pending().await };
         loop {
@@ -403,10 +404,10 @@ impl Keeper {
                 Err(_) => {}
             }
         }
-        self.tell("storage works again");
+        self.notify("storage works again");
     }
 
-    fn tell(&self, what: &str) {
+    fn notify(&self, what: &str) {
         if let Some(notice) = &self.notice {
             notice(what);
         }

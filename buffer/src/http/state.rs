@@ -11,10 +11,10 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use axum::body::Bytes;
 use tokio::sync::{Semaphore, watch};
 
-use super::auth::Access;
-use super::limits::Limits;
-use super::metrics::Metrics;
-use super::problem::{Code, Problem};
+use super::auth::AccessControl;
+use super::limits::ServerLimits;
+use super::metrics::BufferMetrics;
+use super::problem::{Problem, ProblemCode};
 use super::wire::{ItemLimits, Rejection};
 use crate::{Buffer, BufferError, GroupLimits};
 
@@ -34,37 +34,37 @@ pub struct RefusedGroup<'a> {
 
 /// Which groups are taken.
 #[derive(Default)]
-pub(super) struct Entry {
+pub(super) struct GroupValidation {
     /// What the run knows of groups that trains on them, as soon as it does; `None`: any group is taken.
     pub(super) limits: Option<Arc<OnceLock<GroupLimits>>>,
     /// Who hears of those that are not.
     pub(super) refused: Option<OnRefused>,
 }
 
-impl fmt::Debug for Entry {
+impl fmt::Debug for GroupValidation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Entry").field("limits", &self.limits).finish_non_exhaustive()
+        f.debug_struct("GroupValidation").field("limits", &self.limits).finish_non_exhaustive()
     }
 }
 
 /// What all requests share.
 #[derive(Debug)]
-pub(crate) struct Shared {
-    served: RwLock<Served>,
+pub(crate) struct ServerState {
+    served: RwLock<BufferStatus>,
     /// Counts what ends all waits: a failure, a stop.
     interruptions: watch::Sender<Interruptions>,
     /// KiB of large bodies that may still come.
     pub(super) bodies: Arc<Semaphore>,
-    pub(super) limits: Limits,
-    pub(super) access: Access,
-    entry: Entry,
-    pub(super) metrics: Metrics,
+    pub(super) limits: ServerLimits,
+    pub(super) access: AccessControl,
+    entry: GroupValidation,
+    pub(super) metrics: BufferMetrics,
     /// The OpenAPI document, once the routes are known.
     pub(super) openapi: OnceLock<Bytes>,
 }
 
 #[derive(Debug)]
-enum Served {
+enum BufferStatus {
     Buffer(Arc<Buffer>),
     /// Its storage failed; whether and when it goes on is the business of whoever opens it again.
     Failed(Problem),
@@ -76,17 +76,22 @@ struct Interruptions {
     failures: u64,
 }
 
-impl Shared {
-    pub(super) fn new(buffer: Arc<Buffer>, limits: Limits, access: Access, entry: Entry) -> Self {
+impl ServerState {
+    pub(super) fn new(
+        buffer: Arc<Buffer>,
+        limits: ServerLimits,
+        access: AccessControl,
+        entry: GroupValidation,
+    ) -> Self {
         let room = limits.bodies_bytes.max(limits.body_bytes).max(limits.decoded_bytes);
         Self {
-            served: RwLock::new(Served::Buffer(buffer)),
+            served: RwLock::new(BufferStatus::Buffer(buffer)),
             interruptions: watch::Sender::default(),
             bodies: Arc::new(Semaphore::new(room.div_ceil(1024))),
             limits,
             access,
             entry,
-            metrics: Metrics::default(),
+            metrics: BufferMetrics::default(),
             openapi: OnceLock::new(),
         }
     }
@@ -94,11 +99,11 @@ impl Shared {
     /// The buffer, for one request.
     ///
     /// # Errors
-    /// [`Code::StorageFailed`] until it is open again.
+    /// [`ProblemCode::StorageFailed`] until it is open again.
     pub(super) fn buffer(&self) -> Result<Arc<Buffer>, Problem> {
         match &*self.served.read().unwrap_or_else(PoisonError::into_inner) {
-            Served::Buffer(buffer) => Ok(Arc::clone(buffer)),
-            Served::Failed(problem) => Err(problem.clone()),
+            BufferStatus::Buffer(buffer) => Ok(Arc::clone(buffer)),
+            BufferStatus::Failed(problem) => Err(problem.clone()),
         }
     }
 
@@ -113,8 +118,8 @@ impl Shared {
         let Some(failure) = buffer.failure() else { return };
         let mut served = self.served.write().unwrap_or_else(PoisonError::into_inner);
         // Another may have been opened meanwhile.
-        if matches!(&*served, Served::Buffer(current) if std::ptr::eq(&**current, buffer)) {
-            *served = Served::Failed(Problem::new(Code::StorageFailed, failure.to_string()));
+        if matches!(&*served, BufferStatus::Buffer(current) if std::ptr::eq(&**current, buffer)) {
+            *served = BufferStatus::Failed(Problem::new(ProblemCode::StorageFailed, failure.to_string()));
             drop(served);
             self.interruptions.send_modify(|interruptions| interruptions.failures += 1);
         }
@@ -123,12 +128,12 @@ impl Shared {
     /// Why the buffer is not open again.
     pub(super) fn still_failed(&self, error: &BufferError) {
         let mut served = self.served.write().unwrap_or_else(PoisonError::into_inner);
-        *served = Served::Failed(Problem::new(Code::StorageFailed, error.to_string()));
+        *served = BufferStatus::Failed(Problem::new(ProblemCode::StorageFailed, error.to_string()));
     }
 
     /// Goes on with a buffer that was opened again.
     pub(super) fn reopened(&self, buffer: Buffer) {
-        *self.served.write().unwrap_or_else(PoisonError::into_inner) = Served::Buffer(Arc::new(buffer));
+        *self.served.write().unwrap_or_else(PoisonError::into_inner) = BufferStatus::Buffer(Arc::new(buffer));
     }
 
     /// All waits end from now on.
@@ -139,7 +144,7 @@ impl Shared {
     /// Waits for `work` unless the server is stopped or the storage fails meanwhile.
     ///
     /// # Errors
-    /// [`Code::Stopping`], [`Code::StorageFailed`].
+    /// [`ProblemCode::Stopping`], [`ProblemCode::StorageFailed`].
     pub(super) async fn uninterrupted<T>(&self, work: impl Future<Output = T>) -> Result<T, Problem> {
         let mut interruptions = self.interruptions.subscribe();
         let failures = interruptions.borrow().failures;
@@ -147,11 +152,14 @@ impl Shared {
             loop {
                 let now = *interruptions.borrow_and_update();
                 if now.stopping {
-                    return Problem::new(Code::Stopping, "the server is being stopped: try again later");
+                    return Problem::new(
+                        ProblemCode::Stopping,
+                        "the server is being stopped: try again later",
+                    );
                 }
                 if now.failures > failures {
                     let detail = "the storage failed while the request waited: try again";
-                    return Problem::new(Code::StorageFailed, detail);
+                    return Problem::new(ProblemCode::StorageFailed, detail);
                 }
                 if let Err(problem) = self.buffer() {
                     return problem;
@@ -169,18 +177,22 @@ impl Shared {
 
     /// What one group may have.
     pub(super) fn item_limits(&self) -> ItemLimits {
-        let Limits { trajectories, tokens, vocabulary, values, name_bytes, depth, correct, .. } = self.limits;
+        let ServerLimits { trajectories, tokens, vocabulary, values, name_bytes, depth, correct, .. } =
+            self.limits;
         ItemLimits { trajectories, tokens, vocabulary, values, name_bytes, depth, correct }
     }
 
     /// What the run knows of groups that trains on them; `None` where that is nobody's business.
     ///
     /// # Errors
-    /// [`Code::Preparing`] while the run does not know it yet.
+    /// [`ProblemCode::Preparing`] while the run does not know it yet.
     pub(super) fn group_limits(&self) -> Result<Option<GroupLimits>, Problem> {
         let Some(limits) = &self.entry.limits else { return Ok(None) };
         limits.get().copied().map(Some).ok_or_else(|| {
-            Problem::new(Code::Preparing, "the run is still opening its model: send the same again soon")
+            Problem::new(
+                ProblemCode::Preparing,
+                "the run is still opening its model: send the same again soon",
+            )
         })
     }
 

@@ -11,21 +11,21 @@ use redb::{Database, DatabaseError, ReadableTable, StorageBackend, StorageError}
 use serde::de::DeserializeOwned;
 use trajectory::GroupId;
 
+use super::database::PanicSafeDatabase;
 use super::file::OpenFile;
-use super::held::Held;
 use super::tables::{FORMAT, KEYS, LEASES, META, OLDEST_FORMAT, ROWS, SEGMENTS};
-use super::{Place, StoredRow, failed};
-use crate::ledger::Kept;
+use super::{PayloadLocation, StoredRow, failed};
+use crate::ledger::Recovered;
 use crate::{BufferError, LeaseId};
 
 /// Pages of a journal that are kept in memory at most, in bytes: payloads are read seldom.
 pub const JOURNAL_CACHE_BYTES: u64 = 64 << 20;
 
 /// A journal with what it kept.
-pub(super) struct Opened {
-    pub(super) database: Held,
-    pub(super) kept: Kept,
-    pub(super) places: HashMap<GroupId, Place>,
+pub(super) struct OpenedJournal {
+    pub(super) database: PanicSafeDatabase,
+    pub(super) kept: Recovered,
+    pub(super) places: HashMap<GroupId, PayloadLocation>,
     /// How often it has been opened, with this time.
     pub(super) opening: u64,
     /// Size of the file; 0 if it is not one.
@@ -35,7 +35,7 @@ pub(super) struct Opened {
 }
 
 /// The journal in a file, a new one if there is none.
-pub(super) fn file(path: &Path) -> Result<Opened, BufferError> {
+pub(super) fn file(path: &Path) -> Result<OpenedJournal, BufferError> {
     let create = |at: &Path| {
         unpanicked(path, || redb::Builder::new().set_cache_size(JOURNAL_CACHE_BYTES as usize).create(at))
     };
@@ -53,17 +53,17 @@ pub(super) fn file(path: &Path) -> Result<Opened, BufferError> {
     };
     let file_bytes = std::fs::metadata(path).map_err(failed(path, "measure"))?.len();
     let file = OpenFile::of(path).map_err(|error| unwritable(path, error))?;
-    Ok(Opened { file_bytes, file: Some(file), ..load(path, Held::new(database))? })
+    Ok(OpenedJournal { file_bytes, file: Some(file), ..load(path, PanicSafeDatabase::new(database))? })
 }
 
 /// The journal in another storage.
-pub(super) fn backend(path: &Path, backend: impl StorageBackend) -> Result<Opened, BufferError> {
+pub(super) fn backend(path: &Path, backend: impl StorageBackend) -> Result<OpenedJournal, BufferError> {
     let backend = AssertUnwindSafe(backend);
     let create = || {
         let AssertUnwindSafe(backend) = { backend };
         redb::Builder::new().set_cache_size(JOURNAL_CACHE_BYTES as usize).create_with_backend(backend)
     };
-    load(path, Held::new(unpanicked(path, create)?))
+    load(path, PanicSafeDatabase::new(unpanicked(path, create)?))
 }
 
 /// redb checks what it reads, but not all of it: a damaged file can also make it panic.
@@ -109,7 +109,7 @@ pub(super) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
 ///
 /// The checksums of all pages come first, before anything is written: redb trusts what it reads, and a damaged list of
 /// free pages makes it panic in the midst of a commit and once more while that unwinds, which would end the process.
-fn load(path: &Path, mut database: Held) -> Result<Opened, BufferError> {
+fn load(path: &Path, mut database: PanicSafeDatabase) -> Result<OpenedJournal, BufferError> {
     // What was only not put in order, as after a crash, redb has put in order by then.
     unpanicked(path, || database.check_integrity())?;
     let stored = catch_unwind(AssertUnwindSafe(|| read_tables(&database)))
@@ -125,7 +125,7 @@ fn load(path: &Path, mut database: Held) -> Result<Opened, BufferError> {
         }
         Some(_) => {}
     }
-    let mut kept = Kept { keys: stored.keys, ..Kept::default() };
+    let mut kept = Recovered { keys: stored.keys, ..Recovered::default() };
     if let Some(mark) = stored.mark {
         kept.mark = decoded(path, "the mark", &mark)?;
     }
@@ -138,7 +138,7 @@ fn load(path: &Path, mut database: Held) -> Result<Opened, BufferError> {
         places.insert(row.id, place);
         kept.rows.push(row);
     }
-    Ok(Opened { database, kept, places, opening: stored.opening, file_bytes: 0, file: None })
+    Ok(OpenedJournal { database, kept, places, opening: stored.opening, file_bytes: 0, file: None })
 }
 
 fn read_error(path: &Path, error: redb::Error) -> BufferError {
@@ -153,7 +153,7 @@ fn decoded<T: DeserializeOwned>(path: &Path, what: &str, bytes: &[u8]) -> Result
 }
 
 #[derive(Default)]
-struct Stored {
+struct JournalContents {
     format: Option<u64>,
     mark: Option<Vec<u8>>,
     rows: Vec<Vec<u8>>,
@@ -163,11 +163,11 @@ struct Stored {
 }
 
 /// Writes only to a file without tables or with ours; that of somebody else stays as it is.
-fn read_tables(database: &Database) -> Result<Stored, redb::Error> {
+fn read_tables(database: &Database) -> Result<JournalContents, redb::Error> {
     let mut transaction = database.begin_write()?;
     transaction.set_quick_repair(true);
     let is_new = transaction.list_tables()?.next().is_none();
-    let mut stored = Stored::default();
+    let mut stored = JournalContents::default();
     {
         let mut meta = transaction.open_table(META)?;
         if is_new {

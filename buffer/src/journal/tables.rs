@@ -17,7 +17,7 @@
 
 use redb::TableDefinition;
 
-/// `format` and `openings` to a little-endian u64, `mark` to a [`Mark`](crate::ledger::Mark) in MessagePack.
+/// `format` and `openings` to a little-endian u64, `mark` to a [`Watermarks`](crate::ledger::Mark) in MessagePack.
 pub(super) const META: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("meta");
 /// Number to payloads.
 pub(super) const SEGMENTS: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("segments");

@@ -14,13 +14,16 @@ use redb::Table;
 use serde::Serialize;
 use trajectory::{GroupId, PolicyVersion};
 
-use super::held::Held;
+use super::database::PanicSafeDatabase;
 use super::open::panic_text;
 use super::tables::{KEYS, LEASES, META, ROWS, SEGMENTS};
-use super::{AtHand, Broken, OpenFile, Place, Places, Request, StoredRow, check, lock, stopped};
+use super::{
+    OpenFile, PayloadCache, PayloadLocation, PayloadLocations, StoredRow, WriteRequest, WriterFailure, check,
+    lock, stopped,
+};
 use crate::BufferError;
-use crate::ledger::{Change, Row};
-use crate::store::{Append, Done};
+use crate::ledger::{GroupRow, LedgerChange};
+use crate::store::{AppendGroup, WriteCompletion};
 
 /// Bytes of payloads that share a segment: with what redb adds they fill 16 pages. A larger payload has its own.
 const SEGMENT_BYTES: usize = (64 << 10) - 256;
@@ -35,21 +38,21 @@ const COMPACT_RATIO: u64 = 4;
 
 /// When disk space is given back.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Space {
+pub(super) struct CompactionState {
     /// Most bytes since that was last done.
     pub(super) peak: u64,
     /// Less than so many bytes are not worth it.
     pub(super) compact_above: u64,
 }
 
-pub(super) struct Writer {
+pub(super) struct JournalWriter {
     path: PathBuf,
-    database: Arc<RwLock<Held>>,
-    places: Arc<Places>,
-    at_hand: Arc<Mutex<AtHand>>,
-    broken: Arc<Mutex<Option<Broken>>>,
+    database: Arc<RwLock<PanicSafeDatabase>>,
+    places: Arc<PayloadLocations>,
+    at_hand: Arc<Mutex<PayloadCache>>,
+    broken: Arc<Mutex<Option<WriterFailure>>>,
     file: Option<Arc<OpenFile>>,
-    space: Space,
+    space: CompactionState,
     /// Groups that are left in each segment, and its bytes.
     segments: HashMap<u64, (usize, u64)>,
     next_segment: u64,
@@ -58,12 +61,12 @@ pub(super) struct Writer {
 
 /// What was promised in a transaction and is kept after its commit.
 #[derive(Default)]
-struct Promises {
-    done: Vec<Done>,
+struct PendingCompletions {
+    done: Vec<WriteCompletion>,
     at_hand: Vec<(GroupId, Arc<trajectory::Group>, u64)>,
 }
 
-struct Tables<'t> {
+struct JournalTables<'t> {
     meta: Table<'t, &'static str, &'static [u8]>,
     segments: Table<'t, u64, &'static [u8]>,
     rows: Table<'t, (u64, u64), &'static [u8]>,
@@ -71,15 +74,15 @@ struct Tables<'t> {
     keys: Table<'t, u64, u128>,
 }
 
-impl Writer {
+impl JournalWriter {
     pub(super) fn new(
         path: &Path,
-        database: Arc<RwLock<Held>>,
-        places: Arc<Places>,
-        at_hand: Arc<Mutex<AtHand>>,
-        broken: Arc<Mutex<Option<Broken>>>,
+        database: Arc<RwLock<PanicSafeDatabase>>,
+        places: Arc<PayloadLocations>,
+        at_hand: Arc<Mutex<PayloadCache>>,
+        broken: Arc<Mutex<Option<WriterFailure>>>,
         file: Option<Arc<OpenFile>>,
-        space: Space,
+        space: CompactionState,
     ) -> Self {
         let mut segments: HashMap<u64, (usize, u64)> = HashMap::new();
         for place in lock(&places).values() {
@@ -88,7 +91,7 @@ impl Writer {
         }
         let next_segment = segments.keys().max().map_or(0, |last| last + 1);
         let bytes = segments.values().map(|(_, bytes)| bytes).sum();
-        let space = Space { peak: space.peak.max(bytes), ..space };
+        let space = CompactionState { peak: space.peak.max(bytes), ..space };
         Self {
             path: path.to_owned(),
             database,
@@ -103,7 +106,7 @@ impl Writer {
         }
     }
 
-    pub(super) fn run(mut self, requests: &Receiver<Request>) {
+    pub(super) fn run(mut self, requests: &Receiver<WriteRequest>) {
         if let Err((cause, promises)) = self.write_until_closed(requests) {
             *lock(&self.broken) = Some(cause);
             promises.done.into_iter().for_each(|done| done(Err(stopped(&self.path, &self.broken))));
@@ -115,14 +118,17 @@ impl Writer {
     }
 
     /// Writes until all senders are gone; after a failure says why, and what is not kept.
-    fn write_until_closed(&mut self, requests: &Receiver<Request>) -> Result<(), (Broken, Promises)> {
+    fn write_until_closed(
+        &mut self,
+        requests: &Receiver<WriteRequest>,
+    ) -> Result<(), (WriterFailure, PendingCompletions)> {
         while let Ok(first) = requests.recv() {
-            let mut promises = Promises::default();
+            let mut promises = PendingCompletions::default();
             if let Err(cause) = unpanicked(|| self.write_together(first, requests, &mut promises)) {
-                return Err((Broken::Failed(cause), promises));
+                return Err((WriterFailure::Failed(cause), promises));
             }
             if let Some(found) = self.file.as_ref().and_then(|file| file.moved()) {
-                return Err((Broken::Moved(found), promises));
+                return Err((WriterFailure::Moved(found), promises));
             }
             {
                 let mut at_hand = lock(&self.at_hand);
@@ -131,7 +137,7 @@ impl Writer {
             promises.done.into_iter().for_each(|done| done(Ok(())));
             if requests.is_empty() {
                 unpanicked(|| self.give_space_back())
-                    .map_err(|cause| (Broken::Failed(cause), Promises::default()))?;
+                    .map_err(|cause| (WriterFailure::Failed(cause), PendingCompletions::default()))?;
             }
         }
         Ok(())
@@ -140,9 +146,9 @@ impl Writer {
     /// One transaction with all that is queued.
     fn write_together(
         &mut self,
-        first: Request,
-        requests: &Receiver<Request>,
-        promises: &mut Promises,
+        first: WriteRequest,
+        requests: &Receiver<WriteRequest>,
+        promises: &mut PendingCompletions,
     ) -> Result<(), redb::Error> {
         let database = Arc::clone(&self.database);
         let database = database.read().unwrap_or_else(PoisonError::into_inner);
@@ -151,14 +157,14 @@ impl Writer {
         let mut next = Some(first);
         while let Some(request) = next {
             match request {
-                Request::Append(Append { row, key, payload, group, done, .. }) => {
+                WriteRequest::AppendGroup(AppendGroup { row, key, payload, group, done, .. }) => {
                     bytes += payload.len();
                     promises.done.push(done);
                     let weight = crate::payload::weight(&group);
                     promises.at_hand.push((row.id, group, weight));
                     appends.push((row, key, payload));
                 }
-                Request::Change(change, done) => {
+                WriteRequest::LedgerChange(change, done) => {
                     promises.done.push(done);
                     mark = Some(change.mark.clone());
                     changes.push(change);
@@ -170,7 +176,7 @@ impl Writer {
         let mut transaction = database.begin_write()?;
         transaction.set_quick_repair(true);
         {
-            let mut tables = Tables {
+            let mut tables = JournalTables {
                 meta: transaction.open_table(META)?,
                 segments: transaction.open_table(SEGMENTS)?,
                 rows: transaction.open_table(ROWS)?,
@@ -197,8 +203,8 @@ impl Writer {
 
     fn append(
         &mut self,
-        tables: &mut Tables<'_>,
-        appends: Vec<(Row, Option<u128>, Vec<u8>)>,
+        tables: &mut JournalTables<'_>,
+        appends: Vec<(GroupRow, Option<u128>, Vec<u8>)>,
     ) -> Result<(), redb::Error> {
         let mut segment: Vec<u8> = Vec::new();
         let mut in_segment = 0;
@@ -207,7 +213,7 @@ impl Writer {
                 self.close_segment(tables, &mut segment, &mut in_segment)?;
             }
             let too_long = |_| std::io::Error::other("a group of 4 GiB or more cannot be kept");
-            let place = Place {
+            let place = PayloadLocation {
                 segment: self.next_segment,
                 offset: u32::try_from(segment.len()).map_err(too_long)?,
                 length: u32::try_from(payload.len()).map_err(too_long)?,
@@ -234,7 +240,7 @@ impl Writer {
 
     fn close_segment(
         &mut self,
-        tables: &mut Tables<'_>,
+        tables: &mut JournalTables<'_>,
         segment: &mut Vec<u8>,
         groups: &mut usize,
     ) -> Result<(), redb::Error> {
@@ -248,7 +254,7 @@ impl Writer {
         Ok(())
     }
 
-    fn apply(&mut self, tables: &mut Tables<'_>, change: &Change) -> Result<(), redb::Error> {
+    fn apply(&mut self, tables: &mut JournalTables<'_>, change: &LedgerChange) -> Result<(), redb::Error> {
         for row in &change.rows {
             // A row that a later change of this transaction forgets is still in its place.
             if let Some(place) = self.place(row.id) {
@@ -282,14 +288,14 @@ impl Writer {
         Ok(())
     }
 
-    fn place(&self, id: GroupId) -> Option<Place> {
+    fn place(&self, id: GroupId) -> Option<PayloadLocation> {
         lock(&self.places).get(&id).copied()
     }
 
     /// Makes the file small again if most of it is free. Readers and writers wait meanwhile, for about as long as it
     /// takes to copy what is left.
     fn give_space_back(&mut self) -> Result<(), BufferError> {
-        let Space { peak, compact_above } = self.space;
+        let CompactionState { peak, compact_above } = self.space;
         if peak < compact_above || self.bytes >= peak / COMPACT_RATIO {
             return Ok(());
         }
@@ -309,7 +315,7 @@ fn unpanicked<E: std::fmt::Display>(work: impl FnOnce() -> Result<(), E>) -> Res
 }
 
 /// Removes rows, those that lie together in one sweep.
-fn remove_rows(tables: &mut Tables<'_>, rows: &[(PolicyVersion, GroupId)]) -> Result<(), redb::Error> {
+fn remove_rows(tables: &mut JournalTables<'_>, rows: &[(PolicyVersion, GroupId)]) -> Result<(), redb::Error> {
     let mut keys: Vec<(u64, u64)> = rows.iter().map(|(oldest, id)| (oldest.0, id.0)).collect();
     keys.sort_unstable();
     for together in keys.chunk_by(|a, b| a.0 == b.0 && b.1 - a.1 <= SWEEP_GAP) {
@@ -319,7 +325,7 @@ fn remove_rows(tables: &mut Tables<'_>, rows: &[(PolicyVersion, GroupId)]) -> Re
     Ok(())
 }
 
-fn put_row(tables: &mut Tables<'_>, row: Row, place: Place) -> Result<(), redb::Error> {
+fn put_row(tables: &mut JournalTables<'_>, row: GroupRow, place: PayloadLocation) -> Result<(), redb::Error> {
     let key = (row.oldest.0, row.id.0);
     // Without names: a row is written for every group, and several share a page.
     let row = rmp_serde::to_vec(&StoredRow { row, place }).map_err(std::io::Error::other)?;

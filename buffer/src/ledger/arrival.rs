@@ -3,13 +3,13 @@
 
 use trajectory::{GroupId, PolicyVersion};
 
-use super::{KEYED, Ledger, Row, Stage, Stored};
+use super::{GroupRow, InFlightStage, KEYED, Ledger, StoredGroup};
 use crate::{BufferError, EventKind, Finalized};
 
 /// What arrives to be stored.
 #[derive(Clone, Debug)]
 pub(crate) struct Arrival<'a> {
-    pub(crate) identity: Identity,
+    pub(crate) identity: ArrivalIdentity,
     pub(crate) oldest: PolicyVersion,
     pub(crate) newest: PolicyVersion,
     /// Size of the payload.
@@ -20,7 +20,7 @@ pub(crate) struct Arrival<'a> {
 
 /// What an arrival is recognised by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Identity {
+pub(crate) enum ArrivalIdentity {
     Admitted(GroupId),
     /// Digest of its key.
     Keyed(u128),
@@ -28,7 +28,7 @@ pub(crate) enum Identity {
 
 /// What has to be done about an arrival.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Begin {
+pub(crate) enum ArrivalDecision {
     /// Write those trajectories (all, without `dedup`) under this id, then say [`Ledger::end`].
     Write { group: GroupId, keep: Vec<bool> },
     /// Another call is writing it: ask again when something changed.
@@ -39,7 +39,7 @@ pub(crate) enum Begin {
 
 impl Ledger {
     /// Announces that something is about to be written.
-    pub(crate) fn begin(&mut self, arrival: &Arrival<'_>, now: u64) -> Result<Begin, BufferError> {
+    pub(crate) fn begin(&mut self, arrival: &Arrival<'_>, now: u64) -> Result<ArrivalDecision, BufferError> {
         self.not_from_the_future(arrival.newest)?;
         let Arrival { oldest, bytes, .. } = *arrival;
         if bytes > self.config.max_bytes {
@@ -50,20 +50,20 @@ impl Ledger {
             Err(answer) => return Ok(answer),
         };
         let in_flight = self.flights.contains_key(&group);
-        let known = matches!(arrival.identity, Identity::Admitted(_)).then_some(group);
+        let known = matches!(arrival.identity, ArrivalIdentity::Admitted(_)).then_some(group);
         if oldest.staleness_at(self.next_step()) > self.config.max_staleness {
             if in_flight {
                 self.land(group);
                 self.again.insert(group);
             }
             self.count_dropped(1);
-            return Ok(Begin::Answer(known, Finalized::Stale));
+            return Ok(ArrivalDecision::Answer(known, Finalized::Stale));
         }
         let hold = self.flights.get(&group).map(|flight| flight.hold).unwrap_or_default();
         self.give_up_slot_if_older(group, oldest);
         let in_flight = self.flights.contains_key(&group);
         if (!in_flight && self.free(oldest) == 0) || self.bytes + bytes > self.config.max_bytes {
-            return Ok(Begin::Answer(known, Finalized::Full));
+            return Ok(ArrivalDecision::Answer(known, Finalized::Full));
         }
         let keep = self.contents.new_ones(arrival.contents);
         if !keep.is_empty() && !keep.contains(&true) {
@@ -71,13 +71,13 @@ impl Ledger {
                 self.land(group);
             }
             self.evicted += 1;
-            return Ok(Begin::Answer(known, Finalized::Duplicate));
+            return Ok(ArrivalDecision::Answer(known, Finalized::Duplicate));
         }
         if in_flight {
             self.land(group);
         }
         self.again.remove(&group);
-        if let Identity::Keyed(key) = arrival.identity {
+        if let ArrivalIdentity::Keyed(key) = arrival.identity {
             self.next_keyed = group.0 + 1;
             self.keys.insert(key, group);
         }
@@ -90,14 +90,14 @@ impl Ledger {
             .collect();
         self.contents.add(&contents);
         self.bytes += bytes;
-        self.take_off(group, Stage::Writing, oldest, hold, now);
+        self.take_off(group, InFlightStage::Writing, oldest, hold, now);
         let flight = self.flights.get_mut(&group).expect("it has just been put there");
         (flight.bytes, flight.contents) = (bytes, contents);
-        Ok(Begin::Write { group, keep })
+        Ok(ArrivalDecision::Write { group, keep })
     }
 
     /// The write ended: from now on the group can be leased, or, if it failed, finalized again.
-    pub(crate) fn end(&mut self, group: GroupId, written: Option<Row>, now: u64) {
+    pub(crate) fn end(&mut self, group: GroupId, written: Option<GroupRow>, now: u64) {
         let Some(flight) = self.land(group) else { return };
         let Some(row) = written else {
             self.bytes -= flight.bytes;
@@ -105,12 +105,12 @@ impl Ledger {
             if group.0 >= KEYED {
                 self.keys.remove(group);
             } else {
-                self.take_off(group, Stage::Claimed, flight.version, flight.hold, now);
+                self.take_off(group, InFlightStage::Claimed, flight.version, flight.hold, now);
             }
             return;
         };
         self.bytes = self.bytes - flight.bytes + row.bytes;
-        self.stored.insert(group, Stored { row, out: 0 });
+        self.stored.insert(group, StoredGroup { row, out: 0 });
         self.enter_pool(group);
         self.tell(EventKind::Finalized, vec![group], None, None);
         if let Some(below) = self.keys.trim(|group| self.stored.contains_key(&group)) {
@@ -119,15 +119,15 @@ impl Ledger {
     }
 
     /// The id under which an arrival would be written, or why it is not.
-    fn identify(&self, identity: Identity) -> Result<Result<GroupId, Begin>, BufferError> {
+    fn identify(&self, identity: ArrivalIdentity) -> Result<Result<GroupId, ArrivalDecision>, BufferError> {
         let known = match identity {
-            Identity::Admitted(group) => Some(group),
-            Identity::Keyed(key) => self.keys.group(key),
+            ArrivalIdentity::Admitted(group) => Some(group),
+            ArrivalIdentity::Keyed(key) => self.keys.group(key),
         };
         let Some(group) = known else { return Ok(Ok(GroupId(self.next_keyed))) };
         if let Some(flight) = self.flights.get(&group) {
-            let writing = flight.stage == Stage::Writing;
-            return Ok(if writing { Err(Begin::Elsewhere(group)) } else { Ok(group) });
+            let writing = flight.stage == InFlightStage::Writing;
+            return Ok(if writing { Err(ArrivalDecision::Elsewhere(group)) } else { Ok(group) });
         }
         if self.again.contains(&group) {
             return Ok(Ok(group));
@@ -136,6 +136,6 @@ impl Ledger {
         if group.0 >= limit {
             return Err(BufferError::UnknownGroup { group, next: GroupId(limit) });
         }
-        Ok(Err(Begin::Answer(Some(group), Finalized::Duplicate)))
+        Ok(Err(ArrivalDecision::Answer(Some(group), Finalized::Duplicate)))
     }
 }

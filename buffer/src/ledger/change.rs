@@ -1,4 +1,4 @@
-//! What the ledger has a store write: narrow rows beside the payloads, leases, and a mark. Invariant: a [`Change`] is
+//! What the ledger has a store write: narrow rows beside the payloads, leases, and a mark. Invariant: a [`LedgerChange`] is
 //! written as a whole or not at all, in the order in which the ledger made it.
 
 use serde::{Deserialize, Serialize};
@@ -8,7 +8,7 @@ use crate::LeaseId;
 
 /// What the buffer knows of a finalized group without its payload.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Row {
+pub(crate) struct GroupRow {
     pub(crate) id: GroupId,
     /// The oldest version in the group.
     pub(crate) oldest: PolicyVersion,
@@ -55,7 +55,7 @@ pub(crate) enum LeaseState {
 
 /// What rows cannot say: the ids and steps that left no row. Written with every change.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Mark {
+pub(crate) struct Watermarks {
     /// The lowest id that was never admitted.
     pub(crate) next_id: u64,
     /// The lowest id that no group with a key has had.
@@ -74,7 +74,7 @@ pub(crate) struct Mark {
     pub(crate) forgotten_leases: u64,
 }
 
-impl Mark {
+impl Watermarks {
     /// `ids` ascending.
     pub(crate) fn ranges(ids: impl Iterator<Item = GroupId>) -> Vec<(u64, u64)> {
         let mut ranges: Vec<(u64, u64)> = Vec::new();
@@ -94,9 +94,9 @@ impl Mark {
 
 /// A change of what a store keeps.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Change {
+pub(crate) struct LedgerChange {
     /// Rows that are different now.
-    pub(crate) rows: Vec<Row>,
+    pub(crate) rows: Vec<GroupRow>,
     /// Groups to forget, payload and row, with their oldest versions.
     pub(crate) forget: Vec<(PolicyVersion, GroupId)>,
     /// Leases that are new or different, or gone.
@@ -105,5 +105,5 @@ pub(crate) struct Change {
     pub(crate) keys: Vec<GroupId>,
     /// Keys of groups below are forgotten.
     pub(crate) keys_below: Option<GroupId>,
-    pub(crate) mark: Mark,
+    pub(crate) mark: Watermarks,
 }

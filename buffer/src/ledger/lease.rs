@@ -4,7 +4,7 @@
 
 use trajectory::{GroupId, PolicyVersion};
 
-use super::{Held, KEYED, LeaseRow, LeaseState, Ledger, millis};
+use super::{HoldTarget, KEYED, LeaseRow, LeaseState, Ledger, millis};
 use crate::{BufferError, EventKind, LeaseId, LeaseRequest, OnStale};
 
 /// Leases that were lost or released and of which that is remembered.
@@ -12,7 +12,7 @@ pub(super) const ENDED_KEPT: usize = 1 << 16;
 
 /// How a lease that is neither open nor expired ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum End {
+enum LeaseEnd {
     Acknowledged,
     Released,
     Lost,
@@ -22,14 +22,14 @@ enum End {
 
 /// A lease with the end of its hold.
 #[derive(Clone, Debug)]
-pub(super) struct Record {
+pub(super) struct LeaseRecord {
     pub(super) row: LeaseRow,
     pub(super) until: Option<u64>,
 }
 
 /// What is handed out.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Leased {
+pub(crate) struct GrantedLease {
     pub(crate) id: LeaseId,
     pub(crate) step: PolicyVersion,
     /// Ordered by id.
@@ -45,7 +45,7 @@ impl Ledger {
         request: &LeaseRequest,
         now: u64,
         last_call: bool,
-    ) -> Result<Option<Leased>, BufferError> {
+    ) -> Result<Option<GrantedLease>, BufferError> {
         let length = request.consumer.len();
         if length == 0 || length > LeaseRequest::MAX_CONSUMER {
             return Err(BufferError::Consumer { length, limit: LeaseRequest::MAX_CONSUMER });
@@ -58,7 +58,7 @@ impl Ledger {
             self.come_to(step);
             self.hold(id, request.hold.map(millis), now);
             let groups = self.leases[&id].row.groups.clone();
-            return Ok(Some(Leased { id, step, groups, dropped_stale: self.tell_dropped() }));
+            return Ok(Some(GrantedLease { id, step, groups, dropped_stale: self.tell_dropped() }));
         }
         let step = request.step.unwrap_or(self.step);
         if step < self.step {
@@ -74,7 +74,7 @@ impl Ledger {
         let Some(groups) = self.choose(request, last_call) else { return Ok(None) };
         let id = self.hand_out(request, step, groups.clone());
         self.hold(id, request.hold.map(millis), now);
-        Ok(Some(Leased { id, step, groups, dropped_stale: self.tell_dropped() }))
+        Ok(Some(GrantedLease { id, step, groups, dropped_stale: self.tell_dropped() }))
     }
 
     /// Whether as many groups are there as `request` asks for, so that its lease waits for slow ones.
@@ -91,7 +91,7 @@ impl Ledger {
 
     /// Succeeds again for a lease that was acknowledged.
     pub(crate) fn ack(&mut self, lease: LeaseId) -> Result<(), BufferError> {
-        if self.end_of(lease) == Some(End::Acknowledged) {
+        if self.end_of(lease) == Some(LeaseEnd::Acknowledged) {
             return Ok(());
         }
         self.take_up(lease)?;
@@ -118,7 +118,7 @@ impl Ledger {
     /// repetition with the same `through`, but not once it went on to a later one.
     pub(crate) fn ack_through(&mut self, consumer: &str, through: PolicyVersion) -> Result<(), BufferError> {
         self.not_from_the_future(through)?;
-        let of_consumer = |record: &Record| record.row.consumer == consumer && record.row.step < through;
+        let of_consumer = |record: &LeaseRecord| record.row.consumer == consumer && record.row.step < through;
         let done: Vec<LeaseId> =
             self.leases.iter().filter(|(_, record)| of_consumer(record)).map(|(id, _)| *id).collect();
         for lease in done {
@@ -155,11 +155,11 @@ impl Ledger {
 
     /// Takes a lease back as if it had not been given. Succeeds again for one that was taken back.
     pub(crate) fn release(&mut self, lease: LeaseId) -> Result<(), BufferError> {
-        if self.end_of(lease) == Some(End::Released) {
+        if self.end_of(lease) == Some(LeaseEnd::Released) {
             return Ok(());
         }
         self.take_up(lease)?;
-        let Some(Record { row, .. }) = self.remove_lease(lease) else { return Ok(()) };
+        let Some(LeaseRecord { row, .. }) = self.remove_lease(lease) else { return Ok(()) };
         self.put_back(&row);
         self.tell(EventKind::Released, row.groups.clone(), Some(lease), Some(row.step));
         self.remember_end(lease, LeaseRow { state: LeaseState::Released, ..row });
@@ -189,7 +189,7 @@ impl Ledger {
             self.named.insert((row.consumer.clone(), row.step), id);
         }
         let (hold_ms, open) = (row.hold_ms, row.state == LeaseState::Open);
-        self.leases.insert(id, Record { row, until: None });
+        self.leases.insert(id, LeaseRecord { row, until: None });
         if open && hold_ms.is_some() {
             self.hold(id, hold_ms, now);
         }
@@ -214,7 +214,7 @@ impl Ledger {
         };
         let lost: Vec<LeaseId> = self.expired.iter().filter(of_group).copied().collect();
         for lease in lost {
-            let Some(Record { row, .. }) = self.remove_lease(lease) else { continue };
+            let Some(LeaseRecord { row, .. }) = self.remove_lease(lease) else { continue };
             self.remember_end(lease, LeaseRow { state: LeaseState::Lost, ..row });
         }
     }
@@ -233,14 +233,14 @@ impl Ledger {
     }
 
     /// How a lease ended; `None` if it is open or expired. One of which that is forgotten counts as lost.
-    fn end_of(&self, lease: LeaseId) -> Option<End> {
+    fn end_of(&self, lease: LeaseId) -> Option<LeaseEnd> {
         match self.ended.get(&lease).map(|row| row.state) {
             _ if self.leases.contains_key(&lease) => None,
-            _ if lease.0 >= self.next_lease => Some(End::Never),
-            Some(LeaseState::Released) => Some(End::Released),
-            Some(_) => Some(End::Lost),
-            None if lease.0 < self.forgotten_leases => Some(End::Lost),
-            None => Some(End::Acknowledged),
+            _ if lease.0 >= self.next_lease => Some(LeaseEnd::Never),
+            Some(LeaseState::Released) => Some(LeaseEnd::Released),
+            Some(_) => Some(LeaseEnd::Lost),
+            None if lease.0 < self.forgotten_leases => Some(LeaseEnd::Lost),
+            None => Some(LeaseEnd::Acknowledged),
         }
     }
 
@@ -322,7 +322,7 @@ impl Ledger {
         let row =
             LeaseRow { consumer, step, named, groups, hold_ms, state: LeaseState::Open, named_through: None };
         self.change().leases.push((id, Some(row.clone())));
-        self.leases.insert(id, Record { row, until: None });
+        self.leases.insert(id, LeaseRecord { row, until: None });
         id
     }
 
@@ -356,10 +356,10 @@ impl Ledger {
     fn take_up(&mut self, lease: LeaseId) -> Result<(), BufferError> {
         if let Some(end) = self.end_of(lease) {
             return Err(match end {
-                End::Acknowledged => BufferError::LeaseOver { lease, how: "acknowledged" },
-                End::Released => BufferError::LeaseOver { lease, how: "released" },
-                End::Lost => BufferError::LeaseLost { lease },
-                End::Never => BufferError::UnknownLease { lease, next: LeaseId(self.next_lease) },
+                LeaseEnd::Acknowledged => BufferError::LeaseOver { lease, how: "acknowledged" },
+                LeaseEnd::Released => BufferError::LeaseOver { lease, how: "released" },
+                LeaseEnd::Lost => BufferError::LeaseLost { lease },
+                LeaseEnd::Never => BufferError::UnknownLease { lease, next: LeaseId(self.next_lease) },
             });
         }
         let record = &self.leases[&lease];
@@ -373,7 +373,7 @@ impl Ledger {
                 self.count_leased(row.step, row.groups.len());
                 row.groups.iter().for_each(|group| self.take(*group));
                 self.change().leases.push((lease, Some(row.clone())));
-                self.leases.insert(lease, Record { row, until: None });
+                self.leases.insert(lease, LeaseRecord { row, until: None });
                 Ok(())
             }
             LeaseState::Open | LeaseState::Lost | LeaseState::Released => Ok(()),
@@ -386,7 +386,7 @@ impl Ledger {
         let Some(record) = self.leases.get_mut(&lease) else { return };
         record.until = hold_ms.map(|hold| now.saturating_add(hold));
         if let Some(until) = record.until {
-            self.holds.insert((until, Held::Lease(lease)));
+            self.holds.insert((until, HoldTarget::Lease(lease)));
         }
         if record.row.hold_ms != hold_ms {
             record.row.hold_ms = hold_ms;
@@ -399,12 +399,12 @@ impl Ledger {
         if let Some(record) = self.leases.get_mut(&lease)
             && let Some(until) = record.until.take()
         {
-            self.holds.remove(&(until, Held::Lease(lease)));
+            self.holds.remove(&(until, HoldTarget::Lease(lease)));
         }
     }
 
     /// Takes a lease that is open or expired out; what is written of it is the caller's to say.
-    pub(super) fn remove_lease(&mut self, lease: LeaseId) -> Option<Record> {
+    pub(super) fn remove_lease(&mut self, lease: LeaseId) -> Option<LeaseRecord> {
         self.let_go(lease);
         self.expired.remove(&lease);
         let record = self.leases.remove(&lease)?;

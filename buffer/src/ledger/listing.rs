@@ -2,7 +2,7 @@
 
 use trajectory::{GroupId, PolicyVersion};
 
-use super::{KEYED, LeaseState, Ledger, Stage, Stored};
+use super::{InFlightStage, KEYED, LeaseState, Ledger, StoredGroup};
 use crate::{GroupEntry, GroupFilter, GroupPage, GroupState, LeaseEntry};
 
 /// Groups that one page of a list looks at, whether they pass its filter or not.
@@ -40,8 +40,11 @@ impl Ledger {
     /// One group, if it is in flight or stored.
     pub(crate) fn entry(&self, id: GroupId) -> Option<GroupEntry> {
         if let Some(flight) = self.flights.get(&id) {
-            let state =
-                if flight.stage == Stage::Admitted { GroupState::Admitted } else { GroupState::Claimed };
+            let state = if flight.stage == InFlightStage::Admitted {
+                GroupState::Admitted
+            } else {
+                GroupState::Claimed
+            };
             return Some(GroupEntry {
                 id,
                 state,
@@ -54,7 +57,7 @@ impl Ledger {
                 keyed: id.0 >= KEYED,
             });
         }
-        let Stored { row, out } = self.stored.get(&id)?;
+        let StoredGroup { row, out } = self.stored.get(&id)?;
         Some(GroupEntry {
             id,
             state: if *out > 0 { GroupState::Leased } else { GroupState::Finalized },

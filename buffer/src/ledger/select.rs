@@ -11,7 +11,7 @@ use super::{LeaseState, Ledger};
 use crate::{LeaseRequest, OnStale, Order};
 
 /// A group that can be leased.
-type Candidate = (PolicyVersion, GroupId);
+type LeaseCandidate = (PolicyVersion, GroupId);
 
 impl Ledger {
     /// The groups for `request` now, ordered by id; `None` if it has to wait.
@@ -41,17 +41,17 @@ impl Ledger {
     }
 
     /// As many groups as `request` asks for, in the order of the buffer, and whether that is all it asks for.
-    fn collect(&self, request: &LeaseRequest) -> (Vec<Candidate>, bool) {
+    fn collect(&self, request: &LeaseRequest) -> (Vec<LeaseCandidate>, bool) {
         let most = self.most_groups(request);
         let bound = request.max_staleness.unwrap_or(u64::MAX);
         let in_step = self.leased_for_step();
-        let usable = |(version, group): &Candidate| {
+        let usable = |(version, group): &LeaseCandidate| {
             version.staleness_at(self.step) <= bound && !in_step.contains(group)
         };
         let candidates = self.pool.iter().copied().filter(usable);
         let mut left = request.tokens.unwrap_or(u64::MAX);
         let mut batch = Vec::new();
-        let mut fill = |candidates: &mut dyn Iterator<Item = Candidate>| {
+        let mut fill = |candidates: &mut dyn Iterator<Item = LeaseCandidate>| {
             for (version, group) in candidates {
                 let tokens = self.stored[&group].row.tokens;
                 if tokens > left && !batch.is_empty() {
@@ -82,12 +82,12 @@ impl Ledger {
     /// The same lease draws the same.
     fn drawn(
         &self,
-        candidates: impl Iterator<Item = Candidate>,
+        candidates: impl Iterator<Item = LeaseCandidate>,
         log_weight: impl Fn(GroupId) -> f64,
-    ) -> Vec<Candidate> {
+    ) -> Vec<LeaseCandidate> {
         let mut random = ChaCha8Rng::seed_from_u64(self.config.seed);
         random.set_stream(self.next_lease);
-        let mut keyed: Vec<(f64, Candidate)> = candidates
+        let mut keyed: Vec<(f64, LeaseCandidate)> = candidates
             .map(|candidate| {
                 // 53 random bits, in (0, 1).
                 let uniform = ((random.next_u64() >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
@@ -112,7 +112,7 @@ impl Ledger {
 
     /// Whether later leases can still train in time all that stays behind `batch`, or at least nothing that is still in
     /// flight would make a better batch for them.
-    fn leaves_time(&self, batch: &[Candidate]) -> bool {
+    fn leaves_time(&self, batch: &[LeaseCandidate]) -> bool {
         let before = self.config.batch_groups.saturating_sub(self.taken);
         let after = before.saturating_sub(batch.len());
         let mut in_batch: BTreeMap<PolicyVersion, usize> = BTreeMap::new();

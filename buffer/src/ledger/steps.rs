@@ -3,7 +3,7 @@
 
 use trajectory::{GroupId, PolicyVersion};
 
-use super::{KEYED, Ledger, Stage};
+use super::{InFlightStage, KEYED, Ledger};
 use crate::{BufferError, EventKind};
 
 /// The latest version that a trainer can have; below 2^53, so that every JSON reader keeps it exact.
@@ -97,7 +97,7 @@ impl Ledger {
         let undone = self
             .flights
             .iter()
-            .filter(|(_, flight)| flight.version > version && flight.stage != Stage::Writing);
+            .filter(|(_, flight)| flight.version > version && flight.stage != InFlightStage::Writing);
         let undone: Vec<GroupId> = undone.map(|(group, _)| *group).collect();
         for group in undone {
             self.land(group);

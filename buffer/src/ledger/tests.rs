@@ -9,9 +9,9 @@ use trajectory::TaskId;
 use super::*;
 
 /// SplitMix64: one seed makes one schedule.
-struct Dice(u64);
+struct TestRng(u64);
 
-impl Dice {
+impl TestRng {
     fn below(&mut self, n: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
@@ -32,20 +32,20 @@ impl Dice {
 
 /// What a store would have: the changes that are durable.
 #[derive(Clone, Debug, Default)]
-struct Disk {
-    rows: BTreeMap<GroupId, Row>,
+struct DurableModel {
+    rows: BTreeMap<GroupId, GroupRow>,
     leases: BTreeMap<LeaseId, LeaseRow>,
     keys: BTreeMap<GroupId, u128>,
-    mark: Mark,
+    mark: Watermarks,
 }
 
-impl Disk {
-    fn append(&mut self, row: Row, key: Option<u128>) {
+impl DurableModel {
+    fn append(&mut self, row: GroupRow, key: Option<u128>) {
         self.keys.extend(key.map(|key| (row.id, key)));
         assert!(self.rows.insert(row.id, row).is_none(), "a group is stored twice");
     }
 
-    fn write(&mut self, change: Change) {
+    fn write(&mut self, change: LedgerChange) {
         for row in change.rows {
             assert!(self.rows.insert(row.id, row).is_some(), "a row without a payload");
         }
@@ -66,7 +66,7 @@ impl Disk {
     }
 
     fn reopen(&self, config: BufferConfig, now: u64) -> Ledger {
-        let kept = Kept {
+        let kept = Recovered {
             rows: self.rows.values().cloned().collect(),
             leases: self.leases.iter().map(|(id, row)| (*id, row.clone())).collect(),
             keys: self.keys.iter().map(|(id, key)| (*id, *key)).collect(),
@@ -76,10 +76,19 @@ impl Disk {
     }
 }
 
-fn row(id: GroupId, oldest: PolicyVersion) -> Row {
-    Row { id, oldest, task: TaskId(id.0), tokens: 10, bytes: 1, reward: None, uses: 0, contents: Vec::new() }
+fn row(id: GroupId, oldest: PolicyVersion) -> GroupRow {
+    GroupRow {
+        id,
+        oldest,
+        task: TaskId(id.0),
+        tokens: 10,
+        bytes: 1,
+        reward: None,
+        uses: 0,
+        contents: Vec::new(),
+    }
 }
 
-fn arrival(identity: Identity, version: PolicyVersion) -> Arrival<'static> {
+fn arrival(identity: ArrivalIdentity, version: PolicyVersion) -> Arrival<'static> {
     Arrival { identity, oldest: version, newest: version, bytes: 1, contents: &[] }
 }

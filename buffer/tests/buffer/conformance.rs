@@ -18,10 +18,10 @@ use super::{NOW, SOON, TRAINER, admit, config, generate, group, lease, leased, v
 const HOLD: Duration = Duration::from_millis(100);
 
 /// Both sides of one buffer.
-trait Both: Producer + Consumer {}
-impl<T: Producer + Consumer> Both for T {}
+trait ProducerAndConsumer: Producer + Consumer {}
+impl<T: Producer + Consumer> ProducerAndConsumer for T {}
 
-fn a_group_comes_out_as_it_went_in(buffer: &impl Both) {
+fn a_group_comes_out_as_it_went_in(buffer: &impl ProducerAndConsumer) {
     let ids = generate(buffer, v(0), 2);
     let lease = lease(buffer, 0, NOW).unwrap();
     assert_eq!((lease.step, lease.dropped_stale), (v(0), 0));
@@ -30,7 +30,7 @@ fn a_group_comes_out_as_it_went_in(buffer: &impl Both) {
     }
 }
 
-fn finalizing_is_idempotent(buffer: &impl Both) {
+fn finalizing_is_idempotent(buffer: &impl ProducerAndConsumer) {
     let ids = generate(buffer, v(0), 2);
     let again = || buffer.finalize(group(ids[0], v(0))).unwrap();
     assert_eq!(again(), Finalized::Duplicate, "finalized");
@@ -42,7 +42,7 @@ fn finalizing_is_idempotent(buffer: &impl Both) {
     assert!(error.starts_with("group 99 was never admitted, the next one is group 2: ask"), "{error}");
 }
 
-fn groups_with_a_key_need_no_admission_and_are_taken_once(buffer: &impl Both) {
+fn groups_with_a_key_need_no_admission_and_are_taken_once(buffer: &impl ProducerAndConsumer) {
     let foreign = group(GroupId(0), v(0));
     let first = buffer.submit("mine/1", foreign.clone()).unwrap();
     assert_eq!(first.answer, Finalized::Accepted);
@@ -64,7 +64,7 @@ fn groups_with_a_key_need_no_admission_and_are_taken_once(buffer: &impl Both) {
     }
 }
 
-fn without_a_slot_a_group_with_a_key_finds_the_buffer_full(buffer: &impl Both) {
+fn without_a_slot_a_group_with_a_key_finds_the_buffer_full(buffer: &impl ProducerAndConsumer) {
     generate(buffer, v(0), 3);
     let last = admit(buffer, v(0), 9);
     assert_eq!(buffer.submit("late", group(GroupId(0), v(0))).unwrap().answer, Finalized::Full);
@@ -73,7 +73,7 @@ fn without_a_slot_a_group_with_a_key_finds_the_buffer_full(buffer: &impl Both) {
 }
 
 /// Set up with room for the bytes of a few groups.
-fn a_buffer_that_is_full_of_bytes_admits_nothing(buffer: &impl Both) {
+fn a_buffer_that_is_full_of_bytes_admits_nothing(buffer: &impl ProducerAndConsumer) {
     let mut keys = (0..100).map(|key| key.to_string());
     let accepted = keys
         .by_ref()
@@ -94,7 +94,7 @@ fn a_buffer_that_is_full_of_bytes_admits_nothing(buffer: &impl Both) {
     assert!(matches!(buffer.submit("huge", huge), Err(BufferError::GroupTooLarge { .. })));
 }
 
-fn nothing_comes_from_the_future(buffer: &impl Both) {
+fn nothing_comes_from_the_future(buffer: &impl ProducerAndConsumer) {
     let from_the_future = |result: Result<(), BufferError>| {
         assert!(
             matches!(result, Err(BufferError::FutureVersion { version, .. }) if version == v(1)),
@@ -116,7 +116,7 @@ fn nothing_comes_from_the_future(buffer: &impl Both) {
     assert_eq!(buffer.stats().unwrap().policy_version, v(0));
 }
 
-fn the_groups_of_a_consumer_that_is_gone_go_to_others(buffer: &impl Both) {
+fn the_groups_of_a_consumer_that_is_gone_go_to_others(buffer: &impl ProducerAndConsumer) {
     let ids = generate(buffer, v(0), 2);
     let short = Some(HOLD);
     let gone = LeaseRequest { hold: short, ..LeaseRequest::step("gone", v(0)) };
@@ -134,7 +134,7 @@ fn the_groups_of_a_consumer_that_is_gone_go_to_others(buffer: &impl Both) {
     assert!(buffer.stats().unwrap().expired > 0);
 }
 
-fn a_lease_that_nobody_took_over_can_be_taken_up_again(buffer: &impl Both) {
+fn a_lease_that_nobody_took_over_can_be_taken_up_again(buffer: &impl ProducerAndConsumer) {
     generate(buffer, v(0), 2);
     let request = LeaseRequest { hold: Some(HOLD), ..LeaseRequest::step("late", v(0)) };
     let first = buffer.lease(&request, NOW).unwrap();
@@ -148,7 +148,7 @@ fn a_lease_that_nobody_took_over_can_be_taken_up_again(buffer: &impl Both) {
     assert_eq!(buffer.stats().unwrap().leased, 0);
 }
 
-fn an_admission_that_is_over_goes_first_in_line_and_is_still_taken(buffer: &impl Both) {
+fn an_admission_that_is_over_goes_first_in_line_and_is_still_taken(buffer: &impl ProducerAndConsumer) {
     let request = AdmitRequest { served: v(0), limit: 2, hold: Some(HOLD), holder: None };
     let ids = buffer.admit(request, NOW).unwrap();
     buffer.claim(ids[0], v(0)).unwrap();
@@ -158,7 +158,7 @@ fn an_admission_that_is_over_goes_first_in_line_and_is_still_taken(buffer: &impl
 }
 
 /// Waits until a hold is over, as a lease does that could have its groups then; it takes none itself.
-fn wait_for_expiry(buffer: &impl Both) {
+fn wait_for_expiry(buffer: &impl ProducerAndConsumer) {
     let before = buffer.stats().unwrap().expired;
     let nothing = LeaseRequest {
         groups: Some(usize::MAX),
@@ -172,7 +172,7 @@ fn wait_for_expiry(buffer: &impl Both) {
     }
 }
 
-fn several_consumers_share_a_step(buffer: &impl Both) {
+fn several_consumers_share_a_step(buffer: &impl ProducerAndConsumer) {
     let ids = generate(buffer, v(0), 4);
     let part = |rank: &str, step| LeaseRequest { groups: Some(1), ..LeaseRequest::step(rank, v(step)) };
     let ranks = ["rank 0", "rank 1"];
@@ -185,7 +185,7 @@ fn several_consumers_share_a_step(buffer: &impl Both) {
     assert_eq!(buffer.lease(&part("rank 1", 0), NOW).unwrap(), parts[1]);
 }
 
-fn a_lease_can_be_cut_by_tokens_and_by_what_is_there(buffer: &impl Both) {
+fn a_lease_can_be_cut_by_tokens_and_by_what_is_there(buffer: &impl ProducerAndConsumer) {
     generate(buffer, v(0), 3);
     let any = LeaseRequest { step: None, ..LeaseRequest::step(TRAINER, v(0)) };
     // Each group has two trajectories of three tokens.
@@ -200,7 +200,7 @@ fn a_lease_can_be_cut_by_tokens_and_by_what_is_there(buffer: &impl Both) {
     }
 }
 
-fn a_request_can_be_stricter_than_the_buffer(buffer: &impl Both) {
+fn a_request_can_be_stricter_than_the_buffer(buffer: &impl ProducerAndConsumer) {
     generate(buffer, v(0), 4);
     leased(buffer, 0);
     let fresh = LeaseRequest { max_staleness: Some(0), ..LeaseRequest::step(TRAINER, v(1)) };
@@ -210,7 +210,7 @@ fn a_request_can_be_stricter_than_the_buffer(buffer: &impl Both) {
 }
 
 /// Set up with two uses and `OnStale::Drop`.
-fn a_group_is_used_as_often_as_allowed_and_once_a_step(buffer: &impl Both) {
+fn a_group_is_used_as_often_as_allowed_and_once_a_step(buffer: &impl ProducerAndConsumer) {
     generate(buffer, v(0), 2);
     assert_eq!(leased(buffer, 0), [0, 1]);
     let other = LeaseRequest::step("other", v(0));
@@ -223,7 +223,7 @@ fn a_group_is_used_as_often_as_allowed_and_once_a_step(buffer: &impl Both) {
 }
 
 /// Set up with [`Order::Recency`].
-fn the_newest_leave_first_in_order_of_recency(buffer: &impl Both) {
+fn the_newest_leave_first_in_order_of_recency(buffer: &impl ProducerAndConsumer) {
     generate(buffer, v(0), 2);
     buffer.set_version(v(1), false).unwrap();
     let new = generate(buffer, v(1), 2);
@@ -231,7 +231,7 @@ fn the_newest_leave_first_in_order_of_recency(buffer: &impl Both) {
 }
 
 /// Set up with [`Order::Reward`] at a temperature that leaves nothing to chance.
-fn the_best_leave_first_in_order_of_reward(buffer: &impl Both) {
+fn the_best_leave_first_in_order_of_reward(buffer: &impl ProducerAndConsumer) {
     for (n, reward) in [0.25, 1.0, 0.5, 0.75].into_iter().enumerate() {
         let mut group = group(GroupId(0), v(0));
         group.trajectories.iter_mut().for_each(|trajectory| trajectory.score.total = Some(reward));
@@ -243,7 +243,7 @@ fn the_best_leave_first_in_order_of_reward(buffer: &impl Both) {
 }
 
 /// Set up with `dedup`.
-fn what_is_there_already_is_left_out(buffer: &impl Both) {
+fn what_is_there_already_is_left_out(buffer: &impl ProducerAndConsumer) {
     let twice = group(GroupId(0), v(0));
     assert_eq!(buffer.submit("a", twice.clone()).unwrap().answer, Finalized::Accepted);
     assert_eq!(buffer.submit("b", twice.clone()).unwrap().answer, Finalized::Duplicate, "all of it is there");
@@ -256,7 +256,7 @@ fn what_is_there_already_is_left_out(buffer: &impl Both) {
     assert_eq!(buffer.submit("d", twice).unwrap().answer, Finalized::Accepted, "it is not there any more");
 }
 
-fn one_of_many_simultaneous_calls_is_accepted(buffer: &impl Both) {
+fn one_of_many_simultaneous_calls_is_accepted(buffer: &impl ProducerAndConsumer) {
     let id = admit(buffer, v(0), 1)[0];
     let accepted = AtomicU64::new(0);
     std::thread::scope(|scope| {
@@ -274,7 +274,7 @@ fn one_of_many_simultaneous_calls_is_accepted(buffer: &impl Both) {
     assert_eq!(buffer.stats().unwrap().finalized, 1);
 }
 
-fn a_verb_out_of_turn_says_where_the_group_is(buffer: &impl Both) {
+fn a_verb_out_of_turn_says_where_the_group_is(buffer: &impl ProducerAndConsumer) {
     let id = generate(buffer, v(0), 1)[0];
     let error = buffer.claim(id, v(0)).unwrap_err().to_string();
     assert!(error.starts_with("group 0 is finalized, but must be admitted: discard"), "{error}");
@@ -286,7 +286,7 @@ fn a_verb_out_of_turn_says_where_the_group_is(buffer: &impl Both) {
     assert!(matches!(buffer.finalize(empty), Err(BufferError::EmptyGroup { group: GroupId(1) })));
 }
 
-fn aborted_groups_free_their_slots_and_go_first_in_line(buffer: &impl Both) {
+fn aborted_groups_free_their_slots_and_go_first_in_line(buffer: &impl ProducerAndConsumer) {
     let ids = admit(buffer, v(0), 9);
     assert_eq!(ids, [0, 1, 2, 3].map(GroupId));
     buffer.claim(ids[2], v(0)).unwrap();
@@ -301,14 +301,14 @@ fn aborted_groups_free_their_slots_and_go_first_in_line(buffer: &impl Both) {
 }
 
 /// Two groups a step and a bound of one version: four slots.
-fn a_slot_is_free_when_the_sampler_serves_what_the_batch_made(buffer: &impl Both) {
+fn a_slot_is_free_when_the_sampler_serves_what_the_batch_made(buffer: &impl ProducerAndConsumer) {
     generate(buffer, v(0), 4);
     leased(buffer, 0);
     assert!(admit(buffer, v(0), 1).is_empty(), "it would be born stale by the lag of the sampler");
     assert_eq!(admit(buffer, v(1), 9).len(), 2);
 }
 
-fn the_oldest_leave_first_and_in_order_of_id(buffer: &impl Both) {
+fn the_oldest_leave_first_and_in_order_of_id(buffer: &impl ProducerAndConsumer) {
     let ids = admit(buffer, v(0), 4);
     buffer.set_version(v(1), false).unwrap();
     for (id, oldest) in ids.iter().zip([1, 0, 1, 0]) {
@@ -318,7 +318,7 @@ fn the_oldest_leave_first_and_in_order_of_id(buffer: &impl Both) {
     assert_eq!(leased(buffer, 2), [0, 2]);
 }
 
-fn a_step_gets_its_batch_again_until_it_is_acknowledged(buffer: &impl Both) {
+fn a_step_gets_its_batch_again_until_it_is_acknowledged(buffer: &impl ProducerAndConsumer) {
     generate(buffer, v(0), 4);
     let first = lease(buffer, 0, NOW).unwrap();
     let second = leased(buffer, 1);
@@ -332,7 +332,7 @@ fn a_step_gets_its_batch_again_until_it_is_acknowledged(buffer: &impl Both) {
     assert_eq!(buffer.stats().unwrap().leased, 2);
 }
 
-fn a_lease_can_be_released(buffer: &impl Both) {
+fn a_lease_can_be_released(buffer: &impl ProducerAndConsumer) {
     generate(buffer, v(0), 4);
     let (first, second) = (leased(buffer, 0), lease(buffer, 1, NOW).unwrap());
     buffer.release(second.id).unwrap();
@@ -343,7 +343,7 @@ fn a_lease_can_be_released(buffer: &impl Both) {
     assert_eq!(leased(buffer, 0), first);
 }
 
-fn a_lease_that_ended_answers_the_same_however_often_it_is_asked(buffer: &impl Both) {
+fn a_lease_that_ended_answers_the_same_however_often_it_is_asked(buffer: &impl ProducerAndConsumer) {
     generate(buffer, v(0), 4);
     let released = lease(buffer, 0, NOW).unwrap();
     buffer.release(released.id).unwrap();
@@ -371,7 +371,7 @@ fn a_lease_that_ended_answers_the_same_however_often_it_is_asked(buffer: &impl B
     }
 }
 
-fn a_version_that_nobody_made_is_refused_and_changes_nothing(buffer: &impl Both) {
+fn a_version_that_nobody_made_is_refused_and_changes_nothing(buffer: &impl ProducerAndConsumer) {
     generate(buffer, v(0), 2);
     let first = lease(buffer, 0, NOW).unwrap();
     for version in [99_999, u64::MAX].map(v) {
@@ -390,7 +390,7 @@ fn a_version_that_nobody_made_is_refused_and_changes_nothing(buffer: &impl Both)
     assert_eq!(buffer.stats().unwrap().next_step, v(1));
 }
 
-fn a_trainer_that_goes_back_gets_its_steps_again_and_nothing_is_dropped(buffer: &impl Both) {
+fn a_trainer_that_goes_back_gets_its_steps_again_and_nothing_is_dropped(buffer: &impl ProducerAndConsumer) {
     let foreign = |key: &str, version: u64| buffer.submit(key, group(GroupId(0), v(version))).unwrap().answer;
     for key in ["1", "2"] {
         assert_eq!(foreign(key, 0), Finalized::Accepted);
@@ -408,7 +408,7 @@ fn a_trainer_that_goes_back_gets_its_steps_again_and_nothing_is_dropped(buffer: 
 }
 
 /// Set up with `OnStale::Drop`.
-fn what_is_over_the_bound_is_dropped_and_generated_again(buffer: &impl Both) {
+fn what_is_over_the_bound_is_dropped_and_generated_again(buffer: &impl ProducerAndConsumer) {
     let old = generate(buffer, v(0), 4);
     leased(buffer, 0);
     let new = generate(buffer, v(1), 1);
@@ -427,7 +427,7 @@ fn what_is_over_the_bound_is_dropped_and_generated_again(buffer: &impl Both) {
     assert_eq!(*lease.groups[0], group(old[2], v(3)), "the payload is the new one");
 }
 
-fn who_waits_for_whom_is_said(buffer: &impl Both) {
+fn who_waits_for_whom_is_said(buffer: &impl ProducerAndConsumer) {
     generate(buffer, v(0), 1);
     let ids = admit(buffer, v(0), 2);
     buffer.claim(ids[1], v(0)).unwrap();
@@ -440,7 +440,7 @@ fn who_waits_for_whom_is_said(buffer: &impl Both) {
     );
 }
 
-fn a_held_batch_is_explained(buffer: &impl Both) {
+fn a_held_batch_is_explained(buffer: &impl ProducerAndConsumer) {
     let ids = admit(buffer, v(0), 4);
     for id in &ids[1..] {
         buffer.finalize(group(*id, v(0))).unwrap();
@@ -448,12 +448,12 @@ fn a_held_batch_is_explained(buffer: &impl Both) {
     leased(buffer, 0);
     generate(buffer, v(1), 2);
     let error = lease(buffer, 1, NOW).unwrap_err().to_string();
-    assert!(error.contains("oldest in flight: group 0 since v0; a batch is held back"), "{error}");
+    assert!(error.contains("oldest in flight: group 0 since v0; a complete batch waits"), "{error}");
     buffer.finalize(group(ids[0], v(0))).unwrap();
     assert_eq!(leased(buffer, 1), [0, 3]);
 }
 
-fn waiting_ends_when_the_other_side_acts(buffer: &impl Both) {
+fn waiting_ends_when_the_other_side_acts(buffer: &impl ProducerAndConsumer) {
     std::thread::scope(|scope| {
         let lease = scope.spawn(|| lease(buffer, 0, SOON).unwrap());
         let ids = admit(buffer, v(0), 4);
@@ -469,7 +469,7 @@ fn waiting_ends_when_the_other_side_acts(buffer: &impl Both) {
 }
 
 /// Samplers and a trainer on threads; the version stands in for the weights.
-fn threads_train_every_group_once_and_within_the_bound(buffer: &impl Both) {
+fn threads_train_every_group_once_and_within_the_bound(buffer: &impl ProducerAndConsumer) {
     const STEPS: u64 = 30;
     let version = AtomicU64::new(0);
     let mut trained = Vec::new();
@@ -511,7 +511,7 @@ fn threads_train_every_group_once_and_within_the_bound(buffer: &impl Both) {
     assert!(buffer.stats().unwrap().leased <= 6, "acknowledged groups are forgotten");
 }
 
-fn synchronous_batches_are_the_tasks_in_order(buffer: &impl Both) {
+fn synchronous_batches_are_the_tasks_in_order(buffer: &impl ProducerAndConsumer) {
     for step in 0..3 {
         let mut ids = admit(buffer, v(step), 9);
         ids.reverse();
@@ -541,7 +541,7 @@ macro_rules! suite {
             use super::*;
             $(#[test] fn $name() {
                 let directory = tempfile::tempdir().unwrap();
-                super::$name(&crate::served::Served::journal(&directory, $config).client());
+                super::$name(&crate::served::TestServer::journal(&directory, $config).client());
             })*
         }
     };

@@ -9,7 +9,7 @@ mod tls;
 
 use serde_json::{Value, json};
 
-use super::served::{Answer, Served};
+use super::served::{Answer, TestServer};
 
 /// A group that can be stored under a key.
 fn keyed(key: &str) -> Value {
@@ -25,7 +25,7 @@ fn trajectory() -> Value {
     })
 }
 
-fn store(served: &Served, groups: &[Value]) -> Answer {
+fn store(served: &TestServer, groups: &[Value]) -> Answer {
     served.post("/v1/groups", &json!({ "groups": groups }))
 }
 

@@ -14,13 +14,13 @@ use tokio::sync::oneshot;
 use super::SOON;
 
 /// A server on a thread; it stops, and is waited for, at the end of the test.
-pub(crate) struct Served {
+pub(crate) struct TestServer {
     pub(crate) address: SocketAddr,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Served {
+impl TestServer {
     /// Serves a journal in `directory`.
     pub(crate) fn journal(directory: &tempfile::TempDir, config: BufferConfig) -> Self {
         let path = directory.path().join("buffer.redb");
@@ -68,16 +68,16 @@ impl Served {
         }
     }
 
-    pub(crate) fn get(&self, path: &str) -> Answer {
+    pub(crate) fn get(&self, path: &str) -> HttpAnswer {
         self.ask("GET", path, &[], b"")
     }
 
-    pub(crate) fn post(&self, path: &str, body: &Value) -> Answer {
+    pub(crate) fn post(&self, path: &str, body: &Value) -> HttpAnswer {
         self.ask("POST", path, &[("content-type", "application/json")], body.to_string().as_bytes())
     }
 
     /// One request on a connection of its own; its answer is one that the OpenAPI document knows.
-    pub(crate) fn ask(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
+    pub(crate) fn ask(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> HttpAnswer {
         static DOCUMENT: OnceLock<Value> = OnceLock::new();
         let answer = self.ask_anything(method, path, headers, body);
         let document = DOCUMENT.get_or_init(|| {
@@ -88,12 +88,12 @@ impl Served {
         answer
     }
 
-    fn ask_anything(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
+    fn ask_anything(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> HttpAnswer {
         let mut stream = self.connect();
         stream.write_all(&head(method, path, self.address, headers, Some(body.len()))).unwrap();
         // A server that refuses early does not read the rest.
         let _ = stream.write_all(body);
-        Answer::read(&mut BufReader::new(stream))
+        HttpAnswer::read(&mut BufReader::new(stream))
     }
 
     pub(crate) fn connect(&self) -> TcpStream {
@@ -104,7 +104,7 @@ impl Served {
     }
 }
 
-impl Drop for Served {
+impl Drop for TestServer {
     fn drop(&mut self) {
         self.begin_stop();
         self.wait();
@@ -140,13 +140,13 @@ pub(crate) fn head(
 
 /// What a server said.
 #[derive(Debug)]
-pub(crate) struct Answer {
+pub(crate) struct HttpAnswer {
     pub(crate) status: u16,
     pub(crate) headers: BTreeMap<String, String>,
     pub(crate) body: Vec<u8>,
 }
 
-impl Answer {
+impl HttpAnswer {
     /// Reads up to the end of the connection.
     pub(crate) fn read(stream: &mut impl BufRead) -> Self {
         let mut line = String::new();

@@ -13,9 +13,9 @@ use trajectory::{
     Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Task, TaskId, Trajectory, VersionRun,
 };
 
-use super::simulated_disk::{Dice, SECTOR, SimulatedDisk};
+use super::simulated_disk::{SECTOR, SimulatedDisk, TestRng};
 use super::workload::Content;
-use super::{Case, NOW, cases, group_of};
+use super::{DamageCase, NOW, cases, group_of};
 
 const CONFIG: fn() -> BufferConfig = || BufferConfig::new(4, 1000);
 
@@ -39,7 +39,7 @@ fn journal() -> (Vec<u8>, Content) {
 
 /// What came of opening and reading everything in some bytes.
 #[derive(Debug)]
-enum Outcome {
+enum DamageOutcome {
     /// All that was stored is there.
     Whole,
     /// An error said so.
@@ -48,21 +48,21 @@ enum Outcome {
     Silent(Vec<String>),
 }
 
-fn outcome(image: Vec<u8>, stored: &Content) -> Outcome {
+fn outcome(image: Vec<u8>, stored: &Content) -> DamageOutcome {
     let read = || {
         let buffer = Buffer::open_on(SimulatedDisk::holding(image), CONFIG())?;
         Content::of(&buffer)
     };
     match catch_unwind(AssertUnwindSafe(read)).expect("no bytes make the buffer panic") {
-        Err(error) => Outcome::Told(error),
-        Ok(found) if found == *stored => Outcome::Whole,
-        Ok(found) => Outcome::Silent(super::workload::differences(stored, &found)),
+        Err(error) => DamageOutcome::Told(error),
+        Ok(found) if found == *stored => DamageOutcome::Whole,
+        Ok(found) => DamageOutcome::Silent(super::workload::differences(stored, &found)),
     }
 }
 
 fn assert_says_what_to_do(error: &BufferError) {
     let text = error.to_string();
-    let remedies = ["move it away", "check the disk", "see to the disk", "use the program"];
+    let remedies = ["move it away", "check the disk", "use the program"];
     assert!(remedies.iter().any(|remedy| text.contains(remedy)), "no way out in: {text}");
 }
 
@@ -72,18 +72,18 @@ fn a_flipped_bit_is_harmless_or_told() {
     let written: Vec<usize> = written_sectors(&image);
     let mut told = 0;
     for seed in cases(300) {
-        let case = Case(seed);
-        let mut dice = Dice(seed);
+        let case = DamageCase(seed);
+        let mut dice = TestRng(seed);
         let at = written[dice.below(written.len())] * SECTOR + dice.below(SECTOR);
         let mut damaged = image.clone();
         damaged[at] ^= 1 << dice.below(8);
         match outcome(damaged, &stored) {
-            Outcome::Whole => {}
-            Outcome::Told(error) => {
+            DamageOutcome::Whole => {}
+            DamageOutcome::Told(error) => {
                 assert_says_what_to_do(&error);
                 told += 1;
             }
-            Outcome::Silent(differences) => panic!("byte {at}: nobody said that {differences:?}"),
+            DamageOutcome::Silent(differences) => panic!("byte {at}: nobody said that {differences:?}"),
         }
         drop(case);
     }
@@ -123,7 +123,7 @@ fn a_free_page_that_does_not_exist_is_told() {
     let mut image = disk.image();
     image[0x403a] = 0x49;
     match outcome(image, &stored) {
-        Outcome::Told(error) => assert_says_what_to_do(&error),
+        DamageOutcome::Told(error) => assert_says_what_to_do(&error),
         other => panic!("nobody said that a page does not exist: {other:?}"),
     }
 }
@@ -145,12 +145,12 @@ fn a_damaged_byte_in_what_redb_keeps_for_itself_is_harmless_or_told() {
         let mut damaged = image.clone();
         damaged[at] = if damaged[at] == 0x49 { 0xff } else { 0x49 };
         match outcome(damaged, &stored) {
-            Outcome::Whole => {}
-            Outcome::Told(error) => {
+            DamageOutcome::Whole => {}
+            DamageOutcome::Told(error) => {
                 assert_says_what_to_do(&error);
                 told += 1;
             }
-            Outcome::Silent(differences) => panic!("byte {at}: nobody said that {differences:?}"),
+            DamageOutcome::Silent(differences) => panic!("byte {at}: nobody said that {differences:?}"),
         }
     }
     assert!(told > 0, "no damage hit anything that matters");
@@ -160,12 +160,12 @@ fn a_damaged_byte_in_what_redb_keeps_for_itself_is_harmless_or_told() {
 fn a_file_that_was_cut_off_is_told() {
     let (image, stored) = journal();
     for seed in cases(100) {
-        let case = Case(seed);
-        let length = Dice(seed).below(image.len() - 1) + 1;
+        let case = DamageCase(seed);
+        let length = TestRng(seed).below(image.len() - 1) + 1;
         match outcome(image[..length].to_vec(), &stored) {
-            Outcome::Told(error) => assert_says_what_to_do(&error),
-            Outcome::Whole => {}
-            Outcome::Silent(differences) => panic!("{length} bytes: nobody said that {differences:?}"),
+            DamageOutcome::Told(error) => assert_says_what_to_do(&error),
+            DamageOutcome::Whole => {}
+            DamageOutcome::Silent(differences) => panic!("{length} bytes: nobody said that {differences:?}"),
         }
         drop(case);
     }
@@ -173,7 +173,7 @@ fn a_file_that_was_cut_off_is_told() {
 
 #[test]
 fn a_file_of_somebody_else_is_refused_and_left_alone() {
-    let mut dice = Dice(1);
+    let mut dice = TestRng(1);
     let noise: Vec<u8> = (0..100_000).map(|_| u8::try_from(dice.below(256)).unwrap()).collect();
     let text = b"step,reward\n1,0.5\n".repeat(1000);
     let disk = SimulatedDisk::empty();

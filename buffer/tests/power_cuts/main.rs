@@ -19,7 +19,7 @@ use trajectory::{
     Trajectory, Turn, VersionRun,
 };
 
-use simulated_disk::{Dice, Room, SimulatedDisk};
+use simulated_disk::{Room, SimulatedDisk, TestRng};
 use workload::{Content, Workload};
 
 /// For what must not wait.
@@ -35,7 +35,7 @@ const VERBS: usize = 100_000;
 #[test]
 fn what_was_acknowledged_survives_power_cuts() {
     for seed in cases(170) {
-        let case = Case(seed);
+        let case = DamageCase(seed);
         let mut workload = Workload::new(seed);
         let mut image = fresh_image(workload.config());
         for _ in 0..LIVES {
@@ -54,7 +54,7 @@ fn what_was_acknowledged_survives_power_cuts() {
 #[test]
 fn opening_can_be_interrupted_as_often_as_one_likes() {
     for seed in cases(100) {
-        let case = Case(seed);
+        let case = DamageCase(seed);
         let mut workload = Workload::new(seed);
         let fresh = fresh_image(workload.config());
         let mut image = live_until_power_cut(&mut workload, fresh);
@@ -97,12 +97,12 @@ fn power_can_fail_while_space_is_given_back() {
     assert!(after * 2 < before, "{after} of {before} bytes are left after nearly all groups are gone");
 
     for operation in opened..disk.operations() {
-        let case = Case(operation);
+        let case = DamageCase(operation);
         let disk = SimulatedDisk::holding(full.clone()).cut_power_at(operation);
         let buffer = Buffer::open_on(disk.clone(), config).unwrap();
         let answered = buffer.evict_below(PolicyVersion(1)).is_ok();
         drop(buffer);
-        let found = Content::of(&open(disk.image_after_power_cut(&mut Dice(operation)), config)).unwrap();
+        let found = Content::of(&open(disk.image_after_power_cut(&mut TestRng(operation)), config)).unwrap();
         assert!(
             found == few || !answered && found == all,
             "answered: {answered}, groups: {:?}",
@@ -116,7 +116,7 @@ fn power_can_fail_while_space_is_given_back() {
 fn a_full_disk_is_an_error_and_costs_nothing_that_was_acknowledged() {
     let mut full = 0;
     for seed in cases(40) {
-        let case = Case(seed);
+        let case = DamageCase(seed);
         let mut workload = Workload::new(seed);
         let disk = SimulatedDisk::holding(fresh_image(workload.config()));
         let more = workload.dice().below(200 << 10);
@@ -129,7 +129,7 @@ fn a_full_disk_is_an_error_and_costs_nothing_that_was_acknowledged() {
         // Some of the workloads forget as much as they store.
         if let Err(error) = workload.run(&buffer, 200) {
             let text = error.to_string();
-            assert!(text.contains("no space left") && text.contains("see to the disk"), "{text}");
+            assert!(text.contains("no space left") && text.contains("check the disk"), "{text}");
             full += 1;
         }
         drop(buffer);
@@ -203,9 +203,9 @@ fn cases(usually: u64) -> Range<u64> {
 }
 
 /// Names the case in which a test failed.
-struct Case(u64);
+struct DamageCase(u64);
 
-impl Drop for Case {
+impl Drop for DamageCase {
     fn drop(&mut self) {
         if std::thread::panicking() {
             eprintln!("in case {}; to run it again: RLRUN_POWER_CUTS={}..{}", self.0, self.0, self.0 + 1);

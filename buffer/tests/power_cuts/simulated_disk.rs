@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A file on the disk. Clones are the same file.
 #[derive(Clone)]
-pub(crate) struct SimulatedDisk(Arc<(Mutex<State>, Condvar)>);
+pub(crate) struct SimulatedDisk(Arc<(Mutex<DiskState>, Condvar)>);
 
 /// When a disk has no room.
 #[derive(Clone, Copy, Debug)]
@@ -31,13 +31,13 @@ pub(crate) enum Room {
     Written(usize),
 }
 
-struct State {
+struct DiskState {
     /// What a reader sees.
     live: Vec<u8>,
     /// What was there at the last sync.
     durable: Vec<u8>,
     /// What happened since, in order.
-    pending: Vec<Change>,
+    pending: Vec<DiskChange>,
     /// Sectors that hold something.
     written: BTreeSet<usize>,
     room: Option<Room>,
@@ -52,7 +52,7 @@ struct State {
 }
 
 #[derive(Clone)]
-enum Change {
+enum DiskChange {
     /// Whole sectors as the writer left them, and where they begin.
     Sectors(usize, Vec<u8>),
     Length(usize),
@@ -64,7 +64,7 @@ impl SimulatedDisk {
         let written = image.chunks(SECTOR).enumerate();
         let written =
             written.filter(|(_, sector)| sector.iter().any(|byte| *byte != 0)).map(|(n, _)| n).collect();
-        let state = State {
+        let state = DiskState {
             durable: image.clone(),
             live: image,
             pending: Vec::new(),
@@ -119,19 +119,19 @@ impl SimulatedDisk {
     }
 
     /// What is on the disk when the power is back; everything that is left to chance is drawn from `dice`.
-    pub(crate) fn image_after_power_cut(&self, dice: &mut Dice) -> Vec<u8> {
+    pub(crate) fn image_after_power_cut(&self, dice: &mut TestRng) -> Vec<u8> {
         let state = self.state();
-        let lengths = state.pending.iter().filter(|change| matches!(change, Change::Length(_))).count();
+        let lengths = state.pending.iter().filter(|change| matches!(change, DiskChange::Length(_))).count();
         let mut lengths_kept = dice.below(lengths + 1);
         let mut image = state.durable.clone();
         let mut sectors: Vec<(usize, &[u8])> = Vec::new();
         for change in &state.pending {
             match change {
-                Change::Sectors(at, bytes) => {
+                DiskChange::Sectors(at, bytes) => {
                     sectors.extend((*at..).step_by(SECTOR).zip(bytes.chunks(SECTOR)).collect::<Vec<_>>());
                 }
-                Change::Length(_) if lengths_kept == 0 => {}
-                Change::Length(length) => {
+                DiskChange::Length(_) if lengths_kept == 0 => {}
+                DiskChange::Length(length) => {
                     lengths_kept -= 1;
                     image.resize(*length, 0);
                     // What was written behind the new end went with it.
@@ -150,15 +150,15 @@ impl SimulatedDisk {
     }
 
     /// The disk in a consistent state even after a panic: every change is a whole one.
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, DiskState> {
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn wait_while<'a>(
         &self,
-        state: MutexGuard<'a, State>,
-        condition: impl Fn(&mut State) -> bool,
-    ) -> MutexGuard<'a, State> {
+        state: MutexGuard<'a, DiskState>,
+        condition: impl Fn(&mut DiskState) -> bool,
+    ) -> MutexGuard<'a, DiskState> {
         let (state, waited) =
             self.0.1.wait_timeout_while(state, PATIENCE, condition).unwrap_or_else(PoisonError::into_inner);
         assert!(!waited.timed_out(), "nothing happened on the disk for {PATIENCE:?}");
@@ -176,12 +176,12 @@ struct Fate {
 }
 
 impl Fate {
-    fn draw(dice: &mut Dice) -> Self {
+    fn draw(dice: &mut TestRng) -> Self {
         let lost = [0, 1, 4, 8, 12, 15, 16][dice.below(7)];
         Self { lost, in_order: dice.below(2) == 0, run: [1, 8, 64][dice.below(3)] }
     }
 
-    fn decide(&self, sectors: &mut Vec<(usize, &[u8])>, dice: &mut Dice) {
+    fn decide(&self, sectors: &mut Vec<(usize, &[u8])>, dice: &mut TestRng) {
         let mut left = 0;
         let mut lost = false;
         sectors.retain(|_| {
@@ -200,7 +200,7 @@ impl Fate {
     }
 }
 
-impl State {
+impl DiskState {
     /// Counts an operation; an error if the power fails in it or has failed before.
     fn power(&mut self) -> Result<(), Error> {
         let operation = self.operations;
@@ -233,7 +233,7 @@ impl State {
     fn resize(&mut self, length: usize) {
         self.live.resize(length, 0);
         self.written.split_off(&length.div_ceil(SECTOR));
-        self.pending.push(Change::Length(length));
+        self.pending.push(DiskChange::Length(length));
     }
 }
 
@@ -275,11 +275,11 @@ impl StorageBackend for SimulatedDisk {
             state = self.wait_while(state, |state| state.slow);
             state.syncing = false;
         }
-        let State { durable, pending, .. } = &mut *state;
+        let DiskState { durable, pending, .. } = &mut *state;
         for change in pending.drain(..) {
             match change {
-                Change::Length(length) => durable.resize(length, 0),
-                Change::Sectors(at, bytes) => {
+                DiskChange::Length(length) => durable.resize(length, 0),
+                DiskChange::Sectors(at, bytes) => {
                     let end = durable.len().min(at + bytes.len());
                     if at < end {
                         durable[at..end].copy_from_slice(&bytes[..end - at]);
@@ -307,7 +307,7 @@ impl StorageBackend for SimulatedDisk {
             let first = at / SECTOR * SECTOR;
             let last = state.live.len().min(end.next_multiple_of(SECTOR));
             let sectors = state.live[first..last].to_vec();
-            state.pending.push(Change::Sectors(first, sectors));
+            state.pending.push(DiskChange::Sectors(first, sectors));
         }
         power
     }
@@ -326,9 +326,9 @@ impl fmt::Debug for SimulatedDisk {
 
 /// Numbers that look random and are the same for the same seed (splitmix64).
 #[derive(Clone, Debug)]
-pub(crate) struct Dice(pub(crate) u64);
+pub(crate) struct TestRng(pub(crate) u64);
 
-impl Dice {
+impl TestRng {
     /// A number below `end`, which is above 0.
     pub(crate) fn below(&mut self, end: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -359,7 +359,7 @@ fn an_unsynced_write_is_kept_lost_or_torn_and_a_synced_one_is_there() {
         disk.write(SECTOR as u64, &[2; 2 * SECTOR]).unwrap();
         disk.write(2 * SECTOR as u64, &[3; SECTOR]).unwrap();
         disk.set_len(3 * SECTOR as u64).unwrap();
-        let image = disk.image_after_power_cut(&mut Dice(seed));
+        let image = disk.image_after_power_cut(&mut TestRng(seed));
         assert!(
             image.chunks(SECTOR).all(|sector| sector.iter().all(|byte| *byte == sector[0])),
             "half a sector"
@@ -378,7 +378,7 @@ fn without_power_nothing_works_and_the_last_write_may_be_there() {
     disk.write(0, &[1]).unwrap();
     assert!(disk.write(0, &[2]).is_err());
     assert!(disk.write(0, &[3]).is_err() && disk.read(0, &mut [0]).is_err() && disk.sync_data().is_err());
-    let left: BTreeSet<u8> = (0..99).map(|seed| disk.image_after_power_cut(&mut Dice(seed))[0]).collect();
+    let left: BTreeSet<u8> = (0..99).map(|seed| disk.image_after_power_cut(&mut TestRng(seed))[0]).collect();
     assert_eq!(left, [0, 1, 2].into());
 }
 

@@ -13,7 +13,7 @@ use buffer::{
 };
 use trajectory::{Group, GroupId, PolicyVersion};
 
-use super::simulated_disk::Dice;
+use super::simulated_disk::TestRng;
 use super::{NOW, group_of};
 
 /// The consumer that names its steps.
@@ -73,7 +73,7 @@ impl Content {
 
 /// A group on its way into the buffer.
 #[derive(Clone, Debug)]
-enum Append {
+enum AppendOutcome {
     Admitted(Group),
     Keyed(String, Group),
 }
@@ -92,7 +92,7 @@ enum Doubt {
 /// The workload with all that it was told.
 #[derive(Debug)]
 pub(crate) struct Workload {
-    dice: Dice,
+    dice: TestRng,
     config: BufferConfig,
     /// What is in the buffer, by its own word.
     content: Content,
@@ -105,7 +105,7 @@ pub(crate) struct Workload {
     keys: BTreeMap<String, GroupId>,
     groups_made: u64,
     doubt: Doubt,
-    cut_off: Vec<Append>,
+    cut_off: Vec<AppendOutcome>,
     /// Leases ever given.
     given: BTreeSet<LeaseId>,
 }
@@ -115,7 +115,7 @@ impl Workload {
         let roomy = BufferConfig { compact_above: 32 << 10, ..BufferConfig::new(4, 1000) };
         let tight = BufferConfig { batch_groups: 3, max_staleness: 2, on_stale: OnStale::Drop, ..roomy };
         let replay = BufferConfig { max_uses: 2, order: Order::Uniform, on_stale: OnStale::Drop, ..roomy };
-        let mut dice = Dice(seed);
+        let mut dice = TestRng(seed);
         Self {
             config: [roomy, tight, replay][dice.below(3)],
             dice,
@@ -135,7 +135,7 @@ impl Workload {
         self.config
     }
 
-    pub(crate) fn dice(&mut self) -> &mut Dice {
+    pub(crate) fn dice(&mut self) -> &mut TestRng {
         &mut self.dice
     }
 
@@ -169,16 +169,18 @@ impl Workload {
         group_of(id, self.version[0], (self.groups_made, tokens))
     }
 
-    fn keyed(&mut self) -> Append {
+    fn keyed(&mut self) -> AppendOutcome {
         let group = self.make_group(GroupId(0));
-        Append::Keyed(format!("key {}", self.groups_made), group)
+        AppendOutcome::Keyed(format!("key {}", self.groups_made), group)
     }
 
     /// Stores groups at the same time, so that they share commits.
-    fn append(&mut self, buffer: &Buffer, appends: Vec<Append>) -> Result<(), BufferError> {
-        let store = |append: &Append| match append {
-            Append::Admitted(group) => buffer.finalize(group.clone()).map(|answer| (answer, Some(group.id))),
-            Append::Keyed(key, group) => {
+    fn append(&mut self, buffer: &Buffer, appends: Vec<AppendOutcome>) -> Result<(), BufferError> {
+        let store = |append: &AppendOutcome| match append {
+            AppendOutcome::Admitted(group) => {
+                buffer.finalize(group.clone()).map(|answer| (answer, Some(group.id)))
+            }
+            AppendOutcome::Keyed(key, group) => {
                 buffer.submit(key, group.clone()).map(|submitted| (submitted.answer, submitted.group))
             }
         };
@@ -203,10 +205,10 @@ impl Workload {
         result
     }
 
-    fn accepted(&mut self, append: Append, id: GroupId) {
+    fn accepted(&mut self, append: AppendOutcome, id: GroupId) {
         let group = match append {
-            Append::Admitted(group) => group,
-            Append::Keyed(key, group) => {
+            AppendOutcome::Admitted(group) => group,
+            AppendOutcome::Keyed(key, group) => {
                 self.keys.insert(key, id);
                 Group { id, ..group }
             }
@@ -228,7 +230,7 @@ impl Workload {
             match self.dice.below(6) {
                 0 => buffer.abort(id, true)?,
                 1 => buffer.abort(id, false)?,
-                _ => appends.push(Append::Admitted(self.make_group(id))),
+                _ => appends.push(AppendOutcome::Admitted(self.make_group(id))),
             }
         }
         self.append(buffer, appends)
@@ -394,9 +396,9 @@ impl Workload {
     }
 
     /// The id under which a group that was cut off is stored, if it is.
-    fn find_cut_off(&self, append: &Append, found: &Content) -> Option<GroupId> {
+    fn find_cut_off(&self, append: &AppendOutcome, found: &Content) -> Option<GroupId> {
         let new = |id: &GroupId| !self.content.groups.contains_key(id);
-        let (Append::Admitted(group) | Append::Keyed(_, group)) = append;
+        let (AppendOutcome::Admitted(group) | AppendOutcome::Keyed(_, group)) = append;
         let same = |(id, (stored, _)): (&GroupId, &(Group, u32))| {
             (new(id) && *stored == Group { id: *id, ..group.clone() }).then_some(*id)
         };
@@ -405,21 +407,21 @@ impl Workload {
 
     /// The id of a group that was cut off, if an older one is still stored under it: it was dropped over the bound and
     /// generated again, and the power failed before the disk had heard of either.
-    fn find_left_over(&self, append: &Append, found: &Content) -> Option<GroupId> {
-        let Append::Admitted(Group { id, .. }) = append else { return None };
+    fn find_left_over(&self, append: &AppendOutcome, found: &Content) -> Option<GroupId> {
+        let AppendOutcome::Admitted(Group { id, .. }) = append else { return None };
         let left = !self.content.groups.contains_key(id) && found.groups.contains_key(id);
         left.then_some(*id)
     }
 
     /// Whoever got no answer asks again: what is stored is not stored twice.
-    fn ask_again(&mut self, buffer: &Buffer, append: Append, stored: Option<GroupId>) {
+    fn ask_again(&mut self, buffer: &Buffer, append: AppendOutcome, stored: Option<GroupId>) {
         let (answer, id) = match &append {
-            Append::Admitted(group) => match buffer.finalize(group.clone()) {
+            AppendOutcome::Admitted(group) => match buffer.finalize(group.clone()) {
                 // Admissions are not kept; this one is made again.
                 Err(BufferError::UnknownGroup { .. }) if stored.is_none() => return,
                 answer => (answer.expect("it works again"), Some(group.id)),
             },
-            Append::Keyed(key, group) => {
+            AppendOutcome::Keyed(key, group) => {
                 let submitted = buffer.submit(key, group.clone()).expect("it works again");
                 (submitted.answer, submitted.group)
             }
@@ -428,7 +430,7 @@ impl Workload {
             Some(_) => assert_eq!((answer, id), (Finalized::Duplicate, stored), "{append:?}"),
             None => assert_ne!(answer, Finalized::Duplicate, "{append:?} is not stored"),
         }
-        if let (Append::Keyed(key, _), Some(id)) = (append, id) {
+        if let (AppendOutcome::Keyed(key, _), Some(id)) = (append, id) {
             self.keys.insert(key, id);
         }
     }

@@ -9,7 +9,7 @@ use device::device::Place;
 use device::{Buffer, Device, bf16};
 use serde_json::{Map, Value};
 use trajectory::PolicyVersion;
-use weights::direct::colocated::DeviceMemory;
+use weights::direct::colocated::ColocatedPublisher;
 use weights::direct::ipc::{IpcConfig, IpcPublisher};
 use weights::direct::nccl::{NcclConfig, NcclPublisher, NcclSubscriber};
 use weights::{DevicePublisher, DevicePush, DeviceSubscriber, Hub, HubConfig, WeightsError};
@@ -79,7 +79,7 @@ impl Devices<'_, '_> {
     /// Pushes to a sampler within the process.
     fn memory(&mut self) -> Result<(), Failure> {
         let hub = Hub::new(HubConfig::default());
-        let publisher = DeviceMemory::<bf16>::new(hub, &self.device);
+        let publisher = ColocatedPublisher::<bf16>::new(hub, &self.device);
         let sampler = publisher.subscribe("sampler", &Device::open(self.place)?)?;
         let taken = self.threads(&publisher, &sampler)?;
         self.report("device_memory", &taken)

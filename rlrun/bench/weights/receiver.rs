@@ -12,7 +12,7 @@ use device::{Device, bf16};
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 use weights::direct::ipc::IpcSubscriber;
-use weights::http::remote::Transport;
+use weights::http::remote::RemoteTransport;
 use weights::http::{RemoteConfig, RemoteSubscriber, router};
 use weights::{DeviceSubscriber, Digest, Hub, Receipt, Subscriber, WeightsError};
 
@@ -94,7 +94,7 @@ impl Drop for Receiver {
 /// # Errors
 /// A server that does not answer, weights that are not what they should be.
 pub fn receive(url: &str, (over_http, shm): (bool, &Path), out: &mut dyn Write) -> Result<(), Failure> {
-    let transport = if over_http { Transport::Http } else { Transport::Shm };
+    let transport = if over_http { RemoteTransport::Http } else { RemoteTransport::Shm };
     let threads = weights::PublishConfig::default().threads;
     let patience = Duration::from_secs(5);
     let shared = shm.to_owned();

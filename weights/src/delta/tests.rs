@@ -18,9 +18,9 @@ fn snapshot(version: u64, values: &[f32], dtype: Dtype) -> Snapshot {
     Snapshot::rounded(PolicyVersion(version), values, dtype)
 }
 
-fn parts(frame: &Frame) -> (Header, &[u8]) {
+fn parts(frame: &DeltaFrame) -> (FrameHeader, &[u8]) {
     let (header, payload) = frame.bytes().split_first_chunk::<HEADER>().unwrap();
-    (Header::decode(header).unwrap(), payload)
+    (FrameHeader::decode(header).unwrap(), payload)
 }
 
 /// Changes about one of `every` weights, to anything an f32 can be.
@@ -97,7 +97,7 @@ proptest! {
         bytes[at] ^= 1 << bit;
         let (header, payload) = bytes.split_first_chunk::<HEADER>().unwrap();
         let mut held = old.values.to_vec();
-        let applied = Header::decode(header).and_then(|header| apply(&header, payload, &mut held, 1));
+        let applied = FrameHeader::decode(header).and_then(|header| apply(&header, payload, &mut held, 1));
         prop_assert!(applied.is_err());
         prop_assert_eq!(Digest::of(&held), old.digest(), "nothing was applied");
     }
@@ -106,8 +106,8 @@ proptest! {
     fn a_payload_of_any_bytes_does_no_harm(payload in prop::collection::vec(any::<u8>(), 0..200), len in 0..50usize) {
         let checksum = *blake3::hash(&payload).as_bytes();
         let of = Digest::of(&[]);
-        let kind = Kind::Delta { base: PolicyVersion(1), of, checksum };
-        let header = Header {
+        let kind = FrameKind::Delta { base: PolicyVersion(1), of, checksum };
+        let header = FrameHeader {
             kind,
             dtype: Dtype::F32,
             version: PolicyVersion(2),

@@ -9,24 +9,25 @@ use std::time::{Duration, Instant};
 use device::{Buffer, Device, Storage, View};
 use trajectory::PolicyVersion;
 
-use super::control::{Control, OVERTAKEN};
-use super::spares::Spares;
+use super::hub_connection::{HubConnection, OVERTAKEN};
+use super::spare_buffers::SpareBuffers;
 use super::{
-    DevicePublisher, DevicePush, DeviceSubscriber, DeviceWeights, Direct, announce, digest, failed, is_new,
+    DeviceLocation, DevicePublisher, DevicePush, DeviceSubscriber, DeviceWeights, announce, digest, failed,
+    is_new,
 };
 use crate::hub::After;
 use crate::{Hub, Receipt, Received, WeightsError};
 
 /// A hub's one publisher.
 #[derive(Debug)]
-pub struct DeviceMemory<T: Storage> {
+pub struct ColocatedPublisher<T: Storage> {
     hub: Hub,
     device: Device,
-    pushing: Mutex<Pushing<T>>,
+    pushing: Mutex<ColocatedState<T>>,
 }
 
 #[derive(Debug)]
-struct Pushing<T: Storage> {
+struct ColocatedState<T: Storage> {
     samplers: Vec<Weak<Mailbox<T>>>,
     last: Option<DevicePush>,
 }
@@ -34,7 +35,7 @@ struct Pushing<T: Storage> {
 /// Where a sampler finds what is published.
 #[derive(Debug)]
 struct Mailbox<T: Storage> {
-    spares: Spares<T>,
+    spares: SpareBuffers<T>,
     newest: Mutex<Option<(PolicyVersion, Buffer<T>)>>,
     /// What was put here last.
     put: Mutex<Option<PolicyVersion>>,
@@ -42,17 +43,17 @@ struct Mailbox<T: Storage> {
 
 /// The side of one sampler.
 #[derive(Debug)]
-pub struct DeviceMemorySubscriber<T: Storage> {
-    control: Control,
+pub struct ColocatedSubscriber<T: Storage> {
+    control: HubConnection,
     device: Device,
     mailbox: Arc<Mailbox<T>>,
 }
 
-impl<T: Storage> DeviceMemory<T> {
+impl<T: Storage> ColocatedPublisher<T> {
     /// Publishes to `hub`, which must have no other publisher. Copies are made on the stream of `device`, in its order.
     #[must_use]
     pub fn new(hub: Hub, device: &Device) -> Self {
-        let pushing = Mutex::new(Pushing { samplers: Vec::new(), last: None });
+        let pushing = Mutex::new(ColocatedState { samplers: Vec::new(), last: None });
         Self { hub, device: device.clone(), pushing }
     }
 
@@ -61,18 +62,18 @@ impl<T: Storage> DeviceMemory<T> {
     ///
     /// # Errors
     /// As [`Hub::subscribe`].
-    pub fn subscribe(&self, name: &str, device: &Device) -> Result<DeviceMemorySubscriber<T>, WeightsError> {
-        let control = Control::here(&self.hub, name)?;
-        let spares = Spares::new(device);
+    pub fn subscribe(&self, name: &str, device: &Device) -> Result<ColocatedSubscriber<T>, WeightsError> {
+        let control = HubConnection::here(&self.hub, name)?;
+        let spares = SpareBuffers::new(device);
         let mailbox = Arc::new(Mailbox { spares, newest: Mutex::default(), put: Mutex::default() });
         self.pushing()?.samplers.push(Arc::downgrade(&mailbox));
-        Ok(DeviceMemorySubscriber { control, device: device.clone(), mailbox })
+        Ok(ColocatedSubscriber { control, device: device.clone(), mailbox })
     }
 
     /// Copies a version to all samplers that do not have it yet; to how many.
     fn put(
         &self,
-        pushing: &mut Pushing<T>,
+        pushing: &mut ColocatedState<T>,
         version: PolicyVersion,
         values: View<'_, T>,
     ) -> Result<usize, WeightsError> {
@@ -100,7 +101,7 @@ impl<T: Storage> DeviceMemory<T> {
         Ok(late.len())
     }
 
-    fn pushing(&self) -> Result<MutexGuard<'_, Pushing<T>>, WeightsError> {
+    fn pushing(&self) -> Result<MutexGuard<'_, ColocatedState<T>>, WeightsError> {
         self.pushing.lock().map_err(|_| WeightsError::Poisoned)
     }
 }
@@ -110,7 +111,7 @@ fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<T: Storage> DevicePublisher<T> for DeviceMemory<T> {
+impl<T: Storage> DevicePublisher<T> for ColocatedPublisher<T> {
     fn publish(&self, version: PolicyVersion, values: View<'_, T>) -> Result<(), WeightsError> {
         let started = Instant::now();
         let mut pushing = self.pushing()?;
@@ -118,8 +119,8 @@ impl<T: Storage> DevicePublisher<T> for DeviceMemory<T> {
             return Ok(());
         }
         self.put(&mut pushing, version, values)?;
-        let told = (version, Direct::within::<T>());
-        pushing.last = Some(announce(&self.hub, &self.device, told, values, started)?);
+        let notice = (version, DeviceLocation::within::<T>());
+        pushing.last = Some(announce(&self.hub, &self.device, notice, values, started)?);
         Ok(())
     }
 
@@ -138,13 +139,13 @@ impl<T: Storage> DevicePublisher<T> for DeviceMemory<T> {
     }
 }
 
-impl<T: Storage> Drop for DeviceMemory<T> {
+impl<T: Storage> Drop for ColocatedPublisher<T> {
     fn drop(&mut self) {
         self.hub.publisher_gone();
     }
 }
 
-impl<T: Storage> DeviceSubscriber<T> for DeviceMemorySubscriber<T> {
+impl<T: Storage> DeviceSubscriber<T> for ColocatedSubscriber<T> {
     fn wait_newer(
         &self,
         after: Option<PolicyVersion>,
@@ -152,9 +153,11 @@ impl<T: Storage> DeviceSubscriber<T> for DeviceMemorySubscriber<T> {
     ) -> Result<Option<DeviceWeights<T>>, WeightsError> {
         let deadline = Instant::now() + wait;
         loop {
-            let Some(told) = self.control.told(After::Version(after), deadline)? else { return Ok(None) };
-            told.check::<T>("the memory of the process")?;
-            let (version, started) = (told.version, Instant::now());
+            let Some(notice) = self.control.next_notice(After::Version(after), deadline)? else {
+                return Ok(None);
+            };
+            notice.check::<T>("the memory of the process")?;
+            let (version, started) = (notice.version, Instant::now());
             // What is put here before it is announced is left until then.
             if let Some((_, values)) = lock(&self.mailbox.newest).take_if(|(there, _)| *there == version) {
                 let digest = digest(&self.device, values.all())?;

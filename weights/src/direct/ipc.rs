@@ -25,15 +25,15 @@ use device::{Buffer, Device, Storage, View};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
-use super::control::{Control, OVERTAKEN};
-use super::spares::Spares;
+use super::hub_connection::{HubConnection, OVERTAKEN};
+use super::spare_buffers::SpareBuffers;
 use super::{
-    DevicePublisher, DevicePush, DeviceSubscriber, DeviceWeights, Direct, Told, announce, digest, failed,
-    is_new,
+    DeviceLocation, DevicePublisher, DevicePush, DeviceSubscriber, DeviceWeights, PushNotice, announce,
+    digest, failed, is_new,
 };
 use crate::http::RemoteConfig;
 use crate::hub::After;
-use crate::shm::{self, Directory};
+use crate::shm::{self, PublisherDirectory};
 use crate::{Hub, Receipt, Received, WeightsError};
 
 /// How it is called in a recipe.
@@ -47,7 +47,7 @@ const OPENED: usize = 2;
 
 /// Where a version lies.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct SlotAt {
+pub(crate) struct SlotAddress {
     /// The file that locks it.
     pub(super) lock: PathBuf,
     /// What its memory is opened with.
@@ -69,13 +69,13 @@ pub struct IpcPublisher<T: Storage> {
     hub: Hub,
     device: Device,
     wait: Duration,
-    slots: Mutex<Slots<T>>,
+    slots: Mutex<DeviceSlots<T>>,
 }
 
 #[derive(Debug)]
-struct Slots<T: Storage> {
-    directory: Directory,
-    slots: [Option<Slot<T>>; 2],
+struct DeviceSlots<T: Storage> {
+    directory: PublisherDirectory,
+    slots: [Option<DeviceSlot<T>>; 2],
     /// Which of them has the newest version.
     current: Option<usize>,
     /// Files made so far.
@@ -84,7 +84,7 @@ struct Slots<T: Storage> {
 }
 
 #[derive(Debug)]
-struct Slot<T: Storage> {
+struct DeviceSlot<T: Storage> {
     path: PathBuf,
     file: File,
     buffer: Buffer<T>,
@@ -94,15 +94,15 @@ struct Slot<T: Storage> {
 /// The side of one sampler.
 #[derive(Debug)]
 pub struct IpcSubscriber<T: Storage> {
-    control: Control,
+    control: HubConnection,
     device: Device,
-    spares: Spares<T>,
-    opened: Mutex<Opened<T>>,
+    spares: SpareBuffers<T>,
+    opened: Mutex<OpenedSlots<T>>,
 }
 
 /// Slots of publishers, each opened once.
 #[derive(Debug)]
-struct Opened<T: Storage>(Vec<OpenedSlot<T>>);
+struct OpenedSlots<T: Storage>(Vec<OpenedSlot<T>>);
 
 #[derive(Debug)]
 struct OpenedSlot<T: Storage> {
@@ -118,8 +118,9 @@ impl<T: Storage> IpcPublisher<T> {
     /// # Errors
     /// A directory that cannot be used.
     pub fn new(hub: Hub, device: &Device, config: &IpcConfig) -> Result<Self, WeightsError> {
-        let directory = Directory::create(&config.directory)?;
-        let slots = Mutex::new(Slots { directory, slots: [None, None], current: None, made: 0, last: None });
+        let directory = PublisherDirectory::create(&config.directory)?;
+        let slots =
+            Mutex::new(DeviceSlots { directory, slots: [None, None], current: None, made: 0, last: None });
         Ok(Self { hub, device: device.labelled("slots of pushed weights"), wait: config.wait, slots })
     }
 
@@ -133,14 +134,14 @@ impl<T: Storage> IpcPublisher<T> {
         slot.says(NONE).expect("the file can be written");
     }
 
-    fn slots(&self) -> Result<MutexGuard<'_, Slots<T>>, WeightsError> {
+    fn slots(&self) -> Result<MutexGuard<'_, DeviceSlots<T>>, WeightsError> {
         self.slots.lock().map_err(|_| WeightsError::Poisoned)
     }
 
     /// Writes a version into a slot, which is free and stays so until this returns.
     fn fill(
         &self,
-        slot: &mut Slot<T>,
+        slot: &mut DeviceSlot<T>,
         version: PolicyVersion,
         values: View<'_, T>,
     ) -> Result<(), WeightsError> {
@@ -163,8 +164,8 @@ impl<T: Storage> DevicePublisher<T> for IpcPublisher<T> {
         let filled = self.fill(slot, version, values);
         let unlocked = slot.file.unlock().map_err(|error| shm::failed(&slot.path, "unlock a file", &error));
         filled.and(unlocked)?;
-        let at = SlotAt { lock: slot.path.clone(), handle: slot.handle.clone() };
-        let direct = Direct { slot: Some(at), ..Direct::within::<T>() };
+        let at = SlotAddress { lock: slot.path.clone(), handle: slot.handle.clone() };
+        let direct = DeviceLocation { slot: Some(at), ..DeviceLocation::within::<T>() };
         slots.current = Some(index);
         let Some(slot) = &slots.slots[index] else { return Ok(()) };
         let push = announce(&self.hub, &self.device, (version, direct), slot.buffer.all(), started)?;
@@ -197,7 +198,7 @@ impl<T: Storage> Drop for IpcPublisher<T> {
     }
 }
 
-impl<T: Storage> Slots<T> {
+impl<T: Storage> DeviceSlots<T> {
     /// The slot `index`, with room for so many weights, locked.
     fn free(
         &mut self,
@@ -205,7 +206,7 @@ impl<T: Storage> Slots<T> {
         device: &Device,
         (version, len): (PolicyVersion, usize),
         wait: Duration,
-    ) -> Result<&mut Slot<T>, WeightsError> {
+    ) -> Result<&mut DeviceSlot<T>, WeightsError> {
         if let Some(old) = self.slots[index].take_if(|slot| slot.buffer.len() != len) {
             old.lock(version, wait)?;
             // What is left behind goes with the directory.
@@ -214,7 +215,7 @@ impl<T: Storage> Slots<T> {
         if self.slots[index].is_none() {
             let path = self.directory.path().join(format!("slot-{}", self.made));
             self.made += 1;
-            self.slots[index] = Some(Slot::create(path, device, len)?);
+            self.slots[index] = Some(DeviceSlot::create(path, device, len)?);
         }
         let Some(slot) = &mut self.slots[index] else { unreachable!("it was just made") };
         slot.lock(version, wait)?;
@@ -222,7 +223,7 @@ impl<T: Storage> Slots<T> {
     }
 }
 
-impl<T: Storage> Slot<T> {
+impl<T: Storage> DeviceSlot<T> {
     fn create(path: PathBuf, device: &Device, len: usize) -> Result<Self, WeightsError> {
         let made = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
         let file = made.map_err(|error| shm::failed(&path, "make a file; name another directory", &error))?;
@@ -285,7 +286,7 @@ impl<T: Storage> IpcSubscriber<T> {
     /// # Errors
     /// As [`RemoteSubscriber::connect`](crate::http::RemoteSubscriber::connect).
     pub fn connect(config: RemoteConfig, device: &Device) -> Result<Self, WeightsError> {
-        Ok(Self::new(Control::there(config)?, device))
+        Ok(Self::new(HubConnection::there(config)?, device))
     }
 
     /// Subscribes to a hub of this process, for emulated devices: a process cannot open its own memory of a GPU.
@@ -293,7 +294,7 @@ impl<T: Storage> IpcSubscriber<T> {
     /// # Errors
     /// As [`Hub::subscribe`].
     pub fn within(hub: &Hub, name: &str, device: &Device) -> Result<Self, WeightsError> {
-        Ok(Self::new(Control::here(hub, name)?, device))
+        Ok(Self::new(HubConnection::here(hub, name)?, device))
     }
 
     /// Sends the last receipt now if the hub may not know it; calls that ask for versions do so by themselves.
@@ -304,20 +305,24 @@ impl<T: Storage> IpcSubscriber<T> {
         self.control.flush()
     }
 
-    fn new(control: Control, device: &Device) -> Self {
-        let opened = Mutex::new(Opened(Vec::new()));
-        Self { control, device: device.clone(), spares: Spares::new(device), opened }
+    fn new(control: HubConnection, device: &Device) -> Self {
+        let opened = Mutex::new(OpenedSlots(Vec::new()));
+        Self { control, device: device.clone(), spares: SpareBuffers::new(device), opened }
     }
 
     /// Copies what was announced; `None` if the publisher has gone on.
-    fn copy(&self, told: &Told, opened: &mut Opened<T>) -> Result<Option<DeviceWeights<T>>, WeightsError> {
-        told.check::<T>(TRANSPORT)?;
-        let (version, started) = (told.version, Instant::now());
-        let Some(at) = &told.direct.slot else {
+    fn copy(
+        &self,
+        notice: &PushNotice,
+        opened: &mut OpenedSlots<T>,
+    ) -> Result<Option<DeviceWeights<T>>, WeightsError> {
+        notice.check::<T>(TRANSPORT)?;
+        let (version, started) = (notice.version, Instant::now());
+        let Some(at) = &notice.direct.slot else {
             let what = "it comes otherwise".to_owned();
             return Err(WeightsError::OtherWay { version, transport: TRANSPORT, what });
         };
-        let mut values = self.spares.take(told.parameters)?;
+        let mut values = self.spares.take(notice.parameters)?;
         if !self.control.is_shared(&at.lock) {
             let what =
                 format!("the server names {:?}, which is no file of a publisher of this host", at.lock);
@@ -336,12 +341,14 @@ impl<T: Storage> IpcSubscriber<T> {
     /// Copies out of a slot, if it still has the version.
     fn copy_into(
         &self,
-        at: &SlotAt,
+        at: &SlotAddress,
         version: PolicyVersion,
-        opened: &mut Opened<T>,
+        opened: &mut OpenedSlots<T>,
         spare: &mut Buffer<T>,
     ) -> Result<bool, WeightsError> {
-        let Some(held) = Pin::take(&at.lock, self.control.name(), version)? else { return Ok(false) };
+        let Some(held) = SlotCopyGuard::take(&at.lock, self.control.name(), version)? else {
+            return Ok(false);
+        };
         let slot = match opened.open(at, &self.device, spare.len()) {
             Ok(slot) => slot,
             // Its memory went with it; the next publisher announces another.
@@ -355,9 +362,9 @@ impl<T: Storage> IpcSubscriber<T> {
     }
 }
 
-impl<T: Storage> Opened<T> {
+impl<T: Storage> OpenedSlots<T> {
     /// Memory of the publisher.
-    fn open(&mut self, at: &SlotAt, device: &Device, len: usize) -> Result<&Buffer<T>, WeightsError> {
+    fn open(&mut self, at: &SlotAddress, device: &Device, len: usize) -> Result<&Buffer<T>, WeightsError> {
         let known = self.0.iter().position(|slot| slot.handle == at.handle && slot.buffer.len() == len);
         let index = match known {
             Some(index) => index,
@@ -385,13 +392,13 @@ impl<T: Storage> Opened<T> {
 }
 
 /// A slot that nobody writes for as long as this lives.
-pub(super) struct Pin {
+pub(super) struct SlotCopyGuard {
     _lock: File,
     /// Tells who it is, and the file of it.
     name: Option<(File, PathBuf)>,
 }
 
-impl Pin {
+impl SlotCopyGuard {
     /// Holds a slot if it has `version`; `None` if the publisher has gone on.
     pub(super) fn take(
         path: &Path,
@@ -424,7 +431,7 @@ impl Pin {
     }
 }
 
-impl Drop for Pin {
+impl Drop for SlotCopyGuard {
     fn drop(&mut self) {
         if let Some((_, tag)) = &self.name {
             // It goes with the directory otherwise.
@@ -442,15 +449,15 @@ impl<T: Storage> DeviceSubscriber<T> for IpcSubscriber<T> {
         let deadline = Instant::now() + wait;
         let mut opened = self.opened.lock().map_err(|_| WeightsError::Poisoned)?;
         loop {
-            let told = self.control.told(After::Version(after), deadline);
-            match told {
+            let notice = self.control.next_notice(After::Version(after), deadline);
+            match notice {
                 // So is its memory.
                 Err(WeightsError::PublisherGone { .. }) => opened.0.clear(),
                 Err(_) => opened.close_left(),
                 Ok(_) => {}
             }
-            let Some(told) = told? else { return Ok(None) };
-            if let Some(weights) = self.copy(&told, &mut opened)? {
+            let Some(notice) = notice? else { return Ok(None) };
+            if let Some(weights) = self.copy(&notice, &mut opened)? {
                 return Ok(Some(weights));
             }
             if Instant::now() >= deadline {

@@ -29,9 +29,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use device::{Device, Group, GroupId, Patience, Storage, View};
 use trajectory::PolicyVersion;
 
-use super::round::{Joined, PushPlan, Round, combined, hex};
+use super::round::{BroadcastRound, EpochGroups, PushPlan, combined, hex};
 use super::{DevicePublisher, DevicePush, digest, dtype, failed};
-use crate::hub::{Caller, Known, Newest};
+use crate::hub::{PublicationStatus, PublishedVersion, SubscriberId};
 use crate::publisher::same;
 use crate::{Digest, Hub, WeightsError};
 
@@ -69,12 +69,12 @@ pub struct PushLead<T: Storage> {
     hub: Hub,
     device: Device,
     config: NcclConfig,
-    state: Mutex<State>,
+    state: Mutex<LeadState>,
     values: PhantomData<fn(T)>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct LeadState {
     /// The last plan.
     plan: Option<PushPlan>,
     /// Its groups cannot be used again.
@@ -88,7 +88,7 @@ struct State {
 pub struct PushOwner<T: Storage> {
     device: Device,
     index: usize,
-    joined: Option<Joined>,
+    joined: Option<EpochGroups>,
     /// Where it is known who is gone, and which owners cannot send.
     hub: Option<Hub>,
     /// The number of the round that it sends in.
@@ -100,11 +100,11 @@ pub struct PushOwner<T: Storage> {
 #[derive(Debug)]
 pub struct NcclPublisher<T: Storage> {
     lead: PushLead<T>,
-    pushing: Mutex<Pushing<T>>,
+    pushing: Mutex<BroadcastState<T>>,
 }
 
 #[derive(Debug)]
-struct Pushing<T: Storage> {
+struct BroadcastState<T: Storage> {
     owner: PushOwner<T>,
     last: Option<DevicePush>,
 }
@@ -124,7 +124,7 @@ impl<T: Storage> PushLead<T> {
     pub fn plan(&self, version: PolicyVersion, cuts: &[Range<usize>]) -> Result<PushPlan, WeightsError> {
         let mut state = self.state()?;
         let cuts: Vec<_> = cuts.iter().map(|cut| (cut.start, cut.end)).collect();
-        if let Known::As(_) = self.hub.known(version)? {
+        if let PublicationStatus::Published(_) = self.hub.known(version)? {
             // It is only compared.
             state.digested = state.digested.max(Some(version));
             return self.make(&state, version, cuts, Vec::new());
@@ -145,9 +145,9 @@ impl<T: Storage> PushLead<T> {
             .round
             .members
             .iter()
-            .filter(|member| self.hub.gone(slice::from_ref(member)).is_none())
+            .filter(|member| self.hub.departed(slice::from_ref(member)).is_none())
             .collect();
-        let all = |there: &[Caller]| left.iter().all(|member| there.contains(member));
+        let all = |there: &[SubscriberId]| left.iter().all(|member| there.contains(member));
         let members = self.hub.wait_receivers(Instant::now(), self.config.grace, all)?;
         let plan = self.make(&state, plan.version(), plan.round.cuts.clone(), members)?;
         self.announce(&mut state, plan)
@@ -178,8 +178,8 @@ impl<T: Storage> PushLead<T> {
         let (version, digest) = (plan.version(), combined(shards));
         if state.digested >= Some(version) {
             return match self.hub.known(version)? {
-                Known::As(before) => same(version, before, digest),
-                Known::New => Ok(()),
+                PublicationStatus::Published(before) => same(version, before, digest),
+                PublicationStatus::New => Ok(()),
             };
         }
         self.hub.digested(version, digest)?;
@@ -196,10 +196,10 @@ impl<T: Storage> PushLead<T> {
 
     fn make(
         &self,
-        state: &State,
+        state: &LeadState,
         version: PolicyVersion,
         cuts: Vec<(usize, usize)>,
-        members: Vec<Caller>,
+        members: Vec<SubscriberId>,
     ) -> Result<PushPlan, WeightsError> {
         let last = state.plan.as_ref().map(|plan| &plan.round);
         let kept =
@@ -216,18 +216,18 @@ impl<T: Storage> PushLead<T> {
         let number = clock().max(last.map_or(0, |last| last.number + 1));
         let bucket = (self.config.bucket_bytes / size_of::<T>()).max(1);
         let deadline_ms = self.config.deadline.as_millis() as u64;
-        let round = Round { number, epoch, ids, cuts, members, bucket, deadline_ms };
+        let round = BroadcastRound { number, epoch, ids, cuts, members, bucket, deadline_ms };
         Ok(PushPlan { version: version.0, dtype: dtype::<T>().as_str().to_owned(), round })
     }
 
-    fn announce(&self, state: &mut State, plan: PushPlan) -> Result<PushPlan, WeightsError> {
-        self.hub.announce(Newest::Device(plan.version(), plan.parameters(), plan.direct::<T>()))?;
+    fn announce(&self, state: &mut LeadState, plan: PushPlan) -> Result<PushPlan, WeightsError> {
+        self.hub.announce(PublishedVersion::Device(plan.version(), plan.parameters(), plan.direct::<T>()))?;
         state.broken = false;
         state.plan = Some(plan.clone());
         Ok(plan)
     }
 
-    fn state(&self) -> Result<MutexGuard<'_, State>, WeightsError> {
+    fn state(&self) -> Result<MutexGuard<'_, LeadState>, WeightsError> {
         self.state.lock().map_err(|_| WeightsError::Poisoned)
     }
 }
@@ -289,7 +289,7 @@ impl<T: Storage> PushOwner<T> {
         digest(&self.device, shard)
     }
 
-    fn broadcast(&mut self, round: &Round, shard: View<'_, T>) -> Result<(), WeightsError> {
+    fn broadcast(&mut self, round: &BroadcastRound, shard: View<'_, T>) -> Result<(), WeightsError> {
         if self.joined.as_ref().is_none_or(|joined| joined.epoch != round.epoch) {
             if let Some(old) = self.joined.take() {
                 old.abort();
@@ -299,11 +299,11 @@ impl<T: Storage> PushOwner<T> {
             let give_up = self.hub.clone().map(|hub| {
                 let (members, round) = (round.members.clone(), Arc::clone(&self.round));
                 let failed = move |hub: &Hub| hub.failed_round(round.load(Ordering::Relaxed));
-                Arc::new(move || hub.gone(&members).or_else(|| failed(&hub))) as _
+                Arc::new(move || hub.departed(&members).or_else(|| failed(&hub))) as _
             });
             let patience = Patience { deadline: round.deadline(), give_up };
             let group = Group::join(&self.device, &id, 0, round.world(), patience).map_err(failed(what))?;
-            self.joined = Some(Joined { epoch: round.epoch, groups: vec![group] });
+            self.joined = Some(EpochGroups { epoch: round.epoch, groups: vec![group] });
         }
         let start = round.cuts[self.index].0;
         for group in self.joined.iter().flat_map(|joined| &joined.groups) {
@@ -322,7 +322,7 @@ impl<T: Storage> NcclPublisher<T> {
     #[must_use]
     pub fn new(hub: Hub, device: &Device, config: NcclConfig) -> Self {
         let owner = PushOwner::new(device, 0).watching(hub.clone());
-        let pushing = Mutex::new(Pushing { owner, last: None });
+        let pushing = Mutex::new(BroadcastState { owner, last: None });
         Self { lead: PushLead::new(hub, device, config), pushing }
     }
 
@@ -358,7 +358,7 @@ impl<T: Storage> NcclPublisher<T> {
 
     fn push(
         &self,
-        pushing: &mut Pushing<T>,
+        pushing: &mut BroadcastState<T>,
         mut plan: PushPlan,
         started: Instant,
         mut send: impl FnMut(&mut PushOwner<T>, &PushPlan) -> Result<Vec<Digest>, WeightsError>,
@@ -380,7 +380,7 @@ impl<T: Storage> NcclPublisher<T> {
         Ok(())
     }
 
-    fn pushing(&self) -> Result<MutexGuard<'_, Pushing<T>>, WeightsError> {
+    fn pushing(&self) -> Result<MutexGuard<'_, BroadcastState<T>>, WeightsError> {
         self.pushing.lock().map_err(|_| WeightsError::Poisoned)
     }
 }

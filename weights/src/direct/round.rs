@@ -11,13 +11,13 @@ use device::{Group, GroupId, Storage};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
-use super::{Direct, dtype};
-use crate::hub::Caller;
+use super::{DeviceLocation, dtype};
+use crate::hub::SubscriberId;
 use crate::{Digest, WeightsError};
 
 /// One attempt to send a version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Round {
+pub(crate) struct BroadcastRound {
     pub(super) number: u64,
     pub(super) epoch: u64,
     /// Identifiers of the groups, one for every owner, who is member 0 of it. As hexadecimal digits.
@@ -25,7 +25,7 @@ pub(crate) struct Round {
     /// Where the shard of every owner begins and ends.
     pub(super) cuts: Vec<(usize, usize)>,
     /// The samplers, which are members 1 and on of every group. One that was started again is another.
-    pub(super) members: Vec<Caller>,
+    pub(super) members: Vec<SubscriberId>,
     /// Weights that are sent at once.
     pub(super) bucket: usize,
     pub(super) deadline_ms: u64,
@@ -36,10 +36,10 @@ pub(crate) struct Round {
 pub struct PushPlan {
     pub(super) version: u64,
     pub(super) dtype: String,
-    pub(super) round: Round,
+    pub(super) round: BroadcastRound,
 }
 
-impl Round {
+impl BroadcastRound {
     pub(super) fn deadline(&self) -> Duration {
         Duration::from_millis(self.deadline_ms)
     }
@@ -120,8 +120,8 @@ impl PushPlan {
         self.round.cuts.last().map_or(0, |cut| cut.1)
     }
 
-    pub(super) fn direct<T: Storage>(&self) -> Direct {
-        Direct { round: Some(self.round.clone()), ..Direct::within::<T>() }
+    pub(super) fn direct<T: Storage>(&self) -> DeviceLocation {
+        DeviceLocation { round: Some(self.round.clone()), ..DeviceLocation::within::<T>() }
     }
 
     pub(super) fn is_of<T: Storage>(&self) -> bool {
@@ -131,12 +131,12 @@ impl PushPlan {
 
 /// Groups of one epoch.
 #[derive(Debug)]
-pub(super) struct Joined {
+pub(super) struct EpochGroups {
     pub(super) epoch: u64,
     pub(super) groups: Vec<Group>,
 }
 
-impl Joined {
+impl EpochGroups {
     /// Leaves at once, also in the middle of a broadcast.
     pub(super) fn abort(self) {
         self.groups.iter().for_each(Group::abort);
@@ -178,10 +178,10 @@ fn from_hex(text: &str) -> Result<Vec<u8>, String> {
 mod tests {
     use super::*;
 
-    fn round(cuts: &[(usize, usize)], bucket: usize) -> Round {
-        let member = Caller { name: "sampler".to_owned(), connection: 1 };
+    fn round(cuts: &[(usize, usize)], bucket: usize) -> BroadcastRound {
+        let member = SubscriberId { name: "sampler".to_owned(), connection: 1 };
         let (ids, members) = (vec![String::new(); cuts.len()], vec![member]);
-        Round { number: 1, epoch: 1, ids, cuts: cuts.to_vec(), members, bucket, deadline_ms: 1 }
+        BroadcastRound { number: 1, epoch: 1, ids, cuts: cuts.to_vec(), members, bucket, deadline_ms: 1 }
     }
 
     #[test]

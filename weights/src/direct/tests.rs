@@ -13,13 +13,13 @@ use device::device::Place;
 use device::{Buffer, bf16};
 use tokio::runtime::Runtime;
 
-use super::colocated::DeviceMemory;
-use super::control::Control;
-use super::ipc::{IpcConfig, IpcPublisher, IpcSubscriber, Pin};
+use super::colocated::ColocatedPublisher;
+use super::hub_connection::HubConnection;
+use super::ipc::{IpcConfig, IpcPublisher, IpcSubscriber, SlotCopyGuard};
 use super::*;
 use crate::HubConfig;
 use crate::http::{RemoteConfig, router};
-use crate::hub::{After, Caller};
+use crate::hub::{After, SubscriberId};
 
 const SOON: Duration = Duration::from_secs(30);
 const SHORT: Duration = Duration::from_millis(100);
@@ -62,8 +62,8 @@ fn applied<T: Storage>(subscriber: &dyn DeviceSubscriber<T>, weights: &DeviceWei
     subscriber.applied(weights.receipt(Duration::ZERO)).unwrap();
 }
 
-fn colocated() -> DeviceMemory<bf16> {
-    DeviceMemory::new(Hub::new(HubConfig::default()), &emulated())
+fn colocated() -> ColocatedPublisher<bf16> {
+    ColocatedPublisher::new(Hub::new(HubConfig::default()), &emulated())
 }
 
 #[test]
@@ -300,16 +300,16 @@ fn a_sampler_in_another_process_gets_every_version_and_may_be_killed() {
 #[ignore = "the child of a test"]
 fn copies_and_is_killed() {
     let slot = std::fs::read_to_string("slot").unwrap();
-    let _pin = Pin::take(Path::new(&slot), "far", PolicyVersion(1)).unwrap().unwrap();
+    let _pin = SlotCopyGuard::take(Path::new(&slot), "far", PolicyVersion(1)).unwrap().unwrap();
     say("holds it");
     std::thread::sleep(Duration::from_secs(60));
 }
 
 /// The file of the slot with the newest version.
 fn slot(hub: &Hub) -> PathBuf {
-    let watcher = Control::here(hub, "watcher").unwrap();
-    let told = watcher.told(After::Version(None), Instant::now()).unwrap().unwrap();
-    told.direct.slot.unwrap().lock
+    let watcher = HubConnection::here(hub, "watcher").unwrap();
+    let notice = watcher.next_notice(After::Version(None), Instant::now()).unwrap().unwrap();
+    notice.direct.slot.unwrap().lock
 }
 
 #[test]
@@ -327,7 +327,10 @@ fn a_slot_that_is_copied_out_of_is_not_written_until_that_ends_or_its_process_do
     kill(sampler);
     publish(&publisher, 3).unwrap();
     assert_eq!(slot(publisher.hub()), first);
-    assert!(Pin::take(&first, "late", PolicyVersion(1)).unwrap().is_none(), "it was told of what is gone");
+    assert!(
+        SlotCopyGuard::take(&first, "late", PolicyVersion(1)).unwrap().is_none(),
+        "it was notice of what is gone"
+    );
 }
 
 #[test]
@@ -348,12 +351,15 @@ fn a_publisher_that_is_killed_in_the_middle_of_a_copy_leaves_nothing_that_is_tak
     let directory = tempfile::tempdir().unwrap();
     let (publisher, mut said) = child("publishes_and_is_killed", directory.path());
     let slot = directory.path().join(said.next().expect("it got there"));
-    assert!(Pin::take(&slot, "sampler", PolicyVersion(1)).unwrap().is_none(), "it is written");
+    assert!(SlotCopyGuard::take(&slot, "sampler", PolicyVersion(1)).unwrap().is_none(), "it is written");
     assert!(!crate::shm::is_left(&slot));
     kill(publisher);
     assert!(crate::shm::is_left(&slot));
     for version in [1, 3] {
-        assert!(Pin::take(&slot, "sampler", PolicyVersion(version)).unwrap().is_none(), "{version}");
+        assert!(
+            SlotCopyGuard::take(&slot, "sampler", PolicyVersion(version)).unwrap().is_none(),
+            "{version}"
+        );
     }
     let _next = ipc(directory.path());
     assert!(!slot.exists(), "the next publisher removes what is left");

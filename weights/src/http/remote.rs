@@ -11,10 +11,12 @@ use std::time::{Duration, Instant};
 
 use trajectory::PolicyVersion;
 
-use super::line::{Line, Trouble};
-use super::plane::{Plane, Wanted};
-use super::wire::{Applied, Ask, Done, Join, Joined, Leave, Told as Answer};
-use crate::direct::Told;
+use super::client::{FetchError, HubClient};
+use super::receiver::{AnnouncedVersion, WeightReceiver};
+use super::wire::{
+    Acknowledged, NewestAnswer, NewestQuery, ReceiptBody, SubscribeAnswer, SubscribeRequest, UnsubscribeQuery,
+};
+use crate::direct::PushNotice;
 use crate::hub::After;
 use crate::{Receipt, Snapshot, Subscriber, WeightsError};
 
@@ -42,7 +44,7 @@ const MAX_HEARD: usize = 8;
 
 /// How weights get to a sampler.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Transport {
+pub enum RemoteTransport {
     /// From shared memory if the publisher's can be opened here, over HTTP otherwise.
     #[default]
     Any,
@@ -66,7 +68,7 @@ pub struct RemoteConfig {
     /// How long the server may be away, because it starts again or the network is down.
     pub patience: Duration,
     /// How weights get here.
-    pub transport: Transport,
+    pub transport: RemoteTransport,
     /// Threads that apply changes and digest what came.
     pub threads: usize,
     /// Where publishers of this host have their directories. No other file is opened, whatever a server names.
@@ -77,18 +79,18 @@ pub struct RemoteConfig {
 #[derive(Debug)]
 pub struct RemoteSubscriber {
     config: RemoteConfig,
-    line: Line,
+    client: HubClient,
     connection: u64,
     longest_ask: Duration,
-    plane: Mutex<Plane>,
-    talk: Mutex<Talk>,
+    receiver: Mutex<WeightReceiver>,
+    session: Mutex<SessionState>,
     /// Held while a receipt is sent, so that they arrive in order.
     sending: Mutex<()>,
 }
 
 /// What is remembered from one call to the next.
 #[derive(Debug, Default)]
-struct Talk {
+struct SessionState {
     /// Since when the server is away, and why.
     away: Option<(Instant, String)>,
     pause: Duration,
@@ -114,7 +116,7 @@ impl RemoteConfig {
             roots: None,
             name: name.into(),
             patience: Duration::from_secs(120),
-            transport: Transport::Any,
+            transport: RemoteTransport::Any,
             threads: 1,
             shared: PathBuf::from("/dev/shm"),
         }
@@ -142,27 +144,30 @@ impl RemoteSubscriber {
     /// # Errors
     /// A URL or certificates that cannot be used, a server that refuses or does not come.
     pub fn connect(config: RemoteConfig) -> Result<Self, WeightsError> {
-        let line = Line::new(&config.url, config.token.as_deref(), config.roots.as_deref(), &config.name)?;
+        let client =
+            HubClient::new(&config.url, config.token.as_deref(), config.roots.as_deref(), &config.name)?;
         let (started, mut pause) = (Instant::now(), FIRST_PAUSE);
-        let joined: Joined = loop {
-            let reason = match line.post("subscribers", &Join { name: config.name.clone() }, JOIN) {
-                Ok(joined) => break joined,
-                Err(Trouble::Told(error)) => return Err(error),
-                Err(Trouble::Lost(reason) | Trouble::Damaged(reason)) => reason,
-                Err(Trouble::VersionGone) => "it answered another question".to_owned(),
-            };
+        let joined: SubscribeAnswer = loop {
+            let reason =
+                match client.post("subscribers", &SubscribeRequest { name: config.name.clone() }, JOIN) {
+                    Ok(joined) => break joined,
+                    Err(FetchError::Refused(error)) => return Err(error),
+                    Err(FetchError::Unreachable(reason) | FetchError::Corrupt(reason)) => reason,
+                    Err(FetchError::VersionGone) => "it answered another question".to_owned(),
+                };
             let waited = started.elapsed();
             let Some(left) = config.patience.checked_sub(waited).filter(|left| !left.is_zero()) else {
-                let (name, url) = (config.name.clone(), line.url().to_owned());
+                let (name, url) = (config.name.clone(), client.url().to_owned());
                 return Err(WeightsError::Unreachable { name, url, waited, reason });
             };
             std::thread::sleep(pause.min(left));
             pause = (2 * pause).min(LONGEST_PAUSE);
         };
         let longest_ask = (Duration::from_millis(joined.hold_ms) / 3).min(LONGEST_ASK);
-        let (plane, talk) = (Mutex::new(Plane::new(config.threads, config.shared.clone())), Mutex::default());
+        let (receiver, session) =
+            (Mutex::new(WeightReceiver::new(config.threads, config.shared.clone())), Mutex::default());
         let (connection, sending) = (joined.connection, Mutex::new(()));
-        Ok(Self { config, line, connection, longest_ask, plane, talk, sending })
+        Ok(Self { config, client, connection, longest_ask, receiver, session, sending })
     }
 
     /// Pushes that came damaged and were refused since this was last asked; each was fetched again in full.
@@ -170,7 +175,7 @@ impl RemoteSubscriber {
     /// # Errors
     /// A thread that panicked in the middle of a change.
     pub fn take_refused(&self) -> Result<Vec<WeightsError>, WeightsError> {
-        Ok(std::mem::take(&mut self.talk()?.refused))
+        Ok(std::mem::take(&mut self.session()?.refused))
     }
 
     /// Sends the last receipt now if the hub may not know it; calls that ask for versions do so by themselves.
@@ -182,7 +187,12 @@ impl RemoteSubscriber {
     }
 
     /// Asks once, or pauses while the server is away.
-    fn ask(&self, after: After, deadline: Instant, shm: bool) -> Result<Option<Wanted>, WeightsError> {
+    fn ask(
+        &self,
+        after: After,
+        deadline: Instant,
+        shm: bool,
+    ) -> Result<Option<AnnouncedVersion>, WeightsError> {
         self.send_receipt()?;
         let wait = deadline.saturating_duration_since(Instant::now()).min(self.longest_ask);
         let (name, connection) = (self.config.name.clone(), self.connection);
@@ -190,37 +200,41 @@ impl RemoteSubscriber {
             After::Version(version) => (version.map(|version| version.0), None),
             After::Round(number) => (None, Some(number)),
         };
-        let ask = Ask { name, connection, after, wait_ms: wait.as_millis() as u64, shm, round };
-        let told: Answer = match self.line.get("newest", &ask, wait) {
-            Ok(told) => told,
+        let ask = NewestQuery { name, connection, after, wait_ms: wait.as_millis() as u64, shm, round };
+        let answer: NewestAnswer = match self.client.get("newest", &ask, wait) {
+            Ok(answer) => answer,
             Err(trouble) => return self.trouble(trouble, None, deadline).map(|()| None),
         };
-        let mut talk = self.talk()?;
-        talk.away = None;
-        talk.pause = FIRST_PAUSE;
-        let served = talk.served.map(|(receipt, _)| receipt.version);
+        let mut session = self.session()?;
+        session.away = None;
+        session.pause = FIRST_PAUSE;
+        let served = session.served.map(|(receipt, _)| receipt.version);
         // A hub that has started again, or gave us up, knows nothing of us.
-        talk.unsent |= served > told.served.map(PolicyVersion);
-        let top = talk.top;
-        let Some(news) = told.news.filter(|news| Some(PolicyVersion(news.version)) >= top) else {
+        session.unsent |= served > answer.served.map(PolicyVersion);
+        let top = session.top;
+        let Some(news) = answer.news.filter(|news| Some(PolicyVersion(news.version)) >= top) else {
             return Ok(None);
         };
-        let heard = (PolicyVersion(news.version), told.life);
-        if talk.heard.last() != Some(&heard) {
-            if talk.heard.len() == MAX_HEARD {
-                talk.heard.remove(0);
+        let heard = (PolicyVersion(news.version), answer.life);
+        if session.heard.last() != Some(&heard) {
+            if session.heard.len() == MAX_HEARD {
+                session.heard.remove(0);
             }
-            talk.heard.push(heard);
+            session.heard.push(heard);
         }
-        drop(talk);
-        match Wanted::read(news) {
+        drop(session);
+        match AnnouncedVersion::read(news) {
             Ok(wanted) => Ok(Some(wanted)),
             Err(reason) => Err(self.bad_answer(reason)),
         }
     }
 
     /// What there is on a device after `after`, as soon as there is something; `None` if nothing came within `wait`.
-    pub(crate) fn wait_direct(&self, after: After, wait: Duration) -> Result<Option<Told>, WeightsError> {
+    pub(crate) fn wait_direct(
+        &self,
+        after: After,
+        wait: Duration,
+    ) -> Result<Option<PushNotice>, WeightsError> {
         let deadline = Instant::now() + wait;
         loop {
             if let Some(wanted) = self.ask(after, deadline, false)? {
@@ -230,7 +244,7 @@ impl RemoteSubscriber {
                     transport: "a device",
                     what: "it is in memory of the host".to_owned(),
                 })?;
-                return Ok(Some(Told { version, parameters, direct }));
+                return Ok(Some(PushNotice { version, parameters, direct }));
             }
             if Instant::now() >= deadline {
                 return Ok(None);
@@ -256,26 +270,28 @@ impl RemoteSubscriber {
     /// Gets the weights that were announced; `None` if the publisher has gone on or the server has gone away.
     fn get(
         &self,
-        wanted: &Wanted,
+        wanted: &AnnouncedVersion,
         shm: &mut bool,
         deadline: Instant,
     ) -> Result<Option<Snapshot>, WeightsError> {
-        let mut plane = self.plane.lock().map_err(|_| WeightsError::Poisoned)?;
+        let mut receiver = self.receiver.lock().map_err(|_| WeightsError::Poisoned)?;
         if *shm {
-            match plane.shared(wanted) {
+            match receiver.shared(wanted) {
                 Ok(Some(snapshot)) => return Ok(Some(snapshot)),
                 Ok(None) => {
                     std::thread::sleep(OVERTAKEN);
                     return Ok(None);
                 }
-                Err(reason) if self.config.transport == Transport::Shm => return Err(self.bad_answer(reason)),
+                Err(reason) if self.config.transport == RemoteTransport::Shm => {
+                    return Err(self.bad_answer(reason));
+                }
                 // It is of another host.
                 Err(_) => *shm = false,
             }
         }
-        match plane.fetch(&self.line, wanted) {
+        match receiver.fetch(&self.client, wanted) {
             Ok(snapshot) => {
-                self.talk()?.damaged = 0;
+                self.session()?.damaged = 0;
                 Ok(Some(snapshot))
             }
             Err(trouble) => self.trouble(trouble, Some(wanted), deadline).map(|()| None),
@@ -285,10 +301,10 @@ impl RemoteSubscriber {
     /// Sends the last receipt if the hub may not know it. A server that is away gets it later.
     fn send_receipt(&self) -> Result<(), WeightsError> {
         let _sending = self.sending.lock().map_err(|_| WeightsError::Poisoned)?;
-        let talk = self.talk()?;
-        let Some((receipt, life)) = talk.served.filter(|_| talk.unsent) else { return Ok(()) };
-        drop(talk);
-        let applied = Applied {
+        let session = self.session()?;
+        let Some((receipt, life)) = session.served.filter(|_| session.unsent) else { return Ok(()) };
+        drop(session);
+        let applied = ReceiptBody {
             name: self.config.name.clone(),
             connection: self.connection,
             life,
@@ -298,14 +314,14 @@ impl RemoteSubscriber {
             stalled_us: receipt.stalled.as_micros() as u64,
             bytes: receipt.bytes,
         };
-        match self.line.post::<Done>("receipts", &applied, RECEIPT) {
-            Ok(Done {}) => {
-                let mut talk = self.talk()?;
+        match self.client.post::<Acknowledged>("receipts", &applied, RECEIPT) {
+            Ok(Acknowledged {}) => {
+                let mut session = self.session()?;
                 // One for a newer version may have come meanwhile.
-                talk.unsent = talk.served.is_some_and(|(newest, _)| newest.version > receipt.version);
+                session.unsent = session.served.is_some_and(|(newest, _)| newest.version > receipt.version);
                 Ok(())
             }
-            Err(Trouble::Told(error)) => Err(error),
+            Err(FetchError::Refused(error)) => Err(error),
             Err(_) => Ok(()),
         }
     }
@@ -313,35 +329,35 @@ impl RemoteSubscriber {
     /// Notes what went wrong; an error if it cannot go on like this.
     fn trouble(
         &self,
-        trouble: Trouble,
-        wanted: Option<&Wanted>,
+        trouble: FetchError,
+        wanted: Option<&AnnouncedVersion>,
         deadline: Instant,
     ) -> Result<(), WeightsError> {
-        let mut talk = self.talk()?;
+        let mut session = self.session()?;
         match trouble {
-            Trouble::Told(error) => Err(error),
-            Trouble::VersionGone => Ok(()),
-            Trouble::Damaged(what) => {
+            FetchError::Refused(error) => Err(error),
+            FetchError::VersionGone => Ok(()),
+            FetchError::Corrupt(what) => {
                 let Some(wanted) = wanted else { return Err(self.bad_answer(what)) };
                 let error =
                     WeightsError::Corrupt { version: wanted.version(), digest: wanted.digest(), what };
-                if talk.refused.len() < MAX_REFUSED {
-                    talk.refused.push(error.clone());
+                if session.refused.len() < MAX_REFUSED {
+                    session.refused.push(error.clone());
                 }
-                talk.damaged += 1;
-                if talk.damaged < MAX_DAMAGED { Ok(()) } else { Err(error) }
+                session.damaged += 1;
+                if session.damaged < MAX_DAMAGED { Ok(()) } else { Err(error) }
             }
-            Trouble::Lost(reason) => {
-                let since = talk.away.as_ref().map_or_else(Instant::now, |(since, _)| *since);
+            FetchError::Unreachable(reason) => {
+                let since = session.away.as_ref().map_or_else(Instant::now, |(since, _)| *since);
                 let waited = since.elapsed();
                 if waited > self.config.patience {
-                    let (name, url) = (self.config.name.clone(), self.line.url().to_owned());
+                    let (name, url) = (self.config.name.clone(), self.client.url().to_owned());
                     return Err(WeightsError::Unreachable { name, url, waited, reason });
                 }
-                talk.away = Some((since, reason));
-                let pause = talk.pause.max(FIRST_PAUSE);
-                talk.pause = (2 * pause).min(LONGEST_PAUSE);
-                drop(talk);
+                session.away = Some((since, reason));
+                let pause = session.pause.max(FIRST_PAUSE);
+                session.pause = (2 * pause).min(LONGEST_PAUSE);
+                drop(session);
                 std::thread::sleep(pause.min(deadline.saturating_duration_since(Instant::now())));
                 Ok(())
             }
@@ -350,12 +366,12 @@ impl RemoteSubscriber {
 
     fn bad_answer(&self, detail: String) -> WeightsError {
         let (name, url, code) =
-            (self.config.name.clone(), self.line.url().to_owned(), "bad_answer".to_owned());
+            (self.config.name.clone(), self.client.url().to_owned(), "bad_answer".to_owned());
         WeightsError::Refused { name, url, code, detail }
     }
 
-    fn talk(&self) -> Result<MutexGuard<'_, Talk>, WeightsError> {
-        self.talk.lock().map_err(|_| WeightsError::Poisoned)
+    fn session(&self) -> Result<MutexGuard<'_, SessionState>, WeightsError> {
+        self.session.lock().map_err(|_| WeightsError::Poisoned)
     }
 }
 
@@ -370,7 +386,7 @@ impl Subscriber for RemoteSubscriber {
         wait: Duration,
     ) -> Result<Option<Arc<Snapshot>>, WeightsError> {
         let deadline = Instant::now() + wait;
-        let mut shm = self.config.transport != Transport::Http;
+        let mut shm = self.config.transport != RemoteTransport::Http;
         loop {
             let wanted = self.ask(After::Version(after), deadline, shm)?;
             if let Some(wanted) = &wanted
@@ -381,8 +397,8 @@ impl Subscriber for RemoteSubscriber {
             if let Some(wanted) = wanted
                 && let Some(snapshot) = self.get(&wanted, &mut shm, deadline)?
             {
-                let mut talk = self.talk()?;
-                talk.top = talk.top.max(Some(snapshot.version));
+                let mut session = self.session()?;
+                session.top = session.top.max(Some(snapshot.version));
                 return Ok(Some(Arc::new(snapshot)));
             }
             if Instant::now() >= deadline {
@@ -393,22 +409,22 @@ impl Subscriber for RemoteSubscriber {
 
     /// Only notes it. The next call that asks for versions sends it, and says what is wrong with it.
     fn applied(&self, receipt: Receipt) -> Result<(), WeightsError> {
-        let mut talk = self.talk()?;
-        let life = talk.heard.iter().rev().find(|(version, _)| *version == receipt.version);
+        let mut session = self.session()?;
+        let life = session.heard.iter().rev().find(|(version, _)| *version == receipt.version);
         let life = life.map_or(0, |(_, life)| *life);
-        talk.served = Some((receipt, life));
-        talk.unsent = true;
+        session.served = Some((receipt, life));
+        session.unsent = true;
         Ok(())
     }
 }
 
 impl Drop for RemoteSubscriber {
     fn drop(&mut self) {
-        if self.talk.lock().is_ok_and(|talk| talk.away.is_none()) {
+        if self.session.lock().is_ok_and(|session| session.away.is_none()) {
             drop(self.send_receipt());
-            let leave = Leave { name: self.config.name.clone(), connection: self.connection };
+            let leave = UnsubscribeQuery { name: self.config.name.clone(), connection: self.connection };
             // A hub that does not hear it gives us up when the hold is over.
-            drop(self.line.delete("subscribers", &leave, LEAVE));
+            drop(self.client.delete("subscribers", &leave, LEAVE));
         }
     }
 }

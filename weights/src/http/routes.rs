@@ -16,10 +16,13 @@ use tokio::time::{Instant, timeout_at};
 use trajectory::PolicyVersion;
 
 use super::MAX_WAIT;
-use super::wire::{Applied, Ask, Delta, Done, Full, Join, Joined, LagBody, Leave, News, Problem, Told};
+use super::wire::{
+    Acknowledged, DeltaQuery, FullQuery, LagBody, NewestAnswer, NewestQuery, ReceiptBody, SubscribeAnswer,
+    SubscribeRequest, UnsubscribeQuery, VersionNotice, WeightsProblem,
+};
 use crate::delta::put_word;
-use crate::frame::Header;
-use crate::hub::{Announced, Hub};
+use crate::frame::FrameHeader;
+use crate::hub::{Announcement, Hub};
 use crate::{Digest, Dtype, Receipt, Values};
 
 /// Largest body of a request, bytes.
@@ -40,55 +43,56 @@ pub fn router(hub: Hub) -> Router {
         .with_state(hub)
 }
 
-type Asked<T> = Result<Query<T>, QueryRejection>;
-type Answer = Result<Response, Problem>;
+type QueryResult<T> = Result<Query<T>, QueryRejection>;
+type RouteResult = Result<Response, WeightsProblem>;
 
-async fn join(State(hub): State<Hub>, body: Bytes) -> Answer {
-    let Join { name } = read(&body)?;
+async fn join(State(hub): State<Hub>, body: Bytes) -> RouteResult {
+    let SubscribeRequest { name } = read(&body)?;
     let caller = hub.connect(name, true)?;
-    Ok(json(&Joined { connection: caller.connection, hold_ms: hub.hold().as_millis() as u64 }))
+    Ok(json(&SubscribeAnswer { connection: caller.connection, hold_ms: hub.hold().as_millis() as u64 }))
 }
 
-async fn leave(State(hub): State<Hub>, asked: Asked<Leave>) -> Answer {
-    let Leave { name, connection } = query(asked)?;
+async fn leave(State(hub): State<Hub>, asked: QueryResult<UnsubscribeQuery>) -> RouteResult {
+    let UnsubscribeQuery { name, connection } = query(asked)?;
     hub.leave(&hub.remote_caller(name, connection)?);
-    Ok(json(&Done {}))
+    Ok(json(&Acknowledged {}))
 }
 
-async fn newest(State(hub): State<Hub>, asked: Asked<Ask>) -> Answer {
+async fn newest(State(hub): State<Hub>, asked: QueryResult<NewestQuery>) -> RouteResult {
     let ask = query(asked)?;
     let after = ask.known();
     let caller = hub.remote_caller(ask.name, ask.connection)?;
     let deadline = Instant::now() + Duration::from_millis(ask.wait_ms).min(MAX_WAIT);
     loop {
-        let told = hub.told();
-        tokio::pin!(told);
+        let changed = hub.changed_async();
+        tokio::pin!(changed);
         // What happens between the look and the wait would be missed otherwise.
-        told.as_mut().enable();
-        let at_once = |it: &Announced| ask.shm && it.newest.place().is_some() || it.newest.direct().is_some();
-        let useful = |it: &Announced| it.digest.is_some() || at_once(it);
+        changed.as_mut().enable();
+        let at_once =
+            |it: &Announcement| ask.shm && it.newest.place().is_some() || it.newest.direct().is_some();
+        let useful = |it: &Announcement| it.digest.is_some() || at_once(it);
         let news = hub.newest(&caller, after)?.filter(useful).map(|it| news(&it, hub.dtype()));
         if news.is_some() || Instant::now() >= deadline {
             let served = hub.served(&caller)?.map(|version| version.0);
-            return Ok(json(&Told { life: hub.life(), served, news }));
+            return Ok(json(&NewestAnswer { life: hub.life(), served, news }));
         }
         // That it is over is seen at the next look.
-        let _ = timeout_at(deadline, told).await;
+        let _ = timeout_at(deadline, changed).await;
     }
 }
 
-async fn full(State(hub): State<Hub>, asked: Asked<Full>) -> Answer {
+async fn full(State(hub): State<Hub>, asked: QueryResult<FullQuery>) -> RouteResult {
     let version = PolicyVersion(query(asked)?.version);
     let Some(snapshot) = hub.full(version)? else {
         return Err(version_gone(format!("{version} is not the newest any more: ask for that")));
     };
     let (dtype, values) = (hub.dtype(), snapshot.values.clone());
-    let header = Header::full(version, snapshot.digest(), values.len(), dtype).encode();
+    let header = FrameHeader::full(version, snapshot.digest(), values.len(), dtype).encode();
     let length = header.len() + values.len() * dtype.bytes();
     let chunks = values.len().div_ceil(CHUNK);
     // Weights as they lie in memory are sent from there.
     let in_place = (dtype == Dtype::F32 && cfg!(target_endian = "little"))
-        .then(|| Bytes::from_owner(Whole(values.clone())));
+        .then(|| Bytes::from_owner(ValuesBytes(values.clone())));
     let chunk = move |index: usize| {
         let range = index * CHUNK..((index + 1) * CHUNK).min(values.len());
         match &in_place {
@@ -107,7 +111,7 @@ async fn full(State(hub): State<Hub>, asked: Asked<Full>) -> Answer {
     Ok(weights(body, length))
 }
 
-async fn delta(State(hub): State<Hub>, asked: Asked<Delta>) -> Answer {
+async fn delta(State(hub): State<Hub>, asked: QueryResult<DeltaQuery>) -> RouteResult {
     let from = PolicyVersion(query(asked)?.from);
     let Some(frame) = hub.delta(from)? else {
         return Err(version_gone(format!(
@@ -120,31 +124,31 @@ async fn delta(State(hub): State<Hub>, asked: Asked<Delta>) -> Answer {
     Ok(weights(Body::from(bytes), length))
 }
 
-async fn applied(State(hub): State<Hub>, body: Bytes) -> Answer {
-    let Applied { name, connection, life, version, digest, took_us, stalled_us, bytes } = read(&body)?;
-    let digest: Digest = digest.parse().map_err(|error| Problem::new(400, "bad_request", error))?;
+async fn applied(State(hub): State<Hub>, body: Bytes) -> RouteResult {
+    let ReceiptBody { name, connection, life, version, digest, took_us, stalled_us, bytes } = read(&body)?;
+    let digest: Digest = digest.parse().map_err(|error| WeightsProblem::new(400, "bad_request", error))?;
     let (took, stalled) = (Duration::from_micros(took_us), Duration::from_micros(stalled_us));
     let receipt = Receipt { version: PolicyVersion(version), digest, took, stalled, bytes };
     hub.accept(&hub.remote_caller(name, connection)?, life, receipt)?;
-    Ok(json(&Done {}))
+    Ok(json(&Acknowledged {}))
 }
 
-async fn lags(State(hub): State<Hub>) -> Answer {
+async fn lags(State(hub): State<Hub>) -> RouteResult {
     let lags: Vec<LagBody> = hub.lags()?.iter().map(LagBody::from).collect();
     Ok(json(&lags))
 }
 
 /// Weights as bytes with an owner.
-struct Whole(Values);
+struct ValuesBytes(Values);
 
-impl AsRef<[u8]> for Whole {
+impl AsRef<[u8]> for ValuesBytes {
     fn as_ref(&self) -> &[u8] {
         self.0.as_ref()
     }
 }
 
-fn news(announced: &Announced, dtype: Dtype) -> News {
-    News {
+fn news(announced: &Announcement, dtype: Dtype) -> VersionNotice {
+    VersionNotice {
         version: announced.newest.version().0,
         digest: announced.digest.map(|digest| digest.to_string()),
         parameters: announced.newest.parameters() as u64,
@@ -154,23 +158,23 @@ fn news(announced: &Announced, dtype: Dtype) -> News {
     }
 }
 
-fn version_gone(detail: String) -> Problem {
-    Problem::new(410, Problem::VERSION_GONE, detail)
+fn version_gone(detail: String) -> WeightsProblem {
+    WeightsProblem::new(410, WeightsProblem::VERSION_GONE, detail)
 }
 
-fn read<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
-    serde_json::from_slice(body).map_err(|error| Problem::new(400, "bad_request", error.to_string()))
+fn read<T: DeserializeOwned>(body: &[u8]) -> Result<T, WeightsProblem> {
+    serde_json::from_slice(body).map_err(|error| WeightsProblem::new(400, "bad_request", error.to_string()))
 }
 
-fn query<T>(asked: Asked<T>) -> Result<T, Problem> {
-    let Query(asked) = asked.map_err(|error| Problem::new(400, "bad_request", error.to_string()))?;
+fn query<T>(asked: QueryResult<T>) -> Result<T, WeightsProblem> {
+    let Query(asked) = asked.map_err(|error| WeightsProblem::new(400, "bad_request", error.to_string()))?;
     Ok(asked)
 }
 
 fn json(body: &impl Serialize) -> Response {
     match serde_json::to_vec(body) {
         Ok(bytes) => ([(header::CONTENT_TYPE, "application/json")], bytes).into_response(),
-        Err(error) => Problem::new(500, "failed", error.to_string()).into_response(),
+        Err(error) => WeightsProblem::new(500, "failed", error.to_string()).into_response(),
     }
 }
 
@@ -182,7 +186,7 @@ fn weights(body: Body, length: usize) -> Response {
     (headers, body).into_response()
 }
 
-impl IntoResponse for Problem {
+impl IntoResponse for WeightsProblem {
     fn into_response(self) -> Response {
         let status = StatusCode::from_u16(self.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
         let body = serde_json::to_vec(&self).unwrap_or_default();

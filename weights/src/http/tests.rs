@@ -17,7 +17,7 @@ use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 use trajectory::PolicyVersion;
 
-use super::remote::Transport;
+use super::remote::RemoteTransport;
 use super::*;
 use crate::{
     DeltaConfig, Digest, Dtype, Hub, HubConfig, HubPublisher, PublishConfig, Publisher, Receipt, Snapshot,
@@ -28,13 +28,13 @@ const SOON: Duration = Duration::from_secs(20);
 const LEN: usize = 30_000;
 
 /// A server on a port of its own, for as long as it lives.
-struct Served {
+struct TestHub {
     tokio: Runtime,
     address: SocketAddr,
     task: JoinHandle<()>,
 }
 
-impl Served {
+impl TestHub {
     fn start(router: Router) -> Self {
         Self::at(router, "127.0.0.1:0".parse().unwrap())
     }
@@ -57,7 +57,7 @@ impl Served {
 
     fn config(&self, name: &str) -> RemoteConfig {
         RemoteConfig {
-            transport: Transport::Http,
+            transport: RemoteTransport::Http,
             patience: SOON,
             ..RemoteConfig::new(format!("http://{}/", self.address), name)
         }
@@ -114,7 +114,7 @@ fn next(subscriber: &RemoteSubscriber, after: Option<u64>) -> Arc<Snapshot> {
 fn versions_come_in_full_and_then_as_changes() {
     for dtype in Dtype::ALL {
         let (publisher, hub) = publisher(dtype, deltas(4));
-        let served = Served::start(router(hub));
+        let served = TestHub::start(router(hub));
         let subscriber = served.connect("worker 1");
         assert!(subscriber.newest(None).unwrap().is_none());
         let mut kinds = Vec::new();
@@ -152,7 +152,7 @@ fn versions_come_in_full_and_then_as_changes() {
 #[test]
 fn who_missed_pushes_catches_up_by_changes_or_in_full() {
     let (publisher, hub) = publisher(Dtype::Bf16, deltas(4));
-    let served = Served::start(router(hub.clone()));
+    let served = TestHub::start(router(hub.clone()));
     let subscriber = served.connect("worker");
     put(&publisher, 1);
     next(&subscriber, None);
@@ -177,13 +177,14 @@ fn shared_memory_is_used_where_it_can_be() {
     let directory = tempfile::tempdir().unwrap();
     let config = PublishConfig { shm: Some(directory.path().to_owned()), ..deltas(10) };
     let (publisher, hub) = publisher(Dtype::F32, config);
-    let served = Served::start(router(hub.clone()));
+    let served = TestHub::start(router(hub.clone()));
     let connect = |name, transport| {
         let shared = directory.path().to_owned();
         RemoteSubscriber::connect(RemoteConfig { transport, shared, ..served.config(name) }).unwrap()
     };
-    let subscribers = [("a", Transport::Any), ("b", Transport::Shm), ("c", Transport::Http)]
-        .map(|(name, it)| connect(name, it));
+    let subscribers =
+        [("a", RemoteTransport::Any), ("b", RemoteTransport::Shm), ("c", RemoteTransport::Http)]
+            .map(|(name, it)| connect(name, it));
     for version in 1..=6 {
         put(&publisher, version);
         for (subscriber, moved) in subscribers.iter().zip([false, false, true]) {
@@ -195,20 +196,20 @@ fn shared_memory_is_used_where_it_can_be() {
         publisher.wait_applied(PolicyVersion(version), Duration::ZERO).unwrap();
     }
     // What a server names elsewhere is not opened.
-    let elsewhere = RemoteConfig { transport: Transport::Shm, ..served.config("elsewhere") };
+    let elsewhere = RemoteConfig { transport: RemoteTransport::Shm, ..served.config("elsewhere") };
     let error = RemoteSubscriber::connect(elsewhere).unwrap().wait_newer(None, SOON).unwrap_err();
     assert!(error.to_string().contains("no file of a publisher in /dev/shm"), "{error}");
     // Of another host the file cannot be opened.
     std::fs::remove_dir_all(directory.path()).unwrap();
-    assert!(next(&connect("d", Transport::Any), None).received.bytes > 0);
-    let error = connect("e", Transport::Shm).wait_newer(None, SOON).unwrap_err();
+    assert!(next(&connect("d", RemoteTransport::Any), None).received.bytes > 0);
+    let error = connect("e", RemoteTransport::Shm).wait_newer(None, SOON).unwrap_err();
     assert!(error.to_string().contains("cannot open a file of the publisher"), "{error}");
 }
 
 #[test]
 fn a_server_that_starts_again_is_waited_for_and_nobody_goes_back() {
     let (first, hub) = publisher(Dtype::F32, deltas(10));
-    let served = Served::start(router(hub));
+    let served = TestHub::start(router(hub));
     let subscriber = served.connect("worker");
     put(&first, 7);
     let new = next(&subscriber, None);
@@ -220,7 +221,7 @@ fn a_server_that_starts_again_is_waited_for_and_nobody_goes_back() {
 
     let (again, hub) = publisher(Dtype::F32, deltas(10));
     put(&again, 6);
-    let _served = Served::at(router(hub), address);
+    let _served = TestHub::at(router(hub), address);
     // It asks, and so the new server learns what it serves, and gives it nothing old.
     assert!(subscriber.wait_newer(Some(PolicyVersion(7)), Duration::from_secs(2)).unwrap().is_none());
     assert!(subscriber.wait_newer(None, Duration::from_millis(10)).unwrap().is_none());
@@ -238,7 +239,7 @@ fn a_server_that_starts_again_is_waited_for_and_nobody_goes_back() {
 #[test]
 fn patience_ends_with_the_name_of_who_is_away() {
     let (_publisher, hub) = publisher(Dtype::F32, PublishConfig::default());
-    let served = Served::start(router(hub));
+    let served = TestHub::start(router(hub));
     let config = RemoteConfig { patience: Duration::from_millis(100), ..served.config("worker 3") };
     let subscriber = RemoteSubscriber::connect(config.clone()).unwrap();
     let address = served.stop();
@@ -252,7 +253,7 @@ fn patience_ends_with_the_name_of_who_is_away() {
 #[test]
 fn a_worker_that_starts_again_takes_its_name() {
     let (publisher, hub) = publisher(Dtype::F32, PublishConfig::default());
-    let served = Served::start(router(hub));
+    let served = TestHub::start(router(hub));
     let (old, new) = (served.connect("worker"), served.connect("worker"));
     put(&publisher, 1);
     let taken = WeightsError::TakenOver { name: "worker".to_owned() };
@@ -269,14 +270,14 @@ fn a_worker_that_starts_again_takes_its_name() {
 #[test]
 fn who_serves_other_weights_than_published_fails_and_the_others_go_on() {
     let (publisher, hub) = publisher(Dtype::F32, PublishConfig::default());
-    let served = Served::start(router(hub.clone()));
+    let served = TestHub::start(router(hub.clone()));
     let (liar, other) = (served.connect("liar"), served.connect("other"));
     put(&publisher, 1);
     let new = next(&liar, None);
     liar.applied(Receipt { digest: Digest::of(&[1.0]), ..receipt(&new) }).unwrap();
     let error = liar.wait_newer(Some(PolicyVersion(1)), SOON).unwrap_err();
     assert!(error.to_string().contains("liar serves weights"), "{error}");
-    let left_out = hub.take_left_out().unwrap();
+    let left_out = hub.take_rejected().unwrap();
     assert!(matches!(left_out[0].error, WeightsError::Mismatch { .. }), "{left_out:?}");
     let error = liar.wait_newer(Some(PolicyVersion(1)), SOON).unwrap_err();
     assert!(error.to_string().contains("left_out"), "{error}");
@@ -288,7 +289,7 @@ fn who_serves_other_weights_than_published_fails_and_the_others_go_on() {
 #[test]
 fn the_end_of_the_publisher_is_told() {
     let (publisher, hub) = publisher(Dtype::F32, PublishConfig::default());
-    let served = Served::start(router(hub));
+    let served = TestHub::start(router(hub));
     let subscriber = served.connect("orphan");
     put(&publisher, 3);
     drop(publisher);
@@ -324,7 +325,7 @@ fn liar(hub: Hub, route: &'static str, times: usize) -> Router {
 #[test]
 fn damaged_changes_are_refused_and_fetched_in_full() {
     let (publisher, hub) = publisher(Dtype::Bf16, deltas(10));
-    let served = Served::start(liar(hub, "/delta", 1));
+    let served = TestHub::start(liar(hub, "/delta", 1));
     let subscriber = served.connect("worker");
     put(&publisher, 1);
     next(&subscriber, None);
@@ -344,7 +345,7 @@ fn damaged_changes_are_refused_and_fetched_in_full() {
 fn what_comes_damaged_again_and_again_ends_with_an_error() {
     for dtype in Dtype::ALL {
         let (publisher, hub) = publisher(dtype, PublishConfig::default());
-        let served = Served::start(liar(hub, "/full", usize::MAX));
+        let served = TestHub::start(liar(hub, "/full", usize::MAX));
         let subscriber = served.connect("worker");
         put(&publisher, 1);
         let error = subscriber.wait_newer(None, SOON).unwrap_err();
@@ -355,7 +356,7 @@ fn what_comes_damaged_again_and_again_ends_with_an_error() {
 #[test]
 fn requests_that_make_no_sense_are_refused() {
     let (_publisher, hub) = publisher(Dtype::F32, PublishConfig::default());
-    let served = Served::start(router(hub));
+    let served = TestHub::start(router(hub));
     let agent = ureq::Agent::config_builder().http_status_as_error(false).build().new_agent();
     let url = |path: &str| format!("http://{}/v1/weights/{path}", served.address);
     for path in ["full", "full?version=-1", "delta?from=x", "newest?name=a", "subscribers"] {

@@ -3,19 +3,19 @@
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
-use crate::direct::Direct;
+use crate::direct::DeviceLocation;
 use crate::hub::After;
 use crate::{Lag, WeightsError};
 
 /// Wants a seat.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Join {
+pub(super) struct SubscribeRequest {
     pub(super) name: String,
 }
 
 /// Has a seat.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Joined {
+pub(super) struct SubscribeAnswer {
     pub(super) connection: u64,
     /// How long the subscriber may be silent.
     pub(super) hold_ms: u64,
@@ -23,14 +23,14 @@ pub(super) struct Joined {
 
 /// Leaves a seat.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Leave {
+pub(super) struct UnsubscribeQuery {
     pub(super) name: String,
     pub(super) connection: u64,
 }
 
 /// Asks for the newest version.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Ask {
+pub(super) struct NewestQuery {
     pub(super) name: String,
     pub(super) connection: u64,
     pub(super) after: Option<u64>,
@@ -46,17 +46,17 @@ pub(super) struct Ask {
 
 /// What there is.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Told {
+pub(super) struct NewestAnswer {
     /// Of the hub; another one after a restart.
     pub(super) life: u64,
     /// What the hub believes that the caller serves.
     pub(super) served: Option<u64>,
-    pub(super) news: Option<News>,
+    pub(super) news: Option<VersionNotice>,
 }
 
 /// A version.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) struct News {
+pub(super) struct VersionNotice {
     pub(super) version: u64,
     /// `None` if it can be had from shared memory only, so far.
     pub(super) digest: Option<String>,
@@ -66,24 +66,24 @@ pub(super) struct News {
     pub(super) shm: Option<String>,
     /// How to get it, if it is on a device.
     #[serde(default)]
-    pub(super) direct: Option<Direct>,
+    pub(super) direct: Option<DeviceLocation>,
 }
 
 /// Asks for all weights.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Full {
+pub(super) struct FullQuery {
     pub(super) version: u64,
 }
 
 /// Asks for changes.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Delta {
+pub(super) struct DeltaQuery {
     pub(super) from: u64,
 }
 
 /// A receipt.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Applied {
+pub(super) struct ReceiptBody {
     pub(super) name: String,
     pub(super) connection: u64,
     /// Of the hub that told of the version.
@@ -97,7 +97,7 @@ pub(super) struct Applied {
 
 /// Nothing more to say.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Done {}
+pub(super) struct Acknowledged {}
 
 /// How far a subscriber is behind.
 #[derive(Debug, Serialize, Deserialize)]
@@ -114,7 +114,7 @@ pub(super) struct LagBody {
 
 /// An error.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Problem {
+pub(super) struct WeightsProblem {
     #[serde(rename = "type")]
     pub(super) kind: String,
     pub(super) title: String,
@@ -126,7 +126,7 @@ pub(super) struct Problem {
     pub(super) newest: Option<u64>,
 }
 
-impl Problem {
+impl WeightsProblem {
     pub(super) const TYPE: &str = "application/problem+json";
     pub(super) const PUBLISHER_GONE: &str = "publisher_gone";
     pub(super) const TAKEN_OVER: &str = "taken_over";
@@ -138,7 +138,7 @@ impl Problem {
     }
 }
 
-impl From<WeightsError> for Problem {
+impl From<WeightsError> for WeightsProblem {
     fn from(error: WeightsError) -> Self {
         let (status, code) = match &error {
             WeightsError::PublisherGone { newest } => {
@@ -149,7 +149,7 @@ impl From<WeightsError> for Problem {
             WeightsError::BadName { .. } => (400, "bad_name"),
             WeightsError::BadConnection { .. } => (400, "bad_connection"),
             WeightsError::NameTaken { .. } => (409, "name_taken"),
-            WeightsError::LeftOut { .. } => (409, "left_out"),
+            WeightsError::Rejected { .. } => (409, "left_out"),
             WeightsError::TooMany { .. } => (429, "too_many_subscribers"),
             WeightsError::Mismatch { .. } => (409, "mismatch"),
             WeightsError::NeverPublished { .. } => (409, "never_published"),
@@ -174,7 +174,7 @@ impl From<&Lag> for LagBody {
     }
 }
 
-impl Ask {
+impl NewestQuery {
     pub(super) fn known(&self) -> After {
         self.round.map_or(After::Version(self.after.map(PolicyVersion)), After::Round)
     }

@@ -9,8 +9,11 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
-use super::{After, Announced, LeftOut, Lost, MAX_LOST, MAX_SEATS, Newest};
-use crate::delta::{Frame, full_bytes};
+use super::{
+    After, Announcement, MAX_REPORTED, MAX_SUBSCRIBERS, PublishedVersion, RejectedSubscriber,
+    SilentSubscriber,
+};
+use crate::delta::{DeltaFrame, full_bytes};
 use crate::{Digest, Dtype, Lag, Receipt, WeightsError};
 
 /// Digests that are kept even if no receipt can name them any more: a version can be published again.
@@ -20,33 +23,33 @@ const MAX_VERSION: PolicyVersion = PolicyVersion(1 << 53);
 
 /// Who calls: a name, and which of those who went by it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Caller {
+pub(crate) struct SubscriberId {
     pub(crate) name: String,
     pub(crate) connection: u64,
 }
 
 /// What is known of a version before it is published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Known {
+pub(crate) enum PublicationStatus {
     /// Nothing: it is newer than all.
     New,
     /// It was published with this digest.
-    As(Digest),
+    Published(Digest),
 }
 
 #[derive(Debug, Default)]
-pub(super) struct State {
-    pub(super) newest: Option<Newest>,
+pub(super) struct HubState {
+    pub(super) newest: Option<PublishedVersion>,
     /// Whether the newest is digested and can be sent over the network.
     pub(super) settled: bool,
     /// Digests of published versions; `None` while one is computed.
     pub(super) digests: BTreeMap<PolicyVersion, Option<Digest>>,
     /// Deltas from one version to the next, without gaps, up to the newest.
-    chain: VecDeque<Arc<Frame>>,
-    pub(super) seats: BTreeMap<String, Seat>,
-    pub(super) lost: Vec<Lost>,
+    chain: VecDeque<Arc<DeltaFrame>>,
+    pub(super) registrations: BTreeMap<String, Registration>,
+    pub(super) silent: Vec<SilentSubscriber>,
     /// Who was left out and not yet asked for.
-    pub(super) left_out: Vec<LeftOut>,
+    pub(super) rejected: Vec<RejectedSubscriber>,
     /// The last connection of each name that was left out.
     refused: BTreeMap<String, u64>,
     pub(super) last_connection: u64,
@@ -59,19 +62,19 @@ pub(super) struct State {
 
 /// A subscriber.
 #[derive(Debug)]
-pub(super) struct Seat {
+pub(super) struct Registration {
     pub(super) connection: u64,
     /// It can die without telling.
     remote: bool,
     seen: Instant,
     /// It takes part in rounds.
     receives: bool,
-    claim: Option<Claim>,
+    claim: Option<AppliedVersion>,
 }
 
 /// What a subscriber says that it serves.
 #[derive(Clone, Copy, Debug)]
-struct Claim {
+struct AppliedVersion {
     receipt: Receipt,
     /// The digest was compared with that of the published version.
     checked: bool,
@@ -79,7 +82,7 @@ struct Claim {
     of_this_life: bool,
 }
 
-impl Seat {
+impl Registration {
     pub(super) fn new(connection: u64, remote: bool) -> Self {
         Self { connection, remote, seen: Instant::now(), receives: false, claim: None }
     }
@@ -93,101 +96,123 @@ impl Seat {
     }
 }
 
-impl State {
+impl HubState {
     pub(super) fn check(&self) -> Result<(), WeightsError> {
         self.failure.clone().map_or(Ok(()), Err)
     }
 
     /// Gives a seat to a name, whoever had it.
-    pub(super) fn seat(&mut self, name: &str, seat: Seat) -> Result<(), WeightsError> {
-        if self.seats.len() >= MAX_SEATS && !self.seats.contains_key(name) {
-            return Err(WeightsError::TooMany { limit: MAX_SEATS });
+    pub(super) fn register(&mut self, name: &str, registration: Registration) -> Result<(), WeightsError> {
+        if self.registrations.len() >= MAX_SUBSCRIBERS && !self.registrations.contains_key(name) {
+            return Err(WeightsError::TooMany { limit: MAX_SUBSCRIBERS });
         }
-        self.seats.insert(name.to_owned(), seat);
+        self.registrations.insert(name.to_owned(), registration);
         Ok(())
     }
 
     /// Notes that `caller` asked for what comes after `after`; whether that makes it one who takes part in rounds.
-    pub(super) fn seated(&mut self, caller: &Caller, after: After) -> Result<bool, WeightsError> {
-        self.known_caller(caller)?;
+    pub(super) fn record_poll(&mut self, caller: &SubscriberId, after: After) -> Result<bool, WeightsError> {
+        self.record_call(caller)?;
         let receives = matches!(after, After::Round(_));
-        let seat = self.seats.get_mut(&caller.name);
-        Ok(seat.is_some_and(|seat| std::mem::replace(&mut seat.receives, receives) != receives))
+        let registration = self.registrations.get_mut(&caller.name);
+        Ok(registration
+            .is_some_and(|registration| std::mem::replace(&mut registration.receives, receives) != receives))
     }
 
     /// Notes that `caller` called, if no later one goes by its name. One that was given up, or that this hub does not know
     /// because it has just started, is seated again.
-    pub(super) fn known_caller(&mut self, caller: &Caller) -> Result<(), WeightsError> {
+    pub(super) fn record_call(&mut self, caller: &SubscriberId) -> Result<(), WeightsError> {
         if self.refused.get(&caller.name).is_some_and(|refused| *refused >= caller.connection) {
-            return Err(WeightsError::LeftOut { name: caller.name.clone() });
+            return Err(WeightsError::Rejected { name: caller.name.clone() });
         }
-        match self.seats.get_mut(&caller.name) {
-            Some(seat) if seat.connection == caller.connection => {
-                seat.seen = Instant::now();
+        match self.registrations.get_mut(&caller.name) {
+            Some(registration) if registration.connection == caller.connection => {
+                registration.seen = Instant::now();
                 Ok(())
             }
-            Some(seat) if seat.connection > caller.connection || !seat.remote => {
+            Some(registration) if registration.connection > caller.connection || !registration.remote => {
                 Err(WeightsError::TakenOver { name: caller.name.clone() })
             }
-            _ => self.seat(&caller.name, Seat::new(caller.connection, true)),
+            _ => self.register(&caller.name, Registration::new(caller.connection, true)),
         }
     }
 
     /// Leaves out the subscriber `name` for what it said, if it is in another process; false if it is in this one.
-    pub(super) fn leave_out(&mut self, name: &str, error: &WeightsError) -> bool {
-        let Some(seat) = self.seats.get(name).filter(|seat| seat.remote) else { return false };
-        if self.refused.len() >= MAX_SEATS {
+    pub(super) fn reject(&mut self, name: &str, error: &WeightsError) -> bool {
+        let Some(registration) = self.registrations.get(name).filter(|registration| registration.remote)
+        else {
+            return false;
+        };
+        if self.refused.len() >= MAX_SUBSCRIBERS {
             self.refused.pop_first();
         }
-        self.refused.insert(name.to_owned(), seat.connection);
-        self.seats.remove(name);
-        if self.left_out.len() < MAX_LOST {
-            self.left_out.push(LeftOut { subscriber: name.to_owned(), error: error.clone() });
+        self.refused.insert(name.to_owned(), registration.connection);
+        self.registrations.remove(name);
+        if self.rejected.len() < MAX_REPORTED {
+            self.rejected.push(RejectedSubscriber { subscriber: name.to_owned(), error: error.clone() });
         }
         true
     }
 
     /// Removes who was silent for longer than `hold`; when the next one will be.
-    pub(super) fn give_up_silent(&mut self, hold: Duration) -> Option<Instant> {
+    pub(super) fn expire_silent(&mut self, hold: Duration) -> Option<Instant> {
         let now = Instant::now();
-        let silent = |seat: &Seat| seat.remote && now.duration_since(seat.seen) > hold;
-        for (name, seat) in self.seats.extract_if(.., |_, seat| silent(seat)) {
-            if self.lost.len() == MAX_LOST {
-                self.lost.remove(0);
+        let silent =
+            |registration: &Registration| registration.remote && now.duration_since(registration.seen) > hold;
+        for (name, registration) in self.registrations.extract_if(.., |_, registration| silent(registration))
+        {
+            if self.silent.len() == MAX_REPORTED {
+                self.silent.remove(0);
             }
-            let served = seat.receipt().map(|receipt| receipt.version);
-            self.lost.push(Lost { subscriber: name, served, silent: now.duration_since(seat.seen) });
+            let served = registration.receipt().map(|receipt| receipt.version);
+            self.silent.push(SilentSubscriber {
+                subscriber: name,
+                served,
+                silent: now.duration_since(registration.seen),
+            });
         }
         // A little later, so that the hold is over then.
-        let over = |seat: &Seat| seat.seen + hold + Duration::from_millis(1);
-        self.seats.values().filter(|seat| seat.remote).map(over).min()
+        let over = |registration: &Registration| registration.seen + hold + Duration::from_millis(1);
+        self.registrations.values().filter(|registration| registration.remote).map(over).min()
     }
 
     pub(super) fn newest_version(&self) -> Option<PolicyVersion> {
-        self.newest.as_ref().map(Newest::version)
+        self.newest.as_ref().map(PublishedVersion::version)
     }
 
     /// Who takes part in rounds and was heard of since `since`, in the order of their names.
-    pub(super) fn receivers(&self, since: Instant) -> Vec<Caller> {
-        let there = self.seats.iter().filter(|(_, seat)| seat.receives && seat.seen >= since);
-        there.map(|(name, seat)| Caller { name: name.clone(), connection: seat.connection }).collect()
+    pub(super) fn receivers(&self, since: Instant) -> Vec<SubscriberId> {
+        let there = self
+            .registrations
+            .iter()
+            .filter(|(_, registration)| registration.receives && registration.seen >= since);
+        there
+            .map(|(name, registration)| SubscriberId {
+                name: name.clone(),
+                connection: registration.connection,
+            })
+            .collect()
     }
 
     /// Why `member` does not call any more, if so: it has left, another has its name, or it was silent since `since`.
-    pub(super) fn gone(&self, member: &Caller, since: Instant) -> Option<String> {
-        match self.seats.get(&member.name) {
-            Some(seat) if seat.connection == member.connection && seat.seen >= since => None,
-            Some(seat) if seat.connection == member.connection => Some(format!(
+    pub(super) fn departed(&self, member: &SubscriberId, since: Instant) -> Option<String> {
+        match self.registrations.get(&member.name) {
+            Some(registration)
+                if registration.connection == member.connection && registration.seen >= since =>
+            {
+                None
+            }
+            Some(registration) if registration.connection == member.connection => Some(format!(
                 "nothing was heard of {} for {:.1} s",
                 member.name,
-                seat.seen.elapsed().as_secs_f64()
+                registration.seen.elapsed().as_secs_f64()
             )),
             Some(_) => Some(format!("{} was started again", member.name)),
             None => Some(format!("{} has left", member.name)),
         }
     }
 
-    pub(super) fn newer(&self, after: After) -> Result<Option<Announced>, WeightsError> {
+    pub(super) fn newer(&self, after: After) -> Result<Option<Announcement>, WeightsError> {
         let newer = self.newest.as_ref().filter(|newest| match after {
             After::Version(version) => Some(newest.version()) > version,
             After::Round(number) => newest.direct().is_none_or(|direct| direct.round_number() > number),
@@ -195,24 +220,24 @@ impl State {
         if newer.is_none() && self.publisher_gone {
             return Err(WeightsError::PublisherGone { newest: self.newest_version() });
         }
-        let announced = |newest: &Newest| Announced {
+        let announced = |newest: &PublishedVersion| Announcement {
             newest: newest.clone(),
             digest: self.digests.get(&newest.version()).copied().flatten().filter(|_| self.settled),
         };
         Ok(newer.map(announced))
     }
 
-    pub(super) fn known(&self, version: PolicyVersion) -> Result<Known, WeightsError> {
+    pub(super) fn known(&self, version: PolicyVersion) -> Result<PublicationStatus, WeightsError> {
         let Some(newest) = self.newest_version().filter(|newest| version <= *newest) else {
-            return Ok(Known::New);
+            return Ok(PublicationStatus::New);
         };
         match self.digests.get(&version) {
-            Some(Some(digest)) => Ok(Known::As(*digest)),
+            Some(Some(digest)) => Ok(PublicationStatus::Published(*digest)),
             _ => Err(WeightsError::NotNewer { version, newest }),
         }
     }
 
-    pub(super) fn announce(&mut self, newest: Newest) -> Option<Newest> {
+    pub(super) fn announce(&mut self, newest: PublishedVersion) -> Option<PublishedVersion> {
         // What is announced again, because it goes another way, stays what it was.
         if self.newest_version() != Some(newest.version()) {
             self.digests.insert(newest.version(), None);
@@ -224,9 +249,11 @@ impl State {
     pub(super) fn digested(&mut self, version: PolicyVersion, digest: Digest) -> Result<(), WeightsError> {
         self.digests.insert(version, Some(digest));
         let mut wrong = Vec::new();
-        for (name, seat) in &mut self.seats {
-            let claim =
-                seat.claim.as_mut().filter(|claim| claim.receipt.version == version && !claim.checked);
+        for (name, registration) in &mut self.registrations {
+            let claim = registration
+                .claim
+                .as_mut()
+                .filter(|claim| claim.receipt.version == version && !claim.checked);
             let Some(claim) = claim else { continue };
             let served = claim.receipt.digest;
             claim.checked = served == digest;
@@ -236,14 +263,14 @@ impl State {
         }
         self.forget_digests();
         for (name, error) in wrong {
-            if !self.leave_out(&name, &error) {
+            if !self.reject(&name, &error) {
                 return Err(error);
             }
         }
         Ok(())
     }
 
-    pub(super) fn settle(&mut self, delta: Option<Arc<Frame>>) {
+    pub(super) fn settle(&mut self, delta: Option<Arc<DeltaFrame>>) {
         match delta {
             Some(delta) => self.chain.push_back(delta),
             None => self.chain.clear(),
@@ -251,7 +278,7 @@ impl State {
         self.settled = true;
     }
 
-    pub(super) fn delta(&self, from: PolicyVersion, dtype: Dtype) -> Option<Arc<Frame>> {
+    pub(super) fn delta(&self, from: PolicyVersion, dtype: Dtype) -> Option<Arc<DeltaFrame>> {
         let first = self.chain.iter().position(|frame| frame.base() == from)?;
         let bytes: u64 = self.chain.iter().skip(first).map(|frame| frame.bytes().len() as u64).sum();
         let full = full_bytes(self.newest.as_ref()?.snapshot()?.values.len(), dtype);
@@ -265,7 +292,7 @@ impl State {
         of_this_life: bool,
     ) -> Result<(), WeightsError> {
         let Receipt { version, digest: served, .. } = receipt;
-        let before = self.seats.get(name).and_then(Seat::receipt);
+        let before = self.registrations.get(name).and_then(Registration::receipt);
         if let Some(from) = before.map(|before| before.version).filter(|before| version < *before) {
             return Err(WeightsError::WentBack { subscriber: name.to_owned(), from, version });
         }
@@ -282,36 +309,39 @@ impl State {
             // It is of a former life: older than all that is known here, or to be published again.
             None => false,
         };
-        if let Some(seat) = self.seats.get_mut(name) {
-            seat.claim = Some(Claim { receipt, checked, of_this_life });
+        if let Some(registration) = self.registrations.get_mut(name) {
+            registration.claim = Some(AppliedVersion { receipt, checked, of_this_life });
         }
         self.forget_digests();
         Ok(())
     }
 
     pub(super) fn served(&self, name: &str) -> Option<PolicyVersion> {
-        Some(self.seats.get(name)?.receipt()?.version)
+        Some(self.registrations.get(name)?.receipt()?.version)
     }
 
     pub(super) fn lags(&self) -> Vec<Lag> {
         let newest = self.newest_version().unwrap_or_default();
-        let lag = |(name, seat): (&String, &Seat)| {
-            let receipt = seat.receipt();
+        let lag = |(name, registration): (&String, &Registration)| {
+            let receipt = registration.receipt();
             let served = receipt.map_or(PolicyVersion(0), |receipt| receipt.version);
             Lag { subscriber: name.clone(), receipt, versions: served.staleness_at(newest) }
         };
-        self.seats.iter().map(lag).collect()
+        self.registrations.iter().map(lag).collect()
     }
 
     /// Who does not yet serve `version`, for an error; empty if all do.
     pub(super) fn behind(&self, version: PolicyVersion) -> String {
         let newest = self.newest_version().unwrap_or_default();
         // What is ahead of everything published here cannot have been compared yet.
-        let serves = |claim: &Claim| {
+        let serves = |claim: &AppliedVersion| {
             claim.receipt.version >= version && (claim.checked || claim.receipt.version > newest)
         };
-        let behind = self.seats.iter().filter(|(_, seat)| !seat.claim.as_ref().is_some_and(serves));
-        let lines = behind.map(|(name, seat)| match seat.receipt() {
+        let behind = self
+            .registrations
+            .iter()
+            .filter(|(_, registration)| !registration.claim.as_ref().is_some_and(serves));
+        let lines = behind.map(|(name, registration)| match registration.receipt() {
             Some(receipt) => format!("{name} is at {}", receipt.version),
             None => format!("{name} has applied none"),
         });
@@ -323,7 +353,10 @@ impl State {
             return;
         }
         let newest = self.newest_version().unwrap_or_default();
-        let served = self.seats.values().map(|seat| seat.receipt().map_or(PolicyVersion(0), |r| r.version));
+        let served = self
+            .registrations
+            .values()
+            .map(|registration| registration.receipt().map_or(PolicyVersion(0), |r| r.version));
         let slowest = served.min().unwrap_or(newest).min(newest);
         let kept = self.digests.keys().rev().nth(DIGESTS_KEPT - 1).copied().unwrap_or_default();
         self.digests = self.digests.split_off(&slowest.min(kept));

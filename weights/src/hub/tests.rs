@@ -122,9 +122,9 @@ fn a_version_that_is_published_again_must_be_what_it_was_and_nobody_goes_back() 
 }
 
 /// A hub after a restart of its process, and a sampler that served `version` before it.
-fn restarted(version: u64) -> (HubPublisher, Hub, Caller) {
+fn restarted(version: u64) -> (HubPublisher, Hub, SubscriberId) {
     let (publisher, hub) = hub();
-    let caller = Caller { name: "worker".to_owned(), connection: 7 };
+    let caller = SubscriberId { name: "worker".to_owned(), connection: 7 };
     hub.accept(&caller, hub.life() - 1, receipt(&snapshot(version))).unwrap();
     (publisher, hub, caller)
 }
@@ -144,9 +144,9 @@ fn what_was_applied_before_a_restart_is_compared_when_it_is_published_again() {
     let (publisher, hub, _) = restarted(7);
     publisher.publish(snapshot(6)).unwrap();
     publisher.publish(Snapshot::new(PolicyVersion(7), vec![0.5; 64].into())).unwrap();
-    let left_out = hub.take_left_out().unwrap();
+    let left_out = hub.take_rejected().unwrap();
     assert!(
-        matches!(&left_out[..], [LeftOut { error: WeightsError::Republished { who, .. }, .. }] if who == "worker"),
+        matches!(&left_out[..], [RejectedSubscriber { error: WeightsError::Republished { who, .. }, .. }] if who == "worker"),
         "{left_out:?}"
     );
     assert!(publisher.lags().unwrap().is_empty(), "the run goes on without it");
@@ -165,9 +165,9 @@ fn a_process_that_lies_is_left_out_and_the_run_goes_on() {
     for (n, (life, lie)) in lies.into_iter().enumerate() {
         let liar = hub.connect("liar".to_owned(), true).unwrap();
         let error = hub.accept(&liar, life, lie).unwrap_err();
-        let left_out = [LeftOut { subscriber: "liar".to_owned(), error }];
-        assert_eq!(hub.take_left_out().unwrap(), left_out, "lie {n}");
-        let gone = WeightsError::LeftOut { name: "liar".to_owned() };
+        let left_out = [RejectedSubscriber { subscriber: "liar".to_owned(), error }];
+        assert_eq!(hub.take_rejected().unwrap(), left_out, "lie {n}");
+        let gone = WeightsError::Rejected { name: "liar".to_owned() };
         assert_eq!(hub.newest(&liar, After::Version(None)).unwrap_err(), gone);
         assert_eq!(hub.accept(&liar, hub.life(), receipt(&snapshot(1))).unwrap_err(), gone);
         assert_eq!(publisher.lags().unwrap().len(), 1, "nobody counts it");
@@ -176,7 +176,7 @@ fn a_process_that_lies_is_left_out_and_the_run_goes_on() {
     let liar = hub.connect("liar".to_owned(), true).unwrap();
     hub.accept(&liar, life - 1, of(2)).unwrap();
     publisher.publish(snapshot(2)).unwrap();
-    assert_eq!(hub.take_left_out().unwrap().len(), 1);
+    assert_eq!(hub.take_rejected().unwrap().len(), 1);
     inside.applied(receipt(&snapshot(2))).unwrap();
     publisher.wait_applied(PolicyVersion(2), Duration::ZERO).unwrap();
     // Started anew it is welcome.
@@ -242,10 +242,10 @@ fn who_is_silent_for_too_long_is_named_and_not_waited_for() {
     here.applied(receipt(&snapshot(2))).unwrap();
     // It ends when the hold is over, long before the wait is.
     publisher.wait_applied(PolicyVersion(2), 10 * SOON).unwrap();
-    let lost = hub.take_lost().unwrap();
+    let lost = hub.take_silent().unwrap();
     assert_eq!((&lost[0].subscriber[..], lost[0].served, lost.len()), ("away", Some(PolicyVersion(1)), 1));
     assert!(lost[0].silent >= Duration::from_millis(20));
-    assert!(hub.take_lost().unwrap().is_empty());
+    assert!(hub.take_silent().unwrap().is_empty());
     // Whoever comes back is welcome.
     hub.accept(&away, hub.life(), receipt(&snapshot(2))).unwrap();
     assert_eq!(hub.served(&away).unwrap(), Some(PolicyVersion(2)));
@@ -256,16 +256,16 @@ fn a_receipt_counts_once_the_published_digest_is_there() {
     let hub = Hub::new(HubConfig::default());
     let caller = hub.connect("quick".to_owned(), true).unwrap();
     let new = Arc::new(snapshot(1));
-    hub.announce(Newest::Host(Arc::clone(&new), None)).unwrap();
+    hub.announce(PublishedVersion::Host(Arc::clone(&new), None)).unwrap();
     hub.accept(&caller, hub.life(), receipt(&new)).unwrap();
     assert!(hub.wait_applied(PolicyVersion(1), Duration::ZERO).is_err());
     hub.digested(PolicyVersion(1), new.digest()).unwrap();
     hub.wait_applied(PolicyVersion(1), Duration::ZERO).unwrap();
 
-    hub.announce(Newest::Host(Arc::new(snapshot(2)), None)).unwrap();
+    hub.announce(PublishedVersion::Host(Arc::new(snapshot(2)), None)).unwrap();
     hub.accept(&caller, hub.life(), Receipt { version: PolicyVersion(2), ..receipt(&new) }).unwrap();
     hub.digested(PolicyVersion(2), snapshot(2).digest()).unwrap();
-    let left_out = hub.take_left_out().unwrap();
+    let left_out = hub.take_rejected().unwrap();
     assert!(matches!(left_out[0].error, WeightsError::Mismatch { .. }), "{left_out:?}");
     assert!(hub.lags().unwrap().is_empty());
 }

@@ -23,13 +23,13 @@ const TRIES: usize = 5;
 
 /// A directory that is removed with its publisher.
 #[derive(Debug)]
-pub(crate) struct Directory {
+pub(crate) struct PublisherDirectory {
     path: PathBuf,
     /// Locked for as long as this lives.
     _owner: File,
 }
 
-impl Directory {
+impl PublisherDirectory {
     /// Makes one in `directory`, and removes there what killed publishers left.
     pub(crate) fn create(directory: &Path) -> Result<Self, WeightsError> {
         remove_stale(directory);
@@ -73,7 +73,7 @@ pub(crate) fn is_left(file: &Path) -> bool {
     File::open(file.with_file_name(OWNER)).map_or(true, |owner| owner.try_lock().is_ok())
 }
 
-impl Drop for Directory {
+impl Drop for PublisherDirectory {
     fn drop(&mut self) {
         // What cannot be removed is found by the next publisher. Readers keep what they have mapped.
         let _ = std::fs::remove_dir_all(&self.path);

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use trajectory::PolicyVersion;
 
-use super::slot::{Slot, failed};
-use crate::values::Hold;
+use super::slot::{ShmSlot, failed};
+use crate::values::WeightMemory;
 use crate::{Digest, Dtype, Values, WeightsError};
 
 /// Slots that stay mapped: a publisher goes back and forth between two.
@@ -15,34 +15,34 @@ const KEPT: usize = 2;
 
 /// Maps slots of one publisher.
 #[derive(Debug, Default)]
-pub(crate) struct Reader {
-    kept: Vec<Mapped>,
+pub(crate) struct SlotReader {
+    kept: Vec<MappedSlot>,
 }
 
 #[derive(Debug)]
-struct Mapped {
+struct MappedSlot {
     path: PathBuf,
-    slot: Arc<Slot>,
+    slot: Arc<ShmSlot>,
 }
 
 /// A slot that is held.
 #[derive(Debug)]
-struct Pin {
-    slot: Arc<Slot>,
+struct SlotReadGuard {
+    slot: Arc<ShmSlot>,
     /// Locked for readers; opened for this alone, because a lock belongs to what was opened. Closing it gives it back.
     _lock: File,
 }
 
 /// Weights where the publisher put them.
 #[derive(Debug)]
-pub(crate) struct Pinned {
+pub(crate) struct MappedWeights {
     pub(crate) values: Values,
     pub(crate) dtype: Dtype,
     /// `None` if the publisher had not digested them yet.
     pub(crate) digest: Option<Digest>,
 }
 
-impl Hold for Pin {
+impl WeightMemory for SlotReadGuard {
     #[expect(unsafe_code, reason = "the slot is locked against the publisher")]
     fn values(&self) -> &[f32] {
         // SAFETY: a publisher writes under an exclusive lock only, which it does not get before this is dropped.
@@ -50,7 +50,7 @@ impl Hold for Pin {
     }
 }
 
-impl Reader {
+impl SlotReader {
     /// Holds the slot at `path` if it has `version`; `None` if the publisher has gone on.
     ///
     /// # Errors
@@ -59,7 +59,7 @@ impl Reader {
         &mut self,
         path: &Path,
         version: PolicyVersion,
-    ) -> Result<Option<Pinned>, WeightsError> {
+    ) -> Result<Option<MappedWeights>, WeightsError> {
         let index = match self.kept.iter().position(|mapped| mapped.path == path) {
             Some(index) => index,
             None => self.open(path)?,
@@ -75,20 +75,20 @@ impl Reader {
             Err(TryLockError::Error(error)) => return Err(failed(path, "lock a file", &error)),
         }
         // Only now that nobody writes it can the header be believed.
-        let pin = Pin { slot: Arc::clone(&self.kept[index].slot), _lock: lock };
+        let pin = SlotReadGuard { slot: Arc::clone(&self.kept[index].slot), _lock: lock };
         let Some(described) = pin.slot.described().filter(|it| it.complete() && it.version == version) else {
             return Ok(None);
         };
         let (dtype, digest) = (described.dtype, described.digest);
-        Ok(Some(Pinned { values: Values::held(Arc::new(pin)), dtype, digest }))
+        Ok(Some(MappedWeights { values: Values::owned_by(Arc::new(pin)), dtype, digest }))
     }
 
     fn open(&mut self, path: &Path) -> Result<usize, WeightsError> {
-        let (slot, _) = Slot::open(path, false)?;
+        let (slot, _) = ShmSlot::open(path, false)?;
         if self.kept.len() == KEPT {
             self.kept.remove(0);
         }
-        self.kept.push(Mapped { path: path.to_owned(), slot: Arc::new(slot) });
+        self.kept.push(MappedSlot { path: path.to_owned(), slot: Arc::new(slot) });
         Ok(self.kept.len() - 1)
     }
 }

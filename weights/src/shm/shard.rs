@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use trajectory::PolicyVersion;
 
-use super::slot::Slot;
+use super::slot::ShmSlot;
 use crate::WeightsError;
 use crate::copier::copy_rounded;
 
@@ -20,7 +20,7 @@ use crate::copier::copy_rounded;
 #[derive(Debug)]
 pub struct ShardOwner {
     path: PathBuf,
-    slot: Slot,
+    slot: ShmSlot,
     threads: usize,
 }
 
@@ -31,7 +31,7 @@ impl ShardOwner {
     /// # Errors
     /// A file that cannot be opened, or is not a publisher's.
     pub fn open(path: &Path, threads: usize) -> Result<Self, WeightsError> {
-        let (slot, _) = Slot::open(path, true)?;
+        let (slot, _) = ShmSlot::open(path, true)?;
         Ok(Self { path: path.to_owned(), slot, threads })
     }
 

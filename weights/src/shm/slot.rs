@@ -33,7 +33,7 @@ const WORDS: usize = 11;
 
 /// A mapped slot.
 #[derive(Debug)]
-pub(super) struct Slot {
+pub(super) struct ShmSlot {
     map: MmapRaw,
     /// Weights that it has room for.
     len: usize,
@@ -41,20 +41,20 @@ pub(super) struct Slot {
 
 /// What the header of a slot says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Described {
+pub(super) struct SlotHeader {
     pub(super) sequence: u64,
     pub(super) version: PolicyVersion,
     pub(super) dtype: Dtype,
     pub(super) digest: Option<Digest>,
 }
 
-impl Described {
+impl SlotHeader {
     pub(super) fn complete(&self) -> bool {
         self.sequence.is_multiple_of(2)
     }
 }
 
-impl Slot {
+impl ShmSlot {
     /// Makes a file with room for `len` weights.
     pub(super) fn create(path: &Path, len: usize) -> Result<(Self, File), WeightsError> {
         let failed = |what, error: io::Error| failed(path, what, &error);
@@ -104,7 +104,7 @@ impl Slot {
         self.len
     }
 
-    pub(super) fn described(&self) -> Option<Described> {
+    pub(super) fn described(&self) -> Option<SlotHeader> {
         let word = |index: usize| self.word(index).load(Ordering::Relaxed);
         let sequence = word(SEQUENCE);
         fence(Ordering::Acquire);
@@ -114,7 +114,7 @@ impl Slot {
             bytes.copy_from_slice(&word(DIGEST + index).to_le_bytes());
         }
         let digest = (word(DIGEST_KNOWN) == 1).then_some(Digest::from_bytes(digest));
-        let described = Described { sequence, version: PolicyVersion(word(VERSION)), dtype, digest };
+        let described = SlotHeader { sequence, version: PolicyVersion(word(VERSION)), dtype, digest };
         fence(Ordering::Acquire);
         (word(SEQUENCE) == sequence).then_some(described)
     }

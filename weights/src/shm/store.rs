@@ -7,54 +7,54 @@ use std::sync::Arc;
 
 use trajectory::PolicyVersion;
 
-use super::directory::Directory;
-use super::slot::{Slot, failed};
+use super::directory::PublisherDirectory;
+use super::slot::{ShmSlot, failed};
 use crate::copier::copy_rounded;
-use crate::values::Hold;
+use crate::values::WeightMemory;
 use crate::{Digest, Dtype, Values, WeightsError};
 
 /// Slots of shared memory.
 #[derive(Debug)]
-pub(crate) struct Store {
-    directory: Directory,
-    slots: [Option<Owned>; 2],
+pub(crate) struct SlotWriter {
+    directory: PublisherDirectory,
+    slots: [Option<OwnedSlot>; 2],
     /// Which slot has the newest version.
     current: Option<usize>,
-    begun: Option<Begun>,
+    begun: Option<VersionInProgress>,
     /// Files made so far.
     made: u64,
 }
 
 #[derive(Debug)]
-struct Owned {
+struct OwnedSlot {
     path: PathBuf,
     /// Locked while it is written.
     file: File,
-    slot: Arc<Slot>,
+    slot: Arc<ShmSlot>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Begun {
+struct VersionInProgress {
     index: usize,
     version: PolicyVersion,
     dtype: Dtype,
 }
 
 /// Weights in a slot of this process, which is not written before this is gone.
-struct Own(Arc<Slot>);
+struct OwnSlotWeights(Arc<ShmSlot>);
 
-impl Hold for Own {
+impl WeightMemory for OwnSlotWeights {
     #[expect(unsafe_code, reason = "the slot is not written while somebody has it")]
     fn values(&self) -> &[f32] {
-        // SAFETY: `Store::begin` writes no slot that is shared.
+        // SAFETY: `SlotWriter::begin` writes no slot that is shared.
         unsafe { self.0.values() }
     }
 }
 
-impl Store {
+impl SlotWriter {
     /// Makes a directory of its own in `directory`, and removes there what killed publishers left.
     pub(crate) fn create(directory: &Path) -> Result<Self, WeightsError> {
-        let directory = Directory::create(directory)?;
+        let directory = PublisherDirectory::create(directory)?;
         Ok(Self { directory, slots: [None, None], current: None, begun: None, made: 0 })
     }
 
@@ -79,14 +79,14 @@ impl Store {
         let owned = self.owned(index)?;
         owned.slot.write(version, dtype);
         let path = owned.path.clone();
-        self.begun = Some(Begun { index, version, dtype });
+        self.begun = Some(VersionInProgress { index, version, dtype });
         Ok(path)
     }
 
     /// Writes all `[parameters]` weights of the version that was begun.
     #[expect(unsafe_code, reason = "the slot is locked against readers")]
     pub(crate) fn place(&mut self, values: &[f32], threads: usize) -> Result<(), WeightsError> {
-        let Some(Begun { index, dtype, .. }) = self.begun else { return Err(self.not_begun()) };
+        let Some(VersionInProgress { index, dtype, .. }) = self.begun else { return Err(self.not_begun()) };
         let slot = &self.owned(index)?.slot;
         // SAFETY: the slot is locked and not shared within this process, and whoever calls this has begun a version that
         // it places alone.
@@ -98,7 +98,7 @@ impl Store {
     pub(crate) fn begun(&self, version: PolicyVersion) -> Result<Values, WeightsError> {
         match self.begun {
             Some(begun) if begun.version == version => {
-                Ok(Values::held(Arc::new(Own(Arc::clone(&self.owned(begun.index)?.slot)))))
+                Ok(Values::owned_by(Arc::new(OwnSlotWeights(Arc::clone(&self.owned(begun.index)?.slot)))))
             }
             _ => Err(self.not_begun()),
         }
@@ -107,7 +107,7 @@ impl Store {
     /// Opens the version that was begun to readers: its weights, and the path of its file.
     pub(crate) fn commit(&mut self, version: PolicyVersion) -> Result<(Values, PathBuf), WeightsError> {
         let values = self.begun(version)?;
-        let Some(Begun { index, .. }) = self.begun.take() else { return Err(self.not_begun()) };
+        let Some(VersionInProgress { index, .. }) = self.begun.take() else { return Err(self.not_begun()) };
         let owned = self.owned(index)?;
         owned.slot.complete();
         owned.file.unlock().map_err(|error| failed(&owned.path, "unlock a file", &error))?;
@@ -132,8 +132,8 @@ impl Store {
         }
         let path = self.directory.path().join(format!("slot-{}", self.made));
         self.made += 1;
-        let (slot, file) = Slot::create(&path, len)?;
-        let mut owned = Owned { path, file, slot: Arc::new(slot) };
+        let (slot, file) = ShmSlot::create(&path, len)?;
+        let mut owned = OwnedSlot { path, file, slot: Arc::new(slot) };
         if !owned.lock() {
             let error = io::Error::other("somebody holds it already");
             return Err(failed(&owned.path, "lock a new file", &error));
@@ -142,7 +142,7 @@ impl Store {
         Ok(())
     }
 
-    fn owned(&self, index: usize) -> Result<&Owned, WeightsError> {
+    fn owned(&self, index: usize) -> Result<&OwnedSlot, WeightsError> {
         self.slots[index].as_ref().ok_or_else(|| self.not_begun())
     }
 
@@ -155,7 +155,7 @@ impl Store {
     }
 }
 
-impl Owned {
+impl OwnedSlot {
     /// Takes the slot from all readers, if there are none.
     fn lock(&mut self) -> bool {
         Arc::get_mut(&mut self.slot).is_some() && self.file.try_lock().is_ok()

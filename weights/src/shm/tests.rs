@@ -21,7 +21,7 @@ fn values(version: u64) -> Vec<f32> {
     (0..LEN).map(|index| (index as u64 * 31 + version) as f32).collect()
 }
 
-fn publish(store: &mut Store, version: u64) -> PathBuf {
+fn publish(store: &mut SlotWriter, version: u64) -> PathBuf {
     store.begin(PolicyVersion(version), LEN, Dtype::F32).unwrap();
     store.place(&values(version), 1).unwrap();
     store.commit(PolicyVersion(version)).unwrap().1
@@ -34,8 +34,8 @@ fn files(directory: &Path) -> usize {
 #[test]
 fn a_version_is_read_where_it_lies_and_slots_are_used_in_turn() {
     let directory = tempfile::tempdir().unwrap();
-    let mut store = Store::create(directory.path()).unwrap();
-    let mut reader = Reader::default();
+    let mut store = SlotWriter::create(directory.path()).unwrap();
+    let mut reader = SlotReader::default();
     let mut paths = Vec::new();
     for version in 1..=6 {
         let path = publish(&mut store, version);
@@ -52,8 +52,8 @@ fn a_version_is_read_where_it_lies_and_slots_are_used_in_turn() {
 #[test]
 fn a_slow_reader_keeps_what_it_has_and_delays_nobody() {
     let directory = tempfile::tempdir().unwrap();
-    let mut store = Store::create(directory.path()).unwrap();
-    let mut reader = Reader::default();
+    let mut store = SlotWriter::create(directory.path()).unwrap();
+    let mut reader = SlotReader::default();
     let first = publish(&mut store, 1);
     let held = reader.pin(&first, PolicyVersion(1)).unwrap().unwrap();
     for version in 2..=5 {
@@ -80,7 +80,7 @@ fn nothing_torn_is_ever_read() {
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
-                let mut reader = Reader::default();
+                let mut reader = SlotReader::default();
                 while !done.load(Ordering::Relaxed) {
                     let Some(newest) = hub.newest(&watcher, After::Version(None)).unwrap() else { continue };
                     let (version, place) =
@@ -148,7 +148,7 @@ fn owners_of_shards_place_them_and_one_commits() {
 #[test]
 fn a_shard_goes_nowhere_else() {
     let directory = tempfile::tempdir().unwrap();
-    let mut store = Store::create(directory.path()).unwrap();
+    let mut store = SlotWriter::create(directory.path()).unwrap();
     let path = store.begin(PolicyVersion(1), LEN, Dtype::F32).unwrap();
     let owner = ShardOwner::open(&path, 1).unwrap();
     for (version, offset, len) in [(2, 0, 1), (1, LEN, 1), (1, LEN - 1, 2), (1, usize::MAX, 1)] {
@@ -164,7 +164,7 @@ fn a_shard_goes_nowhere_else() {
         std::fs::write(&odd, vec![7; bytes]).unwrap();
         assert!(matches!(ShardOwner::open(&odd, 1), Err(WeightsError::Shm { .. })), "{bytes}");
     }
-    assert!(Store::create(&odd).is_err(), "that is no directory");
+    assert!(SlotWriter::create(&odd).is_err(), "that is no directory");
 }
 
 /// Runs a test of this binary as another process in `directory`, until it says a line.
@@ -199,7 +199,7 @@ fn wait_to_be_killed(at: &Path) {
 #[test]
 #[ignore = "the child of a test"]
 fn publishes_and_waits() {
-    let mut store = Store::create(Path::new(".")).unwrap();
+    let mut store = SlotWriter::create(Path::new(".")).unwrap();
     let path = publish(&mut store, 1);
     store.begin(PolicyVersion(2), LEN, Dtype::F32).unwrap();
     store.place(&values(2)[..LEN / 2], 1).unwrap();
@@ -210,12 +210,12 @@ fn publishes_and_waits() {
 fn a_publisher_that_is_killed_hurts_nobody_and_its_memory_is_removed() {
     let directory = tempfile::tempdir().unwrap();
     let (publisher, path) = child("shm::tests::publishes_and_waits", directory.path());
-    let pinned = Reader::default().pin(&directory.path().join(path), PolicyVersion(1)).unwrap().unwrap();
-    let alive = Store::create(directory.path()).unwrap();
+    let pinned = SlotReader::default().pin(&directory.path().join(path), PolicyVersion(1)).unwrap().unwrap();
+    let alive = SlotWriter::create(directory.path()).unwrap();
     assert_eq!(files(directory.path()), 2, "one that lives is left alone");
     kill(publisher);
     assert_eq!(pinned.values[..], values(1)[..]);
-    let _next = Store::create(directory.path()).unwrap();
+    let _next = SlotWriter::create(directory.path()).unwrap();
     assert_eq!(files(directory.path()), 2, "the dead one's is gone, that of the living is not");
     assert_eq!(pinned.values[..], values(1)[..]);
     drop(alive);
@@ -225,7 +225,7 @@ fn a_publisher_that_is_killed_hurts_nobody_and_its_memory_is_removed() {
 #[ignore = "the child of a test"]
 fn reads_and_waits() {
     let path = Path::new("slot-0");
-    let pinned = Reader::default().pin(path, PolicyVersion(1)).unwrap().unwrap();
+    let pinned = SlotReader::default().pin(path, PolicyVersion(1)).unwrap().unwrap();
     assert_eq!(pinned.values[..], values(1)[..]);
     wait_to_be_killed(path);
 }
@@ -234,7 +234,7 @@ fn reads_and_waits() {
 fn a_reader_that_is_killed_gives_its_slot_back() {
     for killed in [false, true] {
         let directory = tempfile::tempdir().unwrap();
-        let mut store = Store::create(directory.path()).unwrap();
+        let mut store = SlotWriter::create(directory.path()).unwrap();
         let path = publish(&mut store, 1);
         let (reader, _) = child("shm::tests::reads_and_waits", path.parent().unwrap());
         publish(&mut store, 2);

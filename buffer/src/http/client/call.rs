@@ -15,8 +15,8 @@ use ureq::tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Timeout};
 
 use super::ClientConfig;
-use crate::http::body::Format;
-use crate::http::problem::{Code, Evidence, Problem};
+use crate::http::body::WireFormat;
+use crate::http::problem::{Evidence, Problem, ProblemCode};
 use crate::{BufferError, LeaseId};
 
 /// How long a connection may take to be made.
@@ -36,7 +36,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 /// When a request may be sent again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Repeat {
+pub(super) enum RetryPolicy {
     /// The buffer takes it as the same.
     Always,
     /// Only if the server cannot have seen it, or said that it did nothing.
@@ -45,17 +45,17 @@ pub(super) enum Repeat {
 
 /// A request.
 #[derive(Debug)]
-pub(super) struct Call {
+pub(super) struct ClientCall {
     method: &'static str,
     path: String,
     body: Option<Vec<u8>>,
     waits: Duration,
-    repeat: Repeat,
+    repeat: RetryPolicy,
 }
 
-impl Call {
+impl ClientCall {
     pub(super) fn get(path: String) -> Self {
-        Self { method: "GET", path, body: None, waits: Duration::ZERO, repeat: Repeat::Always }
+        Self { method: "GET", path, body: None, waits: Duration::ZERO, repeat: RetryPolicy::Always }
     }
 
     pub(super) fn post(path: String, body: &impl Serialize) -> Result<Self, BufferError> {
@@ -67,7 +67,7 @@ impl Call {
     }
 
     fn with_body(method: &'static str, path: String, body: &impl Serialize) -> Result<Self, BufferError> {
-        match Format::MessagePack.encode(body) {
+        match WireFormat::MessagePack.encode(body) {
             Ok(body) => Ok(Self { body: Some(body), method, ..Self::get(path) }),
             Err(problem) => Err(BufferError::Client { url: path, reason: problem.detail }),
         }
@@ -78,26 +78,26 @@ impl Call {
         Self { waits: Duration::from_millis(wait_ms), ..self }
     }
 
-    pub(super) fn repeat(self, repeat: Repeat) -> Self {
+    pub(super) fn repeat(self, repeat: RetryPolicy) -> Self {
         Self { repeat, ..self }
     }
 }
 
 /// An answer, whatever it says.
 #[derive(Debug)]
-pub(super) struct Answer {
+pub(super) struct ClientResponse {
     status: u16,
     retry_after: Option<Duration>,
     body: Vec<u8>,
 }
 
-impl Answer {
+impl ClientResponse {
     pub(super) const OK: u16 = 200;
 }
 
 /// How an attempt without an answer ended.
 #[derive(Debug)]
-enum Lost {
+enum CallFailure {
     /// The server has not seen it.
     NotSent(String),
     /// Nobody knows.
@@ -108,7 +108,7 @@ enum Lost {
 
 /// A problem as a client reads it: of a newer server it may have a code that is not known here.
 #[derive(Debug, Deserialize)]
-struct Told {
+struct ProblemBody {
     code: String,
     detail: String,
     found: Option<u64>,
@@ -116,7 +116,7 @@ struct Told {
 }
 
 /// The connections to a server.
-pub(super) struct Core {
+pub(super) struct ClientCore {
     agent: Agent,
     /// Without a slash at the end.
     url: String,
@@ -125,7 +125,7 @@ pub(super) struct Core {
     give_up: Option<Arc<AtomicBool>>,
 }
 
-impl Core {
+impl ClientCore {
     pub(super) fn new(config: ClientConfig) -> Result<Self, BufferError> {
         let ClientConfig { url, token, roots, patience, hold: _, give_up } = config;
         let failed = |reason: String| BufferError::Client { url: url.clone(), reason };
@@ -158,80 +158,90 @@ impl Core {
     }
 
     /// The answer to `call`.
-    pub(super) fn ask<T: DeserializeOwned>(&self, call: &Call) -> Result<T, BufferError> {
+    pub(super) fn ask<T: DeserializeOwned>(&self, call: &ClientCall) -> Result<T, BufferError> {
         let answer = self.send(call)?;
-        if answer.status == Answer::OK { self.decode(call, &answer) } else { Err(self.told(call, &answer)) }
+        if answer.status == ClientResponse::OK {
+            self.decode(call, &answer)
+        } else {
+            Err(self.problem_error(call, &answer))
+        }
     }
 
     /// The answer to `call`, also if it says that there is no room for any group.
-    pub(super) fn ask_or_full<T: DeserializeOwned>(&self, call: &Call) -> Result<T, BufferError> {
+    pub(super) fn ask_or_full<T: DeserializeOwned>(&self, call: &ClientCall) -> Result<T, BufferError> {
         let answer = self.send(call)?;
         match answer.status {
-            Answer::OK => self.decode(call, &answer),
-            429 => Format::Json.decode(&answer.body).map_err(|problem| self.bad_answer(call, problem.detail)),
-            _ => Err(self.told(call, &answer)),
+            ClientResponse::OK => self.decode(call, &answer),
+            429 => {
+                WireFormat::Json.decode(&answer.body).map_err(|problem| self.bad_answer(call, problem.detail))
+            }
+            _ => Err(self.problem_error(call, &answer)),
         }
     }
 
     /// One attempt, for so long.
     pub(super) fn ask_once<T: DeserializeOwned>(
         &self,
-        call: &Call,
+        call: &ClientCall,
         limit: Duration,
     ) -> Result<T, BufferError> {
         match self.attempt(call, limit) {
-            Ok(answer) if answer.status == Answer::OK => self.decode(call, &answer),
-            Ok(answer) => Err(self.told(call, &answer)),
-            Err(Lost::NotSent(reason) | Lost::Unclear(reason) | Lost::Hopeless(reason)) => {
+            Ok(answer) if answer.status == ClientResponse::OK => self.decode(call, &answer),
+            Ok(answer) => Err(self.problem_error(call, &answer)),
+            Err(
+                CallFailure::NotSent(reason) | CallFailure::Unclear(reason) | CallFailure::Hopeless(reason),
+            ) => {
                 Err(BufferError::Unreachable { request: self.name(call), attempts: 1, waited: limit, reason })
             }
         }
     }
 
-    pub(super) fn bad_answer(&self, call: &Call, reason: impl Into<String>) -> BufferError {
+    pub(super) fn bad_answer(&self, call: &ClientCall, reason: impl Into<String>) -> BufferError {
         BufferError::BadAnswer { request: self.name(call), reason: reason.into() }
     }
 
     /// The error that the buffer itself would have given, as far as the answer has what it needs.
     pub(super) fn refused(
         &self,
-        call: &Call,
+        call: &ClientCall,
         status: u16,
         code: String,
         detail: String,
         evidence: Evidence,
     ) -> BufferError {
         let Evidence { found, bound } = evidence;
-        let is = |known: Code| known.as_str() == code;
+        let is = |known: ProblemCode| known.as_str() == code;
         match (found, bound) {
-            (Some(lease), _) if is(Code::LeaseLost) => BufferError::LeaseLost { lease: LeaseId(lease) },
-            (Some(lease), _) if is(Code::LeaseOver) => {
+            (Some(lease), _) if is(ProblemCode::LeaseLost) => {
+                BufferError::LeaseLost { lease: LeaseId(lease) }
+            }
+            (Some(lease), _) if is(ProblemCode::LeaseOver) => {
                 let how = if detail.contains("released") { "released" } else { "acknowledged" };
                 BufferError::LeaseOver { lease: LeaseId(lease), how }
             }
-            (Some(lease), Some(next)) if is(Code::UnknownLease) => {
+            (Some(lease), Some(next)) if is(ProblemCode::UnknownLease) => {
                 BufferError::UnknownLease { lease: LeaseId(lease), next: LeaseId(next) }
             }
-            (Some(group), _) if is(Code::WrongState) => {
+            (Some(group), _) if is(ProblemCode::WrongState) => {
                 let (is, needs) = out_of_turn(&detail);
                 BufferError::WrongState { group: GroupId(group), is, needs }
             }
-            (Some(version), Some(known)) if is(Code::FutureVersion) => {
+            (Some(version), Some(known)) if is(ProblemCode::FutureVersion) => {
                 BufferError::FutureVersion { version: PolicyVersion(version), known: PolicyVersion(known) }
             }
-            (Some(version), Some(known)) if is(Code::VersionJump) => {
+            (Some(version), Some(known)) if is(ProblemCode::VersionJump) => {
                 BufferError::VersionJump { version: PolicyVersion(version), known: PolicyVersion(known) }
             }
-            (Some(version), Some(known)) if is(Code::VersionBehind) => {
+            (Some(version), Some(known)) if is(ProblemCode::VersionBehind) => {
                 BufferError::VersionBehind { version: PolicyVersion(version), known: PolicyVersion(known) }
             }
-            (Some(step), Some(next)) if is(Code::StepPassed) => {
+            (Some(step), Some(next)) if is(ProblemCode::StepPassed) => {
                 BufferError::StepPassed { step: PolicyVersion(step), next: PolicyVersion(next) }
             }
-            (Some(group), Some(next)) if is(Code::UnknownGroup) || is(Code::UnknownId) => {
+            (Some(group), Some(next)) if is(ProblemCode::UnknownGroup) || is(ProblemCode::UnknownId) => {
                 BufferError::UnknownGroup { group: GroupId(group), next: GroupId(next) }
             }
-            (Some(bytes), Some(limit)) if is(Code::GroupTooLarge) => {
+            (Some(bytes), Some(limit)) if is(ProblemCode::GroupTooLarge) => {
                 BufferError::GroupTooLarge { bytes, limit }
             }
             _ => BufferError::Refused { request: self.name(call), status, code, detail },
@@ -239,7 +249,7 @@ impl Core {
     }
 
     /// Asks until there is an answer that is meant to last.
-    fn send(&self, call: &Call) -> Result<Answer, BufferError> {
+    fn send(&self, call: &ClientCall) -> Result<ClientResponse, BufferError> {
         let started = Instant::now();
         let deadline = started + call.waits + self.patience;
         let (mut attempts, mut pause) = (0, FIRST_PAUSE);
@@ -247,16 +257,19 @@ impl Core {
             attempts += 1;
             let (reason, wanted_pause) = match self.attempt(call, call.waits + ANSWER) {
                 Ok(answer) if answer.status == 503 => {
-                    let problem: Result<Told, Problem> = Format::Json.decode(&answer.body);
-                    (problem.map_or_else(|_| "status 503".to_owned(), |told| told.detail), answer.retry_after)
+                    let problem: Result<ProblemBody, Problem> = WireFormat::Json.decode(&answer.body);
+                    (
+                        problem.map_or_else(|_| "status 503".to_owned(), |problem| problem.detail),
+                        answer.retry_after,
+                    )
                 }
                 Ok(answer) => return Ok(answer),
-                Err(Lost::NotSent(reason)) => (reason, None),
-                Err(Lost::Unclear(reason)) if call.repeat == Repeat::Always => (reason, None),
-                Err(Lost::Unclear(reason)) => {
+                Err(CallFailure::NotSent(reason)) => (reason, None),
+                Err(CallFailure::Unclear(reason)) if call.repeat == RetryPolicy::Always => (reason, None),
+                Err(CallFailure::Unclear(reason)) => {
                     return Err(BufferError::Unclear { request: self.name(call), reason });
                 }
-                Err(Lost::Hopeless(reason)) => {
+                Err(CallFailure::Hopeless(reason)) => {
                     return Err(BufferError::Client { url: self.url.clone(), reason });
                 }
             };
@@ -271,18 +284,18 @@ impl Core {
         }
     }
 
-    fn attempt(&self, call: &Call, limit: Duration) -> Result<Answer, Lost> {
+    fn attempt(&self, call: &ClientCall, limit: Duration) -> Result<ClientResponse, CallFailure> {
         let mut request = ureq::http::Request::builder()
             .method(call.method)
             .uri(format!("{}{}", self.url, call.path))
-            .header("accept", Format::MESSAGE_PACK);
+            .header("accept", WireFormat::MESSAGE_PACK);
         if let Some(authorization) = &self.authorization {
             request = request.header("authorization", authorization);
         }
         if call.body.is_some() {
-            request = request.header("content-type", Format::MESSAGE_PACK);
+            request = request.header("content-type", WireFormat::MESSAGE_PACK);
         }
-        let hopeless = |error: ureq::http::Error| Lost::Hopeless(error.to_string());
+        let hopeless = |error: ureq::http::Error| CallFailure::Hopeless(error.to_string());
         let sent = match &call.body {
             Some(body) => {
                 let request = request.body(&body[..]).map_err(hopeless)?;
@@ -293,53 +306,57 @@ impl Core {
                 self.agent.run(self.agent.configure_request(request).timeout_global(Some(limit)).build())
             }
         };
-        let mut response = sent.map_err(lost)?;
+        let mut response = sent.map_err(call_failure)?;
         let retry_after = response.headers().get("retry-after");
         let retry_after =
             retry_after.and_then(|value| value.to_str().ok()?.parse().ok()).map(Duration::from_secs);
         let body = response.body_mut().with_config().limit(MAX_ANSWER).read_to_vec();
-        let body = body.map_err(|error| Lost::Unclear(error.to_string()))?;
-        Ok(Answer { status: response.status().as_u16(), retry_after, body })
+        let body = body.map_err(|error| CallFailure::Unclear(error.to_string()))?;
+        Ok(ClientResponse { status: response.status().as_u16(), retry_after, body })
     }
 
-    fn decode<T: DeserializeOwned>(&self, call: &Call, answer: &Answer) -> Result<T, BufferError> {
-        Format::MessagePack.decode(&answer.body).map_err(|problem| self.bad_answer(call, problem.detail))
+    fn decode<T: DeserializeOwned>(
+        &self,
+        call: &ClientCall,
+        answer: &ClientResponse,
+    ) -> Result<T, BufferError> {
+        WireFormat::MessagePack.decode(&answer.body).map_err(|problem| self.bad_answer(call, problem.detail))
     }
 
-    fn told(&self, call: &Call, answer: &Answer) -> BufferError {
-        match Format::Json.decode::<Told>(&answer.body) {
-            Ok(Told { code, detail, found, bound }) => {
+    fn problem_error(&self, call: &ClientCall, answer: &ClientResponse) -> BufferError {
+        match WireFormat::Json.decode::<ProblemBody>(&answer.body) {
+            Ok(ProblemBody { code, detail, found, bound }) => {
                 self.refused(call, answer.status, code, detail, Evidence { found, bound })
             }
             Err(_) => self.bad_answer(call, format!("status {} without a problem", answer.status)),
         }
     }
 
-    fn name(&self, call: &Call) -> String {
+    fn name(&self, call: &ClientCall) -> String {
         format!("{} {}{}", call.method, self.url, call.path)
     }
 }
 
-impl fmt::Debug for Core {
+impl fmt::Debug for ClientCore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Core").field("url", &self.url).finish_non_exhaustive()
+        f.debug_struct("ClientCore").field("url", &self.url).finish_non_exhaustive()
     }
 }
 
-fn lost(error: ureq::Error) -> Lost {
+fn call_failure(error: ureq::Error) -> CallFailure {
     let reason = error.to_string();
     match error {
         ureq::Error::HostNotFound
         | ureq::Error::ConnectionFailed
-        | ureq::Error::Timeout(Timeout::Resolve | Timeout::Connect) => Lost::NotSent(reason),
+        | ureq::Error::Timeout(Timeout::Resolve | Timeout::Connect) => CallFailure::NotSent(reason),
         ureq::Error::Io(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
-            Lost::NotSent(reason)
+            CallFailure::NotSent(reason)
         }
         ureq::Error::Io(_)
         | ureq::Error::Timeout(_)
         | ureq::Error::Protocol(_)
-        | ureq::Error::BodyStalled => Lost::Unclear(reason),
-        _ => Lost::Hopeless(reason),
+        | ureq::Error::BodyStalled => CallFailure::Unclear(reason),
+        _ => CallFailure::Hopeless(reason),
     }
 }
 

@@ -10,17 +10,17 @@ use serde::{Deserialize, Serialize};
 use trajectory::{GroupId, PolicyVersion};
 use utoipa::{IntoParams, ToSchema};
 
-use super::{Number, Parameters};
-use crate::http::body::{Accept, Body, NoFields, aside};
+use super::{PathNumber, QueryParameters};
+use crate::http::body::{Accept, DecodedBody, NoFields, aside};
 use crate::http::metrics::Stopwatch;
-use crate::http::problem::{self, Code, Evidence, Problem};
-use crate::http::server::Peer;
-use crate::http::state::Shared;
+use crate::http::problem::{self, Evidence, Problem, ProblemCode};
+use crate::http::server::ClientAddress;
+use crate::http::state::ServerState;
 use crate::http::wire::{
-    AppendAnswer, AppendRequest, EntryBody, Evicted, GroupAnswerView, GroupView, GroupsAnswer, Identity,
-    ItemResult, ItemStatus, QuarantinedBody, Rejection, State as GroupStateBody, Submission,
+    AppendAnswer, AppendRequest, EntryBody, Evicted, GroupAnswerView, GroupStateBody, GroupView,
+    GroupsAnswer, ItemResult, ItemStatus, QuarantinedBody, Rejection, Submission, SubmissionIdentity,
 };
-use crate::payload::Incoming;
+use crate::payload::IncomingGroup;
 use crate::{Buffer, BufferError, Finalized, GroupFilter, GroupLimits, Submitted, Unfit};
 
 /// Groups on a page, unless the client says otherwise.
@@ -39,13 +39,13 @@ const MAX_PAGE: usize = 1000;
     )
 )]
 pub(super) async fn append(
-    State(shared): State<Arc<Shared>>,
-    Extension(Peer(peer)): Extension<Peer>,
+    State(shared): State<Arc<ServerState>>,
+    Extension(ClientAddress(peer)): Extension<ClientAddress>,
     accept: Accept,
-    body: Body<AppendRequest>,
+    body: DecodedBody<AppendRequest>,
 ) -> Result<Response, Problem> {
     let stopwatch = Stopwatch::start();
-    let Body { value: AppendRequest { groups }, reserved } = body;
+    let DecodedBody { value: AppendRequest { groups }, reserved } = body;
     let buffer = shared.buffer()?;
     let limits = shared.group_limits()?;
     let mut results = Vec::with_capacity(groups.len());
@@ -86,7 +86,7 @@ struct AppendProblem {
     kind: &'static str,
     title: &'static str,
     status: u16,
-    code: Code,
+    code: ProblemCode,
     detail: String,
     results: Vec<ItemResult>,
     policy_version: u64,
@@ -96,44 +96,44 @@ impl AppendProblem {
     fn new(AppendAnswer { results, policy_version }: AppendAnswer) -> Self {
         let detail = "the buffer is full: wait until the trainer has taken groups, then send the same again"
             .to_owned();
-        let (title, status) = (Code::Full.title(), Code::Full.status().as_u16());
-        Self { kind: "about:blank", title, status, code: Code::Full, detail, results, policy_version }
+        let (title, status) = (ProblemCode::Full.title(), ProblemCode::Full.status().as_u16());
+        Self { kind: "about:blank", title, status, code: ProblemCode::Full, detail, results, policy_version }
     }
 
     fn into_response(self) -> Response {
-        problem::with_problem_headers(&Problem::new(Code::Full, self.detail.clone()), &self)
+        problem::with_problem_headers(&Problem::new(ProblemCode::Full, self.detail.clone()), &self)
     }
 }
 
 fn checked(
     submission: Submission,
-    shared: &Shared,
+    shared: &ServerState,
     limits: Option<GroupLimits>,
     peer: IpAddr,
-) -> Result<Incoming, Rejection> {
+) -> Result<IncomingGroup, Rejection> {
     let (identity, group) = submission.check(shared.item_limits())?;
     if let Some(unfit) = limits.and_then(|limits| limits.check(&group).err()) {
         let (code, detail) = (code_of(&unfit), unfit.to_string());
         return Err(Rejection { code, detail, evidence: Evidence::default() });
     }
     Ok(match identity {
-        Identity::Admitted(_) => Incoming::admitted(group).sent_by(peer.to_string()),
-        Identity::Key(key) => {
+        SubmissionIdentity::Admitted(_) => IncomingGroup::admitted(group).sent_by(peer.to_string()),
+        SubmissionIdentity::Key(key) => {
             let sender = format!("{peer} as {key:?}");
-            Incoming::keyed(key, group).sent_by(sender)
+            IncomingGroup::keyed(key, group).sent_by(sender)
         }
     })
 }
 
-fn code_of(unfit: &Unfit) -> Code {
+fn code_of(unfit: &Unfit) -> ProblemCode {
     match unfit {
-        Unfit::Vocabulary { .. } => Code::TokenOutOfVocabulary,
-        Unfit::Context { .. } => Code::TooManyTokens,
-        Unfit::Size { .. } => Code::TooManyTrajectories,
-        Unfit::Logprob { .. } => Code::LogprobTooLow,
-        Unfit::Temperature { .. } => Code::BadTemperature,
-        Unfit::Reward { .. } => Code::RewardOutOfRange,
-        Unfit::Turn { .. } => Code::BadTurn,
+        Unfit::Vocabulary { .. } => ProblemCode::TokenOutOfVocabulary,
+        Unfit::Context { .. } => ProblemCode::TooManyTokens,
+        Unfit::Size { .. } => ProblemCode::TooManyTrajectories,
+        Unfit::Logprob { .. } => ProblemCode::LogprobTooLow,
+        Unfit::Temperature { .. } => ProblemCode::BadTemperature,
+        Unfit::Reward { .. } => ProblemCode::RewardOutOfRange,
+        Unfit::Turn { .. } => ProblemCode::BadTurn,
     }
 }
 
@@ -145,7 +145,7 @@ fn code_of(unfit: &Unfit) -> Code {
 fn answered(
     answer: Result<Submitted, BufferError>,
     (index, peer): (usize, IpAddr),
-    shared: &Shared,
+    shared: &ServerState,
     buffer: &Buffer,
 ) -> Result<ItemResult, Problem> {
     match answer {
@@ -162,7 +162,7 @@ fn answered(
             let problem = shared.problem(buffer, &error);
             let code = match problem.code {
                 // Here the id stands in the body, not in the path.
-                Code::UnknownGroup => Code::UnknownId,
+                ProblemCode::UnknownGroup => ProblemCode::UnknownId,
                 code if code.status().is_client_error() => code,
                 _ => return Err(problem.at(index)),
             };
@@ -178,7 +178,7 @@ fn answered(
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(super) struct ListQuery {
+pub(super) struct GroupsQuery {
     /// `next_cursor` of the page before.
     cursor: Option<String>,
     /// Most groups on the page.
@@ -195,18 +195,18 @@ pub(super) struct ListQuery {
 
 /// List groups without their tokens, ordered by id. Groups that come while pages are read may be on them or not.
 #[utoipa::path(
-    get, path = "/v1/groups", operation_id = "list_groups", tag = "groups", params(ListQuery),
+    get, path = "/v1/groups", operation_id = "list_groups", tag = "groups", params(GroupsQuery),
     responses((status = 200, body = GroupsAnswer, description = "One page"))
 )]
 pub(super) async fn list(
-    State(shared): State<Arc<Shared>>,
+    State(shared): State<Arc<ServerState>>,
     accept: Accept,
-    Parameters(query): Parameters<ListQuery>,
+    QueryParameters(query): QueryParameters<GroupsQuery>,
 ) -> Result<Response, Problem> {
     let limit = query.limit.unwrap_or(PAGE);
     if !(1..=MAX_PAGE).contains(&limit) {
         return Err(Problem::new(
-            Code::OutOfRange,
+            ProblemCode::OutOfRange,
             format!("`limit` is {limit}, it must be 1 to {MAX_PAGE}"),
         ));
     }
@@ -230,7 +230,7 @@ fn cursor(GroupId(id): GroupId) -> String {
 fn from_cursor(cursor: &str) -> Result<GroupId, Problem> {
     let id = cursor.strip_prefix('g').and_then(|id| u64::from_str_radix(id, 16).ok());
     id.map(GroupId).ok_or_else(|| {
-        Problem::new(Code::BadQuery, format!("`cursor={cursor}` is not from an answer of this route"))
+        Problem::new(ProblemCode::BadQuery, format!("`cursor={cursor}` is not from an answer of this route"))
     })
 }
 
@@ -241,16 +241,16 @@ fn from_cursor(cursor: &str) -> Result<GroupId, Problem> {
     responses((status = 200, body = GroupAnswerView, description = "The group"))
 )]
 pub(super) async fn get(
-    State(shared): State<Arc<Shared>>,
+    State(shared): State<Arc<ServerState>>,
     accept: Accept,
-    Number(id): Number,
+    PathNumber(id): PathNumber,
 ) -> Result<Response, Problem> {
     let buffer = shared.buffer()?;
     // It may have to be read from the disk.
     let (found, buffer) = aside(move || (buffer.get(GroupId(id)), buffer)).await?;
     let Some((entry, group)) = found.map_err(|error| shared.problem(&buffer, &error))? else {
         let detail = format!("group {id} is not here: it was never admitted, or was trained on, or evicted");
-        return Err(Problem::new(Code::UnknownGroup, detail));
+        return Err(Problem::new(ProblemCode::UnknownGroup, detail));
     };
     let group = group.as_deref().map(GroupView::from);
     accept.answer(&GroupAnswerView { entry: EntryBody::from(&entry), group })
@@ -263,9 +263,9 @@ pub(super) async fn get(
     responses((status = 200, body = Evicted, description = "0 if it is not here, also because it was removed before"))
 )]
 pub(super) async fn evict(
-    State(shared): State<Arc<Shared>>,
+    State(shared): State<Arc<ServerState>>,
     accept: Accept,
-    Number(id): Number,
+    PathNumber(id): PathNumber,
 ) -> Result<Response, Problem> {
     let buffer = shared.buffer()?;
     let evicted = buffer.evict_async(GroupId(id)).await.map_err(|error| shared.problem(&buffer, &error))?;
@@ -279,9 +279,9 @@ pub(super) async fn evict(
     responses((status = 200, body = QuarantinedBody, description = "It is set aside, durably"))
 )]
 pub(super) async fn quarantine(
-    State(shared): State<Arc<Shared>>,
+    State(shared): State<Arc<ServerState>>,
     accept: Accept,
-    Number(id): Number,
+    PathNumber(id): PathNumber,
     _: NoFields,
 ) -> Result<Response, Problem> {
     let buffer = shared.buffer()?;
@@ -307,9 +307,9 @@ pub(super) struct EvictQuery {
     responses((status = 200, body = Evicted, description = "How many are gone"))
 )]
 pub(super) async fn evict_below(
-    State(shared): State<Arc<Shared>>,
+    State(shared): State<Arc<ServerState>>,
     accept: Accept,
-    Parameters(query): Parameters<EvictQuery>,
+    QueryParameters(query): QueryParameters<EvictQuery>,
 ) -> Result<Response, Problem> {
     let buffer = shared.buffer()?;
     let below = PolicyVersion(query.below_version);

@@ -9,12 +9,12 @@ use serde::Deserialize;
 use trajectory::PolicyVersion;
 use utoipa::IntoParams;
 
-use super::{Number, Parameters};
-use crate::http::body::{Accept, Body, NoFields, aside};
+use super::{PathNumber, QueryParameters};
+use crate::http::body::{Accept, DecodedBody, NoFields, aside};
 use crate::http::problem::{Problem, retry_after};
-use crate::http::state::Shared;
+use crate::http::state::ServerState;
 use crate::http::wire::{
-    AckThroughRequest, Done, ExtendRequest, LeaseAnswerView, LeaseView, LeasesAnswer, LeasesRequest,
+    AckThroughRequest, EmptyAnswer, ExtendRequest, LeaseAnswerView, LeaseView, LeasesAnswer, LeasesRequest,
     StatsBody,
 };
 use crate::{BufferError, Lease, LeaseId};
@@ -29,9 +29,9 @@ const ENCODE_INLINE: usize = 16 << 10;
     responses((status = 200, body = LeaseAnswerView, description = "A lease, or why there is none yet"))
 )]
 pub(super) async fn lease(
-    State(shared): State<Arc<Shared>>,
+    State(shared): State<Arc<ServerState>>,
     accept: Accept,
-    body: Body<LeasesRequest>,
+    body: DecodedBody<LeasesRequest>,
 ) -> Result<Response, Problem> {
     let wait = Duration::from_millis(body.value.wait_ms);
     let request = body.value.check()?;
@@ -67,20 +67,20 @@ async fn handed_out(accept: Accept, lease: Lease) -> Result<Response, Problem> {
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(super) struct ListQuery {
+pub(super) struct LeasesQuery {
     /// Of this consumer only.
     consumer: Option<String>,
 }
 
 /// List the leases that are not acknowledged.
 #[utoipa::path(
-    get, path = "/v1/leases", operation_id = "list_leases", tag = "leases", params(ListQuery),
+    get, path = "/v1/leases", operation_id = "list_leases", tag = "leases", params(LeasesQuery),
     responses((status = 200, body = LeasesAnswer, description = "Ordered by id"))
 )]
 pub(super) async fn list(
-    State(shared): State<Arc<Shared>>,
+    State(shared): State<Arc<ServerState>>,
     accept: Accept,
-    Parameters(query): Parameters<ListQuery>,
+    QueryParameters(query): QueryParameters<LeasesQuery>,
 ) -> Result<Response, Problem> {
     let buffer = shared.buffer()?;
     let leases = buffer.leases(query.consumer.as_deref()).map_err(|error| shared.problem(&buffer, &error))?;
@@ -91,68 +91,68 @@ pub(super) async fn list(
 #[utoipa::path(
     post, path = "/v1/leases/{id}/ack", operation_id = "ack", tag = "leases",
     params(("id" = u64, Path, description = "Of the lease")),
-    responses((status = 200, body = Done, description = "Its groups have one use less, durably"))
+    responses((status = 200, body = EmptyAnswer, description = "Its groups have one use less, durably"))
 )]
 pub(super) async fn ack(
-    State(shared): State<Arc<Shared>>,
+    State(shared): State<Arc<ServerState>>,
     accept: Accept,
-    Number(id): Number,
+    PathNumber(id): PathNumber,
     _: NoFields,
 ) -> Result<Response, Problem> {
     let buffer = shared.buffer()?;
     buffer.ack_async(LeaseId(id)).await.map_err(|error| shared.problem(&buffer, &error))?;
-    accept.answer(&Done {})
+    accept.answer(&EmptyAnswer {})
 }
 
 /// A checkpoint that contains every step below `through` is on disk: done with all leases for them. Idempotent: also the loss
 /// of a lease is answered again, until `through` goes on.
 #[utoipa::path(
     post, path = "/v1/leases/ack", operation_id = "ack_through", tag = "leases", request_body = AckThroughRequest,
-    responses((status = 200, body = Done, description = "They are done with, durably"))
+    responses((status = 200, body = EmptyAnswer, description = "They are done with, durably"))
 )]
 pub(super) async fn ack_through(
-    State(shared): State<Arc<Shared>>,
+    State(shared): State<Arc<ServerState>>,
     accept: Accept,
-    body: Body<AckThroughRequest>,
+    body: DecodedBody<AckThroughRequest>,
 ) -> Result<Response, Problem> {
     let AckThroughRequest { consumer, through } = body.value;
     let buffer = shared.buffer()?;
     let acknowledged = buffer.ack_through_async(&consumer, PolicyVersion(through)).await;
     acknowledged.map_err(|error| shared.problem(&buffer, &error))?;
-    accept.answer(&Done {})
+    accept.answer(&EmptyAnswer {})
 }
 
 /// Give a lease back untrained: its groups can be leased again.
 #[utoipa::path(
     post, path = "/v1/leases/{id}/release", operation_id = "release", tag = "leases",
     params(("id" = u64, Path, description = "Of the lease")),
-    responses((status = 200, body = Done, description = "It is over, durably"))
+    responses((status = 200, body = EmptyAnswer, description = "It is over, durably"))
 )]
 pub(super) async fn release(
-    State(shared): State<Arc<Shared>>,
+    State(shared): State<Arc<ServerState>>,
     accept: Accept,
-    Number(id): Number,
+    PathNumber(id): PathNumber,
     _: NoFields,
 ) -> Result<Response, Problem> {
     let buffer = shared.buffer()?;
     buffer.release_async(LeaseId(id)).await.map_err(|error| shared.problem(&buffer, &error))?;
-    accept.answer(&Done {})
+    accept.answer(&EmptyAnswer {})
 }
 
 /// Hold a lease from now on.
 #[utoipa::path(
     post, path = "/v1/leases/{id}/extend", operation_id = "extend", tag = "leases", request_body = ExtendRequest,
     params(("id" = u64, Path, description = "Of the lease")),
-    responses((status = 200, body = Done, description = "It is held"))
+    responses((status = 200, body = EmptyAnswer, description = "It is held"))
 )]
 pub(super) async fn extend(
-    State(shared): State<Arc<Shared>>,
+    State(shared): State<Arc<ServerState>>,
     accept: Accept,
-    Number(id): Number,
-    body: Body<ExtendRequest>,
+    PathNumber(id): PathNumber,
+    body: DecodedBody<ExtendRequest>,
 ) -> Result<Response, Problem> {
     let hold = body.value.check()?;
     let buffer = shared.buffer()?;
     buffer.extend_async(LeaseId(id), hold).await.map_err(|error| shared.problem(&buffer, &error))?;
-    accept.answer(&Done {})
+    accept.answer(&EmptyAnswer {})
 }

@@ -19,16 +19,16 @@ use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::auth::{self, Need, Role};
+use super::auth::{self, Permission, Role};
 use super::events;
 use super::metrics;
-use super::openapi::{self, Document};
-use super::problem::{Code, Problem};
-use super::state::Shared;
+use super::openapi::{self, OpenApiDocument};
+use super::problem::{Problem, ProblemCode};
+use super::state::ServerState;
 
 /// All routes, over what they share, with those of others beside them.
-pub(crate) fn router(shared: &Arc<Shared>, beside: Vec<(Role, Router)>) -> Router {
-    let needing = |need: Need, routes: OpenApiRouter<Arc<Shared>>| {
+pub(crate) fn router(shared: &Arc<ServerState>, beside: Vec<(Role, Router)>) -> Router {
+    let needing = |need: Permission, routes: OpenApiRouter<Arc<ServerState>>| {
         routes.route_layer(middleware::from_fn_with_state((Arc::clone(shared), need), auth::allow))
     };
     let open = OpenApiRouter::new().routes(routes!(health::healthz)).routes(routes!(health::readyz));
@@ -56,12 +56,12 @@ pub(crate) fn router(shared: &Arc<Shared>, beside: Vec<(Role, Router)>) -> Route
         .routes(routes!(groups::quarantine))
         .routes(routes!(policy::set_version));
     let administer = OpenApiRouter::new().routes(routes!(groups::evict)).routes(routes!(groups::evict_below));
-    let (router, document) = OpenApiRouter::with_openapi(Document::openapi())
+    let (router, document) = OpenApiRouter::with_openapi(OpenApiDocument::openapi())
         .merge(open)
-        .merge(needing(Need::Read, read))
-        .merge(needing(Need::Write, write))
-        .merge(needing(Need::Train, train))
-        .merge(needing(Need::Administer, administer))
+        .merge(needing(Permission::Read, read))
+        .merge(needing(Permission::Write, write))
+        .merge(needing(Permission::Train, train))
+        .merge(needing(Permission::Administer, administer))
         .split_for_parts();
     // The routes do not change, so neither does the document.
     let _ = shared.openapi.set(Bytes::from(openapi::complete(document)));
@@ -78,39 +78,39 @@ pub(crate) fn router(shared: &Arc<Shared>, beside: Vec<(Role, Router)>) -> Route
 }
 
 async fn no_route() -> Response {
-    Problem::new(Code::NotFound, "there is no such route; /docs lists them").into_response()
+    Problem::new(ProblemCode::NotFound, "there is no such route; /docs lists them").into_response()
 }
 
 async fn no_method() -> Response {
-    Problem::new(Code::MethodNotAllowed, "see the header `Allow`, or /docs").into_response()
+    Problem::new(ProblemCode::MethodNotAllowed, "see the header `Allow`, or /docs").into_response()
 }
 
 /// The query, with our own errors.
 #[derive(Debug)]
-pub(super) struct Parameters<T>(pub(super) T);
+pub(super) struct QueryParameters<T>(pub(super) T);
 
-impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for Parameters<T> {
+impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for QueryParameters<T> {
     type Rejection = Problem;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
         match Query::from_request_parts(parts, state).await {
             Ok(Query(parameters)) => Ok(Self(parameters)),
-            Err(rejection) => Err(Problem::new(Code::BadQuery, rejection.body_text())),
+            Err(rejection) => Err(Problem::new(ProblemCode::BadQuery, rejection.body_text())),
         }
     }
 }
 
 /// The number in a path, with our own errors.
 #[derive(Debug)]
-pub(super) struct Number(pub(super) u64);
+pub(super) struct PathNumber(pub(super) u64);
 
-impl<S: Send + Sync> FromRequestParts<S> for Number {
+impl<S: Send + Sync> FromRequestParts<S> for PathNumber {
     type Rejection = Problem;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Problem> {
         match Path::<u64>::from_request_parts(parts, state).await {
             Ok(Path(number)) => Ok(Self(number)),
-            Err(rejection) => Err(Problem::new(Code::BadPath, rejection.body_text())),
+            Err(rejection) => Err(Problem::new(ProblemCode::BadPath, rejection.body_text())),
         }
     }
 }

@@ -7,17 +7,20 @@ use axum::response::Response;
 use trajectory::PolicyVersion;
 
 use crate::Consumer;
-use crate::http::body::{Accept, Body};
+use crate::http::body::{Accept, DecodedBody};
 use crate::http::problem::Problem;
-use crate::http::state::Shared;
-use crate::http::wire::{Done, StatsBody, VersionBody, VersionRequest};
+use crate::http::state::ServerState;
+use crate::http::wire::{EmptyAnswer, StatsBody, VersionBody, VersionRequest};
 
 /// What is in the buffer, and who waits for whom.
 #[utoipa::path(
     get, path = "/v1/stats", tag = "buffer",
     responses((status = 200, body = StatsBody, description = "Counts of everything"))
 )]
-pub(super) async fn stats(State(shared): State<Arc<Shared>>, accept: Accept) -> Result<Response, Problem> {
+pub(super) async fn stats(
+    State(shared): State<Arc<ServerState>>,
+    accept: Accept,
+) -> Result<Response, Problem> {
     let buffer = shared.buffer()?;
     let stats = buffer.stats().map_err(|error| shared.problem(&buffer, &error))?;
     accept.answer(&StatsBody::from(&stats))
@@ -28,7 +31,10 @@ pub(super) async fn stats(State(shared): State<Arc<Shared>>, accept: Accept) -> 
     get, path = "/v1/policy/version", operation_id = "get_version", tag = "policy",
     responses((status = 200, body = VersionBody, description = "The newest that the buffer knows of"))
 )]
-pub(super) async fn version(State(shared): State<Arc<Shared>>, accept: Accept) -> Result<Response, Problem> {
+pub(super) async fn version(
+    State(shared): State<Arc<ServerState>>,
+    accept: Accept,
+) -> Result<Response, Problem> {
     let buffer = shared.buffer()?;
     accept.answer(&VersionBody { version: buffer.policy_version()?.0 })
 }
@@ -37,16 +43,16 @@ pub(super) async fn version(State(shared): State<Arc<Shared>>, accept: Accept) -
 /// `rewind`.
 #[utoipa::path(
     put, path = "/v1/policy/version", operation_id = "set_version", tag = "policy", request_body = VersionRequest,
-    responses((status = 200, body = Done, description = "It is known, durably"))
+    responses((status = 200, body = EmptyAnswer, description = "It is known, durably"))
 )]
 pub(super) async fn set_version(
-    State(shared): State<Arc<Shared>>,
+    State(shared): State<Arc<ServerState>>,
     accept: Accept,
-    body: Body<VersionRequest>,
+    body: DecodedBody<VersionRequest>,
 ) -> Result<Response, Problem> {
     let VersionRequest { version, rewind } = body.value;
     let buffer = shared.buffer()?;
     let set = buffer.set_version_async(PolicyVersion(version), rewind).await;
     set.map_err(|error| shared.problem(&buffer, &error))?;
-    accept.answer(&Done {})
+    accept.answer(&EmptyAnswer {})
 }

@@ -5,24 +5,24 @@
 
 use serde_json::{Map, Value};
 
-use super::group::{Checked, ItemLimits, reject};
-use crate::http::problem::Code;
+use super::group::{ItemLimits, ValidationResult, reject};
+use crate::http::problem::ProblemCode;
 
 /// Counts the values of one group.
 #[derive(Debug)]
-pub(super) struct Free {
+pub(super) struct FreeFormLimits {
     limits: ItemLimits,
     values: usize,
 }
 
-impl Free {
+impl FreeFormLimits {
     /// None yet.
     pub(super) fn new(limits: ItemLimits) -> Self {
         Self { limits, values: 0 }
     }
 
     /// One more set of columns or details, in the field `field`.
-    pub(super) fn check(&mut self, field: &str, map: &Map<String, Value>) -> Checked<()> {
+    pub(super) fn check(&mut self, field: &str, map: &Map<String, Value>) -> ValidationResult<()> {
         map.iter().try_for_each(|(name, value)| {
             self.name(field, name)?;
             self.value(field, value, 0)
@@ -30,27 +30,27 @@ impl Free {
     }
 
     /// The name of something.
-    pub(super) fn name(&self, field: &str, name: &str) -> Checked<()> {
+    pub(super) fn name(&self, field: &str, name: &str) -> ValidationResult<()> {
         let (found, limit) = (name.len(), self.limits.name_bytes);
         if found > limit {
             let begin: String = name.chars().take(32).collect();
             let detail =
                 format!("`{field}` has a name of {found} bytes, at most {limit} are taken: {begin:?}...");
-            return reject(Code::NameTooLong, detail);
+            return reject(ProblemCode::NameTooLong, detail);
         }
         Ok(())
     }
 
-    fn value(&mut self, field: &str, value: &Value, depth: usize) -> Checked<()> {
+    fn value(&mut self, field: &str, value: &Value, depth: usize) -> ValidationResult<()> {
         let ItemLimits { values, depth: deepest, .. } = self.limits;
         self.values += 1;
         if self.values > values {
             let detail = format!("columns and details have more than {values} values, with `{field}`");
-            return reject(Code::TooManyValues, detail);
+            return reject(ProblemCode::TooManyValues, detail);
         }
         if depth > deepest {
             let detail = format!("`{field}` has more than {deepest} lists and objects within each other");
-            return reject(Code::TooDeep, detail);
+            return reject(ProblemCode::TooDeep, detail);
         }
         match value {
             Value::Array(items) => items.iter().try_for_each(|item| self.value(field, item, depth + 1)),

@@ -15,9 +15,9 @@ use trajectory::{
 };
 use utoipa::ToSchema;
 
-use super::free::Free;
+use super::free::FreeFormLimits;
 use super::schema;
-use crate::http::problem::{Code, Evidence};
+use crate::http::problem::{Evidence, ProblemCode};
 
 /// Longest key of a group, bytes.
 const MAX_KEY: usize = 128;
@@ -186,7 +186,7 @@ pub(crate) struct ItemLimits {
 
 /// Under which name a group is stored.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Identity {
+pub(crate) enum SubmissionIdentity {
     Admitted(GroupId),
     Key(String),
 }
@@ -194,45 +194,48 @@ pub(crate) enum Identity {
 /// Why one group of many is not stored.
 #[derive(Debug)]
 pub(crate) struct Rejection {
-    pub(crate) code: Code,
+    pub(crate) code: ProblemCode,
     pub(crate) detail: String,
     pub(crate) evidence: Evidence,
 }
 
-pub(super) type Checked<T> = Result<T, Rejection>;
+pub(super) type ValidationResult<T> = Result<T, Rejection>;
 
-pub(super) fn reject<T>(code: Code, detail: impl Into<String>) -> Checked<T> {
+pub(super) fn reject<T>(code: ProblemCode, detail: impl Into<String>) -> ValidationResult<T> {
     Err(Rejection { code, detail: detail.into(), evidence: Evidence::default() })
 }
 
 impl Submission {
     /// The group that was meant, and its name; the id of a group with a key is the buffer's to give.
-    pub(crate) fn check(self, limits: ItemLimits) -> Checked<(Identity, Group)> {
+    pub(crate) fn check(self, limits: ItemLimits) -> ValidationResult<(SubmissionIdentity, Group)> {
         let identity = match (self.id, self.key) {
-            (Some(id), None) => Identity::Admitted(GroupId(id)),
-            (None, Some(key)) => Identity::Key(checked_key(key)?),
+            (Some(id), None) => SubmissionIdentity::Admitted(GroupId(id)),
+            (None, Some(key)) => SubmissionIdentity::Key(checked_key(key)?),
             (None, None) => {
-                return reject(Code::NoIdentity, "give the `id` of an admission or a `key` of your own");
+                return reject(
+                    ProblemCode::NoIdentity,
+                    "give the `id` of an admission or a `key` of your own",
+                );
             }
             (Some(_), Some(_)) => {
                 return reject(
-                    Code::TwoIdentities,
+                    ProblemCode::TwoIdentities,
                     "give either the `id` of an admission or a `key`, not both",
                 );
             }
         };
         let count = self.trajectories.len();
         if count == 0 {
-            return reject(Code::EmptyGroup, "`trajectories` is empty; abort the admission instead");
+            return reject(ProblemCode::EmptyGroup, "`trajectories` is empty; abort the admission instead");
         }
         if count > limits.trajectories {
             let most = limits.trajectories;
             return reject(
-                Code::TooManyTrajectories,
+                ProblemCode::TooManyTrajectories,
                 format!("{count} trajectories, at most {most} are taken"),
             );
         }
-        let mut free = Free::new(limits);
+        let mut free = FreeFormLimits::new(limits);
         self.task.iter().try_for_each(|task| free.check("columns", &task.columns))?;
         let mut trajectories: Vec<Trajectory> = Vec::with_capacity(count);
         for (n, body) in self.trajectories.into_iter().enumerate() {
@@ -243,24 +246,24 @@ impl Submission {
             if let Some(before) = trajectories.last().filter(|before| before.index >= trajectory.index) {
                 let detail =
                     format!("trajectories[{n}] has index {} after {}", trajectory.index, before.index);
-                return reject(Code::BadIndex, detail);
+                return reject(ProblemCode::BadIndex, detail);
             }
             trajectories.push(trajectory);
         }
-        let id = if let Identity::Admitted(id) = identity { id } else { GroupId(0) };
+        let id = if let SubmissionIdentity::Admitted(id) = identity { id } else { GroupId(0) };
         let task = self.task.map_or_else(no_task, TaskBody::into_task);
         Ok((identity, Group { id, task, trajectories }))
     }
 }
 
-fn checked_key(key: String) -> Checked<String> {
+fn checked_key(key: String) -> ValidationResult<String> {
     let printable = key.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ');
     if printable && (1..=MAX_KEY).contains(&key.len()) {
         return Ok(key);
     }
     let length = key.len();
     reject(
-        Code::BadKey,
+        ProblemCode::BadKey,
         format!("a key is 1 to {MAX_KEY} bytes of printable ASCII, this one has {length} bytes"),
     )
 }
@@ -276,14 +279,19 @@ impl TaskBody {
 }
 
 impl TrajectoryBody {
-    fn check(self, position: usize, limits: ItemLimits, free: &mut Free) -> Checked<Trajectory> {
+    fn check(
+        self,
+        position: usize,
+        limits: ItemLimits,
+        free: &mut FreeFormLimits,
+    ) -> ValidationResult<Trajectory> {
         let tokens = self.token_ids.len();
         if tokens == 0 {
-            return reject(Code::EmptyTrajectory, "`token_ids` is empty");
+            return reject(ProblemCode::EmptyTrajectory, "`token_ids` is empty");
         }
         if tokens > limits.tokens {
             return reject(
-                Code::TooManyTokens,
+                ProblemCode::TooManyTokens,
                 format!("{tokens} tokens, at most {} are taken", limits.tokens),
             );
         }
@@ -291,7 +299,7 @@ impl TrajectoryBody {
             let kept = self.kept.iter().flat_map(|kept| &kept.ids);
             if let Some(id) = self.token_ids.iter().chain(kept).find(|id| **id >= size) {
                 let detail = format!("token id {id}; the vocabulary has {size} ids, from 0");
-                return reject(Code::TokenOutOfVocabulary, detail);
+                return reject(ProblemCode::TokenOutOfVocabulary, detail);
             }
         }
         for reward in &self.rewards {
@@ -304,15 +312,15 @@ impl TrajectoryBody {
         if let Some(reward) =
             self.reward.into_iter().chain(components).chain(turns).find(|reward| !reward.is_finite())
         {
-            return reject(Code::NotFinite, format!("a reward is {reward}"));
+            return reject(ProblemCode::NotFinite, format!("a reward is {reward}"));
         }
         if let Some(token) = self.loss_mask.iter().position(|trained| self.baseline && *trained) {
             let detail = format!("`loss_mask` is true at token {token}; a `baseline` is not trained on");
-            return reject(Code::BadBaseline, detail);
+            return reject(ProblemCode::BadBaseline, detail);
         }
         if limits.correct && self.correct.is_none() && self.reward.is_some() && !self.baseline {
             let detail = "`correct` is missing; the algorithm of this run asks which answers are correct";
-            return reject(Code::NoVerdict, detail);
+            return reject(ProblemCode::NoVerdict, detail);
         }
         let sample = Sample::new(SampleStreams {
             versions: runs(self.versions, self.policy_version, tokens)?,
@@ -346,7 +354,7 @@ impl TrajectoryBody {
     }
 }
 
-fn check_turns(turns: &[TurnBody], tokens: usize) -> Checked<()> {
+fn check_turns(turns: &[TurnBody], tokens: usize) -> ValidationResult<()> {
     let mut free = 0;
     for (n, turn) in turns.iter().enumerate() {
         if turn.start < free || turn.end < turn.start || turn.end > tokens {
@@ -354,17 +362,21 @@ fn check_turns(turns: &[TurnBody], tokens: usize) -> Checked<()> {
             let detail = format!(
                 "turns[{n}] is {start}..{end}; turns are ascending, do not overlap and end by {tokens}"
             );
-            return reject(Code::BadTurn, detail);
+            return reject(ProblemCode::BadTurn, detail);
         }
         free = turn.end;
     }
     Ok(())
 }
 
-fn runs(versions: Option<Vec<RunBody>>, version: Option<u64>, tokens: usize) -> Checked<Vec<VersionRun>> {
+fn runs(
+    versions: Option<Vec<RunBody>>,
+    version: Option<u64>,
+    tokens: usize,
+) -> ValidationResult<Vec<VersionRun>> {
     match (versions, version) {
         (Some(runs), None) => match runs.iter().position(|run| run.len == 0) {
-            Some(n) => reject(Code::BadVersions, format!("versions[{n}] has no tokens; leave it out")),
+            Some(n) => reject(ProblemCode::BadVersions, format!("versions[{n}] has no tokens; leave it out")),
             None => {
                 let run = |run: RunBody| VersionRun { version: PolicyVersion(run.version), len: run.len };
                 Ok(runs.into_iter().map(run).collect())
@@ -372,24 +384,26 @@ fn runs(versions: Option<Vec<RunBody>>, version: Option<u64>, tokens: usize) -> 
         },
         (None, Some(version)) => match u32::try_from(tokens) {
             Ok(len) => Ok(vec![VersionRun { version: PolicyVersion(version), len }]),
-            Err(_) => reject(Code::TooManyTokens, format!("{tokens} tokens are more than one run can have")),
+            Err(_) => {
+                reject(ProblemCode::TooManyTokens, format!("{tokens} tokens are more than one run can have"))
+            }
         },
-        (None, None) => reject(Code::BadVersions, "give `policy_version` or `versions`"),
+        (None, None) => reject(ProblemCode::BadVersions, "give `policy_version` or `versions`"),
         (Some(_), Some(_)) => {
-            reject(Code::BadVersions, "give either `policy_version` or `versions`, not both")
+            reject(ProblemCode::BadVersions, "give either `policy_version` or `versions`, not both")
         }
     }
 }
 
-fn code_of(error: &SampleError) -> Code {
+fn code_of(error: &SampleError) -> ProblemCode {
     match error {
-        SampleError::Empty => Code::EmptyTrajectory,
-        SampleError::FirstTokenTrained => Code::FirstTokenTrained,
-        SampleError::Logprob { value, .. } if value.is_finite() => Code::LogprobPositive,
-        SampleError::Logprob { .. } => Code::NotFinite,
-        SampleError::Temperature(_) => Code::BadTemperature,
-        SampleError::Kept { .. } => Code::BadKept,
-        _ => Code::UnequalLengths,
+        SampleError::Empty => ProblemCode::EmptyTrajectory,
+        SampleError::FirstTokenTrained => ProblemCode::FirstTokenTrained,
+        SampleError::Logprob { value, .. } if value.is_finite() => ProblemCode::LogprobPositive,
+        SampleError::Logprob { .. } => ProblemCode::NotFinite,
+        SampleError::Temperature(_) => ProblemCode::BadTemperature,
+        SampleError::Kept { .. } => ProblemCode::BadKept,
+        _ => ProblemCode::UnequalLengths,
     }
 }
 
@@ -403,8 +417,8 @@ struct PromptBody(Prompt);
 
 impl<'de> Deserialize<'de> for PromptBody {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Either;
-        impl<'de> Visitor<'de> for Either {
+        struct PromptVisitor;
+        impl<'de> Visitor<'de> for PromptVisitor {
             type Value = PromptBody;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -427,7 +441,7 @@ impl<'de> Deserialize<'de> for PromptBody {
                 Ok(PromptBody(Prompt::Messages(messages)))
             }
         }
-        deserializer.deserialize_any(Either)
+        deserializer.deserialize_any(PromptVisitor)
     }
 }
 
@@ -454,15 +468,15 @@ impl Serialize for GroupView<'_> {
             None => group.serialize_field("id", id)?,
         }
         group.serialize_field("task", &TaskView(task))?;
-        group.serialize_field("trajectories", &Each(trajectories, TrajectoryView))?;
+        group.serialize_field("trajectories", &MappedSequence(trajectories, TrajectoryView))?;
         group.end()
     }
 }
 
 /// A slice whose elements are shown through a view.
-struct Each<'a, T, V>(&'a [T], fn(&'a T) -> V);
+struct MappedSequence<'a, T, V>(&'a [T], fn(&'a T) -> V);
 
-impl<T, V: Serialize> Serialize for Each<'_, T, V> {
+impl<T, V: Serialize> Serialize for MappedSequence<'_, T, V> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_seq(self.0.iter().map(self.1))
     }
@@ -504,7 +518,7 @@ impl Serialize for TrajectoryView<'_> {
             stop: turn.stop,
             reward: turn.reward,
         };
-        trajectory.serialize_field("turns", &Each(turns, turn))?;
+        trajectory.serialize_field("turns", &MappedSequence(turns, turn))?;
         trajectory.serialize_field("text", text)?;
         trajectory.serialize_field("reward", &score.total)?;
         trajectory.serialize_field("rewards", &score.components)?;

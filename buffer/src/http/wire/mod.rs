@@ -6,17 +6,17 @@
 mod free;
 mod group;
 mod reports;
+mod requests;
 mod schema;
-mod verbs;
 
-pub(crate) use group::{GroupView, Identity, ItemLimits, Rejection, Submission};
+pub(crate) use group::{GroupView, ItemLimits, Rejection, Submission, SubmissionIdentity};
 pub(crate) use reports::{
-    EntryBody, EventBody, Evicted, GroupAnswerView, GroupsAnswer, LeasesAnswer, QuarantinedBody, State,
-    StatsBody, kind,
+    EntryBody, EventBody, Evicted, GroupAnswerView, GroupStateBody, GroupsAnswer, LeasesAnswer,
+    QuarantinedBody, StatsBody, kind,
 };
-pub(crate) use verbs::{
+pub(crate) use requests::{
     AbortRequest, AckThroughRequest, AdmissionsAnswer, AdmissionsRequest, AppendAnswer, AppendRequest,
-    ClaimRequest, Done, ExtendRequest, ItemResult, ItemStatus, LeaseAnswer, LeaseAnswerView, LeaseBody,
-    LeaseView, LeasesRequest, MAX_WAIT_MS, Nothing, SubmissionsView, VersionBody, VersionRequest,
-    milliseconds,
+    ClaimRequest, EmptyAnswer, EmptyRequest, ExtendRequest, ItemResult, ItemStatus, LeaseAnswer,
+    LeaseAnswerView, LeaseBody, LeaseView, LeasesRequest, MAX_WAIT_MS, SubmissionsView, VersionBody,
+    VersionRequest, milliseconds,
 };

@@ -10,14 +10,15 @@ use crate::{Event, EventKind, GroupEntry, GroupState, LeaseEntry, Stats};
 /// Where a group is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum State {
+#[schema(as = State)]
+pub(crate) enum GroupStateBody {
     Admitted,
     Claimed,
     Finalized,
     Leased,
 }
 
-impl From<GroupState> for State {
+impl From<GroupState> for GroupStateBody {
     fn from(state: GroupState) -> Self {
         match state {
             GroupState::Admitted => Self::Admitted,
@@ -28,13 +29,13 @@ impl From<GroupState> for State {
     }
 }
 
-impl From<State> for GroupState {
-    fn from(state: State) -> Self {
+impl From<GroupStateBody> for GroupState {
+    fn from(state: GroupStateBody) -> Self {
         match state {
-            State::Admitted => Self::Admitted,
-            State::Claimed => Self::Claimed,
-            State::Finalized => Self::Finalized,
-            State::Leased => Self::Leased,
+            GroupStateBody::Admitted => Self::Admitted,
+            GroupStateBody::Claimed => Self::Claimed,
+            GroupStateBody::Finalized => Self::Finalized,
+            GroupStateBody::Leased => Self::Leased,
         }
     }
 }
@@ -44,7 +45,7 @@ impl From<State> for GroupState {
 #[schema(as = GroupEntry)]
 pub(crate) struct EntryBody {
     id: u64,
-    state: State,
+    state: GroupStateBody,
     /// The oldest in the group; before it is stored, the version that it counts from.
     policy_version: u64,
     /// Which row of the dataset; none before it is stored.
@@ -174,7 +175,7 @@ pub(crate) struct StatsBody {
     /// Versions between the oldest group that is not leased and the next step.
     oldest_age: u64,
     /// The oldest groups not yet stored, with the version that they count from; at most 4.
-    oldest_in_flight: Vec<InFlight>,
+    oldest_in_flight: Vec<InFlightBody>,
     /// Groups per training step.
     batch_groups: usize,
     /// Most versions between the oldest token of a group and the step that trains on it.
@@ -195,7 +196,8 @@ pub(crate) struct StatsBody {
 
 /// A group not yet stored.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
-struct InFlight {
+#[schema(as = InFlight)]
+struct InFlightBody {
     id: u64,
     /// The version that it counts from.
     since: u64,
@@ -203,7 +205,7 @@ struct InFlight {
 
 impl From<&Stats> for StatsBody {
     fn from(stats: &Stats) -> Self {
-        let in_flight = |(id, since): &(GroupId, PolicyVersion)| InFlight { id: id.0, since: since.0 };
+        let in_flight = |(id, since): &(GroupId, PolicyVersion)| InFlightBody { id: id.0, since: since.0 };
         Self {
             policy_version: stats.policy_version.0,
             admitted: stats.admitted,
@@ -232,7 +234,7 @@ impl From<&Stats> for StatsBody {
 
 impl From<StatsBody> for Stats {
     fn from(stats: StatsBody) -> Self {
-        let in_flight = |group: &InFlight| (GroupId(group.id), PolicyVersion(group.since));
+        let in_flight = |group: &InFlightBody| (GroupId(group.id), PolicyVersion(group.since));
         Self {
             policy_version: PolicyVersion(stats.policy_version),
             admitted: stats.admitted,

@@ -9,7 +9,7 @@ use utoipa::{PartialSchema, ToSchema};
 
 use super::group::{GroupView, MessageBody, TaskBody, TrajectoryBody};
 
-type Shape = RefOr<Schema>;
+type SchemaRef = RefOr<Schema>;
 
 const TASK: &str = "Task";
 const TRAJECTORY: &str = "Trajectory";
@@ -28,7 +28,7 @@ pub(super) fn stop() -> Schema {
 }
 
 impl PartialSchema for GroupView<'_> {
-    fn schema() -> Shape {
+    fn schema() -> SchemaRef {
         let trajectories = ArrayBuilder::new().items(Ref::from_schema_name(TRAJECTORY)).min_items(Some(1));
         ObjectBuilder::new()
             .description(Some("The trajectories of one task that are compared with each other."))
@@ -47,7 +47,7 @@ impl ToSchema for GroupView<'_> {
         Cow::Borrowed("Group")
     }
 
-    fn schemas(schemas: &mut Vec<(String, Shape)>) {
+    fn schemas(schemas: &mut Vec<(String, SchemaRef)>) {
         TaskBody::schemas(schemas);
         TrajectoryBody::schemas(schemas);
         schemas.push((MessageBody::name().into_owned(), MessageBody::schema()));
@@ -58,7 +58,7 @@ impl ToSchema for GroupView<'_> {
 }
 
 /// The shape with every field given, but for those `without`.
-fn given(shape: Shape, without: &[&str]) -> Shape {
+fn given(shape: SchemaRef, without: &[&str]) -> SchemaRef {
     let RefOr::T(Schema::Object(mut object)) = shape else { return shape };
     for field in without {
         object.properties.remove(*field);

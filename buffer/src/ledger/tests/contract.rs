@@ -17,7 +17,7 @@ const CONSUMERS: u64 = 3;
 
 /// A lease as its consumer sees it.
 #[derive(Clone, Debug)]
-struct Promise {
+struct ExpectedAnswer {
     consumer: String,
     step: PolicyVersion,
     named: bool,
@@ -27,7 +27,7 @@ struct Promise {
 
 /// What a group has been through.
 #[derive(Clone, Debug)]
-struct Story {
+struct LeaseHistory {
     oldest: PolicyVersion,
     uses: u32,
     /// Removed on request, or in a lease when it went over the bound.
@@ -36,26 +36,26 @@ struct Story {
 
 /// How a lease ended, for its consumer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum End {
+enum ModelLeaseEnd {
     Acked,
     Released,
     Lost,
 }
 
-struct World {
-    dice: Dice,
+struct ContractModel {
+    dice: TestRng,
     config: BufferConfig,
     ledger: Ledger,
-    disk: Disk,
+    disk: DurableModel,
     /// Changes that nobody has waited for: a crash may lose the last of them.
-    unflushed: Vec<Change>,
+    unflushed: Vec<LedgerChange>,
     now: u64,
-    stories: BTreeMap<GroupId, Story>,
-    promises: BTreeMap<LeaseId, Promise>,
+    stories: BTreeMap<GroupId, LeaseHistory>,
+    promises: BTreeMap<LeaseId, ExpectedAnswer>,
     in_flight: BTreeMap<GroupId, PolicyVersion>,
     next_key: u128,
     /// Leases that are over, and whether they were acknowledged, released or lost.
-    ended: Vec<(LeaseId, End)>,
+    ended: Vec<(LeaseId, ModelLeaseEnd)>,
     /// The highest step for which anything may have been dropped.
     highest: PolicyVersion,
     handed_out: u64,
@@ -63,9 +63,9 @@ struct World {
     lost: u64,
 }
 
-impl World {
+impl ContractModel {
     fn new(seed: u64) -> Self {
-        let mut dice = Dice(seed);
+        let mut dice = TestRng(seed);
         let (batch_groups, max_staleness) = (1 + dice.below(4) as usize, dice.below(5));
         let order = match dice.below(6) {
             0 => Order::Recency,
@@ -78,12 +78,12 @@ impl World {
             BufferConfig { order, max_uses, seed, ..BufferConfig::new(batch_groups, max_staleness) };
         config.on_stale = if config.replays() || dice.once_in(3) { OnStale::Drop } else { OnStale::Wait };
         config.max_bytes = if dice.once_in(4) { 5 } else { 1 << 30 };
-        let ledger = Ledger::restore(config.checked().unwrap(), Kept::default(), 0);
+        let ledger = Ledger::restore(config.checked().unwrap(), Recovered::default(), 0);
         Self {
             dice,
             config,
             ledger,
-            disk: Disk::default(),
+            disk: DurableModel::default(),
             unflushed: Vec::new(),
             now: 0,
             stories: BTreeMap::new(),
@@ -170,7 +170,7 @@ impl World {
     fn finalize(&mut self) {
         let Some(id) = self.any_in_flight() else { return };
         let oldest = self.in_flight[&id];
-        self.arrive(Identity::Admitted(id), oldest);
+        self.arrive(ArrivalIdentity::Admitted(id), oldest);
     }
 
     fn submit(&mut self) {
@@ -178,10 +178,10 @@ impl World {
         let key = if repeated { u128::from(self.dice.below(self.next_key as u64)) } else { self.next_key };
         self.next_key = self.next_key.max(key + 1);
         let behind = self.dice.below(self.config.max_staleness + 2);
-        self.arrive(Identity::Keyed(key), PolicyVersion(self.ledger.known().0.saturating_sub(behind)));
+        self.arrive(ArrivalIdentity::Keyed(key), PolicyVersion(self.ledger.known().0.saturating_sub(behind)));
     }
 
-    fn arrive(&mut self, identity: Identity, oldest: PolicyVersion) {
+    fn arrive(&mut self, identity: ArrivalIdentity, oldest: PolicyVersion) {
         let known = self.ledger.known();
         let begin = match self.ledger.begin(&arrival(identity, oldest), self.now) {
             // From a version that was undone since its admission.
@@ -189,30 +189,30 @@ impl World {
             begin => begin.unwrap(),
         };
         match begin {
-            Begin::Write { group, .. } => {
+            ArrivalDecision::Write { group, .. } => {
                 let works = !self.dice.once_in(20);
                 let mut row = row(group, oldest);
                 row.reward = Some(self.dice.below(5) as f64);
                 if works {
-                    let story = Story { oldest, uses: 0, evicted: false };
+                    let story = LeaseHistory { oldest, uses: 0, evicted: false };
                     assert!(self.stories.insert(group, story).is_none(), "{group} is accepted twice");
                     let key = match identity {
-                        Identity::Keyed(key) => Some(key),
-                        Identity::Admitted(_) => None,
+                        ArrivalIdentity::Keyed(key) => Some(key),
+                        ArrivalIdentity::Admitted(_) => None,
                     };
                     self.disk.append(row.clone(), key);
                     self.in_flight.remove(&group);
                 }
                 self.ledger.end(group, works.then_some(row), self.now);
             }
-            Begin::Answer(group, Finalized::Stale) => {
+            ArrivalDecision::Answer(group, Finalized::Stale) => {
                 assert!(oldest.staleness_at(self.ledger.next_step()) > self.config.max_staleness);
                 group.map(|group| self.in_flight.remove(&group));
             }
-            Begin::Answer(Some(group), Finalized::Duplicate) => {
+            ArrivalDecision::Answer(Some(group), Finalized::Duplicate) => {
                 self.in_flight.remove(&group);
             }
-            Begin::Answer(_, Finalized::Full) => {}
+            ArrivalDecision::Answer(_, Finalized::Full) => {}
             other => panic!("{other:?}"),
         }
     }
@@ -239,7 +239,7 @@ impl World {
         };
         let leased = self.ledger.lease(&request, self.now, self.dice.once_in(2));
         self.flush(true);
-        let Ok(Some(Leased { id, step, groups, .. })) = leased else { return };
+        let Ok(Some(GrantedLease { id, step, groups, .. })) = leased else { return };
         // All groups of a lease that is given again can have been evicted.
         assert!(!groups.is_empty() || self.promises.contains_key(&id), "a lease of nothing");
         assert!(groups.is_sorted_by(|a, b| a < b));
@@ -256,7 +256,7 @@ impl World {
         }
         self.check_alone(id, &groups);
         self.handed_out += groups.len() as u64;
-        self.promises.insert(id, Promise { consumer, step, named, groups, until });
+        self.promises.insert(id, ExpectedAnswer { consumer, step, named, groups, until });
     }
 
     fn check_new(&self, groups: &[GroupId], step: PolicyVersion) {
@@ -274,7 +274,7 @@ impl World {
             .promises
             .iter()
             .filter(|(id, promise)| **id != lease && promise.until.is_none_or(|until| until > self.now));
-        let held: Vec<&Promise> = live.map(|(_, promise)| promise).collect();
+        let held: Vec<&ExpectedAnswer> = live.map(|(_, promise)| promise).collect();
         for id in groups {
             let others = held.iter().filter(|promise| promise.groups.contains(id)).count();
             let uses = self.stories[id].uses as usize + others + 1;
@@ -291,7 +291,7 @@ impl World {
 
     fn settle(&mut self, acked: bool, id: LeaseId) {
         let promise = self.promises.remove(&id).unwrap();
-        self.ended.push((id, if acked { End::Acked } else { End::Lost }));
+        self.ended.push((id, if acked { ModelLeaseEnd::Acked } else { ModelLeaseEnd::Lost }));
         if !acked {
             assert!(promise.until.is_some_and(|until| until <= self.now), "a lease is lost in its hold");
             self.lost += 1;
@@ -306,7 +306,7 @@ impl World {
     fn ack_through(&mut self) {
         let consumer = format!("consumer {}", self.dice.below(CONSUMERS));
         let through = self.ledger.step;
-        let of = |promise: &Promise| promise.consumer == consumer && promise.step < through;
+        let of = |promise: &ExpectedAnswer| promise.consumer == consumer && promise.step < through;
         let done: Vec<LeaseId> =
             self.promises.iter().filter(|(_, promise)| of(promise)).map(|(id, _)| *id).collect();
         let answer = self.ledger.ack_through(&consumer, through).map_err(|error| error.to_string());
@@ -324,7 +324,7 @@ impl World {
         let Some(id) = self.any_promise() else { return };
         let released = self.ledger.release(id).is_ok();
         self.promises.remove(&id);
-        self.ended.push((id, if released { End::Released } else { End::Lost }));
+        self.ended.push((id, if released { ModelLeaseEnd::Released } else { ModelLeaseEnd::Lost }));
         self.flush(true);
     }
 
@@ -332,8 +332,8 @@ impl World {
     fn repeat_an_end(&mut self) {
         let n = self.dice.below(self.ended.len().max(1) as u64) as usize;
         let Some(&(id, end)) = self.ended.get(n) else { return };
-        assert_eq!(self.ledger.ack(id).is_ok(), end == End::Acked, "{id} was {end:?}");
-        assert_eq!(self.ledger.release(id).is_ok(), end == End::Released, "{id} was {end:?}");
+        assert_eq!(self.ledger.ack(id).is_ok(), end == ModelLeaseEnd::Acked, "{id} was {end:?}");
+        assert_eq!(self.ledger.release(id).is_ok(), end == ModelLeaseEnd::Released, "{id} was {end:?}");
         assert!(self.ledger.extend(id, 1, self.now).is_err(), "{id} was {end:?}");
     }
 
@@ -358,7 +358,7 @@ impl World {
         } else {
             assert!(promise.until.is_some_and(|until| until <= self.now), "a lease is lost in its hold");
             self.promises.remove(&id);
-            self.ended.push((id, End::Lost));
+            self.ended.push((id, ModelLeaseEnd::Lost));
         }
     }
 
@@ -454,7 +454,7 @@ impl World {
 fn nothing_that_was_promised_is_broken_by_any_verb_at_any_moment() {
     let (mut handed_out, mut acked, mut lost) = (0, 0, 0);
     for seed in 0..VERBS / PER_WORLD {
-        let mut world = World::new(seed);
+        let mut world = ContractModel::new(seed);
         for verb in 0..PER_WORLD {
             world.verb();
             if verb % 500 == 0 {

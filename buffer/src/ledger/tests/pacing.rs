@@ -13,7 +13,7 @@ const TRAINER: &str = "trainer";
 /// How often a trainer goes back at most, so that it arrives.
 const REWINDS: u32 = 20;
 
-struct InFlight {
+struct ModelGroup {
     id: GroupId,
     /// The version that its slot was given for.
     admitted: PolicyVersion,
@@ -22,18 +22,18 @@ struct InFlight {
 }
 
 #[derive(Default)]
-struct Sampler {
+struct ModelSampler {
     served: PolicyVersion,
-    groups: Vec<InFlight>,
+    groups: Vec<ModelGroup>,
 }
 
 /// Everything around the ledger, and what it must remember.
-struct World {
-    dice: Dice,
+struct PacingModel {
+    dice: TestRng,
     config: BufferConfig,
     ledger: Ledger,
-    samplers: Vec<Sampler>,
-    disk: Disk,
+    samplers: Vec<ModelSampler>,
+    disk: DurableModel,
     trainer: PolicyVersion,
     checkpoint: PolicyVersion,
     /// Ticks until the leased step is done; `None` while it waits for its batch.
@@ -60,16 +60,16 @@ struct Disturbances {
     rewinds: bool,
 }
 
-impl World {
+impl PacingModel {
     fn new(config: BufferConfig, seed: u64, disturbances: Disturbances) -> Self {
-        let mut dice = Dice(seed);
-        let samplers = (0..=dice.below(3)).map(|_| Sampler::default()).collect();
+        let mut dice = TestRng(seed);
+        let samplers = (0..=dice.below(3)).map(|_| ModelSampler::default()).collect();
         Self {
             dice,
             config,
-            ledger: Ledger::restore(config, Kept::default(), 0),
+            ledger: Ledger::restore(config, Recovered::default(), 0),
             samplers,
-            disk: Disk::default(),
+            disk: DurableModel::default(),
             trainer: PolicyVersion(0),
             checkpoint: PolicyVersion(0),
             training: None,
@@ -123,7 +123,7 @@ impl World {
         let request = AdmitRequest { served: sampler.served, limit, hold: None, holder: None };
         for id in self.ledger.admit(request, 0).unwrap() {
             let ticks = self.dice.ticks();
-            sampler.groups.push(InFlight { id, admitted: sampler.served, claimed: None, ticks });
+            sampler.groups.push(ModelGroup { id, admitted: sampler.served, claimed: None, ticks });
         }
         for mut group in std::mem::take(&mut sampler.groups) {
             match group.claimed {
@@ -149,16 +149,16 @@ impl World {
     }
 
     fn finalize(&mut self, group: GroupId, oldest: PolicyVersion) {
-        let arrival = arrival(Identity::Admitted(group), oldest);
+        let arrival = arrival(ArrivalIdentity::Admitted(group), oldest);
         match self.ledger.begin(&arrival, 0).unwrap() {
-            Begin::Write { group: id, .. } => {
+            ArrivalDecision::Write { group: id, .. } => {
                 assert_eq!(id, group);
-                assert_eq!(self.ledger.begin(&arrival, 0).unwrap(), Begin::Elsewhere(group));
+                assert_eq!(self.ledger.begin(&arrival, 0).unwrap(), ArrivalDecision::Elsewhere(group));
                 self.disk.append(row(group, oldest), None);
                 self.ledger.end(group, Some(row(group, oldest)), 0);
             }
             answer => {
-                assert_eq!(answer, Begin::Answer(Some(group), Finalized::Stale));
+                assert_eq!(answer, ArrivalDecision::Answer(Some(group), Finalized::Stale));
                 assert!(oldest.staleness_at(self.ledger.next_step()) > self.config.max_staleness);
                 self.dropped += 1;
             }
@@ -171,13 +171,13 @@ impl World {
         let oldest = PolicyVersion(self.trainer.0.saturating_sub(behind));
         let key = self.next_key;
         self.next_key += 1;
-        match self.ledger.begin(&arrival(Identity::Keyed(key), oldest), 0).unwrap() {
-            Begin::Write { group, .. } => {
+        match self.ledger.begin(&arrival(ArrivalIdentity::Keyed(key), oldest), 0).unwrap() {
+            ArrivalDecision::Write { group, .. } => {
                 self.disk.append(row(group, oldest), Some(key));
                 self.ledger.end(group, Some(row(group, oldest)), 0);
             }
-            Begin::Answer(None, Finalized::Stale) => self.refused += 1,
-            Begin::Answer(None, Finalized::Full) => {}
+            ArrivalDecision::Answer(None, Finalized::Stale) => self.refused += 1,
+            ArrivalDecision::Answer(None, Finalized::Full) => {}
             other => panic!("{other:?}"),
         }
     }
@@ -218,7 +218,7 @@ impl World {
         let leased = self.ledger.lease(&LeaseRequest::step(TRAINER, self.trainer), 0, true).unwrap();
         self.keep();
         self.dropped += self.ledger.dropped_stale - before;
-        let Some(Leased { groups: ids, .. }) = leased else {
+        let Some(GrantedLease { groups: ids, .. }) = leased else {
             let nothing_in_flight = self.ledger.flights.is_empty();
             let enough = self.ledger.pool.len() >= self.config.batch_groups;
             assert!(!(nothing_in_flight && enough), "nothing to wait for, but no batch");
@@ -255,7 +255,7 @@ impl World {
         self.ledger = self.disk.reopen(self.config, 0);
         self.trainer = self.checkpoint;
         self.training = None;
-        self.samplers.iter_mut().for_each(|s| *s = Sampler { served: self.trainer, groups: Vec::new() });
+        self.samplers.iter_mut().for_each(|s| *s = ModelSampler { served: self.trainer, groups: Vec::new() });
         self.acknowledge();
     }
 
@@ -287,8 +287,8 @@ impl World {
     }
 }
 
-fn run(config: BufferConfig, seed: u64, disturbances: Disturbances) -> World {
-    let mut world = World::new(config, seed, disturbances);
+fn run(config: BufferConfig, seed: u64, disturbances: Disturbances) -> PacingModel {
+    let mut world = PacingModel::new(config, seed, disturbances);
     let mut ticks = 0;
     while world.trainer.0 < STEPS {
         world.tick();
@@ -331,10 +331,10 @@ fn admit(ledger: &mut Ledger, served: u64, limit: usize) -> Vec<GroupId> {
     ledger.admit(AdmitRequest { served: PolicyVersion(served), limit, hold: None, holder: None }, 0).unwrap()
 }
 
-fn finalize(ledger: &mut Ledger, id: u64, oldest: u64) -> Begin {
+fn finalize(ledger: &mut Ledger, id: u64, oldest: u64) -> ArrivalDecision {
     let (group, oldest) = (GroupId(id), PolicyVersion(oldest));
-    let begin = ledger.begin(&arrival(Identity::Admitted(group), oldest), 0).unwrap();
-    if matches!(begin, Begin::Write { .. }) {
+    let begin = ledger.begin(&arrival(ArrivalIdentity::Admitted(group), oldest), 0).unwrap();
+    if matches!(begin, ArrivalDecision::Write { .. }) {
         ledger.end(group, Some(row(group, oldest)), 0);
     }
     begin
@@ -347,7 +347,7 @@ fn leased(ledger: &mut Ledger, step: u64) -> Option<Vec<u64>> {
 
 #[test]
 fn a_batch_waits_for_the_group_whose_last_step_it_is() {
-    let mut ledger = Ledger::restore(BufferConfig::new(1, 1), Kept::default(), 0);
+    let mut ledger = Ledger::restore(BufferConfig::new(1, 1), Recovered::default(), 0);
     admit(&mut ledger, 0, 2);
     finalize(&mut ledger, 1, 0);
     assert_eq!(leased(&mut ledger, 0), Some(vec![1]));
@@ -360,13 +360,13 @@ fn a_batch_waits_for_the_group_whose_last_step_it_is() {
 
 #[test]
 fn what_no_waiting_saves_is_not_waited_for() {
-    let mut ledger = Ledger::restore(BufferConfig::new(1, 1), Kept::default(), 0);
+    let mut ledger = Ledger::restore(BufferConfig::new(1, 1), Recovered::default(), 0);
     admit(&mut ledger, 0, 2);
     ledger.set_version(PolicyVersion(9), true).unwrap();
     finalize(&mut ledger, 1, 9);
     // The trainer was at 9 at once: group 0, in flight since 0, is over the bound already.
     assert_eq!(leased(&mut ledger, 9), Some(vec![1]));
-    assert_eq!(finalize(&mut ledger, 0, 0), Begin::Answer(Some(GroupId(0)), Finalized::Stale));
+    assert_eq!(finalize(&mut ledger, 0, 0), ArrivalDecision::Answer(Some(GroupId(0)), Finalized::Stale));
     assert_eq!(leased(&mut ledger, 10), None);
     assert_eq!(ledger.stats().dropped_stale, 1);
     assert_eq!(admit(&mut ledger, 10, 1), [GroupId(0)]);
@@ -375,7 +375,7 @@ fn what_no_waiting_saves_is_not_waited_for() {
 #[test]
 fn more_due_than_a_step_can_take_still_leaves() {
     let rows = [0, 1].map(|id| row(GroupId(id), PolicyVersion(0))).to_vec();
-    let mut ledger = Ledger::restore(BufferConfig::new(1, 0), Kept { rows, ..Kept::default() }, 0);
+    let mut ledger = Ledger::restore(BufferConfig::new(1, 0), Recovered { rows, ..Recovered::default() }, 0);
     assert_eq!(leased(&mut ledger, 0), Some(vec![0]));
     assert_eq!(leased(&mut ledger, 1), None);
     assert_eq!(ledger.stats().dropped_stale, 1);
@@ -383,7 +383,7 @@ fn more_due_than_a_step_can_take_still_leaves() {
 
 #[test]
 fn what_a_sampler_holds_that_is_gone_is_first_in_line_at_once() {
-    let mut ledger = Ledger::restore(BufferConfig::new(2, 1), Kept::default(), 0);
+    let mut ledger = Ledger::restore(BufferConfig::new(2, 1), Recovered::default(), 0);
     let of = |holder: u64, ledger: &mut Ledger| {
         let request = AdmitRequest { served: PolicyVersion(0), limit: 2, hold: None, holder: Some(holder) };
         ledger.admit(request, 0).unwrap()
@@ -392,7 +392,7 @@ fn what_a_sampler_holds_that_is_gone_is_first_in_line_at_once() {
     ledger.claim(gone[0], PolicyVersion(0), 0).unwrap();
     assert_eq!(ledger.abandon(9), 0);
     // What is being written has arrived, whoever sent it.
-    assert!(matches!(finalize(&mut ledger, gone[0].0, 0), Begin::Write { .. }));
+    assert!(matches!(finalize(&mut ledger, gone[0].0, 0), ArrivalDecision::Write { .. }));
     assert_eq!(ledger.abandon(7), 1);
     assert_eq!(of(8, &mut ledger), [gone[1]]);
     ledger.claim(there[0], PolicyVersion(0), 0).unwrap();

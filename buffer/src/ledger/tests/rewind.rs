@@ -7,22 +7,22 @@ const TRAINER: &str = "trainer";
 
 /// A synchronous ledger for two groups a step.
 fn synchronous() -> Ledger {
-    Ledger::restore(BufferConfig::new(2, 0), Kept::default(), 0)
+    Ledger::restore(BufferConfig::new(2, 0), Recovered::default(), 0)
 }
 
-fn submit(ledger: &mut Ledger, key: u128, oldest: u64) -> Begin {
-    let begin = ledger.begin(&arrival(Identity::Keyed(key), PolicyVersion(oldest)), 0).unwrap();
-    if let Begin::Write { group, .. } = begin {
+fn submit(ledger: &mut Ledger, key: u128, oldest: u64) -> ArrivalDecision {
+    let begin = ledger.begin(&arrival(ArrivalIdentity::Keyed(key), PolicyVersion(oldest)), 0).unwrap();
+    if let ArrivalDecision::Write { group, .. } = begin {
         ledger.end(group, Some(row(group, PolicyVersion(oldest))), 0);
     }
     begin
 }
 
-fn is_stored(begin: &Begin) -> bool {
-    matches!(begin, Begin::Write { .. })
+fn is_stored(begin: &ArrivalDecision) -> bool {
+    matches!(begin, ArrivalDecision::Write { .. })
 }
 
-fn lease(ledger: &mut Ledger, consumer: &str, step: u64) -> Option<Leased> {
+fn lease(ledger: &mut Ledger, consumer: &str, step: u64) -> Option<GrantedLease> {
     ledger.lease(&LeaseRequest::step(consumer, PolicyVersion(step)), 0, true).unwrap()
 }
 
@@ -37,7 +37,11 @@ fn what_arrives_after_a_rewind_finds_room_only_beside_what_is_leased_again() {
     let first = lease(&mut ledger, TRAINER, 0).unwrap();
     ledger.set_version(PolicyVersion(1), false).unwrap();
     ledger.set_version(PolicyVersion(0), true).unwrap();
-    assert_eq!(submit(&mut ledger, 3, 0), Begin::Answer(None, Finalized::Stale), "step 0 has its groups");
+    assert_eq!(
+        submit(&mut ledger, 3, 0),
+        ArrivalDecision::Answer(None, Finalized::Stale),
+        "step 0 has its groups"
+    );
     assert!(ledger.admit(served(0), 0).unwrap().is_empty());
     let again = lease(&mut ledger, TRAINER, 0).unwrap();
     assert_eq!((again.id, again.groups), (first.id, first.groups));
@@ -50,9 +54,11 @@ fn what_arrives_after_a_rewind_finds_room_only_beside_what_is_leased_again() {
 #[test]
 fn steps_after_the_one_gone_back_to_count_what_they_hold_over_a_restart() {
     let config = BufferConfig::new(1, 1);
-    let (mut ledger, mut disk) = (Ledger::restore(config, Kept::default(), 0), Disk::default());
+    let (mut ledger, mut disk) = (Ledger::restore(config, Recovered::default(), 0), DurableModel::default());
     for key in 0..2 {
-        let Begin::Write { group, .. } = submit(&mut ledger, key, 0) else { panic!("there is room") };
+        let ArrivalDecision::Write { group, .. } = submit(&mut ledger, key, 0) else {
+            panic!("there is room")
+        };
         disk.append(row(group, PolicyVersion(0)), Some(key));
     }
     let (first, second) = (lease(&mut ledger, TRAINER, 0).unwrap(), lease(&mut ledger, TRAINER, 1).unwrap());
@@ -61,7 +67,7 @@ fn steps_after_the_one_gone_back_to_count_what_they_hold_over_a_restart() {
     for mut ledger in [ledger, disk.reopen(config, 0)] {
         assert_eq!(
             submit(&mut ledger, 9, 0),
-            Begin::Answer(None, Finalized::Stale),
+            ArrivalDecision::Answer(None, Finalized::Stale),
             "steps 0 and 1 have theirs"
         );
         assert_eq!(lease(&mut ledger, TRAINER, 0).unwrap().groups, first.groups);
@@ -101,13 +107,16 @@ fn groups_in_flight_from_versions_that_are_undone_go_first_in_line() {
 
 #[test]
 fn a_group_that_is_older_than_its_slot_needs_room_of_its_own() {
-    let mut ledger = Ledger::restore(BufferConfig::new(1, 1), Kept::default(), 0);
+    let mut ledger = Ledger::restore(BufferConfig::new(1, 1), Recovered::default(), 0);
     assert!(is_stored(&submit(&mut ledger, 1, 0)));
     lease(&mut ledger, TRAINER, 0).unwrap();
     let ids = ledger.admit(served(1), 0).unwrap();
     assert_eq!(ids.len(), 2);
-    let older = |id| arrival(Identity::Admitted(id), PolicyVersion(0));
-    assert_eq!(ledger.begin(&older(ids[0]), 0).unwrap(), Begin::Answer(Some(ids[0]), Finalized::Full));
+    let older = |id| arrival(ArrivalIdentity::Admitted(id), PolicyVersion(0));
+    assert_eq!(
+        ledger.begin(&older(ids[0]), 0).unwrap(),
+        ArrivalDecision::Answer(Some(ids[0]), Finalized::Full)
+    );
     assert!(!ledger.is_in_flight(ids[0]));
     assert!(ledger.abort(ids[1], false).is_ok());
     assert!(is_stored(&ledger.begin(&older(ids[0]), 0).unwrap()), "now there is room for it");
@@ -119,17 +128,19 @@ fn what_was_dropped_is_not_said_to_be_there() {
     assert!(is_stored(&submit(&mut ledger, 1, 0)));
     ledger.set_version(PolicyVersion(1), false).unwrap();
     assert!(lease(&mut ledger, TRAINER, 1).is_none());
-    assert_eq!(submit(&mut ledger, 1, 0), Begin::Answer(None, Finalized::Stale));
+    assert_eq!(submit(&mut ledger, 1, 0), ArrivalDecision::Answer(None, Finalized::Stale));
     assert!(is_stored(&submit(&mut ledger, 1, 1)));
-    assert!(matches!(submit(&mut ledger, 1, 1), Begin::Answer(Some(_), Finalized::Duplicate)));
+    assert!(matches!(submit(&mut ledger, 1, 1), ArrivalDecision::Answer(Some(_), Finalized::Duplicate)));
 }
 
 #[test]
 fn what_ended_a_lease_succeeds_again_and_nothing_else_does() {
     let config = BufferConfig::new(1, 8);
-    let (mut ledger, mut disk) = (Ledger::restore(config, Kept::default(), 0), Disk::default());
+    let (mut ledger, mut disk) = (Ledger::restore(config, Recovered::default(), 0), DurableModel::default());
     for key in 0..4 {
-        let Begin::Write { group, .. } = submit(&mut ledger, key, 0) else { panic!("there is room") };
+        let ArrivalDecision::Write { group, .. } = submit(&mut ledger, key, 0) else {
+            panic!("there is room")
+        };
         disk.append(row(group, PolicyVersion(0)), Some(key));
     }
     let released = lease(&mut ledger, "a", 0).unwrap();
@@ -170,7 +181,7 @@ fn what_ended_a_lease_succeeds_again_and_nothing_else_does() {
 
 #[test]
 fn how_a_lease_ended_is_not_guessed_once_it_is_forgotten() {
-    let mut ledger = Ledger::restore(BufferConfig::new(1, 8), Kept::default(), 0);
+    let mut ledger = Ledger::restore(BufferConfig::new(1, 8), Recovered::default(), 0);
     assert!(is_stored(&submit(&mut ledger, 1, 0)));
     let first = lease(&mut ledger, TRAINER, 0).unwrap();
     ledger.release(first.id).unwrap();
@@ -195,7 +206,7 @@ fn versions_that_nobody_made_are_refused_and_change_nothing() {
         assert!(matches!(refused, Err(BufferError::VersionJump { .. })), "{refused:?}");
         assert!(ledger.admit(AdmitRequest { served: version, ..served(0) }, 0).is_err());
         assert!(ledger.lease(&LeaseRequest::step(TRAINER, version), 0, true).is_err());
-        assert!(ledger.begin(&arrival(Identity::Keyed(7), version), 0).is_err());
+        assert!(ledger.begin(&arrival(ArrivalIdentity::Keyed(7), version), 0).is_err());
     }
     assert!(ledger.set_version(PolicyVersion(u64::MAX), true).is_err(), "not even for a trainer that starts");
     assert_eq!(ledger.take_change().0, None);

@@ -4,9 +4,9 @@ use buffer::Finalized;
 use trajectory::GroupId;
 
 use super::super::{NOW, TRAINER, admit, generate, group, lease, leased, v};
-use super::Both;
+use super::ProducerAndConsumer;
 
-pub(super) fn what_cannot_be_trained_on_leaves_its_lease_and_its_slot(buffer: &impl Both) {
+pub(super) fn what_cannot_be_trained_on_leaves_its_lease_and_its_slot(buffer: &impl ProducerAndConsumer) {
     let keyed = buffer.submit("mine", group(GroupId(0), v(0))).unwrap().group.unwrap();
     let ids = generate(buffer, v(0), 2);
     assert_eq!(leased(buffer, 0), [0, 1]);

@@ -5,7 +5,7 @@ use buffer::{Buffer, BufferError};
 use serde_json::json;
 
 use super::super::config;
-use super::super::served::{Served, loopback};
+use super::super::served::{TestServer, loopback};
 
 const WRITER: &str = "writer-0123456789";
 const TRAINER: &str = "trainer-0123456789";
@@ -18,10 +18,10 @@ fn tokens(text: &str) -> Result<Tokens, String> {
     Tokens::read(&file).map_err(|error| error.to_string())
 }
 
-fn guarded() -> Served {
+fn guarded() -> TestServer {
     let text = format!("# for the tests\nwriter {WRITER}\n\n trainer {TRAINER}\nadmin {ADMIN}\n");
     let tokens = Some(tokens(&text).unwrap());
-    Served::start(Buffer::in_memory(config(1, 1)).unwrap(), ServerConfig { tokens, ..loopback() })
+    TestServer::start(Buffer::in_memory(config(1, 1)).unwrap(), ServerConfig { tokens, ..loopback() })
 }
 
 /// Every route with who may use it.
@@ -76,7 +76,7 @@ fn a_role_may_do_what_it_is_for() {
 /// The table above would not notice a route that it does not have.
 #[test]
 fn every_route_is_in_the_table() {
-    let document = Served::memory(config(1, 1)).get("/openapi.json").json();
+    let document = TestServer::memory(config(1, 1)).get("/openapi.json").json();
     let mut routes = 0;
     for (path, item) in document["paths"].as_object().unwrap() {
         for method in item.as_object().unwrap().keys() {
@@ -130,7 +130,7 @@ fn a_token_file_says_which_line_is_wrong() {
 
 #[test]
 fn a_server_answers_to_its_own_names_only() {
-    let twice = Served::memory(config(1, 1));
+    let twice = TestServer::memory(config(1, 1));
     let ours = twice.address.to_string();
     for other in ["evil.example", &ours] {
         // Names that differ in no letter are two all the same.
@@ -140,7 +140,7 @@ fn a_server_answers_to_its_own_names_only() {
 
     twice.ask("GET", "http://evil.example/v1/stats", &[("host", &ours)], b"").is_problem(400, "bad_host");
     let config = ServerConfig { allow_hosts: vec!["buffer.local".to_owned()], ..loopback() };
-    let served = Served::start(Buffer::in_memory(super::super::config(1, 1)).unwrap(), config);
+    let served = TestServer::start(Buffer::in_memory(super::super::config(1, 1)).unwrap(), config);
     let stats = |headers: &[(&str, &str)]| served.ask("GET", "/v1/stats", headers, b"");
     for host in ["localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]", "[::1]:80", "buffer.local:8700"] {
         assert_eq!(stats(&[("host", host)]).status, 200, "{host}");
@@ -170,7 +170,7 @@ fn other_addresses_need_tokens_and_tls() {
 
 #[test]
 fn strange_paths_and_methods_are_problems_too() {
-    let served = Served::memory(config(1, 1));
+    let served = TestServer::memory(config(1, 1));
     served.get("/v2/groups").is_problem(404, "not_found");
     let answer = served.ask("PATCH", "/v1/groups", &[], b"");
     answer.is_problem(405, "method_not_allowed");

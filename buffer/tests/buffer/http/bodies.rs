@@ -3,12 +3,12 @@
 use std::io::Write;
 
 use buffer::Buffer;
-use buffer::http::{Limits, ServerConfig};
+use buffer::http::{ServerConfig, ServerLimits};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::super::config;
-use super::super::served::{Answer, Served, loopback};
+use super::super::served::{HttpAnswer, TestServer, loopback};
 use super::{keyed, statuses};
 
 const JSON: (&str, &str) = ("content-type", "application/json");
@@ -24,13 +24,13 @@ fn zstd(bytes: &[u8]) -> Vec<u8> {
     zstd::stream::encode_all(bytes, 3).unwrap()
 }
 
-fn append(served: &Served, headers: &[(&str, &str)], body: &[u8]) -> Answer {
+fn append(served: &TestServer, headers: &[(&str, &str)], body: &[u8]) -> HttpAnswer {
     served.ask("POST", "/v1/groups", headers, body)
 }
 
 #[test]
 fn message_pack_says_the_same_as_json() {
-    let served = Served::memory(config(8, 1));
+    let served = TestServer::memory(config(8, 1));
     let body = json!({ "groups": [keyed("a"), keyed("b")] });
     let pack = rmp_serde::to_vec_named(&body).unwrap();
     for (n, name) in
@@ -51,7 +51,7 @@ fn message_pack_says_the_same_as_json() {
 /// JSON has no such numbers.
 #[test]
 fn what_is_not_a_number_is_refused() {
-    let served = Served::memory(config(8, 1));
+    let served = TestServer::memory(config(8, 1));
     let pack = rmp_serde::to_vec_named(&json!({ "groups": [keyed("k")] })).unwrap();
     let sound = [&[0xcb][..], &(-0.5f64).to_be_bytes()].concat();
     let at = pack.windows(sound.len()).position(|bytes| bytes == sound).unwrap();
@@ -65,7 +65,7 @@ fn what_is_not_a_number_is_refused() {
 
 #[test]
 fn answers_follow_accept() {
-    let served = Served::memory(config(1, 1));
+    let served = TestServer::memory(config(1, 1));
     for (accept, media_type) in [
         ("*/*", "application/json"),
         ("application/msgpack;q=0.5, application/json;q=0.4", "application/msgpack"),
@@ -82,7 +82,7 @@ fn answers_follow_accept() {
 
 #[test]
 fn bodies_can_be_compressed() {
-    let served = Served::memory(config(8, 1));
+    let served = TestServer::memory(config(8, 1));
     let body = json!({ "groups": [keyed("k")] }).to_string();
     for (encoding, bytes) in
         [("gzip", gzip(body.as_bytes())), ("zstd", zstd(body.as_bytes())), ("identity", body.clone().into())]
@@ -104,9 +104,9 @@ fn bodies_can_be_compressed() {
 #[test]
 fn no_body_is_larger_than_the_limit_however_it_comes() {
     const LIMIT: usize = 1 << 20;
-    let limits = Limits { body_bytes: LIMIT, ..Limits::default() };
+    let limits = ServerLimits { body_bytes: LIMIT, ..ServerLimits::default() };
     let served =
-        Served::start(Buffer::in_memory(config(8, 1)).unwrap(), ServerConfig { limits, ..loopback() });
+        TestServer::start(Buffer::in_memory(config(8, 1)).unwrap(), ServerConfig { limits, ..loopback() });
     let padded = |bytes: usize| {
         let mut body = json!({ "groups": [keyed("k")] }).to_string().into_bytes();
         body.resize(bytes, b' ');
@@ -143,12 +143,12 @@ fn no_body_is_larger_than_the_limit_however_it_comes() {
         // It stops reading when it has seen enough.
         let _ = stream.write_all(&chunk);
     }
-    Answer::read(&mut std::io::BufReader::new(stream)).is_problem(413, "body_too_large");
+    HttpAnswer::read(&mut std::io::BufReader::new(stream)).is_problem(413, "body_too_large");
 }
 
 #[test]
 fn nesting_is_bounded() {
-    let served = Served::memory(config(8, 1));
+    let served = TestServer::memory(config(8, 1));
     let deep = |depth: usize| {
         format!(
             "{{\"groups\":[{{\"key\":\"k\",\"trajectories\":[],\"task\":{{\"prompt\":\"\",\"columns\":{{\"a\":{}{}}}}}}}]}}",
@@ -168,9 +168,9 @@ fn nesting_is_bounded() {
 #[test]
 fn what_a_body_takes_decoded_is_bounded_before_it_is_decoded() {
     const BODY: usize = 4 << 20;
-    let limits = Limits { body_bytes: BODY, decoded_bytes: 32 << 20, ..Limits::default() };
+    let limits = ServerLimits { body_bytes: BODY, decoded_bytes: 32 << 20, ..ServerLimits::default() };
     let served =
-        Served::start(Buffer::in_memory(config(8, 1)).unwrap(), ServerConfig { limits, ..loopback() });
+        TestServer::start(Buffer::in_memory(config(8, 1)).unwrap(), ServerConfig { limits, ..loopback() });
     let filled = |start: &str, item: &str, end: &str| {
         let mut body = start.to_owned();
         while body.len() + item.len() + end.len() < BODY {
@@ -207,7 +207,7 @@ fn what_a_body_takes_decoded_is_bounded_before_it_is_decoded() {
 
 #[test]
 fn columns_and_details_are_bounded() {
-    let served = Served::memory(config(8, 1));
+    let served = TestServer::memory(config(8, 1));
     let with = |columns: &Value, reward: &Value| {
         let mut group = keyed("k");
         group["task"] = json!({ "prompt": "", "columns": columns });
@@ -240,8 +240,8 @@ proptest! {
         flip in any::<(prop::sample::Index, u8)>(),
         encoding in 0..3usize,
     ) {
-        static SERVED: std::sync::OnceLock<Served> = std::sync::OnceLock::new();
-        let served = SERVED.get_or_init(|| Served::memory(config(64, 1)));
+        static SERVED: std::sync::OnceLock<TestServer> = std::sync::OnceLock::new();
+        let served = SERVED.get_or_init(|| TestServer::memory(config(64, 1)));
         let json = json!({ "groups": [keyed("k")] }).to_string().into_bytes();
         let pack = rmp_serde::to_vec_named(&json!({ "groups": [keyed("k")] })).unwrap();
         let damaged = |sound: &[u8]| {

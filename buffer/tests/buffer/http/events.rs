@@ -6,18 +6,18 @@ use std::net::TcpStream;
 use buffer::{Consumer, Events};
 use serde_json::{Value, json};
 
-use super::super::served::{Served, head};
+use super::super::served::{TestServer, head};
 use super::super::{config, generate, leased, v};
 use super::{keyed, store};
 
 /// Reads messages as they come.
-struct Watcher(BufReader<TcpStream>);
+struct SseReader(BufReader<TcpStream>);
 
 /// Id, kind and data.
-type Message = (u64, String, Value);
+type SseMessage = (u64, String, Value);
 
-impl Watcher {
-    fn new(served: &Served, path: &str, headers: &[(&str, &str)]) -> Self {
+impl SseReader {
+    fn new(served: &TestServer, path: &str, headers: &[(&str, &str)]) -> Self {
         let mut stream = served.connect();
         stream.write_all(&head("GET", path, served.address, headers, None)).unwrap();
         let mut lines = BufReader::new(stream);
@@ -29,7 +29,7 @@ impl Watcher {
         Self(lines)
     }
 
-    fn next(&mut self) -> Message {
+    fn next(&mut self) -> SseMessage {
         let (mut id, mut kind) = (0, String::new());
         loop {
             let mut line = String::new();
@@ -47,17 +47,17 @@ impl Watcher {
 
 #[test]
 fn a_watcher_sees_everything_and_goes_on_where_it_was() {
-    let served = Served::memory(config(2, 1));
+    let served = TestServer::memory(config(2, 1));
     let client = served.client();
     generate(&client, v(0), 1);
     // Whoever names an id of no time is told where events are.
-    let (start, kind, _) = Watcher::new(&served, "/v1/events?after=0", &[]).next();
+    let (start, kind, _) = SseReader::new(&served, "/v1/events?after=0", &[]).next();
     assert_eq!(kind, "gap");
-    let mut first = Watcher::new(&served, &format!("/v1/events?after={start}"), &[]);
+    let mut first = SseReader::new(&served, &format!("/v1/events?after={start}"), &[]);
     generate(&client, v(0), 1);
     assert_eq!(leased(&client, 0), [0, 1]);
     client.ack_through("trainer", v(1)).unwrap();
-    let seen: Vec<Message> = (0..4).map(|_| first.next()).collect();
+    let seen: Vec<SseMessage> = (0..4).map(|_| first.next()).collect();
     let kinds: Vec<&str> = seen.iter().map(|(_, kind, _)| &kind[..]).collect();
     assert_eq!(kinds, ["finalized", "leased", "acked", "version"]);
     assert_eq!(seen[0].2["groups"], json!([1]));
@@ -65,7 +65,7 @@ fn a_watcher_sees_everything_and_goes_on_where_it_was() {
     assert!(seen.windows(2).all(|pair| pair[0].0 < pair[1].0), "ids ascend");
 
     let id = seen[1].0.to_string();
-    let mut again = Watcher::new(&served, "/v1/events?after=0", &[("last-event-id", &id)]);
+    let mut again = SseReader::new(&served, "/v1/events?after=0", &[("last-event-id", &id)]);
     assert_eq!([again.next(), again.next()], seen[2..], "the header counts more than the query");
     let wrong = served.ask("GET", "/v1/events", &[("last-event-id", "x")], b"");
     wrong.is_problem(400, "bad_query");
@@ -73,15 +73,15 @@ fn a_watcher_sees_everything_and_goes_on_where_it_was() {
 
 #[test]
 fn who_missed_some_is_told() {
-    let served = Served::memory(config(4096, 4));
-    let (start, _, _) = Watcher::new(&served, "/v1/events?after=0", &[]).next();
+    let served = TestServer::memory(config(4096, 4));
+    let (start, _, _) = SseReader::new(&served, "/v1/events?after=0", &[]).next();
     let mut stored = 0;
     while stored <= Events::KEPT {
         let groups: Vec<Value> = (0..1000).map(|n| keyed(&format!("{}", stored + n))).collect();
         assert_eq!(store(&served, &groups).status, 200);
         stored += groups.len();
     }
-    let mut late = Watcher::new(&served, &format!("/v1/events?after={start}"), &[]);
+    let mut late = SseReader::new(&served, &format!("/v1/events?after={start}"), &[]);
     let (id, kind, data) = late.next();
     assert_eq!((kind, data), ("gap".to_owned(), json!({ "after": id })));
     store(&served, &[keyed("after the gap")]);

@@ -8,7 +8,7 @@ use buffer::{Buffer, BufferConfig, Consumer, GroupLimits, Producer};
 use serde_json::{Value, json};
 use trajectory::GroupId;
 
-use super::super::served::{Served, loopback};
+use super::super::served::{TestServer, loopback};
 use super::super::{config, generate, group, v};
 use super::{keyed, statuses, store, trajectory};
 
@@ -23,7 +23,7 @@ fn with(fields: &[(&str, Value)]) -> Value {
 
 #[test]
 fn a_group_comes_out_as_it_went_in() {
-    let served = Served::memory(config(1, 1));
+    let served = TestServer::memory(config(1, 1));
     let full = json!({
         "key": "a key",
         "task": {
@@ -84,7 +84,7 @@ fn a_group_comes_out_as_it_went_in() {
 
 #[test]
 fn what_is_left_out_has_its_default() {
-    let served = Served::memory(config(1, 1));
+    let served = TestServer::memory(config(1, 1));
     let id = store(&served, &[keyed("k")]).json()["results"][0]["id"].clone();
     let shown = served.get(&format!("/v1/groups/{id}")).json();
     let shown = &shown["group"];
@@ -96,7 +96,7 @@ fn what_is_left_out_has_its_default() {
 
 #[test]
 fn storing_is_idempotent_by_key_and_by_id() {
-    let served = Served::memory(config(4, 1));
+    let served = TestServer::memory(config(4, 1));
     let id = served.post("/v1/admissions", &json!({ "served_version": 0 })).json()["ids"][0].clone();
     let admitted = json!({ "id": id, "trajectories": [trajectory()] });
     let both = [keyed("k"), admitted];
@@ -111,14 +111,14 @@ fn storing_is_idempotent_by_key_and_by_id() {
 
 #[test]
 fn each_group_is_refused_by_itself_and_says_why() {
-    let served = Served::start(
+    let served = TestServer::start(
         buffer::Buffer::in_memory(config(8, 1)).unwrap(),
         buffer::http::ServerConfig {
-            limits: buffer::http::Limits {
+            limits: buffer::http::ServerLimits {
                 trajectories: 2,
                 tokens: 4,
                 vocabulary: Some(100),
-                ..buffer::http::Limits::default()
+                ..buffer::http::ServerLimits::default()
             },
             ..super::super::served::loopback()
         },
@@ -185,8 +185,8 @@ fn each_group_is_refused_by_itself_and_says_why() {
 /// A run whose algorithm asks which answers are correct takes none that do not say so; what is not trained on need not.
 #[test]
 fn a_group_says_what_is_correct_where_that_is_asked() {
-    let limits = buffer::http::Limits { correct: true, ..buffer::http::Limits::default() };
-    let served = Served::start(
+    let limits = buffer::http::ServerLimits { correct: true, ..buffer::http::ServerLimits::default() };
+    let served = TestServer::start(
         buffer::Buffer::in_memory(config(8, 1)).unwrap(),
         buffer::http::ServerConfig { limits, ..super::super::served::loopback() },
     );
@@ -203,7 +203,7 @@ fn a_group_says_what_is_correct_where_that_is_asked() {
 
 #[test]
 fn a_body_of_another_shape_is_refused_as_a_whole_with_its_path() {
-    let served = Served::memory(config(1, 1));
+    let served = TestServer::memory(config(1, 1));
     for (body, place) in [
         (
             json!({ "groups": [keyed("k"), with(&[("token_ids", json!([1, -2, 3]))])] }),
@@ -233,7 +233,7 @@ fn a_body_of_another_shape_is_refused_as_a_whole_with_its_path() {
 
 #[test]
 fn a_full_buffer_asks_for_patience() {
-    let served = Served::memory(config(1, 0));
+    let served = TestServer::memory(config(1, 0));
     assert_eq!(statuses(&store(&served, &[keyed("a"), keyed("b")])), ["accepted", "full"]);
     let full = store(&served, &[keyed("b")]);
     full.is_problem(429, "full");
@@ -246,7 +246,7 @@ fn a_full_buffer_asks_for_patience() {
 
 #[test]
 fn pages_show_every_group_once() {
-    let served = Served::memory(config(8, 1));
+    let served = TestServer::memory(config(8, 1));
     let client = served.client();
     generate(&client, v(0), 7);
     let mut seen = Vec::new();
@@ -274,7 +274,7 @@ fn pages_show_every_group_once() {
 
 #[test]
 fn removing_is_for_good() {
-    let served = Served::memory(config(8, 1));
+    let served = TestServer::memory(config(8, 1));
     let client = served.client();
     let ids = generate(&client, v(0), 3);
     client.set_version(v(1), false).unwrap();
@@ -288,7 +288,7 @@ fn removing_is_for_good() {
 
 #[test]
 fn a_lease_is_refused_with_what_is_wrong() {
-    let served = Served::memory(config(1, 1));
+    let served = TestServer::memory(config(1, 1));
     let lease = |body: Value| served.post("/v1/leases", &body);
     lease(json!({ "consumer": "" })).is_problem(422, "bad_consumer");
     for (field, value) in
@@ -320,7 +320,7 @@ fn a_lease_is_refused_with_what_is_wrong() {
 
 #[test]
 fn leases_are_listed_until_they_are_acknowledged() {
-    let served = Served::memory(BufferConfig { ..config(1, 1) });
+    let served = TestServer::memory(BufferConfig { ..config(1, 1) });
     let client = served.client();
     generate(&client, v(0), 2);
     let named =
@@ -352,7 +352,7 @@ fn a_run_takes_only_groups_that_it_can_train_on_and_hears_of_the_others() {
     });
     let config =
         ServerConfig { group_limits: Some(Arc::clone(&limits)), refused: Some(refused), ..loopback() };
-    let served = Served::start(Buffer::in_memory(super::super::config(8, 1)).unwrap(), config);
+    let served = TestServer::start(Buffer::in_memory(super::super::config(8, 1)).unwrap(), config);
     store(&served, &[keyed("early")]).is_problem(503, "preparing");
     limits.set(GroupLimits { vocabulary: 10, context: 4, trajectories: 2 }).unwrap();
     let with = |key: &str, field: &str, value: Value| {
@@ -409,6 +409,6 @@ fn a_run_takes_only_groups_that_it_can_train_on_and_hears_of_the_others() {
     assert_eq!(set_aside, json!({ "quarantined": true, "sender": "127.0.0.1 as \"sound\"" }));
     assert_eq!(served.get("/v1/stats").json()["quarantined"], 1);
     // By itself a buffer knows no model.
-    let generic = Served::memory(super::super::config(8, 1));
+    let generic = TestServer::memory(super::super::config(8, 1));
     assert_eq!(statuses(&store(&generic, &groups[1..2])), ["accepted"]);
 }

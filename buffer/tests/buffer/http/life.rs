@@ -6,24 +6,24 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use buffer::http::{Limits, ServerConfig, ServerError};
+use buffer::http::{ServerConfig, ServerError, ServerLimits};
 use buffer::{Buffer, Consumer, LeaseRequest, Producer};
 use serde_json::json;
 use trajectory::GroupId;
 
-use super::super::served::{Answer, Served, head, loopback};
+use super::super::served::{HttpAnswer, TestServer, head, loopback};
 use super::super::{NOW, SOON, TRAINER, config, generate, group, v};
 use super::{keyed, statuses, store};
 
 const SHORT: Duration = Duration::from_millis(200);
 
-fn limited(limits: Limits) -> Served {
-    Served::start(Buffer::in_memory(config(8, 1)).unwrap(), ServerConfig { limits, ..loopback() })
+fn limited(limits: ServerLimits) -> TestServer {
+    TestServer::start(Buffer::in_memory(config(8, 1)).unwrap(), ServerConfig { limits, ..loopback() })
 }
 
 #[test]
 fn a_slow_head_is_cut_off_and_a_slow_body_is_told() {
-    let served = limited(Limits { head_read: SHORT, body_read: SHORT, ..Limits::default() });
+    let served = limited(ServerLimits { head_read: SHORT, body_read: SHORT, ..ServerLimits::default() });
     let mut slow = served.connect();
     slow.write_all(b"GET /healthz HTTP/1.1\r\nhost: local").unwrap();
     let mut rest = Vec::new();
@@ -34,13 +34,13 @@ fn a_slow_head_is_cut_off_and_a_slow_body_is_told() {
     let mut slow = served.connect();
     slow.write_all(&head("POST", "/v1/groups", served.address, &[], Some(1000))).unwrap();
     slow.write_all(b"{").unwrap();
-    Answer::read(&mut BufReader::new(slow)).is_problem(408, "body_timeout");
+    HttpAnswer::read(&mut BufReader::new(slow)).is_problem(408, "body_timeout");
     assert_eq!(served.get("/healthz").status, 200);
 }
 
 #[test]
 fn too_many_connections_are_closed_and_counted() {
-    let served = limited(Limits { connections: 2, ..Limits::default() });
+    let served = limited(ServerLimits { connections: 2, ..ServerLimits::default() });
     let mut kept: Vec<_> = (0..2).map(|_| served.connect()).collect();
     // An answer shows that the server has taken both.
     for stream in &mut kept {
@@ -70,7 +70,7 @@ fn too_many_connections_are_closed_and_counted() {
 #[test]
 fn a_server_whose_journal_was_removed_accepts_nothing_and_makes_no_other() {
     let directory = tempfile::tempdir().unwrap();
-    let served = Served::journal(&directory, config(8, 1));
+    let served = TestServer::journal(&directory, config(8, 1));
     assert_eq!(statuses(&store(&served, &[keyed("before")])), ["accepted"]);
     std::fs::remove_file(directory.path().join("buffer.redb")).unwrap();
     // Longer than it waits before it tries to open a journal again.
@@ -86,7 +86,7 @@ fn a_server_whose_journal_was_removed_accepts_nothing_and_makes_no_other() {
 #[test]
 fn a_run_that_trains_itself_lets_nobody_lease_or_count() {
     let config = ServerConfig { own_trainer: true, ..loopback() };
-    let served = Served::start(Buffer::in_memory(super::super::config(2, 1)).unwrap(), config);
+    let served = TestServer::start(Buffer::in_memory(super::super::config(2, 1)).unwrap(), config);
     assert_eq!(statuses(&store(&served, &[keyed("a")])), ["accepted"]);
     for (path, body) in [
         ("/v1/leases", json!({ "consumer": TRAINER, "step": 0, "groups": 1 })),
@@ -106,7 +106,7 @@ fn a_run_that_trains_itself_lets_nobody_lease_or_count() {
 #[test]
 fn a_stop_finishes_what_was_begun() {
     let directory = tempfile::tempdir().unwrap();
-    let mut served = Served::journal(&directory, config(8, 1));
+    let mut served = TestServer::journal(&directory, config(8, 1));
     let body = json!({ "groups": [keyed("under way")] }).to_string();
     let mut underway = begin(&served, "/v1/groups", &body);
     let lease = json!({ "consumer": "t", "groups": 9, "wait_ms": 30_000 }).to_string();
@@ -114,18 +114,18 @@ fn a_stop_finishes_what_was_begun() {
     waiting.write_all(lease.as_bytes()).unwrap();
     served.begin_stop();
     underway.write_all(body.as_bytes()).unwrap();
-    assert_eq!(statuses(&Answer::read(&mut BufReader::new(underway))), ["accepted"]);
-    Answer::read(&mut BufReader::new(waiting)).is_problem(503, "stopping");
+    assert_eq!(statuses(&HttpAnswer::read(&mut BufReader::new(underway))), ["accepted"]);
+    HttpAnswer::read(&mut BufReader::new(waiting)).is_problem(503, "stopping");
     let address = served.address;
     served.wait();
     assert!(TcpStream::connect(address).is_err(), "nobody listens any more");
 
-    let served = Served::journal(&directory, config(8, 1));
+    let served = TestServer::journal(&directory, config(8, 1));
     assert_eq!(statuses(&store(&served, &[keyed("under way")])), ["duplicate"]);
 }
 
 /// A request whose head is in, so that it has begun; its body is to come.
-fn begin(served: &Served, path: &str, body: &str) -> TcpStream {
+fn begin(served: &TestServer, path: &str, body: &str) -> TcpStream {
     let mut stream = served.connect();
     let expect = [("expect", "100-continue")];
     stream.write_all(&head("POST", path, served.address, &expect, Some(body.len()))).unwrap();
@@ -137,7 +137,7 @@ fn begin(served: &Served, path: &str, body: &str) -> TcpStream {
 
 #[test]
 fn a_stop_does_not_wait_for_ever() {
-    let mut served = limited(Limits { stop: SHORT, ..Limits::default() });
+    let mut served = limited(ServerLimits { stop: SHORT, ..ServerLimits::default() });
     let mut stuck = served.connect();
     stuck
         .write_all(&head("POST", "/v1/groups", served.address, &[("expect", "100-continue")], Some(10)))
@@ -153,7 +153,7 @@ fn a_stop_does_not_wait_for_ever() {
 #[test]
 fn a_client_goes_on_after_the_server_was_away() {
     let directory = tempfile::tempdir().unwrap();
-    let mut served = Served::journal(&directory, config(2, 1));
+    let mut served = TestServer::journal(&directory, config(2, 1));
     let client = served.client();
     generate(&client, v(0), 2);
     let lease = client.lease(&LeaseRequest::step(TRAINER, v(0)), NOW).unwrap();
@@ -164,7 +164,7 @@ fn a_client_goes_on_after_the_server_was_away() {
         let away = scope.spawn(|| client.submit("meanwhile", group(GroupId(0), v(0))).unwrap().group);
         let path = directory.path().join("buffer.redb");
         let buffer = Buffer::open(&path, config(2, 1)).unwrap();
-        let back = Served::start(buffer, ServerConfig { listen: address, ..loopback() });
+        let back = TestServer::start(buffer, ServerConfig { listen: address, ..loopback() });
         let group = away.join().unwrap();
         assert!(group.is_some());
         assert_eq!(client.lease(&LeaseRequest::step(TRAINER, v(0)), NOW).unwrap(), lease);
@@ -176,7 +176,7 @@ fn a_client_goes_on_after_the_server_was_away() {
 
 #[test]
 fn an_address_is_listened_on_once() {
-    let served = Served::memory(config(1, 1));
+    let served = TestServer::memory(config(1, 1));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let buffer = Arc::new(Buffer::in_memory(config(1, 1)).unwrap());
     let again = ServerConfig { listen: served.address, ..loopback() };
@@ -187,7 +187,7 @@ fn an_address_is_listened_on_once() {
 
 #[test]
 fn a_server_that_is_not_there_is_named() {
-    let address = Served::memory(config(1, 1)).address;
+    let address = TestServer::memory(config(1, 1)).address;
     let patience = Duration::from_millis(100);
     let config = buffer::http::ClientConfig {
         patience,
@@ -201,12 +201,12 @@ fn a_server_that_is_not_there_is_named() {
 
 /// A disk that can be told to fail, and to work again.
 #[derive(Clone, Debug)]
-struct Disk {
+struct FailingDisk {
     memory: Arc<redb::backends::InMemoryBackend>,
     fails: Arc<AtomicBool>,
 }
 
-impl Disk {
+impl FailingDisk {
     fn check(&self) -> std::io::Result<()> {
         if self.fails.load(Ordering::Relaxed) {
             return Err(std::io::Error::from(std::io::ErrorKind::StorageFull));
@@ -215,7 +215,7 @@ impl Disk {
     }
 }
 
-impl redb::StorageBackend for Disk {
+impl redb::StorageBackend for FailingDisk {
     fn len(&self) -> std::io::Result<u64> {
         self.memory.len()
     }
@@ -242,11 +242,11 @@ impl redb::StorageBackend for Disk {
 
 #[test]
 fn a_disk_that_fails_is_told_and_when_it_works_again_so_does_the_server() {
-    let disk = Disk { memory: Arc::default(), fails: Arc::default() };
+    let disk = FailingDisk { memory: Arc::default(), fails: Arc::default() };
     let on = disk.clone();
     let open = move || Buffer::open_on(on.clone(), config(8, 1));
     let buffer = open().unwrap();
-    let served = Served::start(buffer, ServerConfig { reopen: Some(Arc::new(open)), ..loopback() });
+    let served = TestServer::start(buffer, ServerConfig { reopen: Some(Arc::new(open)), ..loopback() });
     assert_eq!(statuses(&store(&served, &[keyed("before")])), ["accepted"]);
     disk.fails.store(true, Ordering::Relaxed);
     let failed = store(&served, &[keyed("lost")]);
@@ -265,7 +265,7 @@ fn a_disk_that_fails_is_told_and_when_it_works_again_so_does_the_server() {
 
 #[test]
 fn a_lease_without_a_hold_is_named_and_kept() {
-    let served = Served::memory(config(1, 1));
+    let served = TestServer::memory(config(1, 1));
     let client = served.client();
     generate(&client, v(0), 1);
     let lease =
@@ -283,7 +283,7 @@ fn a_lease_without_a_hold_is_named_and_kept() {
 
 #[test]
 fn the_documents_are_there_and_name_every_error() {
-    let served = Served::memory(config(1, 1));
+    let served = TestServer::memory(config(1, 1));
     let document = served.get("/openapi.json").json();
     assert!(document["openapi"].as_str().unwrap().starts_with("3.1"));
     let append = &document["paths"]["/v1/groups"]["post"];

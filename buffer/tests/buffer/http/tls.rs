@@ -4,7 +4,7 @@ use buffer::http::{Client, ClientConfig, ServerConfig, Tls};
 use buffer::{Buffer, Consumer};
 
 use super::super::config;
-use super::super::served::{Served, loopback};
+use super::super::served::{TestServer, loopback};
 
 #[test]
 fn a_client_that_trusts_the_certificate_is_served() {
@@ -14,7 +14,8 @@ fn a_client_that_trusts_the_certificate_is_served() {
     std::fs::write(&certificate, made.cert.pem()).unwrap();
     std::fs::write(&key, made.signing_key.serialize_pem()).unwrap();
     let tls = Some(Tls::read(&certificate, &key).unwrap());
-    let served = Served::start(Buffer::in_memory(config(1, 1)).unwrap(), ServerConfig { tls, ..loopback() });
+    let served =
+        TestServer::start(Buffer::in_memory(config(1, 1)).unwrap(), ServerConfig { tls, ..loopback() });
     let url = format!("https://localhost:{}", served.address.port());
 
     let trusting = ClientConfig { roots: Some(certificate.clone()), ..ClientConfig::new(url.clone()) };

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use device::{Buffer, Device, DeviceError, Group, Patience, Storage};
 use trajectory::PolicyVersion;
 
-use super::super::control::Control;
-use super::super::round::{Joined, Round, combined};
-use super::super::spares::Spares;
-use super::super::{DeviceSubscriber, DeviceWeights, Told, digest, failed};
+use super::super::hub_connection::HubConnection;
+use super::super::round::{BroadcastRound, EpochGroups, combined};
+use super::super::spare_buffers::SpareBuffers;
+use super::super::{DeviceSubscriber, DeviceWeights, PushNotice, digest, failed};
 use super::TRANSPORT;
 use crate::http::RemoteConfig;
 use crate::hub::After;
@@ -25,25 +25,25 @@ const ASK: Duration = Duration::from_millis(500);
 /// The side of one sampler, on a GPU of its own.
 #[derive(Debug)]
 pub struct NcclSubscriber<T: Storage> {
-    control: Arc<Control>,
+    control: Arc<HubConnection>,
     device: Device,
-    spares: Spares<T>,
-    plane: Mutex<Plane>,
+    spares: SpareBuffers<T>,
+    receive: Mutex<ReceiveState>,
 }
 
 #[derive(Debug, Default)]
-struct Plane {
+struct ReceiveState {
     /// The last round that it was told of.
     round: Arc<AtomicU64>,
-    joined: Option<Joined>,
+    joined: Option<EpochGroups>,
     failed: Vec<String>,
 }
 
 /// Why a round did not come to its end.
-enum Ended {
+enum RoundFailure {
     /// A peer is gone or late: there will be another.
     Peers(DeviceError),
-    Own(WeightsError),
+    Local(WeightsError),
 }
 
 impl<T: Storage> NcclSubscriber<T> {
@@ -52,7 +52,7 @@ impl<T: Storage> NcclSubscriber<T> {
     /// # Errors
     /// As [`RemoteSubscriber::connect`](crate::http::RemoteSubscriber::connect).
     pub fn connect(config: RemoteConfig, device: &Device) -> Result<Self, WeightsError> {
-        Ok(Self::new(Control::there(config)?, device))
+        Ok(Self::new(HubConnection::there(config)?, device))
     }
 
     /// Subscribes to a hub of this process.
@@ -60,7 +60,7 @@ impl<T: Storage> NcclSubscriber<T> {
     /// # Errors
     /// As [`Hub::subscribe`].
     pub fn within(hub: &Hub, name: &str, device: &Device) -> Result<Self, WeightsError> {
-        Ok(Self::new(Control::here(hub, name)?, device))
+        Ok(Self::new(HubConnection::here(hub, name)?, device))
     }
 
     /// Sends the last receipt now if the hub may not know it; calls that ask for versions do so by themselves.
@@ -76,39 +76,43 @@ impl<T: Storage> NcclSubscriber<T> {
     /// # Errors
     /// A thread that panicked in the middle of a round.
     pub fn take_failed(&self) -> Result<Vec<String>, WeightsError> {
-        let mut plane = self.plane.lock().map_err(|_| WeightsError::Poisoned)?;
-        Ok(std::mem::take(&mut plane.failed))
+        let mut receive = self.receive.lock().map_err(|_| WeightsError::Poisoned)?;
+        Ok(std::mem::take(&mut receive.failed))
     }
 
-    fn new(control: Control, device: &Device) -> Self {
-        let (control, plane) = (Arc::new(control), Mutex::default());
-        Self { control, device: device.clone(), spares: Spares::new(device), plane }
+    fn new(control: HubConnection, device: &Device) -> Self {
+        let (control, receive) = (Arc::new(control), Mutex::default());
+        Self { control, device: device.clone(), spares: SpareBuffers::new(device), receive }
     }
 
     /// Takes part in a round; `None` if it is one of others, or failed.
-    fn take_part(&self, told: &Told, plane: &mut Plane) -> Result<Option<DeviceWeights<T>>, WeightsError> {
-        let (version, started) = (told.version, Instant::now());
+    fn take_part(
+        &self,
+        notice: &PushNotice,
+        receive: &mut ReceiveState,
+    ) -> Result<Option<DeviceWeights<T>>, WeightsError> {
+        let (version, started) = (notice.version, Instant::now());
         let wrong = |what: String| WeightsError::OtherWay { version, transport: TRANSPORT, what };
-        told.check::<T>(TRANSPORT)?;
-        let round = told.direct.round.as_ref().ok_or_else(|| wrong("it comes otherwise".to_owned()))?;
-        plane.round.store(round.number, Ordering::Relaxed);
+        notice.check::<T>(TRANSPORT)?;
+        let round = notice.direct.round.as_ref().ok_or_else(|| wrong("it comes otherwise".to_owned()))?;
+        receive.round.store(round.number, Ordering::Relaxed);
         let Some(place) = round.members.iter().position(|member| self.control.is(member)) else {
-            plane.leave();
+            receive.leave();
             return Ok(None);
         };
-        round.check(told.parameters).map_err(wrong)?;
-        let mut values = self.spares.take(told.parameters)?;
-        match plane.receive((&self.device, &self.control), round, place + 1, &mut values) {
+        round.check(notice.parameters).map_err(wrong)?;
+        let mut values = self.spares.take(notice.parameters)?;
+        match receive.receive((&self.device, &self.control), round, place + 1, &mut values) {
             Ok(()) => {}
-            Err(Ended::Own(error)) => {
-                plane.leave();
+            Err(RoundFailure::Local(error)) => {
+                receive.leave();
                 return Err(error);
             }
-            Err(Ended::Peers(error)) => {
-                plane.leave();
+            Err(RoundFailure::Peers(error)) => {
+                receive.leave();
                 self.spares.give_back(values);
-                if plane.failed.len() < MAX_FAILED {
-                    plane.failed.push(format!("{version}: {error}"));
+                if receive.failed.len() < MAX_FAILED {
+                    receive.failed.push(format!("{version}: {error}"));
                 }
                 return Ok(None);
             }
@@ -121,26 +125,27 @@ impl<T: Storage> NcclSubscriber<T> {
     }
 }
 
-impl Plane {
+impl ReceiveState {
     /// Receives all shards, in the order of their owners.
     fn receive<T: Storage>(
         &mut self,
-        (device, control): (&Device, &Arc<Control>),
-        round: &Round,
+        (device, control): (&Device, &Arc<HubConnection>),
+        round: &BroadcastRound,
         rank: usize,
         into: &mut Buffer<T>,
-    ) -> Result<(), Ended> {
+    ) -> Result<(), RoundFailure> {
         if self.joined.as_ref().is_none_or(|joined| joined.epoch != round.epoch) {
             self.leave();
             let what = "join the owners of weights";
             let join = |owner: usize| {
-                let id =
-                    round.id(owner).map_err(|reason| Ended::Own(WeightsError::Device { what, reason }))?;
+                let id = round
+                    .id(owner)
+                    .map_err(|reason| RoundFailure::Local(WeightsError::Device { what, reason }))?;
                 let give_up = other_round(Arc::clone(control), Arc::clone(&self.round));
                 let patience = Patience { deadline: round.deadline(), give_up: Some(Arc::new(give_up)) };
                 Group::join(device, &id, rank, round.world(), patience).map_err(|error| ended(what, error))
             };
-            let mut joined = Joined { epoch: round.epoch, groups: Vec::new() };
+            let mut joined = EpochGroups { epoch: round.epoch, groups: Vec::new() };
             for owner in 0..round.cuts.len() {
                 match join(owner) {
                     Ok(group) => joined.groups.push(group),
@@ -170,26 +175,26 @@ impl Plane {
 }
 
 /// Says that there is another round than `round`, or none any more. It asks the hub that now and then.
-fn other_round(control: Arc<Control>, round: Arc<AtomicU64>) -> impl Fn() -> Option<String> {
+fn other_round(control: Arc<HubConnection>, round: Arc<AtomicU64>) -> impl Fn() -> Option<String> {
     let asked = Mutex::new(Instant::now());
     move || {
         let mut asked = asked.lock().unwrap_or_else(PoisonError::into_inner);
         if asked.elapsed() < ASK {
             return None;
         }
-        let told = control.told(After::Round(round.load(Ordering::Relaxed)), Instant::now());
+        let notice = control.next_notice(After::Round(round.load(Ordering::Relaxed)), Instant::now());
         *asked = Instant::now();
-        told.map_or_else(
+        notice.map_or_else(
             |error| Some(error.to_string()),
-            |told| told.map(|_| "there is another round".to_owned()),
+            |notice| notice.map(|_| "there is another round".to_owned()),
         )
     }
 }
 
-fn ended(what: &'static str, error: DeviceError) -> Ended {
+fn ended(what: &'static str, error: DeviceError) -> RoundFailure {
     match error {
-        DeviceError::Group { .. } => Ended::Peers(error),
-        error => Ended::Own(failed(what)(error)),
+        DeviceError::Group { .. } => RoundFailure::Peers(error),
+        error => RoundFailure::Local(failed(what)(error)),
     }
 }
 
@@ -200,11 +205,11 @@ impl<T: Storage> DeviceSubscriber<T> for NcclSubscriber<T> {
         wait: Duration,
     ) -> Result<Option<DeviceWeights<T>>, WeightsError> {
         let deadline = Instant::now() + wait;
-        let mut plane = self.plane.lock().map_err(|_| WeightsError::Poisoned)?;
+        let mut receive = self.receive.lock().map_err(|_| WeightsError::Poisoned)?;
         loop {
-            let known = After::Round(plane.round.load(Ordering::Relaxed));
-            let Some(told) = self.control.told(known, deadline)? else { return Ok(None) };
-            match self.take_part(&told, &mut plane)? {
+            let known = After::Round(receive.round.load(Ordering::Relaxed));
+            let Some(notice) = self.control.next_notice(known, deadline)? else { return Ok(None) };
+            match self.take_part(&notice, &mut receive)? {
                 Some(weights) if Some(weights.version) > after => return Ok(Some(weights)),
                 // It is there already.
                 Some(again) => self.spares.give_back(again.values),

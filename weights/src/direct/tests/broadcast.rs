@@ -39,7 +39,7 @@ fn serves<T: Storage + PartialEq>(sampler: &NcclSubscriber<T>) -> Vec<u64> {
 }
 
 fn wait_for(hub: &Hub, names: &[&str]) {
-    let of = |there: &[Caller]| there.iter().map(|caller| caller.name.clone()).collect::<Vec<_>>();
+    let of = |there: &[SubscriberId]| there.iter().map(|caller| caller.name.clone()).collect::<Vec<_>>();
     let there = hub.wait_receivers(Instant::now(), SOON, |there| of(there) == names);
     assert_eq!(of(&there.unwrap()), names);
 }
@@ -83,11 +83,11 @@ fn a_sampler_that_dies_in_the_middle_of_a_push_is_left_out_of_the_next_attempt()
         let hub = publisher.hub().clone();
         std::thread::scope(|scope| {
             let good = NcclSubscriber::<bf16>::within(&hub, "good", &emulated()).unwrap();
-            let dying = Control::here(&hub, "dying").unwrap();
-            assert!(dying.told(After::Round(0), Instant::now()).unwrap().is_none());
+            let dying = HubConnection::here(&hub, "dying").unwrap();
+            assert!(dying.next_notice(After::Round(0), Instant::now()).unwrap().is_none());
             let dies = scope.spawn(move || {
-                let told = dying.told(After::Round(0), Instant::now() + SOON).unwrap().unwrap();
-                let round = told.direct.round.unwrap();
+                let notice = dying.next_notice(After::Round(0), Instant::now() + SOON).unwrap().unwrap();
+                let round = notice.direct.round.unwrap();
                 assert_eq!(round.members.iter().map(|m| &m.name[..]).collect::<Vec<_>>(), ["dying", "good"]);
                 if joins {
                     let device = emulated();
@@ -131,8 +131,8 @@ fn nobody_waits_for_a_sampler_that_is_known_to_be_gone() {
         assert!(first.newest(None).unwrap().is_none());
         let pushing = scope.spawn(|| publish(&publisher, 1));
         // Its process is killed when the push waits for it.
-        let watcher = Control::here(&hub, "watcher").unwrap();
-        watcher.told(After::Version(None), Instant::now() + SOON).unwrap().unwrap();
+        let watcher = HubConnection::here(&hub, "watcher").unwrap();
+        watcher.next_notice(After::Version(None), Instant::now() + SOON).unwrap().unwrap();
         std::mem::forget(first);
         hub.forget("far");
         pushing.join().unwrap().unwrap();

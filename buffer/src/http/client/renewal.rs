@@ -12,40 +12,40 @@ use std::time::{Duration, Instant};
 
 use trajectory::{GroupId, PolicyVersion};
 
-use super::call::Core;
-use super::{Done, claim, extension};
+use super::call::ClientCore;
+use super::{EmptyAnswer, claim, extension};
 use crate::{BufferError, Lease, LeaseId};
 
 /// See the module.
-pub(super) struct Renewals {
+pub(super) struct LeaseRenewal {
     /// For how long something is held at a time: a holder that is gone is missed after so long.
     hold: Duration,
-    shared: Arc<Shared>,
+    shared: Arc<RenewalShared>,
     /// `None` only while it is being dropped.
     thread: Option<JoinHandle<()>>,
 }
 
 /// Leases to be extended, and groups to be claimed again.
-type Due = (Vec<LeaseId>, Vec<(GroupId, PolicyVersion)>);
+type DueRenewals = (Vec<LeaseId>, Vec<(GroupId, PolicyVersion)>);
 
 #[derive(Default)]
-struct Shared {
-    held: Mutex<Held>,
+struct RenewalShared {
+    renewed: Mutex<RenewedHolds>,
     /// There is something to hold, or the end.
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Held {
+struct RenewedHolds {
     leases: BTreeMap<LeaseId, (String, PolicyVersion)>,
     /// Claimed groups with the version that they were claimed for.
     groups: BTreeMap<GroupId, PolicyVersion>,
     ended: bool,
 }
 
-impl Renewals {
-    pub(super) fn start(core: Arc<Core>, hold: Duration) -> Result<Self, BufferError> {
-        let shared = Arc::new(Shared::default());
+impl LeaseRenewal {
+    pub(super) fn start(core: Arc<ClientCore>, hold: Duration) -> Result<Self, BufferError> {
+        let shared = Arc::new(RenewalShared::default());
         let theirs = Arc::clone(&shared);
         let url = core.url().to_owned();
         let thread = std::thread::Builder::new()
@@ -63,55 +63,55 @@ impl Renewals {
     }
 
     pub(super) fn add(&self, lease: &Lease) {
-        self.shared.held().leases.insert(lease.id, (lease.consumer.clone(), lease.step));
+        self.shared.renewed().leases.insert(lease.id, (lease.consumer.clone(), lease.step));
         self.shared.changed.notify_one();
     }
 
     pub(super) fn remove(&self, lease: LeaseId) {
-        self.shared.held().leases.remove(&lease);
+        self.shared.renewed().leases.remove(&lease);
     }
 
     pub(super) fn add_group(&self, group: GroupId, served: PolicyVersion) {
-        self.shared.held().groups.insert(group, served);
+        self.shared.renewed().groups.insert(group, served);
         self.shared.changed.notify_one();
     }
 
     pub(super) fn remove_group(&self, group: GroupId) {
-        self.shared.held().groups.remove(&group);
+        self.shared.renewed().groups.remove(&group);
     }
 
     pub(super) fn remove_through(&self, consumer: &str, through: PolicyVersion) {
-        self.shared.held().leases.retain(|_, (whose, step)| whose != consumer || *step >= through);
+        self.shared.renewed().leases.retain(|_, (whose, step)| whose != consumer || *step >= through);
     }
 }
 
-impl Shared {
+impl RenewalShared {
     /// Usable after a panic: every change of it is complete.
-    fn held(&self) -> MutexGuard<'_, Held> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    fn renewed(&self) -> MutexGuard<'_, RenewedHolds> {
+        self.renewed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until `until`, or while nothing is held; what is held, or `None` at the end.
-    fn due(&self, until: Instant) -> Option<Due> {
-        let mut held = self.held();
+    fn due(&self, until: Instant) -> Option<DueRenewals> {
+        let mut renewed = self.renewed();
         loop {
-            if held.ended {
+            if renewed.ended {
                 return None;
             }
             let left = until.saturating_duration_since(Instant::now());
-            if held.leases.is_empty() && held.groups.is_empty() {
-                held = self.changed.wait(held).unwrap_or_else(PoisonError::into_inner);
+            if renewed.leases.is_empty() && renewed.groups.is_empty() {
+                renewed = self.changed.wait(renewed).unwrap_or_else(PoisonError::into_inner);
             } else if left.is_zero() {
-                let groups = held.groups.iter().map(|(group, served)| (*group, *served));
-                return Some((held.leases.keys().copied().collect(), groups.collect()));
+                let groups = renewed.groups.iter().map(|(group, served)| (*group, *served));
+                return Some((renewed.leases.keys().copied().collect(), groups.collect()));
             } else {
-                held = self.changed.wait_timeout(held, left).unwrap_or_else(PoisonError::into_inner).0;
+                renewed = self.changed.wait_timeout(renewed, left).unwrap_or_else(PoisonError::into_inner).0;
             }
         }
     }
 }
 
-fn renew(core: &Core, shared: &Shared, hold: Duration) {
+fn renew(core: &ClientCore, shared: &RenewalShared, hold: Duration) {
     // Two in a row may fail.
     let every = hold / 3;
     let mut until = Instant::now() + every;
@@ -119,23 +119,23 @@ fn renew(core: &Core, shared: &Shared, hold: Duration) {
         until = Instant::now() + every;
         // What fails otherwise is tried again the next time, well before the hold is over.
         for lease in leases {
-            let once = extension(lease, hold).and_then(|call| core.ask_once::<Done>(&call, every));
+            let once = extension(lease, hold).and_then(|call| core.ask_once::<EmptyAnswer>(&call, every));
             if let Err(BufferError::LeaseLost { .. } | BufferError::UnknownLease { .. }) = once {
-                shared.held().leases.remove(&lease);
+                shared.renewed().leases.remove(&lease);
             }
         }
         for (group, served) in groups {
-            let once = claim(group, served).and_then(|call| core.ask_once::<Done>(&call, every));
+            let once = claim(group, served).and_then(|call| core.ask_once::<EmptyAnswer>(&call, every));
             if let Err(BufferError::WrongState { .. }) = once {
-                shared.held().groups.remove(&group);
+                shared.renewed().groups.remove(&group);
             }
         }
     }
 }
 
-impl Drop for Renewals {
+impl Drop for LeaseRenewal {
     fn drop(&mut self) {
-        self.shared.held().ended = true;
+        self.shared.renewed().ended = true;
         self.shared.changed.notify_one();
         if let Some(thread) = self.thread.take() {
             // A panic of it was printed.
@@ -144,12 +144,12 @@ impl Drop for Renewals {
     }
 }
 
-impl fmt::Debug for Renewals {
+impl fmt::Debug for LeaseRenewal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let held = self.shared.held();
-        f.debug_struct("Renewals")
-            .field("leases", &held.leases.keys())
-            .field("groups", &held.groups.keys())
+        let renewed = self.shared.renewed();
+        f.debug_struct("LeaseRenewal")
+            .field("leases", &renewed.leases.keys())
+            .field("groups", &renewed.groups.keys())
             .finish_non_exhaustive()
     }
 }

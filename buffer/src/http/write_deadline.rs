@@ -11,7 +11,7 @@ use tokio::time::{Instant, Sleep};
 
 /// See the module.
 #[derive(Debug)]
-pub(super) struct NoStall<S> {
+pub(super) struct WriteDeadline<S> {
     stream: S,
     limit: Duration,
     /// Runs while a write waits.
@@ -19,7 +19,7 @@ pub(super) struct NoStall<S> {
     waiting: bool,
 }
 
-impl<S> NoStall<S> {
+impl<S> WriteDeadline<S> {
     pub(super) fn new(stream: S, limit: Duration) -> Self {
         Self { stream, limit, deadline: Box::pin(tokio::time::sleep(limit)), waiting: false }
     }
@@ -39,7 +39,7 @@ impl<S> NoStall<S> {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for NoStall<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for WriteDeadline<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -49,7 +49,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for NoStall<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for NoStall<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for WriteDeadline<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,

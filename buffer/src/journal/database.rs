@@ -9,18 +9,18 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use redb::Database;
 
 /// An open database.
-pub(super) struct Held(
+pub(super) struct PanicSafeDatabase(
     /// `None` only while it is being dropped.
     Option<Database>,
 );
 
-impl Held {
+impl PanicSafeDatabase {
     pub(super) fn new(database: Database) -> Self {
         Self(Some(database))
     }
 }
 
-impl Deref for Held {
+impl Deref for PanicSafeDatabase {
     type Target = Database;
 
     fn deref(&self) -> &Database {
@@ -28,13 +28,13 @@ impl Deref for Held {
     }
 }
 
-impl DerefMut for Held {
+impl DerefMut for PanicSafeDatabase {
     fn deref_mut(&mut self) -> &mut Database {
         self.0.as_mut().expect("only dropping takes the database out")
     }
 }
 
-impl Drop for Held {
+impl Drop for PanicSafeDatabase {
     fn drop(&mut self) {
         let database = self.0.take();
         // Why it cannot be closed was told when it panicked first; the file is put in order when it is opened again.

@@ -10,13 +10,13 @@ use std::time::Instant;
 
 use trajectory::PolicyVersion;
 
-use super::line::{Line, Trouble};
-use super::wire::{Delta, Full, News};
+use super::client::{FetchError, HubClient};
+use super::wire::{DeltaQuery, FullQuery, VersionNotice};
 use crate::copier::copy_rounded;
 use crate::delta::{apply, full_bytes, longest_payload, value_of};
-use crate::direct::Direct;
-use crate::frame::{HEADER, Header, Kind};
-use crate::shm::{Reader, is_of_publisher};
+use crate::direct::DeviceLocation;
+use crate::frame::{FrameHeader, FrameKind, HEADER};
+use crate::shm::{SlotReader, is_of_publisher};
 use crate::{Digest, Dtype, Received, Snapshot};
 
 /// Bytes of rounded weights that are read at once.
@@ -26,19 +26,19 @@ const MAX_WEIGHTS: u64 = 1 << 40;
 
 /// What a sampler has, and where it puts what comes next.
 #[derive(Debug)]
-pub(super) struct Plane {
+pub(super) struct WeightReceiver {
     threads: usize,
     /// Where publishers of this host have their directories.
     shared: PathBuf,
-    reader: Reader,
+    reader: SlotReader,
     /// The newest version that came over the network.
-    held: Option<Held>,
+    held: Option<DeltaBase>,
     /// Memory of a version before, which the sampler may still hold.
     spare: Option<Arc<[f32]>>,
 }
 
 #[derive(Clone, Debug)]
-struct Held {
+struct DeltaBase {
     version: PolicyVersion,
     digest: Digest,
     dtype: Dtype,
@@ -47,18 +47,18 @@ struct Held {
 
 /// An announcement that makes sense.
 #[derive(Clone, Debug)]
-pub(super) struct Wanted {
+pub(super) struct AnnouncedVersion {
     version: PolicyVersion,
     digest: Option<Digest>,
     len: usize,
     dtype: Dtype,
     shm: Option<String>,
     /// How to get it, if it is on a device.
-    direct: Option<Direct>,
+    direct: Option<DeviceLocation>,
 }
 
-impl Wanted {
-    pub(super) fn read(news: News) -> Result<Self, String> {
+impl AnnouncedVersion {
+    pub(super) fn read(news: VersionNotice) -> Result<Self, String> {
         let dtype = Dtype::ALL.into_iter().find(|dtype| dtype.as_str() == news.dtype);
         if news.parameters > MAX_WEIGHTS {
             return Err(format!("{} weights are announced", news.parameters));
@@ -82,7 +82,7 @@ impl Wanted {
         self.len
     }
 
-    pub(super) fn direct(&self) -> Option<&Direct> {
+    pub(super) fn direct(&self) -> Option<&DeviceLocation> {
         self.direct.as_ref()
     }
 
@@ -92,14 +92,14 @@ impl Wanted {
     }
 }
 
-impl Plane {
+impl WeightReceiver {
     pub(super) fn new(threads: usize, shared: PathBuf) -> Self {
-        Self { threads, shared, reader: Reader::default(), held: None, spare: None }
+        Self { threads, shared, reader: SlotReader::default(), held: None, spare: None }
     }
 
     /// The weights where the publisher put them; `None` if they cannot be had there (any more), with the reason if it will
     /// stay so.
-    pub(super) fn shared(&mut self, wanted: &Wanted) -> Result<Option<Snapshot>, String> {
+    pub(super) fn shared(&mut self, wanted: &AnnouncedVersion) -> Result<Option<Snapshot>, String> {
         let Some(path) = &wanted.shm else { return Err("the publisher has no shared memory".to_owned()) };
         if !is_of_publisher(Path::new(path), &self.shared) {
             let shared = self.shared.display();
@@ -122,22 +122,26 @@ impl Plane {
     }
 
     /// The weights over the network.
-    pub(super) fn fetch(&mut self, line: &Line, wanted: &Wanted) -> Result<Snapshot, Trouble> {
-        let Some(digest) = wanted.digest else { return Err(Trouble::VersionGone) };
+    pub(super) fn fetch(
+        &mut self,
+        client: &HubClient,
+        wanted: &AnnouncedVersion,
+    ) -> Result<Snapshot, FetchError> {
+        let Some(digest) = wanted.digest else { return Err(FetchError::VersionGone) };
         let started = Instant::now();
         let mut bytes = 0;
-        let near = |held: &Held| {
+        let near = |held: &DeltaBase| {
             held.version <= wanted.version && held.dtype == wanted.dtype && held.values.len() == wanted.len
         };
         let held = self.held.take().filter(near);
-        let changes = match held.as_ref().map(|held| changes(line, held, wanted.version)) {
+        let changes = match held.as_ref().map(|held| changes(client, held, wanted.version)) {
             Some(Ok(changes)) => Some(changes),
-            Some(Err(Trouble::Lost(reason))) => {
+            Some(Err(FetchError::Unreachable(reason))) => {
                 // Nothing was changed, so that it can be gone on from later.
                 self.held = held;
-                return Err(Trouble::Lost(reason));
+                return Err(FetchError::Unreachable(reason));
             }
-            Some(Err(Trouble::VersionGone)) | None => None,
+            Some(Err(FetchError::VersionGone)) | None => None,
             Some(Err(trouble)) => return Err(trouble),
         };
         let held = match (held, changes) {
@@ -148,12 +152,12 @@ impl Plane {
             (held, _) => {
                 self.spare = held.map(|held| held.values).or(self.spare.take());
                 bytes += full_bytes(wanted.len, wanted.dtype);
-                self.full(line, wanted, digest)?
+                self.full(client, wanted, digest)?
             }
         };
         if held.version == wanted.version && held.digest != digest {
             let reason = format!("the announced digest is {digest}, that of what came is {}", held.digest);
-            return Err(Trouble::Damaged(reason));
+            return Err(FetchError::Corrupt(reason));
         }
         let received = Received { bytes, took: started.elapsed() };
         let values = Arc::clone(&held.values).into();
@@ -163,7 +167,11 @@ impl Plane {
     }
 
     /// Applies changes, in place if the sampler no longer holds what they begin with.
-    fn follow(&mut self, held: Held, changes: &[(Header, Vec<u8>)]) -> Result<Held, Trouble> {
+    fn follow(
+        &mut self,
+        held: DeltaBase,
+        changes: &[(FrameHeader, Vec<u8>)],
+    ) -> Result<DeltaBase, FetchError> {
         let Some((last, _)) = changes.last() else { return Ok(held) };
         let mut values = held.values;
         if Arc::get_mut(&mut values).is_none() {
@@ -172,14 +180,14 @@ impl Plane {
             self.spare = Some(std::mem::replace(&mut values, own));
         }
         for (header, payload) in changes {
-            apply(header, payload, own_mut(&mut values)?, self.threads).map_err(Trouble::Damaged)?;
+            apply(header, payload, own_mut(&mut values)?, self.threads).map_err(FetchError::Corrupt)?;
         }
         let found = Digest::on(&values, self.threads);
         if found != last.digest {
             let reason = format!("the changes lead to {}, and what came of them is {found}", last.digest);
-            return Err(Trouble::Damaged(reason));
+            return Err(FetchError::Corrupt(reason));
         }
-        Ok(Held { version: last.version, digest: found, dtype: held.dtype, values })
+        Ok(DeltaBase { version: last.version, digest: found, dtype: held.dtype, values })
     }
 
     /// Memory for so many weights that nobody else holds.
@@ -191,65 +199,77 @@ impl Plane {
         }
     }
 
-    fn full(&mut self, line: &Line, wanted: &Wanted, digest: Digest) -> Result<Held, Trouble> {
+    fn full(
+        &mut self,
+        client: &HubClient,
+        wanted: &AnnouncedVersion,
+        digest: Digest,
+    ) -> Result<DeltaBase, FetchError> {
         let (version, dtype) = (wanted.version, wanted.dtype);
-        let mut stream = line.weights("full", &Full { version: version.0 }, full_bytes(wanted.len, dtype))?;
+        let mut stream =
+            client.weights("full", &FullQuery { version: version.0 }, full_bytes(wanted.len, dtype))?;
         let (header, expected) =
-            (receive_header(&mut stream)?, Header::full(version, digest, wanted.len, dtype));
+            (receive_header(&mut stream)?, FrameHeader::full(version, digest, wanted.len, dtype));
         if header != expected {
-            return Err(Trouble::Damaged(format!("{header:?} came instead of {expected:?}")));
+            return Err(FetchError::Corrupt(format!("{header:?} came instead of {expected:?}")));
         }
         let mut values = self.memory(wanted.len);
         let received = receive_values(&mut stream, own_mut(&mut values)?, dtype).and_then(|()| {
             let found = Digest::on(&values, self.threads);
-            let damaged = || Trouble::Damaged(format!("the digest of what came is {found}"));
+            let damaged = || FetchError::Corrupt(format!("the digest of what came is {found}"));
             if found == digest { Ok(()) } else { Err(damaged()) }
         });
         if let Err(trouble) = received {
             self.spare = Some(values);
             return Err(trouble);
         }
-        Ok(Held { version, digest, dtype, values })
+        Ok(DeltaBase { version, digest, dtype, values })
     }
 }
 
 /// Memory that was looked for because nobody else holds it.
-fn own_mut(values: &mut Arc<[f32]>) -> Result<&mut [f32], Trouble> {
-    Arc::get_mut(values).ok_or_else(|| Trouble::Damaged("the memory to receive into is in use".to_owned()))
+fn own_mut(values: &mut Arc<[f32]>) -> Result<&mut [f32], FetchError> {
+    Arc::get_mut(values).ok_or_else(|| FetchError::Corrupt("the memory to receive into is in use".to_owned()))
 }
 
 /// All changes from what is held to a version at least as new as `wanted`. They are fewer bytes than the weights.
-fn changes(line: &Line, held: &Held, wanted: PolicyVersion) -> Result<Vec<(Header, Vec<u8>)>, Trouble> {
+fn changes(
+    client: &HubClient,
+    held: &DeltaBase,
+    wanted: PolicyVersion,
+) -> Result<Vec<(FrameHeader, Vec<u8>)>, FetchError> {
     let (mut base, mut changes) = ((held.version, held.digest), Vec::new());
     while base.0 < wanted {
-        let (header, payload) = receive_delta(line, held, base)?;
+        let (header, payload) = receive_delta(client, held, base)?;
         base = (header.version, header.digest);
         changes.push((header, payload));
     }
     Ok(changes)
 }
 
-fn receive_header(stream: &mut impl Read) -> Result<Header, Trouble> {
+fn receive_header(stream: &mut impl Read) -> Result<FrameHeader, FetchError> {
     let mut header = [0; HEADER];
     stream.read_exact(&mut header).map_err(lost)?;
-    Header::decode(&header).map_err(Trouble::Damaged)
+    FrameHeader::decode(&header).map_err(FetchError::Corrupt)
 }
 
 /// The changes from `base` on, whose weights have the digest `of`, to whatever comes next.
 fn receive_delta(
-    line: &Line,
-    held: &Held,
+    client: &HubClient,
+    held: &DeltaBase,
     (base, of): (PolicyVersion, Digest),
-) -> Result<(Header, Vec<u8>), Trouble> {
+) -> Result<(FrameHeader, Vec<u8>), FetchError> {
     let (len, longest) = (held.values.len(), longest_payload(held.values.len()));
-    let mut stream = line.weights("delta", &Delta { from: base.0 }, HEADER as u64 + longest)?;
+    let mut stream = client.weights("delta", &DeltaQuery { from: base.0 }, HEADER as u64 + longest)?;
     let header = receive_header(&mut stream)?;
-    let fits = matches!(header.kind, Kind::Delta { base: b, of: o, .. } if (b, o) == (base, of));
+    let fits = matches!(header.kind, FrameKind::Delta { base: b, of: o, .. } if (b, o) == (base, of));
     if !fits || header.version <= base || (header.values, header.dtype) != (len as u64, held.dtype) {
-        return Err(Trouble::Damaged(format!("{header:?} does not continue {base} ({of}, {len} weights)")));
+        return Err(FetchError::Corrupt(format!(
+            "{header:?} does not continue {base} ({of}, {len} weights)"
+        )));
     }
     if header.payload > longest {
-        return Err(Trouble::Damaged(format!(
+        return Err(FetchError::Corrupt(format!(
             "{} bytes of changes are more than there can be",
             header.payload
         )));
@@ -260,7 +280,7 @@ fn receive_delta(
 }
 
 /// All weights, straight to where they belong.
-fn receive_values(stream: &mut impl Read, values: &mut [f32], dtype: Dtype) -> Result<(), Trouble> {
+fn receive_values(stream: &mut impl Read, values: &mut [f32], dtype: Dtype) -> Result<(), FetchError> {
     if dtype == Dtype::F32 && cfg!(target_endian = "little") {
         return stream.read_exact(bytemuck::cast_slice_mut(values)).map_err(lost);
     }
@@ -276,6 +296,6 @@ fn receive_values(stream: &mut impl Read, values: &mut [f32], dtype: Dtype) -> R
 
 /// Nothing was received for a while, or the connection is gone.
 #[expect(clippy::needless_pass_by_value, reason = "it is made for `map_err`")]
-fn lost(error: std::io::Error) -> Trouble {
-    Trouble::Lost(error.to_string())
+fn lost(error: std::io::Error) -> FetchError {
+    FetchError::Unreachable(error.to_string())
 }

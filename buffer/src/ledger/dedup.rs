@@ -10,12 +10,12 @@ pub(crate) const KEYS_KEPT: usize = 1 << 20;
 
 /// Which keys have been used.
 #[derive(Debug, Default)]
-pub(super) struct Keys {
+pub(super) struct KeyIndex {
     groups: HashMap<u128, GroupId>,
     digests: BTreeMap<GroupId, u128>,
 }
 
-impl Keys {
+impl KeyIndex {
     pub(super) fn insert(&mut self, key: u128, group: GroupId) {
         self.groups.insert(key, group);
         self.digests.insert(group, key);
@@ -48,9 +48,9 @@ impl Keys {
 
 /// How often each content is in the buffer.
 #[derive(Debug, Default)]
-pub(super) struct Contents(HashMap<u128, u32>);
+pub(super) struct ContentIndex(HashMap<u128, u32>);
 
-impl Contents {
+impl ContentIndex {
     /// Which of `contents` are new, to the buffer and among themselves.
     pub(super) fn new_ones(&self, contents: &[u128]) -> Vec<bool> {
         let mut here = std::collections::HashSet::new();

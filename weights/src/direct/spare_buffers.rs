@@ -12,12 +12,12 @@ const KEPT: usize = 2;
 
 /// Buffers for weights.
 #[derive(Debug)]
-pub(super) struct Spares<T: Storage> {
+pub(super) struct SpareBuffers<T: Storage> {
     device: Device,
     free: Mutex<Vec<Buffer<T>>>,
 }
 
-impl<T: Storage> Spares<T> {
+impl<T: Storage> SpareBuffers<T> {
     pub(super) fn new(device: &Device) -> Self {
         Self { device: device.labelled("pushed weights"), free: Mutex::default() }
     }

@@ -11,7 +11,7 @@ use trajectory::PolicyVersion;
 use ureq::Agent;
 use ureq::tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem};
 
-use super::wire::Problem;
+use super::wire::WeightsProblem;
 use crate::WeightsError;
 
 /// How long a connection may take to be made.
@@ -27,19 +27,19 @@ const MAX_IDLE: Duration = Duration::from_secs(5);
 
 /// Why there is no answer that can be used.
 #[derive(Debug)]
-pub(super) enum Trouble {
+pub(super) enum FetchError {
     /// The server is not there, or went away meanwhile: it may come back.
-    Lost(String),
+    Unreachable(String),
     /// It no longer has what was asked for.
     VersionGone,
     /// It sent something else than weights of the version.
-    Damaged(String),
+    Corrupt(String),
     /// It will not answer otherwise.
-    Told(WeightsError),
+    Refused(WeightsError),
 }
 
 /// The connections to a server.
-pub(super) struct Line {
+pub(super) struct HubClient {
     agent: Agent,
     /// Without a slash at the end.
     url: String,
@@ -47,7 +47,7 @@ pub(super) struct Line {
     name: String,
 }
 
-impl Line {
+impl HubClient {
     pub(super) fn new(
         url: &str,
         token: Option<&str>,
@@ -80,14 +80,19 @@ impl Line {
         route: &str,
         asked: &impl Serialize,
         wait: Duration,
-    ) -> Result<T, Trouble> {
+    ) -> Result<T, FetchError> {
         let request = self.request("GET", route, asked)?;
         let request = self.agent.configure_request(request.body(()).map_err(|e| self.hopeless(&e))?);
         self.answer(self.agent.run(request.timeout_global(Some(wait + ANSWER)).build()))
     }
 
     /// Leaves, if that is quick.
-    pub(super) fn delete(&self, route: &str, asked: &impl Serialize, limit: Duration) -> Result<(), Trouble> {
+    pub(super) fn delete(
+        &self,
+        route: &str,
+        asked: &impl Serialize,
+        limit: Duration,
+    ) -> Result<(), FetchError> {
         let request = self.request("DELETE", route, asked)?;
         let request = self.agent.configure_request(request.body(()).map_err(|e| self.hopeless(&e))?);
         self.agent.run(request.timeout_global(Some(limit)).build()).map_err(|error| self.failed(&error))?;
@@ -99,7 +104,7 @@ impl Line {
         route: &str,
         body: &impl Serialize,
         limit: Duration,
-    ) -> Result<T, Trouble> {
+    ) -> Result<T, FetchError> {
         let body = serde_json::to_vec(body).map_err(|error| self.hopeless(&error))?;
         let request = self.request("POST", route, &())?.header("content-type", "application/json");
         let request = self.agent.configure_request(request.body(&body[..]).map_err(|e| self.hopeless(&e))?);
@@ -112,14 +117,14 @@ impl Line {
         route: &str,
         asked: &impl Serialize,
         limit: u64,
-    ) -> Result<ureq::BodyReader<'static>, Trouble> {
+    ) -> Result<ureq::BodyReader<'static>, FetchError> {
         let request = self.request("GET", route, asked)?;
         let request = self.agent.configure_request(request.body(()).map_err(|e| self.hopeless(&e))?);
         let wait = ANSWER + Duration::from_secs(limit / SLOWEST);
         let sent = self.agent.run(request.timeout_global(Some(wait)).build());
         let mut response = sent.map_err(|error| self.failed(&error))?;
         if response.status() != 200 {
-            return Err(self.told(&mut response));
+            return Err(self.problem_error(&mut response));
         }
         Ok(response.into_body().into_with_config().limit(limit + 1).reader())
     }
@@ -129,7 +134,7 @@ impl Line {
         method: &str,
         route: &str,
         asked: &impl Serialize,
-    ) -> Result<ureq::http::request::Builder, Trouble> {
+    ) -> Result<ureq::http::request::Builder, FetchError> {
         let fields = serde_json::to_value(asked).map_err(|error| self.hopeless(&error))?;
         let fields = fields.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
         // Names have no character but spaces that would have to be written otherwise, and numbers none.
@@ -150,58 +155,61 @@ impl Line {
     fn answer<T: DeserializeOwned>(
         &self,
         sent: Result<ureq::http::Response<ureq::Body>, ureq::Error>,
-    ) -> Result<T, Trouble> {
+    ) -> Result<T, FetchError> {
         let mut response = sent.map_err(|error| self.failed(&error))?;
         if response.status() != 200 {
-            return Err(self.told(&mut response));
+            return Err(self.problem_error(&mut response));
         }
         let body = response.body_mut().with_config().limit(MAX_ANSWER).read_to_vec();
-        let body = body.map_err(|error| Trouble::Lost(error.to_string()))?;
-        serde_json::from_slice(&body)
-            .map_err(|error| Trouble::Told(self.refuse("bad_answer", format!("it makes no sense: {error}"))))
+        let body = body.map_err(|error| FetchError::Unreachable(error.to_string()))?;
+        serde_json::from_slice(&body).map_err(|error| {
+            FetchError::Refused(self.refuse("bad_answer", format!("it makes no sense: {error}")))
+        })
     }
 
     /// What an answer that is not 200 says.
-    fn told(&self, response: &mut ureq::http::Response<ureq::Body>) -> Trouble {
+    fn problem_error(&self, response: &mut ureq::http::Response<ureq::Body>) -> FetchError {
         let status = response.status().as_u16();
         let body = response.body_mut().with_config().limit(MAX_ANSWER).read_to_vec();
         let body = match body {
             Ok(body) => body,
-            Err(error) => return Trouble::Lost(error.to_string()),
+            Err(error) => return FetchError::Unreachable(error.to_string()),
         };
-        let Ok(problem) = serde_json::from_slice::<Problem>(&body) else {
+        let Ok(problem) = serde_json::from_slice::<WeightsProblem>(&body) else {
             // Something in between, or a server that is about to start or to end.
             return if status >= 500 {
-                Trouble::Lost(format!("status {status}"))
+                FetchError::Unreachable(format!("status {status}"))
             } else {
-                Trouble::Told(self.refuse("bad_answer", format!("status {status} without a reason")))
+                FetchError::Refused(self.refuse("bad_answer", format!("status {status} without a reason")))
             };
         };
         match &problem.code[..] {
-            Problem::VERSION_GONE => Trouble::VersionGone,
-            Problem::PUBLISHER_GONE => {
-                Trouble::Told(WeightsError::PublisherGone { newest: problem.newest.map(PolicyVersion) })
+            WeightsProblem::VERSION_GONE => FetchError::VersionGone,
+            WeightsProblem::PUBLISHER_GONE => {
+                FetchError::Refused(WeightsError::PublisherGone { newest: problem.newest.map(PolicyVersion) })
             }
-            Problem::TAKEN_OVER => Trouble::Told(WeightsError::TakenOver { name: self.name.clone() }),
-            _ if status == 503 => Trouble::Lost(problem.detail),
-            _ => Trouble::Told(self.refuse(&problem.code, problem.detail)),
+            WeightsProblem::TAKEN_OVER => {
+                FetchError::Refused(WeightsError::TakenOver { name: self.name.clone() })
+            }
+            _ if status == 503 => FetchError::Unreachable(problem.detail),
+            _ => FetchError::Refused(self.refuse(&problem.code, problem.detail)),
         }
     }
 
-    fn failed(&self, error: &ureq::Error) -> Trouble {
+    fn failed(&self, error: &ureq::Error) -> FetchError {
         match error {
             ureq::Error::HostNotFound
             | ureq::Error::ConnectionFailed
             | ureq::Error::Timeout(_)
             | ureq::Error::Io(_)
             | ureq::Error::Protocol(_)
-            | ureq::Error::BodyStalled => Trouble::Lost(error.to_string()),
+            | ureq::Error::BodyStalled => FetchError::Unreachable(error.to_string()),
             _ => self.hopeless(error),
         }
     }
 
-    fn hopeless(&self, error: &dyn fmt::Display) -> Trouble {
-        Trouble::Told(self.refuse("bad_request", error.to_string()))
+    fn hopeless(&self, error: &dyn fmt::Display) -> FetchError {
+        FetchError::Refused(self.refuse("bad_request", error.to_string()))
     }
 
     fn refuse(&self, code: &str, detail: String) -> WeightsError {
@@ -213,9 +221,9 @@ impl Line {
     }
 }
 
-impl fmt::Debug for Line {
+impl fmt::Debug for HubClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Line").field("url", &self.url).field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("HubClient").field("url", &self.url).field("name", &self.name).finish_non_exhaustive()
     }
 }
 

@@ -11,7 +11,7 @@ use utoipa::ToSchema;
 
 use super::group::{GroupView, Rejection, Submission};
 use super::reports::StatsBody;
-use crate::http::problem::{Code, Evidence, Problem};
+use crate::http::problem::{Evidence, Problem, ProblemCode};
 use crate::{Lease, LeaseRequest};
 
 /// Longest that one request may wait, milliseconds; whoever wants to wait longer asks again.
@@ -44,8 +44,8 @@ pub(crate) struct SubmissionsView<'a> {
 fn at_most<'de, D: Deserializer<'de>, T: Deserialize<'de>, const MAX: usize>(
     deserializer: D,
 ) -> Result<Vec<T>, D::Error> {
-    struct Bounded<T, const MAX: usize>(PhantomData<T>);
-    impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for Bounded<T, MAX> {
+    struct BoundedList<T, const MAX: usize>(PhantomData<T>);
+    impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for BoundedList<T, MAX> {
         type Value = Vec<T>;
 
         fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -63,7 +63,7 @@ fn at_most<'de, D: Deserializer<'de>, T: Deserialize<'de>, const MAX: usize>(
             Ok(items)
         }
     }
-    deserializer.deserialize_seq(Bounded::<T, MAX>(PhantomData))
+    deserializer.deserialize_seq(BoundedList::<T, MAX>(PhantomData))
 }
 
 /// What became of every group, in the order of the request.
@@ -83,7 +83,7 @@ pub(crate) struct ItemResult {
     pub(crate) id: Option<u64>,
     /// Why it is not stored, if it is `invalid`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) code: Option<Code>,
+    pub(crate) code: Option<ProblemCode>,
     /// What was found and what to do about it, for people.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) detail: Option<String>,
@@ -236,7 +236,7 @@ impl LeasesRequest {
         let most = LeaseRequest::MAX_CONSUMER;
         if !(1..=most).contains(&self.consumer.len()) {
             let detail = format!("`consumer` has {} bytes, a name has 1 to {most}", self.consumer.len());
-            return Err(Problem::new(Code::BadConsumer, detail));
+            return Err(Problem::new(ProblemCode::BadConsumer, detail));
         }
         for (name, value) in [("groups", self.groups), ("at_least", self.at_least)] {
             value.map_or(Ok(()), |value| in_range(name, &value, &(1..=usize::MAX)))?;
@@ -323,11 +323,11 @@ pub(crate) struct LeaseBody {
 /// A body without fields.
 #[derive(Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Nothing {}
+pub(crate) struct EmptyRequest {}
 
 /// It is done.
 #[derive(Debug, Default, Serialize, Deserialize, ToSchema)]
-pub(crate) struct Done {}
+pub(crate) struct EmptyAnswer {}
 
 /// Hold a lease from now on.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
@@ -382,7 +382,7 @@ fn in_range<T: PartialOrd + fmt::Display>(
         return Ok(());
     }
     let detail = format!("`{name}` is {value}, it must be {} to {}", range.start(), range.end());
-    Err(Problem::new(Code::OutOfRange, detail))
+    Err(Problem::new(ProblemCode::OutOfRange, detail))
 }
 
 /// Saturating: no hold is that long.

@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use trajectory::PolicyVersion;
 
-use super::Told;
+use super::PushNotice;
 use crate::http::{RemoteConfig, RemoteSubscriber};
-use crate::hub::{After, Caller};
+use crate::hub::{After, SubscriberId};
 use crate::{Hub, Receipt, WeightsError};
 
 /// The longest wait of one question, so that the hub hears of us in time.
@@ -14,12 +14,12 @@ const LONGEST_ASK: Duration = Duration::from_millis(500);
 
 /// A seat at a hub. Dropping it leaves.
 #[derive(Debug)]
-pub(super) enum Control {
-    Here { hub: Hub, caller: Caller },
+pub(super) enum HubConnection {
+    Here { hub: Hub, caller: SubscriberId },
     There(Box<RemoteSubscriber>),
 }
 
-impl Control {
+impl HubConnection {
     /// Takes a seat at a hub of this process, under a name that must be free.
     pub(super) fn here(hub: &Hub, name: &str) -> Result<Self, WeightsError> {
         Ok(Self::Here { hub: hub.clone(), caller: hub.connect(name.to_owned(), false)? })
@@ -46,7 +46,7 @@ impl Control {
     }
 
     /// Whether it holds the seat of `member`.
-    pub(super) fn is(&self, member: &Caller) -> bool {
+    pub(super) fn is(&self, member: &SubscriberId) -> bool {
         match self {
             Self::Here { caller, .. } => caller == member,
             Self::There(remote) => (remote.name(), remote.connection()) == (&member.name, member.connection),
@@ -54,7 +54,11 @@ impl Control {
     }
 
     /// What there is after `after`, as soon as there is something; `None` if nothing came by then.
-    pub(super) fn told(&self, after: After, deadline: Instant) -> Result<Option<Told>, WeightsError> {
+    pub(super) fn next_notice(
+        &self,
+        after: After,
+        deadline: Instant,
+    ) -> Result<Option<PushNotice>, WeightsError> {
         let left = || deadline.saturating_duration_since(Instant::now());
         match self {
             Self::There(remote) => remote.wait_direct(after, left()),
@@ -68,7 +72,7 @@ impl Control {
                 };
                 let (version, parameters) = (announced.newest.version(), announced.newest.parameters());
                 let direct = announced.newest.direct().cloned().ok_or_else(|| not_on_a_device(version))?;
-                Ok(Some(Told { version, parameters, direct }))
+                Ok(Some(PushNotice { version, parameters, direct }))
             }
         }
     }
@@ -89,7 +93,7 @@ impl Control {
     }
 }
 
-impl Drop for Control {
+impl Drop for HubConnection {
     fn drop(&mut self) {
         if let Self::Here { hub, caller } = self {
             hub.leave(caller);

@@ -1,0 +1,87 @@
+//! A sender to a thread that it is told once. Invariant: the thread sleeps until then; channels made for many messages
+//! spin first, which takes the cores from the writer that is waited for.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::BufferError;
+use crate::store::WriteCompletion;
+
+/// Where it is told.
+pub(super) struct CompletionReceiver(Arc<CompletionCell>);
+
+#[derive(Default)]
+struct CompletionCell {
+    state: Mutex<CompletionState>,
+    completed: Condvar,
+}
+
+#[derive(Default)]
+enum CompletionState {
+    #[default]
+    Pending,
+    Completed(Result<(), BufferError>),
+    /// Whoever promised is gone.
+    Abandoned,
+}
+
+/// Tells, or says that nobody will.
+struct CompletionSender(Option<Arc<CompletionCell>>);
+
+/// A sender, and where it is kept.
+pub(super) fn completion() -> (WriteCompletion, CompletionReceiver) {
+    let slot = Arc::new(CompletionCell::default());
+    let mut sender = CompletionSender(Some(Arc::clone(&slot)));
+    (Box::new(move |result| sender.complete(CompletionState::Completed(result))), CompletionReceiver(slot))
+}
+
+impl CompletionReceiver {
+    /// What was told within `limit`; otherwise how long that was, or `None` if nobody will tell any more.
+    pub(super) fn wait(&self, limit: Duration) -> Result<Result<(), BufferError>, Option<Duration>> {
+        let deadline = Instant::now() + limit;
+        let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            match std::mem::take(&mut *state) {
+                CompletionState::Completed(result) => return Ok(result),
+                CompletionState::Abandoned => return Err(None),
+                CompletionState::Pending => {}
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Some(limit));
+            }
+            state = self.0.completed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl CompletionSender {
+    fn complete(&mut self, state: CompletionState) {
+        if let Some(slot) = self.0.take() {
+            *slot.state.lock().unwrap_or_else(PoisonError::into_inner) = state;
+            slot.completed.notify_one();
+        }
+    }
+}
+
+impl Drop for CompletionSender {
+    fn drop(&mut self) {
+        self.complete(CompletionState::Abandoned);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_waits_is_told_or_hears_that_nobody_will() {
+        let (done, completed) = completion();
+        done(Ok(()));
+        assert!(matches!(completed.wait(Duration::ZERO), Ok(Ok(()))));
+        let (done, completed) = super::completion();
+        assert!(matches!(completed.wait(Duration::ZERO), Err(Some(Duration::ZERO))));
+        drop(done);
+        assert!(matches!(completed.wait(Duration::from_secs(30)), Err(None)));
+    }
+}
