@@ -12,10 +12,10 @@ use tokio::sync::Notify;
 use trajectory::{Group, GroupId, PolicyVersion};
 
 use crate::journal::{JournalStore, OpenFile};
-use crate::ledger::{ArrivalDecision, GrantedLease, Ledger, Recovered, Rewound};
+use crate::ledger::{ArrivalDecision, GrantedLease, Ledger, Rewound};
 use crate::memory::MemoryStore;
 use crate::payload::{IncomingGroup, PreparedGroup};
-use crate::store::{AppendGroup, Store, WRITE_WAIT, WriteCompletion};
+use crate::store::{AppendGroup, OpenedStore, Store, WRITE_WAIT, WriteCompletion};
 use crate::{
     AdmitRequest, BufferConfig, BufferError, Consumer, Events, Finalized, GroupEntry, GroupFilter, GroupPage,
     Lease, LeaseEntry, LeaseId, LeaseRequest, Producer, Stats, Submitted,
@@ -66,7 +66,7 @@ impl Buffer {
     /// A configuration that admits nothing, too much, or contradicts itself.
     pub fn in_memory(config: BufferConfig) -> Result<Self, BufferError> {
         let config = config.checked()?;
-        Ok(Self::over(config, Box::<MemoryStore>::default(), Recovered::default(), 1))
+        Self::with_store(config, MemoryStore::open())
     }
 
     /// The buffer in the journal at `path`, a new one if there is none; it survives kill -9. The directory must exist.
@@ -76,9 +76,8 @@ impl Buffer {
     /// not readable and writable.
     pub fn open(path: impl AsRef<Path>, config: BufferConfig) -> Result<Self, BufferError> {
         let config = config.checked()?;
-        let (journal, kept, opening) = JournalStore::open(path.as_ref(), config.compact_above)?;
-        let file = journal.file();
-        Ok(Self { file, ..Self::over(config, Box::new(journal), kept, opening) })
+        let (opened, file) = JournalStore::open(path.as_ref(), config.compact_above)?;
+        Ok(Self { file, ..Self::with_store(config, opened)? })
     }
 
     /// The same in another storage than a file, such as one that fails on purpose.
@@ -87,19 +86,25 @@ impl Buffer {
     /// Those of [`Buffer::open`].
     pub fn open_on(backend: impl redb::StorageBackend, config: BufferConfig) -> Result<Self, BufferError> {
         let config = config.checked()?;
-        let (journal, kept, opening) = JournalStore::open_on(backend, config.compact_above)?;
-        Ok(Self::over(config, Box::new(journal), kept, opening))
+        Self::with_store(config, JournalStore::open_on(backend, config.compact_above)?)
     }
 
-    fn over(config: BufferConfig, store: Box<dyn Store>, kept: Recovered, opening: u64) -> Self {
+    /// The buffer over another store, such as a database. What the store recovered continues: finalized groups, leases and
+    /// keys as they were, and groups that were in flight are admitted again.
+    ///
+    /// # Errors
+    /// Those of [`Buffer::in_memory`].
+    pub fn with_store(config: BufferConfig, opened: OpenedStore) -> Result<Self, BufferError> {
+        let config = config.checked()?;
+        let OpenedStore { store, recovered, opening } = opened;
         let shared = BufferShared {
-            ledger: Mutex::new(Ledger::restore(config, kept, 0)),
+            ledger: Mutex::new(Ledger::restore(config, recovered, 0)),
             slots_freed: Signal::default(),
             batch_changed: Signal::default(),
             events: Events::new(opening),
             opened: Instant::now(),
         };
-        Self { config, shared: Arc::new(shared), store, file: None }
+        Ok(Self { config, shared: Arc::new(shared), store, file: None })
     }
 
     /// How it was configured.
@@ -225,7 +230,7 @@ impl Buffer {
     /// A store that cannot write.
     pub fn expire(&self) -> Result<(), BufferError> {
         let mut ledger = self.shared.ledger()?;
-        self.store.ready()?;
+        self.store.check_capacity()?;
         if ledger.next_expiry().is_some_and(|until| until <= self.shared.now()) {
             ledger.expire(self.shared.now());
             self.commit(&mut ledger, Box::new(|_| ()));
@@ -242,7 +247,7 @@ impl Buffer {
     ) -> Result<T, BufferError> {
         let (done, completed) = completion();
         let mut ledger = self.shared.ledger()?;
-        self.store.ready()?;
+        self.store.check_capacity()?;
         let result = change(&mut ledger, self.shared.now());
         self.commit(&mut ledger, done);
         drop(ledger);
@@ -265,11 +270,11 @@ impl Buffer {
             }
             done(result);
         });
-        self.store.submit(change, durable);
+        self.store.commit(change, durable);
     }
 
     fn wait_for(&self, completed: &CompletionReceiver) -> Result<(), BufferError> {
-        completed.wait(WRITE_WAIT).unwrap_or_else(|waited| Err(self.store.unanswered(waited)))
+        completed.wait(WRITE_WAIT).unwrap_or_else(|waited| Err(self.store.unacknowledged(waited)))
     }
 
     /// Asks the ledger about an arrival, which may free the slot of another.
@@ -401,7 +406,7 @@ impl Producer for Buffer {
 impl Buffer {
     fn try_admit(&self, ledger: &mut Ledger, request: AdmitRequest) -> Result<Vec<GroupId>, BufferError> {
         let now = self.shared.now();
-        if self.store.ready().is_ok() && ledger.expire(now) {
+        if self.store.check_capacity().is_ok() && ledger.expire(now) {
             self.commit(ledger, Box::new(|_| ()));
         }
         ledger.admit(request, now)
@@ -415,7 +420,7 @@ impl Buffer {
         last_call: bool,
         done: WriteCompletion,
     ) -> Result<Option<GrantedLease>, BufferError> {
-        self.store.ready()?;
+        self.store.check_capacity()?;
         let attempt = ledger.lease(request, self.shared.now(), last_call);
         self.commit(ledger, done);
         if attempt.is_ok() {

@@ -281,6 +281,16 @@ pub enum BufferError {
         /// The cause.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// A store other than the journal failed.
+    #[error("store {store}: {action}: {source}; see whether it runs and can be reached, then resume the run")]
+    Store {
+        /// Name of the store, as in its configuration.
+        store: String,
+        /// The operation that failed.
+        action: &'static str,
+        /// The cause.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// The journal writer failed earlier; nothing is acknowledged any more.
     #[error("journal {}: the writer has stopped: {cause}; nothing that was acknowledged is lost: check the disk, then resume the run", .path.display())]
     WriterStopped {

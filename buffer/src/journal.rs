@@ -30,9 +30,8 @@ use serde::{Deserialize, Serialize};
 use trajectory::{Group, GroupId};
 
 use crate::BufferError;
-use crate::ledger::{GroupRow, LedgerChange, Recovered};
 use crate::payload;
-use crate::store::{AppendGroup, Store, WRITE_WAIT, WriteCompletion};
+use crate::store::{AppendGroup, GroupRow, LedgerChange, OpenedStore, Store, WRITE_WAIT, WriteCompletion};
 
 mod database;
 mod file;
@@ -101,8 +100,8 @@ enum WriterFailure {
 
 /// What the writer is asked for.
 enum WriteRequest {
-    AppendGroup(AppendGroup),
-    LedgerChange(LedgerChange, WriteCompletion),
+    Append(AppendGroup),
+    Change(LedgerChange, WriteCompletion),
 }
 
 /// Groups in memory, as many as fit.
@@ -113,12 +112,17 @@ struct PayloadCache {
 }
 
 impl JournalStore {
-    /// The journal at `path`, what it kept, and how often it has been opened with this time.
+    /// Opens the journal at `path`, or makes a new one; the file is for [`Buffer::reopen`](crate::Buffer::reopen).
     ///
     /// # Errors
     /// Those of [`Buffer::open`](crate::Buffer::open).
-    pub(crate) fn open(path: &Path, compact_above: u64) -> Result<(Self, Recovered, u64), BufferError> {
-        Self::start(path, open::file(path)?, compact_above)
+    pub(crate) fn open(
+        path: &Path,
+        compact_above: u64,
+    ) -> Result<(OpenedStore, Option<Arc<OpenFile>>), BufferError> {
+        let opened = open::file(path)?;
+        let file = opened.file.clone();
+        Ok((Self::start(path, opened, compact_above)?, file))
     }
 
     /// The same in another storage.
@@ -128,18 +132,13 @@ impl JournalStore {
     pub(crate) fn open_on(
         backend: impl StorageBackend,
         compact_above: u64,
-    ) -> Result<(Self, Recovered, u64), BufferError> {
+    ) -> Result<OpenedStore, BufferError> {
         let path = Path::new("(in a storage that is not a file)");
         Self::start(path, open::backend(path, backend)?, compact_above)
     }
 
-    fn start(
-        path: &Path,
-        opened: OpenedJournal,
-        compact_above: u64,
-    ) -> Result<(Self, Recovered, u64), BufferError> {
-        let OpenedJournal { database, kept, places, opening, file_bytes, file } = opened;
-        let file = file.map(Arc::new);
+    fn start(path: &Path, opened: OpenedJournal, compact_above: u64) -> Result<OpenedStore, BufferError> {
+        let OpenedJournal { database, recovered, places, opening, file_bytes, file } = opened;
         let database = Arc::new(RwLock::new(database));
         let places = Arc::new(Mutex::new(places));
         let (at_hand, broken) = (Arc::default(), Arc::default());
@@ -167,12 +166,7 @@ impl JournalStore {
             broken,
             file,
         };
-        Ok((journal, kept, opening))
-    }
-
-    /// The file, if it is in one.
-    pub(crate) fn file(&self) -> Option<Arc<OpenFile>> {
-        self.file.clone()
+        Ok(OpenedStore { store: Box::new(journal), recovered, opening })
     }
 
     fn stopped(&self) -> BufferError {
@@ -187,32 +181,32 @@ impl Store for JournalStore {
         if waiting >= QUEUE - QUEUE_FOR_CHANGES {
             return (append.done)(Err(BufferError::QueueFull { waiting }));
         }
-        match queue.try_send(WriteRequest::AppendGroup(append)) {
+        match queue.try_send(WriteRequest::Append(append)) {
             Ok(()) => {}
             Err(TrySendError::Full(request)) => request.done(Err(BufferError::QueueFull { waiting })),
             Err(TrySendError::Disconnected(request)) => request.done(Err(self.stopped())),
         }
     }
 
-    fn ready(&self) -> Result<(), BufferError> {
+    fn check_capacity(&self) -> Result<(), BufferError> {
         // Changes are queued under the lock that the caller holds, and groups leave them room.
         let waiting = self.queue.as_ref().map_or(0, Sender::len);
         if waiting + QUEUE_FOR_CHANGES / 2 > QUEUE { Err(BufferError::QueueFull { waiting }) } else { Ok(()) }
     }
 
-    fn submit(&self, change: LedgerChange, done: WriteCompletion) {
+    fn commit(&self, change: LedgerChange, done: WriteCompletion) {
         let Some(queue) = self.queue.as_ref() else { return done(Err(self.stopped())) };
-        if let Err(error) = queue.send_timeout(WriteRequest::LedgerChange(change, done), WRITE_WAIT) {
+        if let Err(error) = queue.send_timeout(WriteRequest::Change(change, done), WRITE_WAIT) {
             let timeout = error.is_timeout();
-            let error_to_tell = if timeout { self.unanswered(Some(WRITE_WAIT)) } else { self.stopped() };
+            let error_to_tell = if timeout { self.unacknowledged(Some(WRITE_WAIT)) } else { self.stopped() };
             error.into_inner().done(Err(error_to_tell));
         }
     }
 
-    fn read(&self, ids: &[GroupId], last: bool) -> Result<Vec<Arc<Group>>, BufferError> {
+    fn read(&self, ids: &[GroupId], last_read: bool) -> Result<Vec<Arc<Group>>, BufferError> {
         let found: Vec<Option<Arc<Group>>> = {
             let mut at_hand = lock(&self.at_hand);
-            ids.iter().map(|id| if last { at_hand.take(*id) } else { at_hand.get(*id) }).collect()
+            ids.iter().map(|id| if last_read { at_hand.take(*id) } else { at_hand.get(*id) }).collect()
         };
         if found.iter().all(Option::is_some) {
             return Ok(found.into_iter().flatten().collect());
@@ -235,12 +229,12 @@ impl Store for JournalStore {
         read.ok()?
     }
 
-    fn at_hand(&self, ids: &[GroupId]) -> bool {
+    fn is_cached(&self, ids: &[GroupId]) -> bool {
         let at_hand = lock(&self.at_hand);
         ids.iter().all(|id| at_hand.groups.contains_key(id))
     }
 
-    fn unanswered(&self, waited: Option<Duration>) -> BufferError {
+    fn unacknowledged(&self, waited: Option<Duration>) -> BufferError {
         match waited {
             Some(waited) => BufferError::WriteTimeout { path: self.path.clone(), waited },
             None => self.stopped(),
@@ -348,7 +342,7 @@ impl PayloadCache {
 impl WriteRequest {
     fn done(self, result: Result<(), BufferError>) {
         match self {
-            Self::AppendGroup(AppendGroup { done, .. }) | Self::LedgerChange(_, done) => done(result),
+            Self::Append(AppendGroup { done, .. }) | Self::Change(_, done) => done(result),
         }
     }
 }

@@ -46,7 +46,7 @@ use trajectory::{GroupId, PolicyVersion};
 use crate::{AdmitRequest, BufferConfig, BufferError, EventKind, LeaseId, Stats};
 
 pub(crate) use arrival::{Arrival, ArrivalDecision, ArrivalIdentity};
-pub(crate) use change::{GroupRow, LeaseRow, LeaseState, LedgerChange, Watermarks};
+pub use change::{GroupRow, LeaseRow, LeaseState, LedgerChange, Watermarks};
 use dedup::{ContentIndex, KeyIndex};
 pub(crate) use lease::GrantedLease;
 pub use rewind::Rewound;
@@ -160,8 +160,8 @@ pub(crate) struct Ledger {
 
 impl Ledger {
     /// A ledger of what a store kept. What was in flight is first in line again; open leases are held anew from `now`.
-    pub(crate) fn restore(config: BufferConfig, kept: Recovered, now: u64) -> Self {
-        let Recovered { rows, leases, keys, mark } = kept;
+    pub(crate) fn restore(config: BufferConfig, recovered: Recovered, now: u64) -> Self {
+        let Recovered { rows, leases, keys, watermarks: mark } = recovered;
         let admitted = |row: &&GroupRow| row.id.0 < KEYED;
         let next_id =
             rows.iter().filter(admitted).map(|row| row.id.0 + 1).max().unwrap_or(0).max(mark.next_id);
@@ -339,7 +339,8 @@ impl Ledger {
 
     /// What is to be written since the last call, and what happened.
     pub(crate) fn take_change(&mut self) -> (Option<LedgerChange>, Vec<LedgerEvent>) {
-        let change = self.change.take().map(|change| LedgerChange { mark: self.mark(), ..change });
+        let change =
+            self.change.take().map(|change| LedgerChange { watermarks: self.watermarks(), ..change });
         (change, std::mem::take(&mut self.occurrences))
     }
 
@@ -467,7 +468,7 @@ impl Ledger {
         self.occurrences.push(LedgerEvent { kind, groups, lease, version });
     }
 
-    fn mark(&self) -> Watermarks {
+    fn watermarks(&self) -> Watermarks {
         // In flight and in line are disjoint and each is ascending.
         let admitted = self.flights.keys().copied().filter(|id| id.0 < KEYED);
         let mut pending: Vec<GroupId> = admitted.chain(self.again.iter().copied()).collect();
@@ -498,14 +499,17 @@ impl Ledger {
     }
 }
 
-/// What a store kept.
+/// All records of a store, as they were when it was opened.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Recovered {
-    pub(crate) rows: Vec<GroupRow>,
-    pub(crate) leases: Vec<(LeaseId, LeaseRow)>,
-    /// Digests of keys.
-    pub(crate) keys: Vec<(GroupId, u128)>,
-    pub(crate) mark: Watermarks,
+pub struct Recovered {
+    /// Rows of all stored groups, in any order.
+    pub rows: Vec<GroupRow>,
+    /// Leases, in any order.
+    pub leases: Vec<(LeaseId, LeaseRow)>,
+    /// Digests of idempotency keys, in any order. A key can outlive its group.
+    pub keys: Vec<(GroupId, u128)>,
+    /// The watermarks of the last change; the default if there was none.
+    pub watermarks: Watermarks,
 }
 
 /// Whole milliseconds, as many as there are.

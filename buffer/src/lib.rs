@@ -84,6 +84,7 @@
 
 mod buffer;
 mod config;
+pub mod conformance;
 mod contract;
 mod error;
 mod events;
@@ -96,7 +97,7 @@ mod ledger;
 mod listing;
 mod memory;
 mod payload;
-mod store;
+pub mod store;
 
 pub use buffer::{Buffer, WithPayload};
 pub use config::{BufferConfig, OnStale, Order};

@@ -8,8 +8,7 @@ use std::time::Duration;
 use trajectory::{Group, GroupId};
 
 use crate::BufferError;
-use crate::ledger::LedgerChange;
-use crate::store::{AppendGroup, Store, WriteCompletion};
+use crate::store::{AppendGroup, LedgerChange, OpenedStore, Recovered, Store, WriteCompletion};
 
 /// A group and its sender.
 type MemoryGroup = (Arc<Group>, Option<String>);
@@ -20,6 +19,12 @@ pub(crate) struct MemoryStore {
     groups: Mutex<HashMap<GroupId, MemoryGroup>>,
 }
 
+impl MemoryStore {
+    pub(crate) fn open() -> OpenedStore {
+        OpenedStore { store: Box::<Self>::default(), recovered: Recovered::default(), opening: 1 }
+    }
+}
+
 impl Store for MemoryStore {
     fn append(&self, append: AppendGroup) {
         let AppendGroup { row, group, sender, done, .. } = append;
@@ -27,18 +32,18 @@ impl Store for MemoryStore {
         done(Ok(()));
     }
 
-    fn ready(&self) -> Result<(), BufferError> {
+    fn check_capacity(&self) -> Result<(), BufferError> {
         Ok(())
     }
 
-    fn submit(&self, change: LedgerChange, done: WriteCompletion) {
+    fn commit(&self, change: LedgerChange, done: WriteCompletion) {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         change.forget.iter().for_each(|(_, id)| drop(groups.remove(id)));
         drop(groups);
         done(Ok(()));
     }
 
-    fn read(&self, ids: &[GroupId], _last: bool) -> Result<Vec<Arc<Group>>, BufferError> {
+    fn read(&self, ids: &[GroupId], _last_read: bool) -> Result<Vec<Arc<Group>>, BufferError> {
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         let read = |id: &GroupId| {
             groups.get(id).map(|(group, _)| Arc::clone(group)).ok_or(BufferError::Gone { group: *id })
@@ -50,11 +55,11 @@ impl Store for MemoryStore {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner).get(&id)?.1.clone()
     }
 
-    fn at_hand(&self, _ids: &[GroupId]) -> bool {
+    fn is_cached(&self, _ids: &[GroupId]) -> bool {
         true
     }
 
-    fn unanswered(&self, _waited: Option<Duration>) -> BufferError {
+    fn unacknowledged(&self, _waited: Option<Duration>) -> BufferError {
         BufferError::Poisoned
     }
 

@@ -189,18 +189,19 @@ fn encode(group: &Group, sender: Option<&str>) -> Result<Vec<u8>, BufferError> {
         .map_err(|error| BufferError::NotEncodable { group: *id, reason: error.to_string() })
 }
 
-/// The group that [`PreparedGroup`] encoded.
+/// Decodes the payload of [`AppendGroup`](crate::store::AppendGroup); the id is not part of it.
 ///
 /// # Errors
 /// What is wrong with the bytes.
-pub(crate) fn decode(id: GroupId, payload: &[u8]) -> Result<Group, String> {
+pub fn decode(id: GroupId, payload: &[u8]) -> Result<Group, String> {
     let decoded: DecodedGroup<'_> = rmp_serde::from_slice(payload).map_err(|error| error.to_string())?;
     let trajectories = decoded.trajectories.into_iter().map(Trajectory::try_from);
     Ok(Group { id, task: decoded.task, trajectories: trajectories.collect::<Result<_, _>>()? })
 }
 
-/// Who sent the group that [`PreparedGroup`] encoded, if it was written down.
-pub(crate) fn sender(payload: &[u8]) -> Option<String> {
+/// The sender in the payload of [`AppendGroup`](crate::store::AppendGroup), if it is recorded.
+#[must_use]
+pub fn sender(payload: &[u8]) -> Option<String> {
     #[derive(Deserialize)]
     struct SenderField {
         #[serde(default)]

@@ -85,7 +85,7 @@ impl Buffer {
             match attempt {
                 Ok(leased) => {
                     self.wait_for_async(completed).await?;
-                    if self.store.at_hand(&leased.groups) {
+                    if self.store.is_cached(&leased.groups) {
                         return self.handed_out(request, leased);
                     }
                     let (buffer, request) = (Arc::clone(self), request.clone());
@@ -124,7 +124,7 @@ impl Buffer {
         let (done, completed) = completion();
         let result = {
             let mut ledger = self.shared.ledger()?;
-            self.store.ready()?;
+            self.store.check_capacity()?;
             let result = change(&mut ledger, self.shared.now());
             self.commit(&mut ledger, done);
             result
@@ -231,8 +231,8 @@ impl Buffer {
     async fn wait_for_async(&self, completed: CompletionFuture) -> Result<(), BufferError> {
         match tokio::time::timeout(WRITE_WAIT, completed).await {
             Ok(Ok(result)) => result,
-            Ok(Err(_)) => Err(self.store.unanswered(None)),
-            Err(_) => Err(self.store.unanswered(Some(WRITE_WAIT))),
+            Ok(Err(_)) => Err(self.store.unacknowledged(None)),
+            Err(_) => Err(self.store.unacknowledged(Some(WRITE_WAIT))),
         }
     }
 }

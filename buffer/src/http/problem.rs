@@ -224,6 +224,7 @@ impl From<&BufferError> for Problem {
             BufferError::Damaged { .. } => ProblemCode::DamagedGroup,
             BufferError::NotWritable { .. }
             | BufferError::Journal { .. }
+            | BufferError::Store { .. }
             | BufferError::JournalMoved { .. }
             | BufferError::WriterStopped { .. }
             | BufferError::WriteTimeout { .. }

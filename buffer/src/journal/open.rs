@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::sync::Arc;
 
 use redb::{Database, DatabaseError, ReadableTable, StorageBackend, StorageError};
 use serde::de::DeserializeOwned;
@@ -24,14 +25,14 @@ pub const JOURNAL_CACHE_BYTES: u64 = 64 << 20;
 /// A journal with what it kept.
 pub(super) struct OpenedJournal {
     pub(super) database: PanicSafeDatabase,
-    pub(super) kept: Recovered,
+    pub(super) recovered: Recovered,
     pub(super) places: HashMap<GroupId, PayloadLocation>,
     /// How often it has been opened, with this time.
     pub(super) opening: u64,
     /// Size of the file; 0 if it is not one.
     pub(super) file_bytes: u64,
     /// Itself, if it is one.
-    pub(super) file: Option<OpenFile>,
+    pub(super) file: Option<Arc<OpenFile>>,
 }
 
 /// The journal in a file, a new one if there is none.
@@ -53,7 +54,11 @@ pub(super) fn file(path: &Path) -> Result<OpenedJournal, BufferError> {
     };
     let file_bytes = std::fs::metadata(path).map_err(failed(path, "measure"))?.len();
     let file = OpenFile::of(path).map_err(|error| unwritable(path, error))?;
-    Ok(OpenedJournal { file_bytes, file: Some(file), ..load(path, PanicSafeDatabase::new(database))? })
+    Ok(OpenedJournal {
+        file_bytes,
+        file: Some(Arc::new(file)),
+        ..load(path, PanicSafeDatabase::new(database))?
+    })
 }
 
 /// The journal in another storage.
@@ -125,20 +130,20 @@ fn load(path: &Path, mut database: PanicSafeDatabase) -> Result<OpenedJournal, B
         }
         Some(_) => {}
     }
-    let mut kept = Recovered { keys: stored.keys, ..Recovered::default() };
+    let mut recovered = Recovered { keys: stored.keys, ..Recovered::default() };
     if let Some(mark) = stored.mark {
-        kept.mark = decoded(path, "the mark", &mark)?;
+        recovered.watermarks = decoded(path, "the mark", &mark)?;
     }
     for (id, lease) in stored.leases {
-        kept.leases.push((LeaseId(id), decoded(path, "a lease", &lease)?));
+        recovered.leases.push((LeaseId(id), decoded(path, "a lease", &lease)?));
     }
     let mut places = HashMap::with_capacity(stored.rows.len());
     for row in stored.rows {
         let StoredRow { row, place } = decoded(path, "a row", &row)?;
         places.insert(row.id, place);
-        kept.rows.push(row);
+        recovered.rows.push(row);
     }
-    Ok(OpenedJournal { database, kept, places, opening: stored.opening, file_bytes: 0, file: None })
+    Ok(OpenedJournal { database, recovered, places, opening: stored.opening, file_bytes: 0, file: None })
 }
 
 fn read_error(path: &Path, error: redb::Error) -> BufferError {

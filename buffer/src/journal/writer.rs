@@ -157,16 +157,16 @@ impl JournalWriter {
         let mut next = Some(first);
         while let Some(request) = next {
             match request {
-                WriteRequest::AppendGroup(AppendGroup { row, key, payload, group, done, .. }) => {
+                WriteRequest::Append(AppendGroup { row, key, payload, group, done, .. }) => {
                     bytes += payload.len();
                     promises.done.push(done);
                     let weight = crate::payload::weight(&group);
                     promises.at_hand.push((row.id, group, weight));
                     appends.push((row, key, payload));
                 }
-                WriteRequest::LedgerChange(change, done) => {
+                WriteRequest::Change(change, done) => {
                     promises.done.push(done);
-                    mark = Some(change.mark.clone());
+                    mark = Some(change.watermarks.clone());
                     changes.push(change);
                 }
             }

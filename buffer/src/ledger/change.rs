@@ -1,81 +1,89 @@
-//! What the ledger has a store write: narrow rows beside the payloads, leases, and a mark. Invariant: a [`LedgerChange`] is
-//! written as a whole or not at all, in the order in which the ledger made it.
+//! The records that a store keeps beside the payloads: rows, leases, watermarks. Invariant: a [`LedgerChange`] is written as a
+//! whole or not at all, in the order in which the ledger made it.
 
 use serde::{Deserialize, Serialize};
 use trajectory::{GroupId, PolicyVersion, TaskId};
 
 use crate::LeaseId;
 
-/// What the buffer knows of a finalized group without its payload.
+/// The record of a finalized group, without its payload.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct GroupRow {
-    pub(crate) id: GroupId,
+pub struct GroupRow {
+    /// Its id.
+    pub id: GroupId,
     /// The oldest version in the group.
-    pub(crate) oldest: PolicyVersion,
-    pub(crate) task: TaskId,
-    /// Tokens of all its samples.
-    pub(crate) tokens: u64,
-    /// Size of the payload.
-    pub(crate) bytes: u64,
-    /// Mean over the trajectories that have a reward.
-    pub(crate) reward: Option<f64>,
-    /// How often it was leased and acknowledged.
-    pub(crate) uses: u32,
-    /// With `dedup`: a digest of task and tokens for every trajectory.
-    pub(crate) contents: Vec<u128>,
+    pub oldest: PolicyVersion,
+    /// Its task.
+    pub task: TaskId,
+    /// Number of tokens of all its samples.
+    pub tokens: u64,
+    /// Bytes of the payload.
+    pub bytes: u64,
+    /// Mean reward over the trajectories that have one.
+    pub reward: Option<f64>,
+    /// Number of acknowledged leases.
+    pub uses: u32,
+    /// With `dedup`: a digest of task and tokens of every trajectory.
+    pub contents: Vec<u128>,
 }
 
-/// A lease as it is kept.
+/// The record of a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct LeaseRow {
-    pub(crate) consumer: String,
-    pub(crate) step: PolicyVersion,
-    /// Whether the consumer named the step, and gets the same groups when it asks again.
-    pub(crate) named: bool,
-    /// Ordered by id.
-    pub(crate) groups: Vec<GroupId>,
-    pub(crate) hold_ms: Option<u64>,
-    pub(crate) state: LeaseState,
-    /// Once it is lost: the latest version of the acknowledgement that was answered with this loss first.
+pub struct LeaseRow {
+    /// Name of the consumer.
+    pub consumer: String,
+    /// The version that the step starts from.
+    pub step: PolicyVersion,
+    /// Whether the consumer named the step: a repeated request then gets the same groups.
+    pub named: bool,
+    /// Sorted by id.
+    pub groups: Vec<GroupId>,
+    /// It expires after this time without a call of the consumer, milliseconds; `None`: never.
+    pub hold_ms: Option<u64>,
+    /// Its state.
+    pub state: LeaseState,
+    /// Once it is lost: the version of the first acknowledgement that reported the loss.
     #[serde(default)]
-    pub(crate) named_through: Option<PolicyVersion>,
+    pub named_through: Option<PolicyVersion>,
 }
 
-/// Where a lease that is not acknowledged is in its life. A new state needs a new format of the journal.
+/// State of a lease that is not acknowledged. A new state needs a new format of the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum LeaseState {
+pub enum LeaseState {
+    /// Leased.
     Open,
-    /// Over its hold: its groups can go to others, and until they do it can be taken up again.
+    /// Its hold expired: its groups can be leased again, and until they are it can be extended.
     Expired,
-    /// Others have its groups; kept, without them, so that it does not count as acknowledged.
+    /// Its groups were leased again. The record stays, without groups, because the lease was not acknowledged.
     Lost,
-    /// Given back; kept, without its groups, so that it does not count as acknowledged.
+    /// Returned untrained. The record stays, without groups, because the lease was not acknowledged.
     Released,
 }
 
-/// What rows cannot say: the ids and steps that left no row. Written with every change.
+/// High-water marks of ids and steps, which no row says. Written with every change.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Watermarks {
+pub struct Watermarks {
     /// The lowest id that was never admitted.
-    pub(crate) next_id: u64,
-    /// The lowest id that no group with a key has had.
-    pub(crate) next_keyed: u64,
-    /// Ids below `next_id` without a finalized group that are still to be trained on, as first ids and counts.
-    pub(crate) pending: Vec<(u64, u64)>,
-    pub(crate) next_lease: u64,
+    pub next_id: u64,
+    /// The lowest id that was not yet assigned to a group with an idempotency key.
+    pub next_keyed: u64,
+    /// Ids below `next_id` that are still to be generated, as (first id, count).
+    pub pending: Vec<(u64, u64)>,
+    /// The lowest lease id that was not yet issued.
+    pub next_lease: u64,
     /// The step that leases are for.
-    pub(crate) step: PolicyVersion,
-    /// Groups that were leased for `step`.
-    pub(crate) taken: usize,
-    /// The latest version that anybody can have.
-    pub(crate) known: PolicyVersion,
-    /// How the leases below ended is not remembered.
+    pub step: PolicyVersion,
+    /// Number of groups leased for `step`.
+    pub taken: usize,
+    /// The newest version that can exist.
+    pub known: PolicyVersion,
+    /// Lease ids below have no record any more; they count as lost.
     #[serde(default)]
-    pub(crate) forgotten_leases: u64,
+    pub forgotten_leases: u64,
 }
 
 impl Watermarks {
-    /// `ids` ascending.
+    /// Ascending `ids` as ranges.
     pub(crate) fn ranges(ids: impl Iterator<Item = GroupId>) -> Vec<(u64, u64)> {
         let mut ranges: Vec<(u64, u64)> = Vec::new();
         for GroupId(id) in ids {
@@ -92,18 +100,19 @@ impl Watermarks {
     }
 }
 
-/// A change of what a store keeps.
+/// One atomic change of the records of a store.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct LedgerChange {
-    /// Rows that are different now.
-    pub(crate) rows: Vec<GroupRow>,
-    /// Groups to forget, payload and row, with their oldest versions.
-    pub(crate) forget: Vec<(PolicyVersion, GroupId)>,
-    /// Leases that are new or different, or gone.
-    pub(crate) leases: Vec<(LeaseId, Option<LeaseRow>)>,
-    /// Groups whose keys are forgotten, so that their sender can send them again.
-    pub(crate) keys: Vec<GroupId>,
-    /// Keys of groups below are forgotten.
-    pub(crate) keys_below: Option<GroupId>,
-    pub(crate) mark: Watermarks,
+pub struct LedgerChange {
+    /// Rows that changed; their payloads stay.
+    pub rows: Vec<GroupRow>,
+    /// Groups to remove, payload and row, with their oldest versions.
+    pub forget: Vec<(PolicyVersion, GroupId)>,
+    /// Leases that are new or changed, or `None` for one to remove.
+    pub leases: Vec<(LeaseId, Option<LeaseRow>)>,
+    /// Groups whose idempotency keys are removed, so that their sender can submit them again.
+    pub keys: Vec<GroupId>,
+    /// Keys of all groups with a lower id are removed.
+    pub keys_below: Option<GroupId>,
+    /// The watermarks after this change.
+    pub watermarks: Watermarks,
 }

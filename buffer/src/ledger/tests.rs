@@ -7,6 +7,7 @@ mod rewind;
 use trajectory::TaskId;
 
 use super::*;
+use crate::conformance::RecordModel;
 
 /// SplitMix64: one seed makes one schedule.
 struct TestRng(u64);
@@ -30,50 +31,9 @@ impl TestRng {
     }
 }
 
-/// What a store would have: the changes that are durable.
-#[derive(Clone, Debug, Default)]
-struct DurableModel {
-    rows: BTreeMap<GroupId, GroupRow>,
-    leases: BTreeMap<LeaseId, LeaseRow>,
-    keys: BTreeMap<GroupId, u128>,
-    mark: Watermarks,
-}
-
-impl DurableModel {
-    fn append(&mut self, row: GroupRow, key: Option<u128>) {
-        self.keys.extend(key.map(|key| (row.id, key)));
-        assert!(self.rows.insert(row.id, row).is_none(), "a group is stored twice");
-    }
-
-    fn write(&mut self, change: LedgerChange) {
-        for row in change.rows {
-            assert!(self.rows.insert(row.id, row).is_some(), "a row without a payload");
-        }
-        for (oldest, id) in change.forget {
-            let row = self.rows.remove(&id).unwrap_or_else(|| panic!("{id} is forgotten twice"));
-            assert_eq!(row.oldest, oldest);
-        }
-        for (id, lease) in change.leases {
-            match lease {
-                Some(lease) => drop(self.leases.insert(id, lease)),
-                None => drop(self.leases.remove(&id)),
-            }
-        }
-        for id in change.keys {
-            self.keys.remove(&id);
-        }
-        self.mark = change.mark;
-    }
-
-    fn reopen(&self, config: BufferConfig, now: u64) -> Ledger {
-        let kept = Recovered {
-            rows: self.rows.values().cloned().collect(),
-            leases: self.leases.iter().map(|(id, row)| (*id, row.clone())).collect(),
-            keys: self.keys.iter().map(|(id, key)| (*id, *key)).collect(),
-            mark: self.mark.clone(),
-        };
-        Ledger::restore(config, kept, now)
-    }
+/// A ledger restored from what a store would recover.
+fn reopen(model: &RecordModel, config: BufferConfig, now: u64) -> Ledger {
+    Ledger::restore(config, model.recovered(), now)
 }
 
 fn row(id: GroupId, oldest: PolicyVersion) -> GroupRow {

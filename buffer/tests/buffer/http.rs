@@ -9,7 +9,7 @@ mod tls;
 
 use serde_json::{Value, json};
 
-use super::served::{Answer, TestServer};
+use super::served::{HttpAnswer, TestServer};
 
 /// A group that can be stored under a key.
 fn keyed(key: &str) -> Value {
@@ -25,12 +25,12 @@ fn trajectory() -> Value {
     })
 }
 
-fn store(served: &TestServer, groups: &[Value]) -> Answer {
+fn store(served: &TestServer, groups: &[Value]) -> HttpAnswer {
     served.post("/v1/groups", &json!({ "groups": groups }))
 }
 
 /// What became of each group.
-fn statuses(answer: &Answer) -> Vec<String> {
+fn statuses(answer: &HttpAnswer) -> Vec<String> {
     let answer = answer.json();
     let results = answer["results"].as_array().unwrap_or_else(|| panic!("{answer}"));
     results.iter().map(|result| result["status"].as_str().unwrap().to_owned()).collect()

@@ -46,7 +46,7 @@ struct ContractModel {
     dice: TestRng,
     config: BufferConfig,
     ledger: Ledger,
-    disk: DurableModel,
+    disk: RecordModel,
     /// Changes that nobody has waited for: a crash may lose the last of them.
     unflushed: Vec<LedgerChange>,
     now: u64,
@@ -83,7 +83,7 @@ impl ContractModel {
             dice,
             config,
             ledger,
-            disk: DurableModel::default(),
+            disk: RecordModel::default(),
             unflushed: Vec::new(),
             now: 0,
             stories: BTreeMap::new(),
@@ -135,7 +135,7 @@ impl ContractModel {
                 let used_up = story.uses >= self.config.max_uses;
                 assert!(over || used_up || story.evicted, "{id} is forgotten without a reason: {story:?}");
             }
-            self.disk.write(change);
+            self.disk.commit(change);
         }
     }
 
@@ -400,7 +400,7 @@ impl ContractModel {
         let flushed = self.ledger.step;
         self.flush(true);
         self.highest = self.highest.max(flushed);
-        self.ledger = self.disk.reopen(self.config, self.now);
+        self.ledger = super::reopen(&self.disk, self.config, self.now);
         self.in_flight.clear();
         // Open leases are held anew.
         for (id, promise) in &mut self.promises {

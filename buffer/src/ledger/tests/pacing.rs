@@ -33,7 +33,7 @@ struct PacingModel {
     config: BufferConfig,
     ledger: Ledger,
     samplers: Vec<ModelSampler>,
-    disk: DurableModel,
+    disk: RecordModel,
     trainer: PolicyVersion,
     checkpoint: PolicyVersion,
     /// Ticks until the leased step is done; `None` while it waits for its batch.
@@ -69,7 +69,7 @@ impl PacingModel {
             config,
             ledger: Ledger::restore(config, Recovered::default(), 0),
             samplers,
-            disk: DurableModel::default(),
+            disk: RecordModel::default(),
             trainer: PolicyVersion(0),
             checkpoint: PolicyVersion(0),
             training: None,
@@ -87,7 +87,7 @@ impl PacingModel {
 
     fn keep(&mut self) {
         if let (Some(change), _) = self.ledger.take_change() {
-            self.disk.write(change);
+            self.disk.commit(change);
         }
     }
 
@@ -252,7 +252,7 @@ impl PacingModel {
 
     /// Everything but rows, mark and checkpoint is lost.
     fn crash(&mut self) {
-        self.ledger = self.disk.reopen(self.config, 0);
+        self.ledger = super::reopen(&self.disk, self.config, 0);
         self.trainer = self.checkpoint;
         self.training = None;
         self.samplers.iter_mut().for_each(|s| *s = ModelSampler { served: self.trainer, groups: Vec::new() });

@@ -54,7 +54,7 @@ fn what_arrives_after_a_rewind_finds_room_only_beside_what_is_leased_again() {
 #[test]
 fn steps_after_the_one_gone_back_to_count_what_they_hold_over_a_restart() {
     let config = BufferConfig::new(1, 1);
-    let (mut ledger, mut disk) = (Ledger::restore(config, Recovered::default(), 0), DurableModel::default());
+    let (mut ledger, mut disk) = (Ledger::restore(config, Recovered::default(), 0), RecordModel::default());
     for key in 0..2 {
         let ArrivalDecision::Write { group, .. } = submit(&mut ledger, key, 0) else {
             panic!("there is room")
@@ -63,8 +63,8 @@ fn steps_after_the_one_gone_back_to_count_what_they_hold_over_a_restart() {
     }
     let (first, second) = (lease(&mut ledger, TRAINER, 0).unwrap(), lease(&mut ledger, TRAINER, 1).unwrap());
     ledger.set_version(PolicyVersion(0), true).unwrap();
-    disk.write(ledger.take_change().0.unwrap());
-    for mut ledger in [ledger, disk.reopen(config, 0)] {
+    disk.commit(ledger.take_change().0.unwrap());
+    for mut ledger in [ledger, super::reopen(&disk, config, 0)] {
         assert_eq!(
             submit(&mut ledger, 9, 0),
             ArrivalDecision::Answer(None, Finalized::Stale),
@@ -136,7 +136,7 @@ fn what_was_dropped_is_not_said_to_be_there() {
 #[test]
 fn what_ended_a_lease_succeeds_again_and_nothing_else_does() {
     let config = BufferConfig::new(1, 8);
-    let (mut ledger, mut disk) = (Ledger::restore(config, Recovered::default(), 0), DurableModel::default());
+    let (mut ledger, mut disk) = (Ledger::restore(config, Recovered::default(), 0), RecordModel::default());
     for key in 0..4 {
         let ArrivalDecision::Write { group, .. } = submit(&mut ledger, key, 0) else {
             panic!("there is room")
@@ -153,8 +153,8 @@ fn what_ended_a_lease_succeeds_again_and_nothing_else_does() {
     let lost = ledger.lease(&lost, 0, true).unwrap().unwrap();
     ledger.expire(9);
     assert_eq!(lease(&mut ledger, "b", 1).unwrap().groups, lost.groups);
-    disk.write(ledger.take_change().0.unwrap());
-    for mut ledger in [ledger, disk.reopen(config, 0)] {
+    disk.commit(ledger.take_change().0.unwrap());
+    for mut ledger in [ledger, super::reopen(&disk, config, 0)] {
         for _ in 0..2 {
             assert!(matches!(ledger.ack(released.id), Err(BufferError::LeaseOver { how: "released", .. })));
             assert!(ledger.release(released.id).is_ok());
