@@ -15,7 +15,7 @@ use device::Device;
 
 use model::{Config, ModelDirectory, Quantization, Sampling, SharedCores, ThreadPool};
 use rollout::evaluate::Watch;
-use rollout::{Engine, EngineConfig, Network, Request, ServeOn, StopRules};
+use rollout::{Engine, EngineConfig, Network, SampleRequest, ServeOn, StopRules};
 use trainer::Leader;
 use trajectory::{GroupId, Message, PolicyVersion, Prompt};
 
@@ -371,7 +371,7 @@ impl Speaker {
         let device = args.on.device()?;
         let config = EngineConfig {
             max_running: 1,
-            prefill_chunk: EngineConfig::usual_prefill_chunk(device.is_some()),
+            prefill_chunk: EngineConfig::default_prefill_chunk(device.is_some()),
             kv_cache_tokens: None,
             max_prompt_length: context,
             max_completion_length: max_tokens,
@@ -411,7 +411,7 @@ impl Speaker {
         let max_completion_length = self.max_tokens.min(context.saturating_sub(prompt.len())).max(1);
         let (group, sampling) = (GroupId(self.asked), self.sampling);
         let baseline = false;
-        self.engine.submit(Request {
+        self.engine.submit(SampleRequest {
             group,
             prompt,
             samples: 1,

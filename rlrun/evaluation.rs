@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use model::ModelDirectory;
 use rollout::evaluate::{Evaluation, EvaluationConfig, EvaluationSet, Failures, Watch, evaluate};
-use rollout::{Network, PromptSet};
+use rollout::{Engine, LocalSampler, Network, PromptSet};
+use trajectory::PolicyVersion;
 
 use crate::failure::Failure;
 use crate::metrics::Metrics;
@@ -71,14 +72,17 @@ impl Prepared {
         let (names, sets): (Vec<&str>, Vec<_>) = self.evaluation_sets(recipe, which).into_iter().unzip();
         let (Some(rewards), false) = (&self.rewards, sets.is_empty()) else { return Ok(None) };
         let longest = sets.iter().map(|set| set.prompts.longest()).max().unwrap_or(0);
+        let engine = recipe.engine(longest);
         let config = EvaluationConfig {
-            engine: recipe.engine(longest),
             sampling: recipe.eval_sampling(),
+            max_completion_length: engine.max_completion_length,
+            max_samples: engine.max_samples,
             wait: recipe.wait(),
         };
-        let stop = recipe.stop_rules(directory);
-        let network = (network, Arc::clone(&self.pool));
-        let evaluations = evaluate(&config, network, &sets, (&stop, rewards, runtime.handle()), watch)?;
+        let engine = Engine::new(engine, recipe.stop_rules(directory), network, PolicyVersion::default())?
+            .on(Arc::clone(&self.pool));
+        let mut sampler = LocalSampler::fixed(engine);
+        let evaluations = evaluate(&config, &mut sampler, &sets, (rewards, runtime.handle()), watch)?;
         let named = |all: Vec<Evaluation>| names.into_iter().map(str::to_owned).zip(all).collect();
         Ok(evaluations.map(|all| Evaluated { sets: named(all) }))
     }

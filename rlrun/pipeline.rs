@@ -27,7 +27,7 @@ use rollout::applier::{Applier, Incoming};
 use rollout::curation::Curation;
 use rollout::evaluate::Watch;
 use rollout::scoring::Scorer;
-use rollout::{Engine, Network, Progress, Worker};
+use rollout::{Engine, LocalSampler, Network, Progress, Worker};
 use trainer::collective::tcp;
 use trainer::{Leader, Learner, Trainer, TrainerError, TrainerState};
 use trajectory::PolicyVersion;
@@ -54,7 +54,7 @@ use crate::workers::reward::is_served;
 use crate::workers::trainer::MEETING;
 use exchange::Exchange;
 use push::Push;
-use samplers::{Sampler, Samplers};
+use samplers::{SamplerThread, Samplers};
 use start::Start;
 use view::View;
 
@@ -317,8 +317,9 @@ impl Run<'_> {
             trainer.colocate(first, self.run_dir.path(), &prepared.budget);
             second
         });
-        let worker = worker.map(|worker| worker.taking_turns(turn));
-        let inside = worker.map(|worker| Sampler::spawn(worker, producer, Arc::clone(&stop))).transpose()?;
+        let worker = worker.map(|worker| worker.taking_turns(turn)).transpose()?;
+        let inside =
+            worker.map(|worker| SamplerThread::spawn(worker, producer, Arc::clone(&stop))).transpose()?;
         let mut samplers = Samplers { inside, roster, rewards };
         // From here on it looks at the samplers too.
         drop(watchdog);
@@ -414,7 +415,8 @@ impl Run<'_> {
             true => Applier::inline(incoming),
             false => Applier::start(incoming),
         };
-        let worker = Worker::new(self.recipe.worker(), engine, Arc::clone(&prepared.train), applier, scorer);
+        let sampler = Box::new(LocalSampler::new(engine, applier));
+        let worker = Worker::new(self.recipe.worker(), sampler, Arc::clone(&prepared.train), scorer);
         worker.curated(curation)
     }
 

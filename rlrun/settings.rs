@@ -180,8 +180,8 @@ impl Recipe {
     /// Prompt tokens that the sampler reads per decoding step.
     #[must_use]
     pub fn prefill_chunk(&self) -> usize {
-        let usual = || EngineConfig::usual_prefill_chunk(self.devices().rollout.is_some());
-        self.rollout.prefill_chunk.unwrap_or_else(usual)
+        let default = || EngineConfig::default_prefill_chunk(self.devices().rollout.is_some());
+        self.rollout.prefill_chunk.unwrap_or_else(default)
     }
 
     /// What groups from elsewhere must keep to, for a policy like `model`.

@@ -10,7 +10,7 @@ use device::Device;
 use model::{ModelDirectory, Quantization, SharedCores, ThreadPool};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
-use rollout::{Engine, EngineConfig, Network, Request, ServeOn, StopRules};
+use rollout::{Engine, EngineConfig, Network, SampleRequest, ServeOn, StopRules};
 use serde_json::json;
 use trajectory::{GroupId, PolicyVersion};
 
@@ -41,7 +41,7 @@ pub fn work(
     let (network, device) = network(args, on, &directory)?;
     let config = EngineConfig {
         max_running: batch,
-        prefill_chunk: EngineConfig::usual_prefill_chunk(on.is_some()),
+        prefill_chunk: EngineConfig::default_prefill_chunk(on.is_some()),
         kv_cache_tokens: None,
         max_prompt_length: args.prompt,
         max_completion_length: args.new,
@@ -134,7 +134,7 @@ fn sample(
         let group = GroupId(group as u64);
         let max_completion_length = new;
         let baseline = false;
-        engine.submit(Request { group, prompt, samples, sampling, max_completion_length, baseline })?;
+        engine.submit(SampleRequest { group, prompt, samples, sampling, max_completion_length, baseline })?;
     }
     while !engine.is_idle() {
         engine.step()?;

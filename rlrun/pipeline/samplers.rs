@@ -20,7 +20,7 @@ const LEAVING: Duration = Duration::from_secs(10);
 /// All samplers of a run.
 pub(super) struct Samplers {
     /// That of this process.
-    pub(super) inside: Option<Sampler>,
+    pub(super) inside: Option<SamplerThread>,
     /// Those of others.
     pub(super) roster: Arc<Roster>,
     /// The rewards of this process' sampler.
@@ -30,7 +30,7 @@ pub(super) struct Samplers {
 impl Samplers {
     /// What they have done together.
     pub(super) fn progress(&self) -> Progress {
-        self.roster.progress(self.inside.as_ref().map(Sampler::progress))
+        self.roster.progress(self.inside.as_ref().map(SamplerThread::progress))
     }
 
     /// What their rewards had to do since this was asked last.
@@ -50,7 +50,7 @@ impl Samplers {
     /// # Errors
     /// What ended it.
     pub(super) fn join(&mut self) -> Result<(), Failure> {
-        self.inside.take().map_or(Ok(()), Sampler::join)
+        self.inside.take().map_or(Ok(()), SamplerThread::join)
     }
 
     /// Tells the others that the run is over, and waits until they have left.
@@ -60,12 +60,12 @@ impl Samplers {
 }
 
 /// The thread of a sampler.
-pub(super) struct Sampler {
+pub(super) struct SamplerThread {
     thread: JoinHandle<Result<(), RolloutError>>,
     pub(super) progress: Arc<Mutex<Progress>>,
 }
 
-impl Sampler {
+impl SamplerThread {
     /// Starts `worker`; if it fails, it sets `stop`.
     pub(super) fn spawn(
         worker: Worker,

@@ -11,7 +11,7 @@ use ::rewards::reward_model::ModelServer;
 use ::rewards::{LoadCounts, RewardSet};
 use ::rollout::applier::{Applier, Incoming};
 use ::rollout::scoring::Scorer;
-use ::rollout::{Engine, Network, Progress, Worker, WorkerConfig};
+use ::rollout::{Engine, LocalSampler, Network, Progress, Worker, WorkerConfig};
 use buffer::Producer;
 use buffer::http::ClientConfig;
 use device::device::Place;
@@ -103,8 +103,8 @@ fn sample(
     let capacity = recipe.rollout.max_running * 2;
     let scorer = Scorer::start(runtime.handle(), Arc::clone(&rewards), Arc::clone(&producer), None, capacity);
     let config = WorkerConfig { holder: Some(membership.joined.instance), ..recipe.worker() };
-    let applier = Applier::start(incoming);
-    let worker = Worker::new(config, engine, Arc::clone(&prepared.train), applier, scorer);
+    let sampler = Box::new(LocalSampler::new(engine, Applier::start(incoming)));
+    let worker = Worker::new(config, sampler, Arc::clone(&prepared.train), scorer);
     here.samples(worker.progress(), rewards);
     eprintln!("sampling from {version} on");
     Ok(worker.run(&*producer, stop)?)

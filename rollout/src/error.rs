@@ -40,6 +40,16 @@ pub enum RolloutError {
         /// What limits it; see [`model::Config::context_limit`].
         limit: String,
     },
+    /// A rollout engine failed, or cannot be reached.
+    #[error("the rollout engine {engine} {evidence}; {remedy}")]
+    Sampler {
+        /// Which engine: its address, for one in another process.
+        engine: String,
+        /// What it answered or did.
+        evidence: String,
+        /// What to do.
+        remedy: String,
+    },
     /// A device cannot do its part.
     #[error(transparent)]
     Device(#[from] device::DeviceError),

@@ -1,4 +1,4 @@
-//! How good a policy is on held-out tasks: the same engine, without buffer and without training.
+//! How good a policy is on held-out tasks: a sampler without buffer and without training.
 //!
 //! # Layout
 //! - `statistics`: pass@k and intervals
@@ -13,20 +13,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use model::{Sampling, ThreadPool};
+use model::Sampling;
 use rewards::RewardSet;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
-use trajectory::{GroupId, PolicyVersion, Score, Task};
+use trajectory::{GroupId, Score, Task};
 
 use crate::RolloutError;
-use crate::engine::{Completion, Engine, EngineConfig, Network, Request, StopRules};
 use crate::prompts::PromptSet;
+use crate::sampler::{Completion, SampleRequest, Sampler};
 use crate::scoring::reward_input;
 
 pub use statistics::{interval, pass_at_k, powers_of_two};
 
-/// How often an evaluation that only waits for rewards looks whether it should stop.
+/// Longest wait for the sampler or for rewards before an evaluation looks whether it should stop.
 const LOOK_UP: Duration = Duration::from_millis(50);
 /// Bit of a group's id from which on it names the set: random streams of a set do not depend on the others.
 const SET: u32 = 40;
@@ -34,10 +34,12 @@ const SET: u32 = 40;
 /// How an evaluation samples.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct EvaluationConfig {
-    /// Bounds of the engine.
-    pub engine: EngineConfig,
     /// How tokens are chosen.
     pub sampling: Sampling,
+    /// Longest completion, tokens.
+    pub max_completion_length: usize,
+    /// Most completions of one prompt in a request.
+    pub max_samples: usize,
     /// Longest wait for the next answer to be judged.
     pub wait: Duration,
 }
@@ -76,7 +78,7 @@ pub struct EvaluationProgress {
     pub generated: AtomicU64,
     /// Answers that are judged.
     pub judged: AtomicU64,
-    /// Decoding steps of all evaluations so far.
+    /// Polls of the sampler in all evaluations so far.
     pub steps: AtomicU64,
 }
 
@@ -250,21 +252,21 @@ impl Plan {
     }
 }
 
-/// What an evaluation asks the engine, in order.
+/// The requests of an evaluation, in order.
 fn requests<'a>(
     sets: &'a [EvaluationSet<'a>],
     plans: &'a [Plan],
     config: &'a EvaluationConfig,
-) -> impl Iterator<Item = Request> + 'a {
+) -> impl Iterator<Item = SampleRequest> + 'a {
     let of_set = move |(n, (set, plan)): (usize, (&'a EvaluationSet<'a>, &'a Plan))| {
         let tasks = set.prompts.iter().take(set.tasks()).enumerate();
         tasks.flat_map(move |(task, (_, prompt))| {
-            (0..plan.requests).map(move |part| Request {
+            (0..plan.requests).map(move |part| SampleRequest {
                 group: GroupId(((n as u64) << SET) | (task * plan.requests + part) as u64),
                 prompt: prompt.to_vec(),
                 samples: plan.chunk.min(set.samples - part * plan.chunk),
                 sampling: config.sampling,
-                max_completion_length: config.engine.max_completion_length,
+                max_completion_length: config.max_completion_length,
                 baseline: false,
             })
         })
@@ -329,37 +331,36 @@ impl Judging<'_> {
     }
 }
 
-/// Lets `network` answer the tasks of `sets`, on the cores of `pool`; one evaluation per set, or `None` if it was stopped.
+/// Lets `sampler` answer the tasks of `sets`; one evaluation per set, or `None` if it was stopped.
 ///
 /// # Errors
-/// If the engine, the tokenizer or a reward with `on_error = "fail"` fails; rewards that judge nothing for `config.wait`.
+/// If the sampler or a reward with `on_error = "fail"` fails; rewards that judge nothing for `config.wait`.
 pub fn evaluate(
     config: &EvaluationConfig,
-    (network, pool): (Network, Arc<ThreadPool>),
+    sampler: &mut dyn Sampler,
     sets: &[EvaluationSet<'_>],
-    (stop, rewards, runtime): (&StopRules, &Arc<RewardSet>, &Handle),
+    (rewards, runtime): (&Arc<RewardSet>, &Handle),
     watch: &Watch<'_>,
 ) -> Result<Option<Vec<Evaluation>>, RolloutError> {
-    let plans = Plan::of(sets, config.engine.max_samples);
+    let plans = Plan::of(sets, config.max_samples);
     let all: usize = sets.iter().map(EvaluationSet::answers).sum();
     watch.progress.answers.store(all as u64, Ordering::Relaxed);
     watch.progress.generated.store(0, Ordering::Relaxed);
     watch.progress.judged.store(0, Ordering::Relaxed);
-    let mut engine = Engine::new(config.engine, stop.clone(), network, PolicyVersion::default())?.on(pool);
     let mut waiting = requests(sets, &plans, config).peekable();
     let mut judging = Judging { open: JoinSet::new(), answers: vec![None; all], watch, last: Instant::now() };
-    while waiting.peek().is_some() || !engine.is_idle() {
+    while waiting.peek().is_some() || !sampler.is_idle() {
         if watch.stop.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        while let Some(request) = waiting.next_if(|request| engine.has_room(request.samples)) {
-            engine.submit(request)?;
+        while let Some(request) = waiting.next_if(|request| sampler.has_capacity(request.samples)) {
+            sampler.submit(request)?;
         }
-        for completion in engine.step()? {
+        for completion in sampler.poll(LOOK_UP)? {
             let n = (completion.group.0 >> SET) as usize;
             let (task, place) = plans[n].place(&sets[n], &completion);
             let task = Arc::clone(sets[n].prompts.task(task));
-            let (rewards, longest) = (Arc::clone(rewards), config.engine.max_completion_length);
+            let (rewards, longest) = (Arc::clone(rewards), config.max_completion_length);
             // Rewards run beside the generation of what is still open.
             let judge = async move { (place, score(task, completion, longest, rewards).await) };
             judging.open.spawn_on(judge, runtime);

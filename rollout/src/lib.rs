@@ -1,18 +1,19 @@
 //! From tasks to scored groups.
 //!
 //! # Layout
+//! - [`worker`]: the rollout worker, the loop that ties everything together
+//! - [`sampler`]: [`Sampler`], the seam to a rollout engine; [`engine`]: the engine of this process, continuous batching
+//!   over a paged KV cache; [`applier`]: newer weights, staged beside the decoding
 //! - [`tasks`]: datasets, the arithmetic generator, the endless shuffled stream of tasks
-//! - [`prompts`]: tasks as tokens, checked before any work is done
-//! - [`engine`]: continuous batching over a paged cache
-//! - [`applier`]: new weights, made ready beside the decoding
+//! - [`prompts`]: tasks as tokens, checked before the run starts
 //! - [`curation`]: which tasks are drawn and which groups are kept
-//! - [`scoring`]: rewards beside the generation, groups put together and handed to the buffer
-//! - [`worker`]: the loop that ties them together; [`evaluate`]: the same engine without a buffer
+//! - [`scoring`]: rewards beside the generation; complete groups go to the buffer
+//! - [`evaluate`]: a sampler on held-out tasks, without a buffer
 //!
 //! # Invariants
 //! - A trajectory is a function of weights, prompt, seed, group and index.
-//! - A slot that was admitted ends in a finalized group or goes back to the buffer.
-//! - Every wait has a deadline, and its error says who waited for whom.
+//! - An admitted slot ends in a finalized group or goes back to the buffer.
+//! - Every wait has a deadline, and its error names both roles.
 
 pub mod applier;
 pub mod curation;
@@ -20,14 +21,13 @@ pub mod engine;
 mod error;
 pub mod evaluate;
 pub mod prompts;
+pub mod sampler;
 pub mod scoring;
 pub mod tasks;
 pub mod worker;
 
-pub use engine::{
-    Completion, Engine, EngineConfig, EngineCounts, Interruption, Network, Request, ServeOn, Served,
-    StopRules,
-};
+pub use engine::{Engine, EngineConfig, Interruption, LocalSampler, Network, ServeOn, Served, StopRules};
 pub use error::RolloutError;
 pub use prompts::{Overlong, PromptSet};
-pub use worker::{Doing, OnUpdate, Progress, Worker, WorkerConfig};
+pub use sampler::{AppliedWeights, Completion, EngineCounts, OnUpdate, SampleRequest, Sampler};
+pub use worker::{Progress, Worker, WorkerConfig, WorkerPhase};

@@ -62,6 +62,15 @@ impl PromptSet {
         Ok(Self { stream: TaskStream::new(len, order), prompts, tasks: kept, dropped })
     }
 
+    /// Tasks with prompts that are tokens already, `[P]` each, for samplers without a tokenizer; `None` without a task.
+    #[must_use]
+    pub fn from_tokens(tasks: Vec<(Task, Vec<u32>)>, order: TaskOrder) -> Option<Self> {
+        let len = NonZeroUsize::new(tasks.len())?;
+        let (tasks, prompts) =
+            tasks.into_iter().map(|(task, prompt)| (Arc::new(task), Arc::from(prompt))).unzip();
+        Some(Self { stream: TaskStream::new(len, order), prompts, tasks, dropped: 0 })
+    }
+
     /// The task of a group, with its prompt.
     #[must_use]
     pub fn of(&self, group: GroupId) -> (&Arc<Task>, &Arc<[u32]>) {

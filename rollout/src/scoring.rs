@@ -17,7 +17,7 @@ use trajectory::{Group, GroupId, PolicyVersion, Score, Task, Trajectory, Turn};
 
 use crate::RolloutError;
 use crate::curation::{Curation, Verdict};
-use crate::engine::Completion;
+use crate::sampler::Completion;
 
 /// A completion with the task that it answers.
 #[derive(Debug)]

@@ -1,7 +1,9 @@
-//! The loop of a sampler: new weights, admission, one step, completions to be scored.
+//! The rollout worker: newer weights, admission control, one poll of the sampler, completions to be scored.
 //!
-//! Invariant: between two steps the order is always the same: weights first, then admission with the version that is
-//! served now, then the step. A group therefore never starts under an older version than its slot was granted for.
+//! It drives a [`Sampler`] through its trait alone and does not know where the engine runs.
+//!
+//! Invariant: between two polls the order is always the same: weights first, then admission with the version that is
+//! served now, then the poll. A group never starts under an older version than its slot was granted for.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,40 +11,26 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use buffer::{AdmitRequest, BufferError, Producer};
-use model::{CoreReservation, DeviceTurn, Sampling};
+use model::{DeviceTurn, Sampling};
 use trajectory::{GroupId, PolicyVersion};
 
 use crate::RolloutError;
-use crate::applier::{Applier, Ready};
 use crate::curation::{Curation, CurationCounts, Decision};
-use crate::engine::{Engine, EngineCounts, Request};
 use crate::prompts::PromptSet;
+use crate::sampler::{Completion, EngineCounts, OnUpdate, SampleRequest, Sampler};
 use crate::scoring::{Ended, Scorer, give_back};
 
-/// How long an idle sampler waits for weights before it asks for a slot again.
+/// Longest wait for the sampler or for weights before the worker looks for a stop and asks for a slot again.
 const LOOK_UP: Duration = Duration::from_millis(5);
 
-/// How long a sampler in another process stands in line for a slot before it looks for weights again.
+/// How long an idle worker of another process waits for a slot before it looks for weights again.
 const IN_LINE: Duration = Duration::from_millis(20);
 
-/// How long rewards that are still running may take when a run ends; nobody waits for what they judge.
+/// How long rewards that are still running may take when a run ends; their groups are sampled again after a resume.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Most places of the stream passed over before the sampler looks for weights and for a stop again.
-const PASSED_OVER: usize = 256;
-
-/// What happens to sequences in flight when new weights are applied.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum OnUpdate {
-    /// They go on with the keys and values that they have (PipelineRL).
-    #[default]
-    Keep,
-    /// Their keys and values are computed anew under the new weights (AReaL).
-    Recompute,
-    /// They finish first, under the old weights; nothing new starts meanwhile.
-    Drain,
-}
+/// Most places of the stream of tasks skipped before the worker looks for weights and for a stop again.
+const MAX_SKIPS: usize = 256;
 
 /// What a worker samples.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -57,34 +45,35 @@ pub struct WorkerConfig {
     pub max_completion_length: usize,
     /// What happens to sequences in flight when new weights are applied.
     pub on_update: OnUpdate,
-    /// Longest wait for anybody.
+    /// Longest wait for another role.
     pub wait: Duration,
-    /// The number by which the buffer knows what this worker has in flight, if it may have to be taken from it.
+    /// Connection id under which the buffer leases slots to this worker, so that it can take them back if the worker dies;
+    /// `None` for a worker of the buffer's own process.
     pub holder: Option<u64>,
 }
 
-/// What a worker does just now.
+/// What a rollout worker does at the moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Doing {
+pub enum WorkerPhase {
     /// It has not begun.
     #[default]
     Starting,
-    /// A decoding step.
+    /// It polls the sampler: a decode step.
     Decoding,
-    /// It asks the buffer for slots, or tells it what it began.
+    /// Admission control: it asks the buffer for slots and claims them.
     Admitting,
-    /// It has nothing to decode: no slot is free until the trainer advances, or newer weights arrive.
+    /// It has no sequence in flight: no slot is free until the trainer advances, or newer weights arrive.
     Waiting,
     /// It hands completions over to be scored.
     HandingOver,
-    /// It swaps weights.
+    /// It applies newer weights.
     Applying,
-    /// It has been told to stop, and waits for rewards that are still running.
+    /// It stops, and waits for rewards that are still running.
     Stopping,
 }
 
-impl std::fmt::Display for Doing {
+impl std::fmt::Display for WorkerPhase {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Starting => "is starting",
@@ -98,19 +87,19 @@ impl std::fmt::Display for Doing {
     }
 }
 
-/// What a worker has done since it was started.
+/// What a rollout worker has done since it was started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(default)]
 pub struct Progress {
-    /// What it does just now.
-    pub doing: Doing,
+    /// What it does at the moment.
+    pub doing: WorkerPhase,
     /// Work of the engine.
     pub engine: EngineCounts,
-    /// Time in steps of the engine, seconds.
+    /// Time in polls of the sampler with sequences in flight, seconds.
     pub busy_s: f64,
-    /// Time with nothing to do: no slot, or waiting for weights, seconds.
+    /// Time without a sequence in flight: no slot, or waiting for weights, seconds.
     pub idle_s: f64,
-    /// Time that decoding stood still for new weights, seconds.
+    /// Time that decoding stood still for newer weights, seconds.
     pub stall_s: f64,
     /// The version that is served.
     pub served: PolicyVersion,
@@ -118,21 +107,20 @@ pub struct Progress {
     pub groups: u64,
     /// What curation did; all zero without it.
     pub curation: CurationCounts,
-    /// Bytes that it gave up the last time that the trainer had the device; 0 if they do not take turns.
+    /// Bytes that the sampler freed when it last yielded the device to the trainer; 0 unless they are colocated.
     pub freed_bytes: u64,
-    /// Time in which it gave up its memory for the trainer, or made weights ready and computed again what was in flight,
+    /// Time in which the sampler freed its memory for the trainer, or staged weights and recomputed its KV cache after it,
     /// seconds.
     pub switch_s: f64,
 }
 
 impl Progress {
-    /// Adds what another worker did. What is served is the older of both.
+    /// Adds what another worker did. The served version is the older of both.
     #[must_use]
     pub fn and(mut self, other: &Self) -> Self {
         self.busy_s += other.busy_s;
         self.idle_s += other.idle_s;
         self.stall_s += other.stall_s;
-        // Other processes say so of themselves.
         self.groups = self.groups.saturating_add(other.groups);
         self.served = self.served.min(other.served);
         self.engine += other.engine;
@@ -141,29 +129,28 @@ impl Progress {
     }
 }
 
-/// One sampler.
+/// A rollout worker: one sampler, its tasks and its rewards.
 #[derive(Debug)]
 pub struct Worker {
     config: WorkerConfig,
-    engine: Engine,
+    sampler: Box<dyn Sampler>,
     prompts: Arc<PromptSet>,
-    applier: Applier,
     scorer: Scorer,
-    /// A version that waits for the sequences in flight to finish.
-    pending: Option<Ready>,
-    started: HashMap<GroupId, Started>,
+    /// Since when the sampler has been applying a version.
+    applying_since: Option<Instant>,
+    open: HashMap<GroupId, OpenGroup>,
     curation: Option<Curation>,
-    /// Its place at a device that it shares with the trainer.
+    /// Its turn on a device that it shares with the trainer.
     turn: Option<DeviceTurn>,
-    /// Since when it has had nothing to do, or was given the device.
+    /// Since when no completion has been possible: no slot, no weights, or no device.
     waiting_since: Instant,
     progress: Progress,
     shared: Arc<Mutex<Progress>>,
 }
 
-/// A group in flight.
+/// A group of which a completion has not ended.
 #[derive(Clone, Copy, Debug)]
-struct Started {
+struct OpenGroup {
     /// Completions, the baseline included.
     sequences: usize,
     /// Completions that have not ended.
@@ -171,25 +158,23 @@ struct Started {
 }
 
 impl Worker {
-    /// A worker that serves what `engine` serves until `applier` brings something newer.
+    /// A worker that samples the tasks of `prompts` with `sampler`.
     #[must_use]
     pub fn new(
         config: WorkerConfig,
-        engine: Engine,
+        sampler: Box<dyn Sampler>,
         prompts: Arc<PromptSet>,
-        applier: Applier,
         scorer: Scorer,
     ) -> Self {
-        let progress = Progress { served: engine.version(), ..Progress::default() };
+        let progress = Progress { served: sampler.version(), ..Progress::default() };
         let shared = Arc::new(Mutex::new(progress));
         Self {
             config,
-            engine,
+            sampler,
             prompts,
-            applier,
             scorer,
-            pending: None,
-            started: HashMap::new(),
+            applying_since: None,
+            open: HashMap::new(),
             curation: None,
             turn: None,
             waiting_since: Instant::now(),
@@ -198,20 +183,22 @@ impl Worker {
         }
     }
 
-    /// The same, asking `curation` which tasks to draw. Its scorer asks the same one.
+    /// The same, asking `curation` which tasks to draw. Its scorer shares it.
     #[must_use]
     pub fn curated(self, curation: Option<Curation>) -> Self {
         Self { curation, ..self }
     }
 
-    /// The same, standing still without weights whenever the trainer has the device. Its engine is parked until its first
-    /// turn, in which the published version is applied.
-    #[must_use]
-    pub fn taking_turns(mut self, turn: Option<DeviceTurn>) -> Self {
+    /// The same, colocated with the trainer: the sampler sleeps whenever the trainer has the device. It sleeps until its
+    /// first turn, in which the published version is applied.
+    ///
+    /// # Errors
+    /// If the sampler cannot sleep.
+    pub fn taking_turns(mut self, turn: Option<DeviceTurn>) -> Result<Self, RolloutError> {
         if turn.is_some() {
-            self.engine.park();
+            self.sampler.sleep()?;
         }
-        Self { turn, ..self }
+        Ok(Self { turn, ..self })
     }
 
     /// Where its progress can be read while it runs.
@@ -220,20 +207,22 @@ impl Worker {
         Arc::clone(&self.shared)
     }
 
-    /// Samples until `stop` is set. Groups in flight are then given back to be generated again.
+    /// Samples until `stop` is set. Groups in flight are then given back to be sampled again.
     ///
     /// # Errors
-    /// Whatever ended the work: the buffer, the weights, a reward with `on_error = "fail"`, a deadline.
+    /// The first failure: of the buffer, the sampler, the weights, a reward with `on_error = "fail"`, a deadline.
     pub fn run(mut self, buffer: &dyn Producer, stop: &AtomicBool) -> Result<(), RolloutError> {
         let result = self.work(buffer, stop);
-        self.begins(Doing::Stopping);
-        // The trainer can go on to its last checkpoint.
-        self.turn = None;
-        for group in self.started.keys() {
+        self.begins(WorkerPhase::Stopping);
+        let Self { sampler, turn, open, scorer, config, .. } = self;
+        // The trainer can continue to its last checkpoint, and use the memory.
+        drop(sampler);
+        drop(turn);
+        for group in open.keys() {
             give_back(buffer, *group, true)?;
         }
-        let scored = self.scorer.finish(GRACE, self.config.wait);
-        // The scorer knows why it ended; that the worker could not reach it any more is only the consequence.
+        let scored = scorer.finish(GRACE, config.wait);
+        // The scorer knows why it ended; the worker only failed to reach it.
         match result {
             Err(RolloutError::Ended { .. }) | Ok(()) => scored,
             other => other,
@@ -242,41 +231,36 @@ impl Worker {
 
     fn work(&mut self, buffer: &dyn Producer, stop: &AtomicBool) -> Result<(), RolloutError> {
         self.waiting_since = Instant::now();
-        let pool = Arc::clone(self.engine.pool());
-        let mut reservation = None;
         while !stop.load(Ordering::Relaxed) {
             if self.scorer.failed() {
                 return Err(RolloutError::Ended { who: "the scoring of trajectories" });
             }
-            if !self.has_turn(&mut reservation, stop)? {
+            if !self.has_turn(stop)? {
                 continue;
             }
-            self.begins(Doing::Applying);
-            self.apply_weights(Duration::ZERO)?;
-            if self.pending.is_none() && !self.makes_way() {
-                self.begins(Doing::Admitting);
+            self.begins(WorkerPhase::Applying);
+            let staged = self.update_weights(Duration::ZERO)?;
+            if !staged && !self.makes_way() {
+                self.begins(WorkerPhase::Admitting);
                 self.admit(buffer)?;
             }
             let start = Instant::now();
-            if self.engine.is_idle() {
-                reservation = None;
-                self.begins(Doing::Waiting);
-                self.apply_weights(LOOK_UP)?;
+            if self.sampler.is_idle() {
+                self.begins(WorkerPhase::Waiting);
+                self.update_weights(LOOK_UP)?;
                 self.progress.idle_s += start.elapsed().as_secs_f64();
                 if self.waiting_since.elapsed() > self.config.wait {
                     return Err(self.waited_too_long());
                 }
             } else {
-                // Between two steps nobody else should begin to use its core.
-                reservation.get_or_insert_with(|| pool.reserve_core());
-                self.begins(Doing::Decoding);
-                let ended = self.engine.step()?;
+                self.begins(WorkerPhase::Decoding);
+                let ended = self.sampler.poll(LOOK_UP)?;
                 self.progress.busy_s += start.elapsed().as_secs_f64();
-                self.begins(Doing::HandingOver);
+                self.begins(WorkerPhase::HandingOver);
                 self.hand_over(ended)?;
                 self.waiting_since = Instant::now();
             }
-            self.progress.engine = self.engine.counts();
+            self.progress.engine = self.sampler.counts();
             if let Some(curation) = &self.curation {
                 self.progress.curation = curation.counts();
             }
@@ -285,34 +269,28 @@ impl Worker {
         Ok(())
     }
 
-    /// Says what comes next to whoever looks.
-    fn begins(&mut self, doing: Doing) {
-        self.progress.doing = doing;
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner).doing = doing;
+    /// Publishes what the worker does next.
+    fn begins(&mut self, phase: WorkerPhase) {
+        self.progress.doing = phase;
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner).doing = phase;
     }
 
-    /// Lets others see how far it is.
+    /// Publishes its progress.
     fn show(&self) {
         *self.shared.lock().unwrap_or_else(PoisonError::into_inner) = self.progress;
     }
 
-    /// Whether the device is free for the next step. The trainer is given it as soon as it asks, or once nothing is in
-    /// flight any more if sequences are to finish under the weights that they began with; then this waits until it comes
-    /// back. False if there is a reason to look around first.
-    fn has_turn(
-        &mut self,
-        reservation: &mut Option<CoreReservation>,
-        stop: &AtomicBool,
-    ) -> Result<bool, RolloutError> {
+    /// Whether the sampler has the device. It yields the device as soon as the trainer asks, or once no sequence is in flight
+    /// with `on_update = "drain"`, and waits until it is back. False if the loop has to look for a stop first.
+    fn has_turn(&mut self, stop: &AtomicBool) -> Result<bool, RolloutError> {
         let Some(turn) = &self.turn else { return Ok(true) };
-        if turn.is_mine() && !self.engine.is_parked() {
-            let finishes = self.config.on_update == OnUpdate::Drain && !self.engine.is_idle();
+        if turn.is_mine() && !self.sampler.is_asleep() {
+            let finishes = self.config.on_update == OnUpdate::Drain && !self.sampler.is_idle();
             if finishes || !turn.is_wanted() {
                 return Ok(true);
             }
-            *reservation = None;
             let start = Instant::now();
-            self.progress.freed_bytes = self.engine.park();
+            self.progress.freed_bytes = self.sampler.sleep()?;
             turn.pass();
             self.progress.switch_s += start.elapsed().as_secs_f64();
         }
@@ -320,52 +298,53 @@ impl Worker {
         let start = Instant::now();
         let taken = turn.take(self.config.wait, stop)?;
         self.progress.idle_s += start.elapsed().as_secs_f64();
-        // Whoever gives the device back has published before.
+        // The trainer publishes before it yields the device.
         self.waiting_since = Instant::now();
-        while taken && self.engine.is_parked() && !stop.load(Ordering::Relaxed) {
-            self.apply_weights(LOOK_UP)?;
+        while taken && self.sampler.is_asleep() && !stop.load(Ordering::Relaxed) {
+            self.update_weights(LOOK_UP)?;
             if self.waiting_since.elapsed() > self.config.wait {
                 return Err(self.waited_too_long());
             }
         }
         self.progress.switch_s += self.waiting_since.elapsed().as_secs_f64();
-        Ok(!self.engine.is_parked())
+        Ok(!self.sampler.is_asleep())
     }
 
-    /// Whether nothing new starts because the trainer waits for the device.
+    /// Whether no group starts because the trainer waits for the device.
     fn makes_way(&self) -> bool {
         self.turn.as_ref().is_some_and(DeviceTurn::is_wanted)
     }
 
-    /// Swaps in a newer version if one is ready within `wait`.
-    fn apply_weights(&mut self, wait: Duration) -> Result<(), RolloutError> {
-        if let Some(ready) = self.applier.take(wait)? {
-            self.pending = Some(ready);
+    /// Applies a newer version if one is staged within `wait`. True if a staged version is not applied yet: sequences in
+    /// flight finish first, or the engine is still applying it.
+    fn update_weights(&mut self, wait: Duration) -> Result<bool, RolloutError> {
+        let Some(staged) = self.sampler.newer_weights(wait)? else { return Ok(false) };
+        if self.config.on_update == OnUpdate::Drain && !self.sampler.is_idle() {
+            return Ok(true);
         }
-        if self.config.on_update == OnUpdate::Drain && !self.engine.is_idle() {
-            return Ok(());
-        }
-        let Some(mut ready) = self.pending.take() else { return Ok(()) };
-        let start = Instant::now();
-        if self.engine.is_parked() {
-            self.engine.unpark(ready.take_served(), ready.version())?;
-        } else {
-            let before = self.engine.apply(ready.take_served(), ready.version())?;
-            if let Some(before) = before {
-                self.applier.give_back(before);
+        let since = *self.applying_since.get_or_insert_with(Instant::now);
+        let Some(applied) = self.sampler.apply_weights(self.config.on_update)? else {
+            if since.elapsed() > self.config.wait {
+                return Err(RolloutError::Deadline {
+                    who: "a rollout worker",
+                    whom: format!(
+                        "its rollout engine to apply {staged}; it serves {}",
+                        self.sampler.version()
+                    ),
+                    seconds: self.config.wait.as_secs_f64(),
+                });
             }
-            if self.config.on_update == OnUpdate::Recompute {
-                self.engine.recompute()?;
-            }
-        }
-        self.progress.stall_s += start.elapsed().as_secs_f64();
-        self.progress.served = ready.version();
-        self.applier.confirm(&ready, start.elapsed())
+            return Ok(true);
+        };
+        self.applying_since = None;
+        self.progress.stall_s += applied.stalled.as_secs_f64();
+        self.progress.served = applied.version;
+        Ok(false)
     }
 
-    /// Starts as many groups as there are slots and room for.
+    /// Admission control: starts groups while the buffer grants slots and the sampler has capacity.
     fn admit(&mut self, buffer: &dyn Producer) -> Result<(), RolloutError> {
-        let version = self.engine.version();
+        let version = self.sampler.version();
         if let Some(curation) = &self.curation {
             curation.serve(version);
             if curation.exhausted().is_some() {
@@ -373,14 +352,14 @@ impl Worker {
             }
         }
         let baseline = usize::from(self.config.greedy_baseline);
-        // Who asks from afar would otherwise find that others were there first, every time.
-        let afar = self.config.holder.is_some() && self.engine.is_idle();
+        // Without a wait, a worker that asks over the network would always come after those of the buffer's process.
+        let afar = self.config.holder.is_some() && self.sampler.is_idle();
         let wait = if afar { IN_LINE } else { Duration::ZERO };
-        let mut passed_over = 0;
-        while self.engine.has_room(self.config.group_size + baseline) && passed_over < PASSED_OVER {
+        let mut skipped = 0;
+        while self.sampler.has_capacity(self.config.group_size + baseline) && skipped < MAX_SKIPS {
             let one = AdmitRequest { served: version, limit: 1, hold: None, holder: self.config.holder };
             let group = match buffer.admit(one, wait) {
-                // If it took one after all, that comes back to the line when its hold is over.
+                // If the buffer granted a slot after all, it takes it back when the hold expires.
                 Err(BufferError::Unclear { .. }) => break,
                 admitted => admitted?.pop(),
             };
@@ -390,11 +369,11 @@ impl Worker {
             let decision = self.curation.as_ref().map_or(whole, |curation| curation.decide(group, task.id));
             let Decision::Start { group_size: samples } = decision else {
                 give_back(buffer, group, false)?;
-                passed_over += 1;
+                skipped += 1;
                 continue;
             };
-            if self.started.contains_key(&group) || self.scorer.holds(group) {
-                // Its hold was over while this sampler was stopped or cut off, and nobody has begun it meanwhile.
+            if self.open.contains_key(&group) || self.scorer.holds(group) {
+                // Its hold expired while this worker was stopped or cut off, and no other worker has started it since.
                 match buffer.claim(group, version) {
                     Err(BufferError::WrongState { .. }) => {}
                     claimed => claimed?,
@@ -402,14 +381,14 @@ impl Worker {
                 continue;
             }
             match buffer.claim(group, version) {
-                // A buffer that was started again knows of no admissions: it is in line again.
+                // A buffer that was restarted has forgotten the admission: it will admit the group again.
                 Err(BufferError::WrongState { .. }) => {
                     self.curation.iter().for_each(|curation| curation.forget(group));
                     continue;
                 }
                 claimed => claimed?,
             }
-            self.engine.submit(Request {
+            self.sampler.submit(SampleRequest {
                 group,
                 prompt: prompt.to_vec(),
                 samples,
@@ -418,24 +397,24 @@ impl Worker {
                 baseline: self.config.greedy_baseline,
             })?;
             let sequences = samples + baseline;
-            self.started.insert(group, Started { sequences, left: sequences });
+            self.open.insert(group, OpenGroup { sequences, left: sequences });
             self.progress.groups += 1;
         }
         Ok(())
     }
 
-    /// No task can be drawn any more. That is an error once the buffer holds too little for another batch, so that the
-    /// trainer would wait for ever.
+    /// No task can be drawn any more. That is an error once the buffer holds too few groups for another batch: the trainer
+    /// would wait for ever.
     fn end_if_starved(&self, buffer: &dyn Producer) -> Result<(), RolloutError> {
         let Some((curation, exhausted)) = self.curation.as_ref().and_then(|c| Some((c, c.exhausted()?)))
         else {
             return Ok(());
         };
-        let (config, served) = (curation.config(), self.engine.version());
-        if !self.engine.is_idle() || curation.is_pending() || served.0 >= config.steps {
+        let (config, served) = (curation.config(), self.sampler.version());
+        if !self.sampler.is_idle() || curation.is_pending() || served.0 >= config.steps {
             return Ok(());
         }
-        // Every group that the buffer holds, and every batch that is being trained on, takes slots.
+        // Every group in the buffer and every batch in training takes slots.
         let wanted = config.slots() - config.batch_groups + 1;
         let mut free = Vec::new();
         while free.len() < wanted {
@@ -456,13 +435,12 @@ impl Worker {
         if free.len() < wanted { Ok(()) } else { Err(RolloutError::Exhausted(exhausted)) }
     }
 
-    fn hand_over(&mut self, ended: Vec<crate::Completion>) -> Result<(), RolloutError> {
+    fn hand_over(&mut self, ended: Vec<Completion>) -> Result<(), RolloutError> {
         for completion in ended {
             let group = completion.group;
-            // What was submitted is there until its last completion has ended.
-            let Some(started) = self.started.get_mut(&group) else { continue };
-            started.left -= 1;
-            let Started { sequences, left } = *started;
+            let Some(open) = self.open.get_mut(&group) else { continue };
+            open.left -= 1;
+            let OpenGroup { sequences, left } = *open;
             let ended = Ended {
                 task: Arc::clone(self.prompts.of(group).0),
                 group_size: sequences,
@@ -471,7 +449,7 @@ impl Worker {
             };
             self.scorer.submit(ended, self.config.wait)?;
             if left == 0 {
-                self.started.remove(&group);
+                self.open.remove(&group);
             }
         }
         Ok(())
@@ -479,10 +457,10 @@ impl Worker {
 
     fn waited_too_long(&self) -> RolloutError {
         RolloutError::Deadline {
-            who: "a sampler",
+            who: "a rollout worker",
             whom: format!(
                 "a slot or weights newer than {}; the trainer does not advance",
-                self.engine.version()
+                self.sampler.version()
             ),
             seconds: self.config.wait.as_secs_f64(),
         }

@@ -2,7 +2,7 @@
 
 use model::{Pack, Sampling, Target, ThreadPool};
 use proptest::prelude::*;
-use rollout::{Completion, EngineConfig, Interruption, Request, RolloutError};
+use rollout::{Completion, EngineConfig, Interruption, RolloutError, SampleRequest};
 use trajectory::StopReason;
 
 use crate::{CONFIG, Model, complete, request};
@@ -132,7 +132,7 @@ fn a_text_that_cannot_be_put_in_is_refused() {
 #[test]
 fn a_baseline_is_greedy_and_changes_nothing_else() {
     let model = Model::new();
-    let with = |baseline| move |g| Request { baseline, ..request(g, 3, TRUNCATED) };
+    let with = |baseline| move |g| SampleRequest { baseline, ..request(g, 3, TRUNCATED) };
     let mut engine = model.engine(CONFIG, &[]);
     let both = complete(&mut engine, (0..5).map(with(true)).collect());
     assert_eq!(engine.pages().0, engine.pages().1, "every page is given back");

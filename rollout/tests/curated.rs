@@ -9,7 +9,7 @@ use model::Sampling;
 use rewards::{BoxFuture, Criterion, Judged, Load, OnError, Reward, RewardInput, RewardSet, WeightedReward};
 use rollout::curation::{Curation, CurationConfig, Curator, Decision, Outcome, OutcomeSink};
 use rollout::scoring::{Ended, Scorer};
-use rollout::{Request, RolloutError};
+use rollout::{RolloutError, SampleRequest};
 use trajectory::{GroupId, PolicyVersion, Prompt, Task, TaskId};
 
 use crate::{CONFIG, Model, complete, request};
@@ -93,7 +93,7 @@ fn two_groups(sink: Box<dyn OutcomeSink>) -> (Result<(), RolloutError>, Arc<Buff
         buffer.claim(group, V0).unwrap();
         let prompt = Prompt::Text("?".into());
         let task = Arc::new(Task { id, prompt, answer: None, columns: serde_json::Map::new() });
-        let asked = Request { baseline: true, ..request(group.0, 3, Sampling::PLAIN) };
+        let asked = SampleRequest { baseline: true, ..request(group.0, 3, Sampling::PLAIN) };
         for completion in complete(&mut model.engine(CONFIG, &[]), vec![asked]) {
             let task = Arc::clone(&task);
             // Once the scoring has failed it takes nothing more; the reason comes from `finish`.

@@ -61,9 +61,9 @@ proptest! {
     }
 }
 
-/// Whoever asks for room first is never refused, however prompts and pages happen to align.
+/// A request is never refused after `has_capacity`, however prompts and pages align.
 #[test]
-fn what_has_room_is_taken() {
+fn a_request_within_the_capacity_is_accepted() {
     let model = Model::new();
     for max_prompt_length in [31, 32, 33] {
         for kv_cache_tokens in [None, Some(400), Some(1000)] {
@@ -164,4 +164,33 @@ fn what_does_not_fit_is_refused_with_the_numbers() {
     let error = rollout::Engine::new(too_small, model.stop(&[]), decoder, PolicyVersion(0)).unwrap_err();
     assert!(matches!(error, RolloutError::CacheTooSmall { needed: 144, positions: 112 }), "{error}");
     assert!(rollout::engine::check_trainable(Sampling::GREEDY).unwrap_err().is_input());
+}
+
+/// Groups that are aborted during prefill and during decode.
+#[test]
+fn an_aborted_group_frees_its_pages_and_changes_no_other() {
+    let model = Model::new();
+    let requests = || (4..7).map(|group| request(group, 2, Sampling::PLAIN));
+    let expected: Vec<_> = complete(&mut model.engine(CONFIG, &[]), requests().collect())
+        .into_iter()
+        .filter(|completion| completion.group == GroupId(5))
+        .collect();
+    for steps in 0..12 {
+        let mut engine = model.engine(EngineConfig { max_running: 6, ..CONFIG }, &[]);
+        requests().for_each(|request| engine.submit(request).unwrap());
+        let mut completions = Vec::new();
+        for _ in 0..steps {
+            completions.extend(engine.step().unwrap());
+        }
+        let ended = completions.iter().filter(|completion| completion.group != GroupId(5)).count();
+        assert_eq!(engine.abort(GroupId(4)) + engine.abort(GroupId(6)) + ended, 4);
+        while !engine.is_idle() {
+            completions.extend(engine.step().unwrap());
+        }
+        assert_eq!(engine.pages().0, engine.pages().1, "every page is given back");
+        assert!(engine.has_capacity(6));
+        completions.retain(|completion| completion.group == GroupId(5));
+        completions.sort_by_key(|completion| completion.index);
+        assert_eq!(completions, expected, "aborted after {steps} steps");
+    }
 }

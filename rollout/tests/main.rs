@@ -1,15 +1,16 @@
-//! The engine on a tiny random model, and scoring beside it.
+//! The engine on a tiny random model, scoring beside it, and a scripted sampler in place of an engine.
 
 mod beside;
 mod curated;
 mod engine;
 #[cfg(feature = "emulator")]
 mod on_device;
+mod sampler;
 mod scoring;
 mod updates;
 
 use model::{Config, Decoder, ModelDirectory, Parameters, Sampling, Sizes};
-use rollout::{Completion, Engine, EngineConfig, Request, StopRules};
+use rollout::{Completion, Engine, EngineConfig, SampleRequest, StopRules};
 use trajectory::{GroupId, PolicyVersion};
 
 /// A fresh character-level model in a directory that goes with it.
@@ -72,9 +73,9 @@ const CONFIG: EngineConfig = EngineConfig {
 };
 
 /// A request whose prompt is made of its number.
-fn request(group: u64, samples: usize, sampling: Sampling) -> Request {
+fn request(group: u64, samples: usize, sampling: Sampling) -> SampleRequest {
     let length = 1 + group * 7 % 38;
-    Request {
+    SampleRequest {
         group: GroupId(group),
         prompt: (0..length).map(|i| 4 + ((i * 13 + group * 5) % 90) as u32).collect(),
         samples,
@@ -85,11 +86,11 @@ fn request(group: u64, samples: usize, sampling: Sampling) -> Request {
 }
 
 /// Submits `requests` as soon as there is room and returns all completions by group and index.
-fn complete(engine: &mut Engine, requests: Vec<Request>) -> Vec<Completion> {
+fn complete(engine: &mut Engine, requests: Vec<SampleRequest>) -> Vec<Completion> {
     let mut waiting = requests.into_iter().peekable();
     let mut completions = Vec::new();
     while waiting.peek().is_some() || !engine.is_idle() {
-        while let Some(request) = waiting.next_if(|request| engine.has_room(request.samples)) {
+        while let Some(request) = waiting.next_if(|request| engine.has_capacity(request.samples)) {
             engine.submit(request).unwrap();
         }
         completions.extend(engine.step().unwrap());

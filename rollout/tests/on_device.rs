@@ -58,10 +58,10 @@ fn how_it_is_batched_and_chunked_does_not_matter() {
 }
 
 #[test]
-fn new_weights_are_applied_in_the_middle_and_a_parked_engine_goes_on() {
+fn new_weights_are_applied_in_the_middle_and_an_engine_that_slept_continues() {
     let model = Model::new();
     let other = model.other_parameters();
-    let go = |mut engine: Engine, on: &ServeOn, park: bool| {
+    let go = |mut engine: Engine, on: &ServeOn, sleeps: bool| {
         let requests: Vec<_> = (0..2).map(|g| request(g, 2, Sampling::PLAIN)).collect();
         requests.into_iter().for_each(|request| engine.submit(request).unwrap());
         let mut completions = Vec::new();
@@ -69,9 +69,9 @@ fn new_weights_are_applied_in_the_middle_and_a_parked_engine_goes_on() {
             completions.extend(engine.step().unwrap());
         }
         let (served, _) = on.prepare(model.directory.config(), &other).unwrap();
-        if park {
-            assert!(engine.park() > 0 && engine.is_parked());
-            engine.unpark(served, PolicyVersion(1)).unwrap();
+        if sleeps {
+            assert!(engine.sleep() > 0 && engine.is_asleep());
+            engine.wake_up(served, PolicyVersion(1)).unwrap();
         } else {
             engine.apply(served, PolicyVersion(1)).unwrap();
         }
@@ -81,8 +81,8 @@ fn new_weights_are_applied_in_the_middle_and_a_parked_engine_goes_on() {
         completions.sort_by_key(|c| (c.group, c.index));
         completions
     };
-    for park in [false, true] {
-        let expected = go(model.engine(CONFIG, &[]), &ServeOn::Host(model::Quantization::None), park);
-        assert_same(&go(engine(&model, CONFIG), &on(), park), &expected);
+    for sleeps in [false, true] {
+        let expected = go(model.engine(CONFIG, &[]), &ServeOn::Host(model::Quantization::None), sleeps);
+        assert_same(&go(engine(&model, CONFIG), &on(), sleeps), &expected);
     }
 }

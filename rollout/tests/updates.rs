@@ -106,7 +106,7 @@ fn recomputed_keys_and_values_are_those_of_the_new_weights() {
 
 /// A sampler that stands still without weights in the middle of everything: completions that run, prompts half in the cache.
 #[test]
-fn a_parked_engine_frees_its_memory_and_goes_on_as_if_it_had_not_stood_still() {
+fn an_engine_that_slept_frees_its_memory_and_continues_bit_for_bit() {
     let model = Model::new();
     for update in [false, true] {
         let new = |engine: &Engine| {
@@ -115,7 +115,7 @@ fn a_parked_engine_frees_its_memory_and_goes_on_as_if_it_had_not_stood_still() {
             (model.decoder(&parameters), version)
         };
         for steps in 0..12 {
-            let run = |park: bool| {
+            let run = |sleeps: bool| {
                 let mut engine = model.engine(CONFIG, &[]);
                 (0..4).for_each(|group| engine.submit(request(group * 3, 2, Sampling::PLAIN)).unwrap());
                 let mut completions = Vec::new();
@@ -124,11 +124,11 @@ fn a_parked_engine_frees_its_memory_and_goes_on_as_if_it_had_not_stood_still() {
                 }
                 let (decoder, version) = new(&engine);
                 let before = engine.bytes();
-                if park {
-                    assert_eq!((engine.park(), engine.bytes(), engine.is_parked()), (before, 0, true));
-                    assert_eq!(engine.park(), 0, "there is nothing left to free");
-                    engine.unpark(decoder, version).unwrap();
-                    assert_eq!((engine.bytes(), engine.is_parked()), (before, false));
+                if sleeps {
+                    assert_eq!((engine.sleep(), engine.bytes(), engine.is_asleep()), (before, 0, true));
+                    assert_eq!(engine.sleep(), 0, "there is nothing left to free");
+                    engine.wake_up(decoder, version).unwrap();
+                    assert_eq!((engine.bytes(), engine.is_asleep()), (before, false));
                 } else if update {
                     engine.apply(decoder, version).unwrap();
                     engine.recompute().unwrap();
@@ -140,7 +140,7 @@ fn a_parked_engine_frees_its_memory_and_goes_on_as_if_it_had_not_stood_still() {
                 completions.sort_by_key(|c| (c.group, c.index));
                 completions
             };
-            assert_eq!(run(true), run(false), "parked after {steps} steps");
+            assert_eq!(run(true), run(false), "asleep after {steps} steps");
         }
     }
 }

@@ -44,8 +44,8 @@ pub struct DeviceSampler {
 
 #[derive(Debug)]
 enum Inner {
-    F32(Sampler<f32>),
-    Bf16(Sampler<bf16>),
+    F32(TypedSampler<f32>),
+    Bf16(TypedSampler<bf16>),
 }
 
 /// Does the same for both types.
@@ -91,8 +91,8 @@ impl DeviceSampler {
     pub fn new(device: &Device, config: &Config, weights: StagedWeights) -> Result<Self> {
         let layout = Arc::new(Layout::new(config));
         let inner = match weights {
-            StagedWeights::F32(buffer) => Inner::F32(Sampler::new(device, config, &layout, buffer)?),
-            StagedWeights::Bf16(buffer) => Inner::Bf16(Sampler::new(device, config, &layout, buffer)?),
+            StagedWeights::F32(buffer) => Inner::F32(TypedSampler::new(device, config, &layout, buffer)?),
+            StagedWeights::Bf16(buffer) => Inner::Bf16(TypedSampler::new(device, config, &layout, buffer)?),
         };
         Ok(Self { inner })
     }
@@ -174,7 +174,7 @@ impl DeviceSampler {
 
 /// One in the type that it stores.
 #[derive(Debug)]
-struct Sampler<T: Storage> {
+struct TypedSampler<T: Storage> {
     decoder: DeviceDecoder<T>,
     weights: FlatWeights<T>,
     /// `[layers, pages + 1, 2, kv_heads, 16, head_dim]`; the last page is written by tokens that fill up a recorded step.
@@ -184,7 +184,7 @@ struct Sampler<T: Storage> {
     drawing: Option<Drawn>,
 }
 
-impl<T: Storage> Sampler<T> {
+impl<T: Storage> TypedSampler<T> {
     fn new(device: &Device, config: &Config, layout: &Arc<Layout>, weights: Buffer<T>) -> Result<Self> {
         let decoder = DeviceDecoder::new(device, config, layout, Recompute::None)?;
         let weights = FlatWeights::of(weights, layout);

@@ -1,17 +1,25 @@
-//! Continuous batching: a running set of sequences, refilled at every step, over a paged cache of keys and values.
+//! Today's rollout engine: continuous batching over a paged KV cache, in this process.
 //!
-//! One [`Engine::step`] is one pass of the network over one new token of every running sequence and a bounded chunk of
-//! prompt tokens. A prompt is prefilled once and its pages are shared by all completions of the group; the page that
-//! prompt and completion meet in is copied at the first write.
+//! One [`Engine::step`] is one pass of the network over one new token of every running sequence (decode) and a bounded
+//! chunk of prompt tokens (chunked prefill, Sarathi-Serve, arXiv 2403.02310). A prompt is prefilled once, and all
+//! completions of a request share its pages; the page in which prompt and completion meet is copied at the first write
+//! (paged attention with copy on write, vLLM, arXiv 2309.06180).
+//!
+//! # Layout
+//! - `local`: [`LocalSampler`], the engine behind [`Sampler`](crate::Sampler)
+//! - `network`: the decoder that it runs, on the processor or on a device
+//! - `prompt`: a prompt during prefill; `sequence`: a completion during decode; `stop`: when it ends
+//! - `interrupt`: text inserted into completions that are too long
 //!
 //! # Invariants
-//! - A completion depends on the weights, the prompt and its own random stream, bit for bit, never on what it was
-//!   batched with; on a GPU up to rounding, because its library multiplies few rows otherwise than many.
-//! - Every token remembers the policy version that sampled it.
-//! - The pages that an accepted request may ever need are reserved when it is accepted: no sequence is preempted and
-//!   none waits for pages in the middle.
+//! - A completion depends on the weights, the prompt and its own random stream, bit for bit, never on the batch; on a
+//!   GPU up to rounding, because its library chooses kernels by the number of rows.
+//! - Every token carries the policy version that sampled it.
+//! - Admission control reserves the pages that a request may ever need when it is accepted: no sequence is preempted, and
+//!   none waits for pages during decode.
 
 mod interrupt;
+mod local;
 mod network;
 mod prompt;
 mod sequence;
@@ -26,16 +34,18 @@ use model::{Config, KvCache, Sampling, StepSequence, ThreadPool};
 use trajectory::{GroupId, PolicyVersion};
 
 use crate::RolloutError;
+use crate::sampler::{Completion, EngineCounts, SampleRequest};
 pub use interrupt::Interruption;
+pub use local::LocalSampler;
 use network::Logits;
 pub use network::{Network, ServeOn, Served};
 use prompt::PromptJob;
 use sequence::Sequence;
-pub use sequence::{Completion, Request, random_stream, uniform};
+pub use sequence::{random_stream, uniform};
 pub use stop::StopRules;
 
-/// What a caller has overlooked.
-const PARKED: &str = "a parked engine is given weights before it goes on";
+/// A call in the wrong order.
+const ASLEEP: &str = "an engine that sleeps is woken up with weights before its next step";
 
 /// Bounds of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,53 +67,33 @@ pub struct EngineConfig {
 }
 
 impl EngineConfig {
-    /// What [`Self::prefill_chunk`] is where nobody says it. On the processor it keeps steps short for the sequences that
-    /// decode beside it; a device has to read all weights in every step, and what is not one token of each sequence is not
-    /// replayed: few large chunks cost it less than many small ones.
+    /// Default of [`Self::prefill_chunk`], tokens. On the processor a small chunk keeps steps short for the sequences that
+    /// decode beside it. A device reads all weights in every step, and only steps of one token per sequence are replayed
+    /// from a recording: few large chunks cost less than many small ones.
     #[must_use]
-    pub fn usual_prefill_chunk(on_device: bool) -> usize {
+    pub fn default_prefill_chunk(on_device: bool) -> usize {
         if on_device { 2048 } else { 256 }
     }
 }
 
-/// What an engine has done since it was made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct EngineCounts {
-    /// Tokens sampled.
-    pub sampled_tokens: u64,
-    /// Prompt tokens prefilled.
-    pub prefilled_tokens: u64,
-    /// Passes of the network.
-    pub steps: u64,
-    /// Completions that a text was put into.
-    pub interrupted: u64,
-}
-
-impl std::ops::AddAssign for EngineCounts {
-    fn add_assign(&mut self, other: Self) {
-        self.sampled_tokens = self.sampled_tokens.saturating_add(other.sampled_tokens);
-        self.prefilled_tokens = self.prefilled_tokens.saturating_add(other.prefilled_tokens);
-        self.steps = self.steps.saturating_add(other.steps);
-        self.interrupted = self.interrupted.saturating_add(other.interrupted);
-    }
-}
-
-/// A sampler of completions for the weights that it serves.
+/// Samples completions under the weights that it serves.
 #[derive(Debug)]
 pub struct Engine {
     config: EngineConfig,
     stop: StopRules,
     model: Config,
-    /// `None` while the engine is parked.
+    /// `None` while the engine sleeps.
     network: Option<Network>,
-    /// Where networks are made that follow a parked one.
+    /// Where the network is made again after a sleep.
     device: Option<Device>,
     version: PolicyVersion,
     cache: KvCache,
     /// Pages that accepted requests may hold at the same time, at worst.
     reserved: usize,
-    /// Per group: completions that have not ended, and the pages of its prompt.
-    groups: HashMap<GroupId, (usize, usize)>,
+    /// Requests accepted so far; numbers the next one.
+    accepted: u64,
+    /// By number of the request: what it has not given back.
+    open: HashMap<u64, OpenRequest>,
     prompts: VecDeque<PromptJob>,
     running: Vec<Sequence>,
     counts: EngineCounts,
@@ -144,7 +134,8 @@ impl Engine {
             version,
             cache,
             reserved: 0,
-            groups: HashMap::new(),
+            accepted: 0,
+            open: HashMap::new(),
             prompts: VecDeque::new(),
             running: Vec::new(),
             counts: EngineCounts::default(),
@@ -153,19 +144,19 @@ impl Engine {
         })
     }
 
-    /// The same, computing on the cores of `pool`.
+    /// The same, computing on the thread pool `pool`.
     #[must_use]
     pub fn on(self, pool: Arc<ThreadPool>) -> Self {
         Self { pool, ..self }
     }
 
-    /// The same, putting a text into completions that do not end in time.
+    /// The same, inserting a text into completions that do not end in time.
     #[must_use]
     pub fn interrupting(self, interruption: Option<Interruption>) -> Self {
         Self { interruption, ..self }
     }
 
-    /// The cores that it computes on.
+    /// The thread pool that it computes on.
     #[must_use]
     pub fn pool(&self) -> &Arc<ThreadPool> {
         &self.pool
@@ -189,30 +180,30 @@ impl Engine {
         self.counts
     }
 
-    /// Whether nothing is in flight.
+    /// Whether no request is in flight.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.prompts.is_empty() && self.running.is_empty()
     }
 
-    /// Pages of the cache that nobody holds, and all pages.
+    /// Free pages of the KV cache, and all its pages.
     #[must_use]
     pub fn pages(&self) -> (usize, usize) {
         (self.cache.free_pages(), self.cache.total_pages())
     }
 
-    /// Sequences in flight, those of waiting prompts included.
+    /// Sequences in flight: those that decode and those whose prompt is prefilled or waits for it.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.running.len() + self.prompts.iter().map(|job| job.request.sequences()).sum::<usize>()
     }
 
-    /// Whether a request for `samples` completions, a baseline included, should be submitted now.
+    /// Admission control: whether a request for `completions` sequences, a baseline included, should be submitted now.
     #[must_use]
-    pub fn has_room(&self, samples: usize) -> bool {
-        let needed = Reservation::worst(&self.config).of(samples);
+    pub fn has_capacity(&self, completions: usize) -> bool {
+        let needed = Reservation::worst(&self.config).of(completions);
         self.is_idle()
-            || (self.in_flight() + samples <= self.config.max_running
+            || (self.in_flight() + completions <= self.config.max_running
                 && self.reserved + needed <= self.cache.total_pages())
     }
 
@@ -220,7 +211,7 @@ impl Engine {
     ///
     /// # Errors
     /// An empty prompt, one that is too long, or a request that the whole cache could not hold.
-    pub fn submit(&mut self, request: Request) -> Result<(), RolloutError> {
+    pub fn submit(&mut self, request: SampleRequest) -> Result<(), RolloutError> {
         let length = request.prompt.len();
         let context = self.model().max_context();
         if length == 0 {
@@ -243,13 +234,15 @@ impl Engine {
             });
         }
         self.reserved += needed;
-        self.groups.insert(request.group, (request.sequences(), reservation.prompt));
-        self.prompts.push_back(PromptJob::new(request));
+        let open = OpenRequest { sequences: request.sequences(), prompt_pages: reservation.prompt };
+        self.open.insert(self.accepted, open);
+        self.prompts.push_back(PromptJob::new(self.accepted, request));
+        self.accepted += 1;
         Ok(())
     }
 
-    /// Serves `served` as `version` from the next step on. Sequences in flight go on with the keys and values that
-    /// they have; see [`Engine::recompute`]. Returns the weights that were served, if they are on a device.
+    /// Serves `served` as `version` from the next step on. Sequences in flight keep their KV cache; see
+    /// [`Engine::recompute`]. Returns the weights that were served before, if they are on a device.
     ///
     /// # Errors
     /// If the device fails.
@@ -264,13 +257,13 @@ impl Engine {
         assert!(version >= self.version, "a sampler never goes back from {} to {version}", self.version);
         let before = match (&mut self.network, served.into()) {
             (Some(network), served) => network.serve(served)?,
-            (parked, Served::Host(decoder)) => {
-                *parked = Some(Network::Host(decoder));
+            (asleep, Served::Host(decoder)) => {
+                *asleep = Some(Network::Host(decoder));
                 None
             }
-            (parked, Served::Device(staged)) => {
+            (asleep, Served::Device(staged)) => {
                 let Some(device) = &self.device else { unreachable!("the engine was made on a device") };
-                *parked = Some(Network::Device(Box::new(DeviceSampler::new(device, &self.model, staged)?)));
+                *asleep = Some(Network::Device(Box::new(DeviceSampler::new(device, &self.model, staged)?)));
                 None
             }
         };
@@ -284,50 +277,50 @@ impl Engine {
         self.network.as_ref().map_or(0, Network::bytes) + self.cache.bytes()
     }
 
-    /// Stands still and gives up the memory of its weights and of all keys and values, until [`Engine::unpark`]. What is
-    /// in flight keeps its tokens and its pages. Returns the bytes that it has freed.
-    pub fn park(&mut self) -> u64 {
+    /// Frees the memory of its weights and of its KV cache until [`Engine::wake_up`]. Sequences in flight keep their tokens
+    /// and their page tables. Returns the bytes freed.
+    pub fn sleep(&mut self) -> u64 {
         let before = self.bytes();
         self.network = None;
         self.cache.forget();
         before
     }
 
-    /// Whether it stands still without weights.
+    /// Whether it sleeps, without weights and KV cache.
     #[must_use]
-    pub fn is_parked(&self) -> bool {
+    pub fn is_asleep(&self) -> bool {
         self.network.is_none()
     }
 
-    /// Goes on with `served`, under which everything in flight is computed again.
+    /// Serves `served` after a sleep, and recomputes the KV cache of everything in flight.
     ///
     /// # Errors
     /// If the network fails.
     ///
     /// # Panics
     /// If the version goes back.
-    pub fn unpark(&mut self, served: impl Into<Served>, version: PolicyVersion) -> Result<(), RolloutError> {
+    pub fn wake_up(&mut self, served: impl Into<Served>, version: PolicyVersion) -> Result<(), RolloutError> {
         self.apply(served, version)?;
         self.cache.restore(&self.model);
         self.recompute()
     }
 
-    /// Computes the keys and values of everything in flight anew under the weights that are served now.
+    /// Recomputes the KV cache of everything in flight under the weights that are served now.
     ///
     /// # Errors
     /// If the network fails.
     ///
     /// # Panics
-    /// If the engine is parked.
+    /// If the engine sleeps.
     pub fn recompute(&mut self) -> Result<(), RolloutError> {
-        let network = self.network.as_mut().expect(PARKED);
+        let network = self.network.as_mut().expect(ASLEEP);
         self.prompts.iter_mut().for_each(PromptJob::restart);
-        let mut done: Option<GroupId> = None;
+        let mut done: Option<u64> = None;
         for sequence in &self.running {
-            // Siblings are neighbours and share the full pages of their prompt: rewriting those once is enough.
+            // Sequences of one request are neighbours and share the full pages of their prompt: those are written once.
             let shared = sequence.prompt_length / KvCache::PAGE * KvCache::PAGE;
-            let from = if done == Some(sequence.group) { shared } else { 0 };
-            done = Some(sequence.group);
+            let from = if done == Some(sequence.request) { shared } else { 0 };
+            done = Some(sequence.request);
             let known = sequence.token_ids.len() - 1;
             let chunk = self.config.prefill_chunk.max(1);
             for position in (from..known).step_by(chunk) {
@@ -339,13 +332,13 @@ impl Engine {
         Ok(())
     }
 
-    /// One pass of the network. Returns the completions that it ended.
+    /// One pass of the network: a decode step and a chunk of prefill. Returns the completions that ended.
     ///
     /// # Errors
     /// If the network or the tokenizer fails.
     ///
     /// # Panics
-    /// If the engine is parked.
+    /// If the engine sleeps.
     pub fn step(&mut self) -> Result<Vec<Completion>, RolloutError> {
         let decoding = self.running.len().min(self.config.max_running);
         for sequence in &mut self.running[..decoding] {
@@ -358,12 +351,12 @@ impl Engine {
         if sequences.is_empty() {
             return Ok(Vec::new());
         }
-        let network = self.network.as_mut().expect(PARKED);
+        let network = self.network.as_mut().expect(ASLEEP);
         let logits = network.step(&mut self.cache, &sequences, &self.pool)?;
         self.counts.steps += 1;
         let interrupted = self.running[..decoding].iter().filter(|sequence| sequence.is_interrupted_now());
         self.counts.interrupted += interrupted.count() as u64;
-        // Who goes on by which row of logits.
+        // The row of logits of every sequence.
         let mut rows: Vec<usize> = (0..decoding).collect();
         let waiting = self.running.split_off(decoding);
         for (row, tokens) in (decoding..).zip(prompt_jobs) {
@@ -386,7 +379,7 @@ impl Engine {
         self.collect()
     }
 
-    /// Lets every running sequence go on by its row of `logits`.
+    /// Draws the next token of every running sequence from its row of `logits`, or inserts one of an interruption.
     fn draw(&mut self, logits: &Logits, rows: &[usize]) -> Result<(), RolloutError> {
         let version = self.version;
         let asks = self.running.iter_mut().zip(rows).enumerate();
@@ -394,7 +387,7 @@ impl Engine {
             .filter_map(|(index, (sequence, row))| Some((index, sequence.asks(*row, version)?)))
             .collect();
         let requests: Vec<DrawRequest> = asking.iter().map(|(_, request)| *request).collect();
-        let draws = self.network.as_mut().expect(PARKED).draw(logits, &requests)?;
+        let draws = self.network.as_mut().expect(ASLEEP).draw(logits, &requests)?;
         for ((index, _), draw) in asking.iter().zip(draws) {
             self.running[*index].take(draw, version);
         }
@@ -402,7 +395,7 @@ impl Engine {
         Ok(())
     }
 
-    /// How many tokens each of the first prompts prefills in this step; pages for them are taken.
+    /// Tokens that each of the first prompts prefills in this step; takes pages for them.
     fn chunk_of_prompts(&mut self) -> Vec<usize> {
         let mut left = self.config.prefill_chunk.max(1);
         let mut chunk = Vec::new();
@@ -421,28 +414,63 @@ impl Engine {
     /// Takes the sequences that ended out of the running set.
     fn collect(&mut self) -> Result<Vec<Completion>, RolloutError> {
         let mut ended = Vec::new();
-        let mut going = Vec::with_capacity(self.running.len());
-        for mut sequence in self.running.drain(..) {
+        for mut sequence in std::mem::take(&mut self.running) {
             match sequence.ended(&self.stop)? {
-                None => going.push(sequence),
+                None => self.running.push(sequence),
                 Some(stop) => {
-                    self.cache.release(&sequence.pages);
-                    let reservation = Reservation::new(sequence.prompt_length, sequence.longest());
-                    self.reserved -= reservation.completion;
-                    if let Some((left, prompt)) = self.groups.get_mut(&sequence.group) {
-                        *left -= 1;
-                        if *left == 0 {
-                            self.reserved -= *prompt;
-                            self.groups.remove(&sequence.group);
-                        }
-                    }
+                    self.release(&sequence);
                     ended.push(sequence.finish(stop, &self.stop)?);
                 }
             }
         }
-        self.running = going;
         Ok(ended)
     }
+
+    /// Drops the sequences of `group` that have not ended. Returns their number.
+    pub fn abort(&mut self, group: GroupId) -> usize {
+        let before = self.in_flight();
+        for sequence in std::mem::take(&mut self.running) {
+            if sequence.group == group {
+                self.release(&sequence);
+            } else {
+                self.running.push(sequence);
+            }
+        }
+        for job in std::mem::take(&mut self.prompts) {
+            if job.request.group == group {
+                self.cache.release(&job.pages);
+                let longest = job.request.prompt.len() + job.request.max_completion_length;
+                self.reserved -=
+                    Reservation::new(job.request.prompt.len(), longest).of(job.request.sequences());
+                self.open.remove(&job.number);
+            } else {
+                self.prompts.push_back(job);
+            }
+        }
+        before - self.in_flight()
+    }
+
+    /// Gives back the pages and the reservation of a sequence that is in flight no longer.
+    fn release(&mut self, sequence: &Sequence) {
+        self.cache.release(&sequence.pages);
+        self.reserved -= Reservation::new(sequence.prompt_length, sequence.longest()).completion;
+        if let Some(open) = self.open.get_mut(&sequence.request) {
+            open.sequences -= 1;
+            if open.sequences == 0 {
+                self.reserved -= open.prompt_pages;
+                self.open.remove(&sequence.request);
+            }
+        }
+    }
+}
+
+/// A request of which a sequence has not ended.
+#[derive(Clone, Copy, Debug)]
+struct OpenRequest {
+    /// Sequences that have not ended.
+    sequences: usize,
+    /// Pages that are reserved for the prompt.
+    prompt_pages: usize,
 }
 
 /// Pages that the completions of a prompt may hold at worst.
@@ -450,7 +478,7 @@ impl Engine {
 struct Reservation {
     /// For the prompt.
     prompt: usize,
-    /// For each completion: everything from the page that it shares with the prompt on.
+    /// For each completion: all pages from the one that it shares with the prompt on.
     completion: usize,
 }
 
@@ -460,8 +488,8 @@ impl Reservation {
         Self { prompt: KvCache::pages_for(prompt), completion }
     }
 
-    /// At least that of every request within the bounds of `config`: where a completion begins in the middle of a page,
-    /// it may touch one page more than its length fills.
+    /// An upper bound for every request within the bounds of `config`: a completion that begins in the middle of a page may
+    /// touch one page more than its length fills.
     fn worst(config: &EngineConfig) -> Self {
         Self {
             prompt: KvCache::pages_for(config.max_prompt_length),

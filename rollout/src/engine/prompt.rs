@@ -1,4 +1,4 @@
-//! A prompt on its way into the cache, before its completions begin.
+//! A prompt during prefill, before its completions begin.
 
 use std::collections::VecDeque;
 
@@ -6,23 +6,26 @@ use model::{KvCache, StepSequence};
 use trajectory::PolicyVersion;
 
 use super::interrupt::Interruption;
-use super::sequence::{Request, Sequence};
+use super::sequence::{Prefilled, Sequence};
 use super::stop::StopRules;
+use crate::sampler::SampleRequest;
 
 /// A request whose prompt is being prefilled.
 #[derive(Debug)]
 pub(super) struct PromptJob {
-    pub(super) request: Request,
-    /// Prompt tokens that are in the cache.
+    /// Number of the request.
+    pub(super) number: u64,
+    pub(super) request: SampleRequest,
+    /// Prompt tokens that are in the KV cache.
     pub(super) prefilled: usize,
     /// The version that prefilled the first of them.
     version: PolicyVersion,
-    pages: Vec<u32>,
+    pub(super) pages: Vec<u32>,
 }
 
 impl PromptJob {
-    pub(super) fn new(request: Request) -> Self {
-        Self { request, prefilled: 0, version: PolicyVersion::default(), pages: Vec::new() }
+    pub(super) fn new(number: u64, request: SampleRequest) -> Self {
+        Self { number, request, prefilled: 0, version: PolicyVersion::default(), pages: Vec::new() }
     }
 
     /// Prefills from the first token again, into the same pages.
@@ -30,7 +33,7 @@ impl PromptJob {
         self.prefilled = 0;
     }
 
-    /// The next `tokens` tokens are in the cache, by `version`.
+    /// The next `tokens` tokens were prefilled by `version`.
     pub(super) fn advance(&mut self, tokens: usize, version: PolicyVersion) {
         if self.prefilled == 0 {
             self.version = version;
@@ -56,7 +59,7 @@ impl PromptJob {
         }
     }
 
-    /// The completions of the prompt, which all hold its pages.
+    /// The completions of the prompt, which share its pages.
     pub(super) fn into_sequences(
         self,
         cache: &mut KvCache,
@@ -64,13 +67,14 @@ impl PromptJob {
         stop: &StopRules,
         interruption: Option<&Interruption>,
     ) -> VecDeque<Sequence> {
-        let Self { request, pages, version, .. } = self;
+        let Self { number, request, pages, version, .. } = self;
         for _ in 1..request.sequences() {
             cache.share(&pages);
         }
         let sequence = |index| {
             let planned = interruption.map(|interruption| interruption.of(seed, request.group, index));
-            Sequence::new((&request, version), index, pages.clone(), seed, (stop, planned))
+            let prompt = Prefilled { number, request: &request, version, pages: &pages };
+            Sequence::new(prompt, index, seed, (stop, planned))
         };
         (0..request.sequences() as u32).map(sequence).collect()
     }

@@ -1,78 +1,32 @@
-//! One completion while it grows.
-
-use std::ops::Range;
+//! One completion during decode.
 
 use model::on_device::DrawRequest;
 use model::{Draw, KvCache, Sampling, StepSequence};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
-use trajectory::{
-    GroupId, KeptTokens, PolicyVersion, Sample, SampleError, SampleStreams, StopReason, VersionRun,
-};
+use trajectory::{GroupId, KeptTokens, PolicyVersion, StopReason, VersionRun};
 
 use super::interrupt::Planned;
 use super::stop::{StopRules, TextWatch};
 use crate::RolloutError;
+use crate::sampler::{Completion, SampleRequest};
 
-/// Completions that are wanted of one prompt.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Request {
-    /// The group that they belong to; with the seed it determines every random number.
-    pub group: GroupId,
-    /// `[P]` prompt tokens.
-    pub prompt: Vec<u32>,
-    /// Number of completions that are sampled.
-    pub samples: usize,
-    /// How tokens are chosen.
-    pub sampling: Sampling,
-    /// Longest completion, tokens.
-    pub max_completion_length: usize,
-    /// Whether one more completion, the last, is decoded greedily to be compared with.
-    pub baseline: bool,
+/// A prompt in the KV cache, from which completions begin.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Prefilled<'a> {
+    /// Number of the request.
+    pub(super) number: u64,
+    pub(super) request: &'a SampleRequest,
+    /// The version that prefilled its first token.
+    pub(super) version: PolicyVersion,
+    pub(super) pages: &'a [u32],
 }
 
-impl Request {
-    /// Number of completions, the baseline included.
-    #[must_use]
-    pub fn sequences(&self) -> usize {
-        self.samples + usize::from(self.baseline)
-    }
-}
-
-/// A completion that ended. `T` tokens, `C` of them after the prompt.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Completion {
-    /// The group that it belongs to.
-    pub group: GroupId,
-    /// Which of the group's completions it is.
-    pub index: u32,
-    /// Number of prompt tokens.
-    pub prompt_length: usize,
-    /// The version that began to prefill the prompt.
-    pub prompt_version: PolicyVersion,
-    /// `[T]` prompt and completion, the stop token included.
-    pub token_ids: Vec<u32>,
-    /// `[C]` log-probabilities of the sampled tokens, nats; 0.0 where a token was inserted.
-    pub logprobs: Vec<f32>,
-    /// Runs of versions over the sampled tokens.
-    pub versions: Vec<VersionRun>,
-    /// Where in the completion, from 0, stands a text that the policy did not choose; `None` if it was not interrupted.
-    pub inserted: Option<Range<usize>>,
-    /// Whether it was decoded greedily beside the sampled ones.
-    pub baseline: bool,
-    /// What truncation kept at each sampled token that was not inserted, if it was on.
-    pub kept: Option<KeptTokens>,
-    /// How tokens were chosen.
-    pub sampling: Sampling,
-    /// Why it ended.
-    pub stop: StopReason,
-    /// The completion as text, without stop token and stop string.
-    pub text: String,
-}
-
-/// One completion while it grows.
+/// One completion during decode.
 #[derive(Debug)]
 pub(super) struct Sequence {
+    /// Number of the request that it belongs to.
+    pub(super) request: u64,
     pub(super) group: GroupId,
     index: u32,
     pub(super) prompt_length: usize,
@@ -92,16 +46,17 @@ pub(super) struct Sequence {
 
 impl Sequence {
     pub(super) fn new(
-        (request, prompt_version): (&Request, PolicyVersion),
+        prompt: Prefilled<'_>,
         index: u32,
-        pages: Vec<u32>,
         seed: u64,
         (stop, interruption): (&StopRules, Option<Planned>),
     ) -> Self {
+        let Prefilled { number, request, version: prompt_version, pages } = prompt;
         let kept = KeptTokens { offsets: vec![0], ids: Vec::new() };
         let baseline = index as usize >= request.samples;
         let sampling = if baseline { Sampling::GREEDY } else { request.sampling };
         Self {
+            request: number,
             group: request.group,
             index,
             prompt_length: request.prompt.len(),
@@ -112,7 +67,7 @@ impl Sequence {
             kept: sampling.truncates().then_some(kept),
             sampling,
             max_completion_length: request.max_completion_length,
-            pages,
+            pages: pages.to_vec(),
             rng: random_stream(seed, request.group, index),
             watch: stop.watch(),
             interruption,
@@ -211,36 +166,6 @@ impl Sequence {
             sampling: self.sampling,
             stop: reason,
             text,
-        })
-    }
-}
-
-impl Completion {
-    /// The token streams that are trained on. Prompt tokens carry the version that began to prefill them, which may be
-    /// older than all that is sampled: the sampled tokens depend on its keys and values.
-    ///
-    /// Of a baseline no token is trained on; the temperature is then 1, since it says nothing.
-    ///
-    /// # Errors
-    /// If it was sampled greedily without being a baseline: a choice without a distribution cannot be learned from.
-    pub fn sample(&self) -> Result<Sample, SampleError> {
-        let prompt = self.prompt_length;
-        let inserted = self.inserted.clone().map(|at| at.start + prompt..at.end + prompt).unwrap_or_default();
-        let trained = |t: usize| t >= prompt && !inserted.contains(&t) && !self.baseline;
-        let mut versions = self.versions.clone();
-        match versions.first_mut() {
-            Some(first) if first.version == self.prompt_version => first.len += prompt as u32,
-            _ => versions.insert(0, VersionRun { version: self.prompt_version, len: prompt as u32 }),
-        }
-        Sample::new(SampleStreams {
-            token_ids: self.token_ids.clone(),
-            loss_mask: (0..self.token_ids.len()).map(trained).collect(),
-            behavior_logprobs: std::iter::repeat_n(0.0, prompt)
-                .chain(self.logprobs.iter().copied())
-                .collect(),
-            versions,
-            kept: self.kept.clone(),
-            temperature: if self.baseline { 1.0 } else { self.sampling.temperature },
         })
     }
 }

@@ -1,0 +1,118 @@
+//! The engine of this process behind [`Sampler`]: the engine, and the source of its weights.
+//!
+//! Invariant: a receipt is sent after the engine serves the version, with the digest that was computed of the weights that
+//! it serves.
+
+use std::time::{Duration, Instant};
+
+use model::CoreReservation;
+use trajectory::{GroupId, PolicyVersion};
+
+use super::Engine;
+use crate::RolloutError;
+use crate::applier::{Applier, Ready};
+use crate::sampler::{AppliedWeights, Completion, EngineCounts, OnUpdate, SampleRequest, Sampler};
+
+/// The engine of this process as a sampler.
+#[derive(Debug)]
+pub struct LocalSampler {
+    engine: Engine,
+    /// Where newer weights come from; `None` for weights that stay.
+    applier: Option<Applier>,
+    /// The newest version that is staged.
+    staged: Option<Ready>,
+    /// Marks the core of the calling thread as in use between two steps.
+    reservation: Option<CoreReservation>,
+}
+
+impl LocalSampler {
+    /// A sampler that serves what `engine` serves until `applier` has something newer.
+    #[must_use]
+    pub fn new(engine: Engine, applier: Applier) -> Self {
+        Self { engine, applier: Some(applier), staged: None, reservation: None }
+    }
+
+    /// A sampler that serves the weights of `engine` and no others.
+    #[must_use]
+    pub fn fixed(engine: Engine) -> Self {
+        Self { engine, applier: None, staged: None, reservation: None }
+    }
+}
+
+impl Sampler for LocalSampler {
+    fn version(&self) -> PolicyVersion {
+        self.engine.version()
+    }
+
+    fn has_capacity(&self, completions: usize) -> bool {
+        self.engine.has_capacity(completions)
+    }
+
+    fn in_flight(&self) -> usize {
+        self.engine.in_flight()
+    }
+
+    fn submit(&mut self, request: SampleRequest) -> Result<(), RolloutError> {
+        self.engine.submit(request)
+    }
+
+    fn poll(&mut self, _: Duration) -> Result<Vec<Completion>, RolloutError> {
+        if self.applier.is_some() && self.reservation.is_none() && !self.engine.is_idle() {
+            // Between two steps no other role should begin to use this core.
+            self.reservation = Some(self.engine.pool().reserve_core());
+        }
+        self.engine.step()
+    }
+
+    fn abort(&mut self, group: GroupId) -> Result<usize, RolloutError> {
+        Ok(self.engine.abort(group))
+    }
+
+    fn newer_weights(&mut self, wait: Duration) -> Result<Option<PolicyVersion>, RolloutError> {
+        if !wait.is_zero() {
+            self.reservation = None;
+        }
+        match &mut self.applier {
+            None if wait.is_zero() => {}
+            None => std::thread::sleep(wait),
+            Some(applier) => {
+                if let Some(ready) = applier.take(wait)? {
+                    self.staged = Some(ready);
+                }
+            }
+        }
+        Ok(self.staged.as_ref().map(Ready::version))
+    }
+
+    fn apply_weights(&mut self, on_update: OnUpdate) -> Result<Option<AppliedWeights>, RolloutError> {
+        let (Some(mut ready), Some(applier)) = (self.staged.take(), &self.applier) else { return Ok(None) };
+        let (version, start) = (ready.version(), Instant::now());
+        if self.engine.is_asleep() {
+            self.engine.wake_up(ready.take_served(), version)?;
+        } else {
+            let before = self.engine.apply(ready.take_served(), version)?;
+            if let Some(before) = before {
+                applier.give_back(before);
+            }
+            if on_update == OnUpdate::Recompute {
+                self.engine.recompute()?;
+            }
+        }
+        let stalled = start.elapsed();
+        applier.confirm(&ready, stalled)?;
+        Ok(Some(AppliedWeights { version, stalled }))
+    }
+
+    fn sleep(&mut self) -> Result<u64, RolloutError> {
+        self.reservation = None;
+        Ok(self.engine.sleep())
+    }
+
+    fn is_asleep(&self) -> bool {
+        self.engine.is_asleep()
+    }
+
+    fn counts(&self) -> EngineCounts {
+        self.engine.counts()
+    }
+}

@@ -1,0 +1,221 @@
+//! The seam between rollout workers and rollout engines: what is asked of a sampler, and what it returns.
+//!
+//! A [`Sampler`] batches requests continuously, samples completions of them, and applies newer weights. The rollout
+//! worker and the evaluation drive one through this trait alone. [`LocalSampler`](crate::LocalSampler) is the engine of
+//! this process; an engine in another process (vLLM, SGLang) is another implementation.
+//!
+//! # Invariants
+//! - A submitted request ends in one completion per sequence, in an abort, or in an error of [`Sampler::poll`].
+//! - No method blocks for longer than the wait that it is given, except for one decode step of an engine in this process.
+//! - The served version never goes back.
+
+use std::fmt;
+use std::ops::Range;
+use std::time::Duration;
+
+use model::Sampling;
+use serde::{Deserialize, Serialize};
+use trajectory::{
+    GroupId, KeptTokens, PolicyVersion, Sample, SampleError, SampleStreams, StopReason, VersionRun,
+};
+
+use crate::RolloutError;
+
+/// A rollout engine, wherever it runs.
+///
+/// The order of calls between two polls is: [`Sampler::newer_weights`], [`Sampler::apply_weights`] if a version is
+/// staged, [`Sampler::submit`] while there is [`Sampler::has_capacity`], [`Sampler::poll`].
+pub trait Sampler: Send + fmt::Debug {
+    /// The policy version that the next token is sampled from.
+    fn version(&self) -> PolicyVersion;
+
+    /// Admission control: whether a request for `completions` sequences of the longest kind should be submitted now. An
+    /// idle sampler accepts every request within its bounds.
+    fn has_capacity(&self, completions: usize) -> bool;
+
+    /// Sequences that were submitted and have not ended.
+    fn in_flight(&self) -> usize;
+
+    /// Takes a request. Prefill and decoding happen in [`Sampler::poll`], or beside it in an engine of another process.
+    ///
+    /// # Errors
+    /// A request that the engine can never serve: an empty prompt, a prompt beyond the context, more sequences than its
+    /// KV cache has pages for.
+    fn submit(&mut self, request: SampleRequest) -> Result<(), RolloutError>;
+
+    /// Advances the sequences in flight and returns the completions that ended. An engine of this process makes one decode
+    /// step; an engine of another process returns at the first completion, or after `wait`.
+    ///
+    /// # Errors
+    /// An engine that failed or cannot be reached; [`RolloutError::Sampler`] carries what it answered.
+    fn poll(&mut self, wait: Duration) -> Result<Vec<Completion>, RolloutError>;
+
+    /// Drops the sequences of `group` that have not ended, and returns their number. No completion of the group follows.
+    ///
+    /// # Errors
+    /// An engine that cannot be reached.
+    fn abort(&mut self, group: GroupId) -> Result<usize, RolloutError>;
+
+    /// The newest version that is staged: received and ready to be applied. Waits up to `wait` if none is. Always `None` for
+    /// a sampler with fixed weights.
+    ///
+    /// # Errors
+    /// Weights that could not be received or staged.
+    fn newer_weights(&mut self, wait: Duration) -> Result<Option<PolicyVersion>, RolloutError>;
+
+    /// Begins to serve the staged version and sends its receipt. Sequences in flight continue as `on_update` says; with
+    /// [`OnUpdate::Drain`] there are none. `None` if the engine still applies it: call again, poll meanwhile. A sampler that
+    /// sleeps wakes up with the applied weights and recomputes the KV cache of everything in flight.
+    ///
+    /// # Errors
+    /// An engine that failed, or a digest that is not that of the published version.
+    fn apply_weights(&mut self, on_update: OnUpdate) -> Result<Option<AppliedWeights>, RolloutError>;
+
+    /// Frees the memory of weights and KV cache until [`Sampler::apply_weights`], and returns the bytes freed. Sequences in
+    /// flight keep their tokens.
+    ///
+    /// # Errors
+    /// An engine that failed.
+    fn sleep(&mut self) -> Result<u64, RolloutError>;
+
+    /// Whether it sleeps.
+    fn is_asleep(&self) -> bool;
+
+    /// What it has done since it was made.
+    fn counts(&self) -> EngineCounts;
+
+    /// Whether no sequence is in flight.
+    fn is_idle(&self) -> bool {
+        self.in_flight() == 0
+    }
+}
+
+/// What happens to sequences in flight when new weights are applied.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnUpdate {
+    /// They continue with the KV cache that they have (PipelineRL, arXiv 2509.19128).
+    #[default]
+    Keep,
+    /// Their KV cache is recomputed under the new weights (AReaL, arXiv 2505.24298).
+    Recompute,
+    /// They finish first, under the old weights; nothing new starts meanwhile.
+    Drain,
+}
+
+/// A version that a sampler has begun to serve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AppliedWeights {
+    /// The version.
+    pub version: PolicyVersion,
+    /// How long decoding stood still for it.
+    pub stalled: Duration,
+}
+
+/// What a sampler has done since it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineCounts {
+    /// Tokens sampled.
+    pub sampled_tokens: u64,
+    /// Prompt tokens prefilled.
+    pub prefilled_tokens: u64,
+    /// Passes of the network; 0 where the engine does not count them.
+    pub steps: u64,
+    /// Completions that an interruption was inserted into.
+    pub interrupted: u64,
+}
+
+impl std::ops::AddAssign for EngineCounts {
+    fn add_assign(&mut self, other: Self) {
+        self.sampled_tokens = self.sampled_tokens.saturating_add(other.sampled_tokens);
+        self.prefilled_tokens = self.prefilled_tokens.saturating_add(other.prefilled_tokens);
+        self.steps = self.steps.saturating_add(other.steps);
+        self.interrupted = self.interrupted.saturating_add(other.interrupted);
+    }
+}
+
+/// Completions that are wanted of one prompt. The prompt is prefilled once for all of them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SampleRequest {
+    /// The group that they belong to; with the seed it determines every random number.
+    pub group: GroupId,
+    /// `[P]` prompt tokens.
+    pub prompt: Vec<u32>,
+    /// Number of completions that are sampled.
+    pub samples: usize,
+    /// How tokens are chosen.
+    pub sampling: Sampling,
+    /// Longest completion, tokens.
+    pub max_completion_length: usize,
+    /// Whether one more completion, the last, is decoded greedily as a baseline.
+    pub baseline: bool,
+}
+
+impl SampleRequest {
+    /// Number of completions, the baseline included.
+    #[must_use]
+    pub fn sequences(&self) -> usize {
+        self.samples + usize::from(self.baseline)
+    }
+}
+
+/// A completion that ended. `T` tokens, `C` of them after the prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Completion {
+    /// The group that it belongs to.
+    pub group: GroupId,
+    /// Which of the group's completions it is.
+    pub index: u32,
+    /// Number of prompt tokens.
+    pub prompt_length: usize,
+    /// The version that began to prefill the prompt.
+    pub prompt_version: PolicyVersion,
+    /// `[T]` prompt and completion, the stop token included.
+    pub token_ids: Vec<u32>,
+    /// `[C]` behavior log-probabilities of the sampled tokens, nats; 0.0 where a token was inserted.
+    pub logprobs: Vec<f32>,
+    /// Runs of versions over the sampled tokens.
+    pub versions: Vec<VersionRun>,
+    /// Where in the completion, from 0, the text of an interruption is; `None` if it was not interrupted.
+    pub inserted: Option<Range<usize>>,
+    /// Whether it was decoded greedily as a baseline.
+    pub baseline: bool,
+    /// The tokens that truncation kept at each sampled token that was not inserted; `None` without truncation.
+    pub kept: Option<KeptTokens>,
+    /// How tokens were chosen.
+    pub sampling: Sampling,
+    /// Why it ended.
+    pub stop: StopReason,
+    /// The completion as text, without stop token and stop string.
+    pub text: String,
+}
+
+impl Completion {
+    /// The token streams that are trained on. Prompt tokens carry the version that began to prefill them, which may be
+    /// older than every sampled token: the sampled tokens depend on its keys and values.
+    ///
+    /// No token of a baseline is trained on; its temperature is set to 1.
+    ///
+    /// # Errors
+    /// A greedy completion that is no baseline: a greedy choice has no log-probability to learn from.
+    pub fn sample(&self) -> Result<Sample, SampleError> {
+        let prompt = self.prompt_length;
+        let inserted = self.inserted.clone().map(|at| at.start + prompt..at.end + prompt).unwrap_or_default();
+        let trained = |t: usize| t >= prompt && !inserted.contains(&t) && !self.baseline;
+        let mut versions = self.versions.clone();
+        match versions.first_mut() {
+            Some(first) if first.version == self.prompt_version => first.len += prompt as u32,
+            _ => versions.insert(0, VersionRun { version: self.prompt_version, len: prompt as u32 }),
+        }
+        Sample::new(SampleStreams {
+            token_ids: self.token_ids.clone(),
+            loss_mask: (0..self.token_ids.len()).map(trained).collect(),
+            behavior_logprobs: std::iter::repeat_n(0.0, prompt)
+                .chain(self.logprobs.iter().copied())
+                .collect(),
+            versions,
+            kept: self.kept.clone(),
+            temperature: if self.baseline { 1.0 } else { self.sampling.temperature },
+        })
+    }
+}
