@@ -16,12 +16,15 @@
 //!
 //! Invariant: no input is lost and none is charged for another: see `call`.
 
+#[path = "../../../host/src/python/batch.rs"]
 mod call;
 mod item;
 mod log;
 mod math_verify;
+#[path = "../../../host/src/python/pool.rs"]
 mod pool;
 mod protocol;
+#[path = "../../../host/src/python/fork_server.rs"]
 mod zygote;
 
 use std::collections::BTreeMap;

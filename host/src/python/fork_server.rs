@@ -32,7 +32,11 @@ const FORK_DEADLINE: Duration = Duration::from_secs(20);
 const END_DEADLINE: Duration = Duration::from_secs(2);
 
 /// Both halves of the Python side, run as one module.
-const SOURCE: &str = concat!(include_str!("dialects.py"), "\n\n", include_str!("worker.py"));
+const SOURCE: &str = concat!(
+    include_str!("../../../rewards/src/python/dialects.py"),
+    "\n\n",
+    include_str!("../../../rewards/src/python/worker.py")
+);
 
 /// Program of an interpreter: reads the module as a frame from its standard input, then the configuration.
 pub(super) const BOOTSTRAP: &str = "\
