@@ -12,14 +12,16 @@ use toml::{Table, Value};
 ///
 /// DESIGN in one table: groups go forward through `buffer`, versions back through `weights`, and nobody else connects
 /// the two halves. A new edge is a change of its own, argued for in its commit.
-const EDGES: [(&str, &[&str]); 9] = [
+const EDGES: [(&str, &[&str]); 10] = [
     ("trajectory", &[]),
     // GPUs know nothing of what they compute. Whoever computes or carries weights may know them: `model`, `weights`,
     // `trainer`, `rollout`, and `rlrun`.
     ("device", &[]),
     // Prompts and chat messages come in the words of `trajectory`; of everything else the model knows nothing.
     ("model", &["trajectory", "device"]),
-    ("rewards", &["trajectory", "model"]),
+    // Users' code and the sandbox know nothing of what calls them: rewards today, environments and tools later.
+    ("host", &[]),
+    ("rewards", &["trajectory", "model", "host"]),
     ("buffer", &["trajectory"]),
     ("weights", &["trajectory", "device"]),
     ("rollout", &["trajectory", "device", "model", "rewards", "buffer", "weights"]),

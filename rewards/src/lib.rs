@@ -7,11 +7,11 @@
 //! - [`spec`], [`registry`]: a reward as a recipe states it, the kinds there are, and how they are built
 //! - [`math`], [`math_dapo`], [`hendrycks`], [`gsm8k`], [`countdown`], [`exact`], [`regex`], [`format`](mod@format),
 //!   [`length`], [`repetition`]: built-ins, one pure function each
-//! - [`python`]: functions of the user, in processes that can be killed
+//! - [`python`]: functions of the user, in the process pool of `host`
 //! - [`reward_model`]: models that score
 //! - [`function`]: rewards that are Rust functions, also a user's own; [`limited`]: timeout and concurrency around any
 //! - [`http`], [`judge`]: servers and language models that are asked; one transport for both
-//! - `code`, `sandbox`: programs against tests, and what confines them (Linux)
+//! - `code`: programs against tests, in the sandbox of `host` (Linux)
 //! - [`load`]: what waits for a reward, what runs, and how long it took
 //! - [`error`]: what can go wrong, [`RewardError`]
 //!
@@ -60,14 +60,11 @@ pub mod load;
 pub mod math;
 pub mod math_dapo;
 pub mod python;
-mod reaper;
 pub mod regex;
 pub mod registry;
 pub mod repetition;
 pub mod reward;
 pub mod reward_model;
-#[cfg(target_os = "linux")]
-pub mod sandbox;
 pub mod set;
 pub mod spec;
 

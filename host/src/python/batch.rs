@@ -1,88 +1,78 @@
-//! One call: a frame of items that one worker scores, and what becomes of each when the call ends badly.
+//! A batch: the calls that one worker makes, and what becomes of each when the batch ends badly.
 //!
-//! Invariant: every job that enters [`run`] leaves it answered, or in a unit to be called again, and never both. Only the
-//! item that a timeout or a death is about is charged; where that cannot be told, its companions are called one by one.
+//! Invariant: every call that enters [`run`] leaves it answered, or in a group to be called again, and never both. Only the
+//! call that a timeout or a death is about is charged. If that is unknown, the calls of the batch are repeated one by one.
 
 use std::time::Duration;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::log::Tail;
-use super::protocol::{Broken, Frames, Report, frame};
-use super::zygote::{Exit, Forked, START_DEADLINE, Zygote, end_group};
+use super::CallError;
+use super::fork_server::{ForkServer, ForkedWorker, START_DEADLINE, WorkerExit, end_group};
+use super::log::OutputTail;
+use super::protocol::{FrameError, FrameStream, WorkerMessage, frame};
 
-/// Ends of a process that an item may be part of before it is charged with them.
+/// Deaths of a process that a call may be part of before it is charged with them.
 const DEATHS: u32 = 2;
-/// How long the parent may take to say how a worker ended.
+/// How long the fork server may take to report how a worker ended.
 const EXIT_DEADLINE: Duration = Duration::from_secs(2);
-/// What a call in an event loop may take beyond its time: it stops waiting by itself, unless the loop is blocked.
+/// Extra time for an event loop: it stops waiting at the timeout, unless a call blocks it.
 const LOOP_SLACK: Duration = Duration::from_millis(300);
 
-/// What the function said of an item: its value, if it applies, and the rest.
-pub(super) type Scored = (Option<f64>, Map<String, Value>);
-
-/// Why an item has no value.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum Failure {
-    Timeout,
-    NotFinite(f64),
-    Failed(String),
-}
-
-/// One item in the queue, and who waits for it.
+/// A call in the queue, and the channels to its caller.
 #[derive(Debug)]
-pub(super) struct Job {
-    /// The item as JSON.
-    pub(super) item: String,
-    pub(super) reply: oneshot::Sender<Result<Scored, Failure>>,
-    /// Told when a worker gets it for the first time.
-    pub(super) began: Option<oneshot::Sender<()>>,
-    /// Processes that ended while they worked on it.
+pub(super) struct QueuedCall {
+    /// Arguments as JSON.
+    pub(super) arguments: String,
+    pub(super) reply: oneshot::Sender<Result<Value, CallError>>,
+    /// Notified when a worker gets it for the first time.
+    pub(super) started: Option<oneshot::Sender<()>>,
+    /// Processes that died while they made it.
     pub(super) deaths: u32,
 }
 
-/// Jobs that are called together: one, or a whole group.
+/// Calls that are made together: one, or a whole group.
 #[derive(Debug)]
-pub(super) struct Unit {
-    pub(super) jobs: Vec<Job>,
-    /// Not to be called with others.
+pub(super) struct CallGroup {
+    pub(super) calls: Vec<QueuedCall>,
+    /// Not to be joined with other groups in one batch.
     pub(super) alone: bool,
 }
 
-/// How the function is called.
+/// How the calls of a batch are made.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rules {
+pub(super) struct BatchMode {
     /// Longest call.
     pub(super) timeout: Duration,
-    /// Once for all items.
+    /// One call of the user's code for the whole batch.
     pub(super) batch: bool,
-    /// For all items at the same time.
+    /// All calls at the same time in an event loop.
     pub(super) concurrent: bool,
-    /// Items are whole groups, which must not be taken apart.
-    pub(super) group: bool,
+    /// A batch is one whole group, which must not be split.
+    pub(super) whole_groups: bool,
 }
 
-/// A process that calls the function.
+/// A process that makes calls.
 #[derive(Debug)]
-pub(super) struct Worker {
-    frames: Frames,
+pub(super) struct PythonWorker {
+    frames: FrameStream,
     pid: i32,
-    exit: oneshot::Receiver<Exit>,
-    /// Whether it may still be there.
+    exit: oneshot::Receiver<WorkerExit>,
+    /// False once its end was reported.
     running: bool,
-    tail: Tail,
+    tail: OutputTail,
 }
 
-impl Worker {
-    /// Starts one and waits until it takes calls.
-    pub(super) async fn start(zygote: &Zygote) -> Result<Self, String> {
-        let (Forked { pid, exit }, frames, tail) = zygote.fork().await?;
+impl PythonWorker {
+    /// Starts a worker and waits until it takes calls.
+    pub(super) async fn start(server: &ForkServer) -> Result<Self, String> {
+        let (ForkedWorker { pid, exit }, frames, tail) = server.fork().await?;
         let mut worker = Self { frames, pid, exit, running: true, tail };
-        match tokio::time::timeout(START_DEADLINE, worker.frames.next::<Report>()).await {
-            Ok(Ok(Report::Ready)) => Ok(worker),
-            Ok(_) => Err(format!("a worker ended before it was ready: {}", worker.how_it_ended().await)),
+        match tokio::time::timeout(START_DEADLINE, worker.frames.next::<WorkerMessage>()).await {
+            Ok(Ok(WorkerMessage::Ready)) => Ok(worker),
+            Ok(_) => Err(format!("a worker ended before it was ready: {}", worker.end().await)),
             Err(_) => Err(format!("a worker was not ready within {} s", START_DEADLINE.as_secs())),
         }
     }
@@ -91,30 +81,29 @@ impl Worker {
         self.pid
     }
 
-    /// Resolves when an idle worker is of no use any more.
-    pub(super) async fn gone(&mut self) {
-        // Nothing is to be said between calls.
-        let _ = self.frames.next::<Report>().await;
+    /// Resolves when an idle worker has ended, or sends a message out of turn.
+    pub(super) async fn unusable(&mut self) {
+        let _ = self.frames.next::<WorkerMessage>().await;
     }
 
-    /// Ends it if it has not ended, and says how it did.
-    async fn how_it_ended(mut self) -> String {
-        // What closed its socket is about to end; what did not is ended by the drop.
+    /// Waits for the end of the worker, kills it if it does not end, and returns how it ended.
+    async fn end(mut self) -> String {
+        // A worker that closed its socket is about to end; any other is killed by the drop.
         let exit = tokio::time::timeout(EXIT_DEADLINE, &mut self.exit).await;
         self.running = exit.is_err();
         let how = match exit {
-            Ok(Ok(Exit { signal: Some(signal), .. })) => format!("killed by {}", signal_name(signal)),
-            Ok(Ok(Exit { code: Some(code), .. })) => format!("ended with exit status {code}"),
+            Ok(Ok(WorkerExit { signal: Some(signal), .. })) => format!("killed by {}", signal_name(signal)),
+            Ok(Ok(WorkerExit { code: Some(code), .. })) => format!("ended with exit status {code}"),
             Ok(_) => "ended together with the parent process of the workers".to_owned(),
             Err(_) => "closed its socket without ending".to_owned(),
         };
-        format!("{how}{}", self.tail.told_at_end().await)
+        format!("{how}{}", self.tail.text_at_end().await)
     }
 }
 
-impl Drop for Worker {
+impl Drop for PythonWorker {
     fn drop(&mut self) {
-        // Once its end is known its number may belong to another; if the parent is gone, its mark is what counts.
+        // After its end another process may have its id. If the fork server has ended, the tag finds its processes.
         if self.running && matches!(self.exit.try_recv(), Err(oneshot::error::TryRecvError::Empty)) {
             end_group(self.pid);
         }
@@ -137,185 +126,188 @@ fn signal_name(signal: i32) -> String {
     format!("signal {signal} ({name})")
 }
 
-/// What happened next in a call.
-enum Event {
-    Said(Report),
+/// The next event of a batch.
+enum BatchEvent {
+    Message(WorkerMessage),
+    /// The worker died, or sent these invalid bytes.
     Died(Option<String>),
     Late,
     Abandoned,
 }
 
-/// Lets a worker score jobs. The worker comes back if it can take another call, or why it cannot; and units that must be
+/// Has a worker make calls. Returns the worker if it can take another batch, or why it cannot, and the groups that must be
 /// called again.
 pub(super) async fn run(
-    mut worker: Worker,
-    jobs: Vec<Job>,
-    rules: Rules,
-) -> (Result<Worker, String>, Vec<Unit>) {
-    let items: Vec<_> = jobs.iter().map(|job| job.item.as_str()).collect();
-    let request = frame(format!("{{\"items\":[{}]}}", items.join(",")).as_bytes());
-    let mut call = Call { jobs: jobs.into_iter().map(Some).collect(), rules, again: false };
-    let limit = if rules.concurrent { rules.timeout + LOOP_SLACK } else { rules.timeout };
+    mut worker: PythonWorker,
+    calls: Vec<QueuedCall>,
+    mode: BatchMode,
+) -> (Result<PythonWorker, String>, Vec<CallGroup>) {
+    let arguments: Vec<_> = calls.iter().map(|call| call.arguments.as_str()).collect();
+    let request = frame(format!("{{\"calls\":[{}]}}", arguments.join(",")).as_bytes());
+    let mut batch = RunningBatch { calls: calls.into_iter().map(Some).collect(), mode, repeat: false };
+    let limit = if mode.concurrent { mode.timeout + LOOP_SLACK } else { mode.timeout };
     let mut deadline = Instant::now() + limit;
-    let late = || format!("a call took longer than {} s", rules.timeout.as_secs_f64());
+    let late = || format!("a call took longer than {} s", mode.timeout.as_secs_f64());
     match tokio::time::timeout_at(deadline, worker.frames.send(&request)).await {
         Ok(Ok(())) => {}
-        Ok(Err(_)) => return call.died(worker, None).await,
-        Err(_) => return (Err(late()), call.late()),
+        Ok(Err(_)) => return batch.died(worker, None).await,
+        Err(_) => return (Err(late()), batch.late()),
     }
     loop {
         let event = tokio::select! {
             biased;
-            report = worker.frames.next::<Report>() => match report {
-                Ok(report) => Event::Said(report),
-                Err(Broken::Ended) => Event::Died(None),
-                Err(Broken::Garbage(what)) => Event::Died(Some(what)),
+            message = worker.frames.next::<WorkerMessage>() => match message {
+                Ok(message) => BatchEvent::Message(message),
+                Err(FrameError::Closed) => BatchEvent::Died(None),
+                Err(FrameError::Invalid(what)) => BatchEvent::Died(Some(what)),
             },
-            () = tokio::time::sleep_until(deadline) => Event::Late,
-            () = call.abandoned() => Event::Abandoned,
+            () = tokio::time::sleep_until(deadline) => BatchEvent::Late,
+            () = batch.abandoned() => BatchEvent::Abandoned,
         };
         match event {
-            Event::Said(Report::Done { retire }) => {
-                let mut left = call.left();
-                if !call.again {
-                    let unreported = "its worker ended the call without a word about this item";
-                    left.drain(..).for_each(|job| job.fail(unreported.to_owned()));
+            BatchEvent::Message(WorkerMessage::Done { retire }) => {
+                let mut left = batch.unanswered();
+                if !batch.repeat {
+                    let unreported = "its worker ended the batch without a report on this call";
+                    left.drain(..).for_each(|call| call.fail(unreported.to_owned()));
                 }
                 let retired =
-                    || "it asked for it, as memory was short or a call could not be given up".to_owned();
-                return (if retire { Err(retired()) } else { Ok(worker) }, call.repeat(left));
+                    || "it asked for it: its memory was short, or a call could not be cancelled".to_owned();
+                return (if retire { Err(retired()) } else { Ok(worker) }, batch.regroup(left));
             }
-            Event::Said(report) => {
-                if let Err(what) = call.hear(report) {
-                    return call.died(worker, Some(what)).await;
+            BatchEvent::Message(message) => {
+                if let Err(what) = batch.apply(message) {
+                    return batch.died(worker, Some(what)).await;
                 }
-                if call.sequential() {
+                if batch.sequential() {
                     deadline = Instant::now() + limit;
                 }
             }
-            Event::Died(garbage) => return call.died(worker, garbage).await,
-            Event::Late => return (Err(late()), call.late()),
-            Event::Abandoned => {
-                let left = call.left();
-                return (Err("nobody waited for its call any more".to_owned()), call.repeat(left));
+            BatchEvent::Died(invalid) => return batch.died(worker, invalid).await,
+            BatchEvent::Late => return (Err(late()), batch.late()),
+            BatchEvent::Abandoned => {
+                let left = batch.unanswered();
+                return (Err("the callers stopped waiting".to_owned()), batch.regroup(left));
             }
         }
     }
 }
 
-struct Call {
-    /// Jobs that have not been answered; `None` where they have.
-    jobs: Vec<Option<Job>>,
-    rules: Rules,
-    /// Whether what is left when the worker is done shall be called again.
-    again: bool,
+struct RunningBatch {
+    /// Calls without an answer; `None` where one was sent.
+    calls: Vec<Option<QueuedCall>>,
+    mode: BatchMode,
+    /// Whether calls without an answer at the end of the batch are called again.
+    repeat: bool,
 }
 
-impl Call {
-    /// Whether its items are called one after the other.
+impl RunningBatch {
+    /// Whether the calls are made one after the other.
     fn sequential(&self) -> bool {
-        !self.rules.batch && !self.rules.concurrent
+        !self.mode.batch && !self.mode.concurrent
     }
 
-    /// Resolves when nobody waits for what is running.
+    /// Resolves when all callers of the running calls have stopped waiting.
     async fn abandoned(&mut self) {
         let sequential = self.sequential();
-        let mut running = self.jobs.iter_mut().flatten().peekable();
+        let mut running = self.calls.iter_mut().flatten().peekable();
         if running.peek().is_none() {
             return std::future::pending().await;
         }
-        for job in running {
-            job.reply.closed().await;
+        for call in running {
+            call.reply.closed().await;
             if sequential {
                 return;
             }
         }
     }
 
-    fn left(&mut self) -> Vec<Job> {
-        self.jobs.iter_mut().filter_map(Option::take).collect()
+    fn unanswered(&mut self) -> Vec<QueuedCall> {
+        self.calls.iter_mut().filter_map(Option::take).collect()
     }
 
-    fn take(&mut self, item: usize) -> Result<Job, String> {
-        let job = self.jobs.get_mut(item).and_then(Option::take);
-        job.ok_or_else(|| format!("a report on item {item}, which is not part of the call"))
+    fn take(&mut self, call: usize) -> Result<QueuedCall, String> {
+        let found = self.calls.get_mut(call).and_then(Option::take);
+        found.ok_or_else(|| format!("a report on call {call}, which is not part of the batch"))
     }
 
-    /// Answers what a report is about. An error is a report that cannot be true.
-    fn hear(&mut self, report: Report) -> Result<(), String> {
-        match report {
-            Report::Value { item, value, details } => self.take(item)?.answer(Ok((value, details))),
-            Report::NotFinite { item, value } => {
-                let value = value.parse().map_err(|_| format!("the value `{value}`"))?;
-                self.take(item)?.answer(Err(Failure::NotFinite(value)));
+    /// Answers the call of a message. The error is a message that cannot be true.
+    fn apply(&mut self, message: WorkerMessage) -> Result<(), String> {
+        match message {
+            WorkerMessage::Result { call, result } => self.take(call)?.answer(Ok(result)),
+            WorkerMessage::Error { call, reason } => self.take(call)?.fail(reason),
+            WorkerMessage::Timeout { call } => self.take(call)?.answer(Err(CallError::Timeout)),
+            WorkerMessage::Alone { call } => {
+                let found = self.take(call)?;
+                self.calls[call] = Some(found);
+                self.repeat = true;
             }
-            Report::Error { item, reason } => self.take(item)?.fail(reason),
-            Report::Timeout { item } => self.take(item)?.answer(Err(Failure::Timeout)),
-            Report::Alone { item } => {
-                let job = self.take(item)?;
-                self.jobs[item] = Some(job);
-                self.again = true;
-            }
-            Report::Raised { reason, repeat } => {
-                self.again = repeat && !self.rules.group && self.jobs.iter().flatten().count() > 1;
-                if !self.again {
-                    self.left().into_iter().for_each(|job| job.fail(reason.clone()));
+            WorkerMessage::Raised { reason, repeat } => {
+                self.repeat = repeat && !self.mode.whole_groups && self.calls.iter().flatten().count() > 1;
+                if !self.repeat {
+                    self.unanswered().into_iter().for_each(|call| call.fail(reason.clone()));
                 }
             }
-            Report::Ready | Report::Done { .. } => return Err("a report out of turn".to_owned()),
+            WorkerMessage::Ready | WorkerMessage::Done { .. } => {
+                return Err("a message out of turn".to_owned());
+            }
         }
         Ok(())
     }
 
-    /// Time is over.
-    fn late(&mut self) -> Vec<Unit> {
-        let mut left = self.left();
+    /// The timeout is over.
+    fn late(&mut self) -> Vec<CallGroup> {
+        let mut left = self.unanswered();
         if self.sequential() && !left.is_empty() {
-            left.remove(0).answer(Err(Failure::Timeout));
-        } else if self.rules.group || left.len() == 1 {
-            left.drain(..).for_each(|job| job.answer(Err(Failure::Timeout)));
+            left.remove(0).answer(Err(CallError::Timeout));
+        } else if self.mode.whole_groups || left.len() == 1 {
+            left.drain(..).for_each(|call| call.answer(Err(CallError::Timeout)));
         }
-        self.repeat(left)
+        self.regroup(left)
     }
 
-    /// The process ended, or has to.
-    async fn died(&mut self, worker: Worker, garbage: Option<String>) -> (Result<Worker, String>, Vec<Unit>) {
-        let how = match garbage {
+    /// The process died, or sent `invalid` bytes and is killed.
+    async fn died(
+        &mut self,
+        worker: PythonWorker,
+        invalid: Option<String>,
+    ) -> (Result<PythonWorker, String>, Vec<CallGroup>) {
+        let how = match invalid {
             Some(what) => {
                 let tail = worker.tail.clone();
                 drop(worker);
                 format!(
                     "the function wrote to the socket of its worker ({what}), which was ended{}",
-                    tail.told_at_end().await
+                    tail.text_at_end().await
                 )
             }
-            None => format!("its process was {}", worker.how_it_ended().await),
+            None => format!("its process was {}", worker.end().await),
         };
-        let mut left = self.left();
+        let mut left = self.unanswered();
         let charged = if self.sequential() { left.len().min(1) } else { left.len() };
-        left[..charged].iter_mut().for_each(|job| job.deaths += 1);
-        let (dead, left): (Vec<_>, Vec<_>) = left.into_iter().partition(|job| job.deaths >= DEATHS);
-        dead.into_iter().for_each(|job| job.fail(format!("{how} (the second time)")));
-        (Err(how), self.repeat(left))
+        left[..charged].iter_mut().for_each(|call| call.deaths += 1);
+        let (dead, left): (Vec<_>, Vec<_>) = left.into_iter().partition(|call| call.deaths >= DEATHS);
+        dead.into_iter().for_each(|call| call.fail(format!("{how} (the second time)")));
+        (Err(how), self.regroup(left))
     }
 
-    /// Units for what is to be called again: in order, and one by one where a culprit is among them.
-    fn repeat(&self, left: Vec<Job>) -> Vec<Unit> {
-        if self.rules.group {
-            return if left.is_empty() { Vec::new() } else { vec![Unit { jobs: left, alone: true }] };
+    /// Groups of the calls that are repeated: in order, and one by one if one of them may be the cause.
+    fn regroup(&self, left: Vec<QueuedCall>) -> Vec<CallGroup> {
+        if self.mode.whole_groups {
+            return if left.is_empty() { Vec::new() } else { vec![CallGroup { calls: left, alone: true }] };
         }
         let alone = !self.sequential();
-        left.into_iter().map(|job| Unit { jobs: vec![job], alone }).collect()
+        left.into_iter().map(|call| CallGroup { calls: vec![call], alone }).collect()
     }
 }
 
-impl Job {
-    fn answer(self, result: Result<Scored, Failure>) {
-        // Whoever asked may have stopped waiting.
+impl QueuedCall {
+    fn answer(self, result: Result<Value, CallError>) {
+        // The caller may have stopped waiting.
         let _ = self.reply.send(result);
     }
 
     pub(super) fn fail(self, reason: String) {
-        self.answer(Err(Failure::Failed(reason)));
+        self.answer(Err(CallError::Failed { reason }));
     }
 }

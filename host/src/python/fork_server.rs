@@ -1,10 +1,11 @@
-//! The warm parent process of a reward: it has imported the file of the user, and forks workers in milliseconds.
+//! The fork server: a process that has imported the user's code and forks workers in milliseconds.
 //!
-//! Invariant: no process outlives its [`Zygote`]. When this side ends, for whatever reason, the parent sees its socket
-//! close and ends every worker and all that they started; when the parent dies, this side does; when both are killed at
-//! once, the reaper does. Whatever left its session and its parent is found by the mark in its environment.
+//! Invariant: no process outlives its [`ForkServer`]. When this process ends, however it does, the fork server sees its socket
+//! close and kills every worker and all processes that they started. When the fork server dies, this process kills them; when
+//! both are killed at once, the reaper does. A process that left its session and its parent is found by the tag in its
+//! environment.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::io::{self, IoSlice, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream as Socket;
@@ -20,25 +21,24 @@ use tokio::net::UnixStream;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-use super::log::{Log, Tail};
-use super::protocol::{Broken, Config, Frames, Greeting, Hello, Notice, frame, framed, parse};
-use crate::reaper::{MARK, Mark, Reaper, Ticket};
+use super::log::{OutputLog, OutputTail};
+use super::protocol::{
+    FrameError, FrameStream, LoadedCode, ServerMessage, StartReport, WorkerConfig, frame, framed, parse,
+};
+use super::{MAX_TIMEOUT, PythonCode, StartError};
+use crate::reaper::{PoolTag, Reaper, Registration, TAG_VARIABLE};
 
-/// How long the parent may import, and a worker that is a new process.
+/// Longest import, by the fork server or by a worker that is a new process.
 pub(super) const START_DEADLINE: Duration = Duration::from_secs(60);
-/// How long the parent may take to fork.
+/// Longest fork.
 const FORK_DEADLINE: Duration = Duration::from_secs(20);
-/// How long the parent may clean up before everything is ended from here.
+/// How long the fork server may clean up before this process kills everything.
 const END_DEADLINE: Duration = Duration::from_secs(2);
 
-/// Both halves of the Python side, run as one module.
-const SOURCE: &str = concat!(
-    include_str!("../../../rewards/src/python/dialects.py"),
-    "\n\n",
-    include_str!("../../../rewards/src/python/worker.py")
-);
+/// The parts of the Python side before and after the adapter; all three run as one module.
+const SOURCE: [&str; 2] = [include_str!("user_code.py"), include_str!("worker.py")];
 
-/// Program of an interpreter: reads the module as a frame from its standard input, then the configuration.
+/// Program of an interpreter: reads the module as a frame from its standard input, then its configuration.
 pub(super) const BOOTSTRAP: &str = "\
 import os, sys, types, json
 if sys.version_info < (3, 9):
@@ -63,7 +63,7 @@ module.main(json.loads(frame()))
 
 /// How a worker ended.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Exit {
+pub(super) struct WorkerExit {
     /// The signal that ended it.
     pub(super) signal: Option<i32>,
     /// Its exit status otherwise.
@@ -72,141 +72,176 @@ pub(super) struct Exit {
 
 /// A worker that was just started.
 #[derive(Debug)]
-pub(super) struct Forked {
+pub(super) struct ForkedWorker {
     pub(super) pid: i32,
-    /// Told once; closed without a word if the parent ends first.
-    pub(super) exit: oneshot::Receiver<Exit>,
+    /// Sent once; closed without a value if the fork server ends first.
+    pub(super) exit: oneshot::Receiver<WorkerExit>,
 }
 
-/// How to start a parent.
+/// What a fork server needs to start, and to start again after it died.
 #[derive(Debug)]
-pub(super) struct Setup {
-    pub(super) python: String,
-    pub(super) config: Config,
-    pub(super) environment: BTreeMap<String, String>,
-    pub(super) log: Arc<Log>,
-    pub(super) runtime: Handle,
-    pub(super) reaper: Arc<Reaper>,
-    /// Set when nobody waits for a start any more.
+pub(super) struct ServerSetup {
+    code: PythonCode,
+    pub(super) log: Arc<OutputLog>,
+    reaper: Arc<Reaper>,
+    /// Set when the pool is dropped: a start that is under way is given up.
     pub(super) closed: AtomicBool,
 }
 
-/// The parent process and the socket that controls it.
-#[derive(Debug)]
-pub(super) struct Zygote {
-    pub(super) hello: Hello,
-    process: Arc<Process>,
-    control: Arc<UnixStream>,
-    /// Same socket, to be shut down without a runtime.
-    plug: Socket,
-    links: Arc<Mutex<Links>>,
-    /// Held while a request is under way: descriptors must arrive with their own frame.
-    turn: tokio::sync::Mutex<()>,
-    next: AtomicU64,
-    log: Arc<Log>,
+impl ServerSetup {
+    pub(super) fn runtime(&self) -> &Handle {
+        &self.code.runtime
+    }
+
+    /// Longest call.
+    pub(super) fn timeout(&self) -> Duration {
+        self.code.timeout
+    }
 }
 
-/// Who waits for what the parent will say.
+/// A process that has imported the user's code, and the socket that controls it.
+#[derive(Debug)]
+pub struct ForkServer {
+    loaded: LoadedCode,
+    setup: Arc<ServerSetup>,
+    process: Arc<ServerProcess>,
+    control: Arc<UnixStream>,
+    /// The same socket, to be shut down without a runtime.
+    shutdown: Socket,
+    pending: Arc<Mutex<PendingReplies>>,
+    /// Locked while a fork is requested: descriptors must arrive with their own frame.
+    requests: tokio::sync::Mutex<()>,
+    next: AtomicU64,
+}
+
+/// Channels for what the fork server will report.
 #[derive(Debug, Default)]
-struct Links {
-    pending: Option<(u64, oneshot::Sender<Result<Forked, String>>)>,
-    /// The group of each is known to the reaper: what a function started may have another environment.
-    exits: HashMap<i32, (oneshot::Sender<Exit>, Option<Ticket>)>,
+struct PendingReplies {
+    fork: Option<(u64, oneshot::Sender<Result<ForkedWorker, String>>)>,
+    /// By process id. The reaper knows the process group of each: programs that user code started may have lost the tag.
+    exits: HashMap<i32, (oneshot::Sender<WorkerExit>, Option<Registration>)>,
     ended: bool,
 }
 
 #[derive(Debug)]
-struct Process {
+struct ServerProcess {
     child: Mutex<Child>,
-    mark: Mark,
-    /// Until it is gone, with all that has the mark.
-    _ticket: Ticket,
+    tag: PoolTag,
+    /// Dropped when the process has ended, and all others with the tag.
+    _registration: Registration,
 }
 
-impl Zygote {
-    /// Starts the interpreter and waits until the file is imported. Blocks, and the thread must last until then: the
-    /// parent dies with it as long as it cannot see its socket close.
+impl ForkServer {
+    /// Starts the interpreter and waits until the code is imported. Blocks, and the thread must last until then: until the
+    /// import is over, the process dies with the thread that started it.
     ///
     /// # Errors
-    /// What keeps the file from being used, and what to do.
-    pub(super) fn start(setup: &Setup) -> Result<Self, String> {
+    /// Why the code cannot be used, and what to do.
+    pub fn start(mut code: PythonCode) -> Result<Self, StartError> {
+        code.timeout = code.timeout.min(MAX_TIMEOUT);
+        let log = OutputLog::open(&code.log)
+            .map_err(|error| format!("cannot write {}: {error}", code.log.display()))?;
+        let reaper = Arc::new(Reaper::start().map_err(|error| error.to_string())?);
+        let setup = ServerSetup { code, log: Arc::new(log), reaper, closed: AtomicBool::new(false) };
+        let server = Self::start_process(&Arc::new(setup))?;
+        if let Some(why) = &server.loaded.spawn {
+            let warning = format!("rlrun: workers are new processes, which start slowly: {why}\n");
+            server.setup.log.append(warning.as_bytes());
+        }
+        Ok(server)
+    }
+
+    /// The code as its adapter found it.
+    #[must_use]
+    pub fn loaded(&self) -> &LoadedCode {
+        &self.loaded
+    }
+
+    pub(super) fn setup(&self) -> &Arc<ServerSetup> {
+        &self.setup
+    }
+
+    /// [`Self::start`] with a setup that is there.
+    pub(super) fn start_process(setup: &Arc<ServerSetup>) -> Result<Self, String> {
         let failed = |error: io::Error| format!("its parent process cannot be started: {error}");
         let (ours, theirs) = Socket::pair().map_err(failed)?;
         let (output, input) = io::pipe().map_err(failed)?;
-        let (mark, ticket) = (Mark::new().map_err(failed)?, setup.reaper.ticket().map_err(failed)?);
-        ticket.add_mark(&mark).map_err(failed)?;
-        let mut command = Command::new(&setup.python);
-        command.args(["-c", BOOTSTRAP]).env_clear().envs(&setup.environment).env(MARK, mark.as_str());
+        let tag = PoolTag::new().map_err(failed)?;
+        let registration = setup.reaper.register().map_err(failed)?;
+        registration.add_tag(&tag).map_err(failed)?;
+        let python = &setup.code.interpreter;
+        let mut command = Command::new(python);
+        command.args(["-c", BOOTSTRAP]).env_clear();
+        command.envs(&setup.code.environment).env(TAG_VARIABLE, tag.as_str());
         command.stdin(OwnedFd::from(theirs)).stdout(input.try_clone().map_err(failed)?).stderr(input);
         let child = command.spawn().map_err(|error| {
-            let python = &setup.python;
             format!("`{python}` cannot be started: {error}; name an interpreter of Python 3.9 or newer in `python`")
         })?;
-        // The command holds the other ends of the socket and the pipe.
+        // The command owns the other ends of the socket and the pipe.
         drop(command);
-        let process = Arc::new(Process { child: Mutex::new(child), mark, _ticket: ticket });
-        let tail = Tail::default();
+        let process = Arc::new(ServerProcess { child: Mutex::new(child), tag, _registration: registration });
+        let tail = OutputTail::default();
         let followed = tail.follow(output, Arc::clone(&setup.log)).map_err(failed);
-        let hello = match followed.and_then(|()| greet(&ours, setup)) {
-            Ok(Greeting::Hello(hello)) => hello,
-            Ok(Greeting::Failed { reason }) => {
+        let loaded = match followed.and_then(|()| load(&ours, setup)) {
+            Ok(StartReport::Loaded(loaded)) => loaded,
+            Ok(StartReport::Failed { reason }) => {
                 process.end(Duration::ZERO);
                 return Err(reason);
             }
             Err(reason) => {
                 process.end(Duration::ZERO);
-                return Err(format!("{reason}{}", tail.told()));
+                return Err(format!("{reason}{}", tail.text()));
             }
         };
-        let plug = ours.try_clone().map_err(failed)?;
+        let shutdown = ours.try_clone().map_err(failed)?;
         ours.set_nonblocking(true).map_err(failed)?;
-        let _entered = setup.runtime.enter();
+        let _entered = setup.runtime().enter();
         let control = Arc::new(UnixStream::from_std(ours).map_err(failed)?);
-        let links = Arc::new(Mutex::new(Links::default()));
+        let pending = Arc::new(Mutex::new(PendingReplies::default()));
         let reaper = Arc::clone(&setup.reaper);
-        let frames = Frames::new(Arc::clone(&control));
-        let listening = listen(frames, reaper, Arc::clone(&links), Arc::clone(&process));
-        setup.runtime.spawn(listening);
-        let (turn, next) = (tokio::sync::Mutex::new(()), AtomicU64::new(0));
-        Ok(Self { hello, process, control, plug, links, turn, next, log: Arc::clone(&setup.log) })
+        let frames = FrameStream::new(Arc::clone(&control));
+        let listening = listen(frames, reaper, Arc::clone(&pending), Arc::clone(&process));
+        setup.runtime().spawn(listening);
+        let (requests, next) = (tokio::sync::Mutex::new(()), AtomicU64::new(0));
+        Ok(Self { loaded, setup: Arc::clone(setup), process, control, shutdown, pending, requests, next })
     }
 
     /// Whether it can still fork.
     pub(super) fn alive(&self) -> bool {
-        !lock(&self.links).ended
+        !lock(&self.pending).ended
     }
 
-    /// Process id, for tests and for people.
+    /// Process id.
     pub(super) fn pid(&self) -> u32 {
         lock(&self.process.child).id()
     }
 
-    /// Starts a worker: its process, our end of its socket, and its last output.
+    /// Starts a worker: its process, this end of its socket, and its last output.
     ///
     /// # Errors
-    /// What keeps it from being started.
-    pub(super) async fn fork(&self) -> Result<(Forked, Frames, Tail), String> {
+    /// Why it cannot be started.
+    pub(super) async fn fork(&self) -> Result<(ForkedWorker, FrameStream, OutputTail), String> {
         let failed = |error: io::Error| format!("a worker cannot be started: {error}");
         let (ours, theirs) = Socket::pair().map_err(failed)?;
         let (output, input) = io::pipe().map_err(failed)?;
         ours.set_nonblocking(true).map_err(failed)?;
         let stream = Arc::new(UnixStream::from_std(ours).map_err(failed)?);
-        let tail = Tail::default();
-        tail.follow(output, Arc::clone(&self.log)).map_err(failed)?;
+        let tail = OutputTail::default();
+        tail.follow(output, Arc::clone(&self.setup.log)).map_err(failed)?;
         let ended = || "the parent process of the workers ended".to_owned();
-        let _turn = self.turn.lock().await;
+        let _request = self.requests.lock().await;
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let (reply, answer) = oneshot::channel();
         {
-            let mut links = lock(&self.links);
-            if links.ended {
+            let mut pending = lock(&self.pending);
+            if pending.ended {
                 return Err(ended());
             }
-            links.pending = Some((id, reply));
+            pending.fork = Some((id, reply));
         }
         if self.request(id, theirs, input).await.is_err() {
-            // It is gone, and the end of its socket has not been read yet.
-            lock(&self.links).ended = true;
+            // It has ended, and the end of its socket has not been read yet.
+            lock(&self.pending).ended = true;
             return Err(ended());
         }
         let forked = match tokio::time::timeout(FORK_DEADLINE, answer).await {
@@ -216,7 +251,7 @@ impl Zygote {
                 return Err(format!("the parent process did not fork within {} s", FORK_DEADLINE.as_secs()));
             }
         };
-        Ok((forked, Frames::new(stream), tail))
+        Ok((forked, FrameStream::new(stream), tail))
     }
 
     /// Sends the two descriptors of a worker with the request to start it.
@@ -230,60 +265,60 @@ impl Zygote {
             let flags = SendFlags::empty();
             Ok(sendmsg(&self.control, &[IoSlice::new(&message)], &mut ancillary, flags)?)
         };
-        // A few bytes that nothing is in line before: they go out whole or not at all.
+        // A few bytes on a socket with an empty buffer: they are sent whole or not at all.
         self.control.async_io(Interest::WRITABLE, send).await.map(drop)
     }
 
-    /// Ends the parent, the workers and all that they started, and waits for it. May be called again.
+    /// Ends the fork server, the workers and all processes that they started, and waits for it. May be called again.
     pub(super) fn end(&self) {
-        let _ = self.plug.shutdown(std::net::Shutdown::Both);
-        lock(&self.links).ended = true;
+        let _ = self.shutdown.shutdown(std::net::Shutdown::Both);
+        lock(&self.pending).ended = true;
         self.process.end(END_DEADLINE);
     }
 }
 
-impl Drop for Zygote {
+impl Drop for ForkServer {
     fn drop(&mut self) {
         self.end();
     }
 }
 
-impl Process {
-    /// Waits for the parent up to `patience`, then ends it, and whatever bears its mark.
+impl ServerProcess {
+    /// Waits for the fork server up to `patience`, then kills it, and every process with its tag.
     fn end(&self, patience: Duration) {
         let deadline = Instant::now() + patience;
         let mut child = lock(&self.child);
         while !matches!(child.try_wait(), Ok(Some(_)) | Err(_)) {
             if Instant::now() >= deadline {
-                // An error says that it has ended meanwhile.
+                // An error means that it has ended meanwhile.
                 let _ = child.kill();
                 let _ = child.wait();
                 break;
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        end_marked(&self.mark);
+        end_tagged(&self.tag);
     }
 }
 
-/// Ends the process group of a worker.
+/// Kills the process group of a worker.
 pub(super) fn end_group(pid: i32) {
     if let Some(pid) = Pid::from_raw(pid) {
-        // It may have ended by itself.
+        // It may have ended meanwhile.
         let _ = kill_process_group(pid, Signal::KILL);
     }
 }
 
-/// Ends every process with the mark in its environment; more may have been forked while the list was read.
-fn end_marked(mark: &Mark) {
-    let wanted = format!("{MARK}={}", mark.as_str());
+/// Kills every process with the tag in its environment. Repeats until it finds none: processes fork while the list is read.
+fn end_tagged(tag: &PoolTag) {
+    let wanted = format!("{TAG_VARIABLE}={}", tag.as_str());
     for _ in 0..100 {
         let mut found = false;
         for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
             let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else {
                 continue;
             };
-            // Empty for a process that has ended and not been waited for.
+            // Empty for a zombie.
             let environment = std::fs::read(entry.path().join("environ")).unwrap_or_default();
             if environment.split(|byte| *byte == 0).any(|variable| variable == wanted.as_bytes())
                 && let Some(pid) = Pid::from_raw(pid)
@@ -299,14 +334,22 @@ fn end_marked(mark: &Mark) {
     }
 }
 
-/// Sends the module and the configuration and waits for the greeting.
-fn greet(socket: &Socket, setup: &Setup) -> Result<Greeting, String> {
+/// Sends the module and its configuration, and waits for the report on the import.
+fn load(socket: &Socket, setup: &ServerSetup) -> Result<StartReport, String> {
     let deadline = Instant::now() + START_DEADLINE;
     let ended = |_| "its interpreter ended before the file was imported".to_owned();
+    let code = &setup.code;
+    let module = [SOURCE[0], code.adapter, SOURCE[1]].join("\n\n");
+    let config = WorkerConfig {
+        adapter: &code.config,
+        timeout_s: code.timeout.as_secs_f64(),
+        memory_mb: code.memory_mb,
+        bootstrap: BOOTSTRAP,
+    };
     let mut socket = socket;
     socket.set_write_timeout(Some(START_DEADLINE)).map_err(ended)?;
-    socket.write_all(&[frame(SOURCE.as_bytes()), framed(&setup.config)].concat()).map_err(ended)?;
-    // Short, to see that nobody waits any more.
+    socket.write_all(&[frame(module.as_bytes()), framed(&config)].concat()).map_err(ended)?;
+    // Short, to notice that the pool was dropped.
     socket.set_read_timeout(Some(Duration::from_millis(100))).map_err(ended)?;
     let (mut bytes, mut part) = (Vec::new(), [0; 4096]);
     loop {
@@ -324,10 +367,12 @@ fn greet(socket: &Socket, setup: &Setup) -> Result<Greeting, String> {
             Err(_) => {}
         }
         match parse(&bytes) {
-            Ok(Some((greeting, _))) => return Ok(greeting),
+            Ok(Some((report, _))) => return Ok(report),
             Ok(None) => {}
-            Err(Broken::Garbage(what)) => return Err(format!("importing it wrote to our socket: {what}")),
-            Err(Broken::Ended) => return Err(ended(io::ErrorKind::UnexpectedEof.into())),
+            Err(FrameError::Invalid(what)) => {
+                return Err(format!("importing it wrote to the socket of its process: {what}"));
+            }
+            Err(FrameError::Closed) => return Err(ended(io::ErrorKind::UnexpectedEof.into())),
         }
         if setup.closed.load(Ordering::Relaxed) {
             return Err("the run ended".to_owned());
@@ -341,42 +386,50 @@ fn greet(socket: &Socket, setup: &Setup) -> Result<Greeting, String> {
     }
 }
 
-/// Hands on what the parent says, until it is gone; then ends what it left.
-async fn listen(mut control: Frames, reaper: Arc<Reaper>, links: Arc<Mutex<Links>>, process: Arc<Process>) {
-    while let Ok(notice) = control.next::<Notice>().await {
-        let mut links = lock(&links);
-        match notice {
-            Notice::Forked { id, pid } => {
-                let (tell, exit) = oneshot::channel();
-                // Without it the mark still finds all that kept its environment.
-                let ticket = reaper.ticket().and_then(|ticket| ticket.add(pid).map(|()| ticket)).ok();
-                links.exits.insert(pid, (tell, ticket));
-                answer(&mut links, id, Ok(Forked { pid, exit }));
+/// Passes on the messages of the fork server until it ends; then kills the processes that it left.
+async fn listen(
+    mut control: FrameStream,
+    reaper: Arc<Reaper>,
+    pending: Arc<Mutex<PendingReplies>>,
+    process: Arc<ServerProcess>,
+) {
+    while let Ok(message) = control.next::<ServerMessage>().await {
+        let mut pending = lock(&pending);
+        match message {
+            ServerMessage::Forked { id, pid } => {
+                let (sender, exit) = oneshot::channel();
+                // If this fails, the tag still finds all processes that kept their environment.
+                let registration = reaper.register().and_then(|it| it.add_process(pid).map(|()| it)).ok();
+                pending.exits.insert(pid, (sender, registration));
+                pending.answer(id, Ok(ForkedWorker { pid, exit }));
             }
-            Notice::Refused { id, reason } => answer(&mut links, id, Err(reason)),
-            Notice::Exited { pid, signal, code } => {
-                if let Some((tell, _ticket)) = links.exits.remove(&pid) {
-                    // Nobody listens to the end of a worker that was given up.
-                    let _ = tell.send(Exit { signal, code });
+            ServerMessage::Refused { id, reason } => pending.answer(id, Err(reason)),
+            ServerMessage::Exited { pid, signal, code } => {
+                if let Some((sender, _registration)) = pending.exits.remove(&pid) {
+                    // The receiver of a worker that was given up is closed.
+                    let _ = sender.send(WorkerExit { signal, code });
                 }
             }
         }
     }
     {
-        let mut links = lock(&links);
-        links.ended = true;
-        links.pending = None;
-        links.exits.clear();
+        let mut pending = lock(&pending);
+        pending.ended = true;
+        pending.fork = None;
+        pending.exits.clear();
     }
-    // The parent may be cleaning up: it closes its socket only by ending.
+    // The fork server may be cleaning up: it closes its socket only by ending.
     let _ = tokio::task::spawn_blocking(move || process.end(END_DEADLINE)).await;
 }
 
-fn answer(links: &mut Links, id: u64, result: Result<Forked, String>) {
-    if let Some((_, reply)) = links.pending.take_if(|(pending, _)| *pending == id)
-        && let Err(Ok(unwanted)) = reply.send(result)
-    {
-        end_group(unwanted.pid);
+impl PendingReplies {
+    /// Answers the request `id`, if the caller still waits for it; otherwise the worker is killed.
+    fn answer(&mut self, id: u64, result: Result<ForkedWorker, String>) {
+        if let Some((_, reply)) = self.fork.take_if(|(pending, _)| *pending == id)
+            && let Err(Ok(unwanted)) = reply.send(result)
+        {
+            end_group(unwanted.pid);
+        }
     }
 }
 

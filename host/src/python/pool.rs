@@ -1,262 +1,322 @@
-//! The queue of a reward and the workers that empty it.
+//! The queue of a process pool and the workers that empty it.
 //!
-//! Invariant: a job that was put in is answered, whatever processes do meanwhile, or its asker is gone. The queue has no
-//! bound of its own: its jobs are those of askers that wait, so whoever limits them bounds it.
+//! Invariant: a call that was submitted is answered, whatever the processes do meanwhile, unless its caller stopped waiting.
+//! The queue has no bound of its own: each call in it has a caller that waits, so the limit on callers bounds it.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tokio::sync::Notify;
+use serde_json::Value;
+use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use super::call::{Job, Rules, Unit, Worker, run};
-use super::zygote::{Setup, Zygote, lock};
+use super::CallError;
+use super::batch::{BatchMode, CallGroup, PythonWorker, QueuedCall, run};
+use super::fork_server::{ForkServer, ServerSetup, lock};
+use super::protocol::MAX_ARGUMENTS;
 
-/// Parents that may be started in [`RESTART_WINDOW`] after one died.
+/// Fork servers that may be started in [`RESTART_WINDOW`] after one died.
 const RESTARTS: usize = 5;
 /// Time over which they are counted.
 const RESTART_WINDOW: Duration = Duration::from_secs(60);
-/// Workers that may fail to start before those who wait for one are told.
+/// Failed starts of a worker after which its calls fail.
 const STARTS: u32 = 3;
-/// Items of one call are together this long, in bytes, if they are several.
-const CALL_BYTES: usize = 8 << 20;
+/// Most bytes of arguments in a batch of several calls.
+const BATCH_BYTES: usize = 8 << 20;
+/// Nanoseconds that a batch of several calls, one after the other, should take.
+const BATCH_NS: u64 = 100_000_000;
 
-/// Nanoseconds that a call of several items one after the other should take.
-const CALL_NS: u64 = 100_000_000;
+/// Sizes of a pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolOptions {
+    /// Worker processes.
+    pub workers: usize,
+    /// Most calls that a worker gets at once; groups may have more.
+    pub max_batch: usize,
+    /// Calls that are submitted together are one batch, whatever their number: user code sees the whole group.
+    pub whole_groups: bool,
+}
 
-/// Workers of one reward.
+/// Processes that call Python code, and the queue of their calls.
 #[derive(Debug)]
-pub(super) struct Pool {
-    shared: Arc<Shared>,
+pub struct ProcessPool {
+    state: Arc<PoolState>,
     slots: Vec<JoinHandle<()>>,
 }
 
+/// A call that was submitted. To drop it is to give the call up: if it is running, its worker is killed.
 #[derive(Debug)]
-struct Shared {
-    setup: Arc<Setup>,
-    rules: Rules,
+pub struct PendingCall {
+    started: oneshot::Receiver<()>,
+    reply: oneshot::Receiver<Result<Value, CallError>>,
+}
+
+#[derive(Debug)]
+struct PoolState {
+    setup: Arc<ServerSetup>,
+    mode: BatchMode,
     workers: usize,
-    /// Most items of a call.
-    batch: usize,
-    queue: Mutex<VecDeque<Unit>>,
+    max_batch: usize,
+    queue: Mutex<VecDeque<CallGroup>>,
     filled: Notify,
-    parent: Mutex<Arc<Zygote>>,
-    /// When parents were started again. Held while one is: everybody waits for the same one.
+    server: Mutex<Arc<ForkServer>>,
+    /// When fork servers were started again. Locked while one starts: all workers wait for the same one.
     restarts: tokio::sync::Mutex<VecDeque<Instant>>,
-    /// Process ids of the workers, 0 for none; for tests and for people.
+    /// Process ids of the workers; 0 for none.
     pids: Mutex<Vec<i32>>,
-    /// Workers that ended in a call.
+    /// Workers that ended in a batch.
     replaced: AtomicU64,
-    /// Nanoseconds that an item took lately, where they are called one after the other.
-    item_ns: AtomicU64,
+    /// Nanoseconds that a call took lately, where calls are made one after the other.
+    call_ns: AtomicU64,
     closed: AtomicBool,
 }
 
-impl Pool {
-    /// Starts `workers` processes under a parent that is there already.
-    pub(super) fn start(
-        setup: Arc<Setup>,
-        parent: Zygote,
-        rules: Rules,
-        workers: usize,
-        batch: usize,
-    ) -> Self {
-        let runtime = setup.runtime.clone();
-        let shared = Arc::new(Shared {
+impl ProcessPool {
+    /// Longest arguments of a call, bytes of JSON.
+    pub const MAX_ARGUMENTS: usize = MAX_ARGUMENTS;
+
+    /// Starts the workers.
+    #[must_use]
+    pub fn start(server: ForkServer, options: PoolOptions) -> Self {
+        let PoolOptions { workers, max_batch, whole_groups } = options;
+        let setup = Arc::clone(server.setup());
+        let (batch, concurrent) = (server.loaded().batch, server.loaded().concurrent);
+        let runtime = setup.runtime().clone();
+        let state = Arc::new(PoolState {
+            mode: BatchMode { timeout: setup.timeout(), batch, concurrent, whole_groups },
             setup,
-            rules,
             workers,
-            batch,
+            max_batch,
             queue: Mutex::default(),
             filled: Notify::new(),
-            parent: Mutex::new(Arc::new(parent)),
+            server: Mutex::new(Arc::new(server)),
             restarts: tokio::sync::Mutex::default(),
             pids: Mutex::new(vec![0; workers]),
             replaced: AtomicU64::new(0),
-            item_ns: AtomicU64::new(0),
+            call_ns: AtomicU64::new(0),
             closed: AtomicBool::new(false),
         });
-        let slots = (0..workers).map(|number| runtime.spawn(slot(Arc::clone(&shared), number))).collect();
-        Self { shared, slots }
+        let slots = (0..workers).map(|number| runtime.spawn(slot(Arc::clone(&state), number))).collect();
+        Self { state, slots }
     }
 
-    /// Puts jobs last in line.
-    pub(super) fn enqueue(&self, units: impl IntoIterator<Item = Unit>) {
-        let mut queue = lock(&self.shared.queue);
+    /// Appends calls to the queue, each with its arguments as JSON. They may run in any order and share batches with others;
+    /// with [`PoolOptions::whole_groups`] they are one batch.
+    #[must_use]
+    pub fn submit(&self, calls: Vec<String>) -> Vec<PendingCall> {
+        let (queued, pending): (Vec<_>, Vec<_>) = calls.into_iter().map(queued).unzip();
+        if self.state.mode.whole_groups {
+            let group = CallGroup { calls: queued, alone: true };
+            self.enqueue((!group.calls.is_empty()).then_some(group));
+        } else {
+            self.enqueue(queued.into_iter().map(|call| CallGroup { calls: vec![call], alone: false }));
+        }
+        pending
+    }
+
+    fn enqueue(&self, groups: impl IntoIterator<Item = CallGroup>) {
+        let mut queue = lock(&self.state.queue);
         let before = queue.len();
-        queue.extend(units);
+        queue.extend(groups);
         let added = queue.len() - before;
         drop(queue);
-        for _ in 0..added.min(self.shared.workers) {
-            self.shared.filled.notify_one();
+        for _ in 0..added.min(self.state.workers) {
+            self.state.filled.notify_one();
         }
     }
 
-    /// Workers that ended in a call, by themselves or because they had to.
-    pub(super) fn replaced(&self) -> u64 {
-        self.shared.replaced.load(Ordering::Relaxed)
+    /// How many workers ended in a batch and were replaced: killed, crashed, or out of memory.
+    #[must_use]
+    pub fn replaced(&self) -> u64 {
+        self.state.replaced.load(Ordering::Relaxed)
     }
 
-    /// Process ids: the parent first, then the workers that are there now.
-    pub(super) fn processes(&self) -> Vec<u32> {
-        let workers = lock(&self.shared.pids);
+    /// Process ids now: of the fork server, then of the workers.
+    #[must_use]
+    pub fn processes(&self) -> Vec<u32> {
+        let workers = lock(&self.state.pids);
         let workers = workers.iter().filter_map(|pid| u32::try_from(*pid).ok().filter(|pid| *pid != 0));
-        std::iter::once(lock(&self.shared.parent).pid()).chain(workers).collect()
+        std::iter::once(lock(&self.state.server).pid()).chain(workers).collect()
     }
 }
 
-impl Drop for Pool {
+/// A call for the queue, and its other half for the caller.
+fn queued(arguments: String) -> (QueuedCall, PendingCall) {
+    let ((send_reply, reply), (send_started, started)) = (oneshot::channel(), oneshot::channel());
+    let call = QueuedCall { arguments, reply: send_reply, started: Some(send_started), deaths: 0 };
+    (call, PendingCall { started, reply })
+}
+
+impl PendingCall {
+    /// Waits until a worker has the call, or the call has failed before.
+    pub async fn started(&mut self) {
+        // An error means that no worker got the call; its result is the reason.
+        let _ = (&mut self.started).await;
+    }
+
+    /// Waits for the result.
+    ///
+    /// # Errors
+    /// The call failed, or the pool was dropped.
+    pub async fn result(self) -> Result<Value, CallError> {
+        let dropped = || CallError::Failed { reason: "the run ended".to_owned() };
+        self.reply.await.unwrap_or_else(|_| Err(dropped()))
+    }
+}
+
+impl Drop for ProcessPool {
     fn drop(&mut self) {
-        self.shared.closed.store(true, Ordering::Relaxed);
-        self.shared.setup.closed.store(true, Ordering::Relaxed);
+        self.state.closed.store(true, Ordering::Relaxed);
+        self.state.setup.closed.store(true, Ordering::Relaxed);
         self.slots.iter().for_each(JoinHandle::abort);
-        let parent = Arc::clone(&lock(&self.shared.parent));
-        parent.end();
-        // Their askers learn of it by the closed channels.
-        lock(&self.shared.queue).clear();
+        let server = Arc::clone(&lock(&self.state.server));
+        server.end();
+        // The callers learn of it by the closed channels.
+        lock(&self.state.queue).clear();
     }
 }
 
 /// Keeps one worker alive and busy.
-async fn slot(shared: Arc<Shared>, number: usize) {
-    let mut held: Option<Worker> = None;
+async fn slot(state: Arc<PoolState>, number: usize) {
+    let mut idle: Option<PythonWorker> = None;
     loop {
-        if held.is_none() {
-            // Before there is work, so that the work need not wait. If that fails, it is tried again when there is.
-            held = shared.worker(number).await.ok();
+        if idle.is_none() {
+            // Before there are calls, so that they need not wait. If it fails, it is tried again when there are.
+            idle = state.worker(number).await.ok();
         }
-        let jobs = match &mut held {
+        let calls = match &mut idle {
             Some(worker) => tokio::select! {
-                jobs = shared.take() => jobs,
-                () = worker.gone() => {
-                    held = None;
-                    lock(&shared.pids)[number] = 0;
+                calls = state.take() => calls,
+                () = worker.unusable() => {
+                    idle = None;
+                    lock(&state.pids)[number] = 0;
                     continue;
                 }
             },
-            None => shared.take().await,
+            None => state.take().await,
         };
-        let worker = match held.take() {
+        let worker = match idle.take() {
             Some(worker) => worker,
-            None => match shared.worker(number).await {
+            None => match state.worker(number).await {
                 Ok(worker) => worker,
                 Err(reason) => {
-                    jobs.into_iter().for_each(|job| job.fail(reason.clone()));
+                    calls.into_iter().for_each(|call| call.fail(reason.clone()));
                     continue;
                 }
             },
         };
-        let (pid, count, begun) = (worker.pid(), jobs.len(), Instant::now());
-        let (kept, again) = run(worker, jobs, shared.rules).await;
-        shared.took(begun.elapsed(), count);
-        shared.put_back(again);
+        let (pid, count, started) = (worker.pid(), calls.len(), Instant::now());
+        let (kept, repeated) = run(worker, calls, state.mode).await;
+        state.record_time(started.elapsed(), count);
+        state.requeue(repeated);
         match kept {
-            Ok(worker) => held = Some(worker),
+            Ok(worker) => idle = Some(worker),
             Err(why) => {
-                lock(&shared.pids)[number] = 0;
-                shared.replaced.fetch_add(1, Ordering::Relaxed);
+                lock(&state.pids)[number] = 0;
+                state.replaced.fetch_add(1, Ordering::Relaxed);
                 let line = format!("rlrun: worker {pid} is replaced: {why}\n");
-                shared.setup.log.append(line.as_bytes());
+                state.setup.log.append(line.as_bytes());
             }
         }
     }
 }
 
-impl Shared {
-    /// Waits for jobs that fit into one call, and takes them. Nothing is taken if the future is dropped.
-    async fn take(&self) -> Vec<Job> {
+impl PoolState {
+    /// Waits for calls that fit into one batch, and takes them. Nothing is taken if the future is dropped.
+    async fn take(&self) -> Vec<QueuedCall> {
         loop {
             let filled = self.filled.notified();
-            if let Some(jobs) = self.pop() {
-                return jobs;
+            if let Some(calls) = self.pop() {
+                return calls;
             }
             filled.await;
         }
     }
 
-    fn pop(&self) -> Option<Vec<Job>> {
+    fn pop(&self) -> Option<Vec<QueuedCall>> {
         let mut queue = lock(&self.queue);
-        // Nobody waits for them any more.
-        queue.retain(|unit| unit.jobs.iter().any(|job| !job.reply.is_closed()));
-        // What waits is shared among the workers.
-        let share = queue.len().div_ceil(self.workers).min(self.batch).min(self.at_once());
+        // Calls whose callers have stopped waiting are dropped.
+        queue.retain(|group| group.calls.iter().any(|call| !call.reply.is_closed()));
+        // The workers share the queue.
+        let share = queue.len().div_ceil(self.workers).min(self.max_batch).min(self.short_batch());
         let first = queue.pop_front()?;
-        let together = !first.alone && !self.rules.group;
-        let mut jobs = first.jobs;
-        let mut bytes: usize = jobs.iter().map(|job| job.item.len()).sum();
-        while together && jobs.len() < share {
-            let fits = |unit: &Unit| !unit.alone && bytes + unit.jobs[0].item.len() <= CALL_BYTES;
-            let Some(mut unit) = queue.pop_front_if(|unit| fits(unit)) else { break };
-            bytes += unit.jobs[0].item.len();
-            jobs.append(&mut unit.jobs);
+        let together = !first.alone && !self.mode.whole_groups;
+        let mut calls = first.calls;
+        let mut bytes: usize = calls.iter().map(|call| call.arguments.len()).sum();
+        while together && calls.len() < share {
+            let fits =
+                |group: &CallGroup| !group.alone && bytes + group.calls[0].arguments.len() <= BATCH_BYTES;
+            let Some(mut group) = queue.pop_front_if(|group| fits(group)) else { break };
+            bytes += group.calls[0].arguments.len();
+            calls.append(&mut group.calls);
         }
         drop(queue);
-        for began in jobs.iter_mut().filter_map(|job| job.began.take()) {
-            // Whoever asked may have stopped waiting.
-            let _ = began.send(());
+        for started in calls.iter_mut().filter_map(|call| call.started.take()) {
+            // The caller may have stopped waiting.
+            let _ = started.send(());
         }
-        Some(jobs)
+        Some(calls)
     }
 
-    /// Items of a call that will be over soon: another worker may be idle before a long one is.
-    fn at_once(&self) -> usize {
-        if self.rules.concurrent {
+    /// Most calls of a batch that ends soon: another worker may be idle before a long one ends.
+    fn short_batch(&self) -> usize {
+        if self.mode.concurrent {
             return usize::MAX;
         }
-        let item_ns = self.item_ns.load(Ordering::Relaxed).max(1);
-        // A batch has one timeout for all of its items: as many as take half of it.
-        let half = u64::try_from(self.rules.timeout.as_nanos() / 2).unwrap_or(u64::MAX);
-        let time = if self.rules.batch { half } else { CALL_NS };
-        usize::try_from(time / item_ns).unwrap_or(usize::MAX).max(1)
+        let call_ns = self.call_ns.load(Ordering::Relaxed).max(1);
+        // One call for a whole batch has one timeout: the batch should take half of it.
+        let half = u64::try_from(self.mode.timeout.as_nanos() / 2).unwrap_or(u64::MAX);
+        let time = if self.mode.batch { half } else { BATCH_NS };
+        usize::try_from(time / call_ns).unwrap_or(usize::MAX).max(1)
     }
 
-    /// Remembers how long items take: a mean that halves what it knew before.
-    fn took(&self, time: Duration, items: usize) {
-        let each = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX) / items.max(1) as u64;
-        let known = self.item_ns.load(Ordering::Relaxed);
-        self.item_ns.store(known / 2 + each / 2, Ordering::Relaxed);
+    /// Updates the moving average of the time of a call; the newest batch counts half.
+    fn record_time(&self, time: Duration, calls: usize) {
+        let each = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX) / calls.max(1) as u64;
+        let known = self.call_ns.load(Ordering::Relaxed);
+        self.call_ns.store(known / 2 + each / 2, Ordering::Relaxed);
     }
 
-    /// Puts jobs first in line, in their order.
-    fn put_back(&self, units: Vec<Unit>) {
-        for unit in units.into_iter().rev() {
-            lock(&self.queue).push_front(unit);
+    /// Puts calls at the front of the queue, in their order.
+    fn requeue(&self, groups: Vec<CallGroup>) {
+        for group in groups.into_iter().rev() {
+            lock(&self.queue).push_front(group);
             self.filled.notify_one();
         }
     }
 
-    /// A new worker; a new parent too, if there is none to fork it.
-    async fn worker(&self, number: usize) -> Result<Worker, String> {
+    /// A new worker, and a new fork server if there is none.
+    async fn worker(&self, number: usize) -> Result<PythonWorker, String> {
         let mut failures = 0;
         loop {
-            let parent = self.parent().await?;
-            match Worker::start(&parent).await {
+            let server = self.server().await?;
+            match PythonWorker::start(&server).await {
                 Ok(worker) => {
                     lock(&self.pids)[number] = worker.pid();
                     return Ok(worker);
                 }
-                Err(reason) if parent.alive() => {
+                Err(reason) if server.alive() => {
                     failures += 1;
                     if failures == STARTS {
                         return Err(reason);
                     }
                 }
-                // Bounded by the restarts.
+                // The limit on restarts bounds this loop.
                 Err(_) => {}
             }
         }
     }
 
-    async fn parent(&self) -> Result<Arc<Zygote>, String> {
+    async fn server(&self) -> Result<Arc<ForkServer>, String> {
         let mut restarts = self.restarts.lock().await;
-        let parent = Arc::clone(&lock(&self.parent));
-        if parent.alive() {
-            return Ok(parent);
+        let server = Arc::clone(&lock(&self.server));
+        if server.alive() {
+            return Ok(server);
         }
-        drop(parent);
+        drop(server);
         let now = Instant::now();
         restarts.retain(|then| now.duration_since(*then) < RESTART_WINDOW);
         if restarts.len() >= RESTARTS {
@@ -269,13 +329,13 @@ impl Shared {
         }
         restarts.push_back(now);
         let setup = Arc::clone(&self.setup);
-        let started = tokio::task::spawn_blocking(move || Zygote::start(&setup)).await;
-        let parent = Arc::new(started.map_err(|_| "the run ended".to_owned())??);
-        // What was not seen by the drop of the pool is ended by the drop of the parent.
+        let started = tokio::task::spawn_blocking(move || ForkServer::start_process(&setup)).await;
+        let server = Arc::new(started.map_err(|_| "the run ended".to_owned())??);
+        // If the pool was dropped meanwhile, the drop of this server ends it.
         if self.closed.load(Ordering::Relaxed) {
             return Err("the run ended".to_owned());
         }
-        *lock(&self.parent) = Arc::clone(&parent);
-        Ok(parent)
+        *lock(&self.server) = Arc::clone(&server);
+        Ok(server)
     }
 }

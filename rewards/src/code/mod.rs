@@ -26,8 +26,8 @@ use self::run::{Runner, Trial, Verdict};
 use self::suite::Suite;
 use crate::registry::Kind;
 use crate::reward::{Judged, each};
-use crate::sandbox::{Choice, Limits, Method, Sandbox, View, view};
 use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
+use host::sandbox::{Choice, Limits, Method, Sandbox, View, view};
 
 const PYTHON: &str = "python";
 /// As the testers of APPS and LiveCodeBench, which allow 6 to 10 seconds.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use crate::sandbox::{Choice, End, Job, Limits, Sandbox, View, view};
+use host::sandbox::{Choice, End, Job, Limits, Sandbox, View, view};
 
 /// Prints what [`Interpreter`] holds.
 const QUESTION: &str = "import json, sys; print(json.dumps({'executable': sys.executable, 'directories': \

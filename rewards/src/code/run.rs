@@ -12,8 +12,7 @@ use serde_json::{Value, json};
 
 use super::compare::{same_output, same_value};
 use super::suite::{Call, Streams, Suite};
-use crate::reaper::{hex, random};
-use crate::sandbox::{Dialog, End, Job, Limits, Ran, Sandbox, SandboxError};
+use host::sandbox::{Dialog, End, Job, Limits, Ran, Sandbox, SandboxError};
 
 const HARNESS: &str = include_str!("harness.py");
 /// Imports that tasks with a given signature take for granted.
@@ -405,7 +404,7 @@ fn environment() -> Vec<(String, String)> {
 
 /// A word that a program cannot guess, whatever words it has seen.
 fn nonce() -> Result<String, SandboxError> {
-    Ok(hex(&random::<16>()?))
+    Ok(host::random::hex(16)?)
 }
 
 fn line(order: &Value) -> Vec<u8> {

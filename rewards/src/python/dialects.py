@@ -1,32 +1,25 @@
 """How a reward function is found, recognised and called: the conventions of TRL, verl, OpenRLHF, AReaL, slime, verifiers.
 
-Half of the module that worker.py opens; nothing here knows of processes. A dialect is a pair of pure functions: from
-items (JSON as item.rs writes it) to the arguments of a call, and from what came back to (value, details) of each item.
+An adapter of the process pool (host/src/python/user_code.py says what that is): it runs between user_code.py and worker.py as
+one module, and knows nothing of processes. A dialect is a pair of pure functions: from items (JSON as item.rs writes it) to
+the arguments of a call, and from what it returned to (value, details) of each item.
 
 Invariant: nothing is guessed. A file with several candidates, or a function whose parameters fit two dialects, is an
 error that lists the choices; so is a result of another length or type than the dialect's.
 """
 
 import enum
-import importlib
 import importlib.util
 import inspect
 import math
 import numbers
-import os
 import sys
 import types
 
+# ruff: noqa: F821 (Unusable, InvalidResult, import_code and others are those of user_code.py)
+
 # Longest text among the details of a sample, in characters, and deepest nesting.
 DETAIL_CHARS, DETAIL_DEPTH = 20_000, 6
-
-
-class Unclear(Exception):
-    """The file cannot be used as it is; the message says what to change."""
-
-
-class Wrong(Exception):
-    """The function returned something that its dialect does not allow."""
 
 
 # Finding the function
@@ -36,49 +29,22 @@ def load(config):
     """Imports what `path` names and wraps its reward function."""
     name = config.get("function")
     if config.get("source") is not None:
-        module = types.ModuleType("rlrun_source")
-        exec(compile(config["source"], "<source>", "exec"), module.__dict__)
-    else:
-        target, _, after = config["path"].rpartition(":")
-        if target and after.isidentifier():
-            if name not in (None, after):
-                raise Unclear(f"`path` names the function `{after}`, `function` names `{name}`; leave one of them out")
-            name = after
-        else:
-            target = config["path"]
-        module = load_file(target) if target.endswith(".py") or os.path.isfile(target) else load_module(target)
-    return choose(module, name, config)
-
-
-def load_file(path):
-    path = os.path.abspath(path)
-    sys.path.insert(0, os.path.dirname(path))  # helpers beside the file
-    stand_in()
-    name = os.path.splitext(os.path.basename(path))[0]
-    if not name.isidentifier() or name in sys.modules:
-        name = "rlrun_reward_file"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None:
-        raise Unclear(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look modules up by name
-    spec.loader.exec_module(module)
-    return module
+        return choose(import_source(config["source"]), name, config)
+    target, after = split_target(config["path"])
+    if after is not None:
+        if name not in (None, after):
+            raise Unusable(f"`path` names the function `{after}`, `function` names `{name}`; leave one of them out")
+        name = after
+    return choose(import_code(target, stand_in), name, config)
 
 
 def stand_in():
-    """Lets files import slime's Sample, if only for their annotations, where slime with all that it needs is not there."""
+    """A stand-in for slime where it is not installed, so that files can import its Sample for their annotations."""
     if importlib.util.find_spec("slime") is None:
         for name in ("slime", "slime.utils", "slime.utils.types"):
             module = sys.modules[name] = types.ModuleType(name)
-            module.__path__ = []  # what else is imported from it is missing as it would be
+            module.__path__ = []  # importing another name from it fails as without the stand-in
         module.Sample = Sample
-
-
-def load_module(name):
-    sys.path.insert(0, os.getcwd())
-    stand_in()
-    return importlib.import_module(name)
 
 
 def choose(module, name, config):
@@ -86,32 +52,27 @@ def choose(module, name, config):
     if name is not None:
         found = vars(module).get(name)
         if found is None:
-            own = ", ".join(sorted(functions(module))) or "none"
-            raise Unclear(f"there is no `{name}`; the functions of the file are: {own}")
+            own = ", ".join(sorted(own_functions(module))) or "none"
+            raise Unusable(f"there is no `{name}`; the functions of the file are: {own}")
         candidates = {name: found}
     else:
-        candidates = {key: value for key, value in vars(module).items() if weighted(value)} or functions(module)
+        candidates = {key: value for key, value in vars(module).items() if weighted(value)} or own_functions(module)
         fit = {key: value for key, value in candidates.items() if fitting(value) and wanted in ("auto", *fitting(value))}
         candidates = fit or candidates
     if len(candidates) != 1:
         listed = "".join(f"\n  {key}{signature_text(value)}: {' or '.join(fitting(value)) or 'no dialect'}" for key, value in candidates.items())
         if not candidates:
-            raise Unclear("it defines no function; define one in the file itself, or name an imported one in `function`")
-        raise Unclear("several functions could be the reward; name one in `function`:" + listed)
+            raise Unusable("it defines no function; define one in the file itself, or name an imported one in `function`")
+        raise Unusable("several functions could be the reward; name one in `function`:" + listed)
     [(name, found)] = candidates.items()
     if not weighted(found) and not callable(found):
-        raise Unclear(f"`{name}` is {describe(found)}, which is not a function")
+        raise Unusable(f"`{name}` is {describe(found)}, which is not a function")
     dialects = [wanted] if wanted != "auto" else fitting(found)
     if len(dialects) != 1:
         fits = "fits no dialect by its parameter names" if not dialects else "fits several dialects: " + ", ".join(dialects)
         every = ", ".join([*ONE, *MANY])
-        raise Unclear(f"`{name}{signature_text(found)}` {fits}; say which in `dialect` (one of {every})")
+        raise Unusable(f"`{name}{signature_text(found)}` {fits}; say which in `dialect` (one of {every})")
     return Subject(name, found, dialects[0], config.get("parameters") or {}, module)
-
-
-def functions(module):
-    own = {key: value for key, value in vars(module).items() if not key.startswith("_") and inspect.isfunction(value)}
-    return {key: value for key, value in own.items() if value.__module__ == module.__name__ or module.__name__ == "rlrun_source"}
 
 
 def weighted(found):
@@ -203,7 +164,7 @@ class Subject:
         if parts:
             self.parser = getattr(found, "parser", self.parser)
             if dialect not in ("verifiers", "verifiers_group"):
-                raise Unclear(f"`{name}` is a rubric; its dialect is verifiers or verifiers_group, not {dialect}")
+                raise Unusable(f"`{name}` is a rubric; its dialect is verifiers or verifiers_group, not {dialect}")
             found = rubric(*parts, group=dialect == "verifiers_group")
         self.function = found
         self.names, self.keywords = signature(found)
@@ -214,28 +175,28 @@ class Subject:
         self.concurrent = not self.batch and (inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(call))
         unknown = [key for key in parameters if not self.keywords and key not in self.names]
         if unknown and dialect not in ("slime", "slime_group"):
-            raise Unclear(f"`{name}` takes no `{unknown[0]}`; its parameters are {signature_text(found)}")
+            raise Unusable(f"`{name}` takes no `{unknown[0]}`; its parameters are {signature_text(found)}")
 
-    def hello(self):
+    def describe(self):
         needs = {"trl": ["completion_ids"], "openrlhf": ["query"], "areal": ["prompt_ids", "completion_ids", "query"]}
         needs["slime"] = needs["slime_group"] = ["prompt_ids", "completion_ids"]
-        kinds = {"batch": self.batch, "group": self.group, "concurrent": self.concurrent}
-        return {"kind": "hello", "dialect": self.dialect, "function": self.name, "needs": needs.get(self.dialect, []), **kinds}
+        needs = needs.get(self.dialect, [])
+        return {"dialect": self.dialect, "function": self.name, "needs": needs, "group": self.group}
 
-    def score_one(self, item, result):
-        return self.read(result(self.invoke(item, {})), self)
+    def call_one(self, item, result):
+        return outcome(*self.read(result(self.invoke(item, {})), self))
 
-    async def score_async(self, item):
-        return self.read(await self.invoke(item, {}), self)
+    async def call_async(self, item):
+        return outcome(*self.read(await self.invoke(item, {}), self))
 
-    def score_all(self, items, result):
+    def call_all(self, items, result):
         extras = {}
         returned = result(self.invoke(items, extras))
         outcomes = [self.read(value, self) for value in listing(returned, len(items), f"the result of `{self.name}`")]
         for key, values in extras.items():
             for (_, details), value in zip(outcomes, values):
                 details[key] = detail(value)
-        return outcomes
+        return [outcome(*found) for found in outcomes]
 
     def invoke(self, items, extras):
         positional, keywords = self.arguments(items, self, extras)
@@ -367,7 +328,7 @@ def openrlhf_read(value, _):
     if not isinstance(value, dict):
         return number(first(value)), {}
     if "rewards" not in value:
-        raise Wrong(f"a dict with the key `rewards` was expected, but one with {sorted(map(str, value))} came")
+        raise InvalidResult(f"a dict with the key `rewards` was expected, but one with {sorted(map(str, value))} came")
     details = {str(key): detail(first(part)) for key, part in (value.get("extra_logs") or {}).items()}
     if value.get("scores") is not None:
         details["scores"] = detail(first(value["scores"]))
@@ -477,12 +438,19 @@ MANY = {
 # Results
 
 
+def outcome(value, details):
+    """An outcome as JSON; NaN and infinities are text."""
+    if value is not None and value - value != 0.0:
+        return {"not_finite": str(value)}
+    return {"value": value, "details": details}
+
+
 def scored(value, key):
     """A number, or a dict with the number under `key` and details beside it."""
     if not isinstance(value, dict):
         return number(value), {}
     if key not in value:
-        raise Wrong(f"a dict with the key `{key}` was expected, but one with {sorted(map(str, value))} came")
+        raise InvalidResult(f"a dict with the key `{key}` was expected, but one with {sorted(map(str, value))} came")
     return number(value[key]), {str(name): detail(part) for name, part in value.items() if name != key}
 
 
@@ -494,18 +462,18 @@ def number(value):
         try:
             return as_float(value.item())
         except (ValueError, RuntimeError, TypeError):
-            raise Wrong(f"a number was expected, but {describe(value)} came") from None
+            raise InvalidResult(f"a number was expected, but {describe(value)} came") from None
     if isinstance(value, numbers.Number) and not isinstance(value, complex) or type(value).__name__ == "Decimal":
         return as_float(value)
     hint = "; does the function return in every case?" if value is None else ""
-    raise Wrong(f"a number was expected, but {describe(value)} came{hint}")
+    raise InvalidResult(f"a number was expected, but {describe(value)} came{hint}")
 
 
 def as_float(value):
     try:
         return float(value)
     except OverflowError:
-        raise Wrong("a number was expected, but an integer too large for a float came") from None
+        raise InvalidResult("a number was expected, but an integer too large for a float came") from None
 
 
 def first(value):
@@ -516,7 +484,7 @@ def first(value):
     if not isinstance(value, (list, tuple)):
         return value
     if len(value) != 1:
-        raise Wrong(f"one value was expected for one query, but {describe(value)} came")
+        raise InvalidResult(f"one value was expected for one query, but {describe(value)} came")
     return first(value[0])
 
 
@@ -524,9 +492,9 @@ def listing(value, length, what):
     """A list of one element for each item, out of a list, a tuple, or an array."""
     found = value.tolist() if callable(getattr(value, "tolist", None)) else value
     if not isinstance(found, (list, tuple)):
-        raise Wrong(f"{what} must be a list of {length}, one for each completion, but {describe(value)} came")
+        raise InvalidResult(f"{what} must be a list of {length}, one for each completion, but {describe(value)} came")
     if len(found) != length:
-        raise Wrong(f"{what} must have {length} values, one for each completion, but it has {len(found)}")
+        raise InvalidResult(f"{what} must have {length} values, one for each completion, but it has {len(found)}")
     return found
 
 
@@ -547,11 +515,6 @@ def detail(value, depth=0):
     if depth < DETAIL_DEPTH and isinstance(value, (list, tuple)):
         return [detail(part, depth + 1) for part in value]
     return clean(repr(value)[:1000])
-
-
-def clean(text):
-    """Without lone surrogates, which JSON cannot carry."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def describe(value):

@@ -1,21 +1,21 @@
-//! A trajectory as the Python side sees it, whatever the dialect.
+//! A trajectory as the arguments of a call, the same for all dialects.
 //!
-//! Invariant: an item is complete when it is put in line; the worker that gets it needs nothing else. Token ids and decoded
-//! text are only written for dialects that want them.
+//! Invariant: an item is complete when it is submitted; the worker that gets it needs nothing else. Token ids and decoded
+//! text are only written for dialects that need them.
 
 use std::fmt;
 use std::sync::Arc;
 
+use host::python::ProcessPool;
 use serde::Serialize;
 use serde_json::{Map, Value};
 use trajectory::Prompt;
 
-use super::protocol::{Hello, MAX_FRAME};
 use crate::RewardInput;
 use crate::registry::Decode;
 
-/// What the dialect of the function wants beside what all want.
-pub(super) struct Needs {
+/// The fields that the dialect of a function needs beside those of all items.
+pub(super) struct ItemFields {
     prompt_ids: bool,
     completion_ids: bool,
     query: bool,
@@ -23,9 +23,9 @@ pub(super) struct Needs {
     max_steps: u64,
 }
 
-impl fmt::Debug for Needs {
+impl fmt::Debug for ItemFields {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Needs").field("query", &self.query).finish_non_exhaustive()
+        f.debug_struct("ItemFields").field("query", &self.query).finish_non_exhaustive()
     }
 }
 
@@ -54,9 +54,9 @@ struct Item<'a> {
     query: Option<String>,
 }
 
-impl Needs {
-    pub(super) fn new(hello: &Hello, decode: Option<Arc<Decode>>, max_steps: u64) -> Self {
-        let needs = |name: &str| hello.needs.iter().any(|need| need == name);
+impl ItemFields {
+    pub(super) fn new(needs: &[String], decode: Option<Arc<Decode>>, max_steps: u64) -> Self {
+        let needs = |name: &str| needs.iter().any(|need| need == name);
         let (prompt_ids, completion_ids) = (needs("prompt_ids"), needs("completion_ids"));
         Self { prompt_ids, completion_ids, query: needs("query"), decode, max_steps }
     }
@@ -87,12 +87,9 @@ impl Needs {
             query,
         };
         let text = serde_json::to_string(&item).map_err(|error| error.to_string())?;
-        // Some room for what the frame has around it.
-        if text.len() > MAX_FRAME - 1024 {
-            return Err(format!(
-                "it is {} bytes as JSON, where {MAX_FRAME} are the most there can be",
-                text.len()
-            ));
+        if text.len() > ProcessPool::MAX_ARGUMENTS {
+            let most = ProcessPool::MAX_ARGUMENTS;
+            return Err(format!("it is {} bytes as JSON; the most are {most}", text.len()));
         }
         Ok(text)
     }

@@ -1,4 +1,4 @@
-//! Math-Verify, run by the interpreter of the user: the last word on answers that the grader of kind `math` cannot judge.
+//! Math-Verify, run by the user's interpreter: it decides on answers that the grader of kind `math` cannot judge.
 //!
 //! Invariant: the verdict is Math-Verify's own, reference first, with its default extraction and its own time limits.
 
@@ -6,8 +6,8 @@ use super::PythonReward;
 use crate::registry::RewardContext;
 use crate::{Reward, RewardError, RewardSpec};
 
-/// A function in the dialect of verifiers. A reference without delimiters is mathematics, and is told so: Math-Verify would
-/// otherwise look for the first number in it.
+/// A function in the dialect of verifiers. A reference without delimiters is put between dollar signs: otherwise Math-Verify
+/// would look for the first number in it.
 const SOURCE: &str = r#"
 from math_verify import parse, verify
 

@@ -1,52 +1,32 @@
-//! `python`: a function of the user, as it was written for TRL, verl, OpenRLHF, AReaL, slime or verifiers, called in
-//! processes that can be killed.
+//! `python`: a function of the user, as it was written for TRL, verl, OpenRLHF, AReaL, slime or verifiers, called in the
+//! process pool of `host`.
 //!
 //! # Layout
-//! - `dialects.py`, `worker.py`: the Python side, embedded; how functions are found, recognised and called
-//! - `zygote`: the parent process that imports the file once and forks the workers
-//! - `pool`: the queue and the workers; `call`: one call and what becomes of its items when it ends badly
-//! - `item`, `protocol`, `log`: what goes to the processes, and what comes back
+//! - `dialects.py`: the adapter of the pool, embedded: how functions are found, recognised and called
+//! - `item`: a trajectory as the arguments of a call
 //! - `math_verify`: a pool that runs Math-Verify
 //!
-//! # What ends with what
-//! A call that takes longer than `timeout_s` ends with its whole process group, and with what left the group: a worker's
-//! orphans become children of the parent process, which kills them. All processes end with the reward, and when rlrun is
-//! killed. Only if rlrun and the parent process are killed at the same moment can a program survive that a function
-//! started (by `subprocess`, not by `fork`).
-//!
-//! Invariant: no input is lost and none is charged for another: see `call`.
+//! Invariant: no input is lost and none is charged for another: the pool sees to it. A function that takes lists sees the
+//! trajectories of one group, unless the recipe sets `scope`.
 
-#[path = "../../../host/src/python/batch.rs"]
-mod call;
 mod item;
-mod log;
 mod math_verify;
-#[path = "../../../host/src/python/pool.rs"]
-mod pool;
-mod protocol;
-#[path = "../../../host/src/python/fork_server.rs"]
-mod zygote;
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use tokio::sync::oneshot;
+use host::python::{CallError, ForkServer, MEMORY_MB, PendingCall, PoolOptions, ProcessPool, PythonCode};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
 
-use self::call::{Failure, Job, Rules, Scored, Unit};
-use self::item::Needs;
-use self::log::Log;
-use self::pool::Pool;
-use self::protocol::{Config, Hello};
-use self::zygote::{BOOTSTRAP, Setup, Zygote};
+use self::item::ItemFields;
 use crate::load::{Load, Waiting};
-use crate::reaper::Reaper;
 use crate::registry::{Kind, RewardContext};
 use crate::{BoxFuture, Judged, Outcome, Reward, RewardError, RewardInput, RewardSpec, Scope};
 
 pub use self::math_verify::math_verify;
 
+/// The adapter that calls reward functions.
+const ADAPTER: &str = include_str!("dialects.py");
 /// Dialects that a recipe may name.
 const DIALECTS: [&str; 10] = [
     "auto",
@@ -60,33 +40,10 @@ const DIALECTS: [&str; 10] = [
     "verifiers",
     "verifiers_group",
 ];
-/// Variables that every worker gets; a name that ends in `*` stands for all that begin like it.
-const ENVIRONMENT: [&str; 16] = [
-    "PATH",
-    "HOME",
-    "USER",
-    "LANG",
-    "LC_*",
-    "TZ",
-    "TMPDIR",
-    "VIRTUAL_ENV",
-    "CONDA_PREFIX",
-    "PYTHONPATH",
-    "PYTHONHOME",
-    "LD_LIBRARY_PATH",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-    "XDG_CACHE_HOME",
-    "OMP_NUM_THREADS",
-];
-/// Longest timeout: a year, so that no sum of times overflows.
-const LONGEST: Duration = Duration::from_secs(365 * 24 * 3600);
-/// Processes of a reward that does not say how many.
+/// Default number of processes of a reward.
 const WORKERS: usize = 2;
-/// Most trajectories of a call that does not say how many.
+/// Default for the most trajectories of a call.
 const BATCH: usize = 64;
-/// MiB that a worker may allocate if nothing is said.
-const MEMORY_MB: u64 = 4096;
 
 /// The kind for the registry.
 pub(crate) fn kind() -> Kind {
@@ -111,16 +68,41 @@ pub(crate) fn kind() -> Kind {
 #[derive(Debug)]
 pub struct PythonReward {
     name: String,
-    hello: Hello,
+    function: FunctionDescription,
+    /// One call of the function takes many trajectories.
+    takes_lists: bool,
+    /// Why workers are new processes, if they are.
+    spawn: Option<String>,
     scope: Scope,
     /// Most trajectories of a call that is not for a group.
     batch: usize,
-    /// Most trajectories of a group in training; 0 if that is not known.
+    /// Most trajectories of a group in training; 0 if unknown.
     group_size: usize,
     timeout: Duration,
-    needs: Needs,
+    fields: ItemFields,
     load: Load,
-    pool: Pool,
+    pool: ProcessPool,
+}
+
+/// The function as `dialects.py` describes it.
+#[derive(Clone, Debug, Deserialize)]
+struct FunctionDescription {
+    dialect: String,
+    /// Its name.
+    function: String,
+    /// Fields that items must have beside those that all have.
+    needs: Vec<String>,
+    /// It compares the trajectories of a group.
+    group: bool,
+}
+
+/// The result of a call: an outcome, or a value that JSON cannot carry.
+#[derive(Debug, Deserialize)]
+struct CallResult {
+    value: Option<f64>,
+    #[serde(default)]
+    details: Map<String, Value>,
+    not_finite: Option<String>,
 }
 
 impl PythonReward {
@@ -132,71 +114,73 @@ impl PythonReward {
         Self::start(spec, context, None)
     }
 
-    /// Starts the processes; `source` is a module of ours instead of the user's file.
+    /// Starts the processes; `source` is the text of a module of rlrun instead of the user's file.
     fn start(spec: &RewardSpec, context: &RewardContext, source: Option<&str>) -> Result<Self, RewardError> {
         let name = spec.name().to_owned();
         let failed = |reason: String| RewardError::Start { reward: name.clone(), reason };
         let runtime = context.runtime(spec)?;
         check(spec, source).map_err(failed)?;
-        let timeout = spec.timeout().min(LONGEST);
-        let log = context.scratch.join(format!("reward_{}.log", file_name(&name)));
-        let log = Arc::new(
-            Log::open(&log).map_err(|error| failed(format!("cannot write {}: {error}", log.display())))?,
-        );
-        let config = Config {
-            path: spec.path.as_ref().filter(|_| source.is_none()).map(|path| path.display().to_string()),
-            source: source.map(str::to_owned),
-            function: spec.function.clone().filter(|_| source.is_none()),
-            dialect: spec.dialect.clone().unwrap_or_else(|| "auto".to_owned()),
-            parameters: spec.parameters.clone(),
-            timeout_s: timeout.as_secs_f64(),
-            memory_mb: spec.memory_mb.unwrap_or(MEMORY_MB),
-            bootstrap: BOOTSTRAP,
-        };
-        let setup = Arc::new(Setup {
-            python: spec.python.clone().unwrap_or_else(|| "python3".to_owned()),
-            config,
-            environment: environment(&context.environment, spec.environment.as_deref().unwrap_or_default()),
-            log: Arc::clone(&log),
-            runtime: runtime.clone(),
-            reaper: Arc::new(Reaper::start().map_err(|error| failed(error.to_string()))?),
-            closed: AtomicBool::new(false),
+        let timeout = spec.timeout();
+        let config = json!({
+            "path": spec.path.as_ref().filter(|_| source.is_none()).map(|path| path.display().to_string()),
+            "source": source,
+            "function": spec.function.as_ref().filter(|_| source.is_none()),
+            "dialect": spec.dialect.as_deref().unwrap_or("auto"),
+            "parameters": spec.parameters,
         });
-        let parent = Zygote::start(&setup).map_err(failed)?;
-        let hello = parent.hello.clone();
-        if let Some(why) = &hello.spawn {
-            let warning = format!("rlrun: workers are new processes, which start slowly: {why}\n");
-            log.append(warning.as_bytes());
-        }
-        let scope = scope(spec, &hello).map_err(failed)?;
-        let group = hello.batch && scope == Scope::Group;
-        let rules = Rules { timeout, batch: hello.batch, concurrent: hello.concurrent, group };
+        let named = spec.environment.as_deref().unwrap_or_default();
+        let server = ForkServer::start(PythonCode {
+            interpreter: spec.python.clone().unwrap_or_else(|| "python3".to_owned()),
+            adapter: ADAPTER,
+            config,
+            environment: host::python::environment(&context.environment, named),
+            log: context.scratch.join(format!("reward_{}.log", file_name(&name))),
+            timeout,
+            memory_mb: spec.memory_mb.unwrap_or(MEMORY_MB),
+            runtime: runtime.clone(),
+        });
+        let server = server.map_err(|error| failed(error.reason))?;
+        let loaded = server.loaded().clone();
+        let function: FunctionDescription =
+            serde_json::from_value(loaded.description).map_err(|error| failed(error.to_string()))?;
+        let scope = scope(spec, &function, loaded.batch).map_err(failed)?;
         let workers = spec.workers.unwrap_or(WORKERS).min(spec.concurrency);
         // Items of an `async def` are calls at the same time too.
-        let most = if hello.concurrent { spec.concurrency / workers } else { usize::MAX };
+        let most = if loaded.concurrent { spec.concurrency / workers } else { usize::MAX };
         let batch = spec.batch.unwrap_or(BATCH).min(most);
-        let pool = Pool::start(setup, parent, rules, workers, batch);
-        let needs = Needs::new(&hello, context.decode.clone(), context.max_steps);
-        let (load, group_size) = (Load::default(), context.group_size);
-        Ok(Self { name, hello, scope, batch, group_size, timeout, needs, load, pool })
+        let whole_groups = loaded.batch && scope == Scope::Group;
+        let pool = ProcessPool::start(server, PoolOptions { workers, max_batch: batch, whole_groups });
+        Ok(Self {
+            name,
+            takes_lists: loaded.batch,
+            spawn: loaded.spawn,
+            scope,
+            batch,
+            group_size: context.group_size,
+            timeout,
+            fields: ItemFields::new(&function.needs, context.decode.clone(), context.max_steps),
+            function,
+            load: Load::default(),
+            pool,
+        })
     }
 
     /// Name of the dialect in which the function is called.
     #[must_use]
     pub fn dialect(&self) -> &str {
-        &self.hello.dialect
+        &self.function.dialect
     }
 
     /// Name of the function.
     #[must_use]
     pub fn function(&self) -> &str {
-        &self.hello.function
+        &self.function.function
     }
 
     /// Why workers are new processes instead of forks of one that has imported the file, if they are.
     #[must_use]
     pub fn spawn_reason(&self) -> Option<&str> {
-        self.hello.spawn.as_deref()
+        self.spawn.as_deref()
     }
 
     /// How many workers ended in a call and were replaced: killed, crashed, or out of memory.
@@ -205,7 +189,7 @@ impl PythonReward {
         self.pool.replaced()
     }
 
-    /// Process ids now: of the parent, then of the workers.
+    /// Process ids now: of the fork server, then of the workers.
     #[must_use]
     pub fn processes(&self) -> Vec<u32> {
         self.pool.processes()
@@ -213,7 +197,7 @@ impl PythonReward {
 
     /// The batch that one call of the function gets.
     fn sees(&self) -> String {
-        match (self.hello.batch, self.scope) {
+        match (self.takes_lists, self.scope) {
             (true, Scope::Group) if self.group_size == 0 => {
                 "called once per group of completions of a task".to_owned()
             }
@@ -230,67 +214,51 @@ impl PythonReward {
         }
     }
 
-    fn error(&self, input: &RewardInput<'_>, failure: Failure) -> RewardError {
+    fn error(&self, input: &RewardInput<'_>, error: CallError) -> RewardError {
         let trajectory = input.trajectory();
-        match failure {
-            Failure::Timeout => trajectory.timed_out(&self.name, self.timeout),
-            Failure::NotFinite(value) => {
-                RewardError::NotFinite { reward: self.name.clone(), trajectory, value }
-            }
-            Failure::Failed(reason) => trajectory.failed(&self.name, reason),
+        match error {
+            CallError::Timeout => trajectory.timed_out(&self.name, self.timeout),
+            CallError::Failed { reason } => trajectory.failed(&self.name, reason),
         }
     }
 
-    /// Waits for what comes of an input.
-    async fn hear(
+    /// Waits for the outcome of an input.
+    async fn outcome(
         &self,
         input: &RewardInput<'_>,
         waiting: Waiting<'_>,
-        answer: Result<Answer, Failure>,
+        call: Result<PendingCall, String>,
     ) -> Judged {
-        let scored = match answer {
-            Ok(Answer { begun, scored }) => {
-                // An error is a job that was never begun: its answer says why.
-                let _ = begun.await;
-                let _running = waiting.begin();
-                scored.await.unwrap_or_else(|_| Err(Failure::Failed("the run ended".to_owned())))
+        let failed = |reason: String| input.trajectory().failed(&self.name, reason);
+        let mut call = call.map_err(failed)?;
+        call.started().await;
+        let _running = waiting.begin();
+        let result = call.result().await.map_err(|error| self.error(input, error))?;
+        let CallResult { value, details, not_finite } =
+            serde_json::from_value(result).map_err(|error| failed(error.to_string()))?;
+        match not_finite.map(|text| text.parse()) {
+            None => Ok(Outcome { value, details }),
+            Some(Ok(value)) => {
+                let trajectory = input.trajectory();
+                Err(RewardError::NotFinite { reward: self.name.clone(), trajectory, value })
             }
-            Err(failure) => Err(failure),
-        };
-        let (value, details) = scored.map_err(|failure| self.error(input, failure))?;
-        Ok(Outcome { value, details })
+            Some(Err(error)) => Err(failed(format!("the value is not a number: {error}"))),
+        }
     }
 
-    /// Puts inputs in line and returns where their answers will come.
-    fn enqueue(&self, inputs: &[RewardInput<'_>]) -> Vec<Result<Answer, Failure>> {
-        let mut jobs = Vec::with_capacity(inputs.len());
-        let mut answers = Vec::with_capacity(inputs.len());
-        for input in inputs {
-            answers.push(self.needs.item(input).map_err(Failure::Failed).map(|item| {
-                let ((reply, scored), (began, begun)) = (oneshot::channel(), oneshot::channel());
-                jobs.push(Job { item, reply, began: Some(began), deaths: 0 });
-                Answer { begun, scored }
-            }));
-        }
-        if self.hello.batch && self.scope == Scope::Group {
-            // A group that lacks one would be scored as another group.
-            if let Some(Err(failure)) = answers.iter().find(|answer| answer.is_err()) {
-                let failure = failure.clone();
-                return inputs.iter().map(|_| Err(failure.clone())).collect();
+    /// Submits a call for each input.
+    fn submit(&self, inputs: &[RewardInput<'_>]) -> Vec<Result<PendingCall, String>> {
+        let items: Vec<_> = inputs.iter().map(|input| self.fields.item(input)).collect();
+        if self.takes_lists && self.scope == Scope::Group {
+            // A group without one of its items would be scored as another group.
+            if let Some(Err(reason)) = items.iter().find(|item| item.is_err()) {
+                return inputs.iter().map(|_| Err(reason.clone())).collect();
             }
-            self.pool.enqueue([Unit { jobs, alone: true }]);
-        } else {
-            self.pool.enqueue(jobs.into_iter().map(|job| Unit { jobs: vec![job], alone: false }));
         }
-        answers
+        let mut calls = self.pool.submit(items.iter().flatten().cloned().collect()).into_iter();
+        let dropped = || "the run ended".to_owned();
+        items.into_iter().map(|item| item.and_then(|_| calls.next().ok_or_else(dropped))).collect()
     }
-}
-
-/// What will be heard of a job: that a worker has it, and what came of it.
-#[derive(Debug)]
-struct Answer {
-    begun: oneshot::Receiver<()>,
-    scored: oneshot::Receiver<Result<Scored, Failure>>,
 }
 
 impl Reward for PythonReward {
@@ -305,7 +273,7 @@ impl Reward for PythonReward {
     fn about(&self) -> Option<String> {
         let how = self
             .spawn_reason()
-            .map_or(String::new(), |reason| format!("; each process imports it anew: {reason}"));
+            .map_or(String::new(), |reason| format!("; each process imports it again: {reason}"));
         let (function, dialect) = (self.function(), self.dialect());
         Some(format!("function `{function}` in the dialect of {dialect}, {}{how}", self.sees()))
     }
@@ -318,16 +286,16 @@ impl Reward for PythonReward {
         Box::pin(async move {
             // All wait before the first is answered: they may be one call.
             let waiting: Vec<_> = inputs.iter().map(|_| self.load.wait()).collect();
-            let asked = inputs.iter().zip(waiting).zip(self.enqueue(inputs));
-            let heard = asked.map(|((input, waiting), answer)| {
-                Box::pin(self.hear(input, waiting, answer)) as BoxFuture<'_, _>
+            let calls = inputs.iter().zip(waiting).zip(self.submit(inputs));
+            let outcomes = calls.map(|((input, waiting), call)| {
+                Box::pin(self.outcome(input, waiting, call)) as BoxFuture<'_, _>
             });
-            crate::join(heard.collect::<Vec<_>>().into_iter()).await
+            crate::join(outcomes.collect::<Vec<_>>().into_iter()).await
         })
     }
 }
 
-/// Values that no process needs to be started for to see that they are wrong.
+/// Checks the values that can be checked before a process starts.
 fn check(spec: &RewardSpec, source: Option<&str>) -> Result<(), String> {
     let dialect = spec.dialect.as_deref().unwrap_or("auto");
     if !DIALECTS.contains(&dialect) {
@@ -357,42 +325,21 @@ fn check(spec: &RewardSpec, source: Option<&str>) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether the function gets single trajectories or groups. One that takes lists gets groups unless the recipe says
-/// otherwise: it may compare what it is given, and what else waits at that moment depends on timing alone.
-fn scope(spec: &RewardSpec, hello: &Hello) -> Result<Scope, String> {
+/// Whether the function gets single trajectories or groups. One that takes lists gets groups unless the recipe sets `scope`:
+/// it may compare the trajectories that it gets, and which others wait at that moment depends on timing alone.
+fn scope(spec: &RewardSpec, function: &FunctionDescription, takes_lists: bool) -> Result<Scope, String> {
     match spec.scope {
-        Some(Scope::Trajectory) if hello.group => Err(format!(
+        Some(Scope::Trajectory) if function.group => Err(format!(
             "functions of dialect {} compare the trajectories of a group, so that `scope` cannot be \"trajectory\"",
-            hello.dialect
+            function.dialect
         )),
         Some(scope) => Ok(scope),
-        None if hello.batch => Ok(Scope::Group),
+        None if takes_lists => Ok(Scope::Group),
         None => Ok(Scope::Trajectory),
     }
 }
 
-/// What the processes get of the environment: no secrets unless the recipe names them.
-fn environment(all: &BTreeMap<String, String>, named: &[String]) -> BTreeMap<String, String> {
-    let listed = |name: &str| {
-        ENVIRONMENT.iter().any(|allowed| match allowed.strip_suffix('*') {
-            Some(start) => name.starts_with(start),
-            None => *allowed == name,
-        })
-    };
-    let kept = all.iter().filter(|(name, _)| listed(name) || named.contains(name));
-    let mut environment: BTreeMap<_, _> = kept.map(|(name, value)| (name.clone(), value.clone())).collect();
-    // The devices are for the policy. Threads of tokenizers and OpenMP do not survive a fork, and cores are shared with
-    // samplers; who wants them sets the variable.
-    environment.entry("OMP_NUM_THREADS".to_owned()).or_insert_with(|| "1".to_owned());
-    for (name, value) in [("CUDA_VISIBLE_DEVICES", ""), ("TOKENIZERS_PARALLELISM", "false")] {
-        if !named.iter().any(|chosen| chosen == name) {
-            environment.insert(name.to_owned(), value.to_owned());
-        }
-    }
-    environment
-}
-
-/// A name without what a file name cannot have.
+/// A name as part of a file name: other characters become `_`.
 fn file_name(name: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
     name.chars().map(plain).collect()
@@ -403,18 +350,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn secrets_stay_here_unless_they_are_named() {
-        let all = ["PATH", "LC_ALL", "LANG", "WANDB_API_KEY", "JUDGE_KEY", "CUDA_VISIBLE_DEVICES"];
-        let all = all.map(|name| (name.to_owned(), name.to_lowercase())).into();
-        let kept = environment(&all, &["JUDGE_KEY".to_owned()]);
-        let names: Vec<_> = kept.keys().map(String::as_str).collect();
-        let own = ["CUDA_VISIBLE_DEVICES", "JUDGE_KEY", "LANG", "LC_ALL", "OMP_NUM_THREADS", "PATH"];
-        assert_eq!(names, [&own[..], &["TOKENIZERS_PARALLELISM"]].concat());
-        assert_eq!(kept["CUDA_VISIBLE_DEVICES"], "");
-    }
-
-    #[test]
-    fn names_become_names_of_files() {
+    fn names_become_file_names() {
         assert_eq!(file_name("my reward/../x"), "my_reward_.._x");
     }
 }

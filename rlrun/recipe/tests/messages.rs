@@ -6,7 +6,8 @@ use super::*;
 use crate::recipe::manual;
 
 /// Folders whose messages speak of recipes.
-const FOLDERS: [&str; 8] = ["rlrun", "rollout", "trainer", "rewards", "model", "buffer", "weights", "device"];
+const FOLDERS: [&str; 9] =
+    ["rlrun", "rollout", "trainer", "rewards", "host", "model", "buffer", "weights", "device"];
 /// Files of HTTP bodies, model directories and columns of datasets, whose names in backticks are no keys of a recipe.
 const OF_OTHERS: [&str; 11] = [
     "buffer/src/http/",
@@ -18,7 +19,7 @@ const OF_OTHERS: [&str; 11] = [
     "rewards/src/countdown.rs",
     "rewards/src/http/",
     "rewards/src/reward_model/wire.rs",
-    "rewards/src/sandbox/",
+    "host/src/sandbox/",
     "rollout/src/tasks/prompt.rs",
 ];
 /// Names in backticks that are commands, files, columns or fields of a group.

@@ -1,7 +1,7 @@
-//! What user code prints: kept in a file of bounded size, its last lines at hand for messages.
+//! What user code prints: written to a file of bounded size; the last lines stay in memory for error messages.
 //!
-//! Invariant: a printing process never waits for longer than a write takes, and its flood costs disk up to twice
-//! [`MAX_BYTES`] and no more: a full log becomes `.old` and replaces the one before.
+//! Invariant: a process that prints waits for no longer than a write takes, and all of its output takes at most twice
+//! [`MAX_BYTES`] on disk: a full log is renamed to `.old` and replaces the older one.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -12,23 +12,23 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
-/// Size at which a log is put aside.
+/// Size at which a log is renamed.
 const MAX_BYTES: u64 = 8 << 20;
 /// Bytes of the last output of a process that are remembered.
 const TAIL_BYTES: usize = 2 << 10;
-/// How long the last output of a process that has ended is waited for.
+/// Longest wait for the last output of a process that has ended.
 const OUTPUT_DEADLINE: Duration = Duration::from_secs(2);
 /// Lines of it that a message shows.
 const TAIL_LINES: usize = 8;
 
-/// The log file of a reward.
+/// The log file of a pool.
 #[derive(Debug)]
-pub(super) struct Log {
+pub(super) struct OutputLog {
     path: PathBuf,
     file: Mutex<(File, u64)>,
 }
 
-impl Log {
+impl OutputLog {
     /// Appends to the file at `path`.
     pub(super) fn open(path: &Path) -> io::Result<Self> {
         if let Some(directory) = path.parent() {
@@ -45,14 +45,14 @@ impl Log {
 
     /// Writes what fits. A full disk loses output, not a run.
     pub(super) fn append(&self, bytes: &[u8]) {
-        let mut held = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-        let (file, length) = &mut *held;
+        let mut current = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let (file, length) = &mut *current;
         if *length + bytes.len() as u64 > MAX_BYTES
             && std::fs::rename(&self.path, self.path.with_extension("log.old")).is_ok()
             && let Ok(fresh) = File::create(&self.path)
         {
-            *held = (fresh, 0);
-            let (file, length) = &mut *held;
+            *current = (fresh, 0);
+            let (file, length) = &mut *current;
             *length = file.write(bytes).unwrap_or(0) as u64;
         } else if *length <= MAX_BYTES {
             *length += file.write(bytes).unwrap_or(0) as u64;
@@ -62,17 +62,17 @@ impl Log {
 
 /// The last output of one process.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Tail {
-    kept: Arc<Mutex<VecDeque<u8>>>,
-    /// Whether nobody is left to write, and all is kept.
+pub(super) struct OutputTail {
+    bytes: Arc<Mutex<VecDeque<u8>>>,
+    /// True when all writers have closed the pipe and all of it is read.
     ended: watch::Sender<bool>,
 }
 
-impl Tail {
-    /// Copies what arrives to the log, on a thread that ends when nobody is left to write.
-    pub(super) fn follow(&self, mut output: PipeReader, log: Arc<Log>) -> io::Result<()> {
+impl OutputTail {
+    /// Copies the output to the log, on a thread that ends when all writers have closed the pipe.
+    pub(super) fn follow(&self, mut output: PipeReader, log: Arc<OutputLog>) -> io::Result<()> {
         let tail = self.clone();
-        let thread = std::thread::Builder::new().name("reward output".to_owned());
+        let thread = std::thread::Builder::new().name("python output".to_owned());
         let copy = move || {
             let mut bytes = vec![0; 64 << 10];
             while let Ok(read @ 1..) = output.read(&mut bytes) {
@@ -85,24 +85,24 @@ impl Tail {
     }
 
     fn push(&self, bytes: &[u8]) {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.extend(&bytes[bytes.len().saturating_sub(TAIL_BYTES)..]);
-        let surplus = kept.len().saturating_sub(TAIL_BYTES);
-        kept.drain(..surplus);
+        let mut last = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        last.extend(&bytes[bytes.len().saturating_sub(TAIL_BYTES)..]);
+        let surplus = last.len().saturating_sub(TAIL_BYTES);
+        last.drain(..surplus);
     }
 
-    /// [`Self::told`] of a process that has ended: when all of its output is there, or what it has started goes on writing.
-    pub(super) async fn told_at_end(&self) -> String {
+    /// [`Self::text`] of a process that has ended: waits for all of its output, unless a process that it started still writes.
+    pub(super) async fn text_at_end(&self) -> String {
         let mut ended = self.ended.subscribe();
         let _ = tokio::time::timeout(OUTPUT_DEADLINE, ended.wait_for(|ended| *ended)).await;
-        self.told()
+        self.text()
     }
 
-    /// The last lines, ready to stand at the end of a message; empty if nothing was printed.
-    pub(super) fn told(&self) -> String {
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        let text = String::from_utf8_lossy(&kept.iter().copied().collect::<Vec<_>>()).into_owned();
-        // Our own frames of a Python stack say nothing to the author of the function.
+    /// The last lines as the end of an error message; empty if nothing was printed.
+    pub(super) fn text(&self) -> String {
+        let last = self.bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let text = String::from_utf8_lossy(&last.iter().copied().collect::<Vec<_>>()).into_owned();
+        // The stack frames of this crate are of no use to the author of the code.
         let ours =
             |line: &str| ["File \"<rlrun>\"", "File \"<string>\""].iter().any(|file| line.contains(file));
         let lines: Vec<_> = text.trim_end().lines().filter(|line| !ours(line)).collect();
@@ -118,12 +118,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flood_fills_two_files_at_most_and_the_tail_is_its_end() {
+    fn output_is_bounded_to_two_files_and_the_tail_is_its_end() {
         let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("deep/reward_mine.log");
-        let log = Arc::new(Log::open(&path).unwrap());
+        let path = directory.path().join("deep/mine.log");
+        let log = Arc::new(OutputLog::open(&path).unwrap());
         let (output, mut input) = io::pipe().unwrap();
-        let tail = Tail::default();
+        let tail = OutputTail::default();
         tail.follow(output, Arc::clone(&log)).unwrap();
         let line = [b'x'; 1023];
         for _ in 0..3 * MAX_BYTES / 1024 {
@@ -137,7 +137,7 @@ mod tests {
         }
         let size = |path: &Path| std::fs::metadata(path).unwrap().len();
         assert!(size(&path) <= MAX_BYTES && size(&path.with_extension("log.old")) <= MAX_BYTES);
-        assert!(tail.told().ends_with("the end"), "{}", tail.told());
+        assert!(tail.text().ends_with("the end"), "{}", tail.text());
         assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 2);
     }
 }

@@ -1,13 +1,13 @@
-"""The Python side of reward functions: a warm parent that imports the file of the user once and forks the workers.
+"""The processes that call user code: a fork server that imports the code once, and the workers that it forks.
 
-Standard library only, Python 3.9 or newer. Runs as three things: `parent` (one for each reward), `work` (a worker, forked
-by the parent), and `spawned_worker` (a worker that is a new process, for files that start threads or CUDA when they
-are imported). Frames are a 4-byte little-endian length and JSON, on a socket that is never file descriptor 0, 1 or 2, so
-nothing that a function prints can break them. How each dialect is called and recognised is in dialects.py, which is the
-other half of this module: both are run as one.
+Standard library only, Python 3.9 or newer. Runs as three things: `fork_server` (one for each pool), `work` (a worker, forked
+by the server), and `spawned_worker` (a worker that is a new process, for code that starts threads or CUDA when it is
+imported). Frames are a 4-byte little-endian length and JSON, on a socket that is never file descriptor 0, 1 or 2, so
+nothing that user code prints can break them. It is the last part of the module that user_code.py begins; the adapter
+between them defines `load`.
 
-Invariant: every item of a call is reported exactly once, in the order in which the calls end, and then `done` is; whoever
-reads the reports knows at each moment which items a death or a timeout is about.
+Invariant: every call of a batch is reported exactly once, in the order in which the calls end, and then `done` is sent. From
+the reports the other side knows at each moment which calls a death or a timeout is about.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ import threading
 import time
 import traceback
 
-# Lowest descriptor of our sockets: out of the way of what user code opens and of what it closes by number.
+# Lowest descriptor of our sockets: above what user code opens, and above what it closes by number.
 SOCKET_FD = 100
 # Longest frame in bytes; the same number stands in protocol.rs.
 MAX_FRAME = 64 << 20
 # Lines and characters of a traceback that are shown.
 TRACEBACK_LINES, TRACEBACK_CHARS = 12, 4000
-# A call in an event loop that was held up for more than this share of its time is repeated alone instead of charged.
-HELD_UP = 0.25
-# CPU seconds granted to a call beyond any use of its wall time: only a net below the real limit, which is wall time.
+# If the event loop was blocked for more than this share of the timeout, a late call is repeated alone instead of charged.
+BLOCKED_SHARE = 0.25
+# CPU seconds of a call beyond what its wall time allows: a second limit, should the one on wall time fail.
 CPU_SECONDS = 600
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -62,10 +62,10 @@ def own_socket(fd):
     return moved
 
 
-def parent(config):
-    """Imports the file, says hello, forks on demand, and ends everything when the other side is gone."""
-    # Whoever started us waits for hello on one thread, so until then its death is ours. Afterwards the end of the
-    # control socket says it, which leaves time to clean up.
+def fork_server(config):
+    """Imports the code, reports what it found, forks on request, and ends all processes when its socket closes."""
+    # One thread of the process that started this one waits for the report, so until then this process dies with it.
+    # Afterwards the control socket closes when that process ends, which leaves time to clean up.
     die_with_parent()
     os.register_at_fork(after_in_child=die_with_parent)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -73,22 +73,23 @@ def parent(config):
     control = own_socket(0)
     sys.stdout.reconfigure(line_buffering=True)
     try:
-        subject = load(config)  # noqa: F821 (dialects.py)
-        hello = subject.hello()
-    except Unclear as unclear:  # noqa: F821
-        hello = {"kind": "failed", "reason": str(unclear)}
+        subject = load(config["adapter"])  # noqa: F821 (the adapter)
+        kinds = {"batch": subject.batch, "concurrent": subject.concurrent}
+        report = {"kind": "loaded", "description": subject.describe(), **kinds}
+    except Unusable as unusable:  # noqa: F821 (user_code.py)
+        report = {"kind": "failed", "reason": str(unusable)}
     except BaseException as error:  # user code runs at import, and may raise anything
-        hello = {"kind": "failed", "reason": "the file cannot be imported:\n" + told(error)}
+        report = {"kind": "failed", "reason": "the file cannot be imported:\n" + traceback_text(error)}
     reason = spawn_reason()
-    hello["spawn"] = reason
-    send(control, hello)
-    if hello["kind"] == "failed":
+    report["spawn"] = reason
+    send(control, report)
+    if report["kind"] == "failed":
         os._exit(1)
     prctl(PR_SET_PDEATHSIG, 0)
     supervisor = Supervisor(control, config, None if reason else subject)
     try:
         supervisor.serve()
-    finally:  # also where the other side is gone in the middle of a report
+    finally:  # also if the other side ends in the middle of a report
         supervisor.end()
 
 
@@ -104,7 +105,7 @@ def spawn_reason():
 
 
 class Supervisor:
-    """Forks workers, reports how they end, and kills what they leave behind."""
+    """Forks workers, reports how they end, and kills the processes that they leave behind."""
 
     def __init__(self, control, config, subject):
         self.control, self.config, self.subject = control, config, subject
@@ -120,7 +121,7 @@ class Supervisor:
 
     def serve(self):
         while True:
-            # A second at most, should the file have taken SIGCHLD for itself.
+            # At most a second: user code may have installed its own handler of SIGCHLD.
             ready, _, _ = select.select([self.control, self.wake], [], [], 1.0)
             if self.wake in ready:
                 try:
@@ -162,7 +163,7 @@ class Supervisor:
         send(self.control, {"kind": "forked", "id": number, "pid": pid})
 
     def spawn(self, channel, output):
-        """A new process that imports the file itself. Its standard input says what to run."""
+        """A new process that imports the code itself. It reads what to run from its standard input."""
         script = os.memfd_create("rlrun") if hasattr(os, "memfd_create") else None
         if script is None:
             raise OSError("files that start threads when they are imported need Linux")
@@ -197,7 +198,7 @@ class Supervisor:
             send(self.control, {"kind": "exited", "pid": pid, "signal": signalled, "code": code})
 
     def kill_orphans(self):
-        """Kills what an ended worker left, in whatever session it is: it has become our child, as we are a subreaper."""
+        """Kills what an ended worker left, in any session: such processes become children of this one, a subreaper."""
         for _ in range(100):
             left = [pid for pid in children(os.getpid()) if pid not in self.workers and pid not in self.spared]
             if not left:
@@ -214,7 +215,7 @@ class Supervisor:
         self.workers.clear()
         self.spared.clear()
         self.kill_orphans()
-        kill_marked(os.environ.get("RLRUN_REWARD_POOL"))
+        kill_tagged(os.environ.get("RLRUN_PROCESS_POOL"))
         os._exit(0)
 
 
@@ -260,9 +261,9 @@ def children(of):
     return found
 
 
-def kill_marked(mark):
-    """Kills every process that has the mark of this pool in its environment, but this one."""
-    wanted = f"RLRUN_REWARD_POOL={mark}".encode()
+def kill_tagged(tag):
+    """Kills every other process that has the tag of this pool in its environment."""
+    wanted = f"RLRUN_PROCESS_POOL={tag}".encode()
     for pid in processes():
         try:
             with open(f"/proc/{pid}/environ", "rb") as file:
@@ -297,20 +298,20 @@ def prepare(config, parent_pid):
 
 
 def spawned_worker(config):
-    """A worker that is a new process; it imports the file before it is ready."""
+    """A worker that is a new process; it imports the code before it is ready."""
     die_with_parent()
     channel = own_socket(config["channel"])
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     sys.stdout.reconfigure(line_buffering=True)
     os.register_at_fork(after_in_child=die_with_parent)
-    subject = load(config)  # noqa: F821
+    subject = load(config["adapter"])  # noqa: F821
     prepare(config, config["parent"])
     work(channel, subject, config)
 
 
 def work(channel, subject, config):
-    """Answers calls until the other side is gone. Never returns."""
+    """Makes calls until the socket closes. Never returns."""
     mine = os.getpid()
     worker = Worker(channel, subject, config["timeout_s"])
     worker.send({"kind": "ready"})
@@ -318,23 +319,23 @@ def work(channel, subject, config):
         frame = receive(channel)
         if frame is None:
             os._exit(0)
-        items = json.loads(frame)["items"]
+        calls = json.loads(frame)["calls"]
         used = resource.getrusage(resource.RUSAGE_SELF)
-        limit = used.ru_utime + used.ru_stime + CPU_SECONDS + 100 * config["timeout_s"] * len(items)
+        limit = used.ru_utime + used.ru_stime + CPU_SECONDS + 100 * config["timeout_s"] * len(calls)
         resource.setrlimit(resource.RLIMIT_CPU, (int(limit), resource.getrlimit(resource.RLIMIT_CPU)[1]))
-        worker.call(items)
-        if os.getpid() != mine:  # the function forked, and its child came back too
+        worker.run_batch(calls)
+        if os.getpid() != mine:  # user code forked, and its child returned too
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that was left would end the worker later
 
 
 class Worker:
-    """Calls the function for the items of a frame and reports on each."""
+    """Makes the calls of a batch and reports on each."""
 
     def __init__(self, channel, subject, timeout_s):
         self.channel, self.subject, self.timeout_s = channel, subject, timeout_s
         self.loop = None
-        self.retire = False  # ask for a fresh process after this call
+        self.retire = False  # ask for a fresh process after this batch
         self.pid = os.getpid()
 
     def send(self, *messages):
@@ -342,19 +343,19 @@ class Worker:
             os._exit(0)
         send(self.channel, *messages)
 
-    def call(self, items):
+    def run_batch(self, calls):
         self.retire = False
         if self.subject.batch:
-            last = self.batch(items)
+            last = self.all_at_once(calls)
         elif self.subject.concurrent:
             last = []
-            self.run(self.together(items))
+            self.run(self.together(calls))
         else:
             last = []
-            for index, item in enumerate(items):
+            for index, arguments in enumerate(calls):
                 if last:
                     self.send(*last)
-                last = [self.one(index, item)]
+                last = [self.one(index, arguments)]
         self.send(*last, {"kind": "done", "retire": self.retire})
 
     def run(self, awaitable):
@@ -365,55 +366,56 @@ class Worker:
 
     def result(self, value):
         """What a plain call returned; a coroutine is awaited."""
-        return self.run(settled(value)) if inspect.isawaitable(value) else value
+        return self.run(awaited(value)) if inspect.isawaitable(value) else value
 
-    def batch(self, items):
+    def all_at_once(self, calls):
         try:
-            outcomes = self.subject.score_all(items, self.result)
+            results = self.subject.call_all(calls, self.result)
         except BaseException as error:
-            return [{"kind": "raised", "reason": self.told(error), "repeat": not isinstance(error, Wrong)}]  # noqa: F821
-        return [report(index, outcome) for index, outcome in enumerate(outcomes)]
+            repeat = not isinstance(error, InvalidResult)  # noqa: F821
+            return [{"kind": "raised", "reason": self.error_text(error), "repeat": repeat}]
+        return [report(index, result) for index, result in enumerate(results)]
 
-    def one(self, index, item):
+    def one(self, index, arguments):
         try:
-            return report(index, self.subject.score_one(item, self.result))
+            return report(index, self.subject.call_one(arguments, self.result))
         except BaseException as error:  # SystemExit too: the worker goes on
-            return {"kind": "error", "item": index, "reason": self.told(error)}
+            return {"kind": "error", "call": index, "reason": self.error_text(error)}
 
-    async def together(self, items):
-        """Items of an `async def`, in one event loop."""
-        pending = {asyncio.ensure_future(self.one_of(index, item)): index for index, item in enumerate(items)}
+    async def together(self, calls):
+        """Calls of an `async def`, in one event loop."""
+        pending = {asyncio.ensure_future(self.one_of(index, call)): index for index, call in enumerate(calls)}
         lag = {"seconds": 0.0}
         ticker = asyncio.ensure_future(tick(lag))
         _, late = await asyncio.wait(list(pending), timeout=self.timeout_s)
         ticker.cancel()
         if not late:
             return
-        # Where calls held each other up, nobody can say whose time is over: each gets another chance by itself.
-        kind = "alone" if len(items) > 1 and lag["seconds"] > HELD_UP * self.timeout_s else "timeout"
-        self.send(*({"kind": kind, "item": pending[task]} for task in late))
+        # If calls blocked each other, it is unknown which of them was slow: each is called again alone.
+        kind = "alone" if len(calls) > 1 and lag["seconds"] > BLOCKED_SHARE * self.timeout_s else "timeout"
+        self.send(*({"kind": kind, "call": pending[task]} for task in late))
         for task in late:
             task.cancel()
         _, stubborn = await asyncio.wait(list(late), timeout=0.1)
         self.retire = self.retire or bool(stubborn)
 
-    async def one_of(self, index, item):
+    async def one_of(self, index, arguments):
         try:
-            outcome = await self.subject.score_async(item)
+            result = await self.subject.call_async(arguments)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self.send({"kind": "error", "item": index, "reason": self.told(error)})
+            self.send({"kind": "error", "call": index, "reason": self.error_text(error)})
             return
-        self.send(report(index, outcome))
+        self.send(report(index, result))
 
-    def told(self, error):
+    def error_text(self, error):
         # After an allocation that failed, a fresh process has its memory in one piece.
         self.retire = self.retire or isinstance(error, MemoryError)
-        return str(error) if isinstance(error, Wrong) else told(error)  # noqa: F821
+        return str(error) if isinstance(error, InvalidResult) else traceback_text(error)  # noqa: F821
 
 
-async def settled(awaitable):
+async def awaited(awaitable):
     return await awaitable
 
 
@@ -425,15 +427,12 @@ async def tick(lag):
         lag["seconds"] += max(0.0, time.monotonic() - before - 0.02)
 
 
-def report(index, outcome):
-    value, details = outcome
-    if value is not None and value - value != 0.0:
-        return {"kind": "not_finite", "item": index, "value": str(value)}
-    return {"kind": "value", "item": index, "value": value, "details": details}
+def report(index, result):
+    return {"kind": "result", "call": index, "result": result}
 
 
-def told(error):
-    """The last lines of a traceback, frames of this module left out."""
+def traceback_text(error):
+    """The last lines of a traceback, without the frames of this module."""
     lines = []
     trace = traceback.TracebackException.from_exception(error)
     trace.stack = traceback.StackSummary.from_list([f for f in trace.stack if f.filename != "<rlrun>"])
@@ -456,8 +455,8 @@ def send(channel, *messages):
 
 
 def too_long(message, size):
-    reason = f"the details of the function are {size} bytes of JSON, more than {MAX_FRAME}"
-    return {"kind": "error", "item": message.get("item", 0), "reason": reason}
+    reason = f"the result of the function is {size} bytes of JSON, more than {MAX_FRAME}"
+    return {"kind": "error", "call": message.get("call", 0), "reason": reason}
 
 
 def receive(channel):
@@ -478,4 +477,4 @@ def receive_exactly(channel, size):
 def main(config):
     if "channel" in config:
         spawned_worker(config)
-    parent(config)
+    fork_server(config)

@@ -16,7 +16,7 @@ use rustix::pipe::PipeFlags;
 use rustix::process::{Resource, Rlimit, Signal};
 
 use super::{Job, Limits};
-use crate::reaper::{Reaper, Ticket};
+use crate::reaper::{Reaper, Registration};
 
 /// Largest file, bytes.
 const FILE_BYTES: u64 = 16 << 20;
@@ -40,7 +40,7 @@ pub(super) struct Confinement {
 #[derive(Debug)]
 pub(super) struct Spawned {
     pub(super) child: Child,
-    pub(super) ticket: Arc<Ticket>,
+    pub(super) registration: Arc<Registration>,
 }
 
 /// Both ends of a pipe: ours does not wait, theirs is inherited.
@@ -129,10 +129,10 @@ pub(super) fn spawn(
     let parent = rustix::process::getpid();
     let kept: Vec<RawFd> = inherited.iter().map(|fd| fd.as_raw_fd()).collect();
     let limits = resource_limits(limits);
-    let ticket = Arc::new(reaper.ticket()?);
-    let theirs = Arc::clone(&ticket);
+    let registration = Arc::new(reaper.register()?);
+    let theirs = Arc::clone(&registration);
     let prepare = move || {
-        theirs.add(rustix::process::getpid().as_raw_nonzero().get())?;
+        theirs.add_process(rustix::process::getpid().as_raw_nonzero().get())?;
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
         // The parent may have died before that.
         if rustix::process::getppid() != Some(parent) {
@@ -153,7 +153,7 @@ pub(super) fn spawn(
         command.pre_exec(prepare);
     }
     let child = command.spawn()?;
-    Ok(Spawned { child, ticket })
+    Ok(Spawned { child, registration })
 }
 
 fn resource_limits(limits: &Limits) -> [(Resource, u64); 5] {

@@ -40,7 +40,7 @@ pub(super) struct Ends<'a> {
 
 /// Watches a process, which leads its own process group, to its end.
 pub(super) fn watch(
-    Spawned { mut child, ticket }: Spawned,
+    Spawned { mut child, registration }: Spawned,
     job: Job<'_>,
     limits: &Limits,
     ends: Ends<'_>,
@@ -54,7 +54,7 @@ pub(super) fn watch(
     // Also where watching failed: nothing of it stays.
     kill_group(&child);
     // Its number is its own until it is waited for.
-    drop(ticket);
+    drop(registration);
     let status = child.wait()?;
     let (killed, stdout, stderr) = result?;
     let end = killed.map_or_else(

@@ -76,7 +76,7 @@ impl View {
 
 /// The first executable file `name` in a list of directories that are separated by colons.
 #[must_use]
-pub(crate) fn find(name: &str, path: &str) -> Option<PathBuf> {
+pub fn find(name: &str, path: &str) -> Option<PathBuf> {
     use std::os::unix::fs::PermissionsExt;
     let executable = |file: &PathBuf| {
         file.metadata().is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)

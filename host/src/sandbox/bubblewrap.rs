@@ -18,7 +18,7 @@ use super::spawn::{Channel, Confinement, Talk, arguments, gate, in_memory, spawn
 use super::view::DEVICES;
 use super::watch::{Ends, Warden, watch};
 use super::{End, Job, Limits, Ran, SandboxError, View};
-use crate::reaper::{Reaper, Ticket};
+use crate::reaper::{Reaper, Registration};
 
 /// Bytes of files that the program may write.
 const TMP_BYTES: u32 = 64 << 20;
@@ -61,8 +61,8 @@ pub(super) fn run(
     inherited.extend(&file);
     inherited.extend(talk.iter().flat_map(|talk| [&talk.orders.theirs, &talk.report.theirs]));
     let child = spawn(command, &inherited, (limits, reaper), Confinement::default())?;
-    let ticket = Arc::downgrade(&child.ticket);
-    let mut warden = Init { gate: Some(gate.ours), processes: limits.processes, ticket, ..Init::default() };
+    let registration = Arc::downgrade(&child.registration);
+    let mut warden = Init { gate: Some(gate.ours), processes: limits.processes, registration, ..Init::default() };
     drop((filter, file, status.theirs, gate.theirs));
     let ends = Ends { talk, status: Some(status.ours), warden: Some(&mut warden) };
     let ran = watch(child, job, limits, ends)?;
@@ -125,7 +125,7 @@ struct Init {
     gate: Option<OwnedFd>,
     processes: u64,
     /// That of `bwrap`, for as long as it is watched.
-    ticket: Weak<Ticket>,
+    registration: Weak<Registration>,
     exit_code: Option<i32>,
     killed: bool,
 }
@@ -153,9 +153,9 @@ impl Warden for Init {
             let most = Some(self.processes + 1);
             let limit = Rlimit { current: most, maximum: most };
             rustix::process::prlimit(Some(pid), Resource::Nproc, limit)?;
-            if let Some(ticket) = self.ticket.upgrade() {
+            if let Some(registration) = self.registration.upgrade() {
                 // It leaves the group of `bwrap` beyond the gate, and asks to die with it only later.
-                ticket.add(pid.as_raw_nonzero().get())?;
+                registration.add_process(pid.as_raw_nonzero().get())?;
             }
             rustix::io::write(&gate, b"1")?;
         }

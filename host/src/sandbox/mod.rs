@@ -17,7 +17,7 @@ mod bubblewrap;
 mod filter;
 mod landlock;
 mod spawn;
-pub(crate) mod view;
+pub mod view;
 mod watch;
 
 use std::path::{Path, PathBuf};
