@@ -13,7 +13,7 @@ use std::sync::{Arc, Weak};
 use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal};
 use serde::Deserialize;
 
-use super::filter::{self, Allowed};
+use super::filter::{self, AllowedCalls};
 use super::spawn::{Channel, Confinement, Talk, arguments, gate, in_memory, spawn};
 use super::view::DEVICES;
 use super::watch::{Ends, Warden, watch};
@@ -36,7 +36,7 @@ pub(super) fn run(
     (limits, reaper): (&Limits, &Reaper),
 ) -> Result<Ran, SandboxError> {
     use std::os::unix::process::CommandExt;
-    let allowed = Allowed { processes, signals: true };
+    let allowed = AllowedCalls { processes, signals: true };
     let filter = in_memory("filter", &filter::bytes(&filter::program(allowed)))?;
     let file = job.file.map(|(name, contents)| in_memory(name, contents)).transpose()?;
     let inside = job.file.map(|(name, _)| format!("{BOX}/{name}"));
@@ -62,7 +62,8 @@ pub(super) fn run(
     inherited.extend(talk.iter().flat_map(|talk| [&talk.orders.theirs, &talk.report.theirs]));
     let child = spawn(command, &inherited, (limits, reaper), Confinement::default())?;
     let registration = Arc::downgrade(&child.registration);
-    let mut warden = Init { gate: Some(gate.ours), processes: limits.processes, registration, ..Init::default() };
+    let mut warden =
+        Init { gate: Some(gate.ours), processes: limits.processes, registration, ..Init::default() };
     drop((filter, file, status.theirs, gate.theirs));
     let ends = Ends { talk, status: Some(status.ours), warden: Some(&mut warden) };
     let ran = watch(child, job, limits, ends)?;

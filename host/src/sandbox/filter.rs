@@ -1,43 +1,48 @@
-//! The system calls that a confined program may not make, as a classic BPF program for seccomp.
+//! The system calls that a confined program may not make, as a BPF program for seccomp.
 //!
-//! Invariant: what is refused fails with an error that the program can report; only a foreign architecture is killed. The list
-//! holds what reaches beyond the process (network, other processes, memory that no limit counts, the kernel itself) and what
-//! changes files that Landlock does not guard (modes, owners, times). Calls newer than the list are refused as unknown, and
-//! with them the x32 numbers, so no second number of a call slips through; crates that assemble such filters compare single
-//! numbers only and cannot say that.
+//! Invariant: a refused call fails with an error that the program can report; only a call of a foreign architecture kills it.
+//! The list has the calls that reach beyond the process (network, other processes, memory that no limit counts, the kernel
+//! itself) and those that change files in ways that Landlock does not guard (modes, owners, times). Calls newer than the list
+//! fail as unknown, and so do the x32 numbers of x86-64, which would be second numbers of the same calls. `seccompiler`
+//! compares single numbers only, so four instructions before its program make that comparison.
 
-use libc::{
-    BPF_ABS, BPF_JEQ, BPF_JGE, BPF_JMP, BPF_JSET, BPF_K, BPF_LD, BPF_RET, BPF_W, c_long, sock_filter,
+use std::collections::BTreeMap;
+
+use libc::c_long;
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+    sock_filter,
 };
 
 /// What a program may do beside computing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Allowed {
+pub(super) struct AllowedCalls {
     /// Start processes; threads are always allowed.
     pub(super) processes: bool,
     /// Send signals, which is harmless where no other process can be seen.
     pub(super) signals: bool,
 }
 
-#[cfg(target_arch = "x86_64")]
-const ARCHITECTURE: u32 = 0xc000_003e;
-#[cfg(target_arch = "aarch64")]
-const ARCHITECTURE: u32 = 0xc000_00b7;
-
 /// The last call that was considered, of Linux 6.18.
 const LAST: u32 = 469;
 
-/// Offsets in `struct seccomp_data`; both architectures are little-endian.
+/// Offset of the number of a call in `struct seccomp_data`.
 const NUMBER: u32 = 0;
-const ARCH: u32 = 4;
-const FIRST_ARGUMENT: u32 = 16;
 
-/// All flags of `clone` that make a namespace.
-const NEW_NAMESPACES: u32 = 0x7e02_0000;
+/// The flags of `clone` that make a namespace.
+const NEW_NAMESPACES: [i32; 7] = [
+    libc::CLONE_NEWNS,
+    libc::CLONE_NEWCGROUP,
+    libc::CLONE_NEWUTS,
+    libc::CLONE_NEWIPC,
+    libc::CLONE_NEWUSER,
+    libc::CLONE_NEWPID,
+    libc::CLONE_NEWNET,
+];
 
-/// Refused always.
+/// Refused on every architecture.
 const REFUSED: &[c_long] = &[
-    // Network; pairs of sockets within the program are looked at below.
+    // Network; `socketpair` has a rule of its own.
     libc::SYS_socket,
     libc::SYS_bind,
     libc::SYS_connect,
@@ -73,7 +78,7 @@ const REFUSED: &[c_long] = &[
     libc::SYS_add_key,
     libc::SYS_request_key,
     libc::SYS_keyctl,
-    // Ways around this filter, and parts of the kernel with a long history of holes.
+    // Ways around this filter, and parts of the kernel with a long history of vulnerabilities.
     libc::SYS_io_uring_setup,
     libc::SYS_io_uring_enter,
     libc::SYS_io_uring_register,
@@ -118,7 +123,7 @@ const REFUSED: &[c_long] = &[
     libc::SYS_swapon,
     libc::SYS_syslog,
     libc::SYS_vhangup,
-    // What Landlock leaves open on files of others.
+    // Changes of other files that Landlock does not guard.
     libc::SYS_fchmod,
     libc::SYS_fchmodat,
     libc::SYS_fchown,
@@ -130,7 +135,7 @@ const REFUSED: &[c_long] = &[
     libc::SYS_removexattr,
     libc::SYS_lremovexattr,
     libc::SYS_fremovexattr,
-    // fchmodat2, setxattrat, removexattrat, open_tree_attr, file_setattr: newer than the names that we have.
+    // fchmodat2, setxattrat, removexattrat, open_tree_attr, file_setattr: which `libc` does not name yet.
     452,
     463,
     466,
@@ -138,9 +143,9 @@ const REFUSED: &[c_long] = &[
     469,
 ];
 
-/// Refused always, where the architecture has them.
+/// Refused on this architecture.
 #[cfg(target_arch = "x86_64")]
-const REFUSED_HERE: &[c_long] = &[
+const REFUSED_BY_ARCHITECTURE: &[c_long] = &[
     libc::SYS_chmod,
     libc::SYS_chown,
     libc::SYS_lchown,
@@ -153,7 +158,7 @@ const REFUSED_HERE: &[c_long] = &[
     libc::SYS_kexec_file_load,
 ];
 #[cfg(target_arch = "aarch64")]
-const REFUSED_HERE: &[c_long] = &[libc::SYS_kexec_file_load];
+const REFUSED_BY_ARCHITECTURE: &[c_long] = &[libc::SYS_kexec_file_load];
 
 /// Calls that start a process, beside `clone`.
 #[cfg(target_arch = "x86_64")]
@@ -169,38 +174,59 @@ const SIGNALS: &[c_long] = &[
     libc::SYS_rt_tgsigqueueinfo,
 ];
 
-const DENY: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
-const UNKNOWN: u32 = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
-
 /// The filter, to be loaded as it is; never empty.
-pub(super) fn program(allowed: Allowed) -> Vec<sock_filter> {
-    let mut program = vec![
-        load(ARCH),
-        jump(BPF_JEQ, ARCHITECTURE, 1, 0),
-        verdict(libc::SECCOMP_RET_KILL_PROCESS),
-        load(NUMBER),
-        jump(BPF_JGE, LAST + 1, 0, 1),
-        verdict(UNKNOWN),
-    ];
+pub(super) fn program(allowed: AllowedCalls) -> BpfProgram {
     let none: &[c_long] = &[];
     let forks = if allowed.processes { none } else { FORKS };
     let signals = if allowed.signals { none } else { SIGNALS };
-    for call in [REFUSED, REFUSED_HERE, forks, signals].concat() {
-        program.extend([jump(BPF_JEQ, number(call), 0, 1), verdict(DENY)]);
+    let mut rules: BTreeMap<c_long, Vec<SeccompRule>> = [REFUSED, REFUSED_BY_ARCHITECTURE, forks, signals]
+        .concat()
+        .into_iter()
+        .map(|call| (call, vec![]))
+        .collect();
+    let mut clone: Vec<_> =
+        NEW_NAMESPACES.iter().map(|flag| refuse_if(SeccompCmpOp::MaskedEq(bits(*flag)), *flag)).collect();
+    if !allowed.processes {
+        clone.push(refuse_if(SeccompCmpOp::MaskedEq(bits(libc::CLONE_THREAD)), 0));
     }
-    // Its flags are in memory, where a filter cannot look; C libraries fall back on `clone`.
-    program.extend([jump(BPF_JEQ, number(libc::SYS_clone3), 0, 1), verdict(UNKNOWN)]);
-    let thread = libc::CLONE_THREAD as u32;
-    let threads_only =
-        if allowed.processes { vec![] } else { vec![jump(BPF_JSET, thread, 1, 0), verdict(DENY)] };
-    let namespaces = vec![jump(BPF_JSET, NEW_NAMESPACES, 0, 1), verdict(DENY)];
-    look_into(&mut program, libc::SYS_clone, &[namespaces, threads_only].concat());
-    let local = libc::AF_UNIX as u32;
-    look_into(&mut program, libc::SYS_socketpair, &[jump(BPF_JEQ, local, 1, 0), verdict(DENY)]);
-    // Limits of oneself only.
-    look_into(&mut program, libc::SYS_prlimit64, &[jump(BPF_JEQ, 0, 1, 0), verdict(DENY)]);
-    program.push(verdict(libc::SECCOMP_RET_ALLOW));
-    program
+    rules.insert(libc::SYS_clone, clone);
+    rules.insert(libc::SYS_socketpair, vec![refuse_if(SeccompCmpOp::Ne, libc::AF_UNIX)]);
+    // Only limits of the calling process.
+    rules.insert(libc::SYS_prlimit64, vec![refuse_if(SeccompCmpOp::Ne, 0)]);
+    let architecture = std::env::consts::ARCH.try_into().expect("seccompiler knows the architecture");
+    let denied = SeccompAction::Errno(libc::EPERM.unsigned_abs());
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, denied, architecture);
+    let filter: BpfProgram = filter.and_then(TryInto::try_into).expect("the filter is short enough");
+    [unknown_calls(), filter].concat()
+}
+
+/// Fails calls with a number above [`LAST`] as unknown, and `clone3`: its flags are in memory, which a filter cannot read, and C
+/// libraries fall back on `clone`.
+fn unknown_calls() -> BpfProgram {
+    let clone3 = u32::try_from(libc::SYS_clone3).expect("numbers of calls are small");
+    vec![
+        instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, NUMBER, 0, 0),
+        instruction(libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K, LAST + 1, 1, 0),
+        instruction(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, clone3, 0, 1),
+        instruction(libc::BPF_RET | libc::BPF_K, UNKNOWN, 0, 0),
+    ]
+}
+
+const UNKNOWN: u32 = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
+
+fn instruction(code: u32, k: u32, jt: u8, jf: u8) -> sock_filter {
+    sock_filter { code: u16::try_from(code).expect("a BPF code is short"), jt, jf, k }
+}
+
+/// Refuses a call by the low half of its first argument.
+fn refuse_if(comparison: SeccompCmpOp, value: i32) -> SeccompRule {
+    SeccompCondition::new(0, SeccompCmpArgLen::Dword, comparison, bits(value))
+        .and_then(|condition| SeccompRule::new(vec![condition]))
+        .expect("a call has a first argument")
+}
+
+fn bits(value: i32) -> u64 {
+    u64::from(value.cast_unsigned())
 }
 
 /// The filter as `bwrap` reads it from a descriptor.
@@ -214,39 +240,21 @@ pub(super) fn bytes(program: &[sock_filter]) -> Vec<u8> {
     bytes
 }
 
-/// `steps` see the low half of the first argument of `call`; if they come to no verdict, it is allowed.
-fn look_into(program: &mut Vec<sock_filter>, call: c_long, steps: &[sock_filter]) {
-    let skipped = u8::try_from(steps.len() + 2).expect("a few steps");
-    program.extend([jump(BPF_JEQ, number(call), 0, skipped), load(FIRST_ARGUMENT)]);
-    program.extend_from_slice(steps);
-    program.push(verdict(libc::SECCOMP_RET_ALLOW));
-}
-
-fn number(call: c_long) -> u32 {
-    u32::try_from(call).expect("numbers of calls are small")
-}
-
-fn load(offset: u32) -> sock_filter {
-    step(BPF_LD | BPF_W | BPF_ABS, offset, 0, 0)
-}
-
-fn jump(comparison: u32, value: u32, if_true: u8, if_false: u8) -> sock_filter {
-    step(BPF_JMP | comparison | BPF_K, value, if_true, if_false)
-}
-
-fn verdict(value: u32) -> sock_filter {
-    step(BPF_RET | BPF_K, value, 0, 0)
-}
-
-fn step(code: u32, k: u32, jt: u8, jf: u8) -> sock_filter {
-    sock_filter { code: u16::try_from(code).expect("a BPF code is short"), jt, jf, k }
-}
-
 #[cfg(test)]
 mod tests {
+    use libc::{BPF_ABS, BPF_ALU, BPF_AND, BPF_JA, BPF_JEQ, BPF_JGE, BPF_JMP, BPF_K, BPF_LD, BPF_RET, BPF_W};
+
     use super::*;
 
-    /// What the kernel would say: a minimal machine for the steps that are used here.
+    #[cfg(target_arch = "x86_64")]
+    const ARCHITECTURE: u32 = 0xc000_003e;
+    #[cfg(target_arch = "aarch64")]
+    const ARCHITECTURE: u32 = 0xc000_00b7;
+    const ARCH: u32 = 4;
+    const FIRST_ARGUMENT: u32 = 16;
+    const DENY: u32 = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+
+    /// The answer of the kernel: an interpreter of the instructions that the filter uses.
     fn decide(program: &[sock_filter], arch: u32, call: u32, argument: u32) -> u32 {
         let (mut at, mut register) = (0, 0);
         loop {
@@ -259,47 +267,56 @@ mod tests {
                     NUMBER => call,
                     ARCH => arch,
                     FIRST_ARGUMENT => argument,
-                    _ => unreachable!("no other word is looked at"),
+                    _ => unreachable!("the filter reads no other word"),
                 };
             } else if code == BPF_RET | BPF_K {
                 return k;
+            } else if code == BPF_ALU | BPF_AND | BPF_K {
+                register &= k;
+            } else if code == BPF_JMP | BPF_JA {
+                at += k as usize;
             } else if code == BPF_JMP | BPF_JEQ | BPF_K {
                 at += test(register == k);
-            } else if code == BPF_JMP | BPF_JGE | BPF_K {
-                at += test(register >= k);
             } else {
-                assert_eq!(code, BPF_JMP | BPF_JSET | BPF_K);
-                at += test(register & k != 0);
+                assert_eq!(code, BPF_JMP | BPF_JGE | BPF_K);
+                at += test(register >= k);
             }
         }
     }
 
+    fn number(call: c_long) -> u32 {
+        u32::try_from(call).unwrap()
+    }
+
     #[test]
-    fn verdicts_of_calls() {
+    fn each_call_is_allowed_or_refused_as_listed() {
         let allow = libc::SECCOMP_RET_ALLOW;
         let thread = (libc::CLONE_THREAD | libc::CLONE_VM) as u32;
         for (processes, signals) in [(false, false), (false, true), (true, false), (true, true)] {
-            let program = program(Allowed { processes, signals });
-            let say = |call: c_long, argument: u32| decide(&program, ARCHITECTURE, number(call), argument);
-            let if_so = |so: bool| if so { allow } else { DENY };
-            assert_eq!(say(libc::SYS_read, 0), allow);
-            assert_eq!(say(libc::SYS_execve, 0), allow);
-            assert_eq!(say(libc::SYS_socket, libc::AF_INET as u32), DENY);
-            assert_eq!(say(libc::SYS_socketpair, libc::AF_INET as u32), DENY);
-            assert_eq!(say(libc::SYS_socketpair, libc::AF_UNIX as u32), allow);
-            assert_eq!(say(libc::SYS_clone, thread), allow);
-            assert_eq!(say(libc::SYS_clone, 17), if_so(processes));
-            assert_eq!(say(libc::SYS_clone, thread | libc::CLONE_NEWUSER as u32), DENY);
-            assert_eq!(say(libc::SYS_clone3, 0), UNKNOWN);
-            assert_eq!(say(libc::SYS_kill, 1), if_so(signals));
-            assert_eq!(say(libc::SYS_prlimit64, 0), allow);
-            assert_eq!(say(libc::SYS_prlimit64, 1), DENY);
+            let program = program(AllowedCalls { processes, signals });
+            let verdict =
+                |call: c_long, argument: u32| decide(&program, ARCHITECTURE, number(call), argument);
+            let allow_if = |allowed: bool| if allowed { allow } else { DENY };
+            assert_eq!(verdict(libc::SYS_read, 0), allow);
+            assert_eq!(verdict(libc::SYS_execve, 0), allow);
+            assert_eq!(verdict(libc::SYS_socket, libc::AF_INET as u32), DENY);
+            assert_eq!(verdict(libc::SYS_socketpair, libc::AF_INET as u32), DENY);
+            assert_eq!(verdict(libc::SYS_socketpair, libc::AF_UNIX as u32), allow);
+            assert_eq!(verdict(libc::SYS_clone, thread), allow);
+            assert_eq!(verdict(libc::SYS_clone, 17), allow_if(processes));
+            for flag in NEW_NAMESPACES {
+                assert_eq!(verdict(libc::SYS_clone, thread | flag.cast_unsigned()), DENY);
+            }
+            assert_eq!(verdict(libc::SYS_clone3, 0), UNKNOWN);
+            assert_eq!(verdict(libc::SYS_kill, 1), allow_if(signals));
+            assert_eq!(verdict(libc::SYS_prlimit64, 0), allow);
+            assert_eq!(verdict(libc::SYS_prlimit64, 1), DENY);
             assert_eq!(decide(&program, ARCHITECTURE, LAST + 1, 0), UNKNOWN);
             // The same call by its x32 number.
             assert_eq!(decide(&program, ARCHITECTURE, 0x4000_0000 | number(libc::SYS_socket), 0), UNKNOWN);
             assert_eq!(decide(&program, 0x4000_0003, 0, 0), libc::SECCOMP_RET_KILL_PROCESS);
-            for call in [REFUSED, REFUSED_HERE].concat() {
-                assert_eq!(say(call, 0), DENY, "{call}");
+            for call in [REFUSED, REFUSED_BY_ARCHITECTURE].concat() {
+                assert_eq!(verdict(call, 0), DENY, "{call}");
             }
         }
     }

@@ -13,7 +13,7 @@ use ::landlock::{
 };
 use tempfile::TempDir;
 
-use super::filter::{self, Allowed};
+use super::filter::{self, AllowedCalls};
 use super::spawn::{Confinement, Talk, arguments, spawn};
 use super::view::DEVICES;
 use super::watch::{Ends, watch};
@@ -27,7 +27,7 @@ pub(super) fn run(
     job: Job<'_>,
     limits: (&Limits, &Reaper),
 ) -> Result<Ran, SandboxError> {
-    let allowed = Allowed { processes: false, signals: false };
+    let allowed = AllowedCalls { processes: false, signals: false };
     let place = place(scratch, &job)?;
     let mut readable = view.paths();
     readable.extend(place.as_ref().map(|place| place.path().to_path_buf()));

@@ -31,7 +31,7 @@ pub(super) struct Confinement {
     /// Landlock's rules.
     pub(super) ruleset: Option<OwnedFd>,
     /// Filter of system calls.
-    pub(super) filter: Vec<libc::sock_filter>,
+    pub(super) filter: seccompiler::BpfProgram,
     /// Whether privileges are given up, those of root included.
     pub(super) unprivileged: bool,
 }
@@ -211,14 +211,11 @@ fn restrict(ruleset: &OwnedFd) -> io::Result<()> {
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-#[expect(unsafe_code, reason = "the kernel reads the filter while the call lasts, and the slice outlives it")]
-fn load_filter(filter: &[libc::sock_filter]) -> io::Result<()> {
-    let length =
-        libc::c_ushort::try_from(filter.len()).map_err(|_| io::Error::from_raw_os_error(libc::E2BIG))?;
-    let program = libc::sock_fprog { len: length, filter: filter.as_ptr().cast_mut() };
-    let done =
-        unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, &raw const program) };
-    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+fn load_filter(filter: &[seccompiler::sock_filter]) -> io::Result<()> {
+    seccompiler::apply_filter(filter).map_err(|error| match error {
+        seccompiler::Error::Prctl(error) | seccompiler::Error::Seccomp(error) => error,
+        _ => io::Error::from_raw_os_error(libc::EINVAL),
+    })
 }
 
 /// A file in memory with `contents`, to be read from its start.
