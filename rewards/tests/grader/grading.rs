@@ -2,25 +2,7 @@
 //!
 //! Invariant: every pair that is the same stands beside pairs that differ in the one thing under test.
 
-use rewards::math::grade;
-
-/// All pairs of a reference and a completion that are not graded as expected.
-fn misjudged(same: &[(&str, &str)], different: &[(&str, &str)]) -> Vec<String> {
-    let judged = |expected: bool| {
-        move |(gold, text): &(&str, &str)| {
-            let verdict = grade(gold, text, false, true);
-            let wrong = (verdict.equal == Some(true)) != expected;
-            wrong.then(|| format!("{gold:?} against {text:?} is {expected}, not {verdict:?}"))
-        }
-    };
-    same.iter().filter_map(judged(true)).chain(different.iter().filter_map(judged(false))).collect()
-}
-
-#[track_caller]
-fn check(same: &[(&str, &str)], different: &[(&str, &str)]) {
-    let wrong = misjudged(same, different);
-    assert!(wrong.is_empty(), "{wrong:#?}");
-}
+use crate::check;
 
 #[test]
 fn braces_blanks_signs_and_case_are_part_of_a_formula() {

@@ -4,13 +4,12 @@
 //! it is.
 
 use std::path::Path;
-use std::pin::pin;
-use std::task::{Context, Poll, Waker};
 
+use rewards::RewardSpec;
 use rewards::math::grade;
-use rewards::{Registry, Reward, RewardContext, RewardInput, RewardSpec};
 use serde_json::Value;
-use trajectory::{Prompt, Task, TaskId};
+
+use crate::outcome;
 
 /// The rows of a file; none where there is no such data beside the repository.
 fn rows(file: &str) -> Option<Vec<Value>> {
@@ -22,23 +21,6 @@ fn rows(file: &str) -> Option<Vec<Value>> {
     let path = data.join(file);
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     Some(text.lines().map(|line| serde_json::from_str(line).unwrap()).collect())
-}
-
-fn reward(kind: &str) -> Box<dyn Reward> {
-    Registry::builtin().build(&RewardSpec::new(kind), &RewardContext::default()).unwrap()
-}
-
-fn correct(reward: &dyn Reward, answer: &str, text: &str) -> bool {
-    let task = Task {
-        id: TaskId(0),
-        prompt: Prompt::Text(String::new()),
-        answer: Some(answer.to_owned()),
-        columns: serde_json::Map::new(),
-    };
-    let inputs = [RewardInput::text(&task, text)];
-    let score = pin!(reward.score(&inputs)).poll(&mut Context::from_waker(Waker::noop()));
-    let Poll::Ready(mut score) = score else { panic!("a built-in waits") };
-    score.remove(0).unwrap().value == Some(1.0)
 }
 
 /// References of different cases that are the same answer: one, and how the other begins.
@@ -115,20 +97,21 @@ fn math_tells_the_answers_of_gsm8k_apart() {
     let Some(rows) = rows("gsm8k/test.jsonl") else { return };
     assert_eq!(rows.len(), 1319);
     for kind in ["math", "gsm8k"] {
-        let reward = reward(kind);
+        let spec = RewardSpec::new(kind);
+        let correct = |answer: &str, text: &str| outcome(&spec, answer, text).value == Some(1.0);
         for row in &rows {
             let answer = field(row, "answer");
             let (work, number) = answer.rsplit_once("#### ").unwrap();
-            assert!(correct(&*reward, answer, answer), "{kind}: {answer}");
+            assert!(correct(answer, answer), "{kind}: {answer}");
             let value: i64 = number.replace(',', "").parse().unwrap();
             for wrong in [value + 1, value * 10, -value - 1] {
                 let text = format!("{work}#### {wrong}");
-                assert!(!correct(&*reward, answer, &text), "{kind}: {text}");
+                assert!(!correct(answer, &text), "{kind}: {text}");
             }
             if kind == "math" {
-                assert!(correct(&*reward, number, &format!("{work}So it is \\boxed{{{value}}}.")));
-                assert!(correct(&*reward, number, &format!("{work}The answer is ${number}.")));
-                assert!(!correct(&*reward, number, &format!("{work}The answer is {}.", value + 1)));
+                assert!(correct(number, &format!("{work}So it is \\boxed{{{value}}}.")));
+                assert!(correct(number, &format!("{work}The answer is ${number}.")));
+                assert!(!correct(number, &format!("{work}The answer is {}.", value + 1)));
             }
         }
     }

@@ -5,19 +5,7 @@
 
 use rewards::math::grade;
 
-#[track_caller]
-fn check(same: &[(&str, &str)], different: &[(&str, &str)]) {
-    let judged = |expected: bool| {
-        move |(gold, text): &(&str, &str)| {
-            let verdict = grade(gold, text, false, true);
-            let wrong = (verdict.equal == Some(true)) != expected;
-            wrong.then(|| format!("{gold:?} against {text:?} is {expected}, not {verdict:?}"))
-        }
-    };
-    let wrong: Vec<String> =
-        same.iter().filter_map(judged(true)).chain(different.iter().filter_map(judged(false))).collect();
-    assert!(wrong.is_empty(), "{} of {}: {wrong:#?}", wrong.len(), same.len() + different.len());
-}
+use crate::check;
 
 /// Numbers with units that are the gold answer.
 const WITH_UNITS: &[(&str, &str)] = &[
