@@ -1,4 +1,4 @@
-//! Compiles the kernels for the processor, if the emulator is wanted.
+//! Compiles the kernels for the CPU if the feature `emulator` is enabled.
 
 fn main() {
     println!("cargo::rerun-if-changed=kernels");
@@ -7,7 +7,7 @@ fn main() {
     emulator();
 }
 
-/// One unit of all kernels and the emulator: what registers a kernel by its name is linked with what looks it up.
+/// Compiles all kernels and the emulator as one unit, so that the registry of kernels is linked.
 #[cfg(feature = "emulator")]
 fn emulator() {
     let mut kernels: Vec<_> = std::fs::read_dir("kernels")
@@ -30,9 +30,9 @@ fn emulator() {
         .include("emulator")
         .include("kernels")
         .define("RLRUN_EMULATED", None)
-        // Checked versions of longjmp take the change of stacks for an attack.
+        // Fortified longjmp rejects the switch between stacks.
         .flag("-U_FORTIFY_SOURCE")
-        // A product is rounded before it is added to something; kernels that want otherwise say so.
+        // No contraction: a product is rounded before an addition, unless a kernel asks for fma.
         .flag("-ffp-contract=off")
         .flag("-Wno-unknown-pragmas")
         .flag("-Wno-unused-function")
@@ -40,7 +40,7 @@ fn emulator() {
         .compile("rlrun_emulator");
 }
 
-/// Where cargo wants what is made.
+/// Cargo's output directory.
 #[cfg(feature = "emulator")]
 #[expect(clippy::disallowed_methods, reason = "cargo tells build scripts by the environment")]
 fn out_dir() -> String {

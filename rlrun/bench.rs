@@ -28,7 +28,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use device::Device;
-use device::device::Place;
+use device::device::DeviceLocation;
 use model::SharedCores;
 use serde_json::Value;
 
@@ -84,7 +84,7 @@ struct Bench<'a> {
 }
 
 /// Threads of the processor, or a device.
-type Subject = (usize, Option<Place>);
+type Subject = (usize, Option<DeviceLocation>);
 
 impl<'a> Bench<'a> {
     fn start(output: BenchOutput, out: &'a mut dyn Write) -> Result<Self, Failure> {

@@ -129,7 +129,7 @@ impl Failure {
 #[cfg(test)]
 mod tests {
     use device::DeviceError;
-    use device::error::{Bytes, Held};
+    use device::error::{ByteCount, MemoryUsage};
 
     use super::*;
 
@@ -140,11 +140,11 @@ mod tests {
         assert_eq!(gone.exit_code(), 2);
         let full = Failure::from(DeviceError::OutOfMemory {
             device,
-            wanted: Bytes(2 << 30),
+            wanted: ByteCount(2 << 30),
             label: "activations",
-            free: Bytes(1 << 30),
-            total: Bytes(80 << 30),
-            held: Held(vec![("optimizer", 40 << 30), ("weights", 20 << 30)]),
+            free: ByteCount(1 << 30),
+            total: ByteCount(80 << 30),
+            held: MemoryUsage(vec![("optimizer", 40 << 30), ("weights", 20 << 30)]),
             remedy: "lower it",
         });
         assert_eq!(full.exit_code(), 1);

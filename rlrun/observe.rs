@@ -334,7 +334,7 @@ impl<'a> Observer<'a> {
             metrics.set("clip/dual_mean", sums.mean_sampled(sums.clipped_dual as f64));
         }
         if algorithm.needs_reference() {
-            metrics.set("kl/ref", sums.mean_sampled(sums.reference_divergence));
+            metrics.set("kl/ref", sums.mean_sampled(sums.reference_kl));
         }
         if algorithm.demonstration_gate.is_some() {
             metrics.set("demonstrated_frac", counts.demonstrated as f64 / counts.groups.max(1) as f64);

@@ -29,11 +29,11 @@ use rollout::evaluate::Watch;
 use rollout::scoring::Scorer;
 use rollout::{Engine, LocalSampler, Network, Progress, Worker};
 use trainer::collective::tcp;
-use trainer::{Leader, Learner, Trainer, TrainerError, TrainerState};
+use trainer::{Leader, Learner, Trainer, TrainerError, TrainerParts, TrainerState};
 use trajectory::PolicyVersion;
 use weights::Hub;
 
-use crate::companions::Starting;
+use crate::auxiliary_models::Starting;
 use crate::curation;
 use crate::evaluation::{Evaluated, Which};
 use crate::failure::{Failure, REQUEUE};
@@ -288,7 +288,7 @@ impl Run<'_> {
     ) -> Result<Trained, Failure> {
         self.stage.enter(Doing::Opening);
         let Start { learner, directory, prepared, state, went_back, .. } = start;
-        let companions = self.beside(&learner, (&directory, &prepared), &state).companions()?;
+        let auxiliary = self.beside(&learner, (&directory, &prepared), &state).auxiliary_models()?;
         let Exchange { edge, hub, roster, desk } = exchange;
         let Edge { producer, consumer, own, served } = edge;
         self.rewind((own.as_ref(), &consumer), (state.version, went_back), observer)?;
@@ -302,10 +302,10 @@ impl Run<'_> {
         let rewards = prepared.rewards.clone().filter(|_| worker.is_some());
 
         let config = self.recipe.trainer(self.run_dir.checkpoints());
-        let edges = (Arc::clone(&consumer), push.publishing());
         let evaluated = ModelDirectory::open(directory.path())?;
-        let mut trainer =
-            Trainer::start(config, (learner, companions, &state), directory, edges, Arc::clone(&stop))?;
+        let (buffer, publisher, stop_flag) = (Arc::clone(&consumer), push.publishing(), Arc::clone(&stop));
+        let parts = TrainerParts { learner, auxiliary, directory, buffer, publisher, stop: stop_flag };
+        let mut trainer = Trainer::start(config, parts, &state)?;
         if let Some(lost) = trainer.lost_lease() {
             self.report.note(&format!("warning: {lost}; the checkpoint contains these groups all the same"));
         }

@@ -13,15 +13,15 @@ use std::sync::Arc;
 use model::{Architecture, Config, ModelDirectory, Placement, Sampling, SharedCores, Sizes, ThreadPool};
 use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource};
 use rollout::{EngineConfig, Overlong, StopRules, WorkerConfig};
+use trainer::advantage::AdvantageEstimator;
 use trainer::algorithm::Algorithm;
-use trainer::batch::Split;
-use trainer::checkpoint::{Retention, WriterConfig};
-use trainer::credit::Advantage;
+use trainer::batch::BatchSplit;
+use trainer::checkpoint::{CheckpointWriterConfig, Retention};
 use trainer::critic::CriticConfig;
 use trainer::lora::LoraConfig;
-use trainer::objective::ValueTerm;
+use trainer::objective::ValueLossConfig;
 use trainer::optimizer::OptimizerConfig;
-use trainer::schedule::Schedule;
+use trainer::schedule::LearningRateSchedule;
 use trainer::{LearnerConfig, TrainerConfig};
 use trajectory::Task;
 use weights::{DeltaConfig, Dtype, HubConfig, PublishConfig};
@@ -235,7 +235,7 @@ impl Recipe {
     /// Whether every group has a greedy decoding to be compared with.
     #[must_use]
     pub fn greedy_baseline(&self) -> bool {
-        self.algorithm().advantage == Advantage::Greedy
+        self.algorithm().advantage == AdvantageEstimator::Greedy
     }
 
     /// Whether sampler and trainer take turns on one device.
@@ -337,10 +337,10 @@ impl Recipe {
     #[must_use]
     pub fn algorithm(&self) -> Algorithm {
         let mut algorithm = self.algorithm.algorithm();
-        if let Advantage::PerReward { weights } = &mut algorithm.advantage {
+        if let AdvantageEstimator::PerReward { weights } = &mut algorithm.advantage {
             *weights = self.rewards.iter().map(|reward| reward.weight).collect();
         }
-        if let (Advantage::Gae(gae), Some(critic)) = (&mut algorithm.advantage, &self.critic) {
+        if let (AdvantageEstimator::Gae(gae), Some(critic)) = (&mut algorithm.advantage, &self.critic) {
             gae.lambda_critic = critic.lambda;
         }
         algorithm
@@ -362,7 +362,7 @@ impl Recipe {
         let (coef, rate) = (critic.coef.unwrap_or(1.0), critic.learning_rate.unwrap_or_default());
         Some(CriticConfig {
             kind: critic.kind,
-            term: ValueTerm { coef, clip: critic.value_clip },
+            term: ValueLossConfig { coef, clip: critic.value_clip },
             learning_rate: rate as f32,
             pretrain_steps: critic.pretrain_steps.unwrap_or(0),
             placement: self.placement.critic.unwrap_or(Placement::Colocated),
@@ -371,8 +371,8 @@ impl Recipe {
 
     /// The learning rate of every step.
     #[must_use]
-    pub fn schedule(&self) -> Schedule {
-        Schedule {
+    pub fn schedule(&self) -> LearningRateSchedule {
+        LearningRateSchedule {
             peak: self.trainer.learning_rate as f32,
             shape: self.trainer.schedule,
             warmup_steps: self.trainer.warmup_steps,
@@ -387,7 +387,7 @@ impl Recipe {
         TrainerConfig {
             algorithm: self.algorithm(),
             schedule: self.schedule(),
-            split: Split {
+            split: BatchSplit {
                 minibatches: self.trainer.minibatches,
                 max_completion_length: self.rollout.max_completion_length,
             },
@@ -401,9 +401,9 @@ impl Recipe {
 
     /// How checkpoints are written.
     #[must_use]
-    pub fn checkpoints(&self, checkpoints: PathBuf) -> WriterConfig {
+    pub fn checkpoints(&self, checkpoints: PathBuf) -> CheckpointWriterConfig {
         let (retention, asynchronous) = (self.retention(), self.checkpoint.asynchronous);
-        WriterConfig { checkpoints, retention, asynchronous, wait: self.wait() }
+        CheckpointWriterConfig { checkpoints, retention, asynchronous, wait: self.wait() }
     }
 
     /// Which checkpoints stay.

@@ -6,7 +6,7 @@ use model::{Head, ModelDirectory};
 use rollout::PromptSet;
 use rollout::tasks::arithmetic::{Demonstration, Sum};
 use trainer::loss::preference::Preference;
-use trainer::schedule::Schedule;
+use trainer::schedule::LearningRateSchedule;
 use trainer::supervised::{PairLoss, PairReport, imitate};
 use trainer::{Frozen, Learner};
 use trajectory::{GroupId, Sample, Task};
@@ -29,7 +29,7 @@ pub(crate) struct Lessons<'a> {
     directory: ModelDirectory,
     generated: bool,
     max_context: usize,
-    schedule: Schedule,
+    schedule: LearningRateSchedule,
     pairs: Option<PairLoss>,
 }
 

@@ -8,7 +8,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 use rollout::tasks::arithmetic::{Demonstration, Sum};
 use trainer::learner::Learner;
-use trainer::schedule::{Schedule, Shape};
+use trainer::schedule::{LearningRateSchedule, ScheduleShape};
 use trainer::supervised::imitate;
 use trajectory::{Sample, Task};
 
@@ -31,9 +31,9 @@ pub fn warm_up(
     mut progress: impl FnMut(u64, f64, &Learner) -> Result<bool, Failure>,
 ) -> Result<(), Failure> {
     let steps = warmup.steps as u64;
-    let schedule = Schedule {
+    let schedule = LearningRateSchedule {
         peak: warmup.learning_rate as f32,
-        shape: Shape::Cosine,
+        shape: ScheduleShape::Cosine,
         warmup_steps: (RISE * warmup.steps as f64).ceil() as u64,
         decay_steps: 0,
         steps,

@@ -1,4 +1,4 @@
-// The fibers of the emulator, its matrix product, and the table of kernels by name.
+// Fibers, the matrix product, and the registry of kernels by name.
 
 #include "emulator.h"
 
@@ -48,7 +48,7 @@ struct Fiber {
     bool started, ended;
 };
 
-// One for every thread of the processor that launches kernels.
+// Scheduler state of one host thread that launches kernels.
 struct Block {
     std::vector<void*> stacks;
     std::vector<Fiber> fibers;
@@ -59,9 +59,9 @@ struct Block {
     Call call = nullptr;
     void** arguments = nullptr;
     std::vector<unsigned char> shared;
-    // Whether a fiber has come further since the scheduler last looked.
+    // Whether a fiber has made progress since the last check.
     bool moved = false;
-    // Blocks so far. Every other one runs its threads backwards: what misses a barrier does not always get away with it.
+    // Blocks so far. Every second block runs its threads in reverse order, which exposes missing barriers.
     unsigned count = 0;
 
     ~Block() {
@@ -76,7 +76,7 @@ thread_local Block block;
     std::abort();
 }
 
-// Back to the scheduler, until it is this fiber's turn again.
+// Yields to the scheduler.
 void yield() {
     Fiber& fiber = block.fibers[block.current];
     if (_setjmp(fiber.state) == 0) _longjmp(block.scheduler, 1);
@@ -219,7 +219,7 @@ Registered::Registered(const char* name, unsigned threads, Call call) { kernels(
 }  // namespace emulator
 
 extern "C" {
-// 0, or why the kernel was not run: 1 for a name that is not known, 2 for blocks of another size than it is made for.
+// 0, or why the kernel was not run: 1 for an unknown name, 2 for a wrong block size.
 int rlrun_emulator_launch(const char* name, const unsigned* grid, unsigned threads, std::size_t shared, void** arguments) {
     using namespace emulator;
     auto found = kernels().find(name);
@@ -239,8 +239,8 @@ int rlrun_emulator_launch(const char* name, const unsigned* grid, unsigned threa
     return 0;
 }
 
-// c [m, n] = scale * op(a) op(b) + keep * c, all row by row; op(a) is [m, k], op(b) [k, n]. `narrow_inputs` and
-// `narrow_output` say where values are bf16.
+// c [m, n] = scale * op(a) op(b) + keep * c, row-major; op(a) is [m, k], op(b) is [k, n]. `narrow_inputs` and
+// `narrow_output` say whether values are bf16.
 void rlrun_emulator_product(std::size_t m, std::size_t n, std::size_t k, const void* a, std::size_t a_stride, int a_transposed,
                             const void* b, std::size_t b_stride, int b_transposed, void* c, std::size_t c_stride,
                             int narrow_inputs, int narrow_output, float scale, float keep) {

@@ -1,8 +1,8 @@
-// CUDA on the processor: what kernels use of it, so that the source that GPUs run can be run and tested anywhere.
+// CUDA on the CPU: the subset that the kernels use, so that their source is tested without a GPU.
 //
-// The threads of a block are fibers of one thread of the processor, which go from barrier to barrier in turn; blocks run
-// one after the other. Invariant: a kernel that is right under CUDA's rules gives the same results here; one that leaves
-// some threads out of a barrier ends the process with a message instead of hanging.
+// The threads of a block are fibers of one host thread, which run from barrier to barrier in turn; blocks run one after
+// the other. Invariant: a kernel that is correct under CUDA's rules gives the same results here; one in which some
+// threads skip a barrier ends the process with a message instead of a deadlock.
 #pragma once
 
 #include <cmath>
@@ -17,15 +17,15 @@ struct Dimensions {
 };
 
 namespace emulator {
-// Of the fiber that runs now.
+// Index of the running fiber.
 extern thread_local Dimensions thread_index, block_index, block_size, grid_size;
 
 int lane();
 void sync_warp();
 void sync_block();
 void* dynamic_shared();
-// Room of 64 bytes for every lane of the calling warp, another one at every other call: what a lane wrote before a
-// `sync_warp` can be read by all until the call after the next one.
+// 64 bytes per lane of the calling warp, double-buffered: all lanes can read what a lane wrote before a `sync_warp`
+// until the call after the next one.
 unsigned char* exchange();
 
 template <typename T> T shuffle(T value, int from) {
@@ -75,7 +75,7 @@ static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 template <typename T> static inline T min(T a, T b) { return a < b ? a : b; }
 template <typename T> static inline T max(T a, T b) { return a > b ? a : b; }
-// One fiber runs at a time.
+// Only one fiber runs at a time.
 template <typename T> static inline T atomicAdd(T* to, T value) {
     T before = *to;
     *to += value;

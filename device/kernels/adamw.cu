@@ -1,8 +1,9 @@
-// AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) with f32 moments: one pass over all that an update touches.
+// AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101) with f32 moments, in one pass over weights, gradients and
+// moments.
 #include "common.cuh"
 
 namespace adamw {
-// `n` neighbouring values, which are moved at once.
+// `n` contiguous values, accessed together.
 template <typename T, int n> struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
     T at[n];
 };
@@ -14,12 +15,12 @@ template <int n, typename T> DEVICE void store_pack(T* to, const Pack<T, n>& pac
 
 DEVICE bool aligned(const void* pointer) { return (reinterpret_cast<uint64>(pointer) & 15u) == 0; }
 
-// What is the same for all values of an update.
+// Factors of an update.
 struct Factors {
     float scale, beta1, beta2, eps, step_size, second_scale, keep;
 };
 
-// The `n` values from `i` on; `compute`, if it is there, gets what they become.
+// Updates `n` values from index `i`; `compute` (optional) receives the rounded values.
 template <int n, typename T>
 DEVICE void step(const Factors& by, int64 i, float* values, float* first, float* second, const float* gradient, T* compute) {
     Pack<float, n> value = load_pack<n>(values + i), slope = load_pack<n>(gradient + i);
@@ -43,7 +44,7 @@ template <typename T>
 DEVICE void adamw(const Factors& by, int64 count, float* values, float* first, float* second, const float* gradient,
                   T* compute) {
     int64 number = int64(blockIdx.x) * blockDim.x + threadIdx.x, threads = int64(gridDim.x) * blockDim.x;
-    // The absent pointer is on every boundary.
+    // A null pointer counts as aligned.
     bool wide = aligned(values) && aligned(first) && aligned(second) && aligned(gradient) && aligned(compute);
     int64 packed = wide ? count / 4 * 4 : 0;
     for (int64 i = number * 4; i < packed; i += threads * 4) step<4>(by, i, values, first, second, gradient, compute);

@@ -1,27 +1,28 @@
-// Causal attention of packed segments with grouped key-value heads, forward and backward.
+// Causal attention of packed segments with grouped key-value heads (GQA), forward and backward, tiled as in
+// FlashAttention-2 (Dao 2023, arXiv 2307.08691).
 //
-// A segment's queries see all rows of its prefix and then its own up to themselves. The gradients of keys and values are
-// sums over all segments that see them: one block owns a tile of keys (or a fixed part of its queries, added up afterwards)
-// and goes through them in order, without atomics.
+// A query attends to all rows of its segment's prefix and to its own segment up to itself. Gradients of keys and values
+// are sums over all segments that attend to them: one block computes a tile of keys (or a fixed part of its queries,
+// summed by another kernel) in a fixed order, without atomics.
 #include "common.cuh"
 #include "attention.cuh"
 
 namespace attention {
-// Queries from `first` to at most TILE later, in one segment.
+// Queries from `first`, at most TILE, of one segment.
 struct QueryTile { int segment, first; };
-// What one block does for the keys `first..first + count`: entries `begin..end` of the list of `Seen`. The result goes
-// to slot `slot` of the scratch, or right to its place if that is negative.
+// Work of one block for the keys `first..first + count`: the entries `begin..end` of the list of `Seen`. The result
+// goes to slot `slot` of the scratch, or directly to the gradient if that is negative.
 struct KeyJob { int first, count, begin, end, slot; };
-// Queries that see the keys of a range, those after themselves excepted.
+// Queries that attend to a range of keys, except causally masked pairs.
 struct Seen { int query_first, query_end, key_first, key_end; };
-// The slots that make up the gradient of the keys `first..first + count`.
+// Slots whose sum is the gradient of the keys `first..first + count`.
 struct Split { int first, count, begin, end; };
-// Part `which` (keys, values) of a slot of the scratch `[slots, kv_heads, 2, TILE, dim]`.
+// Keys (`which` 0) or values (1) of a slot of the scratch `[slots, kv_heads, 2, TILE, dim]`.
 DEVICE float* slot_part(float* scratch, const KeyJob& job, const Heads& of, int kv, int which) {
     return scratch + ((int64(job.slot) * of.kv_heads + kv) * 2 + which) * TILE * of.dim;
 }
 
-// Goes through what a key job has to see: segments, in them heads of the group, in them tiles of queries.
+// Iterates over the work of a key job: segments, then heads of the group, then tiles of queries.
 struct Cursor { int entry, head, query; };
 
 DEVICE void advance(Cursor& at, const Seen* seen, const KeyJob& job, int queries, int head_first, int head_end) {
@@ -34,7 +35,7 @@ DEVICE void advance(Cursor& at, const Seen* seen, const KeyJob& job, int queries
     at.query = seen[at.entry].query_first;
 }
 
-// Of the calling block, in a grid of [heads, tiles].
+// The tile of the calling block in a grid of [heads, tiles].
 DEVICE QueryBlock query_block(const Segment* segments, const QueryTile* tiles, const Heads& of) {
     const QueryTile tile = tiles[blockIdx.y];
     return query_block(of, segments[tile.segment], tile.first);
@@ -48,7 +49,8 @@ DEVICE void forward(const bf16* qkv, const Segment* segments, const QueryTile* t
     attend<D>(qkv, keys_in_pack(qkv, block), block, rows, scale, out, log_sums);
 }
 
-// Grid [heads, tiles]: the gradient of queries, and `deltas [heads, rows]`, the products of result and its gradient.
+// Grid [heads, tiles]: gradient of the queries, and `deltas [heads, rows]`, the dot products of result and its
+// gradient.
 template <int D>
 DEVICE void query_gradient(const bf16* qkv, const Segment* segments, const QueryTile* tiles, int rows, const Heads& all,
                            float scale, const bf16* out, const float* log_sums, const bf16* gradient, float* deltas, bf16* dqkv) {
@@ -63,7 +65,7 @@ DEVICE void query_gradient(const bf16* qkv, const Segment* segments, const Query
     auto fetch = [&](int t) { fetch_keys<D>(keys + (t & 1) * SIZE, values + (t & 1) * SIZE, from, block, t * TILE); };
     copy_tile<D, TILE>(queries, qkv + block.head * D, row_width(of), query);
     copy_tile<D, TILE>(slopes, gradient + block.head * D, query_width(of), query);
-    // The result is needed for `delta` alone and passes through the second tile of keys.
+    // The result is only needed for `delta`; it is loaded into the second buffer of keys.
     copy_tile<D, TILE>(keys + SIZE, out + block.head * D, query_width(of), query);
     copy_commit();
     fetch(0);
@@ -126,11 +128,11 @@ DEVICE void store_keys(const float (&sums)[D / 8][4], float by, const KeyJob& jo
     }
 }
 
-// Grid [kv_heads, jobs]: the gradient of keys and values, with keys as rows of all products.
+// Grid [kv_heads, jobs]: gradient of keys and values; the rows of all products are keys.
 template <int D>
 DEVICE void key_gradient(const bf16* qkv, const KeyJob* jobs, const Seen* seen, int rows, const Heads& all, float scale,
                          const float* log_sums, const bf16* gradient, const float* deltas, float* scratch, bf16* dqkv) {
-    // Queries at a time: with 64 the sums of keys and values of 128 do not fit into registers.
+    // Queries per step: with 64, the accumulators of keys and values of dimension 128 do not fit in registers.
     constexpr int N = D > 64 ? 32 : 64;
     constexpr int SIZE = TILE * (D + PAD), PART = N * (D + PAD);
     DYNAMIC_SHARED(bf16, shared);
@@ -166,7 +168,7 @@ DEVICE void key_gradient(const bf16* qkv, const KeyJob* jobs, const Seen* seen, 
         float s[N / 8][4] = {}, d[N / 8][4] = {};
         add_tile_dots<D, N>(s, keys, queries + stage * PART);
         add_tile_dots<D, N>(d, values, slopes + stage * PART);
-        // Queries behind the last are zeros and add nothing, so only keys have to be looked at.
+        // Queries after the last are zero and contribute nothing, so only keys are masked.
         const int last = job.first + job.count - 1;
         const bool whole = at.query >= last && range.key_first <= job.first && range.key_end > last;
         UNROLL for (int i = 0; i < N / 2; ++i) {
@@ -251,7 +253,7 @@ DEVICE void plain_key_gradient(const T* qkv, const KeyJob* jobs, const Seen* see
     }
 }
 
-// Grid [kv_heads, splits]: adds up the slots of keys whose queries are those of several jobs, in order.
+// Grid [kv_heads, splits]: sums the slots of keys with several jobs, in order.
 template <typename T> DEVICE void join(const Split* splits, const Heads& of, const float* scratch, T* dqkv) {
     const Split split = splits[blockIdx.y];
     const int kv = blockIdx.x;

@@ -1,24 +1,25 @@
-// What attention of tiles of queries is made of, over keys and values in a pack or in pages.
+// Tiled attention: the parts that kernels over packs and over a paged KV cache share.
 //
-// Keys are numbered by "places", in the order in which queries see them, and tiles of keys begin at fixed places: a query
-// meets the same tiles, and its result has the same bits, wherever its keys lie and whatever else is in the batch.
+// Keys are numbered by place, in the order in which a query attends to them, and tiles of keys begin at fixed places. A
+// query therefore has the same tiles, and its result the same bits, for every memory layout of its keys and every
+// batch.
 //
-// Two families: on the tensor cores for bf16 heads of 64 and 128, and plain f32 for everything else, up to 256.
+// Two families of kernels: tensor cores for bf16 heads of 64 and 128, and f32 for all other heads up to 256.
 #pragma once
 #include "common.cuh"
 
 #define UNROLL _Pragma("unroll")
 
 namespace attention {
-// Queries, and keys, of one block; src/ops/attention.rs and src/ops/prefill.rs make their lists by it.
+// Queries, and keys, per block; src/ops/attention.rs and src/ops/prefill.rs build the work lists with the same number.
 constexpr int TILE = 64;
-// Values between the rows of a tile in shared memory, so that rows begin in different banks.
+// Padding of the rows of a shared-memory tile, values, so that rows begin in different banks.
 constexpr int PAD = 8;
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// Rows of queries, and those of what comes before them.
+// Rows of queries, and of the keys before them.
 struct Segment { int first, end, prefix_first, prefix_end; };
-// Columns of a row.
+// Column offsets in a row.
 struct Heads { int heads, kv_heads, dim; };
 
 DEVICE int64 row_width(const Heads& of) { return int64(of.heads + 2 * of.kv_heads) * of.dim; }
@@ -27,28 +28,28 @@ DEVICE int group_of(const Heads& of) { return of.heads / of.kv_heads; }
 DEVICE int key_column(const Heads& of, int kv) { return (of.heads + kv) * of.dim; }
 DEVICE int value_column(const Heads& of, int kv) { return (of.heads + of.kv_heads + kv) * of.dim; }
 
-// A tile of queries of one head: the place of the first query, and how many places the last one sees.
+// A tile of queries of one head: the place of the first query, and the number of places of the last one.
 struct QueryBlock {
     Heads of;
     Segment segment;
     int head, kv, first, first_place, seen;
 };
 
-// Of the calling block, in a grid of [heads, tiles].
+// The tile of the calling block in a grid of [heads, tiles].
 DEVICE QueryBlock query_block(const Heads& of, const Segment& segment, int first) {
     const int head = blockIdx.x, first_place = segment.prefix_end - segment.prefix_first + first - segment.first;
     return {of, segment, head, head / group_of(of), first, first_place, first_place + min(TILE, segment.end - first)};
 }
 
-// The row of a query, negative beyond the end.
+// The row of a query; negative after the last.
 DEVICE int query_row(const QueryBlock& block, int i) { return block.first + i < block.segment.end ? block.first + i : -1; }
 
-// Where the keys and values of a block are: in rows of the pack, or of the cache, if there is a table of its pages.
+// Location of the keys and values of a block: rows of the pack, or pages of the cache if there is a page table.
 template <typename T> struct KeyRows {
     const T *keys, *values;
     int64 stride;
     const uint32* pages;
-    // From one page of the cache to the next.
+    // Distance between pages of the cache.
     int page_rows;
 };
 
@@ -57,7 +58,7 @@ template <typename T> DEVICE KeyRows<T> keys_in_pack(const T* qkv, const QueryBl
     return {qkv + key_column(of, block.kv), qkv + value_column(of, block.kv), row_width(of), nullptr, 0};
 }
 
-// The row of a place, negative behind what the block sees.
+// The row of a place; negative after the last.
 template <typename T> DEVICE int key_row(const KeyRows<T>& from, const QueryBlock& block, int place) {
     const Segment& segment = block.segment;
     if (place >= block.seen) return -1;
@@ -88,7 +89,7 @@ DEVICE void copy_async_word(float* to, const float* from, bool valid) {
 #endif
 }
 
-// Starts to copy `D` columns of `N` rows to a tile; `row` tells the row for each, negative for one of zeros.
+// Begins an asynchronous copy of `N` rows of `D` columns to a tile; `row` maps each row, negative for zeros.
 template <int D, int N, typename Row> DEVICE void copy_tile(bf16* to, const bf16* from, int64 stride, Row row) {
     constexpr int CHUNKS = D / 8;
     UNROLL for (int i = 0; i < N * CHUNKS / 128; ++i) {
@@ -99,7 +100,7 @@ template <int D, int N, typename Row> DEVICE void copy_tile(bf16* to, const bf16
     }
 }
 
-// Starts to copy the keys and values of the places from `first` on.
+// Begins an asynchronous copy of the keys and values of the places from `first`.
 template <int D>
 DEVICE void fetch_keys(bf16* keys, bf16* values, const KeyRows<bf16>& from, const QueryBlock& block, int first) {
     auto row = [&](int i) { return key_row(from, block, first + i); };
@@ -108,14 +109,14 @@ DEVICE void fetch_keys(bf16* keys, bf16* values, const KeyRows<bf16>& from, cons
     copy_commit();
 }
 
-// Two products with the halves of 16 x 16 values as `load_a` and `load_a_transposed` give them.
+// Two products with the halves of 16 x 16 values in the layout of `load_a` and `load_a_transposed`.
 DEVICE void mma_pair(float (&low)[4], float (&high)[4], const uint32 (&a)[4], const uint32 (&b)[4]) {
     const uint32 first[2] = {b[0], b[2]}, second[2] = {b[1], b[3]};
     mma(low, a, first);
     mma(high, a, second);
 }
 
-// c [16, N] += a [16, D] * b [N, D]^T, `b` a tile; `load` gives the operand of 16 columns of `a`.
+// c [16, N] += a [16, D] * b [N, D]^T, with `b` a tile; `load` returns the operand of 16 columns of `a`.
 template <int D, int N, typename Load> DEVICE void add_dots(float (&c)[N / 8][4], const bf16* b, Load load) {
     UNROLL for (int k = 0; k < D / 16; ++k) {
         uint32 rows[4];
@@ -134,7 +135,7 @@ template <int D, int N> DEVICE void add_tile_dots(float (&c)[N / 8][4], const bf
     add_dots<D, N>(c, b, [&](uint32(&rows)[4], int k) { load_a(rows, own + 16 * k, D + PAD); });
 }
 
-// c [16, D] += weights [16, N] * b [N, D], `b` a tile: results of a product are the left side of the next as they lie.
+// c [16, D] += weights [16, N] * b [N, D], with `b` a tile; the layout of a product's result is that of a left operand.
 template <int D, int N> DEVICE void add_weighted(float (&c)[D / 8][4], const float (&weights)[N / 8][4], const bf16* b) {
     UNROLL for (int k = 0; k < N / 16; ++k) {
         const float(&low)[4] = weights[2 * k];
@@ -149,13 +150,13 @@ template <int D, int N> DEVICE void add_weighted(float (&c)[D / 8][4], const flo
     }
 }
 
-// Waits for the tiles that the next products need, `more` having been started after them.
+// Waits for the tiles of the next products; `more` copies were started after them.
 DEVICE void await_tiles(bool more) {
     more ? copy_wait<1>() : copy_wait<0>();
     BLOCK_SYNC();
 }
 
-// Over the lanes that hold one row of a result of `mma`.
+// Reduction over the lanes that hold one row of a result of `mma`.
 DEVICE float quad_sum(float value) {
     value += shuffle_xor(value, 1);
     return value + shuffle_xor(value, 2);
@@ -163,7 +164,8 @@ DEVICE float quad_sum(float value) {
 
 DEVICE void store_pair(bf16* to, float low, float high) { *reinterpret_cast<uint32*>(to) = pack_bf16(low, high); }
 
-// Scores of two rows of queries become weights `2^(scale * (score - top))`, and what was summed before is brought to the new top.
+// Online softmax of two rows of queries: scores become weights `2^(scale * (score - top))`, and earlier sums are
+// rescaled to the new maximum.
 template <int D>
 DEVICE void soften(float (&s)[TILE / 8][4], float (&sums)[D / 8][4], float (&top)[2], float (&total)[2], float scale) {
     UNROLL for (int r = 0; r < 2; ++r) {
@@ -187,7 +189,7 @@ DEVICE void soften(float (&s)[TILE / 8][4], float (&sums)[D / 8][4], float (&top
     }
 }
 
-// The results of a block's queries, and if they are wanted `log_sums [heads, rows]`.
+// Stores the results of a block's queries, and `log_sums [heads, rows]` if requested.
 template <int D>
 DEVICE void attend(const bf16* qkv, const KeyRows<bf16>& from, const QueryBlock& block, int rows, float scale, bf16* out,
                    float* log_sums) {
@@ -198,7 +200,7 @@ DEVICE void attend(const bf16* qkv, const KeyRows<bf16>& from, const QueryBlock&
     const int warp = warp_index(), g = lane_index() / 4, t2 = lane_index() % 4 * 2;
     auto query = [&](int i) { return query_row(block, i); };
     auto fetch = [&](int t) { fetch_keys<D>(keys + (t & 1) * SIZE, values + (t & 1) * SIZE, from, block, t * TILE); };
-    // Queries pass through the second tile of keys on their way to registers.
+    // Queries are loaded to registers through the second buffer of keys.
     copy_tile<D, TILE>(keys + SIZE, qkv + block.head * D, row_width(of), query);
     copy_commit();
     fetch(0);
@@ -238,13 +240,13 @@ DEVICE void attend(const bf16* qkv, const KeyRows<bf16>& from, const QueryBlock&
     }
 }
 
-// ------------------------------------------------------------------------------------------------------------ plain
+// ------------------------------------------------------------------------------------------------------------ f32
 
-// Keys, or queries, that the lanes of a warp take at a time.
-// Rows of a tile that each of the 8 warps has, and columns that each lane has, 32 apart.
+// Keys, or queries, per step of a warp.
+// Rows of a tile per warp (of 8), and columns per lane, 32 apart.
 constexpr int LANES = 32, SHARE = 8, COLUMNS = 8;
 
-// `count` rows of `dim` values to rows `stride` apart; `row` tells the row for each, negative for one of zeros.
+// Copies `count` rows of `dim` values to rows `stride` apart; `row` maps each row, negative for zeros.
 template <typename T, typename Row>
 DEVICE void load_rows(float* to, int stride, int count, const T* from, int64 from_stride, int dim, Row row) {
     for (int i = warp_index(); i < count; i += 8) {
@@ -253,7 +255,7 @@ DEVICE void load_rows(float* to, int stride, int count, const T* from, int64 fro
     }
 }
 
-// The keys and values of the places from `first` on, when all are done with those before.
+// Loads the keys and values of the places from `first`, after all threads have used those before.
 template <typename T>
 DEVICE void load_keys(float* keys, float* values, const KeyRows<T>& from, const QueryBlock& block, int first) {
     auto row = [&](int i) { return key_row(from, block, first + i); };
@@ -264,7 +266,7 @@ DEVICE void load_keys(float* keys, float* values, const KeyRows<T>& from, const 
     BLOCK_SYNC();
 }
 
-// The products of a warp's rows with the one of each lane, which lie `dim + 1` apart: in different banks.
+// Dot products of a warp's rows with the row of each lane; lane rows are `dim + 1` apart, in different banks.
 DEVICE void dots(float (&s)[SHARE], const float* rows, const float* lanes, int dim) {
     const float* own = lanes + lane_index() * (dim + 1);
     for (int r = 0; r < SHARE; ++r) s[r] = 0.0f;
@@ -274,7 +276,7 @@ DEVICE void dots(float (&s)[SHARE], const float* rows, const float* lanes, int d
     }
 }
 
-// sums += weights [SHARE, LANES] * from [LANES, dim], rows of the latter `dim + 1` apart.
+// sums += weights [SHARE, LANES] * from [LANES, dim]; rows of `from` are `dim + 1` apart.
 DEVICE void add_rows(float (&sums)[SHARE][COLUMNS], const float* weights, const float* from, int dim) {
     for (int j = 0; j < LANES; ++j) {
         for (int c = 0; c < COLUMNS; ++c) {
@@ -293,7 +295,7 @@ template <typename T> DEVICE void store_row(T* to, const float (&sums)[COLUMNS],
     }
 }
 
-// What `attend` makes. For the gradient: that of a block's queries, and `deltas`.
+// Result of `attend`; for the gradient, that of a block's queries, and `deltas`.
 template <typename T, bool GRADIENT>
 DEVICE void plain_queries(const T* qkv, const KeyRows<T>& from, const QueryBlock& block, int rows, float scale, const T* out,
                           float* log_sums, const T* gradient, float* deltas, T* to) {
@@ -307,7 +309,7 @@ DEVICE void plain_queries(const T* qkv, const KeyRows<T>& from, const QueryBlock
     if (GRADIENT) load_rows(slopes, dim, TILE, gradient + block.head * dim, query_width(of), dim, query);
     BLOCK_SYNC();
 
-    // Of a row: the highest score so far and the sum of weights by it, or log_sum and delta.
+    // Per row: maximal score and sum of weights so far; or log-sum-exp and delta.
     float top[SHARE], total[SHARE], sums[SHARE][COLUMNS] = {};
     UNROLL for (int r = 0; r < SHARE; ++r) {
         top[r] = -INFINITE, total[r] = 0.0f;

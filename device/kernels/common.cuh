@@ -1,8 +1,7 @@
-// What every kernel is written in: CUDA C++ that nvrtc compiles without any header, and that the emulator compiles for the
-// processor.
+// Common definitions of all kernels: CUDA C++ without headers, for nvrtc and for the emulator on the CPU.
 //
-// A kernel is declared with KERNEL(threads, name, parameters...): `threads` is the size of its blocks, `name` is what it is
-// launched by. Types of storage are f32 (float) and bf16; arithmetic is f32. Indices into memory are 64 bits wide.
+// A kernel is declared with KERNEL(threads, name, parameters...): `threads` per block, and the `name` of its launches.
+// Storage types are f32 (float) and bf16; arithmetic is f32. Memory indices have 64 bits.
 #pragma once
 
 typedef unsigned int uint32;
@@ -17,11 +16,11 @@ typedef long long int64;
 #define INFINITE __builtin_inff()
 #else
 #define KERNEL(threads, name, ...) extern "C" __global__ void __launch_bounds__(threads) name(__VA_ARGS__)
-// Memory that the threads of a block share, of the size that the launch gives.
+// Dynamic shared memory, of the size in the launch.
 #define DYNAMIC_SHARED(type, name)                                 \
     extern __shared__ __align__(16) unsigned char rlrun_dynamic[]; \
     type* name = reinterpret_cast<type*>(rlrun_dynamic)
-// Memory that the threads of a block share, of a size that is known here: STATIC_SHARED(float, sums, [32]).
+// Static shared memory: STATIC_SHARED(float, sums, [32]).
 #define STATIC_SHARED(type, name, size) __shared__ type name size
 #define DEVICE static __device__ __forceinline__
 #define WARP_SYNC() __syncwarp()
@@ -29,7 +28,7 @@ typedef long long int64;
 #define INFINITE __int_as_float(0x7f800000)
 #endif
 
-// Positions of a page of a key-value cache.
+// Positions per page of the KV cache.
 constexpr int PAGE = 16;
 
 // The upper half of an f32, rounded to nearest, ties to even.
@@ -60,7 +59,7 @@ DEVICE uint32 float_to_bits(float value) {
 DEVICE float load(float value) { return value; }
 DEVICE float load(bf16 value) { return bits_to_float(uint32(value.bits) << 16); }
 
-// The nearest bf16; NaN stays NaN.
+// Rounds to the nearest bf16; NaN stays NaN.
 DEVICE bf16 to_bf16(float value) {
     uint32 bits = float_to_bits(value);
     uint32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -73,7 +72,7 @@ DEVICE bf16 to_bf16(float value) {
 DEVICE void store(float* to, float value) { *to = value; }
 DEVICE void store(bf16* to, float value) { *to = to_bf16(value); }
 
-// exp to about 2 units in the last place for arguments near zero.
+// exp with an error of about 2 units in the last place for arguments near zero.
 DEVICE float fast_exp(float value) {
 #ifdef RLRUN_EMULATED
     return expf(value);
@@ -82,7 +81,7 @@ DEVICE float fast_exp(float value) {
 #endif
 }
 
-// Two values as the tensor cores take them: `low` in the lower half.
+// Two values packed for the tensor cores; `low` in the lower half.
 DEVICE uint32 pack_bf16(float low, float high) {
 #ifdef RLRUN_EMULATED
     return uint32(to_bf16(low).bits) | uint32(to_bf16(high).bits) << 16;
@@ -93,7 +92,7 @@ DEVICE uint32 pack_bf16(float low, float high) {
 #endif
 }
 
-// Of the calling thread's warp.
+// Index in the calling thread's warp.
 DEVICE uint32 lane_index() { return threadIdx.x & 31u; }
 DEVICE uint32 warp_index() { return threadIdx.x >> 5; }
 
@@ -110,7 +109,7 @@ template <typename T> DEVICE T shuffle(T value, int from) { return __shfl_sync(0
 template <typename T> DEVICE T shuffle_up(T value, int by) { return __shfl_up_sync(0xffffffffu, value, by); }
 #endif
 
-// Sums over a warp; every lane gets the result.
+// Sum over a warp; every lane gets the result.
 template <typename T> DEVICE T warp_sum(T value) {
     for (int mask = 16; mask > 0; mask >>= 1) value += shuffle_xor(value, mask);
     return value;
@@ -121,7 +120,7 @@ DEVICE float warp_max(float value) {
     return value;
 }
 
-// Over a block of whole warps, at most 32; every thread gets the result. The order of the additions is fixed.
+// Sum over a block of at most 32 whole warps; every thread gets the result. The order of the additions is fixed.
 template <typename T> DEVICE T block_sum(T value) {
     STATIC_SHARED(T, parts, [32]);
     value = warp_sum(value);
@@ -144,8 +143,8 @@ DEVICE float block_max(float value) {
     return top;
 }
 
-// 16 bytes from global to shared memory, both on a boundary of 16 bytes, without a register in between; complete after
-// `copy_wait<n>` (all but the newest `n` groups) and BLOCK_SYNC. `valid` bytes are read and the rest filled with zeros.
+// Asynchronous copy of 16 bytes from global to shared memory, both aligned to 16 bytes; complete after `copy_wait<n>`
+// (all but the newest `n` groups) and BLOCK_SYNC. Reads `valid` bytes and fills the rest with zeros.
 DEVICE void copy_async(void* to, const void* from, uint32 valid) {
 #ifdef RLRUN_EMULATED
     __builtin_memset(to, 0, 16);
@@ -166,8 +165,8 @@ template <int pending> DEVICE void copy_wait() {
 #endif
 }
 
-// c [16, 8] += a [16, 16] * b [16, 8] by one warp on the tensor cores, bf16 with f32 sums (PTX mma.m16n8k16). With
-// g = lane / 4 and t = lane % 4 a lane holds
+// c [16, 8] += a [16, 16] * b [16, 8] by one warp on the tensor cores, bf16 with f32 accumulators (PTX mma.m16n8k16).
+// With g = lane / 4 and t = lane % 4 a lane has
 //   a: (g, 2t..2t+1), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..)  pairs of neighbours in a row
 //   b: (2t..2t+1, g), (2t + 8.., g)                                    pairs of neighbours in a column
 //   c: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
@@ -181,7 +180,7 @@ DEVICE void mma(float (&c)[4], const uint32 (&a)[4], const uint32 (&b)[2]) {
 #endif
 }
 
-// Operand `a` of `mma`: 16 rows of 16 values from shared memory, rows `stride` values apart (a multiple of 8).
+// Operand `a` of `mma`: 16 rows of 16 values in shared memory, rows `stride` values apart (a multiple of 8).
 DEVICE void load_a(uint32 (&a)[4], const bf16* from, int stride) {
 #ifdef RLRUN_EMULATED
     int g = emulator::lane() / 4, t = emulator::lane() % 4;
@@ -195,7 +194,7 @@ DEVICE void load_a(uint32 (&a)[4], const bf16* from, int stride) {
 #endif
 }
 
-// Operand `a` as the transpose of what lies in shared memory: 16 rows (its columns) of 16 values.
+// Operand `a` as the transpose of 16 rows of 16 values in shared memory.
 DEVICE void load_a_transposed(uint32 (&a)[4], const bf16* from, int stride) {
 #ifdef RLRUN_EMULATED
     int g = emulator::lane() / 4, t = emulator::lane() % 4;
@@ -211,7 +210,7 @@ DEVICE void load_a_transposed(uint32 (&a)[4], const bf16* from, int stride) {
 #endif
 }
 
-// Operand `b` of `mma` whose columns lie as rows in shared memory: 8 rows of 16 values.
+// Operand `b` of `mma` from 8 rows of 16 values in shared memory, which are its columns.
 DEVICE void load_b(uint32 (&b)[2], const bf16* from, int stride) {
 #ifdef RLRUN_EMULATED
     int g = emulator::lane() / 4, t = emulator::lane() % 4;
@@ -223,7 +222,7 @@ DEVICE void load_b(uint32 (&b)[2], const bf16* from, int stride) {
 #endif
 }
 
-// Operand `b` that lies in shared memory as it is: 16 rows of 8 values.
+// Operand `b` of `mma` from 16 rows of 8 values in shared memory.
 DEVICE void load_b_rows(uint32 (&b)[2], const bf16* from, int stride) {
 #ifdef RLRUN_EMULATED
     int g = emulator::lane() / 4, t = emulator::lane() % 4;

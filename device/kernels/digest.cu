@@ -1,17 +1,17 @@
-// BLAKE3 of memory: values of its chunks of 1024 bytes, and of pairs of values, up to a few that the host finishes.
+// BLAKE3 of memory: chaining values of chunks of 1024 bytes, merged down to a few values, which the host finishes.
 //
-// Invariant: values are those of subtrees that are not the root. BLAKE3's tree, whose left subtrees are full, is what comes
-// of merging neighbours level by level where a last one without a neighbour goes up as it is.
+// Invariant: values belong to subtrees other than the root. The tree of BLAKE3, whose left subtrees are full, results
+// from merging neighbours level by level if an unpaired last value moves up unchanged.
 //
-// A thread takes a chunk. It reads whole sectors of 32 bytes, and some 700 instructions follow on each block of 64 bytes, so
-// that by count arithmetic bounds the rate, and neighbouring threads may read far from each other.
+// One thread per chunk. It reads whole sectors of 32 bytes and executes about 700 instructions per block of 64 bytes,
+// so arithmetic bounds the rate and uncoalesced reads do not.
 #include "common.cuh"
 
 namespace digest {
 constexpr uint32 CHUNK_START = 1, CHUNK_END = 2, PARENT = 4;
 constexpr int CHUNK = 1024, BLOCK = 64;
 
-// Eight words; moved in two halves.
+// Eight words, accessed in two halves.
 struct alignas(16) Value {
     uint32 words[8];
 };
@@ -33,7 +33,7 @@ DEVICE void mix(uint32 (&v)[16], int a, int b, int c, int d, uint32 x, uint32 y)
     v[b] = rotate_right<7>(v[b] ^ v[c]);
 }
 
-// One block of a message: `value` becomes what comes after it.
+// Compresses one block of a message into `value`.
 DEVICE void compress(Value& value, uint32 (&m)[16], uint64 counter, uint32 length, uint32 flags) {
     constexpr int order[16] = {2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8};
     Value start = initial_value();
@@ -70,7 +70,7 @@ struct alignas(16) Four {
     uint32 words[4];
 };
 
-// The words of `length` bytes, filled up with zeros. `grain` is the boundary that addresses are on: 16, 4 or 1 bytes.
+// The words of `length` bytes, padded with zeros. `grain` is the alignment of the address: 16, 4 or 1 bytes.
 template <int grain> DEVICE void load_block(uint32 (&m)[16], const unsigned char* from, int length) {
     if (grain == 16 && length == BLOCK) {
 #pragma unroll
@@ -126,7 +126,7 @@ template <int grain> DEVICE void chunks(const unsigned char* from, int64 length,
 }
 }  // namespace digest
 
-// values [ceil(length / 1024)]: of the chunks of `length` bytes, the first of which is the chunk `counter` of the message.
+// values [ceil(length / 1024)]: chaining values of the chunks of `length` bytes; the first chunk has index `counter`.
 KERNEL(128, digest_chunks, const unsigned char* from, int64 length, uint64 counter, uint32* values) {
     auto* out = reinterpret_cast<digest::Value*>(values);
     uint64 address = reinterpret_cast<uint64>(from);
@@ -138,7 +138,7 @@ KERNEL(128, digest_chunks, const unsigned char* from, int64 length, uint64 count
         digest::chunks<1>(from, length, counter, out);
 }
 
-// out [ceil(count / 8)]: three levels up from values [count].
+// out [ceil(count / 8)]: values [count] merged over three levels.
 KERNEL(128, digest_parents, const uint32* values, int count, uint32* out) {
     int group = int(blockIdx.x * blockDim.x + threadIdx.x);
     if (8 * int64(group) >= count) return;

@@ -1,21 +1,21 @@
-// The distribution over tokens that a row of logits stands for: its normaliser and its entropy.
+// The softmax of a row of logits: its normaliser and entropy.
 //
-// Invariant: what the sampler draws from and what the trainer differentiates is computed by this one function, by blocks of
-// one size and in one order, so that equal logits give equal bits.
+// Invariant: sampling and training use this one function, with one block size and one order of additions, so equal
+// logits give equal bits.
 #pragma once
 #include "common.cuh"
 
 namespace distribution {
-// Threads of a block, which takes a row.
+// Threads per block; one block per row.
 constexpr int THREADS = 512;
 constexpr int WARPS = THREADS / 32;
-// Logits that a warp has on their way at a time, four vectors of four for each lane.
+// Logits in flight per warp: four vectors of four per lane.
 constexpr int STEP = 512;
-// Below every exponent that a power of e is told from 0 by, and far from overflow when multiplied.
+// Below every exponent whose exp differs from 0, and far from overflow when multiplied.
 constexpr float LOWEST = -1e30f;
 constexpr int NONE = 0x7fffffff;
 
-// The candidates of a row: logits[ids[i]], or all of them where there are no ids.
+// Candidates of a row: logits[ids[i]], or all logits without ids.
 struct Row {
     const float* logits;
     const uint32* ids;
@@ -29,7 +29,7 @@ struct alignas(16) Four {
     float at[4];
 };
 
-// Four candidates; minus infinity, which has no weight, past the last.
+// Four candidates; minus infinity, with weight 0, after the last.
 DEVICE void load_four(const Row& row, int slot, bool whole, float (&z)[4]) {
     if (whole) {
         Four four = *reinterpret_cast<const Four*>(row.logits + slot);
@@ -39,11 +39,11 @@ DEVICE void load_four(const Row& row, int slot, bool whole, float (&z)[4]) {
     }
 }
 
-// Candidates of a warp: neighbours, so that the masses of the warps add up in the order of the candidates.
+// Candidates of a warp are contiguous, so that the masses of warps are prefix sums in candidate order.
 DEVICE int part_length(int count) { return (count + WARPS * STEP - 1) / (WARPS * STEP) * STEP; }
 
-// Calls visit(slot, z) with four neighbours at a time, in ascending order for each lane, so that every candidate is visited
-// by one thread. All lanes of a warp make the same number of calls, if need be with slots past the last.
+// Calls visit(slot, z) with four contiguous candidates at a time, ascending per lane, so that each candidate is visited
+// by one thread. All lanes of a warp make the same number of calls, with slots after the last if needed.
 template <typename Visit> DEVICE void visit_part(const Row& row, Visit visit) {
     int length = part_length(row.count);
     int begin = int(warp_index()) * length;
@@ -60,13 +60,13 @@ template <typename Visit> DEVICE void visit_part(const Row& row, Visit visit) {
     }
 }
 
-// What a logit is above another one, scaled; NaN stays NaN.
+// Scaled difference of two logits; NaN stays NaN.
 DEVICE float above(float z, float top, float scale) {
     float d = __fmul_rn(z - top, scale);
     return d < LOWEST ? LOWEST : d;
 }
 
-// The smallest over a block; every thread gets it.
+// Minimum over a block; every thread gets it.
 DEVICE int block_smallest(int value) {
     STATIC_SHARED(int, parts, [WARPS]);
     for (int mask = 16; mask > 0; mask >>= 1) value = min(value, shuffle_xor(value, mask));
@@ -78,13 +78,13 @@ DEVICE int block_smallest(int value) {
     return smallest;
 }
 
-// Sums over some candidates, relative to `top`, the greatest logit among them: of e^d, and of d e^d, where d is what a
-// scaled logit is above the top.
+// Sums over candidates relative to their maximal logit `top`: of e^d, and of d e^d, where d is the scaled difference to
+// the top.
 struct Mass {
     float top, sum, moment;
 };
 
-// Its products are rounded before somebody adds them to something, in all kernels alike.
+// Products are rounded before they are added, in all kernels alike.
 DEVICE void raise_top(Mass& mass, float top, float scale) {
     float d = above(mass.top, top, scale), factor = fast_exp(d);
     mass.moment = __fmul_rn(fmaf(d, mass.sum, mass.moment), factor);
@@ -92,12 +92,12 @@ DEVICE void raise_top(Mass& mass, float top, float scale) {
     mass.top = top;
 }
 
-// A row under a scale, which is 1 / temperature. Probabilities are e^d / sum.
+// Softmax of a row with scale 1 / temperature. Probabilities are e^d / sum.
 struct Distribution {
     float top, scale, sum, log_sum, entropy;
 };
 
-// Of a candidate with this logit; at most 0, which rounding may leave by a little.
+// Log-probability of a candidate with this logit, clamped to at most 0 against rounding.
 DEVICE float log_probability(const Distribution& of, float z) {
     float value = above(z, of.top, of.scale) - of.log_sum;
     return value > 0 ? 0 : value;
@@ -121,7 +121,7 @@ DEVICE Mass part_mass(const Row& row, float scale) {
     return mass;
 }
 
-// Of a row that the calling block shares; `masses` become the sums of e^d of its warps' parts. Every thread gets the result.
+// Softmax of a row, by the whole block; `masses` receives the sums of e^d of its warps. Every thread gets the result.
 DEVICE Distribution row_distribution(const Row& row, float scale, float (&masses)[WARPS]) {
     STATIC_SHARED(Mass, parts, [WARPS]);
     Mass own = part_mass(row, scale);

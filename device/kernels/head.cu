@@ -1,7 +1,7 @@
-// The head of a language model behind its matrix product: log-probability of the target token and entropy from rows of
-// logits, and the way back to the logits.
+// The language-model head after its matrix product: log-probability of the target token and entropy from rows of
+// logits, and the gradient of the logits.
 //
-// A block takes a row. The forward reads it once; the backward reads it twice and writes it once.
+// One block per row. The forward reads the row once; the backward reads it twice and writes it once.
 #include "common.cuh"
 #include "distribution.cuh"
 
@@ -9,11 +9,11 @@ namespace head {
 using distribution::Distribution;
 using distribution::Row;
 
-// What the rows predict, from the first row of the launch on.
+// Targets of the rows, from the first row of the launch.
 struct Targets {
     const uint32* tokens;
     const float* temperatures;
-    // Row i keeps ids[starts[i]..starts[i + 1]], ascending; all tokens if that is none.
+    // Row i is truncated to ids[starts[i]..starts[i + 1]], ascending; an empty range means all tokens.
     const uint64* starts;
     const uint32* ids;
 };
@@ -26,13 +26,13 @@ DEVICE Row row_of_block(const float* logits, int vocabulary, const Targets& targ
     return {row, nullptr, vocabulary};
 }
 
-// Slopes of a loss by what `predict` says of a row.
+// Derivatives of a loss by the results of `predict` for a row.
 struct Slopes {
     float logprob, entropy;
 };
 
-// d loss / d logit of a candidate that is not the target: d log p_t / d z_i = -p_i and d H / d z_i = -p_i (log p_i + H),
-// both times the scale. Without a slope the entropy has no say, not even as NaN.
+// d loss / d logit of a candidate other than the target: d log p_t / d z_i = -p_i and d H / d z_i = -p_i (log p_i + H),
+// both times the scale. With a zero derivative by the entropy its term is skipped, even if it is NaN.
 DEVICE float slope_of(float z, const Distribution& of, const Slopes& slopes) {
     float log_p = distribution::above(z, of.top, of.scale) - of.log_sum;
     float by = slopes.logprob;
@@ -88,7 +88,7 @@ DEVICE void predict_backward(const float* logits, int vocabulary, const Targets&
 }
 }  // namespace head
 
-// out [n, 2]: log-probability of the target token and entropy, nats. starts [n + 1] may be those of rows amid others.
+// out [n, 2]: log-probability of the target token and entropy, nats. starts [n + 1] may be part of a longer list.
 KERNEL(512, predict, const float* logits, int vocabulary, const uint32* tokens, const float* temperatures,
        const uint64* starts, const uint32* ids, float* out) {
     distribution::Row row = head::row_of_block(logits, vocabulary, {tokens, temperatures, starts, ids});
@@ -99,7 +99,7 @@ KERNEL(512, predict, const float* logits, int vocabulary, const uint32* tokens, 
     out[2 * int64(blockIdx.x) + 1] = of.entropy;
 }
 
-// slopes [n, 2]: of a loss by the log-probability and by the entropy; out [n, vocabulary]: by the logits.
+// slopes [n, 2]: derivatives of a loss by log-probability and entropy; out [n, vocabulary]: by the logits.
 #define PREDICT_BACKWARD(suffix, type)                                                                                  \
     KERNEL(512, predict_backward_##suffix, const float* logits, int vocabulary, const uint32* tokens,                   \
            const float* temperatures, const uint64* starts, const uint32* ids, const float* slopes, type* out) {        \

@@ -1,12 +1,12 @@
-// What happens to queries and keys between the projection and the attention: RMSNorm per head, and the rotary position
-// embedding in the half-split layout: pairs (x[i], x[i + half]) turn by position * inv_freq[i].
+// Queries and keys between projection and attention: RMSNorm per head (QK norm), and rotary position embedding (RoPE,
+// arXiv 2104.09864) in the half-split layout: the pairs (x[i], x[i + half]) are rotated by position * inv_freq[i].
 //
-// Neighbouring lanes share a head, as many (a power of two) as have 16 bytes of each of its halves, so that both values of a
-// pair are in one lane and nothing but the sums of the norm goes between lanes.
+// A power of two of neighbouring lanes share a head, one lane per 16 bytes of each half. Both values of a pair are in
+// one lane, and only the sums of the norm are exchanged between lanes.
 #include "common.cuh"
 
 namespace heads {
-// `n` neighbouring values, which are moved at once.
+// `n` contiguous values, accessed together.
 template <typename T, int n> struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
     T at[n];
 };
@@ -18,16 +18,16 @@ template <int n, typename T> DEVICE void store_pack(T* to, const Pack<T, n>& pac
 
 DEVICE bool aligned(const void* pointer) { return (reinterpret_cast<uint64>(pointer) & 15u) == 0; }
 
-// How a row divides, and the angles [rows, head_dim / 2] of the rows.
+// Layout of a row, and the angles [rows, head_dim / 2].
 struct Heads {
     int rows, heads, kv_heads, head_dim;
     const float *cos, *sin;
 };
 
-// Of a row of the projection.
+// Layout of a row of the projection.
 DEVICE int64 width(const Heads& shape) { return int64(shape.heads + 2 * shape.kv_heads) * shape.head_dim; }
 
-// Values `i..i + n` of the first half of a head and their partners.
+// Values `i..i + n` of the first half of a head, and their partners.
 template <int n> struct Pairs {
     float first[n], second[n];
 };
@@ -52,7 +52,7 @@ template <int n, typename T> DEVICE void store_pairs(T* head, int i, int half, c
     store_pack(head + half + i, b);
 }
 
-// By the angles of `row`, or back for `direction` -1.
+// Rotates by the angles of `row`; `direction` -1 is the inverse.
 template <int n> DEVICE void rotate(Pairs<n>& pairs, const Heads& shape, int row, int i, float direction) {
     int64 at = int64(row) * (shape.head_dim / 2) + i;
     Pack<float, n> cos = load_pack<n>(shape.cos + at), sin = load_pack<n>(shape.sin + at);
@@ -69,7 +69,7 @@ template <int n> DEVICE int lanes_of_head(int half) {
     return lanes;
 }
 
-// Over the lanes of a head; all lanes of the warp take part.
+// Sum over the lanes of a head; all lanes of the warp take part.
 DEVICE float head_sum(float value, int lanes) {
     for (int mask = lanes >> 1; mask > 0; mask >>= 1) value += shuffle_xor(value, mask);
     return value;
@@ -77,13 +77,13 @@ DEVICE float head_sum(float value, int lanes) {
 
 DEVICE float inverse_rms(float squares, int width, float eps) { return 1.0f / sqrtf(squares / width + eps); }
 
-// A head that the calling lane shares: `active` is false for lanes that have none and only take part in sums.
+// The head that the calling lane shares; `active` is false for lanes without a head, which only take part in sums.
 struct Item {
     int row, head;
     bool active;
 };
 
-// Calls visit(item, lane in the head, lanes of a head) for all queries and keys of all rows; whole warps call it.
+// Calls visit(item, lane in the head, lanes of a head) for all queries and keys of all rows, by whole warps.
 template <int n, typename Visit> DEVICE void visit_heads(const Heads& shape, Visit visit) {
     int lanes = lanes_of_head<n>(shape.head_dim / 2), rotated = shape.heads + shape.kv_heads;
     int each = 32 / lanes, warps = gridDim.x * (blockDim.x >> 5), count = shape.rows * rotated;
@@ -162,8 +162,8 @@ DEVICE void prepare_heads_backward(const Heads& shape, const T* raw, const T* qu
 
 constexpr int THREADS = 256;
 
-// Block (slab of rows, 0 for queries or 1 for keys): its part of the gradient of the norm's weight, into partial
-// [slabs, 2, head_dim]. Heads go to the groups of lanes in turn, and the groups are added in order.
+// Block (slab of rows, 0 for queries or 1 for keys): partial gradient of the norm's weight, into partial [slabs, 2,
+// head_dim]. Heads are assigned to groups of lanes round robin, and the groups are summed in order.
 template <int n, typename T>
 DEVICE void norm_slopes(const Heads& shape, const T* raw, float eps, const T* g, int slab, float* partial) {
     STATIC_SHARED(float, parts, [THREADS * 2 * n]);
@@ -172,7 +172,7 @@ DEVICE void norm_slopes(const Heads& shape, const T* raw, float eps, const T* g,
     int heads = blockIdx.y == 0 ? shape.heads : shape.kv_heads, before = blockIdx.y == 0 ? 0 : shape.heads;
     int first = blockIdx.x * slab, count = min(slab, shape.rows - first) * heads;
     float* to = partial + (int64(blockIdx.x) * 2 + blockIdx.y) * shape.head_dim;
-    // Once, unless the lanes of a warp have too little of a head together.
+    // One iteration, unless the lanes of a warp together have less than a head.
     for (int chunk = 0; chunk < half; chunk += across) {
         Pairs<n> own = {};
         int column = chunk + lane * n;
@@ -213,7 +213,7 @@ template <int n> DEVICE bool wide_heads(const Heads& shape) {
 
 template <typename T> DEVICE void prepare(const Heads& shape, const T* query, const T* key, float eps, T* qkv) {
     constexpr int wide = 16 / sizeof(T);
-    // The absent pointer is on every boundary.
+    // A null pointer counts as aligned.
     if (wide_heads<wide>(shape) && aligned(query) && aligned(key) && aligned(qkv))
         prepare_heads<wide>(shape, query, key, eps, qkv);
     else

@@ -1,10 +1,10 @@
-// Root-mean-square normalisation of rows: y = w * x / sqrt(mean(x^2) + eps).
+// RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467): y = w * x / sqrt(mean(x^2) + eps) per row.
 //
-// A block takes a row and reads it twice: the second time it comes from the first-level cache.
+// One block per row, which reads it twice: the second time from the L1 cache.
 #include "common.cuh"
 
 namespace rms {
-// `n` neighbouring values, which are moved at once.
+// `n` contiguous values, accessed together.
 template <typename T, int n> struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
     T at[n];
 };
@@ -13,7 +13,7 @@ template <int n, typename T> DEVICE Pack<T, n> load_pack(const T* from) { return
 
 DEVICE bool aligned(const void* pointer) { return (reinterpret_cast<uint64>(pointer) & 15u) == 0; }
 
-// Of the row that the calling block shares.
+// Inverse root mean square of a row, by the whole block.
 template <int n, typename T> DEVICE float inverse_rms(const T* x, int width, float eps) {
     float squares = 0;
     for (int i = threadIdx.x * n; i < width; i += blockDim.x * n) {
@@ -71,7 +71,7 @@ DEVICE void rms_norm_backward(const T* x, const T* weight, int width, float eps,
     constexpr int wide = 16 / sizeof(T);
     int64 at = int64(blockIdx.x) * width;
     const T* under = base ? base + at : base;
-    // The absent pointer is on every boundary.
+    // A null pointer counts as aligned.
     if (width % wide == 0 && aligned(x) && aligned(weight) && aligned(g) && aligned(base) && aligned(dx))
         normalize_backward<wide>(x + at, weight, width, eps, g + at, under, dx + at);
     else
@@ -87,8 +87,8 @@ template <typename T> DEVICE void rms_inverses(const T* x, int width, float eps,
 
 constexpr int WARPS = 8;
 
-// Sums of g * x * inverse over the rows [first, last), for the columns from `column` on of which lane i has `n` from
-// i * n on. Warps take every eighth row, and are added in order.
+// Sums of g * x * inverse over the rows [first, last), for the columns from `column`, of which lane i has `n` from i *
+// n. Each warp takes every eighth row; warps are summed in order.
 template <int n, typename T>
 DEVICE void slope_sums(const T* x, const T* g, const float* inverses, int first, int last, int column, int width, float* sums) {
     STATIC_SHARED(float, parts, [WARPS * 32 * n]);
@@ -112,7 +112,7 @@ DEVICE void slope_sums(const T* x, const T* g, const float* inverses, int first,
     BLOCK_SYNC();
 }
 
-// The part of block (tile of columns, slab of rows), into partial [slabs, width].
+// Block (tile of columns, slab of rows): partial sums into partial [slabs, width].
 template <typename T>
 DEVICE void rms_norm_slopes(const T* x, const T* g, const float* inverses, int rows, int slab, int width, float* partial) {
     constexpr int wide = 16 / sizeof(T), tile = 32 * wide;

@@ -1,30 +1,31 @@
-// Attention of single tokens over a cache in pages, with grouped key-value heads.
+// Decode: attention of single tokens over a paged KV cache (PagedAttention, Kwon et al. 2023, arXiv 2309.06180), with
+// grouped key-value heads.
 //
-// A layer of the cache is `[pages, 2, kv_heads, 16, head_dim]`: of each page the keys and then the values of 16 positions.
-// What bounds it is reading keys and values, so each is read once, by one warp, for all query heads of its group. A context
-// is cut every 256 positions whatever else is in the batch, so that results do not depend on that; each part is one block,
-// and another kernel joins the parts of a token. The grid is that of the longest context that there may be: it can be
-// recorded, and blocks that have nothing to do end at once.
+// A layer of the cache is `[pages, 2, kv_heads, 16, head_dim]`: keys, then values, of the 16 positions of each page.
+// Reading keys and values bounds the speed, so each is read once, by one warp, for all query heads of its group. A
+// context is split every 256 positions (as in Flash-Decoding), independent of the batch, so that results do not depend
+// on it; one block computes a part, and another kernel combines the parts of a token. The grid is that of the longest
+// possible context, so that launches can be recorded; blocks without work end at once.
 #include "common.cuh"
 
 #define UNROLL _Pragma("unroll")
 
 namespace paged {
-// Pages of a part.
+// Pages per part.
 constexpr int PART = 16;
 constexpr int WARPS = 4;
-// Query heads of a block: rows of a product on the tensor cores, and what fits into registers without them.
+// Query heads per block: rows of a product on the tensor cores; limited by registers without them.
 constexpr int WIDE_HEADS = 16, PLAIN_HEADS = 8;
-// Columns that a lane has, 32 apart.
+// Columns per lane, 32 apart.
 constexpr int COLUMNS = 8;
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// 16 bytes, which a thread moves at once.
+// 16 bytes, one memory access of a thread.
 struct alignas(16) Pack {
     uint32 words[4];
 };
 
-// What does not change while the kernel runs, and is not read again soon.
+// Load of data that is constant during the kernel and not reused soon.
 DEVICE Pack stream(const void* from) {
     Pack pack;
 #ifdef RLRUN_EMULATED
@@ -41,8 +42,8 @@ struct Heads { int heads, kv_heads, dim; };
 DEVICE int64 row_width(const Heads& of) { return int64(of.heads + 2 * of.kv_heads) * of.dim; }
 DEVICE int64 page_len(const Heads& of) { return int64(2 * of.kv_heads) * PAGE * of.dim; }
 
-// Keys and values of all tokens to their slots, `page * 16 + place`; all ones for none. `U` is what is moved at once,
-// `dim` and `count` are in that unit.
+// Writes keys and values of all tokens to their slots, `page * 16 + place`; all ones for no slot. `U` is the unit of an
+// access, in which `dim` and `count` are given.
 template <typename U> DEVICE void write(const U* qkv, const uint32* slots, int64 count, const Heads& of, U* cache) {
     const int64 i = int64(blockIdx.x) * 256 + threadIdx.x, row = int64(2 * of.kv_heads) * of.dim;
     if (i >= count) return;
@@ -54,7 +55,7 @@ template <typename U> DEVICE void write(const U* qkv, const uint32* slots, int64
     to[column % of.dim] = qkv[token * row_width(of) + int64(of.heads) * of.dim + column];
 }
 
-// Grid [pairs, layers]: pages `(from, to)` of each layer; lengths in packs.
+// Grid [pairs, layers]: copies pages `(from, to)` of each layer; lengths in 16 bytes.
 DEVICE void copy(const uint32* pairs, int64 layer_len, int page_len, Pack* cache) {
     Pack* layer = cache + blockIdx.y * layer_len;
     const Pack* from = layer + int64(pairs[2 * blockIdx.x]) * page_len;
@@ -62,11 +63,11 @@ DEVICE void copy(const uint32* pairs, int64 layer_len, int page_len, Pack* cache
     for (int i = threadIdx.x; i < page_len; i += 256) to[i] = from[i];
 }
 
-// The part of a token's context that a block has, in a grid of [tokens, groups of heads, parts].
+// The part of a token's context of a block, in a grid of [tokens, groups of heads, parts].
 struct Work {
     Heads of;
     int token, kv, first_head, heads;
-    // Positions of the part, of which there are none if `end` is not behind `first`.
+    // Positions of the part; empty if `end` is not after `first`.
     int first, end, part, parts;
     const uint32* table;
 };
@@ -82,14 +83,14 @@ DEVICE Work work_of(const Heads& of, const Tokens& tokens, int heads_at_once) {
             int(gridDim.z), table};
 }
 
-// The keys of the block's heads in page `page` of its part; the values lie `values_after` behind.
+// Keys of the block's heads in page `page` of its part; values are `values_after` later.
 template <typename T> DEVICE const T* keys_of(const T* cache, const Work& work, int page) {
     return cache + int64(work.table[page]) * page_len(work.of) + work.kv * PAGE * work.of.dim;
 }
 DEVICE int values_after(const Heads& of) { return of.kv_heads * PAGE * of.dim; }
 
-// Joins what the warps of a block have, `sums [WARPS, rows, dim]` with the highest score (in units of ln 2) and the sum of
-// weights of each, and writes it: as the result if it is all, or as a part of it.
+// Combines the warps of a block: `sums [WARPS, rows, dim]` with the maximal score (in units of ln 2) and the sum of
+// weights of each. Writes the result if this is the only part, or a partial result.
 template <typename T>
 DEVICE void finish(const Work& work, const float* sums, const float* tops, const float* totals, int rows, T* out, float* scratch,
                    int tokens) {
@@ -115,9 +116,9 @@ DEVICE void finish(const Work& work, const float* sums, const float* tops, const
     }
 }
 
-// On the tensor cores, a page of a warp at a time. Both products sum over what lies in one memory row, or use columns in any
-// order, so keys and values go from memory to the registers of the lanes that need them, 16 bytes at once: lane (g, t) has
-// columns 8t.. of every 32 of the keys g and g + 8, and columns 8g.. of every 64 of the values 2t, 2t + 1, 2t + 8, 2t + 9.
+// Tensor cores, one page per warp at a time. Both products sum over contiguous memory, or over columns in any order, so
+// keys and values are loaded from memory to registers directly, 16 bytes at a time: lane (g, t) has columns 8t.. of
+// every 32 of the keys g and g + 8, and columns 8g.. of every 64 of the values 2t, 2t + 1, 2t + 8, 2t + 9.
 template <int D>
 DEVICE void attend(const bf16* qkv, const bf16* cache, const Tokens& tokens, const Heads& all, float scale, bf16* out,
                    float* scratch) {
@@ -145,7 +146,7 @@ DEVICE void attend(const bf16* qkv, const bf16* cache, const Tokens& tokens, con
             UNROLL for (int c = 0; c < D / 32; ++c) keys[j][c] = stream(page_keys + (8 * j + g) * D + 32 * c + 8 * t);
         UNROLL for (int i = 0; i < 4; ++i) {
             const int place = 2 * t + (i & 1) + 8 * (i >> 1);
-            // What was never written may be NaN, which a weight of 0 does not hide.
+            // Unwritten positions may contain NaN, which a weight of 0 does not remove.
             UNROLL for (int c = 0; c < D / 64; ++c)
                 values[i][c] = place < left ? stream(page_values + place * D + 64 * c + 8 * g) : Pack{};
         }
@@ -208,7 +209,7 @@ DEVICE void attend(const bf16* qkv, const bf16* cache, const Tokens& tokens, con
     finish(work, shared_sums, tops, totals, WIDE_HEADS, out, scratch, int(gridDim.x));
 }
 
-// Without tensor cores, 32 positions of a warp at a time, for any head of up to 256.
+// Without tensor cores: 32 positions per warp at a time, for heads up to 256.
 template <typename T>
 DEVICE void plain_attend(const T* qkv, const T* cache, const Tokens& tokens, const Heads& of, float scale, T* out,
                          float* scratch) {
@@ -268,7 +269,7 @@ DEVICE void plain_attend(const T* qkv, const T* cache, const Tokens& tokens, con
     finish(work, shared_sums, tops, totals, HEADS, out, scratch, int(gridDim.x));
 }
 
-// The result of a head of a token from its parts, one of a warp.
+// Combines the parts of one head of a token, by one warp.
 template <typename T>
 DEVICE void join(const float* scratch, const uint32* positions, int tokens, int heads, int dim, int parts, T* out) {
     const int64 head = int64(blockIdx.x) * WARPS + warp_index(), all = int64(tokens) * heads;

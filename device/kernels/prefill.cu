@@ -1,14 +1,14 @@
-// Attention of the new tokens of sequences over a cache in pages, several tokens of each.
+// Prefill: attention of chunks of new tokens over a paged KV cache.
 //
-// What `paged.cu` reads once for every token is read once for every tile of queries here. It is the forward of the trainer
-// with keys from pages: the bits are the same.
+// The kernel in `paged.cu` reads the cache once per token; this one reads it once per tile of queries. It is the
+// training forward with keys from pages, and gives the same bits.
 #include "common.cuh"
 #include "attention.cuh"
 
 namespace prefill {
 using namespace attention;
 
-// At most TILE queries `first..end`, the first of them at `place` of a sequence.
+// At most TILE queries `first..end`; the first is at position `place` of its sequence.
 struct PageTile { int first, end, place, sequence; };
 
 DEVICE QueryBlock query_block(const PageTile& tile, const Heads& of) {

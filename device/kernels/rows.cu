@@ -1,11 +1,11 @@
-// Rows that are picked, put back and summed: the embedding, its gradient, and what goes with rows that are left out.
+// Gather, scatter and sum of rows: embedding and its gradient, selected rows.
 //
-// Block (row, tile) takes the columns of a tile, of which each thread has up to 16 bytes. Sums are f32, in the order of the
-// rows, so that they are the same every time.
+// Block (row, tile) processes the columns of a tile, up to 16 bytes per thread. Sums are f32 in row order, so they are
+// deterministic.
 #include "common.cuh"
 
 namespace rows {
-// `n` neighbouring values, which are moved at once.
+// `n` contiguous values, accessed together.
 template <typename T, int n> struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
     T at[n];
 };
@@ -32,7 +32,7 @@ template <typename T> DEVICE void gather_rows(const T* from, const uint32* rows,
         copy_columns<1>(row, first, last, to);
 }
 
-// Adds the rows `positions[0..count]` of g to `sums`, one after the other; several are on their way at a time.
+// Adds the rows `positions[0..count]` of g to `sums` in order, with several loads in flight.
 template <int n, typename T>
 DEVICE void add_positions(const T* g, const uint32* positions, int count, int64 width, int column, float (&sums)[n]) {
     constexpr int together = 4;
@@ -64,8 +64,8 @@ DEVICE void sum_group(const T* g, const uint32* positions, int count, int width,
     }
 }
 
-// Block (group, tile): the rows of g whose key is that of the group, summed into row `key` of `to`, on top of what is there
-// if `keep`. `starts` [groups + 1] says where the positions of each group begin.
+// Block (group, tile): sum of the rows of g with the group's key, into row `key` of `to`, added to its old value if
+// `keep`. `starts` [groups + 1] has the start of each group in the positions.
 template <bool keep, typename T, typename To>
 DEVICE void sum_groups(const T* g, const uint32* keys, const uint32* starts, const uint32* positions, int width, To* to) {
     constexpr int wide = 16 / sizeof(T);
@@ -99,8 +99,8 @@ template <typename T> DEVICE void add_bias(const T* bias, int width, T* x) {
 
 constexpr int WARPS = 8;
 
-// Sums over the rows [first, last) of the columns from `column` on, of which lane i has `n` from i * n on. Warps take every
-// eighth row, and are added in order; `sums` is on top of what is there if `keep`.
+// Sums over the rows [first, last) of the columns from `column`, of which lane i has `n` from i * n. Each warp takes
+// every eighth row; warps are summed in order. The old value of `sums` is added if `keep`.
 template <int n, bool keep, typename T>
 DEVICE void slab_sums(const T* g, int first, int last, int column, int width, float* sums) {
     STATIC_SHARED(float, parts, [WARPS * 32 * n]);
@@ -122,7 +122,7 @@ DEVICE void slab_sums(const T* g, int first, int last, int column, int width, fl
     BLOCK_SYNC();
 }
 
-// The part of block (tile of columns, slab of rows), into partial [slabs, width].
+// Block (tile of columns, slab of rows): partial sums into partial [slabs, width].
 template <typename T> DEVICE void column_parts(const T* g, int rows, int slab, int width, float* partial) {
     constexpr int wide = 16 / sizeof(T), tile = 32 * wide;
     int first = blockIdx.y * slab, last = min(rows, first + slab);
@@ -136,7 +136,7 @@ template <typename T> DEVICE void column_parts(const T* g, int rows, int slab, i
     }
 }
 
-// to [width] += the sums over partial [slabs, width], 32 columns a block.
+// to [width] += column sums of partial [slabs, width], 32 columns per block.
 KERNEL(256, add_partial_sums, const float* partial, int slabs, int width, float* to) {
     slab_sums<1, true>(partial, 0, slabs, blockIdx.x * 32, width, to);
 }

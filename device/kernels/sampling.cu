@@ -1,8 +1,9 @@
-// From logits to tokens, with their log-probabilities under the distributions that they were really drawn from.
+// Sampling: tokens from logits, and their log-probabilities under the truncated distributions.
 //
-// A block takes a row. Nothing is sorted: what top-k and top-p keep is found by the bits of the logits, from the upper ones
-// down, as counts and masses of the candidates that share the bits so far. Masses are integers, so that they are the same
-// in whichever order they add up, and a cut is exact down to candidates with equal logits, which go by their ids.
+// One block per row, without sorting. The cuts of top-k and top-p are found by radix selection over the bits of the
+// logits, from the upper bits down, with counts and masses of the candidates that share a prefix. Masses are integers,
+// so their sum does not depend on the order, and a cut is exact down to candidates with equal logits, which are ordered
+// by id.
 #include "common.cuh"
 #include "distribution.cuh"
 
@@ -19,23 +20,23 @@ using distribution::WARPS;
 
 constexpr int KEPT = 4096;
 constexpr int BINS = 2048, BINS_OF_THREAD = BINS / THREADS;
-// The unit of masses: 2^40 of the most likely candidate.
+// Unit of masses: the most likely candidate has 2^40.
 constexpr float UNIT = 1099511627776.0f;
 
-// Ascends with the logit, as total order has it.
+// Ascends with the logit, in IEEE total order.
 DEVICE uint32 key_of(float z) {
     uint32 bits = float_to_bits(z);
     return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
 }
 DEVICE float logit_of(uint32 key) { return bits_to_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu)); }
 
-// The candidates above a key, and the first `ties` of those that are at it.
+// Candidates above a key, and the first `ties` of those equal to it.
 struct Cut {
     uint32 key;
     int ties;
 };
 
-// What a cut is measured in: each candidate is 1, or its probability relative to the most likely one in units.
+// Weight of a candidate in a cut: 1, or its probability relative to the most likely candidate, in units.
 struct Measure {
     bool counts;
     float top, scale;
@@ -49,7 +50,7 @@ DEVICE uint64 amount_of(const Measure& by, float z) {
     return weight > 0 ? uint64(weight * UNIT) : 0;
 }
 
-// Amounts by bin, in two words because shared memory adds words.
+// Amounts per bin in two words, because shared-memory atomics have 32 bits.
 struct Bins {
     uint32 low[BINS], high[BINS];
 };
@@ -64,7 +65,7 @@ DEVICE void add_to_bin(Bins& bins, int bin, uint64 amount) {
 
 DEVICE uint64 bin_amount(const Bins& bins, int bin) { return uint64(bins.high[bin]) << 32 | bins.low[bin]; }
 
-// Sums over the lanes before the calling one and its own.
+// Inclusive prefix sum over the lanes of a warp.
 template <typename T> DEVICE T warp_running_sum(T value) {
     for (int by = 1; by < 32; by <<= 1) {
         T before = shuffle_up(value, by);
@@ -73,7 +74,7 @@ template <typename T> DEVICE T warp_running_sum(T value) {
     return value;
 }
 
-// Over the threads before the calling one and its own.
+// Inclusive prefix sum over the threads of a block.
 template <typename T> DEVICE T block_running_sum(T value) {
     STATIC_SHARED(T, parts, [WARPS]);
     value = warp_running_sum(value);
@@ -85,14 +86,14 @@ template <typename T> DEVICE T block_running_sum(T value) {
     return before + value;
 }
 
-// One level of the search for a cut: the bin, counted from the greatest down, in which the amount of `wanted` is reached.
+// One level of the radix selection: the bin, counted from the largest, in which the cumulative amount reaches `wanted`.
 struct Level {
     int bin;
-    // Of the bins above it.
+    // Amount of the bins above it.
     uint64 above;
 };
 
-// `share` is that of the amount of all bins, for the first level of a cut by mass, or negative; then `wanted` is known.
+// `share` is a share of the total amount, for the first level of a cut by mass; if negative, `wanted` is known.
 DEVICE Level reach(const Bins& bins, uint64& wanted, float share) {
     STATIC_SHARED(Level, found, [1]);
     STATIC_SHARED(uint64, total, [1]);
@@ -119,12 +120,12 @@ DEVICE Level reach(const Bins& bins, uint64& wanted, float share) {
     return found[0];
 }
 
-// The bits of a key that a level of the search tells apart.
+// Bits of a key that a level distinguishes.
 struct Bits {
     int shift, above_shift;
 };
 
-// Counts the candidates within `within` whose bits above those of the level are `prefix`.
+// Counts the candidates of `within` whose bits above the level equal `prefix`.
 DEVICE void fill_bins(Bins& bins, const Row& row, const Cut& within, const Measure& by, Bits bits, uint32 prefix) {
     for (int i = int(threadIdx.x); i < BINS; i += THREADS) bins.low[i] = bins.high[i] = 0;
     BLOCK_SYNC();
@@ -137,13 +138,13 @@ DEVICE void fill_bins(Bins& bins, const Row& row, const Cut& within, const Measu
                 add_to_bin(bins, int(key >> bits.shift & mask), amount_of(by, z[j]));
         }
     });
-    // Those at the key of a cut are equal, and it says how many they are.
+    // Candidates at the key of a cut are equal, and their number is known.
     if (threadIdx.x == 0 && within.ties > 0 && here(within.key))
         add_to_bin(bins, int(within.key >> bits.shift & mask), uint64(within.ties) * amount_of(by, logit_of(within.key)));
     BLOCK_SYNC();
 }
 
-// Candidates that pass: those of a cut that are likely enough.
+// Candidates that pass a cut and the minimal probability.
 struct Filter {
     Cut cut;
     Measure by;
@@ -158,15 +159,15 @@ DEVICE Side side_of(const Filter& filter, float z) {
     return key > filter.cut.key ? Side::in : Side::tie;
 }
 
-// Candidates above a cut in the lower half, ties with it in the upper one.
+// Number of candidates above a cut in the lower half, number of ties in the upper half.
 DEVICE uint64 tally(Side side) { return side == Side::in ? 1 : side == Side::tie ? uint64(1) << 32 : 0; }
 
-// How many pass that come before a candidate, from the tally of those before it.
+// Number of passing candidates before a candidate, from the tally before it.
 DEVICE int passed(uint64 before, const Filter& filter) {
     return int(uint32(before)) + min(int(before >> 32), filter.cut.ties);
 }
 
-// Writes the ids of the candidates that pass, ascending, if they are at most KEPT. Every thread gets their number.
+// Writes the ids of the passing candidates, ascending, if there are at most KEPT. Every thread gets their number.
 DEVICE int collect(const Row& row, const Filter& filter, uint32* ids) {
     STATIC_SHARED(uint64, parts, [WARPS]);
     auto side = [&](int slot, float z) { return slot < row.count ? side_of(filter, z) : Side::out; };
@@ -183,7 +184,7 @@ DEVICE int collect(const Row& row, const Filter& filter, uint32* ids) {
         all += parts[warp];
     }
     int total = passed(all, filter);
-    // Most warps have none of a few; all lanes agree.
+    // Most warps have no passing candidate; all lanes agree.
     if (total <= KEPT && own > 0) {
         visit_part(row, [&](int slot, const float(&z)[4]) {
             uint64 here = 0;
@@ -203,8 +204,8 @@ DEVICE int collect(const Row& row, const Filter& filter, uint32* ids) {
     return total;
 }
 
-// Narrows `within` to the least likely candidate that is needed to reach `wanted`, or `share` of all. `row` becomes a list
-// of the candidates that are left, in `ids`, once those are few.
+// Narrows `within` to the least likely candidate needed to reach `wanted`, or `share` of the total. `row` becomes a
+// list of the remaining candidates in `ids` once they are few.
 DEVICE Cut narrow(Row& row, const Cut& within, const Measure& by, uint64 wanted, float share, uint32* ids) {
     STATIC_SHARED(Bins, bins, [1]);
     uint32 prefix = 0;
@@ -216,7 +217,7 @@ DEVICE Cut narrow(Row& row, const Cut& within, const Measure& by, uint64 wanted,
         wanted -= min(level.above, wanted);
         prefix = prefix << (bits.above_shift - bits.shift) | uint32(level.bin);
         if (!row.ids && prefix > 0) {
-            // All candidates from the bin's lowest key on: the cut is among them.
+            // Candidates from the bin's lowest key on, which include the cut.
             Filter coarse = {{(prefix << bits.shift) - 1, 0}, by, 0};
             int left = collect(row, coarse, ids);
             if (left <= KEPT) row = {row.logits, ids, left};
@@ -231,7 +232,7 @@ struct Best {
     int slot;
 };
 
-// The first of the most likely candidates.
+// The most likely candidate; the first of equal ones.
 DEVICE Best most_likely(const Row& row) {
     Best best = {-INFINITE, NONE};
     visit_part(row, [&](int slot, const float(&z)[4]) {
@@ -243,8 +244,8 @@ DEVICE Best most_likely(const Row& row) {
     return {top, slot == NONE ? 0 : slot};
 }
 
-// The first candidate at which the running sum of probabilities passes `uniform` of their total; never one without
-// probability. `masses` are those of the parts of warps.
+// The first candidate at which the cumulative probability exceeds `uniform` of the total; never one of probability 0.
+// `masses` are those of the warps.
 DEVICE int draw(const Row& row, const distribution::Distribution& of, const float (&masses)[WARPS], float uniform) {
     float left = uniform * of.sum;
     int part = 0;
@@ -256,7 +257,7 @@ DEVICE int draw(const Row& row, const distribution::Distribution& of, const floa
         found = left < masses[warp];
         if (!found) left -= masses[warp];
     }
-    // Rounding left a crumb of the total: the last candidate that can be drawn.
+    // Rounding left a small remainder: the last candidate with a probability.
     if (!found) left = INFINITE;
     int length = part_length(row.count), thread = int(threadIdx.x);
     int first = part * length + thread * (length / THREADS), last = min(first + length / THREADS, row.count);
@@ -280,22 +281,22 @@ DEVICE int draw(const Row& row, const distribution::Distribution& of, const floa
     return chosen == NONE ? 0 : chosen;
 }
 
-// What is asked of a row.
+// Sampling parameters of a row.
 struct Settings {
     float temperature, top_p, min_p, uniform;
     uint32 top_k;
 };
 
-// Of a row, as the host has packed them.
+// Unpacks the parameters of a row.
 DEVICE Settings settings_of(const uint32* packed) {
     return {bits_to_float(packed[0]), bits_to_float(packed[1]), bits_to_float(packed[2]), bits_to_float(packed[3]), packed[4]};
 }
 
-// Top-k, then top-p within it, then min-p. Every thread gets the number of candidates that are left, whose ids are in `ids`,
-// ascending, if they are at most KEPT. `scratch` has as much room.
+// Truncation: top-k, then top-p within it, then min-p. Every thread gets the number of remaining candidates, whose ids
+// are in `ids`, ascending, if there are at most KEPT. `scratch` has the size of `ids`.
 DEVICE int truncate(Row row, const Settings& settings, uint32* ids, uint32* scratch) {
     Measure counts = {true, 0, 0}, masses = {false, most_likely(row).z, 1.0f / settings.temperature};
-    // None reaches a min_p above 1, and the most likely candidate is always kept.
+    // A min_p above 1 removes all but the most likely candidate, which is always kept.
     uint32 top_k = settings.min_p > 1 ? 1 : settings.top_k;
     bool by_count = top_k > 0 && top_k < uint32(row.count), by_mass = settings.top_p < 1;
     Cut cut = {0, 0};
@@ -308,7 +309,7 @@ DEVICE int truncate(Row row, const Settings& settings, uint32* ids, uint32* scra
     return collect(row, {cut, masses, min(settings.min_p, 1.0f)}, ids);
 }
 
-// Where the results of a row go: token, bits of its log-probability and number of tokens that are left; their ids.
+// Results of a row: token, bits of its log-probability, number of kept tokens; and the kept ids.
 struct Drawn {
     uint32 *draw, *kept_ids, *scratch;
 };
@@ -325,7 +326,7 @@ DEVICE void sample(Row row, const Settings& asked, const Drawn& out) {
             kept = truncate(row, asked, out.kept_ids, out.scratch);
             row = {row.logits, out.kept_ids, kept};
         }
-        // Both are the same in all threads.
+        // Uniform over all threads.
         if (row.count == 0) {
             logprob = INFINITE - INFINITE;
         } else if (kept <= KEPT) {
@@ -343,10 +344,10 @@ DEVICE void sample(Row row, const Settings& asked, const Drawn& out) {
 }
 }  // namespace sampling
 
-// settings [n, 5]: bits of temperature, top_p, min_p and of the uniform number in [0, 1), and top_k. draws [n, 3]: of each row
-// the token, the bits of its log-probability, and the number of tokens that truncation left (0 where nothing was to be cut
-// off), with their ids in kept_ids [n, 4096], ascending. A row of which more than 4096 are left has its number of them, and no
-// token. One of which none is left, because of logits that are no numbers, has NaN for a log-probability.
+// settings [n, 5]: bits of temperature, top_p, min_p and of the uniform number in [0, 1), and top_k. draws [n, 3]:
+// token, bits of its log-probability, and number of tokens after truncation (0 without truncation) of each row; their
+// ids are in kept_ids [n, 4096], ascending. A row with more than 4096 kept tokens has their number and no token. A row
+// with none, because its logits are NaN, has NaN as log-probability.
 KERNEL(512, sample, const float* logits, int vocabulary, const uint32* settings, uint32* draws, uint32* kept_ids,
        uint32* scratch) {
     int64 at = blockIdx.x, list = at * sampling::KEPT;
@@ -354,7 +355,7 @@ KERNEL(512, sample, const float* logits, int vocabulary, const uint32* settings,
                      {draws + sampling::DRAW * at, kept_ids + list, scratch + list});
 }
 
-// Puts the lists of all rows that have one behind each other: draws [n, 3], ids [n, 4096], packed [n * 4096].
+// Concatenates the lists of all rows: draws [n, 3], ids [n, 4096], packed [n * 4096].
 KERNEL(512, pack_kept, const uint32* draws, const uint32* ids, uint32* packed) {
     int row = int(blockIdx.x);
     auto listed = [&](int of) {

@@ -1,10 +1,10 @@
-// The gated activation of the feed-forward block: silu(gate) * up.
+// SwiGLU (Shazeer 2020, arXiv 2002.05202): silu(gate) * up.
 //
-// Block (row, tile) takes the columns of a tile, of which each thread has up to 16 bytes of each input.
+// Block (row, tile) processes the columns of a tile, up to 16 bytes of each input per thread.
 #include "common.cuh"
 
 namespace swiglu {
-// `n` neighbouring values, which are moved at once.
+// `n` contiguous values, accessed together.
 template <typename T, int n> struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
     T at[n];
 };

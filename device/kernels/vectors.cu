@@ -1,11 +1,11 @@
-// Elementwise work on flat vectors, and the sum of their squares.
+// Elementwise operations on flat vectors, and the sum of squares.
 //
-// Threads go through a vector four values at a time, all threads of the grid side by side; where a pointer is not on a
-// boundary of 16 bytes, and at the end, one value at a time.
+// Threads access four values at a time in a grid-stride loop; single values at the end, and where a pointer is not
+// aligned to 16 bytes.
 #include "common.cuh"
 
 namespace vectors {
-// `n` neighbouring values, which are moved at once.
+// `n` contiguous values, accessed together.
 template <typename T, int n> struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
     T at[n];
 };
@@ -17,8 +17,7 @@ template <int n, typename T> DEVICE void store_pack(T* to, const Pack<T, n>& pac
 
 DEVICE bool aligned(const void* pointer) { return (reinterpret_cast<uint64>(pointer) & 15u) == 0; }
 
-// The values of the calling thread: every `step` packs of four from 4 * first on up to `packed`, and behind them every `step`
-// values.
+// Values of the calling thread: every `step`-th pack of four from 4 * first up to `packed`, then every `step`-th value.
 struct Walk {
     int64 first, step, packed;
 };
@@ -77,7 +76,7 @@ KERNEL(256, scale_f32, float factor, int64 count, float* x) {
     for (int64 i = by.packed + by.first; i < count; i += by.step) scale_at<1>(factor, x + i);
 }
 
-// One sum for each block, in f64: squares of f32 neither overflow nor vanish there.
+// One sum per block in f64, in which squares of f32 neither overflow nor underflow.
 KERNEL(256, squares_f32, const float* x, int64 count, double* sums) {
     Walk by = walk(count, aligned(x));
     double sum = 0;

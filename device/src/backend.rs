@@ -1,4 +1,5 @@
-//! What a backend has to do. Everything happens in the order of the calls; what waits says so.
+//! The interface of a backend. Calls run in order on one stream; a call is asynchronous unless its comment says that it
+//! waits.
 
 use std::any::Any;
 use std::fmt;
@@ -7,13 +8,13 @@ use std::str::FromStr;
 
 use crate::error::Result;
 
-/// Bytes of CUDA's handle of an allocation.
+/// Size of a CUDA IPC memory handle, bytes.
 const HANDLE: usize = 64;
 
-/// One argument of a kernel.
+/// One kernel argument.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Argument {
-    /// Little-endian, from the first byte.
+    /// Native byte order, from the first byte.
     pub(crate) bytes: [u8; 8],
 }
 
@@ -31,32 +32,32 @@ macro_rules! argument_from {
 argument_from!(i32, u32, i64, u64, f32);
 
 impl Argument {
-    /// A pointer to nothing.
+    /// A null pointer.
     pub(crate) fn null() -> Self {
         Self { bytes: [0; 8] }
     }
 }
 
-/// How memory may be used.
+/// Whether memory can be shared with other processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Use {
-    /// By this process, freed when everything before is done.
+pub(crate) enum MemoryUse {
+    /// Private to this process; freed in stream order.
     Own,
-    /// By other processes too.
+    /// Can be opened by other processes (CUDA IPC).
     Shared,
 }
 
-/// Where memory of another process is.
+/// Handle of memory that another process can open.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Handle {
-    /// CUDA's handle of an allocation.
+pub enum MemoryHandle {
+    /// CUDA IPC memory handle.
     Cuda([u8; HANDLE]),
-    /// A file in memory, of an emulated device.
+    /// Memory-mapped file of an emulated device.
     File(PathBuf),
 }
 
-impl fmt::Display for Handle {
-    /// As one line, which [`Handle::from_str`] reads in another process.
+impl fmt::Display for MemoryHandle {
+    /// One line, which [`MemoryHandle::from_str`] parses in another process.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Cuda(bytes) => {
@@ -68,7 +69,7 @@ impl fmt::Display for Handle {
     }
 }
 
-impl FromStr for Handle {
+impl FromStr for MemoryHandle {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
@@ -87,7 +88,7 @@ impl FromStr for Handle {
     }
 }
 
-/// One matrix of a product: address, distance of its rows in values, and whether it is taken transposed.
+/// One matrix of a product: address, row stride in values, and whether it is transposed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operand {
     pub(crate) address: u64,
@@ -95,7 +96,7 @@ pub(crate) struct Operand {
     pub(crate) transposed: bool,
 }
 
-/// `c [m, n] = scale * op(a) op(b) + keep * c`.
+/// A matrix product (GEMM): `c [m, n] = scale * op(a) op(b) + keep * c`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Product {
     pub(crate) m: usize,
@@ -106,13 +107,13 @@ pub(crate) struct Product {
     pub(crate) c: Operand,
     /// Whether `a` and `b` are bf16.
     pub(crate) narrow_inputs: bool,
-    /// Whether `c` is.
+    /// Whether `c` is bf16.
     pub(crate) narrow_output: bool,
     pub(crate) scale: f32,
     pub(crate) keep: f32,
 }
 
-/// A kernel to run.
+/// A kernel launch.
 #[derive(Debug)]
 pub(crate) struct Launch<'a> {
     pub(crate) kernel: &'a str,
@@ -125,31 +126,31 @@ pub(crate) struct Launch<'a> {
 
 /// A device with one stream.
 pub(crate) trait Backend: Send + Sync + fmt::Debug {
-    /// As people call it.
+    /// Name, as in a recipe.
     fn name(&self) -> String;
 
-    /// Which device of all machines it is, whoever opened it; emulated ones are as many as are opened.
+    /// Unique id of the device across processes; each emulated device has its own.
     fn identity(&self) -> Result<String>;
 
-    /// Address of new memory with anything in it; `None` if there is none. `bytes` is not 0.
-    fn allocate(&self, bytes: usize, usage: Use) -> Result<Option<u64>>;
+    /// Address of new, uninitialised memory; `None` if memory is full. `bytes` is not 0.
+    fn allocate(&self, bytes: usize, usage: MemoryUse) -> Result<Option<u64>>;
 
-    /// Frees what [`Backend::allocate`] gave.
-    fn free(&self, address: u64, bytes: usize, usage: Use);
+    /// Frees memory from [`Backend::allocate`].
+    fn free(&self, address: u64, bytes: usize, usage: MemoryUse);
 
     /// Free and total memory, bytes.
     fn memory(&self) -> Result<(u64, u64)>;
 
-    /// Host to device. The bytes have been taken when it returns.
+    /// Copies from host to device. `from` may change when it returns.
     fn upload(&self, from: &[u8], to: u64) -> Result<()>;
 
-    /// Device to host. Waits.
+    /// Copies from device to host. Waits.
     fn download(&self, from: u64, to: &mut [u8]) -> Result<()>;
 
-    /// Within the device, or from what it has opened.
+    /// Copies within the device, or from opened memory.
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()>;
 
-    /// From this device to `other`, on the stream of this one.
+    /// Copies from this device to `other`, on the stream of this one.
     fn copy_to(&self, other: &dyn Backend, from: u64, to: u64, bytes: usize) -> Result<()>;
 
     /// Sets bytes to zero.
@@ -159,31 +160,31 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
 
     fn product(&self, product: &Product) -> Result<()>;
 
-    /// Waits until everything is done.
+    /// Waits until the stream is idle.
     fn synchronize(&self) -> Result<()>;
 
-    /// From now on work is recorded in place of being done.
+    /// Begins to record calls instead of executing them.
     fn begin_recording(&self) -> Result<()>;
 
-    /// What was recorded.
+    /// Ends the recording and returns it.
     fn end_recording(&self) -> Result<Box<dyn Recording>>;
 
     fn replay(&self, recording: &dyn Recording) -> Result<()>;
 
-    /// For another process, of [`Use::Shared`] memory.
-    fn share(&self, address: u64) -> Result<Handle>;
+    /// Handle for another process, of [`MemoryUse::Shared`] memory.
+    fn share(&self, address: u64) -> Result<MemoryHandle>;
 
-    /// Memory of another process.
-    fn open(&self, handle: &Handle, bytes: usize) -> Result<u64>;
+    /// Opens the memory of another process.
+    fn open(&self, handle: &MemoryHandle, bytes: usize) -> Result<u64>;
 
-    /// Ends the use of what [`Backend::open`] gave.
+    /// Closes memory from [`Backend::open`].
     fn close(&self, address: u64, bytes: usize);
 
-    /// For who knows which backend it is.
+    /// For a downcast to the concrete backend.
     fn as_any(&self) -> &dyn Any;
 }
 
-/// Work that can be replayed.
+/// Recorded calls that can be replayed.
 pub(crate) trait Recording: Send + fmt::Debug {
     fn as_any(&self) -> &dyn Any;
 }
@@ -193,13 +194,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_handle_is_read_as_it_is_written() {
+    fn a_handle_round_trips_as_text() {
         let bytes = std::array::from_fn(|index| index as u8 * 4);
-        for handle in [Handle::Cuda(bytes), Handle::File("/tmp/a b".into())] {
+        for handle in [MemoryHandle::Cuda(bytes), MemoryHandle::File("/tmp/a b".into())] {
             assert_eq!(handle.to_string().parse(), Ok(handle));
         }
         for text in ["", "cuda:", "cuda:00", "memory", &format!("cuda:{}", "x".repeat(128))] {
-            assert!(text.parse::<Handle>().is_err(), "{text}");
+            assert!(text.parse::<MemoryHandle>().is_err(), "{text}");
         }
     }
 }

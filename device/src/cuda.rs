@@ -1,7 +1,7 @@
-//! GPUs of NVIDIA, by the driver, nvrtc and cuBLAS that are there at run time.
+//! The CUDA backend: NVIDIA GPUs through the driver, nvrtc and cuBLAS, which are opened at run time.
 //!
-//! Invariant: every call of the driver is made with the context of the device current on the calling thread. A failure
-//! while something is freed is dropped: it shows again at the next call.
+//! Invariant: every driver call is made with the device's context current on the calling thread. An error while memory
+//! is freed is dropped; the next call reports it again.
 
 mod captures;
 mod libraries;
@@ -22,28 +22,29 @@ pub(crate) use self::libraries::Library;
 pub(crate) use self::listing::inventory;
 use self::modules::Modules;
 pub(crate) use self::modules::{compile_all, keep_in};
-use crate::backend::{Backend, Handle, Launch, Operand, Product, Recording, Use};
+use crate::backend::{Backend, Launch, MemoryHandle, MemoryUse, Operand, Product, Recording};
 use crate::error::{DeviceError, Result};
 
-/// There is not as much memory.
+/// Out of memory.
 const NO_MEMORY: DriverError = DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY);
-/// Scratch of cuBLAS, bytes: what NVIDIA recommends for Hopper. Given beforehand, so that products can be recorded.
+/// Workspace of cuBLAS, bytes: NVIDIA's recommendation for Hopper. Allocated in advance, so that products can be
+/// recorded.
 const WORKSPACE: usize = 32 << 20;
 
-/// Whether a GPU reads memory of the host by the host's page tables.
+/// Whether a GPU reads pageable host memory through the host's page tables.
 const READS_HOST: sys::CUdevice_attribute =
     sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES;
 
-/// How long a device that is full waits for what is being freed, and how often it looks.
+/// How long an allocation waits for pending frees, and how often it checks.
 const FREEING: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_micros(50);
 
 thread_local! {
-    /// The context that is current on this thread, as far as is known.
+    /// The context that is current on this thread, if known.
     static CURRENT: Cell<usize> = const { Cell::new(0) };
 }
 
-/// A GPU with a stream.
+/// A GPU with one stream.
 #[derive(Debug)]
 pub(crate) struct Cuda {
     name: String,
@@ -52,7 +53,7 @@ pub(crate) struct Cuda {
     stream: sys::CUstream,
     cublas: Mutex<Cublas>,
     modules: Modules,
-    /// Whether it reads memory of the host where it is, which then has to stay until it has.
+    /// Whether the GPU reads pageable host memory in place; an upload then has to wait.
     reads_host: bool,
 }
 
@@ -62,7 +63,7 @@ struct Cublas {
     workspace: u64,
 }
 
-// SAFETY: contexts, streams and handles of CUDA may be used from any thread; the handle of cuBLAS is used under a lock.
+// SAFETY: CUDA contexts, streams and handles may be used from any thread; the cuBLAS handle is used under a lock.
 #[expect(unsafe_code, reason = "pointers of the driver")]
 unsafe impl Send for Cuda {}
 // SAFETY: as above.
@@ -70,25 +71,25 @@ unsafe impl Send for Cuda {}
 unsafe impl Sync for Cuda {}
 
 #[derive(Debug)]
-struct Recorded {
+struct CudaGraph {
     graph: sys::CUgraph,
     executable: sys::CUgraphExec,
 }
 
 // SAFETY: a graph may be launched and destroyed from any thread, one at a time.
 #[expect(unsafe_code, reason = "pointers of the driver")]
-unsafe impl Send for Recorded {}
+unsafe impl Send for CudaGraph {}
 
-impl Recording for Recorded {
+impl Recording for CudaGraph {
     fn as_any(&self) -> &dyn Any {
         self
     }
 }
 
-impl Drop for Recorded {
+impl Drop for CudaGraph {
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn drop(&mut self) {
-        // SAFETY: both were made by the driver and are not used any more.
+        // SAFETY: the driver created both, and they are not used again.
         unsafe {
             let _ = driver::graph::exec_destroy(self.executable);
             let _ = driver::graph::destroy(self.graph);
@@ -96,7 +97,7 @@ impl Drop for Recorded {
     }
 }
 
-/// Gives a failed call its name.
+/// Adds the name of the call to its error.
 trait Named<T> {
     fn named(self, device: &str, call: &'static str) -> Result<T>;
 }
@@ -130,11 +131,11 @@ impl Cuda {
                 "look at CUDA_VISIBLE_DEVICES, or name a device for each rank in placement.trainer_devices";
             return Err(unavailable(format!("there are {count}; {remedy}")));
         }
-        if let Some(quarrel) = libraries::quarrels().into_iter().next() {
-            return Err(unavailable(quarrel));
+        if let Some(version_conflict) = libraries::version_conflicts().into_iter().next() {
+            return Err(unavailable(version_conflict));
         }
         let device = driver::device::get(number).named(&name, "cuDeviceGet")?;
-        // SAFETY: the device was just got; what is retained is released with what it was retained for.
+        // SAFETY: the device is valid; the context is released with this value, or here after an error.
         unsafe {
             let context = driver::primary_ctx::retain(device).named(&name, "cuDevicePrimaryCtxRetain")?;
             Self::within(name, device, context).inspect_err(|_| {
@@ -143,10 +144,11 @@ impl Cuda {
         }
     }
 
-    /// With a stream of its own in a context that lives as long as the value.
+    /// Creates a stream in a context that outlives the value.
     #[expect(unsafe_code, reason = "calls of the driver")]
     unsafe fn within(name: String, device: sys::CUdevice, context: sys::CUcontext) -> Result<Self> {
-        // SAFETY: the caller's word. What is made here is destroyed with this value, or after an error with the context.
+        // SAFETY: the caller guarantees the context. Objects are destroyed with this value, or with the context after
+        // an error.
         unsafe {
             driver::ctx::set_current(context).named(&name, "cuCtxSetCurrent")?;
             CURRENT.set(context as usize);
@@ -154,7 +156,7 @@ impl Cuda {
             let kind = driver::stream::StreamKind::NonBlocking;
             let stream = driver::stream::create(kind).named(&name, "cuStreamCreate")?;
             let cublas = {
-                let _nobody_records = captures::none();
+                let _no_captures = captures::exclude();
                 Mutex::new(Cublas::new(&name, stream)?)
             };
             let modules = Modules::compile(&name, capability(device).named(&name, "cuDeviceGetAttribute")?)?;
@@ -163,16 +165,16 @@ impl Cuda {
         }
     }
 
-    /// The stream, for who gives work to it by another library.
+    /// The stream, for other libraries.
     pub(crate) fn stream(&self) -> sys::CUstream {
         self.stream
     }
 
-    /// Whether the stream has nothing to do.
+    /// Whether the stream is idle.
     #[expect(unsafe_code, reason = "calls of the driver")]
     pub(crate) fn is_idle(&self) -> Result<bool> {
         self.bind()?;
-        // SAFETY: the stream lives.
+        // SAFETY: the stream is valid.
         match unsafe { sys::cuStreamQuery(self.stream) } {
             sys::CUresult::CUDA_SUCCESS => Ok(true),
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
@@ -186,7 +188,7 @@ impl Cuda {
         if CURRENT.get() == self.context as usize {
             return Ok(());
         }
-        // SAFETY: the context lives as long as this value.
+        // SAFETY: the context outlives this value.
         unsafe { driver::ctx::set_current(self.context) }.named(&self.name, "cuCtxSetCurrent")?;
         CURRENT.set(self.context as usize);
         Ok(())
@@ -200,17 +202,17 @@ impl Drop for Cuda {
             return;
         }
         let cublas = self.cublas.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        // SAFETY: all buffers and graphs of the stream are gone, because they keep this value.
+        // SAFETY: buffers and graphs of the stream keep this value alive, so none is left.
         unsafe {
             let _ = driver::stream::synchronize(self.stream);
-            let _nobody_records = captures::none();
+            let _no_captures = captures::exclude();
             let _ = cublas::destroy_handle(cublas.handle);
             let _ = driver::free_sync(cublas.workspace);
             self.modules.unload();
             let _ = driver::stream::destroy(self.stream);
             let _ = driver::primary_ctx::release(self.device);
         }
-        // The next device with this address of a context has to be made current again.
+        // A new context may have the same address and has to be made current again.
         CURRENT.set(0);
     }
 }
@@ -222,18 +224,18 @@ fn capability(device: sys::CUdevice) -> std::result::Result<i32, DriverError> {
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
     };
-    // SAFETY: the device is one of the driver's.
+    // SAFETY: the device is valid.
     let [major, minor] = [MAJOR, MINOR].map(|what| unsafe { driver::device::get_attribute(device, what) });
     Ok(major? * 10 + minor?)
 }
 
-/// Memory that is freed stays with the pool of the device, so that the next step finds it.
+/// Keeps freed memory in the device's pool, for the next step.
 #[expect(unsafe_code, reason = "calls of the driver")]
 unsafe fn keep_freed_memory(device: sys::CUdevice) -> std::result::Result<(), DriverError> {
     let mut threshold = u64::MAX;
     let value = std::ptr::from_mut(&mut threshold).cast::<c_void>();
     let what = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-    // SAFETY: the device is one of the driver's, and the value is of the attribute's type.
+    // SAFETY: the device is valid, and the value has the attribute's type.
     unsafe { driver::mem_pool::set_attribute(driver::device::get_default_mem_pool(device)?, what, value) }
 }
 
@@ -246,10 +248,10 @@ impl Cublas {
             reason: format!("{error:?}"),
         };
         let handle = cublas::create_handle().map_err(failed)?;
-        // SAFETY: stream and memory live as long as the handle.
+        // SAFETY: stream and memory outlive the handle.
         unsafe {
             cublas::set_stream(handle, stream.cast()).map_err(failed)?;
-            // Sums are in f32 to their end, also where a product is cut along its inner dimension.
+            // Sums are f32 throughout, also in products that are split along the inner dimension.
             let mode = cublas_sys::cublasMath_t::CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION;
             cublas_sys::cublasSetMathMode(handle, mode).result().map_err(failed)?;
             let workspace = driver::malloc_sync(WORKSPACE).named(name, "cuMemAlloc")?;
@@ -272,24 +274,24 @@ impl Backend for Cuda {
     }
 
     #[expect(unsafe_code, reason = "calls of the driver")]
-    fn allocate(&self, bytes: usize, usage: Use) -> Result<Option<u64>> {
+    fn allocate(&self, bytes: usize, usage: MemoryUse) -> Result<Option<u64>> {
         self.bind()?;
-        // SAFETY: the stream lives; the address is used by the stream alone, or shared after a wait.
+        // SAFETY: the stream is valid; the address is used by the stream only, or shared after a wait.
         let allocate = || unsafe {
             match usage {
-                Use::Own => driver::malloc_async(self.stream, bytes),
-                // Handles can be had of these alone.
-                Use::Shared => driver::malloc_sync(bytes),
+                MemoryUse::Own => driver::malloc_async(self.stream, bytes),
+                // Only these allocations have IPC handles.
+                MemoryUse::Shared => driver::malloc_sync(bytes),
             }
         };
         let mut allocated = allocate();
         if matches!(allocated, Err(NO_MEMORY)) {
-            // What was freed and is kept for the next step may be what is missing. The pool has it once the stream is there.
+            // The pool may hold freed memory, which is available once the stream is idle.
             let started = Instant::now();
             while started.elapsed() < FREEING && self.is_idle().is_ok_and(|idle| !idle) {
                 std::thread::sleep(LOOK);
             }
-            // SAFETY: the pool is the device's own.
+            // SAFETY: the pool belongs to the device.
             let _ = unsafe {
                 driver::device::get_default_mem_pool(self.device)
                     .and_then(|pool| driver::mem_pool::trim_to(pool, 0))
@@ -304,15 +306,15 @@ impl Backend for Cuda {
     }
 
     #[expect(unsafe_code, reason = "calls of the driver")]
-    fn free(&self, address: u64, _bytes: usize, usage: Use) {
+    fn free(&self, address: u64, _bytes: usize, usage: MemoryUse) {
         if self.bind().is_err() {
             return;
         }
-        // SAFETY: it was allocated so, and its buffer is gone.
+        // SAFETY: it was allocated with this call, and its buffer is dropped.
         let _ = unsafe {
             match usage {
-                Use::Own => driver::free_async(address, self.stream),
-                Use::Shared => driver::free_sync(address),
+                MemoryUse::Own => driver::free_async(address, self.stream),
+                MemoryUse::Shared => driver::free_sync(address),
             }
         };
     }
@@ -326,7 +328,8 @@ impl Backend for Cuda {
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn upload(&self, from: &[u8], to: u64) -> Result<()> {
         self.bind()?;
-        // SAFETY: the view is of as many bytes. The driver has taken pageable memory when it returns, or is waited for.
+        // SAFETY: the view has this length. The driver has copied pageable memory when it returns, or the code below
+        // waits.
         unsafe { driver::memcpy_htod_async(to, from, self.stream) }.named(&self.name, "cuMemcpyHtoDAsync")?;
         if self.reads_host { self.synchronize() } else { Ok(()) }
     }
@@ -334,7 +337,7 @@ impl Backend for Cuda {
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
         self.bind()?;
-        // SAFETY: the view is of as many bytes, which are borrowed until the wait is over.
+        // SAFETY: the view has this length and is borrowed until the wait is over.
         unsafe { driver::memcpy_dtoh_async(to, from, self.stream) }.named(&self.name, "cuMemcpyDtoHAsync")?;
         self.synchronize()
     }
@@ -342,7 +345,7 @@ impl Backend for Cuda {
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
         self.bind()?;
-        // SAFETY: both views are of this many bytes.
+        // SAFETY: both views have this length.
         unsafe { sys::cuMemcpyAsync(to, from, bytes, self.stream) }
             .result()
             .named(&self.name, "cuMemcpyAsync")
@@ -353,8 +356,8 @@ impl Backend for Cuda {
         let other = other.as_any().downcast_ref::<Self>().filter(|other| other.context != self.context);
         let Some(other) = other else { return self.copy(from, to, bytes) };
         self.bind()?;
-        // What comes from the pools of two GPUs neither can read of the other; the driver knows a way nevertheless.
-        // SAFETY: both views are of this many bytes, and both contexts live.
+        // Memory from the pools of two GPUs is not peer-accessible; this call copies it anyway.
+        // SAFETY: both views have this length, and both contexts are valid.
         unsafe { driver::memcpy_peer_async(other.context, to, self.context, from, bytes, self.stream) }
             .named(&self.name, "cuMemcpyPeerAsync")
     }
@@ -362,7 +365,7 @@ impl Backend for Cuda {
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn clear(&self, address: u64, bytes: usize) -> Result<()> {
         self.bind()?;
-        // SAFETY: the view is of this many bytes.
+        // SAFETY: the view has this length.
         unsafe { driver::memset_d8_async(address, 0, bytes, self.stream) }
             .named(&self.name, "cuMemsetD8Async")
     }
@@ -375,7 +378,7 @@ impl Backend for Cuda {
         let mut pointers: Vec<*mut c_void> =
             arguments.iter().map(|argument| argument.bytes.as_ptr().cast_mut().cast()).collect();
         let shared = u32::try_from(shared).unwrap_or(u32::MAX);
-        // SAFETY: the launchers give each kernel the arguments that it has, with addresses of buffers that live.
+        // SAFETY: the launchers pass the arguments of each kernel, with addresses of live buffers.
         let launched = unsafe {
             driver::launch_kernel(function, (x, y, z), (threads, 1, 1), shared, self.stream, &mut pointers)
         };
@@ -400,8 +403,8 @@ impl Backend for Cuda {
             false => cublas_sys::cublasOperation_t::CUBLAS_OP_N,
         };
         let cublas = self.cublas.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        // cuBLAS takes matrices column by column, which are these transposed: c' = b' a'.
-        // SAFETY: shapes and strides were checked against the views, whose buffers live.
+        // cuBLAS is column-major, so these matrices are transposed for it: c' = b' a'.
+        // SAFETY: shapes and strides were checked against views of live buffers.
         let done = unsafe {
             cublas::gemm_ex(
                 cublas.handle,
@@ -435,7 +438,7 @@ impl Backend for Cuda {
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn synchronize(&self) -> Result<()> {
         self.bind()?;
-        // SAFETY: the stream lives.
+        // SAFETY: the stream is valid.
         unsafe { driver::stream::synchronize(self.stream) }.named(&self.name, "cuStreamSynchronize")
     }
 
@@ -444,7 +447,7 @@ impl Backend for Cuda {
         self.bind()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         captures::begin();
-        // SAFETY: the stream lives.
+        // SAFETY: the stream is valid.
         let begun = unsafe { driver::stream::begin_capture(self.stream, mode) };
         if begun.is_err() {
             captures::end();
@@ -455,7 +458,7 @@ impl Backend for Cuda {
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn end_recording(&self) -> Result<Box<dyn Recording>> {
         let bound = self.bind();
-        // SAFETY: the stream lives and is capturing; the graph is destroyed with its executable.
+        // SAFETY: the stream is valid and capturing; the graph is destroyed with its executable.
         unsafe {
             let ended = driver::stream::end_capture(self.stream);
             captures::end();
@@ -463,37 +466,37 @@ impl Backend for Cuda {
             let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
             let executable =
                 driver::graph::instantiate(graph, flags).named(&self.name, "cuGraphInstantiate")?;
-            Ok(Box::new(Recorded { graph, executable }))
+            Ok(Box::new(CudaGraph { graph, executable }))
         }
     }
 
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn replay(&self, recording: &dyn Recording) -> Result<()> {
         self.bind()?;
-        let recorded = recording.as_any().downcast_ref::<Recorded>().ok_or_else(|| DeviceError::Call {
+        let recorded = recording.as_any().downcast_ref::<CudaGraph>().ok_or_else(|| DeviceError::Call {
             device: self.name.clone(),
             call: "cuGraphLaunch",
             reason: "it was recorded by another device".to_owned(),
         })?;
-        // SAFETY: graph and stream live.
+        // SAFETY: graph and stream are valid.
         unsafe { driver::graph::launch(recorded.executable, self.stream) }.named(&self.name, "cuGraphLaunch")
     }
 
     #[expect(unsafe_code, reason = "calls of the driver")]
-    fn share(&self, address: u64) -> Result<Handle> {
+    fn share(&self, address: u64) -> Result<MemoryHandle> {
         self.bind()?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
-        // SAFETY: the address is the start of an allocation that was made to be shared.
+        // SAFETY: the address is the start of an allocation for sharing.
         unsafe { sys::cuIpcGetMemHandle(&raw mut handle, address) }
             .result()
             .named(&self.name, "cuIpcGetMemHandle")?;
-        Ok(Handle::Cuda(handle.reserved.map(|byte| byte.cast_unsigned())))
+        Ok(MemoryHandle::Cuda(handle.reserved.map(|byte| byte.cast_unsigned())))
     }
 
     #[expect(unsafe_code, reason = "calls of the driver")]
-    fn open(&self, handle: &Handle, _bytes: usize) -> Result<u64> {
+    fn open(&self, handle: &MemoryHandle, _bytes: usize) -> Result<u64> {
         self.bind()?;
-        let Handle::Cuda(bytes) = handle else {
+        let MemoryHandle::Cuda(bytes) = handle else {
             return Err(DeviceError::Call {
                 device: self.name.clone(),
                 call: "cuIpcOpenMemHandle",
@@ -503,7 +506,7 @@ impl Backend for Cuda {
         let handle = sys::CUipcMemHandle { reserved: bytes.map(u8::cast_signed) };
         let mut address = 0;
         let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
-        // SAFETY: a handle of another process; the driver checks it.
+        // SAFETY: the driver validates the handle.
         unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut address, handle, flags) }
             .result()
             .named(&self.name, "cuIpcOpenMemHandle")?;
@@ -515,7 +518,7 @@ impl Backend for Cuda {
         if self.bind().is_err() || self.synchronize().is_err() {
             return;
         }
-        // SAFETY: it was opened so, and nobody has its address any more.
+        // SAFETY: it was opened with this call, and its buffer is dropped.
         let _ = unsafe { sys::cuIpcCloseMemHandle(address) };
     }
 

@@ -1,48 +1,48 @@
-//! A device with one stream: what is asked of it happens in the order in which it is asked.
+//! A device with one stream: operations run in the order of the calls.
 //!
-//! Invariant: nothing here waits but what says so; a kernel that fails is noticed by the next call that waits.
+//! Invariant: a call waits only if its comment says so; an error of a kernel is returned by the next call that waits.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use crate::backend::{Argument, Backend, Handle, Launch, Use};
+use crate::backend::{Argument, Backend, Launch, MemoryHandle, MemoryUse};
 use crate::element::Element;
-use crate::error::{Bytes, DeviceError, Held, Result};
+use crate::error::{ByteCount, DeviceError, MemoryUsage, Result};
 use crate::memory::{Buffer, View, ViewMut};
 
-/// Most blocks of a grid along its second and third dimension.
+/// Largest number of blocks in the second and third dimension of a grid.
 const MAX_BLOCKS: usize = 65_535;
-/// Consumers that an error names.
+/// Number of memory labels that an error names.
 const NAMED: usize = 4;
 
-/// A device with a stream of its own. Clones are the same device and stream.
+/// A device with one stream. Clones share device and stream.
 #[derive(Clone, Debug)]
 pub struct Device {
-    pub(crate) inner: Arc<Inner>,
+    pub(crate) inner: Arc<DeviceInner>,
     label: &'static str,
 }
 
-/// What all clones share.
+/// State that all clones share.
 #[derive(Debug)]
-pub(crate) struct Inner {
+pub(crate) struct DeviceInner {
     pub(crate) backend: Box<dyn Backend>,
-    /// Which device of all machines it is.
+    /// Unique id of the device across processes.
     identity: String,
-    /// Bytes by what they are for.
+    /// Allocated bytes by label.
     held: Mutex<BTreeMap<&'static str, u64>>,
 }
 
-/// Which device.
+/// Location of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Place {
-    /// The GPU with this number, as CUDA counts the visible ones.
+pub enum DeviceLocation {
+    /// The GPU with this CUDA ordinal, among the visible ones.
     Cuda(usize),
     /// The emulator.
     Emulated,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for DeviceLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
@@ -51,7 +51,7 @@ impl fmt::Display for Place {
     }
 }
 
-impl std::str::FromStr for Place {
+impl std::str::FromStr for DeviceLocation {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
@@ -72,26 +72,26 @@ impl std::str::FromStr for Place {
 }
 
 impl Device {
-    /// Opens a device with a stream of its own.
+    /// Opens a device with a new stream.
     ///
     /// # Errors
-    /// If it is not there, or this program was built without what it needs; the error says what is missing.
-    pub fn open(place: Place) -> Result<Self> {
+    /// If the device is not available, or the program was built without the feature for it.
+    pub fn open(place: DeviceLocation) -> Result<Self> {
         let backend = open(place)?;
-        let inner = Arc::new(Inner { identity: backend.identity()?, backend, held: Mutex::default() });
+        let inner = Arc::new(DeviceInner { identity: backend.identity()?, backend, held: Mutex::default() });
         let mut opened = opened();
         opened.retain(|device| device.strong_count() > 0);
         opened.push(Arc::downgrade(&inner));
-        Ok(Self { inner, label: "other things" })
+        Ok(Self { inner, label: "other allocations" })
     }
 
-    /// The same device; what is allocated through this value counts as `label`.
+    /// The same device and stream; allocations through this value count as `label`.
     #[must_use]
     pub fn labelled(&self, label: &'static str) -> Self {
         Self { inner: Arc::clone(&self.inner), label }
     }
 
-    /// As people call it.
+    /// Name, as in a recipe.
     #[must_use]
     pub fn name(&self) -> String {
         self.inner.backend.name()
@@ -100,26 +100,26 @@ impl Device {
     /// Free and total memory, bytes.
     ///
     /// # Errors
-    /// If the driver does not say.
+    /// If the driver fails.
     pub fn memory(&self) -> Result<(u64, u64)> {
         self.inner.backend.memory()
     }
 
-    /// What was allocated through this device and its clones, the largest first.
+    /// Memory allocated through this device and its clones, by label, largest first.
     #[must_use]
-    pub fn held(&self) -> Held {
-        Held::of(&self.inner.held())
+    pub fn memory_usage(&self) -> MemoryUsage {
+        MemoryUsage::of(&self.inner.held())
     }
 
-    /// New values with anything in them.
+    /// Allocates `[len]` uninitialised values.
     ///
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
     pub fn uninit<T: Element>(&self, len: usize) -> Result<Buffer<T>> {
-        Buffer::allocate(&self.inner, self.label, len, Use::Own)
+        Buffer::allocate(&self.inner, self.label, len, MemoryUse::Own)
     }
 
-    /// New values, all zero.
+    /// Allocates `[len]` zeros.
     ///
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
@@ -129,27 +129,27 @@ impl Device {
         Ok(buffer)
     }
 
-    /// New values that other processes can open, all zero.
+    /// Allocates `[len]` zeros that other processes can open.
     ///
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
     pub fn shared<T: Element>(&self, len: usize) -> Result<Buffer<T>> {
-        let mut buffer = Buffer::allocate(&self.inner, self.label, len, Use::Shared)?;
+        let mut buffer = Buffer::allocate(&self.inner, self.label, len, MemoryUse::Shared)?;
         self.clear(buffer.all_mut())?;
         Ok(buffer)
     }
 
-    /// The `len` values of another process, which has them on the same device or on one that this one reaches. That
-    /// process must keep them for as long as this buffer lives.
+    /// Opens `[len]` values of another process, on the same device or on a peer. That process must keep them allocated
+    /// while this buffer exists.
     ///
     /// # Errors
-    /// If the handle is of another kind of device, or of a process that is gone.
-    pub fn open_shared<T: Element>(&self, handle: &Handle, len: usize) -> Result<Buffer<T>> {
+    /// If the handle is of another kind of device, or its process has ended.
+    pub fn open_shared<T: Element>(&self, handle: &MemoryHandle, len: usize) -> Result<Buffer<T>> {
         let address = self.inner.backend.open(handle, len * size_of::<T>())?;
         Ok(Buffer::opened(&self.inner, address, len))
     }
 
-    /// New values from the host.
+    /// Allocates and uploads `values [n]`.
     ///
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
@@ -159,70 +159,70 @@ impl Device {
         Ok(buffer)
     }
 
-    /// Writes values from the host, which are free to change when this returns.
+    /// Uploads `values [n]` to `to [n]`; `values` may change when this returns.
     ///
     /// # Errors
     /// If the driver fails.
     ///
     /// # Panics
-    /// If there is not room for as many.
+    /// If the lengths differ.
     pub fn upload_to<T: Element>(&self, values: &[T], to: ViewMut<'_, T>) -> Result<()> {
-        assert_eq!(values.len(), to.len(), "values go where as many are");
+        assert_eq!(values.len(), to.len(), "source and destination have one length");
         if values.is_empty() {
             return Ok(());
         }
         self.inner.backend.upload(bytemuck::cast_slice(values), to.address())
     }
 
-    /// Values to the host. Waits.
+    /// Downloads `from [n]`. Waits.
     ///
     /// # Errors
-    /// If the driver or something before fails.
+    /// If the driver or an earlier operation fails.
     pub fn download<T: Element>(&self, from: View<'_, T>) -> Result<Vec<T>> {
         let mut values = vec![T::zeroed(); from.len()];
         self.download_to(from, &mut values)?;
         Ok(values)
     }
 
-    /// Values to a place of the host. Waits.
+    /// Downloads `from [n]` to `to [n]`. Waits.
     ///
     /// # Errors
-    /// If the driver or something before fails.
+    /// If the driver or an earlier operation fails.
     ///
     /// # Panics
-    /// If there is not room for as many.
+    /// If the lengths differ.
     pub fn download_to<T: Element>(&self, from: View<'_, T>, to: &mut [T]) -> Result<()> {
-        assert_eq!(from.len(), to.len(), "values go where as many are");
+        assert_eq!(from.len(), to.len(), "source and destination have one length");
         if to.is_empty() {
             return Ok(());
         }
         self.inner.backend.download(from.address(), bytemuck::cast_slice_mut(to))
     }
 
-    /// Copies values within the device, or from what it has opened.
+    /// Copies `from [n]` to `to [n]` within the device, or from memory that it opened.
     ///
     /// # Errors
     /// If the driver fails.
     ///
     /// # Panics
-    /// If there is not room for as many.
+    /// If the lengths differ.
     pub fn copy<T: Element>(&self, from: View<'_, T>, to: ViewMut<'_, T>) -> Result<()> {
-        assert_eq!(from.len(), to.len(), "values go where as many are");
+        assert_eq!(from.len(), to.len(), "source and destination have one length");
         if from.is_empty() {
             return Ok(());
         }
         self.inner.backend.copy(from.address(), to.address(), from.len() * size_of::<T>())
     }
 
-    /// Copies values of this device to what `other` has, on the stream of this one.
+    /// Copies `from [n]` of this device to `to [n]` of `other`, on the stream of this one.
     ///
     /// # Errors
     /// If the driver fails.
     ///
     /// # Panics
-    /// If there is not room for as many.
+    /// If the lengths differ.
     pub fn copy_to<T: Element>(&self, other: &Self, from: View<'_, T>, to: ViewMut<'_, T>) -> Result<()> {
-        assert_eq!(from.len(), to.len(), "values go where as many are");
+        assert_eq!(from.len(), to.len(), "source and destination have one length");
         if from.is_empty() {
             return Ok(());
         }
@@ -230,7 +230,7 @@ impl Device {
         self.inner.backend.copy_to(&*other.inner.backend, from.address(), to.address(), bytes)
     }
 
-    /// Sets values to zero.
+    /// Sets `what [n]` to zero.
     ///
     /// # Errors
     /// If the driver fails.
@@ -241,15 +241,15 @@ impl Device {
         self.inner.backend.clear(what.address(), what.len() * size_of::<T>())
     }
 
-    /// Waits until everything is done.
+    /// Waits until the stream is idle.
     ///
     /// # Errors
-    /// If something of it failed.
+    /// If an earlier operation failed.
     pub fn synchronize(&self) -> Result<()> {
         self.inner.backend.synchronize()
     }
 
-    /// Runs a kernel in `grid` blocks of `threads` with `shared` bytes of dynamic shared memory.
+    /// Launches a kernel with `grid` blocks of `threads` threads and `shared` bytes of dynamic shared memory.
     pub(crate) fn launch(
         &self,
         kernel: &str,
@@ -266,7 +266,7 @@ impl Device {
             return Err(DeviceError::Kernel {
                 device: self.name(),
                 kernel: kernel.to_owned(),
-                reason: format!("{grid:?} blocks of {threads} threads are more than a device takes"),
+                reason: format!("{grid:?} blocks of {threads} threads exceed the limits of a GPU"),
             });
         }
         let grid = grid.map(|blocks| blocks as u32);
@@ -274,8 +274,8 @@ impl Device {
     }
 }
 
-impl Inner {
-    pub(crate) fn allocate(&self, bytes: usize, label: &'static str, usage: Use) -> Result<u64> {
+impl DeviceInner {
+    pub(crate) fn allocate(&self, bytes: usize, label: &'static str, usage: MemoryUse) -> Result<u64> {
         if bytes == 0 {
             return Ok(0);
         }
@@ -286,47 +286,47 @@ impl Inner {
         let (free, total) = self.backend.memory()?;
         Err(DeviceError::OutOfMemory {
             device: self.backend.name(),
-            wanted: Bytes(bytes as u64),
+            wanted: ByteCount(bytes as u64),
             label,
-            free: Bytes(free),
-            total: Bytes(total),
+            free: ByteCount(free),
+            total: ByteCount(total),
             held: self.largest_of_all(),
             remedy: remedy(label),
         })
     }
 
-    pub(crate) fn free(&self, address: u64, bytes: usize, label: &'static str, usage: Use) {
+    pub(crate) fn free(&self, address: u64, bytes: usize, label: &'static str, usage: MemoryUse) {
         self.backend.free(address, bytes, usage);
         if let Some(held) = self.held().get_mut(label) {
             *held = held.saturating_sub(bytes as u64);
         }
     }
 
-    /// The largest consumers of this process on the same device, by whichever stream.
-    fn largest_of_all(&self) -> Held {
+    /// Largest memory labels of this process on the same device, over all streams.
+    fn largest_of_all(&self) -> MemoryUsage {
         let devices: Vec<_> = opened().iter().filter_map(Weak::upgrade).collect();
         let mut all: BTreeMap<&'static str, u64> = BTreeMap::new();
         for device in devices.iter().filter(|device| device.identity == self.identity) {
             device.held().iter().for_each(|(label, bytes)| *all.entry(label).or_default() += bytes);
         }
-        let mut held = Held::of(&all);
+        let mut held = MemoryUsage::of(&all);
         held.0.truncate(NAMED);
         held
     }
 
     fn held(&self) -> MutexGuard<'_, BTreeMap<&'static str, u64>> {
-        // Numbers, each change of which is whole.
+        // Each update of the map is complete.
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// All that are open in this process.
-fn opened() -> MutexGuard<'static, Vec<Weak<Inner>>> {
-    static OPENED: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
+/// All devices that are open in this process.
+fn opened() -> MutexGuard<'static, Vec<Weak<DeviceInner>>> {
+    static OPENED: Mutex<Vec<Weak<DeviceInner>>> = Mutex::new(Vec::new());
     OPENED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What helps when there is no memory for something.
+/// Remedy for an allocation with this label.
 fn remedy(label: &str) -> &'static str {
     match label {
         "activations" => {
@@ -340,20 +340,22 @@ fn remedy(label: &str) -> &'static str {
     }
 }
 
-fn open(place: Place) -> Result<Box<dyn Backend>> {
+fn open(place: DeviceLocation) -> Result<Box<dyn Backend>> {
     match place {
         #[cfg(feature = "cuda")]
-        Place::Cuda(ordinal) => Ok(Box::new(crate::cuda::Cuda::open(ordinal)?)),
+        DeviceLocation::Cuda(ordinal) => Ok(Box::new(crate::cuda::Cuda::open(ordinal)?)),
         #[cfg(feature = "emulator")]
-        Place::Emulated => Ok(Box::new(crate::emulated::Emulated::default())),
+        DeviceLocation::Emulated => Ok(Box::new(crate::emulated::Emulated::default())),
         #[cfg(not(all(feature = "cuda", feature = "emulator")))]
         _ => Err(DeviceError::Unavailable {
             device: place.to_string(),
             reason: match place {
-                Place::Cuda(_) => {
+                DeviceLocation::Cuda(_) => {
                     "this program was built without CUDA; build it with `--features cuda`".to_owned()
                 }
-                Place::Emulated => "the emulator is for tests; build with `--features emulator`".to_owned(),
+                DeviceLocation::Emulated => {
+                    "the emulator is for tests; build with `--features emulator`".to_owned()
+                }
             },
         }),
     }
@@ -364,15 +366,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_are_read_as_they_are_written() {
-        for (text, place) in
-            [("cuda", Place::Cuda(0)), ("cuda:3", Place::Cuda(3)), ("emulated", Place::Emulated)]
-        {
+    fn locations_round_trip_as_text() {
+        for (text, place) in [
+            ("cuda", DeviceLocation::Cuda(0)),
+            ("cuda:3", DeviceLocation::Cuda(3)),
+            ("emulated", DeviceLocation::Emulated),
+        ] {
             assert_eq!(text.parse(), Ok(place));
         }
-        assert_eq!(Place::Cuda(3).to_string(), "cuda:3");
+        assert_eq!(DeviceLocation::Cuda(3).to_string(), "cuda:3");
         for text in ["", "gpu", "cuda:", "cuda:-1", "cuda:x"] {
-            assert!(text.parse::<Place>().is_err_and(|error| error.contains(text)), "{text}");
+            assert!(text.parse::<DeviceLocation>().is_err_and(|error| error.contains(text)), "{text}");
         }
     }
 }

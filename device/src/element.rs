@@ -1,9 +1,9 @@
-//! What device memory holds.
+//! Element types of device memory.
 
 use bytemuck::Pod;
 use half::bf16;
 
-/// A type that device memory can hold.
+/// An element type of device memory.
 pub trait Element: Pod + Send + Sync + std::fmt::Debug {}
 
 impl Element for f32 {}
@@ -14,17 +14,17 @@ impl Element for u32 {}
 impl Element for u64 {}
 impl Element for u8 {}
 
-/// A type that weights and activations are stored in. Arithmetic is f32 whatever they are stored in.
+/// A storage type of weights and activations; arithmetic is in f32.
 pub trait Storage: Element + Default {
-    /// What the names of kernels for it end with.
+    /// Suffix of kernel names.
     const SUFFIX: &'static str;
     /// Whether it is bf16.
     const NARROW: bool;
 
-    /// The nearest value.
+    /// Rounds to the nearest value.
     fn narrow(value: f32) -> Self;
 
-    /// The same value.
+    /// Converts exactly.
     fn widen(self) -> f32;
 }
 

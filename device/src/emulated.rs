@@ -1,6 +1,6 @@
-//! The emulated device: kernels on the processor, memory of the host.
+//! The emulated backend: kernels run on the CPU, in host memory.
 //!
-//! Invariant: work is done when it is asked for, so nothing is ever under way.
+//! Invariant: every call is complete when it returns.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -11,34 +11,34 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use memmap2::MmapRaw;
 
-use crate::backend::{Argument, Backend, Handle, Launch, Product, Recording, Use};
+use crate::backend::{Argument, Backend, Launch, MemoryHandle, MemoryUse, Product, Recording};
 use crate::error::{DeviceError, Result};
 
-/// Memory that it claims to have.
+/// Memory size that the device reports, bytes.
 const TOTAL: u64 = 8 << 30;
-/// What allocations are aligned to, bytes: as CUDA's.
+/// Alignment of allocations, bytes; as in CUDA.
 const ALIGNMENT: usize = 256;
 
-/// Memory in use by all emulated devices of this process, bytes: they are one device with several streams.
+/// Memory in use by all emulated devices of this process, bytes. They emulate one device with several streams.
 static USED: AtomicU64 = AtomicU64::new(0);
-/// Makes names of shared memory.
+/// Counter for names of shared memory.
 static SHARED: AtomicU64 = AtomicU64::new(0);
-/// Devices that were asked who they are.
+/// Counter for identities.
 static NAMED: AtomicU64 = AtomicU64::new(0);
 
 /// An emulated device.
 #[derive(Debug, Default)]
 pub(crate) struct Emulated {
-    recording: Mutex<Option<Vec<Work>>>,
-    /// Its number among those of this process, once somebody asked.
+    recording: Mutex<Option<Vec<RecordedWork>>>,
+    /// Number of the device in this process, assigned on first use.
     number: OnceLock<u64>,
-    /// Shared memory by its address, with its file if it is of this device.
+    /// Shared memory by address; with its file if this device allocated it.
     mapped: Mutex<HashMap<u64, (MmapRaw, Option<PathBuf>)>>,
 }
 
-/// One thing to do.
+/// A recorded call.
 #[derive(Debug)]
-enum Work {
+enum RecordedWork {
     Launch { kernel: CString, grid: [u32; 3], threads: u32, shared: usize, arguments: Vec<Argument> },
     Product(Product),
     Copy { from: u64, to: u64, bytes: usize },
@@ -46,9 +46,9 @@ enum Work {
 }
 
 #[derive(Debug)]
-struct Recorded(Vec<Work>);
+struct EmulatedRecording(Vec<RecordedWork>);
 
-impl Recording for Recorded {
+impl Recording for EmulatedRecording {
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -82,14 +82,14 @@ unsafe extern "C" {
     );
 }
 
-impl Work {
+impl RecordedWork {
     #[expect(unsafe_code, reason = "kernels work on addresses")]
     fn run(&self) -> Result<()> {
         match self {
             Self::Launch { kernel, grid, threads, shared, arguments } => {
                 let mut pointers: Vec<*mut c_void> =
                     arguments.iter().map(|argument| argument.bytes.as_ptr().cast_mut().cast()).collect();
-                // SAFETY: the launchers give each kernel the arguments that it has, with addresses of buffers that live.
+                // SAFETY: the launchers pass the arguments of each kernel, with addresses of live buffers.
                 let code = unsafe {
                     rlrun_emulator_launch(
                         kernel.as_ptr(),
@@ -109,7 +109,7 @@ impl Work {
             }
             Self::Product(product) => {
                 let Product { m, n, k, a, b, c, narrow_inputs, narrow_output, scale, keep } = *product;
-                // SAFETY: shapes and strides were checked against the views, whose buffers live.
+                // SAFETY: shapes and strides were checked against views of live buffers.
                 unsafe {
                     rlrun_emulator_product(
                         m,
@@ -132,12 +132,12 @@ impl Work {
                 Ok(())
             }
             Self::Copy { from, to, bytes } => {
-                // SAFETY: both views are of this many bytes; a copy may be onto itself.
+                // SAFETY: both views have this length; they may be the same.
                 unsafe { std::ptr::copy(*from as *const u8, *to as *mut u8, *bytes) };
                 Ok(())
             }
             Self::Clear { address, bytes } => {
-                // SAFETY: the view is of this many bytes.
+                // SAFETY: the view has this length.
                 unsafe { std::ptr::write_bytes(*address as *mut u8, 0, *bytes) };
                 Ok(())
             }
@@ -146,8 +146,8 @@ impl Work {
 }
 
 impl Emulated {
-    /// Does it, or writes it down.
-    fn work(&self, work: Work) -> Result<()> {
+    /// Executes the call, or appends it to the recording.
+    fn submit(&self, work: RecordedWork) -> Result<()> {
         let mut recording = self.recording.lock().unwrap_or_else(PoisonError::into_inner);
         match &mut *recording {
             Some(recorded) => {
@@ -161,7 +161,7 @@ impl Emulated {
         }
     }
 
-    /// Address of a file's bytes; the file is removed with it if it is `own`.
+    /// Maps a file and returns its address; removes the file when it is closed if `own`.
     fn map(&self, path: PathBuf, bytes: usize, own: bool) -> Result<u64> {
         let refused =
             |reason: String| failed("opening shared memory", format!("{}: {reason}", path.display()));
@@ -185,7 +185,7 @@ impl Emulated {
     }
 }
 
-/// A failed call.
+/// An error of `call`.
 fn failed(call: &'static str, reason: impl ToString) -> DeviceError {
     DeviceError::Call { device: "emulated".to_owned(), call, reason: reason.to_string() }
 }
@@ -205,16 +205,16 @@ impl Backend for Emulated {
     }
 
     #[expect(unsafe_code, reason = "memory by address")]
-    fn allocate(&self, bytes: usize, usage: Use) -> Result<Option<u64>> {
+    fn allocate(&self, bytes: usize, usage: MemoryUse) -> Result<Option<u64>> {
         self.not_while_recording("an allocation")?;
         if USED.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64 > TOTAL {
             USED.fetch_sub(bytes as u64, Ordering::Relaxed);
             return Ok(None);
         }
-        if usage == Use::Own {
+        if usage == MemoryUse::Own {
             // SAFETY: the size is not 0.
             let address = unsafe { std::alloc::alloc(layout(bytes)) };
-            // What a GPU gives has anything in it: NaN is what is noticed most.
+            // Uninitialised memory is filled with NaN, which tests notice.
             if !address.is_null() {
                 // SAFETY: it was just allocated with this size.
                 unsafe { std::ptr::write_bytes(address, 0xff, bytes) };
@@ -229,10 +229,10 @@ impl Backend for Emulated {
     }
 
     #[expect(unsafe_code, reason = "memory by address")]
-    fn free(&self, address: u64, bytes: usize, usage: Use) {
+    fn free(&self, address: u64, bytes: usize, usage: MemoryUse) {
         USED.fetch_sub(bytes as u64, Ordering::Relaxed);
-        if usage == Use::Own {
-            // SAFETY: it was allocated with this layout, and its buffer is gone.
+        if usage == MemoryUse::Own {
+            // SAFETY: it was allocated with this layout, and its buffer is dropped.
             unsafe { std::alloc::dealloc(address as *mut u8, layout(bytes)) };
             return;
         }
@@ -246,7 +246,7 @@ impl Backend for Emulated {
     #[expect(unsafe_code, reason = "memory by address")]
     fn upload(&self, from: &[u8], to: u64) -> Result<()> {
         self.not_while_recording("an upload")?;
-        // SAFETY: the view is of as many bytes.
+        // SAFETY: the view has this length.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to as *mut u8, from.len()) };
         Ok(())
     }
@@ -254,13 +254,13 @@ impl Backend for Emulated {
     #[expect(unsafe_code, reason = "memory by address")]
     fn download(&self, from: u64, to: &mut [u8]) -> Result<()> {
         self.not_while_recording("a download")?;
-        // SAFETY: the view is of as many bytes.
+        // SAFETY: the view has this length.
         unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to.as_mut_ptr(), to.len()) };
         Ok(())
     }
 
     fn copy(&self, from: u64, to: u64, bytes: usize) -> Result<()> {
-        self.work(Work::Copy { from, to, bytes })
+        self.submit(RecordedWork::Copy { from, to, bytes })
     }
 
     fn copy_to(&self, _other: &dyn Backend, from: u64, to: u64, bytes: usize) -> Result<()> {
@@ -268,17 +268,17 @@ impl Backend for Emulated {
     }
 
     fn clear(&self, address: u64, bytes: usize) -> Result<()> {
-        self.work(Work::Clear { address, bytes })
+        self.submit(RecordedWork::Clear { address, bytes })
     }
 
     fn launch(&self, launch: &Launch<'_>) -> Result<()> {
         let Launch { kernel, grid, threads, shared, arguments } = *launch;
         let kernel = CString::new(kernel).map_err(|error| failed("a launch", error))?;
-        self.work(Work::Launch { kernel, grid, threads, shared, arguments: arguments.to_vec() })
+        self.submit(RecordedWork::Launch { kernel, grid, threads, shared, arguments: arguments.to_vec() })
     }
 
     fn product(&self, product: &Product) -> Result<()> {
-        self.work(Work::Product(*product))
+        self.submit(RecordedWork::Product(*product))
     }
 
     fn synchronize(&self) -> Result<()> {
@@ -293,33 +293,33 @@ impl Backend for Emulated {
 
     fn end_recording(&self) -> Result<Box<dyn Recording>> {
         let recorded = self.recording.lock().unwrap_or_else(PoisonError::into_inner).take();
-        Ok(Box::new(Recorded(recorded.unwrap_or_default())))
+        Ok(Box::new(EmulatedRecording(recorded.unwrap_or_default())))
     }
 
     fn replay(&self, recording: &dyn Recording) -> Result<()> {
-        let recorded = recording.as_any().downcast_ref::<Recorded>();
-        let Recorded(work) =
+        let recorded = recording.as_any().downcast_ref::<EmulatedRecording>();
+        let EmulatedRecording(work) =
             recorded.ok_or_else(|| failed("a replay", "it was recorded by another device"))?;
-        work.iter().try_for_each(Work::run)
+        work.iter().try_for_each(RecordedWork::run)
     }
 
-    fn share(&self, address: u64) -> Result<Handle> {
+    fn share(&self, address: u64) -> Result<MemoryHandle> {
         let mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner);
         let path = mapped.get(&address).and_then(|(_, path)| path.clone());
-        path.map(Handle::File).ok_or_else(|| failed("sharing", "the memory is not for that"))
+        path.map(MemoryHandle::File).ok_or_else(|| failed("sharing", "the memory is not for that"))
     }
 
-    fn open(&self, handle: &Handle, bytes: usize) -> Result<u64> {
+    fn open(&self, handle: &MemoryHandle, bytes: usize) -> Result<u64> {
         match handle {
-            Handle::File(path) => self.map(path.clone(), bytes, false),
-            Handle::Cuda(_) => Err(failed("opening shared memory", "it is that of a GPU")),
+            MemoryHandle::File(path) => self.map(path.clone(), bytes, false),
+            MemoryHandle::Cuda(_) => Err(failed("opening shared memory", "it is that of a GPU")),
         }
     }
 
     fn close(&self, address: u64, _bytes: usize) {
         let mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner).remove(&address);
         if let Some((_, Some(path))) = mapped {
-            // Gone already is as good.
+            // The file may be removed already.
             let _ = std::fs::remove_file(path);
         }
     }

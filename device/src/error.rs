@@ -1,91 +1,91 @@
-//! What can go wrong with a device.
+//! Errors of devices.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Results of this crate.
+/// Result of this crate.
 pub type Result<T> = std::result::Result<T, DeviceError>;
 
-/// What went wrong with a device.
+/// An error of a device.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// There is no such device, or it cannot be used.
+    /// The device does not exist, or cannot be used.
     #[error("device {device} cannot be used: {reason}")]
     Unavailable {
-        /// As it was asked for.
+        /// The device, as requested.
         device: String,
-        /// Why, and what helps.
+        /// Reason and remedy.
         reason: String,
     },
-    /// Its memory is full.
+    /// Device memory is full.
     #[error(
-        "device {device} has no memory for {wanted} more of {label}: {free} of {total} are free; the most is held by {held}; {remedy}"
+        "device {device} has no memory for {wanted} more of {label}: {free} of {total} are free; the largest users are {held}; {remedy}"
     )]
     OutOfMemory {
-        /// Which one.
+        /// The device.
         device: String,
-        /// What was asked for.
-        wanted: Bytes,
-        /// What it was for.
+        /// Size of the allocation.
+        wanted: ByteCount,
+        /// Label of the allocation.
         label: &'static str,
-        /// What is left.
-        free: Bytes,
-        /// What there is.
-        total: Bytes,
-        /// The largest consumers of this process.
-        held: Held,
-        /// What helps.
+        /// Free memory.
+        free: ByteCount,
+        /// Total memory.
+        total: ByteCount,
+        /// Memory of this process by label, largest first.
+        held: MemoryUsage,
+        /// Remedy.
         remedy: &'static str,
     },
-    /// A call of the driver or of a library failed.
+    /// A call of the driver or a library failed.
     #[error("device {device}: {call} failed: {reason}")]
     Call {
-        /// Which one.
+        /// The device.
         device: String,
-        /// What was called.
+        /// Name of the call.
         call: &'static str,
-        /// What it says.
+        /// The library's message.
         reason: String,
     },
-    /// The kernels cannot be compiled.
+    /// A kernel does not compile.
     #[error("device {device}: the kernels of {file} do not compile: {log}")]
     Compile {
-        /// Which one.
+        /// The device.
         device: String,
-        /// The source.
+        /// The source file.
         file: &'static str,
-        /// What the compiler says.
+        /// The compiler's log.
         log: String,
     },
-    /// A kernel was asked for that does not exist, or not in this shape.
+    /// A kernel does not exist, or cannot be launched with this shape.
     #[error("device {device}: kernel {kernel} cannot run: {reason}")]
     Kernel {
-        /// Which one.
+        /// The device.
         device: String,
-        /// Its name.
+        /// Name of the kernel.
         kernel: String,
-        /// Why.
+        /// Reason.
         reason: String,
     },
-    /// Devices that work together do not any more.
+    /// A collective operation of a device group failed.
     #[error("device {device} waited {seconds} s for the other devices in `{operation}`: {reason}")]
     Group {
-        /// Which one.
+        /// The device.
         device: String,
-        /// What they did.
+        /// The operation.
         operation: &'static str,
-        /// How long it waited.
+        /// Time waited, seconds.
         seconds: f64,
-        /// What is known.
+        /// Reason.
         reason: String,
     },
 }
 
-/// A number of bytes, as people read it.
+/// A number of bytes; displayed with a binary unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Bytes(pub u64);
+pub struct ByteCount(pub u64);
 
-impl fmt::Display for Bytes {
+impl fmt::Display for ByteCount {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             bytes @ 0..1024 => write!(f, "{bytes} B"),
@@ -96,12 +96,12 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// Who holds how much, the largest first.
+/// Memory by label in bytes, largest first.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Held(pub Vec<(&'static str, u64)>);
+pub struct MemoryUsage(pub Vec<(&'static str, u64)>);
 
-impl Held {
-    /// Of what each label holds, bytes.
+impl MemoryUsage {
+    /// Sorts `held`, bytes by label.
     pub(crate) fn of(held: &BTreeMap<&'static str, u64>) -> Self {
         let mut all: Vec<_> =
             held.iter().filter(|(_, bytes)| **bytes > 0).map(|(label, bytes)| (*label, *bytes)).collect();
@@ -110,13 +110,13 @@ impl Held {
     }
 }
 
-impl fmt::Display for Held {
+impl fmt::Display for MemoryUsage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0.is_empty() {
             return f.write_str("other processes");
         }
         for (i, (label, bytes)) in self.0.iter().enumerate() {
-            write!(f, "{}{label} ({})", if i == 0 { "" } else { ", " }, Bytes(*bytes))?;
+            write!(f, "{}{label} ({})", if i == 0 { "" } else { ", " }, ByteCount(*bytes))?;
         }
         Ok(())
     }

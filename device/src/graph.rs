@@ -1,26 +1,27 @@
-//! Launches that are recorded once and replayed as one: a CUDA graph.
+//! CUDA graphs: launches that are recorded once and replayed together.
 
 use crate::backend::{Backend, Recording};
 use crate::device::Device;
 use crate::error::Result;
 
-/// Recorded work. Whatever memory it works on has to live for as long as it does.
+/// Recorded launches. The memory that they use must live as long as the graph.
 #[derive(Debug)]
 pub struct Graph {
-    // Goes before the device.
+    // Dropped before the device.
     recording: Box<dyn Recording>,
     device: Device,
 }
 
 impl Device {
-    /// Records what `work` asks of the device; nothing of it is done. `work` may not allocate, free, upload, download or
-    /// wait, and has to have been done once before, because drivers before CUDA 12.3 cannot load a kernel while they record.
+    /// Records the calls of `work` without executing them (CUDA stream capture). `work` must not allocate, free,
+    /// upload, download or wait. It must have run once before, because drivers before CUDA 12.3 cannot load a kernel
+    /// during a capture.
     ///
     /// # Errors
-    /// That of `work`, or if it did something that cannot be recorded.
+    /// The error of `work`, or a call that cannot be recorded.
     pub fn record(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
         self.inner.backend.begin_recording()?;
-        let mut ends = Ends(Some(&*self.inner.backend));
+        let mut ends = RecordingGuard(Some(&*self.inner.backend));
         let done = work();
         let Some(backend) = ends.0.take() else { unreachable!("it is taken once") };
         let recording = backend.end_recording();
@@ -29,10 +30,10 @@ impl Device {
     }
 }
 
-/// Ends a recording in the middle of which somebody panics.
-struct Ends<'a>(Option<&'a dyn Backend>);
+/// Ends the recording if `work` panics.
+struct RecordingGuard<'a>(Option<&'a dyn Backend>);
 
-impl Drop for Ends<'_> {
+impl Drop for RecordingGuard<'_> {
     fn drop(&mut self) {
         if let Some(backend) = self.0 {
             drop(backend.end_recording());
@@ -41,7 +42,7 @@ impl Drop for Ends<'_> {
 }
 
 impl Graph {
-    /// Does what was recorded.
+    /// Executes the recorded launches.
     ///
     /// # Errors
     /// If the driver fails.

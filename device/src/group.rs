@@ -1,16 +1,16 @@
-//! Devices that work together: they broadcast, gather and sum up, each on its own stream.
+//! Device groups: broadcast, all-gather and reduce-scatter between devices, on the stream of each.
 //!
 //! ```text
-//!   one member:  GroupId::new --- any channel --> all: GroupId::from_bytes, Group::join
+//!   one member:  DeviceGroupId::new --- any channel --> all: DeviceGroupId::from_bytes, DeviceGroup::join
 //!   all:         broadcast / all_gather / reduce_scatter ... wait
 //! ```
 //! Invariants:
 //! - All members make the same calls in the same order.
-//! - No call waits longer than the [`Patience`] that the group was joined with; [`Group::wait`] is where GPUs are waited for.
-//! - A group that failed once is dead: its devices are free for other work, every later call fails at once, and a new
-//!   [`GroupId`] makes a new group of whoever is still there.
+//! - No call waits longer than the [`GroupTimeout`] of the group; [`DeviceGroup::wait`] waits for GPUs.
+//! - A group is unusable after its first error: its devices are free for other work, every later call fails at once,
+//!   and the remaining members form a new group with a new [`DeviceGroupId`].
 //!
-//! GPUs talk by NCCL, which wants one GPU for every member. Emulated devices talk within their process.
+//! GPUs communicate through NCCL, which requires one GPU per member. Emulated devices communicate within their process.
 
 #[cfg(feature = "emulator")]
 mod emulated;
@@ -29,87 +29,87 @@ use crate::element::Element;
 use crate::error::{DeviceError, Result};
 use crate::memory::{View, ViewMut};
 
-/// First byte of an identifier of NCCL.
+/// First byte of an id for NCCL.
 const NCCL: u8 = 1;
-/// First byte of one of emulated devices.
+/// First byte of an id for emulated devices.
 const EMULATED: u8 = 2;
 
-/// What the members of a group find each other by.
+/// Id of a group, which its members share to rendezvous.
 #[derive(Clone, PartialEq, Eq)]
-pub struct GroupId(Vec<u8>);
+pub struct DeviceGroupId(Vec<u8>);
 
-/// What a device says of itself, for all to see whether they can make a group.
+/// What a device reports, for the decision whether devices can form a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Candidate {
-    /// Where those are that it can meet; or why it can meet nobody.
-    ground: std::result::Result<String, String>,
-    /// Which device it is.
+pub struct GroupCandidate {
+    /// The transport that connects it to others, or the reason why it has none.
+    transport: std::result::Result<String, String>,
+    /// Unique id of the device across processes.
     identity: String,
 }
 
-/// How long the members of a group wait for each other.
+/// How long members of a group wait for each other.
 #[derive(Clone)]
-pub struct Patience {
-    /// At most.
+pub struct GroupTimeout {
+    /// Deadline of every call.
     pub deadline: Duration,
-    /// Asked now and then while a member waits: why it should not, if there is a reason that the group cannot see.
+    /// Polled during a wait; a reason aborts it. For failures that the group cannot detect.
     pub give_up: Option<Arc<dyn Fn() -> Option<String> + Send + Sync>>,
 }
 
-/// The membership of one device in a group. Dropping it leaves.
+/// Membership of one device in a group. Dropping it leaves the group.
 #[derive(Debug)]
-pub struct Group {
+pub struct DeviceGroup {
     device: Device,
     rank: usize,
     world: usize,
-    /// `None`: there is nobody else.
-    members: Option<Box<dyn Members>>,
-    /// Why it is dead.
-    dead: OnceLock<String>,
+    /// `None` for a group of one.
+    members: Option<Box<dyn GroupBackend>>,
+    /// Reason why the group is unusable.
+    failed_because: OnceLock<String>,
 }
 
-/// Memory by its address.
+/// A range of device memory.
 #[derive(Clone, Copy, Debug)]
-struct Part {
+struct MemoryRange {
     address: u64,
     bytes: usize,
 }
 
-impl From<Duration> for Patience {
+impl From<Duration> for GroupTimeout {
     fn from(deadline: Duration) -> Self {
         Self { deadline, give_up: None }
     }
 }
 
-impl fmt::Debug for Patience {
+impl fmt::Debug for GroupTimeout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Patience").field("deadline", &self.deadline).finish_non_exhaustive()
+        f.debug_struct("GroupTimeout").field("deadline", &self.deadline).finish_non_exhaustive()
     }
 }
 
-/// What connects the members. Ranges are bytes; `operation` stands in errors.
-trait Members: Send + Sync + fmt::Debug {
-    /// What the root has at `part` goes to everybody's.
-    fn broadcast(&self, root: usize, part: Part) -> Result<()>;
+/// Communication between the members. Ranges are in bytes; `operation` is a name for errors.
+trait GroupBackend: Send + Sync + fmt::Debug {
+    /// Copies `part` of `root` to `part` of all members.
+    fn broadcast(&self, root: usize, part: MemoryRange) -> Result<()>;
 
-    /// Every member's `own` goes to its range of everybody's `all`.
-    fn all_gather(&self, own: Part, cuts: &[Range<usize>], all: Part) -> Result<()>;
+    /// Copies `own` of each member to its range of `all` on every member.
+    fn all_gather(&self, own: MemoryRange, cuts: &[Range<usize>], all: MemoryRange) -> Result<()>;
 
-    /// The sums over all members of their range of `values`, f32, go to `own`.
-    fn reduce_scatter(&self, values: Part, cuts: &[Range<usize>], own: Part) -> Result<()>;
+    /// Sums the f32 `values` of all members; each member receives its range in `own`.
+    fn reduce_scatter(&self, values: MemoryRange, cuts: &[Range<usize>], own: MemoryRange) -> Result<()>;
 
-    /// Waits until all of it is done.
+    /// Waits until all calls are complete.
     fn wait(&self, operation: &'static str) -> Result<()>;
 
-    /// Ends what is under way. No other call follows.
+    /// Aborts calls in progress. No other call follows.
     fn abort(&self);
 }
 
-impl GroupId {
-    /// A new identifier, by the device of one of the members to be.
+impl DeviceGroupId {
+    /// Creates an id; `device` is that of one member.
     ///
     /// # Errors
-    /// NCCL that is not there.
+    /// If NCCL is not available.
     pub fn new(device: &Device) -> Result<Self> {
         let backend = device.inner.backend.as_any();
         #[cfg(feature = "cuda")]
@@ -123,13 +123,13 @@ impl GroupId {
         Err(other_kind(device, backend))
     }
 
-    /// For the channel to the others.
+    /// Serializes the id for the other members.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         self.0.clone()
     }
 
-    /// From that channel; what is no identifier is refused by [`Group::join`].
+    /// Deserializes an id; [`DeviceGroup::join`] rejects an invalid one.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Self {
         Self(bytes.to_vec())
@@ -140,14 +140,14 @@ impl GroupId {
     }
 }
 
-impl Candidate {
-    /// What `device` says.
+impl GroupCandidate {
+    /// The report of `device`.
     ///
     /// # Errors
-    /// If the driver does not say which it is.
+    /// If the driver does not report the device's id.
     pub fn new(device: &Device) -> Result<Self> {
         let backend = &device.inner.backend;
-        let ground = match backend.as_any() {
+        let transport = match backend.as_any() {
             #[cfg(feature = "cuda")]
             any if any.is::<crate::cuda::Cuda>() => match nccl::check(device) {
                 Ok(()) => Ok("NCCL".to_owned()),
@@ -155,44 +155,44 @@ impl Candidate {
             },
             #[cfg(feature = "emulator")]
             any if any.is::<crate::emulated::Emulated>() => Ok(format!("process {}", std::process::id())),
-            _ => Err(format!("{} cannot meet others", backend.name())),
+            _ => Err(format!("{} has no transport to other devices", backend.name())),
         };
-        Ok(Self { ground, identity: backend.identity()? })
+        Ok(Self { transport, identity: backend.identity()? })
     }
 
-    /// For the channel to the others.
+    /// Serializes the report for the other members.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
-        let (word, ground) = match &self.ground {
-            Ok(ground) => ("meets", ground),
-            Err(reason) => ("cannot", reason),
+        let (word, transport) = match &self.transport {
+            Ok(transport) => ("transport", transport),
+            Err(reason) => ("none", reason),
         };
-        format!("{word}\n{}\n{ground}", self.identity).into_bytes()
+        format!("{word}\n{}\n{transport}", self.identity).into_bytes()
     }
 
-    /// From that channel.
+    /// Deserializes a report.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Self {
         let text = String::from_utf8_lossy(bytes);
         let mut lines = text.splitn(3, '\n');
         let mut next = || lines.next().unwrap_or_default().to_owned();
-        let (word, identity, ground) = (next(), next(), next());
-        Self { ground: if word == "meets" { Ok(ground) } else { Err(ground) }, identity }
+        let (word, identity, transport) = (next(), next(), next());
+        Self { transport: if word == "transport" { Ok(transport) } else { Err(transport) }, identity }
     }
 
-    /// Why these, in order of rank, cannot make a group; `None` if they can.
+    /// Why devices, in order of rank, cannot form a group; `None` if they can.
     #[must_use]
     pub fn obstacle(all: &[Self]) -> Option<String> {
         for (rank, candidate) in all.iter().enumerate() {
-            let ground = match &candidate.ground {
-                Ok(ground) => ground,
+            let transport = match &candidate.transport {
+                Ok(transport) => transport,
                 Err(reason) => return Some(format!("rank {rank}: {reason}")),
             };
             for (other, before) in all[..rank].iter().enumerate() {
                 if before.identity == candidate.identity {
-                    return Some(format!("ranks {other} and {rank} compute on one device"));
+                    return Some(format!("ranks {other} and {rank} share one device"));
                 }
-                if before.ground.as_ref() != Ok(ground) {
+                if before.transport.as_ref() != Ok(transport) {
                     return Some(format!(
                         "ranks {other} and {rank} are on devices that cannot reach each other"
                     ));
@@ -203,80 +203,79 @@ impl Candidate {
     }
 }
 
-impl fmt::Debug for GroupId {
+impl fmt::Debug for DeviceGroupId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "GroupId({} bytes)", self.0.len())
+        write!(f, "DeviceGroupId({} bytes)", self.0.len())
     }
 }
 
-impl Group {
-    /// Makes `device` member `rank` of the `world` members of the group `id`, and waits until all have come. Nothing of
-    /// the group waits longer than `patience` from then on.
+impl DeviceGroup {
+    /// Joins `device` to the group `id` and waits for all members. `timeout` applies to all later calls too.
     ///
     /// # Errors
-    /// NCCL that is not there; members that do not come, two on one GPU, or several with one rank.
+    /// If NCCL is not available, a member does not join, or two members have one GPU or rank.
     ///
     /// # Panics
-    /// If `rank` is not below `world`.
+    /// If the rank is not below the world size.
     pub fn join(
         device: &Device,
-        id: &GroupId,
+        id: &DeviceGroupId,
         rank: usize,
         world: usize,
-        patience: impl Into<Patience>,
+        timeout: impl Into<GroupTimeout>,
     ) -> Result<Self> {
-        assert!(rank < world, "member {rank} of {world}");
+        assert!(rank < world, "rank {rank} of world size {world}");
         let members =
-            if world == 1 { None } else { Some(connect(device, id, (rank, world), patience.into())?) };
-        Ok(Self { device: device.clone(), rank, world, members, dead: OnceLock::new() })
+            if world == 1 { None } else { Some(connect(device, id, (rank, world), timeout.into())?) };
+        Ok(Self { device: device.clone(), rank, world, members, failed_because: OnceLock::new() })
     }
 
-    /// Which member this is.
+    /// Rank of this member.
     #[must_use]
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// How many there are.
+    /// World size: the number of members.
     #[must_use]
     pub fn world(&self) -> usize {
         self.world
     }
 
-    /// The device, on whose stream all of it happens.
+    /// The device, whose stream runs the operations.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Puts the values of `root` into everybody's, which are as many.
+    /// Broadcasts `values [n]` of `root` to all members.
     ///
     /// # Errors
-    /// A group that is dead or dies.
+    /// If the group is or becomes unusable.
     ///
     /// # Panics
-    /// If there is no such member.
+    /// If `root` is not below the world size.
     #[expect(clippy::needless_pass_by_value, reason = "what is given is written")]
     pub fn broadcast<T: Element>(&self, root: usize, values: ViewMut<'_, T>) -> Result<()> {
         self.broadcast_part(root, part(values.as_view()))
     }
 
-    /// The same by the root itself, which only reads its values.
+    /// Broadcasts the root's own `values [n]`; called by the root, which does not need a mutable view.
     ///
     /// # Errors
-    /// A group that is dead or dies.
+    /// If the group is or becomes unusable.
     pub fn broadcast_own<T: Element>(&self, values: View<'_, T>) -> Result<()> {
         self.broadcast_part(self.rank, part(values))
     }
 
-    /// Puts every member's `own` at its range of `cuts` in everybody's `all`. The ranges are one per member, of any length,
-    /// and do not overlap.
+    /// All-gather: copies `own [cuts[rank]]` of each member to its range of `all [n]` on every member. `cuts` has one
+    /// range per member, of any length, without overlap.
     ///
     /// # Errors
-    /// A group that is dead or dies.
+    /// If the group is or becomes unusable.
     ///
     /// # Panics
-    /// If the ranges are not one per member, lie outside `all`, or that of this member is not as long as `own`.
+    /// If there is not one range per member, a range is outside `all`, or `own` has another length than its range.
     #[expect(clippy::needless_pass_by_value, reason = "what is given is written")]
     pub fn all_gather<T: Element>(
         &self,
@@ -288,13 +287,13 @@ impl Group {
         self.gather_parts(part(own), &in_bytes::<T>(cuts), part(all.as_view()))
     }
 
-    /// The same where every member's own values lie at their place in `all` already.
+    /// All-gather of `all [n]` in place: each member's values are already in its range.
     ///
     /// # Errors
-    /// A group that is dead or dies.
+    /// If the group is or becomes unusable.
     ///
     /// # Panics
-    /// If the ranges are not one per member or lie outside `all`.
+    /// If there is not one range per member, or a range is outside `all`.
     #[expect(clippy::needless_pass_by_value, reason = "what is given is written")]
     pub fn all_gather_in_place<T: Element>(&self, cuts: &[Range<usize>], all: ViewMut<'_, T>) -> Result<()> {
         let own = cuts.get(self.rank).cloned().unwrap_or_default();
@@ -302,14 +301,14 @@ impl Group {
         self.gather_parts(part(all.as_view().slice(own)), &in_bytes::<T>(cuts), part(all.as_view()))
     }
 
-    /// Adds up `values` of all members, and gives each the sums at its range of `cuts`. The ranges are one per member, of any
-    /// length, and do not overlap. The order of the sum is the same at every call of a group with the same lengths.
+    /// Reduce-scatter: sums `values [n]` of all members; each receives its range in `own [cuts[rank]]`. `cuts` has one
+    /// range per member, of any length, without overlap. The order of the sum is fixed for a group and these lengths.
     ///
     /// # Errors
-    /// A group that is dead or dies.
+    /// If the group is or becomes unusable.
     ///
     /// # Panics
-    /// If the ranges are not one per member, lie outside `values`, or that of this member is not as long as `own`.
+    /// If there is not one range per member, a range is outside `values`, or `own` has another length than its range.
     #[expect(clippy::needless_pass_by_value, reason = "what is given is written")]
     pub fn reduce_scatter(
         &self,
@@ -319,49 +318,49 @@ impl Group {
     ) -> Result<()> {
         self.check_cuts(cuts, own.len(), values.len());
         let (values, own) = (part(values), part(own.as_view()));
-        match self.living("reduce_scatter")? {
-            Some(members) => self.noted(members.reduce_scatter(values, &in_bytes::<f32>(cuts), own)),
+        match self.backend("reduce_scatter")? {
+            Some(members) => self.fail_on_error(members.reduce_scatter(values, &in_bytes::<f32>(cuts), own)),
             None => self.move_part(values.slice(&in_bytes::<f32>(cuts)[0]), own),
         }
     }
 
-    /// Waits until everything that the stream was given is done. `operation` is what it stands for, in errors.
+    /// Waits until the stream is idle. `operation` is a name for errors.
     ///
     /// # Errors
-    /// [`DeviceError::Group`] if it is not done when the deadline is over, or a member is gone; the group is dead then.
+    /// [`DeviceError::Group`] at the deadline or if a member has left; the group is unusable then.
     pub fn wait(&self, operation: &'static str) -> Result<()> {
-        match self.living(operation)? {
-            Some(members) => self.noted(members.wait(operation)),
+        match self.backend(operation)? {
+            Some(members) => self.fail_on_error(members.wait(operation)),
             None => self.device.synchronize(),
         }
     }
 
-    /// Leaves at once, whatever is under way. The others notice, at the latest when their deadline is over.
+    /// Leaves the group and aborts calls in progress. Other members notice at their deadline at the latest.
     pub fn abort(&self) {
-        if self.dead.set("this member has left".to_owned()).is_ok()
+        if self.failed_because.set("this member has left".to_owned()).is_ok()
             && let Some(members) = &self.members
         {
             members.abort();
         }
     }
 
-    fn broadcast_part(&self, root: usize, part: Part) -> Result<()> {
+    fn broadcast_part(&self, root: usize, part: MemoryRange) -> Result<()> {
         let (world, rank) = (self.world, self.rank);
-        assert!(root < world, "member {root} of {world} is to broadcast to {rank}");
-        match self.living("broadcast")? {
-            Some(members) if part.bytes > 0 => self.noted(members.broadcast(root, part)),
+        assert!(root < world, "root {root} of world size {world}, called by rank {rank}");
+        match self.backend("broadcast")? {
+            Some(members) if part.bytes > 0 => self.fail_on_error(members.broadcast(root, part)),
             _ => Ok(()),
         }
     }
 
-    fn gather_parts(&self, own: Part, cuts: &[Range<usize>], all: Part) -> Result<()> {
-        match self.living("all_gather")? {
-            Some(members) => self.noted(members.all_gather(own, cuts, all)),
+    fn gather_parts(&self, own: MemoryRange, cuts: &[Range<usize>], all: MemoryRange) -> Result<()> {
+        match self.backend("all_gather")? {
+            Some(members) => self.fail_on_error(members.all_gather(own, cuts, all)),
             None => self.move_part(own, all.slice(&cuts[0])),
         }
     }
 
-    fn move_part(&self, from: Part, to: Part) -> Result<()> {
+    fn move_part(&self, from: MemoryRange, to: MemoryRange) -> Result<()> {
         if from.bytes == 0 || from.address == to.address {
             return Ok(());
         }
@@ -369,27 +368,28 @@ impl Group {
     }
 
     fn check_cuts(&self, cuts: &[Range<usize>], own: usize, all: usize) {
-        assert_eq!(cuts.len(), self.world, "one range per member");
-        assert_eq!(cuts[self.rank].len(), own, "the range of member {} and what it has", self.rank);
+        assert_eq!(cuts.len(), self.world, "one range per rank");
+        assert_eq!(cuts[self.rank].len(), own, "length of the range of rank {} and of its values", self.rank);
         let inside = |cut: &Range<usize>| cut.start <= cut.end && cut.end <= all;
         assert!(cuts.iter().all(inside), "{cuts:?} of {all} values");
     }
 
-    /// The others, unless the group is dead.
-    fn living(&self, operation: &'static str) -> Result<Option<&dyn Members>> {
-        match self.dead.get() {
+    /// Communication with the other members; an error if the group is unusable.
+    fn backend(&self, operation: &'static str) -> Result<Option<&dyn GroupBackend>> {
+        match self.failed_because.get() {
             None => Ok(self.members.as_deref()),
             Some(why) => {
-                let reason = format!("the group is dead, because {why}; it has to be made anew");
+                let reason =
+                    format!("the group is unusable after an earlier error: {why}; create a new group");
                 Err(failed(&self.device, operation, Duration::ZERO, reason))
             }
         }
     }
 
-    /// Ends the group if something failed.
-    fn noted(&self, done: Result<()>) -> Result<()> {
+    /// Makes the group unusable after an error.
+    fn fail_on_error(&self, done: Result<()>) -> Result<()> {
         if let Err(error) = &done
-            && self.dead.set(error.to_string()).is_ok()
+            && self.failed_because.set(error.to_string()).is_ok()
             && let Some(members) = &self.members
         {
             members.abort();
@@ -398,15 +398,15 @@ impl Group {
     }
 }
 
-impl Part {
-    /// Some of the bytes.
+impl MemoryRange {
+    /// A part of the range.
     fn slice(self, range: &Range<usize>) -> Self {
         Self { address: self.address + range.start as u64, bytes: range.len() }
     }
 }
 
-fn part<T: Element>(view: View<'_, T>) -> Part {
-    Part { address: view.address(), bytes: view.len() * size_of::<T>() }
+fn part<T: Element>(view: View<'_, T>) -> MemoryRange {
+    MemoryRange { address: view.address(), bytes: view.len() * size_of::<T>() }
 }
 
 fn in_bytes<T>(cuts: &[Range<usize>]) -> Vec<Range<usize>> {
@@ -415,25 +415,25 @@ fn in_bytes<T>(cuts: &[Range<usize>]) -> Vec<Range<usize>> {
 
 fn connect(
     device: &Device,
-    id: &GroupId,
+    id: &DeviceGroupId,
     place: (usize, usize),
-    patience: Patience,
-) -> Result<Box<dyn Members>> {
+    timeout: GroupTimeout,
+) -> Result<Box<dyn GroupBackend>> {
     let backend = device.inner.backend.as_any();
     #[cfg(feature = "cuda")]
     if let (true, Some((&NCCL, id))) = (backend.is::<crate::cuda::Cuda>(), id.0.split_first()) {
-        return Ok(Box::new(nccl::Communicator::join(device, id, place, patience)?));
+        return Ok(Box::new(nccl::Communicator::join(device, id, place, timeout)?));
     }
     #[cfg(feature = "emulator")]
     if let (true, Some((&EMULATED, id))) = (backend.is::<crate::emulated::Emulated>(), id.0.split_first()) {
-        return Ok(Box::new(emulated::Member::join(device, id, place, patience)?));
+        return Ok(Box::new(emulated::EmulatedMember::join(device, id, place, timeout)?));
     }
-    let (_, _, _) = (place, patience, (NCCL, EMULATED, id));
+    let (_, _, _) = (place, timeout, (NCCL, EMULATED, id));
     Err(other_kind(device, backend))
 }
 
 fn other_kind(device: &Device, _backend: &dyn std::any::Any) -> DeviceError {
-    let reason = "the group is one of other devices, or its identifier came damaged".to_owned();
+    let reason = "the group is for another kind of device, or its id is invalid".to_owned();
     failed(device, "join", Duration::ZERO, reason)
 }
 
@@ -446,31 +446,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn devices_meet_that_are_different_and_reach_each_other() {
-        let candidate = |ground: &str, identity: &str| Candidate {
-            ground: Ok(ground.to_owned()),
+    fn devices_of_a_group_are_distinct_and_connected() {
+        let candidate = |transport: &str, identity: &str| GroupCandidate {
+            transport: Ok(transport.to_owned()),
             identity: identity.to_owned(),
         };
         let [a, b, again, elsewhere] = [("NCCL", "a"), ("NCCL", "b"), ("NCCL", "a"), ("process 1", "c")]
-            .map(|(ground, identity)| candidate(ground, identity));
-        let without = Candidate { ground: Err("no\nlibrary".to_owned()), identity: "d".to_owned() };
+            .map(|(transport, identity)| candidate(transport, identity));
+        let without = GroupCandidate { transport: Err("no\nlibrary".to_owned()), identity: "d".to_owned() };
         for candidate in [&a, &elsewhere, &without] {
-            assert_eq!(Candidate::from_bytes(&candidate.to_bytes()), *candidate);
+            assert_eq!(GroupCandidate::from_bytes(&candidate.to_bytes()), *candidate);
         }
-        let obstacle = |all: &[&Candidate]| {
-            Candidate::obstacle(&all.iter().map(|candidate| (*candidate).clone()).collect::<Vec<_>>())
+        let obstacle = |all: &[&GroupCandidate]| {
+            GroupCandidate::obstacle(&all.iter().map(|candidate| (*candidate).clone()).collect::<Vec<_>>())
         };
         assert_eq!(obstacle(&[&a, &b]), None);
-        assert!(obstacle(&[&a, &b, &again]).is_some_and(|why| why.contains("ranks 0 and 2 compute on one")));
+        assert!(obstacle(&[&a, &b, &again]).is_some_and(|why| why.contains("ranks 0 and 2 share one")));
         assert!(obstacle(&[&a, &elsewhere]).is_some_and(|why| why.contains("cannot reach")));
         assert!(obstacle(&[&a, &without]).is_some_and(|why| why.contains("rank 1: no\nlibrary")));
         assert_eq!(obstacle(&[]), None);
     }
 
     #[test]
-    fn an_identifier_travels_as_bytes() {
-        let id = GroupId::tagged(EMULATED, b"1-2");
-        assert_eq!(GroupId::from_bytes(&id.to_bytes()), id);
-        assert_ne!(GroupId::tagged(NCCL, b"1-2"), id);
+    fn a_group_id_round_trips_as_bytes() {
+        let id = DeviceGroupId::tagged(EMULATED, b"1-2");
+        assert_eq!(DeviceGroupId::from_bytes(&id.to_bytes()), id);
+        assert_ne!(DeviceGroupId::tagged(NCCL, b"1-2"), id);
     }
 }

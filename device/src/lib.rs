@@ -1,15 +1,15 @@
-//! GPUs as rlrun uses them: memory, kernels, matrix products, and the ways in which several of them talk to each other.
+//! GPUs: memory, kernels, matrix products, CUDA graphs, and collective operations between devices.
 //!
-//! The kernels are CUDA C++ in `kernels/`, compiled for the device that is there when it is opened (feature `cuda`), or for
-//! the processor by the emulator (feature `emulator`), so that the source that GPUs run is tested where there is none.
-//! Without either feature everything compiles and no device opens.
+//! Kernels are CUDA C++ in `kernels/`. The feature `cuda` compiles them for the GPU when a device is opened. The
+//! feature `emulator` compiles the same source for the CPU, so that it is tested on machines without a GPU. Without
+//! either feature the crate compiles and no device opens.
 //!
 //! # Layout
-//! - [`mod@device`]: a device with its one stream, on which everything happens in order; [`memory`]: what lies on it
-//! - [`ops`]: the kernels, each with its launcher
-//! - [`product`]: matrix products; [`graph`]: launches that are recorded once and replayed
-//! - [`group`]: devices that sum up, gather and broadcast together (NCCL)
-//! - `cuda`, `emulated`: the two backends; [`inventory`]: which devices there are
+//! - [`mod@device`]: a device with one stream; [`memory`]: buffers and views of its memory
+//! - [`ops`]: kernels and their launchers
+//! - [`product`]: matrix products; [`graph`]: CUDA graphs
+//! - [`group`]: broadcast, all-gather and reduce-scatter between devices (NCCL)
+//! - `cuda`, `emulated`: the backends; [`inventory`]: devices of this machine
 
 #![expect(
     clippy::needless_pass_by_value,
@@ -35,12 +35,12 @@ pub mod memory;
 pub mod ops;
 pub mod product;
 
-pub use backend::Handle;
+pub use backend::MemoryHandle;
 pub use device::Device;
 pub use element::{Element, Storage};
 pub use error::{DeviceError, Result};
 pub use graph::Graph;
-pub use group::{Group, GroupId, Patience};
+pub use group::{DeviceGroup, DeviceGroupId, GroupTimeout};
 pub use half::bf16;
 pub use memory::{Buffer, View, ViewMut};
 pub use product::{Matrix, MatrixMut};

@@ -1,35 +1,36 @@
-//! Memory of a device, and parts of it.
+//! Buffers in device memory and views of them.
 //!
-//! Invariant: a buffer keeps its device open, and a view its buffer, so an address that reaches a kernel is good.
+//! Invariant: a buffer keeps its device open, and a view borrows its buffer, so every address that a kernel receives is
+//! valid.
 
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::backend::{Argument, Handle, Use};
-use crate::device::Inner;
+use crate::backend::{Argument, MemoryHandle, MemoryUse};
+use crate::device::DeviceInner;
 use crate::element::Element;
 use crate::error::{DeviceError, Result};
 
-/// Values on a device, freed when this goes.
+/// Values `[len]` in device memory, freed on drop.
 #[derive(Debug)]
 pub struct Buffer<T: Element> {
-    inner: Arc<Inner>,
+    inner: Arc<DeviceInner>,
     label: &'static str,
     address: u64,
     len: usize,
-    origin: Origin,
+    origin: BufferOrigin,
     values: PhantomData<T>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Origin {
-    Allocated(Use),
-    /// Another process has allocated it.
+enum BufferOrigin {
+    Allocated(MemoryUse),
+    /// Allocated by another process.
     Opened,
 }
 
-/// Some values of a buffer.
+/// A range of a buffer, `[len]`.
 #[derive(Debug)]
 pub struct View<'a, T: Element> {
     address: u64,
@@ -37,7 +38,7 @@ pub struct View<'a, T: Element> {
     values: PhantomData<&'a T>,
 }
 
-/// Some values of a buffer, to be written.
+/// A mutable range of a buffer, `[len]`.
 #[derive(Debug)]
 pub struct ViewMut<'a, T: Element> {
     address: u64,
@@ -46,14 +47,19 @@ pub struct ViewMut<'a, T: Element> {
 }
 
 impl<T: Element> Buffer<T> {
-    pub(crate) fn allocate(inner: &Arc<Inner>, label: &'static str, len: usize, usage: Use) -> Result<Self> {
+    pub(crate) fn allocate(
+        inner: &Arc<DeviceInner>,
+        label: &'static str,
+        len: usize,
+        usage: MemoryUse,
+    ) -> Result<Self> {
         let address = inner.allocate(len * size_of::<T>(), label, usage)?;
-        let (inner, origin) = (Arc::clone(inner), Origin::Allocated(usage));
+        let (inner, origin) = (Arc::clone(inner), BufferOrigin::Allocated(usage));
         Ok(Self { inner, label, address, len, origin, values: PhantomData })
     }
 
-    pub(crate) fn opened(inner: &Arc<Inner>, address: u64, len: usize) -> Self {
-        let (inner, origin) = (Arc::clone(inner), Origin::Opened);
+    pub(crate) fn opened(inner: &Arc<DeviceInner>, address: u64, len: usize) -> Self {
+        let (inner, origin) = (Arc::clone(inner), BufferOrigin::Opened);
         Self { inner, label: "other processes", address, len, origin, values: PhantomData }
     }
 
@@ -63,7 +69,7 @@ impl<T: Element> Buffer<T> {
         self.len
     }
 
-    /// Whether there is none.
+    /// Whether the buffer is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -75,47 +81,47 @@ impl<T: Element> Buffer<T> {
         (self.len * size_of::<T>()) as u64
     }
 
-    /// What tells this buffer from all others that live.
+    /// Unique among live buffers.
     #[must_use]
     pub fn id(&self) -> u64 {
         self.address
     }
 
-    /// All values.
+    /// View of all values, `[len]`.
     #[must_use]
     pub fn all(&self) -> View<'_, T> {
         View { address: self.address, len: self.len, values: PhantomData }
     }
 
-    /// All values, to be written.
+    /// Mutable view of all values, `[len]`.
     pub fn all_mut(&mut self) -> ViewMut<'_, T> {
         ViewMut { address: self.address, len: self.len, values: PhantomData }
     }
 
-    /// Some values.
+    /// View of the values `[range]`.
     ///
     /// # Panics
-    /// If they lie beyond the end.
+    /// If the range is out of bounds.
     #[must_use]
     pub fn view(&self, range: Range<usize>) -> View<'_, T> {
         self.all().slice(range)
     }
 
-    /// Some values, to be written.
+    /// Mutable view of the values `[range]`.
     ///
     /// # Panics
-    /// If they lie beyond the end.
+    /// If the range is out of bounds.
     pub fn view_mut(&mut self, range: Range<usize>) -> ViewMut<'_, T> {
         let View { address, len, .. } = self.all().slice(range);
         ViewMut { address, len, values: PhantomData }
     }
 
-    /// What another process opens this buffer with.
+    /// Handle with which another process opens this buffer.
     ///
     /// # Errors
-    /// If the buffer was not made to be shared.
-    pub fn handle(&self) -> Result<Handle> {
-        if self.origin == Origin::Allocated(Use::Shared) && self.len > 0 {
+    /// If the buffer was not allocated for sharing.
+    pub fn handle(&self) -> Result<MemoryHandle> {
+        if self.origin == BufferOrigin::Allocated(MemoryUse::Shared) && self.len > 0 {
             return self.inner.backend.share(self.address);
         }
         Err(DeviceError::Unavailable {
@@ -130,8 +136,8 @@ impl<T: Element> Drop for Buffer<T> {
         let bytes = self.len * size_of::<T>();
         match self.origin {
             _ if bytes == 0 => {}
-            Origin::Allocated(usage) => self.inner.free(self.address, bytes, self.label, usage),
-            Origin::Opened => self.inner.backend.close(self.address, bytes),
+            BufferOrigin::Allocated(usage) => self.inner.free(self.address, bytes, self.label, usage),
+            BufferOrigin::Opened => self.inner.backend.close(self.address, bytes),
         }
     }
 }
@@ -151,16 +157,16 @@ impl<'a, T: Element> View<'a, T> {
         self.len
     }
 
-    /// Whether there is none.
+    /// Whether the view is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Some of them.
+    /// View of the values `[range]`.
     ///
     /// # Panics
-    /// If they lie beyond the end.
+    /// If the range is out of bounds.
     #[must_use]
     pub fn slice(self, range: Range<usize>) -> View<'a, T> {
         let (start, end, len) = (range.start, range.end, self.len);
@@ -184,27 +190,27 @@ impl<T: Element> ViewMut<'_, T> {
         self.len
     }
 
-    /// Whether there is none.
+    /// Whether the view is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The same, to be read.
+    /// Immutable view of the same values, `[len]`.
     #[must_use]
     pub fn as_view(&self) -> View<'_, T> {
         View { address: self.address, len: self.len, values: PhantomData }
     }
 
-    /// The same, for a shorter time.
+    /// Reborrows the view, `[len]`.
     pub fn reborrow(&mut self) -> ViewMut<'_, T> {
         ViewMut { address: self.address, len: self.len, values: PhantomData }
     }
 
-    /// Some of them.
+    /// Mutable view of the values `[range]`.
     ///
     /// # Panics
-    /// If they lie beyond the end.
+    /// If the range is out of bounds.
     pub fn slice_mut(&mut self, range: Range<usize>) -> ViewMut<'_, T> {
         let View { address, len, .. } = self.as_view().slice(range);
         ViewMut { address, len, values: PhantomData }

@@ -1,4 +1,4 @@
-//! Matrix products: cuBLAS on a GPU.
+//! Matrix products (GEMM): cuBLAS on a GPU.
 
 use crate::backend::{Operand, Product};
 use crate::device::Device;
@@ -6,18 +6,18 @@ use crate::element::Storage;
 use crate::error::Result;
 use crate::memory::{View, ViewMut};
 
-/// A matrix that lies row by row.
+/// A row-major matrix.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix<'a, T: Storage> {
     values: View<'a, T>,
-    /// As it is taken.
+    /// Shape after transposition.
     rows: usize,
     columns: usize,
     stride: usize,
     transposed: bool,
 }
 
-/// A matrix that lies row by row, to be written.
+/// A mutable row-major matrix.
 #[derive(Debug)]
 pub struct MatrixMut<'a, T: Storage> {
     values: ViewMut<'a, T>,
@@ -26,10 +26,10 @@ pub struct MatrixMut<'a, T: Storage> {
 }
 
 impl<'a, T: Storage> Matrix<'a, T> {
-    /// `[values / columns, columns]`.
+    /// The matrix `[values / columns, columns]`.
     ///
     /// # Panics
-    /// If the values are no whole rows.
+    /// If the number of values is not a multiple of `columns`.
     #[must_use]
     pub fn new(values: View<'a, T>, columns: usize) -> Self {
         assert!(
@@ -40,7 +40,7 @@ impl<'a, T: Storage> Matrix<'a, T> {
         Self { values, rows: values.len() / columns, columns, stride: columns, transposed: false }
     }
 
-    /// The same, taken transposed.
+    /// The transposed matrix, without a copy.
     #[must_use]
     pub fn transposed(self) -> Self {
         Self { rows: self.columns, columns: self.rows, transposed: !self.transposed, ..self }
@@ -48,10 +48,10 @@ impl<'a, T: Storage> Matrix<'a, T> {
 }
 
 impl<'a, T: Storage> MatrixMut<'a, T> {
-    /// `[values / columns, columns]`.
+    /// The matrix `[values / columns, columns]`.
     ///
     /// # Panics
-    /// If the values are no whole rows.
+    /// If the number of values is not a multiple of `columns`.
     #[must_use]
     pub fn new(values: ViewMut<'a, T>, columns: usize) -> Self {
         assert!(
@@ -64,13 +64,13 @@ impl<'a, T: Storage> MatrixMut<'a, T> {
 }
 
 impl Device {
-    /// `c = scale * a b + keep * c`, with sums in f32.
+    /// `c [m, n] = scale * a [m, k] b [k, n] + keep * c`, with sums in f32 (`alpha` and `beta` of BLAS).
     ///
     /// # Errors
-    /// If the library fails.
+    /// If cuBLAS fails.
     ///
     /// # Panics
-    /// If the shapes do not fit.
+    /// If the shapes do not match.
     pub fn product<A: Storage, C: Storage>(
         &self,
         a: Matrix<'_, A>,

@@ -1,4 +1,4 @@
-//! Whether NVIDIA's compiler takes the kernels. It needs no GPU; `tests/run` brings it where Python is.
+//! Compiles the kernels with nvrtc. Needs no GPU; `tests/run` installs nvrtc where Python is available.
 
 use device::inventory::compile_kernels;
 
@@ -7,6 +7,6 @@ const CAPABILITY: i32 = 90;
 
 #[test]
 #[ignore = "needs libnvrtc; tests/run installs it"]
-fn the_compiler_takes_all_kernels() {
+fn all_kernels_compile() {
     compile_kernels(CAPABILITY).unwrap();
 }

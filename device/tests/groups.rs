@@ -1,4 +1,4 @@
-//! Devices that work together: what comes out, and what happens when one of them does not.
+//! Device groups: results, and failures of a rank.
 
 #![cfg(feature = "emulator")]
 
@@ -6,8 +6,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use device::device::Place;
-use device::{Device, DeviceError, Group, GroupId, Patience, bf16};
+use device::device::DeviceLocation;
+use device::{Device, DeviceError, DeviceGroup, DeviceGroupId, GroupTimeout, bf16};
 use proptest::prelude::*;
 
 use crate::common::noise;
@@ -15,23 +15,23 @@ use crate::common::noise;
 const SOON: Duration = Duration::from_secs(20);
 
 fn emulated() -> Device {
-    Device::open(Place::Emulated).unwrap()
+    Device::open(DeviceLocation::Emulated).unwrap()
 }
 
-/// Runs every member of a new group on a thread of its own; results in order of rank.
-fn together<R: Send>(world: usize, work: impl Fn(Group) -> R + Sync) -> Vec<R> {
-    let id = GroupId::from_bytes(&GroupId::new(&emulated()).unwrap().to_bytes());
+/// Runs every rank of a new group on its own thread; results in order of rank.
+fn together<R: Send>(world: usize, work: impl Fn(DeviceGroup) -> R + Sync) -> Vec<R> {
+    let id = DeviceGroupId::from_bytes(&DeviceGroupId::new(&emulated()).unwrap().to_bytes());
     std::thread::scope(|scope| {
         let start = |rank| {
             let (id, work) = (&id, &work);
-            scope.spawn(move || work(Group::join(&emulated(), id, rank, world, SOON).unwrap()))
+            scope.spawn(move || work(DeviceGroup::join(&emulated(), id, rank, world, SOON).unwrap()))
         };
         let threads: Vec<_> = (0..world).map(start).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
 
-/// Ranges of these lengths, one after the other.
+/// Consecutive ranges of these lengths.
 fn ranges(lengths: &[usize]) -> Vec<Range<usize>> {
     let mut end = 0;
     lengths
@@ -52,10 +52,10 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn shards_of_any_length_are_summed_and_gathered(lengths in prop::collection::vec(0_usize..40, 1..=3)) {
+    fn shards_of_any_length_are_reduced_and_gathered(lengths in prop::collection::vec(0_usize..40, 1..=3)) {
         let (cuts, all) = (ranges(&lengths), lengths.iter().sum::<usize>());
         let given = |rank: usize| noise(all, rank as u64 + 1);
-        // In order of rank, as the emulator promises.
+        // The emulator sums in order of rank.
         let sums: Vec<f32> =
             (0..all).map(|i| (1..cuts.len()).fold(given(0)[i], |sum, rank| sum + given(rank)[i])).collect();
         let results = together(cuts.len(), |group| {
@@ -79,7 +79,7 @@ proptest! {
 }
 
 #[test]
-fn everybody_gets_what_the_root_has() {
+fn a_broadcast_copies_the_values_of_the_root() {
     for world in 1..=3 {
         for root in 0..world {
             let found = together(world, |group| {
@@ -104,26 +104,26 @@ fn everybody_gets_what_the_root_has() {
 }
 
 #[test]
-fn a_member_that_never_comes_is_named_when_the_deadline_is_over() {
-    let id = GroupId::new(&emulated()).unwrap();
+fn a_missing_rank_is_named_at_the_deadline() {
+    let id = DeviceGroupId::new(&emulated()).unwrap();
     let started = Instant::now();
-    let error = Group::join(&emulated(), &id, 0, 2, Duration::from_millis(50)).unwrap_err();
+    let error = DeviceGroup::join(&emulated(), &id, 0, 2, Duration::from_millis(50)).unwrap_err();
     assert!(started.elapsed() >= Duration::from_millis(50));
-    assert!(reason(&error).contains("`join`: member 1 did not come"), "{error}");
+    assert!(reason(&error).contains("`join`: rank 1 did not join"), "{error}");
 }
 
 #[test]
-fn who_waits_gives_up_for_a_reason_that_the_group_cannot_see() {
-    let id = GroupId::new(&emulated()).unwrap();
+fn a_wait_ends_for_an_external_reason() {
+    let id = DeviceGroupId::new(&emulated()).unwrap();
     let asked = Instant::now();
     let give_up = move || (asked.elapsed() > Duration::from_millis(30)).then(|| "the world ends".to_owned());
-    let patience = Patience { deadline: SOON, give_up: Some(Arc::new(give_up)) };
-    let error = Group::join(&emulated(), &id, 0, 2, patience).unwrap_err();
+    let timeout = GroupTimeout { deadline: SOON, give_up: Some(Arc::new(give_up)) };
+    let error = DeviceGroup::join(&emulated(), &id, 0, 2, timeout).unwrap_err();
     assert!(reason(&error).contains("`join`: the world ends") && asked.elapsed() < SOON, "{error}");
 }
 
 #[test]
-fn a_member_that_leaves_is_named_at_once_and_others_go_on_without_it() {
+fn a_rank_that_leaves_is_named_at_once_and_the_others_form_a_new_group() {
     let started = Instant::now();
     let found = together(3, |group| {
         let mut values = group.device().upload(&[group.rank() as f32]).unwrap();
@@ -133,13 +133,13 @@ fn a_member_that_leaves_is_named_at_once_and_others_go_on_without_it() {
         }
         let error = group.broadcast(0, values.all_mut()).unwrap_err();
         let again = group.wait("anything").unwrap_err();
-        assert!(reason(&again).contains("`anything`: the group is dead"), "{again}");
+        assert!(reason(&again).contains("`anything`: the group is unusable"), "{again}");
         reason(&error)
     });
     assert!(started.elapsed() < SOON, "nobody waits for the deadline");
-    // Who notices leaves too, so that the other may name either.
-    assert!(found[..2].iter().all(|text| text.contains("is gone")), "{found:?}");
-    assert!(found[..2].iter().any(|text| text.contains("member 2 is gone")), "{found:?}");
+    // A rank that notices leaves too, so the other may name either.
+    assert!(found[..2].iter().all(|text| text.contains("has left")), "{found:?}");
+    assert!(found[..2].iter().any(|text| text.contains("rank 2 has left")), "{found:?}");
     let sums = together(2, |group| {
         let mut own = group.device().zeros::<f32>(1).unwrap();
         let values = group.device().upload(&[1.0, 2.0]).unwrap();
@@ -150,15 +150,15 @@ fn a_member_that_leaves_is_named_at_once_and_others_go_on_without_it() {
 }
 
 #[test]
-fn a_member_that_does_not_call_in_time_ends_the_group() {
-    let id = GroupId::new(&emulated()).unwrap();
-    let join = |rank| Group::join(&emulated(), &id, rank, 2, Duration::from_millis(100)).unwrap();
+fn a_late_call_makes_the_group_unusable() {
+    let id = DeviceGroupId::new(&emulated()).unwrap();
+    let join = |rank| DeviceGroup::join(&emulated(), &id, rank, 2, Duration::from_millis(100)).unwrap();
     std::thread::scope(|scope| {
         let idle = scope.spawn(|| join(1));
         let group = join(0);
         let error =
             group.all_gather_in_place(&[0..1, 1..2], group.device().zeros::<f32>(2).unwrap().all_mut());
-        assert!(reason(&error.unwrap_err()).contains("member 1 did not come"));
+        assert!(reason(&error.unwrap_err()).contains("rank 1 did not join"));
         let idle = idle.join().unwrap();
         let error = idle.broadcast(0, idle.device().zeros::<f32>(2).unwrap().all_mut()).unwrap_err();
         assert!(reason(&error).contains("`broadcast`"), "{error}");
@@ -166,7 +166,7 @@ fn a_member_that_does_not_call_in_time_ends_the_group() {
 }
 
 #[test]
-fn calls_that_do_not_fit_are_refused() {
+fn mismatched_calls_are_rejected() {
     let found = together(2, |group| {
         let mut values = group.device().zeros::<f32>(4).unwrap();
         let done = if group.rank() == 0 {
@@ -182,22 +182,23 @@ fn calls_that_do_not_fit_are_refused() {
         "{found:?}"
     );
     let device = emulated();
-    let id = GroupId::new(&device).unwrap();
+    let id = DeviceGroupId::new(&device).unwrap();
     let refused = |bytes: &[u8]| {
         reason(
-            &Group::join(&device, &GroupId::from_bytes(bytes), 0, 2, Duration::from_millis(10)).unwrap_err(),
+            &DeviceGroup::join(&device, &DeviceGroupId::from_bytes(bytes), 0, 2, Duration::from_millis(10))
+                .unwrap_err(),
         )
     };
     for bytes in [&[][..], &[1, 2, 3], &[9]] {
         assert!(refused(bytes).contains("identifier"), "{bytes:?}");
     }
     std::thread::scope(|scope| {
-        let first = scope.spawn(|| Group::join(&device, &id, 1, 2, SOON).map(drop));
-        let joined = Group::join(&device, &id, 0, 2, SOON).unwrap();
+        let first = scope.spawn(|| DeviceGroup::join(&device, &id, 1, 2, SOON).map(drop));
+        let joined = DeviceGroup::join(&device, &id, 0, 2, SOON).unwrap();
         assert!(first.join().unwrap().is_ok());
-        let error = Group::join(&device, &id, 0, 2, SOON).unwrap_err();
-        assert!(reason(&error).contains("another member 0"), "{error}");
-        let error = Group::join(&device, &id, 2, 3, SOON).unwrap_err();
+        let error = DeviceGroup::join(&device, &id, 0, 2, SOON).unwrap_err();
+        assert!(reason(&error).contains("rank 0 has joined already"), "{error}");
+        let error = DeviceGroup::join(&device, &id, 2, 3, SOON).unwrap_err();
         assert!(reason(&error).contains("told of 2"), "{error}");
         drop(joined);
     });

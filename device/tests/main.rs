@@ -1,4 +1,4 @@
-//! What a device computes, on the emulator and on a GPU where there is one.
+//! Device tests, on the emulator and on a GPU if there is one.
 
 mod common;
 #[cfg(feature = "cuda")]

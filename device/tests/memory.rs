@@ -1,12 +1,12 @@
-//! Buffers, views, copies, and who holds how much.
+//! Buffers, views, copies, and memory accounting.
 
-use device::device::Place;
+use device::device::DeviceLocation;
 use device::{Device, DeviceError, bf16};
 
 use crate::common::{devices, noise};
 
 #[test]
-fn what_goes_up_comes_down() {
+fn upload_and_download_round_trip() {
     for device in devices() {
         let values = noise(1000, 1);
         let mut buffer = device.upload(&values).unwrap();
@@ -23,7 +23,7 @@ fn what_goes_up_comes_down() {
 }
 
 #[test]
-fn what_is_too_large_is_refused_with_those_who_have_the_memory() {
+fn an_allocation_error_names_the_largest_users() {
     for device in devices() {
         let cache = device.labelled("key-value cache").uninit::<u8>(64 << 20).unwrap();
         let total = device.memory().unwrap().1 as usize;
@@ -32,18 +32,18 @@ fn what_is_too_large_is_refused_with_those_who_have_the_memory() {
         let text = error.to_string();
         assert!(text.contains("key-value cache (64.0 MiB)"), "{text}");
         assert!(text.contains("microbatch_tokens"), "{text}");
-        assert_eq!(device.held().0, [("key-value cache", 64 << 20)]);
+        assert_eq!(device.memory_usage().0, [("key-value cache", 64 << 20)]);
         drop(cache);
-        assert!(device.held().0.is_empty());
+        assert!(device.memory_usage().0.is_empty());
     }
 }
 
 #[test]
-fn shared_memory_is_seen_by_who_opens_it() {
+fn shared_memory_is_visible_to_its_opener() {
     for device in devices() {
-        let Ok(other) = Device::open(Place::Emulated) else { continue };
+        let Ok(other) = Device::open(DeviceLocation::Emulated) else { continue };
         if device.name() != "emulated" {
-            // A process cannot open its own memory of a GPU; two processes do in the tests of the transports.
+            // A process cannot open its own GPU memory by IPC; the transport tests use two processes.
             continue;
         }
         let values = noise(5000, 2);
@@ -56,8 +56,8 @@ fn shared_memory_is_seen_by_who_opens_it() {
 }
 
 #[test]
-fn a_device_that_is_not_there_says_what_is_missing() {
-    let error = Device::open(Place::Cuda(63)).unwrap_err().to_string();
+fn opening_a_missing_device_says_what_is_missing() {
+    let error = Device::open(DeviceLocation::Cuda(63)).unwrap_err().to_string();
     assert!(error.contains("cuda:63 cannot be used"), "{error}");
     let remedy =
         ["--features cuda", "install", "CUDA_VISIBLE_DEVICES"].iter().any(|word| error.contains(word));

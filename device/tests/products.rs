@@ -35,7 +35,7 @@ fn check<A: Storage, C: Storage>(tolerance: f64) {
 }
 
 #[test]
-fn products_are_those_of_f64() {
+fn products_match_f64() {
     check::<f32, f32>(1e-5);
     check::<bf16, f32>(1e-5);
     check::<bf16, bf16>(8e-3);

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use device::device::Place;
+use device::device::DeviceLocation;
 use device::{Device, Storage, bf16};
 use model::on_device::{
     DeviceDecoder, DeviceSampler, DrawRequest, Dtype, FlatGradients, FlatWeights, StagedWeights,
@@ -108,7 +108,7 @@ impl Case {
         parameters: &Parameters,
         recompute: Recompute,
     ) -> (Vec<f32>, Vec<f32>) {
-        let device = Device::open(Place::Emulated).unwrap();
+        let device = Device::open(DeviceLocation::Emulated).unwrap();
         let layout = parameters.layout();
         let decoder = DeviceDecoder::<T>::new(&device, config, layout, recompute).unwrap();
         let mut weights = FlatWeights::upload(&device, parameters).unwrap();
@@ -172,7 +172,7 @@ fn bf16_is_near_and_what_is_computed_again_changes_no_bit() {
 fn tokens_beyond_the_vocabulary_are_refused() {
     let config = config(false, true, Head::Language);
     let parameters = parameters(&config);
-    let device = Device::open(Place::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::Emulated).unwrap();
     let decoder = DeviceDecoder::<f32>::new(&device, &config, parameters.layout(), Recompute::None).unwrap();
     let mut weights = FlatWeights::upload(&device, &parameters).unwrap();
     let mut pack = Pack::new();
@@ -192,7 +192,7 @@ fn tokens_beyond_the_vocabulary_are_refused() {
 /// token at a time, so that recorded steps of one size are replayed.
 fn decodes(dtype: Dtype, config: &Config, tolerance: f32) {
     let parameters = parameters(config);
-    let device = Device::open(Place::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::Emulated).unwrap();
     let staged = StagedWeights::upload(&device, dtype, &parameters).unwrap();
     let mut sampler = DeviceSampler::new(&device, config, staged).unwrap();
     let decoder = Decoder::new(config, &parameters);
@@ -271,7 +271,7 @@ fn decoding_gives_the_tokens_of_the_processor() {
 fn prompts_come_in_beside_the_decoding() {
     let config = config(false, true, Head::Language);
     let parameters = parameters(&config);
-    let device = Device::open(Place::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::Emulated).unwrap();
     let staged = StagedWeights::upload(&device, Dtype::F32, &parameters).unwrap();
     let mut sampler = DeviceSampler::new(&device, &config, staged).unwrap();
     let decoder = Decoder::new(&config, &parameters);
@@ -323,7 +323,7 @@ fn prompts_come_in_beside_the_decoding() {
 #[test]
 fn new_weights_are_served_from_the_next_step_on() {
     let config = config(false, true, Head::Language);
-    let device = Device::open(Place::Emulated).unwrap();
+    let device = Device::open(DeviceLocation::Emulated).unwrap();
     let logprob = |sampler: &mut DeviceSampler, cache: &mut KvCache, page: u32, position: usize| {
         let sequence = StepSequence { tokens: &[7], position, pages: &[page], wanted: 1 };
         sampler.step(cache, &[sequence]).unwrap();

@@ -2,7 +2,7 @@
 
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use device::device::Place;
+use device::device::DeviceLocation;
 use model::on_device::Dtype;
 
 use crate::failure::Failure;
@@ -11,8 +11,8 @@ use crate::failure::Failure;
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub struct ComputeOn {
     /// Compute on a device, such as cuda or cuda:1, instead of the processor
-    #[arg(long, value_parser = str::parse::<Place>)]
-    pub device: Option<Place>,
+    #[arg(long, value_parser = str::parse::<DeviceLocation>)]
+    pub device: Option<DeviceLocation>,
     /// What weights and activations are stored in there: f32 or bf16 [default: bf16 on a GPU]
     #[arg(long, value_parser = dtype())]
     pub dtype: Option<Dtype>,
@@ -23,14 +23,14 @@ impl ComputeOn {
     ///
     /// # Errors
     /// A dtype that only devices have, without one.
-    pub fn device(&self) -> Result<Option<(Place, Dtype)>, Failure> {
+    pub fn device(&self) -> Result<Option<(DeviceLocation, Dtype)>, Failure> {
         match (self.device, self.dtype) {
             (None, None | Some(Dtype::F32)) => Ok(None),
             (None, Some(Dtype::Bf16)) => {
                 let what = "--dtype bf16 needs --device: the processor computes in f32".to_owned();
                 Err(Failure::Argument(what))
             }
-            (Some(place @ Place::Cuda(_)), dtype) => Ok(Some((place, dtype.unwrap_or(Dtype::Bf16)))),
+            (Some(place @ DeviceLocation::Cuda(_)), dtype) => Ok(Some((place, dtype.unwrap_or(Dtype::Bf16)))),
             (Some(place), dtype) => Ok(Some((place, dtype.unwrap_or(Dtype::F32)))),
         }
     }

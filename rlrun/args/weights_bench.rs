@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use device::device::Place;
+use device::device::DeviceLocation;
 
 use super::at_least_one;
 
@@ -26,8 +26,8 @@ pub struct WeightsBenchArgs {
     #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
     pub shm: PathBuf,
     /// Measure instead pushes that stay on devices: "cuda", "cuda:1", or "emulated"
-    #[arg(long, value_parser = str::parse::<Place>, conflicts_with = "density")]
-    pub device: Option<Place>,
+    #[arg(long, value_parser = str::parse::<DeviceLocation>, conflicts_with = "density")]
+    pub device: Option<DeviceLocation>,
     /// Measure instead how many bf16 weights change in a step of training at learning rates 1e-6, 1e-5 and 1e-4
     #[arg(long)]
     pub density: bool,

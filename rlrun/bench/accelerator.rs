@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use device::device::Place;
+use device::device::DeviceLocation;
 use device::{Device, Matrix, MatrixMut, Storage, bf16};
 use model::on_device::Dtype;
 use serde_json::{Value, json};
@@ -21,7 +21,7 @@ const TRIES: usize = 5;
 #[derive(Debug)]
 pub struct Accelerator {
     /// Which it is.
-    pub place: Place,
+    pub place: DeviceLocation,
     /// What weights and activations are stored in.
     pub dtype: Dtype,
     device: Device,
@@ -76,8 +76,8 @@ impl Accelerator {
     fn measured<T: Storage>(&self) -> Result<Peaks, Failure> {
         // Enough for a GPU to be busy with, and for an emulator not to be.
         let (width, bytes) = match self.place {
-            Place::Cuda(_) => (8192, 1 << 30),
-            Place::Emulated => (64, 1 << 20),
+            DeviceLocation::Cuda(_) => (8192, 1 << 30),
+            DeviceLocation::Emulated => (64, 1 << 20),
         };
         let device = self.device.labelled("limits");
         let (a, b) = (device.zeros::<T>(width * width)?, device.zeros::<T>(width * width)?);

@@ -43,7 +43,7 @@ pub fn work(
         return Err(Failure::Argument(what));
     }
     let config = LearnerConfig {
-        optimizer: OptimizerConfig::usual(args.optimizer, 0.999),
+        optimizer: OptimizerConfig::standard(args.optimizer, 0.999),
         max_grad_norm: 1.0,
         microbatch_tokens: args.microbatch_tokens,
         recompute: args.recompute,

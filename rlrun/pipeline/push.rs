@@ -5,11 +5,11 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use device::device::Place;
+use device::device::DeviceLocation;
 use device::{Device, Storage, bf16};
 use model::on_device::Dtype;
 use rollout::applier::Incoming;
-use trainer::Publishing;
+use trainer::WeightPublisher;
 use weights::direct::colocated::ColocatedPublisher;
 use weights::direct::ipc::{IpcConfig, IpcPublisher};
 use weights::direct::nccl::{NcclConfig, NcclPublisher, NcclSubscriber};
@@ -58,7 +58,7 @@ enum Way {
 
 impl<T: Storage> Direct<T> {
     /// Copies are made on a stream of their own, after what the trainer was waited for.
-    fn new(recipe: &Recipe, hub: &Hub, place: Place, way: Way) -> Result<Self, Failure> {
+    fn new(recipe: &Recipe, hub: &Hub, place: DeviceLocation, way: Way) -> Result<Self, Failure> {
         let (hub, device) = (hub.clone(), Device::open(place)?);
         let (publisher, inside): (Arc<dyn DevicePublisher<T>>, _) = match way {
             Way::Memory => {
@@ -120,11 +120,11 @@ impl Push {
     }
 
     /// The trainer's end.
-    pub(super) fn publishing(&self) -> Publishing {
+    pub(super) fn publishing(&self) -> WeightPublisher {
         match self {
-            Self::Host(publisher) => Publishing::Host(Arc::clone(publisher) as Arc<dyn Publisher>),
-            Self::F32(direct) => Publishing::F32(Arc::clone(&direct.publisher)),
-            Self::Bf16(direct) => Publishing::Bf16(Arc::clone(&direct.publisher)),
+            Self::Host(publisher) => WeightPublisher::Host(Arc::clone(publisher) as Arc<dyn Publisher>),
+            Self::F32(direct) => WeightPublisher::F32(Arc::clone(&direct.publisher)),
+            Self::Bf16(direct) => WeightPublisher::Bf16(Arc::clone(&direct.publisher)),
         }
     }
 

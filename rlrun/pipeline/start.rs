@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use model::{Head, ModelDirectory, Parameters};
 use serde_json::json;
-use trainer::checkpoint::{Contents, NetworkState, Whole, set_aside_after};
+use trainer::checkpoint::{CheckpointContents, CheckpointIntegrity, NetworkState, set_aside_after};
 use trainer::critic::CriticKind;
 use trainer::lora::Adapter;
 use trainer::optimizer::{Optimizer, OptimizerConfig, OptimizerKind};
@@ -15,7 +15,7 @@ use trainer::{Checkpoint, Learner, LearnerConfig, TrainerError, TrainerState};
 use trajectory::PolicyVersion;
 
 use super::Run;
-use crate::companions::learner;
+use crate::auxiliary_models::learner;
 use crate::evaluation::{Evaluated, Which};
 use crate::failure::Failure;
 use crate::observe::Observer;
@@ -78,10 +78,10 @@ impl Run<'_> {
         }
         let directory = Arc::new(directory);
         let learner = self.learner(&directory, parameters, adapter, None)?;
-        let state = TrainerState::new(PolicyVersion::default(), 0, 0, 0.0);
+        let state = TrainerState::at(PolicyVersion::default());
         if recipe.warmup.is_some() && recipe.checkpoint.interval > 0 {
             let policy = NetworkState::of(&directory, &learner)?;
-            let contents = Contents { policy, critic: None, state: &state };
+            let contents = CheckpointContents { policy, critic: None, state: &state };
             trainer::checkpoint::save(&checkpoints, &contents, recipe.retention())?;
         }
         let evaluation = self.evaluate(&prepared, &learner, &directory)?;
@@ -91,7 +91,7 @@ impl Run<'_> {
     /// What the checkpoint of [`Run::from`] holds, or the newest that is whole; `None` if there is no checkpoint.
     fn resumed(&self, observer: &mut Observer<'_>) -> Result<Option<Start>, Failure> {
         let Some((checkpoint, damage)) = self.checkpoint()? else { return Ok(None) };
-        let Checkpoint { directory, parameters, adapter, optimizer, state, whole } = checkpoint;
+        let Checkpoint { directory, parameters, adapter, optimizer, state, integrity } = checkpoint;
         let (checkpoints, version) = (self.run_dir.checkpoints(), state.version);
         let path = trainer::checkpoint::path(&checkpoints, version);
         let directory = Arc::new(directory);
@@ -111,7 +111,7 @@ impl Run<'_> {
         }
         self.stage.reach(version);
         self.report.note(&format!("resumed after step {} from {}", version.0, path.display()));
-        if whole == Whole::Undigested {
+        if integrity == CheckpointIntegrity::Undigested {
             self.report
                 .note("its files carry no digests, as those of format 1: they were not checked for damage");
         }
@@ -201,7 +201,7 @@ impl Run<'_> {
             OptimizerKind::Adamw8bit => OptimizerKind::Adamw8bit,
             OptimizerKind::Adamw | OptimizerKind::Muon | OptimizerKind::Dion => OptimizerKind::Adamw,
         };
-        let optimizer = OptimizerConfig::usual(kind, WARMUP_BETA2);
+        let optimizer = OptimizerConfig::standard(kind, WARMUP_BETA2);
         let config = LearnerConfig { optimizer, ..self.recipe.learner() };
         let model = directory.config().clone();
         let mut learner = learner(self.leader.as_ref(), config, model, (parameters, None, None))?

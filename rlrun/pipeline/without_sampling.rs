@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use model::ModelDirectory;
 use trainer::Learner;
-use trainer::checkpoint::{Contents, NetworkState, Writer};
+use trainer::checkpoint::{CheckpointContents, CheckpointWriter, NetworkState};
 
 use super::{Run, Start, Trained};
 use crate::evaluation::Evaluated;
@@ -35,7 +35,7 @@ impl Run<'_> {
         let (steps, every) = (self.recipe.trainer.steps, self.recipe.checkpoint.interval);
         let phase = self.report.phase("training", steps);
         let mut last = None;
-        let mut writer = Writer::new(self.recipe.checkpoints(self.run_dir.checkpoints()));
+        let mut writer = CheckpointWriter::new(self.recipe.checkpoints(self.run_dir.checkpoints()));
         while state.version.0 < steps && !self.signals.stop_requested() {
             let clock = Instant::now();
             self.stage.enter(Doing::Step);
@@ -60,14 +60,14 @@ impl Run<'_> {
             if every > 0 && version.is_multiple_of(every) {
                 observer.sync()?;
                 let policy = NetworkState::of(&directory, &learner)?;
-                writer.save(Contents { policy, critic: None, state: &state })?;
+                writer.save(CheckpointContents { policy, critic: None, state: &state })?;
             }
             // Nobody waits for it, but an error ends the run.
-            writer.look()?;
+            writer.take_durable()?;
         }
         observer.sync()?;
         let policy = NetworkState::of(&directory, &learner)?;
-        writer.save_now(&Contents { policy, critic: None, state: &state })?;
+        writer.save_now(&CheckpointContents { policy, critic: None, state: &state })?;
         let version = state.version;
         if last.is_none() && version.0 >= steps {
             last = self.evaluate(&prepared, &learner, &directory)?;

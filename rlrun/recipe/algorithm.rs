@@ -4,8 +4,8 @@
 
 use std::path::PathBuf;
 
+use trainer::advantage::AdvantageEstimator;
 use trainer::algorithm::Algorithm;
-use trainer::credit::Advantage;
 use trainer::loss::{Correction, PolicyLoss};
 
 use super::ranges::Checker;
@@ -69,10 +69,10 @@ impl schema::Algorithm {
         };
         key("beta", &mut self.beta, beta);
         let (gamma, lambda, adaptive) = match &mut algorithm.advantage {
-            Advantage::Gae(gae) => {
+            AdvantageEstimator::Gae(gae) => {
                 (Some(&mut gae.gamma), Some(&mut gae.lambda_policy), Some(&mut gae.length_adaptive))
             }
-            Advantage::Whiten { gamma, .. } => (Some(gamma), None, None),
+            AdvantageEstimator::Whiten { gamma, .. } => (Some(gamma), None, None),
             _ => (None, None, None),
         };
         key("gamma", &mut self.gamma, gamma);
@@ -85,14 +85,14 @@ impl schema::Algorithm {
         self.apply_dual_clip(algorithm, &mut without_effect);
         self.apply_correction(algorithm, &mut without_effect);
         match (&mut algorithm.advantage, self.scale_rewards) {
-            (Advantage::Group { scale }, Some(given)) => *scale = given,
-            (Advantage::Group { scale }, None) => self.scale_rewards = Some(*scale),
+            (AdvantageEstimator::Group { scale }, Some(given)) => *scale = given,
+            (AdvantageEstimator::Group { scale }, None) => self.scale_rewards = Some(*scale),
             (_, Some(_)) => without_effect.push("scale_rewards"),
             (_, None) => {}
         }
         match (&mut algorithm.advantage, self.attempts) {
-            (Advantage::PassAtK { k }, Some(given)) => *k = given,
-            (Advantage::PassAtK { k }, None) => self.attempts = Some(*k),
+            (AdvantageEstimator::PassAtK { k }, Some(given)) => *k = given,
+            (AdvantageEstimator::PassAtK { k }, None) => self.attempts = Some(*k),
             (_, Some(_)) => without_effect.push("attempts"),
             (_, None) => {}
         }
@@ -100,16 +100,16 @@ impl schema::Algorithm {
             without_effect.push("demonstration_column");
         }
         algorithm.aggregation = *self.loss_agg.get_or_insert(algorithm.aggregation);
-        algorithm.divergence.coef = self.kl_coef;
+        algorithm.kl.coef = self.kl_coef;
         if self.kl_coef == 0.0 {
             without_effect.extend(self.kl_estimator.map(|_| "kl_estimator"));
             without_effect.extend(self.kl_in.map(|_| "kl_in"));
         } else {
-            algorithm.divergence.estimator = *self.kl_estimator.get_or_insert_default();
-            algorithm.divergence.place = *self.kl_in.get_or_insert_default();
+            algorithm.kl.estimator = *self.kl_estimator.get_or_insert_default();
+            algorithm.kl.placement = *self.kl_in.get_or_insert_default();
             let charged = algorithm.advantage.counts_penalties()
                 && !matches!(algorithm.loss, PolicyLoss::TrajectoryBalance { .. });
-            without_effect.extend((algorithm.divergence.in_reward() && !charged).then_some("kl_in"));
+            without_effect.extend((algorithm.kl.in_reward() && !charged).then_some("kl_in"));
         }
         algorithm.entropy_coef = self.entropy_coef;
         without_effect
@@ -229,7 +229,7 @@ pub(super) fn check(raw: &mut RawRecipe, checker: &mut Checker<'_>) {
     check_reference(raw, &algorithm, checker);
     check_group_size(raw, &algorithm, checker);
     check_critic(raw, &algorithm, checker);
-    if algorithm.advantage == Advantage::Greedy && raw.buffer.dedup {
+    if algorithm.advantage == AdvantageEstimator::Greedy && raw.buffer.dedup {
         let message = "`buffer.dedup` would leave out the greedy completion that `algorithm.kind = \"remax\"` compares with";
         checker.report_latest(&["buffer.dedup", "algorithm.kind"], message, "set `buffer.dedup = false`");
     }
@@ -252,7 +252,7 @@ fn check_values(algorithm: &schema::Algorithm, checker: &mut Checker<'_>) {
 
 /// A reference that nothing asks, a teacher that is missing.
 fn check_reference(raw: &mut RawRecipe, algorithm: &Algorithm, checker: &mut Checker<'_>) {
-    let distils = algorithm.advantage == Advantage::Teacher;
+    let distils = algorithm.advantage == AdvantageEstimator::Teacher;
     let given = raw.algorithm.reference.take();
     if given.is_none() && distils {
         let message = "`algorithm.kind = \"distill\"` needs a teacher: `algorithm.reference`";
@@ -276,7 +276,7 @@ fn check_group_size(raw: &RawRecipe, algorithm: &Algorithm, checker: &mut Checke
         let help = format!("`algorithm.kind = \"{kind}\"` needs 2 or more");
         checker.report("rollout.group_size", message, &help);
     }
-    if let Advantage::PassAtK { k } = algorithm.advantage
+    if let AdvantageEstimator::PassAtK { k } = algorithm.advantage
         && k > size
     {
         let message =

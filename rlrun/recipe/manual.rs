@@ -40,11 +40,11 @@ const WORDS: [&str; 20] = [
     include_str!("../../rollout/src/prompts.rs"),
     include_str!("../../rollout/src/worker.rs"),
     include_str!("../../trainer/src/algorithm/mod.rs"),
-    include_str!("../../trainer/src/credit/group.rs"),
+    include_str!("../../trainer/src/advantage/group.rs"),
     include_str!("../../trainer/src/critic.rs"),
     include_str!("../../trainer/src/lora.rs"),
     include_str!("../../trainer/src/loss/aggregation.rs"),
-    include_str!("../../trainer/src/loss/divergence.rs"),
+    include_str!("../../trainer/src/loss/kl.rs"),
     include_str!("../../trainer/src/optimizer/mod.rs"),
     include_str!("../../trainer/src/schedule.rs"),
 ];

@@ -6,7 +6,7 @@
 use super::Recipe;
 use super::ranges::Checker;
 use super::words::{
-    Collective, CriticKind, Device, DevicePlace, ModelDtype, OptimizerHome, OptimizerKind, Quantization,
+    Collective, CriticKind, Device, DeviceLocation, ModelDtype, OptimizerHome, OptimizerKind, Quantization,
     Ranks, Store, WeightDtype, WeightTransport,
 };
 use crate::settings::Devices;
@@ -124,7 +124,7 @@ fn check_ranks_on_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
     // Ranks that are processes may be on machines of their own.
     let here = recipe.trainer.ranks == Ranks::Threads;
     let twice = list.iter().enumerate().find(|(rank, device)| {
-        here && matches!(device, Device::At(DevicePlace::Cuda(_))) && list[..*rank].contains(device)
+        here && matches!(device, Device::At(DeviceLocation::Cuda(_))) && list[..*rank].contains(device)
     });
     if let Some((_, device)) = twice {
         let message = format!("`{path}` names \"{device}\" twice, and NCCL takes a GPU for one rank alone");
@@ -168,11 +168,11 @@ fn check_list(
 /// This program must have been built for every device that is named, and devices of two kinds do not work together.
 fn check_features(recipe: &Recipe, checker: &mut Checker<'_>) {
     let devices = recipe.devices();
-    let mut roles: Vec<(&str, DevicePlace)> = Vec::new();
+    let mut roles: Vec<(&str, DeviceLocation)> = Vec::new();
     roles.extend(devices.trainer.iter().flatten().map(|place| (deciding(&OF_TRAINER, checker), *place)));
     let samplers = devices.rollouts.iter().chain([&devices.rollout]).flatten();
     roles.extend(samplers.map(|place| (deciding(&OF_SAMPLER, checker), *place)));
-    let is_cuda = |place: &DevicePlace| matches!(place, DevicePlace::Cuda(_));
+    let is_cuda = |place: &DeviceLocation| matches!(place, DeviceLocation::Cuda(_));
     let cuda = roles.iter().find(|(_, place)| is_cuda(place));
     let emulated = roles.iter().find(|(_, place)| !is_cuda(place));
     if let Some((path, place)) = cuda.filter(|_| !cfg!(feature = "cuda")) {
@@ -346,12 +346,12 @@ fn check_broadcast(recipe: &Recipe, devices: &Devices, checker: &mut Checker<'_>
     }
     let trainer = devices.trainer.first().copied().flatten();
     let apart = recipe.placement.processes || recipe.buffer.listen.is_some();
-    if apart && trainer == Some(DevicePlace::Emulated) {
+    if apart && trainer == Some(DeviceLocation::Emulated) {
         let message = "emulated devices broadcast (`weights.transport` \"nccl\") within one process alone, and samplers \
                        are other processes (`placement.processes`, `buffer.listen`)";
         checker.report_latest(&[path, key], message, "use \"cuda-ipc\" or \"auto\"");
     }
-    let gpus = devices.rollouts.iter().flatten().filter(|place| matches!(place, DevicePlace::Cuda(_)));
+    let gpus = devices.rollouts.iter().flatten().filter(|place| matches!(place, DeviceLocation::Cuda(_)));
     let gpus: Vec<_> = gpus.collect();
     // Other ranks may be on other machines, unless they are threads.
     let here = if recipe.trainer.ranks == Ranks::Threads { devices.trainer.len() } else { 1 };

@@ -404,7 +404,7 @@ pub struct Trainer {
     /// orthonormal times sqrt(rows / columns), for which its paper has 0.01. verl `actor.optim.lr`.
     pub learning_rate: f64,
     /// How the learning rate goes on after the warm-up. TRL `lr_scheduler_type`.
-    pub schedule: Shape,
+    pub schedule: ScheduleShape,
     /// Steps over which the learning rate rises from 0.
     pub warmup_steps: u64,
     /// Of `schedule = "wsd"`, which needs it: steps at the end over which the learning rate falls to 0.
@@ -455,7 +455,7 @@ impl Default for Trainer {
             steps: 0,
             optimizer: OptimizerKind::Adamw,
             learning_rate: 1e-6,
-            schedule: Shape::Constant,
+            schedule: ScheduleShape::Constant,
             warmup_steps: 0,
             decay_steps: None,
             weight_decay: 0.0,

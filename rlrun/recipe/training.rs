@@ -6,7 +6,7 @@
 use super::checks::existing;
 use super::ranges::Checker;
 use super::schema::{Lora, Trainer};
-use super::words::{OptimizerKind, Shape};
+use super::words::{OptimizerKind, ScheduleShape};
 
 /// Largest rank of an adapter: more than any layer is wide.
 const MAX_RANK: usize = 1 << 16;
@@ -15,7 +15,7 @@ impl Trainer {
     /// The keys that say nothing here, each with what it would need.
     pub(super) fn keys_without_effect(&self) -> Vec<(&'static str, &'static str)> {
         let mut keys = Vec::new();
-        if self.schedule != Shape::Wsd {
+        if self.schedule != ScheduleShape::Wsd {
             keys.push(("decay_steps", "`trainer.schedule = \"wsd\"`"));
         }
         if !matches!(self.optimizer, OptimizerKind::Muon | OptimizerKind::Dion) {
@@ -36,7 +36,7 @@ pub(super) fn check_trainer(trainer: &Trainer, checker: &mut Checker<'_>) {
             checker.report(&path, format!("`{path}` has no effect without {needs}"), "remove it");
         }
     }
-    if trainer.schedule != Shape::Wsd {
+    if trainer.schedule != ScheduleShape::Wsd {
         return;
     }
     let Some(decay) = trainer.decay_steps else {

@@ -10,17 +10,17 @@ use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize, Serializer};
 
 pub use buffer::OnStale;
-pub use device::device::Place as DevicePlace;
+pub use device::device::DeviceLocation;
 pub use model::{Architecture, Placement as ModelPlacement, Quantization, Recompute};
 pub use rollout::{OnUpdate, Overlong};
+pub use trainer::advantage::ScaleRewards;
 pub use trainer::algorithm::{AlgorithmKind, Proximal};
-pub use trainer::credit::ScaleRewards;
 pub use trainer::critic::CriticKind;
 pub use trainer::lora::TargetModule;
-pub use trainer::loss::divergence::Place;
-pub use trainer::loss::{Aggregation, Estimator};
+pub use trainer::loss::kl::KlPlacement;
+pub use trainer::loss::{Aggregation, KlEstimator};
 pub use trainer::optimizer::OptimizerKind;
-pub use trainer::schedule::Shape;
+pub use trainer::schedule::ScheduleShape;
 
 /// Where groups wait between rollout and trainer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -138,13 +138,13 @@ pub enum Device {
     #[default]
     Cpu,
     /// On a device.
-    At(DevicePlace),
+    At(DeviceLocation),
 }
 
 impl Device {
     /// The device, if it is one.
     #[must_use]
-    pub fn place(self) -> Option<DevicePlace> {
+    pub fn place(self) -> Option<DeviceLocation> {
         match self {
             Self::Cpu => None,
             Self::At(place) => Some(place),

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 
-use device::device::Place;
+use device::device::DeviceLocation;
 use device::{Device as Opened, DeviceError};
 use model::Quantization;
 use model::on_device::Dtype;
@@ -15,8 +15,8 @@ use crate::recipe::Recipe;
 use crate::recipe::words::{Collective, Device, ModelDtype, OptimizerHome, OptimizerKind, Ranks};
 
 /// Whether ranks on these devices can exchange from one to the other: GPUs that differ, emulators of one process.
-fn reach_each_other(devices: &[Option<Place>], ranks: Ranks) -> bool {
-    let emulated = devices.iter().all(|device| *device == Some(Place::Emulated));
+fn reach_each_other(devices: &[Option<DeviceLocation>], ranks: Ranks) -> bool {
+    let emulated = devices.iter().all(|device| *device == Some(DeviceLocation::Emulated));
     let different: BTreeSet<_> = devices.iter().flatten().collect();
     if emulated { ranks == Ranks::Threads } else { different.len() == devices.len() }
 }
@@ -28,13 +28,13 @@ const MAX_RANKS: usize = 1 << 16;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Devices {
     /// Every rank of the trainer, in order; `trainer.world` of them unless the recipe is wrong.
-    pub trainer: Vec<Option<Place>>,
+    pub trainer: Vec<Option<DeviceLocation>>,
     /// The sampler, the first of them if there are several, and what answers for the trainer when it measures.
-    pub rollout: Option<Place>,
+    pub rollout: Option<DeviceLocation>,
     /// Every sampler that the run starts, in order.
-    pub rollouts: Vec<Option<Place>>,
+    pub rollouts: Vec<Option<DeviceLocation>>,
     /// The reference, if the run has one: where the trainer computes, as a critic does.
-    pub reference: Option<Place>,
+    pub reference: Option<DeviceLocation>,
     /// Whether the f32 weights and the state of the optimizer are on the devices of the trainer.
     pub optimizer_on_device: bool,
     /// Whether the ranks exchange from device to device, as far as the recipe tells.
@@ -92,10 +92,12 @@ impl Recipe {
 
     /// What weights and activations are stored in there.
     #[must_use]
-    pub fn dtype_on(&self, place: Option<Place>) -> Dtype {
+    pub fn dtype_on(&self, place: Option<DeviceLocation>) -> Dtype {
         match (self.dtype, place) {
-            (_, None) | (ModelDtype::F32, _) | (ModelDtype::Auto, Some(Place::Emulated)) => Dtype::F32,
-            (ModelDtype::Bf16, Some(_)) | (ModelDtype::Auto, Some(Place::Cuda(_))) => Dtype::Bf16,
+            (_, None) | (ModelDtype::F32, _) | (ModelDtype::Auto, Some(DeviceLocation::Emulated)) => {
+                Dtype::F32
+            }
+            (ModelDtype::Bf16, Some(_)) | (ModelDtype::Auto, Some(DeviceLocation::Cuda(_))) => Dtype::Bf16,
         }
     }
 }
@@ -105,7 +107,7 @@ impl Recipe {
     #[must_use]
     pub fn trains_on(&self) -> Option<DeviceConfig> {
         let devices = self.devices();
-        let places: Vec<Place> = devices.trainer.iter().copied().flatten().collect();
+        let places: Vec<DeviceLocation> = devices.trainer.iter().copied().flatten().collect();
         let optimizer = match self.placement.optimizer {
             OptimizerHome::Device => OptimizerPlace::Device,
             OptimizerHome::Host => OptimizerPlace::Host,
@@ -154,7 +156,9 @@ impl Recipe {
 /// The GPU `rank` places after this one.
 fn further(first: Device, rank: usize) -> Device {
     match first {
-        Device::At(Place::Cuda(ordinal)) => Device::At(Place::Cuda(ordinal.saturating_add(rank))),
-        Device::Cpu | Device::At(Place::Emulated) => first,
+        Device::At(DeviceLocation::Cuda(ordinal)) => {
+            Device::At(DeviceLocation::Cuda(ordinal.saturating_add(rank)))
+        }
+        Device::Cpu | Device::At(DeviceLocation::Emulated) => first,
     }
 }

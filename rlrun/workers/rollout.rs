@@ -14,7 +14,7 @@ use ::rollout::scoring::Scorer;
 use ::rollout::{Engine, LocalSampler, Network, Progress, Worker, WorkerConfig};
 use buffer::Producer;
 use buffer::http::ClientConfig;
-use device::device::Place;
+use device::device::DeviceLocation;
 use device::{Buffer, Device, Storage};
 use model::on_device::{DeviceSampler, Dtype, StagedWeights};
 use model::{Config, Head, Layout, ModelDirectory, Parameters, Quantization, SharedCores};
@@ -189,7 +189,7 @@ fn first(
 /// The same from the trainer's device, to one that decodes on another stream than the one that receives.
 fn first_direct<T: Storage>(
     remote: RemoteConfig,
-    (place, config): (Place, &Config),
+    (place, config): (DeviceLocation, &Config),
     recipe: &Recipe,
     stop: &AtomicBool,
     stage: impl FnOnce(Buffer<T>) -> StagedWeights,

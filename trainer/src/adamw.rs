@@ -1,26 +1,26 @@
-//! AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101): the numbers of one update.
+//! AdamW (Loshchilov and Hutter 2017, arXiv 1711.05101): the factors of one update.
 //!
-//! Invariant: they are functions of the configuration and the number of the update, so a run that goes on after another
-//! has the same. The loops over the values stand in `moments.rs`.
+//! Invariant: the factors are functions of the configuration and the update number, so a resumed run has the same ones.
+//! `moments.rs` has the loops over the values.
 
-use crate::moments::{Factors, noise};
+use crate::moments::{AdamwFactors, noise};
 use crate::optimizer::OptimizerConfig;
 
-/// An update of all tensors.
+/// Factors of one update of all tensors.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Adam {
-    /// Without what differs between tensors.
-    factors: Factors,
-    /// What weight decay leaves of a matrix.
+pub(crate) struct AdamwUpdate {
+    /// Factors that are equal for all tensors.
+    factors: AdamwFactors,
+    /// Weight decay of matrices: `1 - learning_rate * weight_decay`.
     keep: f32,
 }
 
-impl Adam {
-    /// Update number `update`, from 1, for `scale` times the gradients.
+impl AdamwUpdate {
+    /// Factors of update number `update`, from 1, with gradients scaled by `scale`.
     pub(crate) fn new(config: &OptimizerConfig, update: u64, learning_rate: f32, scale: f32) -> Self {
         let OptimizerConfig { beta1, beta2, eps, weight_decay, .. } = *config;
         let t = i32::try_from(update).unwrap_or(i32::MAX);
-        let factors = Factors {
+        let factors = AdamwFactors {
             gradient: scale,
             beta1,
             beta2,
@@ -33,10 +33,10 @@ impl Adam {
         Self { factors, keep: 1.0 - learning_rate * weight_decay }
     }
 
-    /// The numbers of tensor number `tensor`; only a matrix decays.
-    pub(crate) fn of(&self, tensor: u32, matrix: bool) -> Factors {
+    /// Factors of tensor `tensor`; weight decay applies to matrices only.
+    pub(crate) fn of(&self, tensor: u32, matrix: bool) -> AdamwFactors {
         let seed = noise(self.factors.seed ^ tensor);
-        Factors { keep: if matrix { self.keep } else { 1.0 }, seed, ..self.factors }
+        AdamwFactors { keep: if matrix { self.keep } else { 1.0 }, seed, ..self.factors }
     }
 }
 
@@ -45,7 +45,7 @@ mod tests {
     use model::{Config, Layout, Sizes, ThreadPool};
 
     use super::*;
-    use crate::optimizer::{Optimizer, OptimizerKind};
+    use crate::optimizer::{Optimizer, OptimizerKind, ScaledGradients};
 
     /// `p = torch.nn.Parameter(torch.tensor([1.0, -2.0])); o = torch.optim.AdamW([p], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)`
     /// `for g in ([0.5, -1.0], [0.25, 3.0], [-1.0, 0.1]): p.grad = torch.tensor(g); o.step(); print(p.tolist())`
@@ -62,14 +62,20 @@ mod tests {
         };
         let layout = Layout::new(&Config::fresh(&sizes));
         let config =
-            OptimizerConfig { weight_decay: 0.1, ..OptimizerConfig::usual(OptimizerKind::Adamw, 0.95) };
+            OptimizerConfig { weight_decay: 0.1, ..OptimizerConfig::standard(OptimizerKind::Adamw, 0.95) };
         let mut optimizer = Optimizer::new(config, layout.specs());
         let (mut values, mut gradients) = (vec![0.0; layout.len()], vec![0.0; layout.len()]);
         (values[0], values[1]) = (1.0, -2.0);
         let expected = [(0.89, -1.88), (0.787_170_7, -1.910_129_6), (0.799_641, -1.931_345_8)];
         for ((g0, g1), (e0, e1)) in [(0.5, -1.0), (0.25, 3.0), (-1.0, 0.1)].into_iter().zip(expected) {
             (gradients[0], gradients[1]) = (g0, g1);
-            optimizer.update(layout.specs(), &mut values, (&gradients, 1.0), 0.1, &ThreadPool::single());
+            optimizer.update(
+                layout.specs(),
+                &mut values,
+                ScaledGradients { gradients: &gradients, scale: 1.0 },
+                0.1,
+                &ThreadPool::single(),
+            );
             assert!(
                 (values[0] - e0).abs() < 2e-6 && (values[1] - e1).abs() < 2e-6,
                 "{} {}",
@@ -79,7 +85,7 @@ mod tests {
         }
     }
 
-    /// Squared distance to the minimum of a quadratic whose curvatures span three orders of magnitude, after noisy
+    /// Mean squared distance to the minimum of a quadratic with curvatures over three orders of magnitude, after noisy
     /// gradients.
     fn distance(kind: OptimizerKind, beta2: f32) -> f64 {
         const STEPS: u32 = 600;
@@ -93,7 +99,7 @@ mod tests {
             max_position_embeddings: 8,
         };
         let layout = Layout::new(&Config::fresh(&sizes));
-        let mut optimizer = Optimizer::new(OptimizerConfig::usual(kind, beta2), layout.specs());
+        let mut optimizer = Optimizer::new(OptimizerConfig::standard(kind, beta2), layout.specs());
         let unit =
             |i: usize, seed: u32| f64::from(noise(i as u32 ^ noise(seed))) / f64::from(u32::MAX) * 2.0 - 1.0;
         let target: Vec<f64> = (0..layout.len()).map(|i| unit(i, 1)).collect();
@@ -108,7 +114,7 @@ mod tests {
             optimizer.update(
                 layout.specs(),
                 &mut values,
-                (&gradients, 1.0),
+                ScaledGradients { gradients: &gradients, scale: 1.0 },
                 0.02 * left,
                 &ThreadPool::single(),
             );
@@ -118,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn moments_in_8_bits_get_as_far_as_in_f32() {
+    fn moments_in_8_bits_converge_like_f32() {
         for beta2 in [0.95, 0.999] {
             let (full, coded) =
                 (distance(OptimizerKind::Adamw, beta2), distance(OptimizerKind::Adamw8bit, beta2));

@@ -1,7 +1,8 @@
 //! From leased groups to the rows of a training step.
 //!
-//! Invariant: every group passes [`unfit`] before a batch is made of it. A row is a trajectory with a reward, or a demonstration in place of a group; which rows are computed never
-//! changes the step: what is left out because its gradient is zero still counts wherever losses are divided.
+//! Invariant: every group passes [`unfit`] before it enters a batch. A row is a trajectory with a reward, or a
+//! demonstration that replaces a group. Skipping rows whose gradient is zero never changes the step: they still count
+//! in every denominator.
 
 use std::ops::Range;
 
@@ -9,77 +10,76 @@ use buffer::{GroupLimits, Unfit};
 use serde::{Deserialize, Serialize};
 use trajectory::{Component, Group, PolicyVersion, Sample, Trajectory};
 
+use crate::advantage::{AdvantageEstimator, GroupOutcome, TrajectoryOutcome};
 use crate::algorithm::Algorithm;
-use crate::credit::{Advantage, GroupOutcome, Outcome};
 
-/// How a batch is cut up.
+/// How a batch is divided into minibatches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Split {
-    /// Parts of whole groups, each with an optimizer step of its own; at least 1.
+pub struct BatchSplit {
+    /// Minibatches of whole groups, one optimizer step each; at least 1.
     pub minibatches: usize,
     /// Longest completion that the recipe allows, tokens.
     pub max_completion_length: usize,
 }
 
-/// What became of the groups of a batch.
+/// Counts of a batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BatchCounts {
     /// All groups.
     pub groups: usize,
     /// Groups whose rewards are all equal.
     pub zero_variance: usize,
-    /// Trajectories left out because a reward failed: their own, or those of all others of a group that they would be
-    /// compared with.
+    /// Trajectories that were skipped: their reward failed, or that of all other trajectories of the group.
     pub unscored: usize,
-    /// Trajectories left out because nothing says whether they are correct, which the algorithm asks.
+    /// Trajectories that were skipped: the algorithm needs to know whether they are correct, and no reward says so.
     pub unjudged: usize,
-    /// Tokens that count, whether they have a gradient or not.
+    /// Tokens that count in the denominators, with a gradient or without.
     pub trained_tokens: usize,
-    /// Groups in whose place a demonstration was trained on.
+    /// Groups that a demonstration replaced.
     pub demonstrated: usize,
 }
 
-/// The groups of a batch with what is trained on.
+/// The groups of a batch, prepared for training.
 #[derive(Debug)]
 pub struct Batch<'a> {
     /// In the order of the lease.
     pub groups: Vec<BatchGroup<'a>>,
-    /// What became of them.
+    /// Counts of the batch.
     pub counts: BatchCounts,
-    split: Split,
+    split: BatchSplit,
 }
 
 /// A group of a batch.
 #[derive(Debug)]
 pub struct BatchGroup<'a> {
-    /// Samples of the trajectories that have a reward, and one to compare it with if the algorithm does that.
+    /// Samples of the trajectories that have a reward; none if only one has and the algorithm needs groups.
     pub samples: Vec<&'a Sample>,
-    /// What they achieved, in the same order.
+    /// Their rewards and lengths, in the same order.
     pub outcome: GroupOutcome,
-    /// Whether what the trajectories are compared by is equal: their rewards, or whether they are correct.
+    /// Whether the compared quantity is equal for all: rewards, or correctness for pass@k.
     pub zero_variance: bool,
-    /// What is trained on instead, if the policy did not solve the task.
+    /// The demonstration that replaces the group, if the policy did not solve the task.
     pub demonstration: Option<&'a Sample>,
 }
 
-/// One sequence that goes through the network.
+/// One sequence of the batch: one forward pass.
 #[derive(Clone, Copy, Debug)]
-pub struct Row<'a> {
+pub struct BatchRow<'a> {
     /// Its token streams.
     pub sample: &'a Sample,
-    /// Its group in the batch.
+    /// Index of its group in the batch.
     pub group: usize,
-    /// Which of the group's samples; `None` for a demonstration.
+    /// Index of the sample in its group; `None` for a demonstration.
     pub trajectory: Option<usize>,
 }
 
 impl<'a> Batch<'a> {
-    /// The batch of `groups`. `demonstrations` has one for every group that may be replaced, or is empty.
+    /// Prepares a batch. `demonstrations` has an entry for every group, or is empty.
     #[must_use]
     pub fn new<G: AsRef<Group>>(
         groups: &'a [G],
         algorithm: &Algorithm,
-        split: Split,
+        split: BatchSplit,
         demonstrations: &'a [Option<Sample>],
     ) -> Self {
         let mut counts = BatchCounts { groups: groups.len(), ..BatchCounts::default() };
@@ -98,7 +98,7 @@ impl<'a> Batch<'a> {
             counts.trained_tokens += scored.iter().map(|(t, ..)| t.sample.trained_tokens()).sum::<usize>();
             counts.zero_variance += usize::from(group.zero_variance());
             let solved =
-                crate::credit::mean(scored.iter().map(|(.., correct)| f64::from(u8::from(*correct))));
+                crate::advantage::mean(scored.iter().map(|(.., correct)| f64::from(u8::from(*correct))));
             let demonstration = demonstrations.get(i).and_then(Option::as_ref);
             let demonstration =
                 demonstration.filter(|_| algorithm.demonstration_gate.is_some_and(|gate| solved <= gate));
@@ -113,7 +113,9 @@ impl<'a> Batch<'a> {
                     greedy: group.baseline_reward(),
                 },
                 zero_variance: match algorithm.advantage {
-                    Advantage::PassAtK { .. } => scored.windows(2).all(|pair| pair[0].2 == pair[1].2),
+                    AdvantageEstimator::PassAtK { .. } => {
+                        scored.windows(2).all(|pair| pair[0].2 == pair[1].2)
+                    }
                     _ => group.zero_variance(),
                 },
                 demonstration,
@@ -121,20 +123,20 @@ impl<'a> Batch<'a> {
         };
         let mut groups: Vec<BatchGroup<'_>> = groups.iter().enumerate().map(&mut of).collect();
         if algorithm.needs_groups() {
-            groups.iter_mut().for_each(|group| group.leave_out_alone(&mut counts));
+            groups.iter_mut().for_each(|group| group.skip_lone_trajectory(&mut counts));
         }
         Self { groups, counts, split }
     }
 
-    /// Rows of the groups for which `wanted`, in order; those without a trained token are left out, and so are groups
-    /// in whose place there is a demonstration.
-    pub fn rows(&self, wanted: impl Fn(usize) -> bool) -> Vec<Row<'a>> {
+    /// Rows of the groups for which `wanted` holds, in order. Rows without a trained token are skipped; a demonstration
+    /// replaces the rows of its group.
+    pub fn rows(&self, wanted: impl Fn(usize) -> bool) -> Vec<BatchRow<'a>> {
         let mut rows = Vec::new();
         for (group, of) in self.groups.iter().enumerate() {
             match of.demonstration {
-                Some(sample) => rows.push(Row { sample, group, trajectory: None }),
+                Some(sample) => rows.push(BatchRow { sample, group, trajectory: None }),
                 None if !wanted(group) => {}
-                None => rows.extend(of.samples.iter().enumerate().map(|(trajectory, sample)| Row {
+                None => rows.extend(of.samples.iter().enumerate().map(|(trajectory, sample)| BatchRow {
                     sample,
                     group,
                     trajectory: Some(trajectory),
@@ -148,9 +150,9 @@ impl<'a> Batch<'a> {
     /// Groups of each minibatch: whole groups, in order.
     ///
     /// # Panics
-    /// If there are to be no parts.
+    /// If `minibatches` is 0.
     #[must_use]
-    pub fn parts(&self) -> Vec<Range<usize>> {
+    pub fn minibatches(&self) -> Vec<Range<usize>> {
         let each = self.groups.len().div_ceil(self.split.minibatches).max(1);
         let starts = (0..self.groups.len()).step_by(each);
         starts.map(|start| start..(start + each).min(self.groups.len())).collect()
@@ -164,8 +166,8 @@ impl<'a> Batch<'a> {
 }
 
 impl BatchGroup<'_> {
-    /// Leaves out a trajectory that is alone: with nothing to compare it with, its reward is no advantage.
-    fn leave_out_alone(&mut self, counts: &mut BatchCounts) {
+    /// Skips the only trajectory of a group: without others there is no baseline.
+    fn skip_lone_trajectory(&mut self, counts: &mut BatchCounts) {
         if let [sample] = self.samples[..] {
             counts.unscored += 1;
             counts.trained_tokens -= sample.trained_tokens();
@@ -175,30 +177,30 @@ impl BatchGroup<'_> {
     }
 }
 
-/// Which of `groups` cannot be trained on, and why.
+/// Groups that cannot be trained on, each with its index and the reason.
 #[must_use]
 pub fn unfit<G: AsRef<Group>>(groups: &[G], limits: &GroupLimits) -> Vec<(usize, Unfit)> {
     let check = |(at, group): (usize, &G)| Some((at, limits.check(group.as_ref()).err()?));
     groups.iter().enumerate().filter_map(check).collect()
 }
 
-fn outcome(trajectory: &Trajectory, reward: f64, correct: bool) -> Outcome {
+fn outcome(trajectory: &Trajectory, reward: f64, correct: bool) -> TrajectoryOutcome {
     let mask = trajectory.sample.loss_mask();
     let trained = |range: &Range<usize>| mask[range.clone()].iter().filter(|trained| **trained).count();
     let has_turns = trajectory.turns.iter().any(|turn| turn.reward.is_some());
     let turns = trajectory.turns.iter().filter(|_| has_turns);
     let component = |component: &Component| component.value.unwrap_or(0.0);
-    Outcome {
+    TrajectoryOutcome {
         reward,
         correct,
         tokens: trajectory.sample.trained_tokens(),
         components: trajectory.score.components.iter().map(component).collect(),
         turns: turns.map(|turn| (trained(&turn.completion), turn.reward.unwrap_or(0.0))).collect(),
-        ..Outcome::default()
+        ..TrajectoryOutcome::default()
     }
 }
 
-/// `[T]` how many versions before `version` each trained token was sampled.
+/// `[T]` staleness of each trained token, versions: `version` minus the version that sampled it.
 #[must_use]
 pub fn token_staleness(sample: &Sample, version: PolicyVersion) -> Vec<u64> {
     let runs = sample.versions().iter().flat_map(|run| std::iter::repeat_n(run.version, run.len as usize));
@@ -206,9 +208,9 @@ pub fn token_staleness(sample: &Sample, version: PolicyVersion) -> Vec<u64> {
     trained.map(|(sampled, _)| sampled.staleness_at(version)).collect()
 }
 
-/// `[T]` log-probabilities of the trained tokens under the distribution that sampled them, nats.
+/// `[T]` behavior log-probabilities of the trained tokens (under the distribution that sampled them), nats.
 #[must_use]
-pub fn behavior(sample: &Sample) -> Vec<f64> {
+pub fn behavior_logprobs(sample: &Sample) -> Vec<f64> {
     let all = sample.behavior_logprobs().iter().zip(sample.loss_mask());
     all.filter(|(_, trained)| **trained).map(|(logprob, _)| f64::from(*logprob)).collect()
 }
@@ -224,9 +226,9 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::loss::Correction;
-    use crate::terms::{Scores, Terms, scored, terms, wanted};
+    use crate::loss_inputs::{LossInputs, Scores, groups_to_score, groups_with_gradient, loss_inputs};
 
-    /// A group whose trajectories have the given rewards and numbers of completion tokens after two of prompt.
+    /// A group whose trajectories have the given rewards and completion lengths, after a prompt of two tokens.
     pub(crate) fn group(id: u64, outcomes: &[(Option<f64>, usize)]) -> Group {
         let trajectory = |(index, (reward, tokens)): (usize, &(Option<f64>, usize))| Trajectory {
             index: index as u32,
@@ -253,57 +255,64 @@ pub(crate) mod tests {
         Group { id: GroupId(id), task, trajectories: outcomes.iter().enumerate().map(trajectory).collect() }
     }
 
-    fn split(minibatches: usize) -> Split {
-        Split { minibatches, max_completion_length: 16 }
+    fn split(minibatches: usize) -> BatchSplit {
+        BatchSplit { minibatches, max_completion_length: 16 }
     }
 
     fn groups(all: &[&[(Option<f64>, usize)]]) -> Vec<Arc<Group>> {
         all.iter().enumerate().map(|(id, outcomes)| Arc::new(group(id as u64, outcomes))).collect()
     }
 
-    /// The terms of the rows that have a gradient.
-    fn wanted_terms(batch: &Batch<'_>, algorithm: &Algorithm, scores: Scores) -> Vec<Terms> {
-        let wanted = wanted(batch, algorithm);
-        terms(batch, &batch.rows(|group| wanted[group]), scores, algorithm, PolicyVersion(0))
+    /// Loss inputs of the rows that have a gradient.
+    fn inputs_with_gradient(batch: &Batch<'_>, algorithm: &Algorithm, scores: Scores) -> Vec<LossInputs> {
+        let wanted = groups_with_gradient(batch, algorithm);
+        loss_inputs(batch, &batch.rows(|group| wanted[group]), scores, algorithm, PolicyVersion(0))
     }
 
     #[test]
-    fn zero_variance_groups_cost_nothing_but_count() {
+    fn zero_variance_groups_are_skipped_and_count_in_denominators() {
         let groups = groups(&[&[(Some(1.0), 3), (Some(0.0), 5)], &[(Some(1.0), 4), (Some(1.0), 4)]]);
         let grpo = Algorithm::grpo();
         let batch = Batch::new(&groups, &grpo, split(1), &[]);
         assert_eq!((batch.counts.zero_variance, batch.counts.trained_tokens), (1, 16));
-        let all = wanted_terms(&batch, &grpo, Scores::default());
+        let all = inputs_with_gradient(&batch, &grpo, Scores::default());
         assert_eq!(all.len(), 2);
         assert!(all.iter().all(|terms| terms.weights.iter().all(|weight| *weight == 1.0 / 16.0)));
-        // ScaleRL takes them out of the denominators too.
+        // ScaleRL removes them from the denominators too.
         let dropping = Algorithm { drop_zero_variance: true, ..grpo.clone() };
-        let all = wanted_terms(&batch, &dropping, Scores::default());
+        let all = inputs_with_gradient(&batch, &dropping, Scores::default());
         assert!(all.iter().all(|terms| terms.weights.iter().all(|weight| *weight == 1.0 / 8.0)));
-        // A pull towards the reference has a gradient everywhere, but in what is dropped.
+        // A KL penalty has a gradient everywhere, except in dropped groups.
         let mut pulled = grpo;
-        pulled.divergence.coef = 0.1;
-        assert_eq!(wanted(&batch, &pulled), [true, true]);
+        pulled.kl.coef = 0.1;
+        assert_eq!(groups_with_gradient(&batch, &pulled), [true, true]);
         let pulled = Algorithm { drop_zero_variance: true, ..pulled };
-        assert_eq!(wanted(&batch, &pulled), [true, false]);
-        assert!(wanted_terms(&batch, &pulled, Scores::default()).iter().all(|t| t.weights[0] == 1.0 / 8.0));
+        assert_eq!(groups_with_gradient(&batch, &pulled), [true, false]);
+        assert!(
+            inputs_with_gradient(&batch, &pulled, Scores::default())
+                .iter()
+                .all(|t| t.weights[0] == 1.0 / 8.0)
+        );
     }
 
-    /// ScaleRL: what is dropped leaves the batch, so it is not in its deviation either.
+    /// ScaleRL: a dropped group is not in the batch deviation either.
     #[test]
     fn a_dropped_group_does_not_change_the_advantages() {
         let whole = groups(&[&[(Some(1.0), 3), (Some(0.0), 5)], &[(Some(1.0), 4), (Some(1.0), 4)]]);
         let algorithm = Algorithm::scale_rl();
         let advantages = |groups: &[Arc<Group>]| -> Vec<Vec<f64>> {
             let batch = Batch::new(groups, &algorithm, split(1), &[]);
-            wanted_terms(&batch, &algorithm, Scores::default()).into_iter().map(|t| t.advantages).collect()
+            inputs_with_gradient(&batch, &algorithm, Scores::default())
+                .into_iter()
+                .map(|t| t.advantages)
+                .collect()
         };
         assert_eq!(advantages(&whole), advantages(&whole[..1]));
         assert!((advantages(&whole)[0][0] - 0.5 / 0.5_f64.sqrt()).abs() < 1e-5);
     }
 
     #[test]
-    fn failed_rewards_and_empty_completions_are_left_out() {
+    fn failed_rewards_and_empty_completions_are_skipped() {
         let groups = groups(&[&[(Some(1.0), 3), (None, 5), (Some(0.0), 0), (Some(0.5), 2)]]);
         let batch = Batch::new(&groups, &Algorithm::grpo(), split(1), &[]);
         let rows = batch.rows(|_| true);
@@ -311,48 +320,52 @@ pub(crate) mod tests {
         assert_eq!(rows.iter().map(|row| row.trajectory).collect::<Vec<_>>(), [Some(0), Some(2)]);
     }
 
-    /// With a pull towards the reference too, under which its reward would have been its advantage.
+    /// Also with a KL penalty, where its reward would be its advantage.
     #[test]
-    fn a_lone_survivor_of_its_group_is_left_out() {
+    fn a_lone_scored_trajectory_of_a_group_is_skipped() {
         let groups = groups(&[&[(Some(1.0), 3), (None, 5)], &[(Some(1.0), 4), (Some(0.0), 2)]]);
-        let pull = crate::loss::Divergence { coef: 0.1, ..crate::loss::Divergence::OFF };
+        let pull = crate::loss::KlPenalty { coef: 0.1, ..crate::loss::KlPenalty::OFF };
         for aggregation in [crate::loss::Aggregation::TokenMean, crate::loss::Aggregation::PromptMean] {
-            for divergence in [crate::loss::Divergence::OFF, pull] {
-                let grpo = Algorithm { aggregation, divergence, ..Algorithm::grpo() };
+            for divergence in [crate::loss::KlPenalty::OFF, pull] {
+                let grpo = Algorithm { aggregation, kl: divergence, ..Algorithm::grpo() };
                 let batch = Batch::new(&groups, &grpo, split(1), &[]);
                 assert_eq!((batch.counts.unscored, batch.counts.trained_tokens), (2, 6));
-                let wanted = wanted(&batch, &grpo);
+                let wanted = groups_with_gradient(&batch, &grpo);
                 let rows = batch.rows(|group| wanted[group]);
                 assert!(rows.iter().all(|row| row.group == 1) && rows.len() == 2, "{divergence:?}");
-                let all = wanted_terms(&batch, &grpo, Scores::default());
+                let all = inputs_with_gradient(&batch, &grpo, Scores::default());
                 assert_eq!(all[0].weights[0], 1.0 / 6.0, "{aggregation:?}");
             }
         }
-        // Compared with the batch, with a greedy completion or with nothing, it is as good as any.
+        // With a baseline from the batch, a greedy completion or none, a lone trajectory is trained on.
         for algorithm in [Algorithm::reinforce(), Algorithm::remax(), Algorithm::ppo()] {
             let batch = Batch::new(&groups, &algorithm, split(1), &[]);
             assert_eq!((batch.counts.unscored, batch.rows(|_| true).len()), (1, 3));
         }
     }
 
-    /// A weight of 0.5, or one of 0, must not decide what is right.
+    /// A reward weight of 0.5 or 0 does not decide correctness.
     #[test]
-    fn what_is_correct_is_what_the_trajectory_says() {
+    fn correctness_comes_from_the_verdict_not_the_reward() {
         let mut judged = group(0, &[(Some(0.5), 2), (Some(0.0), 2), (Some(0.0), 2), (Some(0.5), 2)]);
         for (trajectory, correct) in judged.trajectories.iter_mut().zip([true, false, false, true]) {
             trajectory.score.correct = Some(correct);
         }
-        // All rewards are equal, as where the reward that judges is only watched.
+        // All rewards are equal, as if the reward that decides correctness had weight 0.
         let mut watched = group(1, &[(Some(1.0), 2); 4]);
         watched.trajectories[1..].iter_mut().for_each(|wrong| wrong.score.correct = Some(false));
         let groups = [Arc::new(judged), Arc::new(watched)];
-        let pass = Algorithm { advantage: Advantage::PassAtK { k: 2 }, ..Algorithm::pass_at_k() };
+        let pass = Algorithm { advantage: AdvantageEstimator::PassAtK { k: 2 }, ..Algorithm::pass_at_k() };
         let batch = Batch::new(&groups, &pass, split(1), &[]);
-        assert_eq!(wanted(&batch, &pass), [true, true]);
-        let all = wanted_terms(&batch, &pass, Scores::default());
+        assert_eq!(groups_with_gradient(&batch, &pass), [true, true]);
+        let all = inputs_with_gradient(&batch, &pass, Scores::default());
         let signs: Vec<bool> = all.iter().map(|terms| terms.advantages[0] > 0.0).collect();
         assert_eq!(signs, [true, false, false, true, true, false, false, false]);
-        let vapo = wanted_terms(&batch, &Algorithm { nll_coef: 0.1, ..Algorithm::grpo() }, Scores::default());
+        let vapo = inputs_with_gradient(
+            &batch,
+            &Algorithm { nll_coef: 0.1, ..Algorithm::grpo() },
+            Scores::default(),
+        );
         assert_eq!(vapo.iter().map(|terms| terms.correct).collect::<Vec<_>>(), signs);
         let demonstrations = [Some(group(7, &[(None, 6)]).trajectories.remove(0).sample), None];
         let hpt = Batch::new(&groups, &Algorithm::hpt(), split(1), &demonstrations);
@@ -360,7 +373,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn an_algorithm_that_asks_leaves_out_what_does_not_say_whether_it_is_correct() {
+    fn trajectories_without_a_verdict_are_skipped_if_the_algorithm_needs_one() {
         let mut foreign = group(0, &[(Some(1.0), 3), (Some(0.0), 3), (Some(0.0), 3), (None, 3)]);
         foreign.trajectories[0].score.correct = None;
         let groups = [Arc::new(foreign)];
@@ -379,17 +392,17 @@ pub(crate) mod tests {
         let pair: &[_] = &[(Some(1.0), 1), (Some(0.0), 1)];
         let groups = groups(&[pair; 5]);
         let batch = Batch::new(&groups, &Algorithm::grpo(), split(2), &[]);
-        assert_eq!(batch.parts(), [0..3, 3..5]);
-        let all = wanted_terms(&batch, &Algorithm::grpo(), Scores::default());
+        assert_eq!(batch.minibatches(), [0..3, 3..5]);
+        let all = inputs_with_gradient(&batch, &Algorithm::grpo(), Scores::default());
         assert_eq!((all[0].weights[0], all[9].weights[0]), (1.0 / 6.0, 1.0 / 4.0));
     }
 
     #[test]
-    fn what_is_masked_leaves_every_denominator() {
+    fn masked_tokens_leave_every_denominator() {
         // Behavior log-probabilities are -2: the second trajectory of the first group is far from them.
         let groups = groups(&[&[(Some(1.0), 3), (Some(0.0), 4)], &[(Some(0.0), 5), (Some(1.0), 2)]]);
         let scores = Scores {
-            before: Some(vec![vec![-2.0; 3], vec![-7.0; 4], vec![-2.0; 5], vec![-2.0; 2]]),
+            start_logprobs: Some(vec![vec![-2.0; 3], vec![-7.0; 4], vec![-2.0; 5], vec![-2.0; 2]]),
             ..Scores::default()
         };
         for (aggregation, expected) in [
@@ -404,7 +417,7 @@ pub(crate) mod tests {
                 ..Algorithm::decoupled()
             };
             let batch = Batch::new(&groups, &masking, split(1), &[]);
-            let all = wanted_terms(&batch, &masking, scores.clone());
+            let all = inputs_with_gradient(&batch, &masking, scores.clone());
             assert_eq!(all[1].weights, [0.0; 4]);
             let divisors: Vec<f64> = [0, 2, 3].map(|i: usize| 1.0 / all[i].weights[0]).to_vec();
             assert_eq!(divisors.iter().map(|d| d.round()).collect::<Vec<_>>(), expected, "{aggregation:?}");
@@ -412,12 +425,12 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn only_the_most_uncertain_tokens_are_trained_on() {
+    fn only_tokens_of_high_entropy_have_a_policy_loss() {
         let groups = groups(&[&[(Some(1.0), 3), (Some(0.0), 2)]]);
         let scores = Scores { entropy: Some(vec![vec![0.1, 2.0, 0.3], vec![1.0, 0.2]]), ..Scores::default() };
         let selective = Algorithm { entropy_share: 0.4, ..Algorithm::grpo() };
         let batch = Batch::new(&groups, &selective, split(1), &[]);
-        let all = wanted_terms(&batch, &selective, scores);
+        let all = inputs_with_gradient(&batch, &selective, scores);
         assert_eq!(
             (&all[0].selected[..], &all[1].selected[..]),
             (&[false, true, false][..], &[true, false][..])
@@ -425,39 +438,39 @@ pub(crate) mod tests {
         assert!(all.iter().all(|terms| terms.weights.iter().all(|weight| *weight == 1.0 / 5.0)));
     }
 
-    /// Whether a pull that is next to nothing has the groups without variance computed or not.
+    /// The share does not depend on whether a tiny KL penalty makes zero-variance groups computed.
     #[test]
     fn the_entropy_share_is_of_all_tokens() {
         let groups = groups(&[&[(Some(1.0), 3), (Some(0.0), 2)], &[(Some(1.0), 4), (Some(1.0), 1)]]);
         let scores = Scores {
-            before: Some(vec![vec![-2.0; 3], vec![-2.0; 2], vec![-2.0; 4], vec![-2.0]]),
+            start_logprobs: Some(vec![vec![-2.0; 3], vec![-2.0; 2], vec![-2.0; 4], vec![-2.0]]),
             entropy: Some(vec![vec![0.1, 2.0, 0.3], vec![1.0, 0.2], vec![3.0, 4.0, 0.1, 0.1], vec![5.0]]),
             ..Scores::default()
         };
         let selective = Algorithm { entropy_share: 0.4, ..Algorithm::grpo() };
         let mut pulled = selective.clone();
-        pulled.divergence.coef = 1e-12;
+        pulled.kl.coef = 1e-12;
         for algorithm in [selective, pulled] {
             let batch = Batch::new(&groups, &algorithm, split(1), &[]);
-            assert_eq!(scored(&batch, &algorithm), [true, true]);
+            assert_eq!(groups_to_score(&batch, &algorithm), [true, true]);
             let rows = batch.rows(|_| true);
-            let all = terms(&batch, &rows, scores.clone(), &algorithm, PolicyVersion(0));
-            // The quantile 0.6 of ten tokens lies between 1.0 and 2.0.
+            let all = loss_inputs(&batch, &rows, scores.clone(), &algorithm, PolicyVersion(0));
+            // The 0.6 quantile of ten tokens lies between 1.0 and 2.0.
             assert_eq!(
                 (&all[0].selected[..], &all[1].selected[..]),
                 (&[false, true, false][..], &[false; 2][..])
             );
             assert!(all[..2].iter().all(|terms| terms.weights.iter().all(|weight| *weight == 0.1)));
         }
-        // What is dropped is no token of the batch.
+        // Tokens of a dropped group do not count.
         let dropping = Algorithm { entropy_share: 0.4, ..Algorithm::scale_rl() };
         let batch = Batch::new(&groups, &dropping, split(1), &[]);
-        assert_eq!(scored(&batch, &dropping), [true, false]);
+        assert_eq!(groups_to_score(&batch, &dropping), [true, false]);
     }
 
-    /// VAPO: over the tokens of right trajectories alone, minibatch by minibatch.
+    /// VAPO: the mean is over the tokens of correct trajectories only, per minibatch.
     #[test]
-    fn the_likelihood_of_right_answers_is_a_mean_over_their_tokens() {
+    fn the_likelihood_loss_is_a_mean_over_tokens_of_correct_answers() {
         let groups = groups(&[&[(Some(1.0), 3), (Some(0.0), 5)], &[(Some(1.0), 4), (Some(1.0), 2)]]);
         let vapo = Algorithm::vapo();
         for (minibatches, expected) in
@@ -465,7 +478,7 @@ pub(crate) mod tests {
         {
             let batch = Batch::new(&groups, &vapo, split(minibatches), &[]);
             let values = Some(vec![vec![0.0; 3], vec![0.0; 5], vec![0.0; 4], vec![0.0; 2]]);
-            let all = wanted_terms(&batch, &vapo, Scores { values, ..Scores::default() });
+            let all = inputs_with_gradient(&batch, &vapo, Scores { values, ..Scores::default() });
             for (terms, expected) in all.iter().zip(expected) {
                 assert!(terms.likelihood_weights.iter().all(|weight| *weight == expected), "{expected}");
             }
@@ -473,7 +486,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_demonstration_takes_the_place_of_a_group_that_failed() {
+    fn a_demonstration_replaces_a_group_that_failed() {
         let groups = groups(&[&[(Some(0.0), 3), (Some(0.0), 5)], &[(Some(1.0), 4), (Some(0.0), 4)]]);
         let hpt = Algorithm::hpt();
         let demonstration = group(7, &[(None, 6)]).trajectories.remove(0).sample;
@@ -482,7 +495,7 @@ pub(crate) mod tests {
         assert_eq!(batch.counts.demonstrated, 1);
         let rows = batch.rows(|_| true);
         assert_eq!(rows.iter().map(|row| row.trajectory).collect::<Vec<_>>(), [None, Some(0), Some(1)]);
-        let all = wanted_terms(&batch, &hpt, Scores::default());
+        let all = inputs_with_gradient(&batch, &hpt, Scores::default());
         // Half of the batch's tasks, over its six tokens; the others over four trajectories of at most 16 tokens.
         assert_eq!((all[0].weights[0], all[1].weights[0]), (1.0 / 12.0, 1.0 / 64.0));
         assert!(all[0].demonstration && !all[1].demonstration);

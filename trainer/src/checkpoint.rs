@@ -1,25 +1,24 @@
-//! Checkpoints: everything that a later process needs to go on as if nothing had happened.
+//! Checkpoints: the complete state of the trainer, from which a later process resumes with the same bits.
 //!
 //! ```text
 //! checkpoints/step_000120/
-//!   model/                  Hugging Face directory: config, tokenizer, weights as f32
-//!   adapter/                with LoRA: the adapter in PEFT's layout; `model/` has it merged in
-//!   optimizer.safetensors   the state of every tensor that is trained
-//!   critic/                 with a critic of its own: the same two of its network, as a sequence classifier
+//!   model/                  Hugging Face directory: config, tokenizer, f32 master weights
+//!   adapter/                with LoRA: the adapter in PEFT's layout; `model/` has it merged
+//!   optimizer.safetensors   optimizer state of every trained tensor
+//!   critic/                 with a separate critic: its model and optimizer, as a sequence classifier
 //!   trainer.json            format, version, updates, tokens
 //!   manifest.json           a digest of every file
 //! checkpoints/base/         with LoRA: the frozen model as a Hugging Face directory, written once
 //! ```
 //!
-//! The frozen weights cannot be computed from the merged ones, which have fewer bits than the sum, so they are kept as
-//! they were when training began. They take the space of one checkpoint, and a run stays whole when its directory moves
-//! or the model that it started from goes away.
+//! With LoRA the frozen weights cannot be computed from the merged ones, which were rounded, so they are stored as they
+//! were when training began. They take the space of one checkpoint. A run stays complete if its directory moves or its
+//! original model is deleted.
 //!
-//! Invariant: a checkpoint appears whole or not at all, and is read only if every file is the one that was written.
-//! Random streams are counted from seed and group, and groups come from the buffer's journal, so neither has a state to
-//! save.
+//! Invariant: a checkpoint is complete or absent, and is read only if every file matches the manifest. Random streams
+//! are derived from seed and group number, and groups are in the buffer's journal, so neither needs saved state.
 
-mod whole;
+mod integrity;
 mod writer;
 
 use std::borrow::Cow;
@@ -35,26 +34,26 @@ use crate::TrainerError;
 use crate::learner::Learner;
 use crate::lora::{Adapter, LoraConfig};
 use crate::optimizer::{Optimizer, OptimizerConfig};
-use crate::{lora_files, moment_files};
+use crate::{lora_files, optimizer_files};
 
-pub use whole::{Whole, check, set_aside_after};
-pub use writer::{CheckpointTime, Writer, WriterConfig};
+pub use integrity::{CheckpointIntegrity, check, set_aside_after};
+pub use writer::{CheckpointTime, CheckpointWriter, CheckpointWriterConfig};
 
-/// Version of the layout on disk: 2 has a manifest, 1 had none.
+/// Version of the layout on disk: format 2 has a manifest, format 1 had none.
 const FORMAT: u32 = 2;
-/// The oldest layout that is read.
+/// The oldest format that can be read.
 const OLDEST_FORMAT: u32 = 1;
-/// File of the numbers.
+/// File of the trainer's counters.
 const NUMBERS: &str = "trainer.json";
 
-/// The numbers of a checkpoint.
+/// Counters of the trainer at a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
-    /// Layout on disk.
+    /// Format of the layout on disk.
     pub format: u32,
     /// Training steps completed.
     pub version: PolicyVersion,
-    /// Updates of the optimizer.
+    /// Updates of the policy's optimizer.
     pub updates: u64,
     /// Updates of the critic's optimizer.
     #[serde(default)]
@@ -65,58 +64,58 @@ pub struct TrainerState {
     pub time_s: f64,
 }
 
-/// A checkpoint that was read.
+/// A checkpoint that was loaded.
 #[derive(Debug)]
 pub struct Checkpoint {
-    /// Its model directory, without weights.
+    /// Its model directory without weights.
     pub directory: ModelDirectory,
-    /// Its weights.
+    /// Its weights: the f32 master weights.
     pub parameters: Parameters,
-    /// Its adapter, if that is what the run trains.
+    /// Its LoRA adapter, if the run trains one.
     pub adapter: Option<Adapter>,
-    /// Its optimizer.
+    /// Its optimizer state.
     pub optimizer: Optimizer,
-    /// Its numbers.
+    /// Its counters.
     pub state: TrainerState,
-    /// Whether its files have digests.
-    pub whole: Whole,
+    /// Whether its files were compared with digests.
+    pub integrity: CheckpointIntegrity,
 }
 
-/// Which checkpoints stay when a new one is there.
+/// Which checkpoints are kept when a new one is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Retention {
-    /// So many of the newest; at least one.
+    /// Number of newest checkpoints to keep, at least 1.
     pub keep_last: usize,
-    /// Versions that are multiples of it, for ever; 0 for none.
+    /// Versions that are multiples of this are kept forever; 0 for none.
     pub keep_every: u64,
 }
 
-/// What a checkpoint is made of, between two steps.
+/// The state to be saved, between two steps.
 #[derive(Debug)]
-pub struct Contents<'a> {
+pub struct CheckpointContents<'a> {
     /// The policy.
     pub policy: NetworkState<'a>,
-    /// A critic of its own, if there is one.
+    /// A separate critic, if any.
     pub critic: Option<NetworkState<'a>>,
-    /// The numbers.
+    /// The counters.
     pub state: &'a TrainerState,
 }
 
-/// A network in training.
+/// State of a network in training.
 #[derive(Debug)]
 pub struct NetworkState<'a> {
-    /// Everything of its model that is no weight.
+    /// The model files other than weights.
     pub directory: &'a Arc<ModelDirectory>,
-    /// Its weights.
+    /// Master weights.
     pub parameters: Cow<'a, Parameters>,
-    /// Its optimizer, with the state of every tensor that is trained.
+    /// Optimizer state of every trained tensor.
     pub optimizer: Cow<'a, Optimizer>,
-    /// What is trained in place of the weights, if anything; merged into them already.
+    /// The LoRA adapter, if one is trained; `parameters` has it merged.
     pub adapter: Option<&'a Adapter>,
 }
 
 impl Retention {
-    /// The `keep_last` newest alone.
+    /// Keeps the `keep_last` newest only.
     #[must_use]
     pub fn last(keep_last: usize) -> Self {
         Self { keep_last, keep_every: 0 }
@@ -128,33 +127,33 @@ impl Retention {
 }
 
 impl<'a> NetworkState<'a> {
-    /// That of `learner`, whose model is described by `directory`, collected from its ranks.
+    /// Gathers the state of `learner` from its ranks; `directory` describes its model.
     ///
     /// # Errors
-    /// If a rank is gone.
+    /// If a rank has ended.
     pub fn of(directory: &'a Arc<ModelDirectory>, learner: &'a Learner) -> Result<Self, TrainerError> {
         let (parameters, optimizer) = (learner.parameters()?, learner.optimizer()?);
         Ok(Self { directory, parameters, optimizer, adapter: learner.adapter() })
     }
 
-    /// Bytes of its files, without those that do not grow with the model.
+    /// Size of the files that grow with the model, bytes.
     fn bytes(&self) -> u64 {
         let adapter = self.adapter.map_or(0, |adapter| adapter.values().len());
         let values = 4 * (self.parameters.values().len() + adapter) as u64;
         values.saturating_add(self.optimizer.config().state_bytes(self.trained()))
     }
 
-    /// The tensors that the optimizer moves, in the order of its states.
+    /// The trained tensors, in the order of the optimizer states.
     fn trained(&self) -> &[ParameterSpec] {
         self.adapter.map_or(self.parameters.layout().specs(), Adapter::specs)
     }
 }
 
 impl TrainerState {
-    /// The state after `version` steps.
+    /// The counters after `version` steps, all others 0.
     #[must_use]
-    pub fn new(version: PolicyVersion, updates: u64, trained_tokens: u64, time_s: f64) -> Self {
-        Self { format: FORMAT, version, updates, critic_updates: 0, trained_tokens, time_s }
+    pub fn at(version: PolicyVersion) -> Self {
+        Self { format: FORMAT, version, updates: 0, critic_updates: 0, trained_tokens: 0, time_s: 0.0 }
     }
 }
 
@@ -164,7 +163,7 @@ pub fn path(checkpoints: &Path, version: PolicyVersion) -> PathBuf {
     checkpoints.join(format!("step_{:06}", version.0))
 }
 
-/// The adapter in the directory of a checkpoint; not there without LoRA.
+/// The adapter in a checkpoint directory; absent without LoRA.
 #[must_use]
 pub fn adapter_path(checkpoint: &Path) -> PathBuf {
     checkpoint.join("adapter")
@@ -176,7 +175,7 @@ pub fn base_path(checkpoints: &Path) -> PathBuf {
     checkpoints.join("base")
 }
 
-/// The critic in the directory of a checkpoint; not there without one of its own.
+/// The critic in a checkpoint directory; absent without a separate critic.
 #[must_use]
 pub fn critic_path(checkpoint: &Path) -> PathBuf {
     checkpoint.join("critic")
@@ -195,19 +194,19 @@ pub fn list(checkpoints: &Path) -> Vec<PolicyVersion> {
     versions
 }
 
-/// Writes a checkpoint of `contents` if it is not there yet, then removes those that `retention` does not keep.
+/// Writes a checkpoint unless it exists, then removes those that `retention` does not keep.
 ///
 /// # Errors
-/// If something cannot be written; nothing has the checkpoint's name then.
+/// If a file cannot be written; then no directory has the checkpoint's name.
 pub fn save(
     checkpoints: &Path,
-    contents: &Contents<'_>,
+    contents: &CheckpointContents<'_>,
     retention: Retention,
 ) -> Result<PathBuf, TrainerError> {
     let target = path(checkpoints, contents.state.version);
     if target.exists() {
-        // A run goes on from its newest checkpoint, so this is the same state; to write it anew would mean a moment
-        // without it, in which a crash loses what the buffer has already forgotten.
+        // A run resumes from its newest checkpoint, so this is the same state. Replacing it would leave a moment
+        // without it, in which a crash loses groups that the buffer has already dropped.
         return Ok(target);
     }
     write(checkpoints, &target, contents).map_err(|error| no_space(error, &target, contents))?;
@@ -220,8 +219,8 @@ pub fn save(
     Ok(target)
 }
 
-fn write(checkpoints: &Path, target: &Path, contents: &Contents<'_>) -> Result<(), TrainerError> {
-    let Contents { policy, critic, state } = contents;
+fn write(checkpoints: &Path, target: &Path, contents: &CheckpointContents<'_>) -> Result<(), TrainerError> {
+    let CheckpointContents { policy, critic, state } = contents;
     if let Some(adapter) = policy.adapter {
         save_base(checkpoints, policy.directory, || adapter.base_parameters(&policy.parameters))?;
     }
@@ -229,7 +228,7 @@ fn write(checkpoints: &Path, target: &Path, contents: &Contents<'_>) -> Result<(
         write_network(dir, policy)?;
         if let Some(adapter) = policy.adapter {
             lora_files::write(&adapter_path(dir), adapter, &base_path(checkpoints))?;
-            // One of its own: adapters are also read alone.
+            // A manifest for the adapter alone, which can be read without the checkpoint.
             manifest::write(&adapter_path(dir))?;
         }
         if let Some(critic) = critic {
@@ -249,7 +248,7 @@ fn write(checkpoints: &Path, target: &Path, contents: &Contents<'_>) -> Result<(
     })?)
 }
 
-/// Writes the weights of a network and the state of its optimizer.
+/// Writes the weights and the optimizer state of a network.
 fn write_network(dir: &Path, network: &NetworkState<'_>) -> Result<(), model::ModelError> {
     network.directory.save(&dir.join("model"), &network.parameters)?;
     let optimizer = dir.join("optimizer.safetensors");
@@ -257,12 +256,12 @@ fn write_network(dir: &Path, network: &NetworkState<'_>) -> Result<(), model::Mo
         let number = errno.and_then(|number| number.parse().ok()).unwrap_or_default();
         Err(write_error(optimizer.clone())(io::Error::from_raw_os_error(number)))
     });
-    moment_files::write(&optimizer, network.trained(), &network.optimizer)
+    optimizer_files::write(&optimizer, network.trained(), &network.optimizer)
         .map_err(write_error(optimizer.clone()))
 }
 
-/// `error`, or what a full disk means for the checkpoint `target`.
-fn no_space(error: TrainerError, target: &Path, contents: &Contents<'_>) -> TrainerError {
+/// `error`; if the disk is full, with the size of the checkpoint `target` and a remedy.
+fn no_space(error: TrainerError, target: &Path, contents: &CheckpointContents<'_>) -> TrainerError {
     let TrainerError::Model(model::ModelError::Write { path, source }) = &error else { return error };
     let full = [io::ErrorKind::StorageFull, io::ErrorKind::QuotaExceeded, io::ErrorKind::FileTooLarge];
     if !full.contains(&source.kind()) {
@@ -271,8 +270,8 @@ fn no_space(error: TrainerError, target: &Path, contents: &Contents<'_>) -> Trai
     let networks = [Some(&contents.policy), contents.critic.as_ref()];
     let bytes = networks.into_iter().flatten().map(NetworkState::bytes).fold(0, u64::saturating_add);
     let reason = format!(
-        "takes {bytes} bytes, and the disk is full ({}: {source}); the checkpoint before it is whole: make room, or \
-         lower checkpoint.keep_last, and go on with rlrun resume",
+        "needs {bytes} bytes, and the disk is full ({}: {source}); the previous checkpoint is intact: free disk space, or \
+         lower checkpoint.keep_last, and continue with rlrun resume",
         path.display()
     );
     TrainerError::Checkpoint { path: target.to_owned(), reason }
@@ -282,8 +281,8 @@ fn write_error(path: PathBuf) -> impl FnOnce(std::io::Error) -> model::ModelErro
     move |source| model::ModelError::Write { path, source }
 }
 
-/// Writes the frozen model before the first checkpoint. What is there without any is of an attempt that was killed, and
-/// may be of other settings.
+/// Writes the frozen model before the first checkpoint. An existing one without any checkpoint is from a killed
+/// attempt, maybe with other settings.
 fn save_base(
     checkpoints: &Path,
     directory: &ModelDirectory,
@@ -299,30 +298,30 @@ fn save_base(
     Ok(directory.save(&path, &base())?)
 }
 
-/// Reads the checkpoint in `dir`. Its files are compared with its manifest, if it has one.
+/// Loads the checkpoint in `dir` after comparing its files with the manifest, if it has one.
 ///
 /// # Errors
-/// If a file is missing, broken or not the one that was written, the layout is of a newer rlrun, the state is of another
-/// optimizer than `optimizer`, or another adapter was trained than `lora` (none if `None`).
+/// If a file is missing, broken or changed, the format is of a newer rlrun, the optimizer state is of another optimizer
+/// kind, or the adapter differs from `lora` (no adapter if `None`).
 pub fn load(
     dir: &Path,
     optimizer: OptimizerConfig,
     lora: Option<&LoraConfig>,
 ) -> Result<Checkpoint, TrainerError> {
-    let whole = check(dir)?;
-    // What is written from now on is of today's layout.
+    let integrity = check(dir)?;
+    // New checkpoints have the current format.
     let state = TrainerState { format: FORMAT, ..numbers(dir)? };
     let directory = ModelDirectory::open(&dir.join("model"))?;
-    // What `check` has compared already is not compared again.
+    // `check` has already compared the digests.
     let parameters = Parameters::load(directory.path(), directory.config())?;
     let adapter = load_adapter(dir, &parameters, lora)?;
     let specs = adapter.as_ref().map_or(parameters.layout().specs(), Adapter::specs);
-    let states = moment_files::read(&dir.join("optimizer.safetensors"), specs, &optimizer)?;
-    let optimizer = Optimizer::resume(optimizer, state.updates, states);
-    Ok(Checkpoint { directory, parameters, adapter, optimizer, state, whole })
+    let states = optimizer_files::read(&dir.join("optimizer.safetensors"), specs, &optimizer)?;
+    let optimizer = Optimizer::from_states(optimizer, state.updates, states);
+    Ok(Checkpoint { directory, parameters, adapter, optimizer, state, integrity })
 }
 
-/// Reads the numbers of the checkpoint in `dir`.
+/// Reads the counters of the checkpoint in `dir`.
 fn numbers(dir: &Path) -> Result<TrainerState, TrainerError> {
     let path = dir.join(NUMBERS);
     let damaged = |reason| TrainerError::Damaged { checkpoint: dir.to_owned(), reason };
@@ -340,10 +339,11 @@ fn numbers(dir: &Path) -> Result<TrainerState, TrainerError> {
     Err(broken(&path, reason))
 }
 
-/// Reads the critic of the checkpoint in `dir`, whose numbers are `state`, with its directory and its optimizer.
+/// Loads the separate critic of the checkpoint in `dir`, whose counters are `state`: model directory, weights,
+/// optimizer.
 ///
 /// # Errors
-/// If it is not there or broken, or its optimizer is another than `optimizer`.
+/// If it is missing or broken, or its optimizer state is of another optimizer kind.
 pub fn load_critic(
     dir: &Path,
     state: &TrainerState,
@@ -351,18 +351,18 @@ pub fn load_critic(
 ) -> Result<(ModelDirectory, Parameters, Optimizer), TrainerError> {
     let path = critic_path(dir);
     if !path.exists() {
-        let reason = "is not there, so the run has no critic of its own, but the recipe has one; start a new run from \
+        let reason = "does not exist, so the run has no separate critic, but the recipe has one; start a new run from \
                       the checkpoint's model";
         return Err(broken(&path, reason.to_owned()));
     }
     let directory = ModelDirectory::open(&path.join("model"))?;
     let parameters = directory.load_parameters()?;
     let specs = parameters.layout().specs();
-    let states = moment_files::read(&path.join("optimizer.safetensors"), specs, &optimizer)?;
-    Ok((directory, parameters, Optimizer::resume(optimizer, state.critic_updates, states)))
+    let states = optimizer_files::read(&path.join("optimizer.safetensors"), specs, &optimizer)?;
+    Ok((directory, parameters, Optimizer::from_states(optimizer, state.critic_updates, states)))
 }
 
-/// The adapter of a checkpoint whose merged weights are `merged`.
+/// Loads the adapter of a checkpoint; `merged` are the merged weights.
 fn load_adapter(
     dir: &Path,
     merged: &Parameters,
@@ -371,14 +371,14 @@ fn load_adapter(
     let path = adapter_path(dir);
     let Some(lora) = lora else {
         if path.exists() {
-            let reason = "is there, so the run trains LoRA, but the recipe has no section `[lora]`; write it, or start \
+            let reason = "exists, so the run trains LoRA, but the recipe has no section `[lora]`; add it, or start \
                           a new run from the checkpoint's model";
             return Err(TrainerError::Adapter { path, reason: reason.to_owned() });
         }
         return Ok(None);
     };
     if !path.exists() {
-        let reason = "is not there, so the run trains all weights, but the recipe has a section `[lora]`; remove it, or \
+        let reason = "does not exist, so the run trains all weights, but the recipe has a section `[lora]`; remove it, or \
                       start a new run from the checkpoint's model";
         return Err(TrainerError::Adapter { path, reason: reason.to_owned() });
     }
@@ -391,7 +391,7 @@ fn load_adapter(
     adapter.merge(parameters.values_mut(), &ThreadPool::single());
     if parameters.values() != merged.values() {
         let reason = format!(
-            "with {} merged in is not the model of the checkpoint; restore the one that the run has written",
+            "with {} merged is not the model of the checkpoint; restore the base model that the run wrote",
             path.display()
         );
         return Err(broken(&base, reason));

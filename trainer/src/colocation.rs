@@ -19,7 +19,7 @@ use model::{DeviceTurn, MemoryBudget};
 
 use crate::TrainerError;
 use crate::learner::Learner;
-use crate::optimizer::Stream;
+use crate::optimizer::StateStream;
 
 /// Bytes that small tensors are gathered into on their way to the file.
 const GATHERED: usize = 1 << 20;
@@ -137,7 +137,7 @@ impl Place {
     }
 
     /// Everything of `network` that does not stay.
-    fn leaving<'a>(&self, network: &'a mut Learner) -> Vec<Stream<'a>> {
+    fn leaving<'a>(&self, network: &'a mut Learner) -> Vec<StateStream<'a>> {
         match (self.optimizer_stays, self.weights_stay) {
             (true, true) => Vec::new(),
             (false, true) => network.optimizer_streams(),
@@ -149,7 +149,7 @@ impl Place {
     /// Moves what does not stay into the file; returns its bytes.
     fn store(&mut self, network: &mut Learner, directory: &Path) -> io::Result<u64> {
         let streams = self.leaving(network);
-        let moved = streams.iter().map(Stream::bytes).sum();
+        let moved = streams.iter().map(StateStream::bytes).sum();
         if streams.is_empty() {
             return Ok(0);
         }
@@ -162,11 +162,11 @@ impl Place {
         self.lengths.clear();
         for stream in streams {
             match stream {
-                Stream::F32(values) => {
+                StateStream::F32(values) => {
                     writer.write_all(bytemuck::cast_slice(values))?;
                     self.lengths.push(std::mem::take(values).len());
                 }
-                Stream::U8(codes) => {
+                StateStream::U8(codes) => {
                     writer.write_all(codes)?;
                     self.lengths.push(std::mem::take(codes).len());
                 }
@@ -186,11 +186,11 @@ impl Place {
         let mut reader = BufReader::with_capacity(GATHERED, &*file);
         for (stream, len) in leaving.into_iter().zip(&self.lengths) {
             match stream {
-                Stream::F32(values) => {
+                StateStream::F32(values) => {
                     *values = vec![0.0; *len];
                     reader.read_exact(bytemuck::cast_slice_mut(values))?;
                 }
-                Stream::U8(codes) => {
+                StateStream::U8(codes) => {
                     *codes = vec![0; *len];
                     reader.read_exact(codes)?;
                 }

@@ -1,7 +1,7 @@
-//! The critic of actor-critic algorithms: a head of the policy, or a network of its own.
+//! The critic of actor-critic algorithms: a value head on the policy, or a separate network.
 //!
-//! Invariant: a critic of its own begins as the policy with a zero value head, has the policy's layout beside the head,
-//! its own optimizer and its own learning rate; its updates never touch the policy.
+//! Invariant: a separate critic is initialised from the policy with a zero value head. It has the policy's layout plus
+//! the head, its own optimizer and its own learning rate; its updates never change the policy.
 
 use std::sync::Arc;
 
@@ -9,48 +9,49 @@ use model::{ModelDirectory, Placement};
 use serde::{Deserialize, Serialize};
 
 use crate::learner::Learner;
-use crate::objective::ValueTerm;
+use crate::objective::ValueLossConfig;
 
-/// Where values come from.
+/// Which network predicts the values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CriticKind {
-    /// A network of its own.
+    /// A separate network.
     #[default]
     Separate,
-    /// A head of the policy.
+    /// A value head on the policy.
     Shared,
 }
 
-/// How the critic learns.
+/// How the critic is trained.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CriticConfig {
-    /// Where values come from.
+    /// Which network predicts the values.
     pub kind: CriticKind,
-    /// Factor and clip of the value loss; the factor is 1 for a network of its own.
-    pub term: ValueTerm,
-    /// Learning rate of a network of its own.
+    /// Coefficient and clip of the value loss; the coefficient is 1 for a separate network.
+    pub term: ValueLossConfig,
+    /// Learning rate of a separate network.
     pub learning_rate: f32,
-    /// Steps at the beginning in which the critic alone learns (VC-PPO, arXiv 2503.01491); of a network of its own.
+    /// Initial steps in which only the critic is trained (value pre-training, VC-PPO, arXiv 2503.01491); separate
+    /// network only.
     pub pretrain_steps: u64,
-    /// Whether a network of its own takes turns with the policy, or scores and learns at the same time.
+    /// Whether a separate network runs after the policy, or at the same time.
     pub placement: Placement,
 }
 
 /// A critic in training.
 #[derive(Debug)]
 pub struct Critic {
-    /// How it learns.
+    /// How it is trained.
     pub config: CriticConfig,
-    /// Its network; `None` where it is the policy's.
-    pub network: Option<Network>,
+    /// Its network; `None` if the policy has the value head.
+    pub network: Option<CriticNetwork>,
 }
 
-/// A network with the files that describe it.
+/// A separate critic: its learner and the files that describe its model.
 #[derive(Debug)]
-pub struct Network {
-    /// Its weights in training.
+pub struct CriticNetwork {
+    /// Its weights and optimizer state.
     pub learner: Learner,
-    /// Everything of its model that is no weight.
+    /// The model files other than weights.
     pub directory: Arc<ModelDirectory>,
 }

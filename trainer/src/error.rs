@@ -1,4 +1,4 @@
-//! What can go wrong in training, with the evidence.
+//! Errors of the trainer, each with its evidence.
 
 use std::path::PathBuf;
 
@@ -8,91 +8,91 @@ use trajectory::GroupId;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainerError {
-    /// The network could not compute.
+    /// A forward or backward pass of the network failed.
     #[error("the network failed: {0}")]
     Compute(#[from] candle_core::Error),
-    /// A device could not be used, or has no room.
+    /// A device is not available, or its memory is full.
     #[error(transparent)]
     Device(#[from] device::DeviceError),
-    /// Weights are to be published from a device that does not have them.
+    /// The weights are to be published from a device that does not have all of them.
     #[error(
         "the weights are to be published from the trainer's device, which does not have all of them; set weights.transport"
     )]
     NotOnDevice,
-    /// Ranks are to exchange from device to device and cannot.
+    /// The ranks cannot communicate from device to device.
     #[error(
-        "the ranks cannot exchange from device to device: {reason}; set trainer.collective = \"auto\" to let them do it through the host"
+        "the ranks cannot communicate from device to device: {reason}; set trainer.collective = \"auto\" to use host memory"
     )]
     NoCollective {
-        /// Who cannot.
+        /// Which rank cannot, and why.
         reason: String,
     },
-    /// A gradient is infinite or not a number.
+    /// A gradient is infinite or NaN.
     #[error(
         "the gradient of update {update} over {rows} rows is not finite; lower trainer.learning_rate, or check the rewards for extreme values"
     )]
     GradientNotFinite {
-        /// Updates done before.
+        /// Optimizer updates before this one.
         update: u64,
         /// Rows of the minibatch.
         rows: usize,
     },
-    /// A sample of the current version has other log-probabilities than the trainer computes.
+    /// The sampler and the trainer computed different log-probabilities with the same weights.
     #[error(
-        "step {step}: the sampler recorded {behavior} for trained token {token} of trajectory {trajectory} of {group}, the trainer computes {proximal} with the same weights, and rollout.bitwise promises the same bits; set it to false to go on, and report this"
+        "step {step}: the sampler recorded {behavior} for trained token {token} of trajectory {trajectory} of {group}, the trainer computes {proximal} with the same weights, and rollout.bitwise requires the same bits; set it to false to continue, and report this"
     )]
     NotBitwise {
-        /// The step that was not done.
+        /// The step that failed.
         step: u64,
         /// The group of the sample.
         group: GroupId,
         /// Index of its trajectory in the group.
         trajectory: u32,
-        /// Which of its trained tokens, from 0.
+        /// Index among its trained tokens, from 0.
         token: usize,
         /// Log-probability that the sampler recorded, nats.
         behavior: f32,
-        /// Log-probability under the policy before the step, nats.
+        /// Log-probability under the policy at the start of the step, nats.
         proximal: f32,
     },
     /// The buffer failed, or no batch came in time.
     #[error(transparent)]
     Buffer(#[from] buffer::BufferError),
-    /// The weights could not be published, or a sampler serves others than it says.
+    /// The weights could not be published, or a sampler reported a digest of other weights.
     #[error(transparent)]
     Weights(#[from] weights::WeightsError),
     /// One of several ranks failed.
     #[error("rank {rank} of {world} failed: {source}")]
     Rank {
-        /// Which, from 0.
+        /// Which rank, from 0.
         rank: usize,
-        /// How many there are.
+        /// World size.
         world: usize,
         /// Why.
         source: Box<TrainerError>,
     },
-    /// A rank met a bug.
+    /// A rank panicked.
     #[error("it panicked: {message}; report this")]
     Panicked {
-        /// What the panic said.
+        /// The panic message.
         message: String,
     },
     /// A rank failed in an earlier call.
     #[error("the ranks have ended after an earlier error; resume the run from its last checkpoint")]
     RanksEnded,
-    /// Processes of one trainer do not understand each other.
+    /// A message from another process of the trainer could not be decoded.
     #[error("a message between the ranks of the trainer: {reason}; all ranks need the same rlrun")]
     Message {
         /// What is wrong with it.
         reason: String,
     },
     /// A thread could not be started.
-    #[error("cannot start a thread of the trainer: {source}; see how many threads the system allows")]
+    #[error("cannot start a thread of the trainer: {source}; raise the thread limit of the system")]
     Thread {
-        /// What the system said.
+        /// The error of the system.
         source: std::io::Error,
     },
-    /// The ranks could not do something together.
+    /// A collective operation of the ranks failed.
     #[error(transparent)]
     Collective(#[from] crate::collective::CollectiveError),
     /// The files of a model could not be read or written.
@@ -106,7 +106,7 @@ pub enum TrainerError {
         /// What went wrong and what to do.
         reason: String,
     },
-    /// A checkpoint is not the one that was written.
+    /// A checkpoint does not match its manifest.
     #[error("checkpoint {checkpoint}: {reason}")]
     Damaged {
         /// Its directory.
@@ -114,21 +114,21 @@ pub enum TrainerError {
         /// What is wrong and what to do.
         reason: String,
     },
-    /// The sampler keeps the device that they share.
+    /// The sampler did not release the shared device in time.
     #[error(transparent)]
     Turn(#[from] model::TurnTimeout),
-    /// What the trainer needs cannot be moved out of memory, or back.
+    /// The trainer's state could not be moved to a file, or back.
     #[error(
-        "what the trainer needs cannot be kept in a file in {directory} while the sampler has the device: {source}; make \
-         room there, or raise placement.memory_mib so that it stays in memory"
+        "the state of the trainer cannot be moved to a file in {directory} while the sampler uses the device: {source}; free \
+         disk space there, or raise placement.memory_mib so that the state stays in memory"
     )]
     Scratch {
-        /// Where the file is.
+        /// Directory of the file.
         directory: PathBuf,
         /// Why.
         source: std::io::Error,
     },
-    /// A LoRA adapter could not be read, or is not the one that the recipe describes.
+    /// A LoRA adapter could not be read, or differs from the recipe.
     #[error("adapter {path}: {reason}")]
     Adapter {
         /// The file or directory.

@@ -23,7 +23,7 @@ use crate::lora::Adapter;
 use crate::optimizer::{Optimizer, TensorState};
 use crate::rank::{Membership, Weights};
 use crate::supervised::{DemonstrationLoss, PairLoss};
-use crate::update::Update;
+use crate::update::PolicyUpdate;
 
 /// Does what the leader of `collective`, rank 0, says until it says stop, computing on the cores of `pool`.
 ///
@@ -112,7 +112,7 @@ impl Follower {
                     let mine = member.fragments().iter().filter(|fragment| fragment.tensor == tensor);
                     own.extend(mine.map(|fragment| state.cut(&fragment.within)));
                 }
-                Some(Optimizer::resume(optimizer_config, updates, own))
+                Some(Optimizer::from_states(optimizer_config, updates, own))
             }
         };
         let rank = member.rank(weights, optimizer)?;
@@ -136,7 +136,7 @@ impl Follower {
         let network = command.critic.and_then(|(_, network)| network);
         let mut critic = network.map(|network| self.taken(network)).transpose()?;
         let mut learner = self.taken(command.network)?;
-        let update = Update {
+        let update = PolicyUpdate {
             algorithm: &command.algorithm,
             epochs: command.epochs,
             version: command.version,

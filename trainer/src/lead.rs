@@ -18,7 +18,7 @@ use trajectory::{Group, PolicyVersion, Sample};
 
 use crate::TrainerError;
 use crate::algorithm::Algorithm;
-use crate::batch::Split;
+use crate::batch::BatchSplit;
 use crate::collective::Collective;
 use crate::critic::CriticConfig;
 use crate::learner::{Frozen, Learner, LearnerConfig};
@@ -76,7 +76,7 @@ pub(crate) struct UpdateCommand<'a> {
     pub(crate) network: u32,
     pub(crate) critic: Option<(CriticConfig, Option<u32>)>,
     pub(crate) algorithm: Cow<'a, Algorithm>,
-    pub(crate) split: Split,
+    pub(crate) split: BatchSplit,
     pub(crate) epochs: usize,
     pub(crate) bitwise: bool,
     pub(crate) version: PolicyVersion,

@@ -26,7 +26,7 @@ use crate::collective::{self, Collective};
 use crate::lead::{Command, Remote, decode, encode};
 use crate::lora::Adapter;
 use crate::on_device::{DeviceConfig, DeviceWeights};
-use crate::optimizer::{Optimizer, OptimizerConfig, Stream};
+use crate::optimizer::{Optimizer, OptimizerConfig, StateStream};
 use crate::plan::{MicroBatch, plan};
 use crate::rank::{Rank, Scored, Seed, Step, Task};
 use crate::ranks::{make, on_each};
@@ -415,17 +415,17 @@ impl Learner {
     }
 
     /// What the optimizer remembers.
-    pub(crate) fn optimizer_streams(&mut self) -> Vec<Stream<'_>> {
+    pub(crate) fn optimizer_streams(&mut self) -> Vec<StateStream<'_>> {
         self.ranks.iter_mut().flat_map(|rank| rank.streams(true, false)).collect()
     }
 
     /// The weights, and the frozen ones under an adapter.
-    pub(crate) fn weight_streams(&mut self) -> Vec<Stream<'_>> {
+    pub(crate) fn weight_streams(&mut self) -> Vec<StateStream<'_>> {
         self.ranks.iter_mut().flat_map(|rank| rank.streams(false, true)).collect()
     }
 
     /// Both.
-    pub(crate) fn all_streams(&mut self) -> Vec<Stream<'_>> {
+    pub(crate) fn all_streams(&mut self) -> Vec<StateStream<'_>> {
         self.ranks.iter_mut().flat_map(|rank| rank.streams(true, true)).collect()
     }
 

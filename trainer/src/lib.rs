@@ -1,31 +1,31 @@
-//! From batches to new policy versions.
+//! The trainer: turns leased batches of trajectory groups into new policy versions.
 //!
 //! # Layout
 //! - [`trainer`]: one training step, top to bottom
-//! - [`algorithm`]: one file per algorithm, made of the parts of [`credit`] (advantages) and [`loss`]
-//! - [`update`]: from a batch to its updates: [`batch`] (leased groups to rows), [`terms`] (what the loss needs to know of
-//!   each row), [`objective`] (the loss over predictions), [`critic`]
-//! - [`supervised`]: demonstrations and pairs
-//! - [`learner`]: forward, backward, clip, optimizer; [`mod@plan`]: rows to micro-batches, shared among ranks;
-//!   [`packing`]: a micro-batch as one token stream
-//! - [`optimizer`]: AdamW with its [`moments`], Muon, Dion; [`schedule`]
-//! - [`on_device`]: ranks that compute on a device
-//! - [`lora`]: training a low-rank change of some weights, with its files
-//! - [`checkpoint`]; [`colocation`]: a trainer that takes turns with a sampler
-//! - [`collective`]: what ranks say to each other; [`lead`] and [`mod@follow`]: ranks that are processes
+//! - [`algorithm`]: one file per algorithm, which selects an [`advantage`] estimator and a [`loss`]
+//! - [`update`]: the optimizer steps of one batch; [`batch`]: leased groups to rows; [`loss_inputs`]: advantages, masks
+//!   and weights of each row; [`objective`]: the loss over the network's predictions; [`critic`]
+//! - [`supervised`]: supervised fine-tuning on demonstrations, preference pairs, reward models
+//! - [`learner`]: forward, backward with gradient accumulation over micro-batches, gradient clipping, optimizer step;
+//!   [`mod@plan`]: rows to micro-batches and data-parallel ranks; [`packing`]: a micro-batch as one token stream
+//! - [`optimizer`]: AdamW with its [`moments`], Muon, Dion; [`schedule`]: the learning rate
+//! - [`on_device`]: ranks that compute on a GPU
+//! - [`lora`]: low-rank adapters and their files
+//! - [`checkpoint`]; [`colocation`]: a trainer and a sampler that share a device in turns
+//! - [`collective`]: communication between ranks; [`lead`] and [`mod@follow`]: ranks that are processes
 //!
 //! # Invariants
 //! - A step is a function of its batch and of the state before it: the same groups in the same order give the same
 //!   weights, bit for bit.
-//! - The version goes up by one for every batch, after the optimizer and before anybody is told.
+//! - The policy version increases by one per batch, after the optimizer step and before the weights are published.
 
 mod adamw;
+pub mod advantage;
 pub mod algorithm;
 pub mod batch;
 pub mod checkpoint;
 pub mod collective;
 pub mod colocation;
-pub mod credit;
 pub mod critic;
 mod error;
 mod exchange;
@@ -35,16 +35,16 @@ pub mod learner;
 pub mod lora;
 mod lora_files;
 pub mod loss;
-mod moment_files;
+pub mod loss_inputs;
 pub mod moments;
 mod norm;
 pub mod objective;
 pub mod on_device;
 pub mod optimizer;
+mod optimizer_files;
 pub mod packing;
 mod pass;
 pub mod plan;
-pub mod publishing;
 mod quarantine;
 mod rank;
 mod ranks;
@@ -52,7 +52,7 @@ pub mod report;
 pub mod schedule;
 mod shards;
 pub mod supervised;
-pub mod terms;
+pub mod weight_publisher;
 
 pub mod trainer;
 pub mod update;
@@ -65,6 +65,6 @@ pub use follow::follow;
 pub use lead::Leader;
 pub use learner::{Frozen, Learner, LearnerConfig};
 pub use on_device::{CollectivePlace, DeviceConfig, DeviceWeights, OptimizerPlace};
-pub use publishing::Publishing;
 pub use report::StepReport;
-pub use trainer::{Companions, Trainer, TrainerConfig};
+pub use trainer::{AuxiliaryModels, Trainer, TrainerConfig, TrainerParts};
+pub use weight_publisher::WeightPublisher;

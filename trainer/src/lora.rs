@@ -1,16 +1,16 @@
-//! LoRA (Hu et al. 2021, arXiv 2106.09685): training a low-rank change of some weights.
+//! LoRA (Hu et al. 2021, arXiv 2106.09685): low-rank adapters, as in PEFT.
 //!
 //! ```text
 //! W = W0 + (alpha / rank) * B A,  A [rank, in], B [out, rank]
 //! ```
 //!
-//! The network runs on the merged `W`, so sampling, scoring and the backward are those of any other model. Of the
-//! gradient of `W`, `s dW A^T` is that of `B` and `s B^T dW` is that of `A`, `s = alpha / rank`: exactly, by the chain
-//! rule. Compared with computing `x A^T B^T` beside a frozen layer this costs the gradient of the whole matrix, and
-//! spares a second path through the network for every role.
+//! The network computes with the merged `W`, so sampling, scoring and backward passes are those of a full model. With
+//! `s = alpha / rank` and the gradient `dW [out, in]`, the chain rule gives `s dW A^T` for `B` and `s B^T dW` for `A`.
+//! Compared with computing `x A^T B^T` next to a frozen layer this costs the gradient of the whole matrix, and saves a
+//! second code path in every role.
 //!
 //! Invariant: merged weights are computed from the frozen `W0`, never from merged ones, so they are a function of `W0`,
-//! `A` and `B` and do not drift. Only `A` and `B` have gradients that count and an optimizer state.
+//! `A` and `B` and do not drift. Only `A` and `B` have an optimizer state.
 
 use std::ops::Range;
 use std::path::Path;
@@ -23,79 +23,79 @@ use serde::{Deserialize, Serialize};
 
 use crate::TrainerError;
 use crate::lora_files;
-use crate::optimizer::Optimizer;
+use crate::optimizer::{Optimizer, ScaledGradients};
 
-/// A linear layer, in every block of the decoder.
+/// A linear layer of every decoder block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TargetModule {
-    /// Queries.
+    /// Query projection.
     QProj,
-    /// Keys.
+    /// Key projection.
     KProj,
-    /// Values.
+    /// Value projection.
     VProj,
-    /// What attention hands back.
+    /// Output projection of attention.
     OProj,
-    /// The gate of the feed-forward block.
+    /// Gate projection of the feed-forward block.
     GateProj,
-    /// What is gated.
+    /// Up projection of the feed-forward block.
     UpProj,
-    /// The way out of the feed-forward block.
+    /// Down projection of the feed-forward block.
     DownProj,
 }
 
-/// What is trained.
+/// Hyperparameters of LoRA.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LoraConfig {
-    /// Rank of the change, at least 1.
+    /// Rank of the adapter, at least 1.
     pub rank: usize,
-    /// The change is multiplied with `alpha / rank`.
+    /// The product `B A` is scaled by `alpha / rank`.
     pub alpha: f64,
-    /// The layers that change, at least one.
+    /// Layers with an adapter, at least one.
     pub target_modules: Vec<TargetModule>,
 }
 
-/// The change of a model, with the frozen weights that it changes.
+/// An adapter with the frozen weights under it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Adapter {
     config: LoraConfig,
-    /// In the order of the model's layout.
-    pairs: Vec<Pair>,
-    /// `A` and `B` of every pair, under PEFT's names.
+    /// Adapted weights, in the order of the model's layout.
+    pairs: Vec<LoraPair>,
+    /// `A` and `B` of every adapted weight, with PEFT's names.
     specs: Vec<ParameterSpec>,
-    /// In the order of `specs`.
+    /// Values of `A` and `B`, in the order of `specs`.
     values: Vec<f32>,
-    /// `W0` of every pair, one after the other.
+    /// `W0` of every adapted weight, concatenated.
     base: Vec<f32>,
 }
 
-/// One weight with its change.
+/// One adapted weight.
 #[derive(Clone, Debug, PartialEq)]
-struct Pair {
-    /// Where the weight lies in the flat parameters.
+struct LoraPair {
+    /// Range of the weight in the flat parameters.
     weight: Range<usize>,
-    /// Where it lies in the frozen weights.
+    /// Range of `W0` in the frozen weights.
     base: Range<usize>,
-    /// Where `A [rank, columns]` lies in the values.
+    /// Range of `A [rank, columns]` in the values.
     a: Range<usize>,
-    /// Where `B [rows, rank]` lies in the values, right behind `A`.
+    /// Range of `B [rows, rank]` in the values, directly after `A`.
     b: Range<usize>,
     rows: usize,
     columns: usize,
 }
 
-/// Copies an adapter from its checkpoint to a new directory. PEFT is told that it belongs to `base`, a directory or a
-/// name on the hub.
+/// Copies an adapter from a checkpoint to a new directory. `base` becomes PEFT's `base_model_name_or_path`: a directory
+/// or a name on the Hugging Face hub.
 ///
 /// # Errors
-/// If there is something at `to`, or a file cannot be read or written.
+/// If `to` exists, or a file cannot be read or written.
 pub fn export(from: &Path, to: &Path, base: &str) -> Result<(), TrainerError> {
     lora_files::copy(from, to, base)
 }
 
 impl TargetModule {
-    /// All there are.
+    /// All layers.
     pub const ALL: [Self; 7] =
         [Self::QProj, Self::KProj, Self::VProj, Self::OProj, Self::GateProj, Self::UpProj, Self::DownProj];
 
@@ -115,14 +115,14 @@ impl TargetModule {
 }
 
 impl LoraConfig {
-    /// What the product of `B` and `A` is multiplied with.
+    /// Scale of the product `B A`.
     #[must_use]
     pub fn scale(&self) -> f32 {
         (self.alpha / self.rank as f64) as f32
     }
 
-    /// `A` and `B` of every weight that changes in a model of the tensors `specs`, and how many values those weights
-    /// have.
+    /// Shapes of `A` and `B` for every adapted weight of a model with tensors `specs`, and the number of frozen values
+    /// under them.
     #[must_use]
     pub fn shapes(&self, specs: &[ParameterSpec]) -> (Vec<ParameterSpec>, usize) {
         let (mut matrices, mut len, mut frozen) = (Vec::new(), 0, 0);
@@ -138,7 +138,7 @@ impl LoraConfig {
         (matrices, frozen)
     }
 
-    /// The weights among `specs` that change: rows and columns of each.
+    /// The adapted weights among `specs`, each with rows and columns.
     fn targets<'a>(
         &'a self,
         specs: &'a [ParameterSpec],
@@ -153,15 +153,14 @@ impl LoraConfig {
 }
 
 impl Adapter {
-    /// The frozen weights under it, for them to be out of memory while nobody computes: whoever takes the values out puts
-    /// the same ones back.
+    /// The frozen weights, which colocation moves out of memory and restores with the same values.
     pub(crate) fn base_mut(&mut self) -> &mut Vec<f32> {
         &mut self.base
     }
 
-    /// A fresh adapter of the frozen weights `base`: `A` uniform within `1 / sqrt(in)`, which is what PEFT's Kaiming
-    /// initialisation comes to, and `B` zero, so that nothing changes yet. The same seed gives the same bits on every
-    /// platform, and a matrix does not depend on the others.
+    /// A new adapter on the frozen weights `base`: `A` is uniform within `1 / sqrt(in)`, PEFT's Kaiming initialisation,
+    /// and `B` is zero, so the merged weights equal `base`. The same seed gives the same bits on every platform, and
+    /// each matrix has its own random stream.
     #[must_use]
     pub fn new(config: LoraConfig, base: &Parameters, seed: u64) -> Self {
         let mut adapter = Self::zeros(config, base);
@@ -177,44 +176,44 @@ impl Adapter {
         adapter
     }
 
-    /// The adapter in `dir`, in PEFT's layout, which has to be as `config` says.
+    /// Loads the adapter in `dir`, in PEFT's layout, which must match `config`.
     ///
     /// # Errors
-    /// If a file is missing or broken, or the adapter is another one or of another model.
+    /// If a file is missing or broken, or the adapter has another configuration or model.
     pub fn open(dir: &Path, config: &LoraConfig, base: &Parameters) -> Result<Self, TrainerError> {
         let mut adapter = Self::zeros(config.clone(), base);
         lora_files::read(dir, config, &adapter.specs, &mut adapter.values)?;
         Ok(adapter)
     }
 
-    /// What is trained.
+    /// Hyperparameters.
     #[must_use]
     pub fn config(&self) -> &LoraConfig {
         &self.config
     }
 
-    /// The matrices `A [rank, in]` and `B [out, rank]` of every weight that changes, under PEFT's names.
+    /// The matrices `A [rank, in]` and `B [out, rank]` of every adapted weight, with PEFT's names.
     #[must_use]
     pub fn specs(&self) -> &[ParameterSpec] {
         &self.specs
     }
 
-    /// All values in the order of [`Self::specs`].
+    /// All values `[n]` of `A` and `B`, in the order of [`Self::specs`].
     #[must_use]
     pub fn values(&self) -> &[f32] {
         &self.values
     }
 
-    /// The same, for changes in place; weights follow with [`Self::merge`].
+    /// All values `[n]`, mutable; [`Self::merge`] updates the weights.
     #[must_use]
     pub fn values_mut(&mut self) -> &mut [f32] {
         &mut self.values
     }
 
-    /// Writes the changed weights into the flat parameters of the model; what does not change is not touched.
+    /// Writes the merged weights into the flat `parameters [n]` of the model; other weights are unchanged.
     ///
     /// # Panics
-    /// If they are of another model.
+    /// If `parameters` is of another model.
     pub fn merge(&self, parameters: &mut [f32], pool: &ThreadPool) {
         let scale = self.config.scale();
         let mut parts = Vec::with_capacity(self.pairs.len());
@@ -232,16 +231,18 @@ impl Adapter {
         });
     }
 
-    /// The gradients of `A` and `B` in the order of [`Self::specs`], of those of all parameters.
+    /// Gradients of `A` and `B`, flat in the order of [`Self::specs`], from the gradients `of_parameters [n]` of the
+    /// whole model.
     ///
     /// # Panics
-    /// If they are of another model.
+    /// If `of_parameters` is of another model.
     #[must_use]
     pub fn gradients(&self, of_parameters: &[f32], pool: &ThreadPool) -> Vec<f32> {
         self.gradients_within(&(0..of_parameters.len()), of_parameters, pool)
     }
 
-    /// The same of those weights that lie at `place` in the flat parameters, of which `of_parameters` are the gradients.
+    /// The same for the weights in the range `place` of the flat parameters, whose gradients are `of_parameters
+    /// [place]`.
     pub(crate) fn gradients_within(
         &self,
         place: &Range<usize>,
@@ -269,7 +270,7 @@ impl Adapter {
         gradients
     }
 
-    /// Where the matrices of the weights that lie at `place` in the flat parameters are among [`Self::values`].
+    /// Range among [`Self::values`] of the matrices whose weights are in the range `place` of the flat parameters.
     pub(crate) fn within(&self, place: &Range<usize>) -> Range<usize> {
         let mut before = self.pairs.iter().filter(|pair| pair.weight.start < place.start);
         let start = before.next_back().map_or(0, |pair| pair.b.end);
@@ -277,29 +278,29 @@ impl Adapter {
         start..inside.next_back().map_or(start, |pair| pair.b.end)
     }
 
-    /// The matrices with their values, to change.
+    /// Shapes and mutable values.
     pub(crate) fn parts_mut(&mut self) -> (&[ParameterSpec], &mut [f32]) {
         (&self.specs, &mut self.values)
     }
 
-    /// One update for `scale * gradients`, in the order of [`Self::specs`].
+    /// One optimizer update of `A` and `B` with gradients `[n]`, flat in the order of [`Self::specs`].
     ///
     /// # Panics
-    /// If `optimizer` is not one of this adapter.
+    /// If `optimizer` has states for other tensors.
     pub fn update(
         &mut self,
         optimizer: &mut Optimizer,
-        (gradients, scale): (&[f32], f32),
+        gradients: ScaledGradients<'_>,
         learning_rate: f32,
         pool: &ThreadPool,
     ) {
-        optimizer.update(&self.specs, &mut self.values, (gradients, scale), learning_rate, pool);
+        optimizer.update(&self.specs, &mut self.values, gradients, learning_rate, pool);
     }
 
-    /// The frozen model: `merged` without the change.
+    /// The frozen model: `merged` with `W0` in place of the adapted weights.
     ///
     /// # Panics
-    /// If `merged` is another model.
+    /// If `merged` is of another model.
     #[must_use]
     pub fn base_parameters(&self, merged: &Parameters) -> Parameters {
         let mut parameters = merged.clone();
@@ -318,7 +319,7 @@ impl Adapter {
         adapter
     }
 
-    /// An adapter of a model of the tensors `tensors`, without any values.
+    /// An adapter without values, for a model with tensors `tensors`.
     pub(crate) fn skeleton(config: LoraConfig, tensors: &[ParameterSpec]) -> Self {
         let (specs, _) = config.shapes(tensors);
         let (mut pairs, mut frozen) = (Vec::new(), 0);
@@ -327,30 +328,30 @@ impl Adapter {
             let base = frozen..frozen + weight.len();
             frozen = base.end;
             let (a, b) = (matrices[0].range(), matrices[1].range());
-            pairs.push(Pair { weight, base, a, b, rows, columns });
+            pairs.push(LoraPair { weight, base, a, b, rows, columns });
         }
         Self { config, pairs, specs, values: Vec::new(), base: Vec::new() }
     }
 
-    /// How many values it has, and how many frozen weights.
+    /// Number of values, and number of frozen weights.
     pub(crate) fn lengths(&self) -> (usize, usize) {
         let values = self.specs.last().map_or(0, |last| last.range().end);
         (values, self.pairs.last().map_or(0, |last| last.base.end))
     }
 
-    /// Gives a skeleton its values and its frozen weights.
+    /// Sets the values and the frozen weights of a skeleton.
     pub(crate) fn fill(&mut self, values: Vec<f32>, base: Vec<f32>) {
         debug_assert_eq!(self.lengths(), (values.len(), base.len()), "they are of another adapter");
         (self.values, self.base) = (values, base);
     }
 
-    /// The frozen weights of every pair, one after the other.
+    /// The frozen weights, concatenated.
     pub(crate) fn base(&self) -> &[f32] {
         &self.base
     }
 
     /// `A [rank, columns]` and `B [rows, rank]`.
-    fn matrices(&self, pair: &Pair) -> (StridedMatrix<'_>, StridedMatrix<'_>) {
+    fn matrices(&self, pair: &LoraPair) -> (StridedMatrix<'_>, StridedMatrix<'_>) {
         let (a, b) = (&self.values[pair.a.clone()], &self.values[pair.b.clone()]);
         debug_assert_eq!(b.len(), pair.rows * self.config.rank, "B is [rows, rank]");
         (StridedMatrix::new(a, pair.columns), StridedMatrix::new(b, self.config.rank))

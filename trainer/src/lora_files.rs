@@ -1,7 +1,7 @@
 //! LoRA adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
 //!
-//! Invariant: what is written loads in PEFT on the model it names and in rlrun, and an adapter with features that rlrun
-//! does not compute is refused, never read as a plainer one.
+//! Invariant: a written adapter loads in PEFT and in rlrun. An adapter with features that rlrun does not implement is
+//! refused.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
@@ -15,15 +15,15 @@ use serde_json::{Value, json};
 
 use crate::TrainerError;
 use crate::lora::{Adapter, LoraConfig, TargetModule};
-use crate::moment_files::{Numbers, Stored, serialize};
+use crate::optimizer_files::{Numbers, StoredTensor, serialize};
 
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
-/// Key of the model that an adapter belongs to.
+/// Key of the base model's name.
 const BASE: &str = "base_model_name_or_path";
 
-/// Keys of PEFT's config that change what an adapter computes, with the JSON that leaves plain LoRA; a key that is
-/// absent or null does too.
+/// Keys of PEFT's config that change what an adapter computes, with their value for plain LoRA; absent or null means
+/// the same.
 const PLAIN: [(&str, &str); 20] = [
     ("bias", "\"none\""),
     ("fan_in_fan_out", "false"),
@@ -47,10 +47,10 @@ const PLAIN: [(&str, &str); 20] = [
     ("use_bdlora", "false"),
 ];
 
-/// Initialisations of PEFT that take a part out of the frozen weights.
+/// Initialisations of PEFT that modify the frozen weights.
 const CHANGES_BASE: [&str; 5] = ["pissa", "olora", "corda", "loftq", "lora_ga"];
 
-/// Writes a new directory. `base` is what PEFT is told the adapter belongs to.
+/// Writes a new directory. `base` becomes PEFT's `base_model_name_or_path`.
 pub(crate) fn write(dir: &Path, adapter: &Adapter, base: &Path) -> Result<(), ModelError> {
     let error = |path: &Path| {
         let path = path.to_owned();
@@ -81,16 +81,16 @@ pub(crate) fn write(dir: &Path, adapter: &Adapter, base: &Path) -> Result<(), Mo
     fs::write(&path, text).map_err(error(&path))?;
     let tensor = |spec: &ParameterSpec| {
         let values = &adapter.values()[spec.range()];
-        (spec.name.clone(), Stored::new(&spec.shape, Numbers::F32(values)))
+        (spec.name.clone(), StoredTensor::new(&spec.shape, Numbers::F32(values)))
     };
     let tensors = adapter.specs().iter().map(tensor).collect();
     let path = dir.join(WEIGHTS);
-    // transformers and PEFT look for this entry.
+    // transformers and PEFT require this entry.
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     serialize(&path, tensors, metadata).map_err(error(&path))
 }
 
-/// Copies an adapter to a new directory, which appears whole or not at all; PEFT is told that it belongs to `base`.
+/// Copies an adapter to a new directory, atomically. `base` becomes PEFT's `base_model_name_or_path`.
 pub(crate) fn copy(from: &Path, to: &Path, base: &str) -> Result<(), TrainerError> {
     let own = from.join(CONFIG);
     let unusable = |reason: String| TrainerError::Adapter { path: own.clone(), reason };
@@ -108,7 +108,7 @@ pub(crate) fn copy(from: &Path, to: &Path, base: &str) -> Result<(), TrainerErro
     Ok(())
 }
 
-/// Reads the matrices of `specs`, which follow each other in `values`.
+/// Reads the matrices `specs`, which are contiguous in `values [n]`.
 pub(crate) fn read(
     dir: &Path,
     expected: &LoraConfig,
@@ -128,13 +128,13 @@ pub(crate) fn read(
     };
     let (path, bytes) = file(CONFIG, files::MAX_JSON_BYTES)?;
     check_config(&bytes, expected).map_err(|reason| TrainerError::Adapter { path, reason })?;
-    // As many bytes as f32 takes, and a header.
+    // The size of f32 values plus a header.
     let weights = 4 * values.len() as u64;
     let (path, bytes) = file(WEIGHTS, weights + files::MAX_JSON_BYTES)?;
     read_weights(&bytes, specs, values).map_err(|reason| TrainerError::Adapter { path, reason })
 }
 
-/// Whether this config describes `expected`, and nothing more.
+/// Checks that the config describes plain LoRA with the settings `expected`.
 fn check_config(bytes: &[u8], expected: &LoraConfig) -> Result<(), String> {
     let config: Value = serde_json::from_slice(bytes).map_err(|error| format!("is not JSON: {error}"))?;
     if config["peft_type"].as_str() != Some("LORA") {
@@ -149,7 +149,7 @@ fn check_config(bytes: &[u8], expected: &LoraConfig) -> Result<(), String> {
     }
     if let Some(changed) = config["init_lora_weights"].as_str().filter(|init| CHANGES_BASE.contains(init)) {
         return Err(format!(
-            "was initialised with \"{changed}\", which has changed the model under it; convert it to plain LoRA with PEFT"
+            "was initialised with \"{changed}\", which modified the base model; convert it to plain LoRA with PEFT"
         ));
     }
     let list =
@@ -167,9 +167,7 @@ fn check_config(bytes: &[u8], expected: &LoraConfig) -> Result<(), String> {
     }
     let known: BTreeSet<&str> = TargetModule::ALL.iter().map(|module| module.as_str()).collect();
     if let Some(other) = modules.difference(&known).next() {
-        return Err(format!(
-            "changes `{other}`, which cannot be trained; the layers that can be are {known:?}"
-        ));
+        return Err(format!("adapts `{other}`, which is not supported; supported layers are {known:?}"));
     }
     let of = |rank: &str, alpha: &str, modules: &BTreeSet<&str>| {
         format!("rank = {rank}, alpha = {alpha}, target_modules = {:?}", modules.iter().collect::<Vec<_>>())
@@ -184,9 +182,7 @@ fn read_weights(bytes: &[u8], specs: &[ParameterSpec], values: &mut [f32]) -> Re
         SafeTensors::deserialize(bytes).map_err(|error| format!("is not a safetensors file: {error}"))?;
     let known: BTreeSet<&str> = specs.iter().map(|spec| &spec.name[..]).collect();
     if let Some(other) = tensors.names().into_iter().find(|name| !known.contains(*name)) {
-        return Err(format!(
-            "has a tensor {other}, for which the model has no layer; use the model it belongs to"
-        ));
+        return Err(format!("has a tensor {other}, for which the model has no layer; use its base model"));
     }
     for spec in specs {
         let name = &spec.name;
@@ -199,7 +195,7 @@ fn read_weights(bytes: &[u8], specs: &[ParameterSpec], values: &mut [f32]) -> Re
     Ok(())
 }
 
-/// The finite numbers of a tensor as f32.
+/// Converts a tensor to f32; an error if a number is not finite.
 fn convert(view: &TensorView<'_>, values: &mut [f32]) -> Result<(), String> {
     let bytes = view.data();
     match view.dtype() {
@@ -220,10 +216,10 @@ fn convert(view: &TensorView<'_>, values: &mut [f32]) -> Result<(), String> {
     if values.iter().all(|value| value.is_finite()) {
         return Ok(());
     }
-    Err("has numbers that are not finite; use an adapter from before they were".to_owned())
+    Err("has values that are not finite; use an earlier adapter".to_owned())
 }
 
-/// A whole number without a fraction: PEFT declares one.
+/// Whole numbers as JSON integers, because PEFT declares an integer.
 fn number(x: f64) -> Value {
     if x.fract() == 0.0 && x.abs() < 1e15 { json!(x as i64) } else { json!(x) }
 }

@@ -1,101 +1,100 @@
-//! The moments of one tensor, in f32 or in 8 bits, and the update of AdamW that goes over them once.
+//! First and second moment of one tensor, in f32 or in 8 bits, and the loop of an AdamW update over them.
 //!
-//! In 8 bits (after Dettmers et al. 2021, arXiv 2110.02861) a moment is cut into blocks of [`BLOCK`] values with one
-//! scale each. A code is a small float: `code(n) = 2^(n / 16) * (1 + (n % 16) / 16) - 1` with integer division, that
-//! is, linear near zero and 4 bits of mantissa above, and a value is `code * scale`. The first moment has a sign and
-//! 128 magnitudes (the largest 247), the second 256 (the largest 63487). What lies between two codes is rounded up or
-//! down at random, in proportion to where it lies: the second moment changes by a thousandth per update, and rounded
-//! to the nearest code it would stand still.
+//! 8-bit moments (after Dettmers et al. 2021, arXiv 2110.02861) have one f32 scale per block of [`BLOCK`] values. A
+//! code is a small float: `code(n) = 2^(n / 16) * (1 + (n % 16) / 16) - 1` with integer division, which is linear near
+//! zero and has a mantissa of 4 bits above; a value is `code * scale`. The first moment has a sign and 128 magnitudes
+//! (the largest 247), the second 256 (the largest 63487). Values between two codes are rounded stochastically: the
+//! second moment changes by a thousandth per update, and rounding to nearest would never change its code.
 //!
-//! Invariant: the new bits of a value depend on the update and on the values of its block, so pieces that are cut
-//! between blocks can be updated in any order by whoever owns them.
+//! Invariant: the new bits of a value depend on the update and on the values of its block, so chunks that begin at
+//! block boundaries can be updated in any order, by any thread or rank.
 
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-/// Values that share a scale; that of bitsandbytes and torchao.
+/// Values per scale; as in bitsandbytes and torchao.
 pub const BLOCK: usize = 256;
-/// Values of a piece, a multiple of [`BLOCK`]: 1 MiB or less of everything that an update touches.
-const PIECE: usize = 1 << 16;
-/// Smaller tensors keep f32 moments, as in bitsandbytes: norms and biases are few and sensitive.
+/// Values of a chunk, a multiple of [`BLOCK`]: an update reads and writes at most 1 MiB for it.
+const CHUNK: usize = 1 << 16;
+/// Smaller tensors have f32 moments, as in bitsandbytes: norms and biases are few and sensitive.
 pub const MIN_CODED: usize = 4096;
 
-/// Bits of an f32 below the mantissa of a code.
+/// Bits of an f32 mantissa below that of a code.
 const SHIFT: u32 = f32::MANTISSA_DIGITS - 1 - 4;
-/// Bits of 1.0, from which codes are counted.
+/// Bits of 1.0: code 0.
 const ONE: u32 = 1.0_f32.to_bits();
-/// Largest code of the first moment, whose eighth bit is the sign.
+/// Largest code of the first moment; the highest bit is the sign.
 const SIGNED: u32 = 127;
 /// Largest code of the second moment.
 const UNSIGNED: u32 = 255;
-/// A block with nothing above it is stored as zeros, since its scale could not be inverted.
+/// A block whose values are all smaller is stored as zeros, because its scale has no inverse.
 const SMALLEST: f32 = f32::MIN_POSITIVE * 65536.0;
 
-/// Both moments of one tensor, or of a fragment of one.
+/// Both moments of one tensor or fragment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Moments {
-    /// As they are, `[n]` each.
+    /// In f32, `[n]` each.
     Full {
-        /// Mean of the gradients.
+        /// Moving average of the gradients.
         first: Vec<f32>,
-        /// Mean of their squares.
+        /// Moving average of the squared gradients.
         second: Vec<f32>,
     },
     /// In 8 bits.
     Coded {
-        /// Mean of the gradients: magnitude, then the sign in the highest bit.
+        /// Moving average of the gradients: magnitude, and the sign in the highest bit.
         first: Coded,
-        /// Mean of their squares.
+        /// Moving average of the squared gradients.
         second: Coded,
     },
 }
 
-/// One moment of a tensor in 8 bits.
+/// One moment of a tensor or fragment in 8 bits.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Coded {
-    /// `[n]`
+    /// Codes, `[n]`.
     pub codes: Vec<u8>,
-    /// `[n / BLOCK]`, rounded up: what the codes of each block are multiplied with.
+    /// Scale of each block, `[n / BLOCK]` rounded up.
     pub scales: Vec<f32>,
 }
 
-/// The numbers of one update, the same for all values of a tensor.
+/// Factors of one AdamW update, equal for all values of a tensor.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Factors {
-    /// Multiplies the gradients: below 1 where they are clipped.
+pub(crate) struct AdamwFactors {
+    /// Gradient scale; below 1 if the gradient is clipped.
     pub(crate) gradient: f32,
     pub(crate) beta1: f32,
     pub(crate) beta2: f32,
     pub(crate) eps: f32,
-    /// Learning rate over the bias correction of the first moment.
+    /// Learning rate divided by the bias correction of the first moment: `learning_rate / (1 - beta1^t)`.
     pub(crate) step_size: f32,
-    /// Bias correction of the second moment.
+    /// Bias correction of the second moment: `1 / (1 - beta2^t)`.
     pub(crate) second_scale: f32,
-    /// What weight decay leaves of a value.
+    /// Weight decay: `1 - learning_rate * weight_decay`, or 1.
     pub(crate) keep: f32,
-    /// Seed of the rounding, another one for every update and tensor.
+    /// Seed of the stochastic rounding, per update and tensor.
     pub(crate) seed: u32,
 }
 
-/// Neighbouring values of one tensor with all that their update touches.
+/// A chunk of one tensor with its gradients and moments.
 #[derive(Debug)]
-pub(crate) struct Piece<'a> {
-    /// Place of the first value in its tensor.
+pub(crate) struct MomentChunk<'a> {
+    /// Index of the first value in its tensor.
     offset: usize,
     values: &'a mut [f32],
     gradients: &'a [f32],
-    moments: PieceMoments<'a>,
-    factors: Factors,
+    moments: ChunkMoments<'a>,
+    factors: AdamwFactors,
 }
 
 #[derive(Debug)]
-enum PieceMoments<'a> {
+enum ChunkMoments<'a> {
     Full(&'a mut [f32], &'a mut [f32]),
     Coded(CodedMut<'a>, CodedMut<'a>),
 }
 
-/// A part of [`Coded`] that begins with a block.
+/// A slice of [`Coded`] that begins at a block boundary.
 #[derive(Debug)]
 struct CodedMut<'a> {
     codes: &'a mut [u8],
@@ -103,12 +102,12 @@ struct CodedMut<'a> {
 }
 
 impl Moments {
-    /// Zeros for `len` values.
+    /// Zero f32 moments of `len` values.
     pub(crate) fn full(len: usize) -> Self {
         Self::Full { first: vec![0.0; len], second: vec![0.0; len] }
     }
 
-    /// Zeros for `len` values, in 8 bits.
+    /// Zero 8-bit moments of `len` values.
     pub(crate) fn coded(len: usize) -> Self {
         let zeros = || Coded { codes: vec![0; len], scales: vec![0.0; len.div_ceil(BLOCK)] };
         Self::Coded { first: zeros(), second: zeros() }
@@ -124,7 +123,7 @@ impl Moments {
         }
     }
 
-    /// What belongs to the values `within`, which begin with a block.
+    /// The moments of the values `within`, which begin at a block boundary.
     pub(crate) fn cut(&self, within: &Range<usize>) -> Self {
         match self {
             Self::Full { first, second } => {
@@ -136,7 +135,7 @@ impl Moments {
         }
     }
 
-    /// Puts `part` where [`Self::cut`] took it from.
+    /// Inverse of [`Self::cut`].
     pub(crate) fn paste(&mut self, within: &Range<usize>, part: &Self) {
         match (self, part) {
             (Self::Full { first, second }, Self::Full { first: m, second: v }) => {
@@ -151,30 +150,30 @@ impl Moments {
         }
     }
 
-    /// Cuts the update of a tensor, or of a fragment that begins at `offset`, into pieces, at the same places on every
-    /// machine.
-    pub(crate) fn pieces<'a>(
+    /// Splits the update of a tensor, or of a fragment that begins at `offset`, into chunks at fixed places. `values`
+    /// and `gradients` are `[n]`.
+    pub(crate) fn chunks<'a>(
         &'a mut self,
         offset: usize,
         values: &'a mut [f32],
         gradients: &'a [f32],
-        factors: Factors,
-    ) -> impl Iterator<Item = Piece<'a>> {
-        let moments: Vec<PieceMoments<'a>> = match self {
+        factors: AdamwFactors,
+    ) -> impl Iterator<Item = MomentChunk<'a>> {
+        let moments: Vec<ChunkMoments<'a>> = match self {
             Self::Full { first, second } => first
-                .chunks_mut(PIECE)
-                .zip(second.chunks_mut(PIECE))
-                .map(|(first, second)| PieceMoments::Full(first, second))
+                .chunks_mut(CHUNK)
+                .zip(second.chunks_mut(CHUNK))
+                .map(|(first, second)| ChunkMoments::Full(first, second))
                 .collect(),
             Self::Coded { first, second } => first
-                .pieces()
-                .zip(second.pieces())
-                .map(|(first, second)| PieceMoments::Coded(first, second))
+                .chunks()
+                .zip(second.chunks())
+                .map(|(first, second)| ChunkMoments::Coded(first, second))
                 .collect(),
         };
-        let pieces = values.chunks_mut(PIECE).zip(gradients.chunks(PIECE)).zip(moments).enumerate();
-        pieces.map(move |(i, ((values, gradients), moments))| Piece {
-            offset: offset + i * PIECE,
+        let chunks = values.chunks_mut(CHUNK).zip(gradients.chunks(CHUNK)).zip(moments).enumerate();
+        chunks.map(move |(i, ((values, gradients), moments))| MomentChunk {
+            offset: offset + i * CHUNK,
             values,
             gradients,
             moments,
@@ -194,27 +193,27 @@ impl Coded {
         self.scales[blocks(within)].copy_from_slice(&part.scales);
     }
 
-    fn pieces(&mut self) -> impl Iterator<Item = CodedMut<'_>> {
-        let pieces = self.codes.chunks_mut(PIECE).zip(self.scales.chunks_mut(PIECE / BLOCK));
-        pieces.map(|(codes, scales)| CodedMut { codes, scales })
+    fn chunks(&mut self) -> impl Iterator<Item = CodedMut<'_>> {
+        let chunks = self.codes.chunks_mut(CHUNK).zip(self.scales.chunks_mut(CHUNK / BLOCK));
+        chunks.map(|(codes, scales)| CodedMut { codes, scales })
     }
 }
 
-impl Piece<'_> {
-    /// Updates the values and their moments.
+impl MomentChunk<'_> {
+    /// Updates the values and moments of the chunk.
     pub(crate) fn update(self) {
         let Self { offset, values, gradients, moments, factors } = self;
         match moments {
-            PieceMoments::Full(first, second) => update_full(values, gradients, first, second, factors),
-            PieceMoments::Coded(first, second) => {
+            ChunkMoments::Full(first, second) => update_full(values, gradients, first, second, factors),
+            ChunkMoments::Coded(first, second) => {
                 update_coded(offset, values, gradients, first, second, factors);
             }
         }
     }
 }
 
-impl Factors {
-    /// One value: its new moments and itself.
+impl AdamwFactors {
+    /// New value, first moment and second moment of one weight.
     #[inline(always)]
     fn step(self, value: f32, gradient: f32, first: f32, second: f32) -> (f32, f32, f32) {
         let g = gradient * self.gradient;
@@ -231,7 +230,7 @@ model::vectorized! {
         gradients: &[f32],
         first: &mut [f32],
         second: &mut [f32],
-        factors: Factors,
+        factors: AdamwFactors,
     ) {
         for (((value, g), m), v) in values.iter_mut().zip(gradients).zip(first).zip(second) {
             (*value, *m, *v) = factors.step(*value, *g, *m, *v);
@@ -246,7 +245,7 @@ model::vectorized! {
         gradients: &[f32],
         first: CodedMut<'_>,
         second: CodedMut<'_>,
-        factors: Factors,
+        factors: AdamwFactors,
     ) {
         let blocks = values.chunks_mut(BLOCK).zip(gradients.chunks(BLOCK));
         let firsts = first.codes.chunks_mut(BLOCK).zip(first.scales);
@@ -281,12 +280,12 @@ model::vectorized! {
     }
 }
 
-/// The blocks of values that begin with one.
+/// Block indices of values that begin at a block boundary.
 fn blocks(within: &Range<usize>) -> Range<usize> {
     within.start / BLOCK..within.end.div_ceil(BLOCK)
 }
 
-/// The magnitude of a code.
+/// Magnitude of a code.
 #[inline(always)]
 fn decode(code: u32) -> f32 {
     f32::from_bits(ONE + (code << SHIFT)) - 1.0
@@ -298,7 +297,7 @@ fn decode_signed(code: u8) -> f32 {
     f32::from_bits(decode(code & SIGNED).to_bits() | (code & 128) << 24)
 }
 
-/// The code below or above `magnitude`: above if what is left is more than `noise`, which is of 16 bits.
+/// Stochastic rounding of `magnitude` to one of the neighbouring codes; `noise` has 16 bits.
 #[inline(always)]
 fn encode(magnitude: f32, noise: u32, largest: u32) -> u32 {
     let bits = (magnitude + 1.0).to_bits().wrapping_sub(ONE);
@@ -310,13 +309,13 @@ fn encode_signed(x: f32, noise: u32) -> u8 {
     (encode(x.abs(), noise, SIGNED) | x.to_bits() >> 24 & 128) as u8
 }
 
-/// What is not zero does not become zero: the first moment would be divided by `eps` alone.
+/// Code of a second moment; never 0 for a value above 0, because the first moment would be divided by `eps` alone.
 #[inline(always)]
 fn encode_above_zero(x: f32, noise: u32) -> u8 {
     encode(x, noise, UNSIGNED).max(u32::from(x > 0.0)) as u8
 }
 
-/// What the codes of a block are multiplied with so that the largest is `largest`, and its inverse.
+/// Scale of a block whose largest magnitude is `largest`, so that this has code `code`; and the inverse of the scale.
 #[inline(always)]
 fn scale(largest: f32, code: u32) -> (f32, f32) {
     if largest < SMALLEST {
@@ -326,10 +325,10 @@ fn scale(largest: f32, code: u32) -> (f32, f32) {
     (largest / top, top / largest)
 }
 
-/// Largest magnitude.
+/// Largest magnitude of `values [n]`.
 #[inline(always)]
 fn largest(values: &[f32]) -> f32 {
-    // Bits of magnitudes are ordered as they are, and the largest integer is found in any order.
+    // The bits of magnitudes have the order of their values, and an integer maximum does not depend on the order.
     f32::from_bits(values.iter().fold(0, |max, value| max.max(value.abs().to_bits())))
 }
 
@@ -345,7 +344,7 @@ pub(crate) fn noise(mut x: u32) -> u32 {
 mod tests {
     use super::*;
 
-    const FACTORS: Factors = Factors {
+    const FACTORS: AdamwFactors = AdamwFactors {
         gradient: 0.7,
         beta1: 0.9,
         beta2: 0.99,
@@ -358,7 +357,7 @@ mod tests {
 
     fn random(i: usize, seed: u32) -> f32 {
         let bits = noise(i as u32 ^ seed.wrapping_mul(0x9e37_79b9));
-        // A few orders of magnitude, of both signs, and zeros.
+        // Several orders of magnitude, both signs, and zeros.
         if bits & 15 == 0 { 0.0 } else { ((bits >> 8) as f32 / 8_388_608.0 - 1.0).powi(5) * 3.0 }
     }
 
@@ -367,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_are_what_the_formula_says_and_stay_what_they_are() {
+    fn codes_match_the_formula_and_round_trip() {
         let noises = [0, 1, 0x7fff, 0xffff];
         for (n, value) in (0..).zip(codes()) {
             assert_eq!(decode(n), value);
@@ -385,13 +384,13 @@ mod tests {
     }
 
     #[test]
-    fn rounding_goes_to_a_neighbour_and_to_the_value_on_average() {
+    fn stochastic_rounding_is_unbiased_between_neighbouring_codes() {
         let codes = codes();
         for i in 0..500 {
             let x = random(i, 3).abs() * 80.0;
             let above = codes.iter().position(|code| *code >= x).unwrap();
             let (low, high) = (codes[above.saturating_sub(1)], codes[above]);
-            // A mantissa of 4 bits: neighbours are a sixteenth apart, or as at zero.
+            // With a mantissa of 4 bits, neighbouring codes differ by a sixteenth.
             assert!(high - low <= (1.0 + x) / 16.0);
             let mut sum = 0.0;
             for noise in 0..=0xffff_u32 {
@@ -404,14 +403,20 @@ mod tests {
         }
     }
 
-    /// Adam on 8-bit moments, one value after the other, with the codes as a table.
-    fn reference(values: &mut [f32], gradients: &[f32], first: &mut Coded, second: &mut Coded, f: Factors) {
+    /// AdamW with 8-bit moments, value by value, with a table of codes.
+    fn reference(
+        values: &mut [f32],
+        gradients: &[f32],
+        first: &mut Coded,
+        second: &mut Coded,
+        f: AdamwFactors,
+    ) {
         let codes = codes();
         let round = |x: f32, noise: u32| {
             let below = codes.iter().rposition(|code| *code <= x).unwrap();
             let Some(above) = codes.get(below + 1) else { return below as u8 };
             let part = ((1.0 + x) - (1.0 + codes[below])) / (above - codes[below]);
-            // The noise counts sixteen bits of the part between the codes; what is beyond them is cut off.
+            // The noise has sixteen bits of the distance between codes; lower bits are truncated.
             (below + usize::from(part + noise as f32 / 65536.0 >= 1.0)) as u8
         };
         for block in 0..values.len().div_ceil(BLOCK) {
@@ -451,18 +456,18 @@ mod tests {
     }
 
     #[test]
-    fn an_update_is_that_of_the_reference() {
-        let len = 2 * PIECE + 3 * BLOCK + 57;
+    fn an_update_matches_the_reference() {
+        let len = 2 * CHUNK + 3 * BLOCK + 57;
         let mut values: Vec<f32> = (0..len).map(|i| random(i, 1)).collect();
         let (mut moments, mut expected_moments) = (Moments::coded(len), Moments::coded(len));
         let mut expected = values.clone();
         for update in 0..4 {
             let mut gradients: Vec<f32> = (0..len).map(|i| random(i, 100 + update)).collect();
             gradients[BLOCK..2 * BLOCK].fill(0.0);
-            let factors = Factors { seed: noise(update), ..FACTORS };
-            // From the last piece to the first: the order does not matter.
-            let pieces: Vec<_> = moments.pieces(0, &mut values, &gradients, factors).collect();
-            pieces.into_iter().rev().for_each(Piece::update);
+            let factors = AdamwFactors { seed: noise(update), ..FACTORS };
+            // The order of chunks does not matter.
+            let chunks: Vec<_> = moments.chunks(0, &mut values, &gradients, factors).collect();
+            chunks.into_iter().rev().for_each(MomentChunk::update);
             let (first, second) = of(&mut expected_moments);
             reference(&mut expected, &gradients, first, second, factors);
             assert_eq!(values, expected, "update {update}");
@@ -471,11 +476,11 @@ mod tests {
     }
 
     #[test]
-    fn no_gradient_or_a_tiny_one_leaves_finite_values() {
+    fn zero_and_extreme_gradients_give_finite_values() {
         for gradient in [0.0, 1e-38, 1e-20, 1e15] {
             let (mut values, mut moments) = (vec![1.0; 300], Moments::coded(300));
             for _ in 0..3 {
-                moments.pieces(0, &mut values, &[gradient; 300], FACTORS).for_each(Piece::update);
+                moments.chunks(0, &mut values, &[gradient; 300], FACTORS).for_each(MomentChunk::update);
             }
             assert!(
                 values.iter().all(|value| value.is_finite() && value.abs() <= 2.0),

@@ -1,25 +1,25 @@
-//! The norm of the gradients, and what they are scaled with where it is too large.
+//! Gradient norm and gradient clipping.
 //!
-//! Invariant: the sum is made of fixed blocks, each of fixed lanes, added in order: the same bits on every machine.
+//! Invariant: sums are over fixed blocks and lanes in a fixed order, so the bits are the same on every machine.
 
 use model::ThreadPool;
 
-/// Values summed on their own.
+/// Values of a block.
 const BLOCK: usize = 1 << 16;
 /// Partial sums of a block.
 const LANES: usize = 16;
 
-/// Euclidean norm, summed in f64.
+/// Euclidean norm of `values [n]`, summed in f64.
 pub(crate) fn norm(values: &[f32], pool: &ThreadPool) -> f32 {
     sum_of_squares(values, pool).sqrt() as f32
 }
 
-/// The squares of all values, summed in f64.
+/// Sum of the squares of `values [n]` in f64.
 pub(crate) fn sum_of_squares(values: &[f32], pool: &ThreadPool) -> f64 {
     pool.map(values.chunks(BLOCK).collect(), squares).into_iter().sum()
 }
 
-/// What gradients of this norm are multiplied with so that it is at most `max_norm`; 1 if it is.
+/// Gradient clipping: the factor that limits `norm` to `max_norm`, at most 1 (`torch.nn.utils.clip_grad_norm_`).
 pub(crate) fn clip(norm: f32, max_norm: f32) -> f32 {
     (max_norm / (norm + 1e-6)).min(1.0)
 }
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_norm_of_many_values_is_that_of_their_exact_sum() {
+    fn the_norm_matches_the_exact_sum() {
         for len in [0, 1, 15, 16, 17, 1000, BLOCK, BLOCK + 1, 3 * BLOCK + 37] {
             let values: Vec<f32> = (0..len).map(|i| ((i * 37 % 1001) as f32 - 500.0) / 16.0).collect();
             let exact = (0..len).map(|i| (i as i64 * 37 % 1001 - 500).pow(2)).sum::<i64>() as f64 / 256.0;
@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn clipping_leaves_short_gradients_alone() {
+    fn gradients_below_the_limit_are_not_clipped() {
         assert_eq!(clip(0.5, 1.0), 1.0);
         assert_eq!(clip(0.0, 1.0), 1.0);
         assert!((clip(4.0, 1.0) - 0.25).abs() < 1e-6);

@@ -1,7 +1,7 @@
-//! Leased groups that cannot be trained on, whoever let them into the buffer.
+//! Quarantine of leased groups that cannot be trained on.
 //!
-//! Invariant: no group that fails [`GroupLimits`] reaches the network: a token without a row in the embedding would end the
-//! process, and again whenever the step is done again.
+//! Invariant: no group outside [`GroupLimits`] reaches the network. An out-of-vocabulary token would end the process,
+//! and end it again after every restart.
 
 use std::sync::Arc;
 
@@ -13,10 +13,10 @@ use crate::TrainerError;
 use crate::batch::unfit;
 use crate::report::Quarantined;
 
-/// Groups that are described until the next step; more are only counted.
+/// Quarantined groups that a step report describes; others are only counted.
 const DESCRIBED: usize = 64;
 
-/// Keeps what cannot be trained on out of batches.
+/// Removes groups that cannot be trained on from batches.
 #[derive(Debug)]
 pub(crate) struct Quarantine {
     limits: GroupLimits,
@@ -25,19 +25,19 @@ pub(crate) struct Quarantine {
 }
 
 impl Quarantine {
-    /// For groups that are trained on with `model`.
+    /// Limits of the model `model`.
     pub(crate) fn new(model: &Config) -> Self {
         let limits = GroupLimits {
             vocabulary: u32::try_from(model.vocab_size).unwrap_or(u32::MAX),
             context: model.max_context(),
-            // A larger group is no danger.
+            // The group size needs no limit.
             trajectories: usize::MAX,
         };
         Self { limits, described: Vec::new(), count: 0 }
     }
 
-    /// The lease, if all its groups can be trained on. What cannot is set aside in the buffer, and the others go back, to
-    /// be leased with more.
+    /// The lease, if all its groups can be trained on. Otherwise quarantines the others in the buffer and releases the
+    /// rest, which can be leased again.
     ///
     /// # Errors
     /// If the buffer fails.
@@ -62,13 +62,13 @@ impl Quarantine {
         Ok(None)
     }
 
-    /// Whether the network can compute a demonstration: it is made of what a task says, which came with its group.
+    /// Whether a demonstration is within the limits; its text comes from the group's task.
     pub(crate) fn sees(&self, sample: &Sample) -> bool {
         let tokens = sample.token_ids();
         tokens.len() <= self.limits.context && tokens.iter().all(|id| *id < self.limits.vocabulary)
     }
 
-    /// What was set aside since this was last asked, and how many groups that are.
+    /// Takes the quarantined groups since the last call, and their number.
     pub(crate) fn take(&mut self) -> (Vec<Quarantined>, u64) {
         (std::mem::take(&mut self.described), std::mem::take(&mut self.count))
     }

@@ -1,4 +1,4 @@
-//! What one training step tells.
+//! Statistics of one training step.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,116 +10,117 @@ use trajectory::{Component, Group, PolicyVersion};
 use crate::batch::BatchCounts;
 use crate::loss::Clipped;
 
-/// What one training step tells.
+/// Statistics of one training step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepReport {
-    /// The version that the step produced.
+    /// Version that the step produced.
     pub version: PolicyVersion,
-    /// What it was trained on.
+    /// Groups of the batch.
     pub groups: Vec<Arc<Group>>,
-    /// What became of the groups.
+    /// Counts of the batch.
     pub counts: BatchCounts,
-    /// Groups that could have been leased when the step ended.
+    /// Groups in the buffer that can be leased, at the end of the step.
     pub buffer_size: usize,
-    /// Groups that were too old when the batch was put together.
+    /// Groups that were dropped as stale while the batch was assembled.
     pub dropped_stale: u64,
     /// Sums over the trained tokens.
     pub sums: TokenSums,
-    /// What the critic did; `None` without one.
+    /// Statistics of the critic; `None` without one.
     pub critic: Option<CriticReport>,
-    /// Norm of the last gradient before clipping.
+    /// Gradient norm of the last update, before clipping.
     pub grad_norm: f32,
-    /// Updates that the optimizer of the policy made: one for each minibatch and epoch that had a gradient. With none the
-    /// version is a new one of the same weights.
+    /// Optimizer updates of the policy: one for each minibatch and epoch that has a gradient. With 0 the new version
+    /// has the same weights.
     pub updates: u64,
     /// Learning rate of the step.
     pub learning_rate: f32,
-    /// What the batch was made of.
+    /// Statistics of the batch.
     pub batch: BatchStatistics,
-    /// Bytes that the trainer gave up the last time that the sampler had the device; 0 if they do not take turns.
+    /// Memory that the trainer freed for the sampler in the last turn, bytes; 0 without colocation.
     pub freed_bytes: u64,
-    /// Groups that were set aside since the step before because they cannot be trained on; the first of them.
+    /// Groups that were quarantined since the previous step; the first of them.
     pub quarantined: Vec<Quarantined>,
-    /// How many groups that are.
+    /// Number of quarantined groups.
     pub quarantined_groups: u64,
-    /// Where the time went, seconds.
+    /// Time of the phases, seconds.
     pub time: StepTime,
 }
 
-/// A group that was set aside because it cannot be trained on.
+/// A group that was quarantined because it cannot be trained on.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Quarantined {
     /// The group.
     pub group: Arc<Group>,
-    /// Who sent it, if that is known; the run's own sampler sends without a name.
+    /// Name of the sender, if known; the run's own sampler has none.
     pub sender: Option<String>,
-    /// Why.
+    /// Reason.
     pub reason: Unfit,
 }
 
-/// A token whose log-probability the sampler recorded with other bits than the trainer computes with the same weights.
+/// A token whose behavior log-probability differs in bits from the trainer's, with the same weights.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Mismatch {
-    /// Row of the minibatch.
+pub struct LogprobMismatch {
+    /// Row in the minibatch.
     pub row: usize,
-    /// Which of the row's trained tokens.
+    /// Index among the row's trained tokens.
     pub token: usize,
-    /// As the sampler recorded it, nats.
+    /// Log-probability recorded by the sampler, nats.
     pub behavior: f32,
-    /// As the trainer computes it, nats.
+    /// Log-probability computed by the trainer, nats.
     pub proximal: f32,
 }
 
-/// Sums over the trained tokens of a step. Fields that are means are divided by `tokens` when reported.
+/// Sums over the trained tokens of a step. Reports divide them by `tokens` or another count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TokenSums {
     /// Number of tokens.
     pub tokens: u64,
-    /// Weighted losses: already a mean over the minibatch.
+    /// Weighted loss; already a mean over the minibatch.
     pub loss: f64,
-    /// Entropy of the current policy, nats. Like all of these it is of the rows that are computed: groups that are left out
-    /// because they have no gradient are not in it.
+    /// Entropy of the current policy, nats. Like all sums it covers computed rows only, not groups skipped for a zero
+    /// gradient.
     pub entropy: f64,
-    /// Divergence from the reference policy, as the algorithm estimates it, nats.
-    pub reference_divergence: f64,
-    /// Loss of the critic.
+    /// Estimated KL divergence from the reference policy, nats.
+    pub reference_kl: f64,
+    /// Value loss of the critic.
     pub value_loss: f64,
-    /// Sampled tokens whose log-probability under the policy before the step is known: all, or those up to the first update
-    /// if there are several and the algorithm makes no forward pass before them. The next three are of them.
+    /// Sampled tokens with known log-probabilities at the start of the step: all, or those before the second update if
+    /// there is no scoring pass. The next three sums are over these tokens.
     pub compared: u64,
-    /// `|before - behavior|`, nats: of the policy before the step, however many updates it makes.
+    /// `|start - behavior|`, nats, with the log-probabilities at the start of the step.
     pub logprob_abs_diff: f64,
-    /// The largest of them.
+    /// Largest value of `|start - behavior|`, nats.
     pub logprob_abs_diff_max: f64,
-    /// `exp(d) - d - 1` with `d = before - behavior`: an estimate of the divergence of sampler and trainer (k3).
+    /// `exp(d) - d - 1` with `d = start - behavior`: the k3 estimate of the KL divergence between sampler and trainer,
+    /// nats.
     pub mismatch: f64,
-    /// Tokens that a policy has sampled: all but those of demonstrations. What follows is of them.
+    /// Tokens that a policy sampled, without demonstrations. The following sums are over these tokens.
     pub sampled: u64,
-    /// Weights for the behavior policy, after their bounds.
+    /// Importance weights for the behavior policy, after truncation.
     pub behavior_weight: f64,
-    /// Their squares.
+    /// Squared importance weights.
     pub behavior_weight_squared: f64,
-    /// The largest of them.
+    /// Largest importance weight.
     pub behavior_weight_max: f64,
-    /// Tokens whose gradient the lower bound of the clip took.
+    /// Tokens at the lower clip bound, without a gradient.
     pub clipped_low: u64,
-    /// Tokens whose gradient the upper bound of the clip took.
+    /// Tokens at the upper clip bound, without a gradient.
     pub clipped_high: u64,
-    /// Tokens whose gradient the dual clip took.
+    /// Tokens at the dual clip, without a gradient.
     pub clipped_dual: u64,
-    /// Tokens that a correction or a selection left out.
+    /// Tokens masked by an off-policy correction or by `entropy_share`.
     pub masked: u64,
-    /// The first mismatch, if there must not be one.
-    pub mismatched: Option<Mismatch>,
+    /// The first mismatch, if bits must be equal.
+    pub mismatched: Option<LogprobMismatch>,
 }
 
 impl TokenSums {
-    /// Adds another rank's.
+    /// Adds the sums of another row, micro-batch or rank.
     pub fn merge(&mut self, other: &Self) {
         self.tokens += other.tokens;
         self.loss += other.loss;
         self.entropy += other.entropy;
-        self.reference_divergence += other.reference_divergence;
+        self.reference_kl += other.reference_kl;
         self.value_loss += other.value_loss;
         self.compared += other.compared;
         self.sampled += other.sampled;
@@ -136,13 +137,13 @@ impl TokenSums {
         self.mismatched = self.mismatched.or(other.mismatched);
     }
 
-    /// What the sums of an epoch start from when these are those of the epoch before: sampler and trainer are compared once.
+    /// Initial sums of the next epoch: the comparison of sampler and trainer is kept.
     pub(crate) fn next_epoch(self) -> Self {
         let Self { compared, logprob_abs_diff, logprob_abs_diff_max, mismatch, .. } = self;
         Self { compared, logprob_abs_diff, logprob_abs_diff_max, mismatch, ..Self::default() }
     }
 
-    /// Notes how far the log-probability of a token under the policy before the step is from the sampler's, nats.
+    /// Counts a token with `difference = start - behavior`, nats.
     pub(crate) fn compare(&mut self, difference: f64) {
         self.compared += 1;
         self.logprob_abs_diff += difference.abs();
@@ -150,7 +151,7 @@ impl TokenSums {
         self.mismatch += difference.exp() - difference - 1.0;
     }
 
-    /// Notes a sampled token with the weight and bound that it was trained with; `None` if it was left out.
+    /// Counts a sampled token with its importance weight and clip; `None` if it is masked.
     pub(crate) fn weigh(&mut self, trained: Option<(f64, Clipped)>) {
         self.sampled += 1;
         let Some((weight, clipped)) = trained else {
@@ -168,33 +169,33 @@ impl TokenSums {
         }
     }
 
-    /// Mean of one of the sums over the tokens; 0 for none.
+    /// `sum` per token; 0 for no tokens.
     #[must_use]
     pub fn mean(&self, sum: f64) -> f64 {
         if self.tokens == 0 { 0.0 } else { sum / self.tokens as f64 }
     }
 
-    /// Mean of one of the sums over the tokens that were compared with the sampler; 0 for none.
+    /// `sum` per compared token; 0 for none.
     #[must_use]
     pub fn mean_compared(&self, sum: f64) -> f64 {
         if self.compared == 0 { 0.0 } else { sum / self.compared as f64 }
     }
 
-    /// Mean of one of the sums over the sampled tokens; 0 for none.
+    /// `sum` per sampled token; 0 for none.
     #[must_use]
     pub fn mean_sampled(&self, sum: f64) -> f64 {
         if self.sampled == 0 { 0.0 } else { sum / self.sampled as f64 }
     }
 
-    /// Mean of one of the sums over the sampled tokens that were not masked; 0 for none.
+    /// `sum` per sampled token that is not masked; 0 for none.
     #[must_use]
     pub fn mean_kept(&self, sum: f64) -> f64 {
         let kept = self.sampled - self.masked;
         if kept == 0 { 0.0 } else { sum / kept as f64 }
     }
 
-    /// Effective sample size of the behavior weights as a share of the sampled tokens that were not masked:
-    /// `(sum w)^2 / (n sum w^2)`.
+    /// Effective sample size of the importance weights, as a share of the tokens that are not masked: `(sum w)^2 / (n
+    /// sum w^2)`.
     #[must_use]
     pub fn effective_share(&self) -> f64 {
         let denominator = (self.sampled - self.masked) as f64 * self.behavior_weight_squared;
@@ -202,83 +203,82 @@ impl TokenSums {
     }
 }
 
-/// What a critic did in a step.
+/// Statistics of the critic in a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CriticReport {
-    /// Mean of its loss over the tokens.
+    /// Mean value loss per token.
     pub loss: f64,
-    /// Mean of what it expected before the step.
+    /// Mean value before the step.
     pub value: f64,
-    /// Share of the variance of the returns that it explained before the step: `1 - var(R - V) / var(R)`.
+    /// Explained variance of the returns before the step: `1 - var(R - V) / var(R)`.
     pub explained_variance: f64,
-    /// Norm of its gradient before clipping; that of the policy if they are one network.
+    /// Gradient norm before clipping; that of the policy if it has the value head.
     pub grad_norm: f32,
 }
 
-/// Where the time of a step went, seconds.
+/// Time of the phases of a step, seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct StepTime {
     /// Waiting for a batch.
     pub wait_for_batch: f64,
     /// Packing, forward, backward, optimizer.
     pub forward_backward: f64,
-    /// Taking the checkpoint of the step before, if it was due: waiting for the one before that, copying or writing.
+    /// Checkpoint of the previous step, if due: waiting for the one before, copying or writing.
     pub save_checkpoint: f64,
-    /// Of that, waiting until the one before was on disk.
+    /// The part of `save_checkpoint` spent waiting for the checkpoint before.
     pub wait_for_checkpoint: f64,
-    /// Writing a checkpoint that has reached the disk since the step before; with `asynchronous`, beside the steps.
+    /// Writing checkpoints that became durable since the previous step; concurrent with training if `asynchronous`.
     pub write_checkpoint: f64,
     /// Publishing the weights.
     pub weight_sync: f64,
-    /// Of a trainer that shares its device: moving out of memory for the sampler, waiting until that stands still, and
-    /// moving back.
+    /// Colocation: moving state out of memory, waiting for the sampler to stop, moving state back.
     pub phase_switch: f64,
 }
 
-/// Mean and spread of something.
+/// Summary statistics of a list of numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Spread {
+pub struct SummaryStatistics {
     /// Arithmetic mean.
     pub mean: f64,
-    /// Standard deviation (n).
+    /// Population standard deviation (n).
     pub std: f64,
     /// Smallest.
     pub min: f64,
     /// Largest.
     pub max: f64,
-    /// 95 of 100 are at most this.
+    /// 95th percentile.
     pub p95: f64,
 }
 
-/// What a batch was made of.
+/// Statistics of a batch.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BatchStatistics {
     /// Total rewards.
-    pub reward: Spread,
-    /// Trajectories that have one.
+    pub reward: SummaryStatistics,
+    /// Trajectories with a reward.
     pub scored: usize,
-    /// Each reward by name.
+    /// Statistics of each reward component, by name.
     pub components: BTreeMap<String, ComponentStatistics>,
     /// Completion lengths, tokens.
-    pub length: Spread,
-    /// Share of completions cut off by the length limit.
+    pub length: SummaryStatistics,
+    /// Share of completions truncated at the length limit.
     pub clipped_ratio: f64,
     /// Staleness of the samples, versions.
-    pub staleness: Spread,
+    pub staleness: SummaryStatistics,
     /// Mean number of policy versions in a sample.
     pub versions_per_sample: f64,
 }
 
-/// What one reward said of a batch.
+/// Statistics of one reward component.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ComponentStatistics {
-    /// Its values, before weighting, where it applied.
-    pub values: Spread,
-    /// Trajectories to which it applied.
+    /// Values before weighting, of the trajectories to which it applies.
+    pub values: SummaryStatistics,
+    /// Trajectories to which it applies.
     pub applied: usize,
     /// Trajectories for which it failed.
     pub failed: usize,
-    /// Means of the numbers that it said beside its value, where it said them.
+    /// Means of its additional numbers, by name.
     pub details: BTreeMap<String, f64>,
 }
 
@@ -291,7 +291,9 @@ impl ComponentStatistics {
             *count += 1.0;
         }
         Self {
-            values: Spread::of(components.clone().filter_map(|component| component.value).collect()),
+            values: SummaryStatistics::of(
+                components.clone().filter_map(|component| component.value).collect(),
+            ),
             applied: components.clone().filter(|component| component.value.is_some()).count(),
             failed: components.filter(|component| component.error.is_some()).count(),
             details: details.into_iter().map(|(name, (sum, count))| (name, sum / count)).collect(),
@@ -299,8 +301,8 @@ impl ComponentStatistics {
     }
 }
 
-impl Spread {
-    /// The spread of `values`; all zero for none.
+impl SummaryStatistics {
+    /// Statistics of `values [n]`; all zero for none.
     #[must_use]
     pub fn of(mut values: Vec<f64>) -> Self {
         if values.is_empty() {
@@ -316,7 +318,7 @@ impl Spread {
 }
 
 impl BatchStatistics {
-    /// Statistics of `groups` as the step that starts from `version` consumes them; baselines are left out.
+    /// Statistics of the groups of a step that starts from `version`, without greedy baselines.
     #[must_use]
     pub fn of(groups: &[Arc<Group>], version: PolicyVersion) -> Self {
         let all = || groups.iter().flat_map(|group| group.sampled());
@@ -326,15 +328,15 @@ impl BatchStatistics {
             components.entry(&component.name).or_default().push(component);
         }
         Self {
-            reward: Spread::of(all().filter_map(|t| t.score.total).collect()),
+            reward: SummaryStatistics::of(all().filter_map(|t| t.score.total).collect()),
             scored: all().filter(|t| t.score.total.is_some()).count(),
             components: components
                 .into_iter()
                 .map(|(name, all)| (name.to_owned(), ComponentStatistics::of(all.into_iter())))
                 .collect(),
-            length: Spread::of(all().map(|t| t.completion_tokens() as f64).collect()),
+            length: SummaryStatistics::of(all().map(|t| t.completion_tokens() as f64).collect()),
             clipped_ratio: all().filter(|t| t.truncated()).count() as f64 / count,
-            staleness: Spread::of(
+            staleness: SummaryStatistics::of(
                 all().map(|t| t.sample.oldest_version().staleness_at(version) as f64).collect(),
             ),
             versions_per_sample: all().map(|t| t.sample.versions().len() as f64).sum::<f64>() / count,
@@ -348,11 +350,11 @@ mod tests {
     use crate::batch::tests::group;
 
     #[test]
-    fn spread_of_known_numbers() {
-        let spread = Spread::of((1..=20).rev().map(f64::from).collect());
+    fn summary_statistics_of_known_numbers() {
+        let spread = SummaryStatistics::of((1..=20).rev().map(f64::from).collect());
         assert_eq!((spread.mean, spread.min, spread.max, spread.p95), (10.5, 1.0, 20.0, 19.0));
-        assert_eq!(Spread::of(vec![3.0]).p95, 3.0);
-        assert_eq!(Spread::of(Vec::new()), Spread::default());
+        assert_eq!(SummaryStatistics::of(vec![3.0]).p95, 3.0);
+        assert_eq!(SummaryStatistics::of(Vec::new()), SummaryStatistics::default());
     }
 
     #[test]

@@ -174,7 +174,7 @@ mod tests {
             kind in 0..OptimizerKind::ALL.len(),
         ) {
             let layout = layout(2 * half, layers);
-            let config = OptimizerConfig::usual(OptimizerKind::ALL[kind], 0.95);
+            let config = OptimizerConfig::standard(OptimizerKind::ALL[kind], 0.95);
             let shards = Shards::of_model(&layout, world, &config);
             let mut owners = vec![0; layout.len()];
             for rank in 0..world {
@@ -201,7 +201,7 @@ mod tests {
         #[test]
         fn shares_are_even_to_a_block_per_unit(half in 1..60usize, world in 1..5usize) {
             let layout = layout(2 * half, 2);
-            let config = OptimizerConfig::usual(OptimizerKind::Adamw, 0.95);
+            let config = OptimizerConfig::standard(OptimizerKind::Adamw, 0.95);
             let shards = Shards::of_model(&layout, world, &config);
             for unit in 0..shards.units() {
                 let even = shards.place(unit).len() / world;

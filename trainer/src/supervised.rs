@@ -1,7 +1,7 @@
-//! Training without sampling: demonstrations to imitate, pairs to tell apart.
+//! Training without sampling: supervised fine-tuning on demonstrations, and preference pairs (DPO, IPO, reward models).
 //!
-//! Invariant: the loss of a pair is a function of two rows that may lie in different micro-batches, so they are scored
-//! first; the weights do not change in between, and the gradient is exact.
+//! Invariant: the loss of a pair depends on two rows, which may be in different micro-batches. Both are scored first
+//! with the same weights, so the gradient is exact.
 
 use std::borrow::Cow;
 
@@ -11,16 +11,16 @@ use trajectory::Sample;
 use crate::TrainerError;
 use crate::lead::{Command, Comparison};
 use crate::learner::{Frozen, Learner, RowLoss};
-use crate::loss::preference::{Pair, Preference, bradley_terry};
+use crate::loss::preference::{Preference, PreferencePair, bradley_terry};
 
-/// Cross-entropy on demonstrations: the mean over all trained tokens.
+/// Cross-entropy on demonstrations: the mean over all trained tokens of the batch.
 #[derive(Clone, Copy, Debug)]
 pub struct DemonstrationLoss {
     weight: f64,
 }
 
 impl DemonstrationLoss {
-    /// The loss over `samples`.
+    /// The loss over `samples`, all rows of the optimizer step.
     #[must_use]
     pub fn over(samples: &[&Sample]) -> Self {
         let tokens: usize = samples.iter().map(|sample| sample.trained_tokens()).sum();
@@ -41,7 +41,7 @@ impl RowLoss for DemonstrationLoss {
     }
 }
 
-/// One optimizer step that imitates `rows`: the norm of its gradient before clipping, and the loss.
+/// One step of supervised fine-tuning on `rows`; returns the gradient norm before clipping and the loss.
 ///
 /// # Errors
 /// Those of [`Learner::step`].
@@ -56,40 +56,40 @@ pub fn imitate(
     Ok((norm, losses.iter().sum()))
 }
 
-/// What training on pairs minimises.
+/// Objective of training on pairs.
 #[derive(Clone, Debug)]
 pub enum PairLoss {
-    /// A policy learns to prefer, held by its reference.
+    /// A policy, with a frozen reference policy.
     Preference {
-        /// How a pair is compared.
+        /// The preference loss.
         preference: Preference,
-        /// The frozen policy.
+        /// The frozen reference policy.
         reference: Box<Frozen>,
     },
-    /// A reward model learns to score: the value after the last token.
+    /// A reward model, whose score is the value after the last token (Bradley-Terry).
     Reward {
-        /// By how much the chosen one should score more.
+        /// Margin between the scores of chosen and rejected.
         margin: f64,
     },
 }
 
-/// What a step on pairs did.
+/// Statistics of a step on pairs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PairReport {
-    /// Mean loss of a pair.
+    /// Mean loss per pair.
     pub loss: f64,
-    /// Share of pairs whose chosen one is ahead.
+    /// Share of pairs in which the chosen completion has the higher score.
     pub accuracy: f64,
-    /// Mean lead of the chosen one: of scores, or of log-probability ratios to the reference, nats.
+    /// Mean margin of the chosen completion: of scores, or of log-probability ratios to the reference in nats.
     pub margin: f64,
-    /// Norm of the gradient before clipping.
+    /// Gradient norm before clipping.
     pub grad_norm: f32,
 }
 
-/// Slopes that are the same for all tokens of a row.
-struct Slopes(Vec<PredictionGradient>);
+/// One gradient per row, equal for all its tokens.
+struct RowGradients(Vec<PredictionGradient>);
 
-impl RowLoss for Slopes {
+impl RowLoss for RowGradients {
     type Report = ();
 
     fn row(&self, index: usize, predictions: &[Prediction], (): &mut ()) -> Vec<PredictionGradient> {
@@ -98,7 +98,7 @@ impl RowLoss for Slopes {
 }
 
 impl PairLoss {
-    /// One optimizer step on pairs: `rows` are chosen, rejected, chosen, rejected and so on.
+    /// One optimizer step on pairs; `rows` alternate between chosen and rejected.
     ///
     /// # Errors
     /// Those of [`Learner::step`].
@@ -110,20 +110,20 @@ impl PairLoss {
     ) -> Result<PairReport, TrainerError> {
         self.tell(learner, rows, Some(learning_rate))?;
         let (report, slopes) = self.compare(learner, rows)?;
-        let (grad_norm, _) = learner.step(rows, &Slopes(slopes), learning_rate)?;
+        let (grad_norm, _) = learner.step(rows, &RowGradients(slopes), learning_rate)?;
         Ok(PairReport { grad_norm, ..report })
     }
 
-    /// How well the current weights tell pairs apart.
+    /// Loss and accuracy of the current weights on pairs.
     ///
     /// # Errors
-    /// If a token lies beyond the vocabulary.
+    /// If a token is outside the vocabulary.
     pub fn measure(&self, learner: &Learner, rows: &[&Sample]) -> Result<PairReport, TrainerError> {
         self.tell(learner, rows, None)?;
         Ok(self.compare(learner, rows)?.0)
     }
 
-    /// Tells other processes of the learner to compare the same.
+    /// Sends the same comparison to the other processes of the learner.
     fn tell(
         &self,
         learner: &Learner,
@@ -157,7 +157,7 @@ impl PairLoss {
         let (mut report, mut slopes) = (PairReport::default(), Vec::with_capacity(rows.len()));
         let mut right = 0;
         for pair in 0..pairs {
-            let of = |all: &[f64]| Pair { chosen: all[2 * pair], rejected: all[2 * pair + 1] };
+            let of = |all: &[f64]| PreferencePair { chosen: all[2 * pair], rejected: all[2 * pair + 1] };
             let (policy, frozen) = (of(&own), of(&reference));
             let (loss, slope) = match self {
                 Self::Preference { preference, .. } => preference.loss(policy, frozen),
@@ -174,7 +174,7 @@ impl PairLoss {
         Ok((report, slopes))
     }
 
-    /// One number per row: its score, or its log-probability, summed or averaged over tokens.
+    /// One number per row, `[rows]`: its score, or its log-probability, summed or averaged over tokens.
     fn sequences(&self, predictions: &[Vec<Prediction>]) -> Vec<f64> {
         let of = |row: &Vec<Prediction>| match self {
             Self::Reward { .. } => row.iter().map(|token| f64::from(token.value)).sum(),

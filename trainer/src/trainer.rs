@@ -1,4 +1,7 @@
-//! One training step, top to bottom.
+//! The training loop's step: lease a batch, run its optimizer updates, publish the new policy version.
+//!
+//! A step trains on one batch, which [`update`](crate::update) splits into minibatches (one optimizer update each) and
+//! [`learner`](crate::learner) into micro-batches on data-parallel ranks (gradient accumulation).
 
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -12,35 +15,37 @@ use trajectory::{Group, PolicyVersion, Sample, Task};
 
 use crate::TrainerError;
 use crate::algorithm::Algorithm;
-use crate::batch::{Batch, BatchCounts, Row, Split};
-use crate::checkpoint::{CheckpointTime, Contents, NetworkState, TrainerState, Writer, WriterConfig};
+use crate::batch::{Batch, BatchCounts, BatchRow, BatchSplit};
+use crate::checkpoint::{
+    CheckpointContents, CheckpointTime, CheckpointWriter, CheckpointWriterConfig, NetworkState, TrainerState,
+};
 use crate::colocation::Colocation;
-use crate::critic::{Critic, Network};
+use crate::critic::{Critic, CriticNetwork};
 use crate::lead::{Command, UpdateCommand};
 use crate::learner::{Frozen, Learner};
-use crate::publishing::Publishing;
 use crate::quarantine::Quarantine;
-use crate::report::{BatchStatistics, Mismatch, StepReport, StepTime};
-use crate::schedule::Schedule;
-use crate::update::{Update, Updated};
+use crate::report::{BatchStatistics, LogprobMismatch, StepReport, StepTime};
+use crate::schedule::LearningRateSchedule;
+use crate::update::{PolicyUpdate, UpdateResult};
+use crate::weight_publisher::WeightPublisher;
 
-/// Makes something to imitate of a task; `None` for a task that has nothing.
+/// Builds a demonstration for a task; `None` if the task has none.
 pub type Demonstrate = Box<dyn Fn(&Task) -> Option<Sample> + Send>;
 
-/// What stands beside the policy.
+/// The auxiliary models of a run (reference, critic) and the source of demonstrations.
 #[derive(Default)]
-pub struct Companions {
+pub struct AuxiliaryModels {
     /// The reference policy or teacher.
     pub reference: Option<Frozen>,
     /// The critic.
     pub critic: Option<Critic>,
-    /// Demonstrations in place of groups that the policy does not solve.
+    /// Source of demonstrations for groups that the policy does not solve (HPT).
     pub demonstrate: Option<Demonstrate>,
 }
 
-impl std::fmt::Debug for Companions {
+impl std::fmt::Debug for AuxiliaryModels {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Companions")
+        f.debug_struct("AuxiliaryModels")
             .field("reference", &self.reference.is_some())
             .field("critic", &self.critic)
             .field("demonstrate", &self.demonstrate.is_some())
@@ -48,46 +53,68 @@ impl std::fmt::Debug for Companions {
     }
 }
 
-/// What a trainer does with its batches.
+/// Settings of the trainer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrainerConfig {
     /// The algorithm.
     pub algorithm: Algorithm,
-    /// The learning rate.
-    pub schedule: Schedule,
-    /// How a batch is cut up.
-    pub split: Split,
-    /// Passes over a batch.
+    /// Learning rate per step.
+    pub schedule: LearningRateSchedule,
+    /// How a batch is divided into minibatches.
+    pub split: BatchSplit,
+    /// Passes over a batch (PPO epochs).
     pub epochs: usize,
-    /// Whether a sample of the version that a step starts from must have the log-probabilities that the trainer
+    /// Whether samples of the version at the start of a step must have exactly the log-probabilities that the trainer
     /// computes, bit for bit.
     pub bitwise: bool,
-    /// Steps between checkpoints; 0 for none between.
+    /// Steps between checkpoints; 0 disables all but the last.
     pub checkpoint_interval: u64,
     /// How checkpoints are written.
-    pub checkpoint: WriterConfig,
-    /// Longest wait for a batch.
+    pub checkpoint: CheckpointWriterConfig,
+    /// Deadline for a batch.
     pub wait: Duration,
 }
 
-/// How often a trainer that waits for a batch looks whether it should stop.
-const LOOK_UP: Duration = Duration::from_millis(100);
-/// The name under which a trainer leases.
+/// How often a trainer that waits for a batch checks the stop flag.
+const STOP_POLL: Duration = Duration::from_millis(100);
+/// Consumer name of the trainer's leases.
 pub const CONSUMER: &str = "trainer";
 
-/// Turns batches into versions.
+/// What a trainer works with.
+pub struct TrainerParts {
+    /// The policy.
+    pub learner: Learner,
+    /// Reference, critic and demonstrations.
+    pub auxiliary: AuxiliaryModels,
+    /// The model files of the policy other than weights.
+    pub directory: Arc<ModelDirectory>,
+    /// Source of batches.
+    pub buffer: Arc<dyn Consumer>,
+    /// Destination of new policy versions.
+    pub publisher: WeightPublisher,
+    /// Flag that stops training before the next step.
+    pub stop: Arc<AtomicBool>,
+}
+
+impl std::fmt::Debug for TrainerParts {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TrainerParts").field("auxiliary", &self.auxiliary).finish_non_exhaustive()
+    }
+}
+
+/// Trains the policy: one call of [`Trainer::step`] per batch and policy version.
 pub struct Trainer {
     config: TrainerConfig,
     learner: Learner,
-    companions: Companions,
+    auxiliary: AuxiliaryModels,
     colocation: Option<Colocation>,
     directory: Arc<ModelDirectory>,
     buffer: Arc<dyn Consumer>,
-    publisher: Publishing,
+    publisher: WeightPublisher,
     quarantine: Quarantine,
     version: PolicyVersion,
     trained_tokens: u64,
-    writer: Writer,
+    writer: CheckpointWriter,
     stop: Arc<AtomicBool>,
     /// Wall time of earlier processes of this run, seconds.
     earlier_s: f64,
@@ -105,23 +132,22 @@ impl std::fmt::Debug for Trainer {
 }
 
 impl Trainer {
-    /// A trainer at the version of `state`. Publishes that version, and tells the buffer that everything before is
-    /// safe. Once `stop` is set it begins no further step.
+    /// Starts at the version of `state`: publishes that version and acknowledges all earlier versions to the buffer. No
+    /// step begins once `stop` is set.
     ///
     /// # Errors
     /// If the buffer or the transport of the weights fails.
     pub fn start(
         config: TrainerConfig,
-        (learner, companions, state): (Learner, Companions, &TrainerState),
-        directory: Arc<ModelDirectory>,
-        (buffer, publisher): (Arc<dyn Consumer>, Publishing),
-        stop: Arc<AtomicBool>,
+        parts: TrainerParts,
+        state: &TrainerState,
     ) -> Result<Self, TrainerError> {
+        let TrainerParts { learner, auxiliary, directory, buffer, publisher, stop } = parts;
         let mut trainer = Self {
-            writer: Writer::new(config.checkpoint.clone()),
+            writer: CheckpointWriter::new(config.checkpoint.clone()),
             config,
             learner,
-            companions,
+            auxiliary,
             colocation: None,
             quarantine: Quarantine::new(directory.config()),
             directory,
@@ -139,15 +165,15 @@ impl Trainer {
         Ok(trainer)
     }
 
-    /// Everything before the version that it starts from is in a checkpoint.
+    /// Acknowledges everything before the start version, which is in a checkpoint.
     fn acknowledge_start(&mut self) -> Result<(), TrainerError> {
         match self.buffer.ack_through(CONSUMER, self.version) {
-            // A buffer that has seen none of the steps before the checkpoint, such as an empty one.
+            // An empty buffer, or one that has not seen the steps before the checkpoint.
             Err(BufferError::FutureVersion { .. }) => {
                 self.buffer.set_version(self.version, true)?;
                 Ok(self.buffer.ack_through(CONSUMER, self.version)?)
             }
-            // The checkpoint contains groups that another consumer got as well. That cannot be changed by training on.
+            // The checkpoint contains groups that were also leased to another consumer. Training cannot undo that.
             Err(error @ BufferError::LeaseLost { .. }) => {
                 self.lost_lease = Some(error);
                 Ok(())
@@ -156,10 +182,10 @@ impl Trainer {
         }
     }
 
-    /// From now on it takes turns with a sampler on one device: between two steps it keeps in memory what `budget` has room
-    /// for, and the rest in a file in `directory`.
+    /// Makes the trainer share its device with a sampler in turns: between two steps it keeps state up to `budget` in
+    /// memory and moves the rest to files in `directory`.
     pub fn colocate(&mut self, turn: DeviceTurn, directory: &Path, budget: &MemoryBudget) {
-        let networks = networks(&mut self.learner, &mut self.companions);
+        let networks = networks(&mut self.learner, &mut self.auxiliary);
         self.colocation = Some(Colocation::new(turn, directory, budget, networks));
     }
 
@@ -169,13 +195,13 @@ impl Trainer {
         self.version
     }
 
-    /// What is trained.
+    /// The learner of the policy.
     #[must_use]
     pub fn learner(&self) -> &Learner {
         &self.learner
     }
 
-    /// A lease that was lost before the start, although its groups are in the checkpoint that it starts from.
+    /// A lease that was lost before the start although its groups are in the checkpoint.
     #[must_use]
     pub fn lost_lease(&self) -> Option<&BufferError> {
         self.lost_lease.as_ref()
@@ -190,7 +216,7 @@ impl Trainer {
     /// The critic, if there is one.
     #[must_use]
     pub fn critic(&self) -> Option<&Critic> {
-        self.companions.critic.as_ref()
+        self.auxiliary.critic.as_ref()
     }
 
     /// Tokens trained on.
@@ -199,13 +225,13 @@ impl Trainer {
         self.trained_tokens
     }
 
-    /// One training step: lease, pack, score if the algorithm needs it, forward and backward, clip, optimizer, the next
-    /// version, publish. `None` if it was asked to stop before a batch was there. A checkpoint comes after it, if
-    /// [`Self::checkpoint_due`], because what is written down of a step has to be on disk before the step counts as done.
+    /// One training step: lease a batch, score it if the algorithm needs that, forward and backward passes, gradient
+    /// clipping, optimizer updates, next version, publish. `None` if the stop flag was set before a batch arrived. If
+    /// [`Self::checkpoint_due`], the caller takes a checkpoint after it has written the records of the step to disk.
     ///
     /// # Errors
-    /// No batch in time, a gradient that is not finite, a sampler that serves other weights than it says, bits that
-    /// differ where they must not, a checkpoint that could not be written.
+    /// No batch before the deadline, a gradient that is not finite, a sampler that serves other weights than
+    /// it reports, log-probabilities that differ where they must be equal, a checkpoint that could not be written.
     pub fn step(&mut self) -> Result<Option<StepReport>, TrainerError> {
         let CheckpointTime { stall, wait, write } = self.checkpoint_time()?;
         let mut time = StepTime {
@@ -216,14 +242,14 @@ impl Trainer {
         };
         let Some(lease) = self.batch(&mut time)? else { return Ok(None) };
 
-        // While it waits for a batch the sampler has the cores.
+        // The sampler may use all cores while the trainer waits for a batch.
         let _reservation = self.learner.pool().reserve_core();
         let clock = Instant::now();
         let batch = BatchStatistics::of(&lease.groups, self.version);
         let learning_rate = self.config.schedule.at(self.version.0);
         let updates_before = self.learner.updates();
         let (counts, updated) = self.update(&lease.groups, learning_rate)?;
-        let Updated { sums, grad_norm, critic } = updated;
+        let UpdateResult { sums, grad_norm, critic } = updated;
         fail::fail_point!("after-optimizer");
         self.version = self.version.next();
         self.trained_tokens += sums.tokens;
@@ -253,15 +279,15 @@ impl Trainer {
         }))
     }
 
-    /// Whether the current version is one that is kept between the first and the last.
+    /// Whether `checkpoint_interval` asks for a checkpoint of the current version.
     #[must_use]
     pub fn checkpoint_due(&self) -> bool {
         let interval = self.config.checkpoint_interval;
         interval > 0 && self.version.0.is_multiple_of(interval)
     }
 
-    /// Lets the buffer forget what was trained on without a checkpoint that contains it: where a crash loses the buffer
-    /// anyway, keeping it would only fill the memory.
+    /// Acknowledges the current version to the buffer without a checkpoint. For buffers in memory, which a crash loses
+    /// anyway.
     ///
     /// # Errors
     /// If the buffer fails.
@@ -269,8 +295,8 @@ impl Trainer {
         Ok(self.buffer.ack_through(CONSUMER, self.version)?)
     }
 
-    /// Takes a checkpoint of the current version. With `asynchronous` it is on disk some steps later; as soon as a step
-    /// finds it there the buffer forgets the groups that are in it.
+    /// Takes a checkpoint of the current version. With `asynchronous` it is written in the background; the next step
+    /// that finds it durable acknowledges its groups to the buffer.
     ///
     /// # Errors
     /// If the checkpoint, or the one before, cannot be written.
@@ -278,7 +304,7 @@ impl Trainer {
         self.save(|writer, contents| writer.save(contents))
     }
 
-    /// The last checkpoint of a run: that of the current version, on disk when this returns.
+    /// The last checkpoint of a run; durable when this returns.
     ///
     /// # Errors
     /// As [`Self::checkpoint`].
@@ -286,44 +312,47 @@ impl Trainer {
         self.save(|writer, contents| writer.save_now(&contents))
     }
 
-    /// Writes what there is with `write`, then lets the buffer forget the groups of what is on disk.
+    /// Writes a checkpoint with `write`, then acknowledges what is durable.
     fn save<R>(
         &mut self,
-        write: impl FnOnce(&mut Writer, Contents<'_>) -> Result<R, TrainerError>,
+        write: impl FnOnce(&mut CheckpointWriter, CheckpointContents<'_>) -> Result<R, TrainerError>,
     ) -> Result<R, TrainerError> {
         if let Some(colocation) = &mut self.colocation {
-            colocation.wake(networks(&mut self.learner, &mut self.companions))?;
+            colocation.wake(networks(&mut self.learner, &mut self.auxiliary))?;
         }
         let updates = self.learner.updates();
-        let critic = self.companions.critic.as_ref().and_then(|critic| critic.network.as_ref());
+        let critic = self.auxiliary.critic.as_ref().and_then(|critic| critic.network.as_ref());
         let state = TrainerState {
+            updates,
             critic_updates: critic.map_or(0, |network| network.learner.updates()),
-            ..TrainerState::new(self.version, updates, self.trained_tokens, self.time_s())
+            trained_tokens: self.trained_tokens,
+            time_s: self.time_s(),
+            ..TrainerState::at(self.version)
         };
         let critic =
             critic.map(|network| NetworkState::of(&network.directory, &network.learner)).transpose()?;
         let policy = NetworkState::of(&self.directory, &self.learner)?;
-        let written = write(&mut self.writer, Contents { policy, critic, state: &state })?;
+        let written = write(&mut self.writer, CheckpointContents { policy, critic, state: &state })?;
         self.forget_durable()?;
         Ok(written)
     }
 
-    /// Lets the buffer forget the groups that are in a checkpoint that has reached the disk since the last look.
+    /// Acknowledges the groups of a checkpoint that became durable since the last call.
     fn forget_durable(&mut self) -> Result<(), TrainerError> {
-        match self.writer.look()? {
+        match self.writer.take_durable()? {
             Some(version) => Ok(self.buffer.ack_through(CONSUMER, version)?),
             None => Ok(()),
         }
     }
 
-    /// Where the time of checkpoints went since the last step, which looks whether one has reached the disk.
+    /// Time spent on checkpoints since the last step.
     fn checkpoint_time(&mut self) -> Result<CheckpointTime, TrainerError> {
         self.forget_durable()?;
         Ok(self.writer.take_time())
     }
 
-    /// The next batch, and the device to train on it. A sampler that shares the device has it until then, unless the batch
-    /// is there already.
+    /// Leases the next batch and acquires the device. A sampler that shares the device has it meanwhile, unless the
+    /// batch is ready.
     fn batch(&mut self, time: &mut StepTime) -> Result<Option<Lease>, TrainerError> {
         let mut ready = None;
         if let Some(colocation) = self.colocation.as_mut().filter(|colocation| !colocation.is_resting()) {
@@ -335,7 +364,7 @@ impl Trainer {
             };
             if ready.is_none() {
                 let clock = Instant::now();
-                colocation.rest(networks(&mut self.learner, &mut self.companions))?;
+                colocation.rest(networks(&mut self.learner, &mut self.auxiliary))?;
                 time.phase_switch += clock.elapsed().as_secs_f64();
             }
         }
@@ -350,7 +379,7 @@ impl Trainer {
         time.wait_for_batch = clock.elapsed().as_secs_f64();
         let clock = Instant::now();
         if let Some(colocation) = &mut self.colocation {
-            let networks = networks(&mut self.learner, &mut self.companions);
+            let networks = networks(&mut self.learner, &mut self.auxiliary);
             if !colocation.take(networks, self.config.wait, &self.stop)? {
                 return Ok(None);
             }
@@ -367,29 +396,29 @@ impl Trainer {
             if self.stop.load(Ordering::Relaxed) {
                 return Ok(None);
             }
-            // Groups may be waited for from a sampler that waits for the weights.
+            // The missing groups may come from a sampler that waits for the weights.
             self.publisher.resend(&self.learner)?;
             let left = deadline.saturating_duration_since(Instant::now());
-            match self.buffer.lease(&request, left.min(LOOK_UP)) {
+            match self.buffer.lease(&request, left.min(STOP_POLL)) {
                 Ok(lease) => {
                     if let Some(lease) = self.quarantine.pass(&*self.buffer, lease)? {
                         return Ok(Some(lease));
                     }
                 }
-                Err(BufferError::LeaseTimeout { .. }) if left > LOOK_UP => {}
+                Err(BufferError::LeaseTimeout { .. }) if left > STOP_POLL => {}
                 Err(error) => return Err(error.into()),
             }
         }
     }
 
-    /// All updates of one batch.
+    /// All optimizer updates of one batch.
     fn update(
         &mut self,
         groups: &[Arc<Group>],
         learning_rate: f32,
-    ) -> Result<(BatchCounts, Updated), TrainerError> {
+    ) -> Result<(BatchCounts, UpdateResult), TrainerError> {
         fail::fail_point!("rank-step");
-        let demonstrations: Vec<Option<Sample>> = match &self.companions.demonstrate {
+        let demonstrations: Vec<Option<Sample>> = match &self.auxiliary.demonstrate {
             Some(demonstrate) => {
                 let of = |group: &Arc<Group>| demonstrate(&group.task).filter(|s| self.quarantine.sees(s));
                 groups.iter().map(of).collect()
@@ -397,12 +426,12 @@ impl Trainer {
             None => Vec::new(),
         };
         let batch = Batch::new(groups, &self.config.algorithm, self.config.split, &demonstrations);
-        self.tell_update(groups, &demonstrations, learning_rate)?;
-        let Companions { reference, critic, .. } = &mut self.companions;
+        self.broadcast_update(groups, &demonstrations, learning_rate)?;
+        let AuxiliaryModels { reference, critic, .. } = &mut self.auxiliary;
         let critic = critic.as_mut().map(|Critic { config, network }| {
             (*config, network.as_mut().map(|network| &mut network.learner))
         });
-        let update = Update {
+        let update = PolicyUpdate {
             algorithm: &self.config.algorithm,
             epochs: self.config.epochs,
             version: self.version,
@@ -418,19 +447,19 @@ impl Trainer {
         }
     }
 
-    /// Tells other processes of the trainer to make the same updates.
-    fn tell_update(
+    /// Sends the same updates to the other processes of the trainer.
+    fn broadcast_update(
         &self,
         groups: &[Arc<Group>],
         demonstrations: &[Option<Sample>],
         learning_rate: f32,
     ) -> Result<(), TrainerError> {
         let Some(remote) = self.learner.remote() else { return Ok(()) };
-        if let Some(reference) = &self.companions.reference {
+        if let Some(reference) = &self.auxiliary.reference {
             remote.send_reference(reference)?;
         }
-        let number = |network: &Network| network.learner.remote().map(|remote| remote.network);
-        let critic = self.companions.critic.as_ref();
+        let number = |network: &CriticNetwork| network.learner.remote().map(|remote| remote.network);
+        let critic = self.auxiliary.critic.as_ref();
         remote.tell(&Command::Update(Box::new(UpdateCommand {
             network: remote.network,
             critic: critic.map(|critic| (critic.config, critic.network.as_ref().and_then(number))),
@@ -445,8 +474,13 @@ impl Trainer {
         })))
     }
 
-    fn not_bitwise(&self, groups: &[Arc<Group>], row: Row<'_>, mismatch: Mismatch) -> TrainerError {
-        let Mismatch { token, behavior, proximal, .. } = mismatch;
+    fn not_bitwise(
+        &self,
+        groups: &[Arc<Group>],
+        row: BatchRow<'_>,
+        mismatch: LogprobMismatch,
+    ) -> TrainerError {
+        let LogprobMismatch { token, behavior, proximal, .. } = mismatch;
         let mut all = groups.iter().flat_map(|group| group.trajectories.iter().map(|t| (group.id, t)));
         let (group, trajectory) = all
             .find(|(_, trajectory)| std::ptr::eq(&raw const trajectory.sample, row.sample))
@@ -461,8 +495,8 @@ impl Trainer {
     }
 }
 
-/// What learns: the policy, then a critic of its own.
-fn networks<'a>(policy: &'a mut Learner, companions: &'a mut Companions) -> Vec<&'a mut Learner> {
-    let critic = companions.critic.as_mut().and_then(|critic| critic.network.as_mut());
+/// The networks in training: the policy, then a separate critic.
+fn networks<'a>(policy: &'a mut Learner, auxiliary: &'a mut AuxiliaryModels) -> Vec<&'a mut Learner> {
+    let critic = auxiliary.critic.as_mut().and_then(|critic| critic.network.as_mut());
     [policy].into_iter().chain(critic.map(|network| &mut network.learner)).collect()
 }

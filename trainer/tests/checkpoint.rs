@@ -1,9 +1,11 @@
-//! What is written can be gone on from, bit for bit, and what is broken says so.
+//! Checkpoints: resuming gives the same bits, and broken checkpoints are reported.
 
 use std::sync::Arc;
 
 use model::ModelDirectory;
-use trainer::checkpoint::{Contents, NetworkState, Retention, Whole, list, load, path, set_aside_after};
+use trainer::checkpoint::{
+    CheckpointContents, CheckpointIntegrity, NetworkState, Retention, list, load, path, set_aside_after,
+};
 use trainer::moments::Moments;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind, TensorState};
 use trainer::{Learner, TrainerError, TrainerState};
@@ -19,7 +21,7 @@ pub(crate) fn advance(learner: &mut Learner, steps: usize) {
 }
 
 #[test]
-fn going_on_from_a_checkpoint_gives_the_same_bits() {
+fn resuming_from_a_checkpoint_gives_the_same_bits() {
     for kind in OptimizerKind::ALL {
         let settings = with_optimizer(kind);
         let files = tempfile::tempdir().unwrap();
@@ -27,7 +29,12 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
         let mut learner =
             Learner::new(settings.clone(), config(), directory.load_parameters().unwrap(), None).unwrap();
         advance(&mut learner, 3);
-        let state = TrainerState::new(PolicyVersion(3), learner.updates(), 77, 1.5);
+        let state = TrainerState {
+            updates: learner.updates(),
+            trained_tokens: 77,
+            time_s: 1.5,
+            ..TrainerState::at(PolicyVersion(3))
+        };
         let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
         let read = load(&dir, settings.optimizer, None).unwrap();
         assert_eq!((read.state, &read.optimizer), (state, &*learner.optimizer().unwrap()));
@@ -47,7 +54,7 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
 }
 
 #[test]
-fn a_checkpoint_of_another_optimizer_is_refused() {
+fn a_checkpoint_of_another_optimizer_is_rejected() {
     let muon = with_optimizer(OptimizerKind::Muon);
     for (saved, wanted) in
         [(LEARNER, eight_bit()), (eight_bit(), LEARNER), (muon.clone(), LEARNER), (LEARNER, muon)]
@@ -56,52 +63,54 @@ fn a_checkpoint_of_another_optimizer_is_refused() {
         let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
         let learner =
             Learner::new(saved.clone(), config(), directory.load_parameters().unwrap(), None).unwrap();
-        let state = TrainerState::new(PolicyVersion(1), 0, 0, 0.0);
+        let state = TrainerState::at(PolicyVersion(1));
         let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
         let message = load(&dir, wanted.optimizer, None).unwrap_err().to_string();
         let (saved, wanted) = (saved.optimizer.kind.as_str(), wanted.optimizer.kind.as_str());
         let says = format!(
-            "`trainer.optimizer = \"{saved}\"`, but the recipe says \"{wanted}\"; go on with \"{saved}\""
+            "`trainer.optimizer = \"{saved}\"`, but the recipe says \"{wanted}\"; continue with \"{saved}\""
         );
         assert!(message.contains(&says) && message.contains("optimizer.safetensors"), "{message}");
     }
 }
 
 #[test]
-fn a_basis_of_another_rank_is_refused_with_its_key() {
+fn a_basis_of_another_rank_is_rejected_with_its_key() {
     let files = tempfile::tempdir().unwrap();
     let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
     let settings = with_optimizer(OptimizerKind::Dion);
     let learner =
         Learner::new(settings.clone(), config(), directory.load_parameters().unwrap(), None).unwrap();
-    let dir = save(files.path(), &directory, &learner, &TrainerState::new(PolicyVersion(1), 0, 0, 0.0), 2);
+    let dir = save(files.path(), &directory, &learner, &TrainerState::at(PolicyVersion(1)), 2);
     let wanted = OptimizerConfig { dion_rank_fraction: 0.25, ..settings.optimizer };
     let message = load(&dir.unwrap(), wanted, None).unwrap_err().to_string();
     assert!(message.contains("basis.") && message.contains("`trainer.dion_rank_fraction`"), "{message}");
 }
 
 #[test]
-fn only_the_newest_are_kept_and_the_same_step_can_be_written_again() {
+fn only_the_newest_are_kept_and_saving_a_step_again_is_a_no_op() {
     let files = tempfile::tempdir().unwrap();
     let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
     let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None).unwrap();
     for version in [1, 2, 3, 2] {
-        save(files.path(), &directory, &learner, &TrainerState::new(PolicyVersion(version), 0, 0, 0.0), 2)
-            .unwrap();
+        save(files.path(), &directory, &learner, &TrainerState::at(PolicyVersion(version)), 2).unwrap();
     }
     assert_eq!(list(files.path()), [PolicyVersion(2), PolicyVersion(3)]);
     assert!(list(&files.path().join("nowhere")).is_empty());
 }
 
 #[test]
-fn multiples_are_kept_for_ever() {
+fn multiples_are_kept_forever() {
     let files = tempfile::tempdir().unwrap();
     let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
     let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None).unwrap();
     for version in 0..7 {
-        let state = TrainerState::new(PolicyVersion(version), 0, 0, 0.0);
-        let contents =
-            Contents { policy: NetworkState::of(&directory, &learner).unwrap(), critic: None, state: &state };
+        let state = TrainerState::at(PolicyVersion(version));
+        let contents = CheckpointContents {
+            policy: NetworkState::of(&directory, &learner).unwrap(),
+            critic: None,
+            state: &state,
+        };
         let retention = Retention { keep_last: 1, keep_every: 3 };
         trainer::checkpoint::save(files.path(), &contents, retention).unwrap();
     }
@@ -109,11 +118,11 @@ fn multiples_are_kept_for_ever() {
 }
 
 #[test]
-fn broken_checkpoints_are_named() {
+fn errors_name_the_broken_checkpoint() {
     let files = tempfile::tempdir().unwrap();
     let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
     let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None).unwrap();
-    let state = TrainerState::new(PolicyVersion(1), 0, 0, 0.0);
+    let state = TrainerState::at(PolicyVersion(1));
     let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
     assert_eq!(dir, path(files.path(), PolicyVersion(1)));
     let message = || load(&dir, LEARNER.optimizer, None).unwrap_err().to_string();
@@ -137,15 +146,15 @@ fn broken_checkpoints_are_named() {
     assert!(message().contains("trainer.json is damaged: it is missing"), "{}", message());
 }
 
-/// Every file of a checkpoint is compared with its digest, also one whose change no reader would notice.
+/// Every file is compared with its digest, including files whose change no reader would detect.
 #[test]
-fn a_flipped_bit_of_any_file_is_damage() {
+fn a_flipped_bit_in_any_file_is_detected() {
     let files = tempfile::tempdir().unwrap();
     let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
     let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None).unwrap();
-    let state = TrainerState::new(PolicyVersion(1), 0, 0, 0.0);
+    let state = TrainerState::at(PolicyVersion(1));
     let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
-    assert_eq!(load(&dir, LEARNER.optimizer, None).unwrap().whole, Whole::Digested);
+    assert_eq!(load(&dir, LEARNER.optimizer, None).unwrap().integrity, CheckpointIntegrity::Digested);
     let names = ["trainer.json", "optimizer.safetensors", "model/model.safetensors", "model/config.json"];
     for name in names.into_iter().chain(["model/manifest.json", "model/tokenizer.json"]) {
         let path = dir.join(name);
@@ -169,16 +178,16 @@ fn a_checkpoint_of_format_1_is_read_without_digests() {
     let files = tempfile::tempdir().unwrap();
     let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
     let learner = Learner::new(LEARNER, config(), directory.load_parameters().unwrap(), None).unwrap();
-    let state = TrainerState { format: 1, ..TrainerState::new(PolicyVersion(1), 0, 0, 0.0) };
+    let state = TrainerState { format: 1, ..TrainerState::at(PolicyVersion(1)) };
     let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
     for manifest in ["manifest.json", "model/manifest.json"] {
         std::fs::remove_file(dir.join(manifest)).unwrap();
     }
-    assert_eq!(load(&dir, LEARNER.optimizer, None).unwrap().whole, Whole::Undigested);
+    assert_eq!(load(&dir, LEARNER.optimizer, None).unwrap().integrity, CheckpointIntegrity::Undigested);
 }
 
 #[test]
-fn checkpoints_that_are_set_aside_keep_their_files_and_are_not_found() {
+fn checkpoints_that_are_set_aside_keep_their_files_and_are_not_listed() {
     let files = tempfile::tempdir().unwrap();
     for version in 1..4 {
         std::fs::create_dir(path(files.path(), PolicyVersion(version))).unwrap();

@@ -1,22 +1,22 @@
-//! Every advantage, loss, correction and whole minibatch against PyTorch's autograd in f64.
+//! Every advantage estimator, loss, correction and whole minibatch against PyTorch's autograd in f64.
 //!
-//! The numbers are made by `trainer/tests/goldens/algorithms.py`, which was written from the papers' formulas without
-//! looking at this crate.
+//! `trainer/tests/goldens/algorithms.py` computes the numbers; it was written from the papers' formulas, independently
+//! of this crate.
 
 use serde_json::Value;
+use trainer::advantage::gae::generalised;
+use trainer::advantage::{AdvantageEstimator, GroupOutcome, TrajectoryOutcome, batch};
 use trainer::algorithm::{Algorithm, Proximal};
-use trainer::batch::{Batch, Split};
-use trainer::credit::gae::generalised;
-use trainer::credit::{Advantage, GroupOutcome, Outcome, batch};
-use trainer::loss::divergence::Place;
-use trainer::loss::preference::{Pair, Preference, bradley_terry};
+use trainer::batch::{Batch, BatchSplit};
+use trainer::loss::kl::KlPlacement;
+use trainer::loss::preference::{Preference, PreferencePair, bradley_terry};
 use trainer::loss::trajectory_balance::{self, Balance};
 use trainer::loss::{
-    Aggregation, Correction, Counts, Divergence, Estimator, PolicyLoss, RowTerms, correction, value,
+    Aggregation, Correction, KlEstimator, KlPenalty, LossRow, PolicyLoss, TokenCounts, correction, value,
 };
+use trainer::loss_inputs::{Scores, groups_to_score, loss_inputs};
 use trainer::objective::{PolicyObjective, Predicted};
 use trainer::report::TokenSums;
-use trainer::terms::{Scores, scored, terms};
 use trajectory::{
     Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
     Trajectory, Turn, VersionRun,
@@ -53,8 +53,8 @@ fn all_close(ours: &[f64], theirs: &Value, case: &Value) {
     ours.iter().zip(&theirs).for_each(|(ours, theirs)| close(*ours, *theirs, case));
 }
 
-/// The advantage of a case, with what its file leaves out.
-fn advantage(case: &Value) -> Advantage {
+/// The advantage estimator of a case, with fields that its file omits.
+fn advantage(case: &Value) -> AdvantageEstimator {
     let mut case = case.clone();
     if case["name"] == "whiten" {
         case["gamma"] = 1.0.into();
@@ -62,7 +62,7 @@ fn advantage(case: &Value) -> Advantage {
     word(&case)
 }
 
-fn outcome(of: &Value) -> Outcome {
+fn outcome(of: &Value) -> TrajectoryOutcome {
     let turns: Vec<(usize, f64)> = of["turns"]
         .as_array()
         .into_iter()
@@ -70,13 +70,13 @@ fn outcome(of: &Value) -> Outcome {
         .map(|turn| (turn["tokens"].as_u64().unwrap() as usize, number(&turn["reward"])))
         .collect();
     let tokens = turns.iter().map(|(tokens, _)| tokens).sum();
-    Outcome {
+    TrajectoryOutcome {
         reward: of["reward"].as_f64().unwrap_or(0.0),
         correct: of["reward"].as_f64().is_some_and(|reward| reward > 0.5),
         tokens: of["length"].as_u64().map_or(tokens, |n| n as usize),
         components: of.get("components").map(numbers).unwrap_or_default(),
         turns,
-        ..Outcome::default()
+        ..TrajectoryOutcome::default()
     }
 }
 
@@ -118,7 +118,7 @@ fn losses() {
         let [current, proximal, behavior, advantages] =
             ["current", "proximal", "behavior", "advantages"].map(|key| numbers(&case[key]));
         let row =
-            RowTerms { current: &current, proximal: &proximal, behavior: &behavior, advantages: &advantages };
+            LossRow { current: &current, proximal: &proximal, behavior: &behavior, advantages: &advantages };
         let tokens = word::<PolicyLoss>(&case).row(row);
         all_close(&tokens.iter().map(|t| t.loss).collect::<Vec<_>>(), &case["token_losses"], &case);
         all_close(&tokens.iter().map(|t| t.derivative).collect::<Vec<_>>(), &case["gradient"], &case);
@@ -186,7 +186,7 @@ fn corrections() {
             all_close(&ours, &case["proximal"], &case);
             continue;
         }
-        let ours = word::<Correction>(&case).of(&numbers(&case["proximal"]), &behavior);
+        let ours = word::<Correction>(&case).weights(&numbers(&case["proximal"]), &behavior);
         all_close(&ours.weights, &case["weights"], &case);
         assert_eq!(ours.kept, word::<Vec<bool>>(&case["kept"]), "{case}");
     }
@@ -195,7 +195,7 @@ fn corrections() {
 #[test]
 fn divergences() {
     for case in goldens("divergences") {
-        let estimator: Estimator = word(&case["estimator"]);
+        let estimator: KlEstimator = word(&case["estimator"]);
         let (current, reference) = (numbers(&case["current"]), numbers(&case["reference"]));
         let ours: Vec<(f64, f64)> =
             current.iter().zip(&reference).map(|(c, r)| estimator.token(*c, *r)).collect();
@@ -211,7 +211,7 @@ fn aggregations() {
         let mode: Aggregation = word(&case["mode"]);
         for (g, group) in lengths.iter().enumerate() {
             for (t, tokens) in group.iter().enumerate() {
-                let counts = Counts {
+                let counts = TokenCounts {
                     sequence_tokens: *tokens,
                     group_tokens: group.iter().sum(),
                     batch_tokens: lengths.iter().flatten().sum(),
@@ -256,8 +256,14 @@ fn value_losses() {
     for case in goldens("value_losses") {
         let [values, old, returns] = ["values", "old_values", "returns"].map(|key| numbers(&case[key]));
         let clip = case["clip"].as_f64();
-        let ours: Vec<(f64, f64)> =
-            (0..values.len()).map(|t| value::token(values[t], old[t], returns[t], clip)).collect();
+        let ours: Vec<(f64, f64)> = (0..values.len())
+            .map(|t| {
+                value::token(
+                    value::ValuePrediction { value: values[t], old: old[t], target: returns[t] },
+                    clip,
+                )
+            })
+            .collect();
         all_close(&ours.iter().map(|(loss, _)| *loss).collect::<Vec<_>>(), &case["losses"], &case);
         all_close(&ours.iter().map(|(_, slope)| *slope).collect::<Vec<_>>(), &case["gradient"], &case);
     }
@@ -266,7 +272,7 @@ fn value_losses() {
 #[test]
 fn preferences() {
     for case in goldens("preferences") {
-        let pair = |prefix: &str| Pair {
+        let pair = |prefix: &str| PreferencePair {
             chosen: number(&case[format!("{prefix}chosen")]),
             rejected: number(&case[format!("{prefix}rejected")]),
         };
@@ -280,7 +286,7 @@ fn preferences() {
     }
 }
 
-/// A group as the buffer hands it out, with two prompt tokens before each trajectory.
+/// A group as leased from the buffer, with two prompt tokens before each trajectory.
 fn group(id: usize, members: &[Value]) -> Group {
     let trajectory = |(index, member): (usize, &Value)| {
         let behavior = numbers(&member["behavior"]);
@@ -319,16 +325,16 @@ fn group(id: usize, members: &[Value]) -> Group {
     Group { id: GroupId(id as u64), task, trajectories }
 }
 
-/// A whole minibatch through the code of a step: rows, scores, terms, objective.
+/// A whole minibatch through the code of a step: rows, scores, loss inputs, objective.
 #[test]
 fn batches() {
     for case in goldens("batches") {
         let divergence = match &case["kl"] {
-            Value::Null => Divergence::OFF,
-            kl => Divergence {
+            Value::Null => KlPenalty::OFF,
+            kl => KlPenalty {
                 coef: number(&kl["coef"]),
                 estimator: word(&kl["estimator"]),
-                place: Place::Loss,
+                placement: KlPlacement::Loss,
             },
         };
         let algorithm = Algorithm {
@@ -336,7 +342,7 @@ fn batches() {
             loss: word(&case["loss"]),
             correction: word(&case["correction"]),
             aggregation: word(&case["aggregation"]),
-            divergence,
+            kl: divergence,
             entropy_coef: number(&case["entropy_coef"]),
             entropy_share: number(&case["entropy_share"]),
             nll_coef: number(&case["nll_coef"]),
@@ -352,23 +358,23 @@ fn batches() {
             .map(|(id, members)| std::sync::Arc::new(group(id, members.as_array().unwrap())))
             .collect();
         let length = case["max_completion_length"].as_u64().unwrap() as usize;
-        let split = Split { minibatches: 1, max_completion_length: length };
+        let split = BatchSplit { minibatches: 1, max_completion_length: length };
         let batch = Batch::new(&groups, &algorithm, split, &[]);
-        let scored = scored(&batch, &algorithm);
+        let scored = groups_to_score(&batch, &algorithm);
         let rows = batch.rows(|group| scored[group]);
         let members: Vec<&Value> =
             rows.iter().map(|row| &case["groups"][row.group][row.trajectory.unwrap()]).collect();
         let each = |key: &str| Some(members.iter().map(|member| numbers(&member[key])).collect());
-        let [before, reference, entropy] = ["proximal", "reference", "entropy"].map(each);
-        let scores = Scores { before, reference, entropy, ..Scores::default() };
-        let terms = terms(&batch, &rows, scores, &algorithm, PolicyVersion(0));
+        let [start_logprobs, reference_logprobs, entropy] = ["proximal", "reference", "entropy"].map(each);
+        let scores = Scores { start_logprobs, reference_logprobs, entropy, ..Scores::default() };
+        let inputs = loss_inputs(&batch, &rows, scores, &algorithm, PolicyVersion(0));
         let objective = PolicyObjective {
             algorithm: &algorithm,
             rows: &rows,
-            terms: &terms,
+            inputs: &inputs,
             log_z: Vec::new(),
             critic: None,
-            compares: true,
+            compares_sampler: true,
             bitwise: None,
         };
         let mut sums = TokenSums::default();

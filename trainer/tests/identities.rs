@@ -1,17 +1,17 @@
-//! Identities of the literature, on policies small enough to enumerate every sequence.
+//! Identities from the literature, on policies small enough to enumerate every sequence.
 //!
-//! The policy is a table: a softmax for the first token and one for the second after each first, so that every expectation
-//! is a sum over nine sequences and nothing is drawn.
+//! The policy is a table: a softmax for the first token and one for the second after each first token. Every
+//! expectation is an exact sum over nine sequences.
 
-use trainer::credit::{Advantage, GroupOutcome, Outcome, ScaleRewards};
-use trainer::loss::divergence::Place;
+use trainer::advantage::{AdvantageEstimator, GroupOutcome, ScaleRewards, TrajectoryOutcome};
+use trainer::loss::kl::KlPlacement;
 use trainer::loss::trajectory_balance::{self, Balance};
-use trainer::loss::{Correction, Divergence, Estimator, PolicyLoss, RowTerms};
+use trainer::loss::{Correction, KlEstimator, KlPenalty, LossRow, PolicyLoss};
 
 const TOKENS: usize = 3;
-/// One softmax for the first token, one for the second after each first.
+/// One softmax for the first token, one for the second after each first token.
 const STATES: usize = 1 + TOKENS;
-/// Every sequence of two tokens.
+/// All sequences of two tokens.
 const SEQUENCES: usize = TOKENS * TOKENS;
 
 /// `[STATES][TOKENS]` logits.
@@ -21,7 +21,7 @@ fn sequence(index: usize) -> [usize; 2] {
     [index / TOKENS, index % TOKENS]
 }
 
-/// The states in which the tokens of a sequence are chosen.
+/// The states in which the tokens of a sequence are sampled.
 fn states(index: usize) -> [usize; 2] {
     [0, 1 + sequence(index)[0]]
 }
@@ -38,7 +38,7 @@ fn logprobs(policy: &Policy, index: usize) -> [f64; 2] {
     [0, 1].map(|t| log_softmax(&policy[states[t]])[tokens[t]])
 }
 
-/// Adds `slopes`, derivatives of a loss by the log-probabilities of a sequence, as derivatives by the logits.
+/// Adds `slopes`, derivatives of a loss by the log-probabilities of a sequence, to the derivatives by the logits.
 fn backward(policy: &Policy, index: usize, slopes: [f64; 2], gradient: &mut Policy) {
     let (tokens, states) = (sequence(index), states(index));
     for t in 0..2 {
@@ -50,7 +50,7 @@ fn backward(policy: &Policy, index: usize, slopes: [f64; 2], gradient: &mut Poli
     }
 }
 
-/// Some policy, another one for every seed.
+/// A random policy for a seed.
 fn some_policy(seed: usize) -> Policy {
     let value = |state: usize, token: usize| ((seed * 7 + state * 5 + token * 3) as f64 * 1.3).sin();
     std::array::from_fn(|state| std::array::from_fn(|token| value(state, token)))
@@ -64,12 +64,12 @@ fn largest_difference(a: &Policy, b: &Policy) -> f64 {
     a.iter().flatten().zip(b.iter().flatten()).fold(0.0, |most: f64, (a, b)| most.max((a - b).abs()))
 }
 
-/// TBA (arXiv 2503.18929): on what the policy samples, the gradient of trajectory balance is `2 / beta` times that of
-/// REINFORCE with the group's mean as baseline and the divergence taken off the reward.
+/// TBA (arXiv 2503.18929): on-policy, the gradient of trajectory balance is `2 / beta` times that of REINFORCE with the
+/// group mean as baseline and the KL penalty subtracted from the reward.
 #[test]
-fn trajectory_balance_is_reinforce_with_a_divergence() {
+fn trajectory_balance_is_reinforce_with_a_kl_penalty() {
     let (policy, reference, beta) = (some_policy(1), some_policy(2), 0.25);
-    // A group with repeats, as sampling would give.
+    // A group with repeated sequences, as in sampling.
     let group = [0, 4, 4, 8, 3, 1];
     let balances: Vec<Balance> = group
         .iter()
@@ -80,24 +80,24 @@ fn trajectory_balance_is_reinforce_with_a_divergence() {
         })
         .collect();
     let log_z = trajectory_balance::log_z(&balances, beta);
-    let divergence = Divergence { coef: beta, estimator: Estimator::K1, place: Place::Reward };
+    let divergence = KlPenalty { coef: beta, estimator: KlEstimator::K1, placement: KlPlacement::Reward };
     let penalty =
         |current: f64, reference: f64| divergence.coef * divergence.estimator.token(current, reference).0;
-    let outcome = |i: &usize| Outcome {
+    let outcome = |i: &usize| TrajectoryOutcome {
         reward: reward(*i),
         tokens: 2,
         penalties: (0..2).map(|t| penalty(logprobs(&policy, *i)[t], logprobs(&reference, *i)[t])).collect(),
-        ..Outcome::default()
+        ..TrajectoryOutcome::default()
     };
     let outcomes = [GroupOutcome { trajectories: group.iter().map(outcome).collect(), greedy: None }];
-    let advantages = Advantage::Group { scale: ScaleRewards::None }.of(&outcomes);
+    let advantages = AdvantageEstimator::Group { scale: ScaleRewards::None }.of(&outcomes);
     let (mut of_balance, mut of_reinforce) = (Policy::default(), Policy::default());
     for (k, i) in group.iter().enumerate() {
         let share = 1.0 / group.len() as f64;
         let slope = trajectory_balance::row(balances[k], log_z, beta, 2)[0].derivative * share;
         backward(&policy, *i, [slope; 2], &mut of_balance);
         let current = logprobs(&policy, *i);
-        let row = RowTerms {
+        let row = LossRow {
             current: &current,
             proximal: &current,
             behavior: &current,
@@ -111,8 +111,8 @@ fn trajectory_balance_is_reinforce_with_a_divergence() {
     assert!(largest_difference(&of_balance, &of_reinforce) < 1e-6 * size);
 }
 
-/// The minimum of trajectory balance is the reference times `exp(reward / beta)`, although every sequence is seen equally
-/// often; the clipped surrogate on the same data goes to the best sequence alone.
+/// The minimum of trajectory balance is the reference times `exp(reward / beta)`, although all sequences are equally
+/// frequent; the clipped surrogate on the same data converges to the best sequence only.
 #[test]
 fn trajectory_balance_finds_its_target_off_policy_and_ppo_does_not() {
     let (reference, beta) = (some_policy(3), 0.5);
@@ -150,7 +150,7 @@ fn trajectory_balance_finds_its_target_off_policy_and_ppo_does_not() {
     let uniform = [(1.0 / TOKENS as f64).ln(); 2];
     let of_surrogate = descend(&|policy, i| {
         let current = logprobs(policy, i);
-        let row = RowTerms {
+        let row = LossRow {
             current: &current,
             proximal: &uniform,
             behavior: &uniform,
@@ -163,20 +163,20 @@ fn trajectory_balance_finds_its_target_off_policy_and_ppo_does_not() {
     assert!(of_surrogate > 0.05, "{of_surrogate}");
 }
 
-/// AReaL (arXiv 2505.24298, proposition 1): a sequence whose tokens were sampled by different versions has one behavior
-/// policy, that of the recorded log-probabilities, so weighting by them gives the gradient of the current policy exactly.
+/// AReaL (arXiv 2505.24298, proposition 1): a sequence sampled by several versions has one behavior policy, that of the
+/// recorded log-probabilities, so importance weights by these give the exact gradient of the current policy.
 #[test]
 fn sequences_of_mixed_versions_give_an_unbiased_gradient() {
     let (current, older, newer) = (some_policy(5), some_policy(6), some_policy(7));
-    // The weights changed between the first token and the second.
+    // The weights changed between the first and the second token.
     let behavior = |i: usize| [logprobs(&older, i)[0], logprobs(&newer, i)[1]];
     let estimate = |correction: Correction, recorded: &dyn Fn(usize) -> [f64; 2]| {
         let mut gradient = Policy::default();
         for i in 0..SEQUENCES {
             let (now, recorded) = (logprobs(&current, i), recorded(i));
             let row =
-                RowTerms { current: &now, proximal: &now, behavior: &recorded, advantages: &[reward(i); 2] };
-            let weights = correction.of(&now, &recorded).weights;
+                LossRow { current: &now, proximal: &now, behavior: &recorded, advantages: &[reward(i); 2] };
+            let weights = correction.weights(&now, &recorded).weights;
             let losses = PolicyLoss::Reinforce.row(row);
             let chance = behavior(i).iter().sum::<f64>().exp();
             backward(&current, i, [0, 1].map(|t| chance * weights[t] * losses[t].derivative), &mut gradient);
@@ -190,7 +190,7 @@ fn sequences_of_mixed_versions_give_an_unbiased_gradient() {
     }
     let whole = Correction::SequenceTruncate { cap: f64::INFINITY };
     assert!(largest_difference(&estimate(whole, &behavior), &exact) < 1e-12);
-    // With the log-probabilities of one version only, or without weights, it is another gradient.
+    // With the log-probabilities of one version only, or without weights, the gradient differs.
     let wrong = |i: usize| logprobs(&newer, i);
     assert!(largest_difference(&estimate(whole, &wrong), &exact) > 1e-3);
     assert!(largest_difference(&estimate(Correction::None, &behavior), &exact) > 1e-3);

@@ -1,4 +1,4 @@
-//! A low-rank change is trained in place of the weights.
+//! Training a LoRA adapter.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ fn base() -> Parameters {
     Parameters::random(&config(), 5)
 }
 
-/// An adapter whose `B` is not zero any more.
+/// An adapter with non-zero `B`.
 fn moved() -> Adapter {
     let mut adapter = Adapter::new(lora(), &base(), 1);
     for (i, value) in adapter.values_mut().iter_mut().enumerate() {
@@ -81,7 +81,7 @@ fn gradients_are_finite_differences_of_the_loss() {
             adapter.values_mut()[spec.range()].copy_from_slice(&before);
             value
         };
-        // Five points: an error of the fourth order.
+        // Five-point stencil: an error of fourth order.
         let near = (at(1.0) - at(-1.0)) / (2.0 * f64::from(step));
         let far = (at(2.0) - at(-2.0)) / (4.0 * f64::from(step));
         let numeric = (4.0 * near - far) / 3.0;
@@ -94,14 +94,14 @@ fn gradients_are_finite_differences_of_the_loss() {
 }
 
 #[test]
-fn a_fresh_adapter_computes_what_the_base_does() {
+fn a_new_adapter_computes_the_same_as_the_base() {
     let learner = learner(LEARNER, Adapter::new(lora(), &base(), 1));
     assert_eq!(loss(&learner.parameters().unwrap()).0.to_bits(), loss(&base()).0.to_bits());
     assert_eq!(learner.parameters().unwrap().values(), base().values());
 }
 
 #[test]
-fn only_the_adapter_moves_and_only_it_is_clipped() {
+fn only_the_adapter_is_updated_and_clipped() {
     let targets = vec![TargetModule::VProj, TargetModule::GateProj];
     let config = LoraConfig { target_modules: targets.clone(), ..lora() };
     let mut learner = learner(LEARNER, Adapter::new(config, &base(), 1));
@@ -126,15 +126,18 @@ fn only_the_adapter_moves_and_only_it_is_clipped() {
 }
 
 #[test]
-fn going_on_from_a_checkpoint_gives_the_same_bits() {
+fn resuming_from_a_checkpoint_gives_the_same_bits() {
     for kind in OptimizerKind::ALL {
         let settings = with_optimizer(kind);
         let files = tempfile::tempdir().unwrap();
         let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
         let mut learner = learner(settings.clone(), moved());
         advance(&mut learner, 3);
-        let state = |version, learner: &Learner| {
-            TrainerState::new(PolicyVersion(version), learner.updates(), 77, 1.5)
+        let state = |version, learner: &Learner| TrainerState {
+            updates: learner.updates(),
+            trained_tokens: 77,
+            time_s: 1.5,
+            ..TrainerState::at(PolicyVersion(version))
         };
         let dir = save(files.path(), &directory, &learner, &state(3, &learner), 1).unwrap();
         let read = load(&dir, settings.optimizer, Some(&lora())).unwrap();
@@ -155,7 +158,7 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
             (resumed.adapter(), resumed.optimizer().unwrap()),
             (learner.adapter(), learner.optimizer().unwrap())
         );
-        // The next checkpoint leaves the frozen model alone, and outlives the last one.
+        // The next checkpoint does not change the frozen model, which is kept when older checkpoints are removed.
         let written = |path: &str| std::fs::metadata(base_path(files.path()).join(path)).unwrap().modified();
         let before = written("model.safetensors").unwrap();
         let dir = save(files.path(), &directory, &resumed, &state(5, &resumed), 1).unwrap();
@@ -167,10 +170,10 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
 }
 
 #[test]
-fn checkpoints_of_something_else_are_refused() {
+fn checkpoints_of_another_adapter_are_rejected() {
     let files = tempfile::tempdir().unwrap();
     let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
-    let state = |version| TrainerState::new(PolicyVersion(version), 0, 0, 0.0);
+    let state = |version| TrainerState::at(PolicyVersion(version));
     let plain = save(files.path(), &directory, &crate::learner(LEARNER), &state(1), 3).unwrap();
     let message = |dir: &std::path::Path, lora: Option<&LoraConfig>| {
         load(dir, LEARNER.optimizer, lora).unwrap_err().to_string()
@@ -181,7 +184,7 @@ fn checkpoints_of_something_else_are_refused() {
     let other = LoraConfig { rank: 4, ..lora() };
     assert!(message(&adapted, Some(&other)).contains("has rank = 3"), "{}", message(&adapted, Some(&other)));
 
-    // A frozen model that is not the one under the adapter.
+    // A frozen model that does not belong to the adapter.
     let path = base_path(files.path());
     std::fs::remove_dir_all(&path).unwrap();
     directory.save(&path, &Parameters::random(&config(), 6)).unwrap();
@@ -194,7 +197,7 @@ fn a_frozen_model_of_a_killed_attempt_is_replaced() {
     let files = tempfile::tempdir().unwrap();
     let directory = Arc::new(ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap());
     directory.save(&base_path(files.path()), &Parameters::random(&config(), 6)).unwrap();
-    let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);
+    let state = TrainerState::at(PolicyVersion(0));
     let dir = save(files.path(), &directory, &learner(LEARNER, moved()), &state, 1).unwrap();
     assert!(load(&dir, LEARNER.optimizer, Some(&lora())).is_ok());
 }

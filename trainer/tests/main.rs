@@ -17,20 +17,20 @@ use std::time::Duration;
 
 use model::{Config, Decoder, ModelDirectory, Pack, Parameters, Recompute, Sizes, Target, ThreadPool};
 use trainer::algorithm::Algorithm;
-use trainer::batch::{Batch, Split};
-use trainer::checkpoint::{Contents, NetworkState, Retention};
+use trainer::batch::{Batch, BatchSplit};
+use trainer::checkpoint::{CheckpointContents, NetworkState, Retention};
 use trainer::loss::Correction;
+use trainer::loss_inputs::{Scores, loss_inputs};
 use trainer::objective::PolicyObjective;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 use trainer::report::TokenSums;
-use trainer::terms::{Scores, terms};
 use trainer::{Learner, LearnerConfig, TrainerError, TrainerState};
 use trajectory::{
     Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, StopReason, Task, TaskId,
     Trajectory, Turn, VersionRun,
 };
 
-const SPLIT: Split = Split { minibatches: 1, max_completion_length: 16 };
+const SPLIT: BatchSplit = BatchSplit { minibatches: 1, max_completion_length: 16 };
 
 const LEARNER: LearnerConfig = LearnerConfig {
     optimizer: OptimizerConfig {
@@ -56,12 +56,12 @@ fn eight_bit() -> LearnerConfig {
     with_optimizer(OptimizerKind::Adamw8bit)
 }
 
-/// [`LEARNER`] with another optimizer.
+/// [`LEARNER`] with another optimizer kind.
 fn with_optimizer(kind: OptimizerKind) -> LearnerConfig {
     LearnerConfig { optimizer: OptimizerConfig { kind, ..LEARNER.optimizer }, ..LEARNER }
 }
 
-/// Writes a checkpoint of `learner` and keeps so many.
+/// Writes a checkpoint of `learner` and keeps the `keep_last` newest.
 fn save(
     checkpoints: &Path,
     directory: &Arc<ModelDirectory>,
@@ -69,11 +69,12 @@ fn save(
     state: &TrainerState,
     keep_last: usize,
 ) -> Result<PathBuf, TrainerError> {
-    let contents = Contents { policy: NetworkState::of(directory, learner).unwrap(), critic: None, state };
+    let contents =
+        CheckpointContents { policy: NetworkState::of(directory, learner).unwrap(), critic: None, state };
     trainer::checkpoint::save(checkpoints, &contents, Retention::last(keep_last))
 }
 
-/// Small, but its embedding and its MLP are just large enough for 8-bit moments.
+/// Small, but embedding and MLP are just large enough for 8-bit moments.
 fn config() -> Config {
     let mut config = Config::fresh(&Sizes {
         vocab_size: 128,
@@ -94,8 +95,8 @@ fn learner(settings: LearnerConfig) -> Learner {
     Learner::new(settings, config, parameters, None).unwrap()
 }
 
-/// A group whose trajectories got `rewards`, with tokens made of its number and, as behavior log-probabilities, those of
-/// the fresh model moved by `off_policy` nats.
+/// A group with `rewards`. Tokens are derived from its number; behavior log-probabilities are those of the initial
+/// model plus `off_policy` nats.
 fn group(id: u64, rewards: &[f64], off_policy: f32) -> Arc<Group> {
     let config = config();
     let decoder = Decoder::new(&config, &Parameters::random(&config, 5));
@@ -140,7 +141,7 @@ fn group(id: u64, rewards: &[f64], off_policy: f32) -> Arc<Group> {
     })
 }
 
-/// Six groups, two of them without variance.
+/// Six groups, two of them with equal rewards.
 fn groups() -> Vec<Arc<Group>> {
     let rewards: [&[f64]; 6] = [
         &[1.0, 0.0, 0.0],
@@ -153,21 +154,21 @@ fn groups() -> Vec<Arc<Group>> {
     rewards.iter().enumerate().map(|(id, rewards)| group(id as u64, rewards, 0.0)).collect()
 }
 
-/// One policy step on all of `groups` with a loss that the distance from the sampler never takes the gradient from; the norm
-/// of the gradient and what the tokens say.
+/// One policy step on `groups` with a loss whose gradient no off-policy distance clips; returns the gradient norm and
+/// the statistics.
 fn policy_step(learner: &mut Learner, groups: &[Arc<Group>], learning_rate: f32) -> (f32, TokenSums) {
     let correction = Correction::TokenTruncate { cap: 2.0 };
     let algorithm = Algorithm { correction, ..Algorithm::decoupled() };
     let batch = Batch::new(groups, &algorithm, SPLIT, &[]);
     let rows = batch.rows(|group| !batch.groups[group].zero_variance);
-    let terms = terms(&batch, &rows, Scores::default(), &algorithm, PolicyVersion(0));
+    let inputs = loss_inputs(&batch, &rows, Scores::default(), &algorithm, PolicyVersion(0));
     let objective = PolicyObjective {
         algorithm: &algorithm,
         rows: &rows,
-        terms: &terms,
+        inputs: &inputs,
         log_z: Vec::new(),
         critic: None,
-        compares: true,
+        compares_sampler: true,
         bitwise: None,
     };
     let samples: Vec<&Sample> = rows.iter().map(|row| row.sample).collect();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use device::device::Place;
+use device::device::DeviceLocation;
 use device::{DeviceError, bf16};
 use model::on_device::Dtype;
 use model::{
@@ -39,7 +39,7 @@ fn on_device(dtype: Dtype) -> LearnerConfig {
 }
 
 fn emulated(dtype: Dtype, optimizer: OptimizerPlace, settings: &LearnerConfig) -> LearnerConfig {
-    let device = DeviceConfig { optimizer, ..DeviceConfig::new(Place::Emulated, dtype) };
+    let device = DeviceConfig { optimizer, ..DeviceConfig::new(DeviceLocation::Emulated, dtype) };
     LearnerConfig { device: Some(device), ..settings.clone() }
 }
 
@@ -217,7 +217,7 @@ fn what_is_computed_again_has_the_same_bits() {
 }
 
 #[test]
-fn going_on_from_a_checkpoint_gives_the_same_bits() {
+fn resuming_from_a_checkpoint_gives_the_same_bits() {
     for (dtype, place, world, zero) in [
         (Dtype::F32, OptimizerPlace::Device, 1, 1),
         (Dtype::Bf16, OptimizerPlace::Device, 1, 1),
@@ -232,7 +232,12 @@ fn going_on_from_a_checkpoint_gives_the_same_bits() {
             |parameters, optimizer| Learner::new(settings.clone(), config(), parameters, optimizer).unwrap();
         let mut learner = new(directory.load_parameters().unwrap(), None);
         advance(&mut learner, 2);
-        let state = TrainerState::new(PolicyVersion(2), learner.updates(), 77, 1.5);
+        let state = TrainerState {
+            updates: learner.updates(),
+            trained_tokens: 77,
+            time_s: 1.5,
+            ..TrainerState::at(PolicyVersion(2))
+        };
         let dir = save(files.path(), &directory, &learner, &state, 2).unwrap();
         let read = load(&dir, settings.optimizer, None).unwrap();
         assert_eq!(read.parameters.values(), values(&learner));
@@ -404,7 +409,7 @@ fn scores_are_those_of_the_processor() {
             assert_same(&scored, &expected_under, 1e-5, "frozen weights");
         }
         if let Some((device, _)) = learner.device_weights() {
-            let held = device.held();
+            let held = device.memory_usage();
             let frozen = held.0.iter().find(|(label, _)| *label == "frozen weights").map(|(_, bytes)| *bytes);
             assert_eq!(frozen, Some(4 * Layout::new(&config()).len() as u64), "one copy stays: {held}");
         }
@@ -483,7 +488,8 @@ fn a_gradient_that_is_not_finite_leaves_everything_as_it_was() {
 
 #[test]
 fn a_device_that_is_not_there_or_too_small_is_an_error_with_its_text() {
-    let settings = LearnerConfig { device: Some(DeviceConfig::new(Place::Cuda(99), Dtype::F32)), ..LEARNER };
+    let settings =
+        LearnerConfig { device: Some(DeviceConfig::new(DeviceLocation::Cuda(99), Dtype::F32)), ..LEARNER };
     let parameters = Parameters::random(&config(), 5);
     let error = Learner::new(settings, config(), parameters, None).unwrap_err();
     assert!(matches!(error, TrainerError::Device(_)) && error.to_string().contains("cuda:99"), "{error}");
@@ -492,7 +498,7 @@ fn a_device_that_is_not_there_or_too_small_is_an_error_with_its_text() {
     let huge = Config { vocab_size: 70_000_000, ..config() };
     let parameters = Parameters::zeros(Arc::new(Layout::new(&huge)));
     let settings = on_device(Dtype::F32);
-    let optimizer = Optimizer::resume(settings.optimizer, 0, Vec::new());
+    let optimizer = Optimizer::from_states(settings.optimizer, 0, Vec::new());
     let error = Learner::new(settings, huge, parameters, Some(optimizer)).unwrap_err();
     let TrainerError::Device(own @ DeviceError::OutOfMemory { label: "weights", .. }) = &error else {
         panic!("{error}")

@@ -9,18 +9,18 @@ use std::time::Duration;
 use buffer::{AdmitRequest, Buffer, BufferConfig, Consumer, OnStale, Producer};
 use model::{Config, Head, ModelDirectory, Parameters, Placement, ResidentParameters, ThreadPool, Unit};
 use trainer::algorithm::Algorithm;
-use trainer::checkpoint::{Retention, WriterConfig};
+use trainer::checkpoint::{CheckpointWriterConfig, Retention};
 use trainer::collective::{Collective, CollectiveError, threads};
-use trainer::critic::{Critic, CriticConfig, CriticKind, Network};
+use trainer::critic::{Critic, CriticConfig, CriticKind, CriticNetwork};
 use trainer::lora::{Adapter, LoraConfig, TargetModule};
 use trainer::loss::preference::Preference;
-use trainer::objective::ValueTerm;
+use trainer::objective::ValueLossConfig;
 use trainer::optimizer::{Optimizer, OptimizerKind};
-use trainer::schedule::{Schedule, Shape};
+use trainer::schedule::{LearningRateSchedule, ScheduleShape};
 use trainer::supervised::{PairLoss, imitate};
 use trainer::{
-    Companions, Frozen, Leader, Learner, LearnerConfig, Trainer, TrainerConfig, TrainerError, TrainerState,
-    follow,
+    AuxiliaryModels, Frozen, Leader, Learner, LearnerConfig, Trainer, TrainerConfig, TrainerError,
+    TrainerParts, TrainerState, follow,
 };
 use trajectory::{Group, PolicyVersion};
 
@@ -128,9 +128,14 @@ fn an_adapter_is_sent_and_trained() {
 
 /// Two epochs of two minibatches.
 fn settings_of(algorithm: &Algorithm, files: &std::path::Path) -> TrainerConfig {
-    let schedule =
-        Schedule { peak: 1e-3, shape: Shape::Constant, warmup_steps: 0, decay_steps: 0, steps: 10 };
-    let split = trainer::batch::Split { minibatches: 2, ..SPLIT };
+    let schedule = LearningRateSchedule {
+        peak: 1e-3,
+        shape: ScheduleShape::Constant,
+        warmup_steps: 0,
+        decay_steps: 0,
+        steps: 10,
+    };
+    let split = trainer::batch::BatchSplit { minibatches: 2, ..SPLIT };
     TrainerConfig {
         algorithm: algorithm.clone(),
         schedule,
@@ -138,7 +143,7 @@ fn settings_of(algorithm: &Algorithm, files: &std::path::Path) -> TrainerConfig 
         epochs: 2,
         bitwise: false,
         checkpoint_interval: 0,
-        checkpoint: WriterConfig {
+        checkpoint: CheckpointWriterConfig {
             checkpoints: files.join("checkpoints"),
             retention: Retention::last(1),
             asynchronous: true,
@@ -163,7 +168,7 @@ fn trained(
         let directory = ModelDirectory::open(directory.path()).unwrap().with_head(Head::Value);
         let parameters = parameters.with_head(directory.config());
         let learner = make(settings.clone(), directory.config().clone(), parameters, None, None);
-        Network { learner, directory: Arc::new(directory) }
+        CriticNetwork { learner, directory: Arc::new(directory) }
     });
     if critic == Some(CriticKind::Shared) {
         directory = directory.with_head(Head::LanguageAndValue);
@@ -171,7 +176,7 @@ fn trained(
     }
     let learner = make(settings, directory.config().clone(), parameters, None, None);
     let critic = critic.map(|kind| {
-        let term = ValueTerm { coef: 0.5, clip: Some(0.2) };
+        let term = ValueLossConfig { coef: 0.5, clip: Some(0.2) };
         let placement = Placement::Separated;
         Critic {
             config: CriticConfig { kind, term, learning_rate: 1e-3, pretrain_steps: 1, placement },
@@ -184,18 +189,23 @@ fn trained(
     let (publisher, _hub) = weights::memory::hub();
     let trainer_config = settings_of(algorithm, files.path());
     std::fs::create_dir(&trainer_config.checkpoint.checkpoints).unwrap();
-    let edges = (Arc::clone(&buffer) as Arc<dyn Consumer>, trainer::Publishing::Host(Arc::new(publisher)));
+    let publisher = trainer::WeightPublisher::Host(Arc::new(publisher));
     let demonstration = Group::clone(&group(9, &[1.0], 0.0)).trajectories.remove(0).sample;
     let demonstrate = algorithm
         .demonstration_gate
         .is_some()
         .then(|| -> trainer::trainer::Demonstrate { Box::new(move |_| Some(demonstration.clone())) });
-    let companions = Companions { reference, critic, demonstrate };
-    let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);
-    let stop = Arc::new(AtomicBool::new(false));
-    let mut trainer =
-        Trainer::start(trainer_config, (learner, companions, &state), Arc::new(directory), edges, stop)
-            .unwrap();
+    let auxiliary = AuxiliaryModels { reference, critic, demonstrate };
+    let state = TrainerState::at(PolicyVersion(0));
+    let parts = TrainerParts {
+        learner,
+        auxiliary,
+        directory: Arc::new(directory),
+        buffer: Arc::clone(&buffer) as Arc<dyn Consumer>,
+        publisher,
+        stop: Arc::new(AtomicBool::new(false)),
+    };
+    let mut trainer = Trainer::start(trainer_config, parts, &state).unwrap();
     let mut reports = Vec::new();
     for version in 0..2 {
         for rewards in [&[1.0, 0.0, 0.3][..], &[0.0, 0.0, 0.2], &[0.5, 1.0]] {
@@ -216,7 +226,7 @@ fn trained(
 #[test]
 fn steps_of_a_trainer_are_those_of_one_process() {
     let mut pulled = Algorithm::grpo();
-    pulled.divergence.coef = 0.1;
+    pulled.kl.coef = 0.1;
     for (name, algorithm, critic, world, zero) in [
         ("grpo", Algorithm::grpo(), None, 2, 3),
         ("grpo with a reference", pulled, None, 3, 2),

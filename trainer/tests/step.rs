@@ -1,4 +1,4 @@
-//! The step of the trainer between a buffer and a publisher.
+//! A training step between a buffer and a weight publisher.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -7,14 +7,16 @@ use std::time::Duration;
 
 use buffer::{AdmitRequest, Buffer, BufferConfig, BufferError, Consumer, OnStale, Producer};
 use model::{ModelDirectory, ResidentParameters};
-use trainer::Publishing;
+use trainer::WeightPublisher;
 use trainer::algorithm::{Algorithm, Proximal};
-use trainer::checkpoint::{Retention, WriterConfig, list, load};
+use trainer::checkpoint::{CheckpointWriterConfig, Retention, list, load};
 use trainer::learner::Frozen;
 use trainer::loss::Correction;
 use trainer::optimizer::OptimizerKind;
-use trainer::schedule::{Schedule, Shape};
-use trainer::{Companions, Learner, LearnerConfig, Trainer, TrainerConfig, TrainerError, TrainerState};
+use trainer::schedule::{LearningRateSchedule, ScheduleShape};
+use trainer::{
+    AuxiliaryModels, Learner, LearnerConfig, Trainer, TrainerConfig, TrainerError, TrainerParts, TrainerState,
+};
 use trajectory::{Group, PolicyVersion};
 use weights::Subscriber;
 use weights::memory::MemorySubscriber;
@@ -34,13 +36,13 @@ struct Bench<S> {
 fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench<MemorySubscriber> {
     let (publisher, hub) = weights::memory::hub();
     let subscriber = hub.subscribe("sampler").unwrap();
-    bench_of(LEARNER, (Publishing::Host(Arc::new(publisher)), subscriber), change)
+    bench_of(LEARNER, (WeightPublisher::Host(Arc::new(publisher)), subscriber), change)
 }
 
-/// The same with ranks of one's own, and both ends of the backward edge.
+/// The same with ranks and with publisher and subscriber.
 fn bench_of<S>(
     learner: LearnerConfig,
-    (publishing, subscriber): (Publishing, S),
+    (publisher, subscriber): (WeightPublisher, S),
     change: impl FnOnce(&mut TrainerConfig),
 ) -> Bench<S> {
     let files = tempfile::tempdir().unwrap();
@@ -50,12 +52,18 @@ fn bench_of<S>(
     let buffer = Arc::new(Buffer::in_memory(buffer_config).unwrap());
     let mut settings = TrainerConfig {
         algorithm: Algorithm::grpo(),
-        schedule: Schedule { peak: 1e-2, shape: Shape::Constant, warmup_steps: 0, decay_steps: 0, steps: 10 },
+        schedule: LearningRateSchedule {
+            peak: 1e-2,
+            shape: ScheduleShape::Constant,
+            warmup_steps: 0,
+            decay_steps: 0,
+            steps: 10,
+        },
         split: SPLIT,
         epochs: 1,
         bitwise: false,
         checkpoint_interval: 2,
-        checkpoint: WriterConfig {
+        checkpoint: CheckpointWriterConfig {
             checkpoints: files.path().join("checkpoints"),
             retention: Retention::last(1),
             asynchronous: true,
@@ -66,30 +74,30 @@ fn bench_of<S>(
     std::fs::create_dir(&settings.checkpoint.checkpoints).unwrap();
     change(&mut settings);
     let stop = Arc::new(AtomicBool::new(false));
-    // What a pull is towards: the weights that training starts from.
+    // The reference policy: the initial weights.
     let reference = settings.algorithm.needs_reference().then(|| {
         let parameters = Arc::new(directory.load_parameters().unwrap());
         Frozen { weights: ResidentParameters::of(config(), parameters), pool: None }
     });
-    let edges = (Arc::clone(&buffer) as Arc<dyn Consumer>, publishing);
-    let state = TrainerState::new(PolicyVersion(0), 0, 0, 0.0);
-    let trainer = Trainer::start(
-        settings,
-        (learner, Companions { reference, ..Companions::default() }, &state),
-        Arc::new(directory),
-        edges,
-        Arc::clone(&stop),
-    )
-    .unwrap();
+    let state = TrainerState::at(PolicyVersion(0));
+    let parts = TrainerParts {
+        learner,
+        auxiliary: AuxiliaryModels { reference, ..AuxiliaryModels::default() },
+        directory: Arc::new(directory),
+        buffer: Arc::clone(&buffer) as Arc<dyn Consumer>,
+        publisher,
+        stop: Arc::clone(&stop),
+    };
+    let trainer = Trainer::start(settings, parts, &state).unwrap();
     Bench { files, buffer, subscriber, trainer, stop }
 }
 
-/// Puts a finished group with these rewards into the buffer.
+/// Puts a complete group with these rewards into the buffer.
 fn put(buffer: &Buffer, served: u64, rewards: &[f64]) {
     put_off_policy(buffer, served, rewards, 0.0);
 }
 
-/// The same with behavior log-probabilities that are moved by `off_policy` nats.
+/// The same with behavior log-probabilities shifted by `off_policy` nats.
 fn put_off_policy(buffer: &Buffer, served: u64, rewards: &[f64], off_policy: f32) {
     let served = PolicyVersion(served);
     let id = buffer.admit(AdmitRequest { served, limit: 1, hold: None, holder: None }, SOON).unwrap()[0];
@@ -115,22 +123,22 @@ fn a_step_makes_the_next_version_and_publishes_it() {
     assert_eq!(&second.values[..], bench.trainer.learner().parameters().unwrap().values());
 }
 
-/// The first version is published before a sampler is there, and no step ends without one.
+/// The first version is published without a subscriber.
 #[cfg(feature = "emulator")]
 #[test]
-fn a_sampler_that_comes_while_a_batch_is_waited_for_is_sent_what_was_published() {
+fn a_sampler_that_subscribes_during_a_wait_receives_the_published_version() {
     use device::Device;
-    use device::device::Place;
+    use device::device::DeviceLocation;
     use trainer::DeviceConfig;
     use weights::direct::nccl::{NcclConfig, NcclPublisher, NcclSubscriber};
     use weights::{DeviceSubscriber, Hub, HubConfig};
 
-    let emulated = || Device::open(Place::Emulated).unwrap();
+    let emulated = || Device::open(DeviceLocation::Emulated).unwrap();
     let hub = Hub::new(HubConfig::default());
     let publisher = NcclPublisher::<f32>::new(hub.clone(), &emulated(), NcclConfig::default());
-    let device = DeviceConfig::new(Place::Emulated, model::on_device::Dtype::F32);
+    let device = DeviceConfig::new(DeviceLocation::Emulated, model::on_device::Dtype::F32);
     let learner = LearnerConfig { device: Some(device), ..LEARNER };
-    let mut bench = bench_of(learner, (Publishing::F32(Arc::new(publisher)), ()), |_| {});
+    let mut bench = bench_of(learner, (WeightPublisher::F32(Arc::new(publisher)), ()), |_| {});
     let stop = Arc::clone(&bench.stop);
     let late = std::thread::spawn(move || {
         let sampler = NcclSubscriber::<f32>::within(&hub, "late", &emulated()).unwrap();
@@ -146,7 +154,7 @@ fn a_sampler_that_comes_while_a_batch_is_waited_for_is_sent_what_was_published()
 }
 
 #[test]
-fn a_batch_without_variance_makes_a_version_without_a_change() {
+fn a_batch_without_variance_gives_a_version_with_equal_weights() {
     let mut bench = bench(|_| {});
     (0..2).for_each(|_| put(&bench.buffer, 0, &[1.0, 1.0]));
     let before = bench.trainer.learner().parameters().unwrap().values().to_vec();
@@ -155,8 +163,8 @@ fn a_batch_without_variance_makes_a_version_without_a_change() {
     assert_eq!(bench.trainer.learner().parameters().unwrap().values(), before);
 }
 
-/// Whether its rows are left out before the forward pass, or only turn out to have no advantage: nothing decays, no momentum
-/// goes on.
+/// Whether rows are skipped before the forward pass or only have zero advantage: weight decay and momentum do not
+/// apply.
 #[test]
 fn a_batch_without_a_gradient_makes_no_update() {
     for (kind, algorithm, world, zero) in [
@@ -167,7 +175,7 @@ fn a_batch_without_a_gradient_makes_no_update() {
         (OptimizerKind::Dion, Algorithm::process(), 1, 1),
     ] {
         let (publisher, hub) = weights::memory::hub();
-        let edges = (Publishing::Host(Arc::new(publisher)), hub.subscribe("sampler").unwrap());
+        let edges = (WeightPublisher::Host(Arc::new(publisher)), hub.subscribe("sampler").unwrap());
         let learner = LearnerConfig { world, zero, ..with_optimizer(kind) };
         let mut bench = bench_of(learner, edges, |config| {
             (config.algorithm, config.split.minibatches) = (algorithm, 2);
@@ -188,9 +196,9 @@ fn a_batch_without_a_gradient_makes_no_update() {
     }
 }
 
-/// What is trained on, and what it is divided by, does not depend on which groups have another gradient beside.
+/// Trained tokens and denominators do not depend on which groups have another gradient.
 #[test]
-fn an_entropy_share_is_the_same_step_with_a_pull_that_is_next_to_nothing() {
+fn an_entropy_share_gives_the_same_step_with_a_tiny_kl_penalty() {
     let norm = |change: &dyn Fn(&mut Algorithm)| {
         let mut bench = bench(|config| {
             config.algorithm.entropy_share = 0.2;
@@ -201,7 +209,7 @@ fn an_entropy_share_is_the_same_step_with_a_pull_that_is_next_to_nothing() {
         bench.trainer.step().unwrap().unwrap().grad_norm
     };
     let plain = norm(&|_| {});
-    let pulled = norm(&|algorithm| algorithm.divergence.coef = 1e-12);
+    let pulled = norm(&|algorithm| algorithm.kl.coef = 1e-12);
     let spread = norm(&|algorithm| algorithm.entropy_coef = 1e-12);
     let whole = norm(&|algorithm| algorithm.entropy_share = 1.0);
     assert!((plain / pulled - 1.0).abs() < 1e-4, "{plain} {pulled}");
@@ -210,7 +218,7 @@ fn an_entropy_share_is_the_same_step_with_a_pull_that_is_next_to_nothing() {
 }
 
 #[test]
-fn checkpoints_let_the_buffer_forget() {
+fn checkpoints_acknowledge_groups_to_the_buffer() {
     let mut bench = bench(|config| config.checkpoint.asynchronous = false);
     for version in 0..2 {
         (0..2).for_each(|_| put(&bench.buffer, version, &[1.0, 0.0]));
@@ -229,9 +237,9 @@ fn checkpoints_let_the_buffer_forget() {
     assert!(bench.files.path().join("checkpoints/step_000002/model/config.json").is_file());
 }
 
-/// What is written beside the steps is of the moment when it was taken, and counts only when it is on disk.
+/// An asynchronous checkpoint has the state of the moment when it was taken, and counts only when it is durable.
 #[test]
-fn a_checkpoint_beside_the_steps_holds_what_was_when_it_was_due() {
+fn an_asynchronous_checkpoint_has_the_state_when_it_was_due() {
     let mut bench = bench(|config| config.checkpoint.retention.keep_last = 2);
     (0..2).for_each(|_| put(&bench.buffer, 0, &[1.0, 0.0]));
     bench.trainer.step().unwrap().unwrap();
@@ -243,7 +251,7 @@ fn a_checkpoint_beside_the_steps_holds_what_was_when_it_was_due() {
     (0..2).for_each(|_| put(&bench.buffer, 1, &[1.0, 0.0]));
     bench.trainer.step().unwrap().unwrap();
     assert_ne!(bench.trainer.learner().parameters().unwrap().values(), first.values());
-    // The last one is on disk when it returns, and so is the one before it.
+    // The last checkpoint, and the one before it, are durable when it returns.
     let last = bench.trainer.last_checkpoint().unwrap();
     assert_eq!(bench.buffer.stats().unwrap().leased, 0);
     let read = |dir: &Path| load(dir, LEARNER.optimizer, None).unwrap();
@@ -255,14 +263,14 @@ fn a_checkpoint_beside_the_steps_holds_what_was_when_it_was_due() {
 }
 
 #[test]
-fn an_error_of_a_checkpoint_beside_the_steps_ends_the_run() {
+fn an_error_of_an_asynchronous_checkpoint_ends_the_run() {
     let mut bench = bench(|_| {});
     (0..2).for_each(|_| put(&bench.buffer, 0, &[1.0, 0.0]));
     bench.trainer.step().unwrap().unwrap();
-    // Where the directory of the checkpoint has to be made there is a file.
+    // A file blocks the directory of the checkpoint.
     let checkpoints = bench.files.path().join("checkpoints");
     std::fs::write(checkpoints.join("step_000001.partial"), "").unwrap();
-    // It shows at the first look after it has happened.
+    // The next call after the error returns it.
     let taken = bench.trainer.checkpoint();
     let error = taken.and_then(|()| bench.trainer.last_checkpoint()).unwrap_err().to_string();
     assert!(error.contains("step_000001"), "{error}");
@@ -271,7 +279,7 @@ fn an_error_of_a_checkpoint_beside_the_steps_ends_the_run() {
 }
 
 #[test]
-fn later_minibatches_are_clipped_against_the_policy_before_the_step() {
+fn later_minibatches_are_clipped_against_the_policy_at_the_start_of_the_step() {
     let mut bench = bench(|config| {
         config.algorithm = Algorithm::decoupled();
         (config.split.minibatches, config.epochs) = (2, 3);
@@ -281,14 +289,15 @@ fn later_minibatches_are_clipped_against_the_policy_before_the_step() {
     assert_eq!(bench.trainer.learner().updates(), 6);
     let clipped = report.sums.clipped_low + report.sums.clipped_high;
     assert!(clipped > 0, "after five large updates some ratio has left the clip");
-    // The behavior policy is the one before the step, so the correction weight is 1 although the policy has moved.
+    // The behavior policy is that at the start of the step, so the correction weight is 1 although the policy has
+    // changed.
     assert!((report.sums.mean(report.sums.behavior_weight) - 1.0).abs() < 1e-6);
-    // So the policy before the step is the one that the sampler is compared with.
+    // The sampler is compared with the policy at the start of the step.
     assert!(report.sums.logprob_abs_diff_max < 1e-6);
     assert!(report.sums.mean_compared(report.sums.mismatch).abs() < 1e-6);
 }
 
-/// However many updates there are, and whether the algorithm looks at that policy or not.
+/// For any number of updates, and whether or not the algorithm uses that policy.
 #[test]
 fn sampler_and_trainer_are_compared_before_the_first_update() {
     let naive = Algorithm { proximal: Proximal::Behavior, ..Algorithm::grpo() };
@@ -316,9 +325,9 @@ fn sampler_and_trainer_are_compared_before_the_first_update() {
     }
 }
 
-/// Samples that were not drawn from the policy before the step, though its version says so: a quantised sampler.
+/// Samples that were not drawn from the policy of their version, as from a quantised sampler.
 #[test]
-fn the_correction_weighs_what_the_policy_did_not_sample_itself_at_no_staleness() {
+fn the_correction_weighs_off_policy_samples_at_staleness_0() {
     let moved = 0.2_f32;
     for updates in [1, 3] {
         let run = |off_policy: f32| {
@@ -334,7 +343,7 @@ fn the_correction_weighs_what_the_policy_did_not_sample_itself_at_no_staleness()
         let (on_policy, off_policy) = (run(0.0), run(-moved));
         assert_eq!(off_policy.batch.staleness.max, 0.0);
         let sums = &off_policy.sums;
-        // The weight is exp(proximal - behavior), under the cap of 2, whatever the policy has become since.
+        // The weight is exp(proximal - behavior), below the cap of 2, independent of the current policy.
         let weight = f64::from(moved.exp());
         assert!((sums.mean(sums.behavior_weight) - weight).abs() < 1e-5, "{updates}: {sums:?}");
         assert_eq!(
@@ -342,7 +351,7 @@ fn the_correction_weighs_what_the_policy_did_not_sample_itself_at_no_staleness()
             0,
             "the clip is anchored at the policy before the step"
         );
-        // Nothing but the weight differs: the ratio that is clipped is that to the policy before the step.
+        // Only the weight differs: the clipped ratio is to the policy at the start of the step.
         if updates == 1 {
             let norms = f64::from(off_policy.grad_norm / on_policy.grad_norm);
             assert!((norms - weight).abs() < 1e-3, "{norms} {weight}");
@@ -351,7 +360,7 @@ fn the_correction_weighs_what_the_policy_did_not_sample_itself_at_no_staleness()
 }
 
 #[test]
-fn a_promise_of_equal_bits_is_kept_or_the_step_is_refused() {
+fn bitwise_accepts_equal_bits_and_rejects_others() {
     for (minibatches, epochs) in [(1, 1), (2, 2)] {
         let bitwise = |config: &mut TrainerConfig| {
             (config.bitwise, config.split.minibatches, config.epochs) = (true, minibatches, epochs);
@@ -359,7 +368,7 @@ fn a_promise_of_equal_bits_is_kept_or_the_step_is_refused() {
         let mut kept = bench(bitwise);
         (0..2).for_each(|_| put(&kept.buffer, 0, &[1.0, 0.0]));
         kept.trainer.step().unwrap().unwrap();
-        // What an older version has sampled may differ, and does.
+        // Samples of an older version may differ.
         (0..2).for_each(|_| put(&kept.buffer, 1, &[1.0, 0.0]));
         let older = kept.trainer.step().unwrap().unwrap();
         assert!(older.batch.staleness.max > 0.0 && older.sums.logprob_abs_diff_max > 0.0);
@@ -381,9 +390,9 @@ fn a_promise_of_equal_bits_is_kept_or_the_step_is_refused() {
     }
 }
 
-/// Whatever anchors the loss, and however often the policy has moved since.
+/// For every anchor of the loss and any number of updates.
 #[test]
-fn the_promise_of_equal_bits_is_about_the_policy_before_the_step() {
+fn bitwise_compares_the_policy_at_the_start_of_the_step() {
     let naive = Algorithm { proximal: Proximal::Behavior, ..Algorithm::grpo() };
     for algorithm in [Algorithm::cispo(), Algorithm::aipo(), naive] {
         let several = |config: &mut TrainerConfig| {
@@ -400,7 +409,7 @@ fn the_promise_of_equal_bits_is_about_the_policy_before_the_step() {
 }
 
 #[test]
-fn a_trainer_without_a_batch_says_who_it_waits_for_or_stops() {
+fn a_trainer_without_a_batch_fails_at_the_deadline_or_stops() {
     let mut bench = bench(|config| config.wait = Duration::from_millis(150));
     let one = AdmitRequest { served: PolicyVersion(0), limit: 1, hold: None, holder: None };
     let id = bench.buffer.admit(one, SOON).unwrap()[0];

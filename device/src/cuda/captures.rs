@@ -1,7 +1,8 @@
-//! What may not happen while a thread records: a handle of cuBLAS that goes, or a module that is loaded, waits for the whole
-//! GPU, and that spoils what any other thread of the process records there.
+//! Excludes some calls while a thread captures a CUDA graph. Destroying a cuBLAS handle or loading a module
+//! synchronizes the GPU, which invalidates the captures of all threads of the process.
 //!
-//! Invariant: a thread that records holds the lock with others, from begin to end; who does one of these things has it alone.
+//! Invariant: a thread that captures holds the lock shared, from begin to end; a thread that makes such a call holds it
+//! exclusively.
 
 use std::cell::RefCell;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -12,18 +13,18 @@ thread_local! {
     static OWN: RefCell<Option<RwLockReadGuard<'static, ()>>> = const { RefCell::new(None) };
 }
 
-/// This thread records from now on.
+/// Begins a capture on this thread.
 pub(super) fn begin() {
     let guard = RECORDING.read().unwrap_or_else(PoisonError::into_inner);
     OWN.with_borrow_mut(|own| *own = Some(guard));
 }
 
-/// It has recorded.
+/// Ends the capture of this thread.
 pub(super) fn end() {
     OWN.with_borrow_mut(|own| *own = None);
 }
 
-/// Nobody records until this is dropped. Not to be asked for by a thread that records.
-pub(super) fn none() -> RwLockWriteGuard<'static, ()> {
+/// Excludes captures until the guard is dropped. Deadlocks if this thread captures.
+pub(super) fn exclude() -> RwLockWriteGuard<'static, ()> {
     RECORDING.write().unwrap_or_else(PoisonError::into_inner)
 }

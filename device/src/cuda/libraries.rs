@@ -1,6 +1,6 @@
-//! The libraries of CUDA that are there.
+//! Detection of the CUDA libraries.
 //!
-//! Invariant: nothing of cudarc is called before its library was found, because it panics then.
+//! Invariant: no function of cudarc is called before its library is found, because cudarc panics otherwise.
 
 use std::ffi::c_int;
 
@@ -20,10 +20,10 @@ pub(crate) enum Library {
 }
 
 impl Library {
-    /// Whether it is there.
+    /// Whether the library can be opened.
     #[expect(unsafe_code, reason = "opens a library")]
-    pub(crate) fn is_there(self) -> bool {
-        // SAFETY: libraries of CUDA do nothing when they are opened.
+    pub(crate) fn is_available(self) -> bool {
+        // SAFETY: CUDA libraries run no code when they are opened.
         unsafe {
             match self {
                 Self::Driver => sys::is_culib_present(),
@@ -34,7 +34,7 @@ impl Library {
         }
     }
 
-    /// Where it comes from.
+    /// How to install the library.
     fn remedy(self) -> String {
         let remedy = match self {
             Self::Driver => "libcuda.so is not found: install NVIDIA's driver",
@@ -49,36 +49,38 @@ impl Library {
         remedy.to_owned()
     }
 
-    /// What helps if it is not there.
+    /// An error with a remedy if the library is missing.
     pub(crate) fn check(self) -> Result<(), String> {
-        if self.is_there() { Ok(()) } else { Err(self.remedy()) }
+        if self.is_available() { Ok(()) } else { Err(self.remedy()) }
     }
 }
 
-/// Version of CUDA that the driver supports, as 13000 for 13.0.
+/// CUDA version that the driver supports, such as 13000 for 13.0.
 #[expect(unsafe_code, reason = "calls of the driver")]
 pub(crate) fn version_of_driver() -> Option<i32> {
-    if !Library::Driver.is_there() {
+    if !Library::Driver.is_available() {
         return None;
     }
     let mut version: c_int = 0;
-    // SAFETY: the driver is there.
+    // SAFETY: the driver is loaded.
     unsafe { sys::cuDriverGetVersion(&raw mut version) }.result().ok()?;
     Some(version)
 }
 
-/// Libraries that are newer than the driver takes, each with what helps: drivers run nothing that a compiler of a later major
-/// version has made.
-pub(crate) fn quarrels() -> Vec<String> {
+/// Libraries that are newer than the driver supports, each with a remedy: a driver does not run code of a later major
+/// version.
+pub(crate) fn version_conflicts() -> Vec<String> {
     let Some(driver) = version_of_driver() else { return Vec::new() };
-    let nvrtc =
-        Library::Nvrtc.is_there().then(|| (modules::version() / 1000, "libnvrtc.so", "nvidia-cuda-nvrtc"));
-    let cublas = Library::Cublas.is_there().then(|| (version_of_cublas(), "libcublas.so", "nvidia-cublas"));
+    let nvrtc = Library::Nvrtc
+        .is_available()
+        .then(|| (modules::version() / 1000, "libnvrtc.so", "nvidia-cuda-nvrtc"));
+    let cublas =
+        Library::Cublas.is_available().then(|| (version_of_cublas(), "libcublas.so", "nvidia-cublas"));
     let found = [nvrtc, cublas].into_iter().flatten();
-    found.filter_map(|(major, file, package)| quarrel(driver, major, file, package)).collect()
+    found.filter_map(|(major, file, package)| version_conflict(driver, major, file, package)).collect()
 }
 
-fn quarrel(driver: c_int, major: c_int, file: &str, package: &str) -> Option<String> {
+fn version_conflict(driver: c_int, major: c_int, file: &str, package: &str) -> Option<String> {
     let (wanted, minor) = (driver / 1000, driver % 1000 / 10);
     (major > wanted).then(|| {
         format!(
@@ -88,11 +90,11 @@ fn quarrel(driver: c_int, major: c_int, file: &str, package: &str) -> Option<Str
     })
 }
 
-/// Major version.
+/// Major version of cuBLAS.
 #[expect(unsafe_code, reason = "calls of cuBLAS")]
 fn version_of_cublas() -> c_int {
     let mut major = 0;
-    // SAFETY: the library was found.
+    // SAFETY: the library is loaded.
     let _ = unsafe {
         cublas_sys::cublasGetProperty(cublas_sys::libraryPropertyType_t::MAJOR_VERSION, &raw mut major)
     };
@@ -105,9 +107,9 @@ mod tests {
 
     #[test]
     fn a_library_may_not_be_newer_than_the_driver() {
-        assert_eq!(quarrel(13_000, 13, "libnvrtc.so", "nvidia-cuda-nvrtc"), None);
-        assert_eq!(quarrel(13_000, 12, "libnvrtc.so", "nvidia-cuda-nvrtc"), None);
-        let said = quarrel(12_040, 13, "libnvrtc.so", "nvidia-cuda-nvrtc").expect("too new");
+        assert_eq!(version_conflict(13_000, 13, "libnvrtc.so", "nvidia-cuda-nvrtc"), None);
+        assert_eq!(version_conflict(13_000, 12, "libnvrtc.so", "nvidia-cuda-nvrtc"), None);
+        let said = version_conflict(12_040, 13, "libnvrtc.so", "nvidia-cuda-nvrtc").expect("too new");
         assert!(
             said.contains("driver of CUDA 12.4")
                 && said.contains("nvidia-cuda-nvrtc-cu12`, `ln -s libnvrtc.so.12 libnvrtc.so`"),

@@ -1,4 +1,4 @@
-//! The GPUs of this machine.
+//! Lists the GPUs of this machine.
 
 use std::ffi::c_int;
 
@@ -8,18 +8,18 @@ use cudarc::driver::sys::CUdevice_attribute::{
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
 };
 
-use super::libraries::{Library, quarrels, version_of_driver};
+use super::libraries::{Library, version_conflicts, version_of_driver};
 use super::text;
-use crate::device::Place;
+use crate::device::DeviceLocation;
 use crate::inventory::{Gpu, Inventory};
 
-/// Looks what there is, at GPUs among `places` if they are given.
-pub(crate) fn inventory(places: Option<&[Place]>) -> Inventory {
+/// Lists all GPUs, or those among `places`.
+pub(crate) fn inventory(places: Option<&[DeviceLocation]>) -> Inventory {
     let needed = [Library::Driver, Library::Nvrtc, Library::Cublas];
     let mut missing: Vec<String> = needed.iter().filter_map(|library| library.check().err()).collect();
-    let nccl = Library::Nccl.is_there().then(|| cudarc::nccl::result::get_nccl_version().ok()).flatten();
+    let nccl = Library::Nccl.is_available().then(|| cudarc::nccl::result::get_nccl_version().ok()).flatten();
     let driver = version_of_driver();
-    missing.extend(quarrels());
+    missing.extend(version_conflicts());
     let (mut gpus, mut unusable, mut visible) = (Vec::new(), Vec::new(), 0);
     if driver.is_some() {
         match driver::init().and_then(|()| driver::device::get_count()) {
@@ -28,7 +28,8 @@ pub(crate) fn inventory(places: Option<&[Place]>) -> Inventory {
             Err(error) => missing.push(format!("the driver cannot be used: {}", text(error))),
         }
     }
-    let wanted = |ordinal: &usize| places.is_none_or(|places| places.contains(&Place::Cuda(*ordinal)));
+    let wanted =
+        |ordinal: &usize| places.is_none_or(|places| places.contains(&DeviceLocation::Cuda(*ordinal)));
     for ordinal in (0..visible).filter(wanted) {
         match look(ordinal) {
             Ok(gpu) => gpus.push(gpu),
@@ -41,7 +42,7 @@ pub(crate) fn inventory(places: Option<&[Place]>) -> Inventory {
 #[expect(unsafe_code, reason = "calls of the driver")]
 fn look(ordinal: usize) -> Result<Gpu, driver::DriverError> {
     let device = driver::device::get(c_int::try_from(ordinal).unwrap_or(c_int::MAX))?;
-    // SAFETY: the device was just got; its context is released again.
+    // SAFETY: the device is valid, and its context is released below.
     unsafe {
         let attribute = |what| driver::device::get_attribute(device, what);
         let capability = (attribute(MAJOR)?, attribute(MINOR)?);

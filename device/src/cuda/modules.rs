@@ -1,7 +1,7 @@
-//! The kernels, compiled for the device that is there and kept on disk.
+//! Compiles the kernels for the GPU, with a cache on disk.
 //!
-//! A compiled kernel is stored under a digest of its source, of the compiler's version and of its options, which name the
-//! device's architecture, so that a stale one is never found. One that cannot be loaded is compiled again.
+//! The cache key is a digest of source, compiler version and options, which include the architecture, so a stale entry
+//! is never used. An entry that cannot be loaded is compiled again.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_int};
@@ -16,18 +16,18 @@ use cudarc::nvrtc::{result as nvrtc, sys as nvrtc_sys};
 use super::{Named, text};
 use crate::error::{DeviceError, Result};
 
-/// What sources include, in an order in which each needs only those before it.
+/// Headers of the sources; each needs only those before it.
 const HEADERS: [(&str, &str); 3] = [
     ("#include \"common.cuh\"", include_str!("../../kernels/common.cuh")),
     ("#include \"attention.cuh\"", include_str!("../../kernels/attention.cuh")),
     ("#include \"distribution.cuh\"", include_str!("../../kernels/distribution.cuh")),
 ];
-/// Shared memory that a kernel has without asking, bytes.
+/// Shared memory of a kernel without an attribute, bytes.
 const SHARED: usize = 48 << 10;
 
 macro_rules! sources {
     ($($file:literal),* $(,)?) => {
-        /// File and text of every source.
+        /// Name and text of every source file.
         const SOURCES: &[(&str, &str)] =
             &[$(($file, include_str!(concat!("../../kernels/", $file)))),*];
     };
@@ -47,32 +47,32 @@ sources!(
     "vectors.cu",
 );
 
-/// Where compiled kernels are kept.
+/// Directory of the cache.
 static CACHE: OnceLock<PathBuf> = OnceLock::new();
 
-/// How many were stored by this process.
+/// Number of entries that this process wrote.
 static STORED: AtomicU64 = AtomicU64::new(0);
 
-/// Keeps compiled kernels in `directory`, from the next device on that is opened. The first call counts.
+/// Sets the cache directory for devices that are opened later. Only the first call has an effect.
 pub(crate) fn keep_in(directory: PathBuf) {
     let _ = CACHE.set(directory);
 }
 
-/// Compiled kernels of a device.
+/// The compiled kernels of a device.
 #[derive(Debug)]
 pub(super) struct Modules {
     loaded: Vec<sys::CUmodule>,
-    /// Functions by name, with the dynamic shared memory that they were told of.
+    /// Functions by name, with the dynamic shared memory that was set for each.
     functions: Mutex<HashMap<String, (sys::CUfunction, usize)>>,
 }
 
 impl Modules {
-    /// Compiles what is not kept, each file on a thread of its own, and loads it. The device's context is current.
+    /// Compiles sources that are not cached, one thread per file, and loads all. The device's context must be current.
     pub(super) fn compile(device: &str, capability: i32) -> Result<Self> {
-        let images: Vec<Result<Image>> = std::thread::scope(|scope| {
+        let images: Vec<Result<KernelImage>> = std::thread::scope(|scope| {
             let start = |(file, source): &(&'static str, &str)| {
-                let source = Source { device, file, text: whole(source), capability };
-                scope.spawn(move || Image::of(source))
+                let source = KernelSource { device, file, text: whole(source), capability };
+                scope.spawn(move || KernelImage::of(source))
             };
             let threads: Vec<_> = SOURCES.iter().map(start).collect();
             let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
@@ -80,7 +80,7 @@ impl Modules {
             };
             threads.into_iter().map(join).collect()
         });
-        let _nobody_records = super::captures::none();
+        let _no_captures = super::captures::exclude();
         let mut modules = Self { loaded: Vec::with_capacity(images.len()), functions: Mutex::default() };
         for image in images {
             modules.loaded.push(image?.load()?);
@@ -88,7 +88,7 @@ impl Modules {
         Ok(modules)
     }
 
-    /// The kernel of this name, which may use `shared` bytes of dynamic shared memory.
+    /// The kernel `kernel`, with `shared` bytes of dynamic shared memory allowed.
     #[expect(unsafe_code, reason = "calls of the driver")]
     pub(super) fn function(&self, device: &str, kernel: &str, shared: usize) -> Result<sys::CUfunction> {
         let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
@@ -100,7 +100,7 @@ impl Modules {
         if shared > allowed {
             let what = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             let bytes = c_int::try_from(shared).unwrap_or(c_int::MAX);
-            // SAFETY: the function is of a module that lives.
+            // SAFETY: the module of the function is loaded.
             unsafe { driver::function::set_function_attribute(function, what, bytes) }
                 .named(device, "cuFuncSetAttribute")?;
         }
@@ -119,27 +119,27 @@ impl Modules {
         };
         let name = CString::new(kernel).map_err(|_| missing("its name has a zero"))?;
         for module in &self.loaded {
-            // SAFETY: the module lives.
+            // SAFETY: the module is loaded.
             match unsafe { driver::module::get_function(*module, name.clone()) } {
                 Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_FOUND)) => {}
-                // It is loaded when it is first asked for, for which there may be no memory.
+                // The first use loads the kernel, which may fail for lack of memory.
                 found => return found.map_err(|error| missing(&text(error))),
             }
         }
         Err(missing("it does not exist"))
     }
 
-    /// Unloads everything; nothing of it may be used any more.
+    /// Unloads all modules; no function may be used afterwards.
     #[expect(unsafe_code, reason = "calls of the driver")]
     pub(super) unsafe fn unload(&self) {
         for module in &self.loaded {
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             let _ = unsafe { driver::module::unload(*module) };
         }
     }
 }
 
-/// A source with all that it includes: the compiler is given one text and looks for no files.
+/// The source with its headers inlined: the compiler reads no files.
 fn whole(source: &str) -> String {
     let included = HEADERS.iter().filter(|(line, _)| source.contains(line));
     let mut text: String = included.map(|(_, header)| *header).collect();
@@ -150,28 +150,28 @@ fn whole(source: &str) -> String {
     text
 }
 
-/// What is compiled.
-struct Source<'a> {
+/// A source to compile.
+struct KernelSource<'a> {
     device: &'a str,
     file: &'static str,
     text: String,
     capability: i32,
 }
 
-/// The kernels of a source, compiled.
-struct Image<'a> {
-    source: Source<'a>,
+/// A compiled source.
+struct KernelImage<'a> {
+    source: KernelSource<'a>,
     bytes: Vec<u8>,
-    /// Whether the bytes were found on disk.
+    /// Whether the image came from the cache.
     kept: bool,
 }
 
-impl Source<'_> {
+impl KernelSource<'_> {
     fn options(&self) -> [String; 2] {
         [format!("--gpu-architecture=sm_{}", self.capability), "--std=c++17".to_owned()]
     }
 
-    /// Where it is kept when it is compiled.
+    /// Path in the cache.
     fn place(&self) -> Option<PathBuf> {
         let mut hasher = blake3::Hasher::new();
         hasher.update(self.text.as_bytes()).update(&version().to_le_bytes());
@@ -181,11 +181,11 @@ impl Source<'_> {
         Some(CACHE.get()?.join(format!("{}.cubin", hasher.finalize().to_hex())))
     }
 
-    /// Compiles and keeps it.
+    /// Compiles the source and stores it in the cache.
     fn compile(&self) -> Result<Vec<u8>> {
         let compiled = compile(self)?;
         if let Some(place) = self.place() {
-            // Without it the next start is slower, no more. A half-written file never gets the name.
+            // A failure to store only makes the next start slower. An incomplete file never has the final name.
             let number = STORED.fetch_add(1, Ordering::Relaxed);
             let aside = place.with_extension(format!("{}-{number}", std::process::id()));
             let kept = place.parent().is_some_and(|parent| std::fs::create_dir_all(parent).is_ok())
@@ -198,16 +198,16 @@ impl Source<'_> {
     }
 }
 
-impl<'a> Image<'a> {
-    /// From where it is kept, or else from the compiler.
-    fn of(source: Source<'a>) -> Result<Self> {
+impl<'a> KernelImage<'a> {
+    /// Reads the image from the cache, or compiles it.
+    fn of(source: KernelSource<'a>) -> Result<Self> {
         let found = source.place().and_then(|place| std::fs::read(place).ok());
         let kept = found.is_some();
         let bytes = found.map_or_else(|| source.compile(), Ok)?;
         Ok(Self { source, bytes, kept })
     }
 
-    /// Loads it for the device whose context is current.
+    /// Loads the image into the current context.
     fn load(self) -> Result<sys::CUmodule> {
         match load(&self.bytes) {
             Err(_) if self.kept => load(&self.source.compile()?),
@@ -219,27 +219,27 @@ impl<'a> Image<'a> {
 
 #[expect(unsafe_code, reason = "calls of the driver")]
 fn load(image: &[u8]) -> std::result::Result<sys::CUmodule, DriverError> {
-    // SAFETY: the image lives as long as the call, and the driver checks what it is.
+    // SAFETY: the image outlives the call, and the driver validates it.
     unsafe { driver::module::load_data(image.as_ptr().cast()) }
 }
 
-/// Version of the compiler, as 13000 for 13.0.
+/// Version of nvrtc, such as 13000 for 13.0.
 #[expect(unsafe_code, reason = "calls of nvrtc")]
 pub(super) fn version() -> i32 {
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: the library was found.
+    // SAFETY: the library is loaded.
     let _ = unsafe { nvrtc_sys::nvrtcVersion(&raw mut major, &raw mut minor) };
     major * 1000 + minor * 10
 }
 
 #[expect(unsafe_code, reason = "calls of nvrtc")]
-fn compile(source: &Source<'_>) -> Result<Vec<u8>> {
+fn compile(source: &KernelSource<'_>) -> Result<Vec<u8>> {
     let (device, file) = (source.device.to_owned(), source.file);
     let failed = |log: String| DeviceError::Compile { device: device.clone(), file, log };
     let text = CString::new(source.text.as_str()).map_err(|error| failed(error.to_string()))?;
     let name = CString::new(file).map_err(|error| failed(error.to_string()))?;
     let program = nvrtc::create_program(&text, Some(&name)).map_err(|error| failed(format!("{error:?}")))?;
-    // SAFETY: the program was just made, and is destroyed once.
+    // SAFETY: the program is valid, and is destroyed once.
     unsafe {
         let compiled = nvrtc::compile_program(program, &source.options());
         let result = match compiled {
@@ -255,11 +255,11 @@ fn compile(source: &Source<'_>) -> Result<Vec<u8>> {
     }
 }
 
-/// What was compiled.
+/// The compiled image.
 #[expect(unsafe_code, reason = "calls of nvrtc")]
 unsafe fn image(program: nvrtc_sys::nvrtcProgram) -> std::result::Result<Vec<u8>, String> {
     let mut len = 0;
-    // SAFETY: the program was compiled; the room is as large as is asked for.
+    // SAFETY: the program was compiled; the buffer has the size that nvrtc reported.
     unsafe {
         nvrtc_sys::nvrtcGetCUBINSize(program, &raw mut len).result().map_err(|error| format!("{error:?}"))?;
         let mut image = vec![0_u8; len];
@@ -269,15 +269,15 @@ unsafe fn image(program: nvrtc_sys::nvrtcProgram) -> std::result::Result<Vec<u8>
     }
 }
 
-/// Compiles all kernels for an architecture, without a device.
+/// Compiles all kernels for an architecture, without a GPU.
 ///
 /// # Errors
-/// If the compiler is not there, or one does not compile.
+/// If nvrtc is not available, or a kernel does not compile.
 pub(crate) fn compile_all(capability: i32) -> Result<()> {
     super::Library::Nvrtc
         .check()
         .map_err(|reason| DeviceError::Unavailable { device: "nvrtc".to_owned(), reason })?;
     SOURCES.iter().try_for_each(|(file, source)| {
-        compile(&Source { device: "nvrtc", file, text: whole(source), capability }).map(drop)
+        compile(&KernelSource { device: "nvrtc", file, text: whole(source), capability }).map(drop)
     })
 }

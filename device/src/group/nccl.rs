@@ -1,9 +1,10 @@
-//! GPUs, by NCCL: a communicator that never blocks, so that every wait of ours has a deadline.
+//! Groups of GPUs: a non-blocking NCCL communicator, with a deadline for every wait.
 //!
 //! Invariants:
-//! - A communicator is destroyed or aborted once, and not used after. What it still had on the stream is over then.
-//! - The host never is more than [`AHEAD`] calls ahead of the stream, and waits for it with a deadline: a driver whose queue
-//!   is full would wait without one.
+//! - A communicator is destroyed or aborted once, and not used afterwards. Its operations on the stream have ended
+//!   then.
+//! - The host is at most [`MAX_PENDING`] calls ahead of the stream, and waits for it with a deadline: a driver whose queue is
+//!   full would wait without one.
 
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::ops::Range;
@@ -15,24 +16,24 @@ use cudarc::driver::result::{DriverError, event};
 use cudarc::driver::sys as driver_sys;
 use cudarc::nccl::{result as nccl, sys};
 
-use super::waiting::Waiting;
-use super::{Members, Part, Patience, failed};
+use super::waiting::GroupWait;
+use super::{GroupBackend, GroupTimeout, MemoryRange, failed};
 use crate::cuda::{Cuda, Library};
 use crate::device::Device;
 use crate::error::{DeviceError, Result};
 use crate::inventory::OLDEST_NCCL;
 
-/// What tells NCCL that a configuration is one.
+/// Magic number of an NCCL configuration.
 const MAGIC: c_uint = 0xcafe_beef;
-/// Leaves a choice to NCCL.
+/// Default of an NCCL option.
 const UNDEFINED: c_int = c_int::MIN;
-/// The version whose configuration cudarc describes, as NCCL counts.
+/// NCCL version whose configuration struct cudarc declares.
 const DESCRIBED: c_int = 23_000;
-/// Most calls of a member that the stream has not done.
-const AHEAD: usize = 4;
-/// Pause between two looks at something that is under way: far below what a bucket takes.
+/// Largest number of calls that the stream has not completed.
+const MAX_PENDING: usize = 4;
+/// Pause between two polls; far shorter than a bucket takes.
 const PAUSE: Duration = Duration::from_micros(50);
-/// How long leaving may take before it is done by force.
+/// Deadline for leaving a group before it is aborted.
 const LEAVING: Duration = Duration::from_secs(10);
 
 /// A member of a group.
@@ -41,60 +42,60 @@ pub(super) struct Communicator {
     device: Device,
     rank: usize,
     world: usize,
-    patience: Patience,
-    /// Ends every wait: somebody wants to abort.
+    timeout: GroupTimeout,
+    /// Set by `abort`; ends every wait.
     leaving: AtomicBool,
-    joined: Mutex<Joined>,
+    state: Mutex<CommunicatorState>,
 }
 
 #[derive(Debug)]
-struct Joined {
-    /// `None` once it was aborted.
+struct CommunicatorState {
+    /// `None` after an abort.
     raw: Option<Raw>,
-    /// How many calls the stream was given.
+    /// Number of calls so far.
     calls: usize,
-    /// Behind each of the last calls, by its number.
-    done: [Option<Mark>; AHEAD],
+    /// Events after each of the last calls, by call number modulo [`MAX_PENDING`].
+    done: [Option<StreamEvent>; MAX_PENDING],
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Raw(sys::ncclComm_t);
 
-/// A place on the stream.
+/// An event on the stream.
 #[derive(Debug)]
-struct Mark(driver_sys::CUevent);
+struct StreamEvent(driver_sys::CUevent);
 
 // SAFETY: an event may be used from any thread.
 #[expect(unsafe_code, reason = "a pointer of the driver")]
-unsafe impl Send for Mark {}
+unsafe impl Send for StreamEvent {}
 
-impl Drop for Mark {
+impl Drop for StreamEvent {
     #[expect(unsafe_code, reason = "calls of the driver")]
     fn drop(&mut self) {
-        // SAFETY: it is used no more; one that is not reached yet goes when it is.
+        // SAFETY: it is not used again; a pending event is destroyed when it completes.
         let _ = unsafe { event::destroy(self.0) };
     }
 }
 
-// SAFETY: a communicator may be used from any thread, one at a time, which the lock sees to.
+// SAFETY: a communicator may be used from any thread, one at a time, which the lock ensures.
 #[expect(unsafe_code, reason = "a pointer of NCCL")]
 unsafe impl Send for Raw {}
 
-/// How a call of NCCL ended, or that it goes on.
-enum Answer {
+/// Status of an NCCL call.
+enum CallStatus {
     Done,
     UnderWay,
-    Failed(Failure),
+    Failed(CallFailure),
 }
 
-/// Why a call failed.
-struct Failure {
+/// An error of an NCCL call.
+struct CallFailure {
     reason: String,
-    /// Whether it is of this member's own making, whoever the others are.
+    /// Whether this member caused it, independent of the others.
     own: bool,
 }
 
-/// The 128 bytes that members find each other by.
+/// A new NCCL unique id, 128 bytes.
 pub(super) fn new_id(device: &Device) -> Result<Vec<u8>> {
     cuda(device)?.bind()?;
     check(device)?;
@@ -109,7 +110,7 @@ impl Communicator {
         device: &Device,
         id: &[u8],
         (rank, world): (usize, usize),
-        patience: Patience,
+        timeout: GroupTimeout,
     ) -> Result<Self> {
         let refused = |reason: String| failed(device, "join", Duration::ZERO, reason);
         check(device)?;
@@ -122,69 +123,68 @@ impl Communicator {
         let mut config = config(version);
         let mut raw = std::ptr::null_mut();
         let int = |number: usize| c_int::try_from(number).unwrap_or(c_int::MAX);
-        // SAFETY: the configuration is as NCCL lays it out, and read before the call returns.
+        // SAFETY: the configuration has NCCL's layout, and is read before the call returns.
         let answer =
             unsafe { sys::ncclCommInitRankConfig(&raw mut raw, int(world), id, int(rank), &raw mut config) };
         if raw.is_null() {
             return Err(refused(last(answer, None).reason));
         }
-        let joined = Joined { raw: Some(Raw(raw)), calls: 0, done: [const { None }; AHEAD] };
+        let state = CommunicatorState { raw: Some(Raw(raw)), calls: 0, done: [const { None }; MAX_PENDING] };
         let communicator = Self {
             device: device.clone(),
             rank,
             world,
-            patience,
+            timeout,
             leaving: AtomicBool::new(false),
-            joined: Mutex::new(joined),
+            state: Mutex::new(state),
         };
-        let joined =
-            communicator.settle(Raw(raw), answer, "join", &mut Waiting::begin(&communicator.patience));
-        if joined.is_err() {
+        let state =
+            communicator.settle(Raw(raw), answer, "join", &mut GroupWait::begin(&communicator.timeout));
+        if state.is_err() {
             communicator.abort();
         }
-        joined.map(|()| communicator)
+        state.map(|()| communicator)
     }
 
-    /// Makes calls as one, and waits until NCCL has given them to the stream.
-    fn together(
+    /// Runs calls as one NCCL group, and waits until NCCL has enqueued them.
+    fn grouped(
         &self,
         operation: &'static str,
         calls: impl FnOnce(sys::ncclComm_t, sys::cudaStream_t) -> sys::ncclResult_t,
     ) -> Result<()> {
         let cuda = cuda(&self.device)?;
         cuda.bind()?;
-        let mut joined = self.joined();
-        let raw = self.living(&joined, operation)?;
-        let mut waiting = Waiting::begin(&self.patience);
-        self.keep_pace(&joined, raw, operation, &mut waiting)?;
-        let fails =
-            |error: nccl::NcclError| self.because(operation, Duration::ZERO, last(error.0, Some(raw)));
+        let mut state = self.state();
+        let raw = self.communicator(&state, operation)?;
+        let mut waiting = GroupWait::begin(&self.timeout);
+        self.limit_pending(&state, raw, operation, &mut waiting)?;
+        let fails = |error: nccl::NcclError| self.error(operation, Duration::ZERO, last(error.0, Some(raw)));
         nccl::group_start().map_err(fails)?;
         let called = calls(raw.0, cuda.stream().cast());
-        // What was begun has to be ended even if it failed.
+        // A group that was started has to be ended even after an error.
         let ended = match nccl::group_end() {
             Ok(nccl::NcclStatus::InProgress) => sys::ncclResult_t::ncclInProgress,
             Ok(_) => sys::ncclResult_t::ncclSuccess,
             Err(error) => error.0,
         };
-        if let Answer::Failed(failure) = answer(called, Some(raw)) {
-            return Err(self.because(operation, Duration::ZERO, failure));
+        if let CallStatus::Failed(failure) = status_of(called, Some(raw)) {
+            return Err(self.error(operation, Duration::ZERO, failure));
         }
         self.settle(raw, ended, operation, &mut waiting)?;
-        self.mark(&mut joined, cuda)
+        self.mark(&mut state, cuda)
     }
 
-    /// Waits until there is room for one more call among those that the stream has not done.
+    /// Waits until fewer than [`MAX_PENDING`] calls are pending on the stream.
     #[expect(unsafe_code, reason = "calls of the driver")]
-    fn keep_pace(
+    fn limit_pending(
         &self,
-        joined: &Joined,
+        state: &CommunicatorState,
         raw: Raw,
         operation: &'static str,
-        waiting: &mut Waiting<'_>,
+        waiting: &mut GroupWait<'_>,
     ) -> Result<()> {
-        let Some(Mark(oldest)) = &joined.done[joined.calls % AHEAD] else { return Ok(()) };
-        // SAFETY: the event lives.
+        let Some(StreamEvent(oldest)) = &state.done[state.calls % MAX_PENDING] else { return Ok(()) };
+        // SAFETY: the event is valid.
         let reached = || match unsafe { event::query(*oldest) } {
             Ok(()) => Ok(true),
             Err(DriverError(driver_sys::CUresult::CUDA_ERROR_NOT_READY)) => Ok(false),
@@ -193,101 +193,104 @@ impl Communicator {
         self.until(raw, operation, waiting, reached)
     }
 
-    /// Notes where the stream has done the call that it was given last.
+    /// Records an event after the last call.
     #[expect(unsafe_code, reason = "calls of the driver")]
-    fn mark(&self, joined: &mut Joined, cuda: &Cuda) -> Result<()> {
-        let place = &mut joined.done[joined.calls % AHEAD];
-        joined.calls += 1;
+    fn mark(&self, state: &mut CommunicatorState, cuda: &Cuda) -> Result<()> {
+        let place = &mut state.done[state.calls % MAX_PENDING];
+        state.calls += 1;
         let mark = match place.take() {
             Some(mark) => mark,
-            None => Mark(
+            None => StreamEvent(
                 event::create(driver_sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
                     .map_err(|error| self.broken("cuEventCreate", error))?,
             ),
         };
-        // SAFETY: event and stream live.
+        // SAFETY: event and stream are valid.
         unsafe { event::record(mark.0, cuda.stream()) }
             .map_err(|error| self.broken("cuEventRecord", error))?;
         *place = Some(mark);
         Ok(())
     }
 
-    /// Waits for something that the stream will have done.
+    /// Waits until `reached`, polling the communicator for errors.
     fn until(
         &self,
         raw: Raw,
         operation: &'static str,
-        waiting: &mut Waiting<'_>,
+        waiting: &mut GroupWait<'_>,
         mut reached: impl FnMut() -> Result<bool>,
     ) -> Result<()> {
         loop {
             let there = reached()?;
-            let over = match self.state(raw) {
-                Answer::Done if there => return Ok(()),
-                Answer::Failed(failure) => Some(failure),
-                Answer::Done | Answer::UnderWay => self.over(waiting),
+            let over = match self.status(raw) {
+                CallStatus::Done if there => return Ok(()),
+                CallStatus::Failed(failure) => Some(failure),
+                CallStatus::Done | CallStatus::UnderWay => self.over(waiting),
             };
             if let Some(failure) = over {
-                return Err(self.because(operation, waiting.started.elapsed(), failure));
+                return Err(self.error(operation, waiting.started.elapsed(), failure));
             }
             std::thread::sleep(PAUSE);
         }
     }
 
-    /// Why a wait is over, if it is.
-    fn over(&self, waiting: &mut Waiting<'_>) -> Option<Failure> {
-        let left = || "this member leaves".to_owned();
+    /// The reason to end a wait, if any.
+    fn over(&self, waiting: &mut GroupWait<'_>) -> Option<CallFailure> {
+        let left = || "this rank leaves the group".to_owned();
         let leaving = self.leaving.load(Ordering::Relaxed).then(left);
         let reason = leaving.or_else(|| waiting.over(|| self.missing()))?;
-        Some(Failure { reason, own: false })
+        Some(CallFailure { reason, own: false })
     }
 
-    fn living(&self, joined: &Joined, operation: &'static str) -> Result<Raw> {
+    fn communicator(&self, state: &CommunicatorState, operation: &'static str) -> Result<Raw> {
         let gone = || self.failed(operation, Duration::ZERO, "it was aborted".to_owned());
-        joined.raw.ok_or_else(gone)
+        state.raw.ok_or_else(gone)
     }
 
-    /// Waits until a call is no longer under way.
+    /// Waits until a call is no longer in progress.
     fn settle(
         &self,
         raw: Raw,
         first: sys::ncclResult_t,
         operation: &'static str,
-        waiting: &mut Waiting<'_>,
+        waiting: &mut GroupWait<'_>,
     ) -> Result<()> {
-        let mut state = answer(first, Some(raw));
+        let mut state = status_of(first, Some(raw));
         loop {
             let over = match state {
-                Answer::Done => return Ok(()),
-                Answer::Failed(failure) => Some(failure),
-                Answer::UnderWay => self.over(waiting),
+                CallStatus::Done => return Ok(()),
+                CallStatus::Failed(failure) => Some(failure),
+                CallStatus::UnderWay => self.over(waiting),
             };
             if let Some(failure) = over {
-                return Err(self.because(operation, waiting.started.elapsed(), failure));
+                return Err(self.error(operation, waiting.started.elapsed(), failure));
             }
             std::thread::sleep(PAUSE);
-            state = self.state(raw);
+            state = self.status(raw);
         }
     }
 
-    /// How the communicator is.
+    /// Asynchronous status of the communicator.
     #[expect(unsafe_code, reason = "calls of NCCL")]
-    fn state(&self, raw: Raw) -> Answer {
+    fn status(&self, raw: Raw) -> CallStatus {
         let mut state: c_int = 0;
-        // SAFETY: the communicator lives, and a result is an int.
+        // SAFETY: the communicator is valid, and a result is an int.
         let asked = unsafe { sys::ncclCommGetAsyncError(raw.0, (&raw mut state).cast()) };
-        match (answer(asked, Some(raw)), state) {
-            (Answer::Failed(failure), _) => Answer::Failed(failure),
-            (_, 0) => Answer::Done,
-            (_, state) if state == sys::ncclResult_t::ncclInProgress as c_int => Answer::UnderWay,
+        match (status_of(asked, Some(raw)), state) {
+            (CallStatus::Failed(failure), _) => CallStatus::Failed(failure),
+            (_, 0) => CallStatus::Done,
+            (_, state) if state == sys::ncclResult_t::ncclInProgress as c_int => CallStatus::UnderWay,
             (_, state) => {
                 let own = OWN.iter().any(|own| *own as c_int == state);
-                Answer::Failed(Failure { reason: said(&format!("NCCL's error {state}"), Some(raw)), own })
+                CallStatus::Failed(CallFailure {
+                    reason: said(&format!("NCCL's error {state}"), Some(raw)),
+                    own,
+                })
             }
         }
     }
 
-    /// Whether the stream has nothing to do any more.
+    /// Whether the stream is idle.
     fn idle(&self) -> Result<bool> {
         cuda(&self.device)?.is_idle()
     }
@@ -299,7 +302,7 @@ impl Communicator {
     fn missing(&self) -> String {
         let Self { rank, world, .. } = self;
         format!(
-            "not all of the {world} members came or answered (this is member {rank}): see whether their processes live"
+            "not all {world} ranks responded (this is rank {rank}): check whether their processes are running"
         )
     }
 
@@ -307,33 +310,33 @@ impl Communicator {
         failed(&self.device, operation, waited, reason)
     }
 
-    fn because(&self, operation: &'static str, waited: Duration, failure: Failure) -> DeviceError {
-        // Errors of CUDA come from the memory of a member that has died, too: its own are those that stay.
+    fn error(&self, operation: &'static str, waited: Duration, failure: CallFailure) -> DeviceError {
+        // A dead peer also causes CUDA errors; errors of this member persist.
         if failure.own || self.idle().is_err() {
             return DeviceError::Call { device: self.device.name(), call: operation, reason: failure.reason };
         }
         self.failed(operation, waited, failure.reason)
     }
 
-    fn joined(&self) -> MutexGuard<'_, Joined> {
-        self.joined.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, CommunicatorState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Members for Communicator {
+impl GroupBackend for Communicator {
     #[expect(unsafe_code, reason = "calls of NCCL")]
-    fn broadcast(&self, root: usize, part: Part) -> Result<()> {
+    fn broadcast(&self, root: usize, part: MemoryRange) -> Result<()> {
         let (pointer, root) = (part.address as *mut c_void, c_int::try_from(root).unwrap_or(c_int::MAX));
-        // SAFETY: the part is of a buffer that lives, and used in the order of the stream.
-        self.together("broadcast", |raw, stream| unsafe {
+        // SAFETY: the range is in a live buffer and used in stream order.
+        self.grouped("broadcast", |raw, stream| unsafe {
             sys::ncclBroadcast(pointer, pointer, part.bytes, BYTES, root, raw, stream)
         })
     }
 
     #[expect(unsafe_code, reason = "calls of NCCL")]
-    fn all_gather(&self, own: Part, cuts: &[Range<usize>], all: Part) -> Result<()> {
-        // SAFETY: all parts are of buffers that live, and used in the order of the stream.
-        self.together("all_gather", |raw, stream| unsafe {
+    fn all_gather(&self, own: MemoryRange, cuts: &[Range<usize>], all: MemoryRange) -> Result<()> {
+        // SAFETY: the ranges are in live buffers and used in stream order.
+        self.grouped("all_gather", |raw, stream| unsafe {
             if even(cuts, all.bytes) {
                 return sys::ncclAllGather(pointer(own), pointer(all), own.bytes, BYTES, raw, stream);
             }
@@ -347,10 +350,10 @@ impl Members for Communicator {
     }
 
     #[expect(unsafe_code, reason = "calls of NCCL")]
-    fn reduce_scatter(&self, values: Part, cuts: &[Range<usize>], own: Part) -> Result<()> {
+    fn reduce_scatter(&self, values: MemoryRange, cuts: &[Range<usize>], own: MemoryRange) -> Result<()> {
         let (floats, sum) = (sys::ncclDataType_t::ncclFloat32, sys::ncclRedOp_t::ncclSum);
-        // SAFETY: all parts are of buffers that live, and used in the order of the stream.
-        self.together("reduce_scatter", |raw, stream| unsafe {
+        // SAFETY: the ranges are in live buffers and used in stream order.
+        self.grouped("reduce_scatter", |raw, stream| unsafe {
             if even(cuts, values.bytes) {
                 let count = own.bytes / size_of::<f32>();
                 return sys::ncclReduceScatter(
@@ -372,19 +375,19 @@ impl Members for Communicator {
     }
 
     fn wait(&self, operation: &'static str) -> Result<()> {
-        let joined = self.joined();
-        let raw = self.living(&joined, operation)?;
-        self.until(raw, operation, &mut Waiting::begin(&self.patience), || self.idle())
+        let state = self.state();
+        let raw = self.communicator(&state, operation)?;
+        self.until(raw, operation, &mut GroupWait::begin(&self.timeout), || self.idle())
     }
 
     #[expect(unsafe_code, reason = "calls of NCCL")]
     fn abort(&self) {
         self.leaving.store(true, Ordering::Relaxed);
-        let Some(raw) = self.joined().raw.take() else { return };
+        let Some(raw) = self.state().raw.take() else { return };
         if cuda(&self.device).is_ok_and(|cuda| cuda.bind().is_ok()) {
-            // SAFETY: the communicator lives, and nobody has it any more.
+            // SAFETY: the communicator is valid, and no other thread has it.
             let _ = unsafe { sys::ncclCommAbort(raw.0) };
-            // Its kernels end now; memory that they write is used for something else soon.
+            // Its kernels end now; the memory that they write is reused soon.
             let started = Instant::now();
             while started.elapsed() < LEAVING && self.idle().is_ok_and(|idle| !idle) {
                 std::thread::sleep(PAUSE);
@@ -394,19 +397,19 @@ impl Members for Communicator {
 }
 
 impl Communicator {
-    /// Leaves the others, in good order if they let it.
+    /// Leaves the group: finalizes the communicator, or aborts it at the deadline.
     #[expect(unsafe_code, reason = "calls of NCCL")]
     fn leave(&self) {
-        let Some(raw) = self.joined().raw else { return };
-        // Others may still read what this one has sent: it leaves with them, unless they do not.
-        // SAFETY: the communicator lives.
+        let Some(raw) = self.state().raw else { return };
+        // Other members may still read what this one sent, so finalize waits for them.
+        // SAFETY: the communicator is valid.
         let begun = unsafe { sys::ncclCommFinalize(raw.0) };
-        let patience = Patience::from(self.patience.deadline.min(LEAVING));
-        if self.settle(raw, begun, "leave", &mut Waiting::begin(&patience)).is_err() {
+        let timeout = GroupTimeout::from(self.timeout.deadline.min(LEAVING));
+        if self.settle(raw, begun, "leave", &mut GroupWait::begin(&timeout)).is_err() {
             return self.abort();
         }
-        self.joined().raw = None;
-        // SAFETY: it was finalized, and nobody has it any more.
+        self.state().raw = None;
+        // SAFETY: it was finalized, and no other thread has it.
         let _ = unsafe { sys::ncclCommDestroy(raw.0) };
     }
 }
@@ -417,18 +420,18 @@ impl Drop for Communicator {
             return;
         }
         self.leave();
-        // Before the device, which may go with this value.
-        self.joined().done = [const { None }; AHEAD];
+        // Destroyed before the device, which may be dropped with this value.
+        self.state().done = [const { None }; MAX_PENDING];
     }
 }
 
 const BYTES: sys::ncclDataType_t = sys::ncclDataType_t::ncclUint8;
 
-fn pointer(part: Part) -> *mut c_void {
+fn pointer(part: MemoryRange) -> *mut c_void {
     part.address as *mut c_void
 }
 
-/// Whether all ranges are of one length and cover everything in order.
+/// Whether all ranges have one length and cover everything in order.
 fn even(cuts: &[Range<usize>], all: usize) -> bool {
     let len = all / cuts.len().max(1);
     len > 0
@@ -436,7 +439,7 @@ fn even(cuts: &[Range<usize>], all: usize) -> bool {
         && cuts.iter().enumerate().all(|(rank, cut)| *cut == (rank * len..(rank + 1) * len))
 }
 
-/// Makes all calls, in order; the first that fails, if any does.
+/// Makes all calls in order; returns the first error.
 fn first_failure(calls: impl Iterator<Item = sys::ncclResult_t>) -> sys::ncclResult_t {
     use sys::ncclResult_t::{ncclInProgress, ncclSuccess};
     let results: Vec<_> = calls.collect();
@@ -448,61 +451,59 @@ fn cuda(device: &Device) -> Result<&Cuda> {
     cuda.ok_or_else(|| failed(device, "join", Duration::ZERO, "it is no GPU".to_owned()))
 }
 
-/// Whether NCCL is there.
+/// An error if NCCL is not available.
 pub(super) fn check(device: &Device) -> Result<()> {
     let there = Library::Nccl.check().and_then(|()| version().map(drop));
     there.map_err(|reason| DeviceError::Unavailable { device: device.name(), reason })
 }
 
-/// As 22809 for 2.28.9. The library is there.
+/// NCCL version, such as 22809 for 2.28.9. The library must be loaded.
 fn version() -> std::result::Result<c_int, String> {
     let version = nccl::get_nccl_version().map_err(|error| last(error.0, None).reason)?;
     if version < OLDEST_NCCL {
-        return Err(format!(
-            "libnccl.so is of version {version}, and has to be of {OLDEST_NCCL} (2.14) or later"
-        ));
+        return Err(format!("libnccl.so has version {version}; install {OLDEST_NCCL} (2.14) or later"));
     }
     Ok(version)
 }
 
-/// Failures that are this member's own: its calls are at fault.
+/// Errors that this member caused by a wrong call.
 const OWN: [sys::ncclResult_t; 2] =
     [sys::ncclResult_t::ncclInvalidArgument, sys::ncclResult_t::ncclInvalidUsage];
 
-fn answer(result: sys::ncclResult_t, raw: Option<Raw>) -> Answer {
+fn status_of(result: sys::ncclResult_t, raw: Option<Raw>) -> CallStatus {
     match result {
-        sys::ncclResult_t::ncclSuccess => Answer::Done,
-        sys::ncclResult_t::ncclInProgress => Answer::UnderWay,
-        result => Answer::Failed(last(result, raw)),
+        sys::ncclResult_t::ncclSuccess => CallStatus::Done,
+        sys::ncclResult_t::ncclInProgress => CallStatus::UnderWay,
+        result => CallStatus::Failed(last(result, raw)),
     }
 }
 
-/// What NCCL says of a failure.
-fn last(result: sys::ncclResult_t, raw: Option<Raw>) -> Failure {
-    Failure { reason: said(&format!("{result:?}"), raw), own: OWN.contains(&result) }
+/// The error of a result.
+fn last(result: sys::ncclResult_t, raw: Option<Raw>) -> CallFailure {
+    CallFailure { reason: said(&format!("{result:?}"), raw), own: OWN.contains(&result) }
 }
 
-/// The same with its last words, and what helps where that is known.
+/// `what` with NCCL's last message, and a remedy if one is known.
 #[expect(unsafe_code, reason = "calls of NCCL")]
 fn said(what: &str, raw: Option<Raw>) -> String {
     let raw = raw.map_or(std::ptr::null_mut(), |raw| raw.0);
-    // SAFETY: no communicator is as good as one that lives.
+    // SAFETY: a null communicator is allowed.
     let words = unsafe { sys::ncclGetLastError(raw) };
     let words = if words.is_null() {
         String::new()
     } else {
-        // SAFETY: a text of NCCL's with a zero at its end.
+        // SAFETY: a null-terminated text of NCCL.
         unsafe { CStr::from_ptr(words) }.to_string_lossy().trim().to_owned()
     };
     let hint = if words.contains("Duplicate GPU") {
-        "; every member needs a GPU of its own: between processes on one GPU use weights.transport = \"cuda-ipc\""
+        "; every rank needs its own GPU: between processes on one GPU use weights.transport = \"cuda-ipc\""
     } else {
         "; NCCL_DEBUG=INFO shows more"
     };
     format!("{what}: {words}{hint}")
 }
 
-/// What NCCL is told: not to block, and nothing else.
+/// Configuration of a communicator: non-blocking, all else default.
 fn config(version: c_int) -> sys::ncclConfig_t {
     sys::ncclConfig_t {
         size: size_of::<sys::ncclConfig_t>(),

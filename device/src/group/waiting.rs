@@ -1,32 +1,32 @@
-//! A wait for other members. Invariant: it is over at its deadline, and soon after there is a reason to give up.
+//! A wait for other members. Invariant: it ends at the deadline, and soon after there is a reason to abort.
 
 use std::time::{Duration, Instant};
 
-use super::Patience;
+use super::GroupTimeout;
 
-/// How often a member that waits asks whether to give up.
-pub(super) const LOOK_UP: Duration = Duration::from_millis(10);
+/// How often a wait polls for a reason to abort.
+pub(super) const POLL: Duration = Duration::from_millis(10);
 
-/// A wait that has begun.
-pub(super) struct Waiting<'a> {
-    patience: &'a Patience,
+/// A wait in progress.
+pub(super) struct GroupWait<'a> {
+    timeout: &'a GroupTimeout,
     pub(super) started: Instant,
-    looked: Instant,
+    polled: Instant,
 }
 
-impl<'a> Waiting<'a> {
-    pub(super) fn begin(patience: &'a Patience) -> Self {
+impl<'a> GroupWait<'a> {
+    pub(super) fn begin(timeout: &'a GroupTimeout) -> Self {
         let started = Instant::now();
-        Self { patience, started, looked: started }
+        Self { timeout, started, polled: started }
     }
 
-    /// Why it is over, if it is: the deadline has passed, which is `late`, or there is a reason to give up.
+    /// The reason to end the wait, if any: `late` after the deadline, or a reason to abort.
     pub(super) fn over(&mut self, late: impl FnOnce() -> String) -> Option<String> {
-        if self.started.elapsed() >= self.patience.deadline {
+        if self.started.elapsed() >= self.timeout.deadline {
             return Some(late());
         }
-        let give_up = self.patience.give_up.as_ref().filter(|_| self.looked.elapsed() >= LOOK_UP)?;
-        self.looked = Instant::now();
+        let give_up = self.timeout.give_up.as_ref().filter(|_| self.polled.elapsed() >= POLL)?;
+        self.polled = Instant::now();
         give_up()
     }
 }

@@ -8,27 +8,27 @@ use crate::element::Storage;
 use crate::error::Result;
 use crate::memory::{View, ViewMut};
 
-/// The numbers of one update, the same for all values of a tensor.
+/// Factors of one update, equal for all values of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamwStep {
-    /// Multiplies the gradients: below 1 where they are clipped.
+    /// Gradient scale; below 1 if the gradient is clipped.
     pub gradient: f32,
-    /// What an update leaves of the mean of the gradients.
+    /// Decay rate of the first moment.
     pub beta1: f32,
-    /// What an update leaves of the mean of their squares.
+    /// Decay rate of the second moment.
     pub beta2: f32,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f32,
-    /// Learning rate over the bias correction of the first moment: `rate / (1 - beta1^t)`.
+    /// Learning rate divided by the bias correction of the first moment: `rate / (1 - beta1^t)`.
     pub step_size: f32,
     /// Bias correction of the second moment: `1 / (1 - beta2^t)`.
     pub second_scale: f32,
-    /// What weight decay leaves of a value: `1 - rate * decay`, or 1 where nothing decays.
+    /// Weight decay: `1 - rate * decay`, or 1 without decay.
     pub keep: f32,
 }
 
-/// Updates `values [n]` and their moments `first [n]` and `second [n]` for `gradient [n]`; `compute [n]` gets what the
-/// values become, rounded to what the model computes with.
+/// Updates master weights `values [n]` and moments `first [n]`, `second [n]` with `gradient [n]`. `compute [n]`
+/// receives the new values rounded to the model's storage type.
 ///
 /// # Errors
 /// If the launch fails.

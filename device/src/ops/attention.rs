@@ -1,6 +1,7 @@
-//! Causal attention of packed segments with grouped key-value heads, forward and backward.
+//! Causal attention of packed segments with grouped key-value heads (GQA, arXiv 2305.13245), forward and backward:
+//! tiled with an online softmax, as in FlashAttention-2 (Dao 2023, arXiv 2307.08691).
 //!
-//! Invariant: the result of a query has the same bits however its sequence is packed: as a segment of its own, or behind a
+//! Invariant: the result of a query has the same bits for every packing of its sequence: as one segment, or after a
 //! prefix that other segments share. Gradients have the same bits for equal segments in equal order.
 
 use std::ops::Range;
@@ -13,56 +14,57 @@ use crate::element::Storage;
 use crate::error::Result;
 use crate::memory::{Buffer, View, ViewMut};
 
-/// Queries, and keys, of one block, as in `kernels/attention.cu`.
+/// Queries, and keys, per block, as in `kernels/attention.cu`.
 pub(super) const TILE: usize = 64;
-/// Keys, or queries, that a warp of the plain kernels takes at a time.
+/// Keys, or queries, per step of a warp of the f32 kernels.
 const LANES: usize = 32;
-/// Values between the rows of a tile of the tensor cores.
+/// Padding of the rows of a shared-memory tile for the tensor cores, values.
 const PAD: usize = 8;
-/// The widest head.
+/// Largest head dimension.
 const MAX_HEAD_DIM: usize = 256;
-/// Most queries that one block goes through for its keys. A prompt is seen by all its completions: without a bound the one
-/// block that has its keys would run long after all others.
+/// Largest number of queries that one block processes for its keys. All completions attend to the keys of a prompt:
+/// without a bound the block with these keys would run long after the others.
 const MAX_QUERIES: usize = 1024;
 
-/// Tokens that attend to a common prefix and to those before them among themselves, as rows of a pack.
+/// Tokens that attend to a prefix and, causally, to each other; as rows of a pack.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// The tokens.
+    /// Rows of the tokens.
     pub rows: Range<usize>,
-    /// Rows of what comes before, earlier in the pack and in other segments; empty for nothing.
+    /// Rows of the prefix, which are in earlier segments; empty for none.
     pub prefix: Range<usize>,
 }
 
-/// The segments of a pack, and how kernels go through them.
+/// The segments of a pack, with the work lists of the kernels, on the device.
 #[derive(Debug)]
 pub struct Segments {
     rows: usize,
-    /// Whether each row is in a segment.
+    /// Whether every row is in a segment.
     whole: bool,
-    /// `[segments, 4]`: rows, prefix.
+    /// `[segments, 4]`: start and end of rows, start and end of prefix.
     segments: Buffer<i32>,
     /// `[tiles, 2]`: segment, first query.
     tiles: Buffer<i32>,
-    /// `[jobs, 5]`: first key, keys, entries of `seen` from and to, slot of the scratch or -1.
+    /// `[jobs, 5]`: first key, number of keys, start and end in `seen`, slot in the scratch or -1.
     jobs: Buffer<i32>,
-    /// `[_, 4]`: queries from and to, keys from and to.
+    /// `[_, 4]`: start and end of queries, start and end of keys.
     seen: Buffer<i32>,
-    /// `[_, 4]`: first key, keys, slots from and to.
+    /// `[_, 4]`: first key, number of keys, start and end of slots.
     splits: Buffer<i32>,
     slots: usize,
 }
 
 impl Segments {
-    /// The segments of a pack of `rows`, in the order of their rows. Rows that are in none get results and gradients of 0.
+    /// Work lists for the segments of a pack of `rows`, in row order. Rows outside all segments have results and
+    /// gradients of 0.
     ///
     /// # Errors
-    /// If there is no memory for the lists.
+    /// If device memory is full.
     ///
     /// # Panics
-    /// If segments overlap or are out of order, or a prefix is not of rows of segments before.
+    /// If segments overlap or are out of order, or a prefix has rows outside earlier segments.
     pub fn new(device: &Device, segments: &[Segment], rows: usize) -> Result<Self> {
-        let plan = Plan::new(segments, rows);
+        let plan = SegmentPlan::new(segments, rows);
         Ok(Self {
             rows,
             whole: plan.whole,
@@ -75,16 +77,16 @@ impl Segments {
         })
     }
 
-    /// Rows of the pack.
+    /// Number of rows of the pack.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.rows
     }
 }
 
-/// What [`Segments`] uploads.
+/// Host copy of the work lists.
 #[derive(Debug, Default)]
-struct Plan {
+struct SegmentPlan {
     whole: bool,
     segments: Vec<[i32; 4]>,
     tiles: Vec<[i32; 2]>,
@@ -94,20 +96,20 @@ struct Plan {
     slots: usize,
 }
 
-/// Keys of one block, and the queries that see them.
+/// Keys of one block with the queries that attend to them.
 #[derive(Debug)]
 struct KeyTile {
     keys: Range<usize>,
-    /// Queries and the keys of the tile that they see.
+    /// Queries, and the keys of the tile that they attend to.
     users: Vec<(Range<usize>, Range<usize>)>,
 }
 
-impl Plan {
+impl SegmentPlan {
     fn new(segments: &[Segment], rows: usize) -> Self {
         let mut plan = Self::default();
         let mut covered = 0;
         let mut end = 0;
-        // How many keys the tile's last query sees: the longest come first, so that none is left for the end.
+        // Longest tiles first (number of keys of the last query), so that no long tile is left for the end.
         let mut tiles = Vec::new();
         for Segment { rows, prefix } in segments.iter().filter(|segment| !segment.rows.is_empty()) {
             assert!(rows.start >= end, "segment {rows:?} begins before {end}, where the one before it ends");
@@ -168,8 +170,8 @@ impl Plan {
     }
 }
 
-/// The tiles of all keys, each with the queries of its own segment first and then those of segments that it is the prefix
-/// of, in their order.
+/// Tiles of all keys, each with the queries of its own segment and then those of segments whose prefix contains it, in
+/// order.
 fn key_tiles(segments: &[Segment]) -> Vec<KeyTile> {
     let mut tiles = Vec::new();
     for Segment { rows, .. } in segments {
@@ -191,10 +193,10 @@ fn key_tiles(segments: &[Segment]) -> Vec<KeyTile> {
     tiles
 }
 
-/// Which kernels a shape is for.
+/// The kernels for a shape and storage type.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kernels<T> {
-    /// Whether they use the tensor cores.
+    /// Whether the tensor-core kernels apply.
     tensor: bool,
     dim: usize,
     storage: std::marker::PhantomData<T>,
@@ -220,7 +222,8 @@ impl<T: Storage> Kernels<T> {
         if self.tensor { 128 } else { 256 }
     }
 
-    /// Shared memory of the forward, bytes: keys and values twice, or queries, keys, values and weights.
+    /// Dynamic shared memory of the forward kernel, bytes: two buffers of keys and values, or queries, keys, values and
+    /// weights.
     pub(super) fn forward(self) -> usize {
         match self.tensor {
             true => self.narrow_rows(4 * TILE),
@@ -228,7 +231,7 @@ impl<T: Storage> Kernels<T> {
         }
     }
 
-    /// The same for the gradient of queries: two more tiles, or one.
+    /// Dynamic shared memory of the query gradient, bytes: two more tiles, or one.
     fn query_gradient(self) -> usize {
         match self.tensor {
             true => self.narrow_rows(6 * TILE),
@@ -236,7 +239,8 @@ impl<T: Storage> Kernels<T> {
         }
     }
 
-    /// The same for the gradient of keys: keys, values, and queries and gradients twice, or with two kinds of weights.
+    /// Dynamic shared memory of the key gradient, bytes: keys, values, and two buffers of queries and gradients, or two
+    /// of weights.
     fn key_gradient(self) -> usize {
         match self.tensor {
             true => self.narrow_rows(2 * TILE + 4 * if self.dim > 64 { 32 } else { 64 }),
@@ -249,7 +253,7 @@ impl<T: Storage> Kernels<T> {
     }
 
     /// # Panics
-    /// If values do not begin where 16 bytes can be moved at once.
+    /// If the values do not begin at a multiple of 16 bytes.
     pub(super) fn check(self, view: View<'_, T>) {
         assert!(!self.tensor || view.address().is_multiple_of(16), "values begin on a boundary of 16 bytes");
     }
@@ -263,8 +267,8 @@ pub(super) fn scale(shape: HeadShape) -> Argument {
     (shape.head_dim as f32).powf(-0.5).into()
 }
 
-/// Attention within each segment: `qkv [rows, width]` normalised and rotated, into `out [rows, query_width]`, and the
-/// logarithm of the sum of `exp(score)` of each query into `log_sums [heads, rows]`, for the backward.
+/// Attention within each segment: `qkv [rows, width]` after norm and rotary embedding, into `out [rows, query_width]`;
+/// the log-sum-exp of the scores of each query into `log_sums [heads, rows]`, for the backward.
 ///
 /// # Errors
 /// If a launch fails.
@@ -298,11 +302,11 @@ pub fn attention<T: Storage>(
     device.launch(&kernels.name("attention"), grid, kernels.threads(), kernels.forward(), &arguments)
 }
 
-/// The gradient of `qkv [rows, width]` for the gradient `g [rows, query_width]` of the result, into all of
-/// `dqkv [rows, width]`. `out` and `log_sums` are what [`attention`] wrote.
+/// Gradient of `qkv [rows, width]` from `g [rows, query_width]`, that of the result, into all of `dqkv [rows, width]`.
+/// `out` and `log_sums` are the results of [`attention`].
 ///
 /// # Errors
-/// If a launch fails, or there is no memory for `heads` values a row, and for what splits of long sums need.
+/// If a launch fails, or there is no memory for the scratch.
 ///
 /// # Panics
 /// If the shapes do not fit.

@@ -1,8 +1,8 @@
-//! BLAKE3 of memory of a device. Invariant: it is that of the same little-endian bytes on the host.
+//! BLAKE3 digest of device memory. Invariant: it equals that of the same little-endian bytes on the host.
 //!
-//! BLAKE3 is a binary tree over chunks of 1024 bytes whose left subtrees are full. Merging neighbours level by level gives that
-//! tree, if a last value without a neighbour goes up as it is. The device does so until a few values are left; the root,
-//! which is computed differently, is the host's.
+//! BLAKE3 is a binary tree over chunks of 1024 bytes whose left subtrees are full. Merging neighbours level by level
+//! gives that tree if an unpaired last value moves up unchanged. The device merges down to a few values; the host
+//! merges these and computes the root, which has a different finalisation.
 
 use blake3::hazmat::{ChainingValue, Mode, merge_subtrees_non_root, merge_subtrees_root};
 
@@ -12,28 +12,28 @@ use crate::element::Element;
 use crate::error::Result;
 use crate::memory::View;
 
-/// Bytes of a leaf of the tree.
+/// Bytes of a chunk (leaf).
 const CHUNK: usize = blake3::CHUNK_LEN;
-/// Chunks of which the values are in memory at a time, a power of two: a full subtree of 1 GiB.
+/// Chunks whose values are in memory at a time, a power of two: a full subtree of 1 GiB.
 const PIECE: usize = 1 << 20;
-/// Values that a kernel merges into one: three levels.
+/// Values that one thread merges: three levels.
 const MERGED: usize = 8;
-/// Most values of a piece that the host finishes.
+/// Largest number of values per piece that the host merges.
 const FINISHED: usize = 64;
-/// Words of a value.
+/// 32-bit words of a chaining value.
 const WORDS: usize = 8;
-/// Threads of a block.
+/// Threads per block.
 const THREADS: usize = 128;
 
-/// BLAKE3 of the bytes of some values. Waits.
+/// BLAKE3 digest of the bytes of `of [n]`. Waits.
 ///
 /// # Errors
-/// If a launch fails, or there is no memory for the values of chunks.
+/// If a launch fails, or device memory is full.
 pub fn digest<T: Element>(device: &Device, of: View<'_, T>) -> Result<[u8; 32]> {
     digest_by(device, of, PIECE)
 }
 
-/// With the values of `piece_chunks` chunks in memory at a time.
+/// The digest with pieces of `piece_chunks` chunks.
 fn digest_by<T: Element>(device: &Device, of: View<'_, T>, piece_chunks: usize) -> Result<[u8; 32]> {
     let per_chunk = CHUNK / size_of::<T>();
     if of.len() <= per_chunk {
@@ -68,7 +68,7 @@ fn digest_by<T: Element>(device: &Device, of: View<'_, T>, piece_chunks: usize) 
     Ok(finish(&device.download(left.all())?, &counts))
 }
 
-/// The digest from `words [pieces, FINISHED, WORDS]`, of each piece as many values as `counts` says.
+/// Merges `words [pieces, FINISHED, WORDS]` on the host; piece `i` has `counts[i]` values.
 fn finish(words: &[u32], counts: &[usize]) -> [u8; 32] {
     let of_piece = |(words, count): (&[u32], &usize)| -> Vec<ChainingValue> {
         words.chunks_exact(WORDS).take(*count).map(chaining_value).collect()
@@ -106,11 +106,11 @@ fn chaining_value(words: &[u32]) -> ChainingValue {
 #[cfg(all(test, feature = "emulator"))]
 mod tests {
     use super::*;
-    use crate::device::Place;
+    use crate::device::DeviceLocation;
 
     #[test]
-    fn pieces_are_digested_as_one() {
-        let device = Device::open(Place::Emulated).unwrap();
+    fn pieces_have_the_digest_of_the_whole() {
+        let device = Device::open(DeviceLocation::Emulated).unwrap();
         let bytes: Vec<u8> = (0..200 * CHUNK + 17).map(|i| (i * i % 251) as u8).collect();
         for len in [1025, 4096, 4097, 8192, 20 * CHUNK - 1, 96 * CHUNK, 129 * CHUNK, bytes.len()] {
             let uploaded = device.upload(&bytes[..len]).unwrap();

@@ -1,7 +1,8 @@
-//! The head of a language model behind its matrix product: log-softmax, log-probability of the target token and entropy,
-//! from logits of a chunk of rows.
+//! The language-model head after its matrix product: log-softmax, log-probability of the target token, and entropy, for
+//! a chunk of rows. With a chunked product the full logits are never stored, as in Liger Kernel's fused linear
+//! cross-entropy (arXiv 2410.10989).
 //!
-//! Invariant: the sampler computes log-probabilities by the same function, so equal logits give equal bits.
+//! Invariant: the sampler computes log-probabilities with the same device function, so equal logits give equal bits.
 
 use super::{rows_of, size};
 use crate::backend::Argument;
@@ -10,30 +11,31 @@ use crate::element::Storage;
 use crate::error::Result;
 use crate::memory::{Buffer, View, ViewMut};
 
-/// Threads of a block, which has a row. The sampler's are as many.
+/// Threads per block; one block per row. The sampling kernel has the same number.
 pub(super) const ROW_THREADS: usize = 512;
 
-/// What the rows of a batch predict, and under which distributions; on the device.
+/// Targets of a batch of rows, on the device.
 #[derive(Debug)]
 pub struct HeadTargets {
-    /// `[len]`
+    /// Target tokens, `[len]`.
     tokens: Buffer<u32>,
-    /// `[len]`
+    /// Temperatures, `[len]`.
     temperatures: Buffer<f32>,
-    /// `[len + 1]`: row i keeps `ids[starts[i]..starts[i + 1]]`, or everything if that is none.
+    /// `[len + 1]`: row i is truncated to the tokens `ids[starts[i]..starts[i + 1]]`; an empty range means no
+    /// truncation.
     starts: Buffer<u64>,
     ids: Buffer<u32>,
 }
 
 impl HeadTargets {
-    /// Uploads, of each row, the token whose log-probability is wanted, the temperature, above 0, and the tokens that
-    /// truncation left, ascending, with the wanted one among them; `None` for all.
+    /// Uploads for each row the target token, the temperature (above 0), and the token ids that truncation kept,
+    /// ascending, with the target among them; `None` for no truncation.
     ///
     /// # Errors
-    /// If there is no memory for them.
+    /// If device memory is full.
     ///
     /// # Panics
-    /// If a row keeps nothing.
+    /// If the kept ids of a row are empty.
     pub fn new<'a>(
         device: &Device,
         targets: impl IntoIterator<Item = (u32, f32, Option<&'a [u32]>)>,
@@ -65,13 +67,13 @@ impl HeadTargets {
         self.tokens.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no rows.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
 
-    /// `n` rows from row `first` on, as kernels take them.
+    /// Kernel arguments for `n` rows from row `first`.
     fn rows(&self, first: usize, n: usize) -> [Argument; 4] {
         assert!(first + n <= self.len(), "rows {first}..{} of {}", first + n, self.len());
         [
@@ -83,8 +85,8 @@ impl HeadTargets {
     }
 }
 
-/// Writes to `out [n, 2]` the log-probability of the target token, at most 0, and the entropy, both in nats, under
-/// `logits [n, vocabulary]` over the temperature, among the kept tokens. The rows' targets are those from row `first` on.
+/// Log-probability of the target token (at most 0) and entropy, nats, into `out [n, 2]`, under the softmax of `logits
+/// [n, vocabulary]` divided by the temperature, over the kept tokens. Row 0 has the target `first`.
 ///
 /// # Errors
 /// If the launch fails.
@@ -106,8 +108,8 @@ pub fn predict(
     device.launch("predict", [rows, 1, 1], ROW_THREADS, 0, &arguments)
 }
 
-/// Writes to `out [n, vocabulary]` the gradient of `logits [n, vocabulary]` for `slopes [n, 2]`, those of a loss by what
-/// [`predict`] says: by the log-probability and by the entropy. It is 0 for tokens that are not kept.
+/// Gradient of `logits [n, vocabulary]` into `out [n, vocabulary]`, from `slopes [n, 2]`: the derivatives of the loss
+/// by log-probability and entropy of [`predict`]. It is 0 for tokens that truncation removed.
 ///
 /// # Errors
 /// If the launch fails.

@@ -1,5 +1,5 @@
-//! What happens to queries and keys between the projection and the attention: RMSNorm per head (Qwen3), and the rotary
-//! position embedding in the half-split layout of Hugging Face: pairs `(x[i], x[i + half])` turn by an angle.
+//! Queries and keys between projection and attention: RMSNorm per head (QK norm, Qwen3), and rotary position embedding
+//! (RoPE, arXiv 2104.09864) in the half-split layout of Hugging Face, which rotates the pairs `(x[i], x[i + half])`.
 
 use super::rows::add_partial_sums;
 use super::{PACK, THREADS, rows_of, size, slabs};
@@ -9,22 +9,22 @@ use crate::element::Storage;
 use crate::error::Result;
 use crate::memory::{View, ViewMut};
 
-/// Fewest rows that a block sums the gradient of the norm's weights over.
+/// Smallest number of rows per block in the gradient of the norm's weights.
 const SLAB: usize = 32;
 
-/// How a row of the fused projection `[(heads + 2 kv_heads) * head_dim]` divides: queries, keys, values.
+/// Layout of a row of the fused projection, `[(heads + 2 kv_heads) * head_dim]`: queries, keys, values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeadShape {
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads; divides `heads`.
+    /// Number of key-value heads; divides `heads`.
     pub kv_heads: usize,
-    /// Width of a head.
+    /// Head dimension.
     pub head_dim: usize,
 }
 
 impl HeadShape {
-    /// Width of a row of the fused projection.
+    /// Width of a row of the fused projection, values.
     #[must_use]
     pub fn width(self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -54,8 +54,8 @@ pub struct HeadNorm<'a, T: Storage> {
     pub eps: f32,
 }
 
-/// Cosines and sines `[rows, half]` of the angles `position * inv_freq[i]`, for `positions [rows]` and `inv_freq [half]`
-/// with `half = head_dim / 2`. All layers share them.
+/// Cosines and sines `[rows, half]` of the angles `position * inv_freq[i]`, from `positions [rows]` and `inv_freq
+/// [half]`, with `half = head_dim / 2`. They are shared by all layers.
 ///
 /// # Errors
 /// If the launch fails.
@@ -77,8 +77,8 @@ pub fn angles(
     device.launch("angles", [count.div_ceil(THREADS), 1, 1], THREADS, 0, &arguments)
 }
 
-/// Normalises (if the model does) and rotates queries and keys of `qkv [rows, width]` in place; values pass as they are.
-/// `cos` and `sin` `[rows, head_dim / 2]` are those of [`angles`].
+/// Normalises (if the model has a QK norm) and rotates queries and keys of `qkv [rows, width]` in place; values are
+/// unchanged. `cos` and `sin` `[rows, head_dim / 2]` come from [`angles`].
 ///
 /// # Errors
 /// If the launch fails.
@@ -100,8 +100,8 @@ pub fn prepare<T: Storage>(
     device.launch(&format!("prepare_{}", T::SUFFIX), [blocks, 1, 1], THREADS, 0, &arguments)
 }
 
-/// Turns the gradient `g [rows, width]` of the prepared into that of the raw projection, in place. `raw [rows, width]` is
-/// needed where heads are normalised.
+/// Converts `g [rows, width]`, the gradient of the prepared projection, to that of the raw projection, in place. `raw
+/// [rows, width]` is needed with a QK norm.
 ///
 /// # Errors
 /// If the launch fails.
@@ -127,11 +127,11 @@ pub fn prepare_backward<T: Storage>(
     device.launch(&format!("prepare_backward_{}", T::SUFFIX), [blocks, 1, 1], THREADS, 0, &arguments)
 }
 
-/// Adds the gradients of the weights of the query norm and the key norm to `gradient [2 * head_dim]`, for the raw
-/// projection `raw [rows, width]` and the gradient `g [rows, width]` of the prepared.
+/// Adds the gradients of the weights of query norm and key norm to `gradient [2 * head_dim]`, from the raw projection
+/// `raw [rows, width]` and the gradient `g [rows, width]` of the prepared one.
 ///
 /// # Errors
-/// If a launch fails, or there is no memory for the sums of parts.
+/// If a launch fails, or there is no memory for partial sums.
 ///
 /// # Panics
 /// If the shapes do not fit.
@@ -161,14 +161,14 @@ pub fn head_norm_gradient<T: Storage>(
     add_partial_sums(device, partial.all(), gradient)
 }
 
-/// What all kernels over heads begin with, for `len` values of a projection.
+/// Common arguments of all kernels over heads, for `len` values of a projection.
 fn shape_arguments(len: usize, shape: HeadShape, cos: View<'_, f32>, sin: View<'_, f32>) -> Vec<Argument> {
     let HeadShape { heads, kv_heads, head_dim } = shape;
     let rows = rows_of(len, shape.width());
     assert!(head_dim.is_multiple_of(2), "a head of {head_dim} values is no pairs");
     let angles = rows * head_dim / 2;
     assert!(cos.len() == angles && sin.len() == angles, "{angles} angles, {} and {}", cos.len(), sin.len());
-    // Heads are counted in 32 bits.
+    // Kernels index heads with 32 bits.
     size(rows * (heads + 2 * kv_heads));
     let sizes = [rows, heads, kv_heads, head_dim].map(|n| size(n).into());
     sizes.into_iter().chain([cos.into(), sin.into()]).collect()
@@ -185,7 +185,7 @@ fn norm_arguments<T: Storage>(shape: HeadShape, norm: Option<HeadNorm<'_, T>>) -
     }
 }
 
-/// Blocks of [`THREADS`] in which every query and key of `len` values has as many lanes as have 16 bytes of each half.
+/// Blocks of [`THREADS`] threads in which every query and key of `len` values has one lane per 16 bytes of each half.
 fn blocks<T>(len: usize, shape: HeadShape) -> usize {
     let lanes = (shape.head_dim / 2).div_ceil(PACK / size_of::<T>()).next_power_of_two().min(32);
     (len / shape.width() * (shape.heads + shape.kv_heads) * lanes).div_ceil(THREADS)

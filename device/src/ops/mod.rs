@@ -1,15 +1,15 @@
-//! The kernels, each with the function that launches it. What they compute is what `model::ops` and the trainer compute on
-//! the processor.
+//! GPU kernels, each with its launcher. They compute the same as `model::ops` and the trainer on the CPU.
 //!
-//! Invariant: sums are f32 or wider and in an order that follows from the shapes alone, so equal inputs give equal bits.
+//! Invariant: sums are f32 or wider, in an order that depends on the shapes only, so equal inputs give equal bits.
 //!
 //! # Layout
-//! - [`norm`], [`heads`], [`swiglu`]: between the matrix products of a layer
-//! - [`attention`]: over packed sequences; [`paged`], [`prefill`]: over a cache in pages, of one new token and of several
-//! - [`head`], [`sampling`]: what logits say about tokens, and tokens drawn from them
-//! - [`rows`], [`vectors`]: rows picked and summed, and flat vectors
-//! - [`adamw`]: the optimizer
-//! - [`digest`]: what weights are recognised by
+//! - [`norm`], [`heads`], [`swiglu`]: elementwise operations of a layer
+//! - [`attention`]: packed sequences; [`paged`]: decode over a paged KV cache; [`prefill`]: prefill over a paged KV
+//!   cache
+//! - [`head`]: log-probabilities and entropies of logits; [`sampling`]: tokens sampled from logits
+//! - [`rows`]: gather and scatter of rows, biases; [`vectors`]: flat vectors
+//! - [`adamw`]: the optimizer update
+//! - [`digest`]: BLAKE3 digest of weights
 
 pub mod adamw;
 pub mod attention;
@@ -24,39 +24,39 @@ pub mod sampling;
 pub mod swiglu;
 pub mod vectors;
 
-/// Most threads of a block.
+/// Largest number of threads per block.
 const THREADS: usize = 256;
-/// Bytes that a thread moves at once.
+/// Bytes of a vectorised memory access.
 const PACK: usize = 16;
-/// Most parts that a sum over rows is cut into.
+/// Largest number of parts of a sum over rows.
 const SLABS: usize = 512;
 
-/// A size as kernels take it.
+/// A size as a kernel argument.
 ///
 /// # Panics
-/// If it does not fit.
+/// If it does not fit in 32 bits.
 fn size(n: usize) -> i32 {
     assert!(i32::try_from(n).is_ok(), "a size of {n} is more than a kernel takes");
     n as i32
 }
 
-/// Rows of `width` in `len` values.
+/// Number of rows of `width` in `len` values.
 ///
 /// # Panics
-/// If they are no whole rows.
+/// If `len` is not a multiple of `width`.
 fn rows_of(len: usize, width: usize) -> usize {
     assert!(width > 0 && len.is_multiple_of(width), "{len} values in rows of {width}");
     len / width
 }
 
-/// Blocks that share a row of `width` values of `T`, and the threads of each.
+/// Blocks per row of `width` values of `T`, and threads per block.
 fn tiles<T>(width: usize) -> (usize, usize) {
     let packs = width.div_ceil(PACK / size_of::<T>());
     let blocks = packs.div_ceil(THREADS).max(1);
     (blocks, packs.div_ceil(blocks).next_multiple_of(32).max(32))
 }
 
-/// Rows of a part of a sum over `rows`, at least `least` of them, and the number of parts.
+/// Rows per part of a sum over `rows`, at least `least`, and the number of parts.
 fn slabs(rows: usize, least: usize) -> (usize, usize) {
     let slab = rows.div_ceil(SLABS).max(least);
     (slab, rows.div_ceil(slab))

@@ -1,4 +1,4 @@
-//! Root-mean-square normalisation of rows: `y = w * x / sqrt(mean(x^2) + eps)`.
+//! RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467): `y = w * x / sqrt(mean(x^2) + eps)` per row.
 
 use super::rows::add_partial_sums;
 use super::{PACK, THREADS, rows_of, size, slabs};
@@ -7,10 +7,10 @@ use crate::element::Storage;
 use crate::error::Result;
 use crate::memory::{View, ViewMut};
 
-/// Fewest rows that a block sums the gradient of the weight over, eight for each of its warps.
+/// Smallest number of rows per block in the gradient of the weight, eight per warp.
 const SLAB: usize = 64;
 
-/// Threads of a block, which has a row of `width`.
+/// Threads per block for rows of `width`; one block per row.
 fn threads<T>(width: usize) -> usize {
     width.div_ceil(PACK / size_of::<T>()).next_multiple_of(32).clamp(32, THREADS)
 }
@@ -36,8 +36,8 @@ pub fn rms_norm<T: Storage>(
     device.launch(&format!("rms_norm_{}", T::SUFFIX), [rows, 1, 1], threads::<T>(width), 0, &arguments)
 }
 
-/// The gradient of `x [rows, width]` for the gradient `g [rows, width]` of the result, on top of `base [rows, width]`,
-/// into `dx [rows, width]`.
+/// Gradient of `x [rows, width]` from `g [rows, width]`, that of the result, plus `base [rows, width]`, into `dx [rows,
+/// width]`.
 ///
 /// # Errors
 /// If the launch fails.
@@ -63,11 +63,11 @@ pub fn rms_norm_backward<T: Storage>(
     device.launch(&kernel, [rows, 1, 1], threads::<T>(width), 0, &arguments)
 }
 
-/// Adds the gradient of the weight to `gradient [width]`, for `x [rows, width]` and the gradient `g [rows, width]` of the
-/// result.
+/// Adds the gradient of the weight to `gradient [width]`, from `x [rows, width]` and `g [rows, width]`, the gradient of
+/// the result.
 ///
 /// # Errors
-/// If a launch fails, or there is no memory for the sums of parts.
+/// If a launch fails, or there is no memory for partial sums.
 ///
 /// # Panics
 /// If the shapes do not fit.

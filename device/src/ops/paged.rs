@@ -1,9 +1,10 @@
-//! Attention of single tokens over a key-value cache in pages, with grouped key-value heads.
+//! Decode: attention of single tokens over a paged KV cache (PagedAttention, Kwon et al. 2023, arXiv 2309.06180) with
+//! grouped key-value heads, split along the context as in Flash-Decoding (Dao et al. 2023).
 //!
-//! The cache of one layer is `[pages, 2, kv_heads, PAGE, head_dim]`: of each page the keys and then the values.
+//! The cache of one layer is `[pages, 2, kv_heads, PAGE, head_dim]`: keys, then values, of each page.
 //!
-//! Invariant: the result of a token does not depend on what else is in the batch, and nothing here waits or allocates, so
-//! all of it can be recorded and replayed while positions grow.
+//! Invariant: the result of a token does not depend on the rest of the batch. No function here waits or allocates, so a
+//! CUDA graph of a decode step can be replayed while positions grow.
 
 use super::heads::HeadShape;
 use super::{PACK, THREADS, rows_of, size};
@@ -13,47 +14,48 @@ use crate::element::Storage;
 use crate::error::Result;
 use crate::memory::{View, ViewMut};
 
-/// Positions of one page of the cache.
+/// Positions per page of the cache.
 pub const PAGE: usize = 16;
-/// The slot of a token that is not to be written.
+/// Slot of a token that is not written to the cache.
 pub const NO_SLOT: u32 = u32::MAX;
 
-/// Pages of one block, each of which leaves a part of the result of a token in scratch.
+/// Pages per block; each block leaves a partial result in the scratch.
 pub const PART: usize = 16;
-/// Threads of a block, and warps.
+/// Threads per block, and warps.
 const THREADS_OF_PART: usize = 128;
 const WARPS: usize = 4;
-/// The widest head.
+/// Largest head dimension.
 const MAX_HEAD_DIM: usize = 256;
 
-/// Tokens that attend to what is in the cache.
+/// Tokens that attend to the cache.
 #[derive(Clone, Copy, Debug)]
 pub struct PagedTokens<'a> {
-    /// `[tokens]`: each attends to positions `0..=position` of its sequence.
+    /// `[tokens]`: each attends to the positions `0..=position` of its sequence.
     pub positions: View<'a, u32>,
-    /// `[sequences, max_pages]`: the pages of each sequence, in the order of positions. Anything behind its last one.
+    /// Page table `[sequences, max_pages]`: the pages of each sequence, in order of positions; entries after the last
+    /// are unused.
     pub tables: View<'a, u32>,
-    /// `[tokens]`: row of `tables`.
+    /// `[tokens]`: the row of each token in `tables`.
     pub sequence_of: View<'a, u32>,
-    /// Pages of the longest sequence that there may be.
+    /// Pages of the longest possible sequence.
     pub max_pages: usize,
 }
 
-/// Values of one page of one layer.
+/// Number of values of one page of one layer.
 #[must_use]
 pub fn page_len(shape: HeadShape) -> usize {
     2 * PAGE * shape.kv_width()
 }
 
-/// Values of scratch that [`paged_attention`] needs.
+/// Number of scratch values that [`paged_attention`] needs.
 #[must_use]
 pub fn scratch_len(tokens: usize, max_pages: usize, shape: HeadShape) -> usize {
-    // Of each part its sums, the highest score, and the sum of weights.
+    // Per part: weighted sums, maximal score, and sum of weights.
     tokens * shape.heads * max_pages.div_ceil(PART) * (shape.head_dim + 2)
 }
 
-/// Writes keys and values of `qkv [tokens, width]` to the `cache` of one layer: of each token to its slot of
-/// `slots [tokens]`, `page * PAGE + position % PAGE`, or [`NO_SLOT`].
+/// Writes keys and values of `qkv [tokens, width]` to the `cache` of one layer, each token to its slot in `slots
+/// [tokens]`: `page * PAGE + position % PAGE`, or [`NO_SLOT`].
 ///
 /// # Errors
 /// If the launch fails.
@@ -85,8 +87,8 @@ pub fn write_pages<T: Storage>(
     device.launch(&name, [count.div_ceil(THREADS), 1, 1], THREADS, 0, &arguments)
 }
 
-/// Attention of the queries of `qkv [tokens, width]` over the `cache` of one layer, in which [`write_pages`] has put their
-/// own keys and values, into `out [tokens, query_width]`. `scratch` has at least [`scratch_len`] values.
+/// Attention of the queries of `qkv [tokens, width]` over the `cache` of one layer, to which [`write_pages`] has
+/// written their own keys and values, into `out [tokens, query_width]`. `scratch` has at least [`scratch_len`] values.
 ///
 /// # Errors
 /// If a launch fails.
@@ -122,7 +124,7 @@ pub fn paged_attention<T: Storage>(
         !tensor || begins_on_pack(qkv) && begins_on_pack(cache),
         "values begin on a boundary of {PACK} bytes"
     );
-    // As many heads of a group as one block takes, and its dynamic shared memory: queries, and the sums of each warp.
+    // Heads of a group per block, and dynamic shared memory: queries, and the sums of each warp.
     let (name, at_once, shared) = if tensor {
         (format!("paged_attention_{}_{head_dim}", T::SUFFIX), 16, 0)
     } else {
@@ -160,8 +162,8 @@ pub fn paged_attention<T: Storage>(
     device.launch(&format!("paged_join_{}", T::SUFFIX), grid, THREADS_OF_PART, 0, &arguments)
 }
 
-/// Copies pages of all layers, for sequences that go different ways from a page that they share: `pairs [n, 2]` of pages
-/// from and to, `cache [layers, layer_len]`, pages of `page_len` values. No page is both written and in another pair.
+/// Copies pages of all layers (copy-on-write of shared pages): `pairs [n, 2]` of source and destination page, `cache
+/// [layers, layer_len]`, pages of `page_len` values. A destination page is in no other pair.
 ///
 /// # Errors
 /// If the launch fails.

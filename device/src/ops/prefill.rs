@@ -1,7 +1,8 @@
-//! Attention of the new tokens of sequences over a key-value cache in pages, several tokens of each.
+//! Prefill: attention of chunks of new tokens over a paged KV cache (chunked prefill, Sarathi-Serve, arXiv 2403.02310),
+//! with the tiles of [`attention`](super::attention).
 //!
 //! Invariant: the result of a token has the bits of [`attention`](super::attention::attention) over its whole sequence,
-//! wherever the sequence is cut into chunks and whatever else is in the batch.
+//! for every division into chunks and every batch.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -15,36 +16,36 @@ use crate::element::Storage;
 use crate::error::Result;
 use crate::memory::{Buffer, View, ViewMut};
 
-/// New tokens of a sequence, one behind the other.
+/// Consecutive new tokens of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// The tokens, as rows of a batch.
+    /// Rows of the tokens in the batch.
     pub rows: Range<usize>,
-    /// Where in the sequence the first of them is.
+    /// Position of the first token in the sequence.
     pub position: usize,
-    /// The sequence, as a row of the table of pages.
+    /// Row of the sequence in the page table.
     pub sequence: usize,
 }
 
-/// Chunks, cut into what one block takes.
+/// The chunks of a batch, divided into tiles, on the device.
 #[derive(Debug)]
 pub struct Chunks {
-    /// `[tiles, 4]`: rows from and to, position of the first, sequence.
+    /// `[tiles, 4]`: start and end of rows, position of the first, sequence.
     tiles: Buffer<i32>,
-    /// Behind the last row of all.
+    /// End of the last row.
     end: usize,
-    /// Sequences that the table of pages has to have, and pages of the longest.
+    /// Sequences that the page table must have, and pages of the longest.
     sequences: usize,
     pages: usize,
 }
 
 impl Chunks {
-    /// The chunks of a batch.
+    /// Work list for the chunks of a batch.
     ///
     /// # Errors
-    /// If there is no memory for the list.
+    /// If device memory is full.
     pub fn new(device: &Device, chunks: &[Chunk]) -> Result<Self> {
-        // How many keys the tile's last query sees: the longest come first, so that none is left for the end.
+        // Longest tiles first (number of keys of the last query), so that no long tile is left for the end.
         let mut tiles = Vec::new();
         for Chunk { rows, position, sequence } in chunks {
             for first in rows.clone().step_by(TILE) {
@@ -64,9 +65,9 @@ impl Chunks {
     }
 }
 
-/// Attention of the queries of `chunks` in `qkv [rows, width]` over the `cache` of one layer, in which their own keys and
-/// values are, into those rows of `out [rows, query_width]`; others stay as they are. `tables [sequences, max_pages]` are
-/// the pages of each sequence, in the order of positions.
+/// Attention of the queries of `chunks` in `qkv [rows, width]` over the `cache` of one layer, which contains their own
+/// keys and values, into the same rows of `out [rows, query_width]`; other rows are unchanged. `tables [sequences,
+/// max_pages]` is the page table.
 ///
 /// # Errors
 /// If the launch fails.

@@ -1,4 +1,4 @@
-//! Rows that are picked, put back and summed: the embedding and its gradient, rows that go on without the others, biases.
+//! Gather, scatter and sum of rows: embedding and its gradient, selected rows, biases.
 
 use std::collections::BTreeMap;
 
@@ -9,11 +9,11 @@ use crate::element::Storage;
 use crate::error::Result;
 use crate::memory::{Buffer, View, ViewMut};
 
-/// Fewest rows that a block sums columns over, eight for each of its warps.
+/// Smallest number of rows per block in a column sum, eight per warp.
 const SLAB: usize = 64;
 
-/// Row `rows[i]` of `from [n, width]` as row `i` of `out [rows.len(), width]`: the embedding of tokens, for instance. The
-/// host has checked that every one of `rows` is below `n`.
+/// Row `rows[i]` of `from [n, width]` as row `i` of `out [rows.len(), width]`, such as the embedding of tokens. The
+/// host must have checked that all `rows` are below `n`.
 ///
 /// # Errors
 /// If the launch fails.
@@ -34,22 +34,22 @@ pub fn gather_rows<T: Storage>(
     device.launch(&format!("gather_rows_{}", T::SUFFIX), [rows.len(), blocks, 1], threads, 0, &arguments)
 }
 
-/// Positions grouped by their key, on the device.
+/// Positions grouped by key, on the device.
 #[derive(Debug)]
-pub struct Grouped {
-    /// The distinct keys, where the positions of each begin (and the last end), and the positions of each in order.
+pub struct RowGroups {
+    /// Distinct keys, start of each group (and the end of the last), and positions in order of groups.
     lists: Buffer<u32>,
     groups: usize,
     positions: usize,
-    /// Above every key.
+    /// One more than the largest key.
     end: usize,
 }
 
-impl Grouped {
-    /// The positions of `keys`, grouped by what is there.
+impl RowGroups {
+    /// Groups the positions of `keys [n]` by key.
     ///
     /// # Errors
-    /// If there is no memory for them.
+    /// If device memory is full.
     ///
     /// # Panics
     /// If there are more than 2^31 of them.
@@ -77,7 +77,7 @@ impl Grouped {
         self.positions
     }
 
-    /// Whether there is none.
+    /// Whether there are no positions.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.positions == 0
@@ -89,7 +89,7 @@ impl Grouped {
         self.groups
     }
 
-    /// Keys, starts and positions.
+    /// Kernel arguments: keys, starts and positions.
     fn arguments(&self) -> [Argument; 3] {
         let (starts, positions) = (self.groups, 2 * self.groups + 1);
         let lists = self.lists.all();
@@ -107,8 +107,8 @@ impl Grouped {
     }
 }
 
-/// Adds to each row `key` of `to [n, width]` the rows of `g [groups.len(), width]` whose positions have that key, one after
-/// the other: the gradient of the embedding.
+/// Adds to each row `key` of `to [n, width]` the rows of `g [groups.len(), width]` whose positions have that key, in
+/// order: the gradient of the embedding.
 ///
 /// # Errors
 /// If the launch fails.
@@ -118,7 +118,7 @@ impl Grouped {
 pub fn add_rows<T: Storage>(
     device: &Device,
     g: View<'_, T>,
-    groups: &Grouped,
+    groups: &RowGroups,
     width: usize,
     to: ViewMut<'_, f32>,
 ) -> Result<()> {
@@ -130,7 +130,7 @@ pub fn add_rows<T: Storage>(
 }
 
 /// Sets each row `key` of `to [n, width]` to the sum of the rows of `g [groups.len(), width]` whose positions have that
-/// key, and the other rows to zero: the gradient of what [`gather_rows`] picked from.
+/// key, and all other rows to zero: the gradient of [`gather_rows`].
 ///
 /// # Errors
 /// If the launch fails.
@@ -140,7 +140,7 @@ pub fn add_rows<T: Storage>(
 pub fn scatter_rows<T: Storage>(
     device: &Device,
     g: View<'_, T>,
-    groups: &Grouped,
+    groups: &RowGroups,
     width: usize,
     mut to: ViewMut<'_, T>,
 ) -> Result<()> {
@@ -167,10 +167,10 @@ pub fn add_bias<T: Storage>(device: &Device, x: ViewMut<'_, T>, bias: View<'_, T
     device.launch(&format!("add_bias_{}", T::SUFFIX), [rows, blocks, 1], threads, 0, &arguments)
 }
 
-/// Adds the sum of the rows of `g [rows, width]` to `to [width]`: the gradient of a bias.
+/// Adds the column sums of `g [rows, width]` to `to [width]`: the gradient of a bias.
 ///
 /// # Errors
-/// If a launch fails, or there is no memory for the sums of parts.
+/// If a launch fails, or there is no memory for partial sums.
 ///
 /// # Panics
 /// If the shapes do not fit.
@@ -189,7 +189,7 @@ pub fn column_sums<T: Storage>(device: &Device, g: View<'_, T>, to: ViewMut<'_, 
     add_partial_sums(device, partial.all(), to)
 }
 
-/// Adds the sums over the parts of `partial [parts, width]` to `to [width]`.
+/// Adds the column sums of `partial [parts, width]` to `to [width]`.
 pub(super) fn add_partial_sums(device: &Device, partial: View<'_, f32>, to: ViewMut<'_, f32>) -> Result<()> {
     let width = to.len();
     let parts = rows_of(partial.len(), width);

@@ -1,7 +1,8 @@
-//! From logits to tokens, with their log-probabilities under the distributions that they were really drawn from.
+//! Sampling: tokens from logits with temperature, top-k, top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082), and
+//! their log-probabilities under the truncated distribution.
 //!
-//! Invariant: nothing here waits or allocates but [`Drawn::new`], so that a step of decoding can be recorded and replayed.
-//! The random numbers come from the caller: nothing here holds a generator.
+//! Invariant: only [`SampledRows::new`] waits or allocates, so a decode step can be recorded and replayed. The caller
+//! provides the random numbers.
 
 use super::head::ROW_THREADS;
 use super::{rows_of, size};
@@ -9,54 +10,54 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::memory::{Buffer, View};
 
-/// Most tokens that truncation may leave a row whose token is drawn on the device.
+/// Largest number of tokens after truncation for a row that is sampled on the device.
 pub const KEPT: usize = 4096;
-/// Numbers that a [`Choice`] is packed into.
+/// Words of a packed [`RowSampling`].
 pub const SETTINGS: usize = 5;
-/// Numbers that a draw is unpacked from.
+/// Words of a packed [`SampledToken`].
 pub const DRAW: usize = 3;
 
-/// How the token of a row is chosen.
+/// Sampling parameters of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Choice {
-    /// 0 takes the most likely token.
+pub struct RowSampling {
+    /// Temperature; 0 selects the most likely token (greedy).
     pub temperature: f32,
-    /// 1 keeps all.
+    /// Nucleus probability; 1 keeps all tokens.
     pub top_p: f32,
-    /// 0 keeps all.
+    /// Smallest probability relative to the most likely token; 0 keeps all tokens.
     pub min_p: f32,
-    /// The number in [0, 1) that the token is drawn by.
+    /// Uniform random number in [0, 1).
     pub uniform: f32,
-    /// Keeps this many of the most likely tokens; 0 keeps all.
+    /// Number of most likely tokens to keep; 0 keeps all.
     pub top_k: u32,
 }
 
-/// What was drawn for a row.
+/// The sampled token of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RowDraw {
-    /// The token.
+pub struct SampledToken {
+    /// Token id.
     pub token: u32,
-    /// Its log-probability under the distribution drawn from, nats; 0 for a greedy choice.
+    /// Log-probability under the truncated distribution, nats; 0 for greedy.
     pub logprob: f32,
-    /// Number of tokens that truncation left; 0 where nothing was to be cut off. If it is more than [`KEPT`], the other
-    /// fields and the ids mean nothing, and the host draws from the logits.
+    /// Number of tokens after truncation; 0 without truncation. Above [`KEPT`] the other fields and the ids are
+    /// undefined, and the host has to sample from the logits.
     pub kept: usize,
 }
 
-/// Tokens as they were drawn, for up to as many rows as there is room for.
+/// Results of sampling for up to a fixed number of rows, on the device.
 #[derive(Debug)]
-pub struct Drawn {
-    /// `[rows, 3]`, which [`RowDraw::unpack`] reads.
+pub struct SampledRows {
+    /// `[rows, 3]`, decoded by [`SampledToken::unpack`].
     pub draws: Buffer<u32>,
-    /// `[rows, KEPT]` the tokens that truncation left, ascending, from the start of each row on; the rest has anything in it.
+    /// `[rows, KEPT]` ids of the kept tokens, ascending; the rest of each row is undefined.
     pub kept_ids: Buffer<u32>,
-    /// `[rows * KEPT]` the lists of `kept_ids`, one right behind the other, after [`pack_kept`]; rows with more than
-    /// [`KEPT`] have none.
+    /// `[rows * KEPT]` the lists of `kept_ids` concatenated by [`pack_kept`]; rows with more than [`KEPT`] tokens have
+    /// none.
     pub packed_ids: Buffer<u32>,
 }
 
-impl Choice {
-    /// As the device takes it, so that one upload brings the choices of all rows.
+impl RowSampling {
+    /// Packs the parameters, so that all rows need one upload.
     #[must_use]
     pub fn pack(self) -> [u32; SETTINGS] {
         let Self { temperature, top_p, min_p, uniform, top_k } = self;
@@ -65,8 +66,8 @@ impl Choice {
     }
 }
 
-impl RowDraw {
-    /// The draws `[n, 3]` of rows, as one download brings them.
+impl SampledToken {
+    /// Unpacks the results `[n, 3]` of one download.
     pub fn unpack(draws: &[u32]) -> impl Iterator<Item = Self> {
         let (draws, _) = draws.as_chunks::<DRAW>();
         draws.iter().map(|[token, logprob, kept]| Self {
@@ -77,11 +78,11 @@ impl RowDraw {
     }
 }
 
-impl Drawn {
-    /// Room for `rows` tokens.
+impl SampledRows {
+    /// Allocates results for `rows` rows.
     ///
     /// # Errors
-    /// If there is no memory for it.
+    /// If device memory is full.
     pub fn new(device: &Device, rows: usize) -> Result<Self> {
         Ok(Self {
             draws: device.zeros(DRAW * rows)?,
@@ -90,16 +91,17 @@ impl Drawn {
         })
     }
 
-    /// Most rows.
+    /// Largest number of rows.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.draws.len() / DRAW
     }
 }
 
-/// Draws a token for each row of `logits [n, vocabulary]` into the first `n` rows of `out`, by its [`Choice`] in `choices
-/// [n, 5]`: top-k, then top-p within it, then min-p, where the most likely token always stays, equal logits go by their ids,
-/// and the token is where the running sum of probabilities in the order of ids passes the uniform number.
+/// Samples a token for each row of `logits [n, vocabulary]` into the first `n` rows of `out`, with the packed
+/// [`RowSampling`] in `choices [n, 5]`. Truncation is top-k, then top-p within it, then min-p; the most likely token
+/// always stays, and equal logits are ordered by id. The token is the first one, in order of ids, at which the
+/// cumulative probability exceeds the uniform number.
 ///
 /// # Errors
 /// If the launch fails.
@@ -111,31 +113,31 @@ pub fn sample(
     logits: View<'_, f32>,
     vocabulary: usize,
     choices: View<'_, u32>,
-    out: &mut Drawn,
+    out: &mut SampledRows,
 ) -> Result<()> {
     let n = rows_of(logits.len(), vocabulary);
     assert_eq!(choices.len(), SETTINGS * n, "{SETTINGS} numbers for each of {n} rows");
-    assert!(n <= out.rows(), "{n} rows where there is room for {}", out.rows());
+    assert!(n <= out.rows(), "{n} rows of at most {}", out.rows());
     let arguments = [
         logits.into(),
         size(vocabulary).into(),
         choices.into(),
         out.draws.all_mut().into(),
         out.kept_ids.all_mut().into(),
-        // Candidates that are left on the way.
+        // Scratch for the candidates.
         out.packed_ids.all_mut().into(),
     ];
     device.launch("sample", [n, 1, 1], ROW_THREADS, 0, &arguments)
 }
 
-/// Packs the lists of the first `n` rows, so that one download brings all.
+/// Concatenates the kept ids of the first `n` rows, so that one download has all.
 ///
 /// # Errors
 /// If the launch fails.
 ///
 /// # Panics
 /// If there are fewer rows.
-pub fn pack_kept(device: &Device, n: usize, out: &mut Drawn) -> Result<()> {
+pub fn pack_kept(device: &Device, n: usize, out: &mut SampledRows) -> Result<()> {
     assert!(n <= out.rows(), "{n} rows of {}", out.rows());
     let arguments = [out.draws.all().into(), out.kept_ids.all().into(), out.packed_ids.all_mut().into()];
     device.launch("pack_kept", [n, 1, 1], ROW_THREADS, 0, &arguments)

@@ -1,4 +1,4 @@
-//! The gated activation of the feed-forward block: `silu(gate) * up`.
+//! SwiGLU (Shazeer 2020, arXiv 2002.05202): `silu(gate) * up`, the activation of the feed-forward block.
 
 use super::{rows_of, size, tiles};
 use crate::device::Device;
@@ -6,7 +6,8 @@ use crate::element::Storage;
 use crate::error::Result;
 use crate::memory::{View, ViewMut};
 
-/// `gate_up [rows, 2 width]`, the gate in the first half of each row, to `out [rows, width]`.
+/// `silu(gate) * up` of `gate_up [rows, 2 width]`, with the gate in the first half of each row, into `out [rows,
+/// width]`.
 ///
 /// # Errors
 /// If the launch fails.
@@ -26,7 +27,7 @@ pub fn swiglu<T: Storage>(
     device.launch(&format!("swiglu_{}", T::SUFFIX), [rows, blocks, 1], threads, 0, &arguments)
 }
 
-/// The gradient of `gate_up [rows, 2 width]` for the gradient `g [rows, width]` of the result, into `out [rows, 2 width]`.
+/// Gradient of `gate_up [rows, 2 width]` from `g [rows, width]`, that of the result, into `out [rows, 2 width]`.
 ///
 /// # Errors
 /// If the launch fails.

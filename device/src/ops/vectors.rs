@@ -1,4 +1,4 @@
-//! Elementwise work on flat vectors, and the sum of their squares.
+//! Elementwise operations on flat vectors, and the sum of squares.
 
 use super::THREADS;
 use crate::backend::Argument;
@@ -7,24 +7,24 @@ use crate::element::Storage;
 use crate::error::Result;
 use crate::memory::{View, ViewMut};
 
-/// Most blocks of a launch over a vector: more than a device runs at once.
+/// Largest number of blocks of a launch; more than a GPU runs at once.
 const BLOCKS: usize = 4096;
-/// Values that a thread moves at once.
+/// Values per vectorised memory access.
 const VALUES: usize = 4;
-/// Values that a block sums at least.
+/// Smallest number of values per block in a sum.
 const SUMMED: usize = 1 << 14;
 
-/// Blocks over a vector of `len` values.
+/// Number of blocks for a vector of `len` values.
 pub(super) fn blocks(len: usize) -> usize {
     len.div_ceil(VALUES * THREADS).min(BLOCKS)
 }
 
-/// The length of a vector as kernels take it.
+/// The length of a vector as a kernel argument.
 pub(super) fn count(len: usize) -> Argument {
     (len as i64).into()
 }
 
-/// Each of the values `from [n]` as the nearest that `to [n]` can hold.
+/// Converts `from [n]` to the nearest values of type `B`, into `to [n]`.
 ///
 /// # Errors
 /// If the launch fails.
@@ -32,7 +32,7 @@ pub(super) fn count(len: usize) -> Argument {
 /// # Panics
 /// If the lengths differ.
 pub fn cast<A: Storage, B: Storage>(device: &Device, from: View<'_, A>, to: ViewMut<'_, B>) -> Result<()> {
-    assert_eq!(from.len(), to.len(), "values go where as many are");
+    assert_eq!(from.len(), to.len(), "source and destination have one length");
     let grid = [blocks(from.len()), 1, 1];
     let arguments = [from.into(), count(from.len()), to.into()];
     device.launch(&format!("cast_{}_{}", A::SUFFIX, B::SUFFIX), grid, THREADS, 0, &arguments)
@@ -46,12 +46,12 @@ pub fn cast<A: Storage, B: Storage>(device: &Device, from: View<'_, A>, to: View
 /// # Panics
 /// If the lengths differ.
 pub fn add(device: &Device, from: View<'_, f32>, to: ViewMut<'_, f32>) -> Result<()> {
-    assert_eq!(from.len(), to.len(), "values are added to as many");
+    assert_eq!(from.len(), to.len(), "both vectors have one length");
     let grid = [blocks(from.len()), 1, 1];
     device.launch("add_f32", grid, THREADS, 0, &[from.into(), count(from.len()), to.into()])
 }
 
-/// Multiplies `x [n]`.
+/// Multiplies `x [n]` by `by`.
 ///
 /// # Errors
 /// If the launch fails.
@@ -60,10 +60,10 @@ pub fn scale(device: &Device, by: f32, x: ViewMut<'_, f32>) -> Result<()> {
     device.launch("scale_f32", grid, THREADS, 0, &[by.into(), len, x.into()])
 }
 
-/// The sum of the squares of `x [n]`, in f64 all the way; NaN or infinite if one of them is. Waits.
+/// Sum of the squares of `x [n]` in f64; NaN or infinite if a value is. Waits.
 ///
 /// # Errors
-/// If the launch or something before fails, or there is no memory for the sums of parts.
+/// If the launch or an earlier operation fails, or there is no memory for partial sums.
 pub fn sum_of_squares(device: &Device, x: View<'_, f32>) -> Result<f64> {
     let parts = x.len().div_ceil(SUMMED).min(BLOCKS);
     let mut sums = device.uninit::<f64>(parts)?;

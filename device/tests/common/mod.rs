@@ -1,21 +1,21 @@
-//! Devices to test on, and numbers to test with.
+//! Test devices and test values.
 
-use device::device::Place;
+use device::device::DeviceLocation;
 use device::{Device, bf16};
 
-/// The emulator, and the first GPU where there is one.
+/// The emulator, and the first GPU if there is one.
 pub(crate) fn devices() -> Vec<Device> {
     let mut devices = Vec::new();
     if cfg!(feature = "emulator") {
-        devices.push(Device::open(Place::Emulated).expect("the emulator is always there"));
+        devices.push(Device::open(DeviceLocation::Emulated).expect("the emulator is always there"));
     }
     if cfg!(feature = "cuda") && !device::inventory::inventory().gpus.is_empty() {
-        devices.push(Device::open(Place::Cuda(0)).expect("a GPU that is listed opens"));
+        devices.push(Device::open(DeviceLocation::Cuda(0)).expect("a GPU that is listed opens"));
     }
     devices
 }
 
-/// `len` numbers between -1 and 1 that look random.
+/// `len` pseudo-random numbers between -1 and 1.
 pub(crate) fn noise(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -32,7 +32,7 @@ pub(crate) fn rounded(values: &[f32]) -> Vec<f32> {
     values.iter().map(|value| bf16::from_f32(*value).to_f32()).collect()
 }
 
-/// Checks that every value is within `relative` of the expected one or of the root mean square of all.
+/// Checks that every value is within `relative` of the expected one, or of the root mean square of all.
 pub(crate) fn assert_close(found: &[f32], expected: &[f64], relative: f64) {
     assert_eq!(found.len(), expected.len());
     let scale = (expected.iter().map(|e| e * e).sum::<f64>() / expected.len().max(1) as f64).sqrt();

@@ -1,4 +1,4 @@
-//! The optimizer's update against f64.
+//! AdamW updates against f64.
 
 use device::ops::adamw::{AdamwStep, adamw};
 use device::{Storage, bf16};
@@ -55,7 +55,7 @@ fn check<T: Storage>(with_compute: bool) {
 }
 
 #[test]
-fn updates_are_those_of_f64() {
+fn updates_match_f64() {
     check::<f32>(true);
     check::<bf16>(true);
     check::<bf16>(false);

@@ -1,4 +1,4 @@
-//! Attention over packs, forward and backward, against plain loops in f64.
+//! Attention over packs, forward and backward, against a reference in f64.
 
 use std::ops::Range;
 
@@ -14,13 +14,13 @@ pub(super) const fn shape(heads: usize, kv_heads: usize, head_dim: usize) -> Hea
     HeadShape { heads, kv_heads, head_dim }
 }
 
-/// What is computed in f64, for `qkv [rows, width]`.
+/// Reference in f64 for `qkv [rows, width]`.
 pub(super) struct Reference<'a> {
     pub(super) qkv: &'a [f64],
     pub(super) shape: HeadShape,
 }
 
-/// The scores of a query as weights, by the rows of its keys, and the logarithm of their sum.
+/// Softmax weights of a query by key row, and the log-sum-exp of its scores.
 struct Weights {
     keys: Vec<usize>,
     weights: Vec<f64>,
@@ -32,7 +32,7 @@ impl Reference<'_> {
         &self.qkv[row * self.shape.width() + head * self.shape.head_dim..][..self.shape.head_dim]
     }
 
-    /// Heads of the key and the value of query head `h`.
+    /// Key head and value head of query head `h`.
     fn key_and_value(&self, h: usize) -> [usize; 2] {
         let HeadShape { heads, kv_heads, .. } = self.shape;
         let kv = h / (heads / kv_heads);
@@ -76,7 +76,7 @@ impl Reference<'_> {
         (out, log_sums)
     }
 
-    /// The gradient of `qkv` for that of the result.
+    /// Gradient of `qkv` from that of the result.
     fn backward(&self, segments: &[Segment], g: &[f64]) -> Vec<f64> {
         let HeadShape { heads, head_dim, .. } = self.shape;
         let mut gradient = vec![0.0; self.qkv.len()];
@@ -110,7 +110,7 @@ fn add(to: &mut [f64], by: f64, values: &[f64]) {
     to.iter_mut().zip(values).for_each(|(to, value)| *to += by * value);
 }
 
-/// Segments of `(rows, prefix)`, one behind the other from row `first` on.
+/// Consecutive segments of `(rows, prefix)` from row `first`.
 fn segments(first: usize, of: &[(usize, Range<usize>)]) -> Vec<Segment> {
     let mut start = first;
     let segment = |(n, prefix): &(usize, Range<usize>)| {
@@ -124,7 +124,7 @@ fn rows_of(segments: &[Segment]) -> usize {
     segments.last().map_or(0, |last| last.rows.end)
 }
 
-/// Queries, keys and values that weigh keys unequally.
+/// Queries, keys and values with uneven softmax weights.
 fn steep<T: Storage>(len: usize, seed: u64) -> Vec<T> {
     narrow(noise(len, seed).into_iter().map(|x| 2.0 * x).collect())
 }
@@ -156,7 +156,7 @@ fn backward<T: Storage>(device: &Device, qkv: &[T], list: &[Segment], shape: Hea
     device.download(dqkv.all()).unwrap()
 }
 
-/// Values of some columns of rows of `width`.
+/// Some columns of rows of `width`.
 fn columns<V: Copy>(values: &[V], width: usize, columns: Range<usize>) -> Vec<V> {
     values.chunks(width).flat_map(|row| row[columns.clone()].to_vec()).collect()
 }
@@ -177,7 +177,7 @@ fn check<T: Storage>(list: &[Segment], rows: usize, shape: HeadShape, tolerance:
 
         let gradient = widen(&backward(&device, &qkv, list, shape, &g));
         let expected = reference.backward(list, &g64);
-        // Each part by its own scale: gradients of values are larger.
+        // Each part at its own scale: gradients of values are larger.
         let (queries, keys) = (shape.query_width(), shape.query_width() + shape.kv_width());
         for part in [0..queries, queries..keys, keys..shape.width()] {
             let [found, expected] = [
@@ -190,13 +190,13 @@ fn check<T: Storage>(list: &[Segment], rows: usize, shape: HeadShape, tolerance:
     }
 }
 
-/// Lengths around those of tiles, prefixes that end inside of tiles or are parts of segments.
+/// Lengths around tile sizes, prefixes that end inside tiles or cover parts of segments.
 fn mixed() -> Vec<Segment> {
     segments(0, &[(1, 0..0), (15, 0..0), (65, 0..16), (64, 16..81), (70, 16..81), (130, 0..0), (3, 150..300)])
 }
 
 #[test]
-fn plain_kernels_are_right() {
+fn f32_kernels_match_f64() {
     for shape in [shape(2, 1, 16), shape(1, 1, 7), shape(7, 1, 20), shape(2, 2, 64)] {
         check::<f32>(&mixed(), rows_of(&mixed()), shape, 2e-5);
     }
@@ -207,7 +207,7 @@ fn plain_kernels_are_right() {
 }
 
 #[test]
-fn kernels_of_the_tensor_cores_are_right() {
+fn tensor_core_kernels_match_f64() {
     for shape in [shape(1, 1, 64), shape(7, 1, 64), shape(4, 2, 64), shape(2, 1, 128)] {
         check::<bf16>(&mixed(), rows_of(&mixed()), shape, 2e-2);
     }
@@ -223,7 +223,7 @@ fn keys_of_many_queries_are_split() {
 }
 
 #[test]
-fn rows_of_no_segment_are_zero() {
+fn rows_outside_segments_are_zero() {
     let list = [Segment { rows: 3..20, prefix: 0..0 }, Segment { rows: 25..30, prefix: 3..10 }];
     check::<f32>(&list, 33, shape(1, 1, 8), 2e-5);
     check::<bf16>(&list, 33, shape(1, 1, 64), 2e-2);
@@ -246,7 +246,7 @@ fn the_bits_of_a_result_do_not_depend_on_the_packing() {
                 let (whole, _) = forward(&device, &qkv, &segments(0, &[(prefix + own, 0..0)]), shape);
                 let shared = segments(0, &[(prefix, 0..0), (own, 0..prefix)]);
                 assert!(forward(&device, &qkv, &shared, shape).0 == whole, "{prefix} and {own}");
-                // Behind and before others.
+                // After and before other segments.
                 let others: Vec<T> = steep(37 * shape.width(), 4);
                 let packed = [others.as_slice(), &qkv, &others].concat();
                 let list = segments(0, &[(37, 0..0), (prefix, 0..0), (own, 37..37 + prefix), (37, 0..37)]);

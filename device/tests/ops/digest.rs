@@ -1,4 +1,4 @@
-//! BLAKE3 on the device is that of the host.
+//! The BLAKE3 digest of device memory against the host.
 
 use device::bf16;
 use device::ops::digest::digest;
@@ -6,7 +6,7 @@ use device::ops::digest::digest;
 use crate::common::{devices, noise};
 
 #[test]
-fn memory_is_digested_as_on_the_host() {
+fn the_digest_matches_the_host() {
     let most = (1 << 20) + 12;
     let values = noise(most / 4, 1);
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
@@ -19,9 +19,9 @@ fn memory_is_digested_as_on_the_host() {
     }
 }
 
-/// Views may start at any value, and end within a word.
+/// Views at any offset that end within a word.
 #[test]
-fn memory_off_every_boundary_is_digested_too() {
+fn unaligned_memory_has_the_same_digest() {
     let values: Vec<bf16> = noise(5001, 2).into_iter().map(bf16::from_f32).collect();
     let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
     for device in devices() {

@@ -1,18 +1,18 @@
-//! Log-probability, entropy and their gradients against plain loops.
+//! Log-probability, entropy and their gradients against a reference.
 
 use device::ops::head::{HeadTargets, predict, predict_backward};
 use device::{Device, Storage, bf16};
 
 use crate::common::{assert_close, devices, noise, rounded};
 
-/// What a row predicts.
+/// Target of a row.
 struct Target {
     token: u32,
     temperature: f32,
     kept: Option<Vec<u32>>,
 }
 
-/// Rows of each kind: plain ones, hot and cold ones, and ones of which few tokens are kept.
+/// Rows of every kind: default, high and low temperature, and with truncation.
 fn targets(rows: usize, vocabulary: usize) -> Vec<Target> {
     let target = |i: usize| {
         let kept: Option<Vec<u32>> = match i % 4 {
@@ -38,7 +38,7 @@ fn uploaded(device: &Device, targets: &[Target]) -> HeadTargets {
     HeadTargets::new(device, rows).unwrap()
 }
 
-/// Log-probability and entropy, and what the loss `slopes[0] * logprob + slopes[1] * entropy` changes by with each logit.
+/// Log-probability and entropy, and the gradient by the logits of `slopes[0] * logprob + slopes[1] * entropy`.
 fn expected(logits: &[f32], target: &Target, slopes: &[f32]) -> ([f64; 2], Vec<f64>) {
     let all: Vec<u32> = (0..logits.len() as u32).collect();
     let kept = target.kept.as_ref().unwrap_or(&all);
@@ -86,7 +86,7 @@ fn check<T: Storage>(device: &Device, rows: usize, vocabulary: usize, tolerance:
 }
 
 #[test]
-fn predictions_and_gradients_are_those_of_the_formula() {
+fn predictions_and_gradients_match_f64() {
     for device in devices() {
         for (rows, vocabulary) in [(9, 37), (6, 1000), (5, 4099), (2, 9000), (3, 1)] {
             check::<f32>(&device, rows, vocabulary, 2e-5);
@@ -96,7 +96,7 @@ fn predictions_and_gradients_are_those_of_the_formula() {
 }
 
 #[test]
-fn no_rows_are_no_work() {
+fn zero_rows_are_a_no_op() {
     for device in devices() {
         let none = HeadTargets::new(&device, std::iter::empty()).unwrap();
         assert!(none.is_empty());
@@ -105,9 +105,9 @@ fn no_rows_are_no_work() {
     }
 }
 
-/// Some engines say that a token is impossible by minus infinity; what is broken says so by NaN.
+/// Minus infinity marks an impossible token; NaN marks a numerical error.
 #[test]
-fn infinite_and_broken_logits_are_told_apart() {
+fn infinite_logits_and_nan_logits_are_distinguished() {
     let mut logits = rounded(&noise(2 * 50, 7));
     let whole = logits[..50].to_vec();
     logits[5..45].fill(f32::NEG_INFINITY);

@@ -1,4 +1,4 @@
-//! What happens to queries and keys, against f64.
+//! QK norm and rotary embedding against f64.
 
 use device::ops::heads::{HeadNorm, HeadShape, angles, head_norm_gradient, prepare, prepare_backward};
 use device::{Device, Storage, bf16};
@@ -8,7 +8,7 @@ use crate::common::{assert_close, devices, noise};
 use super::support::{narrow, wide, widen};
 
 const EPS: f32 = 1e-2;
-/// Heads, and how they divide into lanes: of one value, of 16 bytes, of several turns.
+/// Head shapes and their division into lanes: one value, 16 bytes, several iterations.
 const SHAPES: [(usize, HeadShape); 7] = [
     (3, shape(1, 1, 2)),
     (5, shape(4, 2, 6)),
@@ -23,7 +23,7 @@ const fn shape(heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
     HeadShape { heads, kv_heads, head_dim }
 }
 
-/// What a case is about, in f64.
+/// A case in f64.
 struct Case {
     shape: HeadShape,
     cos: Vec<f64>,
@@ -32,7 +32,7 @@ struct Case {
 }
 
 impl Case {
-    /// Turns the pairs of a head of row `row`, or back for `direction` -1.
+    /// Rotates the pairs of a head of row `row`; `direction` -1 is the inverse.
     fn rotate(&self, head: &mut [f64], row: usize, direction: f64) {
         let half = self.shape.head_dim / 2;
         for i in 0..half {
@@ -42,7 +42,7 @@ impl Case {
         }
     }
 
-    /// Calls `visit` with row, head and place of every query and key.
+    /// Calls `visit` with row, head and offset of every query and key.
     fn visit(&self, len: usize, mut visit: impl FnMut(usize, usize, usize)) {
         for row in 0..len / self.shape.width() {
             for head in 0..self.shape.heads + self.shape.kv_heads {
@@ -70,7 +70,7 @@ impl Case {
         });
     }
 
-    /// The gradient of the raw in place of `g`, and of the weights.
+    /// Gradient of the raw projection, in place of `g`, and of the weights.
     fn backward(&self, raw: &[f64], g: &mut [f64]) -> Vec<f64> {
         let dim = self.shape.head_dim;
         let mut slopes = vec![0.0; 2 * dim];
@@ -133,7 +133,7 @@ fn check<T: Storage>(device: &Device, rows: usize, shape: HeadShape, with_norm: 
 }
 
 #[test]
-fn heads_are_those_of_f64() {
+fn heads_match_f64() {
     for device in devices() {
         for (rows, shape) in SHAPES {
             for with_norm in [false, true] {
@@ -145,13 +145,13 @@ fn heads_are_those_of_f64() {
 }
 
 #[test]
-fn angles_are_accurate_far_out() {
+fn angles_are_accurate_at_large_positions() {
     for device in devices() {
         let (positions, inv_freq) = ([0, 1, 31, 4095, 131_071], [1.0, 0.3, 1e-4]);
         let (on_positions, on_freq) = (device.upload(&positions).unwrap(), device.upload(&inv_freq).unwrap());
         let [mut cos, mut sin] = [0; 2].map(|_| device.zeros::<f32>(15).unwrap());
         angles(&device, on_positions.all(), on_freq.all(), cos.all_mut(), sin.all_mut()).unwrap();
-        // The angle itself is f32 on purpose.
+        // The angle itself is f32 by design.
         let angles: Vec<f64> =
             positions.iter().flat_map(|p| inv_freq.map(|f| f64::from(*p as f32 * f))).collect();
         let expected: Vec<f64> = angles.iter().map(|a| a.cos()).collect();

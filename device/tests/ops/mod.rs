@@ -1,4 +1,4 @@
-//! The kernels, each against a plain loop in f64.
+//! Kernels, each against a reference in f64.
 
 mod adamw;
 mod attention;

@@ -9,7 +9,7 @@ use super::support::{narrow, wide, widen};
 
 const EPS: f32 = 1e-2;
 
-/// `1 / rms` of a row.
+/// Inverse root mean square of a row.
 fn inverse(x: &[f64]) -> f64 {
     1.0 / (x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64 + f64::from(EPS)).sqrt()
 }
@@ -62,13 +62,13 @@ fn check<T: Storage>(tolerance: f64) {
 }
 
 #[test]
-fn norms_are_those_of_f64() {
+fn norms_match_f64() {
     check::<f32>(2e-5);
     check::<bf16>(8e-3);
 }
 
 #[test]
-fn a_view_that_begins_anywhere_is_normalised_the_same() {
+fn unaligned_views_give_the_same_result() {
     for device in devices() {
         let (rows, width) = (3, 64);
         let x: Vec<bf16> = narrow(noise(rows * width + 1, 1));
@@ -105,5 +105,5 @@ fn many_rows_are_summed_in_parts() {
     }
 }
 
-/// Rows of which there are several for each of the most parts.
+/// Enough rows for several per part.
 const SLABS_AND_MORE: usize = 512 * 64 + 77;

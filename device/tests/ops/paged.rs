@@ -1,4 +1,4 @@
-//! Attention over a cache in pages against plain loops in f64.
+//! Decode attention over a paged KV cache against a reference in f64.
 
 use device::ops::attention::Segment;
 use device::ops::heads::HeadShape;
@@ -12,7 +12,7 @@ use crate::common::{assert_close, devices, noise};
 use super::attention::{Reference, shape};
 use super::support::{narrow, wide, widen};
 
-/// Sequences in a cache of which every other page, and what lies behind the end of a sequence, is not a number.
+/// Sequences in a cache whose unused pages and positions are NaN.
 pub(super) struct Cached<T: Storage> {
     pub(super) shape: HeadShape,
     pub(super) max_pages: usize,
@@ -35,7 +35,7 @@ impl<T: Storage> Cached<T> {
         for length in lengths {
             segments.push(Segment { rows: start..start + length, prefix: 0..0 });
             start += length;
-            // Backwards, with one unused page between any two.
+            // In reverse order, with an unused page between any two.
             let used = length.div_ceil(PAGE);
             let table: Vec<u32> = (0..used).map(|page| (pages + 2 * (used - page) - 1) as u32).collect();
             pages += 2 * used;
@@ -96,7 +96,7 @@ fn check<T: Storage + PartialEq>(shape: HeadShape, tolerance: f64) {
             })
             .collect();
         assert_close(&widen(&found), &expected, tolerance);
-        // One by one.
+        // One token at a time.
         for (i, token) in tokens.iter().enumerate().step_by(3) {
             assert!(cached.attend(&device, &[*token]) == found[i * width..][..width], "{token:?} alone");
         }
@@ -108,7 +108,7 @@ fn check<T: Storage + PartialEq>(shape: HeadShape, tolerance: f64) {
 }
 
 #[test]
-fn plain_kernels_are_right() {
+fn f32_kernels_match_f64() {
     check::<f32>(shape(2, 1, 16), 1e-5);
     check::<f32>(shape(9, 1, 7), 1e-5);
     check::<f32>(shape(14, 2, 40), 1e-5);
@@ -117,7 +117,7 @@ fn plain_kernels_are_right() {
 }
 
 #[test]
-fn kernels_of_the_tensor_cores_are_right() {
+fn tensor_core_kernels_match_f64() {
     check::<bf16>(shape(1, 1, 64), 1e-2);
     check::<bf16>(shape(14, 2, 64), 1e-2);
     check::<bf16>(shape(17, 1, 64), 1e-2);
@@ -125,7 +125,7 @@ fn kernels_of_the_tensor_cores_are_right() {
 }
 
 #[test]
-fn what_was_recorded_follows_the_positions() {
+fn a_replayed_graph_reads_new_positions() {
     let (shape, width) = (shape(2, 1, 64), shape(2, 1, 64).query_width());
     for device in devices() {
         let cached = Cached::<bf16>::new(&device, &[300], 20, shape);
@@ -144,7 +144,7 @@ fn what_was_recorded_follows_the_positions() {
             let (cache, to, scratch) = (cached.cache.all(), out.all_mut(), scratch.all_mut());
             paged_attention(&device, qkv.all(), cache, &tokens, shape, to, scratch)
         };
-        // What is recorded has to be loaded.
+        // Kernels have to be loaded before a capture.
         attend().unwrap();
         let graph = device.record(attend).unwrap();
         for at in [3, 270, 299, 255] {

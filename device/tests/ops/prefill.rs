@@ -1,4 +1,4 @@
-//! Attention of chunks over a cache in pages: the bits of attention over whole sequences.
+//! Prefill attention over a paged KV cache has the bits of attention over whole sequences.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use super::attention::{Reference, forward, shape};
 use super::paged::Cached;
 use super::support::{wide, widen};
 
-/// Results of `places` of sequences, one behind the other.
+/// Results of the positions `places` of sequences, concatenated.
 fn attend<T: Storage>(device: &Device, cached: &Cached<T>, chunks: &[(usize, Range<usize>)]) -> Vec<T> {
     let (mut rows, mut list) = (Vec::new(), Vec::new());
     let width = cached.shape.width();
@@ -43,7 +43,7 @@ fn check<T: Storage + PartialEq>(shape: HeadShape, tolerance: f64) {
         let (in_a_pack, _) = forward(&device, &cached.qkv, &cached.segments, shape);
         assert!(found == in_a_pack, "the bits of a pack");
 
-        // However they are cut, in any order.
+        // For every division into chunks, in any order.
         let cut = [(5, 70..200), (4, 127..130), (0, 0..1), (4, 0..127), (5, 0..70), (3, 64..65)];
         let pieces = attend(&device, &cached, &cut);
         let mut at = 0;
@@ -58,14 +58,14 @@ fn check<T: Storage + PartialEq>(shape: HeadShape, tolerance: f64) {
 }
 
 #[test]
-fn plain_kernels_are_right() {
+fn f32_kernels_match_f64() {
     check::<f32>(shape(2, 1, 16), 1e-5);
     check::<f32>(shape(3, 3, 7), 1e-5);
     check::<bf16>(shape(2, 1, 40), 1e-2);
 }
 
 #[test]
-fn kernels_of_the_tensor_cores_are_right() {
+fn tensor_core_kernels_match_f64() {
     check::<bf16>(shape(4, 2, 64), 1e-2);
     check::<bf16>(shape(2, 2, 128), 1e-2);
 }

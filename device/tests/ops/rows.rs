@@ -1,6 +1,6 @@
-//! Rows picked, spread and summed, against plain loops.
+//! Gather, scatter and sums of rows against a reference.
 
-use device::ops::rows::{Grouped, add_bias, add_rows, column_sums, gather_rows, scatter_rows};
+use device::ops::rows::{RowGroups, add_bias, add_rows, column_sums, gather_rows, scatter_rows};
 use device::{Storage, bf16};
 
 use crate::common::{assert_close, devices, noise};
@@ -10,7 +10,7 @@ use super::support::{narrow, wide, widen};
 const WIDTHS: [usize; 6] = [1, 7, 33, 40, 896, 2600];
 
 fn check<T: Storage + PartialEq>(tolerance: f64) {
-    // One key often, some once, some never, not in order.
+    // One key often, some once, some never, unsorted.
     let keys = [3, 9, 3, 0, 3, 3, 8, 3, 0, 3, 3, 3];
     let n = 11;
     for device in devices() {
@@ -24,7 +24,7 @@ fn check<T: Storage + PartialEq>(tolerance: f64) {
                 keys.iter().flat_map(|key| table[*key as usize * width..][..width].iter().copied()).collect();
             assert_eq!(device.download(out.all()).unwrap(), expected);
 
-            let groups = Grouped::new(&device, &keys).unwrap();
+            let groups = RowGroups::new(&device, &keys).unwrap();
             assert_eq!((groups.len(), groups.groups()), (12, 4));
             let on_g = device.upload(&g).unwrap();
             let start = noise(n * width, 3);
@@ -38,7 +38,7 @@ fn check<T: Storage + PartialEq>(tolerance: f64) {
             }
             let mut to = device.upload(&start).unwrap();
             add_rows(&device, on_g.all(), &groups, width, to.all_mut()).unwrap();
-            // In the order of the rows, as on the processor.
+            // In row order, as on the CPU.
             assert_eq!(device.download(to.all()).unwrap(), sums);
 
             let mut to = device.upload(&table).unwrap();
@@ -49,15 +49,15 @@ fn check<T: Storage + PartialEq>(tolerance: f64) {
 }
 
 #[test]
-fn rows_are_picked_and_summed() {
+fn rows_are_gathered_and_summed() {
     check::<f32>(1e-6);
     check::<bf16>(8e-3);
 }
 
 #[test]
-fn no_rows_are_nothing() {
+fn zero_rows_are_a_no_op() {
     for device in devices() {
-        let groups = Grouped::new(&device, &[]).unwrap();
+        let groups = RowGroups::new(&device, &[]).unwrap();
         assert!(groups.is_empty());
         let none = device.zeros::<f32>(0).unwrap();
         let mut to = device.upload(&[1.0_f32; 6]).unwrap();
@@ -93,7 +93,7 @@ fn check_columns<T: Storage>(tolerance: f64) {
 }
 
 #[test]
-fn columns_are_those_of_f64() {
+fn column_sums_match_f64() {
     check_columns::<f32>(1e-6);
     check_columns::<bf16>(8e-3);
 }

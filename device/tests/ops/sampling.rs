@@ -1,12 +1,14 @@
-//! Tokens drawn on the device against the rules, followed by sorting.
+//! Sampled tokens against a reference that sorts.
 
 use device::Device;
 use device::ops::head::{HeadTargets, predict};
-use device::ops::sampling::{Choice, DRAW, Drawn, KEPT, RowDraw, SETTINGS, pack_kept, sample};
+use device::ops::sampling::{
+    DRAW, KEPT, RowSampling, SETTINGS, SampledRows, SampledToken, pack_kept, sample,
+};
 
 use crate::common::{devices, noise};
 
-/// How the token of a row is chosen.
+/// Sampling parameters of a row.
 #[derive(Clone, Copy, Debug)]
 struct Settings {
     temperature: f32,
@@ -17,23 +19,23 @@ struct Settings {
 
 const PLAIN: Settings = Settings { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0 };
 
-/// What comes back from the device of a row.
+/// Result of a row.
 #[derive(Debug)]
-struct Draw {
+struct ExpectedDraw {
     token: u32,
     logprob: f32,
     kept_count: usize,
     kept: Vec<u32>,
 }
 
-fn download(device: &Device, drawn: &mut Drawn, rows: usize) -> Vec<Draw> {
+fn download(device: &Device, drawn: &mut SampledRows, rows: usize) -> Vec<ExpectedDraw> {
     let packed = device.download(drawn.draws.view(0..DRAW * rows)).unwrap();
     let ids = device.download(drawn.kept_ids.view(0..rows * KEPT)).unwrap();
-    let draw = |(row, found): (usize, RowDraw)| {
+    let draw = |(row, found): (usize, SampledToken)| {
         let kept = ids[row * KEPT..][..found.kept.min(KEPT)].to_vec();
-        Draw { token: found.token, logprob: found.logprob, kept_count: found.kept, kept }
+        ExpectedDraw { token: found.token, logprob: found.logprob, kept_count: found.kept, kept }
     };
-    let draws: Vec<Draw> = RowDraw::unpack(&packed).enumerate().map(draw).collect();
+    let draws: Vec<ExpectedDraw> = SampledToken::unpack(&packed).enumerate().map(draw).collect();
     pack_kept(device, rows, drawn).unwrap();
     let listed = draws.iter().filter(|draw| draw.kept_count <= KEPT);
     let lists: Vec<u32> = listed.flat_map(|draw| draw.kept.iter().copied()).collect();
@@ -44,20 +46,20 @@ fn download(device: &Device, drawn: &mut Drawn, rows: usize) -> Vec<Draw> {
 impl Settings {
     fn pack(self, uniform: f32) -> [u32; SETTINGS] {
         let Self { temperature, top_p, top_k, min_p } = self;
-        Choice { temperature, top_p, min_p, uniform, top_k }.pack()
+        RowSampling { temperature, top_p, min_p, uniform, top_k }.pack()
     }
 }
 
-/// Draws for each row of `logits [n, V]` by its settings and its uniform number.
-fn draws(device: &Device, logits: &[f32], rows: &[(Settings, f32)]) -> Vec<Draw> {
+/// Samples a token for each row of `logits [n, V]`.
+fn draws(device: &Device, logits: &[f32], rows: &[(Settings, f32)]) -> Vec<ExpectedDraw> {
     let choices: Vec<u32> = rows.iter().flat_map(|(asked, uniform)| asked.pack(*uniform)).collect();
     let (logits_there, choices) = (device.upload(logits).unwrap(), device.upload(&choices).unwrap());
-    let mut drawn = Drawn::new(device, rows.len() + 1).unwrap();
+    let mut drawn = SampledRows::new(device, rows.len() + 1).unwrap();
     sample(device, logits_there.all(), logits.len() / rows.len(), choices.all(), &mut drawn).unwrap();
     download(device, &mut drawn, rows.len())
 }
 
-/// Top-k, then top-p within it, then min-p, ascending by id; `None` if nothing is to be cut off.
+/// Top-k, then top-p within it, then min-p, ascending by id; `None` without truncation.
 fn kept_tokens(logits: &[f32], asked: Settings) -> Option<Vec<u32>> {
     if asked.top_p >= 1.0 && asked.top_k == 0 && asked.min_p <= 0.0 || asked.temperature == 0.0 {
         return None;
@@ -70,7 +72,7 @@ fn kept_tokens(logits: &[f32], asked: Settings) -> Option<Vec<u32>> {
     let top = f64::from(logits[ids[0] as usize]);
     let weight = |id: u32| ((f64::from(logits[id as usize]) - top) / f64::from(asked.temperature)).exp();
     if asked.top_p < 1.0 {
-        // A share that is reached exactly is reached.
+        // A share that is reached exactly ends the nucleus.
         let limit = f64::from(asked.top_p) * ids.iter().map(|id| weight(*id)).sum::<f64>() * (1.0 - 1e-9);
         let mut reached = 0.0;
         let last = ids.iter().position(|id| {
@@ -86,8 +88,8 @@ fn kept_tokens(logits: &[f32], asked: Settings) -> Option<Vec<u32>> {
     Some(ids)
 }
 
-/// Checks one draw against the rules.
-fn check(logits: &[f32], asked: Settings, uniform: f32, found: &Draw) {
+/// Checks one sampled token against the reference.
+fn check(logits: &[f32], asked: Settings, uniform: f32, found: &ExpectedDraw) {
     let name = format!("{asked:?} {uniform} of {}", logits.len());
     if asked.temperature == 0.0 {
         let top = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -114,7 +116,7 @@ fn check(logits: &[f32], asked: Settings, uniform: f32, found: &Draw) {
     assert!(found.logprob <= 0.0 && off.abs() < 1e-5 * own.ln().abs().max(1.0), "{name}: {off}");
 }
 
-/// Settings of every kind.
+/// Parameters of every kind.
 fn all_settings() -> Vec<Settings> {
     vec![
         PLAIN,
@@ -157,9 +159,9 @@ fn truncation_and_drawing_follow_the_rules() {
     }
 }
 
-/// Many equal logits, on both sides of zero: a cut in their midst goes by ids.
+/// Many equal logits of both signs: a cut among them is by id.
 #[test]
-fn ties_go_by_id() {
+fn equal_logits_are_ordered_by_id() {
     for device in devices() {
         for vocabulary in [37, 1000, 9001] {
             check_all(&device, vocabulary, |z| (4.0 * z).round() / 2.0);
@@ -169,7 +171,7 @@ fn ties_go_by_id() {
 }
 
 #[test]
-fn each_token_is_drawn_as_often_as_its_probability_says() {
+fn sample_frequencies_match_probabilities() {
     let count = 120;
     let base: Vec<f32> = noise(20, 3).iter().map(|z| 3.0 * z).collect();
     let logits = base.repeat(count);
@@ -196,7 +198,7 @@ fn each_token_is_drawn_as_often_as_its_probability_says() {
 }
 
 #[test]
-fn impossible_tokens_are_never_drawn() {
+fn tokens_of_probability_0_are_never_sampled() {
     let mut logits = vec![f32::NEG_INFINITY; 3000];
     logits[7] = 1.0;
     logits[2900] = 2.0;
@@ -210,9 +212,9 @@ fn impossible_tokens_are_never_drawn() {
     }
 }
 
-/// What the sampler notes is what the trainer computes from the same logits, to the bit.
+/// The sampler's log-probabilities have the bits of the trainer's for equal logits.
 #[test]
-fn log_probabilities_are_those_of_the_head() {
+fn log_probabilities_have_the_bits_of_the_head() {
     let vocabulary = 3001;
     let rows: Vec<_> = all_settings()
         .into_iter()
@@ -235,17 +237,17 @@ fn log_probabilities_are_those_of_the_head() {
     }
 }
 
-/// A step of decoding is recorded once; the host overwrites what it asks for and the step is replayed.
+/// A decode step is recorded once; the host changes its parameters and replays it.
 #[test]
-fn drawing_can_be_replayed() {
+fn sampling_can_be_replayed() {
     let vocabulary = 300;
     let logits: Vec<f32> = noise(vocabulary, 14).iter().map(|z| 5.0 * z).collect();
     let asked = Settings { top_p: 0.9, ..PLAIN };
     for device in devices() {
         let there = device.upload(&logits).unwrap();
         let mut choice = device.zeros::<u32>(SETTINGS).unwrap();
-        let mut drawn = Drawn::new(&device, 1).unwrap();
-        // What is recorded has to be loaded.
+        let mut drawn = SampledRows::new(&device, 1).unwrap();
+        // Kernels have to be loaded before a capture.
         sample(&device, there.all(), vocabulary, choice.all(), &mut drawn).unwrap();
         let graph = {
             let choice = choice.all();
@@ -259,9 +261,9 @@ fn drawing_can_be_replayed() {
     }
 }
 
-/// A model that has gone to pieces costs neither the device nor a token that does not exist, and shows.
+/// NaN logits cause neither an error nor an invalid token id, and are visible in the result.
 #[test]
-fn logits_that_are_no_numbers_are_noticed() {
+fn nan_logits_give_a_nan_log_probability() {
     let vocabulary = 300;
     let mut logits = noise(4 * vocabulary, 15);
     logits[..vocabulary].fill(f32::NAN);
@@ -280,10 +282,10 @@ fn logits_that_are_no_numbers_are_noticed() {
 }
 
 #[test]
-fn no_rows_are_no_work() {
+fn zero_rows_are_a_no_op() {
     for device in devices() {
         let (floats, numbers) = (device.zeros::<f32>(0).unwrap(), device.zeros::<u32>(0).unwrap());
-        let mut drawn = Drawn::new(&device, 0).unwrap();
+        let mut drawn = SampledRows::new(&device, 0).unwrap();
         sample(&device, floats.all(), 10, numbers.all(), &mut drawn).unwrap();
         pack_kept(&device, 0, &mut drawn).unwrap();
     }

@@ -1,4 +1,4 @@
-//! Between what devices hold and the f64 that is expected.
+//! Conversions between device storage and f64.
 
 use device::Storage;
 

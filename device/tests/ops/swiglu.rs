@@ -1,4 +1,4 @@
-//! The gated activation against f64.
+//! SwiGLU against f64.
 
 use device::ops::swiglu::{swiglu, swiglu_backward};
 use device::{Storage, bf16};
@@ -10,7 +10,7 @@ use super::support::{narrow, wide, widen};
 fn check<T: Storage>(tolerance: f64) {
     for device in devices() {
         for (rows, width) in [(3, 1), (5, 7), (2, 33), (67, 40), (3, 896), (0, 16), (2, 2600)] {
-            // A few of the gates are far from zero.
+            // Some gates are far from zero.
             let values = noise(rows * 2 * width, 1).into_iter().map(|value| value * 4.0).collect();
             let (gate_up, g): (Vec<T>, Vec<T>) = (narrow(values), narrow(noise(rows * width, 2)));
             let (on_gate_up, on_g) = (device.upload(&gate_up).unwrap(), device.upload(&g).unwrap());
@@ -35,7 +35,7 @@ fn check<T: Storage>(tolerance: f64) {
 }
 
 #[test]
-fn activations_are_those_of_f64() {
+fn activations_match_f64() {
     check::<f32>(1e-5);
     check::<bf16>(8e-3);
 }

@@ -22,7 +22,7 @@ fn check_cast<A: Storage, B: Storage>() {
     }
 }
 
-/// As f32, in bits.
+/// As bits of f32.
 fn bytes<T: Storage>(values: &[T]) -> Vec<u32> {
     values.iter().map(|value| value.widen().to_bits()).collect()
 }
@@ -49,7 +49,7 @@ fn casts_round_to_nearest() {
 #[test]
 fn vectors_are_added_and_multiplied() {
     for device in devices() {
-        // From the start and from a place that is on no boundary.
+        // Aligned and unaligned.
         for (first, len) in LENGTHS.map(|len| (0, len)).into_iter().chain([(1, 4100)]) {
             let (a, b) = (noise(first + len, 1), noise(first + len, 2));
             let (on_a, mut on_b) = (device.upload(&a).unwrap(), device.upload(&b).unwrap());

@@ -9,7 +9,9 @@
 use std::sync::Arc;
 
 use device::ops::paged::copy_pages;
-use device::ops::sampling::{Choice, DRAW, Drawn, KEPT, RowDraw, SETTINGS, pack_kept, sample};
+use device::ops::sampling::{
+    DRAW, KEPT, RowSampling, SETTINGS, SampledRows, SampledToken, pack_kept, sample,
+};
 use device::{Buffer, Device, Result, Storage, bf16};
 
 use super::steps::{Shape, Steps};
@@ -181,7 +183,7 @@ struct TypedSampler<T: Storage> {
     cache: Option<Buffer<T>>,
     steps: Steps<T>,
     /// Memory of draws.
-    drawing: Option<Drawn>,
+    drawing: Option<SampledRows>,
 }
 
 impl<T: Storage> TypedSampler<T> {
@@ -248,12 +250,12 @@ impl<T: Storage> TypedSampler<T> {
         let hidden = self.steps.hidden(decoder, numbers.view(0..count))?;
         let logits = decoder.logits_of(&mut self.weights, hidden.all())?;
         if self.drawing.as_ref().is_none_or(|drawing| drawing.rows() < count) {
-            self.drawing = Some(Drawn::new(&device, count.next_power_of_two())?);
+            self.drawing = Some(SampledRows::new(&device, count.next_power_of_two())?);
         }
         let Some(drawn) = &mut self.drawing else { unreachable!("it was made above") };
         sample(&device, logits.all(), vocabulary, numbers.view(count..numbers.len()), drawn)?;
         let packed = device.download(drawn.draws.view(0..DRAW * count))?;
-        let found: Vec<RowDraw> = RowDraw::unpack(&packed).collect();
+        let found: Vec<SampledToken> = SampledToken::unpack(&packed).collect();
         let listed = requests.iter().any(|request| request.sampling.truncates());
         let mut kept = if listed { kept_of(&device, &found, drawn)? } else { Vec::new() };
         for (i, (request, found)) in requests.iter().zip(found).enumerate() {
@@ -275,7 +277,11 @@ impl<T: Storage> TypedSampler<T> {
 }
 
 /// The tokens that truncation left each row of `found`; `None` where they are too many to list.
-fn kept_of(device: &Device, found: &[RowDraw], drawn: &mut Drawn) -> Result<Vec<Option<Vec<u32>>>> {
+fn kept_of(
+    device: &Device,
+    found: &[SampledToken],
+    drawn: &mut SampledRows,
+) -> Result<Vec<Option<Vec<u32>>>> {
     pack_kept(device, found.len(), drawn)?;
     let counts = found.iter().map(|draw| Some(draw.kept).filter(|kept| *kept <= KEPT));
     let counts: Vec<_> = counts.collect();
@@ -290,7 +296,7 @@ impl DrawRequest {
     fn pack(&self) -> [u32; SETTINGS] {
         let Sampling { temperature, top_p, min_p, top_k } = self.sampling;
         let top_k = u32::try_from(top_k).unwrap_or(u32::MAX);
-        Choice { temperature, top_p, min_p, uniform: self.uniform, top_k }.pack()
+        RowSampling { temperature, top_p, min_p, uniform: self.uniform, top_k }.pack()
     }
 }
 

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use device::ops::attention::{Segment, Segments};
 use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
-use device::ops::rows::{Grouped, add_rows, gather_rows, scatter_rows};
+use device::ops::rows::{RowGroups, add_rows, gather_rows, scatter_rows};
 use device::{Buffer, Result, Storage};
 
 use super::head::Asked;
@@ -39,9 +39,9 @@ pub struct DeviceTrace<T: Storage> {
 #[derive(Debug)]
 struct Groups {
     /// By the row that they were picked from.
-    picked: Grouped,
+    picked: RowGroups,
     /// By token id.
-    ids: Grouped,
+    ids: RowGroups,
 }
 
 #[derive(Debug)]
@@ -106,7 +106,8 @@ impl<T: Storage> DeviceDecoder<T> {
         // A score has no use for them.
         let (of_rows, of_ids): (&[u32], &[u32]) =
             if recompute.is_some() { (&rows, pack.token_ids()) } else { (&[], &[]) };
-        let groups = Groups { picked: Grouped::new(device, of_rows)?, ids: Grouped::new(device, of_ids)? };
+        let groups =
+            Groups { picked: RowGroups::new(device, of_rows)?, ids: RowGroups::new(device, of_ids)? };
         let mut x = device.uninit(tokens * width)?;
         let table = weights.unit(Unit::Embedding)?.slice(0..self.config.vocab_size * width);
         gather_rows(device, table, ids.all(), width, x.all_mut())?;

@@ -40,7 +40,7 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<(), Failure> {
         let deltas = Some(DeltaConfig { full_every: NonZeroUsize::MAX, compress: true });
         let publisher = HubPublisher::new(hub, PublishConfig { deltas, ..PublishConfig::default() })?;
         let config = LearnerConfig {
-            optimizer: OptimizerConfig::usual(OptimizerKind::Adamw, 0.999),
+            optimizer: OptimizerConfig::standard(OptimizerKind::Adamw, 0.999),
             max_grad_norm: 1.0,
             microbatch_tokens: SEQUENCES * TOKENS,
             recompute: Recompute::None,

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use device::device::Place;
+use device::device::DeviceLocation;
 use device::{Buffer, Device, bf16};
 use serde_json::{Map, Value};
 use trajectory::PolicyVersion;
@@ -28,7 +28,7 @@ struct Taken {
 }
 
 /// Measures all transports that `place` allows: two GPUs are needed for a broadcast.
-pub(super) fn measure(bench: &mut Bench<'_>, place: Place) -> Result<(), Failure> {
+pub(super) fn measure(bench: &mut Bench<'_>, place: DeviceLocation) -> Result<(), Failure> {
     let device = Device::open(place)?;
     let values: Vec<bf16> =
         random_values(bench.args.megabytes * 1_000_000 / 4).into_iter().map(bf16::from_f32).collect();
@@ -48,7 +48,7 @@ pub(super) fn measure(bench: &mut Bench<'_>, place: Place) -> Result<(), Failure
 struct Devices<'a, 'b> {
     bench: &'a mut Bench<'b>,
     device: Device,
-    place: Place,
+    place: DeviceLocation,
     /// `[parameters]`
     trained: Buffer<bf16>,
     /// Copies, 10^9 bytes per second.
@@ -104,7 +104,7 @@ impl Devices<'_, '_> {
     }
 
     /// Broadcasts to a sampler on `other`.
-    fn nccl(&mut self, other: Place) -> Result<(), Failure> {
+    fn nccl(&mut self, other: DeviceLocation) -> Result<(), Failure> {
         let hub = Hub::new(HubConfig::default());
         let publisher = NcclPublisher::<bf16>::new(hub.clone(), &self.device, NcclConfig::default());
         let sampler = NcclSubscriber::<bf16>::within(&hub, "sampler", &Device::open(other)?)?;
@@ -143,10 +143,10 @@ impl Devices<'_, '_> {
     }
 
     /// Another device for a sampler; emulated ones are many.
-    fn other(&self) -> Option<Place> {
-        let Place::Cuda(own) = self.place else { return Some(self.place) };
+    fn other(&self) -> Option<DeviceLocation> {
+        let DeviceLocation::Cuda(own) = self.place else { return Some(self.place) };
         let gpus = device::inventory::inventory().gpus;
-        gpus.iter().map(|gpu| gpu.ordinal).find(|ordinal| *ordinal != own).map(Place::Cuda)
+        gpus.iter().map(|gpu| gpu.ordinal).find(|ordinal| *ordinal != own).map(DeviceLocation::Cuda)
     }
 
     fn report(&mut self, of: &str, taken: &[Taken]) -> Result<(), Failure> {

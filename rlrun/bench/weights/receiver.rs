@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use device::device::Place;
+use device::device::DeviceLocation;
 use device::{Device, bf16};
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
@@ -129,7 +129,7 @@ pub fn receive(url: &str, (over_http, shm): (bool, &Path), out: &mut dyn Write) 
 /// A device that cannot be used, a server that does not answer, weights that are not what they should be.
 pub fn receive_on_device(
     url: &str,
-    (place, shm): (Place, &Path),
+    (place, shm): (DeviceLocation, &Path),
     out: &mut dyn Write,
 ) -> Result<(), Failure> {
     let device = Device::open(place)?;

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 
 use device::DeviceError;
-use device::device::Place;
+use device::device::DeviceLocation;
 use device::inventory::{Inventory, NCCL_REMEDY, OLDEST_NCCL, inventory_of};
 use model::on_device::Dtype;
 use model::{Config, Quantization, Recompute};
@@ -33,7 +33,7 @@ const NAMED: usize = 3;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceMemory {
     /// The device.
-    pub place: Place,
+    pub place: DeviceLocation,
     /// Who computes on it, in words.
     pub roles: String,
     /// What they store values in.
@@ -54,8 +54,8 @@ struct Counts {
 }
 
 impl Counts {
-    fn of(recipe: &Recipe, devices: &Devices, place: Place) -> Self {
-        let on = |device: &Option<Place>| *device == Some(place);
+    fn of(recipe: &Recipe, devices: &Devices, place: DeviceLocation) -> Self {
+        let on = |device: &Option<DeviceLocation>| *device == Some(place);
         let samplers = devices.rollouts.iter().filter(|device| recipe.supervised.is_none() && on(device));
         Self {
             ranks: devices.trainer.iter().filter(|device| on(device)).count() as u64,
@@ -93,7 +93,7 @@ impl DeviceMemory {
     #[must_use]
     pub fn of(recipe: &Recipe, config: &Config) -> Vec<Self> {
         let devices = recipe.devices();
-        let mut places: BTreeSet<Place> = devices.trainer.iter().flatten().copied().collect();
+        let mut places: BTreeSet<DeviceLocation> = devices.trainer.iter().flatten().copied().collect();
         let samplers = devices.rollouts.iter().chain([&devices.rollout]).flatten();
         places.extend(samplers.filter(|_| recipe.supervised.is_none()));
         places.extend(devices.reference);
@@ -101,7 +101,7 @@ impl DeviceMemory {
         places.into_iter().map(on).collect()
     }
 
-    fn on(place: Place, recipe: &Recipe, config: &Config, devices: &Devices) -> Self {
+    fn on(place: DeviceLocation, recipe: &Recipe, config: &Config, devices: &Devices) -> Self {
         let (counts, dtype) = (Counts::of(recipe, devices, place), recipe.dtype_on(Some(place)));
         // Of the two ways to compute again, a device has the coarser.
         let recompute = match recipe.trainer.recompute {
@@ -119,7 +119,7 @@ impl DeviceMemory {
         if counts.samplers > 0 {
             sampling(&mut parts, (recipe, config), counts.samplers, &size);
         }
-        if matches!(place, Place::Cuda(_)) {
+        if matches!(place, DeviceLocation::Cuda(_)) {
             let opened = counts.ranks.saturating_add(counts.samplers).max(1);
             let bytes =
                 product(&[CONTEXT, counts.processes(recipe)]).saturating_add(product(&[WORKSPACE, opened]));
@@ -212,7 +212,9 @@ pub fn describe(recipe: &Recipe, config: &Config, there: &Inventory) -> Option<S
             let fits = || format!("fits: {} are free", mebibytes(free));
             format!("{device}; {}", device.shortage(free).unwrap_or_else(fits))
         }
-        None if device.place == Place::Emulated => format!("{device}; in the memory of this machine"),
+        None if device.place == DeviceLocation::Emulated => {
+            format!("{device}; in the memory of this machine")
+        }
         None => match unusable(device.place, there) {
             Some(why) => format!("{device}; it cannot be used: {why}"),
             None => format!("{device}; it is not there, so nothing is compared"),
@@ -228,7 +230,7 @@ pub fn describe(recipe: &Recipe, config: &Config, there: &Inventory) -> Option<S
 
 /// Whether weights are broadcast between GPUs.
 fn needs_nccl(recipe: &Recipe) -> bool {
-    let gpu = |place: &Option<Place>| matches!(place, Some(Place::Cuda(_)));
+    let gpu = |place: &Option<DeviceLocation>| matches!(place, Some(DeviceLocation::Cuda(_)));
     recipe.weights.transport == WeightTransport::Nccl && recipe.devices().trainer.iter().any(gpu)
 }
 
@@ -238,7 +240,7 @@ fn needs_nccl(recipe: &Recipe) -> bool {
 /// [`Failure::DoesNotFit`], or that a device cannot be used and why.
 pub fn refuse(recipe: &Recipe, config: &Config, there: &Inventory) -> Result<(), Failure> {
     for device in DeviceMemory::of(recipe, config) {
-        if device.place == Place::Emulated || !device.here {
+        if device.place == DeviceLocation::Emulated || !device.here {
             continue;
         }
         let Some(free) = free(device.place, there).filter(|_| there.missing.is_empty()) else {
@@ -264,12 +266,16 @@ fn no_nccl() -> String {
 }
 
 /// Why the driver cannot use a GPU that it shows.
-fn unusable(place: Place, there: &Inventory) -> Option<&str> {
-    there.unusable.iter().find(|(ordinal, _)| place == Place::Cuda(*ordinal)).map(|(_, why)| why.as_str())
+fn unusable(place: DeviceLocation, there: &Inventory) -> Option<&str> {
+    there
+        .unusable
+        .iter()
+        .find(|(ordinal, _)| place == DeviceLocation::Cuda(*ordinal))
+        .map(|(_, why)| why.as_str())
 }
 
 /// Why a GPU cannot be used.
-fn unavailable(place: Place, there: &Inventory) -> DeviceError {
+fn unavailable(place: DeviceLocation, there: &Inventory) -> DeviceError {
     let reason = match unusable(place, there) {
         _ if !there.missing.is_empty() => there.missing.join("; "),
         Some(why) => format!("{why}; `nvidia-smi` shows who has it"),
@@ -278,8 +284,8 @@ fn unavailable(place: Place, there: &Inventory) -> DeviceError {
     DeviceError::Unavailable { device: place.to_string(), reason }
 }
 
-fn free(place: Place, there: &Inventory) -> Option<u64> {
-    let Place::Cuda(ordinal) = place else { return None };
+fn free(place: DeviceLocation, there: &Inventory) -> Option<u64> {
+    let DeviceLocation::Cuda(ordinal) = place else { return None };
     there.gpus.iter().find(|gpu| gpu.ordinal == ordinal).map(|gpu| gpu.free)
 }
 
@@ -329,8 +335,8 @@ mod tests {
         Collective, Device, ModelDtype, OptimizerHome, PolicyPlacement, WeightTransport,
     };
 
-    const GPU: Device = Device::At(Place::Cuda(0));
-    const NEXT: Device = Device::At(Place::Cuda(1));
+    const GPU: Device = Device::At(DeviceLocation::Cuda(0));
+    const NEXT: Device = Device::At(DeviceLocation::Cuda(1));
 
     fn config() -> Config {
         Config::fresh(&Sizes {
@@ -365,7 +371,7 @@ mod tests {
         let (config, recipe) = (config(), on(GPU));
         let weights = Layout::new(&config).len() as u64;
         let [device] = &DeviceMemory::of(&recipe, &config)[..] else { panic!("there is one device") };
-        assert_eq!((device.place, &device.roles[..]), (Place::Cuda(0), "the trainer, the sampler"));
+        assert_eq!((device.place, &device.roles[..]), (DeviceLocation::Cuda(0), "the trainer, the sampler"));
         let (attention, gate_up) = (2 * 8 + 24 + 8, 2 * 16);
         let expected = [
             ("policy", 2 * weights),
@@ -415,13 +421,13 @@ mod tests {
         let (config, mut recipe) = (config(), on(GPU));
         let weights = Layout::new(&config).len() as u64;
         recipe.trainer.world = 2;
-        recipe.placement.rollout_device = Some(Device::At(Place::Cuda(2)));
+        recipe.placement.rollout_device = Some(Device::At(DeviceLocation::Cuda(2)));
         let devices = DeviceMemory::of(&recipe, &config);
         let places: Vec<_> = devices.iter().map(|device| (device.place, &device.roles[..])).collect();
         let expected = [
-            (Place::Cuda(0), "the trainer"),
-            (Place::Cuda(1), "the trainer"),
-            (Place::Cuda(2), "the sampler"),
+            (DeviceLocation::Cuda(0), "the trainer"),
+            (DeviceLocation::Cuda(1), "the trainer"),
+            (DeviceLocation::Cuda(2), "the sampler"),
         ];
         assert_eq!(places, expected);
         assert_eq!(bytes(&devices[1], "policy"), Some(2 * weights));
@@ -529,7 +535,7 @@ mod tests {
         let without = Inventory { missing: vec!["no driver: install it".to_owned()], ..Inventory::default() };
         let error = refuse(&on(GPU), &config, &without).unwrap_err();
         assert_eq!(error.to_string(), "device cuda:0 cannot be used: no driver: install it");
-        refuse(&on(Device::At(Place::Emulated)), &config, &without).unwrap();
+        refuse(&on(Device::At(DeviceLocation::Emulated)), &config, &without).unwrap();
         refuse(&on(Device::Cpu), &config, &without).unwrap();
         // Ranks that join bring devices of their own.
         let mut joined = on(GPU);

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::recipe::words::{
-    Aggregation, AlgorithmKind, CorrectionKind, CriticKind, Estimator, Place, Proximal, ScaleRewards,
+    Aggregation, AlgorithmKind, CorrectionKind, CriticKind, KlEstimator, KlPlacement, Proximal, ScaleRewards,
 };
 
 /// `[algorithm]`: advantages, loss and off-policy correction. Keys that are not given are those of the kind; a key that
@@ -65,11 +65,11 @@ pub struct Algorithm {
     /// How the divergence is estimated; `k3` if not given, which is at most 10 nats a token, as in verl. verl
     /// `kl_loss_type`.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub kl_estimator: Option<Estimator>,
+    pub kl_estimator: Option<KlEstimator>,
     /// Whether it stands in the loss, which is the default, or is taken off the reward. verl `use_kl_loss`,
     /// `use_kl_in_reward`.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub kl_in: Option<Place>,
+    pub kl_in: Option<KlPlacement>,
     /// Model directory of the reference policy, or of the teacher of `distill`; the policy that training starts from if
     /// not given.
     #[serde(skip_serializing_if = "Option::is_none")]

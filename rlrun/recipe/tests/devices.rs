@@ -1,6 +1,6 @@
 //! Devices in a recipe: what is said about them, what is refused, and where roles end up.
 
-use device::device::Place;
+use device::device::DeviceLocation;
 use model::on_device::Dtype;
 
 use super::super::words::{Collective, Device, ModelDtype, WeightTransport};
@@ -22,14 +22,14 @@ fn recipe(sets: &[&str]) -> Recipe {
 fn devices_are_read_as_they_are_written() {
     for (text, device) in [
         ("cpu", Device::Cpu),
-        ("emulated", Device::At(Place::Emulated)),
-        ("cuda:0", Device::At(Place::Cuda(0))),
-        ("cuda:3", Device::At(Place::Cuda(3))),
+        ("emulated", Device::At(DeviceLocation::Emulated)),
+        ("cuda:0", Device::At(DeviceLocation::Cuda(0))),
+        ("cuda:3", Device::At(DeviceLocation::Cuda(3))),
     ] {
         assert_eq!(text.parse(), Ok(device));
         assert_eq!(device.to_string(), text);
     }
-    assert_eq!("cuda".parse(), Ok(Device::At(Place::Cuda(0))));
+    assert_eq!("cuda".parse(), Ok(Device::At(DeviceLocation::Cuda(0))));
     for text in ["gpu", "cuda:", "cuda:-1", "CPU", ""] {
         let expected = format!("`placement.device`: `{text}` is no device; write \"cuda\" for the first GPU");
         refused(&[&format!("placement.device={text:?}")], &expected, "--set:1:");
@@ -252,8 +252,8 @@ fn a_list_of_devices_names_one_for_each_sampler() {
     if cfg!(feature = "cuda") {
         // One GPU may have several of them.
         let both = recipe(&[list, processes, two, "placement.trainer_device=cuda"]).devices();
-        assert_eq!(both.rollouts, [Some(Place::Cuda(0)); 2]);
-        assert_eq!(both.rollout, Some(Place::Cuda(0)));
+        assert_eq!(both.rollouts, [Some(DeviceLocation::Cuda(0)); 2]);
+        assert_eq!(both.rollout, Some(DeviceLocation::Cuda(0)));
     }
 }
 
@@ -291,7 +291,7 @@ fn ranks_exchange_from_device_to_device_where_they_can() {
     let mut recipe = recipe(&[two]);
     let meets = |recipe: &Recipe| (recipe.devices().meets, recipe.devices().optimizer_on_device);
     assert_eq!(meets(&recipe), (false, false));
-    recipe.placement.device = Device::At(Place::Cuda(0));
+    recipe.placement.device = Device::At(DeviceLocation::Cuda(0));
     assert_eq!(meets(&recipe), (true, true));
     recipe.trainer.collective = Collective::Host;
     assert_eq!(meets(&recipe), (false, false), "what exchanges through the host is updated there");
@@ -302,28 +302,29 @@ fn ranks_exchange_from_device_to_device_where_they_can() {
 #[test]
 fn roles_are_where_the_most_specific_key_says() {
     let mut recipe = recipe(&["trainer.world=3", "algorithm.kl_coef=0.1"]);
-    let cuda = |ordinal| Some(Place::Cuda(ordinal));
+    let cuda = |ordinal| Some(DeviceLocation::Cuda(ordinal));
     assert!(!recipe.devices().any());
-    recipe.placement.device = Device::At(Place::Cuda(1));
+    recipe.placement.device = Device::At(DeviceLocation::Cuda(1));
     let devices = recipe.devices();
     assert_eq!(devices.trainer, [cuda(1), cuda(2), cuda(3)]);
     assert_eq!((devices.rollout, devices.reference), (cuda(1), cuda(1)));
     assert!(devices.optimizer_on_device);
-    recipe.placement.trainer_device = Some(Device::At(Place::Cuda(4)));
+    recipe.placement.trainer_device = Some(Device::At(DeviceLocation::Cuda(4)));
     recipe.placement.rollout_device = Some(Device::Cpu);
     let devices = recipe.devices();
     assert_eq!(devices.trainer, [cuda(4), cuda(5), cuda(6)]);
     assert_eq!((devices.rollout, devices.reference), (None, cuda(4)));
-    recipe.placement.device = Device::At(Place::Emulated);
+    recipe.placement.device = Device::At(DeviceLocation::Emulated);
     recipe.placement.trainer_device = None;
-    assert_eq!(recipe.devices().trainer, [Some(Place::Emulated); 3]);
+    assert_eq!(recipe.devices().trainer, [Some(DeviceLocation::Emulated); 3]);
 }
 
 #[test]
 fn values_are_stored_as_the_device_is_fast_with_unless_the_recipe_says_otherwise() {
     let mut recipe = recipe(&[]);
     let of = |recipe: &Recipe| {
-        [None, Some(Place::Emulated), Some(Place::Cuda(0))].map(|place| recipe.dtype_on(place))
+        [None, Some(DeviceLocation::Emulated), Some(DeviceLocation::Cuda(0))]
+            .map(|place| recipe.dtype_on(place))
     };
     assert_eq!(of(&recipe), [Dtype::F32, Dtype::F32, Dtype::Bf16]);
     recipe.dtype = ModelDtype::Bf16;
@@ -347,7 +348,7 @@ fn the_resolved_recipe_says_where_roles_compute() {
         "{resolved}"
     );
     assert!(!resolved.contains("optimizer = \"device\""), "{resolved}");
-    recipe.placement.device = Device::At(Place::Cuda(2));
+    recipe.placement.device = Device::At(DeviceLocation::Cuda(2));
     recipe.weights.transport = WeightTransport::CudaIpc;
     let resolved = recipe.resolved_toml(&origins);
     for line in ["\ndevice = \"cuda:2\" ", "\noptimizer = \"device\" ", "\ntransport = \"cuda-ipc\" "] {

@@ -1,13 +1,13 @@
-//! DAPO (arXiv 2503.14476): the upper bound of the clip is wider, tokens count the same.
+//! DAPO (arXiv 2503.14476): a higher upper clip bound and a mean over tokens.
 //!
-//! Its other two parts live elsewhere: `curation.dynamic_sampling` refills groups without differing rewards, the reward
-//! `length` is its overlong shaping.
+//! Its other two parts are recipe keys: `curation.dynamic_sampling` replaces groups of equal rewards, and the reward
+//! kind `length` is overlong reward shaping.
 
 use super::Algorithm;
 use crate::loss::PolicyLoss;
 
 impl Algorithm {
-    /// Its defaults.
+    /// The published defaults.
     #[must_use]
     pub fn dapo() -> Self {
         Self { loss: PolicyLoss::Clip { low: 0.2, high: 0.28, dual: None }, ..Self::grpo() }

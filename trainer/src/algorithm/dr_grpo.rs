@@ -1,18 +1,18 @@
 //! Dr.GRPO (arXiv 2503.20783): GRPO without its two biases.
 //!
-//! Rewards are not divided by their deviation, which favours tasks that are almost solved or almost not; losses are
-//! divided by a constant, not by the length of the completion, which favours long wrong answers.
+//! Rewards are not divided by the group's standard deviation, which favours tasks that are almost always or almost
+//! never solved. Losses are divided by a constant instead of the completion length, which favours long wrong answers.
 
 use super::Algorithm;
-use crate::credit::{Advantage, ScaleRewards};
+use crate::advantage::{AdvantageEstimator, ScaleRewards};
 use crate::loss::Aggregation;
 
 impl Algorithm {
-    /// Its defaults.
+    /// The published defaults.
     #[must_use]
     pub fn dr_grpo() -> Self {
         Self {
-            advantage: Advantage::Group { scale: ScaleRewards::None },
+            advantage: AdvantageEstimator::Group { scale: ScaleRewards::None },
             aggregation: Aggregation::Constant,
             ..Self::grpo()
         }

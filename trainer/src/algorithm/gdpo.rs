@@ -1,14 +1,14 @@
-//! GDPO (arXiv 2601.05242): every reward is normalised by itself before they are added.
+//! GDPO (arXiv 2601.05242): every reward component is normalised separately before the sum.
 //!
-//! With several rewards GRPO sees only their sum, in which one with a large spread drowns the others.
+//! GRPO normalises the sum of several rewards, in which a component with a large spread dominates.
 
 use super::Algorithm;
-use crate::credit::Advantage;
+use crate::advantage::AdvantageEstimator;
 
 impl Algorithm {
-    /// Its defaults.
+    /// The published defaults.
     #[must_use]
     pub fn gdpo() -> Self {
-        Self { advantage: Advantage::PerReward { weights: Vec::new() }, ..Self::grpo() }
+        Self { advantage: AdvantageEstimator::PerReward { weights: Vec::new() }, ..Self::grpo() }
     }
 }

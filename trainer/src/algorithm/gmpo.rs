@@ -1,12 +1,12 @@
 //! GMPO (arXiv 2507.20673): the geometric mean of clipped token ratios, with wide bounds.
 //!
-//! One token of an extreme ratio moves it less than it moves an arithmetic mean.
+//! An outlier ratio changes a geometric mean less than an arithmetic mean.
 
 use super::Algorithm;
 use crate::loss::{Aggregation, PolicyLoss};
 
 impl Algorithm {
-    /// Its defaults.
+    /// The published defaults.
     #[must_use]
     pub fn gmpo() -> Self {
         Self {

@@ -1,18 +1,19 @@
-//! HPT (arXiv 2509.04419): reinforcement learning where the policy solves the task, a demonstration where it does not.
+//! HPT (arXiv 2509.04419): reinforcement learning on tasks that the policy solves, supervised fine-tuning on the
+//! others.
 //!
-//! A group whose share of right answers is at most the gate is replaced by one demonstration and its negative
-//! log-likelihood; the others are Dr.GRPO.
+//! If the share of correct answers in a group is at most the gate, one demonstration with its negative log-likelihood
+//! replaces the group; other groups are trained as in Dr.GRPO.
 
 use super::Algorithm;
-use crate::credit::{Advantage, ScaleRewards};
+use crate::advantage::{AdvantageEstimator, ScaleRewards};
 use crate::loss::Aggregation;
 
 impl Algorithm {
-    /// Its defaults.
+    /// The published defaults.
     #[must_use]
     pub fn hpt() -> Self {
         Self {
-            advantage: Advantage::Group { scale: ScaleRewards::None },
+            advantage: AdvantageEstimator::Group { scale: ScaleRewards::None },
             aggregation: Aggregation::Constant,
             demonstration_gate: Some(0.0),
             ..Self::grpo()

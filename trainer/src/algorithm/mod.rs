@@ -1,8 +1,8 @@
-//! Algorithms: one file each, which states its advantage, its loss and its correction as the shared parts of
-//! [`credit`](crate::credit) and [`loss`](crate::loss).
+//! Algorithms: one file each, which combines an advantage estimator of [`advantage`](crate::advantage) with a loss and
+//! an off-policy correction of [`loss`](crate::loss).
 //!
-//! Invariant: an algorithm is data. What a step does with it stands in [`trainer`](crate::trainer); a new algorithm of known
-//! parts needs no other code than its file.
+//! Invariant: an algorithm is data. [`update`](crate::update) interprets it; a new algorithm of existing parts needs
+//! only its file and an entry in [`AlgorithmKind`].
 
 mod aipo;
 mod cispo;
@@ -32,110 +32,112 @@ mod vapo;
 
 use serde::{Deserialize, Serialize};
 
-use crate::credit::Advantage;
-use crate::loss::{Aggregation, Correction, Divergence, PolicyLoss};
+use crate::advantage::AdvantageEstimator;
+use crate::loss::{Aggregation, Correction, KlPenalty, PolicyLoss};
 
-/// What a training step computes.
+/// An algorithm: the parts of the loss of a training step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Algorithm {
-    /// What a trajectory is compared with.
-    pub advantage: Advantage,
-    /// The loss of its tokens.
+    /// Advantage estimator.
+    pub advantage: AdvantageEstimator,
+    /// Policy loss.
     pub loss: PolicyLoss,
-    /// The policy that anchors the loss.
+    /// Proximal policy: the anchor of the clip.
     pub proximal: Proximal,
-    /// What a token weighs that another policy sampled.
+    /// Off-policy correction.
     pub correction: Correction,
-    /// How token losses add up.
+    /// Aggregation of token losses.
     pub aggregation: Aggregation,
-    /// A pull towards the reference policy.
-    pub divergence: Divergence,
-    /// How much the entropy of the policy is worth, per nat.
+    /// KL penalty from the reference policy.
+    pub kl: KlPenalty,
+    /// Coefficient of the entropy bonus, per nat.
     pub entropy_coef: f64,
-    /// Weight of the negative log-likelihood of trajectories with a positive reward, averaged over their tokens.
+    /// Coefficient of the negative log-likelihood of correct trajectories, a mean over their tokens (VAPO).
     pub nll_coef: f64,
-    /// Share of the tokens whose policy loss counts: those of the largest entropy of all tokens of the batch (arXiv
-    /// 2506.01939); 1 is all. What the loss is divided by does not change.
+    /// Share of tokens with a policy loss: those of the largest entropy in the batch (arXiv 2506.01939); 1 for all. The
+    /// denominators do not change.
     pub entropy_share: f64,
-    /// Whether groups whose rewards are all equal leave the batch, with its denominators and its deviation.
+    /// Whether groups with equal rewards leave the batch, its denominators and its standard deviation.
     pub drop_zero_variance: bool,
-    /// A group whose share of right answers is at most this is replaced by a demonstration.
+    /// HPT gate: a demonstration replaces a group whose share of correct answers is at most this.
     pub demonstration_gate: Option<f64>,
 }
 
-/// The policy that anchors a loss, and the numerator of the correction.
+/// The proximal policy: the anchor of the clip and the numerator of the off-policy correction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Proximal {
-    /// The policy before the step: decoupled PPO (AReaL, arXiv 2505.24298).
+    /// The policy at the start of the step: decoupled PPO (AReaL, arXiv 2505.24298).
     Recompute,
-    /// Between the sampler's and the current one, by staleness, without a forward pass (A-3PO).
+    /// Interpolated between behavior and current policy by staleness, without a forward pass (A-3PO).
     Interpolate,
-    /// The one that sampled, without a correction: the clip bounds the distance from it (PPO, arXiv 1707.06347).
+    /// The behavior policy, without a correction: the clip bounds the distance from it (PPO, arXiv 1707.06347).
     #[default]
     Behavior,
 }
 
-/// The algorithms by name.
+/// Algorithms by name.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AlgorithmKind {
-    /// GRPO (DeepSeekMath, arXiv 2402.03300): the advantage is the reward normalised in its group, the loss PPO's clip.
+    /// GRPO (DeepSeekMath, arXiv 2402.03300): group-normalised rewards as advantages, PPO's clipped loss.
     #[default]
     Grpo,
     /// Dr.GRPO (arXiv 2503.20783): GRPO without its two biases.
     DrGrpo,
-    /// DAPO (arXiv 2503.14476): the upper bound of the clip is wider, tokens count the same.
+    /// DAPO (arXiv 2503.14476): a higher upper clip bound and a mean over tokens.
     Dapo,
-    /// RLOO (arXiv 2402.14740): the advantage is the reward minus the mean of the others of the group.
+    /// RLOO (arXiv 2402.14740): the baseline is the mean reward of the other trajectories of the group.
     Rloo,
-    /// REINFORCE (Williams 1992) with the mean of the batch as its baseline.
+    /// REINFORCE (Williams 1992) with the batch mean as baseline.
     Reinforce,
     /// REINFORCE++ (arXiv 2501.03262): returns whitened over the batch, PPO's clip, no critic.
     ReinforcePp,
-    /// REINFORCE++-baseline (arXiv 2501.03262): the group's mean is taken off before whitening over the batch.
+    /// REINFORCE++-baseline (arXiv 2501.03262): the group mean is subtracted before whitening over the batch.
     ReinforcePpBaseline,
-    /// ReMax (arXiv 2310.10505): the baseline is the reward of the greedy completion of the same task.
+    /// ReMax (arXiv 2310.10505): the baseline is the reward of the greedy completion of the task.
     Remax,
-    /// OPO (arXiv 2505.23585): exact on-policy training with the length-weighted baseline of least variance.
+    /// OPO (arXiv 2505.23585): exact on-policy training with a length-weighted baseline of minimum variance.
     Opo,
-    /// GSPO (arXiv 2507.18071): the ratio and its clip are those of the whole sequence.
+    /// GSPO (arXiv 2507.18071): ratio and clip of the whole sequence.
     Gspo,
     /// GMPO (arXiv 2507.20673): the geometric mean of clipped token ratios, with wide bounds.
     Gmpo,
-    /// CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE with a bounded importance weight; no token loses its gradient.
+    /// CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE with a clipped importance weight; no token loses its gradient.
     Cispo,
-    /// ScaleRL (arXiv 2510.13786): CISPO, rewards normalised over the batch, tasks count the same.
+    /// ScaleRL (arXiv 2510.13786): CISPO with batch-normalised rewards and a mean over prompts.
     ScaleRl,
-    /// AIPO (LlamaRL, arXiv 2505.24034): the policy gradient with a weight bounded on one side.
+    /// AIPO (LlamaRL, arXiv 2505.24034): policy gradient with an importance weight that is bounded from above.
     Aipo,
-    /// TOPR (arXiv 2503.14286): good trajectories as in supervised learning, bad ones tapered by their importance ratio.
+    /// TOPR (arXiv 2503.14286): imitation of positive trajectories, tapered importance sampling of negative ones.
     Topr,
-    /// SAPO (arXiv 2511.20347): a smooth gate where PPO clips, which closes faster for bad tokens.
+    /// SAPO (arXiv 2511.20347): a smooth gate on the ratio instead of a clip, sharper for negative advantages.
     Sapo,
-    /// DPPO (arXiv 2602.04879): the trust region is measured by the divergence of the policies, not by their ratio.
+    /// DPPO (arXiv 2602.04879): the trust region bounds the divergence of the policies instead of their ratio.
     Dppo,
     /// PPO (arXiv 1707.06347) with a critic and generalised advantage estimation.
     Ppo,
-    /// VAPO (arXiv 2504.05118): PPO whose lambda grows with the length, with a wider clip and imitation of what was right.
+    /// VAPO (arXiv 2504.05118): PPO with a length-adaptive lambda, a higher upper clip bound and a likelihood loss on
+    /// correct answers.
     Vapo,
-    /// Trajectory balance (TBA, arXiv 2503.18929): the policy is fitted to `reference * exp(reward / beta)`.
+    /// Trajectory balance (TBA, arXiv 2503.18929): fits the policy to `reference * exp(reward / beta)`.
     Tb,
-    /// GDPO (arXiv 2601.05242): every reward is normalised by itself before they are added.
+    /// GDPO (arXiv 2601.05242): every reward component is normalised separately before the sum.
     Gdpo,
-    /// Pass@k training (arXiv 2508.10751): a task counts as solved if one of k attempts is right.
+    /// Pass@k training (arXiv 2508.10751): a task counts as solved if one of k attempts is correct.
     PassAtK,
-    /// Process supervision (DeepSeekMath, arXiv 2402.03300): tokens are judged by the rewards of their turn and later ones.
-    /// The same as [`Self::Grpo`] for trajectories without rewards of turns.
+    /// Process supervision (DeepSeekMath, arXiv 2402.03300): the advantage of a token sums the rewards of its turn and
+    /// later turns. The same as [`Self::Grpo`] for trajectories without turn rewards.
     Process,
-    /// HPT (arXiv 2509.04419): reinforcement learning where the policy solves the task, a demonstration where it does not.
+    /// HPT (arXiv 2509.04419): reinforcement learning on tasks that the policy solves, supervised fine-tuning on the
+    /// others.
     Hpt,
-    /// On-policy distillation: the advantage of a token is how much likelier the teacher finds it.
+    /// On-policy distillation: the advantage of a token is the teacher's log-probability minus the policy's.
     Distill,
 }
 
 impl AlgorithmKind {
-    /// All of them.
+    /// All algorithms.
     pub const ALL: [Self; 25] = [
         Self::Grpo,
         Self::DrGrpo,
@@ -196,7 +198,7 @@ impl AlgorithmKind {
         }
     }
 
-    /// The word of the recipe.
+    /// The name in a recipe.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -230,8 +232,8 @@ impl AlgorithmKind {
 }
 
 impl Algorithm {
-    /// The defaults of losses that are not anchored at the policy that sampled: compared with the policy before the step,
-    /// without the sequences whose probability has changed by more than a factor of 2 since they were sampled.
+    /// Base of losses that are not anchored at the behavior policy: the proximal policy is that at the start of the
+    /// step, and sequences whose importance ratio is outside 0.5 to 2 are masked.
     #[must_use]
     pub fn decoupled() -> Self {
         Self {
@@ -241,29 +243,29 @@ impl Algorithm {
         }
     }
 
-    /// Whether a step needs log-probabilities under the reference policy.
+    /// Whether a step needs reference log-probabilities.
     #[must_use]
     pub fn needs_reference(&self) -> bool {
-        self.divergence.coef != 0.0
-            || self.advantage == Advantage::Teacher
+        self.kl.coef != 0.0
+            || self.advantage == AdvantageEstimator::Teacher
             || matches!(self.loss, PolicyLoss::TrajectoryBalance { .. })
     }
 
     /// Whether a step needs a critic.
     #[must_use]
     pub fn needs_critic(&self) -> bool {
-        matches!(self.advantage, Advantage::Gae(_))
+        matches!(self.advantage, AdvantageEstimator::Gae(_))
     }
 
-    /// Whether a step asks which answers are correct; trajectories that do not say so are left out then.
+    /// Whether a step needs to know which answers are correct; trajectories without a verdict are skipped then.
     #[must_use]
     pub fn needs_correct(&self) -> bool {
-        matches!(self.advantage, Advantage::PassAtK { .. })
+        matches!(self.advantage, AdvantageEstimator::PassAtK { .. })
             || self.demonstration_gate.is_some()
             || self.nll_coef != 0.0
     }
 
-    /// Whether a trajectory is compared with others of its group.
+    /// Whether the algorithm needs groups of more than one trajectory.
     #[must_use]
     pub fn needs_groups(&self) -> bool {
         self.advantage.needs_variance()
@@ -271,27 +273,29 @@ impl Algorithm {
             || matches!(self.loss, PolicyLoss::TrajectoryBalance { .. })
             || matches!(
                 self.advantage,
-                Advantage::PerReward { .. } | Advantage::Process | Advantage::Whiten { baseline: true, .. }
+                AdvantageEstimator::PerReward { .. }
+                    | AdvantageEstimator::Process
+                    | AdvantageEstimator::Whiten { baseline: true, .. }
             )
     }
 
-    /// Whether a step needs log-probabilities under the policy before the step even if it makes one update: to leave
-    /// tokens out before anything is divided by their number, or to know the divergence before the advantages.
+    /// Whether a step with one update needs log-probabilities at the start of the step: masks change the denominators,
+    /// and a KL penalty in the reward changes the advantages, before the forward pass.
     pub(crate) fn needs_scores(&self) -> bool {
         (self.correction.masks() && self.proximal != Proximal::Behavior)
-            || self.divergence.in_reward()
-            || self.advantage == Advantage::Teacher
+            || self.kl.in_reward()
+            || self.advantage == AdvantageEstimator::Teacher
             || self.entropy_share < 1.0
     }
 
-    /// Whether the loss or its correction looks at the proximal policy at all.
+    /// Whether the loss or its correction uses the proximal policy.
     pub(crate) fn uses_proximal(&self) -> bool {
         self.loss.uses_proximal() || self.correction != Correction::None
     }
 
-    /// Whether a trajectory with no advantage has no gradient either.
+    /// Whether a trajectory without an advantage has no gradient.
     pub(crate) fn is_advantage_alone(&self) -> bool {
-        !self.divergence.in_loss()
+        !self.kl.in_loss()
             && self.entropy_coef == 0.0
             && self.nll_coef == 0.0
             && !matches!(self.loss, PolicyLoss::Nll | PolicyLoss::TrajectoryBalance { .. })

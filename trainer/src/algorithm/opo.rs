@@ -1,15 +1,19 @@
-//! OPO (arXiv 2505.23585): exact on-policy training with the length-weighted baseline of least variance.
+//! OPO (arXiv 2505.23585): exact on-policy training with a length-weighted baseline of minimum variance.
 //!
-//! Meant for `max_staleness = 0`; beyond, the correction keeps it sound.
+//! Designed for `max_staleness = 0`; above that the off-policy correction applies.
 
 use super::Algorithm;
-use crate::credit::Advantage;
+use crate::advantage::AdvantageEstimator;
 use crate::loss::PolicyLoss;
 
 impl Algorithm {
-    /// Its defaults.
+    /// The published defaults.
     #[must_use]
     pub fn opo() -> Self {
-        Self { advantage: Advantage::LengthWeighted, loss: PolicyLoss::Reinforce, ..Self::decoupled() }
+        Self {
+            advantage: AdvantageEstimator::LengthWeighted,
+            loss: PolicyLoss::Reinforce,
+            ..Self::decoupled()
+        }
     }
 }

@@ -1,14 +1,14 @@
-//! Pass@k training (arXiv 2508.10751): a task counts as solved if one of k attempts is right.
+//! Pass@k training (arXiv 2508.10751): a task counts as solved if one of k attempts is correct.
 //!
-//! Pays for exploration: a right answer in a group that has others is worth little.
+//! Encourages exploration: a correct answer has a small advantage if its group has others.
 
 use super::Algorithm;
-use crate::credit::Advantage;
+use crate::advantage::AdvantageEstimator;
 
 impl Algorithm {
-    /// Its defaults.
+    /// The defaults.
     #[must_use]
     pub fn pass_at_k() -> Self {
-        Self { advantage: Advantage::PassAtK { k: 4 }, ..Self::grpo() }
+        Self { advantage: AdvantageEstimator::PassAtK { k: 4 }, ..Self::grpo() }
     }
 }

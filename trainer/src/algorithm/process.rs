@@ -1,15 +1,16 @@
-//! Process supervision (DeepSeekMath, arXiv 2402.03300): tokens are judged by the rewards of their turn and later ones.
+//! Process supervision (DeepSeekMath, arXiv 2402.03300): the advantage of a token sums the rewards of its turn and
+//! later turns.
 //!
-//! Turns get their rewards from the program that produced the group. A trajectory without any is one turn, whose advantage
-//! is that of GRPO: that is what rlrun's own rollouts, which have a single turn without a reward of its own, are trained as.
+//! The environment assigns rewards to turns. A trajectory without turn rewards counts as one turn, whose advantage is
+//! that of GRPO.
 
 use super::Algorithm;
-use crate::credit::Advantage;
+use crate::advantage::AdvantageEstimator;
 
 impl Algorithm {
-    /// Its defaults.
+    /// The published defaults.
     #[must_use]
     pub fn process() -> Self {
-        Self { advantage: Advantage::Process, ..Self::grpo() }
+        Self { advantage: AdvantageEstimator::Process, ..Self::grpo() }
     }
 }

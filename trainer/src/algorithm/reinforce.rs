@@ -1,16 +1,16 @@
-//! REINFORCE (Williams 1992) with the mean of the batch as its baseline.
+//! REINFORCE (Williams 1992) with the batch mean as baseline.
 //!
-//! Needs no groups. It has no clip: sequences too far from the policy that sampled them are left out. `correction = "none"` is
-//! the plain algorithm, which breaks off-policy.
+//! Groups are not needed. There is no clip; sequences that are too far off-policy are masked. `correction = "none"` is
+//! the plain algorithm, which diverges off-policy.
 
 use super::Algorithm;
-use crate::credit::Advantage;
+use crate::advantage::AdvantageEstimator;
 use crate::loss::PolicyLoss;
 
 impl Algorithm {
-    /// Its defaults.
+    /// The defaults.
     #[must_use]
     pub fn reinforce() -> Self {
-        Self { advantage: Advantage::BatchMean, loss: PolicyLoss::Reinforce, ..Self::decoupled() }
+        Self { advantage: AdvantageEstimator::BatchMean, loss: PolicyLoss::Reinforce, ..Self::decoupled() }
     }
 }

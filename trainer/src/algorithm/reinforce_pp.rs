@@ -1,14 +1,14 @@
 //! REINFORCE++ (arXiv 2501.03262): returns whitened over the batch, PPO's clip, no critic.
 //!
-//! The paper takes the divergence off the reward: `kl_coef` with `kl_in = "reward"`.
+//! The paper subtracts the KL penalty from the reward: `kl_coef` with `kl_in = "reward"`.
 
 use super::Algorithm;
-use crate::credit::Advantage;
+use crate::advantage::AdvantageEstimator;
 
 impl Algorithm {
-    /// Its defaults.
+    /// The published defaults.
     #[must_use]
     pub fn reinforce_pp() -> Self {
-        Self { advantage: Advantage::Whiten { baseline: false, gamma: 1.0 }, ..Self::grpo() }
+        Self { advantage: AdvantageEstimator::Whiten { baseline: false, gamma: 1.0 }, ..Self::grpo() }
     }
 }

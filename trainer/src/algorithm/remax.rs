@@ -1,15 +1,15 @@
-//! ReMax (arXiv 2310.10505): the baseline is the reward of the greedy completion of the same task.
+//! ReMax (arXiv 2310.10505): the baseline is the reward of the greedy completion of the task.
 //!
-//! The sampler decodes one more completion per group, which is never trained on.
+//! The sampler decodes one additional greedy completion per group, which is not trained on.
 
 use super::Algorithm;
-use crate::credit::Advantage;
+use crate::advantage::AdvantageEstimator;
 use crate::loss::PolicyLoss;
 
 impl Algorithm {
-    /// Its defaults.
+    /// The published defaults.
     #[must_use]
     pub fn remax() -> Self {
-        Self { advantage: Advantage::Greedy, loss: PolicyLoss::Reinforce, ..Self::decoupled() }
+        Self { advantage: AdvantageEstimator::Greedy, loss: PolicyLoss::Reinforce, ..Self::decoupled() }
     }
 }

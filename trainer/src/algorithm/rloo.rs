@@ -1,14 +1,14 @@
-//! RLOO (arXiv 2402.14740): the advantage is the reward minus the mean of the others of the group.
+//! RLOO (arXiv 2402.14740): the baseline is the mean reward of the other trajectories of the group.
 //!
-//! The loss is the clip, as in TRL; with one update per batch its gradient is that of REINFORCE.
+//! The loss is PPO's clip, as in TRL; with one on-policy update per batch its gradient is that of REINFORCE.
 
 use super::Algorithm;
-use crate::credit::Advantage;
+use crate::advantage::AdvantageEstimator;
 
 impl Algorithm {
-    /// Its defaults.
+    /// The published defaults.
     #[must_use]
     pub fn rloo() -> Self {
-        Self { advantage: Advantage::LeaveOneOut, ..Self::grpo() }
+        Self { advantage: AdvantageEstimator::LeaveOneOut, ..Self::grpo() }
     }
 }

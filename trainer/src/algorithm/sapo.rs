@@ -1,12 +1,12 @@
-//! SAPO (arXiv 2511.20347): a smooth gate where PPO clips, which closes faster for bad tokens.
+//! SAPO (arXiv 2511.20347): a smooth gate on the ratio instead of a clip, sharper for negative advantages.
 //!
-//! Temperatures 1.0 and 1.05 are the paper's.
+//! The temperatures 1.0 and 1.05 are those of the paper.
 
 use super::Algorithm;
 use crate::loss::{Aggregation, PolicyLoss};
 
 impl Algorithm {
-    /// Its defaults.
+    /// The published defaults.
     #[must_use]
     pub fn sapo() -> Self {
         Self {

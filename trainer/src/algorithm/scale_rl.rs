@@ -1,19 +1,19 @@
-//! ScaleRL (arXiv 2510.13786): CISPO, rewards normalised over the batch, tasks count the same.
+//! ScaleRL (arXiv 2510.13786): CISPO with batch-normalised rewards and a mean over prompts.
 //!
-//! Groups whose rewards are all equal leave the batch, its denominators and its deviation. Its other parts live elsewhere:
-//! `curation.max_pass_rate` is no-positive-resampling, `rollout.interrupt_text` its length control; the head is computed
-//! in f32 in any case.
+//! Groups with equal rewards leave the batch, its denominators and its standard deviation. The other parts are recipe
+//! keys: `curation.max_pass_rate` is no-positive-resampling, `rollout.interrupt_text` forced interruption for length
+//! control. Logits are always computed in f32.
 
 use super::Algorithm;
-use crate::credit::{Advantage, ScaleRewards};
+use crate::advantage::{AdvantageEstimator, ScaleRewards};
 use crate::loss::{Aggregation, Correction, PolicyLoss};
 
 impl Algorithm {
-    /// Its defaults.
+    /// The published defaults.
     #[must_use]
     pub fn scale_rl() -> Self {
         Self {
-            advantage: Advantage::Group { scale: ScaleRewards::Batch },
+            advantage: AdvantageEstimator::Group { scale: ScaleRewards::Batch },
             loss: PolicyLoss::Cispo { low: 0.0, high: 5.0 },
             correction: Correction::None,
             aggregation: Aggregation::PromptMean,

@@ -1,17 +1,17 @@
-//! Trajectory balance (TBA, arXiv 2503.18929): the policy is fitted to `reference * exp(reward / beta)`.
+//! Trajectory balance (TBA, arXiv 2503.18929): fits the policy to `reference * exp(reward / beta)`.
 //!
-//! Off-policy by construction: whoever sampled a trajectory, the target is the same, so there is no correction.
+//! Off-policy by construction: the target does not depend on the behavior policy, so there is no off-policy correction.
 
 use super::Algorithm;
-use crate::credit::Advantage;
+use crate::advantage::AdvantageEstimator;
 use crate::loss::{Aggregation, Correction, PolicyLoss};
 
 impl Algorithm {
-    /// Its defaults.
+    /// The defaults.
     #[must_use]
     pub fn tb() -> Self {
         Self {
-            advantage: Advantage::None,
+            advantage: AdvantageEstimator::None,
             loss: PolicyLoss::TrajectoryBalance { beta: 0.05 },
             correction: Correction::None,
             aggregation: Aggregation::SequenceSum,

@@ -1,19 +1,19 @@
-//! VAPO (arXiv 2504.05118): PPO whose lambda grows with the length, with a wider clip and imitation of what was right.
+//! VAPO (arXiv 2504.05118): PPO with a length-adaptive lambda, a higher upper clip bound and a likelihood loss on
+//! correct answers.
 //!
-//! Lambda is `1 - 1 / (0.05 T)`, that of the critic 1; the negative log-likelihood of right answers, a mean over their tokens
-//! alone, is added with 0.1.
-//! The critic is to be pre-trained (`critic.pretrain_steps`).
+//! The policy's lambda is `1 - 1 / (0.05 T)`, the critic's is 1. The negative log-likelihood of correct answers, a mean
+//! over their tokens only, is added with coefficient 0.1. The paper pre-trains the critic (`critic.pretrain_steps`).
 
 use super::Algorithm;
-use crate::credit::{Advantage, Gae};
+use crate::advantage::{AdvantageEstimator, Gae};
 use crate::loss::PolicyLoss;
 
 impl Algorithm {
-    /// Its defaults.
+    /// The published defaults.
     #[must_use]
     pub fn vapo() -> Self {
         Self {
-            advantage: Advantage::Gae(Gae {
+            advantage: AdvantageEstimator::Gae(Gae {
                 gamma: 1.0,
                 lambda_policy: 0.95,
                 length_adaptive: 0.05,

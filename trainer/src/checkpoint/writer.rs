@@ -1,8 +1,8 @@
-//! Checkpoints that are written while the next steps go on.
+//! Asynchronous checkpoints: a thread writes a copy of the state while training continues.
 //!
-//! Between two steps everything is copied; a thread writes the copy. Invariants: at most one is on its way, and the next
-//! one due waits for it; a version is called durable only after its directory has its name; an error of the thread is
-//! given to whoever looks next.
+//! The copy is taken between two steps. Invariants: at most one checkpoint is being written, and the next one waits for
+//! it; a version is reported as durable only after its directory has its final name; an error of the thread is returned
+//! by the next call.
 
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -14,94 +14,95 @@ use std::time::{Duration, Instant};
 use model::{ModelDirectory, Parameters};
 use trajectory::PolicyVersion;
 
-use super::{Contents, NetworkState, Retention, TrainerState, path, save};
+use super::{CheckpointContents, NetworkState, Retention, TrainerState, path, save};
 use crate::TrainerError;
 use crate::lora::Adapter;
 use crate::optimizer::Optimizer;
 
-/// How checkpoints are written.
+/// Settings of checkpoint writing.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WriterConfig {
-    /// Where they go.
+pub struct CheckpointWriterConfig {
+    /// Directory of the checkpoints.
     pub checkpoints: PathBuf,
-    /// Which stay.
+    /// Which checkpoints are kept.
     pub retention: Retention,
-    /// Whether steps go on while one is written.
+    /// Whether training continues while a checkpoint is written.
     pub asynchronous: bool,
-    /// Longest wait for one that is being written.
+    /// Deadline for a checkpoint that is being written.
     pub wait: Duration,
 }
 
-/// Where the time of checkpoints went, seconds.
+/// Time spent on checkpoints, seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CheckpointTime {
-    /// No step could be done: waiting, copying, or writing at once.
+    /// Training was stalled: waiting, copying, or synchronous writing.
     pub stall: f64,
-    /// Of that, waiting until the one before was on disk.
+    /// The part of `stall` spent waiting for the previous checkpoint.
     pub wait: f64,
-    /// Writing what has reached the disk, beside the steps or between.
+    /// Writing checkpoints that became durable, concurrent with training or not.
     pub write: f64,
 }
 
 /// Writes the checkpoints of one run.
 #[derive(Debug)]
-pub struct Writer {
-    config: WriterConfig,
-    in_flight: Option<InFlight>,
+pub struct CheckpointWriter {
+    config: CheckpointWriterConfig,
+    in_flight: Option<PendingCheckpoint>,
     durable: Option<PolicyVersion>,
     time: CheckpointTime,
 }
 
-/// A checkpoint on its way.
+/// A checkpoint that is being written.
 #[derive(Debug)]
-struct InFlight {
+struct PendingCheckpoint {
     version: PolicyVersion,
-    /// Gets the seconds that it took.
+    /// Receives the seconds that the write took.
     done: Receiver<Result<f64, TrainerError>>,
 }
 
-impl Writer {
-    /// One that has written nothing yet.
+impl CheckpointWriter {
+    /// A writer without a checkpoint.
     #[must_use]
-    pub fn new(config: WriterConfig) -> Self {
+    pub fn new(config: CheckpointWriterConfig) -> Self {
         Self { config, in_flight: None, durable: None, time: CheckpointTime::default() }
     }
 
-    /// Writes a checkpoint of `contents`, or copies them and lets a thread write the copy. The one before is on disk when
-    /// this returns.
+    /// Writes a checkpoint, or copies `contents` and starts a thread that writes the copy. The previous checkpoint is
+    /// durable when this returns.
     ///
     /// # Errors
-    /// If this one or the one before cannot be written, or the one before is not on disk in time.
-    pub fn save(&mut self, contents: Contents<'_>) -> Result<(), TrainerError> {
+    /// If this checkpoint or the previous one cannot be written, or the previous one is not durable before the
+    /// deadline.
+    pub fn save(&mut self, contents: CheckpointContents<'_>) -> Result<(), TrainerError> {
         if !self.config.asynchronous {
             return self.save_now(&contents).map(drop);
         }
         let clock = Instant::now();
-        self.settle()?;
+        self.join()?;
         let version = contents.state.version;
-        let snapshot = Snapshot::of(contents);
+        let snapshot = CheckpointSnapshot::of(contents);
         let (checkpoints, retention) = (self.config.checkpoints.clone(), self.config.retention);
-        let (tell, done) = sync_channel(1);
+        let (sender, done) = sync_channel(1);
         let write = move || {
             let clock = Instant::now();
             let written = save(&checkpoints, &snapshot.contents(), retention);
-            // Nobody hears it if the run has ended by an error meanwhile.
-            let _ = tell.send(written.map(|_| clock.elapsed().as_secs_f64()));
+            // The receiver is dropped if the run has ended with an error.
+            let _ = sender.send(written.map(|_| clock.elapsed().as_secs_f64()));
         };
         let spawned = thread::Builder::new().name("checkpoint".to_owned()).spawn(write);
         spawned.map_err(|error| self.failed(version, format!("no thread to write it: {error}")))?;
-        self.in_flight = Some(InFlight { version, done });
+        self.in_flight = Some(PendingCheckpoint { version, done });
         self.time.stall += clock.elapsed().as_secs_f64();
         Ok(())
     }
 
-    /// Writes a checkpoint of `contents`; it, and the one before, are on disk when this returns.
+    /// Writes a checkpoint; it and the previous one are durable when this returns.
     ///
     /// # Errors
     /// As [`Self::save`].
-    pub fn save_now(&mut self, contents: &Contents<'_>) -> Result<PathBuf, TrainerError> {
+    pub fn save_now(&mut self, contents: &CheckpointContents<'_>) -> Result<PathBuf, TrainerError> {
         let clock = Instant::now();
-        self.settle()?;
+        self.join()?;
         let writing = Instant::now();
         let path = save(&self.config.checkpoints, contents, self.config.retention)?;
         self.time.write += writing.elapsed().as_secs_f64();
@@ -110,57 +111,57 @@ impl Writer {
         Ok(path)
     }
 
-    /// The newest version that has reached the disk since the last look, if one has. Does not wait.
+    /// The newest version that became durable since the last call. Does not wait.
     ///
     /// # Errors
-    /// If one could not be written.
-    pub fn look(&mut self) -> Result<Option<PolicyVersion>, TrainerError> {
-        if let Some(InFlight { version, done }) = &self.in_flight {
+    /// If a checkpoint could not be written.
+    pub fn take_durable(&mut self) -> Result<Option<PolicyVersion>, TrainerError> {
+        if let Some(PendingCheckpoint { version, done }) = &self.in_flight {
             match done.try_recv() {
                 Err(TryRecvError::Empty) => {}
-                told => {
+                result => {
                     let version = *version;
-                    self.arrived(version, told.ok())?;
+                    self.finish(version, result.ok())?;
                 }
             }
         }
         Ok(self.durable.take())
     }
 
-    /// The time since the last call.
+    /// Returns and resets the time spent on checkpoints.
     pub fn take_time(&mut self) -> CheckpointTime {
         std::mem::take(&mut self.time)
     }
 
-    /// Waits until nothing is on its way.
-    fn settle(&mut self) -> Result<(), TrainerError> {
-        let Some(InFlight { version, done }) = &self.in_flight else { return Ok(()) };
+    /// Waits until no checkpoint is being written.
+    fn join(&mut self) -> Result<(), TrainerError> {
+        let Some(PendingCheckpoint { version, done }) = &self.in_flight else { return Ok(()) };
         let (clock, version) = (Instant::now(), *version);
-        let told = match done.recv_timeout(self.config.wait) {
-            Ok(told) => Some(told),
+        let result = match done.recv_timeout(self.config.wait) {
+            Ok(result) => Some(result),
             Err(RecvTimeoutError::Disconnected) => None,
             Err(RecvTimeoutError::Timeout) => {
                 let seconds = self.config.wait.as_secs_f64();
                 let reason = format!(
-                    "is not on disk after {seconds} s; look whether the disk hangs, raise deadlines.wait_s or \
+                    "is not on disk after {seconds} s; check whether the disk hangs, or raise deadlines.wait_s or \
                      checkpoint.interval"
                 );
                 return Err(self.failed(version, reason));
             }
         };
         self.time.wait += clock.elapsed().as_secs_f64();
-        self.arrived(version, told)
+        self.finish(version, result)
     }
 
-    /// What the thread has `told` of `version`; nothing if it panicked.
-    fn arrived(
+    /// Handles the result of the thread for `version`; `None` if it panicked.
+    fn finish(
         &mut self,
         version: PolicyVersion,
-        told: Option<Result<f64, TrainerError>>,
+        result: Option<Result<f64, TrainerError>>,
     ) -> Result<(), TrainerError> {
         self.in_flight = None;
         let panicked = || Err(self.failed(version, "the thread that writes it panicked".to_owned()));
-        self.time.write += told.unwrap_or_else(panicked)?;
+        self.time.write += result.unwrap_or_else(panicked)?;
         self.durable = Some(version);
         Ok(())
     }
@@ -170,16 +171,16 @@ impl Writer {
     }
 }
 
-impl Drop for Writer {
-    /// What is on its way is good for the next process, so it is waited for; its errors no longer matter.
+impl Drop for CheckpointWriter {
+    /// Waits for the checkpoint in progress, which the next process can use; its error is dropped.
     fn drop(&mut self) {
-        let _ = self.settle();
+        let _ = self.join();
     }
 }
 
-/// A copy of what a checkpoint is made of.
+/// A copy of the state, for the thread.
 #[derive(Debug)]
-struct Snapshot {
+struct CheckpointSnapshot {
     policy: NetworkCopy,
     critic: Option<NetworkCopy>,
     state: TrainerState,
@@ -193,21 +194,21 @@ struct NetworkCopy {
     adapter: Option<Adapter>,
 }
 
-impl Snapshot {
-    /// What was collected from ranks is a copy already.
-    fn of(contents: Contents<'_>) -> Self {
+impl CheckpointSnapshot {
+    /// State that was gathered from ranks is already a copy.
+    fn of(contents: CheckpointContents<'_>) -> Self {
         let copy = |network: NetworkState<'_>| NetworkCopy {
             directory: Arc::clone(network.directory),
             parameters: network.parameters.into_owned(),
             optimizer: network.optimizer.into_owned(),
             adapter: network.adapter.cloned(),
         };
-        let Contents { policy, critic, state } = contents;
+        let CheckpointContents { policy, critic, state } = contents;
         Self { policy: copy(policy), critic: critic.map(copy), state: *state }
     }
 
-    fn contents(&self) -> Contents<'_> {
-        Contents {
+    fn contents(&self) -> CheckpointContents<'_> {
+        CheckpointContents {
             policy: self.policy.state(),
             critic: self.critic.as_ref().map(NetworkCopy::state),
             state: &self.state,

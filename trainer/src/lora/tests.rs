@@ -1,4 +1,4 @@
-//! An adapter against its formula in f64, and its files against what PEFT writes.
+//! Adapters against their formula in f64, and their files against PEFT's.
 
 use half::{bf16, f16};
 use model::{Config, Layout, SharedCores, Sizes};
@@ -24,7 +24,7 @@ fn config(target_modules: &[TargetModule]) -> LoraConfig {
     LoraConfig { rank: 4, alpha: 6.0, target_modules: target_modules.to_vec() }
 }
 
-/// One with random `B` too.
+/// An adapter with random `B`.
 fn changed(target_modules: &[TargetModule], base: &Parameters) -> Adapter {
     let mut adapter = Adapter::new(config(target_modules), base, 7);
     for (i, value) in adapter.values_mut().iter_mut().enumerate() {
@@ -34,7 +34,7 @@ fn changed(target_modules: &[TargetModule], base: &Parameters) -> Adapter {
 }
 
 #[test]
-fn a_fresh_adapter_is_peft_s_and_changes_nothing() {
+fn a_new_adapter_has_peft_initialisation_and_changes_nothing() {
     let base = base();
     let adapter = Adapter::new(config(&TargetModule::ALL), &base, 7);
     assert_eq!(adapter.specs().len(), 2 * 7 * 2);
@@ -91,14 +91,13 @@ fn merged_is_the_base_plus_the_scaled_product() {
         }
     }
     assert_eq!(adapter.base_parameters(&merged).values(), base.values());
-    // Merging again, over what was merged, and on more threads, gives the same bits.
+    // Merging again, with more threads, gives the same bits.
     let again = merged.values().to_vec();
     adapter.merge(merged.values_mut(), &ThreadPool::new(&SharedCores::new(3), 3));
     assert_eq!(merged.values(), again);
 }
 
-/// The change of `sum(G * W)` along random directions of `A` and `B` is that of the gradients; exactly, since it is
-/// linear in each.
+/// Directional derivatives of `sum(G * W)` by `A` and `B` match the gradients exactly, since it is linear in each.
 #[test]
 fn gradients_are_the_derivative_of_a_function_of_the_weights() {
     let base = base();
@@ -140,14 +139,14 @@ fn shapes_are_those_of_the_adapter() {
 }
 
 #[test]
-fn files_give_back_what_was_written() {
+fn files_round_trip() {
     let files = tempfile::tempdir().unwrap();
     let base = base();
     let targets = [TargetModule::QProj, TargetModule::DownProj];
     let adapter = changed(&targets, &base);
     let dir = files.path().join("adapter");
     lora_files::write(&dir, &adapter, &files.path().join("base")).unwrap();
-    // The order of the layers makes no difference.
+    // The order of the layers does not matter.
     let turned = config(&[targets[1], targets[0]]);
     assert_eq!(Adapter::open(&dir, &turned, &base).unwrap().values(), adapter.values());
     let json: serde_json::Value =
@@ -197,7 +196,7 @@ fn half_precision_adapters_are_read() {
 }
 
 #[test]
-fn other_adapters_are_refused_with_what_they_are() {
+fn unsupported_adapters_are_rejected_with_the_reason() {
     let files = tempfile::tempdir().unwrap();
     let base = base();
     let adapter = changed(&[TargetModule::QProj], &base);

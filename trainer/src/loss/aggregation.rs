@@ -1,33 +1,33 @@
-//! How the losses of tokens add up to that of a minibatch.
+//! Aggregation: how the losses of tokens are summed to the loss of a minibatch.
 
 use serde::{Deserialize, Serialize};
 
-/// What the sum of token losses is divided by.
+/// The denominator of the sum of token losses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Aggregation {
     /// Mean over all tokens (DAPO).
     #[default]
     TokenMean,
-    /// Mean over trajectories of the mean over their tokens (GRPO as published).
+    /// Mean over trajectories of the mean over their tokens (GRPO as published, arXiv 2402.03300).
     SequenceMean,
-    /// Mean over groups of the mean over their tokens (ScaleRL).
+    /// Mean over groups of the mean over their tokens (ScaleRL, arXiv 2510.13786).
     PromptMean,
-    /// Sum divided by trajectories times the longest completion allowed (Dr.GRPO).
+    /// Sum divided by trajectories times the longest completion allowed (Dr.GRPO, arXiv 2503.20783).
     Constant,
-    /// Mean over trajectories of the sum over their tokens: what the policy gradient is.
+    /// Mean over trajectories of the sum over their tokens: the plain policy gradient.
     SequenceSum,
 }
 
-/// Token counts that an aggregation divides by. Tokens that are left out because their gradient is zero count, and so do
-/// those that an entropy share leaves out; those that a correction masks do not.
+/// Token counts of the denominators. Tokens that are skipped because their gradient is zero count, and so do tokens
+/// without policy loss under `entropy_share`; tokens that an off-policy correction masks do not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Counts {
+pub struct TokenCounts {
     /// Trained tokens of the trajectory.
     pub sequence_tokens: usize,
     /// Trained tokens of its group.
     pub group_tokens: usize,
-    /// Trained tokens of the minibatch.
+    /// Trained tokens of the minibatch, over all data-parallel ranks and micro-batches.
     pub batch_tokens: usize,
     /// Trajectories of the minibatch.
     pub batch_sequences: usize,
@@ -38,9 +38,9 @@ pub struct Counts {
 }
 
 impl Aggregation {
-    /// The factor of each token's loss.
+    /// The weight of each token's loss: one over the denominator.
     #[must_use]
-    pub fn token_weight(self, counts: &Counts) -> f64 {
+    pub fn token_weight(self, counts: &TokenCounts) -> f64 {
         let divisor = match self {
             Self::TokenMean => counts.batch_tokens,
             Self::SequenceMean => counts.batch_sequences * counts.sequence_tokens.max(1),

@@ -1,43 +1,44 @@
-//! PPO's clipped surrogate, with ratios of tokens or of whole sequences.
+//! PPO's clipped surrogate (arXiv 1707.06347), with the probability ratio of tokens or of whole sequences.
 //!
 //! ```text
 //! loss = -min(r A, clip(r, 1 - low, 1 + high) A)            r = exp(current - proximal)
 //! ```
 
-use super::{Clipped, Ratio, RowTerms, TokenLoss};
+use super::{Clipped, LossRow, Ratio, TokenLoss};
 
-/// How far a ratio may move before the gradient is taken away.
+/// Clip bounds: beyond them the gradient is zero.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Bounds {
-    /// Below 1, or below 0 for log-ratios.
+pub struct ClipBounds {
+    /// Largest decrease of the ratio below 1, or of the log-ratio below 0.
     pub low: f64,
-    /// Above 1, or above 0 for log-ratios.
+    /// Largest increase of the ratio above 1, or of the log-ratio above 0.
     pub high: f64,
-    /// With a negative advantage the loss is at most this times its size.
+    /// Dual clip (arXiv 1912.09729): for a negative advantage the loss is at most this factor times its size.
     pub dual: Option<f64>,
 }
 
-/// The surrogate token by token (PPO, arXiv 1707.06347).
+/// PPO (arXiv 1707.06347): the surrogate per token, `[T]`.
 #[must_use]
-pub fn tokens(row: RowTerms<'_>, bounds: Bounds) -> Vec<TokenLoss> {
+pub fn tokens(row: LossRow<'_>, bounds: ClipBounds) -> Vec<TokenLoss> {
     let ratios =
         row.current.iter().zip(row.proximal).map(|(current, proximal)| Ratio::of(current - proximal));
     ratios.zip(row.advantages).map(|(ratio, advantage)| token(ratio, *advantage, bounds)).collect()
 }
 
-/// GSPO (arXiv 2507.18071): every token has the ratio `s = exp(mean(current - proximal))` of its sequence; the gradient
-/// of a token is that of `sg[s] * exp(current - sg[current])`.
+/// GSPO (arXiv 2507.18071): every token has the sequence ratio `s = exp(mean(current - proximal))`; the gradient of a
+/// token is that of `sg[s] * exp(current - sg[current])`, with `sg` the stop-gradient. The result is `[T]`.
 #[must_use]
-pub fn gspo(row: RowTerms<'_>, bounds: Bounds) -> Vec<TokenLoss> {
+pub fn gspo(row: LossRow<'_>, bounds: ClipBounds) -> Vec<TokenLoss> {
     let Ratio { value, .. } = Ratio::of(mean_log_ratio(row));
     let ratio = Ratio { value, slope: value };
     row.advantages.iter().map(|advantage| token(ratio, *advantage, bounds)).collect()
 }
 
-/// GMPO (arXiv 2507.20673): the loss of a sequence with advantage `A` is `-A exp(mean(m))`, where `m` is the log-ratio of
-/// a token, at most `high` if `A` is above 0, at least `-low` otherwise. Every token is given the loss of its sequence.
+/// GMPO (arXiv 2507.20673): the loss of a sequence with advantage `A` is `-A exp(mean(m))`, where `m` is the log-ratio
+/// of a token, at most `high` if `A` is above 0, at least `-low` otherwise. Every token of the result `[T]` has the
+/// loss of its sequence.
 #[must_use]
-pub fn gmpo(row: RowTerms<'_>, bounds: Bounds) -> Vec<TokenLoss> {
+pub fn gmpo(row: LossRow<'_>, bounds: ClipBounds) -> Vec<TokenLoss> {
     let log_ratio =
         |t: usize| (row.current[t] - row.proximal[t]).clamp(-super::MAX_LOG_RATIO, super::MAX_LOG_RATIO);
     let clipped = |t: usize| {
@@ -59,12 +60,12 @@ pub fn gmpo(row: RowTerms<'_>, bounds: Bounds) -> Vec<TokenLoss> {
     (0..tokens).map(of).collect()
 }
 
-fn mean_log_ratio(row: RowTerms<'_>) -> f64 {
+fn mean_log_ratio(row: LossRow<'_>) -> f64 {
     let sum: f64 = row.current.iter().zip(row.proximal).map(|(current, proximal)| current - proximal).sum();
     sum / row.current.len().max(1) as f64
 }
 
-fn token(ratio: Ratio, advantage: f64, bounds: Bounds) -> TokenLoss {
+fn token(ratio: Ratio, advantage: f64, bounds: ClipBounds) -> TokenLoss {
     let Ratio { value, slope } = ratio;
     let bounded = value.clamp(1.0 - bounds.low, 1.0 + bounds.high);
     let clipped = if advantage > 0.0 && value > 1.0 + bounds.high {
@@ -88,7 +89,7 @@ fn token(ratio: Ratio, advantage: f64, bounds: Bounds) -> TokenLoss {
 mod tests {
     use super::*;
 
-    const BOUNDS: Bounds = Bounds { low: 0.2, high: 0.28, dual: None };
+    const BOUNDS: ClipBounds = ClipBounds { low: 0.2, high: 0.28, dual: None };
 
     fn one(log_ratio: f64, advantage: f64) -> TokenLoss {
         token(Ratio::of(log_ratio), advantage, BOUNDS)

@@ -1,36 +1,36 @@
-//! Off-policy corrections: what a token weighs because another policy than the proximal one sampled it.
+//! Off-policy corrections: importance weights and masks for tokens that another policy than the proximal one sampled.
 //!
-//! With `rho = exp(proximal - behavior)` per token. Weights carry no gradient and are bounded: what a mask keeps is weighted
-//! as in the source of the mask, so that no token of a kept sequence has a weight beyond the cap. A masked token leaves the
-//! loss and every denominator: a step on masked data is a step on what is left, not a smaller one.
+//! With the importance ratio `rho = exp(proximal - behavior)` per token. Weights carry no gradient and are bounded.
+//! Kept tokens are weighted as in the source of each mask, so no token has a weight above the cap. A masked token
+//! leaves the loss and every denominator: masking does not shrink the step.
 
 use serde::{Deserialize, Serialize};
 
 use super::{MAX_LOG_RATIO, Ratio};
 
-/// Largest weight of a token of a sequence that a geometric or k3 mask keeps (verl `rollout_is_threshold`): the bounds of
-/// these masks are of a mean over the sequence, and one token can be far outside where the mean is within.
+/// Largest weight of a token in a sequence that a geometric or k3 mask keeps (verl `rollout_is_threshold`). These masks
+/// bound a mean over the sequence, and a single token can be far outside the bound.
 pub const KEPT_TOKEN_CAP: f64 = 2.0;
 
-/// How tokens are weighted, or left out.
+/// Which correction.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "name", rename_all = "snake_case")]
 pub enum Correction {
-    /// Not at all.
+    /// No correction.
     None,
     /// `min(rho, cap)`: truncated importance sampling (TIS; decoupled PPO of AReaL, arXiv 2505.24298).
     TokenTruncate {
         /// Largest weight.
         cap: f64,
     },
-    /// `min(product of rho, cap)` for all tokens of the sequence.
+    /// `min(product of rho, cap)` for all tokens of the sequence (sequence-level TIS; verl `seq_is`).
     SequenceTruncate {
         /// Largest weight.
         cap: f64,
     },
-    /// `rho` if `low <= rho <= high`, otherwise masked (IcePop).
+    /// `rho` if `low <= rho <= high`, otherwise the token is masked (IcePop).
     TokenMask {
-        /// Least ratio.
+        /// Smallest ratio.
         low: f64,
         /// Largest ratio.
         high: f64,
@@ -38,7 +38,7 @@ pub enum Correction {
     /// The product of rho for all tokens of the sequence if it is within `low..=high`, otherwise the sequence is masked
     /// (Seq-MIS: verl `decoupled_seq_is_rs`, TRL `sequence_mask`).
     SequenceMask {
-        /// Least ratio.
+        /// Smallest ratio.
         low: f64,
         /// Largest ratio.
         high: f64,
@@ -46,7 +46,7 @@ pub enum Correction {
     /// `min(rho, 2)`; a sequence is masked unless `low <= geometric mean of rho <= high` (verl
     /// `decoupled_geo_rs_token_tis`).
     GeometricMask {
-        /// Least ratio.
+        /// Smallest ratio.
         low: f64,
         /// Largest ratio.
         high: f64,
@@ -54,22 +54,22 @@ pub enum Correction {
     /// `min(rho, 2)`; a sequence is masked unless the mean of `rho - log rho - 1` is at most `high` (verl
     /// `decoupled_k3_rs_token_tis`).
     K3Mask {
-        /// Largest divergence, nats.
+        /// Largest KL estimate, nats.
         high: f64,
     },
 }
 
-/// Weights of the tokens of a trajectory.
+/// Importance weights and mask of the tokens of a trajectory.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Corrected {
-    /// `[T]` 0 where a token is masked.
+pub struct CorrectionWeights {
+    /// `[T]` importance weights; 0 for masked tokens.
     pub weights: Vec<f64>,
-    /// `[T]` whether the token is trained on.
+    /// `[T]` false for masked tokens.
     pub kept: Vec<bool>,
 }
 
 impl Correction {
-    /// Whether it can leave tokens out.
+    /// Whether the correction can mask tokens.
     #[must_use]
     pub fn masks(&self) -> bool {
         match self {
@@ -81,15 +81,15 @@ impl Correction {
         }
     }
 
-    /// Weights of a trajectory whose log-probabilities are `proximal` and `behavior`, `[T]` nats.
+    /// Weights of a trajectory with log-probabilities `proximal [T]` and `behavior [T]`, nats.
     #[must_use]
-    pub fn of(&self, proximal: &[f64], behavior: &[f64]) -> Corrected {
+    pub fn weights(&self, proximal: &[f64], behavior: &[f64]) -> CorrectionWeights {
         let log_rho = || proximal.iter().zip(behavior).map(|(p, b)| p - b);
         let rho = || log_rho().map(|log| Ratio::of(log).value);
         let tokens = proximal.len();
         let mean = |sum: f64| sum / tokens.max(1) as f64;
-        let all = |weights: Vec<f64>| Corrected { weights, kept: vec![true; tokens] };
-        let whole = |keep: bool| Corrected {
+        let all = |weights: Vec<f64>| CorrectionWeights { weights, kept: vec![true; tokens] };
+        let whole = |keep: bool| CorrectionWeights {
             weights: rho().map(|rho| if keep { rho.min(KEPT_TOKEN_CAP) } else { 0.0 }).collect(),
             kept: vec![keep; tokens],
         };
@@ -100,12 +100,12 @@ impl Correction {
             Self::TokenMask { low, high } => {
                 let kept: Vec<bool> = rho().map(|rho| (low..=high).contains(&rho)).collect();
                 let weights = rho().zip(&kept).map(|(rho, kept)| if *kept { rho } else { 0.0 }).collect();
-                Corrected { weights, kept }
+                CorrectionWeights { weights, kept }
             }
             Self::SequenceMask { low, high } => {
                 let product = Ratio::of(log_rho().sum()).value;
                 let keep = (low..=high).contains(&product);
-                Corrected {
+                CorrectionWeights {
                     weights: vec![if keep { product } else { 0.0 }; tokens],
                     kept: vec![keep; tokens],
                 }
@@ -121,8 +121,8 @@ impl Correction {
     }
 }
 
-/// A proximal policy between behavior and current without a forward pass (A-3PO): `behavior + a (current - behavior)`
-/// with `a = d / (d + 1)` for a token of staleness `d`, so that a fresh token is anchored at the policy that sampled it.
+/// Proximal log-probability without a forward pass (A-3PO): `behavior + a (current - behavior)` with `a = d / (d + 1)`
+/// for a token of staleness `d` versions. A token of staleness 0 has its behavior policy as the proximal policy. Nats.
 #[must_use]
 pub fn interpolated(current: f64, behavior: f64, staleness: u64) -> f64 {
     let d = staleness as f64;
@@ -135,13 +135,13 @@ mod tests {
 
     use super::*;
 
-    /// Two tokens whose ratios are 35 and 1 / 35: every mean over the sequence is that of a fresh one.
+    /// Two tokens with ratios 35 and 1 / 35: all sequence means equal those of an on-policy sequence.
     const OPPOSED: ([f64; 2], [f64; 2]) = ([-1.0, -4.555_348_061_489_413], [-4.555_348_061_489_413, -1.0]);
 
     #[test]
-    fn what_a_mask_keeps_has_a_bounded_weight() {
+    fn kept_tokens_have_a_bounded_weight() {
         let (proximal, behavior) = OPPOSED;
-        let weights = |correction: Correction| correction.of(&proximal, &behavior).weights;
+        let weights = |correction: Correction| correction.weights(&proximal, &behavior).weights;
         let close = |weights: &[f64], expected: [f64; 2]| {
             weights.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-9)
         };
@@ -155,7 +155,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_weight_is_beyond_its_cap(
+        fn no_weight_exceeds_its_cap(
             pairs in prop::collection::vec((-40.0..0.0f64, -40.0..0.0f64), 0..12),
             near in prop::collection::vec(-0.5..0.5f64, 0..12),
         ) {
@@ -171,7 +171,7 @@ mod tests {
                 (Correction::K3Mask { high: 5.0 }, KEPT_TOKEN_CAP),
             ] {
                 for (proximal, behavior) in &rows {
-                    let Corrected { weights, kept } = correction.of(proximal, behavior);
+                    let CorrectionWeights { weights, kept } = correction.weights(proximal, behavior);
                     prop_assert!(weights.iter().all(|weight| *weight <= cap), "{correction:?} {weights:?}");
                     prop_assert!(weights.iter().zip(&kept).all(|(weight, kept)| *kept || *weight == 0.0));
                 }

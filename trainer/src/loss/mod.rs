@@ -1,21 +1,22 @@
-//! Losses of one trajectory's tokens, each with its derivative, and the parts that they are combined from.
+//! Losses of the tokens of one trajectory with their derivatives, and the parts that losses are combined from.
 //!
-//! Invariant: a loss is arithmetic on host numbers in f64. It is handed log-probabilities and returns, per token, the
-//! loss and its derivative by the current log-probability; it knows no tensor, so every formula stands in one place and
-//! is tested against PyTorch's autograd.
+//! Invariant: a loss is arithmetic on host numbers in f64. Its input is log-probabilities; its output per token is the
+//! loss and the derivative by the current log-probability. It uses no tensors, so every formula has one implementation,
+//! which is tested against PyTorch's autograd.
 //!
 //! # Layout
-//! - [`clip`]: PPO's surrogate, per token (PPO, GRPO) and per sequence (GSPO, GMPO); [`soft`]: without an edge (SAPO)
-//! - [`weighted`]: REINFORCE with a bounded weight (CISPO, AIPO, TOPR, DPPO), supervised learning
-//! - [`trajectory_balance`]: matching a target distribution
-//! - [`value`]: the critic's; [`preference`]: pairs
-//! - [`correction`]: for tokens that another policy sampled; [`divergence`]: from a reference
-//! - [`aggregation`]: how tokens add up
+//! - [`clip`]: PPO's clipped surrogate, per token (PPO, GRPO) and per sequence (GSPO, GMPO); [`soft`]: a smooth gate
+//!   (SAPO)
+//! - [`weighted`]: REINFORCE with a bounded importance weight (CISPO, AIPO, TOPR, DPPO); negative log-likelihood
+//! - [`trajectory_balance`]: matching a target distribution (TBA)
+//! - [`value`]: value loss of the critic; [`preference`]: losses of preference pairs (DPO, IPO, Bradley-Terry)
+//! - [`correction`]: off-policy corrections; [`kl`]: KL penalty from a reference policy
+//! - [`aggregation`]: denominators of token losses
 
 pub mod aggregation;
 pub mod clip;
 pub mod correction;
-pub mod divergence;
+pub mod kl;
 pub mod preference;
 pub mod soft;
 pub mod trajectory_balance;
@@ -24,40 +25,40 @@ pub mod weighted;
 
 use serde::{Deserialize, Serialize};
 
-pub use aggregation::{Aggregation, Counts};
+pub use aggregation::{Aggregation, TokenCounts};
 pub use correction::Correction;
-pub use divergence::{Divergence, Estimator};
+pub use kl::{KlEstimator, KlPenalty};
 
-/// Log-ratios are clamped to this before they are exponentiated.
+/// Log-ratios are clamped to this before they are exponentiated, as in verl.
 pub const MAX_LOG_RATIO: f64 = 20.0;
 
-/// The `T` trained tokens of a trajectory as a loss sees them; all slices are `[T]`.
+/// The `T` trained tokens of a trajectory as input of a loss; all slices are `[T]`.
 #[derive(Clone, Copy, Debug)]
-pub struct RowTerms<'a> {
-    /// Log-probabilities under the policy being differentiated, nats.
+pub struct LossRow<'a> {
+    /// Log-probabilities under the current policy, which is differentiated, nats.
     pub current: &'a [f64],
-    /// Under the policy that anchors the clip, nats.
+    /// Under the proximal policy, which anchors the clip, nats.
     pub proximal: &'a [f64],
-    /// Under the distribution that sampled the tokens, nats.
+    /// Under the behavior policy, which sampled the tokens, nats.
     pub behavior: &'a [f64],
-    /// How much better each token was than what it is compared with.
+    /// Advantages.
     pub advantages: &'a [f64],
 }
 
-/// What a loss says of one token.
+/// The loss of one token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenLoss {
-    /// The loss, without the factors of correction and aggregation.
+    /// The loss, before correction weight and aggregation.
     pub loss: f64,
-    /// Derivative of the whole row's loss by the token's current log-probability.
+    /// Derivative of the row's whole loss by the token's current log-probability.
     pub derivative: f64,
-    /// The importance weight that is part of the loss; 1 for losses that have none.
+    /// The importance weight inside the loss; 1 for losses without one.
     pub weight: f64,
-    /// Which bound took the gradient away.
+    /// Which bound set the gradient to zero.
     pub clipped: Clipped,
 }
 
-/// Which bound took a token's gradient away.
+/// Which bound set a token's gradient to zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Clipped {
     /// None.
@@ -71,7 +72,7 @@ pub enum Clipped {
     Dual,
 }
 
-/// Losses of a policy.
+/// The policy loss of an algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "name", rename_all = "snake_case")]
 pub enum PolicyLoss {
@@ -81,7 +82,7 @@ pub enum PolicyLoss {
         low: f64,
         /// The ratio may rise to `1 + high`.
         high: f64,
-        /// Bound of the loss of bad tokens whose ratio rose (dual clip, arXiv 1912.09729).
+        /// Dual clip: bound of the loss for a negative advantage (arXiv 1912.09729).
         dual: Option<f64>,
     },
     /// The ratio of the whole sequence, clipped (GSPO, arXiv 2507.18071); see [`clip::gspo`].
@@ -100,7 +101,7 @@ pub enum PolicyLoss {
     },
     /// REINFORCE weighted by the clipped importance ratio (CISPO, arXiv 2506.13585; AIPO, arXiv 2505.24034).
     Cispo {
-        /// Least weight.
+        /// Smallest weight.
         low: f64,
         /// Largest weight.
         high: f64,
@@ -108,49 +109,49 @@ pub enum PolicyLoss {
     /// REINFORCE weighted by the sequence's importance ratio within bounds that depend on the sign of the advantage
     /// (TOPR, arXiv 2503.14286).
     Topr {
-        /// Bounds for good trajectories.
+        /// Bounds for a positive advantage.
         positive: (f64, f64),
-        /// Bounds for bad trajectories.
+        /// Bounds for a negative advantage.
         negative: (f64, f64),
     },
-    /// REINFORCE without the tokens whose probability moved away too far (DPPO, arXiv 2602.04879, verl `dppo_tv`).
+    /// REINFORCE with a mask on tokens whose probability moved too far (DPPO, arXiv 2602.04879, verl `dppo_tv`).
     Dppo {
-        /// Bad tokens are left out once their probability fell by more than this.
+        /// A token with a negative advantage is masked once its probability fell by more than this.
         low: f64,
-        /// Good tokens are left out once their probability rose by more than this.
+        /// A token with a positive advantage is masked once its probability rose by more than this.
         high: f64,
         /// Largest importance ratio.
         cap: f64,
     },
     /// A smooth gate instead of a clip (SAPO, arXiv 2511.20347); see [`soft::sapo`].
     Sapo {
-        /// Sharpness for good tokens.
+        /// Temperature for a positive advantage.
         tau_positive: f64,
-        /// Sharpness for bad tokens.
+        /// Temperature for a negative advantage.
         tau_negative: f64,
     },
-    /// `-advantage * log-probability`.
+    /// REINFORCE (Williams 1992): `-advantage * log-probability`.
     Reinforce,
-    /// Negative log-likelihood, whatever the advantage.
+    /// Negative log-likelihood, without an advantage.
     Nll,
     /// Trajectory balance (arXiv 2503.18929); see [`trajectory_balance`].
     TrajectoryBalance {
-        /// The target is the reference times `exp(reward / beta)`.
+        /// Temperature of the target `reference * exp(reward / beta)`.
         beta: f64,
     },
 }
 
 impl PolicyLoss {
-    /// Losses of all tokens of a trajectory.
+    /// Losses of all tokens of a trajectory, `[T]`.
     ///
     /// # Panics
-    /// For [`PolicyLoss::TrajectoryBalance`], which is a matter of the whole group: see [`trajectory_balance::row`].
+    /// For [`PolicyLoss::TrajectoryBalance`], which needs the whole group: see [`trajectory_balance::row`].
     #[must_use]
-    pub fn row(&self, row: RowTerms<'_>) -> Vec<TokenLoss> {
+    pub fn row(&self, row: LossRow<'_>) -> Vec<TokenLoss> {
         match *self {
-            Self::Clip { low, high, dual } => clip::tokens(row, clip::Bounds { low, high, dual }),
-            Self::Gspo { low, high } => clip::gspo(row, clip::Bounds { low, high, dual: None }),
-            Self::Gmpo { low, high } => clip::gmpo(row, clip::Bounds { low, high, dual: None }),
+            Self::Clip { low, high, dual } => clip::tokens(row, clip::ClipBounds { low, high, dual }),
+            Self::Gspo { low, high } => clip::gspo(row, clip::ClipBounds { low, high, dual: None }),
+            Self::Gmpo { low, high } => clip::gmpo(row, clip::ClipBounds { low, high, dual: None }),
             Self::Cispo { low, high } => weighted::cispo(row, low, high),
             Self::Topr { positive, negative } => weighted::topr(row, positive, negative),
             Self::Dppo { low, high, cap } => weighted::dppo(row, (low, high), cap),
@@ -163,14 +164,14 @@ impl PolicyLoss {
         }
     }
 
-    /// Whether the loss looks at the policy that anchors the clip.
+    /// Whether the loss uses the proximal policy.
     #[must_use]
     pub fn uses_proximal(&self) -> bool {
         matches!(self, Self::Clip { .. } | Self::Gspo { .. } | Self::Gmpo { .. } | Self::Sapo { .. })
     }
 }
 
-/// `exp(log_ratio)` with the log-ratio clamped, and its derivative by the log-ratio.
+/// Probability ratio `exp(log_ratio)` with the log-ratio clamped, and its derivative by the log-ratio.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Ratio {
     pub(crate) value: f64,

@@ -1,11 +1,11 @@
-//! SAPO (arXiv 2511.20347): a gate that closes smoothly as the ratio moves away, faster for bad tokens.
+//! SAPO (arXiv 2511.20347): a smooth gate on the ratio instead of a clip, sharper for negative advantages.
 
-use super::{Clipped, Ratio, RowTerms, TokenLoss, sigmoid};
+use super::{Clipped, LossRow, Ratio, TokenLoss, sigmoid};
 
-/// `loss = -f(r) A` with `f(r) = sigmoid(tau (r - 1)) * 4 / tau` and `r = exp(current - proximal)`; `tau` by the sign of
-/// the advantage.
+/// `loss = -f(r) A` with `f(r) = sigmoid(tau (r - 1)) * 4 / tau` and `r = exp(current - proximal)`; `tau` depends on
+/// the sign of the advantage. The result is `[T]`.
 #[must_use]
-pub fn sapo(row: RowTerms<'_>, tau_positive: f64, tau_negative: f64) -> Vec<TokenLoss> {
+pub fn sapo(row: LossRow<'_>, tau_positive: f64, tau_negative: f64) -> Vec<TokenLoss> {
     let of = |((current, proximal), advantage): ((&f64, &f64), &f64)| {
         let ratio = Ratio::of(current - proximal);
         let tau = if *advantage > 0.0 { tau_positive } else { tau_negative };

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use device::device::Place;
+use device::device::DeviceLocation;
 use model::on_device::Dtype;
 use serde::{Deserialize, Serialize};
 
@@ -13,10 +13,10 @@ use serde::{Deserialize, Serialize};
 pub struct DeviceConfig {
     /// Device of the first rank. Further ranks have the GPUs that follow it.
     #[serde(with = "text")]
-    pub place: Place,
+    pub place: DeviceLocation,
     /// Devices of the ranks in their order, and over again if there are more ranks; empty for those that follow `place`.
     #[serde(with = "texts", default = "nowhere")]
-    pub places: Arc<[Place]>,
+    pub places: Arc<[DeviceLocation]>,
     /// What weights are computed with, and activations kept in. What is trained is f32 whatever this is.
     pub dtype: Dtype,
     /// Where the weights are updated.
@@ -53,36 +53,38 @@ pub enum OptimizerPlace {
 impl DeviceConfig {
     /// Everything on one device, or on those that follow it.
     #[must_use]
-    pub fn new(place: Place, dtype: Dtype) -> Self {
+    pub fn new(place: DeviceLocation, dtype: Dtype) -> Self {
         let (optimizer, collective) = (OptimizerPlace::Device, CollectivePlace::Auto);
         Self { place, places: nowhere(), dtype, optimizer, collective }
     }
 
     /// The device of a rank.
     #[must_use]
-    pub fn place_of(&self, rank: usize) -> Place {
+    pub fn place_of(&self, rank: usize) -> DeviceLocation {
         match (self.place, self.places.len()) {
-            (Place::Cuda(first), 0) => Place::Cuda(first + rank),
+            (DeviceLocation::Cuda(first), 0) => DeviceLocation::Cuda(first + rank),
             (place, 0) => place,
             (_, places) => self.places[rank % places],
         }
     }
 }
 
-fn nowhere() -> Arc<[Place]> {
+fn nowhere() -> Arc<[DeviceLocation]> {
     Arc::default()
 }
 
 /// A place as people write it.
 mod text {
-    use device::device::Place;
+    use device::device::DeviceLocation;
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    pub(super) fn serialize<S: Serializer>(place: &Place, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(super) fn serialize<S: Serializer>(place: &DeviceLocation, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(place)
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Place, D::Error> {
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<DeviceLocation, D::Error> {
         String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
     }
 }
@@ -91,14 +93,19 @@ mod text {
 mod texts {
     use std::sync::Arc;
 
-    use device::device::Place;
+    use device::device::DeviceLocation;
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    pub(super) fn serialize<S: Serializer>(places: &Arc<[Place]>, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_seq(places.iter().map(Place::to_string))
+    pub(super) fn serialize<S: Serializer>(
+        places: &Arc<[DeviceLocation]>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(places.iter().map(DeviceLocation::to_string))
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Arc<[Place]>, D::Error> {
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Arc<[DeviceLocation]>, D::Error> {
         let texts = Vec::<String>::deserialize(deserializer)?;
         texts.iter().map(|text| text.parse()).collect::<Result<_, _>>().map_err(D::Error::custom)
     }
@@ -110,19 +117,19 @@ mod tests {
 
     #[test]
     fn ranks_have_the_devices_that_follow_or_those_that_are_listed() {
-        let mut config = DeviceConfig::new(Place::Cuda(2), Dtype::Bf16);
-        assert_eq!([0, 1, 3].map(|rank| config.place_of(rank)), [2, 3, 5].map(Place::Cuda));
-        config.places = [Place::Cuda(5), Place::Cuda(1)].into();
-        assert_eq!([0, 1, 2].map(|rank| config.place_of(rank)), [5, 1, 5].map(Place::Cuda));
-        let emulated = DeviceConfig::new(Place::Emulated, Dtype::F32);
-        assert_eq!(emulated.place_of(3), Place::Emulated);
+        let mut config = DeviceConfig::new(DeviceLocation::Cuda(2), Dtype::Bf16);
+        assert_eq!([0, 1, 3].map(|rank| config.place_of(rank)), [2, 3, 5].map(DeviceLocation::Cuda));
+        config.places = [DeviceLocation::Cuda(5), DeviceLocation::Cuda(1)].into();
+        assert_eq!([0, 1, 2].map(|rank| config.place_of(rank)), [5, 1, 5].map(DeviceLocation::Cuda));
+        let emulated = DeviceConfig::new(DeviceLocation::Emulated, Dtype::F32);
+        assert_eq!(emulated.place_of(3), DeviceLocation::Emulated);
     }
 
     #[test]
     fn a_configuration_comes_out_of_a_message_as_it_went_in() {
-        let mut config = DeviceConfig::new(Place::Cuda(2), Dtype::Bf16);
-        config.places = [Place::Cuda(5), Place::Emulated].into();
-        for config in [config, DeviceConfig::new(Place::Emulated, Dtype::F32)] {
+        let mut config = DeviceConfig::new(DeviceLocation::Cuda(2), Dtype::Bf16);
+        config.places = [DeviceLocation::Cuda(5), DeviceLocation::Emulated].into();
+        for config in [config, DeviceConfig::new(DeviceLocation::Emulated, Dtype::F32)] {
             let message = crate::lead::encode(&config).unwrap();
             assert_eq!(crate::lead::decode::<DeviceConfig>(&message).unwrap(), config);
         }

@@ -24,7 +24,7 @@ use super::DevicePass;
 use super::pass::{NetworkPass, Source, Uploading, upload};
 use super::share::{Collecting, Reducing, Share};
 use crate::TrainerError;
-use crate::adamw::Adam;
+use crate::adamw::AdamwUpdate;
 use crate::exchange::Gathering;
 use crate::moments::Moments;
 use crate::optimizer::TensorState;
@@ -67,7 +67,7 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     fn squares(&self, gradients: View<'_, f32>) -> device::Result<f64>;
 
     /// Updates what is trained here.
-    fn update(&mut self, adam: &Adam, gradients: View<'_, f32>) -> device::Result<()>;
+    fn update(&mut self, adam: &AdamwUpdate, gradients: View<'_, f32>) -> device::Result<()>;
 
     /// How many values are trained here.
     fn trained(&self) -> usize;
@@ -180,7 +180,7 @@ struct Frozen<T: Storage> {
 /// # Errors
 /// If the device is not there.
 pub(crate) fn open(
-    place: device::device::Place,
+    place: device::device::DeviceLocation,
     dtype: Dtype,
     model: &Config,
     layout: &Arc<Layout>,
@@ -380,7 +380,7 @@ impl<T: Storage> Engine for OnDevice<T> {
         sum_of_squares(&self.device, gradients)
     }
 
-    fn update(&mut self, adam: &Adam, gradients: View<'_, f32>) -> device::Result<()> {
+    fn update(&mut self, adam: &AdamwUpdate, gradients: View<'_, f32>) -> device::Result<()> {
         let Self { device, held: Some(held), moments: Some([first, second]), pieces, .. } = self else {
             unreachable!("weights that are trained on the device are there, with their moments")
         };
@@ -519,7 +519,7 @@ fn places(pieces: &[Piece]) -> impl Iterator<Item = (Piece, Range<usize>)> + '_ 
 }
 
 /// The updates of neighbouring pieces, as few as there are changes of the numbers between them.
-fn steps(adam: &Adam, pieces: &[Piece]) -> Vec<(Range<usize>, AdamwStep)> {
+fn steps(adam: &AdamwUpdate, pieces: &[Piece]) -> Vec<(Range<usize>, AdamwStep)> {
     let mut steps: Vec<(Range<usize>, AdamwStep)> = Vec::new();
     for (piece, own) in places(pieces) {
         let factors = adam.of(piece.tensor, piece.matrix);
@@ -560,8 +560,8 @@ mod tests {
         }));
         for weight_decay in [0.0, 0.1] {
             let config =
-                OptimizerConfig { weight_decay, ..OptimizerConfig::usual(OptimizerKind::Adamw, 0.95) };
-            let adam = Adam::new(&config, 3, 0.5, 0.7);
+                OptimizerConfig { weight_decay, ..OptimizerConfig::standard(OptimizerKind::Adamw, 0.95) };
+            let adam = AdamwUpdate::new(&config, 3, 0.5, 0.7);
             let whole = layout.specs().iter().enumerate();
             let pieces: Vec<_> = whole.map(|(tensor, spec)| Piece::new(tensor, spec, spec.len())).collect();
             let steps = steps(&adam, &pieces);

@@ -7,7 +7,7 @@
 //! deadline and the operation. What comes from the host counts as such.
 
 use device::ops::vectors::add;
-use device::{Buffer, Device, Element, Group, Storage, View, ViewMut};
+use device::{Buffer, Device, DeviceGroup, Element, Storage, View, ViewMut};
 use model::{Layout, Unit};
 
 use crate::exchange::number;
@@ -16,7 +16,7 @@ use crate::shards::{Fragment, Shards};
 /// The place of a rank among those that exchange on their devices.
 #[derive(Debug)]
 pub(crate) struct Share {
-    group: Group,
+    group: DeviceGroup,
     /// Who owns what, of weights and gradients alike.
     shards: Shards,
     /// Whether weights too are with their owners only.
@@ -51,7 +51,7 @@ pub(crate) struct Collecting<'a, T: Storage> {
 
 impl Share {
     /// The part in `group` of a rank, whose `shards` are of the model that is trained.
-    pub(crate) fn new(group: Group, shards: Shards, weights: bool) -> Self {
+    pub(crate) fn new(group: DeviceGroup, shards: Shards, weights: bool) -> Self {
         Self { group, shards, weights }
     }
 

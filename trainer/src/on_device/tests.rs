@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use device::Device;
-use device::device::Place;
+use device::device::DeviceLocation;
 use model::on_device::Dtype;
 use model::{Config, Layout, MemoryBudget, Parameters, Recompute, Sizes, ThreadPool};
 use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
@@ -16,7 +16,7 @@ use crate::colocation::Colocation;
 use crate::learner::{Learner, LearnerConfig};
 use crate::optimizer::{OptimizerConfig, OptimizerKind};
 use crate::supervised::{DemonstrationLoss, imitate};
-use crate::{Leader, Publishing, follow};
+use crate::{Leader, WeightPublisher, follow};
 
 fn model() -> Config {
     Config::fresh(&Sizes {
@@ -32,14 +32,14 @@ fn model() -> Config {
 
 fn settings(dtype: Dtype, optimizer: OptimizerPlace) -> LearnerConfig {
     LearnerConfig {
-        optimizer: OptimizerConfig::usual(OptimizerKind::Adamw, 0.95),
+        optimizer: OptimizerConfig::standard(OptimizerKind::Adamw, 0.95),
         max_grad_norm: 1.0,
         microbatch_tokens: 64,
         recompute: Recompute::None,
         world: 1,
         zero: 1,
         wait: Duration::from_secs(60),
-        device: Some(DeviceConfig { optimizer, ..DeviceConfig::new(Place::Emulated, dtype) }),
+        device: Some(DeviceConfig { optimizer, ..DeviceConfig::new(DeviceLocation::Emulated, dtype) }),
     }
 }
 
@@ -111,13 +111,13 @@ fn ranks_in_processes_of_their_own_broadcast_a_shard_each() {
     imitate(&mut trained, &[&sample()], 1e-2).unwrap();
 
     let hub = Hub::new(HubConfig::default());
-    let device = || Device::open(Place::Emulated).unwrap();
+    let device = || Device::open(DeviceLocation::Emulated).unwrap();
     let publisher = Arc::new(NcclPublisher::<f32>::new(hub.clone(), &device(), NcclConfig::default()));
     let sampler = NcclSubscriber::<f32>::within(&hub, "sampler", &device()).unwrap();
     assert!(sampler.newest(None).unwrap().is_none(), "it is there before the first version is");
     let wait = Duration::from_secs(60);
     let receiving = std::thread::spawn(move || sampler.wait_newer(None, wait).unwrap().unwrap());
-    let publishing = Publishing::F32(Arc::clone(&publisher) as _);
+    let publishing = WeightPublisher::F32(Arc::clone(&publisher) as _);
     publishing.publish(PolicyVersion(1), &trained).unwrap();
     let weights = receiving.join().unwrap();
     let values = device().download(weights.values.all()).unwrap();

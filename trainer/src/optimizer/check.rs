@@ -1,18 +1,18 @@
-//! What tests hold matrices against.
+//! Reference computations for the optimizer tests.
 
 use crate::moments::noise;
 
-/// Deterministic values in [-1, 1).
+/// `len` deterministic values in [-1, 1).
 pub(super) fn random(len: usize, seed: u32) -> Vec<f32> {
     let unit = |i: usize| (noise(i as u32 ^ noise(seed)) >> 8) as f32 / (1 << 23) as f32 - 1.0;
     (0..len).map(unit).collect()
 }
 
-/// Singular values of a row-major matrix, descending: one-sided Jacobi rotations in f64, as many as it has rows or
-/// columns, whichever is less.
+/// Singular values of a row-major matrix `[rows, columns]`, descending, by one-sided Jacobi rotations in f64;
+/// `min(rows, columns)` of them.
 pub(super) fn singular_values(values: &[f32], columns: usize) -> Vec<f64> {
     let rows = values.len() / columns;
-    // Vectors that are rotated until they are orthogonal: the fewer of rows and columns.
+    // Vectors that are rotated until they are orthogonal: the rows, or the columns if there are fewer.
     let mut vectors: Vec<Vec<f64>> = if rows <= columns {
         values.chunks_exact(columns).map(|row| row.iter().map(|x| f64::from(*x)).collect()).collect()
     } else {

@@ -1,4 +1,4 @@
-//! Dion (arXiv 2504.05295): orthonormal updates of low rank, with error feedback.
+//! Dion (arXiv 2504.05295): low-rank orthonormal updates with error feedback.
 //!
 //! ```text
 //! B = M + G                                  P = orthonormal(B Q)       R = B^T P
@@ -6,43 +6,43 @@
 //! W <- (1 - learning_rate * weight_decay) W - learning_rate * sqrt(rows / columns) * P Q^T
 //! ```
 //!
-//! What the `rank` directions do not hold of `B` stays in the momentum whole. `Q` is kept from update to update, so that
-//! one power iteration each follows the leading singular vectors.
+//! The part of `B` outside the `rank` directions stays in the momentum (error feedback). `Q` persists between updates,
+//! so one power iteration per update tracks the leading singular vectors.
 //!
-//! Invariant: the new bits of a matrix depend on itself, its gradient and its state; one thread computes it. `Q` and `P`
-//! are stored transposed, `[rank, columns]` and `[rank, rows]`. A direction that `B` does not have, such as every one of
-//! a gradient that is zero, updates nothing and keeps its vector in `Q`, where the formula would divide by zero.
+//! Invariant: the new bits of a matrix depend on itself, its gradient and its state; one thread computes it. `Q` and
+//! `P` are stored transposed, `[rank, columns]` and `[rank, rows]`. A direction that is zero in `B` (all of them for a
+//! zero gradient) updates nothing and keeps its vector in `Q`, where the formula would divide by zero.
 
 use model::ThreadPool;
 use model::products::{StridedMatrix, multiply, multiply_add};
 
-use super::Factors;
+use super::MatrixFactors;
 use super::orthonormal::{length, orthonormalize};
 use crate::moments::noise;
 use crate::norm::norm;
 
-/// Directions whose share of the norm of `B` is less are rounding.
+/// Directions below this share of the norm of `B` are rounding noise.
 const NOTHING: f64 = 1e-6;
 
-/// One matrix `[rows, columns]` with all that its update touches.
+/// One matrix `[rows, columns]` with its gradient and optimizer state.
 #[derive(Debug)]
-pub(super) struct Update<'a> {
+pub(super) struct DionUpdate<'a> {
     pub(super) values: &'a mut [f32],
     pub(super) gradients: &'a [f32],
     pub(super) momentum: &'a mut [f32],
     /// `Q^T [rank, columns]`
     pub(super) basis: &'a mut [f32],
     pub(super) columns: usize,
-    pub(super) factors: Factors,
+    pub(super) factors: MatrixFactors,
 }
 
-/// Rank of the update of a matrix at this fraction of its full rank; at least 1.
+/// Rank of the update of a matrix `[rows, columns]`: `fraction` of the full rank, at least 1.
 pub(super) fn rank(rows: usize, columns: usize, fraction: f32) -> usize {
     let full = rows.min(columns);
     ((f64::from(fraction) * full as f64).round() as usize).clamp(1, full)
 }
 
-/// The directions `Q^T [rank, columns]` that the first power iteration starts from: random, another for every tensor.
+/// Initial directions `Q^T [rank, columns]` of the power iteration: random, with a seed per tensor.
 pub(super) fn first_basis(rank: usize, columns: usize, tensor: u32) -> Vec<f32> {
     let seed = noise(tensor ^ 0x9e37_79b9);
     let unit = |i: usize| (noise(i as u32 ^ seed) >> 8) as f32 / (1 << 23) as f32 - 1.0;
@@ -54,13 +54,13 @@ pub(super) fn first_basis(rank: usize, columns: usize, tensor: u32) -> Vec<f32> 
     basis
 }
 
-/// Memory of an update of a matrix `[rows, columns]`, values.
+/// Scratch memory of an update of a matrix `[rows, columns]`, values.
 pub(super) fn scratch(rows: usize, columns: usize, fraction: f32) -> usize {
     rank(rows, columns, fraction) * (rows + columns)
 }
 
-impl Update<'_> {
-    /// Updates the matrix and its state.
+impl DionUpdate<'_> {
+    /// Updates the matrix and its optimizer state.
     pub(super) fn run(self) {
         let Self { values, gradients, momentum, basis, columns, factors } = self;
         let rows = values.len() / columns;
@@ -110,16 +110,22 @@ mod tests {
     use super::super::check::{random, singular_values};
     use super::*;
 
-    const FACTORS: Factors = Factors { gradient: 1.0, momentum: 0.0, learning_rate: 1.0, weight_decay: 0.0 };
+    const FACTORS: MatrixFactors =
+        MatrixFactors { gradient: 1.0, momentum: 0.0, learning_rate: 1.0, weight_decay: 0.0 };
 
-    /// State and update (the negative of what is added to the weights) after these gradients.
-    struct Run {
+    /// Optimizer state and update (the negative of the change of the weights) after some gradients.
+    struct DionRun {
         momentum: Vec<f32>,
         basis: Vec<f32>,
         update: Vec<f32>,
     }
 
-    fn run((rows, columns): (usize, usize), rank: usize, gradients: &[Vec<f32>], factors: Factors) -> Run {
+    fn run(
+        (rows, columns): (usize, usize),
+        rank: usize,
+        gradients: &[Vec<f32>],
+        factors: MatrixFactors,
+    ) -> DionRun {
         let mut basis = first_basis(rank, columns, 3);
         let mut momentum = vec![0.0; rows * columns];
         let mut update = Vec::new();
@@ -127,13 +133,13 @@ mod tests {
             let mut values = vec![0.0; rows * columns];
             let basis = &mut basis[..];
             let momentum = &mut momentum[..];
-            Update { values: &mut values, gradients, momentum, basis, columns, factors }.run();
+            DionUpdate { values: &mut values, gradients, momentum, basis, columns, factors }.run();
             update = values.iter().map(|x| -x).collect();
         }
-        Run { momentum, basis, update }
+        DionRun { momentum, basis, update }
     }
 
-    /// `sum_k 2^-k u_k v_k^T`: singular values that a power iteration tells apart.
+    /// `sum_k 2^-k u_k v_k^T [rows, columns]`: singular values that a power iteration separates.
     fn graded(rows: usize, columns: usize, seed: u32) -> Vec<f32> {
         let full = rows.min(columns);
         let (mut u, mut v) = (random(full * rows, seed), random(full * columns, seed + 1));
@@ -148,16 +154,16 @@ mod tests {
     }
 
     #[test]
-    fn at_full_rank_nothing_is_left_over() {
+    fn at_full_rank_no_error_remains() {
         for shape in [(12, 12), (8, 30), (30, 8), (1, 9), (9, 1)] {
             let full = shape.0.min(shape.1);
             let b = random(shape.0 * shape.1, 11);
-            // Without momentum what stays is B - P R^T.
+            // Without momentum the remainder is B - P R^T.
             let left = run(shape, full, std::slice::from_ref(&b), FACTORS).momentum;
             let worst = left.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
             assert!(worst < 1e-4, "{shape:?}: {worst}");
-            // With it, that share of B.
-            let kept = run(shape, full, std::slice::from_ref(&b), Factors { momentum: 0.9, ..FACTORS });
+            // With momentum, that share of B remains.
+            let kept = run(shape, full, std::slice::from_ref(&b), MatrixFactors { momentum: 0.9, ..FACTORS });
             assert!(kept.momentum.iter().zip(&b).all(|(m, b)| (m - 0.9 * b).abs() < 1e-4), "{shape:?}");
         }
     }
@@ -165,7 +171,7 @@ mod tests {
     #[test]
     fn at_full_rank_updates_become_orthonormal() {
         for shape in [(6, 6), (6, 20), (20, 6)] {
-            // Everything is used up each time, so B is the same gradient always.
+            // Nothing remains in the momentum, so B is the same gradient each time.
             let gradients = vec![graded(shape.0, shape.1, 21); 30];
             let update = run(shape, 6, &gradients, FACTORS).update;
             let scale = (shape.0 as f64 / shape.1 as f64).sqrt();
@@ -176,14 +182,14 @@ mod tests {
     }
 
     #[test]
-    fn at_low_rank_what_was_not_used_is_fed_back() {
+    fn at_low_rank_the_unused_part_is_fed_back() {
         let (rows, columns) = (14, 10);
         let b = graded(rows, columns, 31);
         let once = run((rows, columns), 3, std::slice::from_ref(&b), FACTORS);
         let used: Vec<f32> = b.iter().zip(&once.momentum).map(|(b, m)| b - m).collect();
         let values = singular_values(&used, columns);
         assert!(values[2] > 1e-3 && values[3] < 1e-5, "what was used has rank 3: {values:?}");
-        // The used part is a projection of B, so the rest is orthogonal to it.
+        // The used part is a projection of B, so the remainder is orthogonal to it.
         let inner: f64 = used.iter().zip(&once.momentum).map(|(u, m)| f64::from(*u) * f64::from(*m)).sum();
         assert!(inner.abs() < 1e-6, "{inner}");
         assert!(norm(&once.momentum, &ThreadPool::single()) > 0.05);
@@ -193,11 +199,11 @@ mod tests {
     }
 
     #[test]
-    fn no_gradient_is_no_update_and_directions_come_back() {
+    fn a_zero_gradient_gives_no_update_and_directions_recover() {
         let none = run((8, 5), 4, &[vec![0.0; 40]], FACTORS);
         assert!(none.update.iter().chain(&none.momentum).all(|x| *x == 0.0));
         assert_eq!(none.basis, first_basis(4, 5, 3));
-        // A gradient of rank 1 leaves three directions open; the next has them all.
+        // A gradient of rank 1 leaves three directions unset; the next gradient sets them.
         let mut one = vec![0.0; 40];
         one[..5].copy_from_slice(&[1.0, -2.0, 0.5, 3.0, 1.0]);
         let later = run((8, 5), 4, &[one, random(40, 2), random(40, 2)], FACTORS);
@@ -206,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_are_a_fraction_of_the_full_one() {
+    fn ranks_are_a_fraction_of_the_full_rank() {
         assert_eq!([1.0, 0.5, 0.25, 0.001].map(|f| rank(100, 40, f)), [40, 20, 10, 1]);
         assert_eq!(rank(1, 1, 0.1), 1);
         assert_eq!(scratch(100, 40, 0.5), 20 * 140);

@@ -1,12 +1,15 @@
-//! The optimizer: from gradients to updates, with a state for every tensor.
+//! Optimizers: AdamW, 8-bit AdamW, Muon and Dion, with an optimizer state per tensor.
 //!
-//! AdamW moves everything, or one of the optimizers for matrices moves the matrices inside the network and AdamW the
-//! rest: embedding, head, norms and biases. All take the same learning rate. Muon's updates are scaled to be as large as
-//! AdamW's, so rates carry over; Dion's have singular values of `sqrt(rows / columns)` however large the matrix is, for
-//! which its paper uses a rate of 0.01 where AdamW has 0.0003 or so.
+//! AdamW updates all tensors. Muon and Dion update the matrices inside the network, and AdamW the rest: embedding,
+//! head, norms and biases. All use the same learning rate. Muon's updates have the size of AdamW's, so learning rates
+//! carry over. The singular values of Dion's updates are `sqrt(rows / columns)`; its paper uses a learning rate of 0.01
+//! where AdamW has about 0.0003.
 //!
-//! Invariant: an update is made of parts that do not depend on each other (a matrix whole, other tensors in pieces that
-//! are cut at fixed places), so its bits do not depend on who computes them: ranks can own fragments of tensors.
+//! Under ZeRO a data-parallel rank has the optimizer state of its fragments only ([`Optimizer::of_fragments`]). Weights
+//! passed to [`Optimizer::update`] are the f32 master weights.
+//!
+//! Invariant: an update consists of independent tasks (a whole matrix, or a fixed chunk of another tensor), so its bits
+//! do not depend on which thread or rank computes a task.
 
 mod dion;
 mod muon;
@@ -17,104 +20,113 @@ use std::ops::Range;
 use model::{ParameterSpec, ThreadPool};
 use serde::{Deserialize, Serialize};
 
-use crate::adamw::Adam;
-use crate::moments::{BLOCK, Coded, MIN_CODED, Moments, Piece};
+use crate::adamw::AdamwUpdate;
+use crate::moments::{BLOCK, Coded, MIN_CODED, MomentChunk, Moments};
 use crate::shards::Fragment;
 
-/// Which optimizer.
+/// Optimizer kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OptimizerKind {
-    /// AdamW with f32 moments: 8 bytes per weight.
+    /// AdamW (arXiv 1711.05101) with f32 moments: 8 bytes of optimizer state per weight.
     #[default]
     Adamw,
-    /// AdamW with 8-bit moments: 2 bytes per weight, and two scales per block of 256.
+    /// AdamW with 8-bit moments (after arXiv 2110.02861): 2 bytes per weight, and two f32 scales per block of 256.
     Adamw8bit,
-    /// Muon for matrices, with 4 bytes per weight; AdamW with f32 moments for the rest.
+    /// Muon (Moonlight, arXiv 2502.16982) for matrices, 4 bytes per weight; AdamW with f32 moments for the rest.
     Muon,
-    /// Dion for matrices, with 4 bytes per weight and a basis; AdamW with f32 moments for the rest.
+    /// Dion (arXiv 2504.05295) for matrices, 4 bytes per weight and a basis; AdamW with f32 moments for the rest.
     Dion,
 }
 
 /// Hyperparameters.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OptimizerConfig {
-    /// Which optimizer.
+    /// Optimizer kind.
     pub kind: OptimizerKind,
-    /// AdamW: decay of the first moment.
+    /// AdamW: decay rate of the first moment.
     pub beta1: f32,
-    /// AdamW: decay of the second moment.
+    /// AdamW: decay rate of the second moment.
     pub beta2: f32,
-    /// AdamW: added to the root of the second moment.
+    /// AdamW: added to the square root of the second moment.
     pub eps: f32,
     /// Decoupled weight decay of matrices; norms and biases do not decay.
     pub weight_decay: f32,
-    /// Muon and Dion: what stays of the momentum.
+    /// Muon and Dion: decay rate of the momentum.
     pub momentum: f32,
-    /// Dion: rank of an update as a fraction of the full one, above 0 and at most 1.
+    /// Dion: rank of an update as a fraction of the full rank, above 0 and at most 1.
     pub dion_rank_fraction: f32,
 }
 
-/// The optimizer of some tensors with its state. That of a rank has states of the fragments that it owns.
+/// Optimizer state of some tensors; under ZeRO, of the fragments that a rank owns.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Optimizer {
     config: OptimizerConfig,
-    /// Updates done.
+    /// Number of updates so far.
     updates: u64,
-    /// Of every tensor, in their order; of a rank's fragments, in theirs.
+    /// One state per tensor, or per fragment of a rank, in order.
     states: Vec<TensorState>,
 }
 
-/// What an update changes of a tensor, or of a fragment of one.
+/// Flat gradients `[n]` with a factor.
+#[derive(Clone, Copy, Debug)]
+pub struct ScaledGradients<'a> {
+    /// `[n]`
+    pub gradients: &'a [f32],
+    /// Multiplies the gradients; below 1 if they are clipped.
+    pub scale: f32,
+}
+
+/// A tensor or fragment with its gradients, as input of an update.
 #[derive(Debug)]
-pub(crate) struct Owned<'a> {
-    /// Number of the tensor.
+pub(crate) struct OwnedFragment<'a> {
+    /// Index of the tensor.
     pub(crate) tensor: usize,
-    /// Place of the first value in its tensor.
+    /// Index of the first value in its tensor.
     pub(crate) offset: usize,
     pub(crate) values: &'a mut [f32],
     pub(crate) gradients: &'a [f32],
 }
 
-/// What an optimizer remembers of one tensor.
+/// Optimizer state of one tensor.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum TensorState {
-    /// AdamW.
+    /// AdamW: first and second moment.
     Moments(Moments),
-    /// Muon: the momentum `[rows, columns]`.
+    /// Muon: momentum `[rows, columns]`.
     Muon(Vec<f32>),
     /// Dion.
     Dion {
-        /// What updates have not used yet, `[rows, columns]`.
+        /// Momentum with error feedback, `[rows, columns]`.
         momentum: Vec<f32>,
-        /// Right directions of the last update, `[rank, columns]`.
+        /// Right basis `Q^T` of the last update, `[rank, columns]`.
         basis: Vec<f32>,
     },
 }
 
-/// The numbers of one update of a matrix, by Muon or Dion.
+/// Hyperparameters of one Muon or Dion update.
 #[derive(Clone, Copy, Debug)]
-struct Factors {
-    /// Multiplies the gradients: below 1 where they are clipped.
+struct MatrixFactors {
+    /// Gradient scale; below 1 if the gradient is clipped.
     gradient: f32,
-    /// Muon: decay of the momentum. Dion: what stays in it of what was used.
+    /// Muon: decay rate of the momentum. Dion: share of the used part that stays in the momentum.
     momentum: f32,
     learning_rate: f32,
     weight_decay: f32,
 }
 
-/// A part of an update that one thread does.
-enum Part<'a> {
-    Piece(Piece<'a>),
-    Muon(muon::Update<'a>),
-    Dion(dion::Update<'a>),
+/// An independent part of an update, computed by one thread.
+enum UpdateTask<'a> {
+    Chunk(MomentChunk<'a>),
+    Muon(muon::MuonUpdate<'a>),
+    Dion(dion::DionUpdate<'a>),
 }
 
 impl OptimizerKind {
-    /// All there are.
+    /// All kinds.
     pub const ALL: [Self; 4] = [Self::Adamw, Self::Adamw8bit, Self::Muon, Self::Dion];
 
-    /// The word of the recipe.
+    /// The name in a recipe.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -127,9 +139,9 @@ impl OptimizerKind {
 }
 
 impl OptimizerConfig {
-    /// AdamW or another `kind` as most papers set it: betas 0.9 and `beta2`, no weight decay, momentum 0.95, full rank.
+    /// Common settings of `kind`: betas 0.9 and `beta2`, no weight decay, momentum 0.95, full rank.
     #[must_use]
-    pub fn usual(kind: OptimizerKind, beta2: f32) -> Self {
+    pub fn standard(kind: OptimizerKind, beta2: f32) -> Self {
         Self {
             kind,
             beta1: 0.9,
@@ -141,7 +153,7 @@ impl OptimizerConfig {
         }
     }
 
-    /// The state of tensor number `index` before the first update.
+    /// Initial state of tensor `index`.
     pub(crate) fn state(&self, index: usize, spec: &ParameterSpec) -> TensorState {
         let zeros = || vec![0.0; spec.len()];
         match (self.kind, hidden_matrix(spec)) {
@@ -158,13 +170,13 @@ impl OptimizerConfig {
         }
     }
 
-    /// The state of a fragment before the first update.
+    /// Initial state of a fragment.
     pub(crate) fn state_of(&self, fragment: &Fragment, spec: &ParameterSpec) -> TensorState {
         let Fragment { tensor, within } = fragment;
         let len = within.len();
         match (self.kind, hidden_matrix(spec)) {
             (OptimizerKind::Muon | OptimizerKind::Dion, Some(_)) => self.state(*tensor, spec),
-            // How moments are kept follows from the whole tensor.
+            // The size of the whole tensor decides whether its moments are 8-bit.
             (OptimizerKind::Adamw8bit, _) if spec.len() >= MIN_CODED => {
                 TensorState::Moments(Moments::coded(len))
             }
@@ -172,12 +184,12 @@ impl OptimizerConfig {
         }
     }
 
-    /// Whether a tensor is moved as a whole, so that it cannot be shared.
+    /// Whether the optimizer needs the whole tensor, which then cannot be sharded.
     pub(crate) fn moves_whole(&self, spec: &ParameterSpec) -> bool {
         matches!(self.kind, OptimizerKind::Muon | OptimizerKind::Dion) && hidden_matrix(spec).is_some()
     }
 
-    /// Memory of the state of all these tensors, bytes.
+    /// Memory of the optimizer state of `specs`, bytes.
     #[must_use]
     pub fn state_bytes(&self, specs: &[ParameterSpec]) -> u64 {
         let one = |spec: &ParameterSpec| {
@@ -194,7 +206,7 @@ impl OptimizerConfig {
         specs.iter().map(|spec| one(spec) as u64).fold(0, u64::saturating_add)
     }
 
-    /// Memory that an update takes on each of its threads, bytes: that of the largest matrix.
+    /// Scratch memory of an update per thread, bytes: that of the largest matrix.
     #[must_use]
     pub fn scratch_bytes(&self, specs: &[ParameterSpec]) -> u64 {
         let one = |(rows, columns)| match self.kind {
@@ -207,52 +219,53 @@ impl OptimizerConfig {
 }
 
 impl Optimizer {
-    /// An optimizer that has not seen a gradient.
+    /// Initializes the optimizer state of `specs`.
     #[must_use]
     pub fn new(config: OptimizerConfig, specs: &[ParameterSpec]) -> Self {
         let states = specs.iter().enumerate().map(|(index, spec)| config.state(index, spec)).collect();
         Self { config, updates: 0, states }
     }
 
-    /// One that goes on from saved states, of every tensor in their order.
+    /// Restores the optimizer from a state dict: one state per tensor, in order.
     #[must_use]
-    pub fn resume(config: OptimizerConfig, updates: u64, states: Vec<TensorState>) -> Self {
+    pub fn from_states(config: OptimizerConfig, updates: u64, states: Vec<TensorState>) -> Self {
         Self { config, updates, states }
     }
 
-    /// Updates done.
+    /// Number of updates so far.
     #[must_use]
     pub fn updates(&self) -> u64 {
         self.updates
     }
 
-    /// Its hyperparameters.
+    /// Hyperparameters.
     #[must_use]
     pub fn config(&self) -> &OptimizerConfig {
         &self.config
     }
 
-    /// Which optimizer.
+    /// Optimizer kind.
     #[must_use]
     pub fn kind(&self) -> OptimizerKind {
         self.config.kind
     }
 
-    /// The state of every tensor, in their order.
+    /// The state of every tensor, in order.
     #[must_use]
     pub fn states(&self) -> &[TensorState] {
         &self.states
     }
 
-    /// Updates `values` for `scale * gradients`, both flat in the order of `specs`, which follow each other.
+    /// Updates the master weights `values [n]` with gradients `[n]`, both flat in the order of `specs`, which
+    /// are contiguous.
     ///
     /// # Panics
-    /// If the tensors are not those that the optimizer was made for.
+    /// If the tensors differ from those that the optimizer was created for.
     pub fn update(
         &mut self,
         specs: &[ParameterSpec],
         values: &mut [f32],
-        (gradients, scale): (&[f32], f32),
+        ScaledGradients { gradients, scale }: ScaledGradients<'_>,
         learning_rate: f32,
         pool: &ThreadPool,
     ) {
@@ -266,19 +279,19 @@ impl Optimizer {
         let owned = specs.iter().enumerate().map(|(tensor, spec)| {
             let (values, after) = std::mem::take(&mut rest).split_at_mut(spec.len());
             rest = after;
-            Owned { tensor, offset: 0, values, gradients: &gradients[spec.range()] }
+            OwnedFragment { tensor, offset: 0, values, gradients: &gradients[spec.range()] }
         });
         self.update_owned(specs, owned.collect(), scale, learning_rate, pool);
     }
 
-    /// Updates what each of the states belongs to, for `scale` times its gradients.
+    /// Updates the tensors or fragments of all states with `scale` times their gradients.
     ///
     /// # Panics
-    /// If there is not one of `owned` for each state.
+    /// If `owned` does not have one entry per state.
     pub(crate) fn update_owned(
         &mut self,
         specs: &[ParameterSpec],
-        owned: Vec<Owned<'_>>,
+        owned: Vec<OwnedFragment<'_>>,
         scale: f32,
         learning_rate: f32,
         pool: &ThreadPool,
@@ -289,18 +302,20 @@ impl Optimizer {
         );
         let adam = self.next_adam(scale, learning_rate);
         let OptimizerConfig { momentum, weight_decay, .. } = self.config;
-        let matrix_factors = Factors { gradient: scale, momentum, learning_rate, weight_decay };
-        let (mut matrices, mut pieces) = (Vec::new(), Vec::new());
-        for (Owned { tensor, offset, values, gradients }, state) in owned.into_iter().zip(&mut self.states) {
+        let matrix_factors = MatrixFactors { gradient: scale, momentum, learning_rate, weight_decay };
+        let (mut matrices, mut chunks) = (Vec::new(), Vec::new());
+        for (OwnedFragment { tensor, offset, values, gradients }, state) in
+            owned.into_iter().zip(&mut self.states)
+        {
             let spec = &specs[tensor];
             let columns = spec.shape.last().copied().unwrap_or(1);
             match state {
                 TensorState::Moments(moments) => {
                     let factors = adam.of(tensor as u32, spec.shape.len() > 1);
-                    pieces.extend(moments.pieces(offset, values, gradients, factors).map(Part::Piece));
+                    chunks.extend(moments.chunks(offset, values, gradients, factors).map(UpdateTask::Chunk));
                 }
                 TensorState::Muon(momentum) => {
-                    matrices.push(Part::Muon(muon::Update {
+                    matrices.push(UpdateTask::Muon(muon::MuonUpdate {
                         values,
                         gradients,
                         momentum,
@@ -310,33 +325,33 @@ impl Optimizer {
                 }
                 TensorState::Dion { momentum, basis } => {
                     let factors = matrix_factors;
-                    let update = dion::Update { values, gradients, momentum, basis, columns, factors };
-                    matrices.push(Part::Dion(update));
+                    let update = dion::DionUpdate { values, gradients, momentum, basis, columns, factors };
+                    matrices.push(UpdateTask::Dion(update));
                 }
             }
         }
-        // The long parts first, so that short ones fill up the end.
-        matrices.append(&mut pieces);
-        pool.map(matrices, Part::run);
+        // Long tasks first, for an even load of the threads.
+        matrices.append(&mut chunks);
+        pool.map(matrices, UpdateTask::run);
     }
 
-    /// The numbers of the next update, of who has the states and does it.
-    pub(crate) fn next_adam(&mut self, scale: f32, learning_rate: f32) -> Adam {
+    /// The hyperparameters of the next AdamW update; counts it. For updates that run elsewhere, such as on a device.
+    pub(crate) fn next_adam(&mut self, scale: f32, learning_rate: f32) -> AdamwUpdate {
         self.updates += 1;
-        Adam::new(&self.config, self.updates, learning_rate, scale)
+        AdamwUpdate::new(&self.config, self.updates, learning_rate, scale)
     }
 
-    /// Takes the states out, for who does the updates elsewhere.
+    /// Moves the states out, for updates that run elsewhere.
     pub(crate) fn take_states(&mut self) -> Vec<TensorState> {
         std::mem::take(&mut self.states)
     }
 
-    /// Puts back what [`Self::take_states`] took, as it is now.
+    /// Returns what [`Self::take_states`] moved out.
     pub(crate) fn put_states(&mut self, states: Vec<TensorState>) {
         self.states = states;
     }
 
-    /// The optimizer of a rank that owns `fragments`, before the first update.
+    /// Initial optimizer of a rank that owns `fragments` (ZeRO).
     pub(crate) fn of_fragments(
         config: OptimizerConfig,
         specs: &[ParameterSpec],
@@ -346,14 +361,14 @@ impl Optimizer {
         Self { config, updates: 0, states: fragments.iter().map(state).collect() }
     }
 
-    /// Of an optimizer of whole tensors, what a rank needs that owns `fragments`.
+    /// The shard of a rank that owns `fragments`, from an optimizer of whole tensors.
     pub(crate) fn cut(&self, fragments: &[Fragment]) -> Self {
         let state = |fragment: &Fragment| self.states[fragment.tensor].cut(&fragment.within);
         let states = fragments.iter().map(state).collect();
         Self { config: self.config, updates: self.updates, states }
     }
 
-    /// The optimizer of whole tensors, of what the ranks have: the fragments of each and their states.
+    /// Gathers the shards of all ranks, with their fragments, to an optimizer of whole tensors.
     pub(crate) fn join<'a>(
         config: OptimizerConfig,
         updates: u64,
@@ -370,13 +385,13 @@ impl Optimizer {
     }
 }
 
-/// The numbers of a state, one stream after the other.
-pub(crate) enum Stream<'a> {
+/// One flat array of an optimizer state.
+pub(crate) enum StateStream<'a> {
     F32(&'a mut Vec<f32>),
     U8(&'a mut Vec<u8>),
 }
 
-impl Stream<'_> {
+impl StateStream<'_> {
     pub(crate) fn bytes(&self) -> u64 {
         match self {
             Self::F32(values) => size_of_val(&values[..]) as u64,
@@ -386,14 +401,14 @@ impl Stream<'_> {
 }
 
 impl Optimizer {
-    /// Memory of everything that it remembers, bytes.
+    /// Memory of the optimizer state, bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.states.iter().map(|state| state.bytes() as u64).sum()
     }
 
-    /// Everything that it remembers, to be taken out of memory and put back as it was.
-    pub(crate) fn streams(&mut self) -> Vec<Stream<'_>> {
+    /// All arrays of the optimizer state, to be moved out of memory and restored.
+    pub(crate) fn streams(&mut self) -> Vec<StateStream<'_>> {
         self.states.iter_mut().flat_map(TensorState::streams).collect()
     }
 }
@@ -411,21 +426,23 @@ impl TensorState {
         }
     }
 
-    fn streams(&mut self) -> Vec<Stream<'_>> {
+    fn streams(&mut self) -> Vec<StateStream<'_>> {
         match self {
-            Self::Moments(Moments::Full { first, second }) => vec![Stream::F32(first), Stream::F32(second)],
+            Self::Moments(Moments::Full { first, second }) => {
+                vec![StateStream::F32(first), StateStream::F32(second)]
+            }
             Self::Moments(Moments::Coded { first, second }) => vec![
-                Stream::U8(&mut first.codes),
-                Stream::F32(&mut first.scales),
-                Stream::U8(&mut second.codes),
-                Stream::F32(&mut second.scales),
+                StateStream::U8(&mut first.codes),
+                StateStream::F32(&mut first.scales),
+                StateStream::U8(&mut second.codes),
+                StateStream::F32(&mut second.scales),
             ],
-            Self::Muon(momentum) => vec![Stream::F32(momentum)],
-            Self::Dion { momentum, basis } => vec![Stream::F32(momentum), Stream::F32(basis)],
+            Self::Muon(momentum) => vec![StateStream::F32(momentum)],
+            Self::Dion { momentum, basis } => vec![StateStream::F32(momentum), StateStream::F32(basis)],
         }
     }
 
-    /// Number of values of its tensor.
+    /// Number of values of the tensor or fragment.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "a tensor without values does not exist")]
     pub fn len(&self) -> usize {
@@ -437,7 +454,7 @@ impl TensorState {
 }
 
 impl TensorState {
-    /// What belongs to the values `within` of its tensor, which can be cut there.
+    /// The state of the values `within` of its tensor; matrices of Muon and Dion are not cut.
     pub(crate) fn cut(&self, within: &Range<usize>) -> Self {
         match self {
             Self::Moments(moments) => Self::Moments(moments.cut(within)),
@@ -445,7 +462,7 @@ impl TensorState {
         }
     }
 
-    /// Puts `part` where [`Self::cut`] took it from.
+    /// Inverse of [`Self::cut`].
     fn paste(&mut self, within: &Range<usize>, part: &Self) {
         match (self, part) {
             (Self::Moments(moments), Self::Moments(part)) => moments.paste(within, part),
@@ -454,17 +471,17 @@ impl TensorState {
     }
 }
 
-impl Part<'_> {
+impl UpdateTask<'_> {
     fn run(self) {
         match self {
-            Self::Piece(piece) => piece.update(),
+            Self::Chunk(chunk) => chunk.update(),
             Self::Muon(update) => update.run(),
             Self::Dion(update) => update.run(),
         }
     }
 }
 
-/// Rows and columns of a matrix inside the network. Embedding and head are none: their rows belong to tokens.
+/// Rows and columns of a matrix inside the network. Embedding and head do not count: AdamW updates them.
 fn hidden_matrix(spec: &ParameterSpec) -> Option<(usize, usize)> {
     let [rows, columns] = spec.shape[..] else { return None };
     let of_tokens = ["embed_tokens.weight", "lm_head.weight"];

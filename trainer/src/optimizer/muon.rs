@@ -1,45 +1,46 @@
-//! Muon in the form of Moonlight (arXiv 2502.16982): an update is the momentum with all its singular values near 1.
+//! Muon (Jordan 2024) in the form of Moonlight (arXiv 2502.16982): the update is the orthogonalised momentum.
 //!
 //! ```text
 //! M <- momentum * M + G;  O = newton_schulz(G + momentum * M)
 //! W <- W - learning_rate * (0.2 * sqrt(max(rows, columns)) * O + weight_decay * W)
 //! ```
 //!
-//! An orthogonal `[rows, columns]` matrix has entries of root mean square `1 / sqrt(max(rows, columns))`, so the factor
-//! makes that of an update 0.2 times the learning rate whatever the shape: about that of AdamW, whose rates therefore
-//! fit.
+//! An orthogonal `[rows, columns]` matrix has entries of root mean square `1 / sqrt(max(rows, columns))`. The factor
+//! scales the root mean square of an update to 0.2 times the learning rate for every shape, which is about that of
+//! AdamW.
 //!
 //! Invariant: the new bits of a matrix depend on itself, its gradient and its momentum; one thread computes it.
 
 use model::ThreadPool;
 use model::products::{StridedMatrix, multiply, multiply_add};
 
-use super::Factors;
+use super::MatrixFactors;
 use crate::norm::norm;
 
-/// The quintic `a x + b x^3 + c x^5` of Jordan (2024), whose iteration takes singular values from 0.001 on to about 1.
+/// Coefficients of the quintic `a x + b x^3 + c x^5` (Jordan 2024), whose iteration maps singular values above 0.001 to
+/// about 1.
 const COEFFICIENTS: [f32; 3] = [3.4445, -4.7750, 2.0315];
-/// Iterations, as in the paper.
+/// Newton-Schulz iterations, as in the paper.
 const ITERATIONS: usize = 5;
-/// Root mean square of an update of learning rate 1, that of AdamW as the paper measures it.
+/// Root mean square of an update at learning rate 1, that of AdamW as the paper measures it.
 const RMS: f32 = 0.2;
-/// Added to the norm that a matrix is divided by, so that no momentum gives no update.
+/// Added to the norm before the division, so that zero momentum gives a zero update.
 const EPS: f32 = 1e-7;
 
-/// One matrix `[rows, columns]` with all that its update touches.
+/// One matrix `[rows, columns]` with its gradient and momentum.
 #[derive(Debug)]
-pub(super) struct Update<'a> {
+pub(super) struct MuonUpdate<'a> {
     pub(super) values: &'a mut [f32],
     pub(super) gradients: &'a [f32],
     pub(super) momentum: &'a mut [f32],
     pub(super) columns: usize,
-    pub(super) factors: Factors,
+    pub(super) factors: MatrixFactors,
 }
 
-impl Update<'_> {
+impl MuonUpdate<'_> {
     /// Updates the matrix and its momentum.
     pub(super) fn run(self) {
-        let Factors { gradient, momentum: decay, learning_rate, weight_decay } = self.factors;
+        let MatrixFactors { gradient, momentum: decay, learning_rate, weight_decay } = self.factors;
         let mut ahead = Vec::with_capacity(self.values.len());
         for (m, g) in self.momentum.iter_mut().zip(self.gradients) {
             let g = g * gradient;
@@ -56,13 +57,13 @@ impl Update<'_> {
     }
 }
 
-/// Memory of [`newton_schulz`] for a matrix `[rows, columns]`, values.
+/// Scratch memory of [`newton_schulz`] for a matrix `[rows, columns]`, values.
 pub(super) fn scratch(rows: usize, columns: usize) -> usize {
     let side = rows.min(columns);
     2 * rows * columns + 2 * side * side
 }
 
-/// `x [rows, columns]` with its singular values brought near 1, those above a thousandth of its norm to within
+/// Orthogonalises `x [rows, columns]` approximately: singular values above a thousandth of its norm are mapped to
 /// [0.68, 1.14].
 fn newton_schulz(mut x: Vec<f32>, columns: usize) -> Vec<f32> {
     let [a, b, c] = COEFFICIENTS;
@@ -73,7 +74,7 @@ fn newton_schulz(mut x: Vec<f32>, columns: usize) -> Vec<f32> {
     let (mut gram, mut square) = (vec![0.0; side * side], vec![0.0; side * side]);
     let mut next = vec![0.0; x.len()];
     for _ in 0..ITERATIONS {
-        // The polynomial of the smaller of X X^T and X^T X: both sides give the same result.
+        // The polynomial of the smaller of X X^T and X^T X; both give the same result.
         let matrix = StridedMatrix::new(&x, columns);
         if rows <= columns {
             multiply(matrix, matrix.transposed(), &mut gram);
@@ -98,11 +99,13 @@ mod tests {
     use super::super::check::{random, singular_values};
     use super::*;
 
-    const FACTORS: Factors = Factors { gradient: 1.0, momentum: 0.95, learning_rate: 1.0, weight_decay: 0.0 };
+    const FACTORS: MatrixFactors =
+        MatrixFactors { gradient: 1.0, momentum: 0.95, learning_rate: 1.0, weight_decay: 0.0 };
 
-    fn step(shape: (usize, usize), gradients: &[f32], factors: Factors) -> Vec<f32> {
+    fn step(shape: (usize, usize), gradients: &[f32], factors: MatrixFactors) -> Vec<f32> {
         let (mut values, mut momentum) = (vec![0.0; gradients.len()], vec![0.0; gradients.len()]);
-        Update { values: &mut values, gradients, momentum: &mut momentum, columns: shape.1, factors }.run();
+        MuonUpdate { values: &mut values, gradients, momentum: &mut momentum, columns: shape.1, factors }
+            .run();
         values
     }
 
@@ -134,10 +137,10 @@ mod tests {
     }
 
     #[test]
-    fn the_size_of_a_gradient_does_not_matter_and_none_is_no_update() {
+    fn updates_do_not_depend_on_the_gradient_scale_and_zero_gives_no_update() {
         let gradients = random(12 * 20, 3);
         let plain = step((12, 20), &gradients, FACTORS);
-        let clipped = step((12, 20), &gradients, Factors { gradient: 1e-3, ..FACTORS });
+        let clipped = step((12, 20), &gradients, MatrixFactors { gradient: 1e-3, ..FACTORS });
         assert!(plain.iter().zip(&clipped).all(|(a, b)| (a - b).abs() < 1e-3));
         assert!(step((12, 20), &[0.0; 240], FACTORS).iter().all(|x| *x == 0.0));
     }
@@ -147,12 +150,12 @@ mod tests {
         let (g, mut momentum) = (random(30, 1), random(30, 2));
         let expected: Vec<f32> = momentum.iter().zip(&g).map(|(m, g)| 0.95 * m + 0.5 * g).collect();
         let ahead: Vec<f32> = expected.iter().zip(&g).map(|(m, g)| 0.5 * g + 0.95 * m).collect();
-        let factors = Factors { gradient: 0.5, momentum: 0.95, learning_rate: 0.1, weight_decay: 0.3 };
+        let factors = MatrixFactors { gradient: 0.5, momentum: 0.95, learning_rate: 0.1, weight_decay: 0.3 };
         let mut values = random(30, 3);
         let o = newton_schulz(ahead, 6);
         let wanted: Vec<f32> =
             values.iter().zip(&o).map(|(w, o)| w - 0.1 * (0.2 * 6.0_f32.sqrt() * o + 0.3 * w)).collect();
-        Update { values: &mut values, gradients: &g, momentum: &mut momentum, columns: 6, factors }.run();
+        MuonUpdate { values: &mut values, gradients: &g, momentum: &mut momentum, columns: 6, factors }.run();
         assert_eq!(momentum, expected);
         assert!(values.iter().zip(&wanted).all(|(a, b)| (a - b).abs() < 1e-5), "{values:?} {wanted:?}");
     }

@@ -1,18 +1,18 @@
-//! Orthonormal rows by block Gram-Schmidt, twice.
+//! Orthonormal rows by block Gram-Schmidt with reorthogonalisation.
 //!
-//! Invariant: rows come out orthonormal to rounding, in their order, each in the span of itself and those before it; a
-//! row that depends on those before it comes out zero instead of as noise.
+//! Invariant: rows are orthonormal up to rounding, in order, each in the span of itself and the rows before it. A row
+//! that is linearly dependent on rows before it becomes zero instead of noise.
 
 use model::products::{StridedMatrix, multiply, multiply_add};
 
-/// Rows that are made orthonormal among themselves in f64; what concerns earlier rows are matrix products.
+/// Rows of a panel, which is orthonormalised in f64; projections on earlier panels are matrix products.
 const PANEL: usize = 32;
-/// A row of which no more than this is left beside the earlier rows is rounding: it came out of a product in f32.
+/// Relative remainder below which a row is linearly dependent: rounding error of a product in f32.
 const DEPENDENT: f64 = 1e-5;
-/// Partial sums of a product of rows.
+/// Partial sums of a dot product.
 const LANES: usize = 16;
 
-/// Makes the rows of `values [rows, width]` orthonormal.
+/// Orthonormalises the rows of `values [rows, width]`.
 pub(super) fn orthonormalize(values: &mut [f32], width: usize) {
     let rows = values.len() / width;
     let mut coefficients = vec![0.0; PANEL.min(rows) * rows];
@@ -20,7 +20,7 @@ pub(super) fn orthonormalize(values: &mut [f32], width: usize) {
         let (before, rest) = values.split_at_mut(first * width);
         let panel = &mut rest[..PANEL.min(rows - first) * width];
         let mut lengths: Vec<f64> = panel.chunks_exact(width).map(length).collect();
-        // The second time takes away what rounding has left the first time: "twice is enough" (Kahan).
+        // The second pass removes the rounding error of the first: "twice is enough" (Kahan).
         for _ in 0..2 {
             if first > 0 {
                 let coefficients = &mut coefficients[..panel.len() / width * first];
@@ -34,12 +34,12 @@ pub(super) fn orthonormalize(values: &mut [f32], width: usize) {
     }
 }
 
-/// Euclidean length of a row.
+/// Euclidean norm of `row [width]`.
 pub(super) fn length(row: &[f32]) -> f64 {
     dot(row, row).sqrt()
 }
 
-/// Makes the rows of a panel orthonormal; `lengths` are what rows are measured against, and then their new ones.
+/// Orthonormalises `panel [rows, width]`; `lengths [rows]` are the original norms and become the new ones.
 fn gram_schmidt(panel: &mut [f32], width: usize, lengths: &mut [f64]) {
     for (i, whole) in lengths.iter_mut().enumerate() {
         let (before, rest) = panel.split_at_mut(i * width);
@@ -60,7 +60,7 @@ fn gram_schmidt(panel: &mut [f32], width: usize, lengths: &mut [f64]) {
 }
 
 model::vectorized! {
-    /// Sum of products in f64, where the product of two f32 is exact.
+    /// Dot product in f64, in which the product of two f32 is exact.
     fn dot(a: &[f32], b: &[f32]) -> f64 {
         let mut lanes = [0.0_f64; LANES];
         let ((a, a_tail), (b, b_tail)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
@@ -81,7 +81,7 @@ mod tests {
     use super::super::check::random;
     use super::*;
 
-    /// Largest difference of the products of the rows from the unit matrix, where `zero` rows are zero.
+    /// Largest deviation of the Gram matrix from the unit matrix, where the rows `zero` are zero.
     fn error(values: &[f32], width: usize, zero: &[usize]) -> f64 {
         let rows: Vec<&[f32]> = values.chunks_exact(width).collect();
         let mut worst = 0.0_f64;
@@ -95,10 +95,10 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_any_number_become_orthonormal() {
+    fn any_number_of_rows_becomes_orthonormal() {
         for (rows, width) in [(1, 1), (1, 40), (5, 5), (31, 100), (33, 33), (70, 90), (100, 100)] {
             let mut values = random(rows * width, 5);
-            // Lengths over ten orders of magnitude.
+            // Norms over ten orders of magnitude.
             for (i, row) in values.chunks_exact_mut(width).enumerate() {
                 row.iter_mut().for_each(|x| *x *= 10.0_f32.powi(i as i32 % 11 - 5));
             }

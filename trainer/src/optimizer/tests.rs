@@ -1,4 +1,4 @@
-//! What all optimizers have in common.
+//! Properties of all optimizers.
 
 use model::{Config, Layout, SharedCores, Sizes};
 
@@ -18,12 +18,12 @@ fn layout() -> Layout {
 }
 
 fn configs() -> Vec<OptimizerConfig> {
-    let all = OptimizerKind::ALL.map(|kind| OptimizerConfig::usual(kind, 0.95));
+    let all = OptimizerKind::ALL.map(|kind| OptimizerConfig::standard(kind, 0.95));
     let low_rank = OptimizerConfig { dion_rank_fraction: 0.25, ..all[3] };
     all.into_iter().chain([low_rank]).collect()
 }
 
-/// Mean squared distance to the minimum of a quadratic whose curvatures span an order of magnitude, after noisy
+/// Mean squared distance to the minimum of a quadratic with curvatures over one order of magnitude, after noisy
 /// gradients; 1/3 before the first step.
 fn distance(config: OptimizerConfig, peak: f32) -> f64 {
     const STEPS: u32 = 300;
@@ -38,7 +38,7 @@ fn distance(config: OptimizerConfig, peak: f32) -> f64 {
         };
         let gradients: Vec<f32> = values.iter().enumerate().map(gradient).collect();
         let left = 1.0 - step as f32 / STEPS as f32;
-        let update = (&gradients[..], 1.0);
+        let update = ScaledGradients { gradients: &gradients, scale: 1.0 };
         optimizer.update(layout.specs(), &mut values, update, peak * left, &ThreadPool::single());
     }
     let squares = values.iter().zip(&target).map(|(value, target)| f64::from(value - target).powi(2));
@@ -55,7 +55,7 @@ fn all_converge_on_a_quadratic() {
 }
 
 #[test]
-fn the_number_of_threads_changes_no_bit() {
+fn the_number_of_threads_does_not_change_bits() {
     let layout = layout();
     for config in configs() {
         let run = |pool: &ThreadPool| {
@@ -63,7 +63,13 @@ fn the_number_of_threads_changes_no_bit() {
             let mut values = random(layout.len(), 1);
             for step in 0..3 {
                 let gradients = random(layout.len(), 2 + step);
-                optimizer.update(layout.specs(), &mut values, (&gradients, 0.5), 0.1, pool);
+                optimizer.update(
+                    layout.specs(),
+                    &mut values,
+                    ScaledGradients { gradients: &gradients, scale: 0.5 },
+                    0.1,
+                    pool,
+                );
             }
             (values, optimizer)
         };
@@ -78,7 +84,7 @@ fn the_number_of_threads_changes_no_bit() {
 }
 
 #[test]
-fn matrices_have_their_own_optimizer_and_the_rest_has_adamw() {
+fn matrices_use_their_optimizer_and_other_tensors_use_adamw() {
     let layout = layout();
     for config in configs() {
         let optimizer = Optimizer::new(config, layout.specs());
@@ -105,9 +111,9 @@ fn matrices_have_their_own_optimizer_and_the_rest_has_adamw() {
     }
 }
 
-/// q, k and v are neighbours in memory and still matrices of their own: what is done to one does not move another.
+/// q, k and v are contiguous in memory, and updates of one do not change the others.
 #[test]
-fn neighbours_in_memory_are_separate_matrices() {
+fn contiguous_matrices_are_updated_separately() {
     let layout = layout();
     let spec = |name: &str| layout.spec(&format!("model.layers.0.self_attn.{name}_proj.weight")).unwrap();
     for config in configs().into_iter().skip(2) {
@@ -116,7 +122,13 @@ fn neighbours_in_memory_are_separate_matrices() {
         let mut gradients = vec![0.0; layout.len()];
         let k = spec("k").range();
         gradients[k.clone()].copy_from_slice(&random(k.len(), 1));
-        optimizer.update(layout.specs(), &mut values, (&gradients, 1.0), 0.1, &ThreadPool::single());
+        optimizer.update(
+            layout.specs(),
+            &mut values,
+            ScaledGradients { gradients: &gradients, scale: 1.0 },
+            0.1,
+            &ThreadPool::single(),
+        );
         assert!(values[k.clone()].iter().all(|x| *x != 0.0));
         assert!(values[..k.start].iter().chain(&values[k.end..]).all(|x| *x == 0.0), "{config:?}");
     }

@@ -6,7 +6,7 @@ use model::Parameters;
 
 use super::{Rank, Weights};
 use crate::lora::Adapter;
-use crate::optimizer::Stream;
+use crate::optimizer::StateStream;
 
 impl Rank {
     /// Memory of weights, gradients and optimizer, bytes.
@@ -27,7 +27,7 @@ impl Rank {
     pub(crate) fn bytes_to_keep(&mut self) -> [u64; 2] {
         let on_device = self.device_bytes();
         let on_host = [(true, false), (false, true)].map(|(optimizer, weights)| {
-            self.streams(optimizer, weights).iter().map(Stream::bytes).sum::<u64>()
+            self.streams(optimizer, weights).iter().map(StateStream::bytes).sum::<u64>()
         });
         [on_host[0] + on_device[0], on_host[1] + on_device[1]]
     }
@@ -39,7 +39,7 @@ impl Rank {
     }
 
     /// The numbers of the optimizer, of the weights with the frozen ones under an adapter, or of both.
-    pub(crate) fn streams(&mut self, of_optimizer: bool, of_weights: bool) -> Vec<Stream<'_>> {
+    pub(crate) fn streams(&mut self, of_optimizer: bool, of_weights: bool) -> Vec<StateStream<'_>> {
         let mut streams = if of_optimizer { self.optimizer.streams() } else { Vec::new() };
         if of_weights {
             let weights = match &mut self.weights {
@@ -49,7 +49,7 @@ impl Rank {
                 Weights::Device(_) | Weights::DeviceOwn(_) => None,
             };
             let frozen = self.adapter.as_mut().map(Adapter::base_mut);
-            streams.extend(weights.into_iter().chain(frozen).map(Stream::F32));
+            streams.extend(weights.into_iter().chain(frozen).map(StateStream::F32));
         }
         streams
     }

@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use device::group::{Candidate, Group, GroupId};
+use device::group::{DeviceGroup, DeviceGroupId, GroupCandidate};
 use device::{Buffer, Device};
 use model::{Parameters, ThreadPool};
 use weights::direct::round::PushPlan;
@@ -77,17 +77,17 @@ impl Rank {
             return Ok(false);
         };
         let (collective, device) = (self.collective()?, engine.device());
-        let all = collective.all_gather_bytes(Candidate::new(device)?.to_bytes())?;
-        let all: Vec<_> = all.iter().map(|bytes| Candidate::from_bytes(bytes)).collect();
-        if let Some(reason) = Candidate::obstacle(&all) {
+        let all = collective.all_gather_bytes(GroupCandidate::new(device)?.to_bytes())?;
+        let all: Vec<_> = all.iter().map(|bytes| GroupCandidate::from_bytes(bytes)).collect();
+        if let Some(reason) = GroupCandidate::obstacle(&all) {
             return match wish {
                 CollectivePlace::Device => Err(TrainerError::NoCollective { reason }),
                 _ => Ok(false),
             };
         }
-        let id = if place.rank == 0 { GroupId::new(device)?.to_bytes() } else { Vec::new() };
-        let id = GroupId::from_bytes(&collective.broadcast(0, id)?);
-        let group = Group::join(device, &id, place.rank, collective.world(), self.config.wait)?;
+        let id = if place.rank == 0 { DeviceGroupId::new(device)?.to_bytes() } else { Vec::new() };
+        let id = DeviceGroupId::from_bytes(&collective.broadcast(0, id)?);
+        let group = DeviceGroup::join(device, &id, place.rank, collective.world(), self.config.wait)?;
         engine.meet(Share::new(group, place.weights.clone(), self.config.shares_weights()));
         Ok(true)
     }
@@ -218,7 +218,8 @@ impl Rank {
     /// # Errors
     /// If the device fails.
     pub(crate) fn whole_optimizer(&self) -> Result<Cow<'_, Optimizer>, TrainerError> {
-        let resumed = |states| Optimizer::resume(self.config.optimizer, self.optimizer.updates(), states);
+        let resumed =
+            |states| Optimizer::from_states(self.config.optimizer, self.optimizer.updates(), states);
         Ok(match self.states()? {
             Cow::Borrowed(_) => Cow::Borrowed(&self.optimizer),
             Cow::Owned(states) => Cow::Owned(resumed(states)),

@@ -15,7 +15,7 @@ use crate::collective::Collective;
 use crate::exchange::{Line, exchange};
 use crate::learner::RowLoss;
 use crate::norm::{clip, norm, sum_of_squares};
-use crate::optimizer::{Optimizer, Owned};
+use crate::optimizer::{Optimizer, OwnedFragment, ScaledGradients};
 use crate::packing::pack;
 use crate::pass::Pass;
 use crate::plan::MicroBatch;
@@ -92,7 +92,7 @@ impl Rank {
         if norm == 0.0 {
             return Ok(norm);
         }
-        let update = (gradients, clip(norm, self.config.max_grad_norm));
+        let update = ScaledGradients { gradients, scale: clip(norm, self.config.max_grad_norm) };
         let parameters = unshared(parameters);
         if let Some(adapter) = &mut self.adapter {
             adapter.update(&mut self.optimizer, update, learning_rate, pool);
@@ -269,7 +269,7 @@ fn owned<'a>(
     mut values: &'a mut [f32],
     packed: bool,
     mut gradients: &'a [f32],
-) -> Vec<Owned<'a>> {
+) -> Vec<OwnedFragment<'a>> {
     let mut passed = 0;
     let of = |Fragment { tensor, within }: &Fragment| {
         let start = if packed { passed } else { specs[*tensor].offset + within.start };
@@ -277,7 +277,7 @@ fn owned<'a>(
         let (own, rest) = rest.split_at_mut(within.len());
         let (own_gradients, others) = gradients.split_at(within.len());
         (values, gradients, passed) = (rest, others, start + within.len());
-        Owned { tensor: *tensor, offset: within.start, values: own, gradients: own_gradients }
+        OwnedFragment { tensor: *tensor, offset: within.start, values: own, gradients: own_gradients }
     };
     fragments.iter().map(of).collect()
 }

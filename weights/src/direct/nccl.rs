@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use device::{Device, Group, GroupId, Patience, Storage, View};
+use device::{Device, DeviceGroup, DeviceGroupId, GroupTimeout, Storage, View};
 use trajectory::PolicyVersion;
 
 use super::round::{BroadcastRound, EpochGroups, PushPlan, combined, hex};
@@ -208,7 +208,7 @@ impl<T: Storage> PushLead<T> {
             Some(last) => (last.epoch, last.ids.clone()),
             None if members.is_empty() => (0, Vec::new()),
             None => {
-                let new = |_| GroupId::new(&self.device).map(|id| hex(&id.to_bytes()));
+                let new = |_| DeviceGroupId::new(&self.device).map(|id| hex(&id.to_bytes()));
                 let ids = (0..cuts.len()).map(new).collect::<Result<_, _>>();
                 (clock(), ids.map_err(failed("make a group"))?)
             }
@@ -301,8 +301,9 @@ impl<T: Storage> PushOwner<T> {
                 let failed = move |hub: &Hub| hub.failed_round(round.load(Ordering::Relaxed));
                 Arc::new(move || hub.departed(&members).or_else(|| failed(&hub))) as _
             });
-            let patience = Patience { deadline: round.deadline(), give_up };
-            let group = Group::join(&self.device, &id, 0, round.world(), patience).map_err(failed(what))?;
+            let timeout = GroupTimeout { deadline: round.deadline(), give_up };
+            let group =
+                DeviceGroup::join(&self.device, &id, 0, round.world(), timeout).map_err(failed(what))?;
             self.joined = Some(EpochGroups { epoch: round.epoch, groups: vec![group] });
         }
         let start = round.cuts[self.index].0;

@@ -7,7 +7,7 @@ use std::fmt;
 use std::ops::Range;
 use std::time::Duration;
 
-use device::{Group, GroupId, Storage};
+use device::{DeviceGroup, DeviceGroupId, Storage};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
@@ -49,9 +49,9 @@ impl BroadcastRound {
         self.members.len() + 1
     }
 
-    pub(super) fn id(&self, owner: usize) -> Result<GroupId, String> {
+    pub(super) fn id(&self, owner: usize) -> Result<DeviceGroupId, String> {
         let id = self.ids.get(owner).ok_or_else(|| format!("there is no owner {owner}"))?;
-        Ok(GroupId::from_bytes(&from_hex(id)?))
+        Ok(DeviceGroupId::from_bytes(&from_hex(id)?))
     }
 
     /// What is sent at once of the shard of an owner, in order.
@@ -133,13 +133,13 @@ impl PushPlan {
 #[derive(Debug)]
 pub(super) struct EpochGroups {
     pub(super) epoch: u64,
-    pub(super) groups: Vec<Group>,
+    pub(super) groups: Vec<DeviceGroup>,
 }
 
 impl EpochGroups {
     /// Leaves at once, also in the middle of a broadcast.
     pub(super) fn abort(self) {
-        self.groups.iter().for_each(Group::abort);
+        self.groups.iter().for_each(DeviceGroup::abort);
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
-use device::device::Place;
+use device::device::DeviceLocation;
 use device::{Buffer, bf16};
 use tokio::runtime::Runtime;
 
@@ -26,7 +26,7 @@ const SHORT: Duration = Duration::from_millis(100);
 const LEN: usize = 5000;
 
 fn emulated() -> Device {
-    Device::open(Place::Emulated).unwrap()
+    Device::open(DeviceLocation::Emulated).unwrap()
 }
 
 /// Weights that say of which version they are.

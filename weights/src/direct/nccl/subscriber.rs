@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use device::{Buffer, Device, DeviceError, Group, Patience, Storage};
+use device::{Buffer, Device, DeviceError, DeviceGroup, GroupTimeout, Storage};
 use trajectory::PolicyVersion;
 
 use super::super::hub_connection::HubConnection;
@@ -142,8 +142,9 @@ impl ReceiveState {
                     .id(owner)
                     .map_err(|reason| RoundFailure::Local(WeightsError::Device { what, reason }))?;
                 let give_up = other_round(Arc::clone(control), Arc::clone(&self.round));
-                let patience = Patience { deadline: round.deadline(), give_up: Some(Arc::new(give_up)) };
-                Group::join(device, &id, rank, round.world(), patience).map_err(|error| ended(what, error))
+                let timeout = GroupTimeout { deadline: round.deadline(), give_up: Some(Arc::new(give_up)) };
+                DeviceGroup::join(device, &id, rank, round.world(), timeout)
+                    .map_err(|error| ended(what, error))
             };
             let mut joined = EpochGroups { epoch: round.epoch, groups: Vec::new() };
             for owner in 0..round.cuts.len() {

@@ -92,7 +92,8 @@ fn a_sampler_that_dies_in_the_middle_of_a_push_is_left_out_of_the_next_attempt()
                 if joins {
                     let device = emulated();
                     let group =
-                        device::Group::join(&device, &round.id(0).unwrap(), 1, 3, round.deadline()).unwrap();
+                        device::DeviceGroup::join(&device, &round.id(0).unwrap(), 1, 3, round.deadline())
+                            .unwrap();
                     let mut bucket = device.zeros::<bf16>(2048).unwrap();
                     group.broadcast(0, bucket.all_mut()).unwrap();
                 }

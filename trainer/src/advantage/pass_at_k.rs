@@ -1,15 +1,16 @@
-//! Pass@k training (arXiv 2508.10751): a task counts as solved if one of k attempts is right.
+//! Pass@k training (arXiv 2508.10751): a task counts as solved if one of k attempts is correct.
 //!
-//! Invariant: the advantage is the mean over all subsets of k trajectories that contain the trajectory, in closed form;
-//! nothing is drawn.
+//! Invariant: the advantage is the mean over all subsets of k trajectories that contain the trajectory, in closed form,
+//! without sampling.
 
 use super::EPSILON;
 
-/// Advantages `[N]` of trajectories that are right or not; `k` is at most `N` (larger ones count as `N`).
+/// Advantages `[G]` of trajectories that are correct or not (`right [G]`); `k` is clamped to `G`.
 ///
-/// A subset of k is worth 1 if one of it is right. With `m` wrong ones of `N`, its mean is `R = 1 - C(m, k) / C(N, k)`
-/// and its deviation `s = sqrt(R (1 - R))`. A right trajectory is only in subsets worth 1: `(1 - R) / s`; a wrong one in
-/// subsets worth `1 - C(m - 1, k - 1) / C(N - 1, k - 1)` on average.
+/// With `N = G`: a subset of k has reward 1 if one of it is correct. With `m` incorrect ones of `N`, the mean is `R = 1
+/// - C(m, k) / C(N, k)` and the standard deviation `s = sqrt(R (1 - R))`. All subsets with a given correct trajectory
+/// have reward 1: its advantage is `(1 - R) / s`. Those with a given incorrect one have mean `1 - C(m - 1, k - 1) / C(N
+/// - 1, k - 1)`.
 #[must_use]
 pub fn advantages(right: &[bool], k: usize) -> Vec<f64> {
     let n = right.len();
@@ -26,7 +27,7 @@ pub fn advantages(right: &[bool], k: usize) -> Vec<f64> {
     right.iter().map(|right| if *right { of_right } else { of_wrong }).collect()
 }
 
-/// `C(m, k) / C(n, k)`, as a product so that nothing overflows.
+/// `C(m, k) / C(n, k)` as a product, which cannot overflow.
 fn share(m: usize, n: usize, k: usize) -> f64 {
     if m < k {
         return 0.0;

@@ -1,30 +1,31 @@
-//! Generalised advantage estimation against a critic (arXiv 1506.02438), with a lambda of its own for the critic
-//! (VC-PPO, arXiv 2503.01491) and one that grows with the length for the policy (VAPO, arXiv 2504.05118).
+//! Generalised advantage estimation (GAE, arXiv 1506.02438), with a separate lambda for the critic (VC-PPO, arXiv
+//! 2503.01491) and a length-adaptive lambda for the policy (VAPO, arXiv 2504.05118).
 //!
-//! Invariant: values and rewards are per trained token; what the policy did not choose (prompts, tool output) is skipped.
+//! Invariant: values and rewards are per trained token; tokens that the policy did not sample (prompts, tool output)
+//! are skipped.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Advantages, GroupOutcome, batch, per_token};
 
-/// How far rewards reach back.
+/// Discount and lambdas of GAE.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Gae {
-    /// What a reward is worth one token earlier.
+    /// Discount of a reward per token.
     pub gamma: f64,
-    /// Weight of longer estimates in the policy's advantages; 1 is the return minus the value.
+    /// Lambda of the policy's advantages; 1 gives the return minus the value.
     pub lambda_policy: f64,
-    /// VAPO's `alpha`: if above 0, the policy's lambda is `1 - 1 / (alpha * T)` of a trajectory of `T` tokens, at
+    /// `alpha` of VAPO: if above 0, the policy's lambda is `1 - 1 / (alpha * T)` for a trajectory of `T` tokens, at
     /// least 0.
     pub length_adaptive: f64,
-    /// Weight of longer estimates in the critic's targets.
+    /// Lambda of the critic's value targets.
     pub lambda_critic: f64,
     /// Whether advantages are whitened over the batch.
     pub whiten: bool,
 }
 
 impl Gae {
-    /// Advantages of the policy.
+    /// Advantages of the policy, `[groups][G][T]`.
     #[must_use]
     pub fn advantages(&self, groups: &[GroupOutcome]) -> Advantages {
         let raw = per_token(groups, |outcome| {
@@ -34,7 +35,7 @@ impl Gae {
         if self.whiten { batch::whiten(&raw) } else { raw }
     }
 
-    /// What the critic learns to expect: its advantages plus what it expected.
+    /// Value targets of the critic, `[groups][G][T]`: GAE with `lambda_critic`, plus the values before the step.
     #[must_use]
     pub fn returns(&self, groups: &[GroupOutcome]) -> Advantages {
         per_token(groups, |outcome| {
@@ -53,8 +54,8 @@ impl Gae {
     }
 }
 
-/// `A_t = d_t + gamma lambda A_{t+1}` with `d_t = r_t + gamma V_{t+1} - V_t`; after the last token the value is 0.
-/// `rewards`, `values` and the result are `[T]`.
+/// `A_t = d_t + gamma lambda A_{t+1}` with `d_t = r_t + gamma V_{t+1} - V_t`; the value after the last token is 0.
+/// `rewards [T]`, `values [T]`; the result is `[T]`.
 #[must_use]
 pub fn generalised(rewards: &[f64], values: &[f64], gamma: f64, lambda: f64) -> Vec<f64> {
     let mut advantages = vec![0.0; rewards.len()];
@@ -67,7 +68,7 @@ pub fn generalised(rewards: &[f64], values: &[f64], gamma: f64, lambda: f64) -> 
     advantages
 }
 
-/// `R_t = r_t + gamma R_{t+1}`, `[T]`.
+/// Discounted returns `R_t = r_t + gamma R_{t+1}` of `rewards [T]`; the result is `[T]`.
 #[must_use]
 pub fn discounted(rewards: &[f64], gamma: f64) -> Vec<f64> {
     generalised(rewards, &vec![0.0; rewards.len()], gamma, 1.0)

@@ -1,20 +1,20 @@
-//! Against the other trajectories of the same task.
+//! Group-relative advantage estimators: the baseline is computed from the trajectories of the same task.
 //!
-//! Invariant: an advantage of a group of one is its reward, since there is nothing to compare it with. A batch leaves such
-//! groups out where the algorithm compares.
+//! Invariant: the advantage in a group of one is its reward, because no baseline exists. A batch skips such groups if
+//! the algorithm needs groups.
 
 use serde::{Deserialize, Serialize};
 
 use super::{EPSILON, mean, sample_std};
 
-/// What the deviation from the group's mean is divided by.
+/// What the deviation from the group mean is divided by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScaleRewards {
-    /// The group's standard deviation (GRPO, DeepSeekMath, arXiv 2402.03300).
+    /// The standard deviation of the group (GRPO, DeepSeekMath, arXiv 2402.03300).
     #[default]
     Group,
-    /// The standard deviation of all deviations of the batch (ScaleRL, arXiv 2510.13786).
+    /// The standard deviation of all deviations in the batch (ScaleRL, arXiv 2510.13786).
     Batch,
     /// Nothing (Dr.GRPO, arXiv 2503.20783).
     None,
@@ -27,7 +27,7 @@ pub fn relative(rewards: &[Vec<f64>], scale: ScaleRewards) -> Vec<Vec<f64>> {
     let deviations: Vec<Vec<f64>> = rewards.iter().map(|rewards| centred(rewards)).collect();
     let divisor = |group: &[f64]| match scale {
         ScaleRewards::None => 1.0,
-        // Of one value there is no deviation.
+        // One value has no deviation.
         ScaleRewards::Group if group.len() < 2 => 1.0,
         ScaleRewards::Group => sample_std(group) + EPSILON,
         ScaleRewards::Batch => sample_std(&deviations.concat()) + EPSILON,
@@ -39,7 +39,8 @@ pub fn relative(rewards: &[Vec<f64>], scale: ScaleRewards) -> Vec<Vec<f64>> {
     deviations.iter().map(scaled).collect()
 }
 
-/// `(r - mean) * n / (n - 1)`: the reward minus the mean of the others.
+/// RLOO (arXiv 2402.14740): `(r - mean) * n / (n - 1)`, which is the reward minus the mean of the other rewards.
+/// `rewards` and the result are `[G]`.
 #[must_use]
 pub fn leave_one_out(rewards: &[f64]) -> Vec<f64> {
     let n = rewards.len() as f64;
@@ -47,7 +48,8 @@ pub fn leave_one_out(rewards: &[f64]) -> Vec<f64> {
     centred(rewards).iter().map(|deviation| deviation * stretch).collect()
 }
 
-/// `r - sum(len * r) / sum(len)`: the baseline of least variance if long trajectories have large gradients.
+/// OPO (arXiv 2505.23585): `r - sum(len * r) / sum(len)`, the baseline of minimum variance if gradient norms grow with
+/// length. `rewards`, `lengths` (tokens) and the result are `[G]`.
 #[must_use]
 pub fn length_weighted(rewards: &[f64], lengths: &[f64]) -> Vec<f64> {
     let total: f64 = lengths.iter().sum();
@@ -58,7 +60,7 @@ pub fn length_weighted(rewards: &[f64], lengths: &[f64]) -> Vec<f64> {
     rewards.iter().map(|reward| reward - baseline).collect()
 }
 
-/// Deviations from the mean; of one value itself.
+/// `rewards [G]` minus their mean; a single reward is unchanged.
 pub(super) fn centred(rewards: &[f64]) -> Vec<f64> {
     let mean = if rewards.len() < 2 { 0.0 } else { mean(rewards.iter().copied()) };
     rewards.iter().map(|reward| reward - mean).collect()
@@ -84,7 +86,7 @@ mod tests {
         }
 
         #[test]
-        fn leaving_one_out_is_what_it_says(rewards in prop::collection::vec(-5.0..5.0f64, 2..20)) {
+        fn leave_one_out_subtracts_the_mean_of_the_others(rewards in prop::collection::vec(-5.0..5.0f64, 2..20)) {
             for (i, advantage) in leave_one_out(&rewards).into_iter().enumerate() {
                 let others = rewards.iter().enumerate().filter(|(j, _)| *j != i).map(|(_, r)| *r);
                 prop_assert!((advantage - (rewards[i] - mean(others))).abs() < 1e-9);

@@ -1,14 +1,14 @@
-//! The state of an optimizer to a safetensors file and back.
+//! Optimizer states in a safetensors file.
 //!
 //! ```text
-//! m.<name>, v.<name>               F32 in the shape of the weight, or U8 where they are kept in 8 bits
-//! m.<name>.scales, v.<name>.scales F32 `[blocks]`, beside U8
+//! m.<name>, v.<name>               F32 in the shape of the weight, or U8 for 8-bit moments
+//! m.<name>.scales, v.<name>.scales F32 `[blocks]`, with U8
 //! momentum.<name>                  F32 in the shape of the weight: Muon and Dion
 //! basis.<name>                     F32 `[rank, columns]`: Dion
-//! metadata: optimizer              the word of the recipe; files without it are of `adamw`
+//! metadata: optimizer              the name in a recipe; `adamw` if absent
 //! ```
 //!
-//! Invariant: what is read is what was written, bit for bit, or the error says what differs.
+//! Invariant: a file that is read back gives the same bits, or an error with the difference.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -23,10 +23,10 @@ use crate::TrainerError;
 use crate::moments::{Coded, Moments};
 use crate::optimizer::{Optimizer, OptimizerConfig, OptimizerKind, TensorState};
 
-/// Key of the metadata that names the optimizer.
+/// Metadata key of the optimizer's name.
 const OPTIMIZER: &str = "optimizer";
 
-/// Writes the state of `optimizer` for the tensors `specs`, one at a time.
+/// Writes the optimizer state of the tensors `specs`.
 pub(crate) fn write(path: &Path, specs: &[ParameterSpec], optimizer: &Optimizer) -> std::io::Result<()> {
     let mut tensors = Vec::new();
     for (spec, state) in specs.iter().zip(optimizer.states()) {
@@ -36,8 +36,8 @@ pub(crate) fn write(path: &Path, specs: &[ParameterSpec], optimizer: &Optimizer)
             }
             TensorState::Moments(Moments::Coded { first, second }) => {
                 for (prefix, Coded { codes, scales }) in [("m", first), ("v", second)] {
-                    tensors.push((name(prefix, spec), Stored::new(&spec.shape, Numbers::U8(codes))));
-                    let scales = Stored::new(&[scales.len()], Numbers::F32(scales));
+                    tensors.push((name(prefix, spec), StoredTensor::new(&spec.shape, Numbers::U8(codes))));
+                    let scales = StoredTensor::new(&[scales.len()], Numbers::F32(scales));
                     tensors.push((scales_name(prefix, spec), scales));
                 }
             }
@@ -52,10 +52,10 @@ pub(crate) fn write(path: &Path, specs: &[ParameterSpec], optimizer: &Optimizer)
     serialize(path, tensors, metadata)
 }
 
-/// Writes a file of these tensors.
+/// Writes a safetensors file.
 pub(crate) fn serialize(
     path: &Path,
-    tensors: Vec<(String, Stored<'_>)>,
+    tensors: Vec<(String, StoredTensor<'_>)>,
     metadata: HashMap<String, String>,
 ) -> std::io::Result<()> {
     safetensors::serialize_to_file(tensors, Some(metadata), path).map_err(|error| match error {
@@ -64,7 +64,7 @@ pub(crate) fn serialize(
     })
 }
 
-/// Reads the state of every tensor of `specs`, which is to be of an optimizer of this configuration.
+/// Reads the optimizer state of the tensors `specs` for an optimizer with `config`.
 pub(crate) fn read(
     path: &Path,
     specs: &[ParameterSpec],
@@ -78,7 +78,7 @@ pub(crate) fn read(
     let file = files::open(path).map_err(unreadable)?;
     #[expect(
         unsafe_code,
-        reason = "reading moments of many gigabytes without a second copy; nobody writes to a checkpoint that has its name"
+        reason = "reading moments of many gigabytes without a second copy; no process writes to a checkpoint with its final name"
     )]
     let bytes = unsafe { Mmap::map(&file) }.map_err(unreadable)?;
     let malformed = |error: SafeTensorError| broken(format!("is not a safetensors file: {error}"));
@@ -88,7 +88,7 @@ pub(crate) fn read(
     if saved != config.kind.as_str() {
         let (path, kind) = (path.to_owned(), config.kind.as_str());
         let reason = format!(
-            "has the state of `trainer.optimizer = \"{saved}\"`, but the recipe says \"{kind}\"; go on with \
+            "has the state of `trainer.optimizer = \"{saved}\"`, but the recipe says \"{kind}\"; continue with \
              \"{saved}\", or start a new run from the checkpoint's model"
         );
         return Err(TrainerError::Checkpoint { path, reason });
@@ -99,7 +99,7 @@ pub(crate) fn read(
     states.collect::<Result<_, String>>().map_err(broken)
 }
 
-/// `state` with what is in the file.
+/// Fills `state` from the file.
 fn tensor_state(
     tensors: &SafeTensors<'_>,
     spec: &ParameterSpec,
@@ -135,9 +135,14 @@ fn basis_shape(spec: &ParameterSpec, basis: &[f32]) -> [usize; 2] {
     [basis.len() / columns, columns]
 }
 
-/// A tensor in f32 under its name.
-fn full<'a>(prefix: &str, spec: &ParameterSpec, shape: &[usize], values: &'a [f32]) -> (String, Stored<'a>) {
-    (name(prefix, spec), Stored::new(shape, Numbers::F32(values)))
+/// A tensor in f32 with its name.
+fn full<'a>(
+    prefix: &str,
+    spec: &ParameterSpec,
+    shape: &[usize],
+    values: &'a [f32],
+) -> (String, StoredTensor<'a>) {
+    (name(prefix, spec), StoredTensor::new(shape, Numbers::F32(values)))
 }
 
 fn name(prefix: &str, spec: &ParameterSpec) -> String {
@@ -159,7 +164,7 @@ fn read_f32(
     Ok(())
 }
 
-/// The bytes of a tensor that has to be of this type and shape.
+/// The bytes of a tensor; an error if it has another type or shape.
 fn data<'a>(
     tensors: &SafeTensors<'a>,
     name: &str,
@@ -173,8 +178,8 @@ fn data<'a>(
     Ok(view.data())
 }
 
-/// A tensor on its way into a file; bytes are made only when they are written.
-pub(crate) struct Stored<'a> {
+/// A tensor to be written; converted to bytes when it is written.
+pub(crate) struct StoredTensor<'a> {
     shape: Vec<usize>,
     numbers: Numbers<'a>,
 }
@@ -184,14 +189,14 @@ pub(crate) enum Numbers<'a> {
     U8(&'a [u8]),
 }
 
-impl<'a> Stored<'a> {
-    /// Numbers of this shape.
+impl<'a> StoredTensor<'a> {
+    /// A tensor of this shape.
     pub(crate) fn new(shape: &[usize], numbers: Numbers<'a>) -> Self {
         Self { shape: shape.to_vec(), numbers }
     }
 }
 
-impl View for Stored<'_> {
+impl View for StoredTensor<'_> {
     fn dtype(&self) -> Dtype {
         match self.numbers {
             Numbers::F32(_) => Dtype::F32,

@@ -1,6 +1,6 @@
-//! Where new versions go: to samplers that take them from the host, or from the trainer's device.
+//! Publishes new policy versions to samplers, from host memory or from the trainer's device.
 //!
-//! Invariant: what is published is what the next step starts from, whichever way it goes.
+//! Invariant: the published weights are those that the next step starts from, for every transport.
 
 use std::sync::Arc;
 
@@ -14,18 +14,18 @@ use crate::TrainerError;
 use crate::learner::Learner;
 use crate::on_device::DeviceWeights;
 
-/// The trainer's end of the backward edge.
+/// The trainer's weight publisher.
 #[derive(Clone)]
-pub enum Publishing {
-    /// Through memory of the host.
+pub enum WeightPublisher {
+    /// From host memory.
     Host(Arc<dyn Publisher>),
-    /// From the device, in f32.
+    /// From the device, f32.
     F32(Arc<dyn DevicePublisher<f32>>),
-    /// From the device, in bf16.
+    /// From the device, bf16.
     Bf16(Arc<dyn DevicePublisher<bf16>>),
 }
 
-impl std::fmt::Debug for Publishing {
+impl std::fmt::Debug for WeightPublisher {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Host(_) => "Host",
@@ -35,14 +35,14 @@ impl std::fmt::Debug for Publishing {
     }
 }
 
-impl Publishing {
+impl WeightPublisher {
     /// Publishes the weights of `learner` as `version`.
     ///
     /// # Errors
-    /// If the transport fails, or the weights are not where they are to be published from.
+    /// If the transport fails, or the learner does not have the weights where the transport needs them.
     pub(crate) fn publish(&self, version: PolicyVersion, learner: &Learner) -> Result<(), TrainerError> {
         match (self, learner.device_weights()) {
-            // The one copy of the weights, straight into the memory that the samplers share, by whoever has them.
+            // Writes the only copy of the weights directly into the memory that samplers map.
             (Self::Host(publisher), _) => match learner.whole()? {
                 Some(whole) => publisher.publish_values(version, whole.values())?,
                 None => publisher.publish(Snapshot::new(version, learner.snapshot()?.into()))?,
@@ -58,8 +58,8 @@ impl Publishing {
         Ok(())
     }
 
-    /// Sends the version that `learner` has published last to samplers that have come since, if its way has to be told. The
-    /// weights are those that were published, and still where they were, as long as no update begins.
+    /// Sends the last published version to samplers that subscribed after it, for transports that do not serve it on
+    /// request. The weights are unchanged until the next update begins.
     ///
     /// # Errors
     /// If the transport fails.
@@ -71,21 +71,21 @@ impl Publishing {
             (Self::Bf16(publisher), Some((_, DeviceWeights::Bf16(values)))) => {
                 resend_from(&**publisher, learner, values)?
             }
-            // Whoever comes finds it on the host.
+            // New subscribers read it from the host.
             _ => false,
         };
         Ok(())
     }
 }
 
-/// From the device of a rank that is alone, or by all ranks a shard each.
+/// Publishes from the device of a single rank, or by all ranks, a shard each.
 fn publish_from<T: Storage>(
     publisher: &dyn DevicePublisher<T>,
     version: PolicyVersion,
     learner: &Learner,
     (device, values): (&Device, View<'_, T>),
 ) -> Result<(), TrainerError> {
-    // They may be copied on another stream than the one that has made them.
+    // The copy may run on another stream than the update.
     device.synchronize()?;
     match by_all(publisher, learner) {
         Some(all) => {
@@ -106,7 +106,7 @@ fn resend_from<T: Storage>(
     }
 }
 
-/// The publisher, if all ranks send through it.
+/// The NCCL publisher, if all ranks send their shards.
 fn by_all<'a, T: Storage>(
     publisher: &'a dyn DevicePublisher<T>,
     learner: &Learner,
@@ -114,13 +114,13 @@ fn by_all<'a, T: Storage>(
     publisher.broadcasting().filter(|_| learner.meets_on_devices().is_some())
 }
 
-/// Has all ranks send what `push` plans.
+/// Runs `push`, for whose plans all ranks send their shards.
 fn together<R>(
     learner: &Learner,
     hub: &Hub,
     push: impl FnOnce(&mut dyn FnMut(&PushPlan) -> Result<Vec<Digest>, WeightsError>) -> Result<R, WeightsError>,
 ) -> Result<R, TrainerError> {
-    // Without the others no other attempt can succeed.
+    // A rank that has ended makes further attempts fail.
     let mut ended: Option<TrainerError> = None;
     let mut send = |plan: &PushPlan| {
         let sent = match ended {

@@ -1,7 +1,6 @@
-//! Whether a checkpoint can be resumed from, and what becomes of those that are not.
+//! Integrity of checkpoints: comparison with the manifest, and renaming of those that a run must not resume from.
 //!
-//! Invariant: nothing is removed here. A checkpoint that a run does not go on from keeps its files under a name that no
-//! run looks for.
+//! Invariant: nothing is deleted here. A checkpoint that a run skips keeps its files under a name that no run loads.
 
 use std::path::{Path, PathBuf};
 
@@ -11,21 +10,21 @@ use trajectory::PolicyVersion;
 use super::{OLDEST_FORMAT, base_path, list, numbers, path};
 use crate::TrainerError;
 
-/// What is known of a checkpoint that can be resumed from.
+/// How the integrity of a checkpoint was verified.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whole {
-    /// Every file has the digest that was written.
+pub enum CheckpointIntegrity {
+    /// Every file has the digest of the manifest.
     Digested,
-    /// It is of format 1, whose files have no digests.
+    /// The checkpoint has format 1, without digests.
     Undigested,
 }
 
-/// Compares the files of the checkpoint in `dir`, and of the frozen model beside it, with their manifests.
+/// Compares the files of the checkpoint in `dir`, and of the frozen model next to it, with their manifests.
 ///
 /// # Errors
-/// [`TrainerError::Damaged`] if a file of the checkpoint is missing or not the one that was written: another checkpoint
-/// may be whole. Others if no checkpoint could be read.
-pub fn check(dir: &Path) -> Result<Whole, TrainerError> {
+/// [`TrainerError::Damaged`] if a file of the checkpoint is missing or changed: another checkpoint may be intact. Other
+/// errors apply to all checkpoints.
+pub fn check(dir: &Path) -> Result<CheckpointIntegrity, TrainerError> {
     let damaged = |reason| TrainerError::Damaged { checkpoint: dir.to_owned(), reason };
     let digested = manifest::check(dir).map_err(|error| damaged(error.to_string()))?;
     let state = numbers(dir)?;
@@ -33,8 +32,8 @@ pub fn check(dir: &Path) -> Result<Whole, TrainerError> {
         manifest::check(&base_path(checkpoints))?;
     }
     match (digested, state.format) {
-        (true, _) => Ok(Whole::Digested),
-        (false, OLDEST_FORMAT) => Ok(Whole::Undigested),
+        (true, _) => Ok(CheckpointIntegrity::Digested),
+        (false, OLDEST_FORMAT) => Ok(CheckpointIntegrity::Undigested),
         (false, format) => Err(damaged(format!(
             "{} is missing, and format {format} has one; restore it from a copy, or use an earlier checkpoint",
             manifest::MANIFEST
@@ -42,11 +41,11 @@ pub fn check(dir: &Path) -> Result<Whole, TrainerError> {
     }
 }
 
-/// Renames the checkpoints after `version`, the newest first, so that no run goes on from them: to their name and
-/// `.aside`, with a number behind it if there is one already. Returns their versions and new places.
+/// Renames the checkpoints after `version`, newest first, so that no run resumes from them: appends `.aside` to the
+/// name, and a number if that exists. Returns their versions and new paths.
 ///
 /// # Errors
-/// If one cannot be renamed.
+/// If a directory cannot be renamed.
 pub fn set_aside_after(
     checkpoints: &Path,
     version: Option<PolicyVersion>,

@@ -1,14 +1,14 @@
-//! Credit: how much better a trajectory, or one of its tokens, was than what it is compared with.
+//! Advantages: how much better a trajectory, or one of its tokens, was than a baseline.
 //!
-//! Invariant: credit is arithmetic on host numbers in f64. It sees rewards and lengths, never tokens or tensors; what
-//! comes out is one advantage per trained token.
+//! Invariant: an advantage estimator is arithmetic on host numbers in f64. Its input is rewards and lengths, never
+//! tokens or tensors; its output is one advantage per trained token.
 //!
 //! # Layout
-//! - [`group`]: against the other trajectories of the task
-//! - [`batch`]: against the whole batch
-//! - [`pass_at_k`]: for tasks that count as solved if one of k attempts is right
+//! - [`group`]: baseline from the other trajectories of the task
+//! - [`batch`]: baseline from the whole batch
+//! - [`pass_at_k`]: a task counts as solved if one of k attempts is correct
 //! - [`process`]: rewards of turns
-//! - [`gae`]: against a critic
+//! - [`gae`]: baseline from a critic
 
 pub mod batch;
 pub mod gae;
@@ -21,88 +21,88 @@ use serde::{Deserialize, Serialize};
 pub use gae::Gae;
 pub use group::ScaleRewards;
 
-/// Added to a standard deviation before it divides.
+/// Added to a standard deviation before a division.
 pub const EPSILON: f64 = 1e-6;
 
-/// One trajectory as an advantage sees it.
+/// Rewards and lengths of one trajectory.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Outcome {
-    /// What it is worth.
+pub struct TrajectoryOutcome {
+    /// Total reward.
     pub reward: f64,
-    /// Whether it is correct, whatever it is worth.
+    /// Whether the answer is correct, independent of the reward.
     pub correct: bool,
     /// Trained tokens, `T`.
     pub tokens: usize,
-    /// Each reward by itself, before weighting, in the order of the recipe; 0 for one that failed.
+    /// Each reward component before weighting, in the order of the recipe; 0 for a component that failed.
     pub components: Vec<f64>,
-    /// Trained tokens and reward of each turn, if turns have rewards of their own beside that of the whole.
+    /// Trained tokens and reward of each turn, if turns have rewards besides the total; otherwise empty.
     pub turns: Vec<(usize, f64)>,
-    /// `[T]` taken off the reward at each token, such as the divergence from the reference; empty for none.
+    /// `[T]` subtracted from the reward at each token, such as a KL penalty; empty for none.
     pub penalties: Vec<f64>,
-    /// `[T]` what the critic expected before each token; empty without one.
+    /// `[T]` values of the critic before each token; empty without a critic.
     pub values: Vec<f64>,
-    /// `[T]` log-probability under the teacher minus that under the policy; empty without one.
+    /// `[T]` log-probability under the teacher minus that under the policy, nats; empty without a teacher.
     pub teacher_gap: Vec<f64>,
 }
 
 /// The trajectories of one task.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GroupOutcome {
-    /// Those that have a reward.
-    pub trajectories: Vec<Outcome>,
+    /// The trajectories that have a reward.
+    pub trajectories: Vec<TrajectoryOutcome>,
     /// Reward of the task's greedy completion, if there is one.
     pub greedy: Option<f64>,
 }
 
-/// What a trajectory is compared with.
+/// How advantages are estimated: which baseline is subtracted from the reward.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "name", rename_all = "snake_case")]
-pub enum Advantage {
-    /// The mean of its group (GRPO, Dr.GRPO, ScaleRL).
+pub enum AdvantageEstimator {
+    /// The group mean (GRPO, Dr.GRPO, ScaleRL).
     Group {
         /// What the deviation is divided by.
         scale: ScaleRewards,
     },
-    /// The mean of the others of its group (RLOO, arXiv 2402.14740).
+    /// The mean of the other trajectories of the group (RLOO, arXiv 2402.14740).
     LeaveOneOut,
-    /// The mean of its group weighted by length (OPO, arXiv 2505.23585).
+    /// The group mean weighted by length (OPO, arXiv 2505.23585).
     LengthWeighted,
-    /// The greedy completion of its task (ReMax, arXiv 2310.10505); the group's mean where that has no reward.
+    /// The reward of the greedy completion of the task (ReMax, arXiv 2310.10505); the group mean if it has no reward.
     Greedy,
-    /// The group, reward by reward, then the batch (GDPO, arXiv 2601.05242).
+    /// Each reward component normalised in its group, then the sum over the batch (GDPO, arXiv 2601.05242).
     PerReward {
-        /// Weight of every component.
+        /// Weight of every component, `[components]`.
         weights: Vec<f64>,
     },
-    /// The whole batch, whitened (REINFORCE++, arXiv 2501.03262).
+    /// Returns whitened over the whole batch (REINFORCE++, arXiv 2501.03262).
     Whiten {
-        /// Whether the group's mean is taken off first.
+        /// Whether the group mean is subtracted first.
         baseline: bool,
-        /// What a reward is worth one token earlier.
+        /// Discount of a reward per token.
         gamma: f64,
     },
-    /// The mean of the batch.
+    /// The batch mean.
     BatchMean,
-    /// Nothing: the advantage is the reward.
+    /// No baseline: the advantage is the reward.
     None,
-    /// The other ways to solve the task in `k` attempts (arXiv 2508.10751).
+    /// All subsets of `k` trajectories of the group (pass@k training, arXiv 2508.10751).
     PassAtK {
-        /// Attempts of which one must be right.
+        /// Number of attempts, one of which must be correct.
         k: usize,
     },
-    /// The turns of the whole group (process supervision of GRPO, arXiv 2402.03300).
+    /// All turn rewards of the group (process supervision of GRPO, arXiv 2402.03300).
     Process,
-    /// What a critic expected.
+    /// The values of a critic (GAE).
     Gae(Gae),
     /// A teacher's log-probability of the same token (on-policy distillation).
     Teacher,
 }
 
-/// Advantages `[T]` of every trajectory of every group.
+/// Advantages `[groups][G][T]`.
 pub type Advantages = Vec<Vec<Vec<f64>>>;
 
-impl Advantage {
-    /// Whether a group whose rewards are all equal has no advantage anywhere.
+impl AdvantageEstimator {
+    /// Whether all advantages of a group are 0 if its rewards are equal.
     #[must_use]
     pub fn needs_variance(&self) -> bool {
         match self {
@@ -118,13 +118,14 @@ impl Advantage {
         }
     }
 
-    /// Whether what is taken off the reward changes it.
+    /// Whether a per-token penalty changes the advantage.
     #[must_use]
     pub fn counts_penalties(&self) -> bool {
         !matches!(self, Self::PerReward { .. } | Self::PassAtK { .. } | Self::Process | Self::Teacher)
     }
 
-    /// Advantages of a batch. Penalties are taken off the reward, token by token where tokens are told apart.
+    /// Advantages `[groups][G][T]` of a batch. Penalties are subtracted from the reward, per token if the estimator
+    /// works per token.
     #[must_use]
     pub fn of(&self, groups: &[GroupOutcome]) -> Advantages {
         match self {
@@ -153,14 +154,15 @@ impl Advantage {
     }
 }
 
-impl Outcome {
-    /// The reward without its penalties.
+impl TrajectoryOutcome {
+    /// The reward minus the sum of its penalties.
     #[must_use]
     pub fn total(&self) -> f64 {
         self.reward - self.penalties.iter().sum::<f64>()
     }
 
-    /// `[T]` what every token earned: turns at their last token, the reward at the very last, without penalties.
+    /// `[T]` reward of every token: the reward of a turn at its last token, the total at the last token of all, minus
+    /// penalties.
     #[must_use]
     pub fn token_rewards(&self) -> Vec<f64> {
         let mut rewards = vec![0.0; self.tokens];
@@ -180,12 +182,12 @@ impl Outcome {
     }
 }
 
-/// Rewards without penalties, group by group.
+/// Rewards minus penalties, `[groups][G]`.
 fn totals(groups: &[GroupOutcome]) -> Vec<Vec<f64>> {
-    groups.iter().map(|group| group.trajectories.iter().map(Outcome::total).collect()).collect()
+    groups.iter().map(|group| group.trajectories.iter().map(TrajectoryOutcome::total).collect()).collect()
 }
 
-/// The same advantage for every token of a trajectory, from those of the groups.
+/// Broadcasts `advantages [groups][G]` to the tokens: `[groups][G][T]`.
 fn each_trajectory(groups: &[GroupOutcome], advantages: Vec<Vec<f64>>) -> Advantages {
     let spread = |(group, advantages): (&GroupOutcome, Vec<f64>)| {
         group.trajectories.iter().zip(advantages).map(|(t, a)| vec![a; t.tokens]).collect()
@@ -198,17 +200,17 @@ fn each_group(groups: &[GroupOutcome], of: impl Fn(&GroupOutcome, &[f64]) -> Vec
     each_trajectory(groups, advantages)
 }
 
-fn per_token(groups: &[GroupOutcome], of: impl Fn(&Outcome) -> Vec<f64>) -> Advantages {
+fn per_token(groups: &[GroupOutcome], of: impl Fn(&TrajectoryOutcome) -> Vec<f64>) -> Advantages {
     groups.iter().map(|group| group.trajectories.iter().map(&of).collect()).collect()
 }
 
-/// Arithmetic mean; 0 of nothing.
+/// Arithmetic mean; 0 for no values.
 pub(crate) fn mean(values: impl IntoIterator<Item = f64>) -> f64 {
     let (count, sum) = values.into_iter().fold((0u64, 0.0), |(n, sum), value| (n + 1, sum + value));
     if count == 0 { 0.0 } else { sum / count as f64 }
 }
 
-/// Standard deviation of a sample (n - 1); 0 for fewer than two values.
+/// Sample standard deviation (n - 1); 0 for fewer than two values.
 pub(crate) fn sample_std(values: &[f64]) -> f64 {
     if values.len() < 2 {
         return 0.0;
@@ -223,28 +225,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_greedy_completion_without_a_reward_is_not_worth_nothing() {
-        let trajectory = |reward| Outcome { reward, tokens: 1, ..Outcome::default() };
+    fn a_greedy_baseline_without_a_reward_falls_back_to_the_group_mean() {
+        let trajectory = |reward| TrajectoryOutcome { reward, tokens: 1, ..TrajectoryOutcome::default() };
         let trajectories = vec![trajectory(1.0), trajectory(0.0)];
         let with = GroupOutcome { trajectories: trajectories.clone(), greedy: Some(1.0) };
         let without = GroupOutcome { trajectories, greedy: None };
         let expected = [vec![vec![0.0], vec![-1.0]], vec![vec![0.5], vec![-0.5]]];
-        assert_eq!(Advantage::Greedy.of(&[with, without]), expected);
+        assert_eq!(AdvantageEstimator::Greedy.of(&[with, without]), expected);
     }
 
     #[test]
-    fn rewards_stand_where_they_were_earned() {
-        let outcome = Outcome {
+    fn rewards_are_at_the_last_token_of_their_turn() {
+        let outcome = TrajectoryOutcome {
             reward: 1.0,
             tokens: 5,
             turns: vec![(2, 0.25), (3, -0.5)],
             penalties: vec![0.1; 5],
-            ..Outcome::default()
+            ..TrajectoryOutcome::default()
         };
         let expected = [-0.1, 0.25 - 0.1, -0.1, -0.1, 1.0 - 0.5 - 0.1];
         for (ours, expected) in outcome.token_rewards().iter().zip(expected) {
             assert!((ours - expected).abs() < 1e-12, "{ours} {expected}");
         }
-        assert_eq!(Outcome { tokens: 0, ..outcome }.token_rewards(), Vec::<f64>::new());
+        assert_eq!(TrajectoryOutcome { tokens: 0, ..outcome }.token_rewards(), Vec::<f64>::new());
     }
 }

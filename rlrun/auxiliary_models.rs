@@ -9,11 +9,11 @@ use model::{
     Config, Head, MemoryBudget, ModelDirectory, Parameters, Placement, ResidentParameters, SharedCores,
     ThreadPool,
 };
-use trainer::critic::{Critic, CriticKind, Network};
+use trainer::critic::{Critic, CriticKind, CriticNetwork};
 use trainer::lora::Adapter;
 use trainer::optimizer::Optimizer;
 use trainer::trainer::Demonstrate;
-use trainer::{Companions, Frozen, Leader, Learner, LearnerConfig, TrainerState, checkpoint};
+use trainer::{AuxiliaryModels, Frozen, Leader, Learner, LearnerConfig, TrainerState, checkpoint};
 use trajectory::PolicyVersion;
 
 use crate::demonstrations;
@@ -56,8 +56,8 @@ impl Starting<'_> {
     ///
     /// # Errors
     /// A model that cannot be read or does not fit, a checkpoint without its critic, tasks without demonstrations.
-    pub(crate) fn companions(&self) -> Result<Companions, Failure> {
-        Ok(Companions {
+    pub(crate) fn auxiliary_models(&self) -> Result<AuxiliaryModels, Failure> {
+        Ok(AuxiliaryModels {
             reference: self.reference()?,
             critic: self.critic()?,
             demonstrate: self.demonstrate()?,
@@ -140,7 +140,7 @@ impl Starting<'_> {
         };
         let (of_learner, model) = (self.recipe.learner(), directory.config().clone());
         let learner = learner(self.leader, of_learner, model, (parameters, None, optimizer))?.on(pool);
-        Ok(Some(Critic { config, network: Some(Network { learner, directory: Arc::new(directory) }) }))
+        Ok(Some(Critic { config, network: Some(CriticNetwork { learner, directory: Arc::new(directory) }) }))
     }
 
     fn demonstrate(&self) -> Result<Option<Demonstrate>, Failure> {

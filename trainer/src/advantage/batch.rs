@@ -1,20 +1,22 @@
-//! Against the whole batch.
+//! Advantage estimators with a baseline over the whole batch.
 
 use super::gae::discounted;
-use super::{Advantages, EPSILON, GroupOutcome, Outcome, group, mean, sample_std};
+use super::{Advantages, EPSILON, GroupOutcome, TrajectoryOutcome, group, mean, sample_std};
 
-/// Added to a variance under the root.
+/// Added to a variance before its square root.
 const VARIANCE_EPSILON: f64 = 1e-8;
 
-/// Deviations from the mean of all trajectories.
+/// REINFORCE with the batch mean as baseline: `r - mean` over all trajectories. `rewards` and the result are
+/// `[groups][G]`.
 #[must_use]
 pub fn centred(rewards: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let mean = mean(rewards.iter().flatten().copied());
     rewards.iter().map(|group| group.iter().map(|reward| reward - mean).collect()).collect()
 }
 
-/// GDPO (arXiv 2601.05242): every reward is normalised in its group, `A_n = (r_n - mean) / (std + 1e-6)`, so that none is
-/// drowned by another with a larger spread; their weighted sum is normalised over the batch.
+/// GDPO (arXiv 2601.05242): every reward component is normalised in its group, `A_n = (r_n - mean) / (std + 1e-6)`, so
+/// that a component with a large spread does not dominate; their weighted sum is normalised over the batch. `weights`
+/// has one factor per component, `[components]`; the result is `[groups][G]`.
 #[must_use]
 pub fn per_reward(groups: &[GroupOutcome], weights: &[f64]) -> Vec<Vec<f64>> {
     let of_group = |group: &GroupOutcome| {
@@ -36,8 +38,9 @@ pub fn per_reward(groups: &[GroupOutcome], weights: &[f64]) -> Vec<Vec<f64>> {
     sums.iter().map(|group| group.iter().map(|a| (a - mean) / (std + EPSILON)).collect()).collect()
 }
 
-/// REINFORCE++ (arXiv 2501.03262): the discounted return of every token, whitened over all tokens of the batch. With
-/// `baseline` the group's mean is taken off every reward first, and nothing off a group of one.
+/// REINFORCE++ (arXiv 2501.03262): the discounted return of every token, whitened over all tokens of the batch; the
+/// result is `[groups][G][T]`. With `baseline` the group mean is subtracted from every reward first; in a group of one
+/// nothing is.
 #[must_use]
 pub fn whiten_returns(groups: &[GroupOutcome], baseline: bool, gamma: f64) -> Advantages {
     let returns: Advantages = groups
@@ -46,7 +49,7 @@ pub fn whiten_returns(groups: &[GroupOutcome], baseline: bool, gamma: f64) -> Ad
             let rewards: Vec<f64> = outcome.trajectories.iter().map(|t| t.reward).collect();
             let centred = group::centred(&rewards);
             let shift = |i: usize| if baseline { rewards[i] - centred[i] } else { 0.0 };
-            let of = |(i, t): (usize, &Outcome)| {
+            let of = |(i, t): (usize, &TrajectoryOutcome)| {
                 let mut tokens = t.token_rewards();
                 if let Some(last) = tokens.last_mut() {
                     *last -= shift(i);
@@ -59,7 +62,7 @@ pub fn whiten_returns(groups: &[GroupOutcome], baseline: bool, gamma: f64) -> Ad
     whiten(&returns)
 }
 
-/// `(x - mean) / sqrt(variance + 1e-8)` over all tokens, with the variance of a population (n).
+/// `(x - mean) / sqrt(variance + 1e-8)` over all tokens of `[groups][G][T]`, with the population variance (n).
 #[must_use]
 pub fn whiten(advantages: &Advantages) -> Advantages {
     let all = || advantages.iter().flatten().flatten().copied();

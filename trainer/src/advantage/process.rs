@@ -1,9 +1,9 @@
-//! Rewards of turns (process supervision of GRPO, DeepSeekMath, arXiv 2402.03300, section 4.1.3).
+//! Process supervision of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.3): advantages from the rewards of turns.
 
-use super::{EPSILON, GroupOutcome, Outcome, mean, sample_std};
+use super::{EPSILON, GroupOutcome, TrajectoryOutcome, mean, sample_std};
 
-/// Advantages `[T]` of every trajectory: all turn rewards of the group are normalised together, and a token has the sum of
-/// those of its own turn and of the later ones. A trajectory without turn rewards is one turn.
+/// Advantages `[G][T]`: all turn rewards of the group are normalised together; the advantage of a token is the sum over
+/// its own turn and all later turns. A trajectory without turn rewards is one turn.
 #[must_use]
 pub fn advantages(group: &GroupOutcome) -> Vec<Vec<f64>> {
     let turns: Vec<Vec<(usize, f64)>> = group.trajectories.iter().map(turns).collect();
@@ -22,7 +22,7 @@ pub fn advantages(group: &GroupOutcome) -> Vec<Vec<f64>> {
     turns.iter().map(of).collect()
 }
 
-fn turns(outcome: &Outcome) -> Vec<(usize, f64)> {
+fn turns(outcome: &TrajectoryOutcome) -> Vec<(usize, f64)> {
     match &outcome.turns[..] {
         [] => vec![(outcome.tokens, outcome.reward)],
         turns => turns.to_vec(),
