@@ -144,7 +144,7 @@ mod tests {
             label: "activations",
             free: ByteCount(1 << 30),
             total: ByteCount(80 << 30),
-            held: MemoryUsage(vec![("optimizer", 40 << 30), ("weights", 20 << 30)]),
+            usage: MemoryUsage(vec![("optimizer", 40 << 30), ("weights", 20 << 30)]),
             remedy: "lower it",
         });
         assert_eq!(full.exit_code(), 1);

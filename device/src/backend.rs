@@ -40,7 +40,7 @@ impl Argument {
 
 /// Whether memory can be shared with other processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum MemoryUse {
+pub(crate) enum AllocationKind {
     /// Private to this process; freed in stream order.
     Own,
     /// Can be opened by other processes (CUDA IPC).
@@ -133,10 +133,10 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
     fn identity(&self) -> Result<String>;
 
     /// Address of new, uninitialised memory; `None` if memory is full. `bytes` is not 0.
-    fn allocate(&self, bytes: usize, usage: MemoryUse) -> Result<Option<u64>>;
+    fn allocate(&self, bytes: usize, usage: AllocationKind) -> Result<Option<u64>>;
 
     /// Frees memory from [`Backend::allocate`].
-    fn free(&self, address: u64, bytes: usize, usage: MemoryUse);
+    fn free(&self, address: u64, bytes: usize, usage: AllocationKind);
 
     /// Free and total memory, bytes.
     fn memory(&self) -> Result<(u64, u64)>;
@@ -171,7 +171,7 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
 
     fn replay(&self, recording: &dyn Recording) -> Result<()>;
 
-    /// Handle for another process, of [`MemoryUse::Shared`] memory.
+    /// Handle for another process, of [`AllocationKind::Shared`] memory.
     fn share(&self, address: u64) -> Result<MemoryHandle>;
 
     /// Opens the memory of another process.

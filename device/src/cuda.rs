@@ -22,7 +22,7 @@ pub(crate) use self::libraries::Library;
 pub(crate) use self::listing::inventory;
 use self::modules::Modules;
 pub(crate) use self::modules::{compile_all, keep_in};
-use crate::backend::{Backend, Launch, MemoryHandle, MemoryUse, Operand, Product, Recording};
+use crate::backend::{AllocationKind, Backend, Launch, MemoryHandle, Operand, Product, Recording};
 use crate::error::{DeviceError, Result};
 
 /// Out of memory.
@@ -274,14 +274,14 @@ impl Backend for Cuda {
     }
 
     #[expect(unsafe_code, reason = "calls of the driver")]
-    fn allocate(&self, bytes: usize, usage: MemoryUse) -> Result<Option<u64>> {
+    fn allocate(&self, bytes: usize, usage: AllocationKind) -> Result<Option<u64>> {
         self.bind()?;
         // SAFETY: the stream is valid; the address is used by the stream only, or shared after a wait.
         let allocate = || unsafe {
             match usage {
-                MemoryUse::Own => driver::malloc_async(self.stream, bytes),
+                AllocationKind::Own => driver::malloc_async(self.stream, bytes),
                 // Only these allocations have IPC handles.
-                MemoryUse::Shared => driver::malloc_sync(bytes),
+                AllocationKind::Shared => driver::malloc_sync(bytes),
             }
         };
         let mut allocated = allocate();
@@ -306,15 +306,15 @@ impl Backend for Cuda {
     }
 
     #[expect(unsafe_code, reason = "calls of the driver")]
-    fn free(&self, address: u64, _bytes: usize, usage: MemoryUse) {
+    fn free(&self, address: u64, _bytes: usize, usage: AllocationKind) {
         if self.bind().is_err() {
             return;
         }
         // SAFETY: it was allocated with this call, and its buffer is dropped.
         let _ = unsafe {
             match usage {
-                MemoryUse::Own => driver::free_async(address, self.stream),
-                MemoryUse::Shared => driver::free_sync(address),
+                AllocationKind::Own => driver::free_async(address, self.stream),
+                AllocationKind::Shared => driver::free_sync(address),
             }
         };
     }

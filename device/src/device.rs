@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use crate::backend::{Argument, Backend, Launch, MemoryHandle, MemoryUse};
+use crate::backend::{AllocationKind, Argument, Backend, Launch, MemoryHandle};
 use crate::element::Element;
 use crate::error::{ByteCount, DeviceError, MemoryUsage, Result};
 use crate::memory::{Buffer, View, ViewMut};
@@ -30,7 +30,7 @@ pub(crate) struct DeviceInner {
     /// Unique id of the device across processes.
     identity: String,
     /// Allocated bytes by label.
-    held: Mutex<BTreeMap<&'static str, u64>>,
+    usage: Mutex<BTreeMap<&'static str, u64>>,
 }
 
 /// Location of a device.
@@ -78,7 +78,7 @@ impl Device {
     /// If the device is not available, or the program was built without the feature for it.
     pub fn open(place: DeviceLocation) -> Result<Self> {
         let backend = open(place)?;
-        let inner = Arc::new(DeviceInner { identity: backend.identity()?, backend, held: Mutex::default() });
+        let inner = Arc::new(DeviceInner { identity: backend.identity()?, backend, usage: Mutex::default() });
         let mut opened = opened();
         opened.retain(|device| device.strong_count() > 0);
         opened.push(Arc::downgrade(&inner));
@@ -108,7 +108,7 @@ impl Device {
     /// Memory allocated through this device and its clones, by label, largest first.
     #[must_use]
     pub fn memory_usage(&self) -> MemoryUsage {
-        MemoryUsage::of(&self.inner.held())
+        MemoryUsage::of(&self.inner.usage())
     }
 
     /// Allocates `[len]` uninitialised values.
@@ -116,7 +116,7 @@ impl Device {
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
     pub fn uninit<T: Element>(&self, len: usize) -> Result<Buffer<T>> {
-        Buffer::allocate(&self.inner, self.label, len, MemoryUse::Own)
+        Buffer::allocate(&self.inner, self.label, len, AllocationKind::Own)
     }
 
     /// Allocates `[len]` zeros.
@@ -134,7 +134,7 @@ impl Device {
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
     pub fn shared<T: Element>(&self, len: usize) -> Result<Buffer<T>> {
-        let mut buffer = Buffer::allocate(&self.inner, self.label, len, MemoryUse::Shared)?;
+        let mut buffer = Buffer::allocate(&self.inner, self.label, len, AllocationKind::Shared)?;
         self.clear(buffer.all_mut())?;
         Ok(buffer)
     }
@@ -275,12 +275,12 @@ impl Device {
 }
 
 impl DeviceInner {
-    pub(crate) fn allocate(&self, bytes: usize, label: &'static str, usage: MemoryUse) -> Result<u64> {
+    pub(crate) fn allocate(&self, bytes: usize, label: &'static str, usage: AllocationKind) -> Result<u64> {
         if bytes == 0 {
             return Ok(0);
         }
         if let Some(address) = self.backend.allocate(bytes, usage)? {
-            *self.held().entry(label).or_default() += bytes as u64;
+            *self.usage().entry(label).or_default() += bytes as u64;
             return Ok(address);
         }
         let (free, total) = self.backend.memory()?;
@@ -290,15 +290,15 @@ impl DeviceInner {
             label,
             free: ByteCount(free),
             total: ByteCount(total),
-            held: self.largest_of_all(),
+            usage: self.largest_of_all(),
             remedy: remedy(label),
         })
     }
 
-    pub(crate) fn free(&self, address: u64, bytes: usize, label: &'static str, usage: MemoryUse) {
+    pub(crate) fn free(&self, address: u64, bytes: usize, label: &'static str, usage: AllocationKind) {
         self.backend.free(address, bytes, usage);
-        if let Some(held) = self.held().get_mut(label) {
-            *held = held.saturating_sub(bytes as u64);
+        if let Some(usage) = self.usage().get_mut(label) {
+            *usage = usage.saturating_sub(bytes as u64);
         }
     }
 
@@ -307,16 +307,16 @@ impl DeviceInner {
         let devices: Vec<_> = opened().iter().filter_map(Weak::upgrade).collect();
         let mut all: BTreeMap<&'static str, u64> = BTreeMap::new();
         for device in devices.iter().filter(|device| device.identity == self.identity) {
-            device.held().iter().for_each(|(label, bytes)| *all.entry(label).or_default() += bytes);
+            device.usage().iter().for_each(|(label, bytes)| *all.entry(label).or_default() += bytes);
         }
-        let mut held = MemoryUsage::of(&all);
-        held.0.truncate(NAMED);
-        held
+        let mut usage = MemoryUsage::of(&all);
+        usage.0.truncate(NAMED);
+        usage
     }
 
-    fn held(&self) -> MutexGuard<'_, BTreeMap<&'static str, u64>> {
+    fn usage(&self) -> MutexGuard<'_, BTreeMap<&'static str, u64>> {
         // Each update of the map is complete.
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+        self.usage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use memmap2::MmapRaw;
 
-use crate::backend::{Argument, Backend, Launch, MemoryHandle, MemoryUse, Product, Recording};
+use crate::backend::{AllocationKind, Argument, Backend, Launch, MemoryHandle, Product, Recording};
 use crate::error::{DeviceError, Result};
 
 /// Memory size that the device reports, bytes.
@@ -205,13 +205,13 @@ impl Backend for Emulated {
     }
 
     #[expect(unsafe_code, reason = "memory by address")]
-    fn allocate(&self, bytes: usize, usage: MemoryUse) -> Result<Option<u64>> {
+    fn allocate(&self, bytes: usize, usage: AllocationKind) -> Result<Option<u64>> {
         self.not_while_recording("an allocation")?;
         if USED.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64 > TOTAL {
             USED.fetch_sub(bytes as u64, Ordering::Relaxed);
             return Ok(None);
         }
-        if usage == MemoryUse::Own {
+        if usage == AllocationKind::Own {
             // SAFETY: the size is not 0.
             let address = unsafe { std::alloc::alloc(layout(bytes)) };
             // Uninitialised memory is filled with NaN, which tests notice.
@@ -229,9 +229,9 @@ impl Backend for Emulated {
     }
 
     #[expect(unsafe_code, reason = "memory by address")]
-    fn free(&self, address: u64, bytes: usize, usage: MemoryUse) {
+    fn free(&self, address: u64, bytes: usize, usage: AllocationKind) {
         USED.fetch_sub(bytes as u64, Ordering::Relaxed);
-        if usage == MemoryUse::Own {
+        if usage == AllocationKind::Own {
             // SAFETY: it was allocated with this layout, and its buffer is dropped.
             unsafe { std::alloc::dealloc(address as *mut u8, layout(bytes)) };
             return;

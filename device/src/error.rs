@@ -19,7 +19,7 @@ pub enum DeviceError {
     },
     /// Device memory is full.
     #[error(
-        "device {device} has no memory for {wanted} more of {label}: {free} of {total} are free; the largest users are {held}; {remedy}"
+        "device {device} has no memory for {wanted} more of {label}: {free} of {total} are free; the largest users are {usage}; {remedy}"
     )]
     OutOfMemory {
         /// The device.
@@ -33,7 +33,7 @@ pub enum DeviceError {
         /// Total memory.
         total: ByteCount,
         /// Memory of this process by label, largest first.
-        held: MemoryUsage,
+        usage: MemoryUsage,
         /// Remedy.
         remedy: &'static str,
     },
@@ -101,10 +101,10 @@ impl fmt::Display for ByteCount {
 pub struct MemoryUsage(pub Vec<(&'static str, u64)>);
 
 impl MemoryUsage {
-    /// Sorts `held`, bytes by label.
-    pub(crate) fn of(held: &BTreeMap<&'static str, u64>) -> Self {
+    /// Sorts `usage`, bytes by label.
+    pub(crate) fn of(usage: &BTreeMap<&'static str, u64>) -> Self {
         let mut all: Vec<_> =
-            held.iter().filter(|(_, bytes)| **bytes > 0).map(|(label, bytes)| (*label, *bytes)).collect();
+            usage.iter().filter(|(_, bytes)| **bytes > 0).map(|(label, bytes)| (*label, *bytes)).collect();
         all.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         Self(all)
     }

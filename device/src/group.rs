@@ -255,7 +255,7 @@ impl DeviceGroup {
     ///
     /// # Panics
     /// If `root` is not below the world size.
-    #[expect(clippy::needless_pass_by_value, reason = "what is given is written")]
+    #[expect(clippy::needless_pass_by_value, reason = "the view is written")]
     pub fn broadcast<T: Element>(&self, root: usize, values: ViewMut<'_, T>) -> Result<()> {
         self.broadcast_part(root, part(values.as_view()))
     }
@@ -276,7 +276,7 @@ impl DeviceGroup {
     ///
     /// # Panics
     /// If there is not one range per member, a range is outside `all`, or `own` has another length than its range.
-    #[expect(clippy::needless_pass_by_value, reason = "what is given is written")]
+    #[expect(clippy::needless_pass_by_value, reason = "the view is written")]
     pub fn all_gather<T: Element>(
         &self,
         own: View<'_, T>,
@@ -294,7 +294,7 @@ impl DeviceGroup {
     ///
     /// # Panics
     /// If there is not one range per member, or a range is outside `all`.
-    #[expect(clippy::needless_pass_by_value, reason = "what is given is written")]
+    #[expect(clippy::needless_pass_by_value, reason = "the view is written")]
     pub fn all_gather_in_place<T: Element>(&self, cuts: &[Range<usize>], all: ViewMut<'_, T>) -> Result<()> {
         let own = cuts.get(self.rank).cloned().unwrap_or_default();
         self.check_cuts(cuts, own.len(), all.len());
@@ -309,7 +309,7 @@ impl DeviceGroup {
     ///
     /// # Panics
     /// If there is not one range per member, a range is outside `values`, or `own` has another length than its range.
-    #[expect(clippy::needless_pass_by_value, reason = "what is given is written")]
+    #[expect(clippy::needless_pass_by_value, reason = "the view is written")]
     pub fn reduce_scatter(
         &self,
         values: View<'_, f32>,

@@ -11,10 +11,7 @@
 //! - [`group`]: broadcast, all-gather and reduce-scatter between devices (NCCL)
 //! - `cuda`, `emulated`: the backends; [`inventory`]: devices of this machine
 
-#![expect(
-    clippy::needless_pass_by_value,
-    reason = "a view that is written is given away, so that nobody else writes"
-)]
+#![expect(clippy::needless_pass_by_value, reason = "passing a mutable view by value prevents other writes")]
 #![cfg_attr(
     not(any(feature = "cuda", feature = "emulator")),
     expect(dead_code, reason = "without a backend no device opens")

@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::backend::{Argument, MemoryHandle, MemoryUse};
+use crate::backend::{AllocationKind, Argument, MemoryHandle};
 use crate::device::DeviceInner;
 use crate::element::Element;
 use crate::error::{DeviceError, Result};
@@ -25,7 +25,7 @@ pub struct Buffer<T: Element> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum BufferOrigin {
-    Allocated(MemoryUse),
+    Allocated(AllocationKind),
     /// Allocated by another process.
     Opened,
 }
@@ -51,7 +51,7 @@ impl<T: Element> Buffer<T> {
         inner: &Arc<DeviceInner>,
         label: &'static str,
         len: usize,
-        usage: MemoryUse,
+        usage: AllocationKind,
     ) -> Result<Self> {
         let address = inner.allocate(len * size_of::<T>(), label, usage)?;
         let (inner, origin) = (Arc::clone(inner), BufferOrigin::Allocated(usage));
@@ -121,7 +121,7 @@ impl<T: Element> Buffer<T> {
     /// # Errors
     /// If the buffer was not allocated for sharing.
     pub fn handle(&self) -> Result<MemoryHandle> {
-        if self.origin == BufferOrigin::Allocated(MemoryUse::Shared) && self.len > 0 {
+        if self.origin == BufferOrigin::Allocated(AllocationKind::Shared) && self.len > 0 {
             return self.inner.backend.share(self.address);
         }
         Err(DeviceError::Unavailable {

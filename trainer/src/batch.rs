@@ -208,7 +208,7 @@ pub fn token_staleness(sample: &Sample, version: PolicyVersion) -> Vec<u64> {
     trained.map(|(sampled, _)| sampled.staleness_at(version)).collect()
 }
 
-/// `[T]` behavior log-probabilities of the trained tokens (under the distribution that sampled them), nats.
+/// Behavior log-probabilities `[tokens]` of the trained tokens (under the distribution that sampled them), nats.
 #[must_use]
 pub fn behavior_logprobs(sample: &Sample) -> Vec<f64> {
     let all = sample.behavior_logprobs().iter().zip(sample.loss_mask());

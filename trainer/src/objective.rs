@@ -232,7 +232,7 @@ impl PolicyObjective<'_> {
     }
 }
 
-/// Sequence log-probabilities and reward of a row for trajectory balance; `current` is `[T]`, nats.
+/// Sequence log-probabilities and reward of a row for trajectory balance; `current` is `[tokens]`, nats.
 #[must_use]
 pub fn balance(inputs: &LossInputs, current: &[f64]) -> Balance {
     Balance {

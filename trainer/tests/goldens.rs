@@ -4,7 +4,7 @@
 //! of this crate.
 
 use serde_json::Value;
-use trainer::advantage::gae::generalised;
+use trainer::advantage::gae::{Discount, generalised};
 use trainer::advantage::{AdvantageEstimator, GroupOutcome, TrajectoryOutcome, batch};
 use trainer::algorithm::{Algorithm, Proximal};
 use trainer::batch::{Batch, BatchSplit};
@@ -244,7 +244,8 @@ fn generalised_advantages() {
         }
         let (rewards, values) = (numbers(&case["rewards"]), numbers(&case["values"]));
         let gamma = number(&case["gamma"]);
-        let of = |lambda: &str| generalised(&rewards, &values, gamma, number(&case[lambda]));
+        let of =
+            |lambda: &str| generalised(&rewards, &values, Discount { gamma, lambda: number(&case[lambda]) });
         let returns: Vec<f64> = of("lambda_critic").iter().zip(&values).map(|(a, v)| a + v).collect();
         all_close(&of("lambda_policy"), &case["advantages"], &case);
         all_close(&returns, &case["returns"], &case);

@@ -25,7 +25,7 @@ use crate::{LEARNER, SPLIT, config, group, with_optimizer};
 
 const SOON: Duration = Duration::from_secs(20);
 
-struct Bench<S> {
+struct StepBench<S> {
     files: tempfile::TempDir,
     buffer: Arc<Buffer>,
     subscriber: S,
@@ -33,7 +33,7 @@ struct Bench<S> {
     stop: Arc<AtomicBool>,
 }
 
-fn bench(change: impl FnOnce(&mut TrainerConfig)) -> Bench<MemorySubscriber> {
+fn bench(change: impl FnOnce(&mut TrainerConfig)) -> StepBench<MemorySubscriber> {
     let (publisher, hub) = weights::memory::hub();
     let subscriber = hub.subscribe("sampler").unwrap();
     bench_of(LEARNER, (WeightPublisher::Host(Arc::new(publisher)), subscriber), change)
@@ -44,7 +44,7 @@ fn bench_of<S>(
     learner: LearnerConfig,
     (publisher, subscriber): (WeightPublisher, S),
     change: impl FnOnce(&mut TrainerConfig),
-) -> Bench<S> {
+) -> StepBench<S> {
     let files = tempfile::tempdir().unwrap();
     let directory = ModelDirectory::fresh(&files.path().join("model"), &config(), 5).unwrap();
     let learner = Learner::new(learner, config(), directory.load_parameters().unwrap(), None).unwrap();
@@ -89,7 +89,7 @@ fn bench_of<S>(
         stop: Arc::clone(&stop),
     };
     let trainer = Trainer::start(settings, parts, &state).unwrap();
-    Bench { files, buffer, subscriber, trainer, stop }
+    StepBench { files, buffer, subscriber, trainer, stop }
 }
 
 /// Puts a complete group with these rewards into the buffer.
@@ -183,7 +183,7 @@ fn a_batch_without_a_gradient_makes_no_update() {
         (0..2).for_each(|_| put(&bench.buffer, 0, &[1.0, 0.0]));
         assert_eq!(bench.trainer.step().unwrap().unwrap().updates, 2);
         (0..2).for_each(|_| put(&bench.buffer, 1, &[1.0, 1.0]));
-        let state = |bench: &Bench<_>| {
+        let state = |bench: &StepBench<_>| {
             let learner = bench.trainer.learner();
             (learner.parameters().unwrap().into_owned(), learner.optimizer().unwrap().into_owned())
         };

@@ -158,7 +158,7 @@ pub struct DevicePush {
 
 /// How samplers get a version that is on a device, as the hub tells it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct DeviceLocation {
+pub(crate) struct WeightsLocation {
     /// What it is stored in.
     dtype: String,
     /// Where it can be opened on this host.
@@ -174,10 +174,10 @@ pub(crate) struct DeviceLocation {
 pub(crate) struct PushNotice {
     pub(crate) version: PolicyVersion,
     pub(crate) parameters: usize,
-    pub(crate) direct: DeviceLocation,
+    pub(crate) direct: WeightsLocation,
 }
 
-impl DeviceLocation {
+impl WeightsLocation {
     /// Weights of `T` that nobody else can reach.
     fn within<T: Storage>() -> Self {
         Self { dtype: dtype::<T>().as_str().to_owned(), slot: None, round: None }
@@ -238,7 +238,7 @@ fn is_new<T: Storage>(
 fn announce<T: Storage>(
     hub: &Hub,
     device: &Device,
-    (version, direct): (PolicyVersion, DeviceLocation),
+    (version, direct): (PolicyVersion, WeightsLocation),
     values: View<'_, T>,
     started: Instant,
 ) -> Result<DevicePush, WeightsError> {

@@ -21,7 +21,7 @@ use trajectory::PolicyVersion;
 use self::state::{HubState, Registration};
 pub(crate) use self::state::{PublicationStatus, SubscriberId};
 use crate::delta::DeltaFrame;
-use crate::direct::DeviceLocation;
+use crate::direct::WeightsLocation;
 use crate::memory::MemorySubscriber;
 use crate::{Digest, Dtype, Lag, Receipt, Snapshot, WeightsError};
 
@@ -93,7 +93,7 @@ pub(crate) enum PublishedVersion {
     /// In memory of the host, and perhaps in a file that can be mapped there.
     Host(Arc<Snapshot>, Option<PathBuf>),
     /// On a device: version, number of weights, and how samplers get them.
-    Device(PolicyVersion, usize, DeviceLocation),
+    Device(PolicyVersion, usize, WeightsLocation),
 }
 
 /// What a subscriber knows.
@@ -492,7 +492,7 @@ impl PublishedVersion {
     }
 
     /// How to get them, if they are on a device.
-    pub(crate) fn direct(&self) -> Option<&DeviceLocation> {
+    pub(crate) fn direct(&self) -> Option<&WeightsLocation> {
         match self {
             Self::Host(..) => None,
             Self::Device(_, _, direct) => Some(direct),

@@ -14,7 +14,7 @@ use crate::device::Device;
 use crate::error::Result;
 
 /// Groups of this process, by id.
-static RENDEZVOUS: Mutex<BTreeMap<Vec<u8>, Weak<Rendezvous>>> = Mutex::new(BTreeMap::new());
+static RENDEZVOUS: Mutex<BTreeMap<Vec<u8>, Weak<GroupRendezvous>>> = Mutex::new(BTreeMap::new());
 /// Number of ids created.
 static MADE: AtomicU64 = AtomicU64::new(0);
 
@@ -24,20 +24,20 @@ pub(super) struct EmulatedMember {
     device: Device,
     rank: usize,
     timeout: GroupTimeout,
-    rendezvous: Arc<Rendezvous>,
+    rendezvous: Arc<GroupRendezvous>,
     /// Number of calls so far; all members number their calls alike.
     calls: AtomicU64,
 }
 
 /// Shared state of a group.
 #[derive(Debug)]
-struct Rendezvous {
-    state: Mutex<RendezvousState>,
+struct GroupRendezvous {
+    state: Mutex<GroupRendezvousState>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct RendezvousState {
+struct GroupRendezvousState {
     /// Ranks that have joined.
     joined: Vec<bool>,
     /// Ranks that have left.
@@ -74,7 +74,7 @@ impl EmulatedMember {
             all.retain(|_, rendezvous| rendezvous.strong_count() > 0);
             let known = all.get(id).and_then(Weak::upgrade);
             known.unwrap_or_else(|| {
-                let rendezvous = Arc::new(Rendezvous::new(world));
+                let rendezvous = Arc::new(GroupRendezvous::new(world));
                 all.insert(id.to_vec(), Arc::downgrade(&rendezvous));
                 rendezvous
             })
@@ -140,7 +140,7 @@ impl EmulatedMember {
     fn until(
         &self,
         operation: &'static str,
-        missing: impl Fn(&RendezvousState) -> std::result::Result<(), usize>,
+        missing: impl Fn(&GroupRendezvousState) -> std::result::Result<(), usize>,
     ) -> Result<()> {
         let mut waiting = GroupWait::begin(&self.timeout);
         let mut state = self.rendezvous.state();
@@ -181,14 +181,14 @@ impl EmulatedMember {
     }
 }
 
-impl Rendezvous {
+impl GroupRendezvous {
     fn new(world: usize) -> Self {
         let (joined, left_group) = (vec![false; world], vec![false; world]);
-        let state = Mutex::new(RendezvousState { joined, left_group, pending: BTreeMap::new() });
+        let state = Mutex::new(GroupRendezvousState { joined, left_group, pending: BTreeMap::new() });
         Self { state, changed: Condvar::new() }
     }
 
-    fn state(&self) -> MutexGuard<'_, RendezvousState> {
+    fn state(&self) -> MutexGuard<'_, GroupRendezvousState> {
         // Each change of the state is complete.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

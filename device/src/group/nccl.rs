@@ -85,11 +85,11 @@ unsafe impl Send for Raw {}
 enum CallStatus {
     Done,
     UnderWay,
-    Failed(CallFailure),
+    Failed(NcclFailure),
 }
 
 /// An error of an NCCL call.
-struct CallFailure {
+struct NcclFailure {
     reason: String,
     /// Whether this member caused it, independent of the others.
     own: bool,
@@ -115,9 +115,8 @@ impl Communicator {
         let refused = |reason: String| failed(device, "join", Duration::ZERO, reason);
         check(device)?;
         cuda(device)?.bind()?;
-        let internal: [u8; 128] = id
-            .try_into()
-            .map_err(|_| refused(format!("an identifier has 128 bytes and not {}", id.len())))?;
+        let internal: [u8; 128] =
+            id.try_into().map_err(|_| refused(format!("an NCCL id has 128 bytes and not {}", id.len())))?;
         let id = sys::ncclUniqueId { internal: internal.map(|byte| byte.cast_signed()) };
         let version = version().map_err(&refused)?;
         let mut config = config(version);
@@ -235,11 +234,11 @@ impl Communicator {
     }
 
     /// The reason to end a wait, if any.
-    fn over(&self, waiting: &mut GroupWait<'_>) -> Option<CallFailure> {
+    fn over(&self, waiting: &mut GroupWait<'_>) -> Option<NcclFailure> {
         let left = || "this rank leaves the group".to_owned();
         let leaving = self.leaving.load(Ordering::Relaxed).then(left);
         let reason = leaving.or_else(|| waiting.over(|| self.missing()))?;
-        Some(CallFailure { reason, own: false })
+        Some(NcclFailure { reason, own: false })
     }
 
     fn communicator(&self, state: &CommunicatorState, operation: &'static str) -> Result<Raw> {
@@ -282,7 +281,7 @@ impl Communicator {
             (_, state) if state == sys::ncclResult_t::ncclInProgress as c_int => CallStatus::UnderWay,
             (_, state) => {
                 let own = OWN.iter().any(|own| *own as c_int == state);
-                CallStatus::Failed(CallFailure {
+                CallStatus::Failed(NcclFailure {
                     reason: said(&format!("NCCL's error {state}"), Some(raw)),
                     own,
                 })
@@ -310,7 +309,7 @@ impl Communicator {
         failed(&self.device, operation, waited, reason)
     }
 
-    fn error(&self, operation: &'static str, waited: Duration, failure: CallFailure) -> DeviceError {
+    fn error(&self, operation: &'static str, waited: Duration, failure: NcclFailure) -> DeviceError {
         // A dead peer also causes CUDA errors; errors of this member persist.
         if failure.own || self.idle().is_err() {
             return DeviceError::Call { device: self.device.name(), call: operation, reason: failure.reason };
@@ -479,8 +478,8 @@ fn status_of(result: sys::ncclResult_t, raw: Option<Raw>) -> CallStatus {
 }
 
 /// The error of a result.
-fn last(result: sys::ncclResult_t, raw: Option<Raw>) -> CallFailure {
-    CallFailure { reason: said(&format!("{result:?}"), raw), own: OWN.contains(&result) }
+fn last(result: sys::ncclResult_t, raw: Option<Raw>) -> NcclFailure {
+    NcclFailure { reason: said(&format!("{result:?}"), raw), own: OWN.contains(&result) }
 }
 
 /// `what` with NCCL's last message, and a remedy if one is known.

@@ -28,7 +28,7 @@ pub struct HeadTargets {
 }
 
 impl HeadTargets {
-    /// Uploads for each row the target token, the temperature (above 0), and the token ids that truncation kept,
+    /// Uploads for each row of `[rows]` the target token, the temperature (above 0), and the token ids that truncation kept,
     /// ascending, with the target among them; `None` for no truncation.
     ///
     /// # Errors

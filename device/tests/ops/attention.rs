@@ -14,20 +14,20 @@ pub(super) const fn shape(heads: usize, kv_heads: usize, head_dim: usize) -> Hea
     HeadShape { heads, kv_heads, head_dim }
 }
 
-/// Reference in f64 for `qkv [rows, width]`.
-pub(super) struct Reference<'a> {
+/// AttentionReference in f64 for `qkv [rows, width]`.
+pub(super) struct AttentionReference<'a> {
     pub(super) qkv: &'a [f64],
     pub(super) shape: HeadShape,
 }
 
 /// Softmax weights of a query by key row, and the log-sum-exp of its scores.
-struct Weights {
+struct SoftmaxWeights {
     keys: Vec<usize>,
     weights: Vec<f64>,
     log_sum: f64,
 }
 
-impl Reference<'_> {
+impl AttentionReference<'_> {
     fn columns(&self, row: usize, head: usize) -> &[f64] {
         &self.qkv[row * self.shape.width() + head * self.shape.head_dim..][..self.shape.head_dim]
     }
@@ -43,7 +43,7 @@ impl Reference<'_> {
         (self.shape.head_dim as f64).powf(-0.5)
     }
 
-    fn weights(&self, segment: &Segment, row: usize, h: usize) -> Weights {
+    fn weights(&self, segment: &Segment, row: usize, h: usize) -> SoftmaxWeights {
         let keys: Vec<usize> = segment.prefix.clone().chain(segment.rows.start..=row).collect();
         let [key, _] = self.key_and_value(h);
         let score = |k: &usize| dot(self.columns(row, h), self.columns(*k, key)) * self.scale();
@@ -52,7 +52,7 @@ impl Reference<'_> {
         let sum: f64 = scores.iter().map(|score| (score - top).exp()).sum();
         let log_sum = top + sum.ln();
         let weights = scores.iter().map(|score| (score - log_sum).exp()).collect();
-        Weights { keys, weights, log_sum }
+        SoftmaxWeights { keys, weights, log_sum }
     }
 
     /// Results `[rows, query_width]` and `log_sums [heads, rows]`.
@@ -63,7 +63,7 @@ impl Reference<'_> {
         for segment in segments {
             for row in segment.rows.clone() {
                 for h in 0..heads {
-                    let Weights { keys, weights, log_sum } = self.weights(segment, row, h);
+                    let SoftmaxWeights { keys, weights, log_sum } = self.weights(segment, row, h);
                     let [_, value] = self.key_and_value(h);
                     log_sums[h * rows + row] = log_sum;
                     let out = &mut out[(row * heads + h) * head_dim..][..head_dim];
@@ -84,7 +84,7 @@ impl Reference<'_> {
         for segment in segments {
             for row in segment.rows.clone() {
                 for h in 0..heads {
-                    let Weights { keys, weights, .. } = self.weights(segment, row, h);
+                    let SoftmaxWeights { keys, weights, .. } = self.weights(segment, row, h);
                     let [key, value] = self.key_and_value(h);
                     let g = &g[(row * heads + h) * head_dim..][..head_dim];
                     let slopes: Vec<f64> = keys.iter().map(|k| dot(g, self.columns(*k, value))).collect();
@@ -166,7 +166,7 @@ fn check<T: Storage>(list: &[Segment], rows: usize, shape: HeadShape, tolerance:
         let qkv: Vec<T> = steep(rows * shape.width(), 1);
         let g: Vec<T> = narrow(noise(rows * shape.query_width(), 2));
         let (qkv64, g64) = (wide(&qkv), wide(&g));
-        let reference = Reference { qkv: &qkv64, shape };
+        let reference = AttentionReference { qkv: &qkv64, shape };
         let (out, log_sums) = forward(&device, &qkv, list, shape);
         let (expected, expected_sums) = reference.forward(list);
         assert_close(&widen(&out), &expected, tolerance);

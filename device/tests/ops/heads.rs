@@ -24,14 +24,14 @@ const fn shape(heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
 }
 
 /// A case in f64.
-struct Case {
+struct HeadCase {
     shape: HeadShape,
     cos: Vec<f64>,
     sin: Vec<f64>,
     norm: Option<[Vec<f64>; 2]>,
 }
 
-impl Case {
+impl HeadCase {
     /// Rotates the pairs of a head of row `row`; `direction` -1 is the inverse.
     fn rotate(&self, head: &mut [f64], row: usize, direction: f64) {
         let half = self.shape.head_dim / 2;
@@ -104,7 +104,7 @@ fn check<T: Storage>(device: &Device, rows: usize, shape: HeadShape, with_norm: 
     let [on_raw, on_query, on_key, on_g] =
         [&raw, &query, &key, &g].map(|values| device.upload(values).unwrap());
     let norm = with_norm.then(|| HeadNorm { query: on_query.all(), key: on_key.all(), eps: EPS });
-    let case = Case {
+    let case = HeadCase {
         shape,
         cos: wide(&device.download(cos.all()).unwrap()),
         sin: wide(&device.download(sin.all()).unwrap()),

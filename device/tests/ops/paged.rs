@@ -9,7 +9,7 @@ use device::{Buffer, Device, Storage, bf16};
 
 use crate::common::{assert_close, devices, noise};
 
-use super::attention::{Reference, shape};
+use super::attention::{AttentionReference, shape};
 use super::support::{narrow, wide, widen};
 
 /// Sequences in a cache whose unused pages and positions are NaN.
@@ -88,7 +88,7 @@ fn check<T: Storage + PartialEq>(shape: HeadShape, tolerance: f64) {
             .collect();
         let found = cached.attend(&device, &tokens);
         let qkv = wide(&cached.qkv);
-        let (expected, _) = Reference { qkv: &qkv, shape }.forward(&cached.segments);
+        let (expected, _) = AttentionReference { qkv: &qkv, shape }.forward(&cached.segments);
         let expected: Vec<f64> = tokens
             .iter()
             .flat_map(|(sequence, at)| {

@@ -8,7 +8,7 @@ use device::{Device, Storage, bf16};
 
 use crate::common::{assert_close, devices};
 
-use super::attention::{Reference, forward, shape};
+use super::attention::{AttentionReference, forward, shape};
 use super::paged::Cached;
 use super::support::{wide, widen};
 
@@ -38,7 +38,7 @@ fn check<T: Storage + PartialEq>(shape: HeadShape, tolerance: f64) {
         let whole: Vec<_> = lengths.iter().copied().enumerate().map(|(i, length)| (i, 0..length)).collect();
         let found = attend(&device, &cached, &whole);
         let qkv = wide(&cached.qkv);
-        let (expected, _) = Reference { qkv: &qkv, shape }.forward(&cached.segments);
+        let (expected, _) = AttentionReference { qkv: &qkv, shape }.forward(&cached.segments);
         assert_close(&widen(&found), &expected, tolerance);
         let (in_a_pack, _) = forward(&device, &cached.qkv, &cached.segments, shape);
         assert!(found == in_a_pack, "the bits of a pack");

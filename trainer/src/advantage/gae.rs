@@ -30,7 +30,7 @@ impl Gae {
     pub fn advantages(&self, groups: &[GroupOutcome]) -> Advantages {
         let raw = per_token(groups, |outcome| {
             let lambda = self.policy_lambda(outcome.tokens);
-            generalised(&outcome.token_rewards(), &outcome.values, self.gamma, lambda)
+            generalised(&outcome.token_rewards(), &outcome.values, Discount { gamma: self.gamma, lambda })
         });
         if self.whiten { batch::whiten(&raw) } else { raw }
     }
@@ -40,7 +40,8 @@ impl Gae {
     pub fn returns(&self, groups: &[GroupOutcome]) -> Advantages {
         per_token(groups, |outcome| {
             let (rewards, values) = (outcome.token_rewards(), &outcome.values);
-            let advantages = generalised(&rewards, values, self.gamma, self.lambda_critic);
+            let discount = Discount { gamma: self.gamma, lambda: self.lambda_critic };
+            let advantages = generalised(&rewards, values, discount);
             advantages.iter().zip(values).map(|(advantage, value)| advantage + value).collect()
         })
     }
@@ -54,10 +55,19 @@ impl Gae {
     }
 }
 
+/// Discount and lambda of one GAE pass.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Discount {
+    /// Discount of a reward per token.
+    pub gamma: f64,
+    /// Weight of longer estimates; 1 gives the return minus the value.
+    pub lambda: f64,
+}
+
 /// `A_t = d_t + gamma lambda A_{t+1}` with `d_t = r_t + gamma V_{t+1} - V_t`; the value after the last token is 0.
-/// `rewards [T]`, `values [T]`; the result is `[T]`.
+/// `rewards [tokens]`, `values [tokens]`; the result is `[tokens]`.
 #[must_use]
-pub fn generalised(rewards: &[f64], values: &[f64], gamma: f64, lambda: f64) -> Vec<f64> {
+pub fn generalised(rewards: &[f64], values: &[f64], Discount { gamma, lambda }: Discount) -> Vec<f64> {
     let mut advantages = vec![0.0; rewards.len()];
     let (mut next_value, mut next) = (0.0, 0.0);
     for (t, (reward, value)) in rewards.iter().zip(values).enumerate().rev() {
@@ -68,8 +78,8 @@ pub fn generalised(rewards: &[f64], values: &[f64], gamma: f64, lambda: f64) -> 
     advantages
 }
 
-/// Discounted returns `R_t = r_t + gamma R_{t+1}` of `rewards [T]`; the result is `[T]`.
+/// Discounted returns `R_t = r_t + gamma R_{t+1}` of `rewards [tokens]`; the result is `[tokens]`.
 #[must_use]
 pub fn discounted(rewards: &[f64], gamma: f64) -> Vec<f64> {
-    generalised(rewards, &vec![0.0; rewards.len()], gamma, 1.0)
+    generalised(rewards, &vec![0.0; rewards.len()], Discount { gamma, lambda: 1.0 })
 }

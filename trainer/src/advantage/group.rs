@@ -40,7 +40,7 @@ pub fn relative(rewards: &[Vec<f64>], scale: ScaleRewards) -> Vec<Vec<f64>> {
 }
 
 /// RLOO (arXiv 2402.14740): `(r - mean) * n / (n - 1)`, which is the reward minus the mean of the other rewards.
-/// `rewards` and the result are `[G]`.
+/// `rewards` and the result are `[trajectories]`.
 #[must_use]
 pub fn leave_one_out(rewards: &[f64]) -> Vec<f64> {
     let n = rewards.len() as f64;
@@ -49,7 +49,7 @@ pub fn leave_one_out(rewards: &[f64]) -> Vec<f64> {
 }
 
 /// OPO (arXiv 2505.23585): `r - sum(len * r) / sum(len)`, the baseline of minimum variance if gradient norms grow with
-/// length. `rewards`, `lengths` (tokens) and the result are `[G]`.
+/// length. `rewards`, `lengths` (tokens) and the result are `[trajectories]`.
 #[must_use]
 pub fn length_weighted(rewards: &[f64], lengths: &[f64]) -> Vec<f64> {
     let total: f64 = lengths.iter().sum();

@@ -161,7 +161,7 @@ impl TrajectoryOutcome {
         self.reward - self.penalties.iter().sum::<f64>()
     }
 
-    /// `[T]` reward of every token: the reward of a turn at its last token, the total at the last token of all, minus
+    /// `[tokens]` reward of every token: the reward of a turn at its last token, the total at the last token of all, minus
     /// penalties.
     #[must_use]
     pub fn token_rewards(&self) -> Vec<f64> {

@@ -5,9 +5,9 @@
 
 use super::EPSILON;
 
-/// Advantages `[G]` of trajectories that are correct or not (`right [G]`); `k` is clamped to `G`.
+/// Advantages `[trajectories]` of trajectories that are correct or not (`right`); `k` is clamped to their number.
 ///
-/// With `N = G`: a subset of k has reward 1 if one of it is correct. With `m` incorrect ones of `N`, the mean is `R = 1
+/// With `N` trajectories: a subset of k has reward 1 if one of it is correct. With `m` incorrect ones of `N`, the mean is `R = 1
 /// - C(m, k) / C(N, k)` and the standard deviation `s = sqrt(R (1 - R))`. All subsets with a given correct trajectory
 /// have reward 1: its advantage is `(1 - R) / s`. Those with a given incorrect one have mean `1 - C(m - 1, k - 1) / C(N
 /// - 1, k - 1)`.

@@ -2,7 +2,7 @@
 
 use super::{EPSILON, GroupOutcome, TrajectoryOutcome, mean, sample_std};
 
-/// Advantages `[G][T]`: all turn rewards of the group are normalised together; the advantage of a token is the sum over
+/// Advantages `[trajectories][tokens]`: all turn rewards of the group are normalised together; the advantage of a token is the sum over
 /// its own turn and all later turns. A trajectory without turn rewards is one turn.
 #[must_use]
 pub fn advantages(group: &GroupOutcome) -> Vec<Vec<f64>> {

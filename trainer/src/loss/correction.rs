@@ -81,7 +81,7 @@ impl Correction {
         }
     }
 
-    /// Weights of a trajectory with log-probabilities `proximal [T]` and `behavior [T]`, nats.
+    /// Weights of a trajectory with log-probabilities `proximal` and `behavior`, `[tokens]`, nats.
     #[must_use]
     pub fn weights(&self, proximal: &[f64], behavior: &[f64]) -> CorrectionWeights {
         let log_rho = || proximal.iter().zip(behavior).map(|(p, b)| p - b);

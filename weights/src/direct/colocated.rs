@@ -12,7 +12,7 @@ use trajectory::PolicyVersion;
 use super::hub_connection::{HubConnection, OVERTAKEN};
 use super::spare_buffers::SpareBuffers;
 use super::{
-    DeviceLocation, DevicePublisher, DevicePush, DeviceSubscriber, DeviceWeights, announce, digest, failed,
+    DevicePublisher, DevicePush, DeviceSubscriber, DeviceWeights, WeightsLocation, announce, digest, failed,
     is_new,
 };
 use crate::hub::After;
@@ -119,7 +119,7 @@ impl<T: Storage> DevicePublisher<T> for ColocatedPublisher<T> {
             return Ok(());
         }
         self.put(&mut pushing, version, values)?;
-        let notice = (version, DeviceLocation::within::<T>());
+        let notice = (version, WeightsLocation::within::<T>());
         pushing.last = Some(announce(&self.hub, &self.device, notice, values, started)?);
         Ok(())
     }

@@ -28,7 +28,7 @@ use trajectory::PolicyVersion;
 use super::hub_connection::{HubConnection, OVERTAKEN};
 use super::spare_buffers::SpareBuffers;
 use super::{
-    DeviceLocation, DevicePublisher, DevicePush, DeviceSubscriber, DeviceWeights, PushNotice, announce,
+    DevicePublisher, DevicePush, DeviceSubscriber, DeviceWeights, PushNotice, WeightsLocation, announce,
     digest, failed, is_new,
 };
 use crate::http::RemoteConfig;
@@ -165,7 +165,7 @@ impl<T: Storage> DevicePublisher<T> for IpcPublisher<T> {
         let unlocked = slot.file.unlock().map_err(|error| shm::failed(&slot.path, "unlock a file", &error));
         filled.and(unlocked)?;
         let at = SlotAddress { lock: slot.path.clone(), handle: slot.handle.clone() };
-        let direct = DeviceLocation { slot: Some(at), ..DeviceLocation::within::<T>() };
+        let direct = WeightsLocation { slot: Some(at), ..WeightsLocation::within::<T>() };
         slots.current = Some(index);
         let Some(slot) = &slots.slots[index] else { return Ok(()) };
         let push = announce(&self.hub, &self.device, (version, direct), slot.buffer.all(), started)?;

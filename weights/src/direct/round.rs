@@ -11,7 +11,7 @@ use device::{DeviceGroup, DeviceGroupId, Storage};
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
-use super::{DeviceLocation, dtype};
+use super::{WeightsLocation, dtype};
 use crate::hub::SubscriberId;
 use crate::{Digest, WeightsError};
 
@@ -120,8 +120,8 @@ impl PushPlan {
         self.round.cuts.last().map_or(0, |cut| cut.1)
     }
 
-    pub(super) fn direct<T: Storage>(&self) -> DeviceLocation {
-        DeviceLocation { round: Some(self.round.clone()), ..DeviceLocation::within::<T>() }
+    pub(super) fn direct<T: Storage>(&self) -> WeightsLocation {
+        WeightsLocation { round: Some(self.round.clone()), ..WeightsLocation::within::<T>() }
     }
 
     pub(super) fn is_of<T: Storage>(&self) -> bool {

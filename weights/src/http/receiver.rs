@@ -14,7 +14,7 @@ use super::client::{FetchError, HubClient};
 use super::wire::{DeltaQuery, FullQuery, VersionNotice};
 use crate::copier::copy_rounded;
 use crate::delta::{apply, full_bytes, longest_payload, value_of};
-use crate::direct::DeviceLocation;
+use crate::direct::WeightsLocation;
 use crate::frame::{FrameHeader, FrameKind, HEADER};
 use crate::shm::{SlotReader, is_of_publisher};
 use crate::{Digest, Dtype, Received, Snapshot};
@@ -54,7 +54,7 @@ pub(super) struct AnnouncedVersion {
     dtype: Dtype,
     shm: Option<String>,
     /// How to get it, if it is on a device.
-    direct: Option<DeviceLocation>,
+    direct: Option<WeightsLocation>,
 }
 
 impl AnnouncedVersion {
@@ -82,7 +82,7 @@ impl AnnouncedVersion {
         self.len
     }
 
-    pub(super) fn direct(&self) -> Option<&DeviceLocation> {
+    pub(super) fn direct(&self) -> Option<&WeightsLocation> {
         self.direct.as_ref()
     }
 

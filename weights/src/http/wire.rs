@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
-use crate::direct::DeviceLocation;
+use crate::direct::WeightsLocation;
 use crate::hub::After;
 use crate::{Lag, WeightsError};
 
@@ -66,7 +66,7 @@ pub(super) struct VersionNotice {
     pub(super) shm: Option<String>,
     /// How to get it, if it is on a device.
     #[serde(default)]
-    pub(super) direct: Option<DeviceLocation>,
+    pub(super) direct: Option<WeightsLocation>,
 }
 
 /// Asks for all weights.

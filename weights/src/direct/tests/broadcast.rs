@@ -116,7 +116,7 @@ fn a_sampler_that_dies_in_the_middle_of_a_push_is_left_out_of_the_next_attempt()
             drop(publisher);
             let (served, failed) = serving.join().unwrap();
             assert_eq!(served, [1]);
-            assert!(failed.len() == 1 && failed[0].contains("member 1"), "{failed:?}");
+            assert!(failed.len() == 1 && failed[0].contains("rank 1"), "{failed:?}");
         });
     }
 }
