@@ -327,6 +327,7 @@ impl Recipe {
             microbatch_tokens: self.trainer.microbatch_tokens,
             recompute: self.trainer.recompute,
             world: self.trainer.world,
+            leaves: self.trainer.leaves,
             zero: self.trainer.zero,
             wait: self.wait(),
             device: self.trains_on(),

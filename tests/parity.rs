@@ -85,6 +85,7 @@ fn synchronous_training_equals_the_reference_loop_bit_for_bit() {
         max_completion_length: 20,
         learning_rate: 1e-2,
         max_grad_norm: 1.0,
+        leaves: 4,
     };
     let (expected, rewards) = reference.run();
     assert_ne!(
@@ -110,6 +111,32 @@ fn batching_and_storage_do_not_change_a_bit() {
     ];
     let (other, _) = run(root.path(), "b", &sets);
     assert!(expected.values() == other.values());
+}
+
+/// Threads or processes, and however many: powers of two of them up to `trainer.leaves`, in every stage.
+#[test]
+fn the_number_of_ranks_does_not_change_a_bit() {
+    let root = tempfile::tempdir().unwrap();
+    let kinds: [(&str, &[&str]); 4] = [
+        ("adamw", &[]),
+        ("micro-batches", &["trainer.microbatch_tokens=40", "trainer.optimizer=\"adamw8bit\""]),
+        ("dion", &["trainer.optimizer=\"dion\"", "trainer.leaves=8"]),
+        ("lora", &["lora.rank=2", "trainer.microbatch_tokens=40"]),
+    ];
+    let groups = "buffer.batch_groups=4";
+    for (name, sets) in kinds {
+        for zero in ["trainer.zero=1", "trainer.zero=2", "trainer.zero=3"] {
+            let of = |world: usize| {
+                let world = format!("trainer.world={world}");
+                run(root.path(), &format!("{name}-{zero}-{world}"), &[sets, &[groups, zero, &world]].concat())
+                    .0
+            };
+            let expected = of(1);
+            for world in [2, 4] {
+                assert!(expected.values() == of(world).values(), "{name}: {world} ranks differ, {zero}");
+            }
+        }
+    }
 }
 
 /// Whoever has the device, and wherever the trainer's numbers are meanwhile.

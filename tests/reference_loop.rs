@@ -1,19 +1,20 @@
 //! The algorithm as one plain loop: sample, score, compare, update. Read this first.
 //!
 //! No pipeline, no buffer, no cache, no batching, no threads: completions are sampled one token at a time by running the
-//! whole sequence again. Only the network itself (`model`) and the random streams are shared with rlrun; advantage, loss,
-//! clipping and AdamW are written out. `parity.rs` asserts that rlrun with `buffer.max_staleness = 0` ends with the same
+//! whole sequence again. Only the network itself (`model`), the random streams and the plan of the leaves are shared with
+//! rlrun; advantage, loss, the sum over leaves, clipping and AdamW are written out. `parity.rs` asserts that rlrun with `buffer.max_staleness = 0` ends with the same
 //! weights, bit for bit.
 
 use std::sync::Arc;
 
 use model::{
-    Decoder, Draw, Gradients, ModelDirectory, Pack, Parameters, PredictionGradient, Recompute, Sampling,
-    Target, ThreadPool,
+    Config, Decoder, Draw, Gradients, ModelDirectory, Pack, Parameters, PredictionGradient, Recompute,
+    Sampling, Target, ThreadPool,
 };
 use rollout::PromptSet;
 use rollout::engine::{random_stream, uniform};
-use trajectory::GroupId;
+use trainer::plan::{MicroBatch, plan};
+use trajectory::{GroupId, PolicyVersion, Sample, SampleStreams, VersionRun};
 
 /// What the loop needs to know; the names are those of the recipe.
 pub(crate) struct Reference<'a> {
@@ -27,6 +28,7 @@ pub(crate) struct Reference<'a> {
     pub(crate) max_completion_length: usize,
     pub(crate) learning_rate: f32,
     pub(crate) max_grad_norm: f32,
+    pub(crate) leaves: usize,
 }
 
 /// A completion: prompt and sampled tokens, and their log-probabilities under the policy that sampled them.
@@ -36,6 +38,12 @@ struct Trajectory {
     behavior_logprobs: Vec<f32>,
     reward: f64,
     advantage: f64,
+}
+
+impl Trajectory {
+    fn prompt(&self) -> &[u32] {
+        &self.token_ids[..self.prompt_length]
+    }
 }
 
 /// AdamW with `beta1 = 0.9`, `beta2 = 0.999`, `eps = 1e-8`, no weight decay.
@@ -73,14 +81,41 @@ impl Reference<'_> {
 
             // One update on all of them.
             if !groups.is_empty() {
-                let mut gradients = gradients(&policy, &parameters, &groups, batch_tokens);
+                let trained: Vec<&Trajectory> = groups.iter().flatten().collect();
+                let leaves: Vec<Vec<f32>> = self
+                    .leaves(&trained, config)
+                    .iter()
+                    .map(|leaf| gradients(&policy, &parameters, leaf, batch_tokens))
+                    .collect();
+                let mut gradients = tree(&leaves);
                 drop(policy);
-                clip(gradients.values_mut(), self.max_grad_norm);
+                clip(&mut gradients, self.max_grad_norm);
                 let values = Arc::get_mut(&mut parameters).unwrap().values_mut();
-                adam.update(values, gradients.values(), self.learning_rate);
+                adam.update(values, &gradients, self.learning_rate);
             }
         }
         (Arc::into_inner(parameters).unwrap(), rewards)
+    }
+
+    /// The trajectories of each leaf of a step.
+    fn leaves<'a>(&self, trajectories: &[&'a Trajectory], config: &Config) -> Vec<Vec<&'a Trajectory>> {
+        let sample = |t: &&Trajectory| {
+            let prompt = t.prompt_length;
+            Sample::new(SampleStreams {
+                token_ids: t.token_ids.clone(),
+                loss_mask: (0..t.token_ids.len()).map(|token| token >= prompt).collect(),
+                behavior_logprobs: [&vec![0.0; prompt][..], &t.behavior_logprobs].concat(),
+                versions: vec![VersionRun { version: PolicyVersion(0), len: t.token_ids.len() as u32 }],
+                kept: None,
+                temperature: 1.0,
+            })
+        };
+        let samples: Vec<Sample> = trajectories.iter().map(|t| sample(t).unwrap()).collect();
+        let plan = plan(&samples.iter().collect::<Vec<_>>(), config, usize::MAX, self.leaves);
+        let of_leaf = |leaf: &Vec<MicroBatch>| {
+            leaf.iter().flat_map(|batch| &batch.rows).map(|row| trajectories[*row]).collect()
+        };
+        plan.iter().map(of_leaf).collect()
     }
 
     /// Samples one completion, token by token.
@@ -122,19 +157,30 @@ fn set_advantages(group: &mut [Trajectory]) {
     }
 }
 
-/// Gradient of the loss, a mean over all tokens of the batch. On policy the ratio is 1, so each token's loss is
+/// The sum of the gradients of the leaves, a power of two, as a balanced binary tree.
+fn tree(leaves: &[Vec<f32>]) -> Vec<f32> {
+    match leaves {
+        [leaf] => leaf.clone(),
+        _ => {
+            let (left, right) = leaves.split_at(leaves.len() / 2);
+            tree(left).iter().zip(tree(right)).map(|(left, right)| left + right).collect()
+        }
+    }
+}
+
+/// Gradient of the loss of one leaf, `[weights]`; the loss is a mean over all tokens of the batch. On policy the ratio is 1, so each token's loss is
 /// `-advantage * ratio` and its derivative by the log-probability `-advantage`; groups whose rewards are all equal would
 /// add zero.
 fn gradients(
     policy: &Decoder,
     parameters: &Parameters,
-    groups: &[Vec<Trajectory>],
+    leaf: &[&Trajectory],
     batch_tokens: usize,
-) -> Gradients {
+) -> Vec<f32> {
     let (mut pack, mut rows, mut targets, mut slopes) = (Pack::new(), Vec::new(), Vec::new(), Vec::new());
     let token_weight = 1.0 / batch_tokens as f64;
-    for group in groups {
-        // The prompt goes through the network once for the whole group.
+    for group in leaf.chunk_by(|a, b| a.prompt() == b.prompt()) {
+        // The prompt goes through the network once for the trajectories of a group.
         let prompt = group[0].prompt_length;
         let prefix = pack.push(&group[0].token_ids[..prompt]).unwrap();
         for trajectory in group {
@@ -153,12 +199,15 @@ fn gradients(
             }
         }
     }
-    let (predictions, trace) = policy.forward(&pack, &rows, &targets, &ThreadPool::single()).unwrap();
-    let behavior = groups.iter().flatten().flat_map(|t| &t.behavior_logprobs);
-    assert!(predictions.iter().map(|p| &p.logprob).eq(behavior), "trainer and sampler agree bit for bit");
     let mut gradients = Gradients::zeros(parameters.layout());
+    if leaf.is_empty() {
+        return gradients.values().to_vec();
+    }
+    let (predictions, trace) = policy.forward(&pack, &rows, &targets, &ThreadPool::single()).unwrap();
+    let behavior = leaf.iter().flat_map(|t| &t.behavior_logprobs);
+    assert!(predictions.iter().map(|p| &p.logprob).eq(behavior), "trainer and sampler agree bit for bit");
     policy.backward(&pack, trace, &targets, &slopes, &mut gradients, &ThreadPool::single()).unwrap();
-    gradients
+    gradients.values().to_vec()
 }
 
 /// Scales the gradient down to `max_norm`.

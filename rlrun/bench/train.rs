@@ -48,6 +48,7 @@ pub fn work(
         microbatch_tokens: args.microbatch_tokens,
         recompute: args.recompute,
         world: 1,
+        leaves: 1,
         zero: 1,
         wait: Duration::MAX,
         device: on.map(|on| DeviceConfig::new(on.place, on.dtype)),

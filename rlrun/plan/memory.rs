@@ -6,6 +6,7 @@
 //! the dataset is left out.
 
 pub mod devices;
+mod gradients;
 mod turns;
 
 use std::fmt;
@@ -78,7 +79,11 @@ impl Memory {
             part("process", "program, libraries, threads", PROCESS),
             part("tokenizer", "two open model directories", product(&[2, TOKENIZER, tokenizer])),
             part("policy", "the weights that are trained, as ranks have them", trained.weights),
-            part("gradients", "as ranks have them, and on their way between them", trained.gradients),
+            part(
+                "gradients",
+                "of the leaves of every rank, and on their way between ranks",
+                trained.gradients,
+            ),
             part("optimizer", "what it remembers of every tensor", trained.optimizer),
             part(
                 "activations",
@@ -131,7 +136,7 @@ impl Memory {
         }
         devices::leave_out(&mut parts, recipe);
         if recipe.is_colocated() {
-            turns::take_turns(&mut parts, recipe, weights);
+            turns::take_turns(&mut parts, recipe, &Layout::new(config));
         }
         Self { parts }.with_slack()
     }
@@ -241,22 +246,16 @@ impl Trained {
 /// gradient 4.
 fn of_ranks(recipe: &Recipe, layout: &Layout, changed: Option<u64>, width: u64) -> (u64, u64) {
     let (world, zero) = (recipe.trainer.world as u64, recipe.trainer.zero);
-    let of = |each: u64, values: usize| product(&[each, values as u64]);
-    let all = layout.len();
-    if world == 1 {
-        return (of(width, all), of(F32, all));
-    }
-    let layer = layout.layers().iter().map(std::ops::Range::len).max().unwrap_or(0);
-    let ends = layout.len() - layout.layers().iter().map(std::ops::Range::len).sum::<usize>();
-    // Of the layers those that leave, wait and are being reversed; of the weights the next one and the current.
-    let on_the_way = |each, layers: usize| product(&[world, of(each, ends.saturating_add(layers * layer))]);
+    let all = product(&[width, layout.len() as u64]);
     let weights = match changed {
-        None if zero >= 3 => of(width, all).saturating_add(on_the_way(width, 2)),
-        _ => product(&[world, of(width, all)]),
+        None if zero >= 3 && world > 1 => {
+            // The next layer and the current one.
+            let gathered = gradients::units(layout, 2) / F32 * width;
+            all.saturating_add(product(&[world, gathered]))
+        }
+        _ => product(&[world, all]),
     };
-    let sums = changed.map_or(of(F32, all), |changed| product(&[F32, changed]));
-    let full = if zero >= 2 { on_the_way(F32, 3) } else { product(&[world, of(F32, all)]) };
-    (weights, sums.saturating_add(full))
+    (weights, gradients::bytes(recipe, layout, changed))
 }
 
 /// Bytes that follow from the shape of a model.
@@ -321,10 +320,10 @@ impl Size {
     }
 }
 
-/// Tokens of the largest micro-batch: a step trains at most what it was handed.
+/// Tokens of the largest micro-batch: that of a leaf with an equal part of a full batch, or the token budget.
 fn micro_batch_tokens(recipe: &Recipe) -> u64 {
-    let world = (recipe.trainer.world as u64).max(1);
-    (recipe.trainer.microbatch_tokens as u64).min(super::BatchPlan::of(recipe).max_tokens.div_ceil(world))
+    let leaves = (recipe.learner().step_leaves() as u64).max(1);
+    (recipe.trainer.microbatch_tokens as u64).min(super::BatchPlan::of(recipe).max_tokens.div_ceil(leaves))
 }
 
 /// Memory of the journal when all steps are made.

@@ -17,6 +17,9 @@ use super::training::{check_lora, check_trainer};
 use super::words::{OnStale, Quantization, SampleOrder, Store, WeightDtype};
 use super::{Data, DataSource, Files, Model, Recipe};
 
+/// Most leaves of a step.
+const MAX_LEAVES: usize = 1 << 10;
+
 /// Checks everything; `stem` names the run if the recipe does not.
 pub(super) fn check(
     mut raw: RawRecipe,
@@ -333,6 +336,12 @@ fn check_batch(raw: &RawRecipe, checker: &mut Checker<'_>) {
             message,
             "1 shares the optimizer's state, 2 gradients too, 3 weights too",
         );
+    }
+    let leaves = raw.trainer.leaves;
+    if leaves > 0 && !(leaves.is_power_of_two() && leaves <= MAX_LEAVES) {
+        let message =
+            format!("`trainer.leaves` is {leaves}, but must be a power of two of at most {MAX_LEAVES}");
+        checker.report("trainer.leaves", message, "4 gives 1, 2 and 4 trainer workers the same bits");
     }
     let groups = raw.buffer.batch_groups;
     for (path, parts) in

@@ -436,6 +436,12 @@ pub struct Trainer {
     pub recompute: Recompute,
     /// Trainer workers that share a step.
     pub world: usize,
+    /// Leaves that the gradients of a step are summed from as a balanced binary tree: a power of two. Trainer workers on the
+    /// processor compute whole leaves, so the weights have the same bits for every `trainer.world` that is a power of two
+    /// and at most this. A batch is cut into so many micro-batches at least, and one worker keeps log2(leaves) gradient
+    /// buffers of 4 bytes per weight (one more if a leaf has several micro-batches), two workers one less each. Workers on
+    /// devices have one leaf each.
+    pub leaves: usize,
     /// What these workers are: threads, processes (`rlrun worker trainer`; a run of processes starts them), or what `mpirun`
     /// has started, in a binary built with the feature `mpi`.
     pub ranks: Ranks,
@@ -470,6 +476,7 @@ impl Default for Trainer {
             microbatch_tokens: 4096,
             recompute: Recompute::None,
             world: 1,
+            leaves: 4,
             ranks: Ranks::Threads,
             zero: 1,
             collective: Collective::Auto,

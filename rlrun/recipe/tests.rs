@@ -145,6 +145,7 @@ fn wrong_types_and_ranges_point_at_the_value() {
         ("rollout.group_size=1", "`rollout.group_size` is 1: a trajectory that is compared with nothing"),
         ("buffer.max_staleness=9000000000", "(`buffer.max_staleness` + 1) * `buffer.batch_groups` is more"),
         ("trainer.zero=4", "`trainer.zero` is 4, but the stages are 1, 2 and 3"),
+        ("trainer.leaves=3", "`trainer.leaves` is 3, but must be a power of two"),
         ("trainer.minibatches=64", "`trainer.minibatches` is 64, but a batch has only 32 groups"),
         ("trainer.microbatch_tokens=100", "a sequence of 1024 tokens"),
         ("rollout.max_completion_length=8000", "a sequence of 8512 tokens"),

@@ -14,7 +14,9 @@ use model::{GradientSink, LayerSource, Layout, ThreadPool, Unit};
 use crate::TrainerError;
 use crate::collective::{Collective, CollectiveError};
 use crate::lora::Adapter;
+use crate::plan::Slot;
 use crate::shards::Shards;
+use crate::tree::{Merge, TreeSums, add};
 
 /// Requests that wait while one is served.
 const WAITING: usize = 1;
@@ -37,8 +39,8 @@ pub(crate) struct Line<'a> {
 
 /// What is asked of the communication thread.
 enum Request {
-    /// To sum up gradients of a unit over all ranks and keep the own shard, or add it unless it is the `first`.
-    Reduce { unit: usize, values: Vec<f32>, first: bool },
+    /// To sum the gradients of a unit over all ranks, and to add this rank's shard of them to the tree as `slot`.
+    Reduce { unit: usize, values: Vec<f32>, slot: Slot },
     /// To collect the weights of a unit.
     Gather { unit: usize },
 }
@@ -51,17 +53,34 @@ pub(crate) struct Ends {
 
 /// Gradients that are reduced unit by unit as soon as they are complete.
 pub(crate) struct Reducing<'a> {
-    requests: SyncSender<Request>,
+    units: UnitGradients<'a>,
+    to: To<'a>,
+    /// Position in the sum of what is computed now.
+    pub(crate) slot: Slot,
+    /// Whether the slot is complete at the end of the backward.
+    pub(crate) complete: bool,
+}
+
+/// Gradients of the slot that is being computed, unit by unit.
+struct UnitGradients<'a> {
     layout: &'a Layout,
     pool: &'a Pool,
-    /// What is trained in place of the weights, and who computes its gradients.
-    adapter: Option<(&'a Adapter, &'a ThreadPool)>,
+    /// Trained in place of the weights.
+    adapter: Option<&'a Adapter>,
+    threads: &'a ThreadPool,
     units: Vec<Option<Vec<f32>>>,
-    /// Whether units leave when they are done, or stay to be added to.
-    pub(crate) leave: bool,
-    /// Whether they are the first of their step to leave.
-    pub(crate) first: bool,
 }
+
+/// Where gradients of a complete slot go.
+enum To<'a> {
+    /// To the sum over all ranks. If `local` is some, the slots of this rank are summed first, and one sum leaves.
+    Ranks { requests: SyncSender<Request>, local: Option<LocalSums> },
+    /// To the sums of a rank without others.
+    Own { sums: &'a mut TreeSums, written: Vec<bool> },
+}
+
+/// Partial sums of the slots of a rank, by unit; in each the highest first.
+struct LocalSums(Vec<Vec<Vec<f32>>>);
 
 /// Layers that are gathered one ahead of the pass.
 pub(crate) struct Gathering<'a> {
@@ -83,7 +102,7 @@ pub(crate) struct Gathering<'a> {
 /// That of the communication if it failed, which `body` only sees the consequences of; otherwise that of `body`.
 pub(crate) fn exchange<R>(
     line: &Line<'_>,
-    own: &mut [f32],
+    own: &mut TreeSums,
     body: impl FnOnce(Ends) -> Result<R, TrainerError>,
 ) -> Result<R, TrainerError> {
     std::thread::scope(|scope| {
@@ -103,23 +122,23 @@ pub(crate) fn exchange<R>(
 /// The life of the communication thread: until nobody can ask any more.
 fn serve(
     line: &Line<'_>,
-    own: &mut [f32],
+    own: &mut TreeSums,
     requests: &Receiver<Request>,
     gathered: &SyncSender<Vec<f32>>,
 ) -> Result<(), CollectiveError> {
     let Line { collective, trained, weights, pool } = line;
     let rank = collective.rank();
-    let mut sums = Vec::new();
+    let (mut sums, threads) = (Vec::new(), ThreadPool::single());
     for request in requests {
         match request {
-            Request::Reduce { unit, values, first } => {
-                let own = &mut own[trained.packed(rank, unit)];
-                if first {
-                    collective.reduce_scatter(&values, trained.cuts(unit), own)?;
+            Request::Reduce { unit, values, slot } => {
+                let range = trained.packed(rank, unit);
+                if let Some(place) = own.place(range.clone(), slot) {
+                    collective.reduce_scatter(&values, trained.cuts(unit), place)?;
                 } else {
-                    sums.resize(own.len(), 0.0);
+                    sums.resize(range.len(), 0.0);
                     collective.reduce_scatter(&values, trained.cuts(unit), &mut sums)?;
-                    own.iter_mut().zip(&sums).for_each(|(own, sum)| *own += sum);
+                    own.add(range, &sums, slot, &threads);
                 }
                 pool.put(values);
             }
@@ -138,30 +157,43 @@ fn serve(
     Ok(())
 }
 
+/// The network whose gradients are computed.
+#[derive(Clone, Copy)]
+pub(crate) struct Network<'a> {
+    pub(crate) layout: &'a Layout,
+    /// Trained in place of the weights.
+    pub(crate) adapter: Option<&'a Adapter>,
+    pub(crate) pool: &'a Pool,
+    pub(crate) threads: &'a ThreadPool,
+}
+
 impl Pool {
+    /// Gives up all buffers. Returns their bytes.
+    pub(crate) fn clear(&self) -> u64 {
+        let buffers = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        buffers.iter().map(|buffer| size_of_val(&buffer[..]) as u64).sum()
+    }
+
     /// A buffer of this length with anything in it.
-    fn take(&self, len: usize) -> Vec<f32> {
+    pub(crate) fn take(&self, len: usize) -> Vec<f32> {
         let mut buffers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let found = buffers.iter().position(|buffer| buffer.len() == len);
         found.map_or_else(|| vec![0.0; len], |at| buffers.swap_remove(at))
     }
 
-    fn put(&self, buffer: Vec<f32>) {
+    pub(crate) fn put(&self, buffer: Vec<f32>) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
     }
 }
 
 impl Ends {
-    /// The gradients of a pass over a model of this `layout`, trained by its `adapter` if it has one.
-    pub(crate) fn reducing<'a>(
-        &self,
-        layout: &'a Layout,
-        pool: &'a Pool,
-        adapter: Option<(&'a Adapter, &'a ThreadPool)>,
-    ) -> Reducing<'a> {
-        let units = layout.units().map(|_| None).collect();
-        let requests = self.requests.clone();
-        Reducing { requests, layout, pool, adapter, units, leave: true, first: true }
+    /// The gradients of passes over a model of this `layout`, or of its `adapter`. If the rank `accumulates`, it sums its
+    /// own slots before they leave.
+    pub(crate) fn reducing<'a>(&self, network: Network<'a>, accumulates: bool) -> Reducing<'a> {
+        let units = UnitGradients::new(network);
+        let local = accumulates.then(|| LocalSums(vec![Vec::new(); units.units.len()]));
+        let to = To::Ranks { requests: self.requests.clone(), local };
+        Reducing { units, to, slot: Slot::ONLY, complete: true }
     }
 
     /// The layers of passes over a model of this `layout`, of which each rank has only its shards.
@@ -171,8 +203,13 @@ impl Ends {
     }
 }
 
-impl GradientSink for Reducing<'_> {
-    fn unit(&mut self, unit: Unit) -> &mut [f32] {
+impl<'a> UnitGradients<'a> {
+    fn new(Network { layout, pool, adapter, threads }: Network<'a>) -> Self {
+        Self { layout, pool, adapter, threads, units: layout.units().map(|_| None).collect() }
+    }
+
+    /// Gradients of a unit, to add to; zero at first.
+    fn get(&mut self, unit: Unit) -> &mut [f32] {
         let (len, pool) = (self.layout.unit(unit).len(), self.pool);
         self.units[number(self.layout, unit)].get_or_insert_with(|| {
             let mut values = pool.take(len);
@@ -181,25 +218,116 @@ impl GradientSink for Reducing<'_> {
         })
     }
 
-    fn done(&mut self, unit: Unit) {
-        if !self.leave {
-            return;
-        }
-        let Some(values) = self.units[number(self.layout, unit)].take() else { return };
-        let (unit, values) = match (self.adapter, unit) {
-            (None, unit) => (number(self.layout, unit), values),
-            (Some((adapter, threads)), Unit::Layer(index)) => {
-                let gradients = adapter.gradients_within(&self.layout.unit(unit), &values, threads);
-                // In place of the buffer that the communication thread puts into the pool.
+    /// The gradients of a unit of what is trained, with its number; `None` if nothing of the unit is.
+    fn take(&mut self, unit: Unit) -> Option<(usize, Vec<f32>)> {
+        self.get(unit);
+        let values = self.units[number(self.layout, unit)].take()?;
+        match (self.adapter, unit) {
+            (None, unit) => Some((number(self.layout, unit), values)),
+            (Some(adapter), Unit::Layer(index)) => {
+                let gradients = adapter.gradients_within(&self.layout.unit(unit), &values, self.threads);
+                self.pool.put(values);
+                // Of the pool, because the buffer goes back there.
                 let mut own = self.pool.take(gradients.len());
                 own.copy_from_slice(&gradients);
-                self.pool.put(values);
-                (index, own)
+                Some((index, own))
             }
-            (Some(_), Unit::Embedding | Unit::Tail) => return self.pool.put(values),
-        };
-        // If the thread has ended, its error is the one that counts.
-        let _ = self.requests.send(Request::Reduce { unit, values, first: self.first });
+            (Some(_), Unit::Embedding | Unit::Tail) => {
+                self.pool.put(values);
+                None
+            }
+        }
+    }
+
+    /// Where the gradients of a unit of what is trained lie among all.
+    fn range(&self, unit: Unit) -> std::ops::Range<usize> {
+        let range = self.layout.unit(unit);
+        self.adapter.map_or(range.clone(), |adapter| adapter.within(&range))
+    }
+}
+
+impl LocalSums {
+    /// Adds the gradients of a unit of `slot`; the sum of all slots when they are complete.
+    fn add(
+        &mut self,
+        unit: usize,
+        mut values: Vec<f32>,
+        slot: Slot,
+        (pool, threads): (&Pool, &ThreadPool),
+    ) -> Option<Vec<f32>> {
+        let waiting = &mut self.0[unit];
+        let Merge { height, below } = slot.merge();
+        for mut sum in waiting.drain(below..below + height).rev() {
+            add(&mut sum, &values, threads);
+            pool.put(std::mem::replace(&mut values, sum));
+        }
+        if slot.is_last() {
+            return Some(values);
+        }
+        waiting.push(values);
+        None
+    }
+}
+
+impl<'a> Reducing<'a> {
+    /// The gradients of a rank without others, summed in `sums`.
+    pub(crate) fn alone(network: Network<'a>, sums: &'a mut TreeSums) -> Self {
+        let units = UnitGradients::new(network);
+        let written = vec![false; units.units.len()];
+        Self { units, to: To::Own { sums, written }, slot: Slot::ONLY, complete: true }
+    }
+}
+
+impl GradientSink for Reducing<'_> {
+    fn unit(&mut self, unit: Unit) -> &mut [f32] {
+        let Self { units, to, slot, .. } = self;
+        if let To::Own { sums, written } = to
+            && units.adapter.is_none()
+        {
+            let number = number(units.layout, unit);
+            // Two calls, because the borrow of the first would last as long as this one.
+            if sums.place(units.range(unit), *slot).is_some() {
+                let first = !std::mem::replace(&mut written[number], true);
+                let Some(values) = sums.place(units.range(unit), *slot) else { return units.get(unit) };
+                if first {
+                    values.fill(0.0);
+                }
+                return values;
+            }
+        }
+        units.get(unit)
+    }
+
+    fn done(&mut self, unit: Unit) {
+        if !self.complete {
+            return;
+        }
+        // Gradients that nothing was added to are zero.
+        self.unit(unit);
+        let Self { units, to, slot, .. } = self;
+        if let To::Own { written, .. } = to
+            && std::mem::take(&mut written[number(units.layout, unit)])
+        {
+            return;
+        }
+        let Some((number, mut values)) = units.take(unit) else { return };
+        match to {
+            To::Own { sums, .. } => {
+                sums.add(units.range(unit), &values, *slot, units.threads);
+                units.pool.put(values);
+            }
+            To::Ranks { requests, local } => {
+                let mut sent = *slot;
+                if let Some(local) = local {
+                    let Some(sum) = local.add(number, values, *slot, (units.pool, units.threads)) else {
+                        return;
+                    };
+                    (values, sent) = (sum, Slot::ONLY);
+                }
+                // If the thread has ended, its error is the one that counts.
+                let _ = requests.send(Request::Reduce { unit: number, values, slot: sent });
+            }
+        }
     }
 }
 

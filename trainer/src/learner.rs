@@ -1,9 +1,10 @@
 //! The weights that are trained: forward and backward over micro-batches, clipping, the optimizer. With an adapter the
 //! weights are frozen, and what is clipped and updated is the adapter.
 //!
-//! Invariant: a step is a function of the rows, the weights and the optimizer state, whatever the number of threads of
-//! its [`ThreadPool`]. Ranks add their gradients in order of rank, so a step repeats bit for bit, and world sizes differ by
-//! rounding only.
+//! Invariant: a step is a function of the rows, the weights and the optimizer state. It has the same bits for every number
+//! of threads of its [`ThreadPool`]. Gradients are summed as a balanced binary tree over the leaves of the step, so it also has
+//! the same bits for every number of ranks on the processor that is a power of two and at most [`LearnerConfig::leaves`];
+//! other numbers of ranks differ by rounding.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -27,7 +28,7 @@ use crate::lead::{Command, Remote, decode, encode};
 use crate::lora::Adapter;
 use crate::on_device::{DeviceConfig, DeviceWeights};
 use crate::optimizer::{Optimizer, OptimizerConfig, StateStream};
-use crate::plan::{MicroBatch, plan};
+use crate::plan::{MicroBatch, leaves, plan};
 use crate::rank::{Rank, Scored, Seed, Step, Task};
 use crate::ranks::{make, on_each};
 
@@ -44,6 +45,9 @@ pub struct LearnerConfig {
     pub recompute: Recompute,
     /// Ranks that share a step.
     pub world: usize,
+    /// Least number of leaves that the gradients of a step are summed from, a power of two. Ranks on devices have one leaf
+    /// each.
+    pub leaves: usize,
     /// What they share beside the work (ZeRO stages): 1 the optimizer's state, 2 gradients too, 3 weights too.
     pub zero: usize,
     /// Longest wait of one rank for another.
@@ -87,7 +91,7 @@ pub type OwnedValues<'a> = Vec<(Range<usize>, &'a [f32])>;
 
 /// A loss over the predictions of one row.
 pub trait RowLoss: Sync {
-    /// What it reports of the tokens of a rank; merged in order of rank.
+    /// Report on the tokens of a leaf; merged in order of leaf.
     type Report: Default + Send + Serialize + DeserializeOwned;
 
     /// Derivatives of the loss by each of `predictions`, which belong to the trained tokens of row `index`.
@@ -100,6 +104,12 @@ pub trait RowLoss: Sync {
 }
 
 impl LearnerConfig {
+    /// Leaves that the gradients of a step are summed from.
+    #[must_use]
+    pub fn step_leaves(&self) -> usize {
+        if self.device.is_some() { self.world } else { leaves(self.leaves, self.world) }
+    }
+
     /// Whether a rank keeps its own shards of the gradients only.
     pub(crate) fn shares_gradients(&self) -> bool {
         self.zero >= 2
@@ -456,7 +466,7 @@ impl Learner {
         rows: &[&Sample],
         score: impl Fn(&Rank, Task<'_>) -> Result<Scored, TrainerError> + Sync,
     ) -> Result<Vec<Vec<Prediction>>, TrainerError> {
-        let plan = self.plan(rows);
+        let plan = self.plan(rows, self.config.world);
         let task = Task { rows, plan: &plan };
         let mut scored = vec![Vec::new(); rows.len()];
         for rank in on_each(self.ranks.iter().collect(), |rank| score(rank, task))? {
@@ -468,8 +478,8 @@ impl Learner {
         Ok(scored)
     }
 
-    /// One optimizer step on the sum of `loss` over `rows`. Returns the gradient norm before clipping, and what each
-    /// rank reports. Without a row, or with a gradient of zero, there is no update: no moments, no weight decay.
+    /// One optimizer step on the sum of `loss` over `rows`. Returns the gradient norm before clipping, and the reports of the
+    /// leaves in order. Without a row, or with a gradient of zero, there is no update: no moments, no weight decay.
     ///
     /// # Errors
     /// If a token lies beyond the vocabulary or the gradient is not finite; the weights are then as before. If one of
@@ -480,7 +490,7 @@ impl Learner {
         loss: &L,
         learning_rate: f32,
     ) -> Result<(f32, Vec<L::Report>), TrainerError> {
-        let plan = self.plan(rows);
+        let plan = self.plan(rows, self.config.step_leaves());
         if rows.is_empty() {
             return Ok((0.0, Vec::new()));
         }
@@ -489,17 +499,17 @@ impl Learner {
         let work = |rank: &mut &mut Rank| rank.step(&step);
         let done = on_each(self.ranks.iter_mut().collect(), work)?;
         let norm = done.first().map_or(0.0, |(norm, _)| *norm);
-        let mut reports: Vec<L::Report> = done.into_iter().map(|(_, report)| report).collect();
+        let mut reports: Vec<Vec<L::Report>> = done.into_iter().map(|(_, reports)| reports).collect();
         if let (Some(Spread { collective, .. }), Some(own)) = (&self.spread, reports.first()) {
             let all = collective.all_gather_bytes(encode(own)?)?;
-            reports = all.iter().map(|report| decode(report)).collect::<Result<_, _>>()?;
+            reports = all.iter().map(|reports| decode(reports)).collect::<Result<_, _>>()?;
         }
-        Ok((norm, reports))
+        Ok((norm, in_order_of_leaf(reports, !self.config.shares_gradients())))
     }
 
-    /// The micro-batches of every rank.
-    fn plan(&self, rows: &[&Sample]) -> Vec<Vec<MicroBatch>> {
-        plan(rows, &self.model, self.config.microbatch_tokens, self.config.world)
+    /// The micro-batches of `parts` parts of `rows`.
+    fn plan(&self, rows: &[&Sample], parts: usize) -> Vec<Vec<MicroBatch>> {
+        plan(rows, &self.model, self.config.microbatch_tokens, parts)
     }
 
     /// The cores of a rank, of those of `pool`.
@@ -511,6 +521,22 @@ impl Learner {
         match self.ranks.first() {
             Some(first) => first,
             None => unreachable!("a learner has at least one rank"),
+        }
+    }
+}
+
+/// The reports of all leaves, given by rank. With `accumulates` a rank has neighbouring leaves, otherwise every `world`th.
+fn in_order_of_leaf<R>(reports: Vec<Vec<R>>, accumulates: bool) -> Vec<R> {
+    if accumulates {
+        return reports.into_iter().flatten().collect();
+    }
+    let mut ranks: Vec<_> = reports.into_iter().map(Vec::into_iter).collect();
+    let mut ordered = Vec::new();
+    loop {
+        let before = ordered.len();
+        ordered.extend(ranks.iter_mut().filter_map(Iterator::next));
+        if ordered.len() == before {
+            return ordered;
         }
     }
 }

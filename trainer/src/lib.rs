@@ -7,7 +7,7 @@
 //!   and weights of each row; [`objective`]: the loss over the network's predictions; [`critic`]
 //! - [`supervised`]: supervised fine-tuning on demonstrations, preference pairs, reward models
 //! - [`learner`]: forward, backward with gradient accumulation over micro-batches, gradient clipping, optimizer step;
-//!   [`mod@plan`]: rows to micro-batches and data-parallel ranks; [`packing`]: a micro-batch as one token stream
+//!   [`mod@plan`]: rows to leaves and micro-batches, leaves to ranks; [`packing`]: a micro-batch as one token stream
 //! - [`optimizer`]: AdamW with its [`moments`], Muon, Dion; [`schedule`]: the learning rate
 //! - [`on_device`]: ranks that compute on a GPU
 //! - [`lora`]: low-rank adapters and their files
@@ -55,6 +55,7 @@ pub mod supervised;
 pub mod weight_publisher;
 
 pub mod trainer;
+mod tree;
 pub mod update;
 
 pub use checkpoint::{Checkpoint, TrainerState};

@@ -1,21 +1,25 @@
-//! Which rows go through the network together, and on which rank.
+//! Assigns the rows of a step to leaves and micro-batches, and the leaves to ranks.
 //!
-//! What is planned are *units*: neighbouring rows with a common prompt, whose prompt goes through the network once.
-//! Units go to ranks by cost, the most expensive first and each to the rank with the least to do; what a rank got is put
-//! into as few micro-batches under the budget as can be found, evenly filled. AReaL's dynamic batching (Algorithm 1 of
-//! arXiv 2505.24298) likewise puts the longest first into the emptiest batch that it fits into, but counts tokens only.
-//! A unit is split where it is over the budget, or where its ranks are done sooner although the prompt is then computed
-//! twice.
+//! The unit of planning is a run of neighbouring rows with a common prompt; the prompt goes through the network once. The
+//! planner assigns units to leaves by cost: the most expensive unit first, each to the leaf with the least work. It then
+//! packs the units of a leaf into as few micro-batches under the token budget as it can find, evenly filled. AReaL's
+//! dynamic batching (Algorithm 1 of arXiv 2505.24298) also puts the longest sequence first into the emptiest batch, but
+//! counts tokens only. A unit is split if it exceeds the budget, or if leaves of more equal cost are worth computing its
+//! prompt twice.
 //!
-//! Invariant: the plan is a function of the rows and the model alone, never of timing, so a step can be repeated bit for
-//! bit.
+//! A leaf is a part of the step whose gradients are summed as one chain. The gradients of the leaves are summed as a
+//! balanced binary tree (TBIK, arXiv 2511.17826), so the bits of the sum depend on the leaves and not on which rank
+//! computes them.
+//!
+//! Invariant: the leaves and their micro-batches are a function of the rows, the model and the number of leaves alone,
+//! never of timing and never of the number of ranks.
 
 use std::cmp::Reverse;
 
 use model::Config;
 use trajectory::Sample;
 
-/// A step may take at most this part of its time, as a fraction, for groups to be split: prompts are computed again.
+/// A plan with split groups is used if its cost is at most this fraction of the cost of the plan with whole groups.
 const WORTH: (u64, u64) = (15, 16);
 
 /// Rows that go through the network together.
@@ -58,15 +62,15 @@ struct Cost {
     prediction: u64,
 }
 
-/// The micro-batches of each of `world` ranks, of at most `budget` tokens each; a row that is longer stands alone. A
-/// rank may have none.
+/// The micro-batches of each of `leaves` leaves, of at most `budget` tokens each; a row that is longer is a micro-batch of
+/// its own. A leaf may have none.
 #[must_use]
-pub fn plan(rows: &[&Sample], model: &Config, budget: usize, world: usize) -> Vec<Vec<MicroBatch>> {
+pub fn plan(rows: &[&Sample], model: &Config, budget: usize, leaves: usize) -> Vec<Vec<MicroBatch>> {
     let sizes: Vec<Size> = rows.iter().map(|sample| Size::of(sample)).collect();
     let same_prompt = |a: &usize, b: &usize| prompt(rows[*a]) == prompt(rows[*b]);
     let all: Vec<usize> = (0..rows.len()).collect();
     let groups: Vec<&[usize]> = all.chunk_by(same_prompt).collect();
-    Planner { sizes: &sizes, cost: Cost::of(model), budget }.plan(&groups, world)
+    Planner { sizes: &sizes, cost: Cost::of(model), budget }.plan(&groups, leaves)
 }
 
 /// Tokens of a row that go through the network: everything before its last trained token.
@@ -116,6 +120,79 @@ impl Cost {
     }
 }
 
+/// Position of a gradient in the sum of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Slot {
+    /// Rounds before: each adds one sum of all slots to the chain over rounds.
+    pub(crate) round: usize,
+    /// Position among the slots of the round.
+    pub(crate) index: usize,
+    /// Slots of a round, a power of two or 1.
+    pub(crate) count: usize,
+}
+
+/// One forward and backward of a rank.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Turn<'a> {
+    /// `None` if only other ranks have a micro-batch.
+    pub(crate) batch: Option<&'a MicroBatch>,
+    /// Position of its gradients in the sum over leaves.
+    pub(crate) slot: Slot,
+    /// Whether it adds the last gradients of its slot.
+    pub(crate) complete: bool,
+}
+
+/// Position of a rank among all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Member {
+    pub(crate) rank: usize,
+    pub(crate) world: usize,
+}
+
+/// Number of leaves of a step of `world` ranks: a power of two of at least `least` and `world`, or `world` if that is no
+/// power of two.
+#[must_use]
+pub fn leaves(least: usize, world: usize) -> usize {
+    // The tree over a number of ranks that is no power of two has bits of its own, whatever is below it.
+    if world.is_power_of_two() { least.max(world).next_power_of_two() } else { world }
+}
+
+/// Buffers that the sum of `rounds` rounds of `slots` slots each needs, in numbers of gradients: the sum, and partial sums
+/// that wait for their neighbours. `slots` is a power of two.
+#[must_use]
+pub fn sum_buffers(slots: usize, rounds: usize) -> usize {
+    let of_round = slots.max(1).ilog2() as usize;
+    if rounds > 1 { 1 + of_round } else { of_round.max(1) }
+}
+
+/// The turns of a rank in a step that is planned as `leaves`. All ranks have the same number of turns if gradients are
+/// reduced in every turn.
+///
+/// With `accumulates` (ZeRO stage 1) a rank has neighbouring leaves and computes one after the other: the micro-batches of
+/// a leaf are one chain, and a slot is a leaf. Otherwise (stages 2 and 3) every turn reduces its gradients over all ranks:
+/// a round has one micro-batch of every leaf, ranks have every `world`th leaf, and the rounds are one chain.
+pub(crate) fn turns(leaves: &[Vec<MicroBatch>], member: Member, accumulates: bool) -> Vec<Turn<'_>> {
+    let Member { rank, world } = member;
+    let count = leaves.len() / world;
+    if accumulates {
+        let own = leaves[rank * count..(rank + 1) * count].iter().enumerate();
+        let of_leaf = |(index, leaf): (usize, &'_ Vec<MicroBatch>)| {
+            // A leaf without rows has one turn, whose gradients are zero.
+            (0..leaf.len().max(1)).map(move |at| (Slot { round: 0, index, count }, at))
+        };
+        let turn = |(slot, at): (Slot, usize)| {
+            let leaf = &leaves[rank * count + slot.index];
+            Turn { batch: leaf.get(at), slot, complete: at + 1 >= leaf.len() }
+        };
+        return own.flat_map(of_leaf).map(turn).collect();
+    }
+    let rounds = leaves.iter().map(Vec::len).max().unwrap_or(0);
+    let slots = (0..rounds).flat_map(|round| (0..count).map(move |index| Slot { round, index, count }));
+    let turn =
+        |slot: Slot| Turn { batch: leaves[slot.index * world + rank].get(slot.round), slot, complete: true };
+    slots.map(turn).collect()
+}
+
 struct Planner<'a> {
     sizes: &'a [Size],
     cost: Cost,
@@ -123,18 +200,18 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
-    fn plan(&self, groups: &[&[usize]], world: usize) -> Vec<Vec<MicroBatch>> {
+    fn plan(&self, groups: &[&[usize]], leaves: usize) -> Vec<Vec<MicroBatch>> {
         let whole = groups.iter().flat_map(|rows| self.split(&self.unit(rows.to_vec()), u64::MAX));
         let whole: Vec<Unit> = whole.collect();
-        let share = total(&whole) / world.max(1) as u64;
-        let whole_groups = spread(whole.clone(), world);
-        let finer = if world > 1 { &[1, 2, 4][..] } else { &[] };
-        let ranks = finer.iter().fold(whole_groups, |best, parts| {
+        let share = total(&whole) / leaves.max(1) as u64;
+        let whole_groups = spread(whole.clone(), leaves);
+        let finer = if leaves > 1 { &[1, 2, 4][..] } else { &[] };
+        let best = finer.iter().fold(whole_groups, |best, parts| {
             let units = whole.iter().flat_map(|unit| self.split(unit, share / parts)).collect();
-            let split = spread(units, world);
-            if slowest(&split) < slowest(&best) / WORTH.1 * WORTH.0 { split } else { best }
+            let split = spread(units, leaves);
+            if time(&split) < time(&best) / WORTH.1 * WORTH.0 { split } else { best }
         });
-        ranks.into_iter().map(|mine| micro_batches(mine, self.budget)).collect()
+        best.into_iter().map(|leaf| micro_batches(leaf, self.budget)).collect()
     }
 
     /// These rows, whose prompt is the same.
@@ -172,26 +249,28 @@ impl Planner<'_> {
     }
 }
 
-/// What the rank with the most to do costs.
-fn slowest(ranks: &[Vec<Unit>]) -> u64 {
-    ranks.iter().map(|mine| total(mine)).max().unwrap_or(0)
+/// Cost of a step, FLOPs: the mean of a step of one rank, which computes every leaf, and of one rank per leaf, which ends
+/// with the most expensive leaf; times twice the number of leaves. The number of ranks is not known here.
+fn time(leaves: &[Vec<Unit>]) -> u64 {
+    let costs = || leaves.iter().map(|leaf| total(leaf));
+    costs().sum::<u64>().saturating_add(costs().max().unwrap_or(0).saturating_mul(leaves.len() as u64))
 }
 
 fn total(units: &[Unit]) -> u64 {
     units.iter().map(|unit| unit.cost).sum()
 }
 
-/// Shares units among `world` ranks: the most expensive first, to the rank with the least to do.
-fn spread(mut units: Vec<Unit>, world: usize) -> Vec<Vec<Unit>> {
+/// Assigns units to `leaves` leaves: the most expensive first, each to the leaf with the least cost.
+fn spread(mut units: Vec<Unit>, leaves: usize) -> Vec<Vec<Unit>> {
     units.sort_by_key(|unit| Reverse(unit.cost));
-    let mut ranks: Vec<(u64, Vec<Unit>)> = vec![(0, Vec::new()); world.max(1)];
+    let mut costs: Vec<(u64, Vec<Unit>)> = vec![(0, Vec::new()); leaves.max(1)];
     for unit in units {
-        if let Some((cost, mine)) = ranks.iter_mut().min_by_key(|(cost, _)| *cost) {
+        if let Some((cost, leaf)) = costs.iter_mut().min_by_key(|(cost, _)| *cost) {
             *cost += unit.cost;
-            mine.push(unit);
+            leaf.push(unit);
         }
     }
-    ranks.into_iter().map(|(_, mine)| mine).collect()
+    costs.into_iter().map(|(_, leaf)| leaf).collect()
 }
 
 /// Puts units into as few micro-batches as first-fit-decreasing needs, or fewer, filled evenly where they can be.
@@ -268,17 +347,17 @@ mod tests {
         (sizes, rows)
     }
 
-    /// The plan, and what its ranks and the groups cost.
+    /// The plan, and the costs of its leaves and of the groups.
     fn plan_groups(
         groups: &[(usize, Vec<usize>)],
         budget: usize,
-        world: usize,
+        leaves: usize,
     ) -> (Vec<Vec<MicroBatch>>, Vec<u64>, Vec<Unit>) {
         let (sizes, rows) = groups_of(groups);
         let planner = Planner { sizes: &sizes, cost: Cost::of(&model()), budget };
         let rows: Vec<&[usize]> = rows.iter().map(Vec::as_slice).collect();
-        let ranks = planner.plan(&rows, world);
-        let of_group = |mine: &[usize]| planner.unit(mine.to_vec());
+        let plan = planner.plan(&rows, leaves);
+        let of_group = |leaf: &[usize]| planner.unit(leaf.to_vec());
         let cost = |batch: &MicroBatch| -> u64 {
             let inside = |group: &&[usize]| -> Vec<usize> {
                 group.iter().copied().filter(|row| batch.rows.contains(row)).collect()
@@ -286,8 +365,8 @@ mod tests {
             let parts = rows.iter().map(inside).filter(|rows| !rows.is_empty());
             parts.map(|rows| of_group(&rows).cost).sum()
         };
-        let costs = ranks.iter().map(|mine| mine.iter().map(cost).sum()).collect();
-        (ranks, costs, rows.iter().map(|rows| of_group(rows)).collect())
+        let costs = plan.iter().map(|leaf| leaf.iter().map(cost).sum()).collect();
+        (plan, costs, rows.iter().map(|rows| of_group(rows)).collect())
     }
 
     proptest! {
@@ -295,12 +374,12 @@ mod tests {
         fn every_row_is_planned_once_within_the_budget(
             groups in prop::collection::vec((0..40usize, prop::collection::vec(0..50usize, 1..9)), 0..20),
             budget in 1..300usize,
-            world in 1..5usize,
+            leaves in 1..5usize,
         ) {
-            let (ranks, _, units) = plan_groups(&groups, budget, world);
+            let (plan, _, units) = plan_groups(&groups, budget, leaves);
             let (sizes, _) = groups_of(&groups);
-            prop_assert_eq!(ranks.len(), world);
-            let batches: Vec<&MicroBatch> = ranks.iter().flatten().collect();
+            prop_assert_eq!(plan.len(), leaves);
+            let batches: Vec<&MicroBatch> = plan.iter().flatten().collect();
             let mut rows: Vec<usize> = batches.iter().flat_map(|batch| batch.rows.clone()).collect();
             rows.sort_unstable();
             prop_assert_eq!(rows, (0..sizes.len()).collect::<Vec<_>>());
@@ -310,9 +389,9 @@ mod tests {
                 let most: usize = batch.rows.iter().map(|row| sizes[*row].prompt + sizes[*row].rest).sum();
                 prop_assert!(batch.tokens <= most);
             }
-            prop_assert_eq!(&ranks, &plan_groups(&groups, budget, world).0, "the same rows give the same plan");
+            prop_assert_eq!(&plan, &plan_groups(&groups, budget, leaves).0, "the same rows give the same plan");
             // Any two micro-batches of a rank would not have fitted into one, so all but one are half full.
-            if units.iter().all(|unit| unit.tokens <= budget) && world == 1 {
+            if units.iter().all(|unit| unit.tokens <= budget) && leaves == 1 {
                 let tokens: usize = units.iter().map(|unit| unit.tokens).sum();
                 prop_assert!(batches.len() <= 2 * tokens.div_ceil(budget));
             }
@@ -321,18 +400,18 @@ mod tests {
         #[test]
         fn many_small_groups_fill_ranks_and_micro_batches(
             groups in prop::collection::vec((1..30usize, prop::collection::vec(0..20usize, 1..5)), 60..90),
-            world in 1..5usize,
+            leaves in 1..5usize,
         ) {
             let budget = 500;
-            let (ranks, costs, units) = plan_groups(&groups, budget, world);
+            let (plan, costs, units) = plan_groups(&groups, budget, leaves);
             let (largest, all) = (units.iter().map(|unit| unit.cost).max().unwrap(), total(&units));
             // The rank that got the last unit had at most the mean before.
             let slowest = *costs.iter().max().unwrap();
-            prop_assert!(slowest <= all / world as u64 + largest, "{costs:?}");
-            for mine in &ranks {
-                let tokens: usize = mine.iter().map(|batch| batch.tokens).sum();
+            prop_assert!(slowest <= all / leaves as u64 + largest, "{costs:?}");
+            for leaf in &plan {
+                let tokens: usize = leaf.iter().map(|batch| batch.tokens).sum();
                 // No group is over a quarter of the budget, so all micro-batches but one are filled to three quarters.
-                prop_assert!(mine.len() <= (tokens * 4).div_ceil(budget * 3) + 1, "{mine:?}");
+                prop_assert!(leaf.len() <= (tokens * 4).div_ceil(budget * 3) + 1, "{leaf:?}");
             }
         }
     }
@@ -340,35 +419,35 @@ mod tests {
     #[test]
     fn groups_stay_together_and_in_order_where_they_can() {
         let groups = [(10, vec![5, 7, 6]), (4, vec![9, 9]), (8, vec![3])];
-        let (ranks, _, _) = plan_groups(&groups, 1000, 1);
-        assert_eq!(ranks, [[MicroBatch { rows: (0..6).collect(), tokens: 28 + 22 + 11 }]]);
-        let (ranks, _, _) = plan_groups(&groups, 40, 1);
-        let rows: Vec<&[usize]> = ranks[0].iter().map(|batch| &batch.rows[..]).collect();
+        let (plan, _, _) = plan_groups(&groups, 1000, 1);
+        assert_eq!(plan, [[MicroBatch { rows: (0..6).collect(), tokens: 28 + 22 + 11 }]]);
+        let (plan, _, _) = plan_groups(&groups, 40, 1);
+        let rows: Vec<&[usize]> = plan[0].iter().map(|batch| &batch.rows[..]).collect();
         assert_eq!(rows, [&[0, 1, 2][..], &[3, 4, 5]]);
     }
 
     #[test]
     fn micro_batches_are_filled_evenly() {
         let groups: Vec<_> = (0..5).map(|_| (20, vec![0])).collect();
-        let (ranks, _, _) = plan_groups(&groups, 80, 1);
-        assert_eq!(ranks[0].iter().map(|batch| batch.tokens).collect::<Vec<_>>(), [60, 40]);
+        let (plan, _, _) = plan_groups(&groups, 80, 1);
+        assert_eq!(plan[0].iter().map(|batch| batch.tokens).collect::<Vec<_>>(), [60, 40]);
     }
 
     #[test]
     fn a_group_is_split_where_ranks_would_be_idle() {
-        let (ranks, costs, units) = plan_groups(&[(5, vec![20; 8])], 1000, 4);
-        assert!(ranks.iter().all(|mine| mine.len() == 1 && mine[0].rows.len() == 2), "{ranks:?}");
+        let (plan, costs, units) = plan_groups(&[(5, vec![20; 8])], 1000, 4);
+        assert!(plan.iter().all(|leaf| leaf.len() == 1 && leaf[0].rows.len() == 2), "{plan:?}");
         assert!(costs.iter().max().unwrap() * 3 < units[0].cost);
         // A prompt that costs more than all the rest is not computed twice.
-        let (ranks, _, _) = plan_groups(&[(5000, vec![1, 1])], 10_000, 2);
-        assert_eq!(ranks.iter().flatten().count(), 1, "{ranks:?}");
+        let (plan, _, _) = plan_groups(&[(5000, vec![1, 1])], 10_000, 2);
+        assert_eq!(plan.iter().flatten().count(), 1, "{plan:?}");
     }
 
     #[test]
     fn long_rows_cost_more_than_their_tokens() {
         let groups = [(1, vec![4000]), (1, vec![1000]), (1, vec![1000]), (1, vec![1000]), (1, vec![1000])];
-        let (ranks, _, _) = plan_groups(&groups, 4500, 2);
-        assert_eq!(ranks[0].iter().flat_map(|batch| &batch.rows).collect::<Vec<_>>(), [&0]);
+        let (plan, _, _) = plan_groups(&groups, 4500, 2);
+        assert_eq!(plan[0].iter().flat_map(|batch| &batch.rows).collect::<Vec<_>>(), [&0]);
     }
 
     #[test]

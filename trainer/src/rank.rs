@@ -1,9 +1,13 @@
 //! One rank of a learner: its weights, its share of the optimizer, its part of every step.
 //!
 //! With several ranks (ZeRO, Rajbhandari et al. 2019, arXiv 1910.02054) each has the optimizer's state of its own shards
-//! only and updates them alone. Stage 1: gradients are added up over the micro-batches of a rank, and reduced while the
-//! last one runs backward. Stage 2: they are reduced with every micro-batch, and only the own shards are kept. Stage 3:
-//! weights too are shared, and gathered layer by layer when they are needed.
+//! only and updates them alone. Stage 1: a rank sums the gradients of its leaves, and reduce-scatter overlaps the backward
+//! pass of the last one. Stage 2: reduce-scatter follows every micro-batch, and a rank keeps its shards of the sums. Stage
+//! 3: a rank also keeps its shards of the weights, and all-gather brings the layers as they are needed.
+//!
+//! Gradients are summed as a balanced binary tree over the leaves of a step ([`crate::plan`]), so weights and moments have
+//! the same bits for every number of ranks that is a power of two. In stages 2 and 3 the tree is over one micro-batch of
+//! each leaf, and these sums are a chain; with one micro-batch per leaf all stages have the same bits.
 //!
 //! Invariant: all ranks make the same calls with the same rows, plan and rate. What they have in common (weights after an
 //! update, the norm of the gradient, whether it is finite) has the same bits on all of them.
@@ -17,7 +21,7 @@ pub(crate) use step::Step;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device::Buffer;
-use model::{Config, Decoder, Gradients, Layout, ParameterSpec, Parameters, Prediction, ThreadPool};
+use model::{Config, Decoder, Layout, ParameterSpec, Parameters, Prediction, ThreadPool};
 use trajectory::Sample;
 
 use crate::TrainerError;
@@ -32,6 +36,7 @@ use crate::packing::pack;
 use crate::pass::Pass;
 use crate::plan::MicroBatch;
 use crate::shards::{Fragment, Shards};
+use crate::tree::TreeSums;
 
 /// What a rank is made of, or all ranks of a learner.
 #[derive(Debug)]
@@ -71,10 +76,8 @@ pub(crate) struct Rank {
     place: Option<Place>,
     /// Where it computes, if not on the processor.
     device: Option<on_device::OnDevice>,
-    /// Of a rank without others: kept from step to step because zeroing is cheaper than allocating.
-    gradients: Option<Gradients>,
-    /// The gradients that this rank owns, of those that are not in the place above.
-    own: Vec<f32>,
+    /// Sums of the gradients that this rank owns, kept from step to step because writing is cheaper than allocating.
+    sums: TreeSums,
     pool: Pool,
 }
 
@@ -106,7 +109,7 @@ struct Place {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Task<'a> {
     pub(crate) rows: &'a [&'a Sample],
-    /// The micro-batches of every rank.
+    /// The micro-batches of every leaf of a step, or of every rank that scores.
     pub(crate) plan: &'a [Vec<MicroBatch>],
 }
 
@@ -129,6 +132,7 @@ impl Seed {
     /// If its device is not there, or has no room.
     pub(crate) fn alone(self) -> Result<Rank, TrainerError> {
         let specs = self.adapter.as_ref().map_or(self.parameters.layout().specs(), Adapter::specs);
+        let trained = specs.last().map_or(0, |spec| spec.range().end);
         let optimizer = self.optimizer.unwrap_or_else(|| Optimizer::new(self.config.optimizer, specs));
         let rank = Rank {
             layout: Arc::clone(self.parameters.layout()),
@@ -137,8 +141,7 @@ impl Seed {
             adapter: self.adapter,
             place: None,
             device: None,
-            gradients: None,
-            own: Vec::new(),
+            sums: TreeSums::new(trained),
             pool: Pool::default(),
             config: self.config,
             model: self.model,
@@ -215,6 +218,7 @@ impl Membership {
         let fresh = || Optimizer::of_fragments(self.config.optimizer, self.trained(), self.fragments());
         let optimizer = optimizer.unwrap_or_else(fresh);
         let collective = Mutex::new(Some(self.collective));
+        let owned = self.trained.len(self.rank);
         let place = Place { rank: self.rank, collective, trained: self.trained, weights: self.weights };
         let rank = Rank {
             config: self.config,
@@ -225,8 +229,7 @@ impl Membership {
             adapter: self.adapter,
             place: Some(place),
             device: None,
-            gradients: None,
-            own: Vec::new(),
+            sums: TreeSums::new(owned),
             pool: Pool::default(),
         };
         rank.on_device()
@@ -287,6 +290,11 @@ impl Rank {
                 unreachable!("a rank that is alone has all weights")
             }
         })
+    }
+
+    /// Number of ranks.
+    pub(crate) fn world(&self) -> usize {
+        if self.place.is_some() { self.config.world } else { 1 }
     }
 
     pub(crate) fn config(&self) -> &LearnerConfig {
@@ -369,7 +377,7 @@ impl Rank {
                     weights: Some((&place.weights, values)),
                     pool: &self.pool,
                 };
-                exchange(&line, &mut [], |ends| {
+                exchange(&line, &mut TreeSums::default(), |ends| {
                     score_with(&mut self.pass(Some(ends), None)?, place.rank, task, pool)
                 })
             }

@@ -46,6 +46,7 @@ const LEARNER: LearnerConfig = LearnerConfig {
     recompute: Recompute::None,
     microbatch_tokens: 64,
     world: 1,
+    leaves: 4,
     zero: 1,
     wait: Duration::from_secs(60),
     device: None,

@@ -126,6 +126,37 @@ fn an_adapter_is_sent_and_trained() {
     }
 }
 
+#[test]
+fn processes_give_the_bits_of_one_rank() {
+    let groups = groups();
+    let rows = samples(&groups);
+    for (zero, adapts) in [(1, false), (2, true), (3, false)] {
+        let base = Parameters::random(&config(), 5);
+        let settings = LearnerConfig { zero, microbatch_tokens: 30, ..LEARNER };
+        let adapter = adapts.then(|| {
+            let lora = LoraConfig { rank: 3, alpha: 6.0, target_modules: TargetModule::ALL.to_vec() };
+            Adapter::new(lora, &base, 1)
+        });
+        let trained = |mut learner: Learner| {
+            let norms = [0, 1].map(|_| imitate(&mut learner, &rows, 1e-2).unwrap().0.to_bits());
+            (norms, bits(&learner))
+        };
+        let expected = trained(match adapter.clone() {
+            Some(adapter) => {
+                Learner::adapting(settings.clone(), config(), base.clone(), adapter, None).unwrap()
+            }
+            None => Learner::new(settings.clone(), config(), base.clone(), None).unwrap(),
+        });
+        for world in [2, 4] {
+            let processes = Processes::new(world);
+            let leader = &processes.leader;
+            let learner = leader.learner(settings.clone(), config(), base.clone(), adapter.clone(), None);
+            assert!(trained(learner.unwrap()) == expected, "stage {zero}, {world} processes");
+            processes.end();
+        }
+    }
+}
+
 /// Two epochs of two minibatches.
 fn settings_of(algorithm: &Algorithm, files: &std::path::Path) -> TrainerConfig {
     let schedule = LearningRateSchedule {
@@ -352,7 +383,7 @@ fn gradients_leave_before_the_backward_has_reached_the_first_layer() {
     let follower = ranks.pop().unwrap();
     let follower = std::thread::spawn(move || follow(Arc::new(follower), Arc::new(ThreadPool::single())));
     let leader = Leader::new(Arc::new(Recording { inner: ranks.pop().unwrap(), log: Arc::clone(&log) }));
-    let settings = LearnerConfig { zero: 3, microbatch_tokens: 100_000, ..LEARNER };
+    let settings = LearnerConfig { zero: 3, leaves: 2, microbatch_tokens: 100_000, ..LEARNER };
     let mut learner = leader.learner(settings, config, parameters, None, None).unwrap();
     imitate(&mut learner, &rows, 1e-3).unwrap();
     let log = std::mem::take(&mut *log.lock().unwrap());

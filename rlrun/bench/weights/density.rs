@@ -45,6 +45,7 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<(), Failure> {
             microbatch_tokens: SEQUENCES * TOKENS,
             recompute: Recompute::None,
             world: 1,
+            leaves: 1,
             zero: 1,
             wait: std::time::Duration::MAX,
             device: None,

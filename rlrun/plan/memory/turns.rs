@@ -3,14 +3,15 @@
 //! Invariant: parts move to a phase or shrink, none is added that a run at the same time does not have; what stays in memory
 //! follows from the same budget in the same order as in a run.
 
-use model::Placement;
+use model::{Layout, Placement};
 
-use super::{Part, Phase};
+use super::{F32, Part, Phase, gradients, product};
 use crate::recipe::Recipe;
 use crate::recipe::words::CriticKind;
 
-/// Puts every part of `parts` where it belongs; the policy has `weights` bytes.
-pub(super) fn take_turns(parts: &mut Vec<Part>, recipe: &Recipe, weights: u64) {
+/// Puts every part of `parts` where it belongs; the policy has this `layout`.
+pub(super) fn take_turns(parts: &mut Vec<Part>, recipe: &Recipe, layout: &Layout) {
+    let weights = product(&[F32, layout.len() as u64]);
     let sampling: u64 = bytes(parts, "kv cache").saturating_add(bytes(parts, "decoding"));
     let mut left = recipe.placement.memory_mib.map(|mib| mib << 20);
     let mut stays = |bytes: u64| match &mut left {
@@ -32,7 +33,7 @@ pub(super) fn take_turns(parts: &mut Vec<Part>, recipe: &Recipe, weights: u64) {
     let policy = phase(stays(weights));
     let own_critic = recipe.critic().is_some_and(|critic| critic.kind == CriticKind::Separate);
     let critic = own_critic.then(|| {
-        let gradients = (recipe.trainer.world as u64).saturating_mul(weights);
+        let gradients = gradients::bytes(recipe, layout, None);
         let kept = bytes(parts, "critic").saturating_sub(gradients);
         (phase(stays(kept)), gradients, kept)
     });

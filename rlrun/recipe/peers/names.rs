@@ -181,8 +181,8 @@ pub(crate) const PEERS: &[(&str, &str, &str)] = &[
     (
         "gradient_accumulation_steps",
         "trainer.microbatch_tokens",
-        "a batch (`buffer.batch_groups`) is cut into micro-batches of so many tokens, and their gradients \
-         are accumulated",
+        "a batch (`buffer.batch_groups`) is cut into `trainer.leaves` parts and these into micro-batches of so many \
+         tokens, and their gradients are accumulated",
     ),
     (
         "ppo_micro_batch_size ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu \

@@ -48,7 +48,7 @@ const MAY_CHANGE: &[(&str, &str)] = &[
     (
         "trainer",
         "steps learning_rate schedule warmup_steps decay_steps weight_decay adam_beta1 adam_beta2 adam_eps momentum \
-         max_grad_norm minibatches epochs microbatch_tokens recompute world ranks zero collective",
+         max_grad_norm minibatches epochs microbatch_tokens recompute world leaves ranks zero collective",
     ),
     (
         "placement",

@@ -166,6 +166,7 @@ const RUN: [(&str, &[&str]); 12] = [
             "microbatch_tokens",
             "recompute",
             "world",
+            "leaves",
             "zero",
             "collective",
         ],

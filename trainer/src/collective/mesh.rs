@@ -1,14 +1,14 @@
 //! The collective of ranks that send each other messages: every call is one exchange of frames between pairs.
 //!
 //! Invariant: every rank counts its calls, and a frame says which call it belongs to, with the operation and a digest of
-//! root and shards. A frame of another call is an error, never data. Sums are made here, in order of rank, so all ways to
-//! carry frames give the same bits.
+//! root and shards. A frame of another call is an error, never data. Sums are made here, as a tree over the ranks, so
+//! all ways to carry frames give the same bits.
 
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use super::{Call, Collective, CollectiveError, sum_in_order};
+use super::{Call, Collective, CollectiveError, sum_as_tree};
 
 /// Carries frames between this rank and the others.
 pub trait Wire: Send + fmt::Debug {
@@ -194,7 +194,7 @@ impl<W: Wire> Collective for Mesh<W> {
                 std::cmp::Ordering::Greater => &parts[(peer - 1) * own.len()..][..own.len()],
             };
             let slices: Vec<&[f32]> = (0..self.world).map(part).collect();
-            sum_in_order(&slices, own);
+            sum_as_tree(&slices, own);
         }
         state.parts = parts;
         done

@@ -4,8 +4,9 @@
 //! for. [`threads`] are ranks of one process, [`tcp`] those of many; with the feature `mpi` there are those of `mpirun`.
 //! What the latter two share is in [`mesh`].
 //!
-//! Invariants: a sum is one chain in order of rank, so its bits depend neither on who came first nor on the
-//! implementation. No wait is without an end: a rank that is gone is noticed at once, one that hangs at the deadline, and
+//! Invariants: a sum is a balanced binary tree over the ranks, so its bits depend neither on which rank comes first nor on
+//! the implementation, and ranks that are a power of two give the sum that half as many ranks give of sums of neighbours.
+//! No wait is without an end: a rank that is gone is noticed at once, one that hangs at the deadline, and
 //! the error names it. After an error nothing more can be done with a collective; it ends for all ranks.
 
 pub mod mesh;
@@ -26,8 +27,8 @@ pub trait Collective: Send + Sync + fmt::Debug {
     /// How many ranks there are.
     fn world(&self) -> usize;
 
-    /// Adds up `values` of all ranks, every element as one chain in order of rank; `own` gets the sums at
-    /// `shards[rank]`.
+    /// Sums `values` of all ranks, every element as a balanced binary tree over the ranks whose left part is the largest
+    /// power of two; `own` gets the sums at `shards[rank]`.
     ///
     /// # Errors
     /// If a rank is gone, does not come in time or does something else, or the lengths do not fit `shards`.
@@ -264,17 +265,37 @@ impl fmt::Display for Call {
     }
 }
 
-/// Elements that are added up at a time: they and those of one other rank stay in the nearest cache.
-const BLOCK: usize = 2048;
+/// Elements that are summed at a time: the partial sums of a block stay in the nearest cache.
+const BLOCK: usize = 1024;
 
-/// Adds up slices of the length of `own`, given in order of rank; `own` gets the sums.
-fn sum_in_order(slices: &[&[f32]], own: &mut [f32]) {
-    let Some((first, others)) = slices.split_first() else { return };
+/// Sums slices of the length of `own`, given in order of rank, as a balanced binary tree whose left part is the largest
+/// power of two of ranks; `own` gets the sums. Ranges of `2^k` ranks that begin at a multiple of `2^k` are subtrees.
+fn sum_as_tree(slices: &[&[f32]], own: &mut [f32]) {
+    // Partial sums that wait for their neighbours, the highest first: a binary counter.
+    let mut waiting: Vec<[f32; BLOCK]> = Vec::new();
     for (block, own) in own.chunks_mut(BLOCK).enumerate() {
         let at = block * BLOCK..block * BLOCK + own.len();
-        own.copy_from_slice(&first[at.clone()]);
-        for other in others {
-            own.iter_mut().zip(&other[at.clone()]).for_each(|(sum, value)| *sum += value);
+        let len = own.len();
+        waiting.clear();
+        for (index, slice) in slices.iter().enumerate() {
+            own.copy_from_slice(&slice[at.clone()]);
+            for _ in 0..index.trailing_ones() {
+                add_to_last(&mut waiting, own);
+            }
+            if index + 1 < slices.len() {
+                let mut sum = [0.0; BLOCK];
+                sum[..len].copy_from_slice(own);
+                waiting.push(sum);
+            }
+        }
+        while !waiting.is_empty() {
+            add_to_last(&mut waiting, own);
         }
     }
+}
+
+/// Adds the partial sum that waits last to `sums`.
+fn add_to_last(waiting: &mut Vec<[f32; BLOCK]>, sums: &mut [f32]) {
+    let left = waiting.pop().unwrap_or([0.0; BLOCK]);
+    sums.iter_mut().zip(left).for_each(|(right, left)| *right += left);
 }

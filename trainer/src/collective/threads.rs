@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Call, Collective, CollectiveError, sum_in_order};
+use super::{Call, Collective, CollectiveError, sum_as_tree};
 
 /// One rank; to drop it tells the others that it is gone.
 #[derive(Debug)]
@@ -292,7 +292,7 @@ impl Collective for Threads {
         let shard = shards[self.rank].clone();
         self.meet(call, Payload::lend(values), |brought| {
             let slices: Vec<&[f32]> = brought.iter().map(|one| &one.values()[shard.clone()]).collect();
-            sum_in_order(&slices, own);
+            sum_as_tree(&slices, own);
         })
     }
 

@@ -37,6 +37,7 @@ fn settings(dtype: Dtype, optimizer: OptimizerPlace) -> LearnerConfig {
         microbatch_tokens: 64,
         recompute: Recompute::None,
         world: 1,
+        leaves: 4,
         zero: 1,
         wait: Duration::from_secs(60),
         device: Some(DeviceConfig { optimizer, ..DeviceConfig::new(DeviceLocation::Emulated, dtype) }),

@@ -17,8 +17,7 @@ impl Rank {
             Weights::Device(mirror) => mirror.bytes(),
             Weights::DeviceOwn(mirror) => mirror.bytes(),
         };
-        let gradients = self.gradients.as_ref().map_or(0, |gradients| size_of_val(gradients.values()));
-        let host = (weights + gradients + size_of_val(&self.own[..])) as u64 + self.optimizer.bytes();
+        let host = weights as u64 + self.sums.bytes() + self.optimizer.bytes();
         host + self.device_bytes().iter().sum::<u64>()
     }
 
@@ -34,8 +33,7 @@ impl Rank {
 
     /// Gives up the gradients that are only kept because zeroing is cheaper than allocating. Returns their bytes.
     pub(crate) fn drop_gradients(&mut self) -> u64 {
-        let host = self.gradients.take().map_or(0, |gradients| size_of_val(gradients.values()) as u64);
-        host + self.drop_sums()
+        self.sums.clear() + self.pool.clear() + self.drop_sums()
     }
 
     /// The numbers of the optimizer, of the weights with the frozen ones under an adapter, or of both.

@@ -13,14 +13,15 @@ use model::{Parameters, ThreadPool};
 use weights::direct::round::PushPlan;
 use weights::{Digest, Hub, WeightsError};
 
-use super::step::{Rounds, Step, finite, norm_of_all};
+use super::step::{Step, finite, norm_of_all};
 use super::{Place, Rank, Task, Weights};
 use crate::TrainerError;
 use crate::learner::{Frozen, RowLoss};
-use crate::norm::clip;
+use crate::norm::{SquareSum, clip};
 use crate::on_device::{CollectivePlace, DeviceWeights, Engine, Mirror, OptimizerPlace, Share, open};
 use crate::optimizer::{Optimizer, OptimizerKind, TensorState};
 use crate::pass::Pass;
+use crate::plan::{Member, turns};
 use crate::rank::{Scored, score_with};
 
 /// What a rank has on its device.
@@ -282,35 +283,38 @@ impl Rank {
         &mut self,
         sums: &mut Buffer<f32>,
         step: &Step<'_, L>,
-    ) -> Result<(f32, L::Report), TrainerError> {
+    ) -> Result<(f32, Vec<L::Report>), TrainerError> {
         let Some(on_device) = &mut self.device else { unreachable!("sums are taken of a device") };
         let mut pass = Pass::Device(on_device.engine.pass(Some(&mut *sums), None)?);
         let mut report = L::Report::default();
         for batch in step.task.plan.iter().flatten() {
             step.reverse(&mut pass, batch, &mut report, None)?;
         }
+        let reports = vec![report];
         drop(pass);
         if on_device.trains {
             let norm = on_device.engine.squares(sums.all())?.sqrt() as f32;
             finite(norm, &self.optimizer, step.task)?;
             if norm == 0.0 {
-                return Ok((norm, report));
+                return Ok((norm, reports));
             }
             let adam = self.optimizer.next_adam(clip(norm, self.config.max_grad_norm), step.learning_rate);
             on_device.engine.update(&adam, sums.all())?;
             if let Weights::Device(mirror) = &mut self.weights {
                 mirror.outdate();
             }
-            return Ok((norm, report));
+            return Ok((norm, reports));
         }
-        let mut gradients = std::mem::take(&mut self.own);
-        gradients.resize(sums.len(), 0.0);
+        let mut gradients = self.pool.take(sums.len());
         let downloaded = on_device.engine.device().download_to(sums.all(), &mut gradients);
-        let norm = downloaded.map_err(TrainerError::from).and_then(|()| self.update_alone(&gradients, step));
-        self.own = gradients;
+        let norm = downloaded.map_err(TrainerError::from).and_then(|()| {
+            let adapted = self.adapter.as_ref().map(|adapter| adapter.gradients(&gradients, step.pool));
+            self.update_alone(adapted.as_deref().unwrap_or(&gradients), step)
+        });
+        self.pool.put(gradients);
         let norm = norm?;
         self.refresh()?;
-        Ok((norm, report))
+        Ok((norm, reports))
     }
 
     /// A step of a rank that meets the others on their devices, with gradients in `sums` if they stay for longer than a pass.
@@ -318,7 +322,7 @@ impl Rank {
         &mut self,
         sums: Option<&mut Buffer<f32>>,
         step: &Step<'_, L>,
-    ) -> Result<(f32, L::Report), TrainerError> {
+    ) -> Result<(f32, Vec<L::Report>), TrainerError> {
         let collective = self.collective()?;
         let (Some(on_device), Some(Place { rank, .. })) = (&mut self.device, &self.place) else {
             unreachable!("ranks that meet on their devices have a place and a device")
@@ -331,29 +335,32 @@ impl Rank {
             }
             None => own.insert(engine.device().labelled("gradients").zeros(engine.trained())?),
         };
-        let rounds = Rounds::of(step.task.plan, *rank, !self.config.shares_gradients());
-        let mut report = L::Report::default();
+        let member = Member { rank: *rank, world: collective.world() };
+        let turns = turns(step.task.plan, member, !self.config.shares_gradients());
+        let mut reports = step.reports(member.world);
         let mut pass = Pass::Device(engine.pass(sums, Some(&mut *own))?);
-        for round in 0..rounds.count {
-            pass.reduces(rounds.leave(round), rounds.first(round));
-            match step.task.plan[*rank].get(round) {
+        for turn in turns {
+            pass.reduces(turn.complete, turn.slot.round == 0);
+            match turn.batch {
                 Some(batch) => {
-                    step.reverse(&mut pass, batch, &mut report, None)?;
+                    step.reverse(&mut pass, batch, &mut reports[turn.slot.index], None)?;
                 }
                 None => pass.skip(None)?,
             }
         }
         drop(pass);
-        let norm = norm_of_all(&*collective, engine.squares(own.all())?)?;
+        let mut squares = SquareSum::default();
+        squares.add(engine.squares(own.all())?);
+        let norm = norm_of_all(&*collective, &squares)?;
         finite(norm, &self.optimizer, step.task)?;
         if norm == 0.0 {
-            return Ok((norm, report));
+            return Ok((norm, reports));
         }
         let adam = self.optimizer.next_adam(clip(norm, self.config.max_grad_norm), step.learning_rate);
         engine.update(&adam, own.all())?;
         if let Weights::DeviceOwn(mirror) = &mut self.weights {
             mirror.outdate();
         }
-        Ok((norm, report))
+        Ok((norm, reports))
     }
 }

@@ -7,19 +7,21 @@
 use std::sync::Arc;
 
 use device::Buffer;
-use model::{GradientSink, Gradients, ParameterSpec, Parameters, ThreadPool};
+use model::{GradientSink, ParameterSpec, Parameters, ThreadPool};
 
 use super::{Place, Rank, Task, Weights};
 use crate::TrainerError;
 use crate::collective::Collective;
-use crate::exchange::{Line, exchange};
+use crate::exchange::{Line, Network, Reducing, exchange};
 use crate::learner::RowLoss;
-use crate::norm::{clip, norm, sum_of_squares};
+use crate::lora::Adapter;
+use crate::norm::{SquareSum, clip, squares};
 use crate::optimizer::{Optimizer, OwnedFragment, ScaledGradients};
 use crate::packing::pack;
 use crate::pass::Pass;
-use crate::plan::MicroBatch;
+use crate::plan::{Member, MicroBatch, turns};
 use crate::shards::{Fragment, Shards};
+use crate::tree::TreeSums;
 
 /// An optimizer step on the sum of `loss` over all rows of `task`.
 #[derive(Debug)]
@@ -31,12 +33,15 @@ pub(crate) struct Step<'a, L> {
 }
 
 impl Rank {
-    /// This rank's part of a step. Returns the norm of the gradient, and what this rank's rows report.
+    /// This rank's part of a step. Returns the norm of the gradient, and the reports of this rank's leaves.
     ///
     /// # Errors
     /// If a token lies beyond the vocabulary, another rank does not take part, or the gradient is not finite; the weights
     /// are then as before.
-    pub(crate) fn step<L: RowLoss>(&mut self, step: &Step<'_, L>) -> Result<(f32, L::Report), TrainerError> {
+    pub(crate) fn step<L: RowLoss>(
+        &mut self,
+        step: &Step<'_, L>,
+    ) -> Result<(f32, Vec<L::Report>), TrainerError> {
         let mut sums = self.take_sums()?;
         let done = match &mut sums {
             sums if self.device.as_ref().is_some_and(|device| device.meets) => {
@@ -51,32 +56,46 @@ impl Rank {
     }
 
     /// A step of a rank that is alone.
-    fn step_on_host<L: RowLoss>(&mut self, step: &Step<'_, L>) -> Result<(f32, L::Report), TrainerError> {
-        let mut gradients = self.gradients.take().unwrap_or_else(|| Gradients::zeros(&self.layout));
-        let done = self.accumulate(&mut gradients, step).and_then(|report| {
-            let norm = self.update_alone(gradients.values(), step)?;
-            Ok((norm, report))
+    fn step_on_host<L: RowLoss>(
+        &mut self,
+        step: &Step<'_, L>,
+    ) -> Result<(f32, Vec<L::Report>), TrainerError> {
+        let mut sums = std::mem::take(&mut self.sums);
+        let done = self.accumulate(&mut sums, step).and_then(|reports| {
+            let norm = self.update_alone(sums.values(), step)?;
+            Ok((norm, reports))
         });
-        self.gradients = Some(gradients);
+        self.sums = sums;
         done
     }
 
-    /// Makes `gradients` those of all rows.
+    /// Makes `sums` the gradients of all rows.
     fn accumulate<L: RowLoss>(
         &self,
-        gradients: &mut Gradients,
+        sums: &mut TreeSums,
         step: &Step<'_, L>,
-    ) -> Result<L::Report, TrainerError> {
-        gradients.clear(step.pool);
+    ) -> Result<Vec<L::Report>, TrainerError> {
+        let Step { task, pool, .. } = step;
         let mut pass = self.pass(None, None)?;
-        let mut report = L::Report::default();
-        for batch in step.task.plan.iter().flatten() {
-            step.reverse(&mut pass, batch, &mut report, Some(&mut *gradients))?;
+        let mut reports = step.reports(self.world());
+        let network =
+            Network { layout: &self.layout, adapter: self.adapter.as_ref(), pool: &self.pool, threads: pool };
+        let mut sink = Reducing::alone(network, sums);
+        let alone = Member { rank: 0, world: 1 };
+        for turn in turns(task.plan, alone, !self.config.shares_gradients()) {
+            (sink.slot, sink.complete) = (turn.slot, turn.complete);
+            match turn.batch {
+                Some(batch) => {
+                    step.reverse(&mut pass, batch, &mut reports[turn.slot.index], Some(&mut sink))?
+                }
+                None => pass.skip(Some(&mut sink))?,
+            }
         }
-        Ok(report)
+        Ok(reports)
     }
 
-    /// Updates all weights, or the adapter, on the host. Returns the norm of the gradient.
+    /// Updates all weights, or the adapter, on the host for the `gradients` of what is trained, `[trained values]`. Returns
+    /// the norm of the gradient.
     pub(super) fn update_alone<L>(
         &mut self,
         gradients: &[f32],
@@ -85,9 +104,8 @@ impl Rank {
         let Weights::Whole(parameters) = &mut self.weights else {
             unreachable!("weights that are updated on the host are there, all of a rank that is alone")
         };
-        let adapted = self.adapter.as_ref().map(|adapter| adapter.gradients(gradients, pool));
-        let gradients = adapted.as_deref().unwrap_or(gradients);
-        let norm = norm(gradients, pool);
+        let specs = self.adapter.as_ref().map_or(self.layout.specs(), Adapter::specs);
+        let norm = squares(specs.iter().map(|spec| &gradients[spec.range()]), pool).norm();
         finite(norm, &self.optimizer, task)?;
         if norm == 0.0 {
             return Ok(norm);
@@ -109,13 +127,13 @@ impl Rank {
         &mut self,
         sums: Option<&mut Buffer<f32>>,
         step: &Step<'_, L>,
-    ) -> Result<(f32, L::Report), TrainerError> {
-        let mut own = std::mem::take(&mut self.own);
-        let done = self.reduced((&mut own, sums), step).and_then(|report| {
-            let norm = self.update_own(&own, step)?;
-            Ok((norm, report))
+    ) -> Result<(f32, Vec<L::Report>), TrainerError> {
+        let mut own = std::mem::take(&mut self.sums);
+        let done = self.reduced((&mut own, sums), step).and_then(|reports| {
+            let norm = self.update_own(own.values(), step)?;
+            Ok((norm, reports))
         });
-        self.own = own;
+        self.sums = own;
         let done = done?;
         self.refresh()?;
         Ok(done)
@@ -124,39 +142,40 @@ impl Rank {
     /// Makes `own` the sums over all ranks of the gradients that this rank owns.
     fn reduced<L: RowLoss>(
         &self,
-        (own, sums): (&mut Vec<f32>, Option<&mut Buffer<f32>>),
+        (own, sums): (&mut TreeSums, Option<&mut Buffer<f32>>),
         step: &Step<'_, L>,
-    ) -> Result<L::Report, TrainerError> {
+    ) -> Result<Vec<L::Report>, TrainerError> {
         let (Some(place), collective) = (&self.place, self.collective()?) else {
             unreachable!("a rank that is alone reduces nothing")
         };
         let Place { rank, trained, weights, .. } = place;
-        own.resize(trained.len(*rank), 0.0);
         let shared = match &self.weights {
             Weights::Whole(_) | Weights::Device(_) | Weights::DeviceOwn(_) => None,
             Weights::Own(values) => Some((weights, &values[..])),
         };
         let line = Line { collective: &*collective, trained, weights: shared, pool: &self.pool };
         let (plan, pool) = (step.task.plan, step.pool);
-        let rounds = Rounds::of(plan, *rank, !self.config.shares_gradients());
+        let accumulates = !self.config.shares_gradients();
+        let member = Member { rank: *rank, world: collective.world() };
         // Gradients that stay do so where they are computed.
         let on_device = sums.is_some();
         exchange(&line, own, |ends| {
-            let adapter = self.adapter.as_ref().map(|adapter| (adapter, pool));
-            let mut sink = ends.reducing(&self.layout, &self.pool, adapter);
+            let adapter = self.adapter.as_ref();
+            let network = Network { layout: &self.layout, adapter, pool: &self.pool, threads: pool };
+            let mut sink = ends.reducing(network, accumulates);
             let mut pass = self.pass(shared.is_some().then_some(ends), sums)?;
-            let mut report = L::Report::default();
-            for round in 0..rounds.count {
-                (sink.leave, sink.first) = (rounds.leave(round), rounds.first(round));
-                if let Some(batch) = plan[*rank].get(round) {
+            let mut reports = step.reports(self.world());
+            for turn in turns(plan, member, accumulates) {
+                (sink.slot, sink.complete) = (turn.slot, turn.complete);
+                if let Some(batch) = turn.batch {
                     let to: Option<&mut dyn GradientSink> =
-                        if sink.leave || !on_device { Some(&mut sink) } else { None };
-                    step.reverse(&mut pass, batch, &mut report, to)?;
+                        if turn.complete || !on_device { Some(&mut sink) } else { None };
+                    step.reverse(&mut pass, batch, &mut reports[turn.slot.index], to)?;
                 } else {
                     pass.skip(Some(&mut sink))?;
                 }
             }
-            Ok(report)
+            Ok(reports)
         })
     }
 
@@ -171,13 +190,18 @@ impl Rank {
         let Some(Place { rank, trained, .. }) = &self.place else {
             unreachable!("a rank that is alone owns everything")
         };
-        let norm = norm_of_all(&*collective, sum_of_squares(own, pool))?;
+        let fragments = trained.fragments(*rank);
+        let mut end = 0;
+        let parts = fragments.iter().map(|fragment| {
+            end += fragment.within.len();
+            &own[end - fragment.within.len()..end]
+        });
+        let norm = norm_of_all(&*collective, &squares(parts, pool))?;
         finite(norm, &self.optimizer, task)?;
         if norm == 0.0 {
             return Ok(norm);
         }
         let scale = clip(norm, self.config.max_grad_norm);
-        let fragments = trained.fragments(*rank);
         if let Some(adapter) = &mut self.adapter {
             let (specs, values) = adapter.parts_mut();
             let owned = owned(specs, fragments, values, false, own);
@@ -210,6 +234,11 @@ impl Rank {
 }
 
 impl<L: RowLoss> Step<'_, L> {
+    /// Empty reports of the leaves of one of `world` ranks.
+    pub(super) fn reports(&self, world: usize) -> Vec<L::Report> {
+        (0..self.task.plan.len() / world).map(|_| L::Report::default()).collect()
+    }
+
     /// Adds the gradients of a micro-batch to `sink`, or to what the device sums up, and what its loss says to `report`.
     pub(super) fn reverse(
         &self,
@@ -229,36 +258,17 @@ impl<L: RowLoss> Step<'_, L> {
     }
 }
 
-/// The rounds of a step of a rank among others, in which it reverses a micro-batch or takes part in what others do.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Rounds {
-    pub(super) count: usize,
-    /// Whether gradients stay until the last round. Every rank hands them on once then, however many micro-batches it has.
-    accumulates: bool,
-}
-
-impl Rounds {
-    pub(super) fn of(plan: &[Vec<MicroBatch>], rank: usize, accumulates: bool) -> Self {
-        let most = plan.iter().map(Vec::len).max().unwrap_or(0);
-        Self { count: if accumulates { plan[rank].len().max(1) } else { most }, accumulates }
-    }
-
-    /// Whether gradients leave at the end of a round.
-    pub(super) fn leave(self, round: usize) -> bool {
-        !self.accumulates || round + 1 == self.count
-    }
-
-    /// Whether they are the first of the step that do.
-    pub(super) fn first(self, round: usize) -> bool {
-        self.accumulates || round == 0
-    }
-}
-
 /// The norm of the gradient of which every rank has a part with these `squares` as their sum.
-pub(super) fn norm_of_all(collective: &dyn Collective, squares: f64) -> Result<f32, TrainerError> {
-    let all = collective.all_gather_bytes(squares.to_le_bytes().to_vec())?;
-    let number = |bytes: &Vec<u8>| <[u8; 8]>::try_from(&bytes[..]).map_or(f64::NAN, f64::from_le_bytes);
-    Ok(all.iter().map(number).sum::<f64>().sqrt() as f32)
+pub(super) fn norm_of_all(collective: &dyn Collective, squares: &SquareSum) -> Result<f32, TrainerError> {
+    let mut sum = SquareSum::default();
+    for (rank, bytes) in collective.all_gather_bytes(squares.to_bytes())?.iter().enumerate() {
+        let Some(squares) = SquareSum::from_bytes(bytes) else {
+            let reason = format!("rank {rank} sent {} bytes for a sum of squares", bytes.len());
+            return Err(TrainerError::Message { reason });
+        };
+        sum.merge(&squares);
+    }
+    Ok(sum.norm())
 }
 
 /// What an update changes: of `values` those of `fragments`, which are all that is there if it is `packed`. `gradients`

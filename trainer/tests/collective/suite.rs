@@ -50,8 +50,7 @@ fn reduces_and_gathers(collective: &dyn Collective, shards: &[Range<usize>], rou
     collective.reduce_scatter(&values, shards, &mut own).expect("sums");
 
     let others: Vec<_> = (0..world).map(|rank| self::values(round, rank, len)).collect();
-    let sum = |at: usize| others[1..].iter().fold(others[0][at], |sum, other| sum + other[at]);
-    let sums: Vec<f32> = (0..len).map(sum).collect();
+    let sums: Vec<f32> = (0..len).map(|at| tree(&others, at)).collect();
     assert_eq!(bits(&own), bits(&sums[shards[rank].clone()]), "round {round}: sums of rank {rank}");
 
     let mut all = vec![f32::NAN; len];
@@ -110,6 +109,18 @@ fn many_small_messages(collective: &dyn Collective) {
         assert_eq!(all, expected);
         if round % 10 == 0 {
             collective.barrier().expect("all ranks come");
+        }
+    }
+}
+
+/// The sum of the values of some ranks at one place, by recursion.
+fn tree(ranks: &[Vec<f32>], at: usize) -> f32 {
+    match ranks {
+        [] => 0.0,
+        [one] => one[at],
+        _ => {
+            let (left, right) = ranks.split_at(ranks.len().next_power_of_two() / 2);
+            tree(left, at) + tree(right, at)
         }
     }
 }
