@@ -73,7 +73,7 @@ impl Starting<'_> {
             return Ok(None);
         }
         if let Some(path) = &self.recipe.algorithm.reference {
-            let directory = ModelDirectory::open(path)?;
+            let directory = self.recipe.opened(path)?;
             self.same_tokens(&directory)?;
             return Ok(Some(self.frozen(&directory)?));
         }
@@ -85,7 +85,7 @@ impl Starting<'_> {
             }
             self.directory.save(&path, &*self.learner.parameters()?)?;
         }
-        Ok(Some(self.frozen(&ModelDirectory::open(&path)?)?))
+        Ok(Some(self.frozen(&self.recipe.opened(&path)?)?))
     }
 
     /// The reference where the recipe places it. Separated, it has cores of its own and stays in memory.
@@ -128,9 +128,10 @@ impl Starting<'_> {
         let (directory, parameters, optimizer) = if resumed {
             let optimizer = self.recipe.optimizer();
             let (directory, parameters, optimizer) = checkpoint::load_critic(&path, self.state, optimizer)?;
+            let directory = directory.with_reduction(self.recipe.reduction);
             (directory, parameters, Some(optimizer))
         } else {
-            let directory = ModelDirectory::open(self.directory.path())?.with_head(Head::Value);
+            let directory = self.recipe.opened(self.directory.path())?.with_head(Head::Value);
             let parameters = self.learner.parameters()?.with_head(directory.config());
             (directory, parameters, None)
         };

@@ -308,7 +308,7 @@ fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure> {
     // An interrupt ends the process at once: there is nothing to save.
     let (stage, stop) = (Arc::new(Stage::default()), AtomicBool::new(false));
     let _watchdog = stage.watch_alone(&recipe, |text| eprintln!("{text}"))?;
-    let directory = ModelDirectory::open(&model_of(&args.target, None)?)?;
+    let directory = recipe.opened(&model_of(&args.target, None)?)?;
     let (runtime, scratch) = (RewardRuntime::new(program, &SharedCores::all())?, scratch_directory()?);
     let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
     stage.meet(prepared.rewards.clone());

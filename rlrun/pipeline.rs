@@ -302,7 +302,7 @@ impl Run<'_> {
         let rewards = prepared.rewards.clone().filter(|_| worker.is_some());
 
         let config = self.recipe.trainer(self.run_dir.checkpoints());
-        let evaluated = ModelDirectory::open(directory.path())?;
+        let evaluated = self.recipe.opened(directory.path())?;
         let (buffer, publisher, stop_flag) = (Arc::clone(&consumer), push.publishing(), Arc::clone(&stop));
         let parts = TrainerParts { learner, auxiliary, directory, buffer, publisher, stop: stop_flag };
         let mut trainer = Trainer::start(config, parts, &state)?;

@@ -135,17 +135,25 @@ impl Recipe {
     /// If the directory is no model that rlrun can run.
     pub fn open_model(&self, run_dir: &Path) -> Result<ModelDirectory, Failure> {
         match &self.model {
-            Model::Path(path) => Ok(ModelDirectory::open(path)?),
+            Model::Path(path) => self.opened(path),
             Model::Random(sizes) => {
                 let path = run_dir.join("model");
                 if path.exists() {
-                    return Ok(ModelDirectory::open(&path)?);
+                    return self.opened(&path);
                 }
                 let fresh = ModelDirectory::fresh(&path, &self.fresh_model(sizes), self.seed)?;
                 model::manifest::write(&path)?;
-                Ok(fresh)
+                Ok(fresh.with_reduction(self.reduction))
             }
         }
+    }
+
+    /// Opens a model directory to compute with as the recipe says.
+    ///
+    /// # Errors
+    /// If the directory is no model that rlrun can run.
+    pub fn opened(&self, path: &Path) -> Result<ModelDirectory, Failure> {
+        Ok(ModelDirectory::open(path)?.with_reduction(self.reduction))
     }
 }
 

@@ -11,6 +11,9 @@ mod read;
 pub(crate) mod tests;
 mod write;
 
+/// The key of [`Reduction`] in `config.json`, which is absent for the default.
+pub(crate) const REDUCTION_KEY: &str = "rlrun_reduction";
+
 /// Shape of a decoder-only transformer with grouped-query attention, rotary embedding, RMSNorm and SwiGLU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
@@ -59,6 +62,21 @@ pub struct Config {
     pub pad_token_id: Option<u32>,
     /// Standard deviation of the weights of a fresh model.
     pub initializer_range: f64,
+    /// Order of the sums that tensor-parallel ranks would share.
+    pub reduction: Reduction,
+}
+
+/// Order of the sums over the inner dimension of row-parallel products: the forward of `o_proj` and `down_proj`, and the
+/// input gradients of `q_proj`, `k_proj`, `v_proj`, `gate_proj`, `up_proj` and the head. Part of the numerics, not of the
+/// network: both give the same function, rounded differently.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reduction {
+    /// One chain in ascending order: the fastest.
+    #[default]
+    Chain,
+    /// A balanced binary tree over 16 fixed chunks: the bits of 1, 2, 4, 8 or 16 tensor-parallel ranks.
+    Tree,
 }
 
 /// The supported model families.
@@ -156,6 +174,7 @@ impl Config {
             bos_token_id: Some(1),
             pad_token_id: Some(0),
             initializer_range: 0.02,
+            reduction: Reduction::Chain,
         }
     }
 

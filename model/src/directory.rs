@@ -9,12 +9,14 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::{fmt, fs};
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use trajectory::Prompt;
 
 use crate::characters::{characters, characters_config};
 use crate::tokenizer::encode_error;
-use crate::{ChatTemplate, Config, Head, ModelError, Parameters, SpecialTokens, Tokenizer, WeightDtype};
+use crate::{
+    ChatTemplate, Config, Head, ModelError, Parameters, Reduction, SpecialTokens, Tokenizer, WeightDtype,
+};
 use crate::{atomic, files, manifest};
 
 /// Bytes per weight file before an export is split, as transformers has long done it.
@@ -95,14 +97,31 @@ impl ModelDirectory {
     #[must_use]
     pub fn with_head(mut self, head: Head) -> Self {
         self.config.head = head;
+        self.edit_config(|config, map| {
+            map.remove("value_head");
+            config.write_head(map);
+        });
+        self
+    }
+
+    /// The same model with another order of sums, which its exports declare.
+    #[must_use]
+    pub fn with_reduction(mut self, reduction: Reduction) -> Self {
+        if self.config.reduction != reduction {
+            self.config.reduction = reduction;
+            self.edit_config(Config::write_reduction);
+        }
+        self
+    }
+
+    /// Edits the `config.json` of exports.
+    fn edit_config(&mut self, edit: impl Fn(&Config, &mut Map<String, Value>)) {
         for (_, content) in self.copied.iter_mut().filter(|(name, _)| *name == "config.json") {
             if let Ok(Value::Object(mut map)) = serde_json::from_slice(content) {
-                map.remove("value_head");
-                self.config.write_head(&mut map);
+                edit(&self.config, &mut map);
                 *content = format!("{:#}\n", Value::Object(map)).into_bytes();
             }
         }
-        self
     }
 
     /// Reads the weights. All files of a directory that has a manifest are compared with it first.

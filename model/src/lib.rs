@@ -69,7 +69,7 @@ mod weight_writer;
 
 pub use characters::{CHARACTERS, characters};
 pub use chat::ChatTemplate;
-pub use config::{Architecture, Config, Head, RopeScaling, Sizes};
+pub use config::{Architecture, Config, Head, Reduction, RopeScaling, Sizes};
 pub use decoder::{
     Decoder, GradientSink, Gradients, KvCache, LayerSource, Pack, PackError, Quantization, Recompute,
     StepSequence, Trace,

@@ -3,7 +3,11 @@
 //! Invariant: nothing here has a tolerance. Pages come from a cache that other sequences have filled before, so that a
 //! key which is read without having been written shows.
 
-use model::{Decoder, KvCache, Pack, Quantization, SharedCores, StepSequence, ThreadPool};
+use std::sync::Arc;
+
+use model::{
+    Config, Decoder, KvCache, Pack, Quantization, Recompute, Reduction, SharedCores, StepSequence, ThreadPool,
+};
 use proptest::prelude::*;
 
 use crate::common::{Golden, MODELS, bits, logits_of, pack_of};
@@ -129,6 +133,25 @@ fn chunks_of_every_size_give_the_bits_of_the_pack() {
             assert!(stepped == packed, "{name}: chunks of {chunks:?}");
             release(&mut cache, &running);
         }
+    }
+}
+
+/// With tree sums, sampler and trainer still compute the same bits, which are not those of chains.
+#[test]
+fn tree_sums_are_the_same_bits_in_both_halves() {
+    for name in MODELS {
+        let golden = Golden::open(name);
+        let config = Config { reduction: Reduction::Tree, ..golden.config.clone() };
+        let tree = Decoder::new(&config, &golden.parameters);
+        let trained = Decoder::trainable(&config, &Arc::new(golden.parameters.clone()), Recompute::None);
+        let sequence = tokens(40, 1);
+        let packed = bits(&logits_of(&trained, &pack_of([sequence.as_slice()])));
+        let chain = Decoder::new(&golden.config, &golden.parameters);
+        assert_ne!(packed, bits(&logits_of(&chain, &pack_of([sequence.as_slice()]))), "{name}");
+        let mut cache = used_cache(&tree, 3);
+        let mut running = [Running::new(sequence)];
+        run(&tree, &mut cache, &mut running, &[7]);
+        assert!(bits(&running[0].logits) == packed, "{name}");
     }
 }
 

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use model::{
-    Config, Decoder, Gradients, Head, Pack, Parameters, PredictionGradient, Recompute, RopeScaling, Sizes,
-    Target, ThreadPool,
+    Config, Decoder, Gradients, Head, Pack, Parameters, PredictionGradient, Recompute, Reduction,
+    RopeScaling, Sizes, Target, ThreadPool,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -111,7 +111,8 @@ fn configs() -> Vec<Config> {
     };
     let critic = Config { head: Head::Value, ..bare.clone() };
     let both = Config { head: Head::LanguageAndValue, ..fresh.clone() };
-    vec![fresh, bare, full, critic, both]
+    let tree = Config { reduction: Reduction::Tree, ..full.clone() };
+    vec![fresh, bare, full, critic, both, tree]
 }
 
 /// Derivative of the loss along `direction`, by central differences of fourth order.

@@ -134,7 +134,10 @@ impl Run<'_> {
         for version in versions.into_iter().rev() {
             let path = trainer::checkpoint::path(&checkpoints, version);
             match trainer::checkpoint::load(&path, optimizer, lora.as_ref()) {
-                Ok(checkpoint) => return Ok(Some((checkpoint, damage))),
+                Ok(mut checkpoint) => {
+                    checkpoint.directory = checkpoint.directory.with_reduction(self.recipe.reduction);
+                    return Ok(Some((checkpoint, damage)));
+                }
                 Err(TrainerError::Damaged { reason, .. }) => damage.push((version, reason)),
                 Err(error) => return Err(error.into()),
             }

@@ -14,7 +14,7 @@ use super::placement::check_placement;
 use super::ranges::{Checker, check_ranges};
 use super::schema::{Buffer, RandomModel, RawData, RawModel, RawRecipe, Rollout, Warmup};
 use super::training::{check_lora, check_trainer};
-use super::words::{OnStale, Quantization, SampleOrder, Store, WeightDtype};
+use super::words::{OnStale, Quantization, Reduction, SampleOrder, Store, WeightDtype};
 use super::{Data, DataSource, Files, Model, Recipe};
 
 /// Most leaves of a step.
@@ -31,7 +31,7 @@ pub(super) fn check(
     check_ranges(&raw, &mut checker);
     let name = raw.name.take().unwrap_or_else(|| stem.to_owned());
     check_name(&name, &mut checker);
-    let dtype = raw.model.dtype;
+    let (dtype, reduction) = (raw.model.dtype, raw.model.reduction);
     let model = check_model(std::mem::take(&mut raw.model), &mut checker);
     let data = check_data(std::mem::take(&mut raw.data), &mut checker);
     let generated = data.as_ref().is_some_and(|data| matches!(data.source, DataSource::Arithmetic(_)));
@@ -49,6 +49,7 @@ pub(super) fn check(
     check_replay(&raw.buffer, &mut checker);
     check_store(&mut raw.buffer, &mut checker);
     check_bitwise(&raw.rollout, &mut checker);
+    check_reduction(&raw, &mut checker);
     check_rounding(&raw, &mut checker);
     check_trainer(&raw.trainer, &mut checker);
     check_lora(raw.lora.as_mut(), &mut checker);
@@ -61,6 +62,7 @@ pub(super) fn check(
         seed: raw.seed,
         model,
         dtype,
+        reduction,
         data,
         warmup,
         supervised: raw.supervised,
@@ -366,7 +368,16 @@ fn check_batch(raw: &RawRecipe, checker: &mut Checker<'_>) {
     }
 }
 
-/// What is sampled from an approximation cannot have the bits of the original.
+/// An int8 layer quantises activations by the range of a whole row, which shards of the row do not know.
+fn check_reduction(raw: &RawRecipe, checker: &mut Checker<'_>) {
+    if raw.model.reduction == Reduction::Tree && raw.rollout.quantization != Quantization::None {
+        let message = "`model.reduction` is \"tree\", which promises the bits of any number of tensor-parallel ranks; \
+                       `rollout.quantization` cannot, because a rank knows only its part of a row";
+        let help = "set `model.reduction = \"chain\"` or `rollout.quantization = \"none\"`";
+        checker.report_latest(&["model.reduction", "rollout.quantization"], message, help);
+    }
+}
+
 /// Samplers of rounded weights compute other bits than the trainer.
 fn check_rounding(raw: &RawRecipe, checker: &mut Checker<'_>) {
     if raw.rollout.bitwise && raw.weights.dtype == WeightDtype::Bf16 {
@@ -377,6 +388,7 @@ fn check_rounding(raw: &RawRecipe, checker: &mut Checker<'_>) {
     }
 }
 
+/// What is sampled from an approximation cannot have the bits of the original.
 fn check_bitwise(rollout: &Rollout, checker: &mut Checker<'_>) {
     if rollout.bitwise && rollout.quantization != Quantization::None {
         let message = "`rollout.bitwise` promises that sampler and trainer compute the same bits, which \

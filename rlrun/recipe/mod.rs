@@ -39,7 +39,7 @@ use schema::{
     RandomModel, Rollout, Supervised, Trainer, Warmup, Weights,
 };
 pub use source::Layer;
-use words::{ModelDtype, Overlong};
+use words::{ModelDtype, Overlong, Reduction};
 
 use crate::program::Program;
 
@@ -54,6 +54,8 @@ pub struct Recipe {
     pub model: Model,
     /// What it is stored in on a device.
     pub dtype: ModelDtype,
+    /// Order of the sums that tensor-parallel ranks would share.
+    pub reduction: Reduction,
     /// The tasks.
     pub data: Data,
     /// Supervised warm-up; only with generated tasks, `steps` at least 1.

@@ -7,7 +7,7 @@ use super::Recipe;
 use super::ranges::Checker;
 use super::words::{
     Collective, CriticKind, Device, DeviceLocation, ModelDtype, OptimizerHome, OptimizerKind, Quantization,
-    Ranks, Store, WeightDtype, WeightTransport,
+    Ranks, Reduction, Store, WeightDtype, WeightTransport,
 };
 use crate::settings::Devices;
 
@@ -98,6 +98,7 @@ fn check_devices(recipe: &Recipe, checker: &mut Checker<'_>) {
     check_samplers_on_devices(recipe, checker);
     check_features(recipe, checker);
     check_dtype(recipe, checker);
+    check_reduction(recipe, checker);
     check_optimizer(recipe, checker);
     check_collective(recipe, checker);
     check_sampler(recipe, checker);
@@ -210,6 +211,18 @@ fn check_dtype(recipe: &Recipe, checker: &mut Checker<'_>) {
     let help =
         "set `model.dtype = \"auto\"`, or place it on a device; `weights.dtype` rounds what is sampled with";
     checker.report("model.dtype", message, help);
+}
+
+/// The libraries of devices choose the order of their sums.
+fn check_reduction(recipe: &Recipe, checker: &mut Checker<'_>) {
+    let devices = recipe.devices();
+    if recipe.reduction == Reduction::Chain || (devices.rollout.is_none() && !devices.trains()) {
+        return;
+    }
+    let key = if devices.trains() { &OF_TRAINER } else { &OF_SAMPLER };
+    let message = "`model.reduction` is \"tree\", which has kernels for the processor alone";
+    let help = "remove it, or set `placement.device = \"cpu\"`";
+    checker.report_latest(&["model.reduction", deciding(key, checker)], message, help);
 }
 
 /// A device has AdamW alone.

@@ -32,7 +32,19 @@ pub(super) fn table(recipe: &Recipe) -> Table {
 
 fn to_raw(recipe: &Recipe) -> RawRecipe {
     let Recipe {
-        name, seed, model, dtype, data, warmup, rollout, rewards, buffer, algorithm, trainer, ..
+        name,
+        seed,
+        model,
+        dtype,
+        reduction,
+        data,
+        warmup,
+        rollout,
+        rewards,
+        buffer,
+        algorithm,
+        trainer,
+        ..
     } = recipe.clone();
     let Recipe {
         supervised,
@@ -48,8 +60,8 @@ fn to_raw(recipe: &Recipe) -> RawRecipe {
         ..
     } = recipe.clone();
     let model = match model {
-        Model::Path(path) => RawModel { path: Some(path), dtype, random: None },
-        Model::Random(random) => RawModel { path: None, dtype, random: Some(random) },
+        Model::Path(path) => RawModel { path: Some(path), dtype, reduction, random: None },
+        Model::Random(random) => RawModel { path: None, dtype, reduction, random: Some(random) },
     };
     RawRecipe {
         extends: Vec::new(),

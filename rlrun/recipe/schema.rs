@@ -92,6 +92,9 @@ pub struct RawModel {
     /// What weights and activations are stored in on a device: `auto` is bf16 on CUDA, and f32 on the processor and the
     /// emulator. The optimizer moves f32 weights in any case, and sums are made in f32. TRL, vLLM `dtype`.
     pub dtype: ModelDtype,
+    /// Order of the sums that tensor-parallel ranks would share: over the inputs of `o_proj` and `down_proj`, and in the
+    /// backward over the outputs of the other projections and of the head. On the processor, for sampler and trainer.
+    pub reduction: Reduction,
     /// A new character-level model with random weights.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub random: Option<RandomModel>,

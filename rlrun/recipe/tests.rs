@@ -122,6 +122,9 @@ fn a_promise_of_equal_bits_and_a_quantized_sampler_point_at_each_other() {
     for set in ["rollout.bitwise=false", "rollout.quantization=none"] {
         case.load(&[set], &[]).unwrap();
     }
+    let tree = Case::new(&format!("{MINIMAL}[rollout]\nquantization = \"int8\"\n"));
+    let shown = tree.errors(&["model.reduction=tree"], &[]);
+    assert!(shown.contains("`model.reduction`") && shown.contains("`rollout.quantization`"), "{shown}");
     let rounded = Case::new(&format!("{MINIMAL}[rollout]\nbitwise = true\n[weights]\ndtype = \"bf16\"\n"));
     let shown = rounded.errors(&[], &[]);
     assert!(shown.contains("`rollout.bitwise`") && shown.contains("`weights.dtype`"), "{shown}");

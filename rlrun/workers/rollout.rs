@@ -17,7 +17,7 @@ use buffer::http::ClientConfig;
 use device::device::DeviceLocation;
 use device::{Buffer, Device, Storage};
 use model::on_device::{DeviceSampler, Dtype, StagedWeights};
-use model::{Config, Head, Layout, ModelDirectory, Parameters, Quantization, SharedCores};
+use model::{Config, Head, Layout, Parameters, Quantization, SharedCores};
 use trajectory::PolicyVersion;
 use weights::direct::ipc::IpcSubscriber;
 use weights::direct::nccl::NcclSubscriber;
@@ -73,7 +73,7 @@ fn sample(
     let (mut recipe, _) =
         Recipe::load(&recipe, &[], &program.without_overrides()).map_err(Failure::Recipe)?;
     settle_device(&mut recipe, args.device)?;
-    let directory = ModelDirectory::open(&directory)?;
+    let directory = recipe.opened(&directory)?;
     let directory = match membership.joined.model.value_head {
         true => directory.with_head(Head::LanguageAndValue),
         false => directory,

@@ -8,7 +8,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::keys::Keys;
-use super::{Architecture, Config, Head, RopeScaling};
+use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, RopeScaling};
 use crate::{ModelError, files};
 
 /// Far above any model that exists, and low enough that no size computed from a config overflows.
@@ -83,6 +83,7 @@ impl Config {
             bos_token_id: keys.token_ids("bos_token_id")?.first().copied(),
             pad_token_id: keys.token_ids("pad_token_id")?.first().copied(),
             initializer_range: keys.number("initializer_range", 0.02)?,
+            reduction: reduction(&keys)?,
         };
         config.check(&keys)?;
         Ok(config)
@@ -128,6 +129,18 @@ impl Config {
         let heads = n(self.head_dim) * (2 * n(self.num_heads) + 2 * n(self.num_kv_heads));
         n(self.hidden_size)
             * (2 * n(self.vocab_size) + n(self.num_layers) * (heads + 3 * n(self.intermediate_size)))
+    }
+}
+
+/// Our own key; transformers ignores it.
+fn reduction(keys: &Keys<'_>) -> Result<Reduction, ModelError> {
+    if !keys.has(REDUCTION_KEY) {
+        return Ok(Reduction::Chain);
+    }
+    match keys.text(REDUCTION_KEY)? {
+        "chain" => Ok(Reduction::Chain),
+        "tree" => Ok(Reduction::Tree),
+        _ => Err(keys.unsupported(REDUCTION_KEY, "chain, tree")),
     }
 }
 

@@ -70,7 +70,8 @@ fn what_is_written_reads_back() {
         ..tied.clone()
     };
     let windowed = Config { sliding_window: Some(16), ..tied.clone() };
-    for config in [tied, untied, llama, mistral, windowed] {
+    let tree = Config { reduction: Reduction::Tree, ..tied.clone() };
+    for config in [tied, untied, llama, mistral, windowed, tree] {
         let map = config.to_json().as_object().unwrap().clone();
         assert_eq!(Config::from_json(Path::new("config.json"), &map).unwrap(), config);
     }
@@ -115,6 +116,7 @@ fn other_networks_are_refused_by_file_and_key() {
         (json!({"hidden_act": "gelu"}), "hidden_act", "silu"),
         (json!({"num_experts": 8}), "num_experts", "dense"),
         (json!({"mlp_bias": true}), "mlp_bias", "false"),
+        (json!({"rlrun_reduction": "ring"}), "rlrun_reduction", "chain, tree"),
         (json!({"quantization_config": {"bits": 4}}), "quantization_config", "bf16"),
         (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor", "1.0"),
         (

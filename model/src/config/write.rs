@@ -5,7 +5,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{Architecture, Config, Head, RopeScaling};
+use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, RopeScaling};
 
 impl Config {
     /// The content of a `config.json` that transformers and [`Config::from_json`] both read back as this model.
@@ -54,11 +54,20 @@ impl Config {
         }
         if let Some(map) = map.as_object_mut() {
             self.write_head(map);
+            self.write_reduction(map);
         }
         map
     }
 
-    /// Says in `map`, the content of a `config.json`, which head the model has.
+    /// Writes the order of sums to `map`, the content of a `config.json`, if it is not the default.
+    pub(crate) fn write_reduction(&self, map: &mut Map<String, Value>) {
+        match self.reduction {
+            Reduction::Chain => drop(map.remove(REDUCTION_KEY)),
+            Reduction::Tree => drop(map.insert(REDUCTION_KEY.to_owned(), json!("tree"))),
+        }
+    }
+
+    /// Writes the head of the model to `map`, the content of a `config.json`.
     pub(crate) fn write_head(&self, map: &mut Map<String, Value>) {
         map.insert("architectures".to_owned(), json!([self.architecture.class_name(self.head)]));
         match self.head {

@@ -13,11 +13,11 @@ use candle_core::{Result, Tensor};
 use super::places::Places;
 use crate::ops::heads::{self, Angles, HeadNorm, HeadShape};
 use crate::ops::int8::MAX_INPUT;
-use crate::ops::linear::{Flat, Linear, bias_gradient, weight_gradient};
+use crate::ops::linear::{Flat, Linear, TreeSum, bias_gradient, weight_gradient};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::swiglu::{swiglu, swiglu_backward};
 use crate::ops::{matrix, row_ranges};
-use crate::{Config, Layout, Parameters, Quantization, ThreadPool, Unit};
+use crate::{Config, Layout, Parameters, Quantization, Reduction, ThreadPool, Unit};
 
 /// Weights of one layer.
 #[derive(Clone, Debug)]
@@ -143,17 +143,21 @@ impl Block {
         let places = Places::new(layout, index);
         let at = |range: &Range<usize>| values[range.clone()].to_vec();
         let hidden = config.hidden_size;
-        let query_width = config.num_heads * config.head_dim;
+        let shape = HeadShape::of(config);
+        let (queries, keys, inner) = (shape.query_width(), shape.kv_width(), config.intermediate_size);
+        let tree = |sum| if config.reduction == Reduction::Tree { sum } else { TreeSum::None };
         Self {
-            shape: HeadShape::of(config),
+            shape,
             eps: config.rms_norm_eps,
             attention_norm: at(&places.attention_norm),
-            qkv: linear(&places.qkv, hidden, &places.qkv_bias),
+            qkv: linear(&places.qkv, hidden, &places.qkv_bias)
+                .with_tree(tree(TreeSum::Outputs(vec![queries, keys, keys]))),
             head_norm: (!places.head_norm.is_empty()).then(|| at(&places.head_norm)),
-            output: linear(&places.output, query_width, &places.output_bias),
+            output: linear(&places.output, queries, &places.output_bias).with_tree(tree(TreeSum::Inputs)),
             feed_forward_norm: at(&places.feed_forward_norm),
-            gate_up: linear(&places.gate_up, hidden, &(0..0)),
-            down: linear(&places.down, config.intermediate_size, &(0..0)),
+            gate_up: linear(&places.gate_up, hidden, &(0..0))
+                .with_tree(tree(TreeSum::Outputs(vec![inner, inner]))),
+            down: linear(&places.down, inner, &(0..0)).with_tree(tree(TreeSum::Inputs)),
             places,
         }
     }

@@ -25,9 +25,9 @@ use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 use crate::ops::heads::HeadShape;
-use crate::ops::linear::{Flat, Linear};
+use crate::ops::linear::{Flat, Linear, TreeSum};
 use crate::ops::{embedding, matrix, values};
-use crate::{Config, Layout, Parameters, Unit};
+use crate::{Config, Layout, Parameters, Reduction, Unit};
 use block::Block;
 pub use decode::{KvCache, StepSequence};
 pub use gradients::{GradientSink, Gradients, LayerSource};
@@ -119,7 +119,8 @@ impl Decoder {
         Self {
             embedding: Embedding::Flat(flat.clone()),
             blocks: (0..config.num_layers).map(|i| Block::trainable(config, parameters, i)).collect(),
-            head: Linear::flat(&flat, parameters.layout().head(), config.hidden_size, &(0..0)),
+            head: Linear::flat(&flat, parameters.layout().head(), config.hidden_size, &(0..0))
+                .with_tree(head_tree(config)),
             recompute,
             ..Self::bare(config, parameters)
         }
@@ -144,7 +145,8 @@ impl Decoder {
             Linear::flat(&embedding, head, config.hidden_size, &(0..0))
         } else {
             Linear::flat(&tail, in_tail(head), config.hidden_size, &(0..0))
-        };
+        }
+        .with_tree(head_tree(config));
         let of_tail = |range: Range<usize>| tail.values()[in_tail(range)].to_vec();
         let value_head = layout.value_head().map_or(Vec::new(), of_tail);
         let final_norm = layout.spec("model.norm.weight").map_or(Vec::new(), |norm| of_tail(norm.range()));
@@ -204,6 +206,14 @@ impl Decoder {
 
     fn embedding_len(&self) -> usize {
         self.config.vocab_size * self.config.hidden_size
+    }
+}
+
+/// The tree of the head's input gradient, over the vocabulary.
+fn head_tree(config: &Config) -> TreeSum {
+    match config.reduction {
+        Reduction::Chain => TreeSum::None,
+        Reduction::Tree => TreeSum::Outputs(vec![config.vocab_size]),
     }
 }
 

@@ -28,7 +28,7 @@ pub use self::steps::recorded_tokens;
 pub use self::train::DeviceTrace;
 pub use self::units::{FlatGradients, FlatWeights, UnitGradients, UnitWeights};
 use crate::decoder::Places;
-use crate::{Config, Layout, Recompute};
+use crate::{Config, Layout, Recompute, Reduction};
 
 /// What weights and activations are stored in on a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -80,8 +80,15 @@ impl<T: Storage> DeviceDecoder<T> {
     /// The decoder of `config`, whose weights lie as `layout` says.
     ///
     /// # Errors
-    /// If the device fails.
+    /// If the device fails, or `config` wants sums in an order that its matrix products do not have.
     pub fn new(device: &Device, config: &Config, layout: &Arc<Layout>, recompute: Recompute) -> Result<Self> {
+        if config.reduction != Reduction::Chain {
+            return Err(device::DeviceError::Kernel {
+                device: device.name(),
+                kernel: "product".to_owned(),
+                reason: "tree sums (`model.reduction`) are computed on the processor alone".to_owned(),
+            });
+        }
         let (heads, kv_heads, head_dim) = (config.num_heads, config.num_kv_heads, config.head_dim);
         Ok(Self {
             device: device.clone(),

@@ -7,15 +7,16 @@
 
 mod pack;
 mod tile;
+mod tree;
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::simd::{LANES, Vector, prefetch};
-use crate::machine::{Level, level};
+use super::simd::{LANES, Vector, prefetch, widest};
 use pack::{pack_block, pack_rows};
-use tile::{Place, Rows, rows_of};
+use tile::{TileRows, TileShape, rows_of};
+pub(crate) use tree::{CHUNKS, TreeChunks, tree_product};
 
 /// Columns of a panel: three AVX-512 registers of f32, or three times two of AVX2. The last panel of a matrix may be
 /// narrower, in steps of [`STEP`].
@@ -279,36 +280,6 @@ pub(crate) fn product(left: StridedMatrix<'_>, right: Right<'_>, mut out: Out<'_
     });
 }
 
-/// Calls a generic function with the widest registers that the machine has.
-macro_rules! widest {
-    ($(#[$meta:meta])* fn $name:ident($($arg:ident: $ty:ty),* $(,)?) =
-        $callee:ident::<$v512:ident $(, $p512:literal)*> | <$v256:ident $(, $p256:literal)*> | <$($p128:literal),*>) => {
-        $(#[$meta])*
-        fn $name($($arg: $ty),*) {
-            #[cfg(target_arch = "x86_64")]
-            {
-                use std::arch::x86_64::{$v256, $v512};
-                #[target_feature(enable = "avx512f,avx512vl,avx2,fma")]
-                fn avx512($($arg: $ty),*) {
-                    $callee::<$v512 $(, $p512)*>($($arg),*);
-                }
-                #[target_feature(enable = "avx2,fma")]
-                fn avx2($($arg: $ty),*) {
-                    $callee::<$v256 $(, $p256)*>($($arg),*);
-                }
-                match level() {
-                    #[expect(unsafe_code, reason = "the machine has the features of this level")]
-                    Level::Avx512 => return unsafe { avx512($($arg),*) },
-                    #[expect(unsafe_code, reason = "the machine has the features of this level")]
-                    Level::Avx2 => return unsafe { avx2($($arg),*) },
-                    Level::Portable => {}
-                }
-            }
-            $callee::<[f32; 4] $(, $p128)*>($($arg),*);
-        }
-    };
-}
-
 widest! {
     fn multiply_blocks(
         left: StridedMatrix<'_>,
@@ -364,13 +335,16 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
                         prefetch(out.first.wrapping_add(next * out.row_stride + first), wide);
                     }
                     let a = if gathered {
-                        Rows::Packed(&tiles[(row - rows.start) * steps.len()..][..R * steps.len()])
+                        TileRows::Packed(&tiles[(row - rows.start) * steps.len()..][..R * steps.len()])
                     } else {
-                        Rows::Strided(&left.values[row * left.row_stride + steps.start..], left.row_stride)
+                        TileRows::Strided(
+                            &left.values[row * left.row_stride + steps.start..],
+                            left.row_stride,
+                        )
                     };
                     for sub in (0..wide).step_by(V::WIDTH * N) {
                         let width = (wide - sub).min(V::WIDTH * N);
-                        let place = Place {
+                        let shape = TileShape {
                             steps: steps.len(),
                             stride: padded,
                             width,
@@ -384,13 +358,13 @@ fn blocks<V: Vector, const N: usize, const R: usize>(
                         let registers = width.div_ceil(V::WIDTH);
                         // Registers of one panel come in multiples of STEP columns, so few combinations exist.
                         if registers == N {
-                            rows_of::<V, N, R>(height, a, b, place, c);
+                            rows_of::<V, N, R>(height, a, b, shape, c);
                         } else if registers == 2 {
-                            rows_of::<V, 2, R>(height, a, b, place, c);
+                            rows_of::<V, 2, R>(height, a, b, shape, c);
                         } else if registers == 3 {
-                            rows_of::<V, 3, R>(height, a, b, place, c);
+                            rows_of::<V, 3, R>(height, a, b, shape, c);
                         } else {
-                            rows_of::<V, 1, R>(height, a, b, place, c);
+                            rows_of::<V, 1, R>(height, a, b, shape, c);
                         }
                     }
                     row += height;

@@ -4,7 +4,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::gemm::{Right, StridedMatrix, multiply, multiply_add};
+use super::gemm::{Right, StridedMatrix, multiply_add};
 use super::linear::Linear;
 use super::softmax::{probabilities, scale_and_normalizer};
 use super::{matrix, row_ranges, unwritten, values};
@@ -97,8 +97,7 @@ pub(crate) fn predict_backward(
                     Distribution::new(row, target).backward(*gradient, out);
                 }
             });
-            let weight = Right::Unpacked(StridedMatrix::new(head.weight(), width));
-            multiply(StridedMatrix::new(d_logits, vocabulary), weight, d_hidden);
+            head.input_gradient_slice(d_logits, d_hidden);
         });
         let ranges = row_ranges(vocabulary, pool.threads(), 8);
         let per_part = ranges[0].len();

@@ -9,7 +9,9 @@ use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use super::gemm::{Out, Panels, Right, StridedMatrix, multiply, multiply_add, product};
+use super::gemm::{
+    CHUNKS, Out, Panels, Right, StridedMatrix, TreeChunks, multiply_add, product, tree_product,
+};
 use super::int8::Int8Linear;
 use super::simd::vectorized;
 use super::{matrix, unwritten, values};
@@ -22,12 +24,32 @@ pub(crate) struct Linear {
     input: usize,
     output: usize,
     bias: Option<Vec<f32>>,
+    tree: TreeSum,
+}
+
+/// Which sums of a layer are balanced binary trees over fixed chunks ([`crate::Reduction::Tree`]): those whose terms
+/// tensor-parallel ranks would share. All others are one chain.
+#[derive(Clone, Debug, Default)]
+pub(crate) enum TreeSum {
+    /// None.
+    #[default]
+    None,
+    /// The forward of a row-parallel layer: over its inputs.
+    Inputs,
+    /// The input gradient of a column-parallel layer: over its outputs, which are parts of these lengths.
+    Outputs(Vec<usize>),
 }
 
 impl Default for Linear {
     /// A layer without inputs and outputs.
     fn default() -> Self {
-        Self { weight: Weight::Packed(Panels::default()), input: 0, output: 0, bias: None }
+        Self {
+            weight: Weight::Packed(Panels::default()),
+            input: 0,
+            output: 0,
+            bias: None,
+            tree: TreeSum::None,
+        }
     }
 }
 
@@ -67,20 +89,27 @@ impl Linear {
             weight: Weight::Packed(panels),
             input,
             bias: bias.map(<[f32]>::to_vec),
+            tree: TreeSum::None,
         }
     }
 
     /// A layer to sample with: quantises `weight [out, in]`.
     pub(crate) fn int8(weight: &[f32], input: usize, bias: Option<&[f32]>) -> Self {
         let layer = Int8Linear::new(weight, input, bias);
-        Self { output: layer.output(), weight: Weight::Int8(layer), input, bias: None }
+        Self { output: layer.output(), weight: Weight::Int8(layer), input, bias: None, tree: TreeSum::None }
     }
 
     /// A layer to train: `weight [out, in]` and `bias [out]`, empty for none, are ranges of `flat`.
     pub(crate) fn flat(flat: &Flat, weight: Range<usize>, input: usize, bias: &Range<usize>) -> Self {
         let bias = (!bias.is_empty()).then(|| flat.values()[bias.clone()].to_vec());
         let output = weight.len() / input;
-        Self { weight: Weight::Flat(flat.clone(), weight), input, output, bias }
+        Self { weight: Weight::Flat(flat.clone(), weight), input, output, bias, tree: TreeSum::None }
+    }
+
+    /// The same layer, with trees for these sums. The integer sums of int8 weights are exact in any order and stay.
+    #[must_use]
+    pub(crate) fn with_tree(self, tree: TreeSum) -> Self {
+        Self { tree, ..self }
     }
 
     /// Memory of its own, bytes; weights that lie in the flat parameters are not its own.
@@ -127,16 +156,28 @@ impl Linear {
                 let ranges = panels.split(pool.threads());
                 let outs = Out::columns(out, self.output, &ranges);
                 pool.map(ranges.into_iter().zip(outs).collect(), |(columns, out)| {
-                    product(StridedMatrix::new(x, self.input), panels.columns_of(columns), out, fresh);
+                    self.sum_inputs(x, panels.columns_of(columns), out, fresh);
                 });
             }
             Weight::Flat(..) => {
                 let weight = Right::Unpacked(StridedMatrix::new(self.weight(), self.input).transposed());
-                product(StridedMatrix::new(x, self.input), weight, Out::new(out, self.output), fresh);
+                self.sum_inputs(x, weight, Out::new(out, self.output), fresh);
             }
         }
         if let Some(bias) = &self.bias {
             add_rows(out, bias);
+        }
+    }
+
+    /// The product of `x [T, in]` and some columns of the transposed weight.
+    fn sum_inputs(&self, x: &[f32], weight: Right<'_>, out: Out<'_>, fresh: bool) {
+        let x = StridedMatrix::new(x, self.input);
+        match self.tree {
+            TreeSum::Inputs => {
+                let chunks = TreeChunks { parts: &[self.input], count: CHUNKS };
+                tree_product(x, weight, chunks, &out, fresh);
+            }
+            TreeSum::None | TreeSum::Outputs(_) => product(x, weight, out, fresh),
         }
     }
 
@@ -147,12 +188,23 @@ impl Linear {
     pub(crate) fn input_gradient(&self, g: &Tensor) -> Result<Tensor> {
         let g = values(g)?;
         let mut dx = unwritten(g.len() / self.output * self.input);
-        multiply(
-            StridedMatrix::new(&g, self.output),
-            Right::Unpacked(StridedMatrix::new(self.weight(), self.input)),
-            &mut dx,
-        );
+        self.input_gradient_slice(&g, &mut dx);
         matrix(dx, self.input)
+    }
+
+    /// The same on slices: `g [T, out]` to `dx [T, in]`.
+    ///
+    /// # Panics
+    /// If the layer is one to sample with.
+    pub(crate) fn input_gradient_slice(&self, g: &[f32], dx: &mut [f32]) {
+        let weight = Right::Unpacked(StridedMatrix::new(self.weight(), self.input));
+        let (g, dx) = (StridedMatrix::new(g, self.output), Out::new(dx, self.input));
+        match &self.tree {
+            TreeSum::Outputs(parts) => {
+                tree_product(g, weight, TreeChunks { parts, count: CHUNKS }, &dx, true);
+            }
+            TreeSum::None | TreeSum::Inputs => product(g, weight, dx, true),
+        }
     }
 
     /// The weight `[out, in]`, row-major.

@@ -42,6 +42,37 @@ macro_rules! vectorized {
 }
 pub(crate) use vectorized;
 
+/// Calls a generic function with the widest registers that the machine has.
+macro_rules! widest {
+    ($(#[$meta:meta])* fn $name:ident($($arg:ident: $ty:ty),* $(,)?) =
+        $callee:ident::<$v512:ident $(, $p512:literal)*> | <$v256:ident $(, $p256:literal)*> | <$($p128:literal),*>) => {
+        $(#[$meta])*
+        fn $name($($arg: $ty),*) {
+            #[cfg(target_arch = "x86_64")]
+            {
+                use std::arch::x86_64::{$v256, $v512};
+                #[target_feature(enable = "avx512f,avx512vl,avx2,fma")]
+                fn avx512($($arg: $ty),*) {
+                    $callee::<$v512 $(, $p512)*>($($arg),*);
+                }
+                #[target_feature(enable = "avx2,fma")]
+                fn avx2($($arg: $ty),*) {
+                    $callee::<$v256 $(, $p256)*>($($arg),*);
+                }
+                match $crate::machine::level() {
+                    #[expect(unsafe_code, reason = "the machine has the features of this level")]
+                    $crate::machine::Level::Avx512 => return unsafe { avx512($($arg),*) },
+                    #[expect(unsafe_code, reason = "the machine has the features of this level")]
+                    $crate::machine::Level::Avx2 => return unsafe { avx2($($arg),*) },
+                    $crate::machine::Level::Portable => {}
+                }
+            }
+            $callee::<[f32; 4] $(, $p128)*>($($arg),*);
+        }
+    };
+}
+pub(crate) use widest;
+
 /// A register of f32, for the one loop that the compiler does not vectorise by itself: the tile of a matrix product.
 pub(crate) trait Vector: Copy {
     /// Number of values.

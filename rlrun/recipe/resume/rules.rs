@@ -15,7 +15,7 @@ pub(crate) enum Rule {
 
 /// Sections with the keys that may change.
 const MAY_CHANGE: &[(&str, &str)] = &[
-    ("model", "dtype"),
+    ("model", "dtype reduction"),
     ("data", "eval"),
     ("supervised", "beta smoothing margin"),
     (

@@ -19,7 +19,7 @@ pub(super) enum By {
 /// Sections and what the run decides of them. Lists of tables are written with `[]`.
 const RUN: [(&str, &[&str]); 12] = [
     ("", &["name", "seed"]),
-    ("model", &["dtype"]),
+    ("model", &["dtype", "reduction"]),
     (
         "data",
         &[

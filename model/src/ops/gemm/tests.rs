@@ -1,8 +1,9 @@
-//! Products against f64 and against one chain per element, whatever the layout, the machine and the threads.
+//! Products against f64, against one chain per element and against trees of chunks, for every layout and instruction set.
 
 use proptest::prelude::*;
 
 use super::*;
+use crate::machine::{Level, level};
 use crate::ops::check::noise;
 
 fn transposed(x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
@@ -87,6 +88,99 @@ proptest! {
         for (row, expected) in out.chunks(columns + 3).zip(expected.chunks(columns)) {
             prop_assert_eq!(&row[..columns], expected);
             prop_assert!(row[columns..].iter().all(|v| v.is_nan()), "nothing is written beyond the result");
+        }
+    }
+}
+
+/// A balanced binary tree over `values`, a power of two of them.
+fn tree_sum(values: &[f32]) -> f32 {
+    match values {
+        [value] => *value,
+        _ => {
+            let (left, right) = values.split_at(values.len() / 2);
+            tree_sum(left) + tree_sum(right)
+        }
+    }
+}
+
+/// `[m, n]` product of `a [m, k]` and `b [k, n]` as a tree over chunks, one element after the other.
+fn tree_reference(a: &[f32], b: &[f32], n: usize, chunks: TreeChunks<'_>) -> Vec<f32> {
+    let k: usize = chunks.parts.iter().sum();
+    let element = |i: usize| {
+        let leaf = |chunk: usize| {
+            let (mut sum, mut start) = (0.0_f32, 0);
+            for part in chunks.parts {
+                let steps = start + chunk * part / chunks.count..start + (chunk + 1) * part / chunks.count;
+                sum = steps.fold(sum, |sum, l| a[i / n * k + l].mul_add(b[l * n + i % n], sum));
+                start += part;
+            }
+            sum
+        };
+        tree_sum(&(0..chunks.count).map(leaf).collect::<Vec<_>>())
+    };
+    (0..a.len() / k * n).map(element).collect()
+}
+
+/// Steps of the inner dimension that a rank holds: shard `rank` of `world` of every part.
+fn shard(parts: &[usize], rank: usize, world: usize) -> Vec<usize> {
+    let mut start = 0;
+    let steps = parts.iter().map(|part| {
+        start += part;
+        start - part + rank * part / world..start - part + (rank + 1) * part / world
+    });
+    steps.flatten().collect()
+}
+
+proptest! {
+    #[test]
+    fn tree_products_add_chunks_as_a_balanced_tree(
+        m in 1..40usize, parts in prop::collection::vec(1..900usize, 1..4), n in 1..110usize, bits in 0..5u32, add: bool,
+    ) {
+        let k = parts.iter().sum();
+        let (a, b, c) = (noise(m * k, 1), noise(k * n, 2), noise(m * n, 3));
+        let chunks = TreeChunks { parts: &parts, count: 1 << bits };
+        let sums = tree_reference(&a, &b, n, chunks);
+        let expected: Vec<f32> = if add { sums.iter().zip(&c).map(|(s, c)| c + s).collect() } else { sums };
+        let transposed = transposed(&b, k, n);
+        let panels = Panels::new(StridedMatrix::new(&b, n));
+        let unpacked = [StridedMatrix::new(&b, n), StridedMatrix::new(&transposed, k).transposed()];
+        let rights = unpacked.into_iter().map(Right::Unpacked);
+        for right in rights.chain((parts.len() == 1).then(|| panels.whole())) {
+            let mut out = c.clone();
+            tree_product(StridedMatrix::new(&a, k), right, chunks, &Out::new(&mut out, n), !add);
+            prop_assert_eq!(&out, &expected);
+        }
+    }
+
+    /// Tensor-parallel ranks that each hold a shard of the inner dimension compute the bits of one rank.
+    #[test]
+    fn shards_reduced_as_a_tree_have_the_bits_of_the_whole(
+        m in 1..20usize, eighths in prop::collection::vec(1..90usize, 1..4), n in 1..60usize,
+    ) {
+        let parts: Vec<usize> = eighths.iter().map(|part| 8 * part).collect();
+        let k: usize = parts.iter().sum();
+        let (a, b) = (noise(m * k, 1), noise(k * n, 2));
+        let product = |a: &[f32], b: &[f32], parts: &[usize], count| {
+            let mut out = vec![f32::NAN; m * n];
+            let (a, b) = (StridedMatrix::new(a, parts.iter().sum()), StridedMatrix::new(b, n));
+            let chunks = TreeChunks { parts, count };
+            tree_product(a, Right::Unpacked(b), chunks, &Out::new(&mut out, n), true);
+            out
+        };
+        let whole = product(&a, &b, &parts, CHUNKS);
+        for world in [2, 4, 8] {
+            let own: Vec<usize> = parts.iter().map(|part| part / world).collect();
+            let partial = |rank| {
+                let steps = shard(&parts, rank, world);
+                let a: Vec<f32> = a.chunks_exact(k).flat_map(|row| steps.iter().map(|l| row[*l])).collect();
+                let b: Vec<f32> = steps.iter().flat_map(|l| b[l * n..][..n].to_vec()).collect();
+                product(&a, &b, &own, CHUNKS / world)
+            };
+            let partials: Vec<Vec<f32>> = (0..world).map(partial).collect();
+            for (i, whole) in whole.iter().enumerate() {
+                let of_ranks: Vec<f32> = partials.iter().map(|partial| partial[i]).collect();
+                prop_assert_eq!(tree_sum(&of_ranks).to_bits(), whole.to_bits());
+            }
         }
     }
 }

@@ -5,20 +5,21 @@
 use super::NR;
 use crate::ops::simd::{Vector, prefetch};
 
-/// How many steps of the inner dimension further on a panel is asked for.
-const SOON: usize = 16;
+/// Prefetch distance within a panel, steps of the inner dimension.
+pub(super) const PREFETCH_STEPS: usize = 16;
 
 /// The rows of a tile of the left matrix.
 #[derive(Clone, Copy)]
-pub(super) enum Rows<'a> {
+pub(super) enum TileRows<'a> {
     /// Each row contiguous; the distance of two rows.
     Strided(&'a [f32], usize),
     /// Packed: `[inner, R]`.
     Packed(&'a [f32]),
 }
 
+/// Sizes of a tile, and how its sums begin.
 #[derive(Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct TileShape {
     /// Length of the inner dimension in this pass.
     pub(super) steps: usize,
     /// Columns of the packed panel.
@@ -29,39 +30,39 @@ pub(super) struct Place {
     pub(super) fresh: bool,
     /// Distance of two rows of the result.
     pub(super) out_stride: usize,
-    /// Memory that is needed soon: one line of it is asked for per step, a panel's stride apart.
+    /// Memory of the next panel: one cache line is prefetched per step, a panel's stride apart.
     pub(super) ahead: *const f32,
 }
 
 #[inline(always)]
 pub(super) fn rows_of<V: Vector, const N: usize, const R: usize>(
     height: usize,
-    a: Rows<'_>,
+    a: TileRows<'_>,
     b: &[f32],
-    place: Place,
+    shape: TileShape,
     out: *mut f32,
 ) {
     match height {
-        1 => tile::<V, N, 1, R>(a, b, place, out),
-        2 => tile::<V, N, 2, R>(a, b, place, out),
-        3 => tile::<V, N, 3, R>(a, b, place, out),
-        4 => tile::<V, N, 4, R>(a, b, place, out),
-        5 => tile::<V, N, 5, R>(a, b, place, out),
-        6 => tile::<V, N, 6, R>(a, b, place, out),
-        7 if R > 6 => tile::<V, N, 7, R>(a, b, place, out),
-        _ => tile::<V, N, R, R>(a, b, place, out),
+        1 => tile::<V, N, 1, R>(a, b, shape, out),
+        2 => tile::<V, N, 2, R>(a, b, shape, out),
+        3 => tile::<V, N, 3, R>(a, b, shape, out),
+        4 => tile::<V, N, 4, R>(a, b, shape, out),
+        5 => tile::<V, N, 5, R>(a, b, shape, out),
+        6 => tile::<V, N, 6, R>(a, b, shape, out),
+        7 if R > 6 => tile::<V, N, 7, R>(a, b, shape, out),
+        _ => tile::<V, N, R, R>(a, b, shape, out),
     }
 }
 
 /// `H` rows by `N` registers: continues the chains that stand in `out`.
 #[inline(always)]
 fn tile<V: Vector, const N: usize, const H: usize, const R: usize>(
-    a: Rows<'_>,
+    a: TileRows<'_>,
     b: &[f32],
-    place: Place,
+    shape: TileShape,
     out: *mut f32,
 ) {
-    let Place { steps, stride, width, fresh, out_stride, ahead } = place;
+    let TileShape { steps, stride, width, fresh, out_stride, ahead } = shape;
     assert!((steps - 1) * stride + V::WIDTH * N <= b.len(), "the tile lies inside the panel");
     let mut sums = [[V::zero(); N]; H];
     if !fresh {
@@ -70,14 +71,14 @@ fn tile<V: Vector, const N: usize, const H: usize, const R: usize>(
         }
     }
     match a {
-        Rows::Strided(a, row_stride) => {
+        TileRows::Strided(a, row_stride) => {
             assert!((H - 1) * row_stride + steps <= a.len(), "the tile lies inside the left matrix");
             let rows: [*const f32; H] = std::array::from_fn(|r| a[r * row_stride..].as_ptr());
             let mut panel = b.as_ptr();
             for k in 0..steps {
                 #[expect(unsafe_code, reason = "both ends were checked against the lengths above")]
                 unsafe {
-                    prefetch(panel.wrapping_add(SOON * stride), V::WIDTH * N);
+                    prefetch(panel.wrapping_add(PREFETCH_STEPS * stride), V::WIDTH * N);
                     prefetch(ahead.wrapping_add(k * stride), 1);
                     let b: [V; N] = std::array::from_fn(|n| V::load_at(panel.add(n * V::WIDTH)));
                     for (sum, row) in sums.iter_mut().zip(rows) {
@@ -90,7 +91,7 @@ fn tile<V: Vector, const N: usize, const H: usize, const R: usize>(
                 panel = panel.wrapping_add(stride);
             }
         }
-        Rows::Packed(a) => {
+        TileRows::Packed(a) => {
             for (k, a) in a.chunks_exact(R).take(steps).enumerate() {
                 #[expect(unsafe_code, reason = "the end was checked against the length above")]
                 let b: [V; N] =
@@ -111,7 +112,7 @@ fn tile<V: Vector, const N: usize, const H: usize, const R: usize>(
 /// `width` values of a row of the result, which `product` checked to have them.
 #[inline(always)]
 #[expect(unsafe_code, reason = "the row, or the copy of its edge, has all registers")]
-fn load_row<V: Vector, const N: usize>(row: *const f32, width: usize) -> [V; N] {
+pub(super) fn load_row<V: Vector, const N: usize>(row: *const f32, width: usize) -> [V; N] {
     let mut edge = [0.0_f32; NR];
     let from = if width == V::WIDTH * N {
         row
@@ -125,7 +126,7 @@ fn load_row<V: Vector, const N: usize>(row: *const f32, width: usize) -> [V; N] 
 /// Stores `width` values to a row of the result, which `product` checked to have them.
 #[inline(always)]
 #[expect(unsafe_code, reason = "the row, or the copy of its edge, has room for all registers")]
-fn store_row<V: Vector, const N: usize>(sum: [V; N], row: *mut f32, width: usize) {
+pub(super) fn store_row<V: Vector, const N: usize>(sum: [V; N], row: *mut f32, width: usize) {
     let mut edge = [0.0_f32; NR];
     let whole = width == V::WIDTH * N;
     let to = if whole { row } else { edge.as_mut_ptr() };
