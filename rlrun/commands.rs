@@ -129,7 +129,8 @@ fn train(
 fn launched(recipe: &Recipe) -> Result<Option<Option<Arc<Leader>>>, Failure> {
     #[cfg(feature = "mpi")]
     if recipe.trainer.ranks == crate::recipe::words::Ranks::Mpi {
-        use trainer::{Collective, TrainerError, collective::mpi, follow};
+        use collective::{Collective, mpi};
+        use trainer::{TrainerError, follow};
         let ranks = mpi::start(recipe.wait()).map_err(TrainerError::from)?;
         if ranks.world() != recipe.trainer.world {
             let (started, wanted) = (ranks.world(), recipe.trainer.world);

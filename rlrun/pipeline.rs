@@ -21,6 +21,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use buffer::{Consumer, GroupLimits, Producer};
+use collective::tcp;
 use model::{ModelDirectory, SharedCores};
 use rewards::RewardSet;
 use rollout::applier::{Applier, Incoming};
@@ -28,7 +29,6 @@ use rollout::curation::Curation;
 use rollout::evaluate::Watch;
 use rollout::scoring::Scorer;
 use rollout::{Engine, LocalSampler, Network, Progress, Worker};
-use trainer::collective::tcp;
 use trainer::{Leader, Learner, Trainer, TrainerError, TrainerParts, TrainerState};
 use trajectory::PolicyVersion;
 use weights::Hub;

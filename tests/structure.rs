@@ -17,6 +17,8 @@ const EDGES: [(&str, &[&str]); 10] = [
     // GPUs know nothing of what they compute. Whoever computes or carries weights may know them: `model`, `weights`,
     // `trainer`, `rollout`, and `rlrun`.
     ("device", &[]),
+    // Ranks on hosts and on devices, for the trainer and for samplers.
+    ("collective", &["device"]),
     // Prompts and chat messages come in the words of `trajectory`; of everything else the model knows nothing.
     ("model", &["trajectory", "device"]),
     // Users' code and the sandbox know nothing of what calls them: rewards today, environments and tools later.
@@ -25,8 +27,21 @@ const EDGES: [(&str, &[&str]); 10] = [
     ("buffer", &["trajectory"]),
     ("weights", &["trajectory", "device"]),
     ("rollout", &["trajectory", "device", "model", "rewards", "buffer", "weights"]),
-    ("trainer", &["trajectory", "device", "model", "buffer", "weights"]),
-    ("rlrun", &["trajectory", "device", "model", "rewards", "buffer", "weights", "rollout", "trainer"]),
+    ("trainer", &["trajectory", "device", "collective", "model", "buffer", "weights"]),
+    (
+        "rlrun",
+        &[
+            "trajectory",
+            "device",
+            "collective",
+            "model",
+            "rewards",
+            "buffer",
+            "weights",
+            "rollout",
+            "trainer",
+        ],
+    ),
 ];
 
 /// All that `trajectory` may depend on: plain data and its errors.

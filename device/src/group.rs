@@ -98,6 +98,15 @@ trait GroupBackend: Send + Sync + fmt::Debug {
     /// Sums the f32 `values` of all members; each member receives its range in `own`.
     fn reduce_scatter(&self, values: MemoryRange, cuts: &[Range<usize>], own: MemoryRange) -> Result<()>;
 
+    /// Copies `sends[rank]` of `values` of each member to `receives[its rank]` of `received` of the member `rank`.
+    fn all_to_all(
+        &self,
+        values: MemoryRange,
+        sends: &[Range<usize>],
+        received: MemoryRange,
+        receives: &[Range<usize>],
+    ) -> Result<()>;
+
     /// Waits until all calls are complete.
     fn wait(&self, operation: &'static str) -> Result<()>;
 
@@ -321,6 +330,32 @@ impl DeviceGroup {
         match self.backend("reduce_scatter")? {
             Some(members) => self.fail_on_error(members.reduce_scatter(values, &in_bytes::<f32>(cuts), own)),
             None => self.move_part(values.slice(&in_bytes::<f32>(cuts)[0]), own),
+        }
+    }
+
+    /// All-to-all: copies `sends[rank]` of `values [n]` to the member `rank`, which receives it in its `received [m]` at
+    /// `receives` of the sender. There is one range per member on each side, without overlap, and the sender's is as long as
+    /// the receiver's.
+    ///
+    /// # Errors
+    /// If the group is or becomes unusable, or, on emulated devices, two lengths differ.
+    ///
+    /// # Panics
+    /// If there is not one range per member, or a range is outside the values.
+    pub fn all_to_all<T: Element>(
+        &self,
+        (values, sends): (View<'_, T>, &[Range<usize>]),
+        (received, receives): (ViewMut<'_, T>, &[Range<usize>]),
+    ) -> Result<()> {
+        let own = |ranges: &[Range<usize>]| ranges.get(self.rank).map_or(0, Range::len);
+        self.check_cuts(sends, own(sends), values.len());
+        self.check_cuts(receives, own(receives), received.len());
+        assert_eq!(own(sends), own(receives), "what member {} sends itself", self.rank);
+        let (from, to) = (part(values), part(received.as_view()));
+        let (sends, receives) = (in_bytes::<T>(sends), in_bytes::<T>(receives));
+        match self.backend("all_to_all")? {
+            Some(members) => self.fail_on_error(members.all_to_all(from, &sends, to, &receives)),
+            None => self.move_part(from.slice(&sends[0]), to.slice(&receives[0])),
         }
     }
 

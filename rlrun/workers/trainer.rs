@@ -11,8 +11,8 @@ use std::time::Duration;
 use ::rewards::LoadCounts;
 use ::rewards::reward_model::ModelServer;
 use ::rollout::Progress;
-use ::trainer::collective::tcp;
 use ::trainer::{TrainerError, follow};
+use collective::{Collective, tcp};
 use model::{SharedCores, ThreadPool};
 
 use super::membership::{Account, Membership, derived};
@@ -51,7 +51,7 @@ pub(crate) fn run(args: &TrainerWorkerArgs, program: &Program) -> Result<(), Fai
     })?;
     let secret = derived(membership.token(), MEETING).unwrap_or_default();
     let collective = meet(&args.join.join, &membership, (&secret, rank), wait)?;
-    let told = Told { rank: ::trainer::Collective::rank(&collective) };
+    let told = Told { rank: collective.rank() };
     eprintln!("joined {} as rank {}", args.join.join, told.rank);
     membership.begin(told, stop)?;
     let cores = args.threads.map_or_else(SharedCores::all, SharedCores::new);

@@ -94,7 +94,7 @@ pub enum TrainerError {
     },
     /// A collective operation of the ranks failed.
     #[error(transparent)]
-    Collective(#[from] crate::collective::CollectiveError),
+    Collective(#[from] collective::CollectiveError),
     /// The files of a model could not be read or written.
     #[error(transparent)]
     Model(#[from] model::ModelError),

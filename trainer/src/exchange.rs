@@ -12,11 +12,11 @@ use candle_core::bail;
 use model::{GradientSink, LayerSource, Layout, ThreadPool, Unit};
 
 use crate::TrainerError;
-use crate::collective::{Collective, CollectiveError};
 use crate::lora::Adapter;
 use crate::plan::Slot;
 use crate::shards::Shards;
 use crate::tree::{Merge, TreeSums, add};
+use collective::{CollectiveError, HostCollective};
 
 /// Requests that wait while one is served.
 const WAITING: usize = 1;
@@ -29,7 +29,7 @@ pub(crate) struct Pool(Mutex<Vec<Vec<f32>>>);
 
 /// What the communication thread works on.
 pub(crate) struct Line<'a> {
-    pub(crate) collective: &'a dyn Collective,
+    pub(crate) collective: &'a dyn HostCollective,
     /// How what is trained is shared.
     pub(crate) trained: &'a Shards,
     /// How weights are shared, and those that this rank owns; `None` where every rank has all.

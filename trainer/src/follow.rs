@@ -14,7 +14,6 @@ use weights::direct::round::PushPlan;
 
 use crate::TrainerError;
 use crate::batch::Batch;
-use crate::collective::Collective;
 use crate::lead::{
     Command, Comparison, Header, UpdateCommand, decode, receive_units, receive_values, received,
 };
@@ -24,19 +23,20 @@ use crate::optimizer::{Optimizer, TensorState};
 use crate::rank::{Membership, Weights};
 use crate::supervised::{DemonstrationLoss, PairLoss};
 use crate::update::PolicyUpdate;
+use collective::HostCollective;
 
 /// Does what the leader of `collective`, rank 0, says until it says stop, computing on the cores of `pool`.
 ///
 /// # Errors
 /// If the leader or another rank is gone, or this one cannot do its part. Dropping the collective then ends the others.
-pub fn follow(collective: Arc<dyn Collective>, pool: Arc<ThreadPool>) -> Result<(), TrainerError> {
+pub fn follow(collective: Arc<dyn HostCollective>, pool: Arc<ThreadPool>) -> Result<(), TrainerError> {
     let mut follower = Follower { collective, pool, networks: HashMap::new(), references: HashMap::new() };
     while follower.turn()? {}
     Ok(())
 }
 
 struct Follower {
-    collective: Arc<dyn Collective>,
+    collective: Arc<dyn HostCollective>,
     pool: Arc<ThreadPool>,
     networks: HashMap<u32, Learner>,
     /// What networks are compared with, by their numbers.
@@ -46,7 +46,7 @@ struct Follower {
 impl Follower {
     /// Does one command; whether there will be another.
     fn turn(&mut self) -> Result<bool, TrainerError> {
-        let bytes = self.collective.broadcast(0, Vec::new())?;
+        let bytes = self.collective.broadcast_bytes(0, Vec::new())?;
         let command: Command<'static> = decode(&bytes)?;
         drop(bytes);
         let done = match command {
@@ -108,7 +108,7 @@ impl Follower {
             Some(updates) => {
                 let mut own: Vec<TensorState> = Vec::new();
                 for tensor in 0..member.trained().len() {
-                    let state: TensorState = decode(&collective.broadcast(0, Vec::new())?)?;
+                    let state: TensorState = decode(&collective.broadcast_bytes(0, Vec::new())?)?;
                     let mine = member.fragments().iter().filter(|fragment| fragment.tensor == tensor);
                     own.extend(mine.map(|fragment| state.cut(&fragment.within)));
                 }
@@ -184,7 +184,10 @@ impl Follower {
     }
 }
 
-fn receive_parameters(collective: &dyn Collective, layout: &Arc<Layout>) -> Result<Parameters, TrainerError> {
+fn receive_parameters(
+    collective: &dyn HostCollective,
+    layout: &Arc<Layout>,
+) -> Result<Parameters, TrainerError> {
     let mut values = Vec::with_capacity(layout.len());
     receive_units(collective, layout, |_, unit| values.extend(unit))?;
     Ok(Parameters::from_values(Arc::clone(layout), values)?)

@@ -19,18 +19,18 @@ use trajectory::{Group, PolicyVersion, Sample};
 use crate::TrainerError;
 use crate::algorithm::Algorithm;
 use crate::batch::BatchSplit;
-use crate::collective::Collective;
 use crate::critic::CriticConfig;
 use crate::learner::{Frozen, Learner, LearnerConfig};
 use crate::lora::{Adapter, LoraConfig};
 use crate::loss::preference::Preference;
 use crate::optimizer::Optimizer;
 use crate::rank::Seed;
+use collective::HostCollective;
 
 /// The first process of a trainer of several. Dropping it ends the others.
 #[derive(Debug)]
 pub struct Leader {
-    collective: Arc<dyn Collective>,
+    collective: Arc<dyn HostCollective>,
     networks: AtomicU32,
 }
 
@@ -105,7 +105,7 @@ pub(crate) struct Remote {
 impl Leader {
     /// The leader of the processes of `collective`, whose rank 0 it is.
     #[must_use]
-    pub fn new(collective: Arc<dyn Collective>) -> Arc<Self> {
+    pub fn new(collective: Arc<dyn HostCollective>) -> Arc<Self> {
         Arc::new(Self { collective, networks: AtomicU32::new(0) })
     }
 
@@ -136,11 +136,11 @@ impl Leader {
         }))?;
         self.send_units(&parameters)?;
         if let Some(adapter) = &adapter {
-            self.collective.broadcast(0, bytes_of(adapter.values()))?;
-            self.collective.broadcast(0, bytes_of(adapter.base()))?;
+            self.collective.broadcast_bytes(0, bytes_of(adapter.values()))?;
+            self.collective.broadcast_bytes(0, bytes_of(adapter.base()))?;
         }
         for state in optimizer.iter().flat_map(Optimizer::states) {
-            self.collective.broadcast(0, encode(state)?)?;
+            self.collective.broadcast_bytes(0, encode(state)?)?;
         }
         let remote = Remote { leader: Arc::clone(self), network, has_reference: AtomicBool::new(false) };
         let seed = Seed { config, model, parameters: Arc::new(parameters), adapter, optimizer };
@@ -151,13 +151,13 @@ impl Leader {
     fn send_units(&self, parameters: &Parameters) -> Result<(), TrainerError> {
         let layout = parameters.layout();
         for unit in layout.units() {
-            self.collective.broadcast(0, bytes_of(&parameters.values()[layout.unit(unit)]))?;
+            self.collective.broadcast_bytes(0, bytes_of(&parameters.values()[layout.unit(unit)]))?;
         }
         Ok(())
     }
 
     fn tell(&self, command: &Command<'_>) -> Result<(), TrainerError> {
-        self.collective.broadcast(0, encode(command)?)?;
+        self.collective.broadcast_bytes(0, encode(command)?)?;
         Ok(())
     }
 }
@@ -201,7 +201,7 @@ impl Drop for Remote {
 
 /// Receives the weights that [`Leader::send_units`] sends, one unit after the other.
 pub(crate) fn receive_units(
-    collective: &dyn Collective,
+    collective: &dyn HostCollective,
     layout: &Layout,
     mut take: impl FnMut(usize, Vec<f32>),
 ) -> Result<(), TrainerError> {
@@ -212,8 +212,8 @@ pub(crate) fn receive_units(
 }
 
 /// Receives this many values.
-pub(crate) fn receive_values(collective: &dyn Collective, len: usize) -> Result<Vec<f32>, TrainerError> {
-    let bytes = collective.broadcast(0, Vec::new())?;
+pub(crate) fn receive_values(collective: &dyn HostCollective, len: usize) -> Result<Vec<f32>, TrainerError> {
+    let bytes = collective.broadcast_bytes(0, Vec::new())?;
     let (values, _) = bytes.as_chunks();
     if values.len() != len {
         let reason = format!("{len} values were announced, {} came", values.len());

@@ -23,7 +23,6 @@ use weights::direct::round::PushPlan;
 use weights::{Digest, Hub, WeightsError};
 
 use crate::TrainerError;
-use crate::collective::{self, Collective};
 use crate::lead::{Command, Remote, decode, encode};
 use crate::lora::Adapter;
 use crate::on_device::{DeviceConfig, DeviceWeights};
@@ -31,6 +30,7 @@ use crate::optimizer::{Optimizer, OptimizerConfig, StateStream};
 use crate::plan::{MicroBatch, leaves, plan};
 use crate::rank::{Rank, Scored, Seed, Step, Task};
 use crate::ranks::{make, on_each};
+use collective::HostCollective;
 
 /// How the learner computes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -72,7 +72,7 @@ pub struct Learner {
 /// The other processes of a learner.
 #[derive(Debug)]
 struct Spread {
-    collective: Arc<dyn Collective>,
+    collective: Arc<dyn HostCollective>,
     /// Of the leader.
     remote: Option<Remote>,
 }
@@ -165,7 +165,7 @@ impl Learner {
     }
 
     /// One of several processes, of which the leader has the others told what to do.
-    pub(crate) fn spread(rank: Rank, collective: Arc<dyn Collective>, remote: Option<Remote>) -> Self {
+    pub(crate) fn spread(rank: Rank, collective: Arc<dyn HostCollective>, remote: Option<Remote>) -> Self {
         let (config, model) = (rank.config().clone(), rank.model().clone());
         let spread = Some(Spread { collective, remote });
         Self { config, model, ranks: vec![rank], pool: Arc::new(ThreadPool::single()), spread }
@@ -543,7 +543,7 @@ fn in_order_of_leaf<R>(reports: Vec<Vec<R>>, accumulates: bool) -> Vec<R> {
 
 /// Gets the predictions of the other processes into `scored`, and gives them those of this one.
 fn exchange_predictions(
-    collective: &dyn Collective,
+    collective: &dyn HostCollective,
     task: Task<'_>,
     scored: &mut [Vec<Prediction>],
 ) -> Result<(), TrainerError> {

@@ -12,7 +12,7 @@
 //! - [`on_device`]: ranks that compute on a GPU
 //! - [`lora`]: low-rank adapters and their files
 //! - [`checkpoint`]; [`colocation`]: a trainer and a sampler that share a device in turns
-//! - [`collective`]: communication between ranks; [`lead`] and [`mod@follow`]: ranks that are processes
+//! - [`lead`] and [`mod@follow`]: ranks that are processes; ranks communicate over the crate `collective`
 //!
 //! # Invariants
 //! - A step is a function of its batch and of the state before it: the same groups in the same order give the same
@@ -24,7 +24,6 @@ pub mod advantage;
 pub mod algorithm;
 pub mod batch;
 pub mod checkpoint;
-pub mod collective;
 pub mod colocation;
 pub mod critic;
 mod error;
@@ -59,7 +58,6 @@ mod tree;
 pub mod update;
 
 pub use checkpoint::{Checkpoint, TrainerState};
-pub use collective::{Collective, CollectiveError};
 pub use colocation::Colocation;
 pub use error::TrainerError;
 pub use follow::follow;

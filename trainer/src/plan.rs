@@ -16,6 +16,7 @@
 
 use std::cmp::Reverse;
 
+use collective::Position;
 use model::Config;
 use trajectory::Sample;
 
@@ -142,13 +143,6 @@ pub(crate) struct Turn<'a> {
     pub(crate) complete: bool,
 }
 
-/// Position of a rank among all ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Member {
-    pub(crate) rank: usize,
-    pub(crate) world: usize,
-}
-
 /// Number of leaves of a step of `world` ranks: a power of two of at least `least` and `world`, or `world` if that is no
 /// power of two.
 #[must_use]
@@ -171,8 +165,8 @@ pub fn sum_buffers(slots: usize, rounds: usize) -> usize {
 /// With `accumulates` (ZeRO stage 1) a rank has neighbouring leaves and computes one after the other: the micro-batches of
 /// a leaf are one chain, and a slot is a leaf. Otherwise (stages 2 and 3) every turn reduces its gradients over all ranks:
 /// a round has one micro-batch of every leaf, ranks have every `world`th leaf, and the rounds are one chain.
-pub(crate) fn turns(leaves: &[Vec<MicroBatch>], member: Member, accumulates: bool) -> Vec<Turn<'_>> {
-    let Member { rank, world } = member;
+pub(crate) fn turns(leaves: &[Vec<MicroBatch>], position: Position, accumulates: bool) -> Vec<Turn<'_>> {
+    let Position { rank, world } = position;
     let count = leaves.len() / world;
     if accumulates {
         let own = leaves[rank * count..(rank + 1) * count].iter().enumerate();

@@ -25,7 +25,6 @@ use model::{Config, Decoder, Layout, ParameterSpec, Parameters, Prediction, Thre
 use trajectory::Sample;
 
 use crate::TrainerError;
-use crate::collective::Collective;
 use crate::exchange::{Ends, Line, Pool, exchange};
 use crate::lead::{decode, encode};
 use crate::learner::{Frozen, LearnerConfig, OwnedValues};
@@ -37,6 +36,7 @@ use crate::pass::Pass;
 use crate::plan::MicroBatch;
 use crate::shards::{Fragment, Shards};
 use crate::tree::TreeSums;
+use collective::HostCollective;
 
 /// What a rank is made of, or all ranks of a learner.
 #[derive(Debug)]
@@ -57,7 +57,7 @@ pub(crate) struct Membership {
     model: Config,
     layout: Arc<Layout>,
     adapter: Option<Adapter>,
-    collective: Arc<dyn Collective>,
+    collective: Arc<dyn HostCollective>,
     rank: usize,
     trained: Shards,
     weights: Shards,
@@ -98,7 +98,7 @@ pub(crate) enum Weights {
 struct Place {
     rank: usize,
     /// `None` once something went wrong, which the others notice by that.
-    collective: Mutex<Option<Arc<dyn Collective>>>,
+    collective: Mutex<Option<Arc<dyn HostCollective>>>,
     /// How what is trained is shared.
     trained: Shards,
     /// How the weights are shared.
@@ -153,7 +153,7 @@ impl Seed {
     ///
     /// # Errors
     /// If its device is not there, or has no room.
-    pub(crate) fn member(&self, collective: Arc<dyn Collective>) -> Result<Rank, TrainerError> {
+    pub(crate) fn member(&self, collective: Arc<dyn HostCollective>) -> Result<Rank, TrainerError> {
         let (model, adapter, layout) = (self.model.clone(), self.adapter.clone(), self.parameters.layout());
         let member = Membership::new(self.config.clone(), model, layout, adapter, collective);
         let weights = if member.owns_weights() {
@@ -173,7 +173,7 @@ impl Membership {
         model: Config,
         layout: &Arc<Layout>,
         adapter: Option<Adapter>,
-        collective: Arc<dyn Collective>,
+        collective: Arc<dyn HostCollective>,
     ) -> Self {
         let (rank, world) = (collective.rank(), collective.world());
         let weights = Shards::of_model(layout, world, &config.optimizer);
@@ -347,7 +347,7 @@ impl Rank {
     ///
     /// # Errors
     /// If something went wrong before, or there are no others.
-    pub(crate) fn collective(&self) -> Result<Arc<dyn Collective>, TrainerError> {
+    pub(crate) fn collective(&self) -> Result<Arc<dyn HostCollective>, TrainerError> {
         let place = self.place.as_ref();
         let collective = place.and_then(|place| lock(&place.collective).clone());
         collective.ok_or(TrainerError::RanksEnded)

@@ -325,7 +325,7 @@ fn a_rank_that_is_gone_ends_the_step_of_those_on_devices() {
     let rows = samples(&groups);
     let settings = LearnerConfig { world: 2, zero: 2, microbatch_tokens: 30, ..on_device(Dtype::F32) };
     let settings = LearnerConfig { wait: Duration::from_secs(20), ..settings };
-    let mut ranks = trainer::collective::threads::group(2, settings.wait).into_iter();
+    let mut ranks = collective::threads::group(2, settings.wait).into_iter();
     let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
     let leader = Leader::new(Arc::new(first));
     let follower = std::thread::spawn(move || follow(Arc::new(second), Arc::new(ThreadPool::single())));
@@ -369,7 +369,7 @@ fn a_device_belongs_to_every_process_of_a_trainer() {
         };
         let mut threads = Learner::new(settings.clone(), config(), parameters(), None).unwrap();
         let expected = step(&mut threads);
-        let mut ranks = trainer::collective::threads::group(2, settings.wait).into_iter();
+        let mut ranks = collective::threads::group(2, settings.wait).into_iter();
         let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
         let leader = Leader::new(Arc::new(first));
         let follower = std::thread::spawn(move || follow(Arc::new(second), Arc::new(ThreadPool::single())));

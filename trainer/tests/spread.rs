@@ -7,10 +7,10 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use buffer::{AdmitRequest, Buffer, BufferConfig, Consumer, OnStale, Producer};
+use collective::{Collective, CollectiveError, HostCollective, Position, threads};
 use model::{Config, Head, ModelDirectory, Parameters, Placement, ResidentParameters, ThreadPool, Unit};
 use trainer::algorithm::Algorithm;
 use trainer::checkpoint::{CheckpointWriterConfig, Retention};
-use trainer::collective::{Collective, CollectiveError, threads};
 use trainer::critic::{Critic, CriticConfig, CriticKind, CriticNetwork};
 use trainer::lora::{Adapter, LoraConfig, TargetModule};
 use trainer::loss::preference::Preference;
@@ -36,7 +36,7 @@ struct Processes {
 
 impl Processes {
     fn new(world: usize) -> Self {
-        let mut ranks: Vec<Arc<dyn Collective>> =
+        let mut ranks: Vec<Arc<dyn HostCollective>> =
             threads::group(world, SOON).into_iter().map(|rank| Arc::new(rank) as Arc<_>).collect();
         let leader = Leader::new(ranks.remove(0));
         let start = |rank| std::thread::spawn(move || follow(rank, Arc::new(ThreadPool::single())));
@@ -275,7 +275,7 @@ fn steps_of_a_trainer_are_those_of_one_process() {
 fn a_follower_that_dies_ends_the_step_with_its_number() {
     let groups = groups();
     let rows = samples(&groups);
-    let mut ranks: Vec<Arc<dyn Collective>> =
+    let mut ranks: Vec<Arc<dyn HostCollective>> =
         threads::group(3, SOON).into_iter().map(|rank| Arc::new(rank) as Arc<_>).collect();
     let leader = Leader::new(ranks.remove(0));
     // It takes the model and then ends, as a process does that is killed.
@@ -284,7 +284,7 @@ fn a_follower_that_dies_ends_the_step_with_its_number() {
     let lasting = std::thread::spawn(move || follow(lasting, Arc::new(ThreadPool::single())));
     let units = config().num_layers + 2;
     let dying = std::thread::spawn(move || {
-        (0..=units).for_each(|_| drop(dying.broadcast(0, Vec::new()).unwrap()));
+        (0..=units).for_each(|_| drop(dying.broadcast_bytes(0, Vec::new()).unwrap()));
     });
     let parameters = Parameters::random(&config(), 5);
     let settings = LearnerConfig { zero: 3, ..LEARNER };
@@ -315,12 +315,12 @@ impl Recording {
 }
 
 impl Collective for Recording {
-    fn rank(&self) -> usize {
-        self.inner.rank()
+    fn position(&self) -> Position {
+        self.inner.position()
     }
 
-    fn world(&self) -> usize {
-        self.inner.world()
+    fn all_reduce(&self, values: &mut [f32]) -> Result<(), CollectiveError> {
+        self.inner.all_reduce(values)
     }
 
     fn reduce_scatter(
@@ -343,6 +343,26 @@ impl Collective for Recording {
         self.inner.all_gather(own, shards, all)
     }
 
+    fn broadcast(&self, root: usize, values: &mut [f32]) -> Result<(), CollectiveError> {
+        self.inner.broadcast(root, values)
+    }
+
+    fn all_to_all(
+        &self,
+        values: &[f32],
+        sends: &[Range<usize>],
+        received: &mut [f32],
+        receives: &[Range<usize>],
+    ) -> Result<(), CollectiveError> {
+        self.inner.all_to_all(values, sends, received, receives)
+    }
+
+    fn barrier(&self) -> Result<(), CollectiveError> {
+        self.inner.barrier()
+    }
+}
+
+impl HostCollective for Recording {
     fn gather(
         &self,
         root: usize,
@@ -353,16 +373,12 @@ impl Collective for Recording {
         self.inner.gather(root, own, shards, all)
     }
 
-    fn broadcast(&self, root: usize, bytes: Vec<u8>) -> Result<Vec<u8>, CollectiveError> {
-        self.inner.broadcast(root, bytes)
+    fn broadcast_bytes(&self, root: usize, bytes: Vec<u8>) -> Result<Vec<u8>, CollectiveError> {
+        self.inner.broadcast_bytes(root, bytes)
     }
 
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CollectiveError> {
         self.inner.all_gather_bytes(bytes)
-    }
-
-    fn barrier(&self) -> Result<(), CollectiveError> {
-        self.inner.barrier()
     }
 }
 

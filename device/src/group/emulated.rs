@@ -1,6 +1,6 @@
 //! Groups of emulated devices in one process, one thread per device, which rendezvous at every call.
 //!
-//! Invariant: a sum is computed in order of rank.
+//! Invariant: a sum is a balanced binary tree over the ranks, as it is on hosts.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -209,14 +209,35 @@ impl GroupBackend for EmulatedMember {
     fn reduce_scatter(&self, values: MemoryRange, cuts: &[Range<usize>], own: MemoryRange) -> Result<()> {
         let given = self.exchange("reduce_scatter", &format!(" to {cuts:?}"), self.read(values)?)?;
         let cut = &cuts[self.rank];
-        let mut sums = vec![0.0_f32; cut.len() / size_of::<f32>()];
-        for (rank, given) in given.iter().enumerate() {
-            let given = given[cut.clone()].chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned);
-            for (sum, value) in sums.iter_mut().zip(given) {
-                *sum = if rank == 0 { value } else { *sum + value };
-            }
+        let floats = |bytes: &[u8]| -> Vec<f32> {
+            bytes.chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned).collect()
+        };
+        let members: Vec<Vec<f32>> = given.iter().map(|given| floats(&given[cut.clone()])).collect();
+        self.write(bytemuck::cast_slice(&tree(&members)), own)
+    }
+
+    fn all_to_all(
+        &self,
+        values: MemoryRange,
+        sends: &[Range<usize>],
+        received: MemoryRange,
+        receives: &[Range<usize>],
+    ) -> Result<()> {
+        // The ranges precede the bytes: two numbers for every member.
+        let ranges = sends.iter().flat_map(|range| [range.start as u64, range.end as u64]);
+        let mut message: Vec<u8> = ranges.flat_map(u64::to_le_bytes).collect();
+        let header = message.len();
+        message.extend_from_slice(&self.read(values)?);
+        let given = self.exchange("all_to_all", "", message.into())?;
+        for (given, to) in given.iter().zip(receives) {
+            let number = |at: usize| {
+                let bytes = given[8 * at..][..8].try_into().unwrap_or_default();
+                usize::try_from(u64::from_le_bytes(bytes)).unwrap_or(usize::MAX)
+            };
+            let sent = header + number(2 * self.rank)..header + number(2 * self.rank + 1);
+            self.write(&given[sent], received.slice(to))?;
         }
-        self.write(bytemuck::cast_slice(&sums), own)
+        Ok(())
     }
 
     fn wait(&self, _operation: &'static str) -> Result<()> {
@@ -226,6 +247,18 @@ impl GroupBackend for EmulatedMember {
 
     fn abort(&self) {
         self.leave();
+    }
+}
+
+/// The sum of the values of some members, `[members][n]`, as a tree whose left part is the largest power of two.
+fn tree(members: &[Vec<f32>]) -> Vec<f32> {
+    match members {
+        [] => Vec::new(),
+        [one] => one.clone(),
+        _ => {
+            let (left, right) = members.split_at(members.len().next_power_of_two() / 2);
+            tree(left).iter().zip(tree(right)).map(|(left, right)| left + right).collect()
+        }
     }
 }
 

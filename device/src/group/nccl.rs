@@ -373,6 +373,30 @@ impl GroupBackend for Communicator {
         })
     }
 
+    #[expect(unsafe_code, reason = "calls of NCCL")]
+    fn all_to_all(
+        &self,
+        values: MemoryRange,
+        sends: &[Range<usize>],
+        received: MemoryRange,
+        receives: &[Range<usize>],
+    ) -> Result<()> {
+        // SAFETY: the ranges are in live buffers and used in stream order.
+        self.grouped("all_to_all", |raw, stream| unsafe {
+            let send = |(peer, range): (usize, &Range<usize>)| {
+                let part = values.slice(range);
+                sys::ncclSend(pointer(part), part.bytes, BYTES, peer as c_int, raw, stream)
+            };
+            let receive = |(peer, range): (usize, &Range<usize>)| {
+                let part = received.slice(range);
+                sys::ncclRecv(pointer(part), part.bytes, BYTES, peer as c_int, raw, stream)
+            };
+            let some = |(_, range): &(usize, &Range<usize>)| !range.is_empty();
+            let sends = sends.iter().enumerate().filter(some).map(send);
+            first_failure(sends.chain(receives.iter().enumerate().filter(some).map(receive)))
+        })
+    }
+
     fn wait(&self, operation: &'static str) -> Result<()> {
         let state = self.state();
         let raw = self.communicator(&state, operation)?;

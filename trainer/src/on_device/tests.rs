@@ -102,7 +102,7 @@ fn what_leaves_the_device_for_a_sampler_comes_back_as_it_was() {
 #[test]
 fn ranks_in_processes_of_their_own_broadcast_a_shard_each() {
     let settings = LearnerConfig { world: 2, zero: 2, ..settings(Dtype::F32, OptimizerPlace::Device) };
-    let mut ranks = crate::collective::threads::group(2, Duration::from_secs(60)).into_iter();
+    let mut ranks = collective::threads::group(2, Duration::from_secs(60)).into_iter();
     let (first, second) = (ranks.next().unwrap(), ranks.next().unwrap());
     let leader = Leader::new(Arc::new(first));
     let follower = std::thread::spawn(move || follow(Arc::new(second), Arc::new(ThreadPool::single())));

@@ -21,7 +21,7 @@ use crate::norm::{SquareSum, clip};
 use crate::on_device::{CollectivePlace, DeviceWeights, Engine, Mirror, OptimizerPlace, Share, open};
 use crate::optimizer::{Optimizer, OptimizerKind, TensorState};
 use crate::pass::Pass;
-use crate::plan::{Member, turns};
+use crate::plan::turns;
 use crate::rank::{Scored, score_with};
 
 /// What a rank has on its device.
@@ -87,7 +87,7 @@ impl Rank {
             };
         }
         let id = if place.rank == 0 { DeviceGroupId::new(device)?.to_bytes() } else { Vec::new() };
-        let id = DeviceGroupId::from_bytes(&collective.broadcast(0, id)?);
+        let id = DeviceGroupId::from_bytes(&collective.broadcast_bytes(0, id)?);
         let group = DeviceGroup::join(device, &id, place.rank, collective.world(), self.config.wait)?;
         engine.meet(Share::new(group, place.weights.clone(), self.config.shares_weights()));
         Ok(true)
@@ -335,9 +335,9 @@ impl Rank {
             }
             None => own.insert(engine.device().labelled("gradients").zeros(engine.trained())?),
         };
-        let member = Member { rank: *rank, world: collective.world() };
-        let turns = turns(step.task.plan, member, !self.config.shares_gradients());
-        let mut reports = step.reports(member.world);
+        let position = collective.position();
+        let turns = turns(step.task.plan, position, !self.config.shares_gradients());
+        let mut reports = step.reports(position.world);
         let mut pass = Pass::Device(engine.pass(sums, Some(&mut *own))?);
         for turn in turns {
             pass.reduces(turn.complete, turn.slot.round == 0);

@@ -11,7 +11,6 @@ use model::{GradientSink, ParameterSpec, Parameters, ThreadPool};
 
 use super::{Place, Rank, Task, Weights};
 use crate::TrainerError;
-use crate::collective::Collective;
 use crate::exchange::{Line, Network, Reducing, exchange};
 use crate::learner::RowLoss;
 use crate::lora::Adapter;
@@ -19,9 +18,10 @@ use crate::norm::{SquareSum, clip, squares};
 use crate::optimizer::{Optimizer, OwnedFragment, ScaledGradients};
 use crate::packing::pack;
 use crate::pass::Pass;
-use crate::plan::{Member, MicroBatch, turns};
+use crate::plan::{MicroBatch, turns};
 use crate::shards::{Fragment, Shards};
 use crate::tree::TreeSums;
+use collective::{Collective as _, HostCollective, Position};
 
 /// An optimizer step on the sum of `loss` over all rows of `task`.
 #[derive(Debug)]
@@ -81,7 +81,7 @@ impl Rank {
         let network =
             Network { layout: &self.layout, adapter: self.adapter.as_ref(), pool: &self.pool, threads: pool };
         let mut sink = Reducing::alone(network, sums);
-        let alone = Member { rank: 0, world: 1 };
+        let alone = Position { rank: 0, world: 1 };
         for turn in turns(task.plan, alone, !self.config.shares_gradients()) {
             (sink.slot, sink.complete) = (turn.slot, turn.complete);
             match turn.batch {
@@ -156,7 +156,7 @@ impl Rank {
         let line = Line { collective: &*collective, trained, weights: shared, pool: &self.pool };
         let (plan, pool) = (step.task.plan, step.pool);
         let accumulates = !self.config.shares_gradients();
-        let member = Member { rank: *rank, world: collective.world() };
+        let position = collective.position();
         // Gradients that stay do so where they are computed.
         let on_device = sums.is_some();
         exchange(&line, own, |ends| {
@@ -165,7 +165,7 @@ impl Rank {
             let mut sink = ends.reducing(network, accumulates);
             let mut pass = self.pass(shared.is_some().then_some(ends), sums)?;
             let mut reports = step.reports(self.world());
-            for turn in turns(plan, member, accumulates) {
+            for turn in turns(plan, position, accumulates) {
                 (sink.slot, sink.complete) = (turn.slot, turn.complete);
                 if let Some(batch) = turn.batch {
                     let to: Option<&mut dyn GradientSink> =
@@ -259,7 +259,7 @@ impl<L: RowLoss> Step<'_, L> {
 }
 
 /// The norm of the gradient of which every rank has a part with these `squares` as their sum.
-pub(super) fn norm_of_all(collective: &dyn Collective, squares: &SquareSum) -> Result<f32, TrainerError> {
+pub(super) fn norm_of_all(collective: &dyn HostCollective, squares: &SquareSum) -> Result<f32, TrainerError> {
     let mut sum = SquareSum::default();
     for (rank, bytes) in collective.all_gather_bytes(squares.to_bytes())?.iter().enumerate() {
         let Some(squares) = SquareSum::from_bytes(bytes) else {
@@ -293,7 +293,7 @@ fn owned<'a>(
 }
 
 /// Gets into `values` what the other ranks own of them.
-fn gather(collective: &dyn Collective, shards: &Shards, values: &mut [f32]) -> Result<(), TrainerError> {
+fn gather(collective: &dyn HostCollective, shards: &Shards, values: &mut [f32]) -> Result<(), TrainerError> {
     for unit in 0..shards.units() {
         let own = values[shards.owned(collective.rank(), unit)].to_vec();
         collective.all_gather(&own, shards.cuts(unit), &mut values[shards.place(unit)])?;

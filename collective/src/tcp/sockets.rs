@@ -2,8 +2,8 @@
 //!
 //! Invariant: a call reads exactly the frames that it expects and leaves those of later calls in the socket. All
 //! connections are served from one loop, in both directions at once, so that ranks that send each other more than the
-//! sockets hold do not wait for each other. A rank that has waited for half of its deadline tells for whom, so that the
-//! others name the rank that hangs and not one that waits for it too.
+//! sockets buffer do not wait for each other. A rank that has waited for half of its deadline sends the others the rank that it
+//! waits for, so that they name the rank that hangs and not one that waits for it too.
 
 use std::borrow::Cow;
 use std::io::{ErrorKind, IoSlice, Read, Write};
@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::collective::CollectiveError;
-use crate::collective::mesh::{GIVEN_UP, HEADER, Header, Receive, Stamp, WAITS, Wire};
+use crate::CollectiveError;
+use crate::mesh::{GIVEN_UP, HEADER, Header, Receive, Stamp, WAITS, Wire};
 
-/// How long a rank that gives up tries to tell the others why.
+/// Time in which a rank that gives up tries to send the others the reason.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// Most that a rank that gives up throws away at once, bytes.
+/// Bytes that a rank that gives up discards at once.
 const WASTE: usize = 16 << 10;
 /// Longest error of another rank that is read, bytes.
 const MAX_REASON: u64 = 4096;
@@ -26,27 +26,27 @@ const MAX_REASON: u64 = 4096;
 #[derive(Debug)]
 pub struct Sockets {
     rank: usize,
-    /// Of every rank but this one; not blocking.
+    /// Connections to every rank but this one; not blocking.
     peers: Vec<Option<TcpStream>>,
     deadline: Duration,
 }
 
-/// What is left to be sent to a peer.
+/// A frame that is being sent to a peer.
 struct Sending<'a> {
     header: [u8; HEADER],
     bytes: Cow<'a, [u8]>,
     sent: usize,
 }
 
-/// What is left to be read from a peer.
+/// A frame that is being received from a peer.
 struct Receiving {
     header: [u8; HEADER],
-    /// Bytes so far, header included.
+    /// Bytes received so far, header included.
     got: usize,
     frame: Option<Header>,
     /// The error of the peer, if it sends one.
     reason: Vec<u8>,
-    /// The rank that the peer waits for itself, if it has told.
+    /// The rank that the peer waits for, if it has sent that.
     waits_for: Option<usize>,
 }
 
@@ -56,19 +56,22 @@ struct Link<'a, 'b> {
     stream: &'a TcpStream,
     sending: Option<Sending<'a>>,
     receiving: Option<(Receiving, &'a mut Receive<'b>)>,
-    /// Whether the peer no longer takes anything.
+    /// Whether the peer no longer accepts bytes.
     closed: bool,
 }
 
-/// How far a rank that gives up is with one peer.
+/// State of the connection to one peer while this rank gives up.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Parting {
-    Untold,
-    Told,
-    Over,
+    /// The error is not sent yet.
+    Open,
+    /// The error is sent.
+    Sent,
+    /// The peer has closed its end.
+    Closed,
 }
 
-/// What a look at a socket has given.
+/// Whether a poll of a socket has moved bytes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Moved {
     Nothing,
@@ -80,18 +83,18 @@ impl Sockets {
         Self { rank, peers, deadline }
     }
 
-    /// Serves `links` until all are done.
+    /// Sends and receives on `links` until all are done.
     fn serve(
         &self,
         stamp: &Stamp,
         links: &mut [Link<'_, '_>],
         mut patient: bool,
     ) -> Result<(), CollectiveError> {
-        let (mut moved_at, mut told) = (Instant::now(), false);
+        let (mut moved_at, mut notified) = (Instant::now(), false);
         loop {
             for link in &mut *links {
                 if link.advance(self.rank, stamp)? == Moved::Some {
-                    (moved_at, patient, told) = (Instant::now(), false, false);
+                    (moved_at, patient, notified) = (Instant::now(), false, false);
                 }
             }
             if links.iter().all(Link::is_done) {
@@ -107,9 +110,9 @@ impl Sockets {
                     seconds: self.deadline.as_secs_f64(),
                 });
             }
-            let until_told = (self.deadline / 2).saturating_sub(waited);
-            if until_told.is_zero() && !patient && !told {
-                told = true;
+            let until_notice = (self.deadline / 2).saturating_sub(waited);
+            if until_notice.is_zero() && !patient && !notified {
+                notified = true;
                 let header =
                     Header { number: WAITS, digest: self.waits_for(links) as u64, len: 0 }.to_bytes();
                 for link in links.iter_mut().filter(|link| link.sending.is_none()) {
@@ -117,14 +120,14 @@ impl Sockets {
                     link.send();
                 }
             }
-            let pause = if told { left } else { until_told };
+            let pause = if notified { left } else { until_notice };
             let waiting = links.iter().filter(|link| !link.is_done());
             let waiting = waiting.map(|link| link.waits(link.receiving.is_some())).collect();
             wait(waiting, (!patient).then_some(pause));
         }
     }
 
-    /// The rank that keeps `links` waiting: one that has not said that it waits itself, or else the one that it waits for.
+    /// The rank that `links` wait for: one that has not sent that it waits too, or else the one that it waits for.
     fn waits_for(&self, links: &[Link<'_, '_>]) -> usize {
         let named = |link: &Link<'_, '_>| Some(link.receiving.as_ref()?.0.waits_for);
         let silent = links.iter().find(|link| named(link) == Some(None)).map(|link| link.peer);
@@ -133,17 +136,17 @@ impl Sockets {
         silent.or_else(named).or_else(takes_nothing).unwrap_or(self.rank)
     }
 
-    /// Finishes the frames that were begun, sends `error` after them, and takes what still comes until the others hang up:
-    /// to close a connection with something unread would take back what was sent over it last. It is a courtesy: who does
-    /// not hear it notices that this rank is gone.
+    /// Completes the frames that are partly sent, sends `error` after them, and discards what is received until the others
+    /// close their ends: closing a connection with unread bytes would discard what was sent over it last. This is best
+    /// effort: a peer that does not receive the error notices that this rank is gone.
     fn give_up(links: &mut [Link<'_, '_>], error: &CollectiveError) {
         let reason = error.to_string();
         let header = Header { number: GIVEN_UP, digest: 0, len: reason.len() as u64 }.to_bytes();
         let until = Instant::now() + LAST_WORDS;
-        let mut partings = vec![Parting::Untold; links.len()];
+        let mut partings = vec![Parting::Open; links.len()];
         for link in &mut *links {
             link.receiving = None;
-            // Nothing has gone out of it, so nothing of it has to.
+            // No byte of it was sent, so none has to be.
             if link.sending.as_ref().is_some_and(|sending| sending.sent == 0) {
                 link.sending = None;
             }
@@ -151,22 +154,22 @@ impl Sockets {
         loop {
             for (link, parting) in links.iter_mut().zip(&mut partings) {
                 link.send();
-                if link.sending.is_none() && *parting == Parting::Untold {
+                if link.sending.is_none() && *parting == Parting::Open {
                     let bytes = Cow::Owned(reason.clone().into_bytes());
                     link.sending = Some(Sending { header, bytes, sent: 0 });
-                    *parting = Parting::Told;
+                    *parting = Parting::Sent;
                     link.send();
                 }
-                if link.sending.is_none() && *parting == Parting::Told {
-                    // If it cannot be shut, it is gone.
+                if link.sending.is_none() && *parting == Parting::Sent {
+                    // If it cannot be shut down, the peer is gone.
                     let _ = link.stream.shutdown(Shutdown::Write);
                 }
                 if link.closed || link.hangs_up() {
-                    *parting = Parting::Over;
+                    *parting = Parting::Closed;
                 }
             }
             let left = until.saturating_duration_since(Instant::now());
-            let open = links.iter().zip(&partings).filter(|(_, parting)| **parting != Parting::Over);
+            let open = links.iter().zip(&partings).filter(|(_, parting)| **parting != Parting::Closed);
             let open: Vec<_> = open.map(|(link, _)| link.waits(true)).collect();
             if left.is_zero() || open.is_empty() {
                 return;
@@ -208,7 +211,7 @@ impl Wire for Sockets {
         if let Err(error) = &done {
             Self::give_up(&mut links, error);
             drop(links);
-            // Nothing more is said, and whoever waits is to notice.
+            // Closes the connections, so that peers that wait notice.
             self.peers.fill_with(|| None);
         }
         done
@@ -226,7 +229,7 @@ impl Link<'_, '_> {
         (self.closed || self.sending.is_none()) && self.receiving.is_none()
     }
 
-    /// To be waited for until it can send what it has to send, or has received something, if it `receives`.
+    /// The events to poll for: writable if it has bytes to send, and readable if it `receives`.
     fn waits(&self, receives: bool) -> PollFd<'_> {
         let mut flags = PollFlags::empty();
         flags.set(PollFlags::IN, receives);
@@ -234,12 +237,12 @@ impl Link<'_, '_> {
         PollFd::new(self.stream, flags)
     }
 
-    /// Sends and receives what goes without waiting.
+    /// Sends and receives as much as it can without blocking.
     fn advance(&mut self, rank: usize, stamp: &Stamp) -> Result<Moved, CollectiveError> {
         let sent = self.send();
         let received = self.receive(rank, stamp)?;
         if self.closed && self.receiving.is_none() {
-            // What it said last, if anything, is better than that it is gone.
+            // An error that the peer has sent says more than that it is gone.
             let (mut nothing, mut said) = (Receive::Nothing, Receiving::default());
             said.read(self.stream, (rank, self.peer), stamp, &mut nothing)?;
             return Err(CollectiveError::Gone { rank, peer: self.peer, operation: stamp.operation });
@@ -269,7 +272,7 @@ impl Link<'_, '_> {
         moved
     }
 
-    /// Throws away some of what has come; whether nothing more will.
+    /// Discards received bytes; whether the peer has closed its end.
     fn hangs_up(&self) -> bool {
         let mut stream = self.stream;
         match stream.read(&mut [0; WASTE]) {
@@ -291,7 +294,7 @@ impl Link<'_, '_> {
 }
 
 impl Receiving {
-    /// Reads what is there; whether the frame is complete.
+    /// Reads the bytes that are available; whether the frame is complete.
     fn read(
         &mut self,
         stream: &TcpStream,
@@ -301,7 +304,7 @@ impl Receiving {
     ) -> Result<bool, CollectiveError> {
         let operation = stamp.operation;
         loop {
-            let room = match self.frame {
+            let bytes = match self.frame {
                 None => &mut self.header[self.got..],
                 Some(header) if header.number == GIVEN_UP => &mut self.reason[self.got - HEADER..],
                 Some(_) => match receive {
@@ -310,14 +313,14 @@ impl Receiving {
                     Receive::Any(bytes) => &mut bytes[self.got - HEADER..],
                 },
             };
-            if room.is_empty() {
+            if bytes.is_empty() {
                 if self.frame.is_some_and(|header| header.number == GIVEN_UP) {
                     let reason = String::from_utf8_lossy(&self.reason).into_owned();
                     return Err(CollectiveError::GivenUp { rank, peer, operation, reason });
                 }
                 return Ok(true);
             }
-            match (&*stream).read(room) {
+            match (&*stream).read(bytes) {
                 Ok(0) => return Err(CollectiveError::Gone { rank, peer, operation }),
                 Ok(count) => self.got += count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -333,7 +336,7 @@ impl Receiving {
         }
     }
 
-    /// Looks at the header that has come.
+    /// Checks the header that was received.
     fn begin(
         &mut self,
         (rank, peer): (usize, usize),
@@ -354,15 +357,15 @@ impl Receiving {
             let len = header.len.min(MAX_REASON);
             self.reason.resize(usize::try_from(len).unwrap_or_default(), 0);
         } else {
-            header.room(stamp, (rank, peer), receive)?;
+            header.buffer(stamp, (rank, peer), receive)?;
         }
         Ok(())
     }
 }
 
-/// Waits until one of `links` can do what it waits for, or `left` is over. Errors show when they do.
+/// Waits until one of `links` is ready, or `left` is over. Errors show in the next read or write.
 fn wait(mut links: Vec<PollFd<'_>>, left: Option<Duration>) {
-    // A millisecond more than is left, so that what wakes up finds the time over.
+    // A millisecond longer, so that the deadline is over when the wait ends.
     let timeout = left.and_then(|left| Timespec::try_from(left + Duration::from_millis(1)).ok());
     let _ = poll(&mut links, timeout.as_ref());
 }
@@ -376,10 +379,10 @@ mod tests {
 
     use super::*;
 
-    /// Longer than what sockets hold.
+    /// Longer than the buffers of a socket.
     const MANY: usize = 8 << 20;
 
-    /// Both ends of a connection; the second holds little of what comes.
+    /// Both ends of a connection; the second has a small receive buffer.
     fn connection() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port is free");
         sockopt::set_socket_recv_buffer_size(&listener, 64 << 10).expect("it can hold less");
@@ -389,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_is_slow_and_still_sends_hears_why_a_rank_gave_up() {
+    fn a_slow_peer_that_still_sends_receives_the_error_of_a_rank_that_gives_up() {
         let ((near, far), (to_gone, gone)) = (connection(), connection());
         drop(gone);
         let stamp = Stamp { operation: "all_gather", number: 0, digest: 0 };
@@ -411,8 +414,8 @@ mod tests {
                 last_words
             });
             let mut rank = Sockets::new(0, vec![None, Some(near), Some(to_gone)], Duration::from_secs(60));
-            let (bytes, mut room) = (vec![0; MANY], vec![0; MANY]);
-            let mut receives = [Receive::Nothing, Receive::Exactly(&mut room), Receive::Any(Vec::new())];
+            let (bytes, mut received) = (vec![0; MANY], vec![0; MANY]);
+            let mut receives = [Receive::Nothing, Receive::Exactly(&mut received), Receive::Any(Vec::new())];
             let error = rank.exchange(&stamp, &[None, Some(&bytes), None], &mut receives, false);
             assert!(matches!(error, Err(CollectiveError::Gone { peer: 2, .. })), "{error:?}");
             peer.join().expect("the peer hears all")

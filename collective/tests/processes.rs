@@ -9,10 +9,9 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
+use collective::tcp::{Listener, Tcp, join};
+use collective::{Collective, CollectiveError, HostCollective};
 use rustix::process::{Pid, Signal, kill_process};
-use trainer::CollectiveError;
-use trainer::collective::Collective;
-use trainer::collective::tcp::{Listener, Tcp, join};
 
 use crate::suite;
 
@@ -181,7 +180,7 @@ fn a_follower_without_a_command_notices_that_the_leader_is_gone() {
     thread::scope(|scope| {
         let follower = scope.spawn(move || {
             let rank = join(addr, SECRET, None, Duration::from_secs(1)).expect("joins");
-            rank.broadcast(0, Vec::new())
+            rank.broadcast_bytes(0, Vec::new())
         });
         let leader = listener.accept(2, LONG).expect("one joins");
         // Longer than the follower waits for anything else.

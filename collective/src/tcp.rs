@@ -1,11 +1,11 @@
-//! Ranks that are processes, of one host or many, each connected to each.
+//! Ranks that are processes on one host or several, connected in pairs.
 //!
-//! Rank 0 listens where the others are told to join. Everybody else listens too, on a port that the system gives it, on
-//! the interface over which it has reached rank 0; rank 0 waits until all are there and then tells all of them who they
-//! are and where the others listen.
+//! Rank 0 listens at the address that the others join. Every other rank also listens, on a port that the system chooses, on
+//! the interface over which it has reached rank 0. When all ranks have joined, rank 0 sends each its rank and the addresses of
+//! the others.
 //!
 //! Invariant: a connection is used for frames only after both of its ends have shown that they know the secret, which
-//! never goes over the network.
+//! is never sent.
 
 mod handshake;
 mod sockets;
@@ -20,23 +20,22 @@ use rustix::net::sockopt;
 
 use self::handshake::{Hello, PATIENCE, Secret};
 pub use self::sockets::Sockets;
-use super::CollectiveError;
-use super::mesh::Mesh;
+use crate::CollectiveError;
+use crate::mesh::Mesh;
 
-/// A rank that talks to the others over TCP.
+/// A rank that exchanges frames with the others over TCP.
 pub type Tcp = Mesh<Sockets>;
 
-/// What joining is called in errors.
+/// The operation of joining, in errors.
 const JOIN: &str = "join";
 /// Time between attempts to reach a rank that does not listen yet.
 const AGAIN: Duration = Duration::from_millis(50);
-/// A host that has vanished is noticed after so long: probes begin when nothing was heard for the first, and are repeated
-/// after the second so often.
+/// TCP keepalive, which notices a host that is lost: idle time before the first probe, time between probes, number of probes.
 const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(15), Duration::from_secs(5), 3);
 /// Most ranks.
 const MAX_WORLD: usize = 1 << 16;
 
-/// Where rank 0 waits for the others.
+/// Rank 0 before the others have joined.
 #[derive(Debug)]
 pub struct Listener {
     listener: TcpListener,
@@ -47,7 +46,7 @@ impl Listener {
     /// Listens at `addr` for ranks that know `secret`.
     ///
     /// # Errors
-    /// If nobody can listen there.
+    /// If the address cannot be bound.
     pub fn bind(addr: SocketAddr, secret: &[u8]) -> Result<Self, CollectiveError> {
         let listener = TcpListener::bind(addr).map_err(|error| {
             joining(
@@ -58,7 +57,7 @@ impl Listener {
         Ok(Self { listener, secret: Secret::new(secret) })
     }
 
-    /// Where it listens.
+    /// The address that it listens at.
     ///
     /// # Errors
     /// If the system does not say.
@@ -70,7 +69,7 @@ impl Listener {
     /// this does.
     ///
     /// # Errors
-    /// If they have not all joined at the deadline. Whoever is refused is told why, and does not end this.
+    /// If not all ranks have joined at the deadline. A refused connection receives the reason, and is no error here.
     pub fn accept(self, world: usize, deadline: Duration) -> Result<Tcp, CollectiveError> {
         let until = Instant::now() + deadline;
         let mut joined: Vec<(Hello, TcpStream)> = Vec::new();
@@ -80,7 +79,7 @@ impl Listener {
                 let waits_for = (1..world).find(|rank| !taken(*rank)).unwrap_or_default();
                 return Err(late((0, waits_for), deadline));
             };
-            let Ok(hello) = Hello::hear(&mut stream, &self.secret) else { continue };
+            let Ok(hello) = Hello::receive(&mut stream, &self.secret) else { continue };
             let Some(rank) = hello.rank else {
                 joined.push((hello, stream));
                 continue;
@@ -89,26 +88,26 @@ impl Listener {
             if rank == 0 || rank >= world || taken {
                 let is = if taken { "is there already" } else { "does not exist" };
                 let reason = format!("rank {rank} of {world} {is}");
-                // It may not want to know.
+                // The peer may have closed the connection.
                 let _ = Welcome::Refused(reason).send(&mut stream);
                 continue;
             }
             joined.push((hello, stream));
         }
         let mut streams: Vec<Option<TcpStream>> = (0..world).map(|_| None).collect();
-        let mut places = vec![SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)); world];
-        // Those who asked for a rank first.
+        let mut addresses = vec![SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)); world];
+        // Connections that ask for a certain rank come first.
         joined.sort_by_key(|(hello, _)| hello.rank.is_none());
         for (hello, stream) in joined {
             let free = || (1..world).find(|rank| streams[*rank].is_none()).unwrap_or_default();
             let rank = hello.rank.unwrap_or_else(free);
             let from = stream.peer_addr().map_err(|source| broken((0, rank), source))?;
-            places[rank] = SocketAddr::new(from.ip(), hello.port);
+            addresses[rank] = SocketAddr::new(from.ip(), hello.port);
             streams[rank] = Some(stream);
         }
         for (rank, stream) in streams.iter_mut().enumerate() {
             if let Some(stream) = stream {
-                let welcome = Welcome::Joined { rank, places: places.clone() };
+                let welcome = Welcome::Joined { rank, addresses: addresses.clone() };
                 welcome.send(stream).map_err(|source| broken((0, rank), source))?;
             }
         }
@@ -136,67 +135,67 @@ pub fn join(
     let port = listener.local_addr().map_err(nowhere)?.port();
     let refused =
         |error: io::Error| joining(addr, format!("was refused: {error}; is the token file the same?"));
-    Hello { rank, port }.say(&mut first, &secret).map_err(refused)?;
+    Hello { rank, port }.send(&mut first, &secret).map_err(refused)?;
 
     let left = until.saturating_duration_since(Instant::now()).max(AGAIN);
     first.set_read_timeout(Some(left)).map_err(refused)?;
     let welcome = Welcome::receive(&mut first).map_err(|error| {
         joining(addr, format!("rank 0 has not said that all are there: {error}; look into its log"))
     })?;
-    let (rank, places) = match welcome {
-        Welcome::Joined { rank, places } => (rank, places),
+    let (rank, addresses) = match welcome {
+        Welcome::Joined { rank, addresses } => (rank, addresses),
         Welcome::Refused(reason) => return Err(joining(addr, reason)),
     };
-    let mut streams: Vec<Option<TcpStream>> = places.iter().map(|_| None).collect();
+    let mut streams: Vec<Option<TcpStream>> = addresses.iter().map(|_| None).collect();
     streams[0] = Some(first);
-    for (peer, place) in places.iter().enumerate().take(rank).skip(1) {
-        let mut stream = reach(*place, until)?;
+    for (peer, address) in addresses.iter().enumerate().take(rank).skip(1) {
+        let mut stream = reach(*address, until)?;
         let hello = Hello { rank: Some(rank), port: 0 };
-        hello.say(&mut stream, &secret).map_err(|source| broken((rank, peer), source))?;
+        hello.send(&mut stream, &secret).map_err(|source| broken((rank, peer), source))?;
         streams[peer] = Some(stream);
     }
-    while let Some(waits_for) = (rank + 1..places.len()).find(|peer| streams[*peer].is_none()) {
+    while let Some(waits_for) = (rank + 1..addresses.len()).find(|peer| streams[*peer].is_none()) {
         let Some(mut stream) = accept(&listener, until)? else {
             return Err(late((rank, waits_for), deadline));
         };
-        let Ok(hello) = Hello::hear(&mut stream, &secret) else { continue };
-        if let Some(place) = hello.rank.filter(|peer| *peer > rank).and_then(|peer| streams.get_mut(peer)) {
-            *place = Some(stream);
+        let Ok(hello) = Hello::receive(&mut stream, &secret) else { continue };
+        if let Some(address) = hello.rank.filter(|peer| *peer > rank).and_then(|peer| streams.get_mut(peer)) {
+            *address = Some(stream);
         }
     }
     ready(rank, streams, deadline)
 }
 
-/// What rank 0 says to whoever wants to join.
+/// Answer of rank 0 to a process that joins.
 #[derive(Debug, PartialEq, Eq)]
 enum Welcome {
     Refused(String),
     Joined {
         rank: usize,
-        /// Where every rank listens; that of rank 0 is not used.
-        places: Vec<SocketAddr>,
+        /// Address of every rank; that of rank 0 is not used.
+        addresses: Vec<SocketAddr>,
     },
 }
 
-/// Length of a place, bytes: an address of IPv6 and a port.
-const PLACE: usize = 18;
+/// Length of an address, bytes: an IPv6 address and a port.
+const ADDRESS: usize = 18;
 
 impl Welcome {
     fn send(&self, stream: &mut TcpStream) -> io::Result<()> {
         let (first, second, bytes) = match self {
             Self::Refused(reason) => (u32::MAX, reason.len(), reason.clone().into_bytes()),
-            Self::Joined { rank, places } => {
-                let place = |place: &SocketAddr| {
-                    let ip = match place.ip() {
+            Self::Joined { rank, addresses } => {
+                let address = |address: &SocketAddr| {
+                    let ip = match address.ip() {
                         IpAddr::V4(ip) => ip.to_ipv6_mapped(),
                         IpAddr::V6(ip) => ip,
                     };
-                    [&ip.octets()[..], &place.port().to_le_bytes()].concat()
+                    [&ip.octets()[..], &address.port().to_le_bytes()].concat()
                 };
                 (
                     u32::try_from(*rank).unwrap_or(u32::MAX),
-                    places.len(),
-                    places.iter().flat_map(place).collect(),
+                    addresses.len(),
+                    addresses.iter().flat_map(address).collect(),
                 )
             }
         };
@@ -221,18 +220,18 @@ impl Welcome {
         if rank == 0 || rank >= count || count > MAX_WORLD {
             return Err(strange());
         }
-        let mut bytes = vec![0; count * PLACE];
+        let mut bytes = vec![0; count * ADDRESS];
         stream.read_exact(&mut bytes)?;
-        let place = |bytes: &[u8]| {
+        let address = |bytes: &[u8]| {
             let ip: [u8; 16] = bytes[..16].try_into().unwrap_or_default();
             let port = u16::from_le_bytes([bytes[16], bytes[17]]);
             SocketAddr::new(Ipv6Addr::from(ip).to_canonical(), port)
         };
-        Ok(Self::Joined { rank, places: bytes.chunks_exact(PLACE).map(place).collect() })
+        Ok(Self::Joined { rank, addresses: bytes.chunks_exact(ADDRESS).map(address).collect() })
     }
 }
 
-/// The next connection, if one comes in time.
+/// The next connection; `None` at the deadline.
 fn accept(listener: &TcpListener, until: Instant) -> Result<Option<TcpStream>, CollectiveError> {
     let failed = |error: io::Error| {
         let reason = format!("cannot wait for other ranks: {error}");
@@ -243,7 +242,7 @@ fn accept(listener: &TcpListener, until: Instant) -> Result<Option<TcpStream>, C
         match listener.accept() {
             Ok((stream, _)) => return Ok(Some(stream)),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            // Of a connection that has gone before it was accepted.
+            // The connection was closed before it was accepted.
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Err(error) => return Err(failed(error)),
@@ -257,7 +256,7 @@ fn accept(listener: &TcpListener, until: Instant) -> Result<Option<TcpStream>, C
     }
 }
 
-/// A connection to `addr`, tried again until somebody listens there.
+/// A connection to `addr`, tried again until a process listens there.
 fn reach(addr: SocketAddr, until: Instant) -> Result<TcpStream, CollectiveError> {
     loop {
         let left = until.saturating_duration_since(Instant::now());

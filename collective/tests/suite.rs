@@ -1,29 +1,31 @@
-//! What one rank does to find out whether its collective does what it promises. All values are functions of a seed, the
-//! rank and the place, so every rank knows what the others send.
+//! The conformance suite of one rank on a host. All values are functions of a seed, the rank and the position, so every rank
+//! knows what the others send.
 //!
-//! Seed 1 draws the shards; nothing is left to chance.
+//! Seed 1 draws the shards, so every run makes the same calls.
 
 use std::ops::Range;
 
+use collective::{CollectiveError, HostCollective};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
-use trainer::Collective;
 
 /// Elements of the large message: 16 MiB.
 const LARGE: usize = 4 << 20;
 /// Rounds of small messages.
 const SMALL: usize = 300;
 
-/// Everything, as one rank; panics where something is not as promised.
-pub(crate) fn conforms(collective: &dyn Collective) {
+/// Makes every call as one rank; panics if a result is not the documented one.
+pub(crate) fn conforms(collective: &dyn HostCollective) {
     random_shards(collective);
+    values_go_to_all(collective);
+    every_pair_exchanges(collective);
     wrong_arguments_are_refused(collective);
     large_messages(collective);
     many_small_messages(collective);
     collective.barrier().expect("all ranks come");
 }
 
-fn random_shards(collective: &dyn Collective) {
+fn random_shards(collective: &dyn HostCollective) {
     let mut random = ChaCha8Rng::seed_from_u64(1);
     for round in 0..40 {
         let len = random.next_u32() as usize % 5000;
@@ -42,7 +44,7 @@ fn random_shards(collective: &dyn Collective) {
 }
 
 /// Sums the values of all ranks and gathers the sums again, on all and on each alone.
-fn reduces_and_gathers(collective: &dyn Collective, shards: &[Range<usize>], round: u64) {
+fn reduces_and_gathers(collective: &dyn HostCollective, shards: &[Range<usize>], round: u64) {
     let (rank, world) = (collective.rank(), collective.world());
     let len = shards.last().map_or(0, |last| last.end);
     let values = values(round, rank, len);
@@ -64,12 +66,53 @@ fn reduces_and_gathers(collective: &dyn Collective, shards: &[Range<usize>], rou
     }
 }
 
+/// Sums in place, and broadcasts of every rank.
+fn values_go_to_all(collective: &dyn HostCollective) {
+    let (rank, world) = (collective.rank(), collective.world());
+    for len in [0, 1, world, 1000] {
+        let others: Vec<_> = (0..world).map(|rank| values(len as u64, rank, len)).collect();
+        let mut sums = others[rank].clone();
+        collective.all_reduce(&mut sums).expect("sums in place");
+        let expected: Vec<f32> = (0..len).map(|at| tree(&others, at)).collect();
+        assert_eq!(bits(&sums), bits(&expected), "{len} sums of all");
+        for (root, expected) in others.iter().enumerate() {
+            let mut received = if rank == root { expected.clone() } else { vec![f32::NAN; len] };
+            collective.broadcast(root, &mut received).expect("a broadcast");
+            assert_eq!(bits(&received), bits(expected), "{len} values of {root}");
+        }
+    }
+}
+
+/// Ranks exchange as many values as the pair and the round say, also none.
+fn every_pair_exchanges(collective: &dyn HostCollective) {
+    let (rank, world) = (collective.rank(), collective.world());
+    for round in [0, 1, 2, 3, 40_000] {
+        let len = |from: usize, to: usize| (from * 7 + to * 3 + 1) % 5 * round;
+        let ranges = |lens: Vec<usize>| -> Vec<Range<usize>> {
+            let mut end = 0;
+            let mut next = |len: usize| {
+                end += len;
+                end - len..end
+            };
+            lens.into_iter().map(&mut next).collect()
+        };
+        let part = |from: usize, to: usize| values(round as u64, from * world + to, len(from, to));
+        let sent: Vec<f32> = (0..world).flat_map(|to| part(rank, to)).collect();
+        let sends = ranges((0..world).map(|to| len(rank, to)).collect());
+        let receives = ranges((0..world).map(|from| len(from, rank)).collect());
+        let mut received = vec![f32::NAN; receives.last().map_or(0, |last| last.end)];
+        collective.all_to_all(&sent, &sends, &mut received, &receives).expect("all pairs exchange");
+        let expected: Vec<f32> = (0..world).flat_map(|from| part(from, rank)).collect();
+        assert_eq!(bits(&received), bits(&expected), "round {round}: what rank {rank} receives");
+    }
+}
+
 /// Each is refused before anything is sent, so that the calls after it go on.
-fn wrong_arguments_are_refused(collective: &dyn Collective) {
+fn wrong_arguments_are_refused(collective: &dyn HostCollective) {
     let (rank, world) = (collective.rank(), collective.world());
     let shards: Vec<_> = (0..world).map(|rank| rank..rank + 1).collect();
     let refused = |result: Result<(), _>, because: &str| {
-        let error: trainer::CollectiveError = result.expect_err(because);
+        let error: CollectiveError = result.expect_err(because);
         assert!(error.to_string().contains(because), "{error}");
     };
     refused(collective.all_gather(&[0.0], &shards[1..], &mut vec![0.0; world]), "shards for");
@@ -77,13 +120,13 @@ fn wrong_arguments_are_refused(collective: &dyn Collective) {
     refused(collective.all_gather(&[0.0], &shards, &mut vec![0.0; world + 1]), "but the shards end at");
     let gap: Vec<_> = (0..world).map(|rank| rank + 1..rank + 2).collect();
     refused(collective.reduce_scatter(&vec![0.0; world + 1], &gap, &mut [0.0]), "does not begin at 0");
-    refused(collective.broadcast(world, Vec::new()).map(drop), "there is no rank");
+    refused(collective.broadcast_bytes(world, Vec::new()).map(drop), "there is no rank");
     let mut room = vec![0.0; world];
     let room = (rank != 0).then_some(&mut room[..]);
     refused(collective.gather(0, &[0.0], &shards, room), "it alone");
 }
 
-fn large_messages(collective: &dyn Collective) {
+fn large_messages(collective: &dyn HostCollective) {
     let (rank, world) = (collective.rank(), collective.world());
     let shards: Vec<_> = (0..world).map(|r| LARGE * r / world..LARGE * (r + 1) / world).collect();
     reduces_and_gathers(collective, &shards, 1000);
@@ -92,17 +135,17 @@ fn large_messages(collective: &dyn Collective) {
     };
     let root = world - 1;
     let given = if rank == root { bytes(root) } else { Vec::new() };
-    assert!(collective.broadcast(root, given).expect("a large broadcast") == bytes(root));
+    assert!(collective.broadcast_bytes(root, given).expect("a large broadcast") == bytes(root));
     let all = collective.all_gather_bytes(bytes(rank)).expect("large bytes");
     assert!(all.iter().enumerate().all(|(rank, got)| *got == bytes(rank)));
 }
 
-fn many_small_messages(collective: &dyn Collective) {
+fn many_small_messages(collective: &dyn HostCollective) {
     let (rank, world) = (collective.rank(), collective.world());
     for round in 0..SMALL {
         let root = round % world;
         let given = if rank == root { round.to_le_bytes().to_vec() } else { vec![7; 3] };
-        assert_eq!(collective.broadcast(root, given).expect("a command"), round.to_le_bytes());
+        assert_eq!(collective.broadcast_bytes(root, given).expect("a command"), round.to_le_bytes());
         // Of different lengths, among them none.
         let all = collective.all_gather_bytes(vec![rank as u8; (round + rank) % 5]).expect("few bytes");
         let expected: Vec<_> = (0..world).map(|rank| vec![rank as u8; (round + rank) % 5]).collect();

@@ -1,36 +1,35 @@
-//! The first words on a connection: both sides show that they know the secret without saying it, and one says which rank
-//! it is.
+//! The handshake of a connection: both ends prove that they know the secret without sending it, and one sends its rank.
 //!
-//! Invariant: nothing that a stranger sends is believed, and none holds up the ranks for longer than [`PATIENCE`]. What
-//! follows is neither encrypted nor authenticated: the network between ranks has to be one's own.
+//! Invariant: a peer that does not know the secret is refused, and delays the ranks for at most [`PATIENCE`]. The frames that
+//! follow are neither encrypted nor authenticated: the network between ranks has to be trusted.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
-/// How long one word of a handshake may take.
+/// Deadline of one message of the handshake.
 pub(super) const PATIENCE: Duration = Duration::from_secs(5);
-/// What a connection begins with: the version of what follows.
+/// First bytes of a connection: the version of the protocol.
 const MAGIC: [u8; 8] = *b"rlruncl1";
-/// Instead of a rank: any that is free.
+/// In place of a rank: any that is free.
 const ANY: u32 = u32::MAX;
 /// Length of a random number that is used once, bytes.
 const NONCE: usize = 32;
-/// Length of the first word, bytes.
+/// Length of the first message, bytes.
 const HELLO: usize = MAGIC.len() + NONCE + 8;
 /// Length of a proof, bytes.
 const PROOF: usize = blake3::OUT_LEN;
 
-/// What is shared by all ranks and nobody else.
+/// The secret that all ranks share.
 #[derive(Clone)]
 pub(super) struct Secret([u8; blake3::KEY_LEN]);
 
-/// Who connects.
+/// First message of a process that connects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
-    /// The rank, if it is to be a certain one.
+    /// The rank that it asks for; `None` for any that is free.
     pub rank: Option<usize>,
-    /// Where it listens for others; 0 if it does not.
+    /// The port that it listens on; 0 if it does not listen.
     pub port: u16,
 }
 
@@ -45,7 +44,7 @@ impl Secret {
         Self(blake3::derive_key("rlrun trainer ranks", secret))
     }
 
-    /// What only one who knows the secret can say to `words`.
+    /// Message authentication code of `words` under the secret.
     fn proof(&self, words: &[&[u8]]) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         words.iter().for_each(|word| {
@@ -56,9 +55,9 @@ impl Secret {
 }
 
 impl Hello {
-    /// Connects as this one; an error of kind `PermissionDenied` if the other does not know the secret.
-    pub(super) fn say(self, stream: &mut TcpStream, secret: &Secret) -> io::Result<()> {
-        be_brief(stream)?;
+    /// Sends this message; an error of kind `PermissionDenied` if the other end does not know the secret.
+    pub(super) fn send(self, stream: &mut TcpStream, secret: &Secret) -> io::Result<()> {
+        set_timeouts(stream)?;
         let nonce = nonce()?;
         let mut hello = [0; HELLO];
         hello[..8].copy_from_slice(&MAGIC);
@@ -77,9 +76,9 @@ impl Hello {
         stream.write_all(secret.proof(&[b"joins", &hello, &theirs]).as_bytes())
     }
 
-    /// Who connects on `stream`; an error of kind `PermissionDenied` if it does not know the secret.
-    pub(super) fn hear(stream: &mut TcpStream, secret: &Secret) -> io::Result<Self> {
-        be_brief(stream)?;
+    /// Receives the message of a process; an error of kind `PermissionDenied` if it does not know the secret.
+    pub(super) fn receive(stream: &mut TcpStream, secret: &Secret) -> io::Result<Self> {
+        set_timeouts(stream)?;
         let mut hello = [0; HELLO];
         stream.read_exact(&mut hello)?;
         if hello[..8] != MAGIC {
@@ -100,13 +99,13 @@ impl Hello {
     }
 }
 
-fn be_brief(stream: &TcpStream) -> io::Result<()> {
+fn set_timeouts(stream: &TcpStream) -> io::Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))
 }
 
-/// A number of the system's random source, which nobody can guess from others that it has given.
+/// A number of the random source of the system, which cannot be predicted.
 fn nonce() -> io::Result<[u8; NONCE]> {
     let mut nonce = [0; NONCE];
     getrandom::fill(&mut nonce).map_err(|error| {

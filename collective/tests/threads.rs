@@ -3,9 +3,8 @@
 use std::thread;
 use std::time::Duration;
 
-use trainer::CollectiveError;
-use trainer::collective::Collective;
-use trainer::collective::threads::{Threads, group};
+use collective::threads::{Threads, group};
+use collective::{Collective, CollectiveError, HostCollective};
 
 use crate::suite;
 
@@ -36,7 +35,7 @@ fn a_rank_that_is_dropped_wakes_the_others() {
         1 => None,
         // One waits for a command, which has no deadline, the other in a sum.
         0 => Some(rank.barrier().expect_err("rank 1 is gone")),
-        _ => Some(rank.broadcast(1, Vec::new()).expect_err("rank 1 is gone")),
+        _ => Some(rank.broadcast_bytes(1, Vec::new()).expect_err("rank 1 is gone")),
     });
     for error in errors.iter().flatten() {
         assert!(error.to_string().contains("rank 1 is gone"), "{error}");
@@ -82,9 +81,9 @@ fn a_rank_that_does_not_come_is_named_at_the_deadline() {
 fn a_command_may_take_longer_than_the_deadline() {
     let ranks = group(2, SHORT);
     thread::scope(|scope| {
-        let follower = scope.spawn(|| ranks[1].broadcast(0, Vec::new()));
+        let follower = scope.spawn(|| ranks[1].broadcast_bytes(0, Vec::new()));
         thread::sleep(SHORT * 3);
-        ranks[0].broadcast(0, vec![1, 2, 3]).expect("the follower waits");
+        ranks[0].broadcast_bytes(0, vec![1, 2, 3]).expect("the follower waits");
         assert_eq!(follower.join().expect("no panic").expect("a command"), [1, 2, 3]);
     });
 }

@@ -1,29 +1,30 @@
-//! The collective of ranks that send each other messages: every call is one exchange of frames between pairs.
+//! Ranks that send each other frames: every call is one exchange of frames between pairs of ranks.
 //!
-//! Invariant: every rank counts its calls, and a frame says which call it belongs to, with the operation and a digest of
-//! root and shards. A frame of another call is an error, never data. Sums are made here, as a tree over the ranks, so
-//! all ways to carry frames give the same bits.
+//! Invariant: every rank counts its calls. A frame has the number of its call, and a digest of the operation, the root and
+//! the shards; a frame of another call is an error. Sums are computed here, so every [`Wire`] gives the same bits.
 
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use super::{Call, Collective, CollectiveError, sum_as_tree};
+use crate::call::{Call, Sides};
+use crate::sum::sum_as_tree;
+use crate::{Collective, CollectiveError, HostCollective, Position, all_reduce_on_host};
 
-/// Carries frames between this rank and the others.
+/// Transport of frames between this rank and the others.
 pub trait Wire: Send + fmt::Debug {
     /// This rank.
     fn rank(&self) -> usize;
 
-    /// How many ranks there are.
+    /// Number of ranks.
     fn world(&self) -> usize;
 
-    /// Sends `sends[peer]` to every peer that has some, and takes from every peer what `receives[peer]` expects, at the
-    /// same time; every frame bears `stamp`. Nothing is sent to or expected of the rank itself. Returns when all has come
-    /// and what was sent is out of the caller's hands. If `patient`, the deadline begins with the first byte that comes.
+    /// Sends `sends[peer]` to every peer that has some, and receives from every peer what `receives[peer]` expects, at the
+    /// same time. Every frame has `stamp`. The rank sends nothing to itself. Returns when all frames are received and no
+    /// buffer of the caller is read any more. If `patient`, the deadline begins with the first byte that is received.
     ///
     /// # Errors
-    /// If a peer is gone, does nothing until the deadline, or sends another frame than is expected.
+    /// If a peer is gone, does not answer before the deadline, or sends another frame than is expected.
     fn exchange(
         &mut self,
         stamp: &Stamp,
@@ -33,18 +34,18 @@ pub trait Wire: Send + fmt::Debug {
     ) -> Result<(), CollectiveError>;
 }
 
-/// Which call of a rank a frame belongs to.
+/// The call that a frame belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stamp {
-    /// What they do.
+    /// The operation.
     pub operation: &'static str,
-    /// Calls before.
+    /// Calls of the rank before.
     pub number: u64,
-    /// Of operation, root and shards.
+    /// Digest of operation, root and shards.
     pub digest: u64,
 }
 
-/// What is expected of a peer.
+/// The frame that is expected of a peer.
 #[derive(Debug)]
 pub enum Receive<'a> {
     /// No frame.
@@ -55,37 +56,33 @@ pub enum Receive<'a> {
     Any(Vec<u8>),
 }
 
-/// A rank among others that it exchanges frames with over `W`.
+/// A rank that exchanges frames with the others over `W`.
 #[derive(Debug)]
 pub struct Mesh<W> {
     rank: usize,
     world: usize,
-    state: Mutex<State<W>>,
+    state: Mutex<MeshState<W>>,
 }
 
 #[derive(Debug)]
-struct State<W> {
+struct MeshState<W> {
     wire: W,
     /// Calls so far.
     number: u64,
-    /// The error that has ended all, as text.
+    /// The error that has closed the collective, as text.
     failure: Option<String>,
-    /// Shards of the other ranks that are to be added up, kept from call to call.
+    /// Shards of the other ranks that are summed, kept from call to call.
     parts: Vec<f32>,
 }
 
 impl<W: Wire> Mesh<W> {
-    pub(super) fn new(wire: W) -> Self {
+    pub(crate) fn new(wire: W) -> Self {
         let (rank, world) = (wire.rank(), wire.world());
-        let state = State { wire, number: 0, failure: None, parts: Vec::new() };
+        let state = MeshState { wire, number: 0, failure: None, parts: Vec::new() };
         Self { rank, world, state: Mutex::new(state) }
     }
 
-    fn place(&self) -> (usize, usize) {
-        (self.rank, self.world)
-    }
-
-    /// Makes `call` with the others.
+    /// Makes `call` with the other ranks.
     fn exchange(
         &self,
         call: &Call,
@@ -95,12 +92,12 @@ impl<W: Wire> Mesh<W> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).exchange(call, sends, receives)
     }
 
-    /// `own` to every other rank.
+    /// Sends `own` to every other rank.
     fn to_all<'a>(&self, own: &'a [u8]) -> Vec<Option<&'a [u8]>> {
         (0..self.world).map(|peer| (peer != self.rank).then_some(own)).collect()
     }
 
-    /// From every other rank its shard of `all`; puts `own` into that of this rank.
+    /// Receives the shard of every other rank into `all`; copies `own` to the shard of this rank.
     fn shards_to_fill<'a>(
         &self,
         own: &[f32],
@@ -122,7 +119,7 @@ impl<W: Wire> Mesh<W> {
     }
 }
 
-impl<W: Wire> State<W> {
+impl<W: Wire> MeshState<W> {
     fn exchange(
         &mut self,
         call: &Call,
@@ -135,7 +132,7 @@ impl<W: Wire> State<W> {
         }
         let stamp = Stamp { operation, number: self.number, digest: call.digest() };
         self.number += 1;
-        let patient = operation == Call::BROADCAST && call.root != Some(rank);
+        let patient = operation == Call::BROADCAST_BYTES && call.root != Some(rank);
         let done = self.wire.exchange(&stamp, sends, receives, patient);
         self.failure = done.as_ref().err().map(ToString::to_string);
         done
@@ -143,7 +140,7 @@ impl<W: Wire> State<W> {
 }
 
 impl Call {
-    /// 64-bit FNV-1a of what has to be the same on all ranks.
+    /// 64-bit FNV-1a digest of everything that is the same on all ranks.
     fn digest(&self) -> u64 {
         let root = self.root.map_or(u64::MAX, |root| root as u64);
         let ends = self.shards.iter().map(|shard| shard.end as u64);
@@ -154,12 +151,12 @@ impl Call {
 }
 
 impl<W: Wire> Collective for Mesh<W> {
-    fn rank(&self) -> usize {
-        self.rank
+    fn position(&self) -> Position {
+        Position { rank: self.rank, world: self.world }
     }
 
-    fn world(&self) -> usize {
-        self.world
+    fn all_reduce(&self, values: &mut [f32]) -> Result<(), CollectiveError> {
+        all_reduce_on_host(self, values)
     }
 
     fn reduce_scatter(
@@ -169,7 +166,7 @@ impl<W: Wire> Collective for Mesh<W> {
         own: &mut [f32],
     ) -> Result<(), CollectiveError> {
         let call = Call::of(Call::REDUCE_SCATTER).with(shards);
-        let call = call.check(self.place(), own.len(), Some(values.len()))?;
+        let call = call.check(self.position(), own.len(), Some(values.len()))?;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let mut parts = std::mem::take(&mut state.parts);
         parts.resize((self.world - 1) * own.len(), 0.0);
@@ -207,11 +204,49 @@ impl<W: Wire> Collective for Mesh<W> {
         all: &mut [f32],
     ) -> Result<(), CollectiveError> {
         let call = Call::of(Call::ALL_GATHER).with(shards);
-        let call = call.check(self.place(), own.len(), Some(all.len()))?;
+        let call = call.check(self.position(), own.len(), Some(all.len()))?;
         let mut receives = self.shards_to_fill(own, shards, all);
         self.exchange(&call, &self.to_all(bytemuck::cast_slice(own)), &mut receives)
     }
 
+    fn broadcast(&self, root: usize, values: &mut [f32]) -> Result<(), CollectiveError> {
+        let call = Call::of(Call::BROADCAST).to(root).check_root(self.position())?;
+        let mut receives: Vec<_> = (0..self.world).map(|_| Receive::Nothing).collect();
+        if self.rank == root {
+            return self.exchange(&call, &self.to_all(bytemuck::cast_slice(values)), &mut receives);
+        }
+        receives[root] = Receive::Exactly(bytemuck::cast_slice_mut(values));
+        self.exchange(&call, &vec![None; self.world], &mut receives)
+    }
+
+    fn all_to_all(
+        &self,
+        values: &[f32],
+        sends: &[Range<usize>],
+        received: &mut [f32],
+        receives: &[Range<usize>],
+    ) -> Result<(), CollectiveError> {
+        let call = Call::of(Call::ALL_TO_ALL);
+        let own = &values[call.check_all_to_all(
+            self.position(),
+            Sides { sends, values: values.len(), receives, received: received.len() },
+        )?];
+        let mut frames = self.shards_to_fill(own, receives, received);
+        let sent = |(peer, range): (usize, &Range<usize>)| {
+            (peer != self.rank).then(|| bytemuck::cast_slice(&values[range.clone()]))
+        };
+        let sends: Vec<Option<&[u8]>> = sends.iter().enumerate().map(sent).collect();
+        self.exchange(&call, &sends, &mut frames)
+    }
+
+    fn barrier(&self) -> Result<(), CollectiveError> {
+        let receive = |peer| if peer == self.rank { Receive::Nothing } else { Receive::Exactly(&mut []) };
+        let mut receives: Vec<_> = (0..self.world).map(receive).collect();
+        self.exchange(&Call::of(Call::BARRIER), &self.to_all(&[]), &mut receives)
+    }
+}
+
+impl<W: Wire> HostCollective for Mesh<W> {
     fn gather(
         &self,
         root: usize,
@@ -220,7 +255,7 @@ impl<W: Wire> Collective for Mesh<W> {
         all: Option<&mut [f32]>,
     ) -> Result<(), CollectiveError> {
         let call = Call::of(Call::GATHER).to(root).with(shards);
-        let call = call.check_gather(self.place(), own.len(), all.as_deref().map(<[f32]>::len))?;
+        let call = call.check_gather(self.position(), own.len(), all.as_deref().map(<[f32]>::len))?;
         let mut sends = vec![None; self.world];
         let mut receives = match all {
             Some(all) => self.shards_to_fill(own, shards, all),
@@ -232,8 +267,8 @@ impl<W: Wire> Collective for Mesh<W> {
         self.exchange(&call, &sends, &mut receives)
     }
 
-    fn broadcast(&self, root: usize, bytes: Vec<u8>) -> Result<Vec<u8>, CollectiveError> {
-        let call = Call::of(Call::BROADCAST).to(root).check_root(self.place())?;
+    fn broadcast_bytes(&self, root: usize, bytes: Vec<u8>) -> Result<Vec<u8>, CollectiveError> {
+        let call = Call::of(Call::BROADCAST_BYTES).to(root).check_root(self.position())?;
         let mut receives: Vec<_> = (0..self.world).map(|_| Receive::Nothing).collect();
         if self.rank == root {
             self.exchange(&call, &self.to_all(&bytes), &mut receives)?;
@@ -252,76 +287,70 @@ impl<W: Wire> Collective for Mesh<W> {
         all[self.rank] = bytes;
         Ok(all)
     }
-
-    fn barrier(&self) -> Result<(), CollectiveError> {
-        let receive = |peer| if peer == self.rank { Receive::Nothing } else { Receive::Exactly(&mut []) };
-        let mut receives: Vec<_> = (0..self.world).map(receive).collect();
-        self.exchange(&Call::of(Call::BARRIER), &self.to_all(&[]), &mut receives)
-    }
 }
 
 impl Receive<'_> {
-    /// What has come in place of an empty vector.
+    /// The bytes that were received in place of an empty vector.
     fn into_bytes(self) -> Vec<u8> {
         if let Self::Any(bytes) = self { bytes } else { Vec::new() }
     }
 
-    /// Room for a frame of `len` bytes; `None` if another length is expected, or no frame, or there is no memory for it.
-    pub(super) fn room(&mut self, len: usize) -> Option<&mut [u8]> {
+    /// Memory for a frame of `len` bytes; `None` if another length or no frame is expected, or memory is short.
+    pub(crate) fn buffer(&mut self, len: usize) -> Option<&mut [u8]> {
         match self {
             Self::Nothing => None,
-            Self::Exactly(room) => (room.len() == len).then_some(room),
-            Self::Any(room) => {
-                room.try_reserve_exact(len).ok()?;
-                room.resize(len, 0);
-                Some(room)
+            Self::Exactly(bytes) => (bytes.len() == len).then_some(bytes),
+            Self::Any(bytes) => {
+                bytes.try_reserve_exact(len).ok()?;
+                bytes.resize(len, 0);
+                Some(bytes)
             }
         }
     }
 }
 
 /// Length of a header, bytes.
-pub(super) const HEADER: usize = 32;
-/// A frame without a call: the error of a rank, as text.
-pub(super) const GIVEN_UP: u64 = u64::MAX;
-/// A frame without a call and without bytes: a rank has waited for half of its deadline, for the rank that stands in place
-/// of the digest.
-pub(super) const WAITS: u64 = u64::MAX - 1;
-/// What every frame begins with.
+pub(crate) const HEADER: usize = 32;
+/// Number of a frame that has no call: the error of a rank, as text.
+pub(crate) const GIVEN_UP: u64 = u64::MAX;
+/// Number of a frame without a call and without bytes: the sender has waited for half of its deadline. The digest is the
+/// rank that it waits for.
+pub(crate) const WAITS: u64 = u64::MAX - 1;
+/// First bytes of every frame.
 const MAGIC: u64 = u64::from_le_bytes(*b"rlrunfr1");
 
-/// What stands before the bytes of a frame.
+/// Header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Header {
-    /// Calls before, or [`GIVEN_UP`] or [`WAITS`].
+pub(crate) struct Header {
+    /// Calls of the rank before, or [`GIVEN_UP`] or [`WAITS`].
     pub number: u64,
     pub digest: u64,
-    /// Bytes that follow.
+    /// Bytes of the frame after the header.
     pub len: u64,
 }
 
 impl Header {
-    pub(super) fn of(stamp: &Stamp, len: usize) -> Self {
+    pub(crate) fn of(stamp: &Stamp, len: usize) -> Self {
         Self { number: stamp.number, digest: stamp.digest, len: len as u64 }
     }
 
-    pub(super) fn to_bytes(self) -> [u8; HEADER] {
+    pub(crate) fn to_bytes(self) -> [u8; HEADER] {
         let mut bytes = [0; HEADER];
         let numbers = [MAGIC, self.number, self.digest, self.len];
         bytes.chunks_exact_mut(8).zip(numbers).for_each(|(to, n)| to.copy_from_slice(&n.to_le_bytes()));
         bytes
     }
 
-    /// `None` for what is no header.
-    pub(super) fn from_bytes(bytes: &[u8; HEADER]) -> Option<Self> {
+    /// `None` if the bytes are no header.
+    pub(crate) fn from_bytes(bytes: &[u8; HEADER]) -> Option<Self> {
         let mut numbers = bytes.chunks_exact(8).map(|n| u64::from_le_bytes(n.try_into().unwrap_or_default()));
         let mut next = || numbers.next().unwrap_or_default();
         let (magic, number, digest, len) = (next(), next(), next(), next());
         (magic == MAGIC).then_some(Self { number, digest, len })
     }
 
-    /// Room in `receive` for the frame that `peer` sends with this header, if it is the one that is expected.
-    pub(super) fn room<'a>(
+    /// Memory in `receive` for the frame that `peer` sends with this header, if it is the expected frame.
+    pub(crate) fn buffer<'a>(
         self,
         stamp: &Stamp,
         (rank, peer): (usize, usize),
@@ -329,8 +358,8 @@ impl Header {
     ) -> Result<&'a mut [u8], CollectiveError> {
         let len = usize::try_from(self.len).unwrap_or(usize::MAX);
         let same = self.number == stamp.number && self.digest == stamp.digest;
-        if let Some(room) = receive.room(len).filter(|_| same) {
-            return Ok(room);
+        if let Some(buffer) = receive.buffer(len).filter(|_| same) {
+            return Ok(buffer);
         }
         let found = if self.number != stamp.number {
             format!("its call number {} where this is number {}", self.number, stamp.number)

@@ -1,11 +1,11 @@
 //! Ranks that `mpirun` starts, over the MPI library of the machine.
 //!
-//! MPI carries the frames of [`Mesh`](super::mesh::Mesh) from rank to rank, and nothing more: sums of MPI have the order
-//! of its implementation, and its collective calls know no deadline.
+//! MPI is the transport of the frames of [`Mesh`](crate::mesh::Mesh) alone: the order of its sums is that of its
+//! implementation, and its collective calls have no deadline.
 //!
-//! Invariant: MPI reads and writes only memory that nobody else has until the transfer is complete. After an error some
-//! never are; their memory is then given up, and so is the end of MPI, which would wait for them: the process has to end
-//! with its error, upon which `mpirun` ends the others.
+//! Invariant: MPI reads and writes only memory that no other code uses until the transfer is complete. After an error some
+//! transfers never complete. Their memory is leaked then, and MPI is not finalized, because that would wait for them: the
+//! process has to exit with its error, and `mpirun` then ends the other processes.
 
 use std::mem::ManuallyDrop;
 use std::thread;
@@ -17,21 +17,21 @@ use ::mpi::request::{Request, StaticScope};
 use ::mpi::topology::{Communicator, SimpleCommunicator};
 use ::mpi::traits::{Destination, Source};
 
-use super::CollectiveError;
-use super::mesh::{HEADER, Header, Mesh, Receive, Stamp, Wire};
+use crate::CollectiveError;
+use crate::mesh::{HEADER, Header, Mesh, Receive, Stamp, Wire};
 
-/// A rank that talks to the others over MPI.
+/// A rank that exchanges frames with the others over MPI.
 pub type Mpi = Mesh<Transfers>;
 
 /// Longest message; lengths are 32-bit numbers in MPI.
 const MAX_MESSAGE: usize = 1 << 28;
-/// How often it is looked whether a transfer is complete before the thread begins to sleep between looks.
-const LOOKS: u32 = 2000;
-/// Sleep between looks.
+/// Polls of a transfer before the thread sleeps between polls.
+const POLLS: u32 = 2000;
+/// Sleep between polls.
 const SLEEP: Duration = Duration::from_micros(100);
 
-/// Starts MPI, once in a process: the rank that `mpirun` has given this one. Ranks wait for each other for `deadline` at
-/// most. To be dropped on the thread that has called this, because MPI ends where it began.
+/// Starts MPI, once in a process, with the rank that `mpirun` has assigned. Ranks wait for each other for `deadline` at
+/// most. The value is dropped on the thread that made it, because MPI is finalized on the thread that initialized it.
 ///
 /// # Errors
 /// If MPI was started before, or cannot be called from several threads, one after the other.
@@ -45,7 +45,7 @@ pub fn start(deadline: Duration) -> Result<Mpi, CollectiveError> {
     if threading < Threading::Serialized {
         return fail("this MPI library allows calls from one thread alone; install one built with threads");
     }
-    // Ours alone, so that nothing else that uses MPI takes our messages.
+    // A communicator of its own, so that no other user of MPI receives these messages.
     let ranks = universe.world().duplicate();
     let place = |place: i32| usize::try_from(place).unwrap_or_default();
     let (rank, world) = (place(ranks.rank()), place(ranks.size()));
@@ -64,13 +64,13 @@ pub struct Transfers {
     failed: bool,
 }
 
-/// MPI, from the first field to the last in the order in which it ends.
+/// MPI; the fields are dropped in this order.
 struct Running {
     ranks: SimpleCommunicator,
     _universe: Universe,
 }
 
-#[expect(unsafe_code, reason = "a handle of MPI is a pointer, which Rust takes for bound to its thread")]
+#[expect(unsafe_code, reason = "a handle of MPI is a pointer, which is not Send")]
 // SAFETY: MPI was started with calls from any thread, one after the other, and `Mesh` has a lock around every call.
 unsafe impl Send for Running {}
 
@@ -84,13 +84,13 @@ impl Drop for Transfers {
     #[expect(unsafe_code, reason = "drops what is kept after an error")]
     fn drop(&mut self) {
         if !self.failed {
-            // SAFETY: it is dropped here alone, and not used after.
+            // SAFETY: it is dropped here alone, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.mpi) }
         }
     }
 }
 
-/// A message on its way, with memory of its own.
+/// A transfer of a message, with memory of its own.
 struct Transfer {
     /// `None` when it is complete.
     request: Option<Request<'static, [u8], StaticScope>>,
@@ -111,23 +111,20 @@ impl Transfer {
         Self { request: Some(request), memory }
     }
 
-    #[expect(
-        unsafe_code,
-        reason = "MPI has the memory until the transfer is complete, whatever happens here"
-    )]
+    #[expect(unsafe_code, reason = "MPI uses the memory until the transfer is complete")]
     fn lend(memory: *mut [u8]) -> &'static mut [u8] {
         // SAFETY: made of a box that only `Drop` takes back, and only when the transfer is complete.
         unsafe { &mut *memory }
     }
 
     /// Whether it is complete.
-    fn look(&mut self) -> bool {
+    fn poll(&mut self) -> bool {
         self.request = self.request.take().and_then(|request| request.test().err());
         self.request.is_none()
     }
 
     #[expect(unsafe_code, reason = "reads what MPI has written")]
-    /// What has come; nothing before that.
+    /// The received bytes; none before the transfer is complete.
     fn bytes(&self) -> &[u8] {
         // SAFETY: complete, so that MPI no longer writes, and the box is not taken back before `Drop`.
         if self.request.is_none() { unsafe { &*self.memory } } else { &[] }
@@ -140,13 +137,13 @@ impl Drop for Transfer {
         match self.request.take() {
             // SAFETY: made by `Box::into_raw`, taken back here alone, and MPI is done with it.
             None => drop(unsafe { Box::from_raw(self.memory) }),
-            // To drop the request would end the process, and MPI still has the memory.
+            // Dropping the request would end the process, and MPI still uses the memory.
             Some(request) => std::mem::forget(request),
         }
     }
 }
 
-/// What is left to come from a peer.
+/// A frame of a peer that is not complete.
 struct Incoming {
     peer: usize,
     header: Transfer,
@@ -155,8 +152,8 @@ struct Incoming {
 }
 
 impl Incoming {
-    /// Goes on with what has come; whether all has, and whether anything has since the last look.
-    fn look(
+    /// Continues with what was received: whether the frame is complete, and whether bytes were received since the last poll.
+    fn poll(
         &mut self,
         transfers: &Transfers,
         stamp: &Stamp,
@@ -164,7 +161,7 @@ impl Incoming {
     ) -> Result<(bool, bool), CollectiveError> {
         let (rank, peer) = (transfers.rank, self.peer);
         let Some(parts) = &mut self.parts else {
-            if !self.header.look() {
+            if !self.header.poll() {
                 return Ok((false, false));
             }
             let header = self.header.bytes().try_into().ok().and_then(Header::from_bytes);
@@ -172,22 +169,22 @@ impl Incoming {
                 let found = "something that is no frame of rlrun".to_owned();
                 return Err(CollectiveError::OutOfStep { rank, peer, operation: stamp.operation, found });
             };
-            let room = header.room(stamp, (rank, peer), receive)?;
+            let bytes = header.buffer(stamp, (rank, peer), receive)?;
             let part = |part: &mut [u8]| Transfer::receive(&transfers.mpi, number(peer), part.len());
-            self.parts = Some(room.chunks_mut(MAX_MESSAGE).map(part).collect());
+            self.parts = Some(bytes.chunks_mut(MAX_MESSAGE).map(part).collect());
             return Ok((false, true));
         };
         let before = parts.iter().filter(|part| part.request.is_some()).count();
-        let left = parts.iter_mut().filter_map(|part| (!part.look()).then_some(())).count();
+        let left = parts.iter_mut().filter_map(|part| (!part.poll()).then_some(())).count();
         if left > 0 {
             return Ok((false, left < before));
         }
-        let room = match receive {
+        let bytes = match receive {
             Receive::Nothing => &mut [],
-            Receive::Exactly(room) => &mut **room,
-            Receive::Any(room) => &mut room[..],
+            Receive::Exactly(bytes) => &mut **bytes,
+            Receive::Any(bytes) => &mut bytes[..],
         };
-        room.chunks_mut(MAX_MESSAGE).zip(parts).for_each(|(room, part)| room.copy_from_slice(part.bytes()));
+        bytes.chunks_mut(MAX_MESSAGE).zip(parts).for_each(|(to, part)| to.copy_from_slice(part.bytes()));
         Ok((true, true))
     }
 }
@@ -213,14 +210,14 @@ impl Transfers {
             let parts = [&header[..]].into_iter().chain(bytes.chunks(MAX_MESSAGE));
             outgoing.extend(parts.map(|part| (peer, Transfer::send(&self.mpi, number(peer), part))));
         }
-        let (mut moved_at, mut looks) = (Instant::now(), 0);
+        let (mut moved_at, mut polls) = (Instant::now(), 0);
         loop {
             let unsent = outgoing.len();
-            outgoing.retain_mut(|(_, transfer)| !transfer.look());
+            outgoing.retain_mut(|(_, transfer)| !transfer.poll());
             let mut moved = outgoing.len() < unsent;
             let mut left = Vec::with_capacity(incoming.len());
             for mut one in incoming {
-                let (done, came) = one.look(self, stamp, &mut receives[one.peer])?;
+                let (done, came) = one.poll(self, stamp, &mut receives[one.peer])?;
                 moved |= came;
                 patient &= !came;
                 if !done {
@@ -232,15 +229,15 @@ impl Transfers {
                 return Ok(());
             }
             if moved {
-                (moved_at, looks) = (Instant::now(), 0);
+                (moved_at, polls) = (Instant::now(), 0);
             } else if !patient && moved_at.elapsed() >= self.deadline {
                 let peer = incoming.first().map(|one| one.peer);
                 let waits_for = peer.or(outgoing.first().map(|(peer, _)| *peer)).unwrap_or(self.rank);
                 let (rank, operation, seconds) = (self.rank, stamp.operation, self.deadline.as_secs_f64());
                 return Err(CollectiveError::Deadline { rank, waits_for, operation, seconds });
             }
-            looks += 1;
-            if looks < LOOKS { thread::yield_now() } else { thread::sleep(SLEEP) }
+            polls += 1;
+            if polls < POLLS { thread::yield_now() } else { thread::sleep(SLEEP) }
         }
     }
 }

@@ -4,7 +4,7 @@
 use std::io::Write;
 use std::time::Duration;
 
-use trainer::collective::{Collective, mpi};
+use collective::{Collective, mpi};
 
 use crate::suite;
 
