@@ -10,7 +10,7 @@ use std::time::Duration;
 use buffer::BufferConfig;
 use std::sync::Arc;
 
-use model::{Architecture, Config, ModelDirectory, Placement, Sampling, SharedCores, Sizes, ThreadPool};
+use model::{Config, ModelDirectory, Placement, Sampling, SharedCores, Sizes, ThreadPool};
 use rollout::tasks::{Arithmetic, ArithmeticTasks, TaskError, TaskOrder, TaskSource};
 use rollout::{EngineConfig, Overlong, StopRules, WorkerConfig};
 use trainer::advantage::AdvantageEstimator;
@@ -64,10 +64,7 @@ impl Recipe {
             max_position_embeddings: positions,
         });
         config.initializer_range = sizes.initializer_range;
-        config.architecture = sizes.architecture;
-        config.qkv_bias = config.architecture == Architecture::Qwen2;
-        config.qk_norm = config.architecture == Architecture::Qwen3;
-        config
+        config.of_family(sizes.architecture)
     }
 
     /// Training tasks and held-out tasks.

@@ -1,7 +1,7 @@
-//! Files and directories that appear whole or not at all.
+//! Atomic creation of files and directories.
 //!
-//! Invariant: a path gets its name only after everything under it is on disk; a crash leaves at most something called
-//! `*.partial`, which the next attempt replaces. It never overwrites and knows nothing of what is written.
+//! Invariant: a path is renamed to its name after everything under it is on disk. A crash leaves at most a `*.partial`, which
+//! the next attempt replaces. Nothing is overwritten.
 
 use std::fs::{self, File};
 use std::io;
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use crate::ModelError;
 
-/// Lets `write` make a file beside `path`, forces it to disk and then renames it.
+/// Calls `write` for a temporary file beside `path`, syncs it to disk and renames it.
 pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<(), ModelError>) -> Result<(), ModelError> {
     let temporary = partial(path);
     let error = write_error(path);
@@ -28,7 +28,7 @@ pub fn file(path: &Path, write: impl FnOnce(&Path) -> Result<(), ModelError>) ->
     written
 }
 
-/// Lets `fill` make the content of a new directory, forces it to disk and then renames it.
+/// Calls `fill` for a temporary directory, syncs it to disk and renames it.
 ///
 /// # Errors
 /// [`ModelError::Exists`] if there is something at `path`, besides what `fill` and the file system report.
@@ -68,7 +68,7 @@ fn sync(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
 }
 
-/// Forces everything under a directory to disk, then the directory.
+/// Syncs everything under a directory to disk, then the directory.
 fn sync_tree(directory: &Path) -> io::Result<()> {
     for entry in fs::read_dir(directory)? {
         let path = entry?.path();

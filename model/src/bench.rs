@@ -14,7 +14,7 @@ use crate::ThreadPool;
 use crate::machine::{Level, level};
 use crate::ops::attention::{self, PAGE, PageLayout, Segment};
 use crate::ops::heads::HeadShape;
-use crate::ops::linear::{Flat, Linear, weight_gradient};
+use crate::ops::linear::{FlatValues, Linear, weight_gradient};
 use crate::ops::matrix;
 use crate::ops::norm::rms_norm;
 use crate::ops::simd::{LANES, Vector, vectorized};
@@ -144,7 +144,7 @@ pub fn operations(config: &Config, rows: usize) -> Result<Vec<Operation>> {
         };
         range(first).start..range(last).end
     };
-    let shape = HeadShape::of(config);
+    let shape = config.head_shape();
     let (hidden, middle) = (config.hidden_size, config.intermediate_size);
     let mut all = Vec::new();
     for (name, weight, input) in [
@@ -193,7 +193,7 @@ fn products(
 ) -> Result<[Operation; 4]> {
     let output = weight.len() / input;
     let packed = Linear::packed(&parameters.values()[weight.clone()], input, None);
-    let flat = Linear::flat(&Flat::Model(Arc::clone(parameters)), weight.clone(), input, &(0..0));
+    let flat = Linear::flat(&FlatValues::Model(Arc::clone(parameters)), weight.clone(), input, &(0..0));
     let (x, g) = (matrix(noise(rows * input), input)?, matrix(noise(rows * output), output)?);
     let cost = (2 * rows * weight.len(), weight.len() + rows * (input + output));
     let mut gradient = vec![0.0; weight.len()];

@@ -1,8 +1,8 @@
 //! The tokenizer of fresh models: every printable ASCII character is one token.
 //!
 //! Invariant: the files are ordinary byte-level BPE files with an empty merge list, which every Hugging Face tool reads.
-//! Ids are 0 `<pad>`, 1 `<bos>`, 2 `<eos>`, 3 `<unk>`, 4 newline, then U+0020 to U+007E; 100 in all. It is not
-//! trained on anything and has no options.
+//! Ids are 0 `<pad>`, 1 `<bos>`, 2 `<eos>`, 3 `<unk>`, 4 newline, then U+0020 to U+007E; 100 in all. It
+//! is not trained and has no options.
 
 use serde_json::{Map, Value, json};
 
@@ -68,7 +68,7 @@ pub(crate) fn characters_config(max_length: usize) -> Value {
     })
 }
 
-/// The byte-level alphabet shifts what would be invisible in a vocabulary file out of the way.
+/// A character in the byte-level alphabet, which maps invisible characters to visible ones.
 fn byte_level(character: char) -> String {
     match character {
         ' ' => "\u{120}".to_owned(),

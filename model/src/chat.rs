@@ -1,7 +1,7 @@
-//! Messages to prompt text, with the chat template that came with the model.
+//! Chat templates: messages to prompt text.
 //!
-//! Invariant: the text is what transformers' `apply_chat_template` gives, byte for byte. It invents no template: a model
-//! without one takes text prompts only.
+//! Invariant: the text is that of transformers' `apply_chat_template`, byte for byte. A model without a template takes text
+//! prompts only.
 
 mod apart;
 
@@ -19,22 +19,22 @@ pub use apart::{render_apart, serve};
 /// A compiled chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    inner: Inner,
+    inner: CompiledTemplate,
     path: PathBuf,
 }
 
 #[derive(Debug)]
-enum Inner {
+enum CompiledTemplate {
     /// In this process.
     Here(Compiled),
-    /// In another one; the digest of the sources, and them.
-    Apart(String, Sources),
+    /// In another process: the digest of the sources, and the sources.
+    Apart(String, TemplateSources),
 }
 
 /// The texts that a template is compiled from.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Sources {
-    /// `chat_template.jinja`; without it the template stands in the config.
+struct TemplateSources {
+    /// `chat_template.jinja`; without it the template is in `config`.
     template: Option<String>,
     /// `tokenizer_config.json`, which has the special tokens.
     config: Option<String>,
@@ -42,7 +42,7 @@ struct Sources {
 
 /// A message as it is sent to another process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Turn {
+struct TemplateMessage {
     role: String,
     content: String,
 }
@@ -51,9 +51,9 @@ struct Turn {
 #[derive(Debug)]
 struct Compiled(hf_chat_template::ChatTemplate);
 
-/// Why there is no text.
+/// Failure to render a conversation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-enum Failed {
+enum TemplateFailure {
     /// The template does not compile.
     Compile(String),
     /// The template refuses the conversation, in these words.
@@ -85,37 +85,42 @@ impl ChatTemplate {
             None if parsed.chat_template.is_some() => config_path,
             None => return Ok(None),
         };
-        let sources = Sources { template, config };
+        let sources = TemplateSources { template, config };
         let inner = match apart::renderer() {
-            None => Compiled::new(&sources).map(Inner::Here),
+            None => Compiled::new(&sources).map(CompiledTemplate::Here),
             Some(renderer) => {
                 let key = sources.key();
-                renderer.ask((&key, &sources), None).map(|_| Inner::Apart(key, sources))
+                renderer.ask((&key, &sources), None).map(|_| CompiledTemplate::Apart(key, sources))
             }
         };
         match inner {
             Ok(inner) => Ok(Some(Self { inner, path })),
-            Err(Failed::Compile(reason) | Failed::Raised(reason) | Failed::Render(reason)) => {
-                Err(ModelError::Template { path, reason })
-            }
+            Err(
+                TemplateFailure::Compile(reason)
+                | TemplateFailure::Raised(reason)
+                | TemplateFailure::Render(reason),
+            ) => Err(ModelError::Template { path, reason }),
         }
     }
 
-    /// The prompt for a conversation. `add_generation_prompt` opens the assistant's turn at the end, as one wants
-    /// before sampling.
+    /// The prompt for a conversation. `add_generation_prompt` opens the assistant's turn at the end, for
+    /// sampling.
     ///
     /// # Errors
     /// If the template refuses the conversation (many insist on alternating roles), fails on it, or needs more time or
     /// memory than its process has.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, ModelError> {
-        let turn = |message: &Message| Turn { role: message.role.clone(), content: message.content.clone() };
-        let turns: Vec<Turn> = messages.iter().map(turn).collect();
+        let turn = |message: &Message| TemplateMessage {
+            role: message.role.clone(),
+            content: message.content.clone(),
+        };
+        let turns: Vec<TemplateMessage> = messages.iter().map(turn).collect();
         let rendered = match (&self.inner, apart::renderer()) {
-            (Inner::Here(compiled), _) => compiled.render(&turns, add_generation_prompt),
-            (Inner::Apart(key, sources), Some(renderer)) => {
+            (CompiledTemplate::Here(compiled), _) => compiled.render(&turns, add_generation_prompt),
+            (CompiledTemplate::Apart(key, sources), Some(renderer)) => {
                 renderer.ask((key, sources), Some((turns, add_generation_prompt)))
             }
-            (Inner::Apart(_, sources), None) => {
+            (CompiledTemplate::Apart(_, sources), None) => {
                 Compiled::new(sources).and_then(|compiled| compiled.render(&turns, add_generation_prompt))
             }
         };
@@ -123,7 +128,9 @@ impl ChatTemplate {
             path: self.path.clone(),
             roles: messages.iter().map(|m| m.role.as_str()).collect::<Vec<_>>().join(", "),
             reason: match failed {
-                Failed::Compile(reason) | Failed::Raised(reason) | Failed::Render(reason) => reason,
+                TemplateFailure::Compile(reason)
+                | TemplateFailure::Raised(reason)
+                | TemplateFailure::Render(reason) => reason,
             },
         })
     }
@@ -135,7 +142,7 @@ impl ChatTemplate {
     }
 }
 
-impl Sources {
+impl TemplateSources {
     /// A digest of both.
     fn key(&self) -> String {
         let mut hasher = blake3::Hasher::new();
@@ -148,21 +155,28 @@ impl Sources {
 }
 
 impl Compiled {
-    fn new(sources: &Sources) -> Result<Self, Failed> {
-        let config = parse(sources.config.as_deref()).map_err(|error| Failed::Compile(error.to_string()))?;
+    fn new(sources: &TemplateSources) -> Result<Self, TemplateFailure> {
+        let config =
+            parse(sources.config.as_deref()).map_err(|error| TemplateFailure::Compile(error.to_string()))?;
         let compiled = match &sources.template {
             Some(text) => hf_chat_template::ChatTemplate::from_template_and_config(text, &config),
             None => hf_chat_template::ChatTemplate::from_tokenizer_config(&config),
         };
-        compiled.map(Self).map_err(|error| Failed::Compile(error.to_string()))
+        compiled.map(Self).map_err(|error| TemplateFailure::Compile(error.to_string()))
     }
 
-    fn render(&self, turns: &[Turn], add_generation_prompt: bool) -> Result<String, Failed> {
-        let message = |turn: &Turn| hf_chat_template::Message::new(turn.role.as_str(), turn.content.as_str());
+    fn render(
+        &self,
+        turns: &[TemplateMessage],
+        add_generation_prompt: bool,
+    ) -> Result<String, TemplateFailure> {
+        let message = |turn: &TemplateMessage| {
+            hf_chat_template::Message::new(turn.role.as_str(), turn.content.as_str())
+        };
         let messages: Vec<_> = turns.iter().map(message).collect();
         self.0.render_messages(&messages, add_generation_prompt).map_err(|error| match error {
-            Error::TemplateRaised { message } => Failed::Raised(message),
-            other => Failed::Render(other.to_string()),
+            Error::TemplateRaised { message } => TemplateFailure::Raised(message),
+            other => TemplateFailure::Render(other.to_string()),
         })
     }
 }

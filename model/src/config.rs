@@ -1,15 +1,19 @@
-//! What shape a model has: the part of Hugging Face's `config.json` that the decoder computes with.
+//! Model configuration: the part of Hugging Face's `config.json` that determines the network.
 //!
-//! Invariant: a [`Config`] made by [`Config::load`] or [`Config::from_json`] describes a network that the decoder
-//! computes exactly as transformers does for every sequence up to [`Config::max_context`]; whatever would make a
-//! difference and is not supported is refused by name. It does not say how the weights are stored: every tensor
-//! file says that itself, so `torch_dtype` and `dtype` are not read.
+//! Invariant: the decoder computes the network of a [`Config`] from [`Config::load`] or [`Config::from_json`] as transformers
+//! does, for every sequence up to [`Config::max_context`]. A key with an unsupported meaning is refused by name. The storage
+//! type of weights is that of the tensor files; `torch_dtype` and `dtype` are not read.
 
+pub(crate) mod families;
 mod keys;
 mod read;
 #[cfg(test)]
 pub(crate) mod tests;
 mod write;
+
+pub use families::Architecture;
+
+use crate::layer::LayerSpec;
 
 /// The key of [`Reduction`] in `config.json`, which is absent for the default.
 pub(crate) const REDUCTION_KEY: &str = "rlrun_reduction";
@@ -17,9 +21,9 @@ pub(crate) const REDUCTION_KEY: &str = "rlrun_reduction";
 /// Shape of a decoder-only transformer with grouped-query attention, rotary embedding, RMSNorm and SwiGLU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
-    /// Which family the files belong to; the flags below say what that means for the network.
+    /// The family of the files.
     pub architecture: Architecture,
-    /// What is read from the last hidden state.
+    /// The head on the last hidden state.
     pub head: Head,
     /// Rows of the embedding; may exceed the tokenizer's vocabulary.
     pub vocab_size: usize,
@@ -39,16 +43,12 @@ pub struct Config {
     pub rms_norm_eps: f32,
     /// Base of the rotary wavelengths.
     pub rope_theta: f64,
-    /// How the rotary frequencies are stretched for long contexts.
+    /// Scaling of the rotary frequencies for long contexts.
     pub rope_scaling: RopeScaling,
     /// The head is the embedding, and the files hold no `lm_head.weight`.
     pub tie_word_embeddings: bool,
-    /// The query, key and value projections have a bias.
-    pub qkv_bias: bool,
-    /// The output projection of attention has a bias.
-    pub o_bias: bool,
-    /// Queries and keys are normalised per head before the rotary embedding.
-    pub qk_norm: bool,
+    /// What every layer computes.
+    pub layer: LayerSpec,
     /// Tokens that the position embedding was made for.
     pub max_position_embeddings: usize,
     /// Width of the attention window where one is in use. Attention here is always full, which is the same thing up
@@ -79,21 +79,7 @@ pub enum Reduction {
     Tree,
 }
 
-/// The supported model families.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Architecture {
-    /// Llama 1 to 3.
-    Llama,
-    /// Mistral, dense.
-    Mistral,
-    /// Qwen 2 and 2.5, dense.
-    Qwen2,
-    /// Qwen 3, dense.
-    Qwen3,
-}
-
-/// What a model reads from its last hidden state.
+/// The head on the last hidden state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Head {
     /// The next token.
@@ -105,12 +91,12 @@ pub enum Head {
     Value,
 }
 
-/// How the rotary frequencies are stretched.
+/// Scaling of the rotary frequencies (RoPE, Su et al. 2021, arXiv 2104.09864).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RopeScaling {
-    /// Not at all.
+    /// None.
     None,
-    /// All by the same factor.
+    /// All frequencies by the same factor (Chen et al. 2023, arXiv 2306.15595).
     Linear {
         /// Divides every frequency.
         factor: f64,
@@ -165,9 +151,7 @@ impl Config {
             rope_theta: 10_000.0,
             rope_scaling: RopeScaling::None,
             tie_word_embeddings: true,
-            qkv_bias: true,
-            o_bias: false,
-            qk_norm: false,
+            layer: Architecture::Qwen2.family().layer(false),
             max_position_embeddings: sizes.max_position_embeddings,
             sliding_window: None,
             eos_token_ids: vec![2],
@@ -178,6 +162,12 @@ impl Config {
         }
     }
 
+    /// The same sizes in another family.
+    #[must_use]
+    pub fn of_family(self, architecture: Architecture) -> Self {
+        Self { architecture, layer: architecture.family().layer(false), ..self }
+    }
+
     /// Longest sequence, in tokens, that the model computes as it was trained to: the position range, or the attention
     /// window where that is narrower.
     #[must_use]
@@ -185,7 +175,7 @@ impl Config {
         self.sliding_window.map_or(self.max_position_embeddings, |w| w.min(self.max_position_embeddings))
     }
 
-    /// What limits sequences, and why, for messages: the positions, or the window.
+    /// The limit on the length of sequences and its reason, for messages: the positions, or the window.
     #[must_use]
     pub fn context_limit(&self) -> String {
         let most = self.max_context();
@@ -198,7 +188,7 @@ impl Config {
         }
     }
 
-    /// What a user has to know of a model with a sliding window, if this is one.
+    /// A note to the user about a sliding window, if the model has one.
     #[must_use]
     pub fn window_note(&self) -> Option<String> {
         let window = self.sliding_window.filter(|window| *window < self.max_position_embeddings)?;
@@ -242,37 +232,6 @@ impl Config {
                 };
                 (0..pairs).map(plain).map(stretch).collect()
             }
-        }
-    }
-}
-
-impl Architecture {
-    /// All families.
-    pub const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
-
-    /// The value of `model_type` in `config.json`.
-    #[must_use]
-    pub fn model_type(self) -> &'static str {
-        match self {
-            Self::Llama => "llama",
-            Self::Mistral => "mistral",
-            Self::Qwen2 => "qwen2",
-            Self::Qwen3 => "qwen3",
-        }
-    }
-
-    /// The class in `architectures` of `config.json`.
-    #[must_use]
-    pub fn class_name(self, head: Head) -> String {
-        let family = match self {
-            Self::Llama => "Llama",
-            Self::Mistral => "Mistral",
-            Self::Qwen2 => "Qwen2",
-            Self::Qwen3 => "Qwen3",
-        };
-        match head {
-            Head::Language | Head::LanguageAndValue => format!("{family}ForCausalLM"),
-            Head::Value => format!("{family}ForSequenceClassification"),
         }
     }
 }

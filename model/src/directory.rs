@@ -1,8 +1,8 @@
-//! A model directory as Hugging Face tools write and read it.
+//! A model directory in the layout of Hugging Face.
 //!
-//! Invariant: what an open directory says fits together (every id of the tokenizer has a row of the embedding), and what
-//! is exported differs from it in the weights and their declared number format alone, whatever has become of its files
-//! since. It does not download, and it holds no weights itself.
+//! Invariant: the parts of an open directory are consistent (every id of the tokenizer has a row of the embedding). An export
+//! differs from it in the weights and their declared number format alone, even if its files have changed since. There is no
+//! download, and weights are not kept.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -22,7 +22,7 @@ use crate::{atomic, files, manifest};
 /// Bytes per weight file before an export is split, as transformers has long done it.
 const MAX_SHARD_BYTES: usize = 5_000_000_000;
 
-/// Everything of a model that is no weight, copied by an export as it is.
+/// Files other than weights, which an export copies.
 const COPIED: [&str; 11] = [
     "config.json",
     "generation_config.json",
@@ -44,13 +44,13 @@ pub struct ModelDirectory {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
     stop_token_ids: Vec<u32>,
-    /// Name and content of what an export copies. It is held because the directory may be gone by then: a run that was
-    /// resumed from a checkpoint outlives it.
+    /// Name and content of the files that an export copies. They are kept in memory because the directory may be deleted: a
+    /// run that resumes from a checkpoint outlives that checkpoint.
     copied: Vec<(&'static str, Vec<u8>)>,
 }
 
 impl ModelDirectory {
-    /// Reads everything but the weights, and checks that it fits together.
+    /// Reads everything but the weights and checks that the parts are consistent.
     ///
     /// # Errors
     /// If a file is missing or broken, the network is not supported, or the tokenizer has ids beyond the embedding.
@@ -66,7 +66,7 @@ impl ModelDirectory {
         Ok(Self { path: dir.to_owned(), config, tokenizer, template, stop_token_ids, copied })
     }
 
-    /// Writes a complete new model that reads and writes characters, with random weights.
+    /// Writes a new character-level model with random weights.
     ///
     /// # Errors
     /// If the directory exists already or cannot be written, or the sizes make no sense.
@@ -92,8 +92,7 @@ impl ModelDirectory {
         Self::open(dir)
     }
 
-    /// The same model with another head: what it exports says so, and takes weights that have it
-    /// ([`Parameters::with_head`]).
+    /// The same model with another head, which its exports declare; see [`Parameters::with_head`] for the weights.
     #[must_use]
     pub fn with_head(mut self, head: Head) -> Self {
         self.config.head = head;
@@ -199,7 +198,7 @@ impl ModelDirectory {
         Ok(ids)
     }
 
-    /// Tokens that end a completion, ascending: those of `config.json` and `generation_config.json`, and the
+    /// `[n]` ids of the tokens that end a completion, ascending: those of `config.json` and `generation_config.json`, and the
     /// tokenizer's own end of text.
     #[must_use]
     pub fn stop_token_ids(&self) -> &[u32] {

@@ -1,7 +1,7 @@
-//! What can be wrong with a model directory, said with the file, the key or tensor, and the way out.
+//! Errors of model directories: the file, the key or tensor, and the remedy.
 //!
-//! Invariant: every variant carries the evidence that a user needs to act without opening a debugger. It does not
-//! cover misuse by the other crates of the house (a token id beyond the vocabulary and the like): those panic.
+//! Invariant: every variant carries the evidence that a user needs to act. Misuse by other crates, such as a token id beyond
+//! the vocabulary, is not covered: it panics.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! Files that others made, read within bounds.
+//! Bounded reads of untrusted files.
 //!
 //! Invariant: only regular files are read. A pipe, a socket or a device is an error at once: opening one neither waits
 //! for a writer nor reads without an end. A file that is read into memory is no longer than its limit.

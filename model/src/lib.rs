@@ -3,21 +3,22 @@
 //! # Layout
 //! - [`directory`]: a model directory in Hugging Face layout, opened, made and exported; it is made of
 //!   [`config`], [`parameters`] (all weights as one flat buffer), [`tokenizer`] and [`chat`]
-//! - [`files`]: files that others made, read within bounds; [`manifest`]: a digest of every file of a directory
+//! - [`files`]: bounded reads of untrusted files; [`manifest`]: a digest of every file of a directory
 //! - [`mod@thread_pool`]: thread pools of the roles over the cores of a process; [`mod@turns`]: one device for two roles
 //! - [`decoder`]: the network, for whole sequences and for decoding from a paged cache
 //! - [`on_device`]: the same network on a GPU
-//! - [`scorer`]: reward models, ours and those of candle-transformers; [`resident`]: weights that are not trained, kept or
-//!   swapped in
+//! - [`scorer`]: reward models, on our decoder and of candle-transformers; [`resident`]: frozen weights, kept in memory or
+//!   read for every use
+//! - [`layer`]: one decoder layer as data, from which layout, files, LoRA and the decoders follow
 //! - `ops`: its hot operations, each with its backward
-//! - [`products`]: the decoder's matrix product, for who computes on its weights
-//! - [`machine`]: what this machine can do
+//! - [`products`]: the decoder's matrix product, for optimizers and adapters
+//! - [`machine`]: CPU features of this machine
 //! - [`sampling`]: from logits to a token and its log-probability
 //! - [`mod@characters`]: the character-level tokenizer of fresh models
-//! - [`mod@bench`]: what a machine can do at best
+//! - [`mod@bench`]: peak throughput of a machine
 //!
 //! # Example
-//! A fresh model that nobody has trained, and the token it puts behind three others:
+//! An untrained model samples the token after a prompt of three:
 //! ```
 //! use model::{Config, Decoder, Draw, KvCache, Parameters, Sampling, Sizes, StepSequence, ThreadPool};
 //!
@@ -34,7 +35,7 @@
 //! let decoder = Decoder::new(&config, &Parameters::random(&config, seed));
 //!
 //! let mut cache = KvCache::new(&config, config.max_context());
-//! let pages = [cache.take().expect("nobody holds a page of a new cache")];
+//! let pages = [cache.take().expect("all pages of a new cache are free")];
 //! let prompt = StepSequence { tokens: &[22, 16, 22], position: 0, pages: &pages, wanted: 1 };
 //! let mut logits = decoder.step(&mut cache, &[prompt], &ThreadPool::single())?;
 //! let uniform = 0.5;
@@ -52,6 +53,7 @@ pub mod decoder;
 pub mod directory;
 pub mod error;
 pub mod files;
+pub mod layer;
 pub mod machine;
 pub mod manifest;
 pub mod on_device;
@@ -76,6 +78,7 @@ pub use decoder::{
 };
 pub use directory::ModelDirectory;
 pub use error::ModelError;
+pub use layer::{LayerSpec, QueryKeyNorm, TargetModule};
 pub use ops::head::{Prediction, PredictionGradient, Target};
 pub use parameters::{Layout, ParameterSpec, Parameters, Unit};
 pub use resident::{MemoryBudget, Placement, ResidentParameters};

@@ -1,4 +1,4 @@
-//! What this machine can do.
+//! CPU features of this machine.
 
 /// Instruction sets that loops are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -7,11 +7,11 @@ pub enum Level {
     Avx512,
     /// AVX2 and FMA.
     Avx2,
-    /// What every machine has.
+    /// The baseline of the target.
     Portable,
 }
 
-/// The best that this machine has.
+/// The widest instruction set of this machine.
 #[must_use]
 pub fn level() -> Level {
     #[cfg(target_arch = "x86_64")]

@@ -7,7 +7,7 @@
 //! A subdirectory with a manifest of its own is listed by that manifest, so that it can be checked, and copied, alone.
 //!
 //! Invariant: a directory passes its check if and only if every file that was there when the manifest was written has
-//! the same bytes. Files that came later are not looked at, and neither is a `manifest.json` that is not rlrun's.
+//! the same bytes. Later files are ignored, and so is a `manifest.json` that rlrun did not write.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read};
@@ -28,19 +28,19 @@ const MAX_DEPTH: usize = 8;
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Manifest {
-    /// Says whose the file is, and its layout.
+    /// Marks the file as rlrun's; its format version.
     rlrun_manifest: u64,
     /// By path from the directory, with slashes.
-    files: BTreeMap<String, Entry>,
+    files: BTreeMap<String, ManifestEntry>,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Entry {
+struct ManifestEntry {
     bytes: u64,
     blake3: String,
 }
 
-/// Writes the manifest of everything that is in `dir` now.
+/// Writes the manifest of all files in `dir`.
 ///
 /// # Errors
 /// If a file cannot be read, or the manifest cannot be written.
@@ -121,7 +121,7 @@ fn collect(
     dir: &Path,
     prefix: &str,
     depth: usize,
-    found: &mut BTreeMap<String, Entry>,
+    found: &mut BTreeMap<String, ManifestEntry>,
 ) -> Result<(), ModelError> {
     let read = |path: &Path, source| ModelError::Read { path: path.to_owned(), source };
     if depth > MAX_DEPTH {
@@ -144,7 +144,7 @@ fn collect(
     Ok(())
 }
 
-fn entry(path: &Path) -> io::Result<Entry> {
+fn entry(path: &Path) -> io::Result<ManifestEntry> {
     let mut file = files::open(path)?;
     let (mut hasher, mut chunk, mut bytes) = (blake3::Hasher::new(), vec![0; CHUNK], 0);
     loop {
@@ -157,7 +157,7 @@ fn entry(path: &Path) -> io::Result<Entry> {
         hasher.update(&chunk[..read]);
         bytes += read as u64;
     }
-    Ok(Entry { bytes, blake3: hasher.finalize().to_hex().to_string() })
+    Ok(ManifestEntry { bytes, blake3: hasher.finalize().to_hex().to_string() })
 }
 
 fn damaged(dir: &Path, path: PathBuf, reason: String) -> ModelError {

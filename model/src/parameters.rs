@@ -11,6 +11,7 @@ use std::sync::Arc;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
+use crate::layer::{LayerRanges, LayerTensor};
 use crate::{Config, Head, ModelError};
 
 /// The name of the value head in files: that of transformers' sequence classifiers.
@@ -29,13 +30,14 @@ pub struct Layout {
     specs: Vec<ParameterSpec>,
     by_name: HashMap<String, usize>,
     layers: Vec<Range<usize>>,
+    ranges: LayerRanges,
     len: usize,
 }
 
-/// A part of the flat buffer that is reversed, reduced and gathered as a whole.
+/// A part of the flat buffer that the backward completes, and that ranks reduce and gather, as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Unit {
-    /// The embedding, which is the head as well where they are tied.
+    /// The embedding, which is also the head if the two are tied.
     Embedding,
     /// A layer.
     Layer(usize),
@@ -72,14 +74,14 @@ impl Parameters {
         parameters
     }
 
-    /// All zeros: the form of gradients and optimizer moments.
+    /// All zeros, as gradients and optimizer moments begin.
     #[must_use]
     pub fn zeros(layout: Arc<Layout>) -> Self {
         let values = vec![0.0; layout.len];
         Self { layout, values }
     }
 
-    /// The same weights under another head: tensors that both models have are copied, a new head is zero.
+    /// The same weights under another head: common tensors are copied, a new head is zero.
     #[must_use]
     pub fn with_head(&self, config: &Config) -> Self {
         let mut parameters = Self::zeros(Arc::new(Layout::new(config)));
@@ -92,7 +94,7 @@ impl Parameters {
         parameters
     }
 
-    /// Takes a flat buffer in the order of the layout.
+    /// Parameters of the flat buffer `values [layout.len()]`, in the order of the layout.
     ///
     /// # Errors
     /// [`ModelError::Length`] if it does not have the layout's length.
@@ -109,7 +111,7 @@ impl Parameters {
         &self.layout
     }
 
-    /// One tensor, row-major.
+    /// The tensor of this Hugging Face name, row-major in the shape of its [`ParameterSpec`], `[out, in]` for a matrix.
     ///
     /// # Panics
     /// If the layout has no tensor of this name.
@@ -119,25 +121,25 @@ impl Parameters {
         &self.values[spec.range()]
     }
 
-    /// All values in the order of the layout.
+    /// `[layout.len()]` all values, in the order of the layout.
     #[must_use]
     pub fn values(&self) -> &[f32] {
         &self.values
     }
 
-    /// All values in the order of the layout, for updates in place.
+    /// `[layout.len()]` all values, in the order of the layout, for updates in place.
     #[must_use]
     pub fn values_mut(&mut self) -> &mut [f32] {
         &mut self.values
     }
 
-    /// The buffer itself, for weights that are out of memory while nobody computes with them: whoever takes the values
-    /// out puts the same ones back.
+    /// The buffer `[layout.len()]` itself, for offloading weights that are not in use. A caller that takes the values out
+    /// puts the same values back.
     pub fn buffer_mut(&mut self) -> &mut Vec<f32> {
         &mut self.values
     }
 
-    /// Gives up the flat buffer.
+    /// Returns the flat buffer `[layout.len()]`.
     #[must_use]
     pub fn into_values(self) -> Vec<f32> {
         self.values
@@ -148,11 +150,14 @@ impl Layout {
     /// The layout of a model.
     #[must_use]
     pub fn new(config: &Config) -> Self {
-        let mut layout = Self { specs: Vec::new(), by_name: HashMap::new(), layers: Vec::new(), len: 0 };
+        let tensors = config.layer_tensors();
+        let ranges = LayerRanges::new(&tensors);
+        let mut layout =
+            Self { specs: Vec::new(), by_name: HashMap::new(), layers: Vec::new(), ranges, len: 0 };
         let hidden = config.hidden_size;
         layout.push("model.embed_tokens.weight".to_owned(), &[config.vocab_size, hidden]);
         for layer in 0..config.num_layers {
-            layout.push_layer(config, layer);
+            layout.push_layer(&tensors, layer);
         }
         layout.push("model.norm.weight".to_owned(), &[hidden]);
         if !config.tie_word_embeddings && config.head != Head::Value {
@@ -181,6 +186,11 @@ impl Layout {
     #[must_use]
     pub fn layers(&self) -> &[Range<usize>] {
         &self.layers
+    }
+
+    /// Ranges of the operands among the values of any layer.
+    pub(crate) fn ranges(&self) -> &LayerRanges {
+        &self.ranges
     }
 
     /// All units in the order of the buffer.
@@ -227,32 +237,11 @@ impl Layout {
         self.by_name.get(name).copied()
     }
 
-    fn push_layer(&mut self, config: &Config, layer: usize) {
+    fn push_layer(&mut self, tensors: &[LayerTensor], layer: usize) {
         let start = self.len;
-        let (hidden, inner) = (config.hidden_size, config.intermediate_size);
-        let (q, kv) = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim);
-        let mut push = |name: &str, shape: &[usize]| self.push(format!("model.layers.{layer}.{name}"), shape);
-        push("input_layernorm.weight", &[hidden]);
-        for (name, rows) in [("q", q), ("k", kv), ("v", kv)] {
-            push(&format!("self_attn.{name}_proj.weight"), &[rows, hidden]);
+        for LayerTensor { name, shape, .. } in tensors {
+            self.push(format!("model.layers.{layer}.{name}"), shape);
         }
-        if config.qkv_bias {
-            for (name, rows) in [("q", q), ("k", kv), ("v", kv)] {
-                push(&format!("self_attn.{name}_proj.bias"), &[rows]);
-            }
-        }
-        if config.qk_norm {
-            push("self_attn.q_norm.weight", &[config.head_dim]);
-            push("self_attn.k_norm.weight", &[config.head_dim]);
-        }
-        push("self_attn.o_proj.weight", &[hidden, q]);
-        if config.o_bias {
-            push("self_attn.o_proj.bias", &[hidden]);
-        }
-        push("post_attention_layernorm.weight", &[hidden]);
-        push("mlp.gate_proj.weight", &[inner, hidden]);
-        push("mlp.up_proj.weight", &[inner, hidden]);
-        push("mlp.down_proj.weight", &[hidden, inner]);
         self.layers.push(start..self.len);
     }
 
@@ -279,8 +268,8 @@ impl ParameterSpec {
     }
 }
 
-/// Box-Muller from a counter-based stream of its own. `libm` rather than the platform's `ln` and `cos`, whose last
-/// bits differ between systems.
+/// Fills a tensor by the Box-Muller transform from a counter-based random stream. `libm` gives the same bits on every
+/// platform, which `ln` and `cos` of the system do not.
 fn fill_normal(values: &mut [f32], std: f64, (seed, stream): (u64, u64)) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     rng.set_stream(stream);
@@ -334,7 +323,7 @@ mod tests {
             };
             neighbours(&["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"]);
             neighbours(&["mlp.gate_proj.weight", "mlp.up_proj.weight"]);
-            if config.qkv_bias {
+            if config.layer.qkv_bias {
                 neighbours(&["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"]);
             }
         }

@@ -1,8 +1,8 @@
-//! The decoder's matrix product on plain slices, for optimizers and adapters, which compute on weights.
+//! The decoder's matrix product (GEMM) on slices, for optimizers and adapters.
 //!
 //! Invariant: every element is one chain of fused multiply-adds over the inner dimension in ascending order, so its bits
-//! depend on a row, a column and what stands there, and on no machine. It runs on the thread that calls it: whoever has
-//! several matrices gives each a thread.
+//! depend on its row and its column alone, not on the machine. A product runs on the calling thread; a caller with several
+//! matrices gives each a thread.
 
 use crate::ops::gemm::{self, Right};
 
@@ -16,7 +16,7 @@ pub fn multiply(left: StridedMatrix<'_>, right: StridedMatrix<'_>, out: &mut [f3
     gemm::multiply(left, Right::Unpacked(right), out);
 }
 
-/// `out += left x right`, as [`multiply`].
+/// `out [rows, columns] += left [rows, inner] x right [inner, columns]`.
 ///
 /// # Panics
 /// If the shapes do not fit each other.
@@ -29,7 +29,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_sides_can_be_transposed_and_sums_go_on_from_what_is_there() {
+    fn both_sides_can_be_transposed_and_products_accumulate() {
         // [2, 3] and [3, 2], small whole numbers, so that every order of summation is exact.
         let (a, b) = ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0, 10.0, 11.0, 12.0]);
         let (a, b) = (StridedMatrix::new(&a, 3), StridedMatrix::new(&b, 2));

@@ -1,7 +1,7 @@
-//! Weights of models that are not trained: in memory all the time, or only while they compute.
+//! Weights of frozen models (reference, reward): kept in memory, or read for every use.
 //!
-//! Invariant: what a model computes does not depend on where its weights are between two uses. Models share a budget;
-//! those that do not fit are read from their files for every use, and let go after it.
+//! Invariant: results do not depend on which of the two applies. Models share a memory budget; one that does not fit is read
+//! from its files for every use and freed after it.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,18 +10,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::manifest;
 use crate::{Config, Layout, ModelError, Parameters};
 
-/// Where a model computes that is not the policy.
+/// Placement of a model other than the policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Placement {
-    /// On the policy's device: here the cores of the policy's role, one after the other.
+    /// On the policy's device, in turns with it: on the processor, the thread pool of the policy's role.
     Colocated,
-    /// On a worker of its own, beside the policy.
+    /// On a worker of its own, at the same time as the policy.
     #[default]
     Separated,
 }
 
-/// Bytes that models beside the policy may keep in memory together.
+/// Memory that all frozen models may keep together, bytes.
 #[derive(Debug)]
 pub struct MemoryBudget {
     left: AtomicU64,
@@ -32,20 +32,20 @@ pub struct MemoryBudget {
 pub struct ResidentParameters {
     directory: std::path::PathBuf,
     config: Config,
-    /// `None` of a model that is swapped in.
+    /// `None` if they are read for every use.
     kept: Option<Arc<Parameters>>,
-    /// Times that they were read.
+    /// Number of reads.
     loads: Arc<Mutex<u64>>,
 }
 
 impl MemoryBudget {
-    /// A budget in bytes; without one everything fits.
+    /// A budget in bytes; `None` is unlimited.
     #[must_use]
     pub fn new(bytes: Option<u64>) -> Self {
         Self { left: AtomicU64::new(bytes.unwrap_or(u64::MAX)) }
     }
 
-    /// Takes `bytes` out of the budget, if they are there.
+    /// Reserves `bytes` of the budget; false if fewer are left.
     pub fn claim(&self, bytes: u64) -> bool {
         let take = |left: u64| left.checked_sub(bytes);
         self.left.fetch_update(Ordering::AcqRel, Ordering::Acquire, take).is_ok()
@@ -59,10 +59,10 @@ impl Default for MemoryBudget {
 }
 
 impl ResidentParameters {
-    /// The weights in `directory`, which has the shape `config`: read once and kept if `budget` has room for them.
+    /// The weights of `config` in `directory`: read once, and kept if they fit `budget`.
     ///
     /// # Errors
-    /// Those of [`Parameters::load`] and [`manifest::check`]; also of a model that does not stay, so that a broken file shows at once.
+    /// Those of [`Parameters::load`] and [`manifest::check`], also for weights that are not kept: a broken file shows at once.
     pub fn open(directory: &Path, config: &Config, budget: &MemoryBudget) -> Result<Self, ModelError> {
         manifest::check(directory)?;
         let loaded = Parameters::load(directory, config)?;
@@ -72,7 +72,7 @@ impl ResidentParameters {
         Ok(Self { directory, config, kept, loads: Arc::new(Mutex::new(1)) })
     }
 
-    /// Weights that are in memory already, and stay.
+    /// Weights that are in memory already and are kept.
     #[must_use]
     pub fn of(config: Config, parameters: Arc<Parameters>) -> Self {
         Self { directory: std::path::PathBuf::new(), config, kept: Some(parameters), loads: Arc::default() }
@@ -84,19 +84,19 @@ impl ResidentParameters {
         &self.config
     }
 
-    /// Whether they are in memory only while somebody holds what [`ResidentParameters::get`] returned.
+    /// Whether they are in memory only between [`ResidentParameters::get`] and the drop of its result.
     #[must_use]
     pub fn is_swapped(&self) -> bool {
         self.kept.is_none()
     }
 
-    /// How often they have been read from their files.
+    /// Number of reads from their files.
     #[must_use]
     pub fn loads(&self) -> u64 {
         *self.loads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The weights; of a swapped model they are read now, and gone when the caller drops them.
+    /// The weights. Those that are not kept are read now, and freed when the caller drops them.
     ///
     /// # Errors
     /// Those of [`Parameters::load`].
@@ -133,8 +133,8 @@ mod tests {
         let (beside, swapped) = (open(), open());
         assert!(!beside.is_swapped() && swapped.is_swapped());
         assert_eq!(beside.get().unwrap().values(), swapped.get().unwrap().values());
-        let held = swapped.get().unwrap();
-        assert_eq!(Arc::strong_count(&held), 1, "nobody else keeps them");
+        let weights = swapped.get().unwrap();
+        assert_eq!(Arc::strong_count(&weights), 1, "no other owner keeps the weights");
         assert_eq!((beside.loads(), swapped.loads()), (1, 3));
     }
 }

@@ -1,17 +1,18 @@
-//! From logits to a token, with its log-probability under the distribution that it was really drawn from.
+//! Sampling of a token from logits, with its behavior log-probability: temperature, top-k, top-p (nucleus sampling, Holtzman
+//! et al. 2019, arXiv 1904.09751) and min-p (Nguyen et al. 2024, arXiv 2407.01082) applied.
 //!
-//! Invariant: the log-probability is computed by the same function that the trainer uses, so that equal weights give
-//! equal bits. The random number comes from the caller: nothing here holds a generator.
+//! Invariant: the log-probability is computed by the function that the trainer uses, so that equal weights give equal bits.
+//! The random number comes from the caller; there is no generator here.
 
 use crate::ops::simd::{exp, vectorized};
 use crate::ops::softmax::scale_and_normalizer;
 
-/// How the next token is chosen.
+/// Parameters of the sampling distribution.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
     /// Divides the logits; 0 takes the most likely token.
     pub temperature: f32,
-    /// Keeps the smallest set of tokens that holds this much probability; 1 keeps all.
+    /// Keeps the smallest set of tokens with at least this total probability; 1 keeps all.
     pub top_p: f32,
     /// Keeps this many of the most likely tokens; 0 keeps all.
     pub top_k: usize,
@@ -33,19 +34,19 @@ impl Sampling {
     }
 }
 
-/// A token as it was drawn.
+/// A sampled token.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Draw {
     /// The token.
     pub token: u32,
     /// Its log-probability under the distribution drawn from, nats; 0 for a greedy choice.
     pub logprob: f32,
-    /// The tokens that truncation left, ascending; `None` if nothing was cut off.
+    /// `[kept]` token ids that truncation left, ascending; `None` without truncation.
     pub kept: Option<Vec<u32>>,
 }
 
 impl Draw {
-    /// Draws from `logits [V]`, which are overwritten, by the uniform number `uniform` in [0, 1).
+    /// Samples from `logits [vocab_size]`, which are overwritten, with the uniform random number `uniform` in [0, 1).
     ///
     /// # Panics
     /// If there are no logits.

@@ -1,11 +1,11 @@
-//! Networks that give a sequence one number: reward models.
+//! Reward models: networks that score a sequence.
 //!
-//! Invariant: the score of a sequence does not depend on what it is scored with. Our own decoder with a value head scores
-//! whole packs without padding, prompts that several sequences share once; sequence classifiers of other architectures
-//! are those of candle-transformers, one sequence at a time.
+//! Invariant: the score of a sequence does not depend on its batch. Our decoder with a value head scores packed sequences
+//! without padding and computes a common prompt once. Sequence classifiers of other architectures are those of
+//! candle-transformers, and score one sequence at a time.
 //!
-//! Of its classifiers two give a plain score: DeBERTa-v2/v3 and XLM-RoBERTa. (That of ModernBERT ends in a softmax, which
-//! is 1 for a single label; there are none with a head on other decoders.)
+//! Two of those classifiers give a plain score: DeBERTa-v2/v3 and XLM-RoBERTa. (ModernBERT's ends in a softmax, which is 1 for
+//! a single label; candle-transformers has no classifier on other decoders.)
 
 use std::path::{Path, PathBuf};
 
@@ -15,6 +15,7 @@ use candle_transformers::models::{debertav2, xlm_roberta};
 use serde_json::Value;
 use trajectory::Prompt;
 
+use crate::config::families::class_prefixes;
 use crate::files;
 use crate::resident::{MemoryBudget, ResidentParameters};
 use crate::{
@@ -22,14 +23,14 @@ use crate::{
     ThreadPool, Tokenizer,
 };
 
-/// A reward model, ready to score.
+/// A reward model.
 pub struct SequenceScorer {
     tokenizer: Tokenizer,
     fingerprint: String,
-    network: Network,
+    network: ScorerNetwork,
 }
 
-/// Tokens of a prompt and of what answers it.
+/// Token ids of a prompt and its completion.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PromptCompletion {
     /// The prompt; empty where both are encoded as one.
@@ -52,18 +53,18 @@ impl PromptCompletion {
     }
 }
 
-enum Network {
+enum ScorerNetwork {
     /// Our decoder with a value head: the value after the last token.
-    Decoder(Box<Ours>),
+    Decoder(Box<DecoderScorer>),
     /// A classifier with one label.
     Classifier(Box<Classifier>),
 }
 
-struct Ours {
+struct DecoderScorer {
     directory: ModelDirectory,
     parameters: ResidentParameters,
-    /// Made once of what stays in memory.
-    ready: Option<Decoder>,
+    /// The network of weights that stay in memory.
+    loaded: Option<Decoder>,
     quantization: Quantization,
 }
 
@@ -86,7 +87,7 @@ impl std::fmt::Debug for SequenceScorer {
 
 impl SequenceScorer {
     /// Opens a reward model in Hugging Face layout: a sequence classifier with one label. Its weights stay in memory if
-    /// `budget` has room for them; classifiers of other architectures stay always.
+    /// they fit `budget`; classifiers of other architectures always stay.
     ///
     /// # Errors
     /// If a file is missing or broken, or the model is none that gives a sequence one number.
@@ -96,7 +97,7 @@ impl SequenceScorer {
         let (tokenizer, network) = match class.as_str() {
             "DebertaV2ForSequenceClassification" | "XLMRobertaForSequenceClassification" => {
                 let tokenizer = Tokenizer::load(&path.join("tokenizer.json"))?;
-                (tokenizer, Network::Classifier(Box::new(Classifier::open(path, &class, &keys)?)))
+                (tokenizer, ScorerNetwork::Classifier(Box::new(Classifier::open(path, &class, &keys)?)))
             }
             _ => {
                 let directory = ModelDirectory::open(path)?;
@@ -105,32 +106,41 @@ impl SequenceScorer {
                         path: path.join("config.json"),
                         key: "architectures".to_owned(),
                         found: keys["architectures"].to_string(),
-                        supported: "reward models: Llama, Mistral, Qwen2, Qwen3, DebertaV2 and XLMRoberta \
-                                    ForSequenceClassification with one label"
-                            .to_owned(),
+                        supported: format!(
+                            "reward models: {}, DebertaV2 and XLMRoberta ForSequenceClassification with one label",
+                            class_prefixes()
+                        ),
                     });
                 }
                 let parameters = ResidentParameters::open(path, directory.config(), budget)?;
                 let tokenizer = directory.tokenizer().clone();
-                let ready =
+                let loaded =
                     (!parameters.is_swapped()).then(|| decoder(&parameters, quantization)).transpose()?;
-                (tokenizer, Network::Decoder(Box::new(Ours { directory, parameters, ready, quantization })))
+                (
+                    tokenizer,
+                    ScorerNetwork::Decoder(Box::new(DecoderScorer {
+                        directory,
+                        parameters,
+                        loaded,
+                        quantization,
+                    })),
+                )
             }
         };
         let fingerprint = tokenizer.fingerprint();
         Ok(Self { tokenizer, fingerprint, network })
     }
 
-    /// Whether tokens of the tokenizer with this fingerprint mean the same here, so that they need not be made anew.
+    /// Whether the tokenizer has this fingerprint, so that token ids can be reused without encoding the text again.
     #[must_use]
     pub fn shares_tokens(&self, fingerprint: &str) -> bool {
         self.reads_tokens_of() == Some(fingerprint)
     }
 
-    /// The fingerprint of the tokenizer whose tokens it reads; none if it has to be given texts.
+    /// The fingerprint of the tokenizer whose token ids it accepts; `None` if it accepts texts only.
     #[must_use]
     pub fn reads_tokens_of(&self) -> Option<&str> {
-        matches!(self.network, Network::Decoder(_)).then_some(&*self.fingerprint)
+        matches!(self.network, ScorerNetwork::Decoder(_)).then_some(&*self.fingerprint)
     }
 
     /// Its tokenizer.
@@ -139,18 +149,18 @@ impl SequenceScorer {
         &self.tokenizer
     }
 
-    /// Whether its weights are read for every use.
+    /// Whether the weights are read for every use.
     #[must_use]
     pub fn is_swapped(&self) -> bool {
-        matches!(&self.network, Network::Decoder(ours) if ours.parameters.is_swapped())
+        matches!(&self.network, ScorerNetwork::Decoder(scorer) if scorer.parameters.is_swapped())
     }
 
     /// Longest sequence, tokens.
     #[must_use]
     pub fn max_context(&self) -> usize {
         match &self.network {
-            Network::Decoder(ours) => ours.directory.config().max_context(),
-            Network::Classifier(classifier) => classifier.max_context,
+            ScorerNetwork::Decoder(scorer) => scorer.directory.config().max_context(),
+            ScorerNetwork::Classifier(classifier) => classifier.max_context,
         }
     }
 
@@ -166,13 +176,13 @@ impl SequenceScorer {
         ended: bool,
     ) -> Result<PromptCompletion, ModelError> {
         match &self.network {
-            Network::Decoder(ours) => {
-                let prompt = ours.directory.encode_prompt(prompt)?;
+            ScorerNetwork::Decoder(scorer) => {
+                let prompt = scorer.directory.encode_prompt(prompt)?;
                 let mut completion = self.tokenizer.encode(completion, SpecialTokens::Omit)?;
-                completion.extend(ours.directory.stop_token_ids().first().filter(|_| ended));
+                completion.extend(scorer.directory.stop_token_ids().first().filter(|_| ended));
                 Ok(PromptCompletion { prompt, completion })
             }
-            Network::Classifier(_) => {
+            ScorerNetwork::Classifier(_) => {
                 let prompt = match prompt {
                     Prompt::Text(text) => text.clone(),
                     Prompt::Messages(messages) => {
@@ -187,9 +197,8 @@ impl SequenceScorer {
         }
     }
 
-    /// `[N]` scores of sequences, each with at least one token and at most [`SequenceScorer::max_context`], on the cores of
-    /// `pool`. They are packed up to `batch_tokens` tokens, a longer one by itself; weights that are swapped in are read
-    /// once.
+    /// `[n]` scores of `sequences [n]`, each of 1 to [`SequenceScorer::max_context`] tokens. Sequences are packed up to
+    /// `batch_tokens` tokens; a longer one is a pack of its own. Weights that are not kept are read once.
     ///
     /// # Errors
     /// If weights cannot be read again, or a token lies beyond the vocabulary.
@@ -199,7 +208,7 @@ impl SequenceScorer {
         batch_tokens: usize,
         pool: &ThreadPool,
     ) -> Result<Vec<f32>, ScoreError> {
-        let ready = self.load()?;
+        let loaded = self.load()?;
         let mut scores = Vec::with_capacity(sequences.len());
         let mut rest = sequences;
         while !rest.is_empty() {
@@ -209,34 +218,34 @@ impl SequenceScorer {
                 tokens <= batch_tokens
             };
             let (now, later) = rest.split_at(rest.iter().take_while(fits).count().max(1));
-            scores.extend(ready.score(now, pool)?);
+            scores.extend(loaded.score(now, pool)?);
             rest = later;
         }
         Ok(scores)
     }
 
-    /// The network with its weights in memory, until the result is dropped.
+    /// The network with its weights in memory until the result is dropped.
     ///
     /// # Errors
     /// If weights that are swapped in cannot be read again.
     pub fn load(&self) -> Result<LoadedScorer<'_>, ModelError> {
         Ok(match &self.network {
-            Network::Decoder(ours) => match &ours.ready {
-                Some(ready) => LoadedScorer::Kept(ready),
-                None => LoadedScorer::Swapped(Box::new(decoder(&ours.parameters, ours.quantization)?)),
+            ScorerNetwork::Decoder(scorer) => match &scorer.loaded {
+                Some(decoder) => LoadedScorer::Kept(decoder),
+                None => LoadedScorer::Swapped(Box::new(decoder(&scorer.parameters, scorer.quantization)?)),
             },
-            Network::Classifier(classifier) => LoadedScorer::Classifier(LoadedClassifier(classifier)),
+            ScorerNetwork::Classifier(classifier) => LoadedScorer::Classifier(LoadedClassifier(classifier)),
         })
     }
 }
 
 /// A reward model with its weights in memory.
 pub enum LoadedScorer<'a> {
-    /// They stay.
+    /// They stay in memory.
     Kept(&'a Decoder),
-    /// They go with this.
+    /// They are freed with this value.
     Swapped(Box<Decoder>),
-    /// They stay, of another architecture.
+    /// Of another architecture; they stay in memory.
     Classifier(LoadedClassifier<'a>),
 }
 
@@ -256,7 +265,7 @@ impl std::fmt::Debug for LoadedClassifier<'_> {
 }
 
 impl LoadedScorer<'_> {
-    /// `[N]` scores of sequences as one pack.
+    /// `[n]` scores of `sequences [n]` as one pack.
     ///
     /// # Errors
     /// If a token lies beyond the vocabulary, or a sequence has none.

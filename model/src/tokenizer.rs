@@ -1,7 +1,7 @@
-//! Text to token ids and back, as `tokenizer.json` says.
+//! Tokenizer: text to token ids and back, from `tokenizer.json`.
 //!
-//! Invariant: encoding neither cuts nor pads, whatever the file asks for: a prompt that is too long is for the caller
-//! to refuse. It does not know chat templates; see `chat`.
+//! Invariant: encoding neither truncates nor pads, even if the file asks for it; the caller refuses prompts that are too
+//! long. Chat templates are in `chat`.
 
 mod bounds;
 
@@ -68,7 +68,8 @@ impl Tokenizer {
         Ok(encoding.map_err(|err| encode_error(text, &err.to_string()))?.get_ids().to_vec())
     }
 
-    /// The text of tokens, special tokens left out. Ids without a token, as padded embeddings have, give no text.
+    /// The text of the token ids `ids [tokens]`, without special tokens. Ids without a token, as padded embeddings have, give
+    /// no text.
     ///
     /// # Errors
     /// If the tokenizer's decoder fails.
@@ -76,7 +77,7 @@ impl Tokenizer {
         self.decoded(ids, true)
     }
 
-    /// The text of tokens, special tokens included.
+    /// The text of the token ids `ids [tokens]`, with special tokens.
     ///
     /// # Errors
     /// If the tokenizer's decoder fails.
@@ -102,7 +103,7 @@ impl Tokenizer {
         Ok(encoding.map_err(|err| encode_error(second, &err.to_string()))?.get_ids().to_vec())
     }
 
-    /// A digest of what every token id is: two tokenizers with the same one give ids the same meaning.
+    /// A digest of the vocabulary: tokenizers with equal fingerprints give every token id the same meaning.
     #[must_use]
     pub fn fingerprint(&self) -> String {
         let mut hasher = blake3::Hasher::new();

@@ -25,8 +25,8 @@ const NAMES_SHOWN: usize = 3;
 impl Parameters {
     /// Reads `model.safetensors`, or the shards of `model.safetensors.index.json`, as f32.
     ///
-    /// Names may lack the `model.` prefix, as transformers saves them for a model without a head. Ignored are
-    /// `lm_head.weight` where the head is the embedding, and the rotary tables of old files.
+    /// Names may lack the `model.` prefix, as transformers saves them for a model without a head. `lm_head.weight`
+    /// of a tied model and the rotary tables of old files are ignored.
     ///
     /// # Errors
     /// If a file is missing, cut off or malformed, or if tensors are missing, unexpected, of another shape, of a number
@@ -41,7 +41,7 @@ impl Parameters {
     }
 }
 
-/// All tensors of a directory by their names, as f32, for networks that are not ours.
+/// All tensors of a directory by their names, as f32, for networks of other crates.
 ///
 /// # Errors
 /// Those of [`Parameters::load`] that do not depend on the network.
@@ -76,7 +76,7 @@ fn each_tensor(
     let file = files::open(path).map_err(read)?;
     #[expect(
         unsafe_code,
-        reason = "reading weights of many gigabytes without a second copy; nobody writes to a \
+        reason = "reading weights of many gigabytes without a second copy; no process writes to a \
                                         published model file, and ours are replaced by renaming"
     )]
     // SAFETY: the map is private to this call and only read.

@@ -1,7 +1,6 @@
 //! [`Parameters`] to safetensors files.
 //!
-//! Invariant: a save appears whole or not at all, and holds only finite numbers. As f32 it is lossless; 16-bit formats
-//! round to the nearest number.
+//! Invariant: a save is atomic and has only finite numbers. f32 is lossless; 16-bit formats round to the nearest number.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -20,7 +19,7 @@ use crate::{ModelError, ParameterSpec, Parameters};
 /// Number format of weights in files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WeightDtype {
-    /// 32 bits: what is trained.
+    /// 32 bits, lossless.
     #[default]
     F32,
     /// 16 bits, with the range of f32.
@@ -133,7 +132,7 @@ impl Parameters {
     ) -> Result<(), ModelError> {
         let views = specs
             .iter()
-            .map(|spec| (&spec.name, Values { spec, dtype, values: &self.values()[spec.range()] }));
+            .map(|spec| (&spec.name, EncodedTensor { spec, dtype, values: &self.values()[spec.range()] }));
         let format = HashMap::from([("format".to_owned(), "pt".to_owned())]);
         atomic::file(path, |temporary| {
             safetensors::serialize_to_file(views, Some(format), temporary).map_err(|err| {
@@ -147,14 +146,14 @@ impl Parameters {
     }
 }
 
-/// One tensor on its way into a file; its bytes are made only when they are written.
-struct Values<'a> {
+/// One tensor to write; it is encoded when it is written.
+struct EncodedTensor<'a> {
     spec: &'a ParameterSpec,
     dtype: WeightDtype,
     values: &'a [f32],
 }
 
-impl View for Values<'_> {
+impl View for EncodedTensor<'_> {
     fn dtype(&self) -> Dtype {
         self.dtype.stored()
     }

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use model::{
-    Config, Decoder, Gradients, Head, Pack, Parameters, PredictionGradient, Recompute, Reduction,
-    RopeScaling, Sizes, Target, ThreadPool,
+    Config, Decoder, Gradients, Head, LayerSpec, Pack, Parameters, PredictionGradient, QueryKeyNorm,
+    Recompute, Reduction, RopeScaling, Sizes, Target, ThreadPool,
 };
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
@@ -99,14 +99,14 @@ fn random(config: &Config, seed: u64) -> Parameters {
 /// Models that differ in every optional part.
 fn configs() -> Vec<Config> {
     let fresh = Config::fresh(&SIZES);
-    let bare = Config { tie_word_embeddings: false, qkv_bias: false, ..fresh.clone() };
+    let without_bias = LayerSpec { qkv_bias: false, ..fresh.layer };
+    let bare = Config { tie_word_embeddings: false, layer: without_bias, ..fresh.clone() };
     let full = Config {
         num_kv_heads: 1,
         head_dim: 4,
         rms_norm_eps: 1e-2,
         rope_scaling: RopeScaling::Linear { factor: 2.0 },
-        o_bias: true,
-        qk_norm: true,
+        layer: LayerSpec { output_bias: true, query_key_norm: QueryKeyNorm::PerHead, ..fresh.layer },
         ..fresh.clone()
     };
     let critic = Config { head: Head::Value, ..bare.clone() };

@@ -10,8 +10,8 @@ use model::on_device::{
     DeviceDecoder, DeviceSampler, DrawRequest, Dtype, FlatGradients, FlatWeights, StagedWeights,
 };
 use model::{
-    Config, Decoder, Draw, Gradients, Head, KvCache, Pack, Parameters, PredictionGradient, Recompute,
-    Sampling, Sizes, StepSequence, Target, ThreadPool,
+    Config, Decoder, Draw, Gradients, Head, KvCache, LayerSpec, Pack, Parameters, PredictionGradient,
+    QueryKeyNorm, Recompute, Sampling, Sizes, StepSequence, Target, ThreadPool,
 };
 
 use crate::common::bits;
@@ -29,7 +29,9 @@ fn config(qk_norm: bool, tied: bool, head: Head) -> Config {
         max_position_embeddings: 64,
     };
     let fresh = Config::fresh(&sizes);
-    Config { qk_norm, qkv_bias: !qk_norm, o_bias: !tied, tie_word_embeddings: tied, head, ..fresh }
+    let query_key_norm = if qk_norm { QueryKeyNorm::PerHead } else { QueryKeyNorm::None };
+    let layer = LayerSpec { query_key_norm, qkv_bias: !qk_norm, output_bias: !tied, ..fresh.layer };
+    Config { layer, tie_word_embeddings: tied, head, ..fresh }
 }
 
 fn configs() -> Vec<Config> {

@@ -93,7 +93,7 @@ fn qwen3_agrees() {
         num_hidden_layers: config.num_layers,
         num_attention_heads: config.num_heads,
         head_dim: config.head_dim,
-        attention_bias: config.qkv_bias,
+        attention_bias: config.layer.qkv_bias,
         num_key_value_heads: config.num_kv_heads,
         max_position_embeddings: config.max_position_embeddings,
         sliding_window: None,

@@ -11,7 +11,7 @@ mod turns;
 
 use std::fmt;
 
-use model::{Config, KvCache, Layout, ParameterSpec, Quantization, Recompute};
+use model::{Config, KvCache, Layout, ParameterSpec, Quantization, QueryKeyNorm, Recompute};
 
 use crate::recipe::Recipe;
 use crate::recipe::words::{CriticKind, Store};
@@ -287,14 +287,17 @@ impl Size {
         // With tied weights embedding and head are one tensor and two copies.
         let twice = if config.tie_word_embeddings { n(config.vocab_size) * hidden } else { 0 };
         // The matrices of all layers with a byte for each weight; embedding and head stay as they are.
-        let matrices = n(config.num_layers) * hidden * (2 * queries + 2 * keys + 3 * middle);
+        let matrices = n(config.num_layers) * n(config.layer_matrix_weights());
         let saved = match quantization {
             Quantization::None => 0,
             Quantization::Int8 => (width - 1) * matrices,
         };
         // The residual stream before and between the halves, the prepared projection (and the raw one where heads are
         // normalised), the attention, gate and up.
-        let raw = if config.qk_norm { projected } else { 0 };
+        let raw = match config.layer.query_key_norm {
+            QueryKeyNorm::None => 0,
+            QueryKeyNorm::PerHead => projected,
+        };
         let attention = 2 * hidden + raw + projected + queries;
         let layer = attention + 2 * middle;
         let kept = match recompute {

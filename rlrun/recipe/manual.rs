@@ -26,12 +26,14 @@ const SECTIONS: [&str; 7] = [
 /// The source of `[[rewards]]`, which is flat.
 const REWARDS: &str = include_str!("../../rewards/src/spec.rs");
 /// The sources of words.
-const WORDS: [&str; 20] = [
+const WORDS: [&str; 21] = [
     include_str!("words.rs"),
     include_str!("../../buffer/src/config.rs"),
     include_str!("../../model/src/config.rs"),
+    include_str!("../../model/src/config/families.rs"),
     include_str!("../../model/src/decoder/mod.rs"),
     include_str!("../../model/src/decoder/train.rs"),
+    include_str!("../../model/src/layer.rs"),
     include_str!("../../model/src/resident.rs"),
     include_str!("../../rewards/src/gsm8k.rs"),
     include_str!("../../rewards/src/math/reward.rs"),
@@ -42,7 +44,6 @@ const WORDS: [&str; 20] = [
     include_str!("../../trainer/src/algorithm/mod.rs"),
     include_str!("../../trainer/src/advantage/group.rs"),
     include_str!("../../trainer/src/critic.rs"),
-    include_str!("../../trainer/src/lora.rs"),
     include_str!("../../trainer/src/loss/aggregation.rs"),
     include_str!("../../trainer/src/loss/kl.rs"),
     include_str!("../../trainer/src/optimizer/mod.rs"),

@@ -15,6 +15,7 @@
 use std::ops::Range;
 use std::path::Path;
 
+pub use model::TargetModule;
 use model::products::{StridedMatrix, multiply};
 use model::{ParameterSpec, Parameters, ThreadPool};
 use rand_chacha::ChaCha8Rng;
@@ -24,26 +25,6 @@ use serde::{Deserialize, Serialize};
 use crate::TrainerError;
 use crate::lora_files;
 use crate::optimizer::{Optimizer, ScaledGradients};
-
-/// A linear layer of every decoder block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TargetModule {
-    /// Query projection.
-    QProj,
-    /// Key projection.
-    KProj,
-    /// Value projection.
-    VProj,
-    /// Output projection of attention.
-    OProj,
-    /// Gate projection of the feed-forward block.
-    GateProj,
-    /// Up projection of the feed-forward block.
-    UpProj,
-    /// Down projection of the feed-forward block.
-    DownProj,
-}
 
 /// Hyperparameters of LoRA.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -94,26 +75,6 @@ pub fn export(from: &Path, to: &Path, base: &str) -> Result<(), TrainerError> {
     lora_files::copy(from, to, base)
 }
 
-impl TargetModule {
-    /// All layers.
-    pub const ALL: [Self; 7] =
-        [Self::QProj, Self::KProj, Self::VProj, Self::OProj, Self::GateProj, Self::UpProj, Self::DownProj];
-
-    /// The name in Hugging Face models and in PEFT.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::QProj => "q_proj",
-            Self::KProj => "k_proj",
-            Self::VProj => "v_proj",
-            Self::OProj => "o_proj",
-            Self::GateProj => "gate_proj",
-            Self::UpProj => "up_proj",
-            Self::DownProj => "down_proj",
-        }
-    }
-}
-
 impl LoraConfig {
     /// Scale of the product `B A`.
     #[must_use]
@@ -144,10 +105,9 @@ impl LoraConfig {
         specs: &'a [ParameterSpec],
     ) -> impl Iterator<Item = (&'a ParameterSpec, usize, usize)> {
         specs.iter().filter_map(|spec| {
-            let module = spec.name.strip_suffix(".weight")?.rsplit('.').next()?;
+            let module = TargetModule::of_weight(&spec.name)?;
             let [rows, columns] = spec.shape[..] else { return None };
-            let wanted = self.target_modules.iter().any(|target| target.as_str() == module);
-            wanted.then_some((spec, rows, columns))
+            self.target_modules.contains(&module).then_some((spec, rows, columns))
         })
     }
 }

@@ -96,19 +96,17 @@ impl Size {
 impl Cost {
     fn of(model: &Config) -> Self {
         const MULTIPLY_ADD: u64 = 2;
-        let [hidden, inner, layers, heads, kv_heads, head_dim, vocabulary] = [
+        let [hidden, matrices, layers, heads, head_dim, vocabulary] = [
             model.hidden_size,
-            model.intermediate_size,
+            model.layer_matrix_weights(),
             model.num_layers,
             model.num_heads,
-            model.num_kv_heads,
             model.head_dim,
             model.vocab_size,
         ]
         .map(|n| n as u64);
-        let attention = hidden * head_dim * (2 * heads + 2 * kv_heads);
         Self {
-            token: MULTIPLY_ADD * layers * (attention + 3 * hidden * inner),
+            token: MULTIPLY_ADD * layers * matrices,
             pair: MULTIPLY_ADD * layers * 2 * heads * head_dim,
             prediction: MULTIPLY_ADD * hidden * vocabulary,
         }

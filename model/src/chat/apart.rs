@@ -1,7 +1,7 @@
-//! Chat templates in a process of their own, which has limits.
+//! Chat templates in a child process with limits on time and memory.
 //!
-//! A template is a program that came with a model: nested loops run for years, and forty doublings of a string take all
-//! memory of the machine. Neither can be stopped from within a process, so they happen in another, which is killed.
+//! A template is an untrusted program: nested loops can run for years, and forty doublings of a string take all memory of the
+//! machine. Neither can be stopped from within the process, so a child process renders templates and is killed at a limit.
 //!
 //! ```text
 //! frame    length u32, little endian; JSON
@@ -9,8 +9,8 @@
 //! child    {"Text"} | {"Raised"} | {"Compile"} | {"Render"}
 //! ```
 //!
-//! Invariant: [`Renderer::ask`] returns within twice [`TIME`], whatever the template does, and takes no more memory here
-//! than a text of [`MAX_TEXT_BYTES`]. A process that has failed is not used again.
+//! Invariant: [`Renderer::ask`] returns within twice [`TIME`] for every template, and takes at most the memory of a text of
+//! [`MAX_TEXT_BYTES`] in this process. A failed child is not used again.
 
 use std::collections::HashSet;
 use std::ffi::OsString;
@@ -29,7 +29,7 @@ use rustix::process::{Resource, Rlimit, setrlimit};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::{Compiled, Failed, Sources, Turn};
+use super::{Compiled, TemplateFailure, TemplateMessage, TemplateSources};
 
 /// Longest time for one text.
 pub(super) const TIME: Duration = Duration::from_secs(10);
@@ -47,8 +47,8 @@ const TOO_LONG: i32 = 124;
 /// The renderer of this process, if it has one.
 static RENDERER: OnceLock<Renderer> = OnceLock::new();
 
-/// From now on templates are compiled and rendered in a process of their own: `program` with `arguments`, which has to
-/// call [`serve`]. Without this call they are in this process, without limits. Only the first call counts.
+/// Renders templates in a child process from now on: `program` with `arguments`, which has to call [`serve`]. Without this
+/// call templates run in this process, without limits. Only the first call has an effect.
 pub fn render_apart(program: PathBuf, arguments: &[&str]) {
     let arguments = arguments.iter().map(OsString::from).collect();
     drop(RENDERER.set(Renderer { program, arguments, process: Mutex::default() }));
@@ -59,15 +59,15 @@ pub(super) fn renderer() -> Option<&'static Renderer> {
     RENDERER.get()
 }
 
-/// What another process is asked.
+/// A request to the child process.
 #[derive(Serialize, Deserialize)]
-struct Request {
+struct RenderRequest {
     /// Digest of the sources.
     key: String,
     /// If the process does not have them yet.
-    sources: Option<Sources>,
+    sources: Option<TemplateSources>,
     /// `None` only compiles.
-    render: Option<(Vec<Turn>, bool)>,
+    render: Option<(Vec<TemplateMessage>, bool)>,
 }
 
 /// Renders templates in another process.
@@ -75,55 +75,55 @@ struct Request {
 pub(super) struct Renderer {
     program: PathBuf,
     arguments: Vec<OsString>,
-    process: Mutex<Option<Process>>,
+    process: Mutex<Option<RenderProcess>>,
 }
 
 #[derive(Debug)]
-struct Process {
+struct RenderProcess {
     child: Child,
     stream: UnixStream,
-    /// Sources that it has, by key.
+    /// Sources that the process has, by key.
     known: HashSet<String>,
 }
 
 impl Renderer {
-    /// The text of a conversation; nothing without one, if the template compiles.
+    /// The text of a conversation; empty for `None`, if the template compiles.
     pub(super) fn ask(
         &self,
-        (key, sources): (&str, &Sources),
-        render: Option<(Vec<Turn>, bool)>,
-    ) -> Result<String, Failed> {
-        let mut held = self.process.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut process = match held.take() {
+        (key, sources): (&str, &TemplateSources),
+        render: Option<(Vec<TemplateMessage>, bool)>,
+    ) -> Result<String, TemplateFailure> {
+        let mut slot = self.process.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut process = match slot.take() {
             Some(process) => process,
             None => self.start().map_err(|error| {
-                Failed::Render(format!("the process that renders templates does not start: {error}"))
+                TemplateFailure::Render(format!("the process that renders templates does not start: {error}"))
             })?,
         };
         let sources = (!process.known.contains(key)).then(|| sources.clone());
-        let request = Request { key: key.to_owned(), sources, render };
+        let request = RenderRequest { key: key.to_owned(), sources, render };
         let deadline = Instant::now() + 2 * TIME;
         let answered = match send(&mut process.stream, &request, (MAX_REQUEST_BYTES, deadline)) {
             // Nothing was written, and another conversation may be shorter.
             Err(error) if error.kind() == io::ErrorKind::FileTooLarge => {
-                *held = Some(process);
-                return Err(Failed::Render(format!("the conversation is too long: {error}")));
+                *slot = Some(process);
+                return Err(TemplateFailure::Render(format!("the conversation is too long: {error}")));
             }
             sent => sent.and_then(|()| receive(&mut process.stream, (MAX_TEXT_BYTES + 1024, deadline))),
         };
         match answered {
             Ok(answer) => {
-                if !matches!(answer, Err(Failed::Compile(_))) {
+                if !matches!(answer, Err(TemplateFailure::Compile(_))) {
                     process.known.insert(request.key);
                 }
-                *held = Some(process);
+                *slot = Some(process);
                 answer
             }
-            Err(error) => Err(Failed::Render(process.last_words(&error))),
+            Err(error) => Err(TemplateFailure::Render(process.last_words(&error))),
         }
     }
 
-    fn start(&self) -> io::Result<Process> {
+    fn start(&self) -> io::Result<RenderProcess> {
         let (stream, theirs) = UnixStream::pair()?;
         let child = Command::new(&self.program)
             .args(&self.arguments)
@@ -131,12 +131,12 @@ impl Renderer {
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()?;
-        Ok(Process { child, stream, known: HashSet::new() })
+        Ok(RenderProcess { child, stream, known: HashSet::new() })
     }
 }
 
-impl Process {
-    /// Why it did not answer; it is gone afterwards.
+impl RenderProcess {
+    /// The reason for a missing answer. The process is killed.
     fn last_words(mut self, error: &io::Error) -> String {
         let slow = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);
         let ended = if slow { None } else { self.child.wait().ok() };
@@ -153,9 +153,9 @@ impl Process {
     }
 }
 
-impl Drop for Process {
+impl Drop for RenderProcess {
     fn drop(&mut self) {
-        // One that has ended already cannot be killed, which is as well.
+        // The process may have exited already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -170,11 +170,11 @@ pub fn serve() -> io::Result<()> {
     let limit = |bytes| Rlimit { current: Some(bytes), maximum: Some(bytes) };
     setrlimit(Resource::Core, limit(0))?;
     setrlimit(Resource::As, limit(address_space()? + STACK_BYTES as u64 + MEMORY))?;
-    let (asks, asked) = sync_channel::<Request>(0);
+    let (asks, asked) = sync_channel::<RenderRequest>(0);
     let (answers, answered) = sync_channel(0);
     let render = move || {
         let mut templates = std::collections::HashMap::new();
-        while let Ok(Request { key, sources, render }) = asked.recv() {
+        while let Ok(RenderRequest { key, sources, render }) = asked.recv() {
             let answer = match sources {
                 Some(sources) => Compiled::new(&sources).map(|compiled| {
                     templates.insert(key.clone(), compiled);
@@ -184,7 +184,7 @@ pub fn serve() -> io::Result<()> {
             let answer = answer.and_then(|()| match (templates.get(&key), &render) {
                 (Some(template), Some((messages, open))) => template.render(messages, *open),
                 (Some(_), None) => Ok(String::new()),
-                (None, _) => Err(Failed::Render("its sources were not sent".to_owned())),
+                (None, _) => Err(TemplateFailure::Render("its sources were not sent".to_owned())),
             });
             if answers.send(answer).is_err() {
                 break;
@@ -193,7 +193,7 @@ pub fn serve() -> io::Result<()> {
     };
     thread::Builder::new().stack_size(STACK_BYTES).spawn(render)?;
     loop {
-        // However long the other process does something else.
+        // No deadline: the parent sends requests whenever it needs a text.
         stream.set_read_timeout(None)?;
         let mut first = [0; 4];
         match stream.read_exact(&mut first) {
@@ -205,9 +205,10 @@ pub fn serve() -> io::Result<()> {
         let request = body(&mut stream, first, (MAX_REQUEST_BYTES, deadline))?;
         asks.send(request).map_err(io::Error::other)?;
         let answer = match answered.recv_timeout(TIME) {
-            Ok(Ok(text)) if text.len() > MAX_TEXT_BYTES => {
-                Err(Failed::Render(format!("it gives more than {} MiB of text", MAX_TEXT_BYTES >> 20)))
-            }
+            Ok(Ok(text)) if text.len() > MAX_TEXT_BYTES => Err(TemplateFailure::Render(format!(
+                "it gives more than {} MiB of text",
+                MAX_TEXT_BYTES >> 20
+            ))),
             Ok(answer) => answer,
             Err(RecvTimeoutError::Timeout) => std::process::exit(TOO_LONG),
             Err(RecvTimeoutError::Disconnected) => return Err(io::Error::other("the renderer panicked")),
@@ -310,14 +311,14 @@ mod tests {
         Renderer { program: std::env::current_exe().unwrap(), arguments, process: Mutex::default() }
     }
 
-    fn render(renderer: &Renderer, template: &str) -> Result<String, Failed> {
-        let sources = Sources { template: Some(template.to_owned()), config: None };
-        let turn = Turn { role: "user".to_owned(), content: "hi".to_owned() };
+    fn render(renderer: &Renderer, template: &str) -> Result<String, TemplateFailure> {
+        let sources = TemplateSources { template: Some(template.to_owned()), config: None };
+        let turn = TemplateMessage { role: "user".to_owned(), content: "hi".to_owned() };
         renderer.ask((&sources.key(), &sources), Some((vec![turn], true)))
     }
 
     fn failure(renderer: &Renderer, template: &str) -> String {
-        let Err(Failed::Render(reason)) = render(renderer, template) else {
+        let Err(TemplateFailure::Render(reason)) = render(renderer, template) else {
             panic!("{template} is rendered")
         };
         reason
@@ -348,11 +349,11 @@ mod tests {
     fn what_a_template_says_comes_back() {
         let renderer = renderer();
         let raised = render(&renderer, "{{ raise_exception('roles must alternate') }}");
-        assert_eq!(raised, Err(Failed::Raised("roles must alternate".to_owned())));
-        assert!(matches!(render(&renderer, "{% for %}"), Err(Failed::Compile(_))));
+        assert_eq!(raised, Err(TemplateFailure::Raised("roles must alternate".to_owned())));
+        assert!(matches!(render(&renderer, "{% for %}"), Err(TemplateFailure::Compile(_))));
         let deep = "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(1) }}";
         failure(&renderer, deep);
         let nested = format!("{}x{}", "{% if true %}".repeat(5000), "{% endif %}".repeat(5000));
-        assert!(matches!(render(&renderer, &nested), Err(Failed::Compile(_))));
+        assert!(matches!(render(&renderer, &nested), Err(TemplateFailure::Compile(_))));
     }
 }

@@ -1,6 +1,6 @@
 //! Typed access to the keys of a JSON object, with errors that name the file and the key.
 //!
-//! Invariant: an absent key and a `null` are the same thing, as in transformers. It knows nothing of models.
+//! Invariant: an absent key and a `null` are the same thing, as in transformers. Models are not known here.
 
 use std::path::Path;
 
@@ -8,15 +8,15 @@ use serde_json::{Map, Value};
 
 use crate::ModelError;
 
-/// A JSON object and the file that it came from.
+/// A JSON object and its file.
 #[derive(Clone, Copy)]
-pub(crate) struct Keys<'a> {
+pub(crate) struct JsonKeys<'a> {
     pub(crate) path: &'a Path,
     pub(crate) map: &'a Map<String, Value>,
 }
 
-impl<'a> Keys<'a> {
-    /// Whether the key holds something.
+impl<'a> JsonKeys<'a> {
+    /// Whether the key has a value other than `null`.
     pub(crate) fn has(&self, key: &str) -> bool {
         self.value(key).is_some()
     }
@@ -44,7 +44,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A truth value, or the default.
+    /// A boolean, or the default.
     pub(crate) fn flag(&self, key: &str, default: bool) -> Result<bool, ModelError> {
         match self.value(key) {
             None => Ok(default),
@@ -86,7 +86,7 @@ impl<'a> Keys<'a> {
         ModelError::MissingKey { path: self.path.to_owned(), key: key.to_owned() }
     }
 
-    /// The error for a value that makes no sense.
+    /// The error for an invalid value.
     pub(crate) fn bad(&self, key: &str, expected: &str) -> ModelError {
         ModelError::BadKey {
             path: self.path.to_owned(),
@@ -96,7 +96,7 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The error for a value that the decoder cannot compute with.
+    /// The error for a valid value that the decoder does not support.
     pub(crate) fn unsupported(&self, key: &str, supported: &str) -> ModelError {
         ModelError::Unsupported {
             path: self.path.to_owned(),

@@ -7,7 +7,8 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::keys::Keys;
+use super::families::{FAMILIES, Family, WindowRule, model_types};
+use super::keys::JsonKeys;
 use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, RopeScaling};
 use crate::{ModelError, files};
 
@@ -27,7 +28,7 @@ impl Config {
         let path = dir.join("generation_config.json");
         if path.exists() {
             let generation = read_object(&path)?;
-            let keys = Keys { path: &path, map: &generation };
+            let keys = JsonKeys { path: &path, map: &generation };
             // Generation configs list every token that ends a turn; config.json often only the one that ends a text.
             let ids = keys.token_ids("eos_token_id")?;
             keys.check_tokens("eos_token_id", &ids, config.vocab_size)?;
@@ -43,8 +44,9 @@ impl Config {
     /// # Errors
     /// If a key is missing or makes no sense, or asks for something the decoder cannot compute.
     pub fn from_json(path: &Path, map: &Map<String, Value>) -> Result<Self, ModelError> {
-        let keys = Keys { path, map };
+        let keys = JsonKeys { path, map };
         let (architecture, head) = architecture(&keys)?;
+        let family = architecture.family();
         refuse_other_networks(&keys)?;
         let hidden_size = keys.size("hidden_size")?;
         let num_layers = keys.size("num_hidden_layers")?;
@@ -60,25 +62,22 @@ impl Config {
             intermediate_size: keys.size("intermediate_size")?,
             num_layers,
             num_heads,
-            num_kv_heads: num_kv_heads(&keys, architecture, num_heads)?,
+            num_kv_heads: num_kv_heads(&keys, family, num_heads)?,
             head_dim: match keys.optional_size("head_dim")? {
                 Some(dim) => dim,
-                None if architecture == Architecture::Qwen3 && !map.contains_key("head_dim") => 128,
-                None => hidden_size / num_heads,
+                // `null` is not an absent key: transformers then divides.
+                None => family
+                    .head_dim
+                    .filter(|_| !map.contains_key("head_dim"))
+                    .unwrap_or(hidden_size / num_heads),
             },
             rms_norm_eps: keys.number("rms_norm_eps", 1e-6)? as f32,
             rope_theta,
             rope_scaling,
             tie_word_embeddings: keys.flag("tie_word_embeddings", false)?,
-            qkv_bias: match architecture {
-                Architecture::Llama | Architecture::Qwen3 => bias,
-                Architecture::Mistral => false,
-                Architecture::Qwen2 => true,
-            },
-            o_bias: matches!(architecture, Architecture::Llama | Architecture::Qwen3) && bias,
-            qk_norm: architecture == Architecture::Qwen3,
+            layer: family.layer(bias),
             max_position_embeddings,
-            sliding_window: sliding_window(&keys, architecture, num_layers)?,
+            sliding_window: sliding_window(&keys, family.window, num_layers)?,
             eos_token_ids: keys.token_ids("eos_token_id")?,
             bos_token_id: keys.token_ids("bos_token_id")?.first().copied(),
             pad_token_id: keys.token_ids("pad_token_id")?.first().copied(),
@@ -89,7 +88,7 @@ impl Config {
         Ok(config)
     }
 
-    fn check(&self, keys: &Keys<'_>) -> Result<(), ModelError> {
+    fn check(&self, keys: &JsonKeys<'_>) -> Result<(), ModelError> {
         if !self.num_heads.is_multiple_of(self.num_kv_heads) {
             return Err(keys.bad(
                 "num_key_value_heads",
@@ -102,7 +101,7 @@ impl Config {
         }
         // A file that states neither head_dim nor a divisible width would silently lose part of every head.
         if !keys.has("head_dim")
-            && self.architecture != Architecture::Qwen3
+            && self.architecture.family().head_dim.is_none()
             && !self.hidden_size.is_multiple_of(self.num_heads)
         {
             return Err(keys.bad(
@@ -133,7 +132,7 @@ impl Config {
 }
 
 /// Our own key; transformers ignores it.
-fn reduction(keys: &Keys<'_>) -> Result<Reduction, ModelError> {
+fn reduction(keys: &JsonKeys<'_>) -> Result<Reduction, ModelError> {
     if !keys.has(REDUCTION_KEY) {
         return Ok(Reduction::Chain);
     }
@@ -151,11 +150,12 @@ fn read_object(path: &Path) -> Result<Map<String, Value>, ModelError> {
         .map_err(|err| ModelError::Json { path: path.to_owned(), reason: err.to_string() })
 }
 
-fn architecture(keys: &Keys<'_>) -> Result<(Architecture, Head), ModelError> {
+fn architecture(keys: &JsonKeys<'_>) -> Result<(Architecture, Head), ModelError> {
     let found = keys.text("model_type")?;
-    let Some(architecture) = Architecture::ALL.into_iter().find(|a| a.model_type() == found) else {
-        return Err(keys.unsupported("model_type", "llama, mistral, qwen2, qwen3"));
+    let Some(Family { architecture, .. }) = FAMILIES.iter().find(|family| family.model_type == found) else {
+        return Err(keys.unsupported("model_type", &model_types()));
     };
+    let architecture = *architecture;
     let classes = keys.map.get("architectures").and_then(Value::as_array);
     let class = classes.and_then(|list| list.first()).and_then(Value::as_str);
     let language = architecture.class_name(Head::Language);
@@ -176,7 +176,7 @@ fn architecture(keys: &Keys<'_>) -> Result<(Architecture, Head), ModelError> {
     Ok((architecture, head))
 }
 
-fn refuse_other_networks(keys: &Keys<'_>) -> Result<(), ModelError> {
+fn refuse_other_networks(keys: &JsonKeys<'_>) -> Result<(), ModelError> {
     if keys.has("hidden_act") && !matches!(keys.text("hidden_act")?, "silu" | "swish") {
         return Err(keys.unsupported("hidden_act", "silu"));
     }
@@ -200,18 +200,18 @@ fn refuse_other_networks(keys: &Keys<'_>) -> Result<(), ModelError> {
     Ok(())
 }
 
-fn num_kv_heads(keys: &Keys<'_>, architecture: Architecture, num_heads: usize) -> Result<usize, ModelError> {
+fn num_kv_heads(keys: &JsonKeys<'_>, family: &Family, num_heads: usize) -> Result<usize, ModelError> {
     if let Some(heads) = keys.optional_size("num_key_value_heads")? {
         return Ok(heads);
     }
-    // Left out, the other families mean a fixed number of heads that fits no small model; `null` is always one per query head.
-    if architecture == Architecture::Llama || keys.map.contains_key("num_key_value_heads") {
+    // `null` is one per query head in every family.
+    if family.optional_kv_heads || keys.map.contains_key("num_key_value_heads") {
         return Ok(num_heads);
     }
     Err(keys.missing("num_key_value_heads"))
 }
 
-fn rope(keys: &Keys<'_>, max_position_embeddings: usize) -> Result<(f64, RopeScaling), ModelError> {
+fn rope(keys: &JsonKeys<'_>, max_position_embeddings: usize) -> Result<(f64, RopeScaling), ModelError> {
     // transformers lets the old key win where both are there.
     let found = ["rope_scaling", "rope_parameters"].into_iter().find(|key| keys.has(key));
     let empty = Map::new();
@@ -221,7 +221,7 @@ fn rope(keys: &Keys<'_>, max_position_embeddings: usize) -> Result<(f64, RopeSca
             (name, keys.map.get(name).and_then(Value::as_object).ok_or_else(|| keys.bad(name, "an object"))?)
         }
     };
-    let inner = Keys { path: keys.path, map: object };
+    let inner = JsonKeys { path: keys.path, map: object };
     let theta = if inner.has("rope_theta") {
         inner.number("rope_theta", 0.0)?
     } else {
@@ -250,8 +250,8 @@ fn rope(keys: &Keys<'_>, max_position_embeddings: usize) -> Result<(f64, RopeSca
 }
 
 fn llama3(
-    keys: &Keys<'_>,
-    inner: &Keys<'_>,
+    keys: &JsonKeys<'_>,
+    inner: &JsonKeys<'_>,
     factor: f64,
     max_position_embeddings: usize,
 ) -> Result<RopeScaling, ModelError> {
@@ -281,16 +281,16 @@ fn llama3(
 
 /// The window, if any layer really uses one under the rules of its family.
 fn sliding_window(
-    keys: &Keys<'_>,
-    architecture: Architecture,
+    keys: &JsonKeys<'_>,
+    rule: WindowRule,
     num_layers: usize,
 ) -> Result<Option<usize>, ModelError> {
     let default = if keys.map.contains_key("sliding_window") { None } else { Some(4096) };
     let window = keys.optional_size("sliding_window")?.or(default);
-    match architecture {
-        Architecture::Llama => return Ok(None),
-        Architecture::Mistral => return Ok(window),
-        Architecture::Qwen2 | Architecture::Qwen3 => {}
+    match rule {
+        WindowRule::Never => return Ok(None),
+        WindowRule::Always => return Ok(window),
+        WindowRule::Flagged => {}
     }
     if !keys.flag("use_sliding_window", false)? {
         return Ok(None);

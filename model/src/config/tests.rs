@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::ModelError;
+use crate::layer::QueryKeyNorm;
 
 /// A tied Qwen2 and an untied Qwen3 with every optional tensor, whose heads are wider than `hidden / heads`.
 pub(crate) fn tiny() -> [Config; 2] {
@@ -24,8 +25,7 @@ pub(crate) fn tiny() -> [Config; 2] {
         architecture: Architecture::Qwen3,
         head_dim: 6,
         tie_word_embeddings: false,
-        o_bias: true,
-        qk_norm: true,
+        layer: LayerSpec { output_bias: true, query_key_norm: QueryKeyNorm::PerHead, ..tied.layer },
         ..tied.clone()
     };
     [tied, untied]
@@ -55,7 +55,7 @@ fn what_is_written_reads_back() {
             high_freq_factor: 4.0,
             original_max_position_embeddings: 32,
         },
-        qkv_bias: false,
+        layer: Architecture::Llama.family().layer(false),
         eos_token_ids: vec![2, 7],
         pad_token_id: None,
         initializer_range: 0.02,
@@ -63,7 +63,7 @@ fn what_is_written_reads_back() {
     };
     let mistral = Config {
         architecture: Architecture::Mistral,
-        qkv_bias: false,
+        layer: Architecture::Mistral.family().layer(false),
         sliding_window: Some(32),
         rope_scaling: RopeScaling::Linear { factor: 2.0 },
         eos_token_ids: vec![],
@@ -178,12 +178,13 @@ fn defaults_are_those_of_the_family() {
     };
     let llama = |changes| family("llama", "LlamaForCausalLM", changes).unwrap();
     assert_eq!(llama(json!({"num_key_value_heads": null})).num_kv_heads, 4);
-    assert!(!llama(json!({})).qkv_bias);
-    assert!(llama(json!({"attention_bias": true})).o_bias);
+    assert!(!llama(json!({})).layer.qkv_bias);
+    assert!(llama(json!({"attention_bias": true})).layer.output_bias);
     let mistral = family("mistral", "MistralForCausalLM", json!({"sliding_window": 16})).unwrap();
-    assert_eq!((mistral.max_context(), mistral.qkv_bias), (16, false));
+    assert_eq!((mistral.max_context(), mistral.layer.qkv_bias), (16, false));
     let qwen2 = with(&json!({"sliding_window": 16, "use_sliding_window": false})).unwrap();
-    assert_eq!((qwen2.max_context(), qwen2.qkv_bias, qwen2.o_bias), (64, true, false));
+    let LayerSpec { qkv_bias, output_bias, .. } = qwen2.layer;
+    assert_eq!((qwen2.max_context(), qkv_bias, output_bias), (64, true, false));
     let upper = json!({"sliding_window": 16, "use_sliding_window": true, "max_window_layers": 1});
     assert_eq!(with(&upper).unwrap().max_context(), 16);
     let note = with(&upper).unwrap().window_note().unwrap();

@@ -5,7 +5,8 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{Architecture, Config, Head, REDUCTION_KEY, Reduction, RopeScaling};
+use super::families::{BiasRule, WindowRule};
+use super::{Config, Head, REDUCTION_KEY, Reduction, RopeScaling};
 
 impl Config {
     /// The content of a `config.json` that transformers and [`Config::from_json`] both read back as this model.
@@ -40,17 +41,14 @@ impl Config {
             "torch_dtype": "float32",
             "sliding_window": self.sliding_window,
         });
-        match self.architecture {
-            Architecture::Llama => map["attention_bias"] = json!(self.qkv_bias),
-            Architecture::Mistral => {}
-            Architecture::Qwen2 | Architecture::Qwen3 => {
-                map["use_sliding_window"] = json!(self.sliding_window.is_some());
-                map["max_window_layers"] =
-                    json!(if self.sliding_window.is_some() { 0 } else { self.num_layers });
-            }
+        let family = self.architecture.family();
+        if [family.qkv_bias, family.output_bias].contains(&BiasRule::AttentionBias) {
+            map["attention_bias"] = json!(self.layer.qkv_bias);
         }
-        if self.architecture == Architecture::Qwen3 {
-            map["attention_bias"] = json!(self.qkv_bias);
+        if family.window == WindowRule::Flagged {
+            let windowed = self.sliding_window.is_some();
+            map["use_sliding_window"] = json!(windowed);
+            map["max_window_layers"] = json!(if windowed { 0 } else { self.num_layers });
         }
         if let Some(map) = map.as_object_mut() {
             self.write_head(map);

@@ -1,19 +1,19 @@
-//! One layer: attention and gated feed-forward, each behind a norm and added to the residual stream.
+//! One transformer block: attention and gated feed-forward, each on a normalised input and added to the residual stream.
 //!
-//! Invariant: the backward of each half is its exact vector-Jacobian product; it needs no other layer, so that gradients
-//! can be handed on, and activations freed, one layer at a time. Gradients of weights are taken apart from those of
-//! inputs: over all tokens in their order, one range of rows of a weight per thread, so that their bits do not depend on
-//! how tokens were shared among threads.
+//! Invariant: the backward of each half is its exact vector-Jacobian product and needs no other layer, so that gradients can
+//! be reduced, and activations freed, layer by layer. Gradients of weights are computed apart from those of inputs: over all
+//! tokens in their order, one range of rows of a weight per thread, so that their bits do not depend on how tokens were
+//! shared among threads.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Result, Tensor};
 
-use super::places::Places;
-use crate::ops::heads::{self, Angles, HeadNorm, HeadShape};
+use crate::layer::{FeedForward, LayerRanges, LayerSpec, LinearSpec, Norm, Operand, QueryKeyNorm, Sharding};
+use crate::ops::heads::{self, Angles, HeadNormWeights, HeadShape};
 use crate::ops::int8::MAX_INPUT;
-use crate::ops::linear::{Flat, Linear, TreeSum, bias_gradient, weight_gradient};
+use crate::ops::linear::{FlatValues, Linear, TreeSum, bias_gradient, weight_gradient};
 use crate::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use crate::ops::swiglu::{swiglu, swiglu_backward};
 use crate::ops::{matrix, row_ranges};
@@ -21,24 +21,24 @@ use crate::{Config, Layout, Parameters, Quantization, Reduction, ThreadPool, Uni
 
 /// Weights of one layer.
 #[derive(Clone, Debug)]
-pub(super) struct Block {
+pub(super) struct TransformerBlock {
     shape: HeadShape,
     eps: f32,
     attention_norm: Vec<f32>,
     qkv: Linear,
-    /// `[2, head_dim]` scales of queries and keys, where the architecture has them.
+    /// `[2, head_dim]` weights of the norms of queries and keys, if the layer has them.
     head_norm: Option<Vec<f32>>,
     output: Linear,
     feed_forward_norm: Vec<f32>,
     gate_up: Linear,
     down: Linear,
-    places: Places,
+    ranges: LayerRanges,
 }
 
-/// What the attention half computed on the way, for its backward. `T` tokens.
+/// Activations of the attention half, for its backward. `T` tokens.
 #[derive(Debug)]
 pub(super) struct AttentionTrace {
-    /// `[T, width]` the projection before norm and rotation, where heads are normalised.
+    /// `[T, width]` the projection before norm and rotation, if heads are normalised.
     raw: Option<Tensor>,
     /// `[T, width]`
     prepared: Tensor,
@@ -48,7 +48,7 @@ pub(super) struct AttentionTrace {
     pub(super) middle: Tensor,
 }
 
-/// What came back through the attention half: the gradients of its inputs, and what those of its weights are made of.
+/// Backward of the attention half: the gradient of its input, and the operands of its weight gradients.
 #[derive(Debug)]
 pub(super) struct AttentionReverse {
     /// `[T, d]` gradient of the layer's input.
@@ -61,7 +61,7 @@ pub(super) struct AttentionReverse {
     d_middle: Tensor,
 }
 
-/// What came back through the feed-forward half.
+/// Backward of the feed-forward half: the gradient of its input, and the operands of its weight gradients.
 #[derive(Debug)]
 pub(super) struct FeedForwardReverse {
     /// `[T, d]` gradient of the residual stream between the halves.
@@ -74,11 +74,11 @@ pub(super) struct FeedForwardReverse {
     g: Tensor,
 }
 
-/// A gradient of weights that can be taken by itself.
-type Job<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
+/// The computation of one range of weight gradients, independent of the others.
+type GradientJob<'a> = Box<dyn FnOnce() -> Result<()> + Send + 'a>;
 
-impl Block {
-    /// Memory of its linear layers, bytes.
+impl TransformerBlock {
+    /// Memory of the linear layers, bytes.
     pub(super) fn bytes(&self) -> usize {
         [&self.qkv, &self.output, &self.gate_up, &self.down].map(Linear::bytes).iter().sum()
     }
@@ -91,21 +91,23 @@ impl Block {
         quantization: Quantization,
     ) -> Self {
         let layer = &parameters.values()[parameters.layout().unit(Unit::Layer(index))];
-        let at = |range: &Range<usize>| &layer[range.clone()];
-        let linear = |weight: &Range<usize>, input, bias: &Range<usize>| {
-            let bias = (!bias.is_empty()).then(|| at(bias));
+        let ranges = parameters.layout().ranges();
+        let linear = |spec: &LinearSpec| {
+            let weight = &layer[ranges[spec.weight].clone()];
+            let bias = spec.bias.map(|bias| &layer[ranges[bias].clone()]);
             match quantization {
-                Quantization::Int8 if input <= MAX_INPUT => Linear::int8(at(weight), input, bias),
-                _ => Linear::packed(at(weight), input, bias),
+                Quantization::Int8 if spec.input <= MAX_INPUT => Linear::int8(weight, spec.input, bias),
+                _ => Linear::packed(weight, spec.input, bias),
             }
         };
-        Self::new(config, (parameters.layout(), index), layer, linear)
+        Self::new(config, ranges, layer, linear)
     }
 
     /// A layer to train, of the values of the whole model.
     pub(super) fn trainable(config: &Config, parameters: &Arc<Parameters>, index: usize) -> Self {
-        let place = parameters.layout().unit(Unit::Layer(index));
-        Self::flat(config, (parameters.layout(), index), &Flat::Model(Arc::clone(parameters)), place.start)
+        let layout = parameters.layout();
+        let values = layout.unit(Unit::Layer(index));
+        Self::flat(config, layout, &FlatValues::Model(Arc::clone(parameters)), &values)
     }
 
     /// A layer to train, of values of its own.
@@ -116,54 +118,61 @@ impl Block {
     ) -> Result<Self> {
         let (expected, found) = (layout.unit(Unit::Layer(index)).len(), values.len());
         if expected != found {
-            candle_core::bail!("layer {index} has {expected} values, {found} came");
+            candle_core::bail!("layer {index} has {expected} values, {found} were given");
         }
-        Ok(Self::flat(config, (layout, index), &Flat::Unit(Arc::clone(values)), 0))
+        Ok(Self::flat(config, layout, &FlatValues::Unit(Arc::clone(values)), &(0..found)))
     }
 
-    /// A layer to train whose first value is number `start` of `flat`.
-    fn flat(config: &Config, (layout, index): (&Layout, usize), flat: &Flat, start: usize) -> Self {
-        let moved = |range: &Range<usize>| match range.is_empty() {
-            true => 0..0,
-            false => start + range.start..start + range.end,
+    /// A layer to train, of `values` of `flat`.
+    fn flat(config: &Config, layout: &Layout, flat: &FlatValues, values: &Range<usize>) -> Self {
+        let ranges = layout.ranges();
+        let moved =
+            |operand: Operand| values.start + ranges[operand].start..values.start + ranges[operand].end;
+        let linear = |spec: &LinearSpec| {
+            let bias = spec.bias.map_or(0..0, moved);
+            Linear::flat(flat, moved(spec.weight), spec.input, &bias)
         };
-        let linear = |weight: &Range<usize>, input, bias: &Range<usize>| {
-            Linear::flat(flat, moved(weight), input, &moved(bias))
-        };
-        let values = &flat.values()[start..start + layout.unit(Unit::Layer(index)).len()];
-        Self::new(config, (layout, index), values, linear)
+        Self::new(config, ranges, &flat.values()[values.clone()], linear)
     }
 
+    /// The layer of `values`, whose matrices `linear` makes.
     fn new(
         config: &Config,
-        (layout, index): (&Layout, usize),
+        ranges: &LayerRanges,
         values: &[f32],
-        linear: impl Fn(&Range<usize>, usize, &Range<usize>) -> Linear,
+        linear: impl Fn(&LinearSpec) -> Linear,
     ) -> Self {
-        let places = Places::new(layout, index);
-        let at = |range: &Range<usize>| values[range.clone()].to_vec();
-        let hidden = config.hidden_size;
-        let shape = HeadShape::of(config);
-        let (queries, keys, inner) = (shape.query_width(), shape.kv_width(), config.intermediate_size);
-        let tree = |sum| if config.reduction == Reduction::Tree { sum } else { TreeSum::None };
+        // Another kind of layer does not compile until its operations are here.
+        let LayerSpec { norm: Norm::RmsBefore, feed_forward: FeedForward::SwiGlu, query_key_norm, .. } =
+            config.layer;
+        let vector = |operand: Operand| values[ranges[operand].clone()].to_vec();
+        let linear = |operand: Operand| {
+            let spec = config.linear_spec(operand);
+            let tree = match (config.reduction, spec.sharding) {
+                (Reduction::Chain, _) | (_, Sharding::Replicated) => TreeSum::None,
+                (Reduction::Tree, Sharding::Inputs) => TreeSum::Inputs,
+                (Reduction::Tree, Sharding::Outputs) => TreeSum::Outputs(spec.outputs.clone()),
+            };
+            linear(&spec).with_tree(tree)
+        };
         Self {
-            shape,
+            shape: config.head_shape(),
             eps: config.rms_norm_eps,
-            attention_norm: at(&places.attention_norm),
-            qkv: linear(&places.qkv, hidden, &places.qkv_bias)
-                .with_tree(tree(TreeSum::Outputs(vec![queries, keys, keys]))),
-            head_norm: (!places.head_norm.is_empty()).then(|| at(&places.head_norm)),
-            output: linear(&places.output, queries, &places.output_bias).with_tree(tree(TreeSum::Inputs)),
-            feed_forward_norm: at(&places.feed_forward_norm),
-            gate_up: linear(&places.gate_up, hidden, &(0..0))
-                .with_tree(tree(TreeSum::Outputs(vec![inner, inner]))),
-            down: linear(&places.down, inner, &(0..0)).with_tree(tree(TreeSum::Inputs)),
-            places,
+            attention_norm: vector(Operand::AttentionNorm),
+            qkv: linear(Operand::Qkv),
+            head_norm: match query_key_norm {
+                QueryKeyNorm::None => None,
+                QueryKeyNorm::PerHead => Some(vector(Operand::QueryKeyNorm)),
+            },
+            output: linear(Operand::Output),
+            feed_forward_norm: vector(Operand::FeedForwardNorm),
+            gate_up: linear(Operand::GateUp),
+            down: linear(Operand::Down),
+            ranges: ranges.clone(),
         }
     }
 
-    /// Runs the layer on `x [T, d]` and keeps nothing; `attend` turns prepared queries, keys and values into attention
-    /// results.
+    /// Forward on `x [T, d]` without activations; `attend` computes attention for prepared queries, keys and values.
     pub(super) fn forward(
         &self,
         x: &Tensor,
@@ -175,7 +184,7 @@ impl Block {
         self.feed_forward(&middle, &self.gate_up(&middle, pool)?, pool)
     }
 
-    /// The first half on `x [T, d]`.
+    /// Forward of the attention half on `x [T, d]`.
     pub(super) fn attention(
         &self,
         x: &Tensor,
@@ -193,12 +202,12 @@ impl Block {
         Ok(AttentionTrace { raw, prepared, attended, middle })
     }
 
-    /// `[T, 2 m]` gate and up of the second half, for its input `middle [T, d]`.
+    /// `[T, 2 m]` gate and up of the feed-forward half, for its input `middle [T, d]`.
     pub(super) fn gate_up(&self, middle: &Tensor, pool: &ThreadPool) -> Result<Tensor> {
         self.gate_up.apply(&rms_norm(middle, &self.feed_forward_norm, self.eps)?, pool)
     }
 
-    /// `[T, d]` the residual stream after the second half.
+    /// `[T, d]` the residual stream after the feed-forward half.
     pub(super) fn feed_forward(
         &self,
         middle: &Tensor,
@@ -208,7 +217,7 @@ impl Block {
         self.down.add_to(middle, &swiglu(gate_up, pool)?, pool)
     }
 
-    /// Reverses the second half for the gradient `g [T, d]` of its result. `gate_up` is computed again if it was not kept.
+    /// Backward of the feed-forward half for the gradient `g [T, d]` of its result. `gate_up` is computed again if `None`.
     pub(super) fn feed_forward_backward(
         &self,
         middle: &Tensor,
@@ -218,7 +227,7 @@ impl Block {
         let alone = ThreadPool::single();
         let normed = rms_norm(middle, &self.feed_forward_norm, self.eps)?;
         let again = if gate_up.is_none() { Some(self.gate_up.apply(&normed, &alone)?) } else { None };
-        let Some(gate_up) = gate_up.or(again.as_ref()) else { unreachable!("one of the two is there") };
+        let Some(gate_up) = gate_up.or(again.as_ref()) else { unreachable!("one of the two is given") };
         let activated = swiglu(gate_up, &alone)?;
         let d_gate_up = swiglu_backward(gate_up, &self.down.input_gradient(g)?)?;
         let d_normed = self.gate_up.input_gradient(&d_gate_up)?;
@@ -227,8 +236,8 @@ impl Block {
         Ok(FeedForwardReverse { d_middle, middle, normed, activated, d_gate_up, d_normed, g })
     }
 
-    /// Reverses the first half for the gradient `d_middle [T, d]` of its result. `attend_backward` reverses what `attend`
-    /// did.
+    /// Backward of the attention half for the gradient `d_middle [T, d]` of its result. `attend_backward` is the backward of
+    /// `attend`.
     pub(super) fn attention_backward(
         &self,
         input: &Tensor,
@@ -251,18 +260,19 @@ impl Block {
         Ok(AttentionReverse { d_input, input, normed, d_prepared: kept, d_qkv, d_normed, d_middle })
     }
 
-    /// Adds the gradients of the second half's weights to `gradients`, which are those of the layer; `pieces` are in the order of their
-    /// tokens.
+    /// Adds the weight gradients of the feed-forward half to the layer's `gradients`; `pieces` are in the order of tokens.
     pub(super) fn feed_forward_gradients(
         &self,
         pieces: &[FeedForwardReverse],
         gradients: &mut [f32],
         pool: &ThreadPool,
     ) -> Result<()> {
-        let places = &self.places;
-        let [norm, gate_up, down] =
-            carve(gradients, [&places.feed_forward_norm, &places.gate_up, &places.down]);
-        let mut jobs: Vec<Job<'_>> = Vec::new();
+        let ranges = &self.ranges;
+        let [norm, gate_up, down] = carve(
+            gradients,
+            [&ranges[Operand::FeedForwardNorm], &ranges[Operand::GateUp], &ranges[Operand::Down]],
+        );
+        let mut jobs: Vec<GradientJob<'_>> = Vec::new();
         weight_jobs(&mut jobs, pieces, gate_up, |p| (&p.normed, &p.d_gate_up), pool);
         weight_jobs(&mut jobs, pieces, down, |p| (&p.activated, &p.g), pool);
         jobs.push(Box::new(|| {
@@ -271,27 +281,26 @@ impl Block {
         pool.map(jobs, |job| job()).into_iter().collect()
     }
 
-    /// Adds the gradients of the first half's weights to `gradients`, which are those of the layer, for `parts` in the order of their
-    /// tokens.
+    /// Adds the weight gradients of the attention half to the layer's `gradients`; `parts` are in the order of tokens.
     pub(super) fn attention_gradients(
         &self,
         parts: &[(&AttentionTrace, AttentionReverse, &Angles)],
         gradients: &mut [f32],
         pool: &ThreadPool,
     ) -> Result<()> {
-        let places = &self.places;
+        let ranges = &self.ranges;
         let [norm, qkv, qkv_bias, head_norm, output, output_bias] = carve(
             gradients,
             [
-                &places.attention_norm,
-                &places.qkv,
-                &places.qkv_bias,
-                &places.head_norm,
-                &places.output,
-                &places.output_bias,
+                &ranges[Operand::AttentionNorm],
+                &ranges[Operand::Qkv],
+                &ranges[Operand::QkvBias],
+                &ranges[Operand::QueryKeyNorm],
+                &ranges[Operand::Output],
+                &ranges[Operand::OutputBias],
             ],
         );
-        let mut jobs: Vec<Job<'_>> = Vec::new();
+        let mut jobs: Vec<GradientJob<'_>> = Vec::new();
         weight_jobs(&mut jobs, parts, qkv, |(_, r, _)| (&r.normed, &r.d_qkv), pool);
         weight_jobs(&mut jobs, parts, output, |(trace, r, _)| (&trace.attended, &r.d_middle), pool);
         jobs.push(Box::new(|| {
@@ -312,9 +321,9 @@ impl Block {
         pool.map(jobs, |job| job()).into_iter().collect()
     }
 
-    fn norm_of_heads(&self) -> Option<HeadNorm<'_>> {
+    fn norm_of_heads(&self) -> Option<HeadNormWeights<'_>> {
         let (query, key) = self.head_norm.as_ref()?.split_at(self.shape.head_dim);
-        Some(HeadNorm { query, key, eps: self.eps })
+        Some(HeadNormWeights { query, key, eps: self.eps })
     }
 }
 
@@ -332,10 +341,10 @@ fn carve<'a, const N: usize>(mut buffer: &'a mut [f32], ranges: [&Range<usize>; 
     })
 }
 
-/// The gradient of one weight `[out, in]`, as one job for each thread: a range of its rows over all `pieces`, whose
-/// inputs `[T, in]` and gradients `[T, out]` `operands` names.
+/// The gradient of one weight `[out, in]`, as one job per thread for a range of its rows over all `pieces`. `operands`
+/// gives the input `[T, in]` and the gradient `[T, out]` of a piece.
 fn weight_jobs<'a, P: Sync>(
-    jobs: &mut Vec<Job<'a>>,
+    jobs: &mut Vec<GradientJob<'a>>,
     pieces: &'a [P],
     gradient: &'a mut [f32],
     operands: impl Fn(&P) -> (&Tensor, &Tensor) + Send + Sync + Copy + 'a,

@@ -1,29 +1,30 @@
-//! Incremental decoding over a paged key-value cache.
+//! Prefill and decode over a paged KV cache (PagedAttention, Kwon et al. 2023, arXiv 2309.06180).
 //!
-//! Invariant: a page is written only through a sequence that owns it alone; [`KvCache::own`] copies a shared one first.
-//! Prefill and decode are the same call: a sequence has one or more new tokens.
+//! Invariant: a page is written by one sequence only; [`KvCache::own`] copies a shared page first (copy on write). Prefill
+//! and decode are the same call: a sequence has one or more new tokens.
 
 use candle_core::{Result, Tensor};
 
 use super::{Decoder, gather};
 use crate::ops::attention::{PAGE, PageLayout};
-use crate::ops::heads::{Angles, HeadShape};
+use crate::ops::heads::Angles;
 use crate::ops::norm::rms_norm;
 use crate::ops::{matrix, unwritten, values};
 use crate::{Config, ThreadPool};
 
-/// Multiplications for which it pays to wake another thread.
+/// Multiply-adds per thread below which waking another thread costs more than it saves.
 const WORTH_A_THREAD: usize = 4_000_000;
 
-/// Keys and values of running sequences, in pages of 16 positions that sequences with a common prefix share.
+/// KV cache of the running sequences, in pages of 16 positions. Sequences with a common prefix share its pages.
 #[derive(Debug)]
 pub struct KvCache {
     layout: PageLayout,
-    /// Each `[layers, layout.len()]`. A page that is being written stands empty here; all do if a device has the values.
+    /// `[layers, layout.len()]` each. A page that a step writes is empty during the step; all are if a device has the
+    /// values.
     pages: Vec<Vec<f32>>,
-    /// Pages that a device has yet to copy, from and to; `None` if the values are here.
+    /// Pending page copies of a device, from and to; `None` if the values are on the host.
     copies: Option<Vec<[u32; 2]>>,
-    /// How many sequences hold each page.
+    /// Reference count of each page.
     holders: Vec<u32>,
     free: Vec<u32>,
 }
@@ -41,12 +42,12 @@ impl KvCache {
         cache
     }
 
-    /// A cache whose keys and values are on a device: who holds which page, and no more.
+    /// A cache whose keys and values are on a device: the reference counts of its pages alone.
     #[must_use]
     pub fn elsewhere(config: &Config, positions: usize) -> Self {
         let pages = Self::pages_for(positions);
         Self {
-            layout: PageLayout::new(HeadShape::of(config)),
+            layout: PageLayout::new(config.head_shape()),
             pages: vec![Vec::new(); pages],
             copies: Some(Vec::new()),
             holders: vec![0; pages],
@@ -54,7 +55,7 @@ impl KvCache {
         }
     }
 
-    /// Pages that were copied since the last call, from and to, in order: what a device has to do before its next step.
+    /// Page copies since the last call, from and to, in order. A device makes them before its next step.
     pub(crate) fn take_copies(&mut self) -> Vec<[u32; 2]> {
         self.copies.as_mut().map_or_else(Vec::new, std::mem::take)
     }
@@ -65,7 +66,7 @@ impl KvCache {
         positions.div_ceil(PAGE)
     }
 
-    /// Number of pages that nobody holds.
+    /// Number of free pages.
     #[must_use]
     pub fn free_pages(&self) -> usize {
         self.free.len()
@@ -83,13 +84,13 @@ impl KvCache {
         self.pages.iter().map(|page| size_of_val(&page[..]) as u64).sum()
     }
 
-    /// Frees the memory of all keys and values. Who holds which page stays as it is; before the next step comes
-    /// [`KvCache::restore`].
+    /// Frees the memory of all keys and values. Reference counts stay; [`KvCache::restore`] has to follow before the next
+    /// step.
     pub fn forget(&mut self) {
         self.pages.iter_mut().for_each(|page| *page = Vec::new());
     }
 
-    /// Takes memory for all pages again; what is in them has to be computed anew.
+    /// Allocates all pages again. Their content is lost and has to be computed again.
     pub fn restore(&mut self, config: &Config) {
         if self.copies.is_some() {
             return;
@@ -98,26 +99,26 @@ impl KvCache {
         self.pages.iter_mut().for_each(|page| *page = vec![0.0; len]);
     }
 
-    /// Takes a free page, or `None` if there is none.
+    /// Allocates a page, or `None` if none is free.
     pub fn take(&mut self) -> Option<u32> {
         let page = self.free.pop()?;
         self.holders[page as usize] = 1;
         Some(page)
     }
 
-    /// Lets one more sequence hold `pages`.
+    /// Increments the reference counts of `pages [n]`, for a sequence that shares them.
     pub fn share(&mut self, pages: &[u32]) {
         for page in pages {
-            assert!(self.holders[*page as usize] > 0, "only a held page can be shared");
+            assert!(self.holders[*page as usize] > 0, "only an allocated page can be shared");
             self.holders[*page as usize] += 1;
         }
     }
 
-    /// Gives up one holding of each of `pages`.
+    /// Decrements the reference counts of `pages [n]`; a page without references is free.
     pub fn release(&mut self, pages: &[u32]) {
         for page in pages {
             let holders = &mut self.holders[*page as usize];
-            assert!(*holders > 0, "page {page} is released by somebody who does not hold it");
+            assert!(*holders > 0, "page {page} is released, but it is free");
             *holders -= 1;
             if *holders == 0 {
                 self.free.push(*page);
@@ -125,7 +126,8 @@ impl KvCache {
         }
     }
 
-    /// Makes `page` writable for one sequence: itself if nobody else holds it, else a copy. `None` if no page is free.
+    /// A page with the content of `page` that one sequence may write: `page` itself if it is not shared, else a copy.
+    /// `None` if no page is free.
     pub fn own(&mut self, page: u32) -> Option<u32> {
         if self.holders[page as usize] == 1 {
             return Some(page);
@@ -143,7 +145,7 @@ impl KvCache {
         Some(copy)
     }
 
-    /// Takes the pages that `sequence` writes, so that threads can write to theirs while others read the rest.
+    /// Takes out the pages that `sequence` writes, so that a thread can write them while others read the rest.
     fn check_out(&mut self, sequence: &StepSequence<'_>) -> Vec<Vec<f32>> {
         let take = |page: &u32| {
             let taken = std::mem::take(&mut self.pages[*page as usize]);
@@ -167,9 +169,9 @@ pub struct StepSequence<'a> {
     pub tokens: &'a [u32],
     /// Position of the first; everything before it is in the cache.
     pub position: usize,
-    /// Pages of the sequence, up to and including the one of the last token. Those of the new tokens are its own.
+    /// Page table of the sequence, up to the page of its last token. The pages of the new tokens are not shared.
     pub pages: &'a [u32],
-    /// How many of the last tokens' logits are wanted.
+    /// Number of last tokens whose logits are returned.
     pub wanted: usize,
 }
 
@@ -185,15 +187,15 @@ impl<'a> StepSequence<'a> {
 }
 
 /// What one thread computes of a step.
-struct Part<'a> {
+struct StepPart<'a> {
     sequences: &'a [StepSequence<'a>],
     /// The pages that each sequence writes.
     own: Vec<Vec<Vec<f32>>>,
 }
 
 impl Decoder {
-    /// Puts the tokens of `sequences` into the cache and returns logits `[wanted, V]` of the tokens for which they are
-    /// wanted, in order.
+    /// One step of continuous batching: adds the tokens of `sequences` to the cache and returns the logits
+    /// `[wanted, vocab_size]` of the tokens whose logits are wanted, in order.
     ///
     /// # Errors
     /// If a token id lies beyond the vocabulary.
@@ -209,17 +211,17 @@ impl Decoder {
         let tokens: usize = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
         let worth = tokens * self.layout.len() / WORTH_A_THREAD + 1;
         let alone = ThreadPool::single();
-        // Weights that a core's cache cannot hold come from memory for every thread that reads them: threads share their
-        // columns, and meet at every layer. Small ones are read whole by each, for some of the sequences.
+        // Large weights are read from memory, so threads share their columns and synchronise at every layer. Small weights
+        // fit a core's cache, so every thread reads all of them for some of the sequences.
         let (count, inside) = match worth {
             1 => (1, &alone),
             _ if self.columns_are_shared => (1, pool),
             _ => (pool.threads().min(worth), &alone),
         };
         let parts = split(sequences, tokens, count);
-        let parts: Vec<Part<'_>> = parts
+        let parts: Vec<StepPart<'_>> = parts
             .into_iter()
-            .map(|sequences| Part {
+            .map(|sequences| StepPart {
                 sequences,
                 own: sequences.iter().map(|sequence| cache.check_out(sequence)).collect(),
             })
@@ -244,8 +246,8 @@ impl Decoder {
         failed.map_or(Ok(all), Err)
     }
 
-    fn step_part(&self, cache: &KvCache, part: &mut Part<'_>, pool: &ThreadPool) -> Result<Vec<f32>> {
-        let Part { sequences, own } = part;
+    fn step_part(&self, cache: &KvCache, part: &mut StepPart<'_>, pool: &ThreadPool) -> Result<Vec<f32>> {
+        let StepPart { sequences, own } = part;
         let (mut token_ids, mut positions, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         for sequence in *sequences {
             token_ids.extend_from_slice(sequence.tokens);
@@ -265,7 +267,8 @@ impl Decoder {
         Ok(logits)
     }
 
-    /// Writes keys and values of the new tokens, and attends to everything up to each of them.
+    /// Writes keys and values of the new tokens of `qkv [T, width]`, and attends to all positions up to each of them.
+    /// Returns `[T, heads * head_dim]`.
     fn attend(
         &self,
         cache: &KvCache,

@@ -1,8 +1,8 @@
-//! Where the backward puts gradients, and where layers come from that are not all in memory.
+//! Gradient sinks of the backward, and sources of layers that are not all in memory.
 //!
-//! Invariant: a backward asks for units in the order tail, last layer to first layer, embedding, and says once of each
-//! that it is done; nothing is added to a unit after that. A sink can hand on what is done while the next layer is being
-//! reversed. The embedding can be asked for earlier, where it is the head as well.
+//! Invariant: a backward asks for units in the order tail, last layer to first layer, embedding, and marks each as done
+//! once; nothing is added to a unit after that. A sink can start a reduce-scatter of a finished unit while the backward
+//! continues. The embedding is asked for earlier if it is also the head.
 
 use std::sync::Arc;
 
@@ -10,25 +10,25 @@ use candle_core::Result;
 
 use crate::{Layout, ThreadPool, Unit};
 
-/// Gradients that one thread sets to zero, or adds, at a time.
+/// Values that one thread clears or adds at a time.
 const BLOCK: usize = 1 << 18;
 
-/// Where the gradients of a backward go.
+/// Receives the gradients of a backward.
 pub trait GradientSink {
-    /// The gradients of a unit, to add to: as many values as the unit has, laid out as they are in it.
+    /// `[layout.unit(unit).len()]` gradients of a unit, in the order of the layout, to add to.
     fn unit(&mut self, unit: Unit) -> &mut [f32];
 
-    /// Says that this backward adds nothing more to a unit.
+    /// Marks a unit as complete: this backward adds nothing more to it.
     fn done(&mut self, unit: Unit);
 }
 
-/// Where the weights of layers come from that are not all in memory.
+/// Supplies the weights of layers that are not all in memory, as ZeRO stage 3 gathers them.
 pub trait LayerSource {
-    /// The values of layer `index`, laid out as in [`Layout`]. A forward asks for one layer after the other, a backward
-    /// in the opposite order; nobody keeps them after the next layer is asked for.
+    /// `[layout.layers()[index].len()]` values of layer `index`, in the order of the [`Layout`]. A forward asks for the
+    /// layers in ascending order, a backward in descending order; the decoder drops a layer before it asks for the next.
     ///
     /// # Errors
-    /// If they cannot be had.
+    /// If the values are not available.
     fn layer(&mut self, index: usize) -> Result<Arc<Vec<f32>>>;
 }
 
@@ -40,30 +40,31 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    /// No gradient yet.
+    /// Gradients of zero.
     #[must_use]
     pub fn zeros(layout: &Arc<Layout>) -> Self {
         Self { layout: Arc::clone(layout), values: vec![0.0; layout.len()] }
     }
 
-    /// All values in canonical order.
+    /// `[layout.len()]` all values, in the order of the layout.
     #[must_use]
     pub fn values(&self) -> &[f32] {
         &self.values
     }
 
-    /// The same, to scale or clip.
+    /// `[layout.len()]` all values, to scale or clip.
     pub fn values_mut(&mut self) -> &mut [f32] {
         &mut self.values
     }
 
-    /// Gradient of the tensor of this Hugging Face name, if the model has it.
+    /// Gradient of the tensor of this Hugging Face name, row-major in its shape, `[out, in]` for a matrix, if the model has
+    /// the tensor.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&[f32]> {
         self.layout.spec(name).map(|spec| &self.values[spec.range()])
     }
 
-    /// Adds other gradients of the same model.
+    /// Adds other gradients of the same model: gradient accumulation.
     ///
     /// # Panics
     /// If they are of another model.

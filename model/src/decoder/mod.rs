@@ -1,21 +1,20 @@
 //! The network: one decoder for prefill, decode, training and scoring.
 //!
 //! [`Decoder`] is immutable: one policy version. [`Decoder::forward`] runs a [`Pack`] of whole sequences and keeps what
-//! the backward needs, [`Decoder::backward`] reverses it layer by layer, [`Decoder::step`] continues sequences whose keys
-//! and values are in a [`KvCache`]. All three run the same blocks, on as many threads as their [`ThreadPool`](crate::ThreadPool) has.
+//! the backward needs, [`Decoder::backward`] goes through it layer by layer, [`Decoder::step`] continues sequences whose keys
+//! and values are in a [`KvCache`]. All three run the same blocks, on the threads of a [`ThreadPool`](crate::ThreadPool).
 //!
 //! # Layout
-//! - `block`: one layer, forward and backward; `places`: where its weights lie
+//! - `block`: one layer, forward and backward
 //! - `pack`: sequences one after the other
 //! - `train`: forward and backward
-//! - `gradients`: where gradients go, and where layers come from
+//! - `gradients`: gradient sinks and layer sources
 //! - `decode`: the paged cache and the decode step
 
 mod block;
 mod decode;
 mod gradients;
 mod pack;
-mod places;
 mod train;
 
 use std::ops::Range;
@@ -25,64 +24,63 @@ use candle_core::{Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 use crate::ops::heads::HeadShape;
-use crate::ops::linear::{Flat, Linear, TreeSum};
+use crate::ops::linear::{FlatValues, Linear, TreeSum};
 use crate::ops::{embedding, matrix, values};
 use crate::{Config, Layout, Parameters, Reduction, Unit};
-use block::Block;
+use block::TransformerBlock;
 pub use decode::{KvCache, StepSequence};
 pub use gradients::{GradientSink, Gradients, LayerSource};
 pub use pack::{Pack, PackError};
-pub(crate) use places::Places;
 pub use train::{Recompute, Trace};
 
-/// How coarsely the weights are represented that a sampler computes with.
+/// Quantization of a sampler's weights.
 ///
-/// Quantised, it samples from a policy close to the one that is trained, and says so: its log-probabilities are those of
-/// what it samples from. Embedding, norms, attention and head are f32 in any case.
+/// A quantized sampler samples from a policy close to the trained one, and its behavior log-probabilities are those of the
+/// quantized policy. Embedding, norms, attention and head are f32 in any case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Quantization {
-    /// Not at all: f32, the same bits as in training.
+    /// None: f32, the same bits as in training.
     #[default]
     None,
     /// The matrices of the layers in 8 bits, with a scale per output; activations in 8 bits with a range per token.
     Int8,
 }
 
-/// One policy version, ready to compute.
+/// The network of one policy version.
 #[derive(Clone, Debug)]
 pub struct Decoder {
     config: Config,
     shape: HeadShape,
     inv_freq: Vec<f32>,
     embedding: Embedding,
-    blocks: Vec<Block>,
+    blocks: Vec<TransformerBlock>,
     final_norm: Vec<f32>,
     head: Linear,
     /// `[d]` weights of the value head; empty without one.
     value_head: Vec<f32>,
     layout: Arc<Layout>,
     recompute: Recompute,
-    /// Whether threads share the columns of the weights in a decode step, or each has sequences of its own.
+    /// Whether the threads of a decode step share the columns of the weights, or each computes some of the sequences.
     columns_are_shared: bool,
 }
 
-/// Weights, in values, up to which reading them twice costs less than meeting at every layer: measured with 1, 6 and 358
-/// million.
+/// Number of weights up to which reading them once per thread costs less than a synchronisation per layer: measured with 1,
+/// 6 and 358 million.
 const SMALL: usize = 1 << 24;
 
 /// `[V, d]`
 #[derive(Clone, Debug)]
 enum Embedding {
-    /// A copy, of a decoder that outlives its parameters.
+    /// A copy, for a decoder that outlives its parameters.
     Own(Vec<f32>),
     /// The first of flat values.
-    Flat(Flat),
+    Flat(FlatValues),
 }
 
 impl Decoder {
-    /// A decoder to sample and score with. Weights are packed for products with few rows, which takes a copy of them;
-    /// `parameters` are not needed any more.
+    /// A decoder to sample and score with. It packs a copy of the weights for products with few rows and does not keep
+    /// `parameters`.
     ///
     /// # Panics
     /// If the parameters are not those of `config`.
@@ -91,13 +89,13 @@ impl Decoder {
         Self::sampler(config, parameters, Quantization::None)
     }
 
-    /// The same, of an approximation of the weights.
+    /// The same, with quantized weights.
     ///
     /// # Panics
     /// If the parameters are not those of `config`.
     #[must_use]
     pub fn sampler(config: &Config, parameters: &Parameters, quantization: Quantization) -> Self {
-        let block = |i| Block::sampler(config, parameters, i, quantization);
+        let block = |i| TransformerBlock::sampler(config, parameters, i, quantization);
         let head = &parameters.values()[parameters.layout().head()];
         Self {
             embedding: Embedding::Own(parameters.get("model.embed_tokens.weight").to_vec()),
@@ -108,17 +106,19 @@ impl Decoder {
         }
     }
 
-    /// A decoder to train and score with. It reads the weights where they are, so it costs nothing to make; it keeps
-    /// `parameters` until it is dropped.
+    /// A decoder to train and score with. It reads the weights in place and copies nothing; it keeps `parameters` until it is
+    /// dropped.
     ///
     /// # Panics
     /// If the parameters are not those of `config`.
     #[must_use]
     pub fn trainable(config: &Config, parameters: &Arc<Parameters>, recompute: Recompute) -> Self {
-        let flat = Flat::Model(Arc::clone(parameters));
+        let flat = FlatValues::Model(Arc::clone(parameters));
         Self {
             embedding: Embedding::Flat(flat.clone()),
-            blocks: (0..config.num_layers).map(|i| Block::trainable(config, parameters, i)).collect(),
+            blocks: (0..config.num_layers)
+                .map(|i| TransformerBlock::trainable(config, parameters, i))
+                .collect(),
             head: Linear::flat(&flat, parameters.layout().head(), config.hidden_size, &(0..0))
                 .with_tree(head_tree(config)),
             recompute,
@@ -126,8 +126,8 @@ impl Decoder {
         }
     }
 
-    /// A decoder to train and score with, of which only the embedding and the tail of `layout` are there: layers come
-    /// from a [`LayerSource`].
+    /// A decoder to train and score with that has only the `embedding [vocab_size, hidden]` and the `tail
+    /// [layout.unit(Unit::Tail).len()]`: layers come from a [`LayerSource`].
     ///
     /// # Panics
     /// If the values are not those of `layout`, or that is not of `config`.
@@ -140,7 +140,7 @@ impl Decoder {
     ) -> Self {
         let (head, start) = (layout.head(), layout.unit(Unit::Tail).start);
         let in_tail = |range: Range<usize>| range.start - start..range.end - start;
-        let (embedding, tail) = (Flat::Unit(Arc::clone(embedding)), Flat::Unit(Arc::clone(tail)));
+        let (embedding, tail) = (FlatValues::Unit(Arc::clone(embedding)), FlatValues::Unit(Arc::clone(tail)));
         let head = if head.start < start {
             Linear::flat(&embedding, head, config.hidden_size, &(0..0))
         } else {
@@ -165,7 +165,7 @@ impl Decoder {
     fn without(config: &Config, layout: &Arc<Layout>, final_norm: Vec<f32>, value_head: Vec<f32>) -> Self {
         Self {
             config: config.clone(),
-            shape: HeadShape::of(config),
+            shape: config.head_shape(),
             inv_freq: config.inv_freq(),
             embedding: Embedding::Own(Vec::new()),
             blocks: Vec::new(),
@@ -184,18 +184,18 @@ impl Decoder {
         &self.config
     }
 
-    /// Memory of its own, bytes: of a decoder to sample with its packed weights, of one to train with next to nothing.
+    /// Memory of its own, bytes: the packed weights of a sampler; next to nothing for a trainable decoder.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         let embedding = match &self.embedding {
             Embedding::Own(table) => size_of_val(&table[..]),
             Embedding::Flat(_) => 0,
         };
-        let blocks: usize = self.blocks.iter().map(Block::bytes).sum();
+        let blocks: usize = self.blocks.iter().map(TransformerBlock::bytes).sum();
         (embedding + blocks + self.head.bytes()) as u64
     }
 
-    /// Hidden states `[T, d]` of tokens of which the first is number `first` of its batch.
+    /// Hidden states `[T, d]` of tokens; `first` is the number of the first in its batch, for errors.
     fn embed(&self, token_ids: &[u32], first: usize) -> Result<Tensor> {
         let table = match &self.embedding {
             Embedding::Own(table) => table,

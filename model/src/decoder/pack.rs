@@ -1,6 +1,6 @@
-//! Packs: sequences one after the other.
+//! Packing: sequences of different lengths as one stream of tokens, without padding.
 //!
-//! Invariant: no padding. A pack is one stream of tokens; a sequence sees only itself and the prefix that it continues.
+//! Invariant: a sequence attends to itself and to the prefix that it continues, and to nothing else.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use super::Decoder;
 use crate::ops::attention::{self, Segment};
 use crate::ops::heads::Angles;
 
-/// Sequences one after the other, without padding. Some may continue others: completions of a common prompt.
+/// Packed sequences. Some may continue others, as the completions of a group continue one prompt.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Pack {
     token_ids: Vec<u32>,
@@ -21,13 +21,13 @@ pub struct Pack {
 /// Why a sequence cannot be packed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PackError {
-    /// There is nothing in it.
+    /// The sequence is empty.
     #[error("a sequence of a pack needs at least one token")]
     Empty,
-    /// No sequence that stands alone begins there.
+    /// The row does not begin a sequence that can be continued.
     #[error("row {row} of the pack does not begin a sequence that can be continued")]
     NoPrefix {
-        /// The row that was named.
+        /// The row.
         row: usize,
     },
 }
@@ -39,7 +39,7 @@ impl Pack {
         Self::default()
     }
 
-    /// Appends a sequence and returns the row of its first token.
+    /// Appends the token ids `sequence [tokens]` and returns the row of the first.
     ///
     /// # Errors
     /// If the sequence is empty.
@@ -47,8 +47,8 @@ impl Pack {
         self.append(sequence, 0..0)
     }
 
-    /// Appends a continuation of the sequence that begins at row `prefix`, which is computed once for all of its
-    /// continuations, and returns the row of its first token. Continuations follow their prefix, before the next
+    /// Appends the token ids `sequence [tokens]` as a continuation of the sequence that begins at row `prefix`, and returns
+    /// the row of the first. The prefix is computed once for all of its continuations, which follow it before the next
     /// [`Pack::push`].
     ///
     /// # Errors
@@ -77,27 +77,27 @@ impl Pack {
         Ok(start)
     }
 
-    /// `[T]` tokens of all sequences.
+    /// `[tokens]` token ids of all sequences.
     #[must_use]
     pub fn token_ids(&self) -> &[u32] {
         &self.token_ids
     }
 
-    /// `[T]` position of each token in its sequence.
+    /// `[tokens]` position of each token in its sequence.
     #[must_use]
     pub fn positions(&self) -> &[u32] {
         &self.positions
     }
 
-    /// Rows of every sequence, and those of the one that it continues, empty for none; in their order.
-    pub(crate) fn segments(&self) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
-        self.segments.iter().map(|segment| (segment.rows.clone(), segment.prefix.clone()))
+    /// The sequences, in their order.
+    pub(crate) fn segments(&self) -> &[Segment] {
+        &self.segments
     }
 
     /// Cuts the pack into at most `count` parts of about equal length, between sequences that do not see each other.
-    pub(super) fn parts(&self, count: usize) -> Vec<Part<'_>> {
+    pub(super) fn parts(&self, count: usize) -> Vec<PackPart<'_>> {
         let total = self.token_ids.len();
-        let mut parts: Vec<Part<'_>> = Vec::new();
+        let mut parts: Vec<PackPart<'_>> = Vec::new();
         let mut start = 0;
         for (i, segment) in self.segments.iter().enumerate() {
             let last = i + 1 == self.segments.len();
@@ -105,7 +105,7 @@ impl Pack {
             let due = segment.rows.end * count >= total * (parts.len() + 1);
             if cut && (last || due) {
                 let rows = parts.last().map_or(0, |part| part.rows.end)..segment.rows.end;
-                parts.push(Part { pack: self, rows, segments: &self.segments[start..=i] });
+                parts.push(PackPart { pack: self, rows, segments: &self.segments[start..=i] });
                 start = i + 1;
             }
         }
@@ -113,7 +113,7 @@ impl Pack {
     }
 
     /// The parts of the given lengths.
-    pub(super) fn parts_of(&self, lengths: &[usize]) -> Vec<Part<'_>> {
+    pub(super) fn parts_of(&self, lengths: &[usize]) -> Vec<PackPart<'_>> {
         let (mut row, mut segment) = (0, 0);
         lengths
             .iter()
@@ -122,7 +122,7 @@ impl Pack {
                 let count = self.segments[segment..].partition_point(|s| s.rows.start < rows.end);
                 let segments = &self.segments[segment..segment + count];
                 (row, segment) = (rows.end, segment + count);
-                Part { pack: self, rows, segments }
+                PackPart { pack: self, rows, segments }
             })
             .collect()
     }
@@ -130,13 +130,13 @@ impl Pack {
 
 /// Rows of a pack that one thread computes.
 #[derive(Clone, Debug)]
-pub(super) struct Part<'a> {
+pub(super) struct PackPart<'a> {
     pack: &'a Pack,
     pub(super) rows: Range<usize>,
     pub(super) segments: &'a [Segment],
 }
 
-impl Part<'_> {
+impl PackPart<'_> {
     pub(super) fn token_ids(&self) -> &[u32] {
         &self.pack.token_ids[self.rows.clone()]
     }

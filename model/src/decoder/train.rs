@@ -1,13 +1,13 @@
 //! Training passes over whole sequences: the forward with its activations, and the backward that accumulates gradients.
 //!
-//! Invariant: how tokens are shared among threads, and what is computed again instead of kept, changes no bit of any result.
+//! Invariant: neither the number of threads nor activation recomputation changes a bit of any result.
 
 use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-use super::block::{AttentionTrace, Block, FeedForwardReverse};
-use super::pack::{Pack, Part};
+use super::block::{AttentionTrace, FeedForwardReverse, TransformerBlock};
+use super::pack::{Pack, PackPart};
 use super::{Decoder, GradientSink, LayerSource, gather};
 use crate::ops::attention;
 use crate::ops::head::{self, Prediction, PredictionGradient, Target};
@@ -19,20 +19,21 @@ use crate::{Head, ThreadPool, Unit};
 /// Tokens of a feed-forward block that are in memory at a time with [`Recompute::Sequence`].
 const CHUNK: usize = 256;
 
-/// What the backward computes again instead of keeping it from the forward. Results are the same bits.
+/// Activation recomputation: what the backward computes again instead of keeping it from the forward (Chen et al. 2016, arXiv
+/// 1604.06174). The bits of results do not depend on it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Recompute {
-    /// Nothing but norms and activations: all products are kept.
+    /// None but norms and activation functions: all products are kept.
     #[default]
     None,
-    /// Each layer: only its input is kept. A third more compute.
+    /// Per layer: only the input of a layer is kept. A third more compute.
     Block,
-    /// Each layer, its feed-forward block 256 tokens at a time, as StreamBP does (arXiv 2506.03077).
+    /// Per layer, and the feed-forward block for 256 tokens at a time, as StreamBP does (arXiv 2506.03077).
     Sequence,
 }
 
-/// What a forward computed on the way, for its backward.
+/// Activations that a forward keeps for its backward.
 #[derive(Debug)]
 pub struct Trace {
     parts: Vec<PartTrace>,
@@ -43,7 +44,7 @@ pub struct Trace {
     normed: Tensor,
 }
 
-/// What one thread kept of its rows.
+/// Activations of the rows of one thread.
 #[derive(Debug)]
 struct PartTrace {
     angles: Angles,
@@ -55,18 +56,18 @@ struct PartTrace {
 #[derive(Debug)]
 struct LayerTrace {
     input: Tensor,
-    /// Empty if it is computed again.
+    /// `None` if the backward computes them again.
     kept: Option<(AttentionTrace, Tensor)>,
 }
 
 impl Decoder {
-    /// Predictions of `targets`, each from the hidden state at its row of the pack.
+    /// Predictions of `targets [n]`, each from the hidden state at its row of `rows [n]` of the pack.
     ///
     /// # Errors
     /// If a token id lies beyond the vocabulary.
     ///
     /// # Panics
-    /// If there are not as many rows as targets.
+    /// If the numbers of rows and targets differ.
     pub fn score(
         &self,
         pack: &Pack,
@@ -77,13 +78,13 @@ impl Decoder {
         self.score_of(&self.outputs(pack, pool)?, rows, targets, pool)
     }
 
-    /// The same, of layers that come from `source`.
+    /// The same, with layers from `source`.
     ///
     /// # Errors
-    /// If a token id lies beyond the vocabulary, or a layer does not come.
+    /// If a token id lies beyond the vocabulary, or the source fails.
     ///
     /// # Panics
-    /// If there are not as many rows as targets.
+    /// If the numbers of rows and targets differ.
     pub fn score_through(
         &self,
         source: &mut dyn LayerSource,
@@ -94,11 +95,11 @@ impl Decoder {
     ) -> Result<Vec<Prediction>> {
         let parts = pack.parts(pool.threads());
         let angles: Vec<Angles> = parts.iter().map(|part| part.angles(self)).collect();
-        let embed = |part: &Part<'_>| self.embed(part.token_ids(), part.rows.start);
+        let embed = |part: &PackPart<'_>| self.embed(part.token_ids(), part.rows.start);
         let mut outputs = parts.iter().map(embed).collect::<Result<Vec<_>>>()?;
         for index in 0..self.config.num_layers {
             let block = self.block_of(source, index)?;
-            let run = |((part, angles), x): ((&Part<'_>, &Angles), Tensor)| {
+            let run = |((part, angles), x): ((&PackPart<'_>, &Angles), Tensor)| {
                 block.forward(&x, angles, |qkv| part.attend(self, qkv), &ThreadPool::single())
             };
             let all = parts.iter().zip(&angles).zip(outputs).collect();
@@ -115,7 +116,7 @@ impl Decoder {
         targets: &[Target<'_>],
         pool: &ThreadPool,
     ) -> Result<Vec<Prediction>> {
-        assert_eq!(rows.len(), targets.len(), "every target is predicted from a row");
+        assert_eq!(rows.len(), targets.len(), "one row per target");
         let picked = gather(&outputs.iter().collect::<Vec<_>>(), rows)?;
         let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
         self.predict(&normed, targets, pool)
@@ -131,7 +132,7 @@ impl Decoder {
         Ok(predictions)
     }
 
-    /// Logits `[T, V]` of every token of the pack: for tests and small inputs, they are all in memory.
+    /// Logits `[tokens, vocab_size]` of every token of the pack. All are in memory at once: for tests and small inputs.
     ///
     /// # Errors
     /// If a token id lies beyond the vocabulary.
@@ -142,9 +143,9 @@ impl Decoder {
         self.head.apply(&rms_norm(&all, &self.final_norm, self.config.rms_norm_eps)?, &ThreadPool::single())
     }
 
-    /// The residual stream after the last layer, part by part.
+    /// `[T, hidden]` residual stream after the last layer, of each part.
     fn outputs(&self, pack: &Pack, pool: &ThreadPool) -> Result<Vec<Tensor>> {
-        let run = |part: Part<'_>| {
+        let run = |part: PackPart<'_>| {
             let angles = part.angles(self);
             let alone = ThreadPool::single();
             let mut x = self.embed(part.token_ids(), part.rows.start)?;
@@ -156,13 +157,13 @@ impl Decoder {
         pool.map(pack.parts(pool.threads()), run).into_iter().collect()
     }
 
-    /// Runs the pack and predicts `targets`, each from the hidden state at its row of the pack.
+    /// Forward of a training step: predicts `targets [n]`, each from the hidden state at its row of `rows [n]` of the pack.
     ///
     /// # Errors
     /// If a token id lies beyond the vocabulary.
     ///
     /// # Panics
-    /// If there are not as many rows as targets.
+    /// If the numbers of rows and targets differ.
     pub fn forward(
         &self,
         pack: &Pack,
@@ -170,7 +171,7 @@ impl Decoder {
         targets: &[Target<'_>],
         pool: &ThreadPool,
     ) -> Result<(Vec<Prediction>, Trace)> {
-        let run = |part: Part<'_>| -> Result<PartTrace> {
+        let run = |part: PackPart<'_>| -> Result<PartTrace> {
             let mut trace = self.begin(&part)?;
             self.blocks.iter().try_for_each(|block| self.advance(block, &part, &mut trace))?;
             Ok(trace)
@@ -179,13 +180,13 @@ impl Decoder {
         self.traced(parts, rows, targets, pool)
     }
 
-    /// The same, of layers that come from `source`.
+    /// The same, with layers from `source`.
     ///
     /// # Errors
-    /// If a token id lies beyond the vocabulary, or a layer does not come.
+    /// If a token id lies beyond the vocabulary, or the source fails.
     ///
     /// # Panics
-    /// If there are not as many rows as targets.
+    /// If the numbers of rows and targets differ.
     pub fn forward_through(
         &self,
         source: &mut dyn LayerSource,
@@ -195,18 +196,18 @@ impl Decoder {
         pool: &ThreadPool,
     ) -> Result<(Vec<Prediction>, Trace)> {
         let parts = pack.parts(pool.threads());
-        let begin = |part: &Part<'_>| self.begin(part);
+        let begin = |part: &PackPart<'_>| self.begin(part);
         let mut traces: Vec<PartTrace> =
             pool.map(parts.iter().collect(), begin).into_iter().collect::<Result<_>>()?;
         for index in 0..self.config.num_layers {
             let block = self.block_of(source, index)?;
-            let advance = |(part, trace): (&Part<'_>, &mut PartTrace)| self.advance(&block, part, trace);
+            let advance = |(part, trace): (&PackPart<'_>, &mut PartTrace)| self.advance(&block, part, trace);
             pool.map(parts.iter().zip(&mut traces).collect(), advance).into_iter().collect::<Result<()>>()?;
         }
         self.traced(traces, rows, targets, pool)
     }
 
-    /// What a forward gives, of its parts.
+    /// Predictions and trace of a forward, from the traces of its parts.
     fn traced(
         &self,
         parts: Vec<PartTrace>,
@@ -214,21 +215,21 @@ impl Decoder {
         targets: &[Target<'_>],
         pool: &ThreadPool,
     ) -> Result<(Vec<Prediction>, Trace)> {
-        assert_eq!(rows.len(), targets.len(), "every target is predicted from a row");
+        assert_eq!(rows.len(), targets.len(), "one row per target");
         let picked = gather(&parts.iter().map(|part| &part.output).collect::<Vec<_>>(), rows)?;
         let normed = rms_norm(&picked, &self.final_norm, self.config.rms_norm_eps)?;
         let predictions = self.predict(&normed, targets, pool)?;
         Ok((predictions, Trace { parts, rows: rows.to_vec(), picked, normed }))
     }
 
-    fn begin(&self, part: &Part<'_>) -> Result<PartTrace> {
+    fn begin(&self, part: &PackPart<'_>) -> Result<PartTrace> {
         let output = self.embed(part.token_ids(), part.rows.start)?;
         let layers = Vec::with_capacity(self.config.num_layers);
         Ok(PartTrace { angles: part.angles(self), layers, output })
     }
 
-    /// Runs one more layer of a part.
-    fn advance(&self, block: &Block, part: &Part<'_>, trace: &mut PartTrace) -> Result<()> {
+    /// Runs the next layer of a part.
+    fn advance(&self, block: &TransformerBlock, part: &PackPart<'_>, trace: &mut PartTrace) -> Result<()> {
         let PartTrace { angles, layers, output: x } = trace;
         let alone = ThreadPool::single();
         let (kept, output) = if self.recompute == Recompute::None {
@@ -243,11 +244,12 @@ impl Decoder {
         Ok(())
     }
 
-    fn block_of(&self, source: &mut dyn LayerSource, index: usize) -> Result<Block> {
-        Block::of_unit(&self.config, (&self.layout, index), &source.layer(index)?)
+    fn block_of(&self, source: &mut dyn LayerSource, index: usize) -> Result<TransformerBlock> {
+        TransformerBlock::of_unit(&self.config, (&self.layout, index), &source.layer(index)?)
     }
 
-    /// Adds to `gradients` those of `sum(prediction_gradients * predictions)`, for the forward that left `trace`.
+    /// Backward of a training step: adds the gradients of `sum(prediction_gradients [n] * predictions [n])` to `gradients`,
+    /// for the forward that returned `trace`.
     ///
     /// # Errors
     /// If the trace is of another pack.
@@ -270,10 +272,10 @@ impl Decoder {
         self.reverse_embedding(&reversing, gradients)
     }
 
-    /// The same, of layers that come from `source`.
+    /// The same, with layers from `source`.
     ///
     /// # Errors
-    /// If the trace is of another pack, or a layer does not come.
+    /// If the trace is of another pack, or the source fails.
     pub fn backward_through(
         &self,
         source: &mut dyn LayerSource,
@@ -291,7 +293,7 @@ impl Decoder {
         self.reverse_embedding(&reversing, gradients)
     }
 
-    /// Reverses what follows the last layer.
+    /// Backward of the head and the final norm.
     fn reverse_head<'a>(
         &self,
         pack: &'a Pack,
@@ -328,13 +330,13 @@ impl Decoder {
         rms_norm_weight_gradient(&picked, eps, &d_normed, norm_gradient)?;
         gradients.done(Unit::Tail);
         let d_picked = rms_norm_backward(&picked, &self.final_norm, eps, &d_normed, None)?;
-        // The parts of the forward are kept: they need not be as many as there are threads now.
+        // The backward keeps the parts of the forward: the number of threads may have changed since.
         let cuts = pack.parts_of(&parts.iter().map(|part| part.output.dim(0)).collect::<Result<Vec<_>>>()?);
         let d = cuts.iter().map(|part| scatter(&d_picked, &rows, &part.rows)).collect::<Result<_>>()?;
         Ok(ReversingPack { cuts, parts, d })
     }
 
-    /// Reverses the lookup of the embedding.
+    /// Backward of the embedding lookup.
     fn reverse_embedding(
         &self,
         reversing: &ReversingPack<'_>,
@@ -348,11 +350,10 @@ impl Decoder {
         Ok(())
     }
 
-    /// Reverses one layer: of each part what the layer kept, which is freed, and the gradient of its output, which becomes
-    /// that of its input.
+    /// Backward of one layer. Frees its activations, and turns the gradient of its output into that of its input.
     fn reverse_layer(
         &self,
-        (index, block): (usize, &Block),
+        (index, block): (usize, &TransformerBlock),
         reversing: &mut ReversingPack<'_>,
         gradients: &mut dyn GradientSink,
         pool: &ThreadPool,
@@ -383,16 +384,16 @@ impl Decoder {
         Ok(())
     }
 
-    /// Takes what the layer kept of a part; what it did not keep is computed again, up to the middle of the layer.
+    /// Takes the activations of a part in this layer; those of the attention block are computed again if they were not kept.
     fn begin_reversing<'a>(
         &self,
-        block: &Block,
-        part: &'a Part<'a>,
+        block: &TransformerBlock,
+        part: &'a PackPart<'a>,
         trace: &'a mut PartTrace,
         g: Tensor,
     ) -> Result<Reversing<'a>> {
         let Some(LayerTrace { input, kept }) = trace.layers.pop() else {
-            unreachable!("a trace has as many layers as the decoder")
+            unreachable!("a trace has every layer of the decoder")
         };
         let (attention, gate_up) = match kept {
             Some((attention, gate_up)) => (attention, Some(gate_up)),
@@ -404,10 +405,10 @@ impl Decoder {
         Ok(Reversing { part, angles: &trace.angles, input, attention, gate_up, g })
     }
 
-    /// The feed-forward half, some tokens at a time. Returns the gradient of the middle of each part.
+    /// Backward of the feed-forward block, in chunks of tokens. Returns the gradient of its input for each part.
     fn reverse_feed_forward(
         &self,
-        block: &Block,
+        block: &TransformerBlock,
         parts: &[Reversing<'_>],
         gradients: &mut [f32],
         pool: &ThreadPool,
@@ -441,18 +442,18 @@ impl Decoder {
     }
 }
 
-/// A pack on its way back.
+/// State of a backward.
 struct ReversingPack<'a> {
     /// Its parts as the forward cut them.
-    cuts: Vec<Part<'a>>,
+    cuts: Vec<PackPart<'a>>,
     parts: Vec<PartTrace>,
     /// Of each part, `[T, d]` gradient of the residual stream.
     d: Vec<Tensor>,
 }
 
-/// One part of a layer that is being reversed.
+/// Inputs of the backward of one layer for one part.
 struct Reversing<'a> {
-    part: &'a Part<'a>,
+    part: &'a PackPart<'a>,
     angles: &'a Angles,
     input: Tensor,
     attention: AttentionTrace,

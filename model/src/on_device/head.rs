@@ -1,6 +1,7 @@
-//! What follows the last layer: the norm, the language-model head with log-probability and entropy, and the value head.
+//! The final norm, the language-model head fused with log-probability and entropy (Cut Cross-Entropy, arXiv 2411.09009; Liger
+//! Kernel, arXiv 2410.10989), and the value head.
 //!
-//! Invariant: logits exist for [`ROWS`] rows at a time; those of a pack are never in memory together.
+//! Invariant: logits are in memory for [`ROWS`] rows at a time; those of a whole pack never are.
 
 use std::ops::Range;
 
@@ -12,27 +13,27 @@ use super::units::{UnitGradients, UnitWeights, within};
 use super::{DeviceDecoder, check_ids};
 use crate::{Head, Prediction, PredictionGradient, Target, Unit};
 
-/// Rows whose logits are in memory at a time: enough for a product to be near its limit, and 0.3 GB of a vocabulary of
-/// 150 thousand.
+/// Rows whose logits are in memory at a time: enough for a product near peak throughput, and 0.3 GB for a vocabulary of 150
+/// thousand tokens.
 pub(super) const ROWS: usize = 512;
 
-/// What is predicted, on the device.
+/// Targets on the device.
 #[derive(Debug)]
-pub(super) struct Asked {
+pub(super) struct DeviceTargets {
     targets: HeadTargets,
     len: usize,
 }
 
 impl<T: Storage> DeviceDecoder<T> {
     /// Targets, checked: a kernel would read beyond the logits.
-    pub(super) fn ask(&self, targets: &[Target<'_>]) -> Result<Asked> {
+    pub(super) fn ask(&self, targets: &[Target<'_>]) -> Result<DeviceTargets> {
         let tokens: Vec<u32> = targets.iter().map(|target| target.token).collect();
         let kept = targets.iter().filter_map(|target| target.kept);
         for ids in std::iter::once(&tokens[..]).chain(kept) {
             check_ids(&self.device, "head", ids, self.config.vocab_size)?;
         }
         let all = targets.iter().map(|target| (target.token, target.temperature, target.kept));
-        Ok(Asked { targets: HeadTargets::new(&self.activations, all)?, len: targets.len() })
+        Ok(DeviceTargets { targets: HeadTargets::new(&self.activations, all)?, len: targets.len() })
     }
 
     /// Unit of the head, and where it lies in it.
@@ -63,7 +64,7 @@ impl<T: Storage> DeviceDecoder<T> {
         &self,
         weights: &mut dyn UnitWeights<T>,
         normed: &Buffer<T>,
-        asked: &Asked,
+        asked: &DeviceTargets,
     ) -> Result<Vec<Prediction>> {
         let (width, rows) = (self.config.hidden_size, asked.len);
         let mut predictions = vec![Prediction::default(); rows];
@@ -100,7 +101,7 @@ impl<T: Storage> DeviceDecoder<T> {
         &self,
         weights: &mut dyn UnitWeights<T>,
         normed: &Buffer<T>,
-        asked: &Asked,
+        asked: &DeviceTargets,
         slopes: &[PredictionGradient],
         gradients: &mut dyn UnitGradients,
     ) -> Result<Buffer<T>> {

@@ -1,6 +1,6 @@
 //! One layer on a device: the halves of `decoder::block`, with the same formulas.
 //!
-//! Invariant: the backward needs no other layer. A weight's gradient is added to while that of the input goes on.
+//! Invariant: the backward needs no other layer. It adds to gradients of weights, and returns the gradient of its input.
 
 use std::ops::Range;
 
@@ -11,21 +11,21 @@ use device::ops::rows::{add_bias, column_sums};
 use device::ops::swiglu::{swiglu, swiglu_backward};
 use device::{Buffer, Device, Matrix, MatrixMut, Result, Storage, View, ViewMut};
 
-use super::{Angles, DeviceDecoder};
-use crate::decoder::Places;
+use super::{DeviceAngles, DeviceDecoder};
+use crate::layer::{LayerRanges, Operand};
 
-/// What a layer's forward keeps for its backward. `T` tokens.
+/// Activations of a layer's forward, for its backward. `T` tokens.
 #[derive(Debug)]
-pub(super) struct Kept<T: Storage> {
-    attention: AttentionKept<T>,
+pub(super) struct LayerActivations<T: Storage> {
+    attention: AttentionActivations<T>,
     /// `[T, 2 m]`
     gate_up: Buffer<T>,
 }
 
-/// What the attention half keeps.
+/// Activations of the attention half.
 #[derive(Debug)]
-pub(super) struct AttentionKept<T: Storage> {
-    /// `[T, width]` the projection before norm and rotation, where heads are normalised.
+pub(super) struct AttentionActivations<T: Storage> {
+    /// `[T, width]` the projection before norm and rotation, if heads are normalised.
     raw: Option<Buffer<T>>,
     /// `[T, width]`
     prepared: Buffer<T>,
@@ -38,16 +38,15 @@ pub(super) struct AttentionKept<T: Storage> {
 }
 
 /// A layer in a pass over a pack.
-pub(super) struct Layer<'a, T: Storage> {
+pub(super) struct DeviceLayer<'a, T: Storage> {
     pub(super) decoder: &'a DeviceDecoder<T>,
-    pub(super) places: &'a Places,
     /// The values of its unit.
     pub(super) weights: View<'a, T>,
-    pub(super) angles: &'a Angles,
+    pub(super) angles: &'a DeviceAngles,
     pub(super) segments: &'a Segments,
 }
 
-/// `out [T, out] = x [T, in] W^T`, plus what is there if it is `kept`; `weight` is `[out, in]`.
+/// `out [T, out] = x [T, in] W^T`, or `out += x W^T` if `kept`; `weight` is `[out, in]`.
 pub(super) fn linear<T: Storage>(
     device: &Device,
     x: View<'_, T>,
@@ -86,7 +85,11 @@ pub(super) fn weight_gradient<T: Storage>(
     device.product(g, x, MatrixMut::new(gradient, input), 1.0, 1.0)
 }
 
-impl<'a, T: Storage> Layer<'a, T> {
+impl<'a, T: Storage> DeviceLayer<'a, T> {
+    fn ranges(&self) -> &'a LayerRanges {
+        self.decoder.layout.ranges()
+    }
+
     fn on(&self) -> &'a Device {
         &self.decoder.activations
     }
@@ -104,7 +107,7 @@ impl<'a, T: Storage> Layer<'a, T> {
     }
 
     fn head_norm(&self) -> Option<HeadNorm<'a, T>> {
-        let range = &self.places.head_norm;
+        let range = &self.ranges()[Operand::QueryKeyNorm];
         if range.is_empty() {
             return None;
         }
@@ -120,28 +123,38 @@ impl<'a, T: Storage> Layer<'a, T> {
         Ok(out)
     }
 
-    /// Runs the layer on `x [T, d]`. Returns the stream after it, and what the backward needs if it is to `keep` that.
-    pub(super) fn forward(&self, x: &Buffer<T>, keep: bool) -> Result<(Buffer<T>, Option<Kept<T>>)> {
+    /// Forward on `x [T, d]`. Returns the residual stream after it, and the activations for the backward if `keep`.
+    pub(super) fn forward(
+        &self,
+        x: &Buffer<T>,
+        keep: bool,
+    ) -> Result<(Buffer<T>, Option<LayerActivations<T>>)> {
         let attention = self.attention(x)?;
         let gate_up = self.gate_up(attention.middle.all())?;
         let mut out = self.on().uninit(x.len())?;
         self.on().copy(attention.middle.all(), out.all_mut())?;
         let activated = self.activated(gate_up.all())?;
-        let down = (self.at(&self.places.down), self.decoder.config.intermediate_size);
+        let down = (self.at(&self.ranges()[Operand::Down]), self.decoder.config.intermediate_size);
         linear(self.on(), activated.all(), down, out.all_mut(), true)?;
-        Ok((out, keep.then_some(Kept { attention, gate_up })))
+        Ok((out, keep.then_some(LayerActivations { attention, gate_up })))
     }
 
-    /// The first half.
-    fn attention(&self, x: &Buffer<T>) -> Result<AttentionKept<T>> {
-        let (device, places, shape) = (self.on(), self.places, self.decoder.shape);
+    /// Forward of the attention half.
+    fn attention(&self, x: &Buffer<T>) -> Result<AttentionActivations<T>> {
+        let (device, ranges, shape) = (self.on(), self.ranges(), self.decoder.shape);
         let rows = x.len() / self.hidden();
-        let normed = self.normed(x.all(), &places.attention_norm)?;
+        let normed = self.normed(x.all(), &ranges[Operand::AttentionNorm])?;
         let mut prepared = device.uninit(rows * shape.width())?;
-        linear(device, normed.all(), (self.at(&places.qkv), self.hidden()), prepared.all_mut(), false)?;
+        linear(
+            device,
+            normed.all(),
+            (self.at(&ranges[Operand::Qkv]), self.hidden()),
+            prepared.all_mut(),
+            false,
+        )?;
         drop(normed);
-        if !places.qkv_bias.is_empty() {
-            add_bias(device, prepared.all_mut(), self.at(&places.qkv_bias))?;
+        if !ranges[Operand::QkvBias].is_empty() {
+            add_bias(device, prepared.all_mut(), self.at(&ranges[Operand::QkvBias]))?;
         }
         let norm = self.head_norm();
         let raw = match norm {
@@ -158,24 +171,30 @@ impl<'a, T: Storage> Layer<'a, T> {
         attention(device, prepared.all(), self.segments, shape, attended.all_mut(), log_sums.all_mut())?;
         let mut middle = device.uninit(x.len())?;
         device.copy(x.all(), middle.all_mut())?;
-        let output = (self.at(&places.output), shape.query_width());
+        let output = (self.at(&ranges[Operand::Output]), shape.query_width());
         linear(device, attended.all(), output, middle.all_mut(), true)?;
-        if !places.output_bias.is_empty() {
-            add_bias(device, middle.all_mut(), self.at(&places.output_bias))?;
+        if !ranges[Operand::OutputBias].is_empty() {
+            add_bias(device, middle.all_mut(), self.at(&ranges[Operand::OutputBias]))?;
         }
-        Ok(AttentionKept { raw, prepared, attended, log_sums, middle })
+        Ok(AttentionActivations { raw, prepared, attended, log_sums, middle })
     }
 
     /// `[T, 2 m]` of the second half for its input `middle [T, d]`.
     fn gate_up(&self, middle: View<'_, T>) -> Result<Buffer<T>> {
-        let normed = self.normed(middle, &self.places.feed_forward_norm)?;
+        let normed = self.normed(middle, &self.ranges()[Operand::FeedForwardNorm])?;
         self.gate_up_of(normed.all())
     }
 
     fn gate_up_of(&self, normed: View<'_, T>) -> Result<Buffer<T>> {
         let rows = normed.len() / self.hidden();
         let mut out = self.on().uninit(rows * 2 * self.decoder.config.intermediate_size)?;
-        linear(self.on(), normed, (self.at(&self.places.gate_up), self.hidden()), out.all_mut(), false)?;
+        linear(
+            self.on(),
+            normed,
+            (self.at(&self.ranges()[Operand::GateUp]), self.hidden()),
+            out.all_mut(),
+            false,
+        )?;
         Ok(out)
     }
 
@@ -186,18 +205,19 @@ impl<'a, T: Storage> Layer<'a, T> {
         Ok(out)
     }
 
-    /// Reverses the layer for the gradient `g [T, d]` of the stream after it. Adds the gradients of its weights to
-    /// `gradients` and returns that of `x`. What was not kept is computed again; the second half in pieces of `chunk` rows.
+    /// Backward for the gradient `g [T, d]` of the residual stream after the layer. Adds the gradients of weights to `gradients`
+    /// and returns that of `x`. Activations that were not kept are computed again. The feed-forward half runs in chunks of
+    /// `chunk` rows.
     pub(super) fn backward(
         &self,
         x: &Buffer<T>,
-        kept: Option<Kept<T>>,
+        kept: Option<LayerActivations<T>>,
         g: &Buffer<T>,
         gradients: &mut ViewMut<'_, f32>,
         chunk: usize,
     ) -> Result<Buffer<T>> {
         let (attention, gate_up) = match kept {
-            Some(Kept { attention, gate_up }) => (attention, Some(gate_up)),
+            Some(LayerActivations { attention, gate_up }) => (attention, Some(gate_up)),
             None => (self.attention(x)?, None),
         };
         let d_middle =
@@ -206,7 +226,7 @@ impl<'a, T: Storage> Layer<'a, T> {
         self.attention_backward(x, attention, &d_middle, gradients)
     }
 
-    /// The second half: the gradient of `middle`.
+    /// Backward of the feed-forward half: the gradient of `middle`.
     fn feed_forward_backward(
         &self,
         middle: &Buffer<T>,
@@ -215,33 +235,39 @@ impl<'a, T: Storage> Layer<'a, T> {
         gradients: &mut ViewMut<'_, f32>,
         chunk: usize,
     ) -> Result<Buffer<T>> {
-        let (device, places, hidden) = (self.on(), self.places, self.hidden());
+        let (device, ranges, hidden) = (self.on(), self.ranges(), self.hidden());
         let width = self.decoder.config.intermediate_size;
         let mut d_middle = device.uninit(middle.len())?;
         let rows = middle.len() / hidden;
         for start in (0..rows).step_by(chunk.max(1)) {
             let piece = start * hidden..(start + chunk).min(rows) * hidden;
             let (middle, g) = (middle.view(piece.clone()), g.view(piece.clone()));
-            let normed = self.normed(middle, &places.feed_forward_norm)?;
+            let normed = self.normed(middle, &ranges[Operand::FeedForwardNorm])?;
             let again = if gate_up.is_none() { Some(self.gate_up_of(normed.all())?) } else { None };
             let gate_up = match (gate_up, &again) {
                 (Some(kept), _) => {
                     kept.view(piece.start / hidden * 2 * width..piece.end / hidden * 2 * width)
                 }
                 (None, Some(again)) => again.all(),
-                (None, None) => unreachable!("one of the two is there"),
+                (None, None) => unreachable!("one of the two is given"),
             };
             let activated = self.activated(gate_up)?;
-            weight_gradient(device, activated.all(), (g, width), gradients.slice_mut(places.down.clone()))?;
+            weight_gradient(
+                device,
+                activated.all(),
+                (g, width),
+                gradients.slice_mut(ranges[Operand::Down].clone()),
+            )?;
             drop(activated);
-            let d_activated = input_gradient(device, g, (self.at(&places.down), width))?;
+            let d_activated = input_gradient(device, g, (self.at(&ranges[Operand::Down]), width))?;
             let mut d_gate_up = device.uninit(gate_up.len())?;
             swiglu_backward(device, gate_up, width, d_activated.all(), d_gate_up.all_mut())?;
             drop((d_activated, again));
-            let of_gate_up = gradients.slice_mut(places.gate_up.clone());
+            let of_gate_up = gradients.slice_mut(ranges[Operand::GateUp].clone());
             weight_gradient(device, normed.all(), (d_gate_up.all(), hidden), of_gate_up)?;
-            let d_normed = input_gradient(device, d_gate_up.all(), (self.at(&places.gate_up), hidden))?;
-            let norm = &places.feed_forward_norm;
+            let d_normed =
+                input_gradient(device, d_gate_up.all(), (self.at(&ranges[Operand::GateUp]), hidden))?;
+            let norm = &ranges[Operand::FeedForwardNorm];
             let d_piece = d_middle.view_mut(piece);
             rms_norm_backward(device, middle, self.at(norm), self.eps(), d_normed.all(), Some(g), d_piece)?;
             let of_norm = gradients.slice_mut(norm.clone());
@@ -250,24 +276,25 @@ impl<'a, T: Storage> Layer<'a, T> {
         Ok(d_middle)
     }
 
-    /// The first half: the gradient of `x`.
+    /// Backward of the attention half: the gradient of `x`.
     fn attention_backward(
         &self,
         x: &Buffer<T>,
-        kept: AttentionKept<T>,
+        kept: AttentionActivations<T>,
         d_middle: &Buffer<T>,
         gradients: &mut ViewMut<'_, f32>,
     ) -> Result<Buffer<T>> {
-        let (device, places, shape) = (self.on(), self.places, self.decoder.shape);
-        let AttentionKept { raw, prepared, attended, log_sums, middle } = kept;
+        let (device, ranges, shape) = (self.on(), self.ranges(), self.decoder.shape);
+        let AttentionActivations { raw, prepared, attended, log_sums, middle } = kept;
         drop(middle);
         let query_width = shape.query_width();
-        let of_output = gradients.slice_mut(places.output.clone());
+        let of_output = gradients.slice_mut(ranges[Operand::Output].clone());
         weight_gradient(device, attended.all(), (d_middle.all(), query_width), of_output)?;
-        if !places.output_bias.is_empty() {
-            column_sums(device, d_middle.all(), gradients.slice_mut(places.output_bias.clone()))?;
+        if !ranges[Operand::OutputBias].is_empty() {
+            column_sums(device, d_middle.all(), gradients.slice_mut(ranges[Operand::OutputBias].clone()))?;
         }
-        let d_attended = input_gradient(device, d_middle.all(), (self.at(&places.output), query_width))?;
+        let d_attended =
+            input_gradient(device, d_middle.all(), (self.at(&ranges[Operand::Output]), query_width))?;
         let mut d_qkv = device.uninit(prepared.len())?;
         let (qkv, out) = (prepared.all(), attended.all());
         attention_backward(
@@ -283,21 +310,21 @@ impl<'a, T: Storage> Layer<'a, T> {
         drop((d_attended, attended, prepared));
         let (cos, sin) = (self.angles.cos.all(), self.angles.sin.all());
         if let Some(raw) = &raw {
-            let of_norm = gradients.slice_mut(places.head_norm.clone());
+            let of_norm = gradients.slice_mut(ranges[Operand::QueryKeyNorm].clone());
             head_norm_gradient(device, raw.all(), shape, self.eps(), cos, sin, d_qkv.all(), of_norm)?;
         }
         let raw = raw.as_ref().map(Buffer::all);
         prepare_backward(device, raw, shape, self.head_norm(), cos, sin, d_qkv.all_mut())?;
-        let normed = self.normed(x.all(), &places.attention_norm)?;
-        let of_qkv = gradients.slice_mut(places.qkv.clone());
+        let normed = self.normed(x.all(), &ranges[Operand::AttentionNorm])?;
+        let of_qkv = gradients.slice_mut(ranges[Operand::Qkv].clone());
         weight_gradient(device, normed.all(), (d_qkv.all(), self.hidden()), of_qkv)?;
         drop(normed);
-        if !places.qkv_bias.is_empty() {
-            column_sums(device, d_qkv.all(), gradients.slice_mut(places.qkv_bias.clone()))?;
+        if !ranges[Operand::QkvBias].is_empty() {
+            column_sums(device, d_qkv.all(), gradients.slice_mut(ranges[Operand::QkvBias].clone()))?;
         }
-        let d_normed = input_gradient(device, d_qkv.all(), (self.at(&places.qkv), self.hidden()))?;
+        let d_normed = input_gradient(device, d_qkv.all(), (self.at(&ranges[Operand::Qkv]), self.hidden()))?;
         drop(d_qkv);
-        let norm = &places.attention_norm;
+        let norm = &ranges[Operand::AttentionNorm];
         let mut d_x = device.uninit(x.len())?;
         let base = Some(d_middle.all());
         rms_norm_backward(device, x.all(), self.at(norm), self.eps(), d_normed.all(), base, d_x.all_mut())?;

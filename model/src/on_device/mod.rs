@@ -1,14 +1,14 @@
 //! The network on a device: the same decoder as [`crate::decoder`], whose operations are kernels.
 //!
-//! Weights and activations are stored in `T`, f32 or bf16; sums are f32, and so are gradients of weights. A decoder has no
-//! weights of its own: a pass asks for them unit by unit ([`UnitWeights`]), and hands on gradients unit by unit
-//! ([`UnitGradients`]), so that they can lie on one device or be gathered from several.
+//! Weights and activations are stored in `T`, f32 or bf16; sums and gradients of weights are f32. A decoder has no weights of
+//! its own: a pass asks for them unit by unit ([`UnitWeights`]) and returns gradients unit by unit ([`UnitGradients`]), so that
+//! they can be on one device or gathered from several.
 //!
 //! # Layout
-//! - `units`: where weights come from and gradients go
-//! - `layer`: one layer, forward and backward; `head`: what follows the last one
+//! - `units`: sources of weights and sinks of gradients
+//! - `layer`: one layer, forward and backward; `head`: the heads
 //! - `train`: passes over packs
-//! - `sampler`: decoding from a cache in pages; `steps`: the memory of a step, recorded where it can be
+//! - `sampler`: decoding from a paged KV cache; `steps`: the memory of a step, and recorded steps (CUDA graphs)
 
 mod head;
 mod layer;
@@ -27,17 +27,17 @@ pub use self::sampler::{DeviceSampler, DrawRequest, StagedWeights};
 pub use self::steps::recorded_tokens;
 pub use self::train::DeviceTrace;
 pub use self::units::{FlatGradients, FlatWeights, UnitGradients, UnitWeights};
-use crate::decoder::Places;
+use crate::layer::{FeedForward, LayerSpec, Norm, QueryKeyNorm};
 use crate::{Config, Layout, Recompute, Reduction};
 
-/// What weights and activations are stored in on a device.
+/// Storage type of weights and activations on a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Dtype {
-    /// 32 bits, as on the processor.
+    /// f32, as on the processor.
     #[default]
     F32,
-    /// The upper 16 of them.
+    /// bfloat16.
     Bf16,
 }
 
@@ -56,20 +56,19 @@ impl Dtype {
 #[derive(Debug)]
 pub struct DeviceDecoder<T: Storage> {
     device: Device,
-    /// The same; what is allocated through it counts as activations.
+    /// The same device; memory that is allocated through it is accounted as activations.
     activations: Device,
     config: Config,
     layout: Arc<Layout>,
     shape: HeadShape,
     inv_freq: Buffer<f32>,
-    places: Vec<Places>,
     recompute: Recompute,
     storage: std::marker::PhantomData<T>,
 }
 
 /// Cosines and sines of the positions of some tokens.
 #[derive(Debug)]
-struct Angles {
+struct DeviceAngles {
     /// `[T, head_dim / 2]`
     cos: Buffer<f32>,
     /// `[T, head_dim / 2]`
@@ -89,21 +88,25 @@ impl<T: Storage> DeviceDecoder<T> {
                 reason: "tree sums (`model.reduction`) are computed on the processor alone".to_owned(),
             });
         }
-        let (heads, kv_heads, head_dim) = (config.num_heads, config.num_kv_heads, config.head_dim);
+        // Another kind of layer does not compile until its operations, or a refusal, are here.
+        let LayerSpec { norm: Norm::RmsBefore, feed_forward: FeedForward::SwiGlu, query_key_norm, .. } =
+            config.layer;
+        match query_key_norm {
+            QueryKeyNorm::None | QueryKeyNorm::PerHead => {}
+        }
         Ok(Self {
             device: device.clone(),
             activations: device.labelled("activations"),
             config: config.clone(),
             layout: Arc::clone(layout),
-            shape: HeadShape { heads, kv_heads, head_dim },
+            shape: config.head_shape(),
             inv_freq: device.upload(&config.inv_freq())?,
-            places: (0..config.num_layers).map(|index| Places::new(layout, index)).collect(),
             recompute,
             storage: std::marker::PhantomData,
         })
     }
 
-    /// Where it computes.
+    /// The device.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
@@ -115,30 +118,30 @@ impl<T: Storage> DeviceDecoder<T> {
         &self.config
     }
 
-    /// Where the weights lie.
+    /// The layout of the weights.
     #[must_use]
     pub fn layout(&self) -> &Arc<Layout> {
         &self.layout
     }
 
     /// Angles of `positions [T]`.
-    fn angles(&self, positions: &[u32]) -> Result<Angles> {
+    fn angles(&self, positions: &[u32]) -> Result<DeviceAngles> {
         let device = &self.activations;
         let len = positions.len() * self.config.head_dim / 2;
-        let mut all = Angles { cos: device.uninit(len)?, sin: device.uninit(len)? };
+        let mut all = DeviceAngles { cos: device.uninit(len)?, sin: device.uninit(len)? };
         let positions = device.upload(positions)?;
         angles(device, positions.all(), self.inv_freq.all(), all.cos.all_mut(), all.sin.all_mut())?;
         Ok(all)
     }
 
-    /// Ids of tokens, checked: a kernel would read beyond the table.
+    /// Token ids on the device, checked: a kernel would read beyond the table.
     fn ids(&self, token_ids: &[u32]) -> Result<Buffer<u32>> {
         check_ids(&self.device, "gather_rows", token_ids, self.config.vocab_size)?;
         self.activations.upload(token_ids)
     }
 }
 
-/// An error for an id beyond the vocabulary, which `kernel` would be given.
+/// Refuses an id beyond the vocabulary in the arguments of `kernel`.
 fn check_ids(device: &Device, kernel: &str, token_ids: &[u32], vocabulary: usize) -> Result<()> {
     let Some(at) = token_ids.iter().position(|id| *id as usize >= vocabulary) else { return Ok(()) };
     Err(device::DeviceError::Kernel {

@@ -1,10 +1,9 @@
-//! Decoding on a device from a cache in pages: the same step as [`crate::Decoder::step`].
+//! Decoding on a device from a paged KV cache: the same step as [`crate::Decoder::step`].
 //!
-//! Who holds which page is the [`KvCache`]'s business, as on the processor; the keys and values themselves are here.
-//! Tokens are drawn on the device too: what a step sends back is the tokens and their log-probabilities.
+//! The [`KvCache`] has the reference counts of pages, as on the processor; the keys and values are here. Tokens are sampled on
+//! the device too: a step returns the tokens and their log-probabilities.
 //!
-//! Invariant: weights are swapped between two steps, never within one, and what was recorded for other weights is never
-//! replayed.
+//! Invariant: weights are swapped between two steps, never within one, and a recording for other weights is never replayed.
 
 use std::sync::Arc;
 
@@ -14,7 +13,7 @@ use device::ops::sampling::{
 };
 use device::{Buffer, Device, Result, Storage, bf16};
 
-use super::steps::{Shape, Steps};
+use super::steps::{CacheShape, RecordedSteps};
 use super::{DeviceDecoder, Dtype, FlatWeights, UnitWeights, check_ids};
 use crate::{Config, Draw, KvCache, Layout, Parameters, Recompute, Sampling, StepSequence};
 
@@ -29,7 +28,7 @@ pub struct DrawRequest {
     pub uniform: f32,
 }
 
-/// Weights on a device, to be served from the next step on.
+/// Weights on a device, to sample with from the next step on.
 #[derive(Debug)]
 pub enum StagedWeights {
     /// Stored in f32.
@@ -41,21 +40,21 @@ pub enum StagedWeights {
 /// A decoder to sample with on a device, with its cache.
 #[derive(Debug)]
 pub struct DeviceSampler {
-    inner: Inner,
+    inner: AnySampler,
 }
 
 #[derive(Debug)]
-enum Inner {
+enum AnySampler {
     F32(TypedSampler<f32>),
     Bf16(TypedSampler<bf16>),
 }
 
-/// Does the same for both types.
+/// Calls the sampler of either type.
 macro_rules! either {
     ($self:expr, $sampler:ident => $work:expr) => {
         match $self {
-            Inner::F32($sampler) => $work,
-            Inner::Bf16($sampler) => $work,
+            AnySampler::F32($sampler) => $work,
+            AnySampler::Bf16($sampler) => $work,
         }
     };
 }
@@ -93,8 +92,12 @@ impl DeviceSampler {
     pub fn new(device: &Device, config: &Config, weights: StagedWeights) -> Result<Self> {
         let layout = Arc::new(Layout::new(config));
         let inner = match weights {
-            StagedWeights::F32(buffer) => Inner::F32(TypedSampler::new(device, config, &layout, buffer)?),
-            StagedWeights::Bf16(buffer) => Inner::Bf16(TypedSampler::new(device, config, &layout, buffer)?),
+            StagedWeights::F32(buffer) => {
+                AnySampler::F32(TypedSampler::new(device, config, &layout, buffer)?)
+            }
+            StagedWeights::Bf16(buffer) => {
+                AnySampler::Bf16(TypedSampler::new(device, config, &layout, buffer)?)
+            }
         };
         Ok(Self { inner })
     }
@@ -115,8 +118,8 @@ impl DeviceSampler {
     #[must_use]
     pub fn dtype(&self) -> Dtype {
         match self.inner {
-            Inner::F32(_) => Dtype::F32,
-            Inner::Bf16(_) => Dtype::Bf16,
+            AnySampler::F32(_) => Dtype::F32,
+            AnySampler::Bf16(_) => Dtype::Bf16,
         }
     }
 
@@ -126,27 +129,31 @@ impl DeviceSampler {
         either!(&self.inner, sampler => sampler.bytes())
     }
 
-    /// Serves `weights` from the next step on. Waits. Returns those that were served, for the next ones to be written to.
+    /// Samples with `weights` from the next step on. Synchronises. Returns the old weights, as a buffer for the next ones.
     ///
     /// # Errors
     /// If something on the device failed.
     ///
     /// # Panics
-    /// If they are stored in another type than those before, or are not as many.
+    /// If their storage type or their number differs from that of the old weights.
     pub fn swap(&mut self, weights: StagedWeights) -> Result<StagedWeights> {
-        // What was served may still be read by a step that nobody has waited for.
+        // A step that was launched but not synchronised may still read the old weights.
         self.device().synchronize()?;
         Ok(match (&mut self.inner, weights) {
-            (Inner::F32(sampler), StagedWeights::F32(buffer)) => StagedWeights::F32(sampler.swap(buffer)),
-            (Inner::Bf16(sampler), StagedWeights::Bf16(buffer)) => StagedWeights::Bf16(sampler.swap(buffer)),
-            (Inner::F32(_), StagedWeights::Bf16(_)) | (Inner::Bf16(_), StagedWeights::F32(_)) => {
+            (AnySampler::F32(sampler), StagedWeights::F32(buffer)) => {
+                StagedWeights::F32(sampler.swap(buffer))
+            }
+            (AnySampler::Bf16(sampler), StagedWeights::Bf16(buffer)) => {
+                StagedWeights::Bf16(sampler.swap(buffer))
+            }
+            (AnySampler::F32(_), StagedWeights::Bf16(_)) | (AnySampler::Bf16(_), StagedWeights::F32(_)) => {
                 unreachable!("a sampler keeps the type that its weights are stored in")
             }
         })
     }
 
-    /// Puts the tokens of `sequences` into the cache and keeps the last hidden states of the tokens whose logits are
-    /// wanted, in order, for [`Self::draw`].
+    /// Adds the tokens of `sequences` to the cache and keeps the last hidden states `[wanted, hidden]` of the tokens whose
+    /// logits are wanted, in order, for [`Self::draw`].
     ///
     /// # Errors
     /// If a token id lies beyond the vocabulary, or the device fails.
@@ -157,31 +164,31 @@ impl DeviceSampler {
         either!(&mut self.inner, sampler => sampler.step(cache, sequences))
     }
 
-    /// Draws tokens from the logits of the last step. Waits.
+    /// Draws tokens from the logits of the last step. Synchronises.
     ///
     /// # Errors
     /// If the device fails.
     ///
     /// # Panics
-    /// If a row was not wanted.
+    /// If a row is not among the wanted ones.
     pub fn draw(&mut self, requests: &[DrawRequest]) -> Result<Vec<Draw>> {
         either!(&mut self.inner, sampler => sampler.draw(requests))
     }
 
-    /// Gives up the memory of the cache, which the next step takes again; what was in it has to be computed anew.
+    /// Frees the memory of the KV cache, which the next step allocates again. Its content has to be computed again.
     pub fn forget(&mut self) {
         either!(&mut self.inner, sampler => sampler.cache = None);
     }
 }
 
-/// One in the type that it stores.
+/// A sampler of one storage type.
 #[derive(Debug)]
 struct TypedSampler<T: Storage> {
     decoder: DeviceDecoder<T>,
     weights: FlatWeights<T>,
     /// `[layers, pages + 1, 2, kv_heads, 16, head_dim]`; the last page is written by tokens that fill up a recorded step.
     cache: Option<Buffer<T>>,
-    steps: Steps<T>,
+    steps: RecordedSteps<T>,
     /// Memory of draws.
     drawing: Option<SampledRows>,
 }
@@ -190,7 +197,7 @@ impl<T: Storage> TypedSampler<T> {
     fn new(device: &Device, config: &Config, layout: &Arc<Layout>, weights: Buffer<T>) -> Result<Self> {
         let decoder = DeviceDecoder::new(device, config, layout, Recompute::None)?;
         let weights = FlatWeights::of(weights, layout);
-        Ok(Self { decoder, weights, cache: None, steps: Steps::default(), drawing: None })
+        Ok(Self { decoder, weights, cache: None, steps: RecordedSteps::default(), drawing: None })
     }
 
     fn bytes(&self) -> u64 {
@@ -213,7 +220,7 @@ impl<T: Storage> TypedSampler<T> {
         let (page_len, layers) = (self.page_len(), self.decoder.config().num_layers);
         let len = layers * pages * page_len;
         if self.cache.as_ref().is_none_or(|values| values.len() != len) {
-            self.steps = Steps::default();
+            self.steps = RecordedSteps::default();
             self.cache = Some(device.labelled("key-value cache").zeros(len)?);
         }
         let Some(values) = &mut self.cache else { unreachable!("it was made above") };
@@ -225,7 +232,7 @@ impl<T: Storage> TypedSampler<T> {
         for sequence in sequences {
             check_ids(&device, "gather_rows", sequence.tokens, self.decoder.config().vocab_size)?;
         }
-        let shape = Shape { pages, page_len };
+        let shape = CacheShape { pages, page_len };
         self.steps.run(&self.decoder, &mut self.weights, values, shape, sequences)
     }
 
@@ -237,13 +244,13 @@ impl<T: Storage> TypedSampler<T> {
         Ok(draws)
     }
 
-    /// As many as logits are in memory of at a time.
+    /// Draws at most as many tokens as have their logits in memory at a time.
     fn draw_some(&mut self, requests: &[DrawRequest], draws: &mut Vec<Draw>) -> Result<()> {
         let (decoder, device) = (&self.decoder, self.decoder.device().labelled("logits"));
         let (count, vocabulary) = (requests.len(), decoder.config().vocab_size);
         let wanted = self.steps.wanted(decoder);
         assert!(requests.iter().all(|request| request.row < wanted), "{requests:?} of {wanted} rows");
-        // What the host has to say goes there at once, and what it is told comes back at once.
+        // One upload and one download per call.
         let mut numbers: Vec<u32> = requests.iter().map(|request| request.row as u32).collect();
         numbers.extend(requests.iter().flat_map(DrawRequest::pack));
         let numbers = device.upload(&numbers)?;
@@ -292,7 +299,7 @@ fn kept_of(
 }
 
 impl DrawRequest {
-    /// How its token is chosen, for the device.
+    /// The sampling parameters, for the device.
     fn pack(&self) -> [u32; SETTINGS] {
         let Sampling { temperature, top_p, min_p, top_k } = self.sampling;
         let top_k = u32::try_from(top_k).unwrap_or(u32::MAX);

@@ -1,9 +1,9 @@
-//! One decode step: its memory, and its recording.
+//! One decode step: its memory, and its recording as a graph of launches (CUDA graph).
 //!
 //! A step in which every sequence has one new token is recorded for its number of tokens, rounded up, and replayed, so that
-//! hundreds of launches cost as much as one. Tokens that only fill up write to a page of their own and are never read.
-//! Of a step that also prefills, sequences with one new token come first and attend as in a recorded one; the chunks behind
-//! them attend in tiles of many queries.
+//! hundreds of launches cost as much as one. Padding tokens write to a page of their own, which is never read. In a step that
+//! also prefills, sequences with one new token come first and attend as in a recorded step; prefill chunks follow and attend
+//! in tiles of many queries.
 
 use std::collections::HashMap;
 
@@ -18,39 +18,39 @@ use device::{Buffer, Device, Graph, Result, Storage, View, ViewMut};
 use super::DeviceDecoder;
 use super::layer::linear;
 use super::units::{FlatWeights, UnitWeights};
-use crate::decoder::Places;
+use crate::layer::Operand;
 use crate::{KvCache, StepSequence, Unit};
 
-/// Recordings that are kept: sizes of steps, times two sets of weights that alternate.
+/// Largest number of recordings: sizes of steps, times two alternating sets of weights.
 const RECORDED: usize = 64;
-/// Most recordings that fail in a row without an error.
+/// Failed recordings in a row before an error.
 const MAX_FAILED: usize = 8;
 
 /// Size of the cache.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
-    /// Pages of a layer, with the one that fills up.
+pub(super) struct CacheShape {
+    /// Pages of a layer, with the page of padding tokens.
     pub(super) pages: usize,
     /// Values of a page of one layer.
     pub(super) page_len: usize,
 }
 
-/// Steps that were made, for those to come.
+/// Recorded steps, and the memory that all steps share.
 ///
-/// Invariant: what is recorded works in `memory`, and is forgotten when there has to be more of it.
+/// Invariant: recordings use `memory`, and are dropped when it is reallocated.
 #[derive(Debug)]
-pub(super) struct Steps<T: Storage> {
-    recorded: HashMap<Key, Graph>,
-    memory: Option<Memory<T>>,
+pub(super) struct RecordedSteps<T: Storage> {
+    recorded: HashMap<RecordingKey, Graph>,
+    memory: Option<StepMemory<T>>,
     /// `[wanted, d]` of the last step, after the final norm.
     hidden: Option<Buffer<T>>,
     /// Recordings that failed in a row.
     failed: usize,
 }
 
-/// What a recording is of.
+/// Key of a recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Key {
+struct RecordingKey {
     tokens: usize,
     /// Of the longest sequence, rounded up.
     pages: usize,
@@ -58,48 +58,48 @@ struct Key {
     weights: u64,
 }
 
-/// How large a step is.
+/// Size of a step.
 #[derive(Clone, Copy, Debug)]
-struct Sizes {
+struct StepSizes {
     tokens: usize,
     /// The first of them, which are the only ones of their sequences.
     single: usize,
-    /// Rows of the table of pages, and its columns.
+    /// Rows of the page table, and its columns.
     sequences: usize,
     columns: usize,
 }
 
-impl Sizes {
+impl StepSizes {
     /// Ids, positions, slots and sequences of the tokens, and the table of pages.
     fn numbers(self) -> usize {
         4 * self.tokens + self.sequences * self.columns
     }
 }
 
-/// Everything that steps of at most `tokens` write, and their tokens. One step after the other does.
+/// Buffers of steps of at most `tokens` tokens. One step at a time uses them.
 #[derive(Debug)]
-struct Memory<T: Storage> {
+struct StepMemory<T: Storage> {
     tokens: usize,
     numbers: Buffer<u32>,
-    cos: Rows<f32>,
-    sin: Rows<f32>,
-    x: Rows<T>,
-    normed: Rows<T>,
-    qkv: Rows<T>,
-    attended: Rows<T>,
-    gate_up: Rows<T>,
-    activated: Rows<T>,
+    cos: RowBuffer<f32>,
+    sin: RowBuffer<f32>,
+    x: RowBuffer<T>,
+    normed: RowBuffer<T>,
+    qkv: RowBuffer<T>,
+    attended: RowBuffer<T>,
+    gate_up: RowBuffer<T>,
+    activated: RowBuffer<T>,
     scratch: Buffer<f32>,
 }
 
 /// A row for each token.
 #[derive(Debug)]
-struct Rows<T: Storage> {
+struct RowBuffer<T: Storage> {
     buffer: Buffer<T>,
     width: usize,
 }
 
-impl<T: Storage> Rows<T> {
+impl<T: Storage> RowBuffer<T> {
     fn new(device: &Device, tokens: usize, width: usize) -> Result<Self> {
         Ok(Self { buffer: device.uninit(tokens * width)?, width })
     }
@@ -113,20 +113,20 @@ impl<T: Storage> Rows<T> {
     }
 }
 
-impl<T: Storage> Default for Steps<T> {
+impl<T: Storage> Default for RecordedSteps<T> {
     fn default() -> Self {
         Self { recorded: HashMap::new(), memory: None, hidden: None, failed: 0 }
     }
 }
 
-impl<T: Storage> Steps<T> {
+impl<T: Storage> RecordedSteps<T> {
     /// Makes a step.
     pub(super) fn run(
         &mut self,
         decoder: &DeviceDecoder<T>,
         weights: &mut FlatWeights<T>,
         cache: &mut Buffer<T>,
-        shape: Shape,
+        shape: CacheShape,
         sequences: &[StepSequence<'_>],
     ) -> Result<()> {
         let tokens: usize = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
@@ -135,14 +135,14 @@ impl<T: Storage> Steps<T> {
         let decodes = single == sequences.len();
         let sizes = if decodes {
             let tokens = recorded_tokens(tokens);
-            Sizes { tokens, single: tokens, sequences: tokens, columns: columns.next_power_of_two() }
+            StepSizes { tokens, single: tokens, sequences: tokens, columns: columns.next_power_of_two() }
         } else {
-            Sizes { tokens, single, sequences: sequences.len(), columns }
+            StepSizes { tokens, single, sequences: sequences.len(), columns }
         };
         let device = decoder.device().labelled("steps");
         let memory = room(&mut self.memory, &mut self.recorded, decoder, sizes)?;
         memory.fill(&device, shape, sizes, sequences)?;
-        let key = Key { tokens: sizes.tokens, pages: sizes.columns, weights: weights.buffer().id() };
+        let key = RecordingKey { tokens: sizes.tokens, pages: sizes.columns, weights: weights.buffer().id() };
         if !decodes {
             let chunks = Chunks::new(&device, &chunks_of(sequences, single))?;
             layers(decoder, weights, cache, shape, (memory, sizes, Some(&chunks)))?;
@@ -220,13 +220,13 @@ fn pick<T: Storage>(
     Ok(out)
 }
 
-/// The memory, with room for a step of these sizes. What was recorded in less is forgotten.
+/// Memory for a step of these sizes. Recordings in smaller memory are dropped.
 fn room<'a, T: Storage>(
-    memory: &'a mut Option<Memory<T>>,
-    recorded: &mut HashMap<Key, Graph>,
+    memory: &'a mut Option<StepMemory<T>>,
+    recorded: &mut HashMap<RecordingKey, Graph>,
     decoder: &DeviceDecoder<T>,
-    sizes: Sizes,
-) -> Result<&'a mut Memory<T>> {
+    sizes: StepSizes,
+) -> Result<&'a mut StepMemory<T>> {
     // Contexts grow page by page: what depends on them grows in few steps.
     let [numbers, scratch] = [sizes.numbers(), scratch_len(sizes.single, sizes.columns, decoder.shape)]
         .map(usize::next_power_of_two);
@@ -236,12 +236,12 @@ fn room<'a, T: Storage>(
         needed.iter_mut().zip(there).for_each(|(needed, there)| *needed = there.max(*needed));
         recorded.clear();
         *memory = None;
-        *memory = Some(Memory::new(decoder, needed)?);
+        *memory = Some(StepMemory::new(decoder, needed)?);
     }
     Ok(memory.as_mut().unwrap_or_else(|| unreachable!("a step has tokens, for which there is room now")))
 }
 
-impl<T: Storage> Memory<T> {
+impl<T: Storage> StepMemory<T> {
     fn new(decoder: &DeviceDecoder<T>, [tokens, numbers, scratch]: [usize; 3]) -> Result<Self> {
         let (config, shape, device) = (decoder.config(), decoder.shape, decoder.device().labelled("steps"));
         let (hidden, width) = (config.hidden_size, config.intermediate_size);
@@ -249,29 +249,29 @@ impl<T: Storage> Memory<T> {
         Ok(Self {
             tokens,
             numbers: device.uninit(numbers)?,
-            cos: Rows::new(&device, tokens, half)?,
-            sin: Rows::new(&device, tokens, half)?,
-            x: Rows::new(&device, tokens, hidden)?,
-            normed: Rows::new(&device, tokens, hidden)?,
-            qkv: Rows::new(&device, tokens, shape.width())?,
-            attended: Rows::new(&device, tokens, shape.query_width())?,
-            gate_up: Rows::new(&device, tokens, 2 * width)?,
-            activated: Rows::new(&device, tokens, width)?,
+            cos: RowBuffer::new(&device, tokens, half)?,
+            sin: RowBuffer::new(&device, tokens, half)?,
+            x: RowBuffer::new(&device, tokens, hidden)?,
+            normed: RowBuffer::new(&device, tokens, hidden)?,
+            qkv: RowBuffer::new(&device, tokens, shape.width())?,
+            attended: RowBuffer::new(&device, tokens, shape.query_width())?,
+            gate_up: RowBuffer::new(&device, tokens, 2 * width)?,
+            activated: RowBuffer::new(&device, tokens, width)?,
             scratch: device.uninit(scratch)?,
         })
     }
 
-    /// Tells the device what the tokens are. What is left over fills up with tokens of the last page.
+    /// Uploads tokens, positions, slots and page table. Padding tokens belong to the last page.
     fn fill(
         &mut self,
         device: &Device,
-        shape: Shape,
-        sizes: Sizes,
+        shape: CacheShape,
+        sizes: StepSizes,
         sequences: &[StepSequence<'_>],
     ) -> Result<()> {
         let spare = shape.pages - 1;
         let page = KvCache::PAGE;
-        let Sizes { tokens, columns, .. } = sizes;
+        let StepSizes { tokens, columns, .. } = sizes;
         let (mut ids, mut positions) = (Vec::with_capacity(tokens), Vec::with_capacity(tokens));
         let (mut slots, mut owners) = (Vec::with_capacity(tokens), Vec::with_capacity(tokens));
         let mut table = Vec::with_capacity(sizes.sequences * columns);
@@ -300,17 +300,16 @@ impl<T: Storage> Memory<T> {
 /// A layer's weights in a step.
 struct StepLayer<'a, T: Storage> {
     decoder: &'a DeviceDecoder<T>,
-    places: &'a Places,
     weights: View<'a, T>,
 }
 
-/// The whole network up to the final norm, on what `memory` was filled with. Only launches.
+/// The network up to the final norm, on the inputs in `memory`. Launches kernels and does not synchronise.
 fn layers<T: Storage>(
     decoder: &DeviceDecoder<T>,
     weights: &mut FlatWeights<T>,
     cache: &mut Buffer<T>,
-    shape: Shape,
-    (memory, sizes, chunks): (&mut Memory<T>, Sizes, Option<&Chunks>),
+    shape: CacheShape,
+    (memory, sizes, chunks): (&mut StepMemory<T>, StepSizes, Option<&Chunks>),
 ) -> Result<()> {
     let (device, width, tokens) = (decoder.device(), decoder.config().hidden_size, sizes.tokens);
     let numbers = &memory.numbers;
@@ -319,8 +318,8 @@ fn layers<T: Storage>(
     let table = weights.unit(Unit::Embedding)?.slice(0..decoder.config().vocab_size * width);
     gather_rows(device, table, ids, width, memory.x.of_mut(tokens))?;
     let layer_len = shape.pages * shape.page_len;
-    for (index, places) in decoder.places.iter().enumerate() {
-        let layer = StepLayer { decoder, places, weights: weights.unit(Unit::Layer(index))? };
+    for index in 0..decoder.config().num_layers {
+        let layer = StepLayer { decoder, weights: weights.unit(Unit::Layer(index))? };
         let cache = cache.view_mut(index * layer_len..(index + 1) * layer_len);
         layer.attend((memory, sizes, chunks), cache)?;
         layer.feed_forward(memory, tokens)?;
@@ -334,27 +333,32 @@ impl<T: Storage> StepLayer<'_, T> {
         self.weights.slice(range.clone())
     }
 
-    fn normalise(&self, memory: &mut Memory<T>, tokens: usize, by: &std::ops::Range<usize>) -> Result<()> {
+    fn normalise(
+        &self,
+        memory: &mut StepMemory<T>,
+        tokens: usize,
+        by: &std::ops::Range<usize>,
+    ) -> Result<()> {
         let (device, eps) = (self.decoder.device(), self.decoder.config().rms_norm_eps);
         rms_norm(device, memory.x.of(tokens), self.at(by), eps, memory.normed.of_mut(tokens))
     }
 
     fn attend(
         &self,
-        (memory, sizes, chunks): (&mut Memory<T>, Sizes, Option<&Chunks>),
+        (memory, sizes, chunks): (&mut StepMemory<T>, StepSizes, Option<&Chunks>),
         mut cache: ViewMut<'_, T>,
     ) -> Result<()> {
-        let Self { decoder, places, .. } = self;
+        let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges());
         let (device, config, shape) = (decoder.device(), decoder.config(), decoder.shape);
-        let Sizes { tokens, single, columns, .. } = sizes;
-        self.normalise(memory, tokens, &places.attention_norm)?;
-        let qkv = (self.at(&places.qkv), config.hidden_size);
+        let StepSizes { tokens, single, columns, .. } = sizes;
+        self.normalise(memory, tokens, &ranges[Operand::AttentionNorm])?;
+        let qkv = (self.at(&ranges[Operand::Qkv]), config.hidden_size);
         linear(device, memory.normed.of(tokens), qkv, memory.qkv.of_mut(tokens), false)?;
-        if !places.qkv_bias.is_empty() {
-            add_bias(device, memory.qkv.of_mut(tokens), self.at(&places.qkv_bias))?;
+        if !ranges[Operand::QkvBias].is_empty() {
+            add_bias(device, memory.qkv.of_mut(tokens), self.at(&ranges[Operand::QkvBias]))?;
         }
-        let norm = (!places.head_norm.is_empty()).then(|| {
-            let (both, dim) = (self.at(&places.head_norm), shape.head_dim);
+        let norm = (!ranges[Operand::QueryKeyNorm].is_empty()).then(|| {
+            let (both, dim) = (self.at(&ranges[Operand::QueryKeyNorm]), shape.head_dim);
             HeadNorm { query: both.slice(0..dim), key: both.slice(dim..2 * dim), eps: config.rms_norm_eps }
         });
         prepare(
@@ -382,26 +386,26 @@ impl<T: Storage> StepLayer<'_, T> {
             let out = memory.attended.of_mut(tokens);
             prefill_attention(device, qkv, cache, chunks, (tables, columns), shape, out)?;
         }
-        let output = (self.at(&places.output), shape.query_width());
+        let output = (self.at(&ranges[Operand::Output]), shape.query_width());
         linear(device, memory.attended.of(tokens), output, memory.x.of_mut(tokens), true)?;
-        if !places.output_bias.is_empty() {
-            add_bias(device, memory.x.of_mut(tokens), self.at(&places.output_bias))?;
+        if !ranges[Operand::OutputBias].is_empty() {
+            add_bias(device, memory.x.of_mut(tokens), self.at(&ranges[Operand::OutputBias]))?;
         }
         Ok(())
     }
 
-    fn feed_forward(&self, memory: &mut Memory<T>, tokens: usize) -> Result<()> {
-        let Self { decoder, places, .. } = self;
+    fn feed_forward(&self, memory: &mut StepMemory<T>, tokens: usize) -> Result<()> {
+        let (decoder, ranges) = (self.decoder, self.decoder.layout().ranges());
         let (device, config) = (decoder.device(), decoder.config());
         let width = config.intermediate_size;
-        self.normalise(memory, tokens, &places.feed_forward_norm)?;
-        let gate_up = (self.at(&places.gate_up), config.hidden_size);
+        self.normalise(memory, tokens, &ranges[Operand::FeedForwardNorm])?;
+        let gate_up = (self.at(&ranges[Operand::GateUp]), config.hidden_size);
         linear(device, memory.normed.of(tokens), gate_up, memory.gate_up.of_mut(tokens), false)?;
         swiglu(device, memory.gate_up.of(tokens), width, memory.activated.of_mut(tokens))?;
         linear(
             device,
             memory.activated.of(tokens),
-            (self.at(&places.down), width),
+            (self.at(&ranges[Operand::Down]), width),
             memory.x.of_mut(tokens),
             true,
         )

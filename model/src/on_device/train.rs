@@ -1,4 +1,4 @@
-//! Passes over packs: the forward that remembers and the backward that adds up gradients.
+//! Passes over packs: the forward with its activations, and the backward that accumulates gradients.
 //!
 //! Invariants:
 //! - What is computed again instead of kept changes no bit of any result, but for [`Recompute::Sequence`] on a GPU, whose
@@ -8,34 +8,34 @@
 
 use std::ops::Range;
 
-use device::ops::attention::{Segment, Segments};
+use device::ops::attention::Segments;
 use device::ops::norm::{rms_norm, rms_norm_backward, rms_norm_weight_gradient};
 use device::ops::rows::{RowGroups, add_rows, gather_rows, scatter_rows};
 use device::{Buffer, Result, Storage};
 
-use super::head::Asked;
-use super::layer::{Kept, Layer};
+use super::head::DeviceTargets;
+use super::layer::{DeviceLayer, LayerActivations};
 use super::units::{UnitGradients, UnitWeights};
-use super::{Angles, DeviceDecoder};
+use super::{DeviceAngles, DeviceDecoder};
 use crate::{Pack, Prediction, PredictionGradient, Recompute, Target, Unit};
 
 /// Tokens of a feed-forward block that are in memory at a time with [`Recompute::Sequence`].
 const CHUNK: usize = 4096;
 
-/// What a forward computed on the way, for its backward.
+/// Activations of a forward, for its backward.
 #[derive(Debug)]
 pub struct DeviceTrace<T: Storage> {
-    angles: Angles,
+    angles: DeviceAngles,
     segments: Segments,
-    layers: Vec<LayerTrace<T>>,
-    asked: Asked,
+    layers: Vec<DeviceLayerTrace<T>>,
+    asked: DeviceTargets,
     groups: Groups,
     /// `[rows, d]` before and after the final norm.
     picked: Buffer<T>,
     normed: Buffer<T>,
 }
 
-/// Rows that add up to one.
+/// Rows that are added to one row.
 #[derive(Debug)]
 struct Groups {
     /// By the row that they were picked from.
@@ -45,20 +45,20 @@ struct Groups {
 }
 
 #[derive(Debug)]
-struct LayerTrace<T: Storage> {
+struct DeviceLayerTrace<T: Storage> {
     input: Buffer<T>,
     /// Empty if it is computed again.
-    kept: Option<Kept<T>>,
+    kept: Option<LayerActivations<T>>,
 }
 
 impl<T: Storage> DeviceDecoder<T> {
-    /// Predictions of `targets`, each from the hidden state at its row of the pack. Waits.
+    /// Predictions of `targets [n]`, each from the hidden state at its row of `rows [n]` of the pack. Synchronises.
     ///
     /// # Errors
-    /// If a token id lies beyond the vocabulary, weights do not come, or the device fails.
+    /// If a token id lies beyond the vocabulary, weights are not available, or the device fails.
     ///
     /// # Panics
-    /// If there are not as many rows as targets.
+    /// If the numbers of rows and targets differ.
     pub fn score(
         &self,
         weights: &mut dyn UnitWeights<T>,
@@ -69,13 +69,13 @@ impl<T: Storage> DeviceDecoder<T> {
         Ok(self.run(weights, pack, (rows, targets), None)?.0)
     }
 
-    /// The same, with what the backward needs. Waits.
+    /// The same, with the activations for the backward. Synchronises.
     ///
     /// # Errors
-    /// If a token id lies beyond the vocabulary, weights do not come, or the device fails.
+    /// If a token id lies beyond the vocabulary, weights are not available, or the device fails.
     ///
     /// # Panics
-    /// If there are not as many rows as targets.
+    /// If the numbers of rows and targets differ.
     pub fn forward(
         &self,
         weights: &mut dyn UnitWeights<T>,
@@ -94,16 +94,15 @@ impl<T: Storage> DeviceDecoder<T> {
         (rows, targets): (&[usize], &[Target<'_>]),
         recompute: Option<Recompute>,
     ) -> Result<(Vec<Prediction>, DeviceTrace<T>)> {
-        assert_eq!(rows.len(), targets.len(), "every target is predicted from a row");
+        assert_eq!(rows.len(), targets.len(), "one row per target");
         let (device, width) = (&self.activations, self.config.hidden_size);
         let tokens = pack.token_ids().len();
-        let segments: Vec<Segment> = pack.segments().map(|(rows, prefix)| Segment { rows, prefix }).collect();
-        let segments = Segments::new(device, &segments, tokens)?;
+        let segments = Segments::new(device, pack.segments(), tokens)?;
         let angles = self.angles(pack.positions())?;
         let (ids, asked) = (self.ids(pack.token_ids())?, self.ask(targets)?);
         let rows: Vec<u32> = rows.iter().map(|row| *row as u32).collect();
         let rows_there = device.upload(&rows)?;
-        // A score has no use for them.
+        // Scoring has no backward.
         let (of_rows, of_ids): (&[u32], &[u32]) =
             if recompute.is_some() { (&rows, pack.token_ids()) } else { (&[], &[]) };
         let groups =
@@ -113,13 +112,13 @@ impl<T: Storage> DeviceDecoder<T> {
         gather_rows(device, table, ids.all(), width, x.all_mut())?;
 
         let mut layers = Vec::new();
-        for (index, places) in self.places.iter().enumerate() {
+        for index in 0..self.config.num_layers {
             let weights = weights.unit(Unit::Layer(index))?;
-            let layer = Layer { decoder: self, places, weights, angles: &angles, segments: &segments };
+            let layer = DeviceLayer { decoder: self, weights, angles: &angles, segments: &segments };
             let (output, kept) = layer.forward(&x, recompute == Some(Recompute::None))?;
             let input = std::mem::replace(&mut x, output);
             if recompute.is_some() {
-                layers.push(LayerTrace { input, kept });
+                layers.push(DeviceLayerTrace { input, kept });
             }
         }
         let mut picked = device.uninit(rows.len() * width)?;
@@ -132,13 +131,13 @@ impl<T: Storage> DeviceDecoder<T> {
         Ok((predictions, DeviceTrace { angles, segments, layers, asked, groups, picked, normed }))
     }
 
-    /// Adds to `gradients` those of `sum(slopes * predictions)`, for the forward that left `trace`.
+    /// Adds the gradients of `sum(slopes [n] * predictions [n])` to `gradients`, for the forward that returned `trace`.
     ///
     /// # Errors
-    /// If weights do not come, gradients cannot be handed on, or the device fails.
+    /// If weights are not available, a reduction of gradients fails, or the device fails.
     ///
     /// # Panics
-    /// If the trace is of another pack, or there are not as many slopes as predictions.
+    /// If the trace is of another pack, or the numbers of slopes and predictions differ.
     pub fn backward(
         &self,
         weights: &mut dyn UnitWeights<T>,
@@ -167,12 +166,12 @@ impl<T: Storage> DeviceDecoder<T> {
         drop(d_picked);
 
         let chunk = if self.recompute == Recompute::Sequence { CHUNK } else { tokens };
-        for (index, places) in self.places.iter().enumerate().rev() {
-            let Some(LayerTrace { input, kept }) = layers.pop() else {
-                unreachable!("a trace has as many layers as the decoder")
+        for index in (0..self.config.num_layers).rev() {
+            let Some(DeviceLayerTrace { input, kept }) = layers.pop() else {
+                unreachable!("a trace has every layer of the decoder")
             };
             let weights = weights.unit(Unit::Layer(index))?;
-            let layer = Layer { decoder: self, places, weights, angles: &angles, segments: &segments };
+            let layer = DeviceLayer { decoder: self, weights, angles: &angles, segments: &segments };
             let mut unit = gradients.unit(Unit::Layer(index))?;
             d = layer.backward(&input, kept, &d, &mut unit, chunk)?;
             gradients.done(Unit::Layer(index))?;

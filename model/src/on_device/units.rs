@@ -1,4 +1,4 @@
-//! Where the weights of a pass come from and its gradients go.
+//! Sources of the weights of a pass and sinks of its gradients.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,26 +10,26 @@ use crate::{Layout, Parameters, Unit};
 
 /// Weights, unit by unit.
 pub trait UnitWeights<T: Storage> {
-    /// The values of a unit, in the order of the layout, until the next call.
+    /// `[layout.unit(unit).len()]` values of a unit, in the order of the layout. They are valid until the next call.
     ///
     /// # Errors
-    /// If they do not come.
+    /// If the values are not available.
     fn unit(&mut self, unit: Unit) -> Result<View<'_, T>>;
 }
 
-/// Gradients, unit by unit: the tail first, then the layers from the last, then the embedding. Where the head is the
-/// embedding, that is asked for before the tail too.
+/// Gradients, unit by unit: the tail, the layers from last to first, the embedding. An embedding that is also the head is
+/// asked for before the tail too.
 pub trait UnitGradients {
-    /// What the gradients of a unit are added to.
+    /// `[layout.unit(unit).len()]` gradients of a unit, to add to.
     ///
     /// # Errors
-    /// If there is no room for them.
+    /// If there is no memory for them.
     fn unit(&mut self, unit: Unit) -> Result<ViewMut<'_, f32>>;
 
-    /// A unit is complete.
+    /// Marks a unit as complete.
     ///
     /// # Errors
-    /// If it cannot be handed on.
+    /// If its reduction fails.
     fn done(&mut self, unit: Unit) -> Result<()>;
 }
 
@@ -47,11 +47,11 @@ pub struct FlatGradients {
     layout: Arc<Layout>,
 }
 
-/// Most values that are uploaded at a time on their way to another type.
+/// Largest number of values that are uploaded and converted at a time.
 const PIECE: usize = 16 << 20;
 
 impl<T: Storage> FlatWeights<T> {
-    /// Room for weights, with anything in it.
+    /// Uninitialised weights.
     ///
     /// # Errors
     /// [`device::DeviceError::OutOfMemory`].
@@ -69,28 +69,28 @@ impl<T: Storage> FlatWeights<T> {
         Ok(whole)
     }
 
-    /// A buffer that holds weights already.
+    /// The weights in `buffer [layout.len()]`.
     ///
     /// # Panics
-    /// If it is not as long as the layout.
+    /// If the buffer has another length.
     #[must_use]
     pub fn of(buffer: Buffer<T>, layout: &Arc<Layout>) -> Self {
         assert_eq!(buffer.len(), layout.len(), "weights have the length of their layout");
         Self { buffer, layout: Arc::clone(layout) }
     }
 
-    /// The values.
+    /// `[layout.len()]` values.
     #[must_use]
     pub fn buffer(&self) -> &Buffer<T> {
         &self.buffer
     }
 
-    /// The values, to be written.
+    /// `[layout.len()]` values, writable.
     pub fn buffer_mut(&mut self) -> &mut Buffer<T> {
         &mut self.buffer
     }
 
-    /// Gives up the buffer.
+    /// Returns the buffer.
     #[must_use]
     pub fn into_buffer(self) -> Buffer<T> {
         self.buffer
@@ -130,13 +130,13 @@ impl FlatGradients {
         device.clear(self.buffer.all_mut())
     }
 
-    /// The values.
+    /// `[layout.len()]` values.
     #[must_use]
     pub fn buffer(&self) -> &Buffer<f32> {
         &self.buffer
     }
 
-    /// The values, to be written.
+    /// `[layout.len()]` values, writable.
     pub fn buffer_mut(&mut self) -> &mut Buffer<f32> {
         &mut self.buffer
     }
@@ -152,7 +152,7 @@ impl UnitGradients for FlatGradients {
     }
 }
 
-/// A range of the flat layout as one of the unit that it lies in.
+/// A range of the flat layout, relative to the start of its unit.
 pub(super) fn within(layout: &Layout, unit: Unit, range: &Range<usize>) -> Range<usize> {
     let start = layout.unit(unit).start;
     range.start - start..range.end - start

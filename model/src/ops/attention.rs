@@ -1,4 +1,7 @@
-//! Causal attention with grouped key-value heads: over packed segments, forward and backward, and over a paged cache.
+//! Causal attention with grouped key-value heads (GQA, Ainslie et al. 2023, arXiv 2305.13245): over packed segments, forward
+//! and backward, in blocks of queries with scores recomputed in the backward as in FlashAttention (Dao et al. 2022, arXiv
+//! 2205.14135), and over a paged KV cache (PagedAttention, Kwon et al. 2023, arXiv 2309.06180). The softmax of a row is not
+//! online: all its scores are in memory, so that both forms have the same bits.
 //!
 //! Invariant: for a query at position `p` both forms compute the same bits. A score is one chain over the head's width,
 //! a result one chain over keys `0..=p` in their order, and the softmax of a row is the same function. No `T x T` matrix
@@ -7,8 +10,9 @@
 use std::ops::Range;
 
 use candle_core::{Result, Tensor};
+pub(crate) use device::ops::attention::Segment;
 
-use super::gemm::{Out, Panels, Right, StridedMatrix, product};
+use super::gemm::{Panels, ProductOut, Right, StridedMatrix, product};
 use super::heads::HeadShape;
 use super::simd::{LANES, dot, exp, max, sum, vectorized};
 use super::{matrix, unwritten, values};
@@ -16,16 +20,8 @@ use super::{matrix, unwritten, values};
 /// Positions of one page of the cache: one AVX-512 register of scores.
 pub(crate) const PAGE: usize = 16;
 
-/// Queries whose scores are in memory at a time.
+/// Queries of a block: their scores are in memory at a time.
 const QUERIES: usize = 32;
-
-/// Tokens that attend to a common prefix and to those before them among themselves, as rows of a pack.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Segment {
-    pub(crate) rows: Range<usize>,
-    /// Rows of what comes before, empty for nothing.
-    pub(crate) prefix: Range<usize>,
-}
 
 /// Attention within each segment: `qkv [T, width]` prepared, result `[T, heads * head_dim]`. Rows of the segments begin
 /// at `first` in the pack that they are of.
@@ -33,7 +29,7 @@ pub(crate) fn packed(qkv: &Tensor, segments: &[Segment], first: usize, shape: He
     let mut out = unwritten(qkv.dim(0)? * shape.query_width());
     let qkv = values(qkv)?;
     for segment in segments {
-        Heads::new(&qkv, segment, first, shape).forward(&mut out);
+        SegmentHeads::new(&qkv, segment, first, shape).forward(&mut out);
     }
     matrix(out, shape.query_width())
 }
@@ -49,13 +45,13 @@ pub(crate) fn packed_backward(
     let mut out = vec![0.0; qkv.elem_count()];
     let (qkv, g) = (values(qkv)?, values(g)?);
     for segment in segments {
-        Heads::new(&qkv, segment, first, shape).backward(&g, &mut out);
+        SegmentHeads::new(&qkv, segment, first, shape).backward(&g, &mut out);
     }
     Ok(out)
 }
 
-/// One segment with the rows that it sees.
-struct Heads<'a> {
+/// One segment with the rows that it attends to.
+struct SegmentHeads<'a> {
     qkv: &'a [f32],
     rows: Range<usize>,
     prefix: Range<usize>,
@@ -63,12 +59,12 @@ struct Heads<'a> {
 }
 
 /// Keys or values of one head, of the prefix and of the segment itself, packed for products.
-struct Both {
+struct PackedColumns {
     prefix: Panels,
     own: Panels,
 }
 
-impl<'a> Heads<'a> {
+impl<'a> SegmentHeads<'a> {
     fn new(qkv: &'a [f32], segment: &Segment, first: usize, shape: HeadShape) -> Self {
         let within = |rows: &Range<usize>| {
             if rows.is_empty() { 0..0 } else { rows.start - first..rows.end - first }
@@ -83,8 +79,8 @@ impl<'a> Heads<'a> {
         StridedMatrix::strided(values, (rows.len(), self.shape.head_dim), width)
     }
 
-    fn both(&self, column: usize, pack: impl Fn(StridedMatrix<'_>) -> Panels) -> Both {
-        Both {
+    fn both(&self, column: usize, pack: impl Fn(StridedMatrix<'_>) -> Panels) -> PackedColumns {
+        PackedColumns {
             prefix: pack(self.columns(self.prefix.clone(), column)),
             own: pack(self.columns(self.rows.clone(), column)),
         }
@@ -116,7 +112,7 @@ impl<'a> Heads<'a> {
 
     /// Weights `[block, prefix + block.end]` of the queries of a block over the keys that the last of them sees; zero for
     /// keys behind a query.
-    fn weights(&self, h: usize, block: &Range<usize>, keys: &Both, weights: &mut Vec<f32>) {
+    fn weights(&self, h: usize, block: &Range<usize>, keys: &PackedColumns, weights: &mut Vec<f32>) {
         let (before, seen) = (self.prefix.len(), self.prefix.len() + block.end);
         weights.resize(block.len() * seen, 0.0);
         let rows = self.rows.start + block.start..self.rows.start + block.end;
@@ -126,22 +122,35 @@ impl<'a> Heads<'a> {
     }
 
     /// `left [block, head_dim] x columns [head_dim, prefix + block.end]`.
-    fn scores(&self, left: StridedMatrix<'_>, columns: &Both, block: &Range<usize>, out: &mut [f32]) {
+    fn scores(
+        &self,
+        left: StridedMatrix<'_>,
+        columns: &PackedColumns,
+        block: &Range<usize>,
+        out: &mut [f32],
+    ) {
         let (before, dim) = (self.prefix.len(), self.shape.head_dim);
         let row_stride = before + block.end;
-        product(left, columns.prefix.part(dim, before), Out::new(out, row_stride), true);
-        let own = Out::new(&mut out[before..], row_stride);
+        product(left, columns.prefix.part(dim, before), ProductOut::new(out, row_stride), true);
+        let own = ProductOut::new(&mut out[before..], row_stride);
         product(left, columns.own.part(dim, block.end), own, true);
     }
 
     /// `out [block, head_dim] = left [block, prefix + block.end] x rows [prefix + block.end, head_dim]`.
-    fn combine(&self, left: &[f32], rows: &Both, block: &Range<usize>, out: &mut [f32], row_stride: usize) {
+    fn combine(
+        &self,
+        left: &[f32],
+        rows: &PackedColumns,
+        block: &Range<usize>,
+        out: &mut [f32],
+        row_stride: usize,
+    ) {
         let (before, dim) = (self.prefix.len(), self.shape.head_dim);
         let seen = before + block.end;
         let prefix = StridedMatrix::strided(left, (block.len(), before), seen);
-        product(prefix, rows.prefix.part(before, dim), Out::new(out, row_stride), true);
+        product(prefix, rows.prefix.part(before, dim), ProductOut::new(out, row_stride), true);
         let own = StridedMatrix::strided(&left[before..], (block.len(), block.end), seen);
-        product(own, rows.own.part(block.end, dim), Out::new(out, row_stride), false);
+        product(own, rows.own.part(block.end, dim), ProductOut::new(out, row_stride), false);
     }
 
     fn forward(&self, out: &mut [f32]) {
@@ -195,7 +204,7 @@ impl<'a> Heads<'a> {
                             let left = StridedMatrix::strided(&matrix[from..], (block.len(), count), seen)
                                 .transposed();
                             let at = row * width + column;
-                            let to = Out::new(&mut out[at..], width);
+                            let to = ProductOut::new(&mut out[at..], width);
                             product(left, Right::Unpacked(right), to, false);
                         }
                     }
@@ -255,8 +264,8 @@ fn softmax(scores: &mut [f32], scale: f32) {
     }
 }
 
-/// Where the keys and values of one head lie in a page: keys `[head_dim, PAGE]`, so that a register holds the scores of
-/// all positions of a page, and values `[PAGE, head_dim]`.
+/// Layout of one head's keys and values in a page: keys `[head_dim, PAGE]`, so that one register has the scores of all
+/// positions of a page, and values `[PAGE, head_dim]`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PageLayout {
     shape: HeadShape,
@@ -311,8 +320,8 @@ vectorized! {
             let group = kv * per_kv..(kv + 1) * per_kv;
             let queries = &queries[group.start * head_dim..group.end * head_dim];
             let weights = &mut weights[group.start * row..group.end * row];
-            // Chains of multiply-adds are as long as a head is wide, so several go on at a time: heads of a group, which
-            // read the same keys, times pages.
+            // A chain of multiply-adds is as long as a head is wide, so several run at a time: heads of a group, which read
+            // the same keys, times pages.
             let mut page = 0;
             while page < pages.len() {
                 let some = &pages[page..];

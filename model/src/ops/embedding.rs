@@ -1,4 +1,4 @@
-//! Token ids to rows of the embedding, and gradients scattered straight back into those rows.
+//! Embedding lookup, and its backward: scatter-add into the rows of the table.
 
 use candle_core::{Result, Tensor, bail};
 

@@ -1,9 +1,10 @@
-//! StridedMatrix products of strided matrices, with the right one packed into panels once or on the way.
+//! Matrix products (GEMM) of strided matrices. The right matrix is packed into panels, once or block by block (Goto and van
+//! de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication").
 //!
-//! Invariant: every element of a result is one chain of fused multiply-adds over the inner dimension in ascending
-//! order, from what stands there (or zero), however many rows are multiplied together and on whatever machine: a
-//! sequence gets the same logits alone, in any decode batch and in a training pack. Nothing here starts a thread:
-//! callers split rows or columns.
+//! Invariant: every element of a result is one chain of fused multiply-adds over the inner dimension in ascending order,
+//! from zero or from the element's old value. It depends neither on the number of rows nor on the machine: a sequence has the
+//! same logits alone, in any decode batch and in a training pack. Products run on the calling thread; callers split rows or
+//! columns. [`tree`] has the same products with another order of summation.
 
 mod pack;
 mod tile;
@@ -23,7 +24,7 @@ pub(crate) use tree::{CHUNKS, TreeChunks, tree_product};
 const NR: usize = 48;
 /// Columns that panels are padded to.
 const STEP: usize = 16;
-/// Rows of the left matrix that pass by a packed block: with `INNER_BLOCK` they take 768 KiB of the second-level cache.
+/// Rows of the left matrix per packed block: with `INNER_BLOCK` they take 768 KiB of the second-level cache.
 const ROW_BLOCK: usize = 384;
 /// Inner length of one pass; results are read and written once per pass.
 const INNER_BLOCK: usize = 512;
@@ -148,10 +149,10 @@ fn line_start(values: &[f32]) -> usize {
 /// The right matrix of a product.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Right<'a> {
-    /// Packed before: for few rows, or for many products. Of a matrix `[inner, columns]` only so many
-    /// rows, and these columns, of which the first begins a panel.
+    /// Packed once, for few rows or for many products: the first `inner` rows and `columns` columns from `first`, which begins
+    /// a panel.
     Panels { panels: &'a Panels, inner: usize, first: usize, columns: usize },
-    /// Packed block by block on the way: for many rows, without a copy of the whole.
+    /// Packed block by block during the product, for many rows: there is no copy of the whole.
     Unpacked(StridedMatrix<'a>),
 }
 
@@ -165,8 +166,8 @@ impl Right<'_> {
 }
 
 impl<'a> Right<'a> {
-    /// The packed panel of columns from `first` on for some steps of the inner dimension, its padded width, and where the
-    /// panel behind it begins: while rows pass by one, the next comes from memory.
+    /// The packed panel of columns from `first` on for some steps of the inner dimension, its padded width, and the start of
+    /// the next panel, for prefetching.
     ///
     /// # Panics
     /// If it is not packed.
@@ -175,7 +176,7 @@ impl<'a> Right<'a> {
             panic!("only panels are packed before")
         };
         let column = before + first;
-        // A panel of which only some columns are wanted is still as wide as it was packed.
+        // A panel keeps its packed width if only some of its columns are used.
         let padded = NR.min(panels.columns - column).next_multiple_of(STEP);
         let at = panels.start + column * panels.inner;
         let panel = &panels.values[at + steps.start * padded..][..steps.len() * padded];
@@ -186,7 +187,7 @@ impl<'a> Right<'a> {
 
 /// Where a result goes: rows that lie `row_stride` apart, of which `width` columns may be written.
 #[derive(Debug)]
-pub(crate) struct Out<'a> {
+pub(crate) struct ProductOut<'a> {
     first: *mut f32,
     /// Values from `first` to the end of the buffer.
     len: usize,
@@ -195,10 +196,10 @@ pub(crate) struct Out<'a> {
     values: PhantomData<&'a mut [f32]>,
 }
 
-#[expect(unsafe_code, reason = "it stands for a mutable borrow of its columns, which nobody else has")]
-unsafe impl Send for Out<'_> {}
+#[expect(unsafe_code, reason = "it is the only mutable borrow of its columns")]
+unsafe impl Send for ProductOut<'_> {}
 
-impl<'a> Out<'a> {
+impl<'a> ProductOut<'a> {
     /// Rows of `values`, `row_stride` apart.
     pub(crate) fn new(values: &'a mut [f32], row_stride: usize) -> Self {
         Self {
@@ -238,20 +239,20 @@ impl<'a> Out<'a> {
 /// If the shapes do not fit each other.
 pub(crate) fn multiply(left: StridedMatrix<'_>, right: Right<'_>, out: &mut [f32]) {
     let row_stride = right.shape().1;
-    product(left, right, Out::new(out, row_stride), true);
+    product(left, right, ProductOut::new(out, row_stride), true);
 }
 
-/// `out += left x right`, as [`multiply`].
+/// `out [rows, columns] += left [rows, inner] x right [inner, columns]`.
 pub(crate) fn multiply_add(left: StridedMatrix<'_>, right: Right<'_>, out: &mut [f32]) {
     let row_stride = right.shape().1;
-    product(left, right, Out::new(out, row_stride), false);
+    product(left, right, ProductOut::new(out, row_stride), false);
 }
 
 /// `out = left x right` if `fresh`, else `out += left x right`.
 ///
 /// # Panics
 /// If the shapes do not fit each other.
-pub(crate) fn product(left: StridedMatrix<'_>, right: Right<'_>, mut out: Out<'_>, fresh: bool) {
+pub(crate) fn product(left: StridedMatrix<'_>, right: Right<'_>, mut out: ProductOut<'_>, fresh: bool) {
     let (inner, columns) = right.shape();
     assert_eq!(left.columns, inner, "the inner dimensions agree");
     if left.rows == 0 || columns == 0 {
@@ -284,7 +285,7 @@ widest! {
     fn multiply_blocks(
         left: StridedMatrix<'_>,
         right: Right<'_>,
-        out: &mut Out<'_>,
+        out: &mut ProductOut<'_>,
         fresh: bool,
         buffer: &mut [f32],
         tiles: &mut Vec<f32>,
@@ -302,7 +303,7 @@ widest! {
 fn blocks<V: Vector, const N: usize, const R: usize>(
     left: StridedMatrix<'_>,
     right: Right<'_>,
-    out: &mut Out<'_>,
+    out: &mut ProductOut<'_>,
     fresh: bool,
     buffer: &mut [f32],
     tiles: &mut Vec<f32>,

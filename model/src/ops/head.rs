@@ -1,6 +1,7 @@
-//! The language-model head fused with log-softmax, target log-probability and entropy.
+//! The language-model head fused with log-softmax, target log-probability and entropy, as Cut Cross-Entropy (Wijmans et al.
+//! 2024, arXiv 2411.09009) and the chunked fused linear loss of Liger Kernel (Hsu et al. 2024, arXiv 2410.10989).
 //!
-//! Invariant: logits exist for a few rows at a time only; the batch's are never in memory together.
+//! Invariant: logits are in memory for a few rows at a time; those of a whole batch never are.
 
 use candle_core::{Result, Tensor};
 
@@ -10,31 +11,31 @@ use super::softmax::{probabilities, scale_and_normalizer};
 use super::{matrix, row_ranges, unwritten, values};
 use crate::ThreadPool;
 
-/// Logits of one thread that are in memory at a time, in the forward: they stay in its cache.
+/// Logits of one thread that the forward has in memory at a time: they stay in its cache.
 const FORWARD: usize = 1 << 18;
-/// Logits that are in memory at a time in the backward: enough rows that the weight's gradient, which every pass reads
-/// and writes whole, is not what costs.
+/// Logits that the backward has in memory at a time: enough rows that reading and writing the whole weight gradient per pass
+/// costs little.
 const BACKWARD: usize = 1 << 24;
 
-/// What a row of the head predicts, and under which distribution.
+/// The token that a row predicts, and the distribution of its log-probability.
 #[derive(Clone, Copy, Debug)]
 pub struct Target<'a> {
     /// The token whose log-probability is wanted.
     pub token: u32,
     /// Temperature of the distribution, above 0.
     pub temperature: f32,
-    /// The tokens that truncation left, ascending; `None` for all.
+    /// `[kept]` token ids that top-p, min-p and top-k left, ascending; `None` for all.
     pub kept: Option<&'a [u32]>,
 }
 
-/// Verdict of the head on one target.
+/// Result of the head for one target.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Prediction {
     /// Log-probability of the target token, nats.
     pub logprob: f32,
     /// Entropy of the distribution, nats.
     pub entropy: f32,
-    /// What the value head says before the token; 0 without one.
+    /// Value estimate of the state before the token; 0 without a value head.
     pub value: f32,
 }
 
@@ -49,7 +50,7 @@ pub struct PredictionGradient {
     pub value: f32,
 }
 
-/// Predictions for `hidden [M, d]`, one per target.
+/// `[M]` predictions for `hidden [M, d]` and `targets [M]`.
 pub(crate) fn predict(
     hidden: &Tensor,
     head: &Linear,
@@ -69,7 +70,8 @@ pub(crate) fn predict(
     Ok(pool.map(row_ranges(targets.len(), pool.threads(), 1), predict).concat())
 }
 
-/// Gradient of `hidden [M, d]`; adds that of the head's weight to `weight_gradient [V, d]`.
+/// Gradient `[M, d]` of `hidden [M, d]` for `targets [M]` and the slopes `gradients [M]` of their predictions; adds that of
+/// the head's weight to `weight_gradient [V, d]`.
 pub(crate) fn predict_backward(
     hidden: &Tensor,
     head: &Linear,
@@ -130,7 +132,7 @@ fn for_each_row(
     }
 }
 
-/// One row of logits as the distribution that a target was, or would have been, sampled from.
+/// One row of logits as the sampling distribution of a target: temperature and truncation applied.
 struct Distribution<'a> {
     target: &'a Target<'a>,
     /// Scaled logits of the kept tokens first; all tokens if nothing was cut off.

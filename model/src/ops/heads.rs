@@ -1,49 +1,16 @@
-//! What happens to queries and keys between the projection and the attention: per-head RMSNorm (Qwen3) and rotary
-//! position embedding (Su et al. 2021, arXiv 2104.09864, in the half-split layout of Hugging Face).
+//! Queries and keys between the projection and the attention: per-head RMSNorm (Qwen3; Henry et al. 2020, arXiv 2010.04245)
+//! and rotary position embedding (RoPE, Su et al. 2021, arXiv 2104.09864, in the half-split layout of Hugging Face).
 
 use candle_core::{Result, Tensor};
+pub(crate) use device::ops::heads::HeadShape;
 
 use super::norm::{norm_row, norm_row_backward, norm_row_weight_gradient};
 use super::simd::vectorized;
 use super::{matrix, values};
-use crate::Config;
-
-/// How a row of the fused projection `[(heads + 2 kv_heads) * head_dim]` divides: queries, keys, values.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct HeadShape {
-    /// Query heads.
-    pub(crate) heads: usize,
-    /// Key and value heads; divides `heads`.
-    pub(crate) kv_heads: usize,
-    /// Width of a head.
-    pub(crate) head_dim: usize,
-}
-
-impl HeadShape {
-    /// The heads of a model.
-    pub(crate) fn of(config: &Config) -> Self {
-        Self { heads: config.num_heads, kv_heads: config.num_kv_heads, head_dim: config.head_dim }
-    }
-
-    /// Width of a row of the fused projection.
-    pub(crate) fn width(self) -> usize {
-        (self.heads + 2 * self.kv_heads) * self.head_dim
-    }
-
-    /// Width of the keys, or of the values, of a row.
-    pub(crate) fn kv_width(self) -> usize {
-        self.kv_heads * self.head_dim
-    }
-
-    /// Width of the queries of a row.
-    pub(crate) fn query_width(self) -> usize {
-        self.heads * self.head_dim
-    }
-}
 
 /// Weights of the per-head RMSNorm.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct HeadNorm<'a> {
+pub(crate) struct HeadNormWeights<'a> {
     /// `[head_dim]` scale of the queries.
     pub(crate) query: &'a [f32],
     /// `[head_dim]` scale of the keys.
@@ -89,7 +56,7 @@ impl Angles {
 
 /// Normalises (if the model does) and rotates queries and keys of `qkv [T, width]` in place; values pass as they are.
 /// `angles` are those of the same tokens.
-pub(crate) fn prepare(qkv: &mut [f32], shape: HeadShape, norm: Option<HeadNorm<'_>>, angles: &Angles) {
+pub(crate) fn prepare(qkv: &mut [f32], shape: HeadShape, norm: Option<HeadNormWeights<'_>>, angles: &Angles) {
     forward(qkv, shape, norm, angles);
 }
 
@@ -98,7 +65,7 @@ pub(crate) fn prepare(qkv: &mut [f32], shape: HeadShape, norm: Option<HeadNorm<'
 pub(crate) fn prepare_backward(
     raw: Option<&Tensor>,
     shape: HeadShape,
-    norm: Option<HeadNorm<'_>>,
+    norm: Option<HeadNormWeights<'_>>,
     angles: &Angles,
     mut g: Vec<f32>,
 ) -> Result<Tensor> {
@@ -126,7 +93,7 @@ pub(crate) fn head_norm_gradient(
 }
 
 vectorized! {
-    fn forward(qkv: &mut [f32], shape: HeadShape, norm: Option<HeadNorm<'_>>, angles: &Angles) {
+    fn forward(qkv: &mut [f32], shape: HeadShape, norm: Option<HeadNormWeights<'_>>, angles: &Angles) {
         let half = shape.head_dim / 2;
         let angles = angles.cos.chunks_exact(half).zip(angles.sin.chunks_exact(half));
         for (row, (cos, sin)) in qkv.chunks_exact_mut(shape.width()).zip(angles) {
@@ -154,7 +121,7 @@ vectorized! {
 }
 
 vectorized! {
-    fn norm_backward(raw: &[f32], shape: HeadShape, norm: HeadNorm<'_>, g: &mut [f32]) {
+    fn norm_backward(raw: &[f32], shape: HeadShape, norm: HeadNormWeights<'_>, g: &mut [f32]) {
         for (row, g) in raw.chunks_exact(shape.width()).zip(g.chunks_exact_mut(shape.width())) {
             let heads = row.chunks_exact(shape.head_dim).zip(g.chunks_exact_mut(shape.head_dim));
             for (h, (head, g)) in heads.take(shape.heads + shape.kv_heads).enumerate() {
@@ -199,11 +166,11 @@ mod tests {
         for with_norm in [false, true] {
             let loss = |x: &[f32], w: &[f32]| {
                 let mut out = x.to_vec();
-                let norm = HeadNorm { query: &w[..6], key: &w[6..], eps: 1e-2 };
+                let norm = HeadNormWeights { query: &w[..6], key: &w[6..], eps: 1e-2 };
                 forward(&mut out, shape, with_norm.then_some(norm), &angles);
                 weighted(&out, &c)
             };
-            let norm = with_norm.then_some(HeadNorm { query: &w[..6], key: &w[6..], eps: 1e-2 });
+            let norm = with_norm.then_some(HeadNormWeights { query: &w[..6], key: &w[6..], eps: 1e-2 });
             let raw = matrix(x.clone(), shape.width()).unwrap();
             let dx = prepare_backward(Some(&raw), shape, norm, &angles, c.clone()).unwrap();
             gradient(|x| loss(x, &w), &x, &values(&dx).unwrap(), 2e-2);

@@ -1,7 +1,9 @@
-//! Linear layers with int8 weights, for sampling only: a quarter of the memory traffic, several times the arithmetic.
+//! Linear layers with int8 weights and activations (W8A8), for sampling only: a quarter of the memory traffic, several times
+//! the arithmetic. Vector-wise quantization as in LLM.int8 (Dettmers et al. 2022, arXiv 2208.07339), without its outlier
+//! decomposition.
 //!
-//! Weights are quantised once per policy version, symmetric, one scale per output: `w = scale q`, `q` in -127..=127.
-//! Activations are quantised on the fly, one range per row that always contains 0: `x = step (p - zero)`, `p` in 0..=255,
+//! Weights are quantised once per policy version, symmetric, one scale per output channel: `w = scale q`, `q` in -127..=127.
+//! Activations are quantised dynamically, one asymmetric range per token that always contains 0: `x = step (p - zero)`, `p` in 0..=255,
 //! so that a zero stays exactly zero and no value is off by more than half a step. Then, with the sum over the inputs,
 //!
 //! ```text
@@ -13,19 +15,19 @@
 //!   bits, and a row of the result depends on its own row of activations only.
 //! - A row that holds a number that is not finite gives NaN in all its results, never a number that looks fine.
 //!
-//! There is no backward: what is trained is f32. Only the four matrices of a layer are meant for this. Embedding and
-//! head stay f32: an error of the logits is an error of every log-probability, and in a layer it is damped by the
-//! residual stream. Nothing here starts a thread.
+//! There is no backward: training is f32. Only the four matrices of a layer are quantised. Embedding and head stay f32: an
+//! error of the logits is an error of every log-probability, while the residual stream damps the error of a layer. Nothing
+//! here starts a thread.
 
 mod dot;
 
-use dot::{LINE, Line, PANEL, Rows};
+use dot::{LINE, PANEL, PanelLine, QuantizedRows};
 
 use super::simd::{max, min, vectorized};
 
 /// Rows of activations whose quantised form stays in the second-level cache while all weights pass by once.
 const ROW_BLOCK: usize = 96;
-/// Most inputs of a layer: 255 * 127 times as many still fit an `i32`. No model is near it; a wider layer stays f32.
+/// Largest number of inputs whose sum fits an `i32`: each product is at most 255 * 127. A wider layer stays f32.
 pub(crate) const MAX_INPUT: usize = i32::MAX as usize / (255 * 127);
 
 /// Weights of a linear layer `[out, in]`, quantised and packed: `out * in` bytes and 12 more per output.
@@ -34,14 +36,14 @@ pub(crate) struct Int8Linear {
     input: usize,
     output: usize,
     /// Panels of 64 outputs, each `[ceil(in / 4)][PANEL]` lines, the last one padded with zeros.
-    lines: Vec<[Line; PANEL]>,
+    lines: Vec<[PanelLine; PANEL]>,
     /// Per panel.
-    columns: Vec<Columns>,
+    columns: Vec<PanelColumns>,
 }
 
-/// What the results of a panel need beside the integer product.
+/// Scales and offsets that turn the integer products of a panel into results.
 #[derive(Clone, Debug)]
-struct Columns {
+struct PanelColumns {
     /// Value of one unit of the quantised weight.
     scale: [f32; PANEL * LINE],
     /// Sum of the quantised weights over the inputs.
@@ -49,16 +51,16 @@ struct Columns {
     bias: [f32; PANEL * LINE],
 }
 
-/// What is done with the product.
+/// Whether the product replaces the result or is added to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Store {
+enum StoreMode {
     Replace,
     Add,
 }
 
 /// How a row of activations was quantised: `x = step (p - zero)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Range {
+struct RowQuantization {
     step: f32,
     zero: i32,
 }
@@ -82,8 +84,8 @@ impl Int8Linear {
         assert_eq!(weight.len(), output * input, "weights are [out, {input}]");
         assert!(bias.is_none_or(|bias| bias.len() == output), "one bias per output");
         let (steps, panels) = (input.div_ceil(4), output.div_ceil(PANEL * LINE));
-        let mut lines = vec![[Line::default(); PANEL]; steps * panels];
-        let mut columns = vec![Columns::default(); panels];
+        let mut lines = vec![[PanelLine::default(); PANEL]; steps * panels];
+        let mut columns = vec![PanelColumns::default(); panels];
         let mut quantized = vec![0_i8; input];
         for (index, row) in weight.chunks_exact(input).enumerate() {
             let (panel, column) = (index / (PANEL * LINE), index % (PANEL * LINE));
@@ -110,7 +112,7 @@ impl Int8Linear {
     /// # Panics
     /// If the shapes do not fit each other.
     pub(crate) fn apply_slice(&self, x: &[f32], out: &mut [f32]) {
-        self.run(x, out, Store::Replace);
+        self.run(x, out, StoreMode::Replace);
     }
 
     /// `out [T, out] += x [T, in] W^T + b`.
@@ -118,10 +120,10 @@ impl Int8Linear {
     /// # Panics
     /// If the shapes do not fit each other.
     pub(crate) fn add_slice(&self, x: &[f32], out: &mut [f32]) {
-        self.run(x, out, Store::Add);
+        self.run(x, out, StoreMode::Add);
     }
 
-    fn run(&self, x: &[f32], out: &mut [f32], store: Store) {
+    fn run(&self, x: &[f32], out: &mut [f32], store: StoreMode) {
         assert_eq!(x.len() / self.input * self.output, out.len(), "the result is [T, {}]", self.output);
         assert_eq!(x.len() % self.input, 0, "activations are [T, {}]", self.input);
         let (rows, steps) = (x.len() / self.input, self.input.div_ceil(4));
@@ -134,21 +136,21 @@ impl Int8Linear {
                 ranges.push(quantize_row(x, &mut values.as_flattened_mut()[..self.input]));
             }
             let values = &values[..ranges.len() * steps];
-            dot::product(self, Rows { values, ranges: &ranges }, out, store);
+            dot::product(self, QuantizedRows { values, ranges: &ranges }, out, store);
         }
     }
 }
 
-impl Default for Columns {
+impl Default for PanelColumns {
     fn default() -> Self {
         Self { scale: [0.0; PANEL * LINE], sum: [0; PANEL * LINE], bias: [0.0; PANEL * LINE] }
     }
 }
 
-impl Columns {
+impl PanelColumns {
     /// The result of column `c` from its integer product with a row.
     #[inline(always)]
-    fn result(&self, c: usize, product: i32, row: Range) -> f32 {
+    fn result(&self, c: usize, product: i32, row: RowQuantization) -> f32 {
         let exact = product - row.zero * self.sum[c];
         exact as f32 * row.step * self.scale[c] + self.bias[c]
     }
@@ -175,7 +177,7 @@ vectorized! {
 
 vectorized! {
     /// Quantises a row of activations.
-    fn quantize_row(x: &[f32], out: &mut [u8]) -> Range {
+    fn quantize_row(x: &[f32], out: &mut [u8]) -> RowQuantization {
         /// Adding it rounds to an integer, which is then the low byte: `round_ties_even` is a call on old machines.
         const ROUND: f32 = 8_388_608.0;
         let high = max(x).max(0.0);
@@ -183,12 +185,12 @@ vectorized! {
         let step = (high - low) / 255.0;
         if !step.is_finite() || !f32::from_bits(largest_magnitude(x)).is_finite() {
             out.fill(0);
-            return Range { step: f32::NAN, zero: 0 };
+            return RowQuantization { step: f32::NAN, zero: 0 };
         }
         if step < f32::MIN_POSITIVE {
             // All zero, or so small that the reciprocal overflows: nothing beside any other row.
             out.fill(0);
-            return Range { step: 0.0, zero: 0 };
+            return RowQuantization { step: 0.0, zero: 0 };
         }
         let inverse = 1.0 / step;
         let zero = (-low * inverse + ROUND) - ROUND;
@@ -198,7 +200,7 @@ vectorized! {
             let place = if place > 255.0 { 255.0 } else { place };
             *q = (place + ROUND).to_bits() as u8;
         }
-        Range { step, zero: zero as i32 }
+        RowQuantization { step, zero: zero as i32 }
     }
 }
 
@@ -303,7 +305,7 @@ mod tests {
         assert!(apply(&layer, &wide).iter().all(|y| y.is_nan()), "a range beyond f32");
     }
 
-    /// 256 different values without a negative one are all told apart.
+    /// 256 different values of one sign keep 256 different codes.
     #[test]
     fn one_sided_activations_get_the_whole_range() {
         let x: Vec<f32> = (0..=255).map(|i| i as f32 / 8.0).collect();

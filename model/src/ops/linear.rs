@@ -1,8 +1,8 @@
 //! Linear layers `y = x W^T + b`.
 //!
-//! To sample, a weight is packed once per policy version. To train, it is read where it lies in the flat parameters and
-//! packed block by block on the way through a product: with hundreds of rows that costs a few percent of the time, and
-//! spares two more copies of the model and their packing after every update.
+//! A sampler packs a weight once per policy version. The trainer reads it in the flat parameters and packs it block by block
+//! during a product: with hundreds of rows that costs a few percent of the time and saves two more copies of the model and
+//! their packing after every update.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor};
 
 use super::gemm::{
-    CHUNKS, Out, Panels, Right, StridedMatrix, TreeChunks, multiply_add, product, tree_product,
+    CHUNKS, Panels, ProductOut, Right, StridedMatrix, TreeChunks, multiply_add, product, tree_product,
 };
 use super::int8::Int8Linear;
 use super::simd::vectorized;
@@ -53,16 +53,16 @@ impl Default for Linear {
     }
 }
 
-/// The flat values that a layer to train is a part of.
+/// The flat values that a trainable layer reads its weights from.
 #[derive(Clone, Debug)]
-pub(crate) enum Flat {
+pub(crate) enum FlatValues {
     /// Those of a whole model.
     Model(Arc<Parameters>),
     /// Those of one unit of its layout.
     Unit(Arc<Vec<f32>>),
 }
 
-impl Flat {
+impl FlatValues {
     pub(crate) fn values(&self) -> &[f32] {
         match self {
             Self::Model(parameters) => parameters.values(),
@@ -75,7 +75,7 @@ impl Flat {
 enum Weight {
     Packed(Panels),
     /// A range of flat values.
-    Flat(Flat, Range<usize>),
+    Flat(FlatValues, Range<usize>),
     /// With its bias.
     Int8(Int8Linear),
 }
@@ -100,7 +100,7 @@ impl Linear {
     }
 
     /// A layer to train: `weight [out, in]` and `bias [out]`, empty for none, are ranges of `flat`.
-    pub(crate) fn flat(flat: &Flat, weight: Range<usize>, input: usize, bias: &Range<usize>) -> Self {
+    pub(crate) fn flat(flat: &FlatValues, weight: Range<usize>, input: usize, bias: &Range<usize>) -> Self {
         let bias = (!bias.is_empty()).then(|| flat.values()[bias.clone()].to_vec());
         let output = weight.len() / input;
         Self { weight: Weight::Flat(flat.clone(), weight), input, output, bias, tree: TreeSum::None }
@@ -112,7 +112,7 @@ impl Linear {
         Self { tree, ..self }
     }
 
-    /// Memory of its own, bytes; weights that lie in the flat parameters are not its own.
+    /// Memory of its own, bytes, without weights in the flat parameters.
     pub(crate) fn bytes(&self) -> usize {
         let weight = match &self.weight {
             Weight::Packed(panels) => panels.bytes(),
@@ -146,22 +146,22 @@ impl Linear {
         self.run(x, out, true, &ThreadPool::single());
     }
 
-    /// Writes the layer's result for `x [T, in]` to `out [T, out]`, or adds it if not `fresh`. Threads share the columns
-    /// of packed weights, so that each reads only its part of them.
+    /// Writes the layer's result for `x [T, in]` to `out [T, out]`, or adds it if not `fresh`. Threads share the columns of
+    /// packed weights, so that each reads its part only.
     fn run(&self, x: &[f32], out: &mut [f32], fresh: bool, pool: &ThreadPool) {
         match &self.weight {
             Weight::Int8(layer) if fresh => layer.apply_slice(x, out),
             Weight::Int8(layer) => layer.add_slice(x, out),
             Weight::Packed(panels) => {
                 let ranges = panels.split(pool.threads());
-                let outs = Out::columns(out, self.output, &ranges);
+                let outs = ProductOut::columns(out, self.output, &ranges);
                 pool.map(ranges.into_iter().zip(outs).collect(), |(columns, out)| {
                     self.sum_inputs(x, panels.columns_of(columns), out, fresh);
                 });
             }
             Weight::Flat(..) => {
                 let weight = Right::Unpacked(StridedMatrix::new(self.weight(), self.input).transposed());
-                self.sum_inputs(x, weight, Out::new(out, self.output), fresh);
+                self.sum_inputs(x, weight, ProductOut::new(out, self.output), fresh);
             }
         }
         if let Some(bias) = &self.bias {
@@ -170,7 +170,7 @@ impl Linear {
     }
 
     /// The product of `x [T, in]` and some columns of the transposed weight.
-    fn sum_inputs(&self, x: &[f32], weight: Right<'_>, out: Out<'_>, fresh: bool) {
+    fn sum_inputs(&self, x: &[f32], weight: Right<'_>, out: ProductOut<'_>, fresh: bool) {
         let x = StridedMatrix::new(x, self.input);
         match self.tree {
             TreeSum::Inputs => {
@@ -198,7 +198,7 @@ impl Linear {
     /// If the layer is one to sample with.
     pub(crate) fn input_gradient_slice(&self, g: &[f32], dx: &mut [f32]) {
         let weight = Right::Unpacked(StridedMatrix::new(self.weight(), self.input));
-        let (g, dx) = (StridedMatrix::new(g, self.output), Out::new(dx, self.input));
+        let (g, dx) = (StridedMatrix::new(g, self.output), ProductOut::new(dx, self.input));
         match &self.tree {
             TreeSum::Outputs(parts) => {
                 tree_product(g, weight, TreeChunks { parts, count: CHUNKS }, &dx, true);
@@ -214,7 +214,7 @@ impl Linear {
     pub(crate) fn weight(&self) -> &[f32] {
         match &self.weight {
             Weight::Flat(flat, range) => &flat.values()[range.clone()],
-            Weight::Packed(_) | Weight::Int8(_) => panic!("only a trainable layer is reversed"),
+            Weight::Packed(_) | Weight::Int8(_) => panic!("only a trainable layer has a backward"),
         }
     }
 
@@ -224,8 +224,8 @@ impl Linear {
     }
 }
 
-/// Adds `g^T x` to rows `rows` of the gradient of a weight `[out, in]`; `gradient` is those rows only. `x [T, in]` went
-/// in, `g [T, out]` came back.
+/// Adds `g^T x` to rows `rows` of the gradient of a weight `[out, in]`, for the input `x [T, in]` and the gradient
+/// `g [T, out]` of the result; `gradient [rows, in]` is those rows only.
 pub(crate) fn weight_gradient(
     x: &Tensor,
     g: &Tensor,
@@ -239,7 +239,7 @@ pub(crate) fn weight_gradient(
     Ok(())
 }
 
-/// Adds `sum_t g[t]` to the gradient of a bias `[out]`.
+/// Adds `sum_t g[t]` of `g [T, out]` to the gradient of a bias `[out]`.
 pub(crate) fn bias_gradient(g: &Tensor, gradient: &mut [f32]) -> Result<()> {
     sum_rows(&values(g)?, gradient);
     Ok(())
@@ -282,7 +282,7 @@ impl Linear {
         let mut parameters = Parameters::zeros(layout);
         let range = parameters.layout().head();
         parameters.values_mut()[range.clone()].copy_from_slice(weight);
-        Self::flat(&Flat::Model(Arc::new(parameters)), range, input, &(0..0))
+        Self::flat(&FlatValues::Model(Arc::new(parameters)), range, input, &(0..0))
     }
 }
 

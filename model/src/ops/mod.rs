@@ -7,7 +7,7 @@
 //! # Invariants
 //! - A row of any result depends on its own inputs only, bit for bit, never on what it is batched with.
 //! - Sampling and training call the same functions, so equal weights give equal log-probabilities.
-//! - An operation runs on the thread that calls it, unless it is told a [`ThreadPool`](crate::ThreadPool); how many threads took part
+//! - An operation runs on the calling thread unless it takes a [`ThreadPool`](crate::ThreadPool); the number of threads
 //!   changes no bit.
 //!
 //! # Layout
@@ -33,8 +33,8 @@ use std::ops::{Deref, Range};
 
 use candle_core::{CpuStorage, Device, Result, Storage, Tensor, bail};
 
-/// The f32 values of a contiguous CPU tensor, borrowed for as long as this lives.
-struct Values<S> {
+/// The f32 values of a contiguous CPU tensor, borrowed.
+struct TensorValues<S> {
     storage: S,
     range: Range<usize>,
 }
@@ -53,12 +53,12 @@ pub(crate) fn values(tensor: &Tensor) -> Result<impl Deref<Target = [f32]>> {
         )
     };
     match &*storage {
-        Storage::Cpu(CpuStorage::F32(_)) => Ok(Values { storage, range: start..end }),
+        Storage::Cpu(CpuStorage::F32(_)) => Ok(TensorValues { storage, range: start..end }),
         other => bail!("no kernel for {:?} on {:?}", other.dtype(), other.device().location()),
     }
 }
 
-impl<S: Deref<Target = Storage>> Deref for Values<S> {
+impl<S: Deref<Target = Storage>> Deref for TensorValues<S> {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
@@ -75,8 +75,7 @@ pub(crate) fn matrix(result: Vec<f32>, columns: usize) -> Result<Tensor> {
     Tensor::from_vec(result, (rows, columns), &Device::Cpu)
 }
 
-/// A buffer for a result that is written whole before anything of it is read: zeroing it first would be another pass
-/// over the memory.
+/// An uninitialised buffer for a result that is written before it is read: zeroing would be another pass over the memory.
 #[expect(
     unsafe_code,
     clippy::uninit_vec,
@@ -90,7 +89,7 @@ pub(crate) fn unwritten(len: usize) -> Vec<f32> {
     values
 }
 
-/// Cuts `rows` into at most `parts` ranges of equal length, a multiple of `unit` but for the last. At least one range.
+/// Cuts `rows` into at most `parts` ranges, at least one. All have the same length, a multiple of `unit`, but the last.
 pub(crate) fn row_ranges(rows: usize, parts: usize, unit: usize) -> Vec<Range<usize>> {
     let each = rows.div_ceil(parts.max(1)).next_multiple_of(unit).max(unit);
     let count = rows.div_ceil(each).max(1);

@@ -1,5 +1,4 @@
-//! The normaliser of a row of logits, shared by the sampler and the trainer: their log-probabilities are equal because
-//! this is the only place that computes one.
+//! The softmax normaliser of a row of logits. Sampler and trainer share it, so that their log-probabilities are equal.
 
 use super::simd::{LANES, exp, max, sum, vectorized};
 

@@ -1,6 +1,6 @@
 //! The value head: one number per hidden state, `value = weight . hidden`.
 //!
-//! Invariant: a model without the head has empty weights, and nothing changes for it.
+//! Invariant: without the head the weights are empty, and both operations do nothing.
 
 use candle_core::{Result, Tensor};
 

@@ -1,10 +1,10 @@
-//! What a `tokenizer.json` may ask for.
+//! Limits on the content of a `tokenizer.json`.
 //!
 //! A normalizer that replaces `a` by a thousand, ten times in a row, makes 10^30 bytes of one; decoders and templates of
 //! special tokens multiply in the same way. The library follows them, so their growth is added up before it is built.
 //!
-//! Invariant: a text of `n` bytes is normalized to at most `factor * n + extra` bytes. A file whose numbers are out of
-//! all proportion is refused by name, and so is a text that could become longer than [`MAX_NORMALIZED_BYTES`].
+//! Invariant: a text of `n` bytes is normalized to at most `factor * n + extra` bytes. A file beyond the limits
+//! is refused by name, and so is a text that could become longer than [`MAX_NORMALIZED_BYTES`].
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -34,7 +34,7 @@ struct Parts {
     post_processor: Option<Value>,
     #[serde(default)]
     added_tokens: Vec<AddedToken>,
-    model: Option<Model>,
+    model: Option<TokenizerModel>,
 }
 
 #[derive(Deserialize)]
@@ -43,11 +43,11 @@ struct AddedToken {
 }
 
 #[derive(Deserialize)]
-struct Model {
+struct TokenizerModel {
     max_input_chars_per_word: Option<u64>,
 }
 
-/// How much longer a text can become.
+/// Bound on the growth of a text.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Growth {
     /// Bytes for one byte.
@@ -59,7 +59,7 @@ pub(super) struct Growth {
 impl Growth {
     const NONE: Self = Self { factor: 1.0, extra: 0.0 };
 
-    /// How much longer a text becomes by this normalizer.
+    /// Bound on the growth of a text in this normalizer.
     ///
     /// # Errors
     /// A file that asks for more than any tokenizer needs; the reason.
@@ -138,7 +138,7 @@ fn within(what: &str, growth: Growth, most: f64) -> Result<(), String> {
     ))
 }
 
-/// Kinds are told by their fields, because old files do not name them.
+/// A kind is recognised by its fields, because old files do not name it.
 fn normalizer(value: &Value) -> Growth {
     if let Some(list) = value["normalizers"].as_array() {
         return list.iter().map(normalizer).fold(Growth::NONE, Growth::then);
@@ -206,14 +206,14 @@ fn decode_base64(text: &str) -> Vec<u8> {
         b'/' => Some(63),
         _ => None,
     };
-    let (mut bytes, mut bits, mut held) = (Vec::with_capacity(text.len() / 4 * 3), 0_u32, 0);
+    let (mut bytes, mut bits, mut count) = (Vec::with_capacity(text.len() / 4 * 3), 0_u32, 0);
     for six in text.bytes().filter_map(sextet) {
         bits = (bits << 6) | u32::from(six);
-        held += 6;
-        if held >= 8 {
-            held -= 8;
-            bytes.push((bits >> held) as u8);
-            bits &= (1 << held) - 1;
+        count += 6;
+        if count >= 8 {
+            count -= 8;
+            bytes.push((bits >> count) as u8);
+            bits &= (1 << count) - 1;
         }
     }
     bytes

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{NR, STEP, StridedMatrix};
 use crate::ops::simd::{Vector, prefetch};
 
-/// How many rows further on memory is asked for while rows are packed, of which each is in other lines and pages.
+/// Prefetch distance while rows are packed, rows: each row is in other cache lines and pages.
 const AHEAD: usize = 8;
 
 /// Packs rows of a transposed left matrix as tiles `[inner, R]`.

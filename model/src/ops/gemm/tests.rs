@@ -12,7 +12,7 @@ fn transposed(x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
 
 fn blocks_of(
     level: Level,
-) -> fn(StridedMatrix<'_>, Right<'_>, &mut Out<'_>, bool, &mut [f32], &mut Vec<f32>) {
+) -> fn(StridedMatrix<'_>, Right<'_>, &mut ProductOut<'_>, bool, &mut [f32], &mut Vec<f32>) {
     match level {
         Level::Portable => blocks::<[f32; 4], 4, 6>,
         _ => multiply_blocks,
@@ -52,7 +52,7 @@ proptest! {
                 for level in [Level::Portable, level()] {
                     let mut out = c.clone();
                     let (mut buffer, mut tiles) = (vec![0.0; NR * INNER_BLOCK], Vec::new());
-                    let to = &mut Out::new(&mut out, n);
+                    let to = &mut ProductOut::new(&mut out, n);
                     blocks_of(level)(left, right, to, false, &mut buffer, &mut tiles);
                     prop_assert_eq!(&out, &expected);
                 }
@@ -69,7 +69,7 @@ proptest! {
         multiply(StridedMatrix::new(&a, k), panels.whole(), &mut expected);
         let mut out = vec![f32::NAN; m * n];
         let ranges = panels.split(parts);
-        for (columns, to) in ranges.iter().zip(Out::columns(&mut out, n, &ranges)) {
+        for (columns, to) in ranges.iter().zip(ProductOut::columns(&mut out, n, &ranges)) {
             product(StridedMatrix::new(&a, k), panels.columns_of(columns.clone()), to, true);
         }
         prop_assert_eq!(out, expected);
@@ -83,7 +83,7 @@ proptest! {
         let part: Vec<f32> = (0..inner).flat_map(|r| b[r * n..][..columns].to_vec()).collect();
         let (mut out, mut expected) = (vec![f32::NAN; m * (columns + 3)], vec![0.0; m * columns]);
         multiply(StridedMatrix::new(&a, inner), Right::Unpacked(StridedMatrix::new(&part, columns)), &mut expected);
-        let to = Out::new(&mut out, columns + 3);
+        let to = ProductOut::new(&mut out, columns + 3);
         product(StridedMatrix::new(&a, inner), Panels::new(StridedMatrix::new(&b, n)).part(inner, columns), to, true);
         for (row, expected) in out.chunks(columns + 3).zip(expected.chunks(columns)) {
             prop_assert_eq!(&row[..columns], expected);
@@ -147,7 +147,7 @@ proptest! {
         let rights = unpacked.into_iter().map(Right::Unpacked);
         for right in rights.chain((parts.len() == 1).then(|| panels.whole())) {
             let mut out = c.clone();
-            tree_product(StridedMatrix::new(&a, k), right, chunks, &Out::new(&mut out, n), !add);
+            tree_product(StridedMatrix::new(&a, k), right, chunks, &ProductOut::new(&mut out, n), !add);
             prop_assert_eq!(&out, &expected);
         }
     }
@@ -164,7 +164,7 @@ proptest! {
             let mut out = vec![f32::NAN; m * n];
             let (a, b) = (StridedMatrix::new(a, parts.iter().sum()), StridedMatrix::new(b, n));
             let chunks = TreeChunks { parts, count };
-            tree_product(a, Right::Unpacked(b), chunks, &Out::new(&mut out, n), true);
+            tree_product(a, Right::Unpacked(b), chunks, &ProductOut::new(&mut out, n), true);
             out
         };
         let whole = product(&a, &b, &parts, CHUNKS);

@@ -125,7 +125,7 @@ pub(super) fn load_row<V: Vector, const N: usize>(row: *const f32, width: usize)
 
 /// Stores `width` values to a row of the result, which `product` checked to have them.
 #[inline(always)]
-#[expect(unsafe_code, reason = "the row, or the copy of its edge, has room for all registers")]
+#[expect(unsafe_code, reason = "the row, or the copy of its edge, has the length of all registers")]
 pub(super) fn store_row<V: Vector, const N: usize>(sum: [V; N], row: *mut f32, width: usize) {
     let mut edge = [0.0_f32; NR];
     let whole = width == V::WIDTH * N;

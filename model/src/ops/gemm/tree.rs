@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use super::pack::pack_block;
 use super::tile::{PREFETCH_STEPS, load_row, store_row};
-use super::{NR, Out, ROW_BLOCK, Right, STEP, StridedMatrix, line_start};
+use super::{NR, ProductOut, ROW_BLOCK, Right, STEP, StridedMatrix, line_start};
 use crate::ops::simd::{LANES, Vector, prefetch, vectorized, widest};
 
 /// Chunks that each part of a whole inner dimension is cut into.
@@ -98,7 +98,7 @@ pub(crate) fn tree_product(
     left: StridedMatrix<'_>,
     right: Right<'_>,
     chunks: TreeChunks<'_>,
-    out: &Out<'_>,
+    out: &ProductOut<'_>,
     fresh: bool,
 ) {
     let (inner, columns) = right.shape();
@@ -369,7 +369,7 @@ impl TreeTile<'_> {
     fn merge<V: Vector, const N: usize, const H: usize>(self, leaf: usize, sums: &mut [[V; N]; H]) {
         for level in 0..leaf.trailing_ones() as usize {
             for (i, sum) in sums.as_flattened_mut().iter_mut().enumerate() {
-                #[expect(unsafe_code, reason = "a tile has room for LEVELS pending sums of its registers")]
+                #[expect(unsafe_code, reason = "a tile has LEVELS pending sums for its registers")]
                 let pending = unsafe { V::load_at(self.nodes.add((level * N * H + i) * V::WIDTH)) };
                 *sum = pending.mul_add(1.0, *sum);
             }
@@ -381,7 +381,7 @@ impl TreeTile<'_> {
     fn push<V: Vector, const N: usize, const H: usize>(self, level: usize, sums: &mut [[V; N]; H]) {
         assert!(level < LEVELS, "a tree of {CHUNKS} leaves");
         for (i, sum) in sums.as_flattened_mut().iter_mut().enumerate() {
-            #[expect(unsafe_code, reason = "a tile has room for LEVELS pending sums of its registers")]
+            #[expect(unsafe_code, reason = "a tile has LEVELS pending sums for its registers")]
             unsafe {
                 sum.store_at(self.nodes.add((level * N * H + i) * V::WIDTH));
             }

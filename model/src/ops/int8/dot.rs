@@ -3,7 +3,7 @@
 //! Invariant: every instruction set computes the same exact `i32` sums. Products of an unsigned and a signed byte are
 //! never added in 16 bits, which would saturate.
 
-use super::{Int8Linear, Range, Store};
+use super::{Int8Linear, RowQuantization, StoreMode};
 
 /// Outputs of a line.
 pub(super) const LINE: usize = 16;
@@ -13,19 +13,19 @@ pub(super) const PANEL: usize = 4;
 /// Weights of 16 outputs for four neighbouring inputs: one AVX-512 register.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(align(64))]
-pub(super) struct Line(pub(super) [[i8; 4]; LINE]);
+pub(super) struct PanelLine(pub(super) [[i8; 4]; LINE]);
 
 /// Rows of activations, quantised.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rows<'a> {
+pub(super) struct QuantizedRows<'a> {
     /// `[T, ceil(in / 4)]` groups of four neighbouring inputs; those beyond the last input meet weights of 0.
     pub(super) values: &'a [[u8; 4]],
     /// `[T]`
-    pub(super) ranges: &'a [Range],
+    pub(super) ranges: &'a [RowQuantization],
 }
 
 /// Stores the product of `rows` and the weights of `layer` in `out [T, out]`.
-pub(super) fn product(layer: &Int8Linear, rows: Rows<'_>, out: &mut [f32], store: Store) {
+pub(super) fn product(layer: &Int8Linear, rows: QuantizedRows<'_>, out: &mut [f32], store: StoreMode) {
     Arm::best().product(layer, rows, out, store);
 }
 
@@ -71,19 +71,19 @@ impl Arm {
     }
 
     #[cfg(target_arch = "x86_64")]
-    fn product(self, layer: &Int8Linear, rows: Rows<'_>, out: &mut [f32], store: Store) {
+    fn product(self, layer: &Int8Linear, rows: QuantizedRows<'_>, out: &mut [f32], store: StoreMode) {
         use std::arch::x86_64::{__m256i, __m512i};
 
         #[target_feature(enable = "avx512f,avx512vnni")]
-        fn avx512_vnni(layer: &Int8Linear, rows: Rows<'_>, out: &mut [f32], store: Store) {
+        fn avx512_vnni(layer: &Int8Linear, rows: QuantizedRows<'_>, out: &mut [f32], store: StoreMode) {
             panels::<__m512i, 4, 6>(layer, rows, out, store);
         }
         #[target_feature(enable = "avx2,avxvnni")]
-        fn avx_vnni(layer: &Int8Linear, rows: Rows<'_>, out: &mut [f32], store: Store) {
+        fn avx_vnni(layer: &Int8Linear, rows: QuantizedRows<'_>, out: &mut [f32], store: StoreMode) {
             panels::<[__m256i; 2], 1, 4>(layer, rows, out, store);
         }
         #[target_feature(enable = "avx2")]
-        fn avx2(layer: &Int8Linear, rows: Rows<'_>, out: &mut [f32], store: Store) {
+        fn avx2(layer: &Int8Linear, rows: QuantizedRows<'_>, out: &mut [f32], store: StoreMode) {
             panels::<[__m256i; 4], 1, 2>(layer, rows, out, store);
         }
         assert!(self.is_here(), "{self:?} needs instructions that this machine lacks");
@@ -99,7 +99,7 @@ impl Arm {
     }
 
     #[cfg(not(target_arch = "x86_64"))]
-    fn product(self, layer: &Int8Linear, rows: Rows<'_>, out: &mut [f32], store: Store) {
+    fn product(self, layer: &Int8Linear, rows: QuantizedRows<'_>, out: &mut [f32], store: StoreMode) {
         panels::<[i32; LINE], 1, 2>(layer, rows, out, store);
     }
 }
@@ -108,9 +108,9 @@ impl Arm {
 #[inline(always)]
 fn panels<S: Sums, const N: usize, const MR: usize>(
     layer: &Int8Linear,
-    rows: Rows<'_>,
+    rows: QuantizedRows<'_>,
     out: &mut [f32],
-    store: Store,
+    store: StoreMode,
 ) {
     const { assert!(PANEL.is_multiple_of(N) && MR <= 6) };
     let steps = layer.input.div_ceil(4);
@@ -131,7 +131,7 @@ fn panels<S: Sums, const N: usize, const MR: usize>(
                 // Each tile fetches its share of the next panel: neighbouring lines come in pairs.
                 let ahead = if count < PANEL { t * PANEL / count } else { t % PANEL };
                 let inputs = &inputs[tile.start * steps..tile.end * steps];
-                let place = Place { panel, line: first, row: tile.start, store };
+                let place = TilePlacement { panel, line: first, row: tile.start, store };
                 match tile.len() {
                     1 => finish(layer, rows, sums::<S, N, 1>(lines, first, inputs, ahead), place, out),
                     2 => finish(layer, rows, sums::<S, N, 2>(lines, first, inputs, ahead), place, out),
@@ -147,18 +147,18 @@ fn panels<S: Sums, const N: usize, const MR: usize>(
 
 /// Where a tile lies in the result, and what is done with it.
 #[derive(Clone, Copy)]
-struct Place {
+struct TilePlacement {
     panel: usize,
     line: usize,
     row: usize,
-    store: Store,
+    store: StoreMode,
 }
 
 /// Sums over all inputs of `N` lines of a panel, from `first` on, with `R` rows, whose `inputs` are interleaved. On the
 /// way it fetches the line `ahead` of every step of the next panel.
 #[inline(always)]
 fn sums<S: Sums, const N: usize, const R: usize>(
-    lines: &[[Line; PANEL]],
+    lines: &[[PanelLine; PANEL]],
     first: usize,
     inputs: &[[u8; 4]],
     ahead: usize,
@@ -179,7 +179,7 @@ fn sums<S: Sums, const N: usize, const R: usize>(
 /// Asks for the line that lies `beyond` lines after `line`: while one panel is multiplied, the next one comes in from
 /// memory. There need not be one: an address is all that is used.
 #[inline(always)]
-fn prefetch(line: &Line, beyond: usize) {
+fn prefetch(line: &PanelLine, beyond: usize) {
     #[cfg(target_arch = "x86_64")]
     #[expect(unsafe_code, reason = "every x86-64 has it, and it reads nothing that the program could see")]
     unsafe {
@@ -194,9 +194,9 @@ fn prefetch(line: &Line, beyond: usize) {
 #[inline(always)]
 fn finish<S: Sums, const N: usize, const R: usize>(
     layer: &Int8Linear,
-    rows: Rows<'_>,
+    rows: QuantizedRows<'_>,
     sums: [[S; N]; R],
-    place: Place,
+    place: TilePlacement,
     out: &mut [f32],
 ) {
     let columns = &layer.columns[place.panel];
@@ -213,10 +213,10 @@ fn finish<S: Sums, const N: usize, const R: usize>(
             let at = (place.row + r) * layer.output + first;
             let out = &mut out[at.min((place.row + r + 1) * layer.output)..][..width];
             match (place.store, out.as_mut_array::<LINE>()) {
-                (Store::Replace, Some(out)) => *out = result,
-                (Store::Add, Some(out)) => out.iter_mut().zip(result).for_each(|(out, y)| *out += y),
-                (Store::Replace, None) => out.copy_from_slice(&result[..width]),
-                (Store::Add, None) => out.iter_mut().zip(result).for_each(|(out, y)| *out += y),
+                (StoreMode::Replace, Some(out)) => *out = result,
+                (StoreMode::Add, Some(out)) => out.iter_mut().zip(result).for_each(|(out, y)| *out += y),
+                (StoreMode::Replace, None) => out.copy_from_slice(&result[..width]),
+                (StoreMode::Add, None) => out.iter_mut().zip(result).for_each(|(out, y)| *out += y),
             }
         }
     }
@@ -227,7 +227,7 @@ trait Sums: Copy {
     fn zero() -> Self;
 
     /// With the products of four inputs and the weights of `line`.
-    fn add(self, inputs: [u8; 4], line: &Line) -> Self;
+    fn add(self, inputs: [u8; 4], line: &PanelLine) -> Self;
 
     fn totals(self) -> [i32; LINE];
 }
@@ -239,7 +239,7 @@ impl Sums for [i32; LINE] {
     }
 
     #[inline(always)]
-    fn add(mut self, inputs: [u8; 4], line: &Line) -> Self {
+    fn add(mut self, inputs: [u8; 4], line: &PanelLine) -> Self {
         for (sum, weights) in self.iter_mut().zip(line.0) {
             for (x, w) in inputs.into_iter().zip(weights) {
                 *sum += i32::from(x) * i32::from(w);
@@ -262,7 +262,7 @@ impl Sums for [i32; LINE] {
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{LINE, Line, Sums};
+    use super::{LINE, PanelLine, Sums};
 
     impl Sums for __m512i {
         #[inline(always)]
@@ -271,7 +271,7 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn add(self, inputs: [u8; 4], line: &Line) -> Self {
+        fn add(self, inputs: [u8; 4], line: &PanelLine) -> Self {
             unsafe {
                 let inputs = _mm512_set1_epi32(i32::from_ne_bytes(inputs));
                 _mm512_dpbusd_epi32(self, inputs, _mm512_load_si512(line.0.as_ptr().cast()))
@@ -294,7 +294,7 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn add(self, inputs: [u8; 4], line: &Line) -> Self {
+        fn add(self, inputs: [u8; 4], line: &PanelLine) -> Self {
             std::array::from_fn(|half| unsafe {
                 let inputs = _mm256_set1_epi32(i32::from_ne_bytes(inputs));
                 let weights = _mm256_load_si256(line.0[8 * half..].as_ptr().cast());
@@ -320,7 +320,7 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn add(self, inputs: [u8; 4], line: &Line) -> Self {
+        fn add(self, inputs: [u8; 4], line: &PanelLine) -> Self {
             std::array::from_fn(|quarter| unsafe {
                 let inputs = _mm256_set1_epi64x(_mm_cvtsi128_si64(_mm_cvtepu8_epi16(_mm_cvtsi32_si128(
                     i32::from_ne_bytes(inputs),
@@ -382,8 +382,9 @@ mod tests {
         for (values, x) in values.chunks_exact_mut(steps).zip(x.chunks_exact(input)) {
             values.as_flattened_mut()[..input].copy_from_slice(x);
         }
-        let ranges: Vec<_> = (0..rows).map(|r| Range { step: 1.0, zero: (r * 53 % 256) as i32 }).collect();
-        let rows = Rows { values: &values, ranges: &ranges };
+        let ranges: Vec<_> =
+            (0..rows).map(|r| RowQuantization { step: 1.0, zero: (r * 53 % 256) as i32 }).collect();
+        let rows = QuantizedRows { values: &values, ranges: &ranges };
         let expected: Vec<f32> = x
             .chunks_exact(input)
             .zip(&ranges)
@@ -396,9 +397,9 @@ mod tests {
             .collect();
         for arm in arms() {
             let mut out = vec![f32::NAN; expected.len()];
-            arm.product(&layer, rows, &mut out, Store::Replace);
+            arm.product(&layer, rows, &mut out, StoreMode::Replace);
             assert!(out == expected, "{arm:?}, {} x {input} x {output}", ranges.len());
-            arm.product(&layer, rows, &mut out, Store::Add);
+            arm.product(&layer, rows, &mut out, StoreMode::Add);
             assert!(out.iter().zip(&expected).all(|(y, e)| *y == 2.0 * e), "{arm:?} adds");
         }
     }
