@@ -23,7 +23,7 @@ def contests(a):
     """(contest, model, unit, [(contender, command, metric or None for rlrun)])"""
     d, py, t = Path(a.data), [sys.executable], str(a.threads)
     peer = lambda script, *args: py + [str(HERE / "peers" / script), *map(str, args)]
-    ours = lambda *args: [a.rlrun, "bench", *map(str, args), "--threads", t, "--json"]
+    ours = lambda *args: [a.rlrun_bench, *map(str, args), "--threads", t, "--json"]
     for model in a.models.split(","):
         path, large = d / model, model == "mid"
         gen = ["--batch", 64, "--prompt", 16, "--new", 64, "--repeats", 1 if large else 3]
@@ -157,7 +157,7 @@ def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("what", choices=["prepare", "run", "table"])
     ap.add_argument("--data", required=True, help="folder of models, tasks and results")
-    ap.add_argument("--rlrun", default=str(HERE.parent / "target/release/rlrun"), help="the binary")
+    ap.add_argument("--rlrun-bench", default=str(HERE.parent / "target/release/rlrun-bench"), help="the binary that measures")
     ap.add_argument("--models", default="tiny,small", help="of tiny, small and mid")
     ap.add_argument("--only", help="contests, comma-separated: generate, train, loop, loop forced")
     ap.add_argument("--rounds", type=int, default=3), ap.add_argument("--tries", type=int, default=3)

@@ -7,14 +7,13 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::error::ErrorKind;
 use clap::{ArgAction, Args, CommandFactory, Parser, Subcommand};
 
-use model::{Quantization, Recompute, WeightDtype};
-use trainer::optimizer::OptimizerKind;
+use model::WeightDtype;
 
 use crate::init::Template;
 
-mod buffer_bench;
 mod compute_on;
 mod doctor;
 mod explain;
@@ -22,10 +21,8 @@ mod fit;
 mod resume;
 mod reward;
 mod serve;
-mod weights_bench;
 mod worker;
 
-pub use buffer_bench::BufferBenchArgs;
 pub use compute_on::ComputeOn;
 pub use doctor::DoctorArgs;
 pub use explain::ExplainArgs;
@@ -33,7 +30,6 @@ pub use fit::FitArgs;
 pub use resume::ResumeArgs;
 pub use reward::{GradeArgs, RewardTestArgs, RewardWhat};
 pub use serve::{KeepArgs, ServeBufferArgs, ServeRewardArgs, ServeWhat};
-pub use weights_bench::WeightsBenchArgs;
 pub use worker::{
     AllowArgs, JoinArgs, LeadArgs, RewardWorkerArgs, RolloutArgs, TrainerWorkerArgs, WorkerWhat,
 };
@@ -50,6 +46,11 @@ Examples:
 
 Values come from the recipe, the files it extends, variables such as RLRUN__TRAINER__STEPS, and --set; later wins.
 Exit status: 0 done, 1 the run failed, 2 the input was wrong.";
+
+/// The answer to `rlrun bench`, a command of earlier versions.
+const BENCH: &str = "unrecognized subcommand 'bench'
+
+  tip: measurements are a program of their own, beside rlrun: 'rlrun-bench' (cargo build --release -p rlrun-bench)";
 
 /// Asynchronous reinforcement-learning post-training of language models.
 #[derive(Debug, Parser)]
@@ -92,8 +93,6 @@ pub enum Command {
     /// Try rewards by themselves
     #[command(subcommand)]
     Reward(RewardWhat),
-    /// Measure how fast this machine samples and trains a model, and how far that is from its limits
-    Bench(Box<BenchArgs>),
     /// Fit a scaling curve to runs: how far they would go with more compute
     Fit(FitArgs),
 }
@@ -212,205 +211,6 @@ pub struct ExportArgs {
     pub dtype: WeightDtype,
 }
 
-/// `rlrun bench`.
-#[derive(Debug, Args)]
-#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
-pub struct BenchArgs {
-    /// One measure; all of them with their defaults if none is named.
-    #[command(subcommand)]
-    pub what: Option<BenchWhat>,
-    /// Model directory in Hugging Face format
-    // Required unless a measure is named, which then has one of its own.
-    #[arg(long, value_name = "DIR", required = true)]
-    pub model: Option<PathBuf>,
-    /// How it is shown.
-    #[command(flatten)]
-    pub output: BenchOutput,
-}
-
-/// What `rlrun bench` measures.
-#[derive(Debug, Subcommand)]
-pub enum BenchWhat {
-    /// Sampling alone: random prompts, every completion at full length
-    Generate(GenerateBenchArgs),
-    /// Training alone: forward, backward, clip and optimizer on full sequences
-    Train(TrainBenchArgs),
-    /// Steps of a real run, synchronous and asynchronous
-    Loop(LoopBenchArgs),
-    /// The operations of the decoder one by one, on one thread
-    Ops(OpsBenchArgs),
-    /// A served buffer: appends, leases, memory, and the time to open it again
-    Buffer(BufferBenchArgs),
-    /// New weights on their way to a sampler, by every transport
-    Weights(WeightsBenchArgs),
-}
-
-/// What is measured, and how it is shown.
-#[derive(Debug, Args)]
-pub struct BenchModel {
-    /// Model directory in Hugging Face format
-    #[arg(long, value_name = "DIR")]
-    pub model: PathBuf,
-    /// How it is shown.
-    #[command(flatten)]
-    pub output: BenchOutput,
-}
-
-/// How a measurement is made and shown.
-#[derive(Clone, Copy, Debug, Args)]
-pub struct BenchOutput {
-    /// Threads that share the work [default: all cores]
-    #[arg(long, value_parser = at_least_one)]
-    pub threads: Option<usize>,
-    /// Print one JSON object per result instead of a table
-    #[arg(long)]
-    pub json: bool,
-}
-
-/// `rlrun bench generate`.
-#[derive(Debug, Args)]
-pub struct GenerateBenchArgs {
-    /// What is measured.
-    #[command(flatten)]
-    pub target: BenchModel,
-    /// Where it computes.
-    #[command(flatten)]
-    pub on: ComputeOn,
-    /// Completions sampled together
-    #[arg(long, default_value_t = 64, value_parser = at_least_one)]
-    pub batch: usize,
-    /// Completions per prompt, which is read once for all of them
-    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
-    pub group: usize,
-    /// Tokens of a prompt
-    #[arg(long, default_value_t = 16, value_parser = at_least_one)]
-    pub prompt: usize,
-    /// Tokens of a completion
-    #[arg(long, default_value_t = 64, value_parser = at_least_one)]
-    pub new: usize,
-    /// Calls that are timed, after one that is not
-    #[arg(long, default_value_t = 3, value_parser = at_least_one)]
-    pub repeats: usize,
-    /// What the weights are packed as
-    #[arg(long, default_value = "none", value_parser = quantization())]
-    pub quantization: Quantization,
-    /// Measure 1, 2, 4 up to 256 completions together
-    #[arg(long, conflicts_with = "batch")]
-    pub sweep: bool,
-    /// Draw the sweep into an SVG file
-    #[arg(long, value_name = "FILE", requires = "sweep")]
-    pub plot: Option<PathBuf>,
-}
-
-/// `rlrun bench train`.
-#[derive(Debug, Args)]
-pub struct TrainBenchArgs {
-    /// What is measured.
-    #[command(flatten)]
-    pub target: BenchModel,
-    /// Where it computes.
-    #[command(flatten)]
-    pub on: ComputeOn,
-    /// Sequences of an optimizer step
-    #[arg(long, default_value_t = 256, value_parser = at_least_one)]
-    pub sequences: usize,
-    /// Tokens of a sequence that go through the network
-    #[arg(long, default_value_t = 64, value_parser = at_least_one)]
-    pub length: usize,
-    /// Tokens packed into one forward and backward pass
-    #[arg(long, default_value_t = 4096, value_parser = at_least_one)]
-    pub microbatch_tokens: usize,
-    /// What turns gradients into updates
-    #[arg(long, default_value = OptimizerKind::Adamw.as_str(), value_parser = optimizer())]
-    pub optimizer: OptimizerKind,
-    /// What the backward computes again instead of keeping it
-    #[arg(long, default_value = "none", value_parser = recompute())]
-    pub recompute: Recompute,
-    /// Steps that are timed, after one that is not
-    #[arg(long, default_value_t = 3, value_parser = at_least_one)]
-    pub repeats: usize,
-}
-
-/// `rlrun bench loop`.
-#[derive(Debug, Args)]
-#[command(group = clap::ArgGroup::new("policy").required(true).args(["model", "recipe"]))]
-pub struct LoopBenchArgs {
-    /// Model directory in Hugging Face format
-    #[arg(long, value_name = "DIR")]
-    pub model: Option<PathBuf>,
-    /// Recipe that names model, tasks and everything else, instead of a model
-    #[arg(long, value_name = "FILE")]
-    pub recipe: Option<PathBuf>,
-    /// Tasks with prompt and answer, JSON Lines or Parquet [default: generated additions]
-    #[arg(long, value_name = "FILE", conflicts_with = "recipe")]
-    pub tasks: Option<PathBuf>,
-    /// Prompts per step [default: 32, or the recipe's]
-    #[arg(long, value_parser = at_least_one)]
-    pub prompts: Option<usize>,
-    /// Completions per prompt [default: 8, or the recipe's]
-    #[arg(long, value_parser = at_least_one)]
-    pub group: Option<usize>,
-    /// Longest completion in tokens [default: 16, or the recipe's]
-    #[arg(long, value_parser = at_least_one)]
-    pub max_new: Option<usize>,
-    /// Sample this many tokens whatever they are, and train on every completion; measures speed alone
-    #[arg(long, value_name = "TOKENS", value_parser = at_least_one, conflicts_with_all = ["max_new", "recipe"])]
-    pub force_length: Option<usize>,
-    /// Steps of the run, at least 3
-    #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u64).range(3..))]
-    pub steps: u64,
-    /// Versions between sampling and training, each measured on its own; 0 is synchronous
-    #[arg(long, value_delimiter = ',', default_values_t = [0, 4])]
-    pub staleness: Vec<u64>,
-    /// Change a value of the recipe; can be repeated
-    #[arg(long = "set", value_name = "KEY=VALUE")]
-    pub sets: Vec<String>,
-    /// How it is shown.
-    #[command(flatten)]
-    pub output: BenchOutput,
-}
-
-/// `rlrun bench ops`.
-#[derive(Debug, Args)]
-pub struct OpsBenchArgs {
-    /// Model directory in Hugging Face format; only its shapes are used
-    #[arg(long, value_name = "DIR")]
-    pub model: PathBuf,
-    /// Tokens that an operation works on together
-    #[arg(long, value_delimiter = ',', value_parser = at_least_one, default_values_t = [1, 8, 32, 64, 512])]
-    pub rows: Vec<usize>,
-    /// Repeats of each operation, every one of some milliseconds
-    #[arg(long, default_value_t = 5, value_parser = at_least_one)]
-    pub repeats: usize,
-    /// Print one JSON object per result instead of a table
-    #[arg(long)]
-    pub json: bool,
-}
-
-impl BenchArgs {
-    /// How results are shown.
-    #[must_use]
-    pub fn output(&self) -> BenchOutput {
-        match &self.what {
-            Some(BenchWhat::Generate(args)) => args.target.output,
-            Some(BenchWhat::Train(args)) => args.target.output,
-            Some(BenchWhat::Loop(args)) => args.output,
-            Some(BenchWhat::Ops(args)) => BenchOutput { threads: Some(1), json: args.json },
-            Some(BenchWhat::Buffer(args)) => BenchOutput { threads: Some(1), json: args.json },
-            Some(BenchWhat::Weights(args)) => BenchOutput { threads: args.threads, json: args.json },
-            None => self.output,
-        }
-    }
-}
-
-impl GenerateBenchArgs {
-    /// The batches to measure.
-    #[must_use]
-    pub fn batches(&self) -> Vec<usize> {
-        if self.sweep { (0..=8).map(|doublings| 1 << doublings).collect() } else { vec![self.batch] }
-    }
-}
-
 impl Cli {
     /// Parses the arguments of the process, its name first.
     ///
@@ -420,9 +220,12 @@ impl Cli {
         let mut args: Vec<_> = args.into_iter().collect();
         if let Some(first) = first_positional(&args)
             && !is_command(first)
-            && is_recipe(first)
         {
-            args.insert(1, "run".into());
+            if is_recipe(first) {
+                args.insert(1, "run".into());
+            } else if first == "bench" {
+                return Err(Self::command().error(ErrorKind::InvalidSubcommand, BENCH));
+            }
         }
         Self::try_parse_from(args)
     }
@@ -460,34 +263,10 @@ fn is_recipe(arg: &OsStr) -> bool {
     path.extension().is_some_and(|extension| extension == "toml") || path.is_file()
 }
 
-/// The words of `trainer.optimizer` in a recipe.
-fn optimizer() -> impl TypedValueParser<Value = OptimizerKind> {
-    let all = OptimizerKind::ALL;
-    let words = PossibleValuesParser::new(all.map(OptimizerKind::as_str));
-    words.map(move |word| all.into_iter().find(|kind| kind.as_str() == word).unwrap_or_default())
-}
-
 /// The words of `--dtype`.
 fn weight_dtype() -> impl TypedValueParser<Value = WeightDtype> {
     PossibleValuesParser::new(WeightDtype::ALL.map(WeightDtype::as_str))
         .map(|word| WeightDtype::ALL.into_iter().find(|dtype| dtype.as_str() == word).unwrap_or_default())
-}
-
-/// The words of `rollout.quantization` in a recipe.
-fn quantization() -> impl TypedValueParser<Value = Quantization> {
-    PossibleValuesParser::new(["none", "int8"]).map(|word| match word.as_str() {
-        "int8" => Quantization::Int8,
-        _ => Quantization::None,
-    })
-}
-
-/// The words of `trainer.recompute` in a recipe.
-fn recompute() -> impl TypedValueParser<Value = Recompute> {
-    PossibleValuesParser::new(["none", "block", "sequence"]).map(|word| match word.as_str() {
-        "block" => Recompute::Block,
-        "sequence" => Recompute::Sequence,
-        _ => Recompute::None,
-    })
 }
 
 fn temperature(text: &str) -> Result<f64, String> {
@@ -497,7 +276,11 @@ fn temperature(text: &str) -> Result<f64, String> {
     }
 }
 
-fn at_least_one(text: &str) -> Result<usize, String> {
+/// Parses a whole number, 1 or more.
+///
+/// # Errors
+/// Any other text: why it is refused.
+pub fn at_least_one(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(value) if value > 0 => Ok(value),
         _ => Err("it must be a whole number, 1 or more".to_owned()),
@@ -553,6 +336,10 @@ mod tests {
     fn what_makes_no_sense_is_refused_with_status_two() {
         for (args, message) in [
             (&["frobnicate"][..], "unrecognized subcommand 'frobnicate'"),
+            (
+                &["bench", "--model", "m"],
+                "tip: measurements are a program of their own, beside rlrun: 'rlrun-bench'",
+            ),
             (&["chek", "a.toml"], "tip: a similar subcommand exists: 'check'"),
             (&["generate", "m"], "<PROMPTS>..."),
             (&["generate", "m", "p", "--temperature", "-1"], "it must be a number, 0 or more"),

@@ -23,7 +23,6 @@ use crate::args::{
     Cli, Command, EvalArgs, GenerateArgs, InitArgs, Loudness, RecipeArgs, ResumeArgs, RewardWhat, RunArgs,
     ServeWhat, WorkerWhat,
 };
-use crate::bench;
 use crate::controller;
 use crate::doctor;
 use crate::evaluation::Which;
@@ -32,7 +31,7 @@ use crate::failure::Failure;
 use crate::fit;
 use crate::forward_edge;
 use crate::init;
-use crate::pipeline::{self, Ending, Surroundings};
+use crate::pipeline::{self, Ending, RunOptions};
 use crate::plan;
 use crate::plan::memory::{Memory, devices};
 use crate::prepare::{Prepared, RewardRuntime};
@@ -72,7 +71,6 @@ pub fn execute(cli: &Cli, program: &Program) -> Result<String, Failure> {
         Command::Reward(RewardWhat::Test(args)) => reward::test(args, program),
         Command::Serve(ServeWhat::Reward(args)) => serve::reward(args),
         Command::Fit(args) => fit::run(args),
-        Command::Bench(args) => bench::run(args, program, &mut std::io::stdout()).map(|()| String::new()),
     }
 }
 
@@ -118,8 +116,8 @@ fn train(
         }
         controller::run(recipe, run_dir, *loudness)?
     } else {
-        let surroundings = Surroundings { leader, from, ..Surroundings::of(program) };
-        pipeline::run_in(recipe, &run_dir, &report(loudness, program), surroundings)?
+        let options = RunOptions { leader, from, ..RunOptions::new(program) };
+        pipeline::run_in(recipe, &run_dir, &report(loudness, program), options)?
     };
     ended(ending, &path)
 }

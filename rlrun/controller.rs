@@ -138,7 +138,7 @@ fn workers(recipe: &Recipe) -> Result<Vec<Worker>, Failure> {
     rewards.chain(ranks).chain(rollouts).collect()
 }
 
-/// Cores of every process.
+/// SharedCores of every process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shares {
     rollout: usize,
@@ -180,7 +180,7 @@ impl Start<'_> {
         let width = self.loudness.width.map(|width| ["--width".into(), width.to_string().into()]);
         args.extend(width.into_iter().flatten());
         let socket = self.listener.try_clone().map_err(system("share the run's socket"))?;
-        Child::start(LEAD, &self.program, args, child::Surroundings::Lead(socket))
+        Child::start(LEAD, &self.program, args, child::Output::Terminal { socket })
     }
 
     fn worker(&self, number: usize) -> Result<Child, Failure> {
@@ -219,7 +219,7 @@ impl Start<'_> {
         }
         let file = name.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
         let log = self.path.join("logs").join(format!("{file}.log"));
-        Child::start(&name, &self.program, args, child::Surroundings::Log { path: log, socket })
+        Child::start(&name, &self.program, args, child::Output::Log { path: log, socket })
     }
 }
 
@@ -417,7 +417,7 @@ pub(crate) mod lead {
     use super::{Arc, Ending, Failure, Recipe, RunDir, system};
     use crate::args::LeadArgs;
     use crate::forward_edge::Door;
-    use crate::pipeline::{self, Surroundings};
+    use crate::pipeline::{self, RunOptions};
     use crate::program::Program;
     use crate::report::{Report, Style};
     use crate::signals::end_with_parent;
@@ -441,9 +441,9 @@ pub(crate) mod lead {
         let (recipe, _) = Recipe::load(&run_dir.resolved_recipe(), &[], &program).map_err(Failure::Recipe)?;
         let style = Style::detect(args.loudness.quiet, program.environment());
         let cores = args.threads.map_or_else(SharedCores::all, SharedCores::new);
-        let surroundings = Surroundings { cores, door: Some(door), ..Surroundings::of(&program) };
+        let options = RunOptions { door: Some(door), ..RunOptions::new(&program).cores(cores) };
         let report = Arc::new(Report::new(style).wide(args.loudness.width));
-        let ended = pipeline::run_in(&recipe, &run_dir, &report, surroundings);
+        let ended = pipeline::run_in(&recipe, &run_dir, &report, options);
         ended.map_err(|failure| match failure {
             // All ranks are started again from the last checkpoint.
             Failure::Trainer(TrainerError::Collective(error)) => Failure::Requeue(error.to_string()),

@@ -6,8 +6,7 @@
 //! - [`failpoints`]: places where tests make a run go wrong
 //! - [`reward`]: rewards tried by themselves
 //! - `doctor`: what of this machine can be used; `explain`: what a key of a recipe means
-//! - [`plan`]: what a recipe amounts to before it runs; [`mod@bench`]: what this machine does with a model; [`fit`]: how
-//!   far a run would go with more compute
+//! - [`plan`]: what a recipe amounts to before it runs; [`fit`]: how far a run would go with more compute
 //! - [`pipeline`]: a run, `forward_edge` its buffer, `curation` its choice of tasks, `auxiliary_models` makes reference, critic and demonstrations; [`serve`]: a part of a run as a
 //!   process of its own
 //! - `controller`: the processes of a run, if it has some; `workers`: what they do, and what they and the run say to each
@@ -35,7 +34,6 @@
 pub mod allocator;
 pub mod args;
 mod auxiliary_models;
-pub mod bench;
 pub mod chart;
 pub mod commands;
 mod controller;

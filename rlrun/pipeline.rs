@@ -82,36 +82,48 @@ pub fn run(
     report: &Arc<Report>,
     program: &Program,
 ) -> Result<Ending, Failure> {
-    run_in(recipe, run_dir, report, Surroundings::of(program))
+    run_in(recipe, run_dir, report, RunOptions::new(program))
 }
 
-/// What a run finds around it.
+/// What a run uses of its process, and what replaces parts of its recipe.
 #[derive(Debug)]
-pub struct Surroundings {
+pub struct RunOptions {
     /// The cores that sampler and trainer share.
-    pub cores: Arc<SharedCores>,
+    pub(crate) cores: Arc<SharedCores>,
     /// The kinds of rewards that the recipe names, and the variables of the process.
-    pub program: Program,
-    /// Rewards in place of the recipe's, if there are any.
-    pub rewards: Option<Arc<RewardSet>>,
-    /// Where the run is served if its controller has chosen that: its samplers are processes then.
+    pub(crate) program: Program,
+    /// Rewards in place of the recipe's.
+    pub(crate) rewards: Option<Arc<RewardSet>>,
+    /// The listener that the controller has opened for the workers; without it the sampler is a thread of this process.
     pub(crate) door: Option<Door>,
-    /// Of the ranks that a launcher has started, this process being the first.
+    /// The leader of ranks that a launcher has started.
     pub(crate) leader: Option<Arc<Leader>>,
-    /// The checkpoint to go on from, if it is not the last.
+    /// The checkpoint to resume from; the last by default.
     pub(crate) from: Option<PolicyVersion>,
 }
 
-impl Surroundings {
-    /// The whole machine and the recipe's rewards.
+impl RunOptions {
+    /// All cores of the machine and the rewards of the recipe.
     #[must_use]
-    pub fn of(program: &Program) -> Self {
+    pub fn new(program: &Program) -> Self {
         let (cores, program) = (SharedCores::all(), program.clone());
         Self { cores, rewards: None, program, door: None, leader: None, from: None }
     }
+
+    /// Computes on `cores`.
+    #[must_use]
+    pub fn cores(self, cores: Arc<SharedCores>) -> Self {
+        Self { cores, ..self }
+    }
+
+    /// Scores with `rewards` in place of those of the recipe.
+    #[must_use]
+    pub fn rewards(self, rewards: Option<Arc<RewardSet>>) -> Self {
+        Self { rewards, ..self }
+    }
 }
 
-/// The same with other surroundings than the whole machine and the recipe's rewards.
+/// [`run`] with options.
 ///
 /// # Errors
 /// Whatever ended the run.
@@ -119,13 +131,13 @@ pub fn run_in(
     recipe: &Recipe,
     run_dir: &RunDir,
     report: &Arc<Report>,
-    surroundings: Surroundings,
+    options: RunOptions,
 ) -> Result<Ending, Failure> {
     let signals = Signals::listen()?;
     let logs = run_dir.logs();
     let system = |source| Failure::System { what: format!("write a log in {}", logs.display()), source };
     report.log_to(&logs).map_err(system)?;
-    let Surroundings { cores, rewards, program, door, leader, from } = surroundings;
+    let RunOptions { cores, rewards, program, door, leader, from } = options;
     let runtime = RewardRuntime::new(&program, &cores)?;
     let report = Arc::clone(report);
     let (limits, peers, stage) = (Arc::default(), Arc::default(), Arc::default());
@@ -309,11 +321,11 @@ impl Run<'_> {
         if let Some(lost) = trainer.lost_lease() {
             self.report.note(&format!("warning: {lost}; the checkpoint contains these groups all the same"));
         }
-        let turns = self
+        let seats = self
             .recipe
             .is_colocated()
             .then(|| model::turns::share_device("the trainer", "a sampler", crate::allocator::release));
-        let turn = turns.map(|[first, second]| {
+        let seat = seats.map(|[first, second]| {
             trainer.colocate(first, self.run_dir.path(), &prepared.budget);
             second
         });

@@ -4,6 +4,7 @@
 //! made: 0 ok, 1 the run failed, 2 the input was wrong, 75 it should be started again.
 
 use std::collections::BTreeMap;
+use std::env::ArgsOs;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -59,28 +60,46 @@ impl Program {
     }
 }
 
-/// The whole command line, with the kinds of rewards in `registry`: what `rlrun` does, for a program with rewards of its
-/// own.
+/// How a program of rlrun starts.
+#[derive(Debug)]
+pub struct Entry<'a> {
+    /// The kinds of rewards that a recipe can name.
+    pub registry: Registry,
+    /// Arguments with which this program calls [`model::chat::serve`], in a process for chat templates.
+    pub templates: &'a [&'a str],
+}
+
+/// The whole command line of `rlrun`, for a program with rewards of its own in `registry`.
 #[must_use]
 pub fn main(registry: Registry) -> ExitCode {
-    let cli = match Cli::parse_args(std::env::args_os()) {
-        Ok(cli) => cli,
+    let entry = Entry { registry, templates: &["worker", "templates"] };
+    run(entry, Cli::parse_args, commands::execute)
+}
+
+/// Parses the arguments of the process, executes the command and prints its text or its error.
+pub fn run<A>(
+    entry: Entry<'_>,
+    parse: impl FnOnce(ArgsOs) -> Result<A, clap::Error>,
+    execute: impl FnOnce(&A, &Program) -> Result<String, Failure>,
+) -> ExitCode {
+    let args = match parse(std::env::args_os()) {
+        Ok(args) => args,
         Err(message) => message.exit(),
     };
     // A value that is not UTF-8 is shown as far as it can be, in the error that it causes.
     let text = |raw: std::ffi::OsString| raw.to_string_lossy().into_owned();
     let environment = std::env::vars_os().map(|(name, value)| (text(name), text(value)));
-    let program = Program::new(registry, environment);
+    let program = Program::new(entry.registry, environment);
     if let Some(directory) = cache(program.environment()) {
         device::inventory::keep_kernels_in(directory.join("rlrun").join("kernels"));
     }
-    // Of a binary that was replaced meanwhile Linux still knows the file; elsewhere its path has to do.
+    // Linux keeps the file of a running binary that was replaced; elsewhere the path has to do.
     let own = if cfg!(target_os = "linux") { Ok("/proc/self/exe".into()) } else { std::env::current_exe() };
     if let Ok(own) = own {
-        model::chat::render_apart(own, &["worker", "templates"]);
+        model::chat::render_apart(own, entry.templates);
     }
     let armed = program.environment().get(failpoints::VARIABLE).map_or(Ok(()), |text| failpoints::arm(text));
-    match armed.and_then(|()| commands::execute(&cli, &program)) {
+    match armed.and_then(|()| execute(&args, &program)) {
         Ok(text) => {
             if !text.is_empty() {
                 print(&text);

@@ -2,7 +2,6 @@
 
 mod algorithms;
 mod bad_input;
-mod bench;
 mod bitwise;
 mod chaos;
 mod checkpoints;

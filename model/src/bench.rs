@@ -1,5 +1,4 @@
-//! Loops that show what a machine can do at best, and the decoder's operations one by one, for `rlrun bench` to hold
-//! against them.
+//! Loops that reach the limits of a machine, and the decoder's operations one by one, for `rlrun-bench`.
 //!
 //! Invariant: a loop says how much it did and nothing else. It reads no clock and starts no thread; whoever measures
 //! does both.

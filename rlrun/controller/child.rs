@@ -24,11 +24,11 @@ const LOOK_UP: Duration = Duration::from_millis(10);
 /// Lines of its log that are shown of a process that died.
 const LAST_WORDS: usize = 3;
 
-/// What a process finds around it.
-pub(super) enum Surroundings {
-    /// The terminal, and the run's socket on its standard input.
-    Lead(TcpListener),
-    /// This file for all that it says, and perhaps a socket of its own on its standard input.
+/// Where a process writes its output, and the listener that it inherits as standard input.
+pub(super) enum Output {
+    /// The terminal of the controller.
+    Terminal { socket: TcpListener },
+    /// This file.
     Log { path: PathBuf, socket: Option<TcpListener> },
 }
 
@@ -81,16 +81,16 @@ impl Child {
         name: &str,
         program: &Path,
         args: Vec<OsString>,
-        surroundings: Surroundings,
+        output: Output,
     ) -> Result<Self, Failure> {
         let mut command = Command::new(program);
         command.args(args).args(["--parent", &std::process::id().to_string()]).process_group(0);
-        let log = match surroundings {
-            Surroundings::Lead(socket) => {
+        let log = match output {
+            Output::Terminal { socket } => {
                 command.stdin(OwnedFd::from(socket));
                 None
             }
-            Surroundings::Log { path, socket } => {
+            Output::Log { path, socket } => {
                 let open = File::options().create(true).append(true).open(&path);
                 let log = open.map_err(system(&format!("write {}", path.display())))?;
                 let second = log.try_clone().map_err(system(&format!("write {}", path.display())))?;

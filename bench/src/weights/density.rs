@@ -8,17 +8,17 @@ use std::sync::Arc;
 use model::{Config, ModelDirectory, Recompute, SharedCores, Sizes, ThreadPool};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
+use rlrun::failure::Failure;
 use trainer::optimizer::{OptimizerConfig, OptimizerKind};
 use trainer::supervised::DemonstrationLoss;
 use trainer::{Learner, LearnerConfig};
 use trajectory::{PolicyVersion, Sample};
 use weights::{DeltaConfig, Dtype, Hub, HubConfig, HubPublisher, PublishConfig, Publisher};
 
-use super::super::generate::random_tokens;
-use super::super::measure::median;
-use super::super::train::sequence;
 use super::{Bench, set};
-use crate::failure::Failure;
+use crate::generate::random_tokens;
+use crate::measure::median;
+use crate::train::sequence;
 
 /// Learning rates of fine-tuning, and what is above them.
 const LEARNING_RATES: [f32; 3] = [1e-6, 1e-5, 1e-4];

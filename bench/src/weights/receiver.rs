@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use device::device::DeviceLocation;
 use device::{Device, bf16};
+use rlrun::failure::Failure;
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 use weights::direct::ipc::IpcSubscriber;
@@ -17,7 +18,6 @@ use weights::http::{RemoteConfig, RemoteSubscriber, router};
 use weights::{DeviceSubscriber, Digest, Hub, Receipt, Subscriber, WeightsError};
 
 use super::SOON;
-use crate::failure::Failure;
 
 /// A process that receives.
 #[derive(Debug)]
@@ -55,7 +55,7 @@ impl Receiver {
         server.spawn(async move { drop(axum::serve(listener, router(hub)).await) });
         let program = std::env::current_exe().map_err(system)?;
         let mut command = Command::new(program);
-        command.args(["bench", "weights", "--receive-from", &url]).arg("--shm").arg(shm).args(arguments);
+        command.args(["weights", "--receive-from", &url]).arg("--shm").arg(shm).args(arguments);
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(system)?;
         let Some(stdout) = child.stdout.take() else {
             return Err(Failure::Internal("a child has no output".to_owned()));

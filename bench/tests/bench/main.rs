@@ -1,11 +1,13 @@
-//! `rlrun bench` as a user calls it: what it prints, and how it refuses. No time is asserted.
+//! `rlrun-bench` as a user calls it: what it prints, and what it refuses. No time is asserted.
+
+mod support;
 
 use std::path::Path;
 
 use model::{Config, ModelDirectory, Sizes};
 use serde_json::{Map, Value};
 
-use crate::support::{Done, Home};
+use support::{Done, Home, repository};
 
 /// A fresh model of a few thousand weights.
 fn tiny(home: &Home) -> ModelDirectory {
@@ -21,9 +23,16 @@ fn tiny(home: &Home) -> ModelDirectory {
     ModelDirectory::fresh(&home.path("tiny"), &config, 1).unwrap()
 }
 
+/// Writes the recipe `small.toml`, whose steps take milliseconds.
+fn small_recipe(home: &Home) {
+    let base = repository().join("recipes/grpo_math.toml");
+    let changes = "[rollout]\ngroup_size = 8\nmax_running = 192\n[buffer]\nbatch_groups = 8\n";
+    home.write("small.toml", &format!("extends = {base:?}\n{changes}"));
+}
+
 /// The objects that a command with `--json` prints.
 fn objects(done: Done) -> Vec<Map<String, Value>> {
-    done.ok().stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    done.ok().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 /// Asserts that `object` has every field that is promised of all measures, with numbers that can be.
@@ -56,31 +65,30 @@ fn a_device_is_held_against_its_own_limits() {
     let home = Home::new();
     tiny(&home);
     let common = ["--model", "tiny", "--repeats", "1", "--threads", "1", "--device", "emulated", "--json"];
-    let generate = ["bench", "generate", "--batch", "2", "--group", "2", "--prompt", "3", "--new", "4"];
-    let train = ["bench", "train", "--sequences", "2", "--length", "6", "--dtype", "bf16"];
+    let generate = ["generate", "--batch", "2", "--group", "2", "--prompt", "3", "--new", "4"];
+    let train = ["train", "--sequences", "2", "--length", "6", "--dtype", "bf16"];
     for (what, tokens, dtype) in [(&generate[..], 8.0, "f32"), (&train[..], 12.0, "bf16")] {
-        let [found] = &objects(home.rlrun(&[what, &common[..]].concat()))[..] else { panic!("one result") };
+        let [found] = &objects(home.bench(&[what, &common[..]].concat()))[..] else { panic!("one result") };
         assert_measured(found);
         assert_eq!((&found["device"], &found["dtype"]), (&"emulated".into(), &dtype.into()));
         assert_eq!(found["tokens"], tokens);
         assert!(found["device_mib"].as_f64().is_some_and(|mib| mib > 0.0), "{found:?}");
     }
-    let table = home.rlrun(&[&generate[..], &common[..8]].concat()).ok().stdout;
+    let table = home.bench(&[&generate[..], &common[..8]].concat()).ok();
     assert!(
         table.starts_with("emulated: at most ") && table.contains("device emulated, dtype f32"),
         "{table}"
     );
-    let quantized = home.rlrun(&[&generate[..], &common[..8], &["--quantization", "int8"]].concat());
-    quantized.refused(&["--quantization has kernels for the processor alone"]);
-    home.rlrun(&[&train[..], &common[..6]].concat()).refused(&["--dtype bf16 needs --device"]);
+    let quantized = home.bench(&[&generate[..], &common[..8], &["--quantization", "int8"]].concat());
+    quantized.refused("--quantization has kernels for the processor alone");
+    home.bench(&[&train[..], &common[..6]].concat()).refused("--dtype bf16 needs --device");
 }
 
 #[test]
 fn sampling_and_training_are_measured() {
     let home = Home::new();
     tiny(&home);
-    let generate = home.rlrun(&[
-        "bench",
+    let generate = home.bench(&[
         "generate",
         "--model",
         "tiny",
@@ -109,8 +117,7 @@ fn sampling_and_training_are_measured() {
         (&4.into(), &2.into(), &1.into())
     );
 
-    let train = home.rlrun(&[
-        "bench",
+    let train = home.bench(&[
         "train",
         "--model",
         "tiny",
@@ -136,7 +143,7 @@ fn sampling_and_training_are_measured() {
 fn operations_are_measured_for_every_number_of_rows() {
     let home = Home::new();
     tiny(&home);
-    let done = home.rlrun(&["bench", "ops", "--model", "tiny", "--rows", "1,5", "--repeats", "1", "--json"]);
+    let done = home.bench(&["ops", "--model", "tiny", "--rows", "1,5", "--repeats", "1", "--json"]);
     let results = objects(done);
     let gate_up: Vec<_> = results.iter().filter(|result| result["op"] == "gate_up").collect();
     assert_eq!(gate_up.iter().map(|result| &result["rows"]).collect::<Vec<_>>(), [1, 5]);
@@ -148,8 +155,7 @@ fn operations_are_measured_for_every_number_of_rows() {
 fn a_sweep_is_a_table_and_a_picture() {
     let home = Home::new();
     tiny(&home);
-    let done = home.rlrun(&[
-        "bench",
+    let done = home.bench(&[
         "generate",
         "--model",
         "tiny",
@@ -163,7 +169,7 @@ fn a_sweep_is_a_table_and_a_picture() {
         "--plot",
         "sweep.svg",
     ]);
-    let table = done.ok().stdout;
+    let table = done.ok();
     assert_eq!(table.lines().filter(|line| line.starts_with("generate ")).count(), 9, "{table}");
     assert!(table.contains("batch 256,") && table.contains("tokens/s"), "{table}");
     let picture = std::fs::read_to_string(home.path("sweep.svg")).unwrap();
@@ -178,8 +184,7 @@ fn the_loop_runs_on_tasks_of_ones_own_at_a_forced_length() {
         "tasks.jsonl",
         "{\"prompt\":\"1+1=\",\"answer\":\"2\"}\n{\"prompt\":\"20+3=\",\"answer\":\"23\"}\n",
     );
-    let done = home.rlrun(&[
-        "bench",
+    let done = home.bench(&[
         "loop",
         "--model",
         "tiny",
@@ -216,8 +221,8 @@ fn the_loop_runs_on_tasks_of_ones_own_at_a_forced_length() {
 #[test]
 fn a_recipe_is_measured_as_it_is() {
     let home = Home::new();
-    let done = home.rlrun(&[
-        "bench",
+    small_recipe(&home);
+    let done = home.bench(&[
         "loop",
         "--recipe",
         "small.toml",
@@ -242,22 +247,23 @@ fn a_recipe_is_measured_as_it_is() {
 fn mistakes_are_refused_with_the_nearest_name() {
     let home = Home::new();
     tiny(&home);
+    small_recipe(&home);
     for (args, evidence) in [
-        (&["bench", "generat", "--model", "tiny"][..], "'generate'"),
-        (&["bench"], "--model <DIR>"),
-        (&["bench", "--model", "nowhere"], "nowhere"),
-        (&["bench", "train", "--model", "tiny", "--sequence", "3"], "'--sequences'"),
-        (&["bench", "train", "--model", "tiny", "--length", "100"], "the model's context of 64 tokens"),
-        (&["bench", "generate", "--model", "tiny", "--batch", "6", "--group", "4"], "--group 4"),
-        (&["bench", "generate", "--model", "tiny", "--new", "0"], "1 or more"),
-        (&["bench", "train", "--model", "tiny", "--optimizer", "adamw8"], "adamw, adamw8bit"),
-        (&["bench", "generate", "--model", "tiny", "--prompt", "60"], "64"),
-        (&["bench", "generate", "--model", "tiny", "--plot", "x.svg"], "--sweep"),
-        (&["bench", "loop"], "--recipe <FILE>"),
-        (&["bench", "loop", "--model", "tiny", "--set", "trainer.step=3"], "trainer.steps"),
-        (&["bench", "loop", "--recipe", "small.toml", "--tasks", "t.jsonl"], "--tasks"),
+        (&["generat", "--model", "tiny"][..], "'generate'"),
+        (&[], "--model <DIR>"),
+        (&["--model", "nowhere"], "nowhere"),
+        (&["train", "--model", "tiny", "--sequence", "3"], "'--sequences'"),
+        (&["train", "--model", "tiny", "--length", "100"], "the model's context of 64 tokens"),
+        (&["generate", "--model", "tiny", "--batch", "6", "--group", "4"], "--group 4"),
+        (&["generate", "--model", "tiny", "--new", "0"], "1 or more"),
+        (&["train", "--model", "tiny", "--optimizer", "adamw8"], "adamw, adamw8bit"),
+        (&["generate", "--model", "tiny", "--prompt", "60"], "64"),
+        (&["generate", "--model", "tiny", "--plot", "x.svg"], "--sweep"),
+        (&["loop"], "--recipe <FILE>"),
+        (&["loop", "--model", "tiny", "--set", "trainer.step=3"], "trainer.steps"),
+        (&["loop", "--recipe", "small.toml", "--tasks", "t.jsonl"], "--tasks"),
     ] {
-        home.rlrun(args).refused(&[evidence]);
+        home.bench(args).refused(evidence);
     }
 }
 
@@ -268,8 +274,7 @@ fn pushes_that_stay_on_devices_are_measured_against_a_copy() {
     let locks = home.path("locks");
     std::fs::create_dir(&locks).unwrap();
     let locks = locks.to_str().unwrap();
-    let results = objects(home.rlrun(&[
-        "bench",
+    let results = objects(home.bench(&[
         "weights",
         "--device",
         "emulated",
@@ -296,4 +301,20 @@ fn pushes_that_stay_on_devices_are_measured_against_a_copy() {
         }
     }
     assert_eq!(std::fs::read_dir(locks).unwrap().count(), 0, "nothing is left behind");
+}
+
+#[test]
+fn a_served_buffer_is_measured_in_a_process_of_its_own() {
+    let home = Home::new();
+    let done =
+        home.bench(&["buffer", "--clients", "2", "--seconds", "0.1", "--reopen-gib", "0.001", "--json"]);
+    let results = objects(done);
+    let of: Vec<_> = results.iter().map(|result| result["of"].as_str().unwrap()).collect();
+    assert_eq!(of, ["append", "lease", "lease", "reopen", "in_process"]);
+    for result in &results {
+        // In so short a time there may be no whole batch to lease.
+        let some = result["of"] == "lease" || result["groups"].as_u64().is_some_and(|groups| groups > 0);
+        assert!(some, "{result:?}");
+        assert!(result.get("errors").is_none_or(|errors| *errors == 0), "{result:?}");
+    }
 }

@@ -33,6 +33,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use model::{Config, Decoder, Layout, ModelDirectory, Parameters, Quantization, SharedCores, Sizes};
+use rlrun::args::ComputeOn;
+use rlrun::failure::Failure;
 use serde_json::{Map, Value};
 use trajectory::PolicyVersion;
 use weights::{
@@ -40,10 +42,9 @@ use weights::{
     Subscriber,
 };
 
-use super::generate;
-use super::measure::median;
-use crate::args::{BenchModel, BenchOutput, ComputeOn, GenerateBenchArgs, WeightsBenchArgs};
-use crate::failure::Failure;
+use crate::args::{BenchModel, BenchOutput, GenerateBenchArgs, WeightsBenchArgs};
+use crate::generate;
+use crate::measure::median;
 use receiver::Receiver;
 
 /// Pushes before the clock starts: memory is mapped and used in turn from then on.

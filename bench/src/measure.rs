@@ -19,11 +19,11 @@
 //! Further fields of a measure stand behind these. Invariant: a field keeps its name and its meaning; what is not
 //! measured is left out, never zero.
 
+use rlrun::memory::MemoryUse;
 use serde_json::{Map, Value, json};
 
-use super::cost::Cost;
-use super::machine::Peaks;
-use crate::memory::MemoryUse;
+use crate::cost::Cost;
+use crate::machine::Peaks;
 
 /// What was done, and how long it took.
 #[derive(Clone, Debug, Default)]

@@ -1,13 +1,12 @@
-//! The command line of `rlrun bench weights`.
+//! The command line of `rlrun-bench weights`.
 
 use std::path::PathBuf;
 
 use clap::Args;
 use device::device::DeviceLocation;
+use rlrun::args::at_least_one;
 
-use super::at_least_one;
-
-/// `rlrun bench weights`.
+/// `rlrun-bench weights`.
 #[derive(Debug, Args)]
 pub struct WeightsBenchArgs {
     /// Size of the model as f32, 10^6 bytes

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use device::device::DeviceLocation;
 use device::{Buffer, Device, bf16};
+use rlrun::failure::Failure;
 use serde_json::{Map, Value};
 use trajectory::PolicyVersion;
 use weights::direct::colocated::ColocatedPublisher;
@@ -16,8 +17,7 @@ use weights::{DevicePublisher, DevicePush, DeviceSubscriber, Hub, HubConfig, Wei
 
 use super::receiver::{self, Receiver};
 use super::{Bench, SOON, WARM_UP, random_values, set};
-use crate::bench::measure::median;
-use crate::failure::Failure;
+use crate::measure::median;
 
 /// What a push took.
 #[derive(Clone, Copy, Debug)]

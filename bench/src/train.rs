@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use model::{ModelDirectory, SharedCores, ThreadPool};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::SeedableRng;
+use rlrun::failure::Failure;
 use serde_json::json;
 use trainer::optimizer::OptimizerConfig;
 use trainer::plan::plan;
@@ -16,13 +17,12 @@ use trainer::supervised::DemonstrationLoss;
 use trainer::{DeviceConfig, Learner, LearnerConfig};
 use trajectory::{PolicyVersion, Sample, SampleStreams, VersionRun};
 
-use super::accelerator::Accelerator;
-use super::cost::Shape;
-use super::generate::random_tokens;
-use super::measure::Work;
-use super::{device_mib, model_name, with_device};
+use crate::accelerator::Accelerator;
 use crate::args::TrainBenchArgs;
-use crate::failure::Failure;
+use crate::cost::Shape;
+use crate::generate::random_tokens;
+use crate::measure::Work;
+use crate::suite::{device_mib, model_name, with_device};
 
 /// Small enough that the weights of a real model stay what they are, whatever the number of repeats.
 const LEARNING_RATE: f32 = 1e-6;

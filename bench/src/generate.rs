@@ -10,16 +10,16 @@ use device::Device;
 use model::{ModelDirectory, Quantization, SharedCores, ThreadPool};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
+use rlrun::failure::Failure;
 use rollout::{Engine, EngineConfig, Network, SampleRequest, ServeOn, StopRules};
 use serde_json::json;
 use trajectory::{GroupId, PolicyVersion};
 
-use super::accelerator::Accelerator;
-use super::cost::{Sampling, Shape};
-use super::measure::Work;
-use super::{device_mib, model_name, with_device};
+use crate::accelerator::Accelerator;
 use crate::args::GenerateBenchArgs;
-use crate::failure::Failure;
+use crate::cost::{Sampling, Shape};
+use crate::measure::Work;
+use crate::suite::{device_mib, model_name, with_device};
 
 /// Samples `batch` completions at the same time, as often as `args` say, on all of `cores` or on a device.
 ///

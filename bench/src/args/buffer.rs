@@ -1,12 +1,11 @@
-//! The command line of `rlrun bench buffer`.
+//! The command line of `rlrun-bench buffer`.
 
 use std::path::PathBuf;
 
 use clap::Args;
+use rlrun::args::at_least_one;
 
-use super::at_least_one;
-
-/// `rlrun bench buffer`.
+/// `rlrun-bench buffer`.
 #[derive(Debug, Args)]
 pub struct BufferBenchArgs {
     /// Connections that append at the same time, each number measured on its own

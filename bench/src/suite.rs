@@ -1,25 +1,4 @@
-//! `rlrun bench`: what this binary does on this machine, and how far that is from what the machine could do.
-//!
-//! # Layout
-//! - [`machine`]: its limits; [`accelerator`]: those of a device
-//! - [`cost`]: the arithmetic and the traffic that a piece of work needs at least
-//! - [`measure`]: one result, as a row of a table and as one JSON object, whose fields are listed there
-//! - [`generate`], [`train`], [`steps`], [`ops`]: what is measured
-//! - [`mod@buffer`]: a served buffer, which no limit of the processor says anything about
-//! - [`mod@weights`]: new weights on their way, against the speed of a copy
-//!
-//! Invariant: nothing here computes. What is timed is the code that a run executes.
-
-pub mod accelerator;
-pub mod buffer;
-pub mod cost;
-pub mod generate;
-pub mod machine;
-pub mod measure;
-pub mod ops;
-pub mod steps;
-pub mod train;
-pub mod weights;
+//! Runs the measures that the command line names, each between two measurements of the machine's limits.
 
 use std::ffi::OsStr;
 use std::io::Write;
@@ -30,39 +9,42 @@ use std::sync::Arc;
 use device::Device;
 use device::device::DeviceLocation;
 use model::SharedCores;
+use rlrun::chart::{Chart, Mark, Scale, Series};
+use rlrun::failure::Failure;
+use rlrun::memory::PeakMemory;
+use rlrun::program::Program;
 use serde_json::Value;
 
+use crate::accelerator::Accelerator;
 use crate::args::{
-    BenchArgs, BenchOutput, BenchWhat, GenerateBenchArgs, LoopBenchArgs, OpsBenchArgs, TrainBenchArgs,
+    BenchArgs, BenchCommand, BenchOutput, GenerateBenchArgs, LoopBenchArgs, OpsBenchArgs, TrainBenchArgs,
 };
-use crate::chart::{Chart, Mark, Scale, Series};
-use crate::failure::Failure;
-use crate::memory::PeakMemory;
-use crate::program::Program;
-use accelerator::Accelerator;
-use machine::{Machine, Peaks};
-use measure::{Measure, Work};
+use crate::machine::{Machine, Peaks};
+use crate::measure::{self, Measure, Work};
+use crate::{buffer, generate, ops, steps, train, weights};
 
-/// Measures what `args` ask for and writes every result to `out` as soon as it is there.
+/// Runs the measures of `args` and writes each result to `out` as it is made.
 ///
 /// # Errors
 /// A model or tasks that cannot be used, numbers that do not fit each other, or a part of rlrun that fails.
 pub fn run(args: &BenchArgs, program: &Program, out: &mut dyn Write) -> Result<(), Failure> {
-    match &args.what {
-        Some(BenchWhat::Buffer(args)) => return buffer::run(args, out),
-        Some(BenchWhat::Weights(args)) => return weights::run(args, out),
-        _ => {}
-    }
-    let mut bench = Bench::start(args.output(), out)?;
-    match &args.what {
-        Some(BenchWhat::Generate(args)) => bench.generate(args),
-        Some(BenchWhat::Train(args)) => bench.train(args),
-        Some(BenchWhat::Loop(args)) => bench.steps(args, program),
-        Some(BenchWhat::Ops(args)) => bench.ops(args),
-        Some(BenchWhat::Buffer(args)) => buffer::run(args, bench.out),
-        Some(BenchWhat::Weights(args)) => weights::run(args, bench.out),
+    match &args.command {
+        Some(BenchCommand::Buffer(args)) => buffer::run(args, out),
+        Some(BenchCommand::Weights(args)) => weights::run(args, out),
+        Some(BenchCommand::ServeBuffer(args)) => rlrun::serve::buffer(args).map(drop),
+        Some(BenchCommand::Templates) => model::chat::serve().map_err(|source| Failure::System {
+            what: "render chat templates for another process".to_owned(),
+            source,
+        }),
+        Some(BenchCommand::Generate(args)) => Bench::start(args.target.output, out)?.generate(args),
+        Some(BenchCommand::Train(args)) => Bench::start(args.target.output, out)?.train(args),
+        Some(BenchCommand::Loop(args)) => Bench::start(args.output, out)?.steps(args, program),
+        Some(BenchCommand::Ops(args)) => {
+            Bench::start(BenchOutput { threads: Some(1), json: args.json }, out)?.ops(args)
+        }
         None => {
-            // The command line insists on it where no measure is named.
+            let mut bench = Bench::start(args.output, out)?;
+            // The command line requires a model where no measure is named.
             let model = args.model.as_deref().unwrap_or(Path::new(""));
             bench.generate(&defaults(model)?)?;
             bench.train(&defaults(model)?)?;
@@ -138,7 +120,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Cores for one piece of work, with helper threads of their own.
+    /// SharedCores for one piece of work, with helper threads of their own.
     fn cores(&self) -> Arc<SharedCores> {
         SharedCores::new(self.machine.threads())
     }
@@ -195,17 +177,20 @@ fn defaults<T: clap::Args>(model: &Path) -> Result<T, Failure> {
 }
 
 /// Settings, with the device that something was measured on.
-fn with_device(on: Option<&Accelerator>, settings: Vec<(&'static str, Value)>) -> Vec<(&'static str, Value)> {
+pub(crate) fn with_device(
+    on: Option<&Accelerator>,
+    settings: Vec<(&'static str, Value)>,
+) -> Vec<(&'static str, Value)> {
     settings.into_iter().chain(on.into_iter().flat_map(Accelerator::settings)).collect()
 }
 
 /// Memory of a device in use, by everybody.
-fn device_mib(device: &Device) -> Result<(&'static str, f64), Failure> {
+pub(crate) fn device_mib(device: &Device) -> Result<(&'static str, f64), Failure> {
     let (free, total) = device.memory()?;
     Ok(("device_mib", total.saturating_sub(free) as f64 / f64::from(1 << 20)))
 }
 
 /// The last part of a model's path.
-fn model_name(path: &Path) -> String {
+pub(crate) fn model_name(path: &Path) -> String {
     path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
 }

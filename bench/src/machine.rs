@@ -9,8 +9,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use memmap2::MmapMut;
-
-use crate::failure::Failure;
+use rlrun::failure::Failure;
 
 /// Multiply-adds between two looks at the clock.
 const ROUNDS: u32 = 20_000;
@@ -44,7 +43,7 @@ impl Machine {
     /// The machine for `threads` threads, at least one.
     #[must_use]
     pub fn new(threads: usize) -> Self {
-        let spare = crate::memory::available().unwrap_or(usize::MAX) / 4;
+        let spare = rlrun::memory::available().unwrap_or(usize::MAX) / 4;
         let read = last_level_cache().unwrap_or(0).saturating_mul(2).clamp(LEAST_READ, MOST_READ);
         Self { threads: threads.max(1), read: read.min(spare).max(1 << 20) }
     }

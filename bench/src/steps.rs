@@ -9,20 +9,19 @@ use std::sync::Arc;
 
 use model::{ModelDirectory, SharedCores};
 use rewards::{Builtin, OnError, RewardInput, RewardSet, WeightedReward};
+use rlrun::failure::Failure;
+use rlrun::pipeline::{self, Ending, RunOptions};
+use rlrun::prepare::{Prepared, RewardRuntime};
+use rlrun::program::Program;
+use rlrun::recipe::{Model, Recipe};
+use rlrun::report::{Report, Style};
+use rlrun::run_dir::{RecipeTexts, RunDir};
 use serde_json::{Map, Value, json};
 
-use super::cost::{Sampling, Shape};
-use super::measure::{Work, median};
-use super::model_name;
 use crate::args::LoopBenchArgs;
-use crate::failure::Failure;
-use crate::pipeline::{self, Ending, Surroundings};
-use crate::prepare::Prepared;
-use crate::prepare::RewardRuntime;
-use crate::program::Program;
-use crate::recipe::{Model, Recipe};
-use crate::report::{Report, Style};
-use crate::run_dir::{RecipeTexts, RunDir};
+use crate::cost::{Sampling, Shape};
+use crate::measure::{Work, median};
+use crate::suite::model_name;
 
 /// Least number of steps that are left out at the start.
 const STARTING: usize = 5;
@@ -53,9 +52,8 @@ pub fn work(
     let run_dir =
         RunDir::create(&scratch.path().join("run"), RecipeTexts { given: &given, resolved: &resolved })?;
     let rewards = args.force_length.map(|_| alternating()).transpose()?;
-    let surroundings = Surroundings { cores: Arc::clone(cores), rewards, ..Surroundings::of(program) };
-    if pipeline::run_in(&recipe, &run_dir, &Arc::new(Report::new(Style::Quiet)), surroundings)?
-        == Ending::Stopped
+    let options = RunOptions::new(program).cores(Arc::clone(cores)).rewards(rewards);
+    if pipeline::run_in(&recipe, &run_dir, &Arc::new(Report::new(Style::Quiet)), options)? == Ending::Stopped
     {
         let source = std::io::ErrorKind::Interrupted.into();
         return Err(Failure::System { what: "finish the measurement".to_owned(), source });

@@ -7,13 +7,13 @@ use std::time::Instant;
 
 use model::Config;
 use model::bench::{Operation, operations};
+use rlrun::failure::Failure;
 use serde_json::json;
 
-use super::cost::{Cost, Shape};
-use super::measure::Work;
-use super::model_name;
 use crate::args::OpsBenchArgs;
-use crate::failure::Failure;
+use crate::cost::{Cost, Shape};
+use crate::measure::Work;
+use crate::suite::model_name;
 
 /// Least time of a repeat, seconds.
 const REPEAT: f64 = 5e-3;

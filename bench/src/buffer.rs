@@ -28,13 +28,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use buffer::{Buffer, BufferConfig, Producer};
+use rlrun::failure::Failure;
 use serde_json::{Map, Value, json};
 use trajectory::{
     Group, GroupId, PolicyVersion, Prompt, Sample, SampleStreams, Score, Task, TaskId, Trajectory, VersionRun,
 };
 
 use crate::args::BufferBenchArgs;
-use crate::failure::Failure;
 use connection::{Connection, request};
 use load::Done;
 use served::Served;

@@ -8,8 +8,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::failure::Failure;
-use crate::memory;
+use rlrun::failure::Failure;
+use rlrun::memory;
 
 /// A server in a process of its own.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ impl Served {
         let program = std::env::current_exe().map_err(system)?;
         let started = Instant::now();
         let mut child = Command::new(program)
-            .args(["serve", "buffer", "--listen", "127.0.0.1:0", "--max-bytes", "64GiB", "--quiet"])
+            .args(["serve-buffer", "--listen", "127.0.0.1:0", "--max-bytes", "64GiB", "--quiet"])
             .args(["--batch-groups", "65536", "--max-staleness", "255", "--dir"])
             .arg(directory)
             .stdin(Stdio::null())

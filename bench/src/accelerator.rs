@@ -8,11 +8,11 @@ use std::time::Instant;
 use device::device::DeviceLocation;
 use device::{Device, Matrix, MatrixMut, Storage, bf16};
 use model::on_device::Dtype;
+use rlrun::args::ComputeOn;
+use rlrun::failure::Failure;
 use serde_json::{Value, json};
 
-use super::machine::Peaks;
-use crate::args::ComputeOn;
-use crate::failure::Failure;
+use crate::machine::Peaks;
 
 /// The best of so many tries counts: a limit is what was reached once.
 const TRIES: usize = 5;
