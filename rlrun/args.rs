@@ -23,15 +23,15 @@ mod reward;
 mod serve;
 mod worker;
 
-pub use compute_on::ComputeOn;
+pub use compute_on::DeviceArgs;
 pub use doctor::DoctorArgs;
 pub use explain::ExplainArgs;
 pub use fit::FitArgs;
 pub use resume::ResumeArgs;
-pub use reward::{GradeArgs, RewardTestArgs, RewardWhat};
-pub use serve::{KeepArgs, ServeBufferArgs, ServeRewardArgs, ServeWhat};
+pub use reward::{GradeArgs, RewardCommand, RewardTestArgs};
+pub use serve::{KeepArgs, ServeBufferArgs, ServeCommand, ServeRewardArgs};
 pub use worker::{
-    AllowArgs, JoinArgs, LeadArgs, RewardWorkerArgs, RolloutArgs, TrainerWorkerArgs, WorkerWhat,
+    AllowArgs, JoinArgs, LeadArgs, RewardWorkerArgs, RolloutArgs, TrainerWorkerArgs, WorkerCommand,
 };
 
 const USAGE: &str = "rlrun RECIPE.toml [OPTIONS]\n       rlrun COMMAND";
@@ -86,13 +86,13 @@ pub enum Command {
     Resume(ResumeArgs),
     /// Serve a part of rlrun to other processes
     #[command(subcommand)]
-    Serve(ServeWhat),
+    Serve(ServeCommand),
     /// Take part in a run that is served elsewhere
     #[command(subcommand)]
-    Worker(WorkerWhat),
+    Worker(WorkerCommand),
     /// Try rewards by themselves
     #[command(subcommand)]
-    Reward(RewardWhat),
+    Reward(RewardCommand),
     /// Fit a scaling curve to runs: how far they would go with more compute
     Fit(FitArgs),
 }
@@ -188,7 +188,7 @@ pub struct GenerateArgs {
     pub interactive: bool,
     /// Where it computes.
     #[command(flatten)]
-    pub on: ComputeOn,
+    pub on: DeviceArgs,
 }
 
 /// `rlrun export`.

@@ -1,7 +1,7 @@
-//! What stands beside the policy in training: its reference, its critic, demonstrations.
+//! Auxiliary models of the training: reference policy, critic, and demonstrations.
 //!
-//! Invariant: the reference is the policy that training started from, to the bit, also after a resume: it is written to
-//! the run directory once, before the first step.
+//! Invariant: the reference is bit for bit the policy that training started from, also after a resume: it is written to the
+//! run directory once, before the first step.
 
 use std::sync::Arc;
 
@@ -22,8 +22,8 @@ use crate::prepare::Prepared;
 use crate::recipe::{DataSource, Recipe};
 use crate::run_dir::RunDir;
 
-/// What training starts from.
-pub(crate) struct Starting<'a> {
+/// What the auxiliary models are made from.
+pub(crate) struct AuxiliarySetup<'a> {
     pub(crate) recipe: &'a Recipe,
     pub(crate) run_dir: &'a RunDir,
     pub(crate) directory: &'a ModelDirectory,
@@ -34,16 +34,26 @@ pub(crate) struct Starting<'a> {
     pub(crate) leader: Option<&'a Arc<Leader>>,
 }
 
-/// A learner, shared with the processes of `leader` if there is one.
+/// What a learner starts with.
+pub(crate) struct LearnerStates {
+    pub(crate) parameters: Parameters,
+    /// With LoRA.
+    pub(crate) adapter: Option<Adapter>,
+    /// `None`: fresh.
+    pub(crate) optimizer: Option<Optimizer>,
+}
+
+/// The learner of `states`, on all ranks of `leader` if there is one.
 ///
 /// # Errors
-/// If one of them is gone.
+/// A rank that is lost.
 pub(crate) fn learner(
     leader: Option<&Arc<Leader>>,
     config: LearnerConfig,
     model: Config,
-    (parameters, adapter, optimizer): (Parameters, Option<Adapter>, Option<Optimizer>),
+    states: LearnerStates,
 ) -> Result<Learner, Failure> {
+    let LearnerStates { parameters, adapter, optimizer } = states;
     Ok(match (leader, adapter) {
         (Some(leader), adapter) => leader.learner(config, model, parameters, adapter, optimizer)?,
         (None, Some(adapter)) => Learner::adapting(config, model, parameters, adapter, optimizer)?,
@@ -51,8 +61,8 @@ pub(crate) fn learner(
     })
 }
 
-impl Starting<'_> {
-    /// Everything that the algorithm needs beside the policy.
+impl AuxiliarySetup<'_> {
+    /// All auxiliary models that the algorithm needs.
     ///
     /// # Errors
     /// A model that cannot be read or does not fit, a checkpoint without its critic, tasks without demonstrations.
@@ -64,7 +74,7 @@ impl Starting<'_> {
         })
     }
 
-    /// The policy that the trained one is held by, if anything is.
+    /// The reference policy, if the recipe needs one.
     ///
     /// # Errors
     /// A model that cannot be read or does not fit.
@@ -88,7 +98,7 @@ impl Starting<'_> {
         Ok(Some(self.frozen(&self.recipe.opened(&path)?)?))
     }
 
-    /// The reference where the recipe places it. Separated, it has cores of its own and stays in memory.
+    /// The reference in the placement of the recipe. Separated, it has its own thread pool and stays in memory.
     fn frozen(&self, directory: &ModelDirectory) -> Result<Frozen, Failure> {
         let separated = self.recipe.placement.reference == Some(Placement::Separated);
         let everything = MemoryBudget::default();
@@ -97,12 +107,12 @@ impl Starting<'_> {
         Ok(Frozen { weights, pool: separated.then(|| self.own_pool()) })
     }
 
-    /// The cores of a model that is placed beside the policy.
+    /// The thread pool of a model with placement `separated`.
     fn own_pool(&self) -> Arc<ThreadPool> {
         Arc::new(self.recipe.trainer_pool(self.cores))
     }
 
-    /// Log-probabilities of tokens are only comparable if tokens mean the same.
+    /// Refuses a reference with another tokenizer: its log-probabilities would be of other tokens.
     fn same_tokens(&self, reference: &ModelDirectory) -> Result<(), Failure> {
         let (ours, theirs) = (self.directory.tokenizer(), reference.tokenizer());
         let ids = 0..ours.vocab_size() as u32;
@@ -140,7 +150,9 @@ impl Starting<'_> {
             Placement::Separated => self.own_pool(),
         };
         let (of_learner, model) = (self.recipe.learner(), directory.config().clone());
-        let learner = learner(self.leader, of_learner, model, (parameters, None, optimizer))?.on(pool);
+        let learner =
+            learner(self.leader, of_learner, model, LearnerStates { parameters, adapter: None, optimizer })?
+                .on(pool);
         Ok(Some(Critic { config, network: Some(CriticNetwork { learner, directory: Arc::new(directory) }) }))
     }
 
@@ -153,7 +165,7 @@ impl Starting<'_> {
             DataSource::Files(_) => self.recipe.algorithm.demonstration_column.clone(),
         };
         let directory = ModelDirectory::open(self.directory.path())?;
-        // What is missing shows now, not when the first task fails.
+        // A missing demonstration is found now, not at its task.
         for task in self.prepared.train_tasks() {
             demonstrations::text(&task, column.as_deref())?;
         }
@@ -161,7 +173,7 @@ impl Starting<'_> {
         Ok(Some(Box::new(move |task| {
             let text = demonstrations::text(task, column.as_deref()).ok()?;
             let sample = demonstrations::sample(&directory, &task.prompt, &text).ok()?;
-            // A longer one would not fit where sequences are planned to fit; the group is trained on as it is.
+            // A longer one exceeds the planned sequence length; the group is trained on without it.
             (sample.token_ids().len() <= longest).then_some(sample)
         })))
     }

@@ -18,7 +18,7 @@ const COLORS: [&str; 6] = ["black", "#c1272d", "#0055a4", "#2e7d32", "#8e44ad", 
 
 /// How a series is drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mark {
+pub enum SeriesStyle {
     /// A line with its points, each of which carries its numbers.
     Measured,
     /// A line alone.
@@ -46,7 +46,7 @@ pub struct Series {
     /// (x, y) in ascending order of x, which is above 0.
     pub points: Vec<(f64, f64)>,
     /// How it is drawn.
-    pub mark: Mark,
+    pub mark: SeriesStyle,
     /// Which of the colors, from 0; series that belong together share one.
     pub color: usize,
 }
@@ -81,7 +81,7 @@ impl Chart<'_> {
              font-size=\"12\" text-anchor=\"middle\">\n<rect width=\"{width}\" height=\"{height}\" fill=\"white\"/>\n"
         );
         // Writing to a string cannot fail, here and below.
-        if self.series.iter().all(|series| series.mark != Mark::Measured) {
+        if self.series.iter().all(|series| series.mark != SeriesStyle::Measured) {
             for (value, share) in xs.ticks() {
                 let x = MARGIN + share * (width - 2.0 * MARGIN);
                 let _ =
@@ -142,23 +142,23 @@ impl Series {
     /// Draws the points, each with its place in the picture.
     fn draw(&self, out: &mut String, points: &[Placed]) {
         let color = COLORS[self.color % COLORS.len()];
-        if matches!(self.mark, Mark::Measured | Mark::Line) {
+        if matches!(self.mark, SeriesStyle::Measured | SeriesStyle::Line) {
             let line: Vec<String> =
                 points.iter().map(|Placed { at: (x, y), .. }| format!("{x:.1},{y:.1}")).collect();
             let line = line.join(" ");
             // Writing to a string cannot fail, here and below.
             let _ = writeln!(out, "<polyline points=\"{line}\" fill=\"none\" stroke=\"{color}\"/>");
         }
-        if self.mark == Mark::Line {
+        if self.mark == SeriesStyle::Line {
             return;
         }
-        let fill = if self.mark == Mark::Rings { "none" } else { color };
+        let fill = if self.mark == SeriesStyle::Rings { "none" } else { color };
         for Placed { value, at: (x, y) } in points {
             let _ = writeln!(
                 out,
                 "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{fill}\" stroke=\"{color}\"/>"
             );
-            if self.mark == Mark::Measured {
+            if self.mark == SeriesStyle::Measured {
                 let floor = SIZE.1 - MARGIN + 20.0;
                 let _ = writeln!(out, "<text x=\"{x:.1}\" y=\"{:.1}\">{:.3}</text>", y - 8.0, value.1);
                 let _ = writeln!(out, "<text x=\"{x:.1}\" y=\"{floor:.1}\">{}</text>", value.0);
@@ -238,7 +238,7 @@ fn escaped(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn chart(points: &[(f64, f64)], mark: Mark, y_scale: Scale) -> Chart<'static> {
+    fn chart(points: &[(f64, f64)], mark: SeriesStyle, y_scale: Scale) -> Chart<'static> {
         let series = vec![Series { name: String::new(), points: points.to_vec(), mark, color: 0 }];
         Chart { x_words: "batch", y_words: "ms", y_scale, series }
     }
@@ -246,16 +246,16 @@ mod tests {
     #[test]
     fn points_lie_between_the_corners_in_logarithmic_distance() {
         let points = [(1.0, 8.0), (16.0, 2.0), (256.0, 0.5)];
-        let svg = chart(&points, Mark::Measured, Scale::Logarithmic).svg();
+        let svg = chart(&points, SeriesStyle::Measured, Scale::Logarithmic).svg();
         assert!(svg.contains("points=\"60.0,60.0 360.0,210.0 660.0,360.0\""), "{svg}");
         assert!(svg.contains(">8.000</text>") && svg.contains(">256</text>") && svg.contains(">batch<"));
-        let one = chart(&[(4.0, 1.0)], Mark::Measured, Scale::Logarithmic).svg();
+        let one = chart(&[(4.0, 1.0)], SeriesStyle::Measured, Scale::Logarithmic).svg();
         assert!(one.contains("cx=\"360.0\" cy=\"210.0\""));
     }
 
     #[test]
     fn a_linear_axis_has_round_ticks_and_names_are_escaped() {
-        let mut chart = chart(&[(1.0, 0.13), (10.0, 0.33), (100.0, 0.53)], Mark::Rings, Scale::Linear);
+        let mut chart = chart(&[(1.0, 0.13), (10.0, 0.33), (100.0, 0.53)], SeriesStyle::Rings, Scale::Linear);
         chart.series[0].name = "a<b".to_owned();
         let svg = chart.svg();
         assert!(svg.contains("cx=\"360.0\" cy=\"210.0\"") && svg.contains("fill=\"none\""), "{svg}");

@@ -31,9 +31,9 @@ use crate::recipe::Recipe;
 use crate::recipe::words::Ranks;
 use crate::run_dir::{JsonLines, RunDir};
 use crate::signals::Signals;
+use crate::workers::registry::Role;
 use crate::workers::reward::is_served;
-use crate::workers::roster::Role;
-use child::{Child, Ended};
+use child::{Child, ExitReason};
 use health::Health;
 
 /// How often it looks.
@@ -289,7 +289,7 @@ impl Controller<'_> {
             if let Some(lead) = &mut self.lead {
                 let (silent, limit) = match self.health.silent_since_answer() {
                     Some(silent) => (silent, limit),
-                    // It opens its door before it does anything that takes long.
+                    // The lead opens its listener before anything that takes long.
                     None => (lead.started().elapsed(), wait.max(limit)),
                 };
                 if silent > limit {
@@ -307,7 +307,7 @@ impl Controller<'_> {
                 return Ok(Some(if signals.terminated() { Ending::Requeued } else { Ending::Stopped }));
             }
             // It has said why. A panic is no answer.
-            Some(code @ 1..=2) => return Err(Failure::Told(u8::try_from(code).unwrap_or(1))),
+            Some(code @ 1..=2) => return Err(Failure::ChildFailed(u8::try_from(code).unwrap_or(1))),
             _ if told => return Err(Failure::Died { name: LEAD.to_owned(), how: ended.to_string() }),
             _ => {}
         }
@@ -372,7 +372,7 @@ impl Controller<'_> {
     }
 
     /// Writes down that a process has died, and refuses to go on if that happens too often.
-    fn died(&mut self, name: &str, ended: &Ended) -> Result<(), Failure> {
+    fn died(&mut self, name: &str, ended: &ExitReason) -> Result<(), Failure> {
         self.event("died", name, &json!({ "how": ended.to_string() }))?;
         let child = self.lead.iter_mut().chain(&mut self.workers).find(|child| child.name() == name);
         let Some(child) = child else { return Ok(()) };
@@ -416,10 +416,10 @@ pub(crate) mod lead {
 
     use super::{Arc, Ending, Failure, Recipe, RunDir, system};
     use crate::args::LeadArgs;
-    use crate::forward_edge::Door;
     use crate::pipeline::{self, RunOptions};
     use crate::program::Program;
     use crate::report::{Report, Style};
+    use crate::run_buffer::RunListener;
     use crate::signals::end_with_parent;
     use crate::workers::membership::token;
 
@@ -431,17 +431,17 @@ pub(crate) mod lead {
         end_with_parent(args.parent)?;
         let socket =
             std::io::stdin().as_fd().try_clone_to_owned().map_err(system("take the run's socket"))?;
-        let listener = TcpListener::from(socket);
-        listener.local_addr().map_err(system("find a socket on standard input"))?;
+        let socket = TcpListener::from(socket);
+        socket.local_addr().map_err(system("find a socket on standard input"))?;
         let (tokens, token) = (Tokens::read(&args.token_file)?, token(&args.token_file, "writer")?);
-        let door = Door { listener: Arc::new(listener), tokens, token };
+        let listener = RunListener { listener: Arc::new(socket), tokens, token };
         let run_dir = RunDir::open(&args.run)?;
         // The controller's layers are in it already.
         let program = program.without_overrides();
         let (recipe, _) = Recipe::load(&run_dir.resolved_recipe(), &[], &program).map_err(Failure::Recipe)?;
         let style = Style::detect(args.loudness.quiet, program.environment());
         let cores = args.threads.map_or_else(SharedCores::all, SharedCores::new);
-        let options = RunOptions { door: Some(door), ..RunOptions::new(&program).cores(cores) };
+        let options = RunOptions { listener: Some(listener), ..RunOptions::new(&program).cores(cores) };
         let report = Arc::new(Report::new(style).wide(args.loudness.width));
         let ended = pipeline::run_in(&recipe, &run_dir, &report, options);
         ended.map_err(|failure| match failure {

@@ -1,7 +1,7 @@
-//! Evaluations of a policy: which sets are asked, what is written down of them, and what is said.
+//! Evaluations of a policy: their sets, metrics and messages.
 //!
-//! Invariant: failures are said wherever an accuracy is. An accuracy is never left out because rewards failed, and never
-//! there where nothing says which answers are correct.
+//! Invariant: failures are reported with every accuracy. Failing rewards never suppress an accuracy, and without
+//! `eval.correct` there is none.
 
 use std::sync::Arc;
 
@@ -35,6 +35,21 @@ pub enum Which {
     First,
 }
 
+/// An evaluation of a policy.
+#[derive(Debug)]
+pub struct EvaluationRequest<'a> {
+    /// On these sets.
+    pub which: Which,
+    /// The policy.
+    pub network: Network,
+    /// Its tokenizer and stop tokens.
+    pub directory: &'a ModelDirectory,
+    /// Where the rewards run.
+    pub runtime: &'a RewardRuntime,
+    /// Stop flag and progress.
+    pub watch: &'a Watch<'a>,
+}
+
 /// The answers of a policy to all sets that it was asked.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Evaluated {
@@ -65,10 +80,9 @@ impl Prepared {
     pub fn evaluate(
         &self,
         recipe: &Recipe,
-        (network, directory): (Network, &ModelDirectory),
-        (runtime, watch): (&RewardRuntime, &Watch<'_>),
-        which: Which,
+        request: EvaluationRequest<'_>,
     ) -> Result<Option<Evaluated>, Failure> {
+        let EvaluationRequest { which, network, directory, runtime, watch } = request;
         let (names, sets): (Vec<&str>, Vec<_>) = self.evaluation_sets(recipe, which).into_iter().unzip();
         let (Some(rewards), false) = (&self.rewards, sets.is_empty()) else { return Ok(None) };
         let longest = sets.iter().map(|set| set.prompts.longest()).max().unwrap_or(0);

@@ -92,7 +92,7 @@ pub enum Failure {
     },
     /// A process of the run has failed with this status, and has said why.
     #[error("")]
-    Told(u8),
+    ChildFailed(u8),
     /// Something that cannot happen did.
     #[error("{0}; this is a mistake in rlrun, please report it")]
     Internal(String),
@@ -116,7 +116,7 @@ impl Failure {
             | Self::Device(device::DeviceError::Unavailable { .. })
             | Self::Argument(_) => 2,
             Self::Requeue(_) => REQUEUE,
-            Self::Told(status) => *status,
+            Self::ChildFailed(status) => *status,
             Self::Trainer(trainer::TrainerError::Adapter { .. }) => 2,
             Self::Server(error) if error.is_input() => 2,
             Self::Buffer(error) if crate::serve::is_input(error) => 2,

@@ -7,10 +7,10 @@
 //! - [`reward`]: rewards tried by themselves
 //! - `doctor`: what of this machine can be used; `explain`: what a key of a recipe means
 //! - [`plan`]: what a recipe amounts to before it runs; [`fit`]: how far a run would go with more compute
-//! - [`pipeline`]: a run, `forward_edge` its buffer, `curation` its choice of tasks, `auxiliary_models` makes reference, critic and demonstrations; [`serve`]: a part of a run as a
+//! - [`pipeline`]: a run, `run_buffer` its buffer, `curation` its choice of tasks, `auxiliary_models` reference, critic and demonstrations; [`serve`]: a part of a run as a
 //!   process of its own
 //! - `controller`: the processes of a run, if it has some; `workers`: what they do, and what they and the run say to each
-//!   other; `stage`: what the process does; `watchdog`: who waits for whom when a run stands still
+//!   other; `trainer_progress`: what the process does; `watchdog`: who waits for whom when a run stands still
 //! - [`evaluation`]: what is measured on held-out tasks
 //! - [`run_dir`]: where a run leaves everything
 //! - [`metrics`], [`report`], [`chart`]: the measurements of a step and how they are shown, `diagnosis` what they say about
@@ -47,7 +47,6 @@ mod explain;
 pub mod failpoints;
 pub mod failure;
 pub mod fit;
-mod forward_edge;
 pub mod init;
 pub mod memory;
 pub mod metrics;
@@ -60,12 +59,13 @@ pub mod program;
 pub mod recipe;
 pub mod report;
 pub mod reward;
+mod run_buffer;
 pub mod run_dir;
 pub mod serve;
 pub mod settings;
 pub mod signals;
-mod stage;
 mod supervised;
+mod trainer_progress;
 pub mod warmup;
 mod watchdog;
 mod workers;

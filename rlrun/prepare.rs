@@ -81,7 +81,8 @@ impl RewardRuntime {
         &self,
         recipe: &Recipe,
         directory: &ModelDirectory,
-        (pool, budget): (&Arc<ThreadPool>, &Arc<MemoryBudget>),
+        pool: &Arc<ThreadPool>,
+        budget: &Arc<MemoryBudget>,
         scratch: &Path,
     ) -> Result<RewardSet, Failure> {
         let models = ModelContext {
@@ -179,7 +180,8 @@ impl Prepared {
     pub fn new(
         recipe: &Recipe,
         directory: &ModelDirectory,
-        (runtime, scratch): (&RewardRuntime, &Path),
+        runtime: &RewardRuntime,
+        scratch: &Path,
     ) -> Result<Self, Failure> {
         rollout::engine::check_trainable(recipe.sampling())?;
         recipe.interruption(&recipe.stop_rules(directory))?;
@@ -211,7 +213,7 @@ impl Prepared {
         let rewards = if recipe.rewards.is_empty() {
             None
         } else {
-            Some(Arc::new(runtime.rewards(recipe, directory, (&pool, &budget), scratch)?))
+            Some(Arc::new(runtime.rewards(recipe, directory, &pool, &budget, scratch)?))
         };
         Ok(Self { train: Arc::new(train), eval, sets, rewards, pool, budget })
     }

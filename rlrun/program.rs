@@ -110,7 +110,7 @@ pub fn run<A>(
             // A diagnostic of the recipe says itself that it is one, and what should be started again has not failed.
             let label =
                 if matches!(error, Failure::Recipe(_) | Failure::Requeue(_)) { "" } else { "error: " };
-            if !matches!(error, Failure::Told(_)) {
+            if !matches!(error, Failure::ChildFailed(_)) {
                 eprintln!("{label}{error}");
             }
             ExitCode::from(error.exit_code())

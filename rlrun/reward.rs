@@ -174,7 +174,7 @@ pub fn test(args: &RewardTestArgs, program: &Program) -> Result<String, Failure>
         .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
     let directory = recipe.open_model(scratch.path())?;
     let runtime = RewardRuntime::new(program, &SharedCores::all())?;
-    let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
+    let prepared = Prepared::new(&recipe, &directory, &runtime, scratch.path())?;
     let Some(rewards) = &prepared.rewards else {
         return Err(Failure::NotThere(format!("{} has no rewards", args.recipe.display())));
     };

@@ -1,6 +1,6 @@
-//! Runs without sampling: demonstrations, preferences, reward models.
+//! Supervised training: demonstrations (SFT), preferences (DPO, IPO) and reward models.
 //!
-//! Invariant: example `i` of step `s` is a function of seed, `s` and `i`, so a run that was resumed ends with the same bits.
+//! Invariant: example `i` of step `s` is a function of seed, `s` and `i`, so that a resumed run ends with the same bits.
 
 use model::{Head, ModelDirectory};
 use rollout::PromptSet;
@@ -20,11 +20,11 @@ use crate::recipe::schema::Supervised;
 use crate::recipe::words::SupervisedKind;
 use crate::recipe::{DataSource, Recipe};
 
-/// Held-out pairs that are scored at a time.
+/// Pairs of one scoring pass.
 const MEASURED: usize = 64;
 
-/// One supervised run.
-pub(crate) struct Lessons<'a> {
+/// The examples and the loss of a supervised run.
+pub(crate) struct SupervisedTraining<'a> {
     config: &'a Supervised,
     directory: ModelDirectory,
     generated: bool,
@@ -41,17 +41,14 @@ pub(crate) fn head(recipe: &Recipe) -> Head {
     }
 }
 
-impl<'a> Lessons<'a> {
-    /// Gets ready, and looks at every task: what is missing shows before the first step.
-    ///
-    /// # Errors
-    /// A task that has no such column; generated tasks of which none is a pair.
+impl<'a> SupervisedTraining<'a> {
+    /// Training of models like `directory`; `reference` is needed by preference losses.
     pub(crate) fn new(
         recipe: &'a Recipe,
         config: &'a Supervised,
-        (directory, prepared): (ModelDirectory, &Prepared),
+        directory: ModelDirectory,
         reference: Option<Frozen>,
-    ) -> Result<Self, Failure> {
+    ) -> Self {
         let Supervised { kind, beta, smoothing, margin, .. } = *config;
         let preference = match kind {
             SupervisedKind::Sft | SupervisedKind::RewardModel => None,
@@ -63,19 +60,18 @@ impl<'a> Lessons<'a> {
             _ if kind == SupervisedKind::RewardModel => Some(PairLoss::Reward { margin }),
             _ => None,
         };
-        let lessons = Self {
+        Self {
             config,
             generated: matches!(recipe.data.source, DataSource::Arithmetic(_)),
             max_context: directory.config().max_context(),
             schedule: recipe.schedule(),
             directory,
             pairs,
-        };
-        lessons.check(prepared)?;
-        Ok(lessons)
+        }
     }
 
-    /// Makes every example once. Returns how many there are to train on.
+    /// Makes every example once, so that a missing column is found before the first step. Returns the number of training
+    /// examples.
     ///
     /// # Errors
     /// A task without a completion, one that is too long, or none to compare.
@@ -94,7 +90,7 @@ impl<'a> Lessons<'a> {
         Ok(examples)
     }
 
-    /// One step; `step` counts from 0. Returns what there is to report.
+    /// Trains one step; `step` counts from 0. Returns the metrics and the number of trained tokens.
     ///
     /// # Errors
     /// A task without an example, or a step that fails.
@@ -107,7 +103,7 @@ impl<'a> Lessons<'a> {
         let batch = self.config.batch as u64;
         let mut samples = Vec::new();
         let mut place = step * batch;
-        // Tasks whose two answers are the same are no pair; the next ones take their places.
+        // Tasks whose two answers are equal are skipped.
         while samples.len() < self.config.batch * self.rows_per_example() {
             samples.extend(self.example(tasks.of(GroupId(place)).0)?);
             place += 1;
@@ -135,7 +131,7 @@ impl<'a> Lessons<'a> {
         Ok((metrics, rows.iter().map(|row| row.trained_tokens() as u64).sum()))
     }
 
-    /// Share of held-out pairs that are told apart rightly.
+    /// Share of held-out pairs whose chosen answer is scored higher.
     ///
     /// # Errors
     /// A task without an example.
@@ -181,7 +177,7 @@ impl<'a> Lessons<'a> {
         if self.config.kind == SupervisedKind::Sft { 1 } else { 2 }
     }
 
-    /// The rows of a task: a demonstration, or a chosen and a rejected completion; nothing where those are the same.
+    /// The rows of a task: a demonstration, or a chosen and a rejected completion; none if those two are equal.
     fn example(&self, task: &Task) -> Result<Vec<Sample>, Failure> {
         self.completions(task)?.iter().map(|completion| self.row(task, completion)).collect()
     }
@@ -216,7 +212,7 @@ impl<'a> Lessons<'a> {
     fn row(&self, task: &Task, completion: &Completion) -> Result<Sample, Failure> {
         let mut sample = completion.sample(&self.directory, task)?;
         if self.config.kind == SupervisedKind::RewardModel {
-            // Judged at its last token: the value that stands before one more, which itself is never read.
+            // The value head scores the last token; one more token is appended that is never read.
             let mut token_ids = sample.token_ids().to_vec();
             token_ids.extend(sample.token_ids().last().copied());
             let tokens = token_ids.len();

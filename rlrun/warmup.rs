@@ -1,7 +1,7 @@
 //! Supervised warm-up: a fresh model learns from demonstrations, some of which are wrong.
 //!
-//! Invariant: demonstration `i` of step `s` is a function of seed, `s` and `i`; the warm-up is the same every time. Whether
-//! a demonstration is wrong is drawn anew every time its task is shown, so the model cannot memorise who is careless.
+//! Invariant: demonstration `i` of step `s` is a function of seed, `s` and `i`, so that the warm-up is reproducible. Whether a
+//! demonstration is wrong is drawn for each step, not for each task, so that the model cannot memorise wrong answers.
 
 use model::ModelDirectory;
 use rand_chacha::ChaCha8Rng;
@@ -19,14 +19,15 @@ use crate::recipe::schema::Warmup;
 /// Share of the steps over which the learning rate rises.
 const RISE: f64 = 0.07;
 
-/// Runs the steps of `warmup` on `learner`; `progress` sees every step with its loss and returns whether to go on.
+/// Runs the steps of `warmup` on `learner`; `progress` gets every step with its loss and returns whether to continue.
 ///
 /// # Errors
 /// If a task is not arithmetic, or training fails.
 pub fn warm_up(
     warmup: &Warmup,
     seed: u64,
-    (learner, directory): (&mut Learner, &ModelDirectory),
+    learner: &mut Learner,
+    directory: &ModelDirectory,
     tasks: &[Task],
     mut progress: impl FnMut(u64, f64, &Learner) -> Result<bool, Failure>,
 ) -> Result<(), Failure> {

@@ -1,12 +1,11 @@
-//! Notices that a run does not get on, and says who waits for whom.
+//! The watchdog: notices that a run makes no progress, and says what every role waits for.
 //!
-//! Every role has deadlines of its own, whose errors name who waited for whom. This looks at the whole: as long as any
-//! count of the run moves (steps, tokens, groups) it is silent. When nothing has moved for `deadlines.quiet_s`, it says what
-//! every role does; when nothing has moved for twice `deadlines.wait_s` and the trainer only waits, no role has kept its own
-//! deadline, and it ends the process: a thread that hangs cannot be ended alone, and a run that hangs silently
-//! is worse than one that is started again from its last checkpoint.
+//! Every role has deadlines of its own, whose errors name both sides of the wait. The watchdog covers the run as a whole. It is
+//! silent while any counter of the run changes (steps, tokens, groups). After `deadlines.quiet_s` without progress it reports
+//! the phase of every role. After twice `deadlines.wait_s`, if the trainer only waits, all deadlines have failed, and it ends
+//! the process: a hanging thread cannot be ended alone, and a restart from the last checkpoint is better than a silent hang.
 //!
-//! Invariant: it only reads, and waits for nothing longer than its own pace but the buffer's counts.
+//! Invariant: it only reads, and blocks on nothing but the counters of the buffer.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,56 +14,56 @@ use std::time::{Duration, Instant};
 
 use crate::failure::Failure;
 
-/// How often it looks.
+/// Pause between two snapshots.
 const EVERY: Duration = Duration::from_millis(250);
 
-/// What a run looks like at a moment.
+/// The state of a run at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Situation {
-    /// Counts that only move when the run gets on.
+pub(crate) struct RunSnapshot {
+    /// Counters that change only when the run makes progress.
     pub(crate) counts: Vec<u64>,
-    /// What every role does, a sentence each.
+    /// The phase of every role, a sentence each.
     pub(crate) roles: Vec<String>,
-    /// Whether somebody computes or writes something that may take as long as it takes.
-    pub(crate) works: bool,
+    /// Whether a role computes or writes, which has no deadline.
+    pub(crate) busy: bool,
 }
 
-/// How long it lets a run stand still.
+/// Limits on the time without progress.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
-    /// Until it says who waits for whom.
+pub(crate) struct StallLimits {
+    /// Until it reports the roles.
     pub(crate) quiet: Duration,
     /// Until it ends the process.
     pub(crate) hang: Duration,
 }
 
-/// The thread that looks. It ends when this is dropped.
+/// The thread of the watchdog. It ends when this is dropped.
 pub(crate) struct Watchdog {
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Watchdog {
-    /// Looks at what `look` sees, tells `say` when the run stands still, and calls `give_up` when nothing else can help.
+    /// Takes snapshots with `look`, reports a stall to `say`, and calls `give_up` when all deadlines have failed.
     ///
     /// # Errors
-    /// A system without room for a thread.
+    /// A thread that cannot be started.
     pub(crate) fn start(
-        limits: Limits,
-        look: impl Fn() -> Situation + Send + 'static,
+        limits: StallLimits,
+        look: impl Fn() -> RunSnapshot + Send + 'static,
         say: impl Fn(&str) + Send + 'static,
         give_up: impl Fn() + Send + 'static,
     ) -> Result<Self, Failure> {
         let over = Arc::new(AtomicBool::new(false));
-        let told = Arc::clone(&over);
+        let stop = Arc::clone(&over);
         let watch = move || {
-            let mut stillness = Stillness::new(limits, Instant::now());
-            while !told.load(Ordering::Relaxed) {
+            let mut detector = StallDetector::new(limits, Instant::now());
+            while !stop.load(Ordering::Relaxed) {
                 std::thread::park_timeout(EVERY);
-                match stillness.see(look(), Instant::now()) {
-                    Verdict::Fine => {}
-                    Verdict::Still(text) => say(&text),
-                    Verdict::Hangs(text) => {
+                match detector.see(look(), Instant::now()) {
+                    Finding::Progress => {}
+                    Finding::Stalled(text) => say(&text),
+                    Finding::Hung(text) => {
                         say(&text);
                         give_up();
                     }
@@ -89,48 +88,46 @@ impl Drop for Watchdog {
 }
 
 #[derive(Debug, PartialEq)]
-enum Verdict {
-    Fine,
-    Still(String),
-    Hangs(String),
+enum Finding {
+    Progress,
+    Stalled(String),
+    Hung(String),
 }
 
-/// For how long nothing has moved.
+/// Measures the time without progress.
 #[derive(Debug)]
-struct Stillness {
-    limits: Limits,
+struct StallDetector {
+    limits: StallLimits,
     counts: Vec<u64>,
     moved: Instant,
-    /// Standing still for so long is said next.
+    /// Time without progress at which the next report is due.
     next: Duration,
 }
 
-impl Stillness {
-    fn new(limits: Limits, now: Instant) -> Self {
+impl StallDetector {
+    fn new(limits: StallLimits, now: Instant) -> Self {
         Self { limits, counts: Vec::new(), moved: now, next: limits.quiet }
     }
 
-    fn see(&mut self, Situation { counts, roles, works }: Situation, now: Instant) -> Verdict {
+    fn see(&mut self, RunSnapshot { counts, roles, busy }: RunSnapshot, now: Instant) -> Finding {
         if counts != self.counts {
             (self.counts, self.moved, self.next) = (counts, now, self.limits.quiet);
-            return Verdict::Fine;
+            return Finding::Progress;
         }
         let still = now.duration_since(self.moved);
         let text = |end: &str| {
             let roles: String = roles.iter().map(|role| format!("\n  {role}")).collect();
             format!("no progress for {:.0} s{end}:{roles}", still.as_secs_f64())
         };
-        if still >= self.limits.hang && !works {
-            return Verdict::Hangs(text(
-                ", and nobody has kept a deadline; the process ends, resume the run",
-            ));
+        if still >= self.limits.hang && !busy {
+            return Finding::Hung(text(", and all deadlines have failed; the process ends, resume the run"));
         }
         if still < self.next {
-            return Verdict::Fine;
+            return Finding::Progress;
         }
-        // Not the same every quarter of a second.
+        // Reports become rarer.
         self.next = still * 2;
-        Verdict::Still(text(""))
+        Finding::Stalled(text(""))
     }
 }
 
@@ -139,31 +136,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_silent_while_anything_moves_and_then_says_what_every_role_does() {
+    fn it_is_silent_while_a_counter_changes_and_then_reports_every_role() {
         let second = Duration::from_secs(1);
         let start = Instant::now();
-        let limits = Limits { quiet: 10 * second, hang: 100 * second };
-        let mut stillness = Stillness::new(limits, start);
+        let limits = StallLimits { quiet: 10 * second, hang: 100 * second };
+        let mut detector = StallDetector::new(limits, start);
         let mut see = |counts: &[u64], seconds: u32| {
             let roles = vec!["the trainer waits for a batch".to_owned(), "rollout 0 is decoding".to_owned()];
-            stillness.see(
-                Situation { counts: counts.to_vec(), roles, works: counts[0] > 4 },
+            detector.see(
+                RunSnapshot { counts: counts.to_vec(), roles, busy: counts[0] > 4 },
                 start + seconds * second,
             )
         };
         for seconds in 0..50 {
-            assert_eq!(see(&[3, u64::from(seconds)], seconds), Verdict::Fine, "a count moves");
+            assert_eq!(see(&[3, u64::from(seconds)], seconds), Finding::Progress, "a count moves");
         }
-        assert_eq!(see(&[3, 49], 58), Verdict::Fine);
-        let Verdict::Still(text) = see(&[3, 49], 59) else { panic!("ten seconds are over") };
+        assert_eq!(see(&[3, 49], 58), Finding::Progress);
+        let Finding::Stalled(text) = see(&[3, 49], 59) else { panic!("ten seconds are over") };
         assert_eq!(text, "no progress for 10 s:\n  the trainer waits for a batch\n  rollout 0 is decoding");
-        assert_eq!(see(&[3, 49], 68), Verdict::Fine, "it was said");
-        assert!(matches!(see(&[3, 49], 69), Verdict::Still(_)), "and is said again later");
-        assert_eq!(see(&[4, 49], 148), Verdict::Fine, "it gets on");
-        assert_eq!(see(&[4, 49], 157), Verdict::Fine);
-        assert!(matches!(see(&[4, 49], 158), Verdict::Still(_)));
-        assert!(matches!(see(&[4, 49], 248), Verdict::Hangs(_)));
-        assert_eq!(see(&[5, 49], 249), Verdict::Fine);
-        assert!(matches!(see(&[5, 49], 900), Verdict::Still(_)), "who works is not ended");
+        assert_eq!(see(&[3, 49], 68), Finding::Progress, "it was reported");
+        assert!(matches!(see(&[3, 49], 69), Finding::Stalled(_)), "and is reported again later");
+        assert_eq!(see(&[4, 49], 148), Finding::Progress, "progress");
+        assert_eq!(see(&[4, 49], 157), Finding::Progress);
+        assert!(matches!(see(&[4, 49], 158), Finding::Stalled(_)));
+        assert!(matches!(see(&[4, 49], 248), Finding::Hung(_)));
+        assert_eq!(see(&[5, 49], 249), Finding::Progress);
+        assert!(matches!(see(&[5, 49], 900), Finding::Stalled(_)), "a busy run is not ended");
     }
 }

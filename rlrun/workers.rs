@@ -1,25 +1,24 @@
-//! Workers: the roles of a run as processes of their own, and what they and the run say to each other.
+//! Workers: the roles of a run as processes of their own, and the protocol between them and the run.
 //!
 //! ```text
 //! rlrun worker rollout --join URL
-//!    /v1/run/join                who I am             -> recipe, files of the model, my name
-//!    /v1/run/beat                what I do, each second -> whether I should go on
+//!    /v1/run/join                role and name          -> recipe, files of the model, name
+//!    /v1/run/beat                heartbeat, each second -> whether to stop
 //!    /v1/admissions, /v1/groups  the buffer
 //!    /v1/weights                 the weights
 //! ```
 //!
-//! - [`roster`]: who takes part, as the run sees it
-//! - [`routes`]: what the run serves to them
-//! - [`membership`]: the side of a worker; [`permissions`]: what a run may decide of it
+//! - [`registry`]: the run's registry of workers; [`api`]: its routes for them
+//! - [`membership`]: the worker's side; [`permissions`]: what a run may choose on a worker's machine
 //! - [`rollout`]: a worker that samples; [`reward`]: one that serves a reward model; [`trainer`]: a further rank
 //!
-//! Invariant: recipe and model come from the run, as data; what is read and run on the machine of a worker is what its operator
-//! has allowed. It ends when the run does, and a run does not end when a worker does.
+//! Invariant: recipe and model come from the run, as data; a worker reads and executes only what its operator has allowed. A
+//! worker ends with the run, and a run continues without a worker.
 
+pub(crate) mod api;
 pub(crate) mod membership;
 pub(crate) mod permissions;
+pub(crate) mod registry;
 pub(crate) mod reward;
 pub(crate) mod rollout;
-pub(crate) mod roster;
-pub(crate) mod routes;
 pub(crate) mod trainer;

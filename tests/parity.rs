@@ -73,7 +73,7 @@ fn synchronous_training_equals_the_reference_loop_bit_for_bit() {
     let (trained, recipe) = run(root.path(), "sync", &[]);
     let directory = ModelDirectory::open(&root.path().join("sync/model")).unwrap();
     let runtime = RewardRuntime::new(&Program::default(), &model::SharedCores::all()).unwrap();
-    let prepared = Prepared::new(&recipe, &directory, (&runtime, root.path())).unwrap();
+    let prepared = Prepared::new(&recipe, &directory, &runtime, root.path()).unwrap();
     let reference = Reference {
         directory: &directory,
         prompts: &prepared.train,

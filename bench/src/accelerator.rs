@@ -8,7 +8,7 @@ use std::time::Instant;
 use device::device::DeviceLocation;
 use device::{Device, Matrix, MatrixMut, Storage, bf16};
 use model::on_device::Dtype;
-use rlrun::args::ComputeOn;
+use rlrun::args::DeviceArgs;
 use rlrun::failure::Failure;
 use serde_json::{Value, json};
 
@@ -32,7 +32,7 @@ impl Accelerator {
     ///
     /// # Errors
     /// If it is not there; a dtype without a device.
-    pub fn open(args: &ComputeOn) -> Result<Option<Self>, Failure> {
+    pub fn open(args: &DeviceArgs) -> Result<Option<Self>, Failure> {
         let Some((place, dtype)) = args.device()? else { return Ok(None) };
         Ok(Some(Self { place, dtype, device: Device::open(place)? }))
     }

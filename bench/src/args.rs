@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
 use model::{Quantization, Recompute};
-use rlrun::args::{ComputeOn, ServeBufferArgs, at_least_one};
+use rlrun::args::{DeviceArgs, ServeBufferArgs, at_least_one};
 use trainer::optimizer::OptimizerKind;
 
 mod buffer;
@@ -88,7 +88,7 @@ pub struct GenerateBenchArgs {
     pub target: BenchModel,
     /// Where it computes.
     #[command(flatten)]
-    pub on: ComputeOn,
+    pub on: DeviceArgs,
     /// Completions sampled together
     #[arg(long, default_value_t = 64, value_parser = at_least_one)]
     pub batch: usize,
@@ -123,7 +123,7 @@ pub struct TrainBenchArgs {
     pub target: BenchModel,
     /// Where it computes.
     #[command(flatten)]
-    pub on: ComputeOn,
+    pub on: DeviceArgs,
     /// Sequences of an optimizer step
     #[arg(long, default_value_t = 256, value_parser = at_least_one)]
     pub sequences: usize,

@@ -64,7 +64,7 @@ pub fn work(
     let steps = Steps::of(&text, staleness)?;
     let directory = recipe.open_model(run_dir.path())?;
     let runtime = RewardRuntime::new(program, cores)?;
-    let prepared = Prepared::new(&recipe, &directory, (&runtime, run_dir.path()))?;
+    let prepared = Prepared::new(&recipe, &directory, &runtime, run_dir.path())?;
     Ok(result(&recipe, &steps, &directory, &prepared))
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use device::Device;
 use device::device::DeviceLocation;
 use model::SharedCores;
-use rlrun::chart::{Chart, Mark, Scale, Series};
+use rlrun::chart::{Chart, Scale, Series, SeriesStyle};
 use rlrun::failure::Failure;
 use rlrun::memory::PeakMemory;
 use rlrun::program::Program;
@@ -86,7 +86,7 @@ impl<'a> Bench<'a> {
             }
         }
         let Some(file) = &args.plot else { return Ok(()) };
-        let series = Series { name: String::new(), points: curve, mark: Mark::Measured, color: 0 };
+        let series = Series { name: String::new(), points: curve, mark: SeriesStyle::Measured, color: 0 };
         let chart = Chart {
             x_words: "sequences decoded together",
             y_words: "milliseconds per token",

@@ -33,7 +33,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use model::{Config, Decoder, Layout, ModelDirectory, Parameters, Quantization, SharedCores, Sizes};
-use rlrun::args::ComputeOn;
+use rlrun::args::DeviceArgs;
 use rlrun::failure::Failure;
 use serde_json::{Map, Value};
 use trajectory::PolicyVersion;
@@ -256,7 +256,7 @@ impl Bench<'_> {
         let (batch, new) = (64, 64);
         let output = BenchOutput { threads: None, json: false };
         let generate = GenerateBenchArgs {
-            on: ComputeOn::default(),
+            on: DeviceArgs::default(),
             target: BenchModel { model: path, output },
             batch,
             group: 8,

@@ -9,7 +9,7 @@ use crate::failure::Failure;
 
 /// Where a command computes.
 #[derive(Clone, Copy, Debug, Default, Args)]
-pub struct ComputeOn {
+pub struct DeviceArgs {
     /// Compute on a device, such as cuda or cuda:1, instead of the processor
     #[arg(long, value_parser = str::parse::<DeviceLocation>)]
     pub device: Option<DeviceLocation>,
@@ -18,7 +18,7 @@ pub struct ComputeOn {
     pub dtype: Option<Dtype>,
 }
 
-impl ComputeOn {
+impl DeviceArgs {
     /// The device and what is stored in there; `None` for the processor.
     ///
     /// # Errors

@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 
 /// What to do with rewards.
 #[derive(Debug, Subcommand)]
-pub enum RewardWhat {
+pub enum RewardCommand {
     /// Grade cases from standard input, one JSON object a line, with one kind of reward
     Grade(GradeArgs),
     /// Try the rewards of a recipe on rows of its data: with the reference answer, and with a wrong one

@@ -12,7 +12,7 @@ use crate::recipe::words::SampleOrder;
 
 /// What `rlrun serve` serves.
 #[derive(Debug, Subcommand)]
-pub enum ServeWhat {
+pub enum ServeCommand {
     /// A buffer of groups over HTTP, for samplers and trainers in other processes
     Buffer(Box<ServeBufferArgs>),
     /// A reward model over HTTP, for `kind = "model"` with a `url`, and for OpenRLHF's clients

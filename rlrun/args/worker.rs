@@ -10,7 +10,7 @@ use crate::recipe::words::Device;
 
 /// What a worker does for a run.
 #[derive(Debug, Subcommand)]
-pub enum WorkerWhat {
+pub enum WorkerCommand {
     /// Sample for a run; any number may join and leave while it goes on
     Rollout(RolloutArgs),
     /// Be a further rank of a run's trainer (`trainer.ranks = "processes"`)

@@ -1,6 +1,6 @@
 //! A chart in plain ASCII. Invariant: every line is as wide as the terminal of a slow connection, 80 characters, or less.
 
-use super::{Axis, Chart, Mark, number};
+use super::{Axis, Chart, SeriesStyle, number};
 
 /// Columns and rows of the field.
 const FIELD: (usize, usize) = (64, 16);
@@ -15,12 +15,13 @@ impl Chart<'_> {
         let (columns, rows) = FIELD;
         let (xs, ys) = self.axes();
         let mut field = vec![vec![' '; columns]; rows];
-        let lines_first = |line: bool| self.series.iter().filter(move |s| (s.mark == Mark::Line) == line);
+        let lines_first =
+            |line: bool| self.series.iter().filter(move |s| (s.mark == SeriesStyle::Line) == line);
         for series in lines_first(true).chain(lines_first(false)) {
             let sign = match series.mark {
-                Mark::Line => '.',
-                Mark::Rings => 'x',
-                Mark::Dots | Mark::Measured => 'o',
+                SeriesStyle::Line => '.',
+                SeriesStyle::Rings => 'x',
+                SeriesStyle::Dots | SeriesStyle::Measured => 'o',
             };
             for (x, y) in self.shown(series) {
                 let row = rows - 1 - cell(ys, *y, rows);
@@ -66,9 +67,9 @@ mod tests {
             y_words: "accuracy",
             y_scale: Scale::Linear,
             series: vec![
-                series(vec![(1.0, 0.0), (10.0, 0.5)], Mark::Dots),
-                series(vec![(100.0, 1.0)], Mark::Rings),
-                series(line, Mark::Line),
+                series(vec![(1.0, 0.0), (10.0, 0.5)], SeriesStyle::Dots),
+                series(vec![(100.0, 1.0)], SeriesStyle::Rings),
+                series(line, SeriesStyle::Line),
             ],
         };
         let text = chart.text();

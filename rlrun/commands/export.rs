@@ -6,7 +6,8 @@ use std::path::Path;
 
 use model::ModelDirectory;
 
-use super::{load, model_of};
+use super::checkpoint_paths::model_of;
+use super::load;
 use crate::args::ExportArgs;
 use crate::failure::Failure;
 use crate::program::Program;

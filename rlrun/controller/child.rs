@@ -54,19 +54,19 @@ pub(super) struct Child {
 struct Process(std::process::Child);
 
 /// How a process ended.
-pub(super) struct Ended {
+pub(super) struct ExitReason {
     status: ExitStatus,
     why: Option<String>,
 }
 
-impl Ended {
+impl ExitReason {
     /// Its exit status; `None` if a signal ended it.
     pub(super) fn code(&self) -> Option<i32> {
         self.status.code()
     }
 }
 
-impl fmt::Display for Ended {
+impl fmt::Display for ExitReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (&self.why, self.status.code(), self.status.signal()) {
             (Some(why), ..) => write!(f, "{why} and was killed"),
@@ -131,9 +131,9 @@ impl Child {
     }
 
     /// How it ended, if it has.
-    pub(super) fn ended(&mut self) -> Result<Option<Ended>, Failure> {
+    pub(super) fn ended(&mut self) -> Result<Option<ExitReason>, Failure> {
         let status = self.process.0.try_wait().map_err(system(&format!("look after {}", self.name)))?;
-        Ok(status.map(|status| Ended { status, why: self.why.take() }))
+        Ok(status.map(|status| ExitReason { status, why: self.why.take() }))
     }
 
     /// Counts that it is started again; how often that was within `window`.

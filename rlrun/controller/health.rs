@@ -14,9 +14,9 @@ use buffer::http::{Client, ClientConfig};
 use super::child::Child;
 use super::system;
 use crate::failure::Failure;
+use crate::workers::api::ProcessEnded;
 use crate::workers::membership::token;
-use crate::workers::roster::Member;
-use crate::workers::routes::Ended;
+use crate::workers::registry::WorkerStatus;
 
 /// How often it asks.
 const EVERY: Duration = Duration::from_millis(250);
@@ -25,13 +25,13 @@ const ANSWER: Duration = Duration::from_secs(5);
 
 /// See the module.
 pub(super) struct Health {
-    known: Arc<Mutex<Known>>,
+    known: Arc<Mutex<HealthState>>,
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Default)]
-struct Known {
+struct HealthState {
     /// When the last answer came, of the lead that there is now.
     answered: Option<Instant>,
     /// When its first came.
@@ -40,9 +40,9 @@ struct Known {
     ever: bool,
     /// Counts leads: what was asked of the one before says nothing.
     lead: u64,
-    members: Vec<Member>,
+    members: Vec<WorkerStatus>,
     /// Processes that have ended, of which the run has not heard.
-    ended: Vec<Ended>,
+    ended: Vec<ProcessEnded>,
 }
 
 impl Health {
@@ -51,7 +51,7 @@ impl Health {
         let patience = Duration::ZERO;
         let roots = roots.map(Path::to_path_buf);
         let client = Client::new(ClientConfig { token, patience, roots, ..ClientConfig::new(url) })?;
-        let (known, over) = (Arc::new(Mutex::new(Known::default())), Arc::new(AtomicBool::new(false)));
+        let (known, over) = (Arc::new(Mutex::new(HealthState::default())), Arc::new(AtomicBool::new(false)));
         let (theirs, told) = (Arc::clone(&known), Arc::clone(&over));
         let ask = move || {
             while !told.load(Ordering::Relaxed) {
@@ -61,7 +61,7 @@ impl Health {
                     let _ = client.ask_once::<()>("/v1/run/ended", &ended, ANSWER);
                 }
                 let (asked, lead) = (Instant::now(), lock(&theirs).lead);
-                if let Ok(members) = client.ask_once::<Vec<Member>>("/v1/run/workers", &(), ANSWER) {
+                if let Ok(members) = client.ask_once::<Vec<WorkerStatus>>("/v1/run/workers", &(), ANSWER) {
                     let mut known = lock(&theirs);
                     if known.lead == lead {
                         (known.answered, known.ever, known.members) = (Some(asked), true, members);
@@ -105,7 +105,7 @@ impl Health {
     /// Tells the run that the process of a worker has ended.
     pub(super) fn ended(&self, worker: &Child) {
         let (name, pid, instance) = (worker.name().to_owned(), worker.pid(), worker.instance());
-        lock(&self.known).ended.push(Ended { name, pid, instance });
+        lock(&self.known).ended.push(ProcessEnded { name, pid, instance });
         self.thread.iter().for_each(|thread| thread.thread().unpark());
     }
 
@@ -115,14 +115,14 @@ impl Health {
     }
 
     /// What is known of a worker's process, and when that was asked.
-    pub(super) fn member(&self, name: &str, pid: u32) -> Option<(Member, Instant)> {
+    pub(super) fn member(&self, name: &str, pid: u32) -> Option<(WorkerStatus, Instant)> {
         let known = lock(&self.known);
         let member = known.members.iter().find(|member| member.name == name && member.pid == pid)?;
         Some((member.clone(), known.answered?))
     }
 }
 
-fn lock(known: &Mutex<Known>) -> MutexGuard<'_, Known> {
+fn lock(known: &Mutex<HealthState>) -> MutexGuard<'_, HealthState> {
     known.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::curve::Curve;
 use super::sigmoid::{Margin, Point};
 use super::{Ceiling, Common, Fitted, MORE, Plan};
-use crate::chart::{Chart, Mark, Scale, Series, number};
+use crate::chart::{Chart, Scale, Series, SeriesStyle, number};
 
 /// Share of the gain that a margin which only the ceiling ends may be wide without a warning.
 const OPEN: f64 = 0.1;
@@ -182,8 +182,8 @@ fn series(fitted: &Fitted, name: &str, color: usize) -> Vec<Series> {
     let line = xs.map(|x| (x, fitted.fit.curve.at(x))).collect();
     let one = |name: &str, points, mark| Series { name: name.to_owned(), points, mark, color };
     vec![
-        one(name, line, Mark::Line),
-        one("", place(&points), Mark::Dots),
-        one("", place(&fitted.measured.held_out), Mark::Rings),
+        one(name, line, SeriesStyle::Line),
+        one("", place(&points), SeriesStyle::Dots),
+        one("", place(&fitted.measured.held_out), SeriesStyle::Rings),
     ]
 }

@@ -1,31 +1,31 @@
-//! What the buffer of a run does when the run goes on from an older checkpoint than its last.
+//! Rewinds the buffer when a run resumes from an older checkpoint than its last.
 //!
-//! Invariant: a step that is done again never trains on a group whose versions are made anew, and what is gone is
-//! counted aloud.
+//! Invariant: a step that is repeated never trains on a group of a version that is repeated too, and lost groups are counted
+//! in the report.
 
-use std::sync::Arc;
-
-use buffer::{Buffer, Consumer, Rewound};
+use buffer::Rewound;
 use serde_json::json;
 use trainer::trainer::CONSUMER;
-use trajectory::PolicyVersion;
 
 use super::Run;
+use super::start::StartingState;
 use crate::failure::Failure;
 use crate::observe::Observer;
+use crate::run_buffer::RunBuffer;
 
 impl Run<'_> {
-    /// Takes the run's buffer back to `version`. Its own finds out by itself whether that is needed; of one that is
-    /// served elsewhere only `went_back` says so.
+    /// Rewinds the buffer to the version of `start`. The run's own buffer knows whether that is needed; a buffer that is
+    /// served elsewhere is rewound if newer checkpoints were set aside.
     pub(super) fn rewind(
         &self,
-        (own, consumer): (Option<&Arc<Buffer>>, &Arc<dyn Consumer>),
-        (version, went_back): (PolicyVersion, bool),
+        buffer: &RunBuffer,
+        start: &StartingState,
         observer: &mut Observer<'_>,
     ) -> Result<(), Failure> {
-        let Some(own) = own else {
-            if went_back {
-                consumer.set_version(version, true)?;
+        let version = start.state.version;
+        let Some(own) = &buffer.own else {
+            if start.went_back {
+                buffer.consumer.set_version(version, true)?;
                 self.report.note(&format!(
                     "the buffer is served elsewhere: it went back to version {version}, and keeps what later versions \
                      sampled"

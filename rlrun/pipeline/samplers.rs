@@ -1,6 +1,6 @@
-//! Who samples for a run: a thread of this process, processes that have joined, or both.
+//! The samplers of a run: a thread of this process, rollout workers, or both.
 //!
-//! Invariant: what they did is counted as one; the run does not learn where it was done.
+//! Invariant: their counts are added up; the run does not depend on where they run.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,31 +12,31 @@ use buffer::Producer;
 use rollout::{Progress, RolloutError, Worker};
 
 use crate::failure::Failure;
-use crate::workers::roster::Roster;
+use crate::workers::registry::WorkerRegistry;
 
-/// How long workers may take to leave a run that has ended. Those that stay find nobody, and end by themselves.
+/// Time for workers to leave a run that has ended. Later their requests fail, and they end.
 const LEAVING: Duration = Duration::from_secs(10);
 
 /// All samplers of a run.
 pub(super) struct Samplers {
-    /// That of this process.
-    pub(super) inside: Option<SamplerThread>,
-    /// Those of others.
-    pub(super) roster: Arc<Roster>,
-    /// The rewards of this process' sampler.
+    /// The sampler of this process.
+    pub(super) local: Option<SamplerThread>,
+    /// Rollout workers, among other workers.
+    pub(super) registry: Arc<WorkerRegistry>,
+    /// The rewards of the local sampler.
     pub(super) rewards: Option<Arc<RewardSet>>,
 }
 
 impl Samplers {
-    /// What they have done together.
+    /// Counts of all samplers.
     pub(super) fn progress(&self) -> Progress {
-        self.roster.progress(self.inside.as_ref().map(SamplerThread::progress))
+        self.registry.progress(self.local.as_ref().map(SamplerThread::progress))
     }
 
-    /// What their rewards had to do since this was asked last.
+    /// Counts of their rewards since the last call.
     pub(super) fn take_loads(&self) -> Vec<(String, LoadCounts)> {
         let mut loads = self.rewards.as_deref().map(RewardSet::take_loads).unwrap_or_default();
-        for (name, counts) in self.roster.take_loads() {
+        for (name, counts) in self.registry.take_loads() {
             match loads.iter_mut().find(|(known, _)| *known == name) {
                 Some((_, load)) => load.add(counts),
                 None => loads.push((name, counts)),
@@ -45,17 +45,17 @@ impl Samplers {
         loads
     }
 
-    /// Waits until that of this process has ended, which it has been told.
+    /// Waits for the end of the local sampler, after its stop flag was set.
     ///
     /// # Errors
-    /// What ended it.
+    /// The error that ended it.
     pub(super) fn join(&mut self) -> Result<(), Failure> {
-        self.inside.take().map_or(Ok(()), SamplerThread::join)
+        self.local.take().map_or(Ok(()), SamplerThread::join)
     }
 
-    /// Tells the others that the run is over, and waits until they have left.
-    pub(super) fn part(self) {
-        self.roster.stop(LEAVING);
+    /// Tells the workers that the run is over, and waits until they have left.
+    pub(super) fn stop_workers(self) {
+        self.registry.stop(LEAVING);
     }
 }
 

@@ -1,7 +1,6 @@
-//! What a run starts from: its last checkpoint, or the model of the recipe, warmed up.
+//! The state that training starts from: the last checkpoint, or the model of the recipe after its warm-up.
 //!
-//! Invariant: what the training steps start from is saved before the first of them. A checkpoint that is newer than the
-//! one that a run goes on from does not keep its name.
+//! Invariant: this state is saved before the first training step. Checkpoints newer than the resumed one are renamed.
 
 use std::sync::Arc;
 
@@ -15,14 +14,14 @@ use trainer::{Checkpoint, Learner, LearnerConfig, TrainerError, TrainerState};
 use trajectory::PolicyVersion;
 
 use super::Run;
-use crate::auxiliary_models::learner;
+use crate::auxiliary_models::{LearnerStates, learner};
 use crate::evaluation::{Evaluated, Which};
 use crate::failure::Failure;
 use crate::observe::Observer;
 use crate::prepare::Prepared;
 use crate::recipe::schema::Warmup;
-use crate::stage::Doing;
 use crate::supervised;
+use crate::trainer_progress::TrainerPhase;
 use crate::warmup::warm_up;
 
 /// Decay of the second moment in the warm-up.
@@ -32,32 +31,35 @@ const WARMUP_LOOK_UP: u64 = 50;
 /// A checkpoint that cannot be used, and why.
 type Damage = (PolicyVersion, String);
 
-/// What training starts from.
-pub(super) struct Start {
+/// The state that training starts from.
+pub(super) struct StartingState {
     pub(super) learner: Learner,
     pub(super) directory: Arc<ModelDirectory>,
     pub(super) prepared: Prepared,
     pub(super) state: TrainerState,
-    /// Answers before the first step; `None` for a run that goes on after another.
+    /// The evaluation before the first step; `None` after a resume.
     pub(super) evaluation: Option<Evaluated>,
-    /// Whether there were newer checkpoints than the one that it goes on from.
+    /// Whether newer checkpoints than the resumed one were set aside.
     pub(super) went_back: bool,
 }
 
 impl Run<'_> {
     /// The last checkpoint, or the model of the recipe, warmed up if the recipe says so. `None` if it was stopped.
-    pub(super) fn starting_point(&self, observer: &mut Observer<'_>) -> Result<Option<Start>, Failure> {
+    pub(super) fn starting_state(
+        &self,
+        observer: &mut Observer<'_>,
+    ) -> Result<Option<StartingState>, Failure> {
         if let Some(resumed) = self.resumed(observer)? {
             return Ok(Some(resumed));
         }
         let recipe = self.recipe;
-        self.stage.enter(Doing::Opening);
+        self.progress.enter(TrainerPhase::Opening);
         let checkpoints = self.run_dir.checkpoints();
         let mut directory = recipe.open_model(self.run_dir.path())?;
         let prepared = self.prepared(&directory)?;
         prepared.announce(recipe, &self.report, &directory);
         let mut parameters = directory.load_parameters()?;
-        // What is wrong with an adapter shows before the warm-up, not after it.
+        // An adapter that does not fit is refused before the warm-up.
         recipe.adapter(&parameters)?;
         if let Some(warmup) = &recipe.warmup {
             let Some(warm) = self.warmed_up(warmup, &prepared, &directory, parameters)? else {
@@ -85,11 +87,18 @@ impl Run<'_> {
             trainer::checkpoint::save(&checkpoints, &contents, recipe.retention())?;
         }
         let evaluation = self.evaluate(&prepared, &learner, &directory)?;
-        Ok(self.unless_stopped(Start { learner, directory, prepared, state, evaluation, went_back: false }))
+        Ok(self.unless_stopped(StartingState {
+            learner,
+            directory,
+            prepared,
+            state,
+            evaluation,
+            went_back: false,
+        }))
     }
 
-    /// What the checkpoint of [`Run::from`] holds, or the newest that is whole; `None` if there is no checkpoint.
-    fn resumed(&self, observer: &mut Observer<'_>) -> Result<Option<Start>, Failure> {
+    /// The state in the checkpoint of [`Run::from`], or in the newest undamaged one; `None` if there is no checkpoint.
+    fn resumed(&self, observer: &mut Observer<'_>) -> Result<Option<StartingState>, Failure> {
         let Some((checkpoint, damage)) = self.checkpoint()? else { return Ok(None) };
         let Checkpoint { directory, parameters, adapter, optimizer, state, integrity } = checkpoint;
         let (checkpoints, version) = (self.run_dir.checkpoints(), state.version);
@@ -97,7 +106,7 @@ impl Run<'_> {
         let directory = Arc::new(directory);
         let prepared = self.prepared(&directory)?;
         let learner = self.learner(&directory, parameters, adapter, Some(optimizer))?;
-        // Nothing that the user can mend stands in the way any more.
+        // From here on only errors remain that no change of the recipe can mend.
         for (damaged, reason) in &damage {
             self.report.note(&format!("the checkpoint of step {} cannot be used: {reason}", damaged.0));
             observer.event("checkpoint_damaged", &json!({ "version": damaged, "reason": reason }))?;
@@ -109,7 +118,7 @@ impl Run<'_> {
             observer
                 .event("checkpoint_set_aside", &json!({ "version": later, "place": place.to_string() }))?;
         }
-        self.stage.reach(version);
+        self.progress.reach(version);
         self.report.note(&format!("resumed after step {} from {}", version.0, path.display()));
         if integrity == CheckpointIntegrity::Undigested {
             self.report
@@ -119,10 +128,10 @@ impl Run<'_> {
         let first = version == PolicyVersion::default();
         let evaluation = if first { self.evaluate(&prepared, &learner, &directory)? } else { None };
         let went_back = !aside.is_empty();
-        Ok(self.unless_stopped(Start { learner, directory, prepared, state, evaluation, went_back }))
+        Ok(self.unless_stopped(StartingState { learner, directory, prepared, state, evaluation, went_back }))
     }
 
-    /// The checkpoint of [`Run::from`], or the newest that is whole, with newer ones that are not and why.
+    /// The checkpoint of [`Run::from`], or the newest undamaged one, and the damaged ones that are newer.
     fn checkpoint(&self) -> Result<Option<(Checkpoint, Vec<Damage>)>, Failure> {
         let checkpoints = self.run_dir.checkpoints();
         let (optimizer, lora) = (self.recipe.optimizer(), self.recipe.lora());
@@ -151,8 +160,8 @@ impl Run<'_> {
         Err(Failure::NotThere(format!("no checkpoint in {place} can be resumed from:{reasons}")))
     }
 
-    /// The start, if nothing has asked to stop before the first step; what it evaluated is measured again later.
-    fn unless_stopped(&self, start: Start) -> Option<Start> {
+    /// `start`, unless the run was asked to stop; a later resume repeats the evaluation.
+    fn unless_stopped(&self, start: StartingState) -> Option<StartingState> {
         if !self.signals.stop_requested() {
             return Some(start);
         }
@@ -162,14 +171,14 @@ impl Run<'_> {
     }
 
     fn prepared(&self, directory: &ModelDirectory) -> Result<Prepared, Failure> {
-        // Set once: a run has one policy.
+        // Set once.
         let _ = self.limits.set(self.recipe.group_limits(directory.config()));
-        let prepared = Prepared::new(self.recipe, directory, (&self.runtime, &self.run_dir.logs()))?;
+        let prepared = Prepared::new(self.recipe, directory, &self.runtime, &self.run_dir.logs())?;
         let prepared = match &self.rewards {
             Some(rewards) => Prepared { rewards: Some(Arc::clone(rewards)), ..prepared },
             None => prepared,
         };
-        self.stage.meet(prepared.rewards.clone());
+        self.progress.set_rewards(prepared.rewards.clone());
         Ok(prepared)
     }
 
@@ -182,7 +191,8 @@ impl Run<'_> {
         optimizer: Option<Optimizer>,
     ) -> Result<Learner, Failure> {
         let (config, model) = (self.recipe.learner(), directory.config().clone());
-        let learner = learner(self.leader.as_ref(), config, model, (parameters, adapter, optimizer))?;
+        let learner =
+            learner(self.leader.as_ref(), config, model, LearnerStates { parameters, adapter, optimizer })?;
         match learner.meets_on_devices() {
             Some(true) => self.report.note("ranks exchange from device to device"),
             Some(false) => self.report.note("ranks exchange through the host"),
@@ -199,7 +209,7 @@ impl Run<'_> {
         directory: &ModelDirectory,
         parameters: Parameters,
     ) -> Result<Option<Parameters>, Failure> {
-        // AdamW on all weights, whatever the training steps do; only how it keeps its moments is the recipe's.
+        // AdamW on all weights, whatever the optimizer of the training steps; only the format of its moments is the recipe's.
         let kind = match self.recipe.trainer.optimizer {
             OptimizerKind::Adamw8bit => OptimizerKind::Adamw8bit,
             OptimizerKind::Adamw | OptimizerKind::Muon | OptimizerKind::Dion => OptimizerKind::Adamw,
@@ -207,19 +217,20 @@ impl Run<'_> {
         let optimizer = OptimizerConfig::standard(kind, WARMUP_BETA2);
         let config = LearnerConfig { optimizer, ..self.recipe.learner() };
         let model = directory.config().clone();
-        let mut learner = learner(self.leader.as_ref(), config, model, (parameters, None, None))?
+        let states = LearnerStates { parameters, adapter: None, optimizer: None };
+        let mut learner = learner(self.leader.as_ref(), config, model, states)?
             .on(Arc::new(self.recipe.trainer_pool(&self.cores)));
         let phase = self.report.phase("warm-up", warmup.steps as u64);
-        self.stage.enter(Doing::WarmUp);
+        self.progress.enter(TrainerPhase::WarmUp);
         let mut last_loss = 0.0;
         let tasks = prepared.train_tasks();
-        warm_up(warmup, self.recipe.seed, (&mut learner, directory), &tasks, |step, loss, learner| {
+        warm_up(warmup, self.recipe.seed, &mut learner, directory, &tasks, |step, loss, learner| {
             last_loss = loss;
-            self.stage.enter(Doing::WarmUp);
+            self.progress.enter(TrainerPhase::WarmUp);
             phase.set(step, &format!("loss {loss:.3}"));
             if let Some(wanted) = warmup.stop_accuracy
                 && step.is_multiple_of(WARMUP_LOOK_UP)
-                && let Some(evaluation) = self.look(Which::First, prepared, learner, directory)?
+                && let Some(evaluation) = self.evaluate_sets(Which::First, prepared, learner, directory)?
                 && evaluation.accuracy().is_some_and(|(_, accuracy)| accuracy >= wanted)
             {
                 return Ok(false);

@@ -1,7 +1,6 @@
-//! A run without sampling: steps on demonstrations or pairs, evaluations and checkpoints where they are due.
+//! Supervised training: steps on demonstrations or pairs, with evaluations and checkpoints where they are due.
 //!
-//! Invariant: it starts and ends as any other run; between two steps it can be stopped, and goes on from its last
-//! checkpoint.
+//! Invariant: it can be stopped between two steps, and resumes from its last checkpoint.
 
 use std::time::Instant;
 
@@ -9,28 +8,30 @@ use model::ModelDirectory;
 use trainer::Learner;
 use trainer::checkpoint::{CheckpointContents, CheckpointWriter, NetworkState};
 
-use super::{Run, Start, Trained};
+use super::start::StartingState;
+use super::{Run, TrainingResult};
 use crate::evaluation::Evaluated;
 use crate::failure::Failure;
 use crate::metrics::Metrics;
 use crate::observe::Observer;
 use crate::prepare::Prepared;
 use crate::recipe::schema::Supervised;
-use crate::stage::Doing;
-use crate::supervised::Lessons;
+use crate::supervised::SupervisedTraining;
+use crate::trainer_progress::TrainerPhase;
 
 impl Run<'_> {
-    /// Trains without sampling until all steps are done or somebody stops.
+    /// Trains without sampling until all steps are done or the run is stopped.
     pub(super) fn supervise(
         &self,
         config: &Supervised,
-        start: Start,
+        start: StartingState,
         observer: &mut Observer<'_>,
-    ) -> Result<Trained, Failure> {
-        let Start { mut learner, directory, prepared, mut state, .. } = start;
-        let starting = self.beside(&learner, (&directory, &prepared), &state);
+    ) -> Result<TrainingResult, Failure> {
+        let reference = self.auxiliary(&start).reference()?;
+        let StartingState { mut learner, directory, prepared, mut state, .. } = start;
         let files = ModelDirectory::open(directory.path())?;
-        let lessons = Lessons::new(self.recipe, config, (files, &prepared), starting.reference()?)?;
+        let training = SupervisedTraining::new(self.recipe, config, files, reference);
+        training.check(&prepared)?;
         let (began, earlier) = (Instant::now(), state.time_s);
         let (steps, every) = (self.recipe.trainer.steps, self.recipe.checkpoint.interval);
         let phase = self.report.phase("training", steps);
@@ -38,10 +39,10 @@ impl Run<'_> {
         let mut writer = CheckpointWriter::new(self.recipe.checkpoints(self.run_dir.checkpoints()));
         while state.version.0 < steps && !self.signals.stop_requested() {
             let clock = Instant::now();
-            self.stage.enter(Doing::Step);
-            let (mut metrics, tokens) = lessons.step(state.version.0, &mut learner, &prepared.train)?;
+            self.progress.enter(TrainerPhase::Step);
+            let (mut metrics, tokens) = training.step(state.version.0, &mut learner, &prepared.train)?;
             state.version = state.version.next();
-            self.stage.reach(state.version);
+            self.progress.reach(state.version);
             state.updates = learner.updates();
             state.trained_tokens += tokens;
             state.time_s = earlier + began.elapsed().as_secs_f64();
@@ -51,10 +52,10 @@ impl Run<'_> {
             metrics.set("trainer/tokens_per_s", tokens as f64 / seconds.max(f64::MIN_POSITIVE));
             let (version, interval) = (state.version.0, self.recipe.eval.interval);
             if version == steps || (interval > 0 && version.is_multiple_of(interval)) {
-                last = self.examine(&lessons, &prepared, &learner, &directory, &mut metrics)?;
+                last = self.examine(&training, &prepared, &learner, &directory, &mut metrics)?;
                 last.iter().for_each(|evaluation| observer.failures_of(evaluation));
             }
-            self.stage.enter(Doing::Writing);
+            self.progress.enter(TrainerPhase::Writing);
             observer.record(&metrics)?;
             phase.set(version, "");
             if every > 0 && version.is_multiple_of(every) {
@@ -62,7 +63,7 @@ impl Run<'_> {
                 let policy = NetworkState::of(&directory, &learner)?;
                 writer.save(CheckpointContents { policy, critic: None, state: &state })?;
             }
-            // Nobody waits for it, but an error ends the run.
+            // An error of an earlier checkpoint ends the run.
             writer.take_durable()?;
         }
         observer.sync()?;
@@ -74,25 +75,25 @@ impl Run<'_> {
             last.iter().try_for_each(|evaluation| observer.late(version, state.time_s, evaluation))?;
         }
         let cut_short = last.is_none() && self.is_cut_short(&prepared);
-        Ok(Trained { version: state.version, time_s: state.time_s, evaluation: last, cut_short })
+        Ok(TrainingResult { version: state.version, time_s: state.time_s, evaluation: last, cut_short })
     }
 
-    /// Measures on held-out tasks: answers of a policy, and how well pairs are told apart.
+    /// Measures on held-out tasks: the accuracy on pairs, the loss on demonstrations, and the answers of a policy.
     fn examine(
         &self,
-        lessons: &Lessons<'_>,
+        training: &SupervisedTraining<'_>,
         prepared: &Prepared,
         learner: &Learner,
         directory: &ModelDirectory,
         metrics: &mut Metrics,
     ) -> Result<Option<Evaluated>, Failure> {
         if let Some(tasks) = &prepared.eval
-            && let Some(accuracy) = lessons.pair_accuracy(learner, tasks)?
+            && let Some(accuracy) = training.pair_accuracy(learner, tasks)?
         {
             metrics.set("eval/pair_accuracy", accuracy);
         }
         if let Some(tasks) = &prepared.eval
-            && let Some(loss) = lessons.loss(learner, tasks)?
+            && let Some(loss) = training.loss(learner, tasks)?
         {
             metrics.set("eval/loss", loss);
         }

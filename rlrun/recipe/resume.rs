@@ -80,7 +80,8 @@ impl Recipe {
     pub fn resume(
         resolved: &Path,
         sets: &[String],
-        (program, resume): (&Program, usize),
+        program: &Program,
+        resume: usize,
     ) -> Result<Resumption, Vec<Diagnostic>> {
         let registry = program.registry();
         let stem = resolved.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();

@@ -1,8 +1,7 @@
-//! The side of a worker: it joins a run, says each second what it does, and hears when to end.
+//! The worker's side of the protocol: it joins a run, sends a heartbeat each second, and learns when to end.
 //!
-//! Invariant: a worker that cannot reach its run for as long as it is patient ends, and says that it can be started again
-//! (exit status 75). One that the run does not know any more goes on: the run was started again and hears of it by its
-//! next word.
+//! Invariant: a worker that cannot reach its run for its `--patience` ends with exit status 75: start it again. A worker that
+//! the run does not know continues: the run was started again, and the next heartbeat registers the worker.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,42 +15,42 @@ use ::rollout::Progress;
 use buffer::BufferError;
 use buffer::http::{Client, ClientConfig};
 
+use super::api::{JoinReply, JoinRequest, MODEL_FILES, PROTOCOL, WorkerAssignment};
 use super::permissions::Permissions;
-use super::roster::{Beat, Orders, Role};
-use super::routes::{Answer, DESCRIBING, Join, Joined, PROTOCOL};
+use super::registry::{Heartbeat, HeartbeatReply, Role};
 use crate::args::JoinArgs;
 use crate::failure::Failure;
 use crate::recipe::schema::RawRecipe;
 
-/// How often a worker says what it does.
+/// Pause between two heartbeats.
 const EVERY: Duration = Duration::from_secs(1);
-/// How often it looks whether it should end meanwhile.
+/// Pause between two looks at the stop flag.
 const LOOK_UP: Duration = Duration::from_millis(50);
-/// Longest time for one word; the next one says the same.
+/// Timeout of a heartbeat; the next one carries the same counters.
 const ANSWER: Duration = Duration::from_secs(5);
 /// Longest name of a worker, bytes.
 const MAX_NAME: usize = 512;
-/// How soon others do what a worker began that is gone.
+/// Lifetime of a lease whose worker is lost.
 const HOLD: Duration = Duration::from_secs(15);
 
-/// What a worker says of itself when it is asked.
-pub(crate) trait Account: Send + 'static {
-    /// What it does just now, as the rest of a sentence.
+/// What a heartbeat reports of a worker.
+pub(crate) trait WorkerReport: Send + 'static {
+    /// Its phase, as the rest of a sentence.
     fn doing(&self) -> String;
-    /// What it has done, if it samples.
+    /// Its counters, if it samples.
     fn progress(&self) -> Option<Progress>;
-    /// What its rewards had to do since this was asked last.
+    /// The counters of its rewards since the last call.
     fn take_loads(&self) -> Vec<(String, LoadCounts)>;
-    /// The reward that it serves, and where.
+    /// The reward that it serves, and the server's address.
     fn serves(&self) -> Option<(String, ModelServer)>;
 }
 
-/// A place in a run.
+/// A worker's membership in a run.
 pub(crate) struct Membership {
     client: Arc<Client>,
     token: Option<String>,
-    /// What the run says.
-    pub(crate) joined: Joined,
+    /// The answer of the run.
+    pub(crate) joined: WorkerAssignment,
     role: Role,
     lost: Arc<Mutex<Option<BufferError>>>,
     over: Arc<AtomicBool>,
@@ -59,7 +58,7 @@ pub(crate) struct Membership {
     patience: Duration,
 }
 
-/// How to reach a run.
+/// The client for a run's routes.
 pub(crate) fn client_config(args: &JoinArgs) -> Result<ClientConfig, Failure> {
     let token = args.token_file.as_deref().map(|file| token(file, "writer")).transpose()?;
     let patience = Duration::from_secs_f64(args.patience);
@@ -85,39 +84,39 @@ pub(crate) fn token(file: &Path, role: &str) -> Result<String, Failure> {
     })
 }
 
-/// What processes of a run prove to each other that they know, made of its token for one `purpose`. Without a token anybody
-/// on this machine may come.
+/// A shared secret of the processes of a run, derived from its token for one `purpose`. Without a token every process of this
+/// machine may connect.
 pub(crate) fn derived(token: Option<&str>, purpose: &str) -> Option<String> {
     token.map(|token| blake3::Hash::from(blake3::derive_key(purpose, token.as_bytes())).to_string())
 }
 
 impl Membership {
-    /// Joins the run, as soon as it can be reached and is ready; `None` if `stop` is set before.
+    /// Joins the run once it can be reached and is ready; `None` if `stop` is set before.
     ///
     /// # Errors
-    /// A run that cannot be reached in time, or does not want this worker.
+    /// A run that cannot be reached in time, or refuses this worker.
     pub(crate) fn join(role: Role, args: &JoinArgs, stop: &Arc<AtomicBool>) -> Result<Option<Self>, Failure> {
         let config = ClientConfig { give_up: Some(Arc::clone(stop)), ..client_config(args)? };
         let token = config.token.clone();
         let client = Arc::new(Client::new(config)?);
-        let join = Join { protocol: PROTOCOL, role, name: args.name.clone() };
+        let join = JoinRequest { protocol: PROTOCOL, role, name: args.name.clone() };
         let patience = Duration::from_secs_f64(args.patience);
         let mut heard = Instant::now();
         while !stop.load(Ordering::Relaxed) {
             match client.ask_once("/v1/run/join", &join, ANSWER) {
-                Ok(Answer { joined: Some(joined), .. }) if !is_plain(&joined.name) => {
+                Ok(JoinReply { joined: Some(joined), .. }) if !is_plain(&joined.name) => {
                     return Err(Failure::Argument(format!(
                         "the run calls this worker {:.100?}, which is no name; it may be another version of rlrun",
                         joined.name
                     )));
                 }
-                Ok(Answer { joined: Some(joined), .. }) => {
+                Ok(JoinReply { joined: Some(joined), .. }) => {
                     let (lost, over) = (Arc::default(), Arc::default());
                     let thread = None;
                     return Ok(Some(Self { client, token, joined, role, lost, over, thread, patience }));
                 }
-                // However long a warm-up takes, that is not for want of a run.
-                Ok(Answer { joined: None, .. }) => heard = Instant::now(),
+                // The run answers; a warm-up may take longer than the patience.
+                Ok(JoinReply { joined: None, .. }) => heard = Instant::now(),
                 Err(error @ (BufferError::Unreachable { .. } | BufferError::Unclear { .. }))
                     if heard.elapsed() < patience =>
                 {
@@ -130,7 +129,7 @@ impl Membership {
         Ok(None)
     }
 
-    /// What the run wants to hear, if anything.
+    /// The token for the run, if it has one.
     pub(crate) fn token(&self) -> Option<&str> {
         self.token.as_deref()
     }
@@ -140,18 +139,18 @@ impl Membership {
         Arc::clone(&self.client)
     }
 
-    /// The recipe of the run as it was written, for roles that read single values of it. Nothing that it names is opened.
+    /// The recipe of the run, not validated, for roles that read single values of it. No file that it names is opened.
     ///
     /// # Errors
-    /// It is no recipe of this rlrun.
+    /// A recipe of another version of rlrun.
     pub(crate) fn raw_recipe(&self) -> Result<RawRecipe, Failure> {
         toml::from_str(&self.joined.recipe).map_err(|error| {
             Failure::Argument(format!("the run sent what is no recipe of this rlrun: {}", error.message()))
         })
     }
 
-    /// Writes the recipe, as far as `permissions` let the run decide it, and the files of the model to `scratch`, a fresh
-    /// directory; their places.
+    /// Writes the recipe, with the values that `permissions` leave to the run, and the model's files to the new directory
+    /// `scratch`; returns their paths.
     ///
     /// # Errors
     /// Values that only the operator of this machine may choose, files that describe no model, a directory that cannot be
@@ -164,7 +163,7 @@ impl Membership {
         let (recipe, model) = (scratch.join("recipe.toml"), scratch.join("model"));
         let settled = permissions.settle(&self.joined.recipe, &model)?;
         let files = &self.joined.model.files;
-        if let Some(name) = files.keys().find(|name| !DESCRIBING.contains(&&name[..])) {
+        if let Some(name) = files.keys().find(|name| !MODEL_FILES.contains(&&name[..])) {
             return Err(Failure::Argument(format!(
                 "the run sent a file {name:?}, which describes no model; it may be another version of rlrun"
             )));
@@ -178,34 +177,38 @@ impl Membership {
         Ok((recipe, model))
     }
 
-    /// Begins to say what `account` says, each second; sets `stop` when the run wants this worker to end, or is away for
-    /// too long.
+    /// Starts the heartbeat thread; it sets `stop` when the run stops this worker or cannot be reached for too long.
     ///
     /// # Errors
-    /// A system without room for a thread.
-    pub(crate) fn begin(&mut self, account: impl Account, stop: Arc<AtomicBool>) -> Result<(), Failure> {
-        let beats = Beats {
+    /// A thread that cannot be started.
+    pub(crate) fn start_heartbeat(
+        &mut self,
+        report: impl WorkerReport,
+        stop: Arc<AtomicBool>,
+    ) -> Result<(), Failure> {
+        let heartbeat = HeartbeatThread {
             client: Arc::clone(&self.client),
-            beat: Beat {
+            beat: Heartbeat {
                 name: self.joined.name.clone(),
                 role: self.role,
                 instance: self.joined.instance,
                 pid: std::process::id(),
                 host: host(),
-                ..Beat::default()
+                ..Heartbeat::default()
             },
             lost: Arc::clone(&self.lost),
             over: Arc::clone(&self.over),
             patience: self.patience,
         };
-        let work = move || beats.go(&account, &stop);
+        let work = move || heartbeat.run(&report, &stop);
         let system =
             |source| Failure::System { what: "start the thread that reports to the run".to_owned(), source };
-        self.thread = Some(std::thread::Builder::new().name("beats".to_owned()).spawn(work).map_err(system)?);
+        self.thread =
+            Some(std::thread::Builder::new().name("heartbeat".to_owned()).spawn(work).map_err(system)?);
         Ok(())
     }
 
-    /// Leaves the run, and says how the worker ended that did `work` in it.
+    /// Leaves the run; returns the result of the worker, which is `work` unless the run was lost.
     pub(crate) fn leave(mut self, work: Result<(), Failure>) -> Result<(), Failure> {
         self.over.store(true, Ordering::Relaxed);
         self.thread.take().into_iter().for_each(|thread| drop(thread.join()));
@@ -214,12 +217,12 @@ impl Membership {
     }
 }
 
-/// Whether it can be printed and be part of the name of a file.
+/// Whether it can be printed and used in a file name.
 fn is_plain(name: &str) -> bool {
     (1..=MAX_NAME).contains(&name.len()) && !name.chars().any(|c| c.is_control() || c == '/')
 }
 
-/// A run that cannot be reached may come again.
+/// An unreachable run may be started again, and so should this worker.
 fn away(error: BufferError) -> Failure {
     match error {
         BufferError::Unreachable { .. } | BufferError::Unclear { .. } => Failure::Requeue(error.to_string()),
@@ -227,7 +230,7 @@ fn away(error: BufferError) -> Failure {
     }
 }
 
-/// The same of what is wrapped in the error of a role.
+/// [`away`] for errors that a role has wrapped.
 fn requeue(failure: Failure) -> Failure {
     match failure {
         Failure::Buffer(error) | Failure::Rollout(rollout::RolloutError::Buffer(error)) => away(error),
@@ -235,7 +238,7 @@ fn requeue(failure: Failure) -> Failure {
     }
 }
 
-/// Waits for so long, or until `end` is set.
+/// Waits for `wait`, or until `end` is set.
 fn pause(wait: Duration, end: &AtomicBool) {
     let next = Instant::now() + wait;
     while Instant::now() < next && !end.load(Ordering::Relaxed) {
@@ -243,7 +246,7 @@ fn pause(wait: Duration, end: &AtomicBool) {
     }
 }
 
-/// Name of this machine; as good as none where the system does not say.
+/// The host name, or a placeholder.
 fn host() -> String {
     let name = ["/proc/sys/kernel/hostname", "/etc/hostname"]
         .iter()
@@ -251,30 +254,31 @@ fn host() -> String {
     name.map_or_else(|| "this machine".to_owned(), |name| name.trim().to_owned())
 }
 
-/// The thread that says what a worker does.
-struct Beats {
+/// The heartbeat thread of a worker.
+struct HeartbeatThread {
     client: Arc<Client>,
-    beat: Beat,
+    beat: Heartbeat,
     lost: Arc<Mutex<Option<BufferError>>>,
     over: Arc<AtomicBool>,
     patience: Duration,
 }
 
-impl Beats {
-    fn go(mut self, account: &impl Account, stop: &AtomicBool) {
+impl HeartbeatThread {
+    fn run(mut self, report: &impl WorkerReport, stop: &AtomicBool) {
         let mut heard = Instant::now();
-        // What was not heard is said again.
-        let mut unheard: Vec<(String, LoadCounts)> = Vec::new();
+        // Counters are sent until a heartbeat is acknowledged.
+        let mut unacknowledged: Vec<(String, LoadCounts)> = Vec::new();
         loop {
             let leaves = self.over.load(Ordering::Relaxed);
-            unheard.extend(account.take_loads());
-            let (doing, progress) = (account.doing(), account.progress());
-            let serves = account.serves();
-            self.beat = Beat { doing, progress, serves, leaves, rewards: unheard.clone(), ..self.beat };
-            match self.client.ask_once::<Orders>("/v1/run/beat", &self.beat, ANSWER) {
+            unacknowledged.extend(report.take_loads());
+            let (doing, progress) = (report.doing(), report.progress());
+            let serves = report.serves();
+            self.beat =
+                Heartbeat { doing, progress, serves, leaves, rewards: unacknowledged.clone(), ..self.beat };
+            match self.client.ask_once::<HeartbeatReply>("/v1/run/beat", &self.beat, ANSWER) {
                 Ok(orders) => {
                     heard = Instant::now();
-                    unheard.clear();
+                    unacknowledged.clear();
                     if orders.stop {
                         stop.store(true, Ordering::Relaxed);
                     }

@@ -1,7 +1,7 @@
 //! `rlrun worker reward`: serves a reward model of a run's recipe to the samplers of the run.
 //!
-//! Invariant: which model and how is the recipe's business, whether it may be read its operator's; the process ends with the run. Whoever is a member of the run
-//! hears of its address and its token from the run, and nobody else does.
+//! Invariant: the recipe chooses the model and its settings, the operator of this machine allows its path. The process ends
+//! with the run. Only members of the run get its address and its token.
 
 use std::net::TcpListener;
 use std::os::fd::AsFd;
@@ -16,20 +16,20 @@ use ::rewards::{LoadCounts, RewardSpec};
 use ::rollout::Progress;
 use model::{Placement, Quantization};
 
-use super::membership::{Account, Membership, derived};
+use super::membership::{Membership, WorkerReport, derived};
 use super::permissions::Permissions;
-use super::roster::Role;
+use super::registry::Role;
 use crate::args::RewardWorkerArgs;
 use crate::failure::Failure;
 use crate::program::Program;
 use crate::signals::{Signals, end_with_parent};
 
-/// What the token of a run is made into.
+/// Purpose of the key derivation: the token of a reward server from that of its run.
 const PURPOSE: &str = "rlrun 2026 token of a reward server from that of its run";
-/// How often it looks whether it should end.
+/// Pause between two looks at the stop flag.
 const LOOK_UP: Duration = Duration::from_millis(50);
 
-/// Serves until the run ends, or the process is told to stop.
+/// Serves until the run ends or the process is stopped.
 ///
 /// # Errors
 /// A run that cannot be reached or has no such reward, a model that cannot be opened, an address that cannot be used.
@@ -44,7 +44,7 @@ pub(crate) fn run(args: &RewardWorkerArgs, program: &Program) -> Result<(), Fail
     let listener = listener(args)?;
     let served = served(args, &permissions, &membership)?;
     let address = listener.local_addr().map_err(socket)?;
-    // The same in every process of this reward: who has heard of one can ask the next.
+    // All processes of this reward have the same token.
     let token = derived(membership.token(), PURPOSE);
     let config = ServedModel { token: token.clone(), ..served.config };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("serve").build();
@@ -53,8 +53,8 @@ pub(crate) fn run(args: &RewardWorkerArgs, program: &Program) -> Result<(), Fail
         let server = Server::on(&served.path, config, listener).await?;
         eprintln!("serving reward `{}` on http://{address}", args.reward);
         let url = args.url.clone().unwrap_or_else(|| format!("http://{address}"));
-        let told = Told { serves: (args.reward.clone(), ModelServer { url, token }) };
-        membership.begin(told, Arc::clone(&stop))?;
+        let report = RewardReport { serves: (args.reward.clone(), ModelServer { url, token }) };
+        membership.start_heartbeat(report, Arc::clone(&stop))?;
         let ended = server.serve(until(Arc::clone(&stop))).await;
         let served = ended.map_err(|source| Failure::System { what: "serve".to_owned(), source });
         membership.leave(served)
@@ -71,7 +71,7 @@ fn socket(source: std::io::Error) -> Failure {
     Failure::System { what: "take the socket of the reward".to_owned(), source }
 }
 
-/// Its own socket, or that of its standard input, which outlives it.
+/// A new listener, or that on standard input, which outlives this process.
 fn listener(args: &RewardWorkerArgs) -> Result<TcpListener, Failure> {
     if args.socket {
         return Ok(TcpListener::from(std::io::stdin().as_fd().try_clone_to_owned().map_err(socket)?));
@@ -80,8 +80,8 @@ fn listener(args: &RewardWorkerArgs) -> Result<TcpListener, Failure> {
     TcpListener::bind(args.listen).map_err(system)
 }
 
-/// What is served.
-struct What {
+/// The model of a reward, and how it is served.
+struct ServedReward {
     path: PathBuf,
     config: ServedModel,
 }
@@ -90,7 +90,7 @@ fn served(
     args: &RewardWorkerArgs,
     permissions: &Permissions,
     membership: &Membership,
-) -> Result<What, Failure> {
+) -> Result<ServedReward, Failure> {
     let recipe = membership.raw_recipe()?;
     let mut named = recipe.rewards.iter().filter(|spec| spec.name() == args.reward && is_served(spec));
     let Some(spec) = named.next() else {
@@ -107,19 +107,20 @@ fn served(
         token: None,
         timeout: spec.timeout(),
     };
-    Ok(What { path, config })
+    Ok(ServedReward { path, config })
 }
 
-/// Whether a run of processes has a process for this reward.
+/// Whether a run of processes starts a process for this reward.
 pub(crate) fn is_served(spec: &RewardSpec) -> bool {
     spec.kind == "model" && spec.path.is_some() && spec.placement != Some(Placement::Colocated)
 }
 
-struct Told {
+/// The heartbeat report of a reward server.
+struct RewardReport {
     serves: (String, ModelServer),
 }
 
-impl Account for Told {
+impl WorkerReport for RewardReport {
     fn doing(&self) -> String {
         format!("serves reward `{}`", self.serves.0)
     }

@@ -1,7 +1,7 @@
 //! `rlrun worker rollout`: samples for a run that is served elsewhere.
 //!
-//! Invariant: what is sampled and how is the run's business: its data, tokenizer and weights are taken as data. What is read
-//! and run on this machine is its operator's: see [`permissions`](super::permissions).
+//! Invariant: the run chooses what is sampled: its tasks, tokenizer and weights arrive as data. The operator of this machine
+//! allows what is read and executed here: see [`permissions`](super::permissions).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,9 +25,9 @@ use weights::http::remote::RemoteTransport;
 use weights::http::{RemoteConfig, RemoteSubscriber};
 use weights::{DeviceSubscriber, Subscriber};
 
-use super::membership::{Account, Membership, client_config};
+use super::membership::{Membership, WorkerReport, client_config};
 use super::permissions::Permissions;
-use super::roster::Role;
+use super::registry::Role;
 use crate::args::RolloutArgs;
 use crate::failure::Failure;
 use crate::prepare::{Prepared, RewardRuntime};
@@ -36,10 +36,10 @@ use crate::recipe::Recipe;
 use crate::recipe::words::{Device as Where, WeightTransport};
 use crate::signals::{Signals, end_with_parent};
 
-/// How often a worker that waits for the first weights looks whether it should stop.
+/// Longest wait for the first weights between two looks at the stop flag.
 const LOOK_UP: Duration = Duration::from_millis(100);
 
-/// Samples until the run ends, or the process is told to stop.
+/// Samples until the run ends or the process is stopped.
 ///
 /// # Errors
 /// A run that cannot be reached, data or rewards that are not there, whatever ended the sampling.
@@ -52,24 +52,26 @@ pub(crate) fn run(args: &RolloutArgs, program: &Program) -> Result<(), Failure> 
     let stop = signals.stop_flag();
     let Some(mut membership) = Membership::join(Role::Rollout, &args.join, &stop)? else { return Ok(()) };
     eprintln!("joined {} as {}", args.join.join, membership.joined.name);
-    let here = Arc::new(Here::default());
-    membership.begin(Told(Arc::clone(&here)), Arc::clone(&stop))?;
-    let work = sample((args, &permissions), program, &membership, (&here, &stop));
-    here.says("is leaving");
+    let status = Arc::new(SamplerStatus::default());
+    membership.start_heartbeat(SamplerReport(Arc::clone(&status)), Arc::clone(&stop))?;
+    let work = sample(args, &permissions, program, &membership, &status, &stop);
+    status.enter("is leaving");
     membership.leave(work)
 }
 
 fn sample(
-    (args, permissions): (&RolloutArgs, &Permissions),
+    args: &RolloutArgs,
+    permissions: &Permissions,
     program: &Program,
     membership: &Membership,
-    (here, stop): (&Here, &Arc<AtomicBool>),
+    status: &SamplerStatus,
+    stop: &Arc<AtomicBool>,
 ) -> Result<(), Failure> {
-    here.says("reads recipe, model and data");
+    status.enter("reads recipe, model and data");
     let scratch = tempfile::tempdir()
         .map_err(|source| Failure::System { what: "make a temporary directory".to_owned(), source })?;
     let (recipe, directory) = membership.unpack(permissions, scratch.path())?;
-    // The run has resolved the recipe; variables of this machine do not change it.
+    // The run has resolved the recipe; environment variables of this machine do not change it.
     let (mut recipe, _) =
         Recipe::load(&recipe, &[], &program.without_overrides()).map_err(Failure::Recipe)?;
     settle_device(&mut recipe, args.device)?;
@@ -83,10 +85,10 @@ fn sample(
     if permissions.allow_servers() {
         runtime.ask(membership.joined.servers.clone());
     }
-    let prepared = Prepared::new(&recipe, &directory, (&runtime, scratch.path()))?;
+    let prepared = Prepared::new(&recipe, &directory, &runtime, scratch.path())?;
 
-    here.says("waits for the first weights");
-    let Some(First { version, network, incoming }) =
+    status.enter("waits for the first weights");
+    let Some(FirstWeights { version, network, incoming }) =
         first(remote(args, membership, &recipe)?, directory.config(), &recipe, stop)?
     else {
         return Ok(());
@@ -105,12 +107,12 @@ fn sample(
     let config = WorkerConfig { holder: Some(membership.joined.instance), ..recipe.worker() };
     let sampler = Box::new(LocalSampler::new(engine, Applier::start(incoming)));
     let worker = Worker::new(config, sampler, Arc::clone(&prepared.train), scorer);
-    here.samples(worker.progress(), rewards);
+    status.start_sampling(worker.progress(), rewards);
     eprintln!("sampling from {version} on");
     Ok(worker.run(&*producer, stop)?)
 }
 
-/// Makes `recipe` that of this one sampler, which computes on `device`, or where all do.
+/// Sets the device of this sampler in `recipe`; without `device` that of all samplers.
 fn settle_device(recipe: &mut Recipe, device: Option<Where>) -> Result<(), Failure> {
     let refused = |text: &str| Err(Failure::Argument(text.to_owned()));
     let placement = &mut recipe.placement;
@@ -137,7 +139,7 @@ fn settle_device(recipe: &mut Recipe, device: Option<Where>) -> Result<(), Failu
     }
 }
 
-/// How to reach the run's hub.
+/// The client configuration for the run's hub.
 fn remote(args: &RolloutArgs, membership: &Membership, recipe: &Recipe) -> Result<RemoteConfig, Failure> {
     let transport = match recipe.weights.transport {
         WeightTransport::Auto | WeightTransport::CudaIpc | WeightTransport::Nccl => RemoteTransport::Any,
@@ -148,29 +150,29 @@ fn remote(args: &RolloutArgs, membership: &Membership, recipe: &Recipe) -> Resul
     Ok(RemoteConfig { token, roots, patience, transport, ..config })
 }
 
-/// What a sampler begins with.
-struct First {
+/// The first weights of a sampler.
+struct FirstWeights {
     version: PolicyVersion,
     network: Network,
-    /// What brings the next versions.
+    /// The subscription to the next versions.
     incoming: Incoming,
 }
 
-/// The newest weights; `None` if the worker was told to stop before.
+/// The newest weights; `None` if the worker was stopped before.
 fn first(
     remote: RemoteConfig,
     config: &Config,
     recipe: &Recipe,
     stop: &AtomicBool,
-) -> Result<Option<First>, Failure> {
+) -> Result<Option<FirstWeights>, Failure> {
     let place = recipe.devices().rollout;
     if let Some(place) = place.filter(|_| recipe.weights.transport.is_between_devices()) {
         return match recipe.dtype_on(Some(place)) {
             Dtype::F32 => {
-                first_direct(remote, (place, config), recipe, stop, StagedWeights::F32, Incoming::F32)
+                first_from_device(remote, place, config, recipe, stop, StagedWeights::F32, Incoming::F32)
             }
             Dtype::Bf16 => {
-                first_direct(remote, (place, config), recipe, stop, StagedWeights::Bf16, Incoming::Bf16)
+                first_from_device(remote, place, config, recipe, stop, StagedWeights::Bf16, Incoming::Bf16)
             }
         };
     }
@@ -183,18 +185,19 @@ fn first(
     drop(snapshot);
     let network = Network::new(&recipe.serve_on()?, config, &parameters)?;
     let (subscriber, config, on) = (Arc::new(subscriber), Arc::new(config.clone()), recipe.serve_on()?);
-    Ok(Some(First { version, network, incoming: Incoming::Host { subscriber, config, on } }))
+    Ok(Some(FirstWeights { version, network, incoming: Incoming::Host { subscriber, config, on } }))
 }
 
-/// The same from the trainer's device, to one that decodes on another stream than the one that receives.
-fn first_direct<T: Storage>(
+/// [`first`] from the trainer's device. The sampler decodes on another stream than the one that receives.
+fn first_from_device<T: Storage>(
     remote: RemoteConfig,
-    (place, config): (DeviceLocation, &Config),
+    place: DeviceLocation,
+    config: &Config,
     recipe: &Recipe,
     stop: &AtomicBool,
     stage: impl FnOnce(Buffer<T>) -> StagedWeights,
     incoming: impl FnOnce(Arc<dyn DeviceSubscriber<T>>) -> Incoming,
-) -> Result<Option<First>, Failure> {
+) -> Result<Option<FirstWeights>, Failure> {
     let device = Device::open(place)?;
     let subscriber: Arc<dyn DeviceSubscriber<T>> = match recipe.weights.transport {
         WeightTransport::Nccl => Arc::new(NcclSubscriber::connect(remote, &device)?),
@@ -205,10 +208,10 @@ fn first_direct<T: Storage>(
     };
     let sampler = DeviceSampler::new(&Device::open(place)?, config, stage(weights.values))?;
     let (version, network) = (weights.version, Network::Device(Box::new(sampler)));
-    Ok(Some(First { version, network, incoming: incoming(subscriber) }))
+    Ok(Some(FirstWeights { version, network, incoming: incoming(subscriber) }))
 }
 
-/// What `look` finds, as soon as it finds something; `None` if the worker was told to stop before.
+/// The first value of `look`; `None` if the worker was stopped before.
 fn wait_for<W>(
     recipe: &Recipe,
     stop: &AtomicBool,
@@ -231,35 +234,35 @@ fn wait_for<W>(
     Ok(None)
 }
 
-/// Where this worker is in its life.
+/// The phase of this worker, shared with its heartbeat.
 #[derive(Debug, Default)]
-struct Here {
-    state: Mutex<State>,
+struct SamplerStatus {
+    state: Mutex<SamplerState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct SamplerState {
     doing: String,
     sampling: Option<(Arc<Mutex<Progress>>, Arc<RewardSet>)>,
 }
 
-impl Here {
-    fn says(&self, doing: &str) {
+impl SamplerStatus {
+    fn enter(&self, doing: &str) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         doing.clone_into(&mut state.doing);
     }
 
-    fn samples(&self, progress: Arc<Mutex<Progress>>, rewards: Arc<RewardSet>) {
+    fn start_sampling(&self, progress: Arc<Mutex<Progress>>, rewards: Arc<RewardSet>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.doing.clear();
         state.sampling = Some((progress, rewards));
     }
 }
 
-/// The same, for the thread that tells the run.
-struct Told(Arc<Here>);
+/// The heartbeat report of a sampler.
+struct SamplerReport(Arc<SamplerStatus>);
 
-impl Account for Told {
+impl WorkerReport for SamplerReport {
     fn doing(&self) -> String {
         let state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
         match (&state.doing[..], &state.sampling) {

@@ -1,7 +1,7 @@
 //! `rlrun worker trainer`: a further rank of a trainer whose ranks are processes.
 //!
-//! Invariant: it has nothing of its own but its cores: models, states of optimizers and batches come from the first rank,
-//! and it ends with that. Of the recipe of the run it reads numbers, and opens nothing that it names.
+//! Invariant: model, optimizer state and batches come from rank 0, and this process ends with rank 0. It reads numbers of the
+//! run's recipe, and opens no file that the recipe names.
 
 use std::collections::BTreeMap;
 use std::net::ToSocketAddrs;
@@ -15,17 +15,17 @@ use ::trainer::{TrainerError, follow};
 use collective::{Collective, tcp};
 use model::{SharedCores, ThreadPool};
 
-use super::membership::{Account, Membership, derived};
-use super::roster::Role;
+use super::membership::{Membership, WorkerReport, derived};
+use super::registry::Role;
 use crate::args::TrainerWorkerArgs;
 use crate::failure::Failure;
 use crate::program::Program;
 use crate::settings::LONGEST_WAIT_S;
 use crate::signals::{Signals, end_with_parent};
 
-/// What ranks prove to each other that they know is made of the run's token for this.
+/// Purpose of the key derivation: the shared secret of the ranks.
 pub(crate) const MEETING: &str = "rlrun 2026 meeting of the ranks of a trainer";
-/// Where launchers say which process this is, and of how many. They start many things that are no ranks of a trainer.
+/// Variables of launchers: rank and world size. Launchers also start processes that are no ranks of a trainer.
 const RANK_VARIABLES: [(&str, &str); 4] = [
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -50,26 +50,26 @@ pub(crate) fn run(args: &TrainerWorkerArgs, program: &Program) -> Result<(), Fai
         Failure::Argument(format!("the run sent `deadlines.wait_s` = {}: {error}", recipe.deadlines.wait_s))
     })?;
     let secret = derived(membership.token(), MEETING).unwrap_or_default();
-    let collective = meet(&args.join.join, &membership, (&secret, rank), wait)?;
-    let told = Told { rank: collective.rank() };
-    eprintln!("joined {} as rank {}", args.join.join, told.rank);
-    membership.begin(told, stop)?;
+    let collective = meet(&args.join.join, &membership, &secret, rank, wait)?;
+    let report = RankReport { rank: collective.rank() };
+    eprintln!("joined {} as rank {}", args.join.join, report.rank);
+    membership.start_heartbeat(report, stop)?;
     let cores = args.threads.map_or_else(SharedCores::all, SharedCores::new);
     let threads = recipe.placement.trainer_threads.unwrap_or(cores.total()).max(1);
     let followed = follow(Arc::new(collective), Arc::new(ThreadPool::new(&cores, threads)));
-    membership.leave(followed.map_err(gone))
+    membership.leave(followed.map_err(lost))
 }
 
-/// A rank that lost the others can be started again, as they can.
-fn gone(error: TrainerError) -> Failure {
+/// A rank that lost the others can be started again.
+fn lost(error: TrainerError) -> Failure {
     match error {
         TrainerError::Collective(error) => Failure::Requeue(error.to_string()),
         error => error.into(),
     }
 }
 
-/// The rank of a trainer with `world` of them that was asked for; `None` for any that is free. What a launcher says counts
-/// only if it has started as many processes as there are ranks, or with an offset.
+/// The requested rank of a trainer with `world` ranks; `None` for the next free one. The variables of a launcher count only if
+/// its world size is that of the trainer, or with `--rank-offset`.
 fn rank(
     args: &TrainerWorkerArgs,
     environment: &BTreeMap<String, String>,
@@ -104,11 +104,12 @@ fn rank(
     if (1..world).contains(&rank) { Ok(Some(rank)) } else { Err(refused(&said, rank)) }
 }
 
-/// Meets the other ranks, on the host that serves the run.
+/// Connects to the other ranks, on the host that serves the run.
 fn meet(
     url: &str,
     membership: &Membership,
-    (secret, rank): (&str, Option<usize>),
+    secret: &str,
+    rank: Option<usize>,
     wait: Duration,
 ) -> Result<tcp::Tcp, Failure> {
     let port = membership.joined.ranks.unwrap_or_default();
@@ -121,14 +122,15 @@ fn meet(
     let Some(place) = places.next() else {
         return Err(Failure::Argument(format!("the host {host} of {url} has no address")));
     };
-    tcp::join(place, secret.as_bytes(), rank, wait).map_err(|error| gone(error.into()))
+    tcp::join(place, secret.as_bytes(), rank, wait).map_err(|error| lost(error.into()))
 }
 
-struct Told {
+/// The heartbeat report of a rank.
+struct RankReport {
     rank: usize,
 }
 
-impl Account for Told {
+impl WorkerReport for RankReport {
     fn doing(&self) -> String {
         format!("follows as rank {}", self.rank)
     }

@@ -18,7 +18,7 @@ fn resume(path: &Path, sets: &[&str], env: &[(&str, &str)], number: usize) -> Re
     let program = Program::new(Registry::builtin(), env);
     let shown =
         |errors: Vec<Diagnostic>| errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n");
-    Recipe::resume(path, &sets, (&program, number)).map_err(shown)
+    Recipe::resume(path, &sets, &program, number).map_err(shown)
 }
 
 fn keys(resumption: &Resumption) -> Vec<&str> {

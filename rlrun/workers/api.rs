@@ -1,7 +1,6 @@
-//! What a run serves to its workers beside the buffer: how to join, what to say each second, and who is there.
+//! The routes of a run for its workers: join, heartbeat, and the list of workers.
 //!
-//! Invariant: nothing here waits or computes; a request takes one short lock. Bodies are MessagePack or, for people, JSON,
-//! and no longer than what a worker has to say.
+//! Invariant: a handler takes one short lock and never waits. Bodies are MessagePack, or JSON for people, and bounded.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,14 +18,14 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::roster::{Beat, Role, Roster, Unwelcome};
+use super::registry::{Heartbeat, JoinRefused, Role, WorkerRegistry};
 use crate::failure::Failure;
 
 /// A file of a model directory that is not weights is at most this large, bytes; tokenizers of large vocabularies have
 /// 10 to 35 MB.
 const MAX_FILE: u64 = 256 << 20;
-/// The files of a model directory that describe a model. A worker takes no others from a run.
-pub(crate) const DESCRIBING: [&str; 10] = [
+/// The files of a model directory without its weights. A worker accepts no others from a run.
+pub(crate) const MODEL_FILES: [&str; 10] = [
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -38,46 +37,46 @@ pub(crate) const DESCRIBING: [&str; 10] = [
     "tokenizer.model",
     "chat_template.jinja",
 ];
-/// Version of what is said here; another one does not understand this one.
+/// Version of this protocol; other versions are refused.
 pub(crate) const PROTOCOL: u32 = 1;
 
-/// Longest body, bytes: a worker speaks of itself and of some rewards.
+/// Longest body, bytes: a heartbeat with the counters of some rewards.
 const MAX_BODY: usize = 256 << 10;
 
 const MESSAGE_PACK: &str = "application/msgpack";
 
-/// A worker wants to take part.
+/// The request of a worker to join.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Join {
-    /// What it understands.
+pub(crate) struct JoinRequest {
+    /// The worker's [`PROTOCOL`].
     pub(crate) protocol: u32,
-    /// What it is.
+    /// Its role.
     pub(crate) role: Role,
-    /// The name it wants; `None`: any.
+    /// The name it asks for; `None`: any.
     pub(crate) name: Option<String>,
 }
 
-/// What a worker hears in return.
+/// The answer to a [`JoinRequest`].
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Answer {
-    /// What the run understands.
+pub(crate) struct JoinReply {
+    /// The run's [`PROTOCOL`].
     pub(crate) protocol: u32,
-    /// `None`: the run prepares itself; later.
-    pub(crate) joined: Option<Joined>,
+    /// `None`: the run is not ready; the worker asks again.
+    pub(crate) joined: Option<WorkerAssignment>,
 }
 
-/// What a worker has to know.
+/// What a worker gets when it has joined.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Joined {
+pub(crate) struct WorkerAssignment {
     /// Its name in the run.
     pub(crate) name: String,
-    /// Which of the processes of that name it is.
+    /// Its instance id.
     pub(crate) instance: u64,
     /// The recipe, every value spelled out.
     pub(crate) recipe: String,
-    /// What is trained, for who samples.
-    pub(crate) model: Described,
-    /// Who serves which reward.
+    /// The model that is trained, for samplers.
+    pub(crate) model: ModelFiles,
+    /// The reward servers, by reward.
     pub(crate) servers: BTreeMap<String, ModelServer>,
     /// The port at which ranks of the trainer meet, on the host that serves the run.
     pub(crate) ranks: Option<u16>,
@@ -85,54 +84,54 @@ pub(crate) struct Joined {
 
 /// The model that a run trains, without its weights.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Described {
+pub(crate) struct ModelFiles {
     /// The files of its directory but the weights, by name.
     pub(crate) files: BTreeMap<String, String>,
     /// Whether the published weights have a value head.
     pub(crate) value_head: bool,
 }
 
-/// The controller says that the process of a worker has ended.
+/// The controller's report that the process of a worker has ended.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Ended {
+pub(crate) struct ProcessEnded {
     /// Its name in the run.
     pub(crate) name: String,
-    /// The process.
+    /// Its process id.
     pub(crate) pid: u32,
-    /// Its instance, as far as any lead of the run has heard of it.
+    /// Its instance id, if a process of the run has known it.
     pub(crate) instance: Option<u64>,
 }
 
-/// What a run tells its workers, and hears from them.
+/// The state behind the routes.
 #[derive(Debug)]
-pub(crate) struct Desk {
-    /// Who takes part.
-    pub(crate) roster: Arc<Roster>,
+pub(crate) struct WorkerApi {
+    /// The workers.
+    pub(crate) registry: Arc<WorkerRegistry>,
     /// The recipe, every value spelled out.
     pub(crate) recipe: String,
-    /// Once it is known.
-    pub(crate) model: OnceLock<Described>,
-    /// The port of [`Joined::ranks`], while ranks are waited for.
+    /// The model, once it is open.
+    pub(crate) model: OnceLock<ModelFiles>,
+    /// The port of [`WorkerAssignment::ranks`], while ranks are waited for.
     pub(crate) ranks: Mutex<Option<u16>>,
 }
 
-impl Desk {
-    /// The run trains the model in `directory`; who wants to sample can begin.
+impl WorkerApi {
+    /// Sets the model to that in `directory`; samplers can join from now on.
     ///
     /// # Errors
     /// A file of it that cannot be read.
-    pub(crate) fn describe(&self, directory: &ModelDirectory) -> Result<(), Failure> {
+    pub(crate) fn publish_model(&self, directory: &ModelDirectory) -> Result<(), Failure> {
         let path = directory.path();
         let system = |source| Failure::System { what: format!("read {}", path.display()), source };
-        let files = describing_files(path).map_err(system)?;
+        let files = model_files(path).map_err(system)?;
         let value_head = directory.config().head == Head::LanguageAndValue;
-        // It is described once.
-        let _ = self.model.set(Described { files, value_head });
+        // Set once.
+        let _ = self.model.set(ModelFiles { files, value_head });
         Ok(())
     }
 
-    /// Ranks of the trainer meet at this port from now on, or nowhere.
-    pub(crate) fn meet(&self, port: Option<u16>) {
+    /// Sets the port at which ranks of the trainer meet; `None` while no rank is expected.
+    pub(crate) fn set_rank_port(&self, port: Option<u16>) {
         *self.ranks.lock().unwrap_or_else(PoisonError::into_inner) = port;
     }
 
@@ -148,17 +147,17 @@ impl Desk {
     }
 }
 
-/// The files of a model directory that describe the model.
-fn describing_files(directory: &Path) -> std::io::Result<BTreeMap<String, String>> {
+/// The contents of [`MODEL_FILES`] in `directory`.
+fn model_files(directory: &Path) -> std::io::Result<BTreeMap<String, String>> {
     let mut files = BTreeMap::new();
     for entry in std::fs::read_dir(directory)? {
         let path = entry?.path();
         let name = path.file_name().and_then(|name| name.to_str());
-        let Some(name) = name.filter(|name| DESCRIBING.contains(name)) else { continue };
+        let Some(name) = name.filter(|name| MODEL_FILES.contains(name)) else { continue };
         if std::fs::metadata(&path)?.len() > MAX_FILE {
             continue;
         }
-        // What is no text is nothing that describes a model to us.
+        // A binary file is skipped: rlrun reads none of these as binary.
         if let Ok(text) = String::from_utf8(std::fs::read(&path)?) {
             files.insert(name.to_owned(), text);
         }
@@ -166,8 +165,8 @@ fn describing_files(directory: &Path) -> std::io::Result<BTreeMap<String, String
     Ok(files)
 }
 
-async fn join(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) -> Response {
-    let Join { protocol, role, name } = match read(&headers, &body) {
+async fn join(State(api): State<Arc<WorkerApi>>, headers: HeaderMap, body: Bytes) -> Response {
+    let JoinRequest { protocol, role, name } = match read(&headers, &body) {
         Ok(join) => join,
         Err(reason) => return bad_body(&reason),
     };
@@ -180,48 +179,51 @@ async fn join(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) ->
             ),
         );
     }
-    let model = match (role, desk.model.get()) {
-        (Role::Rollout, None) => return answer(&headers, &Answer { protocol, joined: None }),
+    let model = match (role, api.model.get()) {
+        (Role::Rollout, None) => return answer(&headers, &JoinReply { protocol, joined: None }),
         (Role::Rollout, Some(model)) => model.clone(),
-        (Role::Trainer | Role::Reward, _) => Described::default(),
+        (Role::Trainer | Role::Reward, _) => ModelFiles::default(),
     };
-    let ranks = *desk.ranks.lock().unwrap_or_else(PoisonError::into_inner);
+    let ranks = *api.ranks.lock().unwrap_or_else(PoisonError::into_inner);
     if role == Role::Trainer && ranks.is_none() {
-        return answer(&headers, &Answer { protocol, joined: None });
+        return answer(&headers, &JoinReply { protocol, joined: None });
     }
-    let (name, instance) = match desk.roster.join(role, name) {
+    let (name, instance) = match api.registry.join(role, name) {
         Ok(joined) => joined,
-        Err(unwelcome) => return refused(&unwelcome),
+        Err(refusal) => return refused(&refusal),
     };
-    let (recipe, servers) = (desk.recipe.clone(), desk.roster.servers());
+    let (recipe, servers) = (api.recipe.clone(), api.registry.servers());
     answer(
         &headers,
-        &Answer { protocol, joined: Some(Joined { name, instance, recipe, model, servers, ranks }) },
+        &JoinReply {
+            protocol,
+            joined: Some(WorkerAssignment { name, instance, recipe, model, servers, ranks }),
+        },
     )
 }
 
-async fn beat(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) -> Response {
-    match read::<Beat>(&headers, &body) {
-        Ok(beat) => match desk.roster.beat(beat) {
+async fn beat(State(api): State<Arc<WorkerApi>>, headers: HeaderMap, body: Bytes) -> Response {
+    match read::<Heartbeat>(&headers, &body) {
+        Ok(beat) => match api.registry.heartbeat(beat) {
             Ok(orders) => answer(&headers, &orders),
-            Err(unwelcome) => refused(&unwelcome),
+            Err(refusal) => refused(&refusal),
         },
         Err(reason) => bad_body(&reason),
     }
 }
 
-async fn ended(State(desk): State<Arc<Desk>>, headers: HeaderMap, body: Bytes) -> Response {
-    match read::<Ended>(&headers, &body) {
-        Ok(Ended { name, pid, instance }) => {
-            desk.roster.ended(&name, pid, instance);
+async fn ended(State(api): State<Arc<WorkerApi>>, headers: HeaderMap, body: Bytes) -> Response {
+    match read::<ProcessEnded>(&headers, &body) {
+        Ok(ProcessEnded { name, pid, instance }) => {
+            api.registry.process_ended(&name, pid, instance);
             answer(&headers, &())
         }
         Err(reason) => bad_body(&reason),
     }
 }
 
-async fn workers(State(desk): State<Arc<Desk>>, headers: HeaderMap) -> Response {
-    answer(&headers, &desk.roster.members())
+async fn workers(State(api): State<Arc<WorkerApi>>, headers: HeaderMap) -> Response {
+    answer(&headers, &api.registry.members())
 }
 
 fn named(headers: &HeaderMap, name: header::HeaderName) -> bool {
@@ -236,12 +238,12 @@ fn read<T: DeserializeOwned>(headers: &HeaderMap, body: &Bytes) -> Result<T, Str
     }
 }
 
-fn refused(unwelcome: &Unwelcome) -> Response {
-    let (status, code) = match unwelcome {
-        Unwelcome::Name(_) => (StatusCode::UNPROCESSABLE_ENTITY, "bad_name"),
-        Unwelcome::TooMany => (StatusCode::TOO_MANY_REQUESTS, "too_many_workers"),
+fn refused(refusal: &JoinRefused) -> Response {
+    let (status, code) = match refusal {
+        JoinRefused::Name(_) => (StatusCode::UNPROCESSABLE_ENTITY, "bad_name"),
+        JoinRefused::TooMany => (StatusCode::TOO_MANY_REQUESTS, "too_many_workers"),
     };
-    problem(status, code, &unwelcome.to_string())
+    problem(status, code, &refusal.to_string())
 }
 
 fn bad_body(reason: &str) -> Response {
@@ -250,7 +252,7 @@ fn bad_body(reason: &str) -> Response {
 
 fn answer(headers: &HeaderMap, value: &impl Serialize) -> Response {
     if named(headers, header::ACCEPT) {
-        // Plain data with string keys: neither can fail, and an empty body would be refused by whoever reads it.
+        // Plain data with string keys: neither can fail, and an empty body would be refused by the client.
         let body = rmp_serde::to_vec_named(value).unwrap_or_default();
         return ([(header::CONTENT_TYPE, MESSAGE_PACK)], body).into_response();
     }
@@ -258,7 +260,7 @@ fn answer(headers: &HeaderMap, value: &impl Serialize) -> Response {
     ([(header::CONTENT_TYPE, "application/json")], body).into_response()
 }
 
-/// An error in the words of the buffer's routes.
+/// An error in the format of the buffer's routes (RFC 9457).
 fn problem(status: StatusCode, code: &str, detail: &str) -> Response {
     let body = json!({ "type": "about:blank", "title": code, "status": status.as_u16(), "code": code, "detail": detail });
     (status, [(header::CONTENT_TYPE, "application/problem+json")], body.to_string()).into_response()

@@ -1,8 +1,7 @@
-//! Who takes part in a run from other processes, and what each of them does just now.
+//! The registry of workers: the processes that take part in a run, and their last heartbeats.
 //!
-//! Invariant: nothing that a worker did is forgotten when it leaves or is killed: the counts of a run only go up. A worker
-//! that comes again under a name takes the place of the one before. What workers say of themselves is bounded: how many
-//! there are, their names and texts, and every number.
+//! Invariant: the counters of a run never decrease: those of workers that left or were lost are kept. A worker that joins
+//! under a known name replaces the earlier one. The number of workers, their names, texts and numbers are bounded.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -15,30 +14,30 @@ use ::rollout::Progress;
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
 
-/// Most workers, and most instances of which it is remembered what they did.
+/// Most workers, and most lost instances whose counters are kept one by one.
 const MAX_WORKERS: usize = 4096;
-/// Most bytes of a name, of a worker as of a reward.
+/// Most bytes of the name of a worker or of a reward.
 const MAX_NAME: usize = 128;
 /// Most characters of any other text.
 const MAX_TEXT: usize = 1024;
-/// Most rewards that one worker speaks of, and of which counts are kept.
+/// Most rewards with counters, of one worker and in all.
 const MAX_REWARDS: usize = 64;
 
-/// What a worker is.
+/// The role of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Role {
-    /// It samples.
+    /// Samples.
     #[default]
     Rollout,
-    /// It is a rank of the trainer.
+    /// A rank of the trainer.
     Trainer,
-    /// It serves a reward model.
+    /// Serves a reward model.
     Reward,
 }
 
 impl Role {
-    /// As it stands in names and messages.
+    /// As in names and messages.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Rollout => "rollout",
@@ -48,35 +47,35 @@ impl Role {
     }
 }
 
-/// What a worker says of itself, about every second.
+/// The heartbeat of a worker, about once a second.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(crate) struct Beat {
+pub(crate) struct Heartbeat {
     /// Its name in the run.
     pub(crate) name: String,
-    /// What it is.
+    /// Its role.
     pub(crate) role: Role,
-    /// What [`Roster::join`] gave it, so that one which comes again is told from the one before.
+    /// The instance id from [`WorkerRegistry::join`]; a restarted worker gets a new one.
     pub(crate) instance: u64,
-    /// Its process.
+    /// Its process id.
     pub(crate) pid: u32,
-    /// Its machine.
+    /// Its host name.
     pub(crate) host: String,
-    /// What it does just now, as the rest of a sentence that begins with its name.
+    /// Its phase, as the rest of a sentence that begins with its name.
     pub(crate) doing: String,
-    /// What it has done since it was started.
+    /// Its counters since it was started, if it samples.
     pub(crate) progress: Option<Progress>,
-    /// What its rewards had to do since it said so last.
+    /// The counters of its rewards since the last acknowledged heartbeat.
     pub(crate) rewards: Vec<(String, LoadCounts)>,
-    /// The reward that it serves, and where.
+    /// The reward that it serves, and the server's address.
     pub(crate) serves: Option<(String, ModelServer)>,
-    /// This is the last one.
+    /// Whether this is its last heartbeat.
     pub(crate) leaves: bool,
 }
 
-/// Why a worker cannot take part.
+/// Why a worker is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Unwelcome {
-    /// A name that nobody can have.
+pub(crate) enum JoinRefused {
+    /// An invalid name.
     #[error("{0:?} is no name of a worker: 1 to {MAX_NAME} bytes without control characters are possible")]
     Name(String),
     /// Too many workers.
@@ -84,137 +83,145 @@ pub(crate) enum Unwelcome {
     TooMany,
 }
 
-/// What a worker hears in return.
+/// The answer to a heartbeat.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Orders {
-    /// Give back what is in flight and end.
+pub(crate) struct HeartbeatReply {
+    /// The worker has to abort its work in flight and end.
     pub(crate) stop: bool,
 }
 
-/// A worker as people and the controller see it.
+/// The status of a worker, for users and the controller.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Member {
+pub(crate) struct WorkerStatus {
     /// Its name.
     pub(crate) name: String,
-    /// What it is.
+    /// Its role.
     pub(crate) role: Role,
-    /// Its process.
+    /// Its process id.
     pub(crate) pid: u32,
-    /// What tells it from one before it under its name.
+    /// Its instance id.
     pub(crate) instance: u64,
-    /// Its machine.
+    /// Its host name.
     pub(crate) host: String,
-    /// What it does.
+    /// Its phase.
     pub(crate) doing: String,
-    /// For how long it has done that, seconds.
+    /// Time in this phase, seconds.
     pub(crate) doing_s: f64,
-    /// Since when nothing was heard of it, seconds.
+    /// Time since its last heartbeat, seconds.
     pub(crate) silent_s: f64,
-    /// Tokens it has sampled since it was started.
+    /// Tokens sampled since it was started.
     pub(crate) sampled_tokens: u64,
 }
 
-/// Hears the name of a worker that is gone, unless another has it by now, and its instance.
-type Gone = Box<dyn Fn(Option<&str>, u64) + Send + Sync>;
+/// Called with the name of a lost worker, unless another worker has that name by now, and its instance id.
+type OnLost = Box<dyn Fn(Option<&str>, u64) + Send + Sync>;
 
-/// The table of workers.
-pub(crate) struct Roster {
-    state: Mutex<State>,
-    /// So that others can go on with what it held, and without it.
-    gone: OnceLock<Gone>,
+/// The registry.
+pub(crate) struct WorkerRegistry {
+    state: Mutex<RegistryState>,
+    /// Releases the leases and the subscription of a lost worker.
+    on_lost: OnceLock<OnLost>,
 }
 
-impl fmt::Debug for Roster {
+impl fmt::Debug for WorkerRegistry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Roster").field("state", &self.state).finish_non_exhaustive()
+        f.debug_struct("WorkerRegistry").field("state", &self.state).finish_non_exhaustive()
     }
 }
 
 #[derive(Debug, Default)]
-struct State {
-    workers: BTreeMap<String, Worker>,
-    /// What workers did that are not there any more, by instance: one that was only silent can come back.
+struct RegistryState {
+    workers: BTreeMap<String, RegisteredWorker>,
+    /// Counters of workers that left, by instance; a worker that was only silent can return.
     gone: BTreeMap<u64, Progress>,
-    /// The same of earlier instances, all together.
+    /// The sum over earlier instances.
     long_gone: Option<Progress>,
-    /// Instances that were left out of the run.
-    expelled: BTreeSet<u64>,
+    /// Instances that the run has excluded.
+    excluded: BTreeSet<u64>,
     loads: BTreeMap<String, LoadCounts>,
     /// The newest instance.
     instance: u64,
-    /// Instances that are gone and of which nobody was told yet.
+    /// Lost instances that `on_lost` has not been called with yet.
     left: Vec<(Option<String>, u64)>,
     stopping: bool,
 }
 
 #[derive(Debug)]
-struct Worker {
-    beat: Beat,
+struct RegisteredWorker {
+    beat: Heartbeat,
     heard: Instant,
     doing_since: Instant,
 }
 
-impl Roster {
-    /// A table whose first worker is that after `instance`: later than all that a table before it has counted, so that
-    /// workers can go on which have not noticed that the run was started again.
+impl WorkerRegistry {
+    /// A registry that counts instance ids from `instance` on. It must be larger than the ids of earlier processes of the
+    /// run, so that workers which have not noticed a restart of the run can continue.
     pub(crate) fn after(instance: u64) -> Self {
-        Self { state: Mutex::new(State { instance, ..State::default() }), gone: OnceLock::new() }
+        Self {
+            state: Mutex::new(RegistryState { instance, ..RegistryState::default() }),
+            on_lost: OnceLock::new(),
+        }
     }
 
-    /// Tells `gone` of every instance that is gone from now on. The first who asks hears it.
-    pub(crate) fn tell(&self, gone: impl Fn(Option<&str>, u64) + Send + Sync + 'static) {
-        let _ = self.gone.set(Box::new(gone));
+    /// Sets the function that is called for every lost worker. Only the first call counts.
+    pub(crate) fn on_lost(&self, on_lost: impl Fn(Option<&str>, u64) + Send + Sync + 'static) {
+        let _ = self.on_lost.set(Box::new(on_lost));
     }
 
-    /// The name of a worker that joins, the one it asks for or the first that is free, and its instance.
+    /// Registers a worker under `name`, or the first free name; replaces one of the same name. Returns name and instance id.
     ///
     /// # Errors
-    /// A name that nobody can have, too many workers.
-    pub(crate) fn join(&self, role: Role, name: Option<String>) -> Result<(String, u64), Unwelcome> {
+    /// An invalid name, too many workers.
+    pub(crate) fn join(&self, role: Role, name: Option<String>) -> Result<(String, u64), JoinRefused> {
         name.as_deref().map_or(Ok(()), check_name)?;
         let mut state = self.state();
-        state.room_for(name.as_deref())?;
-        // A run of processes gives names of its own, which nobody takes by chance.
+        state.check_capacity(name.as_deref())?;
+        // The controller names its own workers otherwise.
         let mut names = (0..).map(|n| format!("guest {} {n}", role.as_str()));
         let name = name.or_else(|| names.find(|name| !state.workers.contains_key(name))).unwrap_or_default();
         state.leave(&name);
         state.instance += 1;
         let instance = state.instance;
-        let beat =
-            Beat { name: name.clone(), role, instance, doing: "is starting".to_owned(), ..Beat::default() };
+        let beat = Heartbeat {
+            name: name.clone(),
+            role,
+            instance,
+            doing: "is starting".to_owned(),
+            ..Heartbeat::default()
+        };
         state.put(beat);
-        self.settle(state);
+        self.notify(state);
         Ok((name, instance))
     }
 
-    /// Leaves the worker `name` out of the run: what it held goes to others, and it is told to end.
-    pub(crate) fn expel(&self, name: &str) {
+    /// Excludes the worker `name`: its leases return to the buffer, and its next heartbeat is answered with stop.
+    pub(crate) fn exclude(&self, name: &str) {
         let mut state = self.state();
         let Some(instance) = state.workers.get(name).map(|worker| worker.beat.instance) else { return };
-        if state.expelled.len() == MAX_WORKERS {
-            state.expelled.pop_first();
+        if state.excluded.len() == MAX_WORKERS {
+            state.excluded.pop_first();
         }
-        state.expelled.insert(instance);
+        state.excluded.insert(instance);
         state.leave(name);
-        self.settle(state);
+        self.notify(state);
     }
 
-    /// Takes down what a worker says. One that is not known was forgotten by a run that was started again.
+    /// Records a heartbeat. Registers a worker that is not known: the run may have been started again.
     ///
     /// # Errors
-    /// A name that nobody can have, too many workers.
-    pub(crate) fn beat(&self, beat: Beat) -> Result<Orders, Unwelcome> {
+    /// An invalid name, too many workers.
+    pub(crate) fn heartbeat(&self, beat: Heartbeat) -> Result<HeartbeatReply, JoinRefused> {
         check_name(&beat.name)?;
         let beat = beat.bounded();
         let mut state = self.state();
-        state.room_for(Some(&beat.name))?;
-        if state.expelled.contains(&beat.instance) {
-            return Ok(Orders { stop: true });
+        state.check_capacity(Some(&beat.name))?;
+        if state.excluded.contains(&beat.instance) {
+            return Ok(HeartbeatReply { stop: true });
         }
         let known = state.workers.get(&beat.name).map(|worker| worker.beat.instance);
         if known.is_some_and(|known| known > beat.instance) {
-            // It was replaced, and does not know it yet.
-            return Ok(Orders { stop: true });
+            // Another worker has replaced it.
+            return Ok(HeartbeatReply { stop: true });
         }
         for (name, counts) in &beat.rewards {
             if state.loads.len() >= MAX_REWARDS && !state.loads.contains_key(name) {
@@ -226,13 +233,13 @@ impl Roster {
         state.put(beat);
         leaves.iter().for_each(|name| state.leave(name));
         let stop = state.stopping;
-        self.settle(state);
-        Ok(Orders { stop })
+        self.notify(state);
+        Ok(HeartbeatReply { stop })
     }
 
-    /// The process of a worker has ended, says who looks after it. A run that was started again may hear of its `instance`
-    /// by this alone.
-    pub(crate) fn ended(&self, name: &str, pid: u32, instance: Option<u64>) {
+    /// Records that the process of a worker has ended, as its controller reports. A run that was started again may not know
+    /// the worker; then `instance` names it.
+    pub(crate) fn process_ended(&self, name: &str, pid: u32, instance: Option<u64>) {
         let mut state = self.state();
         match state.workers.get(name) {
             Some(worker) if worker.beat.pid == pid => state.leave(name),
@@ -242,14 +249,13 @@ impl Roster {
                 state.left.extend(gone.map(|gone| (free, gone)));
             }
         }
-        self.settle(state);
+        self.notify(state);
     }
 
-    /// What all samplers did together, with that of `inside`, the run's own. Served is the oldest version that one of them
-    /// serves.
-    pub(crate) fn progress(&self, inside: Option<Progress>) -> Progress {
+    /// The counters of all samplers, with those of the `local` one. `served` is the oldest version that a sampler serves.
+    pub(crate) fn progress(&self, local: Option<Progress>) -> Progress {
         let state = self.state();
-        let start = inside.unwrap_or(Progress { served: PolicyVersion(u64::MAX), ..Progress::default() });
+        let start = local.unwrap_or(Progress { served: PolicyVersion(u64::MAX), ..Progress::default() });
         let rollouts = state.workers.values().filter_map(|worker| worker.beat.progress.as_ref());
         let all = rollouts.fold(start, |all, progress| all.and(progress));
         let all = state.long_gone.iter().fold(all, |all, progress| all.and(progress));
@@ -257,19 +263,19 @@ impl Roster {
         Progress { served: all.served, ..with_gone }
     }
 
-    /// What the rewards of all workers had to do since this was asked last, by name.
+    /// The counters of all workers' rewards since the last call, by name.
     pub(crate) fn take_loads(&self) -> Vec<(String, LoadCounts)> {
         std::mem::take(&mut self.state().loads).into_iter().collect()
     }
 
-    /// Who serves which reward.
+    /// The reward servers, by reward.
     pub(crate) fn servers(&self) -> BTreeMap<String, ModelServer> {
         self.state().workers.values().filter_map(|worker| worker.beat.serves.clone()).collect()
     }
 
-    /// Everybody who takes part.
-    pub(crate) fn members(&self) -> Vec<Member> {
-        let member = |worker: &Worker| Member {
+    /// The status of every worker.
+    pub(crate) fn members(&self) -> Vec<WorkerStatus> {
+        let member = |worker: &RegisteredWorker| WorkerStatus {
             name: worker.beat.name.clone(),
             role: worker.beat.role,
             pid: worker.beat.pid,
@@ -283,51 +289,52 @@ impl Roster {
         self.state().workers.values().map(member).collect()
     }
 
-    /// Forgets those that were silent for so long; their names.
+    /// Removes workers without a heartbeat for `limit`; their names.
     pub(crate) fn drop_silent(&self, limit: Duration) -> Vec<String> {
         let mut state = self.state();
         let silent = state.workers.iter().filter(|(_, worker)| worker.heard.elapsed() > limit);
         let silent: Vec<String> = silent.map(|(name, _)| name.clone()).collect();
         silent.iter().for_each(|name| state.leave(name));
-        self.settle(state);
+        self.notify(state);
         silent
     }
 
-    /// Tells everybody to end, and waits until they have left, at most for so long.
+    /// Answers every heartbeat with stop from now on, and waits up to `wait` until all workers have left.
     pub(crate) fn stop(&self, wait: Duration) {
         self.state().stopping = true;
         let deadline = Instant::now() + wait;
-        // Ranks of the trainer end with the first of them.
-        let stay = |state: &State| state.workers.values().any(|worker| worker.beat.role != Role::Trainer);
+        // Ranks of the trainer end with rank 0.
+        let stay =
+            |state: &RegistryState| state.workers.values().any(|worker| worker.beat.role != Role::Trainer);
         while Instant::now() < deadline && stay(&self.state()) {
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 
-    /// Passes on who is gone, without the lock.
-    fn settle(&self, mut state: MutexGuard<'_, State>) {
+    /// Calls `on_lost` for lost workers, after the lock is released.
+    fn notify(&self, mut state: MutexGuard<'_, RegistryState>) {
         let left = std::mem::take(&mut state.left);
         drop(state);
-        if let Some(gone) = self.gone.get() {
-            left.iter().for_each(|(name, instance)| gone(name.as_deref(), *instance));
+        if let Some(on_lost) = self.on_lost.get() {
+            left.iter().for_each(|(name, instance)| on_lost(name.as_deref(), *instance));
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        // Every change of it is complete.
+    fn state(&self) -> MutexGuard<'_, RegistryState> {
+        // A panic cannot leave it half changed.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn check_name(name: &str) -> Result<(), Unwelcome> {
+fn check_name(name: &str) -> Result<(), JoinRefused> {
     if (1..=MAX_NAME).contains(&name.len()) && !name.chars().any(char::is_control) {
         return Ok(());
     }
-    Err(Unwelcome::Name(name.chars().take(MAX_NAME).collect()))
+    Err(JoinRefused::Name(name.chars().take(MAX_NAME).collect()))
 }
 
-impl Beat {
-    /// What a worker says, cut to what a run can keep and add up.
+impl Heartbeat {
+    /// The heartbeat with texts cut to their limits and finite numbers.
     fn bounded(mut self) -> Self {
         let cut = |text: &mut String| *text = text.chars().take(MAX_TEXT).collect();
         cut(&mut self.host);
@@ -346,17 +353,17 @@ impl Beat {
     }
 }
 
-impl State {
-    fn put(&mut self, beat: Beat) {
+impl RegistryState {
+    fn put(&mut self, beat: Heartbeat) {
         self.gone.remove(&beat.instance);
         let now = Instant::now();
         let before = self.workers.get(&beat.name).filter(|worker| worker.beat.doing == beat.doing);
         let doing_since = before.map_or(now, |worker| worker.doing_since);
-        self.workers.insert(beat.name.clone(), Worker { beat, heard: now, doing_since });
+        self.workers.insert(beat.name.clone(), RegisteredWorker { beat, heard: now, doing_since });
     }
 
     fn leave(&mut self, name: &str) {
-        let Some(Worker { beat, .. }) = self.workers.remove(name) else { return };
+        let Some(RegisteredWorker { beat, .. }) = self.workers.remove(name) else { return };
         self.left.push((Some(beat.name), beat.instance));
         self.gone.extend(beat.progress.map(|progress| (beat.instance, progress)));
         if self.gone.len() > MAX_WORKERS
@@ -366,9 +373,9 @@ impl State {
         }
     }
 
-    fn room_for(&self, name: Option<&str>) -> Result<(), Unwelcome> {
+    fn check_capacity(&self, name: Option<&str>) -> Result<(), JoinRefused> {
         let known = name.is_some_and(|name| self.workers.contains_key(name));
-        if known || self.workers.len() < MAX_WORKERS { Ok(()) } else { Err(Unwelcome::TooMany) }
+        if known || self.workers.len() < MAX_WORKERS { Ok(()) } else { Err(JoinRefused::TooMany) }
     }
 }
 
@@ -378,97 +385,99 @@ mod tests {
 
     use super::*;
 
-    fn beat(name: &str, instance: u64, tokens: u64) -> Beat {
+    fn beat(name: &str, instance: u64, tokens: u64) -> Heartbeat {
         let engine = EngineCounts { sampled_tokens: tokens, ..EngineCounts::default() };
         let progress = Progress { served: PolicyVersion(tokens), engine, ..Progress::default() };
-        Beat { name: name.to_owned(), instance, progress: Some(progress), ..Beat::default() }
+        Heartbeat { name: name.to_owned(), instance, progress: Some(progress), ..Heartbeat::default() }
     }
 
     #[test]
     fn counts_only_go_up_whoever_comes_and_goes() {
-        let roster = Roster::after(100);
+        let registry = WorkerRegistry::after(100);
         let gone = std::sync::Arc::new(Mutex::new(Vec::new()));
         let heard = std::sync::Arc::clone(&gone);
-        roster.tell(move |_, instance| heard.lock().unwrap().push(instance));
-        let sampled = || roster.progress(None).engine.sampled_tokens;
-        let served = || roster.progress(None).served;
-        assert_eq!(roster.join(Role::Rollout, None), Ok(("guest rollout 0".to_owned(), 101)));
-        assert_eq!(roster.join(Role::Rollout, None), Ok(("guest rollout 1".to_owned(), 102)));
-        assert_eq!(roster.beat(beat("guest rollout 0", 101, 10)), Ok(Orders::default()));
-        roster.beat(beat("guest rollout 1", 102, 20)).unwrap();
+        registry.on_lost(move |_, instance| heard.lock().unwrap().push(instance));
+        let sampled = || registry.progress(None).engine.sampled_tokens;
+        let served = || registry.progress(None).served;
+        assert_eq!(registry.join(Role::Rollout, None), Ok(("guest rollout 0".to_owned(), 101)));
+        assert_eq!(registry.join(Role::Rollout, None), Ok(("guest rollout 1".to_owned(), 102)));
+        assert_eq!(registry.heartbeat(beat("guest rollout 0", 101, 10)), Ok(HeartbeatReply::default()));
+        registry.heartbeat(beat("guest rollout 1", 102, 20)).unwrap();
         assert_eq!((sampled(), served()), (30, PolicyVersion(10)));
         // Killed and started again: a new process under the old name begins at zero.
         assert_eq!(
-            roster.join(Role::Rollout, Some("guest rollout 0".to_owned())),
+            registry.join(Role::Rollout, Some("guest rollout 0".to_owned())),
             Ok(("guest rollout 0".to_owned(), 103))
         );
         assert_eq!((sampled(), served()), (30, PolicyVersion(20)));
-        roster.beat(beat("guest rollout 0", 103, 1)).unwrap();
+        registry.heartbeat(beat("guest rollout 0", 103, 1)).unwrap();
         assert_eq!(sampled(), 31);
         // What is left of the one before is told to end, and counts nothing twice.
-        assert!(roster.beat(beat("guest rollout 0", 101, 12)).unwrap().stop);
+        assert!(registry.heartbeat(beat("guest rollout 0", 101, 12)).unwrap().stop);
         assert_eq!(sampled(), 31);
-        roster.beat(Beat { leaves: true, ..beat("guest rollout 1", 102, 25) }).unwrap();
-        assert_eq!((sampled(), roster.members().len()), (36, 1));
-        assert_eq!(roster.drop_silent(Duration::ZERO), ["guest rollout 0"]);
+        registry.heartbeat(Heartbeat { leaves: true, ..beat("guest rollout 1", 102, 25) }).unwrap();
+        assert_eq!((sampled(), registry.members().len()), (36, 1));
+        assert_eq!(registry.drop_silent(Duration::ZERO), ["guest rollout 0"]);
         assert_eq!((sampled(), served()), (36, PolicyVersion(u64::MAX)));
         // It was only slow: what it did is not counted again.
-        roster.beat(beat("guest rollout 0", 103, 4)).unwrap();
+        registry.heartbeat(beat("guest rollout 0", 103, 4)).unwrap();
         assert_eq!(sampled(), 39);
         assert_eq!(*gone.lock().unwrap(), [101, 102, 103]);
-        roster.ended("guest rollout 0", 9, Some(103));
-        roster.ended("guest rollout 0", 9, Some(98));
-        assert_eq!(roster.members().len(), 1, "another process than that one has ended");
-        roster.ended("guest rollout 0", 0, None);
+        registry.process_ended("guest rollout 0", 9, Some(103));
+        registry.process_ended("guest rollout 0", 9, Some(98));
+        assert_eq!(registry.members().len(), 1, "another process than that one has ended");
+        registry.process_ended("guest rollout 0", 0, None);
         assert_eq!(*gone.lock().unwrap(), [101, 102, 103, 98, 103]);
-        roster.ended("rollout 1", 7, None);
-        roster.ended("rollout 1", 7, Some(99));
+        registry.process_ended("rollout 1", 7, None);
+        registry.process_ended("rollout 1", 7, Some(99));
         assert_eq!(*gone.lock().unwrap(), [101, 102, 103, 98, 103, 99], "a run before this one knew it");
     }
 
     #[test]
     fn loads_are_taken_once_and_everybody_is_told_to_stop() {
-        let roster = Roster::after(0);
+        let registry = WorkerRegistry::after(0);
         let counts = LoadCounts { scored: 2, ..LoadCounts::default() };
         for instance in 1..=2 {
             let rewards = vec![("math".to_owned(), counts.clone())];
-            roster.beat(Beat { rewards, ..beat(&format!("rollout {instance}"), instance, 1) }).unwrap();
+            registry
+                .heartbeat(Heartbeat { rewards, ..beat(&format!("rollout {instance}"), instance, 1) })
+                .unwrap();
         }
-        let loads = roster.take_loads();
+        let loads = registry.take_loads();
         assert_eq!((loads.len(), loads[0].1.scored), (1, 4));
-        assert!(roster.take_loads().is_empty());
-        roster.stop(Duration::ZERO);
-        assert!(roster.beat(beat("rollout 1", 1, 3)).unwrap().stop);
+        assert!(registry.take_loads().is_empty());
+        registry.stop(Duration::ZERO);
+        assert!(registry.heartbeat(beat("rollout 1", 1, 3)).unwrap().stop);
     }
 
     #[test]
     fn what_workers_say_of_themselves_is_bounded() {
-        let roster = Roster::after(0);
+        let registry = WorkerRegistry::after(0);
         let long = "x".repeat(100_000);
         for name in [&long[..], "", "a\nb"] {
-            assert!(matches!(roster.join(Role::Rollout, Some(name.to_owned())), Err(Unwelcome::Name(_))));
-            assert!(matches!(roster.beat(beat(name, 1, 1)), Err(Unwelcome::Name(_))));
+            assert!(matches!(registry.join(Role::Rollout, Some(name.to_owned())), Err(JoinRefused::Name(_))));
+            assert!(matches!(registry.heartbeat(beat(name, 1, 1)), Err(JoinRefused::Name(_))));
         }
         let counts = LoadCounts { example: Some(long.clone()), scored: u64::MAX, ..LoadCounts::default() };
         let rewards = (0..100).map(|n| (n.to_string(), counts.clone())).collect();
-        let said = Beat { host: long.clone(), doing: long.clone(), rewards, ..beat("a", 1, u64::MAX) };
-        roster.beat(said.clone()).unwrap();
-        roster.beat(Beat { name: "b".to_owned(), instance: 2, ..said }).unwrap();
-        let members = roster.members();
+        let said = Heartbeat { host: long.clone(), doing: long.clone(), rewards, ..beat("a", 1, u64::MAX) };
+        registry.heartbeat(said.clone()).unwrap();
+        registry.heartbeat(Heartbeat { name: "b".to_owned(), instance: 2, ..said }).unwrap();
+        let members = registry.members();
         assert!(members.iter().all(|member| member.host.len() + member.doing.len() == 2 * MAX_TEXT));
-        assert_eq!(roster.progress(None).engine.sampled_tokens, u64::MAX, "nothing overflows");
-        let loads = roster.take_loads();
+        assert_eq!(registry.progress(None).engine.sampled_tokens, u64::MAX, "nothing overflows");
+        let loads = registry.take_loads();
         assert_eq!((loads.len(), loads[0].1.scored), (MAX_REWARDS, u64::MAX));
         assert!(loads.iter().all(|(_, load)| load.example.as_ref().unwrap().len() == MAX_TEXT));
         for n in 0..MAX_WORKERS - 2 {
-            roster.join(Role::Rollout, Some(format!("w{n}"))).unwrap();
+            registry.join(Role::Rollout, Some(format!("w{n}"))).unwrap();
         }
-        assert_eq!(roster.join(Role::Rollout, None), Err(Unwelcome::TooMany));
-        assert_eq!(roster.beat(beat("another", 9, 1)), Err(Unwelcome::TooMany));
-        roster.beat(beat("a", 1, u64::MAX)).unwrap();
+        assert_eq!(registry.join(Role::Rollout, None), Err(JoinRefused::TooMany));
+        assert_eq!(registry.heartbeat(beat("another", 9, 1)), Err(JoinRefused::TooMany));
+        registry.heartbeat(beat("a", 1, u64::MAX)).unwrap();
         // What is left out stays out.
-        roster.expel("a");
-        assert!(roster.beat(beat("a", 1, 1)).unwrap().stop);
-        assert_eq!(roster.members().len(), MAX_WORKERS - 1);
+        registry.exclude("a");
+        assert!(registry.heartbeat(beat("a", 1, 1)).unwrap().stop);
+        assert_eq!(registry.members().len(), MAX_WORKERS - 1);
     }
 }

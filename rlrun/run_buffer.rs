@@ -1,6 +1,6 @@
-//! The forward edge of a run: its own buffer, served to others or not, or one that is served elsewhere.
+//! The buffer of a run: its own, served to other processes or not, or a client of one that is served elsewhere.
 //!
-//! Invariant: sampler and trainer get the two contracts and do not learn where the buffer is.
+//! Invariant: sampler and trainer get the two traits of a buffer and do not depend on where it is.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -27,57 +27,57 @@ pub(crate) fn journal(run_dir: &Path) -> PathBuf {
     run_dir.join("buffer.redb")
 }
 
-/// Both ends of the buffer of a run.
-pub(crate) struct Edge {
+/// The buffer of a run, for both sides.
+pub(crate) struct RunBuffer {
     /// For samplers.
     pub(crate) producer: Arc<dyn Producer>,
     /// For the trainer.
     pub(crate) consumer: Arc<dyn Consumer>,
-    /// The run's own, if it has one.
+    /// The run's own buffer, if it has one.
     pub(crate) own: Option<Arc<Buffer>>,
-    /// Serves the buffer as long as it lives.
-    pub(crate) served: Option<Served>,
+    /// Serves the buffer until it is dropped.
+    pub(crate) server: Option<BufferServer>,
 }
 
-/// What a run whose address was chosen by its controller is served on.
+/// The listener that a controller has opened for the run, and the tokens for it.
 #[derive(Clone, Debug)]
-pub(crate) struct Door {
-    /// Connections to it wait while the run is started again.
+pub(crate) struct RunListener {
+    /// Its backlog holds connections while the process of the run is started again.
     pub(crate) listener: Arc<TcpListener>,
-    /// Who may do what.
+    /// The tokens, with their roles.
     pub(crate) tokens: Tokens,
-    /// The token that workers know.
+    /// The token of the workers.
     pub(crate) token: String,
 }
 
-/// Who opens the forward edge.
-pub(crate) struct Opening<'a> {
+/// What the buffer of a run is opened with.
+pub(crate) struct BufferSetup<'a> {
     pub(crate) recipe: &'a Recipe,
     pub(crate) run_dir: &'a Path,
     pub(crate) runtime: &'a RewardRuntime,
     pub(crate) report: &'a Report,
     /// In place of the recipe's address.
-    pub(crate) door: Option<&'a Door>,
+    pub(crate) listener: Option<&'a RunListener>,
     /// Whether the run has made anything that its journal belongs to.
     pub(crate) has_begun: bool,
-    /// What groups from elsewhere must keep to, as soon as the model is open.
+    /// ServerLimits on groups that other processes send, once the model is open.
     pub(crate) limits: &'a Arc<OnceLock<GroupLimits>>,
-    /// Who hears of those that do not.
+    /// Records groups that were refused.
     pub(crate) peers: &'a Arc<Peers>,
 }
 
-impl Opening<'_> {
-    /// Opens the buffer that the recipe names, and serves it, with `routes` beside it, if the recipe or the door says so.
+impl BufferSetup<'_> {
+    /// Opens the buffer that the recipe names; serves it, with `routes`, if there is a listener or the recipe has an address.
     ///
     /// # Errors
     /// A journal, address, server or token that cannot be used; a server with other batches or another bound than the
     /// recipe's.
-    pub(crate) fn open(&self, routes: Vec<(Role, Router)>) -> Result<Edge, Failure> {
+    pub(crate) fn open(&self, routes: Vec<(Role, Router)>) -> Result<RunBuffer, Failure> {
         let config = self.recipe.buffer_config();
         let own = match self.recipe.buffer.store {
             Store::Redb => Buffer::open(self.journal()?, config)?,
             Store::Memory => Buffer::in_memory(config)?,
-            Store::Http => return elsewhere(self.recipe),
+            Store::Http => return connect(self.recipe),
         };
         let own = Arc::new(own);
         let peers = Arc::clone(self.peers);
@@ -88,36 +88,36 @@ impl Opening<'_> {
         let serve = |config| {
             let limits = Some(Arc::clone(self.limits));
             let config = ServerConfig { group_limits: limits, refused: Some(Arc::new(refused)), ..config };
-            Served::start(config, Arc::clone(&own), self.runtime, self.report)
+            BufferServer::start(config, Arc::clone(&own), self.runtime, self.report)
         };
-        let served = self.server(routes)?.map(serve).transpose()?;
+        let server = self.server_config(routes)?.map(serve).transpose()?;
         let producer = Arc::clone(&own) as Arc<dyn Producer>;
-        Ok(Edge { producer, consumer: Arc::clone(&own) as Arc<dyn Consumer>, own: Some(own), served })
+        Ok(RunBuffer { producer, consumer: Arc::clone(&own) as Arc<dyn Consumer>, own: Some(own), server })
     }
 
-    /// The path of the journal. A run that has begun does not go on without its groups unnoticed.
+    /// The path of the journal. A run that has begun and has lost its journal is refused.
     fn journal(&self) -> Result<PathBuf, Failure> {
         let path = journal(self.run_dir);
         if !self.has_begun || path.exists() {
             return Ok(path);
         }
         Err(Failure::Argument(format!(
-            "journal {} is missing, and with it the groups that no checkpoint contains: put it back, or go on without them \
+            "journal {} is missing, and with it the groups that no checkpoint contains: put it back, or continue without them \
              with `rlrun resume {} --without-journal`",
             path.display(),
             self.run_dir.display()
         )))
     }
 
-    /// Where and to whom the run is served; not at all without an address.
-    fn server(&self, routes: Vec<(Role, Router)>) -> Result<Option<ServerConfig>, Failure> {
+    /// The address and the tokens of the server; `None` without an address.
+    fn server_config(&self, routes: Vec<(Role, Router)>) -> Result<Option<ServerConfig>, Failure> {
         let buffer = &self.recipe.buffer;
         let files = buffer.tls_cert.as_deref().zip(buffer.tls_key.as_deref());
         let tls = files.map(|(certificate, key)| Tls::read(certificate, key)).transpose()?;
         let insecure = buffer.insecure;
         let limits =
             ServerLimits { correct: self.recipe.algorithm().needs_correct(), ..ServerLimits::default() };
-        if let Some(Door { listener, tokens, .. }) = self.door {
+        if let Some(RunListener { listener, tokens, .. }) = self.listener {
             let system =
                 |source| Failure::System { what: "read the address of the run's socket".to_owned(), source };
             let listen = listener.local_addr().map_err(system)?;
@@ -147,7 +147,8 @@ impl Opening<'_> {
     }
 }
 
-fn elsewhere(recipe: &Recipe) -> Result<Edge, Failure> {
+/// Connects to a buffer that is served elsewhere.
+fn connect(recipe: &Recipe) -> Result<RunBuffer, Failure> {
     let buffer = &recipe.buffer;
     let url = buffer.url.clone().unwrap_or_default();
     let token = buffer.token_file.as_deref().map(|file| token(file, "admin")).transpose()?;
@@ -164,19 +165,24 @@ fn elsewhere(recipe: &Recipe) -> Result<Edge, Failure> {
         )));
     }
     let client = Arc::new(client);
-    Ok(Edge { producer: Arc::clone(&client) as Arc<dyn Producer>, consumer: client, own: None, served: None })
+    Ok(RunBuffer {
+        producer: Arc::clone(&client) as Arc<dyn Producer>,
+        consumer: client,
+        own: None,
+        server: None,
+    })
 }
 
-/// A server beside the run; ends when it is dropped.
-pub(crate) struct Served {
-    /// Where.
+/// The server of a run's buffer. It ends when it is dropped.
+pub(crate) struct BufferServer {
+    /// Its address.
     pub(crate) address: SocketAddr,
     stop: Arc<Notify>,
     task: Option<JoinHandle<()>>,
     runtime: tokio::runtime::Handle,
 }
 
-impl Served {
+impl BufferServer {
     fn start(
         config: ServerConfig,
         buffer: Arc<Buffer>,
@@ -195,11 +201,11 @@ impl Served {
     }
 }
 
-impl Drop for Served {
+impl Drop for BufferServer {
     fn drop(&mut self) {
         self.stop.notify_one();
         if let Some(task) = self.task.take() {
-            // It ends by its own deadline; a panic in it was printed.
+            // Its deadline bounds this; a panic of its task was printed.
             drop(self.runtime.block_on(task));
         }
     }

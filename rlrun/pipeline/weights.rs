@@ -1,6 +1,6 @@
-//! The backward edge of a run: through memory of the host, or from device to device.
+//! How weights go from the trainer to the samplers: through memory of the host, or from device to device.
 //!
-//! Invariant: publisher and sampler are made for the same way, by the same rule.
+//! Invariant: one rule chooses the transport for the publisher and for the local sampler.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,104 +22,111 @@ use crate::recipe::Recipe;
 use crate::recipe::words::{Ranks, WeightTransport};
 use crate::settings::SHARED_MEMORY;
 
-/// Name of the sampler of this process.
-const INSIDE: &str = "sampler 0";
+/// Name of the local sampler.
+const SAMPLER_NAME: &str = "sampler 0";
 
-/// What versions are published through.
-pub(super) enum Push {
+/// The publisher of a run.
+pub(super) enum WeightPublishing {
     Host(Arc<HubPublisher>),
-    F32(Direct<f32>),
-    Bf16(Direct<bf16>),
+    F32(DevicePublishing<f32>),
+    Bf16(DevicePublishing<bf16>),
 }
 
 /// From device to device.
-pub(super) struct Direct<T: Storage> {
+pub(super) struct DevicePublishing<T: Storage> {
     publisher: Arc<dyn DevicePublisher<T>>,
-    inside: Inside<T>,
+    local: LocalSubscription<T>,
 }
 
-/// How the sampler of this process gets it.
-enum Inside<T: Storage> {
-    /// By a copy that the publisher makes.
-    Memory(Arc<ColocatedPublisher<T>>),
-    /// As a member of the broadcasts.
+/// How the local sampler gets the weights.
+enum LocalSubscription<T: Storage> {
+    /// The publisher copies them.
+    Copy(Arc<ColocatedPublisher<T>>),
+    /// As a member of the broadcast.
     Broadcast,
-    /// There is none: it could not open memory of its own process.
-    Nobody,
+    /// There is no local sampler: CUDA IPC cannot open memory of the same process.
+    None,
 }
 
-/// Ways between devices.
+/// Transports between devices.
 #[derive(Clone, Copy)]
-enum Way {
+enum DeviceTransport {
     Memory,
     Ipc,
     Nccl,
 }
 
-impl<T: Storage> Direct<T> {
-    /// Copies are made on a stream of their own, after what the trainer was waited for.
-    fn new(recipe: &Recipe, hub: &Hub, place: DeviceLocation, way: Way) -> Result<Self, Failure> {
+impl<T: Storage> DevicePublishing<T> {
+    /// Copies run on a stream of their own, after a synchronization with the trainer's stream.
+    fn new(
+        recipe: &Recipe,
+        hub: &Hub,
+        place: DeviceLocation,
+        transport: DeviceTransport,
+    ) -> Result<Self, Failure> {
         let (hub, device) = (hub.clone(), Device::open(place)?);
-        let (publisher, inside): (Arc<dyn DevicePublisher<T>>, _) = match way {
-            Way::Memory => {
+        let (publisher, local): (Arc<dyn DevicePublisher<T>>, _) = match transport {
+            DeviceTransport::Memory => {
                 let memory = Arc::new(ColocatedPublisher::new(hub, &device));
-                (Arc::clone(&memory) as _, Inside::Memory(memory))
+                (Arc::clone(&memory) as _, LocalSubscription::Copy(memory))
             }
-            Way::Ipc => {
+            DeviceTransport::Ipc => {
                 let config = IpcConfig { directory: PathBuf::from(SHARED_MEMORY), wait: recipe.wait() };
-                (Arc::new(IpcPublisher::new(hub, &device, &config)?), Inside::Nobody)
+                (Arc::new(IpcPublisher::new(hub, &device, &config)?), LocalSubscription::None)
             }
-            Way::Nccl => {
+            DeviceTransport::Nccl => {
                 let elsewhere = recipe.trainer.ranks != Ranks::Threads && recipe.trainer.world > 1;
-                // Ranks elsewhere do not hear of a sampler that is gone. They join, wait for it and give up within the time
-                // that the first rank waits for them.
+                // Ranks in other processes do not learn that a sampler has left. They join the broadcast and time out, which
+                // has to happen before the first rank times out on them.
                 let deadline = if elsewhere { recipe.wait() / 3 } else { recipe.wait() };
                 let config = NcclConfig { deadline, ..NcclConfig::default() };
-                (Arc::new(NcclPublisher::new(hub, &device, config)), Inside::Broadcast)
+                (Arc::new(NcclPublisher::new(hub, &device, config)), LocalSubscription::Broadcast)
             }
         };
-        Ok(Self { publisher, inside })
+        Ok(Self { publisher, local })
     }
 
     fn subscribe(&self, recipe: &Recipe) -> Result<Option<Arc<dyn DeviceSubscriber<T>>>, Failure> {
         let Some(place) = recipe.devices().rollout else { return Ok(None) };
-        Ok(match &self.inside {
-            Inside::Memory(memory) => Some(Arc::new(memory.subscribe(INSIDE, &Device::open(place)?)?)),
-            Inside::Broadcast => {
-                let device = Device::open(place)?;
-                Some(Arc::new(NcclSubscriber::within(self.publisher.hub(), INSIDE, &device)?))
+        Ok(match &self.local {
+            LocalSubscription::Copy(memory) => {
+                Some(Arc::new(memory.subscribe(SAMPLER_NAME, &Device::open(place)?)?))
             }
-            Inside::Nobody => None,
+            LocalSubscription::Broadcast => {
+                let device = Device::open(place)?;
+                Some(Arc::new(NcclSubscriber::within(self.publisher.hub(), SAMPLER_NAME, &device)?))
+            }
+            LocalSubscription::None => None,
         })
     }
 }
 
-impl Push {
-    /// The publisher of a run; `served` if samplers of other machines may come.
-    pub(super) fn new(recipe: &Recipe, hub: &Hub, served: bool, alone: bool) -> Result<Self, Failure> {
+impl WeightPublishing {
+    /// The publisher of a run; `served`: rollout workers may join; `local`: this process has a sampler.
+    pub(super) fn new(recipe: &Recipe, hub: &Hub, served: bool, local: bool) -> Result<Self, Failure> {
         let devices = recipe.devices();
         let trainer = devices.trainer.first().copied().flatten();
-        let inside = alone
+        let direct = local
             && !served
             && !recipe.is_colocated()
             && devices.trainer.len() == 1
             && devices.rollout.is_some()
             && recipe.dtype_on(devices.rollout) == recipe.dtype_on(trainer);
-        let way = match recipe.weights.transport {
-            WeightTransport::CudaIpc => Some(Way::Ipc),
-            WeightTransport::Nccl => Some(Way::Nccl),
-            WeightTransport::Auto | WeightTransport::Http => inside.then_some(Way::Memory),
+        let transport = match recipe.weights.transport {
+            WeightTransport::CudaIpc => Some(DeviceTransport::Ipc),
+            WeightTransport::Nccl => Some(DeviceTransport::Nccl),
+            WeightTransport::Auto | WeightTransport::Http => direct.then_some(DeviceTransport::Memory),
         };
-        let Some((place, way)) = trainer.zip(way) else {
+        let Some((place, transport)) = trainer.zip(transport) else {
             return Ok(Self::Host(Arc::new(HubPublisher::new(hub.clone(), recipe.publish(served))?)));
         };
         Ok(match recipe.dtype_on(trainer) {
-            Dtype::F32 => Self::F32(Direct::new(recipe, hub, place, way)?),
-            Dtype::Bf16 => Self::Bf16(Direct::new(recipe, hub, place, way)?),
+            Dtype::F32 => Self::F32(DevicePublishing::new(recipe, hub, place, transport)?),
+            Dtype::Bf16 => Self::Bf16(DevicePublishing::new(recipe, hub, place, transport)?),
         })
     }
 
-    /// The trainer's end.
+    /// The publisher, for the trainer.
     pub(super) fn publishing(&self) -> WeightPublisher {
         match self {
             Self::Host(publisher) => WeightPublisher::Host(Arc::clone(publisher) as Arc<dyn Publisher>),
@@ -128,7 +135,7 @@ impl Push {
         }
     }
 
-    /// The end of the sampler of this process, which runs `model`.
+    /// The subscription of the local sampler, which runs `model`.
     pub(super) fn incoming(
         &self,
         recipe: &Recipe,
@@ -143,16 +150,16 @@ impl Push {
         if let Some(direct) = direct {
             return Ok(direct);
         }
-        // What comes next is uploaded on another stream than that on which the engine goes on.
+        // The next version is uploaded on another stream than the engine's.
         let on = recipe.serve_on()?;
         Ok(Incoming::Host {
-            subscriber: Arc::new(hub.subscribe(INSIDE)?),
+            subscriber: Arc::new(hub.subscribe(SAMPLER_NAME)?),
             config: Arc::new(model.clone()),
             on,
         })
     }
 
-    /// How far samplers are behind.
+    /// The lag of every sampler.
     pub(super) fn lags(&self) -> Result<Vec<Lag>, WeightsError> {
         match self {
             Self::Host(publisher) => publisher.lags(),
@@ -161,7 +168,7 @@ impl Push {
         }
     }
 
-    /// What the last push cost.
+    /// The cost of the last push.
     pub(super) fn last(&self) -> Result<Option<PushCost>, WeightsError> {
         let cost = |push: DevicePush| PushCost {
             version: push.version,

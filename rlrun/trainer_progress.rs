@@ -1,7 +1,6 @@
-//! What the process of a run does just now, and how far it is: for the watchdog, from the first file that is opened to the
-//! last evaluation.
+//! The phase of the trainer's thread and its counters, for the watchdog: from opening the first file to the last evaluation.
 //!
-//! Invariant: it is only told; looking changes nothing.
+//! Invariant: the trainer writes, the watchdog reads.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,106 +13,106 @@ use trajectory::PolicyVersion;
 
 use crate::failure::Failure;
 use crate::recipe::Recipe;
-use crate::watchdog::{Limits, Situation, Watchdog};
+use crate::watchdog::{RunSnapshot, StallLimits, Watchdog};
 
-/// What the thread of the trainer does.
+/// The phase of the trainer's thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Doing {
-    /// It opens model, data and rewards.
+pub(crate) enum TrainerPhase {
+    /// Opens model, data and rewards.
     Opening,
-    /// It warms the model up.
+    /// Warms up the model.
     WarmUp,
-    /// A training step: it waits for a batch, or computes.
+    /// A training step: waits for a batch, or computes.
     Step,
-    /// It looks how good the policy is.
+    /// Evaluates the policy.
     Evaluation,
-    /// It writes metrics or a checkpoint.
+    /// Writes metrics or a checkpoint.
     Writing,
 }
 
-/// Number of [`Doing`]s, rounded up to a power of two.
-const DOINGS: u64 = 8;
+/// Number of [`TrainerPhase`]s, rounded up to a power of two.
+const PHASES: u64 = 8;
 
-/// Where the trainer is: how often it went on, what it does, at which version.
+/// The trainer's phase, version and counters.
 #[derive(Debug, Default)]
-pub(crate) struct Stage {
-    /// Stages entered, times [`DOINGS`], and the last of them.
+pub(crate) struct TrainerProgress {
+    /// Number of phases entered, times [`PHASES`], plus the current phase.
     entered: AtomicU64,
     version: AtomicU64,
     evaluation: EvaluationProgress,
-    /// Those of this process.
+    /// The rewards of this process.
     rewards: Mutex<Option<Arc<RewardSet>>>,
 }
 
-impl Stage {
-    /// The trainer goes on with something else, or with the next piece of the same.
-    pub(crate) fn enter(&self, doing: Doing) {
-        let entered = self.entered.load(Ordering::Relaxed) / DOINGS + 1;
-        self.entered.store(entered * DOINGS + doing as u64, Ordering::Relaxed);
+impl TrainerProgress {
+    /// Enters `phase`, or its next piece of work.
+    pub(crate) fn enter(&self, phase: TrainerPhase) {
+        let entered = self.entered.load(Ordering::Relaxed) / PHASES + 1;
+        self.entered.store(entered * PHASES + phase as u64, Ordering::Relaxed);
     }
 
-    /// The policy is at `version`.
+    /// Sets the version of the policy.
     pub(crate) fn reach(&self, version: PolicyVersion) {
         self.version.store(version.0, Ordering::Relaxed);
     }
 
-    /// These are the rewards that it may wait for.
-    pub(crate) fn meet(&self, rewards: Option<Arc<RewardSet>>) {
+    /// Sets the rewards that the trainer may wait for.
+    pub(crate) fn set_rewards(&self, rewards: Option<Arc<RewardSet>>) {
         *self.rewards.lock().unwrap_or_else(PoisonError::into_inner) = rewards;
     }
 
-    /// Where an evaluation says how far it is.
+    /// The counters of the current evaluation.
     pub(crate) fn evaluation(&self) -> &EvaluationProgress {
         &self.evaluation
     }
 
-    fn is(&self, doing: Doing) -> bool {
-        self.entered.load(Ordering::Relaxed) % DOINGS == doing as u64
+    fn is(&self, phase: TrainerPhase) -> bool {
+        self.entered.load(Ordering::Relaxed) % PHASES == phase as u64
     }
 
     fn version(&self) -> PolicyVersion {
         PolicyVersion(self.version.load(Ordering::Relaxed))
     }
 
-    /// Counts that only move when the trainer gets on.
+    /// Counters that change only when the trainer makes progress.
     pub(crate) fn counts(&self) -> Vec<u64> {
         let EvaluationProgress { generated, judged, steps, .. } = &self.evaluation;
         [&self.entered, steps, generated, judged].map(|count| count.load(Ordering::Relaxed)).to_vec()
     }
 
     /// Whether it does anything but wait for a batch.
-    pub(crate) fn works(&self, stats: Option<&Stats>) -> bool {
-        !self.is(Doing::Step) || stats.is_some_and(|stats| stats.next_step > self.version())
+    pub(crate) fn is_busy(&self, stats: Option<&Stats>) -> bool {
+        !self.is(TrainerPhase::Step) || stats.is_some_and(|stats| stats.next_step > self.version())
     }
 
-    /// What it does, but for what a training step waits for.
+    /// The phase, as a sentence, without what a training step waits for.
     fn describe(&self) -> String {
         let version = self.version();
         let EvaluationProgress { answers, generated, judged, .. } = &self.evaluation;
         let [answers, generated, judged] =
             [answers, generated, judged].map(|count| count.load(Ordering::Relaxed));
-        if self.is(Doing::Evaluation) {
+        if self.is(TrainerPhase::Evaluation) {
             return format!(
                 "the trainer evaluates {version}: of {answers} answers {generated} are generated and {judged} judged"
             );
         }
-        if self.is(Doing::Writing) {
+        if self.is(TrainerPhase::Writing) {
             return format!("the trainer writes down the step to {version}, or its checkpoint");
         }
-        if self.is(Doing::WarmUp) {
+        if self.is(TrainerPhase::WarmUp) {
             return "the trainer computes a step of the warm-up".to_owned();
         }
-        if self.is(Doing::Opening) {
+        if self.is(TrainerPhase::Opening) {
             return "the process opens model, data and rewards".to_owned();
         }
         format!("the trainer computes the step from {version}")
     }
 
-    /// What the trainer of a run with a buffer does; `stats` is what the buffer says, if it answers.
-    pub(crate) fn describe_beside(&self, stats: Option<&Stats>) -> String {
+    /// The phase in a run with a buffer, as a sentence; `stats` is `None` if the buffer does not answer.
+    pub(crate) fn describe_with_buffer(&self, stats: Option<&Stats>) -> String {
         let version = self.version();
         match stats {
-            _ if !self.is(Doing::Step) => self.describe(),
+            _ if !self.is(TrainerPhase::Step) => self.describe(),
             Some(stats) if stats.next_step <= version => format!(
                 "the trainer waits for a batch of {} groups for the step from {version}; the buffer has {stats}",
                 stats.batch_groups
@@ -123,7 +122,7 @@ impl Stage {
         }
     }
 
-    /// What each reward that has something to do does.
+    /// The load of each busy reward, a sentence each.
     pub(crate) fn describe_rewards(&self) -> Vec<String> {
         let rewards = self.rewards.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let busy = |weighted: &rewards::WeightedReward| {
@@ -135,7 +134,7 @@ impl Stage {
         rewards.iter().flat_map(|rewards| rewards.rewards()).filter_map(busy).collect()
     }
 
-    /// Rewards that have failed lately, with what they said first.
+    /// The first new failure of each reward, by name.
     pub(crate) fn failures(&self) -> Vec<(String, String)> {
         let rewards = self.rewards.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let failed = |weighted: &rewards::WeightedReward| {
@@ -144,31 +143,30 @@ impl Stage {
         rewards.iter().flat_map(|rewards| rewards.rewards()).filter_map(failed).collect()
     }
 
-    /// What is seen where nothing samples beside the trainer.
-    fn alone(&self) -> Situation {
+    /// The snapshot of a run whose samplers have not started.
+    fn snapshot(&self) -> RunSnapshot {
         let mut roles = vec![self.describe()];
         roles.extend(self.describe_rewards());
-        Situation { counts: self.counts(), roles, works: true }
+        RunSnapshot { counts: self.counts(), roles, busy: true }
     }
 
-    /// Watches the process as long as nothing samples beside the trainer; `say` gets what there is to say.
+    /// Starts a watchdog for the time before samplers start; `say` gets its messages. It never ends the process.
     ///
     /// # Errors
-    /// A system without room for a thread.
-    pub(crate) fn watch_alone(
+    /// A thread that cannot be started.
+    pub(crate) fn watch(
         self: &Arc<Self>,
         recipe: &Recipe,
         say: impl Fn(&str) + Send + 'static,
     ) -> Result<Watchdog, Failure> {
-        let stage = Arc::clone(self);
-        // Whoever works alone is never ended.
-        Watchdog::start(limits(recipe), move || stage.alone(), say, || {})
+        let progress = Arc::clone(self);
+        Watchdog::start(limits(recipe), move || progress.snapshot(), say, || {})
     }
 }
 
-/// How long a run may stand still.
-pub(crate) fn limits(recipe: &Recipe) -> Limits {
-    Limits { quiet: Duration::from_secs_f64(recipe.deadlines.quiet_s), hang: recipe.wait() * 2 }
+/// Limits on the time without progress.
+pub(crate) fn limits(recipe: &Recipe) -> StallLimits {
+    StallLimits { quiet: Duration::from_secs_f64(recipe.deadlines.quiet_s), hang: recipe.wait() * 2 }
 }
 
 #[cfg(test)]
@@ -177,25 +175,25 @@ mod tests {
 
     #[test]
     fn an_evaluation_says_how_far_it_is_and_moves() {
-        let stage = Stage::default();
-        assert_eq!(stage.alone().roles, ["the process opens model, data and rewards"]);
-        stage.reach(PolicyVersion(3));
-        stage.enter(Doing::Evaluation);
-        let before = stage.counts();
-        stage.evaluation().answers.store(20, Ordering::Relaxed);
-        stage.evaluation().generated.store(20, Ordering::Relaxed);
-        stage.evaluation().judged.store(7, Ordering::Relaxed);
-        assert_ne!(before, stage.counts());
-        let Situation { roles, works, .. } = stage.alone();
+        let progress = TrainerProgress::default();
+        assert_eq!(progress.snapshot().roles, ["the process opens model, data and rewards"]);
+        progress.reach(PolicyVersion(3));
+        progress.enter(TrainerPhase::Evaluation);
+        let before = progress.counts();
+        progress.evaluation().answers.store(20, Ordering::Relaxed);
+        progress.evaluation().generated.store(20, Ordering::Relaxed);
+        progress.evaluation().judged.store(7, Ordering::Relaxed);
+        assert_ne!(before, progress.counts());
+        let RunSnapshot { roles, busy, .. } = progress.snapshot();
         assert_eq!(roles, ["the trainer evaluates v3: of 20 answers 20 are generated and 7 judged"]);
-        assert!(works);
-        let before = stage.counts();
-        stage.enter(Doing::Evaluation);
-        assert_ne!(before, stage.counts(), "the next piece of the same");
-        stage.enter(Doing::Step);
-        assert!(!stage.works(None));
+        assert!(busy);
+        let before = progress.counts();
+        progress.enter(TrainerPhase::Evaluation);
+        assert_ne!(before, progress.counts(), "the next piece of work of the same phase");
+        progress.enter(TrainerPhase::Step);
+        assert!(!progress.is_busy(None));
         assert_eq!(
-            stage.describe_beside(None),
+            progress.describe_with_buffer(None),
             "the trainer is in the step from v3; the buffer does not answer"
         );
     }

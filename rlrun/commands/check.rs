@@ -1,0 +1,118 @@
+//! `rlrun check` and `rlrun plan`: a recipe without a run.
+
+use std::path::Path;
+
+use model::{Config, ModelDirectory, SharedCores};
+
+use super::{load, scratch_directory};
+use crate::args::RecipeArgs;
+use crate::failure::Failure;
+use crate::plan;
+use crate::plan::memory::{Memory, devices};
+use crate::prepare::{Prepared, RewardRuntime};
+use crate::program::Program;
+use crate::recipe::{DataSource, Diagnostic, Model, Origins, Recipe};
+use crate::supervised::SupervisedTraining;
+
+/// Opens everything that a recipe names, without training.
+pub(super) fn check(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
+    let (recipe, origins) = load(&args.recipe, &args.sets, program)?;
+    check_files(&recipe, &origins).map_err(Failure::Recipe)?;
+    let scratch = scratch_directory()?;
+    let directory = recipe.open_model(scratch.path())?;
+    let runtime = RewardRuntime::new(program, &SharedCores::all())?;
+    let prepared = Prepared::new(&recipe, &directory, &runtime, scratch.path())?;
+    // Missing weights and wrong shapes are found only when the weights are read.
+    recipe.adapter(&directory.load_parameters()?)?;
+    if let Some(supervised) = &recipe.supervised {
+        let files = ModelDirectory::open(directory.path())?;
+        // Without the reference: only the examples are checked.
+        SupervisedTraining::new(&recipe, supervised, files, None).check(&prepared)?;
+    }
+    let held_out = prepared.held_out();
+    let placement = plan::placement(&recipe).map_or_else(String::new, |line| line + "\n");
+    let understood = prepared.understood().chain(recipe.describe_correct());
+    let understood: String = understood.map(|line| line + "\n").collect();
+    let note = recipe.algorithm.note().map_or_else(String::new, |note| format!("{note}\n"));
+    let window = directory.config().window_note().map_or_else(String::new, |note| note + "\n");
+    Ok(understood
+        + &note
+        + &format!(
+            "{placement}{window}{}: no mistakes found; {} parameters, {} tasks ({} left out as too long), {held_out} held out, longest prompt \
+         {} tokens",
+            args.recipe.display(),
+            model::Layout::new(directory.config()).len(),
+            prepared.train.len(),
+            prepared.train.dropped(),
+            prepared.train.longest(),
+        ))
+}
+
+/// Shows every value with its origin, the batch arithmetic and the memory needed.
+pub(super) fn plan(args: &RecipeArgs, program: &Program) -> Result<String, Failure> {
+    let (recipe, origins) = load(&args.recipe, &args.sets, program)?;
+    let config = shape(&recipe)?;
+    let tokenizer = match &recipe.model {
+        Model::Path(path) => file_size(&path.join("tokenizer.json"))?,
+        Model::Random(_) => model::characters().to_string().len() as u64,
+    };
+    let memory = Memory::of(&recipe, &config, tokenizer);
+    let on_devices = match recipe.devices().any() {
+        true => devices::describe(&recipe, &config, &devices::there(&recipe, &config)),
+        false => None,
+    };
+    let on_devices = on_devices.map_or_else(String::new, |text| format!("\n{text}"));
+    let (resolved, described) = (recipe.resolved_toml(&origins), plan::describe(&recipe));
+    Ok(format!("{resolved}\n{described}\nmemory\n{memory}{on_devices}"))
+}
+
+/// The shape of the recipe's model.
+fn shape(recipe: &Recipe) -> Result<Config, Failure> {
+    match &recipe.model {
+        Model::Path(path) => Ok(Config::load(path)?),
+        Model::Random(sizes) => Ok(recipe.fresh_model(sizes)),
+    }
+}
+
+/// Refuses a run that needs more memory than its devices have free.
+pub(super) fn refuse_what_does_not_fit(recipe: &Recipe) -> Result<(), Failure> {
+    if !recipe.devices().any() {
+        return Ok(());
+    }
+    let config = shape(recipe)?;
+    devices::refuse(recipe, &config, &devices::there(recipe, &config))
+}
+
+fn file_size(path: &Path) -> Result<u64, Failure> {
+    let system = |source| Failure::System { what: format!("read {}", path.display()), source };
+    Ok(std::fs::metadata(path).map_err(system)?.len())
+}
+
+/// Checks that the files a recipe names can be what it says, each mistake at the line that names it.
+fn check_files(recipe: &Recipe, origins: &Origins) -> Result<(), Vec<Diagnostic>> {
+    let at = |path: &str| origins.get(path).map(|origin| origin.value.clone());
+    let mut errors = Vec::new();
+    if let Model::Path(path) = &recipe.model {
+        for file in ["config.json", "tokenizer.json"] {
+            if !path.join(file).is_file() {
+                let message = format!("model directory `{}` has no `{file}`", path.display());
+                let help = "name a directory in Hugging Face format, with its tokenizer";
+                errors.push(Diagnostic::new(message, at("model.path")).help(help));
+            }
+        }
+    }
+    if let DataSource::Files(files) = &recipe.data.source {
+        for (key, paths) in [("data.train", &files.train), ("data.eval", &files.eval)] {
+            for path in paths.iter().filter(|path| path.is_file()) {
+                let known =
+                    path.extension().is_some_and(|e| ["jsonl", "json", "parquet"].iter().any(|k| e == *k));
+                if !known {
+                    let message =
+                        format!("`{}` is no dataset: it ends neither in .jsonl nor .parquet", path.display());
+                    errors.push(Diagnostic::new(message, at(key)).help("convert or rename the file"));
+                }
+            }
+        }
+    }
+    if errors.is_empty() { Ok(()) } else { Err(errors) }
+}

@@ -1,0 +1,38 @@
+//! The model or the checkpoint that an argument names: a model directory, or a run.
+
+use std::path::{Path, PathBuf};
+
+use crate::failure::Failure;
+
+/// The model directory of a run's checkpoint (the newest without `step`), or `target` itself if it is a model.
+pub(super) fn model_of(target: &Path, step: Option<u64>) -> Result<PathBuf, Failure> {
+    if step.is_none() && target.join("config.json").is_file() {
+        return Ok(target.to_path_buf());
+    }
+    Ok(checkpoint_of(target, step)?.join("model"))
+}
+
+/// A run's checkpoint (the newest without `step`).
+pub(super) fn checkpoint_of(target: &Path, step: Option<u64>) -> Result<PathBuf, Failure> {
+    let checkpoints = target.join("checkpoints");
+    let versions = trainer::checkpoint::list(&checkpoints);
+    let chosen = match step {
+        Some(step) => versions.iter().find(|version| version.0 == step),
+        None => versions.last(),
+    };
+    let Some(version) = chosen else {
+        let known: Vec<String> = versions.iter().map(|version| version.0.to_string()).collect();
+        return Err(Failure::NotThere(match step {
+            Some(step) if !known.is_empty() => format!(
+                "{} has no checkpoint of step {step}; there are those of steps {}",
+                target.display(),
+                known.join(", ")
+            ),
+            _ => format!(
+                "{} is neither a model directory (no config.json) nor a run with checkpoints",
+                target.display()
+            ),
+        }));
+    };
+    Ok(trainer::checkpoint::path(&checkpoints, *version))
+}

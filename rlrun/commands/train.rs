@@ -1,0 +1,169 @@
+//! `rlrun run` and `rlrun resume`.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use buffer::Buffer;
+#[cfg(feature = "mpi")]
+use model::SharedCores;
+use trainer::Leader;
+use trajectory::PolicyVersion;
+
+use super::check::refuse_what_does_not_fit;
+use super::checkpoint_paths::checkpoint_of;
+use super::load;
+use crate::args::{Loudness, ResumeArgs, RunArgs};
+use crate::controller;
+use crate::failure::Failure;
+use crate::pipeline::{self, Ending, RunOptions};
+use crate::program::Program;
+use crate::recipe::words::Store;
+use crate::recipe::{Change, Recipe, Resumption};
+use crate::report::{Report, Style};
+use crate::run_buffer;
+use crate::run_dir::{self, RecipeTexts, RunDir};
+
+/// Trains as a recipe says, in a new run directory.
+pub(super) fn run(args: &RunArgs, program: &Program) -> Result<String, Failure> {
+    let mut sets = args.recipe.sets.clone();
+    sets.extend(args.name.as_ref().map(|name| format!("name={name:?}")));
+    let (recipe, origins) = load(&args.recipe.recipe, &sets, program)?;
+    let given = std::fs::read_to_string(&args.recipe.recipe).map_err(|source| Failure::System {
+        what: format!("read {}", args.recipe.recipe.display()),
+        source,
+    })?;
+    refuse_what_does_not_fit(&recipe)?;
+    let Some(leader) = launched(&recipe)? else { return Ok(String::new()) };
+    let place = run_dir::place(args.run_dir.as_deref(), &recipe.name);
+    let resolved = recipe.resolved_toml(&origins);
+    let run_dir = RunDir::create(&place, RecipeTexts { given: &given, resolved: &resolved })?;
+    let result = train(&recipe, TrainingStart { run_dir, from: None, leader }, &args.loudness, program);
+    if result.as_ref().is_err_and(|failure| failure.exit_code() == 2) {
+        let run_dir = RunDir::open(&place)?;
+        if !run_dir.has_begun() {
+            // The name is free again when the mistake is corrected.
+            run_dir.remove()?;
+        }
+    }
+    result
+}
+
+/// Where a training starts.
+struct TrainingStart {
+    run_dir: RunDir,
+    /// The checkpoint to resume from; the last by default.
+    from: Option<PolicyVersion>,
+    /// The leader of ranks that a launcher has started.
+    leader: Option<Arc<Leader>>,
+}
+
+/// Trains as the recipe says: in this process, or in processes that this one supervises.
+fn train(
+    recipe: &Recipe,
+    start: TrainingStart,
+    loudness: &Loudness,
+    program: &Program,
+) -> Result<String, Failure> {
+    let TrainingStart { run_dir, from, leader } = start;
+    let path = run_dir.path().to_path_buf();
+    let ending = if recipe.placement.processes {
+        // Whenever the controller restarts the lead process, it resumes from the last checkpoint.
+        let aside = from.map(|from| trainer::checkpoint::set_aside_after(&run_dir.checkpoints(), Some(from)));
+        for (version, place) in aside.transpose()?.unwrap_or_default() {
+            let (version, place) = (version.0, place.display());
+            report(loudness, program).note(&format!("the checkpoint of step {version} is kept in {place}"));
+        }
+        controller::run(recipe, run_dir, *loudness)?
+    } else {
+        let options = RunOptions { leader, from, ..RunOptions::new(program) };
+        pipeline::run_in(recipe, &run_dir, &report(loudness, program), options)?
+    };
+    outcome(ending, &path)
+}
+
+/// The leader of the ranks that `mpirun` has started, if the recipe says so and this is rank 0; `None` if this was another
+/// rank, which is done.
+fn launched(recipe: &Recipe) -> Result<Option<Option<Arc<Leader>>>, Failure> {
+    #[cfg(feature = "mpi")]
+    if recipe.trainer.ranks == crate::recipe::words::Ranks::Mpi {
+        use collective::{Collective, mpi};
+        use trainer::{TrainerError, follow};
+        let ranks = mpi::start(recipe.wait()).map_err(TrainerError::from)?;
+        if ranks.world() != recipe.trainer.world {
+            let (started, wanted) = (ranks.world(), recipe.trainer.world);
+            let what = format!(
+                "mpirun has started {started} ranks, and trainer.world is {wanted}: make them the same"
+            );
+            return Err(Failure::Argument(what));
+        }
+        if ranks.rank() == 0 {
+            return Ok(Some(Some(Leader::new(Arc::new(ranks)))));
+        }
+        follow(Arc::new(ranks), Arc::new(recipe.trainer_pool(&SharedCores::all())))?;
+        return Ok(None);
+    }
+    // Without the feature such a recipe was refused.
+    let _ = recipe;
+    Ok(Some(None))
+}
+
+/// The outcome of the command: a run that its launcher has stopped asks to be started again.
+pub(super) fn outcome(ending: Ending, run_dir: &Path) -> Result<String, Failure> {
+    if ending == Ending::Requeued {
+        let run_dir = run_dir.display();
+        return Err(Failure::Requeue(format!(
+            "stopped and saved; to be started again as: rlrun resume {run_dir}"
+        )));
+    }
+    Ok(String::new())
+}
+
+/// Resumes a run from its last checkpoint, or from the one that is named.
+pub(super) fn resume(args: &ResumeArgs, program: &Program) -> Result<String, Failure> {
+    let run_dir = RunDir::open(&args.run)?;
+    let path = run_dir.resolved_recipe();
+    let before = std::fs::read_to_string(&path)
+        .map_err(|source| Failure::System { what: format!("read {}", path.display()), source })?;
+    let resume = run_dir.resumes()? + 1;
+    let Resumption { recipe, origins, changes } =
+        Recipe::resume(&path, &args.sets, program, resume).map_err(Failure::Recipe)?;
+    refuse_what_does_not_fit(&recipe)?;
+    let journal = run_buffer::journal(run_dir.path());
+    let keeps_one = recipe.buffer.store == Store::Redb && recipe.supervised.is_none();
+    if args.without_journal && keeps_one && !journal.exists() {
+        drop(Buffer::open(journal, recipe.buffer_config())?);
+    }
+    let from = args.from.map(PolicyVersion);
+    if let Some(from) = from {
+        trainer::checkpoint::check(&checkpoint_of(&args.run, Some(from.0))?)?;
+    }
+    if !changes.is_empty() {
+        run_dir.replace_resolved(&recipe.resolved_toml(&origins))?;
+        let shown: Vec<String> = changes.iter().map(ToString::to_string).collect();
+        report(&args.loudness, program).note(&format!("resume {resume} changes {}", shown.join(", ")));
+    }
+    let recorded: Vec<_> = changes.iter().map(Change::to_json).collect();
+    record(&run_dir, "resume", &serde_json::json!({ "resume": resume, "changes": recorded }))?;
+    let Some(leader) = launched(&recipe)? else { return Ok(String::new()) };
+    let result = train(&recipe, TrainingStart { run_dir, from, leader }, &args.loudness, program);
+    if result.as_ref().is_err_and(|failure| failure.exit_code() == 2) && !changes.is_empty() {
+        // The next resume does not see values that do not fit model or data.
+        let run_dir = RunDir::open(&args.run)?;
+        run_dir.replace_resolved(&before)?;
+        record(&run_dir, "changes_undone", &serde_json::json!({ "resume": resume }))?;
+    }
+    result
+}
+
+/// Adds an event to those of the run.
+fn record(run_dir: &RunDir, event: &str, fields: &serde_json::Value) -> Result<(), Failure> {
+    let mut events = run_dir.events()?;
+    events.append(&serde_json::json!({ "event": event, "fields": fields }))?;
+    Ok(events.sync()?)
+}
+
+/// The report of a run as loud as the user wants it.
+fn report(loudness: &Loudness, program: &Program) -> Arc<Report> {
+    let style = Style::detect(loudness.quiet, program.environment());
+    Arc::new(Report::new(style).wide(loudness.width))
+}

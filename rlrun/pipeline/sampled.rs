@@ -1,0 +1,163 @@
+//! Training on sampled groups: connects trainer, samplers, buffer and weights, and stops them.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use buffer::{Consumer, Producer};
+use model::turns;
+use rollout::applier::Applier;
+use rollout::scoring::Scorer;
+use rollout::{Engine, LocalSampler, Network, Worker};
+use trainer::{Trainer, TrainerParts};
+use weights::Hub;
+
+use super::samplers::{SamplerThread, Samplers};
+use super::services::RunServices;
+use super::start::StartingState;
+use super::view::WatchdogView;
+use super::weights::WeightPublishing;
+use super::{Run, TrainingResult};
+use crate::allocator;
+use crate::auxiliary_models::AuxiliarySetup;
+use crate::curation;
+use crate::failure::{Failure, REQUEUE};
+use crate::observe::Observer;
+use crate::run_buffer::RunBuffer;
+use crate::trainer_progress::{self, TrainerPhase};
+use crate::watchdog::Watchdog;
+
+impl Run<'_> {
+    /// Runs samplers and trainer until all steps are done or the run is stopped.
+    pub(super) fn train(
+        &self,
+        start: StartingState,
+        services: RunServices,
+        observer: &mut Observer<'_>,
+        watchdog: Watchdog,
+    ) -> Result<TrainingResult, Failure> {
+        self.progress.enter(TrainerPhase::Opening);
+        let auxiliary = self.auxiliary(&start).auxiliary_models()?;
+        self.rewind(&services.buffer, &start, observer)?;
+        services.api.publish_model(&start.directory)?;
+        let stop = self.signals.stop_flag();
+        let local = self.listener.is_none();
+        let weights =
+            WeightPublishing::new(self.recipe, &services.hub, services.buffer.server.is_some(), local)?;
+        let worker = match local {
+            true => Some(self.worker(&start, &services, &weights)?),
+            false => None,
+        };
+        let RunServices { buffer, hub, registry, .. } = services;
+        // The server ends with the training.
+        let RunBuffer { producer, consumer, server: _server, .. } = buffer;
+        let StartingState { learner, directory, prepared, state, .. } = start;
+        let rewards = prepared.rewards.clone().filter(|_| worker.is_some());
+
+        let config = self.recipe.trainer(self.run_dir.checkpoints());
+        let evaluated = self.recipe.opened(directory.path())?;
+        let (buffer, publisher, stop_flag) = (Arc::clone(&consumer), weights.publishing(), Arc::clone(&stop));
+        let parts = TrainerParts { learner, auxiliary, directory, buffer, publisher, stop: stop_flag };
+        let mut trainer = Trainer::start(config, parts, &state)?;
+        if let Some(lost) = trainer.lost_lease() {
+            self.report.note(&format!("warning: {lost}; the checkpoint contains these groups all the same"));
+        }
+        let turn = self.recipe.is_colocated().then(|| {
+            let [first, second] = turns::share_device("the trainer", "a sampler", allocator::release);
+            trainer.colocate(first, self.run_dir.path(), &prepared.budget);
+            second
+        });
+        let worker = worker.map(|worker| worker.taking_turns(turn)).transpose()?;
+        let local =
+            worker.map(|worker| SamplerThread::spawn(worker, producer, Arc::clone(&stop))).transpose()?;
+        let mut samplers = Samplers { local, registry, rewards };
+        // The next watchdog sees the samplers too.
+        drop(watchdog);
+        let watchdog = self.watch(&samplers, consumer, hub)?;
+        let trained = self.steps(&mut trainer, &samplers, &weights, observer, |trainer| {
+            self.evaluate(&prepared, trainer.learner(), &evaluated)
+        });
+        drop(watchdog);
+        let cut_short = self.is_cut_short(&prepared);
+        stop.store(true, Ordering::Relaxed);
+        let joined = samplers.join();
+        // The last version is saved however the sampler ended.
+        let saved = trained.is_ok().then(|| observer.sync().and_then(|()| Ok(trainer.last_checkpoint()?)));
+        samplers.stop_workers();
+        // An error of the sampler stops the trainer, so it is reported first.
+        joined?;
+        let evaluation = trained?;
+        saved.transpose()?;
+        let cut_short = cut_short && evaluation.is_none();
+        Ok(TrainingResult { version: trainer.version(), time_s: trainer.time_s(), evaluation, cut_short })
+    }
+
+    /// The inputs of the auxiliary models.
+    pub(super) fn auxiliary<'b>(&'b self, start: &'b StartingState) -> AuxiliarySetup<'b> {
+        AuxiliarySetup {
+            recipe: self.recipe,
+            run_dir: self.run_dir,
+            directory: &start.directory,
+            learner: &start.learner,
+            state: &start.state,
+            prepared: &start.prepared,
+            cores: &self.cores,
+            leader: self.leader.as_ref(),
+        }
+    }
+
+    /// The sampler of this process, with the weights that training starts from.
+    fn worker(
+        &self,
+        start: &StartingState,
+        services: &RunServices,
+        weights: &WeightPublishing,
+    ) -> Result<Worker, Failure> {
+        let StartingState { learner, directory, prepared, state, .. } = start;
+        let on = self.recipe.serve_on()?;
+        let network = Network::new(&on, directory.config(), &*learner.parameters()?)?;
+        let stop_rules = self.recipe.stop_rules(directory);
+        let interruption = self.recipe.interruption(&stop_rules)?;
+        let engine =
+            Engine::new(self.recipe.engine(prepared.train.longest()), stop_rules, network, state.version)?
+                .interrupting(interruption)
+                .on(Arc::clone(&prepared.pool));
+        let curation = curation::open(self.recipe, self.run_dir, &prepared.train)?;
+        let incoming = weights.incoming(self.recipe, &services.hub, engine.model())?;
+        let Some(rewards) = prepared.rewards.clone() else {
+            return Err(Failure::Argument(
+                "the recipe samples, and has no rewards: add one under [[rewards]]".to_owned(),
+            ));
+        };
+        let producer: Arc<dyn Producer> = Arc::clone(&services.buffer.producer);
+        let capacity = self.recipe.rollout.max_running * 2;
+        let scorer = Scorer::start(self.runtime.handle(), rewards, producer, curation.clone(), capacity);
+        let applier = match self.recipe.is_colocated() {
+            true => Applier::inline(incoming),
+            false => Applier::start(incoming),
+        };
+        let sampler = Box::new(LocalSampler::new(engine, applier));
+        let worker = Worker::new(self.recipe.worker(), sampler, Arc::clone(&prepared.train), scorer);
+        Ok(worker.curated(curation))
+    }
+
+    /// Starts the watchdog over trainer and samplers.
+    fn watch(&self, samplers: &Samplers, consumer: Arc<dyn Consumer>, hub: Hub) -> Result<Watchdog, Failure> {
+        let view = WatchdogView {
+            progress: Arc::clone(&self.progress),
+            local: samplers.local.as_ref().map(|sampler| Arc::clone(&sampler.progress)),
+            registry: Arc::clone(&samplers.registry),
+            consumer,
+            hub,
+            peers: Arc::clone(&self.peers),
+            heartbeat: Duration::from_secs_f64(self.recipe.deadlines.heartbeat_s),
+            report: Arc::clone(&self.report),
+        };
+        let report = Arc::clone(&self.report);
+        // With this status a controller starts the process again.
+        let status = if self.listener.is_some() { i32::from(REQUEUE) } else { 1 };
+        let end = move || std::process::exit(status);
+        let limits = trainer_progress::limits(self.recipe);
+        Watchdog::start(limits, move || view.snapshot(), move |text| report.note(text), end)
+    }
+}

@@ -1,0 +1,75 @@
+//! The training steps of a run with samplers.
+
+use std::time::Instant;
+
+use rollout::Progress;
+use trainer::Trainer;
+
+use super::Run;
+use super::samplers::Samplers;
+use super::weights::WeightPublishing;
+use crate::evaluation::Evaluated;
+use crate::failure::Failure;
+use crate::observe::{Observer, StepInputs};
+use crate::recipe::words::Store;
+use crate::trainer_progress::TrainerPhase;
+
+impl Run<'_> {
+    /// Runs the training steps and measures each; evaluates where it is due. Returns the evaluation of the last version.
+    pub(super) fn steps(
+        &self,
+        trainer: &mut Trainer,
+        samplers: &Samplers,
+        weights: &WeightPublishing,
+        observer: &mut Observer<'_>,
+        evaluate: impl Fn(&Trainer) -> Result<Option<Evaluated>, Failure>,
+    ) -> Result<Option<Evaluated>, Failure> {
+        let (steps, interval) = (self.recipe.trainer.steps, self.recipe.eval.interval);
+        let phase = self.report.phase("training", steps);
+        phase.set(trainer.version().0, "");
+        let mut window = (Progress::default(), Progress::default());
+        let mut last = None;
+        let mut clock = Instant::now();
+        while trainer.version().0 < steps {
+            self.progress.reach(trainer.version());
+            self.progress.enter(TrainerPhase::Step);
+            let Some(step) = trainer.step()? else { return Ok(None) };
+            let version = trainer.version().0;
+            self.progress.reach(trainer.version());
+            let due = version == steps || (interval > 0 && version.is_multiple_of(interval));
+            let evaluation = if due && !self.signals.stop_requested() { evaluate(trainer)? } else { None };
+            self.progress.enter(TrainerPhase::Writing);
+            let now = samplers.progress();
+            // Workers report once a second; until the next report the last one counts.
+            if now != window.1 {
+                window = (window.1, now);
+            }
+            let (lags, refused) = (weights.lags()?, self.peers.take());
+            observer.step(&StepInputs {
+                step: &step,
+                push: (weights.last()?, &lags),
+                evaluation: evaluation.as_ref(),
+                rewards: &samplers.take_loads(),
+                refused: &refused,
+                sampler: window,
+                step_s: clock.elapsed().as_secs_f64(),
+                time_s: trainer.time_s(),
+            })?;
+            clock = Instant::now();
+            if trainer.checkpoint_due() {
+                observer.sync()?;
+                trainer.checkpoint()?;
+            } else if self.recipe.checkpoint.interval == 0 && self.recipe.buffer.store == Store::Memory {
+                trainer.forget()?;
+            }
+            phase.set(version, &format!("reward {:.3}", step.batch.reward.mean));
+            last = evaluation;
+        }
+        if last.is_none() && !self.signals.stop_requested() {
+            // A run that was resumed after its last step has not been evaluated yet.
+            last = evaluate(trainer)?;
+            last.iter().try_for_each(|of| observer.late(trainer.version(), trainer.time_s(), of))?;
+        }
+        Ok(last)
+    }
+}
