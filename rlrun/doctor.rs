@@ -1,6 +1,7 @@
-//! `rlrun doctor`: what of this machine rlrun can use, and why it cannot use the rest.
+//! `rlrun doctor`: the hardware and software of this machine that rlrun can use, and the reason for each that it cannot.
 //!
-//! Invariant: it only looks. What is missing stands beside what helps, and a machine that lacks something is no failure.
+//! Invariant: it changes nothing. Every missing part is listed with its remedy, and a machine that lacks a part is no
+//! failure.
 
 use std::fmt;
 
@@ -81,7 +82,7 @@ impl fmt::Display for Findings {
         let nccl = nccl.map(version_of_nccl).unwrap_or_else(|| {
             format!("not found; only several GPUs need it, such as those of `weights.transport = \"nccl\"`: {NCCL_REMEDY}")
         });
-        // Without CUDA nobody has looked.
+        // A binary without CUDA has not looked for the driver or NCCL.
         if self.built.cuda {
             writeln!(f, "  {:10}  {driver}\n  {:10}  {nccl}", "driver", "NCCL")?;
         }

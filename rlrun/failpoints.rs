@@ -1,7 +1,7 @@
-//! Places where tests make a run go wrong: `RLRUN_FAILPOINTS="checkpoint-write=disk-full@2;journal-commit=delay(50)"`.
+//! Failure injection for tests: `RLRUN_FAILPOINTS="checkpoint-write=disk-full@2;journal-commit=delay(50)"`.
 //!
-//! Invariant: only a build for tests has them, because only a dev-dependency turns them on in the crate `fail`; another
-//! build refuses the variable. Nothing here is decided by chance.
+//! Invariant: only test builds have failpoints, because only a dev-dependency enables them in the crate `fail`; another
+//! build refuses the variable. No failpoint is random.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -20,7 +20,7 @@ pub const PLACES: [(&str, bool); 10] = [
     ("checkpoint-write", true),
     // A checkpoint is complete but for its name.
     ("checkpoint-rename", true),
-    // A version is about to be told to the samplers.
+    // The trainer is about to publish a version.
     ("weights-publish", false),
     // A sampler has found a new version and copies it.
     ("weights-receive", false),
@@ -32,7 +32,7 @@ pub const PLACES: [(&str, bool); 10] = [
     ("before-lease", false),
     // A rank is about to compute its share of a step.
     ("rank-step", false),
-    // The weights have moved, and nobody knows it yet.
+    // The optimizer has updated the weights; no other role has seen the new version.
     ("after-optimizer", false),
 ];
 

@@ -1,13 +1,13 @@
-//! What other processes sent that the run refused, by sender and reason, until it is written down.
+//! Data from other processes that the run refused, by sender and reason, until it is logged.
 //!
-//! Invariant: what peers send decides neither how much is kept here nor how long a call takes.
+//! Invariant: peers control neither the memory that this module uses nor the duration of a call.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 /// Most pairs of sender and reason between two looks; more are counted under [`OTHERS`].
 const MOST: usize = 64;
-/// Who stands for senders beyond.
+/// Name for all senders beyond the limit.
 const OTHERS: &str = "others";
 /// Most characters of an example.
 const SHOWN: usize = 400;

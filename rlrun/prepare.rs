@@ -224,7 +224,7 @@ impl Prepared {
         let held_out = self.held_out();
         let name = directory.config().architecture.model_type();
         report.note(&format!(
-            "model {name}, {parameters} parameters; {} tasks to train on, {held_out} held out",
+            "model {name}, {parameters} parameters; {} training tasks, {held_out} held-out tasks",
             self.train.len()
         ));
         directory.config().window_note().iter().for_each(|note| report.note(note));
@@ -233,7 +233,7 @@ impl Prepared {
             recipe.describe_correct().iter().for_each(|line| report.note(line));
         }
         if self.train.dropped() > 0 {
-            report.note(&format!("{} tasks left out: their prompts are too long", self.train.dropped()));
+            report.note(&format!("{} tasks skipped: their prompts are too long", self.train.dropped()));
         }
     }
 

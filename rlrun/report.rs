@@ -1,7 +1,7 @@
-//! What a run shows in the terminal.
+//! The terminal output of a run.
 //!
-//! Invariant: the report only shows; a terminal that cannot be written to never stops a run. Everything shown stands
-//! in the files of the run directory too. The step table goes to standard output, progress bars to standard error.
+//! Invariant: the report only shows; a failed write to the terminal never stops a run. Its content is in the files of the
+//! run directory too. The step table goes to standard output, progress bars to standard error.
 
 mod summary;
 mod table;
@@ -68,7 +68,7 @@ struct Out {
     rows: usize,
     /// The columns of the last header.
     layout: Option<table::TableLayout>,
-    /// A copy of every line, whatever the style.
+    /// A copy of every line, in every style.
     log: Option<File>,
 }
 
@@ -109,7 +109,7 @@ impl Report {
         Self { style, width: None, bars: MultiProgress::new(), out, failed: Mutex::default() }
     }
 
-    /// The same for lines of `width` characters; `None` is as many as the terminal has.
+    /// The same for lines of `width` characters; `None` is the width of the terminal.
     #[must_use]
     pub fn wide(self, width: Option<usize>) -> Self {
         Self { width, ..self }

@@ -1,7 +1,7 @@
-//! `rlrun serve`: a part of rlrun as a process of its own.
+//! `rlrun serve`: a part of rlrun as a separate process.
 //!
-//! Invariant: the address is the first thing on standard output, and stands there only when clients can connect; all else
-//! goes to standard error. Asked to stop, the server finishes what it has begun and ends with success.
+//! Invariant: the first line on standard output is the address, printed once clients can connect; all other output goes to
+//! standard error. On a stop signal the server finishes the requests it has begun and ends with success.
 
 use std::io::Write;
 use std::path::Path;
@@ -24,7 +24,7 @@ const SCORE_TIME: Duration = Duration::from_secs(300);
 /// The journal in its directory.
 const JOURNAL: &str = "buffer.redb";
 
-/// Serves a buffer until it is told to stop.
+/// Serves a buffer until a signal stops it.
 ///
 /// # Errors
 /// A directory, journal, token file, certificate or address that cannot be used.
@@ -49,7 +49,7 @@ pub fn buffer(args: &ServeBufferArgs) -> Result<String, Failure> {
     })
 }
 
-/// Serves a reward model until it is told to stop.
+/// Serves a reward model until a signal stops it.
 ///
 /// # Errors
 /// A model, token file or address that cannot be used.

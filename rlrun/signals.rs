@@ -1,5 +1,6 @@
-//! Ctrl-C and SIGTERM: the first asks the run to stop and save. A second Ctrl-C ends the process at once; a second SIGTERM is
-//! the same wish as the first, because launchers tell every process of a run and a controller tells its children too.
+//! Ctrl-C and SIGTERM. The first signal asks the run to stop and save. A second Ctrl-C ends the process at once. A second
+//! SIGTERM has no further effect, because a launcher signals every process of a run and a controller signals its children
+//! too.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +9,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::failure::Failure;
 
-/// Exit status of a process that was told twice to stop, as shells count it.
+/// Exit status of a process after a second stop signal: 128 + SIGINT, as in shells.
 pub(crate) const INTERRUPTED: i32 = 130;
 
 /// Listens for signals until the process ends.
@@ -19,18 +20,18 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Starts to listen, on a thread of its own.
+    /// Starts to listen, on a separate thread.
     ///
     /// # Errors
-    /// If the system lets nobody listen.
+    /// The system refuses the signal handlers.
     pub fn listen() -> Result<Self, Failure> {
         Self::start(|| eprintln!("stopping after this step; once more to stop at once"))
     }
 
-    /// The same for a process whose children say what happens.
+    /// The same without a message: the children of the process report the stop.
     ///
     /// # Errors
-    /// If the system lets nobody listen.
+    /// The system refuses the signal handlers.
     pub(crate) fn listen_quietly() -> Result<Self, Failure> {
         Self::start(|| {})
     }
@@ -80,7 +81,7 @@ impl Signals {
         Ok(Self { stop, terminated })
     }
 
-    /// Whether it was SIGTERM that asked: a launcher which takes the machine away, rather than a user who has seen enough.
+    /// Whether the stop signal was SIGTERM: it comes from a launcher that reclaims the machine, not from a user.
     #[must_use]
     pub fn terminated(&self) -> bool {
         self.terminated.load(Ordering::Relaxed)

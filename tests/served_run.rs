@@ -151,7 +151,7 @@ fn a_group_in_the_journal_that_cannot_be_trained_on_is_set_aside_and_named() {
     assert_eq!(quarantined[0]["fields"]["sender"], "127.0.0.1 as \"poison\"");
     let reason = quarantined[0]["fields"]["reason"].as_str().unwrap();
     assert!(reason.contains("token id 50000; the vocabulary of the run has"), "{reason}");
-    for named in ["1 groups were set aside in quarantine", "as \"poison\" was set aside", reason] {
+    for named in ["1 groups were set aside in quarantine", "as \"poison\" was quarantined", reason] {
         assert!(said.stdout.contains(named), "`{named}` is missing in {}", said.stdout);
     }
     assert!(std::fs::read_to_string(run.path.join("quarantine.jsonl")).unwrap().contains("50000"));
@@ -167,13 +167,13 @@ fn lie_about_weights(ask: &dyn Fn(&str, &str, &Value) -> (u16, Value)) {
     for (name, version) in [("liar", None), ("prophet", Some(u64::MAX))] {
         let connection = subscribe(name).1["connection"].as_u64().unwrap();
         let newest = format!("/v1/weights/newest?name={name}&connection={connection}&wait_ms=20000");
-        let told = ask("GET", &newest, &Value::Null).1;
-        let digest = told["news"]["digest"].as_str().map_or(wrong.clone(), |digest| {
+        let update = ask("GET", &newest, &Value::Null).1;
+        let digest = update["news"]["digest"].as_str().map_or(wrong.clone(), |digest| {
             digest.chars().map(|c| if c == '0' { '1' } else { '0' }).collect()
         });
         let receipt = json!({
-            "name": name, "connection": connection, "life": told["life"], "digest": digest,
-            "version": version.unwrap_or_else(|| told["news"]["version"].as_u64().unwrap()),
+            "name": name, "connection": connection, "life": update["life"], "digest": digest,
+            "version": version.unwrap_or_else(|| update["news"]["version"].as_u64().unwrap()),
             "took_us": u64::MAX, "stalled_us": u64::MAX, "bytes": u64::MAX,
         });
         let (status, answer) = ask("POST", "/v1/weights/receipts", &receipt);
@@ -187,7 +187,7 @@ fn lie_about_weights(ask: &dyn Fn(&str, &str, &Value) -> (u16, Value)) {
     assert_eq!(ask("POST", "/v1/weights/receipts", &foreign).0, 400);
 }
 
-/// Whoever may write can say what cannot be true, and the run goes on without it.
+/// A client with write access may send impossible values; the run ignores them and continues.
 #[test]
 fn what_peers_send_does_not_end_a_run() {
     let home = Home::new();

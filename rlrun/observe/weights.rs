@@ -1,10 +1,10 @@
-//! What a push of weights cost, and how far those who sample are behind.
+//! Metrics of a weight push: its cost, and the lag of every sampler.
 
 use ::weights::{Lag, PushCost};
 
 use crate::metrics::Metrics;
 
-/// Writes down the last push, if there was one, and the slowest of those who took one.
+/// Records the last push, if there was one, and the slowest sampler that received one.
 pub(super) fn measure(metrics: &mut Metrics, (push, lags): (Option<PushCost>, &[Lag])) {
     if let Some(push) = push {
         metrics.set("weights/bytes", push.delta_bytes.unwrap_or(push.full_bytes) as f64);

@@ -1,9 +1,9 @@
-//! The memory that a run will need at its peak, part by part.
+//! The peak memory of a run, part by part.
 //!
-//! Invariant: every part names what it is and follows from the recipe and the shape of the model; a test holds the sum
-//! against a real run (`tests/memory.rs`). Parts are added as if all were there at the same time, which in a run that
-//! samples and trains at once comes true sooner or later; where they take turns, those of the larger turn. Whatever grows with
-//! the dataset is left out.
+//! Invariant: every part has a name and follows from the recipe and the shape of the model; `tests/memory.rs` compares the
+//! sum with a real run. The sum assumes that all parts exist at the same time, which happens in a run that samples and
+//! trains at the same time. If sampler and trainer alternate, the sum is that of the larger phase. Memory that grows with
+//! the dataset is not counted.
 
 pub mod devices;
 mod gradients;
@@ -24,7 +24,7 @@ const PROCESS: u64 = 72 << 20;
 const TOKENIZER: u64 = 13;
 /// Memory of a journal with nothing in it.
 const JOURNAL: u64 = 4 << 20;
-/// What the journal keeps in memory of each token that was written, as long as its cache has room.
+/// Memory that the journal's cache uses for each written token until the cache is full, bytes.
 const JOURNAL_PER_TOKEN: u64 = 16;
 /// What the allocator keeps beyond what is in use, in hundredths: freed blocks that wait to be used again.
 const SLACK: u64 = 2;
@@ -65,7 +65,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// What a run of `recipe` needs with a model of the shape `config`, whose `tokenizer.json` has `tokenizer` bytes.
+    /// Memory of a run of `recipe` with a model of the shape `config` and a `tokenizer.json` of `tokenizer` bytes.
     /// Sums saturate.
     #[must_use]
     pub fn of(recipe: &Recipe, config: &Config, tokenizer: u64) -> Self {
@@ -90,7 +90,7 @@ impl Memory {
                 "a full micro-batch of every rank, kept for its backward",
                 product(&[world, micro_batch, size.activations_per_token]),
             ),
-            part("published", "the newest version, and room for the next", product(&[2, weights])),
+            part("published", "the newest version, and the buffer of the next", product(&[2, weights])),
             part("served", "the version that is sampled from, packed", size.packed),
             part(
                 "next",

@@ -96,7 +96,7 @@ fn demonstrations_and_pairs_are_learned_by_all_processes() {
             let (norm, loss) = imitate(&mut learner, &rows, 1e-3).unwrap();
             let (parameters, optimizer, _) = state(&learner);
             drop(learner);
-            // What was there before is what another learner goes on from.
+            // Another learner restores its optimizer from the saved state.
             let mut learner = make(settings, config(), parameters.clone(), None, Some(optimizer));
             let reference =
                 Frozen { weights: ResidentParameters::of(config(), Arc::new(parameters)), pool: None };
@@ -298,13 +298,13 @@ fn a_follower_that_dies_ends_the_step_with_its_number() {
 }
 
 /// What a rank asks of its collective: which call, of how many values, and on which thread.
-type Asked = (&'static str, usize, String);
+type CollectiveArguments = (&'static str, usize, String);
 
 /// Writes down what a rank asks.
 #[derive(Debug)]
 struct Recording {
     inner: threads::Threads,
-    log: Arc<Mutex<Vec<Asked>>>,
+    log: Arc<Mutex<Vec<CollectiveArguments>>>,
 }
 
 impl Recording {

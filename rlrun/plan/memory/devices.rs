@@ -1,7 +1,7 @@
-//! What a run needs of the memory of every device, and whether it is there.
+//! The memory that a run needs on every device, compared with the memory that the device has.
 //!
-//! Invariant: the same arithmetic as for the processor, in the bytes that a device stores a value in; what is on a device is
-//! not counted on the host as well. A device that this machine does not have is planned for and not compared.
+//! Invariant: the arithmetic is that of the processor, with the number formats of the device. Memory on a device is not
+//! counted on the host too. The plan includes devices that this machine does not have, without a comparison.
 
 mod roles;
 
@@ -25,7 +25,7 @@ use crate::settings::Devices;
 const CONTEXT: u64 = 512 << 20;
 /// Scratch of cuBLAS for each stream, as `device` allocates it.
 const WORKSPACE: u64 = 32 << 20;
-/// Rows whose logits are there at the same time.
+/// Rows with logits in memory at the same time.
 const HEAD_ROWS: u64 = 512;
 /// Parts that a message names.
 const NAMED: usize = 3;
@@ -34,7 +34,7 @@ const NAMED: usize = 3;
 pub struct DeviceMemory {
     /// The device.
     pub place: DeviceLocation,
-    /// Who computes on it, in words.
+    /// The roles that compute on it, as text.
     pub roles: String,
     /// What they store values in.
     pub dtype: DeviceDtype,
@@ -234,7 +234,7 @@ fn needs_nccl(recipe: &Recipe) -> bool {
     recipe.weights.transport == WeightTransport::Nccl && recipe.devices().trainer.iter().any(gpu)
 }
 
-/// Refuses a run whose devices are not there or too small.
+/// Refuses a run if a device does not exist or its memory is too small.
 ///
 /// # Errors
 /// [`Failure::DoesNotFit`], or that a device cannot be used and why.
@@ -278,7 +278,7 @@ fn unusable(place: DeviceLocation, there: &Inventory) -> Option<&str> {
 fn unavailable(place: DeviceLocation, there: &Inventory) -> DeviceError {
     let reason = match unusable(place, there) {
         _ if !there.missing.is_empty() => there.missing.join("; "),
-        Some(why) => format!("{why}; `nvidia-smi` shows who has it"),
+        Some(why) => format!("{why}; `nvidia-smi` shows the processes that use it"),
         None => format!("this machine shows {} GPUs; look at CUDA_VISIBLE_DEVICES", there.visible),
     };
     DeviceError::Unavailable { device: place.to_string(), reason }

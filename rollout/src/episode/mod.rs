@@ -107,7 +107,7 @@ impl Episode {
         }
     }
 
-    /// Appends a turn, whose prompt is all tokens of the episode and what the environment added.
+    /// Appends a turn. Its prompt is all tokens of the episode, with the messages of the environment.
     ///
     /// Tokens that the policy did not sample carry the version that began to prefill them, which may be older than every
     /// sampled token: the sampled tokens depend on their KV cache.
@@ -142,7 +142,7 @@ impl Episode {
         self.text = completion.text;
     }
 
-    /// `[T]` prompt, completions and the messages between them.
+    /// `[tokens]` prompt, completions and the messages between them.
     #[must_use]
     pub fn token_ids(&self) -> &[u32] {
         &self.streams.token_ids

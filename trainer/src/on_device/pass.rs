@@ -1,7 +1,7 @@
-//! Forward and backward on a device, and the ways of weights to it and of gradients from it.
+//! Forward and backward pass on a device, the upload of weights and the download of gradients.
 //!
-//! Invariant: what a pass asks of other ranks, it asks in the order in which a pass on the processor does, so that ranks
-//! that skip a pass stay in step with those that make it.
+//! Invariant: a pass makes its collective calls in the order of a pass on the processor, so that ranks without a
+//! micro-batch make the same calls as the others.
 
 use device::ops::vectors::cast;
 use device::{Device, DeviceBuffer, DeviceError, Storage, View, ViewMut};
@@ -12,15 +12,16 @@ use crate::TrainerError;
 use crate::packing::Packed;
 use crate::zero::{DeviceGathering, DeviceReduction, ParameterGathering, number};
 
-/// Values that go to a device at a time, where they are rounded on the way.
+/// Values of one copy to a device that rounds them.
 const STAGED: usize = 1 << 22;
 
-/// A network on a device, whatever its weights are stored in.
+/// A network on a device. The trait erases the storage type of the weights.
 pub(crate) trait DevicePass {
-    /// Predictions; what the backward needs stays on the device.
+    /// Predictions. The activations for the backward pass stay on the device.
     fn forward(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError>;
 
-    /// Adds the gradients of `slopes * predictions` of the last forward to `sink`; without one they stay on the device.
+    /// Adds the gradients of `slopes * predictions` of the last forward pass to `sink`. Without `sink` they stay on the
+    /// device.
     fn backward(
         &mut self,
         packed: &Packed<'_>,
@@ -28,19 +29,20 @@ pub(crate) trait DevicePass {
         sink: Option<&mut dyn GradientSink>,
     ) -> Result<(), TrainerError>;
 
-    /// Predictions alone.
+    /// Predictions without activations.
     fn score(&mut self, packed: &Packed<'_>) -> Result<Vec<Prediction>, TrainerError>;
 
-    /// Takes part in gathering a layer that only others need.
+    /// Takes part in the all-gather of a layer that only other ranks need.
     fn skip_layer(&mut self, index: usize, backward: bool) -> Result<(), TrainerError>;
 
-    /// Where ranks meet on their devices: takes part in adding up a unit that only others have gradients of.
+    /// In a device group, takes part in the reduce-scatter of a unit whose gradients only other ranks have.
     fn skip_unit(&mut self, unit: Unit) -> Result<(), TrainerError>;
 
-    /// The same: whether gradients of the next backward leave for their owners, and are the `first` of the step that do.
+    /// In a device group, whether the next backward pass reduces its gradients (`leave`), and is the `first` of the step
+    /// that does.
     fn reduces(&mut self, leave: bool, first: bool);
 
-    /// Layers of the network.
+    /// Number of layers of the network.
     fn layers(&self) -> usize;
 }
 
@@ -50,53 +52,53 @@ pub(crate) struct NetworkPass<'a, T: Storage> {
     decoder: &'a DeviceDecoder<T>,
     layout: &'a Layout,
     source: ParameterSource<'a, T>,
-    /// Sums of all gradients, laid out as the weights are, where they are kept; otherwise a unit has its own until it is
-    /// done.
+    /// Sums of all gradients in the layout of the weights. `None` if each unit has a buffer until its gradients are
+    /// reduced.
     sums: Option<&'a mut DeviceBuffer<f32>>,
-    /// Where ranks meet on their devices.
+    /// The reduce-scatter of gradients in a device group.
     reducing: Option<DeviceReduction<'a>>,
-    /// What the last forward left.
+    /// Activations of the last forward pass.
     trace: Option<DeviceTrace<T>>,
 }
 
-/// Where the weights are.
+/// Source of the weights.
 pub(crate) enum ParameterSource<'a, T: Storage> {
-    /// All on the device.
+    /// All weights on the device.
     Whole(View<'a, T>, &'a Layout),
-    /// Layers come from all ranks, through the host, when they are needed.
+    /// Layers are gathered from all ranks through the host when they are needed.
     Gathered(Box<ParameterUpload<'a, T>>),
-    /// The same from device to device.
+    /// Layers are gathered from device to device when they are needed.
     Collected(Box<DeviceGathering<'a, T>>),
 }
 
-/// Layers on their way from the other ranks to the device.
+/// Gathers layers from the other ranks through the host and copies them to the device.
 pub(crate) struct ParameterUpload<'a, T: Storage> {
     device: &'a Device,
     gathering: ParameterGathering<'a>,
     /// Embedding and tail.
     ends: [DeviceBuffer<T>; 2],
-    /// The layer that was asked for last.
+    /// The last gathered layer.
     layer: DeviceBuffer<T>,
     index: Option<usize>,
 }
 
-/// The way of gradients to the host, or to the devices of their owners.
+/// Copies gradients to the host, or reduces them to the devices of their owners.
 struct GradientTransfer<'a, 'b, 'c> {
     device: &'a Device,
     layout: &'a Layout,
     sums: Option<&'a mut DeviceBuffer<f32>>,
-    /// Those of units that are not done.
+    /// Gradients of units that are not complete.
     units: Vec<Option<DeviceBuffer<f32>>>,
     sink: Option<&'a mut (dyn GradientSink + 'b)>,
     reducing: Option<&'a mut DeviceReduction<'c>>,
-    /// On the host, used again.
+    /// A reused buffer on the host.
     values: Vec<f32>,
 }
 
-/// Writes values from the host, rounded to what `to` holds.
+/// Writes values from the host, rounded to the type of `to`.
 ///
 /// # Errors
-/// If there is no memory for what is on the way, or the driver fails.
+/// If there is no memory for the copy, or the driver fails.
 pub(crate) fn upload<T: Storage>(
     device: &Device,
     values: &[f32],
@@ -115,7 +117,7 @@ pub(crate) fn upload<T: Storage>(
 }
 
 impl<'a, T: Storage> NetworkPass<'a, T> {
-    /// A pass of `decoder`, whose weights come from `source`.
+    /// A pass of `decoder` with the weights of `source`.
     pub(crate) fn new(
         (device, layout): (&'a Device, &'a Layout),
         decoder: &'a DeviceDecoder<T>,
@@ -125,7 +127,7 @@ impl<'a, T: Storage> NetworkPass<'a, T> {
         Self { device, decoder, layout, source, sums, reducing: None, trace: None }
     }
 
-    /// The same, whose gradients go to their owners.
+    /// The pass with a reduce-scatter of its gradients to their owners.
     pub(crate) fn reducing(self, reducing: DeviceReduction<'a>) -> Self {
         Self { reducing: Some(reducing), ..self }
     }
@@ -137,7 +139,7 @@ impl<T: Storage> DevicePass for NetworkPass<'_, T> {
         if let Some(reducing) = &self.reducing {
             reducing.share.wait("add up gradients")?;
         }
-        // What is left of a backward that failed would take room beside the new one.
+        // Frees the activations of a backward pass that failed before the new ones are allocated.
         self.trace = None;
         self.source.turn(false);
         let (predictions, trace) = self.decoder.forward(&mut self.source, pack, positions, targets)?;
@@ -220,10 +222,10 @@ impl<T: Storage> UnitWeights<T> for ParameterSource<'_, T> {
 }
 
 impl<'a, T: Storage> ParameterUpload<'a, T> {
-    /// Layers of `layout` that come through `gathering`; embedding and tail stay as long as this does.
+    /// Uploads layers of `layout` from `gathering`. Embedding and tail stay on the device.
     ///
     /// # Errors
-    /// If they do not come, or there is no room for them.
+    /// If the all-gather fails, or the device has no memory for them.
     pub(crate) fn new(
         device: &'a Device,
         layout: &Layout,
