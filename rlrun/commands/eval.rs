@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use model::{ModelDirectory, SharedCores};
+use model::SharedCores;
 use rollout::Network;
 use rollout::evaluate::Watch;
 

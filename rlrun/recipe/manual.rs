@@ -14,7 +14,7 @@ use source::{Field, Struct, Words, parse};
 mod source;
 
 /// The sources of the sections. Types of fields that are structs in one of them are sections too.
-const SECTIONS: [&str; 7] = [
+const SECTIONS: [&str; 8] = [
     include_str!("schema.rs"),
     include_str!("schema/algorithm.rs"),
     include_str!("schema/curation.rs"),
@@ -22,6 +22,7 @@ const SECTIONS: [&str; 7] = [
     include_str!("schema/lora.rs"),
     include_str!("schema/placement.rs"),
     include_str!("schema/supervised.rs"),
+    include_str!("schema/trainer.rs"),
 ];
 /// The source of `[[rewards]]`, which is flat.
 const REWARDS: &str = include_str!("../../rewards/src/spec.rs");
@@ -78,6 +79,10 @@ pub(crate) struct Key {
     pub(crate) default: Option<Value>,
     /// Whether its section is there without being written.
     pub(crate) always: bool,
+    /// Whether a resume may change it, as in the comment above it: `changes`, or why it stays.
+    pub(crate) resume: String,
+    /// Whether the run may choose it on the machine of a worker, as in the comment above it.
+    pub(crate) worker: String,
 }
 
 /// What a key takes.
@@ -256,7 +261,8 @@ fn key((section, always): (&str, bool), field: &Field, (words, defaults): (&[Wor
     let path = format!("{section}{dot}{}", field.name);
     let kind = kind_of(section, field, words);
     let default = lookup(defaults, &path).filter(|_| !is_required(section, &field.name)).cloned();
-    Key { path, about: field.about.clone(), kind, default, always }
+    let (resume, worker) = (field.resume.clone(), field.worker.clone());
+    Key { path, about: field.about.clone(), kind, default, always, resume, worker }
 }
 
 /// What the deserialiser takes for a field.

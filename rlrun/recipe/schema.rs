@@ -1,7 +1,8 @@
 //! The whole recipe as it is written in TOML: every section, key, unit and default.
 //!
 //! Invariant: what does not parse into these types is not a recipe; an unknown key is an error. Ranges and the rules
-//! between keys are checked in `checks.rs`. The names that peers give to a key stand in its documentation and, for
+//! between keys are checked in `checks.rs`. The comment `// resume = R, worker = W` above a key says whether a resume may
+//! change it (`resume/rules.rs`) and whether the run may choose it on a worker's machine (`workers/permissions/keys.rs`). The names that peers give to a key stand in its documentation and, for
 //! error messages, in `peers.rs`; the words that a key accepts in `words.rs`.
 
 use std::net::SocketAddr;
@@ -19,6 +20,7 @@ mod eval;
 mod lora;
 mod placement;
 mod supervised;
+mod trainer;
 
 pub use algorithm::{Algorithm, Critic};
 pub use curation::Curation;
@@ -26,6 +28,7 @@ pub use eval::{Correct, Eval, EvalSet};
 pub use lora::Lora;
 pub use placement::Placement;
 pub use supervised::Supervised;
+pub use trainer::Trainer;
 
 /// A recipe as written: all layers merged, nothing checked yet.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -33,11 +36,14 @@ pub use supervised::Supervised;
 pub struct RawRecipe {
     /// Recipes that this one builds on: paths relative to this file, later ones win.
     #[serde(deserialize_with = "one_or_many", skip_serializing)]
+    // resume = run, worker = operator
     pub extends: Vec<String>,
     /// Name of the run and of its directory; the file's name without `.toml` if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = run, worker = run
     pub name: Option<String>,
     /// Seed of everything random: initial weights, task order, sampling.
+    // resume = tasks, worker = run
     pub seed: u64,
     /// The policy.
     pub model: RawModel,
@@ -88,12 +94,15 @@ pub struct RawModel {
     /// Hugging Face model directory; relative to the file that names it, then to the working directory. TRL
     /// `model_name_or_path`, verl `model.path`.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = policy, worker = ignored
     pub path: Option<PathBuf>,
     /// What weights and activations are stored in on a device: `auto` is bf16 on CUDA, and f32 on the processor and the
     /// emulator. The optimizer moves f32 weights in any case, and sums are made in f32. TRL, vLLM `dtype`.
+    // resume = changes, worker = run
     pub dtype: ModelDtype,
     /// Order of the sums that tensor-parallel ranks would share: over the inputs of `o_proj` and `down_proj`, and in the
     /// backward over the outputs of the other projections and of the head. On the processor, for sampler and trainer.
+    // resume = changes, worker = run
     pub reduction: Reduction,
     /// A new character-level model with random weights.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -105,18 +114,25 @@ pub struct RawModel {
 #[serde(default, deny_unknown_fields)]
 pub struct RandomModel {
     /// Family whose layers are used.
+    // resume = policy, worker = ignored
     pub architecture: Architecture,
     /// Width of the residual stream.
+    // resume = policy, worker = ignored
     pub hidden_size: usize,
     /// Width inside the feed-forward block.
+    // resume = policy, worker = ignored
     pub intermediate_size: usize,
     /// Decoder layers.
+    // resume = policy, worker = ignored
     pub num_layers: usize,
     /// Query heads; they divide `hidden_size` into even parts.
+    // resume = policy, worker = ignored
     pub num_heads: usize,
     /// Key and value heads; they divide `num_heads`.
+    // resume = policy, worker = ignored
     pub num_kv_heads: usize,
     /// Standard deviation of the weights at the start.
+    // resume = policy, worker = ignored
     pub initializer_range: f64,
 }
 
@@ -140,32 +156,42 @@ impl Default for RandomModel {
 pub struct RawData {
     /// JSONL or Parquet files, or directories of them, to train on. TRL `dataset_name`, verl `data.train_files`.
     #[serde(deserialize_with = "one_or_many", skip_serializing_if = "Vec::is_empty")]
+    // resume = tasks, worker = operator
     pub train: Vec<PathBuf>,
     /// Files of held-out tasks. verl `data.val_files`.
     #[serde(deserialize_with = "one_or_many", skip_serializing_if = "Vec::is_empty")]
+    // resume = changes, worker = ignored
     pub eval: Vec<PathBuf>,
     /// Generated additions instead of files.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arithmetic: Option<Arithmetic>,
     /// Column of the prompt; found by its usual names if not given. verl `data.prompt_key`.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = tasks, worker = run
     pub prompt_column: Option<String>,
     /// Column of the answer; found by its usual names if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = tasks, worker = run
     pub answer_column: Option<String>,
     /// Prompt with `{column}` placeholders, used instead of a prompt column.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = tasks, worker = run
     pub prompt_template: Option<String>,
     /// System message put before every prompt.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = tasks, worker = run
     pub system_prompt: Option<String>,
     /// Whether text prompts are rendered with the chat template of the model.
+    // resume = tasks, worker = run
     pub chat: bool,
     /// Longest prompt in tokens. TRL (removed in 1.0) and verl `max_prompt_length`, prime-rl `seq_len`.
+    // resume = tasks, worker = run
     pub max_prompt_length: usize,
     /// What to do with longer prompts. verl `filter_overlong_prompts`.
+    // resume = tasks, worker = run
     pub overlong_prompts: Overlong,
     /// Whether tasks come in a new random order in every epoch. TRL `shuffle_dataset`, verl `data.shuffle`.
+    // resume = tasks, worker = run
     pub shuffle: bool,
 }
 
@@ -192,10 +218,13 @@ impl Default for RawData {
 #[serde(default, deny_unknown_fields)]
 pub struct Arithmetic {
     /// Largest operand; the smallest is 0.
+    // resume = tasks, worker = run
     pub max_operand: u32,
     /// Number of training tasks.
+    // resume = tasks, worker = run
     pub train_tasks: usize,
     /// Number of held-out tasks.
+    // resume = tasks, worker = run
     pub eval_tasks: usize,
 }
 
@@ -210,15 +239,20 @@ impl Default for Arithmetic {
 #[serde(default, deny_unknown_fields)]
 pub struct Warmup {
     /// Most optimizer steps; 0 turns the warm-up off.
+    // resume = warmup, worker = ignored
     pub steps: usize,
     /// Demonstrations per step.
+    // resume = warmup, worker = ignored
     pub batch_tasks: usize,
     /// Peak learning rate.
+    // resume = warmup, worker = ignored
     pub learning_rate: f64,
     /// Share of demonstrations that are wrong, from 0 up to and without 1.
+    // resume = warmup, worker = ignored
     pub wrong_share: f64,
     /// Held-out accuracy at which the warm-up stops early.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = warmup, worker = ignored
     pub stop_accuracy: Option<f64>,
 }
 
@@ -233,49 +267,67 @@ impl Default for Warmup {
 #[serde(default, deny_unknown_fields)]
 pub struct Rollout {
     /// Completions per task. TRL `num_generations`, verl `rollout.n`, AReaL `n_samples`.
+    // resume = groups, worker = run
     pub group_size: usize,
     /// Longest completion in tokens. TRL `max_completion_length`, verl `max_response_length`, AReaL `max_new_tokens`.
+    // resume = changes, worker = run
     pub max_completion_length: usize,
     /// Sampling temperature, above 0.
+    // resume = changes, worker = run
     pub temperature: f64,
     /// Nucleus: the smallest set of tokens with this probability; 1 is off.
+    // resume = changes, worker = run
     pub top_p: f64,
     /// Most likely tokens to sample from; 0 is off. verl writes -1 for off.
+    // resume = changes, worker = run
     pub top_k: usize,
     /// Least probability relative to the most likely token; 0 is off.
+    // resume = changes, worker = run
     pub min_p: f64,
     /// Texts that end a completion.
+    // resume = groups, worker = run
     pub stop: Vec<String>,
     /// Token ids that end a completion, beside those of the model.
+    // resume = groups, worker = run
     pub stop_token_ids: Vec<u32>,
     /// Whether completions go on to their full length whatever they say: for measuring speed. vLLM `ignore_eos`.
+    // resume = groups, worker = run
     pub ignore_stop: bool,
     /// Sequences decoded together. vLLM `max_num_seqs`, AReaL `max_concurrent_rollouts`.
+    // resume = changes, worker = run
     pub max_running: usize,
     /// Prompt tokens read per decoding step; 256, or 2048 on a device, if not given. vLLM `max_num_batched_tokens`.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = run
     pub prefill_chunk: Option<usize>,
     /// Tokens that the paged KV cache holds; enough for `max_running` sequences of full length if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = run
     pub kv_cache_tokens: Option<usize>,
     /// Text that is put into a completion which has not ended at a random place between the two below (ScaleRL); it is
     /// read by the policy and not trained on.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = groups, worker = run
     pub interrupt_text: Option<String>,
     /// Fewest tokens before `interrupt_text`.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = groups, worker = run
     pub interrupt_after_min: Option<usize>,
     /// Most tokens before `interrupt_text`.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = groups, worker = run
     pub interrupt_after_max: Option<usize>,
     /// What happens to sequences in flight when new weights arrive.
+    // resume = changes, worker = run
     pub on_update: OnUpdate,
     /// How coarsely the weights are represented that are sampled from. Log-probabilities are those of the quantised
     /// policy, and `algorithm.behavior_weight_cap` bounds the weight that corrects the loss for it; evaluation and
     /// checkpoints are f32. vLLM `quantization`.
+    // resume = changes, worker = run
     pub quantization: Quantization,
     /// Whether the run stops if the trainer computes other bits than the sampler for a token that the version being
     /// trained has sampled. f32 sampling is bitwise in any case; this makes it a promise. Costs nothing.
+    // resume = changes, worker = run
     pub bitwise: bool,
 }
 
@@ -309,41 +361,56 @@ impl Default for Rollout {
 #[serde(default, deny_unknown_fields)]
 pub struct Buffer {
     /// Groups per training step. verl `data.train_batch_size`.
+    // resume = groups, worker = run
     pub batch_groups: usize,
     /// Most policy versions between the oldest token of a sample and the step that trains on it; 0 is synchronous.
     /// TRL `max_staleness`, verl `staleness_threshold`, AReaL `max_head_offpolicyness`, prime-rl
     /// `max_off_policy_steps`.
+    // resume = changes, worker = run
     pub max_staleness: u64,
     /// What happens to a group over the bound.
+    // resume = changes, worker = run
     pub on_stale: OnStale,
     /// Where groups wait.
+    // resume = groups, worker = ignored
     pub store: Store,
     /// Which groups a step takes first. All but `fifo` need `on_stale = "drop"`. TBA samples by recency and by reward.
+    // resume = changes, worker = run
     pub order: SampleOrder,
     /// Of `order = "reward"`: groups are drawn with weights exp(mean reward / temperature).
+    // resume = changes, worker = run
     pub reward_temperature: f64,
     /// How many steps train on a group before it is forgotten; more than one needs `on_stale = "drop"`.
+    // resume = changes, worker = run
     pub max_uses: u32,
     /// Leave out a trajectory if the buffer holds one of the same task with the same tokens, as TBA does.
+    // resume = changes, worker = run
     pub dedup: bool,
     /// Most groups that are kept, MiB as they are written; when it is full, nothing new starts.
+    // resume = changes, worker = run
     pub max_mib: u64,
     /// Of `store = "http"`: where the buffer is served, such as `http://127.0.0.1:8700`.
+    // resume = changes, worker = ignored
     pub url: Option<String>,
     /// Of `store = "http"`: a file with the token of the role `admin`, if the server wants one. Of `listen`: who may do what,
     /// in lines such as `writer TOKEN`, `trainer TOKEN`, `admin TOKEN`; without it everybody may, on a loopback address.
+    // resume = changes, worker = ignored
     pub token_file: Option<PathBuf>,
     /// Serve this run while it lasts, on an address such as `127.0.0.1:8700`: to look at it, to add groups from elsewhere, and
     /// for `rlrun worker rollout --join http://127.0.0.1:8700`. An address that others can reach needs `token_file`, and TLS
     /// or `insecure`.
+    // resume = changes, worker = ignored
     pub listen: Option<SocketAddr>,
     /// Of `listen`: certificate chain, PEM.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
     pub tls_cert: Option<PathBuf>,
     /// Of `listen`: the private key of `tls_cert`, PEM.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
     pub tls_key: Option<PathBuf>,
     /// Of `listen`: let tokens go over the network without TLS.
+    // resume = changes, worker = ignored
     pub insecure: bool,
 }
 
@@ -378,13 +445,17 @@ pub struct Weights {
     /// How samplers in other processes get them: those of this host map shared memory and others ask over HTTP (`auto`), or
     /// all ask over HTTP (`http`). Between devices they need not come by the host's memory: samplers of one host map that of
     /// the trainer's device (`cuda-ipc`), or it broadcasts to samplers with GPUs of their own, here or elsewhere (`nccl`).
+    // resume = changes, worker = run
     pub transport: WeightTransport,
     /// What is sampled with: the weights as they are trained (`f32`), or rounded to `bf16`, half as large; what that changes
     /// is measured and corrected as any mismatch is. prime-rl `weight_broadcast` and vLLM sample in bf16.
+    // resume = changes, worker = run
     pub dtype: WeightDtype,
     /// Over HTTP only what has changed is sent, and everything at least every so many pushes; 1: everything always.
+    // resume = changes, worker = run
     pub full_every: usize,
     /// Whether what is sent over HTTP is compressed with zstd: for slow networks.
+    // resume = changes, worker = run
     pub compress: bool,
 }
 
@@ -394,110 +465,21 @@ impl Default for Weights {
     }
 }
 
-/// `[trainer]`: the update.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Trainer {
-    /// Training steps of the run; required. TRL `max_steps`, verl `total_training_steps`.
-    pub steps: u64,
-    /// What turns gradients into updates; `adamw8bit` keeps the moments in a quarter of the memory. `muon` and `dion`
-    /// move the matrices of the decoder's blocks, and AdamW the rest. TRL `optim`.
-    pub optimizer: OptimizerKind,
-    /// Peak learning rate of all weights. Updates of `muon` are as large as those of AdamW; those of `dion` are
-    /// orthonormal times sqrt(rows / columns), for which its paper has 0.01. verl `actor.optim.lr`.
-    pub learning_rate: f64,
-    /// How the learning rate goes on after the warm-up. TRL `lr_scheduler_type`.
-    pub schedule: ScheduleShape,
-    /// Steps over which the learning rate rises from 0.
-    pub warmup_steps: u64,
-    /// Of `schedule = "wsd"`, which needs it: steps at the end over which the learning rate falls to 0.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub decay_steps: Option<u64>,
-    /// Decoupled weight decay. A minibatch without a gradient (all groups have equal rewards) makes no update with any
-    /// optimizer: no moments, no decay; the step still makes a version. `optim/updates` counts the updates of a step.
-    pub weight_decay: f64,
-    /// Decay of the first moment.
-    pub adam_beta1: f64,
-    /// Decay of the second moment.
-    pub adam_beta2: f64,
-    /// Added to the root of the second moment.
-    pub adam_eps: f64,
-    /// Of `muon` and `dion`: what stays of the momentum.
-    pub momentum: f64,
-    /// Of `dion`: rank of the updates as a fraction of the full one. Less takes less time and memory.
-    pub dion_rank_fraction: f64,
-    /// Largest gradient norm. verl `grad_clip`.
-    pub max_grad_norm: f64,
-    /// Optimizer updates that a batch is split into. verl `ppo_mini_batch_size` as a count, AReaL `ppo_n_minibatches`.
-    pub minibatches: usize,
-    /// Passes over a batch. TRL `num_iterations`, verl `ppo_epochs`.
-    pub epochs: usize,
-    /// Tokens packed into one forward and backward pass. verl `ppo_max_token_len_per_gpu`.
-    pub microbatch_tokens: usize,
-    /// What the backward computes again instead of keeping it in memory. TRL `gradient_checkpointing`, verl
-    /// `enable_gradient_checkpointing`.
-    pub recompute: Recompute,
-    /// Trainer workers that share a step.
-    pub world: usize,
-    /// Leaves that the gradients of a step are summed from as a balanced binary tree: a power of two. Trainer workers on the
-    /// processor compute whole leaves, so the weights have the same bits for every `trainer.world` that is a power of two
-    /// and at most this. A batch is cut into so many micro-batches at least, and one worker keeps log2(leaves) gradient
-    /// buffers of 4 bytes per weight (one more if a leaf has several micro-batches), two workers one less each. Workers on
-    /// devices have one leaf each.
-    pub leaves: usize,
-    /// What these workers are: threads, processes (`rlrun worker trainer`; a run of processes starts them), or what `mpirun`
-    /// has started, in a binary built with the feature `mpi`.
-    pub ranks: Ranks,
-    /// What trainer workers share beside the work: 1 the state of the optimizer, 2 gradients too, 3 weights too. The same
-    /// step with less memory for each, for more communication; with LoRA each has all weights in any case. DeepSpeed
-    /// `zero_optimization.stage`.
-    pub zero: usize,
-    /// Of trainer workers on devices: where they exchange gradients and weights. From device to device (NCCL) each updates what
-    /// it owns there, which needs a GPU for each and AdamW; through the host they meet in its memory. `auto` is the first where
-    /// that can be.
-    pub collective: Collective,
-}
-
-impl Default for Trainer {
-    fn default() -> Self {
-        Self {
-            steps: 0,
-            optimizer: OptimizerKind::Adamw,
-            learning_rate: 1e-6,
-            schedule: ScheduleShape::Constant,
-            warmup_steps: 0,
-            decay_steps: None,
-            weight_decay: 0.0,
-            adam_beta1: 0.9,
-            adam_beta2: 0.999,
-            adam_eps: 1e-8,
-            momentum: 0.95,
-            dion_rank_fraction: 1.0,
-            max_grad_norm: 1.0,
-            minibatches: 1,
-            epochs: 1,
-            microbatch_tokens: 4096,
-            recompute: Recompute::None,
-            world: 1,
-            leaves: 4,
-            ranks: Ranks::Threads,
-            zero: 1,
-            collective: Collective::Auto,
-        }
-    }
-}
-
 /// `[checkpoint]`: what a run resumes from.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Checkpoint {
     /// Steps between checkpoints; 0 is only at the end. TRL `save_steps`, verl `save_freq`.
+    // resume = changes, worker = ignored
     pub interval: u64,
     /// Newest checkpoints that are kept. TRL `save_total_limit`, verl `max_actor_ckpt_to_keep`.
+    // resume = changes, worker = ignored
     pub keep_last: usize,
     /// Versions that are multiples of it are kept for ever, beside the newest; 0 for none.
+    // resume = changes, worker = ignored
     pub keep_every: u64,
     /// Steps go on while a copy of everything is written; without it they wait, and the memory of the copy is saved.
+    // resume = changes, worker = ignored
     pub asynchronous: bool,
 }
 
@@ -512,6 +494,7 @@ impl Default for Checkpoint {
 #[serde(default, deny_unknown_fields)]
 pub struct Log {
     /// Groups written to `samples/` per step.
+    // resume = changes, worker = ignored
     pub samples: usize,
 }
 
@@ -526,11 +509,14 @@ impl Default for Log {
 #[serde(default, deny_unknown_fields)]
 pub struct Deadlines {
     /// Seconds that a role waits for another before the run stops and says who waits for whom.
+    // resume = changes, worker = run
     pub wait_s: f64,
     /// Seconds without any progress after which the run says who waits for whom, and goes on.
+    // resume = changes, worker = run
     pub quiet_s: f64,
     /// Seconds of silence after which a process is taken for dead: it is killed and started again, or forgotten if others
     /// started it.
+    // resume = changes, worker = run
     pub heartbeat_s: f64,
 }
 

@@ -18,6 +18,9 @@ pub(super) struct Field {
     pub(super) about: String,
     /// As it is written.
     pub(super) rust_type: String,
+    /// Of the comment `// resume = R, worker = W`; empty without it.
+    pub(super) resume: String,
+    pub(super) worker: String,
 }
 
 /// An enum whose variants are words of a recipe.
@@ -48,6 +51,7 @@ pub(super) fn parse(source: &str) -> (Vec<Struct>, Vec<Words>) {
         }
         if text.starts_with("#[") || text.starts_with("//") {
             attributes.push_str(text);
+            attributes.push('\n');
             continue;
         }
         let at_top = !line.starts_with(' ');
@@ -63,7 +67,7 @@ pub(super) fn parse(source: &str) -> (Vec<Struct>, Vec<Words>) {
             }
         } else if line.starts_with("    ") && !line.starts_with("     ") {
             match &mut open {
-                Open::Struct(of) => of.fields.extend(field(text, &about)),
+                Open::Struct(of) => of.fields.extend(field(text, &attributes, &about)),
                 Open::Words(of) => of.words.extend(variant(text, &attributes, &about)),
                 Open::Nothing => {}
             }
@@ -77,9 +81,19 @@ fn item<'a>(line: &'a str, start: &str) -> Option<&'a str> {
     line.strip_prefix(start)?.strip_suffix(" {")
 }
 
-fn field(line: &str, about: &str) -> Option<Field> {
+fn field(line: &str, attributes: &str, about: &str) -> Option<Field> {
     let (name, rust_type) = line.strip_prefix("pub ")?.strip_suffix(',')?.split_once(": ")?;
-    Some(Field { name: name.to_owned(), about: plain(about), rust_type: rust_type.to_owned() })
+    let declared = |name: &str| {
+        let rest = attributes.split(&format!("{name} = ")).nth(1).unwrap_or_default();
+        rest.chars().take_while(char::is_ascii_lowercase).collect()
+    };
+    Some(Field {
+        name: name.to_owned(),
+        about: plain(about),
+        rust_type: rust_type.to_owned(),
+        resume: declared("// resume"),
+        worker: declared(", worker"),
+    })
 }
 
 fn variant(line: &str, attributes: &str, about: &str) -> Option<(String, String)> {
@@ -125,7 +139,7 @@ mod tests {
     #[test]
     fn structs_and_words_are_read_with_what_stands_above_them() {
         let source = "//! A file.\n\n/// One.\n///\n/// Two [`Three`].\n#[derive(Debug)]\npub struct A {\n    /// A field\n    \
-                      /// of two lines.\n    #[serde(default)]\n    pub one: Option<u64>,\n    hidden: u64,\n}\n\n\
+                      /// of two lines.\n    #[serde(default)]\n    // resume = changes, worker = run\n    pub one: Option<u64>,\n    hidden: u64,\n}\n\n\
                       /// Words.\n#[serde(rename_all = \"snake_case\")]\npub enum W {\n    /// First.\n    #[default]\n    \
                       DrGrpo,\n    /// Second.\n    #[serde(rename = \"cuda-ipc\")]\n    CudaIpc,\n    Other { x: u64 },\n}\n\
                       pub enum NoWords {\n    A,\n}\n";
@@ -133,7 +147,8 @@ mod tests {
         assert_eq!((structs.len(), words.len()), (1, 1));
         assert_eq!((&structs[0].name[..], &structs[0].about[..]), ("A", "One.\n\nTwo `Three`."));
         let [field] = &structs[0].fields[..] else { panic!("{structs:?}") };
-        let Field { name, about, rust_type } = field;
+        let Field { name, about, rust_type, resume, worker } = field;
+        assert_eq!((&resume[..], &worker[..]), ("changes", "run"));
         assert_eq!((&name[..], &about[..], &rust_type[..]), ("one", "A field of two lines.", "Option<u64>"));
         let expected = [("dr_grpo", "First."), ("cuda-ipc", "Second.")];
         assert_eq!(words[0].words, expected.map(|(word, about)| (word.to_owned(), about.to_owned())));

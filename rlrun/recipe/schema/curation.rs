@@ -13,33 +13,44 @@ use serde::{Deserialize, Serialize};
 pub struct Curation {
     /// Drop groups whose rewards are all equal and sample others in their place, so that every group of a batch teaches
     /// something (DAPO). verl `filter_groups.enable`.
+    // resume = changes, worker = ignored
     pub dynamic_sampling: bool,
     /// Of `dynamic_sampling`: most groups dropped for every one that is kept, counted over a batch; beyond it groups go
     /// through as they are. verl `max_num_gen_batches`.
+    // resume = changes, worker = ignored
     pub max_refill_ratio: f64,
     /// A task with this pass rate or a higher one is not drawn again (ScaleRL's no-positive-resampling has 0.9).
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
     pub max_pass_rate: Option<f64>,
     /// A task of which none of so many trajectories passed is not drawn again (RIF-RFT).
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
     pub filter_after: Option<u64>,
     /// Tasks with this pass rate or a higher one are easy: they are drawn with the probability `easy_share`.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
     pub easy_pass_rate: Option<f64>,
     /// Of `easy_pass_rate`: probability that an easy task is drawn when its turn comes.
+    // resume = changes, worker = ignored
     pub easy_share: f64,
     /// Tasks with this pass rate or a lower one are hard: they are drawn with the probability `hard_share`.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
     pub hard_pass_rate: Option<f64>,
     /// Of `hard_pass_rate`: probability that a hard task is drawn when its turn comes.
+    // resume = changes, worker = ignored
     pub hard_share: f64,
     /// From this pass rate on groups become smaller, linearly down to `min_group_size` at 1 (DART has 0.6).
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
     pub shrink_above: Option<f64>,
     /// Of `shrink_above`: completions of a task that always passes.
+    // resume = changes, worker = ignored
     pub min_group_size: usize,
     /// Put the newest success of a task into its next group in which nothing passed (DART), if it is within
     /// `buffer.max_staleness`. Needs `buffer.on_stale = "drop"`.
+    // resume = changes, worker = ignored
     pub success_pool: bool,
 }
 

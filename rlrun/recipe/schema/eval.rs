@@ -15,14 +15,18 @@ use super::super::decode::one_or_many;
 #[serde(default, deny_unknown_fields)]
 pub struct Eval {
     /// Steps between evaluations; 0 is only before and after. TRL `eval_steps`, verl `test_freq`.
+    // resume = changes, worker = ignored
     pub interval: u64,
     /// Most tasks of a set; all if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
     pub tasks: Option<usize>,
     /// Answers per task: n of `eval/avg@n` and of `eval/pass@k`. More than one needs a temperature above 0. verl
     /// `val_kwargs.n`, prime-rl `rollouts_per_example`.
+    // resume = changes, worker = ignored
     pub samples: usize,
     /// Sampling temperature; 0 takes the most likely token. verl `val_kwargs.temperature`.
+    // resume = changes, worker = ignored
     pub temperature: f64,
     /// Which answers are correct; the first verifiable reward at full value if not given.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -45,8 +49,10 @@ pub struct Correct {
     /// Name of the reward; the first verifiable one of the recipe if not given: `math`, `math_dapo`, `hendrycks`, `gsm8k`,
     /// `countdown`, `exact`, `code`, or `regex` with `compare = true`.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = reward, worker = ignored
     pub reward: Option<String>,
     /// Least value of a correct answer.
+    // resume = reward, worker = ignored
     pub threshold: f64,
 }
 
@@ -61,23 +67,30 @@ impl Default for Correct {
 #[serde(deny_unknown_fields)]
 pub struct EvalSet {
     /// Name in metrics, unique: letters, digits, `-`, `_` and `.`; not `default`.
+    // resume = changes, worker = ignored
     pub name: String,
     /// JSONL or Parquet files, or directories of them.
     #[serde(deserialize_with = "one_or_many")]
+    // resume = changes, worker = ignored
     pub path: Vec<PathBuf>,
     /// Column of the prompt; that of `[data]` if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
     pub prompt_column: Option<String>,
     /// Column of the answer; that of `[data]` if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
     pub answer_column: Option<String>,
     /// Prompt with `{column}` placeholders, used instead of a prompt column; that of `[data]` if neither is given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
     pub prompt_template: Option<String>,
     /// Most tasks; `eval.tasks` if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
     pub tasks: Option<usize>,
     /// Answers per task; `eval.samples` if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    // resume = changes, worker = ignored
     pub samples: Option<usize>,
 }

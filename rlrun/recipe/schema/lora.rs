@@ -12,14 +12,18 @@ use super::super::words::TargetModule;
 #[serde(default, deny_unknown_fields)]
 pub struct Lora {
     /// Rank of the change. PEFT `r`, TRL `lora_r`, verl `lora_rank`.
+    // resume = state, worker = ignored
     pub rank: usize,
     /// The change is multiplied with `alpha / rank`. PEFT `lora_alpha`.
+    // resume = state, worker = ignored
     pub alpha: f64,
     /// The layers that change, in every block. PEFT `target_modules`, TRL `lora_target_modules`.
+    // resume = state, worker = ignored
     pub target_modules: Vec<TargetModule>,
     /// A directory with a PEFT adapter to go on from, whose rank, alpha and layers must be those above; a fresh one if
     /// not given.
     #[serde(skip_serializing_if = "Option::is_none")]
+    // resume = state, worker = ignored
     pub path: Option<PathBuf>,
 }
 
