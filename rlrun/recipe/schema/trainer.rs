@@ -72,7 +72,7 @@ pub struct Trainer {
     /// and at most this. A batch is cut into so many micro-batches at least, and one worker keeps log2(leaves) gradient
     /// buffers of 4 bytes per weight (one more if a leaf has several micro-batches), two workers one less each. Workers on
     /// devices have one leaf each.
-    // resume = changes, worker = ignored
+    // resume = changes, worker = run
     pub leaves: usize,
     /// What these workers are: threads, processes (`rlrun worker trainer`; a run of processes starts them), or what `mpirun`
     /// has started, in a binary built with the feature `mpi`.
