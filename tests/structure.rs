@@ -12,7 +12,7 @@ use toml::{Table, Value};
 ///
 /// DESIGN in one table: groups go forward through `buffer`, versions back through `weights`, and nobody else connects
 /// the two halves. A new edge is a change of its own, argued for in its commit.
-const EDGES: [(&str, &[&str]); 12] = [
+const EDGES: [(&str, &[&str]); 13] = [
     ("trajectory", &[]),
     // GPUs know nothing of what they compute. Whoever computes or carries weights may know them: `model`, `weights`,
     // `trainer`, `rollout`, and `rlrun`.
@@ -24,8 +24,10 @@ const EDGES: [(&str, &[&str]); 12] = [
     // Users' code and the sandbox know nothing of what calls them: rewards today, environments and tools later.
     ("host", &[]),
     ("rewards", &["trajectory", "model", "host"]),
-    ("buffer", &["trajectory"]),
-    ("weights", &["trajectory", "device"]),
+    // The HTTP client of `buffer` and `weights`: connections and TLS. It knows no protocol.
+    ("connect", &[]),
+    ("buffer", &["trajectory", "connect"]),
+    ("weights", &["trajectory", "device", "connect"]),
     ("rollout", &["trajectory", "device", "model", "rewards", "buffer", "weights"]),
     ("trainer", &["trajectory", "device", "collective", "model", "buffer", "weights"]),
     (

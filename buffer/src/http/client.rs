@@ -1,11 +1,11 @@
-//! A buffer in another process: the two contracts over HTTP, for threads that wait.
+//! The client: the two contracts over HTTP, blocking.
 //!
-//! Invariant: a call says what it would have said of the buffer itself, or names the request that failed. It is repeated only if
-//! that cannot do anything twice, and only until a deadline.
+//! Invariant: a call returns what the buffer itself would have returned, or names the request that failed. A request
+//! is repeated only if the repetition is idempotent, and only until a deadline.
 //!
-//! Most verbs can be repeated because the buffer makes them so. Four cannot: an `admit`, an `abort` and a lease without a
-//! named step, whose answer was lost on the way, fail as [`BufferError::Unclear`], unless
-//! the request was certainly not sent. What they took comes back when its hold is over.
+//! Most requests are idempotent. Three are not: if the answer of an `admit`, an `abort` or a lease without a named
+//! step is lost, the call fails as [`BufferError::Unclear`], unless the request was certainly not sent. What such a
+//! request took is free again when its hold expires.
 
 mod call;
 mod renewal;
@@ -33,28 +33,28 @@ use crate::{
     AdmitRequest, BufferError, Consumer, Finalized, Lease, LeaseId, LeaseRequest, Producer, Stats, Submitted,
 };
 
-/// Longest key of a group, bytes.
+/// Maximum length of an idempotency key, bytes.
 const MAX_KEY: usize = 128;
 
-/// Where a buffer is served, and how to talk to it.
+/// Address of a served buffer, and how to use it.
 #[derive(Clone)]
 pub struct ClientConfig {
     /// Such as `http://127.0.0.1:8700`.
     pub url: String,
-    /// A line of the server's token file, without the role.
+    /// A token of the server's token file, without the role.
     pub token: Option<String>,
-    /// Certificates to trust instead of those that browsers trust, PEM.
+    /// PEM file with the TLS roots to trust instead of those of browsers.
     pub roots: Option<PathBuf>,
-    /// How long a call is repeated while the server cannot be reached or asks for patience, beside what it waits anyway.
+    /// How long a request is repeated while the server is unreachable or asks to retry, beside its own wait.
     pub patience: Duration,
-    /// How soon what this client holds goes to others once it is gone; it is held anew three times as often.
+    /// Hold of the leases and claims of this client, which heartbeats renew three times per hold.
     pub hold: Duration,
-    /// Patience ends when this is set: who is to end does not wait for a server that is away.
+    /// Repetition ends when this is set, so a process that ends does not wait for an absent server.
     pub give_up: Option<Arc<AtomicBool>>,
 }
 
 impl ClientConfig {
-    /// Two minutes of patience: longer than a server takes to start again. A hold of one minute.
+    /// Two minutes of repetition, longer than a restart of a server takes, and a hold of one minute.
     #[must_use]
     pub fn new(url: impl Into<String>) -> Self {
         let (patience, hold) = (Duration::from_secs(120), Duration::from_secs(60));
@@ -74,8 +74,8 @@ impl fmt::Debug for ClientConfig {
     }
 }
 
-/// A buffer in another process. A lease without a hold is held until it is acknowledged or released, and a claimed group
-/// until it is finalized or aborted; or until this is dropped.
+/// A buffer in another process. A lease without a hold, and a claimed group, are renewed by heartbeats until they are
+/// acknowledged, released, finalized or aborted, or until the client is dropped.
 #[derive(Debug)]
 pub struct Client {
     core: Arc<ClientCore>,
@@ -83,10 +83,10 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects when it is first used.
+    /// Connects with the first request.
     ///
     /// # Errors
-    /// A URL or certificates that cannot be used; a system without room for a thread.
+    /// A URL or certificates that cannot be used; a thread that cannot be started.
     pub fn new(config: ClientConfig) -> Result<Self, BufferError> {
         let hold = config.hold;
         let core = Arc::new(ClientCore::new(config)?);
@@ -94,16 +94,16 @@ impl Client {
         Ok(Self { core, renewals })
     }
 
-    /// Asks a route beside the buffer's ([`super::ServerConfig::routes`]) with a MessagePack body, as patiently as the buffer
-    /// itself. It has to be one that may be asked twice.
+    /// Sends a MessagePack body to a route beside the buffer's ([`super::ServerConfig::routes`]), with the same
+    /// repetition. The request must be idempotent.
     ///
     /// # Errors
-    /// A server that cannot be reached, refuses, or answers something else than `T`.
+    /// A server that cannot be reached, refuses, or answers something other than `T`.
     pub fn ask<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, BufferError> {
         self.core.ask(&ClientCall::post(path.to_owned(), body)?)
     }
 
-    /// The same in one attempt that takes at most `limit`.
+    /// The same in one attempt, within `limit`.
     ///
     /// # Errors
     /// As [`Client::ask`].
@@ -116,7 +116,7 @@ impl Client {
         self.core.ask_once(&ClientCall::post(path.to_owned(), body)?, limit)
     }
 
-    /// Sends one group.
+    /// Submits one group.
     fn append(&self, view: GroupView<'_>) -> Result<Submitted, BufferError> {
         let call = ClientCall::post("/v1/groups".to_owned(), &SubmissionsView { groups: [view] })?;
         let answer: AppendAnswer = self.core.ask_or_full(&call)?;
@@ -144,7 +144,7 @@ impl Client {
         )
     }
 
-    /// What a server hands out, as a lease.
+    /// Converts a lease of the wire.
     fn lease_of(
         &self,
         call: &ClientCall,
@@ -182,7 +182,7 @@ impl Client {
 }
 
 impl Producer for Client {
-    /// Without a hold of its own an admission has that of this client.
+    /// An admission without a hold has the hold of this client.
     fn admit(&self, request: AdmitRequest, wait: Duration) -> Result<Vec<GroupId>, BufferError> {
         if request.limit == 0 {
             return Ok(Vec::new());
@@ -241,7 +241,7 @@ impl Producer for Client {
 }
 
 impl Consumer for Client {
-    /// A wait longer than half a minute is made of several requests; a lease that is only limited by tokens can be short
+    /// A wait longer than half a minute is split into several requests; a lease limited only by tokens can be short
     /// after the first.
     fn lease(&self, request: &LeaseRequest, wait: Duration) -> Result<Lease, BufferError> {
         let (length, limit) = (request.consumer.len(), LeaseRequest::MAX_CONSUMER);
@@ -258,7 +258,7 @@ impl Consumer for Client {
                 consumer: request.consumer.clone(),
                 step: request.step.map(|step| step.0),
                 groups: request.groups,
-                // Fewer are enough only when the whole wait is over.
+                // Fewer groups are enough only at the end of the whole wait.
                 at_least: if left > MAX_WAIT_MS { request.groups } else { request.at_least },
                 tokens: request.tokens,
                 max_staleness: request.max_staleness,

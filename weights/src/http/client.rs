@@ -1,102 +1,70 @@
-//! How a sampler asks: one request and its answer. Invariant: every request has a limit of time, and an answer one of bytes.
+//! Requests of a subscriber to a hub. Invariant: every request has a deadline, and every answer a limit of bytes.
 
 use std::fmt;
-use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
+use connect::{Body, BodyReader, HttpClient, RequestBuilder, Response, SendError, ServerAddress};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use trajectory::PolicyVersion;
-use ureq::Agent;
-use ureq::tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem};
 
 use super::wire::WeightsProblem;
 use crate::WeightsError;
 
-/// How long a connection may take to be made.
-const CONNECT: Duration = Duration::from_secs(10);
-/// How long an answer may take beside what the request waits.
+/// Time for an answer, beside the time that the server may wait.
 const ANSWER: Duration = Duration::from_secs(30);
 /// The slowest network that weights are sent over, bytes per second.
 const SLOWEST: u64 = 1 << 20;
-/// Largest answer but for weights, bytes.
+/// Largest answer except weights, bytes.
 const MAX_ANSWER: u64 = 64 << 10;
-/// Servers close connections that are idle for ten seconds; one that may be just about to is not used.
-const MAX_IDLE: Duration = Duration::from_secs(5);
-
-/// Why there is no answer that can be used.
+/// Why a request has no usable answer.
 #[derive(Debug)]
 pub(super) enum FetchError {
-    /// The server is not there, or went away meanwhile: it may come back.
+    /// The server did not answer; it may come back.
     Unreachable(String),
-    /// It no longer has what was asked for.
+    /// The version is no longer available.
     VersionGone,
-    /// It sent something else than weights of the version.
+    /// It sent something else than the weights of the version.
     Corrupt(String),
-    /// It will not answer otherwise.
+    /// It refused; a repetition will not succeed.
     Refused(WeightsError),
 }
 
-/// The connections to a server.
+/// The connections of one subscriber to a hub.
 pub(super) struct HubClient {
-    agent: Agent,
-    /// Without a slash at the end.
-    url: String,
-    authorization: Option<String>,
+    http: HttpClient,
+    /// Name of the subscriber, for errors.
     name: String,
 }
 
 impl HubClient {
-    pub(super) fn new(
-        url: &str,
-        token: Option<&str>,
-        roots: Option<&Path>,
-        name: &str,
-    ) -> Result<Self, WeightsError> {
-        let url = url.trim_end_matches('/').to_owned();
-        let mut config = Agent::config_builder()
-            .timeout_connect(Some(CONNECT))
-            .max_idle_age(MAX_IDLE)
-            .max_redirects(0)
-            .http_status_as_error(false)
-            .proxy(None);
-        if let Some(roots) = roots {
-            let refused = |detail| Self::refused(&url, name, "bad_certificates", detail);
-            let roots = RootCerts::Specific(Arc::new(certificates(roots).map_err(refused)?));
-            config = config.tls_config(TlsConfig::builder().root_certs(roots).build());
-        }
-        let authorization = token.map(|token| format!("Bearer {token}"));
-        Ok(Self { agent: config.build().new_agent(), url, authorization, name: name.to_owned() })
+    pub(super) fn new(server: ServerAddress<'_>, name: &str) -> Result<Self, WeightsError> {
+        let refused = |detail| Self::refused(server.url, name, "bad_certificates", detail);
+        Ok(Self { http: HttpClient::new(server).map_err(refused)?, name: name.to_owned() })
     }
 
     pub(super) fn url(&self) -> &str {
-        &self.url
+        self.http.url()
     }
 
-    /// Asks with the fields of `asked`, and waits for it as long as the server may.
+    /// `GET` with the fields of `query`. The server may wait for `wait`.
     pub(super) fn get<T: DeserializeOwned>(
         &self,
         route: &str,
-        asked: &impl Serialize,
+        query: &impl Serialize,
         wait: Duration,
     ) -> Result<T, FetchError> {
-        let request = self.request("GET", route, asked)?;
-        let request = self.agent.configure_request(request.body(()).map_err(|e| self.hopeless(&e))?);
-        self.answer(self.agent.run(request.timeout_global(Some(wait + ANSWER)).build()))
+        self.answer(self.send("GET", route, query, wait + ANSWER)?)
     }
 
-    /// Leaves, if that is quick.
+    /// `DELETE` with the fields of `query`, within `limit`.
     pub(super) fn delete(
         &self,
         route: &str,
-        asked: &impl Serialize,
+        query: &impl Serialize,
         limit: Duration,
     ) -> Result<(), FetchError> {
-        let request = self.request("DELETE", route, asked)?;
-        let request = self.agent.configure_request(request.body(()).map_err(|e| self.hopeless(&e))?);
-        self.agent.run(request.timeout_global(Some(limit)).build()).map_err(|error| self.failed(&error))?;
-        Ok(())
+        self.send("DELETE", route, query, limit).map(drop)
     }
 
     pub(super) fn post<T: DeserializeOwned>(
@@ -105,70 +73,71 @@ impl HubClient {
         body: &impl Serialize,
         limit: Duration,
     ) -> Result<T, FetchError> {
-        let body = serde_json::to_vec(body).map_err(|error| self.hopeless(&error))?;
+        let body = serde_json::to_vec(body).map_err(|error| self.permanent(&error))?;
         let request = self.request("POST", route, &())?.header("content-type", "application/json");
-        let request = self.agent.configure_request(request.body(&body[..]).map_err(|e| self.hopeless(&e))?);
-        self.answer(self.agent.run(request.timeout_global(Some(limit)).build()))
+        let request = request.body(&body[..]).map_err(|error| self.permanent(&error))?;
+        self.answer(self.http.send(request, limit).map_err(|error| self.failed(&error))?)
     }
 
-    /// Weights, of at most so many bytes.
+    /// Weights, of at most `limit` bytes.
     pub(super) fn weights(
         &self,
         route: &str,
-        asked: &impl Serialize,
+        query: &impl Serialize,
         limit: u64,
-    ) -> Result<ureq::BodyReader<'static>, FetchError> {
-        let request = self.request("GET", route, asked)?;
-        let request = self.agent.configure_request(request.body(()).map_err(|e| self.hopeless(&e))?);
+    ) -> Result<BodyReader<'static>, FetchError> {
         let wait = ANSWER + Duration::from_secs(limit / SLOWEST);
-        let sent = self.agent.run(request.timeout_global(Some(wait)).build());
-        let mut response = sent.map_err(|error| self.failed(&error))?;
+        let mut response = self.send("GET", route, query, wait)?;
         if response.status() != 200 {
             return Err(self.problem_error(&mut response));
         }
         Ok(response.into_body().into_with_config().limit(limit + 1).reader())
     }
 
+    /// Sends a request without a body.
+    fn send(
+        &self,
+        method: &str,
+        route: &str,
+        query: &impl Serialize,
+        limit: Duration,
+    ) -> Result<Response<Body>, FetchError> {
+        let request = self.request(method, route, query)?.body(());
+        let request = request.map_err(|error| self.permanent(&error))?;
+        self.http.send(request, limit).map_err(|error| self.failed(&error))
+    }
+
     fn request(
         &self,
         method: &str,
         route: &str,
-        asked: &impl Serialize,
-    ) -> Result<ureq::http::request::Builder, FetchError> {
-        let fields = serde_json::to_value(asked).map_err(|error| self.hopeless(&error))?;
+        query: &impl Serialize,
+    ) -> Result<RequestBuilder, FetchError> {
+        let fields = serde_json::to_value(query).map_err(|error| self.permanent(&error))?;
         let fields = fields.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
-        // Names have no character but spaces that would have to be written otherwise, and numbers none.
+        // Names contain no character but spaces that needs an escape, and numbers none.
         let text = |value: &serde_json::Value| match value.as_str() {
             Some(text) => text.replace(' ', "%20"),
             None => value.to_string(),
         };
         let query: Vec<String> = fields.map(|(name, value)| format!("{name}={}", text(value))).collect();
         let mark = if query.is_empty() { "" } else { "?" };
-        let uri = format!("{}/v1/weights/{route}{mark}{}", self.url, query.join("&"));
-        let builder = ureq::http::Request::builder().method(method).uri(uri);
-        Ok(match &self.authorization {
-            Some(authorization) => builder.header("authorization", authorization),
-            None => builder,
-        })
+        Ok(self.http.request(method, &format!("/v1/weights/{route}{mark}{}", query.join("&"))))
     }
 
-    fn answer<T: DeserializeOwned>(
-        &self,
-        sent: Result<ureq::http::Response<ureq::Body>, ureq::Error>,
-    ) -> Result<T, FetchError> {
-        let mut response = sent.map_err(|error| self.failed(&error))?;
+    fn answer<T: DeserializeOwned>(&self, mut response: Response<Body>) -> Result<T, FetchError> {
         if response.status() != 200 {
             return Err(self.problem_error(&mut response));
         }
         let body = response.body_mut().with_config().limit(MAX_ANSWER).read_to_vec();
         let body = body.map_err(|error| FetchError::Unreachable(error.to_string()))?;
         serde_json::from_slice(&body).map_err(|error| {
-            FetchError::Refused(self.refuse("bad_answer", format!("it makes no sense: {error}")))
+            FetchError::Refused(self.refuse("bad_answer", format!("it cannot be decoded: {error}")))
         })
     }
 
-    /// What an answer that is not 200 says.
-    fn problem_error(&self, response: &mut ureq::http::Response<ureq::Body>) -> FetchError {
+    /// The error of an answer with another status than 200.
+    fn problem_error(&self, response: &mut Response<Body>) -> FetchError {
         let status = response.status().as_u16();
         let body = response.body_mut().with_config().limit(MAX_ANSWER).read_to_vec();
         let body = match body {
@@ -176,7 +145,7 @@ impl HubClient {
             Err(error) => return FetchError::Unreachable(error.to_string()),
         };
         let Ok(problem) = serde_json::from_slice::<WeightsProblem>(&body) else {
-            // Something in between, or a server that is about to start or to end.
+            // A proxy, or a server that starts or stops.
             return if status >= 500 {
                 FetchError::Unreachable(format!("status {status}"))
             } else {
@@ -196,24 +165,21 @@ impl HubClient {
         }
     }
 
-    fn failed(&self, error: &ureq::Error) -> FetchError {
+    fn failed(&self, error: &SendError) -> FetchError {
         match error {
-            ureq::Error::HostNotFound
-            | ureq::Error::ConnectionFailed
-            | ureq::Error::Timeout(_)
-            | ureq::Error::Io(_)
-            | ureq::Error::Protocol(_)
-            | ureq::Error::BodyStalled => FetchError::Unreachable(error.to_string()),
-            _ => self.hopeless(error),
+            SendError::NotSent(reason) | SendError::Unclear(reason) => {
+                FetchError::Unreachable(reason.clone())
+            }
+            SendError::Permanent(reason) => self.permanent(reason),
         }
     }
 
-    fn hopeless(&self, error: &dyn fmt::Display) -> FetchError {
+    fn permanent(&self, error: &dyn fmt::Display) -> FetchError {
         FetchError::Refused(self.refuse("bad_request", error.to_string()))
     }
 
     fn refuse(&self, code: &str, detail: String) -> WeightsError {
-        Self::refused(&self.url, &self.name, code, detail)
+        Self::refused(self.url(), &self.name, code, detail)
     }
 
     fn refused(url: &str, name: &str, code: &str, detail: String) -> WeightsError {
@@ -223,19 +189,9 @@ impl HubClient {
 
 impl fmt::Debug for HubClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HubClient").field("url", &self.url).field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("HubClient")
+            .field("url", &self.url())
+            .field("name", &self.name)
+            .finish_non_exhaustive()
     }
-}
-
-/// The certificates in a PEM file; at least one.
-fn certificates(path: &Path) -> Result<Vec<Certificate<'static>>, String> {
-    let failed = |reason: String| format!("{}: {reason}; name a PEM file with certificates", path.display());
-    let pem = std::fs::read(path).map_err(|error| failed(error.to_string()))?;
-    let mut found = Vec::new();
-    for item in parse_pem(&pem) {
-        if let PemItem::Certificate(certificate) = item.map_err(|error| failed(error.to_string()))? {
-            found.push(certificate);
-        }
-    }
-    if found.is_empty() { Err(failed("it has no certificate".to_owned())) } else { Ok(found) }
 }

@@ -1,14 +1,15 @@
-//! A sampler in another process than the trainer.
+//! A subscriber in another process than the trainer.
 //!
-//! Invariant: no call waits much longer than it was told, whatever the trainer's process does. While that is away, calls
-//! say that there is nothing new, until the patience is over. Receipts are sent by whoever asks for versions, which a
-//! sampler does beside its decoding, so that this never stands still for the network.
+//! Invariant: no call exceeds its deadline by much, whatever the trainer's process does. While that process is away,
+//! calls return that there is nothing new, until the patience is over. Receipts are sent by the calls that ask for
+//! versions, on a thread beside the decoding, so decoding never waits for the network.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use connect::ServerAddress;
 use trajectory::PolicyVersion;
 
 use super::client::{FetchError, HubClient};
@@ -20,62 +21,62 @@ use crate::direct::PushNotice;
 use crate::hub::After;
 use crate::{Receipt, Snapshot, Subscriber, WeightsError};
 
-/// The longest wait of one request, which is how late a receipt can be sent; also a fraction of the hold, so that the
-/// hub hears of us in time.
+/// Longest wait of one request. It bounds the delay of a receipt, and is a fraction of the hold, so a poll is also
+/// the heartbeat.
 const LONGEST_ASK: Duration = Duration::from_millis(500);
-/// How long sending a receipt may take.
+/// Deadline of a receipt.
 const RECEIPT: Duration = Duration::from_secs(10);
-/// How long leaving may take.
+/// Deadline of unsubscribing.
 const LEAVE: Duration = Duration::from_secs(1);
-/// How long joining may take, once connected.
+/// Deadline of subscribing, once connected.
 const JOIN: Duration = Duration::from_secs(10);
-/// The first pause before asking a server again that is not there; each is twice the one before.
+/// First pause before an absent server is asked again; each following pause doubles.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
-/// The longest.
+/// Longest pause.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// A slot that was told of and is gone: the next is announced at once.
+/// Pause after an announced slot was overwritten: the next version is announced at once.
 const OVERTAKEN: Duration = Duration::from_millis(1);
-/// Pushes in a row that may come damaged.
+/// Consecutive damaged pushes until the subscriber fails.
 const MAX_DAMAGED: u32 = 3;
-/// Refusals that are kept for whoever asks.
+/// Maximum number of unread reports of refused pushes.
 const MAX_REFUSED: usize = 64;
-/// Versions of which it is remembered who told of them.
+/// Number of versions whose hub incarnation is remembered.
 const MAX_HEARD: usize = 8;
 
-/// How weights get to a sampler.
+/// Transport of the weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RemoteTransport {
-    /// From shared memory if the publisher's can be opened here, over HTTP otherwise.
+    /// Shared memory if the publisher's can be opened, HTTP otherwise.
     #[default]
     Any,
-    /// From shared memory.
+    /// Shared memory.
     Shm,
-    /// Over HTTP.
+    /// HTTP.
     Http,
 }
 
-/// Where a hub is served, and how to subscribe to it.
+/// Address of a hub, and how to subscribe to it.
 #[derive(Clone)]
 pub struct RemoteConfig {
     /// Such as `http://127.0.0.1:8700`.
     pub url: String,
-    /// What the server asks for.
+    /// Bearer token.
     pub token: Option<String>,
-    /// Certificates to trust instead of those that browsers trust, PEM.
+    /// PEM file with the TLS roots to trust instead of those of browsers.
     pub roots: Option<PathBuf>,
-    /// Stands in receipts and errors. Whoever comes later with the same one takes its place.
+    /// Name in receipts and errors. A later subscriber of the same name replaces an earlier one.
     pub name: String,
-    /// How long the server may be away, because it starts again or the network is down.
+    /// How long the server may be unreachable, for example during a restart.
     pub patience: Duration,
-    /// How weights get here.
+    /// Transport of the weights.
     pub transport: RemoteTransport,
-    /// Threads that apply changes and digest what came.
+    /// Threads that apply deltas and compute digests.
     pub threads: usize,
-    /// Where publishers of this host have their directories. No other file is opened, whatever a server names.
+    /// Directory of the publishers of this host. No other file is opened, whatever a server names.
     pub shared: PathBuf,
 }
 
-/// A subscriber to a hub in another process. Dropping it leaves.
+/// A subscriber to a hub in another process. Dropping it unsubscribes.
 #[derive(Debug)]
 pub struct RemoteSubscriber {
     config: RemoteConfig,
@@ -84,23 +85,23 @@ pub struct RemoteSubscriber {
     longest_ask: Duration,
     receiver: Mutex<WeightReceiver>,
     session: Mutex<SessionState>,
-    /// Held while a receipt is sent, so that they arrive in order.
+    /// Locked while a receipt is sent, so receipts arrive in order.
     sending: Mutex<()>,
 }
 
-/// What is remembered from one call to the next.
+/// State between calls.
 #[derive(Debug, Default)]
 struct SessionState {
-    /// Since when the server is away, and why.
+    /// Since when the server is unreachable, and why.
     away: Option<(Instant, String)>,
     pause: Duration,
-    /// The lives of the hub that told of the last versions.
+    /// The hub incarnations that announced the last versions.
     heard: Vec<(PolicyVersion, u64)>,
-    /// The newest that was handed out.
+    /// The newest version returned.
     top: Option<PolicyVersion>,
-    /// The last receipt, with the life that told of its version.
+    /// The last receipt, with the hub incarnation that announced its version.
     served: Option<(Receipt, u64)>,
-    /// The hub may not know of it.
+    /// Whether the hub may not have the last receipt.
     unsent: bool,
     damaged: u32,
     refused: Vec<WeightsError>,
@@ -139,13 +140,13 @@ impl fmt::Debug for RemoteConfig {
 }
 
 impl RemoteSubscriber {
-    /// Takes a seat, waiting for the server for as long as the patience lasts.
+    /// Subscribes. Waits for the server up to the patience.
     ///
     /// # Errors
-    /// A URL or certificates that cannot be used, a server that refuses or does not come.
+    /// Unusable URL or certificates, a server that refuses or does not answer.
     pub fn connect(config: RemoteConfig) -> Result<Self, WeightsError> {
-        let client =
-            HubClient::new(&config.url, config.token.as_deref(), config.roots.as_deref(), &config.name)?;
+        let (token, roots) = (config.token.as_deref(), config.roots.as_deref());
+        let client = HubClient::new(ServerAddress { url: &config.url, token, roots }, &config.name)?;
         let (started, mut pause) = (Instant::now(), FIRST_PAUSE);
         let joined: SubscribeAnswer = loop {
             let reason =
@@ -170,7 +171,7 @@ impl RemoteSubscriber {
         Ok(Self { config, client, connection, longest_ask, receiver, session, sending })
     }
 
-    /// Pushes that came damaged and were refused since this was last asked; each was fetched again in full.
+    /// Damaged pushes since the last call; each was fetched again in full.
     ///
     /// # Errors
     /// A thread that panicked in the middle of a change.
@@ -178,15 +179,15 @@ impl RemoteSubscriber {
         Ok(std::mem::take(&mut self.session()?.refused))
     }
 
-    /// Sends the last receipt now if the hub may not know it; calls that ask for versions do so by themselves.
+    /// Sends the last receipt now if the hub may not have it; polls send it otherwise.
     ///
     /// # Errors
-    /// As [`Subscriber::applied`]. A server that is away gets it later.
+    /// As [`Subscriber::applied`]. An unreachable server gets it later.
     pub fn flush(&self) -> Result<(), WeightsError> {
         self.send_receipt()
     }
 
-    /// Asks once, or pauses while the server is away.
+    /// One poll, or a pause while the server is unreachable.
     fn ask(
         &self,
         after: After,
@@ -209,7 +210,7 @@ impl RemoteSubscriber {
         session.away = None;
         session.pause = FIRST_PAUSE;
         let served = session.served.map(|(receipt, _)| receipt.version);
-        // A hub that has started again, or gave us up, knows nothing of us.
+        // A restarted hub, or one where the hold expired, does not have the receipt.
         session.unsent |= served > answer.served.map(PolicyVersion);
         let top = session.top;
         let Some(news) = answer.news.filter(|news| Some(PolicyVersion(news.version)) >= top) else {
@@ -229,7 +230,7 @@ impl RemoteSubscriber {
         }
     }
 
-    /// What there is on a device after `after`, as soon as there is something; `None` if nothing came within `wait`.
+    /// The announcement of a version on a device that is newer than `after`; `None` if none came within `wait`.
     pub(crate) fn wait_direct(
         &self,
         after: After,
@@ -252,22 +253,22 @@ impl RemoteSubscriber {
         }
     }
 
-    /// Which of those who went by its name it is.
+    /// Connection id of its registration.
     pub(crate) fn connection(&self) -> u64 {
         self.connection
     }
 
-    /// Whether a file that the server names is one of a publisher of this host.
+    /// Whether a path that the server names is a file of a publisher of this host.
     pub(crate) fn is_shared(&self, file: &Path) -> bool {
         crate::shm::is_of_publisher(file, &self.config.shared)
     }
 
-    /// As it was given.
+    /// Its name.
     pub(crate) fn name(&self) -> &str {
         &self.config.name
     }
 
-    /// Gets the weights that were announced; `None` if the publisher has gone on or the server has gone away.
+    /// Gets the announced weights; `None` if the version was replaced or the server is unreachable.
     fn get(
         &self,
         wanted: &AnnouncedVersion,
@@ -285,7 +286,7 @@ impl RemoteSubscriber {
                 Err(reason) if self.config.transport == RemoteTransport::Shm => {
                     return Err(self.bad_answer(reason));
                 }
-                // It is of another host.
+                // It is a path of another host.
                 Err(_) => *shm = false,
             }
         }
@@ -298,7 +299,7 @@ impl RemoteSubscriber {
         }
     }
 
-    /// Sends the last receipt if the hub may not know it. A server that is away gets it later.
+    /// Sends the last receipt if the hub may not have it. An unreachable server gets it later.
     fn send_receipt(&self) -> Result<(), WeightsError> {
         let _sending = self.sending.lock().map_err(|_| WeightsError::Poisoned)?;
         let session = self.session()?;
@@ -317,7 +318,7 @@ impl RemoteSubscriber {
         match self.client.post::<Acknowledged>("receipts", &applied, RECEIPT) {
             Ok(Acknowledged {}) => {
                 let mut session = self.session()?;
-                // One for a newer version may have come meanwhile.
+                // A receipt for a newer version may have come meanwhile.
                 session.unsent = session.served.is_some_and(|(newest, _)| newest.version > receipt.version);
                 Ok(())
             }
@@ -326,7 +327,7 @@ impl RemoteSubscriber {
         }
     }
 
-    /// Notes what went wrong; an error if it cannot go on like this.
+    /// Records a failed request; an error if the subscriber cannot continue.
     fn trouble(
         &self,
         trouble: FetchError,
@@ -407,7 +408,7 @@ impl Subscriber for RemoteSubscriber {
         }
     }
 
-    /// Only notes it. The next call that asks for versions sends it, and says what is wrong with it.
+    /// Records the receipt. The next poll sends it and reports what is wrong with it.
     fn applied(&self, receipt: Receipt) -> Result<(), WeightsError> {
         let mut session = self.session()?;
         let life = session.heard.iter().rev().find(|(version, _)| *version == receipt.version);
@@ -423,7 +424,7 @@ impl Drop for RemoteSubscriber {
         if self.session.lock().is_ok_and(|session| session.away.is_none()) {
             drop(self.send_receipt());
             let leave = UnsubscribeQuery { name: self.config.name.clone(), connection: self.connection };
-            // A hub that does not hear it gives us up when the hold is over.
+            // Otherwise the registration expires after the hold.
             drop(self.client.delete("subscribers", &leave, LEAVE));
         }
     }

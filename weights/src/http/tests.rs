@@ -12,6 +12,7 @@ use axum::body::Body;
 use axum::extract::Request;
 use axum::middleware::{Next, from_fn};
 use axum::response::Response;
+use connect::{HttpClient, ServerAddress};
 use futures_util::StreamExt;
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
@@ -118,7 +119,7 @@ fn versions_come_in_full_and_then_as_changes() {
         let subscriber = served.connect("worker 1");
         assert!(subscriber.newest(None).unwrap().is_none());
         let mut kinds = Vec::new();
-        let mut held = Vec::new();
+        let mut received = Vec::new();
         for version in 1..=9 {
             put(&publisher, version);
             let new = next(&subscriber, Some(version - 1));
@@ -133,11 +134,11 @@ fn versions_come_in_full_and_then_as_changes() {
             kinds.push(cost.delta_bytes.is_none());
             // Some samplers hold on to what they got; it must not change under them.
             if version % 3 == 0 {
-                held.push((new, version));
+                received.push((new, version));
             }
         }
         assert_eq!(kinds, [true, false, false, false, true, false, false, false, true]);
-        for (snapshot, version) in held {
+        for (snapshot, version) in received {
             assert_eq!(
                 Digest::of(&snapshot.values),
                 Snapshot::rounded(snapshot.version, &values(version), dtype).digest()
@@ -168,7 +169,7 @@ fn who_missed_pushes_catches_up_by_changes_or_in_full() {
         put(&publisher, version);
     }
     let new = next(&subscriber, Some(4));
-    assert_eq!((new.version, new.received.bytes), (PolicyVersion(7), full), "the chain begins anew at 5");
+    assert_eq!((new.version, new.received.bytes), (PolicyVersion(7), full), "a new chain begins at 5");
     assert_eq!(Digest::of(&new.values), new.digest());
 }
 
@@ -231,7 +232,7 @@ fn a_server_that_starts_again_is_waited_for_and_nobody_goes_back() {
     put(&again, 8);
     let new = next(&subscriber, Some(7));
     assert_eq!(new.version, PolicyVersion(8));
-    assert!(new.received.bytes < LEN as u64 * 4, "what it has is still good to go on from");
+    assert!(new.received.bytes < LEN as u64 * 4, "its weights are still a base for deltas");
     apply(&subscriber, &new);
     again.wait_applied(PolicyVersion(8), Duration::ZERO).unwrap();
 }
@@ -262,7 +263,7 @@ fn a_worker_that_starts_again_takes_its_name() {
     apply(&new, &next(&new, None));
     publisher.wait_applied(PolicyVersion(1), Duration::ZERO).unwrap();
     drop(new);
-    assert!(publisher.lags().unwrap().is_empty(), "leaving is told");
+    assert!(publisher.lags().unwrap().is_empty(), "it has unregistered");
     let error = RemoteSubscriber::connect(served.config("a/b")).unwrap_err();
     assert!(error.to_string().contains("bad_name"), "{error}");
 }
@@ -357,17 +358,20 @@ fn what_comes_damaged_again_and_again_ends_with_an_error() {
 fn requests_that_make_no_sense_are_refused() {
     let (_publisher, hub) = publisher(Dtype::F32, PublishConfig::default());
     let served = TestHub::start(router(hub));
-    let agent = ureq::Agent::config_builder().http_status_as_error(false).build().new_agent();
-    let url = |path: &str| format!("http://{}/v1/weights/{path}", served.address);
+    let url = format!("http://{}", served.address);
+    let http = HttpClient::new(ServerAddress { url: &url, token: None, roots: None }).unwrap();
+    let request = |method: &str, path: &str| http.request(method, &format!("/v1/weights/{path}"));
+    let get = |path: &str| http.send(request("GET", path).body(()).unwrap(), SOON).unwrap().status();
     for path in ["full", "full?version=-1", "delta?from=x", "newest?name=a", "subscribers"] {
-        let status = agent.get(url(path)).call().unwrap().status().as_u16();
+        let status = get(path).as_u16();
         assert!((400..500).contains(&status), "{path}: {status}");
     }
     for body in ["", "{}", "{\"name\": 3}", &"x".repeat(100_000)] {
-        let status = agent.post(url("subscribers")).send(body).unwrap().status().as_u16();
+        let request = request("POST", "subscribers").body(body).unwrap();
+        let status = http.send(request, SOON).unwrap().status().as_u16();
         assert!((400..500).contains(&status), "{body:.10}: {status}");
     }
-    assert_eq!(agent.get(url("full?version=1")).call().unwrap().status(), 410);
+    assert_eq!(get("full?version=1").as_u16(), 410);
     let no_file = RemoteConfig { roots: Some(Path::new("/none.pem").to_owned()), ..served.config("x") };
     for config in [no_file, RemoteConfig { url: "no url".to_owned(), ..served.config("x") }] {
         let error = RemoteSubscriber::connect(config).unwrap_err();

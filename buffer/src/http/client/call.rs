@@ -1,45 +1,38 @@
-//! One request and its answer, repeated where that is safe.
+//! One request and its answer, with retries.
 //!
-//! Invariant: what is not known to have been left undone is only done again if the buffer takes it as the same.
+//! Invariant: a request that the server may have processed is repeated only if it is idempotent.
 
 use std::fmt;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use connect::{HttpClient, SendError, ServerAddress};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use trajectory::{GroupId, PolicyVersion};
-use ureq::tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem};
-use ureq::{Agent, Timeout};
 
 use super::ClientConfig;
 use crate::http::body::WireFormat;
 use crate::http::problem::{Evidence, Problem, ProblemCode};
 use crate::{BufferError, LeaseId};
 
-/// How long a connection may take to be made.
-const CONNECT: Duration = Duration::from_secs(10);
-/// How long an answer may take beside what the request waits: a write to a slow disk, a large batch over a slow network.
+/// Time for an answer, beside the time that the server may wait: a write to a slow disk, a large batch over a slow
+/// network.
 const ANSWER: Duration = Duration::from_secs(120);
 /// Largest answer, bytes: a lease of very many long trajectories.
 const MAX_ANSWER: u64 = 8 << 30;
-/// Servers close connections that are idle for ten seconds; one that may be just about to is not used.
-const MAX_IDLE: Duration = Duration::from_secs(5);
-/// Connections that are kept, one for each thread that is likely to call at the same time.
-const KEPT_CONNECTIONS: usize = 64;
-/// The first pause before a repetition; each is twice the one before.
+/// First pause between attempts; each following pause doubles.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
-/// The longest pause.
+/// Longest pause between attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
-/// When a request may be sent again.
+/// When a request may be repeated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RetryPolicy {
-    /// The buffer takes it as the same.
+    /// It is idempotent.
     Always,
-    /// Only if the server cannot have seen it, or said that it did nothing.
+    /// Only if the server has not seen it, or answered that it did nothing.
     IfNotSent,
 }
 
@@ -73,7 +66,7 @@ impl ClientCall {
         }
     }
 
-    /// It waits for so long at the server.
+    /// The time that the server may wait.
     pub(super) fn waiting(self, wait_ms: u64) -> Self {
         Self { waits: Duration::from_millis(wait_ms), ..self }
     }
@@ -83,7 +76,7 @@ impl ClientCall {
     }
 }
 
-/// An answer, whatever it says.
+/// An answer of any status.
 #[derive(Debug)]
 pub(super) struct ClientResponse {
     status: u16,
@@ -95,18 +88,7 @@ impl ClientResponse {
     pub(super) const OK: u16 = 200;
 }
 
-/// How an attempt without an answer ended.
-#[derive(Debug)]
-enum CallFailure {
-    /// The server has not seen it.
-    NotSent(String),
-    /// Nobody knows.
-    Unclear(String),
-    /// It will never work.
-    Hopeless(String),
-}
-
-/// A problem as a client reads it: of a newer server it may have a code that is not known here.
+/// A problem document. A newer server can send an unknown code.
 #[derive(Debug, Deserialize)]
 struct ProblemBody {
     code: String,
@@ -115,12 +97,9 @@ struct ProblemBody {
     bound: Option<u64>,
 }
 
-/// The connections to a server.
+/// The connection to a server.
 pub(super) struct ClientCore {
-    agent: Agent,
-    /// Without a slash at the end.
-    url: String,
-    authorization: Option<String>,
+    http: HttpClient,
     patience: Duration,
     give_up: Option<Arc<AtomicBool>>,
 }
@@ -132,32 +111,15 @@ impl ClientCore {
         if !(url.starts_with("http://") || url.starts_with("https://")) {
             return Err(failed("write it as http://HOST:PORT or https://HOST:PORT".to_owned()));
         }
-        let tls = TlsConfig::builder();
-        let tls = match &roots {
-            None => tls,
-            Some(path) => tls.root_certs(RootCerts::Specific(Arc::new(certificates(path).map_err(failed)?))),
-        };
-        let agent = Agent::config_builder()
-            .http_status_as_error(false)
-            .max_redirects(0)
-            // A variable of the environment decides nothing here.
-            .proxy(None)
-            .timeout_connect(Some(CONNECT))
-            .max_idle_age(MAX_IDLE)
-            .max_idle_connections(KEPT_CONNECTIONS)
-            .max_idle_connections_per_host(KEPT_CONNECTIONS)
-            .tls_config(tls.build())
-            .build()
-            .new_agent();
-        let authorization = token.map(|token| format!("Bearer {token}"));
-        Ok(Self { agent, url: url.trim_end_matches('/').to_owned(), authorization, patience, give_up })
+        let server = ServerAddress { url: &url, token: token.as_deref(), roots: roots.as_deref() };
+        Ok(Self { http: HttpClient::new(server).map_err(failed)?, patience, give_up })
     }
 
     pub(super) fn url(&self) -> &str {
-        &self.url
+        self.http.url()
     }
 
-    /// The answer to `call`.
+    /// Sends `call` and decodes its answer.
     pub(super) fn ask<T: DeserializeOwned>(&self, call: &ClientCall) -> Result<T, BufferError> {
         let answer = self.send(call)?;
         if answer.status == ClientResponse::OK {
@@ -167,7 +129,7 @@ impl ClientCore {
         }
     }
 
-    /// The answer to `call`, also if it says that there is no room for any group.
+    /// Sends `call` and decodes its answer, also if that is `429` (full).
     pub(super) fn ask_or_full<T: DeserializeOwned>(&self, call: &ClientCall) -> Result<T, BufferError> {
         let answer = self.send(call)?;
         match answer.status {
@@ -179,7 +141,7 @@ impl ClientCore {
         }
     }
 
-    /// One attempt, for so long.
+    /// One attempt, within `limit`.
     pub(super) fn ask_once<T: DeserializeOwned>(
         &self,
         call: &ClientCall,
@@ -188,9 +150,7 @@ impl ClientCore {
         match self.attempt(call, limit) {
             Ok(answer) if answer.status == ClientResponse::OK => self.decode(call, &answer),
             Ok(answer) => Err(self.problem_error(call, &answer)),
-            Err(
-                CallFailure::NotSent(reason) | CallFailure::Unclear(reason) | CallFailure::Hopeless(reason),
-            ) => {
+            Err(SendError::NotSent(reason) | SendError::Unclear(reason) | SendError::Permanent(reason)) => {
                 Err(BufferError::Unreachable { request: self.name(call), attempts: 1, waited: limit, reason })
             }
         }
@@ -200,7 +160,7 @@ impl ClientCore {
         BufferError::BadAnswer { request: self.name(call), reason: reason.into() }
     }
 
-    /// The error that the buffer itself would have given, as far as the answer has what it needs.
+    /// The error that the buffer itself would have returned, if the answer has its evidence.
     pub(super) fn refused(
         &self,
         call: &ClientCall,
@@ -248,7 +208,7 @@ impl ClientCore {
         }
     }
 
-    /// Asks until there is an answer that is meant to last.
+    /// Repeats `call` until an answer other than 503, or the deadline.
     fn send(&self, call: &ClientCall) -> Result<ClientResponse, BufferError> {
         let started = Instant::now();
         let deadline = started + call.waits + self.patience;
@@ -264,13 +224,13 @@ impl ClientCore {
                     )
                 }
                 Ok(answer) => return Ok(answer),
-                Err(CallFailure::NotSent(reason)) => (reason, None),
-                Err(CallFailure::Unclear(reason)) if call.repeat == RetryPolicy::Always => (reason, None),
-                Err(CallFailure::Unclear(reason)) => {
+                Err(SendError::NotSent(reason)) => (reason, None),
+                Err(SendError::Unclear(reason)) if call.repeat == RetryPolicy::Always => (reason, None),
+                Err(SendError::Unclear(reason)) => {
                     return Err(BufferError::Unclear { request: self.name(call), reason });
                 }
-                Err(CallFailure::Hopeless(reason)) => {
-                    return Err(BufferError::Client { url: self.url.clone(), reason });
+                Err(SendError::Permanent(reason)) => {
+                    return Err(BufferError::Client { url: self.url().to_owned(), reason });
                 }
             };
             let left = deadline.saturating_duration_since(Instant::now());
@@ -284,34 +244,21 @@ impl ClientCore {
         }
     }
 
-    fn attempt(&self, call: &ClientCall, limit: Duration) -> Result<ClientResponse, CallFailure> {
-        let mut request = ureq::http::Request::builder()
-            .method(call.method)
-            .uri(format!("{}{}", self.url, call.path))
-            .header("accept", WireFormat::MESSAGE_PACK);
-        if let Some(authorization) = &self.authorization {
-            request = request.header("authorization", authorization);
-        }
-        if call.body.is_some() {
-            request = request.header("content-type", WireFormat::MESSAGE_PACK);
-        }
-        let hopeless = |error: ureq::http::Error| CallFailure::Hopeless(error.to_string());
-        let sent = match &call.body {
+    fn attempt(&self, call: &ClientCall, limit: Duration) -> Result<ClientResponse, SendError> {
+        let request = self.http.request(call.method, &call.path).header("accept", WireFormat::MESSAGE_PACK);
+        let invalid = |error: connect::RequestError| SendError::Permanent(error.to_string());
+        let mut response = match &call.body {
             Some(body) => {
-                let request = request.body(&body[..]).map_err(hopeless)?;
-                self.agent.run(self.agent.configure_request(request).timeout_global(Some(limit)).build())
+                let request = request.header("content-type", WireFormat::MESSAGE_PACK).body(&body[..]);
+                self.http.send(request.map_err(invalid)?, limit)?
             }
-            None => {
-                let request = request.body(()).map_err(hopeless)?;
-                self.agent.run(self.agent.configure_request(request).timeout_global(Some(limit)).build())
-            }
+            None => self.http.send(request.body(()).map_err(invalid)?, limit)?,
         };
-        let mut response = sent.map_err(call_failure)?;
         let retry_after = response.headers().get("retry-after");
         let retry_after =
             retry_after.and_then(|value| value.to_str().ok()?.parse().ok()).map(Duration::from_secs);
         let body = response.body_mut().with_config().limit(MAX_ANSWER).read_to_vec();
-        let body = body.map_err(|error| CallFailure::Unclear(error.to_string()))?;
+        let body = body.map_err(|error| SendError::Unclear(error.to_string()))?;
         Ok(ClientResponse { status: response.status().as_u16(), retry_after, body })
     }
 
@@ -333,49 +280,19 @@ impl ClientCore {
     }
 
     fn name(&self, call: &ClientCall) -> String {
-        format!("{} {}{}", call.method, self.url, call.path)
+        format!("{} {}{}", call.method, self.url(), call.path)
     }
 }
 
 impl fmt::Debug for ClientCore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ClientCore").field("url", &self.url).finish_non_exhaustive()
+        f.debug_struct("ClientCore").field("url", &self.url()).finish_non_exhaustive()
     }
 }
 
-fn call_failure(error: ureq::Error) -> CallFailure {
-    let reason = error.to_string();
-    match error {
-        ureq::Error::HostNotFound
-        | ureq::Error::ConnectionFailed
-        | ureq::Error::Timeout(Timeout::Resolve | Timeout::Connect) => CallFailure::NotSent(reason),
-        ureq::Error::Io(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
-            CallFailure::NotSent(reason)
-        }
-        ureq::Error::Io(_)
-        | ureq::Error::Timeout(_)
-        | ureq::Error::Protocol(_)
-        | ureq::Error::BodyStalled => CallFailure::Unclear(reason),
-        _ => CallFailure::Hopeless(reason),
-    }
-}
-
-/// Where a group is and would have to be, by what the server says of it.
+/// The current and the needed state of a group, from the text of the server.
 fn out_of_turn(detail: &str) -> (&'static str, &'static str) {
     let is = BufferError::STATES.into_iter().find(|state| detail.contains(&format!(" is {state},")));
     let needs = BufferError::NEEDS.into_iter().find(|needs| detail.contains(&format!("must be {needs}:")));
     (is.unwrap_or("in another state"), needs.unwrap_or("in flight"))
-}
-
-/// The certificates in a PEM file; at least one.
-fn certificates(path: &Path) -> Result<Vec<Certificate<'static>>, String> {
-    let failed = |reason: String| format!("{}: {reason}; name a PEM file with certificates", path.display());
-    let pem = std::fs::read(path).map_err(|error| failed(error.to_string()))?;
-    let mut found = Vec::new();
-    for item in parse_pem(&pem) {
-        if let PemItem::Certificate(certificate) = item.map_err(|error| failed(error.to_string()))? {
-            found.push(certificate);
-        }
-    }
-    if found.is_empty() { Err(failed("it has no certificate".to_owned())) } else { Ok(found) }
 }

@@ -1,8 +1,8 @@
-//! Leases and groups in flight that are held until their holder says otherwise: a thread extends them.
+//! Heartbeats: a thread that extends leases and repeats claims.
 //!
-//! Invariant: what is acknowledged, released, finalized or aborted is not extended any more, and what the server calls lost
-//! is left alone; its holder hears of it when it is done with it. The thread ends with its client, and what that held comes
-//! back to the others when its hold is over.
+//! Invariant: acknowledged, released, finalized and aborted items are not renewed any more. An item that the server
+//! reports as lost is dropped, and the next call about it gets the error. The thread ends with its client; then the
+//! items expire.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,29 +16,29 @@ use super::call::ClientCore;
 use super::{EmptyAnswer, claim, extension};
 use crate::{BufferError, Lease, LeaseId};
 
-/// See the module.
+/// The heartbeats of a client.
 pub(super) struct LeaseRenewal {
-    /// For how long something is held at a time: a holder that is gone is missed after so long.
+    /// Hold of every item: a client that ended is detected after this time.
     hold: Duration,
     shared: Arc<RenewalShared>,
-    /// `None` only while it is being dropped.
+    /// `None` only during drop.
     thread: Option<JoinHandle<()>>,
 }
 
-/// Leases to be extended, and groups to be claimed again.
+/// Leases to extend, and groups to claim again.
 type DueRenewals = (Vec<LeaseId>, Vec<(GroupId, PolicyVersion)>);
 
 #[derive(Default)]
 struct RenewalShared {
     renewed: Mutex<RenewedHolds>,
-    /// There is something to hold, or the end.
+    /// Signalled when an item was added, and at the end.
     changed: Condvar,
 }
 
 #[derive(Default)]
 struct RenewedHolds {
     leases: BTreeMap<LeaseId, (String, PolicyVersion)>,
-    /// Claimed groups with the version that they were claimed for.
+    /// Claimed groups with their served version.
     groups: BTreeMap<GroupId, PolicyVersion>,
     ended: bool,
 }
@@ -86,12 +86,12 @@ impl LeaseRenewal {
 }
 
 impl RenewalShared {
-    /// Usable after a panic: every change of it is complete.
+    /// Ignores poisoning: every change is complete.
     fn renewed(&self) -> MutexGuard<'_, RenewedHolds> {
         self.renewed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `until`, or while nothing is held; what is held, or `None` at the end.
+    /// Waits until `until`, or longer while there is no item. Returns all items; `None` at the end.
     fn due(&self, until: Instant) -> Option<DueRenewals> {
         let mut renewed = self.renewed();
         loop {
@@ -112,12 +112,12 @@ impl RenewalShared {
 }
 
 fn renew(core: &ClientCore, shared: &RenewalShared, hold: Duration) {
-    // Two in a row may fail.
+    // Two consecutive heartbeats may fail.
     let every = hold / 3;
     let mut until = Instant::now() + every;
     while let Some((leases, groups)) = shared.due(until) {
         until = Instant::now() + every;
-        // What fails otherwise is tried again the next time, well before the hold is over.
+        // Other failures are retried at the next heartbeat, before the hold expires.
         for lease in leases {
             let once = extension(lease, hold).and_then(|call| core.ask_once::<EmptyAnswer>(&call, every));
             if let Err(BufferError::LeaseLost { .. } | BufferError::UnknownLease { .. }) = once {
@@ -138,7 +138,7 @@ impl Drop for LeaseRenewal {
         self.shared.renewed().ended = true;
         self.shared.changed.notify_one();
         if let Some(thread) = self.thread.take() {
-            // A panic of it was printed.
+            // Its panic was already printed.
             drop(thread.join());
         }
     }

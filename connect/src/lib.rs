@@ -1,0 +1,183 @@
+//! The blocking HTTP client of the crates, over ureq: one connection pool per server, TLS roots from a PEM file, and a
+//! classification of failures by what may be repeated.
+//!
+//! Invariant: every request has a deadline, no redirect is followed, and no environment variable configures a proxy. The
+//! crate knows no protocol: paths, bodies, error documents and retry policies belong to its users, `buffer` and `weights`.
+
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ureq::tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem};
+use ureq::{Agent, AsSendBody, Timeout};
+
+pub use ureq::http::request::Builder as RequestBuilder;
+pub use ureq::http::{Error as RequestError, Request, Response};
+pub use ureq::{Body, BodyReader};
+
+/// Deadline of a TCP connection and its TLS handshake.
+const CONNECT: Duration = Duration::from_secs(10);
+/// Servers close connections after ten idle seconds; a connection that is idle for longer than this is not reused.
+const MAX_IDLE: Duration = Duration::from_secs(5);
+/// Maximum number of idle connections: one for each thread that may call at the same time.
+const IDLE_CONNECTIONS: usize = 64;
+
+/// Where a server is, and how to authenticate.
+#[derive(Clone, Copy)]
+pub struct ServerAddress<'a> {
+    /// Such as `http://127.0.0.1:8700`.
+    pub url: &'a str,
+    /// Bearer token, if the server wants one.
+    pub token: Option<&'a str>,
+    /// PEM file with the TLS roots to trust instead of those of browsers.
+    pub roots: Option<&'a Path>,
+}
+
+/// The connections to one server.
+pub struct HttpClient {
+    agent: Agent,
+    /// Without a slash at the end.
+    url: String,
+    authorization: Option<String>,
+}
+
+/// Why a request has no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum SendError {
+    /// The server has not seen the request: it can be repeated.
+    #[error("{0}")]
+    NotSent(String),
+    /// The server may have processed the request: only an idempotent one can be repeated.
+    #[error("{0}")]
+    Unclear(String),
+    /// No repetition will succeed.
+    #[error("{0}")]
+    Permanent(String),
+}
+
+impl HttpClient {
+    /// Connects with the first request.
+    ///
+    /// # Errors
+    /// Certificates that cannot be read.
+    pub fn new(server: ServerAddress<'_>) -> Result<Self, String> {
+        let tls = match server.roots {
+            None => TlsConfig::builder(),
+            Some(path) => TlsConfig::builder().root_certs(RootCerts::Specific(Arc::new(certificates(path)?))),
+        };
+        let agent = Agent::config_builder()
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .proxy(None)
+            .timeout_connect(Some(CONNECT))
+            .max_idle_age(MAX_IDLE)
+            .max_idle_connections(IDLE_CONNECTIONS)
+            .max_idle_connections_per_host(IDLE_CONNECTIONS)
+            .tls_config(tls.build())
+            .build()
+            .new_agent();
+        let authorization = server.token.map(|token| format!("Bearer {token}"));
+        Ok(Self { agent, url: server.url.trim_end_matches('/').to_owned(), authorization })
+    }
+
+    /// The URL of the server, without a slash at the end.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// A request to `path`, which begins with a slash, with the token.
+    #[must_use]
+    pub fn request(&self, method: &str, path: &str) -> RequestBuilder {
+        let request = Request::builder().method(method).uri(format!("{}{path}", self.url));
+        match &self.authorization {
+            Some(authorization) => request.header("authorization", authorization),
+            None => request,
+        }
+    }
+
+    /// Sends a request and reads the head of its answer, whatever its status, within `limit`. Reading the body counts too.
+    ///
+    /// # Errors
+    /// A request without an answer.
+    pub fn send(
+        &self,
+        request: Request<impl AsSendBody>,
+        limit: Duration,
+    ) -> Result<Response<Body>, SendError> {
+        let request = self.agent.configure_request(request).timeout_global(Some(limit)).build();
+        Ok(self.agent.run(request)?)
+    }
+}
+
+impl fmt::Debug for HttpClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HttpClient").field("url", &self.url).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for ServerAddress<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServerAddress").field("url", &self.url).finish_non_exhaustive()
+    }
+}
+
+impl From<ureq::Error> for SendError {
+    fn from(error: ureq::Error) -> Self {
+        let reason = error.to_string();
+        match error {
+            ureq::Error::HostNotFound
+            | ureq::Error::ConnectionFailed
+            | ureq::Error::Timeout(Timeout::Resolve | Timeout::Connect) => Self::NotSent(reason),
+            ureq::Error::Io(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
+                Self::NotSent(reason)
+            }
+            ureq::Error::Io(_)
+            | ureq::Error::Timeout(_)
+            | ureq::Error::Protocol(_)
+            | ureq::Error::BodyStalled => Self::Unclear(reason),
+            _ => Self::Permanent(reason),
+        }
+    }
+}
+
+/// The certificates in a PEM file; at least one.
+fn certificates(path: &Path) -> Result<Vec<Certificate<'static>>, String> {
+    let failed = |reason: String| format!("{}: {reason}; name a PEM file with certificates", path.display());
+    let pem = std::fs::read(path).map_err(|error| failed(error.to_string()))?;
+    let mut found = Vec::new();
+    for item in parse_pem(&pem) {
+        if let PemItem::Certificate(certificate) = item.map_err(|error| failed(error.to_string()))? {
+            found.push(certificate);
+        }
+    }
+    if found.is_empty() { Err(failed("it has no certificate".to_owned())) } else { Ok(found) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn roots_that_are_no_certificates_are_refused_by_name() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let server = |roots| ServerAddress { url: "https://127.0.0.1:1", token: None, roots: Some(roots) };
+        let error = HttpClient::new(server(file.path())).unwrap_err();
+        assert!(error.contains("it has no certificate; name a PEM file"), "{error}");
+        let error = HttpClient::new(server(Path::new("/nowhere/roots.pem"))).unwrap_err();
+        assert!(error.starts_with("/nowhere/roots.pem: "), "{error}");
+    }
+
+    #[test]
+    fn a_refused_connection_can_be_repeated() {
+        // A port that was free a moment ago.
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let url = format!("http://127.0.0.1:{port}/");
+        let client = HttpClient::new(ServerAddress { url: &url, token: Some("t"), roots: None }).unwrap();
+        let request = client.request("GET", "/healthz").body(()).unwrap();
+        assert_eq!(request.headers()["authorization"], "Bearer t");
+        let error = client.send(request, Duration::from_secs(10)).unwrap_err();
+        assert!(matches!(error, SendError::NotSent(_)), "{error:?}");
+    }
+}
