@@ -1,8 +1,9 @@
-//! Bodies in and out: JSON or MessagePack, plain or compressed, within their limits.
+//! Bodies: JSON or MessagePack, plain or compressed, within their limits.
 //!
-//! Invariant: no bytes whatever make the server panic, take more memory than [`ServerLimits`] allows, or hold it longer: what a
-//! body takes decoded is counted, and has room reserved, before it is decoded. What cannot be read is answered with the
-//! place where reading ended.
+//! Invariant: no body makes the server panic, take more memory than [`ServerLimits`] allows, or take longer. The
+//! decoded size of a body is computed, and its memory reserved, before it is decoded. A body that cannot be decoded
+//! is answered with the position of the error. The limits of tower-http and axum are not used here: they count
+//! compressed bytes, reserve no memory, and answer without a problem document.
 
 use std::io::Read;
 use std::sync::Arc;
@@ -24,14 +25,14 @@ use super::problem::{Problem, ProblemCode};
 use super::state::ServerState;
 use super::wire::EmptyRequest;
 
-/// A larger body is decoded where it keeps no other request waiting.
+/// A larger body is decoded on a thread for blocking work.
 const DECODE_INLINE: usize = 256 << 10;
-/// Deepest nesting in a MessagePack body; JSON has the same bound built in.
+/// Maximum nesting of a MessagePack body; JSON has the same built-in limit.
 const MAX_DEPTH: usize = 128;
-/// Largest window of zstd, as a power of two: what RFC 8878 has every decoder support.
+/// Maximum window of zstd, as a power of two: RFC 8878 requires it of every decoder.
 const ZSTD_WINDOW: u32 = 23;
 
-/// How values are written.
+/// Encoding of values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WireFormat {
     Json,
@@ -49,7 +50,7 @@ impl WireFormat {
         }
     }
 
-    /// By the name of its media type, without parameters.
+    /// The encoding of a media type without parameters.
     fn named(media_type: &str) -> Option<Self> {
         let is = |names: &[&str]| names.iter().any(|name| media_type.eq_ignore_ascii_case(name));
         if is(&[Self::JSON]) {
@@ -61,7 +62,7 @@ impl WireFormat {
         }
     }
 
-    /// Bytes that a body takes decoded as one of the requests, at most `limit`.
+    /// Decoded bytes of a body, at most `limit`.
     fn cost(self, bytes: &[u8], limit: usize) -> Result<usize, Problem> {
         let cost = DecodeCost::at_most(limit);
         let counted = self.count(bytes, &cost, false);
@@ -72,13 +73,13 @@ impl WireFormat {
             );
             return Err(Problem::new(ProblemCode::DecodedTooLarge, detail));
         }
-        // The path of a mistake costs time for every value, so it is looked for only when there is one.
+        // Tracking the path of an error costs time for every value, so it is done only after an error.
         let counted = counted.or_else(|_| self.count(bytes, &DecodeCost::at_most(limit), true));
         counted.map_err(|reason| Problem::new(ProblemCode::BadBody, reason))?;
         Ok(cost.bytes())
     }
 
-    /// Reads a whole body into `cost`; with `named` an error begins with the path to the mistake.
+    /// Adds a whole body to `cost`; with `named`, an error begins with its path.
     fn count(self, bytes: &[u8], cost: &DecodeCost, named: bool) -> Result<(), String> {
         let mut track = serde_path_to_error::Track::new();
         let counted = match self {
@@ -106,10 +107,10 @@ impl WireFormat {
         })
     }
 
-    /// Reads a whole body.
+    /// Decodes a whole body.
     pub(crate) fn decode<T: DeserializeOwned>(self, bytes: &[u8]) -> Result<T, Problem> {
         let decoded = match self {
-            // The path of a mistake costs time for every value, so it is looked for only when there is one.
+            // Tracking the path of an error costs time for every value, so it is done only after an error.
             Self::Json => serde_json::from_slice(bytes).or_else(|_| {
                 let mut json = serde_json::Deserializer::from_slice(bytes);
                 let value = serde_path_to_error::deserialize(&mut json).map_err(describe)?;
@@ -134,7 +135,7 @@ impl WireFormat {
         decoded.map_err(|error: String| Problem::new(ProblemCode::BadBody, error))
     }
 
-    /// Writes a whole body.
+    /// Encodes a whole body.
     pub(crate) fn encode(self, value: &impl Serialize) -> Result<Vec<u8>, Problem> {
         let encoded = match self {
             Self::Json => serde_json::to_vec(value).map_err(|error| error.to_string()),
@@ -152,7 +153,7 @@ fn describe<E: std::error::Error>(error: serde_path_to_error::Error<E>) -> Strin
     if path == "." { inner.to_string() } else { format!("{path}: {inner}") }
 }
 
-/// What the client wants to read; decided before anything is done for it.
+/// The encoding that the client accepts, known before the request is processed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Accept(WireFormat);
 
@@ -173,7 +174,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Accept {
     }
 }
 
-/// The format that an `Accept` header likes best; of equals the first.
+/// The preferred encoding of an `Accept` header; the first of equals.
 fn accepted(header: &str) -> Result<WireFormat, Problem> {
     if header.trim().is_empty() {
         return Ok(WireFormat::Json);
@@ -199,7 +200,7 @@ fn accepted(header: &str) -> Result<WireFormat, Problem> {
     })
 }
 
-/// A decoded body. While it lives, what it took is not free for other large bodies.
+/// A decoded body with the memory reserved for it.
 #[derive(Debug)]
 pub(crate) struct DecodedBody<T> {
     pub(crate) value: T,
@@ -248,7 +249,7 @@ impl FromRequest<Arc<ServerState>> for NoFields {
     }
 }
 
-/// Does work that takes long where it keeps no other request waiting.
+/// Runs blocking work on another thread.
 pub(crate) async fn aside<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Problem> {
@@ -258,7 +259,7 @@ pub(crate) async fn aside<T: Send + 'static>(
 }
 
 fn header<'h>(headers: &'h HeaderMap, name: &HeaderName) -> Option<&'h str> {
-    // What is no text is no name that we know.
+    // A header that is no text matches no known name.
     headers.get(name).map(|value| value.to_str().unwrap_or("?").trim())
 }
 
@@ -272,7 +273,7 @@ fn format_of(headers: &HeaderMap) -> Result<WireFormat, Problem> {
     })
 }
 
-/// How a body is compressed.
+/// Compression of a body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Encoding {
     Plain,
@@ -294,7 +295,7 @@ fn encoding_of(headers: &HeaderMap) -> Result<Encoding, Problem> {
     }
 }
 
-/// The whole body, decompressed.
+/// Reads and decompresses the whole body.
 async fn read(
     request: Request,
     shared: &ServerState,
@@ -314,7 +315,7 @@ async fn read(
         Err(problem)
             if problem.code == ProblemCode::BodyTooLarge && ServerLimits::SMALL_BODY < limits.body_bytes =>
         {
-            // What is reserved for the compressed body does not count twice.
+            // The reservation of the compressed body is returned first.
             drop(reserved.take());
             let reserved = reserve(shared, limits.body_bytes).await?;
             let bytes = aside(move || decompress(encoding, &bytes, limits.body_bytes)).await??;
@@ -324,7 +325,7 @@ async fn read(
     }
 }
 
-/// The whole body as it comes, with room reserved if it is large.
+/// Reads the whole body as sent, with memory reserved if it is large.
 async fn arrive(
     request: Request,
     length: Option<usize>,
@@ -349,7 +350,7 @@ async fn arrive(
         if total > ServerLimits::SMALL_BODY && reserved.is_none() {
             reserved = Some(reserve(shared, length.unwrap_or(limit)).await?);
         }
-        // A body that comes in one piece is never copied.
+        // A body in one piece is not copied.
         if first.is_empty() && whole.is_empty() {
             first = bytes;
             continue;
@@ -370,7 +371,7 @@ fn too_large(limit: usize) -> Problem {
     )
 }
 
-/// Room for a large body; waits for others to leave.
+/// Reserves memory for a large body. Waits for other bodies.
 async fn reserve(shared: &ServerState, bytes: usize) -> Result<OwnedSemaphorePermit, Problem> {
     let kib = u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX);
     let room = Arc::clone(&shared.bodies).acquire_many_owned(kib);
@@ -378,13 +379,13 @@ async fn reserve(shared: &ServerState, bytes: usize) -> Result<OwnedSemaphorePer
         Ok(Ok(reserved)) => Ok(reserved),
         _ => Err(Problem::new(
             ProblemCode::Busy,
-            "other large bodies take all the room: try again later, or send less at once",
+            "other large bodies take all the memory: try again later, or send less at once",
         )),
     }
 }
 
-/// Room for a body that needs `bytes` decoded. It is not waited for: who waits holds what it has, and many such would wait
-/// for each other.
+/// Grows a reservation to the decoded size, `bytes`. It does not wait: the body already has a reservation, and
+/// several such waits would deadlock.
 fn enlarge(
     shared: &ServerState,
     reserved: &mut Option<OwnedSemaphorePermit>,
@@ -396,7 +397,7 @@ fn enlarge(
     let Ok(more) = Arc::clone(&shared.bodies).try_acquire_many_owned(more) else {
         return Err(Problem::new(
             ProblemCode::Busy,
-            "other large bodies take all the room: try again later, or send less at once",
+            "other large bodies take all the memory: try again later, or send less at once",
         ));
     };
     match reserved {

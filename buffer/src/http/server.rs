@@ -1,11 +1,11 @@
 //! Connections, from the listener to the last answer.
 //!
-//! Invariant: a connection costs only its own task. It is accepted without waiting for any other, ends when its client is
-//! too slow, and ends with the server: after a stop no task of it is left.
+//! Invariant: a connection costs only its own task. It is accepted without waiting for another, is closed when its
+//! client is too slow, and ends with the server: after a stop none of its tasks is left. The limit of connections is
+//! counted here, before any HTTP, where no layer of tower can.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -32,57 +32,58 @@ use super::tls::Tls;
 use super::write_deadline::WriteDeadline;
 use crate::{Buffer, BufferError, GroupLimits};
 
-/// How often holds that are over are ended, so that watchers hear of it.
+/// Interval at which holds are expired, so that event subscribers see it.
 const EXPIRE_EVERY: Duration = Duration::from_millis(250);
-/// How often a buffer whose storage failed is tried to be opened again.
+/// Interval of attempts to open a failed buffer again.
 const REOPEN_EVERY: Duration = Duration::from_secs(1);
-/// How long to leave the listener alone when the system has no room for a connection.
+/// Pause of the listener when the system cannot accept a connection.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(50);
-/// Bytes of a request's head, and of a body that are read at once.
+/// Buffer size for the head of a request and for reads of a body, bytes.
 const READ_BYTES: usize = 64 << 10;
-/// Names of a server on loopback.
+/// Host names of a server on loopback.
 const LOOPBACK_NAMES: [&str; 3] = ["localhost", "127.0.0.1", "[::1]"];
 
 /// Opens the buffer again after its storage failed.
 pub type Reopen = Arc<dyn Fn() -> Result<Buffer, BufferError> + Send + Sync>;
 
-/// Hears of what happens to a server as a whole.
+/// Receives messages about the state of the storage.
 pub type StorageNotice = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// How to serve.
+/// Configuration of a server.
 #[derive(Clone)]
 pub struct ServerConfig {
-    /// Where to listen; port 0 takes a free one.
+    /// Address to listen on; port 0 takes a free one.
     pub listen: SocketAddr,
-    /// A socket that listens there already: connections to it wait while the process that serves it starts again.
+    /// A socket that already listens there: connections wait while the serving process restarts.
     pub listener: Option<Arc<std::net::TcpListener>>,
-    /// What is served beside the buffer, and whose token it takes. These routes bound their own bodies.
+    /// Routes beside the buffer's, and the role of their tokens. These routes limit their own bodies.
     pub routes: Vec<(Role, Router)>,
-    /// What requests may take.
+    /// Limits of requests.
     pub limits: ServerLimits,
-    /// Who may do what; `None`, on loopback only: everybody everything.
+    /// Tokens and their roles; `None`, on loopback only: every request is allowed.
     pub tokens: Option<Tokens>,
-    /// The certificate; `None`: plain HTTP.
+    /// TLS certificate; `None`: plain HTTP.
     pub tls: Option<Tls>,
-    /// Whether tokens may go unencrypted over a network.
+    /// Whether tokens may be sent unencrypted over a network.
     pub insecure: bool,
-    /// What the run knows of groups that trains on them, once it does: others are refused, and all of them until then.
-    /// `None`: the server takes any group.
+    /// Limits of the model and recipe, once the run knows them: other groups are refused, and all groups until then.
+    /// `None`: any group is accepted.
     pub group_limits: Option<Arc<OnceLock<GroupLimits>>>,
-    /// Who hears of groups that are refused as invalid.
+    /// Receives groups that are refused as invalid.
     pub refused: Option<OnRefused>,
-    /// Names that clients may use for a server on loopback, beside `localhost` and its addresses.
+    /// Host names for a server on loopback, beside `localhost` and its addresses.
     pub allow_hosts: Vec<String>,
-    /// Whether the serving process trains on the buffer itself, so that no client may lease, acknowledge or set the version.
+    /// Whether the serving process trains on the buffer itself, so clients may not lease, acknowledge or set the
+    /// version.
     pub own_trainer: bool,
-    /// How to go on after the storage failed; `None`: not at all.
+    /// How to open the buffer again after its storage failed; `None`: never.
     pub reopen: Option<Reopen>,
-    /// Who hears that the storage failed, and that it works again.
+    /// Receives the message that the storage failed, and that it works again.
     pub notice: Option<StorageNotice>,
 }
 
 impl ServerConfig {
-    /// On loopback for everybody, with default limits.
+    /// Loopback without tokens, with default limits.
     #[must_use]
     pub fn new(listen: SocketAddr) -> Self {
         Self {
@@ -118,7 +119,7 @@ impl ServerConfig {
 
     fn access(&self) -> AccessControl {
         let names = LOOPBACK_NAMES.into_iter().map(str::to_owned).chain(self.allow_hosts.iter().cloned());
-        // Elsewhere names are the network's business, and tokens keep strangers out.
+        // On other addresses the network decides on names, and tokens authorize.
         let hosts = self.listen.ip().is_loopback().then(|| names.collect());
         AccessControl { tokens: self.tokens.clone(), hosts, own_trainer: self.own_trainer }
     }
@@ -140,13 +141,13 @@ impl fmt::Debug for ServerConfig {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServerError {
-    /// The address is reachable from elsewhere, and anybody could do anything.
+    /// The address is reachable from other machines, without tokens.
     #[error("{address} can be reached from other machines: name a token file, or listen on 127.0.0.1")]
     NoTokens {
         /// The address.
         address: SocketAddr,
     },
-    /// Tokens would go over the network for all to read.
+    /// Tokens would be sent unencrypted over a network.
     #[error(
         "tokens would go to {address} unencrypted: name a certificate and its key, or say that the network is safe \
          (insecure)"
@@ -155,18 +156,18 @@ pub enum ServerError {
         /// The address.
         address: SocketAddr,
     },
-    /// The system does not let it listen.
+    /// The system refuses to listen.
     #[error("cannot listen on {address}: {source}; choose another address, or port 0 for a free one")]
     Listen {
         /// The address.
         address: SocketAddr,
-        /// What the system said.
+        /// The system's answer.
         source: std::io::Error,
     },
 }
 
 impl ServerError {
-    /// Whether the configuration is at fault, whatever the system does.
+    /// Whether the configuration is at fault.
     #[must_use]
     pub fn is_input(&self) -> bool {
         matches!(self, Self::NoTokens { .. } | Self::Unencrypted { .. })
@@ -183,7 +184,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens; clients can connect from now on and are answered from [`Server::serve`] on.
+    /// Listens. Clients can connect from now on, and are answered from [`Server::serve`] on.
     ///
     /// # Errors
     /// An address that needs protection or cannot be listened on.
@@ -204,13 +205,13 @@ impl Server {
         Ok(Self { listener, address, router, shared, config })
     }
 
-    /// The address, with the port that it really has.
+    /// The address, with the actual port.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.address
     }
 
-    /// Answers requests until `stop`. Then no connection is accepted any more, waits end, and requests under way have
+    /// Answers requests until `stop`. Then it accepts no connection any more, ends waits, and gives running requests
     /// [`ServerLimits::stop`] to finish.
     pub async fn serve(self, stop: impl Future<Output = ()>) {
         let Self { listener, address: _, router, shared, config } = self;
@@ -232,18 +233,18 @@ impl Server {
             tokio::select! {
                 biased;
                 () = &mut stop => break,
-                // A panic of a handler was printed, and took only its own connection with it.
+                // The panic of a handler was printed, and closed only its own connection.
                 Some(_) = connections.join_next() => {}
                 accepted = listener.accept() => match accepted {
                     Ok((stream, peer)) => acceptor.accept(stream, peer.ip(), &graceful, &mut connections),
-                    // The client left meanwhile, or the system has no room; neither is the listener's end.
+                    // The client left, or the system is out of resources; the listener continues.
                     Err(_) => tokio::time::sleep(ACCEPT_AGAIN).await,
                 },
             }
         }
         drop(listener);
         shared.stop();
-        // Whether all were done in time or not, none is left.
+        // All tasks have ended, in time or aborted.
         let _ = tokio::time::timeout(config.limits.stop, graceful.shutdown()).await;
         connections.shutdown().await;
         tasks.shutdown().await;
@@ -259,10 +260,10 @@ impl fmt::Debug for Server {
     }
 }
 
-/// As many connections may wait to be accepted as may be open, should they all come at once.
+/// The backlog equals the limit of connections, for clients that all connect at once.
 fn listen(address: SocketAddr, connections: usize) -> std::io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-    // A server that starts again need not wait until the connections of the one before are forgotten.
+    // A restarted server need not wait for the timeout of earlier connections.
     socket.set_reuseaddr(true)?;
     socket.bind(address)?;
     socket.listen(u32::try_from(connections).unwrap_or(u32::MAX))
@@ -274,7 +275,7 @@ fn adopt(listener: &std::net::TcpListener) -> std::io::Result<TcpListener> {
     TcpListener::from_std(listener)
 }
 
-/// What every connection gets.
+/// What every connection shares.
 struct ConnectionAcceptor {
     router: Router,
     limits: ServerLimits,
@@ -284,7 +285,7 @@ struct ConnectionAcceptor {
 }
 
 impl ConnectionAcceptor {
-    /// Starts the task of a connection, or closes it if there are too many.
+    /// Starts the task of a connection, or closes it at the limit of connections.
     fn accept(
         &self,
         stream: TcpStream,
@@ -293,10 +294,11 @@ impl ConnectionAcceptor {
         connections: &mut JoinSet<()>,
     ) {
         let Ok(permit) = Arc::clone(&self.permits).try_acquire_owned() else {
-            self.shared.metrics.refused_connections.fetch_add(1, Ordering::Relaxed);
+            self.shared.metrics.refused_connections.inc();
             return;
         };
-        // Answers are written whole; nothing is gained by holding the last piece back. If it cannot be set, it is slower.
+        // Answers are written whole, so Nagle's algorithm only delays them. Without this option the server is only
+        // slower.
         let _ = stream.set_nodelay(true);
         let open = OpenConnection::new(Arc::clone(&self.shared), permit);
         let (router, limits, watcher) = (self.router.clone(), self.limits, graceful.watcher());
@@ -316,7 +318,7 @@ impl ConnectionAcceptor {
     }
 }
 
-/// Answers the requests of one connection. How it ends is the client's business: it has its answers or has gone.
+/// Answers the requests of one connection. An error means that the client left.
 async fn serve_connection(
     (stream, peer): (impl AsyncRead + AsyncWrite + Unpin + Send + 'static, ClientAddress),
     router: Router,
@@ -336,7 +338,7 @@ async fn serve_connection(
     let _ = watcher.watch(connection).await;
 }
 
-/// Where a request comes from; each has it.
+/// Address of the client, an extension of every request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ClientAddress(pub(crate) IpAddr);
 
@@ -348,18 +350,18 @@ struct OpenConnection {
 
 impl OpenConnection {
     fn new(shared: Arc<ServerState>, permit: OwnedSemaphorePermit) -> Self {
-        shared.metrics.connections.fetch_add(1, Ordering::Relaxed);
+        shared.metrics.connections.inc();
         Self { shared, _permit: permit }
     }
 }
 
 impl Drop for OpenConnection {
     fn drop(&mut self) {
-        self.shared.metrics.connections.fetch_sub(1, Ordering::Relaxed);
+        self.shared.metrics.connections.dec();
     }
 }
 
-/// Looks after the buffer while nobody asks for it.
+/// Watchdog of the storage: expires holds, and opens a failed buffer again.
 struct StorageWatchdog {
     shared: Arc<ServerState>,
     reopen: Option<Reopen>,
@@ -376,9 +378,9 @@ impl StorageWatchdog {
                 self.recover().await;
                 continue;
             };
-            // It may write, and on a failing disk that can take long.
+            // It may write, which takes long on a failing disk.
             let looked_after = tokio::task::spawn_blocking(move || {
-                // A failure shows when it is asked for below.
+                // A failure is checked below.
                 let _ = buffer.expire();
                 buffer
             });
@@ -388,7 +390,7 @@ impl StorageWatchdog {
         }
     }
 
-    /// Opens the buffer again, as soon as that is possible.
+    /// Opens the buffer again as soon as possible.
     async fn recover(&self) {
         if let Err(problem) = self.shared.buffer() {
             self.notify(&format!("storage failed: {}", problem.detail));
@@ -400,7 +402,7 @@ impl StorageWatchdog {
             match tokio::task::spawn_blocking(move || reopen()).await {
                 Ok(Ok(buffer)) => break self.shared.reopened(buffer),
                 Ok(Err(error)) => self.shared.still_failed(&error),
-                // It panicked, and its message was printed; perhaps not the next time.
+                // The panic was printed; retry.
                 Err(_) => {}
             }
         }

@@ -1,11 +1,10 @@
-//! What all requests share: the buffer that is served just now, the limits, the counters.
+//! State of the server: the served buffer, limits, metrics.
 //!
-//! Invariant: nobody keeps the buffer longer than a request that goes on working, and waits end when its storage fails. So
-//! the last one soon lets go of it, and the journal can be opened again.
+//! Invariant: only running requests keep the buffer alive, and waits end when its storage fails. So the buffer is
+//! dropped soon, and the journal can be opened again.
 
 use std::fmt;
 use std::net::IpAddr;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use axum::body::Bytes;
@@ -18,26 +17,26 @@ use super::problem::{Problem, ProblemCode};
 use super::wire::{ItemLimits, Rejection};
 use crate::{Buffer, BufferError, GroupLimits};
 
-/// Hears of every group that is refused as invalid; called by the tasks that answer, so it must not wait.
+/// Receives every group that is refused as invalid. The request tasks call it, so it must not block.
 pub type OnRefused = Arc<dyn Fn(RefusedGroup<'_>) + Send + Sync>;
 
 /// A group that was refused as invalid.
 #[derive(Clone, Copy, Debug)]
 pub struct RefusedGroup<'a> {
-    /// The address that it came from, if that is known.
+    /// Address of its sender, if it is known.
     pub sender: Option<IpAddr>,
-    /// The reason, as it is answered.
+    /// The error code of the answer.
     pub code: &'a str,
-    /// The evidence, as it is answered.
+    /// The detail of the answer.
     pub detail: &'a str,
 }
 
-/// Which groups are taken.
+/// Validation of groups.
 #[derive(Default)]
 pub(super) struct GroupValidation {
-    /// What the run knows of groups that trains on them, as soon as it does; `None`: any group is taken.
+    /// Limits of the model and recipe, once they are known; `None`: any group is accepted.
     pub(super) limits: Option<Arc<OnceLock<GroupLimits>>>,
-    /// Who hears of those that are not.
+    /// Receives the refused groups.
     pub(super) refused: Option<OnRefused>,
 }
 
@@ -47,26 +46,26 @@ impl fmt::Debug for GroupValidation {
     }
 }
 
-/// What all requests share.
+/// State that all requests share.
 #[derive(Debug)]
 pub(crate) struct ServerState {
     served: RwLock<BufferStatus>,
-    /// Counts what ends all waits: a failure, a stop.
+    /// Incremented by what ends all waits: a failure, a stop.
     interruptions: watch::Sender<Interruptions>,
-    /// KiB of large bodies that may still come.
+    /// KiB of memory available for large bodies.
     pub(super) bodies: Arc<Semaphore>,
     pub(super) limits: ServerLimits,
     pub(super) access: AccessControl,
     entry: GroupValidation,
     pub(super) metrics: BufferMetrics,
-    /// The OpenAPI document, once the routes are known.
+    /// The OpenAPI document, once the routes are made.
     pub(super) openapi: OnceLock<Bytes>,
 }
 
 #[derive(Debug)]
 enum BufferStatus {
     Buffer(Arc<Buffer>),
-    /// Its storage failed; whether and when it goes on is the business of whoever opens it again.
+    /// Its storage failed; the watchdog opens it again if it can.
     Failed(Problem),
 }
 
@@ -107,17 +106,17 @@ impl ServerState {
         }
     }
 
-    /// What the client hears of an error of `buffer`, which is let go of if it can write no more.
+    /// The problem for an error of `buffer`. Drops a buffer that can no longer write.
     pub(super) fn problem(&self, buffer: &Buffer, error: &BufferError) -> Problem {
         self.drop_if_failed(buffer);
         Problem::from(error)
     }
 
-    /// Whether the buffer is usable; lets go of one that is not.
+    /// Drops a buffer that can no longer write.
     pub(super) fn drop_if_failed(&self, buffer: &Buffer) {
         let Some(failure) = buffer.failure() else { return };
         let mut served = self.served.write().unwrap_or_else(PoisonError::into_inner);
-        // Another may have been opened meanwhile.
+        // Another one may have been opened meanwhile.
         if matches!(&*served, BufferStatus::Buffer(current) if std::ptr::eq(&**current, buffer)) {
             *served = BufferStatus::Failed(Problem::new(ProblemCode::StorageFailed, failure.to_string()));
             drop(served);
@@ -125,23 +124,23 @@ impl ServerState {
         }
     }
 
-    /// Why the buffer is not open again.
+    /// Records why the buffer could not be opened again.
     pub(super) fn still_failed(&self, error: &BufferError) {
         let mut served = self.served.write().unwrap_or_else(PoisonError::into_inner);
         *served = BufferStatus::Failed(Problem::new(ProblemCode::StorageFailed, error.to_string()));
     }
 
-    /// Goes on with a buffer that was opened again.
+    /// Continues with the reopened buffer.
     pub(super) fn reopened(&self, buffer: Buffer) {
         *self.served.write().unwrap_or_else(PoisonError::into_inner) = BufferStatus::Buffer(Arc::new(buffer));
     }
 
-    /// All waits end from now on.
+    /// Ends all waits from now on.
     pub(super) fn stop(&self) {
         self.interruptions.send_modify(|interruptions| interruptions.stopping = true);
     }
 
-    /// Waits for `work` unless the server is stopped or the storage fails meanwhile.
+    /// Waits for `work`, unless the server stops or the storage fails.
     ///
     /// # Errors
     /// [`ProblemCode::Stopping`], [`ProblemCode::StorageFailed`].
@@ -175,17 +174,17 @@ impl ServerState {
         }
     }
 
-    /// What one group may have.
+    /// Limits of one group.
     pub(super) fn item_limits(&self) -> ItemLimits {
         let ServerLimits { trajectories, tokens, vocabulary, values, name_bytes, depth, correct, .. } =
             self.limits;
         ItemLimits { trajectories, tokens, vocabulary, values, name_bytes, depth, correct }
     }
 
-    /// What the run knows of groups that trains on them; `None` where that is nobody's business.
+    /// Limits of the model and recipe; `None` if any group is accepted.
     ///
     /// # Errors
-    /// [`ProblemCode::Preparing`] while the run does not know it yet.
+    /// [`ProblemCode::Preparing`] until they are known.
     pub(super) fn group_limits(&self) -> Result<Option<GroupLimits>, Problem> {
         let Some(limits) = &self.entry.limits else { return Ok(None) };
         limits.get().copied().map(Some).ok_or_else(|| {
@@ -196,9 +195,9 @@ impl ServerState {
         })
     }
 
-    /// Counts and passes on that a group is not stored.
+    /// Counts and reports a refused group.
     pub(super) fn refused(&self, sender: Option<IpAddr>, rejection: &Rejection) {
-        self.metrics.refused_groups.fetch_add(1, Ordering::Relaxed);
+        self.metrics.refused_groups.inc();
         if let Some(refused) = &self.entry.refused {
             refused(RefusedGroup { sender, code: rejection.code.as_str(), detail: &rejection.detail });
         }

@@ -1,7 +1,8 @@
-//! Groups: stored, listed, shown, removed.
+//! Groups: append, list, show, evict, quarantine.
 
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Instant;
 
 use axum::Extension;
 use axum::extract::State;
@@ -12,7 +13,6 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::{PathNumber, QueryParameters};
 use crate::http::body::{Accept, DecodedBody, NoFields, aside};
-use crate::http::metrics::Stopwatch;
 use crate::http::problem::{self, Evidence, Problem, ProblemCode};
 use crate::http::server::ClientAddress;
 use crate::http::state::ServerState;
@@ -23,19 +23,19 @@ use crate::http::wire::{
 use crate::payload::IncomingGroup;
 use crate::{Buffer, BufferError, Finalized, GroupFilter, GroupLimits, Submitted, Unfit};
 
-/// Groups on a page, unless the client says otherwise.
+/// Default number of groups on a page.
 const PAGE: usize = 100;
-/// Most groups on a page.
+/// Maximum number of groups on a page.
 const MAX_PAGE: usize = 1000;
 
-/// Store groups. Each is stored or refused by itself, and what is answered with `accepted` is durable. Idempotent by id
-/// and by key: asked again, a stored group is a `duplicate`. If all are `full` the answer is 429, and means the same.
+/// Store groups. Each is stored or refused independently, and `accepted` means durable. Idempotent by id and by key:
+/// a stored group is then a `duplicate`. If all are `full` the answer is 429, with the same meaning.
 #[utoipa::path(
     post, path = "/v1/groups", operation_id = "append_groups", tag = "groups", request_body = AppendRequest,
     responses(
         (status = 200, body = AppendAnswer, description = "What became of each group, in the order of the request"),
         (status = 429, body = AppendProblem, content_type = "application/problem+json",
-            description = "`full`: there is no room for any of them now"),
+            description = "`full`: none of them can be stored now"),
     )
 )]
 pub(super) async fn append(
@@ -44,7 +44,7 @@ pub(super) async fn append(
     accept: Accept,
     body: DecodedBody<AppendRequest>,
 ) -> Result<Response, Problem> {
-    let stopwatch = Stopwatch::start();
+    let started = Instant::now();
     let DecodedBody { value: AppendRequest { groups }, reserved } = body;
     let buffer = shared.buffer()?;
     let limits = shared.group_limits()?;
@@ -65,13 +65,13 @@ pub(super) async fn append(
     let mut answers = buffer.append_async(incoming).await.into_iter();
     drop(reserved);
     for (index, result) in results.iter_mut().enumerate().filter(|(_, result)| result.is_none()) {
-        // As many answers as groups.
+        // There is an answer for every group.
         let Some(answer) = answers.next() else { break };
         *result = Some(answered(answer, (index, peer), &shared, &buffer)?);
     }
     let results: Vec<ItemResult> = results.into_iter().flatten().collect();
     let answer = AppendAnswer { results, policy_version: buffer.policy_version()?.0 };
-    shared.metrics.appended(stopwatch.elapsed());
+    shared.metrics.appended(started);
     let full = |result: &ItemResult| result.status == ItemStatus::Full;
     if !answer.results.is_empty() && answer.results.iter().all(full) {
         return Ok(AppendProblem::new(answer).into_response());
@@ -79,7 +79,7 @@ pub(super) async fn append(
     accept.answer(&answer)
 }
 
-/// No group found room: what [`AppendAnswer`] says, as a problem.
+/// All groups were refused as full: [`AppendAnswer`] as a problem document.
 #[derive(Debug, Serialize, ToSchema)]
 struct AppendProblem {
     #[serde(rename = "type")]
@@ -137,11 +137,11 @@ fn code_of(unfit: &Unfit) -> ProblemCode {
     }
 }
 
-/// What became of one group.
+/// Result of one group.
 ///
 /// # Errors
-/// What is not about this group but about the buffer; then nobody knows what became of the others either, and sent again,
-/// those that are stored are duplicates.
+/// An error of the buffer. The results of the other groups are then unknown; in a repeated request those that are
+/// stored are duplicates.
 fn answered(
     answer: Result<Submitted, BufferError>,
     (index, peer): (usize, IpAddr),
@@ -161,7 +161,7 @@ fn answered(
         Err(error) => {
             let problem = shared.problem(buffer, &error);
             let code = match problem.code {
-                // Here the id stands in the body, not in the path.
+                // Here the id is in the body, not in the path.
                 ProblemCode::UnknownGroup => ProblemCode::UnknownId,
                 code if code.status().is_client_error() => code,
                 _ => return Err(problem.at(index)),
@@ -174,14 +174,14 @@ fn answered(
     }
 }
 
-/// Which groups to list.
+/// Filter and page of a list of groups.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct GroupsQuery {
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<String>,
-    /// Most groups on the page.
+    /// Maximum number of groups on the page.
     #[param(minimum = 1, maximum = 1000, default = 100)]
     limit: Option<usize>,
     /// With this oldest version.
@@ -193,7 +193,7 @@ pub(super) struct GroupsQuery {
     state: Option<GroupStateBody>,
 }
 
-/// List groups without their tokens, ordered by id. Groups that come while pages are read may be on them or not.
+/// List groups without their tokens, ordered by id. A group that arrives between two pages may be missing.
 #[utoipa::path(
     get, path = "/v1/groups", operation_id = "list_groups", tag = "groups", params(GroupsQuery),
     responses((status = 200, body = GroupsAnswer, description = "One page"))
@@ -222,7 +222,7 @@ pub(super) async fn list(
     accept.answer(&GroupsAnswer { groups, next_cursor: page.next.map(cursor) })
 }
 
-/// Clients need not know what is in it.
+/// Opaque to clients.
 fn cursor(GroupId(id): GroupId) -> String {
     format!("g{id:x}")
 }
@@ -246,7 +246,7 @@ pub(super) async fn get(
     PathNumber(id): PathNumber,
 ) -> Result<Response, Problem> {
     let buffer = shared.buffer()?;
-    // It may have to be read from the disk.
+    // It may be read from disk.
     let (found, buffer) = aside(move || (buffer.get(GroupId(id)), buffer)).await?;
     let Some((entry, group)) = found.map_err(|error| shared.problem(&buffer, &error))? else {
         let detail = format!("group {id} is not here: it was never admitted, or was trained on, or evicted");
@@ -256,7 +256,7 @@ pub(super) async fn get(
     accept.answer(&GroupAnswerView { entry: EntryBody::from(&entry), group })
 }
 
-/// Remove one group for good, wherever it is in its life.
+/// Evict one group for good, in any state.
 #[utoipa::path(
     delete, path = "/v1/groups/{id}", operation_id = "evict_group", tag = "groups",
     params(("id" = u64, Path, description = "Its id")),
@@ -272,7 +272,7 @@ pub(super) async fn evict(
     accept.answer(&Evicted { evicted: u64::from(evicted) })
 }
 
-/// Set a stored group aside because it cannot be trained on: no lease has it any more, and its slot is free.
+/// Quarantine a stored group that cannot be trained on: it leaves all leases, and its slot is freed.
 #[utoipa::path(
     post, path = "/v1/groups/{id}/quarantine", operation_id = "quarantine", tag = "groups",
     params(("id" = u64, Path, description = "Its id")),
@@ -285,23 +285,23 @@ pub(super) async fn quarantine(
     _: NoFields,
 ) -> Result<Response, Problem> {
     let buffer = shared.buffer()?;
-    // It may have to be read from the disk.
+    // It may be read from disk.
     let (sender, buffer) = aside(move || (buffer.sender(GroupId(id)), buffer)).await?;
     let set_aside = buffer.quarantine_async(GroupId(id)).await;
     let quarantined = set_aside.map_err(|error| shared.problem(&buffer, &error))?;
     accept.answer(&QuarantinedBody { quarantined, sender })
 }
 
-/// Which groups to remove.
+/// Which groups to evict.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct EvictQuery {
-    /// Groups whose oldest version is below, and that nobody has leased.
+    /// Groups whose oldest version is lower and that are not leased.
     below_version: u64,
 }
 
-/// Remove all old groups for good.
+/// Evict all old groups for good.
 #[utoipa::path(
     delete, path = "/v1/groups", operation_id = "evict_groups", tag = "groups", params(EvictQuery),
     responses((status = 200, body = Evicted, description = "How many are gone"))

@@ -1,4 +1,4 @@
-//! Whether the server lives, whether it is of use, and what it has counted.
+//! Liveness, readiness and metrics of the server.
 
 use std::sync::Arc;
 
@@ -8,23 +8,24 @@ use axum::response::{IntoResponse, Response};
 
 use crate::Consumer;
 use crate::http::body::Accept;
+use crate::http::metrics::BufferMetrics;
 use crate::http::problem::Problem;
 use crate::http::state::ServerState;
 use crate::http::wire::EmptyAnswer;
 
-/// Does the process live?
+/// Liveness of the process.
 #[utoipa::path(
     get, path = "/healthz", tag = "health", security(()),
-    responses((status = 200, body = EmptyAnswer, description = "It does"))
+    responses((status = 200, body = EmptyAnswer, description = "The process is alive"))
 )]
 pub(super) async fn healthz(accept: Accept) -> Result<Response, Problem> {
     accept.answer(&EmptyAnswer {})
 }
 
-/// Can groups be stored and leased?
+/// Readiness: whether groups can be stored and leased.
 #[utoipa::path(
     get, path = "/readyz", tag = "health", security(()),
-    responses((status = 200, body = EmptyAnswer, description = "They can"))
+    responses((status = 200, body = EmptyAnswer, description = "Groups can be stored and leased"))
 )]
 pub(super) async fn readyz(
     State(shared): State<Arc<ServerState>>,
@@ -36,13 +37,14 @@ pub(super) async fn readyz(
     accept.answer(&EmptyAnswer {})
 }
 
-/// What Prometheus scrapes.
+/// Metrics for Prometheus.
 #[utoipa::path(
     get, path = "/metrics", tag = "health",
-    responses((status = 200, content_type = "text/plain", body = String, description = "Text format 0.0.4"))
+    responses((status = 200, content_type = "application/openmetrics-text", body = String,
+        description = "OpenMetrics text format 1.0"))
 )]
 pub(super) async fn metrics(State(shared): State<Arc<ServerState>>) -> Response {
     let stats = shared.buffer().ok().and_then(|buffer| buffer.stats().ok());
     let text = shared.metrics.text(stats.as_ref());
-    ([(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
+    ([(CONTENT_TYPE, BufferMetrics::MEDIA_TYPE)], text).into_response()
 }
