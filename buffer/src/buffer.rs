@@ -1,7 +1,7 @@
 //! The buffer in this process: the ledger behind a lock, a store behind the ledger.
 //!
-//! Invariant: changes reach the store in the order in which the ledger made them, and no caller hears of a group or
-//! a batch before the store has it. No call waits without a deadline. What may happen when is the ledger's business.
+//! Invariant: changes reach the store in the order of the ledger, and no caller sees a group or a batch before it is
+//! durable. No call waits without a deadline. The ledger alone decides what is allowed.
 
 use std::fmt;
 use std::path::Path;
@@ -26,33 +26,33 @@ mod serving;
 
 use completion::{CompletionReceiver, completion};
 
-/// The longest that any call waits, whatever it was told.
+/// Longest wait of any call.
 const MAX_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// A buffer, in memory or in a journal.
+/// A buffer over a store: memory, the journal, or another.
 pub struct Buffer {
     config: BufferConfig,
     shared: Arc<BufferShared>,
     store: Box<dyn Store>,
-    /// Of its journal, if that is in one.
+    /// The journal's file, if it is in one.
     file: Option<Arc<OpenFile>>,
 }
 
 /// A group, and its payload if it is finalized.
 pub type WithPayload = (GroupEntry, Option<Arc<Group>>);
 
-/// What the writer of the store shares with the callers.
+/// State shared with the completions of the store.
 struct BufferShared {
     ledger: Mutex<Ledger>,
-    /// A slot or bytes may have become free.
+    /// Signalled when a slot or bytes may be free.
     slots_freed: Signal,
-    /// A batch may be complete.
+    /// Signalled when a batch may be complete.
     batch_changed: Signal,
     events: Events,
     opened: Instant,
 }
 
-/// Wakes threads and tasks that wait for the ledger to change.
+/// Wakes threads and tasks that wait for a change of the ledger.
 #[derive(Debug, Default)]
 struct Signal {
     threads: Condvar,
@@ -60,10 +60,10 @@ struct Signal {
 }
 
 impl Buffer {
-    /// An empty buffer that forgets everything with its process.
+    /// An empty buffer in memory, which is lost when its process ends.
     ///
     /// # Errors
-    /// A configuration that admits nothing, too much, or contradicts itself.
+    /// A configuration that admits nothing or too much, or contradicts itself.
     pub fn in_memory(config: BufferConfig) -> Result<Self, BufferError> {
         let config = config.checked()?;
         Self::with_store(config, MemoryStore::open())
@@ -80,7 +80,7 @@ impl Buffer {
         Ok(Self { file, ..Self::with_store(config, opened)? })
     }
 
-    /// The same in another storage than a file, such as one that fails on purpose.
+    /// A journal in another storage than a file, such as one that fails on purpose.
     ///
     /// # Errors
     /// Those of [`Buffer::open`].
@@ -89,8 +89,8 @@ impl Buffer {
         Self::with_store(config, JournalStore::open_on(backend, config.compact_above)?)
     }
 
-    /// The buffer over another store, such as a database. What the store recovered continues: finalized groups, leases and
-    /// keys as they were, and groups that were in flight are admitted again.
+    /// A buffer over another store, such as a database. It continues from the recovered records: finalized groups,
+    /// leases and idempotency keys as they were; groups in flight are admitted again.
     ///
     /// # Errors
     /// Those of [`Buffer::in_memory`].
@@ -107,29 +107,29 @@ impl Buffer {
         Ok(Self { config, shared: Arc::new(shared), store, file: None })
     }
 
-    /// How it was configured.
+    /// Its configuration.
     #[must_use]
     pub fn config(&self) -> BufferConfig {
         self.config
     }
 
-    /// What happened lately.
+    /// Recent events.
     #[must_use]
     pub fn events(&self) -> &Events {
         &self.shared.events
     }
 
-    /// Why nothing can be written any more, if that is so. A journal has to be opened again then.
+    /// Why nothing can be written any more; `None` while the store works. A failed journal has to be opened again.
     #[must_use]
     pub fn failure(&self) -> Option<BufferError> {
         self.store.failure()
     }
 
-    /// Up to `limit` groups in flight or stored that pass `filter`, ascending by id, after `after`. There can be more
-    /// behind a page that is not full.
+    /// Up to `limit` groups in flight or stored that match `filter`, ascending by id, after `after`. A page that is
+    /// not full can have a next page.
     ///
     /// # Errors
-    /// Only if the buffer itself has failed.
+    /// A failed buffer.
     pub fn list(
         &self,
         filter: &GroupFilter,
@@ -139,7 +139,7 @@ impl Buffer {
         Ok(self.shared.ledger()?.list(filter, after, limit))
     }
 
-    /// One group, with its payload once it is finalized; it may have to be read from the disk.
+    /// One group, with its payload once it is finalized, which may be read from disk.
     ///
     /// # Errors
     /// A group that cannot be read.
@@ -152,7 +152,7 @@ impl Buffer {
         Ok(Some((entry, group)))
     }
 
-    /// Who sent a stored group, if it came from another process and that is known.
+    /// The sender of a stored group, if it came from another process and is known.
     #[must_use]
     pub fn sender(&self, id: GroupId) -> Option<String> {
         self.store.sender(id)
@@ -161,12 +161,12 @@ impl Buffer {
     /// The leases that are not acknowledged, of one consumer or of all.
     ///
     /// # Errors
-    /// Only if the buffer itself has failed.
+    /// A failed buffer.
     pub fn leases(&self, consumer: Option<&str>) -> Result<Vec<LeaseEntry>, BufferError> {
         Ok(self.shared.ledger()?.leases(consumer, self.shared.now()))
     }
 
-    /// Removes a group for good, wherever it is in its life; false if it is not here.
+    /// Evicts a group in any state; false if it is unknown.
     ///
     /// # Errors
     /// A store that cannot write.
@@ -174,7 +174,7 @@ impl Buffer {
         self.settle(|ledger, _| Ok(ledger.evict(group)))
     }
 
-    /// Removes what can be leased and is older than `version`; how many groups that were.
+    /// Evicts groups that can be leased and are older than `version`; their number.
     ///
     /// # Errors
     /// A store that cannot write.
@@ -182,9 +182,9 @@ impl Buffer {
         self.settle(|ledger, _| Ok(ledger.evict_below(version)))
     }
 
-    /// Goes back to `version` for `consumer`, who goes on from an older checkpoint than the last one that it has
-    /// acknowledged; `None`, and nothing changes, if what it needs is still here. What was sampled by later versions is
-    /// sampled again: those versions are made anew, and will be other policies.
+    /// Rewinds to `version` for `consumer`, which resumes from an older checkpoint than the last one that it
+    /// acknowledged. Returns `None`, and changes nothing, if all groups that it needs are stored. Groups sampled by
+    /// later versions are generated again, because the trainer will produce those versions again, as other policies.
     ///
     /// # Errors
     /// A group that cannot be read, a store that cannot write.
@@ -205,7 +205,7 @@ impl Buffer {
             let again = self.settle(|ledger, _| Ok(ledger.sample_again(group)))?;
             *(if again { &mut rewound.again } else { &mut rewound.dropped }) += 1;
         }
-        // Comes last: until the version has gone back, a rewind that was interrupted is begun anew.
+        // The version is set last: an interrupted rewind then starts again.
         self.settle(|ledger, _| {
             ledger.rewind(version);
             Ok(())
@@ -213,18 +213,18 @@ impl Buffer {
         Ok(Some(rewound))
     }
 
-    /// Takes what `holder` has in flight from it, because it is gone: it goes first in line again. Returns how many groups
-    /// that are.
+    /// Revokes all groups in flight of `holder`, whose process has ended, and queues them for re-admission; their
+    /// number.
     ///
     /// # Errors
-    /// A buffer that has failed.
+    /// A failed buffer.
     pub fn abandon(&self, holder: u64) -> Result<usize, BufferError> {
         let abandoned = self.shared.ledger()?.abandon(holder);
         self.shared.notify();
         Ok(abandoned)
     }
 
-    /// Ends every hold that is over. Calls that wait do so by themselves; who watches from outside asks for it.
+    /// Expires every hold that has ended. Waiting calls do this too; without any, a maintenance task calls it.
     ///
     /// # Errors
     /// A store that cannot write.
@@ -240,7 +240,7 @@ impl Buffer {
         Ok(())
     }
 
-    /// Changes the ledger and waits until that is durable.
+    /// Changes the ledger and waits until the change is durable.
     fn settle<T>(
         &self,
         change: impl FnOnce(&mut Ledger, u64) -> Result<T, BufferError>,
@@ -256,7 +256,7 @@ impl Buffer {
         result
     }
 
-    /// Sends what the ledger wants written; `done` is told when it is, or now if there is nothing.
+    /// Commits the ledger's change. `done` is called once it is durable, or now if there is no change.
     fn commit(&self, ledger: &mut Ledger, done: WriteCompletion) {
         let (change, occurrences) = ledger.take_change();
         let Some(change) = change else {
@@ -277,7 +277,7 @@ impl Buffer {
         completed.wait(WRITE_WAIT).unwrap_or_else(|waited| Err(self.store.unacknowledged(waited)))
     }
 
-    /// Asks the ledger about an arrival, which may free the slot of another.
+    /// Asks the ledger about an arrival, which may free another group's slot.
     fn begin(&self, prepared: &PreparedGroup) -> Result<ArrivalDecision, BufferError> {
         let mut ledger = self.shared.ledger()?;
         let begin = ledger.begin(&prepared.arrival(), self.shared.now());
@@ -289,7 +289,7 @@ impl Buffer {
         begin
     }
 
-    /// Writes what the ledger has begun.
+    /// Writes the group of a decision.
     fn write(&self, prepared: PreparedGroup, group: GroupId, keep: &[bool], done: WriteCompletion) {
         let shared = Arc::clone(&self.shared);
         let written = match prepared.finish(group, keep) {
@@ -314,7 +314,7 @@ impl Buffer {
         });
     }
 
-    /// Stores a group, waiting for room and for others who store the same.
+    /// Stores a group. Waits for free bytes, and for another call that writes the same group.
     fn store(&self, incoming: IncomingGroup) -> Result<Submitted, BufferError> {
         let prepared = PreparedGroup::new(incoming, self.config.dedup)?;
         let deadline = Instant::now() + 2 * WRITE_WAIT;
@@ -326,7 +326,7 @@ impl Buffer {
                     if !ledger.is_in_flight(group) {
                         return Ok(Submitted { answer: Finalized::Full, group: Some(group) });
                     }
-                    // It has a slot, so that only bytes are missing.
+                    // It has a slot, so only bytes are missing.
                     drop(self.shared.wait(&self.shared.slots_freed, ledger, deadline)?);
                     continue;
                 }
@@ -412,7 +412,7 @@ impl Buffer {
         ledger.admit(request, now)
     }
 
-    /// One attempt to lease; `done` is told when what it changed is durable.
+    /// One attempt to lease. `done` is called once its change is durable.
     fn try_lease(
         &self,
         ledger: &mut Ledger,
@@ -487,14 +487,14 @@ impl BufferShared {
         self.ledger.lock().map_err(|_| BufferError::Poisoned)
     }
 
-    /// Milliseconds since the buffer was opened: holds do not see the system's clock.
+    /// Milliseconds since the buffer was opened; holds are independent of the system's clock.
     fn now(&self) -> u64 {
         crate::ledger::millis(self.opened.elapsed())
     }
 
     /// The write of a group ended.
     fn end(&self, group: GroupId, written: Option<crate::ledger::GroupRow>) {
-        // After a panic under the lock every other call says so.
+        // After a panic under the lock every other call reports it.
         let Ok(mut ledger) = self.ledger.lock() else { return };
         let failed = written.is_none();
         ledger.end(group, written, self.now());
@@ -511,14 +511,14 @@ impl BufferShared {
         self.batch_changed.all();
     }
 
-    /// When to look again at the latest: at `deadline`, or when the next hold is over.
+    /// When to check again at the latest: at `deadline`, or when the next hold expires.
     fn until(&self, ledger: &Ledger, deadline: Instant) -> Instant {
         let expiry =
             ledger.next_expiry().map(|until| self.opened + Duration::from_millis(until.saturating_add(1)));
         expiry.map_or(deadline, |expiry| expiry.min(deadline))
     }
 
-    /// Waits until `signal`, the end of a hold or the deadline.
+    /// Waits for `signal`, the next expiry or the deadline.
     fn wait<'a>(
         &self,
         signal: &Signal,

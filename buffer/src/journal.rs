@@ -1,21 +1,21 @@
-//! Groups in one redb file, for runs that survive kill -9.
+//! The write-ahead journal: groups in one redb file that survives kill -9.
 //!
-//! Invariant: after a crash at any moment the file holds exactly the changes whose commit was acknowledged, perhaps
-//! followed by some that were on their way. Payloads are written once and never changed; leases and acknowledgements
-//! touch only narrow rows. Admissions and claims are not written; the ledger can do without them.
+//! Invariant: after a crash at any moment the file has exactly the acknowledged writes, perhaps followed by some that
+//! were not acknowledged. Payloads are immutable; leases and acknowledgements change only narrow rows. Admissions and
+//! claims are not written.
 //!
 //! ```text
-//! meta      format, mark, openings          what no row says
-//! segments  number -> payloads in a row     immutable; gone when the last of its groups is forgotten
-//! rows      (oldest version, id) -> what is known of a group, and where in which segment it is
-//! leases    id -> consumer, step, groups
-//! keys      id -> digest of the key that the group came with
+//! meta      format, watermarks, openings
+//! segments  number -> payloads of one commit   immutable; removed with the last of its groups
+//! rows      (oldest version, id) -> GroupRow, and the location of the payload in its segment
+//! leases    id -> LeaseRow
+//! keys      id -> digest of the idempotency key
 //! ```
 //!
-//! One thread writes: it takes all that is queued into one transaction, then acknowledges, if the file is still at its path.
-//! Each commit also writes what
-//! redb needs to open the file after a crash without falling back to an older commit (quick repair), which costs a second
-//! fsync. Opening compares the checksums of the whole file before it trusts any of it.
+//! One writer thread does group commit: it takes all queued writes into one transaction, and acknowledges them if the
+//! file is still at its path. Each commit also writes the metadata that lets redb open the file after a crash without
+//! falling back to an older commit (quick repair), which costs a second fsync. Opening verifies the checksums of the
+//! whole file first.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -46,15 +46,14 @@ use open::OpenedJournal;
 use tables::SEGMENTS;
 use writer::JournalWriter;
 
-/// Writes that wait for the writer; groups beyond are refused.
+/// Capacity of the queue of writes; groups beyond it are refused (back-pressure).
 const QUEUE: usize = 8192;
-/// Of those, places that groups leave to changes, which cannot be refused.
+/// Part of the queue that groups leave to changes, which cannot be refused.
 const QUEUE_FOR_CHANGES: usize = 1024;
-/// Bytes of groups, as they are in memory, that are also kept there until they are leased, so that the first lease need
-/// not read.
+/// Bytes of decoded groups that are cached until their first lease, which then does not read the disk.
 const AT_HAND_BYTES: u64 = 256 << 20;
 
-/// Where a payload is.
+/// Location of a payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct PayloadLocation {
     segment: u64,
@@ -64,7 +63,7 @@ struct PayloadLocation {
     check: u64,
 }
 
-/// A row as it is written.
+/// A row with the location of its payload.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct StoredRow {
     row: GroupRow,
@@ -73,17 +72,17 @@ struct StoredRow {
 
 type PayloadLocations = Mutex<HashMap<GroupId, PayloadLocation>>;
 
-/// The store of a buffer that survives its process.
+/// The journal as a [`Store`].
 pub(crate) struct JournalStore {
     path: PathBuf,
-    /// Written by the writer alone, who needs it exclusively only to give disk space back.
+    /// Written by the writer thread alone, which locks it exclusively only for compaction.
     database: Arc<RwLock<PanicSafeDatabase>>,
     places: Arc<PayloadLocations>,
     at_hand: Arc<Mutex<PayloadCache>>,
-    /// `None` only while the store is being dropped.
+    /// `None` only during drop.
     queue: Option<Sender<WriteRequest>>,
     writer: Option<JoinHandle<()>>,
-    /// The writer's first failure.
+    /// The first failure of the writer.
     broken: Arc<Mutex<Option<WriterFailure>>>,
     /// `None` in a storage that is not a file.
     file: Option<Arc<OpenFile>>,
@@ -92,19 +91,19 @@ pub(crate) struct JournalStore {
 /// Why the writer has stopped.
 #[derive(Clone, Debug)]
 enum WriterFailure {
-    /// It cannot write.
+    /// A write failed.
     Failed(String),
-    /// It writes where nobody will look: what is found in place of the file.
+    /// The file was moved: what is at its path now.
     Moved(String),
 }
 
-/// What the writer is asked for.
+/// A queued write.
 enum WriteRequest {
     Append(AppendGroup),
     Change(LedgerChange, WriteCompletion),
 }
 
-/// Groups in memory, as many as fit.
+/// Cache of decoded groups, bounded in bytes.
 #[derive(Debug, Default)]
 struct PayloadCache {
     groups: HashMap<GroupId, (Arc<Group>, u64)>,
@@ -125,7 +124,7 @@ impl JournalStore {
         Ok((Self::start(path, opened, compact_above)?, file))
     }
 
-    /// The same in another storage.
+    /// A journal in another storage.
     ///
     /// # Errors
     /// Those of [`Buffer::open`](crate::Buffer::open).
@@ -189,7 +188,7 @@ impl Store for JournalStore {
     }
 
     fn check_capacity(&self) -> Result<(), BufferError> {
-        // Changes are queued under the lock that the caller holds, and groups leave them room.
+        // Changes are queued under the lock of the ledger, and groups leave them capacity.
         let waiting = self.queue.as_ref().map_or(0, Sender::len);
         if waiting + QUEUE_FOR_CHANGES / 2 > QUEUE { Err(BufferError::QueueFull { waiting }) } else { Ok(()) }
     }
@@ -211,14 +210,14 @@ impl Store for JournalStore {
         if found.iter().all(Option::is_some) {
             return Ok(found.into_iter().flatten().collect());
         }
-        // redb panics when it meets some kinds of damage.
+        // redb panics on some kinds of damage.
         catch_unwind(AssertUnwindSafe(|| self.read_missing(ids, found)))
             .unwrap_or_else(|panic| Err(failed(&self.path, "read a group")(open::panic_text(panic.as_ref()))))
     }
 
     fn sender(&self, id: GroupId) -> Option<String> {
         let place = lock(&self.places).get(&id).copied()?;
-        // redb panics when it meets some kinds of damage.
+        // redb panics on some kinds of damage.
         let read = catch_unwind(AssertUnwindSafe(|| {
             let database = self.database.read().unwrap_or_else(PoisonError::into_inner);
             let transaction = database.begin_read().ok()?;
@@ -251,7 +250,7 @@ impl Store for JournalStore {
 }
 
 impl JournalStore {
-    /// Reads from the file what is not in `found`; each segment once if its groups are asked for in a row.
+    /// Reads the groups that are not in `found`; consecutive groups of a segment read it once.
     fn read_missing(
         &self,
         ids: &[GroupId],
@@ -290,7 +289,7 @@ impl JournalStore {
 }
 
 impl JournalStore {
-    /// The segment of a group is not there: somebody forgot the group meanwhile, or the file is damaged.
+    /// A segment is missing: the group was removed meanwhile, or the file is damaged.
     fn without_segment(&self, group: GroupId) -> BufferError {
         if lock(&self.places).contains_key(&group) {
             let reason = "its segment is missing".to_owned();
@@ -302,12 +301,12 @@ impl JournalStore {
 }
 
 impl PayloadLocation {
-    /// The group in its segment, or how one sees that it is not what was written.
+    /// Decodes the group from its segment; or why its bytes differ from what was written.
     fn decode(&self, id: GroupId, segment: &[u8]) -> Result<Group, String> {
         payload::decode(id, self.payload(segment)?)
     }
 
-    /// Its bytes.
+    /// The bytes of the payload.
     fn payload<'s>(&self, segment: &'s [u8]) -> Result<&'s [u8], String> {
         let (start, length) = (self.offset as usize, self.length as usize);
         let bytes = segment.get(start..start.saturating_add(length)).ok_or_else(|| {
@@ -351,13 +350,13 @@ impl Drop for JournalStore {
     fn drop(&mut self) {
         self.queue = None;
         if let Some(writer) = self.writer.take() {
-            // A panic of the writer was already reported to whoever waited for it.
+            // The waiting callers already got the panic of the writer.
             drop(writer.join());
         }
     }
 }
 
-/// What is shared is valid after every statement, so that a panic elsewhere does not spoil it.
+/// The shared state is valid after every statement, so poisoning is ignored.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,43 +1,45 @@
-//! The policy of the buffer as a pure state machine: ids, slots, order, staleness. No I/O or lock; the time is told.
+//! The policy of the buffer as a state machine: ids, slots, order, staleness, leases. It has no I/O, no lock and no
+//! clock: callers pass the time.
 //!
-//! Invariant, with `v` the step that leases are for, `B = batch_groups`, `eta = max_staleness` and `L(s)` the groups that are
-//! leased for step `s`, `B` at most: of the live groups (admitted, claimed or finalized, not leased), at most
-//! `R(d) = sum over s = v..d of (B - L(s))` have a deadline of `d` or less, for every `d >= v`. The deadline of a group is the
-//! last step that may train it: its oldest version + `eta`. `L(s)` counts the open leases of a step after `v`, of which
-//! there are some once the trainer went back, and for `v` also what was acknowledged since the step began.
+//! Invariant. Let `v` be the step that leases are for, `B = batch_groups`, `eta = max_staleness`, and `L(s)` the
+//! number of groups leased for step `s`, at most `B`. A group is live if it is admitted, claimed or finalized, and
+//! not leased. Its deadline is the last step that may train it: its oldest version + `eta`. For every `d >= v`, at
+//! most `R(d) = sum over s = v..d of (B - L(s))` live groups have a deadline of `d` or less. `L(s)` counts the open
+//! leases of a step after `v` (there are some after a rewind), and for `v` also what was acknowledged since the step
+//! began.
 //!
-//! Why slots and earliest deadline first keep the bound in [`OnStale::Wait`](crate::OnStale::Wait), for steps that train
-//! `B` groups:
-//! - Admission for a sampler that serves `a` lets groups in with the deadline `d = a + eta`, and only as long as no more
-//!   than `R(d)` groups are live, whatever their deadlines; so it keeps the invariant at `d` and later, and earlier
-//!   deadlines do not see it. A group that comes without a slot is admitted as it arrives, by the same rule, and so is one
-//!   that is older than its slot was given for. All other claims and arrivals move a deadline only back.
-//! - The lease of step `v` takes the `B` earliest deadlines of what is finalized, and leaves only if afterwards at
-//!   most `R(d)` groups have a deadline of `d` or less, its own now being in `L(v)`. No other `B` finalized groups
-//!   would cover any `d` better. If all live groups are finalized, it holds: either all groups taken are due by `d`, and
-//!   both sides become less by as many, or none due by `d` remains. A lease of fewer groups leaves the rest of the step's
-//!   `B` to others.
-//! - The next step begins when `L(v) = B`, so that no `R(d)` changes: the term that it loses is 0.
-//! - With `d = v` the condition says that a group leaves with the step of its deadline at the latest: none is ever
-//!   over the bound, and the slow one is waited for instead.
-//! - Nobody waits in a circle: while the lease of step `v` waits, `L(v) < B`, so a sampler that serves `v` finds a free
-//!   slot unless `R(v + eta) >= B - L(v)` groups, or all slots, are live; those finish, and then the lease leaves.
+//! Why slots and earliest deadline first keep the staleness bound in [`OnStale::Wait`](crate::OnStale::Wait), for
+//! steps that train `B` groups:
+//! - *Admission.* A sampler that serves `a` gets groups with the deadline `d = a + eta`, and only while at most
+//!   `R(d)` groups are live, whatever their deadlines. This keeps the invariant at `d` and later; earlier deadlines
+//!   are not concerned. A group without a slot is admitted by the same rule when it arrives, and so is a group that
+//!   is older than its slot assumed. All other claims and arrivals move a deadline later.
+//! - *Lease.* The lease of step `v` takes the `B` earliest deadlines of the finalized groups. It is granted only if
+//!   afterwards at most `R(d)` groups have a deadline of `d` or less, with its own groups in `L(v)`. No other `B`
+//!   finalized groups satisfy more deadlines. If all live groups are finalized, the condition holds: either all
+//!   groups taken are due by `d`, and both sides decrease by the same number, or no group due by `d` remains. A
+//!   smaller lease leaves the rest of the step's `B` to other leases.
+//! - *Next step.* It begins when `L(v) = B`, so no `R(d)` changes: the term that drops out is 0.
+//! - *Bound.* With `d = v` the condition says that a group is leased at the latest for the step of its deadline. So
+//!   no group exceeds the bound; the lease waits for the slow group instead.
+//! - *No deadlock.* While the lease of step `v` waits, `L(v) < B`. So a sampler that serves `v` finds a free slot,
+//!   unless `R(v + eta) >= B - L(v)` groups, or all slots, are live; those finish, and then the lease is granted.
 //!
-//! A trainer that goes back from `w` to an older step `v` asks for its old steps again. Those of them whose leases are open
-//! get the same groups, which are not live; those that were acknowledged get others. So `L(s)` is what is open for `s`:
-//! `R(d)` is then what these steps still take, and a group that arrives meanwhile finds room only beside what is given
-//! again. For `d >= w` every `R(d)` becomes greater, or stays as it is. For `d < w` no live group has such a deadline: step
-//! `d` ended with `R(d) = 0`, and groups in flight from versions that are undone are taken back. Leases given again change neither side; the step that one is given again for begins with `L` as it was counted
-//! before. One that is released for step `s >= v` gives room to every `d >= s`, and adds live groups only for `d` not before
-//! their deadlines, which are not before `s`.
+//! *Rewind.* A trainer that rewinds from `w` to an older step `v` requests its old steps again. Steps whose leases
+//! are open get the same groups, which are not live; acknowledged steps get other groups. So `L(s)` is what is open
+//! for `s`, and `R(d)` is what these steps still need. For `d >= w` every `R(d)` increases or stays. For `d < w` no
+//! live group has such a deadline: step `d` ended with `R(d) = 0`, and groups in flight from undone versions are
+//! revoked. A repeated lease changes neither side; its step begins with `L` as it was counted before. A lease
+//! released for step `s >= v` adds capacity to every `d >= s`, and live groups only for `d` at or after their
+//! deadlines, which are at or after `s`.
 //!
-//! A crash only removes live groups, which keeps the invariant. What breaks it from outside (steps that train more or less
-//! than `B` groups, a lease of a step before `v` given back) costs groups, never the bound or progress: groups over the
-//! bound are dropped, groups in flight over the bound are not waited for, and where more is due than steps can take, a full
-//! batch of what is due leaves.
+//! *Crash.* A crash only removes live groups, which keeps the invariant. Two things outside break it: steps that
+//! train more or less than `B` groups, and a released lease of a step before `v`. They cost groups, never the bound
+//! or progress: groups over the bound are dropped, groups in flight over the bound are not waited for, and if more
+//! groups are due than steps can take, a full batch of due groups is leased.
 //!
-//! Replay (another order, or more uses than one) keeps the bound in the same place, at the lease, and paces by what is
-//! live alone; a group that was never used when it goes over the bound is generated again, one that was is evicted.
+//! *Replay* (another order, or several uses) checks the bound at the lease too, and limits admission by the live
+//! groups alone. A group that exceeds the bound is generated again if it was never used, and evicted otherwise.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -61,7 +63,7 @@ mod rewind;
 mod select;
 mod steps;
 
-/// Groups with keys have ids from here on; below 2^53, so that every JSON reader keeps them exact.
+/// First id of groups with idempotency keys; below 2^53, so every JSON reader keeps ids exact.
 pub(crate) const KEYED: u64 = 1 << 52;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,16 +76,16 @@ enum InFlightStage {
 #[derive(Clone, Debug)]
 struct InFlightGroup {
     stage: InFlightStage,
-    /// What counts as the oldest version: served at admission, then at the claim, then the oldest in the group.
+    /// The version that counts as the oldest: served at admission, then at the claim, then the oldest in the group.
     version: PolicyVersion,
     hold: GroupHold,
     until: Option<u64>,
-    /// While it is written: its size and contents.
+    /// Size and digests while the group is written.
     bytes: u64,
     contents: Vec<u128>,
 }
 
-/// Who generates a group, and for how long it is held without a sign of that.
+/// The process that generates a group, and the time after which the group is revoked without a heartbeat.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct GroupHold {
     ms: Option<u64>,
@@ -93,7 +95,7 @@ struct GroupHold {
 #[derive(Clone, Debug)]
 struct StoredGroup {
     row: GroupRow,
-    /// Leases that it is in.
+    /// Number of open leases that contain it.
     out: u32,
 }
 
@@ -103,7 +105,7 @@ enum HoldTarget {
     Lease(LeaseId),
 }
 
-/// Something that watchers hear of.
+/// An event, before it has an id.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct LedgerEvent {
     pub(crate) kind: EventKind,
@@ -117,49 +119,50 @@ pub(crate) struct Ledger {
     config: BufferConfig,
     next_id: u64,
     next_keyed: u64,
-    /// Ids to be admitted before new ones.
+    /// Queue for re-admission: ids to be admitted before new ones.
     again: BTreeSet<GroupId>,
     flights: BTreeMap<GroupId, InFlightGroup>,
     stored: BTreeMap<GroupId, StoredGroup>,
-    /// What can be leased, by its oldest version: stored, with a use left.
+    /// Groups that can be leased, by oldest version: stored, with a use left.
     pool: BTreeSet<(PolicyVersion, GroupId)>,
-    /// How many live groups (in flight or in the pool) count from each version.
+    /// Number of live groups (in flight or in the pool) by the version that they count from.
     due: BTreeMap<PolicyVersion, usize>,
     /// Open or expired.
     leases: BTreeMap<LeaseId, lease::LeaseRecord>,
-    /// Leases that ended otherwise than acknowledged; at most [`lease::ENDED_KEPT`].
+    /// Leases that ended without an acknowledgement; at most [`lease::ENDED_KEPT`].
     ended: BTreeMap<LeaseId, LeaseRow>,
-    /// How the leases below ended is not remembered, unless they are in `leases`.
+    /// Lease ids below have no record of their end, unless they are in `leases`.
     forgotten_leases: u64,
     named: HashMap<(String, PolicyVersion), LeaseId>,
-    /// Leases that are over their hold, and whose groups nobody else has yet.
+    /// Expired leases whose groups were not leased again.
     expired: BTreeSet<LeaseId>,
     next_lease: u64,
     step: PolicyVersion,
-    /// Groups leased for `step`.
+    /// Number of groups leased for `step`.
     taken: usize,
     /// Groups in open leases, by the step of the lease.
     leased: BTreeMap<PolicyVersion, usize>,
-    /// The latest version that anybody can have: that of `step`, or the next once groups were leased for it, even if
-    /// they came back since.
+    /// The newest version that can exist: `step`, or the next one after groups were leased for it, even if they were
+    /// released since.
     known: PolicyVersion,
     holds: BTreeSet<(u64, HoldTarget)>,
     keys: KeyIndex,
     contents: ContentIndex,
     bytes: u64,
     dropped_stale: u64,
-    /// Of those, how many no lease has told of.
+    /// Of those, the number that no lease has reported.
     dropped_untold: u64,
     evicted: u64,
     expiries: u64,
     quarantined: u64,
-    /// What is to be written since [`Ledger::take_change`].
+    /// The change since the last [`Ledger::take_change`].
     change: Option<LedgerChange>,
     occurrences: Vec<LedgerEvent>,
 }
 
 impl Ledger {
-    /// A ledger of what a store kept. What was in flight is first in line again; open leases are held anew from `now`.
+    /// Restores a ledger from the records of a store. Groups that were in flight are queued for re-admission; open
+    /// leases get their full hold from `now`.
     pub(crate) fn restore(config: BufferConfig, recovered: Recovered, now: u64) -> Self {
         let Recovered { rows, leases, keys, watermarks: mark } = recovered;
         let admitted = |row: &&GroupRow| row.id.0 < KEYED;
@@ -206,19 +209,19 @@ impl Ledger {
             ledger.stored.insert(row.id, StoredGroup { row, out: 0 });
         }
         leases.into_iter().for_each(|(id, row)| ledger.restore_lease(id, row, now));
-        // Earlier programs did not count the open leases of a step that the trainer had gone back to.
+        // Earlier programs did not count the open leases of a step that the trainer had rewound to.
         ledger.taken = ledger.taken.max(ledger.leased.get(&ledger.step).copied().unwrap_or(0));
         let ids: Vec<GroupId> = ledger.stored.keys().copied().collect();
         ids.into_iter().for_each(|id| ledger.enter_pool(id));
         ledger
     }
 
-    /// When the next hold is over, if any can be.
+    /// The time of the next expiry, if any hold can expire.
     pub(crate) fn next_expiry(&self) -> Option<u64> {
         self.holds.first().map(|(until, _)| *until)
     }
 
-    /// Takes up to `limit` free slots, for ids that are to be done again first, lowest first.
+    /// Admission: takes up to `limit` free slots, ids queued for re-admission first, lowest first.
     pub(crate) fn admit(&mut self, request: AdmitRequest, now: u64) -> Result<Vec<GroupId>, BufferError> {
         self.not_from_the_future(request.served)?;
         let count = request.limit.min(self.free(request.served));
@@ -244,7 +247,7 @@ impl Ledger {
         self.not_from_the_future(served)?;
         match self.flights.get(&group).map(|flight| (flight.stage, flight.version, flight.hold)) {
             Some((stage @ (InFlightStage::Admitted | InFlightStage::Claimed), version, hold)) => {
-                // An older one than at its admission is looked at when the group arrives.
+                // A claim from an older version than the admission's is checked when the group arrives.
                 let version = if stage == InFlightStage::Admitted { version.max(served) } else { version };
                 self.land(group);
                 self.take_off(group, InFlightStage::Claimed, version, hold, now);
@@ -272,7 +275,8 @@ impl Ledger {
         Ok(())
     }
 
-    /// Everything that `holder` has in flight goes first in line again; how many that are. What is being written is safe.
+    /// Revokes all groups in flight of `holder` and queues them for re-admission; their number. Groups being written
+    /// stay.
     pub(crate) fn abandon(&mut self, holder: u64) -> usize {
         let theirs = |flight: &InFlightGroup| {
             flight.hold.holder == Some(holder) && flight.stage != InFlightStage::Writing
@@ -286,15 +290,15 @@ impl Ledger {
         groups.len()
     }
 
-    /// Ends every hold that is over at `now`.
+    /// Expires every hold that ended by `now`.
     pub(crate) fn expire(&mut self, now: u64) -> bool {
         let mut any = false;
-        while let Some(&(until, held)) = self.holds.first()
+        while let Some(&(until, target)) = self.holds.first()
             && until <= now
         {
             any = true;
             self.expiries += 1;
-            match held {
+            match target {
                 HoldTarget::Group(group) => {
                     self.land(group);
                     self.again.insert(group);
@@ -306,7 +310,7 @@ impl Ledger {
         any
     }
 
-    /// Removes a group for good, wherever it is; false if it is not here.
+    /// Evicts a group in any state; false if it is unknown.
     pub(crate) fn evict(&mut self, group: GroupId) -> bool {
         let flying = self.flights.get(&group).is_some_and(|flight| flight.stage != InFlightStage::Writing);
         if flying {
@@ -323,7 +327,7 @@ impl Ledger {
         true
     }
 
-    /// Removes what can be leased and is older than `version`; how many groups that were.
+    /// Evicts groups that can be leased and are older than `version`; their number.
     pub(crate) fn evict_below(&mut self, version: PolicyVersion) -> u64 {
         let old: Vec<GroupId> = self.pool.range(..(version, GroupId(0))).map(|(_, id)| *id).collect();
         let idle = |id: &GroupId| self.stored.get(id).is_some_and(|stored| stored.out == 0);
@@ -337,14 +341,14 @@ impl Ledger {
         count
     }
 
-    /// What is to be written since the last call, and what happened.
+    /// The change to commit since the last call, and its events.
     pub(crate) fn take_change(&mut self) -> (Option<LedgerChange>, Vec<LedgerEvent>) {
         let change =
             self.change.take().map(|change| LedgerChange { watermarks: self.watermarks(), ..change });
         (change, std::mem::take(&mut self.occurrences))
     }
 
-    /// What happened since the last call, if nothing has to be written first.
+    /// The events since the last call, if there is no change to commit first.
     pub(crate) fn take_occurrences(&mut self) -> Vec<LedgerEvent> {
         if self.change.is_some() { Vec::new() } else { std::mem::take(&mut self.occurrences) }
     }
@@ -415,7 +419,7 @@ impl Ledger {
         Some(flight)
     }
 
-    /// Puts a stored group where leases find it, if it has a use left.
+    /// Adds a stored group to the pool if it has a use left.
     fn enter_pool(&mut self, group: GroupId) {
         let Some(stored) = self.stored.get(&group) else { return };
         let version = stored.row.oldest;
@@ -439,7 +443,7 @@ impl Ledger {
         }
     }
 
-    /// Forgets a stored group.
+    /// Removes a stored group.
     fn forget(&mut self, group: GroupId) {
         let Some(StoredGroup { row, .. }) = self.stored.remove(&group) else { return };
         self.leave_pool(row.oldest, group);
@@ -469,7 +473,7 @@ impl Ledger {
     }
 
     fn watermarks(&self) -> Watermarks {
-        // In flight and in line are disjoint and each is ascending.
+        // The groups in flight and those queued are disjoint, and each list is ascending.
         let admitted = self.flights.keys().copied().filter(|id| id.0 < KEYED);
         let mut pending: Vec<GroupId> = admitted.chain(self.again.iter().copied()).collect();
         pending.sort_unstable();
@@ -512,7 +516,7 @@ pub struct Recovered {
     pub watermarks: Watermarks,
 }
 
-/// Whole milliseconds, as many as there are.
+/// Whole milliseconds, saturating.
 pub(crate) fn millis(duration: std::time::Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

@@ -2,44 +2,49 @@
 //!
 //! ```text
 //!            admit          claim           finalize          lease           ack
-//!   in line ------> admitted ------> claimed ------> finalized ------> leased ------> forgotten
+//!   queued  ------> admitted ------> claimed ------> finalized ------> leased ------> removed
 //!     ^                |                |               ^ |               |
-//!     |<-- abort(retry), hold is over --+               | |               |
-//!     |<-- over the bound at a lease (counted) -----------+               |
+//!     |<-- abort(retry), hold expired ---+               | |               |
+//!     |<-- stale at a lease (counted) -------------------+               |
 //!                      |                |               |                 |
-//!                      |                |               +<-- release, hold is over, a use left
+//!                      |                |               +<-- release, hold expired, a use left
 //!                      +-> evicted <----+   abort(no retry)
 //!
 //!   slot  [ ============================================================ ] until a sampler serves v + 1
 //!   entry                              [ durable ========================================= ] until ack
 //! ```
 //!
-//! Two lifetimes, on purpose. A *slot* paces: there are `(max_staleness + 1) * batch_groups`, and one is taken from
-//! admission until the asking sampler serves the version that the group's batch produced, so what starts now is never
-//! born too old. An *entry* protects: a finalized group is kept from `finalize` until the checkpoint that contains it is
-//! acknowledged, and a crash in between hands the same batches out again, in the same order.
+//! A slot and an entry have different lifetimes. A *slot* is back-pressure on the samplers; [`BufferConfig::slots`] is their
+//! number. Admission takes one, and it is free once the sampler that asks serves the version that the group's batch
+//! produced. So no group is admitted that would exceed the staleness bound. An *entry* is durability: a finalized group
+//! stays stored until the checkpoint that contains it is acknowledged. After a crash the same batches are leased again, in
+//! the same order.
 //!
-//! A group comes in by admission, with an id that names its task, or under a key of its sender's ([`Producer::submit`]).
-//! A lease names its consumer and, if it is to be given again after a crash, its step; with a hold, a consumer that is
-//! gone keeps its groups no longer than that.
+//! A group enters by admission, with an id that names its task, or under an idempotency key of its sender
+//! ([`Producer::submit`]). A lease names its consumer and, to be repeatable after a crash, its step. A lease with a
+//! hold expires without a heartbeat, and its groups can be leased again; calls with the expired lease's id are then
+//! fenced.
 //!
-//! Everything is bounded: groups that are not leased by the slots (a batch that is released after a crash comes on
-//! top, until its step is done), leased ones by the steps between two acknowledgements, all together by
-//! `max_bytes`, the queue of the journal's writer by a constant, every wait by a deadline.
+//! Every quantity is bounded: unleased groups by the slots (a batch that is released after a crash comes on top until
+//! its step is done), leased groups by the steps between two acknowledgements, all groups together by `max_bytes`,
+//! the queue of the journal writer by a constant, every wait by a deadline.
 //!
 //! # Layout
-//! - `contract`: [`Producer`] and [`Consumer`], what the two sides may ask, here or over a wire
-//! - `group_limits`: what a run knows of the groups that it can train on
-//! - `config`: [`BufferConfig`]; `error`: [`BufferError`]; `listing`, `events`: what it shows of itself
-//! - `ledger`: ids, slots, order, staleness and leases as a pure state machine, and why they keep the bound
-//! - `buffer`: the ledger behind a lock and a store behind the ledger; for threads, and for the tasks of a server
-//! - `memory`, `journal`: the stores; one forgets with its process, the other survives kill -9
-//! - `payload`: a group as bytes
+//! - `contract`: [`Producer`] (the publisher side) and [`Consumer`] (the subscriber side), in this process or behind
+//!   HTTP
+//! - `group_limits`: validation of groups against the model and recipe of a run
+//! - `config`: [`BufferConfig`]; `error`: [`BufferError`]; `listing`, `events`: inspection
+//! - `ledger`: admission control, slots, order, staleness and leases as a state machine without I/O, with a proof of
+//!   the bound
+//! - `buffer`: the ledger behind a lock, a store behind the ledger; blocking for threads, async for a server
+//! - [`store`]: the trait [`store::Store`]; `memory`, `journal`: the built-in stores, the second a write-ahead
+//!   journal that survives kill -9; [`conformance`]: the suite that every store passes
+//! - `payload`: the encoding of groups
 //!
 //! # Invariants
 //! - No group is leased for a step that starts more than `max_staleness` versions after its oldest token's.
-//! - Every admitted id is in one place: in line, in flight, finalized, leased, forgotten or evicted.
-//! - What is handed to a lease is durable, and so is what a `finalize` accepted.
+//! - Every admitted id is in one state: queued for re-admission, in flight, finalized, leased, removed or evicted.
+//! - A leased group is durable, and so is a group once `finalize` has accepted it.
 //!
 //! ```
 //! use std::time::Duration;
@@ -56,7 +61,7 @@
 //! #     let trajectory = Trajectory { index: 0, sample, turns: vec![], text: "!".into(), score, baseline: false };
 //! #     Group { id, task, trajectories: vec![trajectory] }
 //! # }
-//! // One group a step, one version behind at most: two slots.
+//! // One group per step and one version of staleness: two slots.
 //! let buffer = Buffer::in_memory(BufferConfig::new(1, 1))?;
 //! let (v0, v1, now) = (PolicyVersion(0), PolicyVersion(1), Duration::ZERO);
 //! let slots = |served| AdmitRequest { served, limit: 9, hold: None , holder: None };
@@ -75,7 +80,7 @@
 //! assert!(buffer.admit(slots(v0), now)?.is_empty());
 //! assert_eq!(buffer.admit(slots(v1), now)?, [GroupId(2)]);
 //!
-//! // Asked again before the checkpoint, the step gets the same groups; afterwards they are gone.
+//! // A repeated request before the checkpoint gets the same groups; after the acknowledgement they are removed.
 //! assert_eq!(buffer.lease(&step, now)?, lease);
 //! buffer.ack_through("trainer", v1)?;
 //! assert!(buffer.lease(&step, now).is_err());

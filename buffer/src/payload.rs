@@ -1,5 +1,5 @@
-//! A group as bytes, and what the buffer knows of it without them. Invariant: what is encoded decodes to the same group; the
-//! id is not part of it, since a group with a key has none before it is accepted.
+//! The encoding of a group, and its row. Invariant: an encoded group decodes to an equal one. The id is not encoded,
+//! since a group with an idempotency key has none before it is accepted.
 
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value};
@@ -11,26 +11,26 @@ use trajectory::{
 use crate::BufferError;
 use crate::ledger::{Arrival, ArrivalIdentity, GroupRow};
 
-/// Longest key, bytes.
+/// Maximum length of an idempotency key, bytes.
 pub(crate) const MAX_KEY: usize = 128;
 
-/// A group on its way into the buffer.
+/// A group that is to be stored.
 #[derive(Clone, Debug)]
 pub(crate) struct IncomingGroup {
-    /// The key of its sender's; `None`: it has the id of its admission.
+    /// Its idempotency key; `None`: it has the id of its admission.
     key: Option<String>,
     group: Group,
-    /// Who sent it, for people; `None`: this process.
+    /// Its sender, for people; `None`: this process.
     sender: Option<String>,
 }
 
 impl IncomingGroup {
-    /// Under the id of its admission.
+    /// A group with the id of its admission.
     pub(crate) fn admitted(group: Group) -> Self {
         Self { key: None, group, sender: None }
     }
 
-    /// Under a key of its sender's.
+    /// A group under an idempotency key.
     pub(crate) fn keyed(key: impl Into<String>, group: Group) -> Self {
         Self { key: Some(key.into()), group, sender: None }
     }
@@ -40,7 +40,7 @@ impl IncomingGroup {
     }
 }
 
-/// A group with all that is known of it.
+/// A validated and encoded group.
 #[derive(Debug)]
 pub(crate) struct PreparedGroup {
     identity: ArrivalIdentity,
@@ -52,8 +52,7 @@ pub(crate) struct PreparedGroup {
     pub(crate) payload: Vec<u8>,
 }
 
-/// What is encoded. Streams are bytes, little-endian: a group has thousands of numbers, and they are copied rather than
-/// written one by one.
+/// The encoded form. Streams are little-endian bytes, copied as a whole: a group has thousands of numbers.
 #[derive(Serialize)]
 struct EncodedGroup<'a> {
     task: &'a Task,
@@ -78,7 +77,7 @@ struct EncodedTrajectory<'a> {
     baseline: bool,
 }
 
-/// The same, read in place.
+/// The same, borrowed from the bytes.
 #[derive(Deserialize)]
 struct DecodedGroup<'a> {
     task: Task,
@@ -98,12 +97,12 @@ struct DecodedTrajectory<'a> {
     turns: Vec<Turn>,
     text: String,
     score: Score,
-    /// Not written where it is false, nor by programs that knew no baselines.
+    /// Omitted if false, and by programs without baselines.
     #[serde(default)]
     baseline: bool,
 }
 
-/// A slice as one value.
+/// A slice encoded as one byte string.
 struct ByteField<'a>(&'a [u8]);
 
 impl Serialize for ByteField<'_> {
@@ -114,7 +113,7 @@ impl Serialize for ByteField<'_> {
 
 impl PreparedGroup {
     /// # Errors
-    /// A group without trajectories; an unusable key.
+    /// A group without trajectories; an unusable idempotency key.
     pub(crate) fn new(incoming: IncomingGroup, dedup: bool) -> Result<Self, BufferError> {
         let IncomingGroup { key, group, sender } = incoming;
         let identity = match key {
@@ -142,7 +141,7 @@ impl PreparedGroup {
         }
     }
 
-    /// What is written of it: under `id`, without the trajectories that are not to be kept.
+    /// The group to write: under `id`, without the trajectories that `keep` excludes.
     pub(crate) fn finish(mut self, id: GroupId, keep: &[bool]) -> Result<FinishedGroup, BufferError> {
         self.group.id = id;
         if keep.contains(&false) {
@@ -171,7 +170,7 @@ impl PreparedGroup {
     }
 }
 
-/// A group as it is kept.
+/// A group ready to be written.
 #[derive(Debug)]
 pub(crate) struct FinishedGroup {
     pub(crate) row: GroupRow,
@@ -181,7 +180,7 @@ pub(crate) struct FinishedGroup {
     pub(crate) sender: Option<String>,
 }
 
-/// MessagePack with named fields, so that a later program can add some.
+/// MessagePack with named fields, so a later program can add some.
 fn encode(group: &Group, sender: Option<&str>) -> Result<Vec<u8>, BufferError> {
     let Group { task, trajectories, id } = group;
     let trajectories = trajectories.iter().map(EncodedTrajectory::from).collect();
@@ -210,7 +209,7 @@ pub fn sender(payload: &[u8]) -> Option<String> {
     rmp_serde::from_slice::<SenderField>(payload).ok()?.sender
 }
 
-/// About how many bytes a group takes in memory: columns and details take many times what they are encoded as.
+/// Approximate bytes of a group in memory: columns and details take many times their encoded size.
 pub(crate) fn weight(group: &Group) -> u64 {
     const STRUCT: usize = 512;
     let map =
@@ -232,7 +231,7 @@ fn value_weight(value: &Value) -> usize {
         Value::Null | Value::Bool(_) | Value::Number(_) => 0,
         Value::String(text) => text.len(),
         Value::Array(items) => EACH + items.iter().map(value_weight).sum::<usize>(),
-        // Its table and its first entries.
+        // The table and its first entries.
         Value::Object(map) => {
             4 * EACH + map.iter().map(|(name, value)| name.len() + value_weight(value)).sum::<usize>()
         }
@@ -285,21 +284,21 @@ fn numbers<T>(bytes: &[u8], number: impl Fn([u8; 4]) -> T) -> Result<Vec<T>, Str
     }
 }
 
-/// One for every trajectory: equal for equal tokens of the same task, and never equal for a baseline and what is trained
-/// on.
+/// A digest for every trajectory: equal for equal tokens of the same task, and different for a baseline and a trained
+/// trajectory.
 fn contents(group: &Group) -> Vec<u128> {
     let task = group.task.id.0.to_le_bytes();
     let of = |trajectory: &Trajectory| {
         let tokens: Vec<u8> =
             trajectory.sample.token_ids().iter().flat_map(|token| token.to_le_bytes()).collect();
-        // One byte more than whole tokens: no other tokens have the same bytes.
+        // One byte more than whole tokens, so no other tokens have the same bytes.
         let baseline: &[u8] = if trajectory.baseline { &[1] } else { &[] };
         digest(&[&task, &tokens, baseline])
     };
     group.trajectories.iter().map(of).collect()
 }
 
-/// Half of a BLAKE3 digest: no two keys or contents ever share one.
+/// Half of a BLAKE3 digest, 128 bits: collisions do not occur in practice.
 fn digest(parts: &[&[u8]]) -> u128 {
     let mut hasher = blake3::Hasher::new();
     parts.iter().for_each(|part| {

@@ -1,5 +1,5 @@
-//! What trainer and samplers may ask of a transport, whatever carries the weights. Invariant: no call waits longer than it
-//! was told, and one that gives up says for whom it waited.
+//! The contract between trainer and samplers, for every transport. Invariant: no call waits longer than its deadline,
+//! and a call that gives up names the subscribers that it waited for.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,17 +8,17 @@ use trajectory::PolicyVersion;
 
 use crate::{Digest, Snapshot, WeightsError};
 
-/// The side of the trainer.
+/// Publisher side: the trainer.
 pub trait Publisher: Send + Sync {
-    /// Makes a version visible to all subscribers; the one before is forgotten. A version that was published before is
-    /// only compared: a trainer that starts again repeats steps, and repeats them exactly.
+    /// Publishes a version to all subscribers and drops the previous one. A version that was published before is only
+    /// compared: a restarted trainer repeats steps exactly.
     ///
     /// # Errors
     /// A version that is not newer than the last and was not published; the same version with other weights; an
     /// earlier mismatch.
     fn publish(&self, snapshot: Snapshot) -> Result<(), WeightsError>;
 
-    /// The same with a copy of `[parameters]` weights, made straight into the memory that subscribers share.
+    /// The same with a copy of `[parameters]` weights, made directly in the memory that subscribers share.
     ///
     /// # Errors
     /// As [`Publisher::publish`].
@@ -26,20 +26,20 @@ pub trait Publisher: Send + Sync {
         self.publish(Snapshot::new(version, values.into()))
     }
 
-    /// Waits up to `wait` until every subscriber that is still there serves `version` or a newer one.
+    /// Waits up to `wait` until every live subscriber serves `version` or a newer one.
     ///
     /// # Errors
-    /// [`WeightsError::NotApplied`], which names who is behind; an earlier mismatch.
+    /// [`WeightsError::NotApplied`], which names the late subscribers; an earlier mismatch.
     fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError>;
 
-    /// What every subscriber that is still there serves, in the order of their names.
+    /// The served version of every live subscriber, sorted by name.
     ///
     /// # Errors
     /// An earlier mismatch.
     fn lags(&self) -> Result<Vec<Lag>, WeightsError>;
 }
 
-/// The side of one sampler. Dropping it unsubscribes.
+/// Subscriber side: one sampler. Dropping it unsubscribes.
 pub trait Subscriber: Send + Sync {
     /// The newest snapshot if it is newer than `after` (any for `None`); does not wait.
     ///
@@ -57,38 +57,38 @@ pub trait Subscriber: Send + Sync {
         wait: Duration,
     ) -> Result<Option<Arc<Snapshot>>, WeightsError>;
 
-    /// Reports that this sampler now samples from a version. A receipt that comes before the publisher has digested what
-    /// it published is compared later.
+    /// Reports with a receipt that this sampler samples from a version. A receipt that arrives before the publisher
+    /// has computed the digest is compared later.
     ///
     /// # Errors
     /// [`WeightsError::Mismatch`] if the digest is not that of the version, [`WeightsError::NeverPublished`],
-    /// [`WeightsError::WentBack`]; of a sampler in the publisher's process all of them also fail every later call of the
-    /// publisher, one in another process is left out.
+    /// [`WeightsError::WentBack`]. For a sampler in the publisher's process these errors also fail every later call
+    /// of the publisher; a sampler in another process is rejected.
     fn applied(&self, receipt: Receipt) -> Result<(), WeightsError>;
 }
 
-/// A sampler's word that it serves a version.
+/// A sampler's report that it serves a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Receipt {
     /// The version that it now samples from.
     pub version: PolicyVersion,
-    /// The digest of the weights that it now holds, taken from them and not from the snapshot.
+    /// The digest of the weights that it now has, computed from them and not copied from the snapshot.
     pub digest: Digest,
     /// From the first byte received to the first step with the new weights.
     pub took: Duration,
-    /// The part of it in which decoding stood still.
+    /// The part of it in which decoding was stopped.
     pub stalled: Duration,
-    /// Bytes that were moved to get it there; 0 where memory is shared.
+    /// Bytes transferred; 0 where memory is shared.
     pub bytes: u64,
 }
 
-/// How far a subscriber is behind.
+/// Lag of a subscriber.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Lag {
     /// Its name.
     pub subscriber: String,
     /// Its last receipt; `None` until it applied a version.
     pub receipt: Option<Receipt>,
-    /// Versions between the newest published and the one it serves; all of them before its first receipt.
+    /// Number of versions between the newest published and the one it serves; all of them before its first receipt.
     pub versions: u64,
 }

@@ -1,28 +1,28 @@
-//! Copies of all weights, by several threads and into memory that was used before.
+//! Copies of all weights, by several threads, into reused memory.
 //!
-//! Invariant: memory is used again only when nobody else holds it. Fresh memory is many times slower than the copy
-//! itself, because the system clears every page of it.
+//! Invariant: memory is reused only without other references. Fresh memory is many times slower than the copy,
+//! because the system clears every page.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::{Dtype, Values};
 
-/// Copies that are kept for later: that of the newest version and the one before it.
+/// Copies kept for reuse: those of the newest version and the previous one.
 const KEPT: usize = 2;
-/// Least weights of a task.
+/// Minimum number of weights of a task.
 const LEAST: usize = 1 << 18;
 
 /// Makes copies of weights.
 #[derive(Debug)]
 pub struct Copier {
     threads: usize,
-    /// Copies that were handed out, to be used again.
+    /// Copies in use or free, to be reused.
     kept: Vec<Arc<[f32]>>,
 }
 
 impl Copier {
-    /// By up to `threads` threads.
+    /// A copier with up to `threads` threads.
     #[must_use]
     pub fn new(threads: usize) -> Self {
         Self { threads: threads.max(1), kept: Vec::with_capacity(KEPT) }
@@ -33,13 +33,13 @@ impl Copier {
     pub fn copy(&mut self, values: &[f32], dtype: Dtype) -> Values {
         let threads = self.threads;
         let mut memory = self.memory(values.len());
-        let target = Arc::get_mut(&mut memory).expect("nobody else holds it");
+        let target = Arc::get_mut(&mut memory).expect("it has no other reference");
         copy_rounded(values, target, dtype, threads);
         self.keep(&memory);
         memory.into()
     }
 
-    /// Memory for so many weights that nobody else holds, with any weights in it.
+    /// `[len]` weights of unreferenced memory, with arbitrary content.
     pub(crate) fn memory(&mut self, len: usize) -> Arc<[f32]> {
         let free = self.kept.iter_mut().position(|kept| kept.len() == len && Arc::get_mut(kept).is_some());
         match free {
@@ -48,7 +48,7 @@ impl Copier {
         }
     }
 
-    /// Uses `memory` again when its other holders are gone.
+    /// Keeps `memory` for reuse once it is not referenced any more.
     pub(crate) fn keep(&mut self, memory: &Arc<[f32]>) {
         if self.kept.len() == KEPT {
             self.kept.remove(0);
@@ -57,7 +57,7 @@ impl Copier {
     }
 }
 
-/// Copies `[n]` weights into as many, rounded to `dtype`, by up to `threads` threads.
+/// Copies `[n]` weights to `[n]` weights, rounded to `dtype`, by up to `threads` threads.
 pub(crate) fn copy_rounded(values: &[f32], target: &mut [f32], dtype: Dtype, threads: usize) {
     let part = values.len().div_ceil(threads.max(1)).max(LEAST);
     let parts: Vec<_> = values.chunks(part).zip(target.chunks_mut(part)).collect();
@@ -67,7 +67,8 @@ pub(crate) fn copy_rounded(values: &[f32], target: &mut [f32], dtype: Dtype, thr
     });
 }
 
-/// Does `work` on all `tasks`, by up to `threads` threads with the calling one; results in the order of the tasks.
+/// Runs `work` on all `tasks`, on up to `threads` threads including the calling one; results in the order of the
+/// tasks.
 pub(crate) fn share<T: Send, R: Send>(threads: usize, tasks: Vec<T>, work: impl Fn(T) -> R + Sync) -> Vec<R> {
     let threads = threads.min(tasks.len());
     if threads <= 1 {
@@ -119,7 +120,7 @@ mod tests {
         let first = copier.copy(&[1.0; 8], Dtype::F32);
         let second = copier.copy(&[2.0; 8], Dtype::F32);
         let place = first.as_ptr();
-        assert_ne!(place, second.as_ptr(), "somebody holds it");
+        assert_ne!(place, second.as_ptr(), "it is in use");
         drop(first);
         let third = copier.copy(&[3.0; 8], Dtype::F32);
         assert_eq!((place, third[0], second[0]), (third.as_ptr(), 3.0, 2.0));

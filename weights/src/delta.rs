@@ -1,16 +1,16 @@
-//! What changed from one version to the next, without loss.
+//! Delta encoding: the changes from one version to the next, lossless.
 //!
-//! The weights are cut into blocks of [`BLOCK`], each encoded on its own:
+//! The weights are split into blocks of [`BLOCK`], each encoded on its own:
 //! ```text
 //!   bytes that follow, u32;  bytes before compression, u32 (the same: not compressed);  then, perhaps as zstd,
 //!   changed weights, u32;  bytes of places, u32;  places;  new words of the dtype
 //! ```
-//! A place is the number of unchanged weights since the last changed one, in groups of 7 bits, lowest first, of which all
-//! but the last have bit 7 set. A block in which so much changed that this is no gain has no places (their bytes are
-//! [`DENSE`]) and all of its words. A word is the f32, or its upper half if the lower one is zero in every weight (bf16).
+//! A place is a gap: the number of unchanged weights since the last changed one, as a LEB128 varint. If a delta of a
+//! block would not be smaller, the block has all of its words and no places (their byte count is [`DENSE`]). A word
+//! is the f32, or its upper half if the lower one is zero in every weight (bf16).
 //!
-//! Invariant: applied to the base that it was made from, a delta gives the version bit by bit; anything else is refused,
-//! and however damaged, it takes no more memory than a block of it can have.
+//! Invariant: applied to its base, a delta gives the version bit by bit; applied to anything else, it is refused. A
+//! damaged delta takes at most the memory of a block.
 
 use trajectory::PolicyVersion;
 
@@ -18,31 +18,31 @@ use crate::copier::share;
 use crate::frame::{FrameHeader, FrameKind, HEADER};
 use crate::{Dtype, Snapshot};
 
-/// Weights of a block: enough for the overhead not to count, few enough that threads end together.
+/// Weights of a block: large enough for a small overhead, small enough for balanced threads.
 pub(crate) const BLOCK: usize = 1 << 18;
-/// Bytes of places of a block that has all of its words.
+/// The byte count of places of a dense block.
 const DENSE: u32 = u32::MAX;
-/// Of zstd: faster than most networks.
+/// Compression level of zstd: faster than most networks.
 const LEVEL: i32 = 1;
 
-/// A delta as it is sent.
+/// An encoded delta.
 #[derive(Debug)]
 pub(crate) struct DeltaFrame {
     base: PolicyVersion,
     bytes: axum::body::Bytes,
 }
 
-/// What was found.
+/// Result of encoding a delta.
 #[derive(Debug, Default)]
 pub(crate) struct DeltaEncoding {
-    /// `None` if it would be no smaller than all weights.
+    /// `None` if it would not be smaller than all weights.
     pub(crate) frame: Option<DeltaFrame>,
     /// Share of the weights that changed.
     pub(crate) density: Option<f64>,
 }
 
 impl DeltaFrame {
-    /// The version that it is applied to.
+    /// The version that it applies to.
     pub(crate) fn base(&self) -> PolicyVersion {
         self.base
     }
@@ -53,17 +53,17 @@ impl DeltaFrame {
     }
 }
 
-/// Bytes of a full push.
+/// Bytes of a full frame of `values` weights.
 pub(crate) fn full_bytes(values: usize, dtype: Dtype) -> u64 {
     (HEADER + values * dtype.bytes()) as u64
 }
 
-/// Most bytes of a payload of so many weights; a longer one is damaged.
+/// Maximum bytes of a payload of `values` weights; a longer one is damaged.
 pub(crate) fn longest_payload(values: usize) -> u64 {
     (values * 4 + values.div_ceil(BLOCK) * 16) as u64
 }
 
-/// The delta from `base` to `new`, by so many threads.
+/// The delta from `base` to `new`, encoded by up to `threads` threads.
 pub(crate) fn encode(
     base: &Snapshot,
     new: &Snapshot,
@@ -102,8 +102,8 @@ pub(crate) fn encode(
     DeltaEncoding { frame: Some(DeltaFrame { base: base.version, bytes: bytes.into() }), density }
 }
 
-/// Applies the payload of a delta to the weights of its base. The caller compares the digest afterwards; after an error the
-/// weights are of no version.
+/// Applies the payload of a delta to `[values]` weights of its base. The caller compares the digest afterwards; after
+/// an error the weights are of no version.
 pub(crate) fn apply(
     header: &FrameHeader,
     payload: &[u8],
@@ -136,7 +136,7 @@ pub(crate) fn apply(
     .collect()
 }
 
-/// How many weights changed, and the block before compression.
+/// The number of changed weights, and the block before compression.
 fn encode_block(old: &[f32], new: &[f32], dtype: Dtype) -> (usize, Vec<u8>) {
     let (mut places, mut words, mut next) = (Vec::new(), Vec::new(), 0);
     for (index, (old, new)) in old.iter().zip(new).enumerate() {
@@ -161,7 +161,7 @@ fn encode_block(old: &[f32], new: &[f32], dtype: Dtype) -> (usize, Vec<u8>) {
     (changed, bytes)
 }
 
-/// A block with its two lengths, compressed if that is a gain.
+/// A block with its two lengths, compressed if that is smaller.
 fn store(block: &[u8], compress: bool) -> Vec<u8> {
     let compressed = if compress { zstd::bulk::compress(block, LEVEL).ok() } else { None };
     let stored = compressed.as_deref().filter(|stored| stored.len() < block.len()).unwrap_or(block);
@@ -215,7 +215,7 @@ fn put_gap(places: &mut Vec<u8>, mut gap: u32) {
     places.push(gap as u8);
 }
 
-/// Takes a place off `places`.
+/// Decodes the next gap of `places`.
 fn gap(places: &mut &[u8]) -> Result<u32, String> {
     let mut gap = 0;
     for shift in (0..28).step_by(7) {

@@ -1,14 +1,14 @@
 //! BLAKE3 by several threads. Invariant: the result is that of one thread, byte for byte.
 //!
-//! BLAKE3 is a binary tree over chunks of 1024 bytes whose left subtrees are full. The input is split along that tree into
-//! subtrees that threads digest on their own, and their values are merged in its order.
+//! BLAKE3 is a binary tree over chunks of 1024 bytes whose left subtrees are full. Threads digest subtrees, whose
+//! chaining values are merged in the order of the tree.
 
 use blake3::Hasher;
 use blake3::hazmat::{self, ChainingValue, HasherExt, Mode};
 
 use crate::copier::share;
 
-/// Largest subtree of one task, bytes: enough that a task outweighs its bookkeeping, few enough that threads end together.
+/// Maximum subtree of one task, bytes: large enough for a small overhead, small enough for balanced threads.
 const TASK: u64 = 4 << 20;
 /// Bytes of a weight.
 const WORD: u64 = 4;
@@ -34,7 +34,7 @@ pub(crate) fn tree(values: &[f32], threads: usize) -> [u8; 32] {
     *hazmat::merge_subtrees_root(&left, &right, Mode::Hash).as_bytes()
 }
 
-/// The subtrees of the input from `start` on, `len` bytes long, in order: start and length of each.
+/// The subtrees of `len` bytes from `start`, in order: start and length of each, bytes.
 fn split(start: u64, len: u64, tasks: &mut Vec<(u64, u64)>) {
     if len <= TASK {
         tasks.push((start, len));
@@ -45,7 +45,7 @@ fn split(start: u64, len: u64, tasks: &mut Vec<(u64, u64)>) {
     split(start + left, len - left, tasks);
 }
 
-/// The value of a subtree of `len` bytes, from those of its tasks, which come in order.
+/// The chaining value of a subtree of `len` bytes, from those of its tasks in order.
 fn merged(len: u64, digested: &mut impl Iterator<Item = ChainingValue>) -> ChainingValue {
     if len <= TASK {
         return digested.next().expect("the input was split in the same way");

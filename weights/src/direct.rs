@@ -1,23 +1,23 @@
-//! Weights that stay on devices: from the trainer's to those of samplers, never through the host.
+//! Weights that stay on devices: from the trainer's device to those of samplers, without the host.
 //!
 //! ```text
 //!   colocated   the trainer's weights --copy--> a sampler's spare buffer, in the same process
 //!   cuda-ipc    the trainer's weights --copy--> slot 0 | 1 --copy--> a sampler's spare buffer, in another process
 //!   nccl        every owner's shard --broadcast in buckets--> the spare buffers of all samplers, on other GPUs
 //! ```
-//! What samplers decode from is not touched: new weights are made ready in a spare buffer, on a stream of its own (a second
-//! [`Device::open`] of the same place), and a sampler takes them between two steps.
+//! Double buffering: new weights are received into a spare buffer, on a separate stream (a second [`Device::open`] of
+//! the same device), and a sampler swaps buffers between two decode steps.
 //!
-//! The control plane is the [`Hub`] as ever: newest version, receipts, lags. A digest here is BLAKE3 over the
-//! weights as they are stored (bf16 as two bytes), by the device.
+//! The [`Hub`] is the control plane: newest version, receipts, lags. The digest of device weights is BLAKE3 over the
+//! stored weights (bf16 as two bytes), computed on the device.
 //!
-//! - [`colocated`], [`ipc`], [`nccl`]: the transports; [`round`]: what the members of a broadcast are told
-//! - `control`: a sampler's line to the hub; `spares`: buffers that are used again
+//! - [`colocated`], [`ipc`], [`nccl`]: the transports; [`round`]: the members and shards of a broadcast
+//! - `hub_connection`: a sampler's connection to the hub; `spare_buffers`: reused buffers
 //!
 //! Invariants:
-//! - What a sampler holds is not written.
-//! - A receipt has the digest of what lies in the sampler's own buffer.
-//! - Every wait for a peer has a deadline, and one that gives up says for whom it waited.
+//! - A buffer that a sampler decodes from is not written.
+//! - A receipt has the digest of the sampler's own buffer.
+//! - Every wait for a peer has a deadline, and an error names the peers that it waited for.
 
 pub mod colocated;
 mod hub_connection;
@@ -39,18 +39,18 @@ use crate::hub::{PublicationStatus, PublishedVersion};
 use crate::publisher::same;
 use crate::{Digest, Dtype, Hub, Lag, Receipt, Received, WeightsError};
 
-/// The side of the trainer.
+/// Publisher side: the trainer, with weights on a device.
 pub trait DevicePublisher<T: Storage>: Send + Sync {
-    /// Makes a version visible to all subscribers, as [`Publisher::publish`](crate::Publisher::publish) does. `values` are
-    /// `[parameters]`, in the canonical order of the model, and free to change when this returns.
+    /// Publishes a version to all subscribers, as [`Publisher::publish`](crate::Publisher::publish). `values` are
+    /// `[parameters]` weights in the canonical order of the model, and may change after the return.
     ///
     /// # Errors
-    /// A version that is not newer than the last and was not published; the same version with other weights; an earlier
-    /// mismatch; samplers that do not give back memory; a device that fails.
+    /// A version that is not newer than the last and was not published; the same version with other weights; an
+    /// earlier mismatch; samplers that do not release memory; a device that fails.
     fn publish(&self, version: PolicyVersion, values: View<'_, T>) -> Result<(), WeightsError>;
 
-    /// Sends the newest version to samplers that have come since, if the transport has to be told; whether it did. `values`
-    /// must be those that were published. To be called between steps, and while samplers are waited for.
+    /// Sends the newest version to samplers that subscribed since, if the transport requires it; whether it did.
+    /// `values` must be the published `[parameters]` weights. Call it between steps, and while waiting for samplers.
     ///
     /// # Errors
     /// As [`DevicePublisher::publish`].
@@ -62,10 +62,10 @@ pub trait DevicePublisher<T: Storage>: Send + Sync {
     /// A thread that panicked in the middle of a push.
     fn last_push(&self) -> Result<Option<DevicePush>, WeightsError>;
 
-    /// The hub that is published to.
+    /// The hub.
     fn hub(&self) -> &Hub;
 
-    /// The same publisher, if several owners can send a shard each through it.
+    /// The publisher as a broadcast publisher, if several shard owners can send through it.
     fn broadcasting(&self) -> Option<&nccl::NcclPublisher<T>> {
         None
     }
@@ -73,7 +73,7 @@ pub trait DevicePublisher<T: Storage>: Send + Sync {
     /// As [`Publisher::wait_applied`](crate::Publisher::wait_applied).
     ///
     /// # Errors
-    /// [`WeightsError::NotApplied`], which names who is behind; an earlier mismatch.
+    /// [`WeightsError::NotApplied`], which names the late subscribers; an earlier mismatch.
     fn wait_applied(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {
         self.hub().wait_applied(version, wait)
     }
@@ -87,10 +87,10 @@ pub trait DevicePublisher<T: Storage>: Send + Sync {
     }
 }
 
-/// The side of one sampler, called beside its decoding. Dropping it unsubscribes.
+/// Subscriber side: one sampler, on a thread beside its decoding. Dropping it unsubscribes.
 pub trait DeviceSubscriber<T: Storage>: Send + Sync {
-    /// The newest version, whole, in a buffer of the sampler's own, as soon as it is newer than `after`; `None` if none came
-    /// within `wait`.
+    /// The newest version in a buffer of the sampler, as soon as it is newer than `after`; `None` if none came within
+    /// `wait`.
     ///
     /// # Errors
     /// An earlier mismatch; [`WeightsError::PublisherGone`] if nothing newer will ever come; a device that fails.
@@ -108,8 +108,8 @@ pub trait DeviceSubscriber<T: Storage>: Send + Sync {
         self.wait_newer(after, Duration::ZERO)
     }
 
-    /// Takes a buffer to receive later versions into, such as that of the version before, once no work that reads it is under
-    /// way on any stream. Without that every version takes new memory.
+    /// Returns a buffer for reuse, such as that of the previous version, once no work on any stream reads it.
+    /// Otherwise every version allocates memory.
     fn give_back(&self, values: Buffer<T>);
 
     /// As [`Subscriber::applied`](crate::Subscriber::applied).
@@ -122,18 +122,18 @@ pub trait DeviceSubscriber<T: Storage>: Send + Sync {
 /// The weights of one version on a device.
 #[derive(Debug)]
 pub struct DeviceWeights<T: Storage> {
-    /// Which version.
+    /// The version.
     pub version: PolicyVersion,
-    /// `[parameters]` all weights, flat, in the canonical order of the model.
+    /// `[parameters]` weights, flat, in the canonical order of the model.
     pub values: Buffer<T>,
-    /// What they were digested to where they lie.
+    /// Their digest, computed on the device.
     pub digest: Digest,
-    /// What it took to get them here.
+    /// Cost of receiving them.
     pub received: Received,
 }
 
 impl<T: Storage> DeviceWeights<T> {
-    /// What to report once they are decoded from, if the decoding stood still for `stalled`.
+    /// The receipt once they are decoded from, if the decoding was stopped for `stalled`.
     #[must_use]
     pub fn receipt(&self, stalled: Duration) -> Receipt {
         let Received { bytes, took } = self.received;
@@ -141,35 +141,35 @@ impl<T: Storage> DeviceWeights<T> {
     }
 }
 
-/// What a push from a device cost its publisher.
+/// Cost of a push from a device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DevicePush {
-    /// Which version.
+    /// The version.
     pub version: PolicyVersion,
     /// Bytes of the weights.
     pub bytes: u64,
-    /// Until samplers could read it, or had received it.
+    /// Time until samplers could read it, or had received it.
     pub moved: Duration,
-    /// All of it, with the digest.
+    /// Total time, with the digest.
     pub took: Duration,
-    /// Attempts that it took.
+    /// Number of attempts.
     pub attempts: usize,
 }
 
-/// How samplers get a version that is on a device, as the hub tells it.
+/// How samplers get a version that is on a device, in the hub's announcement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct WeightsLocation {
-    /// What it is stored in.
+    /// Its dtype.
     dtype: String,
-    /// Where it can be opened on this host.
+    /// The slot to open on this host.
     #[serde(default)]
     slot: Option<ipc::SlotAddress>,
-    /// Who broadcasts it to whom.
+    /// The broadcast that sends it.
     #[serde(default)]
     round: Option<BroadcastRound>,
 }
 
-/// A version on a device, as a subscriber is told of it.
+/// A push notice: a version on a device, as announced to a subscriber.
 #[derive(Clone, Debug)]
 pub(crate) struct PushNotice {
     pub(crate) version: PolicyVersion,
@@ -178,19 +178,19 @@ pub(crate) struct PushNotice {
 }
 
 impl WeightsLocation {
-    /// Weights of `T` that nobody else can reach.
+    /// Weights of type `T` within the process.
     fn within<T: Storage>() -> Self {
         Self { dtype: dtype::<T>().as_str().to_owned(), slot: None, round: None }
     }
 
-    /// The number of its round; 0 if there is none.
+    /// The number of its broadcast round; 0 without one.
     pub(crate) fn round_number(&self) -> u64 {
         self.round.as_ref().map_or(0, |round| round.number)
     }
 }
 
 impl PushNotice {
-    /// Checks that the weights are of the type that the subscriber wants.
+    /// Checks that the weights have the subscriber's type.
     fn check<T: Storage>(&self, transport: &'static str) -> Result<(), WeightsError> {
         let wanted = dtype::<T>().as_str();
         if self.direct.dtype == wanted {
@@ -201,12 +201,12 @@ impl PushNotice {
     }
 }
 
-/// What `T` is to a recipe.
+/// The dtype of `T` in a recipe.
 fn dtype<T: Storage>() -> Dtype {
     if T::NARROW { Dtype::Bf16 } else { Dtype::F32 }
 }
 
-/// BLAKE3 over weights as they are stored on the device. Waits.
+/// BLAKE3 over `[n]` weights as stored on the device. Waits for the device.
 ///
 /// # Errors
 /// A device that fails.
@@ -219,7 +219,7 @@ fn failed(what: &'static str) -> impl Fn(DeviceError) -> WeightsError {
     move |error| WeightsError::Device { what, reason: error.to_string() }
 }
 
-/// Whether a version has to be published; one that was is compared.
+/// Whether a version is new; a version that was published is compared.
 fn is_new<T: Storage>(
     hub: &Hub,
     device: &Device,
@@ -234,7 +234,7 @@ fn is_new<T: Storage>(
     }
 }
 
-/// Makes a version visible that lies where samplers can get it, and then digests it.
+/// Announces a version that samplers can read, then computes its digest.
 fn announce<T: Storage>(
     hub: &Hub,
     device: &Device,

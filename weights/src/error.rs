@@ -1,4 +1,4 @@
-//! What can go wrong between trainer and samplers. Every message says who is where and what to do about it.
+//! Errors between trainer and samplers. Each message states the evidence, then the remedy.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use trajectory::PolicyVersion;
 
 use crate::Digest;
 
-/// Why weights did not get where they should.
+/// Why weights were not distributed or applied.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightsError {
@@ -15,24 +15,24 @@ pub enum WeightsError {
         "{version} cannot be published after {newest}: versions only go up; a run that goes back needs a new hub"
     )]
     NotNewer {
-        /// The version that was to be published.
+        /// The version to be published.
         version: PolicyVersion,
-        /// The newest published.
+        /// The newest published version.
         newest: PolicyVersion,
     },
-    /// A sampler holds other weights than it says.
+    /// A sampler serves other weights than its receipt says.
     #[error(
         "{subscriber} serves weights {served} as {version}, which was published as {published}: its samples would be of \
          another policy; stop the run and check its transport and memory"
     )]
     Mismatch {
-        /// Who.
+        /// The subscriber.
         subscriber: String,
-        /// What it says it serves.
+        /// The reported version.
         version: PolicyVersion,
-        /// What it serves.
+        /// The digest of the served weights.
         served: Digest,
-        /// What it should serve.
+        /// The digest of the published weights.
         published: Digest,
     },
     /// A sampler reports a version that does not exist.
@@ -40,47 +40,47 @@ pub enum WeightsError {
         "{subscriber} says that it serves {version}, which was never published: is it part of another run?"
     )]
     NeverPublished {
-        /// Who.
+        /// The subscriber.
         subscriber: String,
-        /// What it says it serves.
+        /// The reported version.
         version: PolicyVersion,
     },
     /// A sampler reports an older version than before.
     #[error("{subscriber} went back from {from} to {version}: weights must only be applied in order")]
     WentBack {
-        /// Who.
+        /// The subscriber.
         subscriber: String,
-        /// What it served.
+        /// The version that it served.
         from: PolicyVersion,
-        /// What it says it serves.
+        /// The reported version.
         version: PolicyVersion,
     },
-    /// Somebody did not apply a version in time.
+    /// A subscriber did not apply a version in time.
     #[error("{version} was not applied by all within {:.1} s: {behind}; see why they do not swap weights", .waited.as_secs_f64())]
     NotApplied {
         /// The version.
         version: PolicyVersion,
         /// How long the publisher waited.
         waited: Duration,
-        /// Who is behind, and where.
+        /// The late subscribers and the versions that they serve.
         behind: String,
     },
-    /// A version was published twice, with other weights.
+    /// A version was published again with other weights.
     #[error(
         "{version} was published as {before} and is now {now}: steps that are repeated must give the same weights; \
-         look at what changed since ({who} holds the first), and start samplers and trainer anew"
+         look at what changed since ({who} has the first), and restart samplers and trainer"
     )]
     Republished {
         /// The version.
         version: PolicyVersion,
-        /// What it was.
+        /// The first digest.
         before: Digest,
-        /// What it is now.
+        /// The digest now.
         now: Digest,
-        /// Who knows it as it was.
+        /// Where the first digest is known from.
         who: String,
     },
-    /// Another process goes by this name now.
+    /// A later connection has this name.
     #[error(
         "another {name} has subscribed since: this one is no longer asked; stop it, or give it another name"
     )]
@@ -88,30 +88,30 @@ pub enum WeightsError {
         /// The name.
         name: String,
     },
-    /// The caller said what cannot be true, and is no longer asked.
+    /// The subscriber was rejected for an impossible receipt.
     #[error(
-        "{name} was left out of the run because its last receipt cannot be true: see the log of the run, then start it anew"
+        "{name} was rejected because its last receipt is impossible: see the log of the run, then start it again"
     )]
     Rejected {
         /// Its name.
         name: String,
     },
-    /// A connection that no hub has given out.
+    /// A connection id that no hub has issued.
     #[error("{name} calls as connection {connection}, which no run has given out: subscribe first")]
     BadConnection {
         /// Its name.
         name: String,
-        /// What it calls itself.
+        /// The connection id.
         connection: u64,
     },
-    /// A name that nobody can have.
+    /// An invalid name.
     #[error(
         "{name:?} is no name of a subscriber: 1 to {limit} letters, digits, spaces and -_.: are possible"
     )]
     BadName {
-        /// The name, cut off.
+        /// The name, truncated.
         name: String,
-        /// Most bytes of a name.
+        /// Maximum length of a name, bytes.
         limit: usize,
     },
     /// Too many subscribers.
@@ -119,17 +119,17 @@ pub enum WeightsError {
         "there are {limit} subscribers already, the most that one trainer serves: is a worker started again and again?"
     )]
     TooMany {
-        /// Most subscribers.
+        /// Maximum number of subscribers.
         limit: usize,
     },
-    /// Weights that are not what they should be; they were not applied.
+    /// Received weights are damaged; they were not applied.
     #[error("the weights of {version} ({digest}) came damaged and were not applied: {what}")]
     Corrupt {
-        /// Which version was to be received.
+        /// The version.
         version: PolicyVersion,
-        /// What its digest should be.
+        /// Its digest.
         digest: Digest,
-        /// What was seen.
+        /// The damage.
         what: String,
     },
     /// Shared memory cannot be used.
@@ -137,63 +137,63 @@ pub enum WeightsError {
     Shm {
         /// File or directory.
         path: String,
-        /// What was tried.
+        /// The operation.
         what: &'static str,
         /// The system's answer.
         reason: String,
     },
-    /// Shards that do not make up a version.
+    /// Shards that do not cover a version.
     #[error("shared memory in {path}: {reason}")]
     Shard {
         /// The file.
         path: String,
-        /// What does not fit.
+        /// The reason.
         reason: String,
     },
-    /// Weights on a device, where weights on the host were asked for.
+    /// The weights are on a device, but host weights were requested.
     #[error(
         "{version} is on a device: subscribe as its transport wants it (cuda-ipc, nccl, or within the process)"
     )]
     OnDevice {
-        /// Which version.
+        /// The version.
         version: PolicyVersion,
     },
-    /// Weights that come another way than the subscriber is made for.
+    /// The weights come by another transport than the subscriber's.
     #[error(
         "{version} does not come by {transport}: give trainer and samplers the same weights.transport ({what})"
     )]
     OtherWay {
-        /// Which version.
+        /// The version.
         version: PolicyVersion,
-        /// How it was expected.
+        /// The subscriber's transport.
         transport: &'static str,
-        /// What came.
+        /// How the version is transported.
         what: String,
     },
-    /// A device that fails.
+    /// A device failed.
     #[error("the device cannot {what}: {reason}")]
     Device {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// What the device says.
+        /// The device's error.
         reason: String,
     },
-    /// Memory of a device that somebody does not give back.
+    /// Subscribers still read memory that the publisher needs.
     #[error("{version} finds no free slot on the device for {:.1} s: {holders}; see why it does not go on", .waited.as_secs_f64())]
     Held {
         /// The version that was to be published or received.
         version: PolicyVersion,
-        /// For how long.
+        /// How long the publisher waited.
         waited: Duration,
-        /// Who holds it.
+        /// The subscribers.
         holders: String,
     },
-    /// A version that did not get to the samplers.
+    /// A version that could not be sent to the samplers.
     #[error("{version} was not sent after {attempts} attempts: {reason}")]
     NotSent {
-        /// Which version.
+        /// The version.
         version: PolicyVersion,
-        /// How often it was tried, each time with those who still answered.
+        /// Number of attempts, each with the samplers that still answered.
         attempts: usize,
         /// Why the last attempt failed.
         reason: String,
@@ -207,32 +207,32 @@ pub enum WeightsError {
     Unreachable {
         /// The subscriber.
         name: String,
-        /// Where the weights are served.
+        /// URL of the hub.
         url: String,
-        /// For how long.
+        /// Time without an answer.
         waited: Duration,
         /// The last failure.
         reason: String,
     },
-    /// The trainer's process answered that it will not.
+    /// The trainer's process refused a request.
     #[error("{url} refused {name}: {detail} ({code})")]
     Refused {
         /// The subscriber.
         name: String,
-        /// What was asked.
+        /// URL of the hub.
         url: String,
-        /// A stable word for the reason.
+        /// The stable error code.
         code: String,
         /// The reason.
         detail: String,
     },
-    /// Two subscribers would be indistinguishable.
+    /// The name of a subscriber is in use.
     #[error("there already is a subscriber named {name}: give every sampler its own name")]
     NameTaken {
         /// The name.
         name: String,
     },
-    /// Nothing newer will ever be published.
+    /// The publisher has ended: no newer version will be published.
     #[error("the publisher is gone; the newest version is {}: the trainer has ended, see its messages", newest_or_none(*.newest))]
     PublisherGone {
         /// The newest published, if any.

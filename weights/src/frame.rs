@@ -1,4 +1,4 @@
-//! The head of a push over the network: what follows, what it belongs to, and proof of all of it.
+//! The header of weights on the network: what follows, which version it is, and checksums of all of it.
 //!
 //! ```text
 //!   0  "RLRUNWT1"            48  payload bytes, u64
@@ -24,33 +24,33 @@ const MAGIC: [u8; 8] = *b"RLRUNWT1";
 const CHECKED: usize = 152;
 const NO_DIGEST: [u8; 32] = [0; 32];
 
-/// What follows a header.
+/// Kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FrameKind {
     /// All weights.
     Full,
-    /// What changed since the version `base`, whose weights have the digest `of`; `checksum` is that of the payload.
+    /// The delta from the version `base`, whose weights have the digest `of`; `checksum` is that of the payload.
     Delta { base: PolicyVersion, of: Digest, checksum: [u8; 32] },
 }
 
-/// The head of a frame.
+/// Header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FrameHeader {
     pub(crate) kind: FrameKind,
     pub(crate) dtype: Dtype,
     pub(crate) version: PolicyVersion,
-    /// Of the weights that the receiver then has.
+    /// Digest of the version's weights, after the frame is applied.
     pub(crate) digest: Digest,
-    /// Weights of the model.
+    /// Number of weights of the model.
     pub(crate) values: u64,
-    /// Weights that are not as they were.
+    /// Number of changed weights.
     pub(crate) changed: u64,
-    /// Bytes that follow.
+    /// Bytes of the payload.
     pub(crate) payload: u64,
 }
 
 impl FrameHeader {
-    /// The head of a full push.
+    /// The header of a full frame.
     pub(crate) fn full(version: PolicyVersion, digest: Digest, values: usize, dtype: Dtype) -> Self {
         let (values, payload) = (values as u64, (values * dtype.bytes()) as u64);
         Self { kind: FrameKind::Full, dtype, version, digest, values, changed: values, payload }
@@ -77,7 +77,7 @@ impl FrameHeader {
         bytes
     }
 
-    /// Reads what `encode` writes; what is wrong with it otherwise.
+    /// Decodes a header, or says what is wrong with it.
     pub(crate) fn decode(bytes: &[u8; HEADER]) -> Result<Self, String> {
         if bytes[..8] != MAGIC {
             return Err("it does not begin as weights of this version of rlrun do".to_owned());

@@ -1,24 +1,24 @@
-//! The hub for other processes, and the weights themselves for other hosts.
+//! The hub over HTTP for other processes, with the weights for other hosts.
 //!
 //! | route under `/v1/weights` | does |
 //! |---|---|
-//! | `POST subscribers` | gives a name a seat; answers the number of the connection, which all calls carry |
-//! | `DELETE subscribers` | leaves |
+//! | `POST subscribers` | registers a subscriber, replacing one of the same name; answers the connection id, which all calls carry |
+//! | `DELETE subscribers` | unregisters |
 //! | `GET newest` | the newest version that is newer than `after`, as soon as there is one, for up to `wait_ms` |
 //! | `GET full` | a version in full, as long as it is the newest; 410 otherwise |
-//! | `GET delta` | what changed after the version `from`; 410 if that is gone, or in full it would be less |
-//! | `POST receipts` | says what a sampler serves |
-//! | `GET lags` | what every subscriber serves |
+//! | `GET delta` | the delta from the version `from`; 410 if there is none, or the full weights are smaller |
+//! | `POST receipts` | receipt: which version a sampler serves |
+//! | `GET lags` | the served version of every subscriber |
 //!
 //! Weights are frames (`weights/src/frame.rs`); everything else is JSON, errors are `application/problem+json`
-//! with a stable `code`. Who may call, and over which connections, is up to the server that the routes are mounted in.
+//! with a stable `code`. Authorization and TLS belong to the server that the routes are mounted in.
 //!
 //! Invariants:
-//! - Nothing waits on a thread of the server: calls that wait do so as tasks, and for no longer than `MAX_WAIT`.
-//! - Weights are sent from where they lie; what a call sends beside them is bounded.
-//! - A sampler serves nothing that it has not digested.
+//! - Waiting calls are tasks and block no thread of the server. They wait at most `MAX_WAIT`.
+//! - Weights are sent from memory in place; the other memory of a call is bounded.
+//! - A sampler serves no weights without having computed their digest.
 //!
-//! - `routes`: the server's side; [`remote`]: a sampler's; `plane`: how it gets weights; `line`: how it asks
+//! - `routes`: the server; [`remote`]: the subscriber; `receiver`: its weights; `client`: its requests
 //! - `wire`: requests and answers
 
 mod client;
@@ -32,7 +32,7 @@ pub use routes::router;
 
 use std::time::Duration;
 
-/// The longest that a call waits at the server.
+/// Longest wait of a call at the server.
 const MAX_WAIT: Duration = Duration::from_secs(30);
 
 #[cfg(test)]

@@ -1,13 +1,13 @@
-//! The one place that knows what is published and who serves what, for every transport.
+//! The hub: the registry of subscribers, published versions and receipts, for every transport.
 //!
-//! Invariant: the newest version and what each subscriber serves only go up, and a receipt counts only once its digest
-//! was compared. Of older versions only digests are kept. A receipt that cannot be true stops the run if it is of this
-//! process; a subscriber in another process is left out for it, named, and the run goes on.
+//! Invariant: the newest version and the served version of each subscriber never decrease, and a receipt counts only
+//! after its digest was compared. Of older versions only digests are stored. An impossible receipt of this process
+//! stops the run; a subscriber in another process is rejected for it, and the run continues.
 //!
-//! A subscriber is a *seat* with a name and the number of its connection. Connections are numbered by the clock, so that
-//! they go up also from one life of the trainer's process to the next: a hub that has just started seats whoever calls,
-//! and of two that go by one name the later keeps the seat. What samplers apply of a former life is compared when the
-//! version is published again.
+//! A *registration* is a name and a connection id. Connection ids come from the clock, so they increase over restarts
+//! of the trainer's process: a restarted hub registers any caller again, and of two callers with one name the later
+//! connection wins. Receipts for versions of an earlier incarnation of the hub (`life` on the wire) are compared when
+//! the version is published again.
 
 mod state;
 
@@ -25,25 +25,25 @@ use crate::direct::WeightsLocation;
 use crate::memory::MemorySubscriber;
 use crate::{Digest, Dtype, Lag, Receipt, Snapshot, WeightsError};
 
-/// The longest that any call waits, whatever it was told.
+/// Longest wait of any call.
 const MAX_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
-/// Most bytes of a name.
+/// Maximum length of a name, bytes.
 const MAX_NAME: usize = 128;
-/// Most subscribers.
+/// Maximum number of subscribers.
 const MAX_SUBSCRIBERS: usize = 4096;
-/// How late a publisher that waits for subscribers can be.
+/// Longest delay with which a publisher notices that a subscriber called.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
-/// Most subscribers that were given up, or left out, and not yet asked for.
+/// Maximum number of unread reports of silent or rejected subscribers.
 const MAX_REPORTED: usize = 256;
-/// How far the clock of an earlier life of the trainer's process may have been ahead of that of this one, nanoseconds.
+/// Tolerated difference between the clock of an earlier trainer process and this one, nanoseconds.
 const CLOCK_SKEW: u64 = 3_600_000_000_000;
 
-/// What a hub may decide.
+/// Configuration of a hub.
 #[derive(Clone, Copy, Debug)]
 pub struct HubConfig {
-    /// How long a subscriber in another process may be silent before it is no longer waited for.
+    /// A subscriber in another process that is silent for longer is not waited for any more.
     pub hold: Duration,
-    /// What published weights are rounded to.
+    /// Precision of published weights.
     pub dtype: Dtype,
 }
 
@@ -53,87 +53,87 @@ impl Default for HubConfig {
     }
 }
 
-/// Where samplers subscribe; clones are the same hub.
+/// A hub; clones are the same hub.
 #[derive(Clone, Debug)]
 pub struct Hub {
     shared: Arc<HubShared>,
 }
 
-/// A subscriber that was silent for too long.
+/// A subscriber without a heartbeat for longer than the hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SilentSubscriber {
     /// Its name.
     pub subscriber: String,
-    /// What it served, if it applied anything.
+    /// The version that it served, if any.
     pub served: Option<PolicyVersion>,
-    /// For how long nothing was heard of it.
+    /// Time since its last call.
     pub silent: Duration,
 }
 
-/// A subscriber in another process that was left out, because it said what cannot be true.
+/// A subscriber in another process that was rejected for an impossible receipt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RejectedSubscriber {
     /// Its name.
     pub subscriber: String,
-    /// What it said.
+    /// What is wrong with its receipt.
     pub error: WeightsError,
 }
 
-/// The newest version, as subscribers are told of it.
+/// The newest version, as announced to subscribers.
 #[derive(Clone, Debug)]
 pub(crate) struct Announcement {
     pub(crate) newest: PublishedVersion,
-    /// `None` until it is digested; it can be fetched over the network from then on.
+    /// `None` until it is computed; from then on the version can be fetched over HTTP.
     pub(crate) digest: Option<Digest>,
 }
 
-/// The newest version, where it is.
+/// The newest version, and where its weights are.
 #[derive(Clone, Debug)]
 pub(crate) enum PublishedVersion {
-    /// In memory of the host, and perhaps in a file that can be mapped there.
+    /// In host memory, and perhaps in a file that can be mapped.
     Host(Arc<Snapshot>, Option<PathBuf>),
-    /// On a device: version, number of weights, and how samplers get them.
+    /// On a device: version, number of weights, and how subscribers get them.
     Device(PolicyVersion, usize, WeightsLocation),
 }
 
-/// What a subscriber knows.
+/// What a subscriber already has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum After {
-    /// The version, if it has any.
+    /// Its version, if any.
     Version(Option<PolicyVersion>),
-    /// The number of the last round that it was told of. It is told of every round, also of one that repeats a version.
+    /// The number of its last broadcast round. It is notified of every round, also of one that repeats a version.
     Round(u64),
 }
 
 #[derive(Debug)]
 struct HubShared {
     config: HubConfig,
-    /// The life of this hub, which receipts name.
+    /// The incarnation of this hub, which receipts name.
     life: u64,
     state: Mutex<HubState>,
     changed: Condvar,
-    /// The same for those who wait without a thread.
+    /// The same for async waits.
     changed_async: Notify,
 }
 
 impl Hub {
-    /// A hub to which nothing was published.
+    /// A hub without a published version.
     #[must_use]
     pub fn new(config: HubConfig) -> Self {
         let (state, changed, changed_async) = (Mutex::default(), Condvar::new(), Notify::new());
         Self { shared: Arc::new(HubShared { config, life: clock(), state, changed, changed_async }) }
     }
 
-    /// Adds a subscriber within this process, whose name must be free; it stands in receipts and errors.
+    /// Registers a subscriber within this process. Its name, which must be free, is used in receipts and errors.
     ///
     /// # Errors
-    /// [`WeightsError::NameTaken`] if the name is in use; one that nobody can have.
+    /// [`WeightsError::NameTaken`]; an invalid name.
     pub fn subscribe(&self, name: impl Into<String>) -> Result<MemorySubscriber, WeightsError> {
         let caller = self.connect(name.into(), false)?;
         Ok(MemorySubscriber::new(self.clone(), caller))
     }
 
-    /// Subscribers in other processes that were silent for longer than the hold since this was last asked.
+    /// Subscribers in other processes whose hold expired since the last call.
     ///
     /// # Errors
     /// A thread that panicked in the middle of a change.
@@ -143,8 +143,8 @@ impl Hub {
         Ok(std::mem::take(&mut state.silent))
     }
 
-    /// Subscribers in other processes that were left out since this was last asked. They are waited for and counted no
-    /// longer, and their calls are refused until they subscribe anew.
+    /// Subscribers in other processes that were rejected since the last call. They are neither waited for nor
+    /// counted, and their calls are refused until they subscribe again.
     ///
     /// # Errors
     /// A thread that panicked in the middle of a change.
@@ -152,7 +152,7 @@ impl Hub {
         Ok(std::mem::take(&mut self.state()?.rejected))
     }
 
-    /// Bytes of weights that were sent over the network so far.
+    /// Bytes of weights sent over the network so far.
     ///
     /// # Errors
     /// A thread that panicked in the middle of a change.
@@ -160,7 +160,7 @@ impl Hub {
         Ok(self.state()?.bytes_sent)
     }
 
-    /// What every subscriber that is still there serves, in the order of their names.
+    /// The served version of every live subscriber, sorted by name.
     ///
     /// # Errors
     /// An earlier mismatch.
@@ -182,17 +182,17 @@ impl Hub {
         self.shared.life
     }
 
-    /// A seat for `name`. Of two in this process that want it the second is refused; a process that comes later takes it,
-    /// because it may well be the same worker, started again.
+    /// Registers `name`. A second subscriber of this name within the process is refused. A later one in another
+    /// process replaces an earlier one: it may be the same worker after a restart.
     pub(crate) fn connect(&self, name: String, remote: bool) -> Result<SubscriberId, WeightsError> {
         check_name(&name)?;
         let mut state = self.healthy()?;
-        // One of this process keeps its seat: whoever may call over the network could stop the run otherwise.
+        // A registration of this process is not replaced, or a remote caller could stop the run.
         if state.registrations.get(&name).is_some_and(|registration| !remote || !registration.is_remote()) {
             return Err(WeightsError::NameTaken { name });
         }
-        let held = state.registrations.get(&name).map_or(0, |registration| registration.connection);
-        let connection = clock().max(state.last_connection + 1).max(held + 1);
+        let previous = state.registrations.get(&name).map_or(0, |registration| registration.connection);
+        let connection = clock().max(state.last_connection + 1).max(previous + 1);
         state.last_connection = connection;
         state.register(&name, Registration::new(connection, remote))?;
         drop(state);
@@ -200,8 +200,8 @@ impl Hub {
         Ok(SubscriberId { name, connection })
     }
 
-    /// A subscriber in another process, as it calls itself: neither one of this process nor a connection that no hub can
-    /// have given out yet.
+    /// Validates the identity of a caller in another process: not a name of this process, nor a connection id that no
+    /// hub can have issued yet.
     pub(crate) fn remote_caller(&self, name: String, connection: u64) -> Result<SubscriberId, WeightsError> {
         check_name(&name)?;
         if connection > clock().saturating_add(CLOCK_SKEW) {
@@ -259,8 +259,8 @@ impl Hub {
         }
     }
 
-    /// Takes a receipt for a version that `caller` heard of in the life `life` of a hub. One that cannot be true stops the
-    /// run if `caller` is of this process; otherwise `caller` is left out.
+    /// Records a receipt for a version that `caller` got from the incarnation `life` of a hub. An impossible receipt
+    /// stops the run if `caller` is of this process; otherwise `caller` is rejected.
     pub(crate) fn accept(
         &self,
         caller: &SubscriberId,
@@ -280,22 +280,22 @@ impl Hub {
         result
     }
 
-    /// What the hub believes that `caller` serves.
+    /// The version that `caller` serves, by its last receipt.
     pub(crate) fn served(&self, caller: &SubscriberId) -> Result<Option<PolicyVersion>, WeightsError> {
         Ok(self.state()?.served(&caller.name))
     }
 
-    /// Resolves when something may have changed after the call.
+    /// Resolves at the next change after the call.
     pub(crate) fn changed_async(&self) -> tokio::sync::futures::Notified<'_> {
         self.shared.changed_async.notified()
     }
 
-    /// What is known of a version that is about to be published.
+    /// Publication status of a version that is about to be published.
     pub(crate) fn known(&self, version: PolicyVersion) -> Result<PublicationStatus, WeightsError> {
         self.healthy()?.known(version)
     }
 
-    /// Makes a version visible to those who share memory, and gives back the one before.
+    /// Announces a version to subscribers that share memory, and returns the previous one.
     pub(crate) fn announce(
         &self,
         newest: PublishedVersion,
@@ -307,7 +307,7 @@ impl Hub {
         Ok(before)
     }
 
-    /// Takes the seat of whoever goes by `name`, whose process has ended. One that was only slow is seated again when it calls.
+    /// Unregisters `name`, whose process has ended. If it was only slow, its next call registers it again.
     pub fn forget(&self, name: &str) {
         if let Ok(mut state) = self.state()
             && state.registrations.get(name).is_some_and(Registration::is_remote)
@@ -317,12 +317,12 @@ impl Hub {
         self.wake();
     }
 
-    /// Who takes part in rounds and was heard of lately, in the order of their names.
+    /// Members of broadcast rounds that called lately, sorted by name.
     pub(crate) fn receivers(&self) -> Result<Vec<SubscriberId>, WeightsError> {
         Ok(self.healthy()?.receivers(self.lately()))
     }
 
-    /// Notes that an owner of a shard cannot send it in a round, so that nobody waits for the others of that round.
+    /// Records that an owner of a shard cannot send it in a round, so the other owners of the round do not wait.
     pub(crate) fn fail_round(&self, round: u64, reason: String) {
         let Ok(mut state) = self.state() else { return };
         if state.failed_round.as_ref().is_none_or(|(failed, _)| *failed < round) {
@@ -330,19 +330,19 @@ impl Hub {
         }
     }
 
-    /// Why a round cannot end well, if an owner of a shard has said so.
+    /// Why a round will fail, if an owner of a shard has reported it.
     pub(crate) fn failed_round(&self, round: u64) -> Option<String> {
         let state = self.state().ok()?;
         state.failed_round.as_ref().filter(|(failed, _)| *failed == round).map(|(_, reason)| reason.clone())
     }
 
-    /// Why the first of `members` that does not call any more does not.
+    /// Why the first departed one of `members` does not call any more.
     pub(crate) fn departed(&self, members: &[SubscriberId]) -> Option<String> {
         let Ok(state) = self.state() else { return Some(WeightsError::Poisoned.to_string()) };
         members.iter().find_map(|member| state.departed(member, self.lately()))
     }
 
-    /// Waits until `enough` says so of [`Hub::receivers`] since `since`, at most for `wait`; who they are then.
+    /// Waits up to `wait` until `enough` accepts the members that called since `since`; returns them.
     pub(crate) fn wait_receivers(
         &self,
         since: Instant,
@@ -357,13 +357,13 @@ impl Hub {
             if now >= deadline || enough(&receivers) {
                 return Ok(receivers);
             }
-            // Calls that change nothing wake nobody.
+            // Calls that change nothing wake no waiter.
             state = self.wait(state, deadline.min(now + LOOK_AGAIN))?;
             state.check()?;
         }
     }
 
-    /// Notes the digest of an announced version, which all receipts for it are compared with.
+    /// Records the digest of an announced version, which its receipts are compared with.
     pub(crate) fn digested(&self, version: PolicyVersion, digest: Digest) -> Result<(), WeightsError> {
         let mut state = self.healthy()?;
         let result = state.digested(version, digest);
@@ -375,19 +375,19 @@ impl Hub {
         result
     }
 
-    /// Makes a digested version visible to the network: with the `delta` from the one before, or without.
+    /// Announces a digested version to the network, with or without the `delta` from the previous one.
     pub(crate) fn settle(&self, delta: Option<Arc<DeltaFrame>>) -> Result<(), WeightsError> {
         self.healthy()?.settle(delta);
         self.wake();
         Ok(())
     }
 
-    /// The delta that begins at `from`, if it and all after it together are there and worth it.
+    /// The delta from `from`, if the chain from it is complete and smaller than the full weights.
     pub(crate) fn delta(&self, from: PolicyVersion) -> Result<Option<Arc<DeltaFrame>>, WeightsError> {
         Ok(self.healthy()?.delta(from, self.dtype()))
     }
 
-    /// A version in full, as long as it is the newest and digested.
+    /// A version in full, while it is the newest and digested.
     pub(crate) fn full(&self, version: PolicyVersion) -> Result<Option<Arc<Snapshot>>, WeightsError> {
         let state = self.healthy()?;
         let newest = state.newest.as_ref().filter(|newest| newest.version() == version && state.settled);
@@ -426,7 +426,7 @@ impl Hub {
         self.wake();
     }
 
-    /// Who was not heard of since then is no longer waited for.
+    /// Subscribers silent since then are not waited for.
     fn lately(&self) -> Instant {
         let now = Instant::now();
         now.checked_sub(self.hold()).unwrap_or(now)
@@ -447,7 +447,7 @@ impl Hub {
         self.shared.changed_async.notify_waiters();
     }
 
-    /// Waits until something changed or the deadline is over.
+    /// Waits for a change or the deadline.
     fn wait<'a>(
         &self,
         state: MutexGuard<'a, HubState>,

@@ -1,4 +1,4 @@
-//! The backward edge: new policy versions on their way from the trainer to the samplers.
+//! The backward edge: distributes policy versions from the trainer to the samplers.
 //!
 //! ```text
 //!   trainer: publish(v) --> newest snapshot only --> sampler: newest / wait_newer, swap between two decode steps
@@ -7,20 +7,20 @@
 //! ```
 //!
 //! # Layout
-//! - [`snapshot`], [`values`]: [`Snapshot`] and [`Digest`], a version and proof of what it consists of
+//! - [`snapshot`], [`values`]: [`Snapshot`] and [`Digest`], the weights of a version and their checksum
 //! - [`contract`]: [`Publisher`], [`Subscriber`] and [`Receipt`], the same for every transport
-//! - [`hub`]: [`Hub`], which knows what is published and who serves what; [`publisher`]: what fills it
+//! - [`hub`]: [`Hub`], the registry of subscribers, versions and receipts; [`publisher`]: the host publisher
 //! - [`memory`]: subscribers within the process
-//! - `shm`: memory that the processes of one host share; [`ShardOwner`] for trainers with several ranks
-//! - [`http`]: everything for other processes, and the weights too where memory is not shared
-//! - [`direct`]: weights that stay on devices
-//! - `frame`, `delta`: pushes as bytes; `copier`, `digest`: all weights by several threads
+//! - `shm`: shared memory of a host, double buffered; [`ShardOwner`] for trainers with several ranks
+//! - [`http`]: control plane for other processes, and full or delta-encoded weights without shared memory
+//! - [`direct`]: weights that stay on devices: copies, CUDA IPC slots, broadcast groups
+//! - `frame`, `delta`: the wire format of weights; `copier`, `digest`: copies and digests by several threads
 //!
 //! # Invariants
-//! - Versions never go back; one that is published again must be what it was.
-//! - A sampler serves exactly what it says: a receipt whose digest is not that of the published version fails the
+//! - Versions never decrease; a version that is published again must have the same weights.
+//! - A sampler serves what its receipt says: a receipt with another digest than the published version fails the
 //!   subscriber and every later call of the publisher.
-//! - Only the newest snapshot is kept, so memory is bounded and a slow sampler skips versions.
+//! - Only the newest snapshot is stored, so memory is bounded and a slow sampler skips versions.
 //!
 //! ```
 //! use std::time::Duration;

@@ -1,6 +1,6 @@
 //! Weights within one process: subscribers share the published memory.
 //!
-//! Invariant: nothing is copied between publisher and subscriber.
+//! Invariant: publisher and subscriber share the weights without a copy.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,14 +10,14 @@ use trajectory::PolicyVersion;
 use crate::hub::{After, Announcement, HubConfig, SubscriberId};
 use crate::{Hub, HubPublisher, PublishConfig, Receipt, Snapshot, Subscriber, WeightsError};
 
-/// A hub's one publisher, and the hub to subscribe to, for subscribers within this process alone.
+/// A hub and its publisher, for subscribers within this process only.
 #[must_use]
 pub fn hub() -> (HubPublisher, Hub) {
     let hub = Hub::new(HubConfig::default());
     (HubPublisher::in_memory(hub.clone(), PublishConfig::default().threads), hub)
 }
 
-/// The side of one sampler.
+/// A subscriber within the publisher's process.
 #[derive(Debug)]
 pub struct MemorySubscriber {
     hub: Hub,

@@ -1,7 +1,7 @@
-//! The side of the trainer, for all transports at once.
+//! The host publisher, for all transports of host memory.
 //!
-//! Invariant: a version is visible as soon as its weights stand where samplers can read them; digest and delta are made
-//! beside that, and what needs them (the network, the comparison of receipts) waits for them.
+//! Invariant: a version is visible as soon as samplers can read its weights. Digest and delta are computed
+//! afterwards, and what needs them (the network, the comparison of receipts) waits for them.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -16,10 +16,10 @@ use crate::hub::{PublicationStatus, PublishedVersion};
 use crate::shm::SlotWriter;
 use crate::{Digest, Dtype, Hub, Lag, Publisher, Snapshot, WeightsError};
 
-/// Most threads that copy and digest: memory is not faster with more.
+/// Maximum number of threads that copy and digest: more do not increase memory bandwidth.
 const MAX_THREADS: usize = 8;
 
-/// How to publish.
+/// Configuration of a publisher.
 #[derive(Clone, Debug)]
 pub struct PublishConfig {
     /// Threads that copy, digest and look for changes.
@@ -30,10 +30,10 @@ pub struct PublishConfig {
     pub shm: Option<PathBuf>,
 }
 
-/// How deltas are made.
+/// How deltas are encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeltaConfig {
-    /// At least every so many pushes a full one, so that what a late sampler has to catch up with is bounded.
+    /// At least one of this many pushes is full, which bounds the chain of deltas of a late sampler.
     pub full_every: NonZeroUsize,
     /// Whether deltas are compressed with zstd.
     pub compress: bool,
@@ -42,25 +42,25 @@ pub struct DeltaConfig {
 /// What a push cost the publisher.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PushCost {
-    /// Which version.
+    /// The version.
     pub version: PolicyVersion,
-    /// Until samplers of this host could read it.
+    /// Time until samplers of this host could read it.
     pub copied: Duration,
-    /// The digest, which receipts are compared with.
+    /// Time to compute the digest.
     pub digested: Duration,
-    /// The delta.
+    /// Time to encode the delta.
     pub encoded: Duration,
-    /// All of it.
+    /// Total time.
     pub took: Duration,
     /// Bytes of a full push over the network.
     pub full_bytes: u64,
-    /// Bytes of the delta; `None` if samplers have to take it in full.
+    /// Bytes of the delta; `None` if the push is full.
     pub delta_bytes: Option<u64>,
-    /// Share of the weights that are not as they were; `None` if nobody looked.
+    /// Share of changed weights; `None` if it was not computed.
     pub density: Option<f64>,
 }
 
-/// A hub's one publisher.
+/// The publisher of a hub.
 #[derive(Debug)]
 pub struct HubPublisher {
     hub: Hub,
@@ -73,7 +73,7 @@ pub struct HubPublisher {
 struct PublisherState {
     copier: Copier,
     store: Option<SlotWriter>,
-    /// Pushes since the last that had to be full.
+    /// Number of deltas since the last full push.
     since_full: usize,
     last: Option<PushCost>,
 }
@@ -104,21 +104,21 @@ impl HubPublisher {
         Self { hub, threads, deltas: None, pushing: Mutex::new(pushing) }
     }
 
-    /// The file of shared memory that the owners of shards place a version of `parameters` weights into, see
-    /// [`ShardOwner`](crate::ShardOwner). It is visible to nobody until [`HubPublisher::commit`].
+    /// The file of shared memory that shard owners write a version of `parameters` weights into, see
+    /// [`ShardOwner`](crate::ShardOwner). It is visible to no subscriber until [`HubPublisher::commit`].
     ///
     /// # Errors
-    /// A publisher without shared memory; no room; an earlier mismatch.
+    /// A publisher without shared memory; not enough memory; an earlier mismatch.
     pub fn begin(&self, version: PolicyVersion, parameters: usize) -> Result<PathBuf, WeightsError> {
         let mut pushing = self.pushing()?;
         self.hub.known(version)?;
         pushing.store()?.begin(version, parameters, self.hub.dtype())
     }
 
-    /// Makes the version that was begun visible, once all owners have placed their shards and said so.
+    /// Publishes the version in progress, once all owners have written their shards.
     ///
     /// # Errors
-    /// A version that was not begun; as [`Publisher::publish`].
+    /// A version that is not in progress; as [`Publisher::publish`].
     pub fn commit(&self, version: PolicyVersion) -> Result<(), WeightsError> {
         let started = Instant::now();
         let mut pushing = self.pushing()?;
@@ -138,7 +138,7 @@ impl HubPublisher {
         Ok(self.pushing()?.last)
     }
 
-    /// The hub that is published to.
+    /// The hub.
     #[must_use]
     pub fn hub(&self) -> &Hub {
         &self.hub
@@ -247,7 +247,7 @@ impl Drop for HubPublisher {
     }
 }
 
-/// A version that is published again must be what it was.
+/// Compares a version that is published again.
 pub(crate) fn same(version: PolicyVersion, before: Digest, now: Digest) -> Result<(), WeightsError> {
     if before == now {
         return Ok(());

@@ -1,23 +1,24 @@
-//! Weights in memory that the processes of one host share.
+//! Weights in shared memory of one host, double buffered.
 //!
 //! ```text
 //!   /dev/shm/rlrun-weights-PID-NUMBER/     of one publisher, which holds `owner` locked for as long as it lives
 //!     owner
 //!     slot-0   slot-1                      one is the newest version, the other is written next
 //! ```
-//! A publisher writes the slot that is not the newest, then announces it. A sampler maps it read-only and reads it where
-//! it lies; meanwhile it holds the slot by a shared lock of the file, which the system takes back if the sampler is
-//! killed. A publisher that finds the slot it wants to write held does not wait: it leaves it to its readers, whose memory
-//! goes with the last of them, and makes a new one.
+//! A publisher writes the slot that is not the newest, then announces it. A sampler maps it read-only and reads it in
+//! place, with a shared lock on the file, which the system releases if the sampler is killed. If the slot to be
+//! written next is still locked, the publisher does not wait: it leaves it to its readers, whose memory is freed with
+//! the last of them, and makes a new slot.
 //!
 //! Invariants:
-//! - What a sampler maps does not change while it holds it: no torn read, nothing to read twice.
-//! - A sampler that was told of a slot which is written again meanwhile finds another sequence number or a lock, and
-//!   asks for the newest.
+//! - The slot that a sampler has mapped and locked does not change: no torn reads, no retries.
+//! - If an announced slot is written again before a sampler locks it, the sampler finds another sequence number or a
+//!   lock, and asks for the newest version.
 //! - A sampler never delays the publisher.
-//! - What a killed publisher leaves is removed by the next that starts in the directory.
+//! - The directory of a killed publisher is removed by the next publisher that starts there.
 //!
-//! - [`directory`]: where it is; [`slot`]: one file; [`store`]: the publisher's side; [`reader`]: a sampler's; [`shard`]: an owner of a part
+//! - [`directory`]: the directory of a publisher; [`slot`]: one file; [`store`]: the writer; [`reader`]: the reader;
+//!   [`shard`]: an owner of a shard
 
 mod directory;
 mod reader;

@@ -21,7 +21,7 @@ impl Digest {
         Self::on(values, 1)
     }
 
-    /// The same, by up to `threads` threads.
+    /// The digest of `[parameters]` weights, by up to `threads` threads.
     #[must_use]
     pub fn on(values: &[f32], threads: usize) -> Self {
         Self(digest::tree(values, threads))
@@ -62,12 +62,12 @@ impl FromStr for Digest {
     }
 }
 
-/// What it took to get a snapshot here.
+/// Cost of receiving a snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Received {
-    /// Bytes that were moved for it; 0 where it is shared.
+    /// Bytes transferred; 0 where memory is shared.
     pub bytes: u64,
-    /// From the first of them to the last check.
+    /// From the first byte to the last check.
     pub took: Duration,
 }
 
@@ -75,30 +75,30 @@ pub struct Received {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Snapshot {
-    /// Which version.
+    /// The version.
     pub version: PolicyVersion,
-    /// `[parameters]` all weights, flat, in the canonical order of the model.
+    /// `[parameters]` weights, flat, in the canonical order of the model.
     pub values: Values,
-    /// What it took to get them here.
+    /// Cost of receiving them.
     pub received: Received,
-    /// The digest of `values`, once somebody asked for it.
+    /// The digest of `values`, once computed.
     digest: OnceLock<Digest>,
 }
 
 impl Snapshot {
-    /// The weights as they are; they are digested when somebody asks.
+    /// A snapshot of these weights; the digest is computed on demand.
     #[must_use]
     pub fn new(version: PolicyVersion, values: Values) -> Self {
         Self { version, values, received: Received::default(), digest: OnceLock::new() }
     }
 
-    /// A copy of `[parameters]` weights, rounded to `dtype`: what samplers then serve, whatever the transport.
+    /// A copy of `[parameters]` weights, rounded to `dtype`, as every transport gives them to samplers.
     #[must_use]
     pub fn rounded(version: PolicyVersion, values: &[f32], dtype: Dtype) -> Self {
         Self::new(version, Copier::new(1).copy(values, dtype))
     }
 
-    /// Weights that were moved here and digested on the way.
+    /// Received weights with their digest, if it was computed meanwhile.
     pub(crate) fn received(
         version: PolicyVersion,
         values: Values,
@@ -113,13 +113,13 @@ impl Snapshot {
         Self { version, values, received, digest: known }
     }
 
-    /// The digest of the values. The first call computes it on its thread, others meanwhile wait for that.
+    /// The digest of the values. The first call computes it on its thread; concurrent calls wait.
     #[must_use]
     pub fn digest(&self) -> Digest {
         self.digest_on(1)
     }
 
-    /// The same, computed by up to `threads` threads.
+    /// The digest, computed by up to `threads` threads.
     #[must_use]
     pub fn digest_on(&self, threads: usize) -> Digest {
         *self.digest.get_or_init(|| Digest::on(&self.values, threads))

@@ -1,12 +1,12 @@
-//! Weights that are shared and not copied: from the heap, or from memory that other processes see too.
+//! Shared weights: on the heap, or in memory that other processes map too.
 //!
-//! Invariant: what stands in [`Values`] does not change for as long as one of its clones is there.
+//! Invariant: the content of [`Values`] does not change during the lifetime of any clone.
 
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// Memory with weights that outlives every view of it, such as a part of a file that is mapped and held against writers.
+/// Memory with weights that outlives every view of it, such as a mapped file that is locked against writers.
 pub trait WeightMemory: Send + Sync {
     /// `[parameters]` the weights, the same at every call.
     fn values(&self) -> &[f32];
@@ -22,18 +22,19 @@ enum ValuesStorage {
     Owned(Arc<dyn WeightMemory>),
 }
 
-/// How many bits of a weight are published.
+/// Precision of published weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Dtype {
-    /// All 32.
+    /// 32 bits.
     #[default]
     F32,
-    /// The upper 16, rounded to nearest, ties to even. In memory such a weight is an f32 whose lower half is zero.
+    /// bfloat16: the upper 16 bits, rounded to nearest, ties to even. In memory it is an f32 whose lower half is
+    /// zero.
     Bf16,
 }
 
 impl Values {
-    /// Weights that lie in memory with an owner of its own.
+    /// Weights in memory of another owner.
     #[must_use]
     pub fn owned_by(owner: Arc<dyn WeightMemory>) -> Self {
         Self(ValuesStorage::Owned(owner))
@@ -52,7 +53,7 @@ impl Deref for Values {
 }
 
 impl AsRef<[u8]> for Values {
-    /// The bytes as they lie in memory.
+    /// The bytes in memory.
     fn as_ref(&self) -> &[u8] {
         bytemuck::cast_slice(self)
     }
@@ -80,7 +81,7 @@ impl fmt::Debug for Values {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = match &self.0 {
             ValuesStorage::Heap(_) => "heap",
-            ValuesStorage::Owned(_) => "held",
+            ValuesStorage::Owned(_) => "owned memory",
         };
         write!(f, "Values({} in {place})", self.len())
     }
@@ -90,7 +91,7 @@ impl Dtype {
     /// All of them.
     pub const ALL: [Self; 2] = [Self::F32, Self::Bf16];
 
-    /// The word in a recipe.
+    /// Its name in a recipe.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -108,7 +109,7 @@ impl Dtype {
         }
     }
 
-    /// A weight as it is published.
+    /// The weight as published.
     #[must_use]
     pub fn round(self, value: f32) -> f32 {
         match self {
@@ -124,11 +125,11 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// The nearest bf16, ties to even; a NaN stays one, and is quiet.
+/// The nearest bf16, ties to even; a NaN stays a quiet NaN.
 fn round_to_bf16(value: f32) -> f32 {
     let bits = value.to_bits();
     if value.is_nan() {
-        // Its upper half alone could be the pattern of an infinity.
+        // The upper half of a NaN alone could be an infinity.
         return f32::from_bits((bits | 0x0040_0000) & 0xffff_0000);
     }
     let even = (bits >> 16) & 1;
@@ -141,7 +142,7 @@ mod tests {
 
     #[test]
     fn rounding_is_that_of_bf16() {
-        // Every pattern of the upper half with lower halves around the middle, where ties and carries are.
+        // Every upper half, with lower halves around the middle, where ties and carries are.
         for upper in 0..=u16::MAX {
             for lower in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let value = f32::from_bits(u32::from(upper) << 16 | lower);
@@ -161,10 +162,10 @@ mod tests {
                 &self.0
             }
         }
-        let (heap, held) =
+        let (heap, owned) =
             (Values::from(vec![1.0, 2.0]), Values::owned_by(Arc::new(OwnedVector(vec![1.0, 2.0]))));
-        assert_eq!(heap[..], held[..]);
-        for values in [heap, held] {
+        assert_eq!(heap[..], owned[..]);
+        for values in [heap, owned] {
             assert_eq!(values.clone().as_ptr(), values.as_ptr());
         }
     }

@@ -1,5 +1,5 @@
-//! A sender to a thread that it is told once. Invariant: the thread sleeps until then; channels made for many messages
-//! spin first, which takes the cores from the writer that is waited for.
+//! A one-shot completion for a thread. Invariant: the waiting thread sleeps. Channels for many messages spin first,
+//! which takes CPU time from the writer that it waits for.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::BufferError;
 use crate::store::WriteCompletion;
 
-/// Where it is told.
+/// The waiting side.
 pub(super) struct CompletionReceiver(Arc<CompletionCell>);
 
 #[derive(Default)]
@@ -21,14 +21,14 @@ enum CompletionState {
     #[default]
     Pending,
     Completed(Result<(), BufferError>),
-    /// Whoever promised is gone.
+    /// The sender was dropped.
     Abandoned,
 }
 
-/// Tells, or says that nobody will.
+/// The sending side; dropping it abandons the completion.
 struct CompletionSender(Option<Arc<CompletionCell>>);
 
-/// A sender, and where it is kept.
+/// A completion and its receiver.
 pub(super) fn completion() -> (WriteCompletion, CompletionReceiver) {
     let slot = Arc::new(CompletionCell::default());
     let mut sender = CompletionSender(Some(Arc::clone(&slot)));
@@ -36,7 +36,7 @@ pub(super) fn completion() -> (WriteCompletion, CompletionReceiver) {
 }
 
 impl CompletionReceiver {
-    /// What was told within `limit`; otherwise how long that was, or `None` if nobody will tell any more.
+    /// The result, within `limit`. Otherwise the time waited, or `None` if the completion was abandoned.
     pub(super) fn wait(&self, limit: Duration) -> Result<Result<(), BufferError>, Option<Duration>> {
         let deadline = Instant::now() + limit;
         let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_is_told_or_hears_that_nobody_will() {
+    fn a_receiver_gets_the_result_a_timeout_or_abandonment() {
         let (done, completed) = completion();
         done(Ok(()));
         assert!(matches!(completed.wait(Duration::ZERO), Ok(Ok(()))));

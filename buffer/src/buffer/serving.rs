@@ -1,7 +1,7 @@
-//! The buffer for a server: the same verbs for tasks, which wait without holding a thread.
+//! The async half of a buffer, for a server: waits hold no thread.
 //!
-//! Invariant: every verb here does what its namesake of [`Producer`](crate::Producer) or
-//! [`Consumer`](crate::Consumer) does, with the same deadlines.
+//! Invariant: each method behaves like the method of the same name in [`Producer`](crate::Producer) or
+//! [`Consumer`](crate::Consumer), with the same deadlines.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ use crate::{AdmitRequest, BufferError, Finalized, Lease, LeaseRequest, Submitted
 
 type CompletionFuture = oneshot::Receiver<Result<(), BufferError>>;
 
-/// A group that is on its way: answered, or waiting for the disk or for another who writes the same.
+/// A group being appended: answered, waiting for the disk, or waiting for another call that writes the same group.
 enum PendingAppend {
     Answered(Result<Submitted, BufferError>),
     Writing(GroupId, CompletionFuture),
@@ -26,8 +26,8 @@ enum PendingAppend {
 }
 
 impl Buffer {
-    /// Opens its journal again after the storage failed, but only while the file at its path is the same: what was
-    /// acknowledged is in no other. `None` if it is not in a file.
+    /// A function that opens the journal again after its storage failed, if the file at its path is still the same:
+    /// no other file has what was acknowledged. `None` for a buffer that is not in a file.
     #[must_use]
     pub fn reopen(&self) -> Option<Reopen> {
         let (file, config) = (Arc::clone(self.file.as_ref()?), self.config);
@@ -37,7 +37,7 @@ impl Buffer {
         }))
     }
 
-    /// The version that the trainer has; unlike [`Consumer::stats`](crate::Consumer::stats) it counts nothing.
+    /// The policy version of the trainer; unlike [`Consumer::stats`](crate::Consumer::stats) it counts nothing.
     pub(crate) fn policy_version(&self) -> Result<PolicyVersion, BufferError> {
         Ok(self.shared.ledger()?.policy_version())
     }
@@ -58,7 +58,7 @@ impl Buffer {
                 }
                 self.shared.until(&ledger, deadline)
             };
-            // Ended by time or by the signal, it looks again.
+            // On timeout and on the signal, the loop checks again.
             let _ = tokio::time::timeout_at(until.into(), changed).await;
         }
     }
@@ -92,13 +92,13 @@ impl Buffer {
                     let read = tokio::task::spawn_blocking(move || buffer.handed_out(&request, leased));
                     return read.await.unwrap_or(Err(BufferError::Poisoned));
                 }
-                // Ended by time or by the signal, it looks again.
+                // On timeout and on the signal, the loop checks again.
                 Err(until) => drop(tokio::time::timeout_at(until.into(), changed).await),
             }
         }
     }
 
-    /// Stores groups that came together: they are queued at once and share an fsync.
+    /// Stores several groups: they are queued at once and share a commit.
     pub(crate) async fn append_async(
         &self,
         incoming: Vec<IncomingGroup>,
@@ -116,7 +116,7 @@ impl Buffer {
         answers
     }
 
-    /// Changes the ledger and waits until that is durable.
+    /// Changes the ledger and waits until the change is durable.
     pub(crate) async fn settle_async<T>(
         &self,
         change: impl FnOnce(&mut Ledger, u64) -> Result<T, BufferError>,
@@ -209,7 +209,7 @@ impl Buffer {
         }
     }
 
-    /// Waits for whoever writes the same group, then starts again.
+    /// Waits for the other call that writes the same group, then starts again.
     async fn after_others(&self, mut prepared: PreparedGroup) -> Result<Submitted, BufferError> {
         let deadline = Instant::now() + 2 * WRITE_WAIT;
         loop {
@@ -239,6 +239,6 @@ impl Buffer {
 
 fn completion() -> (WriteCompletion, CompletionFuture) {
     let (sender, receiver) = oneshot::channel();
-    // Whoever gave up waiting does not want to hear it.
+    // The receiver may have given up waiting.
     (Box::new(move |result| drop(sender.send(result))), receiver)
 }

@@ -1,7 +1,7 @@
-//! Who may do what: tokens with roles, and which names and pages this server answers to.
+//! Authorization: tokens with roles, and the host names and origins that this server accepts.
 //!
-//! Invariant: a token is compared in constant time, by its digest, and never shown. Without tokens everybody is admin,
-//! which is for loopback only; the host check then keeps web pages of other sites out.
+//! Invariant: a token is compared in constant time, by its digest, and never shown. Without tokens every client is
+//! admin, which is for loopback only; the check of the host name then protects against web pages of other sites.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -16,22 +16,22 @@ use axum::response::{IntoResponse, Response};
 use super::problem::{Problem, ProblemCode};
 use super::state::ServerState;
 
-/// Shortest token, bytes: below, it can be guessed.
+/// Minimum length of a token, bytes: a shorter one can be guessed.
 const MIN_TOKEN: usize = 16;
 
-/// Whom a token belongs to.
+/// Role of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// A sampler: admissions and groups, and all that is read.
+    /// A sampler: admissions and groups, and all that can be read.
     Writer,
-    /// A trainer: leases and the policy version, and all that is read.
+    /// A trainer: leases and the policy version, and all that can be read.
     Trainer,
     /// Everything.
     Admin,
 }
 
 impl Role {
-    /// As it is written in a token file.
+    /// Its name in a token file.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -41,7 +41,7 @@ impl Role {
         }
     }
 
-    /// What only this role may do, and those above it.
+    /// The permission of this role.
     pub(crate) fn need(self) -> Permission {
         match self {
             Self::Writer => Permission::Write,
@@ -60,7 +60,7 @@ impl Role {
     }
 }
 
-/// What a route asks of a role.
+/// The permission that a route needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Permission {
     Read,
@@ -69,7 +69,7 @@ pub(crate) enum Permission {
     Administer,
 }
 
-/// The tokens that a server knows.
+/// The tokens of a server.
 #[derive(Clone, Default)]
 pub struct Tokens(Vec<(blake3::Hash, Role)>);
 
@@ -82,7 +82,7 @@ pub enum TokenError {
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's answer.
         source: std::io::Error,
     },
     /// A line is not a role and a token.
@@ -95,7 +95,7 @@ pub enum TokenError {
         /// What is wrong with it.
         reason: String,
     },
-    /// Nobody could do anything.
+    /// The file has no token.
     #[error("token file {}: it names no token; write lines such as `writer TOKEN`", .path.display())]
     Empty {
         /// The file.
@@ -130,7 +130,7 @@ impl Tokens {
         Ok(Self(tokens))
     }
 
-    /// The role of a token; looks at all of them whatever it finds.
+    /// The role of a token. Compares all tokens, so its time does not depend on the match.
     fn role(&self, token: &str) -> Option<Role> {
         let digest = blake3::hash(token.as_bytes());
         self.0.iter().fold(None, |found, (known, role)| if *known == digest { Some(*role) } else { found })
@@ -157,14 +157,14 @@ impl fmt::Debug for Tokens {
     }
 }
 
-/// Who may come in.
+/// The access rules of a server.
 #[derive(Clone, Debug)]
 pub(crate) struct AccessControl {
-    /// None: everybody may do everything.
+    /// `None`: every client may do everything.
     pub(super) tokens: Option<Tokens>,
-    /// Names in `Host` that are ours; `None`: any.
+    /// Accepted names in the header `Host`; `None`: any.
     pub(super) hosts: Option<Vec<String>>,
-    /// Whether the serving process is the trainer, and the only one.
+    /// Whether the serving process is the only trainer.
     pub(super) own_trainer: bool,
 }
 
@@ -212,7 +212,7 @@ impl AccessControl {
         let target = parts.uri.authority().map(|authority| authority.as_str());
         let differs = target.zip(text(HOST)).is_some_and(|(target, host)| !target.eq_ignore_ascii_case(host));
         if differs || parts.headers.get_all(HOST).iter().nth(1).is_some() {
-            // What checks one and what uses the other would not mean the same.
+            // A proxy and this server would understand such a request differently.
             return Err(Problem::new(
                 ProblemCode::BadHost,
                 "send one header `Host`, with the host of the request",
@@ -251,7 +251,7 @@ fn without_port(host: &str) -> &str {
     }
 }
 
-/// In front of the routes that need something of a role.
+/// Middleware of the routes that need a permission.
 pub(crate) async fn allow(
     State((shared, need)): State<(Arc<ServerState>, Permission)>,
     request: Request,
@@ -264,7 +264,7 @@ pub(crate) async fn allow(
     }
 }
 
-/// In front of all routes.
+/// Middleware of all routes.
 pub(crate) async fn answer_to_our_names(
     State(shared): State<Arc<ServerState>>,
     request: Request,

@@ -1,8 +1,8 @@
-//! What a body takes once it is decoded, counted before anything of it is built.
+//! The decoded size of a body, computed before it is decoded.
 //!
-//! Invariant: the count is no less than what decoding and checking allocate for the body, and counting itself allocates
-//! nothing that grows with it. Columns and details, whose shape is the client's own, are counted as the values that they
-//! become; all else by the types of `wire`.
+//! Invariant: the result is at least what decoding and validation allocate, and computing it allocates nothing that
+//! grows with the body. Columns and details, which clients may shape freely, are counted as JSON values; everything
+//! else by the types of `wire`.
 
 use std::cell::Cell;
 use std::fmt;
@@ -14,26 +14,26 @@ use serde_json::Value;
 const LISTS: [&str; 5] = ["groups", "trajectories", "turns", "rewards", "versions"];
 /// Fields that are structs.
 const RECORDS: [&str; 2] = ["task", "kept"];
-/// Fields whose shape is the client's own; a prompt can be one of messages.
+/// Fields that clients may shape freely; a prompt can be a list of messages.
 const FREE: [&str; 3] = ["columns", "details", "prompt"];
-/// A vector that grows is up to twice as large as what is in it, and is copied from one of half its size.
+/// A growing vector has up to twice the capacity of its content, and is copied from one of half its size.
 const GROWTH: usize = 3;
-/// A number or a flag of a typed stream, which is at most eight bytes wide; most are four and doubled by growth.
+/// A number or flag of a typed stream: at most eight bytes; most are four, doubled by growth.
 const NUMBER: usize = 8;
-/// Around every allocation: its header in memory and the pointer, length and capacity that lead to it.
+/// Overhead of an allocation: its header, and the pointer, length and capacity that refer to it.
 const AROUND: usize = 48;
-/// The largest struct of `wire`, its successor in `trajectory`, and growth.
+/// The largest struct of `wire`, the struct of `trajectory` made from it, and growth.
 const STRUCT: usize = 640;
-/// A value of any shape in a vector of such.
+/// A JSON value in a vector.
 const ANY: usize = GROWTH * size_of::<Value>();
-/// The first allocation of a vector of values.
+/// The first allocation of a vector of JSON values.
 const FIRST: usize = 4 * size_of::<Value>();
-/// A map that is not empty: its table and its first entries.
+/// A non-empty map: its table and its first entries.
 const MAP: usize = 1024;
 /// An entry of a map: a hash, a name and a value.
 const ENTRY: usize = GROWTH * (size_of::<Value>() + 32) + AROUND;
 
-/// Counts what is decoded from now on.
+/// Accumulates the decoded size of values.
 #[derive(Debug)]
 pub(super) struct DecodeCost {
     used: Cell<usize>,
@@ -41,7 +41,7 @@ pub(super) struct DecodeCost {
 }
 
 impl DecodeCost {
-    /// Nothing yet; at most `limit` bytes.
+    /// No bytes yet; fails above `limit` bytes.
     pub(super) fn at_most(limit: usize) -> Self {
         Self { used: Cell::new(0), limit }
     }
@@ -51,12 +51,12 @@ impl DecodeCost {
         self.used.get()
     }
 
-    /// Whether counting ended at the limit.
+    /// Whether the limit was exceeded.
     pub(super) fn is_over(&self) -> bool {
         self.used.get() > self.limit
     }
 
-    /// Reads one value and counts it.
+    /// Adds one value.
     pub(super) fn count<'de, D: Deserializer<'de>>(&self, deserializer: D) -> Result<(), D::Error> {
         CostVisitor { cost: self, place: DecodedShape::Record }.deserialize(deserializer)
     }
@@ -70,21 +70,21 @@ impl DecodeCost {
     }
 }
 
-/// What a value is decoded as.
+/// The type that a value is decoded as.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum DecodedShape {
     /// A struct of `wire`.
     Record,
     /// A list of them.
     List,
-    /// Plain numbers or a text.
+    /// Numbers or a text.
     Stream,
-    /// Anything, kept as it is. So is what does not have the shape of its place: a struct can be written as a list of its
-    /// fields too, and then nothing says which of them are columns.
+    /// A JSON value of any shape. So is a struct written as a list of its fields, since nothing then says which of
+    /// them are columns.
     Free,
 }
 
-/// One value.
+/// Visits one value.
 #[derive(Clone, Copy)]
 struct CostVisitor<'a> {
     cost: &'a DecodeCost,
@@ -154,7 +154,7 @@ impl<'de> Visitor<'de> for CostVisitor<'_> {
     }
 
     fn visit_bytes<E: de::Error>(self, bytes: &[u8]) -> Result<(), E> {
-        // Each may become a value of a list.
+        // Each byte may become a value of a list.
         self.cost.add(AROUND.saturating_add(bytes.len().saturating_mul(ANY)))
     }
 
@@ -188,10 +188,10 @@ impl<'de> Visitor<'de> for CostVisitor<'_> {
     }
 }
 
-/// The name of a field; what stands under it.
+/// Visits a field name and returns the type of its value.
 struct FieldNameVisitor<'a> {
     cost: &'a DecodeCost,
-    /// It is one of a struct.
+    /// Whether it is a field of a struct.
     is_record: bool,
 }
 
@@ -224,7 +224,7 @@ impl Visitor<'_> for FieldNameVisitor<'_> {
         })
     }
 
-    /// MessagePack can give the number of a field for its name.
+    /// MessagePack can have the index of a field instead of its name.
     fn visit_u64<E: de::Error>(self, _: u64) -> Result<DecodedShape, E> {
         self.cost.add(ENTRY)?;
         Ok(DecodedShape::Free)
@@ -248,14 +248,16 @@ mod tests {
         cost.bytes()
     }
 
-    /// Bytes that a value has allocated at least, by its types: what is in it, without growth.
-    fn held(value: &Value) -> usize {
+    /// Minimum bytes that a value allocates, by its types: its content, without growth.
+    fn allocated(value: &Value) -> usize {
         size_of::<Value>()
             + match value {
                 Value::Null | Value::Bool(_) | Value::Number(_) => 0,
                 Value::String(text) => text.len(),
-                Value::Array(items) => items.iter().map(held).sum(),
-                Value::Object(map) => map.iter().map(|(name, value)| name.len() + 32 + held(value)).sum(),
+                Value::Array(items) => items.iter().map(allocated).sum(),
+                Value::Object(map) => {
+                    map.iter().map(|(name, value)| name.len() + 32 + allocated(value)).sum()
+                }
             }
     }
 
@@ -268,13 +270,13 @@ mod tests {
             json!({ "text": "x".repeat(5000), "more": { "a": null, "b": [true, 1.5, "c"] } }),
         ] {
             let counted = cost(&json!({ "columns": { "a": value } }));
-            // Without names nothing says which of the fields are columns.
+            // Without field names nothing says which fields are columns.
             for unnamed in [json!([value]), json!({ "groups": [[{ "task": value }]] })] {
                 assert!(cost(&unnamed) >= counted / 2, "{}", cost(&unnamed));
             }
-            assert!(counted > held(&value), "{counted} of {}", held(&value));
-            // Growth and headers, not a multiple of what is sensible.
-            assert!(counted < 30 * held(&value) + 4096, "{counted} of {}", held(&value));
+            assert!(counted > allocated(&value), "{counted} of {}", allocated(&value));
+            // Growth and headers, but not a large multiple.
+            assert!(counted < 30 * allocated(&value) + 4096, "{counted} of {}", allocated(&value));
         }
     }
 

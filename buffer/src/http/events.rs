@@ -1,7 +1,7 @@
-//! What happens, as a stream of server-sent events.
+//! The event stream, as server-sent events.
 //!
-//! Invariant: a watcher sees every event after the one that it named, once and in order, or is told that some are gone. A
-//! slow one holds nothing up: it reads from the ring of the buffer at its own pace, and falls out of it in the end.
+//! Invariant: a subscriber sees every event after the one that it named, once and in order, or receives a gap. A slow
+//! subscriber delays nothing: it reads the ring buffer at its own rate, and misses events in the end.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -21,31 +21,31 @@ use super::state::ServerState;
 use super::wire::{EventBody, kind};
 use crate::{Event, Replay};
 
-/// Events that are taken out of the ring at once.
+/// Events per read of the ring buffer.
 const CHUNK: usize = 256;
 
-/// The header with which a browser goes on where it was.
+/// The header with which a browser resumes.
 const LAST_EVENT_ID: &str = "last-event-id";
 
-/// Where to begin.
+/// Start of the stream.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct EventsQuery {
-    /// Go on after the event with this id; without it, with what happens from now on.
+    /// Resume after the event with this id; without it, only new events.
     after: Option<u64>,
 }
 
-/// Some events are gone: what the watcher knows of groups is out of date, and `/v1/groups` tells what there is.
+/// Some events are no longer stored. The subscriber's state is out of date; `/v1/groups` has the current one.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Gap)]
 struct EventGap {
-    /// Events go on after this id.
+    /// Events continue after this id.
     after: u64,
 }
 
-/// Watch what happens. Every event has an id, a kind and JSON; the header `Last-Event-ID` or `after` goes on after one that
-/// was seen. An event `gap` says that some in between are gone; read `/v1/groups` again then.
+/// Subscribe to events. Every event has an id, a kind and JSON. The header `Last-Event-ID` or `after` resumes after
+/// an event. An event `gap` says that some were missed; read `/v1/groups` again then.
 #[utoipa::path(
     get, path = "/v1/events", tag = "buffer", params(EventsQuery),
     responses((status = 200, content_type = "text/event-stream", body = EventBody,
@@ -65,7 +65,7 @@ pub(super) async fn events(
             })?)
         }
     };
-    // Refused now rather than in the middle of the stream.
+    // An unavailable buffer is reported now rather than within the stream.
     shared.buffer()?;
     let watcher = EventSubscriber { shared, seen, ready: VecDeque::new() };
     Ok(Sse::new(watcher.stream()).keep_alive(KeepAlive::default()).into_response())
@@ -73,13 +73,13 @@ pub(super) async fn events(
 
 struct EventSubscriber {
     shared: Arc<ServerState>,
-    /// The last event that it has; `None`: it wants what comes.
+    /// The last event sent; `None`: only new events.
     seen: Option<u64>,
     ready: VecDeque<Message>,
 }
 
 impl EventSubscriber {
-    /// Ends when the server stops or the storage fails; the watcher comes back and goes on where it was.
+    /// Ends when the server stops or the storage fails; the subscriber reconnects and resumes.
     fn stream(self) -> impl Stream<Item = Result<Message, Infallible>> {
         stream::unfold(self, |mut watcher| async move {
             let message = watcher.next().await?;
@@ -116,7 +116,7 @@ fn message(event: &Event) -> Message {
 }
 
 fn named(id: u64, name: &str, data: &impl Serialize) -> Message {
-    // Plain data with string keys: it always has a text, and JSON has no line breaks.
+    // Plain data with string keys always encodes, and JSON has no line breaks.
     let data = serde_json::to_string(data).unwrap_or_default();
     Message::default().id(id.to_string()).event(name).data(data)
 }

@@ -1,4 +1,4 @@
-//! The parsers of bodies, for [`crate::fuzzing`]. Invariant: they are called as the routes call them.
+//! The parsers of bodies, for [`crate::fuzzing`]. Invariant: they are called as in the routes.
 
 use trajectory::Group;
 
@@ -12,7 +12,7 @@ fn format(choice: u8) -> WireFormat {
     if choice.is_multiple_of(2) { WireFormat::Json } else { WireFormat::MessagePack }
 }
 
-/// Reads `body` as some verb would.
+/// Decodes `body` as one of the requests.
 pub(crate) fn decode(choice: u8, body: &[u8]) {
     let format = format(choice);
     match choice / 2 % 8 {
@@ -27,7 +27,7 @@ pub(crate) fn decode(choice: u8, body: &[u8]) {
     }
 }
 
-/// The groups that would be stored of `body`.
+/// The valid groups of `body`.
 pub(crate) fn groups(choice: u8, body: &[u8]) -> Vec<Group> {
     let Ok(request) = format(choice).decode::<AppendRequest>(body) else { return Vec::new() };
     let limits = ItemLimits {

@@ -1,49 +1,49 @@
-//! What one request, and all of them together, may take. Invariant: nothing that the server keeps for its clients grows
-//! without one of these numbers.
+//! Limits of requests. Invariant: all memory and time that the server spends for clients is bounded by one of these
+//! numbers.
 
 use std::time::Duration;
 
-/// What one request, and all of them together, may take.
+/// Limits of one request, and of all together.
 #[derive(Clone, Copy, Debug)]
 pub struct ServerLimits {
-    /// Bytes of a body, after decompression.
+    /// Bytes of a body after decompression.
     pub body_bytes: usize,
-    /// Bytes that a body takes decoded, counted before it is: more than it has, since what can have any shape takes many
-    /// times what it is sent as.
+    /// Decoded bytes of a body, computed before it is decoded; larger than the body, since free-form values take many
+    /// times their encoded size.
     pub decoded_bytes: usize,
-    /// Bytes of all bodies together that are above [`ServerLimits::SMALL_BODY`], as they come and decoded; at least
-    /// `body_bytes` and `decoded_bytes`.
+    /// Bytes of all bodies above [`ServerLimits::SMALL_BODY`] together, encoded and decoded; at least `body_bytes`
+    /// and `decoded_bytes`.
     pub bodies_bytes: usize,
-    /// How long a body may take to arrive, and then to find room.
+    /// Deadline for a body to arrive, and then to reserve its memory.
     pub body_read: Duration,
-    /// How long the head of a request may take to arrive, and how long a connection may be idle.
+    /// Deadline for the head of a request, and maximum idle time of a connection.
     pub head_read: Duration,
-    /// How long a client may read nothing of an answer.
+    /// Deadline for a client to read the next part of an answer.
     pub write_stall: Duration,
-    /// How long a TLS handshake may take.
+    /// Deadline of a TLS handshake.
     pub handshake: Duration,
-    /// How long requests may go on once the server was asked to stop.
+    /// Grace period of running requests when the server stops.
     pub stop: Duration,
-    /// Connections at the same time.
+    /// Maximum number of connections.
     pub connections: usize,
-    /// Trajectories in a group.
+    /// Maximum number of trajectories in a group.
     pub trajectories: usize,
-    /// Tokens in a trajectory.
+    /// Maximum number of tokens in a trajectory.
     pub tokens: usize,
-    /// Values in the columns of a group and the details of its rewards.
+    /// Maximum number of values in the columns of a group and the details of its rewards.
     pub values: usize,
-    /// Bytes of the name of a column, a detail or a reward.
+    /// Maximum bytes of the name of a column, a detail or a reward.
     pub name_bytes: usize,
-    /// Lists and objects within each other in a column or a detail.
+    /// Maximum nesting of lists and objects in a column or a detail.
     pub depth: usize,
-    /// Token ids are below; `None`: any id.
+    /// Vocabulary size: token ids are below it; `None`: any id.
     pub vocabulary: Option<u32>,
-    /// Whether every trajectory with a reward has to say whether it is correct.
+    /// Whether every trajectory with a reward needs `correct`.
     pub correct: bool,
 }
 
 impl ServerLimits {
-    /// Bodies up to here are not counted among all bodies: all connections together hold little of them.
+    /// Bodies up to this size are not counted in `bodies_bytes`, bytes: all connections together have few of them.
     pub const SMALL_BODY: usize = 128 << 10;
 }
 

@@ -2,16 +2,17 @@
 //! [`Producer`](crate::Producer) and a [`Consumer`](crate::Consumer) like the buffer itself.
 //!
 //! # Layout
-//! - `server`: connections, from the listener to the last answer; `tls`: certificates
-//! - `routes`: what is asked of the buffer; `auth`: who may ask; `events`: what happens, as a stream
-//! - `wire`: requests and answers; `body`: their bytes; `cost`: what those take decoded; `problem`: errors
-//! - `state`: the buffer that is served, also after its storage failed; `limits`: what requests may take
-//! - `openapi`: the document of all this, made from the routes; `metrics`: what was counted
-//! - `client`: the other side
+//! - `server`: connections, from the listener to the last answer; `write_deadline`: clients that do not read; `tls`:
+//!   certificates
+//! - `routes`: the operations; `auth`: roles and tokens; `events`: the event stream
+//! - `wire`: requests and answers; `body`: their bytes; `cost`: their decoded size; `problem`: errors
+//! - `state`: the served buffer, also after its storage failed; `limits`: what requests may take
+//! - `openapi`: the document, made from the routes; `metrics`: for Prometheus
+//! - `client`: the client
 //!
 //! # Invariants
-//! - Everything has a limit in [`ServerLimits`]: what a client sends, how long it takes, how many there are.
-//! - What is answered with success is as durable as the buffer makes it.
+//! - Everything has a limit in [`ServerLimits`]: sizes, durations and numbers of what clients send.
+//! - A successful answer is as durable as the buffer makes it.
 
 mod auth;
 mod body;

@@ -1,7 +1,7 @@
 //! The OpenAPI document, made from the routes, and a page that shows it.
 //!
-//! Invariant: an operation is documented where it is routed, so the two cannot differ. Errors are added here, from the codes
-//! that an operation can answer; the tests hold every answer they get against the document.
+//! Invariant: an operation is documented where it is routed, so document and routes agree. The errors are added here,
+//! from the codes of each operation; the tests compare every answer with the document.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,19 +21,19 @@ use super::state::ServerState;
 
 const PAGE: &str = include_str!("docs.html");
 
-/// The page runs its own script and reads this server; nothing else.
+/// The page runs its own script and reads this server only.
 const PAGE_POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src \
                            'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'";
 
-/// What is said about the interface as a whole.
+/// Description of the whole API.
 #[derive(OpenApi)]
 #[openapi(
     info(
         title = "rlrun buffer",
-        description = "Groups of trajectories on their way from samplers to trainers: admission, staleness, leases and a \
+        description = "Groups of trajectories between samplers and trainers: admission control, staleness, leases and a \
                        durable journal.\n\nBodies are JSON, or MessagePack with the same field names; answers follow \
                        `Accept`. Request bodies may be compressed with gzip or zstd. Errors are \
-                       `application/problem+json` with a stable `code`. Every verb can be repeated; `429` and `503` say \
+                       `application/problem+json` with a stable `code`. Requests are idempotent; `429` and `503` say \
                        with `Retry-After` when.",
         license(name = "MIT OR Apache-2.0")
     ),
@@ -45,7 +45,7 @@ const PAGE_POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style
         (name = "admissions", description = "Slots for groups that are to be generated. Role: writer."),
         (name = "leases", description = "Groups to train on. Role: trainer; any may read."),
         (name = "policy", description = "The version of the trainer. Role: trainer; any may read."),
-        (name = "buffer", description = "What is in the buffer and what happens. Role: any."),
+        (name = "buffer", description = "State and events of the buffer. Role: any."),
         (name = "health", description = "The server itself; its health needs no token."),
     )
 )]
@@ -64,16 +64,16 @@ impl Modify for TokenSecurity {
     }
 }
 
-/// What any request can be answered, whatever it asks.
+/// Errors of every request.
 const ALWAYS: &[ProblemCode] =
     &[ProblemCode::BadHost, ProblemCode::ForeignOrigin, ProblemCode::WrongHost, ProblemCode::Internal];
-/// What a route for tokens can answer.
+/// Errors of routes that need a token.
 const WITH_TOKEN: &[ProblemCode] = &[ProblemCode::Unauthorized, ProblemCode::Forbidden];
-/// What a route with parameters can answer.
+/// Errors of routes with parameters.
 const WITH_PARAMETERS: &[ProblemCode] = &[ProblemCode::BadQuery, ProblemCode::BadPath];
-/// What a route that answers in two formats can answer.
+/// Errors of routes with two encodings.
 const WITH_FORMATS: &[ProblemCode] = &[ProblemCode::NotAcceptable];
-/// What a route with a body can answer.
+/// Errors of routes with a body.
 const WITH_BODY: &[ProblemCode] = &[
     ProblemCode::BadEncoding,
     ProblemCode::Incomplete,
@@ -85,10 +85,10 @@ const WITH_BODY: &[ProblemCode] = &[
     ProblemCode::BadBody,
     ProblemCode::Busy,
 ];
-/// What every route that asks the buffer can answer.
+/// Errors of routes that use the buffer.
 const OF_BUFFER: &[ProblemCode] = &[ProblemCode::StorageFailed];
 
-/// What an operation can answer beside these.
+/// Further errors of an operation.
 fn codes_of(operation: &str) -> &'static [ProblemCode] {
     match operation {
         "append_groups" => &[ProblemCode::Full, ProblemCode::Preparing],
@@ -131,7 +131,7 @@ fn codes_of(operation: &str) -> &'static [ProblemCode] {
     }
 }
 
-/// The document of the routes with all errors and both formats.
+/// The document of the routes, with all errors and both encodings.
 pub(super) fn complete(mut document: Whole) -> String {
     document.info.version = "1".to_owned();
     for (path, item) in &mut document.paths.paths {
@@ -141,7 +141,7 @@ pub(super) fn complete(mut document: Whole) -> String {
             complete_operation(operation, path);
         }
     }
-    // Made of plain data: it always has a text.
+    // Plain data always encodes.
     document.to_json().unwrap_or_default()
 }
 
@@ -150,7 +150,7 @@ fn complete_operation(operation: &mut Operation, path: &str) {
     let asks_buffer = path.starts_with("/v1/") || path == "/readyz";
     let has_formats = asks_buffer || path == "/healthz";
     let in_two_formats = has_formats && operation.responses.responses.values_mut().any(in_both_formats);
-    // Verbs without fields read a body as well, an empty one.
+    // Operations without fields accept an empty body too.
     let reads_body = path.starts_with("/v1/")
         && operation.operation_id.as_deref().is_some_and(|id| {
             operation.request_body.is_some() || matches!(id, "ack" | "release" | "quarantine")
@@ -180,7 +180,7 @@ fn complete_operation(operation: &mut Operation, path: &str) {
     }
 }
 
-/// Whether the answer is JSON; then it can be had as MessagePack too.
+/// Whether the answer is JSON, and so available as MessagePack.
 fn in_both_formats(response: &mut RefOr<utoipa::openapi::Response>) -> bool {
     let RefOr::T(response) = response else { return false };
     let Some(json) = response.content.get(WireFormat::JSON).cloned() else { return false };

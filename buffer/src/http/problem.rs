@@ -1,7 +1,7 @@
-//! Why a request was not done: `application/problem+json` with a code that programs can rely on.
+//! Errors as `application/problem+json` (RFC 9457), with stable codes.
 //!
-//! Invariant: every answer of the server that is not a success is made here, so that [`ProblemCode`] lists all that can go
-//! wrong, and the OpenAPI document takes its errors from this list. Details are for people and may change.
+//! Invariant: every unsuccessful answer of the server is made here, so [`ProblemCode`] lists all errors, and the
+//! OpenAPI document takes its errors from it. Details are for people and may change.
 
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -10,10 +10,10 @@ use utoipa::ToSchema;
 
 use crate::BufferError;
 
-/// Seconds after which it makes sense to try again what is refused for a while.
+/// Seconds until a retry of a temporarily refused request.
 const RETRY_AFTER: HeaderValue = HeaderValue::from_static("1");
 
-/// Characters of a detail: it can repeat what a client sent.
+/// Maximum number of characters of a detail, which can quote the client.
 const MAX_DETAIL: usize = 2000;
 
 macro_rules! codes {
@@ -26,7 +26,7 @@ macro_rules! codes {
         }
 
         impl ProblemCode {
-            /// The HTTP status that goes with it.
+            /// Its HTTP status.
             pub(crate) fn status(self) -> StatusCode {
                 match self { $(Self::$name => StatusCode::$status,)* }
             }
@@ -36,7 +36,7 @@ macro_rules! codes {
                 match self { $(Self::$name => $text,)* }
             }
 
-            /// One line that does not depend on the request.
+            /// A line of text that does not depend on the request.
             pub(crate) fn title(self) -> &'static str {
                 match self { $(Self::$name => $title,)* }
             }
@@ -45,7 +45,7 @@ macro_rules! codes {
 }
 
 codes! {
-    // The request cannot be understood.
+    // Requests that cannot be understood.
     BadQuery = BAD_REQUEST "bad_query" "the query is not as documented";
     BadPath = BAD_REQUEST "bad_path" "a part of the path is not as documented";
     BadEncoding = BAD_REQUEST "bad_encoding" "the body cannot be decompressed";
@@ -67,17 +67,17 @@ codes! {
     BadBody = UNPROCESSABLE_ENTITY "bad_body" "the body does not have the right shape";
     OutOfRange = UNPROCESSABLE_ENTITY "out_of_range" "a number is outside its range";
     BadConsumer = UNPROCESSABLE_ENTITY "bad_consumer" "the name of the consumer cannot be used";
-    // The buffer is not in the state that it would have to be in.
+    // The buffer is in another state than the request needs.
     UnknownGroup = NOT_FOUND "unknown_group" "there is no such group";
     UnknownLease = NOT_FOUND "unknown_lease" "there never was such a lease";
     LeaseLost = CONFLICT "lease_lost" "the lease is over";
     LeaseOver = CONFLICT "lease_over" "the lease ended in another way";
-    WrongState = CONFLICT "wrong_state" "the verb does not fit the life of the group";
+    WrongState = CONFLICT "wrong_state" "the group is in another state";
     StepPassed = CONFLICT "step_passed" "the groups of the step are gone";
     VersionBehind = CONFLICT "version_behind" "the version is older than the one known";
     FutureVersion = UNPROCESSABLE_ENTITY "future_version" "no trainer has made that version yet";
     VersionJump = UNPROCESSABLE_ENTITY "version_jump" "the version would put every group over the bound";
-    // A group cannot be stored as it is.
+    // Groups that cannot be stored.
     EmptyGroup = UNPROCESSABLE_ENTITY "empty_group" "the group has no trajectories";
     EmptyTrajectory = UNPROCESSABLE_ENTITY "empty_trajectory" "a trajectory has no tokens";
     UnequalLengths = UNPROCESSABLE_ENTITY "unequal_lengths" "the streams of a trajectory differ in length";
@@ -104,9 +104,9 @@ codes! {
     TooDeep = UNPROCESSABLE_ENTITY "too_deep" "columns or details are nested too deeply";
     LogprobTooLow = UNPROCESSABLE_ENTITY "logprob_too_low" "a log-probability is lower than any sampler's";
     RewardOutOfRange = UNPROCESSABLE_ENTITY "reward_out_of_range" "a reward is too large to train on";
-    // Not now.
+    // Temporary refusals.
     Preparing = SERVICE_UNAVAILABLE "preparing" "the run does not know yet what it trains";
-    Full = TOO_MANY_REQUESTS "full" "the buffer has no room";
+    Full = TOO_MANY_REQUESTS "full" "the buffer is full";
     Busy = SERVICE_UNAVAILABLE "busy" "too many large bodies are on their way";
     StorageFailed = SERVICE_UNAVAILABLE "storage_failed" "the journal cannot be read or written";
     Stopping = SERVICE_UNAVAILABLE "stopping" "the server is being stopped";
@@ -114,7 +114,7 @@ codes! {
     Internal = INTERNAL_SERVER_ERROR "internal" "the server has failed";
 }
 
-/// An error as it goes over the wire (RFC 9457).
+/// A problem document (RFC 9457).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 #[schema(as = Problem)]
 pub(crate) struct Problem {
@@ -128,25 +128,25 @@ pub(crate) struct Problem {
     pub(crate) status: u16,
     /// What went wrong; stable.
     pub(crate) code: ProblemCode,
-    /// What was found in this request and what to do about it, for people.
+    /// The evidence of this request, and the remedy, for people.
     pub(crate) detail: String,
-    /// Which item of the request it is about, from 0.
+    /// Index of the item of the request that it concerns, from 0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) index: Option<usize>,
-    /// What was named: a version, an id, a size.
+    /// The value in the request: a version, an id, a size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) found: Option<u64>,
-    /// What it is measured against: the version known, the next id, the largest size.
+    /// The value that it is compared with: the known version, the next id, the maximum size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) bound: Option<u64>,
 }
 
-/// The numbers behind a refusal, for programs.
+/// The numbers of a refusal, for programs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Evidence {
-    /// What was named.
+    /// The value in the request.
     pub(crate) found: Option<u64>,
-    /// What it is measured against.
+    /// The value that it is compared with.
     pub(crate) bound: Option<u64>,
 }
 
@@ -189,7 +189,7 @@ impl Problem {
         }
     }
 
-    /// About one item of the request.
+    /// Concerns one item of the request.
     pub(crate) fn at(self, index: usize) -> Self {
         Self { index: Some(index), ..self }
     }
@@ -198,7 +198,7 @@ impl Problem {
         Evidence { found: self.found, bound: self.bound }
     }
 
-    /// Whether a later try can succeed without any change.
+    /// Whether a later retry can succeed without any change.
     pub(crate) fn is_for_now(&self) -> bool {
         matches!(self.code.status(), StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE)
     }
@@ -252,9 +252,9 @@ impl IntoResponse for Problem {
     }
 }
 
-/// An answer with the status and headers of `problem`, and with a body that has at least its fields.
+/// An answer with the status and headers of `problem`, and a body that has at least its fields.
 pub(crate) fn with_problem_headers(problem: &Problem, body: &impl Serialize) -> Response {
-    // Plain data with string keys: this cannot fail, and an empty body still has its status.
+    // Plain data with string keys always encodes; an empty body would still have its status.
     let body = serde_json::to_vec(body).unwrap_or_default();
     let mut response = (problem.code.status(), body).into_response();
     let headers = response.headers_mut();
@@ -268,7 +268,7 @@ pub(crate) fn with_problem_headers(problem: &Problem, body: &impl Serialize) -> 
     response
 }
 
-/// The header of an answer that is a success and yet asks for patience.
+/// The retry header of a successful answer that asks to retry.
 pub(crate) fn retry_after() -> [(HeaderName, HeaderValue); 1] {
     [(header::RETRY_AFTER, RETRY_AFTER)]
 }

@@ -1,5 +1,4 @@
-//! Certificate and key of a server. Invariant: what is made here can serve; files that do not fit are found before the server
-//! listens.
+//! TLS certificate and key of a server. Invariant: unusable files are refused before the server listens.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -11,7 +10,7 @@ use tokio_rustls::rustls::pki_types::pem::{self, PemObject};
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::{self, ServerConfig};
 
-/// Certificate and key of a server.
+/// TLS certificate and key of a server.
 #[derive(Clone)]
 pub struct Tls(Arc<ServerConfig>);
 
@@ -19,24 +18,24 @@ pub struct Tls(Arc<ServerConfig>);
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
-    /// A file has no certificate or no key that can be read.
+    /// A file without a readable certificate or key.
     #[error("{}: {source}; name a PEM file with {needs}", .path.display())]
     File {
         /// The file.
         path: PathBuf,
-        /// What it has to have.
+        /// What the file should contain.
         needs: &'static str,
-        /// What was found.
+        /// What it contains.
         source: pem::Error,
     },
-    /// They do not fit each other.
+    /// Certificate and key do not match.
     #[error("{} and {} cannot serve TLS: {source}", .certificate.display(), .key.display())]
     Unusable {
         /// The file of the certificate.
         certificate: PathBuf,
         /// The file of the key.
         key: PathBuf,
-        /// Why not.
+        /// The reason.
         source: rustls::Error,
     },
 }
@@ -45,7 +44,7 @@ impl Tls {
     /// Reads a chain of certificates, the server's first, and its private key, both in PEM.
     ///
     /// # Errors
-    /// Files that cannot be read, have neither, or do not fit each other.
+    /// Files that cannot be read, contain neither, or do not match.
     pub fn read(certificate: &Path, key: &Path) -> Result<Self, TlsError> {
         let file = |path: &Path, needs| {
             let path = path.to_owned();

@@ -1,5 +1,5 @@
-//! A stream whose peer has to read. Invariant: a write that makes no progress for the given time fails, so that no client
-//! holds an answer, and the memory it takes, for ever. Reading has its own deadlines, of heads and of bodies.
+//! A stream with a deadline for its peer to read. Invariant: a write without progress for the given time fails, so no
+//! client keeps an answer and its memory for ever. Reads have deadlines of their own, for heads and bodies.
 
 use std::io;
 use std::pin::Pin;
@@ -14,7 +14,7 @@ use tokio::time::{Instant, Sleep};
 pub(super) struct WriteDeadline<S> {
     stream: S,
     limit: Duration,
-    /// Runs while a write waits.
+    /// Runs while a write is pending.
     deadline: Pin<Box<Sleep>>,
     waiting: bool,
 }
@@ -24,7 +24,7 @@ impl<S> WriteDeadline<S> {
         Self { stream, limit, deadline: Box::pin(tokio::time::sleep(limit)), waiting: false }
     }
 
-    /// Passes on what a write made of it, unless it waits for too long.
+    /// Passes a write through, or fails it after the deadline.
     fn in_time<T>(&mut self, context: &mut Context<'_>, write: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         if write.is_ready() {
             self.waiting = false;

@@ -1,7 +1,7 @@
-//! An open database that can always be let go.
+//! An open database whose drop never panics.
 //!
-//! Invariant: dropping it never panics. After a panic inside of redb its locks are poisoned, and closing it panics again;
-//! were that to happen while another panic unwinds, the process would end.
+//! Invariant: after a panic inside redb its locks are poisoned, and closing it panics again. If that happened while
+//! another panic unwinds, the process would abort.
 
 use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,7 +10,7 @@ use redb::Database;
 
 /// An open database.
 pub(super) struct PanicSafeDatabase(
-    /// `None` only while it is being dropped.
+    /// `None` only during drop.
     Option<Database>,
 );
 
@@ -37,7 +37,7 @@ impl DerefMut for PanicSafeDatabase {
 impl Drop for PanicSafeDatabase {
     fn drop(&mut self) {
         let database = self.0.take();
-        // Why it cannot be closed was told when it panicked first; the file is put in order when it is opened again.
+        // The cause was reported with the first panic; the next opening repairs the file.
         drop(catch_unwind(AssertUnwindSafe(|| drop(database))));
     }
 }

@@ -1,4 +1,5 @@
-//! The file of an open journal. Invariant: as long as [`OpenFile::still_there`], who opens the path finds what was committed.
+//! The file of an open journal. Invariant: while [`OpenFile::still_there`] succeeds, opening the path finds what was
+//! committed.
 
 use std::fs::{File, Metadata};
 use std::io;
@@ -7,11 +8,11 @@ use std::path::{Path, PathBuf};
 
 use crate::BufferError;
 
-/// A file that is open, with the path at which it has to stay.
+/// An open file with the path that it must stay at.
 #[derive(Debug)]
 pub(crate) struct OpenFile {
     path: PathBuf,
-    /// Of its own, so that its identity is known as long as it is compared.
+    /// A separate handle, so the identity of the file stays known for comparison.
     file: File,
 }
 
@@ -30,7 +31,7 @@ impl OpenFile {
         self.moved().map_or(Ok(()), |found| Err(BufferError::JournalMoved { path: self.path.clone(), found }))
     }
 
-    /// What is at the path in place of the file.
+    /// What is at the path instead of the file; `None` if it is the file.
     pub(super) fn moved(&self) -> Option<String> {
         let identity = |file: Metadata| (file.dev(), file.ino());
         match (self.file.metadata().map(identity), std::fs::metadata(&self.path).map(identity)) {

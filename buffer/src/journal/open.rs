@@ -1,6 +1,6 @@
-//! Opening a journal: whose file it is, and all of it but the payloads.
+//! Opening a journal: identification, verification, and recovery of all records.
 //!
-//! Invariant: a file that is not ours stays as it is. Whatever bytes are in it, the answer is a journal or an error.
+//! Invariant: a file that is not a journal is not changed. Any bytes give a journal or an error, never a panic.
 
 use std::collections::HashMap;
 use std::io;
@@ -19,23 +19,23 @@ use super::{PayloadLocation, StoredRow, failed};
 use crate::ledger::Recovered;
 use crate::{BufferError, LeaseId};
 
-/// Pages of a journal that are kept in memory at most, in bytes: payloads are read seldom.
+/// Size of redb's page cache, bytes: payloads are read rarely.
 pub const JOURNAL_CACHE_BYTES: u64 = 64 << 20;
 
-/// A journal with what it kept.
+/// An open journal with its records.
 pub(super) struct OpenedJournal {
     pub(super) database: PanicSafeDatabase,
     pub(super) recovered: Recovered,
     pub(super) places: HashMap<GroupId, PayloadLocation>,
-    /// How often it has been opened, with this time.
+    /// Number of openings, including this one.
     pub(super) opening: u64,
-    /// Size of the file; 0 if it is not one.
+    /// Bytes of the file; 0 if it is not a file.
     pub(super) file_bytes: u64,
-    /// Itself, if it is one.
+    /// The file, if it is one.
     pub(super) file: Option<Arc<OpenFile>>,
 }
 
-/// The journal in a file, a new one if there is none.
+/// Opens the journal in a file, or makes a new one.
 pub(super) fn file(path: &Path) -> Result<OpenedJournal, BufferError> {
     let create = |at: &Path| {
         unpanicked(path, || redb::Builder::new().set_cache_size(JOURNAL_CACHE_BYTES as usize).create(at))
@@ -43,7 +43,8 @@ pub(super) fn file(path: &Path) -> Result<OpenedJournal, BufferError> {
     let database = if path.exists() {
         create(path)?
     } else {
-        // A process that is killed while it makes a journal leaves half of one: under another name, not in the way.
+        // A process that is killed while it makes a journal leaves an incomplete file, so a new journal is made under
+        // another name.
         let fresh = path.with_extension("new");
         if fresh.exists() {
             std::fs::remove_file(&fresh).map_err(|error| unwritable(path, error))?;
@@ -61,7 +62,7 @@ pub(super) fn file(path: &Path) -> Result<OpenedJournal, BufferError> {
     })
 }
 
-/// The journal in another storage.
+/// Opens the journal in another storage.
 pub(super) fn backend(path: &Path, backend: impl StorageBackend) -> Result<OpenedJournal, BufferError> {
     let backend = AssertUnwindSafe(backend);
     let create = || {
@@ -71,7 +72,7 @@ pub(super) fn backend(path: &Path, backend: impl StorageBackend) -> Result<Opene
     load(path, PanicSafeDatabase::new(unpanicked(path, create)?))
 }
 
-/// redb checks what it reads, but not all of it: a damaged file can also make it panic.
+/// redb verifies what it reads, but not everything: some damage makes it panic.
 fn unpanicked<T>(path: &Path, open: impl FnOnce() -> Result<T, DatabaseError>) -> Result<T, BufferError> {
     match catch_unwind(AssertUnwindSafe(open)) {
         Ok(opened) => opened.map_err(|error| open_error(path, error)),
@@ -110,12 +111,12 @@ pub(super) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     format!("damaged: {}", text.unwrap_or("of an unknown kind"))
 }
 
-/// Checks that the file is whole and whose it is, counts the opening, and reads all but the payloads.
+/// Verifies the file, counts the opening, and reads all records.
 ///
-/// The checksums of all pages come first, before anything is written: redb trusts what it reads, and a damaged list of
-/// free pages makes it panic in the midst of a commit and once more while that unwinds, which would end the process.
+/// The checksums of all pages are compared first, before any write: redb trusts what it reads, and a damaged free
+/// list makes it panic during a commit and again while unwinding, which would abort the process.
 fn load(path: &Path, mut database: PanicSafeDatabase) -> Result<OpenedJournal, BufferError> {
-    // What was only not put in order, as after a crash, redb has put in order by then.
+    // redb has repaired an unclean shutdown at this point.
     unpanicked(path, || database.check_integrity())?;
     let stored = catch_unwind(AssertUnwindSafe(|| read_tables(&database)))
         .map_err(|panic| not_ours(path, panic_text(panic.as_ref())))?
@@ -167,7 +168,7 @@ struct JournalContents {
     opening: u64,
 }
 
-/// Writes only to a file without tables or with ours; that of somebody else stays as it is.
+/// Reads all tables. Writes only to an empty file or a journal.
 fn read_tables(database: &Database) -> Result<JournalContents, redb::Error> {
     let mut transaction = database.begin_write()?;
     transaction.set_quick_repair(true);
@@ -182,7 +183,7 @@ fn read_tables(database: &Database) -> Result<JournalContents, redb::Error> {
         stored.format = meta.get("format")?.and_then(|bytes| number(bytes.value()));
         match stored.format {
             Some(FORMAT) => {}
-            // What is written from now on can be of the current format, which the earlier program must not misread.
+            // Later writes use the current format, which the earlier program must not misread.
             Some(OLDEST_FORMAT..FORMAT) => drop(meta.insert("format", FORMAT.to_le_bytes().as_slice())?),
             _ => return Ok(stored),
         }

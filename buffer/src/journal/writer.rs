@@ -1,8 +1,8 @@
-//! The one thread that writes: all that is queued in one transaction, then the acknowledgements.
+//! The writer thread: group commit of all queued writes, then their acknowledgements.
 //!
-//! Invariant: nothing is acknowledged before the commit that contains it is on disk, in a file that can be found again;
-//! after a failure nothing is acknowledged any more. Payloads of one commit lie together in segments, so that a group costs neither a page of its own
-//! nor an insertion into the tree of payloads.
+//! Invariant: a write is acknowledged only after its commit is on disk, in a file that is still at its path; after a
+//! failure nothing is acknowledged. Payloads of one commit share segments, so a group costs neither a page nor an
+//! insertion of its own.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -25,23 +25,23 @@ use crate::BufferError;
 use crate::ledger::{GroupRow, LedgerChange};
 use crate::store::{AppendGroup, WriteCompletion};
 
-/// Bytes of payloads that share a segment: with what redb adds they fill 16 pages. A larger payload has its own.
+/// Bytes of payloads in a segment: with redb's overhead they fill 16 pages. A larger payload has its own segment.
 const SEGMENT_BYTES: usize = (64 << 10) - 256;
-/// Payloads that one transaction holds, in bytes, before it commits.
+/// Maximum bytes of payloads in a transaction.
 const TRANSACTION_BYTES: usize = 64 << 20;
-/// Requests that one transaction holds.
+/// Maximum number of writes in a transaction.
 const TRANSACTION_REQUESTS: usize = 4096;
-/// Rows of one version whose ids are this close are removed in one sweep.
+/// Rows of one version whose ids are at most this far apart are removed in one sweep.
 const SWEEP_GAP: u64 = 8;
-/// Disk space is given back when less than one part in so many of the largest size is needed.
+/// The file is compacted when less than one part in this many of its peak size is used.
 const COMPACT_RATIO: u64 = 4;
 
-/// When disk space is given back.
+/// When to compact.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CompactionState {
-    /// Most bytes since that was last done.
+    /// Peak bytes since the last compaction.
     pub(super) peak: u64,
-    /// Less than so many bytes are not worth it.
+    /// Peaks below this number of bytes are not compacted.
     pub(super) compact_above: u64,
 }
 
@@ -53,13 +53,13 @@ pub(super) struct JournalWriter {
     broken: Arc<Mutex<Option<WriterFailure>>>,
     file: Option<Arc<OpenFile>>,
     space: CompactionState,
-    /// Groups that are left in each segment, and its bytes.
+    /// Remaining groups and bytes of each segment.
     segments: HashMap<u64, (usize, u64)>,
     next_segment: u64,
     bytes: u64,
 }
 
-/// What was promised in a transaction and is kept after its commit.
+/// Completions and cache entries of a transaction, for after its commit.
 #[derive(Default)]
 struct PendingCompletions {
     done: Vec<WriteCompletion>,
@@ -110,14 +110,14 @@ impl JournalWriter {
         if let Err((cause, promises)) = self.write_until_closed(requests) {
             *lock(&self.broken) = Some(cause);
             promises.done.into_iter().for_each(|done| done(Err(stopped(&self.path, &self.broken))));
-            // The queue keeps what nobody takes out of it, and whoever asks must not wait for a writer that is no more.
+            // Drains the queue until all senders are dropped, so no caller waits for the stopped writer.
             while let Ok(request) = requests.recv() {
                 request.done(Err(stopped(&self.path, &self.broken)));
             }
         }
     }
 
-    /// Writes until all senders are gone; after a failure says why, and what is not kept.
+    /// Writes until all senders are dropped. After a failure: the cause, and the writes that were not committed.
     fn write_until_closed(
         &mut self,
         requests: &Receiver<WriteRequest>,
@@ -143,7 +143,7 @@ impl JournalWriter {
         Ok(())
     }
 
-    /// One transaction with all that is queued.
+    /// One transaction with all queued writes.
     fn write_together(
         &mut self,
         first: WriteRequest,
@@ -183,8 +183,8 @@ impl JournalWriter {
                 leases: transaction.open_table(LEASES)?,
                 keys: transaction.open_table(KEYS)?,
             };
-            // A group is only changed after its append was acknowledged, so that no change is about the appends here; but
-            // one may forget a group that was dropped, and generated again since.
+            // A change concerns a group only after its append was acknowledged, so no change concerns the appends
+            // here. But a change may remove a dropped group whose id is appended again here, so changes come first.
             for change in &changes {
                 self.apply(&mut tables, change)?;
             }
@@ -256,7 +256,7 @@ impl JournalWriter {
 
     fn apply(&mut self, tables: &mut JournalTables<'_>, change: &LedgerChange) -> Result<(), redb::Error> {
         for row in &change.rows {
-            // A row that a later change of this transaction forgets is still in its place.
+            // A row that a later change of this transaction removes is still stored here.
             if let Some(place) = self.place(row.id) {
                 put_row(tables, row.clone(), place)?;
             }
@@ -292,8 +292,8 @@ impl JournalWriter {
         lock(&self.places).get(&id).copied()
     }
 
-    /// Makes the file small again if most of it is free. Readers and writers wait meanwhile, for about as long as it
-    /// takes to copy what is left.
+    /// Compacts the file if most of it is unused. Readers and writers wait meanwhile, about as long as copying the
+    /// rest takes.
     fn give_space_back(&mut self) -> Result<(), BufferError> {
         let CompactionState { peak, compact_above } = self.space;
         if peak < compact_above || self.bytes >= peak / COMPACT_RATIO {
@@ -306,7 +306,7 @@ impl JournalWriter {
     }
 }
 
-/// Does `work`; why it failed, also if that was a panic, as redb has them when it meets some kinds of damage.
+/// Runs `work`; the error or the panic as text. redb panics on some kinds of damage.
 fn unpanicked<E: std::fmt::Display>(work: impl FnOnce() -> Result<(), E>) -> Result<(), String> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(done) => done.map_err(|error| error.to_string()),
@@ -314,7 +314,7 @@ fn unpanicked<E: std::fmt::Display>(work: impl FnOnce() -> Result<(), E>) -> Res
     }
 }
 
-/// Removes rows, those that lie together in one sweep.
+/// Removes rows, adjacent ones in one sweep.
 fn remove_rows(tables: &mut JournalTables<'_>, rows: &[(PolicyVersion, GroupId)]) -> Result<(), redb::Error> {
     let mut keys: Vec<(u64, u64)> = rows.iter().map(|(oldest, id)| (oldest.0, id.0)).collect();
     keys.sort_unstable();
@@ -327,7 +327,7 @@ fn remove_rows(tables: &mut JournalTables<'_>, rows: &[(PolicyVersion, GroupId)]
 
 fn put_row(tables: &mut JournalTables<'_>, row: GroupRow, place: PayloadLocation) -> Result<(), redb::Error> {
     let key = (row.oldest.0, row.id.0);
-    // Without names: a row is written for every group, and several share a page.
+    // Without field names: every group has a row, and several share a page.
     let row = rmp_serde::to_vec(&StoredRow { row, place }).map_err(std::io::Error::other)?;
     tables.rows.insert(key, row.as_slice())?;
     Ok(())

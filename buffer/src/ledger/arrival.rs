@@ -1,44 +1,44 @@
-//! What arrives: whether it is written, and that it was. Invariant: between [`Ledger::begin`] and [`Ledger::end`] a group is
-//! in flight, its bytes and contents count, and nobody else writes it.
+//! Finalized groups: whether they are written, and that they were. Invariant: between [`Ledger::begin`] and
+//! [`Ledger::end`] a group is in flight, its bytes and contents are counted, and no other call writes it.
 
 use trajectory::{GroupId, PolicyVersion};
 
 use super::{GroupRow, InFlightStage, KEYED, Ledger, StoredGroup};
 use crate::{BufferError, EventKind, Finalized};
 
-/// What arrives to be stored.
+/// A group that arrived to be stored.
 #[derive(Clone, Debug)]
 pub(crate) struct Arrival<'a> {
     pub(crate) identity: ArrivalIdentity,
     pub(crate) oldest: PolicyVersion,
     pub(crate) newest: PolicyVersion,
-    /// Size of the payload.
+    /// Bytes of the payload.
     pub(crate) bytes: u64,
-    /// One for every trajectory; empty without `dedup`.
+    /// A digest for every trajectory; empty without `dedup`.
     pub(crate) contents: &'a [u128],
 }
 
-/// What an arrival is recognised by.
+/// Identity of an arrival: admission id or idempotency key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ArrivalIdentity {
     Admitted(GroupId),
-    /// Digest of its key.
+    /// Digest of its idempotency key.
     Keyed(u128),
 }
 
-/// What has to be done about an arrival.
+/// Decision about an arrival.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum ArrivalDecision {
-    /// Write those trajectories (all, without `dedup`) under this id, then say [`Ledger::end`].
+    /// Write these trajectories (all, without `dedup`) under this id, then call [`Ledger::end`].
     Write { group: GroupId, keep: Vec<bool> },
-    /// Another call is writing it: ask again when something changed.
+    /// Another call is writing it: retry after the next change.
     Elsewhere(GroupId),
-    /// Nothing; this is the answer.
+    /// Nothing to write; this is the answer.
     Answer(Option<GroupId>, Finalized),
 }
 
 impl Ledger {
-    /// Announces that something is about to be written.
+    /// Decides about an arrival before it is written.
     pub(crate) fn begin(&mut self, arrival: &Arrival<'_>, now: u64) -> Result<ArrivalDecision, BufferError> {
         self.not_from_the_future(arrival.newest)?;
         let Arrival { oldest, bytes, .. } = *arrival;
@@ -96,7 +96,7 @@ impl Ledger {
         Ok(ArrivalDecision::Write { group, keep })
     }
 
-    /// The write ended: from now on the group can be leased, or, if it failed, finalized again.
+    /// The write ended. On success the group can be leased; on failure it can be finalized again.
     pub(crate) fn end(&mut self, group: GroupId, written: Option<GroupRow>, now: u64) {
         let Some(flight) = self.land(group) else { return };
         let Some(row) = written else {
@@ -118,7 +118,7 @@ impl Ledger {
         }
     }
 
-    /// The id under which an arrival would be written, or why it is not.
+    /// The id to write the arrival under, or the answer without a write.
     fn identify(&self, identity: ArrivalIdentity) -> Result<Result<GroupId, ArrivalDecision>, BufferError> {
         let known = match identity {
             ArrivalIdentity::Admitted(group) => Some(group),

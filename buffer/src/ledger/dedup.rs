@@ -1,14 +1,14 @@
-//! What came before: keys of groups, and contents of trajectories. Invariant: a key is known as long as its group is kept,
-//! and at least for the last [`KEYS_KEPT`] groups with one.
+//! Deduplication: idempotency keys of groups, and contents of trajectories. Invariant: a key is known while its group
+//! is stored, and at least for the last [`KEYS_KEPT`] groups with a key.
 
 use std::collections::{BTreeMap, HashMap};
 
 use trajectory::GroupId;
 
-/// Keys that are remembered; older ones go with their groups.
+/// Number of keys that are remembered; older ones are removed with their groups.
 pub(crate) const KEYS_KEPT: usize = 1 << 20;
 
-/// Which keys have been used.
+/// Idempotency keys in use.
 #[derive(Debug, Default)]
 pub(super) struct KeyIndex {
     groups: HashMap<u128, GroupId>,
@@ -31,7 +31,8 @@ impl KeyIndex {
         }
     }
 
-    /// Forgets the oldest that are too many, up to the first whose group is `kept`; the id below which all are gone.
+    /// Removes the oldest surplus keys, up to the first whose group is `kept`; the id below which all keys were
+    /// removed.
     pub(super) fn trim(&mut self, kept: impl Fn(GroupId) -> bool) -> Option<GroupId> {
         let mut below = None;
         while self.digests.len() > KEYS_KEPT {
@@ -46,12 +47,12 @@ impl KeyIndex {
     }
 }
 
-/// How often each content is in the buffer.
+/// Number of stored trajectories with each content.
 #[derive(Debug, Default)]
 pub(super) struct ContentIndex(HashMap<u128, u32>);
 
 impl ContentIndex {
-    /// Which of `contents` are new, to the buffer and among themselves.
+    /// For each of `contents`, whether it is neither stored nor a repetition within the list.
     pub(super) fn new_ones(&self, contents: &[u128]) -> Vec<bool> {
         let mut here = std::collections::HashSet::new();
         contents.iter().map(|content| !self.0.contains_key(content) && here.insert(*content)).collect()

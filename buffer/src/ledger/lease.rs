@@ -1,13 +1,13 @@
-//! Leases: given, given again, held, over, acknowledged. Invariant: a group is in as many open leases as its `out` says,
-//! and with those and its acknowledged uses never over `max_uses`. A lease ends in one way, and a request that names it
-//! afterwards is answered by that: what ended it succeeds again, everything else is an error.
+//! Leases: granting, repeating, extending, expiring, acknowledging, releasing. Invariant: a group is in exactly `out`
+//! open leases, and these and its acknowledged uses never exceed `max_uses`. A lease ends in one way. Later calls
+//! with its id are fenced: the call that ended it succeeds again, every other call is an error.
 
 use trajectory::{GroupId, PolicyVersion};
 
 use super::{HoldTarget, KEYED, LeaseRow, LeaseState, Ledger, millis};
 use crate::{BufferError, EventKind, LeaseId, LeaseRequest, OnStale};
 
-/// Leases that were lost or released and of which that is remembered.
+/// Number of lost or released leases whose end is remembered.
 pub(super) const ENDED_KEPT: usize = 1 << 16;
 
 /// How a lease that is neither open nor expired ended.
@@ -16,30 +16,29 @@ enum LeaseEnd {
     Acknowledged,
     Released,
     Lost,
-    /// It was never given.
+    /// The id was never issued.
     Never,
 }
 
-/// A lease with the end of its hold.
+/// A lease with the time of its expiry.
 #[derive(Clone, Debug)]
 pub(super) struct LeaseRecord {
     pub(super) row: LeaseRow,
     pub(super) until: Option<u64>,
 }
 
-/// What is handed out.
+/// A lease that was granted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct GrantedLease {
     pub(crate) id: LeaseId,
     pub(crate) step: PolicyVersion,
-    /// Ordered by id.
+    /// Sorted by id.
     pub(crate) groups: Vec<GroupId>,
     pub(crate) dropped_stale: u64,
 }
 
 impl Ledger {
-    /// Tries to hand out what `request` asks for, dropping what is over the bound. With `last_call`, also fewer groups than
-    /// asked for.
+    /// Tries to grant `request`, and drops stale groups. With `last_call` it may grant fewer groups than requested.
     pub(crate) fn lease(
         &mut self,
         request: &LeaseRequest,
@@ -77,7 +76,7 @@ impl Ledger {
         Ok(Some(GrantedLease { id, step, groups, dropped_stale: self.tell_dropped() }))
     }
 
-    /// Whether as many groups are there as `request` asks for, so that its lease waits for slow ones.
+    /// Whether enough groups are finalized for `request`, so that its lease only waits for slow groups.
     pub(crate) fn held_for_slow(&self, request: &LeaseRequest) -> bool {
         let wanted = self.most_groups(request).min(self.config.batch_groups);
         self.config.on_stale == OnStale::Wait && self.pool.len() >= wanted
@@ -89,7 +88,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Succeeds again for a lease that was acknowledged.
+    /// Idempotent for an acknowledged lease.
     pub(crate) fn ack(&mut self, lease: LeaseId) -> Result<(), BufferError> {
         if self.end_of(lease) == Some(LeaseEnd::Acknowledged) {
             return Ok(());
@@ -114,15 +113,15 @@ impl Ledger {
         Ok(())
     }
 
-    /// Acknowledges what `consumer` leased for steps below `through`. The lowest of those that were lost is named, by every
-    /// repetition with the same `through`, but not once it went on to a later one.
+    /// Acknowledges the leases of `consumer` for steps below `through`. The error names the lowest lost one of them;
+    /// every repetition with the same `through` reports it, a later `through` does not.
     pub(crate) fn ack_through(&mut self, consumer: &str, through: PolicyVersion) -> Result<(), BufferError> {
         self.not_from_the_future(through)?;
         let of_consumer = |record: &LeaseRecord| record.row.consumer == consumer && record.row.step < through;
         let done: Vec<LeaseId> =
             self.leases.iter().filter(|(_, record)| of_consumer(record)).map(|(id, _)| *id).collect();
         for lease in done {
-            // To take one up can lose another, which is named below.
+            // Resuming one lease can lose another, which is reported below.
             let _ = self.ack(lease);
         }
         if through > self.step {
@@ -131,7 +130,7 @@ impl Ledger {
         self.name_lost(consumer, through)
     }
 
-    /// The lowest lease that `consumer` lost for a step below `through` and that no earlier version named.
+    /// The lowest lease that `consumer` lost for a step below `through` and that no earlier `through` reported.
     fn name_lost(&mut self, consumer: &str, through: PolicyVersion) -> Result<(), BufferError> {
         let (mut lost, mut changed) = (Ok(()), Vec::new());
         for (&lease, row) in &mut self.ended {
@@ -153,7 +152,7 @@ impl Ledger {
         lost
     }
 
-    /// Takes a lease back as if it had not been given. Succeeds again for one that was taken back.
+    /// Returns the groups of a lease as if it had not been granted. Idempotent for a released lease.
     pub(crate) fn release(&mut self, lease: LeaseId) -> Result<(), BufferError> {
         if self.end_of(lease) == Some(LeaseEnd::Released) {
             return Ok(());
@@ -195,7 +194,7 @@ impl Ledger {
         }
     }
 
-    /// The hold of a lease is over: its groups are free.
+    /// The hold of a lease expired: its groups can be leased again.
     pub(super) fn expire_lease(&mut self, lease: LeaseId) {
         self.let_go(lease);
         let Some(record) = self.leases.get_mut(&lease) else { return };
@@ -207,7 +206,7 @@ impl Ledger {
         self.change().leases.push((lease, Some(row)));
     }
 
-    /// Somebody else has `group`, or nobody can have it: expired leases of it cannot be taken up again.
+    /// `group` was leased again or removed: expired leases that contain it are lost.
     pub(super) fn lose_leases_of(&mut self, group: GroupId) {
         let of_group = |lease: &&LeaseId| {
             self.leases.get(lease).is_some_and(|record| record.row.groups.binary_search(&group).is_ok())
@@ -219,7 +218,7 @@ impl Ledger {
         }
     }
 
-    /// Keeps how a lease ended, and forgets that of the oldest if there are too many.
+    /// Records how a lease ended, and drops the oldest record if there are too many.
     fn remember_end(&mut self, lease: LeaseId, row: LeaseRow) {
         let row = LeaseRow { groups: Vec::new(), hold_ms: None, ..row };
         self.change().leases.push((lease, Some(row.clone())));
@@ -232,7 +231,7 @@ impl Ledger {
         }
     }
 
-    /// How a lease ended; `None` if it is open or expired. One of which that is forgotten counts as lost.
+    /// How a lease ended; `None` if it is open or expired. A lease without a record counts as lost.
     fn end_of(&self, lease: LeaseId) -> Option<LeaseEnd> {
         match self.ended.get(&lease).map(|row| row.state) {
             _ if self.leases.contains_key(&lease) => None,
@@ -244,7 +243,7 @@ impl Ledger {
         }
     }
 
-    /// Takes a group out of all leases, to be forgotten.
+    /// Removes a group from all leases, before it is removed itself.
     pub(super) fn leave_leases(&mut self, group: GroupId) {
         let mut changed = Vec::new();
         for (id, record) in &mut self.leases {
@@ -259,7 +258,7 @@ impl Ledger {
         self.change().leases.extend(changed);
     }
 
-    /// Drops what can be leased but is over the bound.
+    /// Drops stale groups from the pool.
     fn drop_stale(&mut self) {
         let Some(oldest_usable) = self.step.0.checked_sub(self.config.max_staleness) else { return };
         let bound = (PolicyVersion(oldest_usable), GroupId(0));
@@ -269,7 +268,7 @@ impl Ledger {
             let stored = &self.stored[&group];
             let (used, leased) = (stored.row.uses + stored.out > 0, stored.out > 0);
             if leased {
-                // Forgotten with its last lease, which an acknowledgement brings to `max_uses`.
+                // Removed with its last lease: the acknowledgement brings it to `max_uses`.
                 self.leave_pool(version, group);
                 self.retire(group);
             } else {
@@ -282,7 +281,8 @@ impl Ledger {
             if group.0 < KEYED {
                 self.again.insert(group);
             } else {
-                // Sent again, it is not there: it is taken if it is young enough now, and refused as stale if not.
+                // A repeated submission is then not a duplicate: it is accepted if it is fresh enough, and stale
+                // otherwise.
                 self.keys.remove(group);
                 self.change().keys.push(group);
             }
@@ -297,7 +297,7 @@ impl Ledger {
         }
     }
 
-    /// Leaves a group that is leased no use beyond its leases.
+    /// Leaves a leased group no use beyond its open leases.
     fn retire(&mut self, group: GroupId) {
         let max_uses = self.config.max_uses;
         let Some(stored) = self.stored.get_mut(&group) else { return };
@@ -326,7 +326,7 @@ impl Ledger {
         id
     }
 
-    /// One more lease has `group`.
+    /// One more lease contains `group`.
     fn take(&mut self, group: GroupId) {
         let Some(stored) = self.stored.get_mut(&group) else { return };
         stored.out += 1;
@@ -339,7 +339,7 @@ impl Ledger {
         }
     }
 
-    /// Its groups are leased once less.
+    /// One open lease less contains these groups.
     pub(super) fn put_back(&mut self, row: &LeaseRow) {
         if row.step == self.step {
             self.taken = self.taken.saturating_sub(row.groups.len());
@@ -352,7 +352,7 @@ impl Ledger {
         }
     }
 
-    /// Makes sure that a lease is open, taking it up again if its hold was over and nobody has its groups.
+    /// Checks that a lease is open. Resumes an expired one whose groups were not leased again.
     fn take_up(&mut self, lease: LeaseId) -> Result<(), BufferError> {
         if let Some(end) = self.end_of(lease) {
             return Err(match end {
@@ -380,7 +380,7 @@ impl Ledger {
         }
     }
 
-    /// Holds an open lease for `hold_ms` from `now`.
+    /// Sets the expiry of an open lease to `hold_ms` from `now`.
     fn hold(&mut self, lease: LeaseId, hold_ms: Option<u64>, now: u64) {
         self.let_go(lease);
         let Some(record) = self.leases.get_mut(&lease) else { return };
@@ -403,7 +403,7 @@ impl Ledger {
         }
     }
 
-    /// Takes a lease that is open or expired out; what is written of it is the caller's to say.
+    /// Removes an open or expired lease from the ledger; the caller adds the change.
     pub(super) fn remove_lease(&mut self, lease: LeaseId) -> Option<LeaseRecord> {
         self.let_go(lease);
         self.expired.remove(&lease);

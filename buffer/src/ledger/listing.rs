@@ -1,16 +1,16 @@
-//! What the buffer shows of itself. Invariant: looking changes nothing.
+//! Views of the ledger for inspection. Invariant: they change nothing.
 
 use trajectory::{GroupId, PolicyVersion};
 
 use super::{InFlightStage, KEYED, LeaseState, Ledger, StoredGroup};
 use crate::{GroupEntry, GroupFilter, GroupPage, GroupState, LeaseEntry};
 
-/// Groups that one page of a list looks at, whether they pass its filter or not.
+/// Number of groups that one page examines, whether they match its filter or not.
 const LOOKED_AT: usize = 20_000;
 
 impl Ledger {
-    /// Up to `limit` groups that pass `filter`, ascending by id, after `after`. Looks at [`LOOKED_AT`] groups at most, since
-    /// everybody else waits meanwhile.
+    /// Up to `limit` groups that match `filter`, ascending by id, after `after`. Examines at most [`LOOKED_AT`]
+    /// groups, because the ledger is locked meanwhile.
     pub(crate) fn list(&self, filter: &GroupFilter, after: Option<GroupId>, limit: usize) -> GroupPage {
         let from = after.map_or(GroupId(0), |id| GroupId(id.0.saturating_add(1)));
         let mut flights = self.flights.range(from..).peekable();
@@ -37,7 +37,7 @@ impl Ledger {
         GroupPage { groups, next: last.or(after).filter(|_| more) }
     }
 
-    /// One group, if it is in flight or stored.
+    /// A group in flight or stored.
     pub(crate) fn entry(&self, id: GroupId) -> Option<GroupEntry> {
         if let Some(flight) = self.flights.get(&id) {
             let state = if flight.stage == InFlightStage::Admitted {
@@ -88,7 +88,7 @@ impl Ledger {
             .collect()
     }
 
-    /// Whether a stored group exists, so that its payload can be read.
+    /// Whether a group is stored, so its payload can be read.
     pub(crate) fn is_stored(&self, id: GroupId) -> bool {
         self.stored.contains_key(&id)
     }

@@ -1,5 +1,5 @@
-//! Groups that cannot be trained on, whoever let them in. Invariant: what is set aside is in no lease and holds no slot, and
-//! what was admitted is generated again.
+//! Quarantine of groups that cannot be trained on. Invariant: a quarantined group is in no lease and has no slot, and
+//! an admitted task is generated again.
 
 use trajectory::GroupId;
 
@@ -7,7 +7,7 @@ use super::{KEYED, LeaseState, Ledger};
 use crate::EventKind;
 
 impl Ledger {
-    /// Sets a stored group aside for good; false if it is not stored.
+    /// Quarantines a stored group for good; false if it is not stored.
     pub(crate) fn quarantine(&mut self, group: GroupId) -> bool {
         if !self.stored.contains_key(&group) {
             return false;

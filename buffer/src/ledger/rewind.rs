@@ -1,11 +1,11 @@
-//! Going on from an older checkpoint than the one that the buffer last heard of.
+//! Rewind: the trainer resumes from an older checkpoint than the last one that it acknowledged.
 //!
-//! What a checkpoint contains is acknowledged and forgotten. A trainer that goes on from an older one cannot have those
-//! groups again: other tasks take their place. What is left was sampled partly by versions that the trainer is about to
-//! make anew, and which will be other policies: their numbers say nothing about how old such a group is.
+//! Groups in acknowledged checkpoints were removed, so a rewound trainer cannot get them again: other tasks take
+//! their place. The stored groups were sampled partly by versions that the trainer will produce again, as other
+//! policies. The version numbers in such groups say nothing about their age.
 //!
-//! Invariant: after a rewind to `version` no group is leased, none holds a token of a later version, and every id below
-//! the next one that was neither acknowledged nor stored is in line.
+//! Invariant: after a rewind to `version` no group is leased, no group has a token of a later version, and every id
+//! below `next_id` that was neither acknowledged nor stored is queued for re-admission.
 
 use std::collections::BTreeSet;
 
@@ -14,19 +14,19 @@ use trajectory::{GroupId, PolicyVersion};
 use super::{KEYED, LeaseState, Ledger};
 use crate::LeaseId;
 
-/// What a rewind found.
+/// Result of a rewind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rewound {
-    /// Groups that the steps to be done again were trained on, and that are gone.
+    /// Groups of the repeated steps that were acknowledged and removed.
     pub gone: u64,
-    /// Groups of later versions that are sampled again.
+    /// Groups of later versions that are generated again.
     pub again: u64,
-    /// Groups of later versions that came with a key, whose sender alone can sample them again.
+    /// Groups of later versions with idempotency keys: only their sender can generate them again.
     pub dropped: u64,
 }
 
 impl Ledger {
-    /// Groups of steps from `version` on that `consumer` has acknowledged, so that they cannot be had again.
+    /// Number of groups of steps from `version` on that `consumer` acknowledged, which are removed.
     pub(crate) fn gone_since(&self, consumer: &str, version: PolicyVersion) -> u64 {
         let steps = self.step.0.saturating_sub(version.0);
         let rows = self.leases.values().map(|record| &record.row);
@@ -43,7 +43,7 @@ impl Ledger {
         self.stored.keys().copied().collect()
     }
 
-    /// Forgets `group`, wherever it is leased; true if it is first in line again.
+    /// Removes `group` from the store and from its leases; true if it is queued for re-admission.
     pub(crate) fn sample_again(&mut self, group: GroupId) -> bool {
         self.leave_leases(group);
         self.forget(group);
@@ -54,7 +54,7 @@ impl Ledger {
         again
     }
 
-    /// Ends all leases and goes back to `version`.
+    /// Ends all leases and sets the version back to `version`.
     pub(crate) fn rewind(&mut self, version: PolicyVersion) {
         let leases: Vec<LeaseId> = self.leases.keys().copied().collect();
         for lease in leases {

@@ -1,5 +1,5 @@
-//! Which groups a lease takes. Invariant: none is over the bound of the buffer or of the request, none is in an open lease
-//! of the same step, and in [`OnStale::Wait`] what stays behind can still be trained in time.
+//! Which groups a lease takes. Invariant: no group exceeds the bound of the buffer or of the request, none is in an
+//! open lease of the same step, and in [`OnStale::Wait`] the remaining groups can still be trained in time.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ use crate::{LeaseRequest, OnStale, Order};
 type LeaseCandidate = (PolicyVersion, GroupId);
 
 impl Ledger {
-    /// The groups for `request` now, ordered by id; `None` if it has to wait.
+    /// The groups for `request`, sorted by id; `None` if the lease has to wait.
     pub(super) fn choose(&self, request: &LeaseRequest, last_call: bool) -> Option<Vec<GroupId>> {
         let (batch, complete) = self.collect(request);
         let at_least =
@@ -30,7 +30,7 @@ impl Ledger {
         Some(groups)
     }
 
-    /// Most groups that `request` asks for.
+    /// The maximum number of groups for `request`.
     pub(super) fn most_groups(&self, request: &LeaseRequest) -> usize {
         let all = if request.tokens.is_some() { usize::MAX } else { self.config.batch_groups };
         request.groups.unwrap_or(all).max(1)
@@ -40,7 +40,7 @@ impl Ledger {
         if request.tokens.is_some() { 1 } else { self.config.batch_groups }
     }
 
-    /// As many groups as `request` asks for, in the order of the buffer, and whether that is all it asks for.
+    /// Groups for `request` in the order of the buffer, and whether they are all that it asks for.
     fn collect(&self, request: &LeaseRequest) -> (Vec<LeaseCandidate>, bool) {
         let most = self.most_groups(request);
         let bound = request.max_staleness.unwrap_or(u64::MAX);
@@ -77,9 +77,9 @@ impl Ledger {
         (batch, complete)
     }
 
-    /// Candidates in an order drawn without replacement with weights `exp(log_weight)`: that of
-    /// `log_weight + Gumbel noise` (Kool et al. 2019, "Stochastic Beams and Where to Find Them", section 2.2).
-    /// The same lease draws the same.
+    /// Candidates in an order drawn without replacement with weights `exp(log_weight)`: sorted by `log_weight +
+    /// Gumbel noise` (Kool et al. 2019, "Stochastic Beams and Where to Find Them", arXiv:1903.06059, section 2.2).
+    /// The seed depends on the lease, so the same lease draws the same order.
     fn drawn(
         &self,
         candidates: impl Iterator<Item = LeaseCandidate>,
@@ -98,7 +98,7 @@ impl Ledger {
         keyed.into_iter().map(|(_, candidate)| candidate).collect()
     }
 
-    /// Groups that cannot be leased for this step once more. Only with several uses can they be in the pool.
+    /// Groups that are already leased for this step. Only with several uses can they be in the pool.
     fn leased_for_step(&self) -> BTreeSet<GroupId> {
         if self.config.max_uses == 1 {
             return BTreeSet::new();
@@ -110,20 +110,20 @@ impl Ledger {
         of_step.flat_map(|record| record.row.groups.iter().copied()).collect()
     }
 
-    /// Whether later leases can still train in time all that stays behind `batch`, or at least nothing that is still in
-    /// flight would make a better batch for them.
+    /// Whether later leases can still train all groups that `batch` leaves, in time; or at least no group in flight
+    /// would make a better batch.
     fn leaves_time(&self, batch: &[LeaseCandidate]) -> bool {
         let before = self.config.batch_groups.saturating_sub(self.taken);
         let after = before.saturating_sub(batch.len());
         let mut in_batch: BTreeMap<PolicyVersion, usize> = BTreeMap::new();
         batch.iter().for_each(|(version, _)| *in_batch.entry(*version).or_default() += 1);
-        // What is in flight over the bound is not waited for.
+        // Groups in flight over the bound are not waited for.
         let usable = PolicyVersion(self.step.0.saturating_sub(self.config.max_staleness));
         let (mut all, mut taken) = (0usize, 0usize);
         self.due.range(usable..).all(|(version, live)| {
             all += live;
             taken += in_batch.get(version).copied().unwrap_or(0);
-            // What this and later steps can take besides the batch.
+            // Capacity of this and later steps beside the batch.
             let room = self.room_through(self.last_step_of(*version)).saturating_sub(before) + after;
             taken >= all.saturating_sub(room).min(batch.len())
         })

@@ -1,26 +1,26 @@
-//! Which step leases are for, and how many groups the steps from it on can still take. Invariant: `leased` counts the groups
-//! in open leases by the step of their lease, and `taken` is at least its count for the current step.
+//! The current step, and the capacity of the steps from it on. Invariant: `leased` counts the groups in open leases
+//! by step, and `taken` is at least its count for the current step.
 
 use trajectory::{GroupId, PolicyVersion};
 
 use super::{InFlightStage, KEYED, Ledger};
 use crate::{BufferError, EventKind};
 
-/// The latest version that a trainer can have; below 2^53, so that every JSON reader keeps it exact.
+/// The highest version that a trainer can have; below 2^53, so every JSON reader keeps it exact.
 const MAX_VERSION: PolicyVersion = PolicyVersion((1 << 53) - 1);
 
 impl Ledger {
-    /// The latest version that anybody can have.
+    /// The newest version that can exist.
     pub(crate) fn known(&self) -> PolicyVersion {
         self.known
     }
 
-    /// The version that the trainer has, as far as is known here.
+    /// The policy version of the trainer.
     pub(crate) fn policy_version(&self) -> PolicyVersion {
         self.step
     }
 
-    /// The first step that has groups to take, if every step takes a full batch.
+    /// The first step that still takes groups, if every step takes a full batch.
     pub(super) fn next_step(&self) -> PolicyVersion {
         let batch = self.config.batch_groups;
         if self.taken < batch {
@@ -36,7 +36,7 @@ impl Ledger {
         next
     }
 
-    /// Groups that the steps from the current one to `last` can still take, if each takes a full batch.
+    /// Number of groups that the steps from the current one to `last` can still take, if each takes a full batch.
     pub(super) fn room_through(&self, last: PolicyVersion) -> usize {
         let Some(later) = last.0.checked_sub(self.step.0) else { return 0 };
         let batch = self.config.batch_groups;
@@ -50,8 +50,8 @@ impl Ledger {
         steps.saturating_mul(batch).saturating_sub(leased).saturating_sub(self.taken.min(batch))
     }
 
-    /// Slots that are free as seen by a sampler that serves `served`: no more groups than the steps up to the last that
-    /// can train them have room for.
+    /// Number of free slots for a sampler that serves `served`: limited by what the steps that may train such
+    /// groups can take.
     pub(crate) fn free(&self, served: PolicyVersion) -> usize {
         if self.bytes >= self.config.max_bytes {
             return 0;
@@ -63,12 +63,12 @@ impl Ledger {
         slots.saturating_sub(self.flights.len() + self.pool.len())
     }
 
-    /// The last step that may train a group of `version`.
+    /// The last step that may train a group of `version` (its deadline).
     pub(super) fn last_step_of(&self, version: PolicyVersion) -> PolicyVersion {
         PolicyVersion(version.0.saturating_add(self.config.max_staleness))
     }
 
-    /// The trainer has made `version`; with `rewind` it starts from a checkpoint of that version, whatever came before.
+    /// Sets the trainer's version; with `rewind` it starts from a checkpoint of that version.
     pub(crate) fn set_version(&mut self, version: PolicyVersion, rewind: bool) -> Result<(), BufferError> {
         let known = self.known;
         if version > MAX_VERSION || !rewind && version > self.furthest() {
@@ -85,13 +85,13 @@ impl Ledger {
         Ok(())
     }
 
-    /// The latest version that the trainer can go to without putting all that is here over the bound.
+    /// The highest version that does not make every group in the buffer stale.
     fn furthest(&self) -> PolicyVersion {
         let empty = self.flights.is_empty() && self.pool.is_empty() && self.leases.is_empty();
         if empty { MAX_VERSION } else { self.last_step_of(self.known.next()) }
     }
 
-    /// Versions after `version` were never made: no group counts from one of them any more, unless it has arrived.
+    /// Versions after `version` were undone: revokes groups in flight that count from one of them.
     fn undo_after(&mut self, version: PolicyVersion) {
         self.known = self.known.min(version);
         let undone = self
@@ -105,7 +105,7 @@ impl Ledger {
         }
     }
 
-    /// From now on leases are for `step`. What is leased for it already is given again, not trained beside other groups.
+    /// Begins `step`. Groups already leased for it are counted, because their leases are repeated.
     pub(super) fn begin_step(&mut self, step: PolicyVersion) {
         self.taken = self.leased.get(&step).copied().unwrap_or(0);
         self.step = step;
@@ -114,7 +114,7 @@ impl Ledger {
         self.tell(EventKind::Version, Vec::new(), None, Some(step));
     }
 
-    /// A lease for `step` is given again: a trainer that has gone back has come so far again.
+    /// The lease of `step` is repeated: a trainer that rewound has reached it again.
     pub(super) fn come_to(&mut self, step: PolicyVersion) {
         if step > self.known {
             return;
@@ -128,14 +128,14 @@ impl Ledger {
         }
     }
 
-    /// `count` more groups are in open leases for `step`.
+    /// Adds `count` groups in open leases for `step`.
     pub(super) fn count_leased(&mut self, step: PolicyVersion, count: usize) {
         if count > 0 {
             *self.leased.entry(step).or_default() += count;
         }
     }
 
-    /// `count` groups less are in open leases for `step`.
+    /// Removes `count` groups in open leases for `step`.
     pub(super) fn count_ended(&mut self, step: PolicyVersion, count: usize) {
         if let Some(leased) = self.leased.get_mut(&step) {
             *leased = leased.saturating_sub(count);
@@ -150,8 +150,8 @@ impl Ledger {
         if version > known { Err(BufferError::FutureVersion { version, known }) } else { Ok(()) }
     }
 
-    /// The slot of a group that turns out older than the slot was given for: it is given back, so that the group needs
-    /// room like one that never had a slot.
+    /// Revokes the slot of a group that is older than the slot assumed: the group then needs a free slot like one
+    /// without admission.
     pub(super) fn give_up_slot_if_older(&mut self, group: GroupId, oldest: PolicyVersion) {
         if self.flights.get(&group).is_some_and(|flight| oldest < flight.version) {
             self.land(group);

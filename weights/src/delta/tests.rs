@@ -39,7 +39,7 @@ fn twenty_deltas_in_a_row_give_every_version_bit_by_bit() {
             let (mut next, len) = (random(7), 2 * BLOCK + 777);
             let mut values: Vec<f32> = (0..len).map(|_| next() as f32 / 1e9 - 1.0).collect();
             let mut newest = snapshot(0, &values, dtype);
-            let mut held = newest.values.to_vec();
+            let mut current = newest.values.to_vec();
             for version in 1..=20 {
                 change(&mut values, [10, 100, 10_000, u64::MAX][version as usize % 4], &mut next);
                 let new = snapshot(version, &values, dtype);
@@ -50,8 +50,8 @@ fn twenty_deltas_in_a_row_give_every_version_bit_by_bit() {
                 let differ = |(a, b): &(&f32, &f32)| a.to_bits() != b.to_bits();
                 let changed = newest.values.iter().zip(new.values.iter()).filter(differ).count();
                 assert_eq!(encoded.density, Some(changed as f64 / len as f64));
-                apply(&header, payload, &mut held, 2).unwrap();
-                assert_eq!(Digest::of(&held), new.digest(), "{version} {dtype} {compress}");
+                apply(&header, payload, &mut current, 2).unwrap();
+                assert_eq!(Digest::of(&current), new.digest(), "{version} {dtype} {compress}");
                 newest = new;
             }
         }
@@ -96,10 +96,10 @@ proptest! {
         let at = at.index(bytes.len());
         bytes[at] ^= 1 << bit;
         let (header, payload) = bytes.split_first_chunk::<HEADER>().unwrap();
-        let mut held = old.values.to_vec();
-        let applied = FrameHeader::decode(header).and_then(|header| apply(&header, payload, &mut held, 1));
+        let mut current = old.values.to_vec();
+        let applied = FrameHeader::decode(header).and_then(|header| apply(&header, payload, &mut current, 1));
         prop_assert!(applied.is_err());
-        prop_assert_eq!(Digest::of(&held), old.digest(), "nothing was applied");
+        prop_assert_eq!(Digest::of(&current), old.digest(), "nothing was applied");
     }
 
     #[test]

@@ -1,7 +1,7 @@
-//! One process: samplers swap in what the publisher has copied on the device.
+//! One process: the publisher copies on the device into buffers that samplers swap in.
 //!
-//! Invariant: one copy per push and sampler, and neither waits for the other. What a sampler has not taken yet is written over
-//! by what is newer.
+//! Invariant: one copy per push and sampler, and neither side waits for the other. A version that a sampler has not
+//! taken is overwritten by a newer one.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ use super::{
 use crate::hub::After;
 use crate::{Hub, Receipt, Received, WeightsError};
 
-/// A hub's one publisher.
+/// The publisher of a hub, for samplers of its process.
 #[derive(Debug)]
 pub struct ColocatedPublisher<T: Storage> {
     hub: Hub,
@@ -32,16 +32,16 @@ struct ColocatedState<T: Storage> {
     last: Option<DevicePush>,
 }
 
-/// Where a sampler finds what is published.
+/// The newest version for one sampler.
 #[derive(Debug)]
 struct Mailbox<T: Storage> {
     spares: SpareBuffers<T>,
     newest: Mutex<Option<(PolicyVersion, Buffer<T>)>>,
-    /// What was put here last.
+    /// The last version that was put here.
     put: Mutex<Option<PolicyVersion>>,
 }
 
-/// The side of one sampler.
+/// A subscriber in the publisher's process.
 #[derive(Debug)]
 pub struct ColocatedSubscriber<T: Storage> {
     control: HubConnection,
@@ -57,8 +57,8 @@ impl<T: Storage> ColocatedPublisher<T> {
         Self { hub, device: device.clone(), pushing }
     }
 
-    /// Adds a subscriber, whose name must be free. `device` is the publisher's GPU or one that it reaches, with a stream
-    /// that is not the one that decodes. What was published before comes by [`DevicePublisher::resend`].
+    /// Registers a subscriber, whose name must be free. `device` is the publisher's GPU or one that it reaches, with
+    /// another stream than decoding. [`DevicePublisher::resend`] sends what was published before.
     ///
     /// # Errors
     /// As [`Hub::subscribe`].
@@ -70,7 +70,7 @@ impl<T: Storage> ColocatedPublisher<T> {
         Ok(ColocatedSubscriber { control, device: device.clone(), mailbox })
     }
 
-    /// Copies a version to all samplers that do not have it yet; to how many.
+    /// Copies a version to all samplers that do not have it; their number.
     fn put(
         &self,
         pushing: &mut ColocatedState<T>,
@@ -92,7 +92,7 @@ impl<T: Storage> ColocatedPublisher<T> {
             copied.map_err(failed("copy weights"))?;
             copies.push(copy);
         }
-        // Others read them on streams of their own.
+        // Samplers read the copies on other streams.
         self.device.synchronize().map_err(failed("copy weights"))?;
         for (mailbox, copy) in late.iter().zip(copies) {
             *lock(&mailbox.newest) = Some((version, copy));
@@ -106,7 +106,7 @@ impl<T: Storage> ColocatedPublisher<T> {
     }
 }
 
-/// What is in there; every change of it is whole.
+/// Ignores poisoning: every change is complete.
 fn lock<V>(mutex: &Mutex<V>) -> MutexGuard<'_, V> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -158,7 +158,7 @@ impl<T: Storage> DeviceSubscriber<T> for ColocatedSubscriber<T> {
             };
             notice.check::<T>("the memory of the process")?;
             let (version, started) = (notice.version, Instant::now());
-            // What is put here before it is announced is left until then.
+            // A buffer that was not announced yet is not taken.
             if let Some((_, values)) = lock(&self.mailbox.newest).take_if(|(there, _)| *there == version) {
                 let digest = digest(&self.device, values.all())?;
                 let bytes = values.bytes();

@@ -1,4 +1,4 @@
-//! A sampler's line to the hub, which is in its process or in another. Invariant: both ways say the same.
+//! A sampler's connection to the hub, in its process or another. Invariant: both variants behave alike.
 
 use std::time::{Duration, Instant};
 
@@ -9,10 +9,10 @@ use crate::http::{RemoteConfig, RemoteSubscriber};
 use crate::hub::{After, SubscriberId};
 use crate::{Hub, Receipt, WeightsError};
 
-/// The longest wait of one question, so that the hub hears of us in time.
+/// Longest wait of one poll, which is also the heartbeat.
 const LONGEST_ASK: Duration = Duration::from_millis(500);
 
-/// A seat at a hub. Dropping it leaves.
+/// A registration at a hub. Dropping it unregisters.
 #[derive(Debug)]
 pub(super) enum HubConnection {
     Here { hub: Hub, caller: SubscriberId },
@@ -20,12 +20,12 @@ pub(super) enum HubConnection {
 }
 
 impl HubConnection {
-    /// Takes a seat at a hub of this process, under a name that must be free.
+    /// Registers at a hub of this process; the name must be free.
     pub(super) fn here(hub: &Hub, name: &str) -> Result<Self, WeightsError> {
         Ok(Self::Here { hub: hub.clone(), caller: hub.connect(name.to_owned(), false)? })
     }
 
-    /// Takes a seat at a hub of another process.
+    /// Registers at a hub of another process.
     pub(super) fn there(config: RemoteConfig) -> Result<Self, WeightsError> {
         Ok(Self::There(Box::new(RemoteSubscriber::connect(config)?)))
     }
@@ -37,7 +37,7 @@ impl HubConnection {
         }
     }
 
-    /// Whether a file that the hub names may be opened: what another process says is not believed.
+    /// Whether a path that the hub names may be opened; paths of another process are checked.
     pub(super) fn is_shared(&self, file: &std::path::Path) -> bool {
         match self {
             Self::Here { .. } => true,
@@ -45,7 +45,7 @@ impl HubConnection {
         }
     }
 
-    /// Whether it holds the seat of `member`.
+    /// Whether it is the registration of `member`.
     pub(super) fn is(&self, member: &SubscriberId) -> bool {
         match self {
             Self::Here { caller, .. } => caller == member,
@@ -53,7 +53,7 @@ impl HubConnection {
         }
     }
 
-    /// What there is after `after`, as soon as there is something; `None` if nothing came by then.
+    /// The next push notice after `after`; `None` if none came before the deadline.
     pub(super) fn next_notice(
         &self,
         after: After,
@@ -84,7 +84,7 @@ impl HubConnection {
         }
     }
 
-    /// Sends the last receipt now, where it would be sent with the next question.
+    /// Sends the last receipt now; polls send it otherwise.
     pub(super) fn flush(&self) -> Result<(), WeightsError> {
         match self {
             Self::Here { .. } => Ok(()),
@@ -101,11 +101,11 @@ impl Drop for HubConnection {
     }
 }
 
-/// What a subscriber waits for is in memory of the host.
+/// The error for weights in host memory.
 pub(super) fn not_on_a_device(version: PolicyVersion) -> WeightsError {
     let what = "it is in memory of the host".to_owned();
     WeightsError::OtherWay { version, transport: "a device", what }
 }
 
-/// Something that was announced is gone already: the next is announced at once.
+/// Pause after an announced version was replaced: the next is announced at once.
 pub(super) const OVERTAKEN: Duration = Duration::from_millis(1);

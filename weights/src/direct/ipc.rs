@@ -1,4 +1,5 @@
-//! Processes of one host, on one GPU or on GPUs that reach each other: two slots of device memory that others can open.
+//! Processes of one host (CUDA IPC): two slots of device memory that other processes open, on one GPU or on GPUs with
+//! peer access.
 //!
 //! ```text
 //!   DIR/rlrun-weights-PID-NUMBER/     as of `shm`, of one publisher
@@ -6,13 +7,14 @@
 //!     slot-0   slot-1                 the lock of each slot, with the version that lies in it
 //!     slot-0.NAME                     locked by the sampler NAME while it copies out of the slot
 //! ```
-//! A publisher copies a version into the slot that is not the newest, under the exclusive lock of its file, and announces
-//! the handle of its memory. A sampler opens that once, and copies out of it under the shared lock, which the system takes
-//! back if the sampler is killed. Copies are short, so that a publisher waits for them, up to its deadline.
+//! A publisher copies a version into the slot that is not the newest (double buffering), under the exclusive lock of
+//! its file, and announces the handle of its memory. A sampler opens the handle once, and copies out of the slot
+//! under the shared lock, which the system releases if the sampler is killed. Copies are short, so the publisher
+//! waits for them, up to its deadline.
 //!
 //! Invariants:
-//! - The slot of the newest version is never written, nor is one that somebody copies out of.
-//! - What a sampler has copied is of the version that the file names, because it looks under the lock.
+//! - Neither the slot of the newest version nor a slot that is being copied is written.
+//! - A copied version is the one that the file names, because it is read under the lock.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io;
@@ -36,34 +38,34 @@ use crate::hub::After;
 use crate::shm::{self, PublisherDirectory};
 use crate::{Hub, Receipt, Received, WeightsError};
 
-/// How it is called in a recipe.
+/// Its name in a recipe.
 const TRANSPORT: &str = "cuda-ipc";
-/// What a file says while no version lies in its slot.
+/// Content of the file while its slot has no version.
 const NONE: u64 = u64::MAX;
-/// Pause between two looks whether a slot is free.
+/// Interval of attempts to lock a slot.
 const PAUSE: Duration = Duration::from_millis(1);
-/// Slots that stay open: a publisher goes back and forth between two.
+/// Number of slots that stay open: a publisher alternates between two.
 const OPENED: usize = 2;
 
-/// Where a version lies.
+/// Address of a slot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SlotAddress {
-    /// The file that locks it.
+    /// The lock file.
     pub(super) lock: PathBuf,
-    /// What its memory is opened with.
+    /// The handle of its memory.
     handle: String,
 }
 
-/// How to publish to other processes of this host.
+/// Configuration of the publisher.
 #[derive(Clone, Debug)]
 pub struct IpcConfig {
-    /// Directory for locks, which samplers see too, such as `/dev/shm`.
+    /// Directory for locks that samplers can access too, such as `/dev/shm`.
     pub directory: PathBuf,
     /// How long a push waits for samplers that copy out of a slot.
     pub wait: Duration,
 }
 
-/// A hub's one publisher.
+/// The publisher of a hub, for other processes of its host.
 #[derive(Debug)]
 pub struct IpcPublisher<T: Storage> {
     hub: Hub,
@@ -76,9 +78,9 @@ pub struct IpcPublisher<T: Storage> {
 struct DeviceSlots<T: Storage> {
     directory: PublisherDirectory,
     slots: [Option<DeviceSlot<T>>; 2],
-    /// Which of them has the newest version.
+    /// Index of the slot with the newest version.
     current: Option<usize>,
-    /// Files made so far.
+    /// Number of files made so far.
     made: u64,
     last: Option<DevicePush>,
 }
@@ -91,7 +93,7 @@ struct DeviceSlot<T: Storage> {
     handle: String,
 }
 
-/// The side of one sampler.
+/// A subscriber in another process of the host.
 #[derive(Debug)]
 pub struct IpcSubscriber<T: Storage> {
     control: HubConnection,
@@ -100,14 +102,14 @@ pub struct IpcSubscriber<T: Storage> {
     opened: Mutex<OpenedSlots<T>>,
 }
 
-/// Slots of publishers, each opened once.
+/// Opened slots of publishers.
 #[derive(Debug)]
 struct OpenedSlots<T: Storage>(Vec<OpenedSlot<T>>);
 
 #[derive(Debug)]
 struct OpenedSlot<T: Storage> {
     handle: String,
-    /// Tells whether the publisher lives.
+    /// Its lock file, which shows whether the publisher lives.
     lock: PathBuf,
     buffer: Buffer<T>,
 }
@@ -124,13 +126,14 @@ impl<T: Storage> IpcPublisher<T> {
         Ok(Self { hub, device: device.labelled("slots of pushed weights"), wait: config.wait, slots })
     }
 
-    /// Begins to write the slot that is not the newest, and stays there.
+    /// Begins to write the next slot and stops there, for tests.
     #[cfg(all(test, feature = "emulator"))]
     pub(super) fn begin_to_write(&self, version: PolicyVersion) {
-        let mut slots = self.slots().expect("nobody panicked");
+        let mut slots = self.slots().expect("no thread panicked");
         let index = 1 - slots.current.unwrap_or(1);
         let len = slots.slots[index].as_ref().map_or(0, |slot| slot.buffer.len());
-        let slot = slots.free(index, &self.device, (version, len), self.wait).expect("nobody holds it");
+        let slot =
+            slots.free(index, &self.device, (version, len), self.wait).expect("no sampler has locked it");
         slot.says(NONE).expect("the file can be written");
     }
 
@@ -138,7 +141,7 @@ impl<T: Storage> IpcPublisher<T> {
         self.slots.lock().map_err(|_| WeightsError::Poisoned)
     }
 
-    /// Writes a version into a slot, which is free and stays so until this returns.
+    /// Writes a version into a locked slot.
     fn fill(
         &self,
         slot: &mut DeviceSlot<T>,
@@ -174,7 +177,7 @@ impl<T: Storage> DevicePublisher<T> for IpcPublisher<T> {
     }
 
     fn resend(&self, _values: View<'_, T>) -> Result<bool, WeightsError> {
-        // The slot is there for whoever comes.
+        // Later subscribers open the slot.
         Ok(false)
     }
 
@@ -191,7 +194,7 @@ impl<T: Storage> Drop for IpcPublisher<T> {
     fn drop(&mut self) {
         self.hub.publisher_gone();
         let Ok(slots) = self.slots.get_mut() else { return };
-        // Memory that is copied out of must not go.
+        // Memory must not be freed while it is copied.
         for slot in slots.slots.iter_mut().flatten() {
             let _ = slot.lock(PolicyVersion(NONE), self.wait);
         }
@@ -199,7 +202,7 @@ impl<T: Storage> Drop for IpcPublisher<T> {
 }
 
 impl<T: Storage> DeviceSlots<T> {
-    /// The slot `index`, with room for so many weights, locked.
+    /// The slot `index` with a capacity of `len` weights, locked.
     fn free(
         &mut self,
         index: usize,
@@ -209,7 +212,7 @@ impl<T: Storage> DeviceSlots<T> {
     ) -> Result<&mut DeviceSlot<T>, WeightsError> {
         if let Some(old) = self.slots[index].take_if(|slot| slot.buffer.len() != len) {
             old.lock(version, wait)?;
-            // What is left behind goes with the directory.
+            // If this fails, the file is removed with the directory.
             let _ = std::fs::remove_file(&old.path);
         }
         if self.slots[index].is_none() {
@@ -227,15 +230,15 @@ impl<T: Storage> DeviceSlot<T> {
     fn create(path: PathBuf, device: &Device, len: usize) -> Result<Self, WeightsError> {
         let made = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
         let file = made.map_err(|error| shm::failed(&path, "make a file; name another directory", &error))?;
-        let buffer = device.shared(len).map_err(failed("make room for other processes"))?;
-        device.synchronize().map_err(failed("make room for other processes"))?;
+        let buffer = device.shared(len).map_err(failed("allocate memory for other processes"))?;
+        device.synchronize().map_err(failed("allocate memory for other processes"))?;
         let handle = buffer.handle().map_err(failed("share memory with other processes"))?.to_string();
         let slot = Self { path, file, buffer, handle };
         slot.says(NONE)?;
         Ok(slot)
     }
 
-    /// Takes the slot from all samplers, once none copies out of it.
+    /// Locks the slot for writing, once no sampler copies out of it.
     fn lock(&self, version: PolicyVersion, wait: Duration) -> Result<(), WeightsError> {
         let started = Instant::now();
         loop {
@@ -267,7 +270,7 @@ fn holders(slot: &Path) -> Vec<String> {
         let path = entry.path();
         let of_slot = path.file_stem() == slot.file_name();
         let Some(name) = path.extension().filter(|_| of_slot) else { continue };
-        // One that is not locked was left by a sampler that is gone.
+        // An unlocked file was left by a sampler that has ended.
         let locked =
             File::open(&path).is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)));
         if locked {
@@ -310,7 +313,7 @@ impl<T: Storage> IpcSubscriber<T> {
         Self { control, device: device.clone(), spares: SpareBuffers::new(device), opened }
     }
 
-    /// Copies what was announced; `None` if the publisher has gone on.
+    /// Copies the announced weights; `None` if the version was replaced.
     fn copy(
         &self,
         notice: &PushNotice,
@@ -346,24 +349,24 @@ impl<T: Storage> IpcSubscriber<T> {
         opened: &mut OpenedSlots<T>,
         spare: &mut Buffer<T>,
     ) -> Result<bool, WeightsError> {
-        let Some(held) = SlotCopyGuard::take(&at.lock, self.control.name(), version)? else {
+        let Some(lock) = SlotCopyGuard::take(&at.lock, self.control.name(), version)? else {
             return Ok(false);
         };
         let slot = match opened.open(at, &self.device, spare.len()) {
             Ok(slot) => slot,
-            // Its memory went with it; the next publisher announces another.
+            // The memory was freed with its publisher; the next publisher announces another slot.
             Err(_) if shm::is_left(&at.lock) => return Ok(false),
             Err(error) => return Err(error),
         };
         let copied = self.device.copy(slot.all(), spare.all_mut()).and_then(|()| self.device.synchronize());
-        drop(held);
+        drop(lock);
         copied.map_err(failed("copy weights of another process"))?;
         Ok(true)
     }
 }
 
 impl<T: Storage> OpenedSlots<T> {
-    /// Memory of the publisher.
+    /// The opened memory of a slot.
     fn open(&mut self, at: &SlotAddress, device: &Device, len: usize) -> Result<&Buffer<T>, WeightsError> {
         let known = self.0.iter().position(|slot| slot.handle == at.handle && slot.buffer.len() == len);
         let index = match known {
@@ -384,22 +387,22 @@ impl<T: Storage> OpenedSlots<T> {
         Ok(&self.0[index].buffer)
     }
 
-    /// Gives up what publishers have left that died: the driver keeps it for as long as it is open somewhere, and who takes
-    /// their place needs the room.
+    /// Closes the memory of publishers that have ended: the driver keeps it allocated while it is open, and the next
+    /// publisher needs it.
     fn close_left(&mut self) {
         self.0.retain(|slot| !shm::is_left(&slot.lock));
     }
 }
 
-/// A slot that nobody writes for as long as this lives.
+/// A shared lock on a slot, which keeps it from being written.
 pub(super) struct SlotCopyGuard {
     _lock: File,
-    /// Tells who it is, and the file of it.
+    /// Names the sampler in errors of the publisher, with its file.
     name: Option<(File, PathBuf)>,
 }
 
 impl SlotCopyGuard {
-    /// Holds a slot if it has `version`; `None` if the publisher has gone on.
+    /// Locks a slot if it has `version`; `None` if the version was replaced.
     pub(super) fn take(
         path: &Path,
         name: &str,
@@ -421,7 +424,7 @@ impl SlotCopyGuard {
         if u64::from_le_bytes(says) != version.0 {
             return Ok(None);
         }
-        // For errors alone, so that it may fail.
+        // Only errors use it, so it may fail.
         let mut tag = path.as_os_str().to_owned();
         tag.push(format!(".{}", name.replace(['.', '/'], "-")));
         let tag = PathBuf::from(tag);
@@ -434,7 +437,7 @@ impl SlotCopyGuard {
 impl Drop for SlotCopyGuard {
     fn drop(&mut self) {
         if let Some((_, tag)) = &self.name {
-            // It goes with the directory otherwise.
+            // Otherwise it is removed with the directory.
             let _ = std::fs::remove_file(tag);
         }
     }
@@ -451,7 +454,7 @@ impl<T: Storage> DeviceSubscriber<T> for IpcSubscriber<T> {
         loop {
             let notice = self.control.next_notice(After::Version(after), deadline);
             match notice {
-                // So is its memory.
+                // Its memory was freed.
                 Err(WeightsError::PublisherGone { .. }) => opened.0.clear(),
                 Err(_) => opened.close_left(),
                 Ok(_) => {}

@@ -1,19 +1,20 @@
-//! Many GPUs: every owner of a shard broadcasts it in buckets to all samplers.
+//! Several GPUs: every shard owner broadcasts its shard in buckets to all samplers (NCCL broadcast groups).
 //!
 //! ```text
 //!   lead:     plan(v) --- hub: round, members, groups ---> samplers;  the plan --- ranks' own channel ---> owners
 //!   owners:   send(plan, shard)          group of owner 0: bucket, bucket, ...   group of owner 1: ...
 //!   samplers: receive into spare buffers, in the order of the owners
-//!   lead:     done(plan, digests of the shards), or again(plan): who is still there is a new epoch with new groups
+//!   lead:     done(plan, digests of the shards), or again(plan): the live members form a new epoch with new groups
 //! ```
-//! A [`NcclPublisher`] is the lead, and the owner where there is one. With several, [`NcclPublisher::publish_shards`] makes the
-//! plan, its caller gives it to all ranks and gathers how it went, and what failed for one is done again by all.
+//! A [`NcclPublisher`] is the lead, and the only owner by default. With several owners,
+//! [`NcclPublisher::publish_shards`] makes the plan; its caller sends it to all ranks and gathers the results, and
+//! all repeat the round if one failed.
 //! Invariants:
-//! - Nobody waits for a peer longer than the deadline of the round, nor for one that the hub has not heard of for its hold:
-//!   samplers ask it meanwhile whether there is another round. A group that failed is never used again.
-//! - An owner that fails is not waited for by the others of its process: the hub tells them.
-//! - What was received in part is never handed out.
-//! - Samplers that come later are members of the next round; [`DevicePublisher::resend`] makes one at once.
+//! - No member waits for a peer longer than the deadline of the round, or after its hold expired at the hub. Samplers
+//!   poll the hub meanwhile for a newer round. A failed group is not used again.
+//! - The other owners of a process do not wait for a failed owner: the hub notifies them.
+//! - Partly received weights are never returned.
+//! - Later subscribers are members of the next round; [`DevicePublisher::resend`] makes one at once.
 
 mod subscriber;
 
@@ -35,20 +36,20 @@ use crate::hub::{PublicationStatus, PublishedVersion, SubscriberId};
 use crate::publisher::same;
 use crate::{Digest, Hub, WeightsError};
 
-/// How it is called in a recipe.
+/// Its name in a recipe.
 const TRANSPORT: &str = "nccl";
 
-/// How to broadcast.
+/// Configuration of broadcasts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NcclConfig {
-    /// Bytes that are sent at once.
+    /// Bytes per broadcast.
     pub bucket_bytes: usize,
-    /// How long anybody waits for anybody.
+    /// Deadline of every wait for a peer.
     pub deadline: Duration,
-    /// How long after a failure samplers are waited for, before those that did not call again are left out. What a sampler
-    /// waits at most between two calls is half a second.
+    /// How long to wait for samplers after a failed round, before those without a call are dropped. A sampler calls
+    /// at least every half second.
     pub grace: Duration,
-    /// How often a version is sent, each time to those who still answer, before it is given up.
+    /// Number of attempts to send a version, each to the members that still answer.
     pub attempts: usize,
 }
 
@@ -63,7 +64,7 @@ impl Default for NcclConfig {
     }
 }
 
-/// Decides who takes part, for all owners of a hub's one publisher.
+/// Decides the members of broadcasts, for all owners of a hub's publisher.
 #[derive(Debug)]
 pub struct PushLead<T: Storage> {
     hub: Hub,
@@ -77,7 +78,7 @@ pub struct PushLead<T: Storage> {
 struct LeadState {
     /// The last plan.
     plan: Option<PushPlan>,
-    /// Its groups cannot be used again.
+    /// Its groups have failed.
     broken: bool,
     /// The newest version whose digest the hub has.
     digested: Option<PolicyVersion>,
@@ -89,14 +90,14 @@ pub struct PushOwner<T: Storage> {
     device: Device,
     index: usize,
     joined: Option<EpochGroups>,
-    /// Where it is known who is gone, and which owners cannot send.
+    /// The hub, which knows departed members and failed owners, if it is in this process.
     hub: Option<Hub>,
-    /// The number of the round that it sends in.
+    /// The number of its current round.
     round: Arc<AtomicU64>,
     values: PhantomData<fn(T)>,
 }
 
-/// A hub's one publisher, which owns all weights or leads the owners of shards.
+/// The publisher of a hub, which owns all weights or leads the shard owners.
 #[derive(Debug)]
 pub struct NcclPublisher<T: Storage> {
     lead: PushLead<T>,
@@ -116,8 +117,8 @@ impl<T: Storage> PushLead<T> {
         Self { hub, device: device.clone(), config, state: Mutex::default(), values: PhantomData }
     }
 
-    /// How a version goes to all samplers that are there: `cuts` are the shards of its owners, one after the other. The
-    /// samplers know when this returns.
+    /// Plans the broadcast of a version to all live samplers. `cuts` are the shards of its owners, consecutive. The
+    /// samplers are notified before it returns.
     ///
     /// # Errors
     /// As [`DevicePublisher::publish`].
@@ -125,7 +126,7 @@ impl<T: Storage> PushLead<T> {
         let mut state = self.state()?;
         let cuts: Vec<_> = cuts.iter().map(|cut| (cut.start, cut.end)).collect();
         if let PublicationStatus::Published(_) = self.hub.known(version)? {
-            // It is only compared.
+            // The version is only compared.
             state.digested = state.digested.max(Some(version));
             return self.make(&state, version, cuts, Vec::new());
         }
@@ -134,7 +135,7 @@ impl<T: Storage> PushLead<T> {
         self.announce(&mut state, plan)
     }
 
-    /// How it goes to those who still answer, after an attempt that failed for any owner.
+    /// Plans a repetition with the members that still answer, after a failed attempt of any owner.
     ///
     /// # Errors
     /// An earlier mismatch; a device that fails.
@@ -153,7 +154,7 @@ impl<T: Storage> PushLead<T> {
         self.announce(&mut state, plan)
     }
 
-    /// How the newest version goes to all who are there, if somebody is whom it was not sent to.
+    /// Plans a broadcast of the newest version, if a live sampler was not a member of the last one.
     ///
     /// # Errors
     /// An earlier mismatch; a device that fails.
@@ -169,7 +170,7 @@ impl<T: Storage> PushLead<T> {
         self.announce(&mut state, plan).map(Some)
     }
 
-    /// Notes that all owners have sent their shards, whose digests these are in order. Receipts are compared with them.
+    /// Records that all owners have sent their shards, with their digests in order. Receipts are compared with them.
     ///
     /// # Errors
     /// As [`DevicePublisher::publish`].
@@ -188,7 +189,7 @@ impl<T: Storage> PushLead<T> {
         Ok(())
     }
 
-    /// The hub that is published to.
+    /// The hub.
     #[must_use]
     pub fn hub(&self) -> &Hub {
         &self.hub
@@ -246,17 +247,17 @@ impl<T: Storage> PushOwner<T> {
         Self { device: device.clone(), index, joined: None, hub: None, round, values: PhantomData }
     }
 
-    /// The same in the process of `hub`: it does not wait for samplers of which that knows that they are gone, nor when
-    /// another owner there has failed.
+    /// The owner in the process of `hub`: it does not wait for samplers that the hub knows to have departed, or after
+    /// another owner of the process has failed.
     #[must_use]
     pub fn watching(self, hub: Hub) -> Self {
         Self { hub: Some(hub), ..self }
     }
 
-    /// Sends its shard as the plan says, and waits until all samplers have it; its digest.
+    /// Sends its shard by the plan, and waits until all samplers have it; the digest of the shard.
     ///
     /// # Errors
-    /// Peers that are gone or do not come before the deadline; a plan of other weights; a device that fails.
+    /// Peers that departed or missed the deadline; a plan of other weights; a device that fails.
     pub fn send(&mut self, plan: &PushPlan, shard: View<'_, T>) -> Result<Digest, WeightsError> {
         self.round.store(plan.round.number, Ordering::Relaxed);
         let sent = self.attempt(plan, shard);
@@ -327,8 +328,8 @@ impl<T: Storage> NcclPublisher<T> {
         Self { lead: PushLead::new(hub, device, config), pushing }
     }
 
-    /// Publishes a version of which several owners have a shard each, in the order of `cuts`: `send` has all of them send
-    /// theirs ([`PushOwner::send`]) and gives their digests, once for every attempt. Otherwise as
+    /// Publishes a version with several owners, whose shards are `cuts`, in order. `send` makes all of them send
+    /// theirs ([`PushOwner::send`]) and returns the digests, once per attempt. Otherwise as
     /// [`DevicePublisher::publish`].
     ///
     /// # Errors
@@ -414,7 +415,7 @@ impl<T: Storage> DevicePublisher<T> for NcclPublisher<T> {
     }
 }
 
-/// Nanoseconds since 1970: numbers that go up also from one life of the trainer's process to the next.
+/// Nanoseconds since 1970: numbers that increase over restarts of the trainer's process.
 fn clock() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64)
 }

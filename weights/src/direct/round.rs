@@ -1,7 +1,7 @@
-//! What the members of a broadcast are told: who they are, how they find each other, and what is sent.
+//! A broadcast round: its members, its groups, and the shards that are sent.
 //!
-//! Invariant: the number of a round goes up with every attempt, and the epoch with every change of the members; members of one
-//! epoch keep the groups that they have made.
+//! Invariant: the number of a round increases with every attempt, and the epoch with every change of the members.
+//! Members of one epoch keep their groups.
 
 use std::fmt;
 use std::ops::Range;
@@ -20,18 +20,18 @@ use crate::{Digest, WeightsError};
 pub(crate) struct BroadcastRound {
     pub(super) number: u64,
     pub(super) epoch: u64,
-    /// Identifiers of the groups, one for every owner, who is member 0 of it. As hexadecimal digits.
+    /// Ids of the groups as hexadecimal digits. Each owner has one, and is its member 0.
     pub(super) ids: Vec<String>,
-    /// Where the shard of every owner begins and ends.
+    /// Start and end of every owner's shard.
     pub(super) cuts: Vec<(usize, usize)>,
-    /// The samplers, which are members 1 and on of every group. One that was started again is another.
+    /// The samplers, members 1 and up of every group. A restarted sampler is another member.
     pub(super) members: Vec<SubscriberId>,
-    /// Weights that are sent at once.
+    /// Weights per broadcast.
     pub(super) bucket: usize,
     pub(super) deadline_ms: u64,
 }
 
-/// What every owner of a shard is told, by whatever channel the ranks of a trainer have.
+/// The plan that every shard owner gets, over the channel of the trainer's ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PushPlan {
     pub(super) version: u64,
@@ -54,14 +54,14 @@ impl BroadcastRound {
         Ok(DeviceGroupId::from_bytes(&from_hex(id)?))
     }
 
-    /// What is sent at once of the shard of an owner, in order.
+    /// The buckets of an owner's shard, in order.
     pub(super) fn buckets(&self, owner: usize) -> impl Iterator<Item = Range<usize>> {
         let (start, end) = self.cuts.get(owner).copied().unwrap_or_default();
         let bucket = self.bucket.max(1);
         (start..end).step_by(bucket).map(move |from| from..(from + bucket).min(end))
     }
 
-    /// Whether the shards are all of `parameters` weights, one after the other, with a group for each.
+    /// Checks that the shards cover `parameters` weights consecutively, with a group each.
     pub(super) fn check(&self, parameters: usize) -> Result<(), String> {
         let mut end = 0;
         for cut in &self.cuts {
@@ -87,29 +87,29 @@ impl PushPlan {
         PolicyVersion(self.version)
     }
 
-    /// Names of the samplers that it is sent to, in order.
+    /// Names of the samplers, in order.
     #[must_use]
     pub fn members(&self) -> Vec<&str> {
         self.round.members.iter().map(|member| &member.name[..]).collect()
     }
 
-    /// For the channel to the other owners.
+    /// Encodes it for the other owners.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         serde_json::to_vec(self).unwrap_or_default()
     }
 
-    /// From that channel.
+    /// Decodes it.
     ///
     /// # Errors
-    /// What is no plan.
+    /// Bytes that are no plan.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, WeightsError> {
         let what = "read what is to be sent";
         serde_json::from_slice(bytes)
             .map_err(|error| WeightsError::Device { what, reason: error.to_string() })
     }
 
-    /// The weights that an owner sends; none if there is no such owner.
+    /// The shard of an owner; empty for an unknown owner.
     #[must_use]
     pub fn cut(&self, owner: usize) -> Range<usize> {
         self.round.cuts.get(owner).map_or(0..0, |(start, end)| *start..*end)
@@ -137,13 +137,13 @@ pub(super) struct EpochGroups {
 }
 
 impl EpochGroups {
-    /// Leaves at once, also in the middle of a broadcast.
+    /// Leaves the groups at once, also during a broadcast.
     pub(super) fn abort(self) {
         self.groups.iter().for_each(DeviceGroup::abort);
     }
 }
 
-/// The digest of weights whose shards were digested where they lie: that of the one, or BLAKE3 over those of several.
+/// The combined digest of shards: that of a single shard, or BLAKE3 over those of several.
 pub(super) fn combined(shards: &[Digest]) -> Digest {
     if let [one] = shards {
         return *one;

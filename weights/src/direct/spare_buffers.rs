@@ -1,4 +1,4 @@
-//! Buffers that are used again. Invariant: what is here is in nobody's use, so that it can be written.
+//! Reused buffers. Invariant: a buffer in here is unused, so it can be written.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -7,10 +7,10 @@ use device::{Buffer, Device, Storage};
 use super::failed;
 use crate::WeightsError;
 
-/// Most buffers that lie ready: while one is decoded from, another is made ready.
+/// Maximum number of unused buffers (double buffering).
 const KEPT: usize = 2;
 
-/// Buffers for weights.
+/// Unused buffers for weights.
 #[derive(Debug)]
 pub(super) struct SpareBuffers<T: Storage> {
     device: Device,
@@ -22,12 +22,12 @@ impl<T: Storage> SpareBuffers<T> {
         Self { device: device.labelled("pushed weights"), free: Mutex::default() }
     }
 
-    /// Where they are.
+    /// Their device.
     pub(super) fn device(&self) -> &Device {
         &self.device
     }
 
-    /// A buffer of its own for so many weights, with anything in it.
+    /// An unused buffer of `len` weights, with arbitrary content.
     pub(super) fn take(&self, len: usize) -> Result<Buffer<T>, WeightsError> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         free.retain(|buffer| buffer.len() == len);
@@ -35,13 +35,13 @@ impl<T: Storage> SpareBuffers<T> {
             return Ok(buffer);
         }
         drop(free);
-        let buffer = self.device.uninit(len).map_err(failed("make room for new weights"))?;
+        let buffer = self.device.uninit(len).map_err(failed("allocate memory for new weights"))?;
         // Its first use may be on another stream.
-        self.device.synchronize().map_err(failed("make room for new weights"))?;
+        self.device.synchronize().map_err(failed("allocate memory for new weights"))?;
         Ok(buffer)
     }
 
-    /// Uses a buffer again.
+    /// Returns a buffer for reuse.
     pub(super) fn give_back(&self, buffer: Buffer<T>) {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         if free.len() == KEPT {

@@ -322,8 +322,8 @@ fn a_slot_that_is_copied_out_of_is_not_written_until_that_ends_or_its_process_do
     let (sampler, mut said) = child("copies_and_is_killed", directory.path());
     said.next().expect("it holds the slot");
     publish(&publisher, 2).unwrap();
-    let held = publish(&publisher, 3).unwrap_err();
-    assert!(held.to_string().contains("far copies out of the slot"), "{held}");
+    let error = publish(&publisher, 3).unwrap_err();
+    assert!(error.to_string().contains("far copies out of the slot"), "{error}");
     kill(sampler);
     publish(&publisher, 3).unwrap();
     assert_eq!(slot(publisher.hub()), first);

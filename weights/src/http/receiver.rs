@@ -1,7 +1,7 @@
-//! How a sampler gets the weights of a version: from shared memory, as changes, or in full.
+//! Receives the weights of a version: from shared memory, as deltas, or in full.
 //!
-//! Invariant: what is handed out has the digest that it was announced with, or lies where the publisher put it. What came
-//! damaged is thrown away together with what it was applied to.
+//! Invariant: returned weights have the announced digest, or lie in the publisher's slot. Damaged weights are dropped
+//! together with their base.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -19,21 +19,21 @@ use crate::frame::{FrameHeader, FrameKind, HEADER};
 use crate::shm::{SlotReader, is_of_publisher};
 use crate::{Digest, Dtype, Received, Snapshot};
 
-/// Bytes of rounded weights that are read at once.
+/// Weights in another precision per read.
 const CHUNK: usize = 1 << 18;
-/// Most weights of a model: what is announced beyond is damaged.
+/// Maximum number of weights of a model; an announcement beyond is damaged.
 const MAX_WEIGHTS: u64 = 1 << 40;
 
-/// What a sampler has, and where it puts what comes next.
+/// The last received weights, and memory for the next.
 #[derive(Debug)]
 pub(super) struct WeightReceiver {
     threads: usize,
-    /// Where publishers of this host have their directories.
+    /// Directory of the publishers of this host.
     shared: PathBuf,
     reader: SlotReader,
-    /// The newest version that came over the network.
-    held: Option<DeltaBase>,
-    /// Memory of a version before, which the sampler may still hold.
+    /// The newest version received over the network: the base of the next delta.
+    current: Option<DeltaBase>,
+    /// Memory of an earlier version, which the sampler may still reference.
     spare: Option<Arc<[f32]>>,
 }
 
@@ -45,7 +45,7 @@ struct DeltaBase {
     values: Arc<[f32]>,
 }
 
-/// An announcement that makes sense.
+/// A valid announcement.
 #[derive(Clone, Debug)]
 pub(super) struct AnnouncedVersion {
     version: PolicyVersion,
@@ -86,7 +86,7 @@ impl AnnouncedVersion {
         self.direct.as_ref()
     }
 
-    /// What to say of the version in an error.
+    /// The digest for an error; zeros if it is unknown.
     pub(super) fn digest(&self) -> Digest {
         self.digest.unwrap_or_else(|| Digest::from_bytes([0; 32]))
     }
@@ -94,11 +94,11 @@ impl AnnouncedVersion {
 
 impl WeightReceiver {
     pub(super) fn new(threads: usize, shared: PathBuf) -> Self {
-        Self { threads, shared, reader: SlotReader::default(), held: None, spare: None }
+        Self { threads, shared, reader: SlotReader::default(), current: None, spare: None }
     }
 
-    /// The weights where the publisher put them; `None` if they cannot be had there (any more), with the reason if it will
-    /// stay so.
+    /// The weights in the publisher's slot; `None` if the slot was overwritten, an error if the slot will never be
+    /// readable.
     pub(super) fn shared(&mut self, wanted: &AnnouncedVersion) -> Result<Option<Snapshot>, String> {
         let Some(path) = &wanted.shm else { return Err("the publisher has no shared memory".to_owned()) };
         if !is_of_publisher(Path::new(path), &self.shared) {
@@ -116,12 +116,12 @@ impl WeightReceiver {
         {
             return Err(format!("{path} has weights {found}, and {announced} were announced"));
         }
-        // The receipt proves them, as it does within a process; a digest beside them would only have been copied.
+        // The receipt proves them, as within a process; a digest stored beside them would only be copied.
         let received = Received { bytes: 0, took: started.elapsed() };
         Ok(Some(Snapshot::received(wanted.version, pinned.values, received, None)))
     }
 
-    /// The weights over the network.
+    /// Fetches the weights over the network.
     pub(super) fn fetch(
         &mut self,
         client: &HubClient,
@@ -130,50 +130,52 @@ impl WeightReceiver {
         let Some(digest) = wanted.digest else { return Err(FetchError::VersionGone) };
         let started = Instant::now();
         let mut bytes = 0;
-        let near = |held: &DeltaBase| {
-            held.version <= wanted.version && held.dtype == wanted.dtype && held.values.len() == wanted.len
+        let near = |current: &DeltaBase| {
+            current.version <= wanted.version
+                && current.dtype == wanted.dtype
+                && current.values.len() == wanted.len
         };
-        let held = self.held.take().filter(near);
-        let changes = match held.as_ref().map(|held| changes(client, held, wanted.version)) {
+        let current = self.current.take().filter(near);
+        let changes = match current.as_ref().map(|current| changes(client, current, wanted.version)) {
             Some(Ok(changes)) => Some(changes),
             Some(Err(FetchError::Unreachable(reason))) => {
-                // Nothing was changed, so that it can be gone on from later.
-                self.held = held;
+                // The base is unchanged, so a later call can continue from it.
+                self.current = current;
                 return Err(FetchError::Unreachable(reason));
             }
             Some(Err(FetchError::VersionGone)) | None => None,
             Some(Err(trouble)) => return Err(trouble),
         };
-        let held = match (held, changes) {
-            (Some(held), Some(changes)) => {
+        let current = match (current, changes) {
+            (Some(current), Some(changes)) => {
                 bytes += changes.iter().map(|(header, _)| HEADER as u64 + header.payload).sum::<u64>();
-                self.follow(held, &changes)?
+                self.follow(current, &changes)?
             }
-            (held, _) => {
-                self.spare = held.map(|held| held.values).or(self.spare.take());
+            (current, _) => {
+                self.spare = current.map(|current| current.values).or(self.spare.take());
                 bytes += full_bytes(wanted.len, wanted.dtype);
                 self.full(client, wanted, digest)?
             }
         };
-        if held.version == wanted.version && held.digest != digest {
-            let reason = format!("the announced digest is {digest}, that of what came is {}", held.digest);
+        if current.version == wanted.version && current.digest != digest {
+            let reason = format!("the announced digest is {digest}, that of what came is {}", current.digest);
             return Err(FetchError::Corrupt(reason));
         }
         let received = Received { bytes, took: started.elapsed() };
-        let values = Arc::clone(&held.values).into();
-        let snapshot = Snapshot::received(held.version, values, received, Some(held.digest));
-        self.held = Some(held);
+        let values = Arc::clone(&current.values).into();
+        let snapshot = Snapshot::received(current.version, values, received, Some(current.digest));
+        self.current = Some(current);
         Ok(snapshot)
     }
 
-    /// Applies changes, in place if the sampler no longer holds what they begin with.
+    /// Applies deltas, in place if the base is not referenced any more.
     fn follow(
         &mut self,
-        held: DeltaBase,
+        current: DeltaBase,
         changes: &[(FrameHeader, Vec<u8>)],
     ) -> Result<DeltaBase, FetchError> {
-        let Some((last, _)) = changes.last() else { return Ok(held) };
-        let mut values = held.values;
+        let Some((last, _)) = changes.last() else { return Ok(current) };
+        let mut values = current.values;
         if Arc::get_mut(&mut values).is_none() {
             let mut own = self.memory(values.len());
             copy_rounded(&values, own_mut(&mut own)?, Dtype::F32, self.threads);
@@ -187,10 +189,10 @@ impl WeightReceiver {
             let reason = format!("the changes lead to {}, and what came of them is {found}", last.digest);
             return Err(FetchError::Corrupt(reason));
         }
-        Ok(DeltaBase { version: last.version, digest: found, dtype: held.dtype, values })
+        Ok(DeltaBase { version: last.version, digest: found, dtype: current.dtype, values })
     }
 
-    /// Memory for so many weights that nobody else holds.
+    /// `[len]` weights of unreferenced memory.
     fn memory(&mut self, len: usize) -> Arc<[f32]> {
         let free = |spare: &mut Arc<[f32]>| spare.len() == len && Arc::get_mut(spare).is_some();
         match self.spare.take_if(free) {
@@ -227,20 +229,20 @@ impl WeightReceiver {
     }
 }
 
-/// Memory that was looked for because nobody else holds it.
+/// Mutable access to unreferenced memory.
 fn own_mut(values: &mut Arc<[f32]>) -> Result<&mut [f32], FetchError> {
     Arc::get_mut(values).ok_or_else(|| FetchError::Corrupt("the memory to receive into is in use".to_owned()))
 }
 
-/// All changes from what is held to a version at least as new as `wanted`. They are fewer bytes than the weights.
+/// The deltas from `current` to a version at least as new as `wanted`, together smaller than the weights.
 fn changes(
     client: &HubClient,
-    held: &DeltaBase,
+    current: &DeltaBase,
     wanted: PolicyVersion,
 ) -> Result<Vec<(FrameHeader, Vec<u8>)>, FetchError> {
-    let (mut base, mut changes) = ((held.version, held.digest), Vec::new());
+    let (mut base, mut changes) = ((current.version, current.digest), Vec::new());
     while base.0 < wanted {
-        let (header, payload) = receive_delta(client, held, base)?;
+        let (header, payload) = receive_delta(client, current, base)?;
         base = (header.version, header.digest);
         changes.push((header, payload));
     }
@@ -253,17 +255,17 @@ fn receive_header(stream: &mut impl Read) -> Result<FrameHeader, FetchError> {
     FrameHeader::decode(&header).map_err(FetchError::Corrupt)
 }
 
-/// The changes from `base` on, whose weights have the digest `of`, to whatever comes next.
+/// The delta from `base`, whose weights have the digest `of`.
 fn receive_delta(
     client: &HubClient,
-    held: &DeltaBase,
+    current: &DeltaBase,
     (base, of): (PolicyVersion, Digest),
 ) -> Result<(FrameHeader, Vec<u8>), FetchError> {
-    let (len, longest) = (held.values.len(), longest_payload(held.values.len()));
+    let (len, longest) = (current.values.len(), longest_payload(current.values.len()));
     let mut stream = client.weights("delta", &DeltaQuery { from: base.0 }, HEADER as u64 + longest)?;
     let header = receive_header(&mut stream)?;
     let fits = matches!(header.kind, FrameKind::Delta { base: b, of: o, .. } if (b, o) == (base, of));
-    if !fits || header.version <= base || (header.values, header.dtype) != (len as u64, held.dtype) {
+    if !fits || header.version <= base || (header.values, header.dtype) != (len as u64, current.dtype) {
         return Err(FetchError::Corrupt(format!(
             "{header:?} does not continue {base} ({of}, {len} weights)"
         )));
@@ -279,7 +281,7 @@ fn receive_delta(
     Ok((header, payload))
 }
 
-/// All weights, straight to where they belong.
+/// Reads all weights directly to their destination.
 fn receive_values(stream: &mut impl Read, values: &mut [f32], dtype: Dtype) -> Result<(), FetchError> {
     if dtype == Dtype::F32 && cfg!(target_endian = "little") {
         return stream.read_exact(bytemuck::cast_slice_mut(values)).map_err(lost);
@@ -294,7 +296,7 @@ fn receive_values(stream: &mut impl Read, values: &mut [f32], dtype: Dtype) -> R
     Ok(())
 }
 
-/// Nothing was received for a while, or the connection is gone.
+/// A read timed out, or the connection was closed.
 #[expect(clippy::needless_pass_by_value, reason = "it is made for `map_err`")]
 fn lost(error: std::io::Error) -> FetchError {
     FetchError::Unreachable(error.to_string())

@@ -1,4 +1,4 @@
-//! The server's side. Invariant: what is sent as a version is what was digested as that version, to the last byte.
+//! The server's routes. Invariant: the bytes sent for a version are those of its digest.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ use crate::{Digest, Dtype, Receipt, Values};
 
 /// Largest body of a request, bytes.
 const MAX_BODY: usize = 16 << 10;
-/// Weights that are sent at once.
+/// Weights per chunk.
 const CHUNK: usize = 1 << 18;
 
 /// The routes of `hub`, from `/v1/weights` on.
@@ -66,7 +66,7 @@ async fn newest(State(hub): State<Hub>, asked: QueryResult<NewestQuery>) -> Rout
     loop {
         let changed = hub.changed_async();
         tokio::pin!(changed);
-        // What happens between the look and the wait would be missed otherwise.
+        // Registered before the check, so that no change is missed between check and wait.
         changed.as_mut().enable();
         let at_once =
             |it: &Announcement| ask.shm && it.newest.place().is_some() || it.newest.direct().is_some();
@@ -76,7 +76,7 @@ async fn newest(State(hub): State<Hub>, asked: QueryResult<NewestQuery>) -> Rout
             let served = hub.served(&caller)?.map(|version| version.0);
             return Ok(json(&NewestAnswer { life: hub.life(), served, news }));
         }
-        // That it is over is seen at the next look.
+        // The next check sees a timeout.
         let _ = timeout_at(deadline, changed).await;
     }
 }
@@ -90,7 +90,7 @@ async fn full(State(hub): State<Hub>, asked: QueryResult<FullQuery>) -> RouteRes
     let header = FrameHeader::full(version, snapshot.digest(), values.len(), dtype).encode();
     let length = header.len() + values.len() * dtype.bytes();
     let chunks = values.len().div_ceil(CHUNK);
-    // Weights as they lie in memory are sent from there.
+    // Little-endian f32 weights are sent from memory in place.
     let in_place = (dtype == Dtype::F32 && cfg!(target_endian = "little"))
         .then(|| Bytes::from_owner(ValuesBytes(values.clone())));
     let chunk = move |index: usize| {

@@ -1,4 +1,4 @@
-//! Requests and answers, but for weights. Invariant: fields are added, never changed; what is not known is ignored.
+//! Requests and answers, except weights. Invariant: fields are added, never changed; unknown fields are ignored.
 
 use serde::{Deserialize, Serialize};
 use trajectory::PolicyVersion;
@@ -7,28 +7,28 @@ use crate::direct::WeightsLocation;
 use crate::hub::After;
 use crate::{Lag, WeightsError};
 
-/// Wants a seat.
+/// Registers a subscriber.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SubscribeRequest {
     pub(super) name: String,
 }
 
-/// Has a seat.
+/// The registration.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SubscribeAnswer {
     pub(super) connection: u64,
-    /// How long the subscriber may be silent.
+    /// The registration expires after this time without a call, milliseconds.
     pub(super) hold_ms: u64,
 }
 
-/// Leaves a seat.
+/// Unregisters a subscriber.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct UnsubscribeQuery {
     pub(super) name: String,
     pub(super) connection: u64,
 }
 
-/// Asks for the newest version.
+/// Polls for the newest version.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct NewestQuery {
     pub(super) name: String,
@@ -36,46 +36,46 @@ pub(super) struct NewestQuery {
     pub(super) after: Option<u64>,
     #[serde(default)]
     pub(super) wait_ms: u64,
-    /// A version that is only in shared memory is welcome too.
+    /// Whether a version that is only in shared memory can be announced.
     #[serde(default)]
     pub(super) shm: bool,
-    /// The last round of broadcasts that it was told of, if it takes part in them; `after` does not count then.
+    /// The subscriber's last broadcast round, if it takes part in broadcasts; `after` is then ignored.
     #[serde(default)]
     pub(super) round: Option<u64>,
 }
 
-/// What there is.
+/// Answer of a poll.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct NewestAnswer {
-    /// Of the hub; another one after a restart.
+    /// Incarnation of the hub, which changes with a restart.
     pub(super) life: u64,
-    /// What the hub believes that the caller serves.
+    /// The version of the caller's last receipt.
     pub(super) served: Option<u64>,
     pub(super) news: Option<VersionNotice>,
 }
 
-/// A version.
+/// Announcement of a version.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct VersionNotice {
     pub(super) version: u64,
-    /// `None` if it can be had from shared memory only, so far.
+    /// `None` while it is available from shared memory only.
     pub(super) digest: Option<String>,
     pub(super) parameters: u64,
     pub(super) dtype: String,
-    /// File to map, on the trainer's host.
+    /// File to map on the trainer's host.
     pub(super) shm: Option<String>,
-    /// How to get it, if it is on a device.
+    /// How to get it from a device.
     #[serde(default)]
     pub(super) direct: Option<WeightsLocation>,
 }
 
-/// Asks for all weights.
+/// Requests all weights.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct FullQuery {
     pub(super) version: u64,
 }
 
-/// Asks for changes.
+/// Requests a delta.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct DeltaQuery {
     pub(super) from: u64,
@@ -86,7 +86,7 @@ pub(super) struct DeltaQuery {
 pub(super) struct ReceiptBody {
     pub(super) name: String,
     pub(super) connection: u64,
-    /// Of the hub that told of the version.
+    /// Incarnation of the hub that announced the version.
     pub(super) life: u64,
     pub(super) version: u64,
     pub(super) digest: String,
@@ -95,24 +95,24 @@ pub(super) struct ReceiptBody {
     pub(super) bytes: u64,
 }
 
-/// Nothing more to say.
+/// An answer without fields: success.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Acknowledged {}
 
-/// How far a subscriber is behind.
+/// Lag of a subscriber.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct LagBody {
     pub(super) subscriber: String,
-    /// What it serves; `None` until it applied a version.
+    /// The version that it serves; `None` until it applied one.
     pub(super) version: Option<u64>,
-    /// How many versions it is behind.
+    /// Number of versions behind the newest.
     pub(super) lag: u64,
     pub(super) took_s: Option<f64>,
     pub(super) stalled_s: Option<f64>,
     pub(super) bytes: Option<u64>,
 }
 
-/// An error.
+/// A problem document.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct WeightsProblem {
     #[serde(rename = "type")]
@@ -121,7 +121,7 @@ pub(super) struct WeightsProblem {
     pub(super) status: u16,
     pub(super) code: String,
     pub(super) detail: String,
-    /// The newest version, where the publisher is gone.
+    /// The newest version, if the publisher has ended.
     #[serde(default)]
     pub(super) newest: Option<u64>,
 }

@@ -1,6 +1,6 @@
-//! What a hub knows: versions, seats and receipts, without locks and waits.
+//! State of a hub: versions, registrations and receipts, without locks and waits.
 //!
-//! Invariant: a seat's receipt is `checked` if and only if its digest is that of the published version.
+//! Invariant: a registration's receipt is `checked` if and only if its digest is that of the published version.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -16,24 +16,24 @@ use super::{
 use crate::delta::{DeltaFrame, full_bytes};
 use crate::{Digest, Dtype, Lag, Receipt, WeightsError};
 
-/// Digests that are kept even if no receipt can name them any more: a version can be published again.
+/// Number of digests that are stored although no receipt can name them: a version can be published again.
 const DIGESTS_KEPT: usize = 1024;
-/// No run has so many steps: a receipt for a version beyond is of none.
+/// Bound of versions: no run has more steps, so a receipt beyond it is impossible.
 const MAX_VERSION: PolicyVersion = PolicyVersion(1 << 53);
 
-/// Who calls: a name, and which of those who went by it.
+/// Identity of a subscriber: its name and the connection id of its registration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SubscriberId {
     pub(crate) name: String,
     pub(crate) connection: u64,
 }
 
-/// What is known of a version before it is published.
+/// Publication status of a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PublicationStatus {
-    /// Nothing: it is newer than all.
+    /// Not published: it is newer than all.
     New,
-    /// It was published with this digest.
+    /// Published with this digest.
     Published(Digest),
 }
 
@@ -48,37 +48,37 @@ pub(super) struct HubState {
     chain: VecDeque<Arc<DeltaFrame>>,
     pub(super) registrations: BTreeMap<String, Registration>,
     pub(super) silent: Vec<SilentSubscriber>,
-    /// Who was left out and not yet asked for.
+    /// Rejected subscribers that were not reported yet.
     pub(super) rejected: Vec<RejectedSubscriber>,
-    /// The last connection of each name that was left out.
+    /// The connection id of each rejected name.
     refused: BTreeMap<String, u64>,
     pub(super) last_connection: u64,
     pub(super) bytes_sent: u64,
     pub(super) publisher_gone: bool,
     pub(super) failure: Option<WeightsError>,
-    /// The last round that an owner of a shard could not send in, and why.
+    /// The last broadcast round that an owner of a shard could not send in, and the reason.
     pub(super) failed_round: Option<(u64, String)>,
 }
 
-/// A subscriber.
+/// A registered subscriber.
 #[derive(Debug)]
 pub(super) struct Registration {
     pub(super) connection: u64,
-    /// It can die without telling.
+    /// It is in another process, which can end without unsubscribing.
     remote: bool,
     seen: Instant,
-    /// It takes part in rounds.
+    /// It takes part in broadcast rounds.
     receives: bool,
     claim: Option<AppliedVersion>,
 }
 
-/// What a subscriber says that it serves.
+/// The last receipt of a subscriber.
 #[derive(Clone, Copy, Debug)]
 struct AppliedVersion {
     receipt: Receipt,
     /// The digest was compared with that of the published version.
     checked: bool,
-    /// It heard of the version from this hub, not from one before a restart.
+    /// The subscriber got the version from this incarnation of the hub.
     of_this_life: bool,
 }
 
@@ -101,7 +101,7 @@ impl HubState {
         self.failure.clone().map_or(Ok(()), Err)
     }
 
-    /// Gives a seat to a name, whoever had it.
+    /// Registers a subscriber; replaces one of the same name.
     pub(super) fn register(&mut self, name: &str, registration: Registration) -> Result<(), WeightsError> {
         if self.registrations.len() >= MAX_SUBSCRIBERS && !self.registrations.contains_key(name) {
             return Err(WeightsError::TooMany { limit: MAX_SUBSCRIBERS });
@@ -110,7 +110,8 @@ impl HubState {
         Ok(())
     }
 
-    /// Notes that `caller` asked for what comes after `after`; whether that makes it one who takes part in rounds.
+    /// Records that `caller` polled for what follows `after`; whether it has just joined or left the broadcast
+    /// rounds.
     pub(super) fn record_poll(&mut self, caller: &SubscriberId, after: After) -> Result<bool, WeightsError> {
         self.record_call(caller)?;
         let receives = matches!(after, After::Round(_));
@@ -119,8 +120,8 @@ impl HubState {
             .is_some_and(|registration| std::mem::replace(&mut registration.receives, receives) != receives))
     }
 
-    /// Notes that `caller` called, if no later one goes by its name. One that was given up, or that this hub does not know
-    /// because it has just started, is seated again.
+    /// Records a call (heartbeat) of `caller`, unless a later connection has its name. A subscriber that expired, or
+    /// that a restarted hub does not know, is registered again.
     pub(super) fn record_call(&mut self, caller: &SubscriberId) -> Result<(), WeightsError> {
         if self.refused.get(&caller.name).is_some_and(|refused| *refused >= caller.connection) {
             return Err(WeightsError::Rejected { name: caller.name.clone() });
@@ -137,7 +138,7 @@ impl HubState {
         }
     }
 
-    /// Leaves out the subscriber `name` for what it said, if it is in another process; false if it is in this one.
+    /// Rejects the subscriber `name` if it is in another process; false if it is in this one.
     pub(super) fn reject(&mut self, name: &str, error: &WeightsError) -> bool {
         let Some(registration) = self.registrations.get(name).filter(|registration| registration.remote)
         else {
@@ -154,7 +155,7 @@ impl HubState {
         true
     }
 
-    /// Removes who was silent for longer than `hold`; when the next one will be.
+    /// Removes subscribers that were silent for longer than `hold`; the time of the next expiry.
     pub(super) fn expire_silent(&mut self, hold: Duration) -> Option<Instant> {
         let now = Instant::now();
         let silent =
@@ -171,7 +172,7 @@ impl HubState {
                 silent: now.duration_since(registration.seen),
             });
         }
-        // A little later, so that the hold is over then.
+        // One millisecond later, so that the hold is over then.
         let over = |registration: &Registration| registration.seen + hold + Duration::from_millis(1);
         self.registrations.values().filter(|registration| registration.remote).map(over).min()
     }
@@ -180,7 +181,7 @@ impl HubState {
         self.newest.as_ref().map(PublishedVersion::version)
     }
 
-    /// Who takes part in rounds and was heard of since `since`, in the order of their names.
+    /// Members of broadcast rounds that called since `since`, sorted by name.
     pub(super) fn receivers(&self, since: Instant) -> Vec<SubscriberId> {
         let there = self
             .registrations
@@ -194,7 +195,7 @@ impl HubState {
             .collect()
     }
 
-    /// Why `member` does not call any more, if so: it has left, another has its name, or it was silent since `since`.
+    /// Why `member` departed: it unsubscribed, was replaced, or was silent since `since`.
     pub(super) fn departed(&self, member: &SubscriberId, since: Instant) -> Option<String> {
         match self.registrations.get(&member.name) {
             Some(registration)
@@ -238,7 +239,7 @@ impl HubState {
     }
 
     pub(super) fn announce(&mut self, newest: PublishedVersion) -> Option<PublishedVersion> {
-        // What is announced again, because it goes another way, stays what it was.
+        // A version announced again, for another transport, keeps its digest.
         if self.newest_version() != Some(newest.version()) {
             self.digests.insert(newest.version(), None);
             self.settled = false;
@@ -296,7 +297,7 @@ impl HubState {
         if let Some(from) = before.map(|before| before.version).filter(|before| version < *before) {
             return Err(WeightsError::WentBack { subscriber: name.to_owned(), from, version });
         }
-        // No former life can have got so far either.
+        // No earlier incarnation can have got so far either.
         let of_this_life = of_this_life || version > MAX_VERSION;
         let checked = match self.digests.get(&version) {
             Some(Some(published)) if *published != served => {
@@ -306,7 +307,7 @@ impl HubState {
             None if of_this_life => {
                 return Err(WeightsError::NeverPublished { subscriber: name.to_owned(), version });
             }
-            // It is of a former life: older than all that is known here, or to be published again.
+            // A version of an earlier incarnation: older than all known ones, or to be published again.
             None => false,
         };
         if let Some(registration) = self.registrations.get_mut(name) {
@@ -330,10 +331,10 @@ impl HubState {
         self.registrations.iter().map(lag).collect()
     }
 
-    /// Who does not yet serve `version`, for an error; empty if all do.
+    /// The subscribers that do not serve `version` yet, for an error; empty if all do.
     pub(super) fn behind(&self, version: PolicyVersion) -> String {
         let newest = self.newest_version().unwrap_or_default();
-        // What is ahead of everything published here cannot have been compared yet.
+        // A receipt ahead of everything published here cannot have been compared yet.
         let serves = |claim: &AppliedVersion| {
             claim.receipt.version >= version && (claim.checked || claim.receipt.version > newest)
         };
@@ -363,7 +364,7 @@ impl HubState {
     }
 }
 
-/// Two digests of one version that are not the same.
+/// The error for two different digests of one version.
 fn differs(
     name: &str,
     of_this_life: bool,

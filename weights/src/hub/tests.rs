@@ -136,7 +136,7 @@ fn what_was_applied_before_a_restart_is_compared_when_it_is_published_again() {
     publisher.wait_applied(PolicyVersion(5), Duration::ZERO).unwrap();
     assert!(
         hub.newest(&caller, After::Version(Some(PolicyVersion(7)))).unwrap().is_none(),
-        "nobody goes back"
+        "no version decreases"
     );
     publisher.publish(snapshot(7)).unwrap();
     publisher.wait_applied(PolicyVersion(7), Duration::ZERO).unwrap();
@@ -170,7 +170,7 @@ fn a_process_that_lies_is_left_out_and_the_run_goes_on() {
         let gone = WeightsError::Rejected { name: "liar".to_owned() };
         assert_eq!(hub.newest(&liar, After::Version(None)).unwrap_err(), gone);
         assert_eq!(hub.accept(&liar, hub.life(), receipt(&snapshot(1))).unwrap_err(), gone);
-        assert_eq!(publisher.lags().unwrap().len(), 1, "nobody counts it");
+        assert_eq!(publisher.lags().unwrap().len(), 1, "it is not counted");
     }
     // A receipt of a former life is compared when its version is published again.
     let liar = hub.connect("liar".to_owned(), true).unwrap();
@@ -179,7 +179,7 @@ fn a_process_that_lies_is_left_out_and_the_run_goes_on() {
     assert_eq!(hub.take_rejected().unwrap().len(), 1);
     inside.applied(receipt(&snapshot(2))).unwrap();
     publisher.wait_applied(PolicyVersion(2), Duration::ZERO).unwrap();
-    // Started anew it is welcome.
+    // After a restart it is registered again.
     let honest = hub.connect("liar".to_owned(), true).unwrap();
     hub.accept(&honest, life, receipt(&snapshot(2))).unwrap();
     // The promise stands: what is of this process stops the run.
@@ -246,7 +246,7 @@ fn who_is_silent_for_too_long_is_named_and_not_waited_for() {
     assert_eq!((&lost[0].subscriber[..], lost[0].served, lost.len()), ("away", Some(PolicyVersion(1)), 1));
     assert!(lost[0].silent >= Duration::from_millis(20));
     assert!(hub.take_silent().unwrap().is_empty());
-    // Whoever comes back is welcome.
+    // A subscriber that calls again is registered again.
     hub.accept(&away, hub.life(), receipt(&snapshot(2))).unwrap();
     assert_eq!(hub.served(&away).unwrap(), Some(PolicyVersion(2)));
 }

@@ -1,5 +1,5 @@
-//! A publisher's own directory among those of others. Invariant: it is there for as long as its publisher, and what a killed
-//! one leaves is removed by the next that starts beside it.
+//! The directory of a publisher. Invariant: it exists as long as its publisher, and the directory of a killed
+//! publisher is removed by the next that starts in the same place.
 
 use std::fs::{DirBuilder, File, OpenOptions, TryLockError};
 use std::io;
@@ -10,27 +10,27 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use super::slot::failed;
 use crate::WeightsError;
 
-/// How the directories of publishers begin.
+/// Prefix of the directories of publishers.
 const PREFIX: &str = "rlrun-weights-";
-/// How the files of weights in them begin.
+/// Prefix of the files of weights.
 const SLOT: &str = "slot-";
-/// The file that a publisher holds locked.
+/// The file that a live publisher has locked.
 const OWNER: &str = "owner";
-/// A publisher that makes its directory needs no longer to lock it.
+/// Age from which a directory without a lock is stale: a new publisher locks it sooner.
 const MAKING: Duration = Duration::from_secs(60);
-/// Directories that are tried, should another publisher remove one that is not locked yet.
+/// Attempts to make a directory, in case another publisher removes one before it is locked.
 const TRIES: usize = 5;
 
-/// A directory that is removed with its publisher.
+/// A directory that is removed on drop.
 #[derive(Debug)]
 pub(crate) struct PublisherDirectory {
     path: PathBuf,
-    /// Locked for as long as this lives.
+    /// Locked until drop.
     _owner: File,
 }
 
 impl PublisherDirectory {
-    /// Makes one in `directory`, and removes there what killed publishers left.
+    /// Makes a directory in `directory`, and removes those of killed publishers there.
     pub(crate) fn create(directory: &Path) -> Result<Self, WeightsError> {
         remove_stale(directory);
         for _ in 0..TRIES {
@@ -51,8 +51,8 @@ impl PublisherDirectory {
     }
 }
 
-/// Whether `file` is one in the directory of a publisher in `directory`, and no link or device. What a server names is opened
-/// only then.
+/// Whether `file` is a regular file in the directory of a publisher in `directory`. Only such paths of a server are
+/// opened.
 pub(crate) fn is_of_publisher(file: &Path, directory: &Path) -> bool {
     let named = |path: &Path, prefix: &str| {
         path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with(prefix))
@@ -63,24 +63,25 @@ pub(crate) fn is_of_publisher(file: &Path, directory: &Path) -> bool {
     named(file, SLOT) && file.parent().is_some_and(of_publisher) && is(file, std::fs::FileType::is_file)
 }
 
-/// Whether what is there is of this kind itself, not by a link. Where there is nothing, nothing can be opened either.
+/// Whether the path itself, not the target of a link, is of this kind. True for a missing path, which cannot be
+/// opened anyway.
 fn is(path: &Path, kind: fn(&std::fs::FileType) -> bool) -> bool {
     path.symlink_metadata().map_or(true, |metadata| kind(&metadata.file_type()))
 }
 
-/// Whether the publisher of a file in its directory is gone.
+/// Whether the publisher of a file has ended.
 pub(crate) fn is_left(file: &Path) -> bool {
     File::open(file.with_file_name(OWNER)).map_or(true, |owner| owner.try_lock().is_ok())
 }
 
 impl Drop for PublisherDirectory {
     fn drop(&mut self) {
-        // What cannot be removed is found by the next publisher. Readers keep what they have mapped.
+        // If this fails, the next publisher removes it. Readers keep what they have mapped.
         let _ = std::fs::remove_dir_all(&self.path);
     }
 }
 
-/// The lock of a new directory; `None` if somebody took it for one that a killed publisher left.
+/// Locks a new directory; `None` if another publisher removed it as stale.
 fn own_lock(own: &Path) -> io::Result<Option<File>> {
     let path = own.join(OWNER);
     let owner = match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path) {
@@ -94,7 +95,7 @@ fn own_lock(own: &Path) -> io::Result<Option<File>> {
     }
 }
 
-/// Removes what killed publishers left in `directory`. What cannot be read or removed is another user's.
+/// Removes the directories of killed publishers in `directory`. Those of other users cannot be removed and stay.
 fn remove_stale(directory: &Path) {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(PREFIX)) {

@@ -1,4 +1,4 @@
-//! A sampler's side. Invariant: weights are handed out only while their slot is locked, and complete.
+//! The reader of slots, in a sampler. Invariant: weights are returned only while their slot is locked, and complete.
 
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use super::slot::{ShmSlot, failed};
 use crate::values::WeightMemory;
 use crate::{Digest, Dtype, Values, WeightsError};
 
-/// Slots that stay mapped: a publisher goes back and forth between two.
+/// Number of slots that stay mapped: a publisher alternates between two.
 const KEPT: usize = 2;
 
 /// Maps slots of one publisher.
@@ -25,36 +25,36 @@ struct MappedSlot {
     slot: Arc<ShmSlot>,
 }
 
-/// A slot that is held.
+/// A mapped slot with a shared lock.
 #[derive(Debug)]
 struct SlotReadGuard {
     slot: Arc<ShmSlot>,
-    /// Locked for readers; opened for this alone, because a lock belongs to what was opened. Closing it gives it back.
+    /// The shared lock. It has its own file handle, because a lock belongs to a handle; closing it releases the lock.
     _lock: File,
 }
 
-/// Weights where the publisher put them.
+/// Weights in place.
 #[derive(Debug)]
 pub(crate) struct MappedWeights {
     pub(crate) values: Values,
     pub(crate) dtype: Dtype,
-    /// `None` if the publisher had not digested them yet.
+    /// `None` if the publisher has not computed it yet.
     pub(crate) digest: Option<Digest>,
 }
 
 impl WeightMemory for SlotReadGuard {
     #[expect(unsafe_code, reason = "the slot is locked against the publisher")]
     fn values(&self) -> &[f32] {
-        // SAFETY: a publisher writes under an exclusive lock only, which it does not get before this is dropped.
+        // SAFETY: a publisher writes only under an exclusive lock, which it does not get before this is dropped.
         unsafe { self.slot.values() }
     }
 }
 
 impl SlotReader {
-    /// Holds the slot at `path` if it has `version`; `None` if the publisher has gone on.
+    /// Maps and locks the slot at `path` if it has `version`; `None` if the publisher has overwritten it.
     ///
     /// # Errors
-    /// A file that cannot be opened or mapped here, such as one of another host.
+    /// A file that cannot be opened or mapped, such as one of another host.
     pub(crate) fn pin(
         &mut self,
         path: &Path,
@@ -74,7 +74,7 @@ impl SlotReader {
             Err(TryLockError::WouldBlock) => return Ok(None),
             Err(TryLockError::Error(error)) => return Err(failed(path, "lock a file", &error)),
         }
-        // Only now that nobody writes it can the header be believed.
+        // The header is consistent only under the lock.
         let pin = SlotReadGuard { slot: Arc::clone(&self.kept[index].slot), _lock: lock };
         let Some(described) = pin.slot.described().filter(|it| it.complete() && it.version == version) else {
             return Ok(None);

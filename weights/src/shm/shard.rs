@@ -1,12 +1,13 @@
-//! An owner of a part of the weights, in any process of the publisher's host.
+//! A shard owner: writes a part of the weights, in any process of the publisher's host.
 //!
 //! ```text
 //!   rank 0:    begin(v) -> path ---broadcast---> all ranks: open(path), place(v, offset, shard)
 //!   all ranks: barrier
 //!   rank 0:    commit(v)
 //! ```
-//! Invariant: it writes only into a slot that waits for the version it places, and only inside it. That the shards do
-//! not overlap and all are there before the commit is up to the ranks; the digest is taken from what they wrote.
+//! Invariant: it writes only into a slot that is being written with the version it places, and only within its
+//! capacity. The ranks guarantee that the shards do not overlap and are complete before the commit; the digest is
+//! computed from what they wrote.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +17,7 @@ use super::slot::ShmSlot;
 use crate::WeightsError;
 use crate::copier::copy_rounded;
 
-/// Places shards into the slot of a publisher.
+/// Writes shards into the slot of a publisher.
 #[derive(Debug)]
 pub struct ShardOwner {
     path: PathBuf,
@@ -25,26 +26,26 @@ pub struct ShardOwner {
 }
 
 impl ShardOwner {
-    /// Maps the file that [`HubPublisher::begin`](crate::HubPublisher::begin) names; it stays the same for most versions
-    /// of a kind, so that an owner is worth keeping. Copies by up to `threads` threads.
+    /// Maps the file that [`HubPublisher::begin`](crate::HubPublisher::begin) names. The file stays the same for most
+    /// versions, so keep the owner. Copies by up to `threads` threads.
     ///
     /// # Errors
-    /// A file that cannot be opened, or is not a publisher's.
+    /// A file that cannot be opened, or is not of a publisher.
     pub fn open(path: &Path, threads: usize) -> Result<Self, WeightsError> {
         let (slot, _) = ShmSlot::open(path, true)?;
         Ok(Self { path: path.to_owned(), slot, threads })
     }
 
-    /// The file that it writes to.
+    /// The path of its file.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Puts `[n]` weights at `offset`, rounded as the publisher wants them.
+    /// Writes `[n]` weights at `offset`, rounded to the publisher's precision.
     ///
     /// # Errors
-    /// A slot that does not wait for `version`; weights that lie outside it.
+    /// A slot that is not being written with `version`; weights outside the slot.
     #[expect(unsafe_code, reason = "the slot is locked for the version")]
     pub fn place(&self, version: PolicyVersion, offset: usize, values: &[f32]) -> Result<(), WeightsError> {
         let wrong = |reason: String| WeightsError::Shard { path: self.path.display().to_string(), reason };
@@ -59,7 +60,8 @@ impl ShardOwner {
             let (len, room) = (values.len(), self.slot.len());
             return Err(wrong(format!("{len} weights from {offset} on do not fit into {room}")));
         };
-        // SAFETY: rank 0 holds the slot locked against readers until all ranks have placed their shards, which do not overlap.
+        // SAFETY: rank 0 has locked the slot against readers until all ranks have written their shards, which do not
+        // overlap.
         copy_rounded(values, unsafe { self.slot.range_mut(offset..end) }, described.dtype, self.threads);
         Ok(())
     }

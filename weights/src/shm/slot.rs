@@ -1,10 +1,10 @@
-//! One file with one version: a page of header, then the weights as f32 of this machine.
+//! A slot: one file with one version. A page of header, then the weights as f32 of this machine.
 //!
 //! ```text
 //!   words of 64 bits: magic, layout, sequence, version, weights, bytes of a word, digest known, digest (4 words)
 //! ```
-//! Invariant: the sequence is odd while the weights are written and goes up with every change, so that who read the
-//! header before and after knows whether it is still the same version.
+//! Invariant (a seqlock): the sequence is odd while the weights are written and increases with every change, so a
+//! reader that compares it before and after knows whether the header is consistent.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -18,11 +18,11 @@ use trajectory::PolicyVersion;
 
 use crate::{Digest, Dtype, WeightsError};
 
-/// Bytes before the weights: one page, so that they begin on one.
+/// Bytes before the weights: one page, for alignment.
 const HEADER: usize = 4096;
 const MAGIC: u64 = u64::from_le_bytes(*b"RLRUNSHM");
 const LAYOUT: u64 = 1;
-/// Places of the words of the header.
+/// Word indices of the header.
 const SEQUENCE: usize = 2;
 const VERSION: usize = 3;
 const WEIGHTS: usize = 4;
@@ -35,11 +35,11 @@ const WORDS: usize = 11;
 #[derive(Debug)]
 pub(super) struct ShmSlot {
     map: MmapRaw,
-    /// Weights that it has room for.
+    /// Capacity, weights.
     len: usize,
 }
 
-/// What the header of a slot says.
+/// Header of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SlotHeader {
     pub(super) sequence: u64,
@@ -55,19 +55,19 @@ impl SlotHeader {
 }
 
 impl ShmSlot {
-    /// Makes a file with room for `len` weights.
+    /// Makes a file for `len` weights.
     pub(super) fn create(path: &Path, len: usize) -> Result<(Self, File), WeightsError> {
         let failed = |what, error: io::Error| failed(path, what, &error);
         let mut options = OpenOptions::new();
         let file = options.read(true).write(true).create_new(true).mode(0o600).open(path);
         let file = file.map_err(|error| failed("make a file; name another directory", error))?;
         let bytes = (HEADER + len * size_of::<f32>()) as u64;
-        // A file that merely has the length would end the process where the memory runs out.
+        // The file is allocated: a sparse file would kill the process when memory runs out.
         let room = rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, bytes);
         if let Err(error) = room {
-            // What cannot be removed is found by the next publisher.
+            // If this fails, the next publisher removes it.
             let _ = std::fs::remove_file(path);
-            let what = "make room for the weights; make it larger, or use the transport http";
+            let what = "allocate the weights; make it larger, or use the transport http";
             return Err(failed(what, error.into()));
         }
         let map = MmapOptions::new().map_raw(&file).map_err(|error| failed("map a file", error))?;
@@ -78,7 +78,7 @@ impl ShmSlot {
         Ok((slot, file))
     }
 
-    /// Maps a file that a publisher made, to write a part of it or only to read.
+    /// Maps the file of a publisher, read-only or to write a shard.
     pub(super) fn open(path: &Path, write: bool) -> Result<(Self, File), WeightsError> {
         let failed = |what, error: io::Error| failed(path, what, &error);
         let file = OpenOptions::new().read(true).write(write).open(path);
@@ -99,7 +99,7 @@ impl ShmSlot {
         Ok((slot, file))
     }
 
-    /// Weights that it has room for.
+    /// Capacity, weights.
     pub(super) fn len(&self) -> usize {
         self.len
     }
@@ -119,7 +119,7 @@ impl ShmSlot {
         (word(SEQUENCE) == sequence).then_some(described)
     }
 
-    /// Says that the weights are of no version until `version` is complete.
+    /// Marks the slot as being written with `version`.
     pub(super) fn write(&self, version: PolicyVersion, dtype: Dtype) {
         let odd = (self.word(SEQUENCE).load(Ordering::Relaxed) + 1) | 1;
         self.word(SEQUENCE).store(odd, Ordering::Relaxed);
@@ -129,7 +129,7 @@ impl ShmSlot {
         self.word(WORD).store(dtype.bytes() as u64, Ordering::Relaxed);
     }
 
-    /// Says that all weights are there.
+    /// Marks the slot as complete.
     pub(super) fn complete(&self) {
         let odd = self.word(SEQUENCE).load(Ordering::Relaxed);
         self.word(SEQUENCE).store(odd + 1, Ordering::Release);
@@ -143,21 +143,21 @@ impl ShmSlot {
         self.word(DIGEST_KNOWN).store(1, Ordering::Release);
     }
 
-    /// The weights.
+    /// The `[len]` weights.
     ///
     /// # Safety
-    /// Nobody writes them while the slice is there.
+    /// No thread or process writes them during the lifetime of the slice.
     #[expect(unsafe_code, reason = "memory that other processes see has no other way in")]
     pub(super) unsafe fn values(&self) -> &[f32] {
-        // SAFETY: the map has a page of header and `len` weights behind it, every pattern of bits is an f32, and the
-        // caller vouches that they stay as they are.
+        // SAFETY: the map has a page of header and `len` weights behind it, every bit pattern is an f32, and the
+        // caller guarantees that no writer changes them.
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(HEADER).cast(), self.len) }
     }
 
     /// The weights of a range, to be written.
     ///
     /// # Safety
-    /// The map can be written, and nobody else reads or writes the range while the slice is there.
+    /// The map is writable, and no other thread or process accesses the range during the lifetime of the slice.
     ///
     /// # Panics
     /// If the range is outside the slot.
@@ -168,8 +168,8 @@ impl ShmSlot {
     )]
     pub(super) unsafe fn range_mut(&self, range: Range<usize>) -> &mut [f32] {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} weights", self.len);
-        // SAFETY: the range was compared with the room behind the header, every pattern of bits is an f32, and the caller
-        // vouches that the range is its alone.
+        // SAFETY: the range was checked against the capacity, every bit pattern is an f32, and the caller guarantees
+        // exclusive access to the range.
         unsafe {
             let first = self.map.as_mut_ptr().add(HEADER).cast::<f32>().add(range.start);
             std::slice::from_raw_parts_mut(first, range.len())
@@ -179,13 +179,13 @@ impl ShmSlot {
     #[expect(unsafe_code, reason = "words that other processes change are atomics")]
     fn word(&self, index: usize) -> &AtomicU64 {
         assert!(index < WORDS, "the header has {WORDS} words");
-        // SAFETY: the map begins on a page and is longer than the header, so that the word is inside and aligned. All
-        // processes touch the header through atomics, and those that map it read-only only load.
+        // SAFETY: the map begins on a page and is longer than the header, so the word is inside and aligned. All
+        // processes access the header through atomics, and those that map it read-only only load.
         unsafe { AtomicU64::from_ptr(self.map.as_ptr().cast::<u64>().add(index).cast_mut()) }
     }
 }
 
-/// An error of the system.
+/// The error of a system call.
 pub(crate) fn failed(path: &Path, what: &'static str, error: &io::Error) -> WeightsError {
     WeightsError::Shm { path: path.display().to_string(), what, reason: error.to_string() }
 }

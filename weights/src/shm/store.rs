@@ -1,4 +1,5 @@
-//! The publisher's slots. Invariant: the slot of the newest version is never written, nor is one that anybody holds.
+//! The writer of slots, in the publisher. Invariant: neither the slot of the newest version nor a slot with a reader
+//! is written.
 
 use std::fs::File;
 use std::io;
@@ -13,15 +14,15 @@ use crate::copier::copy_rounded;
 use crate::values::WeightMemory;
 use crate::{Digest, Dtype, Values, WeightsError};
 
-/// Slots of shared memory.
+/// Two slots of shared memory (double buffering).
 #[derive(Debug)]
 pub(crate) struct SlotWriter {
     directory: PublisherDirectory,
     slots: [Option<OwnedSlot>; 2],
-    /// Which slot has the newest version.
+    /// Index of the slot with the newest version.
     current: Option<usize>,
     begun: Option<VersionInProgress>,
-    /// Files made so far.
+    /// Number of files made so far.
     made: u64,
 }
 
@@ -40,25 +41,25 @@ struct VersionInProgress {
     dtype: Dtype,
 }
 
-/// Weights in a slot of this process, which is not written before this is gone.
+/// Weights in a slot of this process; the slot is not written before they are dropped.
 struct OwnSlotWeights(Arc<ShmSlot>);
 
 impl WeightMemory for OwnSlotWeights {
-    #[expect(unsafe_code, reason = "the slot is not written while somebody has it")]
+    #[expect(unsafe_code, reason = "the slot is not written while it is referenced")]
     fn values(&self) -> &[f32] {
-        // SAFETY: `SlotWriter::begin` writes no slot that is shared.
+        // SAFETY: `SlotWriter::begin` writes no slot that is referenced.
         unsafe { self.0.values() }
     }
 }
 
 impl SlotWriter {
-    /// Makes a directory of its own in `directory`, and removes there what killed publishers left.
+    /// Makes a directory in `directory`, and removes those of killed publishers there.
     pub(crate) fn create(directory: &Path) -> Result<Self, WeightsError> {
         let directory = PublisherDirectory::create(directory)?;
         Ok(Self { directory, slots: [None, None], current: None, begun: None, made: 0 })
     }
 
-    /// Chooses the slot that `version` is written to; the path of its file.
+    /// Chooses the slot to write `version` to; the path of its file.
     pub(crate) fn begin(
         &mut self,
         version: PolicyVersion,
@@ -83,18 +84,18 @@ impl SlotWriter {
         Ok(path)
     }
 
-    /// Writes all `[parameters]` weights of the version that was begun.
+    /// Writes all `[parameters]` weights of the version in progress.
     #[expect(unsafe_code, reason = "the slot is locked against readers")]
     pub(crate) fn place(&mut self, values: &[f32], threads: usize) -> Result<(), WeightsError> {
         let Some(VersionInProgress { index, dtype, .. }) = self.begun else { return Err(self.not_begun()) };
         let slot = &self.owned(index)?.slot;
-        // SAFETY: the slot is locked and not shared within this process, and whoever calls this has begun a version that
-        // it places alone.
+        // SAFETY: the slot is locked and not referenced within this process, and the caller has begun a version that
+        // it writes alone.
         copy_rounded(values, unsafe { slot.range_mut(0..values.len()) }, dtype, threads);
         Ok(())
     }
 
-    /// The weights of the version that was begun, which stay invisible; for a comparison.
+    /// The weights of the version in progress, still invisible to readers; for a comparison.
     pub(crate) fn begun(&self, version: PolicyVersion) -> Result<Values, WeightsError> {
         match self.begun {
             Some(begun) if begun.version == version => {
@@ -104,7 +105,7 @@ impl SlotWriter {
         }
     }
 
-    /// Opens the version that was begun to readers: its weights, and the path of its file.
+    /// Publishes the version in progress to readers: its weights, and the path of its file.
     pub(crate) fn commit(&mut self, version: PolicyVersion) -> Result<(Values, PathBuf), WeightsError> {
         let values = self.begun(version)?;
         let Some(VersionInProgress { index, .. }) = self.begun.take() else { return Err(self.not_begun()) };
@@ -116,7 +117,7 @@ impl SlotWriter {
         Ok((values, path))
     }
 
-    /// Writes the digest of the newest version beside it.
+    /// Writes the digest of the newest version into its header.
     pub(crate) fn digested(&self, version: PolicyVersion, digest: Digest) {
         let slot = self.current.and_then(|index| self.slots[index].as_ref()).map(|owned| &owned.slot);
         if let Some(slot) = slot.filter(|slot| slot.described().is_some_and(|it| it.version == version)) {
@@ -124,7 +125,7 @@ impl SlotWriter {
         }
     }
 
-    /// Leaves a slot to those who read it and makes a new one.
+    /// Leaves a slot to its readers and makes a new one.
     fn replace(&mut self, index: usize, len: usize) -> Result<(), WeightsError> {
         if let Some(old) = self.slots[index].take() {
             let removed = std::fs::remove_file(&old.path);
@@ -135,7 +136,7 @@ impl SlotWriter {
         let (slot, file) = ShmSlot::create(&path, len)?;
         let mut owned = OwnedSlot { path, file, slot: Arc::new(slot) };
         if !owned.lock() {
-            let error = io::Error::other("somebody holds it already");
+            let error = io::Error::other("another process has locked it already");
             return Err(failed(&owned.path, "lock a new file", &error));
         }
         self.slots[index] = Some(owned);
@@ -156,7 +157,7 @@ impl SlotWriter {
 }
 
 impl OwnedSlot {
-    /// Takes the slot from all readers, if there are none.
+    /// Locks the slot for writing, if it has no reader.
     fn lock(&mut self) -> bool {
         Arc::get_mut(&mut self.slot).is_some() && self.file.try_lock().is_ok()
     }

@@ -55,17 +55,17 @@ fn a_slow_reader_keeps_what_it_has_and_delays_nobody() {
     let mut store = SlotWriter::create(directory.path()).unwrap();
     let mut reader = SlotReader::default();
     let first = publish(&mut store, 1);
-    let held = reader.pin(&first, PolicyVersion(1)).unwrap().unwrap();
+    let pinned = reader.pin(&first, PolicyVersion(1)).unwrap().unwrap();
     for version in 2..=5 {
         publish(&mut store, version);
     }
-    assert_eq!(held.values[..], values(1)[..]);
+    assert_eq!(pinned.values[..], values(1)[..]);
     assert!(reader.pin(&first, PolicyVersion(1)).unwrap().is_none(), "its file is gone for others");
     // The owner, and two slots.
     let own = std::fs::read_dir(directory.path()).unwrap().next().unwrap().unwrap().path();
     assert_eq!(files(&own), 3);
     drop(store);
-    assert_eq!(held.values[..], values(1)[..], "also after the publisher");
+    assert_eq!(pinned.values[..], values(1)[..], "also after the publisher");
 }
 
 #[test]
@@ -240,7 +240,7 @@ fn a_reader_that_is_killed_gives_its_slot_back() {
         publish(&mut store, 2);
         if killed {
             kill(reader);
-            assert_eq!(publish(&mut store, 3), path, "nobody reads it any more");
+            assert_eq!(publish(&mut store, 3), path, "no reader is left");
         } else {
             assert_ne!(publish(&mut store, 3), path, "it is still read");
             kill(reader);

@@ -1,4 +1,4 @@
-//! Leases: groups to train on, and what becomes of them.
+//! Leases: lease, extend, acknowledge, release.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,11 +19,12 @@ use crate::http::wire::{
 };
 use crate::{BufferError, Lease, LeaseId};
 
-/// An answer with more tokens is written where it keeps no other request waiting.
+/// An answer with more tokens is encoded on a thread for blocking work.
 const ENCODE_INLINE: usize = 16 << 10;
 
-/// Lease groups for a training step. Without enough of them within `wait_ms` there is no lease, and a reason. A named step
-/// that was leased and not acknowledged gets the same groups in the same order; an unnamed one always gets new ones.
+/// Lease groups for a training step. Without enough groups within `wait_ms` the answer has a reason and no lease. A
+/// named step that was leased and not acknowledged gets the same groups in the same order; an unnamed one always gets
+/// new ones.
 #[utoipa::path(
     post, path = "/v1/leases", operation_id = "lease", tag = "leases", request_body = LeasesRequest,
     responses((status = 200, body = LeaseAnswerView, description = "A lease, or why there is none yet"))
@@ -63,12 +64,12 @@ async fn handed_out(accept: Accept, lease: Lease) -> Result<Response, Problem> {
     if tokens > ENCODE_INLINE { aside(answer).await? } else { answer() }
 }
 
-/// Whose leases to list.
+/// Filter of a list of leases.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct LeasesQuery {
-    /// Of this consumer only.
+    /// Leases of this consumer only.
     consumer: Option<String>,
 }
 
@@ -87,7 +88,7 @@ pub(super) async fn list(
     accept.answer(&LeasesAnswer { leases: leases.into_iter().map(Into::into).collect() })
 }
 
-/// Done with one lease. Idempotent.
+/// Acknowledge one lease. Idempotent.
 #[utoipa::path(
     post, path = "/v1/leases/{id}/ack", operation_id = "ack", tag = "leases",
     params(("id" = u64, Path, description = "Of the lease")),
@@ -104,8 +105,8 @@ pub(super) async fn ack(
     accept.answer(&EmptyAnswer {})
 }
 
-/// A checkpoint that contains every step below `through` is on disk: done with all leases for them. Idempotent: also the loss
-/// of a lease is answered again, until `through` goes on.
+/// Acknowledge all leases of steps below `through`, because a checkpoint that contains them is on disk. Idempotent: a
+/// repetition reports a lost lease again, a later `through` does not.
 #[utoipa::path(
     post, path = "/v1/leases/ack", operation_id = "ack_through", tag = "leases", request_body = AckThroughRequest,
     responses((status = 200, body = EmptyAnswer, description = "They are done with, durably"))
@@ -122,7 +123,7 @@ pub(super) async fn ack_through(
     accept.answer(&EmptyAnswer {})
 }
 
-/// Give a lease back untrained: its groups can be leased again.
+/// Release a lease untrained: its groups can be leased again.
 #[utoipa::path(
     post, path = "/v1/leases/{id}/release", operation_id = "release", tag = "leases",
     params(("id" = u64, Path, description = "Of the lease")),
@@ -139,11 +140,11 @@ pub(super) async fn release(
     accept.answer(&EmptyAnswer {})
 }
 
-/// Hold a lease from now on.
+/// Extend a lease (heartbeat).
 #[utoipa::path(
     post, path = "/v1/leases/{id}/extend", operation_id = "extend", tag = "leases", request_body = ExtendRequest,
     params(("id" = u64, Path, description = "Of the lease")),
-    responses((status = 200, body = EmptyAnswer, description = "It is held"))
+    responses((status = 200, body = EmptyAnswer, description = "The lease is extended"))
 )]
 pub(super) async fn extend(
     State(shared): State<Arc<ServerState>>,

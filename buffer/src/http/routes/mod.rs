@@ -1,5 +1,5 @@
-//! The routes. Invariant: a handler says what is asked of the buffer and how it is answered; who may ask is decided by the
-//! group of routes that it stands in, and bodies are read and written in one place.
+//! The routes. Invariant: a handler maps a request to a call of the buffer and its answer. Authorization is decided
+//! by the group of routes, and bodies are decoded and encoded in one place.
 
 mod admissions;
 mod groups;
@@ -26,7 +26,7 @@ use super::openapi::{self, OpenApiDocument};
 use super::problem::{Problem, ProblemCode};
 use super::state::ServerState;
 
-/// All routes, over what they share, with those of others beside them.
+/// All routes over the state of the server, merged with the routes beside the buffer's.
 pub(crate) fn router(shared: &Arc<ServerState>, beside: Vec<(Role, Router)>) -> Router {
     let needing = |need: Permission, routes: OpenApiRouter<Arc<ServerState>>| {
         routes.route_layer(middleware::from_fn_with_state((Arc::clone(shared), need), auth::allow))
@@ -63,7 +63,7 @@ pub(crate) fn router(shared: &Arc<ServerState>, beside: Vec<(Role, Router)>) -> 
         .merge(needing(Permission::Train, train))
         .merge(needing(Permission::Administer, administer))
         .split_for_parts();
-    // The routes do not change, so neither does the document.
+    // The routes are fixed, so the document is too.
     let _ = shared.openapi.set(Bytes::from(openapi::complete(document)));
     let allowed = |(role, routes): (Role, Router)| {
         routes.route_layer(middleware::from_fn_with_state((Arc::clone(shared), role.need()), auth::allow))
@@ -85,7 +85,7 @@ async fn no_method() -> Response {
     Problem::new(ProblemCode::MethodNotAllowed, "see the header `Allow`, or /docs").into_response()
 }
 
-/// The query, with our own errors.
+/// Query parameters, with problem documents as errors.
 #[derive(Debug)]
 pub(super) struct QueryParameters<T>(pub(super) T);
 
@@ -100,7 +100,7 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequestParts<S> for QueryParameter
     }
 }
 
-/// The number in a path, with our own errors.
+/// A number in a path, with problem documents as errors.
 #[derive(Debug)]
 pub(super) struct PathNumber(pub(super) u64);
 

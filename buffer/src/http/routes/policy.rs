@@ -1,4 +1,4 @@
-//! Which version the trainer has, and what is in the buffer.
+//! The policy version of the trainer, and the counts of the buffer.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::http::problem::Problem;
 use crate::http::state::ServerState;
 use crate::http::wire::{EmptyAnswer, StatsBody, VersionBody, VersionRequest};
 
-/// What is in the buffer, and who waits for whom.
+/// Counts of all states.
 #[utoipa::path(
     get, path = "/v1/stats", tag = "buffer",
     responses((status = 200, body = StatsBody, description = "Counts of everything"))
@@ -26,7 +26,7 @@ pub(super) async fn stats(
     accept.answer(&StatsBody::from(&stats))
 }
 
-/// The version that the trainer has.
+/// The policy version of the trainer.
 #[utoipa::path(
     get, path = "/v1/policy/version", operation_id = "get_version", tag = "policy",
     responses((status = 200, body = VersionBody, description = "The newest that the buffer knows of"))
@@ -39,8 +39,8 @@ pub(super) async fn version(
     accept.answer(&VersionBody { version: buffer.policy_version()?.0 })
 }
 
-/// The trainer has made a version. Idempotent; backwards, or so far ahead that all groups would be over the bound, only with
-/// `rewind`.
+/// Set the policy version of the trainer. Idempotent. An older version, or one that would make all groups stale,
+/// needs `rewind`.
 #[utoipa::path(
     put, path = "/v1/policy/version", operation_id = "set_version", tag = "policy", request_body = VersionRequest,
     responses((status = 200, body = EmptyAnswer, description = "It is known, durably"))

@@ -1,14 +1,14 @@
-//! Bounds on what of a group has a shape of its client's own: the columns of its task and the details of its rewards.
+//! Limits of free-form values: the columns of a task and the details of its rewards.
 //!
-//! Invariant: what passes has at most so many values, none deeper and no name longer than [`ItemLimits`] says, over all of a
-//! group together.
+//! Invariant: a valid group has at most as many values, at most as deep, with names at most as long, as
+//! [`ItemLimits`] allows, over the whole group.
 
 use serde_json::{Map, Value};
 
 use super::group::{ItemLimits, ValidationResult, reject};
 use crate::http::problem::ProblemCode;
 
-/// Counts the values of one group.
+/// Counts the free-form values of one group.
 #[derive(Debug)]
 pub(super) struct FreeFormLimits {
     limits: ItemLimits,
@@ -16,12 +16,12 @@ pub(super) struct FreeFormLimits {
 }
 
 impl FreeFormLimits {
-    /// None yet.
+    /// No values yet.
     pub(super) fn new(limits: ItemLimits) -> Self {
         Self { limits, values: 0 }
     }
 
-    /// One more set of columns or details, in the field `field`.
+    /// Adds a map of columns or details, in the field `field`.
     pub(super) fn check(&mut self, field: &str, map: &Map<String, Value>) -> ValidationResult<()> {
         map.iter().try_for_each(|(name, value)| {
             self.name(field, name)?;
@@ -29,7 +29,7 @@ impl FreeFormLimits {
         })
     }
 
-    /// The name of something.
+    /// Checks a name.
     pub(super) fn name(&self, field: &str, name: &str) -> ValidationResult<()> {
         let (found, limit) = (name.len(), self.limits.name_bytes);
         if found > limit {

@@ -1,7 +1,7 @@
-//! A group on the wire, and its way from and to the group of `trajectory`.
+//! A group on the wire, and its conversion from and to `trajectory`.
 //!
-//! Invariant: lossless in both directions. A [`Submission`] that becomes a group keeps every trainable stream bit for bit,
-//! and what [`GroupView`] shows becomes the same group again. Streams move, they are never copied.
+//! Invariant: both conversions are lossless. A [`Submission`] keeps every trainable stream bit for bit, and
+//! [`GroupView`] converts back to the same group. Streams are moved, not copied.
 
 use std::fmt;
 
@@ -19,22 +19,22 @@ use super::free::FreeFormLimits;
 use super::schema;
 use crate::http::problem::{Evidence, ProblemCode};
 
-/// Longest key of a group, bytes.
+/// Maximum length of an idempotency key, bytes.
 const MAX_KEY: usize = 128;
 
-/// A group that is sent to the buffer: either one that was admitted, with its `id`, or one of the client's own, with a
-/// `key` under which it is stored once.
+/// A group for the buffer: an admitted one with its `id`, or one of the client with an idempotency `key`, under which
+/// it is stored once.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Submission {
-    /// The id that an admission gave out.
+    /// The id of the admission.
     id: Option<u64>,
-    /// A name of the client's own, 1 to 128 bytes of printable ASCII.
+    /// The idempotency key, 1 to 128 bytes of printable ASCII.
     #[schema(min_length = 1, max_length = 128)]
     key: Option<String>,
-    /// What was asked.
+    /// The task.
     task: Option<TaskBody>,
-    /// The episodes, ordered by index.
+    /// The trajectories, ordered by index.
     #[schema(min_items = 1)]
     trajectories: Vec<TrajectoryBody>,
 }
@@ -44,7 +44,7 @@ pub(crate) struct Submission {
 #[serde(deny_unknown_fields)]
 #[schema(as = TaskRequest)]
 pub(super) struct TaskBody {
-    /// Which row of the dataset.
+    /// Row number in the dataset.
     #[serde(default)]
     id: u64,
     /// Text, or the messages of a conversation.
@@ -69,42 +69,42 @@ pub(super) struct MessageBody {
     content: String,
 }
 
-/// One episode. The three streams have one entry per token, prompt and completion.
+/// One trajectory. The three streams have one entry per token, prompt and completion.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(as = TrajectoryRequest)]
 pub(super) struct TrajectoryBody {
-    /// Prompt and completion.
+    /// Token ids of prompt and completion.
     token_ids: Vec<u32>,
-    /// True where the policy chose the token and is trained on it; never for the first.
+    /// True for tokens that the policy sampled and that are trained on; never for the first.
     loss_mask: Vec<bool>,
-    /// Nats, under the distribution that really sampled the token; 0 where the mask is false.
+    /// Log-probability under the distribution that the token was sampled from, nats; 0 where the mask is false.
     behavior_logprobs: Vec<f32>,
-    /// Which policy version sampled which tokens, as runs over all of them.
+    /// Runs of policy versions over all tokens.
     versions: Option<Vec<RunBody>>,
     /// The version that sampled all tokens, instead of `versions`.
     policy_version: Option<u64>,
-    /// The temperature of sampling, above 0.
+    /// Sampling temperature, above 0.
     #[serde(default = "one")]
     temperature: f32,
-    /// What truncation (top-k, top-p) left to choose from.
+    /// The tokens that truncation (top-k, top-p) kept.
     kept: Option<KeptBody>,
-    /// Which of the episodes this is, ascending from 0 in a group; its position if left out.
+    /// Index of the trajectory in its group, ascending from 0; its position if omitted.
     index: Option<u32>,
     /// The model calls, in order.
     #[serde(default)]
     turns: Vec<TurnBody>,
-    /// The last completion as text, for people and rewards.
+    /// The last completion as text.
     #[serde(default)]
     text: String,
     /// Weighted sum of the rewards; without it the trajectory is not trained on.
     reward: Option<f64>,
-    /// Each reward by itself.
+    /// The rewards by function.
     #[serde(default)]
     rewards: Vec<RewardBody>,
-    /// Whether the answer is correct, whatever its reward; algorithms that ask need it.
+    /// Whether the answer is correct, independent of its reward; some algorithms need it.
     correct: Option<bool>,
-    /// Whether it was decoded greedily only to be compared with: its loss mask is false everywhere.
+    /// Whether it is a greedy baseline: its loss mask is false everywhere.
     #[serde(default)]
     baseline: bool,
 }
@@ -121,12 +121,12 @@ struct RunBody {
     len: u32,
 }
 
-/// For every token of the loss mask, in order, the ids that it was chosen from.
+/// For every token of the loss mask, in order, the ids that truncation kept.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(as = KeptTokens)]
 struct KeptBody {
-    /// Where each set starts in `ids`, and at last the length of `ids`.
+    /// Offset of each set in `ids`, followed by the length of `ids`.
     offsets: Vec<u32>,
     /// Token ids, ascending within a set.
     ids: Vec<u32>,
@@ -139,59 +139,59 @@ struct KeptBody {
 struct TurnBody {
     /// First token of the completion.
     start: usize,
-    /// One past its last token, the stop token included.
+    /// One past its last token, including the stop token.
     end: usize,
     /// Why it ended.
     #[schema(schema_with = schema::stop)]
     stop: StopReason,
-    /// What this call by itself is worth, for rewards of the process; not part of the trajectory's reward.
+    /// Reward of this turn alone (process reward); not part of the trajectory's reward.
     reward: Option<f64>,
 }
 
-/// The verdict of one reward function.
+/// Result of one reward function.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(as = Reward)]
 struct RewardBody {
     /// Its name.
     name: String,
-    /// What the trajectory is worth to it; none if it failed.
+    /// The reward; none if the function failed.
     value: Option<f64>,
-    /// Why it failed.
+    /// The failure.
     error: Option<String>,
-    /// What else it said, by name.
+    /// Its details, by name.
     #[serde(default)]
     #[schema(value_type = Object)]
     details: Map<String, Value>,
 }
 
-/// What a group may have, whoever sends it.
+/// Limits of one group.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ItemLimits {
-    /// Trajectories in a group.
+    /// Maximum number of trajectories in a group.
     pub(crate) trajectories: usize,
-    /// Tokens in a trajectory.
+    /// Maximum number of tokens in a trajectory.
     pub(crate) tokens: usize,
-    /// Token ids are below; none: any id.
+    /// Vocabulary size; none: any id.
     pub(crate) vocabulary: Option<u32>,
-    /// Values in columns and details together.
+    /// Maximum number of values in columns and details together.
     pub(crate) values: usize,
-    /// Bytes of the name of a column, a detail or a reward.
+    /// Maximum bytes of the name of a column, a detail or a reward.
     pub(crate) name_bytes: usize,
-    /// Lists and objects within each other.
+    /// Maximum nesting of lists and objects.
     pub(crate) depth: usize,
-    /// Whether every trajectory with a reward has to say whether it is correct.
+    /// Whether every trajectory with a reward needs `correct`.
     pub(crate) correct: bool,
 }
 
-/// Under which name a group is stored.
+/// Identity of a stored group.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum SubmissionIdentity {
     Admitted(GroupId),
     Key(String),
 }
 
-/// Why one group of many is not stored.
+/// Why a group is not stored.
 #[derive(Debug)]
 pub(crate) struct Rejection {
     pub(crate) code: ProblemCode,
@@ -206,7 +206,7 @@ pub(super) fn reject<T>(code: ProblemCode, detail: impl Into<String>) -> Validat
 }
 
 impl Submission {
-    /// The group that was meant, and its name; the id of a group with a key is the buffer's to give.
+    /// Validates and converts the group, and its identity. The buffer assigns the id of a group with a key.
     pub(crate) fn check(self, limits: ItemLimits) -> ValidationResult<(SubmissionIdentity, Group)> {
         let identity = match (self.id, self.key) {
             (Some(id), None) => SubmissionIdentity::Admitted(GroupId(id)),
@@ -411,7 +411,7 @@ fn one() -> f32 {
     1.0
 }
 
-/// A string or a sequence of messages: told apart by what comes, without reading it twice.
+/// A string or a sequence of messages, decided by its type without reading it twice.
 #[derive(Debug)]
 struct PromptBody(Prompt);
 
@@ -445,7 +445,7 @@ impl<'de> Deserialize<'de> for PromptBody {
     }
 }
 
-/// A group as it is answered; every field is there.
+/// A group in an answer; every field is present.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GroupView<'a> {
     pub(crate) group: &'a Group,
@@ -473,7 +473,7 @@ impl Serialize for GroupView<'_> {
     }
 }
 
-/// A slice whose elements are shown through a view.
+/// A slice whose elements are serialized through a view.
 struct MappedSequence<'a, T, V>(&'a [T], fn(&'a T) -> V);
 
 impl<T, V: Serialize> Serialize for MappedSequence<'_, T, V> {

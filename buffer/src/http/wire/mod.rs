@@ -1,7 +1,7 @@
-//! Requests and answers as they go over the wire, in JSON or MessagePack.
+//! Requests and answers, in JSON or MessagePack.
 //!
-//! Invariant: a field that is not documented is refused, so nothing that a client says is ignored. Shapes are checked
-//! here, meaning where a body becomes something of `trajectory`; what the buffer knows is the buffer's business.
+//! Invariant: an undocumented field is refused, so nothing in a request is ignored. Shapes are validated here,
+//! content where a body becomes a type of `trajectory`, and states by the buffer.
 
 mod free;
 mod group;

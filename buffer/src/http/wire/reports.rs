@@ -1,4 +1,4 @@
-//! What the buffer tells about itself. Invariant: the names here stay as they are when those inside change.
+//! Answers about the state of the buffer. Invariant: field names are stable when the internal names change.
 
 use serde::{Deserialize, Serialize};
 use trajectory::{GroupId, PolicyVersion};
@@ -7,7 +7,7 @@ use utoipa::ToSchema;
 use super::group::GroupView;
 use crate::{Event, EventKind, GroupEntry, GroupState, LeaseEntry, Stats};
 
-/// Where a group is in its life.
+/// State of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 #[schema(as = State)]
@@ -40,25 +40,25 @@ impl From<GroupStateBody> for GroupState {
     }
 }
 
-/// What the buffer knows of a group without its tokens.
+/// A group without its tokens.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = GroupEntry)]
 pub(crate) struct EntryBody {
     id: u64,
     state: GroupStateBody,
-    /// The oldest in the group; before it is stored, the version that it counts from.
+    /// Its oldest version; before it is stored, the version that counts as the oldest.
     policy_version: u64,
-    /// Which row of the dataset; none before it is stored.
+    /// Row number in the dataset; none before it is stored.
     task: Option<u64>,
-    /// Of all trajectories; 0 before it is stored.
+    /// Tokens of all trajectories; 0 before it is stored.
     tokens: u64,
-    /// Size as stored; 0 before.
+    /// Stored bytes; 0 before it is stored.
     bytes: u64,
-    /// Mean over the trajectories that have one.
+    /// Mean reward over the trajectories that have one.
     reward: Option<f64>,
-    /// How often it was leased and acknowledged.
+    /// Number of acknowledged leases.
     uses: u32,
-    /// Whether it came under a key of a client.
+    /// Whether it was submitted under an idempotency key.
     keyed: bool,
 }
 
@@ -82,7 +82,7 @@ impl From<&GroupEntry> for EntryBody {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct GroupsAnswer {
     pub(crate) groups: Vec<EntryBody>,
-    /// For the next page; none: this is the last.
+    /// Cursor of the next page; none: this is the last page.
     pub(crate) next_cursor: Option<String>,
 }
 
@@ -95,19 +95,19 @@ pub(crate) struct GroupAnswerView<'a> {
     pub(crate) group: Option<GroupView<'a>>,
 }
 
-/// How many groups are gone.
+/// Number of evicted groups.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Evicted {
     pub(crate) evicted: u64,
 }
 
-/// A group is set aside.
+/// A quarantined group.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[schema(as = Quarantined)]
 pub(crate) struct QuarantinedBody {
-    /// False if it is not stored, also because it was set aside before.
+    /// False if it is not stored, for example because it was quarantined before.
     pub(crate) quarantined: bool,
-    /// Who sent it, if that is known.
+    /// Its sender, if it is known.
     pub(crate) sender: Option<String>,
 }
 
@@ -120,9 +120,9 @@ pub(crate) struct LeaseEntryBody {
     /// The version that the step starts from.
     step: u64,
     groups: Vec<u64>,
-    /// None: never.
+    /// None: it never expires.
     expires_in_ms: Option<u64>,
-    /// Whether its hold is over; until others get its groups it can be taken up again.
+    /// Whether it has expired; it can be resumed until its groups are leased again.
     expired: bool,
 }
 
@@ -145,13 +145,13 @@ pub(crate) struct LeasesAnswer {
     pub(crate) leases: Vec<LeaseEntryBody>,
 }
 
-/// What is in the buffer, and who waits for whom.
+/// Counts of all states.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[schema(as = Stats)]
 pub(crate) struct StatsBody {
-    /// The version that the trainer has.
+    /// The policy version of the trainer.
     policy_version: u64,
-    /// Groups that have a slot but no token.
+    /// Groups with a slot and no token yet.
     admitted: usize,
     /// Groups that are being generated, scored or written.
     claimed: usize,
@@ -161,32 +161,32 @@ pub(crate) struct StatsBody {
     leased: usize,
     /// Leases not acknowledged.
     leases: usize,
-    /// Groups first in line to be generated again.
+    /// Groups queued for re-admission.
     again: usize,
-    /// Groups dropped because they were over the bound, since the buffer was opened.
+    /// Groups dropped as stale since the buffer was opened.
     dropped_stale: u64,
-    /// Groups aborted for good or removed, since the buffer was opened.
+    /// Groups aborted for good or evicted since the buffer was opened.
     evicted: u64,
-    /// Leases and admissions whose hold was over, since the buffer was opened.
+    /// Leases and admissions that expired since the buffer was opened.
     expired: u64,
-    /// Groups set aside because they cannot be trained on, since the buffer was opened.
+    /// Groups quarantined since the buffer was opened: they cannot be trained on.
     #[serde(default)]
     quarantined: u64,
-    /// Versions between the oldest group that is not leased and the next step.
+    /// Versions between the oldest unleased group and the next step.
     oldest_age: u64,
     /// The oldest groups not yet stored, with the version that they count from; at most 4.
     oldest_in_flight: Vec<InFlightBody>,
     /// Groups per training step.
     batch_groups: usize,
-    /// Most versions between the oldest token of a group and the step that trains on it.
+    /// Maximum number of versions between the oldest token of a group and the step that trains on it.
     max_staleness: u64,
-    /// Slots in all.
+    /// Number of slots.
     slots: usize,
     /// Slots free for a sampler that serves `next_step`.
     slots_free: usize,
-    /// Bytes of all groups that are kept.
+    /// Bytes of all stored groups.
     bytes: u64,
-    /// Most bytes that may be kept.
+    /// Maximum number of bytes stored.
     max_bytes: u64,
     /// The lowest id that was never admitted.
     next_id: u64,
@@ -261,7 +261,7 @@ impl From<StatsBody> for Stats {
     }
 }
 
-/// Something that happened in the buffer.
+/// An event of the buffer.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Event)]
 pub(crate) struct EventBody {

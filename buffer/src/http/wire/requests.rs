@@ -1,4 +1,4 @@
-//! The bodies of the verbs. Invariant: every number has its range beside it, and what is left out has a stated default.
+//! Requests and their answers. Invariant: every number has a stated range, and every omitted field a stated default.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -14,7 +14,7 @@ use super::reports::StatsBody;
 use crate::http::problem::{Evidence, Problem, ProblemCode};
 use crate::{Lease, LeaseRequest};
 
-/// Longest that one request may wait, milliseconds; whoever wants to wait longer asks again.
+/// Longest wait of one request, milliseconds; a client repeats the request to wait longer.
 pub(crate) const MAX_WAIT_MS: u64 = 30_000;
 /// Range of a hold, milliseconds.
 const HOLD_MS: std::ops::RangeInclusive<u64> = 100..=86_400_000;
@@ -23,24 +23,24 @@ const HOLD_MS: std::ops::RangeInclusive<u64> = 100..=86_400_000;
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct AppendRequest {
-    /// Each is stored or refused by itself; at most [`AppendRequest::MAX_GROUPS`].
+    /// Each is stored or refused independently; at most [`AppendRequest::MAX_GROUPS`].
     #[serde(deserialize_with = "at_most::<_, _, { AppendRequest::MAX_GROUPS }>")]
     #[schema(max_items = 1024)]
     pub(crate) groups: Vec<Submission>,
 }
 
 impl AppendRequest {
-    /// Groups in one request.
+    /// Maximum number of groups in one request.
     pub(crate) const MAX_GROUPS: usize = 1024;
 }
 
-/// [`AppendRequest`] as a client writes it.
+/// [`AppendRequest`] as serialized by the client.
 #[derive(Debug, Serialize)]
 pub(crate) struct SubmissionsView<'a> {
     pub(crate) groups: [GroupView<'a>; 1],
 }
 
-/// Stops at the first element too many, before it takes memory.
+/// Fails at the first surplus element, before it takes memory.
 fn at_most<'de, D: Deserializer<'de>, T: Deserialize<'de>, const MAX: usize>(
     deserializer: D,
 ) -> Result<Vec<T>, D::Error> {
@@ -66,49 +66,49 @@ fn at_most<'de, D: Deserializer<'de>, T: Deserialize<'de>, const MAX: usize>(
     deserializer.deserialize_seq(BoundedList::<T, MAX>(PhantomData))
 }
 
-/// What became of every group, in the order of the request.
+/// Result of every group, in the order of the request.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 pub(crate) struct AppendAnswer {
     pub(crate) results: Vec<ItemResult>,
-    /// The version that the trainer has.
+    /// The policy version of the trainer.
     pub(crate) policy_version: u64,
 }
 
-/// What became of one group.
+/// Result of one group.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 pub(crate) struct ItemResult {
     pub(crate) status: ItemStatus,
     /// The id of the group, if the buffer has or had it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) id: Option<u64>,
-    /// Why it is not stored, if it is `invalid`.
+    /// The error code, if it is `invalid`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) code: Option<ProblemCode>,
-    /// What was found and what to do about it, for people.
+    /// The evidence and the remedy, for people.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) detail: Option<String>,
-    /// What was named: a version, an id, a size.
+    /// The value in the request: a version, an id, a size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) found: Option<u64>,
-    /// What it is measured against: the version known, the next id, the largest size.
+    /// The value that it is compared with: the known version, the next id, the maximum size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) bound: Option<u64>,
 }
 
 impl ItemResult {
-    /// What became of a group that can be stored.
+    /// Result of a valid group.
     pub(crate) fn stored(status: ItemStatus, id: Option<u64>) -> Self {
         Self { status, id, code: None, detail: None, found: None, bound: None }
     }
 
-    /// Of a group that cannot.
+    /// Result of an invalid group.
     pub(crate) fn invalid(rejection: Rejection) -> Self {
         let Rejection { code, detail, evidence: Evidence { found, bound } } = rejection;
         Self { status: ItemStatus::Invalid, id: None, code: Some(code), detail: Some(detail), found, bound }
     }
 }
 
-/// What became of one group.
+/// Result of one group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum ItemStatus {
@@ -116,42 +116,42 @@ pub(crate) enum ItemStatus {
     Accepted,
     /// It was stored before.
     Duplicate,
-    /// It is over the staleness bound already.
+    /// It already exceeds the staleness bound.
     Stale,
-    /// There is no room now; try again later.
+    /// Back-pressure: it cannot be stored now; retry later.
     Full,
-    /// It cannot be stored as it is; the code says why.
+    /// It is invalid; the code says why.
     Invalid,
 }
 
-/// May I start so many groups?
+/// Request for slots (admission control).
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct AdmissionsRequest {
     /// The version that the sampler serves.
     pub(crate) served_version: u64,
-    /// Most groups.
+    /// Maximum number of groups.
     #[serde(default = "one")]
     #[schema(minimum = 1, maximum = 1024, default = 1)]
     pub(crate) limit: usize,
-    /// How long to wait while there is no slot.
+    /// How long to wait for a free slot.
     #[serde(default)]
     #[schema(maximum = 30_000)]
     pub(crate) wait_ms: u64,
-    /// Groups that are neither claimed again nor stored for so long are given to others.
+    /// A group that is neither claimed again nor stored within this time is queued for re-admission.
     #[serde(default = "AdmissionsRequest::default_hold")]
     #[schema(minimum = 100, maximum = 86_400_000, default = 3_600_000)]
     pub(crate) hold_ms: u64,
-    /// A number of the sampler's, by which a run gives others what it held as soon as it is known to be gone.
+    /// Id of the sampler's process, whose groups in flight are revoked when it is known to have ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) holder: Option<u64>,
 }
 
 impl AdmissionsRequest {
-    /// Slots in one request.
+    /// Maximum number of slots in one request.
     pub(crate) const MAX_GROUPS: usize = 1024;
 
-    /// An hour, the longest that one group should take.
+    /// One hour, the longest expected time of a group.
     pub(crate) fn default_hold() -> u64 {
         3_600_000
     }
@@ -163,16 +163,16 @@ impl AdmissionsRequest {
     }
 }
 
-/// Ids to sample for.
+/// Ids of admitted groups.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 pub(crate) struct AdmissionsAnswer {
-    /// None while there is no slot.
+    /// Empty if there is no free slot.
     pub(crate) ids: Vec<u64>,
-    /// The version that the trainer has.
+    /// The policy version of the trainer.
     pub(crate) policy_version: u64,
 }
 
-/// Sampling begins, or goes on.
+/// Sampling begins; repeated, a heartbeat.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ClaimRequest {
@@ -180,54 +180,54 @@ pub(crate) struct ClaimRequest {
     pub(crate) served_version: u64,
 }
 
-/// The group will not come from here.
+/// The sampler gives the group up.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct AbortRequest {
-    /// Whether somebody else shall generate it.
+    /// Whether the group is generated again.
     #[serde(default = "yes")]
     #[schema(default = true)]
     pub(crate) retry: bool,
 }
 
-/// A consumer asks for groups to train on.
+/// Request for a lease.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct LeasesRequest {
-    /// Who trains.
+    /// Name of the consumer.
     #[schema(min_length = 1, max_length = 64)]
     pub(crate) consumer: String,
-    /// The version that the step starts from. Asked for again before it is acknowledged, a step gets the same groups.
-    /// Without it the lease is for the version that the buffer knows, and always a new one.
+    /// The version that the step starts from. A repeated request before the acknowledgement gets the same groups.
+    /// Without it the lease is for the buffer's current version, and always a new one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) step: Option<u64>,
-    /// Most groups; without it a whole batch, or what `tokens` allows.
+    /// Maximum number of groups; without it a whole batch, or as `tokens` allows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1)]
     pub(crate) groups: Option<usize>,
-    /// When the wait is over, so many are enough.
+    /// Minimum number of groups when the wait is over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1)]
     pub(crate) at_least: Option<usize>,
-    /// Most tokens in all, though at least one group.
+    /// Maximum number of tokens in all; at least one group is leased.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1)]
     pub(crate) tokens: Option<u64>,
-    /// A stricter bound than the buffer's, versions.
+    /// A stricter staleness bound than the buffer's, versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) max_staleness: Option<u64>,
     /// How long to wait for groups.
     #[serde(default)]
     #[schema(maximum = 30_000)]
     pub(crate) wait_ms: u64,
-    /// The groups go to others if the lease is not extended or acknowledged for so long.
+    /// The lease expires if it is neither extended nor acknowledged within this time.
     #[serde(default = "LeasesRequest::default_hold")]
     #[schema(minimum = 100, maximum = 86_400_000, default = 60_000)]
     pub(crate) hold_ms: u64,
 }
 
 impl LeasesRequest {
-    /// A minute: long enough to come back after a restart, short enough to wait for.
+    /// One minute: long enough for a restart, short enough to wait for.
     fn default_hold() -> u64 {
         60_000
     }
@@ -256,33 +256,33 @@ impl LeasesRequest {
     }
 }
 
-/// A lease, or why there is none yet.
+/// A lease, or the reason why there is none yet.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = LeaseAnswer)]
 pub(crate) struct LeaseAnswerView<'a> {
     pub(crate) lease: Option<LeaseView<'a>>,
-    /// Who waits for whom, if there is no lease.
+    /// The missing groups, if there is no lease.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reason: Option<String>,
-    /// Whether enough groups are there, but held back so that slow ones stay within the bound.
+    /// Whether enough groups are finalized, but the lease waits for slow ones to keep them within the bound.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) held_for_slow: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) stats: Option<StatsBody>,
 }
 
-/// Groups that a consumer has to itself.
+/// Groups leased to a consumer.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Lease)]
 pub(crate) struct LeaseView<'a> {
-    /// Its name, for `ack`, `release` and `extend`.
+    /// Its id, for `ack`, `release` and `extend`.
     id: u64,
     consumer: &'a str,
     /// The version that the step starts from.
     step: u64,
-    /// How long it is held without a sign of the consumer; none: for ever.
+    /// The lease expires after this time without a heartbeat; none: never.
     hold_ms: Option<u64>,
-    /// Groups over the bound that were dropped since the lease before.
+    /// Groups dropped as stale since the previous lease.
     dropped_stale: u64,
     /// Ordered by id.
     groups: Vec<GroupView<'a>>,
@@ -301,7 +301,7 @@ impl<'a> From<&'a Lease> for LeaseView<'a> {
     }
 }
 
-/// [`LeaseAnswerView`] as a client reads it.
+/// [`LeaseAnswerView`] as read by the client.
 #[derive(Debug, Deserialize)]
 pub(crate) struct LeaseAnswer {
     pub(crate) lease: Option<LeaseBody>,
@@ -310,7 +310,7 @@ pub(crate) struct LeaseAnswer {
     pub(crate) stats: Option<StatsBody>,
 }
 
-/// [`LeaseView`] as a client reads it.
+/// [`LeaseView`] as read by the client.
 #[derive(Debug, Deserialize)]
 pub(crate) struct LeaseBody {
     pub(crate) id: u64,
@@ -320,20 +320,20 @@ pub(crate) struct LeaseBody {
     pub(crate) groups: Vec<Submission>,
 }
 
-/// A body without fields.
+/// A request without fields.
 #[derive(Debug, Default, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct EmptyRequest {}
 
-/// It is done.
+/// An answer without fields: success.
 #[derive(Debug, Default, Serialize, Deserialize, ToSchema)]
 pub(crate) struct EmptyAnswer {}
 
-/// Hold a lease from now on.
+/// Extends a lease.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ExtendRequest {
-    /// For so long.
+    /// Its hold from now on.
     #[schema(minimum = 100, maximum = 86_400_000)]
     pub(crate) hold_ms: u64,
 }
@@ -345,29 +345,29 @@ impl ExtendRequest {
     }
 }
 
-/// A checkpoint is on disk.
+/// Acknowledges steps, because their checkpoint is on disk.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct AckThroughRequest {
-    /// Who trains.
+    /// Name of the consumer.
     #[schema(min_length = 1, max_length = 64)]
     pub(crate) consumer: String,
-    /// It contains every step below.
+    /// The checkpoint contains every step below.
     pub(crate) through: u64,
 }
 
-/// What the trainer has made.
+/// Sets the policy version of the trainer.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct VersionRequest {
     /// The newest version.
     pub(crate) version: u64,
-    /// Whether it may be any other than the next: a trainer starts from another checkpoint.
+    /// Whether it may be any version: the trainer starts from another checkpoint.
     #[serde(default)]
     pub(crate) rewind: bool,
 }
 
-/// What the trainer has made.
+/// The policy version of the trainer.
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 pub(crate) struct VersionBody {
     pub(crate) version: u64,
@@ -385,7 +385,7 @@ fn in_range<T: PartialOrd + fmt::Display>(
     Err(Problem::new(ProblemCode::OutOfRange, detail))
 }
 
-/// Saturating: no hold is that long.
+/// Saturating.
 pub(crate) fn milliseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

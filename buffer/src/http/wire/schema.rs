@@ -1,5 +1,5 @@
-//! Shapes that cannot be derived: a prompt is a text or messages, and answers give every field where requests may leave
-//! some out. Invariant: an answer's shape is made from the request's, so that the two cannot drift apart.
+//! Schemas that cannot be derived: a prompt is a text or messages, and answers have every field where requests may
+//! omit some. Invariant: the schema of an answer is made from that of the request, so they agree.
 
 use std::borrow::Cow;
 
@@ -21,7 +21,7 @@ pub(super) fn prompt() -> Schema {
     Schema::AnyOf(AnyOfBuilder::new().item(text).item(messages).build())
 }
 
-/// Why a model call ended.
+/// Why a turn ended.
 pub(super) fn stop() -> Schema {
     let words = ["stop_token", "stop_string", "length"];
     ObjectBuilder::new().schema_type(Type::String).enum_values(Some(words)).build().into()
@@ -52,12 +52,12 @@ impl ToSchema for GroupView<'_> {
         TrajectoryBody::schemas(schemas);
         schemas.push((MessageBody::name().into_owned(), MessageBody::schema()));
         schemas.push((TASK.to_owned(), given(TaskBody::schema(), &[])));
-        // An answer always lists the runs.
+        // An answer always has the runs.
         schemas.push((TRAJECTORY.to_owned(), given(TrajectoryBody::schema(), &["policy_version"])));
     }
 }
 
-/// The shape with every field given, but for those `without`.
+/// The schema with all fields required, except `without`.
 fn given(shape: SchemaRef, without: &[&str]) -> SchemaRef {
     let RefOr::T(Schema::Object(mut object)) = shape else { return shape };
     for field in without {

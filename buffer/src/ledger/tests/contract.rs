@@ -1,6 +1,6 @@
-//! The whole contract against a model: any verb at any moment, by anybody, with a clock and crashes.
+//! The whole contract against a model: random calls of any client, with a clock and crashes.
 //!
-//! The model knows what was promised to whom and nothing of how the ledger decides. It objects when a group is handed out
+//! The model knows what was acknowledged to whom and nothing of how the ledger decides. It objects when a group is handed out
 //! over the bound, or to two at a time, or more often than allowed, or again after its last acknowledgement; when a named
 //! step gets other groups than before; and when a group that was accepted is forgotten without a reason.
 
@@ -47,7 +47,7 @@ struct ContractModel {
     config: BufferConfig,
     ledger: Ledger,
     disk: RecordModel,
-    /// Changes that nobody has waited for: a crash may lose the last of them.
+    /// Unacknowledged changes: a crash may lose the last of them.
     unflushed: Vec<LedgerChange>,
     now: u64,
     stories: BTreeMap<GroupId, LeaseHistory>,
@@ -98,7 +98,7 @@ impl ContractModel {
         }
     }
 
-    fn verb(&mut self) {
+    fn random_call(&mut self) {
         self.now += self.dice.below(20);
         match self.dice.below(26) {
             0..=3 => self.admit(),
@@ -220,8 +220,9 @@ impl ContractModel {
     fn lease(&mut self) {
         let consumer = format!("consumer {}", self.dice.below(CONSUMERS));
         let (current, known) = (self.ledger.step, self.ledger.known());
-        let replayed = self.promises.values().filter(|promise| promise.named && promise.consumer == consumer);
-        let replayed: Vec<PolicyVersion> = replayed.map(|promise| promise.step).collect();
+        let replayed =
+            self.promises.values().filter(|expected| expected.named && expected.consumer == consumer);
+        let replayed: Vec<PolicyVersion> = replayed.map(|expected| expected.step).collect();
         let step = match self.dice.below(4) {
             0 => None,
             1 if !replayed.is_empty() => Some(replayed[self.dice.below(replayed.len() as u64) as usize]),
@@ -268,17 +269,17 @@ impl ContractModel {
         }
     }
 
-    /// Nobody else holds the groups, but for as many uses as there are.
+    /// At most `max_uses` live leases contain a group.
     fn check_alone(&self, lease: LeaseId, groups: &[GroupId]) {
         let live = self
             .promises
             .iter()
-            .filter(|(id, promise)| **id != lease && promise.until.is_none_or(|until| until > self.now));
-        let held: Vec<&ExpectedAnswer> = live.map(|(_, promise)| promise).collect();
+            .filter(|(id, expected)| **id != lease && expected.until.is_none_or(|until| until > self.now));
+        let extended: Vec<&ExpectedAnswer> = live.map(|(_, expected)| expected).collect();
         for id in groups {
-            let others = held.iter().filter(|promise| promise.groups.contains(id)).count();
+            let others = extended.iter().filter(|expected| expected.groups.contains(id)).count();
             let uses = self.stories[id].uses as usize + others + 1;
-            assert!(uses <= self.config.max_uses as usize, "{id} is held by {others} others");
+            assert!(uses <= self.config.max_uses as usize, "{id} is in the leases of {others} others");
         }
     }
 
@@ -290,15 +291,15 @@ impl ContractModel {
     }
 
     fn settle(&mut self, acked: bool, id: LeaseId) {
-        let promise = self.promises.remove(&id).unwrap();
+        let expected = self.promises.remove(&id).unwrap();
         self.ended.push((id, if acked { ModelLeaseEnd::Acked } else { ModelLeaseEnd::Lost }));
         if !acked {
-            assert!(promise.until.is_some_and(|until| until <= self.now), "a lease is lost in its hold");
+            assert!(expected.until.is_some_and(|until| until <= self.now), "a lease is lost in its hold");
             self.lost += 1;
             return;
         }
         self.acked += 1;
-        for id in &promise.groups {
+        for id in &expected.groups {
             self.stories.get_mut(id).unwrap().uses += 1;
         }
     }
@@ -306,9 +307,9 @@ impl ContractModel {
     fn ack_through(&mut self) {
         let consumer = format!("consumer {}", self.dice.below(CONSUMERS));
         let through = self.ledger.step;
-        let of = |promise: &ExpectedAnswer| promise.consumer == consumer && promise.step < through;
+        let of = |expected: &ExpectedAnswer| expected.consumer == consumer && expected.step < through;
         let done: Vec<LeaseId> =
-            self.promises.iter().filter(|(_, promise)| of(promise)).map(|(id, _)| *id).collect();
+            self.promises.iter().filter(|(_, expected)| of(expected)).map(|(id, _)| *id).collect();
         let answer = self.ledger.ack_through(&consumer, through).map_err(|error| error.to_string());
         for id in done {
             let acked = self.ledger.ack(id).is_ok();
@@ -348,15 +349,15 @@ impl ContractModel {
     fn extend(&mut self) {
         let Some(id) = self.any_promise() else { return };
         let hold = 1 + self.dice.below(300);
-        let held = self.ledger.extend(id, hold, self.now);
+        let extended = self.ledger.extend(id, hold, self.now);
         self.flush(true);
-        let promise = self.promises.get_mut(&id).unwrap();
-        if held.is_ok() {
-            promise.until = Some(self.now + hold);
-            let groups = promise.groups.clone();
+        let expected = self.promises.get_mut(&id).unwrap();
+        if extended.is_ok() {
+            expected.until = Some(self.now + hold);
+            let groups = expected.groups.clone();
             self.check_alone(id, &groups);
         } else {
-            assert!(promise.until.is_some_and(|until| until <= self.now), "a lease is lost in its hold");
+            assert!(expected.until.is_some_and(|until| until <= self.now), "a lease is lost in its hold");
             self.promises.remove(&id);
             self.ended.push((id, ModelLeaseEnd::Lost));
         }
@@ -386,13 +387,13 @@ impl ContractModel {
             let id = *id;
             if self.ledger.evict(id) {
                 self.stories.get_mut(&id).unwrap().evicted = true;
-                self.promises.values_mut().for_each(|promise| promise.groups.retain(|group| *group != id));
+                self.promises.values_mut().for_each(|expected| expected.groups.retain(|group| *group != id));
             }
         }
         self.flush(true);
     }
 
-    /// All that was promised is on the disk; of what nobody waited for, only the first part may be.
+    /// All acknowledged changes are durable, and any prefix of the others.
     fn crash(&mut self) {
         let written = self.dice.below(self.unflushed.len() as u64 + 1) as usize;
         self.unflushed.truncate(written);
@@ -402,12 +403,12 @@ impl ContractModel {
         self.highest = self.highest.max(flushed);
         self.ledger = super::reopen(&self.disk, self.config, self.now);
         self.in_flight.clear();
-        // Open leases are held anew.
-        for (id, promise) in &mut self.promises {
+        // Open leases get their full hold again.
+        for (id, expected) in &mut self.promises {
             let open = self.ledger.leases.get(id).is_some_and(|record| record.row.state == LeaseState::Open);
-            if let (Some(_), true) = (promise.until, open) {
+            if let (Some(_), true) = (expected.until, open) {
                 let hold = self.ledger.leases[id].row.hold_ms;
-                promise.until = hold.map(|hold| self.now + hold);
+                expected.until = hold.map(|hold| self.now + hold);
             }
         }
         for (id, story) in &self.stories {
@@ -455,9 +456,9 @@ fn nothing_that_was_promised_is_broken_by_any_verb_at_any_moment() {
     let (mut handed_out, mut acked, mut lost) = (0, 0, 0);
     for seed in 0..VERBS / PER_WORLD {
         let mut world = ContractModel::new(seed);
-        for verb in 0..PER_WORLD {
-            world.verb();
-            if verb % 500 == 0 {
+        for call in 0..PER_WORLD {
+            world.random_call();
+            if call % 500 == 0 {
                 world.flush(true);
                 world.check_counts();
             }

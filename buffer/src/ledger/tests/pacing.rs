@@ -165,7 +165,7 @@ impl PacingModel {
         }
     }
 
-    /// A group that nobody admitted, of any version that may still be trained.
+    /// A group without admission, of any version that may still be trained.
     fn submit(&mut self) {
         let behind = self.dice.below(self.config.max_staleness + 2);
         let oldest = PolicyVersion(self.trainer.0.saturating_sub(behind));
@@ -391,7 +391,7 @@ fn what_a_sampler_holds_that_is_gone_is_first_in_line_at_once() {
     let (gone, there) = (of(7, &mut ledger), of(8, &mut ledger));
     ledger.claim(gone[0], PolicyVersion(0), 0).unwrap();
     assert_eq!(ledger.abandon(9), 0);
-    // What is being written has arrived, whoever sent it.
+    // A group that is being written has arrived.
     assert!(matches!(finalize(&mut ledger, gone[0].0, 0), ArrivalDecision::Write { .. }));
     assert_eq!(ledger.abandon(7), 1);
     assert_eq!(of(8, &mut ledger), [gone[1]]);

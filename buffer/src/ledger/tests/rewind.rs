@@ -1,4 +1,4 @@
-//! A trainer that goes back to an older version, leases that ended, and versions that nobody made, step by step.
+//! Rewinds, calls on ended leases, and impossible versions, step by step.
 
 use super::*;
 use crate::{Finalized, LeaseRequest};
@@ -119,7 +119,7 @@ fn a_group_that_is_older_than_its_slot_needs_room_of_its_own() {
     );
     assert!(!ledger.is_in_flight(ids[0]));
     assert!(ledger.abort(ids[1], false).is_ok());
-    assert!(is_stored(&ledger.begin(&older(ids[0]), 0).unwrap()), "now there is room for it");
+    assert!(is_stored(&ledger.begin(&older(ids[0]), 0).unwrap()), "a slot is free now");
 }
 
 #[test]
@@ -212,7 +212,7 @@ fn versions_that_nobody_made_are_refused_and_change_nothing() {
     assert_eq!(ledger.take_change().0, None);
     assert_eq!(lease(&mut ledger, TRAINER, 0).unwrap().groups, first.groups);
     ledger.ack_through(TRAINER, PolicyVersion(1)).unwrap();
-    // An empty buffer is at the version of whoever starts with it; the last of all has none after it.
+    // An empty buffer takes the version of its first trainer; the highest version has no successor.
     let last = PolicyVersion((1 << 53) - 1);
     ledger.set_version(last, false).unwrap();
     assert!(is_stored(&submit(&mut ledger, 3, last.0)) && is_stored(&submit(&mut ledger, 4, last.0)));

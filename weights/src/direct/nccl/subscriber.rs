@@ -1,5 +1,5 @@
-//! The side of one sampler. Invariant: it takes part in every round that names it, also in one of a version that it has, because
-//! the others cannot go on without it, and waits for nobody once there is another round.
+//! A subscriber of broadcasts. Invariant: it takes part in every round that names it, also in one that repeats its
+//! version, because the others cannot continue without it. It waits for no peer once there is a newer round.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,12 +17,12 @@ use crate::http::RemoteConfig;
 use crate::hub::After;
 use crate::{Hub, Receipt, Received, WeightsError};
 
-/// Rounds that failed and are kept for whoever asks.
+/// Maximum number of unread reports of failed rounds.
 const MAX_FAILED: usize = 64;
-/// How often a sampler that waits for others in a round asks whether there is another, by which the hub hears of it.
+/// Interval of polls for a newer round during a round, which are also the heartbeat.
 const ASK: Duration = Duration::from_millis(500);
 
-/// The side of one sampler, on a GPU of its own.
+/// A subscriber on a GPU of its own.
 #[derive(Debug)]
 pub struct NcclSubscriber<T: Storage> {
     control: Arc<HubConnection>,
@@ -33,15 +33,15 @@ pub struct NcclSubscriber<T: Storage> {
 
 #[derive(Debug, Default)]
 struct ReceiveState {
-    /// The last round that it was told of.
+    /// The last round that it was notified of.
     round: Arc<AtomicU64>,
     joined: Option<EpochGroups>,
     failed: Vec<String>,
 }
 
-/// Why a round did not come to its end.
+/// Why a round failed.
 enum RoundFailure {
-    /// A peer is gone or late: there will be another.
+    /// A peer departed or is late: a new round follows.
     Peers(DeviceError),
     Local(WeightsError),
 }
@@ -71,7 +71,7 @@ impl<T: Storage> NcclSubscriber<T> {
         self.control.flush()
     }
 
-    /// Why rounds failed since this was last asked; each was followed by another.
+    /// Why rounds failed since the last call; each was repeated.
     ///
     /// # Errors
     /// A thread that panicked in the middle of a round.
@@ -85,7 +85,7 @@ impl<T: Storage> NcclSubscriber<T> {
         Self { control, device: device.clone(), spares: SpareBuffers::new(device), receive }
     }
 
-    /// Takes part in a round; `None` if it is one of others, or failed.
+    /// Takes part in a round; `None` if it is not a member, or the round failed.
     fn take_part(
         &self,
         notice: &PushNotice,
@@ -175,7 +175,7 @@ impl ReceiveState {
     }
 }
 
-/// Says that there is another round than `round`, or none any more. It asks the hub that now and then.
+/// Whether there is a newer round than `round`. Polls the hub at intervals.
 fn other_round(control: Arc<HubConnection>, round: Arc<AtomicU64>) -> impl Fn() -> Option<String> {
     let asked = Mutex::new(Instant::now());
     move || {
@@ -212,7 +212,7 @@ impl<T: Storage> DeviceSubscriber<T> for NcclSubscriber<T> {
             let Some(notice) = self.control.next_notice(known, deadline)? else { return Ok(None) };
             match self.take_part(&notice, &mut receive)? {
                 Some(weights) if Some(weights.version) > after => return Ok(Some(weights)),
-                // It is there already.
+                // It is a repetition of a known version.
                 Some(again) => self.spares.give_back(again.values),
                 None => {}
             }

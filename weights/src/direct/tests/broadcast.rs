@@ -55,7 +55,7 @@ fn a_version_is_broadcast_to_all_samplers_and_again_to_who_comes_late() {
         let far = scope.spawn(move || serves(&far));
         wait_for(&hub, &["far"]);
         let trained = emulated().upload(&values::<bf16>(1)).unwrap();
-        assert!(publisher.resend(trained.all()).unwrap(), "the first was sent to nobody");
+        assert!(publisher.resend(trained.all()).unwrap(), "the first had no receiver");
         assert!(!publisher.resend(trained.all()).unwrap(), "everybody has it");
         publisher.wait_applied(PolicyVersion(1), SOON).unwrap();
         let near = NcclSubscriber::<bf16>::within(&hub, "near", &emulated()).unwrap();
@@ -196,7 +196,7 @@ fn several_owners_send_their_shards() {
     });
 }
 
-/// The deadline is longer than the test may take: who waits for it fails.
+/// The deadline is longer than the test may take: waiting for it fails.
 #[test]
 fn owners_do_not_wait_for_one_that_has_failed() {
     let hub = Hub::new(HubConfig::default());
