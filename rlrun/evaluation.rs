@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use model::ModelDirectory;
 use rollout::evaluate::{Evaluation, EvaluationConfig, EvaluationSet, Failures, Watch, evaluate};
-use rollout::{Engine, LocalSampler, Network, PromptSet};
+use rollout::{Engine, EpisodeConfig, LocalSampler, Network, PromptSet};
 use trajectory::PolicyVersion;
 
 use crate::failure::Failure;
@@ -96,7 +96,13 @@ impl Prepared {
         let engine = Engine::new(engine, recipe.stop_rules(directory), network, PolicyVersion::default())?
             .on(Arc::clone(&self.pool));
         let mut sampler = LocalSampler::fixed(engine);
-        let evaluations = evaluate(&config, &mut sampler, &sets, (rewards, runtime.handle()), watch)?;
+        let evaluations = evaluate(
+            &config,
+            (&mut sampler, EpisodeConfig::single_turn()),
+            &sets,
+            (rewards, runtime.handle()),
+            watch,
+        )?;
         let named = |all: Vec<Evaluation>| names.into_iter().map(str::to_owned).zip(all).collect();
         Ok(evaluations.map(|all| Evaluated { sets: named(all) }))
     }

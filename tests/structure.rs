@@ -12,7 +12,7 @@ use toml::{Table, Value};
 ///
 /// DESIGN in one table: groups go forward through `buffer`, versions back through `weights`, and nobody else connects
 /// the two halves. A new edge is a change of its own, argued for in its commit.
-const EDGES: [(&str, &[&str]); 13] = [
+const EDGES: [(&str, &[&str]); 14] = [
     ("trajectory", &[]),
     // GPUs know nothing of what they compute. Whoever computes or carries weights may know them: `model`, `weights`,
     // `trainer`, `rollout`, and `rlrun`.
@@ -28,7 +28,9 @@ const EDGES: [(&str, &[&str]); 13] = [
     ("connect", &[]),
     ("buffer", &["trajectory", "connect"]),
     ("weights", &["trajectory", "device", "connect"]),
-    ("rollout", &["trajectory", "device", "model", "rewards", "buffer", "weights"]),
+    // What the policy acts in knows no sampler, model or buffer.
+    ("environments", &["trajectory"]),
+    ("rollout", &["trajectory", "device", "model", "environments", "rewards", "buffer", "weights"]),
     ("trainer", &["trajectory", "device", "collective", "model", "buffer", "weights"]),
     (
         "rlrun",
@@ -37,6 +39,7 @@ const EDGES: [(&str, &[&str]); 13] = [
             "device",
             "collective",
             "model",
+            "environments",
             "rewards",
             "buffer",
             "weights",

@@ -134,7 +134,16 @@ fn sample(
         let group = GroupId(group as u64);
         let max_completion_length = new;
         let baseline = false;
-        engine.submit(SampleRequest { group, prompt, samples, sampling, max_completion_length, baseline })?;
+        engine.submit(SampleRequest {
+            group,
+            prompt,
+            first_index: 0,
+            turn: 0,
+            samples,
+            sampling,
+            max_completion_length,
+            baseline,
+        })?;
     }
     while !engine.is_idle() {
         engine.step()?;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
-use trajectory::{PolicyVersion, Task};
+use trajectory::{PolicyVersion, Task, Turn};
 
 use crate::reward::{Judged, each};
 use crate::{BoxFuture, Load, Outcome, Reward, RewardError, RewardInput, RewardSpec};
@@ -72,6 +72,8 @@ pub struct Scored {
     pub prompt_ids: Vec<u32>,
     /// Tokens after the prompt.
     pub completion_ids: Vec<u32>,
+    /// The turns of the policy, with the rewards of the environment. Their ranges count from the first token of the prompt.
+    pub turns: Vec<Turn>,
     /// Whether the completion was cut off by its length limit.
     pub truncated: bool,
     /// The policy version that sampled its last token.
@@ -114,6 +116,7 @@ impl Function {
             text: input.text.to_owned(),
             prompt_ids: input.prompt_ids.to_vec(),
             completion_ids: input.completion_ids.to_vec(),
+            turns: input.turns.to_vec(),
             truncated: input.truncated,
             version: input.version,
         };

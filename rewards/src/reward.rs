@@ -8,7 +8,7 @@ use std::pin::Pin;
 use std::time::Duration;
 
 use serde_json::{Map, Value};
-use trajectory::{PolicyVersion, Prompt, Task, TaskId};
+use trajectory::{PolicyVersion, Prompt, Task, TaskId, Turn};
 
 use crate::registry::Decode;
 use crate::{Load, RewardError};
@@ -88,8 +88,11 @@ pub struct RewardInput<'a> {
     pub text: &'a str,
     /// Tokens of the prompt; empty where only text is known.
     pub prompt_ids: &'a [u32],
-    /// Tokens after the prompt; empty where only text is known.
+    /// Tokens after the prompt, those of the environment included; empty where only text is known.
     pub completion_ids: &'a [u32],
+    /// The turns of the policy, with the rewards of the environment; empty where only text is known. Their ranges count from
+    /// the first token of the prompt.
+    pub turns: &'a [Turn],
     /// Whether the completion was cut off by its length limit.
     pub truncated: bool,
     /// The length limit in tokens.
@@ -108,6 +111,7 @@ impl<'a> RewardInput<'a> {
             text,
             prompt_ids: &[],
             completion_ids: &[],
+            turns: &[],
             truncated: false,
             max_completion_length: usize::MAX,
             version: PolicyVersion::default(),

@@ -99,6 +99,8 @@ impl TextGenerator {
             sampling,
             max_completion_length,
             baseline,
+            first_index: 0,
+            turn: 0,
         })?;
         self.asked += 1;
         let mut text = String::new();

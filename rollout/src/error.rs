@@ -50,6 +50,24 @@ pub enum RolloutError {
         /// What to do.
         remedy: String,
     },
+    /// An environment adds messages where nothing encodes them.
+    #[error(
+        "environment {environment} adds messages to its episodes, and the episode driver has no encoder for them; set \
+         `EpisodeConfig::encoder`"
+    )]
+    NoEncoder {
+        /// Its name.
+        environment: String,
+    },
+    /// A chat template that cannot continue a conversation.
+    #[error(
+        "the chat template {} leaves out the assistant's messages, so nothing can follow a completion; use a template that \
+         renders them", path.display()
+    )]
+    Template {
+        /// Where the template is.
+        path: std::path::PathBuf,
+    },
     /// A device cannot do its part.
     #[error(transparent)]
     Device(#[from] device::DeviceError),
@@ -172,6 +190,8 @@ impl RolloutError {
                 | Self::NothingLeft { .. }
                 | Self::GreedyTraining { .. }
                 | Self::Interruption { .. }
+                | Self::NoEncoder { .. }
+                | Self::Template { .. }
                 | Self::Model(_)
                 | Self::Task(_)
         )

@@ -20,9 +20,10 @@ use tokio::task::JoinSet;
 use trajectory::{GroupId, Score, Task};
 
 use crate::RolloutError;
+use crate::episode::{Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd};
 use crate::prompts::PromptSet;
-use crate::sampler::{Completion, SampleRequest, Sampler};
-use crate::scoring::reward_input;
+use crate::sampler::{SampleRequest, Sampler};
+use crate::scoring::{reward_input, unscored};
 
 pub use statistics::{interval, pass_at_k, powers_of_two};
 
@@ -243,12 +244,21 @@ impl Plan {
         sets.iter().map(plan).collect()
     }
 
-    /// Task and answer, among those of all sets, of a completion.
-    fn place(&self, set: &EvaluationSet<'_>, completion: &Completion) -> (usize, usize) {
-        let request = (completion.group.0 & ((1 << SET) - 1)) as usize;
-        let (task, part) = (request / self.requests, request % self.requests);
-        let answer = part * self.chunk + completion.index as usize;
-        (task, self.first + task * set.samples + answer)
+    /// Number of the request among those of the set.
+    fn request(group: GroupId) -> usize {
+        (group.0 & ((1 << SET) - 1)) as usize
+    }
+
+    /// Place in its set of the task of a group.
+    fn task(&self, group: GroupId) -> usize {
+        Self::request(group) / self.requests
+    }
+
+    /// Place among the answers of all sets of an episode.
+    fn place(&self, set: &EvaluationSet<'_>, episode: &Episode) -> usize {
+        let part = Self::request(episode.group) % self.requests;
+        let answer = part * self.chunk + episode.index as usize;
+        self.first + self.task(episode.group) * set.samples + answer
     }
 }
 
@@ -264,6 +274,8 @@ fn requests<'a>(
             (0..plan.requests).map(move |part| SampleRequest {
                 group: GroupId(((n as u64) << SET) | (task * plan.requests + part) as u64),
                 prompt: prompt.to_vec(),
+                first_index: 0,
+                turn: 0,
                 samples: plan.chunk.min(set.samples - part * plan.chunk),
                 sampling: config.sampling,
                 max_completion_length: config.max_completion_length,
@@ -331,13 +343,13 @@ impl Judging<'_> {
     }
 }
 
-/// Lets `sampler` answer the tasks of `sets`; one evaluation per set, or `None` if it was stopped.
+/// Lets `sampler` answer the tasks of `sets` in the environments of `episodes`; one evaluation per set, or `None` if it was stopped.
 ///
 /// # Errors
 /// If the sampler or a reward with `on_error = "fail"` fails; rewards that judge nothing for `config.wait`.
 pub fn evaluate(
     config: &EvaluationConfig,
-    sampler: &mut dyn Sampler,
+    (sampler, episodes): (&mut dyn Sampler, EpisodeConfig),
     sets: &[EvaluationSet<'_>],
     (rewards, runtime): (&Arc<RewardSet>, &Handle),
     watch: &Watch<'_>,
@@ -349,20 +361,23 @@ pub fn evaluate(
     watch.progress.judged.store(0, Ordering::Relaxed);
     let mut waiting = requests(sets, &plans, config).peekable();
     let mut judging = Judging { open: JoinSet::new(), answers: vec![None; all], watch, last: Instant::now() };
-    while waiting.peek().is_some() || !sampler.is_idle() {
+    let mut episodes = EpisodeDriver::new(episodes, runtime.clone());
+    while waiting.peek().is_some() || !episodes.is_idle() {
         if watch.stop.load(Ordering::Relaxed) {
             return Ok(None);
         }
         while let Some(request) = waiting.next_if(|request| sampler.has_capacity(request.samples)) {
-            sampler.submit(request)?;
+            let n = (request.group.0 >> SET) as usize;
+            let task = Arc::clone(sets[n].prompts.task(plans[n].task(request.group)));
+            episodes.start(sampler, &task, request)?;
         }
-        for completion in sampler.poll(LOOK_UP)? {
-            let n = (completion.group.0 >> SET) as usize;
-            let (task, place) = plans[n].place(&sets[n], &completion);
-            let task = Arc::clone(sets[n].prompts.task(task));
+        for episode in episodes.poll(sampler, LOOK_UP)? {
+            let n = (episode.group.0 >> SET) as usize;
+            let task = Arc::clone(sets[n].prompts.task(plans[n].task(episode.group)));
+            let place = plans[n].place(&sets[n], &episode);
             let (rewards, longest) = (Arc::clone(rewards), config.max_completion_length);
             // Rewards run beside the generation of what is still open.
-            let judge = async move { (place, score(task, completion, longest, rewards).await) };
+            let judge = async move { (place, score(task, episode, longest, rewards).await) };
             judging.open.spawn_on(judge, runtime);
             watch.progress.generated.fetch_add(1, Ordering::Relaxed);
         }
@@ -384,14 +399,18 @@ pub fn evaluate(
 
 async fn score(
     task: Arc<Task>,
-    completion: Completion,
+    episode: Episode,
     max_completion_length: usize,
     rewards: Arc<RewardSet>,
 ) -> Result<Answer, RolloutError> {
-    let score = rewards.score(&[reward_input(&task, &completion, max_completion_length)]).await?;
-    let score = score.into_iter().next().unwrap_or_default();
-    let tokens = completion.token_ids.len() - completion.prompt_length;
-    Ok(Answer { task, text: completion.text, tokens, score })
+    let score = if matches!(episode.end, EpisodeEnd::Failed(_)) {
+        unscored(&episode)
+    } else {
+        let score = rewards.score(&[reward_input(&task, &episode, max_completion_length)]).await?;
+        score.into_iter().next().unwrap_or_default()
+    };
+    let tokens = episode.completion_tokens();
+    Ok(Answer { task, text: episode.text, tokens, score })
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 //! - [`worker`]: the rollout worker, the loop that ties everything together
 //! - [`sampler`]: [`Sampler`], the seam to a rollout engine; [`engine`]: the engine of this process, continuous batching
 //!   over a paged KV cache; [`applier`]: newer weights, staged beside the decoding
+//! - [`episode`]: episodes of turns in an environment, played with a sampler
 //! - [`tasks`]: datasets, the arithmetic generator, the endless shuffled stream of tasks
 //! - [`prompts`]: tasks as tokens, checked before the run starts
 //! - [`curation`]: which tasks are drawn and which groups are kept
@@ -18,6 +19,7 @@
 pub mod applier;
 pub mod curation;
 pub mod engine;
+pub mod episode;
 mod error;
 pub mod evaluate;
 pub mod prompts;
@@ -27,6 +29,7 @@ pub mod tasks;
 pub mod worker;
 
 pub use engine::{Engine, EngineConfig, Interruption, LocalSampler, Network, ServeOn, Served, StopRules};
+pub use episode::{ChatEncoder, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, MessageEncoder};
 pub use error::RolloutError;
 pub use prompts::{Overlong, PromptSet};
 pub use sampler::{AppliedWeights, Completion, EngineCounts, OnUpdate, SampleRequest, Sampler};

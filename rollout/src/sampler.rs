@@ -15,11 +15,10 @@ use std::time::Duration;
 
 use model::Sampling;
 use serde::{Deserialize, Serialize};
-use trajectory::{
-    GroupId, KeptTokens, PolicyVersion, Sample, SampleError, SampleStreams, StopReason, VersionRun,
-};
+use trajectory::{GroupId, KeptTokens, PolicyVersion, Sample, SampleError, StopReason, VersionRun};
 
 use crate::RolloutError;
+use crate::episode::Episode;
 
 /// A rollout engine, wherever it runs.
 ///
@@ -139,8 +138,12 @@ impl std::ops::AddAssign for EngineCounts {
 pub struct SampleRequest {
     /// The group that they belong to; with the seed it determines every random number.
     pub group: GroupId,
-    /// `[P]` prompt tokens.
+    /// `[P]` prompt tokens: of a later turn, all tokens of the episode before it.
     pub prompt: Vec<u32>,
+    /// Index in the group of the first completion.
+    pub first_index: u32,
+    /// Which turn of their episodes the completions are, from 0.
+    pub turn: u32,
     /// Number of completions that are sampled.
     pub samples: usize,
     /// How tokens are chosen.
@@ -191,31 +194,11 @@ pub struct Completion {
 }
 
 impl Completion {
-    /// The token streams that are trained on. Prompt tokens carry the version that began to prefill them, which may be
-    /// older than every sampled token: the sampled tokens depend on its keys and values.
-    ///
-    /// No token of a baseline is trained on; its temperature is set to 1.
+    /// The token streams that are trained on if it is the whole episode; see [`Episode::sample`].
     ///
     /// # Errors
-    /// A greedy completion that is no baseline: a greedy choice has no log-probability to learn from.
+    /// Those of [`Episode::sample`].
     pub fn sample(&self) -> Result<Sample, SampleError> {
-        let prompt = self.prompt_length;
-        let inserted = self.inserted.clone().map(|at| at.start + prompt..at.end + prompt).unwrap_or_default();
-        let trained = |t: usize| t >= prompt && !inserted.contains(&t) && !self.baseline;
-        let mut versions = self.versions.clone();
-        match versions.first_mut() {
-            Some(first) if first.version == self.prompt_version => first.len += prompt as u32,
-            _ => versions.insert(0, VersionRun { version: self.prompt_version, len: prompt as u32 }),
-        }
-        Sample::new(SampleStreams {
-            token_ids: self.token_ids.clone(),
-            loss_mask: (0..self.token_ids.len()).map(trained).collect(),
-            behavior_logprobs: std::iter::repeat_n(0.0, prompt)
-                .chain(self.logprobs.iter().copied())
-                .collect(),
-            versions,
-            kept: self.kept.clone(),
-            temperature: if self.baseline { 1.0 } else { self.sampling.temperature },
-        })
+        Episode::from(self.clone()).sample()
     }
 }

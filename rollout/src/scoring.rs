@@ -1,8 +1,8 @@
-//! Rewards beside the generation: a completion is scored as soon as it ends, a group goes to the buffer as soon as it is
+//! Rewards beside the generation: an episode is scored as soon as it ends, a group goes to the buffer as soon as it is
 //! complete.
 //!
 //! Invariant: a reward that runs over its time is a failed component of one trajectory, never a stalled run. What waits
-//! to be scored is bounded; when it is full, the sampler waits.
+//! to be scored is bounded: when the queue is full, back-pressure stops the sampler.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,41 +13,41 @@ use rewards::{PartScore, RewardInput, RewardSet};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::{JoinHandle, JoinSet};
-use trajectory::{Group, GroupId, PolicyVersion, Score, Task, Trajectory, Turn};
+use trajectory::{Component, Group, GroupId, Score, Task, Trajectory};
 
 use crate::RolloutError;
 use crate::curation::{Curation, Verdict};
-use crate::sampler::Completion;
+use crate::episode::{Episode, EpisodeEnd};
 
-/// A completion with the task that it answers.
+/// An episode that is to be scored, with its task.
 #[derive(Debug)]
-pub struct Ended {
+pub struct ScoreRequest {
     /// What was asked.
     pub task: Arc<Task>,
-    /// Completions of the whole group, its baseline included.
+    /// Episodes of the whole group, its baseline included.
     pub group_size: usize,
     /// Longest completion allowed, tokens.
     pub max_completion_length: usize,
-    /// The completion.
-    pub completion: Completion,
+    /// The episode.
+    pub episode: Episode,
 }
 
-/// Scores completions and hands complete groups to the buffer.
+/// Scores episodes and hands complete groups to the buffer.
 #[derive(Debug)]
 pub struct Scorer {
-    sender: mpsc::Sender<Ended>,
+    sender: mpsc::Sender<ScoreRequest>,
     task: JoinHandle<Result<(), RolloutError>>,
     give_up: Arc<Notify>,
     runtime: Handle,
-    open: Open,
+    open: GroupsInScoring,
 }
 
-/// Groups of which a completion has come and which are not with the buffer yet.
-type Open = Arc<Mutex<HashSet<GroupId>>>;
+/// Groups of which an episode has come and which are not with the buffer yet.
+type GroupsInScoring = Arc<Mutex<HashSet<GroupId>>>;
 
 impl Scorer {
-    /// Starts scoring on `runtime`; at most `capacity` completions wait or are being scored. `curation` says which groups
-    /// are kept.
+    /// Starts scoring on `runtime`; at most `capacity` episodes wait or are being scored. `curation` says which groups are
+    /// kept.
     #[must_use]
     pub fn start(
         runtime: &Handle,
@@ -58,18 +58,18 @@ impl Scorer {
     ) -> Self {
         let (sender, receiver) = mpsc::channel(capacity.max(1));
         let give_up = Arc::new(Notify::new());
-        let open = Open::default();
+        let open = GroupsInScoring::default();
         let capacity = capacity.max(1);
         let scoring = Scoring { rewards, buffer, curation, capacity, open: Arc::clone(&open) };
         let task = runtime.spawn(scoring.run(receiver, Arc::clone(&give_up)));
         Self { sender, task, give_up, runtime: runtime.clone(), open }
     }
 
-    /// Hands over a completion, waiting up to `wait` while too many are being scored.
+    /// Hands over an episode. While too many are being scored it waits, up to `wait`: back-pressure from the rewards.
     ///
     /// # Errors
     /// If the scoring has ended or is stuck.
-    pub fn submit(&self, ended: Ended, wait: Duration) -> Result<(), RolloutError> {
+    pub fn submit(&self, ended: ScoreRequest, wait: Duration) -> Result<(), RolloutError> {
         let sent = self.runtime.block_on(async { tokio::time::timeout(wait, self.sender.send(ended)).await });
         match sent {
             Ok(Ok(())) => Ok(()),
@@ -82,20 +82,25 @@ impl Scorer {
         }
     }
 
-    /// Whether a completion of the group has come, and the group is not with the buffer yet.
+    /// Whether an episode of the group has come, and the group is not with the buffer yet.
     #[must_use]
     pub fn holds(&self, group: GroupId) -> bool {
         self.open.lock().unwrap_or_else(PoisonError::into_inner).contains(&group)
     }
 
-    /// Whether it ended before it was asked to: only an error does that.
+    /// The runtime that rewards run on; environments run there too.
+    pub(crate) fn runtime(&self) -> &Handle {
+        &self.runtime
+    }
+
+    /// Whether it ended by itself, which only an error does.
     #[must_use]
     pub fn failed(&self) -> bool {
         self.task.is_finished()
     }
 
-    /// Scores what was handed over and stops. What is not scored within `grace` is given up: its groups are given back to
-    /// be generated again.
+    /// Scores what was handed over and stops. What is not scored within `grace` is cancelled: its groups are given back to be
+    /// sampled again.
     ///
     /// # Errors
     /// What ended the scoring; a deadline.
@@ -123,30 +128,33 @@ impl Scorer {
     }
 }
 
-/// A group whose trajectories are being scored.
+/// An episode with what the rewards of single trajectories said; `None` if the environment failed and none was asked.
+type Judged = (ScoreRequest, Option<PartScore>);
+
+/// A group of which some episodes are scored.
 #[derive(Debug)]
-struct Gathering {
+struct PartialGroup {
     group_size: usize,
-    judged: Vec<(Ended, PartScore)>,
+    judged: Vec<Judged>,
 }
 
-/// What all scoring needs.
+/// What the scoring task works with.
 struct Scoring {
     rewards: Arc<RewardSet>,
     buffer: Arc<dyn Producer>,
     curation: Option<Curation>,
     capacity: usize,
-    open: Open,
+    open: GroupsInScoring,
 }
 
 impl Scoring {
     async fn run(
         mut self,
-        mut receiver: mpsc::Receiver<Ended>,
+        mut receiver: mpsc::Receiver<ScoreRequest>,
         give_up: Arc<Notify>,
     ) -> Result<(), RolloutError> {
-        let mut gathering: HashMap<GroupId, Gathering> = HashMap::new();
-        let mut judging: JoinSet<(Ended, PartScore)> = JoinSet::new();
+        let mut partial: HashMap<GroupId, PartialGroup> = HashMap::new();
+        let mut judging: JoinSet<Judged> = JoinSet::new();
         let mut completing: JoinSet<Result<Group, RolloutError>> = JoinSet::new();
         let mut storing: JoinSet<Result<(), RolloutError>> = JoinSet::new();
         let mut receiving = true;
@@ -161,14 +169,14 @@ impl Scoring {
                 ended = receiver.recv(), if receiving && judging.len() + completing.len() < self.capacity => match ended {
                     None => receiving = false,
                     Some(ended) => {
-                        self.opened().insert(ended.completion.group);
+                        self.opened().insert(ended.episode.group);
                         judging.spawn(judge(ended, Arc::clone(&self.rewards)));
                     }
                 },
                 Some(judged) = judging.join_next() => {
                     let (ended, part) =
                         judged.map_err(|_| RolloutError::Ended { who: "the scoring of a trajectory" })?;
-                    if let Some(group) = complete(&mut gathering, ended, part) {
+                    if let Some(group) = complete(&mut partial, ended, part) {
                         completing.spawn(settle(group, Arc::clone(&self.rewards)));
                     }
                 }
@@ -190,14 +198,14 @@ impl Scoring {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives back every group that is not with the buffer.
+    /// Gives every group back that is not with the buffer.
     fn give_back_all(&mut self) -> impl FnOnce() -> Result<(), RolloutError> + use<> {
         let (open, buffer) = (std::mem::take(&mut *self.opened()), Arc::clone(&self.buffer));
         move || open.into_iter().try_for_each(|group| give_back(buffer.as_ref(), group, true))
     }
 }
 
-/// Hands a group over that is worth it; where there is no room for it in time, its task goes first in line again.
+/// Hands a group to the buffer if curation keeps it; if the buffer is full, its task goes first in line again.
 fn store(buffer: &dyn Producer, curation: Option<&Curation>, mut group: Group) -> Result<(), RolloutError> {
     let id = group.id;
     let verdict = curation.map_or(Ok(Verdict::Keep), |curation| curation.settle(&mut group))?;
@@ -214,8 +222,8 @@ fn store(buffer: &dyn Producer, curation: Option<&Curation>, mut group: Group) -
 /// Frees the slot of a group in flight; with `retry` its task goes first in line again.
 pub(crate) fn give_back(buffer: &dyn Producer, group: GroupId, retry: bool) -> Result<(), RolloutError> {
     match buffer.abort(group, retry) {
-        // It has no slot either, or is forgotten by a buffer that was started again: it is in line, or will be when its
-        // hold is over.
+        // The group has no slot: a buffer that was restarted has forgotten it, or its hold has expired. It will be admitted
+        // again.
         Err(BufferError::Unclear { .. } | BufferError::WrongState { .. }) => Ok(()),
         aborted => Ok(aborted?),
     }
@@ -223,75 +231,89 @@ pub(crate) fn give_back(buffer: &dyn Producer, group: GroupId, retry: bool) -> R
 
 /// Adds a trajectory to its group; all of the group in order, if that was the last one missing.
 fn complete(
-    gathering: &mut HashMap<GroupId, Gathering>,
-    ended: Ended,
-    part: PartScore,
-) -> Option<Vec<(Ended, PartScore)>> {
-    let (id, group_size) = (ended.completion.group, ended.group_size);
-    let group = gathering
+    partial: &mut HashMap<GroupId, PartialGroup>,
+    ended: ScoreRequest,
+    part: Option<PartScore>,
+) -> Option<Vec<Judged>> {
+    let (id, group_size) = (ended.episode.group, ended.group_size);
+    let group = partial
         .entry(id)
-        .or_insert_with(|| Gathering { group_size, judged: Vec::with_capacity(group_size) });
+        .or_insert_with(|| PartialGroup { group_size, judged: Vec::with_capacity(group_size) });
     debug_assert_eq!(group.group_size, group_size, "a group has one size");
     group.judged.push((ended, part));
     if group.judged.len() < group.group_size {
         return None;
     }
-    let Gathering { mut judged, .. } = gathering.remove(&id)?;
-    judged.sort_by_key(|(ended, _)| ended.completion.index);
+    let PartialGroup { mut judged, .. } = partial.remove(&id)?;
+    judged.sort_by_key(|(ended, _)| ended.episode.index);
     Some(judged)
 }
 
-/// Asks the rewards that judge a trajectory by itself.
-async fn judge(ended: Ended, rewards: Arc<RewardSet>) -> (Ended, PartScore) {
+/// Asks the rewards that judge a trajectory by itself. Of a failed environment they would judge a fragment: none is asked.
+async fn judge(request: ScoreRequest, rewards: Arc<RewardSet>) -> Judged {
     fail::fail_point!("reward-call");
-    let part = rewards.begin(&ended.reward_input()).await;
-    (ended, part)
+    if matches!(request.episode.end, EpisodeEnd::Failed(_)) {
+        return (request, None);
+    }
+    let part = rewards.begin(&request.reward_input()).await;
+    (request, Some(part))
 }
 
 /// Asks the rewards that judge a group, and makes it one.
-async fn settle(judged: Vec<(Ended, PartScore)>, rewards: Arc<RewardSet>) -> Result<Group, RolloutError> {
-    let (ended, parts): (Vec<Ended>, Vec<PartScore>) = judged.into_iter().unzip();
-    let inputs: Vec<_> = ended.iter().map(Ended::reward_input).collect();
-    let scores = rewards.complete(&inputs, parts).await?;
-    let Some(first) = ended.first() else {
+async fn settle(judged: Vec<Judged>, rewards: Arc<RewardSet>) -> Result<Group, RolloutError> {
+    let (requests, parts): (Vec<ScoreRequest>, Vec<Option<PartScore>>) = judged.into_iter().unzip();
+    let asked: Vec<bool> = parts.iter().map(Option::is_some).collect();
+    let inputs: Vec<_> =
+        requests.iter().zip(&asked).filter(|(_, asked)| **asked).map(|(r, _)| r.reward_input()).collect();
+    let mut scores = rewards.complete(&inputs, parts.into_iter().flatten().collect()).await?.into_iter();
+    let Some(first) = requests.first() else {
         return Err(RolloutError::Ended { who: "a group without trajectories" });
     };
-    let (id, task) = (first.completion.group, Task::clone(&first.task));
-    let trajectories =
-        ended.into_iter().zip(scores).map(|(ended, score)| trajectory(ended.completion, score));
+    let (id, task) = (first.episode.group, Task::clone(&first.task));
+    let trajectories = requests.into_iter().zip(asked).map(|(ScoreRequest { episode, .. }, asked)| {
+        let score = if asked { scores.next().unwrap_or_default() } else { unscored(&episode) };
+        trajectory(episode, score)
+    });
     Ok(Group { id, task, trajectories: trajectories.collect::<Result<_, _>>()? })
 }
 
-fn trajectory(completion: Completion, score: Score) -> Result<Trajectory, RolloutError> {
-    let (group, index) = (completion.group, completion.index);
-    let sample = completion.sample().map_err(|source| RolloutError::Sample { group, index, source })?;
-    let whole = completion.prompt_length..completion.token_ids.len();
-    let turns = vec![Turn { completion: whole, stop: completion.stop, reward: None }];
-    let (text, baseline) = (completion.text, completion.baseline);
+/// The score of an episode whose environment failed: it is counted as failed and not trained on.
+pub(crate) fn unscored(episode: &Episode) -> Score {
+    let EpisodeEnd::Failed(reason) = &episode.end else { return Score::default() };
+    let name = "environment".to_owned();
+    let failed = Component { name, value: None, error: Some(reason.clone()), ..Component::default() };
+    Score { components: vec![failed], ..Score::default() }
+}
+
+fn trajectory(episode: Episode, score: Score) -> Result<Trajectory, RolloutError> {
+    let Episode { group, index, .. } = episode;
+    let sample = episode.sample().map_err(|source| RolloutError::Sample { group, index, source })?;
+    let Episode { turns, text, baseline, .. } = episode;
     Ok(Trajectory { index, sample, turns, text, score, baseline })
 }
 
-impl Ended {
+impl ScoreRequest {
     fn reward_input(&self) -> RewardInput<'_> {
-        reward_input(&self.task, &self.completion, self.max_completion_length)
+        reward_input(&self.task, &self.episode, self.max_completion_length)
     }
 }
 
-/// What a reward sees of a completion.
+/// What a reward sees of an episode.
 pub(crate) fn reward_input<'a>(
     task: &'a Task,
-    completion: &'a Completion,
+    episode: &'a Episode,
     max_completion_length: usize,
 ) -> RewardInput<'a> {
-    let (prompt_ids, completion_ids) = completion.token_ids.split_at(completion.prompt_length);
+    let (prompt_ids, completion_ids) = episode.token_ids().split_at(episode.prompt_length);
     RewardInput {
         task,
-        index: completion.index,
-        text: &completion.text,
+        index: episode.index,
+        text: &episode.text,
         prompt_ids,
         completion_ids,
-        truncated: completion.stop == trajectory::StopReason::Length,
+        turns: &episode.turns,
+        truncated: episode.truncated(),
         max_completion_length,
-        version: completion.versions.last().map_or_else(PolicyVersion::default, |run| run.version),
+        version: episode.version(),
     }
 }

@@ -1,6 +1,7 @@
-//! The rollout worker: newer weights, admission control, one poll of the sampler, completions to be scored.
+//! The rollout worker: newer weights, admission control, one poll of the sampler, episodes to be scored.
 //!
-//! It drives a [`Sampler`] through its trait alone and does not know where the engine runs.
+//! It drives a [`Sampler`] through its trait alone and does not know where the engine runs. Its groups are episodes in an
+//! environment, which [`EpisodeDriver`] plays; without one, an episode is a single completion.
 //!
 //! Invariant: between two polls the order is always the same: weights first, then admission with the version that is
 //! served now, then the poll. A group never starts under an older version than its slot was granted for.
@@ -16,9 +17,10 @@ use trajectory::{GroupId, PolicyVersion};
 
 use crate::RolloutError;
 use crate::curation::{Curation, CurationCounts, Decision};
+use crate::episode::{Episode, EpisodeConfig, EpisodeDriver};
 use crate::prompts::PromptSet;
-use crate::sampler::{Completion, EngineCounts, OnUpdate, SampleRequest, Sampler};
-use crate::scoring::{Ended, Scorer, give_back};
+use crate::sampler::{EngineCounts, OnUpdate, SampleRequest, Sampler};
+use crate::scoring::{ScoreRequest, Scorer, give_back};
 
 /// Longest wait for the sampler or for weights before the worker looks for a stop and asks for a slot again.
 const LOOK_UP: Duration = Duration::from_millis(5);
@@ -61,11 +63,13 @@ pub enum WorkerPhase {
     Starting,
     /// It polls the sampler: a decode step.
     Decoding,
+    /// No sequence is in flight: every open episode waits for its environment.
+    Stepping,
     /// Admission control: it asks the buffer for slots and claims them.
     Admitting,
     /// It has no sequence in flight: no slot is free until the trainer advances, or newer weights arrive.
     Waiting,
-    /// It hands completions over to be scored.
+    /// It hands episodes over to be scored.
     HandingOver,
     /// It applies newer weights.
     Applying,
@@ -78,6 +82,7 @@ impl std::fmt::Display for WorkerPhase {
         f.write_str(match self {
             Self::Starting => "is starting",
             Self::Decoding => "is decoding",
+            Self::Stepping => "waits for environments to answer turns",
             Self::Admitting => "asks the buffer for slots",
             Self::Waiting => "waits for a slot or for newer weights: the trainer has to advance",
             Self::HandingOver => "waits for rewards: too many completions are being scored",
@@ -134,6 +139,7 @@ impl Progress {
 pub struct Worker {
     config: WorkerConfig,
     sampler: Box<dyn Sampler>,
+    episodes: EpisodeDriver,
     prompts: Arc<PromptSet>,
     scorer: Scorer,
     /// Since when the sampler has been applying a version.
@@ -148,12 +154,12 @@ pub struct Worker {
     shared: Arc<Mutex<Progress>>,
 }
 
-/// A group of which a completion has not ended.
+/// A group of which an episode has not ended.
 #[derive(Clone, Copy, Debug)]
 struct OpenGroup {
-    /// Completions, the baseline included.
-    sequences: usize,
-    /// Completions that have not ended.
+    /// Episodes, the baseline included.
+    episodes: usize,
+    /// Episodes that have not ended.
     left: usize,
 }
 
@@ -168,9 +174,11 @@ impl Worker {
     ) -> Self {
         let progress = Progress { served: sampler.version(), ..Progress::default() };
         let shared = Arc::new(Mutex::new(progress));
+        let episodes = EpisodeDriver::new(EpisodeConfig::single_turn(), scorer.runtime().clone());
         Self {
             config,
             sampler,
+            episodes,
             prompts,
             scorer,
             applying_since: None,
@@ -181,6 +189,13 @@ impl Worker {
             progress,
             shared,
         }
+    }
+
+    /// The same, with episodes in the environments of `config`.
+    #[must_use]
+    pub fn acting_in(self, config: EpisodeConfig) -> Self {
+        let episodes = EpisodeDriver::new(config, self.scorer.runtime().clone());
+        Self { episodes, ..self }
     }
 
     /// The same, asking `curation` which tasks to draw. Its scorer shares it.
@@ -245,7 +260,7 @@ impl Worker {
                 self.admit(buffer)?;
             }
             let start = Instant::now();
-            if self.sampler.is_idle() {
+            if self.episodes.is_idle() {
                 self.begins(WorkerPhase::Waiting);
                 self.update_weights(LOOK_UP)?;
                 self.progress.idle_s += start.elapsed().as_secs_f64();
@@ -253,9 +268,11 @@ impl Worker {
                     return Err(self.waited_too_long());
                 }
             } else {
-                self.begins(WorkerPhase::Decoding);
-                let ended = self.sampler.poll(LOOK_UP)?;
-                self.progress.busy_s += start.elapsed().as_secs_f64();
+                let decodes = !self.sampler.is_idle();
+                self.begins(if decodes { WorkerPhase::Decoding } else { WorkerPhase::Stepping });
+                let ended = self.episodes.poll(&mut *self.sampler, LOOK_UP)?;
+                let spent = if decodes { &mut self.progress.busy_s } else { &mut self.progress.idle_s };
+                *spent += start.elapsed().as_secs_f64();
                 self.begins(WorkerPhase::HandingOver);
                 self.hand_over(ended)?;
                 self.waiting_since = Instant::now();
@@ -280,12 +297,12 @@ impl Worker {
         *self.shared.lock().unwrap_or_else(PoisonError::into_inner) = self.progress;
     }
 
-    /// Whether the sampler has the device. It yields the device as soon as the trainer asks, or once no sequence is in flight
+    /// Whether the sampler has the device. It yields the device as soon as the trainer asks, or once no episode is open
     /// with `on_update = "drain"`, and waits until it is back. False if the loop has to look for a stop first.
     fn has_turn(&mut self, stop: &AtomicBool) -> Result<bool, RolloutError> {
         let Some(turn) = &self.turn else { return Ok(true) };
         if turn.is_mine() && !self.sampler.is_asleep() {
-            let finishes = self.config.on_update == OnUpdate::Drain && !self.sampler.is_idle();
+            let finishes = self.config.on_update == OnUpdate::Drain && !self.episodes.is_idle();
             if finishes || !turn.is_wanted() {
                 return Ok(true);
             }
@@ -315,11 +332,11 @@ impl Worker {
         self.turn.as_ref().is_some_and(DeviceTurn::is_wanted)
     }
 
-    /// Applies a newer version if one is staged within `wait`. True if a staged version is not applied yet: sequences in
-    /// flight finish first, or the engine is still applying it.
+    /// Applies a newer version if one is staged within `wait`. True if a staged version is not applied yet: open
+    /// episodes finish first, or the engine is still applying it.
     fn update_weights(&mut self, wait: Duration) -> Result<bool, RolloutError> {
         let Some(staged) = self.sampler.newer_weights(wait)? else { return Ok(false) };
-        if self.config.on_update == OnUpdate::Drain && !self.sampler.is_idle() {
+        if self.config.on_update == OnUpdate::Drain && !self.episodes.is_idle() {
             return Ok(true);
         }
         let since = *self.applying_since.get_or_insert_with(Instant::now);
@@ -388,16 +405,19 @@ impl Worker {
                 }
                 claimed => claimed?,
             }
-            self.sampler.submit(SampleRequest {
+            let request = SampleRequest {
                 group,
                 prompt: prompt.to_vec(),
+                first_index: 0,
+                turn: 0,
                 samples,
                 sampling: self.config.sampling,
                 max_completion_length: self.config.max_completion_length,
                 baseline: self.config.greedy_baseline,
-            })?;
-            let sequences = samples + baseline;
-            self.open.insert(group, OpenGroup { sequences, left: sequences });
+            };
+            let episodes = request.sequences();
+            self.episodes.start(&mut *self.sampler, task, request)?;
+            self.open.insert(group, OpenGroup { episodes, left: episodes });
             self.progress.groups += 1;
         }
         Ok(())
@@ -435,19 +455,19 @@ impl Worker {
         if free.len() < wanted { Ok(()) } else { Err(RolloutError::Exhausted(exhausted)) }
     }
 
-    fn hand_over(&mut self, ended: Vec<Completion>) -> Result<(), RolloutError> {
-        for completion in ended {
-            let group = completion.group;
+    fn hand_over(&mut self, ended: Vec<Episode>) -> Result<(), RolloutError> {
+        for episode in ended {
+            let group = episode.group;
             let Some(open) = self.open.get_mut(&group) else { continue };
             open.left -= 1;
-            let OpenGroup { sequences, left } = *open;
-            let ended = Ended {
+            let OpenGroup { episodes, left } = *open;
+            let request = ScoreRequest {
                 task: Arc::clone(self.prompts.of(group).0),
-                group_size: sequences,
+                group_size: episodes,
                 max_completion_length: self.config.max_completion_length,
-                completion,
+                episode,
             };
-            self.scorer.submit(ended, self.config.wait)?;
+            self.scorer.submit(request, self.config.wait)?;
             if left == 0 {
                 self.open.remove(&group);
             }

@@ -8,7 +8,7 @@ use buffer::{AdmitRequest, Buffer, BufferConfig, Consumer, LeaseRequest, Produce
 use model::Sampling;
 use rewards::{BoxFuture, Criterion, Judged, Load, OnError, Reward, RewardInput, RewardSet, WeightedReward};
 use rollout::curation::{Curation, CurationConfig, Curator, Decision, Outcome, OutcomeSink};
-use rollout::scoring::{Ended, Scorer};
+use rollout::scoring::{ScoreRequest, Scorer};
 use rollout::{RolloutError, SampleRequest};
 use trajectory::{GroupId, PolicyVersion, Prompt, Task, TaskId};
 
@@ -97,7 +97,10 @@ fn two_groups(sink: Box<dyn OutcomeSink>) -> (Result<(), RolloutError>, Arc<Buff
         for completion in complete(&mut model.engine(CONFIG, &[]), vec![asked]) {
             let task = Arc::clone(&task);
             // Once the scoring has failed it takes nothing more; the reason comes from `finish`.
-            let _ = scorer.submit(Ended { task, group_size: 4, max_completion_length: 24, completion }, SOON);
+            let _ = scorer.submit(
+                ScoreRequest { task, group_size: 4, max_completion_length: 24, episode: completion.into() },
+                SOON,
+            );
         }
     }
     (scorer.finish(SOON, SOON), buffer, curation)

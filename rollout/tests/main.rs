@@ -3,6 +3,7 @@
 mod beside;
 mod curated;
 mod engine;
+mod episodes;
 #[cfg(feature = "emulator")]
 mod on_device;
 mod sampler;
@@ -78,6 +79,8 @@ fn request(group: u64, samples: usize, sampling: Sampling) -> SampleRequest {
     SampleRequest {
         group: GroupId(group),
         prompt: (0..length).map(|i| 4 + ((i * 13 + group * 5) % 90) as u32).collect(),
+        first_index: 0,
+        turn: 0,
         samples,
         sampling,
         max_completion_length: 24,

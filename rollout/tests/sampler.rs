@@ -13,8 +13,8 @@ use rollout::evaluate::{EvaluationConfig, EvaluationProgress, EvaluationSet, Wat
 use rollout::scoring::Scorer;
 use rollout::tasks::TaskOrder;
 use rollout::{
-    AppliedWeights, Completion, EngineCounts, OnUpdate, PromptSet, RolloutError, SampleRequest, Sampler,
-    Worker, WorkerConfig, WorkerPhase,
+    AppliedWeights, Completion, EngineCounts, EpisodeConfig, OnUpdate, PromptSet, RolloutError,
+    SampleRequest, Sampler, Worker, WorkerConfig, WorkerPhase,
 };
 use trajectory::{GroupId, PolicyVersion, Prompt, StopReason, Task, TaskId, VersionRun};
 
@@ -276,8 +276,15 @@ fn an_evaluation_drives_any_sampler_within_its_capacity() {
         EvaluationConfig { sampling: Sampling::PLAIN, max_completion_length: 4, max_samples: 4, wait: SOON };
     let (stop, progress) = (AtomicBool::new(false), EvaluationProgress::default());
     let watch = Watch { stop: &stop, progress: &progress, show: &|_| () };
-    let evaluations =
-        evaluate(&config, &mut sampler, &sets, (&rewards(), runtime.handle()), &watch).unwrap().unwrap();
+    let evaluations = evaluate(
+        &config,
+        (&mut sampler, EpisodeConfig::single_turn()),
+        &sets,
+        (&rewards(), runtime.handle()),
+        &watch,
+    )
+    .unwrap()
+    .unwrap();
     // Six answers are requests of four and of two; in each the second answer is right.
     assert_eq!((evaluations[0].tasks(), evaluations[0].accuracy()), (3, Some(1.0 / 3.0)));
     assert_eq!(evaluations[0].tokens(), 36);

@@ -9,7 +9,7 @@ use model::Sampling;
 use rewards::{
     BoxFuture, Judged, Limited, Load, OnError, Reward, RewardInput, RewardSet, RewardSpec, WeightedReward,
 };
-use rollout::scoring::{Ended, Scorer};
+use rollout::scoring::{ScoreRequest, Scorer};
 use trajectory::{PolicyVersion, Prompt, Task, TaskId};
 
 use crate::{CONFIG, Model, complete, request};
@@ -68,7 +68,10 @@ fn score_one_group(on_error: OnError) -> (Result<(), rollout::RolloutError>, Buf
     for completion in complete(&mut model.engine(CONFIG, &[]), vec![request(group.0, 4, Sampling::PLAIN)]) {
         let task = Arc::clone(&task);
         // Once the scoring has failed it takes nothing more; the reason comes from `finish`.
-        let _ = scorer.submit(Ended { task, group_size: 4, max_completion_length: 24, completion }, SOON);
+        let _ = scorer.submit(
+            ScoreRequest { task, group_size: 4, max_completion_length: 24, episode: completion.into() },
+            SOON,
+        );
     }
     let finished = scorer.finish(SOON, SOON);
     (finished, Arc::into_inner(buffer).expect("the scoring has let go of the buffer"))

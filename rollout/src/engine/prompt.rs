@@ -71,11 +71,12 @@ impl PromptJob {
         for _ in 1..request.sequences() {
             cache.share(&pages);
         }
-        let sequence = |index| {
+        let prompt = Prefilled { number, request: &request, version, pages: &pages };
+        let sequence = |n: usize| {
+            let index = request.first_index + n as u32;
             let planned = interruption.map(|interruption| interruption.of(seed, request.group, index));
-            let prompt = Prefilled { number, request: &request, version, pages: &pages };
-            Sequence::new(prompt, index, seed, (stop, planned))
+            Sequence::new(prompt, n, seed, (stop, planned))
         };
-        (0..request.sequences() as u32).map(sequence).collect()
+        (0..request.sequences()).map(sequence).collect()
     }
 }

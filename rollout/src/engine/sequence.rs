@@ -47,13 +47,14 @@ pub(super) struct Sequence {
 impl Sequence {
     pub(super) fn new(
         prompt: Prefilled<'_>,
-        index: u32,
+        n: usize,
         seed: u64,
         (stop, interruption): (&StopRules, Option<Planned>),
     ) -> Self {
         let Prefilled { number, request, version: prompt_version, pages } = prompt;
         let kept = KeptTokens { offsets: vec![0], ids: Vec::new() };
-        let baseline = index as usize >= request.samples;
+        let baseline = n >= request.samples;
+        let index = request.first_index + n as u32;
         let sampling = if baseline { Sampling::GREEDY } else { request.sampling };
         Self {
             request: number,
@@ -68,7 +69,7 @@ impl Sequence {
             sampling,
             max_completion_length: request.max_completion_length,
             pages: pages.to_vec(),
-            rng: random_stream(seed, request.group, index),
+            rng: turn_stream(seed, request.group, index, request.turn),
             watch: stop.watch(),
             interruption,
             baseline,
@@ -176,13 +177,19 @@ pub fn uniform(rng: &mut ChaCha8Rng) -> f32 {
     (rng.next_u32() >> 8) as f32 / (1 << 24) as f32
 }
 
-/// The random numbers of one completion: a ChaCha stream of its own, so that they do not depend on anything else.
+/// The random numbers of a first turn: a ChaCha stream of its own, so that they depend on nothing else.
 #[must_use]
 pub fn random_stream(seed: u64, group: GroupId, index: u32) -> ChaCha8Rng {
+    turn_stream(seed, group, index, 0)
+}
+
+/// The random numbers of turn `turn` of the episode `index` of `group`.
+fn turn_stream(seed: u64, group: GroupId, index: u32, turn: u32) -> ChaCha8Rng {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
     key[8..16].copy_from_slice(&group.0.to_le_bytes());
     key[16..20].copy_from_slice(&index.to_le_bytes());
     key[20..26].copy_from_slice(b"sample");
+    key[26..30].copy_from_slice(&turn.to_le_bytes());
     ChaCha8Rng::from_seed(key)
 }

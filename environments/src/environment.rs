@@ -1,0 +1,120 @@
+//! The traits of environments, and what an episode exchanges with one.
+//!
+//! Invariant: an environment belongs to one episode. A call of it is cancelled by dropping its future; nothing is called
+//! after that.
+
+use std::fmt;
+use std::pin::Pin;
+use std::time::Duration;
+
+use trajectory::{Message, StopReason, Task};
+
+/// A future on the heap that may move between threads.
+pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// What one episode of the policy acts in.
+///
+/// Calls are asynchronous, because tools, processes and servers answer late. An environment that only computes returns a
+/// future that is ready at once, which the episode driver never moves to another thread.
+pub trait Environment: Send + fmt::Debug {
+    /// Opens the episode of `task`. Returns the messages that follow the prompt of the task before the first turn; none if
+    /// the prompt says everything.
+    ///
+    /// # Errors
+    /// An environment that cannot begin; the episode is then not trained on.
+    fn reset<'a>(&'a mut self, task: &'a Task) -> BoxFuture<'a, Result<Vec<Message>, EnvironmentError>>;
+
+    /// What follows a turn of the policy.
+    ///
+    /// # Errors
+    /// A failure of the environment itself; the episode is then not trained on. A bad action of the policy is no error: it
+    /// is answered with a message, and a reward if it deserves one.
+    fn step<'a>(&'a mut self, action: Action<'a>) -> BoxFuture<'a, Result<Observation, EnvironmentError>>;
+}
+
+/// Makes an environment for every episode.
+pub trait EnvironmentFactory: Send + Sync + fmt::Debug {
+    /// Its name in errors and metrics.
+    fn name(&self) -> &str;
+
+    /// What bounds its episodes.
+    fn limits(&self) -> EnvironmentLimits {
+        EnvironmentLimits::default()
+    }
+
+    /// An environment for one episode. Work that can fail or wait belongs into [`Environment::reset`].
+    fn create(&self) -> Box<dyn Environment>;
+}
+
+/// Bounds of an episode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EnvironmentLimits {
+    /// Most turns of the policy, at least 1. An episode that reaches it ends as it is.
+    pub max_turns: usize,
+    /// Longest call of `reset` or `step`. A later answer fails the episode.
+    pub step_timeout: Duration,
+}
+
+impl Default for EnvironmentLimits {
+    fn default() -> Self {
+        Self { max_turns: 16, step_timeout: Duration::from_secs(60) }
+    }
+}
+
+/// One turn of the policy as an environment sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Action<'a> {
+    /// Which turn of the episode it is, from 0.
+    pub turn: usize,
+    /// The completion as text, without its stop token.
+    pub text: &'a str,
+    /// Why the completion ended. Never [`StopReason::Length`]: such a turn ends the episode without a step.
+    pub stop: StopReason,
+}
+
+/// What follows a turn.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Observation {
+    /// Messages that follow the completion, before the next turn; not read if `done`.
+    pub messages: Vec<Message>,
+    /// What the turn is worth by itself; `None` if only the whole episode is judged.
+    pub reward: Option<f64>,
+    /// Whether the episode is over.
+    pub done: bool,
+}
+
+/// Why an environment failed. The episode is not trained on, and is counted as failed.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum EnvironmentError {
+    /// It could not do what it was asked.
+    #[error("environment {environment} failed in turn {turn}: {evidence}")]
+    Failed {
+        /// Its name.
+        environment: String,
+        /// The turn, from 0.
+        turn: usize,
+        /// What happened.
+        evidence: String,
+    },
+    /// It did not answer in time.
+    #[error("environment {environment} gave no answer in turn {turn} within {seconds:.1} s")]
+    TimedOut {
+        /// Its name.
+        environment: String,
+        /// The turn, from 0.
+        turn: usize,
+        /// Its limit, seconds.
+        seconds: f64,
+    },
+    /// A reward is not a finite number.
+    #[error("environment {environment} rewards turn {turn} with {reward}, which is not a finite number")]
+    Reward {
+        /// Its name.
+        environment: String,
+        /// The turn, from 0.
+        turn: usize,
+        /// What it gave.
+        reward: f64,
+    },
+}

@@ -1,0 +1,45 @@
+//! What the policy acts in.
+//!
+//! An [`Environment`] opens an episode with messages, answers every completion of the policy with messages and a reward,
+//! and says when the episode is done. The episode driver of the rollout worker keeps the tokens; an environment sees text.
+//!
+//! # Layout
+//! - [`environment`]: the traits [`Environment`] and [`EnvironmentFactory`], and what they exchange
+//! - [`single_turn`]: one completion per task, judged by the rewards of the recipe
+//! - [`retry`]: one more attempt after a wrong answer, with a reward per turn
+//!
+//! # Invariants
+//! - An environment never sees nor changes tokens.
+//! - It fails with an [`EnvironmentError`], never with a reward of 0.
+//!
+//! ```
+//! use environments::{Action, BoxFuture, Environment, EnvironmentFactory, Retry};
+//! use trajectory::{Prompt, StopReason, Task, TaskId};
+//!
+//! # fn now<T>(mut future: BoxFuture<'_, T>) -> T {
+//! #     let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+//! #     match future.as_mut().poll(&mut context) {
+//! #         std::task::Poll::Ready(output) => output,
+//! #         std::task::Poll::Pending => panic!("this environment waits for nothing"),
+//! #     }
+//! # }
+//! let (prompt, answer) = (Prompt::Text("2+3=".into()), Some("5".into()));
+//! let task = Task { id: TaskId(0), prompt, answer, columns: serde_json::Map::new() };
+//! let mut environment = Retry::new(2, "no, again: ").create();
+//! assert_eq!(now(environment.reset(&task))?, []);
+//! let step = now(environment.step(Action { turn: 0, text: "4", stop: StopReason::StopToken }))?;
+//! assert_eq!((&step.messages[0].content[..], step.reward, step.done), ("no, again: ", Some(0.0), false));
+//! let step = now(environment.step(Action { turn: 1, text: "5", stop: StopReason::StopToken }))?;
+//! assert_eq!((step.reward, step.done), (Some(1.0), true));
+//! # Ok::<(), environments::EnvironmentError>(())
+//! ```
+
+pub mod environment;
+pub mod retry;
+pub mod single_turn;
+
+pub use environment::{
+    Action, BoxFuture, Environment, EnvironmentError, EnvironmentFactory, EnvironmentLimits, Observation,
+};
+pub use retry::Retry;
+pub use single_turn::SingleTurn;

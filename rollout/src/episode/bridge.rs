@@ -1,0 +1,91 @@
+//! The tokens of messages that an environment adds to an episode.
+//!
+//! Invariant: tokens are only ever appended. What the policy sampled is never rendered or tokenised again, so it does not
+//! matter whether the chat template would render a past turn as it was sampled.
+
+use std::fmt;
+use std::sync::Arc;
+
+use model::ModelDirectory;
+use model::tokenizer::SpecialTokens;
+use trajectory::{Message, Prompt, Task};
+
+use crate::RolloutError;
+
+/// Stands for a completion while the messages after it are rendered.
+const COMPLETION: &str = "rlrun-completion";
+
+/// Turns the messages of an environment into tokens.
+pub trait MessageEncoder: Send + Sync + fmt::Debug {
+    /// `[P]` the first prompt: that of `task`, followed by `messages`.
+    ///
+    /// # Errors
+    /// A chat template that refuses the messages.
+    fn opening(&self, task: &Task, messages: &[Message]) -> Result<Vec<u32>, RolloutError>;
+
+    /// `[D]` what stands between a completion that ends with `last_token` and the next turn: the end of the turn as far as
+    /// the completion lacks it, `messages`, and the beginning of the next turn.
+    ///
+    /// # Errors
+    /// A chat template that refuses the messages.
+    fn following(&self, task: &Task, last_token: u32, messages: &[Message])
+    -> Result<Vec<u32>, RolloutError>;
+}
+
+/// Messages by the chat template of a model; plain text where the prompt of the task is plain text.
+#[derive(Clone, Debug)]
+pub struct ChatEncoder {
+    directory: Arc<ModelDirectory>,
+}
+
+impl ChatEncoder {
+    /// For the model of `directory`.
+    #[must_use]
+    pub fn new(directory: Arc<ModelDirectory>) -> Self {
+        Self { directory }
+    }
+
+    fn encode(&self, text: &str) -> Result<Vec<u32>, RolloutError> {
+        Ok(self.directory.tokenizer().encode(text, SpecialTokens::Omit)?)
+    }
+}
+
+impl MessageEncoder for ChatEncoder {
+    fn opening(&self, task: &Task, messages: &[Message]) -> Result<Vec<u32>, RolloutError> {
+        let prompt = match &task.prompt {
+            Prompt::Text(text) => Prompt::Text(format!("{text}{}", plain(messages))),
+            Prompt::Messages(before) => Prompt::Messages([&before[..], messages].concat()),
+        };
+        Ok(self.directory.encode_prompt(&prompt)?)
+    }
+
+    /// Renders a synthetic conversation whose only completion is a placeholder, and encodes the text after it. That text
+    /// begins with the template's end of a turn; where the completion ends with that token already, it is left out.
+    fn following(
+        &self,
+        task: &Task,
+        last_token: u32,
+        messages: &[Message],
+    ) -> Result<Vec<u32>, RolloutError> {
+        let (Prompt::Messages(_), Some(template)) = (&task.prompt, self.directory.template()) else {
+            return self.encode(&plain(messages));
+        };
+        let message =
+            |role: &str, content: &str| Message { role: role.to_owned(), content: content.to_owned() };
+        let mut conversation = vec![message("user", "?"), message("assistant", COMPLETION)];
+        conversation.extend_from_slice(messages);
+        let rendered = template.render(&conversation, true)?;
+        let Some((_, after)) = rendered.split_once(COMPLETION) else {
+            return Err(RolloutError::Template { path: template.path().to_owned() });
+        };
+        let mut tokens = self.encode(after)?;
+        if tokens.first() == Some(&last_token) {
+            tokens.remove(0);
+        }
+        Ok(tokens)
+    }
+}
+
+fn plain(messages: &[Message]) -> String {
+    messages.iter().map(|message| &message.content[..]).collect()
+}

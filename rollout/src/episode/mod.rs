@@ -1,0 +1,184 @@
+//! Episodes: the turns of the policy in an environment, as one token stream.
+//!
+//! # Layout
+//! - `driver`: [`EpisodeDriver`], which plays episodes with a sampler
+//! - `bridge`: [`MessageEncoder`], the tokens of messages that follow a completion
+//!
+//! # Invariants
+//! - Token ids that were sampled are never tokenised again: a later turn continues exactly the ids before it.
+//! - Tokens that the policy did not sample have no loss and no behavior log-probability.
+//! - Turns and tokens of an episode are bounded, and so is every wait for its environment.
+
+mod bridge;
+mod driver;
+
+use trajectory::{
+    GroupId, KeptTokens, PolicyVersion, Sample, SampleError, SampleStreams, StopReason, Turn, VersionRun,
+};
+
+pub use bridge::{ChatEncoder, MessageEncoder};
+pub use driver::{EpisodeConfig, EpisodeDriver};
+
+use crate::sampler::{Completion, SampleRequest};
+
+/// One episode: what it was told, what the policy sampled, and what its turns are worth.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Episode {
+    /// The group that it belongs to.
+    pub group: GroupId,
+    /// Which of the group's episodes it is.
+    pub index: u32,
+    /// Whether it was decoded greedily as a baseline.
+    pub baseline: bool,
+    /// Number of tokens before the first turn.
+    pub prompt_length: usize,
+    /// Prompt, completions and the messages between them, with loss mask, behavior log-probabilities and versions.
+    streams: SampleStreams,
+    /// The turns of the policy, in order; empty if the environment failed before the first.
+    pub turns: Vec<Turn>,
+    /// The last completion as text, without stop token and stop string; empty before the first.
+    pub text: String,
+    /// Why it ended.
+    pub end: EpisodeEnd,
+}
+
+/// Why an episode ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum EpisodeEnd {
+    /// The environment is done.
+    Done,
+    /// It reached the most turns that the environment allows.
+    MaxTurns,
+    /// A completion reached its length limit.
+    Truncated,
+    /// What follows the last turn does not fit the context.
+    ContextFull,
+    /// The environment failed, for this reason. The episode is not trained on.
+    Failed(String),
+}
+
+impl From<Completion> for Episode {
+    /// The episode whose only turn so far is `completion`.
+    fn from(completion: Completion) -> Self {
+        let mut episode = Self {
+            group: completion.group,
+            index: completion.index,
+            baseline: completion.baseline,
+            prompt_length: completion.prompt_length,
+            streams: SampleStreams {
+                temperature: if completion.baseline { 1.0 } else { completion.sampling.temperature },
+                ..SampleStreams::default()
+            },
+            turns: Vec::with_capacity(1),
+            text: String::new(),
+            end: EpisodeEnd::Done,
+        };
+        episode.push(completion);
+        episode
+    }
+}
+
+impl Episode {
+    /// An episode that ended before its first turn.
+    fn without_turn(
+        request: &SampleRequest,
+        index: u32,
+        prompt: Vec<u32>,
+        served: PolicyVersion,
+        end: EpisodeEnd,
+    ) -> Self {
+        let tokens = prompt.len();
+        Self {
+            group: request.group,
+            index,
+            baseline: request.baseline && index as usize >= request.samples,
+            prompt_length: tokens,
+            streams: SampleStreams {
+                token_ids: prompt,
+                loss_mask: vec![false; tokens],
+                behavior_logprobs: vec![0.0; tokens],
+                versions: vec![VersionRun { version: served, len: tokens as u32 }],
+                kept: None,
+                temperature: 1.0,
+            },
+            turns: Vec::new(),
+            text: String::new(),
+            end,
+        }
+    }
+
+    /// Appends a turn, whose prompt is all tokens of the episode and what the environment added.
+    ///
+    /// Tokens that the policy did not sample carry the version that began to prefill them, which may be older than every
+    /// sampled token: the sampled tokens depend on their KV cache.
+    fn push(&mut self, completion: Completion) {
+        let before = self.streams.token_ids.len();
+        debug_assert!(
+            completion.token_ids.starts_with(&self.streams.token_ids),
+            "sampled ids stay as they are"
+        );
+        let (start, end) = (completion.prompt_length, completion.token_ids.len());
+        let inserted = completion.inserted.unwrap_or_default();
+        let streams = &mut self.streams;
+        streams.loss_mask.resize(start, false);
+        streams.loss_mask.extend((0..end - start).map(|n| !self.baseline && !inserted.contains(&n)));
+        streams.behavior_logprobs.resize(start, 0.0);
+        streams.behavior_logprobs.extend(&completion.logprobs);
+        let prefilled = VersionRun { version: completion.prompt_version, len: (start - before) as u32 };
+        for run in std::iter::once(prefilled).chain(completion.versions).filter(|run| run.len > 0) {
+            match streams.versions.last_mut() {
+                Some(last) if last.version == run.version => last.len += run.len,
+                _ => streams.versions.push(run),
+            }
+        }
+        if let Some(sets) = completion.kept {
+            match &mut streams.kept {
+                Some(kept) => append(kept, &sets),
+                none => *none = Some(sets),
+            }
+        }
+        streams.token_ids = completion.token_ids;
+        self.turns.push(Turn { completion: start..end, stop: completion.stop, reward: None });
+        self.text = completion.text;
+    }
+
+    /// `[T]` prompt, completions and the messages between them.
+    #[must_use]
+    pub fn token_ids(&self) -> &[u32] {
+        &self.streams.token_ids
+    }
+
+    /// The version that sampled the last token.
+    #[must_use]
+    pub fn version(&self) -> PolicyVersion {
+        self.streams.versions.last().map_or_else(PolicyVersion::default, |run| run.version)
+    }
+
+    /// Tokens that the policy generated.
+    #[must_use]
+    pub fn completion_tokens(&self) -> usize {
+        self.turns.iter().map(|turn| turn.completion.len()).sum()
+    }
+
+    /// Whether a limit on tokens cut it off.
+    #[must_use]
+    pub fn truncated(&self) -> bool {
+        let cut = self.turns.last().is_some_and(|turn| turn.stop == StopReason::Length);
+        cut || self.end == EpisodeEnd::ContextFull
+    }
+
+    /// The token streams that are trained on. No token of a baseline is; its temperature is set to 1.
+    ///
+    /// # Errors
+    /// A greedy episode that is no baseline: a greedy choice has no log-probability to learn from.
+    pub fn sample(&self) -> Result<Sample, SampleError> {
+        Sample::new(self.streams.clone())
+    }
+}
+
+/// Appends the kept sets of a turn to those of the turns before it.
+fn append(kept: &mut KeptTokens, turn: &KeptTokens) {
+    let base = kept.ids.len() as u32;
+    kept.offsets.extend(turn.offsets.iter().skip(1).map(|offset| base + offset));
+    kept.ids.extend(&turn.ids);
+}
