@@ -14,7 +14,7 @@ use rollout::Progress;
 use serde_json::json;
 use trainer::StepReport;
 use trainer::report::ComponentStatistics;
-use trajectory::{Group, PolicyVersion};
+use trajectory::{Group, PolicyVersion, Turn};
 
 use crate::diagnosis::Diagnosis;
 use crate::evaluation::Evaluated;
@@ -369,6 +369,11 @@ impl<'a> Observer<'a> {
     }
 }
 
+/// A turn of an episode as one JSON object.
+fn readable_turn(turn: &Turn) -> serde_json::Value {
+    json!({ "tokens": turn.completion.len(), "stop": turn.stop, "reward": turn.reward })
+}
+
 /// A group as one JSON object.
 fn readable(group: &Group) -> serde_json::Value {
     let trajectories: Vec<_> = group
@@ -377,12 +382,15 @@ fn readable(group: &Group) -> serde_json::Value {
         .map(|trajectory| {
             let mut shown = json!({
                 "completion": trajectory.text,
-                "reward": trajectory.score.total,
+                "reward": trajectory.reward(),
                 "components": trajectory.score.components,
                 "tokens": trajectory.completion_tokens(),
                 "stop": trajectory.turns.last().map(|turn| turn.stop),
                 "versions": trajectory.sample.versions(),
             });
+            if trajectory.turns.len() > 1 || trajectory.turns.iter().any(|turn| turn.reward.is_some()) {
+                shown["turns"] = trajectory.turns.iter().map(readable_turn).collect();
+            }
             if trajectory.baseline {
                 shown["baseline"] = true.into();
             }

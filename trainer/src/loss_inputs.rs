@@ -120,7 +120,7 @@ pub fn loss_inputs(
             if let Some(t) = row.trajectory {
                 inputs.advantages.clone_from(&advantages[row.group][t]);
                 inputs.returns = returns.get(row.group).map_or_else(Vec::new, |group| group[t].clone());
-                inputs.reward = outcomes[row.group].trajectories[t].reward;
+                inputs.reward = outcomes[row.group].trajectories[t].earned();
                 inputs.correct = outcomes[row.group].trajectories[t].correct;
             }
             inputs.set_proximal(algorithm);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use buffer::Unfit;
 use serde::{Deserialize, Serialize};
-use trajectory::{Component, Group, PolicyVersion};
+use trajectory::{Component, Group, PolicyVersion, Trajectory};
 
 use crate::batch::BatchCounts;
 use crate::loss::Clipped;
@@ -328,7 +328,7 @@ impl BatchStatistics {
             components.entry(&component.name).or_default().push(component);
         }
         Self {
-            reward: SummaryStatistics::of(all().filter_map(|t| t.score.total).collect()),
+            reward: SummaryStatistics::of(all().filter_map(Trajectory::reward).collect()),
             scored: all().filter(|t| t.score.total.is_some()).count(),
             components: components
                 .into_iter()

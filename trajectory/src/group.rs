@@ -42,7 +42,7 @@ pub struct Turn {
     /// Why it ended.
     pub stop: StopReason,
     /// What this call by itself is worth, for process and per-turn rewards; `None` where only the whole trajectory is
-    /// judged. It is not part of [`Score::total`].
+    /// judged. It is not part of [`Score::total`]; [`Trajectory::reward`] is the sum of both.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reward: Option<f64>,
 }
@@ -83,6 +83,14 @@ pub struct Score {
     pub correct: Option<bool>,
 }
 
+/// What an episode is worth: [`Score::total`] plus the rewards of its turns. This is the one definition of the reward of a
+/// trajectory, wherever trajectories are compared, selected, or shown; `None` if `score` has no total.
+#[must_use]
+pub fn episode_reward(score: &Score, turns: &[Turn]) -> Option<f64> {
+    let turns = turns.iter().filter_map(|turn| turn.reward);
+    Some(turns.fold(score.total?, |sum, reward| sum + reward))
+}
+
 /// One episode of the policy on a task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Trajectory {
@@ -102,6 +110,13 @@ pub struct Trajectory {
 }
 
 impl Trajectory {
+    /// What the whole episode is worth: its undiscounted return, see [`episode_reward`]. `None` if a reward failed and the
+    /// trajectory must not be trained on.
+    #[must_use]
+    pub fn reward(&self) -> Option<f64> {
+        episode_reward(&self.score, &self.turns)
+    }
+
     /// Number of tokens that the policy generated.
     #[must_use]
     pub fn completion_tokens(&self) -> usize {
@@ -138,15 +153,15 @@ impl Group {
         self.trajectories.iter().filter(|t| !t.baseline)
     }
 
-    /// The rewards of the trajectories that have one, baselines left out.
+    /// [`Trajectory::reward`] of the trajectories that have one, baselines left out.
     pub fn rewards(&self) -> impl Iterator<Item = f64> + '_ {
-        self.sampled().filter_map(|t| t.score.total)
+        self.sampled().filter_map(Trajectory::reward)
     }
 
     /// The reward of the baseline, if there is one and it has a reward.
     #[must_use]
     pub fn baseline_reward(&self) -> Option<f64> {
-        self.trajectories.iter().find(|t| t.baseline)?.score.total
+        self.trajectories.iter().find(|t| t.baseline)?.reward()
     }
 
     /// Whether all rewards are equal, baselines left out, so that a group-relative advantage is zero everywhere.
@@ -197,6 +212,18 @@ mod tests {
         assert_eq!((failed.baseline_reward(), failed.zero_variance()), (None, false));
         assert_eq!((failed.sampled().count(), failed.rewards().count()), (3, 2));
         assert_eq!(group(&[(Some(1.0), false)]).baseline_reward(), None);
+    }
+
+    #[test]
+    fn the_reward_of_an_episode_is_its_total_and_that_of_its_turns() {
+        let mut some = group(&[(Some(0.5), false), (Some(0.25), false), (None, false), (Some(1.0), true)]);
+        let turn = |reward| Turn { completion: 1..1, stop: StopReason::StopToken, reward };
+        some.trajectories[1].turns = vec![turn(Some(0.5)), turn(None), turn(Some(-0.25))];
+        some.trajectories[2].turns = vec![turn(Some(1.0))];
+        some.trajectories[3].turns = vec![turn(Some(1.0))];
+        assert_eq!(some.rewards().collect::<Vec<_>>(), [0.5, 0.5]);
+        assert!(some.zero_variance(), "no total, no reward, whatever the turns say");
+        assert_eq!(some.baseline_reward(), Some(2.0));
     }
 
     /// What has no baseline and no rewards of turns is written as it was before there were any.

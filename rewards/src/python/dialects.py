@@ -300,8 +300,9 @@ def verl_fields(item):
     model = found.get("reward_model")
     truth = model["ground_truth"] if isinstance(model, dict) and "ground_truth" in model else item["answer"]
     own = found.get("extra_info")
-    # verl counts the user's turn and the one that answers it.
-    given = {**(own if isinstance(own, dict) else {}), "num_turns": 2, "rollout_reward_scores": {}}
+    # verl counts the messages of both sides: a turn of the policy and what precedes it.
+    turns = 2 * len(item.get("turns") or [None])
+    given = {**(own if isinstance(own, dict) else {}), "num_turns": turns, "rollout_reward_scores": {}}
     return found.get("data_source"), item["completion"], truth, given
 
 
@@ -397,7 +398,7 @@ def verifiers_fields(item, subject):
     fields = {**found, "prompt": item["prompt"], "completion": completion(item), "answer": item["answer"] or ""}
     fields.update(info=own if isinstance(own, dict) else {}, task=found.get("task", "default"))
     state = {key: fields[key] for key in ("prompt", "completion", "answer", "info", "task")}
-    fields["state"] = {**state, "is_truncated": item["truncated"], "turn": 1, "example_id": item["task"]}
+    fields["state"] = {**state, "is_truncated": item["truncated"], "turn": len(item.get("turns") or [None]), "example_id": item["task"]}
     fields["parser"] = subject.parser
     return fields
 

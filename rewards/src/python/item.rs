@@ -9,7 +9,7 @@ use std::sync::Arc;
 use host::python::ProcessPool;
 use serde::Serialize;
 use serde_json::{Map, Value};
-use trajectory::Prompt;
+use trajectory::{Prompt, Turn};
 
 use crate::RewardInput;
 use crate::registry::Decode;
@@ -39,6 +39,9 @@ struct Item<'a> {
     answer: Option<&'a str>,
     columns: &'a Map<String, Value>,
     truncated: bool,
+    /// The turns of the policy, where there are several or they have rewards.
+    #[serde(skip_serializing_if = "is_plain")]
+    turns: &'a [Turn],
     /// Training step that sampled its last token.
     step: u64,
     max_steps: u64,
@@ -52,6 +55,11 @@ struct Item<'a> {
     /// Prompt and completion with special tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     query: Option<String>,
+}
+
+/// Whether a trajectory is one turn without a reward of its own, of which nothing is said.
+fn is_plain(turns: &&[Turn]) -> bool {
+    turns.len() <= 1 && turns.iter().all(|turn| turn.reward.is_none())
 }
 
 impl ItemFields {
@@ -79,6 +87,7 @@ impl ItemFields {
             answer: input.task.answer.as_deref(),
             columns: &input.task.columns,
             truncated: input.truncated,
+            turns: input.turns,
             step: input.version.0,
             max_steps: self.max_steps,
             prompt_ids: self.prompt_ids.then_some(input.prompt_ids),

@@ -27,7 +27,7 @@ pub const EPSILON: f64 = 1e-6;
 /// Rewards and lengths of one trajectory.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TrajectoryOutcome {
-    /// Total reward.
+    /// Total of its rewards, without those of its turns.
     pub reward: f64,
     /// Whether the answer is correct, independent of the reward.
     pub correct: bool,
@@ -155,10 +155,17 @@ impl AdvantageEstimator {
 }
 
 impl TrajectoryOutcome {
-    /// The reward minus the sum of its penalties.
+    /// The undiscounted return: the reward of the whole and those of its turns, as
+    /// [`episode_reward`](trajectory::episode_reward) defines it.
+    #[must_use]
+    pub fn earned(&self) -> f64 {
+        self.turns.iter().fold(self.reward, |sum, (_, reward)| sum + reward)
+    }
+
+    /// The return minus the sum of its penalties.
     #[must_use]
     pub fn total(&self) -> f64 {
-        self.reward - self.penalties.iter().sum::<f64>()
+        self.earned() - self.penalties.iter().sum::<f64>()
     }
 
     /// `[tokens]` reward of every token: the reward of a turn at its last token, the total at the last token of all, minus
@@ -232,6 +239,15 @@ mod tests {
         let without = GroupOutcome { trajectories, greedy: None };
         let expected = [vec![vec![0.0], vec![-1.0]], vec![vec![0.5], vec![-0.5]]];
         assert_eq!(AdvantageEstimator::Greedy.of(&[with, without]), expected);
+    }
+
+    #[test]
+    fn rewards_of_turns_count_in_the_comparison_of_a_group() {
+        let trajectory =
+            |turns| TrajectoryOutcome { reward: 1.0, tokens: 2, turns, ..TrajectoryOutcome::default() };
+        let trajectories = vec![trajectory(vec![(1, 0.5), (1, 0.5)]), trajectory(vec![(2, 0.0)])];
+        let group = GroupOutcome { trajectories, greedy: None };
+        assert_eq!(AdvantageEstimator::LeaveOneOut.of(&[group]), [vec![vec![1.0; 2], vec![-1.0; 2]]]);
     }
 
     #[test]

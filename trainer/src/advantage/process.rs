@@ -2,8 +2,9 @@
 
 use super::{EPSILON, GroupOutcome, TrajectoryOutcome, mean, sample_std};
 
-/// Advantages `[trajectories][tokens]`: all turn rewards of the group are normalised together; the advantage of a token is the sum over
-/// its own turn and all later turns. A trajectory without turn rewards is one turn.
+/// Advantages `[trajectories][tokens]`: all turn rewards of the group are normalised together; the advantage of a token is
+/// the sum over its own turn and all later turns. A trajectory without turn rewards is one turn; only there the total
+/// counts.
 #[must_use]
 pub fn advantages(group: &GroupOutcome) -> Vec<Vec<f64>> {
     let turns: Vec<Vec<(usize, f64)>> = group.trajectories.iter().map(turns).collect();

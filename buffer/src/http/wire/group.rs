@@ -144,7 +144,8 @@ struct TurnBody {
     /// Why it ended.
     #[schema(schema_with = schema::stop)]
     stop: StopReason,
-    /// Reward of this turn alone (process reward); not part of the trajectory's reward.
+    /// Reward of this turn alone. It is not part of the trajectory's `reward`; where trajectories are compared, the rewards of
+    /// the turns are added to it.
     reward: Option<f64>,
 }
 
