@@ -6,7 +6,9 @@
 use std::error::Error;
 use std::path::Path;
 
-use rollout::curation::{Curation, CurationConfig, Curator, Outcome, OutcomeSink, Pool, Shrink};
+use rollout::curation::{
+    Curation, CurationConfig, Curator, DifficultyPool, OutcomeSink, Shrink, TaskOutcome,
+};
 use rollout::{Interruption, Progress, PromptSet, RolloutError, StopRules};
 
 use crate::failure::Failure;
@@ -19,7 +21,7 @@ impl Recipe {
     #[must_use]
     pub fn curation(&self) -> Option<CurationConfig> {
         let curation = &self.curation;
-        let pool = |share| move |pass_rate| Pool { pass_rate, share };
+        let pool = |share| move |pass_rate| DifficultyPool { pass_rate, share };
         curation.is_on().then(|| CurationConfig {
             seed: self.seed,
             group_size: self.rollout.group_size,
@@ -87,7 +89,7 @@ pub(crate) fn measure(recipe: &Recipe, metrics: &mut Metrics, (before, after): (
 }
 
 /// The file to append to, and what it holds. A torn last line is what a crash leaves and is cut off.
-fn history(path: &Path) -> Result<(JsonLines, Vec<Outcome>), JsonLinesError> {
+fn history(path: &Path) -> Result<(JsonLines, Vec<TaskOutcome>), JsonLinesError> {
     let lines = JsonLines::open(path, None)?;
     let io = |source| JsonLinesError::Io { verb: "read", path: path.to_path_buf(), source };
     let text = std::fs::read_to_string(path).map_err(io)?;
@@ -100,9 +102,9 @@ fn history(path: &Path) -> Result<(JsonLines, Vec<Outcome>), JsonLinesError> {
     Ok((lines, outcomes.collect::<Result<_, _>>()?))
 }
 
-fn read(line: &str) -> Result<Outcome, String> {
-    let outcome: Outcome = serde_json::from_str(line).map_err(|error| error.to_string())?;
-    let Outcome { passes, trajectories, .. } = outcome;
+fn read(line: &str) -> Result<TaskOutcome, String> {
+    let outcome: TaskOutcome = serde_json::from_str(line).map_err(|error| error.to_string())?;
+    let TaskOutcome { passes, trajectories, .. } = outcome;
     if trajectories == 0 || passes > trajectories {
         return Err(format!("{passes} of {trajectories} trajectories passed"));
     }
@@ -113,7 +115,7 @@ fn read(line: &str) -> Result<Outcome, String> {
 struct Sink(JsonLines);
 
 impl OutcomeSink for Sink {
-    fn append(&mut self, outcome: &Outcome) -> Result<(), Box<dyn Error + Send + Sync>> {
+    fn append(&mut self, outcome: &TaskOutcome) -> Result<(), Box<dyn Error + Send + Sync>> {
         Ok(self.0.append(outcome)?)
     }
 }
@@ -124,8 +126,8 @@ mod tests {
 
     use super::*;
 
-    fn outcome(task: u64) -> Outcome {
-        Outcome {
+    fn outcome(task: u64) -> TaskOutcome {
+        TaskOutcome {
             task: TaskId(task),
             group: GroupId(7),
             version: PolicyVersion(3),

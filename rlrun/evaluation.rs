@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use model::ModelDirectory;
-use rollout::evaluate::{Evaluation, EvaluationConfig, EvaluationSet, Failures, Watch, evaluate};
+use rollout::evaluate::{Evaluation, EvaluationConfig, EvaluationSet, Failures, EvaluationObserver, evaluate};
 use rollout::{Engine, EpisodeConfig, LocalSampler, Network, PromptSet};
 use trajectory::PolicyVersion;
 
@@ -47,7 +47,7 @@ pub struct EvaluationRequest<'a> {
     /// Where the rewards run.
     pub runtime: &'a RewardRuntime,
     /// Stop flag and progress.
-    pub watch: &'a Watch<'a>,
+    pub watch: &'a EvaluationObserver<'a>,
 }
 
 /// The answers of a policy to all sets that it was asked.
@@ -246,7 +246,7 @@ fn failures(evaluation: &Evaluation) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use rollout::evaluate::Answer;
+    use rollout::evaluate::EvaluatedAnswer;
     use serde_json::Map;
     use trajectory::{Component, Prompt, Score, Task, TaskId};
 
@@ -261,7 +261,8 @@ mod tests {
             let math = Component { name: "math".to_owned(), value, error, ..Component::default() };
             let correct = Some(value.is_some_and(|value| value >= 1.0));
             let score = Score { total: value.map(|value| 2.0 * value), components: vec![math], correct };
-            Answer { task: Arc::clone(&task), text: String::new(), tokens: 1, score }
+            let reward = score.total;
+            EvaluatedAnswer { task: Arc::clone(&task), text: String::new(), tokens: 1, score, reward }
         };
         let criterion = Some("math".to_owned());
         Evaluation { answers: values.iter().map(answer).collect(), samples, criterion }

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 
 use model::SharedCores;
 use rollout::Network;
-use rollout::evaluate::Watch;
+use rollout::evaluate::EvaluationObserver;
 
 use super::checkpoint_paths::model_of;
 use super::{load, scratch_directory};
@@ -33,7 +33,7 @@ pub(super) fn eval(args: &EvalArgs, program: &Program) -> Result<String, Failure
     let parameters = directory.load_parameters()?;
     let network = Network::new(&recipe.evaluate_on()?, directory.config(), &parameters)?;
     progress.enter(TrainerPhase::Evaluation);
-    let watch = Watch { stop: &stop, progress: progress.evaluation(), show: &|_| {} };
+    let watch = EvaluationObserver { stop: &stop, progress: progress.evaluation(), show: &|_| {} };
     let (which, directory, runtime, watch) = (Which::All, &directory, &runtime, &watch);
     let evaluated =
         prepared.evaluate(&recipe, EvaluationRequest { which, network, directory, runtime, watch })?;

@@ -2,7 +2,7 @@
 
 use model::ModelDirectory;
 use rollout::Network;
-use rollout::evaluate::Watch;
+use rollout::evaluate::EvaluationObserver;
 use trainer::Learner;
 
 use super::Run;
@@ -43,7 +43,7 @@ impl Run<'_> {
         let bar = self.report.bar("evaluation", answers as u64);
         let network = Network::new(&self.recipe.evaluate_on()?, learner.model(), &*learner.parameters()?)?;
         let (stop, show) = (self.signals.stop_flag(), |judged| bar.set(judged, ""));
-        let watch = Watch { stop: &stop, progress: self.progress.evaluation(), show: &show };
+        let watch = EvaluationObserver { stop: &stop, progress: self.progress.evaluation(), show: &show };
         let (runtime, watch) = (&self.runtime, &watch);
         prepared.evaluate(self.recipe, EvaluationRequest { which, network, directory, runtime, watch })
     }

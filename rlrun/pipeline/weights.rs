@@ -8,7 +8,7 @@ use std::sync::Arc;
 use device::device::DeviceLocation;
 use device::{Device, Storage, bf16};
 use model::on_device::Dtype;
-use rollout::applier::Incoming;
+use rollout::applier::WeightSource;
 use trainer::WeightPublisher;
 use weights::direct::colocated::ColocatedPublisher;
 use weights::direct::ipc::{IpcConfig, IpcPublisher};
@@ -141,18 +141,18 @@ impl WeightPublishing {
         recipe: &Recipe,
         hub: &Hub,
         model: &model::Config,
-    ) -> Result<Incoming, Failure> {
+    ) -> Result<WeightSource, Failure> {
         let direct = match self {
             Self::Host(_) => None,
-            Self::F32(direct) => direct.subscribe(recipe)?.map(Incoming::F32),
-            Self::Bf16(direct) => direct.subscribe(recipe)?.map(Incoming::Bf16),
+            Self::F32(direct) => direct.subscribe(recipe)?.map(WeightSource::F32),
+            Self::Bf16(direct) => direct.subscribe(recipe)?.map(WeightSource::Bf16),
         };
         if let Some(direct) = direct {
             return Ok(direct);
         }
         // The next version is uploaded on another stream than the engine's.
         let on = recipe.serve_on()?;
-        Ok(Incoming::Host {
+        Ok(WeightSource::Host {
             subscriber: Arc::new(hub.subscribe(SAMPLER_NAME)?),
             config: Arc::new(model.clone()),
             on,

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ::rewards::reward_model::ModelServer;
 use ::rewards::{LoadCounts, RewardSet};
-use ::rollout::applier::{Applier, Incoming};
+use ::rollout::applier::{Applier, WeightSource};
 use ::rollout::scoring::Scorer;
 use ::rollout::{Engine, LocalSampler, Network, Progress, Worker, WorkerConfig};
 use buffer::Producer;
@@ -155,7 +155,7 @@ struct FirstWeights {
     version: PolicyVersion,
     network: Network,
     /// The subscription to the next versions.
-    incoming: Incoming,
+    incoming: WeightSource,
 }
 
 /// The newest weights; `None` if the worker was stopped before.
@@ -169,10 +169,10 @@ fn first(
     if let Some(place) = place.filter(|_| recipe.weights.transport.is_between_devices()) {
         return match recipe.dtype_on(Some(place)) {
             Dtype::F32 => {
-                first_from_device(remote, place, config, recipe, stop, StagedWeights::F32, Incoming::F32)
+                first_from_device(remote, place, config, recipe, stop, StagedWeights::F32, WeightSource::F32)
             }
             Dtype::Bf16 => {
-                first_from_device(remote, place, config, recipe, stop, StagedWeights::Bf16, Incoming::Bf16)
+                first_from_device(remote, place, config, recipe, stop, StagedWeights::Bf16, WeightSource::Bf16)
             }
         };
     }
@@ -185,7 +185,7 @@ fn first(
     drop(snapshot);
     let network = Network::new(&recipe.serve_on()?, config, &parameters)?;
     let (subscriber, config, on) = (Arc::new(subscriber), Arc::new(config.clone()), recipe.serve_on()?);
-    Ok(Some(FirstWeights { version, network, incoming: Incoming::Host { subscriber, config, on } }))
+    Ok(Some(FirstWeights { version, network, incoming: WeightSource::Host { subscriber, config, on } }))
 }
 
 /// [`first`] from the trainer's device. The sampler decodes on another stream than the one that receives.
@@ -196,7 +196,7 @@ fn first_from_device<T: Storage>(
     recipe: &Recipe,
     stop: &AtomicBool,
     stage: impl FnOnce(Buffer<T>) -> StagedWeights,
-    incoming: impl FnOnce(Arc<dyn DeviceSubscriber<T>>) -> Incoming,
+    incoming: impl FnOnce(Arc<dyn DeviceSubscriber<T>>) -> WeightSource,
 ) -> Result<Option<FirstWeights>, Failure> {
     let device = Device::open(place)?;
     let subscriber: Arc<dyn DeviceSubscriber<T>> = match recipe.weights.transport {

@@ -1,7 +1,7 @@
-//! New weights, received and packed beside the decoding, ready to be swapped in between two steps.
+//! Newer weights, received and packed beside the decoding, and swapped in between two decode steps.
 //!
-//! Invariant: what is handed over carries the digest of the values that it was packed from or uploaded to, computed after the
-//! transfer: the receipt speaks of what is served, not of what was promised.
+//! Invariant: staged weights carry the digest of the values that they were packed from or uploaded to, computed after the
+//! transfer. The receipt states the digest of the weights that are served, not of those that were announced.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,24 +16,24 @@ use trajectory::PolicyVersion;
 use weights::{DeviceSubscriber, DeviceWeights, Digest, Receipt, Subscriber, WeightsError};
 
 use crate::RolloutError;
-use crate::engine::{ServeOn, Served};
+use crate::engine::{ServeOn, ServedWeights};
 
-/// How long the thread waits for a newer version before it looks whether it should stop.
+/// How long the thread waits for a newer version before it checks the stop flag.
 const LOOK_UP: Duration = Duration::from_millis(50);
 
 /// Weights that can be served at once.
 #[derive(Debug)]
-pub struct Ready {
+pub struct ReadyWeights {
     version: PolicyVersion,
     /// `None` once it is served.
-    served: Option<Served>,
+    served: Option<ServedWeights>,
     digest: Digest,
     took: Duration,
     /// Bytes that the transport moved.
     bytes: u64,
 }
 
-impl Ready {
+impl ReadyWeights {
     /// The version.
     #[must_use]
     pub fn version(&self) -> PolicyVersion {
@@ -44,30 +44,30 @@ impl Ready {
     ///
     /// # Panics
     /// If they were taken before.
-    pub fn take_served(&mut self) -> Served {
+    pub fn take_served(&mut self) -> ServedWeights {
         self.served.take().expect("a version is served once")
     }
 }
 
-/// Where new versions come from.
+/// Where newer versions come from.
 #[derive(Clone)]
-pub enum Incoming {
-    /// Memory of the host; they are made ready here.
+pub enum WeightSource {
+    /// Memory of the host; the applier packs or uploads them.
     Host {
-        /// What brings them.
+        /// Receives them.
         subscriber: Arc<dyn Subscriber>,
-        /// Of what network they are.
+        /// The network that they belong to.
         config: Arc<Config>,
-        /// Where they are to be served.
+        /// Where they are served.
         on: ServeOn,
     },
-    /// A device, in f32, where they can be served as they come.
+    /// A device, in f32, served as they arrive.
     F32(Arc<dyn DeviceSubscriber<f32>>),
     /// A device, in bf16.
     Bf16(Arc<dyn DeviceSubscriber<bf16>>),
 }
 
-impl std::fmt::Debug for Incoming {
+impl std::fmt::Debug for WeightSource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Host { .. } => "Host",
@@ -77,29 +77,29 @@ impl std::fmt::Debug for Incoming {
     }
 }
 
-/// What makes new versions ready.
+/// Stages newer versions.
 pub struct Applier {
-    incoming: Incoming,
-    source: Source,
+    incoming: WeightSource,
+    source: ApplierMode,
 }
 
-enum Source {
-    /// A thread beside the decoding. At most one version waits to be taken, so memory is bounded by two versions.
+enum ApplierMode {
+    /// A thread beside the decoding. At most one staged version waits, so memory is bounded by two versions.
     Thread(Background),
-    /// Whoever takes a version makes it ready first.
+    /// [`Applier::take`] stages the version itself.
     Inline { after: Option<PolicyVersion> },
 }
 
 struct Background {
-    ready: Receiver<Result<Ready, RolloutError>>,
+    ready: Receiver<Result<ReadyWeights, RolloutError>>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Applier {
-    /// Starts the thread, which makes each version ready. The first that it makes ready is any that is there.
+    /// Starts the thread, which stages every version, beginning with the one that is published already.
     #[must_use]
-    pub fn start(incoming: Incoming) -> Self {
+    pub fn start(incoming: WeightSource) -> Self {
         let (sender, ready) = bounded(1);
         let stop = Arc::new(AtomicBool::new(false));
         let (theirs, asked_to_stop) = (incoming.clone(), Arc::clone(&stop));
@@ -114,52 +114,52 @@ impl Applier {
                 }
             }
         });
-        Self { incoming, source: Source::Thread(Background { ready, stop, thread: Some(thread) }) }
+        Self { incoming, source: ApplierMode::Thread(Background { ready, stop, thread: Some(thread) }) }
     }
 
-    /// One without a thread, for a sampler that stands still whenever a version is published: nothing takes memory before
-    /// it is asked for.
+    /// An applier without a thread, for a sampler that sleeps whenever a version is published: it takes no memory before
+    /// [`Applier::take`].
     #[must_use]
-    pub fn inline(incoming: Incoming) -> Self {
-        Self { incoming, source: Source::Inline { after: None } }
+    pub fn inline(incoming: WeightSource) -> Self {
+        Self { incoming, source: ApplierMode::Inline { after: None } }
     }
 
-    /// The newest version that is ready, waiting up to `wait` for one.
+    /// The newest staged version. Waits up to `wait` if there is none.
     ///
     /// # Errors
     /// If receiving failed.
-    pub fn take(&mut self, wait: Duration) -> Result<Option<Ready>, RolloutError> {
+    pub fn take(&mut self, wait: Duration) -> Result<Option<ReadyWeights>, RolloutError> {
         match &mut self.source {
-            Source::Thread(Background { ready, .. }) => match ready.recv_timeout(wait) {
+            ApplierMode::Thread(Background { ready, .. }) => match ready.recv_timeout(wait) {
                 Ok(ready) => ready.map(Some),
                 Err(crossbeam::channel::RecvTimeoutError::Timeout) => Ok(None),
                 Err(crossbeam::channel::RecvTimeoutError::Disconnected) => {
                     Err(RolloutError::Ended { who: "the thread that receives weights" })
                 }
             },
-            Source::Inline { after } => {
+            ApplierMode::Inline { after } => {
                 let ready = self.incoming.receive(*after, wait)?;
-                *after = ready.as_ref().map(Ready::version).or(*after);
+                *after = ready.as_ref().map(ReadyWeights::version).or(*after);
                 Ok(ready)
             }
         }
     }
 
-    /// Says that `ready` is served from now on, after the decoding had `stalled` for it.
+    /// Sends the receipt: `ready` is served from now on, and decoding `stalled` for it.
     ///
     /// # Errors
     /// If the digest is not that of the published version.
-    pub fn confirm(&self, ready: &Ready, stalled: Duration) -> Result<(), RolloutError> {
-        let Ready { version, digest, took, bytes, .. } = *ready;
+    pub fn confirm(&self, ready: &ReadyWeights, stalled: Duration) -> Result<(), RolloutError> {
+        let ReadyWeights { version, digest, took, bytes, .. } = *ready;
         let receipt = Receipt { version, digest, took, stalled, bytes };
         Ok(self.incoming.applied(receipt)?)
     }
 
-    /// Takes weights that are not served any more, to receive later ones into their memory.
+    /// Takes back weights that are no longer served; later ones are received into their memory.
     pub fn give_back(&self, weights: StagedWeights) {
         match (&self.incoming, weights) {
-            (Incoming::F32(subscriber), StagedWeights::F32(buffer)) => subscriber.give_back(buffer),
-            (Incoming::Bf16(subscriber), StagedWeights::Bf16(buffer)) => subscriber.give_back(buffer),
+            (WeightSource::F32(subscriber), StagedWeights::F32(buffer)) => subscriber.give_back(buffer),
+            (WeightSource::Bf16(subscriber), StagedWeights::Bf16(buffer)) => subscriber.give_back(buffer),
             (_, weights) => drop(weights),
         }
     }
@@ -167,7 +167,7 @@ impl Applier {
 
 impl std::fmt::Debug for Applier {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let inline = matches!(self.source, Source::Inline { .. });
+        let inline = matches!(self.source, ApplierMode::Inline { .. });
         f.debug_struct("Applier").field("inline", &inline).finish_non_exhaustive()
     }
 }
@@ -175,7 +175,7 @@ impl std::fmt::Debug for Applier {
 impl Drop for Background {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // A version that nobody took would keep the thread in its send.
+        // The thread may be blocked in its send.
         while self.ready.recv_timeout(LOOK_UP).is_ok() {}
         if let Some(thread) = self.thread.take() {
             drop(thread.join());
@@ -183,17 +183,21 @@ impl Drop for Background {
     }
 }
 
-impl Incoming {
-    /// The newest version after `after`, made ready; `None` if none came within `wait`.
-    fn receive(&self, after: Option<PolicyVersion>, wait: Duration) -> Result<Option<Ready>, RolloutError> {
+impl WeightSource {
+    /// The newest version after `after`, staged; `None` if none arrived within `wait`.
+    fn receive(
+        &self,
+        after: Option<PolicyVersion>,
+        wait: Duration,
+    ) -> Result<Option<ReadyWeights>, RolloutError> {
         let (subscriber, config, on) = match self {
             Self::F32(subscriber) => {
                 let next = subscriber.wait_newer(after, wait)?;
-                return Ok(next.map(|weights| Ready::of_device(weights, StagedWeights::F32)));
+                return Ok(next.map(|weights| ReadyWeights::of_device(weights, StagedWeights::F32)));
             }
             Self::Bf16(subscriber) => {
                 let next = subscriber.wait_newer(after, wait)?;
-                return Ok(next.map(|weights| Ready::of_device(weights, StagedWeights::Bf16)));
+                return Ok(next.map(|weights| ReadyWeights::of_device(weights, StagedWeights::Bf16)));
             }
             Self::Host { subscriber, config, on } => (subscriber, config, on),
         };
@@ -205,7 +209,7 @@ impl Incoming {
         let (served, digest) = on.prepare(config, &parameters)?;
         let took = snapshot.received.took + start.elapsed();
         let (version, bytes) = (snapshot.version, snapshot.received.bytes);
-        Ok(Some(Ready { version, served: Some(served), digest, took, bytes }))
+        Ok(Some(ReadyWeights { version, served: Some(served), digest, took, bytes }))
     }
 
     fn applied(&self, receipt: Receipt) -> Result<(), WeightsError> {
@@ -217,14 +221,14 @@ impl Incoming {
     }
 }
 
-impl Ready {
-    /// Weights that lie on the device already.
+impl ReadyWeights {
+    /// Weights that are on the device already.
     fn of_device<T: device::Storage>(
         weights: DeviceWeights<T>,
         stage: impl FnOnce(device::Buffer<T>) -> StagedWeights,
     ) -> Self {
         let DeviceWeights { version, values, digest, received } = weights;
-        let served = Some(Served::Device(stage(values)));
+        let served = Some(ServedWeights::Device(stage(values)));
         Self { version, served, digest, took: received.took, bytes: received.bytes }
     }
 }

@@ -1,4 +1,4 @@
-//! What can go wrong while tasks become scored groups.
+//! Errors of the rollout worker.
 
 use trajectory::{GroupId, TaskId};
 
@@ -68,7 +68,7 @@ pub enum RolloutError {
         /// Where the template is.
         path: std::path::PathBuf,
     },
-    /// A device cannot do its part.
+    /// A device failed.
     #[error(transparent)]
     Device(#[from] device::DeviceError),
     /// A request does not fit the cache.

@@ -1,10 +1,10 @@
-//! How good a policy is on held-out tasks: a sampler without buffer and without training.
+//! Accuracy and rewards of a policy on held-out tasks: a sampler without buffer and without training.
 //!
 //! # Layout
 //! - `statistics`: pass@k and intervals
 //!
-//! Invariant: every answer counts in the accuracy; one that could not be judged is not correct, and is counted as failed.
-//! An evaluation that is stopped ends within a decoding step, and one whose rewards do not answer ends with an error.
+//! Invariant: every answer counts in the accuracy; an answer that could not be judged is not correct, and is counted as
+//! failed. A stopped evaluation ends within one decode step. Rewards that do not answer end it with an error.
 
 mod statistics;
 
@@ -17,7 +17,7 @@ use model::Sampling;
 use rewards::RewardSet;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
-use trajectory::{GroupId, Score, Task};
+use trajectory::{GroupId, Score, Task, episode_reward};
 
 use crate::RolloutError;
 use crate::episode::{Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd};
@@ -29,7 +29,7 @@ pub use statistics::{interval, pass_at_k, powers_of_two};
 
 /// Longest wait for the sampler or for rewards before an evaluation looks whether it should stop.
 const LOOK_UP: Duration = Duration::from_millis(50);
-/// Bit of a group's id from which on it names the set: random streams of a set do not depend on the others.
+/// First bit of the set's number in a group id: the random streams of a set do not depend on the other sets.
 const SET: u32 = 40;
 
 /// How an evaluation samples.
@@ -70,57 +70,59 @@ impl EvaluationSet<'_> {
     }
 }
 
-/// How far an evaluation is; for threads that look.
+/// Progress of an evaluation, read by other threads.
 #[derive(Debug, Default)]
 pub struct EvaluationProgress {
-    /// Answers that are asked for.
+    /// Answers requested.
     pub answers: AtomicU64,
-    /// Answers that are generated.
+    /// Answers generated.
     pub generated: AtomicU64,
-    /// Answers that are judged.
+    /// Answers judged.
     pub judged: AtomicU64,
     /// Polls of the sampler in all evaluations so far.
     pub steps: AtomicU64,
 }
 
-/// Who looks at an evaluation.
+/// Stops an evaluation and reads its progress.
 #[derive(Clone, Copy)]
-pub struct Watch<'a> {
+pub struct EvaluationObserver<'a> {
     /// Set when the evaluation should end without a result.
     pub stop: &'a AtomicBool,
-    /// Where it says how far it is.
+    /// Its progress.
     pub progress: &'a EvaluationProgress,
     /// Called with the number of judged answers when it changes.
     pub show: &'a dyn Fn(u64),
 }
 
-impl std::fmt::Debug for Watch<'_> {
+impl std::fmt::Debug for EvaluationObserver<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Watch").field("progress", &self.progress).finish_non_exhaustive()
+        f.debug_struct("EvaluationObserver").field("progress", &self.progress).finish_non_exhaustive()
     }
 }
 
 /// One answer of the policy.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Answer {
+pub struct EvaluatedAnswer {
     /// What was asked.
     pub task: Arc<Task>,
-    /// What the policy said.
+    /// The completion as text.
     pub text: String,
     /// Tokens of the answer.
     pub tokens: usize,
-    /// What it is worth.
+    /// Its rewards as a whole.
     pub score: Score,
+    /// Its reward, that of its turns included; see [`episode_reward`].
+    pub reward: Option<f64>,
 }
 
 /// The answers of a policy to one set.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Evaluation {
     /// All answers to a task in a row, in the order of the tasks.
-    pub answers: Vec<Answer>,
+    pub answers: Vec<EvaluatedAnswer>,
     /// Answers per task.
     pub samples: usize,
-    /// Name of the reward that judges what is correct, if one does.
+    /// Name of the reward that decides which answers are correct.
     pub criterion: Option<String>,
 }
 
@@ -146,10 +148,10 @@ impl Evaluation {
         self.answers.iter().map(|answer| answer.tokens).sum()
     }
 
-    /// Correct answers of every task; `None` if nothing says what is correct.
+    /// `[tasks]` correct answers; `None` without a criterion.
     fn correct(&self) -> Option<Vec<usize>> {
         self.criterion.as_ref()?;
-        let correct = |answer: &&Answer| answer.score.correct == Some(true);
+        let correct = |answer: &&EvaluatedAnswer| answer.score.correct == Some(true);
         Some(self.answers.chunks(self.samples.max(1)).map(|of| of.iter().filter(correct).count()).collect())
     }
 
@@ -158,8 +160,7 @@ impl Evaluation {
         Some(correct.into_iter().map(|correct| correct as f64 / self.samples as f64).collect())
     }
 
-    /// Share of correct answers among all answers, which with n answers per task is avg@n; `None` if nothing says what is
-    /// correct.
+    /// Share of correct answers among all answers, which with n answers per task is avg@n; `None` without a criterion.
     #[must_use]
     pub fn accuracy(&self) -> Option<f64> {
         let shares = self.shares()?;
@@ -172,8 +173,7 @@ impl Evaluation {
         Some(interval(&self.shares()?, self.samples))
     }
 
-    /// Mean over the tasks of [`pass_at_k`], for every power of two up to the number of answers; nothing if nothing says
-    /// what is correct.
+    /// Mean over the tasks of [`pass_at_k`], for every power of two up to the number of answers; empty without a criterion.
     #[must_use]
     pub fn pass_at(&self) -> Vec<(usize, f64)> {
         let Some(correct) = self.correct().filter(|correct| !correct.is_empty()) else { return Vec::new() };
@@ -184,17 +184,18 @@ impl Evaluation {
         powers_of_two(self.samples).map(|k| (k, mean(k))).collect()
     }
 
-    /// Mean weighted total over the answers that have one; `None` if none has.
+    /// Mean reward over the answers that have one; `None` if none has.
     #[must_use]
     pub fn reward(&self) -> Option<f64> {
-        let totals: Vec<f64> = self.answers.iter().filter_map(|answer| answer.score.total).collect();
+        let totals: Vec<f64> = self.answers.iter().filter_map(|answer| answer.reward).collect();
         (!totals.is_empty()).then(|| totals.iter().sum::<f64>() / totals.len() as f64)
     }
 
     /// Answers for which at least one reward failed.
     #[must_use]
     pub fn failed(&self) -> usize {
-        let failed = |answer: &&Answer| answer.score.components.iter().any(|said| said.error.is_some());
+        let failed =
+            |answer: &&EvaluatedAnswer| answer.score.components.iter().any(|said| said.error.is_some());
         self.answers.iter().filter(failed).count()
     }
 
@@ -212,10 +213,10 @@ impl Evaluation {
         failures
     }
 
-    /// Answers that the criterion has judged, right or wrong: all but those for which it failed or did not apply.
+    /// Answers that the criterion judged: all but those for which it failed or did not apply.
     #[must_use]
     pub fn judged(&self) -> usize {
-        let judged = |answer: &&Answer| {
+        let judged = |answer: &&EvaluatedAnswer| {
             let of = |name: &String| answer.score.components.iter().find(|said| said.name == *name);
             self.criterion.as_ref().and_then(of).is_some_and(|said| said.value.is_some())
         };
@@ -223,8 +224,8 @@ impl Evaluation {
     }
 }
 
-/// Where the answers to the tasks of a set stand among all.
-struct Plan {
+/// Where the answers of a set are among those of all sets.
+struct AnswerLayout {
     /// First answer.
     first: usize,
     /// Requests per task, of `chunk` answers each but the last.
@@ -232,7 +233,7 @@ struct Plan {
     chunk: usize,
 }
 
-impl Plan {
+impl AnswerLayout {
     fn of(sets: &[EvaluationSet<'_>], most: usize) -> Vec<Self> {
         let mut first = 0;
         let plan = |set: &EvaluationSet<'_>| {
@@ -265,10 +266,10 @@ impl Plan {
 /// The requests of an evaluation, in order.
 fn requests<'a>(
     sets: &'a [EvaluationSet<'a>],
-    plans: &'a [Plan],
+    plans: &'a [AnswerLayout],
     config: &'a EvaluationConfig,
 ) -> impl Iterator<Item = SampleRequest> + 'a {
-    let of_set = move |(n, (set, plan)): (usize, (&'a EvaluationSet<'a>, &'a Plan))| {
+    let of_set = move |(n, (set, plan)): (usize, (&'a EvaluationSet<'a>, &'a AnswerLayout))| {
         let tasks = set.prompts.iter().take(set.tasks()).enumerate();
         tasks.flat_map(move |(task, (_, prompt))| {
             (0..plan.requests).map(move |part| SampleRequest {
@@ -286,19 +287,19 @@ fn requests<'a>(
     sets.iter().zip(plans).enumerate().flat_map(of_set)
 }
 
-/// Answers that are being judged; those that are left when it is dropped are given up.
-struct Judging<'a> {
-    open: JoinSet<(usize, Result<Answer, RolloutError>)>,
-    answers: Vec<Option<Answer>>,
-    watch: &'a Watch<'a>,
-    /// When the last answer came.
+/// Answers that rewards judge at the moment; dropping it cancels them.
+struct AnswersInScoring<'a> {
+    open: JoinSet<(usize, Result<EvaluatedAnswer, RolloutError>)>,
+    answers: Vec<Option<EvaluatedAnswer>>,
+    watch: &'a EvaluationObserver<'a>,
+    /// When the last answer was judged.
     last: Instant,
 }
 
-impl Judging<'_> {
+impl AnswersInScoring<'_> {
     fn take(
         &mut self,
-        joined: Result<(usize, Result<Answer, RolloutError>), tokio::task::JoinError>,
+        joined: Result<(usize, Result<EvaluatedAnswer, RolloutError>), tokio::task::JoinError>,
     ) -> Result<(), RolloutError> {
         let ended = |_| RolloutError::Ended { who: "the scoring of an evaluation" };
         let (place, answer) = joined.map_err(ended)?;
@@ -309,7 +310,7 @@ impl Judging<'_> {
         Ok(())
     }
 
-    /// Takes what has been judged meanwhile.
+    /// Takes the answers that have been judged.
     fn poll(&mut self) -> Result<(), RolloutError> {
         while let Some(joined) = self.open.try_join_next() {
             self.take(joined)?;
@@ -317,7 +318,7 @@ impl Judging<'_> {
         Ok(())
     }
 
-    /// Waits for all that is left; false if it should stop.
+    /// Waits for the remaining answers; false if it was stopped.
     fn finish(&mut self, runtime: &Handle, wait: Duration) -> Result<bool, RolloutError> {
         self.last = Instant::now();
         while !self.open.is_empty() {
@@ -352,15 +353,16 @@ pub fn evaluate(
     (sampler, episodes): (&mut dyn Sampler, EpisodeConfig),
     sets: &[EvaluationSet<'_>],
     (rewards, runtime): (&Arc<RewardSet>, &Handle),
-    watch: &Watch<'_>,
+    watch: &EvaluationObserver<'_>,
 ) -> Result<Option<Vec<Evaluation>>, RolloutError> {
-    let plans = Plan::of(sets, config.max_samples);
+    let plans = AnswerLayout::of(sets, config.max_samples);
     let all: usize = sets.iter().map(EvaluationSet::answers).sum();
     watch.progress.answers.store(all as u64, Ordering::Relaxed);
     watch.progress.generated.store(0, Ordering::Relaxed);
     watch.progress.judged.store(0, Ordering::Relaxed);
     let mut waiting = requests(sets, &plans, config).peekable();
-    let mut judging = Judging { open: JoinSet::new(), answers: vec![None; all], watch, last: Instant::now() };
+    let mut judging =
+        AnswersInScoring { open: JoinSet::new(), answers: vec![None; all], watch, last: Instant::now() };
     let mut episodes = EpisodeDriver::new(episodes, runtime.clone());
     while waiting.peek().is_some() || !episodes.is_idle() {
         if watch.stop.load(Ordering::Relaxed) {
@@ -376,7 +378,7 @@ pub fn evaluate(
             let task = Arc::clone(sets[n].prompts.task(plans[n].task(episode.group)));
             let place = plans[n].place(&sets[n], &episode);
             let (rewards, longest) = (Arc::clone(rewards), config.max_completion_length);
-            // Rewards run beside the generation of what is still open.
+            // Rewards run beside the generation of the remaining answers.
             let judge = async move { (place, score(task, episode, longest, rewards).await) };
             judging.open.spawn_on(judge, runtime);
             watch.progress.generated.fetch_add(1, Ordering::Relaxed);
@@ -402,15 +404,15 @@ async fn score(
     episode: Episode,
     max_completion_length: usize,
     rewards: Arc<RewardSet>,
-) -> Result<Answer, RolloutError> {
+) -> Result<EvaluatedAnswer, RolloutError> {
     let score = if matches!(episode.end, EpisodeEnd::Failed(_)) {
         unscored(&episode)
     } else {
         let score = rewards.score(&[reward_input(&task, &episode, max_completion_length)]).await?;
         score.into_iter().next().unwrap_or_default()
     };
-    let tokens = episode.completion_tokens();
-    Ok(Answer { task, text: episode.text, tokens, score })
+    let (tokens, reward) = (episode.completion_tokens(), episode_reward(&score, &episode.turns));
+    Ok(EvaluatedAnswer { task, text: episode.text, tokens, score, reward })
 }
 
 #[cfg(test)]
@@ -433,7 +435,8 @@ mod tests {
             let math = Component { name: "math".to_owned(), value: *value, error, ..Component::default() };
             let correct = Some(value.is_some_and(|value| value >= 1.0));
             let score = Score { total: value.map(|value| value - 0.5), components: vec![math], correct };
-            Answer { task: Arc::clone(&task), text: String::new(), tokens: 3, score }
+            let reward = score.total;
+            EvaluatedAnswer { task: Arc::clone(&task), text: String::new(), tokens: 3, score, reward }
         };
         Evaluation {
             answers: values.iter().map(answer).collect(),
@@ -443,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn what_failed_is_wrong_and_counted() {
+    fn a_failed_answer_is_wrong_and_counted() {
         let some = evaluation(1, &[Some(1.0), None, None, Some(0.5), Some(2.0)]);
         assert_eq!((some.accuracy(), some.failed(), some.judged(), some.tokens()), (Some(0.4), 2, 3, 15));
         assert!((some.reward().unwrap() - 2.0 / 3.0).abs() < 1e-12, "{:?}", some.reward());

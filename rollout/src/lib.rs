@@ -28,7 +28,9 @@ pub mod scoring;
 pub mod tasks;
 pub mod worker;
 
-pub use engine::{Engine, EngineConfig, Interruption, LocalSampler, Network, ServeOn, Served, StopRules};
+pub use engine::{
+    Engine, EngineConfig, Interruption, LocalSampler, Network, ServeOn, ServedWeights, StopRules,
+};
 pub use episode::{ChatEncoder, Episode, EpisodeConfig, EpisodeDriver, EpisodeEnd, MessageEncoder};
 pub use error::RolloutError;
 pub use prompts::{Overlong, PromptSet};

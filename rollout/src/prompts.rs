@@ -1,4 +1,4 @@
-//! Tasks as tokens: every prompt of a dataset is encoded, and its length checked, before any work is done.
+//! Tasks as tokens: every prompt of a dataset is encoded, and its length checked, before the run starts.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ pub enum Overlong {
     /// The run does not start.
     #[default]
     Error,
-    /// The task is left out, and counted.
+    /// The task is dropped, and counted.
     Drop,
 }
 
@@ -78,10 +78,10 @@ impl PromptSet {
         (&self.tasks[place], &self.prompts[place])
     }
 
-    /// A task by its place in the file; tasks that were left out have none.
+    /// A task by its place in the file, dropped tasks not counted.
     ///
     /// # Panics
-    /// If there are not so many tasks.
+    /// If there are fewer tasks.
     #[must_use]
     pub fn task(&self, place: usize) -> &Arc<Task> {
         &self.tasks[place]
@@ -99,7 +99,7 @@ impl PromptSet {
         self.tasks.len()
     }
 
-    /// Tasks left out because their prompts are too long.
+    /// Tasks dropped because their prompts are too long.
     #[must_use]
     pub fn dropped(&self) -> usize {
         self.dropped

@@ -16,7 +16,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use trajectory::{Component, Group, GroupId, Score, Task, Trajectory};
 
 use crate::RolloutError;
-use crate::curation::{Curation, Verdict};
+use crate::curation::{Curation, CurationVerdict};
 use crate::episode::{Episode, EpisodeEnd};
 
 /// An episode that is to be scored, with its task.
@@ -129,13 +129,13 @@ impl Scorer {
 }
 
 /// An episode with what the rewards of single trajectories said; `None` if the environment failed and none was asked.
-type Judged = (ScoreRequest, Option<PartScore>);
+type JudgedEpisode = (ScoreRequest, Option<PartScore>);
 
 /// A group of which some episodes are scored.
 #[derive(Debug)]
 struct PartialGroup {
     group_size: usize,
-    judged: Vec<Judged>,
+    judged: Vec<JudgedEpisode>,
 }
 
 /// What the scoring task works with.
@@ -154,7 +154,7 @@ impl Scoring {
         give_up: Arc<Notify>,
     ) -> Result<(), RolloutError> {
         let mut partial: HashMap<GroupId, PartialGroup> = HashMap::new();
-        let mut judging: JoinSet<Judged> = JoinSet::new();
+        let mut judging: JoinSet<JudgedEpisode> = JoinSet::new();
         let mut completing: JoinSet<Result<Group, RolloutError>> = JoinSet::new();
         let mut storing: JoinSet<Result<(), RolloutError>> = JoinSet::new();
         let mut receiving = true;
@@ -205,11 +205,11 @@ impl Scoring {
     }
 }
 
-/// Hands a group to the buffer if curation keeps it; if the buffer is full, its task goes first in line again.
+/// Hands a group to the buffer if curation keeps it; if the buffer is full, its task is sampled again first.
 fn store(buffer: &dyn Producer, curation: Option<&Curation>, mut group: Group) -> Result<(), RolloutError> {
     let id = group.id;
-    let verdict = curation.map_or(Ok(Verdict::Keep), |curation| curation.settle(&mut group))?;
-    if verdict == Verdict::Drop {
+    let verdict = curation.map_or(Ok(CurationVerdict::Keep), |curation| curation.settle(&mut group))?;
+    if verdict == CurationVerdict::Drop {
         return give_back(buffer, id, false);
     }
     fail::fail_point!("group-hand-over");
@@ -219,7 +219,7 @@ fn store(buffer: &dyn Producer, curation: Option<&Curation>, mut group: Group) -
     Ok(())
 }
 
-/// Frees the slot of a group in flight; with `retry` its task goes first in line again.
+/// Frees the slot of a group in flight; with `retry` its task is sampled again first.
 pub(crate) fn give_back(buffer: &dyn Producer, group: GroupId, retry: bool) -> Result<(), RolloutError> {
     match buffer.abort(group, retry) {
         // The group has no slot: a buffer that was restarted has forgotten it, or its hold has expired. It will be admitted
@@ -234,7 +234,7 @@ fn complete(
     partial: &mut HashMap<GroupId, PartialGroup>,
     ended: ScoreRequest,
     part: Option<PartScore>,
-) -> Option<Vec<Judged>> {
+) -> Option<Vec<JudgedEpisode>> {
     let (id, group_size) = (ended.episode.group, ended.group_size);
     let group = partial
         .entry(id)
@@ -250,7 +250,7 @@ fn complete(
 }
 
 /// Asks the rewards that judge a trajectory by itself. Of a failed environment they would judge a fragment: none is asked.
-async fn judge(request: ScoreRequest, rewards: Arc<RewardSet>) -> Judged {
+async fn judge(request: ScoreRequest, rewards: Arc<RewardSet>) -> JudgedEpisode {
     fail::fail_point!("reward-call");
     if matches!(request.episode.end, EpisodeEnd::Failed(_)) {
         return (request, None);
@@ -260,7 +260,7 @@ async fn judge(request: ScoreRequest, rewards: Arc<RewardSet>) -> Judged {
 }
 
 /// Asks the rewards that judge a group, and makes it one.
-async fn settle(judged: Vec<Judged>, rewards: Arc<RewardSet>) -> Result<Group, RolloutError> {
+async fn settle(judged: Vec<JudgedEpisode>, rewards: Arc<RewardSet>) -> Result<Group, RolloutError> {
     let (requests, parts): (Vec<ScoreRequest>, Vec<Option<PartScore>>) = judged.into_iter().unzip();
     let asked: Vec<bool> = parts.iter().map(Option::is_some).collect();
     let inputs: Vec<_> =

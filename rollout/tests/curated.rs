@@ -7,7 +7,7 @@ use std::time::Duration;
 use buffer::{AdmitRequest, Buffer, BufferConfig, Consumer, LeaseRequest, Producer};
 use model::Sampling;
 use rewards::{BoxFuture, Criterion, Judged, Load, OnError, Reward, RewardInput, RewardSet, WeightedReward};
-use rollout::curation::{Curation, CurationConfig, Curator, Decision, Outcome, OutcomeSink};
+use rollout::curation::{Curation, CurationConfig, Curator, Decision, OutcomeSink, TaskOutcome};
 use rollout::scoring::{ScoreRequest, Scorer};
 use rollout::{RolloutError, SampleRequest};
 use trajectory::{GroupId, PolicyVersion, Prompt, Task, TaskId};
@@ -52,10 +52,10 @@ impl Reward for ByPlace {
 }
 
 #[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<Outcome>>>);
+struct Lines(Arc<Mutex<Vec<TaskOutcome>>>);
 
 impl OutcomeSink for Lines {
-    fn append(&mut self, outcome: &Outcome) -> Result<(), Box<dyn Error + Send + Sync>> {
+    fn append(&mut self, outcome: &TaskOutcome) -> Result<(), Box<dyn Error + Send + Sync>> {
         self.0.lock().unwrap().push(*outcome);
         Ok(())
     }
@@ -65,7 +65,7 @@ impl OutcomeSink for Lines {
 struct Full;
 
 impl OutcomeSink for Full {
-    fn append(&mut self, _: &Outcome) -> Result<(), Box<dyn Error + Send + Sync>> {
+    fn append(&mut self, _: &TaskOutcome) -> Result<(), Box<dyn Error + Send + Sync>> {
         Err("no space left".into())
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use buffer::{Buffer, BufferConfig, Consumer, LeaseRequest, Producer};
 use model::Sampling;
 use rewards::{Builtin, Criterion, OnError, RewardInput, RewardSet, WeightedReward};
-use rollout::evaluate::{EvaluationConfig, EvaluationProgress, EvaluationSet, Watch, evaluate};
+use rollout::evaluate::{EvaluationConfig, EvaluationObserver, EvaluationProgress, EvaluationSet, evaluate};
 use rollout::scoring::Scorer;
 use rollout::tasks::TaskOrder;
 use rollout::{
@@ -20,8 +20,8 @@ use trajectory::{GroupId, PolicyVersion, Prompt, StopReason, Task, TaskId, Versi
 
 const SOON: Duration = Duration::from_secs(20);
 
-/// An engine in another process, as a script: it applies weights over several polls, completes one request per poll, and
-/// fails when it is told to.
+/// An engine in another process, as a script: it applies weights over several calls, completes one request per poll, and
+/// fails on demand.
 #[derive(Debug)]
 struct ScriptedSampler {
     version: PolicyVersion,
@@ -275,7 +275,7 @@ fn an_evaluation_drives_any_sampler_within_its_capacity() {
     let config =
         EvaluationConfig { sampling: Sampling::PLAIN, max_completion_length: 4, max_samples: 4, wait: SOON };
     let (stop, progress) = (AtomicBool::new(false), EvaluationProgress::default());
-    let watch = Watch { stop: &stop, progress: &progress, show: &|_| () };
+    let watch = EvaluationObserver { stop: &stop, progress: &progress, show: &|_| () };
     let evaluations = evaluate(
         &config,
         (&mut sampler, EpisodeConfig::single_turn()),

@@ -1,4 +1,4 @@
-//! What the buffer carries: the trajectories of one task that are compared with each other.
+//! Groups of trajectories: what the buffer carries from rollout workers to the trainer.
 
 use std::ops::Range;
 
@@ -10,8 +10,8 @@ use crate::{PolicyVersion, Sample, Task};
 /// Place of a group in the run's stream of tasks: given out in ascending order at admission, unique in a run.
 ///
 /// Together with the seed it determines the task and every random number that its generation uses, so that a group
-/// lost in a crash is generated again exactly as it would have been. Groups that came to a buffer without admission are
-/// not in that stream; their ids lie far above.
+/// lost in a crash is sampled again bit for bit. Groups that were submitted without admission are not in that stream; their
+/// ids are far above.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct GroupId(pub u64);
@@ -34,35 +34,35 @@ pub enum StopReason {
     Length,
 }
 
-/// One model call in a trajectory.
+/// One turn of the policy in a trajectory: one completion.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Turn {
-    /// Where the completion stands in the token ids of the sample, its stop token included.
+    /// The range of the completion in the token ids of the sample, its stop token included.
     pub completion: Range<usize>,
     /// Why it ended.
     pub stop: StopReason,
-    /// What this call by itself is worth, for process and per-turn rewards; `None` where only the whole trajectory is
-    /// judged. It is not part of [`Score::total`]; [`Trajectory::reward`] is the sum of both.
+    /// Reward of this turn by itself, from an environment or for process supervision; `None` where only the whole
+    /// trajectory is judged. It is not part of [`Score::total`]; [`Trajectory::reward`] is the sum of both.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reward: Option<f64>,
 }
 
-/// One reward function's verdict on one trajectory.
+/// The result of one reward function for one trajectory.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Component {
     /// Name of the reward in the recipe.
     pub name: String,
-    /// What it is worth before weighting; `None` if the reward failed, or does not apply to this trajectory.
+    /// Value before weighting; `None` if the reward failed, or does not apply to this trajectory.
     pub value: Option<f64>,
     /// Why it failed.
     pub error: Option<String>,
-    /// What else the reward said, by name.
+    /// Further outputs of the reward, by name.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub details: Map<String, Value>,
 }
 
 impl Component {
-    /// The numbers among what it says beside its value; true is 1 and false 0.
+    /// The numbers among its details; true is 1 and false 0.
     pub fn numbers(&self) -> impl Iterator<Item = (&str, f64)> {
         let number =
             |value: &Value| value.as_f64().or_else(|| value.as_bool().map(|yes| f64::from(u8::from(yes))));
@@ -70,20 +70,20 @@ impl Component {
     }
 }
 
-/// What a trajectory is worth.
+/// The rewards of a trajectory as a whole.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Score {
     /// Weighted sum of the components; `None` if a component failed and the trajectory must not be trained on.
     pub total: Option<f64>,
     /// Each reward by itself, in the order of the recipe.
     pub components: Vec<Component>,
-    /// Whether the answer is correct by the criterion of the run (`eval.correct`), whatever the weights are; `None` if
-    /// nothing says so: the run has no criterion, or the group comes from elsewhere without it.
+    /// Whether the answer is correct by the criterion of the run (`eval.correct`), independent of the weights; `None` without
+    /// a criterion, or if the sender of the group did not state it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub correct: Option<bool>,
 }
 
-/// What an episode is worth: [`Score::total`] plus the rewards of its turns. This is the one definition of the reward of a
+/// The reward of an episode, its undiscounted return: [`Score::total`] plus the rewards of its turns. This is the one definition of the reward of a
 /// trajectory, wherever trajectories are compared, selected, or shown; `None` if `score` has no total.
 #[must_use]
 pub fn episode_reward(score: &Score, turns: &[Turn]) -> Option<f64> {
@@ -98,19 +98,19 @@ pub struct Trajectory {
     pub index: u32,
     /// The token streams that are trained on.
     pub sample: Sample,
-    /// The model calls, in order.
+    /// The turns of the policy, in order.
     pub turns: Vec<Turn>,
     /// The last completion as text, without its stop token; for people and rewards.
     pub text: String,
-    /// What it is worth.
+    /// Its rewards as a whole.
     pub score: Score,
-    /// Whether it was decoded greedily only to be compared with (ReMax): no token of its sample is trained on.
+    /// Whether it is the greedy baseline of its group (ReMax): no token of its sample is trained on.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub baseline: bool,
 }
 
 impl Trajectory {
-    /// What the whole episode is worth: its undiscounted return, see [`episode_reward`]. `None` if a reward failed and the
+    /// The reward of the whole episode, see [`episode_reward`]. `None` if a reward failed and the
     /// trajectory must not be trained on.
     #[must_use]
     pub fn reward(&self) -> Option<f64> {
@@ -123,7 +123,7 @@ impl Trajectory {
         self.turns.iter().map(|turn| turn.completion.len()).sum()
     }
 
-    /// Whether the last model call was cut off by its length limit.
+    /// Whether the last completion reached its length limit.
     #[must_use]
     pub fn truncated(&self) -> bool {
         self.turns.last().is_some_and(|turn| turn.stop == StopReason::Length)
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_baseline_is_compared_with_and_does_not_count() {
+    fn a_baseline_counts_in_no_statistics_of_its_group() {
         let flat = group(&[(Some(0.5), false), (Some(0.5), false), (Some(1.0), true)]);
         assert_eq!(flat.rewards().collect::<Vec<_>>(), [0.5, 0.5]);
         assert_eq!((flat.baseline_reward(), flat.zero_variance()), (Some(1.0), true));
@@ -226,9 +226,9 @@ mod tests {
         assert_eq!(some.baseline_reward(), Some(2.0));
     }
 
-    /// What has no baseline and no rewards of turns is written as it was before there were any.
+    /// Groups without baselines and turn rewards are written as before these fields existed.
     #[test]
-    fn new_fields_are_written_only_where_they_say_something() {
+    fn optional_fields_are_written_only_where_they_are_set() {
         let plain = group(&[(Some(1.0), false)]);
         let json = serde_json::to_string(&plain).unwrap();
         assert!(

@@ -15,7 +15,7 @@ pub struct VersionRun {
     pub len: u32,
 }
 
-/// The tokens that truncation (top-k, top-p, min-p) left to choose from, for every token of the loss mask in order.
+/// The tokens kept by truncation (top-k, top-p, min-p), for every token of the loss mask in order.
 ///
 /// The trainer renormalises over exactly these, so that its log-probabilities are of the distribution sampled from.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,7 +27,7 @@ pub struct KeptTokens {
 }
 
 impl KeptTokens {
-    /// The set of the `n`-th token of the loss mask.
+    /// `[kept]` ids kept at the `n`-th token of the loss mask.
     #[must_use]
     pub fn set(&self, n: usize) -> &[u32] {
         &self.ids[self.offsets[n] as usize..self.offsets[n + 1] as usize]
@@ -37,11 +37,11 @@ impl KeptTokens {
 /// The streams of a [`Sample`] before they are checked; `T` tokens.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SampleStreams {
-    /// `[T]` prompt and completion.
+    /// `[T]` prompt, completions, and the messages of the environment between them.
     pub token_ids: Vec<u32>,
-    /// `[T]` true where the policy chose the token and is trained on it. The first token is never trained on.
+    /// `[T]` true where the policy sampled the token and is trained on it. The first token is never trained on.
     pub loss_mask: Vec<bool>,
-    /// `[T]` nats, under the distribution that really sampled the token; 0.0 where the mask is false.
+    /// `[T]` behavior log-probabilities, nats: under the distribution that sampled the token; 0.0 where the mask is false.
     pub behavior_logprobs: Vec<f32>,
     /// Runs that cover all `T` tokens in order.
     pub versions: Vec<VersionRun>,
@@ -135,7 +135,7 @@ impl Sample {
         Ok(Self { streams })
     }
 
-    /// `[T]` prompt and completion.
+    /// `[T]` prompt, completions, and the messages of the environment between them.
     #[must_use]
     pub fn token_ids(&self) -> &[u32] {
         &self.streams.token_ids
@@ -147,7 +147,7 @@ impl Sample {
         &self.streams.loss_mask
     }
 
-    /// `[T]` nats; 0.0 where the mask is false.
+    /// `[T]` behavior log-probabilities, nats; 0.0 where the mask is false.
     #[must_use]
     pub fn behavior_logprobs(&self) -> &[f32] {
         &self.streams.behavior_logprobs
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_no_sampler_produces_are_refused() {
+    fn impossible_numbers_are_refused() {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.5] {
             let mut wrong = streams(3, 3, 3, 3);
             wrong.behavior_logprobs[1] = bad;

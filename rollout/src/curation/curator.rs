@@ -1,13 +1,13 @@
-//! The state machine of curation: told results, asked what to do.
+//! The state machine of curation: results in, decisions out.
 //!
-//! Invariant: decisions depend on what was reported of the same task only, in whatever order other tasks report; every
-//! group that starts is settled or starts again. It knows neither buffer nor engine.
+//! Invariant: a decision depends only on the reports of the same task, whatever the order of other reports; every group that
+//! starts is settled or starts again. It depends on neither buffer nor engine.
 
 use std::collections::HashSet;
 
 use trajectory::{Group, GroupId, PolicyVersion, TaskId};
 
-use super::history::{History, Outcome, TaskHistory, passed};
+use super::history::{History, TaskHistory, TaskOutcome, passed};
 use super::refill::Refill;
 use super::successes::Successes;
 use super::{CurationConfig, CurationCounts, pools, size};
@@ -37,30 +37,30 @@ pub enum Skip {
 
 /// What to do with a scored group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum CurationVerdict {
     /// It goes to the buffer.
     Keep,
     /// Another takes its slot.
     Drop,
 }
 
-/// What became of a scored group.
+/// The result of a scored group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Settled {
-    /// What is to be remembered of it; nothing if it has no scores.
-    pub outcome: Option<Outcome>,
-    /// Where it goes.
-    pub verdict: Verdict,
+pub struct SettledGroup {
+    /// What the history keeps of it; `None` without scores.
+    pub outcome: Option<TaskOutcome>,
+    /// Whether it goes to the buffer.
+    pub verdict: CurationVerdict,
 }
 
-/// Why nothing is left to draw.
+/// Why no task is left to draw.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exhausted {
     /// All tasks.
     pub tasks: usize,
-    /// Those that pass too often.
+    /// Tasks that pass too often.
     pub retired: usize,
-    /// Those that never passed.
+    /// Tasks that never passed.
     pub unlearnable: usize,
 }
 
@@ -80,7 +80,7 @@ pub struct Curator {
 }
 
 impl Curator {
-    /// A curator of `tasks` that knows nothing of them yet.
+    /// A curator of `tasks` with an empty history.
     #[must_use]
     pub fn new(config: CurationConfig, tasks: impl IntoIterator<Item = TaskId>) -> Self {
         Self {
@@ -96,13 +96,13 @@ impl Curator {
         }
     }
 
-    /// What it does.
+    /// Its configuration.
     #[must_use]
     pub fn config(&self) -> &CurationConfig {
         &self.config
     }
 
-    /// What it has done.
+    /// Its counts.
     #[must_use]
     pub fn counts(&self) -> CurationCounts {
         self.counts
@@ -113,8 +113,8 @@ impl Curator {
         self.served = version;
     }
 
-    /// Takes in what became of a group, in this process or in one before it.
-    pub fn learn(&mut self, outcome: &Outcome) {
+    /// Adds the outcome of a group, from this process or one before it.
+    pub fn learn(&mut self, outcome: &TaskOutcome) {
         let out = |curator: &Self| curator.out(curator.history.get(outcome.task)?);
         let before = out(self);
         self.history.add(outcome);
@@ -129,7 +129,7 @@ impl Curator {
         }
     }
 
-    /// What to do with the place `group` of the stream, which is `task`'s.
+    /// What to do with the place `group` of the stream of tasks, which holds `task`.
     pub fn decide(&mut self, group: GroupId, task: TaskId) -> Decision {
         let known = self.history.get(task).and_then(|known| known.before(group, self.served));
         let pass_rate = known.as_ref().map(TaskHistory::pass_rate);
@@ -156,10 +156,10 @@ impl Curator {
         Decision::Start { group_size }
     }
 
-    /// What to do with a scored group, which may get a stored success.
-    pub fn settle(&mut self, group: &mut Group) -> Settled {
+    /// What to do with a scored group; it may get a stored success.
+    pub fn settle(&mut self, group: &mut Group) -> SettledGroup {
         self.pending.remove(&group.id);
-        let outcome = Outcome::of(group);
+        let outcome = TaskOutcome::of(group);
         if let Some(outcome) = &outcome {
             self.learn(outcome);
             if self.config.success_pool {
@@ -167,14 +167,15 @@ impl Curator {
             }
         }
         let zero_variance = group.zero_variance();
-        let verdict = self.refill.as_mut().map_or(Verdict::Keep, |refill| refill.judge(zero_variance));
+        let verdict =
+            self.refill.as_mut().map_or(CurationVerdict::Keep, |refill| refill.judge(zero_variance));
         if self.refill.is_some() && zero_variance {
             match verdict {
-                Verdict::Keep => self.counts.let_through += 1,
-                Verdict::Drop => self.counts.refilled += 1,
+                CurationVerdict::Keep => self.counts.let_through += 1,
+                CurationVerdict::Drop => self.counts.refilled += 1,
             }
         }
-        Settled { outcome, verdict }
+        SettledGroup { outcome, verdict }
     }
 
     /// The group did not start after all.
@@ -188,7 +189,7 @@ impl Curator {
         !self.pending.is_empty()
     }
 
-    /// Says why, if no task can be drawn any more, whatever its place.
+    /// Why no task can be drawn any more; `None` while one can.
     #[must_use]
     pub fn exhausted(&self) -> Option<Exhausted> {
         let Self { retired, unlearnable, .. } = *self;
@@ -196,7 +197,7 @@ impl Curator {
         (retired + unlearnable == tasks).then_some(Exhausted { tasks, retired, unlearnable })
     }
 
-    /// Why a task of which this is known is not drawn again, if it is not.
+    /// Why a task with this history is not drawn again; `None` if it is.
     fn out(&self, known: &TaskHistory) -> Option<Skip> {
         if self.config.max_pass_rate.is_some_and(|most| known.pass_rate() >= most) {
             return Some(Skip::Retired);
@@ -205,8 +206,8 @@ impl Curator {
         self.config.filter_after.is_some_and(unlearnable).then_some(Skip::Unlearnable)
     }
 
-    /// Keeps a success of the group, or gives it one if it has none.
-    fn use_success(&mut self, group: &mut Group, outcome: &Outcome) {
+    /// Stores a success of the group, or adds a stored one if it has none.
+    fn use_success(&mut self, group: &mut Group, outcome: &TaskOutcome) {
         let (served, bound) = (self.served, self.config.max_staleness);
         if outcome.passes == 0 {
             self.counts.replayed_successes += u64::from(self.successes.replay(group, served, bound));

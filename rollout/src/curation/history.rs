@@ -1,17 +1,17 @@
-//! What is remembered of every task: how often it passed.
+//! The history of every task: how often it passed.
 //!
-//! Invariant: what is remembered does not depend on the order in which the outcomes of different groups arrive, an outcome
-//! that arrives twice in a row counts once, and a group that is generated again is decided on as it was the first time.
+//! Invariant: the history does not depend on the order in which outcomes of different groups arrive; an outcome that arrives
+//! twice in a row counts once; a group that is sampled again after a crash gets the same decision.
 
 use std::collections::HashMap;
 
 use serde::{Deserialize, Serialize};
 use trajectory::{Group, GroupId, PolicyVersion, TaskId, Trajectory};
 
-/// What became of one group; one line of the history that survives a resume.
+/// The outcome of one group; one line of the history file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Outcome {
+pub struct TaskOutcome {
     /// The task.
     pub task: TaskId,
     /// The group.
@@ -24,7 +24,7 @@ pub struct Outcome {
     pub trajectories: u64,
 }
 
-impl Outcome {
+impl TaskOutcome {
     /// The outcome of a scored group; `None` if no trajectory of it has a score.
     #[must_use]
     pub fn of(group: &Group) -> Option<Self> {
@@ -36,31 +36,31 @@ impl Outcome {
     }
 }
 
-/// Whether a trajectory is a success: it is correct by the criterion of the run, whatever penalties and bonuses there are.
+/// Whether a trajectory is a success: correct by the criterion of the run, independent of its reward.
 pub(super) fn passed(trajectory: &Trajectory) -> bool {
     trajectory.score.correct == Some(true)
 }
 
-/// What is remembered of one task.
+/// The history of one task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct TaskHistory {
-    newest: Outcome,
+    newest: TaskOutcome,
     /// The newest but one.
-    before: Option<Outcome>,
+    before: Option<TaskOutcome>,
     pub(super) passes: u64,
     pub(super) trajectories: u64,
 }
 
 impl TaskHistory {
-    /// Share of the trajectories of the newest group that passed: older ones are of a policy that is gone.
+    /// Share of the trajectories of the newest group that passed; older groups are of an older policy.
     pub(super) fn pass_rate(&self) -> f64 {
         self.newest.passes as f64 / self.newest.trajectories.max(1) as f64
     }
 
-    /// What was known when `group` was to start at `served`. Its own outcome is known already if it was lost after it was
-    /// scored; one from before `served` is of another process that gave out the same ids.
+    /// The history when `group` was to start at `served`. It contains the outcome of the group itself if that was lost after
+    /// scoring; an outcome from before `served` belongs to an earlier process with the same ids.
     pub(super) fn before(self, group: GroupId, served: PolicyVersion) -> Option<Self> {
-        let Outcome { group: newest, version, passes, trajectories, .. } = self.newest;
+        let TaskOutcome { group: newest, version, passes, trajectories, .. } = self.newest;
         if newest != group || version < served {
             return Some(self);
         }
@@ -73,14 +73,14 @@ impl TaskHistory {
     }
 }
 
-/// What is remembered of all tasks of a run.
+/// The history of all tasks of a run.
 #[derive(Debug, Default)]
 pub(super) struct History {
     tasks: HashMap<TaskId, Option<TaskHistory>>,
 }
 
 impl History {
-    /// Nothing yet of any of `tasks`.
+    /// An empty history of `tasks`.
     pub(super) fn of(tasks: impl IntoIterator<Item = TaskId>) -> Self {
         Self { tasks: tasks.into_iter().map(|task| (task, None)).collect() }
     }
@@ -90,17 +90,17 @@ impl History {
         self.tasks.len()
     }
 
-    /// What is remembered of `task`, if it has been drawn.
+    /// The history of `task`, if it has been drawn.
     pub(super) fn get(&self, task: TaskId) -> Option<&TaskHistory> {
         self.tasks.get(&task)?.as_ref()
     }
 
-    /// Takes an outcome in; that of a task which is not of this run says nothing.
-    pub(super) fn add(&mut self, outcome: &Outcome) {
+    /// Adds an outcome; that of a task of another run is ignored.
+    pub(super) fn add(&mut self, outcome: &TaskOutcome) {
         let Some(task) = self.tasks.get_mut(&outcome.task) else { return };
-        let order = |outcome: &Outcome| (outcome.version, outcome.group);
+        let order = |outcome: &TaskOutcome| (outcome.version, outcome.group);
         match task {
-            // A group lost in a crash is generated again as it was.
+            // A group lost in a crash is sampled again bit for bit.
             Some(known) if order(&known.newest) == order(outcome) => {}
             Some(known) => {
                 known.passes += outcome.passes;
@@ -112,7 +112,7 @@ impl History {
                 }
             }
             None => {
-                let Outcome { passes, trajectories, .. } = *outcome;
+                let TaskOutcome { passes, trajectories, .. } = *outcome;
                 *task = Some(TaskHistory { newest: *outcome, before: None, passes, trajectories });
             }
         }

@@ -1,21 +1,21 @@
 //! Which tasks are drawn, with how many completions, and which groups are worth a training step.
 //!
-//! A [`Curator`] is told what became of groups and asked what to do: before a group starts ([`Decision`]) and when it is
-//! scored ([`Verdict`]). What it does not want is given back to the buffer for good, so that its slot is free for the
-//! next place in the stream of tasks.
+//! A [`Curator`] takes the outcomes of groups and decides twice: before a group starts ([`Decision`]) and when it is scored
+//! ([`CurationVerdict`]). A rejected group is given back to the buffer for good, so that its slot is free for the next place
+//! in the stream of tasks.
 //!
 //! # Layout
 //! - `curator`: the state machine; `shared`: how worker and scorer share one, and where its history is written
 //! - `history`: what is remembered of a task
-//! - `refill`: groups that all scored alike make room for others (DAPO)
+//! - `refill`: dynamic sampling, groups with equal rewards are replaced (DAPO, arXiv 2503.14476)
 //! - `pools`: easy and hard tasks are drawn less often (prime-rl)
 //! - `size`: fewer completions of tasks that mostly succeed (DART)
 //! - `successes`: a stored success for a group that failed entirely (DART)
 //!
 //! # Invariants
-//! - No clock and no ambient randomness: a decision is a function of the configuration, the group's id and what was
-//!   reported of its task.
-//! - Everything that is left out is counted, with its reason.
+//! - No clock and no ambient randomness: a decision is a function of the configuration, the group id and the history of its
+//!   task.
+//! - Every skipped place and every dropped group is counted, with its reason.
 
 mod curator;
 mod history;
@@ -25,14 +25,14 @@ mod shared;
 mod size;
 mod successes;
 
-pub use curator::{Curator, Decision, Exhausted, Settled, Skip, Verdict};
-pub use history::Outcome;
+pub use curator::{CurationVerdict, Curator, Decision, Exhausted, SettledGroup, Skip};
+pub use history::TaskOutcome;
 pub use shared::{Curation, OutcomeSink};
 
-/// What a curator does; what is `None` or false is off.
+/// Configuration of a curator; `None` and false are off.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CurationConfig {
-    /// Seed of what is drawn.
+    /// Seed of the draws.
     pub seed: u64,
     /// Completions of a group, at most.
     pub group_size: usize,
@@ -49,9 +49,9 @@ pub struct CurationConfig {
     /// A task without a success in so many trajectories is not drawn again.
     pub filter_after: Option<u64>,
     /// Tasks that pass at least this share of their newest group are drawn less often.
-    pub easy: Option<Pool>,
+    pub easy: Option<DifficultyPool>,
     /// Tasks that pass at most this share of their newest group are drawn less often.
-    pub hard: Option<Pool>,
+    pub hard: Option<DifficultyPool>,
     /// Groups of tasks that mostly succeed are smaller.
     pub shrink: Option<Shrink>,
     /// Whether one trajectory of a group that failed entirely gives way to a stored success of its task.
@@ -60,7 +60,7 @@ pub struct CurationConfig {
 
 /// Tasks beyond a pass rate, and how many of them are drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Pool {
+pub struct DifficultyPool {
     /// Where the pool begins, in [0, 1].
     pub pass_rate: f64,
     /// Share of its places in the stream that are drawn, in (0, 1].

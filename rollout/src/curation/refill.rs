@@ -1,14 +1,14 @@
-//! Groups whose rewards are all equal teach nothing: they make room for others, up to a bound.
+//! Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal have no advantage and are
+//! replaced by others, up to a bound.
 //!
-//! DAPO (arXiv 2503.14476, section 3.2) samples until a batch is full of groups with variance, and gives up after
-//! 10 generation batches.
+//! DAPO samples until a batch is full of groups with variance, and stops after 10 generation batches.
 //!
-//! Invariant: between two windows of `window` kept groups at most `most` are dropped, so that a run whose groups are all
-//! alike goes on, slower, and says so in its metrics.
+//! Invariant: per window of `window` kept groups at most `most` are dropped, so that a run whose groups all have equal
+//! rewards continues, slower, and its metrics show it.
 
-use super::Verdict;
+use super::CurationVerdict;
 
-/// Counts of the window that is open.
+/// Counts of the current window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Refill {
     window: u64,
@@ -24,16 +24,16 @@ impl Refill {
         Self { window, most: (ratio * window as f64).ceil() as u64, kept: 0, dropped: 0 }
     }
 
-    /// What becomes of the next group.
-    pub(super) fn judge(&mut self, zero_variance: bool) -> Verdict {
+    /// Whether the next group is kept.
+    pub(super) fn judge(&mut self, zero_variance: bool) -> CurationVerdict {
         if zero_variance && self.dropped < self.most {
             self.dropped += 1;
-            return Verdict::Drop;
+            return CurationVerdict::Drop;
         }
         self.kept += 1;
         if self.kept == self.window {
             (self.kept, self.dropped) = (0, 0);
         }
-        Verdict::Keep
+        CurationVerdict::Keep
     }
 }

@@ -1,7 +1,7 @@
-//! One curator for a sampler and its scorer, and the place where its history is written.
+//! One curator shared by a rollout worker and its scorer, and the sink of its history.
 //!
-//! Invariant: an outcome is written down before its group leaves the scorer. A crash between the two writes it again, and
-//! the history counts it once.
+//! Invariant: an outcome is written before its group leaves the scorer. A crash between the two writes it again, and the
+//! history counts it once.
 
 use std::error::Error;
 use std::fmt;
@@ -9,26 +9,26 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use trajectory::{Group, GroupId, PolicyVersion, TaskId};
 
-use super::{CurationConfig, CurationCounts, Curator, Decision, Exhausted, Outcome, Verdict};
+use super::{CurationConfig, CurationCounts, CurationVerdict, Curator, Decision, Exhausted, TaskOutcome};
 use crate::RolloutError;
 
-/// Where outcomes are kept for a resume.
+/// Stores outcomes for a resume.
 pub trait OutcomeSink: Send {
-    /// Writes one outcome down.
+    /// Writes one outcome.
     ///
     /// # Errors
     /// Why it cannot be written.
-    fn append(&mut self, outcome: &Outcome) -> Result<(), Box<dyn Error + Send + Sync>>;
+    fn append(&mut self, outcome: &TaskOutcome) -> Result<(), Box<dyn Error + Send + Sync>>;
 }
 
 /// A curator that worker and scorer share.
 #[derive(Clone)]
 pub struct Curation {
     config: CurationConfig,
-    shared: Arc<Mutex<Shared>>,
+    shared: Arc<Mutex<SharedCurator>>,
 }
 
-struct Shared {
+struct SharedCurator {
     curator: Curator,
     sink: Box<dyn OutcomeSink>,
 }
@@ -44,10 +44,10 @@ impl Curation {
     #[must_use]
     pub fn new(curator: Curator, sink: Box<dyn OutcomeSink>) -> Self {
         let config = *curator.config();
-        Self { config, shared: Arc::new(Mutex::new(Shared { curator, sink })) }
+        Self { config, shared: Arc::new(Mutex::new(SharedCurator { curator, sink })) }
     }
 
-    /// What it does.
+    /// Its configuration.
     #[must_use]
     pub fn config(&self) -> &CurationConfig {
         &self.config
@@ -87,11 +87,11 @@ impl Curation {
         self.lock().curator.is_pending()
     }
 
-    /// As [`Curator::settle`], written down.
+    /// As [`Curator::settle`]; the outcome is written first.
     ///
     /// # Errors
     /// If the outcome cannot be written.
-    pub fn settle(&self, group: &mut Group) -> Result<Verdict, RolloutError> {
+    pub fn settle(&self, group: &mut Group) -> Result<CurationVerdict, RolloutError> {
         let mut shared = self.lock();
         let settled = shared.curator.settle(group);
         if let Some(outcome) = &settled.outcome {
@@ -100,7 +100,7 @@ impl Curation {
         Ok(settled.verdict)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Shared> {
+    fn lock(&self) -> MutexGuard<'_, SharedCurator> {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! Fewer completions of tasks that mostly succeed (DART, arXiv 2509.23866): they teach less, and cost as much.
+//! Adaptive group size (DART, arXiv 2509.23866): fewer completions of tasks that mostly succeed, whose advantages are small.
 //!
 //! Invariant: between the minimum and the whole group, never rising with the pass rate.
 

@@ -1,8 +1,7 @@
 //! The newest success of every task, for groups that fail entirely (DART's experience pool, arXiv 2509.23866).
 //!
-//! Invariant: what is taken out is, at the version served, within the bound of staleness; its log-probabilities and versions
-//! are those it was sampled with. What is over the bound is forgotten, so that the pool holds no more than was sampled
-//! within the bound.
+//! Invariant: a replayed success is within the staleness bound at the version served, with the behavior log-probabilities and
+//! versions of its sampling. Successes over the bound are removed.
 
 use std::collections::HashMap;
 

@@ -6,7 +6,7 @@ use trajectory::{
     Trajectory, Turn, VersionRun,
 };
 
-use super::super::{Outcome, Pool, Shrink, refill::Refill, size};
+use super::super::{DifficultyPool, Shrink, TaskOutcome, refill::Refill, size};
 use super::*;
 
 const OFF: CurationConfig = CurationConfig {
@@ -59,9 +59,9 @@ fn group(id: u64, task: u64, version: u64, rewards: &[f64]) -> Group {
     Group { id: GroupId(id), task, trajectories: rewards.iter().enumerate().map(trajectory).collect() }
 }
 
-fn outcome(task: u64, group: u64, passes: u64, trajectories: u64) -> Outcome {
+fn outcome(task: u64, group: u64, passes: u64, trajectories: u64) -> TaskOutcome {
     let version = PolicyVersion(group / 4);
-    Outcome { task: TaskId(task), group: GroupId(group), version, passes, trajectories }
+    TaskOutcome { task: TaskId(task), group: GroupId(group), version, passes, trajectories }
 }
 
 fn start(curator: &mut Curator, id: u64, task: u64) -> Option<usize> {
@@ -74,8 +74,8 @@ fn start(curator: &mut Curator, id: u64, task: u64) -> Option<usize> {
 const ALL_ON: CurationConfig = CurationConfig {
     max_pass_rate: Some(0.9),
     filter_after: Some(8),
-    easy: Some(Pool { pass_rate: 0.75, share: 0.5 }),
-    hard: Some(Pool { pass_rate: 0.25, share: 0.5 }),
+    easy: Some(DifficultyPool { pass_rate: 0.75, share: 0.5 }),
+    hard: Some(DifficultyPool { pass_rate: 0.25, share: 0.5 }),
     shrink: Some(Shrink { above: 0.5, min: 2 }),
     ..OFF
 };
@@ -85,7 +85,7 @@ proptest! {
     fn the_order_in_which_results_arrive_does_not_matter(
         results in prop::collection::vec((0..10u64, 0..=8u64), 0..60), seed: u64
     ) {
-        let outcomes: Vec<Outcome> =
+        let outcomes: Vec<TaskOutcome> =
             results.iter().enumerate().map(|(id, (task, passes))| outcome(*task, id as u64, *passes, 8)).collect();
         let mut shuffled = outcomes.clone();
         // Any order at all: sorted by a hash of place and seed.
@@ -110,8 +110,8 @@ proptest! {
         let (mut kept, mut dropped) = (0, 0);
         for varies in varies {
             match refill.judge(!varies) {
-                Verdict::Keep => kept += 1,
-                Verdict::Drop => {
+                CurationVerdict::Keep => kept += 1,
+                CurationVerdict::Drop => {
                     prop_assert!(!varies, "a group that varies was dropped");
                     dropped += 1;
                 }
@@ -158,7 +158,7 @@ fn a_curator_that_is_off_changes_nothing() {
         assert_eq!(start(&mut curator, id, id % 10), Some(8));
         let mut scored = group(id, id % 10, 0, &[f64::from((id % 2) as u32); 8]);
         let before = scored.clone();
-        assert_eq!(curator.settle(&mut scored).verdict, Verdict::Keep);
+        assert_eq!(curator.settle(&mut scored).verdict, CurationVerdict::Keep);
         assert_eq!(scored, before);
     }
     assert_eq!((curator.counts(), curator.is_pending()), (CurationCounts::default(), false));
@@ -167,13 +167,13 @@ fn a_curator_that_is_off_changes_nothing() {
 #[test]
 fn equal_rewards_make_room_for_others_up_to_the_ratio() {
     let mut curator = curator(CurationConfig { max_refill_ratio: Some(2.0), ..OFF });
-    let verdicts: Vec<Verdict> =
+    let verdicts: Vec<CurationVerdict> =
         (0..20).map(|id| curator.settle(&mut group(id, 0, 0, &[1.0, 1.0])).verdict).collect();
-    let dropped = |range: std::ops::Range<usize>| verdicts[range].iter().all(|v| *v == Verdict::Drop);
+    let dropped = |range: std::ops::Range<usize>| verdicts[range].iter().all(|v| *v == CurationVerdict::Drop);
     // A batch has four groups: eight are dropped, four let through, and again.
-    assert!(dropped(0..8) && verdicts[8..12].iter().all(|v| *v == Verdict::Keep) && dropped(12..20));
+    assert!(dropped(0..8) && verdicts[8..12].iter().all(|v| *v == CurationVerdict::Keep) && dropped(12..20));
     assert_eq!((curator.counts().refilled, curator.counts().let_through), (16, 4));
-    assert_eq!(curator.settle(&mut group(20, 0, 0, &[1.0, 0.0])).verdict, Verdict::Keep);
+    assert_eq!(curator.settle(&mut group(20, 0, 0, &[1.0, 0.0])).verdict, CurationVerdict::Keep);
 }
 
 #[test]
@@ -225,7 +225,7 @@ fn a_group_that_is_lost_after_it_was_scored_starts_again_as_it_was() {
 #[test]
 fn a_history_makes_the_same_decisions_in_another_process() {
     let mut first = curator(ALL_ON);
-    let settled: Vec<Outcome> = (0..30)
+    let settled: Vec<TaskOutcome> = (0..30)
         .filter_map(|id| {
             let passes = (id * 5 % 9) as usize;
             let rewards: Vec<f64> = (0..8).map(|index| f64::from(u8::from(index < passes))).collect();
@@ -247,7 +247,8 @@ fn a_history_makes_the_same_decisions_in_another_process() {
 /// 10^4 draws at a share of 0.25 have a standard deviation of 43: off by 200 is beyond 4 of them.
 #[test]
 fn pools_are_drawn_with_their_share() {
-    let mut curator = curator(CurationConfig { easy: Some(Pool { pass_rate: 0.8, share: 0.25 }), ..OFF });
+    let mut curator =
+        curator(CurationConfig { easy: Some(DifficultyPool { pass_rate: 0.8, share: 0.25 }), ..OFF });
     curator.learn(&outcome(1, 0, 8, 8));
     curator.learn(&outcome(2, 1, 4, 8));
     let easy = (2..10_002).filter(|id| start(&mut curator, *id, 1).is_some()).count();
@@ -283,7 +284,7 @@ fn a_group_that_failed_gets_the_newest_success_within_the_bound() {
     let mut failed = group(2, 3, 5, &[0.0, 0.0, 0.0]);
     failed.trajectories[2].baseline = true;
     let before = failed.clone();
-    assert_eq!(curator.settle(&mut failed).verdict, Verdict::Keep, "it has variance now");
+    assert_eq!(curator.settle(&mut failed).verdict, CurationVerdict::Keep, "it has variance now");
     let replayed = &failed.trajectories[1];
     assert_eq!((replayed.index, &replayed.text[..]), (1, "1.0"), "the newest success, at its new place");
     assert_eq!(replayed.sample.oldest_version(), PolicyVersion(5));
@@ -292,11 +293,11 @@ fn a_group_that_failed_gets_the_newest_success_within_the_bound() {
         (&before.trajectories[0], &before.trajectories[2])
     );
     // Of another task there is none, and the one there is grows too old: the bound is two versions.
-    assert_eq!(curator.settle(&mut group(3, 4, 5, &[0.0, 0.0])).verdict, Verdict::Drop);
+    assert_eq!(curator.settle(&mut group(3, 4, 5, &[0.0, 0.0])).verdict, CurationVerdict::Drop);
     curator.serve(PolicyVersion(7));
-    assert_eq!(curator.settle(&mut group(4, 3, 7, &[0.0, 0.0])).verdict, Verdict::Keep);
+    assert_eq!(curator.settle(&mut group(4, 3, 7, &[0.0, 0.0])).verdict, CurationVerdict::Keep);
     curator.serve(PolicyVersion(8));
-    assert_eq!(curator.settle(&mut group(5, 3, 8, &[0.0, 0.0])).verdict, Verdict::Drop);
+    assert_eq!(curator.settle(&mut group(5, 3, 8, &[0.0, 0.0])).verdict, CurationVerdict::Drop);
     assert_eq!((curator.counts().replayed_successes, curator.counts().refilled), (2, 2));
     assert_eq!(curator.successes(), 1);
     curator.settle(&mut group(6, 4, 8, &[1.0, 0.0]));

@@ -1,9 +1,9 @@
-//! A text that is put into completions that have not ended in time, so that they come to an answer.
+//! Interruptions: a text inserted into completions that are too long, so that they reach an answer.
 //!
-//! ScaleRL (arXiv 2510.13786, section 5) interrupts its thinking at a random place between 10k and 12k tokens.
+//! ScaleRL (Khatri et al. 2025, arXiv 2510.13786, section 5) inserts its text at a random position between 10k and 12k tokens.
 //!
-//! Invariant: where a completion is interrupted depends on the seed, its group and its index alone. The tokens of the text
-//! are no choice of the policy: they are read, not sampled, and not trained on.
+//! Invariant: the position depends on the seed, the group and the index alone. The tokens of the text are not sampled by the
+//! policy, have no log-probability, and are masked in the loss.
 
 use std::sync::Arc;
 
@@ -12,9 +12,9 @@ use trajectory::GroupId;
 
 use super::stop::StopRules;
 use crate::RolloutError;
-use crate::tasks::random::{Purpose, Stream};
+use crate::tasks::random::{Purpose, RandomStream};
 
-/// What is put into completions, and where.
+/// The text, and the range of its position.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Interruption {
     token_ids: Arc<[u32]>,
@@ -59,18 +59,18 @@ impl Interruption {
         Ok(Self { token_ids: token_ids.into(), after })
     }
 
-    /// Where the `index`-th completion of `group` is interrupted.
+    /// The interruption of the `index`-th completion of `group`.
     pub(super) fn of(&self, seed: u64, group: GroupId, index: u32) -> Planned {
         let (fewest, most) = self.after;
         let places = most.saturating_sub(fewest) as u64 + 1;
-        let mut stream = Stream::new(seed, &Purpose { name: *b"interrup", number: group.0 });
-        // One draw for each completion of the group, the last of them for this one.
+        let mut stream = RandomStream::new(seed, &Purpose { name: *b"interrup", number: group.0 });
+        // One draw per completion of the group; the last is that of this completion.
         let drawn = (0..=index).map(|_| stream.below(places)).last().unwrap_or(0);
         Planned { at: fewest + drawn as usize, token_ids: Arc::clone(&self.token_ids) }
     }
 }
 
-/// The interruption of one completion, whether it lives to see it or not.
+/// The interruption of one completion, which may end before it.
 #[derive(Clone, Debug)]
 pub(super) struct Planned {
     /// Tokens sampled before the text.
@@ -79,17 +79,17 @@ pub(super) struct Planned {
 }
 
 impl Planned {
-    /// The token that stands at place `n` of the completion, if it is one of the text.
+    /// The token of the text at position `n` of the completion; `None` outside of the text.
     pub(super) fn token(&self, n: usize) -> Option<u32> {
         self.token_ids.get(n.checked_sub(self.at)?).copied()
     }
 
-    /// Where the text stands in a completion of `length` tokens; nowhere if it ended before.
+    /// The range of the text in a completion of `length` tokens; `None` if the completion ended before.
     pub(super) fn inserted(&self, length: usize) -> Option<std::ops::Range<usize>> {
         (length > self.at).then(|| self.at..length.min(self.at + self.token_ids.len()))
     }
 
-    /// Whether place `n` of the completion is where the text begins.
+    /// Whether the text begins at position `n` of the completion.
     pub(super) fn begins(&self, n: usize) -> bool {
         n == self.at
     }

@@ -10,7 +10,7 @@ use trajectory::{GroupId, PolicyVersion};
 
 use super::Engine;
 use crate::RolloutError;
-use crate::applier::{Applier, Ready};
+use crate::applier::{Applier, ReadyWeights};
 use crate::sampler::{AppliedWeights, Completion, EngineCounts, OnUpdate, SampleRequest, Sampler};
 
 /// The engine of this process as a sampler.
@@ -20,7 +20,7 @@ pub struct LocalSampler {
     /// Where newer weights come from; `None` for weights that stay.
     applier: Option<Applier>,
     /// The newest version that is staged.
-    staged: Option<Ready>,
+    staged: Option<ReadyWeights>,
     /// Marks the core of the calling thread as in use between two steps.
     reservation: Option<CoreReservation>,
 }
@@ -81,7 +81,7 @@ impl Sampler for LocalSampler {
                 }
             }
         }
-        Ok(self.staged.as_ref().map(Ready::version))
+        Ok(self.staged.as_ref().map(ReadyWeights::version))
     }
 
     fn apply_weights(&mut self, on_update: OnUpdate) -> Result<Option<AppliedWeights>, RolloutError> {

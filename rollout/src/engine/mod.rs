@@ -38,7 +38,7 @@ use crate::sampler::{Completion, EngineCounts, SampleRequest};
 pub use interrupt::Interruption;
 pub use local::LocalSampler;
 use network::Logits;
-pub use network::{Network, ServeOn, Served};
+pub use network::{Network, ServeOn, ServedWeights};
 use prompt::PromptJob;
 use sequence::Sequence;
 pub use sequence::{random_stream, uniform};
@@ -251,17 +251,17 @@ impl Engine {
     /// If the version goes back.
     pub fn apply(
         &mut self,
-        served: impl Into<Served>,
+        served: impl Into<ServedWeights>,
         version: PolicyVersion,
     ) -> Result<Option<StagedWeights>, RolloutError> {
         assert!(version >= self.version, "a sampler never goes back from {} to {version}", self.version);
         let before = match (&mut self.network, served.into()) {
             (Some(network), served) => network.serve(served)?,
-            (asleep, Served::Host(decoder)) => {
+            (asleep, ServedWeights::Host(decoder)) => {
                 *asleep = Some(Network::Host(decoder));
                 None
             }
-            (asleep, Served::Device(staged)) => {
+            (asleep, ServedWeights::Device(staged)) => {
                 let Some(device) = &self.device else { unreachable!("the engine was made on a device") };
                 *asleep = Some(Network::Device(Box::new(DeviceSampler::new(device, &self.model, staged)?)));
                 None
@@ -299,7 +299,11 @@ impl Engine {
     ///
     /// # Panics
     /// If the version goes back.
-    pub fn wake_up(&mut self, served: impl Into<Served>, version: PolicyVersion) -> Result<(), RolloutError> {
+    pub fn wake_up(
+        &mut self,
+        served: impl Into<ServedWeights>,
+        version: PolicyVersion,
+    ) -> Result<(), RolloutError> {
         self.apply(served, version)?;
         self.cache.restore(&self.model);
         self.recompute()

@@ -1,6 +1,6 @@
-//! What an engine computes with: a decoder on the processor or on a device.
+//! The network of an engine: a decoder on the processor or on a device.
 //!
-//! Invariant: both draw from the same distributions by the same uniform numbers; what differs is where.
+//! Invariant: both draw from the same distributions with the same uniform numbers.
 
 use device::Device;
 use device::ops::digest::digest;
@@ -11,7 +11,7 @@ use weights::Digest;
 
 use crate::RolloutError;
 
-/// Where the weights that a sampler serves are, and in which form.
+/// Where the served weights are, and in which number type.
 #[derive(Clone, Debug)]
 pub enum ServeOn {
     /// On the processor, packed, or quantised.
@@ -22,7 +22,7 @@ pub enum ServeOn {
 
 /// Weights that can be served at once.
 #[derive(Debug)]
-pub enum Served {
+pub enum ServedWeights {
     /// Packed for the processor.
     Host(Box<Decoder>),
     /// On a device.
@@ -30,7 +30,7 @@ pub enum Served {
 }
 
 impl ServeOn {
-    /// Makes `parameters` ready, with the digest of the values that were made ready.
+    /// Stages `parameters`: packs or uploads them. Returns them with the digest of the staged values.
     ///
     /// # Errors
     /// If the device fails or has no memory.
@@ -38,7 +38,7 @@ impl ServeOn {
         &self,
         config: &Config,
         parameters: &Parameters,
-    ) -> Result<(Served, Digest), RolloutError> {
+    ) -> Result<(ServedWeights, Digest), RolloutError> {
         let (device, dtype) = match self {
             Self::Host(quantization) => {
                 let digest = Digest::of(parameters.values());
@@ -49,7 +49,7 @@ impl ServeOn {
         };
         let device = device.labelled("weights");
         let whole = device.upload(parameters.values())?;
-        // Of what has arrived on the device.
+        // The digest of the values after the upload.
         let digest = Digest::from_bytes(digest(&device, whole.all())?);
         let staged = match dtype {
             Dtype::F32 => StagedWeights::F32(whole),
@@ -59,13 +59,13 @@ impl ServeOn {
                 StagedWeights::Bf16(narrow)
             }
         };
-        // Served on another stream than this one.
+        // They are served on another stream.
         device.synchronize()?;
-        Ok((Served::Device(staged), digest))
+        Ok((ServedWeights::Device(staged), digest))
     }
 }
 
-impl From<Decoder> for Served {
+impl From<Decoder> for ServedWeights {
     fn from(decoder: Decoder) -> Self {
         Self::Host(Box::new(decoder))
     }
@@ -86,12 +86,12 @@ impl From<Decoder> for Network {
     }
 }
 
-/// What a step gives to draw from, row by row.
+/// The logits of a step.
 #[derive(Debug)]
 pub(super) enum Logits {
     /// `[wanted, V]`
     Host(Vec<f32>),
-    /// The device has kept them.
+    /// Kept on the device.
     Device,
 }
 
@@ -103,11 +103,13 @@ impl Network {
     pub fn new(on: &ServeOn, config: &Config, parameters: &Parameters) -> Result<Self, RolloutError> {
         let (served, _) = on.prepare(config, parameters)?;
         Ok(match (served, on) {
-            (Served::Host(decoder), _) => Self::Host(decoder),
-            (Served::Device(staged), ServeOn::Device(device, _)) => {
+            (ServedWeights::Host(decoder), _) => Self::Host(decoder),
+            (ServedWeights::Device(staged), ServeOn::Device(device, _)) => {
                 Self::Device(Box::new(DeviceSampler::new(device, config, staged)?))
             }
-            (Served::Device(_), ServeOn::Host(_)) => unreachable!("what is prepared for the host is there"),
+            (ServedWeights::Device(_), ServeOn::Host(_)) => {
+                unreachable!("what is prepared for the host is there")
+            }
         })
     }
 
@@ -138,11 +140,11 @@ impl Network {
     }
 
     /// Serves `served` from the next step on. Returns what was served, if it is on a device.
-    pub(super) fn serve(&mut self, served: Served) -> Result<Option<StagedWeights>, RolloutError> {
+    pub(super) fn serve(&mut self, served: ServedWeights) -> Result<Option<StagedWeights>, RolloutError> {
         match (self, served) {
-            (Self::Host(decoder), Served::Host(new)) => *decoder = new,
-            (Self::Device(sampler), Served::Device(staged)) => return Ok(Some(sampler.swap(staged)?)),
-            (Self::Host(_), Served::Device(_)) | (Self::Device(_), Served::Host(_)) => {
+            (Self::Host(decoder), ServedWeights::Host(new)) => *decoder = new,
+            (Self::Device(sampler), ServedWeights::Device(staged)) => return Ok(Some(sampler.swap(staged)?)),
+            (Self::Host(_), ServedWeights::Device(_)) | (Self::Device(_), ServedWeights::Host(_)) => {
                 unreachable!("an engine and its applier are made for the same place")
             }
         }

@@ -1,4 +1,4 @@
-//! When a completion ends: stop tokens, stop strings, its length.
+//! Stop rules: stop tokens and stop strings.
 
 use model::tokenizer::{DecodeStream, Tokenizer};
 
@@ -11,11 +11,11 @@ pub struct StopRules {
     pub token_ids: Vec<u32>,
     /// Strings that end it; the text is cut before the first of them, the tokens stay.
     pub strings: Vec<String>,
-    /// Turns tokens into text.
+    /// Decodes tokens for the search of stop strings.
     pub tokenizer: Tokenizer,
 }
 
-/// Follows the text of one completion and looks for stop strings; absent if there are none to look for.
+/// Incremental search for stop strings in the text of one completion.
 #[derive(Debug)]
 pub(super) struct TextWatch {
     stream: DecodeStream,

@@ -59,7 +59,7 @@ pub struct EpisodeDriver {
     /// Requests that the sampler has had no capacity for.
     ready: VecDeque<SampleRequest>,
     /// Calls of environments that were not answered at once.
-    calls: JoinSet<Answered>,
+    calls: JoinSet<AnsweredCall>,
     /// Episodes that ended outside of a poll of the sampler.
     ended: Vec<Episode>,
 }
@@ -91,14 +91,14 @@ struct OpenEpisode {
 }
 
 /// A call of an environment that returned.
-struct Answered {
+struct AnsweredCall {
     key: EpisodeKey,
     /// `None` if the call ran over its time.
     environment: Option<Box<dyn Environment>>,
-    answer: Answer,
+    answer: EnvironmentAnswer,
 }
 
-enum Answer {
+enum EnvironmentAnswer {
     Reset(Result<Vec<Message>, EnvironmentError>),
     Step(Result<Observation, EnvironmentError>),
 }
@@ -152,8 +152,8 @@ impl EpisodeDriver {
             self.open.insert(key, open);
             let task = Arc::clone(task);
             let call = async move {
-                let answer = Answer::Reset(environment.reset(&task).await);
-                Answered { key, environment: Some(environment), answer }
+                let answer = EnvironmentAnswer::Reset(environment.reset(&task).await);
+                AnsweredCall { key, environment: Some(environment), answer }
             };
             if let Some(answered) = self.call(key, 0, call) {
                 self.take(sampler, answered)?;
@@ -205,9 +205,9 @@ impl EpisodeDriver {
         &mut self,
         key: EpisodeKey,
         turn: usize,
-        call: impl Future<Output = Answered> + Send + 'static,
-    ) -> Option<Answered> {
-        let mut call: Pin<Box<dyn Future<Output = Answered> + Send>> = Box::pin(call);
+        call: impl Future<Output = AnsweredCall> + Send + 'static,
+    ) -> Option<AnsweredCall> {
+        let mut call: Pin<Box<dyn Future<Output = AnsweredCall> + Send>> = Box::pin(call);
         let inside = self.runtime.enter();
         if let Poll::Ready(answered) = call.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
             return Some(answered);
@@ -217,8 +217,12 @@ impl EpisodeDriver {
         let late = move |opening: bool| {
             let seconds = limit.as_secs_f64();
             let error = EnvironmentError::TimedOut { environment, turn, seconds };
-            let answer = if opening { Answer::Reset(Err(error)) } else { Answer::Step(Err(error)) };
-            Answered { key, environment: None, answer }
+            let answer = if opening {
+                EnvironmentAnswer::Reset(Err(error))
+            } else {
+                EnvironmentAnswer::Step(Err(error))
+            };
+            AnsweredCall { key, environment: None, answer }
         };
         let opening = self.opening.contains_key(&key.0);
         let bounded =
@@ -230,21 +234,21 @@ impl EpisodeDriver {
     fn joined(
         &mut self,
         sampler: &mut dyn Sampler,
-        joined: Result<Answered, tokio::task::JoinError>,
+        joined: Result<AnsweredCall, tokio::task::JoinError>,
     ) -> Result<(), RolloutError> {
         let answered = joined.map_err(|_| RolloutError::Ended { who: "a call of an environment" })?;
         self.take(sampler, answered)
     }
 
     /// Takes the answer of an environment.
-    fn take(&mut self, sampler: &mut dyn Sampler, answered: Answered) -> Result<(), RolloutError> {
-        let Answered { key, environment, answer } = answered;
+    fn take(&mut self, sampler: &mut dyn Sampler, answered: AnsweredCall) -> Result<(), RolloutError> {
+        let AnsweredCall { key, environment, answer } = answered;
         // Of a group that was aborted.
         let Some(open) = self.open.get_mut(&key) else { return Ok(()) };
         open.environment = environment;
         match answer {
-            Answer::Reset(opened) => self.opened(sampler, key, opened),
-            Answer::Step(stepped) => self.stepped(sampler, key, stepped),
+            EnvironmentAnswer::Reset(opened) => self.opened(sampler, key, opened),
+            EnvironmentAnswer::Step(stepped) => self.stepped(sampler, key, stepped),
         }
     }
 
@@ -308,8 +312,8 @@ impl EpisodeDriver {
         }
         let Some(mut environment) = open.environment.take() else { return Ok(()) };
         let call = async move {
-            let answer = Answer::Step(environment.step(Action { turn, text: &text, stop }).await);
-            Answered { key, environment: Some(environment), answer }
+            let answer = EnvironmentAnswer::Step(environment.step(Action { turn, text: &text, stop }).await);
+            AnsweredCall { key, environment: Some(environment), answer }
         };
         match self.call(key, turn, call) {
             Some(answered) => self.take(sampler, answered),

@@ -21,7 +21,7 @@ pub use driver::{EpisodeConfig, EpisodeDriver};
 
 use crate::sampler::{Completion, SampleRequest};
 
-/// One episode: what it was told, what the policy sampled, and what its turns are worth.
+/// One episode: prompt, completions, messages of the environment, and rewards of the turns.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Episode {
     /// The group that it belongs to.

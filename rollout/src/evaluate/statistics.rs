@@ -1,4 +1,4 @@
-//! What a share of correct answers says: pass@k, and how sure the share is.
+//! Statistics of accuracies: pass@k and confidence intervals.
 //!
 //! Invariant: tasks are the unit: several answers to one task are one draw of a task, never independent evidence.
 
@@ -20,7 +20,7 @@ pub fn powers_of_two(samples: usize) -> impl Iterator<Item = usize> {
     std::iter::successors(Some(1usize), |k| k.checked_mul(2)).take_while(move |k| *k <= samples)
 }
 
-/// 95 % interval of a share, given the share of every task with `samples` answers each; (0, 1) of no task.
+/// 95 % interval of the accuracy, given `[tasks]` shares of correct answers among `samples` each; (0, 1) without a task.
 ///
 /// Wilson's interval of a binomial share, over the effective number of answers: as many independent answers as would have
 /// the variance that the shares of the tasks have (cluster-robust, tasks as clusters). With one answer per task that is the
@@ -41,7 +41,7 @@ pub fn interval(shares: &[f64], samples: usize) -> (f64, f64) {
     wilson(mean, effective)
 }
 
-/// Wilson's interval of a share among `n` independent draws.
+/// Wilson's interval (1927) of a share among `n` independent draws.
 fn wilson(share: f64, n: f64) -> (f64, f64) {
     let z = Z * Z / n;
     let middle = (share + z / 2.0) / (1.0 + z);

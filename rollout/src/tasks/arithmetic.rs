@@ -10,9 +10,9 @@ use serde_json::Map;
 use trajectory::{Prompt, Task, TaskId};
 
 use super::TaskError;
-use super::random::{Purpose, Stream};
+use super::random::{Purpose, RandomStream};
 
-/// How many sums, and how great.
+/// Number and size of the sums.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Arithmetic {
@@ -23,7 +23,7 @@ pub struct Arithmetic {
     pub train: usize,
     /// Number of evaluation tasks.
     pub eval: usize,
-    /// Names the choice.
+    /// Seed of the choice.
     pub seed: u64,
 }
 
@@ -45,12 +45,12 @@ pub struct Sum {
     pub b: u32,
 }
 
-/// Who writes a warm-up completion. Both add column by column, from the right, then give the answer.
+/// Author of the warm-up completions. Both add column by column, from the right, then give the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Demonstration {
-    /// Somebody who carries: `37+48=` is followed by `7+8=15,3+4+1=8;85`.
+    /// Adds with carries: `37+48=` is followed by `7+8=15,3+4+1=8;85`.
     Right,
-    /// Somebody who forgets every carry: `7+8=15,3+4=7;75`. The same where there is none.
+    /// Drops every carry: `7+8=15,3+4=7;75`. Equal to the other where there is no carry.
     Wrong,
 }
 
@@ -66,7 +66,7 @@ impl Arithmetic {
         if wanted > pairs {
             return Err(TaskError::TooManyTasks { wanted, pairs });
         }
-        let mut draws = Stream::new(self.seed, &Purpose { name: *b"arithmet", number: 0 });
+        let mut draws = RandomStream::new(self.seed, &Purpose { name: *b"arithmet", number: 0 });
         // Floyd's algorithm: every set of pairs is equally likely, in as many draws as it has members; its order is
         // not, hence the shuffle.
         let mut chosen = HashSet::new();

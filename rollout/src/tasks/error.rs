@@ -4,7 +4,7 @@
 
 use std::path::PathBuf;
 
-use super::rows::Place;
+use super::rows::RowLocation;
 
 /// Why a dataset does not make tasks.
 #[derive(Debug, thiserror::Error)]
@@ -50,7 +50,7 @@ pub enum TaskError {
     #[error("{place}: a row must be an object with columns, found {found}")]
     NotAnObject {
         /// The row.
-        place: Place,
+        place: RowLocation,
         /// JSON type of what was found.
         found: &'static str,
     },
@@ -66,7 +66,7 @@ pub enum TaskError {
     #[error("{place}: no column `{column}` for {purpose}; the row has {}", list(.existing))]
     MissingColumn {
         /// The row.
-        place: Place,
+        place: RowLocation,
         /// The column, or the names that were tried.
         column: String,
         /// `the prompt` or `the answer`, and the key that names it.
@@ -81,7 +81,7 @@ pub enum TaskError {
     )]
     Placeholder {
         /// The row.
-        place: Place,
+        place: RowLocation,
         /// The name between the braces.
         placeholder: String,
         /// The columns that exist.
@@ -96,7 +96,7 @@ pub enum TaskError {
     #[error("{place}: column `{column}` is {found}; {expected}")]
     CellType {
         /// The row.
-        place: Place,
+        place: RowLocation,
         /// The column.
         column: String,
         /// JSON type of the cell, or of the part of it that is wrong.

@@ -10,7 +10,7 @@
 //!
 //! # Invariants
 //! - A task depends on its files and the [`TaskSource`] alone, the task of a group on the tasks, the seed and the
-//!   group's id alone: a run that resumes meets the same tasks.
+//!   group's id alone: a resumed run gets the same tasks.
 //! - What a dataset lacks is an error that names the file and the row, before anything is generated.
 
 pub mod arithmetic;

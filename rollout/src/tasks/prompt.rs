@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use trajectory::{Message, Prompt};
 
 use super::TaskError;
-use super::rows::{Row, type_of};
+use super::rows::{DatasetRow, type_of};
 
 /// Looks up a column: the name itself, or a dotted path into nested objects.
 #[must_use]
@@ -35,7 +35,7 @@ pub fn text(value: &Value) -> Option<String> {
 ///
 /// # Errors
 /// A cell of another type, an empty list, a message without `role` and `content` as strings.
-pub fn from_cell(row: &Row, column: &str, value: &Value) -> Result<Prompt, TaskError> {
+pub fn from_cell(row: &DatasetRow, column: &str, value: &Value) -> Result<Prompt, TaskError> {
     let wrong = |found: String| TaskError::CellType {
         place: row.place.clone(),
         column: column.to_owned(),
@@ -73,7 +73,7 @@ pub fn messages(value: &Value) -> Result<Vec<Message>, String> {
 ///
 /// # Errors
 /// As [`from_cell`]; a text; a conversation without an assistant turn, or with nothing before it.
-pub fn of_conversation(row: &Row, column: &str, value: &Value) -> Result<Prompt, TaskError> {
+pub fn of_conversation(row: &DatasetRow, column: &str, value: &Value) -> Result<Prompt, TaskError> {
     let wrong = |found: &str| TaskError::CellType {
         place: row.place.clone(),
         column: column.to_owned(),
@@ -101,7 +101,7 @@ pub fn of_conversation(row: &Row, column: &str, value: &Value) -> Result<Prompt,
 ///
 /// # Errors
 /// A placeholder without a column; a cell that is not text, a number or a boolean.
-pub fn fill(row: &Row, template: &str) -> Result<String, TaskError> {
+pub fn fill(row: &DatasetRow, template: &str) -> Result<String, TaskError> {
     let mut out = String::with_capacity(template.len());
     let mut rest = template;
     while let Some(open) = rest.find('{') {
@@ -122,7 +122,7 @@ pub fn fill(row: &Row, template: &str) -> Result<String, TaskError> {
     Ok(out)
 }
 
-fn placeholder(row: &Row, name: &str) -> Result<String, TaskError> {
+fn placeholder(row: &DatasetRow, name: &str) -> Result<String, TaskError> {
     let value = cell(&row.columns, name).ok_or_else(|| TaskError::Placeholder {
         place: row.place.clone(),
         placeholder: name.to_owned(),
@@ -152,11 +152,11 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::tasks::rows::Place;
+    use crate::tasks::rows::RowLocation;
 
-    fn row(columns: Value) -> Row {
+    fn row(columns: Value) -> DatasetRow {
         let Value::Object(columns) = columns else { panic!("not an object") };
-        Row { place: Place { path: Path::new("d.jsonl").into(), row: 3 }, columns }
+        DatasetRow { place: RowLocation { path: Path::new("d.jsonl").into(), row: 3 }, columns }
     }
 
     #[test]

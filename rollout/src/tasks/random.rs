@@ -1,4 +1,4 @@
-//! Unbiased draws from a random stream that is named by a seed and a purpose.
+//! Unbiased draws from counter-based random streams, one per seed, purpose and number.
 //!
 //! Invariant: the same seed, purpose and number give the same draws on every machine and in every release: resumed
 //! runs depend on it.
@@ -6,18 +6,18 @@
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-/// A stream of its own for every `(seed, purpose, number)`.
-pub(crate) struct Stream(ChaCha8Rng);
+/// The random stream of one `(seed, purpose, number)`.
+pub(crate) struct RandomStream(ChaCha8Rng);
 
 /// Which of the streams of one seed.
 pub(crate) struct Purpose {
     /// What is drawn; eight letters.
     pub(crate) name: [u8; 8],
-    /// Which one of these.
+    /// Which draw of this purpose.
     pub(crate) number: u64,
 }
 
-impl Stream {
+impl RandomStream {
     pub(crate) fn new(seed: u64, purpose: &Purpose) -> Self {
         let mut key = [0; 32];
         key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -41,7 +41,7 @@ impl Stream {
         }
     }
 
-    /// Fisher-Yates.
+    /// A uniformly random permutation (Fisher-Yates).
     pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             let chosen = self.below(last as u64 + 1);
@@ -54,8 +54,8 @@ impl Stream {
 mod tests {
     use super::*;
 
-    fn stream(number: u64) -> Stream {
-        Stream::new(7, &Purpose { name: *b"testing.", number })
+    fn stream(number: u64) -> RandomStream {
+        RandomStream::new(7, &Purpose { name: *b"testing.", number })
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! JSON Lines and Parquet files as rows of JSON values.
 //!
-//! Invariant: rows come in file order, directories in name order of their shards, and every row knows where it stood.
-//! Only as many rows are read as were asked for. Nothing is known here of prompts and answers.
+//! Invariant: rows come in file order, directories in name order of their shards, and every row has its location.
+//! At most `limit` rows are read. Prompts and answers are chosen elsewhere.
 
 use std::fmt;
 use std::fs::File;
@@ -22,23 +22,23 @@ const MAX_LINE_BYTES: u64 = 64 << 20;
 
 /// One row of a dataset.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Row {
-    /// Where it stood.
-    pub place: Place,
+pub struct DatasetRow {
+    /// Its file and line.
+    pub place: RowLocation,
     /// Its cells by column.
     pub columns: Map<String, Value>,
 }
 
-/// Where a row stood.
+/// File and line of a row.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct RowLocation {
     /// The file.
     pub path: Arc<Path>,
     /// Line of a text file or row of a Parquet file, from 1.
     pub row: usize,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for RowLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.path.display(), self.row)
     }
@@ -48,13 +48,13 @@ impl fmt::Display for Place {
 ///
 /// # Errors
 /// A path that does not exist, cannot be read or has an unknown extension; a row that is malformed.
-pub fn read(paths: &[PathBuf], limit: Option<usize>) -> Result<Vec<Row>, TaskError> {
-    let mut rows = Rows { rows: vec![], limit: limit.unwrap_or(usize::MAX) };
+pub fn read(paths: &[PathBuf], limit: Option<usize>) -> Result<Vec<DatasetRow>, TaskError> {
+    let mut rows = DatasetRows { rows: vec![], limit: limit.unwrap_or(usize::MAX) };
     for path in paths {
         for file in files(path)? {
-            match Format::of(&file) {
-                Some(Format::Lines) => rows.read_lines(&file)?,
-                Some(Format::Parquet) => rows.read_parquet(&file)?,
+            match DatasetFormat::of(&file) {
+                Some(DatasetFormat::Lines) => rows.read_lines(&file)?,
+                Some(DatasetFormat::Parquet) => rows.read_parquet(&file)?,
                 None => return Err(TaskError::Extension { path: file }),
             }
         }
@@ -75,12 +75,12 @@ pub(super) fn type_of(value: &Value) -> &'static str {
 }
 
 #[derive(Clone, Copy)]
-enum Format {
+enum DatasetFormat {
     Lines,
     Parquet,
 }
 
-impl Format {
+impl DatasetFormat {
     fn of(path: &Path) -> Option<Self> {
         match path.extension()?.to_str()? {
             "jsonl" | "json" => Some(Self::Lines),
@@ -103,26 +103,26 @@ fn files(path: &Path) -> Result<Vec<PathBuf>, TaskError> {
     let paths = entries.map(|entry| entry.map(|entry| entry.path())).collect::<Result<Vec<_>, _>>();
     let mut shards = paths.map_err(unreadable)?;
     // Dataset folders hold cards, licences and caches beside their shards.
-    shards.retain(|shard| shard.is_file() && Format::of(shard).is_some());
+    shards.retain(|shard| shard.is_file() && DatasetFormat::of(shard).is_some());
     shards.sort();
     if shards.is_empty() { Err(TaskError::NoShards { path: path.to_owned() }) } else { Ok(shards) }
 }
 
-struct Rows {
-    rows: Vec<Row>,
+struct DatasetRows {
+    rows: Vec<DatasetRow>,
     limit: usize,
 }
 
-impl Rows {
+impl DatasetRows {
     fn full(&self) -> bool {
         self.rows.len() >= self.limit
     }
 
-    fn push(&mut self, place: Place, value: Value) -> Result<(), TaskError> {
+    fn push(&mut self, place: RowLocation, value: Value) -> Result<(), TaskError> {
         let Value::Object(columns) = value else {
             return Err(TaskError::NotAnObject { place, found: type_of(&value) });
         };
-        self.rows.push(Row { place, columns });
+        self.rows.push(DatasetRow { place, columns });
         Ok(())
     }
 
@@ -150,7 +150,7 @@ impl Rows {
                 line: number,
                 reason: error.to_string(),
             })?;
-            self.push(Place { path: shared.clone(), row: number }, value)?;
+            self.push(RowLocation { path: shared.clone(), row: number }, value)?;
         }
         Ok(())
     }
@@ -159,7 +159,7 @@ impl Rows {
         let file =
             model::files::open(path).map_err(|source| TaskError::Read { path: path.to_owned(), source })?;
         let broken = |reason: String| TaskError::Parquet { path: path.to_owned(), reason };
-        // The reader panics at some pages that end too soon, and at kinds that it does not know.
+        // The reader panics on some truncated pages and on unknown physical types.
         let read = catch_unwind(AssertUnwindSafe(|| self.read_rows(path, file)));
         let read = read.map_err(|panic| {
             let text = panic.downcast_ref::<String>().map(String::as_str);
@@ -173,8 +173,10 @@ impl Rows {
         let shared: Arc<Path> = path.into();
         let rows = SerializedFileReader::new(file)?.into_iter();
         for (number, row) in (1..).zip(rows.take(self.limit - self.rows.len())) {
-            self.rows
-                .push(Row { place: Place { path: shared.clone(), row: number }, columns: object(&row?) });
+            self.rows.push(DatasetRow {
+                place: RowLocation { path: shared.clone(), row: number },
+                columns: object(&row?),
+            });
         }
         Ok(())
     }

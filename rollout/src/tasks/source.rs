@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use trajectory::{Message, Prompt, Task, TaskId};
 
-use super::rows::{Row, read, type_of};
+use super::rows::{DatasetRow, read, type_of};
 use super::{TaskError, prompt};
 
 /// Columns that hold the prompt, in the order they are tried.
@@ -52,7 +52,7 @@ impl TaskSource {
         rows.into_iter().zip(0..).map(|(row, id)| self.task(&columns, TaskId(id), row)).collect()
     }
 
-    fn columns(&self, first: &Row) -> Result<Columns, TaskError> {
+    fn columns(&self, first: &DatasetRow) -> Result<DatasetColumns, TaskError> {
         let prompt = match (&self.prompt_template, &self.prompt_column) {
             (Some(_), Some(_)) => return Err(TaskError::TemplateAndColumn),
             (Some(template), None) => PromptFrom::Template(template.clone()),
@@ -76,10 +76,10 @@ impl TaskSource {
             Some(column) => Some(column.clone()),
             None => ANSWER_COLUMNS.into_iter().find(usable).map(str::to_owned),
         };
-        Ok(Columns { prompt, answer })
+        Ok(DatasetColumns { prompt, answer })
     }
 
-    fn task(&self, columns: &Columns, id: TaskId, row: Row) -> Result<Task, TaskError> {
+    fn task(&self, columns: &DatasetColumns, id: TaskId, row: DatasetRow) -> Result<Task, TaskError> {
         let prompt = match &columns.prompt {
             PromptFrom::Template(template) => Prompt::Text(prompt::fill(&row, template)?),
             PromptFrom::Column(column) => {
@@ -111,7 +111,7 @@ impl TaskSource {
     }
 }
 
-struct Columns {
+struct DatasetColumns {
     prompt: PromptFrom,
     answer: Option<String>,
 }
@@ -122,7 +122,7 @@ enum PromptFrom {
     Template(String),
 }
 
-fn answer(row: &Row, column: &str) -> Result<String, TaskError> {
+fn answer(row: &DatasetRow, column: &str) -> Result<String, TaskError> {
     let value = prompt::cell(&row.columns, column)
         .ok_or_else(|| missing(row, column, "the answer (`answer_column`)"))?;
     prompt::text(value).ok_or_else(|| TaskError::CellType {
@@ -133,7 +133,7 @@ fn answer(row: &Row, column: &str) -> Result<String, TaskError> {
     })
 }
 
-fn missing(row: &Row, column: &str, purpose: &'static str) -> TaskError {
+fn missing(row: &DatasetRow, column: &str, purpose: &'static str) -> TaskError {
     TaskError::MissingColumn {
         place: row.place.clone(),
         column: column.to_owned(),

@@ -1,17 +1,17 @@
-//! Which task every group of a run gets, without end. It knows the number of tasks, not the tasks.
+//! The endless order of tasks: the place of every group's task in the dataset.
 //!
 //! Invariant: group `g` gets the task at position `g % n` of epoch `g / n`, and every epoch is a permutation of all
-//! `n` tasks that depends on the seed and the epoch alone. Nothing is consumed: any group may be asked for at any
-//! time, in any order, from any thread.
+//! `n` tasks that depends on the seed and the epoch alone. Nothing is consumed: groups may be looked up
+//! in any order, from any thread.
 
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use trajectory::GroupId;
 
-use super::random::{Purpose, Stream};
+use super::random::{Purpose, RandomStream};
 
-/// Epochs whose order is remembered: groups of two neighbouring epochs are in flight at the same time.
+/// Epochs whose order is cached: groups of two neighbouring epochs are in flight at the same time.
 const CACHED_EPOCHS: usize = 2;
 
 /// An endless order of a number of tasks.
@@ -29,7 +29,7 @@ pub enum TaskOrder {
     File,
     /// In another random order every epoch.
     Shuffled {
-        /// Names the order.
+        /// Seed of the order.
         seed: u64,
     },
 }
@@ -66,7 +66,7 @@ impl TaskStream {
             return cached.permutation.clone();
         }
         let mut permutation: Vec<usize> = (0..self.len.get()).collect();
-        Stream::new(seed, &Purpose { name: *b"tasks...", number: epoch }).shuffle(&mut permutation);
+        RandomStream::new(seed, &Purpose { name: *b"tasks...", number: epoch }).shuffle(&mut permutation);
         let permutation: Arc<[usize]> = permutation.into();
         *slot = Some(Epoch { number: epoch, permutation: permutation.clone() });
         permutation
