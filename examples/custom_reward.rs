@@ -11,14 +11,14 @@
 
 use std::process::ExitCode;
 
-use rewards::{FunctionError, Registry, Scored};
+use rewards::{FunctionError, FunctionInput, Registry};
 use rlrun::allocator::Allocator;
 
 #[global_allocator]
 static ALLOCATOR: Allocator = Allocator;
 
 /// The share of vowels among the letters of a completion.
-fn vowels(scored: &Scored) -> Result<f64, FunctionError> {
+fn vowels(scored: &FunctionInput) -> Result<f64, FunctionError> {
     let letters = scored.text.chars().filter(|c| c.is_alphabetic()).count();
     let vowels = scored.text.chars().filter(|c| "aeiouAEIOU".contains(*c)).count();
     if letters == 0 {

@@ -95,7 +95,8 @@ impl Grader<'_> {
         let text = field(&self.args.pred_field)?;
         // Kinds that compare with no answer need none; the others say so.
         let gold = row.get(&self.args.gold_field).map(|_| field(&self.args.gold_field)).transpose()?;
-        let known = self.program.registry().kind(&self.args.kind).map_or(&[][..], rewards::Kind::parameters);
+        let known =
+            self.program.registry().kind(&self.args.kind).map_or(&[][..], rewards::RewardKind::parameters);
         let own = |key: &str| *key != self.args.gold_field && *key != self.args.pred_field;
         let given: Map<String, Value> = row
             .iter()

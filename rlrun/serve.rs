@@ -70,7 +70,7 @@ pub fn reward(args: &ServeRewardArgs) -> Result<String, Failure> {
     };
     runtime()?.block_on(async {
         let signals = Signals::listen()?;
-        let server = reward_model::server::Server::bind(&args.model, config, args.listen).await?;
+        let server = reward_model::server::RewardModelServer::bind(&args.model, config, args.listen).await?;
         say(&format!("listening on http://{}", server.local_addr()));
         let served = server.serve(signals.stop()).await;
         served.map_err(|source| Failure::System { what: "serve".to_owned(), source })?;

@@ -87,7 +87,7 @@ struct Shell {
 
 /// Processes that are killed with this one until this is dropped. It has to be dropped before they are waited for.
 #[derive(Debug)]
-pub(crate) struct Registration {
+pub(crate) struct ReaperRegistration {
     number: u64,
     pipe: Arc<PipeWriter>,
 }
@@ -105,13 +105,16 @@ impl Reaper {
     ///
     /// # Errors
     /// The shell was killed, and no other can be started.
-    pub(crate) fn register(&self) -> io::Result<Registration> {
+    pub(crate) fn register(&self) -> io::Result<ReaperRegistration> {
         let mut shell = self.shell.lock().unwrap_or_else(PoisonError::into_inner);
         if shell.process.try_wait()?.is_some() {
             // Processes of earlier registrations are no longer watched; those that start from here on are.
             *shell = Shell::start()?;
         }
-        Ok(Registration { number: self.next.fetch_add(1, Ordering::Relaxed), pipe: Arc::clone(&shell.pipe) })
+        Ok(ReaperRegistration {
+            number: self.next.fetch_add(1, Ordering::Relaxed),
+            pipe: Arc::clone(&shell.pipe),
+        })
     }
 }
 
@@ -141,7 +144,7 @@ impl Drop for Shell {
     }
 }
 
-impl Registration {
+impl ReaperRegistration {
     /// Adds the process `process` and its process group. Can be called between fork and exec: it allocates nothing.
     pub(crate) fn add_process(&self, process: i32) -> io::Result<()> {
         self.send(format_args!("{} {process}\n", self.number))
@@ -167,7 +170,7 @@ impl Registration {
     }
 }
 
-impl Drop for Registration {
+impl Drop for ReaperRegistration {
     fn drop(&mut self) {
         // A shell that has ended has no registrations.
         let _ = self.send(format_args!("{}\n", self.number));
@@ -227,7 +230,7 @@ mod tests {
         let mut shell = Command::new("/bin/sh");
         shell.args(["-c", SCRIPT]).stdin(Stdio::piped()).stderr(Stdio::null());
         let mut shell = shell.spawn().unwrap();
-        // Registration 1 has a prefix of the number 11 and is removed; 2 has two processes.
+        // ReaperRegistration 1 has a prefix of the number 11 and is removed; 2 has two processes.
         let lines = format!(
             "1 {}\n11 {}\n2 1{}\n12 {}\n11 {}\n3 {}\n2\n1\n",
             ended.id(),

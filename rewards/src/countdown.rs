@@ -16,7 +16,7 @@ use regex::Regex;
 use serde_json::Value;
 use trajectory::Task;
 
-use crate::registry::{Kind, pure};
+use crate::registry::{RewardKind, pure};
 use crate::{RewardError, RewardInput};
 
 /// Value of an answer that is wrong, if the recipe names no other.
@@ -29,8 +29,8 @@ const MAX_DEPTH: usize = 32;
 const MAX_BITS: u64 = 4096;
 
 /// The kind `countdown`.
-pub(crate) fn kind() -> Kind {
-    Kind::new("countdown", &["format_score"], &[], |spec, _| {
+pub(crate) fn kind() -> RewardKind {
+    RewardKind::new("countdown", &["format_score"], &[], |spec, _| {
         let format_score = spec.format_score.unwrap_or(FORMAT_SCORE);
         if !format_score.is_finite() {
             return Err(spec.wrong("format_score", "must be a finite number"));
@@ -118,17 +118,17 @@ fn number(value: &Value) -> Option<BigRational> {
 
 /// The value of an arithmetic expression as Python reads it; `None` if it would raise.
 fn evaluate(text: &str) -> Option<BigRational> {
-    let mut parser = Parser { rest: text.trim(), depth: 0 };
+    let mut parser = ExpressionParser { rest: text.trim(), depth: 0 };
     let value = parser.sum()?;
     parser.rest.trim().is_empty().then_some(value)
 }
 
-struct Parser<'a> {
+struct ExpressionParser<'a> {
     rest: &'a str,
     depth: usize,
 }
 
-impl Parser<'_> {
+impl ExpressionParser<'_> {
     fn eat(&mut self, sign: &str) -> bool {
         let rest = self.rest.trim_start();
         // `*` is not the first half of `**`, nor `/` of `//`.

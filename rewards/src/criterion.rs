@@ -1,7 +1,7 @@
-//! Which answers are correct: one criterion for evaluation, curation and the algorithms that ask.
+//! The criterion of correct answers, for evaluation, curation and algorithms.
 //!
-//! Invariant: weights, penalties and bonuses never change what is correct. An answer that the criterion could not judge is
-//! not correct; whether it failed stands in its component.
+//! Invariant: weights, penalties and bonuses never change whether an answer is correct. An answer that the criterion could not
+//! judge is not correct; its component has the failure.
 
 use trajectory::Component;
 

@@ -98,7 +98,7 @@ pub enum RewardError {
         /// The weight.
         weight: f64,
     },
-    /// The overlong penalty has no room.
+    /// The overlong penalty has an invalid range.
     #[error(
         "reward `{reward}` has `cache` = {cache} tokens and a maximal length of {max_length}; \
          `cache` must be at least 1 and at most the maximal length"

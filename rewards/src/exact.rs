@@ -2,12 +2,12 @@
 //!
 //! Invariant: nothing inside the text is normalised. It does not look for an answer within a longer text.
 
-use crate::registry::{Kind, pure};
+use crate::registry::{RewardKind, pure};
 use crate::{RewardError, RewardInput};
 
 /// The kind `exact`.
-pub(crate) fn kind() -> Kind {
-    Kind::new("exact", &[], &[], |spec, _| Ok(pure(spec, score)))
+pub(crate) fn kind() -> RewardKind {
+    RewardKind::new("exact", &[], &[], |spec, _| Ok(pure(spec, score)))
 }
 
 /// 1.0 or 0.0; `reward` is the name under which errors are reported.

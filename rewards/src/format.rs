@@ -9,7 +9,7 @@ use ::regex::Regex;
 
 use crate::RewardError;
 use crate::regex::compile;
-use crate::registry::{Kind, pure};
+use crate::registry::{RewardKind, pure};
 
 const TAGS: [&str; 4] = ["<think>", "</think>", "<answer>", "</answer>"];
 
@@ -18,14 +18,14 @@ static THINK_ANSWER: LazyLock<Regex> = LazyLock::new(|| {
 });
 
 /// The kind `format`.
-pub(crate) fn kind() -> Kind {
-    Kind::new("format", &["pattern"], &[], |spec, _| {
+pub(crate) fn kind() -> RewardKind {
+    RewardKind::new("format", &["pattern"], &[], |spec, _| {
         let form = Form::new(spec.name(), spec.pattern.as_deref())?;
         Ok(pure(spec, move |_, input| Ok(form.score(input.text))))
     })
 }
 
-/// What a text must look like.
+/// The required form of a text.
 #[derive(Debug)]
 pub struct Form {
     own: Option<Regex>,

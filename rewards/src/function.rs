@@ -1,8 +1,8 @@
 //! Rewards that are Rust functions: the built-in ones, and a user's own.
 //!
-//! Invariant: a built-in function is called on the caller's thread and takes microseconds; a user's function may take its
-//! time, so it is called on a thread for blocking work and given up after its timeout. A thread cannot be killed: a
-//! function that never returns keeps the one it has, and only the trajectory it was called for is lost.
+//! Invariant: a built-in function runs on the caller's thread and takes microseconds. A user's function may be slow, so it runs on
+//! a thread for blocking work, and the caller stops waiting after its timeout. A thread cannot be killed: a function that never
+//! returns occupies its thread, and costs only the trajectory that it was called for.
 
 use std::fmt;
 use std::sync::Arc;
@@ -61,10 +61,10 @@ where
     }
 }
 
-/// What a user's function sees of a trajectory: a [`RewardInput`] that it may keep for as long as it runs.
+/// The trajectory for a user's function: an owned [`RewardInput`].
 #[derive(Clone, Debug)]
-pub struct Scored {
-    /// What was asked, with the reference answer and all columns of the row.
+pub struct FunctionInput {
+    /// The task, with the reference answer and all columns of the row.
     pub task: Task,
     /// The last completion as text, without its stop token.
     pub text: String,
@@ -80,14 +80,14 @@ pub struct Scored {
     pub version: PolicyVersion,
 }
 
-/// Why a user's function could not judge; any error becomes one.
+/// The error of a user's function; any error type converts into it.
 pub type FunctionError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A user's function.
-pub(crate) type UserFunction = dyn Fn(&Scored) -> Result<f64, FunctionError> + Send + Sync;
+pub(crate) type UserFunction = dyn Fn(&FunctionInput) -> Result<f64, FunctionError> + Send + Sync;
 
 /// A [`Reward`] made of a user's function.
-pub(crate) struct Function {
+pub(crate) struct FunctionReward {
     name: String,
     function: Arc<UserFunction>,
     running: Arc<Semaphore>,
@@ -95,7 +95,7 @@ pub(crate) struct Function {
     load: Load,
 }
 
-impl Function {
+impl FunctionReward {
     pub(crate) fn new(spec: &RewardSpec, function: Arc<UserFunction>) -> Self {
         Self {
             name: spec.name().to_owned(),
@@ -108,10 +108,10 @@ impl Function {
 
     async fn judge(&self, input: &RewardInput<'_>) -> Judged {
         let waiting = self.load.wait();
-        // The semaphore is never closed, so a permit always comes; waiting for it is not the reward's time.
+        // The semaphore is never closed, so a permit always comes; time in the queue does not count.
         let permit = Arc::clone(&self.running).acquire_owned().await;
         let _running = waiting.begin();
-        let scored = Scored {
+        let scored = FunctionInput {
             task: input.task.clone(),
             text: input.text.to_owned(),
             prompt_ids: input.prompt_ids.to_vec(),
@@ -130,19 +130,19 @@ impl Function {
         match tokio::time::timeout(self.timeout, call).await {
             Ok(Ok(Ok(value))) => Ok(value.into()),
             Ok(Ok(Err(error))) => Err(failed(error.to_string())),
-            Ok(Err(_)) => Err(failed("the function panicked; its message stands in the log".to_owned())),
+            Ok(Err(_)) => Err(failed("the function panicked; its message is in the log".to_owned())),
             Err(_) => Err(input.trajectory().timed_out(&self.name, self.timeout)),
         }
     }
 }
 
-impl fmt::Debug for Function {
+impl fmt::Debug for FunctionReward {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Function").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("FunctionReward").field("name", &self.name).finish_non_exhaustive()
     }
 }
 
-impl Reward for Function {
+impl Reward for FunctionReward {
     fn name(&self) -> &str {
         &self.name
     }

@@ -1,14 +1,14 @@
 //! `gsm8k`: verl's grader of Grade School Math, character by character, so that scores compare with its runs.
 //!
 //! Invariant: same verdict as verl's `gsm8k.py` on every text, its quirks included (`#### 18.` is not `18`; the
-//! flexible method keeps commas). Whoever wants 18.00 to equal 18 uses `math`.
+//! flexible method keeps commas). For 18.00 to equal 18, use `math`.
 
 use std::sync::LazyLock;
 
 use regex::Regex;
 use serde::{Deserialize, Serialize};
 
-use crate::registry::{Kind, pure};
+use crate::registry::{RewardKind, pure};
 use crate::{RewardError, RewardInput};
 
 /// Only the end of a completion is searched, in characters.
@@ -18,8 +18,8 @@ static MARKED: LazyLock<Regex> = LazyLock::new(|| compiled(r"#### (-?[0-9.,]+)")
 static NUMBER: LazyLock<Regex> = LazyLock::new(|| compiled(r"-?[0-9.,]+"));
 
 /// The kind `gsm8k`.
-pub(crate) fn kind() -> Kind {
-    Kind::new("gsm8k", &["method"], &[], |spec, _| {
+pub(crate) fn kind() -> RewardKind {
+    RewardKind::new("gsm8k", &["method"], &[], |spec, _| {
         let method = spec.method.unwrap_or_default();
         Ok(pure(spec, move |label, input| score(label, method, input)))
     })

@@ -3,12 +3,12 @@
 //! Invariant: same verdict as verl's `math_reward.py`, its quirks included: a `\fbox` is found and never right, one
 //! `\boxed ` with a blank anywhere decides over all with braces, and what cannot be normalised is compared as it is.
 
-use crate::registry::{Kind, pure};
+use crate::registry::{RewardKind, pure};
 use crate::{RewardError, RewardInput};
 
 /// The kind `hendrycks`.
-pub(crate) fn kind() -> Kind {
-    Kind::new("hendrycks", &[], &[], |spec, _| Ok(pure(spec, score)))
+pub(crate) fn kind() -> RewardKind {
+    RewardKind::new("hendrycks", &[], &[], |spec, _| Ok(pure(spec, score)))
 }
 
 /// 1.0 or 0.0; `reward` is the name under which errors are reported.

@@ -1,27 +1,28 @@
-//! `length`: DAPO's soft overlong punishment, from 0 down to -1 as a completion nears its maximal length.
+//! `length`: the soft overlong punishment of DAPO (Yu et al. 2025, arXiv:2503.14476), from 0 down to -1 as a completion nears its
+//! maximal length.
 //!
 //! Invariant: a value in [-1, 0], never rising with length. It does not look at the text.
 
-use crate::registry::{Kind, pure};
+use crate::registry::{RewardKind, pure};
 use crate::{RewardError, RewardInput};
 
 /// The kind `length`.
-pub(crate) fn kind() -> Kind {
-    Kind::new("length", &["max_length", "cache"], &["cache"], |spec, _| {
+pub(crate) fn kind() -> RewardKind {
+    RewardKind::new("length", &["max_length", "cache"], &["cache"], |spec, _| {
         let cache = spec.required("cache", spec.cache)?;
-        let penalty = Penalty::new(spec.name(), spec.max_length, cache)?;
+        let penalty = OverlongPenalty::new(spec.name(), spec.max_length, cache)?;
         Ok(pure(spec, move |label, input| penalty.score(label, input)))
     })
 }
 
-/// Where the penalty begins and ends.
+/// The range of lengths of the penalty, in tokens.
 #[derive(Debug)]
-pub struct Penalty {
+pub struct OverlongPenalty {
     max_length: Option<usize>,
     cache: usize,
 }
 
-impl Penalty {
+impl OverlongPenalty {
     /// 0 up to `max_length - cache` tokens, then linear to -1 at `max_length`, which is the trajectory's
     /// `max_completion_length` if it is not given. `reward` is the name under which errors are reported.
     ///
@@ -57,7 +58,7 @@ mod tests {
     use super::*;
     use crate::testing::{input, task};
 
-    fn at(penalty: &Penalty, completion_tokens: usize) -> f64 {
+    fn at(penalty: &OverlongPenalty, completion_tokens: usize) -> f64 {
         let task = task("4");
         let completion_ids = vec![0; completion_tokens];
         let input = RewardInput { completion_ids: &completion_ids, ..input(&task, "") };
@@ -66,7 +67,7 @@ mod tests {
 
     #[test]
     fn the_penalty_of_the_paper() {
-        let dapo = Penalty::new("length", Some(20_480), 4_096).unwrap();
+        let dapo = OverlongPenalty::new("length", Some(20_480), 4_096).unwrap();
         for (tokens, expected) in
             [(0, 0.0), (16_384, 0.0), (17_408, -0.25), (18_432, -0.5), (20_480, -1.0), (30_000, -1.0)]
         {
@@ -76,16 +77,19 @@ mod tests {
 
     #[test]
     fn the_limit_of_the_trajectory_is_the_default() {
-        let penalty = Penalty::new("length", None, 10).unwrap();
+        let penalty = OverlongPenalty::new("length", None, 10).unwrap();
         assert_eq!((at(&penalty, 10), at(&penalty, 15), at(&penalty, 20)), (0.0, -0.5, -1.0));
     }
 
     #[test]
     fn a_cache_without_room_is_refused() {
         for (max_length, cache) in [(Some(8), 9), (None, 0)] {
-            assert!(matches!(Penalty::new("length", max_length, cache), Err(RewardError::Cache { .. })));
+            assert!(matches!(
+                OverlongPenalty::new("length", max_length, cache),
+                Err(RewardError::Cache { .. })
+            ));
         }
-        let late = Penalty::new("length", None, 21).unwrap();
+        let late = OverlongPenalty::new("length", None, 21).unwrap();
         let task = task("4");
         assert!(matches!(late.score("length", &input(&task, "")), Err(RewardError::Cache { .. })));
     }

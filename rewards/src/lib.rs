@@ -1,25 +1,25 @@
-//! What a trajectory is worth: built-in reward functions, those of users, and their weighted sum.
+//! Rewards of trajectories: built-in functions, functions of users, reward models, and their weighted sum.
 //!
 //! # Layout
-//! - [`reward`]: [`Reward`], the one trait that every reward implements, what it sees ([`RewardInput`]) and says
+//! - [`reward`]: [`Reward`], the one trait that every reward implements, its input ([`RewardInput`]) and its result
 //!   ([`Outcome`])
 //! - [`set`]: [`RewardSet`], the weighted sum that keeps every component by name
-//! - [`spec`], [`registry`]: a reward as a recipe states it, the kinds there are, and how they are built
+//! - [`spec`], [`registry`]: the table of a reward in a recipe, the kinds of rewards, and how they are built
 //! - [`math`], [`math_dapo`], [`hendrycks`], [`gsm8k`], [`countdown`], [`exact`], [`regex`], [`format`](mod@format),
 //!   [`length`], [`repetition`]: built-ins, one pure function each
 //! - [`python`]: functions of the user, in the process pool of `host`
-//! - [`reward_model`]: models that score
-//! - [`function`]: rewards that are Rust functions, also a user's own; [`limited`]: timeout and concurrency around any
-//! - [`http`], [`judge`]: servers and language models that are asked; one transport for both
+//! - [`reward_model`]: reward models, in this process or behind a server
+//! - [`function`]: rewards that are Rust functions, also of users; [`limited`]: a timeout and a limit on concurrency for any
+//! - [`http`], [`judge`]: reward servers and language models as judges, over one HTTP client
 //! - `code`: programs against tests, in the sandbox of `host` (Linux)
-//! - [`load`]: what waits for a reward, what runs, and how long it took
-//! - [`error`]: what can go wrong, [`RewardError`]
+//! - [`load`]: counters and latencies of a reward
+//! - [`error`]: the errors, [`RewardError`]
 //!
 //! # Invariants
-//! - A reward that fails is recorded as failed. It never turns into a score of 0 unless the recipe says so, and then
-//!   the failure is still recorded.
+//! - A reward that fails is recorded as failed. It is a score of 0 only if the recipe sets that, and then the failure is still
+//!   recorded.
 //! - Every value that leaves a [`RewardSet`] is finite.
-//! - A reward that hangs or crashes costs the trajectory that it was asked about, and no more.
+//! - A reward that hangs or crashes costs the trajectory that it was called for, and no other.
 //!
 //! ```
 //! use rewards::{Registry, RewardContext, RewardInput, RewardSet, RewardSpec};
@@ -70,10 +70,10 @@ pub mod spec;
 
 pub use criterion::Criterion;
 pub use error::RewardError;
-pub use function::{Builtin, FunctionError, Scored};
+pub use function::{Builtin, FunctionError, FunctionInput};
 pub use limited::Limited;
 pub use load::{Latency, Load, LoadCounts};
-pub use registry::{Kind, Registry, RewardContext};
+pub use registry::{Registry, RewardContext, RewardKind};
 pub use reward::{BoxFuture, Judged, Outcome, Reward, RewardInput, Scope, TrajectoryRef};
 pub(crate) use set::join;
 pub use set::{OnError, PartScore, RewardSet, WeightedReward};

@@ -1,16 +1,16 @@
-//! A timeout and a bound on concurrency around any reward whose futures can be given up.
+//! A timeout and a limit on concurrency around any reward whose futures can be dropped.
 //!
-//! Invariant: waiting for a turn is not the reward's time; a future that is given up runs no further.
+//! Invariant: time in the queue does not count for the timeout; a dropped future runs no further.
 
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use crate::load::Waiting;
+use crate::load::WaitingTrajectory;
 use crate::reward::{Judged, each};
 use crate::{BoxFuture, Load, Reward, RewardInput, RewardSpec, Scope};
 
-/// A reward with a timeout and a bound on how many calls it sees at a time.
+/// A reward with a timeout and a limit on concurrent calls.
 #[derive(Debug)]
 pub struct Limited {
     inner: Box<dyn Reward>,
@@ -41,7 +41,8 @@ impl Reward for Limited {
         match self.scope() {
             Scope::Trajectory => each(inputs, |input| async move {
                 let judged = self.call(std::slice::from_ref(input)).await.pop();
-                judged.unwrap_or_else(|| Err(input.trajectory().failed(self.name(), "it said nothing")))
+                judged
+                    .unwrap_or_else(|| Err(input.trajectory().failed(self.name(), "it returned no outcome")))
             }),
             Scope::Group => Box::pin(self.call(inputs)),
         }
@@ -62,7 +63,7 @@ impl Limited {
         let waiting: Vec<_> = inputs.iter().map(|_| self.load.wait()).collect();
         // The semaphore is never closed, so a permit always comes.
         let _permit = self.running.acquire().await;
-        let _running: Vec<_> = waiting.into_iter().map(Waiting::begin).collect();
+        let _running: Vec<_> = waiting.into_iter().map(WaitingTrajectory::begin).collect();
         let late = |input: &RewardInput<'_>| Err(input.trajectory().timed_out(self.name(), self.timeout));
         match tokio::time::timeout(self.timeout, self.inner.score(inputs)).await {
             Ok(judged) => judged,

@@ -1,7 +1,7 @@
-//! What waits for a reward, what runs, and how long it took.
+//! Counters of a reward: trajectories that wait, that are being scored, failures and latencies.
 //!
-//! Invariant: whatever waits or runs is counted from the moment it is made until it is dropped, also when its future is
-//! given up. Counting is cheap beside any reward (two atomics and one short lock per trajectory).
+//! Invariant: a trajectory is counted from the creation of its guard until the guard is dropped, also when its future is
+//! dropped. The cost is two atomics and one short lock for each trajectory.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use crate::RewardError;
 
-/// Most durations kept between two looks; later ones are counted and not measured.
+/// Most durations between two calls of [`Load::take`]; later trajectories are counted without a duration.
 const KEPT: usize = 65_536;
 
 /// The counters of one reward.
@@ -19,7 +19,7 @@ pub struct Load {
     running: AtomicUsize,
     errors: AtomicU64,
     timeouts: AtomicU64,
-    /// The first failure since somebody looked.
+    /// The first failure since the last [`Load::take`].
     example: Mutex<Option<String>>,
     durations: Mutex<Durations>,
 }
@@ -33,7 +33,7 @@ struct Durations {
     ran: Vec<f32>,
 }
 
-/// What a [`Load`] says since it was looked at last.
+/// The counters of a [`Load`] since the last [`Load::take`].
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct LoadCounts {
     /// Trajectories that wait now.
@@ -48,9 +48,9 @@ pub struct LoadCounts {
     pub timeouts: u64,
     /// The first of the failures.
     pub example: Option<String>,
-    /// Time until a trajectory's turn came.
+    /// Time in the queue.
     pub waited: Latency,
-    /// Time that judging took.
+    /// Time of scoring.
     pub ran: Latency,
 }
 
@@ -59,17 +59,17 @@ pub struct LoadCounts {
 pub struct Latency {
     /// The median.
     pub p50_s: f64,
-    /// Only one in twenty took longer.
+    /// The 95th percentile.
     pub p95_s: f64,
     /// The longest.
     pub max_s: f64,
-    /// All together.
+    /// The sum.
     pub sum_s: f64,
 }
 
 impl LoadCounts {
-    /// Adds what another worker's reward of this name had to do. Of percentiles the worse are kept: those of both
-    /// together are not known.
+    /// Adds the counters of another worker's reward of this name. Of percentiles the larger are kept: those of all samples
+    /// together are unknown.
     pub fn add(&mut self, other: Self) {
         self.waiting = self.waiting.saturating_add(other.waiting);
         self.running = self.running.saturating_add(other.running);
@@ -92,17 +92,17 @@ impl Latency {
 }
 
 impl Load {
-    /// Trajectories that wait, and those that are being judged, just now.
+    /// Numbers of trajectories that wait now, and that are being scored now.
     #[must_use]
     pub fn now(&self) -> (usize, usize) {
         (self.waiting.load(Ordering::Relaxed), self.running.load(Ordering::Relaxed))
     }
 
-    /// One trajectory waits from now on.
+    /// Counts a trajectory as waiting until the guard is dropped.
     #[must_use]
-    pub fn wait(&self) -> Waiting<'_> {
+    pub fn wait(&self) -> WaitingTrajectory<'_> {
         self.waiting.fetch_add(1, Ordering::Relaxed);
-        Waiting { load: self, since: Instant::now() }
+        WaitingTrajectory { load: self, since: Instant::now() }
     }
 
     /// Counts a failure.
@@ -121,7 +121,7 @@ impl Load {
         self.example.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// What there is now, and what has happened since this was called last.
+    /// The current counts, and the totals since the last call.
     #[must_use]
     pub fn take(&self) -> LoadCounts {
         let Durations { count, waited, ran } =
@@ -151,38 +151,38 @@ impl Latency {
     }
 }
 
-/// A trajectory that waits for its turn.
+/// Guard of a waiting trajectory.
 #[derive(Debug)]
-pub struct Waiting<'a> {
+pub struct WaitingTrajectory<'a> {
     load: &'a Load,
     since: Instant,
 }
 
-impl<'a> Waiting<'a> {
-    /// Its turn has come.
+impl<'a> WaitingTrajectory<'a> {
+    /// Counts the trajectory as running from now on.
     #[must_use]
-    pub fn begin(self) -> Running<'a> {
+    pub fn begin(self) -> RunningTrajectory<'a> {
         let load = self.load;
         load.running.fetch_add(1, Ordering::Relaxed);
-        Running { load, waited: self.since.elapsed().as_secs_f32(), since: Instant::now() }
+        RunningTrajectory { load, waited: self.since.elapsed().as_secs_f32(), since: Instant::now() }
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for WaitingTrajectory<'_> {
     fn drop(&mut self) {
         self.load.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-/// A trajectory that is being judged.
+/// Guard of a trajectory that is being scored.
 #[derive(Debug)]
-pub struct Running<'a> {
+pub struct RunningTrajectory<'a> {
     load: &'a Load,
     waited: f32,
     since: Instant,
 }
 
-impl Drop for Running<'_> {
+impl Drop for RunningTrajectory<'_> {
     fn drop(&mut self) {
         self.load.running.fetch_sub(1, Ordering::Relaxed);
         let ran = self.since.elapsed().as_secs_f32();

@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 
 use regex::Regex;
 
-use crate::registry::{Kind, pure};
+use crate::registry::{RewardKind, pure};
 use crate::{Outcome, RewardError, RewardInput};
 
 /// Only the end of a completion is searched, in characters.
@@ -77,8 +77,8 @@ const REMOVED: [&str; 41] = [
 ];
 
 /// The kind `math_dapo`.
-pub(crate) fn kind() -> Kind {
-    Kind::new("math_dapo", &["strict_box"], &[], |spec, _| {
+pub(crate) fn kind() -> RewardKind {
+    RewardKind::new("math_dapo", &["strict_box"], &[], |spec, _| {
         let strict_box = spec.strict_box.unwrap_or_default();
         Ok(pure(spec, move |label, input| score(label, strict_box, input)))
     })

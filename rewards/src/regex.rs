@@ -5,26 +5,26 @@
 
 use ::regex::Regex;
 
-use crate::registry::{Kind, pure};
+use crate::registry::{RewardKind, pure};
 use crate::{RewardError, RewardInput};
 
 /// The kind `regex`.
-pub(crate) fn kind() -> Kind {
-    Kind::new("regex", &["pattern", "compare"], &["pattern"], |spec, _| {
+pub(crate) fn kind() -> RewardKind {
+    RewardKind::new("regex", &["pattern", "compare"], &["pattern"], |spec, _| {
         let pattern = spec.required("pattern", spec.pattern.as_deref())?;
-        let rule = Rule::new(spec.name(), pattern, spec.compare.unwrap_or_default())?;
+        let rule = PatternRule::new(spec.name(), pattern, spec.compare.unwrap_or_default())?;
         Ok(pure(spec, move |label, input| rule.score(label, input)))
     })
 }
 
-/// A compiled pattern and what to do with it.
+/// A compiled pattern, and whether its capture is compared.
 #[derive(Debug)]
-pub struct Rule {
+pub struct PatternRule {
     pattern: Regex,
     compare: bool,
 }
 
-impl Rule {
+impl PatternRule {
     /// Compiles the pattern; `reward` is the name under which errors are reported.
     ///
     /// # Errors
@@ -71,7 +71,10 @@ mod tests {
     use crate::testing::{input, task};
 
     fn verdict(pattern: &str, compare: bool, text: &str) -> f64 {
-        Rule::new("regex", pattern, compare).unwrap().score("regex", &input(&task("85"), text)).unwrap()
+        PatternRule::new("regex", pattern, compare)
+            .unwrap()
+            .score("regex", &input(&task("85"), text))
+            .unwrap()
     }
 
     #[test]
@@ -91,9 +94,9 @@ mod tests {
 
     #[test]
     fn bad_patterns_are_refused_at_once() {
-        let broken = Rule::new("mine", "(", false).unwrap_err();
+        let broken = PatternRule::new("mine", "(", false).unwrap_err();
         assert!(matches!(&broken, RewardError::Pattern { reward, .. } if reward == "mine"));
-        let mute = Rule::new("mine", "x", true).unwrap_err();
+        let mute = PatternRule::new("mine", "x", true).unwrap_err();
         assert!(matches!(mute, RewardError::NoCapture { .. }));
     }
 }

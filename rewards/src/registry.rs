@@ -1,4 +1,4 @@
-//! The kinds of rewards that a recipe can name: the built-in ones, and those that a user's own program adds.
+//! The kinds of rewards that a recipe can name: the built-in ones, and those that a user's program registers.
 //!
 //! Invariant: a kind says which keys it takes and which it needs; both are checked here, for all kinds alike, before
 //! anything is built.
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use tokio::runtime::Handle;
 
-use crate::function::{Function, FunctionError, Scored, UserFunction};
+use crate::function::{FunctionError, FunctionInput, FunctionReward, UserFunction};
 use crate::reward_model::{self, ModelContext};
 use crate::{Limited, Reward, RewardError, RewardInput, RewardSpec};
 use crate::{countdown, exact, format, gsm8k, hendrycks, length, math, math_dapo, python, regex, repetition};
@@ -18,21 +18,21 @@ use crate::{countdown, exact, format, gsm8k, hendrycks, length, math, math_dapo,
 /// Builds a reward from a checked spec.
 type Build = dyn Fn(&RewardSpec, &RewardContext) -> Result<Box<dyn Reward>, RewardError> + Send + Sync;
 
-/// What a recipe can name as `kind`.
+/// A kind of reward, the key `kind` of a recipe.
 #[derive(Clone)]
-pub struct Kind {
+pub struct RewardKind {
     name: String,
     parameters: &'static [&'static str],
     required: &'static [&'static str],
     build: Arc<Build>,
 }
 
-/// What rewards may need of the run that they belong to.
+/// The parts of a run that rewards use.
 #[derive(Clone, Default)]
 pub struct RewardContext {
-    /// Variables of the process; a reward takes from it what its recipe names.
+    /// Environment variables of the process; a reward reads those that its recipe names.
     pub environment: Arc<BTreeMap<String, String>>,
-    /// Where futures, timers and blocking work run; rewards that are not plain functions need it.
+    /// The runtime for futures, timers and blocking work; only rewards that are plain functions do without it.
     pub runtime: Option<Handle>,
     /// A directory of the run for logs and sockets.
     pub scratch: PathBuf,
@@ -42,7 +42,7 @@ pub struct RewardContext {
     pub max_steps: u64,
     /// Most completions of a task that training samples together; 0 where there is no training.
     pub group_size: usize,
-    /// What reward models need.
+    /// The parts of a run that reward models use.
     pub models: ModelContext,
 }
 
@@ -52,11 +52,11 @@ pub type Decode = dyn Fn(&[u32]) -> String + Send + Sync;
 /// All kinds by name.
 #[derive(Clone, Debug)]
 pub struct Registry {
-    kinds: BTreeMap<String, Kind>,
+    kinds: BTreeMap<String, RewardKind>,
 }
 
-impl Kind {
-    /// A kind with its keys beside the common ones; `required` are among `parameters`.
+impl RewardKind {
+    /// A kind with its keys in addition to the common ones; `required` are among `parameters`.
     pub(crate) fn new(
         name: &str,
         parameters: &'static [&'static str],
@@ -75,16 +75,16 @@ impl Kind {
         &self.name
     }
 
-    /// The keys that it takes beside those that all kinds take.
+    /// The keys that it takes in addition to those of all kinds.
     #[must_use]
     pub fn parameters(&self) -> &'static [&'static str] {
         self.parameters
     }
 }
 
-impl fmt::Debug for Kind {
+impl fmt::Debug for RewardKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Kind")
+        f.debug_struct("RewardKind")
             .field("name", &self.name)
             .field("parameters", &self.parameters)
             .finish_non_exhaustive()
@@ -107,7 +107,7 @@ impl Default for Registry {
     }
 }
 
-/// Two registries are the same to a recipe if they know the same names.
+/// Two registries are equal if they have the same names.
 impl PartialEq for Registry {
     fn eq(&self, other: &Self) -> bool {
         self.kinds.keys().eq(other.kinds.keys())
@@ -139,22 +139,22 @@ impl Registry {
         Self { kinds: kinds.into_iter().map(|kind| (kind.name.clone(), kind)).collect() }
     }
 
-    /// Adds a Rust function as the kind `name`. It runs on threads for blocking work, at most `concurrency` at a time, and
-    /// is given up after `timeout_s`. A kind of that name is replaced.
+    /// Adds a Rust function as the kind `name`. It runs on threads for blocking work, at most `concurrency` at a time,
+    /// with the timeout `timeout_s`. A kind of that name is replaced.
     #[must_use]
     pub fn function(
         self,
         name: &str,
-        function: impl Fn(&Scored) -> Result<f64, FunctionError> + Send + Sync + 'static,
+        function: impl Fn(&FunctionInput) -> Result<f64, FunctionError> + Send + Sync + 'static,
     ) -> Self {
         let function: Arc<UserFunction> = Arc::new(function);
-        self.with(Kind::new(name, &[], &[], move |spec, context| {
+        self.with(RewardKind::new(name, &[], &[], move |spec, context| {
             context.runtime(spec)?;
-            Ok(Box::new(Function::new(spec, Arc::clone(&function))))
+            Ok(Box::new(FunctionReward::new(spec, Arc::clone(&function))))
         }))
     }
 
-    /// Adds a reward of any making as the kind `name`: `make` reads its own keys from the table `parameters` of the spec.
+    /// Adds any implementation of [`Reward`] as the kind `name`: `make` reads its own keys from the table `parameters` of the spec.
     /// `timeout_s` and `concurrency` are put around it. A kind of that name is replaced.
     #[must_use]
     pub fn register(
@@ -162,13 +162,13 @@ impl Registry {
         name: &str,
         make: impl Fn(&RewardSpec, &RewardContext) -> Result<Box<dyn Reward>, RewardError> + Send + Sync + 'static,
     ) -> Self {
-        self.with(Kind::new(name, &["parameters"], &[], move |spec, context| {
+        self.with(RewardKind::new(name, &["parameters"], &[], move |spec, context| {
             context.runtime(spec)?;
             Ok(Box::new(Limited::new(make(spec, context)?, spec)))
         }))
     }
 
-    fn with(mut self, kind: Kind) -> Self {
+    fn with(mut self, kind: RewardKind) -> Self {
         self.kinds.insert(kind.name.clone(), kind);
         self
     }
@@ -180,7 +180,7 @@ impl Registry {
 
     /// The kind of this name.
     #[must_use]
-    pub fn kind(&self, name: &str) -> Option<&Kind> {
+    pub fn kind(&self, name: &str) -> Option<&RewardKind> {
         self.kinds.get(name)
     }
 
@@ -188,7 +188,7 @@ impl Registry {
     ///
     /// # Errors
     /// An unknown kind, an empty name, a key that the kind does not take, one that is missing.
-    pub fn check(&self, spec: &RewardSpec) -> Result<&Kind, RewardError> {
+    pub fn check(&self, spec: &RewardSpec) -> Result<&RewardKind, RewardError> {
         let known = || self.names().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         let kind = self
             .kind(&spec.kind)
@@ -227,7 +227,7 @@ impl Registry {
 }
 
 impl RewardContext {
-    /// Where a reward that waits can do so.
+    /// The runtime for rewards that wait.
     ///
     /// # Errors
     /// There is no runtime.
@@ -237,7 +237,7 @@ impl RewardContext {
 }
 
 impl RewardSpec {
-    /// The error of a key that the kind cannot do without.
+    /// The error of a required key that is missing.
     pub(crate) fn missing(&self, field: &str) -> RewardError {
         RewardError::MissingField {
             reward: self.name().to_owned(),
@@ -246,7 +246,7 @@ impl RewardSpec {
         }
     }
 
-    /// The error of a key with a value that it cannot have; `reason` ends a sentence that begins with the key.
+    /// The error of a key with an invalid value; `reason` ends a sentence that begins with the key.
     pub(crate) fn wrong(&self, field: &str, reason: &str) -> RewardError {
         RewardError::Parameter {
             reward: self.name().to_owned(),
@@ -255,13 +255,13 @@ impl RewardSpec {
         }
     }
 
-    /// The value of a key that the kind cannot do without.
+    /// The value of a required key.
     pub(crate) fn required<T>(&self, field: &str, value: Option<T>) -> Result<T, RewardError> {
         value.ok_or_else(|| self.missing(field))
     }
 }
 
-/// A reward of a plain function of the input, as the built-in kinds make it.
+/// A reward that is a plain function of the input, for the built-in kinds.
 pub(crate) fn pure<O: Into<crate::Outcome> + 'static>(
     spec: &RewardSpec,
     function: impl Fn(&str, &RewardInput<'_>) -> Result<O, RewardError> + Send + Sync + 'static,

@@ -1,33 +1,32 @@
-//! `repetition`: a penalty for saying the same again, as open-r1 has it: the share of n-grams of words that are not new,
-//! times `max_penalty`.
+//! `repetition`: open-r1's penalty of repetition: the share of n-grams of words that are not new, times `max_penalty`.
 //!
 //! Invariant: the value is in [`max_penalty`, 0]; a text shorter than an n-gram has none to repeat.
 
 use std::collections::HashSet;
 
-use crate::registry::{Kind, pure};
+use crate::registry::{RewardKind, pure};
 use crate::{RewardError, RewardSpec};
 
 /// The kind `repetition`.
-pub(crate) fn kind() -> Kind {
-    Kind::new("repetition", &["ngram", "max_penalty"], &[], |spec, _| {
-        let penalty = Penalty::new(spec)?;
+pub(crate) fn kind() -> RewardKind {
+    RewardKind::new("repetition", &["ngram", "max_penalty"], &[], |spec, _| {
+        let penalty = RepetitionPenalty::new(spec)?;
         Ok(pure(spec, move |_, input| Ok(penalty.score(input.text))))
     })
 }
 
 /// A checked penalty.
 #[derive(Clone, Copy, Debug)]
-pub struct Penalty {
+pub struct RepetitionPenalty {
     ngram: usize,
     max_penalty: f64,
 }
 
-impl Penalty {
-    /// Words at a time and the greatest penalty of a spec.
+impl RepetitionPenalty {
+    /// The penalty with the n-gram length and the greatest penalty of a spec.
     ///
     /// # Errors
-    /// An n-gram of no words, or a penalty that is a reward.
+    /// An n-gram of 0 words, or a positive penalty.
     pub fn new(spec: &RewardSpec) -> Result<Self, RewardError> {
         let (ngram, max_penalty) = (spec.ngram.unwrap_or(3), spec.max_penalty.unwrap_or(-1.0));
         if ngram == 0 {
@@ -65,13 +64,13 @@ mod tests {
     #[test]
     fn the_share_of_repeated_n_grams_is_the_penalty() {
         let spec = RewardSpec { ngram: Some(2), max_penalty: Some(-1.0), ..RewardSpec::new("repetition") };
-        let penalty = Penalty::new(&spec).unwrap();
+        let penalty = RepetitionPenalty::new(&spec).unwrap();
         assert_eq!(penalty.score("this is a test this is a test"), -(1.0 - 4.0 / 7.0));
         assert_eq!(penalty.score("one two three"), 0.0);
         assert_eq!(penalty.score("one"), 0.0);
         assert_eq!(penalty.score(""), 0.0);
         let spec = RewardSpec { max_penalty: Some(-0.5), ..RewardSpec::new("repetition") };
-        assert_eq!(Penalty::new(&spec).unwrap().score("no no No no"), -0.25);
+        assert_eq!(RepetitionPenalty::new(&spec).unwrap().score("no no No no"), -0.25);
     }
 
     #[test]
@@ -82,7 +81,7 @@ mod tests {
                 max_penalty: Some(max_penalty),
                 ..RewardSpec::new("repetition")
             };
-            assert!(Penalty::new(&spec).is_err());
+            assert!(RepetitionPenalty::new(&spec).is_err());
         }
     }
 }

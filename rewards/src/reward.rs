@@ -1,4 +1,4 @@
-//! The one trait that every reward implements, what a reward gets to see, and what it says.
+//! The trait that every reward implements, with its input and its outcome.
 //!
 //! Invariant: a reward sees finished trajectories and changes nothing. Scoring is asynchronous and fallible, because many
 //! rewards ask processes, servers and models; each keeps its own limits on time and concurrency, and its [`Load`].
@@ -16,15 +16,15 @@ use crate::{Load, RewardError};
 /// A future on the heap that may move between threads.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
-/// What one trajectory is worth in one respect, or why that could not be said.
+/// The outcome of one reward for one trajectory, or its failure.
 pub type Judged = Result<Outcome, RewardError>;
 
-/// What trajectories are worth in one respect.
+/// A reward: it scores trajectories or whole groups.
 pub trait Reward: Send + Sync + fmt::Debug {
     /// Name in the recipe, in metrics and in [`trajectory::Component`]; unique within a [`crate::RewardSet`].
     fn name(&self) -> &str;
 
-    /// What it is called with: single trajectories as they end, or whole groups.
+    /// The input of a call: one trajectory as it ends, or a whole group.
     fn scope(&self) -> Scope {
         Scope::Trajectory
     }
@@ -33,16 +33,16 @@ pub trait Reward: Send + Sync + fmt::Debug {
     /// in order; a wrong answer is a value, not an error.
     fn score<'a>(&'a self, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Vec<Judged>>;
 
-    /// How it was understood, for people: which function of which file, which model, which sandbox.
+    /// A description for people: the function and its file, the model, the sandbox.
     fn about(&self) -> Option<String> {
         None
     }
 
-    /// What waits for it, what runs, and how long it took.
+    /// Its counters.
     fn load(&self) -> &Load;
 }
 
-/// What a reward is called with.
+/// The input of a call of a reward.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scope {
@@ -53,12 +53,12 @@ pub enum Scope {
     Group,
 }
 
-/// What a reward says of a trajectory.
+/// The outcome of a reward for a trajectory.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Outcome {
     /// The value before weighting; `None` if the reward does not apply to this trajectory and counts nothing.
     pub value: Option<f64>,
-    /// What else it says, by name: numbers are metrics too, everything is shown beside the trajectory.
+    /// Further results by name: all are shown beside the trajectory, and numbers are metrics.
     pub details: Map<String, Value>,
 }
 
@@ -80,7 +80,7 @@ impl From<f64> for Outcome {
 /// One finished trajectory as a reward sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct RewardInput<'a> {
-    /// What was asked, with the reference answer and all columns of the row.
+    /// The task, with the reference answer and all columns of the row.
     pub task: &'a Task,
     /// Which of the group's trajectories this is, from 0.
     pub index: u32,
@@ -155,7 +155,7 @@ impl<'a> RewardInput<'a> {
     /// The reference answer of the task.
     ///
     /// # Errors
-    /// [`RewardError::NoAnswer`] if the task has none; `reward` is the name of who asks.
+    /// [`RewardError::NoAnswer`] if the task has none; `reward` is the name of the reward.
     pub fn answer(&self, reward: &str) -> Result<&'a str, RewardError> {
         let missing = || RewardError::NoAnswer { reward: reward.to_owned(), trajectory: self.trajectory() };
         self.task.answer.as_deref().ok_or_else(missing)

@@ -17,7 +17,7 @@ use crate::{
     RewardSpec, Scope,
 };
 
-/// Rewards that together say what a trajectory is worth.
+/// The rewards of a run; their weighted sum is the score of a trajectory.
 #[derive(Debug)]
 pub struct RewardSet {
     rewards: Vec<WeightedReward>,
@@ -27,12 +27,12 @@ pub struct RewardSet {
 /// One summand of a [`RewardSet`].
 #[derive(Debug)]
 pub struct WeightedReward {
-    /// What is summed.
+    /// The reward.
     pub reward: Box<dyn Reward>,
-    /// Factor of its value. With 0 the reward is only watched: logged, and without influence even when it fails,
-    /// unless `on_error` is [`OnError::Fail`].
+    /// Factor of its value. With 0 the reward is only logged, without influence even when it fails, unless `on_error` is
+    /// [`OnError::Fail`].
     pub weight: f64,
-    /// What its failure means for the trajectory.
+    /// The effect of its failure.
     pub on_error: OnError,
 }
 
@@ -49,15 +49,15 @@ pub enum OnError {
     Fail,
 }
 
-/// What the rewards of [`Scope::Trajectory`] said of a trajectory; those of the group are still missing.
+/// The outcomes of the rewards of [`Scope::Trajectory`] for a trajectory, without those of the group.
 #[derive(Debug)]
 pub struct PartScore {
-    /// One place per reward; `None` where the group is asked.
+    /// One outcome per reward; `None` for rewards of groups.
     judged: Vec<Option<Judged>>,
 }
 
 impl RewardSet {
-    /// Puts rewards together.
+    /// A set of rewards without a criterion.
     ///
     /// # Errors
     /// No reward at all, two rewards of one name, a weight that is not finite.
@@ -77,7 +77,7 @@ impl RewardSet {
         Ok(Self { rewards, criterion: None })
     }
 
-    /// The same, saying of every answer whether it is correct by `criterion`; without one nothing is said.
+    /// The same set with a criterion of correct answers; without one, scores do not have `correct`.
     ///
     /// # Errors
     /// A criterion that names no reward of the set.
@@ -92,7 +92,7 @@ impl RewardSet {
         Ok(Self { criterion, ..self })
     }
 
-    /// What is correct, if anything says so.
+    /// The criterion of correct answers, if there is one.
     #[must_use]
     pub fn criterion(&self) -> Option<&Criterion> {
         self.criterion.as_ref()
@@ -120,7 +120,7 @@ impl RewardSet {
         &self.rewards
     }
 
-    /// What each reward has to do and has done since this was called last, by name.
+    /// The counters of each reward since the last call, by name.
     #[must_use]
     pub fn take_loads(&self) -> Vec<(String, LoadCounts)> {
         let load =
@@ -128,16 +128,16 @@ impl RewardSet {
         self.rewards.iter().map(load).collect()
     }
 
-    /// Asks at the same time all rewards that judge single trajectories.
+    /// Scores a trajectory by all rewards of single trajectories, concurrently.
     pub async fn begin(&self, input: &RewardInput<'_>) -> PartScore {
         let inputs = std::slice::from_ref(input);
         PartScore {
-            judged: join(self.rewards.iter().map(|weighted| ask_alone(&*weighted.reward, inputs))).await,
+            judged: join(self.rewards.iter().map(|weighted| score_alone(&*weighted.reward, inputs))).await,
         }
     }
 
-    /// Asks the rewards that judge groups, and sums up. `inputs` are all trajectories of the group, `parts` what
-    /// [`RewardSet::begin`] said of each.
+    /// Scores a group by the rewards of groups, and sums up. `inputs` are all trajectories of the group, `parts` the results of
+    /// [`RewardSet::begin`] for each.
     ///
     /// # Errors
     /// The failure of a reward with [`OnError::Fail`]; a weighted sum that is not finite.
@@ -146,12 +146,12 @@ impl RewardSet {
         inputs: &[RewardInput<'_>],
         mut parts: Vec<PartScore>,
     ) -> Result<Vec<Score>, RewardError> {
-        for (place, weighted) in self.rewards.iter().enumerate() {
+        for (index, weighted) in self.rewards.iter().enumerate() {
             let reward = &weighted.reward;
             if reward.scope() == Scope::Group {
                 let judged = checked(reward.name(), inputs, reward.score(inputs).await);
                 for (part, judged) in parts.iter_mut().zip(judged) {
-                    part.judged[place] = Some(judged);
+                    part.judged[index] = Some(judged);
                 }
             }
         }
@@ -191,10 +191,10 @@ impl RewardSet {
                 }
             }
         }
-        // A trajectory that nothing with a weight applies to is worth nothing that could be trained on; where all
-        // rewards are only watched, it is worth 0.
-        let watched = self.rewards.iter().all(|weighted| weighted.weight == 0.0);
-        let total = if failed || !(applied || watched) { None } else { Some(total) };
+        // If no reward with a weight applies, the trajectory has no total and is not trained on; if all weights are 0, its
+        // total is 0.
+        let logged_only = self.rewards.iter().all(|weighted| weighted.weight == 0.0);
+        let total = if failed || !(applied || logged_only) { None } else { Some(total) };
         match total {
             Some(value) if !value.is_finite() => Err(not_finite("total", input, value)),
             total => {
@@ -205,8 +205,8 @@ impl RewardSet {
     }
 }
 
-/// What a reward says of a single trajectory; nothing if it judges groups.
-fn ask_alone<'a>(reward: &'a dyn Reward, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Option<Judged>> {
+/// The outcome of a reward for a single trajectory; `None` if it scores groups.
+fn score_alone<'a>(reward: &'a dyn Reward, inputs: &'a [RewardInput<'a>]) -> BoxFuture<'a, Option<Judged>> {
     Box::pin(async move {
         match reward.scope() {
             Scope::Trajectory => checked(reward.name(), inputs, reward.score(inputs).await).pop(),
@@ -215,7 +215,7 @@ fn ask_alone<'a>(reward: &'a dyn Reward, inputs: &'a [RewardInput<'a>]) -> BoxFu
     })
 }
 
-/// As many answers as there are inputs, all of them finite.
+/// One outcome for each input, with finite values.
 fn checked(reward: &str, inputs: &[RewardInput<'_>], judged: Vec<Judged>) -> Vec<Judged> {
     let mut judged = judged.into_iter();
     let check = |input: &RewardInput<'_>| {
@@ -233,7 +233,7 @@ fn not_finite(reward: &str, input: &RewardInput<'_>, value: f64) -> RewardError 
 }
 
 fn unanswered(reward: &str, input: &RewardInput<'_>) -> RewardError {
-    input.trajectory().failed(reward, "it said nothing of this trajectory")
+    input.trajectory().failed(reward, "it returned no outcome for this trajectory")
 }
 
 /// Waits for all futures at the same time. Every wake-up polls all that are left: sets are small.
@@ -423,9 +423,9 @@ mod tests {
 
     /// Finishes only after both of its kind have been started.
     #[derive(Debug)]
-    struct Rendezvous(String, std::sync::Arc<AtomicUsize>, Load);
+    struct RendezvousReward(String, std::sync::Arc<AtomicUsize>, Load);
 
-    impl Reward for Rendezvous {
+    impl Reward for RendezvousReward {
         fn name(&self) -> &str {
             &self.0
         }
@@ -454,7 +454,7 @@ mod tests {
     fn rewards_run_at_the_same_time() {
         let arrivals = std::sync::Arc::new(AtomicUsize::new(0));
         let reward = |name: &str| WeightedReward {
-            reward: Box::new(Rendezvous(name.to_owned(), arrivals.clone(), Load::default())),
+            reward: Box::new(RendezvousReward(name.to_owned(), arrivals.clone(), Load::default())),
             weight: 1.0,
             on_error: OnError::Skip,
         };

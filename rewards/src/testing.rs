@@ -1,4 +1,4 @@
-//! What the unit tests of this crate share: a task, an input and a minimal executor.
+//! Helpers of the unit tests: a task, an input and a minimal executor.
 
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};

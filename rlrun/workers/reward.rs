@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ::rewards::reward_model::ModelServer;
-use ::rewards::reward_model::server::{ServedModel, Server};
+use ::rewards::reward_model::server::{RewardModelServer, ServedModel};
 use ::rewards::{LoadCounts, RewardSpec};
 use ::rollout::Progress;
 use model::{Placement, Quantization};
@@ -50,7 +50,7 @@ pub(crate) fn run(args: &RewardWorkerArgs, program: &Program) -> Result<(), Fail
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("serve").build();
     let runtime = runtime.map_err(|source| Failure::System { what: "start threads".to_owned(), source })?;
     runtime.block_on(async {
-        let server = Server::on(&served.path, config, listener).await?;
+        let server = RewardModelServer::on(&served.path, config, listener).await?;
         eprintln!("serving reward `{}` on http://{address}", args.reward);
         let url = args.url.clone().unwrap_or_else(|| format!("http://{address}"));
         let report = RewardReport { serves: (args.reward.clone(), ModelServer { url, token }) };

@@ -23,10 +23,10 @@ use tokio::sync::oneshot;
 
 use super::log::{OutputLog, OutputTail};
 use super::protocol::{
-    FrameError, FrameStream, LoadedCode, ServerMessage, StartReport, WorkerConfig, frame, framed, parse,
+    FrameError, FrameStream, LoadedCode, PythonWorkerConfig, ServerMessage, StartReport, frame, framed, parse,
 };
 use super::{MAX_TIMEOUT, PythonCode, StartError};
-use crate::reaper::{PoolTag, Reaper, Registration, TAG_VARIABLE};
+use crate::reaper::{PoolTag, Reaper, ReaperRegistration, TAG_VARIABLE};
 
 /// Longest import, by the fork server or by a worker that is a new process.
 pub(super) const START_DEADLINE: Duration = Duration::from_secs(60);
@@ -119,7 +119,7 @@ pub struct ForkServer {
 struct PendingReplies {
     fork: Option<(u64, oneshot::Sender<Result<ForkedWorker, String>>)>,
     /// By process id. The reaper knows the process group of each: programs that user code started may have lost the tag.
-    exits: HashMap<i32, (oneshot::Sender<WorkerExit>, Option<Registration>)>,
+    exits: HashMap<i32, (oneshot::Sender<WorkerExit>, Option<ReaperRegistration>)>,
     ended: bool,
 }
 
@@ -128,7 +128,7 @@ struct ServerProcess {
     child: Mutex<Child>,
     tag: PoolTag,
     /// Dropped when the process has ended, and all others with the tag.
-    _registration: Registration,
+    _registration: ReaperRegistration,
 }
 
 impl ForkServer {
@@ -340,7 +340,7 @@ fn load(socket: &Socket, setup: &ServerSetup) -> Result<StartReport, String> {
     let ended = |_| "its interpreter ended before the file was imported".to_owned();
     let code = &setup.code;
     let module = [SOURCE[0], code.adapter, SOURCE[1]].join("\n\n");
-    let config = WorkerConfig {
+    let config = PythonWorkerConfig {
         adapter: &code.config,
         timeout_s: code.timeout.as_secs_f64(),
         memory_mb: code.memory_mb,

@@ -20,7 +20,7 @@ const READ: usize = 64 << 10;
 
 /// Configuration that the fork server gets before it imports anything.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct WorkerConfig<'a> {
+pub(super) struct PythonWorkerConfig<'a> {
     /// Argument of the adapter's `load`.
     pub(super) adapter: &'a Value,
     /// Seconds that a call may take.

@@ -1,7 +1,7 @@
-//! A program under Landlock and seccomp, for machines without user namespaces; and one under limits only.
+//! A program under Landlock and seccomp, for machines without user namespaces; and one under resource limits only.
 //!
-//! Invariant: under Landlock it opens nothing but the paths of its view, read-only, starts no process and signals none, so
-//! that killing it kills all of it; the reaper does so if this process dies first. It does not hide names and sizes of files, which Landlock cannot do.
+//! Invariant: under Landlock the program opens only readable files, starts no process and signals none, so that to kill it is to
+//! kill all of it; the reaper does so if this process dies first. Landlock cannot hide names and sizes of files.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -14,80 +14,83 @@ use ::landlock::{
 use tempfile::TempDir;
 
 use super::filter::{self, AllowedCalls};
-use super::spawn::{Confinement, Talk, arguments, spawn};
-use super::view::DEVICES;
-use super::watch::{Ends, watch};
-use super::{Job, Limits, Ran, SandboxError, View};
+use super::monitor::{ProgramPipes, monitor};
+use super::readable::DEVICES;
+use super::spawn::{Confinement, DialogPipes, arguments, spawn};
+use super::{ProgramRun, ReadableFiles, SandboxError, SandboxJob, SandboxLimits};
 use crate::reaper::Reaper;
 
-/// Runs `job` under Landlock; its file lies in a directory of its own under `scratch`, removed afterwards.
+/// Runs `job` under Landlock; its file is in a new directory under `scratch`, which is removed afterwards.
 pub(super) fn run(
-    view: &View,
+    readable: &ReadableFiles,
     scratch: &Path,
-    job: Job<'_>,
-    limits: (&Limits, &Reaper),
-) -> Result<Ran, SandboxError> {
+    job: SandboxJob<'_>,
+    limits: (&SandboxLimits, &Reaper),
+) -> Result<ProgramRun, SandboxError> {
     let allowed = AllowedCalls { processes: false, signals: false };
-    let place = place(scratch, &job)?;
-    let mut readable = view.paths();
-    readable.extend(place.as_ref().map(|place| place.path().to_path_buf()));
-    let ruleset = ruleset(&readable).map_err(|error| SandboxError::Failed { reason: error.to_string() })?;
+    let directory = file_directory(scratch, &job)?;
+    let mut paths = readable.paths();
+    paths.extend(directory.as_ref().map(|directory| directory.path().to_path_buf()));
+    let ruleset = ruleset(&paths).map_err(|error| SandboxError::Failed { reason: error.to_string() })?;
     let Some(ruleset) = ruleset else {
         return Err(SandboxError::Failed { reason: "the kernel has no Landlock".to_owned() });
     };
     let filter = filter::program(allowed);
     let confinement = Confinement { ruleset: Some(ruleset), filter, unprivileged: true };
-    start(place.as_ref(), "/", job, limits, confinement)
+    start(directory.as_ref(), "/", job, limits, confinement)
 }
 
-/// Runs `job` with all that its user may do.
+/// Runs `job` with all rights of its user.
 pub(super) fn run_unconfined(
     scratch: &Path,
-    job: Job<'_>,
-    limits: (&Limits, &Reaper),
-) -> Result<Ran, SandboxError> {
-    let place = match place(scratch, &job)? {
-        Some(place) => place,
+    job: SandboxJob<'_>,
+    limits: (&SandboxLimits, &Reaper),
+) -> Result<ProgramRun, SandboxError> {
+    let directory = match file_directory(scratch, &job)? {
+        Some(directory) => directory,
         None => tempfile::Builder::new().prefix("program-").tempdir_in(scratch)?,
     };
-    let directory = place.path().display().to_string();
-    start(Some(&place), &directory, job, limits, Confinement::default())
+    let working = directory.path().display().to_string();
+    start(Some(&directory), &working, job, limits, Confinement::default())
 }
 
 /// A directory with the file of `job`.
-fn place(scratch: &Path, job: &Job<'_>) -> Result<Option<TempDir>, SandboxError> {
+fn file_directory(scratch: &Path, job: &SandboxJob<'_>) -> Result<Option<TempDir>, SandboxError> {
     let Some((name, contents)) = job.file else { return Ok(None) };
-    let place = tempfile::Builder::new().prefix("program-").tempdir_in(scratch)?;
-    std::fs::write(place.path().join(name), contents)?;
-    Ok(Some(place))
+    let directory = tempfile::Builder::new().prefix("program-").tempdir_in(scratch)?;
+    std::fs::write(directory.path().join(name), contents)?;
+    Ok(Some(directory))
 }
 
 fn start(
-    place: Option<&TempDir>,
-    directory: &str,
-    job: Job<'_>,
-    limits: (&Limits, &Reaper),
+    file_directory: Option<&TempDir>,
+    working_directory: &str,
+    job: SandboxJob<'_>,
+    limits: (&SandboxLimits, &Reaper),
     confinement: Confinement,
-) -> Result<Ran, SandboxError> {
-    let file = job.file.zip(place).map(|((name, _), place)| place.path().join(name).display().to_string());
-    let talk = Talk::open(&job)?;
-    let argv = arguments(&job, file.as_deref(), talk.as_ref());
+) -> Result<ProgramRun, SandboxError> {
+    let file = job
+        .file
+        .zip(file_directory)
+        .map(|((name, _), directory)| directory.path().join(name).display().to_string());
+    let dialog = DialogPipes::open(&job)?;
+    let argv = arguments(&job, file.as_deref(), dialog.as_ref());
     let (program, rest) = argv
         .split_first()
         .ok_or_else(|| SandboxError::Failed { reason: "the command is empty".to_owned() })?;
     let mut command = Command::new(program);
-    command.args(rest).current_dir(directory).env_clear();
+    command.args(rest).current_dir(working_directory).env_clear();
     command.envs(job.environment.iter().map(|(name, value)| (name, value)));
     let inherited: Vec<&OwnedFd> =
-        talk.iter().flat_map(|talk| [&talk.orders.theirs, &talk.report.theirs]).collect();
-    // That exec succeeded is known from here on: the standard library hears of a failure through a pipe.
+        dialog.iter().flat_map(|pipes| [&pipes.orders.theirs, &pipes.report.theirs]).collect();
+    // From here on exec has succeeded: the standard library reports its failure through a pipe.
     let child = spawn(command, &inherited, limits, confinement)
         .map_err(|error| SandboxError::Failed { reason: format!("{program}: {error}") })?;
-    watch(child, job, limits.0, Ends { talk, status: None, warden: None })
+    monitor(child, job, limits.0, ProgramPipes { dialog, status: None, supervisor: None })
 }
 
-/// Rules under which `readable` can be read and run, devices be used, and nothing else be opened. The third version of
-/// Landlock is the least, since before it files could be truncated by anybody.
+/// Rules that allow to read and run `readable`, to use the devices, and to open no other file. Landlock's third version is the
+/// minimum: earlier ones cannot forbid to truncate files.
 fn ruleset(readable: &[PathBuf]) -> Result<Option<OwnedFd>, RulesetError> {
     let devices = DEVICES.iter().filter_map(|device| PathFd::new(device).ok());
     let devices = devices.map(|device| {

@@ -1,64 +1,64 @@
-//! Runs a program that nobody trusts: no network, no files, no environment, and bounds on everything it can use up.
+//! Runs an untrusted program: no network, no files, no environment, and limits on all that it can use up.
 //!
-//! Invariant: what the program does ends as a [`Ran`], however badly it behaves; only a failure of the sandbox itself is a
-//! [`SandboxError`]. When [`Sandbox::run`] returns, no process of the program is left, and none is if this process is killed
-//! before. It judges nothing that it reports.
+//! Invariant: a program that misbehaves ends as a [`ProgramRun`] like any other; only a failure of the sandbox itself is a
+//! [`SandboxError`]. When [`Sandbox::run`] returns, no process of the program is left; the same holds if this process is killed
+//! before. The sandbox reports what the program did and does not judge it.
 //!
 //! | | `bubblewrap` | `landlock` | `none` |
 //! |---|---|---|---|
 //! | needs | `bwrap`, user namespaces | Linux 6.2 with Landlock | Linux |
-//! | files | system libraries and interpreter, read-only; 64 MiB of its own in `/tmp` | the same, none of its own; names and sizes of others can be seen | all of the user |
-//! | network | a namespace without any, and no sockets | no sockets | all |
-//! | processes | its own namespace, at most `processes` | none beside itself, threads are free | all |
+//! | files | system libraries and interpreter, read-only; 64 MiB in `/tmp` | system libraries and interpreter, read-only; names and sizes of other files can be seen | all of the user |
+//! | network | an empty network namespace, and no sockets | no sockets | all |
+//! | processes | a namespace, at most `processes` | one, with any number of threads | all |
 //!
 //! Both sandboxes add a seccomp filter, see `filter`, and resource limits.
 
 mod bubblewrap;
 mod filter;
 mod landlock;
+mod monitor;
+pub mod readable;
 mod spawn;
-pub mod view;
-mod watch;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-pub use self::view::View;
+pub use self::readable::ReadableFiles;
 use crate::reaper::Reaper;
 
 /// How a program is confined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Method {
-    /// Namespaces of its own, by `bwrap`.
+pub enum SandboxMethod {
+    /// In new namespaces, by `bwrap`.
     Bubblewrap {
-        /// Whether it runs as another user, so that the kernel counts its processes even if we are root.
+        /// Whether it runs as the user `nobody`, so that the kernel counts its processes also if this process is root.
         nobody: bool,
         /// Whether it may start processes.
         processes: bool,
     },
     /// Landlock and seccomp.
     Landlock,
-    /// Limits only.
+    /// Resource limits only.
     Unconfined,
 }
 
-/// What a recipe asks for.
+/// The sandbox that a recipe names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Choice {
-    /// The strongest that works.
+pub enum SandboxChoice {
+    /// The strongest that works on this machine.
     Auto,
-    /// `bwrap` or nothing.
+    /// `bwrap`; an error if it does not work.
     Bubblewrap,
-    /// Landlock or nothing.
+    /// Landlock; an error if it does not work.
     Landlock,
-    /// None at all.
+    /// No sandbox.
     Unconfined,
 }
 
-impl Choice {
-    /// As a recipe spells it.
+impl SandboxChoice {
+    /// Parses the spelling of a recipe.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         Some(match text {
@@ -71,9 +71,9 @@ impl Choice {
     }
 }
 
-/// What one run may use up.
+/// Limits of one run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct SandboxLimits {
     /// From start to end.
     pub wall: Duration,
     /// Processor time of each process, rounded up to seconds.
@@ -86,79 +86,79 @@ pub struct Limits {
     pub processes: u64,
 }
 
-/// A conversation with a harness in the sandbox: it reads lines of orders and writes lines of reports.
+/// The side outside of the sandbox in a dialog with a harness inside, which reads lines of orders and writes lines of reports.
 pub trait Dialog: Send {
-    /// What it reads first.
+    /// The first orders.
     fn opening(&mut self) -> Vec<u8>;
-    /// What it reads after it wrote `line`, maybe nothing.
+    /// The orders after the report `line`; may be empty.
     fn answer(&mut self, line: &[u8]) -> Vec<u8>;
 }
 
-/// One program and what it is given.
+/// One program with its input.
 #[derive(Default)]
-pub struct Job<'a> {
+pub struct SandboxJob<'a> {
     /// Absolute path and arguments. `{file}` becomes the path of `file`, `{orders}` and `{report}` the descriptors of `dialog`.
     pub argv: Vec<String>,
-    /// All variables that it sees.
+    /// All environment variables.
     pub environment: Vec<(String, String)>,
-    /// Name and contents of a file that it can read.
+    /// Name and contents of a file for the program.
     pub file: Option<(&'a str, &'a [u8])>,
     /// Standard input.
     pub stdin: &'a [u8],
-    /// Whom it talks to, beside its standard streams.
+    /// The other side of its harness, beside the standard streams.
     pub dialog: Option<&'a mut dyn Dialog>,
-    /// Set by someone else: the run is to end now.
+    /// Set by the caller to end the run.
     pub cancelled: Option<&'a AtomicBool>,
 }
 
-impl std::fmt::Debug for Job<'_> {
+impl std::fmt::Debug for SandboxJob<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Job").field("argv", &self.argv).finish_non_exhaustive()
+        f.debug_struct("SandboxJob").field("argv", &self.argv).finish_non_exhaustive()
     }
 }
 
 /// How a program ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum End {
-    /// By itself.
+pub enum ProgramEnd {
+    /// It exited with this code.
     Exit(i32),
-    /// By a signal; too much processor time is number 9.
+    /// A signal ended it; number 9 if it exceeded its processor time.
     Signal(i32),
-    /// Killed, as its time was over.
+    /// Killed at the limit on wall time.
     Timeout,
-    /// Killed, as it wrote too much.
+    /// Killed at the limit on output.
     Output,
-    /// Killed, as nobody waited for it any more.
+    /// Killed because the caller cancelled the run.
     Cancelled,
 }
 
-/// What a program did.
+/// The end and the output of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ran {
+pub struct ProgramRun {
     /// How it ended.
-    pub end: End,
-    /// What it wrote, up to the limit.
+    pub end: ProgramEnd,
+    /// Its standard output, up to the limit.
     pub stdout: Vec<u8>,
-    /// What it wrote on the other stream, up to the limit.
+    /// Its standard error, up to the limit.
     pub stderr: Vec<u8>,
 }
 
 /// The sandbox failed, not the program.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SandboxError {
-    /// This machine cannot confine a program as asked.
+    /// No sandbox of those that the recipe allows works on this machine.
     #[error(
         "no sandbox works on this machine: {tried}; install bubblewrap and allow user namespaces, or run on Linux 6.2 or \
          newer with Landlock; only if you trust every program that the policy may write, set `sandbox = \"none\"`"
     )]
     Unavailable {
-        /// Every way that was tried and what was in the way.
+        /// Each method that was tried, with the reason why it does not work.
         tried: String,
     },
-    /// A run could not be started or watched.
+    /// A run could not be started or monitored.
     #[error("the sandbox could not run the program: {reason}")]
     Failed {
-        /// What happened.
+        /// The reason.
         reason: String,
     },
 }
@@ -175,46 +175,51 @@ impl From<rustix::io::Errno> for SandboxError {
     }
 }
 
-/// A way to run programs that was seen to work.
+/// A method to run programs that was tested on this machine.
 #[derive(Clone, Debug)]
 pub struct Sandbox {
-    method: Method,
-    view: View,
+    method: SandboxMethod,
+    readable: ReadableFiles,
     bwrap: Option<PathBuf>,
     scratch: PathBuf,
-    /// Kills what runs when this process is killed.
+    /// Kills the programs if this process is killed.
     reaper: Arc<Reaper>,
 }
 
-/// Longest time of the run that shows whether a sandbox works.
+/// Longest time of the test run.
 const PROBE: Duration = Duration::from_secs(20);
 
 impl Sandbox {
-    /// The sandbox that `choice` names, after `true` was seen to run in it. `path` is where `bwrap` is looked for, in the form
+    /// The sandbox that `choice` names, after a test run of `true`. `path` lists the directories to search for `bwrap`, in the form
     /// of the variable `PATH`; `scratch` is an existing directory.
     ///
     /// # Errors
-    /// None of those asked for works here; the message has the reason for each.
-    pub fn open(choice: Choice, view: &View, path: &str, scratch: &Path) -> Result<Self, SandboxError> {
-        let bwrap = view::find("bwrap", path);
+    /// No sandbox of the choice works on this machine; the message has the reason for each.
+    pub fn open(
+        choice: SandboxChoice,
+        readable: &ReadableFiles,
+        path: &str,
+        scratch: &Path,
+    ) -> Result<Self, SandboxError> {
+        let bwrap = readable::find("bwrap", path);
         let root = rustix::process::geteuid().is_root();
-        let namespaces = |nobody, processes| Method::Bubblewrap { nobody, processes };
-        let wrapped: &[Method] = if root {
+        let namespaces = |nobody, processes| SandboxMethod::Bubblewrap { nobody, processes };
+        let wrapped: &[SandboxMethod] = if root {
             &[namespaces(true, true), namespaces(false, false)]
         } else {
             &[namespaces(false, true)]
         };
         let methods = match choice {
-            Choice::Auto => [wrapped, &[Method::Landlock]].concat(),
-            Choice::Bubblewrap => wrapped.to_vec(),
-            Choice::Landlock => vec![Method::Landlock],
-            Choice::Unconfined => vec![Method::Unconfined],
+            SandboxChoice::Auto => [wrapped, &[SandboxMethod::Landlock]].concat(),
+            SandboxChoice::Bubblewrap => wrapped.to_vec(),
+            SandboxChoice::Landlock => vec![SandboxMethod::Landlock],
+            SandboxChoice::Unconfined => vec![SandboxMethod::Unconfined],
         };
         let mut tried = Vec::new();
         let reaper = Arc::new(Reaper::start()?);
         for method in methods {
-            let (view, bwrap, scratch) = (view.clone(), bwrap.clone(), scratch.to_path_buf());
-            let sandbox = Self { method, view, bwrap, scratch, reaper: Arc::clone(&reaper) };
+            let (readable, bwrap, scratch) = (readable.clone(), bwrap.clone(), scratch.to_path_buf());
+            let sandbox = Self { method, readable, bwrap, scratch, reaper: Arc::clone(&reaper) };
             match sandbox.probe() {
                 Ok(()) => return Ok(sandbox),
                 Err(reason) => tried.push(format!("{}: {reason}", method.name())),
@@ -223,47 +228,49 @@ impl Sandbox {
         Err(SandboxError::Unavailable { tried: tried.join("; ") })
     }
 
-    /// How it confines.
+    /// The method of confinement.
     #[must_use]
-    pub fn method(&self) -> Method {
+    pub fn method(&self) -> SandboxMethod {
         self.method
     }
 
     /// Runs one program to its end, on this thread.
     ///
     /// # Errors
-    /// The program was not started, or could not be watched.
-    pub fn run(&self, job: Job<'_>, limits: &Limits) -> Result<Ran, SandboxError> {
+    /// The program was not started, or could not be monitored.
+    pub fn run(&self, job: SandboxJob<'_>, limits: &SandboxLimits) -> Result<ProgramRun, SandboxError> {
         let limits = (limits, &*self.reaper);
         match (self.method, &self.bwrap) {
-            (Method::Bubblewrap { nobody, processes }, Some(bwrap)) => {
-                bubblewrap::run(bwrap, &self.view, (nobody, processes), job, limits)
+            (SandboxMethod::Bubblewrap { nobody, processes }, Some(bwrap)) => {
+                bubblewrap::run(bwrap, &self.readable, (nobody, processes), job, limits)
             }
-            (Method::Bubblewrap { .. }, None) => {
+            (SandboxMethod::Bubblewrap { .. }, None) => {
                 Err(SandboxError::Failed { reason: "`bwrap` was not found in `PATH`".to_owned() })
             }
-            (Method::Landlock, _) => landlock::run(&self.view, &self.scratch, job, limits),
-            (Method::Unconfined, _) => landlock::run_unconfined(&self.scratch, job, limits),
+            (SandboxMethod::Landlock, _) => landlock::run(&self.readable, &self.scratch, job, limits),
+            (SandboxMethod::Unconfined, _) => landlock::run_unconfined(&self.scratch, job, limits),
         }
     }
 
     fn probe(&self) -> Result<(), String> {
-        let Some(command) = view::find("true", "/usr/bin:/bin:/run/current-system/sw/bin") else {
+        let Some(command) = readable::find("true", "/usr/bin:/bin:/run/current-system/sw/bin") else {
             return Err("there is no program `true` to try it with".to_owned());
         };
-        // The interpreter must be there to be read, even for another user.
-        let witness = self.view.witness().map(|path| path.display().to_string());
-        let argv = match (witness, view::find("test", "/usr/bin:/bin")) {
-            (Some(witness), Some(test)) => vec![test.display().to_string(), "-r".to_owned(), witness],
+        // The interpreter must be readable, also for the user `nobody`.
+        let required = self.readable.required().map(|path| path.display().to_string());
+        let argv = match (required, readable::find("test", "/usr/bin:/bin")) {
+            (Some(required), Some(test)) => vec![test.display().to_string(), "-r".to_owned(), required],
             _ => vec![command.display().to_string()],
         };
         let shown = argv.join(" ");
-        let limits = Limits { wall: PROBE, cpu: PROBE, memory: 1 << 30, output: 1 << 12, processes: 16 };
-        let ran = self.run(Job { argv, ..Job::default() }, &limits).map_err(|error| match error {
-            SandboxError::Failed { reason } | SandboxError::Unavailable { tried: reason } => reason,
-        })?;
+        let limits =
+            SandboxLimits { wall: PROBE, cpu: PROBE, memory: 1 << 30, output: 1 << 12, processes: 16 };
+        let ran =
+            self.run(SandboxJob { argv, ..SandboxJob::default() }, &limits).map_err(|error| match error {
+                SandboxError::Failed { reason } | SandboxError::Unavailable { tried: reason } => reason,
+            })?;
         match ran.end {
-            End::Exit(0) => Ok(()),
+            ProgramEnd::Exit(0) => Ok(()),
             end => {
                 Err(format!("`{shown}` ended with {end:?}: {}", String::from_utf8_lossy(&ran.stderr).trim()))
             }
@@ -271,7 +278,7 @@ impl Sandbox {
     }
 }
 
-impl Method {
+impl SandboxMethod {
     fn name(self) -> &'static str {
         match self {
             Self::Bubblewrap { nobody: true, .. } => "bubblewrap as user 65534",
@@ -281,7 +288,7 @@ impl Method {
         }
     }
 
-    /// Whether a program may start others.
+    /// Whether a program may start other processes.
     #[must_use]
     pub fn allows_processes(self) -> bool {
         match self {

@@ -1,8 +1,8 @@
-//! Starts a program: pipes, limits, and what happens between fork and exec.
+//! Starts a program: pipes, limits, and the steps between fork and exec.
 //!
-//! Invariant: between fork and exec there are system calls only, on values made before the fork: no allocation, no lock. A
-//! program inherits the descriptors that it is meant to have and no others. Before it runs it has registered itself with the
-//! reaper, so that it ends with this process whatever it does to its signals, descriptors and threads.
+//! Invariant: between fork and exec there are only system calls, on values made before the fork: no allocation, no lock. A
+//! program inherits the descriptors of a list and no others. Before it runs it registers with the reaper, so that it ends with
+//! this process whatever it does to its signals, descriptors and threads.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -15,49 +15,49 @@ use rustix::io::FdFlags;
 use rustix::pipe::PipeFlags;
 use rustix::process::{Resource, Rlimit, Signal};
 
-use super::{Job, Limits};
-use crate::reaper::{Reaper, Registration};
+use super::{SandboxJob, SandboxLimits};
+use crate::reaper::{Reaper, ReaperRegistration};
 
 /// Largest file, bytes.
 const FILE_BYTES: u64 = 16 << 20;
 /// Most descriptors.
 const OPEN_FILES: u64 = 256;
-/// The first number of an inherited descriptor, above those that programs take for granted.
+/// The lowest number of an inherited descriptor, above those that programs use by convention.
 const FIRST_FD: RawFd = 10;
 
-/// What the program is left with when it begins to run.
+/// Restrictions that are applied before the program runs.
 #[derive(Debug, Default)]
 pub(super) struct Confinement {
     /// Landlock's rules.
     pub(super) ruleset: Option<OwnedFd>,
     /// Filter of system calls.
     pub(super) filter: seccompiler::BpfProgram,
-    /// Whether privileges are given up, those of root included.
+    /// Whether all privileges are dropped, also those of root.
     pub(super) unprivileged: bool,
 }
 
-/// A process that runs, and what ends it with this one.
+/// A running process, and its registration with the reaper.
 #[derive(Debug)]
-pub(super) struct Spawned {
+pub(super) struct SpawnedProgram {
     pub(super) child: Child,
-    pub(super) registration: Arc<Registration>,
+    pub(super) registration: Arc<ReaperRegistration>,
 }
 
-/// Both ends of a pipe: ours does not wait, theirs is inherited.
+/// Both ends of a pipe: the end of this process does not block, the program inherits the other.
 #[derive(Debug)]
-pub(super) struct Channel {
+pub(super) struct PipePair {
     pub(super) ours: OwnedFd,
     pub(super) theirs: OwnedFd,
 }
 
-impl Channel {
-    /// We read.
+impl PipePair {
+    /// This process reads.
     pub(super) fn from_program() -> io::Result<Self> {
         let (ours, theirs) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
         Self::new(ours, &theirs)
     }
 
-    /// We write.
+    /// This process writes.
     pub(super) fn to_program() -> io::Result<Self> {
         let (theirs, ours) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
         Self::new(ours, &theirs)
@@ -68,63 +68,67 @@ impl Channel {
         Ok(Self { ours, theirs: raised(theirs)? })
     }
 
-    /// The number that the program knows it by.
+    /// The number of the inherited descriptor.
     pub(super) fn number(&self) -> String {
         self.theirs.as_raw_fd().to_string()
     }
 }
 
-/// A copy of a descriptor with a number that is free for the program's own use.
+/// A copy of a descriptor with a number of at least [`FIRST_FD`].
 pub(super) fn raised(fd: &impl AsFd) -> io::Result<OwnedFd> {
     Ok(rustix::io::fcntl_dupfd_cloexec(fd, FIRST_FD)?)
 }
 
-/// A pipe whose reader holds it open for writing too, so that it waits for ever if we die, and never reads an end.
-pub(super) fn gate() -> io::Result<Channel> {
-    let Channel { ours, theirs } = Channel::to_program()?;
+/// A pipe whose reader also keeps it open for writing: if this process dies, the reader blocks and never reads an end of file.
+pub(super) fn gate() -> io::Result<PipePair> {
+    let PipePair { ours, theirs } = PipePair::to_program()?;
     let both = rustix::fs::open(
         format!("/proc/self/fd/{}", theirs.as_raw_fd()),
         OFlags::RDWR | OFlags::CLOEXEC,
         rustix::fs::Mode::empty(),
     )?;
-    Ok(Channel { ours, theirs: raised(&both)? })
+    Ok(PipePair { ours, theirs: raised(&both)? })
 }
 
 /// The pipes of a dialog.
 #[derive(Debug)]
-pub(super) struct Talk {
-    pub(super) orders: Channel,
-    pub(super) report: Channel,
+pub(super) struct DialogPipes {
+    pub(super) orders: PipePair,
+    pub(super) report: PipePair,
 }
 
-impl Talk {
-    /// Pipes if the job has someone to talk to.
-    pub(super) fn open(job: &Job<'_>) -> io::Result<Option<Self>> {
+impl DialogPipes {
+    /// The pipes, if the job has a dialog.
+    pub(super) fn open(job: &SandboxJob<'_>) -> io::Result<Option<Self>> {
         if job.dialog.is_none() {
             return Ok(None);
         }
-        Ok(Some(Self { orders: Channel::to_program()?, report: Channel::from_program()? }))
+        Ok(Some(Self { orders: PipePair::to_program()?, report: PipePair::from_program()? }))
     }
 }
 
-/// The arguments of a job with the places of its file and its pipes filled in.
-pub(super) fn arguments(job: &Job<'_>, file: Option<&str>, talk: Option<&Talk>) -> Vec<String> {
-    let fill = |argument: &String| match talk {
+/// The arguments of a job with the placeholders for its file and its pipes replaced.
+pub(super) fn arguments(
+    job: &SandboxJob<'_>,
+    file: Option<&str>,
+    dialog: Option<&DialogPipes>,
+) -> Vec<String> {
+    let fill = |argument: &String| match dialog {
         _ if argument.contains("{file}") => argument.replace("{file}", file.unwrap_or_default()),
-        Some(talk) if argument == "{orders}" => talk.orders.number(),
-        Some(talk) if argument == "{report}" => talk.report.number(),
+        Some(pipes) if argument == "{orders}" => pipes.orders.number(),
+        Some(pipes) if argument == "{report}" => pipes.report.number(),
         _ => argument.clone(),
     };
     job.argv.iter().map(fill).collect()
 }
 
-/// Starts `command` with pipes for its standard streams. Of our descriptors it keeps those in `inherited`.
+/// Starts `command` with pipes for its standard streams. It inherits the descriptors in `inherited`.
 pub(super) fn spawn(
     mut command: Command,
     inherited: &[&OwnedFd],
-    (limits, reaper): (&Limits, &Reaper),
+    (limits, reaper): (&SandboxLimits, &Reaper),
     confinement: Confinement,
-) -> io::Result<Spawned> {
+) -> io::Result<SpawnedProgram> {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
     let parent = rustix::process::getpid();
     let kept: Vec<RawFd> = inherited.iter().map(|fd| fd.as_raw_fd()).collect();
@@ -134,7 +138,7 @@ pub(super) fn spawn(
     let prepare = move || {
         theirs.add_process(rustix::process::getpid().as_raw_nonzero().get())?;
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have died before that.
+        // The parent may have died before the call.
         if rustix::process::getppid() != Some(parent) {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
@@ -153,10 +157,10 @@ pub(super) fn spawn(
         command.pre_exec(prepare);
     }
     let child = command.spawn()?;
-    Ok(Spawned { child, registration })
+    Ok(SpawnedProgram { child, registration })
 }
 
-fn resource_limits(limits: &Limits) -> [(Resource, u64); 5] {
+fn resource_limits(limits: &SandboxLimits) -> [(Resource, u64); 5] {
     let seconds = limits.cpu.as_secs() + u64::from(limits.cpu.subsec_nanos() > 0);
     [
         (Resource::Core, 0),
@@ -167,7 +171,7 @@ fn resource_limits(limits: &Limits) -> [(Resource, u64); 5] {
     ]
 }
 
-/// No descriptor from `first` on outlives exec.
+/// Marks all descriptors from `first` on to be closed by exec.
 #[expect(
     unsafe_code,
     reason = "close_range has no safe wrapper; it takes plain numbers and marks descriptors only"
@@ -187,13 +191,13 @@ fn keep(fd: RawFd) -> io::Result<()> {
     Ok(rustix::io::fcntl_setfd(fd, FdFlags::empty())?)
 }
 
-/// Gives up what the program must not have, for good.
+/// Applies the restrictions; they cannot be undone.
 fn confine(confinement: &Confinement) -> io::Result<()> {
     if confinement.unprivileged {
         let none = rustix::thread::CapabilitySet::empty();
         let none = rustix::thread::CapabilitySets { effective: none, permitted: none, inheritable: none };
         rustix::thread::set_capabilities(None, none)?;
-        // From here on exec cannot give privileges back, not even to root.
+        // After this call exec cannot restore privileges, not even for root.
         rustix::thread::set_no_new_privs(true)?;
     }
     if let Some(ruleset) = &confinement.ruleset {
@@ -218,7 +222,7 @@ fn load_filter(filter: &[seccompiler::sock_filter]) -> io::Result<()> {
     })
 }
 
-/// A file in memory with `contents`, to be read from its start.
+/// A file in memory with `contents`, positioned at its start.
 pub(super) fn in_memory(name: &str, contents: &[u8]) -> io::Result<OwnedFd> {
     use std::io::{Seek, Write};
     let fd = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)?;
@@ -228,7 +232,7 @@ pub(super) fn in_memory(name: &str, contents: &[u8]) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// The end of a standard stream that is ours, not waiting.
+/// The end of this process of a standard stream, without blocking.
 pub(super) fn ours(stream: impl Into<OwnedFd>) -> io::Result<OwnedFd> {
     let fd = stream.into();
     rustix::fs::fcntl_setfl(&fd, OFlags::NONBLOCK)?;
@@ -240,12 +244,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_are_filled_in() {
+    fn placeholders_are_replaced() {
         let argv = vec!["run".to_owned(), "-o{file}".to_owned(), "{orders}".to_owned()];
-        let job = Job { argv, ..Job::default() };
+        let job = SandboxJob { argv, ..SandboxJob::default() };
         assert_eq!(arguments(&job, Some("/box/a.py"), None), ["run", "-o/box/a.py", "{orders}"]);
-        let talk = Talk { orders: Channel::to_program().unwrap(), report: Channel::from_program().unwrap() };
-        assert_eq!(arguments(&job, None, Some(&talk)), ["run", "-o", &talk.orders.number()]);
-        assert!(talk.orders.theirs.as_raw_fd() >= FIRST_FD);
+        let pipes = DialogPipes {
+            orders: PipePair::to_program().unwrap(),
+            report: PipePair::from_program().unwrap(),
+        };
+        assert_eq!(arguments(&job, None, Some(&pipes)), ["run", "-o", &pipes.orders.number()]);
+        assert!(pipes.orders.theirs.as_raw_fd() >= FIRST_FD);
     }
 }

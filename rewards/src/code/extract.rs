@@ -1,21 +1,21 @@
 //! Finds the program in a completion.
 //!
-//! Invariant: what was thought before `</think>` is never run. It does not look at whether the program is one that parses.
+//! Invariant: text before `</think>` is never run. Whether the program parses is not checked.
 
 use std::borrow::Cow;
 use std::sync::LazyLock;
 
 use regex::Regex;
 
-/// What shows that a text without any fence is Python.
+/// Recognises Python in a text without a fence.
 static PYTHON: LazyLock<Regex> = LazyLock::new(|| {
     let line = r"(?m)^(?:(?:async )?def |class |import |from \w[\w.]* import |print\(|@\w|(?:for|while|if|with) .*:|\w[\w, .\[\]]*=[^=])";
     Regex::new(line).expect("constant pattern")
 });
 
 /// The last closed block in fences that names `language` (lower case), else the last that names none, else a last one that is
-/// not closed; without any fence the whole text, if it looks like code. Of each, one that `wanted` says yes to goes first, as an
-/// example of its use may follow a program. None if there is no program.
+/// not closed; without any fence the whole text, if it looks like code. Blocks for which `wanted` is true have priority, as an
+/// example of its use may follow a program. `None` if there is no program.
 #[must_use]
 pub fn program<'a>(text: &'a str, language: &str, wanted: &dyn Fn(&str) -> bool) -> Option<Cow<'a, str>> {
     let text = match text.rsplit_once("</think>") {
@@ -29,12 +29,12 @@ pub fn program<'a>(text: &'a str, language: &str, wanted: &dyn Fn(&str) -> bool)
         return Some(text.trim()).filter(|text| code && !text.is_empty()).map(Cow::Borrowed);
     }
     let names = names(language);
-    let named = |block: &Block<'_>| {
+    let named = |block: &CodeBlock<'_>| {
         // Also with a version, as in `python3.11` or `c++20`.
         let plain = block.tag.trim_end_matches(|c: char| c.is_ascii_digit() || c == '.');
         names.iter().any(|name| block.tag.eq_ignore_ascii_case(name) || plain.eq_ignore_ascii_case(name))
     };
-    let rank = |block: &Block<'_>| match (block.closed, named(block), block.tag.is_empty()) {
+    let rank = |block: &CodeBlock<'_>| match (block.closed, named(block), block.tag.is_empty()) {
         (true, true, _) => Some(2),
         (true, _, true) => Some(1),
         (false, true, _) | (false, _, true) => Some(0),
@@ -46,7 +46,7 @@ pub fn program<'a>(text: &'a str, language: &str, wanted: &dyn Fn(&str) -> bool)
     Some(dedented(block.text)).filter(|text| !text.trim().is_empty())
 }
 
-/// Without the indentation of the first line that holds anything, which in a list is that of its item.
+/// The text without the indentation of its first line that is not blank; in a list that is the indentation of the item.
 fn dedented(text: &str) -> Cow<'_, str> {
     let indentation = |line: &str| line.len() - line.trim_start_matches([' ', '\t']).len();
     let first = text.lines().find(|line| !line.trim().is_empty()).map_or(0, indentation);
@@ -56,7 +56,7 @@ fn dedented(text: &str) -> Cow<'_, str> {
     text.split_inclusive('\n').map(|line| &line[indentation(line).min(first)..]).collect()
 }
 
-/// What people write after a fence for a language.
+/// The names of a language after a fence.
 fn names(language: &str) -> Vec<&str> {
     let others: &[&str] = match language {
         "python" => &["py", "python3"],
@@ -72,14 +72,14 @@ fn names(language: &str) -> Vec<&str> {
     [&[language], others].concat()
 }
 
-/// A block in fences.
-struct Block<'a> {
+/// A fenced block of code.
+struct CodeBlock<'a> {
     tag: &'a str,
     text: &'a str,
     closed: bool,
 }
 
-fn blocks(text: &str) -> Vec<Block<'_>> {
+fn blocks(text: &str) -> Vec<CodeBlock<'_>> {
     let mut blocks = Vec::new();
     let mut open: Option<(Fence<'_>, usize)> = None;
     let mut at = 0;
@@ -93,19 +93,19 @@ fn blocks(text: &str) -> Vec<Block<'_>> {
             }
             Some((opening, from)) => {
                 if fence(line).is_some_and(|found| found.closes(&opening)) {
-                    blocks.push(Block { tag: tag(opening.info), text: &text[from..begin], closed: true });
+                    blocks.push(CodeBlock { tag: tag(opening.info), text: &text[from..begin], closed: true });
                     open = None;
                 }
             }
         }
     }
     if let Some((opening, from)) = open {
-        blocks.push(Block { tag: tag(opening.info), text: &text[from..], closed: false });
+        blocks.push(CodeBlock { tag: tag(opening.info), text: &text[from..], closed: false });
     }
     blocks
 }
 
-/// The mark of an item of a list, in whose first line a fence may stand.
+/// The marker of a list item; a fence may follow in the same line.
 static ITEM: LazyLock<Regex> =
     LazyLock::new(|| Regex::new(r"^[ \t]*(?:[-*+]|\d{1,9}[.)])[ \t]+").expect("constant pattern"));
 

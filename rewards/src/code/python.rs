@@ -1,7 +1,7 @@
-//! Finds an interpreter of Python and the directories that it lives in.
+//! Finds a Python interpreter and the directories of its installation.
 //!
-//! Invariant: the interpreter is asked itself, outside of the sandbox and with the variables of the user, so that launchers and
-//! virtual environments work; it is the user's own choice, not the policy's. No program of the policy is run here.
+//! Invariant: the interpreter itself reports them, outside of the sandbox and with the variables of the user, so that launchers
+//! and virtual environments work. The user chose the interpreter; no program of the policy runs here.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use host::sandbox::{Choice, End, Job, Limits, Sandbox, View, view};
+use host::sandbox::{ProgramEnd, ReadableFiles, Sandbox, SandboxChoice, SandboxJob, SandboxLimits, readable};
 
-/// Prints what [`Interpreter`] holds.
+/// Prints the fields of [`Interpreter`].
 const QUESTION: &str = "import json, sys; print(json.dumps({'executable': sys.executable, 'directories': \
     [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix]}))";
-/// Slow disks of clusters included.
+/// Longest start, also from the slow disks of clusters.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// An interpreter.
@@ -27,29 +27,34 @@ pub struct Interpreter {
 }
 
 impl Interpreter {
-    /// Asks `python`, a name to be found in the variable `PATH` or a path.
+    /// Runs `python`, a name to be found on `PATH` or a path.
     ///
     /// # Errors
-    /// It is not there, or it is no Python 3; the text says what happened and what to do.
+    /// It does not exist, or it is not Python 3; the text has the reason and the remedy.
     pub fn find(python: &str, variables: &BTreeMap<String, String>, scratch: &Path) -> Result<Self, String> {
         let path = variables.get("PATH").map_or("", String::as_str);
         let advice = "name an interpreter of Python 3 in `python`";
-        let program = view::find(python, path)
+        let program = readable::find(python, path)
             .ok_or_else(|| format!("there is no program `{python}` in `PATH`; {advice}"))?;
         let failed = |reason: String| {
             format!("`{}` does not answer as Python does: {reason}; {advice}", program.display())
         };
-        let sandbox = Sandbox::open(Choice::Unconfined, &View::default(), "", scratch);
+        let sandbox = Sandbox::open(SandboxChoice::Unconfined, &ReadableFiles::default(), "", scratch);
         let sandbox = sandbox.map_err(|error| failed(error.to_string()))?;
-        let job = Job {
+        let job = SandboxJob {
             argv: vec![program.display().to_string(), "-c".to_owned(), QUESTION.to_owned()],
             environment: variables.iter().map(|(name, value)| (name.clone(), value.clone())).collect(),
-            ..Job::default()
+            ..SandboxJob::default()
         };
-        let limits =
-            Limits { wall: PATIENCE, cpu: PATIENCE, memory: 4 << 30, output: 1 << 14, processes: u64::MAX };
+        let limits = SandboxLimits {
+            wall: PATIENCE,
+            cpu: PATIENCE,
+            memory: 4 << 30,
+            output: 1 << 14,
+            processes: u64::MAX,
+        };
         let ran = sandbox.run(job, &limits).map_err(|error| failed(error.to_string()))?;
-        if ran.end != End::Exit(0) {
+        if ran.end != ProgramEnd::Exit(0) {
             return Err(failed(format!("{:?}: {}", ran.end, String::from_utf8_lossy(&ran.stderr).trim())));
         }
         let mut found: Self =

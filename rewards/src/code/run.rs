@@ -1,8 +1,8 @@
-//! Tries a program with the tests of its task, in a sandbox.
+//! Runs the tests of a task on a program, in a sandbox.
 //!
 //! Invariant: outputs and results are compared here, outside of the sandbox, where the program cannot reach. It passes a test
-//! only by what it gave for it; that it ended, or said that it passed, counts for nothing. A harness that never said that it
-//! runs is a failure of the sandbox, and tests in which nothing could fail are an error.
+//! only by its output or result; its exit, or a message that it passed, counts for nothing. A harness that never reported that
+//! it is ready is a failure of the sandbox, and tests in which nothing could fail are an error.
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
@@ -11,99 +11,104 @@ use std::time::Instant;
 use serde_json::{Value, json};
 
 use super::compare::{same_output, same_value};
-use super::suite::{Call, Streams, Suite};
-use host::sandbox::{Dialog, End, Job, Limits, Ran, Sandbox, SandboxError};
+use super::suite::{FunctionCall, StreamTest, TestSuite};
+use host::sandbox::{Dialog, ProgramEnd, ProgramRun, Sandbox, SandboxError, SandboxJob, SandboxLimits};
 
 const HARNESS: &str = include_str!("harness.py");
 /// Imports that tasks with a given signature take for granted.
 const PRELUDE: &str = include_str!("prelude.py");
 
-/// How much of an output or a message is shown, characters.
+/// Longest part of an output or a message that is shown, characters.
 const SHOWN: usize = 160;
 
-/// How much more than twice what is expected a program may write, bytes.
+/// Bytes that a program may write beyond twice the expected output.
 const MARGIN: usize = 4 << 10;
 
-/// What a program of one language is run by.
+/// How programs of one language are run.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Runner {
+pub enum ProgramRunner {
     /// An interpreter of Python 3.
     Python(PathBuf),
-    /// Words of a command, the first an absolute path, one holding `{file}`.
+    /// A command: an absolute path and arguments, one of them with `{file}`.
     Command {
-        /// The words.
+        /// Path and arguments.
         argv: Vec<String>,
-        /// Name of the file that the program is in.
+        /// Name of the program's file.
         file: String,
     },
 }
 
-/// What came of a program.
+/// The result of all tests of a program.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Verdict {
-    /// Tests that it passed.
+pub struct TestResult {
+    /// Number of tests that it passed.
     pub passed: usize,
-    /// Tests that there are.
+    /// Number of tests.
     pub tests: usize,
-    /// What was wrong with the first that it did not pass.
+    /// The reason of the first failure.
     pub why: Option<String>,
 }
 
-impl Verdict {
-    /// Ends with a failure; true if the next test is to be tried.
+impl TestResult {
+    /// Records the failure of a test.
     fn fail(&mut self, test: usize, why: &str) {
         self.why.get_or_insert_with(|| format!("test {}: {why}", test + 1));
     }
 }
 
-/// No program is to blame.
+/// A failure that is not the program's.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum TrialError {
-    /// It was not run to its end.
+pub enum TestError {
+    /// The sandbox did not run the program to its end.
     #[error(transparent)]
     Sandbox(#[from] SandboxError),
-    /// They say nothing about a program.
+    /// A test that no program can fail.
     #[error("test {test} tests nothing: {reason}")]
     Tests {
-        /// Which of them, from 1 on.
+        /// Number of the test, from 1.
         test: usize,
-        /// What is wrong with it.
+        /// Why nothing in it can fail.
         reason: String,
     },
 }
 
 /// Runs programs of one language.
 #[derive(Clone, Debug)]
-pub struct Trial {
-    /// Where.
+pub struct ProgramTester {
+    /// The sandbox.
     pub sandbox: Sandbox,
-    /// By what.
-    pub runner: Runner,
-    /// Bounds of each run; `wall` is for all tests together.
-    pub limits: Limits,
-    /// Whether tests are tried after one that failed.
+    /// Interpreter or command.
+    pub runner: ProgramRunner,
+    /// Limits of each run; `wall` is for all tests together.
+    pub limits: SandboxLimits,
+    /// Whether to continue after a failed test.
     pub partial: bool,
 }
 
-impl Trial {
-    /// Tries `program` until a test fails, or with `partial` until its time is over in one of them.
+impl ProgramTester {
+    /// Runs the tests until one fails, or with `partial` until the time is over in one of them.
     ///
     /// # Errors
-    /// The sandbox failed, or `cancelled` was set, or the tests need a harness that there is for Python only, or nothing in them
-    /// could fail.
-    pub fn run(&self, program: &str, suite: &Suite, cancelled: &AtomicBool) -> Result<Verdict, TrialError> {
+    /// The sandbox failed, or `cancelled` was set, or the tests need the harness and the language is not Python, or nothing in
+    /// the tests could fail.
+    pub fn run(
+        &self,
+        program: &str,
+        suite: &TestSuite,
+        cancelled: &AtomicBool,
+    ) -> Result<TestResult, TestError> {
         match suite {
-            Suite::Streams(tests) => Ok(self.streams(program, tests, cancelled)?),
-            Suite::Calls { function, calls } => {
+            TestSuite::Streams(tests) => Ok(self.streams(program, tests, cancelled)?),
+            TestSuite::Calls { function, calls } => {
                 let opening =
                     json!({"form": "calls", "program": program, "prelude": PRELUDE, "fn_name": function});
                 let questions = calls.iter().map(|call| json!({"args": call.arguments})).collect();
                 let judge = |test: usize, reply: &Value| judge_call(&calls[test], reply);
                 let longest = calls.iter().map(|call| call.expected.to_string().len()).max().unwrap_or(0);
                 // Escapes and spaces make the same value longer.
-                self.interview(&opening, questions, &judge, &self.room(2 * longest), cancelled)
+                self.run_harness(&opening, questions, &judge, &self.limits_for(2 * longest), cancelled)
             }
-            Suite::Asserts { setup, tests, entry_point } => {
+            TestSuite::Asserts { setup, tests, entry_point } => {
                 let opening =
                     json!({"form": "tests", "program": program, "prelude": PRELUDE, "setup": setup});
                 let nonces = tests.iter().map(|_| nonce()).collect::<Result<Vec<_>, _>>()?;
@@ -112,23 +117,23 @@ impl Trial {
                     .zip(&nonces)
                     .map(|(test, nonce)| json!({"test": test, "entry_point": entry_point, "nonce": nonce}));
                 let judge = |test: usize, reply: &Value| judge_assert(&nonces[test], reply);
-                self.interview(&opening, questions.collect(), &judge, &self.limits, cancelled)
+                self.run_harness(&opening, questions.collect(), &judge, &self.limits, cancelled)
             }
         }
     }
 
-    /// Bounds in which an expected output of so many bytes can be written, and a wrong one of twice its length be seen.
-    fn room(&self, expected: usize) -> Limits {
-        Limits { output: self.limits.output.max(2 * expected + MARGIN), ..self.limits }
+    /// Limits that allow an output of twice the expected length, in bytes.
+    fn limits_for(&self, expected: usize) -> SandboxLimits {
+        SandboxLimits { output: self.limits.output.max(2 * expected + MARGIN), ..self.limits }
     }
 
     fn streams(
         &self,
         program: &str,
-        tests: &[Streams],
+        tests: &[StreamTest],
         cancelled: &AtomicBool,
-    ) -> Result<Verdict, SandboxError> {
-        let mut verdict = Verdict { tests: tests.len(), ..Verdict::default() };
+    ) -> Result<TestResult, SandboxError> {
+        let mut verdict = TestResult { tests: tests.len(), ..TestResult::default() };
         let started = Instant::now();
         for (index, test) in tests.iter().enumerate() {
             let left = self.limits.wall.saturating_sub(started.elapsed());
@@ -136,13 +141,13 @@ impl Trial {
                 verdict.fail(index, "out of time");
                 break;
             }
-            let limits = Limits { wall: left, ..self.room(test.output.len()) };
+            let limits = SandboxLimits { wall: left, ..self.limits_for(test.output.len()) };
             let ran = self.once(program, &test.input, &limits, cancelled)?;
             match judge_output(&ran, &test.output) {
                 Ok(()) => verdict.passed += 1,
                 Err(why) => {
                     verdict.fail(index, &why);
-                    if !self.partial || ran.end == End::Timeout {
+                    if !self.partial || ran.end == ProgramEnd::Timeout {
                         break;
                     }
                 }
@@ -156,23 +161,23 @@ impl Trial {
         &self,
         program: &str,
         input: &str,
-        limits: &Limits,
+        limits: &SandboxLimits,
         cancelled: &AtomicBool,
-    ) -> Result<Ran, SandboxError> {
+    ) -> Result<ProgramRun, SandboxError> {
         match &self.runner {
-            Runner::Python(interpreter) => {
+            ProgramRunner::Python(interpreter) => {
                 let opening = json!({"form": "script", "program": program});
-                let mut interview = Interview::new(&opening, Vec::new(), &|_, _| Ok(()), false);
-                self.harness(interpreter, input, &mut interview, limits, cancelled)
+                let mut session = HarnessSession::new(&opening, Vec::new(), &|_, _| Ok(()), false);
+                self.harness(interpreter, input, &mut session, limits, cancelled)
             }
-            Runner::Command { argv, file } => {
-                let job = Job {
+            ProgramRunner::Command { argv, file } => {
+                let job = SandboxJob {
                     argv: argv.clone(),
                     environment: environment(),
                     file: Some((file, program.as_bytes())),
                     stdin: input.as_bytes(),
                     cancelled: Some(cancelled),
-                    ..Job::default()
+                    ..SandboxJob::default()
                 };
                 not_cancelled(self.sandbox.run(job, limits)?)
             }
@@ -183,22 +188,22 @@ impl Trial {
         &self,
         interpreter: &std::path::Path,
         input: &str,
-        interview: &mut Interview<'_>,
-        limits: &Limits,
+        session: &mut HarnessSession<'_>,
+        limits: &SandboxLimits,
         cancelled: &AtomicBool,
-    ) -> Result<Ran, SandboxError> {
+    ) -> Result<ProgramRun, SandboxError> {
         let interpreter = interpreter.display().to_string();
         let argv = [&interpreter, "-s", "-B", "-X", "utf8", "-c", HARNESS, "{orders}", "{report}"];
-        let job = Job {
+        let job = SandboxJob {
             argv: argv.map(str::to_owned).to_vec(),
             environment: environment(),
             stdin: input.as_bytes(),
-            dialog: Some(&mut *interview),
+            dialog: Some(&mut *session),
             cancelled: Some(cancelled),
-            ..Job::default()
+            ..SandboxJob::default()
         };
         let ran = not_cancelled(self.sandbox.run(job, limits)?)?;
-        if interview.ready {
+        if session.ready {
             return Ok(ran);
         }
         let said = last_line(&ran.stderr).unwrap_or_else(|| "it said nothing".to_owned());
@@ -210,76 +215,76 @@ impl Trial {
         })
     }
 
-    /// Asks the harness one question after the other.
-    fn interview(
+    /// Sends the harness one test after the other.
+    fn run_harness(
         &self,
         opening: &Value,
         questions: Vec<Value>,
-        judge: &Judge<'_>,
-        limits: &Limits,
+        judge: &ReplyJudge<'_>,
+        limits: &SandboxLimits,
         cancelled: &AtomicBool,
-    ) -> Result<Verdict, TrialError> {
-        let Runner::Python(interpreter) = &self.runner else {
+    ) -> Result<TestResult, TestError> {
+        let ProgramRunner::Python(interpreter) = &self.runner else {
             let reason =
                 "calls and asserts are for Python; for other languages give tests by input and output";
             return Err(SandboxError::Failed { reason: reason.to_owned() }.into());
         };
-        let mut interview = Interview::new(opening, questions, judge, self.partial);
-        let ran = self.harness(interpreter, "", &mut interview, limits, cancelled)?;
-        let Interview { mut verdict, done, asked, untested, .. } = interview;
+        let mut session = HarnessSession::new(opening, questions, judge, self.partial);
+        let ran = self.harness(interpreter, "", &mut session, limits, cancelled)?;
+        let HarnessSession { mut verdict, done, sent, untested, .. } = session;
         if let Some(reason) = untested {
-            return Err(TrialError::Tests { test: asked, reason });
+            return Err(TestError::Tests { test: sent, reason });
         }
         if !done {
             let said = last_line(&ran.stderr).map(|line| format!(": {line}")).unwrap_or_default();
-            verdict.fail(asked.saturating_sub(1), &format!("{} before it was over{said}", ending(&ran)));
+            verdict.fail(sent.saturating_sub(1), &format!("{} before it was over{said}", ending(&ran)));
         }
         Ok(verdict)
     }
 }
 
-/// Why a reply is no pass.
+/// Why a reply does not pass.
 #[derive(Debug)]
-enum Fault {
+enum ReplyFault {
     /// The program is wrong.
     Program(String),
-    /// The test is no test.
+    /// No program can fail the test.
     Test(String),
 }
 
-/// Judges the reply to a question.
-type Judge<'a> = dyn Fn(usize, &Value) -> Result<(), Fault> + Sync + 'a;
+/// Compares the reply to a test with the expected result.
+type ReplyJudge<'a> = dyn Fn(usize, &Value) -> Result<(), ReplyFault> + Sync + 'a;
 
-/// The side of the harness that knows what is expected.
-struct Interview<'a> {
+/// The side of the dialog with the harness that knows the expected results.
+struct HarnessSession<'a> {
     opening: Vec<u8>,
     questions: Vec<Value>,
-    judge: &'a Judge<'a>,
+    judge: &'a ReplyJudge<'a>,
     partial: bool,
-    /// The harness runs.
+    /// The harness has started.
     ready: bool,
     /// The program was loaded.
     loaded: bool,
-    /// Questions put so far.
-    asked: usize,
+    /// Tests that were sent.
+    sent: usize,
     done: bool,
-    verdict: Verdict,
-    /// What is wrong with the last test that was asked for.
+    verdict: TestResult,
+    /// Why nothing in the last test can fail, if so.
     untested: Option<String>,
 }
 
-impl<'a> Interview<'a> {
-    fn new(opening: &Value, questions: Vec<Value>, judge: &'a Judge<'a>, partial: bool) -> Self {
-        let verdict = Verdict { tests: questions.len(), ..Verdict::default() };
-        let (ready, loaded, asked, done) = (false, false, 0, false);
+impl<'a> HarnessSession<'a> {
+    fn new(opening: &Value, questions: Vec<Value>, judge: &'a ReplyJudge<'a>, partial: bool) -> Self {
+        let verdict = TestResult { tests: questions.len(), ..TestResult::default() };
+        let (ready, loaded, sent, done) = (false, false, 0, false);
         let (opening, untested) = (line(opening), None);
-        Self { opening, questions, judge, partial, ready, loaded, asked, done, verdict, untested }
+        Self { opening, questions, judge, partial, ready, loaded, sent, done, verdict, untested }
     }
 
     fn next(&mut self) -> Vec<u8> {
-        match self.questions.get(self.asked) {
+        match self.questions.get(self.sent) {
             Some(question) => {
-                self.asked += 1;
+                self.sent += 1;
                 line(question)
             }
             None => self.end(),
@@ -292,7 +297,7 @@ impl<'a> Interview<'a> {
     }
 }
 
-impl Dialog for Interview<'_> {
+impl Dialog for HarnessSession<'_> {
     fn opening(&mut self) -> Vec<u8> {
         self.opening.clone()
     }
@@ -314,15 +319,15 @@ impl Dialog for Interview<'_> {
             }
             return self.next();
         }
-        match (self.judge)(self.asked - 1, &reply) {
+        match (self.judge)(self.sent - 1, &reply) {
             Ok(()) => self.verdict.passed += 1,
-            Err(Fault::Program(why)) => {
-                self.verdict.fail(self.asked - 1, &why);
+            Err(ReplyFault::Program(why)) => {
+                self.verdict.fail(self.sent - 1, &why);
                 if !self.partial {
                     return self.end();
                 }
             }
-            Err(Fault::Test(reason)) => {
+            Err(ReplyFault::Test(reason)) => {
                 self.untested = Some(reason);
                 return self.end();
             }
@@ -331,8 +336,8 @@ impl Dialog for Interview<'_> {
     }
 }
 
-fn judge_output(ran: &Ran, expected: &str) -> Result<(), String> {
-    if ran.end != End::Exit(0) {
+fn judge_output(ran: &ProgramRun, expected: &str) -> Result<(), String> {
+    if ran.end != ProgramEnd::Exit(0) {
         let said = last_line(&ran.stderr).map(|line| format!(": {line}")).unwrap_or_default();
         return Err(format!("{}{said}", ending(ran)));
     }
@@ -343,51 +348,53 @@ fn judge_output(ran: &Ran, expected: &str) -> Result<(), String> {
     Err(format!("wrote {:?} instead of {:?}", cut(&found), cut(expected)))
 }
 
-fn judge_call(call: &Call, reply: &Value) -> Result<(), Fault> {
+fn judge_call(call: &FunctionCall, reply: &Value) -> Result<(), ReplyFault> {
     let Some(value) = reply.get("value") else { return Err(failure(reply)) };
     let inner = call.expected.as_array().filter(|_| call.wrapped).and_then(|items| items.first());
     if same_value(value, &call.expected) || inner.is_some_and(|expected| same_value(value, expected)) {
         return Ok(());
     }
     let (value, expected) = (value.to_string(), call.expected.to_string());
-    Err(Fault::Program(format!("returned {} instead of {}", cut(&value), cut(&expected))))
+    Err(ReplyFault::Program(format!("returned {} instead of {}", cut(&value), cut(&expected))))
 }
 
-fn judge_assert(nonce: &str, reply: &Value) -> Result<(), Fault> {
+fn judge_assert(nonce: &str, reply: &Value) -> Result<(), ReplyFault> {
     let text = |key: &str| reply.get(key).and_then(Value::as_str);
-    // A program that does not know the word cannot turn its failure into an error either.
+    // A program that does not know the nonce cannot turn its failure into an error either.
     match (text("passed"), text("untested"), text("nonce") == Some(nonce)) {
-        (None, Some(reason), true) => Err(Fault::Test(cut(reason))),
+        (None, Some(reason), true) => Err(ReplyFault::Test(cut(reason))),
         (Some(said), ..) if said == nonce => Ok(()),
-        (Some(_), ..) => Err(Fault::Program("said that it passed without having been tested".to_owned())),
+        (Some(_), ..) => {
+            Err(ReplyFault::Program("said that it passed without having been tested".to_owned()))
+        }
         _ => Err(failure(reply)),
     }
 }
 
-fn failure(reply: &Value) -> Fault {
+fn failure(reply: &Value) -> ReplyFault {
     let said = reply.get("failed").and_then(Value::as_str);
-    Fault::Program(said.map_or_else(|| "wrote on the channel of the harness".to_owned(), cut))
+    ReplyFault::Program(said.map_or_else(|| "wrote on the channel of the harness".to_owned(), cut))
 }
 
-fn not_cancelled(ran: Ran) -> Result<Ran, SandboxError> {
-    if ran.end == End::Cancelled {
-        return Err(SandboxError::Failed { reason: "nobody waited for it any more".to_owned() });
+fn not_cancelled(ran: ProgramRun) -> Result<ProgramRun, SandboxError> {
+    if ran.end == ProgramEnd::Cancelled {
+        return Err(SandboxError::Failed { reason: "the caller stopped waiting for it".to_owned() });
     }
     Ok(ran)
 }
 
-fn ending(ran: &Ran) -> String {
+fn ending(ran: &ProgramRun) -> String {
     match ran.end {
-        End::Exit(code) => format!("ended with exit code {code}"),
-        End::Signal(9) => "killed: too much processor time, or no memory left".to_owned(),
-        End::Signal(number) => format!("ended by signal {number}"),
-        End::Timeout => "out of time".to_owned(),
-        End::Output => "wrote too much".to_owned(),
-        End::Cancelled => "cancelled".to_owned(),
+        ProgramEnd::Exit(code) => format!("ended with exit code {code}"),
+        ProgramEnd::Signal(9) => "killed: too much processor time, or no memory left".to_owned(),
+        ProgramEnd::Signal(number) => format!("ended by signal {number}"),
+        ProgramEnd::Timeout => "out of time".to_owned(),
+        ProgramEnd::Output => "wrote too much".to_owned(),
+        ProgramEnd::Cancelled => "cancelled".to_owned(),
     }
 }
 
-/// All variables of a program.
+/// All environment variables of a program.
 fn environment() -> Vec<(String, String)> {
     [
         ("PATH", "/usr/local/bin:/usr/bin:/bin"),
@@ -402,7 +409,7 @@ fn environment() -> Vec<(String, String)> {
     .to_vec()
 }
 
-/// A word that a program cannot guess, whatever words it has seen.
+/// A nonce that a program cannot guess from earlier ones.
 fn nonce() -> Result<String, SandboxError> {
     Ok(host::random::hex(16)?)
 }

@@ -1,39 +1,39 @@
-//! The tests of a task, in the forms in which data sets have them.
+//! The tests of a task, in the forms of published data sets.
 //!
-//! Invariant: a suite has at least one test, and each can fail. What cannot be read is an error that shows it; it is never a
-//! suite that everything passes.
+//! Invariant: a suite has at least one test, and each can fail. A column that cannot be read is an error that shows it, never a
+//! suite that every program passes.
 
 use std::collections::HashSet;
 
 use serde_json::{Map, Value};
 use trajectory::Task;
 
-/// What a program is tried with.
+/// The tests of one program.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Suite {
+pub enum TestSuite {
     /// Input and expected output of a whole program.
-    Streams(Vec<Streams>),
+    Streams(Vec<StreamTest>),
     /// Arguments and expected results of a function.
     Calls {
         /// Name of the function, or of a method of a class `Solution`.
         function: String,
         /// At least one.
-        calls: Vec<Call>,
+        calls: Vec<FunctionCall>,
     },
     /// Code that fails if the program is wrong.
     Asserts {
-        /// What runs before each.
+        /// Code that runs before each test.
         setup: String,
         /// At least one.
         tests: Vec<String>,
-        /// What a function `check` of a test is called with, if the row names it.
+        /// Name of the function that `check` of a test is called with, if the row has it.
         entry_point: Option<String>,
     },
 }
 
 /// One run of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Streams {
+pub struct StreamTest {
     /// Standard input.
     pub input: String,
     /// Expected standard output.
@@ -42,23 +42,23 @@ pub struct Streams {
 
 /// One call of a function.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Call {
+pub struct FunctionCall {
     /// Its arguments by position.
     pub arguments: Vec<Value>,
-    /// What it should return.
+    /// The expected result.
     pub expected: Value,
-    /// Whether `expected` is a list of one which may only be wrapped around what it should return, as in APPS.
+    /// Whether `expected` is a list of one element that may stand for the element, as in APPS.
     pub wrapped: bool,
 }
 
-/// How much of something unreadable an error shows, characters.
+/// Longest part of unreadable input in an error, characters.
 const SHOWN: usize = 120;
 
-impl Suite {
+impl TestSuite {
     /// The tests of `task`: its column `column`, or if that is not given its column `tests`, or else its answer.
     ///
     /// # Errors
-    /// There are none, or they have none of the forms; the text says what was found.
+    /// There are no tests, or they have none of the forms; the text shows what was found.
     pub fn of(task: &Task, column: Option<&str>) -> Result<Self, String> {
         let columns = &task.columns;
         let found = match column {
@@ -81,10 +81,10 @@ impl Suite {
         }
     }
 
-    /// Whether `code` defines what is tested: the function that is called, or in tests that are code without the name of one, any
-    /// that they mention and do not define themselves. Whole programs are tested as they are.
+    /// Whether `code` defines the tested function: the one that is called, or in tests that are code and name none, any function
+    /// that they mention and do not define. Whole programs are always tested.
     #[must_use]
-    pub fn tests_what_is_in(&self, code: &str) -> bool {
+    pub fn is_defined_in(&self, code: &str) -> bool {
         match self {
             Self::Streams(_) => true,
             Self::Calls { function, .. } | Self::Asserts { entry_point: Some(function), .. } => {
@@ -93,14 +93,14 @@ impl Suite {
             Self::Asserts { tests, .. } => {
                 let mentioned: HashSet<&str> = tests.iter().flat_map(|test| words(test)).collect();
                 let own: HashSet<&str> = tests.iter().flat_map(|test| defined(test)).collect();
-                // A test by `check` need not mention what it is called with.
+                // A test by `check` need not mention the function that it is called with.
                 let any = own.contains("check") && definitions(code).any(|name| !own.contains(name));
                 any || defined(code).any(|name| !own.contains(name) && mentioned.contains(name))
             }
         }
     }
 
-    /// Whether there is none.
+    /// Whether there is no test.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -129,7 +129,7 @@ fn definitions(code: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// The same, and what the code assigns to at top level.
+/// These names, and those that the code assigns to at top level.
 fn defined(code: &str) -> impl Iterator<Item = &str> {
     definitions(code).chain(code.lines().filter_map(|line| {
         let (name, value) = line.split_once('=')?;
@@ -142,7 +142,7 @@ fn words(code: &str) -> impl Iterator<Item = &str> {
 }
 
 /// `{"inputs": [..], "outputs": [..]}`, with `fn_name` for calls; one `{"input", "output"}`; `{"assert_case": [..]}`.
-fn pairs(object: &Map<String, Value>, columns: &Map<String, Value>) -> Result<Suite, String> {
+fn pairs(object: &Map<String, Value>, columns: &Map<String, Value>) -> Result<TestSuite, String> {
     if let Some(Value::Array(cases)) = object.get("assert_case") {
         return asserts(cases, columns);
     }
@@ -162,17 +162,21 @@ fn pairs(object: &Map<String, Value>, columns: &Map<String, Value>) -> Result<Su
         Some(function) => {
             let wrapped =
                 outputs.iter().all(|output| output.as_array().is_some_and(|items| items.len() == 1));
-            let calls = both.map(|(input, output)| Ok(Call { wrapped, ..call(input, output)? }));
-            Ok(Suite::Calls { function: function.to_owned(), calls: calls.collect::<Result<_, String>>()? })
+            let calls = both.map(|(input, output)| Ok(FunctionCall { wrapped, ..call(input, output)? }));
+            Ok(TestSuite::Calls {
+                function: function.to_owned(),
+                calls: calls.collect::<Result<_, String>>()?,
+            })
         }
-        None => {
-            both.map(|(input, output)| streams(input, output)).collect::<Result<_, _>>().map(Suite::Streams)
-        }
+        None => both
+            .map(|(input, output)| streams(input, output))
+            .collect::<Result<_, _>>()
+            .map(TestSuite::Streams),
     }
 }
 
 /// A list of `{"input", "output"}`; with `"testtype": "functional"` they are calls.
-fn listed(items: &[Value], columns: &Map<String, Value>) -> Result<Suite, String> {
+fn listed(items: &[Value], columns: &Map<String, Value>) -> Result<TestSuite, String> {
     let field = |item: &Value, key: &str| item.get(key).cloned().ok_or_else(|| unreadable(item));
     let both = items.iter().map(|item| Ok((field(item, "input")?, field(item, "output")?)));
     let both = both.collect::<Result<Vec<_>, String>>()?;
@@ -183,7 +187,7 @@ fn listed(items: &[Value], columns: &Map<String, Value>) -> Result<Suite, String
             .iter()
             .map(|(input, output)| streams(input, output))
             .collect::<Result<_, _>>()
-            .map(Suite::Streams),
+            .map(TestSuite::Streams),
         count if count == items.len() => {
             let calls = both.iter().map(|(input, output)| {
                 call(input, &output.as_str().map_or_else(|| output.clone(), json_or_text))
@@ -191,7 +195,7 @@ fn listed(items: &[Value], columns: &Map<String, Value>) -> Result<Suite, String
             let calls = calls.collect::<Result<_, _>>()?;
             let function =
                 function_name(columns).ok_or("the tests are calls, but there is no column `fn_name`")?;
-            Ok(Suite::Calls { function, calls })
+            Ok(TestSuite::Calls { function, calls })
         }
         count => Err(format!("{count} of {} tests are calls, the others are not", items.len())),
     }
@@ -209,8 +213,8 @@ fn function_name(columns: &Map<String, Value>) -> Option<String> {
     named.map(str::to_owned)
 }
 
-fn streams(input: &Value, output: &Value) -> Result<Streams, String> {
-    Ok(Streams { input: lines(input)?, output: lines(output)? })
+fn streams(input: &Value, output: &Value) -> Result<StreamTest, String> {
+    Ok(StreamTest { input: lines(input)?, output: lines(output)? })
 }
 
 /// A text, or a list of lines.
@@ -224,7 +228,7 @@ fn lines(value: &Value) -> Result<String, String> {
 }
 
 /// Arguments are a list, or a text with one JSON value a line.
-fn call(input: &Value, output: &Value) -> Result<Call, String> {
+fn call(input: &Value, output: &Value) -> Result<FunctionCall, String> {
     let arguments = match input {
         Value::Array(items) => items.clone(),
         Value::String(text) => {
@@ -232,15 +236,15 @@ fn call(input: &Value, output: &Value) -> Result<Call, String> {
         }
         other => return Err(format!("the arguments of a call are a list, not {}", shown(other))),
     };
-    Ok(Call { arguments, expected: output.clone(), wrapped: false })
+    Ok(FunctionCall { arguments, expected: output.clone(), wrapped: false })
 }
 
 fn json_or_text(text: &str) -> Value {
     serde_json::from_str(text).unwrap_or_else(|_| Value::String(text.to_owned()))
 }
 
-fn asserts(items: &[Value], columns: &Map<String, Value>) -> Result<Suite, String> {
-    // What can fail holds one of these words. Whether anything that can fail is reached shows when it runs.
+fn asserts(items: &[Value], columns: &Map<String, Value>) -> Result<TestSuite, String> {
+    // Code that can fail has one of these words. Whether a check is reached is known when it runs.
     const CHECKS: [&str; 5] = ["assert", "raise", "check(", "TestCase", "def test"];
     let mut tests = Vec::with_capacity(items.len());
     for item in items {
@@ -256,12 +260,12 @@ fn asserts(items: &[Value], columns: &Map<String, Value>) -> Result<Suite, Strin
         _ => String::new(),
     };
     let setup = format!("{}\n{}", text("test_imports"), text("test_setup_code"));
-    Ok(Suite::Asserts { setup: setup.trim().to_owned(), tests, entry_point: function_name(columns) })
+    Ok(TestSuite::Asserts { setup: setup.trim().to_owned(), tests, entry_point: function_name(columns) })
 }
 
 fn unreadable(found: &Value) -> String {
     format!(
-        "{} is no test; write a list of {{\"input\", \"output\"}}, {{\"inputs\": [..], \"outputs\": [..]}} with or without \
+        "{} is not a test; write a list of {{\"input\", \"output\"}}, {{\"inputs\": [..], \"outputs\": [..]}} with or without \
          \"fn_name\", or a list of asserts",
         shown(found)
     )
@@ -282,14 +286,14 @@ mod tests {
 
     use super::*;
 
-    fn suite(columns: Value) -> Result<Suite, String> {
+    fn suite(columns: Value) -> Result<TestSuite, String> {
         let Value::Object(columns) = columns else { unreachable!("columns are an object") };
         let task = Task { id: TaskId(0), prompt: Prompt::Text(String::new()), answer: None, columns };
-        Suite::of(&task, None)
+        TestSuite::of(&task, None)
     }
 
-    fn one(input: &str, output: &str) -> Suite {
-        Suite::Streams(vec![Streams { input: input.to_owned(), output: output.to_owned() }])
+    fn one(input: &str, output: &str) -> TestSuite {
+        TestSuite::Streams(vec![StreamTest { input: input.to_owned(), output: output.to_owned() }])
     }
 
     #[test]
@@ -309,8 +313,8 @@ mod tests {
     #[test]
     fn calls_in_all_forms() {
         let arguments = vec![json!([1, 2]), json!("x")];
-        let calls = vec![Call { arguments, expected: json!(3), wrapped: false }];
-        let expected = Suite::Calls { function: "f".to_owned(), calls };
+        let calls = vec![FunctionCall { arguments, expected: json!(3), wrapped: false }];
+        let expected = TestSuite::Calls { function: "f".to_owned(), calls };
         let listed = json!([{"input": "[1, 2]\n\"x\"", "output": "3", "testtype": "functional"}]);
         for columns in [
             json!({"tests": {"fn_name": "f", "inputs": [[[1, 2], "x"]], "outputs": [3]}}),
@@ -332,12 +336,13 @@ mod tests {
         ] {
             let found = suite(columns.clone()).unwrap();
             assert!(
-                matches!(&found, Suite::Asserts { tests, .. } if tests.len() == count),
+                matches!(&found, TestSuite::Asserts { tests, .. } if tests.len() == count),
                 "{columns}: {found:?}"
             );
         }
         let tests = vec!["def check(f):\n assert f(1)".to_owned()];
-        let expected = Suite::Asserts { setup: "x = 1".to_owned(), tests, entry_point: Some("f".to_owned()) };
+        let expected =
+            TestSuite::Asserts { setup: "x = 1".to_owned(), tests, entry_point: Some("f".to_owned()) };
         for name in ["entry_point", "fn_name", "func_name", "function_name"] {
             let human =
                 json!({"tests": "def check(f):\n assert f(1)", name: "f", "test_setup_code": "x = 1"});
@@ -346,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_tested_is_found_in_code() {
+    fn the_tested_function_is_found_in_code() {
         let calls = json!({"tests": {"fn_name": "f", "inputs": [[1]], "outputs": [1]}});
         let named = json!({"tests": "def check(c): assert c(1)", "entry_point": "f"});
         let unnamed = json!({"tests": "def check(c): assert c(1)"});
@@ -354,21 +359,21 @@ mod tests {
         for columns in [&calls, &named, &unnamed, &asserts] {
             let suite = suite(columns.clone()).unwrap();
             for code in ["def f(x):\n  return x", "class S:\n  def f(self): pass"] {
-                assert!(suite.tests_what_is_in(code), "{columns} {code}");
+                assert!(suite.is_defined_in(code), "{columns} {code}");
             }
             for code in ["f(1)", "print(f(1))", "print(x=f)", "f == 3", "", "class check: pass"] {
-                assert!(!suite.tests_what_is_in(code), "{columns} {code}");
+                assert!(!suite.is_defined_in(code), "{columns} {code}");
             }
         }
-        assert!(suite(calls).unwrap().tests_what_is_in("f = abs"));
-        assert!(!suite(asserts).unwrap().tests_what_is_in("def other(): pass"));
-        assert!(suite(json!({"tests": [{"input": "", "output": ""}]})).unwrap().tests_what_is_in("print()"));
+        assert!(suite(calls).unwrap().is_defined_in("f = abs"));
+        assert!(!suite(asserts).unwrap().is_defined_in("def other(): pass"));
+        assert!(suite(json!({"tests": [{"input": "", "output": ""}]})).unwrap().is_defined_in("print()"));
     }
 
     #[test]
     fn only_lists_of_one_throughout_may_be_wrapped() {
         let wrapped = |tests: Value| match suite(json!({"tests": tests, "fn_name": "f"})).unwrap() {
-            Suite::Calls { calls, .. } => calls.iter().map(|call| call.wrapped).collect::<Vec<_>>(),
+            TestSuite::Calls { calls, .. } => calls.iter().map(|call| call.wrapped).collect::<Vec<_>>(),
             other => panic!("{other:?}"),
         };
         let pairs = |outputs: Value| json!({"fn_name": "f", "inputs": [[1], [2]], "outputs": outputs});
@@ -379,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_fail_is_no_test() {
+    fn tests_that_cannot_fail_are_refused() {
         for (columns, word) in [
             (json!({}), "`tests_column`"),
             (json!({"tests": []}), "no test"),
@@ -387,8 +392,8 @@ mod tests {
             (json!({"tests": ""}), "asserts nothing"),
             (json!({"tests": {"inputs": ["1"], "outputs": []}}), "1 inputs and 0 outputs"),
             (json!({"tests": {"inputs": ["1"]}}), "`outputs`"),
-            (json!({"tests": [{"input": "1"}]}), "is no test"),
-            (json!({"tests": 5}), "is no test"),
+            (json!({"tests": [{"input": "1"}]}), "is not a test"),
+            (json!({"tests": 5}), "is not a test"),
             (json!({"tests": [{"input": "1", "output": "1", "testtype": "functional"}]}), "`fn_name`"),
         ] {
             let error = suite(columns.clone()).unwrap_err();

@@ -1,7 +1,7 @@
-//! Which addresses a reward may connect to.
+//! The addresses that a reward may connect to.
 //!
-//! Invariant: the address that is checked is the one that is connected to; a name that leads elsewhere a moment later leads
-//! nowhere. Addresses by which machines of a cloud give away their credentials must be listed, whatever name they have.
+//! Invariant: the checked address is the one that is connected to, so a name that resolves differently a moment later has no
+//! effect. Addresses of the metadata services of clouds, which hand out credentials, must be listed as addresses.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -15,12 +15,12 @@ use ureq::unversioned::transport::NextTimeout;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AllowList {
     hosts: Vec<String>,
-    networks: Vec<Network>,
+    networks: Vec<AddressRange>,
 }
 
 /// Addresses with the same first bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Network {
+struct AddressRange {
     address: IpAddr,
     bits: u8,
 }
@@ -29,7 +29,7 @@ impl AllowList {
     /// The host of the URL alone, or the entries of a recipe: names, addresses, and networks such as `10.0.0.0/8`.
     ///
     /// # Errors
-    /// An entry that is none of these, or a list under which `host` itself can never be asked; the text ends a sentence.
+    /// An entry that is none of these, or a list that can never allow `host` itself; the text ends a sentence.
     pub fn new(host: &str, entries: Option<&[String]>) -> Result<Self, String> {
         let mut list = Self { hosts: Vec::new(), networks: Vec::new() };
         match entries {
@@ -59,7 +59,7 @@ impl AllowList {
             if bits > most {
                 return Err(wrong());
             }
-            self.networks.push(Network { address, bits });
+            self.networks.push(AddressRange { address, bits });
             return Ok(());
         }
         let plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
@@ -74,19 +74,19 @@ impl AllowList {
         self.hosts.iter().any(|allowed| allowed.eq_ignore_ascii_case(host))
     }
 
-    /// Whether `address`, which `host` led to, may be connected to.
+    /// Whether connections to `address`, which `host` resolved to, are allowed.
     ///
     /// # Errors
-    /// The reason why not.
+    /// The reason why they are not.
     pub fn check(&self, host: &str, address: IpAddr) -> Result<(), String> {
         let meant = embedded(address);
         if self.networks.iter().any(|network| network.holds(address) || network.holds(meant)) {
             return Ok(());
         }
-        if delicate(meant) {
+        if must_be_listed(meant) {
             return Err(format!(
                 "`{host}` leads to {address}, an address that is local to a link or to a cloud machine; list it in `allow` if \
-                 that is meant"
+                 that is intended"
             ));
         }
         if self.has_host(host) {
@@ -96,7 +96,7 @@ impl AllowList {
     }
 }
 
-impl Network {
+impl AddressRange {
     fn holds(self, address: IpAddr) -> bool {
         let (own, other, width) = match (self.address, address) {
             (IpAddr::V4(own), IpAddr::V4(other)) => {
@@ -111,7 +111,7 @@ impl Network {
     }
 }
 
-/// The address of version 4 that one of version 6 stands for, mapped or translated; else the same address.
+/// The IPv4 address that is mapped or translated into an IPv6 address; else the same address.
 fn embedded(address: IpAddr) -> IpAddr {
     let IpAddr::V6(six) = address else { return address };
     let [a, b, c, d, e, f, g, h] = six.segments();
@@ -123,8 +123,8 @@ fn embedded(address: IpAddr) -> IpAddr {
     }
 }
 
-/// Addresses that are never meant by accident: of the link, of many hosts, of none, and where clouds hand out credentials.
-fn delicate(address: IpAddr) -> bool {
+/// Addresses that must be listed: link-local, multicast, unspecified, and metadata services of clouds.
+fn must_be_listed(address: IpAddr) -> bool {
     const ALIBABA: Ipv4Addr = Ipv4Addr::new(100, 100, 100, 200);
     const AZURE: Ipv4Addr = Ipv4Addr::new(168, 63, 129, 16);
     const ORACLE: Ipv4Addr = Ipv4Addr::new(192, 0, 0, 192);
@@ -143,19 +143,19 @@ fn delicate(address: IpAddr) -> bool {
     }
 }
 
-/// Looks names up as usual and leaves only the addresses that are allowed.
-pub(crate) struct Checked {
+/// A resolver that returns only allowed addresses.
+pub(crate) struct FilteringResolver {
     pub(crate) allow: AllowList,
     pub(crate) inner: DefaultResolver,
 }
 
-impl fmt::Debug for Checked {
+impl fmt::Debug for FilteringResolver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Checked").field("allow", &self.allow).finish_non_exhaustive()
+        f.debug_struct("FilteringResolver").field("allow", &self.allow).finish_non_exhaustive()
     }
 }
 
-impl Resolver for Checked {
+impl Resolver for FilteringResolver {
     fn resolve(
         &self,
         uri: &Uri,
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_list_the_host_may_lead_anywhere_but_to_delicate_addresses() {
+    fn without_a_list_the_host_may_lead_anywhere_but_to_addresses_that_must_be_listed() {
         let own = AllowList::new("rm.example", None).unwrap();
         for address in ["127.0.0.1", "10.1.2.3", "8.8.8.8", "::1", "2001:db8::1"] {
             assert!(may(&own, "RM.example", address), "{address}");
@@ -255,7 +255,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_network_holds_exactly_what_shares_its_first_bits(a in any::<u32>(), b in any::<u32>(), bits in 0u8..=32) {
-            let network = Network { address: Ipv4Addr::from_bits(a).into(), bits };
+            let network = AddressRange { address: Ipv4Addr::from_bits(a).into(), bits };
             let same = (a ^ b).leading_zeros() >= u32::from(bits);
             prop_assert_eq!(network.holds(Ipv4Addr::from_bits(b).into()), same);
         }

@@ -1,8 +1,8 @@
-//! `http`: asks a server, in the words of OpenRLHF's or slime's remote rewards.
+//! `http`: a reward server with the protocol of OpenRLHF's or slime's remote rewards.
 //!
-//! Invariant: an answer is not trusted: one whose rewards have another length, or are no numbers, is an error that shows it; what
-//! only describes them is left out where it does not fit. Whoever waits is sent with others where `batch` allows, and gets its
-//! own answer; one that is given up costs the others nothing.
+//! Invariant: a response is not trusted. If its rewards have another length or are not numbers, that is an error that shows them;
+//! scores and logs of another length are dropped. Up to `batch` waiting trajectories share one request, and each gets its own
+//! outcome; a caller that stops waiting costs the others nothing.
 
 pub mod allow;
 pub(crate) mod transport;
@@ -16,60 +16,60 @@ use serde_json::{Value, json};
 use tokio::sync::{Semaphore, oneshot};
 use trajectory::Prompt;
 
-use self::transport::{CallError, Transport, cut, seed};
-use crate::registry::Kind;
+use self::transport::{HttpTransport, RequestError, cut, seed};
+use crate::registry::RewardKind;
 use crate::reward::{Judged, each};
 use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
 
 /// The kind `http`.
-pub(crate) fn kind() -> Kind {
+pub(crate) fn kind() -> RewardKind {
     const KEYS: [&str; 7] = ["url", "dialect", "allow", "token_env", "retries", "max_answer_kib", "batch"];
-    Kind::new("http", &KEYS, &["url"], |spec, context| Ok(Box::new(Http::new(spec, context)?)))
+    RewardKind::new("http", &KEYS, &["url"], |spec, context| Ok(Box::new(HttpReward::new(spec, context)?)))
 }
 
-/// Whose words are spoken.
+/// Protocol of the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Dialect {
-    /// Lists of `query`, `prompts` and `labels`, answered with `rewards`.
+    /// Request: lists `query`, `prompts` and `labels`. Response: `rewards`.
     Openrlhf,
-    /// One `prompt`, `response` and `label`, answered with a number or an object with `score`.
+    /// Request: one `prompt`, `response` and `label`. Response: a number, or an object with `score`.
     Slime,
 }
 
 /// Rewards of a server.
-pub struct Http {
+pub struct HttpReward {
     name: String,
     decode: Option<Arc<crate::registry::Decode>>,
-    line: Arc<Line>,
+    queue: Arc<RequestQueue>,
     load: Load,
 }
 
-/// Those who wait for the server, and the server.
-struct Line {
-    transport: Arc<Transport>,
+/// The server, and the requests that wait for it.
+struct RequestQueue {
+    transport: Arc<HttpTransport>,
     dialect: Dialect,
     batch: usize,
     timeout: Duration,
     running: Arc<Semaphore>,
-    waiting: Mutex<VecDeque<Entry>>,
+    waiting: Mutex<VecDeque<QueuedRequest>>,
 }
 
-/// What one trajectory sends and where its answer goes.
-struct Entry {
+/// The request of one trajectory, and the channels to its caller.
+struct QueuedRequest {
     query: String,
     prompt: Value,
     response: String,
     label: String,
     seed: u64,
     started: oneshot::Sender<()>,
-    answer: oneshot::Sender<Result<Outcome, CallError>>,
+    answer: oneshot::Sender<Result<Outcome, RequestError>>,
 }
 
-impl Http {
-    /// Connects when it is first asked.
+impl HttpReward {
+    /// Makes the reward; the first request connects.
     ///
     /// # Errors
-    /// No runtime, or a parameter that makes no sense.
+    /// No runtime, or an invalid parameter.
     pub fn new(spec: &RewardSpec, context: &RewardContext) -> Result<Self, RewardError> {
         context.runtime(spec)?;
         let dialect = match spec.dialect.as_deref().unwrap_or("openrlhf") {
@@ -81,8 +81,8 @@ impl Http {
         if batch == 0 || (batch > 1 && dialect == Dialect::Slime) {
             return Err(spec.wrong("batch", "must be at least 1, and 1 in the dialect \"slime\""));
         }
-        let line = Line {
-            transport: Arc::new(Transport::new(spec, context, str::to_owned)?),
+        let queue = RequestQueue {
+            transport: Arc::new(HttpTransport::new(spec, context, str::to_owned)?),
             dialect,
             batch,
             timeout: spec.timeout(),
@@ -92,7 +92,7 @@ impl Http {
         Ok(Self {
             name: spec.name().to_owned(),
             decode: context.decode.clone(),
-            line: Arc::new(line),
+            queue: Arc::new(queue),
             load: Load::default(),
         })
     }
@@ -101,42 +101,42 @@ impl Http {
         let waiting = self.load.wait();
         let (started, mut has_started) = oneshot::channel();
         let (answer, answered) = oneshot::channel();
-        self.line.push(self.entry(input, started, answer));
-        // Whoever gets a permit sends those that wait longest, which may be others.
+        self.queue.push(self.entry(input, started, answer));
+        // The holder of a permit sends the oldest requests, which may be those of other callers.
         loop {
             tokio::select! {
                 biased;
                 _ = &mut has_started => break,
-                permit = Arc::clone(&self.line.running).acquire_owned() => {
-                    let entries = self.line.take();
+                permit = Arc::clone(&self.queue.running).acquire_owned() => {
+                    let entries = self.queue.take();
                     if entries.is_empty() {
                         continue;
                     }
-                    let line = Arc::clone(&self.line);
-                    // A task of its own: it goes on for the others if this one is given up.
+                    let queue = Arc::clone(&self.queue);
+                    // A separate task: it continues for the others if this caller stops waiting.
                     tokio::spawn(async move {
-                        line.send(entries).await;
+                        queue.send(entries).await;
                         drop(permit);
                     });
                 }
             }
         }
         let _running = waiting.begin();
-        let ended = || CallError::Failed("the request was dropped as the run is ending".to_owned());
+        let ended = || RequestError::Failed("the request was dropped as the run is ending".to_owned());
         let answer = answered.await.unwrap_or_else(|_| Err(ended()));
-        answer.map_err(|error| error.of(&self.name, self.line.timeout, input.trajectory()))
+        answer.map_err(|error| error.of(&self.name, self.queue.timeout, input.trajectory()))
     }
 
     fn entry(
         &self,
         input: &RewardInput<'_>,
         started: oneshot::Sender<()>,
-        answer: oneshot::Sender<Result<Outcome, CallError>>,
-    ) -> Entry {
+        answer: oneshot::Sender<Result<Outcome, RequestError>>,
+    ) -> QueuedRequest {
         let (text, query) = input.decoded(self.decode.as_deref());
         let known = self.decode.is_some() && !input.prompt_ids.is_empty();
         let prompt = if known { Value::from(text) } else { messages(&input.task.prompt) };
-        Entry {
+        QueuedRequest {
             query,
             prompt,
             response: input.text.to_owned(),
@@ -157,13 +157,13 @@ fn messages(prompt: &Prompt) -> Value {
     }
 }
 
-impl Line {
-    fn push(&self, entry: Entry) {
+impl RequestQueue {
+    fn push(&self, entry: QueuedRequest) {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner).push_back(entry);
     }
 
-    /// The next batch, without those that nobody waits for any more; they are told that their turn has come.
-    fn take(&self) -> Vec<Entry> {
+    /// The next batch, without requests whose callers have stopped waiting; notifies the callers that it starts.
+    fn take(&self) -> Vec<QueuedRequest> {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let mut batch = Vec::new();
         while batch.len() < self.batch {
@@ -176,27 +176,28 @@ impl Line {
         batch
     }
 
-    async fn send(&self, entries: Vec<Entry>) {
+    async fn send(&self, entries: Vec<QueuedRequest>) {
         let seed = entries.first().map_or(0, |entry| entry.seed);
         let answer = self.transport.post(&self.body(&entries), seed, self.timeout).await;
         let outcomes = answer.and_then(|answer| {
             self.read(&answer, entries.len())
-                .map_err(|reason| CallError::Failed(format!("{reason}: {}", cut(&answer.to_string()))))
+                .map_err(|reason| RequestError::Failed(format!("{reason}: {}", cut(&answer.to_string()))))
         });
         for (index, entry) in entries.into_iter().enumerate() {
             let own = outcomes.as_ref().map(|outcomes| outcomes[index].clone()).map_err(Clone::clone);
-            // Whoever gave up does not listen.
-            let _unheard = entry.answer.send(own);
+            // The caller may have stopped waiting.
+            let _closed = entry.answer.send(own);
         }
     }
 
-    fn body(&self, entries: &[Entry]) -> Value {
+    fn body(&self, entries: &[QueuedRequest]) -> Value {
         match (self.dialect, entries) {
             (Dialect::Slime, [entry]) => {
                 json!({"prompt": entry.prompt, "response": entry.response, "label": entry.label})
             }
             _ => {
-                let all = |field: &dyn Fn(&Entry) -> Value| entries.iter().map(field).collect::<Vec<_>>();
+                let all =
+                    |field: &dyn Fn(&QueuedRequest) -> Value| entries.iter().map(field).collect::<Vec<_>>();
                 json!({
                     "query": all(&|entry| entry.query.as_str().into()),
                     "prompts": all(&|entry| entry.prompt.clone()),
@@ -206,7 +207,7 @@ impl Line {
         }
     }
 
-    /// `count` outcomes, or what is wrong with the answer.
+    /// `count` outcomes, or what is wrong with the response.
     fn read(&self, answer: &Value, count: usize) -> Result<Vec<Outcome>, String> {
         match self.dialect {
             Dialect::Openrlhf => read_openrlhf(answer, count),
@@ -231,7 +232,7 @@ fn read_openrlhf(answer: &Value, count: usize) -> Result<Vec<Outcome>, String> {
     let logs = answer.get("extra_logs").and_then(Value::as_object);
     let logs = logs.into_iter().flatten().map(|(name, values)| (name.as_str(), values));
     for (name, values) in scores.into_iter().chain(logs) {
-        // What belongs to no trajectory is no reason to lose the rewards.
+        // Logs of another length are dropped; the rewards are still valid.
         let Some(values) = values.as_array().filter(|values| values.len() == count) else { continue };
         for (outcome, value) in outcomes.iter_mut().zip(values) {
             outcome.details.insert(name.to_owned(), value.clone());
@@ -258,16 +259,16 @@ fn read_slime(answer: &Value) -> Result<Outcome, String> {
     })
 }
 
-impl fmt::Debug for Http {
+impl fmt::Debug for HttpReward {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Http")
+        f.debug_struct("HttpReward")
             .field("name", &self.name)
-            .field("transport", &self.line.transport)
+            .field("transport", &self.queue.transport)
             .finish_non_exhaustive()
     }
 }
 
-impl Reward for Http {
+impl Reward for HttpReward {
     fn name(&self) -> &str {
         &self.name
     }
@@ -279,8 +280,8 @@ impl Reward for Http {
     fn about(&self) -> Option<String> {
         Some(format!(
             "asks {} as {} does",
-            self.line.transport.url(),
-            match self.line.dialect {
+            self.queue.transport.url(),
+            match self.queue.dialect {
                 Dialect::Openrlhf => "OpenRLHF",
                 Dialect::Slime => "slime",
             }
@@ -314,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn logs_that_do_not_fit_are_left_out() {
+    fn logs_of_another_length_are_dropped() {
         for broken in [
             json!({"scores": [1]}),
             json!({"scores": 0.5}),

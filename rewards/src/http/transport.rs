@@ -1,7 +1,7 @@
-//! One request with a JSON body and its JSON answer, repeated where nobody or a busy server was found.
+//! One request with a JSON body and its JSON response, repeated if the connection fails or the server is busy.
 //!
-//! Invariant: all attempts together end at their deadline. Redirects are not followed, no variable of the process is read, an
-//! answer is never longer than its limit, and what came is shown where it cannot be used. The token is in no message.
+//! Invariant: all attempts together end at their deadline. Redirects are not followed, no variable of the process is read, a
+//! response is never longer than its limit, and an unusable response is shown. The token is in no message.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,33 +13,33 @@ use ureq::unversioned::resolver::DefaultResolver;
 use ureq::unversioned::transport::DefaultConnector;
 use ureq::{Agent, Timeout};
 
-use super::allow::{AllowList, Checked};
+use super::allow::{AllowList, FilteringResolver};
 use crate::{RewardContext, RewardError, RewardSpec};
 
 const RETRIES: u32 = 4;
 const ANSWER_KIB: u64 = 1024;
-/// How long a connection may take to be made.
+/// Longest time to connect.
 const CONNECT: Duration = Duration::from_secs(10);
-/// Servers close idle connections after a few seconds; one that may be just about to is not used.
+/// Servers close idle connections after a few seconds; a connection that is idle for longer than this is not used.
 const MAX_IDLE: Duration = Duration::from_secs(4);
 /// The first pause before a repetition; each is twice the one before.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
-/// The longest pause that we choose ourselves.
+/// The longest pause, unless the server asks for more.
 const LONGEST_PAUSE: Duration = Duration::from_secs(8);
-/// How much of an unusable answer is shown, characters.
+/// Longest part of an unusable response that is shown, characters.
 const SHOWN: usize = 200;
 
-/// Why there is no answer.
+/// Why a request has no response.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum CallError {
-    /// The deadline passed while one was waited for.
+pub(crate) enum RequestError {
+    /// The deadline passed.
     Timeout,
-    /// Anything else; what happened and what to do.
+    /// Another failure; the reason and the remedy.
     Failed(String),
 }
 
-/// A server that is asked by POST.
-pub(crate) struct Transport {
+/// The HTTP client of one server, which connects to allowed addresses only.
+pub(crate) struct HttpTransport {
     agent: Agent,
     url: String,
     authorization: Option<HeaderValue>,
@@ -47,18 +47,18 @@ pub(crate) struct Transport {
     max_answer: u64,
 }
 
-/// How one attempt ended without an answer.
-enum Lost {
-    /// It may be tried again, not before so long.
-    Again(String, Duration),
-    /// It would end in the same way.
-    Never(String),
-    /// There is no time left.
-    Late,
+/// Why one attempt has no response.
+enum AttemptError {
+    /// It may be repeated after this pause.
+    Retry(String, Duration),
+    /// A repetition would fail in the same way.
+    Permanent(String),
+    /// The deadline has passed.
+    Deadline,
 }
 
-impl Transport {
-    /// Where `spec` says; `path` is appended to its URL by `complete`.
+impl HttpTransport {
+    /// A client for the URL of `spec`; `complete` appends the path.
     ///
     /// # Errors
     /// A URL, a list or a token that cannot be used.
@@ -69,7 +69,7 @@ impl Transport {
     ) -> Result<Self, RewardError> {
         let url = complete(&spec.required("url", spec.url.clone())?);
         let wrong = |reason: &str| spec.wrong("url", reason);
-        let uri: Uri = url.parse().map_err(|error| wrong(&format!("is no URL: {error}")))?;
+        let uri: Uri = url.parse().map_err(|error| wrong(&format!("is not a URL: {error}")))?;
         let host = uri.host().filter(|host| !host.is_empty()).ok_or_else(|| wrong("names no host"))?;
         if !matches!(uri.scheme_str(), Some("http" | "https")) {
             return Err(wrong("must begin with `http://` or `https://`"));
@@ -84,14 +84,14 @@ impl Transport {
         let config = Agent::config_builder()
             .http_status_as_error(false)
             .max_redirects(0)
-            // A variable of the environment decides nothing here.
+            // Proxies of the environment are not used.
             .proxy(None)
             .timeout_connect(Some(CONNECT))
             .max_idle_age(MAX_IDLE)
             .max_idle_connections(spec.concurrency)
             .max_idle_connections_per_host(spec.concurrency)
             .build();
-        let resolver = Checked { allow, inner: DefaultResolver::default() };
+        let resolver = FilteringResolver { allow, inner: DefaultResolver::default() };
         Ok(Self {
             agent: Agent::with_parts(config, DefaultConnector::default(), resolver),
             url,
@@ -101,19 +101,19 @@ impl Transport {
         })
     }
 
-    /// Where it asks.
+    /// The URL of the server.
     pub(crate) fn url(&self) -> &str {
         &self.url
     }
 
-    /// The answer to `body` within `limit`. Pauses depend on `seed` alone, so that many callers do not come back at once and
-    /// the same call always does the same.
+    /// The response to `body` within `limit`. Pauses depend on `seed` alone, so that callers do not retry all at once and the
+    /// same call always behaves the same.
     pub(crate) async fn post(
         self: &Arc<Self>,
         body: &Value,
         seed: u64,
         limit: Duration,
-    ) -> Result<Value, CallError> {
+    ) -> Result<Value, RequestError> {
         let deadline = Instant::now().checked_add(limit);
         let left =
             || deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(Instant::now()));
@@ -124,49 +124,51 @@ impl Transport {
             let asked = tokio::task::spawn_blocking(move || transport.attempt(&body, limit));
             let (reason, wanted) = match asked.await {
                 Ok(Ok(answer)) => return Ok(answer),
-                Ok(Err(Lost::Never(reason))) => return Err(CallError::Failed(reason)),
-                Ok(Err(Lost::Late)) => return Err(last.map_or(CallError::Timeout, CallError::Failed)),
-                Ok(Err(Lost::Again(reason, wanted))) => (reason, wanted),
+                Ok(Err(AttemptError::Permanent(reason))) => return Err(RequestError::Failed(reason)),
+                Ok(Err(AttemptError::Deadline)) => {
+                    return Err(last.map_or(RequestError::Timeout, RequestError::Failed));
+                }
+                Ok(Err(AttemptError::Retry(reason, wanted))) => (reason, wanted),
                 Err(_) => {
-                    return Err(CallError::Failed(
-                        "the request panicked; its message stands in the log".to_owned(),
+                    return Err(RequestError::Failed(
+                        "the request panicked; its message is in the log".to_owned(),
                     ));
                 }
             };
             let pause = pause(seed, attempt).max(wanted);
-            let said = format!("{} after {} attempts: {reason}", self.url, attempt + 1);
+            let message = format!("{} after {} attempts: {reason}", self.url, attempt + 1);
             if attempt == self.retries || pause >= left() {
-                return Err(CallError::Failed(said));
+                return Err(RequestError::Failed(message));
             }
-            last = Some(said);
+            last = Some(message);
             tokio::time::sleep(pause).await;
         }
-        Err(CallError::Timeout)
+        Err(RequestError::Timeout)
     }
 
-    /// What stands there, asked once, on a thread that may wait.
-    pub(crate) fn get(&self, limit: Duration) -> Result<Value, CallError> {
+    /// The response to one GET request; blocks.
+    pub(crate) fn get(&self, limit: Duration) -> Result<Value, RequestError> {
         self.send("GET", &[], limit).map_err(|lost| match lost {
-            Lost::Again(reason, _) => CallError::Failed(format!("{}: {reason}", self.url)),
-            Lost::Never(reason) => CallError::Failed(reason),
-            Lost::Late => CallError::Timeout,
+            AttemptError::Retry(reason, _) => RequestError::Failed(format!("{}: {reason}", self.url)),
+            AttemptError::Permanent(reason) => RequestError::Failed(reason),
+            AttemptError::Deadline => RequestError::Timeout,
         })
     }
 
-    fn attempt(&self, body: &[u8], limit: Duration) -> Result<Value, Lost> {
+    fn attempt(&self, body: &[u8], limit: Duration) -> Result<Value, AttemptError> {
         if limit.is_zero() {
-            return Err(Lost::Late);
+            return Err(AttemptError::Deadline);
         }
         self.send("POST", body, limit)
     }
 
-    fn send(&self, method: &str, body: &[u8], limit: Duration) -> Result<Value, Lost> {
+    fn send(&self, method: &str, body: &[u8], limit: Duration) -> Result<Value, AttemptError> {
         let mut request = Request::builder().method(method).uri(&self.url);
         request = request.header("content-type", "application/json").header("accept", "application/json");
         if let Some(authorization) = &self.authorization {
             request = request.header("authorization", authorization);
         }
-        let request = request.body(body).map_err(|error| Lost::Never(error.to_string()))?;
+        let request = request.body(body).map_err(|error| AttemptError::Permanent(error.to_string()))?;
         let limit = Some(limit).filter(|limit| *limit < Duration::MAX);
         let request = self.agent.configure_request(request).timeout_global(limit).build();
         let mut response = self.agent.run(request).map_err(|error| self.lost(&error))?;
@@ -179,51 +181,63 @@ impl Transport {
         let body = response.body_mut().with_config().limit(self.max_answer).read_to_vec();
         if matches!(status.as_u16(), 429 | 502..=504) {
             let said = body.map(|body| shown(&body)).unwrap_or_default();
-            return Err(Lost::Again(format!("status {status}: {said}"), wanted));
+            return Err(AttemptError::Retry(format!("status {status}: {said}"), wanted));
         }
         let body = body.map_err(|error| self.lost(&error))?;
         if status.is_redirection() {
             let elsewhere = elsewhere.unwrap_or_else(|| "nowhere".to_owned());
             let advice = "redirects are not followed; write the address itself into `url`";
-            return Err(Lost::Never(format!("{} leads to {}; {advice}", self.url, cut(&elsewhere))));
+            return Err(AttemptError::Permanent(format!(
+                "{} leads to {}; {advice}",
+                self.url,
+                cut(&elsewhere)
+            )));
         }
         if !status.is_success() {
-            return Err(Lost::Never(format!("{} answered with status {status}: {}", self.url, shown(&body))));
+            return Err(AttemptError::Permanent(format!(
+                "{} answered with status {status}: {}",
+                self.url,
+                shown(&body)
+            )));
         }
         serde_json::from_slice(&body).map_err(|error| {
-            Lost::Never(format!("the answer of {} is not JSON ({error}): {}", self.url, shown(&body)))
+            AttemptError::Permanent(format!(
+                "the answer of {} is not JSON ({error}): {}",
+                self.url,
+                shown(&body)
+            ))
         })
     }
 
-    fn lost(&self, error: &ureq::Error) -> Lost {
+    fn lost(&self, error: &ureq::Error) -> AttemptError {
         let reason = error.to_string();
         match error {
-            ureq::Error::Timeout(Timeout::Global | Timeout::PerCall) => Lost::Late,
+            ureq::Error::Timeout(Timeout::Global | Timeout::PerCall) => AttemptError::Deadline,
             ureq::Error::HostNotFound
             | ureq::Error::ConnectionFailed
             | ureq::Error::Io(_)
             | ureq::Error::Timeout(_)
-            | ureq::Error::BodyStalled => Lost::Again(reason, Duration::ZERO),
-            // A connection that ends in the middle of an answer is one of these.
-            ureq::Error::Protocol(_) => Lost::Again(reason, Duration::ZERO),
-            ureq::Error::BodyExceedsLimit(_) => Lost::Never(format!(
+            | ureq::Error::BodyStalled => AttemptError::Retry(reason, Duration::ZERO),
+            // A connection that ends in the middle of a response is one of these.
+            ureq::Error::Protocol(_) => AttemptError::Retry(reason, Duration::ZERO),
+            ureq::Error::BodyExceedsLimit(_) => AttemptError::Permanent(format!(
                 "the answer of {} is longer than {} KiB; raise `max_answer_kib` if it may be",
                 self.url,
                 self.max_answer >> 10
             )),
-            _ => Lost::Never(reason),
+            _ => AttemptError::Permanent(reason),
         }
     }
 }
 
-impl fmt::Debug for Transport {
+impl fmt::Debug for HttpTransport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Transport").field("url", &self.url).finish_non_exhaustive()
+        f.debug_struct("HttpTransport").field("url", &self.url).finish_non_exhaustive()
     }
 }
 
-impl CallError {
-    /// As an error of the reward `spec` says the name and the time limit of.
+impl RequestError {
+    /// The error of the reward `reward` with its time limit.
     pub(crate) fn of(self, reward: &str, limit: Duration, trajectory: crate::TrajectoryRef) -> RewardError {
         match self {
             Self::Timeout => trajectory.timed_out(reward, limit),
@@ -238,12 +252,12 @@ fn authorization(spec: &RewardSpec, context: &RewardContext) -> Result<Option<He
     let token = context.environment.get(name).map(|token| token.trim()).filter(|token| !token.is_empty());
     let token = token.ok_or_else(|| wrong("which is not set"))?;
     let mut value = HeaderValue::from_str(&format!("Bearer {token}"))
-        .map_err(|_| wrong("whose value cannot stand in a header"))?;
+        .map_err(|_| wrong("whose value is not valid in a header"))?;
     value.set_sensitive(true);
     Ok(Some(value))
 }
 
-/// Between half and one and a half of a time that doubles.
+/// Exponential backoff with jitter: between half and one and a half of a time that doubles.
 fn pause(seed: u64, attempt: u32) -> Duration {
     let base = FIRST_PAUSE.saturating_mul(1 << attempt.min(16)).min(LONGEST_PAUSE);
     // One step of splitmix64.
@@ -296,7 +310,7 @@ mod tests {
         };
         let spec = |url: &str| RewardSpec { url: Some(url.to_owned()), ..RewardSpec::new("http") };
         let failed =
-            |spec: &RewardSpec| Transport::new(spec, &context, str::to_owned).unwrap_err().to_string();
+            |spec: &RewardSpec| HttpTransport::new(spec, &context, str::to_owned).unwrap_err().to_string();
         for url in
             ["rm", "ftp://rm/", "http://", "http://a:b@rm/", "http://169.254.169.254/latest", "http://rm/ x"]
         {

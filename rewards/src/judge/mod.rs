@@ -1,8 +1,8 @@
-//! `judge`: asks a language model behind an OpenAI-compatible server what a completion is worth.
+//! `judge`: a language model behind an OpenAI-compatible server scores completions (LLM as a judge).
 //!
-//! Invariant: one request for each completion, and the reply is data: a score is read from it by a rule, and a reply without
-//! one is an error that shows its end. That a completion can talk a model into a score is in the nature of models; the default
-//! question delimits what it judges and says that it is no instruction, which helps and proves nothing.
+//! Invariant: one request for each completion, and the reply is data: a parser reads the score from it, and a reply without a
+//! score is an error that shows its end. A completion can persuade a model to give a score (prompt injection). The default
+//! template delimits the completion and states that it is not an instruction; this reduces the risk and does not exclude it.
 
 pub mod template;
 pub mod verdict;
@@ -14,21 +14,21 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
-use self::template::Template;
-use self::verdict::Rule;
-use crate::http::transport::{Transport, cut, seed};
-use crate::registry::Kind;
+use self::template::QuestionTemplate;
+use self::verdict::ReplyParser;
+use crate::http::transport::{HttpTransport, cut, seed};
+use crate::registry::RewardKind;
 use crate::reward::{Judged, each};
 use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
 
 const MAX_TOKENS: u64 = 512;
 /// The largest score that the default question asks for.
 const DEFAULT_TOP: f64 = 10.0;
-/// How much of a reply is shown beside a sample, characters.
+/// Longest end of a reply that is shown beside a sample, characters.
 const SHOWN: usize = 400;
 
 /// The kind `judge`.
-pub(crate) fn kind() -> Kind {
+pub(crate) fn kind() -> RewardKind {
     const KEYS: [&str; 13] = [
         "url",
         "model",
@@ -44,17 +44,19 @@ pub(crate) fn kind() -> Kind {
         "retries",
         "max_answer_kib",
     ];
-    Kind::new("judge", &KEYS, &["url", "model"], |spec, context| Ok(Box::new(Judge::new(spec, context)?)))
+    RewardKind::new("judge", &KEYS, &["url", "model"], |spec, context| {
+        Ok(Box::new(JudgeReward::new(spec, context)?))
+    })
 }
 
 /// Scores by a language model.
-pub struct Judge {
+pub struct JudgeReward {
     name: String,
-    transport: Arc<Transport>,
+    transport: Arc<HttpTransport>,
     model: String,
     system: Option<String>,
-    template: Template,
-    rule: Rule,
+    template: QuestionTemplate,
+    parser: ReplyParser,
     temperature: f64,
     max_tokens: u64,
     timeout: Duration,
@@ -62,26 +64,26 @@ pub struct Judge {
     load: Load,
 }
 
-impl Judge {
-    /// Connects when it is first asked.
+impl JudgeReward {
+    /// Makes the reward; the first request connects.
     ///
     /// # Errors
-    /// No runtime, or a parameter that makes no sense.
+    /// No runtime, or an invalid parameter.
     pub fn new(spec: &RewardSpec, context: &RewardContext) -> Result<Self, RewardError> {
         context.runtime(spec)?;
-        let template =
-            Template::new(spec.template.as_deref()).map_err(|reason| spec.wrong("template", &reason))?;
+        let template = QuestionTemplate::new(spec.template.as_deref())
+            .map_err(|reason| spec.wrong("template", &reason))?;
         let temperature = spec.temperature.unwrap_or(0.0);
         if !(temperature.is_finite() && temperature >= 0.0) {
             return Err(spec.wrong("temperature", "must be a number from 0 on"));
         }
         Ok(Self {
             name: spec.name().to_owned(),
-            transport: Arc::new(Transport::new(spec, context, endpoint)?),
+            transport: Arc::new(HttpTransport::new(spec, context, endpoint)?),
             model: spec.required("model", spec.model.clone())?,
             system: spec.system.clone(),
             template,
-            rule: rule(spec)?,
+            parser: parser(spec)?,
             temperature,
             max_tokens: spec.max_tokens.unwrap_or(MAX_TOKENS),
             timeout: spec.timeout(),
@@ -110,7 +112,7 @@ impl Judge {
                 end(reply)
             )));
         }
-        match self.rule.read(reply) {
+        match self.parser.read(reply) {
             Ok(value) => Ok(Outcome::from(value).with("reply", end(reply))),
             Err(reason) => Err(failed(format!("{reason} in the reply, which ends with: {}", end(reply)))),
         }
@@ -128,7 +130,7 @@ impl Judge {
     }
 }
 
-/// The endpoint of a server that is named by its base, with or without `/v1`.
+/// The endpoint of a server with this base URL, with or without `/v1`.
 fn endpoint(url: &str) -> String {
     const PATH: &str = "/chat/completions";
     let url = url.trim_end_matches('/');
@@ -141,25 +143,26 @@ fn endpoint(url: &str) -> String {
     }
 }
 
-fn rule(spec: &RewardSpec) -> Result<Rule, RewardError> {
+fn parser(spec: &RewardSpec) -> Result<ReplyParser, RewardError> {
     let Some(choices) = &spec.choices else {
-        let rule = match &spec.parse {
-            Some(pattern) => Rule::number(pattern, spec.scale.unwrap_or(1.0)),
+        let parser = match &spec.parse {
+            Some(pattern) => ReplyParser::number(pattern, spec.scale.unwrap_or(1.0)),
             None => {
                 let top = spec.template.is_none().then_some(DEFAULT_TOP);
-                Rule::score(top, spec.scale.or(top).unwrap_or(1.0))
+                ReplyParser::score(top, spec.scale.or(top).unwrap_or(1.0))
             }
         };
-        return rule.map_err(|(field, reason)| spec.wrong(field, &reason));
+        return parser.map_err(|(field, reason)| spec.wrong(field, &reason));
     };
     if spec.parse.is_some() || spec.scale.is_some() {
-        return Err(spec
-            .wrong("choices", "stands beside `parse` or `scale`, which are for numbers; keep one of them"));
+        return Err(
+            spec.wrong("choices", "is used with `parse` or `scale`, which are for numbers; keep one of them")
+        );
     }
     if spec.template.is_none() {
         return Err(spec.wrong("choices", "needs a `template`, as the default one asks for a number"));
     }
-    Rule::word(choices).map_err(|reason| spec.wrong("choices", &reason))
+    ReplyParser::word(choices).map_err(|reason| spec.wrong("choices", &reason))
 }
 
 /// The end of a text.
@@ -171,9 +174,9 @@ fn end(text: &str) -> String {
     }
 }
 
-impl fmt::Debug for Judge {
+impl fmt::Debug for JudgeReward {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Judge")
+        f.debug_struct("JudgeReward")
             .field("name", &self.name)
             .field("transport", &self.transport)
             .field("model", &self.model)
@@ -181,7 +184,7 @@ impl fmt::Debug for Judge {
     }
 }
 
-impl Reward for Judge {
+impl Reward for JudgeReward {
     fn name(&self) -> &str {
         &self.name
     }

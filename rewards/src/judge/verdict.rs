@@ -1,8 +1,7 @@
-//! Reads a score out of what a judge said.
+//! Reads the score from the reply of a judge.
 //!
-//! Invariant: a verdict stands at the end of a line or is a line of its own, and the last one counts, since judges think aloud
-//! first. What was thought before `</think>` is not looked at. A reply without a verdict, or with one out of the range that was
-//! asked for, is an error, never a score.
+//! Invariant: a verdict is at the end of a line or is a line of its own, and the last one counts, since judges reason first. Text
+//! before `</think>` is ignored. A reply without a verdict, or with one out of the requested range, is an error, never a score.
 
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
@@ -18,28 +17,28 @@ static USUAL: LazyLock<Regex> = LazyLock::new(|| {
     );
     Regex::new(pattern).expect("constant pattern")
 });
-/// Before and after a word that is a verdict, beside markup.
+/// Patterns before and after a word that is a verdict, with markup.
 const BEFORE: &str = r#"(?im)^[\s*_`#>"'(\[{-]*(?:[^:=\n]{1,60}[:=][\s*_`"'(\[{]*?)?"#;
 const AFTER: &str = r#"["'*_`)\].!;,}\s]*?$"#;
 
-/// How a score is found.
+/// The form of the verdicts.
 #[derive(Clone, Debug)]
-pub enum Rule {
+pub enum ReplyParser {
     /// The last verdict in the usual form is divided by `scale`.
     Score {
-        /// Largest score that was asked for; the least is 0. None if nobody knows.
+        /// Largest score of the requested range, which begins at 0; `None` if it is unknown.
         top: Option<f64>,
         /// Above 0.
         scale: f64,
     },
     /// The last match captures a number, which is divided by the second.
     Number(Regex, f64),
-    /// The last of these words that is a line, or what a line with a label says, stands for its value.
+    /// The last of these words that is a line, or follows a label in one, gives its value.
     Word(Regex, BTreeMap<String, f64>),
 }
 
-impl Rule {
-    /// The last verdict in the usual form, divided by `scale`; `top` is the largest score that was asked for.
+impl ReplyParser {
+    /// The last verdict in the usual form, divided by `scale`; `top` is the largest score of the requested range.
     ///
     /// # Errors
     /// A scale that is not a positive number; the texts are the key and the end of a sentence.
@@ -50,7 +49,7 @@ impl Rule {
     /// The last match of `pattern`, divided by `scale`.
     ///
     /// # Errors
-    /// A pattern that is none or captures nothing, a scale that is not a positive number; the texts are the key and the end of a
+    /// A pattern that is invalid or captures nothing, a scale that is not a positive number; the texts are the key and the end of a
     /// sentence.
     pub fn number(pattern: &str, scale: f64) -> Result<Self, (&'static str, String)> {
         let regex = Regex::new(pattern)
@@ -64,7 +63,7 @@ impl Rule {
     /// The last of `choices`.
     ///
     /// # Errors
-    /// None at all, an empty one, one worth no finite number; the text ends a sentence.
+    /// No choice, an empty one, a value that is not finite; the text ends a sentence.
     pub fn word(choices: &BTreeMap<String, f64>) -> Result<Self, String> {
         if choices.is_empty() {
             return Err("is empty; write words and what each is worth".to_owned());
@@ -77,7 +76,7 @@ impl Rule {
             ));
         }
         let mut words: Vec<&str> = choices.keys().map(|word| word.trim()).collect();
-        // Of two that begin alike, the longer one is meant.
+        // Of two words with the same beginning, the longer one is tried first.
         words.sort_by_key(|word| std::cmp::Reverse(word.len()));
         let words = words.into_iter().map(regex::escape).collect::<Vec<_>>().join("|");
         let regex = Regex::new(&format!("{BEFORE}({words}){AFTER}"))
@@ -89,7 +88,7 @@ impl Rule {
     /// The score in a reply.
     ///
     /// # Errors
-    /// There is none, or none that was asked for; the text says what was looked for or found.
+    /// There is no score, or none in the range; the text has the expected form or the score.
     pub fn read(&self, reply: &str) -> Result<f64, String> {
         let reply = match reply.rsplit_once("</think>") {
             Some((_, verdict)) => verdict,
@@ -145,7 +144,7 @@ fn positive(scale: f64) -> Result<f64, (&'static str, String)> {
 
 fn finite(text: &str) -> Result<f64, String> {
     let value = text.trim().parse().ok().filter(|value: &f64| value.is_finite());
-    value.ok_or_else(|| format!("`{text}` is no number that can be a score"))
+    value.ok_or_else(|| format!("`{text}` is not a number that can be a score"))
 }
 
 #[cfg(test)]
@@ -154,7 +153,7 @@ mod tests {
 
     #[test]
     fn the_last_score_at_the_end_of_a_line_counts() {
-        let rule = Rule::score(Some(10.0), 10.0).unwrap();
+        let rule = ReplyParser::score(Some(10.0), 10.0).unwrap();
         for (reply, expected) in [
             ("Score: 7", 0.7),
             ("score = 3\nOn reflection, **Score:** 8.5.", 0.85),
@@ -192,13 +191,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_divided_by_is_not_what_was_asked_for() {
-        assert_eq!(Rule::score(Some(10.0), 1.0).unwrap().read("Score: 7/10"), Ok(7.0));
-        let own = Rule::score(None, 5.0).unwrap();
+    fn the_scale_is_not_the_requested_range() {
+        assert_eq!(ReplyParser::score(Some(10.0), 1.0).unwrap().read("Score: 7/10"), Ok(7.0));
+        let own = ReplyParser::score(None, 5.0).unwrap();
         assert_eq!((own.read("Score: 10"), own.read("Score: -5")), (Ok(2.0), Ok(-1.0)));
         assert_eq!(own.read("Score: 4/5"), Ok(0.8));
         assert!(own.read("Score: 4/10").is_err());
-        let number = Rule::number(r"\[\[(.*?)\]\]", 1.0).unwrap();
+        let number = ReplyParser::number(r"\[\[(.*?)\]\]", 1.0).unwrap();
         assert_eq!(number.read("[[1]] or [[2]]"), Ok(2.0));
         assert_eq!(number.read("<think>[[1]]</think>[[3]]"), Ok(3.0));
         assert!(number.read("[[x]]").unwrap_err().contains("`x`"));
@@ -207,7 +206,7 @@ mod tests {
     #[test]
     fn the_last_word_that_is_a_line_counts() {
         let choices = [("yes", 1.0), ("no", 0.0), ("not sure", 0.5), ("A+", 2.0), ("A", 1.5)];
-        let rule = Rule::word(&choices.map(|(word, value)| (word.to_owned(), value)).into()).unwrap();
+        let rule = ReplyParser::word(&choices.map(|(word, value)| (word.to_owned(), value)).into()).unwrap();
         for (reply, expected) in [
             ("Yes.", 1.0),
             ("yes\n**NO**\n", 0.0),
@@ -236,16 +235,16 @@ mod tests {
     }
 
     #[test]
-    fn rules_that_make_no_sense_are_refused() {
-        assert_eq!(Rule::number("(", 1.0).unwrap_err().0, "parse");
-        assert_eq!(Rule::number("x", 1.0).unwrap_err().0, "parse");
+    fn invalid_parsers_are_refused() {
+        assert_eq!(ReplyParser::number("(", 1.0).unwrap_err().0, "parse");
+        assert_eq!(ReplyParser::number("x", 1.0).unwrap_err().0, "parse");
         for scale in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            assert_eq!(Rule::number("(x)", scale).unwrap_err().0, "scale");
-            assert_eq!(Rule::score(None, scale).unwrap_err().0, "scale");
+            assert_eq!(ReplyParser::number("(x)", scale).unwrap_err().0, "scale");
+            assert_eq!(ReplyParser::score(None, scale).unwrap_err().0, "scale");
         }
         for choices in [BTreeMap::new(), [(" ".to_owned(), 1.0)].into(), [("a".to_owned(), f64::NAN)].into()]
         {
-            assert!(Rule::word(&choices).is_err());
+            assert!(ReplyParser::word(&choices).is_err());
         }
     }
 }

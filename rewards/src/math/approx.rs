@@ -3,7 +3,7 @@
 //! Invariant: the exact value lies within `error` of the stated one (first-order bounds with a factor to spare); where
 //! an operation is undefined or its error unbounded there is no value.
 
-/// Error of one rounding, with room for library functions that are off by a few units.
+/// Error of one rounding, with a margin for library functions that are off by a few units.
 const EPSILON: f64 = 4.0 * f64::EPSILON;
 
 /// A complex value and the radius around it that the exact one lies in.

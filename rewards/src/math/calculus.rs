@@ -8,8 +8,8 @@
 use num_traits::ToPrimitive;
 
 use super::approx::Approx;
-use super::node::{Calculus, Function, Node};
-use super::numeric::{Evaluator, Point};
+use super::node::{Calculus, MathFunction, Node};
+use super::numeric::{Evaluator, RealPoint};
 use super::rational;
 
 /// Refinements after which a value is given up.
@@ -23,13 +23,13 @@ const SETTLED: f64 = 1e-8;
 pub(super) fn value<'a>(
     with: &Evaluator<'_>,
     calculus: &'a Calculus,
-    point: &mut Point<'a>,
+    point: &mut RealPoint<'a>,
 ) -> Option<Approx> {
     match calculus {
         Calculus::Derivative(body, variable, order) => {
             let derivative = (0..*order).try_fold(body.clone(), |body, _| differentiate(&body, variable))?;
             // The derivative lives here only, so it is evaluated at a copy of the point.
-            let mut copy: Point<'_> = point.clone();
+            let mut copy: RealPoint<'_> = point.clone();
             with.value(&derivative, &mut copy)
         }
         Calculus::Integral(body, variable, Some((low, high))) => {
@@ -80,7 +80,7 @@ pub(super) fn differentiate(node: &Node, x: &str) -> Option<Node> {
             if e {
                 return Some(times(node.clone(), d(exponent)?));
             }
-            let ln = Node::Function(Function::Ln, vec![(**base).clone()]);
+            let ln = Node::Function(MathFunction::Ln, vec![(**base).clone()]);
             let inner = times(d(exponent)?, ln);
             let outer = over(times((**exponent).clone(), d(base)?), (**base).clone());
             times(node.clone(), Node::Sum(vec![inner, outer]))
@@ -96,8 +96,8 @@ pub(super) fn differentiate(node: &Node, x: &str) -> Option<Node> {
 }
 
 /// The derivative of a function by its last argument.
-fn slope(function: Function, arguments: &[Node]) -> Option<Node> {
-    use Function as F;
+fn slope(function: MathFunction, arguments: &[Node]) -> Option<Node> {
+    use MathFunction as F;
     let x = arguments.last()?;
     let call = |function, x: &Node| Node::Function(function, vec![x.clone()]);
     let square = |node: Node| Node::Power(Box::new(node), Box::new(Node::integer(2)));
@@ -136,7 +136,7 @@ fn slope(function: Function, arguments: &[Node]) -> Option<Node> {
 }
 
 /// A bound as a number; `None` inside if it is infinite, with the sign.
-fn bound<'a>(with: &Evaluator<'_>, node: &'a Node, point: &mut Point<'a>) -> Option<f64> {
+fn bound<'a>(with: &Evaluator<'_>, node: &'a Node, point: &mut RealPoint<'a>) -> Option<f64> {
     match node {
         Node::Infinity => Some(f64::INFINITY),
         Node::Negate(part) => Some(-bound(with, part, point)?),
@@ -149,7 +149,7 @@ fn integral<'a>(
     body: &'a Node,
     variable: &'a str,
     (low, high): (&'a Node, &'a Node),
-    point: &mut Point<'a>,
+    point: &mut RealPoint<'a>,
 ) -> Option<Approx> {
     let (low, high) = (bound(with, low, point)?, bound(with, high, point)?);
     if low > high {
@@ -165,7 +165,7 @@ fn between<'a>(
     body: &'a Node,
     variable: &'a str,
     (low, high): (f64, f64),
-    point: &mut Point<'a>,
+    point: &mut RealPoint<'a>,
 ) -> Option<Approx> {
     // Place and weight of the abscissa t.
     let place = |t: f64| {
@@ -217,7 +217,7 @@ fn limit<'a>(
     body: &'a Node,
     variable: &'a str,
     (at, side): (&'a Node, i8),
-    point: &mut Point<'a>,
+    point: &mut RealPoint<'a>,
 ) -> Option<Approx> {
     let at = bound(with, at, point)?;
     let mut from = |direction: f64| {
@@ -266,7 +266,7 @@ fn series<'a>(
     index: &'a str,
     (first, last): (&'a Node, &'a Node),
     product: bool,
-    point: &mut Point<'a>,
+    point: &mut RealPoint<'a>,
 ) -> Option<Approx> {
     let (first, last) = (bound(with, first, point)?, bound(with, last, point)?);
     if first.fract() != 0.0 || (last.is_finite() && (last.fract() != 0.0 || last - first > MAX_TERMS)) {

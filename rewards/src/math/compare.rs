@@ -10,23 +10,23 @@ use std::cell::Cell;
 use super::identity;
 use super::matrix;
 use super::naming::{assignment, is_name, named_apart, record};
-use super::node::{Calculus, Function, Joint, Node, Relation};
+use super::node::{Calculus, Joint, MathFunction, Node, Relation};
 use super::notation::{close, meridiem, plain_percentage, time_of_day};
 use super::region::{flipped, region};
 use super::units;
 
-/// Most scalar comparisons of one verdict.
+/// Most scalar comparisons for one verdict.
 const BUDGET: u32 = 2500;
 
 /// Compares answers under one seed.
 #[derive(Debug)]
-pub(super) struct Comparison<'w> {
+pub(super) struct AnswerComparison<'w> {
     seed: u64,
     left: Cell<u32>,
     visits: &'w Cell<u32>,
 }
 
-/// Whether both state the same; `None` if that cannot be told. Names of variables count if `strict`; `visits` are the node
+/// Whether both state the same; `None` if that is unknown. Names of variables count if `strict`; `visits` are the node
 /// visits that are left.
 pub(super) fn same(gold: &Node, pred: &Node, strict: bool, seed: u64, visits: &Cell<u32>) -> Option<bool> {
     let (gold, pred) = if strict {
@@ -36,11 +36,11 @@ pub(super) fn same(gold: &Node, pred: &Node, strict: bool, seed: u64, visits: &C
         let pred = renamed_as(&gold, &pred);
         (gold, pred)
     };
-    let comparison = Comparison { seed, left: Cell::new(BUDGET), visits };
+    let comparison = AnswerComparison { seed, left: Cell::new(BUDGET), visits };
     comparison.answers(&settled(&gold), &settled(&pred))
 }
 
-impl Comparison<'_> {
+impl AnswerComparison<'_> {
     fn answers(&self, gold: &Node, pred: &Node) -> Option<bool> {
         self.left.set(self.left.get().checked_sub(1)?);
         if let (Node::Words(a), Node::Words(b)) = (gold, pred) {
@@ -420,7 +420,7 @@ fn restates(gold: &Node, pred: &Node) -> bool {
         node.variables(&mut names);
         !names.is_empty()
     };
-    let absolute = |node: &Node| matches!(node, Node::Function(Function::Abs, _)) && varies(node);
+    let absolute = |node: &Node| matches!(node, Node::Function(MathFunction::Abs, _)) && varies(node);
     // `x`, `x + c` and `c - x`: a plain variable and terms without any.
     let shifted = |node: &Node| {
         let terms = if let Node::Sum(terms) = node { terms.as_slice() } else { std::slice::from_ref(node) };
@@ -431,7 +431,7 @@ fn restates(gold: &Node, pred: &Node) -> bool {
         terms.iter().filter(|term| varies(term)).all(|term| plain(&term))
     };
     let solved = |side: &Node| match side {
-        Node::Function(Function::Abs, inner) => inner.iter().all(shifted),
+        Node::Function(MathFunction::Abs, inner) => inner.iter().all(shifted),
         side => !varies(side),
     };
     let leaves = |node: &Node| match node {

@@ -8,7 +8,7 @@ use std::cell::Cell;
 
 use super::modular::mix;
 use super::node::Node;
-use super::numeric::{Evaluator, Point, unit};
+use super::numeric::{Evaluator, RealPoint, unit};
 
 /// Solutions of each equation that must solve the other.
 const POINTS: usize = 8;
@@ -32,7 +32,7 @@ fn lies_on<'a>(first: &'a Node, second: &'a Node, names: &[&'a str], seed: u64, 
     let mut found = 0;
     for start in 0..STARTS {
         let mut bits = mix(seed ^ mix(start));
-        let mut point: Point<'a> = names
+        let mut point: RealPoint<'a> = names
             .iter()
             .map(|name| {
                 bits = mix(bits);
@@ -57,7 +57,7 @@ fn lies_on<'a>(first: &'a Node, second: &'a Node, names: &[&'a str], seed: u64, 
 }
 
 /// Moves one coordinate to a solution.
-fn solve<'a>(with: &Evaluator<'_>, node: &'a Node, point: &mut Point<'a>, free: usize) -> bool {
+fn solve<'a>(with: &Evaluator<'_>, node: &'a Node, point: &mut RealPoint<'a>, free: usize) -> bool {
     for _ in 0..STEPS {
         let Some((residual, slope)) = newton(with, node, point, free) else { return false };
         let step = residual / slope;
@@ -76,7 +76,7 @@ fn solve<'a>(with: &Evaluator<'_>, node: &'a Node, point: &mut Point<'a>, free: 
 fn newton<'a>(
     with: &Evaluator<'_>,
     node: &'a Node,
-    point: &mut Point<'a>,
+    point: &mut RealPoint<'a>,
     free: usize,
 ) -> Option<(f64, f64)> {
     let at = point[free].1;

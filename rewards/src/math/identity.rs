@@ -15,8 +15,8 @@ use num_traits::{One, Signed, ToPrimitive, Zero};
 
 use super::approx::Approx;
 use super::modular::{self, Absent, PRIME, mix};
-use super::node::{Function, Literal, Node};
-use super::numeric::{Evaluator, Point, constant, unit};
+use super::node::{Literal, MathFunction, Node};
+use super::numeric::{Evaluator, RealPoint, constant, unit};
 use super::rational;
 
 /// Random points of the exact test.
@@ -177,7 +177,7 @@ fn numerically(gold: &Node, pred: &Node, seed: u64, left: &Cell<u32>) -> Option<
     let complex = gold.complex() || pred.complex();
     let refined = |node: &Node| node.any(&|node| matches!(node, Node::Calculus(_)));
     let tolerance = if refined(gold) || refined(pred) { 1e-6 } else { 1e-9 };
-    let absolute = |node: &Node| node.any(&|node| matches!(node, Node::Function(Function::Abs, _)));
+    let absolute = |node: &Node| node.any(&|node| matches!(node, Node::Function(MathFunction::Abs, _)));
     let domain_counts = !names.is_empty() && (absolute(gold) || absolute(pred));
     let with = Evaluator::new(complex, left);
     let wanted = if names.is_empty() { 1 } else { POINTS };
@@ -216,7 +216,7 @@ fn agree(a: Approx, b: Approx, tolerance: f64) -> Option<bool> {
 }
 
 /// Values for variables: of both signs, then positive, then small whole numbers.
-fn real_point<'a>(names: &[&'a str], draw: u64, seed: u64) -> Point<'a> {
+fn real_point<'a>(names: &[&'a str], draw: u64, seed: u64) -> RealPoint<'a> {
     let mut bits = mix(seed ^ mix(draw ^ 0xabcd));
     names
         .iter()

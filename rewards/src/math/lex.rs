@@ -22,7 +22,7 @@ const MAX_DEPTH: usize = 6;
 
 /// The smallest unit of notation.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Token {
+pub(super) enum MathToken {
     Number(Literal, String),
     Symbol(String),
     Word(String),
@@ -39,7 +39,7 @@ pub(super) enum Token {
 /// A token and whether white space stands before it.
 #[derive(Clone, Debug)]
 pub(super) struct Lexeme {
-    pub(super) token: Token,
+    pub(super) token: MathToken,
     pub(super) spaced: bool,
 }
 
@@ -81,7 +81,7 @@ struct Lexer {
 }
 
 impl Lexer {
-    fn push(&mut self, token: Token, spaced: bool) {
+    fn push(&mut self, token: MathToken, spaced: bool) {
         self.out.push(Lexeme { token, spaced });
     }
 
@@ -128,7 +128,7 @@ impl Lexer {
         if self.single > 0 {
             self.single -= 1;
             let (digit, rest) = text.split_at(1);
-            self.push(Token::Number(literal(digit, "")?, digit.to_owned()), spaced);
+            self.push(MathToken::Number(literal(digit, "")?, digit.to_owned()), spaced);
             return (digit != ".").then_some(rest);
         }
         let (digits, mut rest) = self.whole_part(text, mode);
@@ -161,7 +161,7 @@ impl Lexer {
                 rest = &power[len..];
             }
         }
-        self.push(Token::Number(number, digits), spaced);
+        self.push(MathToken::Number(number, digits), spaced);
         Some(rest)
     }
 
@@ -193,18 +193,18 @@ impl Lexer {
         // "1orW(x)": no blank around the word.
         for joint in ["or", "and"] {
             if let Some(tail) = run.strip_prefix(joint).filter(|tail| tail.len() == 1 && word) {
-                self.push(Token::Word(joint.to_owned()), spaced);
-                self.push(Token::Symbol(tail.to_owned()), false);
+                self.push(MathToken::Word(joint.to_owned()), spaced);
+                self.push(MathToken::Symbol(tail.to_owned()), false);
                 return rest;
             }
         }
         if word {
             let possessive = rest.strip_prefix("'s").unwrap_or(rest);
-            self.push(Token::Word(run.to_owned()), spaced);
+            self.push(MathToken::Word(run.to_owned()), spaced);
             return possessive;
         }
         for (at, letter) in run.chars().enumerate() {
-            self.push(Token::Symbol(letter.to_string()), spaced && at == 0);
+            self.push(MathToken::Symbol(letter.to_string()), spaced && at == 0);
         }
         rest
     }
@@ -212,16 +212,16 @@ impl Lexer {
     /// Names that mean the same with and without a backslash.
     fn known_name(&mut self, lower: &str, run: &str, mode: Mode, rest: &str, spaced: bool) -> bool {
         let token = match lower {
-            "and" | "or" | "percent" | "percentage" | "pct" => Token::Word(lower.to_owned()),
-            "is" | "are" | "equals" if mode != Mode::Formula => Token::Relation(Relation::Equal),
-            "infinity" | "inf" | "infty" => Token::Command("infty".to_owned()),
-            "pi" | "sqrt" | "frac" => Token::Command(lower.to_owned()),
+            "and" | "or" | "percent" | "percentage" | "pct" => MathToken::Word(lower.to_owned()),
+            "is" | "are" | "equals" if mode != Mode::Formula => MathToken::Relation(Relation::Equal),
+            "infinity" | "inf" | "infty" => MathToken::Command("infty".to_owned()),
+            "pi" | "sqrt" | "frac" => MathToken::Command(lower.to_owned()),
             name if run == name
                 && is_function(name)
                 && !self.is_time(name, rest)
                 && (mode != Mode::Formula || rest.trim_start().starts_with('(')) =>
             {
-                Token::Command(name.to_owned())
+                MathToken::Command(name.to_owned())
             }
             _ => return false,
         };
@@ -231,7 +231,7 @@ impl Lexer {
 
     /// Whether `min` or `sec` after a number is a unit and no function.
     fn is_time(&self, name: &str, rest: &str) -> bool {
-        let number = matches!(self.out.last(), Some(Lexeme { token: Token::Number(..), .. }));
+        let number = matches!(self.out.last(), Some(Lexeme { token: MathToken::Number(..), .. }));
         let rest = rest.trim_start();
         // `2 sec x`
         let argument = rest.bytes().take_while(u8::is_ascii_alphabetic).count() == 1;
@@ -252,7 +252,8 @@ impl Lexer {
             "begin" | "end" => {
                 let (environment, rest) = rest.trim_start().strip_prefix('{')?.split_once('}')?;
                 let environment = environment.to_owned();
-                let token = if name == "begin" { Token::Begin(environment) } else { Token::End(environment) };
+                let token =
+                    if name == "begin" { MathToken::Begin(environment) } else { MathToken::End(environment) };
                 self.push(token, spaced);
                 return Some(rest);
             }
@@ -261,12 +262,12 @@ impl Lexer {
                 return self.text(name, rest, mode, spaced, depth);
             }
             "color" | "textcolor" => return Some(rest.trim_start().strip_prefix('{')?.split_once('}')?.1),
-            "lbrace" => self.push(Token::SetOpen, spaced),
-            "rbrace" => self.push(Token::SetClose, spaced),
+            "lbrace" => self.push(MathToken::SetOpen, spaced),
+            "rbrace" => self.push(MathToken::SetClose, spaced),
             name if ignored(name) => return Some(rest),
             name => match translated(name) {
                 Some(token) => self.push(token, spaced),
-                None => self.push(Token::Command(name.to_owned()), spaced),
+                None => self.push(MathToken::Command(name.to_owned()), spaced),
             },
         }
         let braced = rest.trim_start().starts_with(['{', '[', '(']);
@@ -283,15 +284,15 @@ impl Lexer {
         match sign {
             '{' => {
                 self.brackets += 1;
-                self.push(Token::SetOpen, spaced);
+                self.push(MathToken::SetOpen, spaced);
             }
             '}' => {
                 self.brackets = self.brackets.saturating_sub(1);
-                self.push(Token::SetClose, spaced);
+                self.push(MathToken::SetClose, spaced);
             }
-            '\\' => self.push(Token::Break, spaced),
-            '%' => self.push(Token::Sign('%'), spaced),
-            '|' => self.push(Token::Sign('|'), spaced),
+            '\\' => self.push(MathToken::Break, spaced),
+            '%' => self.push(MathToken::Sign('%'), spaced),
+            '|' => self.push(MathToken::Sign('|'), spaced),
             _ => {}
         }
         Some(&after[sign.len_utf8()..])
@@ -314,15 +315,15 @@ impl Lexer {
         let (content, rest) = (&inner[..len], &inner[len + 1..]);
         let trimmed = content.trim();
         if is_function(trimmed) && !self.is_time(trimmed, rest) {
-            self.push(Token::Command(trimmed.to_owned()), spaced);
+            self.push(MathToken::Command(trimmed.to_owned()), spaced);
         } else if !self.out.is_empty() && words::unit(trimmed).is_some() {
-            self.push(Token::Word(trimmed.to_owned()), true);
+            self.push(MathToken::Word(trimmed.to_owned()), true);
         } else if let Some((unit, power)) = units::with_exponent(trimmed).filter(|_| !self.out.is_empty()) {
-            self.push(Token::Word(unit.to_owned()), true);
-            self.push(Token::Sign('^'), false);
-            self.push(Token::Number(literal(power, "")?, power.to_owned()), false);
+            self.push(MathToken::Word(unit.to_owned()), true);
+            self.push(MathToken::Sign('^'), false);
+            self.push(MathToken::Number(literal(power, "")?, power.to_owned()), false);
         } else if name == "operatorname" {
-            self.push(Token::Symbol(trimmed.to_owned()), spaced);
+            self.push(MathToken::Symbol(trimmed.to_owned()), spaced);
         } else if !trimmed.is_empty() && trimmed != "th" {
             let first = self.out.len();
             let inner = if mode == Mode::Formula { Mode::Plain } else { mode };
@@ -340,11 +341,11 @@ impl Lexer {
         let plain: String = text[..len].chars().filter_map(superscript).collect();
         let digits = plain.strip_prefix('-').unwrap_or(&plain);
         let number = literal(digits, "").filter(|_| !digits.contains('-'))?;
-        self.push(Token::Sign('^'), false);
+        self.push(MathToken::Sign('^'), false);
         if digits.len() < plain.len() {
-            self.push(Token::Sign('-'), false);
+            self.push(MathToken::Sign('-'), false);
         }
-        self.push(Token::Number(number, digits.to_owned()), false);
+        self.push(MathToken::Number(number, digits.to_owned()), false);
         Some(&text[len..])
     }
 
@@ -355,33 +356,33 @@ impl Lexer {
         let (token, rest) = match sign {
             '<' | '>' if two('=').is_some() => {
                 let relation = if sign == '<' { Relation::LessEqual } else { Relation::GreaterEqual };
-                (Token::Relation(relation), &rest[1..])
+                (MathToken::Relation(relation), &rest[1..])
             }
             '=' if two('>').is_some() => return None,
-            '=' => (Token::Relation(Relation::Equal), two('=').unwrap_or(rest)),
-            '!' if two('=').is_some() => (Token::Relation(Relation::Unequal), &rest[1..]),
-            '*' => (Token::Sign(if two('*').is_some() { '^' } else { '*' }), two('*').unwrap_or(rest)),
+            '=' => (MathToken::Relation(Relation::Equal), two('=').unwrap_or(rest)),
+            '!' if two('=').is_some() => (MathToken::Relation(Relation::Unequal), &rest[1..]),
+            '*' => (MathToken::Sign(if two('*').is_some() { '^' } else { '*' }), two('*').unwrap_or(rest)),
             '{' if rest.trim_start().starts_with('}') => {
                 return rest.trim_start().strip_prefix('}');
             }
             '&' | '+' | '-' | '/' | '^' | '_' | '{' | '}' | '|' | ',' | ';' | ':' | '!' | '%' | '\'' => {
-                (Token::Sign(sign), rest)
+                (MathToken::Sign(sign), rest)
             }
             '(' | '[' => {
                 self.brackets += 1;
-                (Token::Sign(sign), rest)
+                (MathToken::Sign(sign), rest)
             }
             ')' | ']' => {
                 self.brackets = self.brackets.saturating_sub(1);
-                (Token::Sign(sign), rest)
+                (MathToken::Sign(sign), rest)
             }
             '.' | '"' | '`' | '?' | '\u{20ac}' | '\u{a3}' | '\u{a5}' | '\u{2019}' => return Some(rest),
             sign if superscript(sign).is_some() => return self.superscript(text),
             sign if units::fraction(sign).is_some() => {
                 let (numerator, denominator) = units::fraction(sign)?;
-                self.push(Token::Command("frac".to_owned()), spaced);
+                self.push(MathToken::Command("frac".to_owned()), spaced);
                 for digit in [numerator, denominator] {
-                    self.push(Token::Number(literal(digit, "")?, digit.to_owned()), false);
+                    self.push(MathToken::Number(literal(digit, "")?, digit.to_owned()), false);
                 }
                 return Some(rest);
             }
@@ -490,7 +491,7 @@ fn ignored(name: &str) -> bool {
     )
 }
 
-fn translated(name: &str) -> Option<Token> {
+fn translated(name: &str) -> Option<MathToken> {
     let relation = match name {
         "le" | "leq" | "leqslant" | "leqq" => Relation::LessEqual,
         "ge" | "geq" | "geqslant" | "geqq" => Relation::GreaterEqual,
@@ -504,55 +505,55 @@ fn translated(name: &str) -> Option<Token> {
         "eq" => Relation::Equal,
         _ => {
             return Some(match name {
-                "cdot" | "times" | "ast" | "bullet" => Token::Sign('*'),
-                "div" => Token::Sign('/'),
-                "pm" => Token::Sign('\u{b1}'),
-                "mp" => Token::Sign('\u{2213}'),
-                "cup" | "bigcup" | "lor" | "vee" => Token::Sign('\u{222a}'),
-                "cap" | "bigcap" | "land" | "wedge" => Token::Sign('\u{2229}'),
-                "setminus" | "backslash" | "smallsetminus" => Token::Sign('\u{2216}'),
-                "lvert" | "rvert" | "vert" | "mid" | "lVert" | "rVert" | "Vert" => Token::Sign('|'),
-                "colon" => Token::Sign(':'),
-                "circ" | "degree" => Token::Command("circ".to_owned()),
-                "lbrack" => Token::Sign('['),
-                "rbrack" => Token::Sign(']'),
-                "lparen" => Token::Sign('('),
-                "rparen" => Token::Sign(')'),
-                "prime" => Token::Sign('\''),
-                "varnothing" => Token::Command("emptyset".to_owned()),
-                "dfrac" | "tfrac" | "cfrac" => Token::Command("frac".to_owned()),
-                "dbinom" | "tbinom" => Token::Command("binom".to_owned()),
-                "langle" => Token::Sign('('),
-                "rangle" => Token::Sign(')'),
+                "cdot" | "times" | "ast" | "bullet" => MathToken::Sign('*'),
+                "div" => MathToken::Sign('/'),
+                "pm" => MathToken::Sign('\u{b1}'),
+                "mp" => MathToken::Sign('\u{2213}'),
+                "cup" | "bigcup" | "lor" | "vee" => MathToken::Sign('\u{222a}'),
+                "cap" | "bigcap" | "land" | "wedge" => MathToken::Sign('\u{2229}'),
+                "setminus" | "backslash" | "smallsetminus" => MathToken::Sign('\u{2216}'),
+                "lvert" | "rvert" | "vert" | "mid" | "lVert" | "rVert" | "Vert" => MathToken::Sign('|'),
+                "colon" => MathToken::Sign(':'),
+                "circ" | "degree" => MathToken::Command("circ".to_owned()),
+                "lbrack" => MathToken::Sign('['),
+                "rbrack" => MathToken::Sign(']'),
+                "lparen" => MathToken::Sign('('),
+                "rparen" => MathToken::Sign(')'),
+                "prime" => MathToken::Sign('\''),
+                "varnothing" => MathToken::Command("emptyset".to_owned()),
+                "dfrac" | "tfrac" | "cfrac" => MathToken::Command("frac".to_owned()),
+                "dbinom" | "tbinom" => MathToken::Command("binom".to_owned()),
+                "langle" => MathToken::Sign('('),
+                "rangle" => MathToken::Sign(')'),
                 _ => return None,
             });
         }
     };
-    Some(Token::Relation(relation))
+    Some(MathToken::Relation(relation))
 }
 
-fn unicode(sign: char) -> Option<Token> {
+fn unicode(sign: char) -> Option<MathToken> {
     Some(match sign {
-        '<' => Token::Relation(Relation::Less),
-        '>' => Token::Relation(Relation::Greater),
-        '\u{2264}' => Token::Relation(Relation::LessEqual),
-        '\u{2265}' => Token::Relation(Relation::GreaterEqual),
-        '\u{2260}' => Token::Relation(Relation::Unequal),
-        '\u{2248}' => Token::Relation(Relation::Approximately),
-        '\u{2208}' => Token::Relation(Relation::In),
-        '\u{2212}' | '\u{2013}' => Token::Sign('-'),
-        '\u{d7}' | '\u{b7}' | '\u{22c5}' => Token::Sign('*'),
-        '\u{f7}' => Token::Sign('/'),
-        '\u{b1}' | '\u{222a}' | '\u{2229}' | '\u{2216}' => Token::Sign(sign),
-        '\u{b0}' => Token::Command("circ".to_owned()),
-        '\u{221e}' => Token::Command("infty".to_owned()),
-        '\u{221a}' => Token::Command("sqrt".to_owned()),
-        '\u{3c0}' => Token::Command("pi".to_owned()),
-        '\u{2205}' => Token::Command("emptyset".to_owned()),
-        '\u{21a6}' => Token::Command("mapsto".to_owned()),
-        '\u{2192}' => Token::Command("to".to_owned()),
-        '\u{211d}' => Token::Symbol("\u{211d}".to_owned()),
-        sign if sign.is_alphabetic() => Token::Symbol(sign.to_string()),
+        '<' => MathToken::Relation(Relation::Less),
+        '>' => MathToken::Relation(Relation::Greater),
+        '\u{2264}' => MathToken::Relation(Relation::LessEqual),
+        '\u{2265}' => MathToken::Relation(Relation::GreaterEqual),
+        '\u{2260}' => MathToken::Relation(Relation::Unequal),
+        '\u{2248}' => MathToken::Relation(Relation::Approximately),
+        '\u{2208}' => MathToken::Relation(Relation::In),
+        '\u{2212}' | '\u{2013}' => MathToken::Sign('-'),
+        '\u{d7}' | '\u{b7}' | '\u{22c5}' => MathToken::Sign('*'),
+        '\u{f7}' => MathToken::Sign('/'),
+        '\u{b1}' | '\u{222a}' | '\u{2229}' | '\u{2216}' => MathToken::Sign(sign),
+        '\u{b0}' => MathToken::Command("circ".to_owned()),
+        '\u{221e}' => MathToken::Command("infty".to_owned()),
+        '\u{221a}' => MathToken::Command("sqrt".to_owned()),
+        '\u{3c0}' => MathToken::Command("pi".to_owned()),
+        '\u{2205}' => MathToken::Command("emptyset".to_owned()),
+        '\u{21a6}' => MathToken::Command("mapsto".to_owned()),
+        '\u{2192}' => MathToken::Command("to".to_owned()),
+        '\u{211d}' => MathToken::Symbol("\u{211d}".to_owned()),
+        sign if sign.is_alphabetic() => MathToken::Symbol(sign.to_string()),
         _ => return None,
     })
 }

@@ -58,14 +58,14 @@ use units::Side;
 
 /// What the grader says about one completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Verdict {
-    /// Whether the completion answers as the reference does; `None` if that cannot be told.
+pub struct MathVerdict {
+    /// Whether the completion answers as the reference does; `None` if that is unknown.
     pub equal: Option<bool>,
     /// What decided.
     pub decided_by: DecidedBy,
 }
 
-/// How a [`Verdict`] came about.
+/// How a [`MathVerdict`] came about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DecidedBy {
     /// Both answers are, or are not, the same text.
@@ -111,31 +111,31 @@ impl DecidedBy {
 /// `truncated`: whether the completion was cut off, so that only what it finished counts. `strict`: whether names of
 /// variables count; without, `f(x)` is `f(y)`.
 #[must_use]
-pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> Verdict {
+pub fn grade(gold: &str, completion: &str, truncated: bool, strict: bool) -> MathVerdict {
     let preds = extract::completion(completion, truncated);
     let golds = extract::reference(gold);
     let (Some(pred), Some(gold)) = (preds.first(), golds.first()) else {
-        return Verdict { equal: Some(false), decided_by: DecidedBy::NoAnswer };
+        return MathVerdict { equal: Some(false), decided_by: DecidedBy::NoAnswer };
     };
     if let (Some(a), Some(b)) = (plain_integer(&gold.text), plain_integer(&pred.text)) {
-        return Verdict { equal: Some(a == b), decided_by: DecidedBy::Number };
+        return MathVerdict { equal: Some(a == b), decided_by: DecidedBy::Number };
     }
     if !gold.text.contains('$')
         && let (Some(a), Some(b)) = (plain_integer(&gold.text), integer_with_unit(&pred.text))
     {
-        return Verdict { equal: Some(a == b), decided_by: DecidedBy::Number };
+        return MathVerdict { equal: Some(a == b), decided_by: DecidedBy::Number };
     }
     if same_text(&gold.text, &preds) {
-        return Verdict { equal: Some(true), decided_by: DecidedBy::Text };
+        return MathVerdict { equal: Some(true), decided_by: DecidedBy::Text };
     }
     let golds = first_readable(&golds, Side::Reference);
     if golds.is_empty() {
-        return Verdict { equal: None, decided_by: DecidedBy::Unknown };
+        return MathVerdict { equal: None, decided_by: DecidedBy::Unknown };
     }
     let readings = first_readable(&preds, Side::Answer);
     let words = |node: &Node| matches!(node, Node::Words(_));
     if readings.is_empty() || (readings.iter().all(words) && !golds.iter().any(words)) {
-        return Verdict { equal: Some(false), decided_by: DecidedBy::NoAnswer };
+        return MathVerdict { equal: Some(false), decided_by: DecidedBy::NoAnswer };
     }
     judged(&golds, &readings, strict, seed(&gold.text, &pred.text))
 }
@@ -151,20 +151,20 @@ fn same_text(gold: &str, preds: &[Found<'_>]) -> bool {
 }
 
 /// The verdict over all readings: any pair that is equal decides.
-fn judged(golds: &[Node], preds: &[Node], strict: bool, seed: u64) -> Verdict {
+fn judged(golds: &[Node], preds: &[Node], strict: bool, seed: u64) -> MathVerdict {
     let decided_by = shape(&golds[0]);
     let visits = Cell::new(numeric::BUDGET);
     let mut equal = Some(false);
     for gold in golds {
         for pred in preds {
             match compare::same(gold, pred, strict, seed, &visits) {
-                Some(true) => return Verdict { equal: Some(true), decided_by },
+                Some(true) => return MathVerdict { equal: Some(true), decided_by },
                 Some(false) => {}
                 None => equal = None,
             }
         }
     }
-    Verdict { equal, decided_by: if equal.is_none() { DecidedBy::Unknown } else { decided_by } }
+    MathVerdict { equal, decided_by: if equal.is_none() { DecidedBy::Unknown } else { decided_by } }
 }
 
 fn shape(gold: &Node) -> DecidedBy {

@@ -17,7 +17,7 @@ use super::rational;
 pub(super) const PRIME: u64 = (1 << 61) - 1;
 
 /// Variables and their values; `\pi` under its own name.
-pub(super) type Point<'a> = [(&'a str, u64)];
+pub(super) type ResiduePoint<'a> = [(&'a str, u64)];
 
 /// Why there is no value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +29,7 @@ pub(super) enum Absent {
 }
 
 /// The value of a rational expression at a point.
-pub(super) fn value(node: &Node, point: &Point<'_>) -> Result<u64, Absent> {
+pub(super) fn value(node: &Node, point: &ResiduePoint<'_>) -> Result<u64, Absent> {
     Ok(match node {
         Node::Number(literal) => residue(&literal.value)?,
         Node::Pi => lookup("\\pi", point)?,
@@ -81,7 +81,7 @@ pub(super) fn multiply(a: u64, b: u64) -> u64 {
     u64::try_from(product % u128::from(PRIME)).unwrap_or(0)
 }
 
-fn lookup(name: &str, point: &Point<'_>) -> Result<u64, Absent> {
+fn lookup(name: &str, point: &ResiduePoint<'_>) -> Result<u64, Absent> {
     point.iter().find(|(known, _)| *known == name).map(|(_, value)| *value).ok_or(Absent::Irrational)
 }
 

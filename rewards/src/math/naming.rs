@@ -2,7 +2,7 @@
 //!
 //! Invariant: nothing is evaluated; whether two names are the same is up to `compare`.
 
-use super::node::{Function, Node, Relation};
+use super::node::{MathFunction, Node, Relation};
 
 /// The name and the value of `x = 5`, `f(x) = 2x`, `x = 2 + 3 = 5` or `(x, y) = (1, 2)`.
 pub(super) fn assignment(node: &Node) -> Option<(&Node, &Node)> {
@@ -20,7 +20,7 @@ pub(super) fn is_name(node: &Node) -> bool {
         Node::Product(parts) | Node::Sum(parts) | Node::Ratio(parts) | Node::Tuple(parts) => {
             parts.iter().all(is_name)
         }
-        Node::Function(Function::Exp | Function::Ln, _) => false,
+        Node::Function(MathFunction::Exp | MathFunction::Ln, _) => false,
         Node::Function(_, parts) => parts.iter().all(is_name),
         Node::Quotient(a, b) => is_name(a) && is_name(b),
         Node::Quantity(part, _) => is_name(part),

@@ -31,8 +31,8 @@ pub(super) enum Node {
     Power(Box<Node>, Box<Node>),
     /// Degree and radicand.
     Root(Box<Node>, Box<Node>),
-    /// A known function and its arguments, as many as it takes.
-    Function(Function, Vec<Node>),
+    /// A known function with all of its arguments.
+    Function(MathFunction, Vec<Node>),
     /// `\pm x` (true) or `\mp x` (false), as a term.
     PlusMinus(bool, Box<Node>),
     /// `x\%`.
@@ -88,7 +88,7 @@ pub(super) struct Literal {
 
 /// Functions that are evaluated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Function {
+pub(super) enum MathFunction {
     Sin,
     Cos,
     Tan,

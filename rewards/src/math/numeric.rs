@@ -13,7 +13,7 @@ use num_traits::ToPrimitive;
 use super::approx::Approx;
 use super::calculus;
 use super::modular::mix;
-use super::node::{Function, Node};
+use super::node::{MathFunction, Node};
 use super::rational;
 
 /// Node visits that one verdict may cost, two or three milliseconds.
@@ -29,7 +29,7 @@ pub(super) struct Evaluator<'w> {
 }
 
 /// Variables and their values.
-pub(super) type Point<'a> = Vec<(&'a str, f64)>;
+pub(super) type RealPoint<'a> = Vec<(&'a str, f64)>;
 
 /// The value of a constant, real unless the imaginary unit occurs in it.
 pub(super) fn constant(node: &Node) -> Option<Approx> {
@@ -49,7 +49,7 @@ impl<'w> Evaluator<'w> {
     }
 
     /// The value at a point; `None` where it is undefined or not a scalar.
-    pub(super) fn value<'a>(&self, node: &'a Node, point: &mut Point<'a>) -> Option<Approx> {
+    pub(super) fn value<'a>(&self, node: &'a Node, point: &mut RealPoint<'a>) -> Option<Approx> {
         self.left.set(self.left.get().checked_sub(1)?);
         match node {
             Node::Number(literal) => Approx::rounded(literal.value.to_f64()?).finite(),
@@ -95,7 +95,7 @@ impl<'w> Evaluator<'w> {
         }
     }
 
-    fn power<'a>(&self, base: &'a Node, exponent: &'a Node, point: &mut Point<'a>) -> Option<Approx> {
+    fn power<'a>(&self, base: &'a Node, exponent: &'a Node, point: &mut RealPoint<'a>) -> Option<Approx> {
         let exponent = self.value(exponent, point)?;
         if matches!(base, Node::Symbol(name) if name == "e" && symbol_is_free(name, point)) {
             return exponent.exp();
@@ -141,12 +141,12 @@ impl<'w> Evaluator<'w> {
 
     fn function<'a>(
         &self,
-        function: Function,
+        function: MathFunction,
         node: &'a Node,
         arguments: &'a [Node],
-        point: &mut Point<'a>,
+        point: &mut RealPoint<'a>,
     ) -> Option<Approx> {
-        use Function as F;
+        use MathFunction as F;
         if matches!(function, F::Gcd | F::Lcm | F::Det) {
             return Approx::rounded(rational::exact(node)?.to_f64()?).finite();
         }
@@ -214,10 +214,10 @@ impl<'w> Evaluator<'w> {
 
     fn extreme<'a>(
         &self,
-        function: Function,
+        function: MathFunction,
         first: Approx,
         others: &'a [Node],
-        point: &mut Point<'a>,
+        point: &mut RealPoint<'a>,
     ) -> Option<Approx> {
         let mut best = first;
         for other in others {
@@ -225,7 +225,7 @@ impl<'w> Evaluator<'w> {
             if !next.real() || !best.real() {
                 return None;
             }
-            best = if (next.re > best.re) == (function == Function::Max) { next } else { best };
+            best = if (next.re > best.re) == (function == MathFunction::Max) { next } else { best };
         }
         Some(best)
     }
@@ -238,7 +238,7 @@ impl<'w> Evaluator<'w> {
     }
 
     /// An unknown function: a smooth one that its name picks, so that equal arguments give equal values.
-    fn unknown<'a>(&self, name: &str, arguments: &'a [Node], point: &mut Point<'a>) -> Option<Approx> {
+    fn unknown<'a>(&self, name: &str, arguments: &'a [Node], point: &mut RealPoint<'a>) -> Option<Approx> {
         let hash = name.bytes().fold(0, |hash, byte| mix(hash ^ u64::from(byte)));
         let mut value = Approx::exact(unit(hash));
         for (at, argument) in (1u64..).zip(arguments) {
@@ -250,17 +250,17 @@ impl<'w> Evaluator<'w> {
 }
 
 /// Rounding down or up, where the argument is not too close to a whole number to tell.
-fn step(function: Function, arguments: &[Node], x: Approx) -> Option<Approx> {
-    let round = |x: f64| if function == Function::Floor { x.floor() } else { x.ceil() };
+fn step(function: MathFunction, arguments: &[Node], x: Approx) -> Option<Approx> {
+    let round = |x: f64| if function == MathFunction::Floor { x.floor() } else { x.ceil() };
     if let Some(exact) = rational::exact(&arguments[0]) {
-        let rounded = if function == Function::Floor { exact.floor() } else { exact.ceil() };
+        let rounded = if function == MathFunction::Floor { exact.floor() } else { exact.ceil() };
         return Approx::rounded(rounded.to_f64()?).finite();
     }
     let near = (x.re - x.re.round()).abs() <= x.error;
     (x.real() && !near).then(|| Approx::exact(round(x.re)))
 }
 
-fn symbol(name: &str, point: &Point<'_>) -> Option<Approx> {
+fn symbol(name: &str, point: &RealPoint<'_>) -> Option<Approx> {
     if let Some((_, value)) = point.iter().rev().find(|(known, _)| *known == name) {
         return Some(Approx::exact(*value));
     }
@@ -271,7 +271,7 @@ fn symbol(name: &str, point: &Point<'_>) -> Option<Approx> {
     }
 }
 
-fn symbol_is_free(name: &str, point: &Point<'_>) -> bool {
+fn symbol_is_free(name: &str, point: &RealPoint<'_>) -> bool {
     !point.iter().any(|(known, _)| *known == name)
 }
 

@@ -4,14 +4,14 @@
 
 use num_traits::ToPrimitive;
 
-use super::lex::Token;
-use super::node::{Function, Interval, Joint, Node, Relation};
-use super::parse::{Parser, product};
+use super::lex::MathToken;
+use super::node::{Interval, Joint, MathFunction, Node, Relation};
+use super::parse::{MathParser, product};
 
 /// Most cells of a matrix.
 const MAX_CELLS: usize = 100;
 
-impl Parser<'_> {
+impl MathParser<'_> {
     /// An operand with its powers, factorials, per cent and degree signs.
     pub(super) fn operand(&mut self) -> Option<Node> {
         self.nested(|parser| {
@@ -23,25 +23,25 @@ impl Parser<'_> {
     fn postfix(&mut self, mut node: Node) -> Option<Node> {
         loop {
             match self.peek() {
-                Some(Token::Sign('^')) => {
+                Some(MathToken::Sign('^')) => {
                     self.at += 1;
                     node = self.power(node)?;
                 }
-                Some(Token::Sign('!')) => {
+                Some(MathToken::Sign('!')) => {
                     self.at += 1;
-                    node = Node::Function(Function::Factorial, vec![node]);
+                    node = Node::Function(MathFunction::Factorial, vec![node]);
                 }
-                Some(Token::Sign('%')) => {
+                Some(MathToken::Sign('%')) => {
                     self.at += 1;
                     node = Node::Percent(Box::new(node));
                 }
-                Some(Token::Command(name)) if name == "circ" => {
+                Some(MathToken::Command(name)) if name == "circ" => {
                     self.at += 1;
                     node = self.degree(node);
                 }
-                Some(Token::Command(name)) if name == "choose" => {
+                Some(MathToken::Command(name)) if name == "choose" => {
                     self.at += 1;
-                    node = Node::Function(Function::Binomial, vec![node, self.operand()?]);
+                    node = Node::Function(MathFunction::Binomial, vec![node, self.operand()?]);
                 }
                 _ => return Some(node),
             }
@@ -51,7 +51,7 @@ impl Parser<'_> {
     /// An angle, or with a `C` or `F` after it a temperature.
     fn degree(&mut self, node: Node) -> Node {
         let scale = match self.peek() {
-            Some(Token::Symbol(name)) if matches!(node, Node::Number(_)) => match name.as_str() {
+            Some(MathToken::Symbol(name)) if matches!(node, Node::Number(_)) => match name.as_str() {
                 "C" => "celsius",
                 "F" => "fahrenheit",
                 _ => return Node::Degree(Box::new(node)),
@@ -65,20 +65,20 @@ impl Parser<'_> {
     fn power(&mut self, base: Node) -> Option<Node> {
         let braced = self.sign('{');
         let inner = self.peek_at(usize::from(braced));
-        if matches!(inner, Some(Token::Command(name)) if name == "circ") {
+        if matches!(inner, Some(MathToken::Command(name)) if name == "circ") {
             self.at += 1 + 2 * usize::from(braced);
             return Some(self.degree(base));
         }
         let transposes = match inner {
-            Some(Token::Symbol(name)) => name == "T",
-            Some(Token::Command(name)) => name == "top" || name == "intercal",
+            Some(MathToken::Symbol(name)) => name == "T",
+            Some(MathToken::Command(name)) => name == "top" || name == "intercal",
             _ => false,
         };
         if transposes && matches!(base, Node::Matrix(_)) {
             self.at += 1 + 2 * usize::from(braced);
             return Some(Node::Transpose(Box::new(base)));
         }
-        if matches!(inner, Some(Token::Sign('\''))) {
+        if matches!(inner, Some(MathToken::Sign('\''))) {
             self.at += 1 + 2 * usize::from(braced);
             return Some(base);
         }
@@ -115,18 +115,20 @@ impl Parser<'_> {
         let token = self.peek()?;
         self.at += 1;
         match token {
-            Token::Number(literal, digits) => self.number(literal.clone(), digits),
-            Token::Symbol(name) => self.symbol(name.clone()),
-            Token::Command(name) => self.nested(|parser| parser.command(name)),
-            Token::Sign('(') => self.enclosed(|parser| parser.parenthesis(false)),
-            Token::Sign('[') => self.enclosed(|parser| parser.parenthesis(true)),
-            Token::Sign('{') => self.enclosed(Self::braces),
-            Token::SetOpen => self.enclosed(Self::set_or_system),
-            Token::Sign('|') => self.absolute(),
-            Token::Begin(environment) => self.enclosed(|parser| match parser.begins_system(environment) {
-                true => parser.system(environment),
-                false => parser.matrix(environment),
-            }),
+            MathToken::Number(literal, digits) => self.number(literal.clone(), digits),
+            MathToken::Symbol(name) => self.symbol(name.clone()),
+            MathToken::Command(name) => self.nested(|parser| parser.command(name)),
+            MathToken::Sign('(') => self.enclosed(|parser| parser.parenthesis(false)),
+            MathToken::Sign('[') => self.enclosed(|parser| parser.parenthesis(true)),
+            MathToken::Sign('{') => self.enclosed(Self::braces),
+            MathToken::SetOpen => self.enclosed(Self::set_or_system),
+            MathToken::Sign('|') => self.absolute(),
+            MathToken::Begin(environment) => {
+                self.enclosed(|parser| match parser.begins_system(environment) {
+                    true => parser.system(environment),
+                    false => parser.matrix(environment),
+                })
+            }
             _ => None,
         }
     }
@@ -145,9 +147,9 @@ impl Parser<'_> {
             return (literal.places == 0).then(|| Node::Based(digits.to_owned(), base));
         }
         let repeats =
-            matches!(self.peek(), Some(Token::Command(name)) if name == "overline" || name == "bar");
+            matches!(self.peek(), Some(MathToken::Command(name)) if name == "overline" || name == "bar");
         if repeats && literal.places + u32::from(digits.is_empty()) < 20 && self.repeating() {
-            let Some(Token::Number(block, text)) = self.peek_at(2) else { return None };
+            let Some(MathToken::Number(block, text)) = self.peek_at(2) else { return None };
             self.at += 4;
             let length = u32::try_from(text.len()).ok()?;
             let scale = |power: u32| num_bigint::BigInt::from(10u8).pow(power);
@@ -161,9 +163,9 @@ impl Parser<'_> {
     /// The base in `1011_{\text{two}}`, after the underscore.
     fn base_in_words(&mut self) -> Option<u32> {
         let braced = usize::from(self.sign('{'));
-        let Some(Token::Word(word)) = self.peek_at(braced) else { return None };
+        let Some(MathToken::Word(word)) = self.peek_at(braced) else { return None };
         let base = u32::try_from(super::words::spelled(word)?).ok()?;
-        if braced == 1 && self.peek_at(2) != Some(&Token::Sign('}')) {
+        if braced == 1 && self.peek_at(2) != Some(&MathToken::Sign('}')) {
             return None;
         }
         self.at += 1 + 2 * braced;
@@ -174,7 +176,7 @@ impl Parser<'_> {
     fn repeating(&self) -> bool {
         matches!(
             (self.peek_at(1), self.peek_at(2), self.peek_at(3)),
-            (Some(Token::Sign('{')), Some(Token::Number(block, text)), Some(Token::Sign('}')))
+            (Some(MathToken::Sign('{')), Some(MathToken::Number(block, text)), Some(MathToken::Sign('}')))
                 if block.places == 0 && text.len() < 20
         )
     }
@@ -194,10 +196,10 @@ impl Parser<'_> {
                 name.push('_');
                 for lexeme in &self.lexemes[from..self.at] {
                     match &lexeme.token {
-                        Token::Number(_, text) | Token::Symbol(text) | Token::Word(text) => {
+                        MathToken::Number(_, text) | MathToken::Symbol(text) | MathToken::Word(text) => {
                             name.push_str(text)
                         }
-                        Token::Sign('{' | '}') => {}
+                        MathToken::Sign('{' | '}') => {}
                         other => name.push_str(&format!("{other:?}")),
                     }
                 }
@@ -223,17 +225,19 @@ impl Parser<'_> {
 
     /// Whether `^{-1}(` is next.
     fn inverse_of_function(&self) -> bool {
-        let sign = |ahead: usize, sign: char| self.peek_at(ahead) == Some(&Token::Sign(sign));
-        let one = matches!(self.peek_at(3), Some(Token::Number(_, digits)) if digits == "1");
+        let sign = |ahead: usize, sign: char| self.peek_at(ahead) == Some(&MathToken::Sign(sign));
+        let one = matches!(self.peek_at(3), Some(MathToken::Number(_, digits)) if digits == "1");
         sign(0, '^') && sign(1, '{') && sign(2, '-') && one && sign(4, '}') && sign(5, '(')
     }
 
     /// Whether `(x) =` or `(x, y)` is next: then the letter before is a function.
     fn defines(&self) -> bool {
-        matches!(self.peek_at(1), Some(Token::Symbol(_)))
+        matches!(self.peek_at(1), Some(MathToken::Symbol(_)))
             && match self.peek_at(2) {
-                Some(Token::Sign(')')) => matches!(self.peek_at(3), Some(Token::Relation(Relation::Equal))),
-                Some(Token::Sign(',')) => true,
+                Some(MathToken::Sign(')')) => {
+                    matches!(self.peek_at(3), Some(MathToken::Relation(Relation::Equal)))
+                }
+                Some(MathToken::Sign(',')) => true,
                 _ => false,
             }
     }
@@ -271,29 +275,29 @@ impl Parser<'_> {
 
     /// After `\{`: elements, or a condition.
     pub(super) fn set(&mut self) -> Option<Node> {
-        if self.peek() == Some(&Token::SetClose) {
+        if self.peek() == Some(&MathToken::SetClose) {
             self.at += 1;
             return Some(Node::Named('0'));
         }
-        let bar = (1..8).find(|ahead| matches!(self.peek_at(*ahead), Some(Token::Sign('|' | ':'))));
+        let bar = (1..8).find(|ahead| matches!(self.peek_at(*ahead), Some(MathToken::Sign('|' | ':'))));
         let builder = bar.filter(|bar| {
-            let named = matches!(self.peek(), Some(Token::Symbol(_) | Token::Sign('(')));
+            let named = matches!(self.peek(), Some(MathToken::Symbol(_) | MathToken::Sign('(')));
             let mut after = (bar + 1..)
                 .map_while(|ahead| self.peek_at(ahead))
-                .take_while(|token| **token != Token::SetClose);
-            named && after.any(|token| matches!(token, Token::Relation(_)))
+                .take_while(|token| **token != MathToken::SetClose);
+            named && after.any(|token| matches!(token, MathToken::Relation(_)))
         });
         if let Some(bar) = builder {
             self.at += bar + 1;
             let condition = self.list()?;
-            if self.peek() != Some(&Token::SetClose) {
+            if self.peek() != Some(&MathToken::SetClose) {
                 return None;
             }
             self.at += 1;
             return Some(Node::Builder(Box::new(condition)));
         }
         let (_, parts) = self.parts()?;
-        if self.peek() != Some(&Token::SetClose) {
+        if self.peek() != Some(&MathToken::SetClose) {
             return None;
         }
         self.at += 1;
@@ -302,7 +306,7 @@ impl Parser<'_> {
 
     fn absolute(&mut self) -> Option<Node> {
         // `||v||` is a norm, `||x| - 2|` an absolute value within another.
-        let bar = |lexeme: &super::lex::Lexeme| lexeme.token == Token::Sign('|');
+        let bar = |lexeme: &super::lex::Lexeme| lexeme.token == MathToken::Sign('|');
         let closes = self.lexemes[self.at..].windows(3).any(|three| bar(&three[1]) && bar(&three[2]));
         let double = self.sign('|') && closes && self.eat('|');
         self.bars += 1;
@@ -314,8 +318,8 @@ impl Parser<'_> {
             self.expect('|')?;
         }
         Some(match inner {
-            Node::Matrix(rows) if !double => Node::Function(Function::Det, vec![Node::Matrix(rows)]),
-            inner => Node::Function(Function::Abs, vec![inner]),
+            Node::Matrix(rows) if !double => Node::Function(MathFunction::Det, vec![Node::Matrix(rows)]),
+            inner => Node::Function(MathFunction::Abs, vec![inner]),
         })
     }
 
@@ -327,11 +331,11 @@ impl Parser<'_> {
             "frac" | "dfrac" | "tfrac" | "cfrac" => self.fraction(),
             "binom" | "dbinom" | "tbinom" => {
                 let n = self.argument()?;
-                Some(Node::Function(Function::Binomial, vec![n, self.argument()?]))
+                Some(Node::Function(MathFunction::Binomial, vec![n, self.argument()?]))
             }
             "sqrt" => self.root(),
-            "lfloor" => self.rounded("rfloor", Function::Floor),
-            "lceil" => self.rounded("rceil", Function::Ceil),
+            "lfloor" => self.rounded("rfloor", MathFunction::Floor),
+            "lceil" => self.rounded("rceil", MathFunction::Ceil),
             "mathbb" | "mathbf" | "bm" | "boldsymbol" | "mathit" | "mathcal" | "vec" | "hat" | "bold"
             | "overrightarrow" => {
                 let inner = self.argument()?;
@@ -348,7 +352,7 @@ impl Parser<'_> {
             "overline" | "bar" | "tilde" | "widehat" | "overset" | "underline" | "dot" => self.accent(name),
             "angle" | "triangle" | "measuredangle" => {
                 let mut letters = format!("{name} ");
-                while let Some(Token::Symbol(letter)) = self.peek().filter(|_| letters.len() < 20) {
+                while let Some(MathToken::Symbol(letter)) = self.peek().filter(|_| letters.len() < 20) {
                     letters.push_str(letter);
                     self.at += 1;
                 }
@@ -370,7 +374,9 @@ impl Parser<'_> {
         let inner: String = self.lexemes[from..self.at]
             .iter()
             .filter_map(|lexeme| match &lexeme.token {
-                Token::Symbol(text) | Token::Word(text) | Token::Number(_, text) => Some(text.as_str()),
+                MathToken::Symbol(text) | MathToken::Word(text) | MathToken::Number(_, text) => {
+                    Some(text.as_str())
+                }
                 _ => None,
             })
             .collect();
@@ -400,17 +406,17 @@ impl Parser<'_> {
         Some(Node::Root(Box::new(degree), Box::new(radicand)))
     }
 
-    fn rounded(&mut self, closing: &str, function: Function) -> Option<Node> {
+    fn rounded(&mut self, closing: &str, function: MathFunction) -> Option<Node> {
         let inner = self.enclosed(Self::sum)?;
         match self.peek() {
-            Some(Token::Command(name)) if name == closing => self.at += 1,
+            Some(MathToken::Command(name)) if name == closing => self.at += 1,
             _ => return None,
         }
         Some(Node::Function(function, vec![inner]))
     }
 
     /// A function with its base or power and its argument.
-    fn call(&mut self, name: &str, function: Function) -> Option<Node> {
+    fn call(&mut self, name: &str, function: MathFunction) -> Option<Node> {
         let mut base = None;
         let mut power = None;
         loop {
@@ -429,9 +435,9 @@ impl Parser<'_> {
         };
         let arguments = self.arguments(function)?;
         let node = match (function, base) {
-            (Function::Ln, Some(base)) => Node::Function(Function::Log, vec![base, one(arguments)?]),
-            (Function::Ln, None) if name != "ln" => {
-                Node::Function(Function::Log, vec![Node::integer(10), one(arguments)?])
+            (MathFunction::Ln, Some(base)) => Node::Function(MathFunction::Log, vec![base, one(arguments)?]),
+            (MathFunction::Ln, None) if name != "ln" => {
+                Node::Function(MathFunction::Log, vec![Node::integer(10), one(arguments)?])
             }
             (function, None) => Node::Function(function, arguments),
             (_, Some(_)) => return None,
@@ -442,9 +448,10 @@ impl Parser<'_> {
         })
     }
 
-    fn arguments(&mut self, function: Function) -> Option<Vec<Node>> {
-        let many = matches!(function, Function::Max | Function::Min | Function::Gcd | Function::Lcm);
-        if self.sign('(') || (many && (self.sign('{') || self.peek() == Some(&Token::SetOpen))) {
+    fn arguments(&mut self, function: MathFunction) -> Option<Vec<Node>> {
+        let many =
+            matches!(function, MathFunction::Max | MathFunction::Min | MathFunction::Gcd | MathFunction::Lcm);
+        if self.sign('(') || (many && (self.sign('{') || self.peek() == Some(&MathToken::SetOpen))) {
             let node = self.nested(Self::primary)?;
             return Some(match node {
                 Node::Tuple(parts) | Node::Set(parts) if many => parts,
@@ -461,11 +468,11 @@ impl Parser<'_> {
         let mut node = self.operand()?;
         while self.starts_factor() {
             let ends = match self.peek() {
-                Some(Token::Command(name)) => {
+                Some(MathToken::Command(name)) => {
                     function(name).is_some() || matches!(name.as_str(), "int" | "sum" | "lim")
                 }
-                Some(Token::Sign(sign)) => "([|".contains(*sign),
-                Some(Token::Number(..)) => true,
+                Some(MathToken::Sign(sign)) => "([|".contains(*sign),
+                Some(MathToken::Number(..)) => true,
                 _ => false,
             };
             if ends {
@@ -475,7 +482,7 @@ impl Parser<'_> {
         }
         if self.sign('/')
             && matches!(node, Node::Pi | Node::Number(_) | Node::Product(_))
-            && let Some(Token::Number(..)) = self.peek_at(1)
+            && let Some(MathToken::Number(..)) = self.peek_at(1)
         {
             self.at += 1;
             let denominator = self.operand()?;
@@ -502,12 +509,12 @@ impl Parser<'_> {
         let mut cells = 0;
         loop {
             match self.peek()? {
-                Token::End(_) => break,
-                Token::Break => {
+                MathToken::End(_) => break,
+                MathToken::Break => {
                     rows.push(vec![]);
                     self.at += 1;
                 }
-                Token::Sign('&') => self.at += 1,
+                MathToken::Sign('&') => self.at += 1,
                 _ => {
                     rows.last_mut()?.push(self.set_sum()?);
                     cells += 1;
@@ -526,7 +533,7 @@ impl Parser<'_> {
             return None;
         }
         let matrix = Node::Matrix(rows);
-        Some(if determinant { Node::Function(Function::Det, vec![matrix]) } else { matrix })
+        Some(if determinant { Node::Function(MathFunction::Det, vec![matrix]) } else { matrix })
     }
 
     fn set_sum(&mut self) -> Option<Node> {
@@ -546,48 +553,48 @@ fn named_set(letter: &str) -> bool {
     matches!(letter, "R" | "Z" | "N" | "Q" | "C")
 }
 
-fn inverse_of(function: Function) -> Option<Function> {
+fn inverse_of(function: MathFunction) -> Option<MathFunction> {
     Some(match function {
-        Function::Sin => Function::Arcsin,
-        Function::Cos => Function::Arccos,
-        Function::Tan => Function::Arctan,
-        Function::Cot => Function::Arccot,
-        Function::Sinh => Function::Arsinh,
-        Function::Cosh => Function::Arcosh,
-        Function::Tanh => Function::Artanh,
+        MathFunction::Sin => MathFunction::Arcsin,
+        MathFunction::Cos => MathFunction::Arccos,
+        MathFunction::Tan => MathFunction::Arctan,
+        MathFunction::Cot => MathFunction::Arccot,
+        MathFunction::Sinh => MathFunction::Arsinh,
+        MathFunction::Cosh => MathFunction::Arcosh,
+        MathFunction::Tanh => MathFunction::Artanh,
         _ => return None,
     })
 }
 
-/// The function of a name; a logarithm without a base is read as [`Function::Ln`] and settled with its argument.
-fn function(name: &str) -> Option<Function> {
+/// The function of a name; a logarithm without a base is read as [`MathFunction::Ln`] and settled with its argument.
+fn function(name: &str) -> Option<MathFunction> {
     Some(match name {
-        "sin" => Function::Sin,
-        "cos" => Function::Cos,
-        "tan" | "tg" => Function::Tan,
-        "cot" | "ctg" => Function::Cot,
-        "sec" => Function::Sec,
-        "csc" => Function::Csc,
-        "arcsin" | "asin" => Function::Arcsin,
-        "arccos" | "acos" => Function::Arccos,
-        "arctan" | "atan" | "arctg" => Function::Arctan,
-        "arccot" => Function::Arccot,
-        "sinh" => Function::Sinh,
-        "cosh" => Function::Cosh,
-        "tanh" => Function::Tanh,
-        "arsinh" | "arcsinh" => Function::Arsinh,
-        "arcosh" | "arccosh" => Function::Arcosh,
-        "artanh" | "arctanh" => Function::Artanh,
-        "exp" => Function::Exp,
-        "ln" | "log" | "lg" => Function::Ln,
-        "abs" => Function::Abs,
-        "floor" => Function::Floor,
-        "ceil" => Function::Ceil,
-        "max" => Function::Max,
-        "min" => Function::Min,
-        "gcd" => Function::Gcd,
-        "lcm" => Function::Lcm,
-        "det" => Function::Det,
+        "sin" => MathFunction::Sin,
+        "cos" => MathFunction::Cos,
+        "tan" | "tg" => MathFunction::Tan,
+        "cot" | "ctg" => MathFunction::Cot,
+        "sec" => MathFunction::Sec,
+        "csc" => MathFunction::Csc,
+        "arcsin" | "asin" => MathFunction::Arcsin,
+        "arccos" | "acos" => MathFunction::Arccos,
+        "arctan" | "atan" | "arctg" => MathFunction::Arctan,
+        "arccot" => MathFunction::Arccot,
+        "sinh" => MathFunction::Sinh,
+        "cosh" => MathFunction::Cosh,
+        "tanh" => MathFunction::Tanh,
+        "arsinh" | "arcsinh" => MathFunction::Arsinh,
+        "arcosh" | "arccosh" => MathFunction::Arcosh,
+        "artanh" | "arctanh" => MathFunction::Artanh,
+        "exp" => MathFunction::Exp,
+        "ln" | "log" | "lg" => MathFunction::Ln,
+        "abs" => MathFunction::Abs,
+        "floor" => MathFunction::Floor,
+        "ceil" => MathFunction::Ceil,
+        "max" => MathFunction::Max,
+        "min" => MathFunction::Min,
+        "gcd" => MathFunction::Gcd,
+        "lcm" => MathFunction::Lcm,
+        "det" => MathFunction::Det,
         _ => return None,
     })
 }

@@ -4,11 +4,11 @@
 
 use num_traits::ToPrimitive;
 
-use super::lex::Token;
+use super::lex::MathToken;
 use super::node::{Calculus, Node, Relation};
-use super::parse::Parser;
+use super::parse::MathParser;
 
-impl Parser<'_> {
+impl MathParser<'_> {
     /// `\frac{d}{dx} body` and `\frac{\partial^2}{\partial x^2} body`, after the command.
     pub(super) fn derivative(&mut self) -> Option<Node> {
         let from = self.at;
@@ -23,9 +23,9 @@ impl Parser<'_> {
     }
 
     fn derivative_operator(&mut self) -> Option<(String, u32)> {
-        let differential = |token: Option<&Token>| match token {
-            Some(Token::Symbol(d)) => d == "d",
-            Some(Token::Command(d)) => d == "partial",
+        let differential = |token: Option<&MathToken>| match token {
+            Some(MathToken::Symbol(d)) => d == "d",
+            Some(MathToken::Command(d)) => d == "partial",
             _ => false,
         };
         self.expect('{')?;
@@ -34,7 +34,7 @@ impl Parser<'_> {
         self.expect('}')?;
         self.expect('{')?;
         differential(self.peek()).then(|| self.at += 1)?;
-        let Some(Token::Symbol(variable)) = self.peek() else { return None };
+        let Some(MathToken::Symbol(variable)) = self.peek() else { return None };
         self.at += 1;
         let same = self.order()? == order;
         self.expect('}')?;
@@ -57,11 +57,11 @@ impl Parser<'_> {
         let mut found = None;
         for ahead in 0.. {
             match self.peek_at(ahead) {
-                None | Some(Token::Relation(_)) => break,
-                Some(Token::Sign('(' | '[' | '{')) => depth += 1,
-                Some(Token::Sign(')' | ']' | '}')) => depth -= 1,
-                Some(Token::Symbol(d)) if d == "d" => {
-                    if let Some(Token::Symbol(variable)) = self.peek_at(ahead + 1) {
+                None | Some(MathToken::Relation(_)) => break,
+                Some(MathToken::Sign('(' | '[' | '{')) => depth += 1,
+                Some(MathToken::Sign(')' | ']' | '}')) => depth -= 1,
+                Some(MathToken::Symbol(d)) if d == "d" => {
+                    if let Some(MathToken::Symbol(variable)) = self.peek_at(ahead + 1) {
                         found = Some((from + ahead, variable.clone()));
                         break;
                     }
@@ -73,7 +73,7 @@ impl Parser<'_> {
             }
         }
         let (end, variable) = found?;
-        let mut inner = Parser {
+        let mut inner = MathParser {
             lexemes: &self.lexemes[..end],
             at: from,
             depth: self.depth,
@@ -107,10 +107,10 @@ impl Parser<'_> {
     pub(super) fn limit(&mut self) -> Option<Node> {
         self.expect('_')?;
         self.expect('{')?;
-        let Some(Token::Symbol(variable)) = self.peek() else { return None };
+        let Some(MathToken::Symbol(variable)) = self.peek() else { return None };
         self.at += 1;
         match self.peek() {
-            Some(Token::Command(arrow))
+            Some(MathToken::Command(arrow))
                 if matches!(arrow.as_str(), "to" | "rightarrow" | "longrightarrow") =>
             {
                 self.at += 1
@@ -132,8 +132,8 @@ impl Parser<'_> {
     fn term_with_sign(&mut self) -> Option<Node> {
         let negative = self.eat('-');
         self.eat('+');
-        let one_sided = matches!(self.peek_at(1), Some(Token::Sign('^')))
-            && matches!(self.peek_at(2), Some(Token::Sign('+' | '-')));
+        let one_sided = matches!(self.peek_at(1), Some(MathToken::Sign('^')))
+            && matches!(self.peek_at(2), Some(MathToken::Sign('+' | '-')));
         let node = if one_sided { self.nested(Self::primary)? } else { self.sum()? };
         Some(if negative { node.negated() } else { node })
     }

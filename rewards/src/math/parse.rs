@@ -6,7 +6,7 @@
 use num_traits::{One, Signed};
 
 use super::clause;
-use super::lex::{self, Lexeme, Mode, Token};
+use super::lex::{self, Lexeme, MathToken, Mode};
 use super::node::{Joint, Node, Relation};
 use super::system::{as_part, mapsto};
 use super::words;
@@ -28,13 +28,13 @@ pub(super) struct Options {
 /// The tree of an answer; `None` if it cannot be read to its end.
 pub(super) fn answer(text: &str, options: Options) -> Option<Node> {
     let lexemes = lex::tokens(text, options.mode)?;
-    let mut parser = Parser { lexemes: &lexemes, at: 0, depth: 0, bars: 0, options };
+    let mut parser = MathParser { lexemes: &lexemes, at: 0, depth: 0, bars: 0, options };
     let node = parser.list()?;
     parser.closing_remarks();
     (parser.at == lexemes.len()).then_some(node)
 }
 
-pub(super) struct Parser<'a> {
+pub(super) struct MathParser<'a> {
     pub(super) lexemes: &'a [Lexeme],
     pub(super) at: usize,
     pub(super) depth: usize,
@@ -43,12 +43,12 @@ pub(super) struct Parser<'a> {
     pub(super) options: Options,
 }
 
-impl<'a> Parser<'a> {
-    pub(super) fn peek(&self) -> Option<&'a Token> {
+impl<'a> MathParser<'a> {
+    pub(super) fn peek(&self) -> Option<&'a MathToken> {
         self.lexemes.get(self.at).map(|lexeme| &lexeme.token)
     }
 
-    pub(super) fn peek_at(&self, ahead: usize) -> Option<&'a Token> {
+    pub(super) fn peek_at(&self, ahead: usize) -> Option<&'a MathToken> {
         self.lexemes.get(self.at + ahead).map(|lexeme| &lexeme.token)
     }
 
@@ -57,7 +57,7 @@ impl<'a> Parser<'a> {
     }
 
     pub(super) fn sign(&self, sign: char) -> bool {
-        self.peek() == Some(&Token::Sign(sign))
+        self.peek() == Some(&MathToken::Sign(sign))
     }
 
     pub(super) fn eat(&mut self, sign: char) -> bool {
@@ -91,7 +91,7 @@ impl<'a> Parser<'a> {
 
     fn word(&self) -> Option<&'a str> {
         match self.peek() {
-            Some(Token::Word(word)) => Some(word),
+            Some(MathToken::Word(word)) => Some(word),
             _ => None,
         }
     }
@@ -112,13 +112,13 @@ impl<'a> Parser<'a> {
         let mut semicolon = false;
         loop {
             let joint = match self.peek() {
-                Some(Token::Sign(',')) => Joint::Comma,
-                Some(Token::Sign(';')) => {
+                Some(MathToken::Sign(',')) => Joint::Comma,
+                Some(MathToken::Sign(';')) => {
                     semicolon = true;
                     Joint::Comma
                 }
-                Some(Token::Word(word)) if word == "and" => Joint::And,
-                Some(Token::Word(word)) if word == "or" => Joint::Or,
+                Some(MathToken::Word(word)) if word == "and" => Joint::And,
+                Some(MathToken::Word(word)) if word == "or" => Joint::Or,
                 _ => break,
             };
             found = Some(if joint == Joint::Comma { found.unwrap_or(joint) } else { joint });
@@ -172,8 +172,8 @@ impl<'a> Parser<'a> {
 
     pub(super) fn at_end(&self) -> bool {
         match self.peek() {
-            None | Some(Token::SetClose | Token::End(_) | Token::Break) => true,
-            Some(Token::Sign(sign)) => ")]}".contains(*sign),
+            None | Some(MathToken::SetClose | MathToken::End(_) | MathToken::Break) => true,
+            Some(MathToken::Sign(sign)) => ")]}".contains(*sign),
             _ => false,
         }
     }
@@ -186,7 +186,7 @@ impl<'a> Parser<'a> {
         let label = self.leading_words()?;
         let first = match label {
             Some(words) if self.at_end() || self.separates() => return Some(Node::Words(words)),
-            Some(words) if matches!(self.peek(), Some(Token::Relation(_))) => Node::Symbol(words),
+            Some(words) if matches!(self.peek(), Some(MathToken::Relation(_))) => Node::Symbol(words),
             Some(words) if words.ends_with("negative") => self.set_expression()?.negated(),
             _ => self.set_expression()?,
         };
@@ -210,14 +210,14 @@ impl<'a> Parser<'a> {
 
     /// The relation that is next, with the marks of alignment around it, and its tokens.
     pub(super) fn relation(&self) -> Option<(Relation, usize)> {
-        let mark = |at: usize| usize::from(self.peek_at(at) == Some(&Token::Sign('&')));
+        let mark = |at: usize| usize::from(self.peek_at(at) == Some(&MathToken::Sign('&')));
         let before = mark(0);
-        let Some(Token::Relation(relation)) = self.peek_at(before) else { return None };
+        let Some(MathToken::Relation(relation)) = self.peek_at(before) else { return None };
         Some((*relation, before + 1 + mark(before + 1)))
     }
 
     pub(super) fn separates(&self) -> bool {
-        matches!(self.peek(), Some(Token::Sign(',' | ';'))) || matches!(self.word(), Some("and" | "or"))
+        matches!(self.peek(), Some(MathToken::Sign(',' | ';'))) || matches!(self.word(), Some("and" | "or"))
     }
 
     /// Words before a number or a formula; `None` if they may say that the answer is another one.
@@ -247,7 +247,7 @@ impl<'a> Parser<'a> {
         }
         self.eat(':');
         let whole = self.at_end() || self.separates();
-        let named = matches!(self.peek(), Some(Token::Relation(_)));
+        let named = matches!(self.peek(), Some(MathToken::Relation(_)));
         let value = if found.last() == Some(&"negative") { &found[..found.len() - 1] } else { &found };
         let introduced = named || clause::introduces(value.iter().copied());
         if !whole && (!introduced || found.iter().any(|word| words::changes_value(word))) {
@@ -257,13 +257,13 @@ impl<'a> Parser<'a> {
     }
 
     fn word_after(&self) -> bool {
-        matches!(self.peek_at(1), Some(Token::Word(_)))
+        matches!(self.peek_at(1), Some(MathToken::Word(_)))
     }
 
     /// Unions, intersections and differences over sums.
     pub(super) fn set_expression(&mut self) -> Option<Node> {
         let mut node = self.sum()?;
-        while let Some(Token::Sign(sign)) = self.peek() {
+        while let Some(MathToken::Sign(sign)) = self.peek() {
             let join = match sign {
                 '\u{222a}' => Node::Union,
                 '\u{2229}' => Node::Intersection,
@@ -285,7 +285,7 @@ impl<'a> Parser<'a> {
         while let Some(sign) = self.additive_sign().or(terms.is_empty().then_some('+')) {
             let mut negative = sign == '-';
             // `+ -3` and `- -3`.
-            while matches!(self.peek(), Some(Token::Sign('+' | '-'))) {
+            while matches!(self.peek(), Some(MathToken::Sign('+' | '-'))) {
                 negative ^= self.sign('-');
                 self.at += 1;
             }
@@ -302,7 +302,7 @@ impl<'a> Parser<'a> {
 
     fn additive_sign(&mut self) -> Option<char> {
         match self.peek() {
-            Some(Token::Sign(sign @ ('+' | '-' | '\u{b1}' | '\u{2213}'))) => {
+            Some(MathToken::Sign(sign @ ('+' | '-' | '\u{b1}' | '\u{2213}'))) => {
                 self.at += 1;
                 Some(*sign)
             }
@@ -316,21 +316,21 @@ impl<'a> Parser<'a> {
         let mut ratio = vec![];
         loop {
             match self.peek() {
-                Some(Token::Sign('*')) => {
+                Some(MathToken::Sign('*')) => {
                     self.at += 1;
                     node = product(node, self.signed_factors()?);
                 }
-                Some(Token::Sign('/')) => {
+                Some(MathToken::Sign('/')) => {
                     self.at += 1;
                     node = self.quotient(node)?;
                 }
-                Some(Token::Sign(':')) if !self.at_end_after(1) => {
+                Some(MathToken::Sign(':')) if !self.at_end_after(1) => {
                     self.at += 1;
                     ratio.push(std::mem::replace(&mut node, self.factors()?));
                 }
-                Some(Token::Command(name)) if name == "mod" || name == "bmod" => {
+                Some(MathToken::Command(name)) if name == "mod" || name == "bmod" => {
                     self.at += 1;
-                    node = Node::Function(super::node::Function::Mod, vec![node, self.factors()?]);
+                    node = Node::Function(super::node::MathFunction::Mod, vec![node, self.factors()?]);
                 }
                 _ => break,
             }
@@ -343,7 +343,7 @@ impl<'a> Parser<'a> {
     }
 
     fn at_end_after(&self, ahead: usize) -> bool {
-        matches!(self.peek_at(ahead), None | Some(Token::Sign(')' | ']' | '}') | Token::SetClose))
+        matches!(self.peek_at(ahead), None | Some(MathToken::Sign(')' | ']' | '}') | MathToken::SetClose))
     }
 
     /// Factors after an explicit sign, where `2 \cdot -3` is common.
@@ -355,7 +355,7 @@ impl<'a> Parser<'a> {
 
     fn quotient(&mut self, numerator: Node) -> Option<Node> {
         let negative = self.eat('-');
-        let loose = self.options.loose_division && matches!(self.peek(), Some(Token::Number(..)));
+        let loose = self.options.loose_division && matches!(self.peek(), Some(MathToken::Number(..)));
         let denominator = if loose { self.operand()? } else { self.factors()? };
         let denominator = if negative { denominator.negated() } else { denominator };
         let mut node = Node::Quotient(Box::new(numerator), Box::new(denominator));
@@ -376,7 +376,7 @@ impl<'a> Parser<'a> {
                 node = self.quantity(node)?;
                 continue;
             }
-            let number = matches!(self.peek(), Some(Token::Number(..)));
+            let number = matches!(self.peek(), Some(MathToken::Number(..)));
             let remark = self.options.mode != Mode::Formula && self.sign('(') && self.spaced();
             if !self.starts_factor() || (remark && matches!(node, Node::Number(_) | Node::Quantity(..))) {
                 break;
@@ -430,13 +430,13 @@ impl<'a> Parser<'a> {
         loop {
             match self.peek() {
                 // "cm2"
-                Some(Token::Number(_, power))
+                Some(MathToken::Number(_, power))
                     if !self.spaced() && (power == "2" || power == "3") && words::unit(&unit).is_some() =>
                 {
                     unit.push('^');
                     unit.push_str(power);
                 }
-                Some(Token::Word(word)) if !matches!(word.as_str(), "and" | "or") => {
+                Some(MathToken::Word(word)) if !matches!(word.as_str(), "and" | "or") => {
                     if words::changes_value(word) || unit.len() > 200 {
                         return None;
                     }
@@ -444,9 +444,9 @@ impl<'a> Parser<'a> {
                     unit.push_str(word);
                 }
                 // "a" in "18 bolts a day", "s" in "m/s".
-                Some(Token::Symbol(letter)) if self.spaced() && letter == "a" => {}
-                Some(Token::Sign('/')) if self.word_after() => unit.push('/'),
-                Some(Token::Sign('^')) => {
+                Some(MathToken::Symbol(letter)) if self.spaced() && letter == "a" => {}
+                Some(MathToken::Sign('/')) if self.word_after() => unit.push('/'),
+                Some(MathToken::Sign('^')) => {
                     self.at += 1;
                     unit.push('^');
                     let (power, sign) = match self.script()? {
@@ -468,10 +468,12 @@ impl<'a> Parser<'a> {
     /// Whether the next token begins an operand that multiplies the one before.
     pub(super) fn starts_factor(&self) -> bool {
         match self.peek() {
-            Some(Token::Number(..) | Token::Symbol(_) | Token::SetOpen | Token::Begin(_)) => true,
-            Some(Token::Sign('|')) => self.bars == 0,
-            Some(Token::Sign(sign)) => "([{".contains(*sign),
-            Some(Token::Command(name)) => !matches!(
+            Some(MathToken::Number(..) | MathToken::Symbol(_) | MathToken::SetOpen | MathToken::Begin(_)) => {
+                true
+            }
+            Some(MathToken::Sign('|')) => self.bars == 0,
+            Some(MathToken::Sign(sign)) => "([{".contains(*sign),
+            Some(MathToken::Command(name)) => !matches!(
                 name.as_str(),
                 "mod"
                     | "bmod"

@@ -8,7 +8,7 @@ use num_integer::Integer;
 use num_rational::BigRational;
 use num_traits::{One, Signed, ToPrimitive, Zero};
 
-use super::node::{Calculus, Function, Node};
+use super::node::{Calculus, MathFunction, Node};
 
 /// Greatest size of a numerator or denominator.
 pub(super) const MAX_BITS: u64 = 2048;
@@ -118,8 +118,8 @@ fn based(digits: &str, base: u32) -> Option<BigRational> {
     Some(BigRational::from_integer(value))
 }
 
-fn apply(function: Function, arguments: &[Node]) -> Option<BigRational> {
-    if function == Function::Det {
+fn apply(function: MathFunction, arguments: &[Node]) -> Option<BigRational> {
+    if function == MathFunction::Det {
         return determinant(arguments.first()?);
     }
     let values = arguments.iter().map(exact).collect::<Option<Vec<_>>>()?;
@@ -129,13 +129,13 @@ fn apply(function: Function, arguments: &[Node]) -> Option<BigRational> {
     };
     let whole = BigRational::from_integer;
     Some(match function {
-        Function::Abs => first.abs(),
-        Function::Floor => first.floor(),
-        Function::Ceil => first.ceil(),
-        Function::Max => values.iter().max()?.clone(),
-        Function::Min => values.iter().min()?.clone(),
-        Function::Gcd => whole(integers()?.iter().fold(BigInt::zero(), |gcd, value| gcd.gcd(value))),
-        Function::Lcm => {
+        MathFunction::Abs => first.abs(),
+        MathFunction::Floor => first.floor(),
+        MathFunction::Ceil => first.ceil(),
+        MathFunction::Max => values.iter().max()?.clone(),
+        MathFunction::Min => values.iter().min()?.clone(),
+        MathFunction::Gcd => whole(integers()?.iter().fold(BigInt::zero(), |gcd, value| gcd.gcd(value))),
+        MathFunction::Lcm => {
             let mut lcm = BigInt::one();
             for value in integers()? {
                 lcm = lcm.lcm(&value);
@@ -145,18 +145,18 @@ fn apply(function: Function, arguments: &[Node]) -> Option<BigRational> {
             }
             whole(lcm)
         }
-        Function::Mod => {
+        MathFunction::Mod => {
             let [a, b] = values.as_slice() else { return None };
             if b.is_zero() {
                 return None;
             }
             a - b * (a / b).floor()
         }
-        Function::Factorial => {
+        MathFunction::Factorial => {
             let n = first.to_u32_exact().filter(|n| *n <= MAX_FACTORIAL)?;
             whole((1..=n).fold(BigInt::one(), |product, factor| product * factor))
         }
-        Function::Binomial => {
+        MathFunction::Binomial => {
             let (n, k) = (first.to_i64_exact()?, values.get(1)?.to_i64_exact()?);
             if n < 0 || k < 0 || n > 10_000 {
                 return None;

@@ -6,7 +6,7 @@ use num_rational::BigRational;
 use num_traits::{Signed, ToPrimitive, Zero};
 
 use super::identity;
-use super::node::{Function, Interval, Joint, Node, Relation};
+use super::node::{Interval, Joint, MathFunction, Node, Relation};
 use super::numeric::constant;
 use super::rational;
 
@@ -25,13 +25,13 @@ pub(super) struct Region(Vec<Span>);
 
 #[derive(Clone, Debug)]
 struct Span {
-    low: End,
-    high: End,
+    low: IntervalEnd,
+    high: IntervalEnd,
 }
 
 /// One end of an interval; infinite ends are open.
 #[derive(Clone, Debug)]
-struct End {
+struct IntervalEnd {
     value: f64,
     exact: Option<BigRational>,
     closed: bool,
@@ -41,17 +41,17 @@ struct End {
 
 impl Region {
     fn all() -> Self {
-        Self(vec![Span { low: End::infinite(-1.0), high: End::infinite(1.0) }])
+        Self(vec![Span { low: IntervalEnd::infinite(-1.0), high: IntervalEnd::infinite(1.0) }])
     }
 
-    fn point(at: &End) -> Self {
-        let closed = End { closed: true, ..at.clone() };
+    fn point(at: &IntervalEnd) -> Self {
+        let closed = IntervalEnd { closed: true, ..at.clone() };
         Self(vec![Span { low: closed.clone(), high: closed }])
     }
 
     /// Whether both are the same set. A decimal end stands for the value that it is rounded to, as decimals do.
     pub(super) fn equals(&self, other: &Self) -> bool {
-        let same = |a: &End, b: &End| {
+        let same = |a: &IntervalEnd, b: &IntervalEnd| {
             a.closed == b.closed && (a.same_place(b) || identity::rounded_part(&a.node, &b.node))
         };
         self.0.len() == other.0.len()
@@ -89,13 +89,15 @@ impl Region {
 
     fn complement(&self) -> Self {
         let mut spans = vec![];
-        let mut low = End::infinite(-1.0);
+        let mut low = IntervalEnd::infinite(-1.0);
         for span in &self.0 {
-            let high = End { closed: !span.low.closed && span.low.value.is_finite(), ..span.low.clone() };
+            let high =
+                IntervalEnd { closed: !span.low.closed && span.low.value.is_finite(), ..span.low.clone() };
             spans.extend(Span::new(low, high));
-            low = End { closed: !span.high.closed && span.high.value.is_finite(), ..span.high.clone() };
+            low =
+                IntervalEnd { closed: !span.high.closed && span.high.value.is_finite(), ..span.high.clone() };
         }
-        spans.extend(Span::new(low, End::infinite(1.0)));
+        spans.extend(Span::new(low, IntervalEnd::infinite(1.0)));
         Self(spans)
     }
 
@@ -105,13 +107,13 @@ impl Region {
 }
 
 impl Span {
-    fn new(low: End, high: End) -> Option<Self> {
+    fn new(low: IntervalEnd, high: IntervalEnd) -> Option<Self> {
         let point = low.same_place(&high) && low.closed && high.closed && low.value.is_finite();
         (point || (low.value < high.value && !low.same_place(&high))).then_some(Self { low, high })
     }
 }
 
-impl End {
+impl IntervalEnd {
     fn infinite(sign: f64) -> Self {
         let node = if sign < 0.0 { Node::Infinity.negated() } else { Node::Infinity };
         Self { value: sign * f64::INFINITY, exact: None, closed: false, node }
@@ -151,13 +153,13 @@ pub(super) fn region(node: &Node, pairs: bool) -> Option<(Region, Option<String>
         Node::Named('0') => plain(Region(vec![])),
         Node::Interval(interval) => plain(Region(vec![interval_span(interval)?])),
         Node::Tuple(parts) if pairs && parts.len() == 2 => {
-            let span = Span::new(End::read(&parts[0], false)?, End::read(&parts[1], false)?)?;
+            let span = Span::new(IntervalEnd::read(&parts[0], false)?, IntervalEnd::read(&parts[1], false)?)?;
             plain(Region(vec![span]))
         }
         Node::Set(parts) => {
             let mut all = Region(vec![]);
             for part in parts {
-                all = all.union(Region::point(&End::read(part, true)?))?;
+                all = all.union(Region::point(&IntervalEnd::read(part, true)?))?;
             }
             plain(all)
         }
@@ -173,8 +175,8 @@ pub(super) fn region(node: &Node, pairs: bool) -> Option<(Region, Option<String>
 
 fn interval_span(interval: &Interval) -> Option<Span> {
     let closed = |node: &Node, closed: bool| closed && super::identity::infinity(node).is_none();
-    let low = End::read(&interval.low, closed(&interval.low, interval.low_closed))?;
-    let high = End::read(&interval.high, closed(&interval.high, interval.high_closed))?;
+    let low = IntervalEnd::read(&interval.low, closed(&interval.low, interval.low_closed))?;
+    let high = IntervalEnd::read(&interval.high, closed(&interval.high, interval.high_closed))?;
     Span::new(low, high)
 }
 
@@ -222,7 +224,7 @@ fn chain(first: &Node, rest: &[(Relation, Node)]) -> Option<(Region, Option<Stri
     first.variables(&mut names);
     rest.iter().for_each(|(_, member)| member.variables(&mut names));
     let [name] = names.as_slice() else { return None };
-    let absolute = |node: &Node| node.any(&|node| matches!(node, Node::Function(Function::Abs, _)));
+    let absolute = |node: &Node| node.any(&|node| matches!(node, Node::Function(MathFunction::Abs, _)));
     let nodes = size(first) + rest.iter().map(|(_, member)| size(member)).sum::<usize>();
     if nodes > MAX_NODES && (absolute(first) || rest.iter().any(|(_, member)| absolute(member))) {
         return None;
@@ -265,7 +267,7 @@ fn half_line(left: &Node, relation: Relation, right: &Node, (name, depth): (&str
             let (end, falls) = root(&difference, name)?;
             ray(&end, if falls { flipped(relation) } else { relation })
         }
-        [Node::Function(Function::Abs, inner)] if depth < MAX_ABSOLUTES => {
+        [Node::Function(MathFunction::Abs, inner)] if depth < MAX_ABSOLUTES => {
             let absolute = absolutes[0];
             let outer = replaced(&difference, absolute, &Node::Symbol(ABSOLUTE.to_owned()));
             if holds(&outer, name) {
@@ -273,7 +275,7 @@ fn half_line(left: &Node, relation: Relation, right: &Node, (name, depth): (&str
             }
             let zero = Node::integer(0);
             let sizes = half_line(&outer, relation, &zero, (ABSOLUTE, depth))?
-                .intersection(&ray(&End::read(&zero, false)?, Relation::GreaterEqual)?)?;
+                .intersection(&ray(&IntervalEnd::read(&zero, false)?, Relation::GreaterEqual)?)?;
             absolute_within(&sizes, inner.first()?, (name, depth + 1))
         }
         _ => None,
@@ -300,7 +302,7 @@ fn absolute_within(sizes: &Region, inner: &Node, about: (&str, u32)) -> Option<R
 }
 
 /// Where a linear expression is 0, and whether it falls there: from its values at 0, 1, 2 and 17, exact ones if there are.
-fn root(node: &Node, name: &str) -> Option<(End, bool)> {
+fn root(node: &Node, name: &str) -> Option<(IntervalEnd, bool)> {
     let at = |x: i64| node.substitute(name, &Node::integer(x));
     let exact = |x: i64| rational::exact(&at(x));
     if let (Some(zero), Some(one), Some(two), Some(far)) = (exact(0), exact(1), exact(2), exact(17)) {
@@ -317,7 +319,7 @@ fn root(node: &Node, name: &str) -> Option<(End, bool)> {
             false => Node::Quotient(whole(place.numer()), whole(place.denom())),
         };
         return Some((
-            End { value: place.to_f64()?, exact: Some(place), closed: false, node },
+            IntervalEnd { value: place.to_f64()?, exact: Some(place), closed: false, node },
             slope.is_negative(),
         ));
     }
@@ -329,12 +331,12 @@ fn root(node: &Node, name: &str) -> Option<(End, bool)> {
         return None;
     }
     let place = Node::Quotient(Box::new(at(0).negated()), Box::new(at(1).minus(at(0))));
-    Some((End::read(&place, false)?, slope < 0.0))
+    Some((IntervalEnd::read(&place, false)?, slope < 0.0))
 }
 
 /// Adds the outermost functions with kinks or steps that depend on the variable.
 fn kinks<'a>(node: &'a Node, name: &str, into: &mut Vec<&'a Node>) {
-    use Function::{Abs, Ceil, Floor, Gcd, Lcm, Max, Min, Mod};
+    use MathFunction::{Abs, Ceil, Floor, Gcd, Lcm, Max, Min, Mod};
     match node {
         Node::Function(Abs | Ceil | Floor | Gcd | Lcm | Max | Min | Mod, _) if holds(node, name) => {
             if !into.contains(&node) {
@@ -357,16 +359,16 @@ fn holds(node: &Node, name: &str) -> bool {
     node.any(&|node| matches!(node, Node::Symbol(symbol) if symbol == name))
 }
 
-fn end_of(node: &Node, name: &str) -> Option<End> {
-    if holds(node, name) { None } else { End::read(node, false) }
+fn end_of(node: &Node, name: &str) -> Option<IntervalEnd> {
+    if holds(node, name) { None } else { IntervalEnd::read(node, false) }
 }
 
-fn ray(end: &End, relation: Relation) -> Option<Region> {
+fn ray(end: &IntervalEnd, relation: Relation) -> Option<Region> {
     let closed = matches!(relation, Relation::LessEqual | Relation::GreaterEqual) && end.value.is_finite();
-    let end = End { closed, ..end.clone() };
+    let end = IntervalEnd { closed, ..end.clone() };
     let spans = match relation {
-        Relation::Less | Relation::LessEqual => Span::new(End::infinite(-1.0), end),
-        Relation::Greater | Relation::GreaterEqual => Span::new(end, End::infinite(1.0)),
+        Relation::Less | Relation::LessEqual => Span::new(IntervalEnd::infinite(-1.0), end),
+        Relation::Greater | Relation::GreaterEqual => Span::new(end, IntervalEnd::infinite(1.0)),
         Relation::Unequal => return Some(Region::point(&end).complement()),
         _ => return None,
     };

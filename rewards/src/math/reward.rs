@@ -1,20 +1,20 @@
-//! The kind `math`: 1 or 0 by the verdict of [`grade`], and what is done about unknown ones.
+//! The kind `math`: 1 or 0 by the verdict of [`grade`], and the handling of unknown verdicts.
 //!
-//! Invariant: a fallback is asked about unknown verdicts only, and its value is taken as it is.
+//! Invariant: the fallback scores unknown verdicts only, and its value is not changed.
 
 use serde::{Deserialize, Serialize};
 
-use super::{Verdict, grade};
+use super::{MathVerdict, grade};
 use crate::python::math_verify;
-use crate::registry::Kind;
+use crate::registry::RewardKind;
 use crate::reward::each;
 use crate::{BoxFuture, Judged, Load, Outcome, Reward, RewardError, RewardInput, RewardSpec};
 
 /// The kind `math`.
-pub(crate) fn kind() -> Kind {
+pub(crate) fn kind() -> RewardKind {
     /// Keys of the processes that run Math-Verify.
     const KEYS: &[&str] = &["strict", "on_unknown", "python", "workers", "batch", "memory_mb", "environment"];
-    Kind::new("math", KEYS, &[], |spec, context| {
+    RewardKind::new("math", KEYS, &[], |spec, context| {
         let asks = spec.on_unknown == Some(OnUnknown::MathVerify);
         let foreign = spec.given().into_iter().find(|key| !["strict", "on_unknown"].contains(&key.as_str()));
         if let Some(key) = foreign.filter(|_| !asks) {
@@ -64,12 +64,12 @@ impl MathReward {
     async fn judge(&self, input: &RewardInput<'_>) -> Judged {
         let running = self.load.wait().begin();
         let gold = input.answer(&self.name)?;
-        let Verdict { equal, decided_by } = grade(gold, input.text, input.truncated, self.strict);
+        let MathVerdict { equal, decided_by } = grade(gold, input.text, input.truncated, self.strict);
         drop(running);
         if let (None, Some(fallback)) = (equal, &self.fallback) {
             let inputs = [*input];
             let judged = fallback.score(&inputs).await.pop();
-            let missing = || self.unknown(input, "its fallback said nothing");
+            let missing = || self.unknown(input, "its fallback returned no outcome");
             let outcome = judged.unwrap_or_else(|| Err(missing()))?;
             return Ok(outcome.with("decided_by", "math_verify"));
         }

@@ -2,22 +2,22 @@
 //!
 //! Invariant: as in `operand`, a function that does not read what it is for returns `None` and leaves its tokens.
 
-use super::lex::Token;
+use super::lex::MathToken;
 use super::node::{Joint, Node, Relation};
-use super::parse::Parser;
+use super::parse::MathParser;
 
 /// Nesting up to which mappings are read: what turns out to be none is read once more.
 const MAX_DEPTH: usize = 8;
 /// Most rows of a system.
 const MAX_ROWS: usize = 16;
 
-impl Parser<'_> {
+impl MathParser<'_> {
     /// `f: x \mapsto 2x` as `f(x) = 2x`, also with domain and codomain, or with `f(x) = 2x` after these.
     pub(super) fn named_mapping(&mut self) -> Option<Node> {
-        let arrow = |token: Option<&Token>| matches!(token, Some(Token::Command(name)) if name == "to" || mapsto(name));
+        let arrow = |token: Option<&MathToken>| matches!(token, Some(MathToken::Command(name)) if name == "to" || mapsto(name));
         let named = self.depth <= MAX_DEPTH
-            && matches!(self.peek(), Some(Token::Symbol(_)))
-            && (1..4).any(|ahead| self.peek_at(ahead) == Some(&Token::Sign(':')));
+            && matches!(self.peek(), Some(MathToken::Symbol(_)))
+            && (1..4).any(|ahead| self.peek_at(ahead) == Some(&MathToken::Sign(':')));
         if !named || !(2..40).any(|ahead| arrow(self.peek_at(ahead))) {
             return None;
         }
@@ -39,7 +39,7 @@ impl Parser<'_> {
             if domain.is_some() {
                 let _ = parser.eat(',') || parser.eat(';') || parser.eat(':');
             }
-            let Token::Symbol(_) = parser.peek()? else { return None };
+            let MathToken::Symbol(_) = parser.peek()? else { return None };
             match parser.set_expression()? {
                 argument @ Node::Symbol(_) => {
                     parser.command_is(mapsto).then_some(())?;
@@ -48,7 +48,7 @@ impl Parser<'_> {
                     Some(Node::Chain(function, vec![(Relation::Equal, value)]))
                 }
                 value @ Node::Apply(..) if matches!(&value, Node::Apply(other, _) if *other == name) => {
-                    let Token::Relation(Relation::Equal) = parser.peek()? else { return None };
+                    let MathToken::Relation(Relation::Equal) = parser.peek()? else { return None };
                     parser.at += 1;
                     Some(Node::Chain(Box::new(value), vec![(Relation::Equal, parser.set_expression()?)]))
                 }
@@ -59,14 +59,14 @@ impl Parser<'_> {
 
     /// After `\{`: a set, or a system after a brace that may stay open (`\left\{ ... \right.`).
     pub(super) fn set_or_system(&mut self) -> Option<Node> {
-        let Some(Token::Begin(environment)) = self.peek() else { return self.set() };
+        let Some(MathToken::Begin(environment)) = self.peek() else { return self.set() };
         self.at += 1;
         if !self.begins_system(environment) {
             self.at -= 1;
             return self.set();
         }
         let system = self.system(environment)?;
-        self.at += usize::from(self.peek() == Some(&Token::SetClose));
+        self.at += usize::from(self.peek() == Some(&MathToken::SetClose));
         Some(system)
     }
 
@@ -75,19 +75,19 @@ impl Parser<'_> {
         let mut open = 1usize;
         let own = self.lexemes[self.at..].iter().map_while(|lexeme| {
             match lexeme.token {
-                Token::Begin(_) => open += 1,
-                Token::End(_) => open -= 1,
+                MathToken::Begin(_) => open += 1,
+                MathToken::End(_) => open -= 1,
                 _ => {}
             }
             (open > 0).then_some((open, &lexeme.token))
         });
         holds_system(environment)
-            && own.into_iter().any(|(open, token)| open == 1 && matches!(token, Token::Relation(_)))
+            && own.into_iter().any(|(open, token)| open == 1 && matches!(token, MathToken::Relation(_)))
     }
 
     /// Eats a command whose name fulfils the condition.
     pub(super) fn command_is(&mut self, condition: impl Fn(&str) -> bool) -> bool {
-        let found = matches!(self.peek(), Some(Token::Command(name)) if condition(name));
+        let found = matches!(self.peek(), Some(MathToken::Command(name)) if condition(name));
         self.at += usize::from(found);
         found
     }
@@ -116,8 +116,8 @@ impl Parser<'_> {
             let mut rows = vec![];
             loop {
                 match parser.peek()? {
-                    Token::End(_) => break,
-                    Token::Break | Token::Sign(',' | ';') => parser.at += 1,
+                    MathToken::End(_) => break,
+                    MathToken::Break | MathToken::Sign(',' | ';') => parser.at += 1,
                     _ => match (parser.relation(), rows.last_mut()) {
                         // A row that begins with a relation goes on with the one before.
                         (Some((relation, length)), Some(Node::Chain(_, rest))) if rest.len() < MAX_ROWS => {

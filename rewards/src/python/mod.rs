@@ -19,8 +19,8 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use self::item::ItemFields;
-use crate::load::{Load, Waiting};
-use crate::registry::{Kind, RewardContext};
+use crate::load::{Load, WaitingTrajectory};
+use crate::registry::{RewardContext, RewardKind};
 use crate::{BoxFuture, Judged, Outcome, Reward, RewardError, RewardInput, RewardSpec, Scope};
 
 pub use self::math_verify::math_verify;
@@ -46,7 +46,7 @@ const WORKERS: usize = 2;
 const BATCH: usize = 64;
 
 /// The kind for the registry.
-pub(crate) fn kind() -> Kind {
+pub(crate) fn kind() -> RewardKind {
     const PARAMETERS: &[&str] = &[
         "path",
         "function",
@@ -59,7 +59,7 @@ pub(crate) fn kind() -> Kind {
         "parameters",
         "scope",
     ];
-    Kind::new("python", PARAMETERS, &["path"], |spec, context| {
+    RewardKind::new("python", PARAMETERS, &["path"], |spec, context| {
         Ok(Box::new(PythonReward::new(spec, context)?))
     })
 }
@@ -226,7 +226,7 @@ impl PythonReward {
     async fn outcome(
         &self,
         input: &RewardInput<'_>,
-        waiting: Waiting<'_>,
+        waiting: WaitingTrajectory<'_>,
         call: Result<PendingCall, String>,
     ) -> Judged {
         let failed = |reason: String| input.trajectory().failed(&self.name, reason);

@@ -1,11 +1,11 @@
 //! `model`: the score of a reward model, a sequence classifier with one label in Hugging Face layout.
 //!
-//! Invariant: where a model is placed changes when it scores and on which cores, never what it scores: a score depends on
-//! the tokens alone, to the bit. Trajectories are scored in packed batches of whatever waits.
+//! Invariant: the placement of a model changes when and on which cores it computes, never its scores: a score depends on the
+//! tokens alone, to the bit. The sequences that wait are scored in packed batches.
 //!
 //! - `placement = "colocated"`: on the policy's device, here the cores that the sampler may use. Such models share the
-//!   budget `placement.memory_mib`; one that does not fit is read from its files when something waits, and let go when
-//!   nothing waits any more.
+//!   budget `placement.memory_mib`; one that does not fit is read from its files when sequences wait, and its memory is freed
+//!   when the queue is empty.
 //! - `placement = "separated"`: beside generation and always in memory, on cores of its own (`threads`), or with a `url` in
 //!   another process, on this host or another, that `rlrun serve reward` started.
 //!
@@ -27,17 +27,17 @@ use model::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::registry::Kind;
+use crate::registry::RewardKind;
 use crate::reward::{Judged, each};
 use crate::{BoxFuture, Load, Outcome, Reward, RewardContext, RewardError, RewardInput, RewardSpec};
-use remote::Remote;
-use service::Service;
-use wire::Asked;
+use remote::RemoteModel;
+use service::ScoringService;
+use wire::ScoreRequest;
 
-/// Tokens of a packed batch, if the recipe says nothing.
+/// Default for the tokens of a packed batch.
 const BATCH_TOKENS: usize = 8192;
 
-/// What reward models need of the run.
+/// The parts of a run that reward models use.
 #[derive(Clone, Debug, Default)]
 pub struct ModelContext {
     /// [`model::Tokenizer::fingerprint`] of the policy's tokenizer.
@@ -46,23 +46,23 @@ pub struct ModelContext {
     pub policy_pool: Option<Arc<ThreadPool>>,
     /// All cores of the process.
     pub cores: Option<Arc<SharedCores>>,
-    /// What colocated models may keep in memory together.
+    /// Memory budget of all colocated models.
     pub budget: Arc<MemoryBudget>,
     /// Models of the recipe that another process of the run serves, by the name of their reward.
     pub servers: Arc<BTreeMap<String, ModelServer>>,
 }
 
-/// Where a process of the run serves a reward model.
+/// Address of a process of the run that serves a reward model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelServer {
     /// Such as `http://127.0.0.1:40123`.
     pub url: String,
-    /// What it wants to hear, if anything.
+    /// Bearer token, if it needs one.
     pub token: Option<String>,
 }
 
 /// The kind `model`.
-pub(crate) fn kind() -> Kind {
+pub(crate) fn kind() -> RewardKind {
     let parameters = &[
         "path",
         "url",
@@ -75,27 +75,27 @@ pub(crate) fn kind() -> Kind {
         "retries",
         "max_answer_kib",
     ];
-    Kind::new("model", parameters, &[], |spec, context| Ok(Box::new(RewardModel::new(spec, context)?)))
+    RewardKind::new("model", parameters, &[], |spec, context| Ok(Box::new(RewardModel::new(spec, context)?)))
 }
 
-/// A reward that asks a reward model.
+/// A reward that is the score of a reward model.
 #[derive(Debug)]
 struct RewardModel {
     name: String,
     about: String,
     /// Whether the model reads the tokens that the policy sampled.
     shares_tokens: bool,
-    place: Place,
+    location: ModelLocation,
     load: Load,
 }
 
-/// Where a model is.
+/// The process that has the model.
 #[derive(Debug)]
-enum Place {
-    /// On a thread of this process.
-    Here { scorer: Arc<SequenceScorer>, service: Service },
-    /// In another process.
-    Elsewhere(Remote),
+enum ModelLocation {
+    /// This process, on a thread of its own.
+    Local { scorer: Arc<SequenceScorer>, service: ScoringService },
+    /// Another process.
+    Remote(RemoteModel),
 }
 
 impl RewardModel {
@@ -103,27 +103,27 @@ impl RewardModel {
         context.runtime(spec)?;
         check_keys(spec)?;
         let policy = context.models.policy_tokenizer.as_deref();
-        let (place, shares_tokens, about) = match (&spec.url, &spec.path) {
+        let (location, shares_tokens, about) = match (&spec.url, &spec.path) {
             (Some(url), _) => {
-                let remote = Remote::connect(spec, context)?;
+                let remote = RemoteModel::connect(spec, context)?;
                 let shares = policy.is_some_and(|policy| remote.shares_tokens(policy));
-                (Place::Elsewhere(remote), shares, about(url, "separated, in another process", shares))
+                (ModelLocation::Remote(remote), shares, about(url, "separated, in another process", shares))
             }
             (None, Some(path)) if context.models.servers.contains_key(spec.name()) => {
                 let remote = connect(spec, context)?;
                 let shares = policy.is_some_and(|policy| remote.shares_tokens(policy));
                 let about = about(&path.display().to_string(), "separated, in a process of the run", shares);
-                (Place::Elsewhere(remote), shares, about)
+                (ModelLocation::Remote(remote), shares, about)
             }
             (None, Some(path)) => {
                 let (scorer, service, place) = start(spec, path, context)?;
                 let shares = policy.is_some_and(|policy| scorer.shares_tokens(policy));
                 let about = about(&path.display().to_string(), place, shares);
-                (Place::Here { scorer, service }, shares, about)
+                (ModelLocation::Local { scorer, service }, shares, about)
             }
             (None, None) => return Err(spec.missing("path")),
         };
-        Ok(Self { name: spec.name().to_owned(), about, shares_tokens, place, load: Load::default() })
+        Ok(Self { name: spec.name().to_owned(), about, shares_tokens, location, load: Load::default() })
     }
 
     /// The tokens of a trajectory, if the model reads them.
@@ -139,26 +139,26 @@ impl RewardModel {
         let failed = |reason: String| input.trajectory().failed(&self.name, reason);
         let waiting = self.load.wait();
         let (sampled, ended) = (self.sampled(input), !input.truncated);
-        let score = match &self.place {
-            Place::Here { scorer, service } => {
+        let score = match &self.location {
+            ModelLocation::Local { scorer, service } => {
                 let encode = || scorer.encode(&input.task.prompt, input.text, ended);
                 let tokens = sampled.map_or_else(encode, Ok).map_err(|error| failed(error.to_string()))?;
                 let tokens = checked(tokens, scorer.max_context()).map_err(failed)?;
                 service.score(tokens, waiting, input).await?
             }
-            Place::Elsewhere(remote) => {
-                let asked = match sampled {
+            ModelLocation::Remote(remote) => {
+                let request = match sampled {
                     Some(tokens) => {
                         let tokens = checked(tokens, remote.max_context()).map_err(failed)?;
-                        Asked::Tokens { prompt_ids: tokens.prompt, completion_ids: tokens.completion }
+                        ScoreRequest::Tokens { prompt_ids: tokens.prompt, completion_ids: tokens.completion }
                     }
-                    None => Asked::Texts {
+                    None => ScoreRequest::Texts {
                         prompt: (&input.task.prompt).into(),
                         completion: input.text.to_owned(),
                         ended,
                     },
                 };
-                remote.score(asked, waiting, input).await?
+                remote.score(request, waiting, input).await?
             }
         };
         Ok(Outcome::from(f64::from(score)))
@@ -166,21 +166,21 @@ impl RewardModel {
 }
 
 /// The model of this reward in another process of the run.
-fn connect(spec: &RewardSpec, context: &RewardContext) -> Result<Remote, RewardError> {
+fn connect(spec: &RewardSpec, context: &RewardContext) -> Result<RemoteModel, RewardError> {
     const TOKEN: &str = "token of the run";
     let Some(server) = context.models.servers.get(spec.name()) else { return Err(spec.missing("url")) };
     let token = server.token.iter().map(|token| (TOKEN.to_owned(), token.clone()));
     let context = RewardContext { environment: Arc::new(token.collect()), ..context.clone() };
     let (url, token_env) = (Some(server.url.clone()), server.token.as_ref().map(|_| TOKEN.to_owned()));
-    Remote::connect(&RewardSpec { url, token_env, ..spec.clone() }, &context)
+    RemoteModel::connect(&RewardSpec { url, token_env, ..spec.clone() }, &context)
 }
 
-/// A model in this process, and how it is placed.
+/// A model in this process, and a description of its placement.
 fn start(
     spec: &RewardSpec,
     path: &Path,
     context: &RewardContext,
-) -> Result<(Arc<SequenceScorer>, Service, &'static str), RewardError> {
+) -> Result<(Arc<SequenceScorer>, ScoringService, &'static str), RewardError> {
     let models = &context.models;
     let placement = spec.placement.unwrap_or_default();
     let everything = MemoryBudget::default();
@@ -195,7 +195,8 @@ fn start(
         (Placement::Colocated, Some(pool)) => Arc::clone(pool),
         _ => Arc::new(ThreadPool::new(&cores, spec.threads.unwrap_or(cores.total()))),
     };
-    let service = Service::start(spec, Arc::clone(&scorer), pool, spec.batch_tokens.unwrap_or(BATCH_TOKENS))?;
+    let service =
+        ScoringService::start(spec, Arc::clone(&scorer), pool, spec.batch_tokens.unwrap_or(BATCH_TOKENS))?;
     let place = match (placement, scorer.is_swapped()) {
         (Placement::Separated, _) => "separated",
         (Placement::Colocated, false) => "colocated, beside the policy",
@@ -204,7 +205,7 @@ fn start(
     Ok((scorer, service, place))
 }
 
-/// Keys that say nothing where the model is.
+/// Refuses keys that have no effect for the placement of the model.
 fn check_keys(spec: &RewardSpec) -> Result<(), RewardError> {
     const LOCAL: [&str; 4] = ["path", "quantization", "batch_tokens", "threads"];
     const REMOTE: [&str; 4] = ["allow", "token_env", "retries", "max_answer_kib"];

@@ -1,6 +1,6 @@
 //! A reward model that is served by another process, on this machine or another.
 //!
-//! Invariant: it is asked about the same tokens as a model in this process would be, so its scores are the same.
+//! Invariant: it gets the same tokens as a model in this process, so its scores are the same.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,46 +8,46 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
-use super::wire::{Answer, Asked, Described, MODEL, SCORES};
-use crate::http::transport::{CallError, Transport, seed};
-use crate::load::Waiting;
+use super::wire::{MODEL, ModelDescription, SCORES, ScoreRequest, ScoreResponse};
+use crate::http::transport::{HttpTransport, RequestError, seed};
+use crate::load::WaitingTrajectory;
 use crate::{RewardContext, RewardError, RewardInput, RewardSpec};
 
-/// How long the server may take to say what its model is.
-const HELLO: Duration = Duration::from_secs(30);
+/// Longest time for the description of the model.
+const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The server of a reward model.
 #[derive(Debug)]
-pub(super) struct Remote {
+pub(super) struct RemoteModel {
     name: String,
-    transport: Arc<Transport>,
-    described: Described,
+    transport: Arc<HttpTransport>,
+    described: ModelDescription,
     running: Semaphore,
     timeout: Duration,
 }
 
-impl Remote {
-    /// Asks the server what its model is.
+impl RemoteModel {
+    /// Reads the description of the model from its server.
     ///
     /// # Errors
-    /// A URL that cannot be used, a server that is not there or is none of a reward model.
+    /// An unusable URL, no server, or a server that does not serve a reward model.
     pub(super) fn connect(spec: &RewardSpec, context: &RewardContext) -> Result<Self, RewardError> {
         let at = |path: &'static str| move |url: &str| format!("{}{path}", url.trim_end_matches('/'));
-        let hello = Transport::new(spec, context, at(MODEL))?;
+        let describe = HttpTransport::new(spec, context, at(MODEL))?;
         let failed = |reason: String| RewardError::Start { reward: spec.name().to_owned(), reason };
-        let said = hello.get(HELLO).map_err(|error| {
+        let found = describe.get(DESCRIBE_TIMEOUT).map_err(|error| {
             failed(match error {
-                CallError::Timeout => {
-                    format!("no answer within {HELLO:?}; is `rlrun serve reward` running there?")
+                RequestError::Timeout => {
+                    format!("no answer within {DESCRIBE_TIMEOUT:?}; is `rlrun serve reward` running there?")
                 }
-                CallError::Failed(reason) => format!("{reason}; is `rlrun serve reward` running there?"),
+                RequestError::Failed(reason) => format!("{reason}; is `rlrun serve reward` running there?"),
             })
         })?;
-        let described = serde_json::from_value(said.clone())
-            .map_err(|_| failed(format!("the server is none of a reward model; it said {said}")))?;
+        let described = serde_json::from_value(found.clone())
+            .map_err(|_| failed(format!("the server does not serve a reward model; it sent {found}")))?;
         Ok(Self {
             name: spec.name().to_owned(),
-            transport: Arc::new(Transport::new(spec, context, at(SCORES))?),
+            transport: Arc::new(HttpTransport::new(spec, context, at(SCORES))?),
             described,
             running: Semaphore::new(spec.concurrency.max(1)),
             timeout: spec.timeout(),
@@ -67,8 +67,8 @@ impl Remote {
     /// The score of a sequence.
     pub(super) async fn score(
         &self,
-        asked: Asked,
-        waiting: Waiting<'_>,
+        request: ScoreRequest,
+        waiting: WaitingTrajectory<'_>,
         input: &RewardInput<'_>,
     ) -> Result<f32, RewardError> {
         // The semaphore is never closed, so a permit always comes; waiting for it is not the model's time.
@@ -76,15 +76,15 @@ impl Remote {
         let _running = waiting.begin();
         let trajectory = input.trajectory();
         let failed = |reason: String| trajectory.failed(&self.name, reason);
-        let said: Value = self
+        let response: Value = self
             .transport
-            .post(&json!(asked), seed(trajectory), self.timeout)
+            .post(&json!(request), seed(trajectory), self.timeout)
             .await
             .map_err(|error| error.of(&self.name, self.timeout, trajectory))?;
-        match serde_json::from_value(said.clone()) {
-            Ok(Answer { score: Some(score), .. }) => Ok(score),
-            Ok(Answer { error: Some(reason), .. }) => Err(failed(reason)),
-            _ => Err(failed(format!("the server said {said}, which is no score"))),
+        match serde_json::from_value(response.clone()) {
+            Ok(ScoreResponse { score: Some(score), .. }) => Ok(score),
+            Ok(ScoreResponse { error: Some(reason), .. }) => Err(failed(reason)),
+            _ => Err(failed(format!("the server sent {response}, which is not a score"))),
         }
     }
 }

@@ -1,7 +1,7 @@
-//! The thread on which a reward model computes: it takes what waits, packs it, scores it.
+//! The thread of a reward model: it takes the waiting sequences, packs them into a batch and scores it.
 //!
-//! Invariant: every request gets one answer, or learns that there will be none; a timeout ends the waiting of whoever
-//! asked, and what nobody waits for any more is not computed. The thread ends when its service is dropped.
+//! Invariant: every request gets one response or a closed channel; a timeout ends the wait of the caller, and a sequence whose
+//! caller stopped waiting is not computed. The thread ends when its service is dropped.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -11,27 +11,27 @@ use std::time::Duration;
 use model::{PromptCompletion, SequenceScorer, ThreadPool};
 use tokio::sync::oneshot;
 
-use crate::load::Waiting;
+use crate::load::WaitingTrajectory;
 use crate::{RewardError, RewardInput, RewardSpec};
 
 /// A sequence that waits for its score.
-struct Request {
+struct QueuedSequence {
     answered: PromptCompletion,
-    /// Its turn has come.
-    begun: oneshot::Sender<()>,
+    /// Notified when its batch starts.
+    started: oneshot::Sender<()>,
     scored: oneshot::Sender<Result<f32, String>>,
 }
 
-/// The worker of one reward model.
+/// The thread of one reward model, and its queue.
 #[derive(Debug)]
-pub(super) struct Service {
+pub(super) struct ScoringService {
     name: String,
     timeout: Duration,
-    requests: Option<Sender<Request>>,
+    requests: Option<Sender<QueuedSequence>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Service {
+impl ScoringService {
     /// Starts the thread; it scores at most `batch_tokens` tokens at once, or one sequence that has more.
     pub(super) fn start(
         spec: &RewardSpec,
@@ -52,68 +52,73 @@ impl Service {
         Ok(Self { name, timeout: spec.timeout(), requests: Some(requests), thread: Some(thread) })
     }
 
-    /// The score of a sequence; `begin` is called when its turn has come, and what it returns is kept until the end. The
-    /// timeout begins with the turn: waiting in the queue is not the model's time.
-    pub(super) async fn ask<T>(
+    /// The score of a sequence; `begin` is called when its batch starts, and its value is dropped at the end. The timeout begins
+    /// then: time in the queue does not count.
+    pub(super) async fn submit<T>(
         &self,
         answered: PromptCompletion,
         begin: impl FnOnce() -> T,
-    ) -> Result<f32, Lost> {
-        let ((begun, began), (scored, score)) = (oneshot::channel(), oneshot::channel());
-        let requests = self.requests.as_ref().ok_or(Lost::Gone)?;
-        requests.send(Request { answered, begun, scored }).map_err(|_| Lost::Gone)?;
-        began.await.map_err(|_| Lost::Gone)?;
+    ) -> Result<f32, ScoringError> {
+        let ((started, has_started), (scored, score)) = (oneshot::channel(), oneshot::channel());
+        let requests = self.requests.as_ref().ok_or(ScoringError::Ended)?;
+        requests.send(QueuedSequence { answered, started, scored }).map_err(|_| ScoringError::Ended)?;
+        has_started.await.map_err(|_| ScoringError::Ended)?;
         let _running = begin();
         match tokio::time::timeout(self.timeout, score).await {
             Ok(Ok(Ok(score))) => Ok(score),
-            Ok(Ok(Err(reason))) => Err(Lost::Refused(reason)),
-            Ok(Err(_)) => Err(Lost::Gone),
-            Err(_) => Err(Lost::Late(self.timeout)),
+            Ok(Ok(Err(reason))) => Err(ScoringError::Refused(reason)),
+            Ok(Err(_)) => Err(ScoringError::Ended),
+            Err(_) => Err(ScoringError::Timeout(self.timeout)),
         }
     }
 
-    /// The same for a trajectory that waits.
+    /// [`Self::submit`] for a waiting trajectory.
     pub(super) async fn score(
         &self,
         answered: PromptCompletion,
-        waiting: Waiting<'_>,
+        waiting: WaitingTrajectory<'_>,
         input: &RewardInput<'_>,
     ) -> Result<f32, RewardError> {
-        self.ask(answered, || waiting.begin()).await.map_err(|lost| match lost {
-            Lost::Late(limit) => input.trajectory().timed_out(&self.name, limit),
-            lost => input.trajectory().failed(&self.name, lost.to_string()),
+        self.submit(answered, || waiting.begin()).await.map_err(|error| match error {
+            ScoringError::Timeout(limit) => input.trajectory().timed_out(&self.name, limit),
+            error => input.trajectory().failed(&self.name, error.to_string()),
         })
     }
 }
 
 /// Why there is no score.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Lost {
+pub(super) enum ScoringError {
     /// The thread has ended.
-    #[error("the worker of the reward model has ended; its message stands in the log")]
-    Gone,
+    #[error("the worker of the reward model has ended; its message is in the log")]
+    Ended,
     /// The network refused the sequence.
     #[error("{0}")]
     Refused(String),
     /// It took too long.
     #[error("no score within {:.1} s", .0.as_secs_f64())]
-    Late(Duration),
+    Timeout(Duration),
 }
 
-impl Drop for Service {
+impl Drop for ScoringService {
     fn drop(&mut self) {
-        // Without its sender the thread ends after the batch at hand.
+        // Without a sender the thread ends after the current batch.
         drop(self.requests.take());
         if let Some(thread) = self.thread.take() {
-            // If it panicked, whoever asked has been told.
+            // If it panicked, the callers have an error.
             let _ = thread.join();
         }
     }
 }
 
-fn serve(requests: &Receiver<Request>, scorer: &SequenceScorer, pool: &Arc<ThreadPool>, batch_tokens: usize) {
+fn serve(
+    requests: &Receiver<QueuedSequence>,
+    scorer: &SequenceScorer,
+    pool: &Arc<ThreadPool>,
+    batch_tokens: usize,
+) {
     while let Ok(first) = requests.recv() {
-        // Weights that are swapped in stay until nothing waits any more.
+        // Swapped-in weights stay until the queue is empty.
         let ready = scorer.load();
         let mut next = Some(first);
         while let Some(first) = next.take().or_else(|| requests.try_recv().ok()) {
@@ -139,16 +144,19 @@ fn serve(requests: &Receiver<Request>, scorer: &SequenceScorer, pool: &Arc<Threa
     }
 }
 
-/// Scores a batch and tells everybody.
-fn answer(mut batch: Vec<Request>, score: impl FnOnce(&[PromptCompletion]) -> Result<Vec<f32>, String>) {
+/// Scores a batch and answers its callers.
+fn answer(
+    mut batch: Vec<QueuedSequence>,
+    score: impl FnOnce(&[PromptCompletion]) -> Result<Vec<f32>, String>,
+) {
     // Completions of one prompt become neighbours, so that the prompt is computed once.
     batch.sort_by(|a, b| a.answered.prompt.cmp(&b.answered.prompt));
     let (answered, tell): (Vec<_>, Vec<_>) =
-        batch.into_iter().map(|request| (request.answered, (request.begun, request.scored))).unzip();
+        batch.into_iter().map(|request| (request.answered, (request.started, request.scored))).unzip();
     let mut waiting = Vec::with_capacity(tell.len());
-    for (begun, scored) in tell {
-        // Whoever does not listen any more is told in vain.
-        let _ = begun.send(());
+    for (started, scored) in tell {
+        // The caller may have stopped waiting.
+        let _ = started.send(());
         waiting.push(scored);
     }
     if answered.is_empty() {

@@ -1,4 +1,4 @@
-//! What a reward model on another process or host is asked, and what it answers.
+//! Requests to a reward model in another process or on another host, and its responses.
 //!
 //! Invariant: scores of tokens are exact: they are f32, and JSON carries every bit of them. Tokens are sent only to a model
 //! whose tokenizer gives them the same meaning, texts to any other.
@@ -9,17 +9,17 @@ use serde::de::{self, Deserializer, SeqAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use trajectory::{Message, Prompt};
 
-/// Where sequences are sent.
+/// Path for sequences.
 pub(super) const SCORES: &str = "/v1/scores";
-/// Where the model says what it is.
+/// Path for the description of the model.
 pub(super) const MODEL: &str = "/v1/model";
 
 /// Most messages of a conversation.
 const MAX_MESSAGES: usize = 4096;
 
-/// What a model is.
+/// The description of a model.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Described {
+pub(super) struct ModelDescription {
     /// [`model::Tokenizer::fingerprint`] of the tokenizer whose tokens it reads; none if it reads texts only.
     pub(super) tokenizer: Option<String>,
     /// Longest sequence, tokens.
@@ -28,48 +28,50 @@ pub(super) struct Described {
 
 /// A sequence to be scored.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(untagged, try_from = "Fields")]
-pub(super) enum Asked {
+#[serde(untagged, try_from = "ScoreRequestFields")]
+pub(super) enum ScoreRequest {
     /// The tokens that were sampled.
     Tokens {
         /// The prompt.
         prompt_ids: Vec<u32>,
-        /// What follows it.
+        /// The completion.
         completion_ids: Vec<u32>,
     },
     /// The texts.
     Texts {
         /// The prompt.
-        prompt: Asking,
-        /// What answers it.
+        prompt: WirePrompt,
+        /// The completion.
         completion: String,
-        /// Whether it was not cut off.
+        /// False if the completion was cut off.
         ended: bool,
     },
 }
 
-/// Both kinds of [`Asked`], read field by field: what is told apart only once it is whole takes many times its size until
-/// then.
+/// Both kinds of [`ScoreRequest`], read field by field: serde would buffer an untagged enum in many times its size.
 #[derive(Deserialize)]
-struct Fields {
+struct ScoreRequestFields {
     prompt_ids: Option<Vec<u32>>,
     completion_ids: Option<Vec<u32>>,
-    prompt: Option<Asking>,
+    prompt: Option<WirePrompt>,
     completion: Option<String>,
     ended: Option<bool>,
 }
 
-impl TryFrom<Fields> for Asked {
+impl TryFrom<ScoreRequestFields> for ScoreRequest {
     type Error = &'static str;
 
-    fn try_from(fields: Fields) -> Result<Self, Self::Error> {
+    fn try_from(fields: ScoreRequestFields) -> Result<Self, Self::Error> {
         match fields {
-            Fields { prompt_ids: Some(prompt_ids), completion_ids: Some(completion_ids), .. } => {
-                Ok(Self::Tokens { prompt_ids, completion_ids })
-            }
-            Fields { prompt: Some(prompt), completion: Some(completion), ended: Some(ended), .. } => {
-                Ok(Self::Texts { prompt, completion, ended })
-            }
+            ScoreRequestFields {
+                prompt_ids: Some(prompt_ids), completion_ids: Some(completion_ids), ..
+            } => Ok(Self::Tokens { prompt_ids, completion_ids }),
+            ScoreRequestFields {
+                prompt: Some(prompt),
+                completion: Some(completion),
+                ended: Some(ended),
+                ..
+            } => Ok(Self::Texts { prompt, completion, ended }),
             _ => Err("give `prompt_ids` and `completion_ids`, or `prompt`, `completion` and `ended`"),
         }
     }
@@ -78,28 +80,28 @@ impl TryFrom<Fields> for Asked {
 /// A prompt on the wire: a text, or a conversation.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(untagged)]
-pub(super) enum Asking {
+pub(super) enum WirePrompt {
     /// A text.
     Text(String),
     /// Role and content of every message.
     Messages(Vec<(String, String)>),
 }
 
-impl<'de> Deserialize<'de> for Asking {
+impl<'de> Deserialize<'de> for WirePrompt {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Either;
-        impl<'de> Visitor<'de> for Either {
-            type Value = Asking;
+        struct WirePromptVisitor;
+        impl<'de> Visitor<'de> for WirePromptVisitor {
+            type Value = WirePrompt;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a text, or a list of role and content of each message")
             }
 
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Asking, E> {
-                Ok(Asking::Text(text.to_owned()))
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<WirePrompt, E> {
+                Ok(WirePrompt::Text(text.to_owned()))
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<Asking, A::Error> {
+            fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<WirePrompt, A::Error> {
                 let mut messages = Vec::new();
                 while let Some(message) = sequence.next_element()? {
                     if messages.len() == MAX_MESSAGES {
@@ -107,23 +109,23 @@ impl<'de> Deserialize<'de> for Asking {
                     }
                     messages.push(message);
                 }
-                Ok(Asking::Messages(messages))
+                Ok(WirePrompt::Messages(messages))
             }
         }
-        deserializer.deserialize_any(Either)
+        deserializer.deserialize_any(WirePromptVisitor)
     }
 }
 
 /// The score of a sequence, or why there is none.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Answer {
+pub(super) struct ScoreResponse {
     /// The score.
     pub(super) score: Option<f32>,
     /// What went wrong.
     pub(super) error: Option<String>,
 }
 
-impl From<&Prompt> for Asking {
+impl From<&Prompt> for WirePrompt {
     fn from(prompt: &Prompt) -> Self {
         match prompt {
             Prompt::Text(text) => Self::Text(text.clone()),
@@ -134,12 +136,12 @@ impl From<&Prompt> for Asking {
     }
 }
 
-impl From<Asking> for Prompt {
-    fn from(asking: Asking) -> Self {
+impl From<WirePrompt> for Prompt {
+    fn from(asking: WirePrompt) -> Self {
         let message = |(role, content)| Message { role, content };
         match asking {
-            Asking::Text(text) => Self::Text(text),
-            Asking::Messages(messages) => Self::Messages(messages.into_iter().map(message).collect()),
+            WirePrompt::Text(text) => Self::Text(text),
+            WirePrompt::Messages(messages) => Self::Messages(messages.into_iter().map(message).collect()),
         }
     }
 }

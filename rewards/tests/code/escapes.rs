@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use crate::{Bench, in_each_sandbox, stream, why};
+use crate::{CodeFixture, in_each_sandbox, stream, why};
 
 /// Short limits, so that what never ends is over soon.
 fn tight() -> serde_json::Value {
@@ -24,7 +24,7 @@ fn attempt(attempt: &str) -> String {
     )
 }
 
-fn assert_refused(bench: &Bench, attempts: &[&str]) {
+fn assert_refused(bench: &CodeFixture, attempts: &[&str]) {
     for tried in attempts {
         let outcome = bench.program(&stream("", REFUSED), &attempt(tried));
         assert_eq!(outcome.value, Some(1.0), "{tried}: {}", why(&outcome));
@@ -202,7 +202,7 @@ fn processes_of(python: &str) {
 }
 
 #[test]
-fn a_run_that_nobody_waits_for_is_ended() {
+fn a_run_without_a_caller_is_killed() {
     in_each_sandbox(&json!({"timeout_s": 1000, "cpu_s": 1000}), |bench| {
         let mark = format!("given-up-{}-{}", std::process::id(), bench.scratch.path().display());
         let task = crate::task(&stream("", ""));

@@ -5,7 +5,7 @@
 use rewards::RewardError;
 use serde_json::{Value, json};
 
-use crate::{Bench, in_each_sandbox, stream, why};
+use crate::{CodeFixture, in_each_sandbox, stream, why};
 
 fn fenced(program: &str) -> String {
     format!("```python\n{program}\n```\n")
@@ -230,7 +230,7 @@ fn the_answer_holds_the_tests_where_no_column_does() {
 fn what_cannot_be_tested_is_an_error() {
     in_each_sandbox(&json!({"tests_column": "cases"}), |bench| {
         for (columns, word) in
-            [(json!({"tests": "assert True"}), "`cases`"), (json!({"cases": 5}), "`5` is no test")]
+            [(json!({"tests": "assert True"}), "`cases`"), (json!({"cases": 5}), "`5` is not a test")]
         {
             match bench.judge(&columns, "```python\nprint(1)\n```") {
                 Err(RewardError::Failed { reason, .. }) => assert!(reason.contains(word), "{reason}"),
@@ -251,7 +251,7 @@ fn an_interpreter_that_cannot_start_is_an_error_and_no_score() {
 
 #[test]
 fn keys_that_make_no_sense_are_refused() {
-    let found = |keys: Value| match Bench::open(&keys) {
+    let found = |keys: Value| match CodeFixture::open(&keys) {
         Ok(_) => panic!("{keys} was taken"),
         Err(error) => error.to_string(),
     };
@@ -268,7 +268,7 @@ fn keys_that_make_no_sense_are_refused() {
         let message = found(keys.clone());
         assert!(message.contains(word), "{keys}: {message}");
     }
-    if Bench::open(&json!({"sandbox": "none"})).is_ok() {
+    if CodeFixture::open(&json!({"sandbox": "none"})).is_ok() {
         for field in ["cpu_s", "memory_mb", "max_processes", "max_output_kib"] {
             let message = found(json!({"sandbox": "none", field: 0}));
             assert!(message.contains(field), "{field}: {message}");

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::escapes::processes_with;
-use crate::{Bench, stream};
+use crate::{CodeFixture, stream};
 
 /// The variables by which the copy knows what it is: the mark of its programs, the keys of its reward, and the program.
 const MARK: &str = "RLRUN_TEST_MARK";
@@ -26,7 +26,7 @@ fn kill_9(mark: &str, keys: &Value, program: &str, pause: Duration) {
     // What the copy cannot tidy up lies in here.
     let scratch = tempfile::tempdir().unwrap();
     let mut copy = Command::new(this)
-        .args(["--exact", "killed::runs_an_endless_program_if_it_is_told_to"])
+        .args(["--exact", "killed::runs_an_endless_program_if_the_variables_are_set"])
         .envs([(MARK, mark), (KEYS, &keys.to_string()), (PROGRAM, program)])
         .env("TMPDIR", scratch.path())
         .stdout(Stdio::null())
@@ -50,7 +50,7 @@ fn kill_9(mark: &str, keys: &Value, program: &str, pause: Duration) {
 }
 
 fn works(sandbox: &str) -> bool {
-    Bench::open(&json!({"sandbox": sandbox}))
+    CodeFixture::open(&json!({"sandbox": sandbox}))
         .map_err(|error| eprintln!("SKIPPED in {sandbox}: {error}"))
         .is_ok()
 }
@@ -95,10 +95,10 @@ fn kill_9_while_a_program_starts_leaves_none() {
 }
 
 #[test]
-fn runs_an_endless_program_if_it_is_told_to() {
+fn runs_an_endless_program_if_the_variables_are_set() {
     let variable = |name: &str| std::env::vars().find(|(found, _)| found == name).map(|(_, value)| value);
     let (Some(keys), Some(program)) = (variable(KEYS), variable(PROGRAM)) else { return };
-    let bench = Bench::open(&serde_json::from_str(&keys).unwrap()).unwrap();
+    let bench = CodeFixture::open(&serde_json::from_str(&keys).unwrap()).unwrap();
     // Killed, or ended by its limits.
     let _ = bench.judge(&stream("", ""), &program);
 }

@@ -4,7 +4,7 @@
 
 use serde_json::json;
 
-use crate::{Bench, in_each_sandbox, stream, why};
+use crate::{CodeFixture, in_each_sandbox, stream, why};
 
 fn shell(program: &str) -> String {
     format!("```bash\n{program}\n```")
@@ -25,7 +25,7 @@ fn a_shell_runs_its_programs() {
 #[test]
 fn without_a_sandbox_programs_run_if_the_recipe_says_so() {
     let keys = json!({"language": "bash", "command": ["sh", "{file}"], "sandbox": "none", "cpu_s": 1});
-    let bench = Bench::open(&keys).unwrap();
+    let bench = CodeFixture::open(&keys).unwrap();
     let right =
         bench.judge(&stream("", "6"), &shell("echo 1 2 3 | (read a b c; echo $((a + b + c)))")).unwrap();
     assert_eq!(right.value, Some(1.0), "{right:?}");

@@ -18,13 +18,13 @@ use tokio::runtime::Runtime;
 use trajectory::{Prompt, Task, TaskId};
 
 /// A reward with the runtime and the directory that it needs.
-struct Bench {
+struct CodeFixture {
     reward: Box<dyn Reward>,
     scratch: TempDir,
     runtime: Runtime,
 }
 
-impl Bench {
+impl CodeFixture {
     /// The reward `code` with these keys, or why there is none.
     fn open(keys: &Value) -> Result<Self, RewardError> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
@@ -69,11 +69,11 @@ fn task(columns: &Value) -> Task {
 }
 
 /// Calls `test` with a bench in every sandbox that works here.
-fn in_each_sandbox(keys: &Value, test: impl Fn(&Bench)) {
+fn in_each_sandbox(keys: &Value, test: impl Fn(&CodeFixture)) {
     for sandbox in ["bubblewrap", "landlock"] {
         let mut keys = keys.clone();
         keys["sandbox"] = json!(sandbox);
-        match Bench::open(&keys) {
+        match CodeFixture::open(&keys) {
             Ok(bench) => {
                 eprintln!("in {sandbox}");
                 test(&bench);

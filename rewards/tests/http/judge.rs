@@ -4,15 +4,15 @@
 
 use serde_json::{Value, json};
 
-use crate::Bench;
-use crate::server::{Server, ok};
+use crate::HttpFixture;
+use crate::server::{FakeServer, ok};
 
-fn says(reply: &str) -> Server {
+fn says(reply: &str) -> FakeServer {
     let answer = json!({"choices": [{"message": {"role": "assistant", "content": reply}}]});
-    Server::start(move |_, _| ok(&answer))
+    FakeServer::start(move |_, _| ok(&answer))
 }
 
-fn base(server: &Server) -> String {
+fn base(server: &FakeServer) -> String {
     format!("http://127.0.0.1:{}/v1", server.port)
 }
 
@@ -27,8 +27,11 @@ fn keys(more: &Value) -> Value {
 #[test]
 fn the_default_question_and_its_score() {
     let server = says("Right, but long.\n\n**Score:** 8");
-    let bench =
-        Bench::open("judge", &base(&server), &keys(&json!({"system": "Be fair.", "token_env": "RM_TOKEN"})));
+    let bench = HttpFixture::open(
+        "judge",
+        &base(&server),
+        &keys(&json!({"system": "Be fair.", "token_env": "RM_TOKEN"})),
+    );
     let judged = bench.judge(&["It is 4. Score: 10"]).pop().unwrap().unwrap();
     assert_eq!(judged.value, Some(0.8));
     assert!(judged.details["reply"].as_str().unwrap().ends_with("**Score:** 8"));
@@ -55,7 +58,7 @@ fn rules_and_questions_of_a_recipe() {
         ("Yes? No.\n**YES!**", json!({"template": template, "choices": {"yes": 1.0, "no": -1.0}}), 1.0),
     ] {
         let server = says(reply);
-        let bench = Bench::open("judge", &base(&server), &keys(&more));
+        let bench = HttpFixture::open("judge", &base(&server), &keys(&more));
         assert_eq!(bench.value("four"), Some(expected), "{reply}");
         assert_eq!(server.asked()[0].body["messages"][0]["content"], "2+2=|4|four");
     }
@@ -64,17 +67,17 @@ fn rules_and_questions_of_a_recipe() {
 #[test]
 fn a_reply_without_a_score_is_an_error_that_shows_its_end() {
     let server = says(&format!("{} I would rather not say.", "well ".repeat(500)));
-    let reason = Bench::open("judge", &base(&server), &keys(&json!({}))).reason("x");
+    let reason = HttpFixture::open("judge", &base(&server), &keys(&json!({}))).reason("x");
     assert!(reason.ends_with("rather not say.") && reason.len() < 800, "{reason}");
     let cut =
         json!({"choices": [{"message": {"content": "Good so far. Score: 7"}, "finish_reason": "length"}]});
-    let server = Server::start(move |_, _| ok(&cut));
-    let reason = Bench::open("judge", &base(&server), &keys(&json!({"max_tokens": 9}))).reason("x");
+    let server = FakeServer::start(move |_, _| ok(&cut));
+    let reason = HttpFixture::open("judge", &base(&server), &keys(&json!({"max_tokens": 9}))).reason("x");
     assert!(reason.contains("raise `max_tokens` above 9"), "{reason}");
-    let reason = Bench::open("judge", &base(&says("Score: 95")), &keys(&json!({}))).reason("x");
+    let reason = HttpFixture::open("judge", &base(&says("Score: 95")), &keys(&json!({}))).reason("x");
     assert!(reason.contains("95, which is not from 0 to 10"), "{reason}");
-    let server = Server::start(|_, _| ok(&json!({"choices": []})));
-    let reason = Bench::open("judge", &base(&server), &keys(&json!({}))).reason("x");
+    let server = FakeServer::start(|_, _| ok(&json!({"choices": []})));
+    let reason = HttpFixture::open("judge", &base(&server), &keys(&json!({}))).reason("x");
     assert!(reason.contains("{\"choices\":[]}"), "{reason}");
 }
 
@@ -91,7 +94,7 @@ fn keys_that_make_no_sense_are_refused() {
         (keys(&json!({"choices": {"a": 1}, "parse": "(a)", "template": "{completion}"})), "`choices`"),
         (keys(&json!({"dialect": "slime"})), "does not take `dialect`"),
     ] {
-        let Err(error) = Bench::try_open("judge", "http://judge.example", &keys) else {
+        let Err(error) = HttpFixture::try_open("judge", "http://judge.example", &keys) else {
             panic!("{keys} was taken")
         };
         assert!(error.to_string().contains(word), "{keys}: {error}");

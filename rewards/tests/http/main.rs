@@ -14,7 +14,7 @@ use tokio::runtime::Runtime;
 use trajectory::{Prompt, Task, TaskId};
 
 /// A reward with the runtime that it needs.
-struct Bench {
+struct HttpFixture {
     reward: Box<dyn Reward>,
     runtime: Runtime,
 }
@@ -22,7 +22,7 @@ struct Bench {
 /// What stands in the variable `RM_TOKEN`.
 const TOKEN: &str = "secret-token";
 
-impl Bench {
+impl HttpFixture {
     fn open(kind: &str, url: &str, keys: &Value) -> Self {
         Self::try_open(kind, url, keys).expect("the reward can be built")
     }

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use rewards::{Outcome, RewardError};
 use serde_json::{Value, json};
 
-use crate::server::{Reply, Server, ok};
-use crate::{Bench, TOKEN};
+use crate::server::{FakeServer, Reply, ok};
+use crate::{HttpFixture, TOKEN};
 
 fn status(status: u16, header: &str, body: &str) -> Reply {
     let headers = if header.is_empty() { vec![] } else { vec![header.to_owned()] };
@@ -19,9 +19,10 @@ fn status(status: u16, header: &str, body: &str) -> Reply {
 
 #[test]
 fn the_words_of_openrlhf() {
-    let server =
-        Server::start(|_, _| ok(&json!({"rewards": [0.5], "scores": [1], "extra_logs": {"length": [3]}})));
-    let bench = Bench::open("http", &server.url(), &json!({"token_env": "RM_TOKEN"}));
+    let server = FakeServer::start(|_, _| {
+        ok(&json!({"rewards": [0.5], "scores": [1], "extra_logs": {"length": [3]}}))
+    });
+    let bench = HttpFixture::open("http", &server.url(), &json!({"token_env": "RM_TOKEN"}));
     let judged = bench.judge(&["four"]).pop().unwrap().unwrap();
     assert_eq!(judged, Outcome::from(0.5).with("score", 1).with("length", 3));
     let asked = server.asked().pop().unwrap();
@@ -33,20 +34,22 @@ fn the_words_of_openrlhf() {
 
 #[test]
 fn logs_that_do_not_fit_cost_no_reward_and_true_is_one() {
-    let server = Server::start(|_, _| {
+    let server = FakeServer::start(|_, _| {
         ok(
             &json!({"rewards": [true], "scores": 0.5, "extra_logs": {"acc": 1.0, "length": [3], "all": [1, 2]}}),
         )
     });
-    let judged = Bench::open("http", &server.url(), &json!({})).judge(&["four"]).pop().unwrap().unwrap();
+    let judged =
+        HttpFixture::open("http", &server.url(), &json!({})).judge(&["four"]).pop().unwrap().unwrap();
     assert_eq!(judged, Outcome::from(1.0).with("length", 3));
 }
 
 #[test]
 fn the_words_of_slime() {
-    let server =
-        Server::start(|count, _| ok(&if count == 0 { json!(2) } else { json!({"score": 3, "why": "x"}) }));
-    let bench = Bench::open("http", &server.url(), &json!({"dialect": "slime"}));
+    let server = FakeServer::start(|count, _| {
+        ok(&if count == 0 { json!(2) } else { json!({"score": 3, "why": "x"}) })
+    });
+    let bench = HttpFixture::open("http", &server.url(), &json!({"dialect": "slime"}));
     assert_eq!(bench.value("four"), Some(2.0));
     let judged = bench.judge(&["four"]).pop().unwrap().unwrap();
     assert_eq!(judged, Outcome::from(3.0).with("why", "x"));
@@ -56,11 +59,11 @@ fn the_words_of_slime() {
 #[test]
 fn those_who_wait_are_sent_together_and_each_gets_its_own_answer() {
     let length = |query: &Value| query.as_str().unwrap().len();
-    let server = Server::start(move |_, asked| {
+    let server = FakeServer::start(move |_, asked| {
         let queries = asked.body["query"].as_array().unwrap();
         ok(&json!({"rewards": queries.iter().map(length).collect::<Vec<_>>()}))
     });
-    let bench = Bench::open("http", &server.url(), &json!({"batch": 8, "concurrency": 1}));
+    let bench = HttpFixture::open("http", &server.url(), &json!({"batch": 8, "concurrency": 1}));
     let texts: Vec<String> = (0..20).map(|count| "x".repeat(count)).collect();
     let judged = bench.judge(&texts.iter().map(String::as_str).collect::<Vec<_>>());
     for (count, judged) in judged.into_iter().enumerate() {
@@ -74,12 +77,12 @@ fn those_who_wait_are_sent_together_and_each_gets_its_own_answer() {
 
 #[test]
 fn one_that_is_given_up_costs_the_others_nothing() {
-    let server = Server::start(|_, asked| {
+    let server = FakeServer::start(|_, asked| {
         let rewards: Vec<_> = asked.body["query"].as_array().unwrap().iter().map(|_| 1).collect();
         std::thread::sleep(Duration::from_millis(100));
         ok(&json!({"rewards": rewards}))
     });
-    let bench = Bench::open("http", &server.url(), &json!({"batch": 4, "concurrency": 1}));
+    let bench = HttpFixture::open("http", &server.url(), &json!({"batch": 4, "concurrency": 1}));
     let task = crate::task();
     let inputs = [rewards::RewardInput::text(&task, "given up")];
     bench.runtime.block_on(async {
@@ -100,7 +103,7 @@ fn at_most_so_many_requests_at_a_time() {
     let seen = Arc::clone(&most);
     // The first two are answered only when both are there.
     let both = Barrier::new(2);
-    let server = Server::start(move |count, _| {
+    let server = FakeServer::start(move |count, _| {
         let now = running.fetch_add(1, Ordering::SeqCst) + 1;
         seen.fetch_max(now, Ordering::SeqCst);
         if count < 2 {
@@ -110,49 +113,49 @@ fn at_most_so_many_requests_at_a_time() {
         running.fetch_sub(1, Ordering::SeqCst);
         ok(&json!({"rewards": [1]}))
     });
-    let bench = Bench::open("http", &server.url(), &json!({"concurrency": 2}));
+    let bench = HttpFixture::open("http", &server.url(), &json!({"concurrency": 2}));
     assert!(bench.judge(&["x"; 12]).iter().all(Result::is_ok));
     assert_eq!(most.load(Ordering::SeqCst), 2);
 }
 
 #[test]
 fn a_busy_server_is_asked_again() {
-    let server = Server::start(|count, _| match count {
+    let server = FakeServer::start(|count, _| match count {
         0 => status(503, "retry-after: 0", "loading"),
         1 => Reply::Raw(b"HTTP/1.1 200 X\r\ncontent-length: 100\r\n\r\n{".to_vec()),
         2 => Reply::Raw(Vec::new()),
         3 => status(429, "", ""),
         _ => ok(&json!({"rewards": [1]})),
     });
-    let bench = Bench::open("http", &server.url(), &json!({}));
+    let bench = HttpFixture::open("http", &server.url(), &json!({}));
     assert_eq!(bench.value("x"), Some(1.0));
     assert_eq!(server.asked().len(), 5);
 }
 
 #[test]
 fn what_stays_busy_is_given_up_with_what_it_said() {
-    let server = Server::start(|_, _| status(503, "", "out of memory"));
-    let bench = Bench::open("http", &server.url(), &json!({"retries": 1}));
+    let server = FakeServer::start(|_, _| status(503, "", "out of memory"));
+    let bench = HttpFixture::open("http", &server.url(), &json!({"retries": 1}));
     let reason = bench.reason("x");
     assert!(
         reason.contains("2 attempts") && reason.contains("503") && reason.contains("out of memory"),
         "{reason}"
     );
     // A wait that is longer than the time that is left is not begun.
-    let patient = Server::start(|_, _| status(429, "retry-after: 3600", "later"));
+    let patient = FakeServer::start(|_, _| status(429, "retry-after: 3600", "later"));
     let begun = Instant::now();
-    let reason = Bench::open("http", &patient.url(), &json!({})).reason("x");
+    let reason = HttpFixture::open("http", &patient.url(), &json!({})).reason("x");
     assert!(reason.contains("429") && begun.elapsed() < Duration::from_secs(15), "{reason}");
-    // Nobody listens there: the port was free a moment ago.
-    let gone = { Server::start(|_, _| Reply::Silence).url() };
-    let reason = Bench::open("http", &gone, &json!({"retries": 1, "timeout_s": 10})).reason("x");
+    // No process listens there: the port was free a moment ago.
+    let gone = { FakeServer::start(|_, _| Reply::Silence).url() };
+    let reason = HttpFixture::open("http", &gone, &json!({"retries": 1, "timeout_s": 10})).reason("x");
     assert!(reason.contains(&gone), "{reason}");
 }
 
 #[test]
 fn a_silent_server_is_a_timeout() {
-    let server = Server::start(|_, _| Reply::Silence);
-    let bench = Bench::open("http", &server.url(), &json!({"timeout_s": 0.3}));
+    let server = FakeServer::start(|_, _| Reply::Silence);
+    let bench = HttpFixture::open("http", &server.url(), &json!({"timeout_s": 0.3}));
     let judged = bench.judge(&["x", "y"]);
     assert!(judged.iter().all(|judged| matches!(judged, Err(RewardError::Timeout { .. }))), "{judged:?}");
 }
@@ -174,8 +177,8 @@ fn answers_that_cannot_be_used_are_shown() {
         (Reply::Status(200, vec![], "\u{e9}".repeat(5000).into_bytes()), "..."),
     ] {
         let reply = std::sync::Mutex::new(Some(reply));
-        let server = Server::start(move |_, _| reply.lock().unwrap().take().unwrap_or(Reply::Silence));
-        let bench = Bench::open("http", &server.url(), &json!({"retries": 0}));
+        let server = FakeServer::start(move |_, _| reply.lock().unwrap().take().unwrap_or(Reply::Silence));
+        let bench = HttpFixture::open("http", &server.url(), &json!({"retries": 0}));
         let reason = bench.reason("x");
         assert!(reason.contains(word) && reason.len() < 800, "{word}: {reason}");
         assert_eq!(server.asked().len(), 1, "{word}");
@@ -184,15 +187,15 @@ fn answers_that_cannot_be_used_are_shown() {
 
 #[test]
 fn addresses_that_are_not_allowed_are_not_connected_to() {
-    let server = Server::start(|_, _| ok(&json!({"rewards": [1]})));
+    let server = FakeServer::start(|_, _| ok(&json!({"rewards": [1]})));
     let named = format!("http://localhost:{}/", server.port);
-    let elsewhere = Bench::open("http", &named, &json!({"allow": ["10.0.0.0/8"], "retries": 0}));
+    let elsewhere = HttpFixture::open("http", &named, &json!({"allow": ["10.0.0.0/8"], "retries": 0}));
     let reason = elsewhere.reason("x");
     assert!(reason.contains("not in `allow`"), "{reason}");
     assert!(server.asked().is_empty());
-    let meant = Bench::open("http", &named, &json!({"allow": ["127.0.0.0/8", "::1"]}));
+    let meant = HttpFixture::open("http", &named, &json!({"allow": ["127.0.0.0/8", "::1"]}));
     assert_eq!(meant.value("x"), Some(1.0));
-    let Err(refused) = Bench::try_open("http", "http://169.254.169.254/", &json!({})) else {
+    let Err(refused) = HttpFixture::try_open("http", "http://169.254.169.254/", &json!({})) else {
         panic!("it was taken")
     };
     assert!(refused.to_string().contains("`allow`"), "{refused}");
@@ -208,7 +211,7 @@ fn keys_that_make_no_sense_are_refused() {
         (json!({"allow": ["http://x"]}), "`allow`"),
         (json!({"model": "x"}), "does not take `model`"),
     ] {
-        let Err(error) = Bench::try_open("http", "http://rm.example/", &keys) else {
+        let Err(error) = HttpFixture::try_open("http", "http://rm.example/", &keys) else {
             panic!("{keys} was taken")
         };
         assert!(error.to_string().contains(word), "{keys}: {error}");

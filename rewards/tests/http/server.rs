@@ -12,7 +12,7 @@ use serde_json::Value;
 
 /// What came.
 #[derive(Clone, Debug)]
-pub(crate) struct Asked {
+pub(crate) struct ReceivedRequest {
     /// Such as `POST /v1/chat/completions HTTP/1.1`.
     pub(crate) line: String,
     /// Header lines in lower case.
@@ -36,28 +36,28 @@ pub(crate) fn ok(body: &Value) -> Reply {
     Reply::Status(200, vec!["content-type: application/json".to_owned()], body.to_string().into_bytes())
 }
 
-type Script = dyn Fn(usize, &Asked) -> Reply + Send + Sync;
+type ReplyScript = dyn Fn(usize, &ReceivedRequest) -> Reply + Send + Sync;
 
-/// What the threads of a server share.
-struct Shared {
-    script: Box<Script>,
-    asked: Mutex<Vec<Asked>>,
+/// State that the threads of a server share.
+struct FakeServerState {
+    script: Box<ReplyScript>,
+    asked: Mutex<Vec<ReceivedRequest>>,
     count: AtomicUsize,
     ended: AtomicBool,
 }
 
 /// A server.
-pub(crate) struct Server {
-    shared: Arc<Shared>,
+pub(crate) struct FakeServer {
+    shared: Arc<FakeServerState>,
     pub(crate) port: u16,
 }
 
-impl Server {
+impl FakeServer {
     /// `script` sees how many requests there were before, and the request.
-    pub(crate) fn start(script: impl Fn(usize, &Asked) -> Reply + Send + Sync + 'static) -> Self {
+    pub(crate) fn start(script: impl Fn(usize, &ReceivedRequest) -> Reply + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
         let port = listener.local_addr().expect("it has an address").port();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(FakeServerState {
             script: Box::new(script),
             asked: Mutex::default(),
             count: AtomicUsize::new(0),
@@ -81,12 +81,12 @@ impl Server {
     }
 
     /// All requests so far.
-    pub(crate) fn asked(&self) -> Vec<Asked> {
+    pub(crate) fn asked(&self) -> Vec<ReceivedRequest> {
         self.shared.asked.lock().unwrap().clone()
     }
 }
 
-impl Drop for Server {
+impl Drop for FakeServer {
     fn drop(&mut self) {
         self.shared.ended.store(true, Ordering::Relaxed);
         // Wakes the thread that accepts.
@@ -94,8 +94,8 @@ impl Drop for Server {
     }
 }
 
-/// One connection; whoever asked may be gone at any time.
-fn serve(stream: TcpStream, shared: &Shared) -> Option<()> {
+/// One connection; the client may close it at any time.
+fn serve(stream: TcpStream, shared: &FakeServerState) -> Option<()> {
     stream.set_read_timeout(Some(Duration::from_secs(20))).ok()?;
     let mut reader = BufReader::new(stream);
     let mut lines = Vec::new();
@@ -111,7 +111,8 @@ fn serve(stream: TcpStream, shared: &Shared) -> Option<()> {
     let length = headers.iter().find_map(|line| line.strip_prefix("content-length:")?.trim().parse().ok())?;
     let mut body = vec![0; length];
     reader.read_exact(&mut body).ok()?;
-    let asked = Asked { line: lines[0].clone(), headers, body: serde_json::from_slice(&body).ok()? };
+    let asked =
+        ReceivedRequest { line: lines[0].clone(), headers, body: serde_json::from_slice(&body).ok()? };
     let count = shared.count.fetch_add(1, Ordering::SeqCst);
     shared.asked.lock().unwrap().push(asked.clone());
     let mut stream = reader.into_inner();

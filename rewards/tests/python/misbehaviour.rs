@@ -5,10 +5,10 @@ use std::task::{Context, Poll, Waker};
 use rewards::{Reward, RewardError, RewardInput};
 use serde_json::json;
 
-use crate::support::{Run, lives, message, outcome, pids, run, task, until, value, values};
+use crate::support::{PythonFixture, lives, message, outcome, pids, run, task, until, value, values};
 
 /// Scores the odd text among four that are well, and what is said of it.
-fn among_others(run: &Run, keys: serde_json::Value, odd: &str) -> Result<f64, RewardError> {
+fn among_others(run: &PythonFixture, keys: serde_json::Value, odd: &str) -> Result<f64, RewardError> {
     let reward = run.reward("misbehaving.py", keys);
     let mut judged = run.all(&reward, &["a", "bb", odd, "ccc", "dddd"]);
     let odd = judged.remove(2);
@@ -79,7 +79,7 @@ fn a_process_that_dies_is_replaced_and_its_item_tried_once_more() {
 }
 
 #[test]
-fn what_a_function_raises_or_returns_is_told() {
+fn errors_show_what_a_function_raised_or_returned() {
     let Some(run) = run() else { return };
     let keys = || json!({"function": "compute_score"});
     for (text, part) in [
@@ -98,7 +98,7 @@ fn what_a_function_raises_or_returns_is_told() {
 }
 
 #[test]
-fn details_that_json_cannot_carry_are_told_in_words() {
+fn details_that_json_cannot_carry_are_text() {
     let Some(run) = run() else { return };
     let reward = run.reward("misbehaving.py", json!({"function": "compute_score", "timeout_s": 1e300}));
     let judged = run.one(&reward, "details");
@@ -121,7 +121,7 @@ fn forks_that_come_back_and_alarms_that_stay_do_no_harm() {
 fn calls_in_one_event_loop_are_charged_one_by_one() {
     let Some(run) = run() else { return };
     let keys = || json!({"function": "awaited", "timeout_s": 1.5, "workers": 1});
-    // It waits: everybody else has answered by then.
+    // It waits: all others have answered by then.
     let waits = among_others(&run, keys(), "wait 1000");
     assert!(matches!(waits, Err(RewardError::Timeout { .. })), "{waits:?}");
     // It holds up the loop: the others are called again.
@@ -148,7 +148,7 @@ fn a_batch_that_hangs_or_dies_is_called_again_one_by_one() {
 }
 
 #[test]
-fn a_call_that_nobody_waits_for_is_ended() {
+fn a_call_without_a_caller_is_killed() {
     let Some(run) = run() else { return };
     let keys = json!({"function": "compute_score", "timeout_s": 900.0, "workers": 1});
     let reward = run.reward("misbehaving.py", keys);
@@ -160,7 +160,7 @@ fn a_call_that_nobody_waits_for_is_ended() {
     let begun = given_up.as_mut().poll(&mut Context::from_waker(Waker::noop()));
     assert!(matches!(begun, Poll::Pending));
     until("it is running", || pids(&file).len() == 4);
-    assert_eq!(reward.load().take().running, 0, "nobody has looked since it began");
+    assert_eq!(reward.load().take().running, 0, "nothing has polled it since it began");
     drop(given_up);
     assert_eq!(value(&run.one(&reward, "next")), 4.0);
     assert_eq!(reward.replaced(), 1);

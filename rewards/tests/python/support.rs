@@ -13,7 +13,7 @@ use tokio::runtime::Runtime;
 use trajectory::{Message, PolicyVersion, Prompt, Task, TaskId};
 
 /// A run as far as rewards see it. Dropped last, after the rewards.
-pub(crate) struct Run {
+pub(crate) struct PythonFixture {
     pub(crate) runtime: Runtime,
     pub(crate) directory: TempDir,
     pub(crate) context: RewardContext,
@@ -23,7 +23,7 @@ pub(crate) struct Run {
 pub(crate) const NO_CACHE: &str = "PYTHONDONTWRITEBYTECODE";
 
 /// `None`, with a word, where there is no python3 of 3.9 or newer.
-pub(crate) fn run() -> Option<Run> {
+pub(crate) fn run() -> Option<PythonFixture> {
     let recent = ["-c", "import sys; sys.exit(sys.version_info < (3, 9))"];
     if !std::process::Command::new("python3").args(recent).status().is_ok_and(|status| status.success()) {
         eprintln!("SKIPPED: there is no python3, or it is older than 3.9");
@@ -38,7 +38,7 @@ pub(crate) fn run() -> Option<Run> {
         max_steps: 10,
         ..RewardContext::default()
     };
-    Some(Run { runtime, directory, context })
+    Some(PythonFixture { runtime, directory, context })
 }
 
 /// A file beside this one.
@@ -57,7 +57,7 @@ pub(crate) fn spec(file: &str, keys: Value) -> RewardSpec {
     serde_json::from_value(Value::Object(table)).unwrap()
 }
 
-impl Run {
+impl PythonFixture {
     pub(crate) fn reward(&self, file: &str, keys: Value) -> PythonReward {
         self.build(file, keys).unwrap_or_else(|error| panic!("{file}: {error}"))
     }

@@ -1,10 +1,10 @@
-//! What a confined program can read: system libraries, programs and its interpreter.
+//! The files that a confined program can read: system libraries, programs and its interpreter.
 //!
-//! Invariant: a view never holds a whole file system or somebody's home. It looks at paths only, not into files.
+//! Invariant: the list never has a whole file system or a home directory. Only paths are examined, not contents of files.
 
 use std::path::{Path, PathBuf};
 
-/// Directories and files that are there on ordinary systems and hold no secrets.
+/// Directories and files of ordinary systems, without secrets.
 const SYSTEM: [&str; 14] = [
     "/usr",
     "/bin",
@@ -25,20 +25,20 @@ const SYSTEM: [&str; 14] = [
 /// Devices that every program may use.
 pub(super) const DEVICES: [&str; 4] = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"];
 
-/// The files that a program can read, beside its own.
+/// The files that a program can read, beside the one that it is given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct View {
+pub struct ReadableFiles {
     added: Vec<PathBuf>,
-    witness: Option<PathBuf>,
+    required: Option<PathBuf>,
 }
 
-impl View {
-    /// The system and `directories` with all that is in them, by the path given and by the one it leads to. The file `witness`
-    /// must be readable in the sandbox, or the sandbox is of no use.
+impl ReadableFiles {
+    /// The system and `directories` with all that is in them, by the given path and by its canonical path. The sandbox is usable
+    /// only if the file `required` can be read in it.
     ///
     /// # Errors
-    /// A directory that is the root, directly under it, or a home, as that would show the program what it must not see.
-    pub fn new(directories: &[PathBuf], witness: Option<PathBuf>) -> Result<Self, String> {
+    /// A directory is the root, directly under it, or a home directory: the program would see files that it must not see.
+    pub fn new(directories: &[PathBuf], required: Option<PathBuf>) -> Result<Self, String> {
         let mut added: Vec<PathBuf> = Vec::new();
         for directory in directories {
             let real =
@@ -51,16 +51,16 @@ impl View {
                 let home = depth == 2 && (path.starts_with("/home") || path.starts_with("/Users"));
                 if !path.is_absolute() || depth < 2 || home {
                     return Err(format!(
-                        "the program would see all of {}; use an interpreter that lies in a directory of its own",
+                        "the program would see all of {}; use an interpreter in a directory of its own",
                         path.display()
                     ));
                 }
                 added.push(path);
             }
         }
-        // A directory comes before what is in it.
+        // A directory comes before its contents.
         added.sort();
-        Ok(Self { added, witness })
+        Ok(Self { added, required })
     }
 
     /// Paths that exist: those of the system, then the added ones.
@@ -69,8 +69,8 @@ impl View {
         system.chain(self.added.iter().cloned()).collect()
     }
 
-    pub(super) fn witness(&self) -> Option<&Path> {
-        self.witness.as_deref()
+    pub(super) fn required(&self) -> Option<&Path> {
+        self.required.as_deref()
     }
 }
 
@@ -95,12 +95,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_view_holds_no_whole_system() {
+    fn the_root_and_system_directories_are_refused() {
         for path in ["/", "/etc", "relative"] {
-            let error = View::new(&[PathBuf::from(path)], None).unwrap_err();
+            let error = ReadableFiles::new(&[PathBuf::from(path)], None).unwrap_err();
             assert!(error.contains(path), "{error}");
         }
-        assert_eq!(View::new(&[PathBuf::from("/usr/bin")], None).unwrap(), View::default());
+        assert_eq!(ReadableFiles::new(&[PathBuf::from("/usr/bin")], None).unwrap(), ReadableFiles::default());
     }
 
     #[test]
